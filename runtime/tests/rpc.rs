@@ -43,15 +43,15 @@ const NAME: &str = "mixfleet";
 const LONG: Duration = Duration::from_secs(60);
 
 /// An authority, and what its members believe.
-struct Fleet(Authority);
+struct FleetAuthority(Authority);
 
-impl Fleet {
+impl FleetAuthority {
     fn new() -> Self {
-        Fleet(Authority::new())
+        FleetAuthority(Authority::new())
     }
 
     /// Who has a certificate with this name, and believes `authority`.
-    fn believing(&self, authority: &Fleet, name: &str) -> Trust {
+    fn believing(&self, authority: &FleetAuthority, name: &str) -> Trust {
         let (authority, (certificates, key)) = (authority.0.pem(), self.0.signs(&[name]));
         let pem = TlsPem {
             authority: &authority,
@@ -202,7 +202,7 @@ fn members(workers: &[&Worker]) -> Members {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn prefill_on_one_process_and_decode_on_another_under_tls() {
-    let (env, checkpoint, authority) = (real_env(), checkpoint(), Fleet::new());
+    let (env, checkpoint, authority) = (real_env(), checkpoint(), FleetAuthority::new());
     let config = || config(authority.member());
     let prefill = worker(&env, &checkpoint, 3, Role::Prefill, config());
     let decode = worker(&env, &checkpoint, 5, Role::Decode, config());
@@ -231,7 +231,7 @@ async fn prefill_on_one_process_and_decode_on_another_under_tls() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn who_is_not_of_the_fleet_is_turned_away() {
-    let (env, checkpoint, authority) = (real_env(), checkpoint(), Fleet::new());
+    let (env, checkpoint, authority) = (real_env(), checkpoint(), FleetAuthority::new());
     let worker = worker(&env, &checkpoint, 1, Role::Auto, config(authority.member()));
     let (_handle, router) = router(&env, &checkpoint, model());
     let call = async |config: &RpcConfig| {
@@ -264,7 +264,7 @@ async fn who_is_not_of_the_fleet_is_turned_away() {
     };
     let (new, old) = (&rustls::version::TLS13, &rustls::version::TLS12);
     assert_eq!(call(&config(anonymous(&[new], true))).await, Ok(()));
-    let foreign = Fleet::new();
+    let foreign = FleetAuthority::new();
     for stranger in [
         token(),
         foreign.member(),
@@ -352,7 +352,7 @@ async fn proxy(address: String) -> (SocketAddr, watch::Sender<Fate>) {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_session_ends_with_its_connection_and_when_nothing_comes_any_more() {
     let (env, checkpoint) = (real_env(), checkpoint());
-    let authority = Fleet::new();
+    let authority = FleetAuthority::new();
     let worker = worker(&env, &checkpoint, 1, Role::Auto, config(authority.member()));
     let (_handle, router) = router(&env, &checkpoint, model());
     // By the token a caller means an address, and the network is not there.
@@ -413,7 +413,7 @@ async fn a_call_that_was_proved_to_another_address_is_refused() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_callers_certificate_says_what_it_may_call() {
-    let (env, checkpoint, authority) = (real_env(), checkpoint(), Fleet::new());
+    let (env, checkpoint, authority) = (real_env(), checkpoint(), FleetAuthority::new());
     let worker = worker(&env, &checkpoint, 1, Role::Auto, config(authority.named("worker.mixfleet")));
     let (_handle, router) = router(&env, &checkpoint, model());
     let hello = router.hello();
@@ -449,7 +449,7 @@ async fn a_callers_certificate_says_what_it_may_call() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn certificates_are_renewed_and_taken_back_without_a_new_start() {
-    let (env, checkpoint, authority) = (real_env(), checkpoint(), Fleet::new());
+    let (env, checkpoint, authority) = (real_env(), checkpoint(), FleetAuthority::new());
     let directory = std::env::temp_dir().join(format!("mixfleet-rpc-{}", std::process::id()));
     std::fs::create_dir_all(&directory).unwrap();
     let write = |name: &str, text: String| {
@@ -545,7 +545,7 @@ async fn who_takes_a_call_and_never_answers_is_given_up() {
             taken.push(socket);
         }
     });
-    let (env, checkpoint, authority) = (real_env(), checkpoint(), Fleet::new());
+    let (env, checkpoint, authority) = (real_env(), checkpoint(), FleetAuthority::new());
     let (_handle, router) = router(&env, &checkpoint, model());
     for trust in [token(), authority.member()] {
         let impatient = RpcConfig { silence: Duration::from_secs(1), trust };

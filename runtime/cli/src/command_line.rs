@@ -16,11 +16,11 @@ use clap::{Parser, Subcommand};
 #[command(version, max_term_width = 100)]
 pub(crate) struct Cli {
     #[command(subcommand)]
-    pub(crate) command: Command,
+    pub(crate) command: CliCommand,
 }
 
 #[derive(Debug, Subcommand)]
-pub(crate) enum Command {
+pub(crate) enum CliCommand {
     /// List the devices of this machine, and why others were not found
     Devices(DevicesArgs),
     /// Show sockets, memory, PCI links, and the distance from each GPU to each NIC

@@ -37,7 +37,7 @@ mod trace;
 mod validate;
 
 use anyhow::Context;
-use command_line::{Cli, Command};
+use command_line::{Cli, CliCommand};
 use std::process::ExitCode;
 
 /// A mistake on the command line that clap cannot detect.
@@ -78,26 +78,26 @@ fn with_causes(error: &anyhow::Error) -> String {
     })
 }
 
-fn run(cli: Cli, settings: &settings::Settings) -> anyhow::Result<()> {
+fn run(cli: Cli, settings: &settings::ServeSettings) -> anyhow::Result<()> {
     match cli.command {
-        Command::Devices(args) => devices::run(&args),
-        Command::Topo(args) => topo::run(&args),
-        Command::Profile(args) => profile::run(&args),
-        Command::Explain(args) => explain::run(&args),
-        Command::Validate(args) => validate::run(&args),
-        Command::Compare(args) => compare::run(&args),
-        Command::Parts(args) => parts::run(&args),
-        Command::Trace(args) => trace::run(&args),
-        Command::Simulate(args) => simulate::run(&args),
-        Command::Serve(args) => serve::run(args, settings),
+        CliCommand::Devices(args) => devices::run(&args),
+        CliCommand::Topo(args) => topo::run(&args),
+        CliCommand::Profile(args) => profile::run(&args),
+        CliCommand::Explain(args) => explain::run(&args),
+        CliCommand::Validate(args) => validate::run(&args),
+        CliCommand::Compare(args) => compare::run(&args),
+        CliCommand::Parts(args) => parts::run(&args),
+        CliCommand::Trace(args) => trace::run(&args),
+        CliCommand::Simulate(args) => simulate::run(&args),
+        CliCommand::Serve(args) => serve::run(args, settings),
         #[cfg(feature = "fleet")]
-        Command::Router(args) => fleet::router(args),
+        CliCommand::Router(args) => fleet::router(args),
         #[cfg(feature = "fleet")]
-        Command::Worker(args) => fleet::worker(args),
+        CliCommand::Worker(args) => fleet::worker(args),
         #[cfg(feature = "fleet")]
-        Command::Fleet(args) => fleet::look(args),
-        Command::Replay(args) => replay::run(&args),
-        Command::Generate(args) => generate::run(args),
+        CliCommand::Fleet(args) => fleet::look(args),
+        CliCommand::Replay(args) => replay::run(&args),
+        CliCommand::Generate(args) => generate::run(args),
     }
 }
 

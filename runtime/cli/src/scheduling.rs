@@ -21,7 +21,7 @@ pub(crate) struct SchedulingArgs {
     #[arg(long, hide = true)]
     pub(crate) drop_late: bool,
     /// Worth of a second of waiting [default: the mean rent]
-    #[arg(long, value_name = "USD", value_parser = usd, hide = true)]
+    #[arg(long, value_name = "USD", allow_negative_numbers = true, value_parser = usd, hide = true)]
     pub(crate) wait_usd_per_s: Option<f64>,
     /// Cost of KV memory that binds, in rents [default: 0]
     #[arg(long, value_name = "X", default_value_t = 0.0, value_parser = weight, hide = true)]

@@ -3,7 +3,7 @@
 use crate::args::{DeviceRole, FrontArgs, InstanceArgs, ModelArgs, ServeArgs};
 use crate::connections::{is_loopback, raise_descriptors};
 use crate::model::Model;
-use crate::settings::Settings;
+use crate::settings::ServeSettings;
 use crate::start::{self, Choice, Instances};
 use crate::tiers::Pools;
 use crate::{Usage, backends};
@@ -26,7 +26,7 @@ use tokio::sync::watch;
 /// Decisions kept for `/debug/placement`.
 const PLACEMENTS_KEPT: usize = 1000;
 
-pub(crate) fn run(args: ServeArgs, settings: &Settings) -> Result<()> {
+pub(crate) fn run(args: ServeArgs, settings: &ServeSettings) -> Result<()> {
     if args.dry_run {
         check(&args.front)?;
         return settings.print(args.front.json);
@@ -279,6 +279,12 @@ pub(crate) fn engine_config(args: &FrontArgs) -> Result<EngineConfig> {
 /// When devices with a role change it.
 fn rebalance(args: &FrontArgs) -> Result<Option<Rebalance>> {
     if !args.flexible {
+        let numbers = [args.rebalance_high, args.rebalance_low, args.rebalance_hold_s];
+        if numbers.iter().any(Option::is_some) {
+            let cause =
+                "--rebalance-high, --rebalance-low and --rebalance-hold-s are of no use without --flexible";
+            return Err(Usage(format!("{cause} (flexible = true of a [[pool]] in a fleet file)")).into());
+        }
         return Ok(None);
     }
     // All devices of this process are in one pool.

@@ -94,7 +94,7 @@ fn flag_of(table: &str, key: &str) -> Option<&'static str> {
 
 /// The settings in force, and where each comes from.
 #[derive(Debug, Default)]
-pub(crate) struct Settings {
+pub(crate) struct ServeSettings {
     all: Vec<Setting>,
     /// Keys of the file that this command does not use.
     unused: Vec<String>,
@@ -109,7 +109,7 @@ struct Setting {
 }
 
 /// Parses the command line, and fills in from the fleet file what it leaves open.
-pub(crate) fn parse(words: Vec<OsString>) -> Result<(Cli, Settings)> {
+pub(crate) fn parse(words: Vec<OsString>) -> Result<(Cli, ServeSettings)> {
     let matches = Cli::command().get_matches_from(&words);
     let (matches, from_file) = match matches.subcommand() {
         Some((command @ ("serve" | "simulate"), given)) => match given.get_one::<PathBuf>("fleet") {
@@ -120,7 +120,7 @@ pub(crate) fn parse(words: Vec<OsString>) -> Result<(Cli, Settings)> {
     };
     let settings = match matches.subcommand() {
         Some(("serve", given)) => settings(given, from_file),
-        _ => Settings::default(),
+        _ => ServeSettings::default(),
     };
     let cli = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
     Ok((cli, settings))
@@ -240,7 +240,7 @@ impl FromFile {
     }
 }
 
-fn settings(given: &ArgMatches, file: FromFile) -> Settings {
+fn settings(given: &ArgMatches, file: FromFile) -> ServeSettings {
     let command = Cli::command();
     let serve = command.find_subcommand("serve").expect("there is the command serve");
     let flags =
@@ -266,7 +266,7 @@ fn settings(given: &ArgMatches, file: FromFile) -> Settings {
         let key = key_of(long).map(|(table, key)| format!("[{table}] {key}"));
         Setting { flag: format!("--{long}"), key, value, origin }
     };
-    Settings { all: flags.map(setting).collect(), unused: file.unused }
+    ServeSettings { all: flags.map(setting).collect(), unused: file.unused }
 }
 
 /// A number or a truth value as JSON has it, or else the text.
@@ -277,7 +277,7 @@ fn read_text(text: &str) -> Json {
     }
 }
 
-impl Settings {
+impl ServeSettings {
     /// Prints every setting in force with its origin.
     pub(crate) fn print(&self, as_json: bool) -> Result<()> {
         let mut out = std::io::stdout().lock();
@@ -329,7 +329,7 @@ mod tests {
         path
     }
 
-    fn of(settings: &Settings, flag: &str) -> (Json, &'static str) {
+    fn of(settings: &ServeSettings, flag: &str) -> (Json, &'static str) {
         let setting = settings.all.iter().find(|setting| setting.flag == flag).unwrap();
         (setting.value.clone(), setting.origin)
     }
@@ -367,7 +367,7 @@ mod tests {
         let path = file("sets", text);
         let (cli, settings) =
             parse(words(&["serve", "--fleet", path.to_str().unwrap(), "--chunk", "64"])).unwrap();
-        let crate::command_line::Command::Serve(args) = cli.command else { panic!("not serve") };
+        let crate::command_line::CliCommand::Serve(args) = cli.command else { panic!("not serve") };
         assert_eq!((args.model.chunk, args.instances.sequences), (64, 7));
         assert_eq!((args.front.ttft_slo, args.front.no_pull, args.front.flexible), (Some(2.5), true, false));
         assert_eq!(args.instances.device.len(), 2);
@@ -402,7 +402,7 @@ mod tests {
             file("simulate", "version = 1\n[scheduling]\nseed = 11\nadmit = 'none'\n[serve]\nname = 'm'\n");
         let simulate = ["simulate", "--trace", "t", "--fleet", path.to_str().unwrap(), "--admit", "early"];
         let (cli, _) = parse(words(&simulate)).unwrap();
-        let crate::command_line::Command::Simulate(args) = cli.command else { panic!("not simulate") };
+        let crate::command_line::CliCommand::Simulate(args) = cli.command else { panic!("not simulate") };
         let choices = args.scheduling.choices().unwrap();
         assert_eq!(choices.seed, 11);
         assert_eq!(choices.admission, mixfleet_scheduler::fleet::Admission::EarlyRejection);

@@ -135,7 +135,8 @@ pub(crate) fn run(args: &SimulateArgs) -> Result<()> {
     let interval_s = args.interval_s()?;
     let choices = args.scheduling.choices()?;
     let read = |path: &std::path::Path| profiles::read(path).map_err(|error| format!("{error:#}"));
-    let fleet = FleetFile::read(&args.fleet, &read)?;
+    let fleet = FleetFile::read(&args.fleet, &read)
+        .with_context(|| format!("the fleet file {}", args.fleet.display()))?;
     let mut setup = Setup::new(&fleet, choices);
     setup.fleet.drop_at_decode = args.scheduling.drop_late;
     setup.fleet.wait_usd_per_s = args.scheduling.wait_usd_per_s;

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// etcd with data of its own, and the fixture that is served.
-struct Fleet {
+struct ProcessFleet {
     etcd: Process,
     port: u16,
     data: PathBuf,
@@ -23,7 +23,7 @@ struct Fleet {
     flags: Vec<String>,
 }
 
-impl Fleet {
+impl ProcessFleet {
     /// None, said aloud, without etcd or fixtures.
     fn new(name: &str) -> Option<Self> {
         let model = common::fixture("llama-gqa-f32");
@@ -33,7 +33,7 @@ impl Fleet {
         }
         let data = common::scratch(name);
         let (etcd, port) = etcd_anywhere(&data);
-        Some(Fleet { etcd, port, data, model, flags: Vec::new() })
+        Some(ProcessFleet { etcd, port, data, model, flags: Vec::new() })
     }
 
     fn command(&self, model: &Path, name: &str, arguments: &[&str]) -> Command {
@@ -148,7 +148,7 @@ fn rest(mut stream: BufReader<TcpStream>, mut text: String) -> String {
 }
 
 /// What one process gives; its first tokens are the golden ones.
-fn alone(fleet: &Fleet, case: &Value, tokens: usize) -> String {
+fn alone(fleet: &ProcessFleet, case: &Value, tokens: usize) -> String {
     let prompt = common::ids(&case["prompt_ids"]);
     let answer = common::generate(&common::Generate {
         model: &fleet.model,
@@ -184,7 +184,7 @@ fn wait_until_served(address: &str, case: &Value) {
 #[test]
 fn a_stream_goes_on_when_its_decode_worker_is_killed_and_another_router_serves_when_one_is() {
     const TOKENS: usize = 1200;
-    let Some(fleet) = Fleet::new("killed") else { return };
+    let Some(fleet) = ProcessFleet::new("killed") else { return };
     let case = &common::golden(&fleet.model)["cases"][5];
     let expected = alone(&fleet, case, TOKENS);
     let (_prefill, _) = fleet.joined("cpu", "prefill", &[]);
@@ -217,7 +217,7 @@ fn a_stream_goes_on_when_its_decode_worker_is_killed_and_another_router_serves_w
 
 #[test]
 fn a_hung_worker_is_left_out_and_comes_back() {
-    let Some(fleet) = Fleet::new("hung") else { return };
+    let Some(fleet) = ProcessFleet::new("hung") else { return };
     let case = &common::golden(&fleet.model)["cases"][0];
     let (hung, _) = fleet.joined("cpu@0", "auto", &[]);
     let (mut router, address) = fleet.router();
@@ -236,7 +236,7 @@ fn a_hung_worker_is_left_out_and_comes_back() {
 
 #[test]
 fn without_etcd_serving_goes_on_and_joining_waits() {
-    let Some(mut fleet) = Fleet::new("etcd") else { return };
+    let Some(mut fleet) = ProcessFleet::new("etcd") else { return };
     let case = &common::golden(&fleet.model)["cases"][1];
     let expected = alone(&fleet, case, 48);
     let (mut first, name) = fleet.joined("cpu@0", "auto", &[]);
@@ -272,7 +272,7 @@ struct Split {
 
 impl Split {
     /// Has answered a request with the golden tokens, whose KV went from one worker to the other.
-    fn new(fleet: &Fleet, worker_flags: &[&str]) -> Self {
+    fn new(fleet: &ProcessFleet, worker_flags: &[&str]) -> Self {
         let case = &common::golden(&fleet.model)["cases"][5];
         let (prefill, _) = fleet.joined("cpu@0", "prefill", worker_flags);
         let (mut decode, _) = fleet.joined("cpu@1", "decode", worker_flags);
@@ -294,7 +294,7 @@ impl Split {
 }
 
 /// What carries KV between the two workers of a fleet.
-fn transport_between(fleet: &Fleet) -> String {
+fn transport_between(fleet: &ProcessFleet) -> String {
     let status = fleet.status();
     let members = status["members"].as_array().unwrap();
     let links = members.iter().filter_map(|member| member["links"].as_object()).flatten();
@@ -305,14 +305,14 @@ fn transport_between(fleet: &Fleet) -> String {
 
 #[test]
 fn kv_goes_over_tcp_where_only_that_is_wanted() {
-    let Some(fleet) = Fleet::new("tcp") else { return };
+    let Some(fleet) = ProcessFleet::new("tcp") else { return };
     let _split = Split::new(&fleet, &["--transports", "tcp"]);
     assert_eq!(transport_between(&fleet), "tcp");
 }
 
 #[test]
 fn members_of_one_authority_serve_under_tls_and_who_has_another_is_refused() {
-    let Some(mut fleet) = Fleet::new("tls") else { return };
+    let Some(mut fleet) = ProcessFleet::new("tls") else { return };
     fleet.flags = authority::member(&fleet.data, "ours");
     let mut split = Split::new(&fleet, &["--transports", "tcp"]);
     assert_eq!(transport_between(&fleet), "tcp");
@@ -343,7 +343,7 @@ fn ways_of_kv_that_cannot_be_are_usage_errors() {
 
 #[test]
 fn an_etcd_that_lost_its_data_is_told_what_members_know_and_gives_no_id_twice() {
-    let Some(mut fleet) = Fleet::new("data-lost") else { return };
+    let Some(mut fleet) = ProcessFleet::new("data-lost") else { return };
     let case = &common::golden(&fleet.model)["cases"][1];
     let expected = alone(&fleet, case, 48);
     let (mut first, first_name) = fleet.joined("cpu@0", "auto", &[]);
@@ -374,7 +374,7 @@ fn an_etcd_that_lost_its_data_is_told_what_members_know_and_gives_no_id_twice() 
 
 #[test]
 fn whose_id_was_given_again_ends_with_the_reason() {
-    let Some(mut fleet) = Fleet::new("taken") else { return };
+    let Some(mut fleet) = ProcessFleet::new("taken") else { return };
     let (mut hung, name) = fleet.joined("cpu@0", "auto", &[]);
     hung.signal("-STOP");
     fleet.lose_etcds_data();
@@ -390,7 +390,7 @@ fn whose_id_was_given_again_ends_with_the_reason() {
 
 #[test]
 fn who_watches_a_worker_learns_whether_it_can_serve_and_what_it_did() {
-    let Some(fleet) = Fleet::new("watched") else { return };
+    let Some(fleet) = ProcessFleet::new("watched") else { return };
     let case = &common::golden(&fleet.model)["cases"][0];
     let arguments = ["--device", "cpu", "--listen-http", "127.0.0.1:0"];
     let mut worker = Process::start(&mut fleet.command(&fleet.model, "worker", &arguments));
@@ -426,7 +426,7 @@ fn who_watches_a_worker_learns_whether_it_can_serve_and_what_it_did() {
 
 #[test]
 fn a_worker_with_another_model_is_refused_with_the_reason() {
-    let Some(fleet) = Fleet::new("model") else { return };
+    let Some(fleet) = ProcessFleet::new("model") else { return };
     let (_first, _) = fleet.joined("cpu@0", "auto", &[]);
     let other = fleet.model.with_file_name("qwen3-qknorm-tied-bf16");
     let output = fleet.command(&other, "worker", &["--device", "cpu@1"]).output().unwrap();
@@ -451,7 +451,7 @@ fn damage(weights: &Path) {
 
 #[test]
 fn a_worker_whose_shard_is_damaged_is_refused() {
-    let Some(fleet) = Fleet::new("damaged") else { return };
+    let Some(fleet) = ProcessFleet::new("damaged") else { return };
     let (_first, _) = fleet.joined("cpu@0", "auto", &[]);
     let damaged = fleet.data.join("damaged-model");
     std::fs::create_dir_all(&damaged).unwrap();
@@ -468,7 +468,7 @@ fn a_worker_whose_shard_is_damaged_is_refused() {
 
 #[test]
 fn a_worker_says_whether_it_may_use_rdma() {
-    let Some(fleet) = Fleet::new("rdma") else { return };
+    let Some(fleet) = ProcessFleet::new("rdma") else { return };
     let arguments = ["--device", "cpu@0", "--trusted-fabric"];
     let mut worker = Process::start(&mut fleet.command(&fleet.model, "worker", &arguments));
     // of a NIC, of the lack of one, or of this build

@@ -28,14 +28,14 @@ cache_tokens = 1_000_000
 calibration = { prefill_s = { overhead = 0.0, per_token = 1e-3, per_token_squared = 0.0 }, decode_s = { base = 0.02, per_sequence = 0.0, per_kv_token = 1e-5 } }
 "#;
 
-struct Place {
+struct SimulatedPlace {
     directory: PathBuf,
     trace: PathBuf,
     fleet: PathBuf,
 }
 
 /// A directory with a fleet and a trace of 400 requests under `trace`.
-fn place(name: &str, trace: &str) -> Place {
+fn place(name: &str, trace: &str) -> SimulatedPlace {
     let directory = scratch(&format!("simulate-{name}"));
     let (trace, fleet) = (directory.join(trace), directory.join("FLEET.toml"));
     std::fs::write(&fleet, FLEET).unwrap();
@@ -43,10 +43,10 @@ fn place(name: &str, trace: &str) -> Place {
     command.args(["trace", "generate", "--requests", "400", "--rate", "0.5", "--seed", "2", "--out"]);
     let output = command.arg(&trace).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    Place { directory, trace, fleet }
+    SimulatedPlace { directory, trace, fleet }
 }
 
-fn simulate(place: &Place, arguments: &[&str]) -> Output {
+fn simulate(place: &SimulatedPlace, arguments: &[&str]) -> Output {
     let mut command = mixfleet();
     command.arg("simulate").arg("--trace").arg(&place.trace).arg("--fleet").arg(&place.fleet);
     command.args(arguments).current_dir(&place.directory).output().unwrap()
@@ -117,7 +117,7 @@ fn the_table_and_the_page_show_the_run() {
 #[test]
 fn what_cannot_be_read_or_written_is_told_once() {
     let place = place("errors", "t.jsonl.zst");
-    let but = |trace: &str, fleet: &str| Place {
+    let but = |trace: &str, fleet: &str| SimulatedPlace {
         directory: place.directory.clone(),
         trace: place.directory.join(trace),
         fleet: place.directory.join(fleet),

@@ -2,9 +2,7 @@
 
 #![allow(clippy::print_stdout)]
 
-use crate::common::fleet_from;
-use mixfleet_hal::random::Stream;
-use mixfleet_hal::units::Seconds;
+use crate::common::{at_random, fleet_from};
 use mixfleet_scheduler::fleet::{Action, Event};
 use mixfleet_sim::simulate::{Choices, Observer, Setup, run};
 use mixfleet_sim::trace::Request;
@@ -43,21 +41,7 @@ calibration = {{ prefill_s = {{ overhead = 0.0, per_token = 2.5e-4, per_token_sq
 
 /// Requests that come at random, for a little less than what the four can do instances.
 fn requests(seed: u64) -> Vec<Request> {
-    let mut random = Stream::new(seed);
-    let (mut at_s, mut requests) = (0.0f64, Vec::new());
-    while at_s < ENDS_S {
-        requests.push(Request {
-            id: requests.len() as u64,
-            at: Seconds(at_s),
-            prompt_tokens: 400 + random.below(800) as u32,
-            output_tokens: 50 + random.below(200) as u32,
-            chain: Vec::new(),
-            session: None,
-            class: None,
-        });
-        at_s -= (1.0 - random.next_unit()).ln() / PER_S;
-    }
-    requests
+    at_random(seed, ENDS_S, PER_S, |random| (400 + random.below(800), 50 + random.below(200)))
 }
 
 /// When each request came, where it went, and when its first and last tokens came.

@@ -2,9 +2,7 @@
 
 #![allow(clippy::print_stdout)]
 
-use crate::common::fleet_from;
-use mixfleet_hal::random::Stream;
-use mixfleet_hal::units::Seconds;
+use crate::common::{at_random, fleet_from};
 use mixfleet_scheduler::fleet::{Admission, Policy};
 use mixfleet_sim::simulate::{Choices, Results, Setup, run};
 use mixfleet_sim::trace::Request;
@@ -39,21 +37,7 @@ calibration = {{ prefill_s = {{ overhead = 0.0, per_token = {}, per_token_square
 
 /// A little more than the six can do at times.
 fn requests(seed: u64) -> Vec<Request> {
-    let mut random = Stream::new(seed);
-    let (mut at_s, mut requests) = (0.0f64, Vec::new());
-    while at_s < 120.0 {
-        requests.push(Request {
-            id: requests.len() as u64,
-            at: Seconds(at_s),
-            prompt_tokens: 200 + random.below(2400) as u32,
-            output_tokens: 20 + random.below(300) as u32,
-            chain: Vec::new(),
-            session: None,
-            class: None,
-        });
-        at_s -= (1.0 - random.next_unit()).ln() / 18.0;
-    }
-    requests
+    at_random(seed, 120.0, 18.0, |random| (200 + random.below(2400), 20 + random.below(300)))
 }
 
 fn play(routers: u32, delay_s: f64, admission: Admission, seed: u64) -> Results {

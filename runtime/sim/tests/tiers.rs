@@ -62,7 +62,7 @@ impl Observer for Seen {
         self.terms.push(explanation.chosen().unwrap().terms.unwrap());
     }
 
-    fn finished(&mut self, _: f64, answer: &mixfleet_sim::simulate::Answer) {
+    fn finished(&mut self, _: f64, answer: &mixfleet_sim::simulate::AnswerTimes) {
         self.ttft_s.push(answer.ttft_s);
     }
 }

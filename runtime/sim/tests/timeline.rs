@@ -3,7 +3,7 @@
 use crate::common::fleet_from;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::fleet::{Action, Admission, Policy};
-use mixfleet_sim::simulate::{Answer, Choices, Observer, Results, Sample, Setup, run};
+use mixfleet_sim::simulate::{AnswerTimes, Choices, Observer, Results, Sample, Setup, run};
 use mixfleet_sim::trace::Request;
 use mixfleet_sim::trace::generate::{Arrivals, GenerateOptions, Generator, Preset};
 
@@ -41,7 +41,7 @@ calibration = { prefill_s = { overhead = 0.0, per_token = 1e-3, per_token_square
 struct Seen {
     interval_s: Option<f64>,
     samples: Vec<Sample>,
-    answers: Vec<Answer>,
+    answers: Vec<AnswerTimes>,
     arrived: u64,
     placed: u64,
 }
@@ -55,7 +55,7 @@ impl Observer for Seen {
         self.placed += u64::from(matches!(action, Action::Place { .. }));
     }
 
-    fn finished(&mut self, _: f64, answer: &Answer) {
+    fn finished(&mut self, _: f64, answer: &AnswerTimes) {
         self.answers.push(*answer);
     }
 

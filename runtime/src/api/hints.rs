@@ -16,7 +16,7 @@ const REQUESTS_LEFT_MAX: i64 = 1_000_000;
 
 /// The same, before it is known what time it is.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct Asked {
+pub(crate) struct ParsedHints {
     /// The tier, if the client named any.
     pub(crate) tier: Option<ServiceTier>,
     head_start_s: f64,
@@ -33,7 +33,7 @@ enum Time {
     At(f64),
 }
 
-impl Asked {
+impl ParsedHints {
     pub(crate) fn parse(fields: &mut Fields<'_>) -> Result<Self, ApiError> {
         let tier = tier(fields)?;
         let most = HEAD_START_MAX.0 as i64;
@@ -63,7 +63,7 @@ impl Asked {
             return Err(ApiError::value("requests_left", message));
         }
         let ahead = agent.priority.or(behind.map(|behind| -behind)).unwrap_or(0);
-        Ok(Asked {
+        Ok(ParsedHints {
             tier,
             head_start_s: ahead as f64,
             deadline,
@@ -165,10 +165,10 @@ mod tests {
     use super::*;
     use serde_json::{Value, json};
 
-    fn asked(body: Value) -> Result<Asked, ApiError> {
+    fn asked(body: Value) -> Result<ParsedHints, ApiError> {
         let body = body.to_string();
         let mut fields = Fields::parse(body.as_bytes())?;
-        Asked::parse(&mut fields)
+        ParsedHints::parse(&mut fields)
     }
 
     /// At 5 s of the server's clock, 1000 s of everybody's.

@@ -4,7 +4,7 @@ use serde_json::value::RawValue;
 
 use super::errors::ApiError;
 use super::fields::{Fields, each, text, token_id, wrong_type};
-use super::hints::Asked;
+use super::hints::ParsedHints;
 use crate::request::Sampling;
 
 /// Maximum of alternatives per position; OpenAI's limit for chat.
@@ -37,7 +37,7 @@ pub(crate) struct Parameters {
     pub(crate) split_special_tokens: Option<bool>,
     pub(crate) cache_salt: Option<String>,
     /// What the request says of itself.
-    pub(crate) asked: Asked,
+    pub(crate) asked: ParsedHints,
     /// Options of a stream; none for one document at the end.
     pub(crate) stream: Option<StreamOptions>,
 }
@@ -73,7 +73,7 @@ impl Parameters {
             add_special_tokens: fields.boolean("add_special_tokens")?,
             split_special_tokens: fields.boolean("split_special_tokens")?,
             cache_salt: cache_salt(fields)?,
-            asked: Asked::parse(fields)?,
+            asked: ParsedHints::parse(fields)?,
             stream: stream(fields)?,
         })
     }

@@ -10,7 +10,7 @@
 //! again a few times, then given up; the receiver recomputes what is missing.
 
 use super::courier::{SENDS_MAX, Sent};
-use super::lend::{Lent, Place};
+use super::lend::{Lent, PieceSource};
 use super::messages::{HandOff, Parcel, PeerWord, PieceId, Transfer};
 use super::pages::Pages;
 use super::worker::{Event, Worker};
@@ -274,19 +274,19 @@ impl Worker {
         };
         outgoing.waiting.pop_front();
         match self.place(request, &piece)? {
-            Place::Below(payload) => {
+            PieceSource::Below(payload) => {
                 let bytes = payload.len() as u64;
                 self.send_from(request, piece, &to, (slot, bytes), &mut |place| {
                     place.copy_from_slice(&payload);
                     Ok(())
                 })?;
             }
-            Place::Rotten => {
+            PieceSource::Rotten => {
                 self.courier.give_slot(to.to, slot);
                 self.stop_outgoing(request)?;
                 self.tell_tiers();
             }
-            Place::Device(slots) => {
+            PieceSource::Device(slots) => {
                 let bytes = u64::from(piece.tokens) * self.pages.shape.wire_token_bytes(to.wire);
                 let from = self.staging.gathered(0, 0, bytes);
                 let layer = piece.layer as usize;

@@ -24,7 +24,7 @@ pub(super) struct Lent {
 }
 
 /// Where the bytes of a piece are.
-pub(super) enum Place {
+pub(super) enum PieceSource {
     /// In these slots of the device's pages.
     Device(Slice),
     /// In the lower tiers, and not what was stored there.
@@ -99,7 +99,7 @@ impl Worker {
     }
 
     /// Where the bytes of a piece are: a copy, which is checked, of what lies in the lower tiers.
-    pub(super) fn place(&self, request: RequestId, piece: &PieceId) -> Result<Place> {
+    pub(super) fn place(&self, request: RequestId, piece: &PieceId) -> Result<PieceSource> {
         let (outgoing, page_tokens) = (&self.outgoing[&request], self.pages.shape.page_tokens);
         let (first, tokens) = (piece.first, piece.first..piece.first + piece.tokens);
         let lent = outgoing.below.as_ref().filter(|_| first >= outgoing.pages.len() as u32 * page_tokens);
@@ -108,7 +108,7 @@ impl Worker {
                 Transfer::HandOff => self.machine.pages(request),
                 Transfer::Prefix => &outgoing.pages,
             };
-            return Ok(Place::Device(self.pages.slots(&*self.device, pages, tokens)?));
+            return Ok(PieceSource::Device(self.pages.slots(&*self.device, pages, tokens)?));
         };
         let token_bytes = self.pages.shape.wire_token_bytes(self.pages.shape.dtype) as usize;
         let mut payload = Vec::with_capacity(piece.tokens as usize * token_bytes);
@@ -122,13 +122,13 @@ impl Worker {
             })?;
             if xxh3_64(&copy) != digests[block][layer] {
                 lease.drop_rotten(block)?;
-                return Ok(Place::Rotten);
+                return Ok(PieceSource::Rotten);
             }
             let begin = (at % page_tokens) as usize * token_bytes;
             payload.extend_from_slice(&copy[begin..begin + (next - at) as usize * token_bytes]);
             at = next;
         }
-        Ok(Place::Below(payload))
+        Ok(PieceSource::Below(payload))
     }
 
     /// Brings blocks of a prefix that is lent to host memory. All lent ones together take half of it: the

@@ -1,6 +1,6 @@
 //! A worker process among several routers and peers.
 
-use super::ledger::{BEAT, Given, Ledger, News};
+use super::ledger::{BEAT, Given, News, WorkLedger};
 use super::rights::{Giver, Listening, relay};
 use super::seats::{Seat, Seats};
 use super::session::{Caller, Command, Hello, ModelIdentity, PeerMessage, Session, SessionRefusal, Word};
@@ -112,7 +112,7 @@ impl WorkerProcess {
             directory,
             known: ids.iter().map(|&id| (id, Known::default())).collect(),
             routers: BTreeMap::new(),
-            ledger: Ledger::default(),
+            ledger: WorkLedger::default(),
             beating: false,
             peers: BTreeMap::new(),
             sessions: 0,
@@ -245,7 +245,7 @@ struct HubTask {
     known: BTreeMap<InstanceId, Known>,
     routers: BTreeMap<RouterId, (u64, MessageSender<Word>)>,
     /// What they gave to the instances.
-    ledger: Ledger,
+    ledger: WorkLedger,
     /// The next beat is on its way.
     beating: bool,
     /// Sessions to peers, by each of their instances.

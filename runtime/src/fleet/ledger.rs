@@ -15,7 +15,7 @@ use std::time::Duration;
 pub(super) const BEAT: Duration = Duration::from_millis(100);
 
 /// An instance and a request there.
-type Place = (InstanceId, RequestId);
+type WorkKey = (InstanceId, RequestId);
 
 /// Work of one router, which the others are to hear of.
 #[derive(Clone, Debug, PartialEq)]
@@ -27,7 +27,7 @@ pub(super) struct News {
 
 /// A prompt that is to be computed.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Prompt {
+pub(super) struct GivenPrompt {
     /// Seconds since 1970, by the clock of this process.
     due: Seconds,
     prefill: InstanceId,
@@ -38,7 +38,7 @@ pub(super) struct Prompt {
 
 /// An answer that is to be generated.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Answer {
+pub(super) struct GivenAnswer {
     prompt_tokens: u32,
     max_tokens: u32,
     /// As `due`.
@@ -50,19 +50,19 @@ pub(super) struct Answer {
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Entry {
-    prompt: Option<Prompt>,
-    answer: Option<Answer>,
+    prompt: Option<GivenPrompt>,
+    answer: Option<GivenAnswer>,
 }
 
 /// All work of all routers on the instances of a process.
 #[derive(Debug, Default)]
-pub(super) struct Ledger {
-    entries: BTreeMap<Place, Entry>,
+pub(super) struct WorkLedger {
+    entries: BTreeMap<WorkKey, Entry>,
     /// Answers that have grown since the last beat.
-    grown: BTreeSet<Place>,
+    grown: BTreeSet<WorkKey>,
 }
 
-impl Ledger {
+impl WorkLedger {
     /// A router gives `instance` a command at `now`, in seconds since 1970.
     pub(super) fn commanded(&mut self, instance: InstanceId, command: &Given, now: Seconds) -> Vec<News> {
         match *command {
@@ -135,7 +135,7 @@ impl Ledger {
     /// A router is gone, and its work with it.
     pub(super) fn abandon(&mut self, router: RouterId) -> Vec<News> {
         let all = self.entries.keys().copied();
-        let its: Vec<Place> = all.filter(|&(_, request)| RouterId::of(request) == router).collect();
+        let its: Vec<WorkKey> = all.filter(|&(_, request)| RouterId::of(request) == router).collect();
         its.into_iter().flat_map(|place| self.gone(place, None)).collect()
     }
 
@@ -150,19 +150,20 @@ impl Ledger {
         self.entries.keys().flat_map(|&place| self.news(place, now)).collect()
     }
 
-    fn news(&self, place: Place, now: Seconds) -> Vec<News> {
+    fn news(&self, place: WorkKey, now: Seconds) -> Vec<News> {
         self.prompt_news(place, now).into_iter().chain(self.answer_news(place, now)).collect()
     }
 
-    fn prompt_news(&self, (instance, request): Place, now: Seconds) -> Option<News> {
-        let Prompt { due, prefill, tokens, done, decode } = self.entries.get(&(instance, request))?.prompt?;
+    fn prompt_news(&self, (instance, request): WorkKey, now: Seconds) -> Option<News> {
+        let GivenPrompt { due, prefill, tokens, done, decode } =
+            self.entries.get(&(instance, request))?.prompt?;
         let due_in = due - now;
         let work = OthersWork::Prompt { request, prefill, due_in, prompt_tokens: tokens, done, decode };
         Some(News { of: RouterId::of(request), instance, work })
     }
 
-    fn answer_news(&self, (instance, request): Place, now: Seconds) -> Option<News> {
-        let Answer { prompt_tokens, max_tokens, ready, class, output_tokens_hint, generated } =
+    fn answer_news(&self, (instance, request): WorkKey, now: Seconds) -> Option<News> {
+        let GivenAnswer { prompt_tokens, max_tokens, ready, class, output_tokens_hint, generated } =
             self.entries.get(&(instance, request))?.answer?;
         let ready_in = ready - now;
         let work = OthersWork::Answer {
@@ -177,7 +178,7 @@ impl Ledger {
         Some(News { of: RouterId::of(request), instance, work })
     }
 
-    fn gone(&mut self, place: Place, length: Option<u32>) -> Vec<News> {
+    fn gone(&mut self, place: WorkKey, length: Option<u32>) -> Vec<News> {
         self.grown.remove(&place);
         let Some(Entry { prompt, answer }) = self.entries.remove(&place) else { return Vec::new() };
         let (instance, request) = place;
@@ -192,7 +193,7 @@ impl Ledger {
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Given {
     /// There is something to do.
-    Work { request: RequestId, prompt: Option<Prompt>, answer: Option<Answer> },
+    Work { request: RequestId, prompt: Option<GivenPrompt>, answer: Option<GivenAnswer> },
     /// There is not any more.
     Cancel { request: RequestId },
 }
@@ -200,14 +201,14 @@ pub(super) enum Given {
 impl Given {
     /// None: it takes neither time nor memory that counts.
     pub(super) fn of(instance: InstanceId, command: &Order) -> Option<Given> {
-        let prompt = |job: &Job, prefill, decode| Prompt {
+        let prompt = |job: &Job, prefill, decode| GivenPrompt {
             due: job.urgency.due,
             prefill,
             tokens: job.length() as u32,
             done: 0,
             decode,
         };
-        let answer = |job: &Job| Answer {
+        let answer = |job: &Job| GivenAnswer {
             prompt_tokens: job.length() as u32,
             max_tokens: job.wanted.max_tokens.saturating_sub(job.generated.len() as u32),
             ready: job.ready,
@@ -247,8 +248,8 @@ mod tests {
 
     fn given(prefill: InstanceId, answers: bool) -> Given {
         let due = Seconds(10.0);
-        let prompt = Prompt { due, prefill, tokens: 100, done: 0, decode: DECODE };
-        let answer = Answer {
+        let prompt = GivenPrompt { due, prefill, tokens: 100, done: 0, decode: DECODE };
+        let answer = GivenAnswer {
             prompt_tokens: 100,
             max_tokens: 20,
             ready: Seconds(12.0),
@@ -269,7 +270,7 @@ mod tests {
 
     #[test]
     fn of_a_split_request_others_hear_when_it_comes_gets_on_and_goes() {
-        let mut ledger = Ledger::default();
+        let mut ledger = WorkLedger::default();
         let now = Seconds(9.0);
         // who decodes makes room first, and tells of the prompt that will be computed elsewhere
         let told = works(ledger.commanded(DECODE, &given(PREFILL, true), now));
@@ -299,8 +300,8 @@ mod tests {
     #[test]
     fn nothing_is_left_of_what_is_cancelled_abandoned_or_lost() {
         let now = Seconds(9.0);
-        let mut ledger = Ledger::default();
-        let begin = |ledger: &mut Ledger| ledger.commanded(DECODE, &given(DECODE, true), now);
+        let mut ledger = WorkLedger::default();
+        let begin = |ledger: &mut WorkLedger| ledger.commanded(DECODE, &given(DECODE, true), now);
         begin(&mut ledger);
         let gone = [
             OthersWork::PromptGone { request: REQUEST, done: false },

@@ -1,6 +1,7 @@
 //! What `serve` does and what `simulate` predicts are one: the real engine on simulated devices in virtual
 //! time, and the simulator's driver of the same machine, place and turn away the same requests.
 
+use super::parts;
 use crate::fleet::clock::WorldClock;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::profile::{DeviceProfile, Point};
@@ -26,7 +27,7 @@ use mixfleet_sim::fleet_file::{Class, ClassMembers, Promise, TbtMetric};
 use mixfleet_sim::simulate::{InstanceSetup, Objectives, Observer, Setup, run};
 use mixfleet_sim::trace::Request;
 use mixfleet_simulated::TimeOnlyDevice;
-use mixfleet_wire::{HostRegion, InProcessTransport};
+use mixfleet_wire::InProcessTransport;
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::sync::{Arc, Mutex};
@@ -227,10 +228,7 @@ fn start(
         placements: Arc::new(Placements::new(1)),
         metrics,
     };
-    let links = Links {
-        transports: vec![transport],
-        make_region: Arc::new(|bytes| Ok(Arc::new(HostRegion::new(bytes as usize)?))),
-    };
+    let links = Links { transports: vec![transport], ..parts::links() };
     parts.start(instances, links).unwrap()
 }
 

@@ -1,7 +1,7 @@
 //! What a failure ends: the narrowest thing that it concerns, and nothing beside it.
 
 use crate::fleet::wayward::Wayward;
-use crate::fleet::{Answer, Fleet, ask, greedy, prompt};
+use crate::fleet::{ReceivedAnswer, TestFleet, ask, greedy, prompt};
 use mixfleet_hal::memory::{Mapping, SharedMemory};
 use mixfleet_hal::{Device, Error, ErrorKind, Result};
 use mixfleet_runtime::env::{Env, SeededEnv};
@@ -53,7 +53,12 @@ fn dies_of(id: &str, token: u32, kind: ErrorKind) -> (Arc<dyn Device>, Arc<Atomi
 
 /// One poisoned request among sound ones, all at once, then after `pause` a sound one; the sound ones'
 /// answers must be right. The poisoned one's.
-fn one_among_others(fleet: &Fleet, checkpoint: &Checkpoint, poisoned: Vec<u32>, pause: Duration) -> Answer {
+fn one_among_others(
+    fleet: &TestFleet,
+    checkpoint: &Checkpoint,
+    poisoned: Vec<u32>,
+    pause: Duration,
+) -> ReceivedAnswer {
     let env = SeededEnv::new(11);
     let handle = fleet.start(Arc::new(env.clone()));
     let others: Vec<_> = (0..5).map(|seed| sound(checkpoint, seed)).collect();
@@ -71,12 +76,12 @@ fn one_among_others(fleet: &Fleet, checkpoint: &Checkpoint, poisoned: Vec<u32>, 
         }
         let answer = ask(&handle, "poisoned".into(), poisoned, TOKENS, None).await;
         for end in ends {
-            let (Answer { tokens, failure, .. }, expected) = end.await.unwrap();
+            let (ReceivedAnswer { tokens, failure, .. }, expected) = end.await.unwrap();
             assert_eq!((tokens, failure), (expected, None));
         }
         world.sleep(pause).await;
         let (prompt, expected) = others[0].clone();
-        let Answer { tokens, failure, .. } = ask(&handle, "after".into(), prompt, TOKENS, None).await;
+        let ReceivedAnswer { tokens, failure, .. } = ask(&handle, "after".into(), prompt, TOKENS, None).await;
         assert_eq!((tokens, failure), (expected, None));
         answer
     })
@@ -85,7 +90,7 @@ fn one_among_others(fleet: &Fleet, checkpoint: &Checkpoint, poisoned: Vec<u32>, 
 #[test]
 fn a_token_beyond_the_embedding_ends_its_request_and_no_instance() {
     let checkpoint = checkpoint();
-    let fleet = Fleet::new(checkpoint.clone()).with(Role::Auto).with(Role::Auto);
+    let fleet = TestFleet::new(checkpoint.clone()).with(Role::Auto).with(Role::Auto);
     let answer = one_among_others(&fleet, &checkpoint, vec![1, 2, checkpoint.config.vocab], Duration::ZERO);
     let failure = answer.failure.unwrap();
     assert!(failure.contains("embedding"), "{failure}");
@@ -98,7 +103,7 @@ fn what_a_device_cannot_do_for_one_sequence_of_a_step_ends_that_one() {
     let token = poison(&checkpoint);
     for kind in [ErrorKind::Invalid, ErrorKind::Unsupported, ErrorKind::OutOfMemory] {
         let (device, refusals) = dies_of("device0", token, kind);
-        let fleet = Fleet::new(checkpoint.clone()).with_device(Role::Auto, device);
+        let fleet = TestFleet::new(checkpoint.clone()).with_device(Role::Auto, device);
         let answer = one_among_others(&fleet, &checkpoint, vec![1, 2, token], Duration::ZERO);
         assert_eq!((answer.failure.as_deref(), fleet.instances()), (Some("poisoned"), 1), "{kind:?}");
         assert!(refusals.load(Ordering::Relaxed) > 0, "{kind:?}: never met");
@@ -109,7 +114,7 @@ fn what_a_device_cannot_do_for_one_sequence_of_a_step_ends_that_one() {
 fn a_request_with_which_two_instances_were_lost_ends() {
     let checkpoint = checkpoint();
     let token = poison(&checkpoint);
-    let mut fleet = Fleet::new(checkpoint.clone());
+    let mut fleet = TestFleet::new(checkpoint.clone());
     let mut deaths = Vec::new();
     for member in 0..4 {
         let (device, count) = dies_of(&format!("device{member}"), token, ErrorKind::DeviceLost);
@@ -132,7 +137,7 @@ fn an_instance_that_failed_is_opened_again_once_its_device_answers() {
         true => Err(Error::new(ErrorKind::DeviceLost, "the device fell off the bus")),
         false => Ok(()),
     });
-    let fleet = Fleet::new(checkpoint.clone()).with_device(Role::Auto, Arc::new(device));
+    let fleet = TestFleet::new(checkpoint.clone()).with_device(Role::Auto, Arc::new(device));
     let env = SeededEnv::new(3);
     let handle = fleet.start(Arc::new(env.clone()));
     let ((prompt, expected), world) = (sound(&checkpoint, 1), env.clone());
@@ -165,7 +170,7 @@ fn a_device_that_draws_a_token_that_there_is_not_is_lost_and_nothing_panics() {
         }
         Ok(())
     });
-    let fleet = Fleet::new(checkpoint.clone()).with_device(Role::Auto, Arc::new(liar)).with(Role::Auto);
+    let fleet = TestFleet::new(checkpoint.clone()).with_device(Role::Auto, Arc::new(liar)).with(Role::Auto);
     let (prompt, expected) = sound(&checkpoint, 2);
     let env = SeededEnv::new(5);
     for _ in 0..2 {
@@ -191,7 +196,7 @@ fn without_staging_memory_a_hand_off_is_refused_and_both_instances_live() {
     let checkpoint = checkpoint();
     let refused = Arc::new(AtomicBool::new(false));
     let fleet =
-        Fleet::new(checkpoint.clone()).with(Role::Prefill).with(Role::Decode).regions(scarce(&refused));
+        TestFleet::new(checkpoint.clone()).with(Role::Prefill).with(Role::Decode).regions(scarce(&refused));
     let env = SeededEnv::new(8);
     let handle = fleet.start(Arc::new(env.clone()));
     let ((prompt, expected), world, up) = (sound(&checkpoint, 3), env.clone(), fleet.watch());
@@ -212,7 +217,8 @@ fn without_staging_memory_a_hand_off_is_refused_and_both_instances_live() {
 fn where_a_device_can_do_both_a_refused_hand_off_is_served_there() {
     let checkpoint = checkpoint();
     let refused = Arc::new(AtomicBool::new(true));
-    let fleet = Fleet::new(checkpoint.clone()).with(Role::Prefill).with(Role::Auto).regions(scarce(&refused));
+    let fleet =
+        TestFleet::new(checkpoint.clone()).with(Role::Prefill).with(Role::Auto).regions(scarce(&refused));
     let (prompt, expected) = sound(&checkpoint, 4);
     let answer = fleet.run_one(&SeededEnv::new(9), prompt, TOKENS);
     assert_eq!((answer.tokens, answer.failure), (expected, None));
@@ -264,7 +270,7 @@ fn what_the_device_gets_of_a_peers_kv_is_the_copy_that_was_checked() {
         Ok(())
     });
     let watched = seen.clone();
-    let fleet = Fleet::new(checkpoint.clone())
+    let fleet = TestFleet::new(checkpoint.clone())
         .with(Role::Prefill)
         .with_device(Role::Decode, Arc::new(device))
         .regions(move |bytes| {

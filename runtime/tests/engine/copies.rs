@@ -1,7 +1,7 @@
 //! Prefixes that many requests have in common, in the seeded environment: they are copied to further instances
 //! before a request has to compute them there, and every answer has the tokens of the float64 forward pass.
 
-use crate::fleet::{Answer, Case, Fleet, ask, greedy, prompt};
+use crate::fleet::{Case, ReceivedAnswer, TestFleet, ask, greedy, prompt};
 use mixfleet_hal::fault::{Fault, FaultPlan, Rule};
 use mixfleet_runtime::env::{Env, SeededEnv};
 use mixfleet_runtime::model::Checkpoint;
@@ -25,7 +25,7 @@ fn questions(checkpoint: &Checkpoint, count: u64) -> Arc<Vec<Case>> {
 }
 
 /// Asks one question, and when its answer is there the others at once; checks every answer.
-fn ask_all(fleet: &Fleet, env: &SeededEnv, questions: &Arc<Vec<Case>>) {
+fn ask_all(fleet: &TestFleet, env: &SeededEnv, questions: &Arc<Vec<Case>>) {
     let handle = fleet.start(Arc::new(env.clone()));
     let (questions, world) = (questions.clone(), env.clone());
     env.run(async move {
@@ -36,7 +36,7 @@ fn ask_all(fleet: &Fleet, env: &SeededEnv, questions: &Arc<Vec<Case>>) {
             world.spawn(Box::pin(async move {
                 let case = &questions[at];
                 let answer = ask(&handle, format!("{at}"), case.prompt.clone(), ANSWER as u32, None).await;
-                let Answer { tokens, failure, .. } = answer;
+                let ReceivedAnswer { tokens, failure, .. } = answer;
                 assert_eq!((tokens, failure), (case.expected.clone(), None), "{env:?}: question {at}");
                 let _ = sender.send(());
             }));
@@ -55,8 +55,8 @@ fn ask_all(fleet: &Fleet, env: &SeededEnv, questions: &Arc<Vec<Case>>) {
     assert_eq!((fleet.usage_of(0), fleet.usage_of(1)), (0.0, 0.0), "{env:?}: blocks are still in use");
 }
 
-fn pair(checkpoint: &Checkpoint) -> Fleet {
-    Fleet::new(checkpoint.clone()).with(Role::Auto).with(Role::Auto)
+fn pair(checkpoint: &Checkpoint) -> TestFleet {
+    TestFleet::new(checkpoint.clone()).with(Role::Auto).with(Role::Auto)
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! The log of the fleet's machine: what a real engine was told gives the same answers again.
 
-use crate::fleet::{Fleet, pressure};
+use crate::fleet::{TestFleet, pressure};
 use mixfleet_runtime::engine::events::{Replay, SCHEMA};
 use mixfleet_runtime::env::SeededEnv;
 use mixfleet_runtime::model::random::tiny_variants;
@@ -12,7 +12,7 @@ const REQUESTS: usize = 10;
 fn logged(seed: u64, policy: Policy) -> String {
     let checkpoint = tiny_variants().remove(0).1.load().unwrap();
     let fleet =
-        Fleet::new(checkpoint.clone()).with(Role::Auto).with_blocks(Role::Auto, 16).with(Role::Decode);
+        TestFleet::new(checkpoint.clone()).with(Role::Auto).with_blocks(Role::Auto, 16).with(Role::Decode);
     let (fleet, log) = fleet.policy(policy).blocks(24).logged();
     fleet.run_many(&SeededEnv::new(seed), pressure(&checkpoint, seed, REQUESTS));
     log.text()

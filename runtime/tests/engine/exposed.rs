@@ -1,7 +1,7 @@
 //! How much of a hand-off shows: simulated parts and a link of a known rate, in virtual time.
 
 use crate::fleet::clock::WorldClock;
-use crate::fleet::{Fleet, prompt, request};
+use crate::fleet::{TestFleet, prompt, request};
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::transport::{Descriptor, Endpoint, Piece, RemoteAccess, TransferId, Transport};
@@ -113,7 +113,7 @@ fn hand_off(checkpoint: &Checkpoint, bytes_per_s: f64, timeout: Duration) -> Met
         let clock = Arc::new(WorldClock(env.clone()));
         Arc::new(TimeOnlyDevice::new(&format!("device{at}"), profile, clock).unwrap())
     };
-    let fleet = Fleet::new(checkpoint.clone())
+    let fleet = TestFleet::new(checkpoint.clone())
         .with_device(Role::Prefill, device(0))
         .with_device(Role::Decode, device(1))
         .transport(Arc::new(Paced { memory: InProcessTransport::new(), env: env.clone(), bytes_per_s }))

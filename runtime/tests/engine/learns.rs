@@ -1,24 +1,20 @@
 //! The engine on devices that are slower than their cost models say: what steps take is measured, and predictions follow.
 
+use super::parts;
 use crate::fleet::Log;
-use crate::fleet::clock::WorldClock;
+use mixfleet_hal::DType;
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond, Seconds};
-use mixfleet_hal::{DType, Device};
 use mixfleet_runtime::api::Placements;
 use mixfleet_runtime::engine::events::EventLog;
-use mixfleet_runtime::engine::{
-    EngineConfig, EngineParts, HandOffLimits, Identity, InstanceLimits, InstanceSpec, Links, Loaded,
-};
+use mixfleet_runtime::engine::{EngineConfig, EngineParts, HandOffLimits, Identity};
 use mixfleet_runtime::env::{Env, SeededEnv, SharedEnv};
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::model::Checkpoint;
 use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_runtime::request::EngineHandle;
 use mixfleet_scheduler::fleet::Role;
-use mixfleet_simulated::TimeOnlyDevice;
-use mixfleet_wire::{HostRegion, InProcessTransport};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -39,21 +35,7 @@ fn start(
 ) -> EngineHandle {
     let config = Arc::new(checkpoint.config.clone());
     let instance = |at: u32| {
-        let clock = Arc::new(WorldClock(env.clone()));
-        let device = TimeOnlyDevice::new(&format!("part{at}"), profile(1.0), clock).unwrap();
-        let device: Arc<dyn Device> = Arc::new(device);
-        let weights = checkpoint.place(&*device, &mut |_, _| {}).unwrap();
-        let limits = InstanceLimits {
-            activations: DType::F32,
-            kv: DType::Bf16,
-            kv_bytes: 24_000 * config.kv_bytes_per_token(DType::Bf16),
-            step_tokens_max: 192,
-            prefill_tokens_beside_decode_max: Some(64),
-            sequences_max: 32,
-            block_tokens: Some(16),
-        };
-        let spec = InstanceSpec { device, weights, role: Role::Auto, price: None, limits };
-        let loaded = Loaded::new(&config, spec).unwrap();
+        let loaded = parts::loaded(at, Role::Auto, checkpoint, env, profile(1.0));
         let cost = loaded.predicted_by(profile(if at == 0 { believed } else { 1.0 }));
         (loaded, cost)
     };
@@ -71,10 +53,7 @@ fn start(
         placements: Arc::new(Placements::new(1)),
         metrics,
     };
-    let links = Links {
-        transports: vec![Arc::new(InProcessTransport::new())],
-        make_region: Arc::new(|bytes| Ok(Arc::new(HostRegion::new(bytes as usize)?))),
-    };
+    let links = parts::links();
     parts.start(instances, links).unwrap()
 }
 

@@ -11,6 +11,7 @@ mod events;
 mod exposed;
 mod learns;
 mod overlap;
+mod parts;
 mod pinned;
 mod pulls;
 mod recorded;

@@ -2,7 +2,7 @@
 //! refuses to begin layer k+1 before layer k has landed in the decode device's pages.
 
 use crate::fleet::wayward::Wayward;
-use crate::fleet::{Fleet, greedy, prompt};
+use crate::fleet::{TestFleet, greedy, prompt};
 use mixfleet_hal::{Cmd, Device, Elapsed, Error, ErrorKind, Graph, OpSig, Queue, Result, Ticket};
 use mixfleet_runtime::env::{RealEnv, SharedEnv};
 use mixfleet_runtime::model::random::tiny_variants;
@@ -126,7 +126,7 @@ fn a_layers_kv_lands_before_the_next_layer_begins() {
         let queue = move |inner| -> Box<dyn Queue> { Box::new(threaded(inner, book.clone(), gated)) };
         Arc::new(Wayward::new(&format!("device{at}")).queuing(queue))
     };
-    let fleet = Fleet::new(checkpoint.clone())
+    let fleet = TestFleet::new(checkpoint.clone())
         .with_device(FleetRole::Prefill, watched(0, true))
         .with_device(FleetRole::Decode, watched(1, false));
 

@@ -1,7 +1,7 @@
 //! KV goes between a device and pinned memory of the host wherever the device can pin it, and memory is
 //! pinned once and unpinned before it is fenced.
 
-use crate::fleet::{Fleet, pressure};
+use crate::fleet::{TestFleet, pressure};
 use mixfleet_hal::fault::{Fault, FaultPlan};
 use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::transport::{Descriptor, Endpoint, RemoteAccess, Transport};
@@ -133,7 +133,7 @@ fn served(roles: [FleetRole; 2], faults: FaultPlan, refuses: bool) -> Host {
     };
     let fencing =
         Fencing { inner: InProcessTransport::new(), host: host.clone(), addresses: Mutex::default() };
-    let fleet = Fleet::new(checkpoint.clone())
+    let fleet = TestFleet::new(checkpoint.clone())
         .transport(Arc::new(fencing))
         .with_device(roles[0], device("device0", faults))
         .with_device(roles[1], device("device1", FaultPlan::default()))

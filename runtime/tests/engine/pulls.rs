@@ -2,7 +2,7 @@
 //! whatever becomes of the bytes, answers have the tokens of the float64 forward pass and no block stays in
 //! use.
 
-use crate::fleet::{Answer, Case, Fleet, ask, greedy, prompt, request};
+use crate::fleet::{Case, ReceivedAnswer, TestFleet, ask, greedy, prompt, request};
 use mixfleet_hal::DType;
 use mixfleet_hal::fault::{Fault, FaultPlan, Rule};
 use mixfleet_runtime::env::{Env, SeededEnv};
@@ -38,7 +38,7 @@ fn conversations(checkpoint: &Checkpoint, seeds: std::ops::Range<u64>) -> Arc<Ve
 }
 
 /// All conversations at once, and that their answers are right; the cached tokens by conversation.
-fn converse(fleet: &Fleet, env: &SeededEnv, conversations: &Arc<Vec<Vec<Case>>>) -> Vec<Vec<u32>> {
+fn converse(fleet: &TestFleet, env: &SeededEnv, conversations: &Arc<Vec<Vec<Case>>>) -> Vec<Vec<u32>> {
     let handle = fleet.start(Arc::new(env.clone()));
     let (conversations, world) = (conversations.clone(), env.clone());
     env.run(async move {
@@ -51,7 +51,7 @@ fn converse(fleet: &Fleet, env: &SeededEnv, conversations: &Arc<Vec<Vec<Case>>>)
                 for (turn, case) in conversations[at].iter().enumerate() {
                     let id = format!("{at}, turn {turn}");
                     let answer = ask(&handle, id, case.prompt.clone(), ANSWER as u32, None).await;
-                    let Answer { tokens, failure, cached_tokens, .. } = answer;
+                    let ReceivedAnswer { tokens, failure, cached_tokens, .. } = answer;
                     assert_eq!(
                         (tokens, failure),
                         (case.expected.clone(), None),
@@ -75,8 +75,8 @@ fn converse(fleet: &Fleet, env: &SeededEnv, conversations: &Arc<Vec<Vec<Case>>>)
     })
 }
 
-fn pair(checkpoint: &Checkpoint) -> Fleet {
-    Fleet::new(checkpoint.clone()).with(Role::Prefill).with(Role::Decode)
+fn pair(checkpoint: &Checkpoint) -> TestFleet {
+    TestFleet::new(checkpoint.clone()).with(Role::Prefill).with(Role::Decode)
 }
 
 #[test]
@@ -96,7 +96,7 @@ fn a_prefix_is_pulled_between_unlike_pages_and_dtypes() {
     let checkpoint = checkpoint();
     let kinds = [(8, DType::F32), (12, DType::Bf16)];
     for [prefill, decode] in [kinds, [kinds[1], kinds[0]]] {
-        let fleet = Fleet::new(checkpoint.clone());
+        let fleet = TestFleet::new(checkpoint.clone());
         let fleet = fleet.with_kv(Role::Prefill, prefill.0, prefill.1);
         let fleet = fleet.with_kv(Role::Decode, decode.0, decode.1);
         let handle_of = |env: &SeededEnv| fleet.start(Arc::new(env.clone()));
@@ -123,7 +123,7 @@ fn a_prefix_is_pulled_between_unlike_pages_and_dtypes() {
 fn what_the_holder_gave_up_to_its_lower_tiers_is_pulled_too() {
     let checkpoint = checkpoint();
     let talks = conversations(&checkpoint, 1..4);
-    let run = |fleet: Fleet| {
+    let run = |fleet: TestFleet| {
         converse(&fleet, &SeededEnv::new(2), &talks);
         assert_eq!((fleet.usage_of(0), fleet.usage_of(1)), (0.0, 0.0), "blocks are still in use");
         fleet.pulled()
@@ -183,7 +183,8 @@ fn under_pressure_everyone_ends_right_and_nothing_leaks() {
             0 | 1 => vec![Role::Prefill, Role::Decode, Role::Auto],
             _ => vec![Role::Prefill, Role::Prefill, Role::Decode],
         };
-        let fleet = roles.into_iter().fold(Fleet::new(checkpoint.clone()), Fleet::with).policy(policy);
+        let fleet =
+            roles.into_iter().fold(TestFleet::new(checkpoint.clone()), TestFleet::with).policy(policy);
         let fleet = if seed < 24 { fleet.blocks(20) } else { fleet.blocks(14).lower(8, None) };
         converse(&fleet, &SeededEnv::new(seed), &talks);
         let usage: Vec<f64> = (0..3).map(|member| fleet.usage_of(member)).collect();
@@ -239,7 +240,7 @@ fn a_holder_that_is_lost_keeps_nobody_waiting() {
     let talks = conversations(&checkpoint, 1..5);
     for from in [150, 300, 600, 1200] {
         let plan = FaultPlan::exactly(Fault::Fail, from, u64::MAX);
-        let fleet = Fleet::new(checkpoint.clone())
+        let fleet = TestFleet::new(checkpoint.clone())
             .with(Role::Prefill)
             .with_faults(Role::Decode, plan)
             .with(Role::Auto)

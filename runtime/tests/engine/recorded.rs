@@ -2,7 +2,7 @@
 //! tokens.
 
 use crate::fleet::wayward::Wayward;
-use crate::fleet::{Fleet, ask, greedy, prompt};
+use crate::fleet::{TestFleet, ask, greedy, prompt};
 use mixfleet_hal::{Cmd, Elapsed, Graph, Queue, Result, Ticket};
 use mixfleet_runtime::env::{SeededEnv, SharedEnv};
 use mixfleet_runtime::model::random::tiny_variants;
@@ -51,7 +51,7 @@ fn generate(replay_pays: bool, tokens: u32) -> (usize, usize) {
     let counting =
         move |inner| -> Box<dyn Queue> { Box::new(CountingQueue { inner, counts: noted.clone() }) };
     let device = Wayward::new("device0").queuing(counting).replay_pays(replay_pays);
-    let fleet = Fleet::new(checkpoint).with_device(FleetRole::Auto, Arc::new(device));
+    let fleet = TestFleet::new(checkpoint).with_device(FleetRole::Auto, Arc::new(device));
     let env = SeededEnv::new(5);
     let shared: SharedEnv = Arc::new(env.clone());
     let handle = fleet.start(shared);

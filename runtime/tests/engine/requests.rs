@@ -1,7 +1,7 @@
 //! The engine in the seeded environment, on the reference device: whole requests against the float64
 //! forward pass, under split placement, memory pressure, faults and clients that leave.
 
-use crate::fleet::{Fleet, ask, greedy, pressure, prompt, request};
+use crate::fleet::{TestFleet, ask, greedy, pressure, prompt, request};
 use mixfleet_hal::fault::{Fault, FaultPlan, Rule};
 use mixfleet_runtime::env::SeededEnv;
 use mixfleet_runtime::model::Checkpoint;
@@ -14,7 +14,7 @@ fn one_instance_draws_the_oracles_tokens_for_every_family() {
     for (name, checkpoint) in tiny_variants() {
         let checkpoint = checkpoint.load().unwrap();
         let env = SeededEnv::new(1);
-        let fleet = Fleet::new(checkpoint.clone()).with(Role::Auto);
+        let fleet = TestFleet::new(checkpoint.clone()).with(Role::Auto);
         for length in [1, 7, 8, 9, 40] {
             let prompt = prompt(length, u64::from(length), &checkpoint.config);
             let expected = greedy(&checkpoint, &prompt, 12);
@@ -31,7 +31,7 @@ fn a_split_request_draws_the_same_tokens_as_on_one_device() {
         let checkpoint = checkpoint.load().unwrap();
         let env = SeededEnv::new(2);
         // Unlike block sizes: pages are converted on the way.
-        let fleet = Fleet::new(checkpoint.clone()).with(Role::Prefill).with_blocks(Role::Decode, 5);
+        let fleet = TestFleet::new(checkpoint.clone()).with(Role::Prefill).with_blocks(Role::Decode, 5);
         for length in [1, 8, 33] {
             let prompt = prompt(length, 90 + u64::from(length), &checkpoint.config);
             let expected = greedy(&checkpoint, &prompt, 10);
@@ -49,7 +49,7 @@ fn many_requests_share_too_little_memory_and_all_end_right() {
     for seed in 0..6 {
         let env = SeededEnv::new(seed);
         let roles = if seed % 2 == 0 { vec![Role::Auto] } else { vec![Role::Auto, Role::Auto] };
-        let fleet = roles.into_iter().fold(Fleet::new(checkpoint.clone()), Fleet::with).blocks(14);
+        let fleet = roles.into_iter().fold(TestFleet::new(checkpoint.clone()), TestFleet::with).blocks(14);
         let usage = fleet.run_many(&env, pressure(&checkpoint, seed, 14));
         assert_eq!(usage, 0.0, "seed {seed}: blocks are still in use");
     }
@@ -61,7 +61,7 @@ fn instances_that_hand_off_to_each_other_under_pressure_never_block() {
     let checkpoint = checkpoint.load().unwrap();
     for seed in 100..103 {
         let env = SeededEnv::new(seed);
-        let fleet = Fleet::new(checkpoint.clone()).with(Role::Auto).with(Role::Auto).blocks(10);
+        let fleet = TestFleet::new(checkpoint.clone()).with(Role::Auto).with(Role::Auto).blocks(10);
         let usage = fleet.run_many(&env, pressure(&checkpoint, seed, 20));
         assert_eq!(usage, 0.0, "seed {seed}: blocks are still in use");
     }
@@ -77,7 +77,7 @@ fn logits_that_are_no_numbers_fail_the_request_and_nothing_else() {
     let broken = Checkpoint::from_parts(random.model_config().unwrap(), tensors).unwrap();
     let env = SeededEnv::new(7);
     let prompt = prompt(9, 1, &broken.config);
-    let answer = Fleet::new(broken).with(Role::Auto).run_one(&env, prompt, 4);
+    let answer = TestFleet::new(broken).with(Role::Auto).run_one(&env, prompt, 4);
     assert!(answer.tokens.is_empty(), "{answer:?}");
     assert!(answer.failure.is_some_and(|message| message.contains("number")), "no failure was told");
 }
@@ -91,7 +91,7 @@ fn corrupt_lost_failed_and_hung_transfers_never_change_an_answer() {
             // The first 20 writes measure the two links.
             let rule = Rule { fault, probability, from: 20, until: None };
             let env = SeededEnv::new(seed);
-            let fleet = Fleet::new(checkpoint.clone())
+            let fleet = TestFleet::new(checkpoint.clone())
                 .with(Role::Prefill)
                 .with(Role::Decode)
                 .faults(FaultPlan { seed, rules: vec![rule] });
@@ -110,7 +110,7 @@ fn a_lost_instance_loses_no_request() {
     let checkpoint = checkpoint.load().unwrap();
     for (seed, from) in (40..).zip([5, 23, 60, 140, 300]) {
         let env = SeededEnv::new(seed);
-        let fleet = Fleet::new(checkpoint.clone())
+        let fleet = TestFleet::new(checkpoint.clone())
             .with_faults(Role::Auto, FaultPlan::exactly(Fault::Fail, from, u64::MAX))
             .with(Role::Auto);
         fleet.run_many(&env, pressure(&checkpoint, seed, 8));
@@ -123,7 +123,7 @@ fn clients_that_leave_leave_nothing_behind() {
     let checkpoint = checkpoint.load().unwrap();
     for seed in 60..64 {
         let env = SeededEnv::new(seed);
-        let fleet = Fleet::new(checkpoint.clone()).with(Role::Prefill).with(Role::Decode).blocks(40);
+        let fleet = TestFleet::new(checkpoint.clone()).with(Role::Prefill).with(Role::Decode).blocks(40);
         let usage = fleet.run_leavers(&env, seed, 100);
         assert_eq!(usage, 0.0, "seed {seed}: blocks are still in use");
     }
@@ -135,7 +135,7 @@ fn a_repeated_prompt_is_reused_but_not_across_tenants() {
     let checkpoint = checkpoint.load().unwrap();
     let env = SeededEnv::new(80);
     for roles in [vec![Role::Auto], vec![Role::Prefill, Role::Decode]] {
-        let fleet = roles.into_iter().fold(Fleet::new(checkpoint.clone()), Fleet::with);
+        let fleet = roles.into_iter().fold(TestFleet::new(checkpoint.clone()), TestFleet::with);
         let prompt = prompt(30, 5, &checkpoint.config);
         let salts = [None, None, Some("a"), Some("a"), Some("b")];
         let cached = fleet.run_in_turn(&env, &prompt, &salts);
@@ -166,7 +166,7 @@ fn an_urgent_request_waits_for_no_flex_answer_and_for_no_flex_prompt() {
     // more answers than places; an answer, and a prompt of 13 steps beside it
     for flex in [vec![(30, 40); 12], vec![(30, 40), (150, 2)]] {
         let env = SeededEnv::new(3);
-        let (fleet, log) = Fleet::new(checkpoint.clone()).with(Role::Auto).logged();
+        let (fleet, log) = TestFleet::new(checkpoint.clone()).with(Role::Auto).logged();
         let handle = fleet.start(std::sync::Arc::new(env.clone()));
         let flex: Vec<_> = (0..).zip(flex).map(|(seed, (length, count))| (of(length, seed), count)).collect();
         let urgent = of(40, 99);

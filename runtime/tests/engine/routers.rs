@@ -1,16 +1,14 @@
 //! Several routers before the workers of one process, on simulated devices in virtual time: each counts what the others gave to the devices.
 
+use super::parts;
 use crate::fleet::Log;
-use crate::fleet::clock::WorldClock;
+use mixfleet_hal::DType;
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond, Seconds};
-use mixfleet_hal::{DType, Device};
 use mixfleet_runtime::api::Placements;
 use mixfleet_runtime::engine::events::EventLog;
-use mixfleet_runtime::engine::{
-    EngineConfig, EngineParts, HandOffLimits, Identity, InstanceLimits, InstanceSpec, Links, Loaded,
-};
+use mixfleet_runtime::engine::{EngineConfig, EngineParts, HandOffLimits, Identity, Loaded};
 use mixfleet_runtime::env::{Env, SeededEnv, SharedEnv};
 use mixfleet_runtime::fleet::{Hub, ModelIdentity, RouterId, WorkerProcess};
 use mixfleet_runtime::metrics::Metrics;
@@ -19,8 +17,6 @@ use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_runtime::request::{EngineHandle, GenerateRequest, Hints, Sampling, Update};
 use mixfleet_scheduler::cost::CostModel;
 use mixfleet_scheduler::fleet::{InstanceId, Role};
-use mixfleet_simulated::TimeOnlyDevice;
-use mixfleet_wire::{HostRegion, InProcessTransport};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -37,22 +33,7 @@ fn loaded(
     let rates = [DType::F32, DType::Bf16].map(|dtype| (dtype, FlopPerSecond(4e8 * speed)));
     let roof = DeviceProfile::roof(rates.to_vec(), BytesPerSecond(2e8 * speed), Bytes(1e9));
     let profile = DeviceProfile { launch: Seconds(2e-4), launch_per_command: Seconds(1e-6), ..roof };
-    let clock = Arc::new(WorldClock(env.clone()));
-    let device = TimeOnlyDevice::new(&format!("part{at}"), profile.clone(), clock).unwrap();
-    let device: Arc<dyn Device> = Arc::new(device);
-    let weights = checkpoint.place(&*device, &mut |_, _| {}).unwrap();
-    let config = Arc::new(checkpoint.config.clone());
-    let limits = InstanceLimits {
-        activations: DType::F32,
-        kv: DType::Bf16,
-        kv_bytes: 24_000 * config.kv_bytes_per_token(DType::Bf16),
-        step_tokens_max: 192,
-        prefill_tokens_beside_decode_max: Some(64),
-        sequences_max: 32,
-        block_tokens: Some(16),
-    };
-    let spec = InstanceSpec { device, weights, role, price: None, limits };
-    let loaded = Loaded::new(&config, spec).unwrap();
+    let loaded = parts::loaded(at, role, checkpoint, env, profile.clone());
     let cost = loaded.predicted_by(profile);
     (InstanceId(at), loaded, cost)
 }
@@ -64,10 +45,7 @@ pub(super) fn workers(checkpoint: &Checkpoint, env: &SeededEnv, parts: &[(Role, 
         env: shared,
         model: ModelIdentity { digest: "model".into(), tokenizer_digest: "tokenizer".into() },
         instances,
-        links: Links {
-            transports: vec![Arc::new(InProcessTransport::new())],
-            make_region: Arc::new(|bytes| Ok(Arc::new(HostRegion::new(bytes as usize)?))),
-        },
+        links: parts::links(),
         hand_off: HandOffLimits { slot_bytes: 1 << 18, slots: 64, ..HandOffLimits::default() },
         metrics: Metrics::new(),
     };

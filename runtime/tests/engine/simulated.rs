@@ -1,7 +1,7 @@
 //! The engine on simulated parts that only take time: their tokens are hashes of all KV that was read,
 //! so equal tokens mean that no stale, missing or foreign KV was ever used.
 
-use crate::fleet::{Case, Fleet, prompt};
+use crate::fleet::{Case, TestFleet, prompt};
 use mixfleet_hal::Device;
 use mixfleet_hal::catalog::part;
 use mixfleet_hal::fault::{Fault, FaultPlan, Rule};
@@ -22,15 +22,15 @@ fn simulated(id: &str, member: usize) -> Arc<dyn Device> {
 }
 
 /// A fleet of prefill on one part and decode on another.
-fn split(checkpoint: &Checkpoint) -> Fleet {
-    Fleet::new(checkpoint.clone())
+fn split(checkpoint: &Checkpoint) -> TestFleet {
+    TestFleet::new(checkpoint.clone())
         .with_device(Role::Prefill, simulated("H100-SXM-80GB", 0))
         .with_device(Role::Decode, simulated("RTX-4090", 1))
 }
 
 /// What one simulated device draws, with nothing else to do.
 fn alone(checkpoint: &Checkpoint, prompt: &[u32], count: u32) -> Vec<u32> {
-    let fleet = Fleet::new(checkpoint.clone()).with_device(Role::Auto, simulated("L4", 0));
+    let fleet = TestFleet::new(checkpoint.clone()).with_device(Role::Auto, simulated("L4", 0));
     fleet.run_one(&SeededEnv::new(1), prompt.to_vec(), count).tokens
 }
 
@@ -70,8 +70,8 @@ fn chunks_batches_preemption_and_prefix_reuse_change_no_token() {
     let checkpoint = tiny();
     for seed in 0..6 {
         let fleet = match seed % 3 {
-            0 => Fleet::new(checkpoint.clone()).with_device(Role::Auto, simulated("L40S", 0)),
-            1 => Fleet::new(checkpoint.clone())
+            0 => TestFleet::new(checkpoint.clone()).with_device(Role::Auto, simulated("L40S", 0)),
+            1 => TestFleet::new(checkpoint.clone())
                 .with_device(Role::Auto, simulated("L40S", 0))
                 .with_device(Role::Auto, simulated("RTX-4090", 1)),
             _ => split(&checkpoint),
@@ -102,7 +102,7 @@ fn a_lost_part_loses_no_request() {
     let checkpoint = tiny();
     for (seed, from) in (40..).zip([5, 60, 300]) {
         let plan = FaultPlan::exactly(Fault::Fail, from, u64::MAX);
-        let fleet = Fleet::new(checkpoint.clone())
+        let fleet = TestFleet::new(checkpoint.clone())
             .with_device(Role::Auto, Arc::new(FaultyDevice::new(simulated("A10G", 0), plan)))
             .with_device(Role::Auto, simulated("A10G", 1));
         fleet.run_many(&SeededEnv::new(seed), cases(&checkpoint, seed, 8));
@@ -120,7 +120,7 @@ fn kv_that_is_damaged_or_stale_on_a_device_shows_in_the_tokens() {
         let plan =
             FaultPlan { seed: 5, rules: vec![Rule { fault, probability: 0.05, from: 0, until: None }] };
         let device = Arc::new(FaultyDevice::new(simulated("A10G", 0), plan));
-        let fleet = Fleet::new(checkpoint.clone()).with_device(Role::Auto, device.clone());
+        let fleet = TestFleet::new(checkpoint.clone()).with_device(Role::Auto, device.clone());
         let answer = fleet.run_one(&SeededEnv::new(1), prompt.clone(), 12);
         assert!(device.struck() > 0);
         assert_ne!(answer.tokens, expected, "{fault:?}");

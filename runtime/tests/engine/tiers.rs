@@ -1,7 +1,7 @@
 //! KV that a device's memory gives up, in the seeded environment: conversations that come back are served
 //! from host memory and from disk, in the tokens of the float64 forward pass, whatever becomes of the bytes.
 
-use crate::fleet::{Answer, Fleet, ask, greedy, pressure, prompt};
+use crate::fleet::{ReceivedAnswer, TestFleet, ask, greedy, pressure, prompt};
 use mixfleet_hal::fault::{Fault, FaultPlan, Rule};
 use mixfleet_hal::units::Seconds;
 use mixfleet_runtime::env::{Env, SeededEnv};
@@ -20,7 +20,7 @@ fn checkpoint() -> Checkpoint {
 }
 
 /// Asks one after the other.
-fn converse(fleet: &Fleet, env: &SeededEnv, prompts: &[Vec<u32>]) -> Vec<Answer> {
+fn converse(fleet: &TestFleet, env: &SeededEnv, prompts: &[Vec<u32>]) -> Vec<ReceivedAnswer> {
     let handle = fleet.start(Arc::new(env.clone()));
     let prompts = prompts.to_vec();
     env.run(async move {
@@ -40,13 +40,13 @@ fn two_in_turn(checkpoint: &Checkpoint) -> (Vec<Vec<u32>>, Vec<Vec<u32>>) {
     (prompts, expected)
 }
 
-fn assert_right(answers: &[Answer], expected: &[Vec<u32>]) {
+fn assert_right(answers: &[ReceivedAnswer], expected: &[Vec<u32>]) {
     for (at, (answer, expected)) in answers.iter().zip(expected).enumerate() {
         assert_eq!((&answer.tokens, &answer.failure), (expected, &None), "turn {at}");
     }
 }
 
-fn cached(answers: &[Answer]) -> Vec<u32> {
+fn cached(answers: &[ReceivedAnswer]) -> Vec<u32> {
     answers.iter().map(|answer| answer.cached_tokens).collect()
 }
 
@@ -55,10 +55,10 @@ fn a_conversation_that_returns_is_loaded_from_host_memory() {
     let checkpoint = checkpoint();
     let (prompts, expected) = two_in_turn(&checkpoint);
     let env = SeededEnv::new(1);
-    let fleet = Fleet::new(checkpoint.clone()).with(Role::Auto).blocks(7);
+    let fleet = TestFleet::new(checkpoint.clone()).with(Role::Auto).blocks(7);
     let without = converse(&fleet, &env, &prompts);
     assert_right(&without, &expected);
-    let fleet = Fleet::new(checkpoint).with(Role::Auto).blocks(7).lower(16, None);
+    let fleet = TestFleet::new(checkpoint).with(Role::Auto).blocks(7).lower(16, None);
     let with = converse(&fleet, &env, &prompts);
     assert_right(&with, &expected);
     // 40 tokens: 4 blocks can be reused.
@@ -69,8 +69,8 @@ fn a_conversation_that_returns_is_loaded_from_host_memory() {
 }
 
 /// A fleet of one device with memory for 7 blocks, host memory for 2 and a disk.
-fn on_disk(checkpoint: &Checkpoint, disk: &SimDisk) -> Fleet {
-    Fleet::new(checkpoint.clone()).with(Role::Auto).blocks(7).lower(2, Some((disk.clone(), PLENTY)))
+fn on_disk(checkpoint: &Checkpoint, disk: &SimDisk) -> TestFleet {
+    TestFleet::new(checkpoint.clone()).with(Role::Auto).blocks(7).lower(2, Some((disk.clone(), PLENTY)))
 }
 
 #[test]
@@ -151,7 +151,7 @@ fn blocks_of_another_model_are_refused_when_the_model_becomes_known() {
 fn blocks_that_rot_in_host_memory_are_computed_again() {
     let checkpoint = checkpoint();
     let (prompts, expected) = two_in_turn(&checkpoint);
-    let fleet = Fleet::new(checkpoint).with(Role::Auto).blocks(7).lower(16, None);
+    let fleet = TestFleet::new(checkpoint).with(Role::Auto).blocks(7).lower(16, None);
     fleet.rot(true);
     let answers = converse(&fleet, &SeededEnv::new(1), &prompts);
     assert_right(&answers, &expected);
@@ -220,7 +220,7 @@ fn under_pressure_everyone_ends_right_and_nothing_leaks_beside_hand_offs_too() {
         vec![Role::Prefill, Role::Decode],
     ]) {
         let env = SeededEnv::new(seed);
-        let fleet = roles.into_iter().fold(Fleet::new(checkpoint.clone()), Fleet::with);
+        let fleet = roles.into_iter().fold(TestFleet::new(checkpoint.clone()), TestFleet::with);
         let fleet = fleet.blocks(10).lower(6, Some((SimDisk::default(), PLENTY)));
         let usage = fleet.run_many(&env, pressure(&checkpoint, seed, 16));
         assert_eq!(usage, 0.0, "seed {seed}: blocks are still in use");
@@ -234,7 +234,7 @@ fn under_pressure_everyone_ends_right_and_nothing_leaks_beside_hand_offs_too() {
 fn a_lost_device_and_clients_that_leave_leave_nothing_behind() {
     let checkpoint = checkpoint();
     for (seed, from) in (40..).zip([60, 300]) {
-        let fleet = Fleet::new(checkpoint.clone())
+        let fleet = TestFleet::new(checkpoint.clone())
             .with_faults(Role::Auto, FaultPlan::exactly(Fault::Fail, from, u64::MAX))
             .with(Role::Auto)
             .blocks(10)
@@ -242,7 +242,7 @@ fn a_lost_device_and_clients_that_leave_leave_nothing_behind() {
         fleet.run_many(&SeededEnv::new(seed), pressure(&checkpoint, seed, 8));
         assert_eq!(fleet.usage_of(1), 0.0, "seed {seed}: blocks are still in use");
     }
-    let fleet = Fleet::new(checkpoint).with(Role::Prefill).with(Role::Decode).blocks(40);
+    let fleet = TestFleet::new(checkpoint).with(Role::Prefill).with(Role::Decode).blocks(40);
     let fleet = fleet.lower(6, Some((SimDisk::default(), PLENTY)));
     let usage = fleet.run_leavers(&SeededEnv::new(60), 60, 40);
     assert_eq!(usage, 0.0, "blocks are still in use");

@@ -49,7 +49,7 @@ pub(crate) struct Case {
 
 /// What a client got.
 #[derive(Debug, Default)]
-pub(crate) struct Answer {
+pub(crate) struct ReceivedAnswer {
     pub(crate) tokens: Vec<u32>,
     pub(crate) finish: Option<FinishReason>,
     pub(crate) cached_tokens: u32,
@@ -124,7 +124,7 @@ impl SharedMemory for Rotting {
 }
 
 /// A fleet to be.
-pub(crate) struct Fleet {
+pub(crate) struct TestFleet {
     checkpoint: Checkpoint,
     members: Vec<Member>,
     blocks: u32,
@@ -169,9 +169,9 @@ impl Write for Log {
     }
 }
 
-impl Fleet {
+impl TestFleet {
     pub(crate) fn new(checkpoint: Checkpoint) -> Self {
-        Fleet {
+        TestFleet {
             checkpoint,
             members: Vec::new(),
             blocks: 64,
@@ -418,7 +418,7 @@ impl Fleet {
         (0..members).map(|member| usage(&metrics, member)).fold(0.0, f64::max)
     }
 
-    pub(crate) fn run_one(&self, env: &SeededEnv, prompt: Vec<u32>, count: u32) -> Answer {
+    pub(crate) fn run_one(&self, env: &SeededEnv, prompt: Vec<u32>, count: u32) -> ReceivedAnswer {
         let handle = self.start(Arc::new(env.clone()));
         env.run(async move { ask(&handle, "one".into(), prompt, count, None).await })
     }
@@ -447,7 +447,7 @@ impl Fleet {
                 assert_eq!(answer.failure, None);
                 assert_eq!(answer.tokens, case.expected, "{world:?}: prompt {:?}", case.prompt);
             }
-            Fleet::settled_usage(metrics, members, &world).await
+            TestFleet::settled_usage(metrics, members, &world).await
         })
     }
 
@@ -492,7 +492,7 @@ impl Fleet {
             for end in ends {
                 let _ = end.await;
             }
-            Fleet::settled_usage(metrics, members, &world).await
+            TestFleet::settled_usage(metrics, members, &world).await
         })
     }
 }
@@ -523,9 +523,9 @@ pub(crate) async fn ask(
     prompt: Vec<u32>,
     count: u32,
     salt: Option<String>,
-) -> Answer {
+) -> ReceivedAnswer {
     let mut updates = handle.submit(request(id, prompt, count, salt)).await.expect("admitted");
-    let mut answer = Answer::default();
+    let mut answer = ReceivedAnswer::default();
     while let Some(update) = updates.recv().await {
         match update {
             Update::Placed { prefill, decode } => answer.placed.push((prefill, decode)),

@@ -1,6 +1,6 @@
 //! Whose directory it is, and who may use it.
 
-use super::support::{BLOCK_BYTES, Directory, config, open, put, served, ssd, tier as tier_of};
+use super::support::{BLOCK_BYTES, ScratchDirectory, config, open, put, served, ssd, tier as tier_of};
 use mixfleet_runtime::pool::disk::{Disk, RealDisk, SimDisk};
 use mixfleet_runtime::pool::{PoolConfig, PoolError, SsdConfig};
 
@@ -10,7 +10,7 @@ fn refused(config: PoolConfig) -> PoolError {
 
 #[test]
 fn a_real_directory_keeps_blocks_and_has_one_owner() {
-    let directory = Directory::new("owner");
+    let directory = ScratchDirectory::new("owner");
     let disk = || RealDisk::open(&directory.0);
     let pool = open(config(1, Some(ssd(disk().expect("a new directory"), 8)))).expect("a new pool");
     (0..6).for_each(|key| {

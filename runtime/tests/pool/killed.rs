@@ -3,7 +3,7 @@
 //! `MIXFLEET_POOL_KILLS=100 cargo test -p mixfleet-runtime --test all killed` kills as often as one likes; 20
 //! by default.
 
-use super::support::{Directory, content, get, keep, load, make_region, tokens};
+use super::support::{ScratchDirectory, content, get, keep, load, make_region, tokens};
 use mixfleet_hal::random::{self, Stream};
 use mixfleet_runtime::pool::disk::RealDisk;
 use mixfleet_runtime::pool::{Pool, PoolConfig, SSD_TIMEOUT, SsdConfig};
@@ -59,7 +59,7 @@ fn no_bad_block_is_served_after_kill_9() {
     }
     let kills: u64 =
         std::env::var("MIXFLEET_POOL_KILLS").map_or(20, |kills| kills.parse().expect("a number"));
-    let directory = Directory::new("killed");
+    let directory = ScratchDirectory::new("killed");
     let (mut whole, mut least) = (0, usize::MAX);
     for kill in 0..kills {
         let mut child = Command::new(std::env::current_exe().expect("this program has a file"))

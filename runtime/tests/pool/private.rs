@@ -1,6 +1,6 @@
 //! What lies on a real disk is its user's alone.
 
-use super::support::{Directory, config, open, put, ssd};
+use super::support::{ScratchDirectory, config, open, put, ssd};
 use mixfleet_runtime::pool::PoolError;
 use mixfleet_runtime::pool::disk::{Disk, RealDisk};
 use std::fs::{self, Permissions};
@@ -18,7 +18,7 @@ fn set_mode(path: &Path, mode: u32) {
 }
 
 /// A pool with blocks in `pool` below `directory`.
-fn used(directory: &Directory) -> std::path::PathBuf {
+fn used(directory: &ScratchDirectory) -> std::path::PathBuf {
     let path = directory.0.join("pool");
     let disk = RealDisk::open(&path).expect("a new directory");
     let pool = open(config(1, Some(ssd(disk, 8)))).expect("a new pool");
@@ -47,13 +47,13 @@ fn is_root(what: &str) -> bool {
 
 #[test]
 fn a_new_directory_is_closed_to_others() {
-    let directory = Directory::new("mode-directory");
+    let directory = ScratchDirectory::new("mode-directory");
     assert_eq!(mode(&used(&directory)), 0o700);
 }
 
 #[test]
 fn new_files_are_closed_to_others() {
-    let directory = Directory::new("mode-files");
+    let directory = ScratchDirectory::new("mode-files");
     let path = used(&directory);
     for file in FILES {
         assert_eq!(mode(&path.join(file)), 0o600, "{file}");
@@ -62,7 +62,7 @@ fn new_files_are_closed_to_others() {
 
 #[test]
 fn a_directory_and_files_that_others_could_read_are_closed_to_them() {
-    let directory = Directory::new("mode-old");
+    let directory = ScratchDirectory::new("mode-old");
     let path = used(&directory);
     set_mode(&path, 0o755);
     FILES.iter().for_each(|file| set_mode(&path.join(file), 0o644));
@@ -77,7 +77,7 @@ fn a_directory_and_files_that_others_could_read_are_closed_to_them() {
 
 #[test]
 fn a_directory_that_others_may_write_to_is_refused() {
-    let directory = Directory::new("writable");
+    let directory = ScratchDirectory::new("writable");
     let path = used(&directory);
     for open_to in [0o770, 0o702, 0o1777] {
         set_mode(&path, open_to);
@@ -89,7 +89,7 @@ fn a_directory_that_others_may_write_to_is_refused() {
 
 #[test]
 fn a_file_that_others_may_write_to_is_refused() {
-    let directory = Directory::new("writable-file");
+    let directory = ScratchDirectory::new("writable-file");
     let path = used(&directory);
     set_mode(&path.join("blocks"), 0o666);
     let error = RealDisk::open(&path).expect("the directory is").len("blocks").expect_err("refused");
@@ -101,7 +101,7 @@ fn a_file_that_others_may_write_to_is_refused() {
 
 #[test]
 fn a_link_in_place_of_the_directory_is_refused() {
-    let directory = Directory::new("link-directory");
+    let directory = ScratchDirectory::new("link-directory");
     let path = used(&directory);
     let link = directory.0.join("link");
     symlink(&path, &link).expect("a link");
@@ -112,7 +112,7 @@ fn a_link_in_place_of_the_directory_is_refused() {
 #[test]
 fn a_link_in_place_of_a_file_is_refused_and_what_it_leads_to_is_not_touched() {
     for file in FILES {
-        let directory = Directory::new(&format!("link-{file}"));
+        let directory = ScratchDirectory::new(&format!("link-{file}"));
         let path = used(&directory);
         let victim = directory.0.join("victim");
         fs::write(&victim, "precious").expect("a file");
@@ -135,7 +135,7 @@ fn a_link_in_place_of_a_file_is_refused_and_what_it_leads_to_is_not_touched() {
 
 #[test]
 fn a_pipe_in_place_of_a_file_is_refused_and_holds_nobody_up() {
-    let directory = Directory::new("pipe");
+    let directory = ScratchDirectory::new("pipe");
     let path = used(&directory);
     fs::remove_file(path.join("meta")).expect("it is there");
     let made = std::process::Command::new("mkfifo").arg(path.join("meta")).status();
@@ -153,7 +153,7 @@ fn another_users_directory_is_refused() {
     if !is_root("a directory of another user") {
         return;
     }
-    let directory = Directory::new("foreign");
+    let directory = ScratchDirectory::new("foreign");
     let path = used(&directory);
     chown(&path, Some(12345), None).expect("root may");
     assert!(refused(&path).contains("belongs to user 12345"));
@@ -165,7 +165,7 @@ fn another_users_file_is_refused() {
         return;
     }
     for file in FILES {
-        let directory = Directory::new(&format!("foreign-{file}"));
+        let directory = ScratchDirectory::new(&format!("foreign-{file}"));
         let path = used(&directory);
         chown(path.join(file), Some(12345), None).expect("root may");
         let error = match RealDisk::open(&path) {

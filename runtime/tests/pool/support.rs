@@ -141,19 +141,19 @@ fn set(snapshot: &Snapshot) -> BTreeSet<(Tier, BlockHash)> {
 }
 
 /// A new, empty directory that goes when this does.
-pub(crate) struct Directory(pub(crate) PathBuf);
+pub(crate) struct ScratchDirectory(pub(crate) PathBuf);
 
-impl Directory {
+impl ScratchDirectory {
     pub(crate) fn new(name: &str) -> Self {
         let name = format!("pool-{name}-{}", std::process::id());
         let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
         let _ = std::fs::remove_dir_all(&path);
         std::fs::create_dir_all(&path).expect("the target directory is writable");
-        Directory(path)
+        ScratchDirectory(path)
     }
 }
 
-impl Drop for Directory {
+impl Drop for ScratchDirectory {
     fn drop(&mut self) {
         let _ = std::fs::remove_dir_all(&self.0);
     }

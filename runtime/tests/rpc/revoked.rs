@@ -4,12 +4,12 @@ use super::*;
 
 /// A member of files of its own, the only ones that believe what `revoked.pem` says.
 struct OfFiles<'a> {
-    authority: &'a Fleet,
+    authority: &'a FleetAuthority,
     directory: std::path::PathBuf,
 }
 
 impl<'a> OfFiles<'a> {
-    fn new(authority: &'a Fleet, name: &str) -> Self {
+    fn new(authority: &'a FleetAuthority, name: &str) -> Self {
         let directory = std::env::temp_dir().join(format!("mixfleet-rpc-{name}-{}", std::process::id()));
         std::fs::create_dir_all(&directory).unwrap();
         OfFiles { authority, directory }
@@ -41,7 +41,7 @@ impl Drop for OfFiles<'_> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_session_ends_when_a_list_names_the_certificate_of_either_end() {
-    let (env, checkpoint, authority) = (real_env(), checkpoint(), Fleet::new());
+    let (env, checkpoint, authority) = (real_env(), checkpoint(), FleetAuthority::new());
     for of_caller in [true, false] {
         let files = OfFiles::new(&authority, if of_caller { "caller" } else { "called" });
         let quick = |trust| RpcConfig { silence: Duration::from_secs(4), trust };

@@ -12,7 +12,7 @@ mod parts;
 mod processes;
 mod workload;
 
-use crate::fleet::{Case, Fleet, prompt};
+use crate::fleet::{Case, TestFleet, prompt};
 use fences::Fences;
 use mixfleet_hal::DType;
 use mixfleet_hal::fault::Fault;
@@ -80,7 +80,7 @@ pub(crate) fn talks(checkpoint: &Checkpoint, count: usize) -> Vec<Talk> {
         let prompt: Vec<u32> = said.iter().copied().chain(own).collect();
         let device =
             TimeOnlyDevice::new("device0", profile(1e12), Arc::new(VirtualClock::default())).unwrap();
-        let alone = Fleet::new(checkpoint.clone()).with_device(Role::Auto, Arc::new(device));
+        let alone = TestFleet::new(checkpoint.clone()).with_device(Role::Auto, Arc::new(device));
         let tokens = 1 + rng.below(answer) as u32;
         let expected = alone.run_one(&SeededEnv::new(1), prompt.clone(), tokens).tokens;
         Case { prompt, expected }

@@ -1,6 +1,6 @@
 //! Who gets blocks, and who gives way for it.
 
-use super::rows::{Decodes, Room, Rows};
+use super::rows::{Decodes, PromptRows, StepRoom};
 use super::{Action, Evicted, Instance, Phase, Place, RequestId, Sequence, Text, order};
 
 /// What a waiting sequence needs.
@@ -15,7 +15,7 @@ struct Need {
 
 impl<T: Text> Instance<T> {
     /// A step decodes first; what that leaves goes to the prompts in their order.
-    fn room(&self) -> Room {
+    fn room(&self) -> StepRoom {
         let (mut decodes, mut prompts) = (Decodes::default(), Vec::new());
         for &place in self.places.of(Phase::Running).iter().rev() {
             let sequence = self.sequence(place.request);
@@ -24,7 +24,7 @@ impl<T: Text> Instance<T> {
                 pending => prompts.push((place, (sequence.computed, pending))),
             }
         }
-        Room::new(Rows::new(&self.limits, self.cost.as_ref(), decodes), prompts)
+        StepRoom::new(PromptRows::new(&self.limits, self.cost.as_ref(), decodes), prompts)
     }
 
     /// Gives blocks to those who wait, in their order, until one does not fit even if flexible ones due later

@@ -41,7 +41,7 @@ use crate::cost::CostModel;
 use crate::kv::{BlockHash, CachePolicy};
 use crate::table::IdMap;
 use order::Places;
-use rows::{Decodes, Rows};
+use rows::{Decodes, PromptRows};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
@@ -443,7 +443,7 @@ impl<T: Text> Instance<T> {
         }
         let mut decodes = Decodes::default();
         step.sequences.iter().for_each(|part| decodes.add(self.sequence(part.request)));
-        let mut rows = Rows::new(&self.limits, self.cost.as_ref(), decodes);
+        let mut rows = PromptRows::new(&self.limits, self.cost.as_ref(), decodes);
         for request in prompts {
             let sequence = self.sequence(request);
             let pending = sequence.pending();

@@ -52,7 +52,7 @@ impl Decodes {
 
 /// Rows of prompts that a step has left, as one goes through the prompts in their order.
 #[derive(Debug)]
-pub(super) struct Rows {
+pub(super) struct PromptRows {
     left: u32,
     pace: Option<Pace>,
 }
@@ -67,22 +67,22 @@ struct Pace {
     pieces: Vec<Prefill>,
 }
 
-impl Rows {
+impl PromptRows {
     /// What `decodes` leave of a step.
     pub(super) fn new(limits: &BatchLimits, cost: Option<&Arc<CostModel>>, decodes: Decodes) -> Self {
         let left = limits.step_tokens_max.saturating_sub(decodes.sequences);
         if decodes.sequences == 0 {
-            return Rows { left, pace: None };
+            return PromptRows { left, pace: None };
         }
         let fixed = limits.prefill_tokens_beside_decode_max;
         match (fixed, cost.zip(decodes.tbt_slo)) {
             (None, Some((cost, slo))) => {
                 let pace = Pace { cost: cost.clone(), within: slo * FILLED, decodes, pieces: Vec::new() };
-                Rows { left, pace: Some(pace) }
+                PromptRows { left, pace: Some(pace) }
             }
             (fixed, _) => {
                 let beside = fixed.unwrap_or(BatchLimits::PREFILL_TOKENS_BESIDE_DECODE_MAX);
-                Rows { left: left.min(beside), pace: None }
+                PromptRows { left: left.min(beside), pace: None }
             }
         }
     }
@@ -137,7 +137,7 @@ impl Pace {
 }
 
 /// Rows of prompts beside `decodes` sequences with `kv_tokens` tokens of context, of steps that are to keep within
-/// `tbt_slo`: what [`Rows`] comes to on the whole, from two questions to the cost model. `row_s` is what a row of a full
+/// `tbt_slo`: what [`PromptRows`] comes to on the whole, from two questions to the cost model. `row_s` is what a row of a full
 /// step takes.
 pub(crate) fn rows_beside(
     cost: &CostModel,
@@ -158,15 +158,15 @@ pub(crate) fn rows_beside(
 }
 
 /// What the next step has left for prompts, as one goes through them in their order.
-pub(super) struct Room {
-    rows: Rows,
+pub(super) struct StepRoom {
+    rows: PromptRows,
     /// Prompts that run, not gone past yet, the last first.
     prompts: Vec<(Place, (u32, u32))>,
 }
 
-impl Room {
-    pub(super) fn new(rows: Rows, prompts: Vec<(Place, (u32, u32))>) -> Self {
-        Room { rows, prompts }
+impl StepRoom {
+    pub(super) fn new(rows: PromptRows, prompts: Vec<(Place, (u32, u32))>) -> Self {
+        StepRoom { rows, prompts }
     }
 
     /// Those before `place` leave something. Places are asked for in their order.

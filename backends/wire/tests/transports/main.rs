@@ -32,6 +32,7 @@ conformance!(tcp_two_streams, || {
 #[cfg(feature = "tls")]
 conformance!(tcp_tls, || {
     // One for all: members of two fleets do not reach each other.
-    static FLEET: std::sync::LazyLock<super::tls::Fleet> = std::sync::LazyLock::new(super::tls::Fleet::new);
+    static FLEET: std::sync::LazyLock<super::tls::FleetAuthority> =
+        std::sync::LazyLock::new(super::tls::FleetAuthority::new);
     super::Pair { owner: FLEET.member("mixfleet"), user: FLEET.member("mixfleet") }
 });

@@ -13,11 +13,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 const FLEET: &str = "mixfleet";
 
 /// An authority, and what it gives to members.
-pub(crate) struct Fleet(Authority);
+pub(crate) struct FleetAuthority(Authority);
 
-impl Fleet {
+impl FleetAuthority {
     pub(crate) fn new() -> Self {
-        Fleet(Authority::new())
+        FleetAuthority(Authority::new())
     }
 
     /// Returns the identity of a member with a certificate for `name`.
@@ -76,7 +76,7 @@ fn is_refused(stranger: &dyn Transport, descriptor: &Descriptor) {
 
 #[test]
 fn strangers_neither_read_nor_write() {
-    let (fleet, others) = (Fleet::new(), Fleet::new());
+    let (fleet, others) = (FleetAuthority::new(), FleetAuthority::new());
     let (owner, secret) = (fleet.member(FLEET), region(&[1, 2, 3, 4]));
     let descriptor = owner.register(secret.clone(), RemoteAccess::ReadWrite).unwrap();
     is_refused(&*transport(Security::Insecure), &descriptor);
@@ -90,7 +90,7 @@ fn strangers_neither_read_nor_write() {
 
 #[test]
 fn a_member_gives_nothing_to_an_owner_that_is_none() {
-    let (fleet, others) = (Fleet::new(), Fleet::new());
+    let (fleet, others) = (FleetAuthority::new(), FleetAuthority::new());
     let member = fleet.member(FLEET);
     for owner in [others.member(FLEET), fleet.member("another-name"), transport(Security::Insecure)] {
         let there = region(&[0; 4]);
@@ -102,7 +102,7 @@ fn a_member_gives_nothing_to_an_owner_that_is_none() {
 
 #[test]
 fn certificates_that_do_not_fit_are_named() {
-    let (fleet, others) = (Fleet::new(), Fleet::new());
+    let (fleet, others) = (FleetAuthority::new(), FleetAuthority::new());
     let (authority, key) = (fleet.0.pem(), others.0.key());
     let good =
         TlsPem { authority: &authority, certificates: &authority, key: &key, revoked: "", fleet: FLEET };
@@ -145,7 +145,7 @@ fn of_files(files: &TlsFiles) -> Arc<dyn Transport> {
 
 #[test]
 fn who_calls_shows_a_workers_certificate_too() {
-    let fleet = Fleet::new();
+    let fleet = FleetAuthority::new();
     let owner = fleet.member(FLEET);
     let memory = region(&[0; 4]);
     let descriptor = owner.register(memory.clone(), RemoteAccess::ReadWrite).unwrap();
@@ -161,7 +161,7 @@ fn who_calls_shows_a_workers_certificate_too() {
 
 #[test]
 fn who_is_called_may_show_a_workers_certificate_but_no_routers() {
-    let fleet = Fleet::new();
+    let fleet = FleetAuthority::new();
     let peer = fleet.member(FLEET);
     for (name, is_let) in [("worker.mixfleet", true), ("router.mixfleet", false)] {
         let owner = fleet.member(name);
@@ -181,7 +181,7 @@ fn until(mut what: impl FnMut() -> bool) {
 
 #[test]
 fn a_renewed_certificate_is_shown_without_a_new_start() {
-    let (fleet, directory) = (Fleet::new(), scratch("renewed"));
+    let (fleet, directory) = (FleetAuthority::new(), scratch("renewed"));
     let unreadable = Arc::new(AtomicBool::new(false));
     let said = unreadable.clone();
     let on_renewal = Box::new(move |read: Result<_, _>| said.store(read.is_err(), Ordering::Relaxed));
@@ -205,7 +205,7 @@ fn a_renewed_certificate_is_shown_without_a_new_start() {
 
 #[test]
 fn a_certificate_that_was_taken_back_is_refused_without_a_new_start() {
-    let (fleet, ours, theirs) = (Fleet::new(), scratch("revoking"), scratch("revoked"));
+    let (fleet, ours, theirs) = (FleetAuthority::new(), scratch("revoking"), scratch("revoked"));
     let owner = of_files(&fleet.files(&ours, &[FLEET], &[]));
     let peer = of_files(&fleet.files(&theirs, &[FLEET], &[]));
     let descriptor = owner.register(region(&[0; 4]), RemoteAccess::ReadWrite).unwrap();
@@ -224,7 +224,7 @@ fn a_certificate_that_was_taken_back_is_refused_without_a_new_start() {
 #[test]
 fn kv_goes_no_further_when_a_list_names_the_certificate_of_either_end() {
     for of_caller in [true, false] {
-        let (fleet, ours, theirs) = (Fleet::new(), scratch("ending"), scratch("ended"));
+        let (fleet, ours, theirs) = (FleetAuthority::new(), scratch("ending"), scratch("ended"));
         let owner = of_files(&fleet.files(&ours, &[FLEET], &[]));
         let peer = of_files(&fleet.files(&theirs, &[FLEET], &[]));
         let there = region(&[0; 4]);

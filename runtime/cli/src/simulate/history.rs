@@ -1,6 +1,6 @@
 //! The history of a run for the page: as few points as a chart can show, however long the run.
 
-use mixfleet_sim::simulate::{Answer, Quantiles, Sample};
+use mixfleet_sim::simulate::{AnswerTimes, Quantiles, Sample};
 
 /// Maximum number of points of a curve.
 const POINTS_MAX: usize = 400;
@@ -123,7 +123,7 @@ impl History {
         self.pools[sample.pool as usize].add(&Point::new(sample));
     }
 
-    pub(super) fn finished(&mut self, answer: &Answer) {
+    pub(super) fn finished(&mut self, answer: &AnswerTimes) {
         self.ttft_s.add(answer.ttft_s);
         self.e2e_s.add(answer.e2e_s);
         if let Some(tbt_s) = answer.tbt_s {

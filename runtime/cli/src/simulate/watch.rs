@@ -3,7 +3,7 @@
 use super::history::History;
 use super::timeline::TimelineFile;
 use crate::trace::FileBar;
-use mixfleet_sim::simulate::{Answer, Observer, Sample};
+use mixfleet_sim::simulate::{AnswerTimes, Observer, Sample};
 
 pub(super) struct Watch {
     pub(super) bar: FileBar,
@@ -17,7 +17,7 @@ impl Observer for Watch {
         self.bar.tick_at(now_s);
     }
 
-    fn finished(&mut self, _: f64, answer: &Answer) {
+    fn finished(&mut self, _: f64, answer: &AnswerTimes) {
         if let Some(history) = &mut self.history {
             history.finished(answer);
         }

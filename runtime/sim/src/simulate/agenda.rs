@@ -1,5 +1,6 @@
 //! What will happen, in order of time; at one time in the order in which it was scheduled.
 
+use mixfleet_hal::units::Ordered;
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 
@@ -23,7 +24,7 @@ pub(super) enum Next {
     Pull { request: u64, attempt: u32, held_tokens: u32 },
     /// An instance has taken in what it was told, and sends what it lends of a prefix as soon as that is on
     /// its devices.
-    Lent { from: u32, request: u64, tokens: u32, ready: At },
+    Lent { from: u32, request: u64, tokens: u32, ready: Ordered },
     /// A prefix that another instance held has arrived: of a prompt, or a copy ahead of demand.
     Pulled { request: u64, attempt: u32, from: u32, tokens: u32 },
     /// An instance becomes slower: the `index`th of the setup's slowdowns.
@@ -32,28 +33,10 @@ pub(super) enum Next {
     Arrive { request: u64 },
 }
 
-/// A time that orders.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct At(pub(super) f64);
-
-impl Eq for At {}
-
-impl PartialOrd for At {
-    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl Ord for At {
-    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        self.0.total_cmp(&other.0)
-    }
-}
-
 /// What will happen.
 #[derive(Default)]
 pub(super) struct Agenda {
-    heap: BinaryHeap<Reverse<(At, u64, Next)>>,
+    heap: BinaryHeap<Reverse<(Ordered, u64, Next)>>,
     /// What happens at one time, which was the present one when it was scheduled: half of everything, and a
     /// queue costs less.
     soon: VecDeque<(u64, Next)>,
@@ -72,7 +55,7 @@ impl Agenda {
             self.soon_s = at_s;
             self.soon.push_back((self.scheduled, next));
         } else {
-            self.heap.push(Reverse((At(at_s), self.scheduled, next)));
+            self.heap.push(Reverse((Ordered(at_s), self.scheduled, next)));
         }
     }
 
@@ -85,7 +68,7 @@ impl Agenda {
 
     fn soon_is_next(&self) -> bool {
         let Some(&(number, _)) = self.soon.front() else { return false };
-        self.heap.peek().is_none_or(|Reverse((at, other, _))| (At(self.soon_s), number) < (*at, *other))
+        self.heap.peek().is_none_or(|Reverse((at, other, _))| (Ordered(self.soon_s), number) < (*at, *other))
     }
 }
 

@@ -21,7 +21,7 @@ mod tiers;
 mod timeline;
 
 pub use copies::Replicated;
-pub use observe::{Answer, Observer, Sample};
+pub use observe::{AnswerTimes, Observer, Sample};
 pub use quantiles::Quantiles;
 pub use results::{ClassResult, Distribution, HitBySource, PoolResult, Results};
 pub use setup::Choices;
@@ -30,13 +30,13 @@ pub use tiers::TierSetup;
 
 use crate::fleet_file::{Class, Routing, TbtMetric};
 use crate::trace::{ConversationTurn, Request, TraceError};
-use agenda::{Agenda, At, Next};
+use agenda::{Agenda, Next};
 use classes::Classes;
 use copies::{Copies, Copy};
 use engine::{Engine, Gaps, Message, Outcome};
 use flight::Flight;
 use mixfleet_hal::DType;
-use mixfleet_hal::units::{Seconds, UsdPerHour};
+use mixfleet_hal::units::{Ordered, Seconds, UsdPerHour};
 use mixfleet_scheduler::batch::{After, BatchLimits, Urgency};
 use mixfleet_scheduler::cost::{CostModel, LinkCost};
 use mixfleet_scheduler::fleet::{
@@ -45,7 +45,7 @@ use mixfleet_scheduler::fleet::{
 use mixfleet_scheduler::table::IdMap;
 use network::Network;
 use results::Ledger;
-use routers::Routers;
+use routers::RouterMachines;
 use std::sync::Arc;
 use timeline::Timeline;
 
@@ -154,7 +154,7 @@ pub fn run(
 struct World<'a> {
     setup: &'a Setup,
     now_s: f64,
-    routers: Routers,
+    routers: RouterMachines,
     engines: Vec<Engine>,
     network: Network,
     copies: Copies,
@@ -178,7 +178,7 @@ impl<'a> World<'a> {
     }
 
     fn new(setup: &'a Setup, observer: &'a mut dyn Observer) -> Self {
-        let mut routers = Routers::new(&setup.fleet, setup.routers);
+        let mut routers = RouterMachines::new(&setup.fleet, setup.routers);
         let mut actions = Vec::new();
         for (at, instance) in setup.instances.iter().enumerate() {
             let spec = Instance {
@@ -495,7 +495,7 @@ impl<'a> World<'a> {
                 Outcome::Lent { request, tokens, ready_s } => {
                     self.schedule(
                         self.now_s,
-                        Next::Lent { from: instance, request, tokens, ready: At(ready_s) },
+                        Next::Lent { from: instance, request, tokens, ready: Ordered(ready_s) },
                     );
                 }
                 Outcome::Joined { request } => {

@@ -20,7 +20,7 @@ pub trait Observer {
     }
 
     /// An answer is complete.
-    fn finished(&mut self, now_s: f64, answer: &Answer) {
+    fn finished(&mut self, now_s: f64, answer: &AnswerTimes) {
         let _ = (now_s, answer);
     }
 
@@ -40,7 +40,7 @@ impl Observer for () {}
 
 /// How a request fared.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Answer {
+pub struct AnswerTimes {
     /// Arrival to first token.
     pub ttft_s: f64,
     /// The gap between its tokens by the SLO's metric; none of an answer of one token.

@@ -4,7 +4,7 @@ use super::classes::Promised;
 use super::copies::{Copies, Replicated};
 use super::engine::Gaps;
 use super::network::Network;
-use super::observe::Answer;
+use super::observe::AnswerTimes;
 use super::quantiles::Quantiles;
 use super::tiers::ByTier;
 use super::{Flight, Setup};
@@ -274,7 +274,7 @@ impl Ledger {
         self.busy[pool as usize]
     }
 
-    pub(super) fn finished(&mut self, flight: &Flight, now_s: f64, gaps: &[Gaps]) -> Answer {
+    pub(super) fn finished(&mut self, flight: &Flight, now_s: f64, gaps: &[Gaps]) -> AnswerTimes {
         let Flight { prompt_tokens, output_tokens, arrived_s, first_token_s, .. } = *flight;
         let (ttft_s, e2e_s) = (first_token_s - arrived_s, now_s - arrived_s);
         self.completed += 1;
@@ -296,7 +296,7 @@ impl Ledger {
         class.good += u64::from(good);
         class.ttft_s.add(ttft_s);
         class.e2e_s.add(e2e_s);
-        Answer { ttft_s, tbt_s, e2e_s }
+        AnswerTimes { ttft_s, tbt_s, e2e_s }
     }
 
     fn class_results(&self, setup: &Setup) -> Vec<ClassResult> {

@@ -27,7 +27,7 @@ struct Entry {
 }
 
 /// The routers' machines.
-pub(super) struct Routers {
+pub(super) struct RouterMachines {
     fleets: Vec<Fleet>,
     delay_s: f64,
     entries: IdMap<Entry>,
@@ -38,10 +38,10 @@ pub(super) struct Routers {
     beat_s: f64,
 }
 
-impl Routers {
+impl RouterMachines {
     pub(super) fn new(config: &FleetConfig, Routing { count, delay_s }: Routing) -> Self {
         let count = count.max(1) as usize;
-        Routers {
+        RouterMachines {
             fleets: (0..count).map(|_| Fleet::new(config.clone())).collect(),
             delay_s,
             entries: IdMap::default(),

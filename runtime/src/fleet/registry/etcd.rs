@@ -3,7 +3,7 @@
 use super::super::rpc::Pem;
 use super::RegistryError;
 use super::records::Registry;
-use super::store::{Answer, Change, Condition, Entry, Lease, Store, Watch};
+use super::store::{Change, Condition, Entry, Lease, Store, StoreAnswer, Watch};
 use crate::env::SharedEnv;
 use etcd_client::{
     Client, Compare, CompareOp, ConnectOptions, EventType, GetOptions, KeyValue, PutOptions, Txn, TxnOp,
@@ -58,14 +58,14 @@ impl Etcd {
 }
 
 impl Store for Etcd {
-    fn get(&self, key: String) -> Answer<'_, Option<Entry>> {
+    fn get(&self, key: String) -> StoreAnswer<'_, Option<Entry>> {
         Box::pin(async move {
             let found = self.client().get(key, None).await?;
             Ok(found.kvs().first().map(entry))
         })
     }
 
-    fn list(&self, prefix: String) -> Answer<'_, (Vec<(String, Entry)>, i64)> {
+    fn list(&self, prefix: String) -> StoreAnswer<'_, (Vec<(String, Entry)>, i64)> {
         Box::pin(async move {
             let found = self.client().get(prefix, Some(GetOptions::new().with_prefix())).await?;
             let revision = found.header().map_or(0, |header| header.revision());
@@ -79,7 +79,7 @@ impl Store for Etcd {
         key: String,
         value: Vec<u8>,
         lease: Lease,
-    ) -> Answer<'_, bool> {
+    ) -> StoreAnswer<'_, bool> {
         Box::pin(async move {
             let conditions = conditions.into_iter().map(|condition| match condition {
                 Condition::Revision(key, revision) => Compare::mod_revision(key, CompareOp::Equal, revision),
@@ -95,12 +95,12 @@ impl Store for Etcd {
         })
     }
 
-    fn grant(&self, span: Duration) -> Answer<'_, Lease> {
+    fn grant(&self, span: Duration) -> StoreAnswer<'_, Lease> {
         let seconds = span.as_secs().max(1) as i64;
         Box::pin(async move { Ok(self.client().lease_grant(seconds, None).await?.id()) })
     }
 
-    fn keep_alive(&self, lease: Lease) -> Answer<'_, bool> {
+    fn keep_alive(&self, lease: Lease) -> StoreAnswer<'_, bool> {
         Box::pin(async move {
             match self.client().lease_keep_alive(lease).await {
                 // The stream has given the first answer, which is all that is needed.
@@ -111,11 +111,11 @@ impl Store for Etcd {
         })
     }
 
-    fn revoke(&self, lease: Lease) -> Answer<'_, ()> {
+    fn revoke(&self, lease: Lease) -> StoreAnswer<'_, ()> {
         Box::pin(async move { Ok(self.client().lease_revoke(lease).await.map(drop)?) })
     }
 
-    fn watch(&self, prefix: String, revision: i64) -> Answer<'_, Box<dyn Watch>> {
+    fn watch(&self, prefix: String, revision: i64) -> StoreAnswer<'_, Box<dyn Watch>> {
         Box::pin(async move {
             let options = WatchOptions::new().with_prefix().with_start_revision(revision);
             let stream = self.client().watch(prefix, Some(options)).await?;
@@ -127,7 +127,7 @@ impl Store for Etcd {
 struct Watching(WatchStream);
 
 impl Watch for Watching {
-    fn next(&mut self) -> Answer<'_, Vec<Change>> {
+    fn next(&mut self) -> StoreAnswer<'_, Vec<Change>> {
         Box::pin(async move {
             let response = self.0.message().await?;
             let response = response.ok_or_else(|| RegistryError::Etcd("the watch ended".into()))?;

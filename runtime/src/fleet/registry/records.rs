@@ -2,7 +2,7 @@
 
 use super::super::session::{ModelIdentity, PROTOCOL};
 use super::keep::Membership;
-use super::store::{Answer, Condition, Lease, Store};
+use super::store::{Condition, Lease, Store, StoreAnswer};
 use super::{Charter, Member, Members, RegistryError};
 use crate::env::SharedEnv;
 use crate::request::RouterId;
@@ -43,7 +43,7 @@ impl Registry {
     }
 
     /// The store's answer, if it comes in time: a connection may stay open while nothing arrives.
-    pub(super) async fn in_time<T>(&self, answer: Answer<'_, T>) -> Result<T, RegistryError> {
+    pub(super) async fn in_time<T>(&self, answer: StoreAnswer<'_, T>) -> Result<T, RegistryError> {
         tokio::select! {
             biased;
             answer = answer => answer,
@@ -58,7 +58,7 @@ impl Registry {
     async fn patiently<'a, T>(
         &self,
         what: &str,
-        ask: impl Fn() -> Answer<'a, T> + Send,
+        ask: impl Fn() -> StoreAnswer<'a, T> + Send,
     ) -> Result<T, RegistryError> {
         let mut backoff = BACKOFF_MIN;
         loop {
@@ -114,7 +114,7 @@ impl Registry {
     /// # Errors
     /// `Foreign` if the counter's content is invalid.
     pub async fn instance_ids(&self, count: u32) -> Result<Vec<InstanceId>, RegistryError> {
-        let ask = || -> Answer<'_, u64> { Box::pin(self.count("instance", count.into())) };
+        let ask = || -> StoreAnswer<'_, u64> { Box::pin(self.count("instance", count.into())) };
         let first = self.patiently("joining the fleet", ask).await?;
         Ok((first..first + u64::from(count)).map(|id| InstanceId(id as u32)).collect())
     }

@@ -6,7 +6,7 @@
 
 use super::RegistryError;
 use super::records::Registry;
-use super::store::{Answer, Change, Condition, Entry, Lease, Store, Watch};
+use super::store::{Change, Condition, Entry, Lease, Store, StoreAnswer, Watch};
 use crate::env::SharedEnv;
 use mixfleet_hal::units::Seconds;
 use std::collections::BTreeMap;
@@ -200,7 +200,7 @@ impl SimClient {
     fn ask<T: Send + 'static>(
         &self,
         work: impl FnOnce(&Arc<World>, &mut State) -> Result<T, RegistryError> + Send + 'static,
-    ) -> Answer<'_, T> {
+    ) -> StoreAnswer<'_, T> {
         Box::pin(async move {
             self.travel(self.world.faults.lost_asks).await?;
             let answer = {
@@ -292,11 +292,11 @@ impl State {
 }
 
 impl Store for SimClient {
-    fn get(&self, key: String) -> Answer<'_, Option<Entry>> {
+    fn get(&self, key: String) -> StoreAnswer<'_, Option<Entry>> {
         self.ask(move |_, state| Ok(state.keys.get(&key).cloned()))
     }
 
-    fn list(&self, prefix: String) -> Answer<'_, (Vec<(String, Entry)>, i64)> {
+    fn list(&self, prefix: String) -> StoreAnswer<'_, (Vec<(String, Entry)>, i64)> {
         self.ask(move |_, state| {
             let its = state.keys.iter().filter(|(key, _)| key.starts_with(&prefix));
             Ok((its.map(|(key, entry)| (key.clone(), entry.clone())).collect(), state.revision))
@@ -309,7 +309,7 @@ impl Store for SimClient {
         key: String,
         value: Vec<u8>,
         lease: Lease,
-    ) -> Answer<'_, bool> {
+    ) -> StoreAnswer<'_, bool> {
         self.ask(move |world, state| {
             let holds = conditions.iter().all(|condition| state.holds(condition));
             if holds && lease != 0 && !state.leases.contains_key(&lease) {
@@ -322,7 +322,7 @@ impl Store for SimClient {
         })
     }
 
-    fn grant(&self, span: Duration) -> Answer<'_, Lease> {
+    fn grant(&self, span: Duration) -> StoreAnswer<'_, Lease> {
         self.ask(move |world, state| {
             state.leases_given += 1;
             let lease = state.leases_given;
@@ -333,21 +333,21 @@ impl Store for SimClient {
         })
     }
 
-    fn keep_alive(&self, lease: Lease) -> Answer<'_, bool> {
+    fn keep_alive(&self, lease: Lease) -> StoreAnswer<'_, bool> {
         self.ask(move |world, state| {
             let held = state.leases.get_mut(&lease);
             Ok(held.map(|held| held.ends = world.env.now() + Seconds(held.span.as_secs_f64())).is_some())
         })
     }
 
-    fn revoke(&self, lease: Lease) -> Answer<'_, ()> {
+    fn revoke(&self, lease: Lease) -> StoreAnswer<'_, ()> {
         self.ask(move |world, state| {
             world.end_lease(state, lease);
             Ok(())
         })
     }
 
-    fn watch(&self, prefix: String, revision: i64) -> Answer<'_, Box<dyn Watch>> {
+    fn watch(&self, prefix: String, revision: i64) -> StoreAnswer<'_, Box<dyn Watch>> {
         let client = self.number;
         self.ask(move |_, state| {
             let (told, changes) = mpsc::unbounded_channel();
@@ -366,7 +366,7 @@ impl Store for SimClient {
 struct Watching(mpsc::UnboundedReceiver<Vec<Change>>);
 
 impl Watch for Watching {
-    fn next(&mut self) -> Answer<'_, Vec<Change>> {
+    fn next(&mut self) -> StoreAnswer<'_, Vec<Change>> {
         Box::pin(async move { self.0.recv().await.ok_or_else(away) })
     }
 }

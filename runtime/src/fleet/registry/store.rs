@@ -5,7 +5,7 @@ use futures_util::future::BoxFuture;
 use std::time::Duration;
 
 /// An answer that may never come, so callers have a deadline.
-pub(super) type Answer<'a, T> = BoxFuture<'a, Result<T, RegistryError>>;
+pub(super) type StoreAnswer<'a, T> = BoxFuture<'a, Result<T, RegistryError>>;
 
 /// A lease's number.
 pub(super) type Lease = i64;
@@ -44,10 +44,10 @@ pub(super) enum Change {
 /// called.
 pub(super) trait Store: Send + Sync {
     /// The content of `key`.
-    fn get(&self, key: String) -> Answer<'_, Option<Entry>>;
+    fn get(&self, key: String) -> StoreAnswer<'_, Option<Entry>>;
 
     /// All keys that begin with `prefix`, and the store's revision.
-    fn list(&self, prefix: String) -> Answer<'_, (Vec<(String, Entry)>, i64)>;
+    fn list(&self, prefix: String) -> StoreAnswer<'_, (Vec<(String, Entry)>, i64)>;
 
     /// Writes if all of `conditions` hold, and returns whether they did.
     fn put_if(
@@ -56,23 +56,23 @@ pub(super) trait Store: Send + Sync {
         key: String,
         value: Vec<u8>,
         lease: Lease,
-    ) -> Answer<'_, bool>;
+    ) -> StoreAnswer<'_, bool>;
 
     /// Creates a lease that ends, with its keys, `span` after it was last kept alive.
-    fn grant(&self, span: Duration) -> Answer<'_, Lease>;
+    fn grant(&self, span: Duration) -> StoreAnswer<'_, Lease>;
 
     /// Renews a lease, and returns whether it still lived.
-    fn keep_alive(&self, lease: Lease) -> Answer<'_, bool>;
+    fn keep_alive(&self, lease: Lease) -> StoreAnswer<'_, bool>;
 
     /// Ends a lease.
-    fn revoke(&self, lease: Lease) -> Answer<'_, ()>;
+    fn revoke(&self, lease: Lease) -> StoreAnswer<'_, ()>;
 
     /// Changes of keys that begin with `prefix`, from `revision` on.
-    fn watch(&self, prefix: String, revision: i64) -> Answer<'_, Box<dyn Watch>>;
+    fn watch(&self, prefix: String, revision: i64) -> StoreAnswer<'_, Box<dyn Watch>>;
 }
 
 /// A stream of changes. It may become silent without an end.
 pub(super) trait Watch: Send {
     /// The next changes. Changes that were not returned yet are kept if the future is dropped.
-    fn next(&mut self) -> Answer<'_, Vec<Change>>;
+    fn next(&mut self) -> StoreAnswer<'_, Vec<Change>>;
 }

@@ -55,7 +55,7 @@ async fn in_time<T>(
 }
 
 /// Memory that a worker process lends for measuring, until this is dropped.
-pub(crate) struct Lent {
+pub(crate) struct LentRegions {
     pub(crate) regions: Vec<Descriptor>,
     _call: Streaming<Vec<Descriptor>>,
 }
@@ -112,11 +112,11 @@ impl Remote {
     }
 
     /// Borrows memory to measure the link with.
-    pub(crate) async fn probe(&self, hello: &Hello) -> Result<Lent, CallError> {
+    pub(crate) async fn probe(&self, hello: &Hello) -> Result<LentRegions, CallError> {
         let mut call = self.call(PROBE, hello, stream::pending()).await?;
         let regions = in_time(&self.env, self.config.silence, &self.address, call.message()).await??;
         let regions = regions.ok_or_else(|| Status::internal("no memory was lent"))?;
-        Ok(Lent { regions, _call: call })
+        Ok(LentRegions { regions, _call: call })
     }
 
     async fn session<Out, In>(

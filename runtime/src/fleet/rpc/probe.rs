@@ -1,7 +1,7 @@
 //! Measures a link between two processes, over the first transport that works.
 
 use super::super::session::Caller;
-use super::client::Lent;
+use super::client::LentRegions;
 use crate::engine::measure::time_writes;
 use crate::engine::{HandOffLimits, Links};
 use crate::env::{SharedEnv, no_thread};
@@ -125,7 +125,7 @@ impl Ways {
     }
 
     /// Measures the link by writing to a peer's memory.
-    pub(crate) async fn measure(&self, env: &SharedEnv, lent: Lent) -> Result<Measured> {
+    pub(crate) async fn measure(&self, env: &SharedEnv, lent: LentRegions) -> Result<Measured> {
         let (ways, env2) = (self.clone(), env.clone());
         let (done, measured) = oneshot::channel();
         let work = async move {

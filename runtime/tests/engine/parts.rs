@@ -1,0 +1,45 @@
+//! Simulated devices of a tiny model, and links between them in one process.
+
+use crate::fleet::clock::WorldClock;
+use mixfleet_hal::profile::DeviceProfile;
+use mixfleet_hal::{DType, Device};
+use mixfleet_runtime::engine::{InstanceLimits, InstanceSpec, Links, Loaded};
+use mixfleet_runtime::env::SeededEnv;
+use mixfleet_runtime::model::Checkpoint;
+use mixfleet_scheduler::fleet::Role;
+use mixfleet_simulated::TimeOnlyDevice;
+use mixfleet_wire::{HostRegion, InProcessTransport};
+use std::sync::Arc;
+
+/// The device `part<at>`, which takes the time that `profile` says, with the model loaded.
+pub(super) fn loaded(
+    at: u32,
+    role: Role,
+    checkpoint: &Checkpoint,
+    env: &SeededEnv,
+    profile: DeviceProfile,
+) -> Loaded {
+    let clock = Arc::new(WorldClock(env.clone()));
+    let device = TimeOnlyDevice::new(&format!("part{at}"), profile, clock).unwrap();
+    let device: Arc<dyn Device> = Arc::new(device);
+    let weights = checkpoint.place(&*device, &mut |_, _| {}).unwrap();
+    let config = Arc::new(checkpoint.config.clone());
+    let limits = InstanceLimits {
+        activations: DType::F32,
+        kv: DType::Bf16,
+        kv_bytes: 24_000 * config.kv_bytes_per_token(DType::Bf16),
+        step_tokens_max: 192,
+        prefill_tokens_beside_decode_max: Some(64),
+        sequences_max: 32,
+        block_tokens: Some(16),
+    };
+    Loaded::new(&config, InstanceSpec { device, weights, role, price: None, limits }).unwrap()
+}
+
+/// Links through the memory of this process.
+pub(super) fn links() -> Links {
+    Links {
+        transports: vec![Arc::new(InProcessTransport::new())],
+        make_region: Arc::new(|bytes| Ok(Arc::new(HostRegion::new(bytes as usize)?))),
+    }
+}
