@@ -9,7 +9,8 @@ use tokio::sync::mpsc;
 /// Bits of a request's id that count the requests of its router.
 const COUNT_BITS: u32 = 48;
 
-/// A router's number in its fleet. Request ids begin with it, so that reports are returned to the right router.
+/// A router's number in its fleet. Request ids begin with it, so that reports are returned to the right
+/// router.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct RouterId(pub u16);

@@ -1,7 +1,7 @@
 //! Settings of `serve` and `simulate` from a fleet file: a flag on the command line overrides the file.
 //!
-//! A key of the file is turned into the words of its flag, so that each value is parsed, checked and defaulted
-//! in one place.
+//! A key of the file is turned into the words of its flag, so that each value is parsed, checked and
+//! defaulted in one place.
 
 use crate::command_line::Cli;
 use crate::{Usage, profiles};

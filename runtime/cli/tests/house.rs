@@ -571,8 +571,6 @@ fn every_file_of_tests_is_in_its_crates_one_test_binary() {
     assert_none(&errors, "tests that never run, or are linked by themselves");
 }
 
-/// Comments of these crates wrap at `COLUMNS_MAX`; those of the others are still to be wrapped.
-const WRAPPED: &[&str] = &["backends/", "hal/", "hwtests/"];
 const COLUMNS_MAX: usize = 110;
 
 /// The numbers of the lines of prose in a source file that are too long.
@@ -586,9 +584,7 @@ fn long_comments(text: &str) -> Vec<usize> {
 fn comments_wrap() {
     let mut errors = Vec::new();
     for (path, text) in sources() {
-        if WRAPPED.iter().any(|directory| path.starts_with(directory)) {
-            errors.extend(long_comments(&text).iter().map(|line| format!("{path}:{line}")));
-        }
+        errors.extend(long_comments(&text).iter().map(|line| format!("{path}:{line}")));
     }
     assert_none(&errors, "comments beyond 110 columns");
     let long = format!("let x = 1;\n    // {}\n", "x".repeat(COLUMNS_MAX));

@@ -1,7 +1,7 @@
 //! What a request says of itself: how urgent it is, by when its answer is wanted, how long that will be.
 //!
-//! Names are those of OpenAI (`service_tier`), vLLM (`priority`) and Dynamo (`nvext.agent_hints`) where they have one.
-//! What is said here is either honoured or refused.
+//! Names are those of OpenAI (`service_tier`), vLLM (`priority`) and Dynamo (`nvext.agent_hints`) where they
+//! have one. What is said here is either honoured or refused.
 
 use super::errors::ApiError;
 use super::fields::{Fields, value};

@@ -1,8 +1,8 @@
 //! Copies of hot prefixes ahead of demand, which go the way of a pull.
 //!
-//! The fleet's machine asks for a copy when a request with the prefix arrives. The receiver makes room for it as
-//! for flexible work, the holder sends what it still has, and what lands stays in the receiver's cache. A copy
-//! that fails is dropped and never repeated: the fleet's machine forgets one that does not arrive.
+//! The fleet's machine asks for a copy when a request with the prefix arrives. The receiver makes room for it
+//! as for flexible work, the holder sends what it still has, and what lands stays in the receiver's cache. A
+//! copy that fails is dropped and never repeated: the fleet's machine forgets one that does not arrive.
 
 use super::coordinator::Coordinator;
 use super::handoff::wire_dtype;

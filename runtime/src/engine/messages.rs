@@ -23,8 +23,8 @@ pub type Held = BTreeMap<InstanceId, Vec<(Tier, BlockHash)>>;
 pub(crate) struct Job {
     /// A smaller id is older.
     pub(crate) request: RequestId,
-    /// When it is wanted. Instances begin prompts in this order: seconds since 1970 by the sender's clock, since
-    /// requests of several routers meet.
+    /// When it is wanted. Instances begin prompts in this order: seconds since 1970 by the sender's clock,
+    /// since requests of several routers meet.
     pub(crate) urgency: Urgency,
     /// When its KV is thought to be where it decodes, likewise.
     pub(crate) ready: Seconds,
@@ -140,7 +140,8 @@ pub(crate) enum Order {
     Reserve { job: Job, sender: InstanceId },
     /// Send the KV of this prompt's first `until` tokens to another instance, as far as it is here.
     Lend { job: Job, until: u32, to: HandOff },
-    /// Have this prompt's KV sent here and keep it in the cache: nobody waits for it, and nothing is computed.
+    /// Have this prompt's KV sent here and keep it in the cache: nobody waits for it, and nothing is
+    /// computed.
     Copy { job: Job, holder: InstanceId },
     /// Nothing comes of the prefix that this prompt waits for.
     NotLent { request: RequestId, attempt: u32 },

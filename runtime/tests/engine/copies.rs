@@ -1,5 +1,6 @@
-//! Prefixes that many requests have in common, in the seeded environment: they are copied to further instances
-//! before a request has to compute them there, and every answer has the tokens of the float64 forward pass.
+//! Prefixes that many requests have in common, in the seeded environment: they are copied to further
+//! instances before a request has to compute them there, and every answer has the tokens of the float64
+//! forward pass.
 
 use crate::fleet::{Case, ReceivedAnswer, TestFleet, ask, greedy, prompt};
 use mixfleet_hal::fault::{Fault, FaultPlan, Rule};

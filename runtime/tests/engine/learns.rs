@@ -1,4 +1,5 @@
-//! The engine on devices that are slower than their cost models say: what steps take is measured, and predictions follow.
+//! The engine on devices that are slower than their cost models say: what steps take is measured, and
+//! predictions follow.
 
 use super::parts;
 use crate::fleet::Log;
@@ -57,7 +58,8 @@ fn start(
     parts.start(instances, links).unwrap()
 }
 
-/// Plays requests for a minute; the corrections and the errors of prefill and step of both devices, and the last explanation.
+/// Plays requests for a minute; the corrections and the errors of prefill and step of both devices, and the
+/// last explanation.
 fn play(believed: f64) -> ([[(f64, f64); 2]; 2], serde_json::Value) {
     let checkpoint = tiny_variants().remove(1).1.load().unwrap();
     let env = SeededEnv::with_blocking_workers(7);

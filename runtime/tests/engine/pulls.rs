@@ -89,8 +89,8 @@ fn the_next_turn_begins_with_what_the_decoder_holds_of_the_last_answer() {
     assert_eq!(fleet.pulled(), (40 - 24) + (64 - 40));
 }
 
-/// What the decoder holds in blocks of 8 in f32 comes to where prompts are computed in blocks of 12 in bf16, and the other
-/// way round.
+/// What the decoder holds in blocks of 8 in f32 comes to where prompts are computed in blocks of 12 in bf16,
+/// and the other way round.
 #[test]
 fn a_prefix_is_pulled_between_unlike_pages_and_dtypes() {
     let checkpoint = checkpoint();

@@ -1,4 +1,5 @@
-//! Several routers before the workers of one process, on simulated devices in virtual time: each counts what the others gave to the devices.
+//! Several routers before the workers of one process, on simulated devices in virtual time: each counts what
+//! the others gave to the devices.
 
 use super::parts;
 use crate::fleet::Log;

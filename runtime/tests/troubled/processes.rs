@@ -192,8 +192,8 @@ impl World {
         joined.await;
     }
 
-    /// What a process goes by that joins. One that serves something else is refused, and comes all the same: an old release may
-    /// not have looked.
+    /// What a process goes by that joins. One that serves something else is refused, and comes all the same:
+    /// an old release may not have looked.
     async fn charter(&self, registry: &Registry, kind: usize) -> Charter {
         match registry.charter(&self.kinds[kind].model, [0; 16]).await {
             Ok(charter) => charter,

@@ -1,21 +1,22 @@
-//! The instance's machine: which sequences run in the next step, which blocks they get, who waits,
-//! who is preempted.
+//! The instance's machine: which sequences run in the next step, which blocks they get, who waits, who is
+//! preempted.
 //!
 //! The instance's worker feeds it events and carries out its actions; `Event::Idle` asks for the next step. A
 //! sequence is a number of tokens of which `computed` have their KV in blocks (what the tokens are only its
 //! [`Text`] knows); whatever is missing is computed next, so a prompt, a chunk of it, a single decode token,
 //! a recomputed sequence after preemption and a transfer that came incomplete are all the same case.
 //!
-//! **No deadlock.** Every request has one place in the order, the same on all instances: by when it is due, equal ones by age.
-//! Who comes earlier in it wins: the queue is sorted by it, a step's tokens go to the earliest prompts, a
-//! decode that finds no block and a request that finds no place beside flexible ones due later preempt the
-//! last of them (which keeps its place and recomputes later), and a waiting request may revoke the
-//! reservation of a later one when nothing else can run. The first request of the fleet therefore always gets
-//! its blocks, provided that each alone fits, which the fleet checks on arrival. Due times are fixed there,
-//! and nobody is due long before it comes: a request is overtaken only by those who come before it is due itself,
-//! or within a head start that is bounded, so everyone becomes the first. What others pull from here changes none of this: lent blocks are in use
-//! until they are read, which waits for nothing here, and nobody who could run waits for them. A sequence
-//! that waits for what it pulls is a reservation that may be revoked.
+//! **No deadlock.** Every request has one place in the order, the same on all instances: by when it is due,
+//! equal ones by age. Who comes earlier in it wins: the queue is sorted by it, a step's tokens go to the
+//! earliest prompts, a decode that finds no block and a request that finds no place beside flexible ones due
+//! later preempt the last of them (which keeps its place and recomputes later), and a waiting request may
+//! revoke the reservation of a later one when nothing else can run. The first request of the fleet therefore
+//! always gets its blocks, provided that each alone fits, which the fleet checks on arrival. Due times are
+//! fixed there, and nobody is due long before it comes: a request is overtaken only by those who come before
+//! it is due itself, or within a head start that is bounded, so everyone becomes the first. What others pull
+//! from here changes none of this: lent blocks are in use until they are read, which waits for nothing here,
+//! and nobody who could run waits for them. A sequence that waits for what it pulls is a reservation that may
+//! be revoked.
 
 mod admit;
 mod blocks;
@@ -54,9 +55,9 @@ pub struct BatchLimits {
     pub block_tokens: u32,
     /// New tokens in one step, all sequences together.
     pub step_tokens_max: u32,
-    /// Prompt tokens in a step that also decodes. None: as many as the tightest TBT objective of those who decode
-    /// allows by the instance's own prediction, and [`BatchLimits::PREFILL_TOKENS_BESIDE_DECODE_MAX`] where none of them
-    /// has an objective.
+    /// Prompt tokens in a step that also decodes. None: as many as the tightest TBT objective of those who
+    /// decode allows by the instance's own prediction, and [`BatchLimits::PREFILL_TOKENS_BESIDE_DECODE_MAX`]
+    /// where none of them has an objective.
     pub prefill_tokens_beside_decode_max: Option<u32>,
     /// Sequences that hold blocks at a time.
     pub sequences_max: usize,
@@ -75,8 +76,8 @@ impl BatchLimits {
     pub const BLOCK_TOKENS: u32 = 16;
     /// New tokens in one step.
     pub const STEP_TOKENS_MAX: u32 = 512;
-    /// Prompt tokens in a step that also decodes where nobody has a TBT objective: at a few hundred tokens per second of prefill, about a
-    /// quarter of a second between two tokens of the others.
+    /// Prompt tokens in a step that also decodes where nobody has a TBT objective: at a few hundred tokens
+    /// per second of prefill, about a quarter of a second between two tokens of the others.
     pub const PREFILL_TOKENS_BESIDE_DECODE_MAX: u32 = 64;
     /// Sequences that hold blocks at a time.
     pub const SEQUENCES_MAX: u32 = 64;

@@ -1,5 +1,5 @@
-//! How many rows of prompts a step has: as many as its size leaves, and beside those that decode no more than their
-//! time between tokens allows.
+//! How many rows of prompts a step has: as many as its size leaves, and beside those that decode no more than
+//! their time between tokens allows.
 
 use super::{BatchLimits, Place, Sequence};
 use crate::cost::{CostModel, Prefill};
@@ -7,11 +7,12 @@ use mixfleet_hal::units::Seconds;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
-/// Rows are added in tiles of so many, which matrix units compute at once. Beside decodes one tile always runs, so that
-/// prompts get on where the objective cannot be met.
+/// Rows are added in tiles of so many, which matrix units compute at once. Beside decodes one tile always
+/// runs, so that prompts get on where the objective cannot be met.
 const TILE: u32 = 16;
 
-/// The share of the objective up to which a step is filled; the rest is for what the prediction does not know.
+/// The share of the objective up to which a step is filled; the rest is for what the prediction does not
+/// know.
 const FILLED: f64 = 0.9;
 
 /// When a request is wanted, as far as that matters to an instance.
@@ -92,7 +93,8 @@ impl PromptRows {
         self.left > 0
     }
 
-    /// Rows of a prompt of which `context` tokens are computed, at most `wanted`; `ends`: they are its last ones.
+    /// Rows of a prompt of which `context` tokens are computed, at most `wanted`; `ends`: they are its last
+    /// ones.
     pub(super) fn take(&mut self, context: u32, wanted: u32, ends: bool) -> u32 {
         let most = wanted.min(self.left);
         if most == 0 {
@@ -136,9 +138,9 @@ impl Pace {
     }
 }
 
-/// Rows of prompts beside `decodes` sequences with `kv_tokens` tokens of context, of steps that are to keep within
-/// `tbt_slo`: what [`PromptRows`] comes to on the whole, from two questions to the cost model. `row_s` is what a row of a full
-/// step takes.
+/// Rows of prompts beside `decodes` sequences with `kv_tokens` tokens of context, of steps that are to keep
+/// within `tbt_slo`: what [`PromptRows`] comes to on the whole, from two questions to the cost model. `row_s`
+/// is what a row of a full step takes.
 pub(crate) fn rows_beside(
     cost: &CostModel,
     (step_tokens_max, row_s): (u32, Seconds),

@@ -1,4 +1,5 @@
-//! Admission: whether the placement that a policy picked is good enough, or the request is turned away at once.
+//! Admission: whether the placement that a policy picked is good enough, or the request is turned away at
+//! once.
 
 use super::explain::{Candidate, Outcome, Terms};
 use super::place::Question;
@@ -13,16 +14,16 @@ use serde::{Deserialize, Serialize};
 pub enum Admission {
     /// Nothing that fits: late is better than never.
     None,
-    /// What would miss an objective with the load of now. By the time the prompt is done that load is another one, so the
-    /// pools swing in anti-phase (Mooncake v3, section 7.3).
+    /// What would miss an objective with the load of now. By the time the prompt is done that load is another
+    /// one, so the pools swing in anti-phase (Mooncake v3, section 7.3).
     EarlyRejection,
     /// What would miss an objective with the load that is predicted from the end of its prefill on.
     #[default]
     Prediction,
 }
 
-/// The part of its time after which a prompt with a deadline goes first: the rest is for those who are due at the same time, and for
-/// what was predicted wrongly.
+/// The part of its time after which a prompt with a deadline goes first: the rest is for those who are due at
+/// the same time, and for what was predicted wrongly.
 const DUE_AFTER: f64 = 0.75;
 
 /// What a request wants, in seconds from now, and its place in the order of prompts.
@@ -40,7 +41,8 @@ pub(super) struct Objectives {
 /// When an answer with a deadline must be complete.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Ends {
-    /// Of the time to the deadline an equal share for each request that is left (equal flexibility; Kao and Garcia-Molina, 1993).
+    /// Of the time to the deadline an equal share for each request that is left (equal flexibility; Kao and
+    /// Garcia-Molina, 1993).
     share_s: f64,
     deadline_s: f64,
 }
@@ -75,10 +77,11 @@ impl Objectives {
 }
 
 impl Fleet {
-    /// What `arrival` wants. Prompts are due in the order of their objectives: whoever waits for a first token, by when it
-    /// should be there; whoever has a deadline, when three quarters of the time to it have passed, less what the answer then takes; all that much earlier as they
-    /// have a head start.
-    /// These times never move, not even where a lost instance makes a request arrive again, so a request is overtaken only by such as come before it is due itself.
+    /// What `arrival` wants. Prompts are due in the order of their objectives: whoever waits for a first
+    /// token, by when it should be there; whoever has a deadline, when three quarters of the time to it have
+    /// passed, less what the answer then takes; all that much earlier as they have a head start. These times
+    /// never move, not even where a lost instance makes a request arrive again, so a request is overtaken
+    /// only by such as come before it is due itself.
     pub(super) fn objectives(&self, now: Seconds, arrival: &Arrival) -> Objectives {
         let Seconds(ahead_s) = arrival.head_start;
         let ahead = Seconds(ahead_s.clamp(-HEAD_START_MAX.0, HEAD_START_MAX.0));
@@ -103,8 +106,8 @@ impl Fleet {
         }
     }
 
-    /// The lowest score among those within the objectives. Where none is, and the request may not be turned away, the
-    /// least late one. Writes every candidate's outcome.
+    /// The lowest score among those within the objectives. Where none is, and the request may not be turned
+    /// away, the least late one. Writes every candidate's outcome.
     pub(super) fn admit(
         &self,
         candidates: &mut [Candidate],

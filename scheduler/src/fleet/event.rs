@@ -63,11 +63,12 @@ pub struct Instance {
     pub kv_block_tokens: u32,
     /// Dtype of its KV.
     pub kv_dtype: DType,
-    /// Prompt tokens of a step that also decodes: how often decode steps interrupt a prefill. None: as many as the
-    /// tightest TBT objective there allows.
+    /// Prompt tokens of a step that also decodes: how often decode steps interrupt a prefill. None: as many
+    /// as the tightest TBT objective there allows.
     #[serde(default)]
     pub prefill_tokens_beside_decode_max: Option<u32>,
-    /// New tokens in one of its steps, at most: what it lends to others it sends between two steps. 0 where that is not known.
+    /// New tokens in one of its steps, at most: what it lends to others it sends between two steps. 0 where
+    /// that is not known.
     #[serde(default)]
     pub step_tokens_max: u32,
 }
@@ -78,7 +79,8 @@ impl Instance {
         (self.kv_block_tokens, self.kv_dtype) == (chain.block_tokens, chain.kv_dtype)
     }
 
-    /// Its blocks have the same keys as those of `other`, so that one can take over what the other holds as it is.
+    /// Its blocks have the same keys as those of `other`, so that one can take over what the other holds as
+    /// it is.
     pub fn has_blocks_like(&self, other: &Instance) -> bool {
         (self.kv_block_tokens, self.kv_dtype) == (other.kv_block_tokens, other.kv_dtype)
     }
@@ -126,10 +128,11 @@ pub struct Arrival {
     pub max_tokens: u32,
     /// Tokens that it will probably generate, if someone knows.
     pub output_tokens_hint: Option<u32>,
-    /// One chain for each kind of blocks in the fleet, by size and dtype; a missing one means nothing is cached there.
+    /// One chain for each kind of blocks in the fleet, by size and dtype; a missing one means nothing is
+    /// cached there.
     pub chains: Vec<PromptChain>,
-    /// When it was due, if it was accepted before and lost its instance: it keeps its place in the order of prompts, and neither bound
-    /// nor SLO turns it away now.
+    /// When it was due, if it was accepted before and lost its instance: it keeps its place in the order of
+    /// prompts, and neither bound nor SLO turns it away now.
     pub replay: Option<Seconds>,
     /// Requests of a class have answers alike in length, which the fleet learns.
     #[serde(default)]
@@ -137,14 +140,14 @@ pub struct Arrival {
     /// When its user wants it.
     #[serde(default)]
     pub objective: Objective,
-    /// It goes ahead of the place that its objective gives it by so much, or behind it if this is below 0; up to
-    /// [`HEAD_START_MAX`].
+    /// It goes ahead of the place that its objective gives it by so much, or behind it if this is below 0; up
+    /// to [`HEAD_START_MAX`].
     #[serde(default)]
     pub head_start: Seconds,
 }
 
-/// Nobody goes further ahead of his place in the order, or behind it: a request is overtaken only by those that come
-/// before it is due, or so soon after.
+/// Nobody goes further ahead of his place in the order, or behind it: a request is overtaken only by those
+/// that come before it is due, or so soon after.
 pub const HEAD_START_MAX: Seconds = Seconds(3600.0);
 
 /// When a request's user wants the answer.
@@ -161,8 +164,8 @@ pub enum Objective {
         /// Between tokens.
         tbt_slo: Option<Seconds>,
     },
-    /// The answer must be complete at a time. Of a workflow, a chain of requests with one deadline, each request states
-    /// the workflow's.
+    /// The answer must be complete at a time. Of a workflow, a chain of requests with one deadline, each
+    /// request states the workflow's.
     Deadline {
         /// On the fleet's clock.
         at: Seconds,
@@ -270,7 +273,8 @@ pub enum Event {
     },
     /// An instance joined, or changed its role, cost or price; its requests stay.
     InstanceUp(Instance),
-    /// An instance is gone with its KV, its work and its ways to others. What comes back tells of its ways anew.
+    /// An instance is gone with its KV, its work and its ways to others. What comes back tells of its ways
+    /// anew.
     InstanceDown {
         /// Which.
         instance: InstanceId,
@@ -309,8 +313,8 @@ pub enum Action {
         decode: InstanceId,
         /// Copied to the prefill instance first.
         pull: Option<Pull>,
-        /// When it is wanted: instances begin prompts in the order of their due times, equal ones as they came. It is
-        /// fixed on arrival, so that nobody is overtaken for ever.
+        /// When it is wanted: instances begin prompts in the order of their due times, equal ones as they
+        /// came. It is fixed on arrival, so that nobody is overtaken for ever.
         urgency: Urgency,
         /// Every candidate with its terms.
         explanation: Box<Explanation>,
@@ -326,7 +330,8 @@ pub enum Action {
         /// Every candidate with its terms.
         explanation: Box<Explanation>,
     },
-    /// The prompt is done, but its decode instance is too busy for the objective by now: the request has left the fleet.
+    /// The prompt is done, but its decode instance is too busy for the objective by now: the request has left
+    /// the fleet.
     Drop {
         /// Which.
         request: RequestId,
@@ -348,8 +353,8 @@ pub enum Action {
         /// Prefill or decode.
         role: Role,
     },
-    /// Copy a prefix to another instance, for requests to come; said before the placement of the request that shows the need.
-    /// What does not arrive, or finds no room there, is dropped: nobody waits for it.
+    /// Copy a prefix to another instance, for requests to come; said before the placement of the request that
+    /// shows the need. What does not arrive, or finds no room there, is dropped: nobody waits for it.
     Replicate {
         /// Who holds all of it.
         from: InstanceId,

@@ -31,8 +31,8 @@ pub struct Explanation {
     pub output_tokens: u32,
     /// Instances that were up.
     pub instances: u32,
-    /// The placements that the policy compared in the end: all pairs in a small fleet, the best few in a large one. Empty when
-    /// none was looked at.
+    /// The placements that the policy compared in the end: all pairs in a small fleet, the best few in a
+    /// large one. Empty when none was looked at.
     pub candidates: Vec<Candidate>,
 }
 
@@ -42,7 +42,8 @@ impl Explanation {
         self.candidates.iter().find(|candidate| candidate.outcome == Outcome::Chosen)
     }
 
-    /// Leading tokens of the prompt that the chosen prefill instance holds once what it pulls is there; `None` where it pulls nothing.
+    /// Leading tokens of the prompt that the chosen prefill instance holds once what it pulls is there;
+    /// `None` where it pulls nothing.
     pub fn pulled_until(&self) -> Option<u32> {
         let Candidate { pull, terms, .. } = self.chosen()?;
         let (Some(_), Some(terms)) = (pull, terms) else { return None };
@@ -91,19 +92,20 @@ pub struct Terms {
     pub prefill_s: f64,
     /// KV transfer that does not hide behind the prefill, behind what the links still have to move.
     pub transfer_s: f64,
-    /// What counts of the way to the decode instance: the transfer that would show if nothing of the prompt were cached and the links
-    /// were free, and the wait for room there that the queue hides.
+    /// What counts of the way to the decode instance: the transfer that would show if nothing of the prompt
+    /// were cached and the links were free, and the wait for room there that the queue hides.
     pub hand_off_s: f64,
     /// Time to the first token.
     pub ttft_s: f64,
-    /// Time to the last one, should the answer be as long as assumed. This and the next two are predicted in the order of scores until a
-    /// candidate is within the objectives; for the others the step is that of now.
+    /// Time to the last one, should the answer be as long as assumed. This and the next two are predicted in
+    /// the order of scores until a candidate is within the objectives; for the others the step is that of
+    /// now.
     pub ends_s: f64,
     /// Time of a decode step with it, in the batch predicted for the end of its prefill.
     pub tbt_s: f64,
-    /// What its time between tokens, as the objective counts it, will probably not exceed: the longest step that is likely while it
-    /// decodes, those counted who were accepted before it and land after it, and a share of the transfer and of the wait for room of the
-    /// fastest candidate's KV.
+    /// What its time between tokens, as the objective counts it, will probably not exceed: the longest step
+    /// that is likely while it decodes, those counted who were accepted before it and land after it, and a
+    /// share of the transfer and of the wait for room of the fastest candidate's KV.
     pub tbt_peak_s: f64,
     /// A step in the batch of now.
     pub tbt_now_s: f64,
@@ -112,16 +114,16 @@ pub struct Terms {
     pub delay_s: f64,
     /// Price of the device time and the traffic that it uses; 0 without prices.
     pub busy_usd: f64,
-    /// What the KV memory is worth that it holds on instances whose memory binds, for as long as it does, in units of the
-    /// score; 0 where `kv_weight` is.
+    /// What the KV memory is worth that it holds on instances whose memory binds, for as long as it does, in
+    /// units of the score; 0 where `kv_weight` is.
     #[serde(default)]
     pub memory: f64,
-    /// What the prediction was multiplied by: prefill and transfers of the one who computes the prompt, steps of the one who decodes, as
-    /// learnt from what was measured there.
+    /// What the prediction was multiplied by: prefill and transfers of the one who computes the prompt, steps
+    /// of the one who decodes, as learnt from what was measured there.
     #[serde(default)]
     pub corrections: Corrections,
-    /// `busy_usd + wait_weight * (own * (ttft_s + hand_off_s) + delay_s) + memory`, where `own` is 1, or 0.1 of a request with a deadline;
-    /// the lowest wins.
+    /// `busy_usd + wait_weight * (own * (ttft_s + hand_off_s) + delay_s) + memory`, where `own` is 1, or 0.1
+    /// of a request with a deadline; the lowest wins.
     pub score: f64,
 }
 

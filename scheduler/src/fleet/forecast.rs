@@ -40,7 +40,8 @@ impl Seat {
         u64::from(self.prompt_tokens) + u64::from(self.output_tokens)
     }
 
-    /// The lengths that it goes by, with the weight of the answers that got so far, and the tokens still to come. None: it is told.
+    /// The lengths that it goes by, with the weight of the answers that got so far, and the tokens still to
+    /// come. None: it is told.
     #[inline]
     fn outlook<'a>(&self, lengths: &'a Lengths) -> (Option<(&'a Histogram, f64)>, u32) {
         let generated = self.generated;
@@ -108,7 +109,8 @@ struct Course<'a> {
 }
 
 impl Course<'_> {
-    /// When it ends, if each has its share of luck: were all to end after their mean lengths, nobody would end soon.
+    /// When it ends, if each has its share of luck: were all to end after their mean lengths, nobody would
+    /// end soon.
     fn until(&self, pace: Seconds) -> Seconds {
         let so_far = f64::from(self.generated);
         let tokens = self.lengths.map_or(f64::from(self.remaining), |(lengths, _)| {
@@ -126,9 +128,10 @@ impl Course<'_> {
     }
 }
 
-/// Whoever finds too much at a decoder is dropped, and whoever finds no room waits with its answer begun, or takes the room of another: a
-/// newcomer counts on nothing that is not certain by so many standard deviations. With one, twice the load of docs/results/scheduling.md
-/// gives 2 % less and wastes four times as much; with three, 1 % less.
+/// Whoever finds too much at a decoder is dropped, and whoever finds no room waits with its answer begun, or
+/// takes the room of another: a newcomer counts on nothing that is not certain by so many standard
+/// deviations. With one, twice the load of docs/results/scheduling.md gives 2 % less and wastes four times as
+/// much; with three, 1 % less.
 pub(super) const DEVIATIONS: f64 = 2.0;
 
 /// Who will probably decode at a time.
@@ -161,9 +164,9 @@ pub(super) struct Forecast<'a> {
 }
 
 impl Forecast<'_> {
-    /// Who will probably decode at the later time `then`: without those who will have ended, with
-    /// those whose prefill will have; everyone counts by the chance to be there. The load of now would be stale by the time
-    /// a new prompt is done, and admission by it oscillates (Mooncake, section 7).
+    /// Who will probably decode at the later time `then`: without those who will have ended, with those whose
+    /// prefill will have; everyone counts by the chance to be there. The load of now would be stale by the
+    /// time a new prompt is done, and admission by it oscillates (Mooncake, section 7).
     pub(super) fn likely(&self, then: Seconds) -> Likely {
         let per_second = 1.0 / self.pace.0.max(f64::MIN_POSITIVE);
         let mut likely = Likely { then, sequences: 0.0, kv_tokens: 0.0, variance: 0.0 };
@@ -178,8 +181,8 @@ impl Forecast<'_> {
         likely
     }
 
-    /// The most in the life of a newcomer who decodes from `first` on, for `tokens` tokens: those who were accepted before it may land
-    /// after it.
+    /// The most in the life of a newcomer who decodes from `first` on, for `tokens` tokens: those who were
+    /// accepted before it may land after it.
     pub(super) fn peak(&self, first: Likely, tokens: u32) -> Batch {
         let third = self.pace * (f64::from(tokens) / 3.0);
         let later = (1..4).map(|part| self.likely(first.then + third * f64::from(part)));
@@ -187,8 +190,9 @@ impl Forecast<'_> {
         all.map(|likely| likely.batch(DEVIATIONS)).max_by_key(|batch| batch.kv_tokens).unwrap_or_default()
     }
 
-    /// Time until enough requests will probably have ended that `tokens` of KV fit beside the rest, each in blocks of its own: with
-    /// blocks of 512 tokens and prompts of a thousand the last ones, half empty, take a fifth of the memory.
+    /// Time until enough requests will probably have ended that `tokens` of KV fit beside the rest, each in
+    /// blocks of its own: with blocks of 512 tokens and prompts of a thousand the last ones, half empty, take
+    /// a fifth of the memory.
     pub(super) fn kv_wait(&self, tokens: u64) -> Seconds {
         let limit = self.capacity_tokens as f64 - tokens.next_multiple_of(self.block_tokens) as f64;
         if self.held(self.now) <= limit {
@@ -202,7 +206,8 @@ impl Forecast<'_> {
         ends.get(at).or(ends.last()).map_or(Seconds::ZERO, |&end| end - self.now)
     }
 
-    /// KV tokens that those who are there at `then` will hold in the end: as many as are exceeded once in 44 times.
+    /// KV tokens that those who are there at `then` will hold in the end: as many as are exceeded once in 44
+    /// times.
     fn held(&self, then: Seconds) -> f64 {
         let (mut mean, mut variance) = (0.0, 0.0);
         for course in &self.courses {

@@ -1,7 +1,7 @@
 //! What each instance has to do, and when it will probably be done.
 //!
-//! A decision looks at every instance, so each keeps its sums up to date as events come; only the few that are left
-//! in the end are asked for their forecast ([`super::forecast`]), which walks their requests.
+//! A decision looks at every instance, so each keeps its sums up to date as events come; only the few that
+//! are left in the end are asked for their forecast ([`super::forecast`]), which walks their requests.
 
 use super::forecast::{DEVIATIONS, Seat};
 use super::learn::{Learner, OnItsWay};
@@ -28,7 +28,8 @@ pub(super) struct Work {
     pub(super) due: Seconds,
     /// Between its tokens.
     pub(super) tbt_slo: Option<Seconds>,
-    /// Prompt tokens that its decode instance was thought to lack, and what its own prefill was thought to take, without any correction.
+    /// Prompt tokens that its decode instance was thought to lack, and what its own prefill was thought to
+    /// take, without any correction.
     pub(super) transfer_tokens: u32,
     pub(super) prefill_time: Seconds,
     /// Another router's: only its prompt is of interest here.
@@ -95,8 +96,8 @@ pub(super) struct PromptQueue {
 }
 
 impl PromptQueue {
-    /// How long the first prompt has run since it last made progress, less than nothing while another one's step is in its way; one that is
-    /// overdue is taken to end any moment.
+    /// How long the first prompt has run since it last made progress, less than nothing while another one's
+    /// step is in its way; one that is overdue is taken to end any moment.
     fn ran(&self, now: Seconds) -> Seconds {
         (now - self.moved_at).min(self.first_remaining)
     }
@@ -448,8 +449,8 @@ impl Load {
         Batch { sequences: self.batch.sequences + sequences, kv_tokens: self.batch.kv_tokens + kv_tokens }
     }
 
-    /// Tokens of theirs that fall beside a newcomer's `output_tokens`, were all to have as many still to come. None where answers have
-    /// become longer than was assumed.
+    /// Tokens of theirs that fall beside a newcomer's `output_tokens`, were all to have as many still to
+    /// come. None where answers have become longer than was assumed.
     pub(super) fn tokens_beside(&self, output_tokens: u32) -> Option<u64> {
         let everyone = self.everyone();
         let sequences = u64::from(everyone.sequences);
@@ -457,8 +458,8 @@ impl Load {
         Some((still + sequences).min(sequences * u64::from(output_tokens)))
     }
 
-    /// How much its memory binds with `tokens` more: not at all while it is half empty with all that was promised, wholly
-    /// where it is full.
+    /// How much its memory binds with `tokens` more: not at all while it is half empty with all that was
+    /// promised, wholly where it is full.
     pub(super) fn memory_binds(&self, tokens: u64) -> f64 {
         let promised = (self.committed.kv_tokens + tokens) as f64;
         binds(promised, self.spec.kv_capacity_tokens)

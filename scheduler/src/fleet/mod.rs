@@ -57,20 +57,22 @@ pub struct FleetConfig {
     pub layers: u32,
     /// Requests in work, beyond which a new one is turned away.
     pub requests_max: usize,
-    /// Mean length of an answer, until those of its class have shown theirs; a hint says better, and `max_tokens` bounds it.
+    /// Mean length of an answer, until those of its class have shown theirs; a hint says better, and
+    /// `max_tokens` bounds it.
     pub output_tokens_expected: u32,
     /// A request predicted to get its first token later than this is turned away.
     pub ttft_slo: Option<Seconds>,
     /// A request predicted to get its tokens slower than this is turned away.
     pub tbt_slo: Option<Seconds>,
-    /// A request's time between tokens is the mean of so many of its gaps, the longest ones: 1 is all of them.
+    /// A request's time between tokens is the mean of so many of its gaps, the longest ones: 1 is all of
+    /// them.
     #[serde(default = "longest_tenth")]
     pub tbt_share: f64,
     /// Dollars that a second of waiting is worth; by default a second of the average instance. Means
     /// nothing while an instance has no price.
     pub wait_usd_per_s: Option<f64>,
-    /// What KV memory costs while it binds: a share of an instance's memory for a second counts so many times that share
-    /// of a second's rent (of a second, where prices are missing). 0: nothing.
+    /// What KV memory costs while it binds: a share of an instance's memory for a second counts so many times
+    /// that share of a second's rent (of a second, where prices are missing). 0: nothing.
     #[serde(default)]
     pub kv_weight: f64,
     /// How placements are picked.
@@ -82,7 +84,8 @@ pub struct FleetConfig {
     /// Whether instances can copy a prefix from others.
     #[serde(default)]
     pub pull: bool,
-    /// Whether a decode instance that has become too busy for the objective drops a request whose prompt is done.
+    /// Whether a decode instance that has become too busy for the objective drops a request whose prompt is
+    /// done.
     #[serde(default)]
     pub drop_at_decode: bool,
     /// When instances change between prefill and decode; by default never.
@@ -97,7 +100,8 @@ pub struct FleetConfig {
 }
 
 impl FleetConfig {
-    /// For a model whose tokens take `kv_bytes_per_token` of KV in `layers` layers: no objectives, nothing is pulled.
+    /// For a model whose tokens take `kv_bytes_per_token` of KV in `layers` layers: no objectives, nothing is
+    /// pulled.
     pub fn new(kv_bytes_per_token: u64, layers: u32) -> Self {
         FleetConfig {
             kv_bytes_per_token,

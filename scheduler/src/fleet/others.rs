@@ -1,8 +1,9 @@
 //! Work that other routers gave to the same instances: it takes their time and their memory like one's own.
 //!
-//! Instances tell of it as it comes, gets on and goes. A prompt of others stands in its instance's queue at its own due time, and an answer of
-//! others has a seat, so whatever is predicted of an instance counts both. What this router does not do is to decide on them: they are
-//! not among its requests, and nothing is placed anew for them.
+//! Instances tell of it as it comes, gets on and goes. A prompt of others stands in its instance's queue at
+//! its own due time, and an answer of others has a seat, so whatever is predicted of an instance counts both.
+//! What this router does not do is to decide on them: they are not among its requests, and nothing is placed
+//! anew for them.
 
 use super::forecast::Seat;
 use super::load::{Phase, Work};
@@ -14,7 +15,8 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "work", rename_all = "snake_case")]
 pub enum OthersWork {
-    /// Its prompt is to be computed, or has got further. Also said by who decodes it, before there is room for its KV.
+    /// Its prompt is to be computed, or has got further. Also said by who decodes it, before there is room
+    /// for its KV.
     Prompt {
         /// Which.
         request: RequestId,

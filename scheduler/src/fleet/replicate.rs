@@ -1,4 +1,5 @@
-//! Hot prefixes are copied to further instances before requests have to wait for them, within a budget of bytes per second.
+//! Hot prefixes are copied to further instances before requests have to wait for them, within a budget of
+//! bytes per second.
 //!
 //! ```text
 //! prefix  = the longest prefix of an arrival that any instance holds: there it parts from all that came before
@@ -7,17 +8,19 @@
 //! copy if   two requests or more used the prefix, gain > cost, and the budget has the bytes
 //! ```
 //!
-//! A prefix is shared where requests part. The turns of one conversation part from it at a later block each time, so that none
-//! of its prefixes is used twice; those with a system prompt in common, or a document, part at the same block.
+//! A prefix is shared where requests part. The turns of one conversation part from it at a later block each
+//! time, so that none of its prefixes is used twice; those with a system prompt in common, or a document,
+//! part at the same block.
 //!
-//! `misses` counts the requests, faded, that were placed on an instance without the prefix, and `miss_s` is what each of them lost: prefill and
-//! exposed pull as predicted for it, less its prefill with the prefix there. What is expected of the next `memory` seconds is what
-//! was seen in the last. A miss leaves a copy behind by itself, so that a copy made before saves one of them. `waited_s` counts
-//! the seconds, faded, that requests queued for a holder while another instance could have begun earlier with the prefix: one
-//! holder more takes its share of the next. What a copy pushes out of a full cache is not counted.
+//! `misses` counts the requests, faded, that were placed on an instance without the prefix, and `miss_s` is
+//! what each of them lost: prefill and exposed pull as predicted for it, less its prefill with the prefix
+//! there. What is expected of the next `memory` seconds is what was seen in the last. A miss leaves a copy
+//! behind by itself, so that a copy made before saves one of them. `waited_s` counts the seconds, faded, that
+//! requests queued for a holder while another instance could have begun earlier with the prefix: one holder
+//! more takes its share of the next. What a copy pushes out of a full cache is not counted.
 //!
-//! Everything is decided when a request arrives, for the prefix that it uses; there is no clock. One copy of a prefix is under way at a time,
-//! and each one needs losses of its own that came after it.
+//! Everything is decided when a request arrives, for the prefix that it uses; there is no clock. One copy of
+//! a prefix is under way at a time, and each one needs losses of its own that came after it.
 
 mod demand;
 
@@ -51,7 +54,8 @@ impl Replicate {
 
 /// Requests that have a prefix in common, from which on it is hot.
 const USES_MIN: u32 = 2;
-/// As many instances are looked at for a better place and for the receiver of a copy; in larger fleets the next ones the next time.
+/// As many instances are looked at for a better place and for the receiver of a copy; in larger fleets the
+/// next ones the next time.
 const LOOKED_AT: usize = 16;
 /// A copy that is not there after this many times the predicted time, and a second, does not come any more.
 const LATE: f64 = 2.0;
@@ -138,7 +142,8 @@ impl Replicas {
 }
 
 impl Fleet {
-    /// Counts the demand for what `question` has in common with others, and decides on a copy of it. `chosen` is where it goes.
+    /// Counts the demand for what `question` has in common with others, and decides on a copy of it. `chosen`
+    /// is where it goes.
     pub(super) fn weigh_copy(&mut self, question: &Question<'_>, chosen: &Candidate) {
         if question.arrival.replay.is_some() {
             return;
@@ -247,7 +252,8 @@ impl Fleet {
             && question.loading_on(at) <= Seconds::ZERO
     }
 
-    /// Of those looked at, the one with the least to do; the request itself brings the prefix to where it goes.
+    /// Of those looked at, the one with the least to do; the request itself brings the prefix to where it
+    /// goes.
     fn receiver(
         &self,
         question: &Question<'_>,

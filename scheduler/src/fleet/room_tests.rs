@@ -5,7 +5,8 @@ use super::*;
 use crate::kv::Tier;
 use proptest::prelude::*;
 
-/// A prefill instance, a cheap decoder with room for 400 tokens, and one ten times as dear with room for all. The cheap one has taken on a prompt of 300 tokens.
+/// A prefill instance, a cheap decoder with room for 400 tokens, and one ten times as dear with room for all.
+/// The cheap one has taken on a prompt of 300 tokens.
 fn crowded() -> Fleet {
     let with_price = |spec: Instance, price| Instance { price: Some(UsdPerHour(price)), ..spec };
     let mut cheap = with_price(instance(2, Role::Decode, 1e-3, 1e-2), 1.0);
@@ -122,8 +123,8 @@ proptest! {
     }
 }
 
-/// Two decoders of one speed, one with a tenth of the memory, and each with the same requests; what newcomers hold of a
-/// small memory counts while it binds.
+/// Two decoders of one speed, one with a tenth of the memory, and each with the same requests; what newcomers
+/// hold of a small memory counts while it binds.
 #[test]
 fn memory_that_binds_costs_its_share_of_the_rent_for_as_long_as_it_is_held() {
     let decoders = |kv_weight| {
@@ -144,7 +145,8 @@ fn memory_that_binds_costs_its_share_of_the_rent_for_as_long_as_it_is_held() {
     let (first, tight, roomy) = candidates(0.0);
     assert_eq!((first, tight.memory, roomy.memory), (1, 0.0, 0.0), "off: the first of equals");
     let (chosen, tight, roomy) = candidates(1.0);
-    // 1450 and half of 50 tokens of 2000, of which 1500 bind half, through the prefill and 50 steps, at 0.001 $ a second
+    // 1450 and half of 50 tokens of 2000, of which 1500 bind half, through the prefill and 50 steps, at 0.001
+    // $ a second
     let held_s = 1.45 + 50.0 * 0.0101;
     assert!((tight.memory - 1e-3 * held_s * (1_475.0 / 2_000.0) * 0.5).abs() < 1e-9, "{tight:?}");
     assert_eq!((chosen, roomy.memory), (2, 0.0), "where memory does not bind it is free");

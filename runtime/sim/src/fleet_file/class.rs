@@ -14,7 +14,8 @@ pub struct Class {
     pub members: ClassMembers,
     /// The objectives or deadline of its requests.
     pub promise: Promise,
-    /// Seconds by which they go behind the place that this gives them, or ahead of it if below 0, as vLLM's `priority`.
+    /// Seconds by which they go behind the place that this gives them, or ahead of it if below 0, as vLLM's
+    /// `priority`.
     pub priority: f64,
 }
 

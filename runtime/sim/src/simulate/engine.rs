@@ -377,7 +377,8 @@ impl Engine {
         }
     }
 
-    /// Tells the machine that a step is done, and whose answers are complete with it; nobody's unless `some_end`.
+    /// Tells the machine that a step is done, and whose answers are complete with it; nobody's unless
+    /// `some_end`.
     fn step_done(&mut self, now_s: f64, parts: &[StepSequence], some_end: bool, outcomes: &mut Vec<Outcome>) {
         let is_complete =
             |request| self.active.get(request).is_none_or(|active| active.generated >= active.output_tokens);
@@ -479,7 +480,8 @@ impl Engine {
         let mut pieces = Vec::new();
         let (mut sequences, mut kv_tokens) = (0, 0);
         for &StepSequence { start, tokens, sample, .. } in parts {
-            // A prompt's single last token is computed as a token that decodes, where it is known what those take.
+            // A prompt's single last token is computed as a token that decodes, where it is known what those
+            // take.
             let context = u64::from(start) + 1;
             if sample && tokens == 1 && self.cost.decode_step_s(1, context).0 > 0.0 {
                 sequences += 1;

@@ -1,9 +1,9 @@
 //! Plays a trace against the scheduler's own machines, driven by events whose times the cost models predict
 //! instead of a clock.
 //!
-//! All decisions are made by `mixfleet_scheduler::fleet`; `engine` runs the batch machine of each instance, and
-//! `network` models the links between them. It uses one thread and only seeded randomness: equal inputs give
-//! equal outputs, byte by byte. What is modelled and what is not is described in docs/simulator.md.
+//! All decisions are made by `mixfleet_scheduler::fleet`; `engine` runs the batch machine of each instance,
+//! and `network` models the links between them. It uses one thread and only seeded randomness: equal inputs
+//! give equal outputs, byte by byte. What is modelled and what is not is described in docs/simulator.md.
 
 mod agenda;
 mod classes;

@@ -1,7 +1,9 @@
-//! Several routers before the same instances: each has a machine of its own, and hears a moment later what the others gave to them.
+//! Several routers before the same instances: each has a machine of its own, and hears a moment later what
+//! the others gave to them.
 //!
-//! As between `mixfleet router`s: instances tell at once who else's prompts and answers come, get on and go, and every
-//! [`BEAT_S`] how far answers have got. Requests are dealt to the routers in turn, by their numbers.
+//! As between `mixfleet router`s: instances tell at once who else's prompts and answers come, get on and go,
+//! and every [`BEAT_S`] how far answers have got. Requests are dealt to the routers in turn, by their
+//! numbers.
 
 use crate::fleet_file::Routing;
 use mixfleet_hal::units::Seconds;

@@ -17,8 +17,8 @@ pub(crate) fn fleet_from(text: &str) -> FleetFile {
     FleetFile::parse(text, Path::new(""), &none).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Requests that come at random until `until_s`, `per_s` of them a second, with the prompt and output tokens that
-/// `tokens` draws.
+/// Requests that come at random until `until_s`, `per_s` of them a second, with the prompt and output tokens
+/// that `tokens` draws.
 pub(crate) fn at_random(
     seed: u64,
     until_s: f64,

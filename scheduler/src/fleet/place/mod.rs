@@ -5,14 +5,15 @@
 //! score = busy dollars + w * (ttft + hand-off + delay to others) + memory
 //! ```
 //!
-//! Without prices busy dollars are 0 and w is 1: plain seconds. The queue is first come, first served, so nothing is
-//! ever queued behind a new arrival; those who wait longer because of it are the sequences that already decode on its
-//! two instances. The first token is drawn where the prompt is computed, so the hand-off to the decode instance delays the second
-//! one. What of it counts is what would show behind a prefill without any cache, and the wait for room there counts
-//! even where the queue hides it: else a slow link or a full decoder would make slow prefills look free.
+//! Without prices busy dollars are 0 and w is 1: plain seconds. The queue is first come, first served, so
+//! nothing is ever queued behind a new arrival; those who wait longer because of it are the sequences that
+//! already decode on its two instances. The first token is drawn where the prompt is computed, so the
+//! hand-off to the decode instance delays the second one. What of it counts is what would show behind a
+//! prefill without any cache, and the wait for room there counts even where the queue hides it: else a slow
+//! link or a full decoder would make slow prefills look free.
 //!
-//! A policy names the placements that it looks at and picks one ([`Policy`]); what a placement is predicted to take is
-//! worked out here, the same for all, and admission ([`super::admit`]) judges it.
+//! A policy names the placements that it looks at and picks one ([`Policy`]); what a placement is predicted
+//! to take is worked out here, the same for all, and admission ([`super::admit`]) judges it.
 
 mod cache_aware;
 mod kvcache_centric;
@@ -35,8 +36,8 @@ use crate::cost::LinkCost;
 use mixfleet_hal::units::{Bytes, Seconds, Usd, UsdPerHour};
 use std::cell::OnceCell;
 
-/// A second of waiting of a request with a deadline counts this much of another's: enough to spread such requests over equal
-/// instances, too little to buy speed that nobody asked for.
+/// A second of waiting of a request with a deadline counts this much of another's: enough to spread such
+/// requests over equal instances, too little to buy speed that nobody asked for.
 const PATIENT: f64 = 0.1;
 
 /// A part of a prefix: the position of an instance, and tokens that it holds.
@@ -219,8 +220,9 @@ impl Fleet {
         if self.ids.get(at) == Some(&id) { Some(at) } else { self.ids.binary_search(&id).ok() }
     }
 
-    /// Leading prompt tokens that instances hold and can reuse, and what loading them from lower tiers takes where it takes
-    /// anything; by position. The last token is always computed: its logits give the first token.
+    /// Leading prompt tokens that instances hold and can reuse, and what loading them from lower tiers takes
+    /// where it takes anything; by position. The last token is always computed: its logits give the first
+    /// token.
     fn reusable(&mut self, arrival: &Arrival) -> (Vec<u32>, Vec<Seconds>) {
         let mut cached = std::mem::take(&mut self.cached);
         cached.clear();
@@ -310,9 +312,10 @@ impl Fleet {
         self.loads[at].forecast(&self.lengths, question.now)
     }
 
-    /// Works out what steps will take once the prompt is done; true if that is within the objectives. `soonest` is when the KV of the
-    /// fastest candidate would land. Of the load then only those who are all taken anyway are judged so; a request that may be turned
-    /// away had better come late, when the load is gone, than never.
+    /// Works out what steps will take once the prompt is done; true if that is within the objectives.
+    /// `soonest` is when the KV of the fastest candidate would land. Of the load then only those who are all
+    /// taken anyway are judged so; a request that may be turned away had better come late, when the load is
+    /// gone, than never.
     fn look_ahead<'a>(
         &'a self,
         question: &Question<'_>,
@@ -334,7 +337,8 @@ impl Fleet {
             forecast.peak(first, output_tokens)
         });
         let gaps_counted = (self.config.tbt_share * f64::from(output_tokens)).max(1.0);
-        // where nobody is turned away, a late second token is better than a late first one on a slower prefill
+        // where nobody is turned away, a late second token is better than a late first one on a slower
+        // prefill
         let transfer_s = if takes_all { 0.0 } else { terms.transfer_s };
         terms.tbt_s = tbt.0;
         terms.tbt_peak_s = peak.map_or(tbt, |peak| step(peak).max(tbt)).0 + transfer_s / gaps_counted;
@@ -396,8 +400,8 @@ impl Fleet {
         Bytes(f64::from(tokens) * self.config.kv_bytes_per_token as f64)
     }
 
-    /// When `tokens` tokens of KV are there, from `now` on: after whatever the two ends still have to move, and the source's step.
-    /// Infinite without a link.
+    /// When `tokens` tokens of KV are there, from `now` on: after whatever the two ends still have to move,
+    /// and the source's step. Infinite without a link.
     pub(super) fn pull_time(&self, now: Seconds, from: usize, to: usize, tokens: u32) -> Seconds {
         let (source, target) = (&self.loads[from], &self.loads[to]);
         let Some(link) = self.link(source, target) else { return Seconds(f64::INFINITY) };
@@ -414,8 +418,9 @@ impl Fleet {
         // in large fleets only the best decoder's requests are looked at one by one, if that will do
         let quick = self.loads.len() > per_dollar::PAIRS_MAX;
         let room = if quick && load.has_room(whole) { Seconds::ZERO } else { forecast().kv_wait(whole) };
-        // Whoever shares steps with it waits longer for each of them, and pays a part of them. Counted over all that the
-        // instance has taken on, not over the batch at the prompt's end: else a late start would count as kindness.
+        // Whoever shares steps with it waits longer for each of them, and pays a part of them. Counted over
+        // all that the instance has taken on, not over the batch at the prompt's end: else a late start would
+        // count as kindness.
         let others = load.everyone();
         let slowdown = (load.step(others.with(prompt)) - load.step(others)).max(Seconds::ZERO);
         let output_tokens = question.output_tokens;
@@ -446,8 +451,9 @@ impl Fleet {
         let shows = |prefill| link.map_or(Seconds::ZERO, |l| l.exposed(bytes, self.config.layers, prefill));
         let transfer = shows(side.prefill);
         let ttft = side.queue + side.pull + kv_wait + side.interleave + side.prefill;
-        // Behind what the ways have to move before it: all of it must follow. No part of the score: over links that never keep up it would
-        // choose prefills by their links alone (mean TTFT seven times as long on the conversation trace over 0.3 GB/s).
+        // Behind what the ways have to move before it: all of it must follow. No part of the score: over
+        // links that never keep up it would choose prefills by their links alone (mean TTFT seven times as
+        // long on the conversation trace over 0.3 GB/s).
         let blocked = link.map_or(Seconds::ZERO, |l| {
             let arrives = ways_free(question.now, p, d) + l.time(bytes);
             (arrives - ttft - transfer).max(Seconds::ZERO)
@@ -501,8 +507,8 @@ impl Fleet {
         }
     }
 
-    /// What the memory is worth that the request holds where memory binds, in units of the score: KV bytes times seconds,
-    /// as a share of the instance's memory and of its rent.
+    /// What the memory is worth that the request holds where memory binds, in units of the score: KV bytes
+    /// times seconds, as a share of the instance's memory and of its rent.
     fn memory_cost(
         &self,
         question: &Question<'_>,
@@ -535,8 +541,8 @@ impl Fleet {
         cost * self.config.kv_weight
     }
 
-    /// The way from one instance to another; none within one. A measured link of the two, else what joins their pools,
-    /// else what their network cards give.
+    /// The way from one instance to another; none within one. A measured link of the two, else what joins
+    /// their pools, else what their network cards give.
     pub(super) fn link(&self, from: &Load, to: &Load) -> Option<LinkCost> {
         self.uncorrected_link(from, to).map(|link| from.corrected(link))
     }
@@ -558,8 +564,8 @@ impl Fleet {
         self.loads.iter().enumerate().filter(move |(_, load)| can(load.spec.role))
     }
 
-    /// Who decodes for a policy that chooses the prefill instance alone: that one itself if it may, else the one with
-    /// the least to do.
+    /// Who decodes for a policy that chooses the prefill instance alone: that one itself if it may, else the
+    /// one with the least to do.
     pub(super) fn decoder_for(&self, prefill: usize) -> Option<usize> {
         if self.loads[prefill].spec.role.decodes() {
             return Some(prefill);

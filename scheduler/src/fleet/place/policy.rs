@@ -19,8 +19,8 @@ pub enum Policy {
         /// A prefix elsewhere is pulled if it is longer than the own one by more than this factor.
         threshold: f64,
     },
-    /// The least cost in dollars (in seconds where prices are missing) among the placements within the objectives;
-    /// of recomputing, pulling and pulling a part, whatever ends first.
+    /// The least cost in dollars (in seconds where prices are missing) among the placements within the
+    /// objectives; of recomputing, pulling and pulling a part, whatever ends first.
     #[default]
     PerDollar,
 }

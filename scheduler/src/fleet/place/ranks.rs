@@ -1,4 +1,5 @@
-//! The few instances worth a closer look, in a large fleet: each is ranked alone, by its row ([`super::super::loads`]).
+//! The few instances worth a closer look, in a large fleet: each is ranked alone, by its row
+//! ([`super::super::loads`]).
 //!
 //! What instances of one kind have in common is worked out once.
 
@@ -153,7 +154,8 @@ impl<'a> Prefills<'a> {
         self.sum(prefill, ends, row.sequences)
     }
 
-    /// The key of an instance that may pull a part, has links of its own, or prompts that the request goes ahead of.
+    /// The key of an instance that may pull a part, has links of its own, or prompts that the request goes
+    /// ahead of.
     #[inline(never)]
     fn key_by_load(&mut self, row: &PromptRow) -> f64 {
         let Prefills { fleet, question, .. } = *self;

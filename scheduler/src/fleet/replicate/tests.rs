@@ -69,7 +69,8 @@ fn what_a_crowd_queues_for_is_copied_once_to_an_idle_instance_and_then_found_the
 
 #[test]
 fn a_copy_that_costs_more_dollars_than_it_saves_is_not_made() {
-    // 50 kB on the way; what the crowd waits is worth about a second of the average instance, a thousandth of a dollar
+    // 50 kB on the way; what the crowd waits is worth about a second of the average instance, a thousandth of
+    // a dollar
     for (usd_per_byte, made) in [(0.0, 1), (1e-12, 1), (1e-6, 0)] {
         let priced = autos(3).into_iter().map(|spec| Instance { price: Some(UsdPerHour(3.6)), ..spec });
         let mut f = fleet(replicating(Policy::CacheAware), priced.collect());
