@@ -2,7 +2,7 @@
 //! transfers.
 //!
 //! ```text
-//! ratio   = moving mean of (measured / predicted), each value clamped to [1/4, 4], over 2 s of predicted time
+//! ratio   = moving mean of (measured / predicted), each clamped to [1/4, 4], over 2 s of predicted time
 //! applied = the ratio in whole steps of 5 %, once it is more than such a step from what is applied
 //! ```
 //!

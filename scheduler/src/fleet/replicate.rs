@@ -2,7 +2,7 @@
 //! bytes per second.
 //!
 //! ```text
-//! prefix  = the longest prefix of an arrival that any instance holds: there it parts from all that came before
+//! prefix  = the longest prefix of an arrival that any instance holds: beyond it all earlier requests differ
 //! gain    = miss_s * (1 - exp(-misses)) + waited_s / (holders + 1)
 //! cost    = time until the copy is there: the two ends' earlier transfers, and its own
 //! copy if   two requests or more used the prefix, gain > cost, and the budget has the bytes

@@ -4,7 +4,7 @@
 //! ```text
 //! {"schema":"mixfleet.events/1","version":...,"fleet":FleetConfig}
 //! {"now":seconds,"event":Event,"actions":[Action]}      one for each step
-//! {"end":null}                                          or the reason why the log ends before the serving does
+//! {"end":null}                                          or why the log ends before serving does
 //! ```
 //!
 //! Floats are written so that they read back the same. A log without its last line was cut: whoever wrote it
