@@ -1,4 +1,4 @@
-//! A worker process and a router that means it ill: each thing that it says ends at most what it is about.
+//! A worker process and a malicious router: each of its messages affects at most the request it concerns.
 
 use super::{Caller, Command, Hello, Hub, ModelIdentity, RouterId, Session, Word, WorkerProcess};
 use crate::engine::messages::{FromWorker, HandOff, Job, Landing, Order, Source};
@@ -58,7 +58,7 @@ fn process(env: &SeededEnv, checkpoint: &Checkpoint, metrics: &Metrics) -> mixfl
     .start()
 }
 
-/// A router of its own making, and the process that it calls.
+/// A malicious router, and the process that it calls.
 struct Rogue {
     env: SeededEnv,
     hub: Hub,
@@ -115,7 +115,7 @@ impl Rogue {
         self.say(Order::Add { job, hand_off: None, pull: None });
     }
 
-    /// What the instance says of these requests within a virtual second: tokens drawn, and failures.
+    /// What the instance reports about these requests within a virtual second: tokens drawn, and failures.
     async fn heard(&mut self) -> (Vec<u64>, Vec<(u64, String)>) {
         self.env.sleep(Duration::from_secs(1)).await;
         let (mut drawn, mut failed) = (Vec::new(), Vec::new());
@@ -132,13 +132,13 @@ impl Rogue {
         (drawn, failed)
     }
 
-    /// The instance works: one request gets both of its tokens.
+    /// Checks that the instance works: one request gets both of its tokens.
     async fn is_served(&mut self, number: u64) {
         self.add(self.job(number));
         assert_eq!(self.heard().await, (vec![number, number], vec![]));
     }
 
-    /// A job that is told why it cannot be, while the instance works on.
+    /// Checks that a job is refused with a reason, and that the instance keeps working.
     async fn is_refused(&mut self, order: Order, why: &str) {
         self.say(order);
         let (drawn, failed) = self.heard().await;

@@ -1,4 +1,4 @@
-//! A worker process among several routers and peers.
+//! The hub of a worker process, which serves several routers and peers.
 
 use super::ledger::{BEAT, Given, News, WorkLedger};
 use super::rights::{Giver, Listening, relay};
@@ -21,25 +21,25 @@ use std::collections::{BTreeMap, BTreeSet};
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{mpsc, oneshot};
 
-/// Sessions that begin or end and are not looked at yet: more that would begin are refused.
+/// Maximum number of sessions that wait to begin or end; further ones are refused.
 const EVENTS_MAX: usize = 1024;
 
-/// Commands of routers that the ledger has not seen yet: sessions wait while there are more.
+/// Commands of routers that may wait for the ledger; sessions wait while there are more.
 const GIVEN_MAX: usize = 1024;
 
-/// A process with devices, to be.
+/// The configuration of a process with devices.
 pub struct WorkerProcess {
-    /// The world.
+    /// The environment.
     pub env: SharedEnv,
-    /// What it serves.
+    /// The model that it serves.
     pub model: ModelIdentity,
-    /// Its instances, by ids that nobody else in the fleet has.
+    /// Its instances, with ids that are unique in the fleet.
     pub instances: Vec<(InstanceId, Loaded, CostModel)>,
-    /// Its ways to other memories.
+    /// Its transports to other memories.
     pub links: Links,
-    /// Staging of KV.
+    /// Limits of KV staging.
     pub hand_off: HandOffLimits,
-    /// Where it counts.
+    /// The process's metrics.
     pub metrics: Metrics,
 }
 
@@ -67,7 +67,7 @@ enum Event {
         seats: PeerSeats,
     },
     Inspect(mpsc::Sender<Held>),
-    /// It is time to say how far answers have got.
+    /// Answer lengths must be reported now.
     Beat,
     RouterGone {
         router: RouterId,
@@ -79,7 +79,7 @@ enum Event {
     },
 }
 
-/// The seats of those who called; none of those who were called.
+/// The seats of a calling peer; empty for a peer that was called.
 type PeerSeats = Vec<Seat<InstanceId>>;
 
 impl WorkerProcess {
@@ -128,12 +128,12 @@ impl WorkerProcess {
 }
 
 impl Hub {
-    /// Its instances.
+    /// The ids of its instances.
     pub fn instances(&self) -> &[InstanceId] {
         &self.instances
     }
 
-    /// What this process says when it calls a peer.
+    /// The greeting with which this process calls a peer.
     pub fn hello(&self) -> Hello {
         Hello::new(self.model.clone(), self.caller)
     }
@@ -150,7 +150,7 @@ impl Hub {
         })
     }
 
-    /// Whether a caller belongs to the same fleet, and means this process.
+    /// Checks that a caller belongs to the same fleet, and means this process.
     pub(super) fn check(&self, hello: &Hello) -> std::result::Result<(), SessionRefusal> {
         hello.check(&self.model)?;
         match hello.callee.filter(|callee| !self.instances.contains(callee)) {
@@ -159,11 +159,11 @@ impl Hub {
         }
     }
 
-    /// Lets a router use the instances; the router's end of the session.
+    /// Accepts a router, and returns the router's end of the session.
     ///
     /// # Errors
-    /// When the caller is of another version, serves another model, means another process or comes as a
-    /// router that another process is, or this one ends.
+    /// When the caller has another version, serves another model, means another process or uses another
+    /// router's id, or when this process is ending.
     pub fn accept_router(
         &self,
         hello: &Hello,
@@ -177,12 +177,12 @@ impl Hub {
         Ok(theirs)
     }
 
-    /// Lets a process with `instances` exchange KV with this one, which costs so much; the caller's end of
-    /// the session.
+    /// Accepts a process with `instances` as a peer for KV over a link of this cost, and returns the caller's
+    /// end of the session.
     ///
     /// # Errors
-    /// When the caller is of another version, serves another model, means another process, has an id of this
-    /// one or of another that exchanges KV with it, or this one ends.
+    /// When the caller has another version, serves another model, means another process or uses an id of this
+    /// process or of another peer, or when this process is ending.
     pub fn accept_peer(
         &self,
         hello: &Hello,
@@ -203,8 +203,8 @@ impl Hub {
         Ok(theirs)
     }
 
-    /// What each instance holds, once it is done with its step: for checks of what routers think. Fewer
-    /// answer where some are down.
+    /// The blocks that each instance holds after its current step, for checks of routers' indexes. Instances
+    /// that are down are missing.
     pub async fn held(&self) -> Held {
         let (answer, mut answers) = mpsc::channel(self.instances.len().max(1));
         let _ = self.events.send(Event::Inspect(answer)).await;
@@ -222,17 +222,17 @@ impl Hub {
         cost: LinkCost,
         session: Session<PeerMessage, PeerMessage>,
     ) {
-        // One that finds no room ends, and its other end calls again.
+        // If there is no room for it the session ends, and the other end calls again.
         let _ = self.tell(Event::Peer { instances, cost, session, seats: PeerSeats::new() });
     }
 }
 
-/// What routers that come later must be told of an instance.
+/// The state of an instance that later routers must be told.
 #[derive(Default)]
 struct Known {
-    /// Its `Up`; none once it is down.
+    /// Its `Up` message; none once it is down.
     up: Option<FromWorker>,
-    /// It was up before, and failed.
+    /// Whether it was up before, and failed.
     failed: bool,
     stored: BTreeMap<Tier, BTreeSet<BlockHash>>,
     tiers: BTreeMap<Tier, LinkCost>,
@@ -244,19 +244,19 @@ struct HubTask {
     directory: Directory,
     known: BTreeMap<InstanceId, Known>,
     routers: BTreeMap<RouterId, (u64, MessageSender<Word>)>,
-    /// What they gave to the instances.
+    /// Work that routers gave to the instances.
     ledger: WorkLedger,
-    /// The next beat is on its way.
+    /// Whether the next beat is scheduled.
     beating: bool,
     /// Sessions to peers, by each of their instances.
     peers: BTreeMap<InstanceId, u64>,
-    /// How many sessions there were.
+    /// Number of sessions so far.
     sessions: u64,
-    /// Those that are open: each ends when this is dropped.
+    /// Open sessions; each ends when its sender is dropped.
     open: BTreeMap<u64, oneshot::Sender<()>>,
     metrics: Metrics,
     events: mpsc::WeakSender<Event>,
-    /// Takes what routers give to the instances, for the ledger.
+    /// Receives routers' commands for the ledger.
     given: mpsc::Sender<(InstanceId, Given)>,
 }
 
@@ -274,7 +274,7 @@ impl HubTask {
                     Some(event) => self.event(event),
                     None => return,
                 },
-                // A command is known before the instance can report on it.
+                // The ledger learns of a command before the instance can report on it.
                 Some((instance, given)) = commands.recv() => {
                     let news = self.ledger.commanded(instance, &given, self.env.unix_time());
                     self.spread(news);
@@ -287,7 +287,7 @@ impl HubTask {
         }
     }
 
-    /// To the router whose request it is about; to all, if it is about the instance.
+    /// Sends a report to the router of its request, or to all routers if it concerns the instance.
     fn report(&mut self, instance: InstanceId, message: FromWorker) {
         if let Some(request) = message.request() {
             let news = self.ledger.reported(instance, &message, self.env.unix_time());
@@ -325,7 +325,7 @@ impl HubTask {
             FromWorker::Down(_) => {
                 *known = Known { failed: true, ..Known::default() };
                 self.ledger.down(instance);
-                // This process lives on, and so do the ways of others to it.
+                // This process continues, and so do the links of others to it.
                 let others = self.known.keys().chain(self.peers.keys()).filter(|&&other| other != instance);
                 for &other in others {
                     self.directory.tell(other, instance, PeerWord::Down);
@@ -342,7 +342,7 @@ impl HubTask {
 
     fn tell(&self, router: RouterId, instance: InstanceId, message: FromWorker) {
         if let Some((_, out)) = self.routers.get(&router) {
-            // A router that is gone is noticed by its session's task.
+            // The session's task notices that a router is gone.
             let _ = out.send(Word { instance, message });
         }
     }
@@ -400,8 +400,8 @@ impl HubTask {
         self.sessions
     }
 
-    /// An instance works again that failed: what others still say to it, or of it, is of its earlier life.
-    /// All sessions end, and who was in one calls again.
+    /// Ends all sessions after a failed instance was reopened: messages that others still send to it, or
+    /// about it, belong to its earlier life. Callers call again.
     fn part(&mut self) {
         for router in std::mem::take(&mut self.routers).into_keys() {
             self.abandon(router);
@@ -422,10 +422,11 @@ impl HubTask {
 
     fn router(&mut self, seat: Seat<RouterId>, session: Session<Word, Command>, clock: Option<Seconds>) {
         let (router, now) = (*seat.id(), self.env.unix_time());
-        // Requests of routers whose clocks differ meet here: each is due by the clock of this process.
+        // Requests of routers with different clocks meet here, so each due time is converted to the clock of
+        // this process.
         let behind = clock.filter(|clock| clock.0.is_finite()).map_or(Seconds::ZERO, |clock| now - clock);
         let number = self.next_session();
-        // What an earlier session of the same router left is of no use to it: it has placed it anew.
+        // The router has placed the requests of an earlier session again.
         self.abandon(router);
         self.routers.insert(router, (number, session.out));
         for (&instance, known) in &self.known {
@@ -475,7 +476,7 @@ impl HubTask {
         }));
     }
 
-    /// What goes to the peer's instances goes into the session, and its messages about KV come from it.
+    /// Sends messages for the peer's instances into the session, and receives its messages about KV.
     fn peer(
         &mut self,
         instances: Vec<InstanceId>,
@@ -484,7 +485,7 @@ impl HubTask {
         seats: PeerSeats,
     ) {
         let number = self.next_session();
-        // What an earlier session has lost, nobody knows.
+        // The messages lost by an earlier session are unknown.
         let old: Vec<(InstanceId, u64)> =
             instances.iter().filter_map(|&peer| Some((peer, *self.peers.get(&peer)?))).collect();
         old.into_iter().for_each(|(peer, session)| self.peer_gone(&[peer], session));

@@ -1,7 +1,7 @@
-//! What each router gave to the instances of a process, so that the others can be told of it.
+//! The work that each router gave to the instances of a process, for telling the other routers.
 //!
-//! Commands say what comes, reports how it gets on. What comes and goes is told at once, and so are prompts
-//! that get on, once a step; how far answers have got is told on a beat.
+//! Commands announce work, and reports its progress. New and completed work is told at once, and prompts that
+//! progress once per step; the lengths of answers are told on a beat.
 
 use crate::engine::messages::{FromWorker, Job, Order};
 use crate::request::RouterId;
@@ -11,13 +11,13 @@ use mixfleet_scheduler::fleet::{InstanceId, OthersWork};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-/// How often routers are told how far the answers of others have got.
+/// Interval at which routers are told the lengths of others' answers.
 pub(super) const BEAT: Duration = Duration::from_millis(100);
 
-/// An instance and a request there.
+/// A request on an instance.
 type WorkKey = (InstanceId, RequestId);
 
-/// Work of one router, which the others are to hear of.
+/// Work of one router, to be told to the others.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct News {
     pub(super) of: RouterId,
@@ -28,7 +28,7 @@ pub(super) struct News {
 /// A prompt that is to be computed.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct GivenPrompt {
-    /// Seconds since 1970, by the clock of this process.
+    /// Due time in seconds since 1970, by the clock of this process.
     due: Seconds,
     prefill: InstanceId,
     tokens: u32,
@@ -41,7 +41,7 @@ pub(super) struct GivenPrompt {
 pub(super) struct GivenAnswer {
     prompt_tokens: u32,
     max_tokens: u32,
-    /// As `due`.
+    /// Time at which its KV should be there, on the same clock.
     ready: Seconds,
     class: u32,
     output_tokens_hint: Option<u32>,
@@ -63,7 +63,7 @@ pub(super) struct WorkLedger {
 }
 
 impl WorkLedger {
-    /// A router gives `instance` a command at `now`, in seconds since 1970.
+    /// Records a command of a router to `instance` at `now`, in seconds since 1970.
     pub(super) fn commanded(&mut self, instance: InstanceId, command: &Given, now: Seconds) -> Vec<News> {
         match *command {
             Given::Work { request, prompt, answer } => {
@@ -74,7 +74,7 @@ impl WorkLedger {
         }
     }
 
-    /// `instance` reports on a request.
+    /// Records a report of `instance` about a request.
     pub(super) fn reported(&mut self, instance: InstanceId, report: &FromWorker, now: Seconds) -> Vec<News> {
         let Some(request) = report.request() else { return Vec::new() };
         let place = (instance, request);
@@ -88,7 +88,7 @@ impl WorkLedger {
                 self.prompt_news(place, now).into_iter().collect()
             }
             FromWorker::Joined { .. } => {
-                // whoever computed it has told of that
+                // The instance that computed it has reported that.
                 entry.prompt = None;
                 if let Some(answer) = &mut entry.answer {
                     answer.generated = answer.generated.max(1);
@@ -121,7 +121,7 @@ impl WorkLedger {
         }
     }
 
-    /// Answers that have grown; whether there were any is known without looking.
+    /// The answers that have grown since the last beat.
     pub(super) fn beat(&mut self, now: Seconds) -> Vec<News> {
         let grown = std::mem::take(&mut self.grown);
         grown.into_iter().filter_map(|place| self.answer_news(place, now)).collect()
@@ -132,20 +132,20 @@ impl WorkLedger {
         !self.grown.is_empty()
     }
 
-    /// A router is gone, and its work with it.
+    /// Removes the work of a router that is gone.
     pub(super) fn abandon(&mut self, router: RouterId) -> Vec<News> {
         let all = self.entries.keys().copied();
         let its: Vec<WorkKey> = all.filter(|&(_, request)| RouterId::of(request) == router).collect();
         its.into_iter().flat_map(|place| self.gone(place, None)).collect()
     }
 
-    /// An instance is down; whoever hears of that forgets its work.
+    /// Removes the work on an instance that is down, which routers do by themselves.
     pub(super) fn down(&mut self, instance: InstanceId) {
         self.entries.retain(|(at, _), _| *at != instance);
         self.grown.retain(|(at, _)| *at != instance);
     }
 
-    /// All work, for a router that comes late.
+    /// All work, for a router that connects later.
     pub(super) fn all(&self, now: Seconds) -> Vec<News> {
         self.entries.keys().flat_map(|&place| self.news(place, now)).collect()
     }
@@ -189,17 +189,17 @@ impl WorkLedger {
     }
 }
 
-/// What of a router's command others must know.
+/// The part of a router's command that others must know.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Given {
-    /// There is something to do.
+    /// New work.
     Work { request: RequestId, prompt: Option<GivenPrompt>, answer: Option<GivenAnswer> },
-    /// There is not any more.
+    /// Work is cancelled.
     Cancel { request: RequestId },
 }
 
 impl Given {
-    /// None: it takes neither time nor memory that counts.
+    /// The work in a command; none if it takes neither relevant time nor memory.
     pub(super) fn of(instance: InstanceId, command: &Order) -> Option<Given> {
         let prompt = |job: &Job, prefill, decode| GivenPrompt {
             due: job.urgency.due,
@@ -225,7 +225,7 @@ impl Given {
             Order::Add { job, hand_off: Some(to), .. } => {
                 Given::Work { request: job.request, prompt: Some(prompt(job, instance, to.to)), answer: None }
             }
-            // the prompt is not asked for before there is room, but it will be
+            // The prompt is not requested before there is room, but it will be.
             Order::Reserve { job, sender } => Given::Work {
                 request: job.request,
                 prompt: Some(prompt(job, *sender, instance)),
@@ -272,7 +272,7 @@ mod tests {
     fn of_a_split_request_others_hear_when_it_comes_gets_on_and_goes() {
         let mut ledger = WorkLedger::default();
         let now = Seconds(9.0);
-        // who decodes makes room first, and tells of the prompt that will be computed elsewhere
+        // The decode instance makes room first, and announces the prompt that will be computed elsewhere.
         let told = works(ledger.commanded(DECODE, &given(PREFILL, true), now));
         assert!(matches!(
             told[..],

@@ -32,7 +32,7 @@ pub(super) struct Giver {
     pub(super) router: RouterId,
     /// How far its clock is behind this process's.
     pub(super) clock_behind: Seconds,
-    /// Told of work before the instance is.
+    /// Receives work before the instance does.
     pub(super) given: mpsc::Sender<(InstanceId, Given)>,
 }
 
@@ -119,7 +119,7 @@ impl Order {
         }
     }
 
-    /// Whatever it is about is due so much later.
+    /// Postpones due times in the command by `span`.
     fn due_later(&mut self, span: Seconds) {
         if let Order::Add { job, .. }
         | Order::Reserve { job, .. }

@@ -1,4 +1,4 @@
-//! A coordinator whose instances live in other processes.
+//! A coordinator whose instances are in other processes.
 
 use super::rights::relay;
 use super::session::{Caller, Command, Hello, ModelIdentity, Session, Word};
@@ -14,7 +14,7 @@ use mixfleet_scheduler::fleet::InstanceId;
 use std::collections::BTreeSet;
 use tokio::sync::mpsc;
 
-/// A running router, as its connections reach it.
+/// A handle on a running router for its connections.
 #[derive(Clone)]
 pub struct Router {
     env: SharedEnv,
@@ -40,17 +40,17 @@ impl EngineParts {
 }
 
 impl Router {
-    /// Its id.
+    /// The router's id.
     pub fn id(&self) -> RouterId {
         self.id
     }
 
-    /// What it says when it calls a worker process.
+    /// The greeting with which it calls a worker process.
     pub fn hello(&self) -> Hello {
         Hello { clock: Some(self.env.unix_time()), ..self.hello.clone() }
     }
 
-    /// What it thinks that instances hold: for checks. Nothing once it has ended.
+    /// The blocks that its index attributes to instances, for checks. Empty once it has ended.
     pub async fn held(&self) -> Held {
         let (answer, mut answers) = mpsc::channel(1);
         let nobody = InstanceId(u32::MAX);
@@ -74,7 +74,7 @@ impl Router {
                 };
                 self.env.spawn(Box::pin(relay(messages, out.clone(), command)));
             }
-            // A process speaks for the instances that it has announced, and for no others.
+            // A process may report only on the instances that it has announced.
             if instances.contains(&instance) && self.reports.send((instance, message)).is_err() {
                 return;
             }
@@ -104,7 +104,7 @@ mod tests {
     use std::sync::Arc;
     use std::time::Duration;
 
-    /// A process that was started so many seconds after the world.
+    /// A process that was started this many seconds after the environment.
     struct Started(SeededEnv, Seconds);
 
     impl Env for Started {
@@ -167,7 +167,7 @@ mod tests {
         }
     }
 
-    /// A router in `env`, and the worker's end of its session with one that is up.
+    /// A router in `env`, and the worker's end of its session with an instance that is up.
     fn attended(env: &SharedEnv, metrics: &Metrics) -> (EngineHandle, Session<Word, Command>) {
         let parts = EngineParts {
             env: env.clone(),
@@ -185,7 +185,7 @@ mod tests {
         (engine, worker)
     }
 
-    /// When an instance is told that a request is due that comes at 1000 s to a router that was started at
+    /// The due time that an instance gets for a request that arrives at 1000 s at a router started at
     /// `started_s`.
     fn due(started_s: f64) -> f64 {
         let world = SeededEnv::new(1);
@@ -205,7 +205,7 @@ mod tests {
         })
     }
 
-    /// A worker that takes work and says nothing of it, while its session goes on.
+    /// A worker accepts work and reports nothing about it, while its session continues.
     #[test]
     fn an_instance_that_says_nothing_of_its_work_is_lost_and_nobody_waits_for_ever() {
         let world = SeededEnv::new(4);
@@ -264,7 +264,7 @@ mod tests {
 
     #[test]
     fn routers_that_were_started_apart_tell_instances_one_time() {
-        // 2^-22 s is what a double of seconds since 1970 resolves.
+        // An f64 of seconds since 1970 resolves 2^-22 s.
         assert!((due(0.0) - due(900.0)).abs() < 1e-6, "{} and {}", due(0.0), due(900.0));
     }
 }

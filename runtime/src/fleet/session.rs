@@ -1,4 +1,4 @@
-//! What the processes of a fleet say to each other, and in what it travels.
+//! Messages between the processes of a fleet, and the sessions that carry them.
 
 use crate::engine::messages::{FromWorker, Order, PeerWord};
 use crate::env::Env;
@@ -8,17 +8,17 @@ use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::fleet::InstanceId;
 use serde::{Deserialize, Serialize};
 
-/// Version of everything below. Processes of different ones do not work together.
+/// Protocol version of everything below. Processes of different versions do not work together.
 pub const PROTOCOL: u32 = 6;
 
-/// A process, by random bits that it tells nobody but those whom it calls: an id belongs to who came with it
-/// first.
+/// Random bits that identify a process, known only to the processes it calls: an id belongs to the process
+/// that used it first.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Caller([u64; 2]);
 
 impl Caller {
-    /// Another one at each call.
+    /// Draws the random bits of a process.
     pub fn new(env: &dyn Env) -> Self {
         Caller([env.random(), env.random()])
     }
@@ -39,19 +39,19 @@ pub struct ModelIdentity {
     pub tokenizer_digest: String,
 }
 
-/// The first word of who opens a session.
+/// The first message of a session.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Hello {
-    /// [`PROTOCOL`].
+    /// The caller's [`PROTOCOL`].
     pub protocol: u32,
-    /// What it serves.
+    /// The model that it serves.
     pub model: ModelIdentity,
-    /// The process that calls.
+    /// The calling process.
     pub caller: Caller,
-    /// An instance of the process that it means: another may have the same address by now. None means any.
+    /// An instance of the intended process, since another one may have its address by now. None means any.
     #[serde(default)]
     pub callee: Option<InstanceId>,
-    /// A router's clock, in seconds since 1970: its requests say by that one when they are due.
+    /// A router's clock in seconds since 1970, by which its requests are due.
     #[serde(default)]
     pub clock: Option<Seconds>,
 }
@@ -60,17 +60,17 @@ pub struct Hello {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SessionRefusal {
-    /// Another version of the protocol.
+    /// The processes have different protocol versions.
     #[error(
         "this process speaks protocol {ours}, the caller {theirs}: run one version of mixfleet in the whole fleet"
     )]
     Protocol {
-        /// Here.
+        /// The version of this process.
         ours: u32,
-        /// There.
+        /// The version of the caller.
         theirs: u32,
     },
-    /// Another model.
+    /// The processes serve different models.
     #[error(
         "this process serves another {what} than the caller: give all members of the fleet the same --model"
     )]
@@ -92,32 +92,32 @@ pub enum SessionRefusal {
         "{0} is in another process, which exchanges KV with this one: the caller must leave the fleet and join again"
     )]
     InstanceTaken(InstanceId),
-    /// As many are at it as may be.
+    /// The limit of concurrent calls is reached.
     #[error("this process is asked for as much as it takes at once: the caller tries again")]
     Busy,
-    /// It is ending.
+    /// The process is ending.
     #[error("this process is ending")]
     Ending,
 }
 
 impl Hello {
-    /// Of a process that serves `model`.
+    /// The greeting of a process that serves `model`.
     pub(crate) fn new(model: ModelIdentity, caller: Caller) -> Self {
         Hello { protocol: PROTOCOL, model, caller, callee: None, clock: None }
     }
 
-    /// To the process with this instance and no other.
+    /// Addresses the greeting to the process with this instance only.
     pub fn to(self, callee: Option<InstanceId>) -> Self {
         Hello { callee, ..self }
     }
 
-    /// Whether the caller and who serves `model` belong together.
+    /// Checks that the caller fits a process that serves `model`.
     pub(crate) fn check(&self, model: &ModelIdentity) -> Result<(), SessionRefusal> {
         check(self.protocol, &self.model, model)
     }
 }
 
-/// Whether those who speak `protocol` and serve `theirs` belong together with who serves `ours`.
+/// Checks that a process with this protocol and model fits one that serves `ours`.
 pub(super) fn check(
     protocol: u32,
     theirs: &ModelIdentity,
@@ -156,13 +156,13 @@ pub struct Word {
     pub(crate) message: FromWorker,
 }
 
-/// One end of an open session: what it is told comes in order, and nothing comes after an end. Dropping it
-/// ends the session.
+/// One end of an open session: messages arrive in order, and none after its end. Dropping it ends the
+/// session.
 #[derive(Debug)]
 pub struct Session<Out, In> {
-    /// To the other end.
+    /// Sends to the other end.
     pub out: MessageSender<Out>,
-    /// From it.
+    /// Receives from the other end.
     pub incoming: MessageReceiver<In>,
 }
 

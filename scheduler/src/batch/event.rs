@@ -1,4 +1,4 @@
-//! What an instance's machine is told, and what it answers.
+//! Events and actions of the instance machine.
 
 use super::{Evicted, Refusal, RequestId, Urgency};
 use crate::kv::BlockHash;
@@ -11,47 +11,48 @@ pub enum After {
     Decode,
     /// Its KV goes to another instance; the blocks are kept until `Event::Release`.
     HandOff,
-    /// It is a prefix that nobody has asked for yet, whose KV comes from elsewhere: what lands stays in the
-    /// cache, and nothing is computed. All of its tokens are to be pulled.
+    /// It is a prefix copied ahead of demand, whose KV comes from elsewhere: what lands stays in the cache,
+    /// and nothing is computed. All of its tokens are pulled.
     Keep,
 }
 
-/// What the worker tells the machine.
+/// An input of the instance machine, from the worker.
 #[derive(Debug)]
 pub enum Event<T> {
     /// Compute this sequence.
     Add {
-        /// Its id.
+        /// The request's id.
         request: RequestId,
         /// When it is wanted.
         urgency: Urgency,
-        /// Prompt, and what was generated before if it continues.
+        /// The prompt, and tokens generated earlier if it continues.
         text: T,
-        /// Leading tokens whose KV another instance can send: what is not here of them is waited for once.
+        /// Number of leading tokens whose KV another instance can send: those that are missing here are
+        /// waited for once.
         pulls: u32,
-        /// What then.
+        /// What happens after the prompt.
         after: After,
     },
     /// Make room for a sequence whose KV comes from elsewhere.
     Reserve {
-        /// Its id.
+        /// The request's id.
         request: RequestId,
         /// When it is wanted.
         urgency: Urgency,
-        /// Prompt, and what was generated before if it continues.
+        /// The prompt, and tokens generated earlier if it continues.
         text: T,
     },
-    /// The KV of the first `tokens_valid` tokens of a sequence that waits for it is in its blocks. Missing
-    /// ones are recomputed here.
+    /// The KV of the first `tokens_valid` tokens of a waiting sequence is in its blocks. Missing tokens are
+    /// recomputed here.
     Landed {
-        /// Its id.
+        /// The request's id.
         request: RequestId,
-        /// Leading tokens whose KV arrived and was verified.
+        /// Number of leading tokens whose KV arrived and was verified.
         tokens_valid: u32,
-        /// The other instance drew the token after the last one; the sequence's text has it.
+        /// Whether the other instance drew the token after the last one, which the sequence's text contains.
         next: bool,
     },
-    /// Another instance wants the KV of these tokens, as far as it is here. The blocks are kept until
+    /// Another instance pulls the KV of these tokens, as far as it is here. The blocks are kept until
     /// `Event::Unlend`.
     Lend {
         /// For whom: there may be a sequence of the same request here, of which this is independent.
@@ -61,29 +62,29 @@ pub enum Event<T> {
     },
     /// Lent blocks are no longer read.
     Unlend {
-        /// For whom they were.
+        /// The request's id.
         request: RequestId,
     },
-    /// What came of an `Action::Load`.
+    /// The result of an `Action::Load`.
     Loaded {
-        /// Its id.
+        /// The request's id.
         request: RequestId,
-        /// Leading blocks of those asked for whose KV is in its pages now. The rest is computed.
+        /// Number of leading requested blocks whose KV is in the pages now. The rest is computed.
         blocks: u32,
     },
-    /// The step is done. Texts have the tokens that were drawn.
+    /// The step is done. Texts contain the drawn tokens.
     StepDone {
-        /// For each sequence whose part had `sample` set, in the step's order.
+        /// One entry for each sequence with `sample` set, in the step's order.
         sampled: Vec<Sampled>,
     },
     /// A handed-off sequence's blocks are no longer read.
     Release {
-        /// Its id.
+        /// The request's id.
         request: RequestId,
     },
-    /// The client left, or the request goes on elsewhere. Unknown ids are fine.
+    /// The client left, or the request continues elsewhere. Unknown ids are ignored.
     Cancel {
-        /// Its id.
+        /// The request's id.
         request: RequestId,
     },
     /// The device has nothing to do.
@@ -93,93 +94,95 @@ pub enum Event<T> {
 /// A drawn token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sampled {
-    /// Whose.
+    /// The request's id.
     pub request: RequestId,
-    /// The answer ends with it.
+    /// Whether the answer ends with it.
     pub finished: bool,
 }
 
-/// What the worker must do. What `Evicted` names can be read before anything else is done; where a sequence's
-/// blocks lie, [`Instance::pages`](super::Instance::pages) says.
+/// An output of the instance machine. Blocks named by `Evicted` can be read before anything else is done;
+/// [`Instance::pages`](super::Instance::pages) gives a sequence's pages.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Action<B> {
-    /// Run this; then `Event::StepDone`.
+    /// Run this step; then `Event::StepDone`.
     Run(Step),
-    /// Bring these blocks from the lower tiers, as far as they are there; then `Event::Loaded`. Nothing runs
-    /// beside it: what comes takes part in the next step, and the next in the queue finds it in the cache.
+    /// Load these blocks from the lower tiers, as far as they are there; then `Event::Loaded`. No step runs
+    /// meanwhile: new sequences join the next step, and the next one in the queue finds the blocks in the
+    /// cache.
     Load {
-        /// For whom.
+        /// The request's id.
         request: RequestId,
-        /// Their numbers in its text and among its pages.
+        /// Indices of the blocks in its text and its pages.
         blocks: Range<u32>,
-        /// Their keys.
+        /// The keys of the blocks.
         chain: Vec<BlockHash>,
     },
     /// An added sequence got its blocks.
     Admitted {
-        /// Its id.
+        /// The request's id.
         request: RequestId,
-        /// Leading tokens whose KV was here already.
+        /// Number of leading tokens whose KV was here already.
         tokens_cached: u32,
     },
-    /// A sequence whose KV comes from elsewhere got its blocks: send it from `tokens_cached` on.
+    /// A sequence whose KV comes from elsewhere got its blocks: its KV is needed from `tokens_cached` on.
     Reserved {
-        /// Its id.
+        /// The request's id.
         request: RequestId,
-        /// Leading tokens whose KV is here already.
+        /// Number of leading tokens whose KV is here already.
         tokens_cached: u32,
     },
-    /// The leading blocks that `Event::Lend` asked for and that are here.
+    /// The leading blocks requested by `Event::Lend` that are here.
     Lent {
-        /// For whom.
+        /// The request's id.
         request: RequestId,
-        /// Where they lie.
+        /// The pages of the blocks.
         pages: Vec<u32>,
     },
-    /// A reservation was taken back before its KV was complete: the request starts anew.
+    /// A reservation was revoked before its KV was complete: the request starts again.
     Revoked {
-        /// Its id.
+        /// The request's id.
         request: RequestId,
     },
-    /// What was asked for cannot be: nothing of it is here. One that has the same id goes on.
+    /// The request cannot be carried out, and nothing of it is kept. An earlier request with the same id
+    /// continues.
     Refused {
-        /// Its id.
+        /// The request's id.
         request: RequestId,
-        /// Why.
+        /// The reason.
         reason: Refusal,
     },
     /// What came of a prefix that was to be kept is in the cache: nothing more is done of it here.
     Kept {
-        /// Its id.
+        /// The request's id.
         request: RequestId,
     },
-    /// A sequence lost its blocks and will be recomputed here. For the metrics.
+    /// A sequence lost its blocks and will be recomputed here. Reported for the metrics.
     Preempted {
-        /// Its id.
+        /// The request's id.
         request: RequestId,
     },
     /// These prefixes are in the cache now.
     Stored(Vec<BlockHash>),
-    /// These are not any more.
+    /// These blocks are no longer in the cache.
     Evicted(Vec<Evicted<B>>),
 }
 
 /// One forward pass over several sequences.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Step {
-    /// Those with one new token first, then those with several.
+    /// Sequences with one new token first, then those with several.
     pub sequences: Vec<StepSequence>,
 }
 
-/// A sequence's part in a step.
+/// A sequence's part of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepSequence {
-    /// Whose.
+    /// The request's id.
     pub request: RequestId,
-    /// Tokens before the new ones; their KV is in its pages.
+    /// Number of tokens before the new ones, whose KV is in its pages.
     pub start: u32,
-    /// New tokens.
+    /// Number of new tokens.
     pub tokens: u32,
-    /// The last new token is the sequence's last: draw the next.
+    /// Whether the last new token is the sequence's last, so that the next one is drawn.
     pub sample: bool,
 }

@@ -1,4 +1,4 @@
-//! What the fleet's machine is told, and what it decides.
+//! Events and actions of the fleet machine.
 
 use super::explain::Explanation;
 use super::learn::MeasuredSteps;
@@ -12,15 +12,15 @@ use mixfleet_hal::units::{Seconds, UsdPerHour};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
-/// What an instance may do.
+/// The role of an instance.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
-    /// Only prompts.
+    /// It only computes prompts.
     Prefill,
-    /// Only tokens.
+    /// It only generates tokens.
     Decode,
-    /// Whatever the numbers say.
+    /// It does whatever the scores decide.
     #[default]
     Auto,
 }
@@ -37,26 +37,26 @@ impl Role {
     }
 }
 
-/// A copy of the model on a device, as the fleet sees it.
+/// A copy of the model on a device, as the fleet machine sees it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Instance {
     /// Its id, unique in the fleet.
     pub id: InstanceId,
-    /// The device's selector, for people.
+    /// The device's selector, for display.
     pub device: Arc<str>,
-    /// What it may do.
+    /// The instance's role.
     pub role: Role,
-    /// Those of one pool share what joins it to other pools.
+    /// Its pool; the instances of a pool share the links to other pools.
     #[serde(default)]
     pub pool: u32,
-    /// What things take on it. Instances of one kind share it.
+    /// Its cost model, shared by instances of one kind.
     pub cost: Arc<CostModel>,
     /// Its rent. Prices count only if every instance has one.
     pub price: Option<UsdPerHour>,
-    /// Tokens that its KV memory holds.
+    /// Tokens that fit into its KV memory.
     pub kv_capacity_tokens: u64,
-    /// Its network card, each direction. Joins it to every other instance that has one.
+    /// Its network interface, in each direction, which joins it to every other instance that has one.
     #[serde(default)]
     pub nic: Option<LinkCost>,
     /// Tokens in a KV block, and their dtype; chains of this kind are looked up for it.
@@ -67,8 +67,7 @@ pub struct Instance {
     /// as the tightest TBT objective there allows.
     #[serde(default)]
     pub prefill_tokens_beside_decode_max: Option<u32>,
-    /// New tokens in one of its steps, at most: what it lends to others it sends between two steps. 0 where
-    /// that is not known.
+    /// Maximum new tokens per step; pulled prefixes are sent between two steps. 0 if unknown.
     #[serde(default)]
     pub step_tokens_max: u32,
 }
@@ -86,23 +85,23 @@ impl Instance {
     }
 }
 
-/// A way for KV from one instance to another.
+/// A link for KV from one instance to another.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Link {
     /// The sender.
     pub from: InstanceId,
     /// The receiver.
     pub to: InstanceId,
-    /// What it takes.
+    /// The link's cost.
     pub cost: LinkCost,
 }
 
 /// A prefix that is copied to the prefill instance before, or while, the rest is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Pull {
-    /// Who holds it.
+    /// The instance that holds it.
     pub from: InstanceId,
-    /// Tokens to copy: those that follow what the prefill instance holds itself.
+    /// Tokens to copy, which follow those that the prefill instance holds itself.
     pub tokens: u32,
 }
 
@@ -117,27 +116,27 @@ pub struct PromptChain {
     pub hashes: Vec<BlockHash>,
 }
 
-/// A request that wants a place.
+/// A request to be placed.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Arrival {
-    /// Its id.
+    /// The request's id.
     pub request: RequestId,
-    /// Length of the prompt; of a replay, with the tokens that the client already has.
+    /// Length of the prompt; for a replay, including the tokens that the client already has.
     pub prompt_tokens: u32,
-    /// Tokens to generate at most.
+    /// Maximum number of tokens to generate.
     pub max_tokens: u32,
-    /// Tokens that it will probably generate, if someone knows.
+    /// Expected number of generated tokens, if known.
     pub output_tokens_hint: Option<u32>,
     /// One chain for each kind of blocks in the fleet, by size and dtype; a missing one means nothing is
     /// cached there.
     pub chains: Vec<PromptChain>,
-    /// When it was due, if it was accepted before and lost its instance: it keeps its place in the order of
-    /// prompts, and neither bound nor SLO turns it away now.
+    /// The due time of a request that was accepted before and lost its instance: it keeps its place in the
+    /// order of prompts, and is not rejected any more.
     pub replay: Option<Seconds>,
-    /// Requests of a class have answers alike in length, which the fleet learns.
+    /// The request's class, whose answer lengths the fleet machine learns.
     #[serde(default)]
     pub class: u32,
-    /// When its user wants it.
+    /// The objective of the request.
     #[serde(default)]
     pub objective: Objective,
     /// It goes ahead of the place that its objective gives it by so much, or behind it if this is below 0; up
@@ -150,224 +149,223 @@ pub struct Arrival {
 /// that come before it is due, or so soon after.
 pub const HEAD_START_MAX: Seconds = Seconds(3600.0);
 
-/// When a request's user wants the answer.
+/// When the answer of a request is wanted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "objective", rename_all = "snake_case")]
 pub enum Objective {
     /// As the fleet's configuration says.
     #[default]
     Fleet,
-    /// Someone reads along.
+    /// The answer is read as it streams.
     Interactive {
-        /// To the first token.
+        /// Maximum TTFT.
         ttft_slo: Option<Seconds>,
-        /// Between tokens.
+        /// Maximum TBT.
         tbt_slo: Option<Seconds>,
     },
-    /// The answer must be complete at a time. Of a workflow, a chain of requests with one deadline, each
-    /// request states the workflow's.
+    /// The answer must be complete at a time. Each request of a workflow, a chain of requests with one
+    /// deadline, states the workflow's.
     Deadline {
-        /// On the fleet's clock.
+        /// The deadline on the fleet's clock.
         at: Seconds,
-        /// This one and those that will follow from it; at least 1.
+        /// Number of requests left in the workflow, including this one; at least 1.
         requests_left: u32,
     },
 }
 
-/// What happened. Events about requests or instances that the fleet does not know (any more) are late
-/// and change nothing; those of a request name the instance, so that a lost placement's are told apart.
+/// An input of the fleet machine. Events about unknown requests or instances are late and change nothing;
+/// those of a request name the instance, so that events of a lost placement can be distinguished.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum Event {
-    /// A request wants a place. Answered by exactly one `Place` or `Reject`, which is the last action.
+    /// A request arrived. It is answered by exactly one `Place` or `Reject`, which is the last action.
     Arrived(Arrival),
-    /// The KV of the first `tokens` prompt tokens is there.
+    /// The KV of the first `tokens` prompt tokens is computed.
     PrefillProgress {
-        /// Whose.
+        /// The request's id.
         request: RequestId,
-        /// Where.
+        /// The instance.
         instance: InstanceId,
-        /// Leading prompt tokens done, cached ones included.
+        /// Number of leading prompt tokens done, including cached ones.
         tokens: u32,
     },
-    /// The prompt is done and the first token is drawn.
+    /// The prompt is computed and the first token is drawn.
     PrefillDone {
-        /// Whose.
+        /// The request's id.
         request: RequestId,
-        /// Where.
+        /// The instance.
         instance: InstanceId,
     },
     /// The KV has landed and decoding can start.
     TransferDone {
-        /// Whose.
+        /// The request's id.
         request: RequestId,
         /// The receiver.
         instance: InstanceId,
     },
-    /// Steps gave each of these requests so many tokens.
+    /// Steps gave each of these requests `tokens` tokens.
     DecodeStep {
-        /// Where.
+        /// The instance.
         instance: InstanceId,
-        /// Whose.
+        /// The ids of the requests.
         requests: Vec<RequestId>,
-        /// How many each.
+        /// The number of tokens per request.
         tokens: u32,
     },
-    /// An instance works for other routers too: what is new of that.
+    /// The work of an instance for other routers changed.
     Others {
-        /// Where.
+        /// The instance.
         instance: InstanceId,
-        /// What.
+        /// The changes of that work.
         works: Vec<OthersWork>,
     },
-    /// What steps took that an instance ran.
+    /// The measured time of steps that an instance ran.
     Measured {
-        /// Where.
+        /// The instance.
         instance: InstanceId,
-        /// Which, and how long.
+        /// The measured steps.
         steps: MeasuredSteps,
     },
     /// The answer is complete.
     Finished {
-        /// Whose.
+        /// The request's id.
         request: RequestId,
     },
     /// The client left, or the runtime gave up.
     Cancelled {
-        /// Whose.
+        /// The request's id.
         request: RequestId,
     },
     /// An instance holds these blocks now.
     KvStored {
-        /// Which.
+        /// The instance.
         instance: InstanceId,
         /// The blocks' keys.
         hashes: Vec<BlockHash>,
-        /// Where.
+        /// The tier.
         #[serde(default)]
         tier: Tier,
     },
     /// An instance no longer holds these blocks.
     KvEvicted {
-        /// Which.
+        /// The instance.
         instance: InstanceId,
         /// The blocks' keys.
         hashes: Vec<BlockHash>,
-        /// Where.
+        /// The tier.
         #[serde(default)]
         tier: Tier,
     },
     /// An instance can hold blocks in a tier below its devices.
     TierUp {
-        /// Which.
+        /// The instance.
         instance: InstanceId,
-        /// Where.
+        /// The tier.
         tier: Tier,
-        /// What it takes to load them.
+        /// The cost of loading them.
         cost: LinkCost,
     },
     /// An instance holds no blocks any more.
     KvCleared {
-        /// Which.
+        /// The instance.
         instance: InstanceId,
     },
     /// An instance joined, or changed its role, cost or price; its requests stay.
     InstanceUp(Instance),
-    /// An instance is gone with its KV, its work and its ways to others. What comes back tells of its ways
-    /// anew.
+    /// An instance is gone with its KV, its work and its links. If it returns, its links are reported again.
     InstanceDown {
-        /// Which.
+        /// The instance.
         instance: InstanceId,
     },
-    /// A way was opened, or measured anew.
+    /// A link was opened, or measured again.
     LinkUp(Link),
-    /// A way was closed.
+    /// A link was closed.
     LinkDown {
-        /// Where from.
+        /// The sending instance.
         from: InstanceId,
-        /// Where to.
+        /// The receiving instance.
         to: InstanceId,
     },
-    /// What joins two pools, beyond the network cards of the two instances.
+    /// Two pools are joined by a link besides the network interfaces of their instances.
     PoolsJoined {
-        /// From instances of this pool.
+        /// The pool of the sending instances.
         from: u32,
-        /// To instances of that one.
+        /// The pool of the receiving instances.
         to: u32,
-        /// What it takes.
+        /// The link's cost.
         cost: LinkCost,
     },
 }
 
-/// What must be done.
+/// An output of the fleet machine.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "action", rename_all = "snake_case")]
 pub enum Action {
-    /// Run the request there.
+    /// Run the request on these instances.
     Place {
-        /// Which.
+        /// The request's id.
         request: RequestId,
-        /// Computes the prompt.
+        /// The instance that computes the prompt.
         prefill: InstanceId,
-        /// Generates the tokens; may be the same.
+        /// The instance that generates the tokens; may be the same.
         decode: InstanceId,
-        /// Copied to the prefill instance first.
+        /// A prefix that is copied to the prefill instance first.
         pull: Option<Pull>,
         /// When it is wanted: instances begin prompts in the order of their due times, equal ones as they
         /// came. It is fixed on arrival, so that nobody is overtaken for ever.
         urgency: Urgency,
-        /// Every candidate with its terms.
+        /// All candidates with their terms.
         explanation: Box<Explanation>,
     },
-    /// Turn the request away; it has left the fleet.
+    /// Reject the request, which has left the fleet.
     Reject {
-        /// Which.
+        /// The request's id.
         request: RequestId,
-        /// Why, with the numbers.
+        /// The reason, with the numbers.
         reason: RejectReason,
-        /// When another try may succeed, from now; none: never, or unknown.
+        /// Time from now after which a retry may succeed; none if never, or unknown.
         retry_after: Option<Seconds>,
-        /// Every candidate with its terms.
+        /// All candidates with their terms.
         explanation: Box<Explanation>,
     },
-    /// The prompt is done, but its decode instance is too busy for the objective by now: the request has left
-    /// the fleet.
+    /// The prompt is computed, but its decode instance is too busy for the objective by now: the request has
+    /// left the fleet.
     Drop {
-        /// Which.
+        /// The request's id.
         request: RequestId,
-        /// Why, with the numbers.
+        /// The reason, with the numbers.
         reason: RejectReason,
     },
-    /// The request lost an instance and has left the fleet: let it arrive again, as a replay, with the
-    /// prompt extended by the tokens that the client already has.
+    /// The request lost an instance and has left the fleet: it must arrive again as a replay, with the prompt
+    /// extended by the tokens that the client already has.
     Replay {
-        /// Which.
+        /// The request's id.
         request: RequestId,
         /// An instance that still works on it and must drop it.
         drop_on: Option<InstanceId>,
     },
-    /// From now on the instance gets work of this role only; what it has, it finishes.
+    /// From now on the instance gets work of this role only; it finishes the work that it has.
     SetRole {
-        /// Which.
+        /// The instance.
         instance: InstanceId,
-        /// Prefill or decode.
+        /// The role: prefill or decode.
         role: Role,
     },
-    /// Copy a prefix to another instance, for requests to come; said before the placement of the request that
-    /// shows the need. What does not arrive, or finds no room there, is dropped: nobody waits for it.
+    /// Copy a prefix to another instance for later requests. This precedes the placement of the request that
+    /// shows the need. A copy that does not arrive, or finds no room, is dropped: nothing waits for it.
     Replicate {
-        /// Who holds all of it.
+        /// The instance that holds all of it.
         from: InstanceId,
-        /// Who will.
+        /// The instance that receives it.
         to: InstanceId,
         /// The keys of its blocks, from the first on.
         hashes: Vec<BlockHash>,
-        /// Tokens to copy: the last ones, which follow what the receiver holds.
+        /// Tokens to copy: the last ones, which follow those that the receiver holds.
         tokens: u32,
     },
 }
 
-/// Why a request was turned away.
+/// Why a request was rejected.
 #[derive(Clone, Debug, PartialEq, thiserror::Error, Serialize, Deserialize)]
 #[serde(tag = "reason", rename_all = "snake_case")]
 pub enum RejectReason {
@@ -376,20 +374,20 @@ pub enum RejectReason {
         "{tokens} tokens of prompt and output fit no KV memory; the largest that could serve it holds {capacity_tokens}"
     )]
     TooLarge {
-        /// Prompt and `max_tokens` together.
+        /// Tokens of prompt and `max_tokens` together.
         tokens: u64,
-        /// The most that any candidate's decode instance holds.
+        /// The largest capacity of any candidate's decode instance.
         capacity_tokens: u64,
     },
-    /// As many requests are in the fleet as its bound allows.
+    /// The limit of requests in the fleet is reached.
     #[error("{requests} requests are in work, the bound is {requests_max}")]
     QueueFull {
-        /// In the fleet now.
+        /// Number of requests in the fleet now.
         requests: usize,
-        /// The bound.
+        /// The limit.
         requests_max: usize,
     },
-    /// No placement is predicted to give the first token in time.
+    /// No placement is predicted to meet the TTFT objective.
     #[error("the best placement gives the first token in {ttft_s:.3} s, the objective is {slo_s:.3} s")]
     TtftSlo {
         /// The best predicted TTFT.
@@ -397,10 +395,10 @@ pub enum RejectReason {
         /// The objective.
         slo_s: f64,
     },
-    /// No placement with a timely first token is predicted to generate fast enough.
+    /// No placement that meets the TTFT objective is predicted to meet the TBT objective.
     #[error("the best placement takes {tbt_s:.4} s per token, the objective is {slo_s:.4} s")]
     TbtSlo {
-        /// The best predicted time between tokens.
+        /// The best predicted TBT.
         tbt_s: f64,
         /// The objective.
         slo_s: f64,
@@ -416,7 +414,7 @@ pub enum RejectReason {
     /// No instance is up for prefill, or for decode, or no link joins two that are.
     #[error("no pair of instances can serve it now")]
     NoInstance,
-    /// A request with this id is in the fleet already; that one goes on.
+    /// A request with this id is in the fleet already, and continues.
     #[error("request {request} is in work already")]
     Duplicate {
         /// The id.

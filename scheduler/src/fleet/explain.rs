@@ -1,4 +1,4 @@
-//! A decision, taken apart: every candidate with its terms, and why it lost.
+//! The explanation of a decision: every candidate with its terms, and why it lost.
 
 use super::{Corrections, InstanceId, Pull, RequestId};
 use mixfleet_hal::units::Seconds;
@@ -6,33 +6,33 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::Arc;
 
-/// In what a score counts.
+/// The unit of scores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ScoreUnit {
-    /// Dollars: every instance has a price.
+    /// Dollars, if every instance has a price.
     Usd,
     /// Seconds.
     Seconds,
 }
 
-/// A decision with its grounds.
+/// A decision with all candidates.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Explanation {
     /// The request.
     pub request: RequestId,
-    /// When it was decided.
+    /// The time of the decision.
     pub decided_at: Seconds,
-    /// In what scores count.
+    /// The unit of scores.
     pub score_unit: ScoreUnit,
-    /// Score units that a second of waiting counts: dollars, or 1.
+    /// Score units per second of waiting: dollars, or 1.
     pub wait_weight: f64,
-    /// Output tokens that were assumed.
+    /// The assumed number of output tokens.
     pub output_tokens: u32,
-    /// Instances that were up.
+    /// Number of instances that were up.
     pub instances: u32,
-    /// The placements that the policy compared in the end: all pairs in a small fleet, the best few in a
-    /// large one. Empty when none was looked at.
+    /// The placements that the policy finally compared: all pairs in a small fleet, the best few in a large
+    /// one. Empty if none was considered.
     pub candidates: Vec<Candidate>,
 }
 
@@ -42,8 +42,8 @@ impl Explanation {
         self.candidates.iter().find(|candidate| candidate.outcome == Outcome::Chosen)
     }
 
-    /// Leading tokens of the prompt that the chosen prefill instance holds once what it pulls is there;
-    /// `None` where it pulls nothing.
+    /// Leading tokens of the prompt that the chosen prefill instance holds after the pull; `None` if it pulls
+    /// nothing.
     pub fn pulled_until(&self) -> Option<u32> {
         let Candidate { pull, terms, .. } = self.chosen()?;
         let (Some(_), Some(terms)) = (pull, terms) else { return None };
@@ -54,62 +54,62 @@ impl Explanation {
 /// One possible placement.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Candidate {
-    /// Would compute the prompt.
+    /// The instance that would compute the prompt.
     pub prefill: InstanceId,
     /// Its device.
     pub prefill_device: Arc<str>,
-    /// Would generate the tokens.
+    /// The instance that would generate the tokens.
     pub decode: InstanceId,
     /// Its device.
     pub decode_device: Arc<str>,
-    /// What would be copied to the prefill instance first.
+    /// The prefix that would be copied to the prefill instance first.
     pub pull: Option<Pull>,
-    /// The prediction; none where the placement is impossible.
+    /// The prediction; none if the placement is impossible.
     pub terms: Option<Terms>,
-    /// What became of it.
+    /// Why it was or was not chosen.
     pub outcome: Outcome,
 }
 
-/// What a placement is predicted to take. `ttft_s` is the sum of `queue_s`, `pull_s`, `kv_wait_s`,
+/// The predicted terms of a placement. `ttft_s` is the sum of `queue_s`, `pull_s`, `kv_wait_s`,
 /// `interleave_s` and `prefill_s`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Terms {
-    /// Prompt tokens whose KV the prefill instance has already.
+    /// Prompt tokens whose KV the prefill instance already has.
     pub cached_tokens: u32,
-    /// Prompt tokens whose KV it gets from another instance first.
+    /// Prompt tokens whose KV it first pulls from another instance.
     pub pulled_tokens: u32,
-    /// Prompt tokens whose KV must cross the link.
+    /// Prompt tokens whose KV must be sent over the link.
     pub transfer_tokens: u32,
     /// Prefill work ahead of it.
     pub queue_s: f64,
-    /// Loading from lower tiers, beside which nothing runs, and what the pull delays beyond the queue.
+    /// Time of loading from lower tiers, which blocks the instance, and of the pull beyond the queue.
     pub pull_s: f64,
-    /// Until the decode instance has room for its KV, beyond the queue.
+    /// Time until the decode instance has room for its KV, beyond the queue.
     pub kv_wait_s: f64,
-    /// Decode steps of others that run between its own and the queue's prefill chunks.
+    /// Decode steps of other requests between its own and the queue's prefill chunks.
     pub interleave_s: f64,
-    /// Its own prefill.
+    /// Time of its own prefill.
     pub prefill_s: f64,
-    /// KV transfer that does not hide behind the prefill, behind what the links still have to move.
+    /// The exposed part of the KV transfer, including the wait behind earlier transfers.
     pub transfer_s: f64,
-    /// What counts of the way to the decode instance: the transfer that would show if nothing of the prompt
-    /// were cached and the links were free, and the wait for room there that the queue hides.
+    /// The part of the hand-off that counts: the transfer that would be exposed if nothing of the prompt were
+    /// cached and the links were free, and the wait for room there that the queue hides.
     pub hand_off_s: f64,
-    /// Time to the first token.
+    /// Predicted TTFT.
     pub ttft_s: f64,
-    /// Time to the last one, should the answer be as long as assumed. This and the next two are predicted in
-    /// the order of scores until a candidate is within the objectives; for the others the step is that of
-    /// now.
+    /// Predicted time to the last token, for an answer of the assumed length. This and the next two are
+    /// predicted in the order of scores until a candidate meets the objectives; for the other candidates the
+    /// current batch's step is assumed.
     pub ends_s: f64,
     /// Time of a decode step with it, in the batch predicted for the end of its prefill.
     pub tbt_s: f64,
-    /// What its time between tokens, as the objective counts it, will probably not exceed: the longest step
-    /// that is likely while it decodes, those counted who were accepted before it and land after it, and a
-    /// share of the transfer and of the wait for room of the fastest candidate's KV.
+    /// A bound that its TBT, as the objective measures it, will probably not exceed: the longest likely step
+    /// while it decodes, with requests that were accepted before it and land after it, and a share of the
+    /// transfer and of the wait for room of the fastest candidate's KV.
     pub tbt_peak_s: f64,
-    /// A step in the batch of now.
+    /// Time of a step in the current batch.
     pub tbt_now_s: f64,
-    /// Waiting that it causes to others: those that decode where it prefills, and those that decode
+    /// Delay that it causes to other requests: those that decode where it prefills, and those that decode
     /// where it decodes.
     pub delay_s: f64,
     /// Price of the device time and the traffic that it uses; 0 without prices.
@@ -118,8 +118,8 @@ pub struct Terms {
     /// units of the score; 0 where `kv_weight` is.
     #[serde(default)]
     pub memory: f64,
-    /// What the prediction was multiplied by: prefill and transfers of the one who computes the prompt, steps
-    /// of the one who decodes, as learnt from what was measured there.
+    /// Learned factors of the prediction: prefill and transfers of the prefill instance, steps of the decode
+    /// instance.
     #[serde(default)]
     pub corrections: Corrections,
     /// `busy_usd + wait_weight * (own * (ttft_s + hand_off_s) + delay_s) + memory`, where `own` is 1, or 0.1
@@ -127,43 +127,43 @@ pub struct Terms {
     pub score: f64,
 }
 
-/// What became of a candidate.
+/// Why a candidate was or was not chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "outcome", rename_all = "snake_case")]
 pub enum Outcome {
-    /// It was taken.
+    /// It was chosen.
     Chosen,
     /// Its score is higher.
     HigherScore {
-        /// Than the chosen one's, by this much.
+        /// The difference from the chosen candidate's score.
         by: f64,
-        /// The term that adds most to the difference.
+        /// The term that contributes most to the difference.
         mainly: Term,
     },
     /// Its score is the same and its ids are higher.
     TieLostById,
-    /// The first token would be late.
+    /// It would miss the TTFT objective.
     MissesTtftSlo {
-        /// By this many seconds.
+        /// The excess in seconds.
         by_s: f64,
     },
-    /// Its tokens would be slow.
+    /// It would miss the TBT objective.
     MissesTbtSlo {
-        /// By this many seconds.
+        /// The excess in seconds.
         by_s: f64,
     },
-    /// The last token would be late.
+    /// It would miss the deadline.
     MissesDeadline {
-        /// By this many seconds.
+        /// The excess in seconds.
         by_s: f64,
     },
     /// It does not fit, even if the instance were empty.
     TooSmall {
         /// The instance.
         instance: InstanceId,
-        /// Tokens that would have to fit.
+        /// Number of tokens that would have to fit.
         tokens: u64,
-        /// Tokens that fit.
+        /// Number of tokens that fit.
         capacity_tokens: u64,
     },
     /// No link joins the two.

@@ -1,9 +1,9 @@
-//! Work that other routers gave to the same instances: it takes their time and their memory like one's own.
+//! Work that other routers gave to the same instances, which takes their time and memory.
 //!
-//! Instances tell of it as it comes, gets on and goes. A prompt of others stands in its instance's queue at
-//! its own due time, and an answer of others has a seat, so whatever is predicted of an instance counts both.
-//! What this router does not do is to decide on them: they are not among its requests, and nothing is placed
-//! anew for them.
+//! Instances report it as it is added, progresses and ends. A prompt of another router is in its instance's
+//! queue at its own due time, and an answer of another router takes a place, so predictions for an instance
+//! count both. This router does not decide on them: they are not among its requests, and are not placed
+//! again.
 
 use super::forecast::Seat;
 use super::load::{Phase, Work};
@@ -11,62 +11,62 @@ use super::{Fleet, InstanceId, RequestId};
 use mixfleet_hal::units::Seconds;
 use serde::{Deserialize, Serialize};
 
-/// What another router's request is at, on one instance.
+/// The state of another router's request on one instance.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "work", rename_all = "snake_case")]
 pub enum OthersWork {
-    /// Its prompt is to be computed, or has got further. Also said by who decodes it, before there is room
-    /// for its KV.
+    /// Its prompt is to be computed, or has progressed. The decode instance reports this too, before there is
+    /// room for its KV.
     Prompt {
-        /// Which.
+        /// The request's id.
         request: RequestId,
-        /// Who computes it.
+        /// The instance that computes it.
         prefill: InstanceId,
-        /// Its place in the order, from now.
+        /// Its due time, from now.
         due_in: Seconds,
         /// Length of the prompt.
         prompt_tokens: u32,
-        /// Leading tokens that are done.
+        /// Number of leading tokens that are done.
         done: u32,
-        /// Who decodes it.
+        /// The instance that decodes it.
         decode: InstanceId,
     },
     /// Its prompt is done, or given up.
     PromptGone {
-        /// Which.
+        /// The request's id.
         request: RequestId,
-        /// It was computed to the end: its KV leaves for where it is decoded.
+        /// Whether it was computed completely, so that its KV is sent to where it is decoded.
         done: bool,
     },
-    /// It decodes there, or will; or it has got further.
+    /// It decodes on the instance, or will; or it has progressed.
     Answer {
-        /// Which.
+        /// The request's id.
         request: RequestId,
         /// Length of the prompt.
         prompt_tokens: u32,
-        /// Tokens that it may get there.
+        /// Maximum number of tokens that it may get there.
         max_tokens: u32,
-        /// Until its KV was thought to be there when it got its place, from now.
+        /// Time from now until its KV was expected when it was placed.
         ready_in: Seconds,
-        /// Requests of a class have answers alike in length.
+        /// The request's class, whose answers have similar lengths.
         class: u32,
         /// Tokens that it will probably generate, if someone knows.
         #[serde(default)]
         output_tokens_hint: Option<u32>,
-        /// Tokens that it has got there; none until it decodes.
+        /// Number of tokens that it has got there; none until it decodes.
         generated: u32,
     },
-    /// It does not decode there any more.
+    /// It no longer decodes there.
     AnswerGone {
-        /// Which.
+        /// The request's id.
         request: RequestId,
-        /// The answer is complete, with so many tokens.
+        /// The length of the answer, if it is complete.
         length: Option<u32>,
     },
 }
 
 impl Fleet {
-    /// `instance` tells what it does for others.
+    /// Updates the work of `instance` for other routers.
     pub(super) fn others(&mut self, now: Seconds, instance: InstanceId, works: &[OthersWork]) {
         for &work in works {
             let Some(at) = self.position(instance) else { return };
@@ -144,7 +144,7 @@ impl Fleet {
         }
     }
 
-    /// What others had on an instance that is gone is no work any more.
+    /// Removes the work of other routers on an instance that is gone.
     pub(super) fn others_down(&mut self, instance: InstanceId) {
         for request in self.works.ids_where(|work| work.is_others && work.prefill == instance) {
             self.works.remove(request);

@@ -28,17 +28,17 @@ use tonic::metadata::MetadataValue;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Request, Status, Streaming};
 
-/// A worker process that was reached.
+/// A connected worker process.
 pub struct Remote {
     channel: Channel,
     address: String,
-    /// Whom it reached.
+    /// The address that was reached.
     peer: SocketAddr,
     config: RpcConfig,
     env: SharedEnv,
 }
 
-/// What comes within `span`: a process may take a call and never answer.
+/// The result, if it comes within `span`: a process may accept a call and never answer.
 async fn in_time<T>(
     env: &SharedEnv,
     span: Duration,
@@ -54,7 +54,7 @@ async fn in_time<T>(
     }
 }
 
-/// Memory that a worker process lends for measuring, until this is dropped.
+/// Memory that a worker process provides for measurements until this is dropped.
 pub(crate) struct LentRegions {
     pub(crate) regions: Vec<Descriptor>,
     _call: Streaming<Vec<Descriptor>>,
@@ -64,12 +64,12 @@ impl Remote {
     /// Connects to `address` (`host:port`).
     ///
     /// # Errors
-    /// When nobody answers there, or certificates do not fit.
+    /// When nothing answers there, or certificates do not fit.
     pub async fn connect(env: &SharedEnv, address: &str, config: &RpcConfig) -> Result<Self, CallError> {
         let failed = |error: tonic::transport::Error| {
             CallError::Failed(with_causes(&error, format!("{address} is not reached")))
         };
-        // Who was cut off is called again soon after the link is back.
+        // A process that was cut off is called again soon after the link is back.
         let dialed = in_time(env, config.half(), address, Wire::dial(address, &config.trust)).await?;
         let (wire, peer) = dialed?;
         let endpoint = Endpoint::from_shared(format!("http://{address}"))
@@ -79,7 +79,7 @@ impl Remote {
             .keep_alive_while_idle(true)
             .initial_stream_window_size(WINDOW_BYTES)
             .initial_connection_window_size(2 * WINDOW_BYTES);
-        // One connection: another would be another process's, for all that is known.
+        // A single connection, since another one might reach another process.
         let mut once = Some(TokioIo::new(wire));
         let connector = tower::service_fn(move |_: Uri| {
             std::future::ready(once.take().ok_or(io::Error::from(io::ErrorKind::NotConnected)))
@@ -89,19 +89,19 @@ impl Remote {
         Ok(Remote { channel, address, peer, config, env: env.clone() })
     }
 
-    /// Begins to use its instances: for [`Router::attend`](crate::fleet::Router::attend).
+    /// Opens a session to use its instances, for [`Router::attend`](crate::fleet::Router::attend).
     ///
     /// # Errors
-    /// The process's refusal, or that it is not reached.
+    /// The process's refusal, or that it cannot be reached.
     pub async fn router(&self, hello: &Hello, router: RouterId) -> Result<Session<Command, Word>, CallError> {
         Ok(self.session(ROUTER, &(hello, router)).await?.0)
     }
 
-    /// Begins to exchange KV with it, as a process with `instances`, at such a cost: for
-    /// [`Hub::meet`](crate::fleet::Hub::meet). The second is told when the session is over.
+    /// Opens a session to exchange KV with it, as a process with `instances`, over a link of this cost, for
+    /// [`Hub::meet`](crate::fleet::Hub::meet). The receiver completes when the session is over.
     ///
     /// # Errors
-    /// The process's refusal, or that it is not reached.
+    /// The process's refusal, or that it cannot be reached.
     pub async fn peer(
         &self,
         hello: &Hello,
@@ -111,7 +111,7 @@ impl Remote {
         self.session(PEER, &(hello, instances, cost)).await
     }
 
-    /// Borrows memory to measure the link with.
+    /// Gets memory from the process to measure the link.
     pub(crate) async fn probe(&self, hello: &Hello) -> Result<LentRegions, CallError> {
         let mut call = self.call(PROBE, hello, stream::pending()).await?;
         let regions = in_time(&self.env, self.config.silence, &self.address, call.message()).await??;

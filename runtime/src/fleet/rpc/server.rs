@@ -30,14 +30,14 @@ use tonic::server::Grpc;
 use tonic::transport::Server;
 use tonic::{Request, Response, Status, Streaming};
 
-/// Calls that one connection may have under way.
+/// Maximum concurrent calls of one connection.
 const STREAMS_MAX: u32 = 16;
-/// Of a call's metadata, the greeting of a peer with a hundred instances included.
+/// Maximum size of a call's metadata, including the greeting of a peer with a hundred instances.
 const METADATA_BYTES_MAX: u32 = 16 << 10;
-/// Connections whose handshake is over, until they are served.
+/// Connections that may wait to be served after their handshake.
 const GUESTS_WAITING: usize = 64;
 
-/// Where routers and peers come in.
+/// The listener for routers and peers.
 pub struct Door {
     listener: tokio::net::TcpListener,
     address: SocketAddr,
@@ -45,10 +45,10 @@ pub struct Door {
 }
 
 impl Door {
-    /// Listens; who comes waits until [`serve`](Self::serve).
+    /// Listens; connections wait until [`serve`](Self::serve).
     ///
     /// # Errors
-    /// When the address cannot be listened on, or is beyond this host and there are no certificates.
+    /// When the address cannot be listened on, or is not on this host and there are no certificates.
     pub fn open(address: SocketAddr, config: RpcConfig) -> Result<Self, CallError> {
         config.trust.check(&address)?;
         let failed = |error| CallError::Failed(format!("cannot listen on {address}: {error}"));
@@ -59,15 +59,15 @@ impl Door {
         Ok(Door { listener, address, config })
     }
 
-    /// Where it listens, with the port that was really bound.
+    /// The address it listens on, with the port that was actually bound.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Lets routers and peers to `hub`.
+    /// Serves routers and peers of `hub`.
     ///
     /// # Errors
-    /// When it cannot go on.
+    /// When it cannot continue.
     pub async fn serve(self, env: SharedEnv, hub: Hub, ways: Ways) -> Result<(), CallError> {
         let failed =
             |error: tonic::transport::Error| CallError::Failed(with_causes(&error, error.to_string()));
@@ -91,7 +91,7 @@ impl Door {
     }
 }
 
-/// What goes back to a caller.
+/// The stream of answers to a caller.
 type Answers = BoxStream<'static, Result<Bytes, Status>>;
 
 #[derive(Clone)]
@@ -100,7 +100,7 @@ struct Service {
     hub: Hub,
     ways: Ways,
     trust: Trust,
-    /// Where it listens, which callers prove to mean.
+    /// The address it listens on, which callers include in their proof.
     address: SocketAddr,
     probes: Probes,
 }
@@ -128,7 +128,7 @@ impl tower::Service<http::Request<Body>> for Service {
 }
 
 impl Service {
-    /// Serves a call of a member of this kind; others learn why they are not let in.
+    /// Serves a call of a member of this kind; other callers get the reason of refusal.
     async fn answer<In: DeserializeOwned + Send + 'static>(
         self,
         path: &'static str,
@@ -150,7 +150,7 @@ impl Service {
         grpc.streaming(service, request).await
     }
 
-    /// Whether who calls is a member, of this kind; what this process answers to show that it is one too.
+    /// Checks that the caller is a member of this kind; returns the proof that this process is one too.
     fn admit<In>(&self, path: &str, kind: Kind, call: &Request<In>) -> Result<Option<Vec<u8>>, Status> {
         let standing = call.extensions().get::<Arc<Standing>>();
         let standing = standing.ok_or_else(|| Status::internal("a connection without a guest"))?;
@@ -199,7 +199,7 @@ impl Service {
         Ok(self.begin(name, session, call))
     }
 
-    /// Lends memory until the caller ends the call, or has had it for long enough.
+    /// Provides memory until the caller ends the call, or its time is over.
     fn probe(&self, call: Request<Streaming<()>>) -> Result<Answers, Status> {
         let hello: Hello = greeting(&call)?;
         self.hub.check(&hello)?;
