@@ -1,8 +1,8 @@
-//! What prefill and decode take on a device, measured with the model's own first layer.
+//! Measuring the time of prefill and decode on a device, with the model's own first layer.
 //!
-//! One layer is timed at a few sizes and multiplied by the number of layers; embedding and LM head are
-//! timed with it. Three prefill and three decode points decide the three coefficients of each: a
-//! second or two, kept under a key of device and model so that the next start needs none.
+//! One layer is timed at a few sizes and multiplied by the number of layers; embedding and LM head are timed
+//! with it. Three prefill and three decode points determine the three coefficients of each. This takes a
+//! second or two; the result is stored per device and model, so that the next start needs none.
 
 use crate::model::graph::{Forward, StepInput};
 use mixfleet_hal::units::Seconds;
@@ -10,25 +10,25 @@ use mixfleet_hal::{Cmd, Device, Queue, Result};
 use mixfleet_scheduler::cost::{Coefficients, DecodeCoefficients, PrefillCoefficients};
 use std::time::Duration;
 
-/// Name and version of the cached document.
+/// Name and version of the stored document.
 pub const SCHEMA: &str = "mixfleet.calibration/1";
 
-/// Times taken of each point; the least counts, since whatever else the machine does only adds.
+/// Measurements of each point; the shortest counts, since other work of the machine only adds time.
 const REPEATS: usize = 3;
 /// Prompt tokens of the small point.
 const TOKENS_SMALL: u32 = 16;
 /// Prompt tokens of the large points.
 const TOKENS_LARGE: u32 = 128;
-/// Tokens of context of the points that see attention grow.
+/// Context tokens of the points that measure attention.
 const CONTEXT: u32 = 2048;
 /// Sequences of the large decode point.
 const BATCH: u32 = 8;
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Measures `forward` on `device`. The KV pools' contents are overwritten: do it before serving.
+/// Measures `forward` on `device`. It overwrites the KV pages, so it must run before serving.
 ///
 /// # Errors
-/// The device's.
+/// Errors of the device.
 pub fn measure(device: &dyn Device, forward: &Forward) -> Result<Coefficients> {
     let mut bench = Bench { device, forward, queue: device.queue()? };
     let shape = forward.shape();
@@ -57,7 +57,7 @@ struct Bench<'a> {
 }
 
 impl Bench<'_> {
-    /// A whole step of `batch` sequences of `tokens` new tokens after `start`.
+    /// Time of a whole step of `batch` sequences with `tokens` new tokens after `start`.
     fn seconds(&mut self, batch: u32, start: u32, tokens: u32) -> Result<f64> {
         let shape = self.forward.shape();
         let blocks = (start + tokens).div_ceil(shape.block_tokens);
@@ -75,7 +75,7 @@ impl Bench<'_> {
     fn least(&mut self, list: &[Cmd]) -> Result<f64> {
         let mut least = Seconds(f64::INFINITY);
         for _ in 0..=REPEATS {
-            // The first run warms caches and may be the least all the same.
+            // The first run warms caches, but may still be the shortest.
             let ticket = self.queue.submit(list)?;
             least = least.min(self.queue.wait(ticket, TIMEOUT)?.time);
         }
@@ -83,7 +83,7 @@ impl Bench<'_> {
     }
 }
 
-/// overhead + per_token n + per_token_squared ((p + n)² - p²) through the points (p, n).
+/// Fits overhead + per_token n + per_token_squared ((p + n)² - p²) to the points (p, n).
 fn fit_prefill(points: [(u32, u32); 3], seconds: [f64; 3]) -> PrefillCoefficients {
     let [small, large, deep] = points.map(|(p, n)| (f64::from(p), f64::from(n)));
     let squares = |(p, n): (f64, f64)| n * (2.0 * p + n);
@@ -97,7 +97,7 @@ fn fit_prefill(points: [(u32, u32); 3], seconds: [f64; 3]) -> PrefillCoefficient
     PrefillCoefficients { overhead, per_token, per_token_squared }
 }
 
-/// base + per_sequence b + per_kv_token k through the points (batch, context of each).
+/// Fits base + per_sequence b + per_kv_token k to the points (batch, context of each).
 fn fit_decode(points: [(u32, u32); 3], seconds: [f64; 3]) -> DecodeCoefficients {
     let [one, many, deep] = points.map(|(b, c)| (f64::from(b), f64::from(b) * f64::from(c)));
     let keys = deep.1 - one.1;

@@ -1,26 +1,25 @@
-//! What others ask of an instance, held to what it can do before anything acts on it.
+//! Validation of orders before anything acts on them.
 //!
-//! Routers and peers are other processes, of which one may be broken or hostile: whatever they send ends with
-//! a refusal at worst.
+//! Routers and peers are other processes, one of which may be broken or hostile: an invalid order is refused.
 
 use super::messages::{HandOff, Job, Source};
 use super::worker::Worker;
 use mixfleet_hal::{DType, Error, Result};
 use mixfleet_scheduler::fleet::InstanceId;
 
-/// Staging memory that one receiver may name, and its slots: what the sender allocates for it.
+/// Maximum staging memory of one receiver, and of its slots: the sender allocates as much.
 const LANDING_BYTES_MAX: u64 = 1 << 30;
 const SLOTS_MAX: u32 = 1 << 12;
 
-/// Ways to one landing.
+/// Maximum descriptors of one landing.
 const REGIONS_MAX: usize = 16;
 
-/// Tokens that end an answer, and log-probabilities of a token.
+/// Maximum end tokens of an answer, and log-probabilities of a token.
 const EOS_IDS_MAX: usize = 1 << 10;
 const LOGPROBS_MAX: u32 = 1 << 10;
 
 impl Worker {
-    /// Whether this instance can have to do with such a job, of which `tokens` must find room here.
+    /// Checks that this instance can carry out a job, of which `tokens` must fit here.
     ///
     /// # Errors
     /// `Invalid` with the reason.
@@ -66,7 +65,7 @@ impl Worker {
         Ok(())
     }
 
-    /// Whether KV can be sent so.
+    /// Checks that KV can be sent to such a receiver.
     ///
     /// # Errors
     /// `Invalid` with the reason.
@@ -93,7 +92,7 @@ impl Worker {
         Ok(())
     }
 
-    /// Whether a part of a prompt can come from there.
+    /// Checks that a part of a prompt can come from `holder`.
     ///
     /// # Errors
     /// `Invalid` with the reason.
@@ -104,18 +103,18 @@ impl Worker {
         Ok(())
     }
 
-    /// Pieces of such a dtype are gathered and scattered here.
+    /// Whether pieces of this dtype can be gathered and scattered here.
     fn can_exchange(&self, wire: DType) -> bool {
         DType::FLOATS.contains(&wire)
     }
 
-    /// Tokens that the KV memory holds.
+    /// Tokens that fit into the KV memory.
     fn capacity_tokens(&self) -> u64 {
         let shape = self.forward.shape();
         u64::from(shape.blocks) * u64::from(shape.block_tokens)
     }
 
-    /// A job with all that goes with it.
+    /// Checks a job with its hand-off and its pull.
     ///
     /// # Errors
     /// `Invalid` with the reason.

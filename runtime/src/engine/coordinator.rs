@@ -1,5 +1,5 @@
-//! Between the clients, the fleet's machine and the workers: carries decisions one way, events the
-//! other, and is the only one who writes to a client, so that every token reaches it exactly once.
+//! The coordinator between clients, the fleet machine and the workers. It alone writes to a client, so that
+//! every token reaches the client exactly once.
 
 use super::copies::CopyUnderWay;
 use super::directory::Directory;
@@ -28,76 +28,76 @@ use std::sync::Arc;
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{mpsc, oneshot};
 
-/// Clients that are gone and not looked at yet; the watchers of others wait.
+/// Clients that left and are not handled yet; tasks that report more wait.
 pub(super) const LEAVING_MAX: usize = 64;
 
-/// An instance as the coordinator reaches it.
+/// An instance as the coordinator sees it.
 #[derive(Clone, Debug)]
 pub(super) struct InstanceHandle {
     /// The device's id.
     pub(super) device: String,
     /// Dtype of its KV.
     pub(super) kv: DType,
-    /// Tokens in one of its KV blocks.
+    /// Tokens per KV block.
     pub(super) block_tokens: u32,
-    /// It says something at least so often while it has work.
+    /// Maximum interval between its reports while it has work.
     pub(super) silence_max: Seconds,
-    /// When it last said something.
+    /// Time of its last report.
     pub(super) heard_at: Seconds,
 }
 
 impl InstanceHandle {
-    /// When it has been silent for too long, if it says nothing more of work that it has since `since`.
+    /// Time at which it counts as silent, if it has had work since `since` and reports nothing more.
     pub(super) fn silent_after(&self, since: Seconds) -> Seconds {
         since.max(self.heard_at) + self.silence_max
     }
 }
 
-/// How far a placement has got.
+/// The stage of a placement.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Stage {
-    /// Its prompt is to be computed, or it decodes where that was done.
+    /// Its prompt is not computed yet, or it decodes where it was computed.
     Placed,
-    /// Its prompt was computed where it does not decode.
+    /// Its prompt was computed on another instance than the one that decodes it.
     Computed { at: Seconds },
-    /// All of its KV is where it decodes, and was not before.
+    /// All of its KV was sent to where it decodes.
     Joined,
 }
 
-/// A request in work.
+/// A request in progress.
 pub(super) struct Tracked {
     pub(super) wanted: Arc<GenerateRequest>,
     updates: mpsc::Sender<Update>,
-    /// What the client has got.
+    /// Tokens that the client has.
     pub(super) generated: Vec<u32>,
     pub(super) attempt: u32,
-    /// When it is wanted, and
+    /// The objective, which stays when an instance is lost.
     pub(super) objective: Objective,
-    /// its place in the order: both stay when it loses its instance.
+    /// The place in the order, which stays when an instance is lost.
     pub(super) urgency: Urgency,
-    /// When its KV is thought to be where it decodes.
+    /// Predicted time at which its KV is where it decodes.
     pub(super) ready: Seconds,
     pub(super) prefill: InstanceId,
     pub(super) decode: InstanceId,
-    /// Who is to lend the prefill instance a part of the prefix; none once that is there.
+    /// The instance that lends a part of the prefix; none once it has been sent.
     pub(super) pull: Option<Source>,
-    /// The client was told that work on it began.
+    /// Whether the client was told that work on it began.
     started: bool,
     pub(super) stage: Stage,
     placed_at: Seconds,
-    /// When its instances were last given something to do.
+    /// Time at which its instances were last given an order.
     pub(super) asked_at: Seconds,
-    /// Instances that were lost with it in work, and whether that is certain: one that is only out of reach
-    /// may be seen again.
+    /// Instances that were lost while working on it, and whether each loss is certain: an instance that is
+    /// only unreachable may return.
     pub(super) losses: Vec<(InstanceId, bool)>,
-    /// How often there was no memory for its KV.
+    /// Number of times that there was no memory for its KV.
     pub(super) refusals: u32,
     _watched: oneshot::Sender<()>,
 }
 
 impl Tracked {
-    /// Tells the client, whose channel has room for all that comes once. One that is gone is noticed by its
-    /// watcher.
+    /// Sends an update to the client. The channel has room for every mandatory update; the watching task
+    /// notices when the client is gone.
     fn tell(&self, update: Update) {
         if let Err(TrySendError::Full(update)) = self.updates.try_send(update) {
             debug_assert!(false, "request {}: no room for {update:?}", self.wanted.id);
@@ -105,8 +105,7 @@ impl Tracked {
         }
     }
 
-    /// Tells where it is now, unless the client has not taken what it was told and there is only room for
-    /// that which must come.
+    /// Tells the client the placement, unless the channel only has room for the mandatory updates.
     fn tell_place(&self, prefill: String, decode: String) {
         let still_to_come =
             self.wanted.max_tokens as usize - self.generated.len() + UPDATES_BESIDE_TOKENS - 1;
@@ -116,45 +115,45 @@ impl Tracked {
     }
 }
 
-/// The coordinator.
+/// The coordinator's state.
 pub(super) struct Coordinator {
     pub(super) env: SharedEnv,
-    /// The machine that decides.
+    /// The fleet machine, logged.
     pub(super) fleet: LoggedFleet,
-    /// Who carries it out.
+    /// Instances that are up.
     pub(super) instances: BTreeMap<InstanceId, InstanceHandle>,
-    /// How they are reached.
+    /// Inboxes of the instances.
     pub(super) directory: Directory,
-    /// Names the model in block hashes.
+    /// The model's identity in block hashes.
     pub(super) identity: Identity,
-    /// Ids of tokens are below it.
+    /// Upper bound of token ids.
     pub(super) vocabulary: u32,
-    /// From the API.
+    /// Requests from the API.
     pub(super) submissions: mpsc::Receiver<Submission>,
-    /// Of flex requests, from when they come.
+    /// Deadline of flex requests, from their arrival.
     pub(super) flex_deadline: Seconds,
-    /// For so long a request that lost its place waits for another one.
+    /// Time that a request without a place waits for one.
     pub(super) patience: Seconds,
-    /// From the workers.
+    /// Reports of the workers.
     pub(super) reports: MessageReceiver<Report>,
-    /// Where decisions are kept for `/debug/placement`.
+    /// Decisions for `/debug/placement`.
     pub(super) placements: Arc<Placements>,
     pub(super) metrics: Metrics,
-    /// In the order of their ids: what ends with a coordinator ends in that order.
+    /// Requests by id: those that end together end in this order.
     pub(super) requests: BTreeMap<RequestId, Tracked>,
-    /// Prefixes on their way to instances ahead of demand.
+    /// Prefixes that are being copied ahead of demand.
     pub(super) copies: BTreeMap<RequestId, CopyUnderWay>,
-    /// Those that lost their place and found no other yet, with when they give up.
+    /// Requests that lost their place and have no other yet, with the times at which they fail.
     pub(super) homeless: BTreeMap<RequestId, Seconds>,
     pub(super) ways: Ways,
     /// The next request's id.
     pub(super) next: RequestId,
-    /// The environment's beginning in seconds since 1970: instances order the requests of all routers by one
+    /// Start of the environment in seconds since 1970: instances order the requests of all routers by one
     /// clock.
     pub(super) began: Seconds,
     pub(super) left: mpsc::Receiver<RequestId>,
     pub(super) leave: mpsc::Sender<RequestId>,
-    /// A tick is on its way.
+    /// Whether a tick of the watch is scheduled.
     pub(super) watching: bool,
     pub(super) tick: mpsc::Sender<()>,
     pub(super) ticks: mpsc::Receiver<()>,
@@ -205,7 +204,7 @@ impl Coordinator {
         PrefixHasher::new(secret, &namespace)
     }
 
-    /// When a request that comes now is wanted.
+    /// The objective of a request that arrives now.
     fn objective(&self, wanted: &GenerateRequest) -> Objective {
         let flex = || Deadline { at: self.env.now() + self.flex_deadline, requests_left: 1 };
         let Hints { tier, deadline, .. } = wanted.hints;
@@ -215,7 +214,7 @@ impl Coordinator {
         }
     }
 
-    /// What the request is to the fleet, with the block keys of every kind of blocks in it.
+    /// The arrival of a request for the fleet machine, with the block keys for every kind of KV blocks.
     pub(super) fn arrival(
         &self,
         request: RequestId,
@@ -298,8 +297,8 @@ impl Coordinator {
         }
     }
 
-    /// Tells when the client is gone. Ends, and with it the last hold on the channel, when the returned
-    /// end is dropped: when the request is done.
+    /// Reports when the client leaves. The task, which holds the channel, ends when the returned sender is
+    /// dropped: when the request is done.
     fn watch(&self, request: RequestId, updates: mpsc::Sender<Update>) -> oneshot::Sender<()> {
         let leave = self.leave.clone();
         let (watched, done) = oneshot::channel();
@@ -337,7 +336,7 @@ impl Coordinator {
         self.placements.record(id, value);
     }
 
-    /// Sends a placed request to its instances: for a split one, room is made at the receiver first.
+    /// Sends a placed request to its instances; for a split one, room is made at the receiver first.
     pub(super) fn start(&mut self, request: RequestId) {
         let now = self.env.now();
         let tracked = self.requests.get_mut(&request).expect("placed by the caller");
@@ -383,7 +382,7 @@ impl Coordinator {
             FromWorker::Inspect(answer) => {
                 let _ = answer.try_send(self.fleet.held());
             }
-            // What comes after the word that it is down is of its earlier life.
+            // Reports after `Down` belong to the instance's earlier life.
             _ if !self.instances.contains_key(&instance) => {}
             FromWorker::Link { to, cost } => self.link_up(instance, to, cost),
             FromWorker::Admitted { request, attempt, tokens_cached } => {
@@ -448,8 +447,8 @@ impl Coordinator {
         }
     }
 
-    /// Reports of an earlier placement come late when an instance was lost meanwhile, and nobody else speaks
-    /// for a request.
+    /// Whether a report belongs to the current placement: reports of an earlier one may be late, and other
+    /// instances have no say.
     fn is_current(&self, instance: InstanceId, request: RequestId, attempt: u32) -> bool {
         self.requests.get(&request).is_some_and(|tracked| {
             tracked.attempt == attempt && [tracked.prefill, tracked.decode].contains(&instance)
@@ -481,7 +480,7 @@ impl Coordinator {
             let detail = format!("request {request}: it drew token {token}, which the model does not have");
             return self.failed(instance, &mixfleet_hal::Error::new(ErrorKind::Corrupt, detail));
         }
-        // The first token and the second may come from two instances, by ways of their own.
+        // The first and second tokens may come from two instances over different connections.
         if index as usize != tracked.generated.len() {
             tracing::warn!(request, index, %instance, "a token out of turn; the request goes on elsewhere");
             self.fleet_step(Event::Cancelled { request });
@@ -491,7 +490,7 @@ impl Coordinator {
         tracked.generated.push(token);
         match tracked.stage {
             _ if instance == tracked.decode => {}
-            // the two words came by ways of their own
+            // The two reports came over different connections.
             Stage::Joined => self.metrics.kv_exposed_s.observe(0.0),
             _ => tracked.stage = Stage::Computed { at: self.env.now() },
         }
@@ -507,7 +506,7 @@ impl Coordinator {
         });
         let tracked = &self.requests[&request];
         let is_whole = tracked.generated.len() >= tracked.wanted.max_tokens as usize;
-        // A worker that would go on is stopped.
+        // A worker that would continue is stopped.
         let Some(reason) = finish.or(is_whole.then_some(FinishReason::Length)) else {
             if let Some(reason) = dropped {
                 let message =
@@ -524,7 +523,7 @@ impl Coordinator {
         }
     }
 
-    /// The client is gone: nobody waits for the rest.
+    /// Cancels the request of a client that left.
     fn client_left(&mut self, request: RequestId) {
         if let Some(tracked) = self.requests.remove(&request) {
             self.cancel_everywhere(request, &tracked);
@@ -568,7 +567,7 @@ fn refuse(
             let seconds = retry_after.map_or(1.0, |s| s.0.ceil().clamp(1.0, 3600.0));
             Rejection::Overloaded { reason: reason.to_string(), retry_after_s: seconds as u64 }
         }
-        // a second try gets as much time again, and by then some of the work ahead is done
+        // A retry gets as much time again, and by then some of the work ahead is done.
         RejectReason::Deadline { ends_s, deadline_s } => {
             let seconds = (ends_s - deadline_s).ceil().clamp(1.0, 3600.0);
             Rejection::Overloaded { reason: reason.to_string(), retry_after_s: seconds as u64 }

@@ -1,8 +1,8 @@
-//! Copies of hot prefixes ahead of demand, which go the way of a pull.
+//! Copies of hot prefixes ahead of demand, which are sent like pulled prefixes.
 //!
-//! The fleet's machine asks for a copy when a request with the prefix arrives. The receiver makes room for it
-//! as for flexible work, the holder sends what it still has, and what lands stays in the receiver's cache. A
-//! copy that fails is dropped and never repeated: the fleet's machine forgets one that does not arrive.
+//! The fleet machine asks for a copy when a request with the prefix arrives. The receiver makes room for it
+//! as for flex requests, the holder sends what it still has, and what lands stays in the receiver's cache. A
+//! copy that fails is dropped and not retried: the fleet machine forgets a copy that does not arrive.
 
 use super::coordinator::Coordinator;
 use super::handoff::wire_dtype;
@@ -12,7 +12,7 @@ use mixfleet_scheduler::batch::{RequestId, Urgency};
 use mixfleet_scheduler::fleet::{Action, InstanceId};
 use std::sync::Arc;
 
-/// A copy that is under way.
+/// A copy in progress.
 pub(super) struct CopyUnderWay {
     from: InstanceId,
     to: InstanceId,
@@ -21,14 +21,14 @@ pub(super) struct CopyUnderWay {
 }
 
 impl Coordinator {
-    /// Begins the copies that were decided with the placement of `wanted`.
+    /// Starts the copies that were decided with the placement of `wanted`.
     pub(super) fn begin_copies(&mut self, actions: &[Action], wanted: &GenerateRequest) {
         for action in actions {
             let Action::Replicate { from, to, ref hashes, .. } = *action else { continue };
             let Some(block_tokens) = self.instances.get(&from).map(|holder| holder.block_tokens) else {
                 continue;
             };
-            // All of the prefix: what the receiver has of it is not sent.
+            // The whole prefix is named; what the receiver has of it is not sent.
             let tokens = hashes.len() * block_tokens as usize;
             let Some(prefix) = wanted.prompt_ids.get(..tokens) else { continue };
             let request = self.next;
@@ -55,7 +55,7 @@ impl Coordinator {
         Job { request, urgency, ready: now, attempt: 0, wanted, generated, hasher }
     }
 
-    /// The receiver has room for a copy, and its own KV ends at `from_token`.
+    /// Asks the holder for a copy once the receiver has room; the receiver's own KV ends at `from_token`.
     pub(super) fn ask_for_copy(&self, request: RequestId, from_token: u32, landing: Landing) {
         let Some(CopyUnderWay { from, to, wanted }) = self.copies.get(&request) else { return };
         let kv = |id| self.instances.get(id).map(|instance| instance.kv);

@@ -1,9 +1,9 @@
-//! What carries pieces of KV between instances: staging memory at both ends, the ways between them, and
-//! the slots that are the sender's credits.
+//! Sending pieces of KV between instances: staging memory at both ends, connections between them, and slots
+//! that are the sender's credits.
 //!
-//! Each pair of sender and receiver has a region of its own at the receiver, so that what a lost peer may
-//! still write can be fenced off without touching others. The sender's outbox mirrors it: slot i there is
-//! sent to slot i here. A sender without a free slot waits, so what is on its way is bounded.
+//! Each pair of sender and receiver has its own region at the receiver, so that late writes of a lost peer
+//! can be fenced off without affecting others. The sender's outbox mirrors it: slot i of the outbox is sent
+//! to slot i of the region. A sender without a free slot waits, which bounds the bytes in flight.
 
 use super::messages::{Landing, Parcel};
 use super::pinning::Pinner;
@@ -18,17 +18,17 @@ use std::sync::Arc;
 use std::time::Duration;
 use xxhash_rust::xxh3::xxh3_64;
 
-/// Sends of one piece, over all kinds of failure, before it is recomputed.
+/// Maximum sends of one piece, over all kinds of failure, before it is recomputed.
 pub(super) const SENDS_MAX: u32 = 3;
 
-/// How much may be on its way from one instance to another, and how long a piece may take.
+/// Limits of KV in flight from one instance to another, and the timeout of a piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HandOffLimits {
-    /// Bytes of a staging slot: the largest piece.
+    /// Bytes of a staging slot, which is the size of the largest piece.
     pub slot_bytes: u64,
-    /// Slots.
+    /// Number of slots.
     pub slots: u32,
-    /// For one piece, from when nothing of its way goes before it; then it counts as failed.
+    /// Timeout of one piece, counted from when it is first in its queue.
     pub timeout: Duration,
 }
 
@@ -39,48 +39,48 @@ impl Default for HandOffLimits {
 }
 
 impl HandOffLimits {
-    /// Bytes of all slots: of a landing, and of an outbox.
+    /// Bytes of all slots of a landing or an outbox.
     pub(crate) fn region_bytes(&self) -> u64 {
         self.slot_bytes.saturating_mul(self.slots.into())
     }
 }
 
-/// The ways that this process has to other memories.
+/// The transports of this process to other memories.
 #[derive(Clone)]
 pub struct Links {
-    /// Best first.
+    /// The transports, best first.
     pub transports: Vec<Arc<dyn Transport>>,
-    /// Makes memory that all of them reach.
+    /// Allocates memory that all of them can access.
     pub make_region: Arc<MakeRegion>,
 }
 
-/// An instance's staging memory and its ways to peers.
+/// An instance's staging memory and its connections to peers.
 pub(super) struct Courier {
     links: Links,
     limits: HandOffLimits,
     pinner: Arc<Pinner>,
-    /// By who writes there.
+    /// Staging memory here, by the peer that writes to it.
     landings: BTreeMap<InstanceId, Landed>,
-    /// By whom they lead to.
+    /// Outboxes and connections, by receiver.
     ways: BTreeMap<InstanceId, Way>,
-    /// What was on its way to slots that were given up for others.
+    /// Parcels in transit to slots of an older landing, reported as failed.
     stranded: Vec<(InstanceId, Parcel)>,
-    /// Where a piece is checked.
+    /// Memory in which a piece is verified.
     private: Option<(Arc<dyn SharedMemory>, Option<Pinned>)>,
 }
 
-/// Memory that a peer writes to.
+/// Staging memory that a peer writes to.
 struct Landed {
     landing: Landing,
     memory: Arc<dyn SharedMemory>,
     pinned: Option<Pinned>,
 }
 
-/// What became of a parcel.
+/// The result of sending a parcel.
 pub(super) enum Sent {
-    /// It lies in the receiver's slot.
+    /// It is in the receiver's slot.
     Landed(Parcel),
-    /// Every try failed.
+    /// Every attempt failed.
     Failed(Parcel),
 }
 
@@ -90,12 +90,12 @@ impl Courier {
         Courier { links, limits, pinner, landings, ways, stranded, private: None }
     }
 
-    /// Bytes of this end's slots.
+    /// Bytes of this instance's slots.
     pub(super) fn slot_bytes(&self) -> u64 {
         self.limits.slot_bytes
     }
 
-    /// Where pieces from `peer` are to land.
+    /// The staging slots for pieces from `peer`.
     ///
     /// # Errors
     /// When no transport can reach memory of this process, or there is no memory left.
@@ -123,7 +123,7 @@ impl Courier {
         Ok(&self.landings[&peer].landing)
     }
 
-    /// Memory for one piece that no peer reaches, for what is checked and then used; none if there is no
+    /// Memory for one piece that no peer can access, in which it is verified before use; none if there is no
     /// memory left.
     pub(super) fn private(&mut self) -> Option<Arc<dyn SharedMemory>> {
         if self.private.is_none() {
@@ -134,7 +134,7 @@ impl Courier {
         self.private.as_ref().map(|(memory, _)| memory.clone())
     }
 
-    /// Shows what `peer` wrote to a slot.
+    /// Shows the contents of a slot that `peer` wrote.
     ///
     /// # Errors
     /// `Invalid` if there is no such slot.
@@ -153,12 +153,12 @@ impl Courier {
         memory.view(u64::from(slot) * landing.slot_bytes, bytes, look)
     }
 
-    /// The peer is gone: what it may still write lands nowhere.
+    /// Forgets a lost peer, and fences off its late writes.
     pub(super) fn forget(&mut self, peer: InstanceId) {
         self.ways.remove(&peer);
         self.stranded.retain(|(to, _)| *to != peer);
         let Some(Landed { landing, pinned, .. }) = self.landings.remove(&peer) else { return };
-        // Fencing may put other pages in place of those that are pinned.
+        // Fencing may replace the pages that are pinned.
         drop(pinned);
         for region in &landing.regions {
             for transport in self.links.transports.iter().filter(|t| t.name() == region.transport) {
@@ -169,7 +169,7 @@ impl Courier {
         }
     }
 
-    /// All peers are gone, for this end.
+    /// Forgets all peers.
     pub(super) fn forget_all(&mut self) {
         let peers: Vec<InstanceId> = self.landings.keys().chain(self.ways.keys()).copied().collect();
         peers.into_iter().for_each(|peer| self.forget(peer));
@@ -179,7 +179,7 @@ impl Courier {
     /// A free slot at `peer`, whose slots are `landing`.
     ///
     /// # Errors
-    /// When there is no memory for the outbox, or nowhere to write to.
+    /// When there is no memory for the outbox, or no region to write to.
     pub(super) fn take_slot(&mut self, peer: InstanceId, landing: &Landing) -> Result<Option<u32>> {
         if landing.regions.is_empty() {
             return Err(Error::invalid(format!("{peer} names no memory to write to")));
@@ -194,16 +194,16 @@ impl Courier {
         Ok(self.ways.get_mut(&peer).and_then(|way| way.free.pop()))
     }
 
-    /// `peer` has read a slot.
+    /// Frees a slot that `peer` has read.
     pub(super) fn give_slot(&mut self, peer: InstanceId, slot: u32) {
         let Some(way) = self.ways.get_mut(&peer) else { return };
-        // What is still on its way was not read.
+        // A piece that is still in transit was not read.
         if slot < way.landing.slots && !way.free.contains(&slot) && !way.sends_from(slot) {
             way.free.push(slot);
         }
     }
 
-    /// Has `read` put a piece of `bytes` bytes into the outbox; its hash.
+    /// Fills a slot of the outbox with a piece of `bytes` bytes by `read`; returns its hash.
     ///
     /// # Errors
     /// Those of `read`, and when the piece does not fit into a slot.
@@ -222,7 +222,7 @@ impl Courier {
         outcome
     }
 
-    /// Begins to send what `fill` put into a slot.
+    /// Starts sending the slot that `fill` filled.
     pub(super) fn send(&mut self, peer: InstanceId, parcel: Parcel, now: Seconds) {
         if let Some(way) = self.ways.get_mut(&peer) {
             let slot = parcel.slot;
@@ -237,13 +237,13 @@ impl Courier {
         }
     }
 
-    /// For how long what goes first has done so; none if nothing is on its way.
+    /// The longest time that a first send has taken so far; none if nothing is in transit.
     pub(super) fn longest_send(&self, now: Seconds) -> Option<Seconds> {
         let firsts = self.ways.values().filter_map(|way| way.sends.front());
         firsts.map(|send| now - send.since).max_by(|a, b| a.0.total_cmp(&b.0))
     }
 
-    /// What has landed or failed; waits for up to `patience` if nothing has.
+    /// The sends that ended; waits for up to `patience` if none has.
     pub(super) fn settle(&mut self, now: Seconds, patience: Duration) -> Vec<(InstanceId, Sent)> {
         let stranded = self.stranded.drain(..);
         let mut settled: Vec<_> = stranded.map(|(peer, parcel)| (peer, Sent::Failed(parcel))).collect();
@@ -258,25 +258,25 @@ impl Courier {
     }
 }
 
-/// The way to one receiver.
+/// The outbox and connection to one receiver.
 struct Way {
     landing: Landing,
     outbox: Arc<dyn SharedMemory>,
     _pinned: Option<Pinned>,
     /// Slots that are free at both ends.
     free: Vec<u32>,
-    /// Which of the landing's regions is written to: each failure goes on to the next.
+    /// Index of the landing's region in use: each failure moves on to the next.
     region: usize,
     endpoint: Option<Box<dyn Endpoint>>,
-    /// In the order in which they began.
+    /// Sends in order of their start.
     sends: VecDeque<Sending>,
 }
 
 struct Sending {
     parcel: Parcel,
-    /// None: it has to begin, or to begin anew.
+    /// The transfer; none if it must be started or restarted.
     transfer: Option<TransferId>,
-    /// When it began, or became the first: a link that is slow and full must not look like one that is lost.
+    /// When it started or became the first: a slow full link must not look like a lost one.
     since: Seconds,
 }
 
@@ -287,17 +287,17 @@ impl Way {
         Way { landing, outbox, _pinned: pinned, free, region: 0, endpoint: None, sends }
     }
 
-    /// Whether a piece in this slot is on its way.
+    /// Whether a piece in this slot is in transit.
     fn sends_from(&self, slot: u32) -> bool {
         self.sends.iter().any(|send| send.parcel.slot == slot)
     }
 
-    /// Begins the sends that have not begun.
+    /// Starts the sends that were not started.
     fn start(&mut self, transports: &[Arc<dyn Transport>], now: Seconds) {
         let Some(first) = self.sends.iter().position(|send| send.transfer.is_none()) else { return };
         for at in first..self.sends.len() {
             let Parcel { slot, bytes, piece, .. } = self.sends[at].parcel;
-            // Its turn to be reported comes when it is the first.
+            // It is reported once it is the first.
             if piece.retries >= SENDS_MAX {
                 continue;
             }
@@ -306,8 +306,8 @@ impl Way {
             let endpoint = match self.connected(transports) {
                 Ok(endpoint) => endpoint,
                 Err(error) => {
-                    // None of them gets through, and each further try may take as long: a lost host must not
-                    // hold up what goes elsewhere, once for each piece.
+                    // No transport works now, and each further attempt may take as long: a lost host must not
+                    // delay sends to others once per piece.
                     let behind = self.sends.iter_mut().skip(at + 1).map(|send| &mut send.parcel.piece);
                     behind.for_each(|piece| piece.retries = (piece.retries + 1).min(SENDS_MAX));
                     return self.failed(at, &error);
@@ -323,7 +323,7 @@ impl Way {
         }
     }
 
-    /// The way over the first region, from the current one on, that is for this end at all.
+    /// The connection to the first usable region, from the current one on.
     fn connected(&mut self, transports: &[Arc<dyn Transport>]) -> Result<&mut Box<dyn Endpoint>> {
         let mut refused = Error::unsupported("the peer has no memory to write to");
         for _ in 0..self.landing.regions.len() {
@@ -353,7 +353,7 @@ impl Way {
         self.endpoint.as_mut().ok_or(refused)
     }
 
-    /// The way is broken: everything on it begins anew over the next one; `at` has one try less.
+    /// Handles a failed connection: all sends restart over the next region, and `at` has one attempt less.
     fn failed(&mut self, at: usize, error: &Error) {
         let transport = &self.landing.regions[self.region].transport;
         let Parcel { request, piece, .. } = &mut self.sends[at].parcel;
@@ -364,7 +364,7 @@ impl Way {
         self.sends.iter_mut().for_each(|send| send.transfer = None);
     }
 
-    /// What became of the first send, if that is known.
+    /// The result of the first send, if it has ended.
     fn settle_first(
         &mut self,
         transports: &[Arc<dyn Transport>],

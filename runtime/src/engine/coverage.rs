@@ -1,11 +1,11 @@
-//! Which token-layers of a prompt have landed, each counted once.
+//! The token-layers of a prompt that have landed, each counted once.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Ranges of tokens that landed, by layer.
+/// Ranges of landed tokens by layer.
 pub(super) struct Coverage {
-    /// End by first token: ranges that neither touch nor overlap.
+    /// End by first token, for ranges that neither touch nor overlap.
     layers: Vec<BTreeMap<u32, u32>>,
     token_layers: u64,
 }
@@ -15,7 +15,7 @@ impl Coverage {
         Coverage { layers: vec![BTreeMap::new(); layers as usize], token_layers: 0 }
     }
 
-    /// Token-layers that landed.
+    /// Number of token-layers that landed.
     pub(super) fn token_layers(&self) -> u64 {
         self.token_layers
     }
@@ -26,11 +26,11 @@ impl Coverage {
         before.is_some_and(|(_, &end)| end >= tokens.end)
     }
 
-    /// These have landed, some of them perhaps once more.
+    /// Records landed tokens, some of which may have landed before.
     pub(super) fn add(&mut self, layer: u32, tokens: Range<u32>) {
         let ranges = &mut self.layers[layer as usize];
         let Range { mut start, mut end } = tokens;
-        // Joined with all that it touches.
+        // The range is joined with all ranges that it touches.
         while let Some((&first, &last)) = ranges.range(..=end).next_back().filter(|(_, last)| **last >= start)
         {
             ranges.remove(&first);

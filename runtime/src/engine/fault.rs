@@ -1,22 +1,22 @@
-//! What a failure concerns: the narrowest thing that ends with it.
+//! The scope of a failure: the smallest unit that ends with it.
 
 use crate::request::{Failure, FailureKind};
 use mixfleet_hal::{Error, ErrorKind};
 use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::fleet::InstanceId;
 
-/// What ends with a failure, from small to large. A process ends only where its own `main` says so.
+/// The unit that ends with a failure, from small to large. A process ends only where its own `main` says so.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Scope {
-    /// One request; the others go on.
+    /// One request; the others continue.
     Request(RequestId),
-    /// The way for KV from another instance, for one request: that one is placed anew.
+    /// The link for KV from another instance, for one request, which is placed again.
     Link(RequestId, InstanceId),
-    /// The instance: its requests go on elsewhere, and it is opened again.
+    /// The instance: its requests continue elsewhere, and it is reopened.
     Instance,
 }
 
-/// A failure and what it concerns.
+/// A failure and its scope.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{error}")]
 pub(super) struct Fault {
@@ -24,10 +24,10 @@ pub(super) struct Fault {
     pub(super) error: Error,
 }
 
-/// Result of an instance's work.
+/// The result of an instance's work.
 pub(super) type Outcome<T> = std::result::Result<T, Fault>;
 
-/// What nobody narrows is the device's.
+/// An error without a narrower scope concerns the instance.
 impl From<Error> for Fault {
     fn from(error: Error) -> Self {
         Fault { scope: Scope::Instance, error }
@@ -44,7 +44,7 @@ impl Fault {
     }
 }
 
-/// Whether a device that says this of a step may still compute other steps.
+/// Whether a device may still compute other steps after this error of a step.
 pub(super) fn is_about_what_was_asked(error: &Error) -> bool {
     matches!(error.kind, ErrorKind::Invalid | ErrorKind::Unsupported | ErrorKind::OutOfMemory)
 }

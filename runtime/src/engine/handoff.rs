@@ -1,13 +1,13 @@
-//! KV on its way from the instance that has it to one that needs it: a prompt that is computed here and
-//! decoded there, or a prefix that is lent.
+//! The sender's side of KV transfers: prompts that are computed here and decoded elsewhere, and prefixes that
+//! are lent.
 //!
 //! A layer's KV of the tokens just computed is gathered on the device into the wire layout, read to the host,
 //! written to a staging slot of the receiver over a transport, checked there (XXH3-64 of the payload), and
-//! scattered into the receiver's own pages. The wire layout is neutral, so unlike page sizes and dtypes meet
-//! without a special case. While layer k travels, layers k+1.. compute: the sender keeps a few layers in its
-//! queue. What is there already (a cached prefix, a lent one) waits in a queue of pieces: between steps,
-//! pieces leave while there are slots for them. A piece that arrives corrupt, or does not arrive, is sent
-//! again a few times, then given up; the receiver recomputes what is missing.
+//! scattered into the receiver's own pages. The wire layout is neutral, so unlike page sizes and dtypes need
+//! no special case. While layer k is sent, layers k+1.. compute: the sender keeps a few layers in its queue.
+//! KV that is already there (a cached or lent prefix) is sent from a queue of pieces, between steps, as slots
+//! become free. A piece that arrives corrupt, or does not arrive, is resent a few times, then given up; the
+//! receiver recomputes what is missing.
 
 use super::courier::{SENDS_MAX, Sent};
 use super::lend::{Lent, PieceSource};
@@ -25,15 +25,15 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Layers in the queue of an instance that hands KV off: one that runs, one that waits behind it so
-/// that the device never idles, and two whose KV may be on its way to the host.
+/// Layers in the queue of an instance that hands KV off: one that runs, one queued behind it so that the
+/// device never idles, and two whose KV may be in transit to the host.
 pub(super) const LAYERS_IN_FLIGHT: usize = 4;
 
-/// While nothing else happens, what is on its way is looked after so often at most.
+/// Minimum poll interval for sends.
 pub(super) const LOOK_AFTER_SENDS: Duration = Duration::from_micros(500);
 
-/// Which dtype two pools exchange: no wider than either needs, and lossless unless the receiver
-/// rounds anyway.
+/// The dtype of KV between two instances: no wider than either needs, and lossless unless the receiver rounds
+/// anyway.
 pub fn wire_dtype(sender: DType, receiver: DType) -> DType {
     match (sender, receiver) {
         (a, b) if a == b => a,
@@ -43,30 +43,29 @@ pub fn wire_dtype(sender: DType, receiver: DType) -> DType {
     }
 }
 
-/// An instance's device memory for pieces that leave and come.
+/// Device memory of an instance for pieces in transit.
 pub(super) struct Staging {
-    /// For `tokens_max` tokens in the wire layout each, on the device. A read waits for all that uses a
-    /// buffer, so each layer has its own.
+    /// Device buffers for `tokens_max` tokens each in the wire layout, one per layer in flight, since a read
+    /// waits for all uses of its buffer.
     gathered: [Slice; LAYERS_IN_FLIGHT],
-    /// One piece on its way in, on the device.
+    /// Device buffer for one incoming piece.
     pub(super) landing: Slice,
     tokens_max: u32,
 }
 
-/// Tokens of a prompt that leave during a step.
+/// Tokens of a prompt whose KV is sent during a step.
 pub(super) struct Leaving {
     request: RequestId,
     to: Arc<HandOff>,
     tokens: Range<u32>,
     /// Row of the first token in the step.
     row: u32,
-    /// Where the KV of the first one is gathered.
+    /// Offset in the staging buffer of the first token's KV.
     offset: u64,
 }
 
 impl Staging {
-    /// Allocates on the device, for pieces of up to `slot_bytes`; with the pages that they are copied from
-    /// and to.
+    /// Allocates staging for pieces of up to `slot_bytes`, and the pages that they are copied from and to.
     pub(super) fn new(
         device: &dyn Device,
         kv: KvShape,
@@ -85,7 +84,7 @@ impl Staging {
         Ok((staging, Pages::new(device, kv, piece_tokens)?))
     }
 
-    /// Where the gathered KV of `layer` lies.
+    /// The staging buffer that holds the gathered KV of `layer`.
     fn gathered(&self, layer: usize, offset: u64, bytes: u64) -> Slice {
         self.gathered[layer % LAYERS_IN_FLIGHT].range(offset, bytes)
     }
@@ -95,16 +94,16 @@ impl Staging {
 pub(super) struct Outgoing {
     pub(super) transfer: Transfer,
     pub(super) to: Arc<HandOff>,
-    /// Where a prefix lies on the device; a prompt lies in its sequence's pages.
+    /// Device pages of a lent prefix; a prompt is in its sequence's pages.
     pub(super) pages: Vec<u32>,
-    /// What of a prefix lies in the lower tiers.
+    /// The part of a lent prefix that is in lower tiers.
     pub(super) below: Option<Lent>,
-    /// Pieces that leave when there are slots for them.
+    /// Pieces to be sent as slots become free.
     pub(super) waiting: VecDeque<PieceId>,
-    /// Pieces that left and have no verdict: tokens by first token and layer.
+    /// Pieces sent that have no verdict yet: tokens by first token and layer.
     open: BTreeMap<(u32, u32), u32>,
     handed_over: bool,
-    /// When the first piece left.
+    /// Time at which the first piece was sent.
     started: Option<Seconds>,
 }
 
@@ -123,18 +122,19 @@ impl Outgoing {
         }
     }
 
-    /// The prompt is computed, and the rest is the receiver's.
+    /// Marks the prompt as computed; the receiver decodes it.
     pub(super) fn hand_over(&mut self) -> Arc<HandOff> {
         self.handed_over = true;
         self.to.clone()
     }
 
-    /// Nothing but the word of `peer` on what was sent is missing, or it is the only one who wants it.
+    /// Whether the transfer ends when `peer` is lost, as only its verdicts are missing or only it wants the
+    /// KV.
     fn ends_with(&self, peer: InstanceId) -> bool {
         self.to.to == peer && (self.handed_over || self.transfer == Transfer::Prefix)
     }
 
-    /// A prefix of which the receiver has a word on every piece.
+    /// Whether this is a prefix for which every piece has a verdict.
     fn is_settled(&self) -> bool {
         self.transfer == Transfer::Prefix && self.waiting.is_empty() && self.open.is_empty()
     }
@@ -144,13 +144,12 @@ impl Outgoing {
         self.started.get_or_insert(now);
     }
 
-    /// A piece is on its way that nobody has given a verdict on. False for others: a receiver that has lost
-    /// count asks in vain.
+    /// Whether a piece was sent and has no verdict yet. Verdicts on other pieces are ignored.
     fn is_open(&self, piece: &PieceId) -> bool {
         self.open.get(&(piece.first, piece.layer)) == Some(&piece.tokens)
     }
 
-    /// A piece that was open has this verdict. It leaves again, unless it has done so too often: false then.
+    /// Records a verdict on an open piece. A corrupt piece is queued again; false if it was sent too often.
     fn judge(&mut self, piece: PieceId, intact: bool) -> bool {
         self.open.remove(&(piece.first, piece.layer));
         let retries = piece.retries.saturating_add(1);
@@ -189,12 +188,12 @@ impl Worker {
         leaving
     }
 
-    /// What goes on elsewhere once it is computed here.
+    /// The transfer of a request that is computed here and decoded elsewhere.
     pub(super) fn hand_off(&mut self, request: RequestId) -> Option<&mut Outgoing> {
         self.outgoing.get_mut(&request).filter(|outgoing| outgoing.transfer == Transfer::HandOff)
     }
 
-    /// Commands that gather what leaves of `layer`.
+    /// Commands that gather the KV of `layer` to be sent.
     pub(super) fn gathers(&self, layer: usize, pass: &graph::Pass, leaving: &[Leaving]) -> Result<Vec<Cmd>> {
         let gather = |part: &Leaving| {
             let (tokens, wire) = (part.tokens.len() as u32, part.to.wire);
@@ -206,7 +205,7 @@ impl Worker {
         leaving.iter().map(gather).collect()
     }
 
-    /// Sends what was gathered of `layer`.
+    /// Sends the gathered KV of `layer`.
     pub(super) async fn deliver(&mut self, layer: usize, leaving: &[Leaving]) -> Result<()> {
         for Leaving { request, to, tokens, offset, .. } in leaving {
             let token_bytes = self.pages.shape.wire_token_bytes(to.wire);
@@ -216,7 +215,7 @@ impl Worker {
                 let began = self.env.now();
                 let slot = self.credit(to).await?;
                 self.waited += self.env.now() - began;
-                // It may have ended meanwhile.
+                // The transfer may have ended meanwhile.
                 if !self.outgoing.get(request).is_some_and(|outgoing| Arc::ptr_eq(&outgoing.to, to)) {
                     slot.inspect(|&slot| self.courier.give_slot(to.to, slot));
                     break;
@@ -230,14 +229,14 @@ impl Worker {
         Ok(())
     }
 
-    /// Tokens of the largest piece that fits a slot there and the staging here.
+    /// Tokens of the largest piece that fits a receiver's slot and the staging here.
     pub(super) fn piece_tokens_max(&self, to: &HandOff) -> u32 {
         let token_bytes = self.pages.shape.wire_token_bytes(to.wire);
         let most = (to.landing.slot_bytes / token_bytes).max(1);
         most.min(u64::from(self.staging.tokens_max)) as u32
     }
 
-    /// The KV that the prefix cache already had and the receiver lacks is to be sent.
+    /// Queues the KV that the prefix cache already had and the receiver lacks.
     pub(super) fn queue_cached(&mut self, request: RequestId, tokens_cached: u32) {
         let Some(to) = self.hand_off(request).map(|outgoing| outgoing.to.clone()) else { return };
         let (layers, most) = (self.forward.config().layers, self.piece_tokens_max(&to));
@@ -245,7 +244,7 @@ impl Worker {
         self.hand_off(request).expect("just found").waiting.extend(cached);
     }
 
-    /// Sends what waits, as far as there are free slots.
+    /// Sends queued pieces as far as there are free slots.
     pub(super) fn send_waiting(&mut self) -> Result<()> {
         let unsent = self.outgoing.iter().filter(|(_, outgoing)| !outgoing.waiting.is_empty());
         let mut its: Vec<RequestId> = unsent.map(|(&request, _)| request).collect();
@@ -257,7 +256,7 @@ impl Worker {
         Ok(())
     }
 
-    /// Sends one piece that waits. False if there is none, or no slot for it.
+    /// Sends one queued piece. False if there is none, or no slot for it.
     fn send_next_of(&mut self, request: RequestId) -> Result<bool> {
         let Some(outgoing) = self.outgoing.get_mut(&request) else { return Ok(false) };
         let Some(&piece) = outgoing.waiting.front() else { return Ok(false) };
@@ -298,7 +297,7 @@ impl Worker {
         Ok(true)
     }
 
-    /// Reads a piece from the device into a free slot, and begins to send it.
+    /// Reads a piece from the device into a free slot, and starts sending it.
     fn send_gathered(
         &mut self,
         request: RequestId,
@@ -310,7 +309,7 @@ impl Worker {
         self.send_from(request, piece, to, (slot, from.bytes), &mut |place| device.read(&from, place))
     }
 
-    /// Has `read` fill a free slot, and begins to send it.
+    /// Fills a free slot by `read`, and starts sending it.
     fn send_from(
         &mut self,
         request: RequestId,
@@ -329,7 +328,7 @@ impl Worker {
         self.settle_sends(Duration::ZERO)
     }
 
-    /// Tells receivers what has landed with them; waits for up to `patience` for something that has.
+    /// Notifies receivers of landed pieces; waits for up to `patience` until one has landed.
     pub(super) fn settle_sends(&mut self, patience: Duration) -> Result<()> {
         for (to, sent) in self.courier.settle(self.env.now(), patience) {
             let (landed, parcel) = match sent {
@@ -343,7 +342,7 @@ impl Worker {
                 continue;
             }
             if landed {
-                // A receiver that was not told gives no slot back, and may be met again.
+                // A receiver that was not told cannot return the slot, and may be connected again later.
                 self.courier.give_slot(to, slot);
             }
             if let Some(outgoing) = self.open(request, to, attempt, &piece) {
@@ -356,8 +355,8 @@ impl Worker {
         Ok(())
     }
 
-    /// Completes when it is time to `settle_sends` again; never if nothing is on its way. What is slow is
-    /// asked after less often.
+    /// Completes when `settle_sends` is due again; never if nothing is in transit. Slow sends are polled less
+    /// often.
     pub(super) fn sends_due(&self) -> Task {
         match self.courier.longest_send(self.env.now()) {
             None => Box::pin(std::future::pending()),
@@ -367,7 +366,7 @@ impl Worker {
         }
     }
 
-    /// The transfer of which `piece` went to `peer` and waits for its verdict.
+    /// The transfer whose `piece` was sent to `peer` and has no verdict yet.
     fn open(
         &mut self,
         request: RequestId,
@@ -379,14 +378,14 @@ impl Worker {
         self.outgoing.get_mut(&request).filter(is_meant)
     }
 
-    /// A piece is sent no more.
+    /// Gives a piece up and tells the receiver.
     fn lose(&self, request: RequestId, to: &HandOff, piece: PieceId) {
         self.directory.tell(to.to, self.id, PeerWord::Lost { request, attempt: to.attempt, piece });
         tracing::warn!(request, layer = piece.layer, first = piece.first, "KV is recomputed by the receiver");
     }
 
-    /// Waits for a free slot of a receiver; none if it is gone. What peers say meanwhile is heard: two
-    /// instances that send to each other would wait for ever otherwise.
+    /// Waits for a free slot of a receiver; none if it is gone. Peers' messages are handled meanwhile, since
+    /// two instances that send to each other would deadlock otherwise.
     async fn credit(&mut self, to: &HandOff) -> Result<Option<u32>> {
         loop {
             match self.courier.take_slot(to.to, &to.landing) {
@@ -415,7 +414,7 @@ impl Worker {
         }
     }
 
-    /// The receiver's word on a piece: done, or once more.
+    /// Handles the receiver's verdict on a piece: it is done, or is resent.
     pub(super) fn verdict(
         &mut self,
         receiver: InstanceId,
@@ -431,7 +430,7 @@ impl Worker {
         self.settle_outgoing(request)
     }
 
-    /// The receiver goes on with the sequence that was handed over to it: its blocks here are released.
+    /// Releases the blocks of a handed-over sequence once the receiver decodes it.
     pub(super) fn taken_over(
         &mut self,
         receiver: InstanceId,
@@ -445,7 +444,7 @@ impl Worker {
         }
     }
 
-    /// Blocks of a lent prefix are released when the receiver has a word on every piece.
+    /// Releases the blocks of a lent prefix once every piece has a verdict.
     pub(super) fn settle_outgoing(&mut self, request: RequestId) -> Result<()> {
         match self.outgoing.get(&request).is_some_and(Outgoing::is_settled) {
             true => self.complete_outgoing(request),
@@ -460,7 +459,7 @@ impl Worker {
         self.end_outgoing(request)
     }
 
-    /// Nothing of it is sent any more.
+    /// Stops sending KV of `request`, and releases its blocks.
     fn end_outgoing(&mut self, request: RequestId) -> Result<()> {
         match self.outgoing.remove(&request).map(|outgoing| outgoing.transfer) {
             Some(Transfer::Prefix) => self.machine_step(Event::Unlend { request }),
@@ -472,9 +471,10 @@ impl Worker {
         }
     }
 
-    /// From now on KV of `request` goes elsewhere.
+    /// Starts a transfer of the KV of `request`.
     pub(super) fn begin_outgoing(&mut self, request: RequestId, outgoing: Outgoing) -> Result<()> {
-        // One of an earlier placement, which was not cancelled because it was thought to be over.
+        // This ends a transfer of an earlier placement, which was not cancelled because it was thought to be
+        // over.
         self.stop_outgoing(request)?;
         // The receiver has fenced off the slots that it gave away before.
         let to = outgoing.to.clone();
@@ -483,8 +483,8 @@ impl Worker {
         Ok(())
     }
 
-    /// Nobody confirms what went to a lost peer: whatever was handed over to it is its own, or is placed
-    /// anew.
+    /// Stops transfers to a lost peer, which confirms nothing: what was handed over is placed again or was
+    /// taken over.
     pub(super) fn stop_all_to(&mut self, peer: InstanceId) -> Result<()> {
         self.stop_all(|outgoing| outgoing.ends_with(peer))
     }
@@ -496,7 +496,7 @@ impl Worker {
         its.into_iter().try_for_each(|request| self.stop_outgoing(request))
     }
 
-    /// It ends here before its receiver has all: whoever still waits for a prefix is told not to.
+    /// Stops a transfer early; a receiver that still waits for a prefix is told not to.
     pub(super) fn stop_outgoing(&mut self, request: RequestId) -> Result<()> {
         let Some(Outgoing { transfer, to, .. }) = self.outgoing.get(&request) else { return Ok(()) };
         if *transfer == Transfer::Prefix {
@@ -521,7 +521,7 @@ mod tests {
     fn tokens_are_cut_into_pieces_that_fit_and_none_into_none() {
         let cut = |tokens| pieces(3, tokens, 8).map(|piece| (piece.first, piece.tokens)).collect::<Vec<_>>();
         assert_eq!(cut(5..22), [(5, 8), (13, 8), (21, 1)]);
-        // What the receiver has may end behind what is cached here.
+        // The receiver's prefix may end after what is cached here.
         let (beyond, end) = (9, 7);
         assert_eq!((cut(end..end), cut(beyond..end)), (vec![], vec![]));
     }
@@ -534,7 +534,7 @@ mod tests {
             for _ in 1..SENDS_MAX {
                 outgoing.sent(&piece, Seconds::ZERO);
                 assert!(outgoing.is_open(&piece) && outgoing.judge(piece, false));
-                // A receiver that says it twice is not listened to.
+                // A second verdict on the same piece is ignored.
                 assert!(!outgoing.is_open(&piece) && outgoing.waiting.len() == 1 && !outgoing.is_settled());
                 piece = outgoing.waiting.pop_front().unwrap();
             }

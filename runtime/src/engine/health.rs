@@ -1,14 +1,13 @@
-//! What a device tells of its state while it serves: power and energy, beside the tokens that they were spent
-//! on.
+//! Metrics of a device's state while it serves: power, energy and temperature, beside its steps and tokens.
 
 use crate::metrics::{DeviceLabels, Metrics};
 use mixfleet_hal::Health;
 use mixfleet_hal::units::Seconds;
 
-/// Sensors are slow to read and slow to change.
+/// Interval between readings: sensors are slow to read and to change.
 const EVERY: Seconds = Seconds(1.0);
 
-/// Follows one device.
+/// The health metrics of one device.
 pub(super) struct HealthWatch {
     labels: DeviceLabels,
     metrics: Metrics,
@@ -20,7 +19,7 @@ impl HealthWatch {
         HealthWatch { labels: DeviceLabels { device }, metrics, next: Seconds::ZERO }
     }
 
-    /// A step of so many tokens ended at `now`; asks for the state once a second at most.
+    /// Counts a step of so many tokens that ended at `now`, and reads the sensors once a second at most.
     pub(super) fn stepped(&mut self, tokens: u64, now: Seconds, health: impl FnOnce() -> Health) {
         self.metrics.device_steps.get_or_create(&self.labels).inc();
         self.metrics.device_tokens.get_or_create(&self.labels).inc_by(tokens);

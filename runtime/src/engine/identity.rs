@@ -1,16 +1,16 @@
-//! Whose KV it is.
+//! The identity of KV: model, tokenizer and the fleet's secret.
 
 use mixfleet_hal::{DType, random};
 use xxhash_rust::xxh3::xxh3_64;
 
-/// What belongs to the model, not to a device.
+/// The part of the identity that does not depend on the device.
 #[derive(Clone, Debug)]
 pub struct Identity {
     /// Digest of configuration and weights.
     pub model_digest: String,
     /// Digest of the tokenizer.
     pub tokenizer_digest: String,
-    /// Makes block hashes hard to aim at.
+    /// Secret key of block hashes, so that they cannot be forged.
     pub secret: [u8; 16],
 }
 
@@ -23,8 +23,7 @@ impl Identity {
         Identity { model_digest, tokenizer_digest, secret }
     }
 
-    /// Digest of all that two processes must have in common before one may use KV that the other left, of
-    /// dtype `kv`.
+    /// Digest of everything that two processes must have in common to use each other's KV of dtype `kv`.
     pub fn namespace(&self, kv: DType) -> u64 {
         let kv = kv.to_string();
         let fields =

@@ -1,4 +1,4 @@
-//! The receiver's side of a transfer: pieces are waited for, checked and put into the sequence's pages.
+//! The receiver's side of KV transfers: pieces are awaited, verified and written to the sequence's pages.
 
 use super::coverage::Coverage;
 use super::fault::{Fault, Outcome};
@@ -9,14 +9,14 @@ use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::fleet::InstanceId;
 use xxhash_rust::xxh3::xxh3_64;
 
-/// KV that is waited for.
+/// KV that a sequence waits for.
 pub(super) struct Incoming {
     sender: InstanceId,
     transfer: Transfer,
     from: u32,
     length: u32,
     layers: u32,
-    /// What landed or was given up.
+    /// Token-layers that landed or were given up.
     settled: Coverage,
     /// Leading tokens of which nothing was given up.
     valid: u32,
@@ -30,8 +30,8 @@ impl Incoming {
         Incoming { sender, transfer, from, length, layers, settled, valid, next: None }
     }
 
-    /// `sender` lends no more than `until` tokens. It says so before it sends; what came before that is not
-    /// used.
+    /// Limits the prefix to the `until` tokens that `sender` lends. It tells this before it sends; pieces
+    /// that came earlier are not used.
     pub(super) fn shorten(&mut self, sender: InstanceId, until: u32) {
         if self.is_lent_by(sender) {
             let until = if self.settled.token_layers() == 0 { until } else { 0 };
@@ -40,19 +40,19 @@ impl Incoming {
         }
     }
 
-    /// Nothing more of a prefix is waited for, and nothing that came is used.
+    /// Stops waiting for a prefix, of which nothing is used.
     pub(super) fn abandon(&mut self) {
         if self.transfer == Transfer::Prefix {
             (self.length, self.valid) = (self.from, self.from);
         }
     }
 
-    /// A prefix that `peer` lends.
+    /// Whether this is a prefix that `peer` lends.
     pub(super) fn is_lent_by(&self, peer: InstanceId) -> bool {
         self.transfer == Transfer::Prefix && self.sender == peer
     }
 
-    /// Whether this piece is waited for: a sender that has lost count must not disturb the pages.
+    /// Whether this piece is expected: others must not be written to the pages.
     fn awaits(&self, sender: InstanceId, piece: &PieceId) -> bool {
         let PieceId { layer, first, tokens, .. } = *piece;
         sender == self.sender
@@ -78,7 +78,7 @@ impl Incoming {
         u64::from(self.length - self.from) * u64::from(self.layers)
     }
 
-    /// `sender` has computed the prompt. False if it is not the one who was to.
+    /// Records that `sender` computed the prompt. False if it is not the expected sender.
     pub(super) fn hand_over(&mut self, sender: InstanceId, next: u32) -> bool {
         let expected = self.transfer == Transfer::HandOff && sender == self.sender;
         if expected {
@@ -102,10 +102,10 @@ impl Incoming {
 }
 
 impl Worker {
-    /// A sequence has its blocks: its KV may come.
+    /// Starts waiting for KV once a sequence has its blocks.
     ///
     /// # Errors
-    /// Of the link, where there is no memory for what would land: descriptors or bytes are used up.
+    /// A fault of the link, if there is no memory or descriptor for the staging slots.
     pub(super) fn await_kv(&mut self, request: RequestId, tokens_cached: u32) -> Outcome<()> {
         let layers = self.forward.config().layers;
         let Some(active) = self.active.get_mut(&request) else { return Ok(()) };
@@ -129,8 +129,8 @@ impl Worker {
         }
     }
 
-    /// Takes a piece out of its slot, checks it and puts it into the sequence's pages. What is checked is a
-    /// copy, and the copy is what the device gets: a sender may write to its slot at any time.
+    /// Verifies a piece in its slot and writes it to the sequence's pages. A copy is verified and written,
+    /// since the sender may write to its slot at any time.
     pub(super) fn receive(&mut self, sender: InstanceId, parcel: Parcel) -> Result<()> {
         let Parcel { request, attempt, piece, slot, bytes, hash, wire } = parcel;
         let active = self.active.get(&request).filter(|a| a.attempt == attempt);
@@ -178,7 +178,7 @@ impl Worker {
         if awaited && intact { self.settle_incoming(request) } else { Ok(()) }
     }
 
-    /// From the landing buffer into the sequence's pages.
+    /// Copies a piece from the landing buffer to the sequence's pages.
     fn scatter(&mut self, request: RequestId, piece: PieceId, wire: DType, bytes: u64) -> Result<()> {
         let PieceId { layer, first, tokens, .. } = piece;
         let slots = self.pages.slots(&*self.device, self.machine.pages(request), first..first + tokens)?;
@@ -190,7 +190,7 @@ impl Worker {
         Ok(())
     }
 
-    /// A sequence joins the batch when all of its KV is there that will come.
+    /// Lets a sequence join the batch once nothing more of its KV will come.
     pub(super) fn settle_incoming(&mut self, request: RequestId) -> Result<()> {
         let Some(active) = self.active.get_mut(&request) else { return Ok(()) };
         let Some(incoming) = &active.incoming else { return Ok(()) };
@@ -213,7 +213,7 @@ impl Worker {
         self.machine_step(Event::Landed { request, tokens_valid, next: next.is_some() })
     }
 
-    /// Nothing more comes of prefixes that `peer` lends.
+    /// Stops waiting for prefixes that `peer` lends.
     pub(super) fn lender_down(&mut self, peer: InstanceId) -> Result<()> {
         let lent = self.active.iter_mut().filter_map(|(&request, active)| {
             let incoming = active.incoming.as_mut().filter(|incoming| incoming.is_lent_by(peer))?;

@@ -1,4 +1,4 @@
-//! A device with the model on it: what becomes an instance of the fleet.
+//! A device with the model loaded, which becomes an instance of the fleet.
 
 use super::calibrate;
 use super::courier::{Courier, HandOffLimits, Links};
@@ -27,44 +27,44 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How many times longer than predicted a step may take, and how long at least and at most.
+/// The timeout of a step as a multiple of its predicted time, with bounds.
 const STEP_TIMEOUT_FACTOR: f64 = 20.0;
 const STEP_TIMEOUT_MIN: Duration = Duration::from_secs(60);
 const STEP_TIMEOUT_MAX: Duration = Duration::from_secs(600);
 
-/// What an instance may take between two steps, beyond what it is silent in one.
+/// Time that an instance may take between two steps, in addition to the steps.
 const SILENCE_SPARE: Seconds = Seconds(30.0);
 
-/// How an instance runs.
+/// Limits of an instance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InstanceLimits {
-    /// Dtype between operations.
+    /// Dtype of activations.
     pub activations: DType,
     /// Dtype of the KV.
     pub kv: DType,
     /// Memory for KV, in bytes.
     pub kv_bytes: u64,
-    /// New tokens in a step.
+    /// Maximum new tokens in a step.
     pub step_tokens_max: u32,
-    /// Prompt tokens in a step that also decodes; as many as TBT objectives allow if none.
+    /// Maximum prompt tokens in a step that also decodes; as many as TBT objectives allow if none.
     pub prefill_tokens_beside_decode_max: Option<u32>,
-    /// Sequences at a time.
+    /// Maximum concurrent sequences.
     pub sequences_max: u32,
-    /// Tokens in a KV block; the device's preference if none.
+    /// Tokens per KV block; the device's preference if none.
     pub block_tokens: Option<u32>,
 }
 
-/// A device that shall serve.
+/// The specification of an instance.
 pub struct InstanceSpec {
     /// The device.
     pub device: Arc<dyn Device>,
-    /// The model's parameters on it.
+    /// The model's parameters on the device.
     pub weights: Weights,
-    /// What it may do.
+    /// The instance's role.
     pub role: Role,
     /// Its rent, if known.
     pub price: Option<UsdPerHour>,
-    /// Its bounds.
+    /// The instance's limits.
     pub limits: InstanceLimits,
 }
 
@@ -79,7 +79,7 @@ pub struct Loaded {
     disk_below: Option<DiskBelow>,
 }
 
-/// What an instance finds around it.
+/// The environment of an instance.
 pub(crate) struct Surroundings {
     pub(crate) env: SharedEnv,
     pub(crate) links: Links,
@@ -93,7 +93,7 @@ impl Loaded {
     /// Checks that the device can run the model and allocates KV and activations.
     ///
     /// # Errors
-    /// `Unsupported` with the operation, `OutOfMemory`, or `Invalid` for bounds that hold nothing.
+    /// `Unsupported` with the operation, `OutOfMemory`, or `Invalid` for limits that allow no block.
     pub fn new(config: &Arc<ModelConfig>, spec: InstanceSpec) -> Result<Self> {
         let InstanceSpec { device, weights, role, price, limits } = spec;
         let block_tokens = limits.block_tokens.unwrap_or_else(|| device.limits().kv_page_tokens);
@@ -129,7 +129,7 @@ impl Loaded {
         Ok(Loaded { spec_device: device, forward, role, price, batch, below: None, disk_below: None })
     }
 
-    /// Keeps what the device's KV memory gives up in host memory, and on a disk.
+    /// Adds lower tiers, for KV that the device's memory evicts: host memory, and a disk.
     ///
     /// # Errors
     /// When they cannot be opened.
@@ -150,12 +150,12 @@ impl Loaded {
         &self.spec_device
     }
 
-    /// Tokens that the KV memory holds.
+    /// Tokens that fit into the KV memory.
     pub fn kv_capacity_tokens(&self) -> u64 {
         u64::from(self.batch.blocks_total) * u64::from(self.batch.block_tokens)
     }
 
-    /// What it may do.
+    /// The instance's role.
     pub fn role(&self) -> Role {
         self.role
     }
@@ -165,7 +165,7 @@ impl Loaded {
         self.forward.shape().kv
     }
 
-    /// What the fleet's machine knows of it.
+    /// The instance as the fleet machine sees it.
     pub(super) fn describe(&self, id: InstanceId, cost: CostModel) -> Instance {
         Instance {
             id,
@@ -183,15 +183,15 @@ impl Loaded {
         }
     }
 
-    /// Becomes instance `id`: reports that it is up, and works on a thread of its own until nobody takes
-    /// reports any more.
+    /// Starts instance `id`: reports that it is up, and works on its own thread until reports are no longer
+    /// received.
     ///
     /// # Errors
     /// When the device gives no queue or no staging memory.
     pub(crate) fn start(self, id: InstanceId, cost: CostModel, surroundings: &Surroundings) -> Result<()> {
         let Surroundings { env, links, hand_off, directory, reports, metrics } = surroundings;
         let step_timeout = self.step_timeout(&cost);
-        // Twice: a step may have begun when the first word of a request came.
+        // Twice, since a step may have started just before a request's first order came.
         let silence_max = Seconds(2.0 * step_timeout.as_secs_f64()) + SILENCE_SPARE;
         let instance = self.describe(id, cost);
         let cost = instance.cost.clone();
@@ -235,14 +235,13 @@ impl Loaded {
             metrics: metrics.clone(),
         };
         directory.enter(id, Inboxes { orders: Some(orders_sender), words: Some(words_sender) });
-        // Before it works, so that who comes then finds it. Nobody is left to be told only when nobody wants
-        // the worker any more.
+        // It is reported up before it works, so that later peers find it. Sending fails only once the worker
+        // is no longer needed.
         let _ = reports.send((id, up));
         env.spawn_worker(&name, Box::pin(worker.run())).map_err(no_thread)
     }
 
-    /// A step that takes longer means that the device hangs: many times what the largest one is predicted to
-    /// take.
+    /// The timeout after which the device counts as hung: many times the predicted time of the largest step.
     fn step_timeout(&self, cost: &CostModel) -> Duration {
         let shape = self.forward.shape();
         let context = self.forward.config().context_max.saturating_sub(shape.tokens_max);
@@ -250,15 +249,15 @@ impl Loaded {
         step_timeout(cost.step_s(&[largest], shape.sequences_max, self.kv_capacity_tokens()))
     }
 
-    /// What steps take here; before serving only.
+    /// Measures the cost of steps; only before serving.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     pub fn calibrate(&self) -> Result<Coefficients> {
         calibrate::measure(&*self.spec_device, &self.forward)
     }
 
-    /// What steps take here by a profile of the device, measured before.
+    /// The cost model of steps here by an existing profile of the device.
     pub fn predicted_by(&self, profile: DeviceProfile) -> CostModel {
         let shape = self.forward.shape();
         let cost = ProfileCost {
@@ -271,7 +270,7 @@ impl Loaded {
     }
 }
 
-/// Asks the device about the operations that differ between models.
+/// Checks that the device supports the operations that differ between models.
 fn check_support(device: &dyn Device, c: &ModelConfig, weights: &Weights, shape: &StepShape) -> Result<()> {
     let (x, kv) = (shape.activations, shape.kv_shape(c));
     let (heads, head_dim, wire) = (c.heads, c.head_dim, kv.dtype);

@@ -1,9 +1,8 @@
-//! A prefix that this instance holds and another one wants: sent from the device's pages, and where those end
-//! from the lower tiers.
+//! Sending a cached prefix to another instance: first from the device's pages, then from the lower tiers.
 //!
-//! The holder is asked because the fleet's machine expects the transfer to be faster than computing, but what
-//! the machine knows is late: the holder says first how much it sends. It serves others meanwhile, so a piece
-//! leaves whenever a slot is free, and nothing waits for one.
+//! The fleet machine asks for a prefix if it expects the transfer to be faster than computing, but its view
+//! may be outdated: the holder first tells how much it sends. It serves other requests meanwhile, so a piece
+//! is sent whenever a slot is free, and nothing waits for one.
 
 use super::handoff::{Outgoing, pieces};
 use super::messages::{HandOff, Job, PeerWord, PieceId, Transfer};
@@ -19,21 +18,21 @@ pub(super) struct Lent {
     /// The first token in them.
     from: u32,
     lease: Lease,
-    /// XXH3-64 of each layer of those that were what was stored when they were looked at, by block.
+    /// XXH3-64 of each layer of the leading blocks that were intact when they were leased, by block.
     digests: Vec<Vec<u64>>,
 }
 
-/// Where the bytes of a piece are.
+/// The location of a piece's bytes.
 pub(super) enum PieceSource {
-    /// In these slots of the device's pages.
+    /// The piece is in these slots of the device's pages.
     Device(Slice),
-    /// In the lower tiers, and not what was stored there.
+    /// The piece is in the lower tiers, and corrupt.
     Rotten,
-    /// In the lower tiers.
+    /// The piece is in the lower tiers: its bytes.
     Below(Vec<u8>),
 }
 
-/// Of the leading blocks that are what was stored, the XXH3-64 of each layer.
+/// The XXH3-64 of each layer of the leading intact blocks.
 fn digests(lease: &Lease, layers: usize) -> Vec<Vec<u64>> {
     let of_block = |block: usize| {
         let mut digests = Vec::new();
@@ -46,13 +45,12 @@ fn digests(lease: &Lease, layers: usize) -> Vec<Vec<u64>> {
 }
 
 impl Worker {
-    /// Begins to send the KV of the first `until` tokens, as far as it is here, from where the receiver's
-    /// ends.
+    /// Starts sending the KV of the first `until` tokens, as far as it is here and the receiver lacks it.
     pub(super) fn lend(&mut self, job: &Job, until: u32, to: HandOff) -> Result<()> {
         let Job { request, attempt, .. } = *job;
         let peer = to.to;
         let until = match self.hand_off(request) {
-            // It is computed here: whoever asks for it has an old view.
+            // It is computed here, so the view of whoever asks is outdated.
             Some(_) => 0,
             None => self.begin_to_lend(job, until, to)?,
         };
@@ -60,7 +58,7 @@ impl Worker {
         self.settle_outgoing(request)
     }
 
-    /// Returns how many leading tokens the receiver will have.
+    /// Queues the pieces, and returns how many leading tokens the receiver will have.
     fn begin_to_lend(&mut self, job: &Job, until: u32, to: HandOff) -> Result<u32> {
         let request = job.request;
         let mut tokens = job.tokens();
@@ -74,10 +72,10 @@ impl Worker {
 
         let page_tokens = self.pages.shape.page_tokens;
         let on_device = self.outgoing[&request].pages.len() as u32 * page_tokens;
-        // What the receiver has already is not brought.
+        // What the receiver has already is not loaded.
         let below_from = on_device.max(from / page_tokens * page_tokens);
         let mut below = None;
-        // Below lies what the device gave up, in its dtype.
+        // The lower tiers hold what the device evicted, in its dtype.
         if wire == self.pages.shape.dtype && below_from < tokens.len() as u32 {
             let wanted = &chain[(below_from / page_tokens) as usize..];
             below = self.lease_to_lend(wanted, &tokens[below_from as usize..]);
@@ -85,7 +83,7 @@ impl Worker {
         let layers = self.forward.config().layers;
         let below =
             below.map(|lease| Lent { from: below_from, digests: digests(&lease, layers as usize), lease });
-        // What was found to be bad is gone.
+        // Blocks found to be corrupt are gone.
         self.tell_tiers();
         let end = below_from + below.as_ref().map_or(0, |lent| lent.digests.len()) as u32 * page_tokens;
         let of_layer = |layer| {
@@ -98,7 +96,7 @@ impl Worker {
         Ok(end)
     }
 
-    /// Where the bytes of a piece are: a copy, which is checked, of what lies in the lower tiers.
+    /// Locates the bytes of a piece; those in the lower tiers are copied and verified.
     pub(super) fn place(&self, request: RequestId, piece: &PieceId) -> Result<PieceSource> {
         let (outgoing, page_tokens) = (&self.outgoing[&request], self.pages.shape.page_tokens);
         let (first, tokens) = (piece.first, piece.first..piece.first + piece.tokens);
@@ -131,8 +129,8 @@ impl Worker {
         Ok(PieceSource::Below(payload))
     }
 
-    /// Brings blocks of a prefix that is lent to host memory. All lent ones together take half of it: the
-    /// device goes on giving up blocks to the rest.
+    /// Loads blocks of a prefix to be lent into host memory. All lent blocks together take at most half of
+    /// it, so that the device can still evict blocks to the rest.
     fn lease_to_lend(&mut self, chain: &[BlockHash], tokens: &[u32]) -> Option<Lease> {
         let lent: usize = self.outgoing.values().filter_map(|o| Some(o.below.as_ref()?.lease.len())).sum();
         let most = (self.below.as_ref()?.dram_blocks() / 2).saturating_sub(lent).min(chain.len());

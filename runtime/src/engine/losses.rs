@@ -1,5 +1,5 @@
-//! Instances that come and go, and what becomes of their requests: each is placed anew from its prompt and
-//! the tokens that the client has, waits for a place where one may come, or ends.
+//! Instances that are lost and return, and their requests: each is placed again from its prompt and the
+//! tokens that the client has, waits for a place where one may come, or fails.
 
 use super::coordinator::{Coordinator, InstanceHandle, Stage};
 use super::messages::PeerWord;
@@ -13,19 +13,19 @@ use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::fleet::{Action, Event, Instance, InstanceId};
 use std::time::Duration;
 
-/// A request with which so many instances were lost is not tried again: it may be what they were lost by.
+/// Lost instances after which a request is not retried, since it may have caused the losses.
 const LOSSES_MAX: usize = 2;
 
-/// How often instances with work are looked after.
+/// Interval between checks of instances with work.
 const WATCH_EVERY: Duration = Duration::from_secs(10);
 
-/// How often a request that lost its place looks for another one.
+/// Interval between attempts to place a request that lost its place.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
 impl Coordinator {
-    /// Its device failed, or it does what no sound instance does.
+    /// Handles an instance whose device failed, or that misbehaves.
     pub(super) fn failed(&mut self, instance: InstanceId, error: &mixfleet_hal::Error) {
-        // Its process may live on, and the ways of others to it.
+        // Its process may continue, and so may others' links to it.
         for &other in self.instances.keys().filter(|&&other| other != instance) {
             self.directory.tell(other, instance, PeerWord::Down);
         }
@@ -39,7 +39,7 @@ impl Coordinator {
             return;
         }
         let (id, heard_at) = (instance.id, self.env.now());
-        // It was out of reach only: what was lost with it was not its doing.
+        // If only the connection was lost, the request did not cause the loss.
         for tracked in self.requests.values_mut() {
             tracked.losses.retain(|(lost, certain)| *certain || *lost != id);
         }
@@ -50,13 +50,13 @@ impl Coordinator {
         self.count_instances();
     }
 
-    /// Says who is there, and whether they can serve.
+    /// Updates the metrics of instances, and whether they can serve.
     pub(super) fn count_instances(&self) {
         self.metrics.instances.set(self.instances.len() as i64);
         self.metrics.serves.set(self.fleet.can_serve().into());
     }
 
-    /// The instance is lost; `certain` if it was not merely the way to it.
+    /// Handles a lost instance; `certain` if not merely the connection to it was lost.
     pub(super) fn down(&mut self, instance: InstanceId, error: &mixfleet_hal::Error, certain: bool) {
         let Some(InstanceHandle { device, .. }) = self.instances.remove(&instance) else { return };
         self.metrics.unload(&device);
@@ -75,7 +75,7 @@ impl Coordinator {
         }
     }
 
-    /// Places a request anew, from its prompt and the tokens that the client already has.
+    /// Places a request again, from its prompt and the tokens that the client already has.
     pub(super) fn replay(&mut self, request: RequestId) {
         self.end_rests();
         let Some(tracked) = self.requests.get(&request) else { return };
@@ -87,7 +87,7 @@ impl Coordinator {
         if tracked.losses.len() >= LOSSES_MAX {
             let certain = tracked.losses.iter().filter(|(_, certain)| *certain).count() >= LOSSES_MAX;
             let failure = Failure::engine("two instances were lost while they worked on this request");
-            // Those that are only out of reach may be seen again.
+            // Instances that are only unreachable may return.
             return if certain {
                 self.fail(request, failure)
             } else {
@@ -118,7 +118,7 @@ impl Coordinator {
         }
     }
 
-    /// A request without a place fails for this reason once it has waited long enough.
+    /// Lets a request wait for a place; once it has waited long enough it fails for this reason.
     fn wait_for_a_place(&mut self, request: RequestId, failure: Failure) {
         let now = self.env.now();
         let until = *self.homeless.entry(request).or_insert(now + self.patience.max(self.ways.resting(now)));
@@ -127,12 +127,12 @@ impl Coordinator {
         }
     }
 
-    /// Completes when it is time to `look` again; never if all have a place.
+    /// Completes when requests without a place are tried again; never if there are none.
     pub(super) fn look_again(&self) -> Task {
         if self.homeless.is_empty() { Box::pin(std::future::pending()) } else { self.env.sleep(LOOK_AGAIN) }
     }
 
-    /// There is work: until there is none, it is looked after now and then.
+    /// Starts the watch, which runs while there is work.
     pub(super) fn begin_watch(&mut self) {
         if std::mem::replace(&mut self.watching, true) {
             return;
@@ -144,7 +144,7 @@ impl Coordinator {
         }));
     }
 
-    /// Looks after what no message tells.
+    /// Checks for conditions that no message reports.
     pub(super) fn watched(&mut self) {
         self.watching = false;
         self.give_up_silent();
@@ -153,7 +153,7 @@ impl Coordinator {
         }
     }
 
-    /// Tries once more to place those that lost their place, the oldest first.
+    /// Tries again to place requests that lost their place, the oldest first.
     pub(super) fn house(&mut self) {
         let waiting: Vec<RequestId> = self.homeless.keys().copied().collect();
         for request in waiting {

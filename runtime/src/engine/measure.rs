@@ -1,4 +1,4 @@
-//! What a link takes for the pieces of a hand-off.
+//! Measuring the cost of a link for the pieces of a hand-off.
 
 use super::courier::{HandOffLimits, Links};
 use crate::env::SharedEnv;
@@ -8,17 +8,18 @@ use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Error, Result};
 use mixfleet_scheduler::cost::LinkCost;
 
-/// Timed writes of each size, however slow the link is.
+/// Timed writes of each size, on however slow a link.
 const WRITES_MIN: usize = 5;
 
-/// The first write to a slot gets its pages, at both ends. Slots are prepared so until then, one at least,
+/// Time limit for preparing slots, since the first write to a slot allocates its pages at both ends. At least
+/// one slot is prepared.
 const PREPARE_S_MAX: f64 = 0.025;
-/// and large writes to them begin until then, `WRITES_MIN` at least.
+/// Time limit for starting large writes to prepared slots, of which at least `WRITES_MIN` are timed.
 const LARGE_S_MAX: f64 = 0.04;
 
 const SMALL_BYTES: u64 = 4096;
 
-/// The first transport, within this process.
+/// Measures the first transport within this process.
 pub(super) fn measure_link(env: &SharedEnv, links: &Links, limits: HandOffLimits) -> Result<LinkCost> {
     let transport = links.transports.first().ok_or_else(|| Error::unsupported("there is no transport"))?;
     let region = transport.register((links.make_region)(limits.region_bytes())?, RemoteAccess::Write)?;
@@ -30,10 +31,10 @@ pub(super) fn measure_link(env: &SharedEnv, links: &Links, limits: HandOffLimits
     measured
 }
 
-/// `a + b * bytes` of a staged write: the least time of a small one, and the median of one that fills a slot.
-/// The slots of `outbox`, which `endpoint` leads from, and of what it leads to take turns, and each piece is
-/// put there just before, as when KV goes that way: one piece alone stays in the caches, and is written at
-/// several times the speed.
+/// Fits `a + b * bytes` of a staged write to the shortest time of a small write and the median of one that
+/// fills a slot. The slots of `outbox`, from which `endpoint` sends, take turns, and each piece is written to
+/// its slot just before, as for real KV: a single piece would stay in the caches, and would be sent several
+/// times faster.
 pub(crate) fn time_writes(
     now: &dyn Fn() -> Seconds,
     endpoint: &mut dyn Endpoint,

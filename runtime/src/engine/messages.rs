@@ -1,4 +1,4 @@
-//! What the coordinator and the instances' workers tell each other.
+//! Messages between the coordinator and the instances' workers.
 
 use crate::request::RouterId;
 use crate::request::{Failure, FinishReason, GenerateRequest, Logprobs};
@@ -15,56 +15,56 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use tokio::sync::mpsc;
 
-/// What instances hold, tier by tier, in order.
+/// The blocks that each instance holds, by tier.
 pub type Held = BTreeMap<InstanceId, Vec<(Tier, BlockHash)>>;
 
-/// A request, as one instance gets it.
+/// A request as one instance gets it.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Job {
-    /// A smaller id is older.
+    /// The request's id, smaller for older requests.
     pub(crate) request: RequestId,
-    /// When it is wanted. Instances begin prompts in this order: seconds since 1970 by the sender's clock,
-    /// since requests of several routers meet.
+    /// When the request is wanted, in seconds since 1970 by the sender's clock, as requests of several
+    /// routers meet. Instances begin prompts in this order.
     pub(crate) urgency: Urgency,
-    /// When its KV is thought to be where it decodes, likewise.
+    /// Predicted time at which its KV is where it decodes, on the same clock.
     pub(crate) ready: Seconds,
-    /// Grows with every placement of the request: messages of an earlier one are ignored.
+    /// The number of its placement: messages of an earlier one are ignored.
     pub(crate) attempt: u32,
     pub(crate) wanted: Arc<GenerateRequest>,
-    /// The tokens that the client already has.
+    /// Tokens that the client already has.
     pub(crate) generated: Vec<u32>,
     /// Hashes its blocks in its tenant's namespace.
     pub(crate) hasher: PrefixHasher,
 }
 
 impl Job {
-    /// Tokens of prompt and answer so far.
+    /// Length of prompt and answer so far.
     pub(crate) fn length(&self) -> usize {
         self.wanted.prompt_ids.len() + self.generated.len()
     }
 
-    /// Tokens of prompt and answer, at most.
+    /// Maximum length of prompt and answer.
     pub(crate) fn length_max(&self) -> u64 {
         self.wanted.prompt_ids.len() as u64 + u64::from(self.wanted.max_tokens)
     }
 
-    /// Prompt and answer so far.
+    /// Tokens of prompt and answer so far.
     pub(crate) fn tokens(&self) -> Vec<u32> {
         [&self.wanted.prompt_ids[..], &self.generated].concat()
     }
 }
 
-/// Where an instance wants pieces from one peer: equal slots of a region that can be reached in several ways.
+/// The staging slots of one sender at a receiver, in a region that several transports may reach.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Landing {
-    /// The region by every transport that reaches it, best first.
+    /// The region's descriptors, one for each transport, best first.
     pub(crate) regions: Vec<Descriptor>,
     pub(crate) slots: u32,
-    /// The largest piece.
+    /// Size of a slot, and of the largest piece.
     pub(crate) slot_bytes: u64,
 }
 
-/// Where a prompt's KV goes.
+/// The receiver of a prompt's KV.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct HandOff {
     pub(crate) attempt: u32,
@@ -73,49 +73,48 @@ pub(crate) struct HandOff {
     pub(crate) to: InstanceId,
     /// The receiver's slots for this sender.
     pub(crate) landing: Landing,
-    /// The dtype that suits both.
+    /// The dtype in which KV is sent.
     pub(crate) wire: DType,
 }
 
-/// Which KV of a request one instance sends to another.
+/// The kind of a KV transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Transfer {
-    /// All of its prompt's: the sequence decodes where it goes.
+    /// All KV of a prompt is sent; the receiver decodes the sequence.
     HandOff,
-    /// That of a prefix: the rest is computed where it goes.
+    /// The KV of a prefix is sent; the receiver computes the rest.
     Prefix,
 }
 
-/// Who sends a part of a prompt's KV.
+/// The sender of a part of a prompt's KV.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Source {
-    /// The instance that has it, or will.
+    /// The instance that has it, or will have it.
     pub(crate) holder: InstanceId,
-    /// Leading tokens of which it can send what the receiver lacks.
+    /// End of the leading tokens that it can send.
     pub(crate) until: u32,
 }
 
 impl Source {
-    /// As far as a prompt of `tokens` tokens can be taken from others: in whole blocks, and one token is
-    /// computed.
+    /// Limits this to what a prompt of `tokens` tokens can use: whole blocks, and one token must be computed.
     pub(crate) fn capped(self, tokens: usize, block_tokens: u32) -> Self {
         let most = (tokens as u32).saturating_sub(1) / block_tokens * block_tokens;
         Source { until: self.until.min(most), ..self }
     }
 }
 
-/// A piece of a request's KV: one layer of some tokens.
+/// A piece of a request's KV: some tokens of one layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct PieceId {
     pub(crate) layer: u32,
     /// The first token.
     pub(crate) first: u32,
     pub(crate) tokens: u32,
-    /// How often it was sent before.
+    /// Number of earlier sends.
     pub(crate) retries: u32,
 }
 
-/// A piece of KV in a receiver's slot, or on its way there.
+/// A piece of KV in a receiver's slot, or in transit to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Parcel {
     pub(crate) request: RequestId,
@@ -124,89 +123,88 @@ pub(crate) struct Parcel {
     pub(crate) slot: u32,
     /// Length of the payload.
     pub(crate) bytes: u64,
-    /// XXH3-64 of the payload, taken before it was sent.
+    /// XXH3-64 of the payload, computed before it was sent.
     pub(crate) hash: u64,
     /// Dtype of the payload.
     pub(crate) wire: DType,
 }
 
-/// What a coordinator has an instance do.
+/// An order of a coordinator to an instance.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Order {
-    /// Compute this prompt, then decode it here or hand it off. `pull` is who was chosen to send more of its
-    /// prefix.
+    /// Compute this prompt, then decode it here or hand it off. `pull` names the instance chosen to send more
+    /// of its prefix.
     Add { job: Job, hand_off: Option<HandOff>, pull: Option<Source> },
     /// Make room for this prompt's KV, which `sender` will send.
     Reserve { job: Job, sender: InstanceId },
     /// Send the KV of this prompt's first `until` tokens to another instance, as far as it is here.
     Lend { job: Job, until: u32, to: HandOff },
-    /// Have this prompt's KV sent here and keep it in the cache: nobody waits for it, and nothing is
-    /// computed.
+    /// Have this prompt's KV sent here and keep it in the cache; nothing is computed.
     Copy { job: Job, holder: InstanceId },
-    /// Nothing comes of the prefix that this prompt waits for.
+    /// No prefix will be sent for this prompt.
     NotLent { request: RequestId, attempt: u32 },
-    /// The instance gets work of this role from now on, from all routers: it tells them.
+    /// Take on this role for all routers, and report it to them.
     SetRole { role: Role },
-    /// Drop the request, whatever its state.
+    /// Drop the request in any state.
     Cancel { request: RequestId },
 }
 
-/// What an instance says to another one about KV that goes from one of them to the other.
+/// A message about KV between the two instances of a transfer.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum PeerWord {
-    /// The sender sends the first `until` tokens of a prefix: nothing beyond is waited for.
+    /// The sender sends the first `until` tokens of a prefix and no more.
     Lent { request: RequestId, attempt: u32, until: u32 },
     /// The sender's KV has arrived in a staging slot.
     Landed(Parcel),
     /// The receiver has read a slot, which may be written again.
     Credit { slot: u32 },
-    /// The sender gives a piece up: every try failed.
+    /// The sender gives a piece up, since every attempt failed.
     Lost { request: RequestId, attempt: u32, piece: PieceId },
     /// The sender has computed the prompt and drawn `next`; with the last piece the sequence can decode.
     HandedOver { request: RequestId, attempt: u32, next: u32 },
-    /// The receiver decodes the sequence: nothing of it is read from the sender any more.
+    /// The receiver decodes the sequence, and needs no more of the sender's KV.
     TakenOver { request: RequestId, attempt: u32 },
     /// The receiver has compared a piece with its hash.
     Verdict { request: RequestId, attempt: u32, piece: PieceId, intact: bool },
-    /// The instance is lost: nothing more is sent to it or taken from it.
+    /// The instance is lost: nothing more is sent to it or accepted from it.
     Down,
 }
 
-/// A peer's word, with the instance that it comes from.
+/// A peer's message with its sender.
 pub(crate) type FromPeer = (InstanceId, PeerWord);
 
-/// To an instance's worker, from its coordinators and its own process.
+/// A message to an instance's worker from its coordinators and its own process.
 #[derive(Debug)]
 pub(crate) enum ToWorker {
-    /// From a coordinator.
+    /// An order of a coordinator.
     Order(Order),
     /// A router is gone: drop all of its requests.
     Abandon { router: RouterId },
-    /// Say what all tiers hold.
+    /// Report the blocks that all tiers hold.
     Inspect(mpsc::Sender<Held>),
 }
 
-/// From an instance's worker.
+/// A report of an instance's worker.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) enum FromWorker {
-    /// The instance takes requests from now on, with KV of this dtype, and says something at least every
+    /// The instance accepts requests from now on, with KV of this dtype, and reports at least every
     /// `silence_max` while it has work.
     Up { instance: Box<Instance>, kv: DType, silence_max: Seconds },
-    /// KV can go from here to another instance.
+    /// KV can be sent from here to another instance.
     Link { to: InstanceId, cost: LinkCost },
-    /// It cannot any more.
+    /// KV can no longer be sent from here to another instance.
     LinkDown { to: InstanceId },
     /// A prompt got its blocks, with the KV of `tokens_cached` tokens from the cache and from others.
     Admitted { request: RequestId, attempt: u32, tokens_cached: u32 },
-    /// Room was made; KV is wanted from `tokens_cached` on.
+    /// Room was made; KV is needed from `tokens_cached` on.
     Reserved { request: RequestId, attempt: u32, tokens_cached: u32, landing: Landing },
-    /// A reservation was taken back: place the request anew.
+    /// A reservation was revoked: place the request again.
     Revoked { request: RequestId, attempt: u32 },
-    /// Room was made, but no KV can come from `sender` now: place the request anew.
+    /// Room was made, but no KV can come from `sender` now: place the request again.
     Refused { request: RequestId, attempt: u32, sender: InstanceId, reason: String },
-    /// A copy has come as far as it will, and is in the cache.
+    /// A copy is in the cache as far as it arrived.
     Kept { request: RequestId },
-    /// So many leading tokens of a prompt are computed.
+    /// This many leading tokens of a prompt are computed.
     Progress { request: RequestId, tokens: u32 },
     /// All KV has arrived; the request decodes here now.
     Joined { request: RequestId },
@@ -218,38 +216,38 @@ pub(crate) enum FromWorker {
         index: u32,
         token: u32,
         logprobs: Option<Logprobs>,
-        /// The answer ends with it.
+        /// Why the answer ends with this token, if it does.
         finish: Option<FinishReason>,
     },
     /// The request cannot be completed.
     RequestFailed { request: RequestId, attempt: u32, failure: Failure },
-    /// Blocks of prefixes that a tier holds now.
+    /// Blocks of prefixes that a tier now holds.
     Stored { tier: Tier, hashes: Vec<BlockHash> },
-    /// Blocks that a tier holds no longer.
+    /// Blocks that a tier no longer holds.
     Evicted { tier: Tier, hashes: Vec<BlockHash> },
-    /// What it takes to bring blocks from a lower tier to the device.
+    /// The cost of loading blocks from a lower tier to the device.
     Tier { tier: Tier, cost: LinkCost },
-    /// After each step and whenever the instance becomes idle.
+    /// The load after a step, and whenever the instance becomes idle.
     Load(BatchLoad),
-    /// What a step took that the instance has run, without the time in which it waited for others.
+    /// The time of a step, without the time that it waited for other instances.
     Ran(MeasuredSteps),
-    /// (From its process.) What is new of the work that the instance does for other routers.
+    /// (From its process.) Changes of the work that the instance does for other routers.
     Others(Vec<OthersWork>),
-    /// (From the coordinator's own process.) Say what the fleet's machine thinks that tiers hold.
+    /// (From the coordinator's own process.) Report the blocks that the fleet machine attributes to tiers.
     #[serde(skip)]
     Inspect(mpsc::Sender<Held>),
     /// The device failed; the instance is gone.
     Down(mixfleet_hal::Error),
-    /// (From the router itself.) Its process is not reached any more from here. Others may reach it, and
-    /// their requests go on.
+    /// (From the router itself.) Its process cannot be reached from here any more. Other routers may reach
+    /// it, and their requests continue.
     Unreachable(mixfleet_hal::Error),
 }
 
-/// A worker's message with its sender.
+/// A worker's report with its instance.
 pub(crate) type Report = (InstanceId, FromWorker);
 
 impl FromWorker {
-    /// The request that it is about.
+    /// The request that the report concerns.
     pub(crate) fn request(&self) -> Option<RequestId> {
         match self {
             FromWorker::Admitted { request, .. }

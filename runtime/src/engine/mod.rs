@@ -1,12 +1,12 @@
-//! Runs requests on devices: one coordinator, one worker per instance.
+//! The engine, which runs requests on devices: one coordinator, one worker per instance.
 //!
 //! ```text
 //!   API --Submission--> coordinator --Order--> worker (device A: prefill) --KV--> worker (device B: decode)
 //!    ^-----Update-----------'  ^-------FromWorker-----'-------------------------------'
 //! ```
 //!
-//! All choices are the scheduler's: the coordinator carries the fleet machine's, each worker its own
-//! instance machine's.
+//! All choices are the scheduler's: the coordinator carries out the fleet machine's, each worker those of its
+//! instance machine.
 
 pub mod calibrate;
 mod check;
@@ -64,17 +64,17 @@ use std::sync::Arc;
 use tokio::sync::mpsc;
 use watch::Ways;
 
-/// The fleet's bounds.
+/// Limits of the fleet.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EngineConfig {
-    /// What the fleet's machine is told. What it says of the model is set when the engine starts.
+    /// Configuration of the fleet machine. The model's values are set when the engine starts.
     pub fleet: FleetConfig,
-    /// Answers of [`ServiceTier::Flex`](crate::request::ServiceTier) are complete so long after their request
-    /// came, or it is turned away.
+    /// Time in which answers of [`ServiceTier::Flex`](crate::request::ServiceTier) must be complete; a
+    /// request that cannot be is rejected.
     pub flex_deadline: Seconds,
-    /// For so long a request that lost its instance waits for another one, where one may come; then it fails.
+    /// Time that a request that lost its instance waits for another one, if one may come, before it fails.
     pub patience: Seconds,
-    /// Staging of KV between instances.
+    /// Limits of KV staging between instances.
     pub hand_off: HandOffLimits,
 }
 
@@ -89,27 +89,27 @@ impl Default for EngineConfig {
     }
 }
 
-/// What engines and routers are made of, beside their instances.
+/// The parts of an engine or a router, without its instances.
 pub struct EngineParts {
-    /// The world.
+    /// The environment.
     pub env: SharedEnv,
     /// The model.
     pub config: Arc<ModelConfig>,
-    /// Names it in block hashes. Routers that share caches share its secret.
+    /// The model's identity in block hashes. Routers that share caches share its secret.
     pub identity: Identity,
-    /// The fleet's bounds.
+    /// Limits of the fleet.
     pub limits: EngineConfig,
-    /// Where all that the fleet's machine is told and answers goes, if it is wanted.
+    /// The log of the fleet machine's events and actions, if wanted.
     pub events: Option<EventLog>,
-    /// Where decisions are kept for people.
+    /// Where decisions are kept for display.
     pub placements: Arc<Placements>,
-    /// Where everyone counts.
+    /// The process's metrics.
     pub metrics: Metrics,
 }
 
 impl EngineParts {
-    /// Starts a worker on each of `instances`, given with what steps take there, and the coordinator; they
-    /// end when the last handle and request are gone.
+    /// Starts a worker for each of `instances`, given with its cost model, and the coordinator; they end when
+    /// the last handle and request are gone.
     ///
     /// # Errors
     /// When a device gives no queue or no staging memory.
@@ -132,8 +132,8 @@ impl EngineParts {
         Ok(self.coordinate(widest.unwrap_or(DType::F32), 0, surroundings.directory, incoming))
     }
 
-    /// Starts a coordinator of instances that are reached by `directory`, the widest KV of which is `kv`. Ids
-    /// of requests count from `first_request`. It ends with the last handle and request.
+    /// Starts a coordinator of the instances in `directory`, whose widest KV dtype is `kv`. Request ids count
+    /// from `first_request`. It ends with the last handle and request.
     pub(crate) fn coordinate(
         self,
         kv: DType,
@@ -164,7 +164,7 @@ impl EngineParts {
             homeless: BTreeMap::new(),
             ways: Ways::default(),
             next: first_request,
-            // Read once: a wall clock that is set later reorders nothing.
+            // It is read once, so that setting the wall clock later does not reorder requests.
             began: env.unix_time() - env.now(),
             left,
             leave,
@@ -178,7 +178,7 @@ impl EngineParts {
     }
 }
 
-/// Reports the ways between instances of this process, which are all alike.
+/// Reports the links between instances of this process, which are all alike.
 pub(crate) fn join(ids: &[InstanceId], surroundings: &Surroundings) {
     let Surroundings { env, links, hand_off, reports, .. } = surroundings;
     if ids.len() < 2 {

@@ -1,24 +1,23 @@
-//! KV in a device's pages: where tokens lie in them, and the commands that copy it from there to the wire
-//! layout and back.
+//! KV in a device's pages: the slots of tokens, and the commands that copy it to the wire layout and back.
 
 use crate::model::graph::Forward;
 use mixfleet_hal::{BufferUsage, Cmd, DType, Device, KvShape, OpSig, Result, Slice};
 use std::ops::Range;
 
-/// An instance's pages, without the pools, which are the forward pass's.
+/// An instance's page geometry; the pools themselves belong to the forward pass.
 pub(super) struct Pages {
     pub(super) shape: KvShape,
-    /// Slot numbers of the tokens that are copied, on the device.
+    /// Slot numbers of the tokens to copy, on the device.
     slot_ids: Slice, // [tokens_max]
 }
 
 impl Pages {
-    /// For copies of up to `tokens_max` tokens.
+    /// Allocates slot numbers for copies of up to `tokens_max` tokens.
     pub(super) fn new(device: &dyn Device, shape: KvShape, tokens_max: u64) -> Result<Self> {
         Ok(Pages { shape, slot_ids: device.alloc(tokens_max * 4, BufferUsage::Staging)? })
     }
 
-    /// Uploads where `tokens` of a sequence lie that has these pages. One copy at a time has use for it.
+    /// Uploads the slots of `tokens` of a sequence that has these pages, for one copy at a time.
     pub(super) fn slots(&self, device: &dyn Device, pages: &[u32], tokens: Range<u32>) -> Result<Slice> {
         let page_tokens = self.shape.page_tokens;
         let slot = |i: u32| pages[(i / page_tokens) as usize] * page_tokens + i % page_tokens;
@@ -28,7 +27,7 @@ impl Pages {
         Ok(target)
     }
 
-    /// From `slots` of a layer to the wire layout.
+    /// Copies from `slots` of a layer to the wire layout.
     pub(super) fn gather(
         &self,
         forward: &Forward,
@@ -42,7 +41,7 @@ impl Pages {
         Cmd::new(sig, &[slots, k.clone(), v.clone(), to])
     }
 
-    /// From the wire layout to `slots` of a layer.
+    /// Copies from the wire layout to `slots` of a layer.
     pub(super) fn scatter(
         &self,
         forward: &Forward,

@@ -1,11 +1,11 @@
-//! Host memory that an instance's device copies to and from by itself.
+//! Pinning host memory that an instance's device copies to and from.
 
 use mixfleet_hal::Device;
 use mixfleet_hal::memory::{Pinned, SharedMemory};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Pins memory for one device. What is refused is only slower: it is said once.
+/// Pins memory for one device. Unpinned memory is only slower, so a refusal is logged once.
 pub(super) struct Pinner {
     device: Arc<dyn Device>,
     said: AtomicBool,
@@ -16,8 +16,8 @@ impl Pinner {
         Pinner { device, said: AtomicBool::new(false) }
     }
 
-    /// Pins `memory` where that helps and is allowed. It may not be deregistered while the guard lives:
-    /// fencing renews it.
+    /// Pins `memory` where that helps and is allowed. It must not be deregistered while the guard lives,
+    /// since fencing replaces its pages.
     pub(super) fn pin(&self, memory: &Arc<dyn SharedMemory>) -> Option<Pinned> {
         self.device.pin(memory.clone()).unwrap_or_else(|error| {
             if !self.said.swap(true, Ordering::Relaxed) {

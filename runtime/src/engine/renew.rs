@@ -1,4 +1,4 @@
-//! The life of an instance: it ends with its device, and begins again when that answers.
+//! Reopening an instance whose device failed, once the device answers again.
 
 use super::messages::FromWorker;
 use super::worker::Worker;
@@ -10,23 +10,23 @@ use std::any::Any;
 use std::panic::AssertUnwindSafe;
 use std::time::Duration;
 
-/// Between two tries to reach a device that failed.
+/// Interval between attempts to reach a failed device.
 const BACKOFF_MIN: Duration = Duration::from_secs(1);
 const BACKOFF_MAX: Duration = Duration::from_secs(60);
 
-/// An instance that works for so long after it failed has recovered.
+/// Time without a failure after which an instance counts as recovered.
 const RECOVERED: Seconds = Seconds(300.0);
 
-/// A device that does not answer for so long is given up: whoever watches the process may start it anew.
+/// Time without an answer after which a device is given up; the process may then be restarted.
 const GIVEN_UP: Seconds = Seconds(600.0);
 
-/// What a device that failed must copy before it is used again, and in what time.
+/// Bytes that a failed device must copy before it is used again, and the time limit.
 const PROBE_BYTES: usize = 64;
 const PROBE_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl Worker {
-    /// Works until nobody wants it any more. If its device fails, so does the instance; it is opened again,
-    /// with back-off, where the device answers.
+    /// Works until the instance is no longer needed. If its device fails, so does the instance; it is
+    /// reopened with back-off once the device answers.
     pub(super) async fn run(mut self) {
         let mut backoff = BACKOFF_MIN;
         loop {
@@ -46,7 +46,7 @@ impl Worker {
         }
     }
 
-    /// Serves; a panic is a failure of this instance.
+    /// Serves; a panic becomes a failure of this instance.
     async fn live(&mut self) -> Result<()> {
         let served = AssertUnwindSafe(self.serve()).catch_unwind().await;
         served.unwrap_or_else(|panic| {
@@ -55,7 +55,7 @@ impl Worker {
         })
     }
 
-    /// Waits for the device. False if nobody wants the instance any more, or the device is given up.
+    /// Waits for the device. False if the instance is no longer needed, or the device is given up.
     async fn reopen(&mut self, backoff: &mut Duration) -> bool {
         let (began, mut said) = (self.env.now(), false);
         loop {
@@ -65,7 +65,7 @@ impl Worker {
                 () = self.env.sleep(*backoff) => {}
             }
             *backoff = (2 * *backoff).min(BACKOFF_MAX);
-            // What came meanwhile is of the life that ended: whoever sent it hears so.
+            // Messages that came meanwhile belong to the earlier life, and their senders are told so.
             while self.orders.try_recv().is_ok() {}
             while self.words.try_recv().is_ok() {}
             if self.orders.is_closed() {
@@ -83,15 +83,15 @@ impl Worker {
         }
     }
 
-    /// A failed batch fails all that come after it in its queue.
+    /// Opens a new queue, since a failed batch fails all later ones in its queue.
     pub(super) fn renew_queue(&mut self) -> Result<()> {
-        // What belongs to the queue goes before it.
+        // Recordings belong to the queue, and must be dropped first.
         self.recorded.clear();
         self.queue = self.device.queue()?;
         Ok(())
     }
 
-    /// The device takes bytes, copies them and gives them back.
+    /// Checks that the device stores, copies and returns bytes.
     fn probe(&mut self) -> Result<()> {
         let sent: [u8; PROBE_BYTES] = std::array::from_fn(|at| at as u8 ^ self.env.random() as u8);
         let half = PROBE_BYTES as u64;
@@ -110,7 +110,7 @@ impl Worker {
         Err(Error::new(ErrorKind::Corrupt, "the device gives back other bytes than it was given"))
     }
 
-    /// An instance as it was at first, if the device computes.
+    /// Resets the instance to its initial state, if the device computes.
     fn renew(&mut self) -> Result<()> {
         self.renew_queue()?;
         self.probe()?;
@@ -122,7 +122,7 @@ impl Worker {
     }
 }
 
-/// What a panic said.
+/// The message of a panic.
 fn text(panic: &(dyn Any + Send)) -> &str {
     let literal = panic.downcast_ref::<&str>().copied();
     literal.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("it does not say why")

@@ -1,13 +1,13 @@
-//! What an instance has below its device: KV that the device's memory gives up goes to a [`Pool`], and comes
-//! back from there.
+//! The tiers below an instance's device: KV that the device's memory evicts goes to a [`Pool`], and is loaded
+//! from there.
 //!
-//! A block is kept when it is given up, not when it is computed: its KV still lies in its page then, because
-//! the worker sees to this before it does anything else, and what is used again while it is on the device
-//! costs no traffic. What a lost device held alone is lost with it, and is computed again.
+//! A block is copied when it is evicted, not when it is computed: its KV is still in its page then, because
+//! the worker copies it before it does anything else, and blocks that are reused while on the device cost no
+//! traffic. Blocks that only a lost device held are lost with it, and are computed again.
 //!
-//! What is there is always loaded, never weighed against computing it: a block of a 1b model in bf16 (16
-//! tokens, 512 KiB) is read from a disk of 1 GB/s in 0.5 ms, in which a part would have to compute 30,000
-//! tokens a second to be as fast. The instance's step waits meanwhile; nothing is loaded beside it.
+//! Blocks in lower tiers are always loaded, never weighed against computing them: a block of a 1b model in
+//! bf16 (16 tokens, 512 KiB) is read from a disk of 1 GB/s in 0.5 ms; to be as fast, a device would have to
+//! compute 30,000 tokens a second. The instance's step waits meanwhile; nothing runs beside a load.
 
 use super::pages::Pages;
 use super::pinning::Pinner;
@@ -29,17 +29,17 @@ use mixfleet_scheduler::kv::{BlockHash, Tier};
 use std::future::{pending, ready};
 use std::ops::Range;
 
-/// The disk's cost is told anew when it is off by more than this factor.
+/// Factor by which the measured cost of the disk may differ from the reported one.
 const COST_DRIFT: f64 = 1.25;
 
-/// What an instance shall have below its device.
+/// Configuration of the tiers below an instance's device.
 pub struct LowerTiers {
-    /// Bytes of host memory, for one block at least.
+    /// Bytes of host memory, which must hold at least one block.
     pub dram_bytes: u64,
-    /// A disk for what host memory gives up.
+    /// A disk for blocks that host memory evicts.
     pub ssd: Option<SsdConfig>,
-    /// Digest of all that must be equal before blocks of earlier processes may be used. The disk is used once
-    /// it is known; if it never is (none), never.
+    /// Digest of everything that must be equal before blocks of earlier processes may be used. The disk is
+    /// used once it is known, or never if it resolves to none.
     pub namespace: BoxFuture<'static, Option<u64>>,
 }
 
@@ -61,7 +61,7 @@ impl LowerTiers {
             ssd: ssd.clone().filter(|_| known.flatten().is_some()),
         };
         let pool = Pool::new(pool, make_region).map_err(refused)?;
-        // What can be said now is said now, to whoever named it.
+        // Errors that can be found now are reported to whoever configured the disk.
         ssd.as_ref().filter(|_| known.is_none()).map_or(Ok(()), |ssd| pool.check(ssd)).map_err(refused)?;
         let namespace = match known {
             Some(known) => Box::pin(ready(known)),
@@ -78,7 +78,7 @@ pub(super) struct DiskBelow {
 }
 
 impl DiskBelow {
-    /// Gives it a thread of its own. Without one it is left out if it is not open yet.
+    /// Starts the disk's thread. If that fails, a disk that is not open yet is left out.
     pub(super) fn attend(self, pool: &Pool, device: &str, env: &SharedEnv) {
         let DiskBelow { ssd, namespace } = self;
         if let Err(error) = pool.attend(ssd, namespace, &format!("disk below {device}"), env) {
@@ -87,21 +87,21 @@ impl DiskBelow {
     }
 }
 
-/// An instance's lower tiers, and its device's memory for a block on its way.
+/// An instance's lower tiers, with device memory for one block in transit.
 pub(super) struct Below {
     pool: Pool,
-    /// The pool's host memory.
+    /// Pins the pool's host memory.
     _pinned: Vec<Pinned>,
-    /// All layers in the wire layout.
+    /// The block in the wire layout, with all layers.
     block: Slice, // [layers, page_tokens, 2, kv_heads, head_dim]
-    /// Blocks that host memory holds.
+    /// Number of blocks that fit into host memory.
     dram_blocks: usize,
     layers: usize,
-    /// The fleet knows what it takes to load from the disk.
+    /// Whether the cost of loading from the disk was reported.
     told_disk: bool,
-    /// Seconds that a byte takes from host memory to the device, and
+    /// Measured seconds per byte from host memory to the device.
     upload_s: f64,
-    /// from the disk to host memory, as the fleet was told.
+    /// Reported seconds per byte from the disk to host memory.
     read_s: f64,
     counted: PoolStats,
 }
@@ -131,7 +131,7 @@ impl Below {
         })
     }
 
-    /// A turn of the worker begins, in which the disk may be waited for anew.
+    /// Begins a turn of the worker, which resets the time that it may wait for the disk.
     pub(super) fn begin_turn(&self) {
         self.pool.begin_turn();
     }
@@ -157,19 +157,19 @@ impl Below {
         (0..self.layers).map(copy).collect()
     }
 
-    /// Blocks that host memory holds.
+    /// Number of blocks that fit into host memory.
     pub(super) fn dram_blocks(&self) -> usize {
         self.dram_blocks
     }
 
-    /// What lies in it, in order.
+    /// The blocks that the tiers hold, by tier.
     pub(super) fn held(&self) -> impl Iterator<Item = (Tier, BlockHash)> + use<> {
         let Snapshot { dram, ssd, .. } = self.pool.snapshot();
         let dram = dram.into_iter().map(|hash| (Tier::Dram, hash));
         dram.chain(ssd.into_iter().map(|hash| (Tier::Ssd, hash)))
     }
 
-    /// Completes when a disk came or went; never for an instance without lower tiers.
+    /// Completes when a disk was added or lost; never for an instance without lower tiers.
     pub(super) fn changed(below: Option<&Below>) -> BoxFuture<'static, ()> {
         match below.map(|below| below.pool.clone()) {
             Some(pool) => Box::pin(async move { pool.disk_changed().await }),
@@ -184,7 +184,8 @@ impl Below {
         std::iter::once((Tier::Dram, cost(self.upload_s))).chain(disk).collect()
     }
 
-    /// Learns from `blocks` that came from the disk in `seconds`. True if the fleet should be told.
+    /// Learns from `blocks` that were read from the disk in `seconds`. True if the cost must be reported
+    /// again.
     fn learn(&mut self, blocks: u64, seconds: f64) -> bool {
         let measured = seconds / (blocks * self.block.bytes).max(1) as f64;
         let (told, is) = (self.upload_s + self.read_s, self.upload_s + measured);
@@ -222,10 +223,10 @@ fn refused(error: PoolError) -> Error {
 }
 
 impl Worker {
-    /// Tells the fleet what the lower tiers hold from before, and what it takes to load from them.
+    /// Reports the blocks that lower tiers hold from before, and the measured cost of loading them.
     pub(super) fn begin_below(&mut self) -> Result<()> {
         let Some(below) = &mut self.below else { return Ok(()) };
-        // Whatever lies in slot 0 and page 0: nobody uses them yet.
+        // The contents do not matter: slot 0 and page 0 are not used yet.
         let (slot, bytes) = (below.pool.regions()[0].clone(), below.block.bytes);
         let mut least = f64::INFINITY;
         for _ in 0..3 {
@@ -249,7 +250,7 @@ impl Worker {
         Ok(())
     }
 
-    /// Pins what the lower tiers hold of the blocks that are to be loaded, if any are.
+    /// Leases the blocks to be loaded that lower tiers hold, if there are any to load.
     pub(super) fn lease_wanted(&mut self, actions: &[Action]) -> Option<Lease> {
         actions.iter().find_map(|action| match action {
             Action::Load { request, blocks, chain } => {
@@ -260,7 +261,7 @@ impl Worker {
         })
     }
 
-    /// Brings the leading blocks of `chain` to host memory, as far as they are there and find room.
+    /// Loads the leading blocks of `chain` into host memory, as far as they are there and there is room.
     pub(super) fn lease(&mut self, chain: &[BlockHash], tokens: &[u32]) -> Option<Lease> {
         let below = self.below.as_mut()?;
         let start = self.env.now();
@@ -275,8 +276,8 @@ impl Worker {
         Some(lease)
     }
 
-    /// Takes in what the device's memory gives up, before anything is written over it. Where `lease` leaves
-    /// no room for that, it is given up: the disk keeps what it had.
+    /// Copies evicted blocks to lower tiers before they are overwritten. If `lease` leaves no room for them,
+    /// it is dropped: the disk keeps its blocks.
     pub(super) fn keep_evicted(&mut self, actions: &[Action], lease: &mut Option<Lease>) -> Result<()> {
         let Worker { below: Some(below), device, queue, forward, pages, .. } = self else { return Ok(()) };
         let evicted = actions.iter().filter_map(|a| if let Action::Evicted(e) = a { Some(e) } else { None });
@@ -301,8 +302,8 @@ impl Worker {
         Ok(())
     }
 
-    /// Fills blocks of a sequence, whose keys are `chain` and of which `lease` has the first if it is there.
-    /// Returns how many came.
+    /// Fills blocks of a sequence, whose keys are `chain`, from `lease` and from the tiers. Returns how many
+    /// were filled.
     pub(super) fn bring(
         &mut self,
         request: RequestId,
@@ -340,7 +341,7 @@ impl Worker {
         Ok(done as u32)
     }
 
-    /// Passes on what the pool says of its tiers, in its order, and counts.
+    /// Reports the pool's events in order, and counts them.
     pub(super) fn tell_tiers(&mut self) {
         let Some(below) = &mut self.below else { return };
         below.count(&self.device.info().id, &self.metrics);

@@ -1,4 +1,4 @@
-//! What an instance is told by routers and peers, and what a failure on the way ends.
+//! Handling of messages from routers and peers, and of failures while doing so.
 
 use super::fault::{self, Fault, Outcome, Scope};
 use super::handoff::Outgoing;
@@ -14,10 +14,10 @@ use mixfleet_scheduler::kv::Tier;
 use std::collections::BTreeSet;
 
 impl Worker {
-    /// Ends what a failure concerns, and nothing else.
+    /// Ends only what a failure concerns.
     ///
     /// # Errors
-    /// What concerns the whole instance.
+    /// Failures of the whole instance.
     pub(super) fn contain(&mut self, outcome: Outcome<()>) -> Result<()> {
         let Err(Fault { scope, error }) = outcome else { return Ok(()) };
         match scope {
@@ -45,7 +45,7 @@ impl Worker {
         self.cancel(request)
     }
 
-    /// Does what a coordinator or its own process wants.
+    /// Handles a message of a coordinator or of its own process.
     pub(super) fn obey(&mut self, message: ToWorker) -> Result<()> {
         match message {
             ToWorker::Order(Order::Add { job, hand_off, pull }) => {
@@ -98,7 +98,7 @@ impl Worker {
         Ok(())
     }
 
-    /// Takes in what an instance says of KV.
+    /// Handles a message of a peer about KV.
     pub(super) fn hear(&mut self, peer: InstanceId, word: PeerWord) -> Result<()> {
         match word {
             PeerWord::Lent { request, attempt, until } => {
@@ -137,7 +137,7 @@ impl Worker {
         Ok(())
     }
 
-    /// What it is told of the load is not its to judge: it does what it is given, and tells all who give.
+    /// Takes on a role and reports it to all routers. Whether the load calls for it is the router's decision.
     fn set_role(&mut self, role: Role) {
         let FromWorker::Up { instance, .. } = &mut self.up else { return };
         if instance.role != role {
@@ -147,7 +147,7 @@ impl Worker {
         }
     }
 
-    /// Tells who asked that this instance does not do it. A request with the same id that is here goes on.
+    /// Reports that this instance refuses a job. A request with the same id that is here continues.
     fn refuse(&mut self, job: &Job, error: &Error) {
         let Job { request, attempt, .. } = *job;
         tracing::warn!(request, %error, "a job is refused");
@@ -157,7 +157,7 @@ impl Worker {
         }
     }
 
-    /// Makes way for a newer placement of a request. False if what is here is as new.
+    /// Cancels an older placement of the request. False if the one here is as new.
     fn supersedes(&mut self, job: &Job) -> Result<bool> {
         match self.active.get(&job.request) {
             None => Ok(true),
@@ -209,7 +209,7 @@ impl Worker {
         self.machine_step(Event::Reserve { request, urgency, text })
     }
 
-    /// Takes in a request, whose tokens become the machine's.
+    /// Starts tracking a request; its tokens go to the instance machine.
     fn begin(&mut self, job: Job, sender: Option<(Transfer, Source)>) -> (Urgency, TokenIds) {
         let urgency = job.urgency;
         let text = TokenIds::new(job.tokens(), job.hasher, self.limits.block_tokens);

@@ -1,8 +1,8 @@
-//! The coordinator's part in KV that goes from one instance to another.
+//! The coordinator's part in KV transfers.
 //!
-//! A hand-off: the decode instance has made room, and the prompt begins. A pull: the prefill instance has
-//! made room, and what another one holds of the prefix is asked for; whatever goes wrong on the way, the
-//! prefill instance is told not to wait and computes the rest.
+//! Hand-off: the decode instance has made room, and the prompt is started. Pull: the prefill instance has
+//! made room, and the holder is asked for more of the prefix; on any failure the prefill instance is told not
+//! to wait, and computes the rest.
 
 use super::coordinator::{Coordinator, Stage, Tracked};
 use super::handoff::wire_dtype;
@@ -11,19 +11,19 @@ use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::fleet::{Event, Explanation, InstanceId, Pull};
 
-/// What a placement says of a pull.
+/// The source of a placement's pull.
 pub(super) fn source(pull: Option<Pull>, explanation: &Explanation) -> Option<Source> {
     Some(Source { holder: pull?.from, until: explanation.pulled_until()? })
 }
 
-/// Until the KV of a placement is thought to be where it decodes.
+/// Predicted time until the KV of a placement is where it decodes.
 pub(super) fn ready_in(explanation: &Explanation) -> Seconds {
     let terms = explanation.chosen().and_then(|chosen| chosen.terms);
     terms.map_or(Seconds::ZERO, |terms| Seconds(terms.ttft_s + terms.transfer_s))
 }
 
 impl Coordinator {
-    /// `instance` has room for a request, and its own KV ends at `tokens_cached`.
+    /// Continues once `instance` has room for a request; its own KV ends at `tokens_cached`.
     pub(super) fn reserved(
         &mut self,
         instance: InstanceId,
@@ -53,10 +53,10 @@ impl Coordinator {
         self.send(tracked.prefill, Order::Add { job, hand_off: Some(hand_off), pull });
     }
 
-    /// What was on its way there is placed anew.
+    /// Handles a closed link: requests whose KV was to be sent over it are placed again.
     pub(super) fn unlink(&mut self, from: InstanceId, to: InstanceId) {
         self.fleet_step(Event::LinkDown { from, to });
-        // A lender without a way back gets no slot.
+        // A holder needs a link back as well, for credits.
         self.pulls_lost(|holder, prefill| (holder, prefill) == (from, to) || (prefill, holder) == (from, to));
         self.drop_copies(|holder, receiver| {
             (holder, receiver) == (from, to) || (receiver, holder) == (from, to)
@@ -69,7 +69,7 @@ impl Coordinator {
         }
     }
 
-    /// The prefill instance has room, and its own KV ends at `from`.
+    /// Asks the holder once the prefill instance has room; its own KV ends at `from`.
     fn ask_holder(&self, request: RequestId, from: u32, landing: Landing) {
         let Tracked { pull, prefill, attempt, .. } = self.requests[&request];
         let Some(Source { holder, until }) = pull else { return self.end_pull(request) };
@@ -80,13 +80,13 @@ impl Coordinator {
         self.send(holder, Order::Lend { job: self.job(request, holder), until, to });
     }
 
-    /// Nothing will come: the prefill instance need not wait.
+    /// Tells the prefill instance not to wait for a prefix.
     fn end_pull(&self, request: RequestId) {
         let Tracked { prefill, attempt, .. } = self.requests[&request];
         self.send(prefill, Order::NotLent { request, attempt });
     }
 
-    /// Pulls that `lost` names by holder and receiver will not end by themselves.
+    /// Ends the pulls that `lost` selects by holder and receiver, which would not end by themselves.
     pub(super) fn pulls_lost(&mut self, lost: impl Fn(InstanceId, InstanceId) -> bool) {
         let is_lost = |t: &Tracked| t.pull.is_some_and(|Source { holder, .. }| lost(holder, t.prefill));
         let its = self.requests.iter().filter(|(_, t)| is_lost(t)).map(|(&request, _)| request);

@@ -1,7 +1,7 @@
-//! What the coordinator looks after by the clock: ways for KV that rest, and instances that say nothing.
+//! Time-driven checks of the coordinator: links for KV that are paused, and instances that are silent.
 //!
-//! A receiver that has no memory for what would land refuses one reservation. The way to it rests for a
-//! moment, so that requests go elsewhere while others wait for it to be freed, and is tried again then.
+//! A receiver that has no memory for staging slots refuses one reservation. The link to it is paused for a
+//! moment, so that requests go elsewhere while others wait for memory to be freed, and is then tried again.
 
 use super::coordinator::{Coordinator, Tracked};
 use crate::request::Failure;
@@ -12,40 +12,40 @@ use mixfleet_scheduler::cost::{LinkCost, Prefill};
 use mixfleet_scheduler::fleet::{Event, Instance, InstanceId, Link, MeasuredSteps, OthersWork};
 use std::collections::BTreeMap;
 
-/// How long a way rests after a receiver refused what would come by it.
+/// Time for which a link is paused after a receiver refused KV.
 const REST: Seconds = Seconds(1.0);
 
-/// A request that was refused so often fails.
+/// Refusals after which a request fails.
 const REFUSALS_MAX: u32 = 3;
 
-/// The longest silence that an instance may claim for its steps, and the largest KV block.
+/// Maximum silence that an instance may claim for its steps, and maximum tokens per KV block.
 const SILENCE_MAX: Seconds = Seconds(3600.0);
 const BLOCK_TOKENS_MAX: u32 = 1 << 16;
 
-/// The longest prompt, and the largest batch, that a step may claim to have run.
+/// Maximum prompt and batch that a reported step may have.
 const TOKENS_MAX: u32 = 1 << 26;
 const SEQUENCES_MAX: usize = 1 << 16;
 
-/// From and to.
+/// Sender and receiver.
 type Pair = (InstanceId, InstanceId);
 
-/// The ways for KV between instances.
+/// The links for KV between instances.
 #[derive(Default)]
 pub(super) struct Ways {
     costs: BTreeMap<Pair, LinkCost>,
-    /// Those that are not used until then.
+    /// Links that are paused, each with the end of its pause.
     rests: BTreeMap<Pair, Seconds>,
 }
 
 impl Ways {
-    /// An instance is gone, and all ways from and to it.
+    /// Removes all links from and to an instance that is gone.
     pub(super) fn forget(&mut self, instance: InstanceId) {
         let other = |(from, to): &Pair| *from != instance && *to != instance;
         self.costs.retain(|pair, _| other(pair));
         self.rests.retain(|pair, _| other(pair));
     }
 
-    /// How long a request that finds no place should wait for a way that rests.
+    /// Time that a request without a place should wait for a paused link.
     pub(super) fn resting(&self, now: Seconds) -> Seconds {
         let last = self.rests.values().map(|until| (*until - now).0).fold(0.0, f64::max);
         if self.rests.is_empty() { Seconds::ZERO } else { Seconds(last) + REST }
@@ -61,8 +61,8 @@ impl Coordinator {
         self.count_instances();
     }
 
-    /// A receiver has no memory for KV of a request. No KV goes that way for a moment, and what was to is
-    /// placed anew.
+    /// Handles a receiver that has no memory for KV of a request: the link is paused for a moment, and
+    /// requests whose KV was to be sent over it are placed again.
     pub(super) fn refused(&mut self, request: RequestId, (from, to): Pair, reason: String) {
         tracing::warn!(request, %from, %to, reason, "a way for KV rests");
         let Some(tracked) = self.requests.get_mut(&request) else { return };
@@ -74,7 +74,7 @@ impl Coordinator {
         self.unlink(from, to);
     }
 
-    /// The way is gone; what was on its way there is placed anew.
+    /// Handles a closed link: requests whose KV was to be sent over it are placed again.
     pub(super) fn link_down(&mut self, from: InstanceId, to: InstanceId) {
         self.ways.costs.remove(&(from, to));
         self.ways.rests.remove(&(from, to));
@@ -82,7 +82,7 @@ impl Coordinator {
         self.count_instances();
     }
 
-    /// Ways that have rested are used again.
+    /// Uses links again whose pause is over.
     pub(super) fn end_rests(&mut self) {
         let now = self.env.now();
         let rested = self.ways.rests.iter().filter(|(_, until)| until.0 <= now.0).map(|(&pair, _)| pair);
@@ -94,7 +94,7 @@ impl Coordinator {
         }
     }
 
-    /// Loses the instances that have had work for too long without a word of it.
+    /// Fails the instances that have had work for too long without a report.
     pub(super) fn give_up_silent(&mut self) {
         let now = self.env.now();
         for (instance, since) in self.busy() {
@@ -108,7 +108,7 @@ impl Coordinator {
         }
     }
 
-    /// Who has work, and since when at the latest.
+    /// Instances with work, and the latest time since which each has had it.
     fn busy(&self) -> BTreeMap<InstanceId, Seconds> {
         let mut busy = BTreeMap::new();
         for Tracked { prefill, decode, asked_at, .. } in self.requests.values() {
@@ -124,7 +124,7 @@ impl Coordinator {
 }
 
 impl Coordinator {
-    /// An instance has run a step: the predictions of the next ones learn from what it took.
+    /// Handles a step's measured time: the predictions of later steps learn from it.
     pub(super) fn ran(&mut self, instance: InstanceId, steps: MeasuredSteps) {
         let Some(handle) = self.instances.get(&instance) else { return };
         if let Err(reason) = check_steps(&steps) {
@@ -140,7 +140,7 @@ impl Coordinator {
 }
 
 impl Coordinator {
-    /// An instance works for other routers too.
+    /// Handles a change of an instance's work for other routers.
     pub(super) fn others(&mut self, instance: InstanceId, mut works: Vec<OthersWork>) {
         works.retain(is_sensible);
         if self.instances.contains_key(&instance) && !works.is_empty() {
@@ -149,7 +149,7 @@ impl Coordinator {
     }
 }
 
-/// Whether work can be so long, and due then.
+/// Whether the lengths and times of such work are plausible.
 fn is_sensible(work: &OthersWork) -> bool {
     match *work {
         OthersWork::Prompt { prompt_tokens, due_in, .. } => {
@@ -163,7 +163,7 @@ fn is_sensible(work: &OthersWork) -> bool {
     }
 }
 
-/// Whether a step can have been what an instance says.
+/// Checks that a reported step is plausible.
 fn check_steps(steps: &MeasuredSteps) -> Result<(), &'static str> {
     let MeasuredSteps { parts, sequences, kv_tokens, time, .. } = steps;
     let is_long = |part: &Prefill| part.context.checked_add(part.tokens).is_none_or(|end| end > TOKENS_MAX);
@@ -182,7 +182,7 @@ fn check_steps(steps: &MeasuredSteps) -> Result<(), &'static str> {
     Ok(())
 }
 
-/// Whether what an instance says of itself can be reckoned with.
+/// Checks that an instance's description is plausible.
 pub(super) fn check_instance(instance: &Instance, silence_max: Seconds) -> Result<(), &'static str> {
     let Instance { kv_block_tokens, kv_capacity_tokens, price, cost, .. } = instance;
     if *kv_block_tokens == 0 || *kv_block_tokens > BLOCK_TOKENS_MAX || *kv_capacity_tokens == 0 {

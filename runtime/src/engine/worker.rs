@@ -1,8 +1,8 @@
-//! One instance: a device, a copy of the model and the machine that forms its batches.
+//! The worker of one instance: a device, a copy of the model and the instance machine.
 //!
 //! The worker carries out what the machine decides and makes no choice of its own. It is a task that may
-//! block (on its device), so it lives on a thread of its own; everything it shares goes through its two
-//! inboxes: orders are carried out between steps, and what peers say of KV also while it waits for them.
+//! block (on its device), so it has its own thread. Everything it shares goes through its two inboxes: orders
+//! are carried out between steps, peers' messages about KV also while it waits for peers.
 
 use super::courier::Courier;
 use super::directory::Directory;
@@ -30,27 +30,27 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A copy of KV between a device and its host that takes longer means that the device hangs.
+/// Timeout of a KV copy between a device and its host, after which the device counts as hung.
 pub(super) const COPY_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// An instance that waits in the middle of a step says that it lives so often.
+/// Interval at which an instance reports while it waits during a step.
 const SIGN_OF_LIFE: Seconds = Seconds(10.0);
 
-/// Recordings that are kept: of 64 batch sizes and a few lengths of the block table each.
+/// Maximum number of recordings: for 64 batch sizes and a few lengths of the block table each.
 const RECORDINGS_MAX: usize = 256;
 
-/// What the instance's machine is told.
+/// An input of the instance machine.
 pub(super) type Event = mixfleet_scheduler::batch::Event<TokenIds>;
 
-/// What it answers.
+/// An output of the instance machine.
 pub(super) type Action = mixfleet_scheduler::batch::Action<Box<[u32]>>;
 
-/// A request on this instance. Its tokens are the machine's.
+/// A request on this instance. The instance machine has its tokens.
 pub(super) struct Active {
     pub(super) attempt: u32,
     pub(super) wanted: Arc<GenerateRequest>,
     pub(super) incoming: Option<Incoming>,
-    /// Who will send KV of it.
+    /// The instance that will send KV of it.
     pub(super) sender: Option<(Transfer, Source)>,
 }
 
@@ -62,30 +62,30 @@ pub(super) struct Worker {
     pub(super) queue: Box<dyn Queue>,
     pub(super) forward: Forward,
     pub(super) machine: Instance<TokenIds>,
-    /// Decode steps by their key, with and without the choice of the best tokens.
+    /// Recorded decode steps by their key, with and without the choice of the best tokens.
     pub(super) recorded: HashMap<(StepKey, bool), Arc<dyn Graph>>,
     pub(super) limits: BatchLimits,
-    /// What its steps are predicted to take.
+    /// The cost model of its steps.
     pub(super) cost: Arc<CostModel>,
-    /// What the coordinator was told when it began to work.
+    /// The report that it is up, with its current role.
     pub(super) up: FromWorker,
-    /// A step that takes longer means that the device hangs.
+    /// Timeout of a step, after which the device counts as hung.
     pub(super) step_timeout: Duration,
     pub(super) active: HashMap<RequestId, Active>,
-    /// KV that goes to others, by the request that it is for: at most one each.
+    /// KV that is sent to others, by request: at most one transfer each.
     pub(super) outgoing: HashMap<RequestId, Outgoing>,
     pub(super) staging: Staging,
     pub(super) pages: Pages,
-    /// What keeps the KV that the device gives up.
+    /// The tiers that store evicted KV.
     pub(super) below: Option<Below>,
     pub(super) courier: Courier,
     pub(super) directory: Directory,
     pub(super) orders: MessageReceiver<ToWorker>,
     pub(super) words: MessageReceiver<FromPeer>,
     pub(super) reports: MessageSender<Report>,
-    /// When it last reported anything.
+    /// Time of the last report.
     pub(super) said_at: Cell<Seconds>,
-    /// Time in the present step in which it waited for others.
+    /// Time of the current step spent waiting for others.
     pub(super) waited: Seconds,
     pub(super) metrics: Metrics,
     pub(super) health: HealthWatch,
@@ -94,12 +94,11 @@ pub(super) struct Worker {
 impl Worker {
     pub(super) fn report(&self, message: FromWorker) {
         self.said_at.set(self.env.now());
-        // Without a coordinator nobody is left to tell; `serve` ends by itself then.
+        // Sending fails only without a coordinator; `serve` then ends by itself.
         let _ = self.reports.send((self.id, message));
     }
 
-    /// Says that this instance lives, if it has said nothing for a while: a step may have to wait for its
-    /// receivers.
+    /// Reports the load if nothing was reported for a while: a step may have to wait for its receivers.
     pub(super) fn show_life(&self) {
         if (self.env.now() - self.said_at.get()).0 > SIGN_OF_LIFE.0 {
             self.report(FromWorker::Load(self.machine.load()));
@@ -112,8 +111,8 @@ impl Worker {
         loop {
             // The coordinator waits for no worker, so it makes room.
             self.reports.room().await;
-            // Those that come meanwhile wait for the next step, or whoever sends fast would keep it from
-            // running.
+            // Messages that come meanwhile wait for the next step, so that fast senders cannot keep the step
+            // from running.
             for _ in 0..self.words.len() {
                 let Ok((peer, word)) = self.words.try_recv() else { break };
                 self.hear(peer, word)?;
@@ -143,13 +142,13 @@ impl Worker {
         }
     }
 
-    /// Asks the machine for work and does it. False if there is none.
+    /// Runs one turn of the machine. False if there is no work.
     async fn turn(&mut self) -> Result<bool> {
         if let Some(below) = &self.below {
             below.begin_turn();
         }
         let step = self.carry_out(Event::Idle)?;
-        // What is cached leaves before what is computed.
+        // Cached KV is sent before computed KV.
         self.send_waiting()?;
         let has_work = step.is_some();
         if let Some(step) = step.filter(|step| !step.sequences.is_empty()) {
@@ -161,19 +160,19 @@ impl Worker {
         Ok(has_work)
     }
 
-    /// Tells the machine what happened where it has nothing to compute for it.
+    /// Feeds the machine an event in response to which it starts no step.
     pub(super) fn machine_step(&mut self, event: Event) -> Result<()> {
         let step = self.carry_out(event)?;
         debug_assert!(step.is_none(), "an idle device is given a step, and no other");
         Ok(())
     }
 
-    /// Tells the machine what happened, and carries out what it answers but for the step that is to run; that
-    /// is empty where blocks were loaded instead.
+    /// Feeds the machine an event and carries out its actions except for the step to be run, which is
+    /// returned. The step is empty if blocks were loaded instead.
     fn carry_out(&mut self, event: Event) -> Result<Option<Step>> {
         let (mut actions, mut run) = (Vec::new(), None);
         self.machine.step(event, &mut actions);
-        // Pinned before room is made below for what was given up.
+        // Blocks to load are leased before room is made below for evicted blocks.
         let mut lease = self.lease_wanted(&actions);
         self.keep_evicted(&actions, &mut lease)?;
         let mut actions = VecDeque::from(actions);
@@ -195,7 +194,7 @@ impl Worker {
                     self.queue_cached(request, tokens_cached);
                 }
                 Action::Reserved { request, tokens_cached } => {
-                    // Here: what else is to be done must be done.
+                    // It is contained here, since the other actions must be carried out too.
                     let awaited = self.await_kv(request, tokens_cached);
                     self.contain(awaited)?;
                 }
@@ -232,7 +231,7 @@ impl Worker {
         Ok(run)
     }
 
-    /// Nothing more is done of a request here, and its prompt goes nowhere; a prefix of it that is lent does.
+    /// Drops a request and its hand-off; a lent prefix of it is still sent.
     pub(super) fn forget(&mut self, request: RequestId) -> Option<Active> {
         if self.hand_off(request).is_some() {
             self.outgoing.remove(&request);
@@ -240,8 +239,8 @@ impl Worker {
         self.active.remove(&request)
     }
 
-    /// Runs a step. If the device cannot do what is asked of it, each sequence is tried alone, so that those
-    /// end which it cannot do and no others.
+    /// Runs a step. If the device rejects it, each sequence is run alone, so that only those fail that the
+    /// device cannot run.
     async fn compute(&mut self, step: Step) -> Result<()> {
         self.waited = Seconds::ZERO;
         let began = self.env.now();
@@ -271,7 +270,7 @@ impl Worker {
         self.finish_step(&step, drawn)
     }
 
-    /// Says what a step took: whoever predicts it learns from that.
+    /// Reports a step's time, from which predictions learn.
     fn report_time(&self, step: &Step, time: Seconds) {
         let (mut parts, mut sequences, mut kv_tokens) = (Vec::new(), 0, 0);
         for &StepSequence { start, tokens, sample, .. } in &step.sequences {
@@ -285,7 +284,7 @@ impl Worker {
         self.report(FromWorker::Ran(MeasuredSteps { parts, sequences, kv_tokens, steps: 1, time }));
     }
 
-    /// Runs one forward pass and draws; the KV of handed-off prompts leaves layer by layer meanwhile.
+    /// Runs one forward pass and samples; the KV of handed-off prompts is sent layer by layer meanwhile.
     async fn run_step(&mut self, step: &Step) -> Result<Vec<Draw>> {
         let parts: Vec<StepInput<'_>> = step.sequences.iter().map(|part| self.part(part)).collect();
         let pass = self.forward.begin(&*self.device, &parts)?;
@@ -321,7 +320,7 @@ impl Worker {
         self.draw(step, self.forward.logits(&pass), best)
     }
 
-    /// What the device computes of a sequence.
+    /// The input of the forward pass for a sequence.
     fn part(&self, &StepSequence { request, start, tokens, sample }: &StepSequence) -> StepInput<'_> {
         let end = start + tokens;
         let pages = &self.machine.pages(request)[..end.div_ceil(self.limits.block_tokens) as usize];
@@ -333,7 +332,7 @@ impl Worker {
         self.machine.text(request).map_or(&[], TokenIds::ids)
     }
 
-    /// Runs a step that only decodes from its recording, which the first of its kind makes.
+    /// Runs a decode-only step from its recording, which the first step of its kind makes.
     fn run_recorded(&mut self, step: &Step, pass: &Pass, key: StepKey) -> Result<Vec<Draw>> {
         let mut tail = Vec::new();
         let best = self.greedy(step, pass, &mut tail)?;
@@ -365,14 +364,15 @@ impl Worker {
         self.draw(step, self.forward.logits(pass), best)
     }
 
-    /// If every token of the step is drawn greedily, the device picks it and the logits stay there.
+    /// Adds an argmax on the device if every token of the step is drawn greedily, so that the logits stay
+    /// there.
     fn greedy(&self, step: &Step, pass: &Pass, list: &mut Vec<Cmd>) -> Result<Option<Slice>> {
         let mut sampled = step.sequences.iter().filter(|s| s.sample).peekable();
         let plain = |request: RequestId| {
             let wanted = &self.active.get(&request)?.wanted;
             (wanted.logprobs.is_none() && wanted.sampling.is_plain_greedy()).then_some(())
         };
-        // A cancelled request has no wishes: its token is drawn and thrown away.
+        // The token of a cancelled request is drawn and discarded.
         let unknown = |request| !self.active.contains_key(&request);
         if sampled.peek().is_none() || !sampled.all(|s| unknown(s.request) || plain(s.request).is_some()) {
             return Ok(None);
@@ -382,7 +382,7 @@ impl Worker {
         Ok(Some(best))
     }
 
-    /// Draws a token for each sampled part, in order.
+    /// Samples a token for each sequence with `sample`, in order.
     fn draw(&self, step: &Step, logits: Slice, best: Option<Slice>) -> Result<Vec<Draw>> {
         let sampled: Vec<_> = step.sequences.iter().filter(|s| s.sample).collect();
         if let Some(best) = best {
@@ -408,7 +408,7 @@ impl Worker {
         Ok(draws.collect())
     }
 
-    /// A greedy token, unless its logit is no number: then nothing of the row can be trusted.
+    /// A greedy token, or an error if its logit is not finite, since the row cannot be trusted then.
     fn checked(&self, logits: &Slice, row: usize, token: u32) -> Result<std::result::Result<Drawn, String>> {
         let vocabulary = self.forward.config().vocab;
         if token >= vocabulary {
@@ -463,11 +463,11 @@ impl Worker {
         after.into_iter().try_for_each(|(request, next)| self.after_draw(request, next))
     }
 
-    /// A finished request leaves; a handed-off one goes on at its receiver.
+    /// Drops a finished request; tells the receiver of a handed-off one.
     fn after_draw(&mut self, request: RequestId, next: Option<u32>) -> Result<()> {
         let Some(next) = next else {
             self.forget(request);
-            // Frees the blocks of a hand-off that ended with its first token.
+            // This frees the blocks of a hand-off that ended with its first token.
             return self.machine_step(Event::Release { request });
         };
         if let Some(to) = self.hand_off(request).map(Outgoing::hand_over) {
@@ -477,14 +477,14 @@ impl Worker {
         Ok(())
     }
 
-    /// Nobody confirms what went to a lost peer, and what it lends does not come.
+    /// Ends all transfers with a lost peer.
     pub(super) fn peer_down(&mut self, peer: InstanceId) -> Result<()> {
         self.courier.forget(peer);
         self.stop_all_to(peer)?;
         self.lender_down(peer)
     }
 
-    /// Waits for a command list of its own; for copies outside a step.
+    /// Runs a command list and waits for it; for copies outside a step.
     pub(super) fn run_now(&mut self, list: &[Cmd]) -> Result<()> {
         let ticket = self.queue.submit(list)?;
         self.queue.wait(ticket, COPY_TIMEOUT).map_err(|error: Error| error.context("copying KV"))?;
@@ -492,8 +492,8 @@ impl Worker {
     }
 }
 
-/// A request with its token, or why none could be drawn.
+/// A request with its token, or the reason why none could be drawn.
 type Draw = (RequestId, std::result::Result<Drawn, String>);
 
-/// A token, with its log-probabilities where they are wanted.
+/// A token, with its log-probabilities if requested.
 type Drawn = (u32, Option<Logprobs>);
