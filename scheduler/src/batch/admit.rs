@@ -1,20 +1,20 @@
-//! Who gets blocks, and who gives way for it.
+//! Assigning blocks to waiting sequences, and preempting flex requests for them.
 
 use super::rows::{Decodes, PromptRows, StepRoom};
 use super::{Action, Evicted, Instance, Phase, Place, RequestId, Sequence, Text, order};
 
-/// What a waiting sequence needs.
+/// The blocks that a waiting sequence needs.
 struct Need {
-    /// Cached blocks that it begins with.
+    /// Cached blocks of its prefix.
     hits: Vec<u32>,
-    /// Others.
+    /// Number of other blocks.
     fresh: usize,
-    /// Leading blocks that could be cached: one token at least is computed, to draw the next one.
+    /// Number of leading blocks that could be cached: at least one token is computed, to draw the next one.
     reusable: u32,
 }
 
 impl<T: Text> Instance<T> {
-    /// A step decodes first; what that leaves goes to the prompts in their order.
+    /// The rows of the next step left for prompts, after those that decode.
     fn room(&self) -> StepRoom {
         let (mut decodes, mut prompts) = (Decodes::default(), Vec::new());
         for &place in self.places.of(Phase::Running).iter().rev() {
@@ -27,9 +27,9 @@ impl<T: Text> Instance<T> {
         StepRoom::new(PromptRows::new(&self.limits, self.cost.as_ref(), decodes), prompts)
     }
 
-    /// Gives blocks to those who wait, in their order, until one does not fit even if flexible ones due later
-    /// give way. A prompt that the next step has no room for waits on: when its turn comes, it finds the
-    /// prefixes that were computed meanwhile. True: blocks are to be loaded first.
+    /// Gives blocks to waiting sequences, in their order, until one does not fit even if later flex requests
+    /// are preempted. A prompt without room in the next step keeps waiting: at its turn it can reuse prefixes
+    /// that were computed meanwhile. True if blocks must be loaded first.
     pub(super) fn admit(
         &mut self,
         evicted: &mut Vec<Evicted<T::Block>>,
@@ -42,7 +42,7 @@ impl<T: Text> Instance<T> {
         let mut seen = None;
         loop {
             let next_of = |phase| order::next(self.places.of(phase), seen);
-            // What one prompt does not find, no later one does.
+            // If one prompt finds no room, no later one does.
             let prompt = next_of(Phase::Queued).filter(|&place| room.is_left_for(place));
             let next = [prompt, next_of(Phase::Asking)].into_iter().flatten().min();
             let Some(place) = next.filter(|&place| self.has_place_for(place)) else { return false };
@@ -69,14 +69,14 @@ impl<T: Text> Instance<T> {
         self.sequences.len() - waiting
     }
 
-    /// Those that give way to `place`, the last first. Someone who reads along would see his answer stand
-    /// still: he keeps what he has.
+    /// Requests that `place` may preempt, the last first. Only flex requests are preempted, since the answers
+    /// of others are read as they stream.
     fn later(&self, place: Place) -> impl Iterator<Item = &Sequence<T>> {
         let later = self.places.of(Phase::Running).iter().rev().take_while(move |&&other| other > place);
         later.map(|other| self.sequence(other.request)).filter(|s| s.urgency.gives_way && s.preemptable())
     }
 
-    /// Beside others, or instead of one. Looked at before prefixes are.
+    /// Whether it can join the others or replace one; checked before prefixes are.
     fn has_place_for(&self, place: Place) -> bool {
         self.holding() < self.limits.sequences_max || self.later(place).next().is_some()
     }
@@ -89,8 +89,8 @@ impl<T: Text> Instance<T> {
         Need { hits, fresh, reusable }
     }
 
-    /// The fewest of those that can give way, the last first, whose places and blocks make room for a waiting
-    /// sequence. None if all of them do not.
+    /// The fewest requests to preempt, the last first, so that a waiting sequence fits. None if it would not
+    /// fit even without all of them.
     fn who_gives_way(&self, place: Place, need: &Need) -> Option<Vec<RequestId>> {
         let mut holding = self.holding();
         let mut available = self.blocks.available();
@@ -115,7 +115,7 @@ impl<T: Text> Instance<T> {
         None
     }
 
-    /// True: some of them are to be loaded first.
+    /// Gives a sequence its blocks. True if some must be loaded first.
     fn take_blocks(
         &mut self,
         place: Place,
@@ -143,7 +143,7 @@ impl<T: Text> Instance<T> {
         true
     }
 
-    /// A sequence has its blocks, and in them what was to be found of its prefix.
+    /// Starts a sequence that has its blocks, including its cached prefix.
     fn begin(&mut self, request: RequestId, actions: &mut Vec<Action<T::Block>>) {
         let sequence = self.sequence_mut(request);
         let tokens_cached = sequence.computed;

@@ -1,77 +1,77 @@
-//! The KV blocks of one instance: who uses which, and what the unused ones still hold.
+//! The KV blocks of one instance: their users, and the content of unused ones.
 //!
-//! A block is a page of the device's KV pools, in all layers at once. It is *free* (holds nothing of
-//! use), *cached* (nobody uses it, but it holds the KV of a known prefix) or *in use*. The three
-//! counts always add up to the total.
+//! A block is a page of the device's KV pools, in all layers at once. It is *free* (holds nothing of use),
+//! *cached* (unused, but it holds the KV of a known prefix) or *in use*. The three counts always add up to
+//! the total.
 
 use super::text::Text;
 use crate::kv::{BlockCache, BlockHash, CachePolicy};
 use serde::{Deserialize, Serialize};
 
-/// How many blocks are in which state.
+/// Number of blocks in each state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BlockCounts {
-    /// Hold nothing of use.
+    /// Blocks without useful content.
     pub free: usize,
-    /// Unused, holding a known prefix.
+    /// Unused blocks that hold a known prefix.
     pub cached: usize,
-    /// Used by at least one sequence.
+    /// Blocks used by at least one sequence.
     pub used: usize,
 }
 
-/// A prefix that was given up for other content. Its KV lies in its page until something is written there.
+/// An evicted prefix. Its KV is in its page until something is written there.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Evicted<B> {
-    /// Its key.
+    /// The block's key.
     pub hash: BlockHash,
-    /// The tokens of its last block.
+    /// The tokens of the block.
     pub tokens: B,
-    /// Where it lay.
+    /// The page that holds it.
     pub page: u32,
 }
 
-/// Blocks with reference counts, a prefix index and eviction; `B` tells the tokens of a block from those of
-/// another one with the same key.
+/// Blocks with reference counts, a prefix index and eviction; `B` distinguishes the tokens of blocks with the
+/// same key.
 #[derive(Debug)]
 pub struct BlockPool<B> {
     block_tokens: u32,
-    /// A block's place in it is its page.
+    /// The block cache, in which a block's slot is its page.
     cache: BlockCache,
-    /// By page, where the block has a key.
+    /// Tokens by page, for blocks with a key.
     tokens: Vec<Option<B>>,
 }
 
 impl<B> BlockPool<B> {
-    /// `total` free blocks of `block_tokens` tokens.
+    /// Creates `total` free blocks of `block_tokens` tokens.
     pub fn new(total: u32, block_tokens: u32, policy: CachePolicy) -> Self {
         assert!(block_tokens > 0, "a block holds at least one token");
         BlockPool { block_tokens, cache: BlockCache::new(total as usize, policy), tokens: Vec::new() }
     }
 
-    /// Tokens in a block.
+    /// Tokens per block.
     pub fn block_tokens(&self) -> u32 {
         self.block_tokens
     }
 
-    /// Blocks that `tokens` tokens fill or begin.
+    /// Number of blocks for `tokens` tokens.
     pub fn blocks_for(&self, tokens: u32) -> usize {
         tokens.div_ceil(self.block_tokens) as usize
     }
 
-    /// The prefixes that blocks hold, in order.
+    /// The prefixes in the blocks, in order.
     pub fn hashes(&self) -> Vec<BlockHash> {
         let mut hashes: Vec<BlockHash> = self.cache.iter().collect();
         hashes.sort_unstable();
         hashes
     }
 
-    /// The state of the pool.
+    /// Blocks by state.
     pub fn counts(&self) -> BlockCounts {
         let (held, used) = (self.cache.len(), self.cache.pinned());
         BlockCounts { free: self.cache.capacity() - held, cached: held - used, used }
     }
 
-    /// Blocks that `allocate` can still hand out.
+    /// Number of blocks that `allocate` can still return.
     pub fn available(&self) -> usize {
         self.cache.capacity() - self.cache.pinned()
     }
@@ -86,7 +86,7 @@ impl<B> BlockPool<B> {
         hits.collect()
     }
 
-    /// How many of `pages` are cached now, so that acquiring them makes fewer blocks available.
+    /// Number of `pages` that are cached now, so that acquiring them makes fewer blocks available.
     pub fn idle_among(&self, pages: &[u32]) -> usize {
         pages.iter().filter(|&&page| self.cache.pins_at(page) == 0).count()
     }
@@ -96,13 +96,13 @@ impl<B> BlockPool<B> {
         self.cache.pins_at(page) == 1
     }
 
-    /// One more user of a block that holds something.
+    /// Adds a user of a block that holds something.
     pub fn acquire(&mut self, page: u32) {
         self.cache.pin_at(page);
     }
 
-    /// A block with one user and no content. A cached block is given up if none is free; it is then pushed
-    /// to `evicted`.
+    /// A block with one user and no content. If none is free, a cached block is evicted and pushed to
+    /// `evicted`.
     pub fn allocate(&mut self, evicted: &mut Vec<Evicted<B>>) -> Option<u32> {
         let (page, given_up) = self.cache.take()?;
         if self.tokens.len() <= page as usize {
@@ -114,7 +114,7 @@ impl<B> BlockPool<B> {
     }
 
     /// Declares that `page`, in use, now holds the KV of `tokens`, the block at `depth`, at the end of the
-    /// prefix `hash`. False if another block already holds it: then this one stays private.
+    /// prefix `hash`. False if another block already holds it; this block then stays private.
     pub fn publish(&mut self, page: u32, hash: BlockHash, depth: u32, tokens: impl FnOnce() -> B) -> bool {
         assert!(self.cache.pins_at(page) > 0, "only a user publishes");
         let new = self.cache.name(page, hash, depth);
@@ -124,7 +124,7 @@ impl<B> BlockPool<B> {
         new
     }
 
-    /// One user less. The last one leaves the block cached, if it holds something, or free.
+    /// Removes a user. Without users a block is cached, if it holds something, or free.
     pub fn release(&mut self, page: u32) {
         self.cache.unpin_at(page);
     }

@@ -1,22 +1,21 @@
-//! The instance's machine: which sequences run in the next step, which blocks they get, who waits, who is
-//! preempted.
+//! The instance machine: which sequences run in the next step, which blocks they get, and which ones wait or
+//! are preempted.
 //!
 //! The instance's worker feeds it events and carries out its actions; `Event::Idle` asks for the next step. A
-//! sequence is a number of tokens of which `computed` have their KV in blocks (what the tokens are only its
-//! [`Text`] knows); whatever is missing is computed next, so a prompt, a chunk of it, a single decode token,
-//! a recomputed sequence after preemption and a transfer that came incomplete are all the same case.
+//! sequence is a number of tokens of which `computed` have their KV in blocks (only its [`Text`] knows the
+//! tokens); whatever is missing is computed next, so a prompt, a chunk of it, a single decode token, a
+//! recomputed sequence after preemption and an incomplete transfer are all the same case.
 //!
-//! **No deadlock.** Every request has one place in the order, the same on all instances: by when it is due,
-//! equal ones by age. Who comes earlier in it wins: the queue is sorted by it, a step's tokens go to the
-//! earliest prompts, a decode that finds no block and a request that finds no place beside flexible ones due
-//! later preempt the last of them (which keeps its place and recomputes later), and a waiting request may
-//! revoke the reservation of a later one when nothing else can run. The first request of the fleet therefore
-//! always gets its blocks, provided that each alone fits, which the fleet checks on arrival. Due times are
-//! fixed there, and nobody is due long before it comes: a request is overtaken only by those who come before
-//! it is due itself, or within a head start that is bounded, so everyone becomes the first. What others pull
-//! from here changes none of this: lent blocks are in use until they are read, which waits for nothing here,
-//! and nobody who could run waits for them. A sequence that waits for what it pulls is a reservation that may
-//! be revoked.
+//! **No deadlock.** Every request has one place in the order, the same on all instances: by due time, then by
+//! age. Earlier requests win: the queue is sorted by this order, a step's tokens go to the earliest prompts,
+//! a decode that finds no block and a request that finds no place beside later flex requests preempt the last
+//! of them (which keeps its place and is recomputed later), and a waiting request may revoke the reservation
+//! of a later one when nothing else can run. The first request of the fleet therefore always gets its blocks,
+//! provided that each fits alone, which the fleet machine checks on arrival. Due times are fixed there, at
+//! most a bounded time before the arrival: a request is overtaken only by those that arrive before it is due,
+//! or within that time after, so every request becomes the first. Pulls from this instance do not change
+//! this: lent blocks are in use until they are read, which waits for nothing here, and no sequence that could
+//! run waits for them. A sequence that waits for a pull is a reservation that may be revoked.
 
 mod admit;
 mod blocks;
@@ -46,43 +45,42 @@ use rows::{Decodes, PromptRows};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
-/// Bounds of one instance.
+/// Limits of one instance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BatchLimits {
-    /// KV blocks.
+    /// Number of KV blocks.
     pub blocks_total: u32,
-    /// Tokens in a block.
+    /// Tokens per block.
     pub block_tokens: u32,
-    /// New tokens in one step, all sequences together.
+    /// Maximum new tokens per step, over all sequences.
     pub step_tokens_max: u32,
-    /// Prompt tokens in a step that also decodes. None: as many as the tightest TBT objective of those who
-    /// decode allows by the instance's own prediction, and [`BatchLimits::PREFILL_TOKENS_BESIDE_DECODE_MAX`]
-    /// where none of them has an objective.
+    /// Maximum prompt tokens in a step that also decodes. If none: as many as the tightest TBT objective of
+    /// the decoding requests allows by the instance's own prediction, or
+    /// [`BatchLimits::PREFILL_TOKENS_BESIDE_DECODE_MAX`] if none of them has an objective.
     pub prefill_tokens_beside_decode_max: Option<u32>,
-    /// Sequences that hold blocks at a time.
+    /// Maximum number of sequences that hold blocks.
     pub sequences_max: usize,
-    /// Blocks that admission leaves available for those who already decode.
+    /// Blocks that admission leaves for sequences that already decode.
     pub spare_blocks: usize,
-    /// What blocks hold that are given up is kept elsewhere: whoever gets blocks asks there for more of his
-    /// prefix.
+    /// Whether evicted blocks are kept in lower tiers, from which more of a prefix can be loaded.
     pub lower_tiers: bool,
-    /// Which cached block is given up first.
+    /// The order in which cached blocks are evicted.
     pub cache_policy: CachePolicy,
 }
 
-/// What holds where nobody says otherwise, in `serve` as in a simulation.
+/// Defaults of `serve` and the simulator.
 impl BatchLimits {
-    /// Tokens in a block of KV, where a device asks for no other number.
+    /// Tokens per KV block, unless a device prefers another number.
     pub const BLOCK_TOKENS: u32 = 16;
-    /// New tokens in one step.
+    /// Maximum new tokens per step.
     pub const STEP_TOKENS_MAX: u32 = 512;
-    /// Prompt tokens in a step that also decodes where nobody has a TBT objective: at a few hundred tokens
-    /// per second of prefill, about a quarter of a second between two tokens of the others.
+    /// Maximum prompt tokens in a step that also decodes without a TBT objective: at a few hundred tokens per
+    /// second of prefill, about a quarter of a second between two tokens of the others.
     pub const PREFILL_TOKENS_BESIDE_DECODE_MAX: u32 = 64;
-    /// Sequences that hold blocks at a time.
+    /// Maximum number of sequences that hold blocks.
     pub const SEQUENCES_MAX: u32 = 64;
 
-    /// Room for each of `sequences_max` sequences to begin a block, up to a hundredth of the memory.
+    /// One spare block for each of `sequences_max` sequences, up to a hundredth of the memory.
     pub fn spare_blocks(blocks_total: u32, sequences_max: usize) -> usize {
         (blocks_total as usize / 100).min(sequences_max)
     }
@@ -90,17 +88,17 @@ impl BatchLimits {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
-    /// In the queue, without blocks, to be computed here.
+    /// It is in the queue, without blocks, to be computed here.
     Queued,
-    /// In the queue, without blocks, for KV from elsewhere.
+    /// It is in the queue, without blocks, for KV from elsewhere.
     Asking,
-    /// Being computed: prompt or decode.
+    /// Its prompt or answer is being computed.
     Running,
-    /// Its blocks are being filled from the lower tiers.
+    /// Its blocks are being loaded from the lower tiers.
     Loading,
-    /// Blocks are reserved, KV is on its way.
+    /// Its blocks are reserved, and its KV is in transit.
     Receiving,
-    /// Computed, blocks are being read by a transfer.
+    /// It is computed, and its blocks are being read by a transfer.
     HandedOff,
 }
 
@@ -109,16 +107,16 @@ struct Sequence<T> {
     place: Place,
     urgency: Urgency,
     text: T,
-    /// Tokens of prompt and answer so far.
+    /// Length of prompt and answer so far.
     length: u32,
     computed: u32,
     pages: Vec<u32>,
-    /// Leading blocks that are in the prefix index, or were found to be there already.
+    /// Number of leading blocks that are in the prefix index or were found there.
     published: u32,
     phase: Phase,
-    /// None: its KV comes from elsewhere.
+    /// What happens after the prompt; none if its KV comes from elsewhere.
     after: Option<After>,
-    /// Leading tokens whose KV is waited for before the rest is computed.
+    /// Number of leading tokens whose KV is waited for before the rest is computed.
     pulls: u32,
     cancelled: bool,
 }
@@ -128,29 +126,30 @@ impl<T> Sequence<T> {
         self.length - self.computed
     }
 
-    /// It can lose its blocks and be computed again here. What goes elsewhere is being read, or soon will be.
+    /// Whether it can lose its blocks and be recomputed here. Blocks of a hand-off are being read, or soon
+    /// will be.
     fn preemptable(&self) -> bool {
         self.phase == Phase::Running && self.after == Some(After::Decode)
     }
 
-    /// It has blocks for all its tokens.
+    /// Whether it has blocks for all its tokens.
     fn has_blocks(&self, block_tokens: u32) -> bool {
         self.pages.len() as u64 * u64::from(block_tokens) >= u64::from(self.length)
     }
 
-    /// Its part in a step.
+    /// Its part of a step.
     fn part(&self, tokens: u32) -> StepSequence {
         let (request, start) = (self.place.request, self.computed);
         StepSequence { request, start, tokens, sample: start + tokens == self.length }
     }
 
-    /// Where it waits for blocks.
+    /// Its phase while it waits for blocks.
     fn in_queue(&self) -> Phase {
         if self.after.is_some() && self.pulls == 0 { Phase::Queued } else { Phase::Asking }
     }
 }
 
-/// Publishes the full blocks of `sequence` that were computed since the last time.
+/// Publishes the full blocks of `sequence` that were computed since the last call.
 fn publish<T: Text>(
     blocks: &mut BlockPool<T::Block>,
     sequence: &mut Sequence<T>,
@@ -176,18 +175,18 @@ fn publish<T: Text>(
     }
 }
 
-/// What the router and the metrics see of an instance.
+/// The load of an instance, for the router and the metrics.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BatchLoad {
-    /// Requests without blocks yet.
+    /// Number of requests without blocks.
     pub waiting: usize,
-    /// Requests with blocks.
+    /// Number of requests with blocks.
     pub running: usize,
-    /// The blocks.
+    /// Blocks by state.
     pub blocks: BlockCounts,
 }
 
-/// How many sequences are at what.
+/// Number of sequences by phase.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Phases {
     /// Prompts that wait to be computed here.
@@ -196,36 +195,36 @@ pub struct Phases {
     pub asking: usize,
     /// Sequences that have that room, and wait for the KV.
     pub receiving: usize,
-    /// Prompts in computation.
+    /// Prompts being computed.
     pub prefilling: usize,
     /// Sequences that decode.
     pub decoding: usize,
-    /// Tokens of those that decode.
+    /// Total tokens of the decoding sequences.
     pub decoding_tokens: u64,
     /// Computed prompts whose KV is read by others.
     pub handed_off: usize,
 }
 
-/// The machine.
+/// The instance machine.
 #[derive(Debug)]
 pub struct Instance<T: Text> {
     limits: BatchLimits,
-    /// Predicts its steps; without it none is sized by an objective.
+    /// Predicts its steps; without it no step is sized by an objective.
     cost: Option<Arc<CostModel>>,
     blocks: BlockPool<T::Block>,
     sequences: IdMap<Sequence<T>>,
-    /// All of them, by phase.
+    /// All sequences in order, by phase.
     places: Places,
-    /// Blocks that others read, by the request for which they do.
+    /// Blocks that other instances read, by request.
     lent: IdMap<Vec<u32>>,
     /// The step that the device runs.
     in_step: Vec<StepSequence>,
-    /// Something came, or blocks came back, after those who wait were looked at last.
+    /// Whether an event or freed blocks came since the queue was last checked.
     news: bool,
 }
 
 impl<T: Text> Instance<T> {
-    /// An empty instance.
+    /// Creates an empty instance.
     pub fn new(limits: BatchLimits) -> Self {
         assert!(limits.step_tokens_max > 0 && limits.sequences_max > 0, "an instance that can do nothing");
         Instance {
@@ -240,20 +239,20 @@ impl<T: Text> Instance<T> {
         }
     }
 
-    /// With a prediction of its steps, by which prompts are kept to what the TBT objectives of others allow.
+    /// Adds a cost model, by which prompts are limited to what the TBT objectives of others allow.
     #[must_use]
     pub fn predicted_by(mut self, cost: Arc<CostModel>) -> Self {
         self.cost = Some(cost);
         self
     }
 
-    /// What the router and the metrics see.
+    /// The load, for the router and the metrics.
     pub fn load(&self) -> BatchLoad {
         let (waiting, running) = (self.sequences.len() - self.holding(), self.holding());
         BatchLoad { waiting, running, blocks: self.blocks.counts() }
     }
 
-    /// How many sequences are at what.
+    /// Number of sequences by phase.
     pub fn phases(&self) -> Phases {
         let count = |phase| self.places.of(phase).len();
         let running = || self.places.of(Phase::Running).iter().map(|place| self.sequence(place.request));
@@ -269,27 +268,27 @@ impl<T: Text> Instance<T> {
         }
     }
 
-    /// The prefixes that its blocks hold, in order.
+    /// The prefixes in its blocks, in order.
     pub fn stored(&self) -> Vec<BlockHash> {
         self.blocks.hashes()
     }
 
-    /// The tokens of a sequence that is here.
+    /// The tokens of a sequence.
     pub fn text(&self, request: RequestId) -> Option<&T> {
         self.sequences.get(request).map(|sequence| &sequence.text)
     }
 
-    /// The same, to append what is drawn.
+    /// The tokens of a sequence, for appending drawn tokens.
     pub fn text_mut(&mut self, request: RequestId) -> Option<&mut T> {
         self.sequences.get_mut(request).map(|sequence| &mut sequence.text)
     }
 
-    /// The block table of a sequence; empty where it has none.
+    /// The block table of a sequence; empty if it has none.
     pub fn pages(&self, request: RequestId) -> &[u32] {
         self.sequences.get(request).map_or(&[], |sequence| &sequence.pages)
     }
 
-    /// Takes in an event and says what to do.
+    /// Handles an event and appends the actions.
     pub fn step(&mut self, event: Event<T>, actions: &mut Vec<Action<T::Block>>) {
         self.news = true;
         match event {
@@ -374,7 +373,7 @@ impl<T: Text> Instance<T> {
         }
     }
 
-    /// Deepest blocks first: a prefix is worth more than what follows it.
+    /// Releases deepest blocks first, since a prefix is worth more than its continuation.
     fn release_pages(&mut self, request: RequestId) {
         for page in std::mem::take(&mut self.sequence_mut(request).pages).into_iter().rev() {
             self.blocks.release(page);
@@ -395,7 +394,7 @@ impl<T: Text> Instance<T> {
             }
         };
         if !evicted.is_empty() {
-            // Before `Run`: the blocks get new content in that step.
+            // This precedes `Run`, since the blocks get new content in that step.
             actions.push(Action::Evicted(evicted));
         }
         if !step.sequences.is_empty() {
@@ -411,7 +410,7 @@ impl<T: Text> Instance<T> {
     ) -> Step {
         let sequences = Vec::with_capacity(self.places.of(Phase::Running).len());
         let (mut step, mut prompts) = (Step { sequences }, Vec::new());
-        // of those who decode, who needs a block first, in their order
+        // decoding requests that need a block first, in their order
         let mut short = Vec::new();
         for place in self.places.of(Phase::Running) {
             let sequence = self.sequence(place.request);
@@ -428,7 +427,7 @@ impl<T: Text> Instance<T> {
         }
         let mut budget = self.limits.step_tokens_max;
         if !short.is_empty() || step.sequences.len() > budget as usize {
-            // Earlier ones may preempt later ones.
+            // Earlier requests may preempt later ones.
             let mut short = short.into_iter().peekable();
             step.sequences.retain(|part| {
                 let is_short = short.next_if_eq(&part.request).is_some();
@@ -448,11 +447,11 @@ impl<T: Text> Instance<T> {
         for request in prompts {
             let sequence = self.sequence(request);
             let pending = sequence.pending();
-            // one that was preempted above has lost its blocks
+            // a sequence preempted above has lost its blocks
             if !rows.are_left() || sequence.phase != Phase::Running {
                 continue;
             }
-            // A sequence that landed incomplete may have one token beyond its blocks: it decodes next.
+            // A sequence that landed incomplete may have one token beyond its blocks, which it decodes next.
             let covered = sequence.pages.len() as u32 * self.limits.block_tokens - sequence.computed;
             let wanted = pending.min(covered);
             let new_tokens = rows.take(sequence.computed, wanted, wanted == pending);
@@ -463,14 +462,14 @@ impl<T: Text> Instance<T> {
         step
     }
 
-    /// Still running (an earlier one may have preempted it) with one token to go.
+    /// Whether it still runs (an earlier request may have preempted it) and decodes.
     fn decodes(&self, request: RequestId) -> bool {
         let sequence = self.sequence(request);
         sequence.phase == Phase::Running && sequence.pending() == 1
     }
 
-    /// Makes sure that there is a block for the sequence's next token. If none is to be had, later
-    /// sequences are preempted, the last first; if there are none, it waits or is preempted itself.
+    /// Makes sure that there is a block for the sequence's next token. If none is available, later sequences
+    /// are preempted, the last first; if there are none, it waits or is preempted itself.
     fn grow(
         &mut self,
         request: RequestId,
@@ -498,7 +497,7 @@ impl<T: Text> Instance<T> {
         }
     }
 
-    /// Blocks will come back without this sequence's doing.
+    /// Whether other sequences will release blocks by themselves.
     fn others_will_release(&self, request: RequestId) -> bool {
         let holding = [Phase::Running, Phase::Loading, Phase::Receiving, Phase::HandedOff];
         let mut others = holding.into_iter().flat_map(|phase| self.places.of(phase));
@@ -517,8 +516,8 @@ impl<T: Text> Instance<T> {
         actions.push(Action::Preempted { request });
     }
 
-    /// Nothing can run here: if the first that wants to comes before a reservation, it takes its
-    /// blocks. True if there was one.
+    /// Revokes the last reservation if nothing can run here and the first waiting request precedes it. True
+    /// if there was one.
     fn revoke(&mut self, actions: &mut Vec<Action<T::Block>>) -> bool {
         let first_of = |phase: Phase| self.places.of(phase).first().copied();
         let first = [Phase::Queued, Phase::Asking, Phase::Running].into_iter().filter_map(first_of).min();

@@ -1,4 +1,4 @@
-//! The order of requests: the same on every instance.
+//! The order of requests, which is the same on every instance.
 
 use super::{Phase, RequestId};
 use mixfleet_hal::units::Seconds;
@@ -6,12 +6,12 @@ use std::cmp::Ordering;
 use std::collections::VecDeque;
 use std::collections::vec_deque::Iter;
 
-/// A request's place in the order: by when it is due, equal ones as they came.
+/// A request's place in the order: by due time, then by arrival.
 #[derive(Clone, Copy, Debug)]
 pub struct Place {
-    /// On the fleet's clock.
+    /// The due time on the fleet's clock.
     pub due: Seconds,
-    /// Smaller is older.
+    /// The request's id, smaller for older requests.
     pub request: RequestId,
 }
 
@@ -35,8 +35,7 @@ impl PartialEq for Place {
 
 impl Eq for Place {}
 
-/// Places in order. Whoever comes is mostly the last and whoever goes the first, so that a queue does, and
-/// keeps its memory.
+/// Places in order. Most are added last and removed first, so this is a queue, which keeps its memory.
 #[derive(Debug, Default)]
 pub(super) struct InOrder(VecDeque<Place>);
 
@@ -85,7 +84,7 @@ impl<'a> IntoIterator for &'a InOrder {
     }
 }
 
-/// Who is in which phase, in order.
+/// The places in each phase, in order.
 #[derive(Debug, Default)]
 pub(super) struct Places([InOrder; 6]);
 

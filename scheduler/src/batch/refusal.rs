@@ -1,27 +1,26 @@
-//! Sequences that are taken in, and those that are not.
+//! Accepting and refusing sequences.
 
 use super::{Action, After, Instance, Phase, Place, RequestId, Sequence, Text, Urgency};
 
-/// Why a sequence is not taken. Whoever asks is in another process, so that no mistake of his may stop this
-/// machine.
+/// Why a sequence is refused. Orders come from other processes, whose errors must not stop this machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
     /// It has no tokens.
     #[error("the sequence has no tokens")]
     Empty,
-    /// A sequence with this id is here.
+    /// A sequence with this id is already here.
     #[error("a sequence with this id is here already")]
     Known,
-    /// Not even all blocks would hold it.
+    /// It does not fit even into all blocks.
     #[error("the sequence needs more KV blocks than there are")]
     TooLong,
-    /// It has no place in the order.
+    /// Its due time is not a number.
     #[error("the time at which the sequence is due is no number")]
     NoTime,
 }
 
 impl<T: Text> Instance<T> {
-    /// Why no sequence of `tokens` tokens can stand at `place`.
+    /// Why a sequence of `tokens` tokens at `place` is refused, if it is.
     fn refusal(&self, place: Place, tokens: u32) -> Option<Refusal> {
         let room = u64::from(self.limits.blocks_total) * u64::from(self.limits.block_tokens);
         if tokens == 0 {

@@ -1,5 +1,5 @@
-//! How many rows of prompts a step has: as many as its size leaves, and beside those that decode no more than
-//! their time between tokens allows.
+//! The number of prompt rows in a step: as many as its size allows, and beside decodes no more than their TBT
+//! objectives allow.
 
 use super::{BatchLimits, Place, Sequence};
 use crate::cost::{CostModel, Prefill};
@@ -7,38 +7,38 @@ use mixfleet_hal::units::Seconds;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
-/// Rows are added in tiles of so many, which matrix units compute at once. Beside decodes one tile always
-/// runs, so that prompts get on where the objective cannot be met.
+/// Rows are added in tiles of this size, which matrix units compute at once. Beside decodes at least one tile
+/// runs, so that prompts progress even if the objective cannot be met.
 const TILE: u32 = 16;
 
-/// The share of the objective up to which a step is filled; the rest is for what the prediction does not
-/// know.
+/// The share of the objective up to which a step is filled; the rest allows for prediction errors.
 const FILLED: f64 = 0.9;
 
-/// When a request is wanted, as far as that matters to an instance.
+/// When a request is wanted, as far as it matters to an instance.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Urgency {
-    /// Its place in the order, on the fleet's clock.
+    /// Its due time on the fleet's clock.
     pub due: Seconds,
-    /// Nobody reads along: those due earlier may take its place and its blocks.
+    /// Whether it may be preempted by requests that are due earlier: flex requests, whose answers are not
+    /// read as they stream.
     pub gives_way: bool,
-    /// Objective for the time between its tokens; steps in which it decodes are kept within it.
+    /// TBT objective, which steps in which it decodes must keep.
     pub tbt_slo: Option<Seconds>,
 }
 
 impl Urgency {
-    /// Of a request without objectives that someone reads along.
+    /// The urgency of a request without objectives that may not be preempted.
     pub fn due_at(due: Seconds) -> Self {
         Urgency { due, gives_way: false, tbt_slo: None }
     }
 }
 
-/// Those that decode in a step, as far as they bound it.
+/// The decoding sequences of a step, as far as they limit it.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Decodes {
     sequences: u32,
     kv_tokens: u64,
-    /// The tightest objective of all.
+    /// The tightest TBT objective of all.
     tbt_slo: Option<Seconds>,
 }
 
@@ -51,25 +51,25 @@ impl Decodes {
     }
 }
 
-/// Rows of prompts that a step has left, as one goes through the prompts in their order.
+/// The remaining prompt rows of a step, while prompts are added in their order.
 #[derive(Debug)]
 pub(super) struct PromptRows {
     left: u32,
     pace: Option<Pace>,
 }
 
-/// A step that must not take longer than a time.
+/// A time limit for a step.
 #[derive(Debug)]
 struct Pace {
     cost: Arc<CostModel>,
     within: Seconds,
     decodes: Decodes,
-    /// Pieces of prompts that are in the step already.
+    /// Prompt chunks that are in the step already.
     pieces: Vec<Prefill>,
 }
 
 impl PromptRows {
-    /// What `decodes` leave of a step.
+    /// The rows that `decodes` leave in a step.
     pub(super) fn new(limits: &BatchLimits, cost: Option<&Arc<CostModel>>, decodes: Decodes) -> Self {
         let left = limits.step_tokens_max.saturating_sub(decodes.sequences);
         if decodes.sequences == 0 {
@@ -88,13 +88,13 @@ impl PromptRows {
         }
     }
 
-    /// The step has room for more rows of prompts.
+    /// Whether the step has room for more prompt rows.
     pub(super) fn are_left(&self) -> bool {
         self.left > 0
     }
 
-    /// Rows of a prompt of which `context` tokens are computed, at most `wanted`; `ends`: they are its last
-    /// ones.
+    /// Takes rows for a prompt of which `context` tokens are computed, at most `wanted`; `ends` tells that
+    /// these are its last ones.
     pub(super) fn take(&mut self, context: u32, wanted: u32, ends: bool) -> u32 {
         let most = wanted.min(self.left);
         if most == 0 {
@@ -138,9 +138,9 @@ impl Pace {
     }
 }
 
-/// Rows of prompts beside `decodes` sequences with `kv_tokens` tokens of context, of steps that are to keep
-/// within `tbt_slo`: what [`PromptRows`] comes to on the whole, from two questions to the cost model. `row_s`
-/// is what a row of a full step takes.
+/// Estimate of the prompt rows beside `decodes` sequences with `kv_tokens` tokens of context in steps limited
+/// by `tbt_slo`: about what [`PromptRows`] gives, from two calls of the cost model. `row_s` is the time of a
+/// row in a full step.
 pub(crate) fn rows_beside(
     cost: &CostModel,
     (step_tokens_max, row_s): (u32, Seconds),
@@ -159,10 +159,10 @@ pub(crate) fn rows_beside(
     if too_many == 0 { most } else { (most.saturating_sub(too_many) / TILE * TILE).max(TILE.min(most)) }
 }
 
-/// What the next step has left for prompts, as one goes through them in their order.
+/// The prompt rows left in the next step, while waiting prompts are considered in their order.
 pub(super) struct StepRoom {
     rows: PromptRows,
-    /// Prompts that run, not gone past yet, the last first.
+    /// Running prompts that were not passed yet, the last first.
     prompts: Vec<(Place, (u32, u32))>,
 }
 
@@ -171,7 +171,7 @@ impl StepRoom {
         StepRoom { rows, prompts }
     }
 
-    /// Those before `place` leave something. Places are asked for in their order.
+    /// Whether the prompts before `place` leave any rows. Places must be queried in their order.
     pub(super) fn is_left_for(&mut self, place: Place) -> bool {
         while let Some((_, (context, pending))) = self.prompts.pop_if(|(earlier, _)| *earlier < place) {
             self.take(context, pending);

@@ -1,11 +1,11 @@
-//! Runs of equal steps, in one go: whoever has no device, but a clock, need not ask for each of them.
+//! Skipping runs of equal steps, for a simulator that has a clock instead of a device.
 
 use super::{Action, Instance, Phase, StepSequence, Text, publish};
 
 impl<T: Text> Instance<T> {
-    /// How many steps, `most` at most, would follow the one that runs with the same sequences, one token
-    /// each, if nothing came between and nobody ended. Blocks may be taken between them. Exact as long as
-    /// nobody who waits has a prefix that is only now generated.
+    /// The number of steps, at most `most`, that would follow the running one with the same sequences, one
+    /// token each, without events and while no sequence ends. Blocks may be allocated between them. Exact as
+    /// long as no waiting request has a prefix that is only now being generated.
     pub fn steady_steps(&self, most: u32) -> u32 {
         let all_decode = self.in_step.iter().all(|part| part.sample && part.tokens == 1);
         if self.news || !all_decode || self.in_step.len() != self.places.of(Phase::Running).len() {
@@ -16,7 +16,7 @@ impl<T: Text> Instance<T> {
             return 0;
         }
         let available = self.blocks.available();
-        // each has blocks for the token of this step
+        // Each has blocks for the token of this step.
         if self.in_step.len() * self.blocks.blocks_for(most) <= available {
             return most;
         }
@@ -35,9 +35,9 @@ impl<T: Text> Instance<T> {
         enough
     }
 
-    /// The step that runs is done and so are those that follow it but the last of `steps` more, which runs
-    /// now: what `Event::StepDone` and `Event::Idle` do, `steps` times, where everyone draws a token and
-    /// nobody ends. `steps` is no more than [`Instance::steady_steps`].
+    /// Completes the running step and those that follow, up to the last of `steps` more, which then runs: the
+    /// same as `Event::StepDone` and `Event::Idle`, `steps` times, if every sequence draws a token and none
+    /// ends. `steps` is at most [`Instance::steady_steps`].
     pub fn advance(&mut self, steps: u32, actions: &mut Vec<Action<T::Block>>) {
         if steps == 0 {
             return;
@@ -47,7 +47,7 @@ impl<T: Text> Instance<T> {
         let mut evicted = Vec::new();
         let mut left = steps;
         while left > 0 {
-            // Up to the next step that ends a block of somebody.
+            // This advances up to the next step in which a sequence fills a block.
             let to_edge = |part: &StepSequence| block_tokens - part.start % block_tokens;
             let now = in_step.iter().map(to_edge).min().unwrap_or(left).min(left);
             left -= now;

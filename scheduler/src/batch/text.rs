@@ -1,25 +1,25 @@
-//! What a sequence's tokens are to the machine: it counts them, and never reads one.
+//! The tokens of a sequence as the machine sees them: it counts them, but never reads one.
 
 use crate::kv::hash::Chain;
 use crate::kv::{BlockHash, PrefixHasher};
 use std::fmt::Debug;
 
-/// The tokens of a sequence. The worker has [`TokenIds`]; a simulation has hash chains alone.
+/// The tokens of a sequence. The worker has [`TokenIds`]; a simulation only has hash chains.
 pub trait Text: Debug {
-    /// What tells the tokens of a block from those of another one with the same key.
+    /// The tokens of a block, to distinguish blocks with the same key.
     type Block: Debug;
 
-    /// Tokens when the sequence is taken in.
+    /// Number of tokens when the sequence is added.
     fn length(&self) -> u32;
 
-    /// The key of a full block, given its number. Asked for computed blocks and for blocks of the prompt.
+    /// The key of a full block, by index. It is requested for computed blocks and for blocks of the prompt.
     fn hash(&mut self, block: u32) -> BlockHash;
 
-    /// The tokens of a full block, given its number.
+    /// The tokens of a full block, by index.
     fn block(&self, block: u32) -> Self::Block;
 
-    /// Whether a full block, given its number, has these tokens. Prompts choose what is hashed, so that equal
-    /// keys are not enough.
+    /// Whether a full block, by index, has these tokens. Equal keys are not enough, since prompts choose what
+    /// is hashed.
     fn has(&self, block: u32, tokens: &Self::Block) -> bool;
 }
 
@@ -27,12 +27,12 @@ pub trait Text: Debug {
 #[derive(Clone, Debug)]
 pub struct TokenIds {
     ids: Vec<u32>,
-    /// Keys of the full blocks, as far as they were asked for.
+    /// Keys of the full blocks requested so far.
     chain: Chain,
 }
 
 impl TokenIds {
-    /// `ids`, in blocks of `block_tokens`, hashed in their tenant's namespace.
+    /// Takes `ids` in blocks of `block_tokens`, hashed in their tenant's namespace.
     pub fn new(ids: Vec<u32>, hasher: PrefixHasher, block_tokens: u32) -> Self {
         TokenIds { ids, chain: hasher.start(block_tokens) }
     }
@@ -42,13 +42,13 @@ impl TokenIds {
         &self.ids
     }
 
-    /// The tokens of blocks, given their numbers.
+    /// The tokens of blocks, by index.
     pub fn of_blocks(&self, blocks: std::ops::Range<u32>) -> &[u32] {
         let at = |block: u32| block as usize * self.chain.block_tokens() as usize;
         &self.ids[at(blocks.start)..at(blocks.end)]
     }
 
-    /// Appends a token that was drawn.
+    /// Appends a drawn token.
     pub fn push(&mut self, id: u32) {
         self.ids.push(id);
     }

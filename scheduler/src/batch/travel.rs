@@ -12,12 +12,12 @@ impl<T: Text> Instance<T> {
     ) {
         let Some(sequence) = self.sequences.get_mut(request) else { return };
         let length = sequence.length;
-        // Nobody waits for it: a word that came twice, or from who has lost count.
+        // No sequence waits for it: the message was repeated, or belongs to an earlier placement.
         if sequence.phase != Phase::Receiving || valid > length {
             return;
         }
         sequence.length += u32::from(next);
-        // Without a next token the last one is computed again, to draw it here.
+        // Without a next token the last token is computed again, to draw the next one here.
         sequence.computed = if next { valid } else { valid.min(length - 1) };
         sequence.pulls = 0;
         if sequence.after == Some(After::Keep) {
@@ -45,7 +45,7 @@ impl<T: Text> Instance<T> {
         actions.push(Action::Lent { request, pages });
     }
 
-    /// Deepest blocks first, as `release_pages` does.
+    /// Releases deepest blocks first, as `release_pages` does.
     pub(super) fn unlend(&mut self, request: RequestId) {
         for page in self.lent.remove(request).unwrap_or_default().into_iter().rev() {
             self.blocks.release(page);

@@ -1,5 +1,4 @@
-//! Admission: whether the placement that a policy picked is good enough, or the request is turned away at
-//! once.
+//! Admission: whether the placement that a policy picked is good enough, or the request is rejected at once.
 
 use super::explain::{Candidate, Outcome, Terms};
 use super::place::Question;
@@ -8,47 +7,48 @@ use crate::batch::Urgency;
 use mixfleet_hal::units::Seconds;
 use serde::{Deserialize, Serialize};
 
-/// What is turned away on arrival.
+/// The requests that are rejected on arrival.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Admission {
-    /// Nothing that fits: late is better than never.
+    /// No request that fits is rejected: late is better than never.
     None,
-    /// What would miss an objective with the load of now. By the time the prompt is done that load is another
-    /// one, so the pools swing in anti-phase (Mooncake v3, section 7.3).
+    /// Requests that would miss an objective with the current load are rejected. By the time the prompt is
+    /// computed the load has changed, so the pools swing in anti-phase (Mooncake v3, section 7.3).
     EarlyRejection,
-    /// What would miss an objective with the load that is predicted from the end of its prefill on.
+    /// Requests that would miss an objective with the load predicted from the end of their prefill on are
+    /// rejected.
     #[default]
     Prediction,
 }
 
-/// The part of its time after which a prompt with a deadline goes first: the rest is for those who are due at
-/// the same time, and for what was predicted wrongly.
+/// The part of its time after which a prompt with a deadline is due: the rest is for requests that are due at
+/// the same time, and for prediction errors.
 const DUE_AFTER: f64 = 0.75;
 
-/// What a request wants, in seconds from now, and its place in the order of prompts.
+/// The objectives of a request in seconds from now, and its place in the order of prompts.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Objectives {
     ttft_s: f64,
     pub(super) tbt_slo: Option<Seconds>,
-    /// To the last token, at best and at most; none without a deadline.
+    /// The limits of the time to the last token; none without a deadline.
     pub(super) ends: Option<Ends>,
-    /// When its prompt is due, on the fleet's clock.
+    /// The prompt's due time on the fleet's clock.
     pub(super) due: Seconds,
     admission: Admission,
 }
 
-/// When an answer with a deadline must be complete.
+/// The deadline of an answer.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Ends {
-    /// Of the time to the deadline an equal share for each request that is left (equal flexibility; Kao and
+    /// An equal share of the time to the deadline for each remaining request (equal flexibility; Kao and
     /// Garcia-Molina, 1993).
     share_s: f64,
     deadline_s: f64,
 }
 
 impl Objectives {
-    /// Time between tokens, as far ahead as admission looks.
+    /// The TBT as far ahead as admission looks.
     fn tbt(&self, terms: &Terms) -> f64 {
         if self.admission == Admission::EarlyRejection { terms.tbt_now_s } else { terms.tbt_peak_s }
     }
@@ -57,7 +57,7 @@ impl Objectives {
         terms.ttft_s <= self.ttft_s
     }
 
-    /// What instances must know of it.
+    /// The urgency, for the instances.
     pub(super) fn urgency(&self) -> Urgency {
         Urgency { due: self.due, gives_way: self.ends.is_some(), tbt_slo: self.tbt_slo }
     }
@@ -77,11 +77,11 @@ impl Objectives {
 }
 
 impl Fleet {
-    /// What `arrival` wants. Prompts are due in the order of their objectives: whoever waits for a first
-    /// token, by when it should be there; whoever has a deadline, when three quarters of the time to it have
-    /// passed, less what the answer then takes; all that much earlier as they have a head start. These times
-    /// never move, not even where a lost instance makes a request arrive again, so a request is overtaken
-    /// only by such as come before it is due itself.
+    /// The objectives of `arrival`. Prompts are due in the order of their objectives: interactive requests
+    /// when the first token is due; requests with a deadline when three quarters of the time to it have
+    /// passed, less the predicted time of the answer; all of them earlier by their head start. These times
+    /// never change, even if a request arrives again after its instance was lost, so a request is overtaken
+    /// only by requests that arrive before it is due.
     pub(super) fn objectives(&self, now: Seconds, arrival: &Arrival) -> Objectives {
         let Seconds(ahead_s) = arrival.head_start;
         let ahead = Seconds(ahead_s.clamp(-HEAD_START_MAX.0, HEAD_START_MAX.0));
@@ -106,15 +106,15 @@ impl Fleet {
         }
     }
 
-    /// The lowest score among those within the objectives. Where none is, and the request may not be turned
-    /// away, the least late one. Writes every candidate's outcome.
+    /// The candidate with the lowest score that meets the objectives. If none does, and the request may not
+    /// be rejected, the least late one. Sets every candidate's outcome.
     pub(super) fn admit(
         &self,
         candidates: &mut [Candidate],
         question: &Question<'_>,
     ) -> Result<usize, RejectReason> {
         let objectives = question.objectives;
-        // of equals the one with the lowest score, then the first
+        // Among equals, the lowest score wins, then the first.
         let lowest =
             |candidates: &[Candidate], key: &dyn Fn(&Terms) -> f64, keep: &dyn Fn(&Terms) -> bool| {
                 let terms = candidates.iter().enumerate().filter_map(|(i, c)| Some((i, c.terms.as_ref()?)));
@@ -130,7 +130,7 @@ impl Fleet {
             (Some((i, _)), ..) => Ok(i),
             (None, None, _) => Err(impossible(candidates)),
             (None, Some((i, _)), _) if takes_all => Ok(i),
-            // later requests of a workflow may make up for it
+            // Later requests of the workflow may make up for it.
             (None, Some((i, ends_s)), Some(ends)) if ends_s <= ends.deadline_s => Ok(i),
             (None, Some((_, ends_s)), Some(Ends { deadline_s, .. })) => {
                 Err(RejectReason::Deadline { ends_s, deadline_s })
@@ -159,11 +159,11 @@ impl Fleet {
         verdict
     }
 
-    /// When another try may succeed.
+    /// Time after which a retry may succeed.
     pub(super) fn retry_after(&self, now: Seconds, reason: &RejectReason) -> Option<Seconds> {
         match *reason {
             RejectReason::TtftSlo { ttft_s, slo_s } => Some(Seconds(ttft_s - slo_s)),
-            // by then it would be later still
+            // A retry would be later still.
             RejectReason::Deadline { .. } => None,
             RejectReason::QueueFull { .. } | RejectReason::TbtSlo { .. } => {
                 let ends = self.loads.iter().filter_map(|load| load.forecast(&self.lengths, now).first_end());
@@ -174,7 +174,7 @@ impl Fleet {
     }
 }
 
-/// Why none of `candidates` is possible at all.
+/// Why none of `candidates` is possible.
 fn impossible(candidates: &[Candidate]) -> RejectReason {
     let sizes = candidates.iter().filter_map(|candidate| match candidate.outcome {
         Outcome::TooSmall { tokens, capacity_tokens, .. } => Some((capacity_tokens, tokens)),

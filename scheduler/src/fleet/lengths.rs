@@ -1,33 +1,33 @@
-//! How long answers get, learned from those that ended.
+//! The lengths of answers, learned from those that ended.
 //!
-//! Each class of requests has a histogram over logarithmic buckets (8 to the octave) of the lengths of its
-//! last thousand or two answers. From it follow the expected rest of an answer that has got so far, and the
-//! chance that it is still being generated so many tokens later. One uniform decode time for everybody
-//! (Mooncake v3, section 7.4, assumes one t_d) would tell neither.
+//! Each class of requests has a histogram over logarithmic buckets (8 per octave) of the lengths of its last
+//! thousand or two answers. It gives the expected rest of an answer of a given length, and the probability
+//! that it is still being generated a number of tokens later. One uniform decode time for all (Mooncake v3,
+//! section 7.4, assumes one t_d) would give neither.
 
-/// Eight buckets to the octave: a bucket is at most an eighth wide.
+/// Eight buckets per octave: a bucket is at most an eighth wide.
 const PER_OCTAVE_LOG2: u32 = 3;
 const BUCKETS: usize = 31 << PER_OCTAVE_LOG2;
-/// As many answers as the assumption counts for that stands in for the first ones.
+/// The number of answers as which the initial assumption counts.
 const ASSUMED: f64 = 16.0;
-/// At so many answers all weights are halved: the last ones count most.
+/// The number of answers at which all weights are halved, so that recent ones count most.
 const HALVED_AT: f64 = 2048.0;
 
 /// Lengths of answers by class.
 #[derive(Clone, Debug)]
 pub(super) struct Lengths {
     assumed_tokens: u32,
-    /// By class, in order of the class's number.
+    /// Histograms in order of the class's number.
     classes: Vec<(u32, Histogram)>,
 }
 
 impl Lengths {
-    /// Every class is taken to have exponentially distributed lengths of this mean until it shows its own.
+    /// Assumes exponentially distributed lengths of this mean for every class until answers were observed.
     pub(super) fn new(assumed_tokens: u32) -> Self {
         Lengths { assumed_tokens, classes: Vec::new() }
     }
 
-    /// An answer of `class` ended after `tokens`.
+    /// Adds the length of a complete answer of `class`.
     pub(super) fn observe(&mut self, class: u32, tokens: u32) {
         let at = match self.classes.binary_search_by_key(&class, |&(class, _)| class) {
             Ok(at) => at,
@@ -39,7 +39,7 @@ impl Lengths {
         self.classes[at].1.observe(tokens);
     }
 
-    /// What is known of `class`; none before its first answer ended.
+    /// The lengths of `class`; none before its first answer ended.
     pub(super) fn of(&self, class: u32) -> Option<&Histogram> {
         let at = self.classes.binary_search_by_key(&class, |&(class, _)| class).ok()?;
         Some(&self.classes[at].1)
@@ -51,7 +51,7 @@ impl Lengths {
     }
 }
 
-/// Lengths of one class, as what is beyond each bucket's lower end.
+/// Lengths of one class, as the weight beyond each bucket's lower end.
 #[derive(Clone, Debug)]
 pub(super) struct Histogram(Box<[Knot]>);
 
@@ -61,9 +61,9 @@ struct Knot {
     tokens: f64,
     /// Weight of the answers in this bucket and above.
     beyond: f64,
-    /// By how much of it less each token is exceeded, up to the next knot.
+    /// The decrease of that weight per token, up to the next knot.
     falls: f64,
-    /// The tokens of these answers.
+    /// The total tokens of these answers.
     tokens_beyond: f64,
 }
 
@@ -73,7 +73,7 @@ impl Histogram {
         let knot = |bucket: usize| {
             let (tokens, next) = (lower(bucket), lower(bucket + 1));
             let [beyond, above] = [tokens, next].map(|tokens| ASSUMED * (-tokens / mean).exp());
-            // a memoryless length that exceeds x is x + mean on average
+            // A memoryless length that exceeds x is x + mean on average.
             let tokens_beyond = beyond * (tokens + mean);
             Knot { tokens, beyond, falls: (beyond - above) / (next - tokens), tokens_beyond }
         };
@@ -95,7 +95,7 @@ impl Histogram {
         self.0[bucket].falls += 1.0 / (lower(bucket + 1) - lower(bucket));
     }
 
-    /// Weight of the answers longer than `tokens`: a straight line between the ends of the bucket.
+    /// Weight of the answers longer than `tokens`, interpolated linearly within the bucket.
     pub(super) fn beyond(&self, tokens: f64) -> f64 {
         self.0[bucket_at(tokens)].beyond_at(tokens)
     }
@@ -109,13 +109,13 @@ impl Histogram {
         (knot.tokens + more).clamp(tokens, lower(bucket + 1).max(tokens))
     }
 
-    /// Expected further tokens of an answer that has `generated`: at least one, and as many again where none
-    /// of those seen was so long.
+    /// Expected further tokens of an answer that has `generated` tokens: at least one, and `generated` more
+    /// if no observed answer was so long.
     pub(super) fn rest(&self, generated: u32) -> f64 {
         self.rest_and_beyond(generated).0
     }
 
-    /// [`Histogram::rest`] and [`Histogram::beyond`] of the same length, which lie at one place.
+    /// [`Histogram::rest`] and [`Histogram::beyond`] of the same length, with one look-up.
     pub(super) fn rest_and_beyond(&self, generated: u32) -> (f64, f64) {
         let tokens = f64::from(generated);
         let knot = &self.0[bucket_at(tokens)];
@@ -142,20 +142,20 @@ fn bucket(tokens: u32) -> usize {
     ((octave << PER_OCTAVE_LOG2) + (tokens >> octave)) as usize
 }
 
-/// The bucket of a length that need not be whole; the last one of all beyond. From 8 on the exponent tells
-/// the octave and the first bits of the fraction the eighth of it: two cycles where integers take ten.
+/// The bucket of a fractional length; the last one for all beyond. From 8 on the exponent gives the octave
+/// and the first bits of the fraction the eighth of it: two cycles instead of ten with integers.
 fn bucket_at(tokens: f64) -> usize {
     const FRACTION_BITS: u32 = f64::MANTISSA_DIGITS - 1;
     const STEPS: u64 = 1 << PER_OCTAVE_LOG2;
     let tokens = tokens.min(f64::from(u32::MAX));
     let eighths = tokens.to_bits() >> (FRACTION_BITS - PER_OCTAVE_LOG2);
-    // those of the length 8, which has bucket 8
+    // These are the bits of the length 8, which has bucket 8.
     let first = (STEPS as f64).to_bits() >> (FRACTION_BITS - PER_OCTAVE_LOG2);
     let bucket = if tokens < STEPS as f64 { tokens as usize } else { (eighths - first + STEPS) as usize };
     bucket.min(BUCKETS - 1)
 }
 
-/// The least length of a bucket.
+/// The lowest length in a bucket.
 fn lower(bucket: usize) -> f64 {
     let steps = 1usize << PER_OCTAVE_LOG2;
     if bucket < steps {
@@ -187,7 +187,7 @@ mod tests {
         let mut lengths = Lengths::new(256);
         assert_eq!(lengths.mean(3), 256);
         for _ in 0..1500 {
-            // nine short answers to one long one
+            // Nine answers of ten are short.
             (0..9).for_each(|_| lengths.observe(3, 20));
             lengths.observe(3, 1000);
         }

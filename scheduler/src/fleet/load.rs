@@ -1,7 +1,8 @@
-//! What each instance has to do, and when it will probably be done.
+//! The work of each instance, and when it will probably be done.
 //!
-//! A decision looks at every instance, so each keeps its sums up to date as events come; only the few that
-//! are left in the end are asked for their forecast ([`super::forecast`]), which walks their requests.
+//! A decision considers every instance, so each keeps its sums up to date as events come; forecasts
+//! ([`super::forecast`]), which visit all requests of an instance, are only made for the few remaining
+//! candidates.
 
 use super::forecast::{DEVIATIONS, Seat};
 use super::learn::{Learner, OnItsWay};
@@ -12,33 +13,33 @@ use crate::table::IdMap;
 use mixfleet_hal::units::Seconds;
 use std::collections::VecDeque;
 
-/// Memory binds a little from this share of it on, which is promised to requests.
+/// The share of an instance's memory promised to requests at which it begins to bind.
 const BINDS_FROM: f64 = 0.5;
 
 /// The requests in the fleet.
 pub(super) type Works = IdMap<Work>;
 
-/// A request that has its place.
+/// A placed request.
 #[derive(Clone, Debug)]
 pub(super) struct Work {
     pub(super) prompt_tokens: u32,
     pub(super) prefill: InstanceId,
     pub(super) decode: InstanceId,
-    /// Its place in the order of prompts.
+    /// Due time of its prompt.
     pub(super) due: Seconds,
-    /// Between its tokens.
+    /// Its TBT objective.
     pub(super) tbt_slo: Option<Seconds>,
-    /// Prompt tokens that its decode instance was thought to lack, and what its own prefill was thought to
-    /// take, without any correction.
+    /// Prompt tokens whose KV its decode instance was predicted to lack, and the uncorrected predicted time
+    /// of its prefill.
     pub(super) transfer_tokens: u32,
     pub(super) prefill_time: Seconds,
-    /// Another router's: only its prompt is of interest here.
+    /// Whether it belongs to another router, so that only its prompt matters here.
     pub(super) is_others: bool,
     pub(super) phase: Phase,
 }
 
 impl Work {
-    /// The rest of its prompt takes `factor` times as long as was thought.
+    /// Multiplies the remaining time of its prompt by `factor`.
     pub(super) fn stretch(&mut self, factor: f64) {
         if let Phase::Prefill { remaining, .. } = &mut self.phase {
             *remaining = *remaining * factor;
@@ -48,12 +49,12 @@ impl Work {
 
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Phase {
-    /// `done` prompt tokens have their KV; the rest takes `remaining`.
+    /// The KV of `done` prompt tokens is computed; the rest takes `remaining`.
     Prefill {
         done: u32,
         remaining: Seconds,
     },
-    /// What its KV was thought to take on ways that were free.
+    /// Its KV is being sent; the predicted transfer, if the links were free.
     Transfer(Option<OnItsWay>),
     Decode,
 }
@@ -78,31 +79,31 @@ impl Batch {
 /// Prefill work that waits or runs on an instance.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Backlog {
-    /// Predicted time of all of it, undisturbed.
+    /// Its predicted time, without interruptions.
     pub(super) time: Seconds,
-    /// Pieces of it: steps beside decodes, or tokens where the size of those follows from objectives.
+    /// Its number of chunks: steps beside decodes, or tokens if the size of chunks depends on objectives.
     pub(super) chunks: u64,
 }
 
-/// An instance's prompts, as far as a newcomer behind all of them needs to know.
+/// A summary of an instance's prompts, for a new request behind all of them.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PromptQueue {
-    /// All of it, with what the first one had left at `moved_at`.
+    /// Total time, with the first one's remaining time as of `moved_at`.
     time: Seconds,
     first_remaining: Seconds,
     moved_at: Seconds,
-    /// When the last one is due; before all times if there is none.
+    /// Due time of the last one; negative infinity if there is none.
     pub(super) last_due: Seconds,
 }
 
 impl PromptQueue {
-    /// How long the first prompt has run since it last made progress, less than nothing while another one's
-    /// step is in its way; one that is overdue is taken to end any moment.
+    /// Time that the first prompt has run since it last progressed, negative while another prompt's step is
+    /// in its way; an overdue prompt is assumed to end any moment.
     fn ran(&self, now: Seconds) -> Seconds {
         (now - self.moved_at).min(self.first_remaining)
     }
 
-    /// Time that is left of all, below 0 by no more than rounding.
+    /// Remaining time of all, below 0 only by rounding.
     pub(super) fn left(&self, now: Seconds) -> Seconds {
         self.time - self.ran(now)
     }
@@ -112,7 +113,7 @@ fn half_step(spec: &Instance) -> Seconds {
     spec.cost.prefill_s(0, spec.step_tokens_max) * 0.5
 }
 
-/// How much a memory of `capacity_tokens` binds that `promised` tokens will need.
+/// How much a memory of `capacity_tokens` binds, from 0 to 1, if `promised` tokens will be needed.
 pub(super) fn binds(promised: f64, capacity_tokens: u64) -> f64 {
     let filled = promised / capacity_tokens.max(1) as f64;
     ((filled - BINDS_FROM) / (1.0 - BINDS_FROM)).clamp(0.0, 1.0)
@@ -122,7 +123,7 @@ pub(super) fn binds(promised: f64, capacity_tokens: u64) -> f64 {
 #[derive(Clone, Copy, Debug, Default)]
 struct Tightest {
     slo: Option<Seconds>,
-    /// Those that have it.
+    /// Number of requests that have it.
     count: usize,
 }
 
@@ -136,7 +137,7 @@ impl Tightest {
         }
     }
 
-    /// One has left; `rest` are still there.
+    /// Removes a request; `rest` are still there.
     fn left(&mut self, slo: Option<Seconds>, rest: &[Seat]) {
         if slo.is_none() || slo != self.slo {
             return;
@@ -153,34 +154,34 @@ impl Tightest {
 #[derive(Clone, Debug)]
 pub(super) struct Load {
     pub(super) spec: Instance,
-    /// Prompts placed here with the times that they are due, in their order: the first one runs.
+    /// Prompts placed here with their due times, in their order: the first one runs.
     prefilling: VecDeque<(Seconds, RequestId)>,
-    /// Of those, with the first one's remaining time as of `moved_at`.
+    /// Their total work, with the first one's remaining time as of `moved_at`.
     backlog: Backlog,
-    /// Of the first prompt, as of `moved_at`.
+    /// Remaining time of the first prompt, as of `moved_at`.
     first_remaining: Seconds,
-    /// When the first prompt began, or will, or last made progress.
+    /// Time at which the first prompt began, or will, or last progressed.
     moved_at: Seconds,
-    /// Requests whose tokens come, or will come, from here; in order of their ids.
+    /// Requests that decode here, or will, in order of their ids.
     seats: Vec<Seat>,
-    /// Those of them that decode now.
+    /// Those that decode now.
     batch: Batch,
-    /// The others, with their prompts.
+    /// Those that do not decode yet, with their prompts.
     waiting: Batch,
-    /// All of them, each as long as it was assumed to become.
+    /// All of them at their assumed final lengths.
     pub(super) committed: Batch,
-    /// Their assumed answers' lengths, each squared.
+    /// Sum of the squares of their assumed answers' lengths.
     answers_squared: f64,
-    /// Of their TBT objectives.
+    /// The tightest of their TBT objectives.
     tightest: Tightest,
-    /// Until when its way out and its way in are taken by transfers that were decided.
+    /// Times until which the links out and in are reserved for decided transfers.
     pub(super) egress_until: Seconds,
     pub(super) ingress_until: Seconds,
-    /// What loading from its tiers takes, in the order of [`Tier::ALL`](crate::kv::Tier::ALL).
+    /// Cost of loading from its tiers, in the order of [`Tier::ALL`](crate::kv::Tier::ALL).
     pub(super) tiers: [LinkCost; 3],
-    /// Half of a full step of prompts.
+    /// Half of the time of a full step of prompts.
     half_step: Seconds,
-    /// What its predictions are corrected by.
+    /// The learned corrections of its predictions.
     pub(super) learner: Learner,
 }
 
@@ -206,7 +207,7 @@ impl Load {
         }
     }
 
-    /// Its role, cost or bounds change; its work stays.
+    /// Changes its role, cost or limits; its work stays.
     pub(super) fn respec(&mut self, spec: Instance, works: &Works) {
         self.half_step = half_step(&spec);
         self.spec = spec;
@@ -217,12 +218,12 @@ impl Load {
         self.backlog.chunks = self.prefilling.iter().map(|(_, id)| self.chunks(left(id))).sum();
     }
 
-    /// Pieces in which `tokens` of prompt are counted.
+    /// Number of chunks as which `tokens` of prompt count.
     pub(super) fn chunks(&self, tokens: u32) -> u64 {
         u64::from(tokens.div_ceil(self.spec.prefill_tokens_beside_decode_max.unwrap_or(1).max(1)))
     }
 
-    /// Steps that so many pieces take beside those who decode now.
+    /// Number of steps for so many chunks beside the current decodes.
     pub(super) fn steps(&self, chunks: u64) -> u64 {
         let Batch { sequences, kv_tokens } = self.batch;
         if self.spec.prefill_tokens_beside_decode_max.is_some() || sequences == 0 {
@@ -236,7 +237,7 @@ impl Load {
         chunks.div_ceil(u64::from(rows))
     }
 
-    /// A prompt whose rest takes `remaining` joins the queue at `now`.
+    /// Adds a prompt to the queue at `now`, whose rest takes `remaining`.
     pub(super) fn queue(&mut self, request: RequestId, work: &Work, works: &Works, now: Seconds) {
         let Phase::Prefill { done, remaining } = work.phase else { return };
         let place = self.prefilling.len() - self.behind(work.due).count();
@@ -248,12 +249,12 @@ impl Load {
         self.backlog.chunks += self.chunks(work.prompt_tokens - done);
     }
 
-    /// Prompts that a newcomer with this due time goes ahead of, the last one first.
+    /// Prompts that a new request with this due time precedes, the last one first.
     fn behind(&self, due: Seconds) -> impl Iterator<Item = RequestId> {
         self.prefilling.iter().rev().take_while(move |(other, _)| *other > due).map(|&(_, id)| id)
     }
 
-    /// Until the step in progress ends: whoever goes ahead of the first prompt begins then.
+    /// Time until the current step ends, when a request that precedes the first prompt starts.
     fn step_rest(&self, now: Seconds, works: &Works) -> Seconds {
         let first = self.prefilling.front().and_then(|(_, id)| works.get(*id));
         let Some(Work { prompt_tokens, phase: Phase::Prefill { done, .. }, .. }) = first else {
@@ -263,7 +264,7 @@ impl Load {
         (self.first_remaining * (1.0 / steps as f64) - self.prompt_queue().ran(now)).max(Seconds::ZERO)
     }
 
-    /// A queued prompt got further: it was in `before`, now it is in `after`.
+    /// Updates a queued prompt's progress from `before` to `after`.
     pub(super) fn progress(
         &mut self,
         request: RequestId,
@@ -288,7 +289,7 @@ impl Load {
         }
     }
 
-    /// A prompt leaves the queue, done or not; `works` knows those behind it.
+    /// Removes a prompt from the queue, done or not; `works` has those behind it.
     pub(super) fn leave_queue(&mut self, request: RequestId, work: &Work, works: &Works, now: Seconds) {
         let Some(place) = self.prefilling.iter().position(|&(_, id)| id == request) else { return };
         self.prefilling.remove(place);
@@ -305,20 +306,20 @@ impl Load {
             };
         }
         if self.prefilling.is_empty() {
-            // sums of floats do not come back to zero by themselves
+            // Sums of floats do not return to exactly zero.
             self.backlog = Backlog::default();
         }
     }
 
     fn seat(&self, request: RequestId) -> Result<usize, usize> {
-        // ids rise
+        // Ids rise, so most requests are appended.
         if self.seats.last().is_none_or(|last| last.request < request) {
             return Err(self.seats.len());
         }
         self.seats.binary_search_by_key(&request, |seat| seat.request)
     }
 
-    /// A request will decode here.
+    /// Adds a request that will decode here.
     pub(super) fn commit(&mut self, seat: Seat) {
         if let Err(place) = self.seat(seat.request) {
             self.seats.insert(place, seat);
@@ -329,7 +330,7 @@ impl Load {
         }
     }
 
-    /// A request decodes from now on, with its first token.
+    /// Lets a request decode from now on, with its first token.
     pub(super) fn join(&mut self, request: RequestId) {
         if let Ok(place) = self.seat(request) {
             let seat = &mut self.seats[place];
@@ -339,7 +340,7 @@ impl Load {
         }
     }
 
-    /// A request of another router will decode here, or has got `generated` tokens by now.
+    /// Adds a request of another router that will decode here, or updates its `generated` tokens.
     pub(super) fn seat_of_others(&mut self, seat: Seat, generated: u32) {
         let request = seat.request;
         self.commit(seat);
@@ -353,11 +354,11 @@ impl Load {
         }
     }
 
-    /// Those of `requests` that decode here got `tokens` tokens each.
+    /// Adds `tokens` tokens to each of `requests` that decodes here.
     pub(super) fn grow(&mut self, requests: &[RequestId], tokens: u32) {
         let mut next = 0;
         for &request in requests {
-            // mostly they come in the order of their ids, and all decode
+            // They mostly come in order of their ids, and all decode.
             let is_next = self.seats.get(next).is_some_and(|seat| seat.request == request);
             let Ok(place) = (if is_next { Ok(next) } else { self.seat(request) }) else { continue };
             next = place + 1;
@@ -368,7 +369,7 @@ impl Load {
         }
     }
 
-    /// A request that was to decode here, or did, is gone.
+    /// Removes a request that was to decode here, or did.
     pub(super) fn release(&mut self, request: RequestId) -> Option<Seat> {
         let place = self.seat(request).ok()?;
         let seat = self.seats.remove(place);
@@ -383,7 +384,7 @@ impl Load {
         Some(seat)
     }
 
-    /// Prefill work ahead of a new arrival that is due then, and prompts behind it.
+    /// Prefill work ahead of a new request with this due time, and the number of prompts behind it.
     pub(super) fn backlog(&self, now: Seconds, due: Seconds, works: &Works) -> (Backlog, u32) {
         let queue = self.prompt_queue();
         let mut behind = 0;
@@ -410,18 +411,18 @@ impl Load {
         self.prefilling.iter().map(|&(_, id)| id)
     }
 
-    /// Its queue takes `factor` times as long as was thought.
+    /// Multiplies the time of its queue by `factor`.
     pub(super) fn stretch_backlog(&mut self, factor: f64) {
         self.backlog.time = self.backlog.time * factor;
         self.first_remaining = self.first_remaining * factor;
     }
 
-    /// Prompts that wait or run here.
+    /// Number of prompts that wait or run here.
     pub(super) fn prompts(&self) -> usize {
         self.prefilling.len()
     }
 
-    /// Its prompts, as one.
+    /// A summary of its prompts.
     pub(super) fn prompt_queue(&self) -> PromptQueue {
         PromptQueue {
             time: self.backlog.time,
@@ -431,26 +432,26 @@ impl Load {
         }
     }
 
-    /// The expected time until what is lent from here can leave: until the step ends that runs now.
+    /// Expected time until a lent prefix can be sent: until the current step ends.
     pub(super) fn lends_after(&self, now: Seconds) -> Seconds {
         let left = self.prompt_queue().left(now);
         let half_step = self.half_step * self.learner.corrections().prefill;
         if left < half_step { left.max(Seconds::ZERO) } else { half_step }
     }
 
-    /// Those who decode here or will.
+    /// Requests that decode here, or will.
     pub(super) fn seats(&self) -> &[Seat] {
         &self.seats
     }
 
-    /// Everyone who decodes here or will, together, with what they have by now.
+    /// All requests that decode here, or will, at their current lengths.
     pub(super) fn everyone(&self) -> Batch {
         let Batch { sequences, kv_tokens } = self.waiting;
         Batch { sequences: self.batch.sequences + sequences, kv_tokens: self.batch.kv_tokens + kv_tokens }
     }
 
-    /// Tokens of theirs that fall beside a newcomer's `output_tokens`, were all to have as many still to
-    /// come. None where answers have become longer than was assumed.
+    /// Tokens of theirs that are generated beside a new request's `output_tokens`, if all had equally many to
+    /// come. None if answers have become longer than assumed.
     pub(super) fn tokens_beside(&self, output_tokens: u32) -> Option<u64> {
         let everyone = self.everyone();
         let sequences = u64::from(everyone.sequences);
@@ -458,24 +459,24 @@ impl Load {
         Some((still + sequences).min(sequences * u64::from(output_tokens)))
     }
 
-    /// How much its memory binds with `tokens` more: not at all while it is half empty with all that was
-    /// promised, wholly where it is full.
+    /// How much its memory binds with `tokens` more, from 0 while at most half of it is promised to 1 when it
+    /// is full.
     pub(super) fn memory_binds(&self, tokens: u64) -> f64 {
         let promised = (self.committed.kv_tokens + tokens) as f64;
         binds(promised, self.spec.kv_capacity_tokens)
     }
 
-    /// Whether `tokens` more certainly find room, however long the answers get.
+    /// Whether `tokens` more certainly fit, however long the answers get.
     pub(super) fn has_room(&self, tokens: u64) -> bool {
         let everyone = self.everyone();
         let partial_blocks = u64::from(everyone.sequences + 1) * u64::from(self.spec.kv_block_tokens);
         let held = self.committed.kv_tokens.max(everyone.kv_tokens);
-        // as much as [`Forecast::kv_wait`] keeps free, even if nobody had begun to answer
+        // As much as [`Forecast::kv_wait`] keeps free, even if no answer had begun.
         let spread = (held / 4).max((DEVIATIONS * self.answers_squared.sqrt()) as u64);
         held + spread + partial_blocks + tokens <= self.spec.kv_capacity_tokens
     }
 
-    /// Who decodes here now.
+    /// The requests that decode here now.
     pub(super) fn batch(&self) -> Batch {
         self.batch
     }

@@ -76,9 +76,11 @@ pub(super) struct PromptRow {
 pub(super) struct AnswerRow {
     /// The instance's position.
     pub(super) at: u32,
-    /// Number of accepted sequences; then their final tokens, and the time of a step of them all.
+    /// Number of accepted sequences.
     pub(super) sequences: u32,
+    /// Their total final tokens.
     pub(super) kv_tokens: u64,
+    /// Time of a step of them all.
     pub(super) step: Seconds,
     pub(super) capacity_tokens: u64,
 }

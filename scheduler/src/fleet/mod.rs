@@ -1,9 +1,9 @@
-//! The fleet's machine: which instances serve a request, or why none does.
+//! The fleet machine: which instances serve a request, or why none does.
 //!
-//! Placement is decided once, on arrival. From then on the instances' own machines (see `batch`) run
-//! the request, and the fleet follows their events to know what each instance still has to do. It
-//! predicts; it never waits: there is no event for "time has passed", because nothing here
-//! depends on it but the predictions, and those are made when they are asked for.
+//! Placement is decided once, on arrival. From then on the instance machines (see `batch`) run the request,
+//! and the fleet machine follows their events to know the remaining work of each instance. It predicts and
+//! never waits: there is no event for the passing of time, since only predictions depend on it, and those are
+//! made when needed.
 
 mod admit;
 mod event;
@@ -42,50 +42,49 @@ use mixfleet_hal::units::{Seconds, UsdPerHour};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// Mooncake's metric (v3, section 8.1): the longest tenth of a request's gaps.
+/// The default is Mooncake's metric (v3, section 8.1): the longest tenth of a request's gaps.
 fn longest_tenth() -> f64 {
     0.1
 }
 
-/// Parameters of the fleet.
+/// Configuration of the fleet.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FleetConfig {
-    /// KV bytes of a token on the wire, all layers.
+    /// KV bytes of a token in the wire layout, in all layers.
     pub kv_bytes_per_token: u64,
-    /// Layers: KV crosses a link layer by layer.
+    /// Number of layers, one by one of which KV is sent over a link.
     pub layers: u32,
-    /// Requests in work, beyond which a new one is turned away.
+    /// Maximum requests in progress; further ones are rejected.
     pub requests_max: usize,
-    /// Mean length of an answer, until those of its class have shown theirs; a hint says better, and
+    /// Assumed mean length of an answer, until answers of its class were observed; a hint replaces it, and
     /// `max_tokens` bounds it.
     pub output_tokens_expected: u32,
-    /// A request predicted to get its first token later than this is turned away.
+    /// Maximum predicted TTFT of a request; others are rejected.
     pub ttft_slo: Option<Seconds>,
-    /// A request predicted to get its tokens slower than this is turned away.
+    /// Maximum predicted TBT of a request; others are rejected.
     pub tbt_slo: Option<Seconds>,
-    /// A request's time between tokens is the mean of so many of its gaps, the longest ones: 1 is all of
-    /// them.
+    /// Share of a request's gaps, the longest ones, whose mean is its TBT: 1 for all of them.
     #[serde(default = "longest_tenth")]
     pub tbt_share: f64,
-    /// Dollars that a second of waiting is worth; by default a second of the average instance. Means
-    /// nothing while an instance has no price.
+    /// Value of a second of waiting in dollars; by default the price of a second of the average instance.
+    /// Unused if an instance has no price.
     pub wait_usd_per_s: Option<f64>,
-    /// What KV memory costs while it binds: a share of an instance's memory for a second counts so many times
-    /// that share of a second's rent (of a second, where prices are missing). 0: nothing.
+    /// Cost of KV memory where it binds: a share of an instance's memory for a second costs this many times
+    /// that share of a second's rent (of a second, if prices are missing). 0 disables it.
     #[serde(default)]
     pub kv_weight: f64,
-    /// How placements are picked.
+    /// The rule that picks placements.
     #[serde(default)]
     pub policy: Policy,
-    /// What is turned away on arrival.
+    /// The requests that are rejected on arrival.
     #[serde(default)]
     pub admission: Admission,
-    /// Whether instances can copy a prefix from others.
+    /// Whether instances can pull prefixes from others.
     #[serde(default)]
     pub pull: bool,
     /// Whether a decode instance that has become too busy for the objective drops a request whose prompt is
-    /// done.
+    /// computed.
     #[serde(default)]
     pub drop_at_decode: bool,
     /// When instances change between prefill and decode; by default never.
@@ -94,20 +93,20 @@ pub struct FleetConfig {
     /// When hot prefixes are copied to further instances; by default never.
     #[serde(default)]
     pub replicate: Option<Replicate>,
-    /// For the policy that needs it.
+    /// Seed of policies that need one.
     #[serde(default)]
     pub seed: u64,
 }
 
 impl FleetConfig {
-    /// For a model whose tokens take `kv_bytes_per_token` of KV in `layers` layers: no objectives, nothing is
-    /// pulled.
+    /// The configuration for a model whose tokens have `kv_bytes_per_token` of KV in `layers` layers, without
+    /// objectives and pulls.
     pub fn new(kv_bytes_per_token: u64, layers: u32) -> Self {
         FleetConfig {
             kv_bytes_per_token,
             layers,
             requests_max: usize::MAX,
-            // Answers of public chat traces are 200 to 350 tokens long; max_tokens bounds the guess.
+            // Answers of public chat traces are 200 to 350 tokens long; max_tokens bounds the assumption.
             output_tokens_expected: 256,
             ttft_slo: None,
             tbt_slo: None,
@@ -125,45 +124,45 @@ impl FleetConfig {
     }
 }
 
-/// How much of the difference to the last prediction the mean pace takes in.
+/// The weight of the latest prediction in the mean pace.
 const PACE_FOLLOWS: f64 = 0.1;
 
-/// The fleet as one state machine. Equal events at equal times give equal actions.
+/// The fleet machine. Equal events at equal times give equal actions.
 #[derive(Debug)]
 pub struct Fleet {
     config: FleetConfig,
     loads: Loads,
-    /// Of each, by position: in order.
+    /// Ids of the instances by position, in order.
     ids: Vec<InstanceId>,
-    /// Of pairs of instances.
+    /// Links of pairs of instances.
     links: BTreeMap<(InstanceId, InstanceId), LinkCost>,
-    /// Of pairs of pools.
+    /// Links of pairs of pools.
     pool_links: BTreeMap<(u32, u32), LinkCost>,
     works: Works,
-    /// Those of `works` that are other routers'.
+    /// Number of `works` that belong to other routers.
     others_prompts: usize,
     lengths: Lengths,
     window: roles::Window,
-    /// Time between tokens, as predicted for the last few requests.
+    /// Mean TBT predicted for the last few requests.
     pace: Seconds,
     index: PrefixIndex,
-    /// The last answer of the index, for its memory.
+    /// The last answer of the index, kept for its allocation.
     prefixes: Prefixes,
-    /// What the last arrival could reuse, for its memory.
+    /// The reusable tokens of the last arrival, kept for their allocation.
     cached: Vec<u32>,
-    /// None: nothing is copied.
+    /// State of replication; none if prefixes are not copied.
     replicas: Option<replicate::Replicas>,
     random: Stream,
-    /// When corrections are looked after next.
+    /// Time at which corrections are checked next.
     fade_at: Seconds,
-    /// Requests placed one after the other.
+    /// Number of requests placed in turn.
     turns: u64,
-    /// Of all instances, if each has a price.
+    /// Mean price of all instances, if each has one.
     mean_price: Option<UsdPerHour>,
 }
 
 impl Fleet {
-    /// A fleet without instances; they come as events.
+    /// Creates a fleet without instances, which are added by events.
     pub fn new(config: FleetConfig) -> Self {
         Fleet {
             random: Stream::new(config.seed),
@@ -187,12 +186,12 @@ impl Fleet {
         }
     }
 
-    /// Requests in work, without those of other routers.
+    /// Number of requests in progress, without those of other routers.
     pub fn requests(&self) -> usize {
         self.works.len() - self.others_prompts
     }
 
-    /// Time that the prompts placed on `instance` will probably take from `now` on; 0 of one that is not up.
+    /// Predicted time of the prompts placed on `instance` from `now` on; 0 if it is not up.
     pub fn queued_prefill(&self, instance: InstanceId, now: Seconds) -> Seconds {
         self.position(instance).map_or(Seconds::ZERO, |at| {
             self.loads[at].backlog(now, Seconds(f64::INFINITY), &self.works).0.time
@@ -204,7 +203,7 @@ impl Fleet {
         self.loads.iter().map(|load| &load.spec)
     }
 
-    /// Whether some instance can serve alone, or some pair that a link joins.
+    /// Whether some instance, or some pair with a link, can serve.
     pub fn can_serve(&self) -> bool {
         let pair = |(p, prefill): (usize, &Load)| {
             prefill.spec.role.decodes()
@@ -213,8 +212,8 @@ impl Fleet {
         self.able(Role::prefills).any(pair)
     }
 
-    /// Takes `event`, which happened at `now`, and appends what must be done to `actions`. `now` is on
-    /// any clock that does not run backwards.
+    /// Handles `event`, which happened at `now`, and appends the actions to `actions`. `now` is on any clock
+    /// that does not run backwards.
     pub fn step(&mut self, now: Seconds, event: Event, actions: &mut Vec<Action>) {
         if let Some(replicas) = &mut self.replicas {
             replicas.heard(&event);
@@ -235,7 +234,7 @@ impl Fleet {
             Event::Measured { instance, steps } => self.measured(now, instance, &steps),
             Event::Finished { request } => {
                 if let Some((_, Some(seat))) = self.forget(now, request) {
-                    // the first token counts as generated where the prompt is done
+                    // The first token counts as generated where the prompt is computed.
                     self.lengths.observe(seat.class, seat.generated.max(1));
                 }
             }
@@ -266,12 +265,12 @@ impl Fleet {
         }
     }
 
-    /// Everything that each instance holds by its own account, in order. Looks at every block: for checks.
+    /// The blocks that each instance reported to hold, in order. It visits every block: for checks.
     pub fn held(&self) -> BTreeMap<InstanceId, Vec<(Tier, BlockHash)>> {
         self.loads.iter().map(|load| (load.spec.id, self.index.held_by(load.spec.id))).collect()
     }
 
-    /// None: the instance is not up.
+    /// Changes an instance's load; none if it is not up.
     fn change<T>(&mut self, id: InstanceId, change: impl FnOnce(&mut Load) -> T) -> Option<T> {
         let at = self.position(id)?;
         Some(self.loads.change(at, change))
@@ -311,7 +310,7 @@ impl Fleet {
         terms: &Terms,
     ) {
         let done = terms.cached_tokens + terms.pulled_tokens;
-        // a pull that outlasts the queue delays those behind it too
+        // A pull that outlasts the queue also delays the prompts behind it.
         let remaining = Seconds(terms.pull_s + terms.prefill_s);
         let work = Work {
             due: objectives.due,
@@ -347,7 +346,7 @@ impl Fleet {
         }
     }
 
-    /// The ways out of one instance and into another are taken for as long as `tokens` of KV need.
+    /// Reserves the links out of one instance and into another for `tokens` of KV.
     fn occupy(&mut self, now: Seconds, from: usize, to: usize, tokens: u32) {
         let Some(link) = self.link(&self.loads[from], &self.loads[to]) else { return };
         let time = link.time(self.kv_bytes(tokens));
@@ -397,7 +396,7 @@ impl Fleet {
             work.phase = phase;
         }
         if !together {
-            // its layers have begun to leave by now
+            // Its layers are already being sent.
             if let Some((from, to)) = way {
                 self.occupy(now, from, to, work.prompt_tokens);
             }
@@ -406,7 +405,7 @@ impl Fleet {
         }
     }
 
-    /// The decode instance's own check, once the prompt is done (Mooncake v3, section 3, step 4).
+    /// The decode instance's own check, once the prompt is computed (Mooncake v3, section 3, step 4).
     fn too_busy(&self, work: &Work) -> Option<RejectReason> {
         let slo = work.tbt_slo.filter(|_| self.config.drop_at_decode)?;
         let load = &self.loads[self.position(work.decode)?];
@@ -441,7 +440,7 @@ impl Fleet {
         self.fleet_changed();
     }
 
-    /// Works out anew what depends on who is up.
+    /// Updates what depends on the set of instances.
     fn fleet_changed(&mut self) {
         self.mean_price = self.average_price();
         self.ids = self.loads.iter().map(|load| load.spec.id).collect();

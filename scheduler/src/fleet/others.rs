@@ -50,7 +50,7 @@ pub enum OthersWork {
         ready_in: Seconds,
         /// The request's class, whose answers have similar lengths.
         class: u32,
-        /// Tokens that it will probably generate, if someone knows.
+        /// Expected number of generated tokens, if known.
         #[serde(default)]
         output_tokens_hint: Option<u32>,
         /// Number of tokens that it has got there; none until it decodes.

@@ -1,5 +1,5 @@
-//! Hot prefixes are copied to further instances before requests have to wait for them, within a budget of
-//! bytes per second.
+//! Copying hot prefixes to further instances before requests wait for them, within a budget of bytes per
+//! second.
 //!
 //! ```text
 //! prefix  = the longest prefix of an arrival that any instance holds: beyond it all earlier requests differ
@@ -8,19 +8,19 @@
 //! copy if   two requests or more used the prefix, gain > cost, and the budget has the bytes
 //! ```
 //!
-//! A prefix is shared where requests part. The turns of one conversation part from it at a later block each
-//! time, so that none of its prefixes is used twice; those with a system prompt in common, or a document,
-//! part at the same block.
+//! A shared prefix ends where requests begin to differ. The turns of one conversation differ at a later block
+//! each time, so that none of its prefixes is used twice; requests with a common system prompt, or document,
+//! differ at the same block.
 //!
 //! `misses` counts the requests, faded, that were placed on an instance without the prefix, and `miss_s` is
-//! what each of them lost: prefill and exposed pull as predicted for it, less its prefill with the prefix
-//! there. What is expected of the next `memory` seconds is what was seen in the last. A miss leaves a copy
-//! behind by itself, so that a copy made before saves one of them. `waited_s` counts the seconds, faded, that
-//! requests queued for a holder while another instance could have begun earlier with the prefix: one holder
-//! more takes its share of the next. What a copy pushes out of a full cache is not counted.
+//! the loss of each: predicted prefill and exposed pull, less its prefill with the prefix there. The demand
+//! of the next `memory` seconds is expected to equal that of the last. A miss leaves a copy by itself, so
+//! that an earlier copy saves one of them. `waited_s` counts the seconds, faded, that requests queued for a
+//! holder while another instance could have started earlier with the prefix: one more holder takes its share
+//! of them. What a copy evicts from a full cache is not counted.
 //!
 //! Everything is decided when a request arrives, for the prefix that it uses; there is no clock. One copy of
-//! a prefix is under way at a time, and each one needs losses of its own that came after it.
+//! a prefix is in progress at a time, and each further copy needs later losses of its own.
 
 mod demand;
 
@@ -36,31 +36,32 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Replicate {
-    /// Copies take no more than this, counted from any moment, and what [`Replicate::BURST`] gathers of it.
+    /// Maximum bytes per second of copies, plus the unused budget of [`Replicate::BURST`].
     pub bytes_per_s: f64,
-    /// Demand fades to 1/e in this time, and is expected to last as long.
+    /// Time in which demand fades to 1/e, and for which it is expected to last.
     pub memory: Seconds,
 }
 
 impl Replicate {
-    /// So long the unused budget gathers. A prefix that needs more bytes than that is never copied.
+    /// Time for which the unused budget accumulates. A prefix that needs more bytes than that is never
+    /// copied.
     pub const BURST: Seconds = Seconds(30.0);
 
-    /// At most `bytes_per_s`, by what was asked for in the last five minutes.
+    /// Limits copies to `bytes_per_s`, by the demand of the last five minutes.
     pub fn new(bytes_per_s: f64) -> Self {
         Replicate { bytes_per_s, memory: Seconds(300.0) }
     }
 }
 
-/// Requests that have a prefix in common, from which on it is hot.
+/// Minimum number of requests that share a hot prefix.
 const USES_MIN: u32 = 2;
-/// As many instances are looked at for a better place and for the receiver of a copy; in larger fleets the
-/// next ones the next time.
+/// Number of instances considered as a better place or as the receiver of a copy; in larger fleets they take
+/// turns.
 const LOOKED_AT: usize = 16;
-/// A copy that is not there after this many times the predicted time, and a second, does not come any more.
+/// A copy is given up after this many times the predicted time, plus a second.
 const LATE: f64 = 2.0;
 
-/// A copy that was asked for and is not there yet.
+/// A requested copy that has not arrived.
 #[derive(Clone, Debug)]
 struct Copy {
     /// The last block of the prefix.
@@ -70,31 +71,31 @@ struct Copy {
     until: Seconds,
 }
 
-/// What the fleet remembers for its copies.
+/// The state of replication.
 #[derive(Clone, Debug)]
 pub(super) struct Replicas {
     rule: Replicate,
     demand: Demand,
-    /// In the order in which they were asked for.
+    /// Requested copies in order.
     under_way: Vec<Copy>,
-    /// Of the budget, at the time beside it.
+    /// The remaining budget, as of the time beside it.
     bytes: f64,
     filled: Seconds,
-    /// The first instance to be looked at.
+    /// The first instance to be considered next.
     cursor: usize,
-    /// Decided with the placement, to be told before it.
+    /// A copy decided with the placement, to be output before it.
     wanted: Option<Action>,
 }
 
-/// An arrival's prefix that somebody holds.
+/// A prefix of an arrival that an instance holds.
 #[derive(Clone, Copy)]
 struct Shared {
     /// Its last block.
     key: BlockHash,
     tokens: u32,
-    /// Who holds it first: whoever has blocks of the same kind can take part.
+    /// The first instance that holds it: only instances with the same kind of blocks can take part.
     holder: usize,
-    /// Tokens in a block.
+    /// Tokens per block.
     block: u32,
     holders: usize,
 }
@@ -112,7 +113,7 @@ impl Replicas {
         }
     }
 
-    /// What the budget allows now.
+    /// The budget at this time.
     fn budget(&mut self, now: Seconds) -> f64 {
         let gathered = self.rule.bytes_per_s * (now - self.filled).0.max(0.0);
         self.bytes = (self.bytes + gathered).min(self.rule.bytes_per_s * Replicate::BURST.0);
@@ -120,14 +121,14 @@ impl Replicas {
         self.bytes
     }
 
-    /// Positions to be looked at in a fleet of `instances`.
+    /// Positions to consider in a fleet of `instances`.
     fn look(&mut self, instances: usize) -> impl Iterator<Item = usize> + Clone + use<> {
         let first = if instances > LOOKED_AT { self.cursor % instances } else { 0 };
         self.cursor = first + LOOKED_AT;
         (first..first + instances.min(LOOKED_AT)).map(move |at| at % instances)
     }
 
-    /// An instance told what it holds, or that it holds nothing, or is gone.
+    /// Handles an event about what an instance holds, or that it is gone.
     pub(super) fn heard(&mut self, event: &Event) {
         match event {
             Event::KvStored { instance, hashes, tier: Tier::Device } => {
@@ -142,8 +143,8 @@ impl Replicas {
 }
 
 impl Fleet {
-    /// Counts the demand for what `question` has in common with others, and decides on a copy of it. `chosen`
-    /// is where it goes.
+    /// Counts the demand for the prefix that `question` shares with others, and decides on a copy of it.
+    /// `chosen` is the request's placement.
     pub(super) fn weigh_copy(&mut self, question: &Question<'_>, chosen: &Candidate) {
         if question.arrival.replay.is_some() {
             return;
@@ -153,7 +154,7 @@ impl Fleet {
         self.replicas = Some(replicas);
     }
 
-    /// Tells of the copy that was decided with the last placement, and takes the ways that it needs.
+    /// Outputs the copy that was decided with the last placement, and reserves its links.
     pub(super) fn start_copy(&mut self, now: Seconds, actions: &mut Vec<Action>) {
         let Some(action) = self.replicas.as_mut().and_then(|replicas| replicas.wanted.take()) else { return };
         if let Action::Replicate { from, to, tokens, .. } = action
@@ -206,7 +207,7 @@ impl Fleet {
         Some(Shared { key, tokens, holder, block, holders: question.longest_holders.len() })
     }
 
-    /// What the request loses where it goes, since not every instance holds what it shares.
+    /// The loss of the request at its placement because not every instance holds the prefix.
     fn loss(
         &self,
         question: &Question<'_>,
@@ -221,11 +222,11 @@ impl Fleet {
             let lost = Seconds(terms.pull_s + terms.prefill_s) - with_it(at);
             return (lost > Seconds::ZERO).then_some(Loss::Miss(lost));
         }
-        // whoever takes no notice of prefixes would not have gone elsewhere for one
+        // A policy that ignores prefixes would not have chosen another instance for one.
         if terms.queue_s <= 0.0 || !self.follows_prefixes() {
             return None;
         }
-        // a dearer one may have been left alone for its price
+        // A more expensive instance may have been avoided for its price.
         let price = |at: usize| self.loads[at].spec.price.map_or(0.0, |price| price.0);
         let others = looked_at
             .filter(|&other| self.may_receive(question, shared, other) && price(other) <= price(at))
@@ -248,12 +249,12 @@ impl Fleet {
             && spec.has_blocks_like(&self.loads[shared.holder].spec)
             && spec.kv_capacity_tokens >= u64::from(shared.tokens)
             && question.cached_on(at) < shared.tokens
-            // a copy joins what the devices hold, not what would have to be loaded first
+            // A copy joins what the devices hold, not what would have to be loaded first.
             && question.loading_on(at) <= Seconds::ZERO
     }
 
-    /// Of those looked at, the one with the least to do; the request itself brings the prefix to where it
-    /// goes.
+    /// Among the considered instances, the one with the least work. The request itself brings the prefix to
+    /// its own instance.
     fn receiver(
         &self,
         question: &Question<'_>,
@@ -270,7 +271,7 @@ impl Fleet {
         may.map(|at| (at, backlog(at))).reduce(least).map(|(at, _)| at)
     }
 
-    /// The holder whose way out is free first, and how long the copy takes from now on.
+    /// The holder whose link out is free first, and the time of the copy from now on.
     fn sender(&self, question: &Question<'_>, shared: Shared, to: usize) -> Option<(usize, Seconds)> {
         let free = |at: usize| self.loads[at].egress_until.max(question.now);
         let holders = question.longest_holders.iter().copied().filter(|&at| {

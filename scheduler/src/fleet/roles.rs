@@ -1,20 +1,20 @@
-//! Roles that follow the load: a side that is short of instances gets one from the other, if that can spare
-//! it.
+//! Roles that follow the load: a side that is short of instances gets one from the other side, if that can
+//! spare it.
 //!
 //! ```text
 //! load of prefill = max(mean wait of a prompt / TTFT objective, share of instances with a prompt)
 //! load of decode  = mean of max(step / TBT objective, KV tokens / KV capacity)
 //! ```
 //!
-//! Both are means over a window of time, looked at whenever a request arrives. At a window's end
+//! Both are means over a window of time, checked whenever a request arrives. At a window's end
 //!
 //! - prefill gets an instance if its load was above `high` and decode's would stay below `low` with one
-//!   instance less, which gets the requests of one prefill instance more;
-//! - decode gets one if its load was above `high`. Prefill may be short then too: it turns requests away at
-//!   the door, while full decoders break the promise to those who were let in.
+//!   instance less, which gets the requests of one more prefill instance;
+//! - decode gets one if its load was above `high`. Prefill may be short then too: it rejects requests on
+//!   arrival, while full decoders break the objectives of accepted ones.
 //!
-//! Since decode gives none up that would bring it near `high`, it does not want it back while the load is as
-//! it is; that, and the window, is the hysteresis.
+//! Since decode gives up no instance that would bring it near `high`, it does not want it back at equal load;
+//! that, and the window, is the hysteresis.
 
 use super::load::{Batch, Load};
 use super::{Action, Fleet, InstanceId, Role};
@@ -25,25 +25,25 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Rebalance {
-    /// A side with a load above this gets an instance;
+    /// A side whose load exceeds this gets an instance.
     pub high: f64,
-    /// prefill only if decode would have a load below this without it. Less than `high`.
+    /// Prefill gets one only if decode's load would be below this without it. It must be less than `high`.
     pub low: f64,
-    /// The loads are means over this long, and roles change once in that time.
+    /// The window of the mean loads, at the end of which roles may change once.
     pub hold: Seconds,
-    /// Instances of these pools may change, if they have one of the two roles.
+    /// Pools whose instances may change, if they have one of the two roles.
     pub pools: Vec<u32>,
 }
 
 impl Rebalance {
-    /// For instances of `pools`: a side above 0.9 gets one, prefill if decode stays below 0.7 without it, at
-    /// most every 30 s.
+    /// For instances of `pools`: a side above 0.9 gets one, prefill only if decode stays below 0.7 without
+    /// it, at most every 30 s.
     pub fn new(pools: Vec<u32>) -> Self {
         Rebalance { high: 0.9, low: 0.7, hold: Seconds(30.0), pools }
     }
 }
 
-/// A side's load, as it is and with one instance less on it. Infinite where that would leave none.
+/// A side's load, as it is and with one instance less, infinite if that would leave none.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Strain {
     load: f64,
@@ -59,18 +59,18 @@ impl Strain {
     }
 }
 
-/// The present window.
+/// The current window.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Window {
     began: Option<Seconds>,
     looked: Seconds,
-    /// Load times seconds since it began.
+    /// Integral of the load since the window began.
     prefill: f64,
     decode: Strain,
 }
 
 impl Fleet {
-    /// Looks at the loads, and changes a role if it is time to.
+    /// Samples the loads, and changes a role if it is time to.
     pub(super) fn rebalance(&mut self, now: Seconds, actions: &mut Vec<Action>) {
         let Some(rule) = &self.config.rebalance else { return };
         let (high, low, hold) = (rule.high, rule.low, rule.hold);
@@ -114,7 +114,7 @@ impl Fleet {
         wait.max(busy) / self.count(Role::prefills).max(1.0)
     }
 
-    /// Instances with such a role.
+    /// Number of instances with such a role.
     fn count(&self, has: fn(Role) -> bool) -> f64 {
         self.loads.iter().filter(|load| has(load.spec.role)).count() as f64
     }
@@ -136,7 +136,7 @@ impl Fleet {
         };
         Strain {
             load: mean(1.0),
-            // the other side has one more then, and sends as much more
+            // The other side then has one more instance, and sends proportionally more.
             with_one_less: if count > 1.0 {
                 mean(count / (count - 1.0) * (others + 1.0) / others)
             } else {
@@ -145,7 +145,7 @@ impl Fleet {
         }
     }
 
-    /// Of the other side's instances that may change to the role `to`, the one with the least to do; the
+    /// Among the other side's instances that may change to the role `to`, the one with the least work; the
     /// first of equals.
     fn least_busy(&self, to: Role, now: Seconds) -> Option<InstanceId> {
         let rule = self.config.rebalance.as_ref()?;
@@ -162,7 +162,7 @@ impl Fleet {
         may.min_by(|a, b| a.1.total_cmp(&b.1)).map(|(id, _)| id)
     }
 
-    /// From now on it gets work of that role; what it has stays.
+    /// Changes an instance's role; its work stays.
     fn set_role(&mut self, instance: InstanceId, role: Role) {
         if let Some(at) = self.position(instance) {
             self.loads.set_role(at, role);

@@ -5,15 +5,15 @@
 //! score = busy dollars + w * (ttft + hand-off + delay to others) + memory
 //! ```
 //!
-//! Without prices busy dollars are 0 and w is 1: plain seconds. The queue is first come, first served, so
-//! nothing is ever queued behind a new arrival; those who wait longer because of it are the sequences that
-//! already decode on its two instances. The first token is drawn where the prompt is computed, so the
-//! hand-off to the decode instance delays the second one. What of it counts is what would show behind a
-//! prefill without any cache, and the wait for room there counts even where the queue hides it: else a slow
-//! link or a full decoder would make slow prefills look free.
+//! Without prices busy dollars are 0 and w is 1: plain seconds. The queue is first come, first served, so a
+//! new request delays no queued one; it delays the sequences that already decode on its two instances. The
+//! first token is drawn where the prompt is computed, so the hand-off to the decode instance delays the
+//! second one. The part of it that would be exposed behind a prefill without any cache counts, and the wait
+//! for room counts even if the queue hides it: otherwise a slow link or a full decoder would make slow
+//! prefills look free.
 //!
-//! A policy names the placements that it looks at and picks one ([`Policy`]); what a placement is predicted
-//! to take is worked out here, the same for all, and admission ([`super::admit`]) judges it.
+//! A policy names candidate placements and picks one ([`Policy`]); their terms are predicted here, the same
+//! for all policies, and admission ([`super::admit`]) judges the pick.
 
 mod cache_aware;
 mod kvcache_centric;
@@ -36,23 +36,24 @@ use crate::cost::LinkCost;
 use mixfleet_hal::units::{Bytes, Seconds, Usd, UsdPerHour};
 use std::cell::OnceCell;
 
-/// A second of waiting of a request with a deadline counts this much of another's: enough to spread such
-/// requests over equal instances, too little to buy speed that nobody asked for.
+/// The weight of a second of waiting of a request with a deadline, relative to others: enough to spread such
+/// requests over equal instances, too little to buy speed.
 const PATIENT: f64 = 0.1;
 
 /// A part of a prefix: the position of an instance, and tokens that it holds.
 pub(super) type Part = (usize, u32);
 
-/// A placement that a policy looks at: positions among the instances.
+/// A candidate placement, as positions of instances.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Pick {
     pub(super) prefill: usize,
     pub(super) decode: usize,
-    /// Of the prefix: from which instance, and so many tokens beyond those that the prefill instance holds.
+    /// The pulled part of the prefix: the holder, and the tokens beyond those that the prefill instance
+    /// holds.
     pub(super) pull: Option<Part>,
 }
 
-/// A request, with what every candidate needs to know of it.
+/// A request, with what is common to all of its candidates.
 pub(super) struct Question<'a> {
     pub(super) now: Seconds,
     pub(super) arrival: &'a Arrival,
@@ -60,70 +61,70 @@ pub(super) struct Question<'a> {
     pub(super) score_unit: ScoreUnit,
     pub(super) wait_weight: f64,
     pub(super) objectives: Objectives,
-    /// Leading prompt tokens that each instance can reuse, by position.
+    /// Number of leading prompt tokens that each instance can reuse, by position.
     pub(super) cached: Vec<u32>,
-    /// The most of them.
+    /// The maximum of them.
     pub(super) longest_tokens: u32,
-    /// Instances that hold so many, in order; none where nobody holds anything.
+    /// Instances that hold as many, in order; empty if no instance holds any.
     pub(super) longest_holders: Vec<usize>,
-    /// Until what is cached is loaded from lower tiers, by position; empty where nothing has to be.
+    /// Time to load cached tokens from lower tiers, by position; empty if nothing must be loaded.
     pub(super) loading: Vec<Seconds>,
 }
 
 impl Question<'_> {
-    /// What a second of its own waiting counts, in units of the score.
+    /// Weight of a second of its own waiting, in units of the score.
     pub(super) fn own_weight(&self) -> f64 {
         self.wait_weight * if self.objectives.ends.is_some() { PATIENT } else { 1.0 }
     }
 
-    /// Leading prompt tokens that instance `at` can reuse.
+    /// Number of leading prompt tokens that instance `at` can reuse.
     pub(super) fn cached_on(&self, at: usize) -> u32 {
         self.cached[at]
     }
 
-    /// Time that instance `at` takes to load what of it lies in lower tiers.
+    /// Time that instance `at` takes to load those in lower tiers.
     pub(super) fn loading_on(&self, at: usize) -> Seconds {
         self.loading.get(at).copied().unwrap_or(Seconds::ZERO)
     }
 
-    /// The longest reusable prefix anywhere, and who holds it; the first of equals.
+    /// The longest reusable prefix anywhere, and its holder; the first of equals.
     pub(super) fn longest(&self) -> Option<Part> {
         self.longest_holders.first().map(|&at| (at, self.longest_tokens))
     }
 }
 
-/// What a prefill instance has to say, whoever decodes.
+/// The terms of a prefill instance, for any decode instance.
 pub(super) struct PrefillSide {
     at: usize,
     cached_tokens: u32,
     pulled_tokens: u32,
     queue: Seconds,
-    /// Loading from lower tiers, and what the pull delays beyond the queue.
+    /// Time of loading from lower tiers, and of the pull beyond the queue.
     pull: Seconds,
     pull_price: Usd,
     interleave: Seconds,
     pub(super) prefill: Seconds,
-    /// Sequences that stand still while its chunks run, and prompts that it goes ahead of.
+    /// Number of sequences that stand still while its chunks run, and of prompts that it precedes.
     delayed: u32,
 }
 
-/// What a decode instance has to say, wherever the prompt is computed.
+/// The terms of a decode instance, for any prefill instance.
 struct DecodeSide<'a> {
     at: usize,
-    /// What those who decode there will do; made when it is needed.
+    /// The forecast of its requests, made when needed.
     forecast: OnceCell<Forecast<'a>>,
-    /// Until it has room.
+    /// Time until it has room.
     room: Seconds,
-    /// What a newcomer delays those who are at work here, all together.
+    /// Total delay of the requests at work here by a new one.
     delay: Seconds,
-    /// Its part of the steps in which it takes part.
+    /// The new request's share of the steps in which it takes part.
     share: Seconds,
-    /// A step with it in the batch of now.
+    /// Time of a step with it in the current batch.
     tbt_now: Seconds,
 }
 
 impl Fleet {
-    /// Picks a placement. The explanation holds whatever was found out.
+    /// Picks a placement. The explanation has every candidate that was considered.
     pub(super) fn decide(
         &mut self,
         now: Seconds,
@@ -186,14 +187,14 @@ impl Fleet {
         (explanation, verdict)
     }
 
-    /// Tokens that `arrival` is assumed to generate.
+    /// Number of tokens that `arrival` is assumed to generate.
     pub(super) fn output_tokens(&self, arrival: &Arrival) -> u32 {
         let expected = arrival.output_tokens_hint.unwrap_or_else(|| self.lengths.mean(arrival.class));
         expected.min(arrival.max_tokens)
     }
 
-    /// The unit of the score, and what a second of waiting counts in it. The default makes a second of
-    /// a request's waiting worth a second of the average instance's rent.
+    /// The unit of the score, and the weight of a second of waiting in it. By default a second of waiting is
+    /// worth a second of the average instance's rent.
     fn weights(&self) -> (ScoreUnit, f64) {
         match self.mean_price {
             Some(mean) => {
@@ -204,7 +205,7 @@ impl Fleet {
         }
     }
 
-    /// What the instances' prices are on average, if all have one.
+    /// The average price of the instances, if all have one.
     pub(super) fn average_price(&self) -> Option<UsdPerHour> {
         let prices: Option<Vec<UsdPerHour>> = self.loads.iter().map(|load| load.spec.price).collect();
         prices.filter(|prices| !prices.is_empty()).map(|prices| {
@@ -215,14 +216,13 @@ impl Fleet {
 
     /// Position of an instance.
     pub(super) fn position(&self, id: InstanceId) -> Option<usize> {
-        // mostly ids are positions
+        // Ids are mostly positions.
         let at = id.0 as usize;
         if self.ids.get(at) == Some(&id) { Some(at) } else { self.ids.binary_search(&id).ok() }
     }
 
-    /// Leading prompt tokens that instances hold and can reuse, and what loading them from lower tiers takes
-    /// where it takes anything; by position. The last token is always computed: its logits give the first
-    /// token.
+    /// Leading prompt tokens that instances hold and can reuse, and the time to load them from lower tiers,
+    /// if any; by position. The last token is always computed: its logits give the first token.
     fn reusable(&mut self, arrival: &Arrival) -> (Vec<u32>, Vec<Seconds>) {
         let mut cached = std::mem::take(&mut self.cached);
         cached.clear();
@@ -246,24 +246,24 @@ impl Fleet {
         (cached, loading)
     }
 
-    /// Time to load `tokens` of each tier onto the devices of instance `at`, from all at once.
+    /// Time to load `tokens` of each tier onto the devices of instance `at`, from all tiers at once.
     fn load_time(&self, at: usize, tokens: [u32; 3]) -> Seconds {
         let times = tokens.iter().zip(&self.loads[at].tiers).skip(1).filter(|(tokens, _)| **tokens > 0);
         let times = times.map(|(&tokens, tier)| tier.time(self.kv_bytes(tokens)));
         times.fold(Seconds::ZERO, Seconds::max)
     }
 
-    /// Prefill work on `load` ahead of the request, and prompts that it goes ahead of.
+    /// Prefill work on `load` ahead of the request, and the number of prompts that it precedes.
     pub(super) fn ahead(&self, load: &Load, question: &Question<'_>) -> (Backlog, u32) {
         load.backlog(question.now, question.objectives.due, &self.works)
     }
 
     fn candidates(&self, question: &Question<'_>, picks: &[Pick]) -> Vec<Candidate> {
-        // picks come grouped by prefill; decoders repeat
+        // Picks are grouped by prefill; decoders repeat.
         let mut decoders: Vec<DecodeSide<'_>> = Vec::new();
         let mut side: Option<(Pick, PrefillSide)> = None;
         let mut candidates = Vec::with_capacity(picks.len());
-        // candidate and decoder
+        // Pairs of candidate and decoder.
         let mut possible: Vec<(usize, usize)> = Vec::with_capacity(picks.len());
         for &pick in picks {
             let (p, d) = (&self.loads[pick.prefill], &self.loads[pick.decode]);
@@ -289,13 +289,13 @@ impl Fleet {
                 decode_device: d.spec.device.clone(),
                 pull: pick.pull.map(|(from, tokens)| Pull { from: self.loads[from].spec.id, tokens }),
                 terms,
-                // Of a possible one, `admit` says better.
+                // `admit` sets that of possible ones.
                 outcome: obstacle.unwrap_or(Outcome::TieLostById),
             });
         }
         let landed = candidates.iter().filter_map(|c: &Candidate| c.terms).map(|t| t.ttft_s + t.transfer_s);
         let soonest = Seconds(landed.fold(f64::INFINITY, f64::min));
-        // the future is worked out for those that can win
+        // Steps after the prompt are only predicted for candidates that can win.
         let score =
             |candidates: &[Candidate], i: usize| candidates[i].terms.map_or(f64::INFINITY, |t| t.score);
         possible
@@ -312,10 +312,9 @@ impl Fleet {
         self.loads[at].forecast(&self.lengths, question.now)
     }
 
-    /// Works out what steps will take once the prompt is done; true if that is within the objectives.
-    /// `soonest` is when the KV of the fastest candidate would land. Of the load then only those who are all
-    /// taken anyway are judged so; a request that may be turned away had better come late, when the load is
-    /// gone, than never.
+    /// Predicts steps after the prompt is computed; true if they meet the objectives. Where no request is
+    /// rejected, the largest step counts from `soonest`, when the KV of the fastest candidate would land, so
+    /// that a late candidate gains nothing; a request that may be rejected had better be late than rejected.
     fn look_ahead<'a>(
         &'a self,
         question: &Question<'_>,
@@ -337,8 +336,7 @@ impl Fleet {
             forecast.peak(first, output_tokens)
         });
         let gaps_counted = (self.config.tbt_share * f64::from(output_tokens)).max(1.0);
-        // where nobody is turned away, a late second token is better than a late first one on a slower
-        // prefill
+        // If no request is rejected, a late second token is better than a late first one on a slower prefill.
         let transfer_s = if takes_all { 0.0 } else { terms.transfer_s };
         terms.tbt_s = tbt.0;
         terms.tbt_peak_s = peak.map_or(tbt, |peak| step(peak).max(tbt)).0 + transfer_s / gaps_counted;
@@ -365,7 +363,7 @@ impl Fleet {
             .or((!reachable).then_some(Outcome::NoLink))
     }
 
-    /// The cost of prefill on instance `at`, with `pull` tokens of prefix from elsewhere.
+    /// The terms of prefill on instance `at`, with `pull` tokens of prefix from elsewhere.
     pub(super) fn prefill_side(&self, question: &Question<'_>, at: usize, pull: Option<Part>) -> PrefillSide {
         let load = &self.loads[at];
         let prompt_tokens = question.arrival.prompt_tokens;
@@ -400,7 +398,7 @@ impl Fleet {
         Bytes(f64::from(tokens) * self.config.kv_bytes_per_token as f64)
     }
 
-    /// When `tokens` tokens of KV are there, from `now` on: after whatever the two ends still have to move,
+    /// Time from `now` until `tokens` tokens of KV have been pulled: after earlier transfers of the two ends,
     /// and the source's step. Infinite without a link.
     pub(super) fn pull_time(&self, now: Seconds, from: usize, to: usize, tokens: u32) -> Seconds {
         let (source, target) = (&self.loads[from], &self.loads[to]);
@@ -408,26 +406,26 @@ impl Fleet {
         ways_free(now, source, target).max(source.lends_after(now)) + link.time(self.kv_bytes(tokens))
     }
 
-    /// What decoding on instance `at` means, wherever the prompt is computed.
+    /// The terms of decoding on instance `at`.
     fn decode_side<'a>(&'a self, question: &Question<'_>, at: usize) -> DecodeSide<'a> {
         let load = &self.loads[at];
         let prompt = u64::from(question.arrival.prompt_tokens);
         let whole = prompt + u64::from(question.output_tokens);
         let cell = OnceCell::new();
         let forecast = || cell.get_or_init(|| self.forecast(question, at));
-        // in large fleets only the best decoder's requests are looked at one by one, if that will do
+        // In large fleets only the best decoder's requests are visited one by one, if possible.
         let quick = self.loads.len() > per_dollar::PAIRS_MAX;
         let room = if quick && load.has_room(whole) { Seconds::ZERO } else { forecast().kv_wait(whole) };
-        // Whoever shares steps with it waits longer for each of them, and pays a part of them. Counted over
-        // all that the instance has taken on, not over the batch at the prompt's end: else a late start would
-        // count as kindness.
+        // Requests that share steps with it wait longer for each of them, and pay a part of them. This counts
+        // all requests that the instance has accepted, not the batch at the prompt's end: otherwise a late
+        // start would count as an advantage.
         let others = load.everyone();
         let slowdown = (load.step(others.with(prompt)) - load.step(others)).max(Seconds::ZERO);
         let output_tokens = question.output_tokens;
         let beside = load.tokens_beside(output_tokens).filter(|_| quick);
         let beside = beside.unwrap_or_else(|| load.tokens_left_beside(&self.lengths, output_tokens));
         let delay = slowdown * beside as f64;
-        // half-way through the answer is the mean context of its steps
+        // The mean context of its steps is that half-way through the answer.
         let halfway = others.with(prompt + 1 + u64::from(question.output_tokens / 2));
         let share = load.step(halfway) * (f64::from(question.output_tokens) / f64::from(halfway.sequences));
         DecodeSide {
@@ -451,7 +449,7 @@ impl Fleet {
         let shows = |prefill| link.map_or(Seconds::ZERO, |l| l.exposed(bytes, self.config.layers, prefill));
         let transfer = shows(side.prefill);
         let ttft = side.queue + side.pull + kv_wait + side.interleave + side.prefill;
-        // Behind what the ways have to move before it: all of it must follow. No part of the score: over
+        // The transfer follows all earlier transfers over these links. This is not a part of the score: over
         // links that never keep up it would choose prefills by their links alone (mean TTFT seven times as
         // long on the conversation trace over 0.3 GB/s).
         let blocked = link.map_or(Seconds::ZERO, |l| {
@@ -507,7 +505,7 @@ impl Fleet {
         }
     }
 
-    /// What the memory is worth that the request holds where memory binds, in units of the score: KV bytes
+    /// The cost of the memory that the request holds where memory binds, in units of the score: KV bytes
     /// times seconds, as a share of the instance's memory and of its rent.
     fn memory_cost(
         &self,
@@ -535,19 +533,19 @@ impl Fleet {
         let cost = if side.at == decoder.at {
             cost(side.at, whole, computing + answering)
         } else {
-            // room for the KV is reserved before the prompt is computed
+            // Room for the KV is reserved before the prompt is computed.
             cost(side.at, prompt, computing + transfer) + cost(decoder.at, whole, ttft + transfer + answering)
         };
         cost * self.config.kv_weight
     }
 
-    /// The way from one instance to another; none within one. A measured link of the two, else what joins
-    /// their pools, else what their network cards give.
+    /// The link from one instance to another; none within one. A measured link of the two, else the link of
+    /// their pools, else that of their network interfaces.
     pub(super) fn link(&self, from: &Load, to: &Load) -> Option<LinkCost> {
         self.uncorrected_link(from, to).map(|link| from.corrected(link))
     }
 
-    /// The same, as if transfers took what they were thought to take.
+    /// The same link without learned corrections.
     pub(super) fn uncorrected_link(&self, from: &Load, to: &Load) -> Option<LinkCost> {
         if from.spec.id == to.spec.id {
             return None;
@@ -559,13 +557,13 @@ impl Fleet {
         })
     }
 
-    /// Positions of those who may prefill, or decode.
+    /// Positions of instances that may prefill, or decode.
     pub(super) fn able(&self, can: fn(super::Role) -> bool) -> impl Iterator<Item = (usize, &Load)> {
         self.loads.iter().enumerate().filter(move |(_, load)| can(load.spec.role))
     }
 
-    /// Who decodes for a policy that chooses the prefill instance alone: that one itself if it may, else the
-    /// one with the least to do.
+    /// The decode instance for a policy that only chooses the prefill instance: that one itself if it may
+    /// decode, else the one with the least work.
     pub(super) fn decoder_for(&self, prefill: usize) -> Option<usize> {
         if self.loads[prefill].spec.role.decodes() {
             return Some(prefill);
@@ -585,7 +583,7 @@ impl Fleet {
     }
 }
 
-/// Time until the way out of one instance and the way into another have moved what was decided.
+/// Time until the links out of one instance and into another have completed the decided transfers.
 fn ways_free(now: Seconds, from: &Load, to: &Load) -> Seconds {
     (from.egress_until.max(to.ingress_until) - now).max(Seconds::ZERO)
 }

@@ -1,8 +1,7 @@
-//! The least cost of what a request uses and of the waiting that it means (design: `busy dollars + w *
-//! seconds`).
+//! The least cost of a request's use of instances and of waiting (design: `busy dollars + w * seconds`).
 //!
-//! Small fleets are compared pair by pair. In large ones every instance is ranked alone first
-//! ([`super::ranks`]); the best of each side is paired with the best few of the other: a decision's time
+//! Small fleets are compared pair by pair. In large ones every instance is first ranked alone
+//! ([`super::ranks`]), and the best of each side is paired with the best few of the other: a decision's time
 //! grows with the number of instances, not with its square.
 
 use super::super::{Fleet, Role};
@@ -29,7 +28,7 @@ pub(super) fn picks(fleet: &Fleet, question: &Question<'_>) -> Vec<Pick> {
     } else {
         let mut best = best_prefills(fleet, question, SHORTLIST);
         let mut least = best_decoders(fleet, question, SHORTLIST);
-        // what needs no transfer must be able to win
+        // Placements without a transfer must be able to win.
         let role = |at: usize| fleet.loads[at].spec.role;
         let as_decoders: Vec<usize> = best.iter().copied().filter(|&at| role(at).decodes()).collect();
         let as_prefills: Vec<usize> = least.iter().copied().filter(|&at| role(at).prefills()).collect();
@@ -59,7 +58,7 @@ fn best_pull(fleet: &Fleet, question: &Question<'_>, at: usize) -> Option<Part> 
     if holder == at || tokens <= own {
         return None;
     }
-    // of several holders of the same prefix, the one whose way out is free first
+    // Among holders of the same prefix, the one whose link out is free first is chosen.
     let free = |at: usize| fleet.loads[at].egress_until.max(question.now).0;
     let equals = question.longest_holders.iter().filter(|&&other| other != at);
     let holder = equals.fold(holder, |best, &other| if free(other) < free(best) { other } else { best });
@@ -82,7 +81,8 @@ fn best_pull(fleet: &Fleet, question: &Question<'_>, at: usize) -> Option<Part> 
         }
     };
     consider(gap);
-    // the largest part that comes before the prefill can begin, and the one that ends with it
+    // These are the largest part that arrives before the prefill can begin, and the one that arrives when it
+    // ends.
     for waits_for_prefill in [false, true] {
         let (mut less, mut more) = (0, gap);
         for _ in 0..HALVINGS {

@@ -1,7 +1,7 @@
-//! The few instances worth a closer look, in a large fleet: each is ranked alone, by its row
+//! Ranking instances of a large fleet for a shortlist: each is ranked alone, by its row
 //! ([`super::super::loads`]).
 //!
-//! What instances of one kind have in common is worked out once.
+//! Terms that instances of one kind share are computed once.
 
 use super::super::Fleet;
 use super::super::load::{Load, binds};
@@ -10,7 +10,7 @@ use super::{Question, ScoreUnit};
 use crate::cost::LinkCost;
 use mixfleet_hal::units::{Seconds, Usd};
 
-/// Positions of the `count` instances where prefill costs least, without what depends on the decoder.
+/// Positions of the `count` instances where prefill costs least, without the terms of the decoder.
 pub(super) fn best_prefills(fleet: &Fleet, question: &Question<'_>, count: usize) -> Vec<usize> {
     let mut best = Shortlist::new(count);
     for kind in fleet.loads.kinds().iter().filter(|kind| kind.role.prefills()) {
@@ -22,7 +22,7 @@ pub(super) fn best_prefills(fleet: &Fleet, question: &Question<'_>, count: usize
     best.positions()
 }
 
-/// Positions of the `count` instances where decoding costs least, by the work that they have taken on.
+/// Positions of the `count` instances where decoding costs least, by their accepted work.
 pub(super) fn best_decoders(fleet: &Fleet, question: &Question<'_>, count: usize) -> Vec<usize> {
     let mut best = Shortlist::new(count);
     for kind in fleet.loads.kinds().iter().filter(|kind| kind.role.decodes()) {
@@ -40,7 +40,7 @@ pub(super) fn best_decoders(fleet: &Fleet, question: &Question<'_>, count: usize
 struct Shortlist {
     best: Vec<(f64, usize)>,
     count: usize,
-    /// What does not come before has no place.
+    /// The upper bound of keys that enter.
     worst: (f64, usize),
 }
 
@@ -69,23 +69,23 @@ impl Shortlist {
     }
 }
 
-/// The question, to instances of one kind that compute prompts.
+/// A request's ranking of the instances of one kind for prefill.
 struct Prefills<'a> {
     fleet: &'a Fleet,
     question: &'a Question<'a>,
     kind: &'a Kind,
-    /// Prefill of the whole prompt,
+    /// Prefill of the whole prompt.
     whole: Costs,
-    /// and of what follows the longest prefix that anyone holds, if it may be pulled.
+    /// Prefill after the longest prefix that any instance holds, if it may be pulled.
     rest: Costs,
     longest: Option<(usize, u32)>,
-    /// When its holder's way out is free,
+    /// Time at which its holder's link out is free.
     egress_until: Seconds,
-    /// and the time of all of it on free ways; infinite where it cannot be pulled.
+    /// Time of the pull over free links; infinite if it cannot be pulled.
     way: Seconds,
-    /// Instances that hold nothing differ in nothing but their rows.
+    /// Whether instances without cached tokens differ only in their rows.
     plain: bool,
-    /// Prefill after so many tokens that an instance holds itself: holders mostly hold the same.
+    /// Prefill after the tokens that an instance holds itself, by their number: most holders hold the same.
     held: Vec<(u32, Costs)>,
 }
 
@@ -154,8 +154,8 @@ impl<'a> Prefills<'a> {
         self.sum(prefill, ends, row.sequences)
     }
 
-    /// The key of an instance that may pull a part, has links of its own, or prompts that the request goes
-    /// ahead of.
+    /// The key of an instance that may pull a part, has links of its own, or has prompts that the request
+    /// precedes.
     #[inline(never)]
     fn key_by_load(&mut self, row: &PromptRow) -> f64 {
         let Prefills { fleet, question, .. } = *self;
@@ -192,13 +192,13 @@ impl<'a> Prefills<'a> {
     }
 }
 
-/// The greater one, without the care for what is no number that `f64::max` takes.
+/// The greater one, without `f64::max`'s handling of NaN.
 #[inline]
 fn later(a: Seconds, b: Seconds) -> Seconds {
     if a > b { a } else { b }
 }
 
-/// None where it is known to be more than `worst`.
+/// The key of an instance for decode; none if it is known to exceed `worst`.
 #[inline]
 fn decode_key(
     row: &AnswerRow,
@@ -214,11 +214,11 @@ fn decode_key(
     let step = kind.step(sequences, kv_tokens);
     let slowdown = (step - row.step).max(Seconds::ZERO) * (output * f64::from(row.sequences));
     let delay = question.wait_weight * slowdown.0;
-    // what follows only adds to it
+    // The remaining terms only add to it.
     if delay + question.own_weight() * step.0 > worst {
         return None;
     }
-    // more than it holds: wait for as large a share of all its answers
+    // If it has accepted more than it can hold, the request waits for as large a share of all its answers.
     let over = match kv_tokens.saturating_sub(row.capacity_tokens) {
         0 => 0.0,
         over => over as f64 / kv_tokens as f64,
@@ -235,6 +235,6 @@ fn decode_key(
         let time = step * (output * share * kv_weight);
         price.map_or(time.0, |price| (price * time).0)
     };
-    // the step itself too: it decides whether the objective is met
+    // The step itself counts too, since it decides whether the objective is met.
     Some(memory + paid.0 + delay + question.own_weight() * (wait + step).0)
 }

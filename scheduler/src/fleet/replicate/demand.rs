@@ -1,37 +1,37 @@
-//! How much each shared prefix is asked for, and what is lost since not every instance holds it.
+//! The demand for each shared prefix, and the losses because not every instance holds it.
 //!
-//! Counts fade: after `memory` without news they are 1/e of what they were. The table is bounded
-//! (Space-Saving; Metwally et al., 2005): a newcomer takes the place of the prefix asked for least, and its
-//! rank with it. A prefix asked for by more than 1 of [`ENTRIES`] requests is always in it.
+//! Counts fade: after `memory` without demand they are 1/e of what they were. The table is bounded
+//! (Space-Saving; Metwally et al., 2005): a new prefix replaces the one with the least demand, and takes over
+//! its rank. A prefix of more than 1 in [`ENTRIES`] requests is always in it.
 
 use crate::kv::BlockHash;
 use crate::table::IdMap;
 use mixfleet_hal::units::Seconds;
 
 const ENTRIES: usize = 512;
-/// Faded counts are kept in units that grow instead; here they are brought back, far from the largest float
-/// (e^709).
+/// Faded counts are kept in growing units instead; at this exponent they are normalised, far from the largest
+/// float (e^709).
 const UNITS_EXPONENT_MAX: f64 = 64.0;
 
-/// What is known of a prefix, faded as of now.
+/// The demand for a prefix, faded as of now.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Need {
-    /// Requests that used it, since it is in the table; not faded.
+    /// Number of requests that used it since it is in the table; not faded.
     pub(super) uses: u32,
-    /// Requests that were placed where it was not held,
+    /// Number of requests that were placed where it was not held.
     pub(super) misses: f64,
-    /// and the seconds that each lost thereby.
+    /// Seconds that each of them lost.
     pub(super) miss_s: f64,
-    /// Seconds that all those together waited who queued where it is held.
+    /// Total seconds that requests queued where it is held.
     pub(super) waited_s: f64,
 }
 
-/// What a request lost.
+/// The loss of a request.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Loss {
-    /// It is computed, or pulled, anew.
+    /// The prefix is computed or pulled again.
     Miss(Seconds),
-    /// It queues for an instance that holds the prefix while another could begin earlier.
+    /// It queues for an instance that holds the prefix while another could start earlier.
     Wait(Seconds),
 }
 
@@ -50,15 +50,15 @@ impl Entry {
     }
 }
 
-/// The table. Times passed to it do not run backwards.
+/// The table. Times passed to it must not run backwards.
 #[derive(Clone, Debug)]
 pub(super) struct Demand {
     memory: Seconds,
-    /// When a faded count was worth its unit.
+    /// The time at which the unit of faded counts was 1.
     began: Seconds,
     entries: Vec<Entry>,
-    /// Faded uses of each entry, with those of the one whose place it took: apart, since they are searched
-    /// for the least.
+    /// Faded uses of each entry, including the replaced entry's. They are separate, since the least one is
+    /// searched for.
     ranks: Vec<f64>,
     places: IdMap<usize>,
 }
@@ -74,8 +74,7 @@ impl Demand {
         }
     }
 
-    /// Counts a request that used the prefix `key` at `now`, with what it lost; what is known of the prefix
-    /// then.
+    /// Counts a request that used the prefix `key` at `now`, with its loss; returns the prefix's demand.
     pub(super) fn used(&mut self, now: Seconds, key: BlockHash, loss: Option<Loss>) -> Need {
         let unit = self.unit(now);
         let at = self.place(key);
@@ -94,7 +93,7 @@ impl Demand {
         Need { uses: entry.uses, misses: entry.misses / unit, miss_s, waited_s: entry.waited_s / unit }
     }
 
-    /// Something is done about what was lost: it counts no more.
+    /// Resets the losses of a prefix for which a copy was requested.
     pub(super) fn answered(&mut self, key: BlockHash) {
         if let Some(&at) = self.places.get(key.0) {
             let entry = &mut self.entries[at];
@@ -102,7 +101,7 @@ impl Demand {
         }
     }
 
-    /// What something that happens now counts.
+    /// The count of an event at `now`, in growing units.
     fn unit(&mut self, now: Seconds) -> f64 {
         let exponent = (now - self.began).0 / self.memory.0.max(f64::MIN_POSITIVE);
         if exponent <= UNITS_EXPONENT_MAX {
@@ -117,7 +116,7 @@ impl Demand {
         1.0
     }
 
-    /// Where `key` is, or is from now on.
+    /// The index of `key`, which is added if missing.
     fn place(&mut self, key: BlockHash) -> usize {
         if let Some(&at) = self.places.get(key.0) {
             return at;
@@ -175,7 +174,7 @@ mod tests {
         for step in 0..10_000 {
             need = demand.used(Seconds(f64::from(step) * 50.0), key, Some(Loss::Miss(Seconds(1.0))));
         }
-        // each is worth e^-0.5 of the next
+        // Each is worth e^-0.5 of the next.
         assert!((need.misses - 1.0 / (1.0 - (-0.5f64).exp())).abs() < 1e-9, "{need:?}");
         let after_ages = demand.used(Seconds(1e9), key, None);
         assert_eq!(after_ages.misses, 0.0);
@@ -188,7 +187,7 @@ mod tests {
         let mut uses = 0;
         for step in 0..100_000u64 {
             let now = Seconds(step as f64 * 1e-3);
-            // one in a hundred: more than one of so many entries
+            // One in a hundred is more than one in so many entries.
             if random.next_unit() < 0.01 {
                 hot += 1;
                 uses = demand.used(now, BlockHash(1), None).uses;
