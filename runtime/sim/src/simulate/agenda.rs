@@ -1,44 +1,41 @@
-//! What will happen, in order of time; at one time in the order in which it was scheduled.
+//! Scheduled events in order of time, and of scheduling at equal times.
 
 use mixfleet_hal::units::Ordered;
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 
-/// Something that will happen.
+/// A scheduled event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Next {
-    /// The instance's steps end, if it is still at its `plan`th.
+    /// The instance's steps end, unless it has a later plan than this.
     StepsEnd { instance: u32, plan: u64 },
-    /// There may be something to begin: a request came.
+    /// The instance may have something to start: a message came.
     Wake { instance: u32 },
-    /// A prompt's KV has arrived where it decodes.
+    /// A prompt's KV has arrived at its decode instance.
     Landed { request: u64, attempt: u32 },
-    /// There is room for a prompt where it decodes: whoever computes it hears of it, after those who were
-    /// told things directly.
+    /// The decode instance has room for a prompt: its prefill instance is told, after direct messages.
     Reserved { request: u64, attempt: u32 },
-    /// It decodes where its KV went: whoever computed the prompt hears of it.
+    /// The decode instance has taken over a request: its prefill instance is told.
     TakenOver { request: u64, attempt: u32 },
-    /// That room was needed for others.
+    /// A request's reservation was revoked.
     Revoked { request: u64, attempt: u32 },
     /// There is room for a prefix that another instance holds.
     Pull { request: u64, attempt: u32, held_tokens: u32 },
-    /// An instance has taken in what it was told, and sends what it lends of a prefix as soon as that is on
-    /// its devices.
+    /// An instance has handled a request to lend, and sends the prefix once it is on its devices.
     Lent { from: u32, request: u64, tokens: u32, ready: Ordered },
-    /// A prefix that another instance held has arrived: of a prompt, or a copy ahead of demand.
+    /// A pulled prefix has arrived: of a prompt, or of a copy ahead of demand.
     Pulled { request: u64, attempt: u32, from: u32, tokens: u32 },
-    /// An instance becomes slower: the `index`th of the setup's slowdowns.
+    /// An instance becomes slower, by the setup's slowdown at `index`.
     SlowsDown { index: u32 },
-    /// A request comes later than in the trace: it follows an answer that took longer.
+    /// A request arrives later than in the trace, after an answer that took longer.
     Arrive { request: u64 },
 }
 
-/// What will happen.
+/// The scheduled events.
 #[derive(Default)]
 pub(super) struct Agenda {
     heap: BinaryHeap<Reverse<(Ordered, u64, Next)>>,
-    /// What happens at one time, which was the present one when it was scheduled: half of everything, and a
-    /// queue costs less.
+    /// Events scheduled for the current time, which are half of all: a queue is cheaper.
     soon: VecDeque<(u64, Next)>,
     soon_s: f64,
     scheduled: u64,

@@ -1,5 +1,4 @@
-//! Which class a request is of, and what that promises it; conversations, whose requests wait for one
-//! another.
+//! The class of a request with its objective, and conversations, whose requests wait for earlier answers.
 
 use super::{Objectives, Setup};
 use crate::fleet_file::{Class, ClassMembers, Promise};
@@ -9,26 +8,26 @@ use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::fleet::Objective;
 use mixfleet_scheduler::table::IdMap;
 
-/// Tells these draws from those of other things with the same seed.
+/// Separates these draws from others with the same seed.
 const DRAW: u64 = 0xC1A5_5E5D_12A3_0B17;
 
-/// What a request was promised.
+/// The promise by which an answer is judged.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Promised {
-    /// First token and gaps in time.
+    /// TTFT and TBT within these objectives.
     Objectives(Objectives),
-    /// The last token by then.
+    /// The last token by this time.
     By(f64),
 }
 
 impl Promised {}
 
-/// A conversation that goes on.
+/// A conversation in progress.
 struct Conversation {
     began_s: f64,
-    /// Requests that have ended, and when.
+    /// Requests that have ended, with their times.
     ended: Vec<(u64, f64)>,
-    /// Requests that came before the answer that they follow.
+    /// Requests that arrived before the answer that they follow.
     early: Vec<Request>,
 }
 
@@ -42,7 +41,7 @@ impl<'a> Classes<'a> {
         Classes { setup, conversations: IdMap::default() }
     }
 
-    /// Number of the class, counted from 1; 0 is of those who are of none.
+    /// Number of the class, counted from 1; 0 if a request has none.
     fn class_of(&self, request: &Request) -> usize {
         let key = request.session.map_or(request.id, |session| !session.id);
         let drawn = unit(bits(self.setup.fleet.seed, DRAW), key);
@@ -58,7 +57,7 @@ impl<'a> Classes<'a> {
         self.setup.classes.iter().position(takes).map_or(0, |at| at + 1)
     }
 
-    /// Class of a request that arrives, what the scheduler is told that it wants, and what it is judged by.
+    /// An arriving request's class, its objective for the scheduler, and the promise by which it is judged.
     pub(super) fn promise(&mut self, request: &Request, now_s: f64) -> (u32, Objective, Promised) {
         let number = self.class_of(request);
         let slo = self.setup.slo;
@@ -84,14 +83,14 @@ impl<'a> Classes<'a> {
         (number as u32, objective, promised)
     }
 
-    /// By how much the requests of a class, by its number, go ahead of others.
+    /// The head start of requests of a class, by its number.
     pub(super) fn head_start(&self, number: u32) -> Seconds {
         let class = (number as usize).checked_sub(1).map(|at| &self.setup.classes[at]);
         Seconds(class.map_or(0.0, |class| -class.priority))
     }
 
-    /// When a request of the trace can arrive: none while the answer that it follows is not there; it is kept
-    /// until then.
+    /// When a request of the trace can arrive; none before the answer that it follows is complete, and it is
+    /// kept until then.
     pub(super) fn arrives(&mut self, request: Request, now_s: f64) -> Option<(f64, Request)> {
         let Some(ConversationTurn { id, after, think, .. }) = request.session else {
             return Some((now_s, request));
@@ -112,7 +111,7 @@ impl<'a> Classes<'a> {
         }
     }
 
-    /// A request of a conversation has ended, in whatever way: those that waited for it, with their times.
+    /// Ends a request of a conversation; returns the requests that waited for it, with their times.
     pub(super) fn ended(
         &mut self,
         session: ConversationTurn,

@@ -1,4 +1,4 @@
-//! Prefixes on their way from instances that hold them: for prompts, and ahead of demand for those to come.
+//! Pulls of prefixes for prompts, and copies of prefixes ahead of demand.
 
 use super::World;
 use super::agenda::Next;
@@ -11,27 +11,27 @@ use mixfleet_scheduler::table::IdMap;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
-/// Tells the numbers of copies from those of requests.
+/// Distinguishes the ids of copies from those of requests.
 const COPY: u64 = 1 << 63;
 
-/// What was copied ahead of demand.
+/// Totals of copies ahead of demand.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Replicated {
-    /// Prefixes that were sent.
+    /// Number of prefixes that were sent.
     pub copies: u64,
-    /// Prefixes that were to be copied, and found no room, or nothing left to be sent.
+    /// Number of copies that found no room, or nothing left to be sent.
     pub dropped: u64,
-    /// Bytes that were sent; `kv_bytes_moved` has them too.
+    /// Bytes that were sent, which `kv_bytes_moved` includes.
     pub bytes: f64,
 }
 
-/// A copy that was asked for.
+/// A requested copy.
 pub(super) struct Copy {
     pub(super) from: u32,
     pub(super) to: u32,
     /// The whole prefix.
     pub(super) chain: Arc<[BlockHash]>,
-    /// Tokens of it that are there.
+    /// Number of its tokens that the receiver holds.
     pub(super) held_tokens: u32,
 }
 
@@ -47,7 +47,7 @@ impl Copies {
         self.sent
     }
 
-    /// A copy lost its room; false if it is none.
+    /// Drops a copy whose reservation was revoked; false if `request` is none.
     pub(super) fn revoked(&mut self, request: u64) -> bool {
         let copy = self.under_way.remove(request).is_some();
         self.sent.dropped += u64::from(copy);
@@ -56,7 +56,7 @@ impl Copies {
 }
 
 impl World<'_> {
-    /// An instance has room for KV from elsewhere, of which it holds some.
+    /// Handles an instance's room for KV from elsewhere, of which it holds `held_tokens`.
     pub(super) fn has_room(&mut self, instance: u32, request: u64, held_tokens: u32) {
         if let Some(flight) = self.flights.get_mut(request)
             && flight.decode == instance
@@ -71,7 +71,7 @@ impl World<'_> {
         }
     }
 
-    /// Has a prefix sent to an instance that has room for it.
+    /// Asks the holder of a prefix to send it to an instance that has room.
     pub(super) fn pull(&mut self, request: u64, held_tokens: u32) {
         let (from, tokens, chain) = match (self.flights.get(request), self.copies.under_way.get(request)) {
             (Some(flight), _) => {
@@ -93,7 +93,7 @@ impl World<'_> {
         self.send(from, Message::Lend { request, tokens, chain });
     }
 
-    /// An instance lends the first `tokens` tokens of a prefix: they leave from `ready_s` on.
+    /// Sends the first `tokens` tokens of a lent prefix, which are ready at `ready_s`.
     pub(super) fn lent(&mut self, from: u32, request: u64, tokens: u32, ready_s: f64) {
         let copy = self.copies.under_way.get(request).map(|copy| (copy.to, copy.held_tokens));
         let flight = self.flights.get(request).filter(|flight| flight.pull.is_some());
@@ -117,8 +117,7 @@ impl World<'_> {
         self.schedule(arrives_s, Next::Pulled { request, attempt, from, tokens });
     }
 
-    /// The first `tokens` tokens of a prefix are where they are wanted; none: nobody waits for them there any
-    /// more.
+    /// Handles the arrival of the first `tokens` tokens of a prefix; none if they are no longer waited for.
     pub(super) fn pulled(&mut self, request: u64, from: u32, tokens: Option<u32>) {
         self.send(from, Message::Unlend { request });
         let Some(tokens) = tokens else { return };
@@ -135,7 +134,7 @@ impl World<'_> {
         self.send(to, Message::Landed { request, tokens_valid: tokens, since_s: None });
     }
 
-    /// Begins to copy a prefix ahead of demand: it waits for its room among the requests.
+    /// Starts a copy ahead of demand, which waits for room among the requests.
     pub(super) fn send_copy(&mut self, copy: Copy) {
         self.copies.asked += 1;
         let request = COPY | self.copies.asked;
@@ -152,7 +151,7 @@ impl World<'_> {
         self.send(to, Message::Add { job, pulls: tokens, after: After::Keep });
     }
 
-    /// A request has lost its place: it gets another one.
+    /// Places a request again that has lost its place.
     pub(super) fn replay(&mut self, request: u64) {
         if self.copies.revoked(request) {
             return;

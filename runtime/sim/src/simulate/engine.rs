@@ -1,8 +1,8 @@
-//! One instance: the scheduler's own machine ([`mixfleet_scheduler::batch`]), whose steps take as long as the
-//! cost model says.
+//! One instance: the scheduler's own machine ([`mixfleet_scheduler::batch`]), with the step times of its cost
+//! model.
 //!
-//! A run of equal decode steps is one event, however long; whatever comes meanwhile is told to the machine at
-//! the step that is under way then, and ends the run with it.
+//! A run of equal decode steps is one event, however long; a message that comes meanwhile is handled after
+//! the current step, and ends the run.
 
 mod keys;
 mod run;
@@ -23,7 +23,7 @@ use mixfleet_scheduler::table::IdMap;
 use run::Run;
 use std::sync::Arc;
 
-/// A request, or a copy of a prefix, as an instance is given it.
+/// A request, or a copy of a prefix, as an instance gets it.
 #[derive(Clone)]
 pub(super) struct Job {
     pub(super) request: u64,
@@ -34,7 +34,7 @@ pub(super) struct Job {
     pub(super) urgency: Urgency,
 }
 
-/// Tokens that came one after the other: `count` gaps from `first_s` to `last_s`, in equal steps between.
+/// Consecutive gaps between tokens: `count` gaps, which change evenly from `first_s` to `last_s`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Gaps {
     pub(super) count: u32,
@@ -42,76 +42,75 @@ pub(super) struct Gaps {
     pub(super) last_s: f64,
 }
 
-/// What an instance is told. It hears of it between two of its steps.
+/// A message to an instance, which handles it between two steps.
 pub(super) enum Message {
-    /// A prompt shall be computed here; its first `pulls` tokens come from elsewhere where they are not here.
+    /// Compute a prompt here; of its first `pulls` tokens, the missing ones come from elsewhere.
     Add { job: Job, pulls: u32, after: After },
-    /// A prompt shall be computed elsewhere as soon as there is room for its KV here.
+    /// Make room for the KV of a prompt that is computed elsewhere.
     Reserve { job: Job },
-    /// The KV of the first `tokens_valid` tokens is here, and where the prompt was computed elsewhere, the
-    /// token after it, since `since_s`.
+    /// The KV of the first `tokens_valid` tokens is here, and for a hand-off also the next token, drawn at
+    /// `since_s`.
     Landed { request: u64, tokens_valid: u32, since_s: Option<f64> },
-    /// Another instance wants the first `tokens` tokens of a prompt. What of them is on the devices is kept
-    /// for it.
+    /// Another instance pulls the first `tokens` tokens of a prompt. Those on the devices are kept for it.
     Lend { request: u64, tokens: u32, chain: Arc<[BlockHash]> },
-    /// What was lent has been read.
+    /// A lent prefix has been read.
     Unlend { request: u64 },
-    /// From the next step on, steps take so long.
+    /// Steps have this cost from the next one on.
     Cost(Arc<CostModel>),
-    /// A prompt's KV is taken in elsewhere, or the request is given up.
+    /// A prompt's KV was taken over elsewhere, or the request is cancelled.
     LetGo { request: u64 },
 }
 
-/// What the world must know.
+/// A result of an instance's work.
 pub(super) enum Outcome {
-    /// A prompt's computing begins; so much of it was there.
+    /// The computation of a prompt started, of which `reused` was there.
     Began { request: u64, reused: Reused },
-    /// A prompt has got so far.
+    /// The first `tokens` tokens of a prompt are computed.
     Progress { request: u64, tokens: u32 },
-    /// The first token is there.
+    /// The first token was drawn.
     Prefilled { request: u64 },
-    /// There is room for KV from elsewhere; so many tokens of it are here.
+    /// There is room for KV from elsewhere, of which `held_tokens` tokens are here.
     Reserved { request: u64, held_tokens: u32 },
-    /// That room was needed for others: the request starts anew.
+    /// A reservation was revoked: the request is placed again.
     Revoked { request: u64 },
-    /// So many leading tokens of a prompt can leave here, from then on.
+    /// The first `tokens` tokens of a prompt can be sent from `ready_s` on.
     Lent { request: u64, tokens: u32, ready_s: f64 },
-    /// Who was computed elsewhere decodes here now.
+    /// A sequence that was handed over decodes here now.
     Joined { request: u64 },
-    /// Each of these got `tokens` tokens.
+    /// Each of these requests got `tokens` tokens.
     Decoded { requests: Vec<u64>, tokens: u32 },
     /// The answer is complete.
     Finished { request: u64, gaps: Vec<Gaps> },
-    /// These blocks are held there now.
+    /// A tier holds these blocks now.
     Stored(Tier, Vec<BlockHash>),
-    /// These are not any more.
+    /// A tier no longer holds these blocks.
     Evicted(Tier, Vec<BlockHash>),
-    /// What steps took, where that may be news.
+    /// The measured time of steps, if it may differ from the prediction.
     Ran(MeasuredSteps),
-    /// The device worked so long.
+    /// The device worked for this time.
     Busy { prefill_s: f64, decode_s: f64 },
 }
 
 enum Plan {
     /// One step, of which decoding alone would take `decode_s`.
     Step { parts: Vec<StepSequence>, began_s: f64, time_s: f64, decode_s: f64 },
-    /// Steps that only decode.
+    /// A run of decode steps.
     Run(Run),
-    /// Blocks come from lower tiers.
+    /// A load of blocks from lower tiers.
     Load { request: u64, blocks: u32, until_s: f64 },
 }
 
-/// What the instance knows of a request that was given to it.
+/// The state of a request on the instance.
 struct Active {
     output_tokens: u32,
     generated: u32,
     last_token_s: f64,
     gaps: Vec<Gaps>,
-    /// Its first token is out.
+    /// Whether its first token was drawn.
     started: bool,
-    /// Its prompt was begun here.
+    /// Whether its prompt was started here.
     began: bool,
-    /// Blocks that came from lower tiers.
+    /// Number of blocks loaded from lower tiers.
     loaded: ByTier,
     /// Tokens that were here when it began to wait for more.
     held_tokens: Option<u32>,
@@ -120,17 +119,17 @@ struct Active {
 pub(super) struct Engine {
     pool: u32,
     cost: Arc<CostModel>,
-    /// Steps may take other than what was said of them.
+    /// Whether the time of steps may differ from the fleet machine's cost model.
     measures: bool,
     block_tokens: u32,
     machine: Instance<Keys>,
     active: IdMap<Active>,
     lower: Tiers,
-    /// What came while a step ran.
+    /// Messages that came during a step.
     inbox: Vec<Message>,
     at: Option<Plan>,
     plans: u64,
-    /// The last plan whose end was told.
+    /// The last plan whose end was scheduled.
     told: u64,
     actions: Vec<Action<()>>,
 }
@@ -163,12 +162,12 @@ impl Engine {
         self.pool
     }
 
-    /// Number of the present plan.
+    /// Number of the current plan.
     pub(super) fn plan(&self) -> u64 {
         self.plans
     }
 
-    /// What it is at, at a time before the present plan ends.
+    /// The current work, at a time before the current plan ends.
     pub(super) fn occupation(&self, now_s: f64) -> Occupation {
         let (mut phases, blocks) = (self.machine.phases(), self.machine.load().blocks);
         let mut ahead = 0;
@@ -201,7 +200,7 @@ impl Engine {
         self.machine.step(event, &mut self.actions);
     }
 
-    /// Tells the instance something: at once if it has nothing to do, else when the step ends that runs now.
+    /// Sends a message: it is handled at once if the instance is idle, else when the current step ends.
     pub(super) fn send(&mut self, now_s: f64, message: Message, outcomes: &mut Vec<Outcome>) {
         match &mut self.at {
             None => return self.handle(now_s, message, outcomes),
@@ -271,7 +270,7 @@ impl Engine {
         outcomes.push(Outcome::Lent { request, tokens, ready_s });
     }
 
-    /// When the present plan ends, unless that was told already.
+    /// End of the current plan, unless it was returned already.
     pub(super) fn ends_s(&mut self) -> Option<f64> {
         let ends_s = match self.at.as_ref()? {
             Plan::Step { began_s, time_s, .. } => began_s + time_s,
@@ -295,12 +294,12 @@ impl Engine {
         self.active.insert(job.request, active);
     }
 
-    /// It has nothing to do.
+    /// Whether the instance is idle.
     pub(super) fn is_idle(&self) -> bool {
         self.at.is_none()
     }
 
-    /// Begins something if it has nothing to do and there is something.
+    /// Starts a plan if the instance is idle and has work.
     pub(super) fn turn(&mut self, now_s: f64, outcomes: &mut Vec<Outcome>) {
         if self.is_idle() {
             self.tell(Event::Idle);
@@ -308,7 +307,7 @@ impl Engine {
         }
     }
 
-    /// The plan is carried out.
+    /// Completes the current plan.
     pub(super) fn steps_end(&mut self, now_s: f64, outcomes: &mut Vec<Outcome>) {
         match self.at.take() {
             None => {}
@@ -347,7 +346,7 @@ impl Engine {
         self.inbox = inbox;
     }
 
-    /// Tokens of one step for those that decode, and the first ones of prompts.
+    /// Reports the tokens of one step of decodes, and the first ones of prompts.
     fn decoded(
         &mut self,
         now_s: f64,
@@ -377,8 +376,7 @@ impl Engine {
         }
     }
 
-    /// Tells the machine that a step is done, and whose answers are complete with it; nobody's unless
-    /// `some_end`.
+    /// Tells the machine that a step is done, and which answers are complete with it; none unless `some_end`.
     fn step_done(&mut self, now_s: f64, parts: &[StepSequence], some_end: bool, outcomes: &mut Vec<Outcome>) {
         let is_complete =
             |request| self.active.get(request).is_none_or(|active| active.generated >= active.output_tokens);
@@ -391,7 +389,7 @@ impl Engine {
         self.tell(Event::StepDone { sampled });
         self.carry_out(now_s, outcomes);
         for request in ended {
-            // One that was to go on elsewhere is let go by who knows that.
+            // A handed-off request ends with `LetGo`.
             if self.machine.text(request).is_none()
                 && let Some(active) = self.active.remove(request)
             {
@@ -400,7 +398,7 @@ impl Engine {
         }
     }
 
-    /// Does what the machine says.
+    /// Carries out the machine's actions.
     fn carry_out(&mut self, now_s: f64, outcomes: &mut Vec<Outcome>) {
         let mut actions = std::mem::take(&mut self.actions);
         for action in actions.drain(..) {
@@ -462,7 +460,7 @@ impl Engine {
         self.at = Some(Plan::Load { request, blocks: blocks as u32, until_s });
     }
 
-    /// A step begins, and with it those that are sure to follow it.
+    /// Begins a step, with those that are certain to follow it.
     fn begin(&mut self, began_s: f64, parts: Vec<StepSequence>) {
         self.plans += 1;
         let parts = match self.run(began_s, parts) {
@@ -475,13 +473,12 @@ impl Engine {
         self.at = Some(Plan::Step { parts, began_s, time_s, decode_s: decode_s.min(time_s) });
     }
 
-    /// A step as the cost model is asked of it: pieces of prompts, sequences that decode and their tokens.
+    /// A step's arguments for the cost model: prompt chunks, decoding sequences and their tokens.
     fn shape(&self, parts: &[StepSequence]) -> (Vec<Prefill>, u32, u64) {
         let mut pieces = Vec::new();
         let (mut sequences, mut kv_tokens) = (0, 0);
         for &StepSequence { start, tokens, sample, .. } in parts {
-            // A prompt's single last token is computed as a token that decodes, where it is known what those
-            // take.
+            // A prompt's single last token counts as a decode, if the cost of decoding is known.
             let context = u64::from(start) + 1;
             if sample && tokens == 1 && self.cost.decode_step_s(1, context).0 > 0.0 {
                 sequences += 1;
@@ -495,8 +492,7 @@ impl Engine {
 }
 
 impl Active {
-    /// More tokens, in steps from `began_s` to `now_s`; what lay between the last token and them belongs to
-    /// the first gap.
+    /// Adds gaps of steps from `began_s` to `now_s`; the time since the last token belongs to the first gap.
     fn advance(&mut self, now_s: f64, began_s: f64, gaps: Gaps) {
         let waited_s = (began_s - self.last_token_s).max(0.0);
         if waited_s > 0.0 {
@@ -512,7 +508,7 @@ impl Active {
         self.last_token_s = now_s;
     }
 
-    /// Where the first `tokens_cached` tokens come from.
+    /// The sources of the first `tokens_cached` tokens.
     fn reused(&self, tokens_cached: u32, block_tokens: u32) -> Reused {
         let blocks = |tokens: u32| (tokens / block_tokens) as usize;
         let known = blocks(tokens_cached);

@@ -1,4 +1,4 @@
-//! A request on its way through the fleet.
+//! The state of a request in the fleet.
 
 use super::classes::Promised;
 use super::engine::{Gaps, Job};
@@ -20,26 +20,26 @@ pub(super) struct Flight {
     pub(super) chain: Arc<[BlockHash]>,
     pub(super) prefill: u32,
     pub(super) decode: u32,
-    /// Places that it has lost.
+    /// Number of places that it has lost.
     pub(super) attempt: u32,
-    /// Where a part of its prefix shall come from, and up to which token,
+    /// The holder of its pulled prefix, and the end of the prefix.
     pub(super) pull: Option<(u32, u32)>,
-    /// and what of that is where it is computed.
+    /// Number of tokens of it that the prefill instance holds.
     pub(super) pull_held_tokens: u32,
     pub(super) arrived_s: f64,
-    /// Tokens of the prompt that its decode instance holds.
+    /// Number of prompt tokens that its decode instance holds.
     pub(super) held_tokens: u32,
-    /// When it is wanted, as the scheduler says.
+    /// Its urgency from the scheduler.
     pub(super) urgency: Urgency,
-    /// It goes so much ahead of the place that its objective gives it.
+    /// Its head start on the place that its objective gives it.
     pub(super) head_start: Seconds,
-    /// Tokens of the prompt that were not computed.
+    /// Number of prompt tokens that were not computed.
     pub(super) known_tokens: u32,
-    /// When its prefill began; its layers leave from then on.
+    /// Start of its prefill, from when on its layers are sent.
     pub(super) prefill_began_s: f64,
     pub(super) first_token_s: f64,
     pub(super) last_token_s: f64,
-    /// Tokens that it had got when it lost its last place, and the times between them.
+    /// Tokens that it had when it lost its last place, and the gaps between them.
     pub(super) drawn: u32,
     pub(super) gaps: Vec<Gaps>,
 }

@@ -49,82 +49,82 @@ use routers::RouterMachines;
 use std::sync::Arc;
 use timeline::Timeline;
 
-/// In larger fleets a decision is made with what instances told when they last began something else:
-/// newcomers interrupt a run of decode steps every second or two, and to ask a thousand instances for each
-/// decision would take most of the time.
+/// Largest fleet in which every step is reported before a decision. In larger ones decisions use what
+/// instances reported when they last began something else: arrivals interrupt a run of decode steps every
+/// second or two, and updating a thousand instances for each decision would take most of the time.
 const TOLD_OF_EACH_STEP_MAX: usize = 64;
 
-/// All instances keep their KV in one dtype, whose size the fleet file tells.
+/// The dtype of all KV; the fleet file gives its size.
 const KV: DType = DType::Bf16;
 
-/// An instance to be simulated.
+/// The setup of an instance.
 #[derive(Clone, Debug)]
 pub struct InstanceSetup {
-    /// Which pool it is of.
+    /// Index of its pool.
     pub pool: u32,
-    /// Its device, for people.
+    /// Its device, for display.
     pub device: Arc<str>,
-    /// What it may do.
+    /// The instance's role.
     pub role: Role,
-    /// What steps take on it; instances of one kind share it.
+    /// Its cost model, shared by instances of one kind.
     pub cost: Arc<CostModel>,
     /// Its rent.
     pub price: Option<UsdPerHour>,
-    /// Bounds of its batches, and its KV blocks.
+    /// Limits of its batches and its KV blocks.
     pub limits: BatchLimits,
-    /// What it holds below its devices.
+    /// The tiers below its devices.
     pub tiers: Vec<TierSetup>,
-    /// Its network card, each direction.
+    /// Its network interface, in each direction.
     pub nic: Option<LinkCost>,
 }
 
 impl InstanceSetup {
-    /// KV tokens that it holds, in use or cached.
+    /// KV tokens that fit into its memory.
     pub fn kv_tokens(&self) -> u64 {
         u64::from(self.limits.blocks_total) * u64::from(self.limits.block_tokens)
     }
 }
 
-/// A fleet to be simulated.
+/// The setup of a fleet.
 #[derive(Clone, Debug)]
 pub struct Setup {
-    /// The scheduler's parameters.
+    /// Configuration of the fleet machine.
     pub fleet: FleetConfig,
-    /// Tokens that a client allows for its answer, at least as many as it gets; traces do not tell.
+    /// `max_tokens` of requests, if the answer is not longer; traces do not have it.
     pub max_tokens: u32,
-    /// Tokens in a KV block.
+    /// Tokens per KV block.
     pub block_tokens: u32,
     /// Names of the pools.
     pub pools: Vec<String>,
     /// All instances.
     pub instances: Vec<InstanceSetup>,
-    /// What joins pools beyond their network cards.
+    /// Links between pools besides their network interfaces.
     pub pool_links: Vec<(u32, u32, LinkCost)>,
-    /// The objectives by which requests are counted as good, where no class promises them something else.
+    /// Objectives by which requests without a class are judged.
     pub slo: Objectives,
-    /// Requests with promises of their own.
+    /// Requests with objectives of their own.
     pub classes: Vec<Class>,
-    /// Instances that become slower on the way.
+    /// Instances that become slower during the run.
     pub slowdowns: Vec<Slowdown>,
-    /// Who decides.
+    /// The routers.
     pub routers: Routing,
 }
 
-/// What a good answer is.
+/// The objectives of an answer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Objectives {
-    /// To the first token.
+    /// Maximum TTFT.
     pub ttft_s: f64,
-    /// Between tokens, by `metric`.
+    /// Maximum TBT, by `metric`.
     pub tbt_s: f64,
-    /// Which of a request's gaps count.
+    /// How a request's gaps give its TBT.
     pub metric: TbtMetric,
 }
 
-/// Runs `requests` through the fleet until the last is done, under the eyes of `observer`.
+/// Runs `requests` through the fleet until the last is done, observed by `observer`.
 ///
 /// # Errors
-/// What the trace's reader says, and [`TraceError::Late`] where the fleet is so slow that times run out.
+/// Those of the trace's reader, and [`TraceError::Late`] if the fleet is so slow that times overflow.
 pub fn run(
     setup: &Setup,
     requests: impl Iterator<Item = Result<Request, TraceError>>,
@@ -142,7 +142,7 @@ pub fn run(
         world.move_to(at_s);
         world.turn_up(request);
     }
-    // a copy that is still on its way then is nobody's
+    // Copies still in progress then are ignored.
     while world.has_requests() && world.next_at().is_some() {
         world.advance();
         world.check()?;
@@ -171,7 +171,7 @@ struct World<'a> {
 }
 
 impl<'a> World<'a> {
-    /// Whether time and the samples of it are still within bounds.
+    /// Checks that the time and the number of samples are within their limits.
     fn check(&self) -> Result<(), TraceError> {
         TraceError::unless_late("the fleet is still at work", self.now_s)?;
         self.timeline.check()
@@ -267,7 +267,7 @@ impl<'a> World<'a> {
                 }
             }
             Next::Revoked { request, attempt } if self.is_current(request, attempt) => self.replay(request),
-            // Of a place that the request has lost since.
+            // It belongs to a place that the request has lost.
             Next::Landed { .. }
             | Next::Pull { .. }
             | Next::Reserved { .. }
@@ -282,7 +282,7 @@ impl<'a> World<'a> {
         }
     }
 
-    /// Grows with every placement of a request.
+    /// The number of the request's placement.
     fn attempt(&self, request: u64) -> u32 {
         self.flights.get(request).map_or(0, |flight| flight.attempt)
     }
@@ -291,7 +291,7 @@ impl<'a> World<'a> {
         self.attempt(request) == attempt
     }
 
-    /// A request whose time in the trace has come.
+    /// Handles a request at its time in the trace.
     fn turn_up(&mut self, request: Request) {
         if let Some((at_s, request)) = self.classes.arrives(request, self.now_s) {
             if at_s > self.now_s { self.comes_at(at_s, request) } else { self.arrive(request) }
@@ -303,7 +303,7 @@ impl<'a> World<'a> {
         self.coming.insert(request.id, request);
     }
 
-    /// A request has ended, in whatever way: whoever follows comes.
+    /// Lets requests arrive that follow one that has ended.
     fn goes_on(&mut self, session: Option<ConversationTurn>, request: u64) {
         let Some(session) = session else { return };
         for (at_s, next) in self.classes.ended(session, request, self.now_s) {
@@ -346,7 +346,7 @@ impl<'a> World<'a> {
         self.ask_fleet(id, None);
     }
 
-    /// Asks where a request shall go, for the first time or, with when it was due, again.
+    /// Has a request placed, for the first time or, with its due time, again.
     fn ask_fleet(&mut self, request: u64, replay: Option<Seconds>) {
         let Some(flight) = self.flights.get(request) else { return };
         let arrival = Arrival {
@@ -390,7 +390,7 @@ impl<'a> World<'a> {
                 Action::Replicate { from, to, hashes, .. } => {
                     copies.push(Copy { from: from.0, to: to.0, chain: hashes.into(), held_tokens: 0 });
                 }
-                // An instance does what it is given; who is given what is the fleet's view alone.
+                // Instances do what they are given; only the fleet machine has roles.
                 Action::SetRole { .. } | Action::Drop { .. } | Action::Replay { .. } => {}
             }
         }
@@ -409,7 +409,7 @@ impl<'a> World<'a> {
         self.turn(decode);
     }
 
-    /// Tells an instance something; what follows from it happens when it has its turn.
+    /// Sends a message to an instance, which starts work at its turn.
     fn send(&mut self, instance: u32, message: Message) {
         self.engines[instance as usize].send(self.now_s, message, &mut self.outcomes);
         self.settle(instance);
@@ -420,7 +420,7 @@ impl<'a> World<'a> {
         }
     }
 
-    /// Gives a prompt to the instance that shall compute it.
+    /// Sends a prompt to its prefill instance.
     fn compute(&mut self, request: u64) {
         let Some(flight) = self.flights.get(request) else { return };
         let (prefill, decode, job) = (flight.prefill, flight.decode, flight.job(request));
@@ -429,31 +429,31 @@ impl<'a> World<'a> {
         self.send(prefill, Message::Add { job, pulls, after });
     }
 
-    /// Whole blocks of a prompt that can come from elsewhere: one token at least is computed.
+    /// Number of prompt tokens in whole blocks that can be pulled: at least one token is computed.
     fn pulled_tokens(&self, until: u32, prompt_tokens: u32) -> u32 {
         let block_tokens = self.setup.block_tokens;
         until.min(prompt_tokens.saturating_sub(1)) / block_tokens * block_tokens
     }
 
-    /// Lets an instance begin what it can once all that happens now has happened: it takes it in together.
+    /// Schedules a turn of an instance after all events of this time, which it then handles together.
     fn wake(&mut self, instance: u32) {
         self.schedule(self.now_s, Next::Wake { instance });
     }
 
-    /// Whoever decides next knows of every step that is done.
+    /// Reports the steps that are done before a decision.
     fn catch_up(&mut self, instance: u32) {
         self.engines[instance as usize].catch_up(self.now_s, &mut self.outcomes);
         self.settle(instance);
     }
 
-    /// Lets an instance begin what it can; steps that run are cut short after the one in progress.
+    /// Lets an instance start work; a run of steps is cut short after the current one.
     fn turn(&mut self, instance: u32) {
         self.engines[instance as usize].turn(self.now_s, &mut self.outcomes);
         self.schedule_end(instance);
         self.settle(instance);
     }
 
-    /// What an instance is at ends some day: it may have begun, or been cut short.
+    /// Schedules the end of an instance's plan, which may be new or cut short.
     fn schedule_end(&mut self, instance: u32) {
         let engine = &mut self.engines[instance as usize];
         if let Some(ends_s) = engine.ends_s() {
@@ -465,11 +465,11 @@ impl<'a> World<'a> {
     fn steps_end(&mut self, instance: u32) {
         self.engines[instance as usize].steps_end(self.now_s, &mut self.outcomes);
         self.settle(instance);
-        // Before its next step it hears what others answer at once.
+        // It handles the responses of others before its next step.
         self.wake(instance);
     }
 
-    /// Tells the fleet, and the ledger, what an instance's steps brought.
+    /// Reports the outcomes of an instance's steps to the fleet and the ledger.
     fn settle(&mut self, instance: u32) {
         let id = InstanceId(instance);
         let mut outcomes = std::mem::take(&mut self.outcomes);
@@ -517,7 +517,7 @@ impl<'a> World<'a> {
         self.outcomes = outcomes;
     }
 
-    /// A prompt is computed, and the token after it drawn.
+    /// Handles a computed prompt with its first token.
     fn prefilled(&mut self, instance: u32, request: u64) {
         let now_s = self.now_s;
         let Some(flight) = self.flights.get_mut(request) else { return };
@@ -560,7 +560,7 @@ impl<'a> World<'a> {
         }
     }
 
-    /// An answer is complete, with the times between its tokens since it got its last place.
+    /// Completes an answer, with its gaps since its last placement.
     fn end(&mut self, request: u64, gaps: Vec<Gaps>) {
         if let Some(mut flight) = self.flights.remove(request) {
             let mut gaps = gaps;
@@ -575,7 +575,7 @@ impl<'a> World<'a> {
         self.tell(Event::Finished { request });
     }
 
-    /// The KV of a prompt, and the token after it, are where it decodes.
+    /// Handles the arrival of a prompt's KV, and of its first token, at the decode instance.
     fn landed(&mut self, request: u64) {
         let Some(flight) = self.flights.get(request) else { return };
         let Flight { prompt_tokens, decode, last_token_s, drawn, .. } = *flight;
@@ -583,7 +583,7 @@ impl<'a> World<'a> {
         self.send(decode, Message::Landed { request, tokens_valid, since_s: Some(last_token_s) });
     }
 
-    /// Instances let a request go.
+    /// Tells instances to drop a request.
     fn give_up<const N: usize>(&mut self, request: u64, instances: [u32; N]) {
         for instance in instances {
             self.send(instance, Message::LetGo { request });

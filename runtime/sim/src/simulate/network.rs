@@ -1,4 +1,5 @@
-//! The wires: each instance has one way out and one way in, which carry one transfer after the other.
+//! The network: each instance has one link out and one in, each of which carries one transfer after the
+//! other.
 
 use super::Setup;
 use mixfleet_scheduler::cost::LinkCost;
@@ -35,12 +36,13 @@ impl Network {
         LinkCost::between(self.nics[from as usize], self.nics[to as usize], pools).unwrap_or_default()
     }
 
-    /// `bytes` that may leave from `ready_s` on, asked for at `now_s`: when the last of them arrives.
+    /// Sends `bytes` that are ready at `ready_s`, requested at `now_s`; returns when the last of them
+    /// arrives.
     pub(super) fn send(&mut self, now_s: f64, ready_s: f64, from: u32, to: u32, bytes: f64) -> f64 {
         let link = self.link(from, to);
         let takes_s = bytes * link.seconds_per_byte;
-        // Each end serves its own transfers in turn. One that waits for the other end leaves the way to those
-        // behind it: cards share their bandwidth among many streams.
+        // Each end serves its own transfers in turn. A transfer that waits for the other end lets later ones
+        // pass, since network interfaces share their bandwidth among many streams.
         let out = &mut self.cards[from as usize].out_free_s;
         *out = out.max(ready_s) + takes_s;
         let out_s = *out;
@@ -54,7 +56,7 @@ impl Network {
         ends_s.max(now_s) + link.latency.0
     }
 
-    /// KV whose layers leave as they are computed, from `began_s` on; the last one is done at `now_s`.
+    /// Sends KV whose layers are sent as they are computed, from `began_s` to `now_s`.
     pub(super) fn hand_off(
         &mut self,
         began_s: f64,

@@ -1,20 +1,20 @@
-//! Watching a run while it goes on.
+//! Observing a run.
 
 use mixfleet_scheduler::fleet::{Action, Event};
 
-/// Is told of a run what it wants to know; whatever it leaves out is not looked at. `()` wants nothing.
+/// Callbacks of a run. What is not implemented is not computed. `()` observes nothing.
 pub trait Observer {
-    /// One request more arrives: the `requests`th.
+    /// A request arrives, the `requests`th.
     fn arrived(&mut self, now_s: f64, requests: u64) {
         let _ = (now_s, requests);
     }
 
-    /// What the fleet's machine answers to an arrival.
+    /// The fleet machine answers an arrival.
     fn decided(&mut self, now_s: f64, action: &Action) {
         let _ = (now_s, action);
     }
 
-    /// What the fleet's machine is told.
+    /// The fleet machine is told an event.
     fn told(&mut self, now_s: f64, event: &Event) {
         let _ = (now_s, event);
     }
@@ -24,13 +24,13 @@ pub trait Observer {
         let _ = (now_s, answer);
     }
 
-    /// How often [`Observer::sampled`] is wanted; not at all by default.
+    /// Interval of [`Observer::sampled`]; none by default.
     fn interval_s(&self) -> Option<f64> {
         None
     }
 
-    /// The load of a pool, each pool in turn, at the end of every interval and of the run. Of a time without
-    /// any request only the first and the last sample come.
+    /// The load of a pool, each pool in turn, at the end of every interval and of the run. For a time without
+    /// requests only the first and the last sample are taken.
     fn sampled(&mut self, sample: &Sample) {
         let _ = sample;
     }
@@ -38,52 +38,53 @@ pub trait Observer {
 
 impl Observer for () {}
 
-/// How a request fared.
+/// The times of an answer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AnswerTimes {
-    /// Arrival to first token.
+    /// Time from arrival to the first token.
     pub ttft_s: f64,
-    /// The gap between its tokens by the SLO's metric; none of an answer of one token.
+    /// TBT by the SLO's metric; none for an answer of one token.
     pub tbt_s: Option<f64>,
-    /// Arrival to last token.
+    /// Time from arrival to the last token.
     pub e2e_s: f64,
 }
 
-/// A pool at a moment, and what happened in the interval that ends then.
+/// The state of a pool, and what happened in the interval before it.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Sample {
-    /// The moment.
+    /// Time of the sample.
     pub time_s: f64,
-    /// The interval.
+    /// Length of the interval.
     pub interval_s: f64,
-    /// Which pool, as in [`Setup::pools`](super::Setup::pools).
+    /// Index of the pool in [`Setup::pools`](super::Setup::pools).
     pub pool: u32,
-    /// Prompts that wait.
+    /// Number of waiting prompts.
     pub queued: u64,
-    /// Prompts in computation.
+    /// Number of prompts being computed.
     pub prefilling: u64,
-    /// Sequences that wait for KV from elsewhere, or for room for it.
+    /// Number of sequences that wait for KV from elsewhere, or for room for it.
     pub receiving: u64,
-    /// Sequences that decode.
+    /// Number of sequences that decode.
     pub decoding: u64,
-    /// KV memory, in tokens, of all that run; a shared prefix counts once.
+    /// KV memory, in tokens, of all sequences; a shared prefix counts once.
     pub used_tokens: u64,
-    /// KV memory, in tokens, of prefixes that nobody uses now.
+    /// KV memory, in tokens, of unused cached prefixes.
     pub cached_tokens: u64,
-    /// Share of the instances' time in the interval that prompts took,
+    /// Share of the instances' time in the interval spent on prompts.
     pub prefill_utilisation: f64,
-    /// and decoding.
+    /// Share of the instances' time in the interval spent on decoding.
     pub decode_utilisation: f64,
-    /// Predicted time of the prompts that wait or run over the objective for TTFT, mean of the instances:
-    /// Mooncake's load (v3, section 7). 1: a new prompt without length would just meet it.
+    /// Mean over the instances of the predicted time of their prompts divided by the TTFT objective:
+    /// Mooncake's load (v3, section 7). At 1 a new prompt without length would just meet it.
     pub prefill_load: f64,
-    /// Time of the decode step over the objective for TBT, mean of the instances; 0 where nothing decodes.
+    /// Mean over the instances of the decode step's time divided by the TBT objective; 0 where nothing
+    /// decodes.
     pub decode_load: f64,
     /// Requests that arrived in the interval, in the whole fleet.
     pub fleet_arrived: u64,
-    /// Requests that were turned away in the interval, by the whole fleet.
+    /// Requests that were rejected in the interval, by the whole fleet.
     pub fleet_rejected: u64,
-    /// Requests that were given up in the interval since their decode instance in this pool was too busy.
+    /// Requests that were dropped in the interval since their decode instance in this pool was too busy.
     pub dropped: u64,
     /// Answers that this pool completed in the interval.
     pub completed: u64,

@@ -2,7 +2,7 @@
 
 /// Bins per doubling: a bin is 0.54 % wide, so a quantile is within 0.27 % of one of the values around it.
 const BINS_PER_DOUBLING: f64 = 128.0;
-/// The least value told apart, in the unit of the values.
+/// The smallest distinguished value, in the unit of the values.
 const LEAST: f64 = 1e-6;
 
 /// Counts by logarithmic bins; mean and extremes are exact.
@@ -15,7 +15,7 @@ pub struct Quantiles {
 }
 
 impl Quantiles {
-    /// One more value; negative ones count as 0.
+    /// Adds a value; negative ones count as 0.
     pub fn add(&mut self, value: f64) {
         let bin = ((value.max(LEAST) / LEAST).log2() * BINS_PER_DOUBLING) as usize;
         if self.bins.len() <= bin {
@@ -32,12 +32,12 @@ impl Quantiles {
         self.count
     }
 
-    /// 0 without values.
+    /// Mean of the values; 0 without values.
     pub fn mean(&self) -> f64 {
         if self.count == 0 { 0.0 } else { self.sum / self.count as f64 }
     }
 
-    /// The value below which a share `q` of all lies; 0 without values.
+    /// The value below which a share `q` of all values is; 0 without values.
     pub fn at(&self, q: f64) -> f64 {
         let rank = (q * self.count as f64).ceil().max(1.0) as u64;
         let mut seen = 0;

@@ -1,9 +1,9 @@
-//! Several routers before the same instances: each has a machine of its own, and hears a moment later what
-//! the others gave to them.
+//! Several routers of the same instances: each has its own fleet machine, and is told after a delay what the
+//! others gave to them.
 //!
-//! As between `mixfleet router`s: instances tell at once who else's prompts and answers come, get on and go,
-//! and every [`BEAT_S`] how far answers have got. Requests are dealt to the routers in turn, by their
-//! numbers.
+//! As between `mixfleet router`s, instances report added, progressed and completed work of other routers at
+//! once, and the lengths of answers every [`BEAT_S`]. Requests are assigned to the routers in turn, by their
+//! ids.
 
 use crate::fleet_file::Routing;
 use mixfleet_hal::units::Seconds;
@@ -13,10 +13,10 @@ use mixfleet_scheduler::fleet::{
 use mixfleet_scheduler::table::IdMap;
 use std::collections::{BTreeSet, VecDeque};
 
-/// How often instances tell how far answers have got, as in `serve`.
+/// Interval at which instances report the lengths of answers, as in `serve`.
 const BEAT_S: f64 = 0.1;
 
-/// What others must know of a request that has its place.
+/// What other routers must know of a placed request.
 struct Entry {
     prompt_tokens: u32,
     max_tokens: u32,
@@ -33,9 +33,9 @@ pub(super) struct RouterMachines {
     fleets: Vec<Fleet>,
     delay_s: f64,
     entries: IdMap<Entry>,
-    /// What each will hear of others, and when.
+    /// Reports of others' work on their way to each router, with their times.
     coming: Vec<VecDeque<(f64, InstanceId, OthersWork)>>,
-    /// Requests whose answers have grown since the last beat, and when the next one is.
+    /// Requests whose answers have grown since the last beat.
     grown: BTreeSet<u64>,
     beat_s: f64,
 }
@@ -53,7 +53,7 @@ impl RouterMachines {
         }
     }
 
-    /// The first router's view.
+    /// The first router's machine.
     pub(super) fn first(&self) -> &Fleet {
         &self.fleets[0]
     }
@@ -62,7 +62,8 @@ impl RouterMachines {
         (request % self.fleets.len() as u64) as usize
     }
 
-    /// Tells the router whose request it is about, or all, and the others in time.
+    /// Passes an event to the router of its request, or to all, and its effects to the others after the
+    /// delay.
     pub(super) fn tell(&mut self, now_s: f64, event: Event, actions: &mut Vec<Action>) {
         if let [fleet] = &mut self.fleets[..] {
             return fleet.step(Seconds(now_s), event, actions);
@@ -121,7 +122,7 @@ impl RouterMachines {
         }
     }
 
-    /// A router hears what it was to hear by now, and then `event`.
+    /// Feeds a router the reports that have arrived by now, and then `event`.
     fn step(&mut self, router: usize, now_s: f64, event: Event, actions: &mut Vec<Action>) {
         let (fleet, coming) = (&mut self.fleets[router], &mut self.coming[router]);
         while coming.front().is_some_and(|(at_s, ..)| *at_s <= now_s) {
@@ -158,7 +159,7 @@ impl RouterMachines {
         self.spread(now_s, request, |entry, now_s| (decode, entry.answer(request, now_s)));
     }
 
-    /// A router has changed a role: the instance tells all.
+    /// Tells the other routers that a router has changed a role.
     fn role_set(&mut self, now_s: f64, by: usize, instance: InstanceId, role: Role) {
         let known = self.fleets[by].instances().find(|known| known.id == instance).cloned();
         let Some(spec) = known else { return };
@@ -186,7 +187,7 @@ impl RouterMachines {
         self.grown.remove(&request);
     }
 
-    /// How far answers have got.
+    /// Reports the lengths of answers that have grown.
     fn beat(&mut self) {
         let at_s = self.beat_s;
         for request in std::mem::take(&mut self.grown) {
@@ -195,7 +196,7 @@ impl RouterMachines {
         self.beat_s += BEAT_S;
     }
 
-    /// The other routers will hear of it.
+    /// Schedules a report for the other routers.
     fn spread(
         &mut self,
         now_s: f64,
@@ -207,7 +208,7 @@ impl RouterMachines {
         let (instance, work) = work(entry, at_s);
         let owner = self.owner(request);
         for (_, coming) in self.coming.iter_mut().enumerate().filter(|(router, _)| *router != owner) {
-            // the beat's news may come behind those of a later moment
+            // A beat may be handled after later events.
             let behind = coming.iter().rev().take_while(|(other_s, ..)| *other_s > at_s).count();
             coming.insert(coming.len() - behind, (at_s, instance, work));
         }

@@ -1,4 +1,4 @@
-//! From a fleet file to a fleet that can be simulated.
+//! Building a fleet from a fleet file.
 
 use super::{InstanceSetup, Objectives, Setup, Slowdown, TierSetup};
 use crate::fleet_file::{FleetFile, InstancePool, TierSize};
@@ -9,17 +9,17 @@ use mixfleet_scheduler::fleet::{Admission, FleetConfig, Policy, Replicate};
 use mixfleet_scheduler::kv::Tier;
 use std::sync::Arc;
 
-/// Tokens that a client allows for its answer.
+/// Default `max_tokens` of requests.
 const MAX_TOKENS: u32 = 4096;
 
-/// What a fleet file leaves open.
+/// Options that are not in a fleet file.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Choices {
-    /// How placements are picked.
+    /// The rule that picks placements.
     pub policy: Policy,
-    /// What is turned away on arrival.
+    /// The requests that are rejected on arrival.
     pub admission: Admission,
-    /// Of policies that draw.
+    /// Seed of policies that need one.
     pub seed: u64,
 }
 
@@ -47,7 +47,7 @@ fn limits(file: &FleetFile, pool: &InstancePool) -> BatchLimits {
 }
 
 impl Setup {
-    /// The fleet of `file`.
+    /// The fleet that `file` describes.
     pub fn new(file: &FleetFile, choices: Choices) -> Self {
         let mut instances = Vec::new();
         for (at, pool) in file.pools.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! Instances that become slower on the way: by heat, by a neighbour, by a fault.
+//! Instances that become slower during a run: by heat, by other load, by a fault.
 
 use super::engine::Message;
 use super::{Next, World};
@@ -10,18 +10,18 @@ use std::sync::Arc;
 /// An instance whose steps take longer from a time on.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Slowdown {
-    /// Its position among the setup's instances.
+    /// Its index among the setup's instances.
     pub instance: u32,
-    /// From the step after this on, in seconds of the trace,
+    /// Time in the trace, in seconds, after which the next step is the first slower one.
     pub from_s: f64,
-    /// steps take so many times as long as by its cost model.
+    /// Factor on the time of its cost model.
     pub times: f64,
-    /// The fleet is told at once; else it has to find out by what steps take.
+    /// Whether the fleet machine is told at once, instead of learning from measured steps.
     pub told: bool,
 }
 
 impl Slowdown {
-    /// The slowdown of each instance that `slowdown` of a fleet file means.
+    /// The slowdown of each instance that `slowdown` of a fleet file selects.
     pub(super) fn of_each(
         slowdown: &PoolSlowdown,
         file: &FleetFile,

@@ -1,20 +1,19 @@
-//! What an instance holds below its devices: what the devices' cache gives up goes to host memory, and what
-//! that gives up to the disk. A block that is loaded keeps its place below, so that it need not be written
-//! again.
+//! The tiers below an instance's devices: blocks that the devices' cache evicts go to host memory, and those
+//! that it evicts to the disk. A loaded block stays in its tier, so that it need not be written again.
 
 use super::engine::Outcome;
 use mixfleet_hal::units::Bytes;
 use mixfleet_scheduler::cost::LinkCost;
 use mixfleet_scheduler::kv::{BlockCache, BlockHash, CachePolicy, Tier};
 
-/// A tier to be simulated.
+/// The setup of a tier.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TierSetup {
-    /// Which; not the devices.
+    /// The tier, which is not that of the devices.
     pub tier: Tier,
-    /// KV tokens that it holds.
+    /// KV tokens that fit into it.
     pub tokens: u64,
-    /// What loading from it takes.
+    /// The cost of loading from it.
     pub cost: LinkCost,
 }
 
@@ -22,7 +21,7 @@ struct Store {
     tier: Tier,
     cache: BlockCache,
     cost: LinkCost,
-    /// Until when its way up is taken.
+    /// Time until which its link to the devices is busy.
     free_s: f64,
 }
 
@@ -32,7 +31,7 @@ pub(super) struct Tiers {
     block_bytes: f64,
 }
 
-/// Blocks by tier, in the order of [`Tier::ALL`].
+/// Number of blocks by tier, in the order of [`Tier::ALL`].
 pub(super) type ByTier = [usize; 3];
 
 impl Tiers {
@@ -57,8 +56,8 @@ impl Tiers {
         Tiers { stores, block_bytes }
     }
 
-    /// Takes in what the devices' cache gave up, in that order: the deepest block of a chain comes first, and
-    /// so goes first here.
+    /// Stores blocks evicted from the devices' cache, in order: the deepest block of a chain comes first, and
+    /// so is evicted first here.
     pub(super) fn take_in(&mut self, evicted: &[BlockHash], outcomes: &mut Vec<Outcome>) {
         let mut coming = evicted.to_vec();
         for Store { tier, cache, .. } in &mut self.stores {
@@ -72,7 +71,7 @@ impl Tiers {
                     false => lost.push(key),
                 }
             }
-            // a block may come and go at once
+            // A block may be stored and evicted at once.
             stored.retain(|&key| cache.contains(key));
             if !stored.is_empty() {
                 outcomes.push(Outcome::Stored(*tier, stored));
@@ -84,7 +83,7 @@ impl Tiers {
         }
     }
 
-    /// Leading blocks of `chain` that lie here, each in its fastest tier.
+    /// Number of leading blocks of `chain` in each tier, each counted in its fastest one.
     pub(super) fn prefix(&self, chain: &[BlockHash]) -> ByTier {
         let mut blocks = [0; 3];
         for &key in chain {
@@ -94,8 +93,8 @@ impl Tiers {
         blocks
     }
 
-    /// Loads the leading `blocks` of `chain`: when all are there. Tiers load at the same time, each one load
-    /// after the other.
+    /// Loads the leading `blocks` of `chain`; returns when all are there. Tiers load concurrently, each one
+    /// load after the other.
     pub(super) fn load(&mut self, now_s: f64, chain: &[BlockHash], blocks: ByTier) -> f64 {
         let mut ready_s = now_s;
         for store in &mut self.stores {
@@ -142,7 +141,7 @@ mod tests {
         assert_eq!(said, want);
         assert_eq!(tiers.prefix(&keys(&[1, 2, 3, 4])), [0, 2, 1]);
         assert_eq!(tiers.prefix(&keys(&[4, 1])), [0, 0, 0]);
-        // 6 bytes at 0.1 s beside 3 bytes at 1 s; the next load waits for the disk
+        // 6 bytes at 0.1 s beside 3 bytes at 1 s; the next load waits for the disk.
         assert!((tiers.load(5.0, &keys(&[1, 2, 3]), [0, 2, 1]) - 8.0).abs() < 1e-12);
         assert!((tiers.load(6.0, &keys(&[3]), [0, 0, 1]) - 11.0).abs() < 1e-12);
         assert!((tiers.load(6.0, &keys(&[1]), [0, 1, 0]) - 6.3).abs() < 1e-12);

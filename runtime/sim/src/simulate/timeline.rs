@@ -1,5 +1,5 @@
-//! Samples of the pools' load at equal intervals of virtual time. Nothing is kept but the present interval's
-//! counts.
+//! Samples of the pools' load at equal intervals of virtual time. Only the current interval's counts are
+//! kept.
 
 use super::World;
 use super::observe::Sample;
@@ -8,39 +8,39 @@ use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::Phases;
 use mixfleet_scheduler::fleet::InstanceId;
 
-/// What an instance is at.
+/// The current work of an instance.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Occupation {
     pub(super) phases: Phases,
     pub(super) used_tokens: u64,
     pub(super) cached_tokens: u64,
-    /// Of the decode step; 0 where nothing decodes.
+    /// Time of the decode step; 0 if nothing decodes.
     pub(super) step_s: f64,
-    /// Of the present plan's time, so far: prompts and decoding.
+    /// Time of the current plan so far spent on prompts, and on decoding.
     pub(super) worked_s: (f64, f64),
 }
 
-/// Samples of a run: a busy century by the second, or some days by the millisecond.
+/// Maximum samples of a run: a busy century by the second, or some days by the millisecond.
 const SAMPLES_MAX: u64 = 20_000_000;
 
-/// Of one pool.
+/// The counts of one pool.
 #[derive(Clone, Copy, Debug, Default)]
 struct Counts {
     dropped: u64,
     completed: u64,
-    /// Device time until the last sample.
+    /// Device time up to the last sample.
     worked_s: (f64, f64),
 }
 
 pub(super) struct Timeline {
-    /// None: nobody wants samples.
+    /// The interval; none if no samples are wanted.
     interval_s: Option<f64>,
-    /// Number of the next sample, from 1 on.
+    /// Number of the next sample, from 1.
     next: u64,
-    /// Samples so far.
+    /// Number of samples so far.
     taken: u64,
     sampled_s: f64,
-    /// The fleet had no request at the last sample.
+    /// Whether the fleet had no request at the last sample.
     idle: bool,
     arrived: u64,
     rejected: u64,
@@ -78,8 +78,7 @@ impl Timeline {
         self.pools[pool as usize].completed += 1;
     }
 
-    /// When the next sample is to be taken, if that is before `then_s`. Of a time without requests it is the
-    /// last one.
+    /// Time of the next sample, if it is before `then_s`. For a time without requests it is the last one.
     fn due(&mut self, then_s: f64, idle: bool) -> Option<f64> {
         let interval_s = self.interval_s?;
         if idle && self.idle {
@@ -102,7 +101,7 @@ impl Timeline {
 }
 
 impl World<'_> {
-    /// Time goes on to `then_s`; what happens at that time comes after the samples before it.
+    /// Advances to `then_s`; events of that time come after the samples before it.
     pub(super) fn move_to(&mut self, then_s: f64) {
         while let Some(due_s) = self.timeline.due(then_s, self.flights.is_empty()) {
             self.sample(due_s);
@@ -112,7 +111,7 @@ impl World<'_> {
         self.now_s = self.now_s.max(then_s);
     }
 
-    /// The sample of the interval that the run's end cuts short.
+    /// Takes the sample of the interval that the run's end cuts short.
     pub(super) fn last_sample(&mut self) {
         if self.timeline.interval_s.is_some() && self.now_s > self.timeline.sampled_s {
             self.sample(self.now_s);

@@ -1,32 +1,32 @@
-//! What a sequence's tokens are in a simulation: the keys of its blocks.
+//! The tokens of a sequence in a simulation: the keys of its blocks.
 
 use mixfleet_hal::random::bits;
 use mixfleet_scheduler::batch::Text;
 use mixfleet_scheduler::kv::BlockHash;
 use std::sync::Arc;
 
-/// Draws the keys of generated blocks.
+/// Seed for the keys of generated blocks.
 const OWN: u64 = 0x5EED_0F0E_17B1_0C45;
 
-/// Set in the keys of generated blocks, and in no others.
+/// Set only in the keys of generated blocks.
 const GENERATED: u64 = 1 << 63;
 
-/// A key of a trace, as it is used here.
+/// A key of a trace, without the bit of generated blocks.
 pub(in crate::simulate) fn public(key: BlockHash) -> BlockHash {
     BlockHash(key.0 & !GENERATED)
 }
 
-/// Whether another request can have this block: what the fleet need not know of is not told.
+/// Whether another request can have this block; others are not reported to the fleet.
 pub(super) fn is_public(key: &BlockHash) -> bool {
     key.0 & GENERATED == 0
 }
 
-/// The keys of a prompt's full blocks, and of those that it generates, which no other request has.
+/// The keys of a prompt's full blocks, and of generated blocks, which no other request has.
 #[derive(Debug)]
 pub(super) struct Keys {
     request: u64,
     tokens: u32,
-    /// Full blocks of the prompt whose keys are known.
+    /// Number of full blocks of the prompt with known keys.
     public: u32,
     chain: Arc<[BlockHash]>,
 }

@@ -1,4 +1,4 @@
-//! Equal decode steps, one after the other, as one event.
+//! A run of equal decode steps as one event.
 
 use super::{Engine, Gaps, Outcome};
 use mixfleet_hal::units::Seconds;
@@ -6,27 +6,27 @@ use mixfleet_scheduler::batch::StepSequence;
 use mixfleet_scheduler::cost::CostModel;
 use mixfleet_scheduler::fleet::MeasuredSteps;
 
-/// Steps in which everyone gets one token.
+/// Steps in which each sequence gets one token.
 pub(super) struct Run {
-    /// Of the first step.
+    /// The sequences of the first step.
     pub(super) parts: Vec<StepSequence>,
     began_s: f64,
-    /// Tokens that the first step attends to.
+    /// KV tokens of the first step.
     kv_tokens: u64,
-    /// Steps that the machine knows of, and the fleet,
+    /// Number of steps reported to the machine and the fleet.
     pub(super) done: u32,
-    /// when they ended,
+    /// Time at which these ended.
     pub(super) done_s: f64,
-    /// and all.
+    /// Number of all steps.
     pub(super) steps: u32,
-    /// Steps until the first answer is complete.
+    /// Number of steps until the first answer is complete.
     pub(super) left: u32,
 }
 
 impl Run {
-    /// Time of the first `steps` steps: each one's KV grows by a token a sequence.
+    /// Time of the first `steps` steps: each one's KV grows by a token per sequence.
     fn time_s(&self, cost: &CostModel, steps: u32) -> f64 {
-        // A step's time is a straight line in its KV tokens.
+        // A step's time is linear in its KV tokens.
         let ends = self.step_s(cost, 1) + self.step_s(cost, steps.max(1));
         f64::from(steps) * 0.5 * ends
     }
@@ -38,7 +38,7 @@ impl Run {
         cost.decode_step_s(sequences, kv_tokens).0
     }
 
-    /// Steps that are done, or in progress, at `now_s`.
+    /// Number of steps that are done or in progress at `now_s`.
     pub(super) fn steps_by(&self, cost: &CostModel, now_s: f64) -> u32 {
         let elapsed_s = now_s - self.began_s;
         let (mut less, mut enough) = (0, self.steps);
@@ -53,8 +53,7 @@ impl Run {
         self.began_s + self.time_s(cost, self.steps)
     }
 
-    /// Tokens that everyone together got, and blocks that they took, which the machine does not know of at
-    /// `now_s`.
+    /// Total tokens and blocks of the sequences at `now_s` that the machine was not told of.
     pub(super) fn since_told(&self, cost: &CostModel, now_s: f64, block_tokens: u32) -> (u64, usize) {
         let (known, is) = (self.done, self.steps_by(cost, now_s).max(self.done + 1) - 1);
         let blocks = |steps: u32| {
@@ -68,8 +67,8 @@ impl Run {
 }
 
 impl Engine {
-    /// The step that has just begun and those that are sure to follow it. Gives `parts` back if it does more
-    /// than decode.
+    /// The step that has just begun and those that are certain to follow it. Returns `parts` if it is not
+    /// decode-only.
     pub(super) fn run(&self, began_s: f64, parts: Vec<StepSequence>) -> Result<Run, Vec<StepSequence>> {
         let left = |part: &StepSequence| {
             let active = self.active.get(part.request).filter(|active| active.started && part.sample)?;
@@ -82,7 +81,7 @@ impl Engine {
         Ok(Run { parts, began_s, kv_tokens, done: 0, done_s: began_s, steps, left })
     }
 
-    /// Tells of the steps of a run that are done by `now_s`: a serving engine tells of each at once.
+    /// Reports the steps of a run that are done by `now_s`: an engine that serves reports each at once.
     pub(in crate::simulate) fn catch_up(&mut self, now_s: f64, outcomes: &mut Vec<Outcome>) {
         let Some(super::Plan::Run(run)) = &self.at else { return };
         let begun = run.steps_by(&self.cost, now_s);
@@ -92,7 +91,7 @@ impl Engine {
         self.advance_to(done, outcomes);
     }
 
-    /// So many steps of the run are done, and one more has begun.
+    /// Advances to `done` completed steps of the run; one more has begun.
     pub(super) fn advance_to(&mut self, done: u32, outcomes: &mut Vec<Outcome>) {
         let Some(super::Plan::Run(run)) = &self.at else { return };
         if done > run.done {
@@ -103,7 +102,7 @@ impl Engine {
         }
     }
 
-    /// So many steps of the run are done: everyone got its tokens.
+    /// Reports `done` completed steps of the run, in each of which every sequence got a token.
     pub(super) fn ran(&mut self, done: u32, outcomes: &mut Vec<Outcome>) {
         let Some(super::Plan::Run(run)) = &mut self.at else { return };
         let count = done - run.done;
