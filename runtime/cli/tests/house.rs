@@ -171,7 +171,6 @@ const HOMONYMS: &[(&str, &str)] = &[
     ("Event", "the two machines of the scheduler have one form; it is written with its module"),
     ("Instance", "the two machines of the scheduler each describe one; it is written with its module"),
     ("Result", "each crate has one; it is written with its crate or module"),
-    ("Way", "to be renamed: a route of a transfer, and the direction of a tier's copy"),
 ];
 
 fn root() -> PathBuf {

@@ -1,13 +1,13 @@
 //! The coordinator between clients, the fleet machine and the workers. It alone writes to a client, so that
 //! every token reaches the client exactly once.
 
-use super::copies::CopyUnderWay;
+use super::copies::CopyInProgress;
 use super::directory::Directory;
 use super::events::LoggedFleet;
 use super::identity::Identity;
 use super::messages::{FromWorker, Job, Order, Report, Source};
 use super::transfers;
-use super::watch::Ways;
+use super::watch::KvLinks;
 use crate::api::Placements;
 use crate::env::SharedEnv;
 use crate::mailbox::MessageReceiver;
@@ -29,7 +29,7 @@ use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{mpsc, oneshot};
 
 /// Clients that left and are not handled yet; tasks that report more wait.
-pub(super) const LEAVING_MAX: usize = 64;
+pub(super) const CLIENTS_LEAVING_MAX: usize = 64;
 
 /// An instance as the coordinator sees it.
 #[derive(Clone, Debug)]
@@ -142,10 +142,10 @@ pub(super) struct Coordinator {
     /// Requests by id: those that end together end in this order.
     pub(super) requests: BTreeMap<RequestId, Tracked>,
     /// Prefixes that are being copied ahead of demand.
-    pub(super) copies: BTreeMap<RequestId, CopyUnderWay>,
+    pub(super) copies: BTreeMap<RequestId, CopyInProgress>,
     /// Requests that lost their place and have no other yet, with the times at which they fail.
-    pub(super) homeless: BTreeMap<RequestId, Seconds>,
-    pub(super) ways: Ways,
+    pub(super) unplaced: BTreeMap<RequestId, Seconds>,
+    pub(super) links: KvLinks,
     /// The next request's id.
     pub(super) next: RequestId,
     /// Start of the environment in seconds since 1970: instances order the requests of all routers by one
@@ -164,7 +164,7 @@ impl Coordinator {
     pub(super) async fn serve(mut self) {
         let mut open = true;
         while open || !self.requests.is_empty() {
-            let look_again = self.look_again();
+            let retry_due = self.retry_due();
             tokio::select! {
                 biased;
                 report = self.reports.recv() => match report {
@@ -176,8 +176,8 @@ impl Coordinator {
                     Some(submission) => self.submit(submission),
                     None => open = false,
                 },
-                Some(()) = self.ticks.recv() => self.watched(),
-                () = look_again => self.house(),
+                Some(()) = self.ticks.recv() => self.check_watch(),
+                () = retry_due => self.place_again(),
             }
         }
     }
@@ -250,7 +250,7 @@ impl Coordinator {
             let _ = admitted.send(Err(Rejection::TooLarge(message.into())));
             return;
         }
-        self.end_rests();
+        self.end_pauses();
         let request = self.next;
         self.next += 1;
         let wanted = Arc::new(wanted);
@@ -532,7 +532,7 @@ impl Coordinator {
     }
 
     pub(super) fn fail(&mut self, request: RequestId, failure: Failure) {
-        self.homeless.remove(&request);
+        self.unplaced.remove(&request);
         if let Some(tracked) = self.requests.remove(&request) {
             tracked.tell(Update::Failed(failure));
             self.cancel_everywhere(request, &tracked);

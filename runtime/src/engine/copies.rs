@@ -13,7 +13,7 @@ use mixfleet_scheduler::fleet::{Action, InstanceId};
 use std::sync::Arc;
 
 /// A copy in progress.
-pub(super) struct CopyUnderWay {
+pub(super) struct CopyInProgress {
     from: InstanceId,
     to: InstanceId,
     /// The prefix as a prompt.
@@ -42,7 +42,7 @@ impl Coordinator {
             });
             let job = self.copy_job(request, &wanted, to);
             tracing::info!(%from, %to, tokens, "a prefix is copied");
-            self.copies.insert(request, CopyUnderWay { from, to, wanted });
+            self.copies.insert(request, CopyInProgress { from, to, wanted });
             self.send(to, Order::Copy { job, holder: from });
         }
     }
@@ -57,7 +57,7 @@ impl Coordinator {
 
     /// Asks the holder for a copy once the receiver has room; the receiver's own KV ends at `from_token`.
     pub(super) fn ask_for_copy(&self, request: RequestId, from_token: u32, landing: Landing) {
-        let Some(CopyUnderWay { from, to, wanted }) = self.copies.get(&request) else { return };
+        let Some(CopyInProgress { from, to, wanted }) = self.copies.get(&request) else { return };
         let kv = |id| self.instances.get(id).map(|instance| instance.kv);
         if let (Some(sender), Some(receiver)) = (kv(from), kv(to)) {
             let until = wanted.prompt_ids.len() as u32;
@@ -69,7 +69,7 @@ impl Coordinator {
 
     /// Forgets a copy that is complete or that its receiver gave up. False if `request` is none.
     pub(super) fn end_copy(&mut self, request: RequestId, is_complete: bool) -> bool {
-        let Some(CopyUnderWay { from, .. }) = self.copies.remove(&request) else { return false };
+        let Some(CopyInProgress { from, .. }) = self.copies.remove(&request) else { return false };
         if !is_complete {
             self.send(from, Order::Cancel { request });
         }
@@ -79,7 +79,7 @@ impl Coordinator {
     /// Drops the copies that `lost` names by holder and receiver.
     pub(super) fn drop_copies(&mut self, lost: impl Fn(InstanceId, InstanceId) -> bool) {
         let directory = &self.directory;
-        self.copies.retain(|&request, CopyUnderWay { from, to, .. }| {
+        self.copies.retain(|&request, CopyInProgress { from, to, .. }| {
             let is_lost = lost(*from, *to);
             for end in [*from, *to].into_iter().filter(|_| is_lost) {
                 directory.order(end, Order::Cancel { request });

@@ -62,7 +62,7 @@ pub(super) struct Courier {
     /// Staging memory here, by the peer that writes to it.
     landings: BTreeMap<InstanceId, Landed>,
     /// Outboxes and connections, by receiver.
-    ways: BTreeMap<InstanceId, Way>,
+    routes: BTreeMap<InstanceId, Route>,
     /// Parcels in transit to slots of an older landing, reported as failed.
     stranded: Vec<(InstanceId, Parcel)>,
     /// Memory in which a piece is verified.
@@ -86,8 +86,8 @@ pub(super) enum Sent {
 
 impl Courier {
     pub(super) fn new(links: Links, limits: HandOffLimits, pinner: Arc<Pinner>) -> Self {
-        let (landings, ways, stranded) = Default::default();
-        Courier { links, limits, pinner, landings, ways, stranded, private: None }
+        let (landings, routes, stranded) = Default::default();
+        Courier { links, limits, pinner, landings, routes, stranded, private: None }
     }
 
     /// Bytes of this instance's slots.
@@ -155,7 +155,7 @@ impl Courier {
 
     /// Forgets a lost peer, and fences off its late writes.
     pub(super) fn forget(&mut self, peer: InstanceId) {
-        self.ways.remove(&peer);
+        self.routes.remove(&peer);
         self.stranded.retain(|(to, _)| *to != peer);
         let Some(Landed { landing, pinned, .. }) = self.landings.remove(&peer) else { return };
         // Fencing may replace the pages that are pinned.
@@ -171,7 +171,7 @@ impl Courier {
 
     /// Forgets all peers.
     pub(super) fn forget_all(&mut self) {
-        let peers: Vec<InstanceId> = self.landings.keys().chain(self.ways.keys()).copied().collect();
+        let peers: Vec<InstanceId> = self.landings.keys().chain(self.routes.keys()).copied().collect();
         peers.into_iter().for_each(|peer| self.forget(peer));
         self.stranded.clear();
     }
@@ -184,22 +184,22 @@ impl Courier {
         if landing.regions.is_empty() {
             return Err(Error::invalid(format!("{peer} names no memory to write to")));
         }
-        if self.ways.get(&peer).is_none_or(|way| way.landing != *landing) {
+        if self.routes.get(&peer).is_none_or(|route| route.landing != *landing) {
             let outbox = (self.links.make_region)(landing.slot_bytes.saturating_mul(landing.slots.into()))?;
             let pinned = self.pinner.pin(&outbox);
-            if let Some(old) = self.ways.insert(peer, Way::new(landing.clone(), outbox, pinned)) {
+            if let Some(old) = self.routes.insert(peer, Route::new(landing.clone(), outbox, pinned)) {
                 self.stranded.extend(old.sends.into_iter().map(|send| (peer, send.parcel)));
             }
         }
-        Ok(self.ways.get_mut(&peer).and_then(|way| way.free.pop()))
+        Ok(self.routes.get_mut(&peer).and_then(|route| route.free.pop()))
     }
 
     /// Frees a slot that `peer` has read.
     pub(super) fn give_slot(&mut self, peer: InstanceId, slot: u32) {
-        let Some(way) = self.ways.get_mut(&peer) else { return };
+        let Some(route) = self.routes.get_mut(&peer) else { return };
         // A piece that is still in transit was not read.
-        if slot < way.landing.slots && !way.free.contains(&slot) && !way.sends_from(slot) {
-            way.free.push(slot);
+        if slot < route.landing.slots && !route.free.contains(&slot) && !route.sends_from(slot) {
+            route.free.push(slot);
         }
     }
 
@@ -214,9 +214,9 @@ impl Courier {
         bytes: u64,
         read: &mut dyn FnMut(&mut [u8]) -> Result<()>,
     ) -> Result<u64> {
-        let way = self.ways.get(&peer).ok_or_else(|| Error::invalid("a slot was taken before"))?;
+        let route = self.routes.get(&peer).ok_or_else(|| Error::invalid("a slot was taken before"))?;
         let mut outcome = Ok(0);
-        way.outbox.update(u64::from(slot) * way.landing.slot_bytes, bytes, &mut |place| {
+        route.outbox.update(u64::from(slot) * route.landing.slot_bytes, bytes, &mut |place| {
             outcome = read(place).map(|()| xxh3_64(place));
         })?;
         outcome
@@ -224,22 +224,22 @@ impl Courier {
 
     /// Starts sending the slot that `fill` filled.
     pub(super) fn send(&mut self, peer: InstanceId, parcel: Parcel, now: Seconds) {
-        if let Some(way) = self.ways.get_mut(&peer) {
+        if let Some(route) = self.routes.get_mut(&peer) {
             let slot = parcel.slot;
             debug_assert!(
-                !way.free.contains(&slot) && !way.sends_from(slot),
+                !route.free.contains(&slot) && !route.sends_from(slot),
                 "slot {slot} is not the sender's"
             );
-            way.sends.push_back(Sending { parcel, transfer: None, since: now });
-            let (free, sends) = (way.free.len(), way.sends.len());
-            debug_assert!(free + sends <= way.landing.slots as usize, "{free} free and {sends} on their way");
-            way.start(&self.links.transports, now);
+            route.sends.push_back(Sending { parcel, transfer: None, since: now });
+            let (free, sends) = (route.free.len(), route.sends.len());
+            debug_assert!(free + sends <= route.landing.slots as usize, "{free} slots free, {sends} sent");
+            route.start(&self.links.transports, now);
         }
     }
 
     /// The longest time that a first send has taken so far; none if nothing is in transit.
     pub(super) fn longest_send(&self, now: Seconds) -> Option<Seconds> {
-        let firsts = self.ways.values().filter_map(|way| way.sends.front());
+        let firsts = self.routes.values().filter_map(|route| route.sends.front());
         firsts.map(|send| now - send.since).max_by(|a, b| a.0.total_cmp(&b.0))
     }
 
@@ -247,9 +247,10 @@ impl Courier {
     pub(super) fn settle(&mut self, now: Seconds, patience: Duration) -> Vec<(InstanceId, Sent)> {
         let stranded = self.stranded.drain(..);
         let mut settled: Vec<_> = stranded.map(|(peer, parcel)| (peer, Sent::Failed(parcel))).collect();
-        for (&peer, way) in &mut self.ways {
+        for (&peer, route) in &mut self.routes {
             let mut left = patience;
-            while let Some(sent) = way.settle_first(&self.links.transports, self.limits.timeout, now, left) {
+            while let Some(sent) = route.settle_first(&self.links.transports, self.limits.timeout, now, left)
+            {
                 settled.push((peer, sent));
                 left = Duration::ZERO;
             }
@@ -259,7 +260,7 @@ impl Courier {
 }
 
 /// The outbox and connection to one receiver.
-struct Way {
+struct Route {
     landing: Landing,
     outbox: Arc<dyn SharedMemory>,
     _pinned: Option<Pinned>,
@@ -280,11 +281,11 @@ struct Sending {
     since: Seconds,
 }
 
-impl Way {
+impl Route {
     fn new(landing: Landing, outbox: Arc<dyn SharedMemory>, pinned: Option<Pinned>) -> Self {
         let free = (0..landing.slots).rev().collect();
         let sends = VecDeque::new();
-        Way { landing, outbox, _pinned: pinned, free, region: 0, endpoint: None, sends }
+        Route { landing, outbox, _pinned: pinned, free, region: 0, endpoint: None, sends }
     }
 
     /// Whether a piece in this slot is in transit.

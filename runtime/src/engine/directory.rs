@@ -1,6 +1,6 @@
 //! The inboxes of all instances' workers, in this process or behind a connection.
 
-use super::messages::{FromPeer, Order, PeerWord, ToWorker};
+use super::messages::{FromPeer, KvMessage, Order, ToWorker};
 use crate::mailbox::MessageSender;
 use mixfleet_scheduler::fleet::InstanceId;
 use std::collections::BTreeMap;
@@ -47,7 +47,7 @@ impl Directory {
     }
 
     /// Sends a message of `from` to `instance`. False if it cannot be delivered.
-    pub(crate) fn tell(&self, instance: InstanceId, from: InstanceId, word: PeerWord) -> bool {
+    pub(crate) fn tell(&self, instance: InstanceId, from: InstanceId, word: KvMessage) -> bool {
         self.find(instance).words.is_some_and(|words| words.send((from, word)).is_ok())
     }
 

@@ -45,7 +45,7 @@ impl Fault {
 }
 
 /// Whether a device may still compute other steps after this error of a step.
-pub(super) fn is_about_what_was_asked(error: &Error) -> bool {
+pub(super) fn concerns_step_only(error: &Error) -> bool {
     matches!(error.kind, ErrorKind::Invalid | ErrorKind::Unsupported | ErrorKind::OutOfMemory)
 }
 

@@ -11,7 +11,7 @@
 
 use super::courier::{SENDS_MAX, Sent};
 use super::lend::{Lent, PieceSource};
-use super::messages::{HandOff, Parcel, PeerWord, PieceId, Transfer};
+use super::messages::{HandOff, KvMessage, Parcel, PieceId, Transfer};
 use super::pages::Pages;
 use super::worker::{Event, Worker};
 use crate::env::Task;
@@ -30,7 +30,7 @@ use std::time::Duration;
 pub(super) const LAYERS_IN_FLIGHT: usize = 4;
 
 /// Minimum poll interval for sends.
-pub(super) const LOOK_AFTER_SENDS: Duration = Duration::from_micros(500);
+pub(super) const SEND_POLL_INTERVAL: Duration = Duration::from_micros(500);
 
 /// The dtype of KV between two instances: no wider than either needs, and lossless unless the receiver rounds
 /// anyway.
@@ -54,7 +54,7 @@ pub(super) struct Staging {
 }
 
 /// Tokens of a prompt whose KV is sent during a step.
-pub(super) struct Leaving {
+pub(super) struct StepSend {
     request: RequestId,
     to: Arc<HandOff>,
     tokens: Range<u32>,
@@ -169,9 +169,9 @@ pub(super) fn pieces(layer: u32, tokens: Range<u32>, tokens_max: u32) -> impl It
 
 impl Worker {
     /// The tokens of handed-off prompts that this step computes and the receiver lacks.
-    pub(super) fn leaving(&mut self, step: &Step) -> Vec<Leaving> {
+    pub(super) fn step_sends(&mut self, step: &Step) -> Vec<StepSend> {
         let (mut row, mut offset) = (0, 0);
-        let mut leaving = Vec::new();
+        let mut sends = Vec::new();
         for part in &step.sequences {
             let (start, end, request) = (part.start, part.start + part.tokens, part.request);
             if let Some(to) = self.hand_off(request).map(|outgoing| outgoing.to.clone()) {
@@ -179,13 +179,13 @@ impl Worker {
                 if first < end {
                     let bytes = u64::from(end - first) * self.pages.shape.wire_token_bytes(to.wire);
                     let (tokens, row) = (first..end, row + first - start);
-                    leaving.push(Leaving { request, to, tokens, row, offset });
+                    sends.push(StepSend { request, to, tokens, row, offset });
                     offset += bytes;
                 }
             }
             row += part.tokens;
         }
-        leaving
+        sends
     }
 
     /// The transfer of a request that is computed here and decoded elsewhere.
@@ -194,20 +194,20 @@ impl Worker {
     }
 
     /// Commands that gather the KV of `layer` to be sent.
-    pub(super) fn gathers(&self, layer: usize, pass: &graph::Pass, leaving: &[Leaving]) -> Result<Vec<Cmd>> {
-        let gather = |part: &Leaving| {
+    pub(super) fn gathers(&self, layer: usize, pass: &graph::Pass, sends: &[StepSend]) -> Result<Vec<Cmd>> {
+        let gather = |part: &StepSend| {
             let (tokens, wire) = (part.tokens.len() as u32, part.to.wire);
             let bytes = u64::from(tokens) * self.pages.shape.wire_token_bytes(wire);
             let slots = self.forward.slots(pass, part.row, tokens);
             let to = self.staging.gathered(layer, part.offset, bytes);
             self.pages.gather(&self.forward, layer, slots, (to, wire))
         };
-        leaving.iter().map(gather).collect()
+        sends.iter().map(gather).collect()
     }
 
     /// Sends the gathered KV of `layer`.
-    pub(super) async fn deliver(&mut self, layer: usize, leaving: &[Leaving]) -> Result<()> {
-        for Leaving { request, to, tokens, offset, .. } in leaving {
+    pub(super) async fn deliver(&mut self, layer: usize, sends: &[StepSend]) -> Result<()> {
+        for StepSend { request, to, tokens, offset, .. } in sends {
             let token_bytes = self.pages.shape.wire_token_bytes(to.wire);
             for piece in pieces(layer as u32, tokens.clone(), self.piece_tokens_max(to)) {
                 let offset = offset + u64::from(piece.first - tokens.start) * token_bytes;
@@ -273,17 +273,17 @@ impl Worker {
         };
         outgoing.waiting.pop_front();
         match self.place(request, &piece)? {
-            PieceSource::Below(payload) => {
+            PieceSource::LowerTier(payload) => {
                 let bytes = payload.len() as u64;
                 self.send_from(request, piece, &to, (slot, bytes), &mut |place| {
                     place.copy_from_slice(&payload);
                     Ok(())
                 })?;
             }
-            PieceSource::Rotten => {
+            PieceSource::Corrupt => {
                 self.courier.give_slot(to.to, slot);
                 self.stop_outgoing(request)?;
-                self.tell_tiers();
+                self.report_tiers();
             }
             PieceSource::Device(slots) => {
                 let bytes = u64::from(piece.tokens) * self.pages.shape.wire_token_bytes(to.wire);
@@ -337,7 +337,7 @@ impl Worker {
             };
             let Parcel { request, attempt, piece, slot, bytes, .. } = parcel;
             self.metrics.kv_transfer_retries.inc_by(u64::from(piece.retries));
-            if landed && self.directory.tell(to, self.id, PeerWord::Landed(parcel)) {
+            if landed && self.directory.tell(to, self.id, KvMessage::Landed(parcel)) {
                 self.metrics.kv_sent_bytes.inc_by(bytes);
                 continue;
             }
@@ -361,7 +361,7 @@ impl Worker {
         match self.courier.longest_send(self.env.now()) {
             None => Box::pin(std::future::pending()),
             Some(since) => {
-                self.env.sleep(LOOK_AFTER_SENDS.max(Duration::from_secs_f64(since.0.max(0.0) / 8.0)))
+                self.env.sleep(SEND_POLL_INTERVAL.max(Duration::from_secs_f64(since.0.max(0.0) / 8.0)))
             }
         }
     }
@@ -380,7 +380,7 @@ impl Worker {
 
     /// Gives a piece up and tells the receiver.
     fn lose(&self, request: RequestId, to: &HandOff, piece: PieceId) {
-        self.directory.tell(to.to, self.id, PeerWord::Lost { request, attempt: to.attempt, piece });
+        self.directory.tell(to.to, self.id, KvMessage::Lost { request, attempt: to.attempt, piece });
         tracing::warn!(request, layer = piece.layer, first = piece.first, "KV is recomputed by the receiver");
     }
 
@@ -396,14 +396,14 @@ impl Worker {
                     return Ok(None);
                 }
             }
-            self.settle_sends(LOOK_AFTER_SENDS)?;
-            self.show_life();
+            self.settle_sends(SEND_POLL_INTERVAL)?;
+            self.report_alive();
             let due = self.sends_due();
             tokio::select! {
                 biased;
                 Some((peer, word)) = self.words.recv() => {
-                    let lost = peer == to.to && matches!(word, PeerWord::Down);
-                    self.hear(peer, word)?;
+                    let lost = peer == to.to && matches!(word, KvMessage::Down);
+                    self.handle_kv_message(peer, word)?;
                     if lost {
                         return Ok(None);
                     }
@@ -500,7 +500,7 @@ impl Worker {
     pub(super) fn stop_outgoing(&mut self, request: RequestId) -> Result<()> {
         let Some(Outgoing { transfer, to, .. }) = self.outgoing.get(&request) else { return Ok(()) };
         if *transfer == Transfer::Prefix {
-            let word = PeerWord::Lent { request, attempt: to.attempt, until: 0 };
+            let word = KvMessage::Lent { request, attempt: to.attempt, until: 0 };
             self.directory.tell(to.to, self.id, word);
         }
         self.end_outgoing(request)

@@ -2,7 +2,7 @@
 
 use super::coverage::Coverage;
 use super::fault::{Fault, Outcome};
-use super::messages::{FromWorker, Parcel, PeerWord, PieceId, Source, Transfer};
+use super::messages::{FromWorker, KvMessage, Parcel, PieceId, Source, Transfer};
 use super::worker::{Event, Worker};
 use mixfleet_hal::{DType, Error, ErrorKind, Result};
 use mixfleet_scheduler::batch::RequestId;
@@ -150,7 +150,7 @@ impl Worker {
                 copied = private.store(0, payload);
             }
         });
-        self.directory.tell(sender, self.id, PeerWord::Credit { slot });
+        self.directory.tell(sender, self.id, KvMessage::Credit { slot });
         let looked = looked.and(copied);
         let mut intact = false;
         let mut written = Ok(());
@@ -173,7 +173,7 @@ impl Worker {
             self.scatter(request, piece, wire, bytes)?;
             self.metrics.kv_transfer_bytes.inc_by(bytes);
         }
-        let verdict = PeerWord::Verdict { request, attempt, piece, intact };
+        let verdict = KvMessage::Verdict { request, attempt, piece, intact };
         self.directory.tell(sender, self.id, verdict);
         if awaited && intact { self.settle_incoming(request) } else { Ok(()) }
     }
@@ -207,7 +207,7 @@ impl Worker {
             text.push(next);
         }
         if next.is_some() {
-            self.directory.tell(sender, self.id, PeerWord::TakenOver { request, attempt });
+            self.directory.tell(sender, self.id, KvMessage::TakenOver { request, attempt });
             self.report(FromWorker::Joined { request });
         }
         self.machine_step(Event::Landed { request, tokens_valid, next: next.is_some() })

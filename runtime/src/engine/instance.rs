@@ -7,7 +7,7 @@ use super::handoff::Staging;
 use super::health::HealthWatch;
 use super::messages::{FromWorker, Report};
 use super::pinning::Pinner;
-use super::tiers::{Below, DiskBelow, LowerTiers};
+use super::tiers::{InstanceTiers, LowerTiers, PendingDisk};
 use super::worker::Worker;
 use crate::env::{SharedEnv, no_thread};
 use crate::mailbox::{INBOX_MAX, MessageSender, mailbox};
@@ -76,7 +76,7 @@ pub struct Loaded {
     price: Option<UsdPerHour>,
     batch: BatchLimits,
     below: Option<Pool>,
-    disk_below: Option<DiskBelow>,
+    pending_disk: Option<PendingDisk>,
 }
 
 /// The environment of an instance.
@@ -126,7 +126,7 @@ impl Loaded {
             lower_tiers: false,
             cache_policy: CachePolicy::Lru,
         };
-        Ok(Loaded { spec_device: device, forward, role, price, batch, below: None, disk_below: None })
+        Ok(Loaded { spec_device: device, forward, role, price, batch, below: None, pending_disk: None })
     }
 
     /// Adds lower tiers, for KV that the device's memory evicts: host memory, and a disk.
@@ -135,8 +135,8 @@ impl Loaded {
     /// When they cannot be opened.
     pub fn with_lower_tiers(mut self, tiers: LowerTiers, make_region: &MakeRegion) -> Result<Self> {
         self.batch.lower_tiers = true;
-        let (pool, disk_below) = tiers.open(&self.forward, make_region)?;
-        (self.below, self.disk_below) = (Some(pool), disk_below);
+        let (pool, pending_disk) = tiers.open(&self.forward, make_region)?;
+        (self.below, self.pending_disk) = (Some(pool), pending_disk);
         Ok(self)
     }
 
@@ -196,15 +196,15 @@ impl Loaded {
         let instance = self.describe(id, cost);
         let cost = instance.cost.clone();
         let up = FromWorker::Up { instance: Box::new(instance), kv: self.kv(), silence_max };
-        let Loaded { spec_device: device, forward, batch, below, disk_below, .. } = self;
+        let Loaded { spec_device: device, forward, batch, below, pending_disk, .. } = self;
         let name = format!("worker {}", device.info().id);
         let kv = forward.shape().kv_shape(forward.config());
         let (staging, pages) = Staging::new(&*device, kv, forward.shape(), hand_off.slot_bytes)?;
         let pinner = Arc::new(Pinner::new(device.clone()));
-        if let (Some(pool), Some(disk)) = (&below, disk_below) {
+        if let (Some(pool), Some(disk)) = (&below, pending_disk) {
             disk.attend(pool, &device.info().id, env);
         }
-        let below = below.map(|pool| Below::new(pool, &*device, &forward, &pinner)).transpose()?;
+        let below = below.map(|pool| InstanceTiers::new(pool, &*device, &forward, &pinner)).transpose()?;
         let (orders_sender, orders) = mailbox("orders", INBOX_MAX);
         let (words_sender, words) = mailbox("words of peers", INBOX_MAX);
         let worker = Worker {
@@ -230,7 +230,7 @@ impl Loaded {
             orders,
             words,
             reports: reports.clone(),
-            said_at: Cell::new(Seconds::ZERO),
+            reported_at: Cell::new(Seconds::ZERO),
             waited: Seconds::ZERO,
             metrics: metrics.clone(),
         };

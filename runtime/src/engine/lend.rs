@@ -5,7 +5,7 @@
 //! is sent whenever a slot is free, and nothing waits for one.
 
 use super::handoff::{Outgoing, pieces};
-use super::messages::{HandOff, Job, PeerWord, PieceId, Transfer};
+use super::messages::{HandOff, Job, KvMessage, PieceId, Transfer};
 use super::worker::{Event, Worker};
 use crate::pool::Lease;
 use mixfleet_hal::{Result, Slice};
@@ -27,9 +27,9 @@ pub(super) enum PieceSource {
     /// The piece is in these slots of the device's pages.
     Device(Slice),
     /// The piece is in the lower tiers, and corrupt.
-    Rotten,
+    Corrupt,
     /// The piece is in the lower tiers: its bytes.
-    Below(Vec<u8>),
+    LowerTier(Vec<u8>),
 }
 
 /// The XXH3-64 of each layer of the leading intact blocks.
@@ -54,7 +54,7 @@ impl Worker {
             Some(_) => 0,
             None => self.begin_to_lend(job, until, to)?,
         };
-        self.directory.tell(peer, self.id, PeerWord::Lent { request, attempt, until });
+        self.directory.tell(peer, self.id, KvMessage::Lent { request, attempt, until });
         self.settle_outgoing(request)
     }
 
@@ -84,7 +84,7 @@ impl Worker {
         let below =
             below.map(|lease| Lent { from: below_from, digests: digests(&lease, layers as usize), lease });
         // Blocks found to be corrupt are gone.
-        self.tell_tiers();
+        self.report_tiers();
         let end = below_from + below.as_ref().map_or(0, |lent| lent.digests.len()) as u32 * page_tokens;
         let of_layer = |layer| {
             let above = pieces(layer, from..on_device, most);
@@ -119,14 +119,14 @@ impl Worker {
                 copy.extend_from_slice(&bytes[layer * layer_bytes..(layer + 1) * layer_bytes]);
             })?;
             if xxh3_64(&copy) != digests[block][layer] {
-                lease.drop_rotten(block)?;
-                return Ok(PieceSource::Rotten);
+                lease.drop_corrupt(block)?;
+                return Ok(PieceSource::Corrupt);
             }
             let begin = (at % page_tokens) as usize * token_bytes;
             payload.extend_from_slice(&copy[begin..begin + (next - at) as usize * token_bytes]);
             at = next;
         }
-        Ok(PieceSource::Below(payload))
+        Ok(PieceSource::LowerTier(payload))
     }
 
     /// Loads blocks of a prefix to be lent into host memory. All lent blocks together take at most half of
@@ -135,7 +135,7 @@ impl Worker {
         let lent: usize = self.outgoing.values().filter_map(|o| Some(o.below.as_ref()?.lease.len())).sum();
         let most = (self.below.as_ref()?.dram_blocks() / 2).saturating_sub(lent).min(chain.len());
         let lease = self.lease(&chain[..most], &tokens[..most * self.pages.shape.page_tokens as usize]);
-        self.tell_tiers();
+        self.report_tiers();
         lease
     }
 }

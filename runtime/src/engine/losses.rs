@@ -2,7 +2,7 @@
 //! tokens that the client has, waits for a place where one may come, or fails.
 
 use super::coordinator::{Coordinator, InstanceHandle, Stage};
-use super::messages::PeerWord;
+use super::messages::KvMessage;
 use super::transfers;
 use super::watch::check_instance;
 use crate::env::Task;
@@ -20,14 +20,14 @@ const LOSSES_MAX: usize = 2;
 const WATCH_EVERY: Duration = Duration::from_secs(10);
 
 /// Interval between attempts to place a request that lost its place.
-const LOOK_AGAIN: Duration = Duration::from_millis(50);
+const RETRY_WAIT: Duration = Duration::from_millis(50);
 
 impl Coordinator {
     /// Handles an instance whose device failed, or that misbehaves.
     pub(super) fn failed(&mut self, instance: InstanceId, error: &mixfleet_hal::Error) {
         // Its process may continue, and so may others' links to it.
         for &other in self.instances.keys().filter(|&&other| other != instance) {
-            self.directory.tell(other, instance, PeerWord::Down);
+            self.directory.tell(other, instance, KvMessage::Down);
         }
         self.down(instance, error, true);
     }
@@ -63,7 +63,7 @@ impl Coordinator {
         tracing::error!(%device, %error, "instance lost; its requests go on elsewhere");
         self.pulls_lost(|holder, _| holder == instance);
         self.drop_copies(|holder, receiver| [holder, receiver].contains(&instance));
-        self.ways.forget(instance);
+        self.links.forget(instance);
         let lost = self.fleet_step(Event::InstanceDown { instance });
         self.count_instances();
         for action in lost {
@@ -77,7 +77,7 @@ impl Coordinator {
 
     /// Places a request again, from its prompt and the tokens that the client already has.
     pub(super) fn replay(&mut self, request: RequestId) {
-        self.end_rests();
+        self.end_pauses();
         let Some(tracked) = self.requests.get(&request) else { return };
         self.cancel_everywhere(request, tracked);
         let now = self.env.now();
@@ -88,11 +88,7 @@ impl Coordinator {
             let certain = tracked.losses.iter().filter(|(_, certain)| *certain).count() >= LOSSES_MAX;
             let failure = Failure::engine("two instances were lost while they worked on this request");
             // Instances that are only unreachable may return.
-            return if certain {
-                self.fail(request, failure)
-            } else {
-                self.wait_for_a_place(request, failure)
-            };
+            return if certain { self.fail(request, failure) } else { self.wait_for_place(request, failure) };
         }
         let (wanted, objective, due) = (tracked.wanted.clone(), tracked.objective, tracked.urgency.due);
         let tokens = [&wanted.prompt_ids[..], &tracked.generated].concat();
@@ -106,30 +102,31 @@ impl Coordinator {
                 (tracked.prefill, tracked.decode) = (prefill, decode);
                 tracked.ready = now + transfers::ready_in(&explanation);
                 tracked.pull = transfers::source(pull, &explanation);
-                self.homeless.remove(&request);
+                self.unplaced.remove(&request);
                 self.explain(request, &explanation);
                 self.start(request);
             }
             Some(Action::Reject { reason, .. }) => {
                 let message = format!("its instance was lost, and it has no other place: {reason}");
-                self.wait_for_a_place(request, Failure::exhausted(message));
+                self.wait_for_place(request, Failure::exhausted(message));
             }
             other => unreachable!("an arrival is placed or rejected, not {other:?}"),
         }
     }
 
     /// Lets a request wait for a place; once it has waited long enough it fails for this reason.
-    fn wait_for_a_place(&mut self, request: RequestId, failure: Failure) {
+    fn wait_for_place(&mut self, request: RequestId, failure: Failure) {
         let now = self.env.now();
-        let until = *self.homeless.entry(request).or_insert(now + self.patience.max(self.ways.resting(now)));
+        let until =
+            *self.unplaced.entry(request).or_insert(now + self.patience.max(self.links.pause_left(now)));
         if now.0 >= until.0 {
             self.fail(request, failure);
         }
     }
 
     /// Completes when requests without a place are tried again; never if there are none.
-    pub(super) fn look_again(&self) -> Task {
-        if self.homeless.is_empty() { Box::pin(std::future::pending()) } else { self.env.sleep(LOOK_AGAIN) }
+    pub(super) fn retry_due(&self) -> Task {
+        if self.unplaced.is_empty() { Box::pin(std::future::pending()) } else { self.env.sleep(RETRY_WAIT) }
     }
 
     /// Starts the watch, which runs while there is work.
@@ -145,7 +142,7 @@ impl Coordinator {
     }
 
     /// Checks for conditions that no message reports.
-    pub(super) fn watched(&mut self) {
+    pub(super) fn check_watch(&mut self) {
         self.watching = false;
         self.give_up_silent();
         if !self.requests.is_empty() {
@@ -154,13 +151,13 @@ impl Coordinator {
     }
 
     /// Tries again to place requests that lost their place, the oldest first.
-    pub(super) fn house(&mut self) {
-        let waiting: Vec<RequestId> = self.homeless.keys().copied().collect();
+    pub(super) fn place_again(&mut self) {
+        let waiting: Vec<RequestId> = self.unplaced.keys().copied().collect();
         for request in waiting {
             if self.requests.contains_key(&request) {
                 self.replay(request);
             } else {
-                self.homeless.remove(&request);
+                self.unplaced.remove(&request);
             }
         }
     }

@@ -151,7 +151,7 @@ pub(crate) enum Order {
 
 /// A message about KV between the two instances of a transfer.
 #[derive(Debug, Serialize, Deserialize)]
-pub(crate) enum PeerWord {
+pub(crate) enum KvMessage {
     /// The sender sends the first `until` tokens of a prefix and no more.
     Lent { request: RequestId, attempt: u32, until: u32 },
     /// The sender's KV has arrived in a staging slot.
@@ -171,7 +171,7 @@ pub(crate) enum PeerWord {
 }
 
 /// A peer's message with its sender.
-pub(crate) type FromPeer = (InstanceId, PeerWord);
+pub(crate) type FromPeer = (InstanceId, KvMessage);
 
 /// A message to an instance's worker from its coordinators and its own process.
 #[derive(Debug)]

@@ -20,6 +20,7 @@ mod fault;
 mod handoff;
 mod health;
 mod identity;
+mod inbox;
 mod incoming;
 pub(crate) mod instance;
 mod lend;
@@ -30,7 +31,6 @@ mod pages;
 mod pinning;
 mod renew;
 mod tiers;
-mod told;
 mod transfers;
 mod watch;
 mod worker;
@@ -48,7 +48,7 @@ use crate::mailbox::{MessageReceiver, REPORTS_MAX, mailbox};
 use crate::metrics::Metrics;
 use crate::model::ModelConfig;
 use crate::request::EngineHandle;
-use coordinator::{Coordinator, LEAVING_MAX};
+use coordinator::{CLIENTS_LEAVING_MAX, Coordinator};
 use directory::Directory;
 use events::{EventLog, LoggedFleet};
 use instance::Surroundings;
@@ -62,7 +62,7 @@ use mixfleet_scheduler::fleet::{FleetConfig, InstanceId};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use tokio::sync::mpsc;
-use watch::Ways;
+use watch::KvLinks;
 
 /// Limits of the fleet.
 #[derive(Clone, Debug, PartialEq)]
@@ -145,7 +145,7 @@ impl EngineParts {
         let (handle, submissions) = EngineHandle::channel(limits.fleet.requests_max.max(1));
         let (kv_bytes_per_token, layers) = (config.kv_bytes_per_token(kv), config.layers);
         let fleet = FleetConfig { kv_bytes_per_token, layers, ..limits.fleet };
-        let (leave, left) = mpsc::channel(LEAVING_MAX);
+        let (leave, left) = mpsc::channel(CLIENTS_LEAVING_MAX);
         let (tick, ticks) = mpsc::channel(1);
         let coordinator = Coordinator {
             fleet: LoggedFleet::new(fleet, events),
@@ -161,8 +161,8 @@ impl EngineParts {
             metrics,
             requests: BTreeMap::new(),
             copies: BTreeMap::new(),
-            homeless: BTreeMap::new(),
-            ways: Ways::default(),
+            unplaced: BTreeMap::new(),
+            links: KvLinks::default(),
             next: first_request,
             // It is read once, so that setting the wall clock later does not reorder requests.
             began: env.unix_time() - env.now(),

@@ -49,7 +49,7 @@ impl LowerTiers {
         self,
         forward: &Forward,
         make_region: &MakeRegion,
-    ) -> Result<(Pool, Option<DiskBelow>)> {
+    ) -> Result<(Pool, Option<PendingDisk>)> {
         let LowerTiers { dram_bytes, ssd, mut namespace } = self;
         let (config, shape) = (forward.config(), forward.shape());
         let known = namespace.as_mut().now_or_never();
@@ -67,20 +67,20 @@ impl LowerTiers {
             Some(known) => Box::pin(ready(known)),
             None => namespace,
         };
-        Ok((pool, ssd.map(|ssd| DiskBelow { ssd, namespace })))
+        Ok((pool, ssd.map(|ssd| PendingDisk { ssd, namespace })))
     }
 }
 
 /// The disk of a pool, opened or to be opened.
-pub(super) struct DiskBelow {
+pub(super) struct PendingDisk {
     ssd: SsdConfig,
     namespace: BoxFuture<'static, Option<u64>>,
 }
 
-impl DiskBelow {
+impl PendingDisk {
     /// Starts the disk's thread. If that fails, a disk that is not open yet is left out.
     pub(super) fn attend(self, pool: &Pool, device: &str, env: &SharedEnv) {
-        let DiskBelow { ssd, namespace } = self;
+        let PendingDisk { ssd, namespace } = self;
         if let Err(error) = pool.attend(ssd, namespace, &format!("disk below {device}"), env) {
             tracing::warn!(device, %error, "the disk below the device has no thread");
         }
@@ -88,7 +88,7 @@ impl DiskBelow {
 }
 
 /// An instance's lower tiers, with device memory for one block in transit.
-pub(super) struct Below {
+pub(super) struct InstanceTiers {
     pool: Pool,
     /// Pins the pool's host memory.
     _pinned: Vec<Pinned>,
@@ -98,7 +98,7 @@ pub(super) struct Below {
     dram_blocks: usize,
     layers: usize,
     /// Whether the cost of loading from the disk was reported.
-    told_disk: bool,
+    reported_disk: bool,
     /// Measured seconds per byte from host memory to the device.
     upload_s: f64,
     /// Reported seconds per byte from the disk to host memory.
@@ -107,23 +107,23 @@ pub(super) struct Below {
 }
 
 #[derive(Clone, Copy)]
-enum Way {
-    Up,
-    Down,
+enum CopyDirection {
+    Load,
+    Evict,
 }
 
-impl Below {
+impl InstanceTiers {
     /// Pins the pool's host memory, and allocates on the device.
     pub(super) fn new(pool: Pool, device: &dyn Device, forward: &Forward, pinner: &Pinner) -> Result<Self> {
         let (config, shape) = (forward.config(), forward.shape());
         let block_bytes = u64::from(shape.block_tokens) * config.kv_bytes_per_token(shape.kv);
         let dram_bytes: u64 = pool.regions().iter().map(|region| region.size_bytes()).sum();
-        Ok(Below {
+        Ok(InstanceTiers {
             _pinned: pool.regions().iter().filter_map(|region| pinner.pin(region)).collect(),
             block: device.alloc(block_bytes, BufferUsage::Kv)?,
             dram_blocks: (dram_bytes / block_bytes) as usize,
             layers: config.layers as usize,
-            told_disk: false,
+            reported_disk: false,
             pool,
             upload_s: 0.0,
             read_s: 0.0,
@@ -143,15 +143,15 @@ impl Below {
         forward: &Forward,
         pages: &Pages,
         page: u32,
-        way: Way,
+        direction: CopyDirection,
     ) -> Result<Vec<Cmd>> {
         let slots = pages.slots(device, &[page], 0..pages.shape.page_tokens)?;
         let layer_bytes = self.block.bytes / self.layers as u64;
         let copy = |layer: usize| {
             let staged = (self.block.range(layer as u64 * layer_bytes, layer_bytes), pages.shape.dtype);
-            match way {
-                Way::Down => pages.gather(forward, layer, slots.clone(), staged),
-                Way::Up => pages.scatter(forward, layer, slots.clone(), staged),
+            match direction {
+                CopyDirection::Evict => pages.gather(forward, layer, slots.clone(), staged),
+                CopyDirection::Load => pages.scatter(forward, layer, slots.clone(), staged),
             }
         };
         (0..self.layers).map(copy).collect()
@@ -170,7 +170,7 @@ impl Below {
     }
 
     /// Completes when a disk was added or lost; never for an instance without lower tiers.
-    pub(super) fn changed(below: Option<&Below>) -> BoxFuture<'static, ()> {
+    pub(super) fn changed(below: Option<&InstanceTiers>) -> BoxFuture<'static, ()> {
         match below.map(|below| below.pool.clone()) {
             Some(pool) => Box::pin(async move { pool.disk_changed().await }),
             None => Box::pin(pending()),
@@ -179,8 +179,8 @@ impl Below {
 
     fn costs(&mut self) -> Vec<(Tier, LinkCost)> {
         let cost = |seconds_per_byte| LinkCost { seconds_per_byte, ..LinkCost::default() };
-        self.told_disk = self.pool.has_disk();
-        let disk = self.told_disk.then(|| (Tier::Ssd, cost(self.upload_s + self.read_s)));
+        self.reported_disk = self.pool.has_disk();
+        let disk = self.reported_disk.then(|| (Tier::Ssd, cost(self.upload_s + self.read_s)));
         std::iter::once((Tier::Dram, cost(self.upload_s))).chain(disk).collect()
     }
 
@@ -224,7 +224,7 @@ fn refused(error: PoolError) -> Error {
 
 impl Worker {
     /// Reports the blocks that lower tiers hold from before, and the measured cost of loading them.
-    pub(super) fn begin_below(&mut self) -> Result<()> {
+    pub(super) fn begin_tiers(&mut self) -> Result<()> {
         let Some(below) = &mut self.below else { return Ok(()) };
         // The contents do not matter: slot 0 and page 0 are not used yet.
         let (slot, bytes) = (below.pool.regions()[0].clone(), below.block.bytes);
@@ -234,7 +234,7 @@ impl Worker {
             let mut written = Ok(());
             slot.view(0, bytes, &mut |payload| written = self.device.write(&below.block, payload))?;
             written?;
-            let list = below.copies(&*self.device, &self.forward, &self.pages, 0, Way::Up)?;
+            let list = below.copies(&*self.device, &self.forward, &self.pages, 0, CopyDirection::Load)?;
             let ticket = self.queue.submit(&list)?;
             self.queue.wait(ticket, COPY_TIMEOUT)?;
             least = least.min((self.env.now() - start).0);
@@ -287,7 +287,7 @@ impl Worker {
         }
         let mut keep = |Evicted { hash, tokens, page }: &Evicted<Box<[u32]>>| {
             below.pool.keep(*hash, tokens, &mut |place| {
-                let list = below.copies(&**device, forward, pages, *page, Way::Down)?;
+                let list = below.copies(&**device, forward, pages, *page, CopyDirection::Evict)?;
                 let ticket = queue.submit(&list)?;
                 queue.wait(ticket, COPY_TIMEOUT)?;
                 device.read(&below.block, place)
@@ -298,13 +298,13 @@ impl Worker {
                 keep(block)?;
             }
         }
-        self.tell_tiers();
+        self.report_tiers();
         Ok(())
     }
 
     /// Fills blocks of a sequence, whose keys are `chain`, from `lease` and from the tiers. Returns how many
     /// were filled.
-    pub(super) fn bring(
+    pub(super) fn load_blocks(
         &mut self,
         request: RequestId,
         mut lease: Option<Lease>,
@@ -325,7 +325,8 @@ impl Worker {
                     break;
                 }
                 written?;
-                let list = below.copies(&*self.device, &self.forward, &self.pages, page, Way::Up)?;
+                let list =
+                    below.copies(&*self.device, &self.forward, &self.pages, page, CopyDirection::Load)?;
                 self.run_now(&list)?;
                 came += 1;
             }
@@ -337,16 +338,16 @@ impl Worker {
                 lease = self.lease(&chain[done..], &tokens[done * tokens_each..]);
             }
         }
-        self.tell_tiers();
+        self.report_tiers();
         Ok(done as u32)
     }
 
     /// Reports the pool's events in order, and counts them.
-    pub(super) fn tell_tiers(&mut self) {
+    pub(super) fn report_tiers(&mut self) {
         let Some(below) = &mut self.below else { return };
         below.count(&self.device.info().id, &self.metrics);
         let events = below.pool.take_events();
-        if !below.told_disk && below.pool.has_disk() {
+        if !below.reported_disk && below.pool.has_disk() {
             for (tier, cost) in below.costs() {
                 self.report(FromWorker::Tier { tier, cost });
             }

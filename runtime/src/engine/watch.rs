@@ -13,7 +13,7 @@ use mixfleet_scheduler::fleet::{Event, Instance, InstanceId, Link, MeasuredSteps
 use std::collections::BTreeMap;
 
 /// Time for which a link is paused after a receiver refused KV.
-const REST: Seconds = Seconds(1.0);
+const LINK_PAUSE: Seconds = Seconds(1.0);
 
 /// Refusals after which a request fails.
 const REFUSALS_MAX: u32 = 3;
@@ -31,31 +31,31 @@ type Pair = (InstanceId, InstanceId);
 
 /// The links for KV between instances.
 #[derive(Default)]
-pub(super) struct Ways {
+pub(super) struct KvLinks {
     costs: BTreeMap<Pair, LinkCost>,
     /// Links that are paused, each with the end of its pause.
-    rests: BTreeMap<Pair, Seconds>,
+    paused: BTreeMap<Pair, Seconds>,
 }
 
-impl Ways {
+impl KvLinks {
     /// Removes all links from and to an instance that is gone.
     pub(super) fn forget(&mut self, instance: InstanceId) {
         let other = |(from, to): &Pair| *from != instance && *to != instance;
         self.costs.retain(|pair, _| other(pair));
-        self.rests.retain(|pair, _| other(pair));
+        self.paused.retain(|pair, _| other(pair));
     }
 
     /// Time that a request without a place should wait for a paused link.
-    pub(super) fn resting(&self, now: Seconds) -> Seconds {
-        let last = self.rests.values().map(|until| (*until - now).0).fold(0.0, f64::max);
-        if self.rests.is_empty() { Seconds::ZERO } else { Seconds(last) + REST }
+    pub(super) fn pause_left(&self, now: Seconds) -> Seconds {
+        let last = self.paused.values().map(|until| (*until - now).0).fold(0.0, f64::max);
+        if self.paused.is_empty() { Seconds::ZERO } else { Seconds(last) + LINK_PAUSE }
     }
 }
 
 impl Coordinator {
     pub(super) fn link_up(&mut self, from: InstanceId, to: InstanceId, cost: LinkCost) {
-        self.ways.costs.insert((from, to), cost);
-        if !self.ways.rests.contains_key(&(from, to)) {
+        self.links.costs.insert((from, to), cost);
+        if !self.links.paused.contains_key(&(from, to)) {
             self.fleet_step(Event::LinkUp(Link { from, to, cost }));
         }
         self.count_instances();
@@ -70,25 +70,25 @@ impl Coordinator {
         if tracked.refusals >= REFUSALS_MAX {
             self.fail(request, Failure::exhausted(format!("its KV has nowhere to go: {reason}")));
         }
-        self.ways.rests.insert((from, to), self.env.now() + REST);
+        self.links.paused.insert((from, to), self.env.now() + LINK_PAUSE);
         self.unlink(from, to);
     }
 
     /// Handles a closed link: requests whose KV was to be sent over it are placed again.
     pub(super) fn link_down(&mut self, from: InstanceId, to: InstanceId) {
-        self.ways.costs.remove(&(from, to));
-        self.ways.rests.remove(&(from, to));
+        self.links.costs.remove(&(from, to));
+        self.links.paused.remove(&(from, to));
         self.unlink(from, to);
         self.count_instances();
     }
 
     /// Uses links again whose pause is over.
-    pub(super) fn end_rests(&mut self) {
+    pub(super) fn end_pauses(&mut self) {
         let now = self.env.now();
-        let rested = self.ways.rests.iter().filter(|(_, until)| until.0 <= now.0).map(|(&pair, _)| pair);
-        for (from, to) in rested.collect::<Vec<Pair>>() {
-            self.ways.rests.remove(&(from, to));
-            if let Some(&cost) = self.ways.costs.get(&(from, to)) {
+        let expired = self.links.paused.iter().filter(|(_, until)| until.0 <= now.0).map(|(&pair, _)| pair);
+        for (from, to) in expired.collect::<Vec<Pair>>() {
+            self.links.paused.remove(&(from, to));
+            if let Some(&cost) = self.links.costs.get(&(from, to)) {
                 self.fleet_step(Event::LinkUp(Link { from, to, cost }));
             }
         }

@@ -7,12 +7,12 @@
 use super::courier::Courier;
 use super::directory::Directory;
 use super::fault;
-use super::handoff::{LAYERS_IN_FLIGHT, LOOK_AFTER_SENDS, Outgoing, Staging};
+use super::handoff::{LAYERS_IN_FLIGHT, Outgoing, SEND_POLL_INTERVAL, Staging};
 use super::health::HealthWatch;
 use super::incoming::Incoming;
-use super::messages::{FromPeer, FromWorker, PeerWord, Report, Source, ToWorker, Transfer};
+use super::messages::{FromPeer, FromWorker, KvMessage, Report, Source, ToWorker, Transfer};
 use super::pages::Pages;
-use super::tiers::Below;
+use super::tiers::InstanceTiers;
 use crate::env::{SharedEnv, yield_now};
 use crate::mailbox::{MessageReceiver, MessageSender};
 use crate::metrics::{DeviceLabels, Metrics};
@@ -34,7 +34,7 @@ use std::time::Duration;
 pub(super) const COPY_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Interval at which an instance reports while it waits during a step.
-const SIGN_OF_LIFE: Seconds = Seconds(10.0);
+const ALIVE_INTERVAL: Seconds = Seconds(10.0);
 
 /// Maximum number of recordings: for 64 batch sizes and a few lengths of the block table each.
 const RECORDINGS_MAX: usize = 256;
@@ -77,14 +77,14 @@ pub(super) struct Worker {
     pub(super) staging: Staging,
     pub(super) pages: Pages,
     /// The tiers that store evicted KV.
-    pub(super) below: Option<Below>,
+    pub(super) below: Option<InstanceTiers>,
     pub(super) courier: Courier,
     pub(super) directory: Directory,
     pub(super) orders: MessageReceiver<ToWorker>,
     pub(super) words: MessageReceiver<FromPeer>,
     pub(super) reports: MessageSender<Report>,
     /// Time of the last report.
-    pub(super) said_at: Cell<Seconds>,
+    pub(super) reported_at: Cell<Seconds>,
     /// Time of the current step spent waiting for others.
     pub(super) waited: Seconds,
     pub(super) metrics: Metrics,
@@ -93,21 +93,21 @@ pub(super) struct Worker {
 
 impl Worker {
     pub(super) fn report(&self, message: FromWorker) {
-        self.said_at.set(self.env.now());
+        self.reported_at.set(self.env.now());
         // Sending fails only without a coordinator; `serve` then ends by itself.
         let _ = self.reports.send((self.id, message));
     }
 
     /// Reports the load if nothing was reported for a while: a step may have to wait for its receivers.
-    pub(super) fn show_life(&self) {
-        if (self.env.now() - self.said_at.get()).0 > SIGN_OF_LIFE.0 {
+    pub(super) fn report_alive(&self) {
+        if (self.env.now() - self.reported_at.get()).0 > ALIVE_INTERVAL.0 {
             self.report(FromWorker::Load(self.machine.load()));
         }
     }
 
     /// Works until the coordinator is gone or the device fails.
     pub(super) async fn serve(&mut self) -> Result<()> {
-        self.begin_below()?;
+        self.begin_tiers()?;
         loop {
             // The coordinator waits for no worker, so it makes room.
             self.reports.room().await;
@@ -115,11 +115,11 @@ impl Worker {
             // from running.
             for _ in 0..self.words.len() {
                 let Ok((peer, word)) = self.words.try_recv() else { break };
-                self.hear(peer, word)?;
+                self.handle_kv_message(peer, word)?;
             }
             for _ in 0..self.orders.len() {
                 let Ok(message) = self.orders.try_recv() else { break };
-                self.obey(message)?;
+                self.handle_message(message)?;
             }
             self.settle_sends(Duration::ZERO)?;
             if self.turn().await? {
@@ -127,17 +127,17 @@ impl Worker {
                 continue;
             }
             let due = self.sends_due();
-            let disk_changed = Below::changed(self.below.as_ref());
+            let disk_changed = InstanceTiers::changed(self.below.as_ref());
             tokio::select! {
                 biased;
-                Some((peer, word)) = self.words.recv() => self.hear(peer, word)?,
+                Some((peer, word)) = self.words.recv() => self.handle_kv_message(peer, word)?,
                 message = self.orders.recv() => match message {
-                    Some(message) => self.obey(message)?,
+                    Some(message) => self.handle_message(message)?,
                     None => return Ok(()),
                 },
                 () = self.reports.closed() => return Ok(()),
-                () = due => self.settle_sends(LOOK_AFTER_SENDS)?,
-                () = disk_changed => self.tell_tiers(),
+                () = due => self.settle_sends(SEND_POLL_INTERVAL)?,
+                () = disk_changed => self.report_tiers(),
             }
         }
     }
@@ -180,7 +180,7 @@ impl Worker {
             match action {
                 Action::Run(step) => run = Some(step),
                 Action::Load { request, blocks, chain } => {
-                    let blocks = self.bring(request, lease.take(), blocks, &chain)?;
+                    let blocks = self.load_blocks(request, lease.take(), blocks, &chain)?;
                     let mut more = Vec::new();
                     self.machine.step(Event::Loaded { request, blocks }, &mut more);
                     actions.extend(more);
@@ -249,7 +249,7 @@ impl Worker {
                 self.report_time(&step, self.env.now() - began - self.waited);
                 return self.finish_step(&step, drawn);
             }
-            Err(error) if fault::is_about_what_was_asked(&error) => error,
+            Err(error) if fault::concerns_step_only(&error) => error,
             Err(error) => return Err(error),
         };
         tracing::warn!(device = %self.device.info().id, %error, "a step failed; its sequences run alone");
@@ -259,7 +259,7 @@ impl Worker {
             let alone = Step { sequences: vec![*sequence] };
             match self.run_step(&alone).await {
                 Ok(more) => drawn.extend(more),
-                Err(error) if fault::is_about_what_was_asked(&error) => {
+                Err(error) if fault::concerns_step_only(&error) => {
                     // It is dropped with the step, and nothing of it is published.
                     self.fail_request(sequence.request, fault::failure(&error))?;
                     self.renew_queue()?;
@@ -288,8 +288,8 @@ impl Worker {
     async fn run_step(&mut self, step: &Step) -> Result<Vec<Draw>> {
         let parts: Vec<StepInput<'_>> = step.sequences.iter().map(|part| self.part(part)).collect();
         let pass = self.forward.begin(&*self.device, &parts)?;
-        let leaving = self.leaving(step);
-        if let (Some(key), true) = (pass.key(), leaving.is_empty()) {
+        let sends = self.step_sends(step);
+        if let (Some(key), true) = (pass.key(), sends.is_empty()) {
             return self.run_recorded(step, &pass, key);
         }
         let layers = self.forward.config().layers as usize;
@@ -298,22 +298,22 @@ impl Worker {
         for layer in 0..layers {
             let mut list = if layer == 0 { vec![self.forward.embed(&pass)?] } else { Vec::new() };
             list.extend(self.forward.layer(layer, &pass)?);
-            list.extend(self.gathers(layer, &pass, &leaving)?);
+            list.extend(self.gathers(layer, &pass, &sends)?);
             tickets.push(self.queue.submit(&list)?);
-            if !leaving.is_empty() && layer + 1 >= depth {
+            if !sends.is_empty() && layer + 1 >= depth {
                 let ready = layer + 1 - depth;
                 self.queue.wait(tickets[ready], self.step_timeout)?;
-                self.deliver(ready, &leaving).await?;
+                self.deliver(ready, &sends).await?;
             }
         }
         let mut list = self.forward.head(&pass)?;
         let best = self.greedy(step, &pass, &mut list)?;
         let last = if list.is_empty() { tickets[layers - 1] } else { self.queue.submit(&list)? };
-        if !leaving.is_empty() {
+        if !sends.is_empty() {
             let behind = (layers + 1).saturating_sub(depth);
             for (ready, &ticket) in tickets.iter().enumerate().skip(behind) {
                 self.queue.wait(ticket, self.step_timeout)?;
-                self.deliver(ready, &leaving).await?;
+                self.deliver(ready, &sends).await?;
             }
         }
         self.queue.wait(last, self.step_timeout)?;
@@ -471,7 +471,7 @@ impl Worker {
             return self.machine_step(Event::Release { request });
         };
         if let Some(to) = self.hand_off(request).map(Outgoing::hand_over) {
-            let word = PeerWord::HandedOver { request, attempt: to.attempt, next };
+            let word = KvMessage::HandedOver { request, attempt: to.attempt, next };
             self.directory.tell(to.to, self.id, word);
         }
         Ok(())

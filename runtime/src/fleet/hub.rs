@@ -6,7 +6,7 @@ use super::seats::{Seat, Seats};
 use super::session::{Caller, Command, Hello, ModelIdentity, PeerMessage, Session, SessionRefusal, Word};
 use crate::engine::directory::{Directory, Inboxes};
 use crate::engine::instance::Surroundings;
-use crate::engine::messages::{FromWorker, PeerWord, Report, ToWorker};
+use crate::engine::messages::{FromWorker, KvMessage, Report, ToWorker};
 use crate::engine::{HandOffLimits, Held, Links, Loaded};
 use crate::env::SharedEnv;
 use crate::mailbox::{INBOX_MAX, MessageReceiver, MessageSender, REPORTS_MAX, mailbox};
@@ -328,7 +328,7 @@ impl HubTask {
                 // This process continues, and so do the links of others to it.
                 let others = self.known.keys().chain(self.peers.keys()).filter(|&&other| other != instance);
                 for &other in others {
-                    self.directory.tell(other, instance, PeerWord::Down);
+                    self.directory.tell(other, instance, KvMessage::Down);
                 }
             }
             _ => {}
@@ -515,7 +515,7 @@ impl HubTask {
             self.peers.remove(&peer);
             self.directory.leave(peer);
             for &instance in &own {
-                self.directory.tell(instance, peer, PeerWord::Down);
+                self.directory.tell(instance, peer, KvMessage::Down);
                 self.report(instance, FromWorker::LinkDown { to: peer });
             }
         }

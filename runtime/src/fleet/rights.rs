@@ -136,7 +136,7 @@ impl Order {
 mod tests {
     use super::*;
     use crate::engine::directory::Inboxes;
-    use crate::engine::messages::{FromPeer, PeerWord, PieceId, ToWorker};
+    use crate::engine::messages::{FromPeer, KvMessage, PieceId, ToWorker};
     use crate::mailbox::mailbox;
     use futures_util::FutureExt;
 
@@ -174,13 +174,13 @@ mod tests {
     fn told(instance: InstanceId, from: InstanceId) -> (usize, u64) {
         let (request, attempt) = (0, 0);
         let words = [
-            PeerWord::Lent { request, attempt, until: 0 },
-            PeerWord::Credit { slot: 0 },
-            PeerWord::Lost { request, attempt, piece: PIECE },
-            PeerWord::HandedOver { request, attempt, next: 1 },
-            PeerWord::TakenOver { request, attempt },
-            PeerWord::Verdict { request, attempt, piece: PIECE, intact: false },
-            PeerWord::Down,
+            KvMessage::Lent { request, attempt, until: 0 },
+            KvMessage::Credit { slot: 0 },
+            KvMessage::Lost { request, attempt, piece: PIECE },
+            KvMessage::HandedOver { request, attempt, next: 1 },
+            KvMessage::TakenOver { request, attempt },
+            KvMessage::Verdict { request, attempt, piece: PIECE, intact: false },
+            KvMessage::Down,
         ];
         let (listening, _, mut told, refused) = listening();
         let incoming = incoming(words.map(|word| PeerMessage { instance, from, word }));
@@ -213,7 +213,7 @@ mod tests {
     #[test]
     fn what_a_peer_says_is_no_order_and_what_a_router_orders_is_no_word_of_a_peer() {
         let order = Command { instance: OWN, order: Order::Cancel { request: 1 } };
-        let word = PeerMessage { instance: OWN, from: InstanceId(1), word: PeerWord::Down };
+        let word = PeerMessage { instance: OWN, from: InstanceId(1), word: KvMessage::Down };
         let (order, word) = (serde_json::to_value(order).unwrap(), serde_json::to_value(word).unwrap());
         serde_json::from_value::<PeerMessage>(order.clone()).unwrap_err();
         serde_json::from_value::<Command>(word.clone()).unwrap_err();

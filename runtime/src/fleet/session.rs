@@ -1,6 +1,6 @@
 //! Messages between the processes of a fleet, and the sessions that carry them.
 
-use crate::engine::messages::{FromWorker, Order, PeerWord};
+use crate::engine::messages::{FromWorker, KvMessage, Order};
 use crate::env::Env;
 use crate::mailbox::{MessageReceiver, MessageSender, SESSION_MAX, mailbox};
 use crate::request::RouterId;
@@ -146,7 +146,7 @@ pub struct Command {
 pub struct PeerMessage {
     pub(crate) instance: InstanceId,
     pub(crate) from: InstanceId,
-    pub(crate) word: PeerWord,
+    pub(crate) word: KvMessage,
 }
 
 /// From an instance to a router.

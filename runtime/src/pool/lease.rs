@@ -65,7 +65,7 @@ impl Lease {
             }
         })?;
         if !intact {
-            self.drop_rotten(block)?;
+            self.drop_corrupt(block)?;
         }
         Ok(intact)
     }
@@ -82,8 +82,8 @@ impl Lease {
     ///
     /// # Errors
     /// As [`view`](Self::view).
-    pub fn drop_rotten(&self, block: usize) -> Result<()> {
-        self.shared.drop_rotten(self.chain[block], self.pinned(block)?.0);
+    pub fn drop_corrupt(&self, block: usize) -> Result<()> {
+        self.shared.drop_corrupt(self.chain[block], self.pinned(block)?.0);
         Ok(())
     }
 

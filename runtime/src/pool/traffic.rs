@@ -124,7 +124,7 @@ impl Shared {
 
     /// Drops a block of host memory whose bytes are not what was stored: it is no longer served, and is
     /// removed with its last pin.
-    pub(super) fn drop_rotten(&self, hash: BlockHash, slot: u32) {
+    pub(super) fn drop_corrupt(&self, hash: BlockHash, slot: u32) {
         let State { dram, events, counts, .. } = &mut *self.state();
         if dram.mark_bad(hash, slot) {
             events.add(hash, Tier::Dram, false);

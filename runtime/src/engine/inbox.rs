@@ -2,8 +2,8 @@
 
 use super::fault::{self, Fault, Outcome, Scope};
 use super::handoff::Outgoing;
-use super::messages::{FromWorker, HandOff, Job, Order, PeerWord, Source, ToWorker, Transfer};
-use super::tiers::Below;
+use super::messages::{FromWorker, HandOff, Job, KvMessage, Order, Source, ToWorker, Transfer};
+use super::tiers::InstanceTiers;
 use super::worker::{Active, Event, Worker};
 use crate::request::Failure;
 use crate::request::RouterId;
@@ -46,7 +46,7 @@ impl Worker {
     }
 
     /// Handles a message of a coordinator or of its own process.
-    pub(super) fn obey(&mut self, message: ToWorker) -> Result<()> {
+    pub(super) fn handle_message(&mut self, message: ToWorker) -> Result<()> {
         match message {
             ToWorker::Order(Order::Add { job, hand_off, pull }) => {
                 match self.check_add(&job, hand_off.as_ref(), pull) {
@@ -72,7 +72,7 @@ impl Worker {
                     Err(error) => {
                         let Job { request, attempt, .. } = job;
                         tracing::warn!(request, %error, "a prefix is not lent");
-                        self.directory.tell(to.to, self.id, PeerWord::Lent { request, attempt, until: 0 });
+                        self.directory.tell(to.to, self.id, KvMessage::Lent { request, attempt, until: 0 });
                     }
                 }
             }
@@ -86,7 +86,7 @@ impl Worker {
             ToWorker::Order(Order::Cancel { request }) => self.cancel(request)?,
             ToWorker::Inspect(answer) => {
                 let device = self.machine.stored().into_iter().map(|hash| (Tier::Device, hash));
-                let below = self.below.iter().flat_map(Below::held);
+                let below = self.below.iter().flat_map(InstanceTiers::held);
                 let _ = answer.try_send([(self.id, device.chain(below).collect())].into());
             }
             ToWorker::Abandon { router } => {
@@ -99,23 +99,23 @@ impl Worker {
     }
 
     /// Handles a message of a peer about KV.
-    pub(super) fn hear(&mut self, peer: InstanceId, word: PeerWord) -> Result<()> {
+    pub(super) fn handle_kv_message(&mut self, peer: InstanceId, word: KvMessage) -> Result<()> {
         match word {
-            PeerWord::Lent { request, attempt, until } => {
+            KvMessage::Lent { request, attempt, until } => {
                 if let Some(incoming) = self.incoming(request, attempt) {
                     incoming.shorten(peer, until);
                     self.settle_incoming(request)?;
                 }
             }
-            PeerWord::Landed(parcel) => self.receive(peer, parcel)?,
-            PeerWord::Credit { slot } => self.courier.give_slot(peer, slot),
-            PeerWord::Lost { request, attempt, piece } => {
+            KvMessage::Landed(parcel) => self.receive(peer, parcel)?,
+            KvMessage::Credit { slot } => self.courier.give_slot(peer, slot),
+            KvMessage::Lost { request, attempt, piece } => {
                 if let Some(incoming) = self.incoming(request, attempt) {
                     incoming.lose(peer, piece);
                     self.settle_incoming(request)?;
                 }
             }
-            PeerWord::HandedOver { request, attempt, next } => {
+            KvMessage::HandedOver { request, attempt, next } => {
                 let vocabulary = self.forward.config().vocab;
                 let Some(incoming) = self.incoming(request, attempt) else { return Ok(()) };
                 if !incoming.hand_over(peer, next) {
@@ -128,11 +128,11 @@ impl Worker {
                 }
                 self.settle_incoming(request)?;
             }
-            PeerWord::Verdict { request, attempt, piece, intact } => {
+            KvMessage::Verdict { request, attempt, piece, intact } => {
                 self.verdict(peer, (request, attempt), (piece, intact))?;
             }
-            PeerWord::TakenOver { request, attempt } => self.taken_over(peer, request, attempt)?,
-            PeerWord::Down => self.peer_down(peer)?,
+            KvMessage::TakenOver { request, attempt } => self.taken_over(peer, request, attempt)?,
+            KvMessage::Down => self.peer_down(peer)?,
         }
         Ok(())
     }
