@@ -18,6 +18,7 @@ use mixfleet_scheduler::cost::{CostModel, LinkCost};
 use mixfleet_scheduler::fleet::InstanceId;
 use mixfleet_scheduler::kv::{BlockHash, Tier};
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{mpsc, oneshot};
 
@@ -358,8 +359,9 @@ impl HubTask {
         }
         if self.ledger.has_grown() && !std::mem::replace(&mut self.beating, true) {
             let (env, events) = (self.env.clone(), self.events.clone());
+            let since_s = self.env.now().0 % BEAT.as_secs_f64();
             self.env.spawn(Box::pin(async move {
-                env.sleep(BEAT).await;
+                env.sleep(BEAT.saturating_sub(Duration::from_secs_f64(since_s))).await;
                 if let Some(events) = events.upgrade() {
                     let _ = events.send(Event::Beat).await;
                 }

@@ -25,6 +25,8 @@ pub(super) enum Next {
     Lent { from: u32, request: u64, tokens: u32, ready: Ordered },
     /// A pulled prefix has arrived: of a prompt, or of a copy ahead of demand.
     Pulled { request: u64, attempt: u32, from: u32, tokens: u32 },
+    /// Routers hear the lengths of the answers of others, for the `number`th time.
+    Beat { number: u32 },
     /// An instance becomes slower, by the setup's slowdown at `index`.
     SlowsDown { index: u32 },
     /// A request arrives later than in the trace, after an answer that took longer.

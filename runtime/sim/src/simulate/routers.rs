@@ -14,7 +14,7 @@ use mixfleet_scheduler::table::IdMap;
 use std::collections::{BTreeSet, VecDeque};
 
 /// Interval at which instances report the lengths of answers, as in `serve`.
-const BEAT_S: f64 = 0.1;
+pub(super) const BEAT_S: f64 = 0.1;
 
 /// What other routers must know of a placed request.
 struct Entry {
@@ -37,7 +37,6 @@ pub(super) struct RouterMachines {
     coming: Vec<VecDeque<(f64, InstanceId, OthersWork)>>,
     /// Requests whose answers have grown since the last beat.
     grown: BTreeSet<u64>,
-    beat_s: f64,
 }
 
 impl RouterMachines {
@@ -49,8 +48,12 @@ impl RouterMachines {
             entries: IdMap::default(),
             coming: vec![VecDeque::new(); count],
             grown: BTreeSet::new(),
-            beat_s: BEAT_S,
         }
+    }
+
+    /// Whether there are several, which hear of each other on a beat.
+    pub(super) fn are_several(&self) -> bool {
+        self.fleets.len() > 1
     }
 
     /// The first router's machine.
@@ -67,9 +70,6 @@ impl RouterMachines {
     pub(super) fn tell(&mut self, now_s: f64, event: Event, actions: &mut Vec<Action>) {
         if let [fleet] = &mut self.fleets[..] {
             return fleet.step(Seconds(now_s), event, actions);
-        }
-        while self.beat_s <= now_s {
-            self.beat();
         }
         match event {
             Event::Arrived(arrival) => self.arrived(now_s, arrival, actions),
@@ -187,13 +187,18 @@ impl RouterMachines {
         self.grown.remove(&request);
     }
 
-    /// Reports the lengths of answers that have grown.
-    fn beat(&mut self) {
-        let at_s = self.beat_s;
-        for request in std::mem::take(&mut self.grown) {
-            self.spread(at_s, request, |entry, now_s| (entry.decode, entry.answer(request, now_s)));
+    /// Reports that a prompt's prefill begins after its first `tokens`.
+    pub(super) fn began(&mut self, now_s: f64, request: u64, tokens: u32) {
+        if tokens > 0 {
+            self.spread(now_s, request, |entry, at_s| (entry.prefill, entry.prompt(request, at_s, tokens)));
         }
-        self.beat_s += BEAT_S;
+    }
+
+    /// Reports the lengths of answers that have grown.
+    pub(super) fn beat(&mut self, now_s: f64) {
+        for request in std::mem::take(&mut self.grown) {
+            self.spread(now_s, request, |entry, at_s| (entry.decode, entry.answer(request, at_s)));
+        }
     }
 
     /// Schedules a report for the other routers.
@@ -208,9 +213,7 @@ impl RouterMachines {
         let (instance, work) = work(entry, at_s);
         let owner = self.owner(request);
         for (_, coming) in self.coming.iter_mut().enumerate().filter(|(router, _)| *router != owner) {
-            // A beat may be handled after later events.
-            let behind = coming.iter().rev().take_while(|(other_s, ..)| *other_s > at_s).count();
-            coming.insert(coming.len() - behind, (at_s, instance, work));
+            coming.push_back((at_s, instance, work));
         }
     }
 }
