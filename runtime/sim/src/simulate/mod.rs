@@ -45,7 +45,7 @@ use mixfleet_scheduler::fleet::{
 use mixfleet_scheduler::table::IdMap;
 use network::Network;
 use results::Ledger;
-use routers::{BEAT_S, RouterMachines};
+use routers::RouterMachines;
 use std::sync::Arc;
 use timeline::Timeline;
 
@@ -222,14 +222,8 @@ impl<'a> World<'a> {
             outcomes: Vec::new(),
         };
         world.schedule_slowdowns();
-        if world.routers.are_several() {
-            world.schedule_beat(1);
-        }
+        world.schedule_beat(1);
         world
-    }
-
-    fn schedule_beat(&mut self, number: u32) {
-        self.schedule(f64::from(number) * BEAT_S, Next::Beat { number });
     }
 
     fn has_requests(&self) -> bool {
@@ -280,11 +274,7 @@ impl<'a> World<'a> {
             | Next::Reserved { .. }
             | Next::Revoked { .. }
             | Next::TakenOver { .. } => {}
-            Next::Beat { number } => {
-                (0..self.engines.len() as u32).for_each(|instance| self.catch_up(instance));
-                self.routers.beat(self.now_s);
-                self.schedule_beat(number + 1);
-            }
+            Next::Beat { number } => self.beat(number),
             Next::SlowsDown { index } => self.slows_down(index),
             Next::Arrive { request } => {
                 if let Some(request) = self.coming.remove(request) {

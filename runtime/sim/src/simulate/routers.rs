@@ -5,6 +5,8 @@
 //! once, and the lengths of answers every [`BEAT_S`]. Requests are assigned to the routers in turn, by their
 //! ids.
 
+use super::World;
+use super::agenda::Next;
 use crate::fleet_file::Routing;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::fleet::{
@@ -14,7 +16,7 @@ use mixfleet_scheduler::table::IdMap;
 use std::collections::{BTreeSet, VecDeque};
 
 /// Interval at which instances report the lengths of answers, as in `serve`.
-pub(super) const BEAT_S: f64 = 0.1;
+const BEAT_S: f64 = 0.1;
 
 /// What other routers must know of a placed request.
 struct Entry {
@@ -49,11 +51,6 @@ impl RouterMachines {
             coming: vec![VecDeque::new(); count],
             grown: BTreeSet::new(),
         }
-    }
-
-    /// Whether there are several, which hear of each other on a beat.
-    pub(super) fn are_several(&self) -> bool {
-        self.fleets.len() > 1
     }
 
     /// The first router's machine.
@@ -195,7 +192,7 @@ impl RouterMachines {
     }
 
     /// Reports the lengths of answers that have grown.
-    pub(super) fn beat(&mut self, now_s: f64) {
+    fn beat(&mut self, now_s: f64) {
         for request in std::mem::take(&mut self.grown) {
             self.spread(now_s, request, |entry, at_s| (entry.decode, entry.answer(request, at_s)));
         }
@@ -215,6 +212,21 @@ impl RouterMachines {
         for (_, coming) in self.coming.iter_mut().enumerate().filter(|(router, _)| *router != owner) {
             coming.push_back((at_s, instance, work));
         }
+    }
+}
+
+impl World<'_> {
+    /// Schedules the `number`th beat, if there are several routers.
+    pub(super) fn schedule_beat(&mut self, number: u32) {
+        if self.routers.fleets.len() > 1 {
+            self.schedule(f64::from(number) * BEAT_S, Next::Beat { number });
+        }
+    }
+
+    pub(super) fn beat(&mut self, number: u32) {
+        (0..self.engines.len() as u32).for_each(|instance| self.catch_up(instance));
+        self.routers.beat(self.now_s);
+        self.schedule_beat(number + 1);
     }
 }
 
