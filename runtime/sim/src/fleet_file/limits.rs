@@ -5,69 +5,36 @@
 use super::FleetFileError;
 use toml::{Table, Value};
 
-/// Minimum of a nonzero value whose key is not named below.
+/// Minimum of a nonzero value of most keys.
 const LEAST: f64 = 1e-15;
-const MOST: f64 = 1e15;
-
 /// Maximum number of instances of all pools together.
 const INSTANCES_MAX: u64 = 10_000;
 /// Maximum number of tokens in a tier of an instance, stated or derived from bytes.
 pub(super) const TIER_TOKENS_MAX: u64 = 1_000_000_000_000;
 
-/// The maximum value of a key, in whatever table it is: counts, bytes, seconds, rates and dollars.
-const GREATEST: [(&str, f64); 38] = [
-    ("layers", 4096.0),
-    ("hidden", 1_048_576.0),
-    ("heads", 16_384.0),
-    ("kv_heads", 16_384.0),
-    ("head_dim", 4096.0),
-    ("intermediate", 1_048_576.0),
-    ("vocab", 16_777_216.0),
-    ("kv_bytes_per_token", 1e12),
-    ("weight_bytes", 1e18),
-    ("block_tokens", 1_048_576.0),
-    ("max_batched_tokens", 1_048_576.0),
-    ("max_prefill_tokens_beside_decode", 1_048_576.0),
-    ("max_sequences", 65_536.0),
-    ("pipeline_chunk_tokens", 1_048_576.0),
-    ("pipeline_stages", 4096.0),
-    ("devices_per_instance", 4096.0),
-    ("count", INSTANCES_MAX as f64),
-    ("cache_tokens", TIER_TOKENS_MAX as f64),
-    ("dram_tokens", TIER_TOKENS_MAX as f64),
-    ("ssd_tokens", TIER_TOKENS_MAX as f64),
-    ("cache_bytes", 1e18),
-    ("dram_bytes", 1e18),
-    ("ssd_bytes", 1e18),
-    ("gb_per_s", 1e9),
-    ("nic_gb_per_s", 1e9),
-    ("dram_gb_per_s", 1e9),
-    ("ssd_gb_per_s", 1e9),
-    ("replicate_gb_per_s", 1e9),
-    ("usd_per_hour", 1e9),
-    ("usd_per_gb", 1e9),
-    ("ttft_s", 1e9),
-    ("tbt_s", 1e9),
-    ("deadline_s", 1e9),
-    ("latency_s", 1e6),
-    ("hold_s", 1e9),
-    ("overhead", 1e6),
-    ("base", 1e6),
-    ("per_token", 1e3),
-];
-
-/// The minimum nonzero value of a key.
-const SMALLEST: [(&str, f64); 9] = [
-    ("kv_bytes_per_token", 1.0),
-    ("gb_per_s", 1e-6),
-    ("nic_gb_per_s", 1e-6),
-    ("dram_gb_per_s", 1e-6),
-    ("ssd_gb_per_s", 1e-6),
-    ("ttft_s", 1e-6),
-    ("tbt_s", 1e-6),
-    ("deadline_s", 1e-6),
-    ("hold_s", 1e-3),
-];
+/// The minimum nonzero value and the maximum value of a key, in whatever table it is: counts, bytes, seconds,
+/// rates and dollars.
+fn bounds(key: &str) -> (f64, f64) {
+    match key {
+        "layers" | "head_dim" | "pipeline_stages" | "devices_per_instance" => (LEAST, 4096.0),
+        "heads" | "kv_heads" => (LEAST, 16_384.0),
+        "max_sequences" => (LEAST, 65_536.0),
+        "hidden" | "intermediate" | "block_tokens" | "pipeline_chunk_tokens" => (LEAST, 1_048_576.0),
+        "max_batched_tokens" | "max_prefill_tokens_beside_decode" => (LEAST, 1_048_576.0),
+        "vocab" => (LEAST, 16_777_216.0),
+        "count" => (LEAST, INSTANCES_MAX as f64),
+        "cache_tokens" | "dram_tokens" | "ssd_tokens" => (LEAST, TIER_TOKENS_MAX as f64),
+        "cache_bytes" | "dram_bytes" | "ssd_bytes" | "weight_bytes" => (LEAST, 1e18),
+        "kv_bytes_per_token" => (1.0, 1e12),
+        "gb_per_s" | "nic_gb_per_s" | "dram_gb_per_s" | "ssd_gb_per_s" => (1e-6, 1e9),
+        "ttft_s" | "tbt_s" | "deadline_s" => (1e-6, 1e9),
+        "hold_s" => (1e-3, 1e9),
+        "replicate_gb_per_s" | "usd_per_hour" | "usd_per_gb" => (LEAST, 1e9),
+        "latency_s" | "overhead" | "base" => (LEAST, 1e6),
+        "per_token" => (LEAST, 1e3),
+        _ => (LEAST, 1e15),
+    }
+}
 
 /// Refuses numbers outside the limits, before anything is computed from them.
 pub(super) fn check(file: &Table) -> Result<(), FleetFileError> {
@@ -111,8 +78,7 @@ fn walk(table: &Table, place: &str) -> Result<(), FleetFileError> {
 }
 
 fn within(key: &str, value: f64, place: &str) -> Result<(), FleetFileError> {
-    let of = |bounds: &[(&str, f64)]| bounds.iter().find(|(known, _)| *known == key).map(|(_, bound)| *bound);
-    let (least, most) = (of(&SMALLEST).unwrap_or(LEAST), of(&GREATEST).unwrap_or(MOST));
+    let (least, most) = bounds(key);
     let wrong = |cause: String| Err(FleetFileError::value(format!("{place}{key}"), cause));
     if value.is_nan() {
         return wrong("is nan; it must be a number".into());
