@@ -62,14 +62,7 @@ impl AttentionTable {
     /// # Errors
     /// A description of the missing measurement.
     pub(super) fn decode(&self, scale: f64) -> Result<Grid, String> {
-        let rows = self.by_chunk.get(&0);
-        let known: BTreeMap<[u32; 2], f64> = rows
-            .into_iter()
-            .flatten()
-            .filter(|([_, sequences, _], _)| *sequences > 0)
-            .map(|([_, sequences, keys], time)| ([*sequences, *keys], time * scale))
-            .collect();
-        grid(&known, ["n_decode", "kv_decode"], "prefill_chunk 0")
+        self.of_chunk(0, true, [1, 2], scale)
     }
 
     /// Attention of one chunk alone: `[tokens, context before]`.
@@ -77,12 +70,10 @@ impl AttentionTable {
     /// # Errors
     /// A description of the missing measurement.
     pub(super) fn prefill(&self, scale: f64) -> Result<Grid, String> {
-        let (chunks, contexts) = (self.chunks(|[_, sequences, _]| sequences == 0), self.contexts());
+        let (chunks, contexts) = (self.chunks(false), self.contexts());
         let mut values = Vec::new();
         for &chunk in &chunks {
-            let rows = self.by_chunk[&chunk].iter().filter(|([_, sequences, _], _)| *sequences == 0);
-            let known = rows.map(|([context, ..], time)| ([*context], time * scale)).collect();
-            let own = grid(&known, [NAMES[0]], &format!("prefill_chunk {chunk}"))?;
+            let own = self.of_chunk(chunk, false, [0], scale)?;
             values.extend(contexts.iter().map(|&context| own.at([self.coordinate(chunk, context)])));
         }
         Grid::new(vec![floats(&chunks), floats(&contexts)], values)
@@ -95,20 +86,19 @@ impl AttentionTable {
     /// # Errors
     /// A description of the missing measurement.
     pub(super) fn mixed(&self, scale: f64) -> Result<Option<Grid>, String> {
-        let (chunks, contexts) = (self.chunks(|[_, sequences, _]| sequences > 0), self.contexts());
+        let (chunks, contexts) = (self.chunks(true), self.contexts());
         if chunks.is_empty() {
             return Ok(None);
         }
-        let both = |chunk: &u32| self.by_chunk[chunk].iter().filter(|([_, sequences, _], _)| *sequences > 0);
         let axis = |d: usize| -> Vec<u32> {
-            let knots: BTreeSet<u32> = chunks.iter().flat_map(both).map(|(key, _)| key[d]).collect();
+            let rows = chunks.iter().flat_map(|&chunk| self.rows(chunk, true));
+            let knots: BTreeSet<u32> = rows.map(|(key, _)| key[d]).collect();
             knots.into_iter().collect()
         };
         let (sequences, keys) = (axis(1), axis(2));
         let mut values = Vec::new();
         for chunk in &chunks {
-            let known = both(chunk).map(|(key, time)| (*key, time * scale)).collect();
-            let own = grid(&known, NAMES, &format!("prefill_chunk {chunk}"))?;
+            let own = self.of_chunk(*chunk, true, [0, 1, 2], scale)?;
             for &context in &contexts {
                 let context = self.coordinate(*chunk, context);
                 for &sequences in &sequences {
@@ -122,11 +112,28 @@ impl AttentionTable {
         Grid::new(axes, values).map(Some)
     }
 
-    /// Chunks with a row that satisfies `kind`.
-    fn chunks(&self, kind: impl Fn([u32; 3]) -> bool) -> Vec<u32> {
-        let of_kind =
-            self.by_chunk.iter().filter(|(chunk, rows)| **chunk > 0 && rows.keys().any(|key| kind(*key)));
-        of_kind.map(|(chunk, _)| *chunk).collect()
+    /// The rows of a chunk, beside decoding sequences or alone.
+    fn rows(&self, chunk: u32, decodes: bool) -> impl Iterator<Item = (&[u32; 3], &f64)> {
+        let rows = self.by_chunk.get(&chunk).into_iter().flatten();
+        rows.filter(move |([_, sequences, _], _)| (*sequences > 0) == decodes)
+    }
+
+    /// Those rows by these of their coordinates.
+    fn of_chunk<const D: usize>(
+        &self,
+        chunk: u32,
+        decodes: bool,
+        axes: [usize; D],
+        scale: f64,
+    ) -> Result<Grid, String> {
+        let known = self.rows(chunk, decodes).map(|(key, time)| (axes.map(|d| key[d]), time * scale));
+        grid(&known.collect(), axes.map(|d| NAMES[d]), &format!("prefill_chunk {chunk}"))
+    }
+
+    /// Chunks with such a row.
+    fn chunks(&self, decodes: bool) -> Vec<u32> {
+        let chunks = self.by_chunk.keys().copied().filter(|&chunk| chunk > 0);
+        chunks.filter(|&chunk| self.rows(chunk, decodes).next().is_some()).collect()
     }
 
     /// The contexts of the tables: the measured ones, if the file states contexts as such.
