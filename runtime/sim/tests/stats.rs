@@ -28,8 +28,8 @@ fn conversation(rechain: Option<u32>) -> Option<Stats> {
 }
 
 fn assert_rates(found: &Option<ByCapacity>, expected: [f64; 5]) {
-    let found = &found.as_ref().expect("counted").0;
-    assert_eq!(found.iter().map(|(capacity, _)| *capacity).collect::<Vec<_>>(), CAPACITIES_BLOCKS);
+    let found = found.as_ref().expect("counted");
+    assert_eq!(found.keys().copied().collect::<Vec<_>>(), CAPACITIES_BLOCKS);
     for ((capacity, rates), expected) in found.iter().zip(expected) {
         assert!((rates.block - expected).abs() < 0.0005, "{capacity}: {} for {expected}", rates.block);
     }

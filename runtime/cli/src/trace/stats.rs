@@ -6,7 +6,7 @@ use clap::Args;
 use mixfleet_scheduler::kv::CachePolicy;
 use mixfleet_sim::trace::Repairs;
 use mixfleet_sim::trace::stats::{
-    ByCapacity, CAPACITIES_BLOCKS, HitRates, Lengths, PrefillFit, Stats, StatsOptions, Tally,
+    CAPACITIES_BLOCKS, HitRates, Lengths, PrefillFit, Stats, StatsOptions, Tally,
 };
 use std::io::Write;
 use std::path::PathBuf;
@@ -147,8 +147,7 @@ impl Table<'_> {
         let hit = &self.stats.prefix_hit;
         line(f, "infinite", String::new(), hit.infinite)?;
         for (policy, caches) in [("lru", &hit.lru), ("lfu", &hit.lfu), ("length-aware", &hit.length_aware)] {
-            let Some(ByCapacity(caches)) = caches else { continue };
-            for &(capacity, rates) in caches.iter().rev() {
+            for (capacity, &rates) in caches.iter().flatten().rev() {
                 line(f, policy, capacity.to_string(), rates)?;
             }
         }

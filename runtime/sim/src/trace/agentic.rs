@@ -5,9 +5,8 @@
 //! and their ids are keyed by the session's number. Sessions overlap: the running ones are kept in memory, as
 //! runs of ids, and merged by time.
 
-use super::lines::Lines;
-use super::read::{Lengths, Repairs};
-use super::{ConversationTurn, Format, Request, TIME_S_MAX, TraceError};
+use super::read::{Lengths, Repairs, Sorter};
+use super::{ConversationTurn, Request, TIME_S_MAX, TraceError};
 use mixfleet_hal::random::bits;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::kv::BlockHash;
@@ -74,74 +73,25 @@ pub(super) struct Agentic {
     count: u64,
     /// Sessions in progress, by the time of the next step (see [`ordered`]), then by number.
     running: BTreeMap<(u64, u64), AgentSession>,
-    /// The end of the file, or the error that follows the sessions in progress.
-    end: Option<Option<TraceError>>,
 }
 
 impl Agentic {
-    pub(super) fn new(lines: &mut Lines, every: Seconds) -> Result<Self, TraceError> {
-        let first = lines.peek()?.unwrap_or_default();
-        let line: Result<SessionLine, _> = serde_json::from_slice(first);
-        let mut agentic = Agentic { block_tokens: 0, every, count: 0, running: BTreeMap::new(), end: None };
-        match line {
-            Ok(line) if line.block_size > 0 => agentic.block_tokens = line.block_size,
-            Ok(_) => agentic.fail(lines, "block_size is 0".into())?,
-            Err(cause) => agentic.fail(lines, cause.to_string())?,
+    /// Of a file that begins with the line `first`, whose block size holds for all.
+    pub(super) fn new(first: &[u8], every: Seconds) -> Result<Self, String> {
+        let line: SessionLine = serde_json::from_slice(first).map_err(|cause| cause.to_string())?;
+        if line.block_size == 0 {
+            return Err("block_size is 0".into());
         }
-        Ok(agentic)
-    }
-
-    fn fail(&self, lines: &Lines, cause: String) -> Result<(), TraceError> {
-        Err(lines.error(Format::Agentic, cause))
+        Ok(Agentic { block_tokens: line.block_size, every, count: 0, running: BTreeMap::new() })
     }
 
     pub(super) fn block_tokens(&self) -> u32 {
         self.block_tokens
     }
 
-    pub(super) fn next(
-        &mut self,
-        lines: &mut Lines,
-        repairs: &mut Repairs,
-        id: u64,
-    ) -> Result<Option<Request>, TraceError> {
-        while self.end.is_none() {
-            let start = self.every * self.count as f64;
-            if self.running.first_key_value().is_some_and(|((at, _), _)| *at < ordered(start)) {
-                break;
-            }
-            match self.start(lines, start, repairs) {
-                Ok(true) => {}
-                Ok(false) => self.end = Some(None),
-                Err(error) => self.end = Some(Some(error)),
-            }
-        }
-        let Some((_, mut running)) = self.running.pop_first() else {
-            return self.end.take().flatten().map_or(Ok(None), Err);
-        };
-        let request = running.step(id, repairs);
-        self.put(running);
-        Ok(Some(request))
-    }
-
-    /// Reads the next session; false at the end of the file.
-    fn start(
-        &mut self,
-        lines: &mut Lines,
-        start: Seconds,
-        repairs: &mut Repairs,
-    ) -> Result<bool, TraceError> {
-        let Some(line) = lines.next()? else { return Ok(false) };
-        let parsed = serde_json::from_slice(line).map_err(|cause| cause.to_string());
-        let steps = parsed.and_then(|line: SessionLine| Ok((self.steps(&line, repairs)?, line.model)));
-        let (steps, model) = steps.map_err(|cause| lines.error(Format::Agentic, cause))?;
-        let mut order: Vec<usize> = (0..steps.len()).collect();
-        order.sort_by(|&a, &b| steps[a].at.0.total_cmp(&steps[b].at.0));
-        let ids = vec![0; steps.len()];
-        let running = AgentSession { number: self.count, start, model, steps, order, done: 0, ids };
-        self.count += 1;
-        self.put(running);
-        Ok(true)
+    /// The start of the next session to be read.
+    fn start(&self) -> Seconds {
+        self.every * self.count as f64
     }
 
     fn put(&mut self, running: AgentSession) {
@@ -209,6 +159,30 @@ impl Agentic {
                 entry.t, self.block_tokens
             )),
         }
+    }
+}
+
+impl Sorter for Agentic {
+    fn wants_line(&self) -> bool {
+        self.running.first_key_value().is_none_or(|((at, _), _)| *at >= ordered(self.start()))
+    }
+
+    fn read(&mut self, line: &[u8], repairs: &mut Repairs) -> Result<(), String> {
+        let line: SessionLine = serde_json::from_slice(line).map_err(|cause| cause.to_string())?;
+        let steps = self.steps(&line, repairs)?;
+        let mut order: Vec<usize> = (0..steps.len()).collect();
+        order.sort_by(|&a, &b| steps[a].at.0.total_cmp(&steps[b].at.0));
+        let (number, start, ids) = (self.count, self.start(), vec![0; steps.len()]);
+        self.put(AgentSession { number, start, model: line.model, steps, order, done: 0, ids });
+        self.count += 1;
+        Ok(())
+    }
+
+    fn next(&mut self, id: u64, repairs: &mut Repairs) -> Result<Option<Request>, TraceError> {
+        let Some((_, mut running)) = self.running.pop_first() else { return Ok(None) };
+        let request = running.step(id, repairs);
+        self.put(running);
+        Ok(Some(request))
     }
 }
 

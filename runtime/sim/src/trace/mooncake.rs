@@ -1,6 +1,6 @@
 //! Mooncake's JSONL: `{timestamp ms, input_length, output_length, hash_ids}`.
 
-use super::read::{Draft, Lengths, LineParser};
+use super::read::{Draft, Lengths};
 use mixfleet_hal::random::bits;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::kv::BlockHash;
@@ -28,27 +28,22 @@ struct MooncakeRequest {
     hash_ids: Vec<u64>,
 }
 
-pub(super) struct Mooncake {
-    pub(super) block_tokens: u32,
-}
-
-impl LineParser for Mooncake {
-    fn parse(&mut self, line: &[u8]) -> Result<Draft, String> {
-        let line: MooncakeRequest = serde_json::from_slice(line).map_err(|cause| cause.to_string())?;
-        let lengths = Lengths::new(line.input_length, line.output_length)?;
-        let blocks_max = lengths.prompt.div_ceil(self.block_tokens) as usize;
-        if line.hash_ids.len() > blocks_max {
-            return Err(format!(
-                "{} hash_ids for {} tokens, which fill {blocks_max} blocks of {} (smaller blocks: --block-tokens)",
-                line.hash_ids.len(),
-                lengths.prompt,
-                self.block_tokens
-            ));
-        }
-        if !(line.timestamp.is_finite() && line.timestamp >= 0.0) {
-            return Err(format!("timestamp {} is not a time", line.timestamp));
-        }
-        let chain = line.hash_ids.into_iter().map(key_of).collect();
-        Ok(Draft { at: Seconds(line.timestamp / 1e3), lengths, chain, class: None })
+/// The request of a line whose hashes are of blocks of `block_tokens`, or what is wrong with it.
+pub(super) fn parse(line: &[u8], block_tokens: u32) -> Result<Draft, String> {
+    let line: MooncakeRequest = serde_json::from_slice(line).map_err(|cause| cause.to_string())?;
+    let lengths = Lengths::new(line.input_length, line.output_length)?;
+    let blocks_max = lengths.prompt.div_ceil(block_tokens) as usize;
+    if line.hash_ids.len() > blocks_max {
+        return Err(format!(
+            "{} hash_ids for {} tokens, which fill {blocks_max} blocks of {} (smaller blocks: --block-tokens)",
+            line.hash_ids.len(),
+            lengths.prompt,
+            block_tokens
+        ));
     }
+    if !(line.timestamp.is_finite() && line.timestamp >= 0.0) {
+        return Err(format!("timestamp {} is not a time", line.timestamp));
+    }
+    let chain = line.hash_ids.into_iter().map(key_of).collect();
+    Ok(Draft { at: Seconds(line.timestamp / 1e3), lengths, chain, class: None })
 }

@@ -2,10 +2,8 @@
 
 use super::agentic::Agentic;
 use super::lines::Lines;
-use super::mooncake::{self, Mooncake};
-use super::request_log::RequestLog;
 use super::table::{Clock, Table};
-use super::{Format, Progress, Request, TOKENS_MAX, TraceError};
+use super::{Format, Progress, Request, TOKENS_MAX, TraceError, mooncake, request_log};
 use mixfleet_hal::units::{Ordered, Seconds};
 use mixfleet_scheduler::kv::BlockHash;
 use std::collections::BTreeMap;
@@ -79,10 +77,19 @@ pub(super) struct Draft {
     pub(super) class: Option<Arc<str>>,
 }
 
-/// Parses lines of one request each.
-pub(super) trait LineParser: Send {
-    /// The request of `line`, or what is wrong with it.
-    fn parse(&mut self, line: &[u8]) -> Result<Draft, String>;
+/// Parses a line of one request, or says what is wrong with it.
+type ParseLine = Box<dyn FnMut(&[u8]) -> Result<Draft, String> + Send>;
+
+/// Puts the requests of a file's lines in order of time.
+pub(super) trait Sorter: Send {
+    /// Whether the next request depends on a line to come.
+    fn wants_line(&self) -> bool;
+
+    /// Takes in a line, or says what is wrong with it.
+    fn read(&mut self, line: &[u8], repairs: &mut Repairs) -> Result<(), String>;
+
+    /// The next request, which gets this id; none if all that were read are gone.
+    fn next(&mut self, id: u64, repairs: &mut Repairs) -> Result<Option<Request>, TraceError>;
 }
 
 /// The requests of a file in order of time, with ids counted from 0. It keeps a window of lines, or the
@@ -90,15 +97,13 @@ pub(super) trait LineParser: Send {
 pub struct Trace {
     lines: Lines,
     format: Format,
-    source: Source,
+    block_tokens: Option<u32>,
+    sorter: Box<dyn Sorter>,
     repairs: Repairs,
     next_id: u64,
+    /// The end of the file, or the error that follows the requests read before it.
+    end: Option<Option<TraceError>>,
     ended: bool,
-}
-
-enum Source {
-    Window(Window),
-    Agentic(Agentic),
 }
 
 impl Trace {
@@ -135,8 +140,14 @@ impl Trace {
             Ok(format) => format,
             Err(cause) => return Err(TraceError::UnknownFormat { name: lines.name().into(), cause }),
         };
-        let source = Source::new(format, &mut lines, options)?;
-        Ok(Trace { lines, format, source, repairs: Repairs::default(), next_id: 0, ended: false })
+        let sorter = sorter(format, first, options).map_err(|cause| lines.error(format, cause));
+        let (block_tokens, sorter) = sorter?;
+        if matches!(format, Format::Azure | Format::ServeGen) {
+            // Their first line is a header.
+            lines.next()?;
+        }
+        let repairs = Repairs::default();
+        Ok(Trace { lines, format, block_tokens, sorter, repairs, next_id: 0, end: None, ended: false })
     }
 
     /// The detected format.
@@ -146,10 +157,7 @@ impl Trace {
 
     /// Tokens per block of the chains; none if the format has no information about prefixes.
     pub fn block_tokens(&self) -> Option<u32> {
-        match &self.source {
-            Source::Window(window) => window.block_tokens,
-            Source::Agentic(agentic) => Some(agentic.block_tokens()),
-        }
+        self.block_tokens
     }
 
     /// The repairs so far.
@@ -163,16 +171,25 @@ impl Trace {
     }
 
     fn advance(&mut self) -> Result<Option<Request>, TraceError> {
-        let (lines, repairs) = (&mut self.lines, &mut self.repairs);
-        let next = match &mut self.source {
-            Source::Window(window) => window.next(lines, repairs, self.next_id)?,
-            Source::Agentic(agentic) => agentic.next(lines, repairs, self.next_id)?,
-        };
-        if next.is_none() && self.next_id == 0 {
-            return Err(TraceError::Empty { name: lines.name().into() });
+        while self.end.is_none() && self.sorter.wants_line() {
+            self.end = match self.lines.next() {
+                Ok(Some(line)) => {
+                    let read = self.sorter.read(line, &mut self.repairs);
+                    read.err().map(|cause| Some(self.lines.error(self.format, cause)))
+                }
+                Ok(None) => Some(None),
+                Err(error) => Some(Some(error)),
+            };
         }
-        self.next_id += u64::from(next.is_some());
-        Ok(next)
+        let Some(request) = self.sorter.next(self.next_id, &mut self.repairs)? else {
+            return match self.end.take().flatten() {
+                Some(error) => Err(error),
+                None if self.next_id == 0 => Err(TraceError::Empty { name: self.lines.name().into() }),
+                None => Ok(None),
+            };
+        };
+        self.next_id += 1;
+        Ok(Some(request))
     }
 }
 
@@ -189,116 +206,96 @@ impl Iterator for Trace {
     }
 }
 
-impl Source {
-    fn new(format: Format, lines: &mut Lines, options: ReadOptions) -> Result<Self, TraceError> {
-        let table = |lines: &mut Lines, names, clock| {
-            let header = lines.next()?.unwrap_or_default().to_vec();
-            Table::new(&header, names, clock).map_err(|cause| lines.error(format, cause))
-        };
-        Ok(match format {
-            Format::Mooncake => {
-                let block_tokens = options.block_tokens.unwrap_or(mooncake::BLOCK_TOKENS).max(1);
-                Source::Window(Window::new(format, Mooncake { block_tokens }, Some(block_tokens), false))
-            }
-            Format::Azure => {
-                let table = table(lines, ["timestamp", "contexttokens", "generatedtokens"], Clock::Date)?;
-                Source::Window(Window::new(format, table, None, true))
-            }
-            Format::ServeGen => {
-                let table = table(lines, ["t_s", "input_tokens", "output_tokens"], Clock::Seconds)?;
-                Source::Window(Window::new(format, table, None, false))
-            }
-            Format::RequestLog => Source::Window(Window::new(format, RequestLog, None, true)),
-            Format::Agentic => Source::Agentic(Agentic::new(lines, options.session_every)?),
-        })
-    }
+/// What sorts a file of `format` that begins with the line `first`, and the tokens per block of its chains.
+fn sorter(
+    format: Format,
+    first: &[u8],
+    options: ReadOptions,
+) -> Result<(Option<u32>, Box<dyn Sorter>), String> {
+    let (block_tokens, parse, has_own_clock): (_, ParseLine, _) = match format {
+        Format::Mooncake => {
+            let block_tokens = options.block_tokens.unwrap_or(mooncake::BLOCK_TOKENS).max(1);
+            (Some(block_tokens), Box::new(move |line: &[u8]| mooncake::parse(line, block_tokens)), false)
+        }
+        Format::Azure => {
+            let names = ["timestamp", "contexttokens", "generatedtokens"];
+            let mut table = Table::new(first, names, Clock::Date)?;
+            (None, Box::new(move |line: &[u8]| table.parse(line)), true)
+        }
+        Format::ServeGen => {
+            let mut table = Table::new(first, ["t_s", "input_tokens", "output_tokens"], Clock::Seconds)?;
+            (None, Box::new(move |line: &[u8]| table.parse(line)), false)
+        }
+        Format::RequestLog => (None, Box::new(request_log::parse), true),
+        Format::Agentic => {
+            let agentic = Agentic::new(first, options.session_every)?;
+            return Ok((Some(agentic.block_tokens()), Box::new(agentic)));
+        }
+    };
+    Ok((block_tokens, Box::new(Window::new(parse, has_own_clock))))
 }
 
 /// Sorts the requests of about a thousand lines.
 struct Window {
-    format: Format,
-    parser: Box<dyn LineParser>,
-    block_tokens: Option<u32>,
+    parse: ParseLine,
     /// Requests by time, and in the file's order among equal times.
     waiting: BTreeMap<(Ordered, u64), Draft>,
     /// Number of lines read, which keeps equal times in the file's order.
     count: u64,
     latest: Seconds,
-    /// Whether the file's clock differs from the trace's.
-    foreign_clock: bool,
+    /// The trace's start on the file's clock; the first request's time where they differ.
     origin: Option<Seconds>,
     emitted: Option<Seconds>,
-    /// The end of the file, or the error that follows the waiting requests.
-    end: Option<Option<TraceError>>,
 }
 
 impl Window {
-    fn new(
-        format: Format,
-        parser: impl LineParser + 'static,
-        block_tokens: Option<u32>,
-        foreign_clock: bool,
-    ) -> Self {
+    fn new(parse: ParseLine, has_own_clock: bool) -> Self {
         Window {
-            format,
-            parser: Box::new(parser),
-            block_tokens,
+            parse,
             waiting: BTreeMap::new(),
             count: 0,
             latest: Seconds(f64::NEG_INFINITY),
-            foreign_clock,
-            origin: None,
+            origin: (!has_own_clock).then_some(Seconds::ZERO),
             emitted: None,
-            end: None,
         }
     }
+}
 
-    fn next(
-        &mut self,
-        lines: &mut Lines,
-        repairs: &mut Repairs,
-        id: u64,
-    ) -> Result<Option<Request>, TraceError> {
-        while self.end.is_none() && self.waiting.len() < WINDOW_LINES {
-            match self.read(lines, repairs) {
-                Ok(true) => {}
-                Ok(false) => self.end = Some(None),
-                Err(error) => self.end = Some(Some(error)),
-            }
+impl Sorter for Window {
+    fn wants_line(&self) -> bool {
+        self.waiting.len() < WINDOW_LINES
+    }
+
+    fn read(&mut self, line: &[u8], repairs: &mut Repairs) -> Result<(), String> {
+        let draft = (self.parse)(line)?;
+        if !draft.at.0.is_finite() {
+            return Err(format!("{} is not a time", draft.at.0));
         }
-        let Some((_, draft)) = self.waiting.pop_first() else {
-            return self.end.take().flatten().map_or(Ok(None), Err);
-        };
+        if self.emitted.is_some_and(|emitted| draft.at < emitted) {
+            return Err(format!(
+                "it arrives before a request more than {WINDOW_LINES} lines above; sort the file"
+            ));
+        }
+        repairs.reordered += u64::from(draft.at < self.latest);
+        self.latest = self.latest.max(draft.at);
+        self.waiting.insert((Ordered(draft.at.0), self.count), draft);
+        self.count += 1;
+        Ok(())
+    }
+
+    fn next(&mut self, id: u64, repairs: &mut Repairs) -> Result<Option<Request>, TraceError> {
+        let Some((_, draft)) = self.waiting.pop_first() else { return Ok(None) };
         self.emitted = Some(draft.at);
-        let origin = *self.origin.get_or_insert(if self.foreign_clock { draft.at } else { Seconds::ZERO });
-        TraceError::unless_late("a request arrives", (draft.at - origin).0)?;
+        let at = draft.at - *self.origin.get_or_insert(draft.at);
+        TraceError::unless_late("a request arrives", at.0)?;
         Ok(Some(Request {
             id,
-            at: draft.at - origin,
+            at,
             prompt_tokens: draft.lengths.prompt,
             output_tokens: draft.lengths.repaired_output(repairs),
             chain: draft.chain,
             session: None,
             class: draft.class,
         }))
-    }
-
-    /// Reads one line; false at the end of the file.
-    fn read(&mut self, lines: &mut Lines, repairs: &mut Repairs) -> Result<bool, TraceError> {
-        let Some(line) = lines.next()? else { return Ok(false) };
-        let draft = self.parser.parse(line).map_err(|cause| lines.error(self.format, cause))?;
-        if !draft.at.0.is_finite() {
-            return Err(lines.error(self.format, format!("{} is not a time", draft.at.0)));
-        }
-        if self.emitted.is_some_and(|emitted| draft.at < emitted) {
-            let cause =
-                format!("it arrives before a request more than {WINDOW_LINES} lines above; sort the file");
-            return Err(lines.error(self.format, cause));
-        }
-        repairs.reordered += u64::from(draft.at < self.latest);
-        self.latest = self.latest.max(draft.at);
-        self.waiting.insert((Ordered(draft.at.0), self.count), draft);
-        self.count += 1;
-        Ok(true)
     }
 }

@@ -1,6 +1,6 @@
 //! The per-request logs of vLLM's and LLMServingSim's benchmarks.
 
-use super::read::{Draft, Lengths, LineParser};
+use super::read::{Draft, Lengths};
 use mixfleet_hal::units::Seconds;
 use serde::Deserialize;
 
@@ -13,20 +13,17 @@ struct LoggedRequest {
     arrival_time_ns: Option<f64>,
 }
 
-pub(super) struct RequestLog;
-
-impl LineParser for RequestLog {
-    fn parse(&mut self, line: &[u8]) -> Result<Draft, String> {
-        let line: LoggedRequest = serde_json::from_slice(line).map_err(|cause| cause.to_string())?;
-        let at = match (line.arrival_time, line.arrival_time_ns) {
-            (Some(seconds), _) => seconds,
-            (None, Some(nanoseconds)) => nanoseconds / 1e9,
-            (None, None) => return Err("neither arrival_time nor arrival_time_ns".into()),
-        };
-        if !(at.is_finite() && at >= 0.0) {
-            return Err(format!("arrival at {at} is not a time"));
-        }
-        let lengths = Lengths::new(line.input_toks, line.output_toks)?;
-        Ok(Draft { at: Seconds(at), lengths, chain: Vec::new(), class: None })
+/// The request of a line, or what is wrong with it.
+pub(super) fn parse(line: &[u8]) -> Result<Draft, String> {
+    let line: LoggedRequest = serde_json::from_slice(line).map_err(|cause| cause.to_string())?;
+    let at = match (line.arrival_time, line.arrival_time_ns) {
+        (Some(seconds), _) => seconds,
+        (None, Some(nanoseconds)) => nanoseconds / 1e9,
+        (None, None) => return Err("neither arrival_time nor arrival_time_ns".into()),
+    };
+    if !(at.is_finite() && at >= 0.0) {
+        return Err(format!("arrival at {at} is not a time"));
     }
+    let lengths = Lengths::new(line.input_toks, line.output_toks)?;
+    Ok(Draft { at: Seconds(at), lengths, chain: Vec::new(), class: None })
 }

@@ -4,8 +4,7 @@ use super::{Repairs, Request};
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::kv::{BlockCache, BlockHash, CachePolicy};
 use mixfleet_scheduler::table::IdMap;
-use serde::ser::SerializeMap;
-use serde::{Serialize, Serializer};
+use serde::Serialize;
 use std::collections::BTreeMap;
 
 /// Capacities of Mooncake's table 1 (arXiv v3), in blocks of the trace.
@@ -115,7 +114,7 @@ impl Tally {
         };
         let by_policy = |wanted: CachePolicy| {
             let caches = self.caches.iter().filter(|(policy, ..)| *policy == wanted);
-            ByCapacity(caches.map(|(_, capacity, _, hits)| (*capacity, rates(*hits))).collect())
+            caches.map(|(_, capacity, _, hits)| (*capacity, rates(*hits))).collect::<ByCapacity>()
         };
         let wanted = |policy| self.options.policies.contains(&policy).then(|| by_policy(policy));
         let duration = self.last - self.first;
@@ -218,7 +217,8 @@ impl Histogram {
     }
 }
 
-fn ratio(part: u64, whole: u64) -> f64 {
+/// A share; 0 of nothing.
+pub(crate) fn ratio(part: u64, whole: u64) -> f64 {
     if whole == 0 { 0.0 } else { part as f64 / whole as f64 }
 }
 
@@ -297,19 +297,8 @@ pub struct PrefixHit {
     pub length_aware: Option<ByCapacity>,
 }
 
-/// Hit rates by capacity in blocks; a JSON object with the capacities as keys.
-#[derive(Clone, Debug, PartialEq)]
-pub struct ByCapacity(pub Vec<(usize, HitRates)>);
-
-impl Serialize for ByCapacity {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let mut map = serializer.serialize_map(Some(self.0.len()))?;
-        for (capacity, rates) in &self.0 {
-            map.serialize_entry(&capacity.to_string(), rates)?;
-        }
-        map.end()
-    }
-}
+/// Hit rates by capacity in blocks.
+pub type ByCapacity = BTreeMap<usize, HitRates>;
 
 /// Mean prefill time of a prompt, in seconds.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
@@ -364,7 +353,7 @@ mod tests {
         assert_eq!(stats.prefix_hit.infinite, HitRates { block: 5.0 / 10.0, token: 45.0 / 90.0 });
         // The small cache keeps the first two blocks.
         let lru = stats.prefix_hit.lru.expect("asked for");
-        assert_eq!(lru.0, [(2, HitRates { block: 4.0 / 10.0, token: 40.0 / 90.0 })]);
+        assert_eq!(lru, BTreeMap::from([(2, HitRates { block: 4.0 / 10.0, token: 40.0 / 90.0 })]));
         let prefill = stats.prefill_s.expect("asked for");
         assert_eq!((prefill.no_cache, prefill.infinite_cache), (30.0, 15.0));
         assert_eq!((stats.blocks.references, stats.blocks.distinct), (10, 5));

@@ -1,6 +1,6 @@
 //! CSV traces of Azure and ServeGen. Columns are found by name, in any order; others are ignored.
 
-use super::read::{Draft, Lengths, LineParser};
+use super::read::{Draft, Lengths};
 use super::time::utc_nanoseconds;
 use mixfleet_hal::units::Seconds;
 
@@ -68,10 +68,9 @@ impl Table {
             }
         }
     }
-}
 
-impl LineParser for Table {
-    fn parse(&mut self, line: &[u8]) -> Result<Draft, String> {
+    /// The request of a line, or what is wrong with it.
+    pub(super) fn parse(&mut self, line: &[u8]) -> Result<Draft, String> {
         let line = std::str::from_utf8(line).map_err(|_| "it is not text".to_string())?;
         let fields: Vec<&str> = fields(line).collect();
         if fields.len() != self.width {

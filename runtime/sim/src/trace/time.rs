@@ -1,64 +1,30 @@
 //! Parsing of the dates in logs.
 
+use toml::value::{Date, Datetime, Offset};
+
 /// Nanoseconds since 1970 of `2023-11-16 18:15:46.6805900`, in UTC unless an offset such as `+02:00` follows.
 pub(super) fn utc_nanoseconds(text: &str) -> Option<i64> {
-    let (date, rest) = text.split_once([' ', 'T'])?;
-    let (clock, offset_s) = split_offset(rest)?;
-    let mut date = date.splitn(3, '-');
-    let (year, month, day) = (number(date.next()?, 4)?, number(date.next()?, 2)?, number(date.next()?, 2)?);
-    let (clock, fraction) = clock.split_once('.').unwrap_or((clock, ""));
-    let mut clock = clock.splitn(3, ':');
-    let (hour, minute) = (number(clock.next()?, 2)?, number(clock.next()?, 2)?);
-    let second = number(clock.next()?, 2)?;
-    // A second of 60 is a leap second.
-    if hour > 23 || minute > 59 || second > 60 {
-        return None;
-    }
-    let seconds = days(year, month, day)? * 86_400 + hour * 3_600 + minute * 60 + second - offset_s;
-    seconds.checked_mul(1_000_000_000)?.checked_add(nanoseconds(fraction)?)
-}
-
-/// Splits `18:15:46.68+02:00` into the time and the offset in seconds.
-fn split_offset(text: &str) -> Option<(&str, i64)> {
-    if let Some(clock) = text.strip_suffix('Z') {
-        return Some((clock, 0));
-    }
-    let Some(place) = text.find(['+', '-']) else { return Some((text, 0)) };
-    let (clock, offset) = text.split_at(place);
-    let (hours, minutes) = offset[1..].split_once(':')?;
-    let offset_s = number(hours, 2)? * 3_600 + number(minutes, 2)? * 60;
-    Some((clock, if offset.starts_with('-') { -offset_s } else { offset_s }))
-}
-
-fn number(text: &str, digits: usize) -> Option<i64> {
-    let right = text.len() == digits && text.bytes().all(|byte| byte.is_ascii_digit());
-    right.then(|| text.parse().ok()).flatten()
-}
-
-/// Nanoseconds of the digits after the decimal point; those beyond the ninth are dropped.
-fn nanoseconds(fraction: &str) -> Option<i64> {
-    if !fraction.bytes().all(|byte| byte.is_ascii_digit()) {
-        return None;
-    }
-    let digits = fraction.bytes().chain(std::iter::repeat(b'0')).take(9);
-    Some(digits.fold(0, |sum, digit| sum * 10 + i64::from(digit - b'0')))
+    let Datetime { date: Some(date), time: Some(time), offset } = text.parse().ok()? else { return None };
+    let offset_minutes = match offset {
+        Some(Offset::Custom { minutes }) => i64::from(minutes),
+        Some(Offset::Z) | None => 0,
+    };
+    let minutes = i64::from(time.hour) * 60 + i64::from(time.minute) - offset_minutes;
+    let seconds = days(date) * 86_400 + minutes * 60 + i64::from(time.second?);
+    seconds.checked_mul(1_000_000_000)?.checked_add(i64::from(time.nanosecond.unwrap_or(0)))
 }
 
 /// Days from 1970-01-01 to a date of the Gregorian calendar.
-fn days(year: i64, month: i64, day: i64) -> Option<i64> {
-    const BEFORE: [i64; 13] = [0, 31, 59, 90, 120, 151, 181, 212, 243, 273, 304, 334, 365];
-    if !(1..=12).contains(&month) {
-        return None;
-    }
-    let leap = i64::from(year % 4 == 0 && (year % 100 != 0 || year % 400 == 0));
-    let length = BEFORE[month as usize] - BEFORE[month as usize - 1] + if month == 2 { leap } else { 0 };
-    if !(1..=length).contains(&day) {
-        return None;
-    }
-    // Leap days of all years before this one, from year 1 on.
-    let leap_days = |years: i64| years.div_euclid(4) - years.div_euclid(100) + years.div_euclid(400);
-    let whole_years = (year - 1970) * 365 + leap_days(year - 1) - leap_days(1969);
-    Some(whole_years + BEFORE[month as usize - 1] + if month > 2 { leap } else { 0 } + day - 1)
+fn days(date: Date) -> i64 {
+    const BEFORE: [i64; 12] = [0, 31, 59, 90, 120, 151, 181, 212, 243, 273, 304, 334];
+    let year = i64::from(date.year);
+    // Leap days up to a year's end, from year 1 on. A year's own counts from March on.
+    let leap_days = |year: i64| year.div_euclid(4) - year.div_euclid(100) + year.div_euclid(400);
+    let leap_year = if date.month > 2 { year } else { year - 1 };
+    (year - 1970) * 365 + leap_days(leap_year) - leap_days(1969)
+        + BEFORE[usize::from(date.month) - 1]
+        + i64::from(date.day)
+        - 1
 }
 
 #[cfg(test)]

@@ -23,8 +23,31 @@ pub trait Requests: Iterator<Item = Result<Request, TraceError>> + Sized {
     /// Spreads requests of equal arrival uniformly at random over the following time: at most `bin`, and at
     /// most up to the next arrival, so that the order stays. Mooncake's timestamps are in bins of 3 s. Keeps
     /// the requests of one arrival in memory.
-    fn jitter(self, bin: Seconds, seed: u64) -> Jitter<Self> {
-        Jitter { inner: self, bin, seed, group: 0, ready: VecDeque::new(), next: None, last: None }
+    fn jitter(self, bin: Seconds, seed: u64) -> impl Iterator<Item = Self::Item> {
+        let mut inner = self.peekable();
+        let mut ready = VecDeque::new();
+        // Each group of equal arrivals has random numbers of its own.
+        let mut groups = 0..;
+        std::iter::from_fn(move || {
+            if ready.is_empty() {
+                let first = inner.next()?;
+                let Ok(Request { at, .. }) = first else { return Some(first) };
+                ready.push_back(first);
+                let is_equal = |item: &Self::Item| item.as_ref().is_ok_and(|request| request.at == at);
+                ready.extend(std::iter::from_fn(|| inner.next_if(is_equal)));
+                let width = match inner.peek() {
+                    Some(Ok(next)) => bin.min(next.at - at),
+                    _ => bin,
+                };
+                let mut random = Stream::new(bits(seed, groups.next()?));
+                let mut shifts: Vec<f64> = ready.iter().map(|_| random.next_unit()).collect();
+                shifts.sort_by(f64::total_cmp);
+                for (request, shift) in ready.iter_mut().flatten().zip(shifts) {
+                    request.at += width * shift;
+                }
+            }
+            ready.pop_front()
+        })
     }
 
     /// Converts chains to blocks of `to` tokens from `from`; see [`Request::rechain`].
@@ -38,62 +61,6 @@ pub trait Requests: Iterator<Item = Result<Request, TraceError>> + Sized {
 }
 
 impl<I: Iterator<Item = Result<Request, TraceError>>> Requests for I {}
-
-/// The stream of [`Requests::jitter`].
-pub struct Jitter<I> {
-    inner: I,
-    bin: Seconds,
-    seed: u64,
-    /// Number of groups so far: each has random numbers of its own.
-    group: u64,
-    ready: VecDeque<Request>,
-    /// The first request of the next group.
-    next: Option<Request>,
-    /// The error or the end that follows the requests that are ready.
-    last: Option<Option<TraceError>>,
-}
-
-impl<I: Iterator<Item = Result<Request, TraceError>>> Jitter<I> {
-    fn fill(&mut self) {
-        self.ready.extend(self.next.take());
-        while self.last.is_none() {
-            match self.inner.next() {
-                Some(Ok(request)) if self.ready.front().is_none_or(|first| first.at == request.at) => {
-                    self.ready.push_back(request);
-                }
-                Some(Ok(request)) => {
-                    self.next = Some(request);
-                    break;
-                }
-                Some(Err(error)) => self.last = Some(Some(error)),
-                None => self.last = Some(None),
-            }
-        }
-        let Some(first) = self.ready.front() else { return };
-        let width = self.next.as_ref().map_or(self.bin, |next| self.bin.min(next.at - first.at));
-        let mut random = Stream::new(bits(self.seed, self.group));
-        self.group += 1;
-        let mut shifts: Vec<f64> = self.ready.iter().map(|_| random.next_unit()).collect();
-        shifts.sort_by(f64::total_cmp);
-        for (request, shift) in self.ready.iter_mut().zip(shifts) {
-            request.at += width * shift;
-        }
-    }
-}
-
-impl<I: Iterator<Item = Result<Request, TraceError>>> Iterator for Jitter<I> {
-    type Item = Result<Request, TraceError>;
-
-    fn next(&mut self) -> Option<Self::Item> {
-        if self.ready.is_empty() {
-            self.fill();
-        }
-        match self.ready.pop_front() {
-            Some(request) => Some(Ok(request)),
-            None => self.last.as_mut().and_then(Option::take).map(Err),
-        }
-    }
-}
 
 #[cfg(test)]
 mod tests {

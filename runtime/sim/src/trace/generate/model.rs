@@ -2,30 +2,38 @@
 
 use mixfleet_hal::random::Stream;
 
-/// A distribution given by points (share, value) of its quantile function, which is geometric between them.
+/// Shares of a distribution at which sources state its values.
+const SHARES: [f64; 12] = [0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.999, 1.0];
+
+/// A distribution given by its quantile function at the shares 0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95,
+/// 0.99, 0.999 and 1; it is geometric between them. 0 stands for a value that the source does not state; the
+/// first and the last are stated.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct QuantileCurve(pub &'static [(f64, u32)]);
+pub struct QuantileCurve(pub [u32; 12]);
 
 impl QuantileCurve {
     /// Draws one value, at least 1.
     pub(super) fn draw(self, random: &mut Stream) -> u32 {
         let share = random.next_unit();
-        let above = self.0.partition_point(|&(p, _)| p <= share).clamp(1, self.0.len() - 1);
-        let ((p0, v0), (p1, v1)) = (self.0[above - 1], self.0[above]);
-        let (v0, v1) = (f64::from(v0.max(1)), f64::from(v1.max(1)));
+        let above = self.points().position(|(p, _)| p > share).unwrap_or(usize::MAX);
+        let mut around = self.points().skip(above.saturating_sub(1));
+        let (Some((p0, v0)), Some((p1, v1))) = (around.next(), around.next()) else { return self.0[11] };
         (v0 * (v1 / v0).powf((share - p0) / (p1 - p0))).round() as u32
     }
 
     /// The mean of the distribution.
     pub fn mean(self) -> f64 {
-        let pieces = self.0.windows(2).map(|pair| {
-            let ((p0, v0), (p1, v1)) = (pair[0], pair[1]);
-            let (v0, v1) = (f64::from(v0.max(1)), f64::from(v1.max(1)));
+        let pieces = self.points().zip(self.points().skip(1)).map(|((p0, v0), (p1, v1))| {
             // The logarithmic mean is that of a geometric piece.
             let mean = if v0 == v1 { v0 } else { (v1 - v0) / (v1 / v0).ln() };
             (p1 - p0) * mean
         });
         pieces.sum()
+    }
+
+    /// The stated shares and values.
+    fn points(self) -> impl Iterator<Item = (f64, f64)> {
+        SHARES.into_iter().zip(self.0).filter(|(_, value)| *value > 0).map(|(p, value)| (p, value.into()))
     }
 }
 
@@ -133,53 +141,11 @@ impl Preset {
 fn conversation() -> SessionModel {
     SessionModel {
         turns: Turns::new(1.63, 3.55),
-        first: QuantileCurve(&[
-            (0.0, 891),
-            (0.05, 897),
-            (0.1, 905),
-            (0.25, 1_336),
-            (0.5, 5_264),
-            (0.75, 13_056),
-            (0.9, 25_561),
-            (0.95, 38_538),
-            (0.99, 89_869),
-            (1.0, 126_195),
-        ]),
-        growth: QuantileCurve(&[
-            (0.0, 1),
-            (0.1, 1),
-            (0.25, 7),
-            (0.5, 23),
-            (0.75, 425),
-            (0.9, 4_267),
-            (0.95, 7_046),
-            (0.99, 17_091),
-            (1.0, 91_467),
-        ]),
-        output: QuantileCurve(&[
-            (0.0, 1),
-            (0.01, 3),
-            (0.05, 10),
-            (0.1, 24),
-            (0.25, 156),
-            (0.5, 350),
-            (0.75, 472),
-            (0.9, 597),
-            (0.95, 698),
-            (0.99, 1_120),
-            (1.0, 2_000),
-        ]),
-        think_ms: QuantileCurve(&[
-            (0.0, 1_000),
-            (0.05, 21_000),
-            (0.1, 33_000),
-            (0.25, 57_000),
-            (0.5, 114_000),
-            (0.75, 255_000),
-            (0.9, 474_000),
-            (0.95, 609_000),
-            (0.99, 1_473_000),
-            (1.0, 3_021_000),
+        first: QuantileCurve([891, 0, 897, 905, 1_336, 5_264, 13_056, 25_561, 38_538, 89_869, 0, 126_195]),
+        growth: QuantileCurve([1, 0, 0, 1, 7, 23, 425, 4_267, 7_046, 17_091, 0, 91_467]),
+        output: QuantileCurve([1, 3, 10, 24, 156, 350, 472, 597, 698, 1_120, 0, 2_000]),
+        think_ms: QuantileCurve([
+            1_000, 0, 21_000, 33_000, 57_000, 114_000, 255_000, 474_000, 609_000, 1_473_000, 0, 3_021_000,
         ]),
         system_tokens: 882,
         system_prompts: 1,
@@ -195,57 +161,14 @@ fn conversation() -> SessionModel {
 fn agentic() -> SessionModel {
     SessionModel {
         turns: Turns::new(64.9, 1e3),
-        first: QuantileCurve(&[
-            (0.0, 6_343),
-            (0.01, 9_691),
-            (0.05, 12_563),
-            (0.1, 15_171),
-            (0.25, 18_279),
-            (0.5, 21_410),
-            (0.75, 93_181),
-            (0.9, 208_858),
-            (0.95, 323_452),
-            (0.99, 538_710),
-            (1.0, 720_472),
+        first: QuantileCurve([
+            6_343, 9_691, 12_563, 15_171, 18_279, 21_410, 93_181, 208_858, 323_452, 538_710, 0, 720_472,
         ]),
-        growth: QuantileCurve(&[
-            (0.0, 1),
-            (0.1, 1),
-            (0.25, 45),
-            (0.5, 282),
-            (0.75, 1_016),
-            (0.9, 2_881),
-            (0.95, 5_655),
-            (0.99, 16_208),
-            (1.0, 16_208),
-        ]),
-        output: QuantileCurve(&[
-            (0.0, 1),
-            (0.01, 57),
-            (0.05, 88),
-            (0.1, 106),
-            (0.25, 140),
-            (0.5, 218),
-            (0.75, 432),
-            (0.9, 877),
-            (0.95, 1_492),
-            (0.99, 3_743),
-            (0.999, 7_787),
-            (1.0, 18_195),
-        ]),
-        think_ms: QuantileCurve(&[
-            (0.0, 500),
-            (0.01, 1_000),
-            (0.05, 3_000),
-            (0.1, 4_000),
-            (0.25, 5_000),
-            (0.5, 10_000),
-            (0.75, 37_000),
-            (0.9, 181_000),
-            (0.95, 480_000),
-            (0.99, 2_896_000),
-            (0.999, 16_873_000),
-            (1.0, 77_360_000),
+        growth: QuantileCurve([1, 0, 0, 1, 45, 282, 1_016, 2_881, 5_655, 16_208, 0, 16_208]),
+        output: QuantileCurve([1, 57, 88, 106, 140, 218, 432, 877, 1_492, 3_743, 7_787, 18_195]),
+        think_ms: QuantileCurve([
+            500, 1_000, 3_000, 4_000, 5_000, 10_000, 37_000, 181_000, 480_000, 2_896_000, 16_873_000,
+            77_360_000,
         ]),
         system_tokens: 15_104,
         system_prompts: 118,
@@ -257,35 +180,10 @@ fn agentic() -> SessionModel {
 fn batch() -> SessionModel {
     SessionModel {
         turns: Turns::new(1.0, 2.0),
-        first: QuantileCurve(&[
-            (0.0, 1),
-            (0.01, 73),
-            (0.05, 747),
-            (0.1, 1_242),
-            (0.25, 1_986),
-            (0.5, 2_730),
-            (0.75, 3_370),
-            (0.9, 3_702),
-            (0.95, 3_813),
-            (0.99, 3_934),
-            (1.0, 4_054),
-        ]),
-        growth: QuantileCurve(&[(0.0, 1), (1.0, 1)]),
-        output: QuantileCurve(&[
-            (0.0, 5),
-            (0.01, 36),
-            (0.05, 60),
-            (0.1, 78),
-            (0.25, 115),
-            (0.5, 167),
-            (0.75, 242),
-            (0.9, 372),
-            (0.95, 737),
-            (0.99, 3_273),
-            (0.999, 3_845),
-            (1.0, 4_056),
-        ]),
-        think_ms: QuantileCurve(&[(0.0, 1_000), (1.0, 1_000)]),
+        first: QuantileCurve([1, 73, 747, 1_242, 1_986, 2_730, 3_370, 3_702, 3_813, 3_934, 0, 4_054]),
+        growth: QuantileCurve([1; 12]),
+        output: QuantileCurve([5, 36, 60, 78, 115, 167, 242, 372, 737, 3_273, 3_845, 4_056]),
+        think_ms: QuantileCurve([1_000; 12]),
         system_tokens: 0,
         system_prompts: 0,
         prompt_tokens_max: 4_096,
