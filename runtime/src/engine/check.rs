@@ -5,6 +5,7 @@
 use super::messages::{HandOff, Job, Source};
 use super::worker::Worker;
 use mixfleet_hal::{DType, Error, Result};
+use mixfleet_scheduler::batch::Urgency;
 use mixfleet_scheduler::fleet::InstanceId;
 
 /// Maximum staging memory of one receiver, and of its slots: the sender allocates as much.
@@ -18,6 +19,15 @@ const REGIONS_MAX: usize = 16;
 const EOS_IDS_MAX: usize = 1 << 10;
 const LOGPROBS_MAX: u32 = 1 << 10;
 
+/// Refuses what does not hold, with the reason.
+macro_rules! require {
+    ($holds:expr, $($reason:tt)*) => {
+        if !$holds {
+            return Err(Error::invalid(format!($($reason)*)));
+        }
+    };
+}
+
 impl Worker {
     /// Checks that this instance can carry out a job, of which `tokens` must fit here.
     ///
@@ -27,41 +37,24 @@ impl Worker {
         let config = self.forward.config();
         let wanted = &job.wanted;
         let (prompt, generated) = (wanted.prompt_ids.len() as u64, job.generated.len() as u64);
-        if prompt == 0 {
-            return Err(Error::invalid("the prompt has no tokens"));
-        }
-        let ids = wanted.prompt_ids.iter().chain(&job.generated);
-        if let Some(id) = ids.copied().find(|&id| id >= config.vocab) {
-            return Err(Error::invalid(format!(
-                "token {id} has no row in the model's embedding, which has {}",
-                config.vocab
-            )));
-        }
-        if generated >= u64::from(wanted.max_tokens) {
-            return Err(Error::invalid("the answer is complete: there is no token to generate"));
-        }
+        require!(prompt > 0, "the prompt has no tokens");
+        let (vocab, ids) = (config.vocab, wanted.prompt_ids.iter().chain(&job.generated));
+        let highest = ids.copied().max().unwrap_or(0);
+        require!(highest < vocab, "token {highest} has no row in the model's embedding, which has {vocab}");
+        let max_tokens = u64::from(wanted.max_tokens);
+        require!(generated < max_tokens, "the answer is complete: there is no token to generate");
         let (whole, context) = (job.length_max(), u64::from(config.context_max));
-        if whole > context {
-            return Err(Error::invalid(format!(
-                "{whole} tokens of prompt and answer; the context is {context}"
-            )));
-        }
+        require!(whole <= context, "{whole} tokens of prompt and answer; the context is {context}");
         let room = self.capacity_tokens();
-        if tokens > room {
-            return Err(Error::invalid(format!("{tokens} tokens find no room in KV memory for {room}")));
-        }
-        if !job.urgency.due.0.is_finite() {
-            return Err(Error::invalid("the time at which the request is due is no number"));
-        }
-        if job.urgency.tbt_slo.is_some_and(|slo| slo.0.is_nan()) {
-            return Err(Error::invalid("the objective for the time between tokens is no number"));
-        }
-        if !wanted.sampling.is_finite() {
-            return Err(Error::invalid("a parameter of sampling is no number"));
-        }
-        if wanted.eos_ids.len() > EOS_IDS_MAX || wanted.logprobs.is_some_and(|top| top > LOGPROBS_MAX) {
-            return Err(Error::invalid("more end tokens or log-probabilities than any answer has use for"));
-        }
+        require!(tokens <= room, "{tokens} tokens find no room in KV memory for {room}");
+        let Urgency { due, tbt_slo, .. } = job.urgency;
+        require!(due.0.is_finite(), "the time at which the request is due is no number");
+        let tbt_is_number = tbt_slo.is_none_or(|slo| !slo.0.is_nan());
+        require!(tbt_is_number, "the objective for the time between tokens is no number");
+        require!(wanted.sampling.is_finite(), "a parameter of sampling is no number");
+        let (ends, logprobs) = (wanted.eos_ids.len(), wanted.logprobs.unwrap_or(0));
+        let is_useful = ends <= EOS_IDS_MAX && logprobs <= LOGPROBS_MAX;
+        require!(is_useful, "more end tokens or log-probabilities than any answer has use for");
         Ok(())
     }
 
@@ -71,24 +64,17 @@ impl Worker {
     /// `Invalid` with the reason.
     pub(super) fn check_hand_off(&self, job: &Job, to: &HandOff) -> Result<()> {
         let landing = &to.landing;
-        if to.to == self.id {
-            return Err(Error::invalid("KV is to be sent to where it is"));
-        }
-        if landing.regions.is_empty() || landing.regions.len() > REGIONS_MAX {
-            return Err(Error::invalid(format!("{} names no memory to write to", to.to)));
-        }
-        if !self.can_exchange(to.wire) {
-            return Err(Error::invalid(format!("KV does not travel as {}", to.wire)));
-        }
+        require!(to.to != self.id, "KV is to be sent to where it is");
+        let regions = landing.regions.len();
+        require!((1..=REGIONS_MAX).contains(&regions), "{} names no memory to write to", to.to);
+        require!(DType::FLOATS.contains(&to.wire), "KV does not travel as {}", to.wire);
         let (slots, slot_bytes) = (landing.slots, landing.slot_bytes);
         let all_bytes = slot_bytes.checked_mul(slots.into()).filter(|&all| all <= LANDING_BYTES_MAX);
         let token_bytes = self.pages.shape.wire_token_bytes(to.wire);
-        if slots == 0 || slots > SLOTS_MAX || slot_bytes < token_bytes || all_bytes.is_none() {
-            return Err(Error::invalid(format!("{slots} staging slots of {slot_bytes} bytes are of no use")));
-        }
-        if to.from as usize > job.length() || to.attempt != job.attempt {
-            return Err(Error::invalid("the hand-off belongs to another sequence"));
-        }
+        let is_of_use = (1..=SLOTS_MAX).contains(&slots) && slot_bytes >= token_bytes && all_bytes.is_some();
+        require!(is_of_use, "{slots} staging slots of {slot_bytes} bytes are of no use");
+        let is_of_job = to.from as usize <= job.length() && to.attempt == job.attempt;
+        require!(is_of_job, "the hand-off belongs to another sequence");
         Ok(())
     }
 
@@ -97,15 +83,8 @@ impl Worker {
     /// # Errors
     /// `Invalid` with the reason.
     pub(super) fn check_source(&self, holder: InstanceId) -> Result<()> {
-        if holder == self.id {
-            return Err(Error::invalid("KV is to come from where it is wanted"));
-        }
+        require!(holder != self.id, "KV is to come from where it is wanted");
         Ok(())
-    }
-
-    /// Whether pieces of this dtype can be gathered and scattered here.
-    fn can_exchange(&self, wire: DType) -> bool {
-        DType::FLOATS.contains(&wire)
     }
 
     /// Tokens that fit into the KV memory.

@@ -561,17 +561,17 @@ fn refuse(
     reason: &RejectReason,
     retry_after: Option<Seconds>,
 ) {
+    let overloaded = |seconds: f64| Rejection::Overloaded {
+        reason: reason.to_string(),
+        retry_after_s: seconds.ceil().clamp(1.0, 3600.0) as u64,
+    };
     let rejection = match reason {
         RejectReason::TooLarge { .. } => Rejection::TooLarge(reason.to_string()),
         RejectReason::QueueFull { .. } | RejectReason::TtftSlo { .. } | RejectReason::TbtSlo { .. } => {
-            let seconds = retry_after.map_or(1.0, |s| s.0.ceil().clamp(1.0, 3600.0));
-            Rejection::Overloaded { reason: reason.to_string(), retry_after_s: seconds as u64 }
+            overloaded(retry_after.map_or(1.0, |after| after.0))
         }
         // A retry gets as much time again, and by then some of the work ahead is done.
-        RejectReason::Deadline { ends_s, deadline_s } => {
-            let seconds = (ends_s - deadline_s).ceil().clamp(1.0, 3600.0);
-            Rejection::Overloaded { reason: reason.to_string(), retry_after_s: seconds as u64 }
-        }
+        RejectReason::Deadline { ends_s, deadline_s } => overloaded(ends_s - deadline_s),
         _ => Rejection::Unavailable(reason.to_string()),
     };
     let _ = admitted.send(Err(rejection));

@@ -49,21 +49,21 @@ impl Worker {
     pub(super) fn handle_message(&mut self, message: ToWorker) -> Result<()> {
         match message {
             ToWorker::Order(Order::Add { job, hand_off, pull }) => {
-                match self.check_add(&job, hand_off.as_ref(), pull) {
-                    Ok(()) => self.add(job, hand_off, pull)?,
-                    Err(error) => self.refuse(&job, &error),
+                let checked = self.check_add(&job, hand_off.as_ref(), pull);
+                if self.takes(&job, checked)? {
+                    self.add(job, hand_off, pull)?;
                 }
             }
             ToWorker::Order(Order::Reserve { job, sender }) => {
-                match self.check_job(&job, job.length_max()).and_then(|()| self.check_source(sender)) {
-                    Ok(()) => self.reserve(job, sender)?,
-                    Err(error) => self.refuse(&job, &error),
+                let checked = self.check_job(&job, job.length_max()).and(self.check_source(sender));
+                if self.takes(&job, checked)? {
+                    self.reserve(job, sender)?;
                 }
             }
             ToWorker::Order(Order::Copy { job, holder }) => {
-                match self.check_job(&job, job.length() as u64).and_then(|()| self.check_source(holder)) {
-                    Ok(()) => self.copy(job, holder)?,
-                    Err(error) => self.refuse(&job, &error),
+                let checked = self.check_job(&job, job.length() as u64).and(self.check_source(holder));
+                if self.takes(&job, checked)? {
+                    self.copy(job, holder)?;
                 }
             }
             ToWorker::Order(Order::Lend { job, until, to }) => {
@@ -147,23 +147,23 @@ impl Worker {
         }
     }
 
-    /// Reports that this instance refuses a job. A request with the same id that is here continues.
-    fn refuse(&mut self, job: &Job, error: &Error) {
+    /// Whether this instance takes a job, which was `checked`: an older placement of the request is cancelled,
+    /// and one that is as new stays. A refusal is reported; a request with the same id that is here continues.
+    fn takes(&mut self, job: &Job, checked: Result<()>) -> Result<bool> {
         let Job { request, attempt, .. } = *job;
-        tracing::warn!(request, %error, "a job is refused");
-        if !self.active.contains_key(&request) {
-            let failure = fault::failure(error);
-            self.report(FromWorker::RequestFailed { request, attempt, failure });
+        if let Err(error) = checked {
+            tracing::warn!(request, %error, "a job is refused");
+            if !self.active.contains_key(&request) {
+                let failure = fault::failure(&error);
+                self.report(FromWorker::RequestFailed { request, attempt, failure });
+            }
+            return Ok(false);
         }
-    }
-
-    /// Cancels an older placement of the request. False if the one here is as new.
-    fn supersedes(&mut self, job: &Job) -> Result<bool> {
-        match self.active.get(&job.request) {
+        match self.active.get(&request) {
             None => Ok(true),
-            Some(active) if active.attempt < job.attempt => self.cancel(job.request).map(|()| true),
+            Some(active) if active.attempt < attempt => self.cancel(request).map(|()| true),
             Some(_) => {
-                tracing::warn!(request = job.request, "a job that is here already is ignored");
+                tracing::warn!(request, "a job that is here already is ignored");
                 Ok(false)
             }
         }
@@ -176,9 +176,6 @@ impl Worker {
     }
 
     fn add(&mut self, job: Job, hand_off: Option<HandOff>, pull: Option<Source>) -> Result<()> {
-        if !self.supersedes(&job)? {
-            return Ok(());
-        }
         let request = job.request;
         let after = if hand_off.is_some() { After::HandOff } else { After::Decode };
         if let Some(to) = hand_off {
@@ -191,18 +188,12 @@ impl Worker {
     }
 
     fn copy(&mut self, job: Job, holder: InstanceId) -> Result<()> {
-        if !self.supersedes(&job)? {
-            return Ok(());
-        }
         let (request, until) = (job.request, job.length() as u32);
         let (urgency, text) = self.begin(job, Some((Transfer::Prefix, Source { holder, until })));
         self.machine_step(Event::Add { request, urgency, text, pulls: until, after: After::Keep })
     }
 
     fn reserve(&mut self, job: Job, holder: InstanceId) -> Result<()> {
-        if !self.supersedes(&job)? {
-            return Ok(());
-        }
         let request = job.request;
         let source = Source { holder, until: job.length() as u32 };
         let (urgency, text) = self.begin(job, Some((Transfer::HandOff, source)));

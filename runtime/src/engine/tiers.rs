@@ -240,10 +240,8 @@ impl Worker {
             least = least.min((self.env.now() - start).0);
         }
         below.upload_s = least / bytes as f64;
-        let (costs, held) = (below.costs(), below.pool.begin_to_follow());
-        for (tier, cost) in costs {
-            self.report(FromWorker::Tier { tier, cost });
-        }
+        let held = below.pool.begin_to_follow();
+        self.tell_costs();
         if !held.ssd.is_empty() {
             self.report(FromWorker::Stored { tier: Tier::Ssd, hashes: held.ssd });
         }
@@ -269,11 +267,16 @@ impl Worker {
         let lease = below.pool.lease(chain, tokens);
         let read = below.pool.stats().hits_ssd - before;
         if read > 0 && below.learn(read, (self.env.now() - start).0) {
-            for (tier, cost) in below.costs() {
-                self.report(FromWorker::Tier { tier, cost });
-            }
+            self.tell_costs();
         }
         Some(lease)
+    }
+
+    /// Tells the fleet what it takes to load from the lower tiers.
+    fn tell_costs(&mut self) {
+        for (tier, cost) in self.below.as_mut().map(InstanceTiers::costs).unwrap_or_default() {
+            self.report(FromWorker::Tier { tier, cost });
+        }
     }
 
     /// Copies evicted blocks to lower tiers before they are overwritten. If `lease` leaves no room for them,
@@ -348,9 +351,7 @@ impl Worker {
         below.count(&self.device.info().id, &self.metrics);
         let events = below.pool.take_events();
         if !below.reported_disk && below.pool.has_disk() {
-            for (tier, cost) in below.costs() {
-                self.report(FromWorker::Tier { tier, cost });
-            }
+            self.tell_costs();
         }
         for alike in events.chunk_by(|a, b| (a.tier, a.stored) == (b.tier, b.stored)) {
             let PoolEvent { tier, stored, .. } = alike[0];

@@ -24,9 +24,44 @@ pub(super) fn check<T: Serialize + ?Sized>(value: &T) -> Result<(), NotFinite> {
 /// Writes nothing and looks at every float.
 struct Check;
 
+/// Methods that are given no float.
 macro_rules! fine {
-    ($($method:ident($value:ty);)*) => {
-        $(fn $method(self, _: $value) -> Result<(), NotFinite> { Ok(()) })*
+    ($($method:ident($($value:ty),*);)*) => {
+        $(fn $method(self $(, _: $value)*) -> Result<(), NotFinite> { Ok(()) })*
+    };
+}
+
+/// Methods that are given one value, behind its names.
+macro_rules! wrapped {
+    ($($method:ident($($name:ty),*);)*) => {
+        $(fn $method<T: Serialize + ?Sized>(self $(, _: $name)*, value: &T) -> Result<(), NotFinite> {
+            check(value)
+        })*
+    };
+}
+
+/// Methods that begin a value of several parts.
+macro_rules! begun {
+    ($($method:ident($($name:ty),*);)*) => {
+        $(fn $method(self $(, _: $name)*) -> Result<Check, NotFinite> { Ok(self) })*
+    };
+}
+
+/// Values of several parts, each of which is given to one of the methods, behind its name.
+macro_rules! parts {
+    ($($part:ident: $($method:ident($($name:ty)?)),*;)*) => {
+        $(impl ser::$part for Check {
+            type Ok = ();
+            type Error = NotFinite;
+
+            $(fn $method<T: Serialize + ?Sized>(&mut self $(, _: $name)?, value: &T) -> Result<(), NotFinite> {
+                check(value)
+            })*
+
+            fn end(self) -> Result<(), NotFinite> {
+                Ok(())
+            }
+        })*
     };
 }
 
@@ -54,7 +89,26 @@ impl Serializer for Check {
         serialize_char(char);
         serialize_str(&str);
         serialize_bytes(&[u8]);
+        serialize_none();
+        serialize_unit();
         serialize_unit_struct(&'static str);
+        serialize_unit_variant(&'static str, u32, &'static str);
+    }
+
+    wrapped! {
+        serialize_some();
+        serialize_newtype_struct(&'static str);
+        serialize_newtype_variant(&'static str, u32, &'static str);
+    }
+
+    begun! {
+        serialize_seq(Option<usize>);
+        serialize_tuple(usize);
+        serialize_tuple_struct(&'static str, usize);
+        serialize_tuple_variant(&'static str, u32, &'static str, usize);
+        serialize_map(Option<usize>);
+        serialize_struct(&'static str, usize);
+        serialize_struct_variant(&'static str, u32, &'static str, usize);
     }
 
     fn serialize_f32(self, value: f32) -> Result<(), NotFinite> {
@@ -65,150 +119,19 @@ impl Serializer for Check {
         if value.is_finite() { Ok(()) } else { Err(NotFinite(format!("a value is {value}"))) }
     }
 
-    fn serialize_none(self) -> Result<(), NotFinite> {
-        Ok(())
-    }
-
-    fn serialize_some<T: Serialize + ?Sized>(self, value: &T) -> Result<(), NotFinite> {
-        check(value)
-    }
-
-    fn serialize_unit(self) -> Result<(), NotFinite> {
-        Ok(())
-    }
-
-    fn serialize_unit_variant(self, _: &'static str, _: u32, _: &'static str) -> Result<(), NotFinite> {
-        Ok(())
-    }
-
-    fn serialize_newtype_struct<T: Serialize + ?Sized>(
-        self,
-        _: &'static str,
-        value: &T,
-    ) -> Result<(), NotFinite> {
-        check(value)
-    }
-
-    fn serialize_newtype_variant<T: Serialize + ?Sized>(
-        self,
-        _: &'static str,
-        _: u32,
-        _: &'static str,
-        value: &T,
-    ) -> Result<(), NotFinite> {
-        check(value)
-    }
-
-    fn serialize_seq(self, _: Option<usize>) -> Result<Check, NotFinite> {
-        Ok(self)
-    }
-
-    fn serialize_tuple(self, _: usize) -> Result<Check, NotFinite> {
-        Ok(self)
-    }
-
-    fn serialize_tuple_struct(self, _: &'static str, _: usize) -> Result<Check, NotFinite> {
-        Ok(self)
-    }
-
-    fn serialize_tuple_variant(
-        self,
-        _: &'static str,
-        _: u32,
-        _: &'static str,
-        _: usize,
-    ) -> Result<Check, NotFinite> {
-        Ok(self)
-    }
-
-    fn serialize_map(self, _: Option<usize>) -> Result<Check, NotFinite> {
-        Ok(self)
-    }
-
-    fn serialize_struct(self, _: &'static str, _: usize) -> Result<Check, NotFinite> {
-        Ok(self)
-    }
-
-    fn serialize_struct_variant(
-        self,
-        _: &'static str,
-        _: u32,
-        _: &'static str,
-        _: usize,
-    ) -> Result<Check, NotFinite> {
-        Ok(self)
-    }
-
     fn collect_str<T: Display + ?Sized>(self, _: &T) -> Result<(), NotFinite> {
         Ok(())
     }
 }
 
-macro_rules! parts {
-    ($($part:ident::$method:ident;)*) => {
-        $(impl ser::$part for Check {
-            type Ok = ();
-            type Error = NotFinite;
-
-            fn $method<T: Serialize + ?Sized>(&mut self, value: &T) -> Result<(), NotFinite> {
-                check(value)
-            }
-
-            fn end(self) -> Result<(), NotFinite> {
-                Ok(())
-            }
-        })*
-    };
-}
-
-macro_rules! fields {
-    ($($part:ident;)*) => {
-        $(impl ser::$part for Check {
-            type Ok = ();
-            type Error = NotFinite;
-
-            fn serialize_field<T: Serialize + ?Sized>(
-                &mut self,
-                _: &'static str,
-                value: &T,
-            ) -> Result<(), NotFinite> {
-                check(value)
-            }
-
-            fn end(self) -> Result<(), NotFinite> {
-                Ok(())
-            }
-        })*
-    };
-}
-
 parts! {
-    SerializeSeq::serialize_element;
-    SerializeTuple::serialize_element;
-    SerializeTupleStruct::serialize_field;
-    SerializeTupleVariant::serialize_field;
-}
-
-fields! {
-    SerializeStruct;
-    SerializeStructVariant;
-}
-
-impl ser::SerializeMap for Check {
-    type Ok = ();
-    type Error = NotFinite;
-
-    fn serialize_key<T: Serialize + ?Sized>(&mut self, key: &T) -> Result<(), NotFinite> {
-        check(key)
-    }
-
-    fn serialize_value<T: Serialize + ?Sized>(&mut self, value: &T) -> Result<(), NotFinite> {
-        check(value)
-    }
-
-    fn end(self) -> Result<(), NotFinite> {
-        Ok(())
-    }
+    SerializeSeq: serialize_element();
+    SerializeTuple: serialize_element();
+    SerializeTupleStruct: serialize_field();
+    SerializeTupleVariant: serialize_field();
+    SerializeMap: serialize_key(), serialize_value();
+    SerializeStruct: serialize_field(&'static str);
+    SerializeStructVariant: serialize_field(&'static str);
 }
 
 #[cfg(test)]

@@ -60,32 +60,29 @@ impl EventLog {
 
     pub(super) fn write(&mut self, value: &impl Serialize) {
         let Some(writer) = &self.writer else { return };
-        let message = match finite::check(value) {
-            Ok(()) => {
-                let mut line = json(value);
-                line.push(b'\n');
-                let before = self.queued_bytes.fetch_add(line.len(), Ordering::Relaxed);
-                if before + line.len() > self.queued_bytes_max {
-                    let most = self.queued_bytes_max;
-                    Message::Failed(format!("its disk is slower than the events: {most} bytes wait for it"))
-                } else {
-                    Message::Line(line)
-                }
-            }
-            Err(error) => Message::Failed(error.to_string()),
-        };
-        let failure = match &message {
-            Message::Line(_) => None,
-            Message::Failed(cause) => Some(cause.clone()),
-        };
-        // A writer that is gone has said why.
-        let gone = writer.send(message).is_err();
-        if let Some(cause) = &failure {
+        let message = self.line(value).unwrap_or_else(|cause| {
             tracing::error!(cause, "the event log ends here; serving goes on");
-        }
-        if gone || failure.is_some() {
+            Message::Failed(cause)
+        });
+        let failed = matches!(message, Message::Failed(_));
+        // A writer that is gone has said why.
+        if writer.send(message).is_err() || failed {
             self.writer = None;
         }
+    }
+
+    /// # Errors
+    /// Why the log ends before this line.
+    fn line(&self, value: &impl Serialize) -> Result<Message, String> {
+        finite::check(value).map_err(|error| error.to_string())?;
+        let mut line = json(value);
+        line.push(b'\n');
+        let (before, most) =
+            (self.queued_bytes.fetch_add(line.len(), Ordering::Relaxed), self.queued_bytes_max);
+        if before + line.len() > most {
+            return Err(format!("its disk is slower than the events: {most} bytes wait for it"));
+        }
+        Ok(Message::Line(line))
     }
 }
 
