@@ -112,7 +112,7 @@ impl SimulateArgs {
             ("fleet", self.fleet.display().to_string()),
             ("policy", word(serde_json::to_value(setup.fleet.policy))),
             ("admission", word(serde_json::to_value(setup.fleet.admission))),
-            ("objectives", format!("TTFT {} s, TBT {} s ({:?})", slo.ttft_s, slo.tbt_s, slo.metric)),
+            ("objectives", format!("TTFT {} s, TBT {} s ({:?})", slo.ttft_s, slo.tbt_s, slo.tbt_metric)),
         ]
     }
 }

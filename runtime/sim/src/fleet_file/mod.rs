@@ -73,8 +73,9 @@ pub struct Model {
     pub shape: Option<ModelShape>,
 }
 
-/// The objectives of each request.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+/// The objectives of each request, by default those of FAST'25's evaluation.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
 pub struct Slo {
     /// TTFT in seconds.
     pub ttft_s: f64,
@@ -82,6 +83,12 @@ pub struct Slo {
     pub tbt_s: f64,
     /// How a request's TBT is measured.
     pub tbt_metric: TbtMetric,
+}
+
+impl Default for Slo {
+    fn default() -> Self {
+        Slo { ttft_s: 30.0, tbt_s: 0.1, tbt_metric: TbtMetric::default() }
+    }
 }
 
 /// The statistic of a request's gaps between tokens.
@@ -175,18 +182,27 @@ pub struct TierSize {
 }
 
 /// A link between pools, in addition to their network interfaces.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct PoolLink {
     /// Name of the source pools; `*` stands for any characters.
+    #[serde(default = "any_pool")]
     pub from: String,
     /// Name of the destination pools; `*` stands for any characters.
+    #[serde(default = "any_pool")]
     pub to: String,
     /// Bandwidth shared by all its transfers, GB/s; `None` if only the network interfaces limit them.
     pub gb_per_s: Option<f64>,
     /// Latency of each message in seconds.
+    #[serde(default)]
     pub latency_s: f64,
     /// Cost of traffic in USD per 1e9 bytes.
+    #[serde(default)]
     pub usd_per_gb: f64,
+}
+
+fn any_pool() -> String {
+    "*".into()
 }
 
 impl FleetFile {

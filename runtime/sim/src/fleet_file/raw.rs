@@ -1,6 +1,6 @@
 //! The fleet file as written. The keys are documented in docs/fleet-file.md.
 
-use super::TbtMetric;
+use super::{PoolLink, PoolSlowdown, Routing, Slo};
 use mixfleet_scheduler::cost::{DecodeCoefficients, PrefillCoefficients};
 use mixfleet_scheduler::fleet::Role;
 use mixfleet_scheduler::kv::CachePolicy;
@@ -19,37 +19,19 @@ pub(super) struct File {
     pub(super) engine: Engine,
     pub(super) pool: Vec<RawPool>,
     #[serde(default)]
-    pub(super) link: Vec<RawLink>,
+    pub(super) link: Vec<PoolLink>,
     #[serde(default)]
     pub(super) class: Vec<Class>,
     pub(super) rebalance: Option<Rebalance>,
     #[serde(default)]
-    pub(super) slowdown: Vec<Slowdown>,
+    pub(super) slowdown: Vec<PoolSlowdown>,
     #[serde(default)]
-    pub(super) routers: Routers,
+    pub(super) routers: Routing,
     /// Flags of commands, which the binary reads.
     #[serde(rename = "scheduling")]
     pub(super) _scheduling: Option<toml::Table>,
     #[serde(rename = "serve")]
     pub(super) _serve: Option<toml::Table>,
-}
-
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(super) struct Routers {
-    pub(super) count: Option<u32>,
-    pub(super) delay_s: Option<f64>,
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(super) struct Slowdown {
-    pub(super) pool: String,
-    pub(super) instance: Option<u32>,
-    pub(super) from_s: f64,
-    pub(super) times: f64,
-    #[serde(default)]
-    pub(super) told: bool,
 }
 
 #[derive(Debug, Deserialize)]
@@ -90,21 +72,6 @@ pub(super) struct Model {
     pub(super) kv_dtype: Option<String>,
     pub(super) kv_bytes_per_token: Option<f64>,
     pub(super) weight_bytes: Option<f64>,
-}
-
-/// The objectives, by default those of FAST'25's evaluation.
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub(super) struct Slo {
-    pub(super) ttft_s: f64,
-    pub(super) tbt_s: f64,
-    pub(super) tbt_metric: TbtMetric,
-}
-
-impl Default for Slo {
-    fn default() -> Self {
-        Slo { ttft_s: 30.0, tbt_s: 0.1, tbt_metric: TbtMetric::default() }
-    }
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -165,22 +132,4 @@ const fn one() -> u32 {
 pub(super) struct Calibration {
     pub(super) prefill_s: Option<PrefillCoefficients>,
     pub(super) decode_s: Option<DecodeCoefficients>,
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(super) struct RawLink {
-    #[serde(default = "everyone")]
-    pub(super) from: String,
-    #[serde(default = "everyone")]
-    pub(super) to: String,
-    pub(super) gb_per_s: Option<f64>,
-    #[serde(default)]
-    pub(super) latency_s: f64,
-    #[serde(default)]
-    pub(super) usd_per_gb: f64,
-}
-
-fn everyone() -> String {
-    "*".into()
 }

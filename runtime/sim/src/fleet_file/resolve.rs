@@ -5,8 +5,8 @@ use super::cost::{Hardware, Source};
 use super::error::suggestion;
 use super::limits::TIER_TOKENS_MAX;
 use super::{
-    Engine, FleetFile, FleetFileError, InstancePool, Kv, Model, PoolLink, ReadProfile, Slo, TierSize,
-    VERSION, class, model, pipeline, raw, rebalance, slowdown,
+    Engine, FleetFile, FleetFileError, InstancePool, Kv, Model, PoolLink, ReadProfile, TierSize, VERSION,
+    class, model, pipeline, raw, rebalance, slowdown,
 };
 use mixfleet_hal::economics::Selection;
 use mixfleet_hal::units::GB;
@@ -35,7 +35,7 @@ pub(super) fn file(
         return Err(wrong("version", format!("is {}; this program reads {VERSION}", raw.version)));
     }
     let model = model::resolve(&raw.model)?;
-    let slo = Slo { ttft_s: raw.slo.ttft_s, tbt_s: raw.slo.tbt_s, tbt_metric: raw.slo.tbt_metric };
+    let slo = raw.slo;
     positive("[slo] ttft_s", slo.ttft_s)?;
     positive("[slo] tbt_s", slo.tbt_s)?;
     if raw.pool.is_empty() {
@@ -63,14 +63,14 @@ pub(super) fn file(
         pools.push(self::pool(pool, hardware, &raw.engine, &model, kv, &place)?);
     }
     let rebalance = rebalance::resolve(raw.rebalance.as_ref(), &raw.pool)?;
-    let links = raw.link.into_iter().map(|link| self::link(link, &pools)).collect::<Result<_, _>>()?;
+    raw.link.iter().try_for_each(|link| check_link(link, &pools))?;
     let mut classes = Vec::new();
     for raw in raw.class {
         classes.push(class::resolve(raw, &slo, &classes)?);
     }
-    let slowdowns =
-        raw.slowdown.iter().map(|raw| slowdown::resolve(raw, &pools)).collect::<Result<_, _>>()?;
-    let routers = routers(&raw.routers)?;
+    raw.slowdown.iter().try_for_each(|slowdown| slowdown::check(slowdown, &pools))?;
+    check_routers(raw.routers)?;
+    let (links, slowdowns, routers) = (raw.link, raw.slowdown, raw.routers);
     Ok(FleetFile { model, slo, kv, pools, links, classes, rebalance, slowdowns, routers })
 }
 
@@ -201,10 +201,7 @@ fn price(
     place: &str,
 ) -> Result<(Option<f64>, String), FleetFileError> {
     if let Some(usd_per_hour) = raw.usd_per_hour {
-        if !(usd_per_hour.is_finite() && usd_per_hour >= 0.0) {
-            let cause = format!("is {usd_per_hour}; it must be 0 or more");
-            return Err(wrong(format!("{place}: usd_per_hour"), cause));
-        }
+        not_negative(&format!("{place}: usd_per_hour"), usd_per_hour)?;
         return Ok((Some(usd_per_hour), "stated".into()));
     }
     let devices = raw.devices();
@@ -221,61 +218,41 @@ fn tokens_or_bytes(
     bytes: Option<f64>,
     model: &Model,
 ) -> Result<Option<u64>, FleetFileError> {
-    match (tokens, bytes) {
-        (Some(_), Some(_)) => {
-            Err(wrong(place, format!("has {name}_tokens and {name}_bytes; give one of them")))
-        }
-        (_, Some(bytes)) if !(bytes.is_finite() && bytes >= 0.0) => {
-            Err(wrong(format!("{place}: {name}_bytes"), format!("is {bytes}; it must be 0 or more")))
-        }
-        (tokens, bytes) => {
-            let tokens = tokens.or(bytes.map(|bytes| (bytes / model.kv_bytes_per_token) as u64));
-            match tokens.filter(|tokens| *tokens > TIER_TOKENS_MAX) {
-                Some(tokens) => {
-                    let cause = format!("{tokens} tokens of KV; it must be at most {TIER_TOKENS_MAX}");
-                    Err(wrong(format!("{place}: {name}_bytes"), cause))
-                }
-                None => Ok(tokens),
-            }
-        }
+    if tokens.is_some() && bytes.is_some() {
+        return Err(wrong(place, format!("has {name}_tokens and {name}_bytes; give one of them")));
+    }
+    let key = format!("{place}: {name}_bytes");
+    not_negative(&key, bytes.unwrap_or(0.0))?;
+    let tokens = tokens.or(bytes.map(|bytes| (bytes / model.kv_bytes_per_token) as u64));
+    match tokens.filter(|tokens| *tokens > TIER_TOKENS_MAX) {
+        Some(many) => Err(wrong(key, format!("{many} tokens of KV; it must be at most {TIER_TOKENS_MAX}"))),
+        None => Ok(tokens),
     }
 }
 
-fn routers(raw: &raw::Routers) -> Result<Routing, FleetFileError> {
-    let usual = Routing::default();
-    let count = raw.count.unwrap_or(usual.count);
-    let delay_s = raw.delay_s.unwrap_or(usual.delay_s);
+fn check_routers(routers: Routing) -> Result<(), FleetFileError> {
+    let count = routers.count;
     at_least_one("[routers] count", count)?;
     if count > Routing::COUNT_MAX {
-        return Err(wrong(
-            "[routers] count",
-            format!("is {count}; it must be at most {}", Routing::COUNT_MAX),
-        ));
+        let cause = format!("is {count}; it must be at most {}", Routing::COUNT_MAX);
+        return Err(wrong("[routers] count", cause));
     }
-    if !(delay_s.is_finite() && delay_s >= 0.0) {
-        return Err(wrong("[routers] delay_s", format!("is {delay_s}; it must be 0 or more")));
-    }
-    Ok(Routing { count, delay_s })
+    not_negative("[routers] delay_s", routers.delay_s)
 }
 
-fn link(raw: raw::RawLink, pools: &[InstancePool]) -> Result<PoolLink, FleetFileError> {
-    let place = format!("link from '{}' to '{}'", raw.from, raw.to);
-    for pattern in [&raw.from, &raw.to] {
+fn check_link(link: &PoolLink, pools: &[InstancePool]) -> Result<(), FleetFileError> {
+    let place = format!("link from '{}' to '{}'", link.from, link.to);
+    for pattern in [&link.from, &link.to] {
         if !pools.iter().any(|pool| fits(pattern, &pool.name)) {
             let near = suggestion(pattern, pools.iter().map(|pool| pool.name.as_str()));
             return Err(wrong(place, format!("no pool is called '{pattern}'{near}")));
         }
     }
-    if let Some(gb_per_s) = raw.gb_per_s {
+    if let Some(gb_per_s) = link.gb_per_s {
         positive(&format!("{place}: gb_per_s"), gb_per_s)?;
     }
-    for (key, value) in [("latency_s", raw.latency_s), ("usd_per_gb", raw.usd_per_gb)] {
-        if !(value.is_finite() && value >= 0.0) {
-            return Err(wrong(format!("{place}: {key}"), format!("is {value}; it must be 0 or more")));
-        }
-    }
-    let raw::RawLink { from, to, gb_per_s, latency_s, usd_per_gb } = raw;
-    Ok(PoolLink { from, to, gb_per_s, latency_s, usd_per_gb })
+    not_negative(&format!("{place}: latency_s"), link.latency_s)?;
+    not_negative(&format!("{place}: usd_per_gb"), link.usd_per_gb)
 }
 
 /// Whether `name` matches `pattern`, in which `*` stands for any characters. Between two stars the leftmost
@@ -297,6 +274,13 @@ pub(super) fn positive(place: &str, value: f64) -> Result<(), FleetFileError> {
         return Ok(());
     }
     Err(wrong(place, format!("is {value}; it must be a positive number")))
+}
+
+pub(super) fn not_negative(place: &str, value: f64) -> Result<(), FleetFileError> {
+    if value.is_finite() && value >= 0.0 {
+        return Ok(());
+    }
+    Err(wrong(place, format!("is {value}; it must be 0 or more")))
 }
 
 fn at_least_one(place: &str, value: u32) -> Result<(), FleetFileError> {

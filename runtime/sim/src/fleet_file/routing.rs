@@ -1,7 +1,8 @@
 //! The routers that share the requests.
 
 /// The routers before a fleet.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, serde::Deserialize)]
+#[serde(deny_unknown_fields, default)]
 pub struct Routing {
     /// How many; at least one.
     pub count: u32,

@@ -359,7 +359,7 @@ fn slowdowns_and_routers_are_read_and_wrong_ones_say_why() {
     let slow = |keys: &str| parse(&format!("{EXAMPLE}[[slowdown]]\n{keys}\n"));
     let pool = parse(EXAMPLE).unwrap().pools[0].name.clone();
     let read = slow(&format!("pool = \"{pool}\"\nfrom_s = 10.0\ntimes = 2.0")).unwrap().slowdowns;
-    let expected = PoolSlowdown { pool: 0, instance: None, from_s: 10.0, times: 2.0, told: false };
+    let expected = PoolSlowdown { pool: pool.clone(), instance: None, from_s: 10.0, times: 2.0, told: false };
     assert_eq!(read, [expected]);
     says(
         slow("pool = \"nobody\"\nfrom_s = 1.0\ntimes = 2.0"),

@@ -1,7 +1,7 @@
 //! The class of a request with its objective, and conversations, whose requests wait for earlier answers.
 
-use super::{Objectives, Setup};
-use crate::fleet_file::{Class, ClassMembers, Promise};
+use super::Setup;
+use crate::fleet_file::{Class, ClassMembers, Promise, Slo};
 use crate::trace::{ConversationTurn, Request};
 use mixfleet_hal::random::{bits, unit};
 use mixfleet_hal::units::Seconds;
@@ -15,12 +15,10 @@ const DRAW: u64 = 0xC1A5_5E5D_12A3_0B17;
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Promised {
     /// TTFT and TBT within these objectives.
-    Objectives(Objectives),
+    Objectives(Slo),
     /// The last token by this time.
     By(f64),
 }
-
-impl Promised {}
 
 /// A conversation in progress.
 struct Conversation {
@@ -70,7 +68,7 @@ impl<'a> Classes<'a> {
         let (objective, promised) = match class.promise {
             Promise::Interactive { ttft_s, tbt_s } => (
                 Objective::Interactive { ttft_slo: Some(Seconds(ttft_s)), tbt_slo: Some(Seconds(tbt_s)) },
-                Promised::Objectives(Objectives { ttft_s, tbt_s, metric: slo.metric }),
+                Promised::Objectives(Slo { ttft_s, tbt_s, ..slo }),
             ),
             Promise::Deadline(deadline_s) => by(now_s + deadline_s, 1),
             Promise::Workflow(deadline_s) => {

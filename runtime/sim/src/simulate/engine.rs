@@ -138,11 +138,11 @@ impl Engine {
     pub(super) fn new(instance: &InstanceSetup, setup: &Setup) -> Self {
         let block_tokens = instance.limits.block_tokens;
         Engine {
-            pool: instance.pool,
-            cost: instance.cost.clone(),
+            pool: instance.spec.pool,
+            cost: instance.spec.cost.clone(),
             measures: !setup.slowdowns.is_empty(),
             block_tokens,
-            machine: Instance::new(instance.limits).predicted_by(instance.cost.clone()),
+            machine: Instance::new(instance.limits).predicted_by(instance.spec.cost.clone()),
             active: IdMap::default(),
             lower: Tiers::new(
                 &instance.tiers,

@@ -28,7 +28,7 @@ pub use setup::Choices;
 pub use slowdown::Slowdown;
 pub use tiers::TierSetup;
 
-use crate::fleet_file::{Class, Routing, TbtMetric};
+use crate::fleet_file::{Class, Routing, Slo};
 use crate::trace::{ConversationTurn, Request, TraceError};
 use agenda::{Agenda, Next};
 use classes::Classes;
@@ -36,12 +36,10 @@ use copies::{Copies, Copy};
 use engine::{Engine, Gaps, Message, Outcome};
 use flight::Flight;
 use mixfleet_hal::DType;
-use mixfleet_hal::units::{Ordered, Seconds, UsdPerHour};
+use mixfleet_hal::units::{Ordered, Seconds};
 use mixfleet_scheduler::batch::{After, BatchLimits, Urgency};
-use mixfleet_scheduler::cost::{CostModel, LinkCost};
-use mixfleet_scheduler::fleet::{
-    Action, Arrival, Event, FleetConfig, Instance, InstanceId, PromptChain, Role,
-};
+use mixfleet_scheduler::cost::LinkCost;
+use mixfleet_scheduler::fleet::{Action, Arrival, Event, FleetConfig, Instance, InstanceId, PromptChain};
 use mixfleet_scheduler::table::IdMap;
 use network::Network;
 use results::Ledger;
@@ -60,29 +58,12 @@ const KV: DType = DType::Bf16;
 /// The setup of an instance.
 #[derive(Clone, Debug)]
 pub struct InstanceSetup {
-    /// Index of its pool.
-    pub pool: u32,
-    /// Its device, for display.
-    pub device: Arc<str>,
-    /// The instance's role.
-    pub role: Role,
-    /// Its cost model, shared by instances of one kind.
-    pub cost: Arc<CostModel>,
-    /// Its rent.
-    pub price: Option<UsdPerHour>,
+    /// Its description for the fleet machine; a run sets its id and the dtype of its KV.
+    pub spec: Instance,
     /// Limits of its batches and its KV blocks.
     pub limits: BatchLimits,
     /// The tiers below its devices.
     pub tiers: Vec<TierSetup>,
-    /// Its network interface, in each direction.
-    pub nic: Option<LinkCost>,
-}
-
-impl InstanceSetup {
-    /// KV tokens that fit into its memory.
-    pub fn kv_tokens(&self) -> u64 {
-        u64::from(self.limits.blocks_total) * u64::from(self.limits.block_tokens)
-    }
 }
 
 /// The setup of a fleet.
@@ -101,24 +82,13 @@ pub struct Setup {
     /// Links between pools besides their network interfaces.
     pub pool_links: Vec<(u32, u32, LinkCost)>,
     /// Objectives by which requests without a class are judged.
-    pub slo: Objectives,
+    pub slo: Slo,
     /// Requests with objectives of their own.
     pub classes: Vec<Class>,
     /// Instances that become slower during the run.
     pub slowdowns: Vec<Slowdown>,
     /// The routers.
     pub routers: Routing,
-}
-
-/// The objectives of an answer.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Objectives {
-    /// Maximum TTFT.
-    pub ttft_s: f64,
-    /// Maximum TBT, by `metric`.
-    pub tbt_s: f64,
-    /// How a request's gaps give its TBT.
-    pub metric: TbtMetric,
 }
 
 /// Runs `requests` through the fleet until the last is done, observed by `observer`.
@@ -181,20 +151,7 @@ impl<'a> World<'a> {
         let mut routers = RouterMachines::new(&setup.fleet, setup.routers);
         let mut actions = Vec::new();
         for (at, instance) in setup.instances.iter().enumerate() {
-            let spec = Instance {
-                id: InstanceId(at as u32),
-                device: instance.device.clone(),
-                role: instance.role,
-                pool: instance.pool,
-                cost: instance.cost.clone(),
-                price: instance.price,
-                nic: instance.nic,
-                kv_capacity_tokens: instance.kv_tokens(),
-                kv_block_tokens: instance.limits.block_tokens,
-                kv_dtype: KV,
-                prefill_tokens_beside_decode_max: instance.limits.prefill_tokens_beside_decode_max,
-                step_tokens_max: instance.limits.step_tokens_max,
-            };
+            let spec = Instance { id: InstanceId(at as u32), kv_dtype: KV, ..instance.spec.clone() };
             routers.tell(0.0, Event::InstanceUp(spec), &mut actions);
             for &TierSetup { tier, cost, .. } in &instance.tiers {
                 let up = Event::TierUp { instance: InstanceId(at as u32), tier, cost };
@@ -317,8 +274,8 @@ impl<'a> World<'a> {
         let (class, objective, promised) = self.classes.promise(&request, self.now_s);
         let head_start = self.classes.head_start(class);
         self.ledger.arrived(&request, class);
-        self.timeline.arrived();
-        self.observer.arrived(self.now_s, self.ledger.requests);
+        self.timeline.arrived += 1;
+        self.observer.arrived(self.now_s, self.ledger.all.requests);
         let Request { id, prompt_tokens, output_tokens, chain, session, .. } = request;
         let flight = Flight {
             class,
@@ -385,7 +342,7 @@ impl<'a> World<'a> {
                 }
                 Action::Reject { reason, .. } => {
                     self.ledger.rejected(&reason);
-                    self.timeline.rejected();
+                    self.timeline.rejected += 1;
                     let session = self.flights.remove(request).and_then(|flight| flight.session);
                     self.goes_on(session, request);
                 }
@@ -541,9 +498,9 @@ impl<'a> World<'a> {
         }
         self.tell(Event::PrefillDone { request, instance: InstanceId(instance) });
         if self.actions.drain(..).any(|action| matches!(action, Action::Drop { .. })) {
-            let cost = &self.setup.instances[instance as usize].cost;
+            let cost = &self.setup.instances[instance as usize].spec.cost;
             self.ledger.dropped(cost.prefill_s(known_tokens, prompt_tokens - known_tokens).0);
-            self.timeline.dropped(self.engines[decode as usize].pool());
+            self.timeline.pools[self.engines[decode as usize].pool() as usize].dropped += 1;
             let session = self.flights.remove(request).and_then(|flight| flight.session);
             self.goes_on(session, request);
             self.give_up(request, [instance, decode]);
@@ -571,7 +528,7 @@ impl<'a> World<'a> {
                 gaps.splice(..0, std::mem::take(&mut flight.gaps));
             }
             let answer = self.ledger.finished(&flight, self.now_s, &gaps);
-            self.timeline.completed(self.engines[flight.decode as usize].pool());
+            self.timeline.pools[self.engines[flight.decode as usize].pool() as usize].completed += 1;
             self.observer.finished(self.now_s, &answer);
             self.goes_on(flight.session, request);
         }

@@ -24,8 +24,8 @@ impl Network {
     pub(super) fn new(setup: &Setup) -> Self {
         Network {
             cards: vec![Card::default(); setup.instances.len()],
-            pools: setup.instances.iter().map(|instance| instance.pool).collect(),
-            nics: setup.instances.iter().map(|instance| instance.nic).collect(),
+            pools: setup.instances.iter().map(|instance| instance.spec.pool).collect(),
+            nics: setup.instances.iter().map(|instance| instance.spec.nic).collect(),
             between: setup.pool_links.iter().map(|&(from, to, cost)| ((from, to), cost)).collect(),
             moved: BTreeMap::new(),
         }

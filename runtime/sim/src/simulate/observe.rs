@@ -5,24 +5,16 @@ use mixfleet_scheduler::fleet::{Action, Event};
 /// Callbacks of a run. What is not implemented is not computed. `()` observes nothing.
 pub trait Observer {
     /// A request arrives, the `requests`th.
-    fn arrived(&mut self, now_s: f64, requests: u64) {
-        let _ = (now_s, requests);
-    }
+    fn arrived(&mut self, _now_s: f64, _requests: u64) {}
 
     /// The fleet machine answers an arrival.
-    fn decided(&mut self, now_s: f64, action: &Action) {
-        let _ = (now_s, action);
-    }
+    fn decided(&mut self, _now_s: f64, _action: &Action) {}
 
     /// The fleet machine is told an event.
-    fn told(&mut self, now_s: f64, event: &Event) {
-        let _ = (now_s, event);
-    }
+    fn told(&mut self, _now_s: f64, _event: &Event) {}
 
     /// An answer is complete.
-    fn finished(&mut self, now_s: f64, answer: &AnswerTimes) {
-        let _ = (now_s, answer);
-    }
+    fn finished(&mut self, _now_s: f64, _answer: &AnswerTimes) {}
 
     /// Interval of [`Observer::sampled`]; none by default.
     fn interval_s(&self) -> Option<f64> {
@@ -31,9 +23,7 @@ pub trait Observer {
 
     /// The load of a pool, each pool in turn, at the end of every interval and of the run. For a time without
     /// requests only the first and the last sample are taken.
-    fn sampled(&mut self, sample: &Sample) {
-        let _ = sample;
-    }
+    fn sampled(&mut self, _sample: &Sample) {}
 }
 
 impl Observer for () {}

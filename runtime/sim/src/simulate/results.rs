@@ -8,8 +8,9 @@ use super::observe::AnswerTimes;
 use super::quantiles::Quantiles;
 use super::tiers::ByTier;
 use super::{Flight, Setup};
-use crate::fleet_file::{Class, TbtMetric};
+use crate::fleet_file::{Class, Slo, TbtMetric};
 use crate::trace::Request;
+use crate::trace::stats::ratio;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::fleet::RejectReason;
 use serde::{Deserialize, Serialize};
@@ -182,28 +183,39 @@ impl Results {
     pub const SCHEMA: &'static str = "mixfleet.simulation/1";
 }
 
+/// Requests of one class, or all.
 #[derive(Clone, Default)]
-struct ClassCount {
-    requests: u64,
+pub(super) struct Tally {
+    pub(super) requests: u64,
     completed: u64,
     good: u64,
     ttft_s: Quantiles,
     e2e_s: Quantiles,
 }
 
+impl Tally {
+    fn finished(&mut self, answer: &AnswerTimes, good: bool) {
+        self.completed += 1;
+        self.good += u64::from(good);
+        self.ttft_s.add(answer.ttft_s);
+        self.e2e_s.add(answer.e2e_s);
+    }
+
+    fn slo_attainment(&self) -> f64 {
+        ratio(self.good, self.requests)
+    }
+}
+
 /// Counts as the run goes on.
+#[derive(Default)]
 pub(super) struct Ledger {
-    pub(super) requests: u64,
-    completed: u64,
-    good: u64,
+    pub(super) all: Tally,
     /// By number.
-    classes: Vec<ClassCount>,
+    classes: Vec<Tally>,
     dropped: u64,
     rejected: BTreeMap<String, u64>,
-    ttft_s: Quantiles,
     tpot_s: Quantiles,
     tbt_s: Quantiles,
-    e2e_s: Quantiles,
     blocks: u64,
     prompt_tokens: u64,
     reused: Reused,
@@ -211,35 +223,22 @@ pub(super) struct Ledger {
     busy: Vec<(f64, f64)>,
     wasted_s: f64,
     block_tokens: u32,
-    slo: super::Objectives,
+    slo: Slo,
 }
 
 impl Ledger {
     pub(super) fn new(setup: &Setup) -> Self {
         Ledger {
-            requests: 0,
-            completed: 0,
-            good: 0,
-            classes: vec![ClassCount::default(); setup.classes.len() + 1],
-            dropped: 0,
-            rejected: BTreeMap::new(),
-            ttft_s: Quantiles::default(),
-            tpot_s: Quantiles::default(),
-            tbt_s: Quantiles::default(),
-            e2e_s: Quantiles::default(),
-            blocks: 0,
-            prompt_tokens: 0,
-            reused: Reused::default(),
-            tokens: 0,
+            classes: vec![Tally::default(); setup.classes.len() + 1],
             busy: vec![(0.0, 0.0); setup.pools.len()],
-            wasted_s: 0.0,
             block_tokens: setup.block_tokens.max(1),
             slo: setup.slo,
+            ..Ledger::default()
         }
     }
 
     pub(super) fn arrived(&mut self, request: &Request, class: u32) {
-        self.requests += 1;
+        self.all.requests += 1;
         self.classes[class as usize].requests += 1;
         self.blocks += u64::from(request.prompt_tokens.div_ceil(self.block_tokens));
         self.prompt_tokens += u64::from(request.prompt_tokens);
@@ -277,11 +276,8 @@ impl Ledger {
     pub(super) fn finished(&mut self, flight: &Flight, now_s: f64, gaps: &[Gaps]) -> AnswerTimes {
         let Flight { prompt_tokens, output_tokens, arrived_s, first_token_s, .. } = *flight;
         let (ttft_s, e2e_s) = (first_token_s - arrived_s, now_s - arrived_s);
-        self.completed += 1;
         self.tokens += u64::from(prompt_tokens) + u64::from(output_tokens);
-        self.ttft_s.add(ttft_s);
-        self.e2e_s.add(e2e_s);
-        let tbt_s = (output_tokens > 1).then(|| gap_metric(gaps, self.slo.metric));
+        let tbt_s = (output_tokens > 1).then(|| gap_metric(gaps, self.slo.tbt_metric));
         if let Some(tbt_s) = tbt_s {
             self.tpot_s.add((now_s - first_token_s) / f64::from(output_tokens - 1));
             self.tbt_s.add(tbt_s);
@@ -290,13 +286,10 @@ impl Ledger {
             Promised::Objectives(slo) => ttft_s <= slo.ttft_s && tbt_s.is_none_or(|tbt_s| tbt_s <= slo.tbt_s),
             Promised::By(at_s) => now_s <= at_s,
         };
-        self.good += u64::from(good);
-        let class = &mut self.classes[flight.class as usize];
-        class.completed += 1;
-        class.good += u64::from(good);
-        class.ttft_s.add(ttft_s);
-        class.e2e_s.add(e2e_s);
-        AnswerTimes { ttft_s, tbt_s, e2e_s }
+        let answer = AnswerTimes { ttft_s, tbt_s, e2e_s };
+        self.all.finished(&answer, good);
+        self.classes[flight.class as usize].finished(&answer, good);
+        answer
     }
 
     fn class_results(&self, setup: &Setup) -> Vec<ClassResult> {
@@ -305,28 +298,28 @@ impl Ledger {
         }
         let names =
             std::iter::once(Class::DEFAULT).chain(setup.classes.iter().map(|class| class.name.as_str()));
-        let result = |(name, count): (&str, &ClassCount)| ClassResult {
+        let result = |(name, count): (&str, &Tally)| ClassResult {
             name: name.to_owned(),
             requests: count.requests,
             completed: count.completed,
             ttft_s: (&count.ttft_s).into(),
             e2e_s: (&count.e2e_s).into(),
-            slo_attainment: if count.requests == 0 { 0.0 } else { count.good as f64 / count.requests as f64 },
+            slo_attainment: count.slo_attainment(),
         };
         names.zip(&self.classes).map(result).collect()
     }
 
     pub(super) fn results(&self, setup: &Setup, ended_s: f64, network: &Network, copies: &Copies) -> Results {
         let per_million = |usd: f64| if self.tokens == 0 { 0.0 } else { usd / self.tokens as f64 * 1e6 };
-        let share = |part: u64, whole: u64| if whole == 0 { 0.0 } else { part as f64 / whole as f64 };
-        let of_tokens = |blocks: u64| share(blocks * u64::from(self.block_tokens), self.prompt_tokens);
+        let of_tokens = |blocks: u64| ratio(blocks * u64::from(self.block_tokens), self.prompt_tokens);
         let traffic_usd: f64 = network.moved().values().map(|(_, usd)| usd).sum();
         let pool = |(at, name): (usize, &String)| {
-            let of_pool = || setup.instances.iter().filter(move |instance| instance.pool == at as u32);
+            let of_pool = || setup.instances.iter().filter(move |instance| instance.spec.pool == at as u32);
             let (instances, (prefill_device_s, decode_device_s)) = (of_pool().count() as u32, self.busy[at]);
             let busy_s = prefill_device_s + decode_device_s;
             let utilisation = busy_s / (f64::from(instances) * ended_s).max(f64::MIN_POSITIVE);
-            let rate = of_pool().filter_map(|i| i.price).map(|price| (price * Seconds(1.0)).0).sum::<f64>();
+            let rate =
+                of_pool().filter_map(|i| i.spec.price).map(|price| (price * Seconds(1.0)).0).sum::<f64>();
             let usd_busy = rate / f64::from(instances.max(1)) * busy_s;
             let (name, usd_rent) = (name.clone(), rate * ended_s);
             PoolResult { name, instances, prefill_device_s, decode_device_s, utilisation, usd_rent, usd_busy }
@@ -339,19 +332,19 @@ impl Ledger {
             network.moved().iter().map(|(&(a, b), &(bytes, _))| (format!("{}->{}", name(a), name(b)), bytes));
         Results {
             schema: Results::SCHEMA.to_owned(),
-            requests: self.requests,
-            completed: self.completed,
+            requests: self.all.requests,
+            completed: self.all.completed,
             rejected: self.rejected.clone(),
             dropped: self.dropped,
-            ttft_s: (&self.ttft_s).into(),
+            ttft_s: (&self.all.ttft_s).into(),
             tpot_s: (&self.tpot_s).into(),
             tbt_s: (&self.tbt_s).into(),
-            e2e_s: (&self.e2e_s).into(),
-            slo_attainment: share(self.good, self.requests),
+            e2e_s: (&self.all.e2e_s).into(),
+            slo_attainment: self.all.slo_attainment(),
             classes: self.class_results(setup),
-            goodput_rps: if ended_s > 0.0 { self.good as f64 / ended_s } else { 0.0 },
+            goodput_rps: if ended_s > 0.0 { self.all.good as f64 / ended_s } else { 0.0 },
             prefix_hit: Hit {
-                block: share(self.reused.blocks(), self.blocks),
+                block: ratio(self.reused.blocks(), self.blocks),
                 token: of_tokens(self.reused.blocks()),
             },
             prefix_hit_from: HitBySource {

@@ -1,11 +1,11 @@
 //! Building a fleet from a fleet file.
 
-use super::{InstanceSetup, Objectives, Setup, Slowdown, TierSetup};
+use super::{InstanceSetup, KV, Setup, Slowdown, TierSetup};
 use crate::fleet_file::{FleetFile, InstancePool, TierSize};
 use mixfleet_hal::units::{GB, Seconds, UsdPerHour};
 use mixfleet_scheduler::batch::BatchLimits;
 use mixfleet_scheduler::cost::LinkCost;
-use mixfleet_scheduler::fleet::{Admission, FleetConfig, Policy, Replicate};
+use mixfleet_scheduler::fleet::{Admission, FleetConfig, Instance, InstanceId, Policy, Replicate};
 use mixfleet_scheduler::kv::Tier;
 use std::sync::Arc;
 
@@ -52,16 +52,22 @@ impl Setup {
         let mut instances = Vec::new();
         for (at, pool) in file.pools.iter().enumerate() {
             let nic = LinkCost { seconds_per_byte: 1e-9 / pool.nic_gb_per_s, ..LinkCost::default() };
-            let instance = InstanceSetup {
-                pool: at as u32,
+            let limits = limits(file, pool);
+            let spec = Instance {
+                id: InstanceId(0),
                 device: pool.device.as_deref().unwrap_or(&pool.name).into(),
                 role: pool.role,
+                pool: at as u32,
                 cost: Arc::new(pool.cost.clone()),
                 price: pool.usd_per_hour.map(UsdPerHour),
-                limits: limits(file, pool),
-                tiers: tiers(pool),
+                kv_capacity_tokens: u64::from(limits.blocks_total) * u64::from(limits.block_tokens),
                 nic: Some(nic),
+                kv_block_tokens: limits.block_tokens,
+                kv_dtype: KV,
+                prefill_tokens_beside_decode_max: limits.prefill_tokens_beside_decode_max,
+                step_tokens_max: limits.step_tokens_max,
             };
+            let instance = InstanceSetup { spec, limits, tiers: tiers(pool) };
             instances.extend(std::iter::repeat_n(instance, pool.count as usize));
         }
         let mut pool_links = Vec::new();
@@ -95,10 +101,14 @@ impl Setup {
             pools: file.pools.iter().map(|pool| pool.name.clone()).collect(),
             instances,
             pool_links,
-            slo: Objectives { ttft_s: file.slo.ttft_s, tbt_s: file.slo.tbt_s, metric: file.slo.tbt_metric },
+            slo: file.slo,
             classes: file.classes.clone(),
             routers: file.routers,
-            slowdowns: file.slowdowns.iter().flat_map(|slowdown| Slowdown::of_each(slowdown, file)).collect(),
+            slowdowns: file
+                .slowdowns
+                .iter()
+                .flat_map(|slowdown| Slowdown::of_each(slowdown, &file.pools))
+                .collect(),
         }
     }
 }

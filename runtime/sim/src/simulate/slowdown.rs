@@ -2,7 +2,7 @@
 
 use super::engine::Message;
 use super::{Next, World};
-use crate::fleet_file::{FleetFile, PoolSlowdown};
+use crate::fleet_file::{InstancePool, PoolSlowdown};
 use mixfleet_scheduler::cost::CostModel;
 use mixfleet_scheduler::fleet::{Event, InstanceId};
 use std::sync::Arc;
@@ -22,14 +22,12 @@ pub struct Slowdown {
 
 impl Slowdown {
     /// The slowdown of each instance that `slowdown` of a fleet file selects.
-    pub(super) fn of_each(
-        slowdown: &PoolSlowdown,
-        file: &FleetFile,
-    ) -> impl Iterator<Item = Slowdown> + use<> {
-        let PoolSlowdown { pool, instance, from_s, times, told } = *slowdown;
-        let first: u32 = file.pools[..pool].iter().map(|pool| pool.count).sum();
-        let those = instance.map_or(0..file.pools[pool].count, |one| one..one + 1);
-        those.map(move |one| Slowdown { instance: first + one, from_s, times, told })
+    pub(super) fn of_each(slowdown: &PoolSlowdown, pools: &[InstancePool]) -> Vec<Slowdown> {
+        let PoolSlowdown { ref pool, instance, from_s, times, told } = *slowdown;
+        let names = pools.iter().flat_map(|pool| std::iter::repeat_n(&pool.name, pool.count as usize));
+        let of_pool = (0..).zip(names).filter(|(_, name)| *name == pool);
+        let those = (0..).zip(of_pool).filter(|(at, _)| instance.is_none_or(|one| one == *at));
+        those.map(|(_, (instance, _))| Slowdown { instance, from_s, times, told }).collect()
     }
 }
 
@@ -42,7 +40,7 @@ impl World<'_> {
 
     pub(super) fn slows_down(&mut self, index: u32) {
         let Slowdown { instance, times, told, .. } = self.setup.slowdowns[index as usize];
-        let usual = self.setup.instances[instance as usize].cost.clone();
+        let usual = self.setup.instances[instance as usize].spec.cost.clone();
         let cost = Arc::new(CostModel::Scaled(times, usual));
         self.send(instance, Message::Cost(cost.clone()));
         let known = self.routers.first().instances().find(|known| known.id == InstanceId(instance)).cloned();

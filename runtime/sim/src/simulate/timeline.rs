@@ -25,13 +25,14 @@ const SAMPLES_MAX: u64 = 20_000_000;
 
 /// The counts of one pool.
 #[derive(Clone, Copy, Debug, Default)]
-struct Counts {
-    dropped: u64,
-    completed: u64,
+pub(super) struct Counts {
+    pub(super) dropped: u64,
+    pub(super) completed: u64,
     /// Device time up to the last sample.
     worked_s: (f64, f64),
 }
 
+#[derive(Default)]
 pub(super) struct Timeline {
     /// The interval; none if no samples are wanted.
     interval_s: Option<f64>,
@@ -42,40 +43,14 @@ pub(super) struct Timeline {
     sampled_s: f64,
     /// Whether the fleet had no request at the last sample.
     idle: bool,
-    arrived: u64,
-    rejected: u64,
-    pools: Vec<Counts>,
+    pub(super) arrived: u64,
+    pub(super) rejected: u64,
+    pub(super) pools: Vec<Counts>,
 }
 
 impl Timeline {
     pub(super) fn new(interval_s: Option<f64>, pools: usize) -> Self {
-        let pools = vec![Counts::default(); pools];
-        Timeline {
-            interval_s,
-            next: 1,
-            taken: 0,
-            sampled_s: 0.0,
-            idle: false,
-            arrived: 0,
-            rejected: 0,
-            pools,
-        }
-    }
-
-    pub(super) fn arrived(&mut self) {
-        self.arrived += 1;
-    }
-
-    pub(super) fn rejected(&mut self) {
-        self.rejected += 1;
-    }
-
-    pub(super) fn dropped(&mut self, pool: u32) {
-        self.pools[pool as usize].dropped += 1;
-    }
-
-    pub(super) fn completed(&mut self, pool: u32) {
-        self.pools[pool as usize].completed += 1;
+        Timeline { interval_s, next: 1, pools: vec![Counts::default(); pools], ..Timeline::default() }
     }
 
     /// Time of the next sample, if it is before `then_s`. For a time without requests it is the last one.
@@ -90,9 +65,7 @@ impl Timeline {
         let due_s = self.next as f64 * interval_s;
         (due_s < then_s).then_some(due_s)
     }
-}
 
-impl Timeline {
     /// # Errors
     /// When there are too many samples for any table or page.
     pub(super) fn check(&self) -> Result<(), TraceError> {

@@ -3,10 +3,10 @@
 use super::{BLOCK_TOKENS, STEP_TOKENS_MAX, Scene, Seen, Step};
 use mixfleet_runtime::engine::EngineConfig;
 use mixfleet_scheduler::batch::BatchLimits;
-use mixfleet_scheduler::fleet::{Event, FleetConfig};
+use mixfleet_scheduler::fleet::{Event, FleetConfig, Instance};
 use mixfleet_scheduler::kv::CachePolicy;
-use mixfleet_sim::fleet_file::{Class, ClassMembers, Promise, Routing, TbtMetric};
-use mixfleet_sim::simulate::{InstanceSetup, Objectives, Setup, run};
+use mixfleet_sim::fleet_file::{Class, ClassMembers, Promise, Routing, Slo, TbtMetric};
+use mixfleet_sim::simulate::{InstanceSetup, Setup, run};
 use mixfleet_sim::trace::Request;
 use std::collections::BTreeSet;
 
@@ -17,11 +17,6 @@ pub(super) fn simulated(scene: &Scene, fleet: FleetConfig, steps: &[Step]) -> Se
     for step in steps {
         match step.event.clone() {
             Event::InstanceUp(up) if known.insert((up.id, up.id)) => instances.push(InstanceSetup {
-                pool: up.id.0,
-                device: up.device,
-                role: up.role,
-                cost: up.cost,
-                price: up.price,
                 limits: BatchLimits {
                     blocks_total: (up.kv_capacity_tokens / u64::from(BLOCK_TOKENS)) as u32,
                     block_tokens: BLOCK_TOKENS,
@@ -36,7 +31,7 @@ pub(super) fn simulated(scene: &Scene, fleet: FleetConfig, steps: &[Step]) -> Se
                     cache_policy: CachePolicy::Lru,
                 },
                 tiers: Vec::new(),
-                nic: None,
+                spec: Instance { pool: up.id.0, nic: None, step_tokens_max: STEP_TOKENS_MAX, ..up },
             }),
             Event::LinkUp(link) if known.insert((link.from, link.to)) => {
                 pool_links.push((link.from.0, link.to.0, link.cost))
@@ -55,7 +50,7 @@ pub(super) fn simulated(scene: &Scene, fleet: FleetConfig, steps: &[Step]) -> Se
         }
     }
     let setup = Setup {
-        slo: Objectives { ttft_s: 1.5, tbt_s: 0.03, metric: TbtMetric::Mean },
+        slo: Slo { ttft_s: 1.5, tbt_s: 0.03, tbt_metric: TbtMetric::Mean },
         classes: vec![
             Class {
                 name: "flex".into(),
@@ -75,7 +70,7 @@ pub(super) fn simulated(scene: &Scene, fleet: FleetConfig, steps: &[Step]) -> Se
         fleet,
         max_tokens: 1,
         block_tokens: BLOCK_TOKENS,
-        pools: instances.iter().map(|i: &InstanceSetup| i.device.to_string()).collect(),
+        pools: instances.iter().map(|i: &InstanceSetup| i.spec.device.to_string()).collect(),
         instances,
         pool_links,
     };
