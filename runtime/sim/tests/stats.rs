@@ -124,7 +124,7 @@ fn a_generated_conversation_hits_what_a_naive_replay_hits() {
     let found = stats.prefix_hit.infinite;
     assert_eq!(found.block, infinite as f64 / references as f64);
     assert_eq!(found.token, infinite_tokens as f64 / tokens as f64);
-    let lru = stats.prefix_hit.lru.expect("counted").0;
+    let lru = stats.prefix_hit.lru.expect("counted");
     for ((capacity, found), hits) in lru.into_iter().zip(hits) {
         let expected = hits as f64 / references as f64;
         println!("{capacity} blocks: {} of the blocks hit, {expected} by the naive replay", found.block);

@@ -21,11 +21,11 @@ pub(super) type Refusal = (&'static str, String);
 /// The known properties of a pool's devices.
 pub(super) struct Hardware {
     pub(super) part: Option<&'static Part>,
-    pub(super) source: Source,
+    source: Source,
 }
 
 /// The origin of times.
-pub(super) enum Source {
+enum Source {
     Engine(Box<EngineProfile>),
     Device {
         profile: Box<DeviceProfile>,
@@ -69,6 +69,14 @@ impl Hardware {
             return Err(wrong("device", "is missing; give it, a profile, or a calibration".into()));
         }
         Ok(Hardware { part, source })
+    }
+
+    /// The serving engine that was measured, if one was.
+    pub(super) fn engine(&self) -> Option<&EngineProfile> {
+        match &self.source {
+            Source::Engine(engine) => Some(engine),
+            _ => None,
+        }
     }
 
     /// Memory of one device, if known.
@@ -216,21 +224,18 @@ fn of_engine(
 }
 
 fn check(calibration: &raw::Calibration) -> Result<(), Refusal> {
-    let mut values = Vec::new();
-    if let Some(PrefillCoefficients { overhead, per_token, per_token_squared }) = calibration.prefill_s {
-        values.extend([
-            ("overhead", overhead),
-            ("per_token", per_token),
-            ("per_token_squared", per_token_squared),
-        ]);
-    }
-    if let Some(DecodeCoefficients { base, per_sequence, per_kv_token }) = calibration.decode_s {
-        values.extend([("base", base), ("per_sequence", per_sequence), ("per_kv_token", per_kv_token)]);
-    }
-    if values.is_empty() {
+    let raw::Calibration { prefill_s, decode_s } = calibration;
+    if prefill_s.is_none() && decode_s.is_none() {
         return Err(("calibration", "is empty; give prefill_s, decode_s, or both".into()));
     }
-    match values.into_iter().find(|(_, value)| !(value.is_finite() && *value >= 0.0)) {
+    let prefill = prefill_s.map(|PrefillCoefficients { overhead, per_token, per_token_squared }| {
+        [("overhead", overhead), ("per_token", per_token), ("per_token_squared", per_token_squared)]
+    });
+    let decode = decode_s.map(|DecodeCoefficients { base, per_sequence, per_kv_token }| {
+        [("base", base), ("per_sequence", per_sequence), ("per_kv_token", per_kv_token)]
+    });
+    match prefill.into_iter().chain(decode).flatten().find(|(_, value)| !(value.is_finite() && *value >= 0.0))
+    {
         Some((name, value)) => Err(("calibration", format!("{name} is {value}; it must be 0 or more"))),
         None => Ok(()),
     }

@@ -33,27 +33,21 @@ pub(super) fn resolve(raw: &raw::Model) -> Result<Model, FleetFileError> {
     if let Some((key, _)) = keys.iter().find(|(_, value)| *value == Some(0)) {
         return Err(wrong(key, "is 0; it must be at least 1"));
     }
-    let name = raw.name.clone();
-    if given.is_empty() {
-        let name = name.ok_or_else(|| wrong("name", "is missing; give it, or the model's shape"))?;
-        let known = models::find(&name).map_err(|error| wrong("name", error.to_string()))?;
-        let shape = ModelShape { kv, ..known.shape(dtype) };
-        return Ok(Model {
-            name: known.name.into(),
-            layers: known.layers,
-            kv_bytes_per_token: kv_bytes_per_token.unwrap_or(shape.kv_bytes_per_token() as f64),
-            weights: weight_bytes.unwrap_or_else(|| known.weight_bytes(dtype)),
-            shape: Some(shape),
-        });
-    }
-    let name = name.unwrap_or_else(|| INLINE.into());
+    let name = raw.name.clone().unwrap_or_else(|| INLINE.into());
     if let (["layers"], Some(kv_bytes_per_token)) = (&given[..], kv_bytes_per_token) {
         let (layers, weights) = (raw.layers.unwrap_or(1), weight_bytes.unwrap_or(Bytes::ZERO));
         return Ok(Model { name, layers, kv_bytes_per_token, weights, shape: None });
     }
-    let shape = inline(raw, dtype, kv)?;
-    let tied = raw.tied_embeddings.unwrap_or(false);
-    let counted = Bytes((models::matrix_parameters(&shape, tied) * dtype.size_bytes()) as f64);
+    let (name, shape, counted) = if given.is_empty() {
+        let name = raw.name.as_deref();
+        let name = name.ok_or_else(|| wrong("name", "is missing; give it, or the model's shape"))?;
+        let known = models::find(name).map_err(|error| wrong("name", error.to_string()))?;
+        (known.name.into(), ModelShape { kv, ..known.shape(dtype) }, known.weight_bytes(dtype))
+    } else {
+        let shape = inline(raw, dtype, kv)?;
+        let parameters = models::matrix_parameters(&shape, raw.tied_embeddings.unwrap_or(false));
+        (name, shape, Bytes((parameters * dtype.size_bytes()) as f64))
+    };
     Ok(Model {
         name,
         layers: shape.layers(),

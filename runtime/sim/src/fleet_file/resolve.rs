@@ -1,7 +1,8 @@
 //! Resolves the file as written to a fleet with all defaults.
 
 use super::Routing;
-use super::cost::{Hardware, Source};
+use super::cost::Hardware;
+use super::engine_profile::EngineProfile;
 use super::error::suggestion;
 use super::limits::TIER_TOKENS_MAX;
 use super::{
@@ -43,10 +44,7 @@ pub(super) fn file(
     }
     let hardware: Vec<Hardware> =
         raw.pool.iter().map(|pool| Hardware::of(pool, directory, read_profile)).collect::<Result<_, _>>()?;
-    let measured = hardware.iter().find_map(|hardware| match &hardware.source {
-        Source::Engine(engine) => engine.meta.kv_cache.block_size,
-        _ => None,
-    });
+    let measured = hardware.iter().find_map(|hardware| hardware.engine()?.meta.kv_cache.block_size);
     let block_tokens = raw.kv.block_tokens.or(measured).unwrap_or(BatchLimits::BLOCK_TOKENS);
     at_least_one("[kv] block_tokens", block_tokens)?;
     let replicate_gb_per_s = raw.kv.replicate_gb_per_s;
@@ -130,10 +128,7 @@ fn pool(
 
 /// The engine's limits: the pool's, or else the file's, or else those of the measured engine.
 fn engine(raw: &raw::RawPool, shared: &raw::Engine, hardware: &Hardware) -> Engine {
-    let measured = match &hardware.source {
-        Source::Engine(engine) => Some(&engine.meta.engine_kwargs),
-        _ => None,
-    };
+    let measured = hardware.engine().map(|engine| &engine.meta.engine_kwargs);
     let tokens = raw.max_batched_tokens.or(shared.max_batched_tokens);
     let beside = raw.max_prefill_tokens_beside_decode.or(shared.max_prefill_tokens_beside_decode);
     let sequences = raw.max_sequences.or(shared.max_sequences);
@@ -174,10 +169,7 @@ fn cache_tokens(
         return Err(wrong(format!("{place}: devices_per_instance"), cause));
     }
     let stated = tokens_or_bytes(place, "cache", raw.cache_tokens, raw.cache_bytes, model)?;
-    let measured = match &hardware.source {
-        Source::Engine(engine) => engine.cache_tokens(),
-        _ => None,
-    };
+    let measured = hardware.engine().and_then(EngineProfile::cache_tokens);
     // With more devices than KV heads, each device keeps a copy of its head.
     let copies = model
         .shape

@@ -25,10 +25,9 @@ pub use observe::{AnswerTimes, Observer, Sample};
 pub use quantiles::Quantiles;
 pub use results::{ClassResult, Distribution, HitBySource, PoolResult, Results};
 pub use setup::Choices;
-pub use slowdown::Slowdown;
 pub use tiers::TierSetup;
 
-use crate::fleet_file::{Class, Routing, Slo};
+use crate::fleet_file::{Class, PoolSlowdown, Routing, Slo};
 use crate::trace::{ConversationTurn, Request, TraceError};
 use agenda::{Agenda, Next};
 use classes::Classes;
@@ -44,7 +43,6 @@ use mixfleet_scheduler::table::IdMap;
 use network::Network;
 use results::Ledger;
 use routers::RouterMachines;
-use std::sync::Arc;
 use timeline::Timeline;
 
 /// Largest fleet in which every step is reported before a decision. In larger ones decisions use what
@@ -86,7 +84,7 @@ pub struct Setup {
     /// Requests with objectives of their own.
     pub classes: Vec<Class>,
     /// Instances that become slower during the run.
-    pub slowdowns: Vec<Slowdown>,
+    pub slowdowns: Vec<PoolSlowdown>,
     /// The routers.
     pub routers: Routing,
 }

@@ -1,6 +1,6 @@
 //! Building a fleet from a fleet file.
 
-use super::{InstanceSetup, KV, Setup, Slowdown, TierSetup};
+use super::{InstanceSetup, KV, Setup, TierSetup};
 use crate::fleet_file::{FleetFile, InstancePool, TierSize};
 use mixfleet_hal::units::{GB, Seconds, UsdPerHour};
 use mixfleet_scheduler::batch::BatchLimits;
@@ -104,11 +104,7 @@ impl Setup {
             slo: file.slo,
             classes: file.classes.clone(),
             routers: file.routers,
-            slowdowns: file
-                .slowdowns
-                .iter()
-                .flat_map(|slowdown| Slowdown::of_each(slowdown, &file.pools))
-                .collect(),
+            slowdowns: file.slowdowns.clone(),
         }
     }
 }

@@ -50,7 +50,9 @@ pub struct Tally {
     prompts: Histogram,
     outputs: Histogram,
     block_references: u64,
-    infinite: Infinite,
+    /// What a cache that keeps every block holds.
+    held: IdMap<()>,
+    infinite: Hits,
     caches: Vec<(CachePolicy, usize, BlockCache, Hits)>,
     evicted: Vec<BlockHash>,
     prefill: [Seconds; 2],
@@ -74,7 +76,8 @@ impl Tally {
             prompts: Histogram::default(),
             outputs: Histogram::default(),
             block_references: 0,
-            infinite: Infinite::default(),
+            held: IdMap::default(),
+            infinite: Hits::default(),
             evicted: Vec::new(),
             prefill: [Seconds::ZERO; 2],
         }
@@ -91,8 +94,11 @@ impl Tally {
         self.outputs.add(request.output_tokens);
         self.block_references += request.chain.len() as u64;
         let reused = |blocks| request.reused_tokens(blocks, self.options.block_tokens);
-        let blocks = self.infinite.hit_and_hold(&request.chain);
-        self.infinite.hits.add(blocks, reused(blocks));
+        let blocks = request.chain.iter().take_while(|key| self.held.contains(key.0)).count();
+        for key in &request.chain[blocks..] {
+            self.held.insert(key.0, ());
+        }
+        self.infinite.add(blocks, reused(blocks));
         if let Some(fit) = self.options.prefill {
             self.prefill[0] += fit.time(request.prompt_tokens, 0);
             self.prefill[1] += fit.time(request.prompt_tokens, reused(blocks));
@@ -128,9 +134,9 @@ impl Tally {
             input_tokens: self.prompts.lengths(),
             output_tokens: self.outputs.lengths(),
             block_tokens: (self.options.block_tokens > 0).then_some(self.options.block_tokens),
-            blocks: Blocks { references: self.block_references, distinct: self.infinite.held.len() as u64 },
+            blocks: Blocks { references: self.block_references, distinct: self.held.len() as u64 },
             prefix_hit: PrefixHit {
-                infinite: rates(self.infinite.hits),
+                infinite: rates(self.infinite),
                 lru: wanted(CachePolicy::Lru),
                 lfu: wanted(CachePolicy::Lfu),
                 length_aware: wanted(CachePolicy::LengthAware),
@@ -142,24 +148,6 @@ impl Tally {
             }),
             repairs,
         }
-    }
-}
-
-/// A cache that keeps every block.
-#[derive(Default)]
-struct Infinite {
-    held: IdMap<()>,
-    hits: Hits,
-}
-
-impl Infinite {
-    /// Number of leading blocks of `chain` that are cached; from now on all are.
-    fn hit_and_hold(&mut self, chain: &[BlockHash]) -> usize {
-        let hit = chain.iter().take_while(|key| self.held.contains(key.0)).count();
-        for key in &chain[hit..] {
-            self.held.insert(key.0, ());
-        }
-        hit
     }
 }
 
