@@ -1,5 +1,5 @@
-//! What `serve` does and what `simulate` predicts are one: the real engine on simulated devices in virtual
-//! time, and the simulator's driver of the same machine, place and turn away the same requests.
+//! `serve` and `simulate` agree: the real engine on simulated devices in virtual time, and the simulator's
+//! driver of the same machine, place and reject the same requests.
 
 mod served;
 mod simulated;
@@ -13,8 +13,8 @@ use simulated::simulated;
 use std::collections::BTreeMap;
 
 const BLOCK_TOKENS: u32 = 16;
-/// Times are the same within this, a twentieth of the shortest step: the cost model interpolates what
-/// attention takes.
+/// Maximum difference of equal times, a twentieth of the shortest step: the cost model interpolates the time
+/// of attention.
 const SAME_S: f64 = 5e-5;
 const STEP_TOKENS_MAX: u32 = 192;
 const REQUESTS: usize = 200;
@@ -28,28 +28,28 @@ struct Part {
     usd_per_hour: f64,
 }
 
-/// Quick and dear. On both parts attention is bound by arithmetic: the cost model gives all sequences of a
-/// step the mean length, and the width of the block table, which is that of the longest, would show in what
-/// attention reads.
+/// A fast and expensive part. On both parts attention is bound by arithmetic: the cost model gives all
+/// sequences of a step the mean length, and otherwise the width of the block table, which is that of the
+/// longest, would show in the time of attention.
 const DEAR: Part = Part { role: Role::Auto, flops: 4e8, bandwidth: 2e8, usd_per_hour: 4.0 };
-/// Slow and cheap.
+/// A slow and cheap part.
 const CHEAP: Part = Part { role: Role::Auto, flops: 1.6e8, bandwidth: 7e7, usd_per_hour: 1.0 };
 
 struct Scene {
     name: &'static str,
     parts: Vec<Part>,
     joined: bool,
-    /// Two of three requests are flex.
+    /// Whether two of three requests are flex.
     flex: bool,
-    /// The third is of the tier `priority`.
+    /// Whether the third is of the tier `priority`.
     priority: bool,
-    /// Sequences that an instance holds at a time.
+    /// Maximum sequences of an instance.
     sequences_max: u32,
-    /// Prompt tokens in a step that also decodes; as many as the TBT objective allows if none.
+    /// Maximum prompt tokens in a step that also decodes; as many as the TBT objective allows if none.
     beside_decode_max: Option<u32>,
-    /// Prefixes come from where they are.
+    /// Whether prefixes are pulled.
     pull: bool,
-    /// Routers, which take the requests in turns.
+    /// Number of routers, which get the requests in turn.
     routers: u16,
     policy: Policy,
     requests: usize,
@@ -57,7 +57,7 @@ struct Scene {
     seed: u64,
 }
 
-/// What the machine decided on a request: where, or why not.
+/// A decision of the machine: the placement, or the reason of rejection.
 type Decision = (u64, std::result::Result<(u32, u32), String>);
 
 fn decision(action: &Action) -> Option<Decision> {
@@ -70,7 +70,7 @@ fn decision(action: &Action) -> Option<Decision> {
     }
 }
 
-/// A step of a fleet's machine, as a log has it.
+/// A logged step of a fleet machine.
 #[derive(Deserialize)]
 struct Step {
     now: Seconds,
@@ -78,7 +78,7 @@ struct Step {
     actions: Vec<Action>,
 }
 
-/// What happened: decisions, and when each request got its first token and its last.
+/// Decisions, and the times of each request's first and last token.
 #[derive(Default)]
 struct Seen {
     decisions: Vec<(f64, Decision)>,
@@ -98,7 +98,7 @@ impl Seen {
         }
     }
 
-    /// Times of `self` that are none of `other`'s, within [`SAME_S`].
+    /// Number of times of `self` that `other` does not have, within [`SAME_S`].
     fn unlike(&self, other: &Seen) -> usize {
         let off = |a: &BTreeMap<u64, f64>, b: &BTreeMap<u64, f64>| {
             let is = |request, at_s: f64| b.get(request).is_some_and(|other| (at_s - other).abs() < SAME_S);
@@ -132,8 +132,7 @@ fn seen(steps: &[Step]) -> Seen {
     seen
 }
 
-/// Placements and times on which the two disagree, requests that were turned away, and sequences that lost
-/// their blocks.
+/// Number of placements and times that differ, of rejected requests, and of preemptions.
 fn compare(scene: &Scene) -> (usize, usize, u64) {
     let (fleet, steps, preemptions) = served(scene);
     if std::env::var_os("MIXFLEET_AGREE_EVENTS").is_some() {
@@ -172,7 +171,7 @@ const POLICIES: [Policy; 6] = [
     Policy::KvcacheCentric { threshold: 1.2 },
 ];
 
-/// A load that leaves the instances idle half of the time, one with queues, and one beyond what they can do.
+/// A load that leaves the instances idle half of the time, one with queues, and one beyond their capacity.
 const LOADS: [(u64, f64); 3] = [(1, 2.0), (2, 12.0), (3, 18.0)];
 
 fn scene(name: &'static str, parts: Vec<Part>, joined: bool, policy: Policy, load: (u64, f64)) -> Scene {
@@ -226,7 +225,7 @@ fn prefill_and_decode_pairs_agree_on_every_placement() {
 #[test]
 fn joined_instances_that_do_both_agree_on_every_placement() {
     for policy in POLICIES {
-        // in the last one sequences wait for the places of others, whose KV waits to be taken in
+        // In the last one sequences wait for slots of others whose KV waits to be received.
         for load in LOADS.into_iter().chain([(4, 26.0)]) {
             let (unlike, ..) = compare(&scene("two joined instances", vec![DEAR, CHEAP], true, policy, load));
             assert_eq!(unlike, 0, "{policy:?} at {} requests/s", load.1);
@@ -234,7 +233,7 @@ fn joined_instances_that_do_both_agree_on_every_placement() {
     }
 }
 
-/// At 26 requests/s, where many are preempted and both instances hand over at one instant, the two differ.
+/// At 26 requests/s, where many are preempted and both instances hand over at the same time, the two differ.
 #[test]
 fn requests_of_three_tiers_agree_on_every_placement() {
     for (flex, load) in [(false, (2, 12.0)), (true, (3, 18.0))] {
@@ -269,8 +268,8 @@ fn pulled_prefixes_agree_on_every_placement() {
     }
 }
 
-/// Split and joint roles, and requests with deadlines beside others: the first policy and one seed, or all
-/// policies and as many seeds as `MIXFLEET_AGREE_SEEDS` says.
+/// Covers split and joint roles, and requests with deadlines beside others: the first policy and one seed, or
+/// all policies and as many seeds as `MIXFLEET_AGREE_SEEDS` says.
 #[test]
 fn sixteen_instances_agree_on_every_placement() {
     let seeds: Option<u64> =
@@ -303,7 +302,7 @@ fn flexible_requests_that_give_way_agree_on_every_placement() {
     assert!(preempted > 50, "hardly anybody gave way: {preempted}");
 }
 
-/// Each router hears of what the others gave to the instances, at once and on the beat.
+/// Each router is told what the others gave to the instances, at once and on the beat.
 #[test]
 fn several_routers_agree_on_every_placement() {
     for (at, policy) in POLICIES.into_iter().enumerate() {

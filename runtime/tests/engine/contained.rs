@@ -1,4 +1,4 @@
-//! What a failure ends: the narrowest thing that it concerns, and nothing beside it.
+//! A failure ends only what it concerns.
 
 use crate::fleet::wayward::Wayward;
 use crate::fleet::{ReceivedAnswer, TestFleet, ask, greedy, prompt};
@@ -20,7 +20,7 @@ fn checkpoint() -> Checkpoint {
     tiny_variants().remove(0).1.load().unwrap()
 }
 
-/// A token that no sound prompt of these tests has, and no position, slot or block table reaches.
+/// A token that no other prompt of these tests has, and that equals no position, slot or page number.
 fn poison(checkpoint: &Checkpoint) -> u32 {
     checkpoint.config.vocab - 1
 }
@@ -32,12 +32,12 @@ fn sound(checkpoint: &Checkpoint, seed: u64) -> (Vec<u32>, Vec<u32>) {
     (prompt, expected)
 }
 
-/// Whether a word of `data` is `token`.
+/// Whether `data` contains `token` as a word.
 fn has(data: &[u8], token: u32) -> bool {
     data.chunks_exact(4).any(|word| word == token.to_le_bytes())
 }
 
-/// A device that says `error` where it is given the poisoned token, and how often it did.
+/// A device that fails with `error` when it gets the poisoned token, and the number of failures.
 fn dies_of(id: &str, token: u32, kind: ErrorKind) -> (Arc<dyn Device>, Arc<AtomicU32>) {
     let deaths = Arc::new(AtomicU32::new(0));
     let count = deaths.clone();
@@ -51,8 +51,8 @@ fn dies_of(id: &str, token: u32, kind: ErrorKind) -> (Arc<dyn Device>, Arc<Atomi
     (Arc::new(device), deaths)
 }
 
-/// One poisoned request among sound ones, all at once, then after `pause` a sound one; the sound ones'
-/// answers must be right. The poisoned one's.
+/// Runs one poisoned request among others, all at once, and another one after `pause`; the others' answers
+/// must be right. Returns the poisoned one's answer.
 fn one_among_others(
     fleet: &TestFleet,
     checkpoint: &Checkpoint,
@@ -121,7 +121,7 @@ fn a_request_with_which_two_instances_were_lost_ends() {
         fleet = fleet.with_device(Role::Auto, device);
         deaths.push(count);
     }
-    // Two others are left for those who were on the lost ones.
+    // Two other instances are left for the requests of the lost ones.
     let answer = one_among_others(&fleet, &checkpoint, vec![1, 2, token], Duration::ZERO);
     let failure = answer.failure.unwrap();
     assert!(failure.contains("two instances"), "{failure}");
@@ -164,7 +164,7 @@ fn a_device_that_draws_a_token_that_there_is_not_is_lost_and_nothing_panics() {
     let lies = Arc::new(AtomicU32::new(0));
     let count = lies.clone();
     let liar = Wayward::new("device0").reading(move |from, data| {
-        // The best tokens of one row.
+        // These are the best tokens of one row.
         if from.bytes == 4 && count.fetch_add(1, Ordering::Relaxed) == 0 {
             data.copy_from_slice(&u32::MAX.to_le_bytes());
         }
@@ -180,7 +180,7 @@ fn a_device_that_draws_a_token_that_there_is_not_is_lost_and_nothing_panics() {
     assert!(lies.load(Ordering::Relaxed) > 0 && fleet.panics() == 0);
 }
 
-/// Memory regions that are refused while `refused` is set, as where no descriptors are left.
+/// Memory regions that are refused while `refused` is set, as if no descriptors were left.
 fn scarce(
     refused: &Arc<AtomicBool>,
 ) -> impl Fn(u64) -> Result<Arc<dyn SharedMemory>> + Send + Sync + 'static {
@@ -224,7 +224,7 @@ fn where_a_device_can_do_both_a_refused_hand_off_is_served_there() {
     assert_eq!((answer.tokens, answer.failure), (expected, None));
 }
 
-/// Remembers where the memory lies that peers write to.
+/// Records the memory that peers write to.
 struct Watched {
     inner: HostRegion,
     seen: Arc<Mutex<Vec<Range<usize>>>>,
@@ -253,8 +253,8 @@ impl SharedMemory for Watched {
     }
 }
 
-/// A piece that was checked and is read again for the device could have changed in between: what the device
-/// is given must lie where no peer can write.
+/// A piece that is checked and read again for the device could change in between: the device must get it from
+/// memory that no peer can write.
 #[test]
 fn what_the_device_gets_of_a_peers_kv_is_the_copy_that_was_checked() {
     let checkpoint = checkpoint();
@@ -275,7 +275,7 @@ fn what_the_device_gets_of_a_peers_kv_is_the_copy_that_was_checked() {
         .with_device(Role::Decode, Arc::new(device))
         .regions(move |bytes| {
             let inner = HostRegion::new(bytes as usize)?;
-            // What is as large as one piece is the receiver's own.
+            // Memory of the size of one piece is the receiver's own.
             Ok(match bytes {
                 2048 => Arc::new(inner) as Arc<dyn SharedMemory>,
                 _ => Arc::new(Watched { inner, seen: watched.clone() }),

@@ -1,6 +1,5 @@
-//! Prefixes that many requests have in common, in the seeded environment: they are copied to further
-//! instances before a request has to compute them there, and every answer has the tokens of the float64
-//! forward pass.
+//! Prefixes that many requests share, in the seeded environment: they are copied to further instances before
+//! a request has to compute them there, and every answer has the tokens of the float64 forward pass.
 
 use crate::fleet::{Case, ReceivedAnswer, TestFleet, ask, greedy, prompt};
 use mixfleet_hal::fault::{Fault, FaultPlan, Rule};
@@ -15,7 +14,7 @@ const ANSWER: usize = 6;
 /// A system prompt of 15 blocks.
 const SHARED: u32 = 120;
 
-/// Questions behind one system prompt, with their answers.
+/// Questions after one system prompt, with their answers.
 fn questions(checkpoint: &Checkpoint, count: u64) -> Arc<Vec<Case>> {
     let shared = prompt(SHARED, 1, &checkpoint.config);
     let question = |at: u64| {
@@ -25,7 +24,7 @@ fn questions(checkpoint: &Checkpoint, count: u64) -> Arc<Vec<Case>> {
     Arc::new((0..count).map(question).collect())
 }
 
-/// Asks one question, and when its answer is there the others at once; checks every answer.
+/// Asks one question, and after its answer the others at once; checks every answer.
 fn ask_all(fleet: &TestFleet, env: &SeededEnv, questions: &Arc<Vec<Case>>) {
     let handle = fleet.start(Arc::new(env.clone()));
     let (questions, world) = (questions.clone(), env.clone());
@@ -50,7 +49,7 @@ fn ask_all(fleet: &TestFleet, env: &SeededEnv, questions: &Arc<Vec<Case>>) {
         for end in ends {
             end.await.unwrap();
         }
-        // Every worker has time to notice.
+        // This gives every worker time to notice.
         world.sleep(Duration::from_secs(20)).await;
     });
     assert_eq!((fleet.usage_of(0), fleet.usage_of(1)), (0.0, 0.0), "{env:?}: blocks are still in use");
@@ -74,7 +73,7 @@ fn copies_that_break_on_their_way_are_dropped_and_every_request_is_answered() {
     let checkpoint = tiny_variants().remove(0).1.load().unwrap();
     let questions = questions(&checkpoint, 12);
     for (seed, fault) in (1..).zip([Fault::BitFlip, Fault::Fail, Fault::Drop, Fault::Hang]) {
-        // The links are measured first.
+        // The first writes measure the links.
         let rules = vec![Rule { fault, probability: 0.7, from: 20, until: None }];
         let fleet = pair(&checkpoint).copies(1e9).faults(FaultPlan { seed, rules });
         let fleet = fleet.hand_off_timeout(Duration::from_millis(50));

@@ -1,4 +1,4 @@
-//! The cost model counts the very operations that the forward pass submits.
+//! The cost model counts exactly the operations that the forward pass submits.
 
 use mixfleet_hal::{Cmd, DType, OpSig, Scalar};
 use mixfleet_hwtests::reference::ReferenceDevice;
@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 const BLOCK_TOKENS: u32 = 8;
 
-/// Without what costs nothing (eps), and without the sizes that a recorded decode step rounds up.
+/// Removes what costs nothing (eps), and sizes that a recorded decode step rounds up.
 fn key(sig: OpSig) -> OpSig {
     match sig {
         OpSig::RmsNorm { rows, cols, x, weight, out, .. } => {
@@ -32,7 +32,7 @@ fn counted(sigs: impl Iterator<Item = (OpSig, u64)>) -> HashMap<OpSig, u64> {
     counts
 }
 
-/// What the forward pass submits for `parts`.
+/// The operations that the forward pass submits for `parts`.
 fn submitted(device: &ReferenceDevice, forward: &Forward, parts: &[StepInput<'_>]) -> HashMap<OpSig, u64> {
     let step = forward.begin(device, parts).unwrap();
     let mut list: Vec<Cmd> = vec![forward.embed(&step).unwrap()];

@@ -1,4 +1,4 @@
-//! The log of the fleet's machine: what a real engine was told gives the same answers again.
+//! The log of the fleet machine, which gives the same answers when it is replayed.
 
 use crate::fleet::{TestFleet, pressure};
 use mixfleet_runtime::engine::events::{Replay, SCHEMA};
@@ -58,7 +58,7 @@ fn a_changed_log_is_told_with_its_line() {
     assert_eq!((found.differing, first.line as usize), (1, at + 1));
     assert!(first.logged.contains("1e-300") && !first.replayed.contains("1e-300"), "{first:?}");
 
-    // another history gives other decisions: without the instances nothing can be placed
+    // Another history gives other decisions: without instances nothing can be placed.
     let without: Vec<&str> = log.lines().filter(|line| !line.contains("instance_up")).collect();
     assert!(replay(&(without.join("\n") + "\n")).differing >= REQUESTS as u64);
 }

@@ -1,4 +1,4 @@
-//! How much of a hand-off shows: simulated parts and a link of a known rate, in virtual time.
+//! The exposed part of a hand-off: simulated parts and a link of a known rate, in virtual time.
 
 use crate::fleet::clock::WorldClock;
 use crate::fleet::{TestFleet, prompt, request};
@@ -23,8 +23,8 @@ const LAYERS: u32 = 12;
 /// Five chunks of the 24 tokens that the fleet's steps have.
 const PROMPT_TOKENS: u32 = 120;
 
-/// Ways that take their time, whatever the sender does meanwhile. What is sent is there before its time;
-/// nobody looks before the sender says so.
+/// A transport with a transmission time, which does not depend on the sender. Bytes are copied at once, but
+/// are not read before the sender reports them.
 struct Paced {
     memory: InProcessTransport,
     env: SeededEnv,
@@ -55,7 +55,7 @@ struct PacedWay {
     inner: Box<dyn Endpoint>,
     env: SeededEnv,
     bytes_per_s: f64,
-    /// When all that was begun has landed.
+    /// Time at which all started transfers have landed.
     free_at: Seconds,
     landing: BTreeMap<u64, Seconds>,
 }
@@ -96,7 +96,7 @@ fn checkpoint() -> Checkpoint {
     random.load().unwrap()
 }
 
-/// What one request met.
+/// The measured times of one request.
 struct Met {
     tokens: Vec<u32>,
     ttft_s: f64,
@@ -104,7 +104,7 @@ struct Met {
     retries: u64,
 }
 
-/// One prompt over a link of so many bytes per second, whose pieces have `timeout` each.
+/// Sends one prompt over a link of this rate, with a `timeout` per piece.
 fn hand_off(checkpoint: &Checkpoint, bytes_per_s: f64, timeout: Duration) -> Met {
     let env = SeededEnv::with_blocking_workers(5);
     let device = |at: usize| -> Arc<dyn Device> {
@@ -163,7 +163,7 @@ fn a_link_of_twice_the_need_hides_all_but_the_last_layer_and_one_of_half_shows_w
     println!("serial {serial_s:.3} s, a layer {layer_s:.4} s, exposed {:.4} s", wide.exposed_s);
     assert!(wide.ttft_s <= 1.01 * free.ttft_s, "the prompt waited for its KV: {} s", wide.ttft_s);
 
-    // Slots bound what is on its way: what the link does not take holds the prompt up, or shows after it.
+    // Slots bound the bytes in transit: the prompt waits for the link, or the transfer is exposed after it.
     let narrow = hand_off(&checkpoint, 0.5 * need, PATIENT);
     let late_s = narrow.ttft_s - free.ttft_s + narrow.exposed_s;
     let unhidden_s = kv_bytes / (0.5 * need) - free.ttft_s;
@@ -175,7 +175,7 @@ fn a_link_of_twice_the_need_hides_all_but_the_last_layer_and_one_of_half_shows_w
     }
 }
 
-/// Three pieces are under way at a time: the last of them takes three times as long as the link needs for
+/// Three pieces are in transit at a time, so the last one takes three times as long as the link needs for
 /// one.
 #[test]
 fn a_slow_link_is_not_taken_for_a_lost_one() {

@@ -1,5 +1,5 @@
-//! The engine on devices that are slower than their cost models say: what steps take is measured, and
-//! predictions follow.
+//! The engine on devices that are slower than their cost models: step times are measured, and predictions
+//! follow.
 
 use super::parts;
 use crate::fleet::Log;
@@ -26,7 +26,7 @@ fn profile(speed: f64) -> DeviceProfile {
     DeviceProfile { launch, launch_per_command, ..roof }
 }
 
-/// Equal devices, of which the first is believed to be so many times as quick as it is.
+/// Equal devices, of which the first is predicted to be `believed` times as fast as it is.
 fn start(
     checkpoint: &Checkpoint,
     env: &SeededEnv,
@@ -58,8 +58,8 @@ fn start(
     parts.start(instances, links).unwrap()
 }
 
-/// Plays requests for a minute; the corrections and the errors of prefill and step of both devices, and the
-/// last explanation.
+/// Runs requests for a minute; returns the corrections and errors of prefill and step of both devices, and
+/// the last explanation.
 fn play(believed: f64) -> ([[(f64, f64); 2]; 2], serde_json::Value) {
     let checkpoint = tiny_variants().remove(1).1.load().unwrap();
     let env = SeededEnv::with_blocking_workers(7);

@@ -1,5 +1,4 @@
-//! The engine in one process, most of it in the seeded environment: what requests get, and what instances do
-//! for them.
+//! The engine in one process, mostly in the seeded environment.
 
 #![allow(clippy::print_stdout, reason = "the numbers of some tests")]
 

@@ -1,5 +1,5 @@
-//! The KV of a layer leaves while later layers have not even begun: the prefill device of this test
-//! refuses to begin layer k+1 before layer k has landed in the decode device's pages.
+//! The KV of a layer is sent before later layers begin: the prefill device of this test refuses to begin
+//! layer k+1 before layer k has landed in the decode device's pages.
 
 use crate::fleet::wayward::Wayward;
 use crate::fleet::{TestFleet, greedy, prompt};
@@ -10,7 +10,7 @@ use mixfleet_scheduler::fleet::Role as FleetRole;
 use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::time::Duration;
 
-/// Only a failing test waits so long.
+/// Timeout, which only a failing test reaches.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,7 +21,7 @@ enum Seen {
     Landed(usize),
 }
 
-/// What both devices report to.
+/// The events that both devices report.
 #[derive(Default)]
 struct Book {
     seen: Mutex<Vec<Seen>>,
@@ -45,8 +45,8 @@ impl Book {
     }
 }
 
-/// A queue that runs batches on a thread; where it is `gated`, it holds every layer back until the one before
-/// has landed.
+/// A queue that runs batches on a thread; if `gated`, it holds each layer back until the previous one has
+/// landed.
 fn threaded(mut inner: Box<dyn Queue>, book: Arc<Book>, gated: bool) -> ThreadQueue {
     let (batches, incoming) = mpsc::channel::<Vec<Cmd>>();
     let (done, results) = mpsc::channel();
@@ -144,8 +144,8 @@ fn a_layers_kv_lands_before_the_next_layer_begins() {
         assert!(landed(layer) < began(layer + 1), "layer {layer}: {seen:?}");
     }
 
-    // The prefill side lets its pages go; it says so with its next report. The pause only spaces the
-    // looks: how long it takes decides nothing but how long a failing test waits.
+    // The prefill side releases its pages, which its next report shows. The pause only spaces the polls: its
+    // length matters only for how long a failing test waits.
     let freed = runtime.block_on(async {
         for _ in 0..3000 {
             if fleet.usage_of(0) == 0.0 {

@@ -1,5 +1,5 @@
-//! KV goes between a device and pinned memory of the host wherever the device can pin it, and memory is
-//! pinned once and unpinned before it is fenced.
+//! KV is copied between a device and pinned host memory wherever the device can pin it, and memory is pinned
+//! once and unpinned before it is fenced.
 
 use crate::fleet::{TestFleet, pressure};
 use mixfleet_hal::fault::{Fault, FaultPlan};
@@ -15,26 +15,26 @@ use mixfleet_wire::InProcessTransport;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex};
 
-/// What devices pinned, and what else a test wants to know.
+/// Pinned memory, and counts of copies and fences.
 #[derive(Default)]
 struct Host {
     /// End by first address.
     pinned: BTreeMap<usize, usize>,
-    /// Ranges that were ever pinned.
+    /// Number of ranges that were ever pinned.
     pins: usize,
-    /// Copies of KV between a device and pinned memory, and
+    /// Number of KV copies between a device and pinned memory.
     direct: usize,
-    /// other memory.
+    /// Number of KV copies between a device and other memory.
     others: usize,
-    /// Regions that were fenced, and
+    /// Number of fenced regions.
     fenced: usize,
-    /// those that were pinned at that time.
+    /// Number of regions that were pinned when they were fenced.
     fenced_while_pinned: usize,
 }
 
 type SharedHost = Arc<Mutex<Host>>;
 
-/// A device that knows pinned memory from other memory.
+/// A device that distinguishes pinned memory.
 struct Pinning {
     inner: Arc<dyn Device>,
     host: SharedHost,
@@ -93,7 +93,7 @@ impl Device for Pinning {
     }
 }
 
-/// The in-process transport, which looks at what is pinned when it fences.
+/// The in-process transport, which checks what is pinned when it fences.
 struct Fencing {
     inner: InProcessTransport,
     host: SharedHost,
@@ -123,7 +123,7 @@ impl Transport for Fencing {
     }
 }
 
-/// Serves requests that are handed off, on devices with too little memory and host memory below it.
+/// Serves requests that are handed off, on devices with too little memory and host memory as a lower tier.
 fn served(roles: [FleetRole; 2], faults: FaultPlan, refuses: bool) -> Host {
     let checkpoint = tiny_variants().remove(0).1.load().unwrap();
     let host = SharedHost::default();
@@ -139,7 +139,7 @@ fn served(roles: [FleetRole; 2], faults: FaultPlan, refuses: bool) -> Host {
         .with_device(roles[1], device("device1", FaultPlan::default()))
         .blocks(12)
         .lower(16, None);
-    // every answer is compared there
+    // This compares every answer.
     fleet.run_many(&SeededEnv::new(3), pressure(&checkpoint, 3, 8));
     std::mem::take(&mut *host.lock().unwrap())
 }
@@ -149,7 +149,7 @@ fn kv_goes_through_pinned_memory_alone() {
     let host = served([FleetRole::Prefill, FleetRole::Decode], FaultPlan::default(), false);
     assert_eq!(host.others, 0, "of {} copies", host.others + host.direct);
     assert!(host.direct > 20, "{}", host.direct);
-    // two pools, an outbox and a landing region
+    // These are two pools, an outbox and a landing region.
     assert!(host.pins >= 4, "{}", host.pins);
 }
 

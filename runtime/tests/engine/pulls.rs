@@ -1,6 +1,5 @@
-//! Prefixes that one instance holds and another one needs, in the seeded environment: they are pulled, and
-//! whatever becomes of the bytes, answers have the tokens of the float64 forward pass and no block stays in
-//! use.
+//! Prefixes that are pulled from one instance to another, in the seeded environment: under faults too,
+//! answers have the tokens of the float64 forward pass and no block stays in use.
 
 use crate::fleet::{Case, ReceivedAnswer, TestFleet, ask, greedy, prompt, request};
 use mixfleet_hal::DType;
@@ -12,7 +11,7 @@ use mixfleet_scheduler::fleet::{Policy, Role};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Tokens of an answer.
+/// Length of an answer.
 const ANSWER: usize = 20;
 const TURNS: u64 = 3;
 
@@ -20,8 +19,8 @@ fn checkpoint() -> Checkpoint {
     tiny_variants().remove(0).1.load().unwrap()
 }
 
-/// A conversation: prompts of 24, 47 and 70 tokens, each all that was said before and some more, with the
-/// answers.
+/// A conversation: prompts of 24, 47 and 70 tokens, each of which continues the previous one and its answer,
+/// with the answers.
 fn conversation(checkpoint: &Checkpoint, seed: u64) -> Vec<Case> {
     let mut said = Vec::new();
     let turn = |turn: u64| {
@@ -37,7 +36,7 @@ fn conversations(checkpoint: &Checkpoint, seeds: std::ops::Range<u64>) -> Arc<Ve
     Arc::new(seeds.map(|seed| conversation(checkpoint, seed)).collect())
 }
 
-/// All conversations at once, and that their answers are right; the cached tokens by conversation.
+/// Runs all conversations at once and checks their answers; returns the cached tokens by conversation.
 fn converse(fleet: &TestFleet, env: &SeededEnv, conversations: &Arc<Vec<Vec<Case>>>) -> Vec<Vec<u32>> {
     let handle = fleet.start(Arc::new(env.clone()));
     let (conversations, world) = (conversations.clone(), env.clone());
@@ -67,7 +66,7 @@ fn converse(fleet: &TestFleet, env: &SeededEnv, conversations: &Arc<Vec<Vec<Case
         for end in ends {
             all.push(end.await.unwrap());
         }
-        // Every worker has time to notice.
+        // This gives every worker time to notice.
         for _ in 0..20 {
             world.sleep(Duration::from_secs(1)).await;
         }
@@ -84,13 +83,12 @@ fn the_next_turn_begins_with_what_the_decoder_holds_of_the_last_answer() {
     let checkpoint = checkpoint();
     let fleet = pair(&checkpoint);
     let cached = converse(&fleet, &SeededEnv::new(1), &conversations(&checkpoint, 1..2));
-    // In blocks of 8, the KV of all but the last token of an answer.
+    // In blocks of 8, the KV of all but the last token of an answer is held.
     assert_eq!(cached, [[0, 40, 64]]);
     assert_eq!(fleet.pulled(), (40 - 24) + (64 - 40));
 }
 
-/// What the decoder holds in blocks of 8 in f32 comes to where prompts are computed in blocks of 12 in bf16,
-/// and the other way round.
+/// KV that the decoder holds in blocks of 8 in f32 is pulled into blocks of 12 in bf16, and vice versa.
 #[test]
 fn a_prefix_is_pulled_between_unlike_pages_and_dtypes() {
     let checkpoint = checkpoint();
@@ -112,7 +110,7 @@ fn a_prefix_is_pulled_between_unlike_pages_and_dtypes() {
             world.sleep(Duration::from_secs(20)).await;
             answer.cached_tokens
         });
-        // Of the 83 tokens that have KV, whole blocks of both kinds.
+        // Of the 83 tokens that have KV, whole blocks of both kinds are held.
         let held = (83 / decode.0 * decode.0) / prefill.0 * prefill.0;
         assert_eq!(cached, held, "{prefill:?} pulls from {decode:?}");
         assert_eq!(fleet.pulled(), u64::from(held - 24 / prefill.0 * prefill.0));
@@ -139,7 +137,7 @@ fn what_rots_in_the_holders_host_memory_is_not_pulled_but_computed() {
     let talks = conversations(&checkpoint, 1..4);
     let fleet = pair(&checkpoint).blocks(13).lower(32, None);
     fleet.rot(true);
-    // Compares each answer.
+    // This compares each answer.
     converse(&fleet, &SeededEnv::new(2), &talks);
     assert_eq!((fleet.usage_of(0), fleet.usage_of(1)), (0.0, 0.0), "blocks are still in use");
     assert!(fleet.bad_blocks(0) + fleet.bad_blocks(1) > 0, "nothing rotted");
@@ -152,7 +150,7 @@ fn pieces_that_break_are_sent_again_or_computed() {
     let (mut retries, mut recomputes, mut pulled) = (0, 0, 0);
     for (seed, fault) in (10..).zip([Fault::BitFlip, Fault::Fail, Fault::Drop, Fault::Hang]) {
         for probability in [0.2, 0.7] {
-            // The links are measured first.
+            // The first writes measure the links.
             let rules = vec![Rule { fault, probability, from: 20, until: None }];
             let fleet = pair(&checkpoint).faults(FaultPlan { seed, rules });
             let fleet = fleet.hand_off_timeout(Duration::from_millis(50));

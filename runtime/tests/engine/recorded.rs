@@ -1,5 +1,4 @@
-//! A device on which replaying pays gets its decode steps as a few recordings, and gives the same
-//! tokens.
+//! A device on which replays are faster gets its decode steps as a few recordings, and gives the same tokens.
 
 use crate::fleet::wayward::Wayward;
 use crate::fleet::{TestFleet, ask, greedy, prompt};
@@ -17,7 +16,7 @@ struct Counts {
     replayed: AtomicUsize,
 }
 
-/// A queue that counts.
+/// A queue that counts recordings and replays.
 struct CountingQueue {
     inner: Box<dyn Queue>,
     counts: Arc<Counts>,
@@ -40,7 +39,7 @@ impl Queue for CountingQueue {
     }
 }
 
-/// Generates `tokens` tokens, over several KV blocks, and says (recorded, replayed).
+/// Generates `tokens` tokens, over several KV blocks; returns the numbers of recordings and replays.
 fn generate(replay_pays: bool, tokens: u32) -> (usize, usize) {
     let (_, checkpoint) = tiny_variants().remove(0);
     let checkpoint = checkpoint.load().unwrap();
@@ -62,7 +61,7 @@ fn generate(replay_pays: bool, tokens: u32) -> (usize, usize) {
 
 #[test]
 fn a_sequence_that_grows_needs_one_recording() {
-    // the first token comes from prefill; 21 tokens of context stay within the least block table
+    // The first token comes from prefill; 21 tokens of context stay within the smallest block table.
     assert_eq!(generate(true, 13), (1, 12));
 }
 

@@ -30,7 +30,7 @@ fn a_split_request_draws_the_same_tokens_as_on_one_device() {
     for (name, checkpoint) in tiny_variants() {
         let checkpoint = checkpoint.load().unwrap();
         let env = SeededEnv::new(2);
-        // Unlike block sizes: pages are converted on the way.
+        // Different block sizes require that pages are converted.
         let fleet = TestFleet::new(checkpoint.clone()).with(Role::Prefill).with_blocks(Role::Decode, 5);
         for length in [1, 8, 33] {
             let prompt = prompt(length, 90 + u64::from(length), &checkpoint.config);
@@ -144,8 +144,8 @@ fn a_repeated_prompt_is_reused_but_not_across_tenants() {
     }
 }
 
-/// Steps between the last arrival and its first token, by the log: each gives a sequence that decodes one
-/// token.
+/// Number of steps between the last arrival and its first token, by the log: each gives a decoding sequence
+/// one token.
 fn steps_to_the_last_ones_first_token(log: &str) -> usize {
     let events = log.lines().skip(1).map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
     let events: Vec<_> = events.map(|line| line["event"].clone()).collect();
@@ -163,7 +163,7 @@ fn steps_to_the_last_ones_first_token(log: &str) -> usize {
 fn an_urgent_request_waits_for_no_flex_answer_and_for_no_flex_prompt() {
     let checkpoint = tiny_variants().remove(0).1.load().unwrap();
     let of = |length, seed| prompt(length, seed, &checkpoint.config);
-    // more answers than places; an answer, and a prompt of 13 steps beside it
+    // There are more answers than slots; or an answer, and a prompt of 13 steps beside it.
     for flex in [vec![(30, 40); 12], vec![(30, 40), (150, 2)]] {
         let env = SeededEnv::new(3);
         let (fleet, log) = TestFleet::new(checkpoint.clone()).with(Role::Auto).logged();
@@ -185,7 +185,7 @@ fn an_urgent_request_waits_for_no_flex_answer_and_for_no_flex_prompt() {
             answer
         });
         assert_eq!(answer.tokens, greedy(&checkpoint, &of(40, 99), 3));
-        // 40 tokens beside others, 12 in a step, after the step in progress
+        // It has 40 tokens beside others, 12 per step, after the step in progress.
         let steps = steps_to_the_last_ones_first_token(&log.text());
         assert!((1..=5).contains(&steps), "{steps} steps");
     }

@@ -1,4 +1,4 @@
-//! What the fleet's machine decides beside placements, carried out by routers and workers.
+//! Decisions of the fleet machine other than placements, carried out by routers and workers.
 
 use super::routers::{router, workers};
 use crate::fleet::{Log, request};
@@ -11,7 +11,7 @@ use mixfleet_runtime::request::{FailureKind, Update};
 use mixfleet_scheduler::fleet::{Action, Admission, Event, Rebalance, Role};
 use std::time::Duration;
 
-/// The steps of a log, with what was told and answered.
+/// The events and actions of a log.
 fn steps(log: &Log) -> Vec<(Event, Vec<Action>)> {
     let text = log.text();
     let steps = text.lines().skip(1).map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
@@ -40,7 +40,7 @@ fn a_role_that_one_router_changes_is_known_to_all_and_what_was_begun_is_finished
         world.sleep(Duration::from_secs(1)).await;
         let mut random = Stream::new(5);
         let mut ends = Vec::new();
-        // long prompts and short answers, all through the first router
+        // Prompts are long and answers short, and all use the first router.
         for at in 0..160 {
             world.sleep(Duration::from_millis(100)).await;
             let prompt = (0..300).map(|_| random.below(vocabulary) as u32).collect();
@@ -87,7 +87,7 @@ fn a_request_whose_decode_device_is_too_busy_once_its_prompt_is_done_is_given_up
         let env = SeededEnv::with_blocking_workers(6);
         let hub = workers(&checkpoint, &env, &[(Role::Auto, 1.0)]);
         let mut limits = EngineConfig::default();
-        // no step is as quick
+        // No step is as fast.
         limits.fleet.tbt_slo = Some(Seconds(1e-6));
         (limits.fleet.admission, limits.fleet.drop_at_decode) = (Admission::None, drop_at_decode);
         let handle = router(0, &checkpoint, &env, &hub, limits, None);

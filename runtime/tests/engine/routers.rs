@@ -1,5 +1,5 @@
-//! Several routers before the workers of one process, on simulated devices in virtual time: each counts what
-//! the others gave to the devices.
+//! Several routers of the workers of one process, on simulated devices in virtual time: each counts the work
+//! that the others gave to the devices.
 
 use super::parts;
 use crate::fleet::Log;
@@ -24,7 +24,7 @@ use std::time::Duration;
 const TTFT_S: f64 = 0.6;
 const TBT_S: f64 = 0.03;
 
-/// A device of the worker process, so many times as quick as the first.
+/// A device of the worker process, and its speed relative to the first.
 fn loaded(
     at: u32,
     (role, speed): (Role, f64),
@@ -78,7 +78,7 @@ pub(super) fn router(
     handle
 }
 
-/// Of each request its TTFT and its mean TBT; none of one that was turned away.
+/// TTFT and mean TBT of each request; none if it was rejected.
 type Fared = Vec<Option<(f64, f64)>>;
 
 fn play(routers: u16, slo: bool, seed: u64, per_s: f64) -> Fared {
@@ -165,7 +165,7 @@ fn with_objectives_no_router_admits_what_the_workers_cannot_do() {
             admitted.len()
         );
         assert!(admitted.len() < 280, "{routers} routers: nothing was turned away");
-        // as far off as one router's own predictions are, and no further
+        // One router's own predictions are off by as much.
         assert!(latest_s <= 1.1 * TTFT_S, "{routers} routers: {late} late, the latest {latest_s} s");
     }
 }

@@ -1,5 +1,5 @@
-//! The engine on simulated parts that only take time: their tokens are hashes of all KV that was read,
-//! so equal tokens mean that no stale, missing or foreign KV was ever used.
+//! The engine on simulated parts that only take time: their tokens are hashes of all KV that was read, so
+//! equal tokens mean that no stale, missing or foreign KV was used.
 
 use crate::fleet::{Case, TestFleet, prompt};
 use mixfleet_hal::Device;
@@ -28,13 +28,13 @@ fn split(checkpoint: &Checkpoint) -> TestFleet {
         .with_device(Role::Decode, simulated("RTX-4090", 1))
 }
 
-/// What one simulated device draws, with nothing else to do.
+/// The tokens that one simulated device draws, with nothing else to do.
 fn alone(checkpoint: &Checkpoint, prompt: &[u32], count: u32) -> Vec<u32> {
     let fleet = TestFleet::new(checkpoint.clone()).with_device(Role::Auto, simulated("L4", 0));
     fleet.run_one(&SeededEnv::new(1), prompt.to_vec(), count).tokens
 }
 
-/// Requests of mixed lengths, some with common prefixes, and what they must give.
+/// Requests of mixed lengths, some with common prefixes, and their expected answers.
 fn cases(checkpoint: &Checkpoint, seed: u64, count: usize) -> Vec<Case> {
     let mut rng = Stream::new(seed);
     let family = prompt(40, 2000, &checkpoint.config);
@@ -110,7 +110,7 @@ fn a_lost_part_loses_no_request() {
 }
 
 /// The tests above would pass on a device whose answers do not depend on its KV. Here the KV is damaged on
-/// the device itself, where nothing in the engine can see it: the tokens must tell.
+/// the device itself, where the engine cannot detect it: the tokens must differ.
 #[test]
 fn kv_that_is_damaged_or_stale_on_a_device_shows_in_the_tokens() {
     let checkpoint = tiny();

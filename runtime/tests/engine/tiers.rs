@@ -1,5 +1,5 @@
-//! KV that a device's memory gives up, in the seeded environment: conversations that come back are served
-//! from host memory and from disk, in the tokens of the float64 forward pass, whatever becomes of the bytes.
+//! KV that a device's memory evicts, in the seeded environment: returning conversations are served from host
+//! memory and from disk, with the tokens of the float64 forward pass, also if bytes are damaged.
 
 use crate::fleet::{ReceivedAnswer, TestFleet, ask, greedy, pressure, prompt};
 use mixfleet_hal::fault::{Fault, FaultPlan, Rule};
@@ -12,14 +12,14 @@ use mixfleet_scheduler::fleet::Role;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Of a disk: room for everything.
+/// Blocks that fit onto a disk with room for everything.
 const PLENTY: u64 = 1 << 20;
 
 fn checkpoint() -> Checkpoint {
     tiny_variants().remove(0).1.load().unwrap()
 }
 
-/// Asks one after the other.
+/// Asks the prompts one after the other.
 fn converse(fleet: &TestFleet, env: &SeededEnv, prompts: &[Vec<u32>]) -> Vec<ReceivedAnswer> {
     let handle = fleet.start(Arc::new(env.clone()));
     let prompts = prompts.to_vec();
@@ -32,7 +32,7 @@ fn converse(fleet: &TestFleet, env: &SeededEnv, prompts: &[Vec<u32>]) -> Vec<Rec
     })
 }
 
-/// Two conversations of 40 tokens in turn, in a device's memory for 7 blocks of 8.
+/// Two conversations of 40 tokens in turn, with device memory for 7 blocks of 8.
 fn two_in_turn(checkpoint: &Checkpoint) -> (Vec<Vec<u32>>, Vec<Vec<u32>>) {
     let of = |seed| prompt(40, seed, &checkpoint.config);
     let prompts = vec![of(1), of(2), of(1), of(2), of(1)];
@@ -61,7 +61,7 @@ fn a_conversation_that_returns_is_loaded_from_host_memory() {
     let fleet = TestFleet::new(checkpoint).with(Role::Auto).blocks(7).lower(16, None);
     let with = converse(&fleet, &env, &prompts);
     assert_right(&with, &expected);
-    // 40 tokens: 4 blocks can be reused.
+    // Of 40 tokens, 4 blocks can be reused.
     assert_eq!(cached(&with), [0, 0, 32, 32, 32]);
     assert!(cached(&without).iter().sum::<u32>() < 32, "{:?}", cached(&without));
     assert!(fleet.tier_hits(0, "dram") >= 8, "{}", fleet.tier_hits(0, "dram"));
@@ -104,8 +104,8 @@ fn left_on_disk(checkpoint: &Checkpoint) -> (Vec<Vec<u32>>, SimDisk) {
     (prompts, disk.restart())
 }
 
-/// Asks for the first conversation now, a second one, and the first one again when it is known whose the
-/// blocks on the disk are.
+/// Asks for the first conversation now, for a second one, and for the first one again once the namespace of
+/// the blocks on the disk is known.
 fn ask_until_known(checkpoint: &Checkpoint, namespace: u64) -> (Vec<u32>, u64, Vec<Vec<u32>>) {
     let (prompts, disk) = left_on_disk(checkpoint);
     let (tell, told) = tokio::sync::oneshot::channel();
@@ -173,7 +173,7 @@ fn a_disk_that_hangs_is_left_out_and_no_answer_waits_for_it() {
         disk.set_plan(FaultPlan::exactly(Fault::Hang, 12 + seed * 3, u64::MAX));
         assert_right(&converse(&fleet, &env, &prompts), &expected);
         assert_eq!(fleet.outages(0), 1, "{env:?}: it is used again");
-        // Five answers, and the disk's second.
+        // Five answers take this long, and the disk's second.
         assert!(env.now().0 < 5.0, "{env:?}: {:?}", env.now());
     }
 }

@@ -1,4 +1,4 @@
-//! Those who watch a process are answered whatever its threads do.
+//! Monitoring requests are answered even if a process's threads are blocked.
 
 use mixfleet_runtime::api::{Api, Limits, Origins, Placements, observe_api};
 use mixfleet_runtime::env::{RealEnv, SharedEnv};
@@ -24,7 +24,7 @@ fn a_process_says_that_it_lives_while_every_thread_of_its_runtime_is_blocked() {
     let env: SharedEnv = Arc::new(RealEnv::new(serving.handle().clone()));
     let api = Api::new(env, Metrics::new(), Arc::new(Placements::new(1)), Limits::default(), None::<String>);
     let watching: SharedEnv = Arc::new(RealEnv::on_own_thread("health").unwrap());
-    // asked from the runtime that is going to be blocked, as the binary does
+    // It listens from the runtime that is going to be blocked, as the binary does.
     let listener = serving.block_on(watching.listen("127.0.0.1:0")).unwrap();
     let address = listener.address();
     let origins = Origins::new(true, &[], &[]).unwrap();

@@ -29,7 +29,7 @@ use mixfleet_wire::InProcessTransport;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// No way between instances.
+/// A transport without links between instances.
 struct Apart(InProcessTransport);
 
 impl Transport for Apart {
@@ -50,7 +50,7 @@ impl Transport for Apart {
     }
 }
 
-/// A prompt and the tokens that it shall get.
+/// A prompt and the number of tokens to generate.
 struct Wanted {
     after: Duration,
     tier: ServiceTier,
@@ -84,15 +84,15 @@ fn trace(scene: &Scene, checkpoint: &Checkpoint) -> Vec<Wanted> {
     (0..scene.requests).map(wanted).collect()
 }
 
-/// KV leaves and lands in no time: what the wires between instances take is the transport's, and copies in
-/// memory take none of the virtual time.
+/// KV copies take no time: the links between instances have that of the transport, and copies in memory take
+/// no virtual time.
 fn copies_of_kv(config: &ModelConfig) -> Vec<Point> {
     let (kv, wire) = (config.kv_shape(BLOCK_TOKENS, DType::Bf16), DType::Bf16);
     let sigs = [OpSig::KvGather { tokens: 64, wire, kv }, OpSig::KvScatter { tokens: 64, wire, kv }];
     sigs.map(|sig| Point { sig, time: Seconds(1e-15) }).to_vec()
 }
 
-/// The scene's instances, with what steps take there.
+/// The scene's instances with their cost models.
 fn instances(scene: &Scene, checkpoint: &Checkpoint, env: &SeededEnv) -> Vec<(Loaded, CostModel)> {
     let config = Arc::new(checkpoint.config.clone());
     let instance = |(at, part): (usize, &Part)| {
@@ -125,7 +125,7 @@ fn instances(scene: &Scene, checkpoint: &Checkpoint, env: &SeededEnv) -> Vec<(Lo
     scene.parts.iter().enumerate().map(instance).collect()
 }
 
-/// The engines that take the scene's requests in turns, each with its log.
+/// The engines that get the scene's requests in turn, each with its log.
 struct Served {
     handles: Vec<EngineHandle>,
     logs: Vec<Log>,
@@ -191,7 +191,7 @@ fn start(scene: &Scene, checkpoint: &Checkpoint, env: &SeededEnv, metrics: &Metr
     Served { handles, logs, _hub: Some(hub) }
 }
 
-/// What the fleet's machines were told of the scene and answered, and how often a sequence lost its blocks.
+/// The steps of the scene's fleet machines, and the number of preemptions.
 pub(super) fn served(scene: &Scene) -> (FleetConfig, Vec<Step>, u64) {
     let checkpoint = tiny_variants().remove(1).1.load().unwrap();
     let env = SeededEnv::with_blocking_workers(scene.seed);
@@ -239,8 +239,8 @@ fn read(log: &str) -> (FleetConfig, Vec<Step>) {
     (fleet, steps.map(|line| serde_json::from_value(line).unwrap()).collect())
 }
 
-/// The steps of all routers in order of time, with the requests numbered as they came to all: the first
-/// router has those that leave no remainder, and so on.
+/// The steps of all routers in order of time, with the requests renumbered in order of arrival: the first
+/// router has those whose number divides without remainder, and so on.
 fn in_order(steps: Vec<Vec<Step>>) -> Vec<Step> {
     let routers = steps.len() as u64;
     let number = |request: u64| (request & ((1 << 48) - 1)) * routers + (request >> 48);

@@ -1,4 +1,4 @@
-//! The same fleet and requests through the simulator.
+//! The same fleet and requests in the simulator.
 
 use super::{BLOCK_TOKENS, STEP_TOKENS_MAX, Scene, Seen, Step};
 use mixfleet_runtime::engine::EngineConfig;
@@ -10,7 +10,7 @@ use mixfleet_sim::simulate::{InstanceSetup, Setup, run};
 use mixfleet_sim::trace::Request;
 use std::collections::BTreeSet;
 
-/// The fleet and the requests of what was served, through the simulator.
+/// Simulates the fleet and the requests that were served.
 pub(super) fn simulated(scene: &Scene, fleet: FleetConfig, steps: &[Step]) -> Seen {
     let mut known = BTreeSet::new();
     let (mut instances, mut pool_links, mut requests) = (Vec::new(), Vec::new(), Vec::new());
@@ -36,7 +36,7 @@ pub(super) fn simulated(scene: &Scene, fleet: FleetConfig, steps: &[Step]) -> Se
             Event::LinkUp(link) if known.insert((link.from, link.to)) => {
                 pool_links.push((link.from.0, link.to.0, link.cost))
             }
-            // The simulator places anew by itself.
+            // The simulator places requests again by itself.
             Event::Arrived(arrival) if arrival.replay.is_none() => requests.push(Ok(Request {
                 id: arrival.request,
                 at: step.now,
