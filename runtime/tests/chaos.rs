@@ -1,8 +1,8 @@
 //! A whole fleet under one seed: routers, worker processes on simulated parts, the network between them, the
-//! registry, and everything that happens to them. Simulated parts answer with hashes of every KV byte that
-//! they read, so an answer that is right was never computed from KV that is stale, foreign or damaged.
+//! registry, and faults in all of them. Simulated parts answer with hashes of every KV byte that they read,
+//! so a right answer was not computed from KV that is stale, foreign or damaged.
 //!
-//! `MIXFLEET_CHAOS_SEEDS=from..until` runs other seeds than those of CI; a failure names its own.
+//! `MIXFLEET_CHAOS_SEEDS=from..until` runs other seeds than those of CI; a failure names its seed.
 
 use crate::troubled;
 use crate::troubled::{Census, Kind, Totals, Workload};
@@ -10,7 +10,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Seeds of every change, and further ones that have found something. `hwtests/nightly.sh` plays 20,000.
+/// The seeds of every change, besides further ones that have found something. `hwtests/nightly.sh` runs
+/// 20,000.
 const SEEDS: std::ops::Range<u64> = 0..200;
 const ONCE_FAILED: [u64; 1] = [1254];
 
@@ -20,7 +21,7 @@ fn seeds() -> Vec<u64> {
     bounds.unwrap_or_else(|| panic!("MIXFLEET_CHAOS_SEEDS={wanted}: expected FROM..UNTIL")).collect()
 }
 
-/// Runs a seed's history. A failure says how to see it again, and ends the others.
+/// Runs a seed's history. A failure prints how to reproduce it, and ends the others.
 fn run(seed: u64, workloads: &[Workload], kinds: &[Kind], next: &AtomicUsize) -> Census {
     let workload = &workloads[(seed % workloads.len() as u64) as usize];
     catch_unwind(AssertUnwindSafe(|| troubled::run(workload, kinds, seed))).unwrap_or_else(|panic| {
@@ -35,7 +36,7 @@ fn run(seed: u64, workloads: &[Workload], kinds: &[Kind], next: &AtomicUsize) ->
 fn every_request_ends_once_and_right_whatever_breaks() {
     let (workloads, kinds, seeds) = (Workload::all(), troubled::kinds(), seeds());
     let (next, totals) = (AtomicUsize::new(0), Mutex::new(Totals::default()));
-    // A history is a thread's at a time: one for each core.
+    // Each thread runs one history at a time: one for each core.
     std::thread::scope(|scope| {
         for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
             scope.spawn(|| {
@@ -48,7 +49,7 @@ fn every_request_ends_once_and_right_whatever_breaks() {
     });
     let totals = totals.into_inner().unwrap();
     eprintln!("{totals}");
-    // a share of few histories is known less well
+    // A share of few histories is less certain.
     let histories_per_fault = match seeds.len() {
         1000.. => 20,
         200.. => 50,

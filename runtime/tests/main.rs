@@ -1,4 +1,5 @@
-//! The runtime from outside. `memory.rs` is a binary of its own: it counts what the whole process allocates.
+//! Integration tests of the runtime. `memory.rs` is a binary of its own: it measures the whole process's
+//! memory.
 
 mod api;
 mod chaos;

@@ -1,4 +1,4 @@
-//! What a body costs in memory. In a process of its own, for it looks at the whole process.
+//! The memory that a request body takes, measured in a process of its own.
 
 #[allow(dead_code, reason = "shared with the tests of the interface")]
 #[path = "api/support.rs"]
@@ -13,20 +13,20 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use support::{ADDRESS, MODEL, Play, Response, Setup, request, run};
 use tokio::io::AsyncWriteExt;
 
-/// Only one test looks at a time.
+/// Only one test measures at a time.
 static PROCESS: Mutex<()> = Mutex::new(());
 
-/// Watches what memory this process comes to have.
+/// Measures the growth of this process's memory.
 #[derive(Clone, Copy)]
 struct Watch {
     before_mib: u64,
 }
 
 impl Watch {
-    /// None, said aloud, where the system does not tell.
+    /// Starts measuring; none, with a message, if the system does not support it.
     fn begin() -> Option<(MutexGuard<'static, ()>, Self)> {
         let process = PROCESS.lock().unwrap_or_else(PoisonError::into_inner);
-        // From here on the peak counts anew.
+        // This resets the peak.
         drop(std::fs::write("/proc/self/clear_refs", "5"));
         let begun = peak_mib().map(|before_mib| (process, Watch { before_mib }));
         if begun.is_none() {
@@ -35,13 +35,13 @@ impl Watch {
         begun
     }
 
-    /// What came on top since the beginning, at the worst.
+    /// The growth of the peak since the start.
     fn more_mib(&self) -> u64 {
         peak_mib().unwrap() - self.before_mib
     }
 }
 
-/// The most memory that this process has had, in MiB; none where the system does not say.
+/// The peak memory of this process in MiB; none if the system does not support it.
 fn peak_mib() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find(|line| line.starts_with("VmHWM:"))?;
@@ -97,14 +97,14 @@ fn eight_large_bodies_at_once_cost_their_bytes_and_no_more() {
         while let Some(status) = ends.recv().await {
             assert_eq!(status, 200);
         }
-        // While it grows a body is held once and a half again, and this client holds one more.
+        // While it grows a body takes one and a half times its size, and this client holds it once more.
         let more = watch.more_mib();
         eprintln!("eight bodies of 7.6 MB: {more} MiB at the peak");
         assert!(more < 250, "{more} MiB for eight bodies of 7.6 MB");
     });
 }
 
-/// The built-in tokenizer and chat template, and a context that holds whatever a body may say.
+/// The built-in tokenizer and chat template, and a context large enough for any body.
 fn with_a_template() -> Setup {
     let tokenizer = builtin::tokenizer().unwrap();
     let vocab = tokenizer.vocab() as u32;

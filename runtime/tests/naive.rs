@@ -1,5 +1,5 @@
-//! The float64 forward pass that all devices are held to, held to another one that shares nothing with it but
-//! the tensors: one token at a time, from `config.json` as it is written.
+//! A second float64 forward pass, with which the oracle of all devices is compared. It shares only the
+//! tensors with it: one token at a time, from `config.json` as it is written.
 
 use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_runtime::model::{Checkpoint, Oracle};
@@ -9,7 +9,7 @@ use std::f64::consts::TAU;
 struct Naive<'a> {
     config: &'a Map<String, Value>,
     checkpoint: &'a Checkpoint,
-    /// By layer, a row for each token that was seen.
+    /// By layer, a row for each previous token.
     keys: Vec<Vec<Vec<f64>>>,
     values: Vec<Vec<Vec<f64>>>,
 }
@@ -48,7 +48,7 @@ impl<'a> Naive<'a> {
         self.number("head_dim").map_or(self.count("hidden_size") / self.heads(), |dim| dim as usize)
     }
 
-    /// `weight x`, plus the bias where `biased`.
+    /// `weight x`, plus the bias if `biased`.
     fn linear(&self, name: &str, x: &[f64], biased: bool) -> Vec<f64> {
         let weight = self.checkpoint.values(&format!("{name}.weight")).unwrap();
         let mut out = vec![0.0; weight.len() / x.len()];
@@ -64,7 +64,7 @@ impl<'a> Naive<'a> {
         out
     }
 
-    /// Each piece as long as the weight is divided by its root mean square.
+    /// Divides each piece as long as the weight by its root mean square, and scales it.
     fn norm(&self, name: &str, x: &[f64]) -> Vec<f64> {
         let weight = self.checkpoint.values(&format!("{name}.weight")).unwrap();
         let eps = self.number("rms_norm_eps").unwrap();
@@ -77,7 +77,7 @@ impl<'a> Naive<'a> {
         out
     }
 
-    /// By how many radians pair `i` of a head turns with each position.
+    /// The rotation of pair `i` of a head per position, in radians.
     fn turn(&self, i: usize) -> f64 {
         let nested = self.config.get("rope_parameters").or(self.config.get("rope_scaling"));
         let rope = nested.and_then(Value::as_object).cloned().unwrap_or_default();

@@ -1,4 +1,4 @@
-//! Sessions over gRPC: what goes through, who is turned away, and how an end is noticed.
+//! Sessions over gRPC: messages, refusals, and how the end of a session is noticed.
 
 #[path = "../../backends/wire/tests/authority/mod.rs"]
 mod authority;
@@ -39,10 +39,10 @@ use tokio::sync::watch;
 
 const NAME: &str = "mixfleet";
 
-/// An end is noticed long before; this only ends a test that fails.
+/// An end is noticed long before this, which only ends a failing test.
 const LONG: Duration = Duration::from_secs(60);
 
-/// An authority, and what its members believe.
+/// A certificate authority of a fleet.
 struct FleetAuthority(Authority);
 
 impl FleetAuthority {
@@ -50,7 +50,7 @@ impl FleetAuthority {
         FleetAuthority(Authority::new())
     }
 
-    /// Who has a certificate with this name, and believes `authority`.
+    /// Certificates with this name, which trust `authority`.
     fn believing(&self, authority: &FleetAuthority, name: &str) -> Trust {
         let (authority, (certificates, key)) = (authority.0.pem(), self.0.signs(&[name]));
         let pem = TlsPem {
@@ -72,7 +72,7 @@ impl FleetAuthority {
     }
 }
 
-/// A member's certificates; a stranger's way to call, if it has another.
+/// A member's certificates, and different ones to call with, for an intruder.
 #[derive(Debug)]
 struct Known {
     identity: Arc<mixfleet_wire::TlsIdentity>,
@@ -110,12 +110,12 @@ impl Certificates for Known {
     }
 }
 
-/// Of all processes of one user.
+/// The token of all processes of one user.
 fn token() -> Trust {
     Trust::Token(Token::parse(&"5a".repeat(32)).unwrap())
 }
 
-/// A busy machine is not taken for a lost one.
+/// A configuration in which a busy machine does not count as lost.
 fn config(trust: Trust) -> RpcConfig {
     RpcConfig { silence: LONG, trust }
 }
@@ -132,7 +132,7 @@ fn real_env() -> SharedEnv {
     Arc::new(RealEnv::new(tokio::runtime::Handle::current()))
 }
 
-/// A worker process with one device, in this one.
+/// A worker process with one device, within this process.
 struct Worker {
     hub: Hub,
     ways: Ways,
@@ -296,7 +296,7 @@ async fn who_means_a_process_that_is_gone_or_has_its_ids_is_refused() {
     let worker = worker(&env, &checkpoint, 1, Role::Auto, config(token()));
     let remote = Remote::connect(&env, &worker.member.address, &config(token())).await.unwrap();
     let (_handle, router) = router(&env, &checkpoint, model());
-    // As one that was started again calls the record of its earlier life, which outlives it by a lease.
+    // A restarted process may be called by the record of its earlier life, which outlives it by a lease.
     let earlier = router.hello().to(Some(InstanceId(0)));
     let gone = CallError::Refused(SessionRefusal::Elsewhere(InstanceId(0)));
     assert_eq!(remote.router(&earlier, router.id()).await.unwrap_err(), gone);
@@ -316,17 +316,17 @@ async fn nothing_is_listened_to_beyond_this_host_in_the_clear() {
     assert!(refused.to_string().contains("certificates"), "{refused}");
 }
 
-/// What becomes of a network.
+/// The state of a network.
 #[derive(Clone, Copy, PartialEq)]
 enum Fate {
     Works,
-    /// Nothing comes any more, and nobody says so.
+    /// Nothing arrives any more, and no error is reported.
     Silent,
-    /// As when a process ends.
+    /// Connections close, as when a process ends.
     Closed,
 }
 
-/// Carries connections to `address` until their fate is another.
+/// Forwards connections to `address` until the state changes.
 async fn proxy(address: String) -> (SocketAddr, watch::Sender<Fate>) {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
     let (fate, told) = watch::channel(Fate::Works);
@@ -355,7 +355,7 @@ async fn a_session_ends_with_its_connection_and_when_nothing_comes_any_more() {
     let authority = FleetAuthority::new();
     let worker = worker(&env, &checkpoint, 1, Role::Auto, config(authority.member()));
     let (_handle, router) = router(&env, &checkpoint, model());
-    // By the token a caller means an address, and the network is not there.
+    // With a token a caller means an address, which the proxy does not have.
     let impatient = RpcConfig { silence: Duration::from_secs(1), trust: authority.member() };
     let call = async |address: &str| {
         let remote = Remote::connect(&env, address, &impatient).await?;
@@ -363,7 +363,7 @@ async fn a_session_ends_with_its_connection_and_when_nothing_comes_any_more() {
     };
     for fate in [Fate::Closed, Fate::Silent] {
         let (near, network) = proxy(worker.member.address.clone()).await;
-        // A machine that is busy for half of the silence looks like one that is lost.
+        // A machine that is busy for half of the silence looks like a lost one.
         let called = async {
             loop {
                 match call(&near.to_string()).await {
@@ -404,7 +404,7 @@ async fn a_call_that_was_proved_to_another_address_is_refused() {
     let (env, checkpoint) = (real_env(), checkpoint());
     let worker = worker(&env, &checkpoint, 1, Role::Auto, config(token()));
     let (_handle, router) = router(&env, &checkpoint, model());
-    // As one that says in etcd that it is the worker, and carries on what it is told.
+    // An intruder claims in etcd that it is the worker, and forwards what it gets.
     let (between, _network) = proxy(worker.member.address.clone()).await;
     let remote = Remote::connect(&env, &between.to_string(), &config(token())).await.unwrap();
     let refused = remote.router(&router.hello(), router.id()).await.map(drop).unwrap_err();
@@ -440,7 +440,7 @@ async fn a_callers_certificate_says_what_it_may_call() {
             assert_eq!(called.is_ok(), is_let, "{name} as {kind:?}: {called:?}");
         }
     }
-    // And who is called has a worker's.
+    // The called process must have a worker's certificate.
     let decoy = self::worker(&env, &checkpoint, 2, Role::Auto, config(authority.named("router.mixfleet")));
     let called = Remote::connect(&env, &decoy.member.address, &config(authority.member())).await;
     let refused = called.err().expect("refused").to_string();
@@ -460,7 +460,7 @@ async fn certificates_are_renewed_and_taken_back_without_a_new_start() {
         let (certificate, key) = authority.0.signs(&[name]);
         (write("member.pem", certificate), write("member.key", key))
     };
-    // A router's, by mistake.
+    // This is a router's certificate, by mistake.
     let (certificates, key) = member("router.mixfleet");
     let files = TlsFiles {
         authority: write("ca.pem", authority.0.pem()),
@@ -529,7 +529,7 @@ async fn silent_strangers_keep_no_member_out_and_do_not_stay() {
     for mut stranger in strangers {
         let mut said = Vec::new();
         let end = tokio::io::AsyncReadExt::read_to_end(&mut stranger, &mut said);
-        // However it ends, it does.
+        // The session must end in some way.
         let _ = tokio::time::timeout(LONG, end).await.expect("a stranger is sent away");
     }
     assert!(!session.out.is_closed());

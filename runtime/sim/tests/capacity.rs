@@ -1,4 +1,4 @@
-//! How much load fleets carry: the search for it, and the division of a fleet between prefill and decode.
+//! The load that fleets sustain: its search, and the division of a fleet between prefill and decode.
 
 #![allow(clippy::print_stdout)]
 
@@ -73,6 +73,6 @@ fn four_times_the_cards_carry_four_times_the_load_or_more() {
     let (two, eight) = (capacity_of(2), capacity_of(8));
     println!("2 cards {:.3}, 8 cards {:.3} requests/s", two.requests_per_s, eight.requests_per_s);
     assert!(two.slo_attainment >= SHARE && eight.slo_attainment >= SHARE);
-    // more where long prompts, which are few, meet on two cards more often than the SLO allows
+    // It is more where the few long prompts meet on two devices more often than the SLO allows.
     assert!(eight.requests_per_s > 3.9 * two.requests_per_s);
 }

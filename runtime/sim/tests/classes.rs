@@ -1,4 +1,4 @@
-//! Requests with promises of their own: deadlines, workflows, and that nobody waits for ever.
+//! Requests with objectives of their own: deadlines, workflows, and the absence of starvation.
 
 use crate::common::fleet_from;
 use mixfleet_hal::units::Seconds;
@@ -8,7 +8,7 @@ use mixfleet_sim::simulate::{Choices, ClassResult, Results, Setup, run};
 use mixfleet_sim::trace::{ConversationTurn, Request, TraceError};
 use std::path::Path;
 
-/// One instance that computes 1000 tokens a second, and the classes of `classes`.
+/// One instance that computes 1000 tokens per second, and these classes.
 fn fleet(classes: &str) -> FleetFile {
     let text = format!(
         r#"
@@ -64,7 +64,7 @@ label = "batch"
 deadline_s = 100.0
 "#;
 
-/// Two prompts a second are all that the instance can compute: one of people, and 80 of a batch at once.
+/// The instance can compute two prompts per second: one is interactive, and 80 of a batch arrive at once.
 fn day_and_night(interactive: u64) -> Vec<Request> {
     let mut requests: Vec<Request> = (0..80).map(|id| request(id, 0.0, "batch", None)).collect();
     requests.extend((0..interactive).map(|i| request(80 + i, i as f64, "chat", None)));
@@ -78,8 +78,8 @@ fn people_go_first_and_a_batch_is_done_by_its_deadline() {
     let (people, night) = (class(&results, "default"), class(&results, "night"));
     assert_eq!((people.requests, night.requests), (120, 80));
     assert!(night.slo_attainment > 0.99, "{night:?}");
-    // nobody waits longer than for the prompt that runs, but for the few who come when the rest of the batch
-    // falls due
+    // Interactive requests wait at most for the prompt that runs, except for the few that arrive when the
+    // rest of the batch is due.
     assert!(people.slo_attainment > 0.95, "{people:?}");
     assert!(people.ttft_s.p50 < 1.5, "{people:?}");
     let without = play(&fleet(""), Admission::None, day_and_night(120));
@@ -92,29 +92,29 @@ fn a_long_prompt_stops_after_the_step_in_progress_for_who_is_due_earlier() {
     let decode = file.pools[0].clone();
     file.pools[0].role = Role::Prefill;
     file.pools.push(InstancePool { name: "two".into(), role: Role::Decode, ..decode });
-    // 50 s of steps, for people who come while it runs: each waits for a step of 0.55 s at most, and has one
-    // as long
+    // A prompt takes 50 s of steps while interactive ones arrive: each waits for a step of 0.55 s at most,
+    // and has one as long.
     let long = Request { prompt_tokens: 50_000, ..request(0, 0.0, "batch", None) };
     let people = (1..20).map(|id| request(id, id as f64 * 2.03, "chat", None));
     let results = play(&file, Admission::None, std::iter::once(long).chain(people).collect());
     let (people, night) = (class(&results, "default"), class(&results, "night"));
     assert!(people.ttft_s.p99 <= 0.55 + 0.55 + 1e-9, "{people:?}");
-    // and the long one loses nothing by it
+    // The long prompt loses nothing by it.
     let all_s = 50.0 + 19.0 * 0.5;
     assert!((night.ttft_s.mean - all_s).abs() < 1e-6, "{night:?}");
 }
 
 #[test]
 fn nobody_starves_under_any_load() {
-    // three times what the instance can compute, for ten minutes, all of it more urgent than the batch on
-    // arrival
+    // Three times the instance's capacity arrives for ten minutes, all of it more urgent than the batch on
+    // arrival.
     let mut requests = vec![request(0, 0.0, "batch", None)];
     requests.extend((1..3600).map(|id| request(id, id as f64 / 6.0, "chat", None)));
     let results = play(&fleet(BATCH), Admission::None, requests);
     assert_eq!(results.completed, 3600);
     let night = class(&results, "night");
-    // due after three quarters of its time; those who came before, in order of their objectives, are as far
-    // as the instance then is
+    // It is due after three quarters of its time; by then earlier requests, in order of their objectives,
+    // have been computed as far as the instance can.
     let overtaken_until_s = 75.0;
     let bound_s = 3.0 * overtaken_until_s + 1.0;
     assert!(night.e2e_s.mean <= bound_s, "{} s, after {bound_s} s", night.e2e_s.mean);
@@ -140,17 +140,17 @@ fn a_conversation_waits_for_its_answers_and_shares_one_deadline() {
     let session = |after: Option<u64>, left| {
         Some(ConversationTurn { id: 7, after, think: Seconds(0.5), left: Some(left) })
     };
-    // in the trace the second came 0.1 s after the first, the third 10 s later
+    // In the trace the second came 0.1 s after the first, the third 10 s later.
     let requests = vec![
         request(0, 0.0, "agent", session(None, 2)),
         request(1, 0.1, "agent", session(Some(0), 1)),
         request(2, 2.6, "agent", session(Some(1), 0)),
     ];
     let results = play(&fleet(classes), Admission::Prediction, requests.clone());
-    // answers take 0.501 s: they end at 0.501, 1.502 and 3.101
+    // Answers take 0.501 s: they end at 0.501, 1.502 and 3.101.
     assert!((results.simulated_s - 3.101).abs() < 1e-6, "{}", results.simulated_s);
     assert_eq!(class(&results, "agent").slo_attainment, 1.0);
-    // the same three with less time in all: the last ones cannot make it
+    // The same three have less time in total: the last ones must miss it.
     let hurried = classes.replace("3.6", "1.8");
     let results = play(&fleet(&hurried), Admission::Prediction, requests);
     assert_eq!(

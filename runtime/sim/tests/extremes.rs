@@ -1,5 +1,5 @@
-//! Numbers beyond all sense, in a fleet file, in a trace and in what is asked of them: an error or a finite
-//! result, after a bounded time.
+//! Extreme numbers in a fleet file, a trace and options give an error or a finite result, after a bounded
+//! time.
 
 use mixfleet_scheduler::fleet::{Admission, Policy};
 use mixfleet_sim::fleet_file::FleetFile;
@@ -8,7 +8,7 @@ use mixfleet_sim::trace::generate::{Arrivals, GenerateError, GenerateOptions, Ge
 use mixfleet_sim::trace::{ReadOptions, Request, Requests, TIME_S_MAX, Trace, TraceError};
 use std::path::{Path, PathBuf};
 
-/// Every key of a fleet file that takes a number.
+/// A fleet file with every key that takes a number.
 const FLEET: &str = r#"
 version = 1
 [model]
@@ -106,7 +106,7 @@ const EXTREMES: [&str; 29] = [
     "inf",
 ];
 
-/// The places of `FLEET`'s numbers.
+/// The ranges of `FLEET`'s numbers.
 fn numbers() -> Vec<std::ops::Range<usize>> {
     let mut places = Vec::new();
     for (at, _) in FLEET.match_indices(" = ") {
@@ -134,7 +134,7 @@ fn play(file: &FleetFile, requests: Vec<Request>) -> Result<Results, TraceError>
     run(&Setup::new(file, choices), requests.into_iter().map(Ok).speedup(1.0), &mut ())
 }
 
-/// What stands where serde_json has no number.
+/// Whether serde_json has written no null for a number.
 fn is_finite(value: &serde_json::Value) -> bool {
     match value {
         serde_json::Value::Array(values) => values.iter().all(is_finite),
@@ -145,7 +145,7 @@ fn is_finite(value: &serde_json::Value) -> bool {
     }
 }
 
-/// Finite, and with times that can be told from none.
+/// Checks that results are finite, and times not negative.
 fn check(results: &Results) {
     assert!(is_finite(&serde_json::to_value(results).unwrap()), "{results:?}");
     let times = [&results.ttft_s, &results.e2e_s];

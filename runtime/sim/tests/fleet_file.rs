@@ -1,10 +1,10 @@
-//! Profiles of serving engines as directories, made here and measured elsewhere.
+//! Profiles of serving engines as directories, generated here and measured elsewhere.
 
 use mixfleet_scheduler::cost::{CostModel, Prefill};
 use mixfleet_sim::fleet_file::{FleetFile, FleetFileError};
 use std::path::{Path, PathBuf};
 
-/// Measured with vLLM on one RTX 4090, of the format's authors.
+/// A profile measured with vLLM on one RTX 4090, by the format's authors.
 const MEASURED: &str = "../../../shared/data/measured/rtx4090-llama-3.1-8b";
 
 fn fleet(directory: &Path, keys: &str) -> Result<FleetFile, FleetFileError> {
@@ -14,8 +14,8 @@ fn fleet(directory: &Path, keys: &str) -> Result<FleetFile, FleetFileError> {
     FleetFile::parse(&format!("{model}{keys}"), directory, &none)
 }
 
-/// A directory of tables that follow a law: a step of `rows` takes 1 ms + 10 us a row, attention 1 us for
-/// each 1000 pairs or keys of one layer.
+/// A directory of tables that follow a law: a step of `rows` takes 1 ms + 10 us per row, attention 1 us per
+/// 1000 pairs or keys of one layer.
 fn made(name: &str) -> PathBuf {
     let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
     let engine = directory.join("engine");
@@ -26,7 +26,7 @@ fn made(name: &str) -> PathBuf {
     let mut dense = String::from("layer,tokens,time_us\n");
     for rows in [1, 64, 512] {
         let us = 1000 + 10 * rows;
-        // 32 layers, one norm twice in each
+        // There are 32 layers with two norms each.
         dense += &format!("embedding,{rows},{}\n", us / 2);
         dense += &format!("layernorm,{rows},{}\n", f64::from(us) / 2.0 / 32.0 / 4.0);
         dense += &format!("qkv_proj,{rows},{}\n", f64::from(us) / 2.0 / 32.0 / 2.0);
@@ -147,7 +147,7 @@ fn a_hole_in_the_measurements_goes_on_straight() {
     let directory = made("straight");
     let file = directory.join("engine/attention.csv");
     let text = std::fs::read_to_string(&file).unwrap();
-    // 64 sequences fit with little context only; the two smaller batches say how it goes on.
+    // 64 sequences only fit with little context; the two smaller batches extrapolate.
     std::fs::write(&file, format!("{text}0,0,64,16,2.024\n")).unwrap();
     let fleet = fleet(&directory, "cache_tokens = 9000").unwrap();
     let got = ms(&fleet.pools[0].cost, &[], 64, 64 * 4096);
@@ -171,7 +171,7 @@ fn the_measured_engine_is_read_with_all_it_says() {
     assert_eq!((fleet.kv.block_tokens, pool.cache_tokens), (16, 2588 * 16));
     assert_eq!((pool.engine.max_batched_tokens, pool.engine.max_sequences), (2048, 256));
     assert_eq!(pool.device.as_deref(), Some("RTX-4090"));
-    // Measured rows, one for each kind: 32 layers of attention and of dense operations.
+    // These are measured rows, one per kind: 32 layers of attention and of dense operations.
     let sum =
         |layers: &[f64], once: &[f64]| (32.0 * layers.iter().sum::<f64>() + once.iter().sum::<f64>()) * 1e-3;
     let dense_1 = [2.592, 126.766, 247.292, 2.0 * 1.85083, 38.1313, 54.898, 2.17567];

@@ -1,4 +1,4 @@
-//! Generated traces are what was asked for.
+//! Generated traces have the requested properties.
 
 use mixfleet_hal::units::Seconds;
 use mixfleet_sim::trace::generate::{
@@ -43,7 +43,7 @@ fn what_is_written_is_read_again() {
             Trace::from_reader(name, std::io::Cursor::new(bytes), ReadOptions::default()).unwrap();
         assert_eq!(trace.format(), Format::Mooncake);
         let read: Vec<Request> = trace.by_ref().map(|request| request.unwrap()).collect();
-        // Sessions are what the format cannot say.
+        // The format has no sessions.
         let made: Vec<Request> = generator().map(|request| Request { session: None, ..request }).collect();
         assert_eq!(read, made);
         assert_eq!(trace.repairs(), Default::default());
@@ -59,8 +59,8 @@ fn another_seed_gives_other_requests() {
     assert_ne!(of(1), of(2));
 }
 
-/// The conversation trace: 3.40 requests/s, prompts 12,035 / 6,909 / 85,401 (mean, p50, p99), answers
-/// 343 / 350 / 1,120, of all tokens 37.4 % hit.
+/// The conversation trace has 3.40 requests/s, prompts of 12,035 / 6,909 / 85,401 tokens (mean, p50, p99),
+/// answers of 343 / 350 / 1,120, and 37.4 % of all tokens hit.
 #[test]
 fn a_conversation_is_like_its_source() {
     let made = stats(Generator::new(Preset::Conversation.model(), options(40_000, 3.4)).unwrap());
@@ -77,7 +77,7 @@ fn a_conversation_is_like_its_source() {
     near(made.prefix_hit.infinite.token, 0.374, 0.15);
 }
 
-/// The agentic trace: prompts of 115,984 tokens in the mean, of which 96 % are hit in blocks of 64.
+/// The agentic trace has prompts of 115,984 tokens on average, 96 % of which are hit in blocks of 64.
 #[test]
 fn agents_are_like_their_source() {
     let made = stats(Generator::new(Preset::Agentic.model(), options(20_000, 2.0)).unwrap());
@@ -104,11 +104,11 @@ fn hits_are_what_was_asked_for() {
         let found = stats(generator).prefix_hit.infinite.token;
         assert!((found - target).abs() < 0.002, "{found} for {target}");
     }
-    // A larger trace of the same duration hits the same.
+    // A larger trace of the same duration has the same hit rate.
     let large = Generator::with_hit_target(model, options(60_000, 30.0), 0.5).unwrap();
     let found = stats(large).prefix_hit.infinite.token;
     assert!((found - 0.5).abs() < 0.01, "{found}");
-    // Less than the system prompt, and more than 100 s can show.
+    // These are less than the system prompt alone gives, and more than 100 s can give.
     for (target, requests, rate) in [(0.001, 200, 0.1), (0.9, 2_000, 20.0)] {
         let error = Generator::with_hit_target(model, options(requests, rate), target).err();
         assert!(matches!(error, Some(GenerateError::Hits { .. })), "{target}: {error:?}");
@@ -141,7 +141,7 @@ fn sessions_are_chains_of_growing_prompts() {
         assert_eq!(before.session.map(|before| before.id), Some(session.id));
         assert!(request.at >= before.at + session.think - Seconds(2e-3));
         let full = (before.prompt_tokens / 512) as usize;
-        // A context that starts over shares the system prompt alone.
+        // A context that starts over shares only the system prompt.
         if request.prompt_tokens > before.prompt_tokens + before.output_tokens {
             assert_eq!(before.chain[..full], request.chain[..full]);
             chained += 1;

@@ -1,4 +1,5 @@
-//! A device that becomes slower on the way: the fleet finds out by what its steps take, and sends it less.
+//! A device that becomes slower during the run: the fleet machine learns it from step times, and sends it
+//! less work.
 
 #![allow(clippy::print_stdout)]
 
@@ -14,8 +15,8 @@ const PER_S: f64 = 12.0;
 const TTFT_S: f64 = 2.0;
 const TBT_S: f64 = 0.045;
 
-/// Four instances: 0.25 ms per prompt token, 15 ms per step and 0.5 ms more per sequence in it. `slowdown`
-/// becomes of the first.
+/// Four instances: 0.25 ms per prompt token, 15 ms per step and 0.5 ms more per sequence in it. The first has
+/// this `slowdown`.
 fn fleet(slowdown: &str) -> Setup {
     let text = format!(
         r#"
@@ -39,12 +40,12 @@ calibration = {{ prefill_s = {{ overhead = 0.0, per_token = 2.5e-4, per_token_sq
     Setup::new(&fleet_from(&text), Choices::default())
 }
 
-/// Requests that come at random, for a little less than what the four can do instances.
+/// Random requests, a little below the capacity of the four instances.
 fn requests(seed: u64) -> Vec<Request> {
     at_random(seed, ENDS_S, PER_S, |random| (400 + random.below(800), 50 + random.below(200)))
 }
 
-/// When each request came, where it went, and when its first and last tokens came.
+/// Arrival, placement, and first and last token of each request.
 #[derive(Default)]
 struct Seen {
     came: BTreeMap<u64, (f64, Option<(u32, u32)>)>,
@@ -75,7 +76,7 @@ impl Observer for Seen {
 }
 
 impl Seen {
-    /// Share of the requests that came from `from_s` on that got what is promised.
+    /// Share of the requests from `from_s` on that met their objectives.
     fn attainment(&self, requests: &[Request], from_s: f64) -> f64 {
         let good = |request: u64, came_s: f64| {
             let (Some(&first_s), Some(&end_s)) = (self.firsts.get(&request), self.ends.get(&request)) else {
@@ -93,8 +94,8 @@ impl Seen {
         f64::from(fine) / f64::from(count)
     }
 
-    /// Share of the work of requests between two times that the first instance got: 0.25 ms for a token of a
-    /// prompt, 1 ms for one of an answer.
+    /// The first instance's share of the work of requests between two times: 0.25 ms per prompt token, 1 ms
+    /// per token of an answer.
     fn share_of_first(&self, requests: &[Request], from_s: f64, until_s: f64) -> f64 {
         let (mut first, mut all) = (0.0, 0.0);
         for (&request, &(came_s, at)) in &self.came {

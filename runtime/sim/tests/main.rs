@@ -1,4 +1,4 @@
-//! The simulator from outside.
+//! Integration tests of the simulator.
 
 mod capacity;
 mod classes;

@@ -1,4 +1,4 @@
-//! Twice the load that a fleet sustains: what admission is worth (Mooncake v3, section 7).
+//! Twice the load that a fleet sustains: the value of admission (Mooncake v3, section 7).
 
 #![allow(clippy::print_stdout)]
 
@@ -9,8 +9,8 @@ use mixfleet_sim::simulate::{Choices, Observer, Results, Sample, Setup, run};
 use mixfleet_sim::trace::{ReadOptions, Requests, Trace};
 use std::path::Path;
 
-/// Gaps between tokens of which three quarters are a step's fixed time: with 3 decode instances these bind
-/// before prefill does.
+/// An SLO of which three quarters of the TBT are a step's fixed time: with 3 decode instances it binds before
+/// prefill does.
 const SLO: &str = "ttft_s = 30.0\ntbt_s = 0.035\ntbt_metric = \"mean\"";
 
 /// Load of the prefill and of the decode pool, every 5 s.
@@ -27,7 +27,7 @@ impl Observer for Loads {
 }
 
 impl Loads {
-    /// Standard deviations of both, without the beginning and the end, and how they go together.
+    /// Standard deviations of both, without the beginning and the end, and their correlation.
     fn swing(&self) -> (f64, f64, f64) {
         let count = self.0.len();
         let steady = count / 20..count - count / 10;
@@ -75,7 +75,7 @@ fn prediction_answers_most_wastes_least_and_calms_the_pools() {
                 && early.prefill_wasted_s < none.prefill_wasted_s,
             "{seed}"
         );
-        // by the load of now the pools swing against one another
+        // With admission by the current load the pools swing in anti-phase.
         assert!(swings.2 < -0.10 && calm.2 > swings.2 + 0.1, "{swings:?} {calm:?}");
         assert!(calm.0 <= 0.5 * swings.0, "{swings:?} {calm:?}");
         assert!(calm.1 < swings.1, "{swings:?} {calm:?}");

@@ -1,4 +1,4 @@
-//! Hot prefixes that are copied to further instances ahead of demand.
+//! Hot prefixes are copied to further instances ahead of demand.
 
 #![allow(clippy::print_stdout)]
 
@@ -10,7 +10,7 @@ use mixfleet_scheduler::kv::BlockHash;
 use mixfleet_sim::simulate::{Choices, Replicated, Results, Setup, run};
 use mixfleet_sim::trace::Request;
 
-/// Blocks of a system prompt, and how long each one is in fashion.
+/// Number of blocks of a system prompt, and the time for which each one is used.
 const BLOCKS: u64 = 16;
 const FASHION_S: f64 = 120.0;
 
@@ -42,8 +42,8 @@ calibration = {{ prefill_s = {{ overhead = 0.0, per_token = 5e-4, per_token_squa
     Setup::new(&fleet_from(&text), choices)
 }
 
-/// Short questions that come at random for 20 minutes, each behind the system prompt in fashion: one every
-/// five seconds while it is new, then 15 a second, which is work for one instance and a half.
+/// Short questions that arrive at random for 20 minutes, each after the current system prompt: one every five
+/// seconds while it is new, then 15 per second, which is work for one and a half instances.
 fn questions() -> Vec<Request> {
     let mut random = Stream::new(9);
     let mut requests = Vec::new();
@@ -86,7 +86,7 @@ fn questions_behind_a_system_prompt_wait_less_and_hit_more() {
     assert!(hits.1 > hits.0, "{hits:?}");
     assert!(ttft_s.1 < 0.9 * ttft_s.0, "{ttft_s:?} {copies:?}");
     assert!(copies.copies > 10 && copies.dropped == 0, "{copies:?}");
-    // nothing else goes over the network, and no more of it than the budget allows
+    // The network carries nothing else, and no more than the budget.
     assert_eq!(with.kv_bytes_moved.values().sum::<f64>(), copies.bytes);
     assert!(copies.bytes <= 1e9 * (with.simulated_s + 30.0), "{copies:?}");
     assert_eq!(with, play("replicate_gb_per_s = 1.0"));
@@ -94,7 +94,8 @@ fn questions_behind_a_system_prompt_wait_less_and_hit_more() {
 
 #[test]
 fn links_too_slow_for_what_is_lost_carry_no_copies() {
-    // a system prompt takes 4.1 s to compute, and 1074 s over this link: longer than all together wait for it
+    // A system prompt takes 4.1 s to compute, and 1074 s over this link: longer than all requests together
+    // wait for it.
     let results = play(&setup(8 * BLOCKS, 0.001, "replicate_gb_per_s = 1.0"), &questions());
     assert_eq!(sent(&results), Replicated::default());
 }

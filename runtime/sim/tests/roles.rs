@@ -1,4 +1,4 @@
-//! Instances that change between prefill and decode when the load moves from one to the other.
+//! Instances change between prefill and decode when the load moves from one to the other.
 
 use crate::common::fleet_from;
 use mixfleet_hal::random::Stream;
@@ -43,7 +43,7 @@ impl Observer for Changes {
     }
 }
 
-/// So many seconds of requests alike, that come at random.
+/// A period of equal requests that arrive at random.
 #[derive(Clone, Copy)]
 struct Phase {
     seconds: f64,
@@ -92,7 +92,8 @@ fn a_load_that_swings_is_served_better_than_by_any_fixed_split() {
             "{prefill} for prefill: {flexible:?} {fixed:?}"
         );
     }
-    // from two of each to three and one, and then two each time; soon after the load has moved
+    // They change from two of each to three and one, and then by two each time, soon after the load has
+    // moved.
     let expected =
         [Role::Prefill, Role::Decode, Role::Decode, Role::Prefill, Role::Prefill, Role::Decode, Role::Decode];
     assert!(changes.iter().map(|&(_, role)| role).eq(expected), "{changes:?}");

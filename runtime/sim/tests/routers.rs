@@ -1,4 +1,4 @@
-//! Several routers before the same instances: what they know of each other's work keeps the promises of one.
+//! Several routers of the same instances: with knowledge of each other's work they attain as much as one.
 
 #![allow(clippy::print_stdout)]
 
@@ -7,10 +7,10 @@ use mixfleet_scheduler::fleet::{Admission, Policy};
 use mixfleet_sim::simulate::{Choices, Results, Setup, run};
 use mixfleet_sim::trace::Request;
 
-/// From one router to the others.
+/// Delay from one router to the others.
 const WORD_S: f64 = 1e-3;
 
-/// Six unlike instances.
+/// Six different instances.
 fn fleet(routers: u32, delay_s: f64, admission: Admission) -> Setup {
     let pool = |name: &str, count: u32, usd: f64, slower: f64| {
         format!(
@@ -35,7 +35,7 @@ calibration = {{ prefill_s = {{ overhead = 0.0, per_token = {}, per_token_square
     Setup::new(&fleet_from(&text), Choices { policy: Policy::PerDollar, admission, seed: 1 })
 }
 
-/// A little more than the six can do at times.
+/// Requests at times slightly beyond the capacity of the six.
 fn requests(seed: u64) -> Vec<Request> {
     at_random(seed, 120.0, 18.0, |random| (200 + random.below(2400), 20 + random.below(300)))
 }
@@ -46,7 +46,7 @@ fn play(routers: u32, delay_s: f64, admission: Admission, seed: u64) -> Results 
         .unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Over three seeds together: of one alone, four routers kept 2.15 points more than two.
+/// This sums over three seeds: of one alone, four routers attained 2.15 points more than two.
 #[test]
 fn the_same_arrivals_through_one_router_two_and_four_keep_as_many_promises() {
     const SEEDS: std::ops::RangeInclusive<u64> = 1..=3;

@@ -1,4 +1,4 @@
-//! The simulator from outside: figures of the papers that it must show, and laws that hold for any trace.
+//! Figures of papers that the simulator must reproduce, and laws that hold for any trace.
 
 #![allow(clippy::print_stdout)]
 
@@ -48,12 +48,12 @@ fn policies_rank_as_in_figure_5_of_fast_25() {
     let mean = |policy| play(&path, &file, policy, 1).ttft_s.mean;
     let [random, loaded, aware, centric, ours] = mean_ttfts(mean);
     assert!(random > 3.0 * loaded && loaded > 1.2 * aware, "{random} {loaded} {aware}");
-    // 14 % there; here a holder sends a prefix between its steps, of 8,192 tokens each
+    // It is 14 % there; here a holder sends a prefix between its steps, of 8,192 tokens each.
     assert!((0.90..=0.99).contains(&(centric / aware)), "{centric} {aware}");
     assert!(ours <= 1.01 * centric, "{ours} {centric}");
 }
 
-/// The same order on a trace that every clone has, without the paper's numbers.
+/// Policies have the same order on a trace that every clone has, without the paper's numbers.
 #[test]
 fn policies_rank_alike_on_a_generated_conversation() {
     let (file, lines) = (fleet(80.0), generated(3000, 3.4));
@@ -72,9 +72,9 @@ fn policies_rank_alike_on_a_generated_conversation() {
 #[test]
 fn with_equal_prices_per_dollar_is_at_least_as_good_as_the_better_of_both_at_every_bandwidth() {
     let Some(path) = conversation() else { return };
-    // over less than 1.7 GB/s the hand-offs of this trace do not keep up, whatever is pulled beside them
+    // Below 1.7 GB/s the hand-offs of this trace do not keep up, with or without pulls.
     let all = [3.1, 80.0, 6.2, 12.5, 25.0];
-    // both ends and the middle; all of them where more seeds than one are asked for
+    // Both ends and the middle are tested; all of them with more than one seed.
     let some = if seeds().count() > 1 { &all[..] } else { &all[..3] };
     for &gb_per_s in some {
         let file = fleet(gb_per_s);
@@ -88,7 +88,7 @@ fn with_equal_prices_per_dollar_is_at_least_as_good_as_the_better_of_both_at_eve
                 ours <= 1.01 * aware.min(centric),
                 "{gb_per_s} GB/s, seed {seed}: {ours} {aware} {centric}"
             );
-            // Algorithm 1 as printed pulls what it could recompute sooner
+            // Algorithm 1 as printed pulls what it could recompute faster.
             assert!(gb_per_s > 3.5 || centric > aware, "{gb_per_s} GB/s, seed {seed}: {centric} {aware}");
         }
     }
@@ -141,8 +141,8 @@ fn nothing_is_lost_and_equal_runs_are_equal() {
     }
 }
 
-/// 64 blocks; the first request's answer will need 51 of them, and has a few when the second comes, which
-/// needs 20.
+/// There are 64 blocks; the first request's answer will need 51 of them, and has few when the second, which
+/// needs 20, arrives.
 #[test]
 fn an_answer_holds_blocks_only_for_the_tokens_that_it_has() {
     let fleet = fleet_from(
@@ -160,12 +160,12 @@ fn an_answer_holds_blocks_only_for_the_tokens_that_it_has() {
     let requests = [request(0, 0.0, 16, 800), request(1, 0.1, 320, 2)];
     let results = run(&setup, requests.into_iter(), &mut ()).unwrap_or_else(|error| panic!("{error}"));
     assert_eq!(results.completed, 2);
-    // 320 tokens beside one that decodes are five steps of 64
+    // 320 tokens beside a decode are five steps of 64.
     assert!(results.ttft_s.p99 < 0.07, "{}", results.ttft_s.p99);
     assert!((7.9..8.1).contains(&results.e2e_s.p99), "{}", results.e2e_s.p99);
 }
 
-/// Times of a log's requests in seconds: to the first token, between tokens, to the last.
+/// Times of a log's requests in seconds: TTFT, TBT, and to the last token.
 fn measured(log: &Path) -> [Vec<f64>; 3] {
     let text = std::fs::read_to_string(log).unwrap_or_else(|error| panic!("{}: {error}", log.display()));
     let mut times = [const { Vec::new() }; 3];
@@ -195,8 +195,8 @@ fn fleet_of(directory: &Path) -> FleetFile {
     ))
 }
 
-/// Every run that lies there with its profile, predicted from the engine's own kernel times alone: one of
-/// vLLM 0.19 on an RTX 4090 (LLMServingSim's), and what else is put beside it.
+/// Predicts every run in the shared data by the engine's own kernel times: one of vLLM 0.19 on an RTX 4090
+/// (LLMServingSim's), and others beside it.
 #[test]
 fn real_runs_are_predicted_within_5_percent() {
     let Some(known) = shared("measured/rtx4090-llama-3.1-8b/requests.jsonl") else { return };

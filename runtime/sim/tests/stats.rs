@@ -18,7 +18,7 @@ fn conversation(rechain: Option<u32>) -> Option<Stats> {
         block_tokens: to,
         capacities_blocks: if rechain.is_none() { CAPACITIES_BLOCKS.to_vec() } else { vec![] },
         policies: vec![CachePolicy::Lru, CachePolicy::Lfu],
-        // LLaMA3-70B on 8 A800 (FAST'25, figure 14a), without the overhead of a request
+        // This is LLaMA3-70B on 8 A800 (FAST'25, figure 14a), without the overhead of a request.
         prefill: Some(PrefillFit { per_token: 1.19e-4, per_token_squared: 7.467e-10 }),
     });
     for request in trace.rechain(block_tokens, to) {
@@ -35,7 +35,7 @@ fn assert_rates(found: &Option<ByCapacity>, expected: [f64; 5]) {
     }
 }
 
-/// What an independent replay of the trace gives, and the lengths that it counts.
+/// The expected rates are those of an independent replay of the trace, with its lengths.
 #[test]
 fn the_conversation_has_its_known_hit_rates() {
     let Some(stats) = conversation(None) else { return };
@@ -50,7 +50,7 @@ fn the_conversation_has_its_known_hit_rates() {
     assert_eq!((stats.output_tokens.p50, stats.output_tokens.p99), (350, 1_120));
 }
 
-/// FAST'25 figure 8 says 1.659 and 1.064 s of its own machines; the fit of its figure 14a gives these.
+/// FAST'25 figure 8 gives 1.659 and 1.064 s for its own machines; the fit of its figure 14a gives these.
 #[test]
 fn the_conversation_has_its_known_prefill_times() {
     let Some(prefill) = conversation(Some(512)).and_then(|stats| stats.prefill_s) else { return };
@@ -67,20 +67,20 @@ fn coarser_blocks_hit_less_and_finer_ones_the_same() {
     };
     let token = |stats: &Stats| stats.prefix_hit.infinite.token;
     assert!(token(&coarse) < token(&known) - 0.02, "{} {}", token(&coarse), token(&known));
-    // Partial last blocks that are hit count to the prompt's end in both.
+    // Partial last blocks that are hit count up to the prompt's end in both.
     assert!((token(&fine) - token(&known)).abs() < 1e-9, "{} {}", token(&fine), token(&known));
 }
 
-/// Blocks that are held, the least recently used first.
+/// The cached blocks, the least recently used first.
 #[derive(Default)]
 struct NaiveCache(Vec<u64>);
 
 impl NaiveCache {
-    /// Leading blocks of `chain` that are held; from now on all are, as far as `capacity` goes.
+    /// Number of leading cached blocks of `chain`, all of which are then cached, up to `capacity`.
     fn hit_and_hold(&mut self, chain: &[u64], capacity: usize) -> usize {
         let hit = chain.iter().take_while(|key| self.0.contains(key)).count();
         self.0.retain(|key| !chain.contains(key));
-        // a block is of use after those before it alone: the deepest goes first
+        // A block is only useful after those before it, so the deepest is evicted first.
         self.0.extend(chain.iter().take(capacity).rev());
         let over = self.0.len().saturating_sub(capacity);
         self.0.drain(..over);
@@ -88,7 +88,7 @@ impl NaiveCache {
     }
 }
 
-/// On a trace that every clone has: the counts of a set and a list, a request at a time.
+/// On a trace that every clone has, hits equal those of a naive set and list.
 #[test]
 fn a_generated_conversation_hits_what_a_naive_replay_hits() {
     const CAPACITIES: [usize; 3] = [500, 2_000, 8_000];

@@ -10,7 +10,7 @@ use mixfleet_sim::simulate::{Choices, Observer, Results, Setup, run};
 use mixfleet_sim::trace::{ReadOptions, Request, Requests, Trace};
 use std::io::Cursor;
 
-/// One instance of `blocks` blocks; a prompt token takes `per_token` seconds, decoding next to nothing.
+/// One instance of `blocks` blocks; a prompt token takes `per_token` seconds, decoding almost nothing.
 fn setup(blocks: u64, per_token: f64, tiers: &str) -> Setup {
     let text = format!(
         r#"
@@ -37,7 +37,7 @@ calibration = {{ prefill_s = {{ overhead = 0.0, per_token = {per_token:e}, per_t
     Setup { max_tokens: 1, ..Setup::new(&fleet_from(&text), choices) }
 }
 
-/// A prompt of `blocks` blocks and two tokens more, that begins with `document`.
+/// A prompt of `blocks` blocks and two tokens more, which begins with `document`.
 fn prompt(id: u64, at_s: f64, document: u64, blocks: u64) -> Request {
     Request {
         id,
@@ -97,7 +97,7 @@ fn what_the_devices_gave_up_is_loaded_and_the_load_is_predicted() {
     close(results.prefix_hit_from.dram, 3.0 * results.prefix_hit_from.device);
     close(results.prefix_hit_from.dram + results.prefix_hit_from.device, results.prefix_hit.token);
 
-    // Host memory keeps the two that came last, the disk has the other.
+    // Host memory keeps the two latest, the disk has the other.
     let both = "dram_tokens = 1024\ndram_gb_per_s = 1.0\nssd_tokens = 51200\nssd_gb_per_s = 0.25";
     let (results, seen) = play(&setup(10, 1e-3, both), requests());
     close(seen.terms[2].pull_s, 4.0 * block_s);
@@ -108,7 +108,7 @@ fn what_the_devices_gave_up_is_loaded_and_the_load_is_predicted() {
 #[test]
 fn a_load_comes_after_the_queue_as_predicted() {
     let dram = setup(40, 1e-3, "dram_tokens = 51200\ndram_gb_per_s = 1.0");
-    // 3 fills the device and sinks 1; nothing else runs while what 5 needs is loaded
+    // 3 fills the device and evicts 1; nothing else runs while the blocks of 5 are loaded.
     let requests =
         vec![prompt(1, 0.0, 1, 4), prompt(3, 10.0, 3, 38), prompt(4, 40.0, 4, 8), prompt(5, 40.1, 1, 4)];
     let (results, seen) = play(&dram, requests);
@@ -118,8 +118,8 @@ fn a_load_comes_after_the_queue_as_predicted() {
     close(seen.ttft_s[3], seen.terms[3].ttft_s);
 }
 
-/// Holds a cache of a fiftieth above tiers of the rest to one of `blocks` blocks, on the requests that
-/// `trace` opens.
+/// Compares a cache of a fiftieth above tiers of the rest with one of `blocks` blocks, on the requests of
+/// `trace`.
 fn assert_hits_like_one_large_cache(trace: &dyn Fn() -> Trace, blocks: u64) {
     let hits = |setup: &Setup| {
         run(setup, trace().jitter(Seconds(3.0), 1), &mut ()).unwrap_or_else(|error| panic!("{error}"))

@@ -1,4 +1,4 @@
-//! What an observer sees of a run, held against the run's own results.
+//! The samples of an observer agree with the run's results.
 
 use crate::common::fleet_from;
 use mixfleet_hal::units::Seconds;
@@ -92,21 +92,21 @@ fn busy(requests: u64) -> Vec<Request> {
 #[test]
 fn a_request_alone_is_seen_where_it_is() {
     let setup = Setup::new(&fleet_from(SPLIT), Choices { admission: Admission::None, ..Choices::default() });
-    // the prompt takes 2 s; the 100 steps after the first token take 20 ms and 10 us x about 2050 each
+    // The prompt takes 2 s; the 100 steps after the first token take 20 ms and 10 us x about 2050 each.
     let (results, seen) = play(&setup, vec![request(1, 0.5, 2000, 101)], 1.0);
     let [p, d]: [Vec<&Sample>; 2] =
         [0, 1].map(|pool| seen.samples.iter().filter(|s| s.pool == pool).collect());
     assert_eq!((p[0].time_s, p[0].prefilling, p[0].fleet_arrived), (1.0, 1, 1));
-    // 0.5 s of its 2 s are over
+    // 0.5 s of its 2 s have passed.
     assert!((p[0].prefill_load - 1.5 / 5.0).abs() < 1e-9, "{:?}", p[0]);
     assert!((p[0].prefill_utilisation - 0.5).abs() < 1e-9, "{:?}", p[0]);
     assert!((p[1].prefill_load - 0.5 / 5.0).abs() < 1e-9 && (p[1].prefill_utilisation - 1.0).abs() < 1e-9);
-    // its room is kept where it will decode
+    // Its room is reserved where it will decode.
     assert_eq!((p[1].used_tokens, d[1].used_tokens), (2048, 2048));
     assert_eq!((d[1].receiving, d[1].decoding), (1, 0));
     let decoding = d[3];
     assert_eq!((decoding.time_s, decoding.decoding), (4.0, 1));
-    // some 37 of its steps are over, of a context of 2000
+    // Some 37 of its steps have passed, with a context of 2000.
     assert!((decoding.decode_load - 0.0403 / 0.1).abs() < 0.002, "{decoding:?}");
     assert!((decoding.decode_utilisation - 1.0).abs() < 1e-6, "{decoding:?}");
     assert_eq!(d.iter().map(|s| s.completed).sum::<u64>(), 1);

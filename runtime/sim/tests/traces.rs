@@ -1,4 +1,4 @@
-//! Every reader on a real trace, and on what is wrong with files.
+//! Every reader on a real trace, and on malformed files.
 
 use crate::common::shared;
 use mixfleet_hal::units::Seconds;
@@ -24,7 +24,7 @@ fn drain(trace: impl Iterator<Item = Result<Request, TraceError>>) -> (Vec<Reque
     (requests, error)
 }
 
-/// All requests of a real trace after the checks that hold for every trace.
+/// Reads a whole real trace, with the checks that hold for every trace.
 fn whole(path: &str, format: Format) -> Option<(Vec<Request>, Repairs, Option<u32>)> {
     let mut trace = Trace::open(&shared(path)?, ReadOptions::default()).expect("a readable trace");
     assert_eq!(trace.format(), format);
@@ -96,7 +96,7 @@ fn the_sessions_of_agents() {
     else {
         return;
     };
-    // 25,784 calls of agents and 432 of their sub-agents, 17 without an answer.
+    // There are 25,784 calls of agents and 432 of their sub-agents, 17 without an answer.
     assert_eq!((requests.len(), block), (26_216, Some(64)));
     assert_eq!((repairs.empty_outputs, repairs.reordered), (17, 0));
     assert!(requests.iter().all(|r| r.chain.len() == (r.prompt_tokens / 64) as usize));
@@ -113,7 +113,7 @@ fn the_sessions_of_agents() {
         assert_eq!(before.session.map(|before| before.id), Some(session.id));
     }
     assert_eq!(firsts, 397);
-    // No block is shared by sessions, since their ids are local: all start with the ids of a session's first.
+    // Sessions share no block, since their ids are local: all start with the ids of a session's first block.
     let mut owners = HashMap::new();
     for request in &requests {
         let session = request.session.map(|session| session.id);
@@ -153,7 +153,7 @@ fn what_is_far_out_of_order_is_an_error_with_its_line() {
     assert!(error.starts_with("t, line 1501: ") && error.contains("sort the file"), "{error}");
 }
 
-/// (file, line of the error, part of its message)
+/// The file, the line of the error, and a part of its message.
 const MALFORMED: &[(&str, u64, &str)] = &[
     ("{\"timestamp\": 0, \"input_length\": 5, \"output_length\": 1}\n{\"timestamp\": 1", 2, "EOF"),
     ("{\"timestamp\": 0, \"input_length\": 5}", 1, "output_length"),
@@ -255,7 +255,7 @@ fn an_agents_calls_form_chains() {
             (3.0, Some(0), 2.0),
             (4.0, Some(0), 2.5),
             (5.0, Some(1), 0.5),
-            // The end of the answer before is unknown: the gap between arrivals.
+            // The end of the previous answer is unknown, so this is the gap between arrivals.
             (9.0, Some(2), 5.0),
         ]
     );

@@ -1,4 +1,4 @@
-//! Whole answers.
+//! Complete answers.
 
 use super::support::{BOS, EOS, MODEL, Play, Setup, request, run};
 use mixfleet_runtime::request::{Deadline, FinishReason, Hints, Sampling, ServiceTier};

@@ -1,4 +1,4 @@
-//! Who may hold a connection, and for how long.
+//! Limits and timeouts of connections.
 
 use super::support::{ADDRESS, MODEL, Play, Response, Server, Setup, request, run};
 use futures_util::FutureExt;
@@ -28,7 +28,7 @@ fn ip(last: u8) -> IpAddr {
 }
 
 impl Server {
-    /// An answer to a party at `ip`, which asks for `path`.
+    /// Requests `path` for a client at `ip`.
     async fn ask(&self, ip: IpAddr, path: &str) -> Response {
         let mut connection = self.env.connect_from(ip, ADDRESS).unwrap();
         let method = if path.starts_with("/v1/c") { "POST" } else { "GET" };
@@ -36,14 +36,14 @@ impl Server {
         Response::read(&mut connection).await
     }
 
-    /// A connection from `ip` that has sent this and no more.
+    /// Opens a connection from `ip` that sends these bytes and no more.
     async fn sent(&self, ip: IpAddr, bytes: &[u8]) -> Box<dyn Connection> {
         let mut connection = self.env.connect_from(ip, ADDRESS).unwrap();
         connection.write_all(bytes).await.unwrap();
         connection
     }
 
-    /// A stream from `ip` that hangs after its first event.
+    /// Opens a stream from `ip` that hangs after its first event.
     async fn stream_from(&self, ip: IpAddr) -> Box<dyn Connection> {
         let body = stream().to_string();
         let mut connection = self.sent(ip, &request("POST", "/v1/completions", "", body.as_bytes())).await;
@@ -60,7 +60,7 @@ impl Server {
     }
 }
 
-/// Whether the other end has closed it.
+/// Whether the server has closed the connection.
 async fn is_closed(server: &Server, connection: &mut Box<dyn Connection>) -> bool {
     let mut bytes = Vec::new();
     tokio::select! { biased;
@@ -123,7 +123,7 @@ fn beside_a_house_full_of_work_the_watchers_are_answered_and_others_are_told_to_
             (refused.headers["retry-after"].as_str(), refused.headers["connection"].as_str()),
             ("1", "close")
         );
-        // strangers in those aside: the oldest of them goes
+        // The overflow holds connections without requests: the oldest of them is closed.
         let mut strangers = Vec::new();
         for last in 10..200 {
             strangers.push(server.sent(ip(last), HALF_OPEN).await);
@@ -175,7 +175,7 @@ fn one_address_has_no_more_than_its_share() {
         }
         assert_eq!((running.len(), server.cancellations()), (8, 0));
 
-        // where it only waits, its own oldest connection goes, and nobody else's
+        // While it only waits, its own oldest connection is closed, and none of another client.
         drop(running);
         server.until("all are cancelled", || server.cancellations() == 8).await;
         let mut other = server.sent(ip(2), HALF_OPEN).await;
@@ -192,7 +192,7 @@ fn one_address_has_no_more_than_its_share() {
 #[test]
 fn whose_wrong_requests_are_answered_holds_no_place_by_not_reading() {
     run(house(4, 4, 1), |server| async move {
-        // more of answers than the connection buffers, so that the last ones are never written
+        // The answers exceed the connection's buffers, so that the last ones are never written.
         let asked = [
             request("GET", "/v1/nothing", "", b""),
             b"GET /metrics HTTP/1.1\r\nhost: api\r\n\r\n".repeat(20),
@@ -233,7 +233,7 @@ fn an_answer_that_is_still_read_is_not_cut_for_a_newcomer() {
     });
 }
 
-/// Fails as one does whose process has no descriptors left, and then works.
+/// A listener that fails as if the process had no descriptors left, and then works.
 struct Exhausted {
     inner: Box<dyn Listener>,
     fails: u32,

@@ -1,4 +1,4 @@
-//! A client that leaves takes its requests with it.
+//! A client that disconnects cancels its requests.
 
 use super::support::{ADDRESS, MODEL, Play, Setup, request, run};
 use mixfleet_runtime::env::Env;

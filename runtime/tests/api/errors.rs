@@ -1,4 +1,4 @@
-//! Every way to be turned away, in OpenAI's shape.
+//! All rejections, in OpenAI's format.
 
 use super::support::{MODEL, Play, Setup, request, run};
 use mixfleet_runtime::request::Rejection;

@@ -33,7 +33,7 @@ fn loading_is_a_503_until_ready() {
 fn health_is_ok_only_while_a_pair_of_instances_can_serve_and_live_whatever_they_can() {
     run(Setup::play(Play::say("hi")), |server| async move {
         assert_eq!(server.get("/health").await.status, 200);
-        // An instance is up, and cannot do both.
+        // One instance is up, but cannot both prefill and decode.
         server.metrics.instances.set(1);
         server.metrics.serves.set(0);
         let told = server.get("/health").await;

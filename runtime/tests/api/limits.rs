@@ -1,4 +1,4 @@
-//! What clients can make the server hold is bounded.
+//! Limits on the memory that clients can occupy.
 
 use super::support::{ADDRESS, MODEL, Play, Response, Server, Setup, request, run};
 use mixfleet_runtime::env::{Connection, Env};
@@ -101,7 +101,7 @@ fn choices_are_bounded_over_all_prompts() {
     });
 }
 
-/// A connection of another party with a body of 950 bytes of which so many have come.
+/// Opens a connection of a party that has sent `bytes` bytes of a body of 950.
 async fn slow_body(server: &Server, party: u8, bytes: usize) -> Box<dyn Connection> {
     let mut slow = server.env.connect_from([10, 0, 0, party].into(), ADDRESS).unwrap();
     let head = "POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 950\r\n\r\n";
@@ -110,7 +110,7 @@ async fn slow_body(server: &Server, party: u8, bytes: usize) -> Box<dyn Connecti
     slow
 }
 
-/// The status of a body of some hundred bytes from a party.
+/// The status for a body of some hundred bytes from a party.
 async fn small_body(server: &Server, party: u8) -> Response {
     let body = format!("{}{}", json!({"model": MODEL, "prompt": "a"}), " ".repeat(100));
     let mut connection = server.env.connect_from([10, 0, 0, party].into(), ADDRESS).unwrap();

@@ -1,4 +1,4 @@
-//! A browser on the server's machine is no way in for the pages that it shows.
+//! Web pages in a browser on the server's machine cannot use the server.
 
 use super::support::{MODEL, Play, Response, Server, Setup, run};
 use mixfleet_runtime::api::Origins;
@@ -57,7 +57,7 @@ fn a_page_cannot_generate_without_leave() {
         for origin in
             ["https://evil.example", "null", "http://chat.example", "https://chat.example.evil.example", ""]
         {
-            // without a content type, or with one of those for which a browser asks nobody
+            // These have no content type, or one for which a browser sends no preflight request.
             for kind in ["", simple, "content-type: application/json\r\n"] {
                 let headers = format!("host: localhost\r\norigin: {origin}\r\n{kind}");
                 let refused = server.with_headers("POST", "/v1/completions", &headers).await;

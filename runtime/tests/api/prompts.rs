@@ -1,4 +1,4 @@
-//! What clients write becomes tokens of the model, and nothing else.
+//! Text from clients becomes the model's tokens, and never special tokens.
 
 use super::support::{MODEL, Play, Server, Setup, request, run};
 use mixfleet_runtime::env::SeededEnv;
@@ -56,7 +56,7 @@ fn a_token_that_the_model_does_not_have_is_a_400_wherever_it_comes_from() {
     });
 }
 
-/// The ids of the prompts that requests become.
+/// The prompt ids of these requests.
 fn prompts(template: Option<&str>, requests: Vec<(&'static str, Value)>) -> Vec<Vec<u32>> {
     let mut text = with_a_token_too_many();
     if let Some(source) = template {
@@ -233,7 +233,7 @@ fn what_is_large_is_never_read_where_requests_are_served() {
         server.env.refuse_threads(true);
         let small = json!({"model": MODEL, "prompt": "a"});
         assert_eq!(server.post("/v1/completions", &small).await.status, 200);
-        // Neither of these has text to speak of: rendering and parsing are work, too.
+        // Neither of these has much text, but rendering and parsing are work too.
         let messages = vec![json!({"role": "user", "content": ""}); 2000];
         let rendered = json!({"model": MODEL, "messages": messages});
         let parsed = json!({"model": MODEL, "prompt": "a", "metadata": vec![0; 5000]});

@@ -18,7 +18,7 @@ use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::sync::{Semaphore, mpsc, watch};
 
-/// Ids below are bytes.
+/// Ids below this are bytes.
 pub(crate) const EOS: u32 = 256;
 pub(crate) const BOS: u32 = 257;
 pub(crate) const VOCABULARY: u32 = 258;
@@ -28,7 +28,7 @@ pub(crate) const CONTEXT: u32 = 64;
 pub(crate) const MODEL: &str = "org/bytes";
 pub(crate) const ADDRESS: &str = "api:80";
 
-/// Tokens are bytes, and the end token.
+/// A model whose tokens are bytes, and the end token.
 struct ByteModel;
 
 impl TextModel for ByteModel {
@@ -111,27 +111,27 @@ impl TextDecoder for ByteDecoder {
     }
 }
 
-/// How the engine treats a request.
+/// The engine's behaviour for a request.
 #[derive(Clone)]
 pub(crate) enum Play {
-    /// Tokens, then the end.
+    /// It sends these tokens, then the end.
     Reply(Vec<u32>, FinishReason),
-    /// Tokens, then this error.
+    /// It sends these tokens, then this error.
     Fail(Vec<u32>, &'static str),
-    /// Tokens, then the channel closes.
+    /// It sends these tokens, then closes the channel.
     HangUp(Vec<u32>),
-    /// Tokens, then nothing until the client leaves.
+    /// It sends these tokens, then nothing until the client disconnects.
     Hang(Vec<u32>),
-    /// Tokens, then, once a permit is there, the end.
+    /// It sends these tokens, then the end once a permit is there.
     Gate(Vec<u32>, Arc<Semaphore>),
-    /// A token every virtual millisecond until the client leaves.
+    /// It sends a token every virtual millisecond until the client disconnects.
     Endless(u32),
-    /// Turned away.
+    /// It rejects the request.
     Reject(Rejection),
 }
 
 impl Play {
-    /// The bytes of `text`, then an end token.
+    /// Sends the bytes of `text`, then an end token.
     pub(crate) fn say(text: &str) -> Self {
         Play::Reply(text.bytes().map(u32::from).chain([EOS]).collect(), FinishReason::Stop)
     }
@@ -139,14 +139,14 @@ impl Play {
 
 type Script = Arc<dyn Fn(&GenerateRequest) -> Play + Send + Sync>;
 
-/// What a test starts with.
+/// The configuration of a test's server.
 pub(crate) struct Setup {
     pub(crate) script: Script,
     pub(crate) limits: Limits,
     pub(crate) api_key: Option<String>,
-    /// Tenants instead of one key.
+    /// The tenants, instead of one key.
     pub(crate) access: Option<Access>,
-    /// Instead of bytes.
+    /// The text model, instead of bytes.
     pub(crate) text: Arc<dyn TextModel>,
     pub(crate) context: u32,
     pub(crate) loading: bool,
@@ -178,7 +178,7 @@ impl Setup {
     }
 }
 
-/// The server under test and what its engine has seen.
+/// The server under test, with records of its engine.
 #[derive(Clone)]
 pub(crate) struct Server {
     pub(crate) env: SeededEnv,
@@ -334,7 +334,7 @@ impl Server {
         Response::read(&mut connection).await
     }
 
-    /// A connection with a request under way, read up to its first `data:`.
+    /// Opens a connection with a request in progress, read up to its first `data:`.
     pub(crate) async fn open_stream(&self, path: &str, body: &Value) -> Box<dyn Connection> {
         let mut connection = self.env.connect(ADDRESS).unwrap();
         connection.write_all(&request("POST", path, "", body.to_string().as_bytes())).await.unwrap();
@@ -380,7 +380,7 @@ pub(crate) struct Response {
     pub(crate) status: u16,
     pub(crate) headers: HashMap<String, String>,
     pub(crate) body: String,
-    /// The connection closed before the end of a chunked body.
+    /// Whether the connection closed before the end of a chunked body.
     pub(crate) truncated: bool,
 }
 

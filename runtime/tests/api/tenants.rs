@@ -1,4 +1,4 @@
-//! Tenants with keys of their own are kept apart.
+//! Tenants with their own keys are isolated.
 
 use super::support::{MODEL, Play, Response, Server, Setup, request, run};
 use mixfleet_runtime::api::{Access, KeysFile};
@@ -156,12 +156,13 @@ fn cached_tokens_are_hidden_from_whom_they_shall_not_be_told() {
     });
 }
 
-/// A file that goes with the test.
+/// A file that is deleted with the test.
 struct Scratch(PathBuf);
 
 impl Scratch {
     fn write(&self, text: &str) {
-        // A new file in its place, as editors do, so that it counts as changed whatever the clock's steps.
+        // The file is replaced by a new one, as editors do, so that it counts as changed at any clock
+        // resolution.
         let next = self.0.with_extension("next");
         std::fs::write(&next, text).unwrap();
         std::fs::rename(&next, &self.0).unwrap();

@@ -1,10 +1,10 @@
-//! The environment's time, as simulated devices see it.
+//! The environment's time as the clock of simulated devices.
 
 use mixfleet_hal::units::Seconds;
 use mixfleet_runtime::env::{Env, SeededEnv};
 use mixfleet_simulated::Clock;
 
-/// A device's clock that is the environment's.
+/// A device clock with the environment's time.
 pub(crate) struct WorldClock(pub(crate) SeededEnv);
 
 impl Clock for WorldClock {

@@ -41,13 +41,13 @@ fn usage(metrics: &Metrics, member: usize) -> f64 {
     metrics.kv_cache_usage.get_or_create(&labels).get()
 }
 
-/// One request with what it must give.
+/// A request with its expected answer.
 pub(crate) struct Case {
     pub(crate) prompt: Vec<u32>,
     pub(crate) expected: Vec<u32>,
 }
 
-/// What a client got.
+/// The answer that a client received.
 #[derive(Debug, Default)]
 pub(crate) struct ReceivedAnswer {
     pub(crate) tokens: Vec<u32>,
@@ -96,7 +96,7 @@ struct Member {
     device: Arc<dyn Device>,
 }
 
-/// Host memory whose bits flip.
+/// Host memory with bit flips.
 struct Rotting {
     memory: HostRegion,
     rots: Arc<AtomicBool>,
@@ -123,7 +123,7 @@ impl SharedMemory for Rotting {
     }
 }
 
-/// A fleet to be.
+/// The configuration of a fleet.
 pub(crate) struct TestFleet {
     checkpoint: Checkpoint,
     members: Vec<Member>,
@@ -132,10 +132,10 @@ pub(crate) struct TestFleet {
     hand_off_timeout: Duration,
     metrics: Metrics,
     policy: Policy,
-    /// Copies hot prefixes with so many bytes per second, and pulls none for requests.
+    /// Budget for copies of hot prefixes in bytes per second; prefixes are then not pulled.
     copies: Option<f64>,
     log: Option<Log>,
-    /// Blocks in host memory, and the disk with bytes.
+    /// Number of blocks in host memory, and the disk with its size in bytes.
     lower: Option<(u64, Option<(SimDisk, u64)>)>,
     /// When it is known whose blocks on the disk may be used, if not at once.
     /// Bits of host memory flip when blocks below devices are looked at.
@@ -188,7 +188,7 @@ impl TestFleet {
         }
     }
 
-    /// With staging memory of this make.
+    /// Uses staging memory from this allocator.
     pub(crate) fn regions(
         mut self,
         make: impl Fn(u64) -> mixfleet_hal::Result<Arc<dyn SharedMemory>> + Send + Sync + 'static,
@@ -197,58 +197,58 @@ impl TestFleet {
         self
     }
 
-    /// Prefixes come to instances by copies ahead of demand alone.
+    /// Copies prefixes ahead of demand, and never pulls them.
     pub(crate) fn copies(mut self, bytes_per_s: f64) -> Self {
         self.copies = Some(bytes_per_s);
         self
     }
 
-    /// Instances that are up.
+    /// Number of instances that are up.
     pub(crate) fn instances(&self) -> i64 {
         self.metrics.instances.get()
     }
 
-    /// Tells instances that are up, and whether they can serve.
+    /// Returns the number of instances that are up, and whether they can serve.
     pub(crate) fn watch(&self) -> impl Fn() -> (i64, bool) + use<> {
         let metrics = self.metrics.clone();
         move || (metrics.instances.get(), metrics.serves.get() == 1)
     }
 
-    /// Workers that panicked.
+    /// Number of workers that panicked.
     pub(crate) fn panics(&self) -> u64 {
         self.metrics.worker_panics.get()
     }
 
-    /// With host memory for so many blocks below each device, and a disk below the first.
+    /// Adds host memory for so many blocks below each device, and a disk below the first.
     pub(crate) fn lower(mut self, dram_blocks: u64, disk: Option<(SimDisk, u64)>) -> Self {
         self.lower = Some((dram_blocks, disk));
         self
     }
 
-    /// From now on, or until then, host memory below the devices rots.
+    /// Turns bit flips in host memory below the devices on or off.
     pub(crate) fn rot(&self, rots: bool) {
         self.rots.store(rots, Ordering::Relaxed);
     }
 
-    /// Times that a member's disk went out.
+    /// Number of outages of a member's disk.
     pub(crate) fn outages(&self, member: usize) -> u64 {
         let labels = TierLabels { device: format!("device{member}"), tier: "ssd" };
         self.metrics.kv_tier_outages.get_or_create(&labels).get()
     }
 
-    /// Without knowing at the start whose blocks on the disk may be used.
+    /// Lets the namespace of the disk's blocks be known later than at the start.
     pub(crate) fn disk_known(self, namespace: BoxFuture<'static, Option<u64>>) -> Self {
         *self.disk_known.lock().unwrap() = Some(namespace);
         self
     }
 
-    /// Blocks that came from `tier` of a member.
+    /// Number of blocks that came from `tier` of a member.
     pub(crate) fn tier_hits(&self, member: usize, tier: &'static str) -> u64 {
         let labels = TierLabels { device: format!("device{member}"), tier };
         self.metrics.kv_tier_hits.get_or_create(&labels).get()
     }
 
-    /// Blocks of a member's disk that were found damaged.
+    /// Number of blocks of a member's disk that were found damaged.
     pub(crate) fn bad_blocks(&self, member: usize) -> u64 {
         let labels = DeviceLabels { device: format!("device{member}") };
         self.metrics.kv_tier_bad.get_or_create(&labels).get()
@@ -259,7 +259,7 @@ impl TestFleet {
         self
     }
 
-    /// Logs all that the fleet's machine is told and answers.
+    /// Logs the events and actions of the fleet machine.
     pub(crate) fn logged(mut self) -> (Self, Log) {
         let log = Log::default();
         self.log = Some(log.clone());
@@ -276,7 +276,7 @@ impl TestFleet {
         self
     }
 
-    /// With KV of its own kind.
+    /// Adds an instance with its own block size and KV dtype.
     pub(crate) fn with_kv(mut self, role: Role, block_tokens: u32, kv: DType) -> Self {
         let device = self.reference();
         self.members.push(Member { role, block_tokens, kv, device });
@@ -316,7 +316,7 @@ impl TestFleet {
         self
     }
 
-    /// Sum of `kv_exposed_s`, and of how many.
+    /// Sum of `kv_exposed_s`, and its count.
     pub(crate) fn exposed_s(&self) -> (f64, u64) {
         let text = self.metrics.encode();
         let value = |what: &str| {
@@ -330,12 +330,12 @@ impl TestFleet {
         (self.metrics.kv_transfer_retries.get(), self.metrics.kv_transfer_recomputes.get())
     }
 
-    /// Prompt tokens whose KV one instance lent another.
+    /// Number of pulled prompt tokens.
     pub(crate) fn pulled(&self) -> u64 {
         self.metrics.kv_pulled_tokens.get()
     }
 
-    /// Share of the blocks in use, as last reported.
+    /// The last reported share of blocks in use.
     pub(crate) fn usage_of(&self, member: usize) -> f64 {
         usage(&self.metrics, member)
     }
@@ -387,7 +387,7 @@ impl TestFleet {
         let instances: Vec<_> = instances.collect();
         let events = self.log.clone().map(|log| EventLog::start(&env, Box::new(log)).0);
         let parts = EngineParts {
-            // The same in every engine: they may find each other's blocks.
+            // It is the same in every engine, so that they can find each other's blocks.
             identity: Identity::new("model".into(), "tokenizer".into(), [1, 2]),
             env,
             config,
@@ -409,7 +409,7 @@ impl TestFleet {
         parts.start(instances, links).unwrap()
     }
 
-    /// Largest share of blocks in use on any instance, once every worker had time to notice.
+    /// The largest share of blocks in use on any instance, once every worker had time to notice.
     async fn settled_usage(metrics: Metrics, members: usize, env: &SeededEnv) -> f64 {
         for _ in 0..20 {
             env.sleep(Duration::from_secs(1)).await;
@@ -423,7 +423,8 @@ impl TestFleet {
         env.run(async move { ask(&handle, "one".into(), prompt, count, None).await })
     }
 
-    /// All at once; every answer must be the expected one. Returns the blocks' usage afterwards.
+    /// Runs all requests at once; every answer must be the expected one. Returns the blocks' usage
+    /// afterwards.
     pub(crate) fn run_many(&self, env: &SeededEnv, cases: Vec<Case>) -> f64 {
         let (handle, metrics, members) =
             (self.start(Arc::new(env.clone())), self.metrics.clone(), self.members.len());
@@ -451,7 +452,7 @@ impl TestFleet {
         })
     }
 
-    /// One after the other; the cached tokens of each.
+    /// Runs requests one after the other; returns the cached tokens of each.
     pub(crate) fn run_in_turn(&self, env: &SeededEnv, prompt: &[u32], salts: &[Option<&str>]) -> Vec<u32> {
         let handle = self.start(Arc::new(env.clone()));
         let (prompt, world) = (prompt.to_vec(), env.clone());
@@ -466,7 +467,7 @@ impl TestFleet {
         })
     }
 
-    /// Clients that leave after some tokens. Returns the blocks' usage afterwards.
+    /// Runs clients that disconnect after some tokens. Returns the blocks' usage afterwards.
     pub(crate) fn run_leavers(&self, env: &SeededEnv, seed: u64, count: u64) -> f64 {
         let (handle, metrics, members) =
             (self.start(Arc::new(env.clone())), self.metrics.clone(), self.members.len());
@@ -497,7 +498,7 @@ impl TestFleet {
     }
 }
 
-/// Every third length of prompt is flex: both tiers meet in every test.
+/// Requests of every third prompt length are flex, so that both tiers occur in every test.
 pub(crate) fn request(
     id: String,
     prompt: Vec<u32>,

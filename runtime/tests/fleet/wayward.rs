@@ -1,4 +1,4 @@
-//! A device with a will of its own.
+//! A reference device with hooks for tests.
 
 use mixfleet_hal::{Device, DeviceLimits, Queue, Result, Slice};
 use mixfleet_hwtests::reference::ReferenceDevice;
@@ -8,8 +8,8 @@ type Write = dyn Fn(&Slice, &[u8]) -> Result<()> + Send + Sync;
 type Read = dyn Fn(&Slice, &mut [u8]) -> Result<()> + Send + Sync;
 type Around = dyn Fn(Box<dyn Queue>) -> Box<dyn Queue> + Send + Sync;
 
-/// What a test makes of what passes between host and device: an error stands for the device's own, and is
-/// told before anything is written, or after it was read.
+/// Hooks on the bytes between host and device: a hook's error becomes the device's. Hooks run before bytes
+/// are written, and after they were read.
 pub(crate) struct Wayward {
     inner: Arc<dyn Device>,
     limits: DeviceLimits,
@@ -19,7 +19,7 @@ pub(crate) struct Wayward {
 }
 
 impl Wayward {
-    /// The reference device, so named.
+    /// The reference device with this name.
     pub(crate) fn new(id: &str) -> Self {
         Self::over(Arc::new(ReferenceDevice::named(id)))
     }
@@ -47,7 +47,7 @@ impl Wayward {
         self
     }
 
-    /// With another queue around its own.
+    /// Wraps its queues.
     pub(crate) fn queuing(
         mut self,
         queue: impl Fn(Box<dyn Queue>) -> Box<dyn Queue> + Send + Sync + 'static,
@@ -56,7 +56,7 @@ impl Wayward {
         self
     }
 
-    /// Says whether recordings are to be made.
+    /// Sets whether recordings pay off.
     pub(crate) fn replay_pays(mut self, pays: bool) -> Self {
         self.limits.replay_pays = pays;
         self

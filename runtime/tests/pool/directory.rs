@@ -1,4 +1,4 @@
-//! Whose directory it is, and who may use it.
+//! Ownership of the pool's directory.
 
 use super::support::{BLOCK_BYTES, ScratchDirectory, config, open, put, served, ssd, tier as tier_of};
 use mixfleet_runtime::pool::disk::{Disk, RealDisk, SimDisk};

@@ -1,4 +1,4 @@
-//! Before a process ends, what lies in host memory alone goes to the disk.
+//! At the end of a process, blocks that are only in host memory are written to the disk.
 
 use super::support::{Follower, config, open, put, served, ssd};
 use mixfleet_hal::fault::{Fault, FaultPlan};
@@ -26,7 +26,7 @@ fn all_of_host_memory_is_there_for_the_next_process() {
     assert_eq!(pool.write_back(&mut || true), WrittenBack { blocks: 4, of: 4 });
     follower.follow(&pool.take_events());
     follower.assert_agrees(&pool.snapshot());
-    // What is there is not written again.
+    // Blocks that are there are not written again.
     assert_eq!(pool.write_back(&mut || true), WrittenBack { blocks: 4, of: 4 });
     assert_eq!(pool.stats().demoted, 5);
     pool.sync().unwrap();

@@ -1,4 +1,4 @@
-//! Disks that are full, fail, lie and rot while the pool is in use.
+//! Disks that are full, fail, return wrong data or decay while the pool is in use.
 
 use super::support::{Follower, config, open, put, served, ssd};
 use mixfleet_hal::fault::{Fault, FaultPlan, Rule};
@@ -88,7 +88,7 @@ fn every_block_served_is_right_whatever_the_disk_does() {
         }
         bad += pool.stats().bad;
         hits += pool.stats().hits_ssd;
-        // A journal that lied: what it names wrongly is dropped when it is asked for.
+        // A journal returned wrong data: wrongly named blocks are dropped when they are requested.
         disk.set_plan(FaultPlan::default());
         let again = open(config(DRAM_BLOCKS, Some(ssd(disk.restart(), SSD_BLOCKS)))).expect("it opens");
         (0..60).for_each(|key| {

@@ -1,4 +1,4 @@
-//! Disks that do not answer, and those that answer late.
+//! Disks that do not respond, or respond late.
 
 use super::support::{Follower, config, open, put, served, ssd};
 use futures_util::future::BoxFuture;
@@ -24,7 +24,7 @@ fn ssd_config(disk: &SimDisk) -> SsdConfig {
     SsdConfig { timeout: TIMEOUT, ..ssd(disk.clone(), SSD_BLOCKS) }
 }
 
-/// A disk whose operations take time in the world; one that hangs answers after so long.
+/// A disk whose operations take virtual time; one that hangs responds after `hang`.
 fn timed(env: &SeededEnv, hang: Duration) -> SimDisk {
     let disk = SimDisk::default();
     let world = env.clone();
@@ -39,7 +39,7 @@ fn attend(pool: &Pool, disk: &SimDisk, env: &SeededEnv) {
     pool.attend(ssd_config(disk), Box::pin(ready(Some(5))), "disk", &shared).expect("a thread");
 }
 
-/// What `work` returns, as a worker of a world of its own.
+/// The result of `work`, run by a worker of an environment of its own.
 fn at_work<T: Send + 'static>(
     seed: u64,
     work: impl FnOnce(SeededEnv) -> BoxFuture<'static, T> + Send + 'static,
@@ -66,7 +66,7 @@ async fn filled(env: &SeededEnv, disk: &SimDisk) -> (Pool, Follower) {
     (pool, follower)
 }
 
-/// The next operation hangs.
+/// Makes the next operation hang.
 fn hang_once(disk: &SimDisk) {
     let next = disk.operations();
     disk.set_plan(FaultPlan::exactly(Fault::Hang, next, next + 1));
@@ -95,7 +95,7 @@ fn a_disk_that_hangs_holds_a_turn_up_once_is_out_and_comes_back_when_it_answers(
                 agree(&pool, &mut follower);
                 let stats = pool.stats();
                 assert!(stats.ssd_out.is_some() && (stats.ssd_outages, stats.bad) == (1, 0), "{stats:?}");
-                // Nobody waits for it again.
+                // The pool does not wait for it again.
                 let start = env.now();
                 for key in 0..100 {
                     pool.begin_turn();
@@ -168,7 +168,7 @@ fn a_slow_disk_holds_a_turn_up_for_less_than_twice_its_timeout_and_stays() {
                 pool.begin_turn();
                 let start = env.now();
                 let lease = super::support::lease(&pool, &chain);
-                // What goes to the disk in the same turn is dropped.
+                // Blocks that are written to the disk in the same turn are dropped.
                 let lost = pool.stats().lost;
                 lens.push(lease.len());
                 drop(lease);
@@ -232,11 +232,11 @@ fn a_disk_that_cannot_be_opened_later_is_left_out_and_tried_again() {
     });
 }
 
-/// Writes to it do not return before it is told.
+/// A disk whose writes do not return before they are released.
 #[derive(Clone)]
 struct Stuck {
     disk: SimDisk,
-    /// Whether it is stuck, and how many calls are in it.
+    /// Whether it blocks, and the number of calls in it.
     state: Arc<(Mutex<(bool, usize)>, Condvar)>,
 }
 

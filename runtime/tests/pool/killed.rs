@@ -1,7 +1,7 @@
-//! A process that is killed while it stores blocks on a real disk, again and again in the same directory.
+//! A process that is killed while it stores blocks on a real disk, repeatedly in the same directory.
 //!
-//! `MIXFLEET_POOL_KILLS=100 cargo test -p mixfleet-runtime --test all killed` kills as often as one likes; 20
-//! by default.
+//! `MIXFLEET_POOL_KILLS=100 cargo test -p mixfleet-runtime --test all killed` kills it 100 times; the default
+//! is 20.
 
 use super::support::{ScratchDirectory, content, get, keep, load, make_region, tokens};
 use mixfleet_hal::random::{self, Stream};
@@ -35,11 +35,11 @@ fn pool(directory: &Path) -> Pool {
     Pool::new(config, &make_region).expect("a killed pool opens again")
 }
 
-/// What the process that will be killed does.
+/// Runs in the process that will be killed.
 fn store_until_killed(directory: &str, seed: &str) {
     let pool = pool(Path::new(directory));
     let mut random = Stream::new(seed.parse().expect("a number"));
-    // The one that reads this ends it.
+    // The parent kills this process.
     for step in 0u64.. {
         let key = random.below(KEYS);
         keep(&pool, BlockHash(key), &tokens(key), &content(key, BLOCK_BYTES));
@@ -53,7 +53,7 @@ fn store_until_killed(directory: &str, seed: &str) {
 
 #[test]
 fn no_bad_block_is_served_after_kill_9() {
-    // This program again, started below.
+    // This program is started again below.
     if let (Ok(directory), Ok(seed)) = (std::env::var(CHILD), std::env::var(SEED)) {
         return store_until_killed(&directory, &seed);
     }

@@ -1,5 +1,5 @@
-//! The KV pool from outside: against a naive model, on disks that fail, under kill -9, and on a recorded
-//! trace.
+//! The KV pool as its users see it: compared with a naive model, on disks that fail, under kill -9, and on a
+//! recorded trace.
 
 mod attached;
 mod crash;

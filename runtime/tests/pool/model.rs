@@ -1,4 +1,4 @@
-//! Any use of the pool does what the lists do.
+//! Any use of the pool has the result of the naive model.
 
 use super::naive::Tiers;
 use super::support::{Follower, check, config, lease, open, put, ssd};
@@ -22,13 +22,13 @@ fn chain() -> impl Strategy<Value = Vec<u64>> {
 
 #[derive(Clone, Debug)]
 enum Operation {
-    /// A prompt takes a lease.
+    /// Takes a lease on a prompt.
     Use(Vec<u64>),
-    /// Ends the lease in this place.
+    /// Ends the lease at this index.
     Release(usize),
-    /// The device gives up the last block of this prompt.
+    /// Evicts the last block of this prompt from the device.
     Keep(Vec<u64>),
-    /// Ends all leases, syncs, and opens the pool anew.
+    /// Ends all leases, syncs, and opens the pool again.
     Reopen,
 }
 
@@ -41,12 +41,12 @@ fn step() -> impl Strategy<Value = Operation> {
     ]
 }
 
-/// A pool beside its model.
+/// A pool with its model.
 struct Pair {
     pool: Pool,
     model: Tiers,
     follower: Follower,
-    /// With their chains, and the places that the model pinned ahead.
+    /// Leases with their chains, and the indices that the model pinned ahead.
     leases: Vec<(Lease, Vec<u64>, Vec<usize>)>,
 }
 

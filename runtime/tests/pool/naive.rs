@@ -1,4 +1,4 @@
-//! Two tiers as lists that are searched.
+//! A naive model of two tiers, as lists that are searched.
 
 #[derive(Clone, Debug)]
 struct Block {
@@ -54,7 +54,7 @@ impl Naive {
         }
     }
 
-    /// None: all are pinned. Else the block that had to go, if one had to.
+    /// Inserts and pins a key. None if all are pinned; otherwise the evicted block, if any.
     fn insert_pinned(&mut self, key: u64) -> Option<Option<Block>> {
         let mut victim = None;
         if self.blocks.len() == self.capacity {
@@ -85,8 +85,8 @@ impl Tiers {
         Tiers { dram: Naive::new(dram), ssd: Naive::new(ssd) }
     }
 
-    /// Leading blocks that can be pinned in host memory, and are then; and the places of those behind that
-    /// are pinned too.
+    /// Pins leading blocks in host memory as far as possible; returns their number, and the indices of later
+    /// ones that are pinned too.
     pub(crate) fn lease(&mut self, chain: &[u64]) -> (usize, Vec<usize>) {
         let known = chain.iter().take_while(|&&key| self.dram.has(key) || self.ssd.has(key)).count();
         let present: Vec<usize> = (0..chain.len()).filter(|&at| self.dram.has(chain[at])).collect();
@@ -94,13 +94,13 @@ impl Tiers {
         if (0..known).any(|at| !present.contains(&at)) {
             self.ssd.touch(chain);
         }
-        // What the disk had may go for what is brought before it.
+        // The disk's block may be evicted for one that is loaded before it.
         let comes = |at: &usize| present.contains(at) || self.ssd.has(chain[*at]) && self.store(chain[*at]);
         let held = (0..known).take_while(comes).count();
         (held, present.into_iter().filter(|&at| at >= held).collect())
     }
 
-    /// False: there is no room.
+    /// Stores a block. False if there is no room.
     pub(crate) fn keep(&mut self, key: u64) -> bool {
         let fits = self.store(key);
         if fits {
@@ -109,7 +109,7 @@ impl Tiers {
         fits
     }
 
-    /// Stores a block in host memory, and pins it. False: there is no room.
+    /// Stores a block in host memory, and pins it. False if there is no room.
     fn store(&mut self, key: u64) -> bool {
         if self.dram.has(key) {
             self.dram.pin(key);
@@ -132,7 +132,7 @@ impl Tiers {
         pinned.for_each(|at| self.dram.unpin(chain[at]));
     }
 
-    /// Host memory is lost; the disk keeps its order.
+    /// Loses host memory; the disk keeps its order.
     pub(crate) fn reopen(&mut self) {
         self.dram.blocks.clear();
         let mut order = self.ssd.blocks.clone();

@@ -1,4 +1,4 @@
-//! What lies on a real disk is its user's alone.
+//! Blocks on a real disk are accessible only to their user.
 
 use super::support::{ScratchDirectory, config, open, put, ssd};
 use mixfleet_runtime::pool::PoolError;
@@ -36,7 +36,7 @@ fn refused(path: &Path) -> String {
     error.to_string()
 }
 
-/// Whether this process may give files away.
+/// Whether this process may change the owner of files.
 fn is_root(what: &str) -> bool {
     let root = rustix::process::geteuid().is_root();
     if !root {

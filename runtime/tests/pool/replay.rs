@@ -1,4 +1,4 @@
-//! The blocks of a recorded conversation, through the real pool: the hit rates of the simulator.
+//! The blocks of a recorded conversation in the real pool, with the hit rates of the simulator.
 
 use super::support::{config, keep, load, make_region, ssd};
 use mixfleet_runtime::pool::disk::SimDisk;
@@ -9,7 +9,7 @@ use mixfleet_sim::trace::{ReadOptions, Trace};
 use std::collections::BTreeSet;
 use std::path::Path;
 
-/// The chains of the trace; none, said loudly, where it is not there.
+/// The chains of the trace; none, with a message, if it is absent.
 fn chains() -> Option<Vec<Vec<BlockHash>>> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("../../shared/data/traces/mooncake-conversation.jsonl.zst");
@@ -28,7 +28,7 @@ fn generated_chains() -> Vec<Vec<BlockHash>> {
     made.map(|request| request.chain).collect()
 }
 
-/// Blocks of one token and 8 bytes, both the key.
+/// A pool with blocks of one token and 8 bytes, both of which are the key.
 fn pool(dram_blocks: u64, ssd_blocks: u64) -> Pool {
     let tier = (ssd_blocks > 0).then(|| {
         let small = ssd(SimDisk::default(), 0);
@@ -39,7 +39,7 @@ fn pool(dram_blocks: u64, ssd_blocks: u64) -> Pool {
     Pool::new(config, &make_region).expect("a new pool")
 }
 
-/// Hit blocks of `chain`, the rest of which a device gives up afterwards, the deepest first.
+/// Number of hits of `chain`, the rest of which a device then evicts, deepest blocks first.
 fn play(pool: &Pool, chain: &[BlockHash]) -> usize {
     let tokens: Vec<u32> = chain.iter().map(|hash| hash.0 as u32).collect();
     let lease = pool.lease(chain, &tokens);
@@ -53,7 +53,7 @@ fn play(pool: &Pool, chain: &[BlockHash]) -> usize {
     lease.len()
 }
 
-/// The same on the simulator's caches.
+/// The simulator's caches for the same blocks.
 struct Caches {
     dram: BlockCache,
     ssd: BlockCache,
@@ -65,7 +65,7 @@ impl Caches {
         Caches { dram: cache(dram_blocks), ssd: cache(ssd_blocks) }
     }
 
-    /// Stores and pins a block in host memory, which may give one up to the disk.
+    /// Stores and pins a block in host memory, which may evict one to the disk.
     fn take(&mut self, key: BlockHash) -> bool {
         let mut evicted = Vec::new();
         let fits = self.dram.insert_pinned(key, 0, &mut evicted);
@@ -95,7 +95,7 @@ impl Caches {
     }
 }
 
-/// Plays the trace on both, which hit the same blocks of every request. Returns the share of blocks that hit.
+/// Runs the trace on both, which must hit the same blocks of every request. Returns the share of hits.
 fn play_both(chains: &[Vec<BlockHash>], dram_blocks: u64, ssd_blocks: u64) -> f64 {
     let (pool, mut caches) = (pool(dram_blocks, ssd_blocks), Caches::new(dram_blocks, ssd_blocks));
     let (mut hits, mut references) = (0, 0);
@@ -116,8 +116,7 @@ fn play_both(chains: &[Vec<BlockHash>], dram_blocks: u64, ssd_blocks: u64) -> f6
 #[test]
 fn host_memory_hits_what_the_simulator_says() {
     let Some(chains) = chains() else { return };
-    // An independent replay of the trace, which orders the blocks of one request otherwise: hence the
-    // tolerance.
+    // An independent replay of the trace orders the blocks of a request differently, hence the tolerance.
     let known = [(100_000, 0.3637), (50_000, 0.3546), (30_000, 0.3257), (10_000, 0.2112), (1_000, 0.0445)];
     for (blocks, rate) in known {
         let is = play_both(&chains, blocks, 0);

@@ -1,4 +1,4 @@
-//! What is served to whom, and who waits for whom.
+//! Blocks are served only for the right tokens, and readers do not wait for each other.
 
 use super::support::{
     BLOCK_BYTES, Follower, config, content, get, keep, lease, load, make_region, open, put, served, ssd,
@@ -27,7 +27,7 @@ fn a_prompt_with_anothers_hash_gets_nothing_from_either_tier() {
     put(&pool, 2);
     assert_eq!(tier(&pool, 1), Some(Tier::Ssd));
     refused(4);
-    // The disk is not asked about what is kept: its copy of another prompt's block stays.
+    // Storing does not check the disk: its copy of another prompt's block stays.
     assert_eq!(keep(&pool, BlockHash(1), &stranger, &content(99, BLOCK_BYTES)), Kept::Stored);
     assert!(!served(&pool, 1));
     put(&pool, 3);
@@ -42,7 +42,7 @@ fn a_chain_ends_at_the_block_of_another_prompt() {
     let other = [tokens(1), tokens(50), tokens(3)].concat();
     assert_eq!(pool.lease(&[1, 2, 3].map(BlockHash), &other).len(), 1);
     assert_eq!(lease(&pool, &[1, 2, 3]).len(), 3);
-    // Without its tokens a block cannot be compared.
+    // A block cannot be compared without its tokens.
     assert_eq!(pool.lease(&[1, 2].map(BlockHash), &tokens(1)).len(), 1);
     assert_eq!(pool.lease(&[1, 2].map(BlockHash), &tokens(1)[..1]).len(), 0);
 }
@@ -84,7 +84,7 @@ fn blocks_without_their_tokens_and_beyond_the_lease_are_refused() {
     assert!(lease(&pool, &[1]).view(0, &mut |_| ()).is_err());
 }
 
-/// Changes a bit of a block in host memory.
+/// Flips a bit of a block in host memory.
 fn rot(pool: &Pool, key: u64) {
     let content = content(key, BLOCK_BYTES);
     for region in pool.regions() {
@@ -102,7 +102,7 @@ fn a_block_that_rots_in_host_memory_is_dropped_told_and_brought_from_the_disk() 
     (1..5).for_each(|key| {
         put(&pool, key);
     });
-    // Back in host memory, and on the disk.
+    // It is in host memory again, and on the disk.
     assert!(served(&pool, 1));
     let mut follower = Follower::new(&pool.begin_to_follow());
     rot(&pool, 1);
@@ -136,7 +136,7 @@ fn a_block_that_rots_in_host_memory_alone_is_gone_and_its_room_is_used_again() {
     assert_eq!(pool.stats().bad, 5);
 }
 
-/// Two reads must be under way at once, or neither ends.
+/// A disk that completes reads only in pairs.
 struct Meeting(SimDisk, Barrier);
 
 impl Disk for Meeting {

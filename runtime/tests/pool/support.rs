@@ -15,8 +15,8 @@ use std::sync::Arc;
 
 pub(crate) const BLOCK_BYTES: u64 = 32;
 pub(crate) const BLOCK_TOKENS: u32 = 2;
-/// A frame of such a block (32 + 48 + 4 a token) and its records (4 of 32), and the file that says whose the
-/// directory is.
+/// The frame of such a block (32 + 48 + 4 per token) and its records (4 of 32), and the file with the
+/// directory's owner.
 const SLOT_BYTES: u64 = 88 + 128;
 const META_BYTES: u64 = 48;
 
@@ -58,7 +58,7 @@ pub(crate) fn content(key: u64, bytes: u64) -> Vec<u8> {
     (0..bytes.div_ceil(8)).flat_map(|i| random::bits(!key, i).to_le_bytes()).take(bytes as usize).collect()
 }
 
-/// Gives the pool a block.
+/// Stores a block in the pool.
 pub(crate) fn keep(pool: &Pool, hash: BlockHash, tokens: &[u32], bytes: &[u8]) -> Kept {
     let kept = pool.keep(hash, tokens, &mut |place| {
         place.copy_from_slice(bytes);
@@ -89,14 +89,14 @@ pub(crate) fn tier(pool: &Pool, key: u64) -> Option<Tier> {
     tiers.find(|(_, held)| held.contains(&BlockHash(key))).map(|(tier, _)| tier)
 }
 
-/// Whether the block is served; what is served must be right.
+/// Whether the block is served; if it is, its content must be right.
 pub(crate) fn served(pool: &Pool, key: u64) -> bool {
     let Some(lease) = get(pool, BlockHash(key), &tokens(key)) else { return false };
     assert_eq!(load(&lease, 0), Some(content(key, BLOCK_BYTES)), "block {key}");
     true
 }
 
-/// A lease on a chain of such blocks; all that it has must be right.
+/// A lease on a chain of such blocks, whose content must be right.
 pub(crate) fn lease(pool: &Pool, chain: &[u64]) -> Lease {
     let hashes: Vec<BlockHash> = chain.iter().map(|&key| BlockHash(key)).collect();
     let all: Vec<u32> = chain.iter().flat_map(|&key| tokens(key)).collect();
@@ -111,7 +111,7 @@ pub(crate) fn check(lease: &Lease, chain: &[u64]) {
     }
 }
 
-/// What whoever follows the events believes.
+/// The pool's content by its events.
 #[derive(Debug, Default)]
 pub(crate) struct Follower {
     held: BTreeSet<(Tier, BlockHash)>,
@@ -122,7 +122,7 @@ impl Follower {
         Follower { held: set(start) }
     }
 
-    /// Takes events: nothing is stored twice or evicted unheard of.
+    /// Applies events: no block may be stored twice, or evicted without having been stored.
     pub(crate) fn follow(&mut self, events: &[PoolEvent]) {
         for &PoolEvent { hash, tier, stored } in events {
             let news = if stored { self.held.insert((tier, hash)) } else { self.held.remove(&(tier, hash)) };
@@ -140,7 +140,7 @@ fn set(snapshot: &Snapshot) -> BTreeSet<(Tier, BlockHash)> {
     dram.chain(snapshot.ssd.iter().map(|&hash| (Tier::Ssd, hash))).collect()
 }
 
-/// A new, empty directory that goes when this does.
+/// A new, empty directory that is deleted when this is dropped.
 pub(crate) struct ScratchDirectory(pub(crate) PathBuf);
 
 impl ScratchDirectory {

@@ -1,8 +1,8 @@
-//! A certificate that is taken back while a session is open.
+//! A certificate that is revoked while a session is open.
 
 use super::*;
 
-/// A member of files of its own, the only ones that believe what `revoked.pem` says.
+/// A member with certificate files of its own, the only ones that use `revoked.pem`.
 struct OfFiles<'a> {
     authority: &'a FleetAuthority,
     directory: std::path::PathBuf,
@@ -53,7 +53,7 @@ async fn a_session_ends_when_a_list_names_the_certificate_of_either_end() {
         let (_handle, router) = router(&env, &checkpoint, model());
         let remote = Remote::connect(&env, &worker.member.address, &quick(router_trust)).await.unwrap();
         let mut session = remote.router(&router.hello(), router.id()).await.unwrap();
-        // Another certificate on the list is no reason.
+        // Revoking another certificate changes nothing.
         files.write("crl.pem", authority.0.revokes(&[SERIAL + 1]));
         tokio::time::sleep(Duration::from_secs(5)).await;
         assert!(!session.out.is_closed(), "several pings went by");

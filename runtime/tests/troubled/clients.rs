@@ -1,4 +1,4 @@
-//! Who asks the fleet, and what must come of it.
+//! Clients of the fleet, and checks of their answers.
 
 use super::parts::poison;
 use super::{Talk, World};
@@ -7,28 +7,28 @@ use mixfleet_runtime::request::{Failure, FailureKind, GenerateRequest, Hints, Re
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Times that a client comes again before it takes the fleet for dead.
+/// Number of retries before a client gives up.
 const TRIES: u32 = 300;
-/// Between two tries at first, and at most.
+/// Time between two tries, at first and at most.
 const COME_AGAIN: [Duration; 2] = [Duration::from_millis(50), Duration::from_secs(1)];
-/// What comes of a request that should fail.
+/// Length of the answer to a request that should fail.
 const TOKENS_MAX: u32 = 4;
 
 /// A request as its client sees it.
 struct Asked<'a> {
     id: String,
-    /// Of the fleet, which kind.
+    /// Index of the fleet's kind.
     kind: usize,
     prompt: &'a [u32],
     tokens_max: u32,
-    /// The tokens that must come, if there is an answer; none: whatever comes.
+    /// The expected tokens; none if any will do.
     expected: Option<&'a [u32]>,
-    /// As what each try counts that a router takes.
+    /// The count of the tries that a router accepts.
     counts_as: &'static str,
 }
 
 impl World {
-    /// Comes some time, and goes on when there is an answer.
+    /// Starts after a random time, and continues after each answer.
     pub(super) async fn client(self, at: usize, kind: usize, talk: Talk) {
         self.env.sleep(self.span(self.workload.come_within_s)).await;
         for (turn, case) in talk.iter().enumerate() {
@@ -46,7 +46,7 @@ impl World {
         }
     }
 
-    /// Asks what stops every part that it is given to.
+    /// Sends a request that stops every part that computes it.
     pub(super) async fn poisoner(self, at: usize) {
         self.env.sleep(self.span(self.workload.come_within_s)).await;
         let prompt = poison(self.kinds[0].checkpoint.config.vocab).repeat(8);
@@ -55,7 +55,7 @@ impl World {
             .await;
     }
 
-    /// Asks with a token that no row of the embedding is for.
+    /// Sends a token that has no row in the embedding.
     pub(super) async fn stranger_to_the_vocabulary(self, at: usize) {
         self.env.sleep(self.span(self.workload.come_within_s)).await;
         let vocabulary = self.kinds[0].checkpoint.config.vocab;
@@ -66,7 +66,7 @@ impl World {
         assert!(!answered, "{:?}: an answer to a token that is none", self.env);
     }
 
-    /// A request of its own kind to this router: it is answered.
+    /// Sends this router a request of its own kind, which must be answered.
     pub(super) async fn ask_router(&self, router: u64, at: u64) {
         let handle = self.state().routers[&router].handle.clone();
         let prompt: Vec<u32> = (0..30).map(|token| (token + at as u32 * 30) % 250).collect();
@@ -76,7 +76,7 @@ impl World {
         }
     }
 
-    /// Asks any router, and another one if that is gone, until there is an answer; or an error: then false.
+    /// Asks any router, and another one if that is gone, until there is an answer. False for an error.
     async fn ask(&self, asked: Asked<'_>) -> bool {
         let Asked { id, kind, prompt, tokens_max, expected, counts_as } = asked;
         let (mut last, mut again) = (String::new(), COME_AGAIN[0]);
@@ -96,7 +96,7 @@ impl World {
             let mut updates = match handle.submit(request(format!("{id}-{turn}"), prompt, tokens_max)).await {
                 Ok(updates) => updates,
                 Err(Rejection::TooLarge(why)) => panic!("{:?}: {why}", self.env),
-                // Honest answers that say to come again.
+                // These rejections tell the client to retry.
                 Err(Rejection::Overloaded { .. }) => {
                     self.count("requests too many", 1);
                     continue;
@@ -138,7 +138,7 @@ impl World {
                     }
                 }
             }
-            // The router is gone: clients ask another.
+            // The router is gone: clients ask another one.
         }
         let state = self.state();
         let workers: Vec<_> = state.workers.values().map(|worker| (worker.kind, worker.role)).collect();
@@ -162,7 +162,7 @@ fn request(id: String, prompt: &[u32], tokens_max: u32) -> GenerateRequest {
     }
 }
 
-/// As what an error counts.
+/// The count of an error.
 fn named(failure: &Failure) -> &'static str {
     match failure.kind {
         _ if failure.message.contains("instances were lost") => "errors: two instances lost",

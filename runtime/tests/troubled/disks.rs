@@ -1,4 +1,4 @@
-//! The disks below devices: they outlive workers.
+//! The disks below devices, which outlive workers.
 
 use super::{BLOCK_TOKENS, Worker, World};
 use futures_util::future::BoxFuture;
@@ -17,15 +17,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// What a read or a write takes, a slow one, and those that hang: some for longer than any history.
+/// Time of a read or a write, of a slow one, and of those that hang: some for longer than any history.
 const OPERATION: Duration = Duration::from_micros(200);
 const SLOW: Fault = Fault::Slow { times: 100 };
 const HANG_SHORT: Duration = Duration::from_secs(1);
 pub(super) const HANG_LONG: Duration = Duration::from_secs(1000);
-/// When a disk is out.
+/// Time after which a disk counts as out.
 const TIMEOUT: Duration = Duration::from_millis(50);
 
-/// Host memory in which bits flip.
+/// Host memory with bit flips.
 struct Rotting {
     memory: HostRegion,
     plan: FaultPlan,
@@ -58,31 +58,31 @@ impl SharedMemory for Rotting {
     }
 }
 
-/// What breaks on disks; chances are per read or write.
+/// Faults of disks, with their probabilities per read or write.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Disks {
-    /// Blocks that a pool may keep there.
+    /// Number of blocks that a pool may keep there.
     blocks: u64,
-    /// Bits that rot.
+    /// Bit flips.
     #[serde(default)]
     rot: f64,
-    /// Writes that are lost and reported as done.
+    /// Writes that are lost but reported as done.
     #[serde(default)]
     lost: f64,
     /// Reads and writes that fail.
     #[serde(default)]
     fail: f64,
-    /// Reads and writes that take long.
+    /// Reads and writes that are slow.
     #[serde(default)]
     slow: f64,
     /// Reads and writes that hang.
     #[serde(default)]
     hang: f64,
-    /// Blocks in host memory of which a bit flips.
+    /// Blocks in host memory with a bit flip.
     #[serde(default)]
     dram_rot: f64,
-    /// One disk in so many has room for a third of that; 0 = none.
+    /// One disk in this many has room for a third of the blocks; 0 = none.
     #[serde(default)]
     full_one_in: u64,
 }
@@ -96,14 +96,14 @@ impl Disks {
             (SLOW, self.slow),
             (Fault::Hang, self.hang),
         ];
-        // Opening a pool that cannot read who owns the directory is an error for its operator: it comes
-        // first.
+        // A pool that cannot read its directory's owner fails to open, which is an error for the operator:
+        // such faults start later.
         let rule = |(fault, probability)| Rule { fault, probability, from: 12, until: None };
         FaultPlan { seed, rules: rates.map(rule).to_vec() }
     }
 
     fn bytes(&self, block_bytes: u64) -> u64 {
-        // A frame's trailer, and its records in the journal.
+        // This is a frame's trailer, and its records in the journal.
         48 + self.blocks * (block_bytes + 48 + 4 * u64::from(BLOCK_TOKENS) + 128).next_multiple_of(4096)
     }
 
@@ -113,7 +113,7 @@ impl Disks {
 }
 
 impl World {
-    /// The disk of a worker that starts: one that a killed worker left, or a new one.
+    /// The disk of a new worker: one that a killed worker left, or a new one.
     pub(super) fn disk(&self, block_bytes: u64) -> Option<SimDisk> {
         let disks = self.workload.disks.as_ref()?;
         let used = self.state().shelf.pop_front();
@@ -133,7 +133,7 @@ impl World {
         Some(disk)
     }
 
-    /// When a worker knows whose blocks its disk may have: at its start, or later.
+    /// The namespace of a worker's disk, known at its start or later.
     pub(super) fn namespace(&self, kind: usize) -> BoxFuture<'static, Option<u64>> {
         let namespace = Some(self.kinds[kind].namespace);
         if self.workload.disks.is_none() || self.below(2) == 0 {
@@ -146,7 +146,7 @@ impl World {
         })
     }
 
-    /// Host memory for blocks, of which some rot when they are stored.
+    /// Host memory for blocks, some of which get bit flips when they are stored.
     pub(super) fn host_memory(&self, bytes: u64) -> mixfleet_hal::Result<Arc<dyn SharedMemory>> {
         let memory = HostRegion::new(bytes as usize)?;
         let rate = self.workload.disks.as_ref().map_or(0.0, |disks| disks.dram_rot);
@@ -154,14 +154,14 @@ impl World {
         Ok(Arc::new(Rotting { memory, plan, updates: AtomicU64::new(0), world: self.clone() }))
     }
 
-    /// What a disk suffered, once nobody uses it any more.
+    /// Counts the faults of a disk that is no longer used.
     fn count_disk(&self, disk: &SimDisk) {
         self.count("disks slow", disk.struck(SLOW));
         self.count("disks hung", disk.struck(Fault::Hang));
         self.count("rotten on disks", disk.struck(Fault::BitFlip));
     }
 
-    /// What a worker's device and disk suffered.
+    /// Counts the faults of a worker's device and disk.
     pub(super) fn count_part(&self, worker: &Worker) {
         let [fails, hangs] = &worker.struck;
         self.count("devices failed", fails.struck());
@@ -171,7 +171,7 @@ impl World {
         }
     }
 
-    /// Its worker is killed, or its host loses power: what was written last is there in part, or not at all.
+    /// Keeps the disk of a killed worker, or after a power loss: the last writes are partial or missing.
     pub(super) fn shelve(&self, disk: Option<SimDisk>) {
         let Some(disk) = disk else { return };
         let left = if self.below(2) == 0 { disk.lose_power(self.env.random()) } else { disk.restart() };
@@ -191,7 +191,8 @@ impl World {
         }
     }
 
-    /// All is quiet: every router's index is what the workers of its kind hold, tier by tier.
+    /// Checks, once the fleet is idle, that every router's index equals what the workers of its kind hold, by
+    /// tier.
     pub(super) async fn assert_that_routers_know_who_holds_what(&self) {
         for kind in 0..self.kinds.len() {
             let (hubs, routers) = {

@@ -1,4 +1,4 @@
-//! Watches that nothing lands behind a fence.
+//! Checks that no write lands after a fence.
 
 use mixfleet_hal::Result;
 use mixfleet_hal::fault::Fault;
@@ -7,14 +7,14 @@ use mixfleet_hal::transport::{Descriptor, Endpoint, RemoteAccess, Transport};
 use mixfleet_wire::FaultyTransport;
 use std::sync::{Arc, Mutex};
 
-/// A transport that remembers what regions held when they were deregistered.
+/// A transport that records the contents of regions when they are deregistered.
 pub(crate) struct Fences<T> {
     inner: T,
     open: Mutex<Vec<(Descriptor, Arc<dyn SharedMemory>)>>,
     closed: Mutex<Vec<Fenced>>,
 }
 
-/// What a region held when it was deregistered, and the region.
+/// The contents of a region when it was deregistered, and the region.
 type Fenced = (Vec<u8>, Arc<dyn SharedMemory>);
 
 fn content(memory: &dyn SharedMemory) -> Vec<u8> {
@@ -28,7 +28,7 @@ impl<T: Transport> Fences<T> {
         Fences { inner, open: Mutex::default(), closed: Mutex::default() }
     }
 
-    /// How many fences there are; and how many of them something has landed behind.
+    /// Number of fences, and of those after which something landed.
     pub(crate) fn count(&self) -> (usize, usize) {
         let closed = self.closed.lock().unwrap();
         (closed.len(), closed.iter().filter(|(then, memory)| content(&**memory) != *then).count())
@@ -36,7 +36,7 @@ impl<T: Transport> Fences<T> {
 }
 
 impl<T: Transport> Fences<FaultyTransport<T>> {
-    /// How many batches of KV were struck so.
+    /// Number of batches of KV with this fault.
     pub(crate) fn struck(&self, fault: Fault) -> u64 {
         (0..self.inner.batches()).filter(|&batch| self.inner.plan().at(batch) == Some(fault)).count() as u64
     }

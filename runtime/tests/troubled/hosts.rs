@@ -1,4 +1,4 @@
-//! Hosts: their clocks go their own ways, and threads run out.
+//! Hosts, whose clocks drift and whose threads run out.
 
 use super::World;
 use futures_util::future::BoxFuture;
@@ -8,12 +8,11 @@ use mixfleet_simulated::Clock;
 use std::io;
 use std::time::Duration;
 
-/// What a clock is ahead of the world's by, at most, and by what factor it is faster or slower: ten times
-/// what quartz does.
+/// Maximum offset of a clock, and its maximum relative error: ten times that of quartz.
 const AHEAD_S_MAX: f64 = 7200.0;
 const DRIFT_MAX: f64 = 1e-3;
 
-/// The host of one process, as that process sees it.
+/// The host of a process, as the process sees it.
 #[derive(Clone)]
 pub(super) struct Host {
     world: World,
@@ -34,7 +33,7 @@ impl World {
 }
 
 impl Host {
-    /// A span of this host's clock in the world's.
+    /// Converts a span of this host's clock to the environment's.
     fn span(&self, span: Duration) -> Duration {
         span.div_f64(self.rate)
     }

@@ -46,12 +46,12 @@ pub(crate) struct Kind {
     checkpoint: Arc<Checkpoint>,
     model: ModelIdentity,
     protocol: u32,
-    /// Whose blocks on disks are its own.
+    /// The namespace of its blocks on disks.
     namespace: u64,
     talks: Arc<[Talk]>,
 }
 
-/// Our own, others with other weights, and those of an earlier release.
+/// The fleet's own kind, one with other weights, and one of an earlier release.
 pub(crate) fn kinds() -> Vec<Kind> {
     let kind = |seed: u64, protocol| {
         let mut checkpoint = tiny_variants().remove(0).1;
@@ -67,11 +67,11 @@ pub(crate) fn kinds() -> Vec<Kind> {
     vec![own, kind(1, PROTOCOL), earlier]
 }
 
-/// What one client asks in turn: each prompt is all that was said before and some more.
+/// The requests of one client: each prompt continues the previous one and its answer.
 pub(crate) type Talk = Arc<[Case]>;
 
-/// Requests of mixed lengths, some with common prefixes, every other one with a second turn, and what they
-/// must give.
+/// Requests of mixed lengths, some with common prefixes, every other one with a second turn, and their
+/// expected answers.
 pub(crate) fn talks(checkpoint: &Checkpoint, count: usize) -> Vec<Talk> {
     let mut rng = Stream::new(5);
     let family = prompt(60, 2000, &checkpoint.config);
@@ -106,19 +106,19 @@ fn profile(flops: f64) -> DeviceProfile {
 
 const BLOCK_TOKENS: u32 = 8;
 
-/// All requests of a world have ended by then.
+/// Time by which all requests of a history have ended.
 const LONGEST: Duration = Duration::from_secs(3600);
 
-/// A worker process that runs.
+/// A running worker process.
 struct Worker {
     hub: Hub,
     kind: usize,
     device: String,
     role: Role,
     disk: Option<SimDisk>,
-    /// Its device, as its commands fail and hang.
+    /// Its device, with commands that fail, and with commands that hang.
     struck: [Arc<FaultyDevice>; 2],
-    /// Of everything that it is connected by.
+    /// Cuts all of its connections.
     cut: Cut,
     client: SimClient,
     _membership: Membership,
@@ -134,7 +134,7 @@ struct RouterProcess {
     _membership: Membership,
 }
 
-/// Everything there is.
+/// The state of a history.
 #[derive(Clone)]
 struct World {
     env: SeededEnv,
@@ -153,9 +153,9 @@ struct State {
     /// Cuts of single connections, by their ends' hosts.
     wires: BTreeMap<(String, String), Cut>,
     deaf: Deaf,
-    /// Whose memory is reached under an address.
+    /// The host of each address.
     regions: BTreeMap<String, String>,
-    /// What workers left that were killed.
+    /// Disks of killed workers.
     shelf: VecDeque<SimDisk>,
     workers_made: u64,
     routers_made: u64,
@@ -198,12 +198,12 @@ impl World {
         self.env.random() % bound
     }
 
-    /// From 0 to 1.
+    /// A random number from 0 to 1.
     fn unit(&self) -> f64 {
         (self.env.random() >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    /// Whether something happens that does with this chance, while anything does.
+    /// Whether a fault of this probability occurs, while faults are enabled.
     fn strikes(&self, chance: f64) -> bool {
         chance > 0.0 && !self.over() && self.unit() < chance
     }
@@ -213,7 +213,7 @@ impl World {
         Duration::from_secs_f64(-mean_s * (1.0 - self.unit()).ln())
     }
 
-    /// Blocks in use on any instance, by any router's view, once all had time to notice.
+    /// The largest share of blocks in use on any instance, by any router's view, once all had time to notice.
     async fn usage_at_rest(&self) -> f64 {
         for _ in 0..self.workload.rest_s() {
             self.env.sleep(Duration::from_secs(1)).await;
@@ -237,7 +237,7 @@ impl World {
         }
     }
 
-    /// All clients; each completes when its client is done.
+    /// Starts all clients; each receiver completes when its client is done.
     fn send_clients(&self) -> Vec<tokio::sync::oneshot::Receiver<()>> {
         let mut ends = Vec::new();
         let mut send = |client: futures_util::future::BoxFuture<'static, ()>| {
@@ -261,7 +261,7 @@ impl World {
         ends
     }
 
-    /// What must hold of any history that has ended.
+    /// Checks what must hold at the end of any history.
     async fn assert_all_is_well(&self) {
         let env = &self.env;
         let end = env.now().0;
@@ -294,7 +294,7 @@ impl World {
         self.count("fences", fences as u64);
     }
 
-    /// Counts what only those know whom it happened to.
+    /// Counts the faults that components recorded.
     fn count_the_rest(&self) {
         self.count_tiers();
         for (fault, name) in [
@@ -311,8 +311,8 @@ impl World {
     }
 }
 
-/// Two routers whose clocks differ give one worker as many requests each, in turn: whose were answered, in
-/// order.
+/// Two routers with different clocks send one worker equally many requests, in turn; returns the routers of
+/// the answers in order.
 pub(crate) fn turns(workload: &Workload, kinds: &[Kind], seed: u64) -> Vec<u64> {
     let (env, world) = World::new(workload, &kinds[..1], seed);
     let turns = env.run(async move {
@@ -323,7 +323,7 @@ pub(crate) fn turns(workload: &Workload, kinds: &[Kind], seed: u64) -> Vec<u64> 
             let (world, order) = (world.clone(), order.clone());
             world.env.clone().spawn(Box::pin(async move {
                 let router = at % 2;
-                // More often than they can be answered.
+                // Requests come faster than they can be answered.
                 world.env.sleep(Duration::from_millis(4 * at)).await;
                 world.ask_router(router, at).await;
                 order.lock().unwrap().push(router);
@@ -338,7 +338,7 @@ pub(crate) fn turns(workload: &Workload, kinds: &[Kind], seed: u64) -> Vec<u64> 
     turns
 }
 
-/// One history.
+/// Runs one history.
 pub(crate) fn run(workload: &Workload, kinds: &[Kind], seed: u64) -> Census {
     let kinds = if workload.strangers { kinds } else { &kinds[..1] };
     let (env, world) = World::new(workload, kinds, seed);
@@ -355,7 +355,7 @@ pub(crate) fn run(workload: &Workload, kinds: &[Kind], seed: u64) -> Census {
         }
         world.end_troubles();
         world.assert_all_is_well().await;
-        // What still runs gets the time to end: threads and memory of thousands of worlds add up.
+        // Remaining tasks get time to end, since threads and memory of thousands of histories add up.
         let ended = {
             let mut state = world.state();
             (std::mem::take(&mut state.workers), std::mem::take(&mut state.routers))

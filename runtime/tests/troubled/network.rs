@@ -1,4 +1,4 @@
-//! Connections that take time, can be cut, and through which nothing may come for a while.
+//! Connections with delays, cuts and periods of silence.
 
 use super::World;
 use mixfleet_runtime::env::Env;
@@ -10,14 +10,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use tokio::sync::Notify;
 
-/// Who hears nothing for so long ends the connection, and how often that is looked at.
+/// Silence after which an end closes the connection, and the interval of that check.
 const SILENCE_MAX: Duration = Duration::from_secs(2);
 const LOOK: Duration = Duration::from_millis(250);
-/// Until a message is sent again of which nothing was heard.
+/// Time after which a lost message is resent.
 const RESEND: Duration = Duration::from_millis(50);
 
-/// Cuts whatever it was given to, once. (Not a `watch` channel: that one wakes in an order of its own
-/// chance.)
+/// A cut that happens once. (Not a `watch` channel, which wakes its receivers in random order.)
 #[derive(Clone, Default)]
 pub(crate) struct Cut(Arc<(AtomicBool, Notify)>);
 
@@ -47,13 +46,13 @@ impl Cut {
 pub(super) struct Wire {
     pub(super) near: String,
     pub(super) far: String,
-    /// What a message takes at most.
+    /// Maximum delay of a message.
     pub(super) delay: Duration,
-    /// Any of them ends it.
+    /// Cuts, each of which ends it.
     pub(super) cuts: Vec<Cut>,
 }
 
-/// Which way messages go.
+/// One direction of a connection.
 #[derive(Clone)]
 struct Way {
     from: String,
@@ -61,14 +60,14 @@ struct Way {
     delay: Duration,
     /// The receiver's end.
     end: Cut,
-    /// The sender's.
+    /// The sender's end.
     other: Cut,
 }
 
 impl World {
-    /// Puts a network in front of an accepted session: messages take their time and keep their order, until
-    /// an end is cut. The other end may learn of that late, and gets what was under way meanwhile. Also tells
-    /// when the near end is cut.
+    /// Puts a network in front of an accepted session: messages are delayed and keep their order, until an
+    /// end is cut. The other end may learn of that later, and until then gets messages in transit. The
+    /// receiver completes when the near end is cut.
     pub(super) fn splice<A, B>(
         &self,
         far: Session<A, B>,
@@ -110,7 +109,7 @@ impl World {
         (session, async move { near.cut().await })
     }
 
-    /// When one end is cut, the other is: at once, or as late as the workload says.
+    /// Cuts the other end after one was cut: at once, or with the workload's delay.
     fn end_the_other(&self, one: &Cut, other: &Cut) {
         let (world, one, other) = (self.clone(), one.clone(), other.clone());
         self.env.spawn(Box::pin(async move {
@@ -123,7 +122,7 @@ impl World {
         }));
     }
 
-    /// Each end finds out for itself that nothing comes.
+    /// Lets each end detect silence by itself.
     fn watch_silence(&self, hosts: [&str; 2], ends: [&Cut; 2]) {
         for (at, end) in ends.into_iter().enumerate() {
             let (world, end) = (self.clone(), end.clone());
@@ -137,7 +136,7 @@ impl World {
                         () = end.cut() => return,
                         () = world.env.sleep(look) => {}
                     }
-                    // What is asked of the other must come there, and its answer here.
+                    // The request must arrive there, and its answer here.
                     let heard = world.hears(&other, &own) && world.hears(&own, &other);
                     silent = if heard { Duration::ZERO } else { silent + look };
                 }
@@ -176,7 +175,7 @@ impl World {
                 () = moving => {}
                 () = end.cut() => {}
             }
-            // One direction's end is the connection's.
+            // If one direction ends, the connection does.
             end.now();
         }));
     }

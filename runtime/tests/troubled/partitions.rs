@@ -1,4 +1,4 @@
-//! Hosts that do not hear each other for a while.
+//! Partitions between hosts.
 
 use super::fences::Fences;
 use super::{State, World};
@@ -13,22 +13,22 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// One partition in so many lasts longer than what anybody waits for.
+/// One partition in this many lasts longer than any timeout.
 const LASTING_ONE_IN: u64 = 4;
 const LASTING_S: f64 = 30.0;
 
-/// Until when the second host hears nothing of the first.
+/// Times until which the second host receives nothing from the first.
 pub(super) type Deaf = BTreeMap<(String, String), Seconds>;
 
 impl World {
-    /// Whether what `from` sends comes to `to`.
+    /// Whether messages of `from` arrive at `to`.
     pub(super) fn hears(&self, from: &str, to: &str) -> bool {
         let state = self.state();
         let deaf = state.deaf.get(&(from.to_owned(), to.to_owned()));
         state.over || deaf.is_none_or(|&until| until <= self.env.now())
     }
 
-    /// Each needs the other to say that bytes have come.
+    /// Checks both directions, since each transfer needs an acknowledgement.
     fn reaches(&self, here: &str, there: &str) -> Result<()> {
         if self.hears(here, there) && self.hears(there, here) {
             return Ok(());
@@ -37,7 +37,7 @@ impl World {
         Err(Error::new(ErrorKind::Timeout, format!("{there} is not heard")))
     }
 
-    /// Cuts a host off from one other, or from all and from the registry; both ways, or one.
+    /// Cuts a host off from one other, or from all and from the registry; in both directions, or one.
     pub(super) async fn partition(self, mean_s: f64) {
         loop {
             self.env.sleep(self.span(mean_s)).await;
@@ -75,7 +75,7 @@ impl World {
         }
     }
 
-    /// The registry does not answer a host for so long.
+    /// Lets the registry not answer a host for this time.
     fn silence_registry(&self, host: &str, span: Duration) {
         let Some(client) = self.registry_client(host) else { return };
         client.set_link(Reachability::Silent);
@@ -102,7 +102,7 @@ pub(super) fn router_host(number: u64) -> String {
     format!("router{number}")
 }
 
-/// The way of one host's KV to others': nothing comes through a partition.
+/// A transport for KV that partitions interrupt.
 pub(super) struct Parted {
     pub(super) inner: Arc<Fences<FaultyTransport<InProcessTransport>>>,
     pub(super) world: World,
@@ -149,7 +149,7 @@ impl Endpoint for Way {
     }
 
     fn wait(&mut self, transfer: TransferId, timeout: Duration) -> Result<()> {
-        // It has landed, and nobody hears of it.
+        // It has landed, but the acknowledgement is lost.
         self.world.reaches(&self.here, &self.there)?;
         self.inner.wait(transfer, timeout)
     }

@@ -1,4 +1,4 @@
-//! Parts that are worse than they say.
+//! Parts that are slower than claimed, or return wrong results.
 
 use super::World;
 use super::hosts::Host;
@@ -10,9 +10,9 @@ use mixfleet_simulated::{FaultyDevice, TimeOnlyDevice};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What the host reads of a step's result is no longer than this: KV is. A lie about KV nobody can see.
+/// Maximum size of a step's result on the host, which is smaller than any KV. Wrong KV could not be detected.
 const RESULT_BYTES_MAX: usize = 96;
-/// A part of which its maker says that it is so many times as fast as it is.
+/// Factor by which a part is slower than its maker claims.
 const BOAST: f64 = 16.0;
 
 /// A pair of equal tokens that stops a part: no other prompt has it, and no answer to one.
@@ -20,16 +20,16 @@ pub(super) fn poison(vocabulary: u32) -> [u32; 2] {
     [vocabulary - 1; 2]
 }
 
-/// What a worker's device is, and what its maker says of it.
+/// The device of a worker, and its maker's claim.
 pub(super) struct Part {
     pub(super) device: Arc<dyn Device>,
-    /// Those of its commands that fail, and that hang.
+    /// The device's commands that fail, and those that hang.
     pub(super) struck: [Arc<FaultyDevice>; 2],
     pub(super) said_flops: f64,
 }
 
 impl World {
-    /// A part of a new worker.
+    /// The part of a new worker.
     pub(super) fn part(&self, name: &str, host: &Host) -> Part {
         let flops = [2e8, 4e8, 8e8][self.below(3) as usize];
         let simulated = TimeOnlyDevice::new(name, super::profile(flops), Arc::new(host.clone())).unwrap();
@@ -47,7 +47,7 @@ impl World {
         Part { device: self.wayward(fails.clone()), struck: [fails, hangs], said_flops }
     }
 
-    /// A device that dies of poison, and tells nonsense of its results now and then.
+    /// A device that fails on poisoned tokens, and sometimes returns wrong results.
     fn wayward(&self, inner: Arc<dyn Device>) -> Arc<dyn Device> {
         if self.workload.poison == 0 && self.workload.lies == 0.0 {
             return inner;

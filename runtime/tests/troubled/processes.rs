@@ -1,4 +1,4 @@
-//! Worker processes and routers: how they come to be, and how they find each other.
+//! Worker processes and routers: their start, and how they find each other.
 
 use super::network::{Cut, Wire};
 use super::partitions::{Parted, router_host, worker_host};
@@ -24,9 +24,9 @@ use std::time::Duration;
 
 const LEASE: Duration = Duration::from_secs(3);
 const FLEET: &str = "chaos";
-/// How long a router waits for a place for what it has taken.
+/// Time that a router waits for a place for an accepted request.
 const PATIENCE: Seconds = Seconds(10.0);
-/// After which a call that nobody hears has failed.
+/// Timeout of a call without an answer.
 const UNHEARD: Duration = Duration::from_secs(1);
 
 impl World {
@@ -43,7 +43,7 @@ impl World {
         Links { transports: vec![Arc::new(transport)], make_region: Arc::new(region) }
     }
 
-    /// The first two of a kind can do everything between them, whatever roles the others get.
+    /// The role of the `nth` worker of a kind: the first two together can do everything.
     pub(super) fn role(&self, nth: usize) -> Role {
         match nth {
             0 => Role::Prefill,
@@ -52,7 +52,7 @@ impl World {
         }
     }
 
-    /// Starts a worker process, again until it can start.
+    /// Starts a worker process, with retries.
     pub(super) async fn start_worker(&self, kind: usize, role: Role) {
         while !self.try_start_worker(kind, role).await {
             self.env.sleep(self.span(0.2)).await;
@@ -111,7 +111,7 @@ impl World {
             metrics: self.metrics.clone(),
         };
         let Ok(hub) = process.start() else {
-            // No thread, or no staging memory: whoever starts processes tries again.
+            // There was no thread, or no staging memory: a supervisor would retry.
             self.count("workers that could not start", 1);
             self.shelve(disk);
             return false;
@@ -143,7 +143,7 @@ impl World {
         let dial = move |member: Member| -> BoxFuture<'static, Result<(), String>> {
             Box::pin(world.clone().meet(number, member))
         };
-        // Of two, the later calls the earlier.
+        // Of two workers, the later one calls the earlier one.
         let wanted = move |member: &Member| member.first_instance().is_some_and(|other| other < id);
         self.env.spawn(Box::pin(call_members(env, members, wanted, Arc::new(dial))));
         true
@@ -188,12 +188,12 @@ impl World {
         };
         let wanted = |member: &Member| member.first_instance().is_some();
         self.env.spawn(Box::pin(call_members(env, members, wanted, Arc::new(dial))));
-        // Until then a stranger takes the fleet for empty, and makes it its own.
+        // Before that, a foreign process would find the fleet empty, and claim it.
         joined.await;
     }
 
-    /// What a process goes by that joins. One that serves something else is refused, and comes all the same:
-    /// an old release may not have looked.
+    /// The charter of a process that joins. One of another model is refused, and joins anyway, as an old
+    /// release might.
     async fn charter(&self, registry: &Registry, kind: usize) -> Charter {
         match registry.charter(&self.kinds[kind].model, [0; 16]).await {
             Ok(charter) => charter,
@@ -211,7 +211,7 @@ impl World {
         Member { protocol: its.protocol, ..Member::new(its.model.clone(), address, seat) }
     }
 
-    /// A process that is told that another has its id ends, and comes again with a new one.
+    /// Ends a process if another one has its id, and restarts it with a new id.
     fn when_taken(
         &self,
         taken: impl Future<Output = RegistryError> + Send + 'static,
@@ -241,13 +241,13 @@ impl World {
         })
     }
 
-    /// What a process says to one that may be of another kind.
+    /// The greeting of a process to one that may be of another kind.
     fn says(&self, hello: Hello, from: usize, to: usize, callee: Option<InstanceId>) -> Hello {
         let alike = self.kinds[from].protocol == self.kinds[to].protocol;
         Hello { protocol: if alike { PROTOCOL } else { PROTOCOL - 1 }, ..hello.to(callee) }
     }
 
-    /// Only one's own kind may be let in.
+    /// Checks that only processes of the same kind are accepted.
     fn judge<T>(&self, from: usize, to: usize, answer: Result<T, SessionRefusal>) -> Result<T, String> {
         match &answer {
             Ok(_) => assert_eq!(from, to, "{:?}: a stranger was let in", self.env),
@@ -258,7 +258,7 @@ impl World {
         answer.map_err(|refusal| refusal.to_string())
     }
 
-    /// A call takes a moment, and is heard on both sides or not at all.
+    /// A call takes a moment, and arrives on both sides or not at all.
     async fn call(&self, from: &str, to: &str) -> Result<(), String> {
         if self.hears(from, to) && self.hears(to, from) {
             return Ok(());
@@ -267,7 +267,7 @@ impl World {
         Err("nobody answers".into())
     }
 
-    /// A router uses a worker process until the session ends.
+    /// Lets a router use a worker process until the session ends.
     async fn attend(self, router: u64, member: Member) -> Result<(), String> {
         let number: u64 = member.address.parse().expect("a worker's address is its number");
         let (near, far) = (router_host(router), worker_host(number));
@@ -277,7 +277,7 @@ impl World {
             let caller = state.routers.get(&router).map(|r| (r.router.clone(), r.kind, r.cut.clone()));
             caller.zip(Some(state.workers.get(&number).map(|w| (w.hub.clone(), w.kind, w.cut.clone()))))
         };
-        // A caller that is gone itself calls nobody.
+        // A caller that is gone calls no one.
         let Some((caller, called)) = ends else { return std::future::pending().await };
         let ((caller, from, cut), (hub, to, its_cut)) = (caller, called.ok_or("nobody is there")?);
         let hello = self.says(caller.hello(), from, to, member.first_instance());
@@ -291,7 +291,7 @@ impl World {
         Ok(())
     }
 
-    /// A worker process exchanges KV with an earlier one until the session ends.
+    /// Lets a worker process exchange KV with an earlier one until the session ends.
     async fn meet(self, from: u64, member: Member) -> Result<(), String> {
         let number: u64 = member.address.parse().expect("a worker's address is its number");
         let (near, far) = (worker_host(from), worker_host(number));
@@ -318,7 +318,7 @@ impl World {
         Ok(())
     }
 
-    /// A connection between two, which may be cut: anew at each call.
+    /// A new connection between two processes, which may be cut.
     fn wire(&self, from: &str, to: &str) -> Cut {
         let cut = Cut::new();
         self.state().wires.insert((from.into(), to.into()), cut.clone());

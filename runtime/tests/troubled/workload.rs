@@ -1,11 +1,11 @@
-//! What a history is made of.
+//! The parameters of a history.
 
 use super::disks::Disks;
 use mixfleet_hal::fault::{Fault, FaultPlan, Rule};
 use mixfleet_runtime::fleet::registry::sim::SimFaults;
 use serde::Deserialize;
 
-/// One kind of trouble.
+/// A combination of faults.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Workload {
@@ -27,57 +27,57 @@ pub(crate) struct Workload {
     pub(super) kill_router_every_s: f64,
     #[serde(default)]
     pub(super) cut_every_s: f64,
-    /// Cuts of connections between routers and workers only.
+    /// Mean time between cuts of connections between routers and workers.
     #[serde(default)]
     pub(super) cut_router_every_s: f64,
-    /// What messages between workers take at most.
+    /// Maximum delay of messages between workers.
     #[serde(default = "quick_ms")]
     pub(super) peer_delay_ms: u64,
-    /// Blocks of a device's memory.
+    /// Number of blocks in a device's memory.
     #[serde(default = "ample_blocks")]
     pub(super) device_blocks: u32,
-    /// Blocks of host memory below each device.
+    /// Number of blocks in host memory below each device.
     #[serde(default)]
     pub(super) dram_blocks: u64,
-    /// Commands that a device fails, or never ends: it is lost with its instance, and answers again.
+    /// Commands that a device fails, or never ends: it is lost with its instance, and responds again later.
     #[serde(default)]
     pub(super) device_fail: f64,
     #[serde(default)]
     pub(super) device_hang: f64,
-    /// Results of steps that are nonsense, and parts that are slower than their makers say.
+    /// Results of steps that are wrong, and parts that are slower than claimed.
     #[serde(default)]
     pub(super) lies: f64,
     #[serde(default)]
     pub(super) boasts: f64,
-    /// Requests that stop every part that computes them, and as many with ids of no token.
+    /// Number of requests that stop every part that computes them, and of requests with invalid token ids.
     #[serde(default)]
     pub(super) poison: usize,
-    /// Staging memory that is asked for and not there.
+    /// Allocations of staging memory that fail.
     #[serde(default)]
     pub(super) regions_refused: f64,
-    /// Threads that are asked for and not there.
+    /// Threads that cannot be started.
     #[serde(default)]
     pub(super) threads_refused: f64,
-    /// Every host's clock goes its own way.
+    /// Whether hosts' clocks differ.
     #[serde(default)]
     pub(super) odd_clocks: bool,
-    /// When an end learns at most that the other was cut.
+    /// Maximum delay after which an end learns that the other was cut.
     #[serde(default)]
     pub(super) ends_late_ms: u64,
     #[serde(default)]
     pub(super) partition_every_s: f64,
     #[serde(default)]
     pub(super) registry_trouble_every_s: f64,
-    /// Processes with other weights and of another release are members too.
+    /// Whether processes with other weights and of another release are members too.
     #[serde(default)]
     pub(super) strangers: bool,
-    /// Requests that a router has in work.
+    /// Maximum requests in progress of a router.
     #[serde(default = "ample_requests")]
     pub(super) requests_max: usize,
-    /// Mean time until a client comes.
+    /// Mean time until a client starts.
     #[serde(default = "some_time")]
     pub(super) come_within_s: f64,
-    /// Disks below devices, each as often as something breaks.
+    /// Disks below devices, with the probabilities of their faults.
     #[serde(default)]
     pub(super) disks: Option<Disks>,
 }
@@ -90,18 +90,18 @@ fn some_time() -> f64 {
     0.5
 }
 
-/// Memory of a device where nothing is said: nobody is short of it.
+/// The default number of blocks of a device's memory, which is ample.
 fn ample_blocks() -> u32 {
     60
 }
 
-/// What messages take at most where nothing is said.
+/// The default maximum delay of messages.
 pub(super) fn quick_ms() -> u64 {
     2
 }
 
 impl Workload {
-    /// Two routers of hosts whose clocks differ, and nothing else that is wrong.
+    /// Two routers whose hosts' clocks differ, without other faults.
     pub(crate) fn of_two_clocks() -> Workload {
         let text = "name = 'two clocks'\nworkers = 2\nrouters = 2\nrequests = 24\nodd_clocks = true";
         toml::from_str(text).expect("the rest has defaults")
@@ -126,25 +126,25 @@ impl Workload {
         FaultPlan { seed, rules: rates.map(rule).to_vec() }
     }
 
-    /// Whether instances are lost with what they work on, or out of reach for longer than anybody waits, or
-    /// nothing can be staged: two of them end a request.
+    /// Whether instances may be lost with their work, unreachable for longer than any timeout, or without
+    /// staging memory: two such losses end a request.
     pub(super) fn may_fail(&self) -> bool {
         let lost = self.kill_worker_every_s + self.partition_every_s;
         lost + self.device_fail + self.device_hang + self.lies + self.regions_refused > 0.0 || self.poison > 0
     }
 
-    /// Whether far more come at once than all routers may have in work.
+    /// Whether far more requests come at once than all routers accept.
     pub(super) fn is_overload(&self) -> bool {
         self.requests > 4 * self.routers * self.requests_max
     }
 
-    /// After which all have noticed that nothing breaks any more.
+    /// Time after which all components have noticed that there are no more faults.
     pub(super) fn rest_s(&self) -> u64 {
         let slow_to_know = self.registry_trouble_every_s > 0.0 || self.partition_every_s > 0.0;
         if slow_to_know { 60 } else { 20 }
     }
 
-    /// What befalls the registry by itself.
+    /// The faults of the registry itself.
     pub(super) fn registry(&self) -> SimFaults {
         if self.registry_trouble_every_s == 0.0 {
             return SimFaults::default();

@@ -1,4 +1,4 @@
-//! What the tests share.
+//! Helpers that the tests share.
 
 #![allow(dead_code, reason = "each test file uses a part of it")]
 #![allow(clippy::print_stdout, reason = "a skip is said aloud")]
@@ -17,8 +17,8 @@ pub(crate) fn fleet_from(text: &str) -> FleetFile {
     FleetFile::parse(text, Path::new(""), &none).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Requests that come at random until `until_s`, `per_s` of them a second, with the prompt and output tokens
-/// that `tokens` draws.
+/// Requests that arrive at random until `until_s`, `per_s` per second, with the prompt and output tokens that
+/// `tokens` draws.
 pub(crate) fn at_random(
     seed: u64,
     until_s: f64,
@@ -43,8 +43,8 @@ pub(crate) fn at_random(
     requests
 }
 
-/// So many prefill and decode instances of LLaMA3-70B on 8 A800 each, by the fit of FAST'25 figure 14, with
-/// network cards of `nic_gb_per_s` and the keys `slo` of the table of that name.
+/// A fleet of LLaMA3-70B on 8 A800 per instance, by the fit of FAST'25 figure 14, with network interfaces of
+/// `nic_gb_per_s` and the keys `slo` of the table of that name.
 pub(crate) fn mooncake((prefill, decode): (u32, u32), nic_gb_per_s: f64, slo: &str) -> FleetFile {
     fleet_from(&format!(
         r#"
@@ -82,7 +82,7 @@ calibration = {{ decode_s = {{ base = 0.0262, per_sequence = 0.0, per_kv_token =
     ))
 }
 
-/// A file of the data beside this clone, or nothing (said aloud) where it is not there.
+/// A file of the data beside this clone, or none, with a message, if it is absent.
 pub(crate) fn shared(path: &str) -> Option<PathBuf> {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared/data").join(path);
     if file.is_file() {
@@ -92,8 +92,8 @@ pub(crate) fn shared(path: &str) -> Option<PathBuf> {
     None
 }
 
-/// A generated conversation as lines of Mooncake's format. It stands in for the published one, which a clone
-/// need not have beside it.
+/// A generated conversation in Mooncake's format, which replaces the published one in a clone without shared
+/// data.
 pub(crate) fn generated(requests: u64, rate: f64) -> Vec<u8> {
     let options = GenerateOptions { requests, rate, seed: 16, arrivals: Arrivals::Poisson };
     let made = Generator::new(Preset::Conversation.model(), options);
@@ -105,8 +105,7 @@ pub(crate) fn generated(requests: u64, rate: f64) -> Vec<u8> {
     lines
 }
 
-/// Seeds with which a published trace is played: one at every change, as many as `MIXFLEET_SIM_SEEDS` says at
-/// night.
+/// Seeds for published traces: one for every change, `MIXFLEET_SIM_SEEDS` of them at night.
 pub(crate) fn seeds() -> RangeInclusive<u64> {
     let wanted = std::env::var("MIXFLEET_SIM_SEEDS");
     1..=wanted.map_or(1, |count| count.parse().expect("MIXFLEET_SIM_SEEDS is a number of seeds"))
