@@ -45,7 +45,7 @@ impl Worker {
         require!(generated < max_tokens, "the answer is complete: there is no token to generate");
         let (whole, context) = (job.length_max(), u64::from(config.context_max));
         require!(whole <= context, "{whole} tokens of prompt and answer; the context is {context}");
-        let room = self.capacity_tokens();
+        let room = self.limits.kv_tokens();
         require!(tokens <= room, "{tokens} tokens find no room in KV memory for {room}");
         let Urgency { due, tbt_slo, .. } = job.urgency;
         require!(due.0.is_finite(), "the time at which the request is due is no number");
@@ -85,12 +85,6 @@ impl Worker {
     pub(super) fn check_source(&self, holder: InstanceId) -> Result<()> {
         require!(holder != self.id, "KV is to come from where it is wanted");
         Ok(())
-    }
-
-    /// Tokens that fit into the KV memory.
-    fn capacity_tokens(&self) -> u64 {
-        let shape = self.forward.shape();
-        u64::from(shape.blocks) * u64::from(shape.block_tokens)
     }
 
     /// Checks a job with its hand-off and its pull.

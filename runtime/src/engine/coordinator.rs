@@ -380,7 +380,7 @@ impl Coordinator {
         match message {
             FromWorker::Up { instance, kv, silence_max } => self.up(*instance, kv, silence_max),
             FromWorker::Inspect(answer) => {
-                let _ = answer.try_send(self.fleet.held());
+                let _ = answer.try_send(self.fleet.machine().held());
             }
             // Reports after `Down` belong to the instance's earlier life.
             _ if !self.instances.contains_key(&instance) => {}

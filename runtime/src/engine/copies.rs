@@ -5,7 +5,6 @@
 //! copy that fails is dropped and not retried: the fleet machine forgets a copy that does not arrive.
 
 use super::coordinator::Coordinator;
-use super::handoff::wire_dtype;
 use super::messages::{HandOff, Job, Landing, Order};
 use crate::request::{GenerateRequest, Hints, ServiceTier};
 use mixfleet_scheduler::batch::{RequestId, Urgency};
@@ -58,10 +57,8 @@ impl Coordinator {
     /// Asks the holder for a copy once the receiver has room; the receiver's own KV ends at `from_token`.
     pub(super) fn ask_for_copy(&self, request: RequestId, from_token: u32, landing: Landing) {
         let Some(CopyInProgress { from, to, wanted }) = self.copies.get(&request) else { return };
-        let kv = |id| self.instances.get(id).map(|instance| instance.kv);
-        if let (Some(sender), Some(receiver)) = (kv(from), kv(to)) {
+        if let Some(wire) = self.wire(*from, *to) {
             let until = wanted.prompt_ids.len() as u32;
-            let wire = wire_dtype(sender, receiver);
             let to = HandOff { attempt: 0, from: from_token, to: *to, landing, wire };
             self.send(*from, Order::Lend { job: self.copy_job(request, wanted, *from), until, to });
         }

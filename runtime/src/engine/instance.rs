@@ -152,7 +152,7 @@ impl Loaded {
 
     /// Tokens that fit into the KV memory.
     pub fn kv_capacity_tokens(&self) -> u64 {
-        u64::from(self.batch.blocks_total) * u64::from(self.batch.block_tokens)
+        self.batch.kv_tokens()
     }
 
     /// The instance's role.

@@ -53,7 +53,7 @@ impl Coordinator {
     /// Updates the metrics of instances, and whether they can serve.
     pub(super) fn count_instances(&self) {
         self.metrics.instances.set(self.instances.len() as i64);
-        self.metrics.serves.set(self.fleet.can_serve().into());
+        self.metrics.serves.set(self.fleet.machine().can_serve().into());
     }
 
     /// Handles a lost instance; `certain` if not merely the connection to it was lost.

@@ -7,6 +7,7 @@
 use super::coordinator::{Coordinator, Stage, Tracked};
 use super::handoff::wire_dtype;
 use super::messages::{HandOff, Landing, Order, Source};
+use mixfleet_hal::DType;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::fleet::{Event, Explanation, InstanceId, Pull};
@@ -38,19 +39,16 @@ impl Coordinator {
         if instance == tracked.prefill {
             return self.ask_holder(request, tokens_cached, landing);
         }
-        let known = |id| self.instances.get(id);
-        let (Some(sender), Some(receiver)) = (known(&tracked.prefill), known(&tracked.decode)) else {
-            return;
-        };
-        let hand_off = HandOff {
-            attempt,
-            from: tokens_cached,
-            to: tracked.decode,
-            landing,
-            wire: wire_dtype(sender.kv, receiver.kv),
-        };
+        let Some(wire) = self.wire(tracked.prefill, tracked.decode) else { return };
+        let hand_off = HandOff { attempt, from: tokens_cached, to: tracked.decode, landing, wire };
         let (job, pull) = (self.job(request, tracked.prefill), tracked.pull);
         self.send(tracked.prefill, Order::Add { job, hand_off: Some(hand_off), pull });
+    }
+
+    /// The dtype of KV from one instance to another; none if one of them is lost.
+    pub(super) fn wire(&self, from: InstanceId, to: InstanceId) -> Option<DType> {
+        let kv = |id| self.instances.get(&id).map(|instance| instance.kv);
+        Some(wire_dtype(kv(from)?, kv(to)?))
     }
 
     /// Handles a closed link: requests whose KV was to be sent over it are placed again.
@@ -73,9 +71,7 @@ impl Coordinator {
     fn ask_holder(&self, request: RequestId, from: u32, landing: Landing) {
         let Tracked { pull, prefill, attempt, .. } = self.requests[&request];
         let Some(Source { holder, until }) = pull else { return self.end_pull(request) };
-        let kv = |id| self.instances.get(&id).map(|instance| instance.kv);
-        let (Some(sender), Some(receiver)) = (kv(holder), kv(prefill)) else { return self.end_pull(request) };
-        let wire = wire_dtype(sender, receiver);
+        let Some(wire) = self.wire(holder, prefill) else { return self.end_pull(request) };
         let to = HandOff { attempt, from, to: prefill, landing, wire };
         self.send(holder, Order::Lend { job: self.job(request, holder), until, to });
     }

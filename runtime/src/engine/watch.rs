@@ -133,7 +133,7 @@ impl Coordinator {
         }
         let device = handle.device.clone();
         self.fleet_step(Event::Measured { instance, steps });
-        if let Some((corrections, errors)) = self.fleet.learned(instance) {
+        if let Some((corrections, errors)) = self.fleet.machine().learned(instance) {
             self.metrics.learned(&device, corrections, errors);
         }
     }

@@ -84,6 +84,11 @@ impl BatchLimits {
     pub fn spare_blocks(blocks_total: u32, sequences_max: usize) -> usize {
         (blocks_total as usize / 100).min(sequences_max)
     }
+
+    /// Tokens that the KV blocks hold.
+    pub fn kv_tokens(&self) -> u64 {
+        u64::from(self.blocks_total) * u64::from(self.block_tokens)
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

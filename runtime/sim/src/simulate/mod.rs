@@ -103,7 +103,7 @@ pub fn run(
         let request = request?;
         let at_s = request.at.0;
         TraceError::unless_late("a request arrives", at_s)?;
-        while world.next_at().is_some_and(|next_s| next_s <= at_s) {
+        while world.agenda.next_at().is_some_and(|next_s| next_s <= at_s) {
             world.advance();
             world.check()?;
         }
@@ -111,7 +111,7 @@ pub fn run(
         world.turn_up(request);
     }
     // Copies still in progress then are ignored.
-    while world.has_requests() && world.next_at().is_some() {
+    while world.has_requests() && world.agenda.next_at().is_some() {
         world.advance();
         world.check()?;
     }
@@ -183,10 +183,6 @@ impl<'a> World<'a> {
 
     fn has_requests(&self) -> bool {
         !self.flights.is_empty() || !self.coming.is_empty()
-    }
-
-    fn next_at(&self) -> Option<f64> {
-        self.agenda.next_at()
     }
 
     fn schedule(&mut self, at_s: f64, next: Next) {

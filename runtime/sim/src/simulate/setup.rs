@@ -60,7 +60,7 @@ impl Setup {
                 pool: at as u32,
                 cost: Arc::new(pool.cost.clone()),
                 price: pool.usd_per_hour.map(UsdPerHour),
-                kv_capacity_tokens: u64::from(limits.blocks_total) * u64::from(limits.block_tokens),
+                kv_capacity_tokens: limits.kv_tokens(),
                 nic: Some(nic),
                 kv_block_tokens: limits.block_tokens,
                 kv_dtype: KV,

@@ -17,9 +17,8 @@ mod replay;
 pub use log::{EventLog, Writer};
 pub use replay::{Difference, Replay, ReplayError};
 
-use super::messages::Held;
 use mixfleet_hal::units::Seconds;
-use mixfleet_scheduler::fleet::{Action, Corrections, Event, Fleet, FleetConfig, InstanceId};
+use mixfleet_scheduler::fleet::{Action, Event, Fleet, FleetConfig};
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
 
@@ -65,31 +64,19 @@ impl LoggedFleet {
         LoggedFleet { machine: Fleet::new(config), log }
     }
 
-    /// Whether somebody can prefill and decode.
-    pub(super) fn can_serve(&self) -> bool {
-        self.machine.can_serve()
-    }
-
-    /// What predictions of `instance` are multiplied by, and the mean errors that are left.
-    pub(super) fn learned(&self, instance: InstanceId) -> Option<(Corrections, Corrections)> {
-        self.machine.learned(instance)
-    }
-
-    /// What it thinks that instances hold.
-    pub(super) fn held(&self) -> Held {
-        self.machine.held()
+    /// The machine, to be asked.
+    pub(super) fn machine(&self) -> &Fleet {
+        &self.machine
     }
 
     /// What the machine answers to `event`.
     pub(super) fn step(&mut self, now: Seconds, event: Event) -> Vec<Action> {
         let mut actions = Vec::new();
-        let Some(log) = &mut self.log else {
-            self.machine.step(now, event, &mut actions);
-            return actions;
-        };
-        let told = event.clone();
+        let logged = self.log.as_mut().map(|log| (log, event.clone()));
         self.machine.step(now, event, &mut actions);
-        log.write(&LoggedStep { now, event: &told, actions: &actions });
+        if let Some((log, event)) = logged {
+            log.write(&LoggedStep { now, event: &event, actions: &actions });
+        }
         actions
     }
 }

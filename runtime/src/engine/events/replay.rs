@@ -74,27 +74,17 @@ struct Told {
     event: Event,
 }
 
-struct Lines<R> {
-    log: R,
+/// The next line without its end, and whether that is missing; `None` at the end of the log.
+fn next<'a>(
+    log: &mut impl BufRead,
     number: u64,
-    line: Vec<u8>,
-}
-
-impl<R: BufRead> Lines<R> {
-    /// The next line without its end; `None` at the end of the log. The flag tells that the end of line is
-    /// missing.
-    fn next(&mut self) -> Result<Option<(&[u8], bool)>, ReplayError> {
-        self.number += 1;
-        self.line.clear();
-        let read = self.log.read_until(b'\n', &mut self.line);
-        match read.map_err(|error| ReplayError::Read { line: self.number, error })? {
-            0 => Ok(None),
-            _ => {
-                let whole = self.line.strip_suffix(b"\n");
-                Ok(Some((whole.unwrap_or(&self.line), whole.is_none())))
-            }
-        }
-    }
+    line: &'a mut Vec<u8>,
+) -> Result<Option<(&'a [u8], bool)>, ReplayError> {
+    line.clear();
+    let read = log.read_until(b'\n', line).map_err(|error| ReplayError::Read { line: number, error })?;
+    let line = line.as_slice();
+    let whole = line.strip_suffix(b"\n");
+    Ok((read > 0).then(|| (whole.unwrap_or(line), whole.is_none())))
 }
 
 fn parse<'a, T: Deserialize<'a>>(line: &'a [u8], number: u64) -> Result<T, ReplayError> {
@@ -108,10 +98,10 @@ impl Replay {
     ///
     /// # Errors
     /// When the log cannot be read, or a line but the last is no step.
-    pub fn of(log: impl BufRead, wanted: Option<RequestId>) -> Result<Replay, ReplayError> {
-        let mut lines = Lines { log, number: 0, line: Vec::new() };
+    pub fn of(mut log: impl BufRead, wanted: Option<RequestId>) -> Result<Replay, ReplayError> {
+        let (mut number, mut buffer) = (1, Vec::new());
         let empty = || ReplayError::Malformed { line: 1, message: "the log is empty".into() };
-        let (line, _) = lines.next()?.ok_or_else(empty)?;
+        let (line, _) = next(&mut log, number, &mut buffer)?.ok_or_else(empty)?;
         let Head { schema, version, fleet } = parse(line, 1)?;
         if schema != SCHEMA {
             let message = format!("the log is of '{schema}'; this program reads '{SCHEMA}'");
@@ -120,8 +110,8 @@ impl Replay {
         let mut replay = Replay { version: version.into_owned(), ..Replay::default() };
         let mut fleet = Fleet::new(fleet.into_owned());
         loop {
-            let number = lines.number + 1;
-            let Some((line, cut)) = lines.next()? else { return Ok(replay) };
+            number += 1;
+            let Some((line, cut)) = next(&mut log, number, &mut buffer)? else { return Ok(replay) };
             if replay.whole || replay.ended.is_some() {
                 let message = "the log goes on behind its end".into();
                 return Err(ReplayError::Malformed { line: number, message });
