@@ -273,7 +273,7 @@ impl Coordinator {
                     attempt: 0,
                     objective,
                     urgency,
-                    ready: self.env.now() + transfers::ready_in(&explanation),
+                    ready: self.env.now() + explanation.ready_in(),
                     prefill,
                     decode,
                     pull: transfers::source(pull, &explanation),

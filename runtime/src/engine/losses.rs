@@ -100,7 +100,7 @@ impl Coordinator {
             Some(Action::Place { prefill, decode, pull, explanation, .. }) => {
                 let tracked = self.requests.get_mut(&request).expect("just found");
                 (tracked.prefill, tracked.decode) = (prefill, decode);
-                tracked.ready = now + transfers::ready_in(&explanation);
+                tracked.ready = now + explanation.ready_in();
                 tracked.pull = transfers::source(pull, &explanation);
                 self.unplaced.remove(&request);
                 self.explain(request, &explanation);

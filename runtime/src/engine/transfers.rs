@@ -8,19 +8,12 @@ use super::coordinator::{Coordinator, Stage, Tracked};
 use super::handoff::wire_dtype;
 use super::messages::{HandOff, Landing, Order, Source};
 use mixfleet_hal::DType;
-use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::fleet::{Event, Explanation, InstanceId, Pull};
 
 /// The source of a placement's pull.
 pub(super) fn source(pull: Option<Pull>, explanation: &Explanation) -> Option<Source> {
     Some(Source { holder: pull?.from, until: explanation.pulled_until()? })
-}
-
-/// Predicted time until the KV of a placement is where it decodes.
-pub(super) fn ready_in(explanation: &Explanation) -> Seconds {
-    let terms = explanation.chosen().and_then(|chosen| chosen.terms);
-    terms.map_or(Seconds::ZERO, |terms| Seconds(terms.ttft_s + terms.transfer_s))
 }
 
 impl Coordinator {

@@ -121,9 +121,7 @@ impl Coordinator {
         }
         busy
     }
-}
 
-impl Coordinator {
     /// Handles a step's measured time: the predictions of later steps learn from it.
     pub(super) fn ran(&mut self, instance: InstanceId, steps: MeasuredSteps) {
         let Some(handle) = self.instances.get(&instance) else { return };
@@ -137,9 +135,7 @@ impl Coordinator {
             self.metrics.learned(&device, corrections, errors);
         }
     }
-}
 
-impl Coordinator {
     /// Handles a change of an instance's work for other routers.
     pub(super) fn others(&mut self, instance: InstanceId, mut works: Vec<OthersWork>) {
         works.retain(is_sensible);

@@ -49,6 +49,12 @@ impl Explanation {
         let (Some(_), Some(terms)) = (pull, terms) else { return None };
         Some(terms.cached_tokens + terms.pulled_tokens)
     }
+
+    /// Predicted time until the KV of the chosen placement is where it decodes.
+    pub fn ready_in(&self) -> Seconds {
+        let terms = self.chosen().and_then(|chosen| chosen.terms);
+        terms.map_or(Seconds::ZERO, |terms| Seconds(terms.ttft_s + terms.transfer_s))
+    }
 }
 
 /// One possible placement.

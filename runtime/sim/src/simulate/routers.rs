@@ -139,13 +139,7 @@ impl RouterMachines {
         }
         let place = actions.iter().find_map(|action| match *action {
             Action::Place { prefill, decode, urgency, ref explanation, .. } => {
-                let terms = explanation.chosen().and_then(|chosen| chosen.terms);
-                Some((
-                    prefill,
-                    decode,
-                    urgency.due.0,
-                    now_s + terms.map_or(0.0, |terms| terms.ttft_s + terms.transfer_s),
-                ))
+                Some((prefill, decode, urgency.due.0, now_s + explanation.ready_in().0))
             }
             _ => None,
         });

@@ -67,7 +67,7 @@ struct AgentSession {
 }
 
 pub(super) struct Agentic {
-    block_tokens: u32,
+    pub(super) block_tokens: u32,
     every: Seconds,
     /// Number of sessions started.
     count: u64,
@@ -83,10 +83,6 @@ impl Agentic {
             return Err("block_size is 0".into());
         }
         Ok(Agentic { block_tokens: line.block_size, every, count: 0, running: BTreeMap::new() })
-    }
-
-    pub(super) fn block_tokens(&self) -> u32 {
-        self.block_tokens
     }
 
     /// The start of the next session to be read.
@@ -125,7 +121,13 @@ impl Agentic {
         for entry in entries {
             let at = start + Seconds(checked("t", entry.t)?);
             if let Some(calls) = &entry.sub {
-                self.flatten(calls, at, before.map(Answer::of_parent), steps, repairs)?;
+                self.flatten(
+                    calls,
+                    at,
+                    before.map(|before| Answer { same_agent: false, ..before }),
+                    steps,
+                    repairs,
+                )?;
                 continue;
             }
             let (Some(prompt), Some(out)) = (entry.prompt, entry.out) else {
@@ -196,10 +198,6 @@ struct Answer {
 }
 
 impl Answer {
-    fn of_parent(self) -> Self {
-        Answer { same_agent: false, ..self }
-    }
-
     /// Think time of `entry`, which arrives `gap` after the call of this answer. The file counts it from the
     /// agent's last answer whose end is known. If that is another answer, the think time follows from the
     /// gap; where the end of this answer is unknown it is the whole gap, an upper bound.

@@ -229,7 +229,7 @@ fn sorter(
         Format::RequestLog => (None, Box::new(request_log::parse), true),
         Format::Agentic => {
             let agentic = Agentic::new(first, options.session_every)?;
-            return Ok((Some(agentic.block_tokens()), Box::new(agentic)));
+            return Ok((Some(agentic.block_tokens), Box::new(agentic)));
         }
     };
     Ok((block_tokens, Box::new(Window::new(parse, has_own_clock))))
