@@ -17,7 +17,11 @@ const BLOCK_TOKENS: u32 = 16;
 /// of attention.
 const SAME_S: f64 = 5e-5;
 const STEP_TOKENS_MAX: u32 = 192;
-const REQUESTS: usize = 200;
+
+/// `MIXFLEET_AGREE_SEEDS`: as many seeds of the largest scene under all policies, and longer traces in all.
+fn seeds() -> Option<u64> {
+    std::env::var("MIXFLEET_AGREE_SEEDS").ok().map(|seeds| seeds.parse().expect("a number"))
+}
 
 /// A simulated part: FLOP/s, bytes/s, $/h.
 #[derive(Clone, Copy)]
@@ -187,7 +191,7 @@ fn scene(name: &'static str, parts: Vec<Part>, joined: bool, policy: Policy, loa
         pull: false,
         routers: 1,
         policy,
-        requests: REQUESTS,
+        requests: if seeds().is_some() { 200 } else { 120 },
         requests_per_s,
         seed,
     }
@@ -272,13 +276,11 @@ fn pulled_prefixes_agree_on_every_placement() {
 /// all policies and as many seeds as `MIXFLEET_AGREE_SEEDS` says.
 #[test]
 fn sixteen_instances_agree_on_every_placement() {
-    let seeds: Option<u64> =
-        std::env::var("MIXFLEET_AGREE_SEEDS").ok().map(|seeds| seeds.parse().expect("a number"));
     let of = |role| [DEAR, CHEAP, CHEAP, CHEAP].map(|part| Part { role, ..part });
     let parts = [of(Role::Prefill), of(Role::Decode), of(Role::Auto), of(Role::Auto)].concat();
-    let policies = if seeds.is_some() { &POLICIES[..] } else { &POLICIES[..1] };
+    let policies = if seeds().is_some() { &POLICIES[..] } else { &POLICIES[..1] };
     for &policy in policies {
-        for seed in 1..=seeds.unwrap_or(1) {
+        for seed in 1..=seeds().unwrap_or(1) {
             let scene = scene("sixteen instances", parts.clone(), true, policy, (seed, 80.0));
             let (unlike, ..) = compare(&Scene { flex: true, sequences_max: 8, requests: 600, ..scene });
             assert_eq!(unlike, 0, "{policy:?} with seed {seed}");
