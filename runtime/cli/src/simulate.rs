@@ -158,6 +158,7 @@ pub(crate) fn run(args: &SimulateArgs) -> Result<()> {
         timeline: timeline.transpose()?,
         history: args.html.is_some().then(|| History::new(setup.pools.len())),
         interval_s,
+        goal: None,
     };
     let blocks = trace.block_tokens().unwrap_or(fleet.kv.block_tokens);
     let requests = args.replay.play(&mut trace, args.scheduling.seed).rechain(blocks, fleet.kv.block_tokens);

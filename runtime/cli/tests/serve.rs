@@ -44,6 +44,23 @@ fn a_split_server_answers_as_one_device_does_and_explains_itself() {
 }
 
 #[test]
+fn kv_memory_that_binds_is_a_term_of_the_placement_under_kv_weight() {
+    let memory = |weight: &str, prompt: &str| {
+        // room for about 350 tokens
+        let server = Server::with(&["--device", "cpu", "--kv-memory", "0.001", "--kv-weight", weight]);
+        let (status, got) = server.post("/v1/completions", &completion(prompt, 24));
+        assert_eq!(status, 200, "{got}");
+        let (_, explanation) =
+            server.call("GET", &format!("/debug/placement/{}", got["id"].as_str().unwrap()), "", "");
+        let explanation: Value = serde_json::from_str(&explanation).unwrap();
+        explanation["candidates"][0]["terms"]["memory"].as_f64().unwrap_or_else(|| panic!("{explanation}"))
+    };
+    let (short, long) = ("a fleet", "a mixed fleet ".repeat(18));
+    assert_eq!((memory("0", &long), memory("1", short)), (0.0, 0.0), "off, or most of it is free");
+    assert!(memory("1", &long) > 0.0);
+}
+
+#[test]
 fn the_first_signal_drains_and_the_second_one_cuts() {
     let mut server = Server::start(&[]);
     let body = completion("drain", 400).to_string();

@@ -188,7 +188,7 @@ fn the_capacity_is_found_and_priced_and_a_fleet_without_one_fails() {
     assert!(speedups(false).fold(f64::INFINITY, f64::min) <= number("precision") * number("speedup"));
 
     std::fs::write(&place.fleet, FLEET.replace("ttft_s = 5.0", "ttft_s = 1e-6")).unwrap();
-    fails(&simulate(&place, &["--capacity"]), 1, &["at any speed-up", "[slo]"]);
+    fails(&simulate(&place, &["--capacity"]), 1, &["at any speed-up", "where 0.00 %", "[slo]"]);
     fails(&simulate(&place, &["--capacity=2"]), 2, &["a share above 0"]);
     fails(&simulate(&place, &["--capacity", "--speedup", "2"]), 2, &["--speedup"]);
 }

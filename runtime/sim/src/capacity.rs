@@ -12,6 +12,27 @@ pub const SPEEDUP_MIN: f64 = 1.0 / 4096.0;
 /// Maximum speed-up; at higher speeds all requests of a trace arrive at once.
 pub const SPEEDUP_MAX: f64 = 1_048_576.0;
 
+/// What a probe has to find out: whether `share` of all `requests` meet the SLO.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Goal {
+    /// Requests of the trace.
+    pub requests: u64,
+    /// The share of them that must meet the SLO.
+    pub share: f64,
+}
+
+impl Goal {
+    /// The share that meets the SLO if `missed` requests do not and all others do.
+    pub fn attainable(&self, missed: u64) -> f64 {
+        self.requests.saturating_sub(missed) as f64 / self.requests.max(1) as f64
+    }
+
+    /// Whether so many requests have missed the SLO that the probe fails whatever becomes of the others.
+    pub fn is_out_of_reach(&self, missed: u64) -> bool {
+        self.attainable(missed) < self.share
+    }
+}
+
 /// The result of a run at one speed-up.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Probe {
@@ -19,7 +40,8 @@ pub struct Probe {
     pub speedup: f64,
     /// Requests per second from the trace's start to the last arrival.
     pub requests_per_s: f64,
-    /// Share of all requests that met the SLO, 0 to 1.
+    /// Share of all requests that met the SLO, 0 to 1. If the probe ended as soon as it was sure to fail, the
+    /// share that was still possible then.
     pub slo_attainment: f64,
     /// Whether that share suffices.
     pub passed: bool,

@@ -5,9 +5,9 @@
 use crate::common::{fleet_from, mooncake, shared};
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::fleet::{Admission, Policy};
-use mixfleet_sim::capacity::{PRECISION, Probe, SHARE, search};
+use mixfleet_sim::capacity::{Capacity, Goal, PRECISION, Probe, SHARE, search};
 use mixfleet_sim::fleet_file::FleetFile;
-use mixfleet_sim::simulate::{Choices, Results, Setup, run};
+use mixfleet_sim::simulate::{AnswerTimes, Choices, Observer, Results, Setup, run};
 use mixfleet_sim::trace::generate::{Arrivals, GenerateOptions, Generator, Preset};
 use mixfleet_sim::trace::{ReadOptions, Requests, Trace, TraceError};
 
@@ -43,25 +43,64 @@ fn a_fleet_collapses_when_either_side_is_starved_and_is_flat_between() {
     assert!(tbt_s[0] < tbt_s[1] && 1.5 * tbt_s[1] < tbt_s[2], "{tbt_s:?}");
 }
 
-fn capacity_of(instances: u32) -> Probe {
+/// Ends a probe as soon as its goal is out of reach, and counts what the probes answered.
+struct Hurried {
+    goal: Option<Goal>,
+    answers: u64,
+}
+
+impl Observer for Hurried {
+    fn finished(&mut self, _: f64, _: &AnswerTimes) {
+        self.answers += 1;
+    }
+
+    fn is_decided(&self, missed: u64) -> bool {
+        self.goal.is_some_and(|goal| goal.is_out_of_reach(missed))
+    }
+}
+
+/// Searches with probes that end as soon as they are sure to fail, or with whole ones; also counts their answers.
+fn searched(instances: u32, admission: Admission, early: bool) -> (Capacity, u64) {
+    let goal = Goal { requests: 1000, share: SHARE };
     let file = fleet_from(&format!(
         "version = 1\n[model]\nname = \"llama-3.1-8b\"\n[slo]\nttft_s = 30.0\ntbt_s = 0.1\n\
          [[pool]]\nname = \"cards\"\ndevice = \"L40S\"\ncount = {instances}\n"
     ));
-    let setup = Setup::new(&file, CHOICES);
+    let setup = Setup::new(&file, Choices { admission, ..CHOICES });
+    let mut hurried = Hurried { goal: early.then_some(goal), answers: 0 };
     let found = search(|speedup| {
-        let options = GenerateOptions { requests: 1000, rate: 1.0, seed: 7, arrivals: Arrivals::Poisson };
-        let made = Generator::new(Preset::Conversation.model(), options).unwrap_or_else(|e| panic!("{e}"));
-        let mut last_at_s = 0.0;
-        let requests = made.map(Ok).speedup(speedup).inspect(|request| {
-            if let Ok(request) = request {
-                last_at_s = request.at.0;
-            }
-        });
-        let results = run(&setup, requests, &mut ())?;
-        Ok::<_, TraceError>(Probe::new(speedup, SHARE, results.requests, last_at_s, results.slo_attainment))
+        let options =
+            GenerateOptions { requests: goal.requests, rate: 1.0, seed: 7, arrivals: Arrivals::Poisson };
+        let made = || Generator::new(Preset::Conversation.model(), options).unwrap_or_else(|e| panic!("{e}"));
+        let last_at_s = made().map(|request| request.at.0).fold(0.0, f64::max) / speedup;
+        let results = run(&setup, made().map(Ok).speedup(speedup), &mut hurried)?;
+        assert!(early || results.requests == goal.requests, "{results:?}");
+        let attainment = goal.attainable(results.missed);
+        Ok::<_, TraceError>(Probe::new(speedup, goal.share, goal.requests, last_at_s, attainment))
     });
-    let found = found.unwrap_or_else(|error| panic!("{error}"));
+    (found.unwrap_or_else(|error| panic!("{error}")), hurried.answers)
+}
+
+#[test]
+fn a_probe_that_ends_once_it_must_fail_finds_the_same_capacity_with_less_work() {
+    for admission in [Admission::None, Admission::Prediction] {
+        let ((whole, answers), (early, fewer)) =
+            (searched(2, admission, false), searched(2, admission, true));
+        println!("{admission:?}: {} probes, {answers} answers, {fewer} with early ends", whole.probes.len());
+        assert_eq!((early.best, early.bounded), (whole.best, whole.bounded));
+        for (early, whole) in early.probes.iter().zip(&whole.probes) {
+            assert_eq!((early.speedup, early.passed), (whole.speedup, whole.passed));
+            assert_eq!(early.requests_per_s, whole.requests_per_s);
+            let differs = early.slo_attainment - whole.slo_attainment;
+            assert!(differs == 0.0 || (differs > 0.0 && !early.passed), "{early:?} {whole:?}");
+        }
+        assert_eq!(early.probes.len(), whole.probes.len());
+        assert!(3 * fewer < 2 * answers, "{fewer} of {answers}");
+    }
+}
+
+fn capacity_of(instances: u32) -> Probe {
+    let (found, _) = searched(instances, Admission::None, true);
     let best = found.best.expect("slow enough, all are served in time");
     let failed = found.probes.iter().filter(|probe| !probe.passed).map(|probe| probe.speedup);
     assert!(found.bounded && failed.fold(f64::INFINITY, f64::min) <= PRECISION * best.speedup);

@@ -7,6 +7,7 @@ mod extremes;
 mod fleet_file;
 mod generated;
 mod learns;
+mod memory;
 mod overload;
 mod replicate;
 mod roles;

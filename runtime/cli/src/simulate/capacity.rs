@@ -6,7 +6,7 @@ use super::watch::Watch;
 use crate::Failed;
 use crate::trace::FileBar;
 use anyhow::Result;
-use mixfleet_sim::capacity::{Capacity, PRECISION, Probe, SPEEDUP_MAX, SPEEDUP_MIN, search};
+use mixfleet_sim::capacity::{Goal, PRECISION, Probe, SPEEDUP_MAX, SPEEDUP_MIN, search};
 use mixfleet_sim::fleet_file::FleetFile;
 use mixfleet_sim::simulate::{Setup, run as simulate};
 use mixfleet_sim::trace::Requests;
@@ -45,16 +45,21 @@ struct Document<'a> {
 
 pub(super) fn run(args: &SimulateArgs, fleet: &FleetFile, setup: &Setup, share: f64) -> Result<()> {
     let terminal = std::io::stderr().is_terminal();
+    let prober = Prober::new(args, fleet, setup, share)?;
     let capacity = search(|speedup| {
-        let probe = probe(args, fleet, setup, share, speedup)?;
+        let probe = prober.probe(speedup, false)?;
         if terminal {
             let (percent, word) =
                 (100.0 * probe.slo_attainment, if probe.passed { "passed" } else { "failed" });
-            eprintln!("speed-up {speedup:.4}: {percent:.2} % within the SLO, {word}");
+            let bound = if probe.passed { "" } else { "at most " };
+            eprintln!("speed-up {speedup:.4}: {bound}{percent:.2} % within the SLO, {word}");
         }
         anyhow::Ok(probe)
     })?;
-    let Some(best) = capacity.best else { return Err(Failed(no_capacity(&capacity, share)).into()) };
+    let Some(best) = capacity.best else {
+        let slowest = prober.probe(SPEEDUP_MIN, true)?;
+        return Err(Failed(no_capacity(slowest.slo_attainment, share)).into());
+    };
     let usd_per_hour = fleet.usd_per_hour().filter(|&usd| usd > 0.0);
     let rent = |pool: &mixfleet_sim::fleet_file::InstancePool| Rent {
         pool: pool.name.clone(),
@@ -85,29 +90,49 @@ pub(super) fn run(args: &SimulateArgs, fleet: &FleetFile, setup: &Setup, share: 
     Ok(())
 }
 
-fn probe(args: &SimulateArgs, fleet: &FleetFile, setup: &Setup, share: f64, speedup: f64) -> Result<Probe> {
-    let mut trace = args.replay.open(&args.trace)?;
-    let bar = FileBar::new(trace.progress());
-    let mut watch = Watch { bar, timeline: None, history: None, interval_s: f64::INFINITY };
-    let blocks = trace.block_tokens().unwrap_or(fleet.kv.block_tokens);
-    let mut last_at_s = 0.0;
-    let requests = args.replay.play_at(&mut trace, args.scheduling.seed, speedup);
-    let requests = requests.inspect(|request| {
-        if let Ok(request) = request {
-            last_at_s = request.at.0;
-        }
-    });
-    let results = simulate(setup, requests.rechain(blocks, fleet.kv.block_tokens), &mut watch)?;
-    Ok(Probe::new(speedup, share, results.requests, last_at_s, results.slo_attainment))
+/// What the probes of a search have in common.
+struct Prober<'a> {
+    args: &'a SimulateArgs,
+    fleet: &'a FleetFile,
+    setup: &'a Setup,
+    goal: Goal,
+    /// When the last request arrives at the trace's own speed.
+    last_at_s: f64,
 }
 
-fn no_capacity(capacity: &Capacity, share: f64) -> String {
-    let most = capacity.probes.iter().map(|probe| probe.slo_attainment).fold(0.0, f64::max);
+impl<'a> Prober<'a> {
+    fn new(args: &'a SimulateArgs, fleet: &'a FleetFile, setup: &'a Setup, share: f64) -> Result<Self> {
+        let mut trace = args.replay.open(&args.trace)?;
+        let (mut requests, mut last_at_s) = (0, 0.0);
+        for request in args.replay.play_at(&mut trace, args.scheduling.seed, 1.0) {
+            requests += 1;
+            last_at_s = request?.at.0;
+        }
+        Ok(Prober { args, fleet, setup, goal: Goal { requests, share }, last_at_s })
+    }
+
+    /// Runs the trace at one speed-up. With `to_the_end` false the run ends as soon as it is sure to fail.
+    fn probe(&self, speedup: f64, to_the_end: bool) -> Result<Probe> {
+        let &Prober { args, setup, goal, .. } = self;
+        let mut trace = args.replay.open(&args.trace)?;
+        let bar = FileBar::new(trace.progress());
+        let goal_watched = (!to_the_end).then_some(goal);
+        let mut watch =
+            Watch { bar, timeline: None, history: None, interval_s: f64::INFINITY, goal: goal_watched };
+        let blocks = trace.block_tokens().unwrap_or(self.fleet.kv.block_tokens);
+        let requests = args.replay.play_at(&mut trace, args.scheduling.seed, speedup);
+        let results = simulate(setup, requests.rechain(blocks, self.fleet.kv.block_tokens), &mut watch)?;
+        let last_at_s = self.last_at_s / speedup;
+        Ok(Probe::new(speedup, goal.share, goal.requests, last_at_s, goal.attainable(results.missed)))
+    }
+}
+
+fn no_capacity(attainment: f64, share: f64) -> String {
     format!(
-        "the fleet meets the SLO for at most {:.2} % of the requests at any speed-up down to {SPEEDUP_MIN}, and {:.2} % \
+        "the fleet misses the SLO at any speed-up down to {SPEEDUP_MIN}, where {:.2} % of the requests meet it and {:.2} % \
          were asked for: some prompts are too long for the TTFT, or steps too slow for the TBT, even alone; take \
          quicker instances, a looser [slo], or a lower --capacity=SHARE",
-        100.0 * most,
+        100.0 * attainment,
         100.0 * share
     )
 }

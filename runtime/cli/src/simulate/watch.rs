@@ -3,6 +3,7 @@
 use super::history::History;
 use super::timeline::TimelineFile;
 use crate::trace::FileBar;
+use mixfleet_sim::capacity::Goal;
 use mixfleet_sim::simulate::{AnswerTimes, Observer, Sample};
 
 pub(super) struct Watch {
@@ -10,6 +11,8 @@ pub(super) struct Watch {
     pub(super) timeline: Option<TimelineFile>,
     pub(super) history: Option<History>,
     pub(super) interval_s: f64,
+    /// The run ends once this is out of reach.
+    pub(super) goal: Option<Goal>,
 }
 
 impl Observer for Watch {
@@ -21,6 +24,10 @@ impl Observer for Watch {
         if let Some(history) = &mut self.history {
             history.finished(answer);
         }
+    }
+
+    fn is_decided(&self, missed: u64) -> bool {
+        self.goal.is_some_and(|goal| goal.is_out_of_reach(missed))
     }
 
     fn interval_s(&self) -> Option<f64> {

@@ -73,6 +73,8 @@ pub(super) enum Outcome {
     Reserved { request: u64, held_tokens: u32 },
     /// A reservation was revoked: the request is placed again.
     Revoked { request: u64 },
+    /// A request that was running gave its memory to others and recomputes later.
+    Preempted,
     /// The first `tokens` tokens of a prompt can be sent from `ready_s` on.
     Lent { request: u64, tokens: u32, ready_s: f64 },
     /// A sequence that was handed over decodes here now.
@@ -443,7 +445,8 @@ impl Engine {
                 Action::Kept { request } => {
                     self.active.remove(request);
                 }
-                Action::Lent { .. } | Action::Preempted { .. } => {}
+                Action::Preempted { .. } => outcomes.push(Outcome::Preempted),
+                Action::Lent { .. } => {}
             }
         }
         self.actions = actions;

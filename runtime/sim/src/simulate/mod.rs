@@ -107,11 +107,14 @@ pub fn run(
             world.advance();
             world.check()?;
         }
+        if world.is_decided() {
+            break;
+        }
         world.move_to(at_s);
         world.turn_up(request);
     }
     // Copies still in progress then are ignored.
-    while world.has_requests() && world.agenda.next_at().is_some() {
+    while world.has_requests() && world.agenda.next_at().is_some() && !world.is_decided() {
         world.advance();
         world.check()?;
     }
@@ -183,6 +186,10 @@ impl<'a> World<'a> {
 
     fn has_requests(&self) -> bool {
         !self.flights.is_empty() || !self.coming.is_empty()
+    }
+
+    fn is_decided(&self) -> bool {
+        self.observer.is_decided(self.ledger.missed)
     }
 
     fn schedule(&mut self, at_s: f64, next: Next) {
@@ -446,6 +453,7 @@ impl<'a> World<'a> {
                     let attempt = self.attempt(request);
                     self.schedule(self.now_s, Next::Revoked { request, attempt });
                 }
+                Outcome::Preempted => self.ledger.preemptions += 1,
                 Outcome::Lent { request, tokens, ready_s } => {
                     self.schedule(
                         self.now_s,

@@ -16,6 +16,13 @@ pub trait Observer {
     /// An answer is complete.
     fn finished(&mut self, _now_s: f64, _answer: &AnswerTimes) {}
 
+    /// Whether the run can end here, `missed` requests having been rejected, dropped or not answered as promised. The
+    /// results then cover what happened until here.
+    fn is_decided(&self, missed: u64) -> bool {
+        let _ = missed;
+        false
+    }
+
     /// Interval of [`Observer::sampled`]; none by default.
     fn interval_s(&self) -> Option<f64> {
         None

@@ -133,6 +133,12 @@ pub struct Results {
     pub rejected: BTreeMap<String, u64>,
     /// Given up after their prefill, since their decode instance had become too busy.
     pub dropped: u64,
+    /// Requests that were rejected, dropped or not answered as promised.
+    #[serde(default)]
+    pub missed: u64,
+    /// Number of times that a running request gave its memory to others and recomputed later.
+    #[serde(default)]
+    pub preemptions: u64,
     /// Arrival to first token.
     pub ttft_s: Distribution,
     /// Mean time per token after the first, of each request.
@@ -210,9 +216,11 @@ impl Tally {
 #[derive(Default)]
 pub(super) struct Ledger {
     pub(super) all: Tally,
+    pub(super) missed: u64,
     /// By number.
     classes: Vec<Tally>,
     dropped: u64,
+    pub(super) preemptions: u64,
     rejected: BTreeMap<String, u64>,
     tpot_s: Quantiles,
     tbt_s: Quantiles,
@@ -246,6 +254,7 @@ impl Ledger {
 
     /// Counts by the word that the reason has as JSON.
     pub(super) fn rejected(&mut self, reason: &RejectReason) {
+        self.missed += 1;
         let reason = serde_json::to_value(reason).unwrap_or_default();
         let word = reason["reason"].as_str().unwrap_or_default().to_owned();
         *self.rejected.entry(word).or_default() += 1;
@@ -253,6 +262,7 @@ impl Ledger {
 
     pub(super) fn dropped(&mut self, prefill_s: f64) {
         self.dropped += 1;
+        self.missed += 1;
         self.wasted_s += prefill_s;
     }
 
@@ -289,6 +299,7 @@ impl Ledger {
         let answer = AnswerTimes { ttft_s, tbt_s, e2e_s };
         self.all.finished(&answer, good);
         self.classes[flight.class as usize].finished(&answer, good);
+        self.missed += u64::from(!good);
         answer
     }
 
@@ -336,6 +347,8 @@ impl Ledger {
             completed: self.all.completed,
             rejected: self.rejected.clone(),
             dropped: self.dropped,
+            missed: self.missed,
+            preemptions: self.preemptions,
             ttft_s: (&self.all.ttft_s).into(),
             tpot_s: (&self.tpot_s).into(),
             tbt_s: (&self.tbt_s).into(),
