@@ -288,6 +288,35 @@ def replication(trace, rates):
     return table(heads, rows)
 
 
+def memory(name, trace, speeds, weights, limit):
+    """What a weight of KV memory brings at several loads of a fleet; means of the seeds, attainment of each."""
+    slo = [] if trace == AZURE else [(None, "ttft_s", 10.0), (None, "tbt_s", 0.1)]
+    file = fleet(name, *slo)
+    runs = {}
+    for admit in ["prediction", "none"]:
+        for speed in speeds:
+            for weight in weights:
+                options = ["--jitter", "--limit", limit, "--speedup", speed, "--admit", admit, "--kv-weight", weight]
+                runs[admit, speed, weight] = [simulate(trace, file, "--seed", seed, *options) for seed in SEEDS]
+    rows = []
+    for (admit, speed, weight), found in runs.items():
+        found = [run.result() for run in found]
+        mean = lambda key: statistics.mean(key(r) for r in found)
+        rows.append([
+            f"`{admit}`",
+            speed,
+            weight,
+            spread([100 * r["slo_attainment"] for r in found], 2),
+            f"{mean(lambda r: r['slo_attainment'] * r['requests'] / r['usd_rent']):.0f}",
+            f"{mean(lambda r: sum(r['rejected'].values())):.0f}",
+            f"{mean(lambda r: r['preemptions']):.0f}",
+            *(f"{mean(lambda r: r['ttft_s'][at]):.3f}" for at in ("p50", "p90")),
+            *(f"{1e3 * mean(lambda r: r['tbt_s'][at]):.1f}" for at in ("p50", "p90")),
+        ])
+    heads = ["`--admit`", "speed-up", "`--kv-weight`", "within the SLO, %", "good answers per dollar", "turned away"]
+    return table(heads + ["preempted", "TTFT p50, s", "p90", "TBT p50, ms", "p90"], rows)
+
+
 TABLES = {
     "scheduling-policies": policies,
     "scheduling-bandwidth": bandwidth,
