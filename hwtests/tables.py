@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Makes the tables of docs/results/{scheduling,split,capacity,replication}.md anew with a simulator, and says what changed.
+"""Makes the tables of docs/results/{scheduling,split,capacity,replication,memory}.md anew with a simulator, and says
+what changed.
 
     hwtests/tables.py [--check] [NAME...]     all tables, or those whose names begin with one of NAME
 
-A table stands between `<!-- table NAME -->` and `<!-- end -->`; what is around it is written by hand. Fleets are those of
-docs/results/fleets, varied as a row says. MIXFLEET names the binary (default target/release/mixfleet), TRACES the directory of
-the traces (default ../shared/data/traces). Exit status: 0 made (with --check: nothing would change), 1 something would change,
-2 usage, 3 could not run.
+A table stands between `<!-- table NAME -->` and `<!-- end -->`; what is around it is written by hand. Fleets are those
+of docs/results/fleets, varied as a row says. MIXFLEET names the binary (default target/release/mixfleet), TRACES the
+directory of the traces (default ../shared/data/traces), JOBS how many simulations run at a time (default: one a core).
+Exit status: 0 made (with --check: nothing would change), 1 something would change, 2 usage, 3 could not run.
 """
 
 import concurrent.futures
@@ -31,7 +32,7 @@ AGENTIC = TRACES / "agentic-claude-code.jsonl.zst"
 POLICIES = ["random", "least-loaded", "cache-aware", "kvcache-centric", "per-dollar"]
 SEEDS = [1, 2, 3]
 
-pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
+pool = concurrent.futures.ThreadPoolExecutor(int(os.environ.get("JOBS", os.cpu_count())))
 scratch = tempfile.TemporaryDirectory()
 
 
@@ -317,6 +318,8 @@ def memory(name, trace, speeds, weights, limit):
     return table(heads + ["preempted", "TTFT p50, s", "p90", "TBT p50, ms", "p90"], rows)
 
 
+WEIGHTS = [0, 1, 2, 4, 8]
+
 TABLES = {
     "scheduling-policies": policies,
     "scheduling-bandwidth": bandwidth,
@@ -326,6 +329,10 @@ TABLES = {
     "capacity-70b": capacity_70b,
     "replication-conversation": lambda: replication(CONVERSATION, [3, 10]),
     "replication-agentic": lambda: replication(AGENTIC, [10]),
+    "memory-auto-azure": lambda: memory("memory-auto.toml", AZURE, [2, 5, 7], WEIGHTS, 3000),
+    "memory-auto-conversation": lambda: memory("memory-auto.toml", CONVERSATION, [0.1, 0.4], WEIGHTS, 1500),
+    "memory-split-azure": lambda: memory("memory-split.toml", AZURE, [2, 5], WEIGHTS, 3000),
+    "memory-split-conversation": lambda: memory("memory-split.toml", CONVERSATION, [0.1, 0.5], WEIGHTS, 1500),
 }
 
 
