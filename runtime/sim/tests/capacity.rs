@@ -59,7 +59,7 @@ impl Observer for Hurried {
     }
 }
 
-/// Searches with probes that end as soon as they are sure to fail, or with whole ones; also counts their answers.
+/// Searches with probes that end as soon as they are sure to fail, or with whole ones, and counts answers.
 fn searched(instances: u32, admission: Admission, early: bool) -> (Capacity, u64) {
     let goal = Goal { requests: 1000, share: SHARE };
     let file = fleet_from(&format!(

@@ -129,9 +129,9 @@ impl<'a> Prober<'a> {
 
 fn no_capacity(attainment: f64, share: f64) -> String {
     format!(
-        "the fleet misses the SLO at any speed-up down to {SPEEDUP_MIN}, where {:.2} % of the requests meet it and {:.2} % \
-         were asked for: some prompts are too long for the TTFT, or steps too slow for the TBT, even alone; take \
-         quicker instances, a looser [slo], or a lower --capacity=SHARE",
+        "the fleet misses the SLO at any speed-up down to {SPEEDUP_MIN}, where {:.2} % of the requests meet it \
+         and {:.2} % were asked for: some prompts are too long for the TTFT, or steps too slow for the TBT, \
+         even alone; take quicker instances, a looser [slo], or a lower --capacity=SHARE",
         100.0 * attainment,
         100.0 * share
     )

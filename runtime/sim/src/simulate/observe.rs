@@ -16,8 +16,8 @@ pub trait Observer {
     /// An answer is complete.
     fn finished(&mut self, _now_s: f64, _answer: &AnswerTimes) {}
 
-    /// Whether the run can end here, `missed` requests having been rejected, dropped or not answered as promised. The
-    /// results then cover what happened until here.
+    /// Whether the run can end here, `missed` requests having been rejected, dropped or not answered as
+    /// promised. The results then cover what happened until here.
     fn is_decided(&self, missed: u64) -> bool {
         let _ = missed;
         false
