@@ -294,11 +294,10 @@ def memory(name, trace, speeds, weights, limit):
     slo = [] if trace == AZURE else [(None, "ttft_s", 10.0), (None, "tbt_s", 0.1)]
     file = fleet(name, *slo)
     runs = {}
-    for admit in ["prediction", "none"]:
-        for speed in speeds:
-            for weight in weights:
-                options = ["--jitter", "--limit", limit, "--speedup", speed, "--admit", admit, "--kv-weight", weight]
-                runs[admit, speed, weight] = [simulate(trace, file, "--seed", seed, *options) for seed in SEEDS]
+    for admit, speed in [("prediction", speed) for speed in speeds] + [("none", speeds[-1])]:
+        for weight in weights:
+            options = ["--jitter", "--limit", limit, "--speedup", speed, "--admit", admit, "--kv-weight", weight]
+            runs[admit, speed, weight] = [simulate(trace, file, "--seed", seed, *options) for seed in SEEDS]
     rows = []
     for (admit, speed, weight), found in runs.items():
         found = [run.result() for run in found]
@@ -332,7 +331,6 @@ TABLES = {
     "memory-auto-azure": lambda: memory("memory-auto.toml", AZURE, [2, 5, 7], WEIGHTS, 3000),
     "memory-auto-conversation": lambda: memory("memory-auto.toml", CONVERSATION, [0.1, 0.4], WEIGHTS, 1500),
     "memory-split-azure": lambda: memory("memory-split.toml", AZURE, [2, 5], WEIGHTS, 3000),
-    "memory-split-conversation": lambda: memory("memory-split.toml", CONVERSATION, [0.1, 0.5], WEIGHTS, 1500),
 }
 
 
