@@ -60,8 +60,8 @@ impl Observer for Hurried {
 }
 
 /// Searches with probes that end as soon as they are sure to fail, or with whole ones, and counts answers.
-fn searched(instances: u32, admission: Admission, early: bool) -> (Capacity, u64) {
-    let goal = Goal { requests: 1000, share: SHARE };
+fn searched(instances: u32, requests: u64, admission: Admission, early: bool) -> (Capacity, u64) {
+    let goal = Goal { requests, share: SHARE };
     let file = fleet_from(&format!(
         "version = 1\n[model]\nname = \"llama-3.1-8b\"\n[slo]\nttft_s = 30.0\ntbt_s = 0.1\n\
          [[pool]]\nname = \"cards\"\ndevice = \"L40S\"\ncount = {instances}\n"
@@ -85,7 +85,7 @@ fn searched(instances: u32, admission: Admission, early: bool) -> (Capacity, u64
 fn a_probe_that_ends_once_it_must_fail_finds_the_same_capacity_with_less_work() {
     for admission in [Admission::None, Admission::Prediction] {
         let ((whole, answers), (early, fewer)) =
-            (searched(2, admission, false), searched(2, admission, true));
+            (searched(1, 300, admission, false), searched(1, 300, admission, true));
         println!("{admission:?}: {} probes, {answers} answers, {fewer} with early ends", whole.probes.len());
         assert_eq!((early.best, early.bounded), (whole.best, whole.bounded));
         for (early, whole) in early.probes.iter().zip(&whole.probes) {
@@ -100,7 +100,7 @@ fn a_probe_that_ends_once_it_must_fail_finds_the_same_capacity_with_less_work() 
 }
 
 fn capacity_of(instances: u32) -> Probe {
-    let (found, _) = searched(instances, Admission::None, true);
+    let (found, _) = searched(instances, 1000, Admission::None, true);
     let best = found.best.expect("slow enough, all are served in time");
     let failed = found.probes.iter().filter(|probe| !probe.passed).map(|probe| probe.speedup);
     assert!(found.bounded && failed.fold(f64::INFINITY, f64::min) <= PRECISION * best.speedup);
