@@ -4,7 +4,7 @@
 //! fields are handles on the same numbers. Callers read the clock.
 
 use mixfleet_scheduler::batch::BatchLoad;
-use mixfleet_scheduler::fleet::Corrections;
+use mixfleet_scheduler::cost::Corrections;
 use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue, LabelValueEncoder};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;

@@ -8,8 +8,8 @@ use crate::request::Failure;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Error, ErrorKind};
 use mixfleet_scheduler::batch::RequestId;
-use mixfleet_scheduler::cost::{LinkCost, Prefill};
-use mixfleet_scheduler::fleet::{Event, Instance, InstanceId, Link, MeasuredSteps, OthersWork};
+use mixfleet_scheduler::cost::{LinkCost, MeasuredSteps, Prefill};
+use mixfleet_scheduler::fleet::{Event, Instance, InstanceId, Link, OthersWork};
 use std::collections::BTreeMap;
 
 /// Time for which a link is paused after a receiver refused KV.

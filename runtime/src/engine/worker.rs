@@ -22,8 +22,8 @@ use crate::sampling::{self, History, SamplingError};
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Cmd, Device, Error, ErrorKind, Graph, Queue, Result, Slice, Ticket};
 use mixfleet_scheduler::batch::{BatchLimits, Instance, RequestId, Sampled, Step, StepSequence, TokenIds};
-use mixfleet_scheduler::cost::{CostModel, Prefill};
-use mixfleet_scheduler::fleet::{InstanceId, MeasuredSteps};
+use mixfleet_scheduler::cost::{CostModel, MeasuredSteps, Prefill};
+use mixfleet_scheduler::fleet::InstanceId;
 use mixfleet_scheduler::kv::Tier;
 use std::cell::Cell;
 use std::collections::{HashMap, VecDeque};
@@ -271,7 +271,7 @@ impl Worker {
     }
 
     /// Reports a step's time, from which predictions learn.
-    fn report_time(&self, step: &Step, time: Seconds) {
+    fn report_time(&mut self, step: &Step, time: Seconds) {
         let (mut parts, mut sequences, mut kv_tokens) = (Vec::new(), 0, 0);
         for &StepSequence { start, tokens, sample, .. } in &step.sequences {
             if sample && tokens == 1 {
@@ -281,7 +281,9 @@ impl Worker {
                 parts.push(Prefill { context: start, tokens, last: sample });
             }
         }
-        self.report(FromWorker::Ran(MeasuredSteps { parts, sequences, kv_tokens, steps: 1, time }));
+        let steps = MeasuredSteps { parts, sequences, kv_tokens, steps: 1, time };
+        self.machine.learn(&steps);
+        self.report(FromWorker::Ran(steps));
     }
 
     /// Runs one forward pass and samples; the KV of handed-off prompts is sent layer by layer meanwhile.

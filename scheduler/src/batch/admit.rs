@@ -1,6 +1,6 @@
 //! Assigning blocks to waiting sequences, and preempting flex requests for them.
 
-use super::rows::{Decodes, PromptRows, StepRoom};
+use super::rows::{Decodes, StepRoom};
 use super::{Action, Evicted, Instance, Phase, Place, RequestId, Sequence, Text, order};
 
 /// The blocks that a waiting sequence needs.
@@ -24,7 +24,7 @@ impl<T: Text> Instance<T> {
                 pending => prompts.push((place, (sequence.computed, pending))),
             }
         }
-        StepRoom::new(PromptRows::new(&self.limits, self.cost.as_ref(), decodes), prompts)
+        StepRoom::new(self.prompt_rows(decodes), prompts)
     }
 
     /// Gives blocks to waiting sequences, in their order, until one does not fit even if later flex requests

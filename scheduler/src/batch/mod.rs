@@ -37,9 +37,10 @@ pub use text::{Text, TokenIds};
 
 pub use crate::ids::RequestId;
 
-use crate::cost::CostModel;
+use crate::cost::{CostModel, Learner, MeasuredSteps};
 use crate::kv::{BlockHash, CachePolicy};
 use crate::table::IdMap;
+use mixfleet_hal::units::Seconds;
 use order::Places;
 use rows::{Decodes, PromptRows};
 use serde::{Deserialize, Serialize};
@@ -216,6 +217,8 @@ pub struct Instance<T: Text> {
     limits: BatchLimits,
     /// Predicts its steps; without it no step is sized by an objective.
     cost: Option<Arc<CostModel>>,
+    /// Corrects these predictions.
+    learner: Learner,
     blocks: BlockPool<T::Block>,
     sequences: IdMap<Sequence<T>>,
     /// All sequences in order, by phase.
@@ -235,6 +238,7 @@ impl<T: Text> Instance<T> {
         Instance {
             limits,
             cost: None,
+            learner: Learner::default(),
             blocks: BlockPool::new(limits.blocks_total, limits.block_tokens, limits.cache_policy),
             sequences: IdMap::default(),
             places: Places::default(),
@@ -249,6 +253,14 @@ impl<T: Text> Instance<T> {
     pub fn predicted_by(mut self, cost: Arc<CostModel>) -> Self {
         self.cost = Some(cost);
         self
+    }
+
+    /// Learns what steps take, by which later ones are sized.
+    pub fn learn(&mut self, steps: &MeasuredSteps) {
+        if let Some(cost) = &self.cost {
+            // no correction fades here: an instance that is sized for runs, and is measured
+            self.learner.observe_steps(Seconds::ZERO, cost, steps);
+        }
     }
 
     /// The load, for the router and the metrics.
@@ -317,6 +329,11 @@ impl<T: Text> Instance<T> {
             }
             Event::Idle => self.idle(actions),
         }
+    }
+
+    /// Prompt rows that `decodes` leave in a step.
+    fn prompt_rows(&self, decodes: Decodes) -> PromptRows {
+        PromptRows::new(&self.limits, self.cost.as_ref(), self.learner.corrections(), decodes)
     }
 
     fn sequence(&self, request: RequestId) -> &Sequence<T> {
@@ -448,7 +465,7 @@ impl<T: Text> Instance<T> {
         }
         let mut decodes = Decodes::default();
         step.sequences.iter().for_each(|part| decodes.add(self.sequence(part.request)));
-        let mut rows = PromptRows::new(&self.limits, self.cost.as_ref(), decodes);
+        let mut rows = self.prompt_rows(decodes);
         for request in prompts {
             let sequence = self.sequence(request);
             let pending = sequence.pending();

@@ -2,7 +2,7 @@
 //! objectives allow.
 
 use super::{BatchLimits, Place, Sequence};
-use crate::cost::{CostModel, Prefill};
+use crate::cost::{Corrections, CostModel, Prefill};
 use mixfleet_hal::units::Seconds;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
@@ -62,6 +62,7 @@ pub(super) struct PromptRows {
 #[derive(Debug)]
 struct Pace {
     cost: Arc<CostModel>,
+    corrections: Corrections,
     within: Seconds,
     decodes: Decodes,
     /// Prompt chunks that are in the step already.
@@ -70,7 +71,12 @@ struct Pace {
 
 impl PromptRows {
     /// The rows that `decodes` leave in a step.
-    pub(super) fn new(limits: &BatchLimits, cost: Option<&Arc<CostModel>>, decodes: Decodes) -> Self {
+    pub(super) fn new(
+        limits: &BatchLimits,
+        cost: Option<&Arc<CostModel>>,
+        corrections: Corrections,
+        decodes: Decodes,
+    ) -> Self {
         let left = limits.step_tokens_max.saturating_sub(decodes.sequences);
         if decodes.sequences == 0 {
             return PromptRows { left, pace: None };
@@ -78,7 +84,8 @@ impl PromptRows {
         let fixed = limits.prefill_tokens_beside_decode_max;
         match (fixed, cost.zip(decodes.tbt_slo)) {
             (None, Some((cost, slo))) => {
-                let pace = Pace { cost: cost.clone(), within: slo * FILLED, decodes, pieces: Vec::new() };
+                let within = slo * FILLED;
+                let pace = Pace { cost: cost.clone(), corrections, within, decodes, pieces: Vec::new() };
                 PromptRows { left, pace: Some(pace) }
             }
             (fixed, _) => {
@@ -112,10 +119,11 @@ impl PromptRows {
 
 impl Pace {
     fn fit(&mut self, context: u32, most: u32, ends: bool) -> u32 {
-        let Pace { cost, within, decodes: Decodes { sequences, kv_tokens, .. }, pieces } = self;
+        let Pace { cost, corrections, within, decodes, pieces } = self;
+        let decodes = (decodes.sequences, decodes.kv_tokens);
         let mut fits = |tokens: u32| {
             pieces.push(Prefill { context, tokens, last: ends && tokens == most });
-            let time = cost.step_s(pieces, *sequences, *kv_tokens);
+            let time = corrections.step_s(cost, pieces, decodes);
             pieces.pop();
             time <= *within
         };
@@ -142,18 +150,19 @@ impl Pace {
 /// by `tbt_slo`: about what [`PromptRows`] gives, from two calls of the cost model. `row_s` is the time of a
 /// row in a full step.
 pub(crate) fn rows_beside(
-    cost: &CostModel,
+    (cost, corrections): (&CostModel, Corrections),
     (step_tokens_max, row_s): (u32, Seconds),
     (sequences, kv_tokens): (u32, u64),
     tbt_slo: Seconds,
 ) -> u32 {
     let most = step_tokens_max.saturating_sub(sequences).max(1);
     let within = tbt_slo * FILLED;
-    if cost.decode_step_s(sequences, kv_tokens) > within {
+    if cost.decode_step_s(sequences, kv_tokens) * corrections.step > within {
         return TILE.min(most);
     }
     let full = Prefill { context: 0, tokens: most, last: false };
-    let over_s = (cost.step_s(&[full], sequences, kv_tokens) - within).0;
+    let over_s = (corrections.step_s(cost, &[full], (sequences, kv_tokens)) - within).0;
+    let row_s = row_s * corrections.prefill;
     // a cast of what is below 0 or no number gives 0
     let too_many = (over_s.max(0.0) / row_s.0.max(f64::MIN_POSITIVE)).ceil() as u32;
     if too_many == 0 { most } else { (most.saturating_sub(too_many) / TILE * TILE).max(TILE.min(most)) }

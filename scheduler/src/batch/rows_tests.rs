@@ -3,7 +3,7 @@
 use super::steady_tests::Counted;
 use super::tests::LIMITS;
 use super::*;
-use crate::cost::{Coefficients, DecodeCoefficients, Prefill, PrefillCoefficients};
+use crate::cost::{Coefficients, DecodeCoefficients, MeasuredSteps, Prefill, PrefillCoefficients};
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::units::Seconds;
 
@@ -45,7 +45,10 @@ fn step(machine: &mut Instance<Counted>) -> Vec<StepSequence> {
 
 /// Rows of prompts beside decodes with these objectives, where a prompt of 4000 tokens comes.
 fn rows(limits: BatchLimits, tbt_s: &[Option<f64>]) -> u32 {
-    let mut machine = Instance::new(limits).predicted_by(cost());
+    rows_of(Instance::new(limits).predicted_by(cost()), tbt_s)
+}
+
+fn rows_of(mut machine: Instance<Counted>, tbt_s: &[Option<f64>]) -> u32 {
     tbt_s.iter().zip(0..).for_each(|(&tbt_s, request)| add(&mut machine, request, 2, tbt_s));
     step(&mut machine);
     add(&mut machine, 99, 4000, None);
@@ -112,9 +115,32 @@ fn every_step_beside_decodes_is_predicted_to_keep_within_the_objective() {
 fn what_the_fleet_expects_of_rows_is_about_what_a_step_gets() {
     for tbt_s in [0.005, 0.02, 0.03, 0.04, 0.2] {
         for sequences in [1, 4, 12] {
-            let expected = rows_beside(&cost(), (512, Seconds(1e-4)), (sequences, 0), Seconds(tbt_s));
-            let got = rows(SIZED, &vec![Some(tbt_s); sequences as usize]);
-            assert!(expected.abs_diff(got) <= 16, "{expected} for {got}: {sequences} at {tbt_s}");
+            for slower in [1.0, 2.0] {
+                let machine = measured(slower);
+                let of = (&*cost(), machine.learner.corrections());
+                let expected = rows_beside(of, (512, Seconds(1e-4)), (sequences, 0), Seconds(tbt_s));
+                let got = rows_of(machine, &vec![Some(tbt_s); sequences as usize]);
+                assert!(expected.abs_diff(got) <= 16, "{expected} for {got}: {sequences} at {tbt_s}");
+            }
         }
     }
+}
+
+/// An instance whose steps were measured to take so many times what is predicted.
+fn measured(slower: f64) -> Instance<Counted> {
+    let mut machine = Instance::new(SIZED).predicted_by(cost());
+    let prompt = vec![Prefill { context: 0, tokens: 500, last: true }];
+    for (parts, sequences, predicted_s) in [(prompt, 0, 0.05), (Vec::new(), 10, 0.01)] {
+        let time = Seconds(predicted_s * slower * 1000.0);
+        let steps = MeasuredSteps { parts, sequences, kv_tokens: 0, steps: 1000, time };
+        machine.learn(&steps);
+    }
+    machine
+}
+
+#[test]
+fn a_device_slower_than_predicted_gets_fewer_rows_beside_decodes() {
+    // of 36 ms a sequence that decodes takes nearly 2 ms, and a row nearly 0.2 ms
+    assert_eq!(rows_of(measured(2.0), &[Some(0.04)]), 160);
+    assert_eq!(rows_of(measured(1.0), &[Some(0.04)]), 336);
 }

@@ -2,6 +2,7 @@
 
 mod collective;
 mod knots;
+mod learn;
 mod link;
 mod pipeline;
 mod profiled;
@@ -9,6 +10,8 @@ mod shape;
 mod tables;
 
 pub use collective::{AllReduce, DEVICES_MAX, Fabric};
+pub use learn::{Corrections, MeasuredSteps};
+pub(crate) use learn::{FADES_AFTER, Learner};
 pub use link::LinkCost;
 pub use pipeline::PipelineCost;
 pub use profiled::ProfileCost;

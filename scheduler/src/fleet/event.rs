@@ -1,10 +1,9 @@
 //! Events and actions of the fleet machine.
 
 use super::explain::Explanation;
-use super::learn::MeasuredSteps;
 use super::others::OthersWork;
 use crate::batch::Urgency;
-use crate::cost::{CostModel, LinkCost};
+use crate::cost::{CostModel, LinkCost, MeasuredSteps};
 use crate::ids::{InstanceId, RequestId};
 use crate::kv::{BlockHash, Tier};
 use mixfleet_hal::DType;

@@ -1,6 +1,7 @@
 //! The explanation of a decision: every candidate with its terms, and why it lost.
 
-use super::{Corrections, InstanceId, Pull, RequestId};
+use super::{InstanceId, Pull, RequestId};
+use crate::cost::Corrections;
 use mixfleet_hal::units::Seconds;
 use serde::{Deserialize, Serialize};
 use std::fmt;

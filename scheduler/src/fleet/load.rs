@@ -5,10 +5,10 @@
 //! candidates.
 
 use super::forecast::{DEVIATIONS, Seat};
-use super::learn::{Learner, OnItsWay};
+use super::learn::OnItsWay;
 use super::{Instance, InstanceId, RequestId};
 use crate::batch::{BatchLimits, rows_beside};
-use crate::cost::LinkCost;
+use crate::cost::{Learner, LinkCost};
 use crate::table::IdMap;
 use mixfleet_hal::units::Seconds;
 use std::collections::VecDeque;
@@ -232,7 +232,8 @@ impl Load {
         let step_tokens_max = self.spec.step_tokens_max;
         let rows = self.tightest.slo.map_or(BatchLimits::PREFILL_TOKENS_BESIDE_DECODE_MAX, |slo| {
             let row = self.half_step * (2.0 / f64::from(step_tokens_max.max(1)));
-            rows_beside(&self.spec.cost, (step_tokens_max, row), (sequences, kv_tokens), slo)
+            let cost = (&*self.spec.cost, self.learner.corrections());
+            rows_beside(cost, (step_tokens_max, row), (sequences, kv_tokens), slo)
         });
         chunks.div_ceil(u64::from(rows))
     }
@@ -435,7 +436,7 @@ impl Load {
     /// Expected time until a lent prefix can be sent: until the current step ends.
     pub(super) fn lends_after(&self, now: Seconds) -> Seconds {
         let left = self.prompt_queue().left(now);
-        let half_step = self.half_step * self.learner.corrections().prefill;
+        let half_step = self.half_step * self.learner.prefill_factor();
         if left < half_step { left.max(Seconds::ZERO) } else { half_step }
     }
 

@@ -3,10 +3,9 @@
 //! A decision in a large fleet scans all instances. A [`Load`] spans half a dozen cache lines, most of which
 //! ranking would touch; a row fits in one.
 
-use super::learn::Corrections;
 use super::load::{Load, PromptQueue, Works};
 use super::{Instance, RequestId, Role};
-use crate::cost::{CostModel, LinkCost};
+use crate::cost::{Corrections, CostModel, LinkCost};
 use mixfleet_hal::units::{Seconds, UsdPerHour};
 use std::ops::{Deref, Range};
 use std::sync::Arc;

@@ -24,7 +24,6 @@ pub use event::{
     Action, Arrival, Event, HEAD_START_MAX, Instance, Link, Objective, PromptChain, Pull, RejectReason, Role,
 };
 pub use explain::{Candidate, Explanation, Outcome, ScoreUnit, Term, Terms};
-pub use learn::{Corrections, MeasuredSteps};
 pub use others::OthersWork;
 pub use place::Policy;
 pub use replicate::Replicate;

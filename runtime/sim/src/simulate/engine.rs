@@ -16,8 +16,7 @@ pub(super) use keys::public;
 use keys::Keys;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::{Action, After, Event, Instance, Sampled, StepSequence, Urgency};
-use mixfleet_scheduler::cost::{CostModel, Prefill};
-use mixfleet_scheduler::fleet::MeasuredSteps;
+use mixfleet_scheduler::cost::{CostModel, MeasuredSteps, Prefill};
 use mixfleet_scheduler::kv::{BlockHash, Tier};
 use mixfleet_scheduler::table::IdMap;
 use run::Run;
@@ -328,13 +327,9 @@ impl Engine {
                 if self.measures {
                     let (parts, sequences, kv_tokens) = self.shape(&parts);
                     let time = Seconds(time_s);
-                    outcomes.push(Outcome::Ran(MeasuredSteps {
-                        parts,
-                        sequences,
-                        kv_tokens,
-                        steps: 1,
-                        time,
-                    }));
+                    let steps = MeasuredSteps { parts, sequences, kv_tokens, steps: 1, time };
+                    self.machine.learn(&steps);
+                    outcomes.push(Outcome::Ran(steps));
                 }
                 self.decoded(now_s, began_s, time_s, &parts, outcomes);
                 self.step_done(now_s, &parts, true, outcomes);

@@ -1,6 +1,7 @@
 use super::super::tests::{act, arrival, arrive, config, fleet, instance};
 use super::super::{Action, Event, Role};
 use super::*;
+use crate::cost::Prefill;
 
 fn decode(time_s: f64, steps: u32) -> MeasuredSteps {
     MeasuredSteps { parts: Vec::new(), sequences: 10, kv_tokens: 1000, steps, time: Seconds(time_s) }

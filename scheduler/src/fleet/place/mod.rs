@@ -29,10 +29,9 @@ pub use policy::Policy;
 use super::admit::{Admission, Objectives};
 use super::explain::{Candidate, Explanation, Outcome, ScoreUnit, Terms};
 use super::forecast::Forecast;
-use super::learn::Corrections;
 use super::load::{Backlog, Batch, Load};
 use super::{Arrival, Fleet, InstanceId, Pull, RejectReason};
-use crate::cost::LinkCost;
+use crate::cost::{Corrections, LinkCost};
 use mixfleet_hal::units::{Bytes, Seconds, Usd, UsdPerHour};
 use std::cell::OnceCell;
 

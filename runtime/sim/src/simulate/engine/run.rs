@@ -3,8 +3,7 @@
 use super::{Engine, Gaps, Outcome};
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::StepSequence;
-use mixfleet_scheduler::cost::CostModel;
-use mixfleet_scheduler::fleet::MeasuredSteps;
+use mixfleet_scheduler::cost::{CostModel, MeasuredSteps};
 
 /// Steps in which each sequence gets one token.
 pub(super) struct Run {
@@ -120,7 +119,9 @@ impl Engine {
             let kv_tokens = run.kv_tokens + u64::from(sequences) * u64::from(done - count + (count - 1) / 2);
             let time = Seconds(ended_s - began_s);
             let parts = Vec::new();
-            outcomes.push(Outcome::Ran(MeasuredSteps { parts, sequences, kv_tokens, steps: count, time }));
+            let steps = MeasuredSteps { parts, sequences, kv_tokens, steps: count, time };
+            self.machine.learn(&steps);
+            outcomes.push(Outcome::Ran(steps));
         }
         let requests = run.parts.iter().map(|part| part.request).collect();
         outcomes.push(Outcome::Busy { prefill_s: 0.0, decode_s: ended_s - began_s });
