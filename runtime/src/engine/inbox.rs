@@ -147,8 +147,9 @@ impl Worker {
         }
     }
 
-    /// Whether this instance takes a job, which was `checked`: an older placement of the request is cancelled,
-    /// and one that is as new stays. A refusal is reported; a request with the same id that is here continues.
+    /// Whether this instance takes a job, which was `checked`: an older placement of the request is
+    /// cancelled, and one that is as new stays. A refusal is reported; a request with the same id that is
+    /// here continues.
     fn takes(&mut self, job: &Job, checked: Result<()>) -> Result<bool> {
         let Job { request, attempt, .. } = *job;
         if let Err(error) = checked {

@@ -5,9 +5,9 @@ use mixfleet_hal::random::Stream;
 /// Shares of a distribution at which sources state its values.
 const SHARES: [f64; 12] = [0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.999, 1.0];
 
-/// A distribution given by its quantile function at the shares 0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95,
-/// 0.99, 0.999 and 1; it is geometric between them. 0 stands for a value that the source does not state; the
-/// first and the last are stated.
+/// A distribution given by its quantile function at the shares 0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9,
+/// 0.95, 0.99, 0.999 and 1; it is geometric between them. 0 stands for a value that the source does not
+/// state; the first and the last are stated.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct QuantileCurve(pub [u32; 12]);
 
