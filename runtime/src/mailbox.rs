@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use tokio::sync::mpsc::error::TryRecvError;
 use tokio::sync::{Notify, mpsc};
 
-/// Messages that may wait in each of a worker's inboxes: orders, and words of peers.
+/// Messages that may wait in each of a worker's inboxes: orders, and KV messages of peers.
 pub const INBOX_MAX: usize = 1 << 16;
 /// Reports that may wait for the coordinator or the hub, from all of its instances.
 pub const REPORTS_MAX: usize = 1 << 18;

@@ -16,10 +16,10 @@ use mixfleet_runtime::engine::{
 use mixfleet_runtime::env::{RealEnv, SharedEnv};
 use mixfleet_runtime::fleet::registry::{InstanceRecord, LinkState, Member, Members, Seat};
 use mixfleet_runtime::fleet::rpc::{
-    self, CallError, Certificates, Door, End, Kind, Remote, RpcConfig, Token, Trust, Ways,
+    self, CallError, Certificates, End, FleetListener, Kind, ProbeLinks, Remote, RpcConfig, Token, Trust,
 };
 use mixfleet_runtime::fleet::{
-    Hub, ModelIdentity, Router, RouterId, SessionRefusal, WorkerProcess, attend_members, meet_members,
+    Hub, ModelIdentity, Router, RouterId, SessionRefusal, WorkerProcess, connect_peers, connect_workers,
 };
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::model::Checkpoint;
@@ -135,7 +135,7 @@ fn real_env() -> SharedEnv {
 /// A worker process with one device, within this process.
 struct Worker {
     hub: Hub,
-    ways: Ways,
+    probe_links: ProbeLinks,
     member: Member,
 }
 
@@ -175,12 +175,12 @@ fn worker(env: &SharedEnv, checkpoint: &Checkpoint, id: u32, role: Role, config:
         hand_off,
         metrics: Metrics::new(),
     };
-    let (hub, ways) = (process.start().unwrap(), Ways { links, hand_off });
-    let door = Door::open(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)), config).unwrap();
+    let (hub, probe_links) = (process.start().unwrap(), ProbeLinks { links, hand_off });
+    let door = FleetListener::open(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)), config).unwrap();
     let seat = Seat::Worker { instances: vec![record], transports: vec!["shm".into()], not_offered: vec![] };
     let member = Member::new(model(), door.address().to_string(), seat);
-    tokio::spawn(door.serve(env.clone(), hub.clone(), ways.clone()));
-    Worker { hub, ways, member }
+    tokio::spawn(door.serve(env.clone(), hub.clone(), probe_links.clone()));
+    Worker { hub, probe_links, member }
 }
 
 fn router(env: &SharedEnv, checkpoint: &Checkpoint, model: ModelIdentity) -> (EngineHandle, Router) {
@@ -208,10 +208,10 @@ async fn prefill_on_one_process_and_decode_on_another_under_tls() {
     let decode = worker(&env, &checkpoint, 5, Role::Decode, config());
     let (handle, router) = router(&env, &checkpoint, model());
     let (_known, known) = watch::channel(members(&[&prefill, &decode]));
-    tokio::spawn(attend_members(env.clone(), router, known.clone(), config()));
+    tokio::spawn(connect_workers(env.clone(), router, known.clone(), config()));
     let (own, mut said) = watch::channel(decode.member.clone());
-    let (hub, ways) = (decode.hub.clone(), decode.ways.clone());
-    tokio::spawn(meet_members(env.clone(), hub, ways, known, own, config()));
+    let (hub, probe_links) = (decode.hub.clone(), decode.probe_links.clone());
+    tokio::spawn(connect_peers(env.clone(), hub, probe_links, known, own, config()));
     let up = |member: &Member| matches!(member.links.get("worker-3"), Some(LinkState::Up { .. }));
     tokio::time::timeout(LONG, said.wait_for(up)).await.expect("the link is measured").unwrap();
 
@@ -310,7 +310,7 @@ async fn who_means_a_process_that_is_gone_or_has_its_ids_is_refused() {
 #[tokio::test(flavor = "multi_thread")]
 async fn nothing_is_listened_to_beyond_this_host_in_the_clear() {
     let wide = SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0));
-    let refused = Door::open(wide, config(token())).err().expect("refused");
+    let refused = FleetListener::open(wide, config(token())).err().expect("refused");
     assert!(refused.to_string().contains("certificates"), "{refused}");
     let refused = Remote::connect(&real_env(), "192.0.2.1:9", &config(token())).await.err().expect("refused");
     assert!(refused.to_string().contains("certificates"), "{refused}");
@@ -375,7 +375,7 @@ async fn a_session_ends_with_its_connection_and_when_nothing_comes_any_more() {
         let session = tokio::time::timeout(LONG, called).await.expect("the worker answers");
         let attended = tokio::spawn({
             let router = router.clone();
-            async move { router.attend(session).await }
+            async move { router.add_worker(session).await }
         });
         network.send_replace(fate);
         tokio::time::timeout(LONG, attended).await.expect("the end is noticed").unwrap();

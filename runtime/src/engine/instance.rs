@@ -202,11 +202,11 @@ impl Loaded {
         let (staging, pages) = Staging::new(&*device, kv, forward.shape(), hand_off.slot_bytes)?;
         let pinner = Arc::new(Pinner::new(device.clone()));
         if let (Some(pool), Some(disk)) = (&below, pending_disk) {
-            disk.attend(pool, &device.info().id, env);
+            disk.start_disk(pool, &device.info().id, env);
         }
         let below = below.map(|pool| InstanceTiers::new(pool, &*device, &forward, &pinner)).transpose()?;
         let (orders_sender, orders) = mailbox("orders", INBOX_MAX);
-        let (words_sender, words) = mailbox("words of peers", INBOX_MAX);
+        let (words_sender, words) = mailbox("KV messages", INBOX_MAX);
         let worker = Worker {
             id,
             env: env.clone(),

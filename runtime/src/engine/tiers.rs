@@ -79,9 +79,9 @@ pub(super) struct PendingDisk {
 
 impl PendingDisk {
     /// Starts the disk's thread. If that fails, a disk that is not open yet is left out.
-    pub(super) fn attend(self, pool: &Pool, device: &str, env: &SharedEnv) {
+    pub(super) fn start_disk(self, pool: &Pool, device: &str, env: &SharedEnv) {
         let PendingDisk { ssd, namespace } = self;
-        if let Err(error) = pool.attend(ssd, namespace, &format!("disk below {device}"), env) {
+        if let Err(error) = pool.start_disk(ssd, namespace, &format!("disk below {device}"), env) {
             tracing::warn!(device, %error, "the disk below the device has no thread");
         }
     }

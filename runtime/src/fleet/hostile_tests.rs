@@ -1,6 +1,6 @@
 //! A worker process and a malicious router: each of its messages affects at most the request it concerns.
 
-use super::{Caller, Command, Hello, Hub, ModelIdentity, RouterId, Session, Word, WorkerProcess};
+use super::{Caller, Command, Hello, Hub, InstanceReport, ModelIdentity, RouterId, Session, WorkerProcess};
 use crate::engine::messages::{FromWorker, HandOff, Job, Landing, Order, Source};
 use crate::engine::{HandOffLimits, InstanceLimits, InstanceSpec, Links, Loaded};
 use crate::env::{Env, SeededEnv};
@@ -63,7 +63,7 @@ struct Rogue {
     env: SeededEnv,
     hub: Hub,
     hello: Hello,
-    session: Session<Command, Word>,
+    session: Session<Command, InstanceReport>,
     vocab: u32,
 }
 
@@ -119,7 +119,7 @@ impl Rogue {
     async fn heard(&mut self) -> (Vec<u64>, Vec<(u64, String)>) {
         self.env.sleep(Duration::from_secs(1)).await;
         let (mut drawn, mut failed) = (Vec::new(), Vec::new());
-        while let Ok(Word { message, .. }) = self.session.incoming.try_recv() {
+        while let Ok(InstanceReport { message, .. }) = self.session.incoming.try_recv() {
             match message {
                 FromWorker::Drawn { request, .. } => drawn.push(request - ROUTER.first_request()),
                 FromWorker::RequestFailed { request, failure, .. } => {
@@ -265,7 +265,7 @@ fn the_end_of_a_peers_old_session_leaves_its_new_one() {
         drop(old);
         rogue.env.sleep(Duration::from_secs(1)).await;
         let mut joined = Vec::new();
-        while let Ok(Word { message, .. }) = rogue.session.incoming.try_recv() {
+        while let Ok(InstanceReport { message, .. }) = rogue.session.incoming.try_recv() {
             match message {
                 FromWorker::Link { to: ELSEWHERE, .. } => joined.push(true),
                 FromWorker::LinkDown { to: ELSEWHERE } => joined.push(false),

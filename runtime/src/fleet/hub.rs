@@ -1,9 +1,11 @@
 //! The hub of a worker process, which serves several routers and peers.
 
-use super::ledger::{BEAT, Given, News, WorkLedger};
-use super::rights::{Giver, Listening, relay};
+use super::ledger::{BEAT, OrderedWork, WorkLedger, WorkUpdate};
+use super::rights::{Listening, RouterOrders, relay};
 use super::seats::{Seat, Seats};
-use super::session::{Caller, Command, Hello, ModelIdentity, PeerMessage, Session, SessionRefusal, Word};
+use super::session::{
+    Caller, Command, Hello, InstanceReport, ModelIdentity, PeerMessage, Session, SessionRefusal,
+};
 use crate::engine::directory::{Directory, Inboxes};
 use crate::engine::instance::Surroundings;
 use crate::engine::messages::{FromWorker, KvMessage, Report, ToWorker};
@@ -58,7 +60,7 @@ pub struct Hub {
 enum Event {
     Router {
         seat: Seat<RouterId>,
-        session: Session<Word, Command>,
+        session: Session<InstanceReport, Command>,
         clock: Option<Seconds>,
     },
     Peer {
@@ -169,7 +171,7 @@ impl Hub {
         &self,
         hello: &Hello,
         router: RouterId,
-    ) -> std::result::Result<Session<Command, Word>, SessionRefusal> {
+    ) -> std::result::Result<Session<Command, InstanceReport>, SessionRefusal> {
         self.check(hello)?;
         let seat = self.router_seats.take(router, hello.caller).ok_or(SessionRefusal::RouterTaken(router))?;
         let (theirs, ours) = Session::pair();
@@ -217,7 +219,7 @@ impl Hub {
     }
 
     /// Exchanges KV with a process with `instances`, which has accepted the other end of `session`.
-    pub fn meet(
+    pub fn add_peer(
         &self,
         instances: Vec<InstanceId>,
         cost: LinkCost,
@@ -244,7 +246,7 @@ struct HubTask {
     env: SharedEnv,
     directory: Directory,
     known: BTreeMap<InstanceId, Known>,
-    routers: BTreeMap<RouterId, (u64, MessageSender<Word>)>,
+    routers: BTreeMap<RouterId, (u64, MessageSender<InstanceReport>)>,
     /// Work that routers gave to the instances.
     ledger: WorkLedger,
     /// Whether the next beat is scheduled.
@@ -258,7 +260,7 @@ struct HubTask {
     metrics: Metrics,
     events: mpsc::WeakSender<Event>,
     /// Receives routers' commands for the ledger.
-    given: mpsc::Sender<(InstanceId, Given)>,
+    given: mpsc::Sender<(InstanceId, OrderedWork)>,
 }
 
 impl HubTask {
@@ -266,7 +268,7 @@ impl HubTask {
         mut self,
         mut reports: MessageReceiver<Report>,
         mut told: mpsc::Receiver<Event>,
-        mut commands: mpsc::Receiver<(InstanceId, Given)>,
+        mut commands: mpsc::Receiver<(InstanceId, OrderedWork)>,
     ) {
         loop {
             tokio::select! {
@@ -344,14 +346,14 @@ impl HubTask {
     fn tell(&self, router: RouterId, instance: InstanceId, message: FromWorker) {
         if let Some((_, out)) = self.routers.get(&router) {
             // The session's task notices that a router is gone.
-            let _ = out.send(Word { instance, message });
+            let _ = out.send(InstanceReport { instance, message });
         }
     }
 
     /// Tells each router of the others' work.
-    fn spread(&mut self, news: Vec<News>) {
+    fn spread(&mut self, news: Vec<WorkUpdate>) {
         if self.routers.len() > 1 {
-            for News { of, instance, work } in news {
+            for WorkUpdate { of, instance, work } in news {
                 for &router in self.routers.keys().filter(|&&router| router != of) {
                     self.tell(router, instance, FromWorker::Others(vec![work]));
                 }
@@ -422,7 +424,12 @@ impl HubTask {
         }
     }
 
-    fn router(&mut self, seat: Seat<RouterId>, session: Session<Word, Command>, clock: Option<Seconds>) {
+    fn router(
+        &mut self,
+        seat: Seat<RouterId>,
+        session: Session<InstanceReport, Command>,
+        clock: Option<Seconds>,
+    ) {
         let (router, now) = (*seat.id(), self.env.unix_time());
         // Requests of routers with different clocks meet here, so each due time is converted to the clock of
         // this process.
@@ -441,11 +448,11 @@ impl HubTask {
                 .map(|(&tier, blocks)| FromWorker::Stored { tier, hashes: blocks.iter().copied().collect() });
             links.chain(tiers).chain(stored).for_each(|message| self.tell(router, instance, message));
         }
-        for News { instance, work, .. } in self.ledger.all(now) {
+        for WorkUpdate { instance, work, .. } in self.ledger.all(now) {
             self.tell(router, instance, FromWorker::Others(vec![work]));
         }
-        let giver = Giver { router, clock_behind: behind, given: self.given.clone() };
-        let carried = self.listening().carry_orders(session.incoming, giver);
+        let from = RouterOrders { router, clock_behind: behind, given: self.given.clone() };
+        let carried = self.listening().forward_orders(session.incoming, from);
         self.listen(number, carried, seat, Event::RouterGone { router, session: number });
     }
 
@@ -504,7 +511,7 @@ impl HubTask {
         }
         let theirs: BTreeSet<InstanceId> = instances.iter().copied().collect();
         let (listening, incoming) = (self.listening(), session.incoming);
-        let carried = async move { listening.carry_words(incoming, &theirs).await };
+        let carried = async move { listening.forward_kv_messages(incoming, &theirs).await };
         self.listen(number, carried, seats, Event::PeerGone { instances, session: number });
     }
 

@@ -19,7 +19,7 @@ type WorkKey = (InstanceId, RequestId);
 
 /// Work of one router, to be told to the others.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct News {
+pub(super) struct WorkUpdate {
     pub(super) of: RouterId,
     pub(super) instance: InstanceId,
     pub(super) work: OthersWork,
@@ -27,7 +27,7 @@ pub(super) struct News {
 
 /// A prompt that is to be computed.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct GivenPrompt {
+pub(super) struct PromptWork {
     /// Due time in seconds since 1970, by the clock of this process.
     due: Seconds,
     prefill: InstanceId,
@@ -38,7 +38,7 @@ pub(super) struct GivenPrompt {
 
 /// An answer that is to be generated.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct GivenAnswer {
+pub(super) struct AnswerWork {
     prompt_tokens: u32,
     max_tokens: u32,
     /// Time at which its KV should be there, on the same clock.
@@ -50,8 +50,8 @@ pub(super) struct GivenAnswer {
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Entry {
-    prompt: Option<GivenPrompt>,
-    answer: Option<GivenAnswer>,
+    prompt: Option<PromptWork>,
+    answer: Option<AnswerWork>,
 }
 
 /// All work of all routers on the instances of a process.
@@ -64,18 +64,28 @@ pub(super) struct WorkLedger {
 
 impl WorkLedger {
     /// Records a command of a router to `instance` at `now`, in seconds since 1970.
-    pub(super) fn commanded(&mut self, instance: InstanceId, command: &Given, now: Seconds) -> Vec<News> {
+    pub(super) fn commanded(
+        &mut self,
+        instance: InstanceId,
+        command: &OrderedWork,
+        now: Seconds,
+    ) -> Vec<WorkUpdate> {
         match *command {
-            Given::Work { request, prompt, answer } => {
+            OrderedWork::Work { request, prompt, answer } => {
                 self.entries.insert((instance, request), Entry { prompt, answer });
                 self.news((instance, request), now)
             }
-            Given::Cancel { request } => self.gone((instance, request), None),
+            OrderedWork::Cancel { request } => self.gone((instance, request), None),
         }
     }
 
     /// Records a report of `instance` about a request.
-    pub(super) fn reported(&mut self, instance: InstanceId, report: &FromWorker, now: Seconds) -> Vec<News> {
+    pub(super) fn reported(
+        &mut self,
+        instance: InstanceId,
+        report: &FromWorker,
+        now: Seconds,
+    ) -> Vec<WorkUpdate> {
         let Some(request) = report.request() else { return Vec::new() };
         let place = (instance, request);
         let Some(entry) = self.entries.get_mut(&place) else { return Vec::new() };
@@ -99,7 +109,7 @@ impl WorkLedger {
                 let mut news = Vec::new();
                 if entry.prompt.take().is_some() {
                     let work = OthersWork::PromptGone { request, done: true };
-                    news.push(News { of: RouterId::of(request), instance, work });
+                    news.push(WorkUpdate { of: RouterId::of(request), instance, work });
                 }
                 let began = entry.answer.as_mut().is_some_and(|answer| {
                     answer.generated = answer.generated.saturating_add(1);
@@ -122,7 +132,7 @@ impl WorkLedger {
     }
 
     /// The answers that have grown since the last beat.
-    pub(super) fn beat(&mut self, now: Seconds) -> Vec<News> {
+    pub(super) fn beat(&mut self, now: Seconds) -> Vec<WorkUpdate> {
         let grown = std::mem::take(&mut self.grown);
         grown.into_iter().filter_map(|place| self.answer_news(place, now)).collect()
     }
@@ -133,7 +143,7 @@ impl WorkLedger {
     }
 
     /// Removes the work of a router that is gone.
-    pub(super) fn abandon(&mut self, router: RouterId) -> Vec<News> {
+    pub(super) fn abandon(&mut self, router: RouterId) -> Vec<WorkUpdate> {
         let all = self.entries.keys().copied();
         let its: Vec<WorkKey> = all.filter(|&(_, request)| RouterId::of(request) == router).collect();
         its.into_iter().flat_map(|place| self.gone(place, None)).collect()
@@ -146,24 +156,24 @@ impl WorkLedger {
     }
 
     /// All work, for a router that connects later.
-    pub(super) fn all(&self, now: Seconds) -> Vec<News> {
+    pub(super) fn all(&self, now: Seconds) -> Vec<WorkUpdate> {
         self.entries.keys().flat_map(|&place| self.news(place, now)).collect()
     }
 
-    fn news(&self, place: WorkKey, now: Seconds) -> Vec<News> {
+    fn news(&self, place: WorkKey, now: Seconds) -> Vec<WorkUpdate> {
         self.prompt_news(place, now).into_iter().chain(self.answer_news(place, now)).collect()
     }
 
-    fn prompt_news(&self, (instance, request): WorkKey, now: Seconds) -> Option<News> {
-        let GivenPrompt { due, prefill, tokens, done, decode } =
+    fn prompt_news(&self, (instance, request): WorkKey, now: Seconds) -> Option<WorkUpdate> {
+        let PromptWork { due, prefill, tokens, done, decode } =
             self.entries.get(&(instance, request))?.prompt?;
         let due_in = due - now;
         let work = OthersWork::Prompt { request, prefill, due_in, prompt_tokens: tokens, done, decode };
-        Some(News { of: RouterId::of(request), instance, work })
+        Some(WorkUpdate { of: RouterId::of(request), instance, work })
     }
 
-    fn answer_news(&self, (instance, request): WorkKey, now: Seconds) -> Option<News> {
-        let GivenAnswer { prompt_tokens, max_tokens, ready, class, output_tokens_hint, generated } =
+    fn answer_news(&self, (instance, request): WorkKey, now: Seconds) -> Option<WorkUpdate> {
+        let AnswerWork { prompt_tokens, max_tokens, ready, class, output_tokens_hint, generated } =
             self.entries.get(&(instance, request))?.answer?;
         let ready_in = ready - now;
         let work = OthersWork::Answer {
@@ -175,40 +185,40 @@ impl WorkLedger {
             output_tokens_hint,
             generated,
         };
-        Some(News { of: RouterId::of(request), instance, work })
+        Some(WorkUpdate { of: RouterId::of(request), instance, work })
     }
 
-    fn gone(&mut self, place: WorkKey, length: Option<u32>) -> Vec<News> {
+    fn gone(&mut self, place: WorkKey, length: Option<u32>) -> Vec<WorkUpdate> {
         self.grown.remove(&place);
         let Some(Entry { prompt, answer }) = self.entries.remove(&place) else { return Vec::new() };
         let (instance, request) = place;
         let prompt = prompt.map(|_| OthersWork::PromptGone { request, done: false });
         let answer = answer.map(|_| OthersWork::AnswerGone { request, length });
         let works = prompt.into_iter().chain(answer);
-        works.map(|work| News { of: RouterId::of(request), instance, work }).collect()
+        works.map(|work| WorkUpdate { of: RouterId::of(request), instance, work }).collect()
     }
 }
 
 /// The part of a router's command that others must know.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Given {
+pub(super) enum OrderedWork {
     /// New work.
-    Work { request: RequestId, prompt: Option<GivenPrompt>, answer: Option<GivenAnswer> },
+    Work { request: RequestId, prompt: Option<PromptWork>, answer: Option<AnswerWork> },
     /// Work is cancelled.
     Cancel { request: RequestId },
 }
 
-impl Given {
+impl OrderedWork {
     /// The work in a command; none if it takes neither relevant time nor memory.
-    pub(super) fn of(instance: InstanceId, command: &Order) -> Option<Given> {
-        let prompt = |job: &Job, prefill, decode| GivenPrompt {
+    pub(super) fn of(instance: InstanceId, command: &Order) -> Option<OrderedWork> {
+        let prompt = |job: &Job, prefill, decode| PromptWork {
             due: job.urgency.due,
             prefill,
             tokens: job.length() as u32,
             done: 0,
             decode,
         };
-        let answer = |job: &Job| GivenAnswer {
+        let answer = |job: &Job| AnswerWork {
             prompt_tokens: job.length() as u32,
             max_tokens: job.wanted.max_tokens.saturating_sub(job.generated.len() as u32),
             ready: job.ready,
@@ -217,21 +227,23 @@ impl Given {
             generated: 0,
         };
         Some(match command {
-            Order::Add { job, hand_off: None, .. } => Given::Work {
+            Order::Add { job, hand_off: None, .. } => OrderedWork::Work {
                 request: job.request,
                 prompt: Some(prompt(job, instance, instance)),
                 answer: Some(answer(job)),
             },
-            Order::Add { job, hand_off: Some(to), .. } => {
-                Given::Work { request: job.request, prompt: Some(prompt(job, instance, to.to)), answer: None }
-            }
+            Order::Add { job, hand_off: Some(to), .. } => OrderedWork::Work {
+                request: job.request,
+                prompt: Some(prompt(job, instance, to.to)),
+                answer: None,
+            },
             // The prompt is not requested before there is room, but it will be.
-            Order::Reserve { job, sender } => Given::Work {
+            Order::Reserve { job, sender } => OrderedWork::Work {
                 request: job.request,
                 prompt: Some(prompt(job, *sender, instance)),
                 answer: Some(answer(job)),
             },
-            Order::Cancel { request } => Given::Cancel { request: *request },
+            Order::Cancel { request } => OrderedWork::Cancel { request: *request },
             _ => return None,
         })
     }
@@ -246,10 +258,10 @@ mod tests {
     const DECODE: InstanceId = InstanceId(2);
     const REQUEST: RequestId = 7;
 
-    fn given(prefill: InstanceId, answers: bool) -> Given {
+    fn given(prefill: InstanceId, answers: bool) -> OrderedWork {
         let due = Seconds(10.0);
-        let prompt = GivenPrompt { due, prefill, tokens: 100, done: 0, decode: DECODE };
-        let answer = GivenAnswer {
+        let prompt = PromptWork { due, prefill, tokens: 100, done: 0, decode: DECODE };
+        let answer = AnswerWork {
             prompt_tokens: 100,
             max_tokens: 20,
             ready: Seconds(12.0),
@@ -257,14 +269,14 @@ mod tests {
             generated: 0,
             output_tokens_hint: None,
         };
-        Given::Work { request: REQUEST, prompt: Some(prompt), answer: answers.then_some(answer) }
+        OrderedWork::Work { request: REQUEST, prompt: Some(prompt), answer: answers.then_some(answer) }
     }
 
     fn drawn(index: u32, finish: Option<FinishReason>) -> FromWorker {
         FromWorker::Drawn { request: REQUEST, attempt: 0, index, token: 1, logprobs: None, finish }
     }
 
-    fn works(news: Vec<News>) -> Vec<OthersWork> {
+    fn works(news: Vec<WorkUpdate>) -> Vec<OthersWork> {
         news.into_iter().map(|news| news.work).collect()
     }
 
@@ -307,7 +319,7 @@ mod tests {
             OthersWork::PromptGone { request: REQUEST, done: false },
             OthersWork::AnswerGone { request: REQUEST, length: None },
         ];
-        assert_eq!(works(ledger.commanded(DECODE, &Given::Cancel { request: REQUEST }, now)), gone);
+        assert_eq!(works(ledger.commanded(DECODE, &OrderedWork::Cancel { request: REQUEST }, now)), gone);
         begin(&mut ledger);
         assert!(ledger.abandon(RouterId(9)).is_empty());
         assert_eq!(works(ledger.abandon(RouterId::of(REQUEST))), gone);

@@ -35,8 +35,8 @@ pub use crate::request::RouterId;
 pub use calls::{Dial, call_members};
 pub use hub::{Hub, WorkerProcess};
 #[cfg(feature = "fleet")]
-pub use join::{attend_members, meet_members};
+pub use join::{connect_peers, connect_workers};
 pub use router::Router;
 pub use session::{
-    Caller, Command, Hello, ModelIdentity, PROTOCOL, PeerMessage, Session, SessionRefusal, Word,
+    Caller, Command, Hello, InstanceReport, ModelIdentity, PROTOCOL, PeerMessage, Session, SessionRefusal,
 };

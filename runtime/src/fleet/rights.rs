@@ -3,7 +3,7 @@
 //! What a router says is an [`Order`] and what a peer says is a word on KV, each in a session that carries
 //! nothing else: what is looked at here is whose it is.
 
-use super::ledger::Given;
+use super::ledger::OrderedWork;
 use super::session::{Command, PeerMessage};
 use crate::engine::directory::Directory;
 use crate::engine::messages::Order;
@@ -28,36 +28,36 @@ pub(super) struct Listening {
 }
 
 /// A router, as far as what it says is changed and noted.
-pub(super) struct Giver {
+pub(super) struct RouterOrders {
     pub(super) router: RouterId,
     /// How far its clock is behind this process's.
     pub(super) clock_behind: Seconds,
     /// Receives work before the instance does.
-    pub(super) given: mpsc::Sender<(InstanceId, Given)>,
+    pub(super) given: mpsc::Sender<(InstanceId, OrderedWork)>,
 }
 
 impl Listening {
     /// Carries orders until the session ends, or has said too much that is not the router's to say.
-    pub(super) async fn carry_orders(self, mut incoming: MessageReceiver<Command>, giver: Giver) {
+    pub(super) async fn forward_orders(self, mut incoming: MessageReceiver<Command>, from: RouterOrders) {
         let mut refused = 0;
         while let Some(Command { instance, mut order }) = incoming.recv().await {
-            order.due_later(giver.clock_behind);
-            let is_its = order.request().is_none_or(|request| RouterId::of(request) == giver.router);
+            order.due_later(from.clock_behind);
+            let is_its = order.request().is_none_or(|request| RouterId::of(request) == from.router);
             let Some(orders) =
                 self.directory.find(instance).orders.filter(|_| self.own.contains(&instance) && is_its)
             else {
                 if self.refuses(instance, &mut refused) { continue } else { return }
             };
             orders.room().await;
-            if let Some(given) = Given::of(instance, &order) {
-                let _ = giver.given.send((instance, given)).await;
+            if let Some(given) = OrderedWork::of(instance, &order) {
+                let _ = from.given.send((instance, given)).await;
             }
             self.directory.order(instance, order);
         }
     }
 
     /// Carries what `peers` say, likewise.
-    pub(super) async fn carry_words(
+    pub(super) async fn forward_kv_messages(
         self,
         mut incoming: MessageReceiver<PeerMessage>,
         peers: &BTreeSet<InstanceId>,
@@ -160,8 +160,8 @@ mod tests {
     fn ordered(router: RouterId, orders: impl IntoIterator<Item = Order>) -> (Vec<Order>, u64) {
         let (listening, mut ordered, _, refused) = listening();
         let incoming = incoming(orders.into_iter().map(|order| Command { instance: OWN, order }));
-        let giver = Giver { router, clock_behind: Seconds::ZERO, given: mpsc::channel(100).0 };
-        listening.carry_orders(incoming, giver).now_or_never().expect("nothing is waited for");
+        let from = RouterOrders { router, clock_behind: Seconds::ZERO, given: mpsc::channel(100).0 };
+        listening.forward_orders(incoming, from).now_or_never().expect("nothing is waited for");
         let taken = std::iter::from_fn(|| match ordered.try_recv().ok()? {
             ToWorker::Order(order) => Some(order),
             other => panic!("{other:?}"),
@@ -185,7 +185,7 @@ mod tests {
         let (listening, _, mut told, refused) = listening();
         let incoming = incoming(words.map(|word| PeerMessage { instance, from, word }));
         let theirs = BTreeSet::from([InstanceId(1)]);
-        listening.carry_words(incoming, &theirs).now_or_never().expect("nothing is waited for");
+        listening.forward_kv_messages(incoming, &theirs).now_or_never().expect("nothing is waited for");
         let taken = std::iter::from_fn(|| told.try_recv().ok()).inspect(|(peer, _)| assert_eq!(*peer, from));
         (taken.count(), refused.get())
     }

@@ -1,7 +1,7 @@
 //! A coordinator whose instances are in other processes.
 
 use super::rights::relay;
-use super::session::{Caller, Command, Hello, ModelIdentity, Session, Word};
+use super::session::{Caller, Command, Hello, InstanceReport, ModelIdentity, Session};
 use crate::engine::directory::{Directory, Inboxes};
 use crate::engine::messages::{FromWorker, Report, ToWorker};
 use crate::engine::{EngineParts, Held};
@@ -59,10 +59,10 @@ impl Router {
     }
 
     /// Uses the instances of a worker process until the session ends; then they are lost.
-    pub async fn attend(&self, session: Session<Command, Word>) {
+    pub async fn add_worker(&self, session: Session<Command, InstanceReport>) {
         let Session { out, mut incoming } = session;
         let mut instances = BTreeSet::new();
-        while let Some(Word { instance, message }) = incoming.recv().await {
+        while let Some(InstanceReport { instance, message }) = incoming.recv().await {
             self.reports.room().await;
             if matches!(&message, FromWorker::Up { .. }) && instances.insert(instance) {
                 let (orders, messages) = mailbox("relay", INBOX_MAX);
@@ -168,7 +168,7 @@ mod tests {
     }
 
     /// A router in `env`, and the worker's end of its session with an instance that is up.
-    fn attended(env: &SharedEnv, metrics: &Metrics) -> (EngineHandle, Session<Word, Command>) {
+    fn attended(env: &SharedEnv, metrics: &Metrics) -> (EngineHandle, Session<InstanceReport, Command>) {
         let parts = EngineParts {
             env: env.clone(),
             config: Arc::new(tiny_variants().remove(0).1.load().unwrap().config),
@@ -180,8 +180,8 @@ mod tests {
         };
         let (engine, router) = parts.start_router(RouterId(0), DType::F32);
         let (session, worker) = Session::pair();
-        env.spawn(Box::pin(async move { router.attend(session).await }));
-        worker.out.send(Word { instance: InstanceId(0), message: up() }).unwrap();
+        env.spawn(Box::pin(async move { router.add_worker(session).await }));
+        worker.out.send(InstanceReport { instance: InstanceId(0), message: up() }).unwrap();
         (engine, worker)
     }
 
@@ -247,7 +247,7 @@ mod tests {
                 let (request, attempt) = (job.request, job.attempt);
                 let message =
                     FromWorker::Drawn { request, attempt, index, token: 1, logprobs: None, finish: None };
-                worker.out.send(Word { instance: InstanceId(0), message }).unwrap();
+                worker.out.send(InstanceReport { instance: InstanceId(0), message }).unwrap();
             }
             let mut told = Vec::new();
             while let Some(update) = updates.recv().await {

@@ -151,7 +151,7 @@ pub struct PeerMessage {
 
 /// From an instance to a router.
 #[derive(Debug, Serialize, Deserialize)]
-pub struct Word {
+pub struct InstanceReport {
     pub(crate) instance: InstanceId,
     pub(crate) message: FromWorker,
 }

@@ -144,7 +144,7 @@ pub(super) struct DiskTask {
 
 impl DiskTask {
     /// Runs jobs for as long as the pool exists.
-    pub(super) async fn attend(self, namespace: BoxFuture<'static, Option<u64>>) {
+    pub(super) async fn start_disk(self, namespace: BoxFuture<'static, Option<u64>>) {
         let Some(namespace) = namespace.await else { return };
         let DiskTask { pool, ssd, env, name } = self;
         let (least, most) = (ssd.timeout * PAUSE_MIN, ssd.timeout * PAUSE_MAX);

@@ -54,7 +54,7 @@ pub struct SsdConfig {
     /// Whether an existing pool of another model, block size or format may be deleted. Files that are not a
     /// pool's are never deleted.
     pub wipe: bool,
-    /// Timeout of a read or write after which a disk with a thread of its own ([`Pool::attend`]) is out until
+    /// Timeout of a read or write after which a disk with a thread of its own ([`Pool::start_disk`]) is out until
     /// it answers. In one turn it is waited for less than twice as long.
     pub timeout: Duration,
 }
@@ -296,7 +296,7 @@ impl Pool {
     ///
     /// # Errors
     /// When the operating system refuses a thread.
-    pub fn attend(
+    pub fn start_disk(
         &self,
         ssd: SsdConfig,
         namespace: BoxFuture<'static, Option<u64>>,
@@ -304,7 +304,7 @@ impl Pool {
         env: &SharedEnv,
     ) -> std::io::Result<()> {
         let attendant = DiskTask { pool: self.downgrade(), ssd, env: env.clone(), name: name.into() };
-        env.spawn_worker(name, Box::pin(attendant.attend(namespace)))
+        env.spawn_worker(name, Box::pin(attendant.start_disk(namespace)))
     }
 
     /// Begins a turn of the pool's user, with new time for the disk.

@@ -74,7 +74,7 @@ pub(super) fn router(
     };
     let (handle, router) = parts.start_router(RouterId(id), DType::Bf16);
     let session = hub.accept_router(&router.hello(), router.id()).unwrap();
-    env.spawn(Box::pin(async move { router.attend(session).await }));
+    env.spawn(Box::pin(async move { router.add_worker(session).await }));
     handle
 }
 

@@ -34,9 +34,9 @@ fn timed(env: &SeededEnv, hang: Duration) -> SimDisk {
     disk
 }
 
-fn attend(pool: &Pool, disk: &SimDisk, env: &SeededEnv) {
+fn start_disk(pool: &Pool, disk: &SimDisk, env: &SeededEnv) {
     let shared: SharedEnv = Arc::new(env.clone());
-    pool.attend(ssd_config(disk), Box::pin(ready(Some(5))), "disk", &shared).expect("a thread");
+    pool.start_disk(ssd_config(disk), Box::pin(ready(Some(5))), "disk", &shared).expect("a thread");
 }
 
 /// The result of `work`, run by a worker of an environment of its own.
@@ -56,7 +56,7 @@ fn at_work<T: Send + 'static>(
 /// A pool with the blocks 0 to 7 on a disk that has a thread.
 async fn filled(env: &SeededEnv, disk: &SimDisk) -> (Pool, Follower) {
     let pool = open(config(DRAM_BLOCKS, Some(ssd_config(disk)))).expect("a new pool");
-    attend(&pool, disk, env);
+    start_disk(&pool, disk, env);
     env.sleep(TIMEOUT).await;
     let follower = Follower::new(&pool.begin_to_follow());
     for key in 0..10 {
@@ -155,7 +155,7 @@ fn a_slow_disk_holds_a_turn_up_for_less_than_twice_its_timeout_and_stays() {
         Box::pin(async move {
             let disk = timed(&env, Duration::from_secs(5));
             let pool = open(config(12, Some(ssd_config(&disk)))).expect("a new pool");
-            attend(&pool, &disk, &env);
+            start_disk(&pool, &disk, &env);
             env.sleep(TIMEOUT).await;
             for key in 0..30 {
                 pool.begin_turn();
@@ -216,7 +216,7 @@ fn a_disk_that_cannot_be_opened_later_is_left_out_and_tried_again() {
             let disk = timed(&env, Duration::from_secs(1));
             disk.set_plan(FaultPlan::at_rate(Fault::Fail, 1.0, 1));
             let pool = open(config(DRAM_BLOCKS, None)).expect("host memory alone");
-            attend(&pool, &disk, &env);
+            start_disk(&pool, &disk, &env);
             env.sleep(Duration::from_secs(1)).await;
             put(&pool, 1);
             let stats = pool.stats();
@@ -305,7 +305,7 @@ fn a_thread_that_hangs_in_the_operating_system_is_left_alone_and_used_again_when
     let disk = Stuck { disk: SimDisk::default(), state: Arc::default() };
     let tier = SsdConfig { timeout: REAL_TIMEOUT, ..ssd(disk.clone(), SSD_BLOCKS) };
     let pool = open(config(DRAM_BLOCKS, None)).expect("a new pool");
-    pool.attend(tier, Box::pin(ready(Some(5))), "disk", &env).expect("a thread");
+    pool.start_disk(tier, Box::pin(ready(Some(5))), "disk", &env).expect("a thread");
     comes(&pool);
     for key in 0..10 {
         pool.begin_turn();

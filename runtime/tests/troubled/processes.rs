@@ -141,7 +141,7 @@ impl World {
         self.when_taken(taken, move |world| world.replace_worker(number));
         let world = self.clone();
         let dial = move |member: Member| -> BoxFuture<'static, Result<(), String>> {
-            Box::pin(world.clone().meet(number, member))
+            Box::pin(world.clone().add_peer(number, member))
         };
         // Of two workers, the later one calls the earlier one.
         let wanted = move |member: &Member| member.first_instance().is_some_and(|other| other < id);
@@ -184,7 +184,7 @@ impl World {
         self.when_taken(taken, move |world| world.replace_router(number));
         let world = self.clone();
         let dial = move |member: Member| -> BoxFuture<'static, Result<(), String>> {
-            Box::pin(world.clone().attend(number, member))
+            Box::pin(world.clone().add_worker(number, member))
         };
         let wanted = |member: &Member| member.first_instance().is_some();
         self.env.spawn(Box::pin(call_members(env, members, wanted, Arc::new(dial))));
@@ -268,7 +268,7 @@ impl World {
     }
 
     /// Lets a router use a worker process until the session ends.
-    async fn attend(self, router: u64, member: Member) -> Result<(), String> {
+    async fn add_worker(self, router: u64, member: Member) -> Result<(), String> {
         let number: u64 = member.address.parse().expect("a worker's address is its number");
         let (near, far) = (router_host(router), worker_host(number));
         self.call(&near, &far).await?;
@@ -287,12 +287,12 @@ impl World {
         let cuts = vec![cut, its_cut, self.wire(&near, &far)];
         let delay = Duration::from_millis(workload::quick_ms());
         let (session, _) = self.splice(session, Wire { near, far, delay, cuts });
-        caller.attend(session).await;
+        caller.add_worker(session).await;
         Ok(())
     }
 
     /// Lets a worker process exchange KV with an earlier one until the session ends.
-    async fn meet(self, from: u64, member: Member) -> Result<(), String> {
+    async fn add_peer(self, from: u64, member: Member) -> Result<(), String> {
         let number: u64 = member.address.parse().expect("a worker's address is its number");
         let (near, far) = (worker_host(from), worker_host(number));
         self.call(&near, &far).await?;
@@ -312,7 +312,7 @@ impl World {
         let cuts = vec![cut, its_cut, self.wire(&near, &far)];
         let delay = Duration::from_millis(self.workload.peer_delay_ms);
         let (session, ended) = self.splice(session, Wire { near, far, delay, cuts });
-        caller.meet(instances, cost, session);
+        caller.add_peer(instances, cost, session);
         drop(caller);
         ended.await;
         Ok(())

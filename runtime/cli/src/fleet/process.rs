@@ -15,8 +15,8 @@ use mixfleet_runtime::api::{Origins, ServedModel, observe};
 use mixfleet_runtime::engine::{EngineConfig, EngineParts, HandOffLimits, Identity, Loaded};
 use mixfleet_runtime::env::{RealEnv, SharedEnv, Task};
 use mixfleet_runtime::fleet::registry::{Charter, InstanceRecord, Member, Membership, Seat};
-use mixfleet_runtime::fleet::rpc::{Door, Ways};
-use mixfleet_runtime::fleet::{Hub, ModelIdentity, WorkerProcess, attend_members, meet_members};
+use mixfleet_runtime::fleet::rpc::{FleetListener, ProbeLinks};
+use mixfleet_runtime::fleet::{Hub, ModelIdentity, WorkerProcess, connect_peers, connect_workers};
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_scheduler::cost::CostModel;
 use mixfleet_scheduler::fleet::{InstanceId, Role};
@@ -84,7 +84,7 @@ async fn join_as_router(
     let name = member.name();
     let mut membership = join.registry.join(charter, member);
     end_if_taken(&mut membership, &env);
-    env.spawn(Box::pin(attend_members(env.clone(), router, membership.members(), join.rpc)));
+    env.spawn(Box::pin(connect_workers(env.clone(), router, membership.members(), join.rpc)));
     membership.joined().await;
     tracing::info!(member = name, fleet = args.fleet, "joined");
     let context = model.checkpoint.config.context_max;
@@ -199,7 +199,7 @@ async fn join_as_worker(
     metrics: Metrics,
 ) -> Result<Joined> {
     let join = args.join.open(env).await?;
-    let door = Door::open(control, join.rpc.clone())?;
+    let door = FleetListener::open(control, join.rpc.clone())?;
     let model = serve::load_model(&args.model, env)?;
     let (charter, own, digest) = charter(&join, &model, env).await?;
     let (loaded, prices) = load(args, model, identity(&charter, &own), digest).await?;
@@ -207,7 +207,7 @@ async fn join_as_worker(
     let hand_off = HandOffLimits { timeout: PIECE_TIMEOUT, ..HandOffLimits::default() };
     let Offered { transports, not_offered } = transports::open(args, &join, data, &hand_off)?;
     let names = transports.iter().map(|transport| transport.name().to_owned()).collect();
-    let ways = Ways { links: start::links(transports), hand_off };
+    let probe_links = ProbeLinks { links: start::links(transports), hand_off };
     let ids = join.registry.instance_ids(loaded.len() as u32).await?;
     let records = ids.iter().zip(&loaded).zip(prices);
     let instances = records.map(|((&id, (loaded, _)), price)| record(id, loaded, price)).collect();
@@ -215,20 +215,20 @@ async fn join_as_worker(
         env: env.clone(),
         model: own.clone(),
         instances: ids.into_iter().zip(loaded).map(|(id, (loaded, cost))| (id, loaded, cost)).collect(),
-        links: ways.links.clone(),
-        hand_off: ways.hand_off,
+        links: probe_links.links.clone(),
+        hand_off: probe_links.hand_off,
         metrics,
     };
     let hub = process.start()?;
     let address = door.address();
-    let serving = tokio::spawn(door.serve(env.clone(), hub.clone(), ways.clone()));
+    let serving = tokio::spawn(door.serve(env.clone(), hub.clone(), probe_links.clone()));
     let member =
         Member::new(own, address.to_string(), Seat::Worker { instances, transports: names, not_offered });
     let name = member.name();
     let mut membership = join.registry.join(charter, member);
     end_if_taken(&mut membership, env);
     let (members, record) = (membership.members(), membership.record());
-    env.spawn(Box::pin(meet_members(env.clone(), hub.clone(), ways, members, record, join.rpc)));
+    env.spawn(Box::pin(connect_peers(env.clone(), hub.clone(), probe_links, members, record, join.rpc)));
     membership.joined().await;
     tracing::info!(member = name, %address, fleet = args.join.fleet, "joined");
     Ok(Joined { membership, serving, hub, pools })

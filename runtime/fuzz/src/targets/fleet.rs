@@ -3,7 +3,7 @@
 use super::refused;
 use mixfleet_runtime::engine::events::Replay;
 use mixfleet_runtime::fleet::registry::{Charter, Member};
-use mixfleet_runtime::fleet::{Command, Hello, SessionRefusal, Word};
+use mixfleet_runtime::fleet::{Command, Hello, InstanceReport, SessionRefusal};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -24,7 +24,7 @@ fn check_message<T: Serialize + DeserializeOwned>(bytes: &[u8]) -> bool {
 pub(super) fn rpc_message(bytes: &[u8]) -> bool {
     let taken = [
         check_message::<Command>,
-        check_message::<Word>,
+        check_message::<InstanceReport>,
         check_message::<Hello>,
         check_message::<SessionRefusal>,
     ];

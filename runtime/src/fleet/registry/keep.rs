@@ -1,6 +1,6 @@
 //! Maintains a process's membership, and its view of the other members.
 
-use super::records::{BACKOFF_MAX, BACKOFF_MIN, Registry, Roll};
+use super::records::{BACKOFF_MAX, BACKOFF_MIN, MemberList, Registry};
 use super::store::{Change, Lease, Watch};
 use super::{Charter, Member, Members, RegistryError, Seat};
 use std::convert::Infallible;
@@ -269,7 +269,7 @@ impl Keeper {
 
 /// Of two members with a common id the one with the younger record ends: each writes its own record before it
 /// reads the other's, so that the younger sees the older.
-fn check_ids(own: &Member, roll: &Roll) -> Result<(), RegistryError> {
+fn check_ids(own: &Member, roll: &MemberList) -> Result<(), RegistryError> {
     let own_name = own.name();
     let since = roll.created.get(&own_name).copied().unwrap_or(i64::MAX);
     for (name, other) in roll.members.iter().filter(|(name, _)| **name != own_name) {

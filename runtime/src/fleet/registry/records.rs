@@ -27,7 +27,7 @@ pub(super) const BACKOFF_MIN: Duration = Duration::from_millis(100);
 pub(super) const BACKOFF_MAX: Duration = Duration::from_secs(2);
 
 /// All members as read at one time.
-pub(super) struct Roll {
+pub(super) struct MemberList {
     pub(super) members: Members,
     /// The store's revision at which each record was created.
     pub(super) created: BTreeMap<String, i64>,
@@ -181,7 +181,7 @@ impl Registry {
         Ok(self.roll().await?.members)
     }
 
-    pub(super) async fn roll(&self) -> Result<Roll, RegistryError> {
+    pub(super) async fn roll(&self) -> Result<MemberList, RegistryError> {
         let (entries, revision) = self.in_time(self.store.list(self.members_prefix())).await?;
         let (mut members, mut created) = (BTreeMap::new(), BTreeMap::new());
         for (key, entry) in &entries {
@@ -190,7 +190,7 @@ impl Registry {
                 members.insert(name, member);
             }
         }
-        Ok(Roll { members: Arc::new(members), created, revision })
+        Ok(MemberList { members: Arc::new(members), created, revision })
     }
 
     /// Parses a member's record; a record of another version is skipped with a warning.

@@ -1,9 +1,9 @@
 //! Calls to a worker process.
 
-use super::super::session::{Command, Hello, PeerMessage, Session, Word};
+use super::super::session::{Command, Hello, InstanceReport, PeerMessage, Session};
 use super::carry::{BACKLOG_BYTES_MAX, carry, outflow};
 use super::codec::{Words, encode, with_causes};
-use super::guests::Wire;
+use super::connections::Wire;
 use super::{
     CallError, GREETING, MESSAGE_BYTES_MAX, PEER, PROBE, PROOF, ROUTER, RpcConfig, Trust, WINDOW_BYTES,
 };
@@ -89,16 +89,20 @@ impl Remote {
         Ok(Remote { channel, address, peer, config, env: env.clone() })
     }
 
-    /// Opens a session to use its instances, for [`Router::attend`](crate::fleet::Router::attend).
+    /// Opens a session to use its instances, for [`Router::add_worker`](crate::fleet::Router::add_worker).
     ///
     /// # Errors
     /// The process's refusal, or that it cannot be reached.
-    pub async fn router(&self, hello: &Hello, router: RouterId) -> Result<Session<Command, Word>, CallError> {
+    pub async fn router(
+        &self,
+        hello: &Hello,
+        router: RouterId,
+    ) -> Result<Session<Command, InstanceReport>, CallError> {
         Ok(self.session(ROUTER, &(hello, router)).await?.0)
     }
 
     /// Opens a session to exchange KV with it, as a process with `instances`, over a link of this cost, for
-    /// [`Hub::meet`](crate::fleet::Hub::meet). The receiver completes when the session is over.
+    /// [`Hub::add_peer`](crate::fleet::Hub::add_peer). The receiver completes when the session is over.
     ///
     /// # Errors
     /// The process's refusal, or that it cannot be reached.

@@ -13,14 +13,14 @@
 mod carry;
 mod client;
 mod codec;
-mod guests;
+mod connections;
 mod probe;
 mod server;
 mod token;
 
 pub use client::Remote;
-pub use probe::{Measured, Ways};
-pub use server::Door;
+pub use probe::{Measured, ProbeLinks};
+pub use server::FleetListener;
 pub use token::Token;
 
 use super::session::SessionRefusal;

@@ -59,7 +59,7 @@ impl Drop for Probe {
 
 /// The transports of a process.
 #[derive(Clone)]
-pub struct Ways {
+pub struct ProbeLinks {
     /// The transports that its instances use.
     pub links: Links,
     /// Limits of KV staging: links are measured with such pieces.
@@ -80,13 +80,13 @@ pub struct Measured {
 }
 
 /// Memory that can be written to until this is dropped.
-pub(super) struct Lending {
+pub(super) struct LentMemory {
     pub(super) regions: Vec<Descriptor>,
     links: Links,
     env: SharedEnv,
 }
 
-impl Drop for Lending {
+impl Drop for LentMemory {
     fn drop(&mut self) {
         let (links, regions) = (self.links.clone(), std::mem::take(&mut self.regions));
         // It may have to wait for a peer that is writing.
@@ -105,11 +105,11 @@ impl Drop for Lending {
     }
 }
 
-impl Ways {
+impl ProbeLinks {
     /// Provides memory of the size of a landing region, over every transport that can reach it.
-    pub(super) fn lend(&self, env: &SharedEnv) -> Result<Lending> {
+    pub(super) fn lend(&self, env: &SharedEnv) -> Result<LentMemory> {
         let memory = (self.links.make_region)(self.hand_off.region_bytes())?;
-        let mut lending = Lending { regions: Vec::new(), links: self.links.clone(), env: env.clone() };
+        let mut lending = LentMemory { regions: Vec::new(), links: self.links.clone(), env: env.clone() };
         for transport in &self.links.transports {
             match transport.register(memory.clone(), RemoteAccess::Write) {
                 Ok(region) => lending.regions.push(region),
@@ -126,10 +126,10 @@ impl Ways {
 
     /// Measures the link by writing to a peer's memory.
     pub(crate) async fn measure(&self, env: &SharedEnv, lent: LentRegions) -> Result<Measured> {
-        let (ways, env2) = (self.clone(), env.clone());
+        let (probe_links, env2) = (self.clone(), env.clone());
         let (done, measured) = oneshot::channel();
         let work = async move {
-            let _ = done.send(ways.try_each(&env2, &lent.regions));
+            let _ = done.send(probe_links.try_each(&env2, &lent.regions));
         };
         env.spawn_worker("link measure", Box::pin(work)).map_err(no_thread)?;
         measured.await.unwrap_or_else(|_| Err(Error::new(ErrorKind::Closed, "the link was not measured")))

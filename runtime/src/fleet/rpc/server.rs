@@ -4,8 +4,8 @@ use super::super::hub::Hub;
 use super::super::session::{Command, Hello, PeerMessage, Session, SessionRefusal};
 use super::carry::{BACKLOG_BYTES_MAX, carry, outflow};
 use super::codec::{Words, decode, encode, with_causes};
-use super::guests::{Standing, accept};
-use super::probe::{PROBE_TIME, Probes, Ways};
+use super::connections::{ConnectionStatus, accept};
+use super::probe::{PROBE_TIME, ProbeLinks, Probes};
 use super::{
     COMMAND_BYTES_MAX, CallError, GREETING, Kind, PEER, PROBE, PROOF, ROUTER, RpcConfig, Trust, WINDOW_BYTES,
 };
@@ -35,16 +35,16 @@ const STREAMS_MAX: u32 = 16;
 /// Maximum size of a call's metadata, including the greeting of a peer with a hundred instances.
 const METADATA_BYTES_MAX: u32 = 16 << 10;
 /// Connections that may wait to be served after their handshake.
-const GUESTS_WAITING: usize = 64;
+const CONNECTIONS_WAITING: usize = 64;
 
 /// The listener for routers and peers.
-pub struct Door {
+pub struct FleetListener {
     listener: tokio::net::TcpListener,
     address: SocketAddr,
     config: RpcConfig,
 }
 
-impl Door {
+impl FleetListener {
     /// Listens; connections wait until [`serve`](Self::serve).
     ///
     /// # Errors
@@ -56,7 +56,7 @@ impl Door {
         listener.set_nonblocking(true).map_err(failed)?;
         let listener = tokio::net::TcpListener::from_std(listener).map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
-        Ok(Door { listener, address, config })
+        Ok(FleetListener { listener, address, config })
     }
 
     /// The address it listens on, with the port that was actually bound.
@@ -68,7 +68,7 @@ impl Door {
     ///
     /// # Errors
     /// When it cannot continue.
-    pub async fn serve(self, env: SharedEnv, hub: Hub, ways: Ways) -> Result<(), CallError> {
+    pub async fn serve(self, env: SharedEnv, hub: Hub, probe_links: ProbeLinks) -> Result<(), CallError> {
         let failed =
             |error: tonic::transport::Error| CallError::Failed(with_causes(&error, error.to_string()));
         let half = self.config.half();
@@ -79,14 +79,15 @@ impl Door {
             .http2_keepalive_timeout(Some(half))
             .initial_stream_window_size(WINDOW_BYTES)
             .initial_connection_window_size(2 * WINDOW_BYTES);
-        let (guests, incoming) = mpsc::channel(GUESTS_WAITING);
+        let (connections, incoming) = mpsc::channel(CONNECTIONS_WAITING);
         let RpcConfig { silence, trust } = self.config;
-        env.spawn(Box::pin(accept(env.clone(), self.listener, trust.clone(), silence, guests)));
+        env.spawn(Box::pin(accept(env.clone(), self.listener, trust.clone(), silence, connections)));
         let incoming = stream::unfold(incoming, |mut incoming| async move {
             let guest = incoming.recv().await?;
             Some((Ok::<_, Infallible>(guest), incoming))
         });
-        let service = Service { env, hub, ways, trust, address: self.address, probes: Probes::default() };
+        let service =
+            Service { env, hub, probe_links, trust, address: self.address, probes: Probes::default() };
         server.serve_with_incoming(service, incoming).await.map_err(failed)
     }
 }
@@ -98,7 +99,7 @@ type Answers = BoxStream<'static, Result<Bytes, Status>>;
 struct Service {
     env: SharedEnv,
     hub: Hub,
-    ways: Ways,
+    probe_links: ProbeLinks,
     trust: Trust,
     /// The address it listens on, which callers include in their proof.
     address: SocketAddr,
@@ -152,11 +153,11 @@ impl Service {
 
     /// Checks that the caller is a member of this kind; returns the proof that this process is one too.
     fn admit<In>(&self, path: &str, kind: Kind, call: &Request<In>) -> Result<Option<Vec<u8>>, Status> {
-        let standing = call.extensions().get::<Arc<Standing>>();
-        let standing = standing.ok_or_else(|| Status::internal("a connection without a guest"))?;
+        let status = call.extensions().get::<Arc<ConnectionStatus>>();
+        let status = status.ok_or_else(|| Status::internal("a connection without a guest"))?;
         let answer = match &self.trust {
             Trust::Tls(certificates) => {
-                let certificate = standing.certificate.as_ref();
+                let certificate = status.certificate.as_ref();
                 if !certificate.is_some_and(|certificate| certificates.is_of(certificate, kind)) {
                     return Err(Status::permission_denied(format!(
                         "the caller's certificate is not of a {}: its names do not say so",
@@ -177,7 +178,7 @@ impl Service {
                 })?)
             }
         };
-        if !standing.welcome() {
+        if !status.welcome() {
             return Err(Status::resource_exhausted("as many members are connected as may be"));
         }
         Ok(answer)
@@ -204,7 +205,8 @@ impl Service {
         let hello: Hello = greeting(&call)?;
         self.hub.check(&hello)?;
         let probe = self.probes.begin(hello.caller).ok_or(SessionRefusal::Busy)?;
-        let lent = self.ways.lend(&self.env).map_err(|error| Status::unavailable(error.to_string()))?;
+        let lent =
+            self.probe_links.lend(&self.env).map_err(|error| Status::unavailable(error.to_string()))?;
         let regions = encode(&lent.regions)?;
         let time_is_up = self.env.sleep(PROBE_TIME);
         let kept = stream::once(async move {

@@ -184,7 +184,7 @@ fn start(scene: &Scene, checkpoint: &Checkpoint, env: &SeededEnv, metrics: &Metr
     let router = |(id, log)| {
         let (handle, router) = engine(log, Metrics::new()).start_router(RouterId(id), DType::Bf16);
         let session = hub.accept_router(&router.hello(), router.id()).unwrap();
-        env.spawn(Box::pin(async move { router.attend(session).await }));
+        env.spawn(Box::pin(async move { router.add_worker(session).await }));
         handle
     };
     let handles = (0..).zip(&logs).map(router).collect();

@@ -21,7 +21,7 @@ use tonic::transport::server::Connected;
 /// Maximum connections of members: several for each of a thousand members.
 const MEMBERS_MAX: usize = 4096;
 /// Maximum connections without an accepted call.
-const STRANGERS_MAX: usize = 64;
+const UNPROVEN_MAX: usize = 64;
 /// Timeout of a handshake and the first accepted call.
 const GREETING_MAX: Duration = Duration::from_secs(10);
 /// Pause after a failed accept, which usually means that no descriptors are left.
@@ -134,97 +134,97 @@ impl AsyncWrite for Wire {
 }
 
 #[derive(Default)]
-struct Crowd {
+struct OpenConnections {
     came: u64,
     members: usize,
     /// Dropping a sender ends its connection.
-    strangers: BTreeMap<u64, (IpAddr, oneshot::Sender<()>)>,
+    unproven: BTreeMap<u64, (IpAddr, oneshot::Sender<()>)>,
 }
 
-type SharedCrowd = Arc<Mutex<Crowd>>;
+type SharedConnections = Arc<Mutex<OpenConnections>>;
 
-fn lock(crowd: &SharedCrowd) -> MutexGuard<'_, Crowd> {
-    crowd.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock(open: &SharedConnections) -> MutexGuard<'_, OpenConnections> {
+    open.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The standing of a connection.
-pub(super) struct Standing {
-    crowd: SharedCrowd,
+pub(super) struct ConnectionStatus {
+    open: SharedConnections,
     number: u64,
     is_member: AtomicBool,
     pub(super) certificate: Option<CertificateDer<'static>>,
 }
 
-impl Standing {
+impl ConnectionStatus {
     /// Records an accepted call, so that the connection may stay. False if the limit of members is reached.
     pub(super) fn welcome(&self) -> bool {
-        let mut crowd = lock(&self.crowd);
+        let mut open = lock(&self.open);
         if self.is_member.load(Ordering::Relaxed) {
             return true;
         }
-        if crowd.members >= MEMBERS_MAX {
+        if open.members >= MEMBERS_MAX {
             return false;
         }
         self.is_member.store(true, Ordering::Relaxed);
-        crowd.members += 1;
-        crowd.strangers.remove(&self.number);
+        open.members += 1;
+        open.unproven.remove(&self.number);
         true
     }
 }
 
-impl Drop for Standing {
+impl Drop for ConnectionStatus {
     fn drop(&mut self) {
-        let mut crowd = lock(&self.crowd);
-        crowd.strangers.remove(&self.number);
-        crowd.members -= usize::from(self.is_member.load(Ordering::Relaxed));
+        let mut open = lock(&self.open);
+        open.unproven.remove(&self.number);
+        open.members -= usize::from(self.is_member.load(Ordering::Relaxed));
     }
 }
 
 /// Admits a connection. If there are too many unknown ones, the oldest one from the address with the most is
 /// closed.
-fn enter(crowd: &SharedCrowd, from: IpAddr) -> (Standing, oneshot::Receiver<()>) {
+fn enter(open: &SharedConnections, from: IpAddr) -> (ConnectionStatus, oneshot::Receiver<()>) {
     let (stays, leaves) = oneshot::channel();
-    let mut here = lock(crowd);
-    if here.strangers.len() >= STRANGERS_MAX {
+    let mut here = lock(open);
+    if here.unproven.len() >= UNPROVEN_MAX {
         let mut of_each = BTreeMap::<IpAddr, usize>::new();
-        here.strangers.values().for_each(|(from, _)| *of_each.entry(*from).or_default() += 1);
+        here.unproven.values().for_each(|(from, _)| *of_each.entry(*from).or_default() += 1);
         let most = of_each.into_iter().max_by_key(|(_, count)| *count).map(|(from, _)| from);
-        let oldest = here.strangers.iter().find(|(_, (from, _))| Some(*from) == most).map(|(&n, _)| n);
-        oldest.map(|number| here.strangers.remove(&number));
+        let oldest = here.unproven.iter().find(|(_, (from, _))| Some(*from) == most).map(|(&n, _)| n);
+        oldest.map(|number| here.unproven.remove(&number));
     }
     here.came += 1;
     let number = here.came;
-    here.strangers.insert(number, (from, stays));
+    here.unproven.insert(number, (from, stays));
     drop(here);
     let is_member = AtomicBool::new(false);
-    (Standing { crowd: crowd.clone(), number, is_member, certificate: None }, leaves)
+    (ConnectionStatus { open: open.clone(), number, is_member, certificate: None }, leaves)
 }
 
 /// An accepted connection.
-pub(super) struct Guest {
+pub(super) struct FleetConnection {
     wire: Wire,
-    standing: Arc<Standing>,
+    status: Arc<ConnectionStatus>,
     leaves: oneshot::Receiver<()>,
     deadline: Task,
 }
 
-impl Connected for Guest {
-    type ConnectInfo = Arc<Standing>;
+impl Connected for FleetConnection {
+    type ConnectInfo = Arc<ConnectionStatus>;
 
-    fn connect_info(&self) -> Arc<Standing> {
-        self.standing.clone()
+    fn connect_info(&self) -> Arc<ConnectionStatus> {
+        self.status.clone()
     }
 }
 
-impl AsyncRead for Guest {
+impl AsyncRead for FleetConnection {
     fn poll_read(
         self: Pin<&mut Self>,
         context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        let is_stranger = !this.standing.is_member.load(Ordering::Relaxed);
-        if is_stranger
+        let is_unproven = !this.status.is_member.load(Ordering::Relaxed);
+        if is_unproven
             && (this.leaves.poll_unpin(context).is_ready() || this.deadline.poll_unpin(context).is_ready())
         {
             return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
@@ -233,7 +233,7 @@ impl AsyncRead for Guest {
     }
 }
 
-impl AsyncWrite for Guest {
+impl AsyncWrite for FleetConnection {
     fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         Pin::new(&mut self.get_mut().wire).poll_write(context, bytes)
     }
@@ -253,22 +253,22 @@ pub(super) async fn accept(
     listener: TcpListener,
     trust: Trust,
     silence: Duration,
-    guests: mpsc::Sender<Guest>,
+    connections: mpsc::Sender<FleetConnection>,
 ) {
-    let (crowd, patience) = (SharedCrowd::default(), silence.min(GREETING_MAX));
+    let (open, patience) = (SharedConnections::default(), silence.min(GREETING_MAX));
     loop {
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
-            () = guests.closed() => return,
+            () = connections.closed() => return,
         };
         let Ok((socket, peer)) = accepted else {
             env.sleep(ACCEPT_PAUSE).await;
             continue;
         };
-        let (standing, mut leaves) = enter(&crowd, peer.ip());
-        let (trust, guests, mut deadline) = (trust.clone(), guests.clone(), env.sleep(patience));
+        let (status, mut leaves) = enter(&open, peer.ip());
+        let (trust, connections, mut deadline) = (trust.clone(), connections.clone(), env.sleep(patience));
         env.spawn(Box::pin(async move {
-            let mut standing = standing;
+            let mut status = status;
             let shaken = tokio::select! {
                 shaken = Wire::accept(socket, &trust) => shaken,
                 _ = &mut leaves => return,
@@ -276,9 +276,9 @@ pub(super) async fn accept(
             };
             match shaken {
                 Ok(wire) => {
-                    standing.certificate = wire.certificate();
-                    let standing = Arc::new(standing);
-                    let _ = guests.send(Guest { wire, standing, leaves, deadline }).await;
+                    status.certificate = wire.certificate();
+                    let status = Arc::new(status);
+                    let _ = connections.send(FleetConnection { wire, status, leaves, deadline }).await;
                 }
                 Err(error) => tracing::debug!(%peer, %error, "a connection was refused"),
             }
@@ -292,12 +292,12 @@ mod tests {
 
     #[test]
     fn strangers_make_room_and_members_stay() {
-        let crowd = SharedCrowd::default();
+        let open = SharedConnections::default();
         let from = |last: u8| IpAddr::from([192, 0, 2, last]);
-        let (lonely, mut lonely_leaves) = enter(&crowd, from(1));
-        let (member, mut member_leaves) = enter(&crowd, from(2));
+        let (lonely, mut lonely_leaves) = enter(&open, from(1));
+        let (member, mut member_leaves) = enter(&open, from(2));
         assert!(member.welcome() && member.welcome());
-        let mut loud: Vec<_> = (0..STRANGERS_MAX).map(|_| enter(&crowd, from(2))).collect();
+        let mut loud: Vec<_> = (0..UNPROVEN_MAX).map(|_| enter(&open, from(2))).collect();
         let gone = |leaves: &mut oneshot::Receiver<()>| {
             matches!(leaves.try_recv(), Err(oneshot::error::TryRecvError::Closed))
         };
@@ -305,7 +305,7 @@ mod tests {
         // A member's connection is not closed for others.
         assert!(gone(&mut member_leaves) && member.is_member.load(Ordering::Relaxed));
         drop((lonely, member, loud));
-        let left = lock(&crowd);
-        assert_eq!((left.members, left.strangers.len()), (0, 0));
+        let left = lock(&open);
+        assert_eq!((left.members, left.unproven.len()), (0, 0));
     }
 }
