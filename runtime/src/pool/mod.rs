@@ -54,8 +54,8 @@ pub struct SsdConfig {
     /// Whether an existing pool of another model, block size or format may be deleted. Files that are not a
     /// pool's are never deleted.
     pub wipe: bool,
-    /// Timeout of a read or write after which a disk with a thread of its own ([`Pool::start_disk`]) is out until
-    /// it answers. In one turn it is waited for less than twice as long.
+    /// Timeout of a read or write after which a disk with a thread of its own ([`Pool::start_disk`]) is out
+    /// until it answers. In one turn it is waited for less than twice as long.
     pub timeout: Duration,
 }
 

@@ -154,7 +154,7 @@ impl Service {
     /// Checks that the caller is a member of this kind; returns the proof that this process is one too.
     fn admit<In>(&self, path: &str, kind: Kind, call: &Request<In>) -> Result<Option<Vec<u8>>, Status> {
         let status = call.extensions().get::<Arc<ConnectionStatus>>();
-        let status = status.ok_or_else(|| Status::internal("a connection without a guest"))?;
+        let status = status.ok_or_else(|| Status::internal("a connection without a status"))?;
         let answer = match &self.trust {
             Trust::Tls(certificates) => {
                 let certificate = status.certificate.as_ref();
