@@ -111,6 +111,13 @@ macro_rules! functions {
 
 functions! { to_u8 u8  to_u16 u16  to_u32 u32  to_u64 u64  to_usize usize  to_i32 i32  to_i64 i64 }
 
+/// The nearest `f32`, which beyond its range is infinite.
+#[inline]
+#[expect(clippy::cast_possible_truncation, reason = "the nearest value is meant")]
+pub fn to_f32(value: f64) -> f32 {
+    value as f32
+}
+
 macro_rules! low {
     ($($name:ident $to:ident $bits:literal)*) => { $(
         #[doc = concat!("The low ", stringify!($bits), " bits of a word, such as a hash.")]

@@ -1,6 +1,6 @@
 //! Element types that travel between host, device and wire.
 
-use crate::cast::to_u32;
+use crate::cast::{to_f32, to_u32};
 use serde::{Deserialize, Serialize};
 
 /// The type of one element. Floating-point types store weights, activations and KV; `U32` stores
@@ -59,10 +59,9 @@ impl DType {
     }
 
     /// Appends `value`, rounded to this type, to `bytes` (little endian).
-    #[expect(clippy::cast_possible_truncation, reason = "f32 is what it is rounded to")]
     pub fn encode(self, value: f64, bytes: &mut Vec<u8>) {
         match self {
-            DType::F32 => bytes.extend((value as f32).to_le_bytes()),
+            DType::F32 => bytes.extend(to_f32(value).to_le_bytes()),
             DType::Bf16 => bytes.extend(half::bf16::from_f64(value).to_le_bytes()),
             DType::F16 => bytes.extend(half::f16::from_f64(value).to_le_bytes()),
             DType::F8E4m3 => bytes.push(f8e4m3_from_f64(value)),

@@ -1,6 +1,7 @@
 //! Limits of the resources that a process shares among its clients: memory of request bodies, threads and
 //! connections.
 
+use mixfleet_hal::cast::to_usize;
 use std::collections::HashMap;
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -154,7 +155,7 @@ impl Connections {
         let clients = descriptors.saturating_sub(DESCRIPTORS_KEPT.min(descriptors / 2));
         let aside = ASIDE_MAX.min(clients / 8).max(1);
         let max = clients.saturating_sub(2 * aside).clamp(1, CONNECTIONS_MAX) as usize;
-        Connections { max, per_address_max: share(max), aside_max: aside as usize }
+        Connections { max, per_address_max: share(max), aside_max: to_usize(aside) }
     }
 
     /// A few connections out of the descriptors kept back, for an address used only for monitoring.

@@ -7,6 +7,10 @@
 //! Absent: choices of placement or batch (those are the scheduler's), backend names (devices and transports
 //! come in as hal traits), clocks or threads that `env` did not provide.
 
+#![cfg_attr(
+    not(test),
+    warn(clippy::cast_possible_truncation, clippy::cast_possible_wrap, clippy::cast_sign_loss)
+)]
 #![forbid(unsafe_code)]
 
 pub mod api;

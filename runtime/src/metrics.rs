@@ -3,6 +3,7 @@
 //! The API records what a client observes, the engine what happens inside. Both hold a [`Metrics`], whose
 //! fields are handles on the same numbers. Callers read the clock.
 
+use mixfleet_hal::cast::to_i64;
 use mixfleet_scheduler::batch::BatchLoad;
 use mixfleet_scheduler::cost::Corrections;
 use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue, LabelValueEncoder};
@@ -299,8 +300,8 @@ impl Metrics {
     /// Records the load of a device.
     pub(crate) fn load(&self, device: &str, load: &BatchLoad) {
         let labels = DeviceLabels { device: device.into() };
-        self.requests_running.get_or_create(&labels).set(load.running as i64);
-        self.requests_waiting.get_or_create(&labels).set(load.waiting as i64);
+        self.requests_running.get_or_create(&labels).set(to_i64(load.running));
+        self.requests_waiting.get_or_create(&labels).set(to_i64(load.waiting));
         let blocks = load.blocks;
         let total = (blocks.used + blocks.cached + blocks.free).max(1);
         self.kv_cache_usage.get_or_create(&labels).set(blocks.used as f64 / total as f64);

@@ -11,6 +11,7 @@
 //! sorted: each truncation is a threshold found by selection, in linear time over the vocabulary.
 
 use crate::request::{Logprobs, Sampling};
+use mixfleet_hal::cast::{to_f32, to_u32};
 use mixfleet_hal::random::unit;
 use std::cmp::Ordering;
 use std::collections::HashMap;
@@ -80,7 +81,7 @@ fn argmax(logits: &[f32]) -> Result<u32, SamplingError> {
             best = Some((id, logit));
         }
     }
-    best.map(|(id, _)| id as u32).ok_or(SamplingError::Empty)
+    best.map(|(id, _)| to_u32(id)).ok_or(SamplingError::Empty)
 }
 
 /// The logits after penalties, or `None` if the penalties change nothing.
@@ -216,7 +217,7 @@ fn raw_logprobs(logits: &[f32], best: f32, chosen: u32, top: usize) -> Logprobs 
     let best = f64::from(best);
     let sum: f64 = logits.iter().map(|&logit| (f64::from(logit) - best).exp()).sum();
     let log_sum = best + sum.ln();
-    let logprob = |logit: f32| (f64::from(logit) - log_sum) as f32;
+    let logprob = |logit: f32| to_f32(f64::from(logit) - log_sum);
     let mut best: Vec<Candidate> = Vec::new();
     if top > 0 {
         best = best_tokens(logits, top);

@@ -3,6 +3,7 @@
 use crate::api::{Marked, TextDecoder, TextModel};
 use crate::env::SharedEnv;
 use crate::model::{ChatMessage, ChatTemplate, TokenStream, Tokenizer};
+use mixfleet_hal::cast::to_u64;
 use serde_json::{Map, Value};
 
 /// The tokenizer and chat template of a loaded model.
@@ -46,7 +47,7 @@ impl TextModel for LoadedText {
         let Some(template) = &self.template else {
             return Err("this model has no chat template; use /v1/completions".into());
         };
-        let now_s = self.env.unix_time().0 as u64;
+        let now_s = to_u64(self.env.unix_time().0);
         let rendered = template.render_until(messages, add_generation_prompt, arguments, now_s, stopped);
         rendered.map_err(|error| error.to_string())
     }

@@ -112,7 +112,7 @@ impl Topology {
                 continue;
             }
             let size = match cache.bytes {
-                Some(bytes) if bytes >= 1 << 20 => format!(" {} MiB", bytes as f64 / (1 << 20) as f64),
+                Some(bytes) if bytes >= 1 << 20 => format!(" {} MiB", bytes as f64 / f64::from(1 << 20)),
                 Some(bytes) => format!(" {} KiB", bytes >> 10),
                 None => String::new(),
             };

@@ -6,6 +6,7 @@
 
 use crate::cache;
 use anyhow::{Context, Result};
+use mixfleet_hal::cast::{to_u32, to_u64};
 use mixfleet_hal::memory::FileStamp;
 use mixfleet_runtime::model::Checkpoint;
 use serde::{Deserialize, Serialize};
@@ -188,7 +189,7 @@ fn key(checkpoint: &Checkpoint) -> Option<Key> {
 fn is_settled(files: &[FileStamp], now: Duration) -> bool {
     let settled = |file: &FileStamp| {
         let (seconds, nanoseconds) = file.changed;
-        let changed = Duration::new(seconds.max(0) as u64, nanoseconds.clamp(0, 999_999_999) as u32);
+        let changed = Duration::new(to_u64(seconds.max(0)), to_u32(nanoseconds.clamp(0, 999_999_999)));
         changed + STAMP_STEP < now
     };
     files.iter().all(settled)

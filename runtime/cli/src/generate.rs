@@ -5,6 +5,7 @@ use crate::model::Model;
 use crate::start::{self, Choice, Instances};
 use crate::{Usage, backends};
 use anyhow::{Result, bail};
+use mixfleet_hal::cast::to_u32;
 use mixfleet_runtime::api::Placements;
 use mixfleet_runtime::engine::EngineConfig;
 use mixfleet_runtime::env::{RealEnv, SharedEnv};
@@ -38,7 +39,7 @@ async fn generate(args: GenerateArgs) -> Result<()> {
     let model = Model::load(&args.model, &env)?;
     let prompt_ids = prompt_ids(&args, &model)?;
     let config = &model.checkpoint.config;
-    let room = config.context_max.saturating_sub(prompt_ids.len() as u32);
+    let room = config.context_max.saturating_sub(to_u32(prompt_ids.len()));
     if args.max_tokens == 0 || args.max_tokens > room {
         let (tokens, context) = (prompt_ids.len(), config.context_max);
         let message = format!(

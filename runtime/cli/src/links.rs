@@ -1,6 +1,7 @@
 //! The transports of this host, each connected to itself, for tests and measurements.
 
 use mixfleet_hal::Result;
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::Transport;
 use mixfleet_hwtests::validate::runner::LINKS;
@@ -67,5 +68,5 @@ pub(crate) fn names() -> impl Iterator<Item = &'static str> {
 
 /// Memory that all transports can access.
 pub(crate) fn memory(bytes: u64) -> Result<Arc<dyn SharedMemory>> {
-    Ok(Arc::new(HostRegion::new(bytes as usize)?))
+    Ok(Arc::new(HostRegion::new(to_usize(bytes))?))
 }

@@ -2,6 +2,10 @@
 //!
 //! Exit codes: 0 ok, 1 the thing tested failed, 2 usage, 3 could not run.
 
+#![cfg_attr(
+    not(test),
+    warn(clippy::cast_possible_truncation, clippy::cast_possible_wrap, clippy::cast_sign_loss)
+)]
 #![forbid(unsafe_code)]
 
 mod args;

@@ -2,6 +2,7 @@
 
 use anyhow::{Context, Result, anyhow};
 use csv::StringRecord;
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::catalog;
 use mixfleet_hal::economics::Offer;
 use mixfleet_hal::units::UsdPerHour;
@@ -89,7 +90,7 @@ fn parse(file: &str, bytes: &[u8]) -> Result<PriceList> {
 /// an odd number of quotes, and so has the file from there on.
 fn swallows_the_rest(bytes: &[u8], start: &csv::Position) -> bool {
     let odd = |text: &[u8]| text.iter().filter(|byte| **byte == b'"').count() % 2 == 1;
-    let rest = bytes.get(start.byte() as usize..).unwrap_or_default();
+    let rest = bytes.get(to_usize(start.byte())..).unwrap_or_default();
     let line = rest.trim_ascii_start().split(|byte| *byte == b'\n').next().unwrap_or_default();
     let quoted = line.split(|byte| *byte == b',').any(|field| field.trim_ascii_start().starts_with(b"\""));
     quoted && odd(line) && odd(rest)

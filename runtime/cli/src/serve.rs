@@ -8,6 +8,7 @@ use crate::start::{self, Choice, Instances};
 use crate::tiers::Pools;
 use crate::{Usage, backends};
 use anyhow::{Context, Result};
+use mixfleet_hal::cast::to_u64;
 use mixfleet_hal::units::Seconds;
 use mixfleet_runtime::api::{Access, Api, KeysFile, Limits, Placements, ServedModel, Shutdown, observe_api};
 use mixfleet_runtime::engine::EngineConfig;
@@ -311,7 +312,7 @@ pub(crate) fn served(
 ) -> ServedModel {
     ServedModel {
         name: args.name.clone().unwrap_or(model.name),
-        created: env.unix_time().0 as u64,
+        created: to_u64(env.unix_time().0),
         engine,
         text: model.text,
         context,

@@ -9,6 +9,7 @@ use crate::{backends, calibration, profiles};
 use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressStyle};
 use mixfleet_hal::Device;
+use mixfleet_hal::cast::{to_u64, to_usize};
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::transport::Transport;
@@ -118,7 +119,7 @@ pub(crate) fn links(transports: Vec<Arc<dyn Transport>>) -> Links {
 }
 
 fn region(bytes: u64) -> mixfleet_hal::Result<Arc<dyn SharedMemory>> {
-    Ok(Arc::new(HostRegion::new(bytes as usize)?))
+    Ok(Arc::new(HostRegion::new(to_usize(bytes))?))
 }
 
 /// Loads `model` on the chosen devices, and measures the time of their steps. Blocks.
@@ -146,7 +147,7 @@ pub(crate) fn instances(
         let limits = InstanceLimits {
             activations: model.activations,
             kv: model.kv,
-            kv_bytes: (args.kv_memory * GIB as f64) as u64,
+            kv_bytes: to_u64(args.kv_memory * GIB as f64),
             step_tokens_max: args.chunk,
             prefill_tokens_beside_decode_max: None,
             sequences_max: choice.sequences_max,

@@ -2,6 +2,7 @@
 
 use crate::args::TierArgs;
 use anyhow::{Context, Result};
+use mixfleet_hal::cast::to_u64;
 use mixfleet_hal::units::GIB;
 use mixfleet_runtime::engine::{Loaded, LowerTiers};
 use mixfleet_runtime::env::SharedEnv;
@@ -82,7 +83,7 @@ fn write_back(device: &str, pool: &Pool, until: Instant) {
 }
 
 fn bytes(gib: f64) -> u64 {
-    (gib * GIB as f64) as u64
+    to_u64(gib * GIB as f64)
 }
 
 /// Runs `work` on a directory; returns none, with a warning, if that takes longer than `limit`. Its thread

@@ -7,6 +7,7 @@ use crate::Usage;
 use anyhow::Result;
 use clap::{Args, Subcommand};
 use indicatif::{ProgressBar, ProgressStyle};
+use mixfleet_hal::cast::{to_u64, to_usize};
 use mixfleet_hal::units::Seconds;
 use mixfleet_sim::trace::{Progress, ReadOptions, Request, Requests, Trace, TraceError};
 use std::path::Path;
@@ -75,7 +76,7 @@ impl ReplayArgs {
         seed: u64,
         speedup: f64,
     ) -> Box<dyn Iterator<Item = Result<Request, TraceError>> + 'a> {
-        let limited = trace.take(self.limit.map_or(usize::MAX, |limit| limit as usize));
+        let limited = trace.take(self.limit.map_or(usize::MAX, to_usize));
         match self.jitter {
             Some(bin) => Box::new(limited.jitter(Seconds(bin), seed).speedup(speedup)),
             None => Box::new(limited.speedup(speedup)),
@@ -137,7 +138,7 @@ impl FileBar {
 
 /// A time as `1:02:03`.
 pub(crate) fn clock(time_s: f64) -> String {
-    let seconds = time_s as u64;
+    let seconds = to_u64(time_s);
     format!("{}:{:02}:{:02}", seconds / 3600, seconds / 60 % 60, seconds % 60)
 }
 

@@ -6,6 +6,10 @@
 //!
 //! Absent: parsers, and clocks; the caller detects inputs that take too long.
 
+#![cfg_attr(
+    not(test),
+    warn(clippy::cast_possible_truncation, clippy::cast_possible_wrap, clippy::cast_sign_loss)
+)]
 #![forbid(unsafe_code)]
 
 pub mod campaign;

@@ -1,6 +1,7 @@
 //! Mutates inputs: by bits, bytes, pieces, numbers and words of other inputs. Equal seeds give equal
 //! mutations.
 
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::random::Stream;
 
 /// Longer inputs are truncated, since errors with long inputs also occur with short ones, and sooner.
@@ -76,24 +77,24 @@ impl<'a> Mutator<'a> {
     }
 
     fn change(&self, bytes: &mut Vec<u8>, random: &mut Stream) {
-        let at = random.below(bytes.len() as u64 + 1) as usize;
-        let range = at..(at + 1 + random.below(16) as usize).min(bytes.len());
+        let at = to_usize(random.below(bytes.len() as u64 + 1));
+        let range = at..(at + 1 + to_usize(random.below(16))).min(bytes.len());
         match random.below(12) {
             0 if !range.is_empty() => bytes[at] ^= 1 << random.below(8),
             1 if !range.is_empty() => bytes[at] = pick(random, BYTES).copied().unwrap_or_default(),
             2 => drop(bytes.drain(range)),
             3 => {
-                let end = bytes.len().min(at + random.below(bytes.len() as u64 + 1) as usize);
+                let end = bytes.len().min(at + to_usize(random.below(bytes.len() as u64 + 1)));
                 drop(bytes.drain(at..end));
             }
             4 => bytes.truncate(at),
             5 => {
                 let piece = bytes[range].to_vec();
-                let times = 1 + random.below(200) as usize;
+                let times = 1 + to_usize(random.below(200));
                 drop(bytes.splice(at..at, piece.repeat(times)));
             }
             6 => {
-                let from = random.below(bytes.len() as u64 + 1) as usize;
+                let from = to_usize(random.below(bytes.len() as u64 + 1));
                 let piece = bytes[from..bytes.len().min(from + 64)].to_vec();
                 drop(bytes.splice(range, piece));
             }
@@ -101,7 +102,7 @@ impl<'a> Mutator<'a> {
             8 => {
                 // The head of this input, and the tail of another.
                 if let Some(other) = pick(random, self.corpus) {
-                    let from = random.below(other.len() as u64 + 1) as usize;
+                    let from = to_usize(random.below(other.len() as u64 + 1));
                     bytes.truncate(at);
                     bytes.extend_from_slice(&other[from..]);
                 }
@@ -137,7 +138,7 @@ fn word_at(bytes: &[u8], at: usize, is_part: fn(u8) -> bool) -> std::ops::Range<
 }
 
 fn pick<'a, T>(random: &mut Stream, among: &'a [T]) -> Option<&'a T> {
-    among.get(random.below(among.len().max(1) as u64) as usize)
+    among.get(to_usize(random.below(among.len().max(1) as u64)))
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! Reads typed, range-checked fields from a JSON object. Null is the same as absent. Each field is parsed
 //! when it is read; fields that are not read stay text.
 
+use mixfleet_hal::cast::to_i64;
 use serde_json::value::RawValue;
 use serde_json::{Map, Value};
 use std::borrow::Cow;
@@ -96,7 +97,7 @@ impl<'a> Fields<'a> {
     pub(crate) fn bits(&mut self, name: &str) -> Result<Option<u64>, ApiError> {
         let Some(raw) = self.take(name) else { return Ok(None) };
         let value = value(name, raw)?;
-        let bits = value.as_u64().or_else(|| integer_of(&value).map(|signed| signed as u64));
+        let bits = value.as_u64().or_else(|| integer_of(&value).map(i64::cast_unsigned));
         bits.map(Some).ok_or_else(|| wrong_type(name, "a 64-bit integer", raw))
     }
 
@@ -210,6 +211,6 @@ fn integer_of(value: &Value) -> Option<i64> {
     value.as_i64().or_else(|| {
         let number = value.as_f64()?;
         // Above 2^53 a float no longer identifies one integer.
-        (number.fract() == 0.0 && number.abs() <= 9_007_199_254_740_992.0).then_some(number as i64)
+        (number.fract() == 0.0 && number.abs() <= 9_007_199_254_740_992.0).then_some(to_i64(number))
     })
 }

@@ -14,6 +14,7 @@ use super::sse::{self, Stream};
 use super::tally::Tally;
 use super::{Api, Seat, ServedModel};
 use crate::request::GenerateRequest;
+use mixfleet_hal::cast::{to_u32, to_u64};
 use mixfleet_hal::units::Seconds;
 
 /// A request whose fields are checked and whose prompts are tokenised.
@@ -41,7 +42,7 @@ pub(crate) async fn respond(
     let head = Head {
         endpoint: plan.endpoint,
         id: id.clone(),
-        created: api.env.unix_time().0 as u64,
+        created: to_u64(api.env.unix_time().0),
         model: model.name.clone(),
         tier: plan.parameters.asked.tier,
     };
@@ -119,7 +120,7 @@ fn max_tokens(
     if prompt_tokens == 0 {
         return Err(ApiError::value(field, format!("'{field}' is empty: there is nothing to continue")));
     }
-    let left = (context as usize).saturating_sub(prompt_tokens) as u32;
+    let left = to_u32((context as usize).saturating_sub(prompt_tokens));
     let wanted = plan.parameters.max_tokens;
     if left == 0 || wanted.is_some_and(|wanted| wanted > left) {
         let wanted = wanted.map_or(String::new(), |wanted| format!(" and {wanted} to generate"));
@@ -154,7 +155,7 @@ async fn submit(
             return Err(rejection.into());
         }
     };
-    let lengths = || plan.prompts.iter().map(|prompt| prompt.len() as u32);
+    let lengths = || plan.prompts.iter().map(|prompt| to_u32(prompt.len()));
     tally.accepted(lengths(), receivers.len());
     let choice = |updates| {
         let decoder = model.text.decoder();

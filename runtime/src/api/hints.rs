@@ -6,6 +6,7 @@
 use super::errors::ApiError;
 use super::fields::{Fields, value};
 use crate::request::{Deadline, Hints, ServiceTier};
+use mixfleet_hal::cast::{to_i64, to_u32};
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::fleet::HEAD_START_MAX;
 
@@ -36,7 +37,7 @@ enum Time {
 impl ParsedHints {
     pub(crate) fn parse(fields: &mut Fields<'_>) -> Result<Self, ApiError> {
         let tier = tier(fields)?;
-        let most = HEAD_START_MAX.0 as i64;
+        let most = to_i64(HEAD_START_MAX.0);
         let behind = fields.integer("priority", -most..=most)?;
         let agent = agent_hints(fields)?;
         if let (Some(behind), Some(ahead)) = (behind, agent.priority)
@@ -67,7 +68,7 @@ impl ParsedHints {
             tier,
             head_start_s: ahead as f64,
             deadline,
-            requests_left: requests_left.unwrap_or(1) as u32,
+            requests_left: to_u32(requests_left.unwrap_or(1)),
             output_tokens: agent.output_tokens,
         })
     }
@@ -130,11 +131,11 @@ fn agent_hints(fields: &mut Fields<'_>) -> Result<AgentHints, ApiError> {
     let hints = extensions.fields("agent_hints").map_err(within_nvext)?;
     only_neutral(&extensions, "nvext")?;
     let Some(mut hints) = hints else { return Ok(AgentHints::default()) };
-    let most = HEAD_START_MAX.0 as i64;
+    let most = to_i64(HEAD_START_MAX.0);
     let priority = hints.integer("priority", -most..=most).map_err(within_hints)?;
     let tokens = hints.integer("osl", 1..=i64::from(u32::MAX)).map_err(within_hints)?;
     only_neutral(&hints, "nvext.agent_hints")?;
-    Ok(AgentHints { priority, output_tokens: tokens.map(|tokens| tokens as u32) })
+    Ok(AgentHints { priority, output_tokens: tokens.map(to_u32) })
 }
 
 fn within_nvext(error: ApiError) -> ApiError {

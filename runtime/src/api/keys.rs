@@ -92,7 +92,7 @@ fn read(path: &Path) -> Result<(Stamp, String), String> {
 }
 
 fn stamp(metadata: &fs::Metadata) -> Stamp {
-    let (device, inode, size) = (metadata.dev() as i64, metadata.ino() as i64, metadata.size() as i64);
+    let [device, inode, size] = [metadata.dev(), metadata.ino(), metadata.size()].map(u64::cast_signed);
     let (modified, changed) = (metadata.mtime(), metadata.ctime());
     [device, inode, size, modified, metadata.mtime_nsec(), changed, metadata.ctime_nsec()]
 }

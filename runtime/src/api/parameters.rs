@@ -1,5 +1,6 @@
 //! The fields that completions and chat completions share.
 
+use mixfleet_hal::cast::{to_f32, to_u32};
 use serde_json::value::RawValue;
 
 use super::errors::ApiError;
@@ -65,7 +66,7 @@ impl Parameters {
         Ok(Parameters {
             sampling: sampling(fields, defaults)?,
             seed: fields.bits("seed")?,
-            choices: fields.integer("n", 1..=CHOICES_MAX)?.unwrap_or(1) as u32,
+            choices: to_u32(fields.integer("n", 1..=CHOICES_MAX)?.unwrap_or(1)),
             stops,
             stop_token_ids,
             ignore_eos,
@@ -81,7 +82,7 @@ impl Parameters {
 
 fn sampling(fields: &mut Fields<'_>, defaults: &Sampling) -> Result<Sampling, ApiError> {
     let mut number = |name: &str, low: f64, high: f64, default: f32| -> Result<f32, ApiError> {
-        Ok(fields.number(name, low..=high)?.map_or(default, |value| value as f32))
+        Ok(fields.number(name, low..=high)?.map_or(default, to_f32))
     };
     let temperature = number("temperature", 0.0, 2.0, defaults.temperature)?;
     // OpenAI accepts 0, which means the smallest set of at least one token.
@@ -93,7 +94,7 @@ fn sampling(fields: &mut Fields<'_>, defaults: &Sampling) -> Result<Sampling, Ap
     let frequency_penalty = number("frequency_penalty", -2.0, 2.0, defaults.frequency_penalty)?;
     let top_k = match fields.integer("top_k", -1..=i64::from(u32::MAX))? {
         Some(-1) => 0,
-        Some(count) => count as u32,
+        Some(count) => to_u32(count),
         None => defaults.top_k,
     };
     Ok(Sampling {
@@ -110,7 +111,7 @@ fn sampling(fields: &mut Fields<'_>, defaults: &Sampling) -> Result<Sampling, Ap
 
 /// Reads the number of alternatives per position of a completion.
 pub(crate) fn completion_logprobs(fields: &mut Fields<'_>) -> Result<Option<u32>, ApiError> {
-    Ok(fields.integer("logprobs", 0..=LOGPROBS_MAX)?.map(|count| count as u32))
+    Ok(fields.integer("logprobs", 0..=LOGPROBS_MAX)?.map(to_u32))
 }
 
 /// Reads the number of alternatives per position of a chat.
@@ -118,7 +119,7 @@ pub(crate) fn chat_logprobs(fields: &mut Fields<'_>) -> Result<Option<u32>, ApiE
     let wanted = fields.boolean("logprobs")?.unwrap_or(false);
     let top = fields.integer("top_logprobs", 0..=LOGPROBS_MAX)?;
     match (wanted, top) {
-        (true, top) => Ok(Some(top.unwrap_or(0) as u32)),
+        (true, top) => Ok(Some(to_u32(top.unwrap_or(0)))),
         (false, None | Some(0)) => Ok(None),
         (false, Some(_)) => Err(ApiError::value("top_logprobs", "'top_logprobs' needs 'logprobs': true")),
     }
@@ -176,7 +177,7 @@ fn max_tokens(fields: &mut Fields<'_>) -> Result<Option<u32>, ApiError> {
         let message = format!("'max_tokens' is {old} but 'max_completion_tokens' is {new}");
         return Err(ApiError::value("max_completion_tokens", message));
     }
-    Ok(new.or(old).map(|count| count as u32))
+    Ok(new.or(old).map(to_u32))
 }
 
 /// Checks `min_tokens`, which is not implemented. Benchmark clients send it with `ignore_eos`; then nothing

@@ -16,6 +16,7 @@ use crate::request::{
     Deadline, Failure, FinishReason, GenerateRequest, Hints, Logprobs, Rejection, ServiceTier, Submission,
     UPDATES_BESIDE_TOKENS, Update,
 };
+use mixfleet_hal::cast::{to_u32, to_u64};
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{DType, ErrorKind};
 use mixfleet_scheduler::batch::{BatchLoad, RequestId, Urgency};
@@ -233,8 +234,8 @@ impl Coordinator {
         });
         Arrival {
             request,
-            prompt_tokens: tokens.len() as u32,
-            max_tokens: wanted.max_tokens - generated as u32,
+            prompt_tokens: to_u32(tokens.len()),
+            max_tokens: wanted.max_tokens - to_u32(generated),
             output_tokens_hint: wanted.hints.output_tokens,
             chains: chains.collect(),
             replay,
@@ -563,7 +564,7 @@ fn refuse(
 ) {
     let overloaded = |seconds: f64| Rejection::Overloaded {
         reason: reason.to_string(),
-        retry_after_s: seconds.ceil().clamp(1.0, 3600.0) as u64,
+        retry_after_s: secondto_u64(s.ceil().clamp(1.0, 3600.0)),
     };
     let rejection = match reason {
         RejectReason::TooLarge { .. } => Rejection::TooLarge(reason.to_string()),

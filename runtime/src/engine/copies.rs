@@ -7,6 +7,7 @@
 use super::coordinator::Coordinator;
 use super::messages::{HandOff, Job, Landing, Order};
 use crate::request::{GenerateRequest, Hints, ServiceTier};
+use mixfleet_hal::cast::to_u32;
 use mixfleet_scheduler::batch::{RequestId, Urgency};
 use mixfleet_scheduler::fleet::{Action, InstanceId};
 use std::sync::Arc;
@@ -58,7 +59,7 @@ impl Coordinator {
     pub(super) fn ask_for_copy(&self, request: RequestId, from_token: u32, landing: Landing) {
         let Some(CopyInProgress { from, to, wanted }) = self.copies.get(&request) else { return };
         if let Some(wire) = self.wire(*from, *to) {
-            let until = wanted.prompt_ids.len() as u32;
+            let until = to_u32(wanted.prompt_ids.len());
             let to = HandOff { attempt: 0, from: from_token, to: *to, landing, wire };
             self.send(*from, Order::Lend { job: self.copy_job(request, wanted, *from), until, to });
         }

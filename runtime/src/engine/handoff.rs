@@ -16,6 +16,7 @@ use super::pages::Pages;
 use super::worker::{Event, Worker};
 use crate::env::Task;
 use crate::model::graph::{self, StepShape};
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{BufferUsage, Cmd, DType, Device, KvShape, Result, Slice};
 use mixfleet_scheduler::batch::{RequestId, Step};
@@ -196,7 +197,7 @@ impl Worker {
     /// Commands that gather the KV of `layer` to be sent.
     pub(super) fn gathers(&self, layer: usize, pass: &graph::Pass, sends: &[StepSend]) -> Result<Vec<Cmd>> {
         let gather = |part: &StepSend| {
-            let (tokens, wire) = (part.tokens.len() as u32, part.to.wire);
+            let (tokens, wire) = (to_u32(part.tokens.len()), part.to.wire);
             let bytes = u64::from(tokens) * self.pages.shape.wire_token_bytes(wire);
             let slots = self.forward.slots(pass, part.row, tokens);
             let to = self.staging.gathered(layer, part.offset, bytes);
@@ -209,7 +210,7 @@ impl Worker {
     pub(super) async fn deliver(&mut self, layer: usize, sends: &[StepSend]) -> Result<()> {
         for StepSend { request, to, tokens, offset, .. } in sends {
             let token_bytes = self.pages.shape.wire_token_bytes(to.wire);
-            for piece in pieces(layer as u32, tokens.clone(), self.piece_tokens_max(to)) {
+            for piece in pieces(to_u32(layer), tokens.clone(), self.piece_tokens_max(to)) {
                 let offset = offset + u64::from(piece.first - tokens.start) * token_bytes;
                 let from = self.staging.gathered(layer, offset, u64::from(piece.tokens) * token_bytes);
                 let began = self.env.now();
@@ -233,7 +234,7 @@ impl Worker {
     pub(super) fn piece_tokens_max(&self, to: &HandOff) -> u32 {
         let token_bytes = self.pages.shape.wire_token_bytes(to.wire);
         let most = (to.landing.slot_bytes / token_bytes).max(1);
-        most.min(u64::from(self.staging.tokens_max)) as u32
+        to_u32(most.min(u64::from(self.staging.tokens_max)))
     }
 
     /// Queues the KV that the prefix cache already had and the receiver lacks.

@@ -7,6 +7,7 @@ use super::tiers::InstanceTiers;
 use super::worker::{Active, Event, Worker};
 use crate::request::Failure;
 use crate::request::RouterId;
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{Error, ErrorKind, Result};
 use mixfleet_scheduler::batch::{After, RequestId, TokenIds, Urgency};
 use mixfleet_scheduler::fleet::{InstanceId, Role};
@@ -189,14 +190,14 @@ impl Worker {
     }
 
     fn copy(&mut self, job: Job, holder: InstanceId) -> Result<()> {
-        let (request, until) = (job.request, job.length() as u32);
+        let (request, until) = (job.request, to_u32(job.length()));
         let (urgency, text) = self.begin(job, Some((Transfer::Prefix, Source { holder, until })));
         self.machine_step(Event::Add { request, urgency, text, pulls: until, after: After::Keep })
     }
 
     fn reserve(&mut self, job: Job, holder: InstanceId) -> Result<()> {
         let request = job.request;
-        let source = Source { holder, until: job.length() as u32 };
+        let source = Source { holder, until: to_u32(job.length()) };
         let (urgency, text) = self.begin(job, Some((Transfer::HandOff, source)));
         self.machine_step(Event::Reserve { request, urgency, text })
     }

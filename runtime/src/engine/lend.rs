@@ -8,6 +8,7 @@ use super::handoff::{Outgoing, pieces};
 use super::messages::{HandOff, Job, KvMessage, PieceId, Transfer};
 use super::worker::{Event, Worker};
 use crate::pool::Lease;
+use mixfleet_hal::cast::{to_u32, to_usize};
 use mixfleet_hal::{Result, Slice};
 use mixfleet_scheduler::batch::{RequestId, Text, TokenIds};
 use mixfleet_scheduler::kv::BlockHash;
@@ -66,17 +67,17 @@ impl Worker {
         let (from, wire, most) = (to.from, to.wire, self.piece_tokens_max(&to));
         self.begin_outgoing(request, Outgoing::new(Transfer::Prefix, to))?;
         let mut text = TokenIds::new(tokens.clone(), job.hasher, self.limits.block_tokens);
-        let blocks = tokens.len() as u32 / self.limits.block_tokens;
+        let blocks = to_u32(tokens.len()) / self.limits.block_tokens;
         let chain: Vec<BlockHash> = (0..blocks).map(|block| text.hash(block)).collect();
         self.machine_step(Event::Lend { request, text })?;
 
         let page_tokens = self.pages.shape.page_tokens;
-        let on_device = self.outgoing[&request].pages.len() as u32 * page_tokens;
+        let on_device = to_u32(self.outgoing[&request].pages.len()) * page_tokens;
         // What the receiver has already is not loaded.
         let below_from = on_device.max(from / page_tokens * page_tokens);
         let mut below = None;
         // The lower tiers hold what the device evicted, in its dtype.
-        if wire == self.pages.shape.dtype && below_from < tokens.len() as u32 {
+        if wire == self.pages.shape.dtype && below_from < to_u32(tokens.len()) {
             let wanted = &chain[(below_from / page_tokens) as usize..];
             below = self.lease_to_lend(wanted, &tokens[below_from as usize..]);
         }
@@ -85,7 +86,7 @@ impl Worker {
             below.map(|lease| Lent { from: below_from, digests: digests(&lease, layers as usize), lease });
         // Blocks found to be corrupt are gone.
         self.report_tiers();
-        let end = below_from + below.as_ref().map_or(0, |lent| lent.digests.len()) as u32 * page_tokens;
+        let end = below_from + to_u32(below.as_ref().map_or(0, |lent| lent.digests.len())) * page_tokens;
         let of_layer = |layer| {
             let above = pieces(layer, from..on_device, most);
             above.chain(pieces(layer, from.max(below_from)..end, most))
@@ -100,7 +101,7 @@ impl Worker {
     pub(super) fn place(&self, request: RequestId, piece: &PieceId) -> Result<PieceSource> {
         let (outgoing, page_tokens) = (&self.outgoing[&request], self.pages.shape.page_tokens);
         let (first, tokens) = (piece.first, piece.first..piece.first + piece.tokens);
-        let lent = outgoing.below.as_ref().filter(|_| first >= outgoing.pages.len() as u32 * page_tokens);
+        let lent = outgoing.below.as_ref().filter(|_| first >= to_u32(outgoing.pages.len()) * page_tokens);
         let Some(Lent { from, lease, digests }) = lent else {
             let pages = match outgoing.transfer {
                 Transfer::HandOff => self.machine.pages(request),
@@ -108,7 +109,7 @@ impl Worker {
             };
             return Ok(PieceSource::Device(self.pages.slots(&*self.device, pages, tokens)?));
         };
-        let token_bytes = self.pages.shape.wire_token_bytes(self.pages.shape.dtype) as usize;
+        let token_bytes = to_usize(self.pages.shape.wire_token_bytes(self.pages.shape.dtype));
         let mut payload = Vec::with_capacity(piece.tokens as usize * token_bytes);
         let (mut at, end) = (first - *from, tokens.end - *from);
         while at < end {

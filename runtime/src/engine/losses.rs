@@ -8,6 +8,7 @@ use super::watch::check_instance;
 use crate::env::Task;
 use crate::request::Failure;
 use mixfleet_hal::DType;
+use mixfleet_hal::cast::to_i64;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::fleet::{Action, Event, Instance, InstanceId};
@@ -52,7 +53,7 @@ impl Coordinator {
 
     /// Updates the metrics of instances, and whether they can serve.
     pub(super) fn count_instances(&self) {
-        self.metrics.instances.set(self.instances.len() as i64);
+        self.metrics.instances.set(to_i64(self.instances.len()));
         self.metrics.serves.set(self.fleet.machine().can_serve().into());
     }
 

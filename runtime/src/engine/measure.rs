@@ -2,6 +2,7 @@
 
 use super::courier::{HandOffLimits, Links};
 use crate::env::SharedEnv;
+use mixfleet_hal::cast::{low_u8, to_usize};
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::{Endpoint, Piece, RemoteAccess};
 use mixfleet_hal::units::Seconds;
@@ -46,7 +47,7 @@ pub(crate) fn time_writes(
     let small_bytes = SMALL_BYTES.min(slot_bytes);
     let mut timed = |bytes: u64, slot: u64| -> Result<f64> {
         let offset = slot * slot_bytes;
-        outbox.update(offset, bytes, &mut |piece| piece.fill(slot as u8))?;
+        outbox.update(offset, bytes, &mut |piece| piece.fill(low_u8(slot)))?;
         let start = now();
         let transfer = endpoint.write(&[Piece { local: offset, remote: offset, bytes }])?;
         endpoint.wait(transfer, limits.timeout)?;
@@ -58,7 +59,7 @@ pub(crate) fn time_writes(
         prepared += 1;
     }
     let (mut large, mut small) = (Vec::new(), f64::INFINITY);
-    for slot in (0..prepared).cycle().take(WRITES_MIN.max(prepared as usize)) {
+    for slot in (0..prepared).cycle().take(WRITES_MIN.max(to_usize(prepared))) {
         if large.len() >= WRITES_MIN && (now() - start).0 >= LARGE_S_MAX {
             break;
         }

@@ -3,6 +3,7 @@
 use crate::request::RouterId;
 use crate::request::{Failure, FinishReason, GenerateRequest, Logprobs};
 use mixfleet_hal::DType;
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::transport::Descriptor;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::{BatchLoad, RequestId, Urgency};
@@ -98,7 +99,7 @@ pub(crate) struct Source {
 impl Source {
     /// Limits this to what a prompt of `tokens` tokens can use: whole blocks, and one token must be computed.
     pub(crate) fn capped(self, tokens: usize, block_tokens: u32) -> Self {
-        let most = (tokens as u32).saturating_sub(1) / block_tokens * block_tokens;
+        let most = to_u32(tokens).saturating_sub(1) / block_tokens * block_tokens;
         Source { until: self.until.min(most), ..self }
     }
 }

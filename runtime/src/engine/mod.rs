@@ -54,6 +54,7 @@ use events::{EventLog, LoggedFleet};
 use instance::Surroundings;
 use measure::measure_link;
 use messages::{FromWorker, Report};
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{DType, Result};
 use mixfleet_scheduler::batch::RequestId;
@@ -124,7 +125,7 @@ impl EngineParts {
             reports,
             metrics: self.metrics.clone(),
         };
-        let ids: Vec<InstanceId> = (0..instances.len() as u32).map(InstanceId).collect();
+        let ids: Vec<InstanceId> = (0..to_u32(instances.len())).map(InstanceId).collect();
         for (&id, (loaded, cost)) in ids.iter().zip(instances) {
             loaded.start(id, cost, &surroundings)?;
         }

@@ -1,6 +1,7 @@
 //! KV in a device's pages: the slots of tokens, and the commands that copy it to the wire layout and back.
 
 use crate::model::graph::Forward;
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{BufferUsage, Cmd, DType, Device, KvShape, OpSig, Result, Slice};
 use std::ops::Range;
 
@@ -35,7 +36,7 @@ impl Pages {
         slots: Slice,
         (to, wire): (Slice, DType),
     ) -> Result<Cmd> {
-        let tokens = (slots.bytes / 4) as u32;
+        let tokens = to_u32(slots.bytes / 4);
         let (k, v) = forward.pools(layer);
         let sig = OpSig::KvGather { tokens, wire, kv: self.shape };
         Cmd::new(sig, &[slots, k.clone(), v.clone(), to])
@@ -49,7 +50,7 @@ impl Pages {
         slots: Slice,
         (from, wire): (Slice, DType),
     ) -> Result<Cmd> {
-        let tokens = (slots.bytes / 4) as u32;
+        let tokens = to_u32(slots.bytes / 4);
         let (k, v) = forward.pools(layer);
         let sig = OpSig::KvScatter { tokens, wire, kv: self.shape };
         Cmd::new(sig, &[from, slots, k.clone(), v.clone()])

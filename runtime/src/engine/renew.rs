@@ -3,6 +3,7 @@
 use super::messages::FromWorker;
 use super::worker::Worker;
 use futures_util::FutureExt;
+use mixfleet_hal::cast::{low_u8, to_u8};
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Cmd, Error, ErrorKind, OpSig, Result};
 use mixfleet_scheduler::batch::Instance;
@@ -93,7 +94,7 @@ impl Worker {
 
     /// Checks that the device stores, copies and returns bytes.
     fn probe(&mut self) -> Result<()> {
-        let sent: [u8; PROBE_BYTES] = std::array::from_fn(|at| at as u8 ^ self.env.random() as u8);
+        let sent: [u8; PROBE_BYTES] = std::array::from_fn(|at| to_u8(at) ^ low_u8(self.env.random()));
         let half = PROBE_BYTES as u64;
         let place = |at: u64| self.staging.landing.range(at * half, half);
         let (source, target) = (place(0), place(1));

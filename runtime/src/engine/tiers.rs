@@ -21,6 +21,7 @@ use crate::pool::{
 };
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
+use mixfleet_hal::cast::{to_i64, to_u32, to_usize};
 use mixfleet_hal::memory::Pinned;
 use mixfleet_hal::{BufferUsage, Cmd, Device, Error, Result, Slice};
 use mixfleet_scheduler::batch::{Evicted, RequestId};
@@ -121,7 +122,7 @@ impl InstanceTiers {
         Ok(InstanceTiers {
             _pinned: pool.regions().iter().filter_map(|region| pinner.pin(region)).collect(),
             block: device.alloc(block_bytes, BufferUsage::Kv)?,
-            dram_blocks: (dram_bytes / block_bytes) as usize,
+            dram_blocks: to_usize(dram_bytes / block_bytes),
             layers: config.layers as usize,
             reported_disk: false,
             pool,
@@ -204,7 +205,7 @@ impl InstanceTiers {
             ("ssd", now.hits_ssd, self.counted.hits_ssd, now.ssd_blocks),
         ] {
             metrics.kv_tier_hits.get_or_create(&labels(tier)).inc_by(hits - before);
-            metrics.kv_tier_blocks.get_or_create(&labels(tier)).set(blocks as i64);
+            metrics.kv_tier_blocks.get_or_create(&labels(tier)).set(to_i64(blocks));
         }
         metrics.kv_tier_out.get_or_create(&labels("ssd")).set(i64::from(now.ssd_out.is_some()));
         let outages = now.ssd_outages - self.counted.ssd_outages;
@@ -342,7 +343,7 @@ impl Worker {
             }
         }
         self.report_tiers();
-        Ok(done as u32)
+        Ok(to_u32(done))
     }
 
     /// Reports the pool's events in order, and counts them.

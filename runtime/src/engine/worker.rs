@@ -19,6 +19,7 @@ use crate::metrics::{DeviceLabels, Metrics};
 use crate::model::graph::{Forward, Pass, StepInput, StepKey};
 use crate::request::{Failure, FinishReason, GenerateRequest, Logprobs};
 use crate::sampling::{self, History, SamplingError};
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Cmd, Device, Error, ErrorKind, Graph, Queue, Result, Slice, Ticket};
 use mixfleet_scheduler::batch::{BatchLimits, Instance, RequestId, Sampled, Step, StepSequence, TokenIds};
@@ -446,7 +447,7 @@ impl Worker {
             };
             let (attempt, wanted) = (active.attempt, &active.wanted);
             let Some(text) = self.machine.text_mut(request) else { continue };
-            let index = (text.ids().len() - wanted.prompt_ids.len()) as u32;
+            let index = to_u32(text.ids().len() - wanted.prompt_ids.len());
             text.push(token);
             let finish = if wanted.eos_ids.contains(&token) {
                 Some(FinishReason::Stop)

@@ -3,6 +3,7 @@
 use super::baton::{Turn, WorkerThread};
 use super::{Connection, Env, Listener, Task};
 use futures_util::future::BoxFuture;
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::units::{Ordered, Seconds};
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -177,7 +178,7 @@ impl SeededEnv {
             let nth = match ready.len() as u64 {
                 0 => return false,
                 _ if self.threads => 0,
-                count => lock(&self.schedule).below(count) as usize,
+                count => to_usize(lock(&self.schedule).below(count)),
             };
             ready.remove(nth).expect("in range")
         };

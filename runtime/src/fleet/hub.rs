@@ -15,6 +15,7 @@ use crate::mailbox::{INBOX_MAX, MessageReceiver, MessageSender, REPORTS_MAX, mai
 use crate::metrics::Metrics;
 use crate::request::RouterId;
 use mixfleet_hal::Result;
+use mixfleet_hal::cast::to_i64;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::cost::{CostModel, LinkCost};
 use mixfleet_scheduler::fleet::InstanceId;
@@ -337,7 +338,7 @@ impl HubTask {
             _ => {}
         }
         let up = self.known.values().filter(|known| known.up.is_some()).count();
-        self.metrics.instances.set(up as i64);
+        self.metrics.instances.set(to_i64(up));
         for &router in self.routers.keys() {
             self.tell(router, instance, message.clone());
         }

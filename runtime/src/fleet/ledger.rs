@@ -5,6 +5,7 @@
 
 use crate::engine::messages::{FromWorker, Job, Order};
 use crate::request::RouterId;
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::fleet::{InstanceId, OthersWork};
@@ -214,13 +215,13 @@ impl OrderedWork {
         let prompt = |job: &Job, prefill, decode| PromptWork {
             due: job.urgency.due,
             prefill,
-            tokens: job.length() as u32,
+            tokens: to_u32(job.length()),
             done: 0,
             decode,
         };
         let answer = |job: &Job| AnswerWork {
-            prompt_tokens: job.length() as u32,
-            max_tokens: job.wanted.max_tokens.saturating_sub(job.generated.len() as u32),
+            prompt_tokens: to_u32(job.length()),
+            max_tokens: job.wanted.max_tokens.saturating_sub(to_u32(job.generated.len())),
             ready: job.ready,
             class: job.wanted.hints.tier as u32,
             output_tokens_hint: job.wanted.hints.output_tokens,

@@ -2,6 +2,7 @@
 
 use super::ModelConfig;
 use super::graph::StepShape;
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::{BufferUsage, DType, Device, Result, Slice};
 
 /// Activation buffers, allocated once for the largest step.
@@ -83,7 +84,7 @@ pub(super) struct Packer<'a> {
 impl Packer<'_> {
     pub(super) fn put(&mut self, data: &[u8]) -> Slice {
         let offset = (self.bytes.len() as u64).next_multiple_of(self.alignment);
-        self.bytes.resize(offset as usize, 0);
+        self.bytes.resize(to_usize(offset), 0);
         self.bytes.extend_from_slice(data);
         self.target.range(offset, data.len() as u64)
     }

@@ -17,6 +17,7 @@ pub const NAME: &str = "mixfleet-random";
 const SPECIALS: [&str; 5] = ["<|bos|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"];
 pub(super) const BOS: u32 = 0;
 pub(super) const EOS: u32 = 1;
+#[expect(clippy::cast_possible_truncation, reason = "a constant, 261")]
 pub(super) const VOCAB: u32 = SPECIALS.len() as u32 + 256;
 
 /// The chat template: role marker, content, end marker.

@@ -6,6 +6,7 @@
 
 use super::arena::{Arena, Packer, rows_of, table_row};
 use super::{LayerWeights, ModelConfig, Tensor, Weights};
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{BufferUsage, Cmd, DType, Device, KvShape, OpSig, Result, Scalar, Slice};
 use std::sync::Arc;
 
@@ -68,7 +69,7 @@ pub struct StepKey {
 impl Pass {
     /// Number of rows of the logits: one per part whose next token is needed.
     pub fn rows(&self) -> u32 {
-        self.sizes.picks.len() as u32
+        to_u32(self.sizes.picks.len())
     }
 
     /// The key of a recording of this step; none for steps that are unlikely to recur.
@@ -214,26 +215,26 @@ impl Forward {
                 kv.decode_tokens += visible(part.start, window);
             }
             for part in prefill {
-                let new = part.tokens.len() as u32;
+                let new = to_u32(part.tokens.len());
                 kv.prefill_pairs += (0..new).map(|i| visible(part.start + i, window)).sum::<u64>();
                 kv.prefill_tokens += visible(part.start, window) - 1 + u64::from(new);
             }
             kv
         });
         let pages_max =
-            |parts: &[StepInput<'_>]| parts.iter().map(|p| p.pages.len() as u32).max().unwrap_or(0);
+            |parts: &[StepInput<'_>]| parts.iter().map(|p| to_u32(p.pages.len())).max().unwrap_or(0);
         let mut picks = Vec::new();
         let mut row = 0;
         for part in parts {
-            row += part.tokens.len() as u32;
+            row += to_u32(part.tokens.len());
             if part.sample {
                 picks.push(row - 1);
             }
         }
         Sizes {
             tokens: row,
-            decodes: decodes as u32,
-            prefills: prefill.len() as u32,
+            decodes: to_u32(decodes),
+            prefills: to_u32(prefill.len()),
             decode_pages_max: pages_max(decode),
             prefill_pages_max: pages_max(prefill),
             kv: kv.collect(),
@@ -246,7 +247,7 @@ impl Forward {
         let block = self.shape.block_tokens;
         let mut packer = Packer { bytes: Vec::new(), alignment: self.alignment, target: &self.arena.inputs };
         let ids: Vec<u32> = parts.iter().flat_map(|p| p.tokens.iter().copied()).collect();
-        let at = |p: &StepInput<'_>| p.start..p.start + p.tokens.len() as u32;
+        let at = |p: &StepInput<'_>| p.start..p.start + to_u32(p.tokens.len());
         let positions: Vec<u32> = parts.iter().flat_map(at).collect();
         let slots: Vec<u32> = parts
             .iter()
@@ -261,14 +262,14 @@ impl Forward {
             .iter()
             .map(|&window| {
                 let ends = decode.iter().map(|p| p.start + 1);
-                ends.flat_map(|end| [end - visible(end - 1, window) as u32, end]).collect()
+                ends.flat_map(|end| [end - to_u32(visible(end - 1, window)), end]).collect()
             })
             .collect();
         let mut query_start = vec![0];
         for part in prefill {
-            query_start.push(query_start[query_start.len() - 1] + part.tokens.len() as u32);
+            query_start.push(query_start[query_start.len() - 1] + to_u32(part.tokens.len()));
         }
-        let context: Vec<u32> = prefill.iter().map(|p| p.start + p.tokens.len() as u32).collect();
+        let context: Vec<u32> = prefill.iter().map(|p| p.start + to_u32(p.tokens.len())).collect();
         let inputs = Inputs {
             ids: packer.put(bytemuck::cast_slice(&ids)),
             slots: packer.put(bytemuck::cast_slice(&slots)),
@@ -426,7 +427,7 @@ impl Forward {
 
     /// The commands of final norm and LM head over the sampled rows; empty if no row is sampled.
     pub fn head(&self, Pass { sizes, inputs, .. }: &Pass) -> Result<Vec<Cmd>> {
-        let (c, arena, rows) = (&self.config, &self.arena, sizes.picks.len() as u32);
+        let (c, arena, rows) = (&self.config, &self.arena, to_u32(sizes.picks.len()));
         if rows == 0 {
             return Ok(Vec::new());
         }

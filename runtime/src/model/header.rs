@@ -4,6 +4,7 @@
 //! names neither a tensor whose bytes are cut off nor one that occurs twice.
 
 use super::error::{Error, Result};
+use mixfleet_hal::cast::to_usize;
 use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
 use serde_json::Value;
 use std::ops::Range;
@@ -58,7 +59,7 @@ pub(super) fn read(file: &Path, bytes: &[u8]) -> Result<Vec<(String, Entry)>> {
             return Err(Error::tensor(file, &name, problem));
         }
         check_size(file, &name, &raw)?;
-        let range = start + begin as usize..start + end as usize;
+        let range = start + to_usize(begin)..start + to_usize(end);
         entries.push((name, Entry { dtype: raw.dtype, shape: raw.shape, range }));
     }
     check_cover(file, &entries, start, bytes.len())?;
@@ -79,7 +80,7 @@ fn header_end(file: &Path, bytes: &[u8]) -> Result<usize> {
             format!("a header of {length} bytes, expected at most {HEADER_BYTES_MAX}: not safetensors?");
         return Err(Error::file(file, problem));
     }
-    let end = LENGTH_BYTES + length as usize;
+    let end = LENGTH_BYTES + to_usize(length);
     if end > bytes.len() {
         let problem = format!("a header of {length} bytes in a file of {}: truncated?", bytes.len());
         return Err(Error::file(file, problem));

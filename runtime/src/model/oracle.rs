@@ -4,6 +4,7 @@
 use super::config::ModelConfig;
 use super::load::Checkpoint;
 use super::names;
+use mixfleet_hal::cast::to_u32;
 use std::collections::HashMap;
 
 /// A model's parameters as `f64`.
@@ -130,7 +131,7 @@ impl Oracle {
     fn rotate(&self, x: &mut [f64], heads: usize) {
         let half = self.config.head_dim as usize / 2;
         for (position, token) in x.chunks_mut(heads * 2 * half).enumerate() {
-            let table = self.config.rope.table(&[position as u32]); // [head_dim]
+            let table = self.config.rope.table(&[to_u32(position)]); // [head_dim]
             for head in token.chunks_mut(2 * half) {
                 for i in 0..half {
                     let (cos, sin) = (f64::from(table[i]), f64::from(table[half + i]));

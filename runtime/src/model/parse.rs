@@ -8,6 +8,7 @@ use super::error::{Error, Result};
 use super::fields::{Fields, read_object, read_object_if_present};
 use super::rope;
 use mixfleet_hal::DType;
+use mixfleet_hal::cast::to_f32;
 use serde_json::{Map, Value};
 use std::path::Path;
 
@@ -171,8 +172,8 @@ fn reject_unsupported(fields: &Fields) -> Result<()> {
 fn norm_eps(fields: &Fields) -> Result<f32> {
     let eps = fields.positive("rms_norm_eps")?.unwrap_or(1e-6);
     // It must remain above zero in f32, in which norms are computed.
-    if eps as f32 > 0.0 && eps <= 1.0 {
-        return Ok(eps as f32);
+    if to_f32(eps) > 0.0 && eps <= 1.0 {
+        return Ok(to_f32(eps));
     }
     Err(fields.error("rms_norm_eps", format!("{eps:e}, expected a number above 1e-45 and up to 1")))
 }

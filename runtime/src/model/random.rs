@@ -5,6 +5,7 @@ use super::error::{Error, Result};
 use super::load::{Checkpoint, HostTensor};
 use super::{builtin, names};
 use mixfleet_hal::DType;
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::random::Stream;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Map, Value, json};
@@ -98,7 +99,7 @@ fn fill(name: &str, shape: &[u64], dtype: DType, mut stream: Stream) -> Vec<u8> 
         _ => (1.0, 0.1),
     };
     let width = spread * 12f64.sqrt(); // a uniform density of width w has variance w^2 / 12
-    let mut bytes = Vec::with_capacity((elements * dtype.size_bytes()) as usize);
+    let mut bytes = Vec::with_capacity(to_usize(elements * dtype.size_bytes()));
     for _ in 0..elements {
         dtype.encode(middle + width * (stream.next_unit() - 0.5), &mut bytes);
     }
@@ -114,7 +115,7 @@ fn serialize(tensors: &[HostTensor]) -> std::result::Result<Vec<u8>, safetensors
             DType::F8E4m3 => Dtype::F8_E4M3,
             DType::U32 => Dtype::U32,
         };
-        let shape = tensor.shape.iter().map(|dim| *dim as usize).collect();
+        let shape = tensor.shape.iter().map(|dim| to_usize(*dim)).collect();
         (dtype, shape)
     };
     let mut views = Vec::with_capacity(tensors.len());

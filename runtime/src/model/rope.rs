@@ -6,6 +6,7 @@
 use super::config::Rope;
 use super::error::Result;
 use super::fields::Fields;
+use mixfleet_hal::cast::to_f32;
 use serde_json::{Map, Value};
 
 const SUPPORTED: &str = "supported: default, linear, llama3, yarn";
@@ -39,7 +40,7 @@ pub(super) fn parse(config: &Fields, head_dim: u32, context_max: u32) -> Result<
     let resolved = match kind {
         "default" => plain(base),
         "linear" => {
-            let factor = rope.positive_required("factor")? as f32;
+            let factor = to_f32(rope.positive_required("factor")?);
             plain(base.iter().map(|f| f / factor).collect())
         }
         "llama3" => plain(llama3(&rope, original_context(config, &rope, context_max)?, base)?),
@@ -77,7 +78,7 @@ fn flatten<'a>(
 
 /// The frequencies `theta ^ (2i / head_dim)`.
 fn powers(theta: f64, head_dim: u32) -> Vec<f32> {
-    (0..head_dim / 2).map(|i| (theta as f32).powf((2 * i) as f32 / head_dim as f32)).collect()
+    (0..head_dim / 2).map(|i| to_f32(theta).powf((2 * i) as f32 / head_dim as f32)).collect()
 }
 
 /// The context that the model was trained on before its rope was stretched.
@@ -92,13 +93,13 @@ fn original_context(config: &Fields, rope: &Fields, context_max: u32) -> Result<
 
 /// Llama 3.1 scaling: long wavelengths are stretched, short ones kept, those between are blended.
 fn llama3(rope: &Fields, original: f64, base: Vec<f32>) -> Result<Vec<f32>> {
-    let factor = rope.positive_required("factor")? as f32;
+    let factor = to_f32(rope.positive_required("factor")?);
     let low = rope.positive_required("low_freq_factor")?;
     let high = rope.positive_required("high_freq_factor")?;
     if high <= low {
         return Err(rope.error("high_freq_factor", format!("{high}, expected more than low_freq_factor")));
     }
-    let (wavelength_long, wavelength_short) = ((original / low) as f32, (original / high) as f32);
+    let (wavelength_long, wavelength_short) = (to_f32(original / low), to_f32(original / high));
     let stretch = |f: f32| {
         let wavelength = std::f32::consts::TAU / f;
         if wavelength > wavelength_long {
@@ -107,7 +108,7 @@ fn llama3(rope: &Fields, original: f64, base: Vec<f32>) -> Result<Vec<f32>> {
         if wavelength < wavelength_short {
             return f;
         }
-        let smooth = (original as f32 / wavelength - low as f32) / (high - low) as f32;
+        let smooth = (to_f32(original) / wavelength - to_f32(low)) / to_f32(high - low);
         (1.0 - smooth) * f / factor + smooth * f
     };
     Ok(base.into_iter().map(stretch).collect())
@@ -141,11 +142,11 @@ fn yarn(rope: &Fields, theta: f64, original: f64, context_max: u32, powers: &[f3
         high += 0.001; // transformers does the same, to avoid 0/0
     }
     let blend = |(i, power): (usize, &f32)| {
-        let ramp = ((i as f32 - low as f32) / (high - low) as f32).clamp(0.0, 1.0);
+        let ramp = ((i as f32 - to_f32(low)) / to_f32(high - low)).clamp(0.0, 1.0);
         let kept = 1.0 - ramp;
-        1.0 / (factor as f32 * power) * (1.0 - kept) + 1.0 / power * kept
+        1.0 / (to_f32(factor) * power) * (1.0 - kept) + 1.0 / power * kept
     };
-    Ok(Rope { inv_freq: powers.iter().enumerate().map(blend).collect(), scale: scale as f32 })
+    Ok(Rope { inv_freq: powers.iter().enumerate().map(blend).collect(), scale: to_f32(scale) })
 }
 
 /// A YaRN magnitude scale; zero counts as absent.

@@ -1,5 +1,7 @@
 //! Date formatting for chat templates.
 
+use mixfleet_hal::cast::to_usize;
+
 const MONTHS: [&str; 12] = [
     "January",
     "February",
@@ -23,7 +25,7 @@ pub(super) fn strftime(format: &str, now_s: u64) -> String {
     let (year, month, day) = civil(now_s / DAY_S);
     let second = now_s % DAY_S;
     let (hour, minute) = (second / 3600, second / 60 % 60);
-    let month_name = MONTHS[month as usize - 1];
+    let month_name = MONTHS[to_usize(month) - 1];
     let day_name = DAYS[(now_s / DAY_S % 7) as usize];
     let mut out = String::with_capacity(format.len() + 16);
     let mut chars = format.chars();
@@ -84,7 +86,7 @@ fn civil(days: u64) -> (u64, u64, u64) {
 fn day_of_year(year: u64, month: u64, day: u64) -> u64 {
     let leap = year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
     let before = [0, 31, 59, 90, 120, 151, 181, 212, 243, 273, 304, 334];
-    before[month as usize - 1] + day + u64::from(leap && month > 2)
+    before[to_usize(month) - 1] + day + u64::from(leap && month > 2)
 }
 
 #[cfg(test)]

@@ -2,6 +2,7 @@
 
 use super::error::{Error, Result};
 use super::specials::Specials;
+use mixfleet_hal::cast::to_u32;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 use tokenizers::{Model, NormalizedString, OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer};
@@ -337,7 +338,7 @@ pub(super) fn byte_symbol(byte: u8) -> char {
     if stays(byte) {
         return char::from(byte);
     }
-    let moved_before = (0..byte).filter(|b| !stays(*b)).count() as u32;
+    let moved_before = to_u32((0..byte).filter(|b| !stays(*b)).count());
     char::from_u32(0x100 + moved_before).unwrap_or(REPLACEMENT)
 }
 

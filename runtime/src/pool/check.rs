@@ -5,6 +5,7 @@
 //! the trailer so far (8). The trailer comes last, so that a write that was cut short has none, or an old one
 //! that names another block or other bytes.
 
+use mixfleet_hal::cast::to_u32;
 use mixfleet_scheduler::kv::BlockHash;
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -51,7 +52,7 @@ impl Layout {
         let start = frame.len();
         frame.extend_from_slice(MAGIC);
         frame.extend_from_slice(&VERSION.to_le_bytes());
-        frame.extend_from_slice(&(tokens.len() as u32).to_le_bytes());
+        frame.extend_from_slice(&to_u32(tokens.len()).to_le_bytes());
         frame.extend_from_slice(&self.namespace.to_le_bytes());
         frame.extend_from_slice(&hash.0.to_le_bytes());
         frame.extend_from_slice(&digest.to_le_bytes());
@@ -78,7 +79,7 @@ impl Layout {
         let mut expected = Vec::with_capacity(FIXED_BYTES);
         expected.extend_from_slice(MAGIC);
         expected.extend_from_slice(&VERSION.to_le_bytes());
-        expected.extend_from_slice(&(self.block_tokens as u32).to_le_bytes());
+        expected.extend_from_slice(&to_u32(self.block_tokens).to_le_bytes());
         expected.extend_from_slice(&self.namespace.to_le_bytes());
         expected.extend_from_slice(&hash.0.to_le_bytes());
         let (named, rest) = trailer.split_at(expected.len());

@@ -3,6 +3,7 @@
 use super::check::{Layout, VERSION};
 use super::disk::Disk;
 use super::{PoolError, journal, ssd};
+use mixfleet_hal::cast::{to_u32, to_usize};
 use std::io;
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -18,7 +19,7 @@ pub(super) const META_BYTES: u64 = 48;
 fn encode(layout: &Layout) -> Vec<u8> {
     let mut meta = MAGIC.to_vec();
     meta.extend_from_slice(&VERSION.to_le_bytes());
-    meta.extend_from_slice(&(layout.block_tokens as u32).to_le_bytes());
+    meta.extend_from_slice(&to_u32(layout.block_tokens).to_le_bytes());
     meta.extend_from_slice(&(layout.block_bytes as u64).to_le_bytes());
     meta.extend_from_slice(&layout.namespace.to_le_bytes());
     let digest = xxh3_64(&meta);
@@ -69,7 +70,7 @@ pub(super) fn read_identity(disk: &dyn Disk) -> Result<Option<Vec<u8>>, PoolErro
         return Err(PoolError::Foreign(format!("`{other}` is not a pool's file")));
     }
     if names.iter().any(|name| name == FILE) {
-        let mut meta = vec![0; META_BYTES as usize + 1];
+        let mut meta = vec![0; to_usize(META_BYTES) + 1];
         let read = disk.read_at(FILE, 0, &mut meta).map_err(failed("read whose pool it is"))?;
         meta.truncate(read);
         if !meta.starts_with(MAGIC) {

@@ -3,6 +3,7 @@
 use super::MakeRegion;
 use super::check::Layout;
 use mixfleet_hal::Result;
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_scheduler::kv::{BlockCache, BlockHash, CachePolicy};
 use mixfleet_scheduler::table::IdMap;
@@ -155,5 +156,5 @@ impl Dram {
 /// Number of slots that fit into `bytes` bytes.
 pub(super) fn slots(layout: &Layout, bytes: u64) -> u32 {
     // `BlockCache` counts up to 2^32 - 2.
-    (bytes / layout.block_bytes as u64).min(u64::from(u32::MAX) - 2) as u32
+    to_u32((bytes / layout.block_bytes as u64).min(u64::from(u32::MAX) - 2))
 }

@@ -15,7 +15,8 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 pub(super) const FILE: &str = "journal";
 pub(super) const NEW_FILE: &str = "journal.new";
 
-pub(super) const RECORD_BYTES: u64 = 32;
+pub(super) const RECORD_BYTES: u64 = RECORD_LENGTH as u64;
+const RECORD_LENGTH: usize = 32;
 /// Records of a full journal per slot. It is rewritten at three per slot, and the new one has at most one per
 /// slot to which one is being added.
 pub(super) const RECORDS_PER_SLOT_MAX: u64 = 4;
@@ -62,8 +63,7 @@ impl Journal {
             if read == 0 {
                 break;
             }
-            for (place, record) in (offset / RECORD_BYTES..).zip(chunk[..read].chunks(RECORD_BYTES as usize))
-            {
+            for (place, record) in (offset / RECORD_BYTES..).zip(chunk[..read].chunks(RECORD_LENGTH)) {
                 replay.add(decode(record, place, namespace), slots);
             }
             offset += read as u64;
@@ -163,8 +163,8 @@ fn checksum(fields: &[u8], place: u64, namespace: u64) -> u64 {
     xxh3_64_with_seed(fields, namespace ^ place)
 }
 
-fn encode(kind: u32, block: Stored, place: u64, namespace: u64) -> [u8; RECORD_BYTES as usize] {
-    let mut record = [0; RECORD_BYTES as usize];
+fn encode(kind: u32, block: Stored, place: u64, namespace: u64) -> [u8; RECORD_LENGTH] {
+    let mut record = [0; RECORD_LENGTH];
     record[..4].copy_from_slice(&kind.to_le_bytes());
     record[4..8].copy_from_slice(&block.slot.to_le_bytes());
     record[8..16].copy_from_slice(&block.hash.0.to_le_bytes());

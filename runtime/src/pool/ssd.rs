@@ -9,6 +9,7 @@ use super::events::Events;
 use super::journal::{self, Journal, Stored};
 use super::lane::DiskAccess;
 use super::{PoolError, SsdConfig};
+use mixfleet_hal::cast::to_u32;
 use mixfleet_scheduler::kv::{BlockCache, BlockHash, CachePolicy, Tier};
 use mixfleet_scheduler::table::IdMap;
 use std::io;
@@ -137,7 +138,7 @@ fn room(layout: &Layout, bytes: u64) -> Result<(u64, u32), PoolError> {
     let slot_bytes = stride + journal::RECORDS_PER_SLOT_MAX * journal::RECORD_BYTES;
     // `BlockCache` counts up to 2^32 - 2.
     let slots =
-        (bytes.saturating_sub(directory::META_BYTES) / slot_bytes).min(u64::from(u32::MAX) - 2) as u32;
+        to_u32((bytes.saturating_sub(directory::META_BYTES) / slot_bytes).min(u64::from(u32::MAX) - 2));
     if slots == 0 {
         return Err(PoolError::TooSmall { tier: "ssd", bytes, needed: directory::META_BYTES + slot_bytes });
     }

@@ -10,6 +10,7 @@ use crate::serve::{self, Around, Signals};
 use crate::start;
 use crate::tiers::Pools;
 use anyhow::{Context, Result};
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::Seconds;
 use mixfleet_runtime::api::{Origins, ServedModel, observe};
 use mixfleet_runtime::engine::{EngineConfig, EngineParts, HandOffLimits, Identity, Loaded};
@@ -208,7 +209,7 @@ async fn join_as_worker(
     let Offered { transports, not_offered } = transports::open(args, &join, data, &hand_off)?;
     let names = transports.iter().map(|transport| transport.name().to_owned()).collect();
     let probe_links = ProbeLinks { links: start::links(transports), hand_off };
-    let ids = join.registry.instance_ids(loaded.len() as u32).await?;
+    let ids = join.registry.instance_ids(to_u32(loaded.len())).await?;
     let records = ids.iter().zip(&loaded).zip(prices);
     let instances = records.map(|((&id, (loaded, _)), price)| record(id, loaded, price)).collect();
     let process = WorkerProcess {

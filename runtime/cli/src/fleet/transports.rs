@@ -65,6 +65,7 @@ pub(super) fn open(
 #[cfg(all(feature = "verbs", target_os = "linux"))]
 mod rdma {
     use super::{Arc, HandOffLimits, SocketAddr, Transport, WorkerArgs};
+    use mixfleet_hal::cast::to_usize;
     use mixfleet_hal::transport::RemoteAccess;
     use mixfleet_wire::verbs::{Verbs, VerbsOptions};
     use mixfleet_wire::{HostRegion, Security};
@@ -103,7 +104,7 @@ mod rdma {
     }
 
     fn can_register(verbs: &Verbs, hand_off: &HandOffLimits) -> mixfleet_hal::Result<()> {
-        let region = HostRegion::new(staging_bytes(hand_off) as usize)?;
+        let region = HostRegion::new(to_usize(staging_bytes(hand_off)))?;
         let registered = verbs.register(Arc::new(region), RemoteAccess::Write)?;
         verbs.deregister(&registered)
     }

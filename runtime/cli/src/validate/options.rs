@@ -1,5 +1,6 @@
 //! Parsers for values on the command line.
 
+use mixfleet_hal::cast::to_u64;
 use mixfleet_hal::units::{GIB, MIB};
 use mixfleet_hwtests::validate::MemoryAsked;
 
@@ -17,7 +18,7 @@ pub(crate) fn memory(text: &str) -> Result<MemoryAsked, String> {
         (_, Some(gib)) => number(gib)? * GIB as f64,
         _ => return Err(wrong()),
     };
-    Ok(MemoryAsked::Bytes(bytes as u64))
+    Ok(MemoryAsked::Bytes(to_u64(bytes)))
 }
 
 /// Parses a duration, `90s`, `10m` or `24h`, into seconds.

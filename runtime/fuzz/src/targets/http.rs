@@ -1,6 +1,7 @@
 //! Parsers of clients' input: connections, URLs and bodies; and of the file of their keys.
 
 use super::refused;
+use mixfleet_hal::cast::to_u32;
 use mixfleet_runtime::api::{
     Access, Api, Limits, Marked, Origins, Placements, ServedModel, Shutdown, TextDecoder, TextModel, serve,
 };
@@ -69,7 +70,7 @@ impl TextModel for Text {
     }
 
     fn vocabulary_size(&self) -> u32 {
-        self.tokenizer.vocab() as u32
+        to_u32(self.tokenizer.vocab())
     }
 }
 
@@ -96,7 +97,7 @@ fn check(request: &GenerateRequest) {
     assert!(temperature >= 0.0 && repetition_penalty > 0.0, "{:?}", request.sampling);
     let vocabulary = TEXT.vocabulary_size();
     assert!(!request.prompt_ids.is_empty() && request.prompt_ids.iter().all(|id| *id < vocabulary));
-    assert!(request.max_tokens > 0 && request.prompt_ids.len() as u32 + request.max_tokens <= CONTEXT);
+    assert!(request.max_tokens > 0 && to_u32(request.prompt_ids.len()) + request.max_tokens <= CONTEXT);
     assert!(request.logprobs.is_none_or(|top| top <= 20));
 }
 

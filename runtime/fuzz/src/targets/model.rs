@@ -1,6 +1,7 @@
 //! Parsers of the files in a checkpoint directory.
 
 use super::{Scratch, parts, refused};
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{DType, FileMapper, HostMemory};
 use mixfleet_runtime::model::{ChatMessage, ChatTemplate, Checkpoint, ModelConfig, Tokenizer};
 use serde_json::{Map, Value};
@@ -106,7 +107,7 @@ pub(super) fn tokenizer_json(bytes: &[u8]) -> bool {
         let places = tokenizer.special_places(text);
         assert!(places.iter().all(|place| text.is_char_boundary(*place)), "{places:?}");
     }
-    let last = tokenizer.vocab() as u32;
+    let last = to_u32(tokenizer.vocab());
     let _ = tokenizer.decode(&[0, 1, last.saturating_sub(1), last, u32::MAX]);
     if let Some(longest) = tokenizer.token_bytes_max() {
         let long = "ab \u{E9}\u{AC00}".repeat(20);

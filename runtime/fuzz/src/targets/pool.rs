@@ -1,6 +1,7 @@
 //! Parsers of the files of a KV pool on a disk.
 
 use super::refused;
+use mixfleet_hal::cast::{low_u32, to_usize};
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::random;
 use mixfleet_runtime::pool::disk::{Disk, SimDisk};
@@ -24,13 +25,13 @@ fn open(disk: SimDisk) -> Result<Pool, mixfleet_runtime::pool::PoolError> {
         ssd: Some(ssd),
     };
     let region = |bytes: u64| -> mixfleet_hal::Result<Arc<dyn SharedMemory>> {
-        Ok(Arc::new(HostRegion::new(bytes as usize)?))
+        Ok(Arc::new(HostRegion::new(to_usize(bytes))?))
     };
     Pool::new(config, &region)
 }
 
 fn tokens(key: u64) -> Vec<u32> {
-    (0..u64::from(BLOCK_TOKENS)).map(|at| random::bits(key, at) as u32).collect()
+    (0..u64::from(BLOCK_TOKENS)).map(|at| low_u32(random::bits(key, at))).collect()
 }
 
 fn content(key: u64) -> Vec<u8> {

@@ -9,6 +9,7 @@ use etcd_client::{
     Client, Compare, CompareOp, ConnectOptions, EventType, GetOptions, KeyValue, PutOptions, Txn, TxnOp,
     WatchOptions, WatchStream,
 };
+use mixfleet_hal::cast::to_i64;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -96,7 +97,7 @@ impl Store for Etcd {
     }
 
     fn grant(&self, span: Duration) -> StoreAnswer<'_, Lease> {
-        let seconds = span.as_secs().max(1) as i64;
+        let seconds = to_i64(span.as_secs().max(1));
         Box::pin(async move { Ok(self.client().lease_grant(seconds, None).await?.id()) })
     }
 

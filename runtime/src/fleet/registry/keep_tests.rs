@@ -242,6 +242,27 @@ fn what_a_silent_watch_does_not_tell_is_read() {
 }
 
 #[test]
+fn a_counter_without_ids_left_is_refused_and_no_id_is_given_again() {
+    for (first, count, given) in [(u64::from(u32::MAX), 1, 1), (u64::from(u32::MAX), 2, 0), (u64::MAX, 1, 0)]
+    {
+        let world = SeededEnv::new(1);
+        let env = world.clone();
+        world.run(async move {
+            let (_, registry) = Scene::new(&env, SimFaults::default()).process();
+            registry.count_past("instance", first).await.unwrap();
+            match registry.instance_ids(count).await {
+                Ok(ids) => assert_eq!((ids, given), (vec![InstanceId(u32::MAX)], 1)),
+                Err(error) => {
+                    let problem =
+                        format!("{count} ids from {first} on, and the last that there can be is 4294967295");
+                    assert!(given == 0 && error.to_string().contains(&problem), "{error}");
+                }
+            }
+        });
+    }
+}
+
+#[test]
 fn nobody_has_joined_before_the_record_is_written() {
     let world = SeededEnv::new(1);
     let env = world.clone();

@@ -6,6 +6,7 @@ use super::store::{Condition, Lease, Store, StoreAnswer};
 use super::{Charter, Member, Members, RegistryError};
 use crate::env::SharedEnv;
 use crate::request::RouterId;
+use mixfleet_hal::cast::low_u16;
 use mixfleet_scheduler::fleet::InstanceId;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -112,11 +113,17 @@ impl Registry {
     /// Ids for `count` instances that were never given before. Waits for etcd.
     ///
     /// # Errors
-    /// `Foreign` if the counter's content is invalid.
+    /// `Foreign` if the counter's content is invalid, or no ids are left.
     pub async fn instance_ids(&self, count: u32) -> Result<Vec<InstanceId>, RegistryError> {
         let ask = || -> StoreAnswer<'_, u64> { Box::pin(self.count("instance", count.into())) };
         let first = self.patiently("joining the fleet", ask).await?;
-        Ok((first..first + u64::from(count)).map(|id| InstanceId(id as u32)).collect())
+        let id = |at| u32::try_from(first).ok()?.checked_add(at).map(InstanceId);
+        let ids: Option<Vec<InstanceId>> = (0..count).map(id).collect();
+        ids.ok_or_else(|| {
+            let reason =
+                format!("{count} ids from {first} on, and the last that there can be is {}", u32::MAX);
+            RegistryError::Foreign { key: self.counter_key("instance"), reason }
+        })
     }
 
     /// An id that no router has. Waits for etcd.
@@ -130,7 +137,7 @@ impl Registry {
     async fn free_router_id(&self) -> Result<RouterId, RegistryError> {
         loop {
             // After 65,536 routers ids repeat, except those that are in use.
-            let id = RouterId((self.count("router", 1).await? % (1 << 16)) as u16);
+            let id = RouterId(low_u16(self.count("router", 1).await?));
             let key = format!("{}router-{}", self.members_prefix(), id.0);
             if self.in_time(self.store.get(key)).await?.is_none() {
                 return Ok(id);
@@ -159,16 +166,20 @@ impl Registry {
     }
 
     async fn counter(&self, name: &str) -> Result<(u64, i64), RegistryError> {
-        let key = format!("{}next/{name}", self.prefix);
+        let key = self.counter_key(name);
         match self.in_time(self.store.get(key.clone())).await? {
             None => Ok((0, 0)),
             Some(found) => Ok((parse(&key, &found.value)?, found.revision)),
         }
     }
 
+    fn counter_key(&self, name: &str) -> String {
+        format!("{}next/{name}", self.prefix)
+    }
+
     /// Sets a counter if it still has `revision`, and returns whether it did.
     async fn set_counter(&self, name: &str, value: u64, revision: i64) -> Result<bool, RegistryError> {
-        let key = format!("{}next/{name}", self.prefix);
+        let key = self.counter_key(name);
         let unchanged = vec![Condition::Revision(key.clone(), revision)];
         self.in_time(self.store.put_if(unchanged, key, value.to_string().into_bytes(), 0)).await
     }

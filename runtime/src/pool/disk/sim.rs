@@ -1,6 +1,7 @@
 //! A disk in memory that follows a fault plan, loses power, and crashes in the middle of a write.
 
 use super::Disk;
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::fault::{Fault, FaultPlan};
 use mixfleet_hal::random;
 use std::collections::{BTreeMap, HashMap};
@@ -152,7 +153,7 @@ impl SimDisk {
         let mut index = 0;
         let mut state = after.state();
         let since = std::mem::take(&mut state.names_since);
-        let kept = (random::bits(seed ^ 0xD1, 0) % (since.len() as u64 + 1)) as usize;
+        let kept = to_usize(random::bits(seed ^ 0xD1, 0) % (since.len() as u64 + 1));
         if let Some(names) = kept.checked_sub(1).and_then(|last| since.into_iter().nth(last)) {
             state.safe_names = names;
         }
@@ -168,7 +169,7 @@ impl SimDisk {
                     _ => length,
                 };
                 index += 1;
-                put(&mut file.now, written.offset, &written.data[..arrived as usize]);
+                put(&mut file.now, written.offset, &written.data[..to_usize(arrived)]);
             }
             file.safe = file.now.clone();
         }
@@ -272,9 +273,9 @@ impl State {
         }
         let remembers = self.remembers;
         let file = self.files.entry(self.names[name]).or_default();
-        put(&mut file.now, offset as usize, data);
+        put(&mut file.now, to_usize(offset), data);
         if remembers {
-            file.unsafe_since.push(Arc::new(Write { offset: offset as usize, data: data.to_vec() }));
+            file.unsafe_since.push(Arc::new(Write { offset: to_usize(offset), data: data.to_vec() }));
         }
     }
 }
@@ -339,7 +340,7 @@ impl Disk for SimDisk {
         let bit = state.plan.bit(operation, data.len() as u64);
         state = pass(self, state, &mut fault)?;
         let file = state.file(file).ok_or(ErrorKind::NotFound)?;
-        let start = (offset as usize).min(file.now.len());
+        let start = to_usize(offset).min(file.now.len());
         let bytes = data.len().min(file.now.len() - start);
         let source = &mut file.now[start..start + bytes];
         match fault {
@@ -358,7 +359,7 @@ impl Disk for SimDisk {
     fn write_at(&self, file: &str, offset: u64, data: &[u8]) -> Result<()> {
         let mut state = self.state();
         if let Some(arrive) = state.start_change()? {
-            state.write(file, offset, &data[..data.len().min(arrive as usize)]);
+            state.write(file, offset, &data[..data.len().min(to_usize(arrive))]);
             return Err(died());
         }
         let (operation, mut fault) = state.strike();
@@ -375,7 +376,7 @@ impl Disk for SimDisk {
             if grows > left {
                 // The part that fits is written, as on a real disk.
                 let fits = (data.len() as u64).saturating_sub(grows - left);
-                state.write(file, offset, &data[..fits as usize]);
+                state.write(file, offset, &data[..to_usize(fits)]);
                 return Err(ErrorKind::StorageFull.into());
             }
         }
@@ -383,7 +384,7 @@ impl Disk for SimDisk {
         if fault == Some(Fault::BitFlip) && !data.is_empty() {
             let bit = state.plan.bit(operation, data.len() as u64);
             if let Some(file) = state.file(file) {
-                file.now[(offset + bit / 8) as usize] ^= 1 << (bit % 8);
+                file.now[to_usize(offset + bit / 8)] ^= 1 << (bit % 8);
             }
         }
         Ok(())
@@ -392,8 +393,8 @@ impl Disk for SimDisk {
     fn cut(&self, file: &str, bytes: u64) -> Result<()> {
         self.change(|state| {
             if let Some(file) = state.file(file) {
-                file.now.truncate(bytes as usize);
-                file.safe.truncate(bytes as usize);
+                file.now.truncate(to_usize(bytes));
+                file.safe.truncate(to_usize(bytes));
                 file.unsafe_since.retain(|write| ((write.offset + write.data.len()) as u64) <= bytes);
             }
             Ok(())
