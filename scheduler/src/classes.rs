@@ -19,6 +19,7 @@
 //! rival divided by its own device seconds.
 
 use crate::cost::{CostModel, ModelShape, ProfileCost};
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::{Bytes, GB, Seconds, Usd, UsdPerHour};
 use mixfleet_hal::{DType, OpSig};
@@ -152,7 +153,7 @@ pub fn effort(demand: &Demand, profile: &DeviceProfile, job: Job) -> Result<Effo
         }
         Job::Decode => {
             let kv = demand.kv_bytes(demand.context_tokens);
-            let batch = |k: u32| ((room(k) / kv).floor().max(0.0) as u32).min(demand.batch_max);
+            let batch = |k: u32| to_u32((room(k) / kv).floor().max(0.0)).min(demand.batch_max);
             let devices = demand.cuts().find(|&k| batch(k) == demand.batch_max).or(demand.cuts().last());
             let devices = devices.filter(|&k| batch(k) > 0).ok_or_else(|| too_large(demand, profile))?;
             let batch = batch(devices);
@@ -161,7 +162,7 @@ pub fn effort(demand: &Demand, profile: &DeviceProfile, job: Job) -> Result<Effo
         }
         Job::Attention => {
             let kv = demand.kv_bytes(demand.context_tokens);
-            let batch = ((profile.memory.0 * demand.memory_share / kv).floor() as u32).min(demand.batch_max);
+            let batch = to_u32((profile.memory.0 * demand.memory_share / kv).floor()).min(demand.batch_max);
             if batch == 0 {
                 return Err(too_large(demand, profile));
             }

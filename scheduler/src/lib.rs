@@ -6,6 +6,10 @@
 //!
 //! What is absent: clocks, threads, files, sockets, devices, tokens' meaning, unseeded randomness.
 
+#![cfg_attr(
+    not(test),
+    warn(clippy::cast_possible_truncation, clippy::cast_possible_wrap, clippy::cast_sign_loss)
+)]
 #![forbid(unsafe_code)]
 
 pub mod batch;

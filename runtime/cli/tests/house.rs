@@ -1,5 +1,6 @@
 //! The rules of the house: who may import whom, and what no source file may hold.
 
+use cargo_metadata::camino::Utf8Path;
 use cargo_metadata::{DependencyKind, Metadata, MetadataCommand, Package};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -238,6 +239,15 @@ fn directory(package: &Package) -> String {
     directory.strip_prefix(root()).expect("under the root").to_string_lossy().into_owned()
 }
 
+/// The root files of a crate's library and binaries, with their text.
+fn crate_roots(package: &Package) -> impl Iterator<Item = (&Utf8Path, String)> {
+    let product = package.targets.iter().filter(|target| target.is_lib() || target.is_bin());
+    product.map(|target| {
+        let text = std::fs::read_to_string(&target.src_path).expect("a readable crate root");
+        (&*target.src_path, text)
+    })
+}
+
 fn assert_none(errors: &[String], what: &str) {
     assert!(errors.is_empty(), "{what}:\n  {}", errors.join("\n  "));
 }
@@ -289,15 +299,26 @@ fn every_crate_outside_backends_forbids_unsafe_code_and_all_inherit_the_lints() 
         if !lints {
             errors.push(format!("{}: no [lints] workspace = true", package.name));
         }
-        let product = package.targets.iter().filter(|t| t.is_lib() || t.is_bin());
-        for target in product.filter(|_| !directory(package).starts_with("backends/")) {
-            let text = std::fs::read_to_string(&target.src_path).expect("a readable crate root");
+        for (root, text) in crate_roots(package).filter(|_| !directory(package).starts_with("backends/")) {
             if !text.lines().any(|line| line == "#![forbid(unsafe_code)]") {
-                errors.push(format!("{}: no #![forbid(unsafe_code)]", target.src_path));
+                errors.push(format!("{root}: no #![forbid(unsafe_code)]"));
             }
         }
     }
     assert_none(&errors, "crates without their lints");
+}
+
+#[test]
+fn every_crate_is_linted_for_casts_that_lose_bits_or_a_sign() {
+    const LINTS: &str =
+        "warn(clippy::cast_possible_truncation, clippy::cast_possible_wrap, clippy::cast_sign_loss)";
+    let packages = metadata().packages;
+    let roots = packages.iter().flat_map(crate_roots);
+    let errors: Vec<String> = roots
+        .filter(|(_, text)| !text.contains(LINTS))
+        .map(|(root, _)| format!("{root}: no {LINTS}"))
+        .collect();
+    assert_none(&errors, "crates whose casts are not linted");
 }
 
 #[test]

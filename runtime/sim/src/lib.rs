@@ -1,5 +1,9 @@
 //! Traces of requests, and simulations of fleets that serve them.
 
+#![cfg_attr(
+    not(test),
+    warn(clippy::cast_possible_truncation, clippy::cast_possible_wrap, clippy::cast_sign_loss)
+)]
 #![forbid(unsafe_code)]
 
 pub mod capacity;

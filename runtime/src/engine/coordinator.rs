@@ -16,7 +16,7 @@ use crate::request::{
     Deadline, Failure, FinishReason, GenerateRequest, Hints, Logprobs, Rejection, ServiceTier, Submission,
     UPDATES_BESIDE_TOKENS, Update,
 };
-use mixfleet_hal::cast::{to_u32, to_u64};
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{DType, ErrorKind};
 use mixfleet_scheduler::batch::{BatchLoad, RequestId, Urgency};

@@ -2,6 +2,7 @@
 
 use super::rows::{Decodes, StepRoom};
 use super::{Action, Evicted, Instance, Phase, Place, RequestId, Sequence, Text, order};
+use mixfleet_hal::cast::to_u32;
 
 /// The blocks that a waiting sequence needs.
 struct Need {
@@ -125,7 +126,7 @@ impl<T: Text> Instance<T> {
     ) -> bool {
         let request = place.request;
         let Need { hits: mut pages, fresh, reusable } = need;
-        let cached = pages.len() as u32;
+        let cached = to_u32(pages.len());
         pages.iter().for_each(|&page| self.blocks.acquire(page));
         let fresh = (0..fresh).map(|_| self.blocks.allocate(evicted).expect("counted before"));
         pages.extend(fresh);

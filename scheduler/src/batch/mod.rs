@@ -41,6 +41,7 @@ use crate::cost::{CostModel, Learner, MeasuredSteps};
 use crate::kv::{BlockHash, CachePolicy};
 use crate::table::IdMap;
 use mixfleet_hal::units::Seconds;
+use mixfleet_hal::cast::to_u32;
 use order::Places;
 use rows::{Decodes, PromptRows};
 use serde::{Deserialize, Serialize};
@@ -474,7 +475,7 @@ impl<T: Text> Instance<T> {
                 continue;
             }
             // A sequence that landed incomplete may have one token beyond its blocks, which it decodes next.
-            let covered = sequence.pages.len() as u32 * self.limits.block_tokens - sequence.computed;
+            let covered = to_u32(sequence.pages.len()) * self.limits.block_tokens - sequence.computed;
             let wanted = pending.min(covered);
             let new_tokens = rows.take(sequence.computed, wanted, wanted == pending);
             if new_tokens > 0 {

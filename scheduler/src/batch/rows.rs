@@ -3,6 +3,7 @@
 
 use super::{BatchLimits, Place, Sequence};
 use crate::cost::{Corrections, CostModel, Prefill};
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::Seconds;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
@@ -164,7 +165,7 @@ pub(crate) fn rows_beside(
     let over_s = (corrections.step_s(cost, &[full], (sequences, kv_tokens)) - within).0;
     let row_s = row_s * corrections.prefill;
     // a cast of what is below 0 or no number gives 0
-    let too_many = (over_s.max(0.0) / row_s.0.max(f64::MIN_POSITIVE)).ceil() as u32;
+    let too_many = to_u32((over_s.max(0.0) / row_s.0.max(f64::MIN_POSITIVE)).ceil());
     if too_many == 0 { most } else { (most.saturating_sub(too_many) / TILE * TILE).max(TILE.min(most)) }
 }
 

@@ -2,6 +2,7 @@
 
 use crate::kv::hash::Chain;
 use crate::kv::{BlockHash, PrefixHasher};
+use mixfleet_hal::cast::to_u32;
 use std::fmt::Debug;
 
 /// The tokens of a sequence. The worker has [`TokenIds`]; a simulation only has hash chains.
@@ -58,7 +59,7 @@ impl Text for TokenIds {
     type Block = Box<[u32]>;
 
     fn length(&self) -> u32 {
-        self.ids.len() as u32
+        to_u32(self.ids.len())
     }
 
     fn hash(&mut self, block: u32) -> BlockHash {

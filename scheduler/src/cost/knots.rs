@@ -1,6 +1,7 @@
 //! Chooses the knots of a table of times.
 
 use super::tables::Grid;
+use mixfleet_hal::cast::to_u32;
 use std::collections::BTreeMap;
 
 /// Relative error of linear interpolation that needs no further knot.
@@ -13,7 +14,7 @@ pub(super) fn geometric(most: u32, per_octave: u32) -> Vec<u32> {
     let octaves = (0..32u32).map(|power| 1u64 << power).take_while(|low| *low <= u64::from(most));
     let inside = octaves
         .flat_map(|low| (0..u64::from(per_octave)).map(move |i| low + low * i / u64::from(per_octave)));
-    let mut knots: Vec<u32> = inside.filter(|knot| *knot < u64::from(most)).map(|knot| knot as u32).collect();
+    let mut knots: Vec<u32> = inside.filter(|knot| *knot < u64::from(most)).map(to_u32).collect();
     knots.push(most.max(1));
     knots.dedup();
     knots

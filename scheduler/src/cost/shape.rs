@@ -1,6 +1,7 @@
 //! A model's shape, and the operations of a step.
 
 use super::Prefill;
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{DType, KvShape, OpSig, Scalar};
 use serde::{Deserialize, Serialize};
 
@@ -53,7 +54,7 @@ pub type OpCounts = Vec<(OpSig, u64)>;
 impl ModelShape {
     /// Number of decoder layers.
     pub fn layers(&self) -> u32 {
-        self.windows.len() as u32
+        to_u32(self.windows.len())
     }
 
     /// Its KV.
@@ -83,7 +84,7 @@ impl ModelShape {
     /// `kv_tokens` keys in total. All rows go through the dense operations together.
     pub fn step_ops(&self, parts: &[Prefill], batch: u32, kv_tokens: u64) -> OpCounts {
         let rows = parts.iter().map(|part| part.tokens).sum::<u32>() + batch;
-        let drawn = parts.iter().filter(|part| part.last).count() as u32 + batch;
+        let drawn = to_u32(parts.iter().filter(|part| part.last).count()) + batch;
         let mut ops = self.dense_ops(rows);
         for (sig, count) in
             self.head_ops(drawn, rows).into_iter().chain(self.attention_ops(parts, batch, kv_tokens))
@@ -140,7 +141,7 @@ impl ModelShape {
             };
             let sig = OpSig::AttnPrefill {
                 tokens: parts.iter().map(|part| part.tokens).sum(),
-                sequences: parts.len() as u32,
+                sequences: to_u32(parts.len()),
                 pairs: parts.iter().map(|part| visible_pairs(part.context, part.tokens, window)).sum(),
                 kv_tokens: parts.iter().map(reach).sum(),
                 heads: self.heads,
@@ -238,7 +239,7 @@ impl ModelShape {
     }
 
     fn pages(&self, tokens: u64) -> u32 {
-        tokens.div_ceil(u64::from(self.page_tokens.max(1))) as u32
+        to_u32(tokens.div_ceil(u64::from(self.page_tokens.max(1))))
     }
 
     fn window_groups(&self) -> Vec<(Option<u32>, u64)> {

@@ -1,6 +1,7 @@
 //! A step's time as tables, for frequent queries, and for engines whose tables were measured.
 
 use super::Prefill;
+use mixfleet_hal::cast::{to_u32, to_usize};
 use mixfleet_hal::units::Seconds;
 use serde::{Deserialize, Serialize};
 
@@ -120,7 +121,7 @@ struct Axis {
 const BUCKET_BITS: u32 = 48;
 
 fn bucket(at: f64) -> usize {
-    ((at.max(1.0).to_bits() >> BUCKET_BITS) - (1f64.to_bits() >> BUCKET_BITS)) as usize
+    to_usize((at.max(1.0).to_bits() >> BUCKET_BITS) - (1f64.to_bits() >> BUCKET_BITS))
 }
 
 impl From<Vec<f64>> for Axis {
@@ -130,7 +131,7 @@ impl From<Vec<f64>> for Axis {
             f64::from_bits((1f64.to_bits() >> BUCKET_BITS << BUCKET_BITS) + (index << BUCKET_BITS))
         };
         let cells = knots.len().saturating_sub(2);
-        let cell = |at: f64| knots.partition_point(|knot| *knot <= at).saturating_sub(1).min(cells) as u32;
+        let cell = |at: f64| to_u32(knots.partition_point(|knot| *knot <= at).saturating_sub(1).min(cells));
         // Numbers below 1 are in the first bucket too.
         let starts = (0..buckets).map(|index| if index == 0 { 0 } else { cell(least(index)) }).collect();
         Axis { knots, starts }
@@ -226,7 +227,7 @@ impl StepTables {
     pub(super) fn of(parts: StepParts) -> Self {
         let chunk = f64::from(parts.chunk_tokens);
         let contexts = parts.prefill.axes[1].knots.last().copied().unwrap_or(0.0);
-        let chunks = ((contexts / chunk).ceil() as u32).saturating_add(1).min(CHUNKS_MAX);
+        let chunks = to_u32((contexts / chunk).ceil()).saturating_add(1).min(CHUNKS_MAX);
         let (mut total, mut prompt) = (0.0, vec![0.0]);
         for index in 0..chunks {
             total += parts.prefill.at([chunk, f64::from(index) * chunk]);
@@ -238,7 +239,7 @@ impl StepTables {
     /// Time of a mixed step; see [`super::CostModel::step_s`].
     pub(super) fn step_s(&self, parts: &[Prefill], batch: u32, kv_tokens: u64) -> Seconds {
         let rows = parts.iter().map(|part| part.tokens).sum::<u32>() + batch;
-        let drawn = parts.iter().filter(|part| part.last).count() as u32 + batch;
+        let drawn = to_u32(parts.iter().filter(|part| part.last).count()) + batch;
         let head = if drawn == 0 { 0.0 } else { self.parts.head.at([f64::from(drawn)]) };
         let attention = self.attention(parts, batch, kv_tokens);
         Seconds(self.parts.overhead_s + self.parts.dense.at([f64::from(rows)]) + head + attention)

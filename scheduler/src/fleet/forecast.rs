@@ -3,6 +3,7 @@
 use super::lengths::{Histogram, Lengths};
 use super::load::{Batch, Load};
 use super::{Instance, RequestId};
+use mixfleet_hal::cast::{to_u32, to_u64};
 use mixfleet_hal::random::unit;
 use mixfleet_hal::units::Seconds;
 
@@ -48,7 +49,7 @@ impl Seat {
         let (known, rest) = match lengths.of(self.class).filter(|_| !self.hinted) {
             Some(lengths) => {
                 let (rest, beyond) = lengths.rest_and_beyond(generated);
-                (Some((lengths, beyond)), (rest + 0.5) as u32)
+                (Some((lengths, beyond)), to_u32(rest + 0.5))
             }
             None if generated < self.output_tokens => (None, self.output_tokens - generated),
             // An answer that outlived its hint is assumed to be half-way.
@@ -151,7 +152,7 @@ impl Likely {
     /// The mean, plus so many standard deviations.
     pub(super) fn batch(&self, deviations: f64) -> Batch {
         let kv_tokens = self.kv_tokens + deviations * self.variance.sqrt();
-        Batch { sequences: (self.sequences + 0.5) as u32, kv_tokens: (kv_tokens + 0.5) as u64 }
+        Batch { sequences: to_u32(self.sequences + 0.5), kv_tokens: to_u64(kv_tokens + 0.5) }
     }
 }
 

@@ -5,6 +5,8 @@
 //! that it is still being generated a number of tokens later. One uniform decode time for all (Mooncake v3,
 //! section 7.4, assumes one t_d) would give neither.
 
+use mixfleet_hal::cast::{to_u32, to_usize};
+
 /// Eight buckets per octave: a bucket is at most an eighth wide.
 const PER_OCTAVE_LOG2: u32 = 3;
 const BUCKETS: usize = 31 << PER_OCTAVE_LOG2;
@@ -47,7 +49,7 @@ impl Lengths {
 
     /// Mean length of an answer of `class`, in tokens.
     pub(super) fn mean(&self, class: u32) -> u32 {
-        self.of(class).map_or(self.assumed_tokens, |histogram| histogram.rest(0).round().max(1.0) as u32)
+        self.of(class).map_or(self.assumed_tokens, |histogram| to_u32(histogram.rest(0).round().max(1.0)))
     }
 }
 
@@ -151,7 +153,7 @@ fn bucket_at(tokens: f64) -> usize {
     let eighths = tokens.to_bits() >> (FRACTION_BITS - PER_OCTAVE_LOG2);
     // These are the bits of the length 8, which has bucket 8.
     let first = (STEPS as f64).to_bits() >> (FRACTION_BITS - PER_OCTAVE_LOG2);
-    let bucket = if tokens < STEPS as f64 { tokens as usize } else { (eighths - first + STEPS) as usize };
+    let bucket = if tokens < STEPS as f64 { to_usize(tokens) } else { to_usize(eighths - first + STEPS) };
     bucket.min(BUCKETS - 1)
 }
 

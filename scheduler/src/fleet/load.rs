@@ -10,6 +10,7 @@ use super::{Instance, InstanceId, RequestId};
 use crate::batch::{BatchLimits, rows_beside};
 use crate::cost::{Learner, LinkCost};
 use crate::table::IdMap;
+use mixfleet_hal::cast::to_u64;
 use mixfleet_hal::units::Seconds;
 use std::collections::VecDeque;
 
@@ -473,7 +474,7 @@ impl Load {
         let partial_blocks = u64::from(everyone.sequences + 1) * u64::from(self.spec.kv_block_tokens);
         let held = self.committed.kv_tokens.max(everyone.kv_tokens);
         // As much as [`Forecast::kv_wait`] keeps free, even if no answer had begun.
-        let spread = (held / 4).max((DEVIATIONS * self.answers_squared.sqrt()) as u64);
+        let spread = (held / 4).max(to_u64(DEVIATIONS * self.answers_squared.sqrt()));
         held + spread + partial_blocks + tokens <= self.spec.kv_capacity_tokens
     }
 

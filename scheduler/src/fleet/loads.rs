@@ -6,6 +6,7 @@
 use super::load::{Load, PromptQueue, Works};
 use super::{Instance, RequestId, Role};
 use crate::cost::{Corrections, CostModel, LinkCost};
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::{Seconds, UsdPerHour};
 use std::ops::{Deref, Range};
 use std::sync::Arc;
@@ -197,7 +198,7 @@ impl Loads {
 impl PromptRow {
     fn of(at: usize, load: &Load) -> Self {
         PromptRow {
-            at: at as u32,
+            at: to_u32(at),
             sequences: load.batch().sequences,
             queue: load.prompt_queue(),
             ingress_until: load.ingress_until,
@@ -208,7 +209,7 @@ impl PromptRow {
 impl AnswerRow {
     fn of(at: usize, load: &Load) -> Self {
         AnswerRow {
-            at: at as u32,
+            at: to_u32(at),
             sequences: load.committed.sequences,
             kv_tokens: load.committed.kv_tokens,
             step: load.step(load.committed),

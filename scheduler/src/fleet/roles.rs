@@ -18,6 +18,7 @@
 
 use super::load::{Batch, Load};
 use super::{Action, Fleet, InstanceId, Role};
+use mixfleet_hal::cast::{to_u32, to_u64};
 use mixfleet_hal::units::Seconds;
 use serde::{Deserialize, Serialize};
 
@@ -126,8 +127,8 @@ impl Fleet {
         let mean = |growth: f64| {
             let of = |load: &Load| {
                 let Batch { sequences, kv_tokens } = load.batch();
-                let sequences = (f64::from(sequences) * growth).round() as u32;
-                let kv_tokens = (kv_tokens as f64 * growth).round() as u64;
+                let sequences = to_u32((f64::from(sequences) * growth).round());
+                let kv_tokens = to_u64((kv_tokens as f64 * growth).round());
                 let step = load.step(Batch { sequences, kv_tokens });
                 let fill = kv_tokens as f64 / load.spec.kv_capacity_tokens.max(1) as f64;
                 self.config.tbt_slo.map_or(0.0, |slo| step / slo).max(fill)

@@ -9,17 +9,19 @@
 use super::BlockHash;
 use super::sets::EMPTY;
 use super::table::{Table, spread};
+use mixfleet_hal::cast::{low_u32, to_u32};
 
 /// Bits of the number of table segments: with 10 M blocks a segment has 2,400, and rebuilding it takes
 /// microseconds.
 const SEGMENT_BITS: u32 = 12;
 /// Positions per chunk. With 384 KiB allocators map each chunk separately, so that chunks, which stay, and
 /// table segments, which come and go, do not fragment each other's memory.
-const CHUNK: usize = 1 << 15;
+const CHUNK_BLOCKS: u32 = 1 << 15;
+const CHUNK: usize = CHUNK_BLOCKS as usize;
 /// Positions per piece, which [`Blocks::update_piece`] processes in microseconds.
 const PIECE: usize = 1 << 10;
 /// Free positions from which a chunk is refilled.
-const CHUNK_FREE: u32 = CHUNK as u32 / 16;
+const CHUNK_FREE: u32 = CHUNK_BLOCKS / 16;
 /// Blocks looked up in the table together, so that their cache misses overlap.
 const AHEAD: usize = 8;
 /// Positions after a block that are searched for the next block.
@@ -95,7 +97,7 @@ impl Blocks {
         let at = near as usize % CHUNK;
         let after = &chunk[at + 1..CHUNK.min(at + 1 + BESIDE)];
         if let Some(step) = after.iter().position(|block| is(block, key)) {
-            return Some(near + 1 + step as u32);
+            return Some(near + 1 + to_u32(step));
         }
         (at > 0 && is(&chunk[at - 1], key)).then(|| near - 1)
     }
@@ -171,8 +173,7 @@ impl Blocks {
 
     /// Replaces the set of each block in one piece by the result of `change`.
     pub(super) fn update_piece(&mut self, piece: usize, mut change: impl FnMut(u32) -> u32) {
-        for place in piece * PIECE..(piece + 1) * PIECE {
-            let place = place as u32;
+        for place in to_u32(piece * PIECE)..to_u32((piece + 1) * PIECE) {
             let set = set(&self.at(place));
             if set != EMPTY {
                 let set = change(set);
@@ -191,7 +192,7 @@ impl Blocks {
             chunk.free += 1;
             if chunk.free >= CHUNK_FREE && !chunk.waits && number != self.fill as usize / CHUNK {
                 chunk.waits = true;
-                self.refill.push(number as u32);
+                self.refill.push(to_u32(number));
             }
             self.table.remove(hash, place + 1);
         }
@@ -201,7 +202,7 @@ impl Blocks {
         let place = self.next_free();
         let chunk = &mut self.chunks[place as usize / CHUNK];
         chunk.free -= 1;
-        chunk.blocks[place as usize % CHUNK] = [(key.0 >> 32) as u32, key.0 as u32, set];
+        chunk.blocks[place as usize % CHUNK] = [(key.0 >> 32) as u32, low_u32(key.0), set];
         self.table.insert(spread(key), place + 1);
         self.fill = place;
         place
@@ -216,7 +217,7 @@ impl Blocks {
             let step =
                 free.and_then(|chunk| chunk.blocks[from..].iter().position(|block| set(block) == EMPTY));
             if let Some(step) = step {
-                return (number * CHUNK + from + step) as u32;
+                return to_u32(number * CHUNK + from + step);
             }
             from = 0;
             let left = number;
@@ -227,11 +228,11 @@ impl Blocks {
                 }
                 None => {
                     let blocks = vec![[0; 3]; CHUNK].into();
-                    self.chunks.push(Chunk { blocks, free: CHUNK as u32, waits: false });
+                    self.chunks.push(Chunk { blocks, free: CHUNK_BLOCKS, waits: false });
                     self.chunks.len() - 1
                 }
             };
-            self.fill = (number * CHUNK) as u32;
+            self.fill = to_u32(number * CHUNK);
             // Positions freed behind the fill position.
             if let Some(chunk) = self.chunks.get_mut(left)
                 && chunk.free >= CHUNK_FREE
@@ -239,7 +240,7 @@ impl Blocks {
                 && left != number
             {
                 chunk.waits = true;
-                self.refill.push(left as u32);
+                self.refill.push(to_u32(left));
             }
         }
     }

@@ -3,6 +3,7 @@
 use super::BlockHash;
 use super::table::spread;
 use hashbrown::HashTable;
+use mixfleet_hal::cast::{low_u32, to_u32};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -179,7 +180,7 @@ impl BlockCache {
             if !self.make_room(evicted) {
                 break;
             }
-            self.chain[depth] = self.create(key, depth as u32);
+            self.chain[depth] = self.create(key, to_u32(depth));
         }
         self.end_use();
     }
@@ -365,7 +366,7 @@ impl BlockCache {
                 self.entries.reserve_exact(8 + self.entries.len() / 8);
             }
             self.entries.push(entry);
-            self.entries.len() as u32 - 1
+            to_u32(self.entries.len()) - 1
         } else {
             let id = self.free;
             self.free = self.entries[id as usize].newer;
@@ -432,7 +433,7 @@ impl BlockCache {
 }
 
 fn halves(key: BlockHash) -> [u32; 2] {
-    [(key.0 >> 32) as u32, key.0 as u32]
+    [(key.0 >> 32) as u32, low_u32(key.0)]
 }
 
 impl Entry {

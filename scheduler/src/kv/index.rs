@@ -9,6 +9,7 @@ use super::BlockHash;
 use super::blocks::Blocks;
 use super::sets::{EMPTY, Edit, Member, Sets};
 use crate::ids::InstanceId;
+use mixfleet_hal::cast::to_u32;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -315,7 +316,7 @@ impl PrefixIndex {
         }
         assert!(self.holders.len() < Member::HOLDERS_MAX, "half a billion instances at most");
         self.holders.push(holder);
-        self.holders.len() as u32 - 1
+        to_u32(self.holders.len()) - 1
     }
 
     fn retire(&mut self, holder: u32) {
@@ -387,7 +388,7 @@ impl PrefixIndex {
                 let is_it = |prefix: &Prefix| prefix.instance == instance;
                 let place =
                     if found.get(at).is_some_and(is_it) { Some(at) } else { found.iter().position(is_it) };
-                alive.extend(place.map(|place| Alive { member: same, place: place as u32, since: blocks }));
+                alive.extend(place.map(|place| Alive { member: same, place: to_u32(place), since: blocks }));
             }
         }
     }

@@ -2,6 +2,7 @@
 
 use super::table::{Table, spread};
 use super::{BlockHash, Tier};
+use mixfleet_hal::cast::{to_u8, to_u32};
 
 /// Number of edits of sets that are memoised while a change is applied.
 const EDITED: usize = 64;
@@ -93,7 +94,7 @@ impl Members {
         match members.get_mut(..from.len()) {
             Some(few) => {
                 few.copy_from_slice(from);
-                Members::Few { len: from.len() as u8, members }
+                Members::Few { len: to_u8(from.len()), members }
             }
             None => Members::Many(from.into()),
         }
@@ -186,7 +187,7 @@ impl Sets {
                 self.sets.reserve_exact(8 + self.sets.len() / 8);
             }
             self.sets.push(new);
-            self.sets.len() as u32 - 1
+            to_u32(self.sets.len()) - 1
         } else {
             let set = self.free;
             self.free = self.members(set)[0].0;

@@ -8,6 +8,7 @@
 //! costs 7.8 to 8.8; a table that doubles costs up to twice that.
 
 use super::BlockHash;
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::random::mix;
 
 /// Spreads keys over the whole range, whatever they are (a trace's are small numbers).
@@ -153,7 +154,7 @@ impl Segment {
     /// Spreads the entries over a number of homes that makes it 80 % full.
     fn rebuild(&mut self) {
         let old = std::mem::take(&mut self.slots);
-        self.homes = (u64::from(self.entries) * 5 / 4 + 2).min(u64::from(u32::MAX)) as u32;
+        self.homes = to_u32((u64::from(self.entries) * 5 / 4 + 2).min(u64::from(u32::MAX)));
         // Room for what the last entries usually spill; more than that reallocates.
         self.slots.reserve_exact(self.homes as usize + 8);
         self.slots.resize(self.homes as usize, Entry::default());

@@ -1,6 +1,7 @@
 //! Turns the scattered measurements in `attention.csv` of an engine's profile into rectangular tables.
 
 use super::engine_profile::{floats, positive, rows};
+use mixfleet_hal::cast::to_u32;
 use mixfleet_scheduler::cost::Grid;
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
@@ -50,7 +51,7 @@ impl AttentionTable {
                 .or(row.prefill_key)
                 .ok_or_else(|| format!("{} has neither kv_prefill nor prefill_key", path.display()))?;
             table.mean_keys |= row.kv_prefill.is_none();
-            let key = [context.round() as u32, row.n_decode, row.kv_decode];
+            let key = [to_u32(context.round()), row.n_decode, row.kv_decode];
             let time_us = positive(row.time_us, "attention.csv")?;
             table.by_chunk.entry(row.prefill_chunk).or_default().insert(key, time_us);
         }

@@ -3,6 +3,7 @@
 //! used.
 
 use super::FleetFileError;
+use mixfleet_hal::cast::to_u64;
 use toml::{Table, Value};
 
 /// Minimum of a nonzero value of most keys.
@@ -56,7 +57,7 @@ pub(super) fn check(file: &Table) -> Result<(), FleetFileError> {
         }
     }
     let counts = file.get("pool").and_then(Value::as_array).into_iter().flatten();
-    let counts = counts.map(|pool| pool.get("count").and_then(Value::as_integer).unwrap_or(1).max(0) as u64);
+    let counts = counts.map(|pool| to_u64(pool.get("count").and_then(Value::as_integer).unwrap_or(1).max(0)));
     let instances = counts.fold(0u64, u64::saturating_add);
     if instances > INSTANCES_MAX {
         let cause = format!("{instances} instances in all; there may be at most {INSTANCES_MAX}");

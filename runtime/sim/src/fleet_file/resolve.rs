@@ -9,6 +9,7 @@ use super::{
     Engine, FleetFile, FleetFileError, InstancePool, Kv, Model, PoolLink, ReadProfile, TierSize, VERSION,
     class, model, pipeline, raw, rebalance, slowdown,
 };
+use mixfleet_hal::cast::to_u64;
 use mixfleet_hal::economics::Selection;
 use mixfleet_hal::units::GB;
 use mixfleet_scheduler::batch::BatchLimits;
@@ -175,7 +176,7 @@ fn cache_tokens(
         .shape
         .as_ref()
         .map_or(1.0, |shape| (f64::from(raw.devices_per_instance) / f64::from(shape.kv_heads)).max(1.0));
-    let counted = room.map(|room| (room / (model.kv_bytes_per_token * copies)) as u64);
+    let counted = room.map(|room| to_u64(room / (model.kv_bytes_per_token * copies)));
     let tokens = stated.or(measured).or(counted).ok_or_else(|| {
         wrong(format!("{place}: cache_tokens"), "is missing, and without a device it cannot be counted")
     })?;
@@ -215,7 +216,7 @@ fn tokens_or_bytes(
     }
     let key = format!("{place}: {name}_bytes");
     not_negative(&key, bytes.unwrap_or(0.0))?;
-    let tokens = tokens.or(bytes.map(|bytes| (bytes / model.kv_bytes_per_token) as u64));
+    let tokens = tokens.or(bytes.map(|bytes| to_u64(bytes / model.kv_bytes_per_token)));
     match tokens.filter(|tokens| *tokens > TIER_TOKENS_MAX) {
         Some(many) => Err(wrong(key, format!("{many} tokens of KV; it must be at most {TIER_TOKENS_MAX}"))),
         None => Ok(tokens),

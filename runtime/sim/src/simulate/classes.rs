@@ -3,6 +3,7 @@
 use super::Setup;
 use crate::fleet_file::{Class, ClassMembers, Promise, Slo};
 use crate::trace::{ConversationTurn, Request};
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::random::{bits, unit};
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::fleet::Objective;
@@ -78,7 +79,7 @@ impl<'a> Classes<'a> {
                 by(began_s + deadline_s, 1 + session.and_then(|session| session.left).unwrap_or(0))
             }
         };
-        (number as u32, objective, promised)
+        (to_u32(number), objective, promised)
     }
 
     /// The head start of requests of a class, by its number.

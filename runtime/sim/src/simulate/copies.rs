@@ -3,6 +3,7 @@
 use super::World;
 use super::agenda::Next;
 use super::engine::{Job, Message};
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::{After, Urgency};
 use mixfleet_scheduler::fleet::Event;
@@ -80,7 +81,7 @@ impl World<'_> {
                 (from, tokens, flight.chain.clone())
             }
             (None, Some(copy)) => {
-                let all = copy.chain.len() as u32 * self.setup.block_tokens;
+                let all = to_u32(copy.chain.len()) * self.setup.block_tokens;
                 (copy.from, all, copy.chain.clone())
             }
             (None, None) => return,
@@ -138,7 +139,7 @@ impl World<'_> {
     pub(super) fn send_copy(&mut self, copy: Copy) {
         self.copies.asked += 1;
         let request = COPY | self.copies.asked;
-        let tokens = copy.chain.len() as u32 * self.setup.block_tokens;
+        let tokens = to_u32(copy.chain.len()) * self.setup.block_tokens;
         let job = Job {
             request,
             prompt_tokens: tokens,

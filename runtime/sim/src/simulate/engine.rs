@@ -14,6 +14,7 @@ use super::{InstanceSetup, Setup};
 pub(super) use keys::public;
 
 use keys::Keys;
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::{Action, After, Event, Instance, Sampled, StepSequence, Urgency};
 use mixfleet_scheduler::cost::{CostModel, MeasuredSteps, Prefill};
@@ -186,7 +187,7 @@ impl Engine {
             Some(Plan::Load { .. }) | None => (0.0, 0.0),
         };
         let tokens = |blocks: usize| blocks as u64 * u64::from(self.block_tokens);
-        let step_s = match phases.decoding as u32 {
+        let step_s = match to_u32(phases.decoding) {
             0 => 0.0,
             sequences => self.cost.decode_step_s(sequences, phases.decoding_tokens).0,
         };
@@ -258,7 +259,7 @@ impl Engine {
     ) {
         let chain = &chain[..chain.len().min((tokens / self.block_tokens) as usize)];
         let text =
-            Keys::new(request, chain.len() as u32 * self.block_tokens, chain.into(), self.block_tokens);
+            Keys::new(request, to_u32(chain.len()) * self.block_tokens, chain.into(), self.block_tokens);
         self.tell(Event::Lend { request, text });
         let Some(Action::Lent { pages, .. }) = self.actions.pop() else {
             unreachable!("what is asked for is lent")
@@ -267,7 +268,7 @@ impl Engine {
         let by_tier = self.lower.prefix(below);
         let came = by_tier.iter().sum::<usize>();
         let ready_s = self.lower.load(now_s, &below[..came], by_tier);
-        let tokens = (pages.len() + came) as u32 * self.block_tokens;
+        let tokens = to_u32(pages.len() + came) * self.block_tokens;
         outcomes.push(Outcome::Lent { request, tokens, ready_s });
     }
 
@@ -455,7 +456,7 @@ impl Engine {
             active.loaded = [0, 1, 2].map(|tier| active.loaded[tier] + by_tier[tier]);
         }
         self.plans += 1;
-        self.at = Some(Plan::Load { request, blocks: blocks as u32, until_s });
+        self.at = Some(Plan::Load { request, blocks: to_u32(blocks), until_s });
     }
 
     /// Begins a step, with those that are certain to follow it.

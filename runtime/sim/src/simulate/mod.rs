@@ -35,6 +35,7 @@ use copies::{Copies, Copy};
 use engine::{Engine, Gaps, Message, Outcome};
 use flight::Flight;
 use mixfleet_hal::DType;
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::{Ordered, Seconds};
 use mixfleet_scheduler::batch::{After, BatchLimits, Urgency};
 use mixfleet_scheduler::cost::LinkCost;
@@ -152,10 +153,10 @@ impl<'a> World<'a> {
         let mut routers = RouterMachines::new(&setup.fleet, setup.routers);
         let mut actions = Vec::new();
         for (at, instance) in setup.instances.iter().enumerate() {
-            let spec = Instance { id: InstanceId(at as u32), kv_dtype: KV, ..instance.spec.clone() };
+            let spec = Instance { id: InstanceId(to_u32(at)), kv_dtype: KV, ..instance.spec.clone() };
             routers.tell(0.0, Event::InstanceUp(spec), &mut actions);
             for &TierSetup { tier, cost, .. } in &instance.tiers {
-                let up = Event::TierUp { instance: InstanceId(at as u32), tier, cost };
+                let up = Event::TierUp { instance: InstanceId(to_u32(at)), tier, cost };
                 routers.tell(0.0, up, &mut actions);
             }
         }
@@ -325,7 +326,7 @@ impl<'a> World<'a> {
             head_start: flight.head_start,
         };
         if self.engines.len() <= TOLD_OF_EACH_STEP_MAX {
-            (0..self.engines.len() as u32).for_each(|instance| self.catch_up(instance));
+            (0..to_u32(self.engines.len())).for_each(|instance| self.catch_up(instance));
         }
         self.tell(Event::Arrived(arrival));
         let mut copies = Vec::new();

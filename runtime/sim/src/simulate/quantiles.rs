@@ -1,5 +1,7 @@
 //! Quantiles of any number of values in bounded memory.
 
+use mixfleet_hal::cast::{to_u64, to_usize};
+
 /// Bins per doubling: a bin is 0.54 % wide, so a quantile is within 0.27 % of one of the values around it.
 const BINS_PER_DOUBLING: f64 = 128.0;
 /// The smallest distinguished value, in the unit of the values.
@@ -17,7 +19,7 @@ pub struct Quantiles {
 impl Quantiles {
     /// Adds a value; negative ones count as 0.
     pub fn add(&mut self, value: f64) {
-        let bin = ((value.max(LEAST) / LEAST).log2() * BINS_PER_DOUBLING) as usize;
+        let bin = to_usize((value.max(LEAST) / LEAST).log2() * BINS_PER_DOUBLING);
         if self.bins.len() <= bin {
             self.bins.resize(bin + 1, 0);
         }
@@ -39,7 +41,7 @@ impl Quantiles {
 
     /// The value below which a share `q` of all values is; 0 without values.
     pub fn at(&self, q: f64) -> f64 {
-        let rank = (q * self.count as f64).ceil().max(1.0) as u64;
+        let rank = to_u64((q * self.count as f64).ceil().max(1.0));
         let mut seen = 0;
         for (bin, count) in self.bins.iter().enumerate() {
             seen += count;

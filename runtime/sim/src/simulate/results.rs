@@ -11,6 +11,7 @@ use super::{Flight, Setup};
 use crate::fleet_file::{Class, Slo, TbtMetric};
 use crate::trace::Request;
 use crate::trace::stats::ratio;
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::fleet::RejectReason;
 use serde::{Deserialize, Serialize};
@@ -76,7 +77,7 @@ impl Reused {
 
     /// Their tokens.
     pub(super) fn tokens(&self, block_tokens: u32) -> u32 {
-        self.blocks() as u32 * block_tokens
+        to_u32(self.blocks()) * block_tokens
     }
 
     fn blocks(&self) -> u64 {
@@ -325,8 +326,8 @@ impl Ledger {
         let of_tokens = |blocks: u64| ratio(blocks * u64::from(self.block_tokens), self.prompt_tokens);
         let traffic_usd: f64 = network.moved().values().map(|(_, usd)| usd).sum();
         let pool = |(at, name): (usize, &String)| {
-            let of_pool = || setup.instances.iter().filter(move |instance| instance.spec.pool == at as u32);
-            let (instances, (prefill_device_s, decode_device_s)) = (of_pool().count() as u32, self.busy[at]);
+            let of_pool = || setup.instances.iter().filter(move |instance| instance.spec.pool == to_u32(at));
+            let (instances, (prefill_device_s, decode_device_s)) = (to_u32(of_pool().count()), self.busy[at]);
             let busy_s = prefill_device_s + decode_device_s;
             let utilisation = busy_s / (f64::from(instances) * ended_s).max(f64::MIN_POSITIVE);
             let rate =

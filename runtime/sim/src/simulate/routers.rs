@@ -8,6 +8,7 @@
 use super::World;
 use super::agenda::Next;
 use crate::fleet_file::Routing;
+use mixfleet_hal::cast::{to_u32, to_usize};
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::fleet::{
     Action, Arrival, Event, Fleet, FleetConfig, Instance, InstanceId, OthersWork, Role,
@@ -59,7 +60,7 @@ impl RouterMachines {
     }
 
     fn owner(&self, request: u64) -> usize {
-        (request % self.fleets.len() as u64) as usize
+        to_usize(request % self.fleets.len() as u64)
     }
 
     /// Passes an event to the router of its request, or to all, and its effects to the others after the
@@ -218,7 +219,7 @@ impl World<'_> {
     }
 
     pub(super) fn beat(&mut self, number: u32) {
-        (0..self.engines.len() as u32).for_each(|instance| self.catch_up(instance));
+        (0..to_u32(self.engines.len())).for_each(|instance| self.catch_up(instance));
         self.routers.beat(self.now_s);
         self.schedule_beat(number + 1);
     }

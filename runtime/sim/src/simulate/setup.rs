@@ -2,6 +2,7 @@
 
 use super::{InstanceSetup, KV, Setup, TierSetup};
 use crate::fleet_file::{FleetFile, InstancePool, TierSize};
+use mixfleet_hal::cast::{to_u32, to_u64};
 use mixfleet_hal::units::{GB, Seconds, UsdPerHour};
 use mixfleet_scheduler::batch::BatchLimits;
 use mixfleet_scheduler::cost::LinkCost;
@@ -57,7 +58,7 @@ impl Setup {
                 id: InstanceId(0),
                 device: pool.device.as_deref().unwrap_or(&pool.name).into(),
                 role: pool.role,
-                pool: at as u32,
+                pool: to_u32(at),
                 cost: Arc::new(pool.cost.clone()),
                 price: pool.usd_per_hour.map(UsdPerHour),
                 kv_capacity_tokens: limits.kv_tokens(),
@@ -79,7 +80,7 @@ impl Setup {
                     seconds_per_byte: link.gb_per_s.map_or(0.0, |rate| 1e-9 / rate),
                     usd_per_byte: link.usd_per_gb * 1e-9,
                 };
-                pool_links.push((from as u32, to as u32, cost));
+                pool_links.push((to_u32(from), to_u32(to), cost));
             }
         }
         let config = FleetConfig {
@@ -92,7 +93,7 @@ impl Setup {
             rebalance: file.rebalance.clone(),
             replicate: file.kv.replicate_gb_per_s.map(|rate| Replicate::new(rate * GB)),
             seed: choices.seed,
-            ..FleetConfig::new(file.model.kv_bytes_per_token.round() as u64, file.model.layers)
+            ..FleetConfig::new(to_u64(file.model.kv_bytes_per_token.round()), file.model.layers)
         };
         Setup {
             fleet: config,

@@ -4,6 +4,7 @@
 use super::World;
 use super::observe::Sample;
 use crate::trace::TraceError;
+use mixfleet_hal::cast::{to_u32, to_u64};
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::Phases;
 use mixfleet_scheduler::fleet::InstanceId;
@@ -57,7 +58,7 @@ impl Timeline {
     fn due(&mut self, then_s: f64, idle: bool) -> Option<f64> {
         let interval_s = self.interval_s?;
         if idle && self.idle {
-            self.next = self.next.max(((then_s / interval_s).ceil() as u64).saturating_sub(1));
+            self.next = self.next.max(to_u64((then_s / interval_s).ceil()).saturating_sub(1));
         }
         if self.taken > SAMPLES_MAX {
             return None;
@@ -93,7 +94,7 @@ impl World<'_> {
 
     fn sample(&mut self, time_s: f64) {
         let interval_s = time_s - self.timeline.sampled_s;
-        for pool in 0..self.setup.pools.len() as u32 {
+        for pool in 0..to_u32(self.setup.pools.len()) {
             let sample = self.sample_pool(pool, time_s, interval_s);
             self.observer.sampled(&sample);
         }
@@ -123,7 +124,7 @@ impl World<'_> {
             sample.used_tokens += now.used_tokens;
             sample.cached_tokens += now.cached_tokens;
             step_s += now.step_s;
-            queue_s += self.routers.first().queued_prefill(InstanceId(at as u32), Seconds(time_s)).0;
+            queue_s += self.routers.first().queued_prefill(InstanceId(to_u32(at)), Seconds(time_s)).0;
             worked_s.0 += now.worked_s.0;
             worked_s.1 += now.worked_s.1;
         }

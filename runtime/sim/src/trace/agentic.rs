@@ -7,6 +7,7 @@
 
 use super::read::{Lengths, Repairs, Sorter};
 use super::{ConversationTurn, Request, TIME_S_MAX, TraceError};
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::random::bits;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::kv::BlockHash;
@@ -237,7 +238,7 @@ impl AgentSession {
                 id: self.number,
                 after: step.after.map(|after| self.ids[after]),
                 think: step.think,
-                left: Some((self.order.len() - self.done) as u32),
+                left: Some(to_u32(self.order.len() - self.done)),
             }),
             class: self.model.clone(),
         }

@@ -25,6 +25,7 @@ pub use mooncake::key_of;
 pub use read::{ReadOptions, Repairs, Trace};
 pub use transform::Requests;
 
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::kv::BlockHash;
 use std::sync::Arc;
@@ -75,7 +76,7 @@ impl Request {
     /// Prompt tokens saved by a hit of the first `blocks` blocks. A block hit counts whole, except the last
     /// one of a prompt, which counts up to the prompt's end.
     pub fn reused_tokens(&self, blocks: usize, block_tokens: u32) -> u32 {
-        (blocks as u64 * u64::from(block_tokens)).min(u64::from(self.prompt_tokens)) as u32
+        to_u32((blocks as u64 * u64::from(block_tokens)).min(u64::from(self.prompt_tokens)))
     }
 
     /// The same request with its chain in blocks of `to` tokens instead of `from`.

@@ -1,6 +1,7 @@
 //! Statistics of a trace: lengths, arrivals, and hit rates of caches of several sizes.
 
 use super::{Repairs, Request};
+use mixfleet_hal::cast::to_u64;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::kv::{BlockCache, BlockHash, CachePolicy};
 use mixfleet_scheduler::table::IdMap;
@@ -185,7 +186,7 @@ impl Histogram {
 
     /// The least length that at least a share `p` of the requests does not exceed (nearest rank).
     fn quantile(&self, p: f64) -> u32 {
-        let rank = (p * self.count() as f64).ceil().max(1.0) as u64;
+        let rank = to_u64((p * self.count() as f64).ceil().max(1.0));
         let mut below = 0;
         let found = self.counts.iter().find(|&(_, &count)| {
             below += count;

@@ -32,6 +32,7 @@ use super::forecast::Forecast;
 use super::load::{Backlog, Batch, Load};
 use super::{Arrival, Fleet, InstanceId, Pull, RejectReason};
 use crate::cost::{Corrections, LinkCost};
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::{Bytes, Seconds, Usd, UsdPerHour};
 use std::cell::OnceCell;
 
@@ -139,7 +140,7 @@ impl Fleet {
             score_unit,
             wait_weight,
             output_tokens,
-            instances: self.loads.len() as u32,
+            instances: to_u32(self.loads.len()),
             candidates: Vec::new(),
         };
         let (requests, requests_max) = (self.requests(), self.config.requests_max);

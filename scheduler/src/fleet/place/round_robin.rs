@@ -2,11 +2,12 @@
 
 use super::super::{Fleet, Role};
 use super::Pick;
+use mixfleet_hal::cast::to_usize;
 
 pub(super) fn picks(fleet: &mut Fleet) -> Vec<Pick> {
     let turn = |fleet: &Fleet, can: fn(Role) -> bool, turn: u64| {
         let count = fleet.able(can).count() as u64;
-        fleet.able(can).nth(turn.checked_rem(count)? as usize).map(|(at, _)| at)
+        fleet.able(can).nth(to_usize(turn.checked_rem(count)?)).map(|(at, _)| at)
     };
     let Some(prefill) = turn(fleet, Role::prefills, fleet.turns) else { return Vec::new() };
     let own = fleet.loads[prefill].spec.role.decodes().then_some(prefill);

@@ -1,5 +1,6 @@
 //! The tokens of a sequence in a simulation: the keys of its blocks.
 
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::random::bits;
 use mixfleet_scheduler::batch::Text;
 use mixfleet_scheduler::kv::BlockHash;
@@ -33,7 +34,7 @@ pub(super) struct Keys {
 
 impl Keys {
     pub(super) fn new(request: u64, tokens: u32, chain: Arc<[BlockHash]>, block_tokens: u32) -> Self {
-        let public = (tokens / block_tokens).min(chain.len() as u32);
+        let public = (tokens / block_tokens).min(to_u32(chain.len()));
         Keys { request, tokens, public, chain }
     }
 }

@@ -1,6 +1,7 @@
 //! A run of equal decode steps as one event.
 
 use super::{Engine, Gaps, Outcome};
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::StepSequence;
 use mixfleet_scheduler::cost::{CostModel, MeasuredSteps};
@@ -32,7 +33,7 @@ impl Run {
 
     /// Time of a step, counted from 1.
     fn step_s(&self, cost: &CostModel, number: u32) -> f64 {
-        let sequences = self.parts.len() as u32;
+        let sequences = to_u32(self.parts.len());
         let kv_tokens = self.kv_tokens + u64::from(sequences) * u64::from(number - 1);
         cost.decode_step_s(sequences, kv_tokens).0
     }
@@ -115,7 +116,7 @@ impl Engine {
             }
         }
         if self.measures {
-            let sequences = run.parts.len() as u32;
+            let sequences = to_u32(run.parts.len());
             let kv_tokens = run.kv_tokens + u64::from(sequences) * u64::from(done - count + (count - 1) / 2);
             let time = Seconds(ended_s - began_s);
             let parts = Vec::new();

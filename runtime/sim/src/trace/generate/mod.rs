@@ -15,6 +15,7 @@ pub use write::{Output, write_line};
 
 use super::{ConversationTurn, Request, TIME_S_MAX, TOKENS_MAX, key_of, mooncake::BLOCK_TOKENS};
 use arrivals::Starts;
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::random::{Stream, bits};
 use mixfleet_hal::units::Seconds;
 use std::collections::BTreeMap;
@@ -268,7 +269,7 @@ impl Generator {
         let mut random = Stream::new(bits(self.options.seed, number));
         let system = match self.model.system_prompts {
             0 => 0,
-            kinds => random.below(u64::from(kinds)) as u32,
+            kinds => to_u32(random.below(u64::from(kinds))),
         };
         let prompt_tokens = self.model.first.draw(&mut random).min(self.model.prompt_tokens_max);
         let session = GeneratedSession {

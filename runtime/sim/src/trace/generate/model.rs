@@ -1,5 +1,6 @@
 //! Lengths, turns and think times of sessions, with the sources of their numbers.
 
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::random::Stream;
 
 /// Shares of a distribution at which sources state its values.
@@ -18,7 +19,7 @@ impl QuantileCurve {
         let above = self.points().position(|(p, _)| p > share).unwrap_or(usize::MAX);
         let mut around = self.points().skip(above.saturating_sub(1));
         let (Some((p0, v0)), Some((p1, v1))) = (around.next(), around.next()) else { return self.0[11] };
-        (v0 * (v1 / v0).powf((share - p0) / (p1 - p0))).round() as u32
+        to_u32((v0 * (v1 / v0).powf((share - p0) / (p1 - p0))).round())
     }
 
     /// The mean of the distribution.

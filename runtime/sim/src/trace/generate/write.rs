@@ -1,13 +1,14 @@
 //! Writes requests as lines of Mooncake's format.
 
 use crate::trace::Request;
+use mixfleet_hal::cast::to_u64;
 use std::io::{BufWriter, Write};
 use std::path::Path;
 
 /// Appends `request` as one line, with `hash_ids` for its chain.
 pub fn write_line(line: &mut Vec<u8>, request: &Request, hash_ids: &[u64]) {
     line.extend_from_slice(b"{\"timestamp\": ");
-    number(line, (request.at.0 * 1e3).round() as u64);
+    number(line, to_u64((request.at.0 * 1e3).round()));
     line.extend_from_slice(b", \"input_length\": ");
     number(line, request.prompt_tokens.into());
     line.extend_from_slice(b", \"output_length\": ");
