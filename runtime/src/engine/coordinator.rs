@@ -16,7 +16,7 @@ use crate::request::{
     Deadline, Failure, FinishReason, GenerateRequest, Hints, Logprobs, Rejection, ServiceTier, Submission,
     UPDATES_BESIDE_TOKENS, Update,
 };
-use mixfleet_hal::cast::to_u32;
+use mixfleet_hal::cast::{to_u32, to_u64};
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{DType, ErrorKind};
 use mixfleet_scheduler::batch::{BatchLoad, RequestId, Urgency};
@@ -564,7 +564,7 @@ fn refuse(
 ) {
     let overloaded = |seconds: f64| Rejection::Overloaded {
         reason: reason.to_string(),
-        retry_after_s: secondto_u64(s.ceil().clamp(1.0, 3600.0)),
+        retry_after_s: to_u64(seconds.ceil().clamp(1.0, 3600.0)),
     };
     let rejection = match reason {
         RejectReason::TooLarge { .. } => Rejection::TooLarge(reason.to_string()),

@@ -3,6 +3,7 @@
 use super::engine::Message;
 use super::{Next, World};
 use crate::fleet_file::PoolSlowdown;
+use mixfleet_hal::cast::to_u32;
 use mixfleet_scheduler::cost::CostModel;
 use mixfleet_scheduler::fleet::{Event, InstanceId};
 use std::sync::Arc;
@@ -18,7 +19,7 @@ impl World<'_> {
         let setup = self.setup;
         let PoolSlowdown { ref pool, instance, times, told, .. } = setup.slowdowns[index as usize];
         let is_of_pool = |at: &u32| setup.pools[setup.instances[*at as usize].spec.pool as usize] == *pool;
-        let of_pool = (0..setup.instances.len() as u32).filter(is_of_pool);
+        let of_pool = (0..to_u32(setup.instances.len())).filter(is_of_pool);
         for (_, at) in (0..).zip(of_pool).filter(|(number, _)| instance.is_none_or(|one| one == *number)) {
             let usual = setup.instances[at as usize].spec.cost.clone();
             let cost = Arc::new(CostModel::Scaled(times, usual));
