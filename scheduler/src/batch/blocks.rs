@@ -37,11 +37,11 @@ pub struct BlockPool<B> {
     block_tokens: u32,
     /// The block cache, in which a block's slot is its page.
     cache: BlockCache,
-    /// Tokens by page, for blocks with a key.
-    tokens: Vec<Option<B>>,
+    /// Tokens by page, which mean nothing for blocks without a key.
+    tokens: Vec<B>,
 }
 
-impl<B> BlockPool<B> {
+impl<B: Default> BlockPool<B> {
     /// Creates `total` free blocks of `block_tokens` tokens.
     pub fn new(total: u32, block_tokens: u32, policy: CachePolicy) -> Self {
         assert!(block_tokens > 0, "a block holds at least one token");
@@ -80,8 +80,7 @@ impl<B> BlockPool<B> {
     pub fn longest_prefix(&self, text: &mut impl Text<Block = B>, blocks: u32) -> Vec<u32> {
         let hits = (0..blocks).map_while(|block| {
             let page = self.cache.place(text.hash(block))?;
-            let tokens = self.tokens[page as usize].as_ref()?;
-            text.has(block, tokens).then_some(page)
+            text.has(block, &self.tokens[page as usize]).then_some(page)
         });
         hits.collect()
     }
@@ -106,10 +105,10 @@ impl<B> BlockPool<B> {
     pub fn allocate(&mut self, evicted: &mut Vec<Evicted<B>>) -> Option<u32> {
         let (page, given_up) = self.cache.take()?;
         if self.tokens.len() <= page as usize {
-            self.tokens.resize_with(page as usize + 1, || None);
+            self.tokens.resize_with(page as usize + 1, B::default);
         }
-        let tokens = self.tokens[page as usize].take();
-        evicted.extend(given_up.zip(tokens).map(|(hash, tokens)| Evicted { hash, tokens, page }));
+        let tokens = std::mem::take(&mut self.tokens[page as usize]);
+        evicted.extend(given_up.map(|hash| Evicted { hash, tokens, page }));
         Some(page)
     }
 
@@ -119,7 +118,7 @@ impl<B> BlockPool<B> {
         assert!(self.cache.pins_at(page) > 0, "only a user publishes");
         let new = self.cache.name(page, hash, depth);
         if new {
-            self.tokens[page as usize] = Some(tokens());
+            self.tokens[page as usize] = tokens();
         }
         new
     }

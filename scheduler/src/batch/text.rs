@@ -8,7 +8,7 @@ use std::fmt::Debug;
 /// The tokens of a sequence. The worker has [`TokenIds`]; a simulation only has hash chains.
 pub trait Text: Debug {
     /// The tokens of a block, to distinguish blocks with the same key.
-    type Block: Debug;
+    type Block: Debug + Default;
 
     /// Number of tokens when the sequence is added.
     fn length(&self) -> u32;

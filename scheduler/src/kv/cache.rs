@@ -24,21 +24,34 @@ pub enum CachePolicy {
 
 const NONE: u32 = u32::MAX;
 
-/// In place of the next one: it is on no shelf, since somebody uses it.
+/// Stands for the next block on the shelf of a pinned block that has a key.
 const IN_USE: u32 = u32::MAX - 1;
 
-/// Depth of a block without a key.
-const NAMELESS: u32 = u32::MAX;
+/// Stands for the next block on the shelf of a pinned block that has no key.
+const NAMELESS: u32 = u32::MAX - 2;
 
-/// A cached block: 24 bytes plus the table's 6 to 12.
+/// Stands for the previous block on the shelf of a free entry.
+const FREE: u32 = u32::MAX - 3;
+
+/// Memory for caches up to this size is reserved at once, so that growing copies nothing and leaves no gaps
+/// in the memory of a program with many caches.
+const RESERVED_BLOCKS_MAX: usize = 1 << 16;
+
+/// A cached block takes 16 bytes plus the table's 6 to 12.
 #[derive(Clone, Copy)]
 struct Entry {
     /// The key in halves, to avoid padding.
     hash: [u32; 2],
     /// Neighbours on the shelf. Of a pinned block, which is on no shelf, `older` is the number of pins, and
-    /// `newer` is `IN_USE`; in the list of free entries, `newer` is the next one.
+    /// `newer` is `IN_USE` or `NAMELESS`; in the list of free entries, `older` is `FREE` and `newer` is the
+    /// next one.
     older: u32,
     newer: u32,
+}
+
+/// What other policies than LRU count of a block.
+#[derive(Clone, Copy)]
+struct Count {
     uses: u32,
     depth: u32,
 }
@@ -61,6 +74,8 @@ pub struct BlockCache {
     /// Maps keys to entries.
     table: HashTable<u32>,
     entries: Vec<Entry>,
+    /// Counts by entry; empty where the policy needs none.
+    counts: Vec<Count>,
     free: u32,
     /// Shelves by worth: the victim is the oldest block of the first.
     shelves: BTreeMap<(u32, u32), Shelf>,
@@ -79,7 +94,7 @@ impl std::fmt::Debug for BlockCache {
 }
 
 impl BlockCache {
-    /// An empty cache of `capacity_blocks`; 0 holds nothing, `usize::MAX` holds everything (up to 2^32 - 2
+    /// An empty cache of `capacity_blocks`; 0 holds nothing, `usize::MAX` holds everything (up to 2^32 - 4
     /// blocks).
     pub fn new(capacity_blocks: usize, policy: CachePolicy) -> Self {
         BlockCache {
@@ -87,6 +102,7 @@ impl BlockCache {
             policy,
             table: HashTable::new(),
             entries: Vec::new(),
+            counts: Vec::new(),
             free: NONE,
             shelves: BTreeMap::new(),
             idle: 0,
@@ -102,14 +118,14 @@ impl BlockCache {
     pub fn take(&mut self) -> Option<(u32, Option<BlockHash>)> {
         let given_up = if self.has_room() { None } else { Some(self.evict()?) };
         self.nameless += 1;
-        Some((self.create(BlockHash(0), NAMELESS), given_up))
+        Some((self.add(Entry { hash: [0; 2], older: 1, newer: NAMELESS }, 0), given_up))
     }
 
     /// Gives the block at `place`, `depth` blocks after its chain's first, a key. Returns false, and changes
     /// nothing, if it has one, or if another block has this one.
     pub fn name(&mut self, place: u32, key: BlockHash, depth: u32) -> bool {
         let entries = &self.entries;
-        if entries[place as usize].depth != NAMELESS {
+        if entries[place as usize].newer != NAMELESS {
             return false;
         }
         let is_it = |&id: &u32| entries[id as usize].key() == key;
@@ -119,7 +135,10 @@ impl BlockCache {
             hashbrown::hash_table::Entry::Vacant(vacant) => vacant.insert(place),
         };
         let entry = &mut self.entries[place as usize];
-        (entry.hash, entry.depth) = (halves(key), depth);
+        (entry.hash, entry.newer) = (halves(key), IN_USE);
+        if let Some(count) = self.counts.get_mut(place as usize) {
+            count.depth = depth;
+        }
         self.nameless -= 1;
         true
     }
@@ -137,8 +156,7 @@ impl BlockCache {
     /// Uses the block at `place`, and pins it once.
     pub fn pin_at(&mut self, place: u32) {
         self.hold(place);
-        let uses = &mut self.entries[place as usize].uses;
-        *uses = uses.saturating_add(1);
+        self.count_use(place);
     }
 
     /// Removes one pin of the block at `place`. Without pins it may be evicted, as if it had just been used;
@@ -149,7 +167,7 @@ impl BlockCache {
     pub fn unpin_at(&mut self, place: u32) {
         let entry = &mut self.entries[place as usize];
         assert!(entry.pins() > 0, "block {place} is released more often than taken");
-        if entry.pins() > 1 || entry.depth != NAMELESS {
+        if entry.pins() > 1 || entry.newer != NAMELESS {
             return self.release(place);
         }
         self.nameless -= 1;
@@ -216,8 +234,7 @@ impl BlockCache {
     pub fn insert_pinned(&mut self, key: BlockHash, depth: u32, evicted: &mut Vec<BlockHash>) -> bool {
         if let Some(id) = self.entry(key) {
             self.hold(id);
-            let uses = &mut self.entries[id as usize].uses;
-            *uses = uses.saturating_add(1);
+            self.count_use(id);
             return true;
         }
         let room = self.make_room(evicted);
@@ -291,7 +308,7 @@ impl BlockCache {
 
     /// The cached blocks, in an arbitrary order that depends only on the history.
     pub fn iter(&self) -> impl Iterator<Item = BlockHash> {
-        let named = |entry: &&Entry| entry.uses > 0 && entry.depth != NAMELESS;
+        let named = |entry: &&Entry| entry.older != FREE && entry.newer != NAMELESS;
         self.entries.iter().filter(named).map(|entry| entry.key())
     }
 
@@ -307,8 +324,7 @@ impl BlockCache {
             self.chain.push(id);
             if id != NONE {
                 self.hold(id);
-                let uses = &mut self.entries[id as usize].uses;
-                *uses = uses.saturating_add(1);
+                self.count_use(id);
             }
         }
     }
@@ -323,7 +339,7 @@ impl BlockCache {
     }
 
     fn has_room(&self) -> bool {
-        self.len() < self.capacity.min(IN_USE as usize)
+        self.len() < self.capacity.min(FREE as usize)
     }
 
     fn make_room(&mut self, evicted: &mut Vec<BlockHash>) -> bool {
@@ -354,38 +370,71 @@ impl BlockCache {
 
     fn set_free(&mut self, id: u32) {
         let entry = &mut self.entries[id as usize];
-        (entry.uses, entry.newer) = (0, self.free);
+        (entry.older, entry.newer) = (FREE, self.free);
         self.free = id;
     }
 
-    /// Creates an entry, used and pinned once.
+    /// Creates an entry with a key, used and pinned once.
     fn create(&mut self, key: BlockHash, depth: u32) -> u32 {
-        let entry = Entry { hash: halves(key), older: 1, newer: IN_USE, uses: 1, depth };
-        let id = if self.free == NONE {
-            if self.entries.len() == self.entries.capacity() {
-                self.entries.reserve_exact(8 + self.entries.len() / 8);
+        let id = self.add(Entry { hash: halves(key), older: 1, newer: IN_USE }, depth);
+        self.table.insert_unique(spread(key), id, |&id| self.entries[id as usize].spread());
+        id
+    }
+
+    /// Adds `entry`, used once.
+    fn add(&mut self, entry: Entry, depth: u32) -> u32 {
+        let id = if self.free == NONE { to_u32(self.entries.len()) } else { self.free };
+        match self.entries.get_mut(id as usize) {
+            Some(free) => self.free = std::mem::replace(free, entry).newer,
+            None => {
+                self.reserve();
+                self.entries.push(entry);
             }
-            self.entries.push(entry);
-            to_u32(self.entries.len()) - 1
-        } else {
-            let id = self.free;
-            self.free = self.entries[id as usize].newer;
-            self.entries[id as usize] = entry;
-            id
-        };
-        if depth != NAMELESS {
-            self.table.insert_unique(spread(key), id, |&id| self.entries[id as usize].spread());
+        }
+        if self.policy != CachePolicy::Lru {
+            let count = Count { uses: 1, depth };
+            match self.counts.get_mut(id as usize) {
+                Some(free) => *free = count,
+                None => self.counts.push(count),
+            }
         }
         id
     }
 
-    fn hold(&mut self, id: u32) {
-        let pins = self.entries[id as usize].pins();
-        if pins == 0 {
-            self.take_off(id);
+    fn reserve(&mut self) {
+        let len = self.entries.len();
+        if len < self.entries.capacity() {
+            return;
         }
-        let entry = &mut self.entries[id as usize];
-        (entry.older, entry.newer) = (pins + 1, IN_USE);
+        let more = self.capacity - len;
+        if more > RESERVED_BLOCKS_MAX {
+            return self.entries.reserve_exact(8 + len / 8);
+        }
+        self.entries.reserve_exact(more);
+        self.table.reserve(more, |&id| self.entries[id as usize].spread());
+    }
+
+    fn count_use(&mut self, id: u32) {
+        if let Some(Count { uses, .. }) = self.counts.get_mut(id as usize) {
+            *uses = uses.saturating_add(1);
+        }
+    }
+
+    fn worth(&self, id: u32) -> (u32, u32) {
+        match (self.policy, self.counts.get(id as usize)) {
+            (CachePolicy::Lfu, Some(count)) => (count.uses, 0),
+            (CachePolicy::LengthAware, Some(count)) => (count.uses, u32::MAX - count.depth),
+            _ => (0, 0),
+        }
+    }
+
+    fn hold(&mut self, id: u32) {
+        if self.entries[id as usize].pins() == 0 {
+            self.take_off(id);
+            let entry = &mut self.entries[id as usize];
+            (entry.older, entry.newer) = (0, IN_USE);
+        }
+        self.entries[id as usize].older += 1;
     }
 
     fn release(&mut self, id: u32) {
@@ -396,11 +445,10 @@ impl BlockCache {
             return;
         }
         self.idle += 1;
-        let worth = worth(self.policy, entry);
-        let shelf = self.shelves.entry(worth).or_insert(Shelf { oldest: id, newest: NONE });
+        let shelf = self.shelves.entry(self.worth(id)).or_insert(Shelf { oldest: id, newest: NONE });
         let before = std::mem::replace(&mut shelf.newest, id);
-        entry.older = before;
-        entry.newer = NONE;
+        let entry = &mut self.entries[id as usize];
+        (entry.older, entry.newer) = (before, NONE);
         if before != NONE {
             self.entries[before as usize].newer = id;
         }
@@ -409,7 +457,7 @@ impl BlockCache {
     fn take_off(&mut self, id: u32) {
         self.idle -= 1;
         let entry = self.entries[id as usize];
-        let worth = worth(self.policy, &entry);
+        let worth = self.worth(id);
         if entry.older == NONE && entry.newer == NONE {
             self.shelves.remove(&worth);
             return;
@@ -443,19 +491,11 @@ impl Entry {
 
     /// Users.
     fn pins(&self) -> u32 {
-        if self.newer == IN_USE { self.older } else { 0 }
+        if self.newer == IN_USE || self.newer == NAMELESS { self.older } else { 0 }
     }
 
     fn spread(&self) -> u64 {
         spread(self.key())
-    }
-}
-
-fn worth(policy: CachePolicy, entry: &Entry) -> (u32, u32) {
-    match policy {
-        CachePolicy::Lru => (0, 0),
-        CachePolicy::Lfu => (entry.uses, 0),
-        CachePolicy::LengthAware => (entry.uses, u32::MAX - entry.depth),
     }
 }
 
