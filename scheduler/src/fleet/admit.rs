@@ -125,7 +125,7 @@ impl Fleet {
         let takes_all = question.arrival.replay.is_some() || self.config.admission == Admission::None;
         let chosen = lowest(candidates, &|t| t.score, &|t| objectives.missed(t).is_none());
         let late = |t: &Terms| if objectives.ends.is_some() { t.ends_s } else { t.ttft_s };
-        let fastest = lowest(candidates, &late, &|_| true);
+        let fastest = chosen.is_none().then(|| lowest(candidates, &late, &|_| true)).flatten();
         let verdict = match (chosen, fastest, objectives.ends) {
             (Some((i, _)), ..) => Ok(i),
             (None, None, _) => Err(impossible(candidates)),
@@ -145,15 +145,14 @@ impl Fleet {
         };
         let winner = verdict.as_ref().ok().and_then(|&i| candidates[i].terms);
         for (i, candidate) in candidates.iter_mut().enumerate() {
-            let Some(terms) = candidate.terms else { continue };
-            candidate.outcome = match (winner, objectives.missed(&terms)) {
-                (Some(_), _) if verdict == Ok(i) => Outcome::Chosen,
-                (Some(best), _) if chosen.is_some() && terms.score > best.score => Outcome::HigherScore {
+            let Some(terms) = &candidate.terms else { continue };
+            candidate.outcome = match &winner {
+                Some(_) if verdict == Ok(i) => Outcome::Chosen,
+                Some(best) if chosen.is_some() && terms.score > best.score => Outcome::HigherScore {
                     by: terms.score - best.score,
-                    mainly: terms.mainly_above(&best, question.own_weight(), question.wait_weight),
+                    mainly: terms.mainly_above(best, question.own_weight(), question.wait_weight),
                 },
-                (_, Some(missed)) => missed,
-                _ => Outcome::TieLostById,
+                _ => objectives.missed(terms).unwrap_or(Outcome::TieLostById),
             };
         }
         verdict

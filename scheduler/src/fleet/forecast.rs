@@ -203,7 +203,7 @@ impl Forecast<'_> {
             return Seconds::ZERO;
         }
         let mut ends: Vec<Seconds> = self.courses.iter().map(|course| course.until(self.pace)).collect();
-        ends.sort_by(|a, b| a.0.total_cmp(&b.0));
+        ends.sort_unstable_by(|a, b| a.0.total_cmp(&b.0));
         // The total falls except for small humps, where some are about to end; which of the near ends is
         // found does not matter.
         let at = ends.partition_point(|&end| self.held(end) > limit);

@@ -33,8 +33,10 @@ use super::load::{Backlog, Batch, Load};
 use super::{Arrival, Fleet, InstanceId, Pull, RejectReason};
 use crate::cost::{Corrections, LinkCost};
 use mixfleet_hal::cast::to_u32;
-use mixfleet_hal::units::{Bytes, Seconds, Usd, UsdPerHour};
+use mixfleet_hal::units::{Bytes, Ordered, Seconds, Usd, UsdPerHour};
 use std::cell::OnceCell;
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
 
 /// The weight of a second of waiting of a request with a deadline, relative to others: enough to spread such
 /// requests over equal instances, too little to buy speed.
@@ -104,6 +106,8 @@ pub(super) struct PrefillSide {
     pull_price: Usd,
     interleave: Seconds,
     pub(super) prefill: Seconds,
+    /// Time of the whole prompt, nothing of which is cached; computed when it is needed.
+    whole: OnceCell<Seconds>,
     /// Number of sequences that stand still while its chunks run, and of prompts that it precedes.
     delayed: u32,
 }
@@ -293,14 +297,14 @@ impl Fleet {
                 outcome: obstacle.unwrap_or(Outcome::TieLostById),
             });
         }
-        let landed = candidates.iter().filter_map(|c: &Candidate| c.terms).map(|t| t.ttft_s + t.transfer_s);
+        let terms = candidates.iter().filter_map(|candidate: &Candidate| candidate.terms.as_ref());
+        let landed = terms.map(|t| t.ttft_s + t.transfer_s);
         let soonest = Seconds(landed.fold(f64::INFINITY, f64::min));
         // Steps after the prompt are only predicted for candidates that can win.
-        let score =
-            |candidates: &[Candidate], i: usize| candidates[i].terms.map_or(f64::INFINITY, |t| t.score);
-        possible
-            .sort_by(|a, b| score(&candidates, a.0).total_cmp(&score(&candidates, b.0)).then(a.0.cmp(&b.0)));
-        for (candidate, decoder) in possible {
+        let score = |i: usize| candidates[i].terms.as_ref().map_or(f64::INFINITY, |t| t.score);
+        let by_score = possible.into_iter().map(|(i, decoder)| Reverse((Ordered(score(i)), i, decoder)));
+        let mut possible: BinaryHeap<_> = by_score.collect();
+        while let Some(Reverse((_, candidate, decoder))) = possible.pop() {
             if self.look_ahead(question, &mut candidates[candidate], &decoders[decoder], soonest) {
                 break;
             }
@@ -383,6 +387,7 @@ impl Fleet {
             pull_price: Usd::ZERO,
             interleave: load.step(batch) * load.steps(backlog.chunks + load.chunks(uncached)) as f64,
             prefill,
+            whole: OnceCell::new(),
             delayed: batch.sequences + behind,
         };
         if let Some((from, tokens)) = pull {
@@ -401,9 +406,15 @@ impl Fleet {
     /// Time from `now` until `tokens` tokens of KV have been pulled: after earlier transfers of the two ends,
     /// and the source's step. Infinite without a link.
     pub(super) fn pull_time(&self, now: Seconds, from: usize, to: usize, tokens: u32) -> Seconds {
+        self.pull_times(now, from, to)(tokens)
+    }
+
+    /// The same for any number of tokens.
+    pub(super) fn pull_times(&self, now: Seconds, from: usize, to: usize) -> impl Fn(u32) -> Seconds {
         let (source, target) = (&self.loads[from], &self.loads[to]);
-        let Some(link) = self.link(source, target) else { return Seconds(f64::INFINITY) };
-        ways_free(now, source, target).max(source.lends_after(now)) + link.time(self.kv_bytes(tokens))
+        let link = self.link(source, target);
+        let begins = ways_free(now, source, target).max(source.lends_after(now));
+        move |tokens| link.map_or(Seconds(f64::INFINITY), |link| begins + link.time(self.kv_bytes(tokens)))
     }
 
     /// The terms of decoding on instance `at`.
@@ -459,7 +470,7 @@ impl Fleet {
         let hand_off = if side.cached_tokens + side.pulled_tokens == 0 || transfer == Seconds::ZERO {
             transfer
         } else {
-            shows(p.prefill_s(0, arrival.prompt_tokens))
+            shows(*side.whole.get_or_init(|| p.prefill_s(0, arrival.prompt_tokens)))
         };
         let hand_off = hand_off + (room - kv_wait);
         let transfer = transfer + blocked;

@@ -81,15 +81,20 @@ fn best_pull(fleet: &Fleet, question: &Question<'_>, at: usize) -> Option<Part> 
         }
     };
     consider(gap);
+    let arrives = fleet.pull_times(question.now, holder, at);
     // These are the largest part that arrives before the prefill can begin, and the one that arrives when it
     // ends.
     for waits_for_prefill in [false, true] {
         let (mut less, mut more) = (0, gap);
         for _ in 0..HALVINGS {
             let middle = less + (more - less) / 2;
-            let arrives = fleet.pull_time(question.now, holder, at, middle);
-            let rest = if waits_for_prefill { side(Some((holder, middle))).prefill } else { Seconds::ZERO };
-            if arrives <= none.queue + rest { less = middle } else { more = middle }
+            let known = own + middle;
+            let rest = if waits_for_prefill {
+                fleet.loads[at].prefill_s(known, question.arrival.prompt_tokens - known)
+            } else {
+                Seconds::ZERO
+            };
+            if arrives(middle) <= none.queue + rest { less = middle } else { more = middle }
         }
         consider(less);
     }
