@@ -19,7 +19,6 @@ use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::{Action, After, Event, Instance, Sampled, StepSequence, Urgency};
 use mixfleet_scheduler::cost::{CostModel, MeasuredSteps, Prefill};
 use mixfleet_scheduler::kv::{BlockHash, Tier};
-use mixfleet_scheduler::table::IdMap;
 use run::Run;
 use std::sync::Arc;
 
@@ -103,6 +102,7 @@ enum Plan {
 }
 
 /// The state of a request on the instance.
+#[derive(Debug, Default)]
 struct Active {
     output_tokens: u32,
     generated: u32,
@@ -125,7 +125,6 @@ pub(super) struct Engine {
     measures: bool,
     block_tokens: u32,
     machine: Instance<Keys>,
-    active: IdMap<Active>,
     lower: Tiers,
     /// Messages that came during a step.
     inbox: Vec<Message>,
@@ -145,7 +144,6 @@ impl Engine {
             measures: !setup.slowdowns.is_empty(),
             block_tokens,
             machine: Instance::new(instance.limits).predicted_by(instance.spec.cost.clone()),
-            active: IdMap::default(),
             lower: Tiers::new(
                 &instance.tiers,
                 block_tokens,
@@ -219,19 +217,15 @@ impl Engine {
     fn handle(&mut self, now_s: f64, message: Message, outcomes: &mut Vec<Outcome>) {
         match message {
             Message::Add { job, pulls, after } => {
-                self.activate(&job);
-                let Job { request, urgency, .. } = job;
-                let text = Keys::new(request, job.prompt_tokens, job.chain, self.block_tokens);
+                let (request, urgency, text) = (job.request, job.urgency, self.text(job));
                 self.tell(Event::Add { request, urgency, text, pulls, after });
             }
             Message::Reserve { job } => {
-                self.activate(&job);
-                let Job { request, urgency, .. } = job;
-                let text = Keys::new(request, job.prompt_tokens, job.chain, self.block_tokens);
+                let (request, urgency, text) = (job.request, job.urgency, self.text(job));
                 self.tell(Event::Reserve { request, urgency, text });
             }
             Message::Landed { request, tokens_valid, since_s } => {
-                if let (Some(active), Some(since_s)) = (self.active.get_mut(request), since_s) {
+                if let (Some(active), Some(since_s)) = (self.active(request), since_s) {
                     (active.generated, active.last_token_s, active.started) = (1, since_s, true);
                     outcomes.push(Outcome::Joined { request });
                 }
@@ -241,7 +235,7 @@ impl Engine {
             Message::Unlend { request } => self.tell(Event::Unlend { request }),
             Message::Cost(cost) => self.cost = cost,
             Message::LetGo { request } => {
-                if self.active.remove(request).is_some() {
+                if self.machine.text(request).is_some() {
                     self.tell(Event::Cancel { request });
                 }
             }
@@ -282,18 +276,14 @@ impl Engine {
         (std::mem::replace(&mut self.told, self.plans) != self.plans).then_some(ends_s)
     }
 
-    fn activate(&mut self, job: &Job) {
-        let active = Active {
-            output_tokens: job.output_tokens,
-            generated: 0,
-            last_token_s: 0.0,
-            gaps: Vec::new(),
-            started: false,
-            began: false,
-            loaded: [0; 3],
-            held_tokens: None,
-        };
-        self.active.insert(job.request, active);
+    fn text(&self, job: Job) -> Keys {
+        let mut text = Keys::new(job.request, job.prompt_tokens, job.chain, self.block_tokens);
+        text.active.output_tokens = job.output_tokens;
+        text
+    }
+
+    fn active(&mut self, request: u64) -> Option<&mut Active> {
+        self.machine.text_mut(request).map(|text| &mut text.active)
     }
 
     /// Whether the instance is idle.
@@ -355,7 +345,7 @@ impl Engine {
     ) {
         let mut decoded = Vec::new();
         for part in parts.iter().filter(|part| part.sample) {
-            let Some(active) = self.active.get_mut(part.request) else { continue };
+            let Some(active) = self.active(part.request) else { continue };
             if active.started {
                 let gap = Gaps { count: 1, first_s: time_s, last_s: time_s };
                 active.advance(now_s, began_s, gap);
@@ -376,22 +366,22 @@ impl Engine {
 
     /// Tells the machine that a step is done, and which answers are complete with it; none unless `some_end`.
     fn step_done(&mut self, now_s: f64, parts: &[StepSequence], some_end: bool, outcomes: &mut Vec<Outcome>) {
-        let is_complete =
-            |request| self.active.get(request).is_none_or(|active| active.generated >= active.output_tokens);
-        let sampled = parts.iter().filter(|part| part.sample).map(|&StepSequence { request, .. }| Sampled {
-            request,
-            finished: some_end && is_complete(request),
+        let mut ended = Vec::new();
+        let sampled = parts.iter().filter(|part| part.sample).map(|&StepSequence { request, .. }| {
+            let active = self.machine.text_mut(request).map(|text| &mut text.active);
+            let ends = active.filter(|active| some_end && active.generated >= active.output_tokens);
+            let finished = ends.is_some();
+            // The machine forgets whoever ends.
+            ended.extend(ends.map(|active| (request, std::mem::take(&mut active.gaps))));
+            Sampled { request, finished }
         });
         let sampled: Vec<Sampled> = sampled.collect();
-        let ended: Vec<u64> = sampled.iter().filter(|s| s.finished).map(|s| s.request).collect();
         self.tell(Event::StepDone { sampled });
         self.carry_out(now_s, outcomes);
-        for request in ended {
+        for (request, gaps) in ended {
             // A handed-off request ends with `LetGo`.
-            if self.machine.text(request).is_none()
-                && let Some(active) = self.active.remove(request)
-            {
-                outcomes.push(Outcome::Finished { request, gaps: active.gaps });
+            if self.machine.text(request).is_none() {
+                outcomes.push(Outcome::Finished { request, gaps });
             }
         }
     }
@@ -404,22 +394,20 @@ impl Engine {
                 Action::Run(step) => self.begin(now_s, step.sequences),
                 Action::Load { request, chain, .. } => self.load(now_s, request, &chain),
                 Action::Admitted { request, tokens_cached } => {
-                    let Some(active) = self.active.get_mut(request) else { continue };
+                    let block_tokens = self.block_tokens;
+                    let Some(active) = self.active(request) else { continue };
                     if !active.began && !active.started {
                         active.began = true;
-                        let reused = active.reused(tokens_cached, self.block_tokens);
+                        let reused = active.reused(tokens_cached, block_tokens);
                         outcomes.push(Outcome::Began { request, reused });
                     }
                 }
                 Action::Reserved { request, tokens_cached } => {
-                    let Some(active) = self.active.get_mut(request) else { continue };
+                    let Some(active) = self.active(request) else { continue };
                     active.held_tokens = Some(tokens_cached);
                     outcomes.push(Outcome::Reserved { request, held_tokens: tokens_cached });
                 }
-                Action::Revoked { request } => {
-                    self.active.remove(request);
-                    outcomes.push(Outcome::Revoked { request });
-                }
+                Action::Revoked { request } => outcomes.push(Outcome::Revoked { request }),
                 Action::Stored(mut hashes) => {
                     hashes.retain(keys::is_public);
                     if !hashes.is_empty() {
@@ -438,11 +426,8 @@ impl Engine {
                 Action::Refused { request, reason } => {
                     unreachable!("request {request} was placed where it fits: {reason}")
                 }
-                Action::Kept { request } => {
-                    self.active.remove(request);
-                }
                 Action::Preempted { .. } => outcomes.push(Outcome::Preempted),
-                Action::Lent { .. } => {}
+                Action::Kept { .. } | Action::Lent { .. } => {}
             }
         }
         self.actions = actions;
@@ -452,7 +437,7 @@ impl Engine {
         let by_tier = self.lower.prefix(chain);
         let blocks = by_tier.iter().sum::<usize>();
         let until_s = self.lower.load(now_s, &chain[..blocks], by_tier);
-        if let Some(active) = self.active.get_mut(request) {
+        if let Some(active) = self.active(request) {
             active.loaded = [0, 1, 2].map(|tier| active.loaded[tier] + by_tier[tier]);
         }
         self.plans += 1;

@@ -12,10 +12,11 @@ use crate::fleet_file::{Class, Slo, TbtMetric};
 use crate::trace::Request;
 use crate::trace::stats::ratio;
 use mixfleet_hal::cast::to_u32;
-use mixfleet_hal::units::Seconds;
+use mixfleet_hal::units::{Ordered, Seconds};
 use mixfleet_scheduler::fleet::RejectReason;
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BinaryHeap};
 
 /// Mean and quantiles.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -394,19 +395,20 @@ fn gap_metric(gaps: &[Gaps], metric: TbtMetric) -> f64 {
     }
     // within a run the gaps grow evenly, so that its longest ones are its last
     let longest = |tokens: u32| -> (f64, f64) {
-        let mut runs: Vec<&Gaps> = gaps.iter().collect();
-        runs.sort_by(|a, b| b.last_s.total_cmp(&a.last_s));
+        // The first of equals comes first.
+        let by_length = gaps.iter().zip(0..).map(|(run, at)| (Ordered(run.last_s), Reverse(at)));
+        let mut runs: BinaryHeap<(Ordered, Reverse<usize>)> = by_length.collect();
         let (mut left, mut sum, mut least) = (tokens, 0.0, f64::INFINITY);
-        for run in runs {
+        while left > 0
+            && let Some((_, Reverse(at))) = runs.pop()
+        {
+            let run = &gaps[at];
             let taken = run.count.min(left);
             let step_s = (run.last_s - run.first_s) / f64::from(run.count.max(2) - 1);
             let first_taken_s = run.last_s - step_s * f64::from(taken.max(1) - 1);
             sum += f64::from(taken) * 0.5 * (first_taken_s + run.last_s);
             least = least.min(first_taken_s);
             left -= taken;
-            if left == 0 {
-                break;
-            }
         }
         (sum / f64::from(tokens), least)
     };

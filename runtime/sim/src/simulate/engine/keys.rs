@@ -1,5 +1,6 @@
 //! The tokens of a sequence in a simulation: the keys of its blocks.
 
+use super::Active;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::random::bits;
 use mixfleet_scheduler::batch::Text;
@@ -22,7 +23,8 @@ pub(super) fn is_public(key: &BlockHash) -> bool {
     key.0 & GENERATED == 0
 }
 
-/// The keys of a prompt's full blocks, and of generated blocks, which no other request has.
+/// The keys of a prompt's full blocks, and of generated blocks, which no other request has; with them the
+/// state of the request, so that both are found at once.
 #[derive(Debug)]
 pub(super) struct Keys {
     request: u64,
@@ -30,12 +32,13 @@ pub(super) struct Keys {
     /// Number of full blocks of the prompt with known keys.
     public: u32,
     chain: Arc<[BlockHash]>,
+    pub(super) active: Active,
 }
 
 impl Keys {
     pub(super) fn new(request: u64, tokens: u32, chain: Arc<[BlockHash]>, block_tokens: u32) -> Self {
         let public = (tokens / block_tokens).min(to_u32(chain.len()));
-        Keys { request, tokens, public, chain }
+        Keys { request, tokens, public, chain, active: Active::default() }
     }
 }
 

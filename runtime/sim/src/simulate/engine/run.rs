@@ -71,7 +71,8 @@ impl Engine {
     /// decode-only.
     pub(super) fn run(&self, began_s: f64, parts: Vec<StepSequence>) -> Result<Run, Vec<StepSequence>> {
         let left = |part: &StepSequence| {
-            let active = self.active.get(part.request).filter(|active| active.started && part.sample)?;
+            let active = self.machine.text(part.request).map(|text| &text.active);
+            let active = active.filter(|active| active.started && part.sample)?;
             (part.tokens == 1).then(|| active.output_tokens - active.generated)
         };
         let least = parts.iter().map(left).try_fold(u32::MAX, |least, left| Some(least.min(left?)));
@@ -111,8 +112,8 @@ impl Engine {
         let gaps = Gaps { count, first_s, last_s: run.step_s(&self.cost, done) };
         (run.done, run.done_s) = (done, ended_s);
         for part in &run.parts {
-            if let Some(active) = self.active.get_mut(part.request) {
-                active.advance(ended_s, began_s, gaps);
+            if let Some(text) = self.machine.text_mut(part.request) {
+                text.active.advance(ended_s, began_s, gaps);
             }
         }
         if self.measures {
