@@ -4,7 +4,7 @@ use mixfleet_hal::units::Seconds;
 use mixfleet_sim::trace::generate::{
     Arrivals, GenerateError, GenerateOptions, Generator, Output, Preset, write_line,
 };
-use mixfleet_sim::trace::stats::{Stats, StatsOptions, Tally};
+use mixfleet_sim::trace::stats::{Stats, StatsOptions, TraceTally};
 use mixfleet_sim::trace::{Format, ReadOptions, Request, Trace};
 use std::io::Write;
 
@@ -28,7 +28,7 @@ fn written(mut generator: Generator, name: &str) -> Vec<u8> {
 fn stats(generator: Generator) -> Stats {
     let options =
         StatsOptions { block_tokens: 512, capacities_blocks: vec![], policies: vec![], prefill: None };
-    let mut tally = Tally::new(options);
+    let mut tally = TraceTally::new(options);
     generator.for_each(|request| tally.add(&request));
     tally.finish("generated", Default::default())
 }

@@ -4,7 +4,9 @@
 
 use crate::common::{generated, shared};
 use mixfleet_scheduler::kv::CachePolicy;
-use mixfleet_sim::trace::stats::{ByCapacity, CAPACITIES_BLOCKS, PrefillFit, Stats, StatsOptions, Tally};
+use mixfleet_sim::trace::stats::{
+    ByCapacity, CAPACITIES_BLOCKS, PrefillFit, Stats, StatsOptions, TraceTally,
+};
 use mixfleet_sim::trace::{ReadOptions, Request, Requests, Trace};
 use std::collections::HashSet;
 use std::io::Cursor;
@@ -14,7 +16,7 @@ fn conversation(rechain: Option<u32>) -> Option<Stats> {
     let trace = Trace::open(&path, ReadOptions::default()).expect("a trace");
     let block_tokens = trace.block_tokens().expect("blocks");
     let to = rechain.unwrap_or(block_tokens);
-    let mut tally = Tally::new(StatsOptions {
+    let mut tally = TraceTally::new(StatsOptions {
         block_tokens: to,
         capacities_blocks: if rechain.is_none() { CAPACITIES_BLOCKS.to_vec() } else { vec![] },
         policies: vec![CachePolicy::Lru, CachePolicy::Lfu],
@@ -97,7 +99,7 @@ fn a_generated_conversation_hits_what_a_naive_replay_hits() {
         || Trace::from_reader("t", Cursor::new(lines.clone()), ReadOptions::default()).expect("a trace");
     let requests: Vec<Request> = read().map(|request| request.expect("a good line")).collect();
     assert_eq!((requests.len(), read().block_tokens()), (600, Some(512)));
-    let mut tally = Tally::new(StatsOptions {
+    let mut tally = TraceTally::new(StatsOptions {
         block_tokens: 512,
         capacities_blocks: CAPACITIES.to_vec(),
         policies: vec![CachePolicy::Lru],

@@ -73,13 +73,8 @@ fn play(believed: f64) -> ([[(f64, f64); 2]; 2], serde_json::Value) {
             world.sleep(Duration::from_millis(random.below(500))).await;
             let prompt = (0..20 + random.below(300)).map(|_| random.below(vocabulary) as u32).collect();
             let request = crate::fleet::request(at.to_string(), prompt, 2 + random.below(40) as u32, None);
-            let mut updates = handle.submit(request).await.unwrap();
-            let (sender, end) = tokio::sync::oneshot::channel();
-            world.spawn(Box::pin(async move {
-                while updates.recv().await.is_some() {}
-                let _ = sender.send(());
-            }));
-            ends.push(end);
+            let updates = handle.submit(request).await.unwrap();
+            ends.push(parts::end_of(&world, updates));
         }
         for end in ends {
             end.await.unwrap();

@@ -4,12 +4,14 @@ use crate::fleet::clock::WorldClock;
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::{DType, Device};
 use mixfleet_runtime::engine::{InstanceLimits, InstanceSpec, Links, Loaded};
-use mixfleet_runtime::env::SeededEnv;
+use mixfleet_runtime::env::{Env, SeededEnv};
 use mixfleet_runtime::model::Checkpoint;
+use mixfleet_runtime::request::Update;
 use mixfleet_scheduler::fleet::Role;
 use mixfleet_simulated::TimeOnlyDevice;
 use mixfleet_wire::{HostRegion, InProcessTransport};
 use std::sync::Arc;
+use tokio::sync::{mpsc, oneshot};
 
 /// The device `part<at>`, which takes the time that `profile` says, with the model loaded.
 pub(super) fn loaded(
@@ -42,4 +44,14 @@ pub(super) fn links() -> Links {
         transports: vec![Arc::new(InProcessTransport::new())],
         make_region: Arc::new(|bytes| Ok(Arc::new(HostRegion::new(bytes as usize)?))),
     }
+}
+
+/// Ends with the answer, which nobody reads.
+pub(super) fn end_of(world: &SeededEnv, mut updates: mpsc::Receiver<Update>) -> oneshot::Receiver<()> {
+    let (sender, end) = oneshot::channel();
+    world.spawn(Box::pin(async move {
+        while updates.recv().await.is_some() {}
+        let _ = sender.send(());
+    }));
+    end
 }

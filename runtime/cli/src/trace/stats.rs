@@ -6,7 +6,7 @@ use clap::Args;
 use mixfleet_scheduler::kv::CachePolicy;
 use mixfleet_sim::trace::Repairs;
 use mixfleet_sim::trace::stats::{
-    CAPACITIES_BLOCKS, HitRates, Lengths, PrefillFit, Stats, StatsOptions, Tally,
+    CAPACITIES_BLOCKS, HitRates, Lengths, PrefillFit, Stats, StatsOptions, TraceTally,
 };
 use std::io::Write;
 use std::path::PathBuf;
@@ -77,7 +77,7 @@ fn count(args: &StatsArgs) -> Result<Stats> {
     if policies.is_empty() {
         policies = vec![CachePolicy::Lru, CachePolicy::Lfu];
     }
-    let mut tally = Tally::new(StatsOptions {
+    let mut tally = TraceTally::new(StatsOptions {
         block_tokens: to.unwrap_or(0),
         capacities_blocks: capacities,
         policies,

@@ -9,7 +9,7 @@ use mixfleet_scheduler::kv::CachePolicy;
 use mixfleet_sim::fleet_file::FleetFile;
 use mixfleet_sim::simulate::{Choices, Results, Setup, run};
 use mixfleet_sim::trace::generate::{Arrivals, GenerateOptions, Generator, Preset};
-use mixfleet_sim::trace::stats::{StatsOptions, Tally};
+use mixfleet_sim::trace::stats::{StatsOptions, TraceTally};
 use mixfleet_sim::trace::{ReadOptions, Request, Requests, TIME_S_MAX, TOKENS_MAX, Trace, TraceError};
 use serde_json::Value;
 use std::io::Cursor;
@@ -85,7 +85,7 @@ pub(super) fn trace(bytes: &[u8]) -> bool {
         Err(error) => return refused(&error),
     };
     let block_tokens = trace.block_tokens();
-    let mut tally = Tally::new(StatsOptions {
+    let mut tally = TraceTally::new(StatsOptions {
         block_tokens: block_tokens.unwrap_or(0),
         capacities_blocks: vec![10],
         policies: vec![CachePolicy::Lru],

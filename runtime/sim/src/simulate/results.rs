@@ -193,7 +193,7 @@ impl Results {
 
 /// Requests of one class, or all.
 #[derive(Clone, Default)]
-pub(super) struct Tally {
+pub(super) struct RequestCounts {
     pub(super) requests: u64,
     completed: u64,
     good: u64,
@@ -201,7 +201,7 @@ pub(super) struct Tally {
     e2e_s: Quantiles,
 }
 
-impl Tally {
+impl RequestCounts {
     fn finished(&mut self, answer: &AnswerTimes, good: bool) {
         self.completed += 1;
         self.good += u64::from(good);
@@ -217,10 +217,10 @@ impl Tally {
 /// Counts as the run goes on.
 #[derive(Default)]
 pub(super) struct Ledger {
-    pub(super) all: Tally,
+    pub(super) all: RequestCounts,
     pub(super) missed: u64,
     /// By number.
-    classes: Vec<Tally>,
+    classes: Vec<RequestCounts>,
     dropped: u64,
     pub(super) preemptions: u64,
     rejected: BTreeMap<String, u64>,
@@ -239,7 +239,7 @@ pub(super) struct Ledger {
 impl Ledger {
     pub(super) fn new(setup: &Setup) -> Self {
         Ledger {
-            classes: vec![Tally::default(); setup.classes.len() + 1],
+            classes: vec![RequestCounts::default(); setup.classes.len() + 1],
             busy: vec![(0.0, 0.0); setup.pools.len()],
             block_tokens: setup.block_tokens.max(1),
             slo: setup.slo,
@@ -311,7 +311,7 @@ impl Ledger {
         }
         let names =
             std::iter::once(Class::DEFAULT).chain(setup.classes.iter().map(|class| class.name.as_str()));
-        let result = |(name, count): (&str, &Tally)| ClassResult {
+        let result = |(name, count): (&str, &RequestCounts)| ClassResult {
             name: name.to_owned(),
             requests: count.requests,
             completed: count.completed,

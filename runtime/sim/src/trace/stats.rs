@@ -43,7 +43,7 @@ pub struct StatsOptions {
 
 /// Counts requests one by one. It needs memory for the caches, a count per distinct length, and a key per
 /// distinct block (9 to 18 bytes) for the infinite cache.
-pub struct Tally {
+pub struct TraceTally {
     options: StatsOptions,
     requests: u64,
     first: Seconds,
@@ -59,7 +59,7 @@ pub struct Tally {
     prefill: [Seconds; 2],
 }
 
-impl Tally {
+impl TraceTally {
     /// An empty tally.
     pub fn new(options: StatsOptions) -> Self {
         let pairs = options
@@ -68,7 +68,7 @@ impl Tally {
             .flat_map(|&policy| options.capacities_blocks.iter().map(move |&capacity| (policy, capacity)));
         let cache =
             |(policy, capacity)| (policy, capacity, BlockCache::new(capacity, policy), Hits::default());
-        Tally {
+        TraceTally {
             caches: pairs.map(cache).collect(),
             options,
             requests: 0,
@@ -328,7 +328,7 @@ mod tests {
 
     #[test]
     fn a_hit_counts_whole_blocks_and_no_more_than_the_prompt() {
-        let mut tally = Tally::new(StatsOptions {
+        let mut tally = TraceTally::new(StatsOptions {
             block_tokens: 10,
             capacities_blocks: vec![2],
             policies: vec![CachePolicy::Lru],

@@ -130,7 +130,7 @@ struct Served {
     handles: Vec<EngineHandle>,
     logs: Vec<Log>,
     /// The worker process, which lives as long as this.
-    _hub: Option<Hub>,
+    hub: Option<Hub>,
 }
 
 fn start(scene: &Scene, checkpoint: &Checkpoint, env: &SeededEnv, metrics: &Metrics) -> Served {
@@ -166,7 +166,7 @@ fn start(scene: &Scene, checkpoint: &Checkpoint, env: &SeededEnv, metrics: &Metr
     };
     if let [log] = &logs[..] {
         let handles = vec![engine(log, metrics.clone()).start(instances, links).unwrap()];
-        return Served { handles, logs, _hub: None };
+        return Served { handles, logs, hub: None };
     }
     let process = WorkerProcess {
         env: shared.clone(),
@@ -188,7 +188,7 @@ fn start(scene: &Scene, checkpoint: &Checkpoint, env: &SeededEnv, metrics: &Metr
         handle
     };
     let handles = (0..).zip(&logs).map(router).collect();
-    Served { handles, logs, _hub: Some(hub) }
+    Served { handles, logs, hub: Some(hub) }
 }
 
 /// The steps of the scene's fleet machines, and the number of preemptions.
@@ -196,7 +196,7 @@ pub(super) fn served(scene: &Scene) -> (FleetConfig, Vec<Step>, u64) {
     let checkpoint = tiny_variants().remove(1).1.load().unwrap();
     let env = SeededEnv::with_blocking_workers(scene.seed);
     let metrics = Metrics::new();
-    let Served { handles, logs, _hub } = start(scene, &checkpoint, &env, &metrics);
+    let Served { handles, logs, hub } = start(scene, &checkpoint, &env, &metrics);
     let (trace, world) = (trace(scene, &checkpoint), env.clone());
     env.run(async move {
         let mut ends = Vec::new();
@@ -212,18 +212,13 @@ pub(super) fn served(scene: &Scene) -> (FleetConfig, Vec<Step>, u64) {
                 cache_salt: None,
                 hints: Hints { tier: wanted.tier, ..Hints::default() },
             };
-            let Ok(mut updates) = handles[at % handles.len()].submit(request).await else { continue };
-            let (sender, end) = tokio::sync::oneshot::channel();
-            world.spawn(Box::pin(async move {
-                while updates.recv().await.is_some() {}
-                let _ = sender.send(());
-            }));
-            ends.push(end);
+            let Ok(updates) = handles[at % handles.len()].submit(request).await else { continue };
+            ends.push(parts::end_of(&world, updates));
         }
         for end in ends {
             end.await.unwrap();
         }
-        drop(_hub);
+        drop(hub);
     });
     let labels = (0..scene.parts.len()).map(|at| DeviceLabels { device: format!("part{at}") });
     let preemptions = labels.map(|labels| metrics.preemptions.get_or_create(&labels).get()).sum();
