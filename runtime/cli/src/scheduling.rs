@@ -25,6 +25,7 @@ pub(crate) struct SchedulingArgs {
     pub(crate) wait_usd_per_s: Option<f64>,
     /// Cost of KV memory that binds, in rents [default: 0]
     #[arg(long, value_name = "X", default_value_t = 0.0, value_parser = weight, hide = true)]
+    #[arg(allow_negative_numbers = true)]
     pub(crate) kv_weight: f64,
     /// Seed of all random choices
     #[arg(long, default_value_t = 0, hide = true)]
