@@ -25,6 +25,7 @@ pub mod memory;
 pub mod op;
 pub mod profile;
 pub mod random;
+pub mod sample;
 pub mod transport;
 pub mod units;
 

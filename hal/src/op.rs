@@ -19,6 +19,7 @@
 //! range) recombines exactly in `AttnMerge`: flash-decoding and attention offload are the same operator.
 
 use crate::DType;
+use crate::sample::{DRAWN_WORDS, PARAMETER_WORDS};
 use serde::{Deserialize, Serialize};
 
 /// An `f32` that can be part of a key; two are equal if their bits are.
@@ -256,6 +257,23 @@ pub enum OpSig {
         /// Row length.
         cols: u32,
     },
+    /// Draws a token of each row of logits, by [`sample`](crate::sample). `logits [rows, cols]` f32, which
+    /// penalties change in place, `parameters [rows, 8]` u32; with `history`: `history_start [rows + 1]` u32,
+    /// `history [history, 2]` u32, an id that is no other entry's of the row, and the f32 that lowers its
+    /// logit; `out [rows, 4]` u32; with `tops`: `top [rows, tops, 2]` u32, the best tokens of a row that
+    /// wants log-probabilities, best first, and the f32 of their logit minus the best one. Entries that
+    /// nothing fills are [`NO_TOKEN`](crate::sample::NO_TOKEN) and -infinity; an id of the history that has
+    /// no logit is passed over.
+    Sample {
+        /// Number of rows.
+        rows: u32,
+        /// Row length: the vocabulary.
+        cols: u32,
+        /// Entries that the history has room for; rows use any part of it.
+        history: u32,
+        /// Number of best tokens to list.
+        tops: u32,
+    },
     /// Copies `from [bytes]` to `to [bytes]`, which must not overlap; sizes are counted in `U32` elements.
     Copy {
         /// Number of bytes, a multiple of 4.
@@ -311,6 +329,7 @@ impl OpSig {
             OpSig::SiluMul { .. } => "silu_mul",
             OpSig::Add { .. } => "add",
             OpSig::Argmax { .. } => "argmax",
+            OpSig::Sample { .. } => "sample",
             OpSig::Copy { .. } => "copy",
             OpSig::Fill { .. } => "fill",
             OpSig::KvGather { .. } => "kv_gather",
@@ -406,6 +425,21 @@ impl OpSig {
                 exactly("x", Read, F32, product(&[rows, cols])),
                 exactly("out", Write, U32, u64::from(rows)),
             ],
+            OpSig::Sample { rows, cols, history, tops } => {
+                let mut operands = vec![
+                    exactly("logits", ReadWrite, F32, product(&[rows, cols])),
+                    exactly("parameters", Read, U32, product(&[rows, PARAMETER_WORDS])),
+                ];
+                if history > 0 {
+                    operands.push(exactly("history_start", Read, U32, u64::from(rows) + 1));
+                    operands.push(exactly("history", Read, U32, product(&[history, 2])));
+                }
+                operands.push(exactly("out", Write, U32, product(&[rows, DRAWN_WORDS])));
+                if tops > 0 {
+                    operands.push(exactly("top", Write, U32, product(&[rows, tops, 2])));
+                }
+                operands
+            }
             OpSig::Copy { bytes } => {
                 vec![exactly("from", Read, U32, bytes / 4), exactly("to", Write, U32, bytes / 4)]
             }
@@ -458,6 +492,7 @@ impl OpSig {
             OpSig::Embed { .. }
             | OpSig::KvWrite { .. }
             | OpSig::Argmax { .. }
+            | OpSig::Sample { .. }
             | OpSig::Copy { .. }
             | OpSig::Fill { .. }
             | OpSig::KvGather { .. }
@@ -482,6 +517,10 @@ impl OpSig {
             OpSig::Embed { tokens, vocab, hidden, table, .. } => {
                 dense
                     - (product(&[vocab, hidden]) - product(&[tokens.min(vocab), hidden])) * table.size_bytes()
+            }
+            // only penalties write
+            OpSig::Sample { rows, cols, history, .. } => {
+                dense - product(&[rows, cols]) * 4 + u64::from(history) * 4
             }
             OpSig::KvWrite { tokens, kv, .. }
             | OpSig::KvGather { tokens, kv, .. }
