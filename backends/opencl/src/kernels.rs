@@ -135,6 +135,7 @@ fn each(count: u64) -> ([usize; 3], [usize; 3]) {
 pub(crate) fn plan(cmd: &Cmd, tuning: KernelTuning) -> Option<Work> {
     let mut args = operands(cmd);
     let work = match *cmd.sig() {
+        OpSig::Sample { .. } => return None,
         OpSig::Copy { .. } => Work::Copy { from: cmd.args()[0].clone(), to: cmd.args()[1].clone() },
         OpSig::Fill { word, .. } => Work::Fill { to: cmd.args()[0].clone(), word },
         OpSig::Add { elements, x } | OpSig::SiluMul { elements, x } => {

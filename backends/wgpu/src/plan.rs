@@ -221,6 +221,7 @@ impl Planner {
                 self.kv(sig, operands)?;
             }
             (OpSig::Gemm { .. }, _) => self.gemm(sig, operands)?,
+            (OpSig::Sample { .. }, _) => return Err(Error::unsupported("wgpu: sample has no kernel yet")),
             (OpSig::AttnPrefill { .. } | OpSig::AttnDecode { .. }, _) => self.attention(sig, operands)?,
             (sig, _) => return Err(Error::invalid(format!("{}: wrong number of operands", sig.name()))),
         }

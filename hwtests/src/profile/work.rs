@@ -258,6 +258,7 @@ fn op_id(sig: &OpSig) -> String {
         }
         OpSig::SiluMul { elements, x } | OpSig::Add { elements, x } => format!("{name}.{x}.e{elements}"),
         OpSig::Argmax { rows, cols } => format!("{name}.f32.t{rows}.v{cols}"),
+        OpSig::Sample { rows, cols, .. } => format!("{name}.f32.t{rows}.v{cols}"),
         OpSig::Copy { bytes } | OpSig::Fill { bytes, .. } => format!("{name}.u32.e{}", bytes / 4),
     }
 }

@@ -21,7 +21,7 @@ use gemm::rows::Rows;
 use gemm::{Operands, Shape};
 use kv::{Dense, PagedKv};
 use mixfleet_hal::cast::to_usize;
-use mixfleet_hal::{DType, KvShape, OpSig, Result};
+use mixfleet_hal::{DType, Error, KvShape, OpSig, Result};
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -132,6 +132,7 @@ pub(crate) unsafe fn run(sig: &OpSig, args: &[Span], phase: Phase, worker: &mut 
             // SAFETY: the caller's promise.
             unsafe { isa.run(Argmax { x: args[0], out: args[1], rows, cols }) };
         }
+        OpSig::Sample { .. } => return Err(Error::unsupported("sample: this device has no kernel for it")),
         OpSig::Copy { bytes } => {
             let range = worker.share_in(to_usize(bytes), 4096);
             let (from, to) =

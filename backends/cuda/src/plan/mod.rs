@@ -277,6 +277,7 @@ pub fn support(sig: &OpSig, target: &PlanTarget) -> Support {
     let eight_bits = |operand: &mixfleet_hal::Operand| operand.dtype == DType::F8E4m3;
     match *sig {
         _ if sig.check().is_err() => Support::No,
+        OpSig::Sample { .. } => Support::No,
         OpSig::Gemm { x, weight, out, .. } => {
             if out == DType::F8E4m3 || [x, weight, out].contains(&DType::U32) {
                 return Support::No;
