@@ -18,6 +18,16 @@
 #define GROUP_Y ((uint)blockIdx.y)
 #define EACH ((ulong)blockIdx.x * blockDim.x + threadIdx.x)
 
+#define BARRIER_ALL() __syncthreads()
+// The count before.
+#define COUNT_UP(count) count_up(count)
+
+// A product that is not contracted with a sum.
+#define PRODUCT(a, b) product(a, b)
+#define FLOOR(v) floorf(v)
+#define LOG2(v) log2f(v)
+#define FLOAT_BITS(v) float_to_bits(v)
+#define BITS_FLOAT(v) bits_to_float(v)
 #define EXP(v) expf(v)
 #define SQRT(v) sqrtf(v)
 #define FMAX(a, b) fmaxf(a, b)

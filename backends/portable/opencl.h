@@ -19,6 +19,16 @@
 #define GROUP_Y ((uint)get_group_id(1))
 #define EACH ((ulong)get_global_id(0))
 
+#define BARRIER_ALL() barrier(CLK_LOCAL_MEM_FENCE | CLK_GLOBAL_MEM_FENCE)
+// The count before.
+#define COUNT_UP(count) atomic_inc((volatile local uint*)(count))
+
+// A product that is not contracted with a sum, where FP_CONTRACT is off.
+#define PRODUCT(a, b) ((a) * (b))
+#define FLOOR(v) floor(v)
+#define LOG2(v) log2(v)
+#define FLOAT_BITS(v) as_uint(v)
+#define BITS_FLOAT(v) as_float(v)
 #define EXP(v) exp(v)
 #define SQRT(v) sqrt(v)
 #define FMAX(a, b) fmax(a, b)

@@ -187,8 +187,27 @@ impl Builder {
             self.even(OpSig::Fill { bytes: u64::from(n) * 4, word: 0xDEAD_BEEF });
         }
         self.even(OpSig::Argmax { rows: 4, cols: 32_003 });
+        self.draws();
         self.even(OpSig::Copy { bytes: 100_004 });
         self.even(OpSig::Fill { bytes: 100_004, word: 0 });
+    }
+
+    /// A case has as many rows as there are kinds of logits and of parameters, or they change with the seed.
+    fn draws(&mut self) {
+        for &n in self.sweep() {
+            for (history, tops) in [(0, 0), (9, 3), (0, 70)] {
+                self.even(OpSig::Sample { rows: 3, cols: n, history, tops });
+            }
+            self.even(OpSig::Sample { rows: n, cols: 130, history: 4 * n, tops: 1 });
+        }
+        for (history, tops) in [(0, 0), (300, 0), (1000, 5)] {
+            for _ in 0..if self.full { 11 } else { 1 } {
+                self.even(OpSig::Sample { rows: 17, cols: 257, history, tops });
+            }
+            self.even(OpSig::Sample { rows: 4, cols: 32_003, history, tops });
+        }
+        self.even(OpSig::Sample { rows: 5, cols: 4096, history: 12_000, tops: 20 });
+        self.even(OpSig::Sample { rows: 2, cols: 128_256, history: 0, tops: 20 });
     }
 
     fn head_dims(&self) -> &'static [u32] {

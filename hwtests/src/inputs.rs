@@ -1,6 +1,7 @@
 //! Operands for a case: random values, valid indices, and shuffled page tables.
 
 use crate::cases::{Case, TokenSpread};
+use crate::draws;
 use mixfleet_hal::cast::{to_u32, to_usize};
 use mixfleet_hal::op::Extent;
 use mixfleet_hal::random::Stream;
@@ -73,6 +74,7 @@ fn floats(case: &Case, operand: &Operand, n: usize, stream: &mut Stream) -> Vec<
                 }
             }
         }
+        (OpSig::Sample { cols, .. }, _) => draws::logits(&mut values, *cols as usize, case.seed, stream),
         (OpSig::Argmax { cols, .. }, _) => argmax_rows(&mut values, *cols as usize, stream),
         (OpSig::AttnMerge { rows, .. }, "stat") => merge_stats(&mut values, *rows as usize),
         (OpSig::AttnMerge { parts, rows, head_dim, .. }, "acc") => {
@@ -124,6 +126,11 @@ fn indices(case: &Case, operand: &Operand, pages: &Pages, n: u64, stream: &mut S
             ids[0] = f64::from(*vocab - 1);
             ids
         }
+        (OpSig::Sample { rows, cols, .. }, _, "parameters") => {
+            draws::parameters(*rows, *cols, case.seed, stream)
+        }
+        (OpSig::Sample { .. }, _, "history_start") => draws::history(case).0,
+        (OpSig::Sample { .. }, _, "history") => draws::history(case).1,
         // reading a slot twice is allowed, writing it twice is not
         (OpSig::KvGather { .. }, ..) => {
             (0..n).map(|_| pages.slots[to_usize(stream.below(pages.slots.len() as u64))]).collect()

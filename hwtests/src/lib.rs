@@ -25,6 +25,7 @@ pub mod bounds;
 pub mod cases;
 mod checked;
 mod checks;
+mod draws;
 pub mod html;
 mod ids;
 mod inputs;

@@ -2,8 +2,10 @@
 //!
 //! Operands are decoded, in the order of [`OpSig::operands`]; written ones are replaced by the exact result,
 //! not rounded to their dtype. Paged KV is the logical array `[slots, kv_heads, head_dim]`, since the layout
-//! of pages is private to a device. Nothing here is fast, and no code is shared with any backend.
+//! of pages is private to a device. `Sample` alone is in the arithmetic that it
+//! prescribes, which leaves nothing open. Nothing here is fast, and no code is shared with any backend.
 
+use crate::draws;
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::{KvShape, OpSig};
 
@@ -130,6 +132,7 @@ pub fn run(sig: &OpSig, operands: &mut [Vec<f64>]) -> Result<(), String> {
                 *out = best.map_or(0.0, |(i, _)| i as f64);
             }
         }
+        (OpSig::Sample { .. }, operands) => draws::run(sig, operands)?,
         (OpSig::Copy { .. }, [from, to]) => to.clone_from(from),
         (OpSig::Fill { word, .. }, [to]) => to.fill(f64::from(word)),
         (sig, _) => return Err(format!("{}: wrong number of operands", sig.name())),

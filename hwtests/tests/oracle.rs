@@ -2,6 +2,7 @@
 //! enough and arithmetic that is not.
 
 use mixfleet_hal::random::Stream;
+use mixfleet_hal::sample::{LOG2_E, NO_TOKEN, Parameters, fraction, weight};
 use mixfleet_hal::{DType, KvShape, OpSig, Scalar};
 use mixfleet_hwtests::{bounds::bounds, oracle};
 use proptest::prelude::*;
@@ -34,6 +35,76 @@ fn small_results_by_hand() {
     assert_eq!(run(argmax, &[&[1.0, 7.0, 7.0, f64::NAN, -2.0, -3.0], &[0.0; 2]])[1], [1.0, 1.0]);
     let silu = OpSig::SiluMul { elements: 2, x: F32 };
     assert_eq!(run(silu, &[&[0.0, -1e4], &[3.0, 3.0], &[1.0; 2]])[2], [0.0, 0.0]);
+}
+
+/// What `Sample` does to one row: the result's words, the logits after penalties, the list of best tokens.
+fn drawn(
+    logits: &[f64],
+    parameters: Parameters,
+    history: &[(u32, f32)],
+    tops: u32,
+) -> (Vec<f64>, Vec<f64>, Vec<f64>) {
+    let sig = OpSig::Sample { rows: 1, cols: logits.len() as u32, history: history.len() as u32, tops };
+    let words: [u32; 8] = bytemuck::cast(parameters);
+    let words = words.map(f64::from);
+    let entries: Vec<f64> =
+        history.iter().flat_map(|&(id, less)| [f64::from(id), f64::from(less.to_bits())]).collect();
+    let starts = [0.0, history.len() as f64];
+    let (out, top) = ([0.0; 4], vec![0.0; 2 * tops as usize]);
+    let mut operands: Vec<&[f64]> = vec![logits, &words];
+    if !history.is_empty() {
+        operands.extend([&starts[..], &entries]);
+    }
+    operands.push(&out);
+    if tops > 0 {
+        operands.push(&top);
+    }
+    let mut done = run(sig, &operands);
+    let top = if tops > 0 { done.pop().unwrap() } else { Vec::new() };
+    (done.pop().unwrap(), done.swap_remove(0), top)
+}
+
+#[test]
+fn draws_by_hand() {
+    let bits = |v: f32| f64::from(v.to_bits());
+    let nothing = f64::from(NO_TOKEN);
+    // weights 1, 1/2, 1/2, 1/4, 0 of the best, by id
+    let logits = [0.0, -1.0, -1.0, -2.0, f64::NEG_INFINITY];
+    let plain = Parameters { scale: 1.0, ..Parameters::GREEDY };
+    let draw = |parameters: Parameters| drawn(&logits, parameters, &[], 0).0[0];
+    assert_eq!(draw(Parameters::GREEDY), 0.0);
+    let at = |share: f64, parameters: Parameters| draw(Parameters { uniform: fraction(share), ..parameters });
+    assert_eq!(
+        [0.0, 0.44, 0.45, 0.66, 0.67, 0.88, 0.89, 1.0].map(|u| at(u, plain)),
+        [0., 0., 1., 1., 2., 2., 3., 3.]
+    );
+    // the lower id of two equal ones is kept
+    assert_eq!(at(1.0, Parameters { top_k: 2, ..plain }), 1.0);
+    assert_eq!(at(1.0, Parameters { top_k: 99, ..plain }), 3.0);
+    assert_eq!(at(1.0, Parameters { top_p: fraction(0.44), ..plain }), 0.0);
+    assert_eq!(at(1.0, Parameters { top_p: fraction(0.45), ..plain }), 1.0);
+    assert_eq!(at(1.0, Parameters { top_p: 0, ..plain }), 0.0);
+    assert_eq!(at(1.0, Parameters { min_p: 0.5, ..plain }), 2.0);
+    assert_eq!(at(1.0, Parameters { min_p: 1.0, ..plain }), 0.0);
+
+    // penalties: a factor by sign, then a difference; an id without a logit is passed over
+    let penalised =
+        Parameters { repetition: 2.0, repetition_inverse: 0.5, logprobs: 1, ..Parameters::GREEDY };
+    let (out, logits, top) = drawn(&[4.0, 3.0, -1.0], penalised, &[(0, 0.5), (2, 0.0), (3, 1.0)], 4);
+    assert_eq!(logits, [1.5, 3.0, -2.0]);
+    let sum = weight(0.0, LOG2_E) + weight(-1.0, LOG2_E) + weight(-5.0, LOG2_E);
+    assert_eq!(out, [1.0, bits(-1.0), (sum & 0xFFFF_FFFF) as f64, (sum >> 32) as f64]);
+    let below = f32::NEG_INFINITY;
+    assert_eq!(top, [0.0, 0.0, 1.0, bits(-1.0), 2.0, bits(-5.0), nothing, bits(below)]);
+    assert_eq!(drawn(&[4.0], Parameters::GREEDY, &[], 1).2, [nothing, bits(below)], "not asked for");
+
+    // what is no number ends the row, and so does the lack of any token
+    let wrong = [1.0, f64::NAN, f64::INFINITY, 0.0];
+    assert_eq!(drawn(&wrong, penalised, &[], 1).0, [1.0, bits(f32::NAN), 0.0, 0.0]);
+    let none = [f64::NEG_INFINITY; 3];
+    assert_eq!(drawn(&none, penalised, &[], 0).0, [nothing, bits(below), 0.0, 0.0]);
+    // the zeros are equal
+    assert_eq!(drawn(&[-0.0, 0.0], plain, &[], 0).0[..2], [0.0, 0.0]);
 }
 
 #[test]

@@ -310,7 +310,7 @@ impl Device for OpenClDevice {
             {
                 Support::No
             }
-            _ if sig.check().is_err() || matches!(sig, OpSig::Sample { .. }) => Support::No,
+            _ if sig.check().is_err() => Support::No,
             _ if sig.operands().iter().any(|operand| operand.dtype == DType::F8E4m3) => Support::No,
             _ => Support::Native,
         }

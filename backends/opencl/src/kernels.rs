@@ -44,6 +44,7 @@ impl ProgramKey {
             "kv.c" => &[portable!("kv.c")],
             "merge.c" => &[portable!("merge.c")],
             "rows.c" => &[portable!("rows.c")],
+            "sample.c" => &[portable!("sample.c")],
             "rows.cl" => &[WIDE, include_str!("kernels/rows.cl")],
             "gemm.c" => &[portable!("gemm.h"), portable!("gemm.c")],
             "gemm.cl" => &[WIDE, portable!("gemm.h"), include_str!("kernels/gemm.cl")],
@@ -135,7 +136,18 @@ fn each(count: u64) -> ([usize; 3], [usize; 3]) {
 pub(crate) fn plan(cmd: &Cmd, tuning: KernelTuning) -> Option<Work> {
     let mut args = operands(cmd);
     let work = match *cmd.sig() {
-        OpSig::Sample { .. } => return None,
+        OpSig::Sample { rows, cols, history, tops } => {
+            // what is absent is not used
+            if history == 0 {
+                args.splice(2..2, [args[1].clone(), args[0].clone()]);
+            }
+            if tops == 0 {
+                args.push(args[4].clone());
+            }
+            args.extend([rows, cols, history, tops].map(Arg::U32));
+            let macros = options(&[("VEC", &vector(cols.into(), tuning))]);
+            launch("sample.c", "sample", macros, args, ([rows as usize * GROUP, 1, 1], [GROUP, 1, 1]))
+        }
         OpSig::Copy { .. } => Work::Copy { from: cmd.args()[0].clone(), to: cmd.args()[1].clone() },
         OpSig::Fill { word, .. } => Work::Fill { to: cmd.args()[0].clone(), word },
         OpSig::Add { elements, x } | OpSig::SiluMul { elements, x } => {

@@ -6,9 +6,7 @@ use crate::memory::Memory;
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::units::Seconds;
-use mixfleet_hal::{
-    Cmd, Elapsed, Error, ErrorKind, Graph, OpSig, OperandAccess, Queue, Result, Slice, Ticket,
-};
+use mixfleet_hal::{Cmd, Elapsed, Error, ErrorKind, Graph, OperandAccess, Queue, Result, Slice, Ticket};
 use ocl::core::{
     self, ArgVal, CommandQueue, CommandQueueProperties, Event, Kernel, ProfilingInfo, ProfilingInfoResult,
 };
@@ -76,9 +74,6 @@ impl OpenClQueue {
     fn resolve(&mut self, cmds: &[Cmd]) -> Result<Recorded> {
         let mut recorded = Recorded { works: Vec::with_capacity(cmds.len()), buffers: Vec::new() };
         for cmd in cmds {
-            if let OpSig::Sample { .. } = cmd.sig() {
-                return Err(Error::unsupported("opencl: sample has no kernel yet"));
-            }
             for (operand, slice) in cmd.sig().operands().iter().zip(cmd.args()) {
                 let memory = Memory::of(slice)?;
                 if operand.access != OperandAccess::Read {

@@ -82,9 +82,12 @@ impl SimulatedPart {
         let operands = sig.operands();
         let floats = operands.iter().all(|operand| {
             let index = ["ids", "slots", "pages", "range", "query_start", "context", "from", "to"];
-            let argmax = matches!(sig, OpSig::Argmax { .. });
-            (operand.dtype == DType::U32)
-                == (index.contains(&operand.name) || (argmax && operand.name == "out"))
+            let integers = match sig {
+                OpSig::Argmax { .. } => operand.name == "out",
+                OpSig::Sample { .. } => operand.name != "logits",
+                _ => index.contains(&operand.name),
+            };
+            (operand.dtype == DType::U32) == integers
         });
         if sig.check().is_err() || !floats {
             return Support::No;

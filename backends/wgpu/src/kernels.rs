@@ -12,6 +12,7 @@ const REDUCE_SUBGROUPS: &str = include_str!("kernels/reduce_subgroups.wgsl");
 pub(crate) enum File {
     Elements,
     Rows,
+    Sample,
     Gemm,
     Kv,
     Attention,
@@ -19,12 +20,14 @@ pub(crate) enum File {
 }
 
 impl File {
-    const ALL: [File; 6] = [File::Elements, File::Rows, File::Gemm, File::Kv, File::Attention, File::Merge];
+    const ALL: [File; 7] =
+        [File::Elements, File::Rows, File::Sample, File::Gemm, File::Kv, File::Attention, File::Merge];
 
     const fn text(self) -> &'static str {
         match self {
             File::Elements => include_str!("kernels/elements.wgsl"),
             File::Rows => include_str!("kernels/rows.wgsl"),
+            File::Sample => include_str!("kernels/sample.wgsl"),
             File::Gemm => include_str!("kernels/gemm.wgsl"),
             File::Kv => include_str!("kernels/kv.wgsl"),
             File::Attention => include_str!("kernels/attention.wgsl"),

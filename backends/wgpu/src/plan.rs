@@ -21,6 +21,7 @@
 mod attention;
 mod gemm;
 mod kv;
+mod sample;
 #[cfg(test)]
 mod tests;
 
@@ -221,7 +222,7 @@ impl Planner {
                 self.kv(sig, operands)?;
             }
             (OpSig::Gemm { .. }, _) => self.gemm(sig, operands)?,
-            (OpSig::Sample { .. }, _) => return Err(Error::unsupported("wgpu: sample has no kernel yet")),
+            (OpSig::Sample { .. }, _) => self.sample(sig, operands)?,
             (OpSig::AttnPrefill { .. } | OpSig::AttnDecode { .. }, _) => self.attention(sig, operands)?,
             (sig, _) => return Err(Error::invalid(format!("{}: wrong number of operands", sig.name()))),
         }
@@ -285,7 +286,7 @@ impl Planner {
         };
         let mut aside = 0;
         let mut bindings = Vec::with_capacity(10);
-        let mut params = [0u32; 8];
+        let mut params = [0u32; 10];
         for (i, input) in inputs.iter().enumerate() {
             let mut window = input.window.clone();
             if outputs.iter().any(|output| output.window.place.shares(&window.place)) {

@@ -105,6 +105,12 @@ fn shrunk(sig: &OpSig) -> OpSig {
         OpSig::SiluMul { elements, x } => OpSig::SiluMul { elements: elements.min(1009), x },
         OpSig::Add { elements, x } => OpSig::Add { elements: elements.min(1009), x },
         OpSig::Argmax { rows, cols } => OpSig::Argmax { rows: rows.min(4), cols: cols.min(1009) },
+        OpSig::Sample { rows, cols, history, tops } => OpSig::Sample {
+            rows: rows.min(17),
+            cols: cols.min(1009),
+            history: history.min(300),
+            tops: tops.min(20),
+        },
         OpSig::Copy { bytes } => OpSig::Copy { bytes: bytes.min(4004) },
         OpSig::Fill { bytes, word } => OpSig::Fill { bytes: bytes.min(4004), word },
         OpSig::AttnMerge { parts, rows, head_dim, out } => {

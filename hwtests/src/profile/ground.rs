@@ -5,9 +5,10 @@
 //! (activations) stays in place and may be *warm*, as in the engine.
 
 use super::Problem;
-use mixfleet_hal::cast::{to_u32, to_usize};
+use mixfleet_hal::cast::{low_u32, to_f32, to_u32, to_usize};
 use mixfleet_hal::op::Extent;
 use mixfleet_hal::random::Stream;
+use mixfleet_hal::sample::{LOG2_E, PARAMETER_WORDS, Parameters, fraction};
 use mixfleet_hal::units::MIB;
 use mixfleet_hal::{BufferUsage, Cmd, DType, Device, KvShape, OpSig, Operand, OperandAccess, Slice};
 
@@ -276,6 +277,18 @@ fn contents(sig: &OpSig, operand: &Operand) -> Option<Vec<u8>> {
             let context = to_u32(kv_tokens / u64::from(sequences.max(1)));
             Some(words((0..sequences).map(|_| context)))
         }
+        // logits as a model makes them, drawn at temperature 1 and top-p 0.95
+        (OpSig::Sample { rows, cols, .. }, "logits") => {
+            let row: Vec<f32> = (0..cols).map(|_| to_f32(3.0 * stream.next_normal())).collect();
+            Some(bytemuck::cast_slice(&row).repeat(rows as usize))
+        }
+        (OpSig::Sample { rows, .. }, "parameters") => {
+            let mut row = Parameters { scale: LOG2_E, top_p: fraction(0.95), ..Parameters::GREEDY };
+            Some(words((0..rows).flat_map(|_| {
+                row.uniform = low_u32(stream.next_u64());
+                bytemuck::cast::<_, [u32; PARAMETER_WORDS as usize]>(row)
+            })))
+        }
         // rotations preserve length, however often they are repeated
         (OpSig::Rope { tokens, head_dim, .. }, "cos_sin") => {
             let mut bytes = Vec::new();
@@ -325,6 +338,7 @@ mod tests {
             "rope.bf16.t3.heads2.d16",
             "rms_norm.bf16.t3.h64",
             "argmax.f32.t2.v33",
+            "sample.f32.t3.v130",
             "attn_merge.bf16.p2.t4.d16",
             "silu_mul.bf16.e64",
         ] {

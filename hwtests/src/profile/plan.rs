@@ -207,6 +207,7 @@ impl Plan {
             // a step has as many rows of logits and of merges as sequences
             if tokens <= 64 {
                 self.op(OpSig::Argmax { rows: tokens, cols: vocab });
+                self.op(OpSig::Sample { rows: tokens, cols: vocab, history: 0, tops: 0 });
                 self.op(OpSig::AttnMerge { parts: 1, rows: tokens * heads, head_dim, out: x });
             }
         }

@@ -22,7 +22,7 @@ pub enum Group {
     Memory,
     /// Copies between host and device, and within the device.
     Links,
-    /// Norms, RoPE, activation, embedding, argmax, merge.
+    /// Norms, RoPE, activation, embedding, draws, merge.
     Small,
     /// Writing KV pages, and moving them to and from the wire layout.
     Kv,
@@ -354,6 +354,7 @@ fn small_op(kind: &str, dtype: DType, f: &mut Fields, page_tokens: u32) -> Optio
         "silu_mul" => OpSig::SiluMul { elements: f.long("e")?, x: dtype },
         "add" => OpSig::Add { elements: f.long("e")?, x: dtype },
         "argmax" => OpSig::Argmax { rows: f.take("t")?, cols: f.take("v")? },
+        "sample" => OpSig::Sample { rows: f.take("t")?, cols: f.take("v")?, history: 0, tops: 0 },
         _ => return None,
     })
 }
@@ -440,7 +441,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const NAMES: [&str; 20] = [
+    const NAMES: [&str; 21] = [
         "gemm.bf16.m512.n4096.k4096",
         "gemm.f32.m1.n2048.k5632.acc",
         "gemm.bf16.m1.n32000.k2048.logits",
@@ -454,6 +455,7 @@ mod tests {
         "kv_gather.bf16.t16.kv8.d128",
         "silu_mul.bf16.e4096",
         "argmax.f32.t1.v32000",
+        "sample.f32.t8.v128256",
         "attn_merge.bf16.p1.t32.d64",
         "memory_read.512MiB",
         "copy_h2d.4KiB",

@@ -6,6 +6,7 @@ pub(crate) mod elementwise;
 pub(crate) mod gemm;
 pub(crate) mod kv;
 pub(crate) mod panel;
+pub(crate) mod sample;
 pub(crate) mod simd;
 pub(crate) mod span;
 
@@ -21,7 +22,8 @@ use gemm::rows::Rows;
 use gemm::{Operands, Shape};
 use kv::{Dense, PagedKv};
 use mixfleet_hal::cast::to_usize;
-use mixfleet_hal::{DType, Error, KvShape, OpSig, Result};
+use mixfleet_hal::{DType, KvShape, OpSig, Result};
+use sample::Sample;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -132,7 +134,7 @@ pub(crate) unsafe fn run(sig: &OpSig, args: &[Span], phase: Phase, worker: &mut 
             // SAFETY: the caller's promise.
             unsafe { isa.run(Argmax { x: args[0], out: args[1], rows, cols }) };
         }
-        OpSig::Sample { .. } => return Err(Error::unsupported("sample: this device has no kernel for it")),
+        OpSig::Sample { .. } => return sample(sig, args).run(worker),
         OpSig::Copy { bytes } => {
             let range = worker.share_in(to_usize(bytes), 4096);
             let (from, to) =
@@ -242,6 +244,24 @@ fn decode(sig: &OpSig, args: &[Span]) -> Decode {
         heads: heads as usize,
         pages_max: pages_max as usize,
         x,
+    }
+}
+
+fn sample(sig: &OpSig, args: &[Span]) -> Sample {
+    let OpSig::Sample { rows, cols, history, tops } = *sig else {
+        unreachable!("only called for Sample");
+    };
+    let out = if history > 0 { 4 } else { 2 };
+    Sample {
+        logits: args[0],
+        parameters: args[1],
+        history: (history > 0).then(|| [args[2], args[3]]),
+        out: args[out],
+        top: (tops > 0).then(|| args[out + 1]),
+        rows: rows as usize,
+        cols: cols as usize,
+        entries: history as usize,
+        tops: tops as usize,
     }
 }
 

@@ -15,6 +15,12 @@ typedef unsigned long long ulong;
 INTRINSIC float bits_to_float(uint bits) { return __uint_as_float(bits); }
 INTRINSIC uint float_to_bits(float v) { return __float_as_uint(v); }
 
+// A product that the compiler does not contract with a sum.
+INTRINSIC float product(float a, float b) { return __fmul_rn(a, b); }
+
+// Counts up in shared memory and returns the count before.
+INTRINSIC uint count_up(uint* count) { return atomicAdd(count, 1u); }
+
 INTRINSIC float half_to_float(ushort bits) {
     float v;
     asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(bits));

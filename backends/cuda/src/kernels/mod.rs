@@ -25,6 +25,8 @@ pub enum KernelSource {
     Merge,
     /// `rms_norm`, `argmax`.
     Rows,
+    /// `sample`.
+    Sample,
     /// `gemv` and `gemm` for any dtypes and shapes.
     Gemm,
     /// `gemm_few_rows` on tensor cores.
@@ -49,6 +51,7 @@ impl KernelSource {
             KernelSource::Kv => "kv.c",
             KernelSource::Merge => "merge.c",
             KernelSource::Rows => "rows.c",
+            KernelSource::Sample => "sample.c",
             KernelSource::Gemm => "gemm.c",
             KernelSource::FewRows => "few_rows.cu",
             KernelSource::Attention => "attention.c",
@@ -65,6 +68,7 @@ impl KernelSource {
             KernelSource::Kv => &[portable!("kv.c")],
             KernelSource::Merge => &[portable!("merge.c")],
             KernelSource::Rows => &[portable!("rows.c")],
+            KernelSource::Sample => &[portable!("sample.c")],
             KernelSource::Gemm => &[portable!("gemm.h"), portable!("gemm.c")],
             KernelSource::FewRows => &[portable!("gemm.h"), include_str!("few_rows.cu")],
             KernelSource::Attention => &[portable!("keys.h"), portable!("attention.c")],

@@ -213,6 +213,7 @@ fn simple(sig: &OpSig, operands: &[DeviceRange], mut args: Vec<KernelArg>) -> Re
             let vec = vector(cols.into(), &operands[..1]);
             rows_launch("argmax", (DType::F32, DType::F32, DType::F32), (rows, cols), vec, 1024, args)
         }
+        OpSig::Sample { .. } => sample(sig, operands, args),
         OpSig::KvWrite { tokens, x: other, kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv } }
         | OpSig::KvGather {
             tokens,
@@ -270,6 +271,25 @@ fn rows_launch(
     launch(KernelProgram::new(KernelSource::Rows, &macros), kernel, ([rows.into(), 1, 1], threads), args)
 }
 
+/// Plans a draw with one block per row, as large as the row can use.
+fn sample(sig: &OpSig, operands: &[DeviceRange], mut args: Vec<KernelArg>) -> Result<PlanStep> {
+    let OpSig::Sample { rows, cols, history, tops } = *sig else {
+        return Err(Error::unsupported(format!("cuda: {} draws nothing", sig.name())));
+    };
+    // what is absent is not used
+    if history == 0 {
+        args.splice(2..2, [args[1], args[0]]);
+    }
+    if tops == 0 {
+        args.push(args[4]);
+    }
+    args.extend([rows, cols, history, tops].map(KernelArg::U32));
+    let vec = vector(cols.into(), &operands[..1]);
+    let threads = to_u32(u64::from(cols).div_ceil(vec).next_power_of_two().clamp(32, 1024));
+    let program = KernelProgram::new(KernelSource::Sample, &[("VEC", &vec), ("GROUP", &threads)]);
+    launch(program, "sample", ([rows.into(), 1, 1], threads), args)
+}
+
 /// Returns whether and how well `target` can run `sig`.
 pub fn support(sig: &OpSig, target: &PlanTarget) -> Support {
     // shared memory holds a head of q and one of sums for each warp of a block
@@ -277,7 +297,6 @@ pub fn support(sig: &OpSig, target: &PlanTarget) -> Support {
     let eight_bits = |operand: &mixfleet_hal::Operand| operand.dtype == DType::F8E4m3;
     match *sig {
         _ if sig.check().is_err() => Support::No,
-        OpSig::Sample { .. } => Support::No,
         OpSig::Gemm { x, weight, out, .. } => {
             if out == DType::F8E4m3 || [x, weight, out].contains(&DType::U32) {
                 return Support::No;

@@ -152,7 +152,7 @@ fn compile(directory: &Path, source: &str) -> Result<PathBuf> {
     std::fs::write(&part, source).map_err(|e| failed(format!("{}: {e}", part.display())))?;
     let unfinished = part.with_extension("so");
     let output = Command::new("g++")
-        .args(["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-fvisibility=hidden"])
+        .args(["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC", "-fvisibility=hidden"])
         .args(["-fsanitize=alignment,bounds", "-fsanitize-undefined-trap-on-error", "-o"])
         .args([&unfinished, &part])
         .output()

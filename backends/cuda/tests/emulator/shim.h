@@ -207,6 +207,9 @@ template <class To, class From> static inline To bits_of(From from) {
 INTRINSIC float bits_to_float(uint bits) { return bits_of<float>(bits); }
 INTRINSIC uint float_to_bits(float v) { return bits_of<uint>(v); }
 
+INTRINSIC float product(float a, float b) { return a * b; }
+INTRINSIC uint count_up(uint* count) { return (*count)++; }
+
 INTRINSIC float half_to_float(ushort bits) { return (float)bits_of<_Float16>(bits); }
 INTRINSIC uint bf16_bits(float v) {
     const uint bits = float_to_bits(v);

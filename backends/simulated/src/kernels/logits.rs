@@ -9,8 +9,9 @@
 use super::rows;
 use crate::digest;
 use crate::memory::{Edit, Live, Store};
-use mixfleet_hal::cast::{to_u32, to_usize};
-use mixfleet_hal::{DType, Result, Slice};
+use mixfleet_hal::cast::{low_u32, to_u32, to_usize};
+use mixfleet_hal::sample::{NO_TOKEN, ONE, PARAMETER_WORDS};
+use mixfleet_hal::{Cmd, DType, OpSig, Result, Slice};
 
 const PEAK: f32 = 1024.0;
 const ELEMENT_BYTES: usize = size_of::<f32>();
@@ -48,9 +49,38 @@ pub(super) fn put(store: &mut Store, slice: &Slice, digests: &[u64]) -> Result<(
     Ok(())
 }
 
-/// Returns the lowest index of the largest element of each row. A row whose single peak is known is not read.
+/// Writes each row's winner to `args[1]`.
 pub(super) fn argmax(store: &mut Store, args: &[Slice], cols: u32) -> Result<()> {
-    let (content, range) = store.content(&args[0])?;
+    let best: Vec<u8> = winners(store, &args[0], cols)?.into_iter().flat_map(u32::to_le_bytes).collect();
+    store.edit(&args[1], Edit::Any)?.copy_from_slice(&best);
+    Ok(())
+}
+
+/// Draws each row's winner, however it is to be drawn: its probability is 1, and no other tokens are listed.
+pub(super) fn sample(store: &mut Store, cmd: &Cmd) -> Result<()> {
+    let OpSig::Sample { cols, history, tops, .. } = *cmd.sig() else { return Ok(()) };
+    let (args, out) = (cmd.args(), if history > 0 { 4 } else { 2 });
+    let ids = winners(store, &args[0], cols)?;
+    let parameters = store.words(&args[1])?;
+    let high = low_u32(ONE >> 32);
+    let drawn: Vec<u8> = ids
+        .into_iter()
+        .zip(parameters.chunks(PARAMETER_WORDS as usize))
+        // the last word says whether log-probabilities are wanted
+        .flat_map(|(id, row)| [id, 0, 0, high * (row[row.len() - 1] & 1)])
+        .flat_map(u32::to_le_bytes)
+        .collect();
+    store.edit(&args[out], Edit::Any)?.copy_from_slice(&drawn);
+    if tops > 0 {
+        let nothing = [NO_TOKEN, f32::NEG_INFINITY.to_bits()].map(u32::to_le_bytes);
+        store.edit(&args[out + 1], Edit::Any)?.as_chunks_mut::<4>().0.as_chunks_mut::<2>().0.fill(nothing);
+    }
+    Ok(())
+}
+
+/// Returns the lowest index of the largest element of each row. A row whose single peak is known is not read.
+fn winners(store: &mut Store, logits: &Slice, cols: u32) -> Result<Vec<u32>> {
+    let (content, range) = store.content(logits)?;
     let row_bytes = cols as usize * ELEMENT_BYTES;
     let known = matches!(content.live, Live::Rows(rows) if rows.dtype == DType::F32);
     let best = range.clone().step_by(row_bytes.max(1)).map(|start| {
@@ -60,9 +90,7 @@ pub(super) fn argmax(store: &mut Store, args: &[Slice], cols: u32) -> Result<()>
             _ => largest(&content.as_bytes()[start..][..row_bytes]),
         }
     });
-    let best: Vec<u8> = best.flat_map(u32::to_le_bytes).collect();
-    store.edit(&args[1], Edit::Any)?.copy_from_slice(&best);
-    Ok(())
+    Ok(best.collect())
 }
 
 /// Returns the index of the largest element; NaN never wins.

@@ -7,7 +7,7 @@ mod logits;
 mod rows;
 
 use crate::memory::{Edit, Store};
-use mixfleet_hal::{Cmd, Error, OpSig, Result};
+use mixfleet_hal::{Cmd, OpSig, Result};
 
 /// Identifies the operation in a mix, so that no two operations mix alike.
 #[derive(Clone, Copy)]
@@ -38,7 +38,7 @@ pub(crate) fn run(store: &mut Store, cmd: &Cmd) -> Result<()> {
         OpSig::SiluMul { x, .. } => rows::elementwise(store, Tag::SiluMul, args, x),
         OpSig::Add { x, .. } => rows::elementwise(store, Tag::Add, args, x),
         OpSig::Argmax { cols, .. } => logits::argmax(store, args, cols),
-        OpSig::Sample { .. } => Err(Error::unsupported("sample: simulated devices have no kernel yet")),
+        OpSig::Sample { .. } => logits::sample(store, cmd),
         OpSig::KvWrite { .. } => kv::write(store, cmd),
         OpSig::KvGather { .. } => kv::gather(store, cmd),
         OpSig::KvScatter { .. } => kv::scatter(store, cmd),

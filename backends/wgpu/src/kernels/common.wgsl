@@ -13,7 +13,10 @@ const BF16 = 1u;
 const F16 = 2u;
 
 // Where each operand begins in its binding, in elements; then the kernel's own numbers.
-struct Params { at0: u32, at1: u32, at2: u32, at3: u32, at4: u32, at5: u32, to0: u32, to1: u32, s: Shape }
+struct Params {
+    at0: u32, at1: u32, at2: u32, at3: u32, at4: u32, at5: u32, to0: u32, to1: u32, to2: u32, to3: u32,
+    s: Shape,
+}
 
 var<immediate> p: Params;
 
@@ -29,6 +32,8 @@ var<immediate> p: Params;
 @group(0) @binding(12) var<storage, read> v4: array<vec4<u32>>;
 @group(0) @binding(16) var<storage, read_write> out0: array<u32>;
 @group(0) @binding(17) var<storage, read_write> out1: array<u32>;
+@group(0) @binding(18) var<storage, read_write> out2: array<u32>;
+@group(0) @binding(19) var<storage, read_write> out3: array<u32>;
 
 // Number of a group in a grid that is folded because a dimension has at most 65535.
 fn group_of(thread: Thread) -> u32 { return thread.group.x + thread.group.y * thread.groups.x; }
