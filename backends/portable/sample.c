@@ -8,6 +8,13 @@
 #pragma OPENCL FP_CONTRACT OFF
 #endif
 
+#if GROUP == 1 // a thread has the row to itself
+#undef BARRIER
+#undef BARRIER_ALL
+#define BARRIER()
+#define BARRIER_ALL()
+#endif
+
 #define KEY_WRONG 0xFFFFFFFFu // of NaN and +infinity
 #define KEY_NONE 0x007FFFFFu  // of -infinity
 #define NO_TOKEN 0xFFFFFFFFu
