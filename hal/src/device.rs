@@ -171,6 +171,10 @@ pub trait Device: Send + Sync {
     /// Creates a queue.
     fn queue(&self) -> Result<Box<dyn Queue>>;
 
+    /// Returns the memory that buffers could take now beside what is in use, by whomever; `None` if the
+    /// device cannot tell.
+    fn memory_free(&self) -> Option<Bytes>;
+
     /// Reads the device's current health.
     fn health(&self) -> Health;
 }
@@ -234,6 +238,11 @@ macro_rules! forward_device {
     (@ queue $this:ident $inner:expr) => {
         fn queue(&$this) -> $crate::Result<Box<dyn $crate::Queue>> {
             $inner.queue()
+        }
+    };
+    (@ memory_free $this:ident $inner:expr) => {
+        fn memory_free(&$this) -> Option<$crate::units::Bytes> {
+            $inner.memory_free()
         }
     };
     (@ health $this:ident $inner:expr) => {

@@ -99,6 +99,10 @@ impl Device for Noting {
         self.note("queue");
         Err(Error::unsupported("no queue"))
     }
+    fn memory_free(&self) -> Option<Bytes> {
+        self.note("memory_free");
+        Some(Bytes(3.0))
+    }
     fn health(&self) -> Health {
         self.note("health");
         Health { clock_mhz: Some(2.0), ..Health::default() }
@@ -109,7 +113,7 @@ struct Around(Noting);
 
 impl Device for Around {
     mixfleet_hal::forward_device!(self => self.0;
-        info, limits, support, alloc, import, export, write, read, pin, queue, health);
+        info, limits, support, alloc, import, export, write, read, pin, queue, memory_free, health);
 }
 
 #[test]
@@ -135,9 +139,22 @@ fn a_wrapper_forwards_each_method_with_its_answer() {
     around.read(&nothing(), &mut []).unwrap();
     assert!(around.pin(Arc::new(Empty)).unwrap().is_some());
     assert!(around.queue().is_err());
+    assert_eq!(around.memory_free(), Some(Bytes(3.0)));
     assert_eq!(around.health().clock_mhz, Some(2.0));
     let asked = around.0.asked.into_inner().unwrap();
-    let methods =
-        ["info", "limits", "support", "alloc", "import", "export", "write", "read", "pin", "queue", "health"];
+    let methods = [
+        "info",
+        "limits",
+        "support",
+        "alloc",
+        "import",
+        "export",
+        "write",
+        "read",
+        "pin",
+        "queue",
+        "memory_free",
+        "health",
+    ];
     assert_eq!(asked, methods);
 }

@@ -157,6 +157,10 @@ impl Device for ReferenceDevice {
         Ok(Box::new(ReferenceQueue { times: Vec::new(), failed: None }))
     }
 
+    fn memory_free(&self) -> Option<Bytes> {
+        None
+    }
+
     fn health(&self) -> Health {
         Health::default()
     }

@@ -14,7 +14,7 @@ use mixfleet_hal::{
     Absent, Backend, BufferUsage, DType, Device, DeviceInfo, DeviceKind, DeviceLimits, Error, Export, Health,
     HostMemory, OpSig, Queue, Result, Slice, Support,
 };
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 
 /// Preferred KV page size in tokens: two AVX-512 vectors of keys, or 4 KiB per head of 64 in bf16.
@@ -155,6 +155,11 @@ impl Device for CpuDevice {
 
     fn queue(&self) -> Result<Box<dyn Queue>> {
         Ok(Box::new(CpuQueue::new(self.pool.clone())))
+    }
+
+    fn memory_free(&self) -> Option<Bytes> {
+        let budget = self.budget.limit.saturating_sub(self.budget.used.load(Ordering::Relaxed));
+        Some(Bytes(topology::memory_free_bytes()?.min(budget) as f64))
     }
 
     fn health(&self) -> Health {

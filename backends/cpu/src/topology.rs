@@ -107,21 +107,33 @@ pub(crate) fn model_name() -> String {
     }
 }
 
+/// Returns a field of `/proc/meminfo` in bytes.
+fn meminfo(field: &str) -> Option<u64> {
+    let info = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let value = info.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'))?;
+    Some(value.trim().trim_end_matches(" kB").parse::<u64>().ok()? * 1024)
+}
+
+/// Returns a number of the control group's memory; `None` without one, or if it is `max`.
+fn control_group(file: &str) -> Option<u64> {
+    std::fs::read_to_string(format!("/sys/fs/cgroup/{file}")).ok()?.trim().parse().ok()
+}
+
 /// Returns the bytes of memory that this process may use, limited by the machine or the control group; 0 if
 /// unknown.
 pub(crate) fn memory_bytes() -> u64 {
-    let info = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let kib = info
-        .lines()
-        .find_map(|l| l.strip_prefix("MemTotal:"))
-        .and_then(|l| l.trim().trim_end_matches(" kB").parse::<u64>().ok());
-    let total = kib.unwrap_or(0) * 1024;
-    let limit =
-        std::fs::read_to_string("/sys/fs/cgroup/memory.max").ok().and_then(|t| t.trim().parse::<u64>().ok());
-    match limit {
+    let total = meminfo("MemTotal").unwrap_or(0);
+    match control_group("memory.max") {
         Some(limit) if total == 0 || limit < total => limit,
         _ => total,
     }
+}
+
+/// Returns the bytes that this process could still take without swapping; `None` if unknown.
+pub(crate) fn memory_free_bytes() -> Option<u64> {
+    let available = meminfo("MemAvailable")?;
+    let rest = control_group("memory.max").zip(control_group("memory.current"));
+    Some(rest.map_or(available, |(limit, used)| available.min(limit.saturating_sub(used))))
 }
 
 #[cfg(test)]

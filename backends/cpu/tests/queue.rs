@@ -176,6 +176,18 @@ fn indices_out_of_range_fail_the_ticket_and_all_later_ones() {
 }
 
 #[test]
+fn free_memory_is_below_all_memory_and_shrinks_as_buffers_are_taken() {
+    let device = rig().device;
+    let all = device.info().memory.0;
+    // pages that are not touched take no memory, but the room of buffers
+    let held = device.alloc((0.9 * all) as u64, BufferUsage::Kv).unwrap();
+    let free = device.memory_free().expect("Linux tells").0;
+    assert!(free > 0.0 && free <= 0.1 * all + 1.0, "{free} of {all}");
+    drop(held);
+    assert!(device.memory_free().unwrap().0 <= all);
+}
+
+#[test]
 fn imported_memory_is_read_in_place_and_never_written() {
     let rig = rig();
     let data: Vec<u8> = [1.5f32, 2.5, -3.0, 4.0].iter().flat_map(|v| v.to_le_bytes()).collect();

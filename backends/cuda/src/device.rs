@@ -322,6 +322,12 @@ impl Device for CudaDevice {
         Ok(Box::new(self.shared.note(CudaQueue::new(self.shared.clone(), number))?))
     }
 
+    fn memory_free(&self) -> Option<Bytes> {
+        self.shared.enter().ok()?;
+        let (free, _) = result::mem_get_info().ok()?;
+        Some(Bytes(free as f64))
+    }
+
     fn health(&self) -> Health {
         self.monitor.as_ref().map(Monitor::health).unwrap_or_default()
     }

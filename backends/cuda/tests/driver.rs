@@ -6,6 +6,8 @@
 
 #![allow(unsafe_code)] // one call asks the fake driver what it counted
 
+mod counts;
+
 use mixfleet_cuda::CudaBackend;
 use mixfleet_hal::memory::{Mapping, SharedMemory};
 use mixfleet_hal::{Backend, BufferUsage, Cmd, DType, Device, ErrorKind, OpSig, Result};
@@ -84,6 +86,7 @@ fn with_fake_driver(name: &str, test: impl FnOnce(Arc<dyn Device>)) {
     let stdout = String::from_utf8_lossy(&child.stdout);
     let said = format!("{stdout}{}", String::from_utf8_lossy(&child.stderr));
     assert!(child.status.success() && stdout.contains("1 passed"), "{said}");
+    eprint!("{said}");
 }
 
 fn fill(to: &mixfleet_hal::Slice, word: u32) -> Cmd {
@@ -156,6 +159,22 @@ fn transfers_of_any_length_arrive() {
             }
         }
         assert_eq!(device.alloc(2 << 30, BufferUsage::Kv).unwrap_err().kind, ErrorKind::OutOfMemory);
+    });
+}
+
+#[test]
+fn free_memory_is_what_the_driver_has_left() {
+    with_fake_driver("free_memory_is_what_the_driver_has_left", |device| {
+        let free = || device.memory_free().expect("a driver that tells").0;
+        let before = free();
+        assert_eq!(before, 2.0 * f64::from(1 << 30), "nothing is allocated yet");
+        let held = device.alloc(100 << 20, BufferUsage::Kv).unwrap();
+        assert_eq!(before - free(), f64::from(100 << 20));
+        // a queue has scratch of its own
+        let queue = device.queue().unwrap();
+        assert_eq!(before - free(), f64::from(164 << 20));
+        drop((held, queue));
+        assert_eq!(free(), before);
     });
 }
 

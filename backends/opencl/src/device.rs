@@ -368,6 +368,11 @@ impl Device for OpenClDevice {
         Ok(Box::new(OpenClQueue::new(self.shared.clone(), number)?))
     }
 
+    /// OpenCL does not say how much is in use.
+    fn memory_free(&self) -> Option<Bytes> {
+        None
+    }
+
     /// OpenCL reports no sensor readings.
     fn health(&self) -> Health {
         Health::default()

@@ -7,7 +7,7 @@ use crate::memory::Charge;
 use crate::queue::{BatchRunner, SimQueue};
 use mixfleet_cpu::CpuBackend;
 use mixfleet_hal::profile::DeviceProfile;
-use mixfleet_hal::units::Seconds;
+use mixfleet_hal::units::{Bytes, Seconds};
 use mixfleet_hal::{
     Backend, Buffer, BufferUsage, Cmd, DType, Device, DeviceInfo, DeviceLimits, Error, Export, Health,
     HostMemory, OpSig, Queue, Result, Scalar, Slice, Support, Ticket,
@@ -165,6 +165,11 @@ impl Device for ComputeDevice {
     fn queue(&self) -> Result<Box<dyn Queue>> {
         let work = Cores { queue: self.inner.queue()?, first: None };
         Ok(Box::new(SimQueue::new(work, self.part.costs.clone(), self.part.schedule.clone())))
+    }
+
+    fn memory_free(&self) -> Option<Bytes> {
+        let own = Bytes(self.part.budget.free() as f64);
+        Some(self.inner.memory_free().map_or(own, |host| host.min(own)))
     }
 
     fn health(&self) -> Health {

@@ -199,6 +199,10 @@ impl Device for TimeOnlyDevice {
         Ok(Box::new(SimQueue::new(work, self.part.costs.clone(), self.part.schedule.clone())))
     }
 
+    fn memory_free(&self) -> Option<Bytes> {
+        Some(Bytes(self.part.budget.free() as f64))
+    }
+
     fn health(&self) -> Health {
         Health::default()
     }

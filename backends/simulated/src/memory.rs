@@ -38,6 +38,10 @@ impl Budget {
         self.limit
     }
 
+    pub(crate) fn free(&self) -> u64 {
+        self.limit.saturating_sub(self.used.load(Ordering::Relaxed))
+    }
+
     /// # Errors
     /// `OutOfMemory` if the part has less left.
     pub(crate) fn charge(self: &Arc<Self>, bytes: u64) -> Result<Charge> {

@@ -306,6 +306,11 @@ impl Device for WgpuDevice {
         Ok(Box::new(WgpuQueue::new(self.shared.clone())))
     }
 
+    /// wgpu does not say how much is in use.
+    fn memory_free(&self) -> Option<Bytes> {
+        None
+    }
+
     /// wgpu reports no sensor readings.
     fn health(&self) -> Health {
         Health::default()

@@ -173,6 +173,10 @@ impl Device for MemoryDevice {
         Err(mixfleet_hal::Error::unsupported("memory only"))
     }
 
+    fn memory_free(&self) -> Option<Bytes> {
+        None
+    }
+
     fn health(&self) -> Health {
         Health::default()
     }

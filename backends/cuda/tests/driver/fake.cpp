@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <unistd.h>
 #include <deque>
 #include <fstream>
@@ -23,8 +24,12 @@ enum { ALREADY_REGISTERED = 712, NOT_REGISTERED = 713, REFUSED = 801 };
 
 static std::recursive_mutex lock;
 static int sticky = SUCCESS; // after a fault, the answer to everything
-#define ENTER                                                                                                    \
+static std::map<std::string, unsigned long long> calls;
+#define COUNTED                                                                                                  \
     std::lock_guard<std::recursive_mutex> entered(lock);                                                         \
+    ++calls[__func__]
+#define ENTER                                                                                                    \
+    COUNTED;                                                                                                     \
     if (sticky) return sticky
 
 struct Graph { std::vector<std::function<void()>> steps; };
@@ -67,6 +72,22 @@ struct Function {
 
 #define API extern "C" __attribute__((visibility("default")))
 
+// For tests: a line with its name and count for each function that was called, up to `bytes`.
+API int fake_calls(char* text, size_t bytes) {
+    std::lock_guard<std::recursive_mutex> entered(lock);
+    std::string lines;
+    for (auto& [name, count] : calls) lines += name + " " + std::to_string(count) + "\n";
+    if (lines.size() >= bytes) return INVALID_VALUE;
+    return strcpy(text, lines.c_str()), SUCCESS;
+}
+
+// What a test may choose by the environment: the device's name, its memory, whether cuBLASLt starts.
+static const char* choice(const char* name, const char* otherwise) {
+    const char* value = getenv(name);
+    return value ? value : otherwise;
+}
+static size_t memory_bytes() { return strtoull(choice("FAKE_CUDA_MEMORY_BYTES", "2147483648"), nullptr, 10); }
+
 API int cuInit(unsigned) { return SUCCESS; }
 API int cuGetErrorString(int code, const char** text) {
     *text = code == ILLEGAL_ADDRESS ? "an illegal memory access was encountered" : "an error of the fake driver";
@@ -76,8 +97,8 @@ API int cuGetErrorName(int, const char** text) { *text = "FAKE"; return SUCCESS;
 API int cuDriverGetVersion(int* version) { *version = 12080; return SUCCESS; }
 API int cuDeviceGetCount(int* count) { *count = 1; return SUCCESS; }
 API int cuDeviceGet(int* device, int ordinal) { *device = ordinal; return SUCCESS; }
-API int cuDeviceGetName(char* name, int length, int) { snprintf(name, length, "Fake GPU"); return SUCCESS; }
-API int cuDeviceTotalMem_v2(size_t* bytes, int) { *bytes = 2ull << 30; return SUCCESS; }
+API int cuDeviceGetName(char* name, int length, int) { snprintf(name, length, "%s", choice("FAKE_CUDA_NAME", "Fake GPU")); return SUCCESS; }
+API int cuDeviceTotalMem_v2(size_t* bytes, int) { *bytes = memory_bytes(); return SUCCESS; }
 API int cuDeviceGetUuid_v2(char* uuid, int) {
     for (int i = 0; i < 16; ++i) uuid[i] = (char)(16 * i + i);
     return SUCCESS;
@@ -89,7 +110,7 @@ API int cuDeviceGetAttribute(int* value, int which, int) {
 }
 API int cuDevicePrimaryCtxRetain(void** context, int) { *context = (void*)&lock; return SUCCESS; }
 API int cuDevicePrimaryCtxRelease_v2(int) { return SUCCESS; }
-API int cuCtxSetCurrent(void*) { return sticky; }
+API int cuCtxSetCurrent(void*) { ENTER; return sticky; }
 
 API int cuStreamCreate(Stream** stream, unsigned) {
     ENTER;
@@ -102,12 +123,12 @@ API int cuStreamSynchronize(Stream* stream) {
     return sticky;
 }
 API int cuStreamDestroy_v2(Stream* stream) {
-    std::lock_guard<std::recursive_mutex> entered(lock);
+    COUNTED;
     run(stream, stream->issued);
     return SUCCESS; // never freed: events still name it
 }
 
-API int cuEventCreate(Event** event, unsigned) { *event = new Event; return SUCCESS; }
+API int cuEventCreate(Event** event, unsigned) { ENTER; *event = new Event; return SUCCESS; }
 API int cuEventRecord(Event* event, Stream* stream) {
     ENTER;
     *event = {stream, stream->issued, false};
@@ -133,20 +154,40 @@ API int cuEventElapsedTime_v2(float* milliseconds, Event* start, Event* end) {
     *milliseconds = (float)(end->at - start->at);
     return SUCCESS;
 }
-API int cuEventDestroy_v2(Event* event) { delete event; return SUCCESS; }
+API int cuEventDestroy_v2(Event* event) { COUNTED; delete event; return SUCCESS; }
 
+static std::map<Address, size_t> allocated;
+static size_t allocated_bytes = 0;
+
+static const size_t SMALL_BYTES = 64 << 20;
+
+// What is small is filled, so that a read of what was not written is seen; the rest takes pages as they are touched.
 API int cuMemAlloc_v2(Address* address, size_t bytes) {
     ENTER;
-    if (bytes > 1u << 30) return OUT_OF_MEMORY;
-    void* memory = aligned_alloc(256, (bytes + 255) / 256 * 256);
-    memset(memory, 0xFF, bytes);
+    if (bytes > memory_bytes() - allocated_bytes) return OUT_OF_MEMORY;
+    const bool small = bytes <= SMALL_BYTES;
+    void* memory = small ? aligned_alloc(256, (bytes + 255) / 256 * 256)
+                         : mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (!memory || memory == MAP_FAILED) return OUT_OF_MEMORY;
+    if (small) memset(memory, 0xFF, bytes);
     *address = (Address)memory;
+    allocated[*address] = bytes, allocated_bytes += bytes;
     return SUCCESS;
 }
-// The real one waits for the device; here memory must not be in use, nor is it given back, so that a late
+// The real one waits for the device; here memory must not be in use, nor is its address given back, so that a late
 // access is seen as wrong bytes rather than a crash.
-API int cuMemFree_v2(Address) {
-    std::lock_guard<std::recursive_mutex> entered(lock);
+API int cuMemFree_v2(Address address) {
+    COUNTED;
+    auto found = allocated.find(address);
+    if (found == allocated.end()) return INVALID_VALUE;
+    if (found->second > SMALL_BYTES) madvise((void*)address, found->second, MADV_DONTNEED);
+    allocated_bytes -= found->second;
+    allocated.erase(found);
+    return SUCCESS;
+}
+API int cuMemGetInfo_v2(size_t* free, size_t* total) {
+    ENTER;
+    *total = memory_bytes(), *free = *total - allocated_bytes;
     return SUCCESS;
 }
 
@@ -174,7 +215,7 @@ API int cuMemHostAlloc(void** memory, size_t bytes, unsigned) {
     return SUCCESS;
 }
 API int cuMemFreeHost(void* memory) {
-    std::lock_guard<std::recursive_mutex> entered(lock);
+    COUNTED;
     pinned.erase((Address)memory);
     free(memory);
     return SUCCESS;
@@ -208,6 +249,7 @@ API int fake_count(unsigned long long counts[3]) {
     return SUCCESS;
 }
 API int cuMemHostGetDevicePointer_v2(Address* address, void* memory, unsigned) {
+    ENTER;
     *address = (Address)memory;
     return SUCCESS;
 }
@@ -247,7 +289,7 @@ API int cuModuleLoadData(void** module, const void* image) {
     if (!*module) fprintf(stderr, "%s\n", dlerror());
     return *module ? SUCCESS : INVALID_VALUE;
 }
-API int cuModuleUnload(void*) { return SUCCESS; }
+API int cuModuleUnload(void*) { COUNTED; return SUCCESS; }
 API int cuModuleGetFunction(Function** function, void* module, const char* name) {
     ENTER;
     auto count = (int (*)())dlsym(module, (std::string("count_") + name).c_str());
@@ -257,6 +299,7 @@ API int cuModuleGetFunction(Function** function, void* module, const char* name)
     return SUCCESS;
 }
 API int cuFuncSetAttribute(Function* function, int which, int value) {
+    ENTER;
     if (which == 8) function->shared_bytes_max = value;
     return SUCCESS;
 }
@@ -291,11 +334,12 @@ API int cuStreamEndCapture(Stream* stream, Graph** graph) {
     return *graph ? SUCCESS : INVALID_VALUE;
 }
 API int cuGraphInstantiateWithFlags(Graph** exec, Graph* graph, unsigned long long) {
+    ENTER;
     *exec = new Graph(*graph);
     return SUCCESS;
 }
-API int cuGraphDestroy(Graph* graph) { delete graph; return SUCCESS; }
-API int cuGraphExecDestroy(Graph* exec) { delete exec; return SUCCESS; }
+API int cuGraphDestroy(Graph* graph) { COUNTED; delete graph; return SUCCESS; }
+API int cuGraphExecDestroy(Graph* exec) { COUNTED; delete exec; return SUCCESS; }
 API int cuGraphLaunch(Graph* exec, Stream* stream) {
     ENTER;
     return put(stream, [exec] { for (auto& step : exec->steps) step(); });
@@ -305,10 +349,12 @@ API int cuGraphLaunch(Graph* exec, Stream* stream) {
 struct Program { std::string source, library, log; };
 
 API int nvrtcCreateProgram(Program** program, const char* source, const char*, int, const char**, const char**) {
+    COUNTED;
     *program = new Program{source, "", ""};
     return 0;
 }
 API int nvrtcCompileProgram(Program* program, int, const char**) {
+    COUNTED;
     std::string source = program->source;
     // each kernel's name stands between `KERNEL(..) ` and `(`, at the start of a line
     for (size_t at = 0; (at = program->source.find("\nKERNEL", at)) != std::string::npos; ++at) {

@@ -264,6 +264,10 @@ impl Device for EmulatedDevice {
         Ok(Box::new(EmulatedQueue { target: self.target, programs: self.programs.clone(), done: 0 }))
     }
 
+    fn memory_free(&self) -> Option<Bytes> {
+        None
+    }
+
     fn health(&self) -> Health {
         Health::default()
     }

@@ -1,0 +1,163 @@
+//! Calls of the driver for a step of a model, by name: what the host costs the device.
+
+use super::{LONG, with_fake_driver};
+use mixfleet_hal::op::Extent;
+use mixfleet_hal::{BufferUsage, Cmd, DType, Device, KvShape, OpSig, Scalar, Slice};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+pub(super) type Calls = BTreeMap<String, u64>;
+
+/// The calls of one of the libraries so far.
+pub(super) fn calls(library: &str) -> Calls {
+    let mut text = vec![0u8; 1 << 16];
+    // SAFETY: the library is the one that the backend loaded; the function writes at most so many bytes.
+    unsafe {
+        let library = libloading::Library::new(library).unwrap();
+        let told: libloading::Symbol<unsafe extern "C" fn(*mut u8, usize) -> i32> =
+            library.get(b"fake_calls").unwrap();
+        assert_eq!(told(text.as_mut_ptr(), text.len()), 0);
+    }
+    let text = String::from_utf8(text.into_iter().take_while(|&byte| byte != 0).collect()).unwrap();
+    let pair = |line: &str| {
+        let (name, count) = line.split_once(' ').unwrap();
+        (name.to_owned(), count.parse().unwrap())
+    };
+    text.lines().map(pair).collect()
+}
+
+/// What `work` calls in the driver.
+fn calls_of(work: impl FnOnce()) -> Calls {
+    let before = calls("libcuda.so");
+    work();
+    let now = calls("libcuda.so").into_iter();
+    now.map(|(name, count)| (name.clone(), count - before.get(&name).unwrap_or(&0)))
+        .filter(|(_, count)| *count > 0)
+        .collect()
+}
+
+fn count(calls: &Calls, name: &str) -> u64 {
+    calls.get(name).copied().unwrap_or(0)
+}
+
+const LAYERS: usize = 4;
+const HIDDEN: u32 = 128;
+const KV: KvShape = KvShape { kv_heads: 2, head_dim: 64, page_tokens: 16, dtype: DType::Bf16 };
+
+fn gemm(m: u32, n: u32, out: DType, accumulate: bool) -> OpSig {
+    OpSig::Gemm { m, n, k: HIDDEN, x: DType::Bf16, weight: DType::Bf16, out, bias: false, accumulate }
+}
+
+/// The operations of a layer over `tokens` rows, of which `decodes` are decoded and the rest is one prompt.
+fn layer(tokens: u32, decodes: u32) -> Vec<OpSig> {
+    let (x, heads) = (DType::Bf16, HIDDEN / KV.head_dim);
+    let norm =
+        OpSig::RmsNorm { rows: tokens, cols: HIDDEN, eps: Scalar(1e-5), x: DType::F32, weight: x, out: x };
+    let mut sigs = vec![norm];
+    sigs.extend([gemm(tokens, HIDDEN, x, false); 3]);
+    sigs.extend([OpSig::Rope { tokens, heads, head_dim: KV.head_dim, x }; 2]);
+    sigs.push(OpSig::KvWrite { tokens, x, kv: KV });
+    if decodes > 0 {
+        let kv_tokens = u64::from(decodes) * 100;
+        sigs.push(OpSig::AttnDecode { sequences: decodes, kv_tokens, heads, pages_max: 8, x, kv: KV });
+        sigs.push(OpSig::AttnMerge { parts: 1, rows: decodes * heads, head_dim: KV.head_dim, out: x });
+    }
+    if tokens > decodes {
+        sigs.push(OpSig::AttnPrefill {
+            tokens: tokens - decodes,
+            sequences: 1,
+            pairs: 100,
+            kv_tokens: 100,
+            heads,
+            pages_max: 8,
+            window: None,
+            x,
+            kv: KV,
+        });
+    }
+    sigs.extend([gemm(tokens, HIDDEN, DType::F32, true), norm]);
+    sigs.extend([gemm(tokens, HIDDEN, x, false); 2]);
+    sigs.push(OpSig::SiluMul { elements: u64::from(tokens * HIDDEN), x });
+    sigs.push(gemm(tokens, HIDDEN, DType::F32, true));
+    sigs
+}
+
+/// A command on zeroed operands of its own.
+pub(super) fn command(device: &dyn Device, sig: OpSig) -> Cmd {
+    let slices: Vec<Slice> = sig
+        .operands()
+        .iter()
+        .map(|operand| {
+            let elements = match operand.extent {
+                Extent::Exactly(n) => n,
+                Extent::PagesOf(page) => 8 * page,
+            };
+            let bytes = elements * operand.dtype.size_bytes();
+            let slice = device.alloc(bytes, BufferUsage::Activations).unwrap();
+            device.write(&slice, &vec![0; bytes as usize]).unwrap();
+            slice
+        })
+        .collect();
+    Cmd::new(sig, &slices).unwrap()
+}
+
+fn commands(device: &dyn Device, sigs: &[OpSig]) -> Vec<Cmd> {
+    sigs.iter().map(|&sig| command(device, sig)).collect()
+}
+
+/// Inputs of a step and the tokens that it draws, as the engine places them.
+fn inputs_and_tokens(device: &dyn Device) -> [Slice; 2] {
+    [4096, 16].map(|bytes| device.alloc(bytes, BufferUsage::Staging).unwrap())
+}
+
+#[test]
+fn a_decode_step_is_one_launch_of_a_graph() {
+    with_fake_driver("counts::a_decode_step_is_one_launch_of_a_graph", |device: Arc<dyn Device>| {
+        let mut queue = device.queue().unwrap();
+        let [inputs, tokens] = inputs_and_tokens(&*device);
+        let sigs: Vec<OpSig> = (0..LAYERS).flat_map(|_| layer(4, 4)).collect();
+        let mut list = commands(&*device, &sigs);
+        list.push(Cmd::new(OpSig::Copy { bytes: 16 }, &[inputs.range(0, 16), tokens.clone()]).unwrap());
+        let graph = queue.record(&list).unwrap();
+        let mut step = |first: u8| {
+            device.write(&inputs, &[first; 4096]).unwrap();
+            let ticket = queue.replay(&graph).unwrap();
+            queue.wait(ticket, LONG).unwrap();
+            let mut drawn = [0; 16];
+            device.read(&tokens, &mut drawn).unwrap();
+            assert_eq!(drawn, [first; 16]);
+        };
+        // the first step may create what later ones use again
+        step(1);
+        for first in 2..5 {
+            let compiled = calls("libnvrtc.so");
+            let calls_made = calls_of(|| step(first));
+            eprintln!("decode step: {} calls, {calls_made:?}", calls_made.values().sum::<u64>());
+            assert_eq!(count(&calls_made, "cuGraphLaunch"), 1);
+            assert_eq!(calls("libnvrtc.so"), compiled, "nothing is compiled");
+        }
+    });
+}
+
+#[test]
+fn a_mixed_step_looks_up_no_kernel_after_the_first() {
+    with_fake_driver("counts::a_mixed_step_looks_up_no_kernel_after_the_first", |device: Arc<dyn Device>| {
+        let mut queue = device.queue().unwrap();
+        let [inputs, tokens] = inputs_and_tokens(&*device);
+        let mut step = |rows: u32| {
+            // the rows of a mixed step are hardly ever those of another
+            let lists: Vec<Vec<Cmd>> = (0..LAYERS).map(|_| commands(&*device, &layer(rows, 4))).collect();
+            calls_of(|| {
+                device.write(&inputs, &[1; 4096]).unwrap();
+                let tickets: Vec<_> = lists.iter().map(|list| queue.submit(list).unwrap()).collect();
+                queue.wait(tickets[LAYERS - 1], LONG).unwrap();
+                device.read(&tokens, &mut [0; 16]).unwrap();
+            })
+        };
+        step(37);
+        for rows in [41, 29] {
+            let calls_made = step(rows);
+            eprintln!("mixed step: {} calls, {calls_made:?}", calls_made.values().sum::<u64>());
+        }
+    });
+}
