@@ -158,7 +158,7 @@ fn transfers_of_any_length_arrive() {
                 assert!(got == data, "{bytes} bytes of {role:?}");
             }
         }
-        assert_eq!(device.alloc(2 << 30, BufferUsage::Kv).unwrap_err().kind, ErrorKind::OutOfMemory);
+        assert_eq!(device.alloc(3 << 30, BufferUsage::Kv).unwrap_err().kind, ErrorKind::OutOfMemory);
     });
 }
 
