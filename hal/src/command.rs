@@ -98,6 +98,9 @@ pub struct Elapsed {
 pub trait Graph: Send + Sync {
     /// Allows a backend to downcast to its own type.
     fn as_any(&self) -> &dyn Any;
+
+    /// Returns the memory of the device that it takes for as long as it exists.
+    fn memory_bytes(&self) -> u64;
 }
 
 /// An in-order stream of work on one device.

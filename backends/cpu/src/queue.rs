@@ -104,6 +104,10 @@ impl Graph for CpuGraph {
     fn as_any(&self) -> &dyn Any {
         self
     }
+
+    fn memory_bytes(&self) -> u64 {
+        0
+    }
 }
 
 impl CpuQueue {

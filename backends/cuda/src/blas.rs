@@ -136,7 +136,8 @@ struct Prepared {
 pub(crate) struct Blas {
     context: Arc<Context>,
     handle: sys::cublasLtHandle_t,
-    prepared: Mutex<HashMap<Key, Prepared>>,
+    /// The algorithms, or why there is none: what failed is not asked for again.
+    prepared: Mutex<HashMap<Key, std::result::Result<Prepared, Error>>>,
 }
 
 // SAFETY: the handle may be used by any thread that bound the context; descriptions are changed under the
@@ -152,17 +153,21 @@ impl Blas {
         Ok(Blas { context: context.clone(), handle, prepared: Mutex::default() })
     }
 
-    /// Chooses an algorithm for `product` unless one was chosen before; must precede a capture.
+    /// Chooses an algorithm for `product` unless one was chosen before; must precede a capture. A failure is
+    /// kept as well, and logged once.
     ///
     /// # Errors
-    /// `Unsupported` if cuBLASLt has none.
+    /// `Unsupported` if cuBLASLt has none, or what else it said at the first time.
     pub(crate) fn prepare(&self, product: &Matmul) -> Result<()> {
         let key = Key::of(product);
         let mut prepared = self.prepared.lock().unwrap_or_else(PoisonError::into_inner);
-        if let std::collections::hash_map::Entry::Vacant(vacant) = prepared.entry(key) {
-            vacant.insert(self.choose(product, &key)?);
-        }
-        Ok(())
+        let chosen = prepared.entry(key).or_insert_with(|| {
+            self.choose(product, &key).inspect_err(|error| {
+                let (m, n, k) = product.shape;
+                tracing::warn!(m, n, k, dtype = %product.dtype, %error, "a product runs without cuBLASLt");
+            })
+        });
+        chosen.as_ref().map(|_| ()).map_err(Error::clone)
     }
 
     fn choose(&self, product: &Matmul, key: &Key) -> Result<Prepared> {
@@ -218,7 +223,7 @@ impl Blas {
     pub(crate) fn run(&self, product: &Matmul, stream: CUstream, workspace: u64) -> Result<()> {
         self.prepare(product)?;
         let prepared = self.prepared.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(chosen) = prepared.get(&Key::of(product)) else {
+        let Some(Ok(chosen)) = prepared.get(&Key::of(product)) else {
             return Err(Error::new(ErrorKind::Other, "cuda: a product that was not prepared"));
         };
         if let Some(bias) = product.bias {

@@ -1,5 +1,6 @@
 //! Compiles kernels to machine code with NVRTC, which works without a GPU.
 
+use crate::kernel_cache::{self, KernelKey};
 use crate::libraries::Library;
 use cudarc::nvrtc::{result, sys};
 use mixfleet_hal::cast::{to_i32, to_usize};
@@ -13,6 +14,13 @@ pub enum Architecture {
     Machine(String),
     /// PTX such as `compute_90`, which the driver compiles further.
     Ptx(String),
+}
+
+impl Architecture {
+    fn option(&self) -> &str {
+        let (Architecture::Machine(target) | Architecture::Ptx(target)) = self;
+        target
+    }
 }
 
 /// Returns the capabilities that this NVRTC knows; empty if it does not say.
@@ -45,27 +53,131 @@ pub fn architecture(capability: u32) -> Architecture {
     Architecture::Ptx(format!("compute_{}", nearest.unwrap_or(80)))
 }
 
+const LANGUAGE: &str = "--std=c++17";
+
+/// Compiles a program as [`compile`] does, unless the user's cache directory has its code.
+///
+/// # Errors
+/// NVRTC's log, or why there is none.
+pub fn cached(name: &str, source: &str, architecture: &Architecture) -> Result<Vec<u8>, String> {
+    if !Library::Nvrtc.is_present() {
+        return Err(Library::Nvrtc.remedy());
+    }
+    let Some((directory, version)) = kernel_cache::directory().zip(version()) else {
+        return compile(name, source, architecture);
+    };
+    let key = KernelKey::new(&[version, architecture.option(), LANGUAGE, source]);
+    if let Some(code) = kernel_cache::load(&directory, &key) {
+        return Ok(code);
+    }
+    let code = compile(name, source, architecture)?;
+    if let Err(error) = kernel_cache::store(&directory, &key, &code) {
+        tracing::debug!(%error, directory = %directory.display(), "a compiled kernel is not kept");
+    }
+    Ok(code)
+}
+
+/// Returns NVRTC's version; `None` if it does not say.
+fn version() -> Option<&'static str> {
+    static VERSION: OnceLock<Option<String>> = OnceLock::new();
+    let ask = || {
+        let (mut major, mut minor) = (0, 0);
+        // SAFETY: the call writes two numbers; the library is present.
+        unsafe { sys::nvrtcVersion(&mut major, &mut minor) }.result().ok()?;
+        Some(format!("nvrtc {major}.{minor}"))
+    };
+    VERSION.get_or_init(ask).as_deref()
+}
+
 /// Compiles a program; PTX ends in a zero byte.
 ///
 /// # Errors
 /// NVRTC's log, or why there is none.
 pub fn compile(name: &str, source: &str, architecture: &Architecture) -> Result<Vec<u8>, String> {
+    compile_telling(name, source, architecture, &[]).map(|(code, _)| code)
+}
+
+/// Compiles a program, and returns its code with the compiler's log.
+fn compile_telling(
+    name: &str,
+    source: &str,
+    architecture: &Architecture,
+    more: &[&str],
+) -> Result<(Vec<u8>, String), String> {
     if !Library::Nvrtc.is_present() {
         return Err(Library::Nvrtc.remedy());
     }
     let text = |text: &str| CString::new(text).map_err(|e| format!("{name}: {e}"));
     let (source, file) = (text(source)?, text(name)?);
     let program = result::create_program(&source, Some(&file)).map_err(|e| format!("{name}: {e}"))?;
-    let (Architecture::Machine(target) | Architecture::Ptx(target)) = architecture;
-    let options = [format!("--gpu-architecture={target}"), "--std=c++17".to_owned()];
+    let target = architecture.option();
+    let mut options = vec![format!("--gpu-architecture={target}"), LANGUAGE.to_owned()];
+    options.extend(more.iter().map(|&option| option.to_owned()));
     // SAFETY: `program` was created above and is destroyed below, after its last use; `source` outlives it.
     unsafe {
         let code = result::compile_program(program, &options)
             .map_err(|e| format!("{name} for {target}: {e}\n{}", log(program)))
-            .and_then(|()| code(program, architecture).map_err(|e| format!("{name} for {target}: {e}")));
+            .and_then(|()| code(program, architecture).map_err(|e| format!("{name} for {target}: {e}")))
+            .map(|code| (code, log(program)));
         let _ = result::destroy_program(program);
         code
     }
+}
+
+/// What a thread and a block of a kernel take of a multiprocessor.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct KernelResources {
+    /// Name of the kernel.
+    pub kernel: String,
+    /// Registers of a thread.
+    pub registers: u32,
+    /// Shared memory of a block in bytes, without what a launch adds.
+    pub shared_bytes: u32,
+    /// Memory of a thread's own in bytes: arrays with computed indices, and registers that are spilled.
+    pub stack_bytes: u32,
+    /// Bytes of spilled registers that are stored and loaded.
+    pub spill_bytes: u32,
+}
+
+/// Compiles a program to machine code and returns what each of its kernels takes.
+///
+/// # Errors
+/// NVRTC's log, or why there is none.
+pub fn resources(
+    name: &str,
+    source: &str,
+    architecture: &Architecture,
+) -> Result<Vec<KernelResources>, String> {
+    let (_, log) = compile_telling(name, source, architecture, &["--ptxas-options=-v"])?;
+    Ok(resources_in(&log))
+}
+
+/// Reads the log of the assembler.
+fn resources_in(log: &str) -> Vec<KernelResources> {
+    let number = |line: &str, unit: &str| {
+        let before = line.split(unit).next().filter(|before| before.len() < line.len())?;
+        before.split_whitespace().next_back()?.parse::<u32>().ok()
+    };
+    let mut kernels: Vec<KernelResources> = Vec::new();
+    for line in log.lines() {
+        if let Some((_, rest)) = line.split_once("Compiling entry function '") {
+            let kernel = rest.split('\'').next().unwrap_or_default().to_owned();
+            kernels.push(KernelResources { kernel, ..KernelResources::default() });
+        }
+        let Some(kernel) = kernels.last_mut() else { continue };
+        let fields = [
+            (&mut kernel.registers, " registers"),
+            (&mut kernel.shared_bytes, " bytes smem"),
+            (&mut kernel.stack_bytes, " bytes stack frame"),
+        ];
+        for (field, unit) in fields {
+            *field = number(line, unit).unwrap_or(*field);
+        }
+        let spills =
+            [" bytes spill stores", " bytes spill loads"].map(|unit| number(line, unit).unwrap_or(0));
+        kernel.spill_bytes += spills[0] + spills[1];
+    }
+    kernels
 }
 
 /// # Safety
@@ -97,5 +209,33 @@ unsafe fn code(
             Architecture::Ptx(_) => sys::nvrtcGetPTX(program, into).result()?,
         }
         Ok(code)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_assemblers_log_tells_what_each_kernel_takes() {
+        let log = "\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'first' for 'sm_90a'
+ptxas info    : Function properties for first
+ptxas         .     24 bytes stack frame, 8 bytes spill stores, 16 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers, 24 bytes cumulative stack size, 1200 bytes smem
+ptxas info    : Compiling entry function 'second' for 'sm_90a'
+ptxas info    : Function properties for second
+ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 19 registers, used 0 barriers, 364 bytes cmem[0]
+";
+        let kernel = |kernel: &str, registers, shared_bytes, stack_bytes, spill_bytes| KernelResources {
+            kernel: kernel.to_owned(),
+            registers,
+            shared_bytes,
+            stack_bytes,
+            spill_bytes,
+        };
+        assert_eq!(resources_in(log), [kernel("first", 255, 1200, 24, 24), kernel("second", 19, 0, 0, 0)]);
     }
 }

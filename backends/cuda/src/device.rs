@@ -2,13 +2,13 @@
 
 use crate::blas::Blas;
 use crate::compile::{self, Architecture};
-use crate::driver::{At, Context, Module};
+use crate::driver::{At, Context, EventPool, Function, Module};
 use crate::health::Monitor;
 use crate::kernels::{DEVICE, KernelProgram};
 use crate::libraries::{Library, guarded};
 use crate::memory::{Memory, Transfers};
 use crate::pinned;
-use crate::plan::{self, DeviceRange, PlanTarget};
+use crate::plan::{self, DeviceRange, KernelLaunch, PlanTarget};
 use crate::queue::CudaQueue;
 use cudarc::driver::{result, sys};
 use mixfleet_hal::cast::{to_i32, to_u64, to_usize};
@@ -18,7 +18,7 @@ use mixfleet_hal::{
     Absent, BufferUsage, Device, DeviceInfo, DeviceKind, DeviceLimits, Error, ErrorKind, Export, Health,
     HostMemory, OpSig, Queue, Result, Slice, Support,
 };
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
@@ -48,7 +48,7 @@ pub(crate) fn devices() -> std::result::Result<Vec<DeviceInfo>, Absent> {
         result::init().at("cuInit")?;
         let count = result::device::get_count().at("cuDeviceGetCount")?;
         (0..to_usize(count.max(0)))
-            .map(|index| Facts::of(index).map(|facts| facts.info(index)))
+            .map(|index| Facts::of(index).map(|facts| facts.info(index, Library::CublasLt.is_present())))
             .collect::<Result<_>>()
     });
     match found {
@@ -97,13 +97,15 @@ impl Facts {
         })
     }
 
-    fn info(&self, index: usize) -> DeviceInfo {
+    fn info(&self, index: usize, blas: bool) -> DeviceInfo {
         let capability = format!("{}.{}", self.capability / 10, self.capability % 10);
-        let blas =
-            if Library::CublasLt.is_present() { "present".to_owned() } else { Library::CublasLt.remedy() };
+        let (with_blas, blas) = match (blas, Library::CublasLt.is_present()) {
+            (true, _) => ("blas", "present".to_owned()),
+            (false, true) => ("noblas", "present, but cannot be opened".to_owned()),
+            (false, false) => ("noblas", Library::CublasLt.remedy()),
+        };
         let kernels = env!("CARGO_PKG_VERSION");
         let (name, driver, count) = (&self.name, &self.driver, self.multiprocessors);
-        let with_blas = if Library::CublasLt.is_present() { "blas" } else { "noblas" };
         DeviceInfo {
             id: format!("cuda:{index}"),
             backend: "cuda".to_owned(),
@@ -143,28 +145,58 @@ fn uuid(device: sys::CUdevice) -> Result<String> {
     Ok(format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]))
 }
 
+/// Kernels that were used before.
+#[derive(Default)]
+struct Functions {
+    modules: HashMap<KernelProgram, Arc<Module>>,
+    by_kernel: HashMap<(KernelProgram, &'static str), Arc<Function>>,
+}
+
 /// State shared by a device and its queues.
 pub(crate) struct Shared {
     pub(crate) context: Arc<Context>,
     pub(crate) blas: Option<Blas>,
     pub(crate) target: PlanTarget,
+    pub(crate) events: Arc<EventPool>,
     architecture: Architecture,
-    modules: Mutex<HashMap<KernelProgram, Arc<Module>>>,
+    functions: Mutex<Functions>,
+    /// Kinds of products and attention whose slowness was logged.
+    pub(crate) told_slow: Mutex<HashSet<String>>,
     /// The failure after which every call fails.
     lost: OnceLock<Error>,
 }
 
 impl Shared {
-    /// Returns the loaded module of `program`, which is compiled on first use.
-    pub(crate) fn module(&self, program: &KernelProgram) -> Result<Arc<Module>> {
-        let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
+    /// Returns the kernel of a launch, which is compiled, loaded and looked up on first use.
+    pub(crate) fn function(&self, launch: &KernelLaunch) -> Result<Arc<Function>> {
+        let KernelLaunch { program, kernel, shared_bytes, .. } = launch;
+        let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
+        let function = match functions.by_kernel.get(&(*program, kernel)) {
+            Some(function) => function.clone(),
+            None => {
+                let module = self.module(&mut functions.modules, program)?;
+                let function = Arc::new(module.function(kernel)?);
+                functions.by_kernel.insert((*program, kernel), function.clone());
+                function
+            }
+        };
+        drop(functions);
+        function.allow(*shared_bytes)?;
+        Ok(function)
+    }
+
+    fn module(
+        &self,
+        modules: &mut HashMap<KernelProgram, Arc<Module>>,
+        program: &KernelProgram,
+    ) -> Result<Arc<Module>> {
         if let Some(module) = modules.get(program) {
             return Ok(module.clone());
         }
-        let code = compile::compile(program.body.name(), &program.source(DEVICE), &self.architecture)
+        let code = compile::cached(program.body.name(), &program.source(DEVICE), &self.architecture)
             .map_err(|log| Error::new(ErrorKind::Other, format!("cuda: {log}")))?;
         let module = Arc::new(Module::load(&self.context, &code)?);
-        modules.insert(program.clone(), module.clone());
+        modules.insert(*program, module.clone());
         Ok(module)
     }
 
@@ -185,6 +217,17 @@ impl Shared {
         }
         outcome
     }
+}
+
+/// Opens cuBLASLt. Without it the device works, with large products by slower kernels.
+fn open_blas(context: &Arc<Context>) -> Option<Blas> {
+    if !Library::CublasLt.is_present() {
+        tracing::warn!("large products will be slow: {}", Library::CublasLt.remedy());
+        return None;
+    }
+    guarded("opening cuBLASLt", || Blas::new(context))
+        .inspect_err(|error| tracing::warn!(%error, "large products will be slow: update cuBLASLt"))
+        .ok()
 }
 
 /// An open NVIDIA device.
@@ -217,7 +260,7 @@ impl CudaDevice {
                 return Err(Error::unsupported(message));
             }
             let context = Context::retain(facts.device)?;
-            let blas = if Library::CublasLt.is_present() { Some(Blas::new(&context)?) } else { None };
+            let blas = open_blas(&context);
             let target = PlanTarget {
                 capability: facts.capability,
                 multiprocessors: facts.multiprocessors,
@@ -225,18 +268,22 @@ impl CudaDevice {
                 blas: blas.is_some(),
                 scratch: DeviceRange { address: 0, bytes: 0 },
             };
-            let transfers = Arc::new(Mutex::new(Transfers::new(&context)?));
+            let events = EventPool::new(&context);
+            let transfers = Arc::new(Mutex::new(Transfers::new(&context, &events)?));
+            let info = facts.info(index, blas.is_some());
             let architecture = compile::architecture(facts.capability);
             let shared = Shared {
                 context,
                 blas,
                 target,
+                events,
                 architecture,
-                modules: Mutex::default(),
+                functions: Mutex::default(),
+                told_slow: Mutex::default(),
                 lost: OnceLock::new(),
             };
             Ok(CudaDevice {
-                info: facts.info(index),
+                info,
                 shared: Arc::new(shared),
                 transfers,
                 monitor: Monitor::new(&facts.pci),

@@ -5,7 +5,8 @@ use cudarc::driver::sys::{self, CUresult};
 use mixfleet_hal::cast::{to_i32, to_usize};
 use mixfleet_hal::{Error, ErrorKind, Result};
 use std::ffi::{CString, c_void};
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// Converts a driver error. After those that become `DeviceLost`, every call fails because the context is
 /// gone.
@@ -115,12 +116,6 @@ owned!(
     result::stream::destroy
 );
 owned!(
-    /// A point on a stream, with a timestamp.
-    Event,
-    sys::CUevent,
-    result::event::destroy
-);
-owned!(
     /// A loaded program.
     Module,
     sys::CUmodule,
@@ -166,21 +161,82 @@ impl Stream {
     }
 }
 
-impl Event {
+/// Events that no one holds any more, for the next batches.
+pub(crate) struct EventPool {
+    context: Arc<Context>,
+    free: Mutex<Vec<sys::CUevent>>,
+}
+
+// SAFETY: the driver's handles may be used by any thread that bound their context.
+unsafe impl Send for EventPool {}
+// SAFETY: as above; the list is locked.
+unsafe impl Sync for EventPool {}
+
+impl EventPool {
+    pub(crate) fn new(context: &Arc<Context>) -> Arc<EventPool> {
+        Arc::new(EventPool { context: context.clone(), free: Mutex::default() })
+    }
+
+    fn free(&self) -> MutexGuard<'_, Vec<sys::CUevent>> {
+        self.free.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Records an event after the work that `stream` holds now.
-    pub(crate) fn record(stream: &Stream) -> Result<Event> {
-        let raw = result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT).at("cuEventCreate")?;
-        let event = Event { context: stream.context.clone(), raw };
+    pub(crate) fn record(self: &Arc<Self>, stream: &Stream) -> Result<Event> {
+        let kept = self.free().pop();
+        let raw = match kept {
+            Some(raw) => raw,
+            None => result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT).at("cuEventCreate")?,
+        };
+        let event = Event { raw, pool: self.clone(), reached: AtomicBool::new(false) };
         // SAFETY: both are alive and of one context.
         unsafe { result::event::record(event.raw, stream.raw) }.at("cuEventRecord")?;
         Ok(event)
     }
+}
 
+impl Drop for EventPool {
+    fn drop(&mut self) {
+        if self.context.bind().is_ok() {
+            for raw in std::mem::take(&mut *self.free()) {
+                // SAFETY: created once in `record`; no `Event` holds it.
+                let _ = unsafe { result::event::destroy(raw) };
+            }
+        }
+    }
+}
+
+/// A point on a stream, with a timestamp; its pool has it back when it is dropped.
+pub(crate) struct Event {
+    raw: sys::CUevent,
+    pool: Arc<EventPool>,
+    /// Whether it is known to have been reached, so that the driver is not asked again.
+    reached: AtomicBool,
+}
+
+// SAFETY: the driver's handles may be used by any thread that bound their context.
+unsafe impl Send for Event {}
+// SAFETY: as above; the driver locks what calls share.
+unsafe impl Sync for Event {}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        self.pool.free().push(self.raw);
+    }
+}
+
+impl Event {
     /// Whether the event has been reached; an error stems from the work before it.
     pub(crate) fn is_done(&self) -> Result<bool> {
+        if self.reached.load(Ordering::Relaxed) {
+            return Ok(true);
+        }
         // SAFETY: the event is alive.
         match unsafe { result::event::query(self.raw) } {
-            Ok(()) => Ok(true),
+            Ok(()) => {
+                self.reached.store(true, Ordering::Relaxed);
+                Ok(true)
+            }
             Err(DriverError(CUresult::CUDA_ERROR_NOT_READY)) => Ok(false),
             Err(error) => Err(failure("a batch", error)),
         }
@@ -188,17 +244,38 @@ impl Event {
 
     /// Waits until the event is reached.
     pub(crate) fn synchronize(&self) -> Result<()> {
-        self.context.bind()?;
+        if self.reached.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        self.pool.context.bind()?;
         // SAFETY: the event is alive.
-        unsafe { result::event::synchronize(self.raw) }.at("cuEventSynchronize")
+        unsafe { result::event::synchronize(self.raw) }.at("cuEventSynchronize")?;
+        self.reached.store(true, Ordering::Relaxed);
+        Ok(())
     }
 
-    /// Returns the seconds from `start` to `self`, both reached, if the driver supports it (12.8 or later).
+    /// Returns the seconds from `start` to `self`, both reached, if the driver tells.
     pub(crate) fn since(&self, start: &Event) -> Option<f64> {
-        // SAFETY: both are alive, passed, and record times.
-        let milliseconds = unsafe { result::event::elapsed(start.raw, self.raw) }.ok()?;
+        let mut milliseconds = 0.0;
+        // SAFETY: both are alive, passed, and record times; the call writes one number.
+        unsafe { elapsed_time()?(&mut milliseconds, start.raw, self.raw) }.result().ok()?;
         Some(f64::from(milliseconds) * 1e-3)
     }
+}
+
+type ElapsedTime = unsafe extern "C" fn(*mut f32, sys::CUevent, sys::CUevent) -> CUresult;
+
+/// Looks up cuEventElapsedTime once, by its name since 12.8 or by its older one: cudarc knows only the newer,
+/// and panics without it.
+fn elapsed_time() -> Option<ElapsedTime> {
+    static FOUND: OnceLock<Option<ElapsedTime>> = OnceLock::new();
+    *FOUND.get_or_init(|| {
+        // SAFETY: an event exists, so the driver is loaded; both names have this type in cuda.h.
+        let driver = unsafe { sys::culib() };
+        let names = ["cuEventElapsedTime_v2\0", "cuEventElapsedTime\0"];
+        // SAFETY: as above.
+        names.iter().find_map(|name| unsafe { driver.get::<ElapsedTime>(name.as_bytes()) }.ok().map(|f| *f))
+    })
 }
 
 impl Module {
@@ -209,20 +286,42 @@ impl Module {
         Ok(Module { context: context.clone(), raw })
     }
 
-    /// Returns a kernel of the module, allowed `shared_bytes` of dynamic shared memory.
-    pub(crate) fn function(&self, name: &str, shared_bytes: u32) -> Result<sys::CUfunction> {
+    /// Returns a kernel of the module.
+    pub(crate) fn function(self: &Arc<Self>, name: &'static str) -> Result<Function> {
         let name_text =
             CString::new(name).map_err(|e| Error::new(ErrorKind::Other, format!("cuda: {name}: {e}")))?;
         // SAFETY: the module is alive.
-        let function = unsafe { result::module::get_function(self.raw, name_text) }.at(name)?;
-        // together with its static shared memory, a kernel may exceed 48 KiB, which it must request
-        if shared_bytes > 0 {
+        let raw = unsafe { result::module::get_function(self.raw, name_text) }.at(name)?;
+        Ok(Function { raw, shared_bytes: Mutex::new(0), _module: self.clone() })
+    }
+}
+
+/// A kernel with the module that contains it.
+pub(crate) struct Function {
+    pub(crate) raw: sys::CUfunction,
+    /// The dynamic shared memory that it was allowed so far.
+    shared_bytes: Mutex<u32>,
+    _module: Arc<Module>,
+}
+
+// SAFETY: a function may be launched by any thread that bound its context.
+unsafe impl Send for Function {}
+// SAFETY: as above.
+unsafe impl Sync for Function {}
+
+impl Function {
+    /// Allows a block `bytes` of dynamic shared memory: together with its static shared memory, a kernel may
+    /// exceed 48 KiB, which it must request.
+    pub(crate) fn allow(&self, bytes: u32) -> Result<()> {
+        let mut allowed = self.shared_bytes.lock().unwrap_or_else(PoisonError::into_inner);
+        if bytes > *allowed {
             let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             // SAFETY: the function is that of a live module.
-            unsafe { result::function::set_function_attribute(function, attribute, to_i32(shared_bytes)) }
-                .at(name)?;
+            unsafe { result::function::set_function_attribute(self.raw, attribute, to_i32(bytes)) }
+                .at("cuFuncSetAttribute")?;
+            *allowed = bytes;
         }
-        Ok(function)
+        Ok(())
     }
 }
 

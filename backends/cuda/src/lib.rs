@@ -22,6 +22,7 @@ pub mod compile;
 mod device;
 mod driver;
 mod health;
+mod kernel_cache;
 pub mod kernels;
 mod libraries;
 mod memory;

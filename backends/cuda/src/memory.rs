@@ -1,6 +1,6 @@
 //! Buffers, the batches that use them, and transfers, which are direct or use pinned bounce buffers.
 
-use crate::driver::{At, Context, DeviceMemory, Event, HostPinned, Stream};
+use crate::driver::{At, Context, DeviceMemory, Event, EventPool, HostPinned, Stream};
 use crate::pinned::Ranges;
 use crate::plan::DeviceRange;
 use cudarc::driver::result;
@@ -123,15 +123,16 @@ const HALF_BYTES: usize = 4 << 20;
 /// memory is in flight when a call returns.
 pub(crate) struct Transfers {
     stream: Stream,
+    events: Arc<EventPool>,
     halves: [HostPinned; 2],
     pub(crate) pinned: Ranges,
 }
 
 impl Transfers {
-    pub(crate) fn new(context: &Arc<Context>) -> Result<Transfers> {
+    pub(crate) fn new(context: &Arc<Context>, events: &Arc<EventPool>) -> Result<Transfers> {
         let half = || HostPinned::new(context, HALF_BYTES as u64);
         let (stream, halves) = (Stream::new(context)?, [half()?, half()?]);
-        Ok(Transfers { stream, halves, pinned: Ranges::default() })
+        Ok(Transfers { stream, events: events.clone(), halves, pinned: Ranges::default() })
     }
 
     /// Copies `data` to `offset` of `memory`, which no batch may be using.
@@ -164,7 +165,7 @@ impl Transfers {
                 let from = std::slice::from_raw_parts(half, piece.len());
                 result::memcpy_htod_async(to, from, self.stream.raw).at("a copy to the device")?;
             }
-            sent[i % 2] = Some(Event::record(&self.stream)?);
+            sent[i % 2] = Some(self.events.record(&self.stream)?);
         }
         self.stream.synchronize()
     }
@@ -197,7 +198,7 @@ impl Transfers {
                     let to = std::slice::from_raw_parts_mut(half, pieces[i].len());
                     result::memcpy_dtoh_async(to, from, self.stream.raw).at("a copy from the device")?;
                 }
-                arrived[i % 2] = Some(Event::record(&self.stream)?);
+                arrived[i % 2] = Some(self.events.record(&self.stream)?);
             }
             let Some(last) = i.checked_sub(1) else { continue };
             if let Some(event) = arrived[last % 2].take() {

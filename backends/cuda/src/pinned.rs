@@ -5,32 +5,61 @@ use crate::memory::Transfers;
 use mixfleet_hal::Result;
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::memory::{Mapping, Pinned, SharedMemory};
-use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::collections::{BTreeMap, btree_map};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Ranges of pinned host memory, as the end of each by its first address. The driver pins no byte twice, so
-/// they are disjoint.
+/// Ranges of pinned host memory by their first address, each with its end and how many guards name it. Those
+/// of one process are disjoint, since the driver pins no byte twice.
 #[derive(Default)]
-pub(crate) struct Ranges(BTreeMap<usize, usize>);
+pub(crate) struct Ranges(BTreeMap<usize, (usize, usize)>);
 
 impl Ranges {
     /// Whether all of `data` lies in one range.
     pub(crate) fn hold(&self, data: &[u8]) -> bool {
         let (first, end) = (data.as_ptr().addr(), data.as_ptr().addr() + data.len());
-        self.0.range(..=first).next_back().is_some_and(|(_, &pinned_end)| end <= pinned_end)
+        self.0.range(..=first).next_back().is_some_and(|(_, &(pinned_end, _))| end <= pinned_end)
+    }
+
+    fn add(&mut self, (first, end): (usize, usize)) {
+        self.0.entry(first).or_insert((end, 0)).1 += 1;
+    }
+
+    fn remove(&mut self, first: usize) {
+        if let btree_map::Entry::Occupied(mut range) = self.0.entry(first) {
+            range.get_mut().1 -= 1;
+            if range.get().1 == 0 {
+                range.remove();
+            }
+        }
     }
 }
 
-/// Memory that is pinned for as long as this lives.
-struct Guard {
-    transfers: Arc<Mutex<Transfers>>,
-    first: usize,
+/// Memory that the process pinned, for all of its devices: the driver pins a byte once, for all contexts.
+struct Registration {
+    end: usize,
+    guards: usize,
     // unpinned before the memory can be freed
     _registered: HostRegistered,
     _memory: Arc<dyn SharedMemory>,
 }
 
-/// Pins all of `memory` for the copies of `transfers`; `None` if it has no address or is empty.
+/// What is pinned, by its first address.
+static REGISTERED: Mutex<BTreeMap<usize, Registration>> = Mutex::new(BTreeMap::new());
+
+fn registrations() -> MutexGuard<'static, BTreeMap<usize, Registration>> {
+    REGISTERED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Memory that is pinned for as long as this lives.
+struct Guard {
+    transfers: Arc<Mutex<Transfers>>,
+    /// First address of the registration that holds it.
+    first: usize,
+    _memory: Arc<dyn SharedMemory>,
+}
+
+/// Pins all of `memory` for the copies of `transfers`; `None` if it has no address or is empty. What is pinned
+/// already, for this or another device, is pinned until the last of its guards is dropped.
 pub(crate) fn pin(
     context: &Arc<Context>,
     transfers: &Arc<Mutex<Transfers>>,
@@ -39,21 +68,38 @@ pub(crate) fn pin(
     let Some(Mapping { address, bytes, .. }) = memory.mapping().filter(|mapping| mapping.bytes > 0) else {
         return Ok(None);
     };
-    // SAFETY: the mapping is valid as long as the memory that gave it, which the guard holds.
-    let registered = unsafe { HostRegistered::new(context, address, bytes)? };
-    let mut locked = transfers.lock().unwrap_or_else(PoisonError::into_inner);
-    locked.pinned.0.insert(address, address + to_usize(bytes));
-    drop(locked);
-    let transfers = transfers.clone();
-    Ok(Some(Box::new(Guard { transfers, first: address, _registered: registered, _memory: memory })))
+    let end = address + to_usize(bytes);
+    let mut registered = registrations();
+    let around = registered.range_mut(..=address).next_back().filter(|(_, known)| end <= known.end);
+    let range = match around {
+        Some((&first, known)) => {
+            known.guards += 1;
+            (first, known.end)
+        }
+        None => {
+            // SAFETY: the mapping is valid as long as the memory that gave it, which the registration holds.
+            let pinned = unsafe { HostRegistered::new(context, address, bytes)? };
+            let _memory = memory.clone();
+            registered.insert(address, Registration { end, guards: 1, _registered: pinned, _memory });
+            (address, end)
+        }
+    };
+    drop(registered);
+    transfers.lock().unwrap_or_else(PoisonError::into_inner).pinned.add(range);
+    Ok(Some(Box::new(Guard { transfers: transfers.clone(), first: range.0, _memory: memory })))
 }
 
 impl Drop for Guard {
-    /// Each copy holds the lock until it is done, so afterwards none uses the range, and later ones go
-    /// through the bounce buffers.
+    /// Each copy holds the lock of the transfers until it is done, so afterwards none uses the range, and
+    /// later ones go through the bounce buffers.
     fn drop(&mut self) {
-        let mut locked = self.transfers.lock().unwrap_or_else(PoisonError::into_inner);
-        locked.pinned.0.remove(&self.first);
+        self.transfers.lock().unwrap_or_else(PoisonError::into_inner).pinned.remove(self.first);
+        if let btree_map::Entry::Occupied(mut known) = registrations().entry(self.first) {
+            known.get_mut().guards -= 1;
+            if known.get().guards == 0 {
+                known.remove();
+            }
+        }
     }
 }
 
@@ -66,7 +112,9 @@ mod tests {
         let bytes = [0u8; 100];
         let first = bytes.as_ptr().addr();
         // two adjacent ranges: what spans both is in neither
-        let ranges = Ranges([(first + 10, first + 50), (first + 50, first + 90)].into());
+        let mut ranges = Ranges::default();
+        ranges.add((first + 10, first + 50));
+        ranges.add((first + 50, first + 90));
         for (range, held) in [
             (10..50, true),
             (10..11, true),

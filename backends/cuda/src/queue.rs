@@ -2,7 +2,7 @@
 
 use crate::blas::WORKSPACE_BYTES;
 use crate::device::Shared;
-use crate::driver::{At, Context, DeviceMemory, Event, GraphExec, Module, Stream};
+use crate::driver::{At, Context, DeviceMemory, Event, Function, GraphExec, Stream};
 use crate::libraries::guarded;
 use crate::memory::Memory;
 use crate::plan::{self, DeviceRange, KernelArg, KernelLaunch, Matmul, PlanStep, PlanTarget};
@@ -10,11 +10,11 @@ use cudarc::driver::{result, sys};
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::units::Seconds;
-use mixfleet_hal::{Cmd, Elapsed, Error, ErrorKind, Graph, Queue, Result, Slice, Ticket};
+use mixfleet_hal::{Cmd, Elapsed, Error, ErrorKind, Graph, KvShape, OpSig, Queue, Result, Slice, Ticket};
 use std::any::Any;
 use std::collections::VecDeque;
 use std::ffi::c_void;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Number of batches whose times are kept for a late `wait`.
@@ -29,28 +29,19 @@ const NAP: Duration = Duration::from_micros(50);
 
 /// A step with its driver objects.
 enum Work {
-    Kernel { function: Function, launch: KernelLaunch },
+    Kernel { function: Arc<Function>, launch: KernelLaunch },
     Matmul(Matmul),
     Copy(u64, u64, u64),
     Fill(u64, u64, u32),
 }
-
-/// A kernel with the module that contains it.
-struct Function {
-    raw: sys::CUfunction,
-    _module: Arc<Module>,
-}
-
-// SAFETY: a function may be launched by any thread that bound its context.
-unsafe impl Send for Function {}
-// SAFETY: as above.
-unsafe impl Sync for Function {}
 
 /// A resolved batch, with a graph if the driver could capture it.
 struct Recorded {
     works: Vec<Work>,
     buffers: Vec<Slice>,
     graph: Option<GraphExec>,
+    /// Memory of the device that the graph takes.
+    graph_bytes: u64,
     /// The queue whose scratch and stream it uses.
     queue: u64,
 }
@@ -58,6 +49,10 @@ struct Recorded {
 impl Graph for Recorded {
     fn as_any(&self) -> &dyn Any {
         self
+    }
+
+    fn memory_bytes(&self) -> u64 {
+        self.graph_bytes
     }
 }
 
@@ -76,7 +71,8 @@ pub(crate) struct CudaQueue {
     shared: Arc<Shared>,
     number: u64,
     stream: Stream,
-    _scratch: DeviceMemory,
+    /// Memory for intermediate results, from the first operation on that needs it.
+    scratch: Option<DeviceMemory>,
     target: PlanTarget,
     batches: VecDeque<Batch>,
     /// Ticket of the first batch in `batches`.
@@ -88,14 +84,12 @@ pub(crate) struct CudaQueue {
 impl CudaQueue {
     pub(crate) fn new(shared: Arc<Shared>, number: u64) -> Result<CudaQueue> {
         let stream = Stream::new(&shared.context)?;
-        let scratch = DeviceMemory::new(&shared.context, SCRATCH_BYTES)?;
-        let place = DeviceRange { address: scratch.raw, bytes: SCRATCH_BYTES };
-        let target = PlanTarget { scratch: place, ..shared.target };
+        let target = shared.target;
         Ok(CudaQueue {
             shared,
             number,
             stream,
-            _scratch: scratch,
+            scratch: None,
             target,
             batches: VecDeque::new(),
             first: 0,
@@ -105,7 +99,19 @@ impl CudaQueue {
 
     /// Plans a batch, compiles its kernels and chooses its products' algorithms; nothing is launched if any
     /// of this fails.
-    fn resolve(&self, cmds: &[Cmd]) -> Result<Recorded> {
+    fn resolve(&mut self, cmds: &[Cmd]) -> Result<Recorded> {
+        // a queue that only moves bytes and KV has none
+        let needs_scratch = |cmd: &Cmd| {
+            !matches!(
+                cmd.sig(),
+                OpSig::Copy { .. } | OpSig::Fill { .. } | OpSig::KvGather { .. } | OpSig::KvScatter { .. }
+            )
+        };
+        if self.scratch.is_none() && cmds.iter().any(needs_scratch) {
+            let scratch = DeviceMemory::new(&self.shared.context, SCRATCH_BYTES)?;
+            self.target.scratch = DeviceRange { address: scratch.raw, bytes: SCRATCH_BYTES };
+            self.scratch = Some(scratch);
+        }
         let mut works = Vec::with_capacity(cmds.len());
         let mut buffers: Vec<Slice> = Vec::new();
         for cmd in cmds {
@@ -123,7 +129,7 @@ impl CudaQueue {
         }
         buffers.sort_by_key(|slice| Arc::as_ptr(&slice.buffer).cast::<u8>() as usize);
         buffers.dedup_by(|a, b| Arc::ptr_eq(&a.buffer, &b.buffer));
-        Ok(Recorded { works, buffers, graph: None, queue: self.number })
+        Ok(Recorded { works, buffers, graph: None, graph_bytes: 0, queue: self.number })
     }
 
     /// Returns the plan, avoiding cuBLASLt where it turns out to have no algorithm.
@@ -134,19 +140,35 @@ impl CudaQueue {
             (PlanStep::Matmul(_), None) => true,
             _ => false,
         };
-        if steps.iter().any(missing) {
-            return plan::plan(cmd.sig(), places, &PlanTarget { blas: false, ..self.target });
+        let without = steps.iter().any(missing);
+        let target = PlanTarget { blas: self.target.blas && !without, ..self.target };
+        if let Some(reason) = plan::slow(cmd.sig(), places, &target) {
+            self.tell_slow(cmd.sig(), reason);
         }
-        Ok(steps)
+        if without { plan::plan(cmd.sig(), places, &target) } else { Ok(steps) }
+    }
+
+    /// Logs once what of a model is slow, and why.
+    fn tell_slow(&self, sig: &OpSig, reason: &str) {
+        let what = match *sig {
+            OpSig::Gemm { n, k, x, weight, out, .. } => {
+                format!("products of {x} rows with [{n}, {k}] {weight} weights to {out}")
+            }
+            OpSig::AttnPrefill { x, heads, kv: KvShape { head_dim, dtype, .. }, .. } => {
+                format!("prefill attention of {heads} {x} heads of {head_dim} over {dtype} KV")
+            }
+            _ => return,
+        };
+        let mut told = self.shared.told_slow.lock().unwrap_or_else(PoisonError::into_inner);
+        if !told.contains(&what) {
+            tracing::warn!("slow: {what}: {reason}");
+            told.insert(what);
+        }
     }
 
     fn work(&self, step: PlanStep) -> Result<Work> {
         Ok(match step {
-            PlanStep::Launch(launch) => {
-                let module = self.shared.module(&launch.program)?;
-                let raw = module.function(launch.kernel, launch.shared_bytes)?;
-                Work::Kernel { function: Function { raw, _module: module }, launch }
-            }
+            PlanStep::Launch(launch) => Work::Kernel { function: self.shared.function(&launch)?, launch },
             PlanStep::Matmul(product) => Work::Matmul(product),
             PlanStep::Copy(from, to, bytes) => Work::Copy(from, to, bytes),
             PlanStep::Fill(to, words, word) => Work::Fill(to, words, word),
@@ -204,8 +226,10 @@ impl CudaQueue {
         .at(launch.kernel)
     }
 
-    /// Captures the steps as a graph; an error if the driver cannot.
-    fn capture(&self, works: &[Work]) -> Result<GraphExec> {
+    /// Captures the steps as a graph, and returns the memory that it takes; an error if the driver cannot.
+    fn capture(&self, works: &[Work]) -> Result<(GraphExec, u64)> {
+        let free = || result::mem_get_info().map_or(0, |(free, _)| free as u64);
+        let before = free();
         // relaxed, since cuBLASLt and the driver load kernels at their first launch, which stricter modes
         // refuse
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
@@ -220,12 +244,16 @@ impl CudaQueue {
             return Err(Error::new(ErrorKind::Other, "cuda: the capture was invalidated"));
         }
         // SAFETY: the graph is whole; it is destroyed once, after its instantiation.
-        unsafe {
+        let instance = unsafe {
             let flags = sys::CUgraphInstantiate_flags_enum(0);
             let instance = result::graph::instantiate(graph, flags).at("cuGraphInstantiate");
             let _ = result::graph::destroy(graph);
-            Ok(GraphExec { context: self.shared.context.clone(), raw: instance? })
-        }
+            GraphExec { context: self.shared.context.clone(), raw: instance? }
+        };
+        // what it takes is taken here rather than at the first launch, so that it can be told
+        // SAFETY: graph and stream are alive.
+        unsafe { sys::cuGraphUpload(instance.raw, self.stream.raw) }.result().at("cuGraphUpload")?;
+        Ok((instance, before.saturating_sub(free())))
     }
 
     fn run(&mut self, recorded: &Recorded, graph: Option<Arc<dyn Graph>>) -> Result<Ticket> {
@@ -256,7 +284,7 @@ impl CudaQueue {
         if recorded.works.is_empty() {
             return Ok(None);
         }
-        let start = Event::record(&self.stream)?;
+        let start = self.shared.events.record(&self.stream)?;
         if let Some(graph) = &recorded.graph {
             // SAFETY: the graph is alive and kept by the batch until it is done; what it refers to is kept by
             // `recorded`.
@@ -265,7 +293,7 @@ impl CudaQueue {
         } else {
             recorded.works.iter().try_for_each(|work| self.enqueue(work))?;
         }
-        Ok(Some((Arc::new(start), Arc::new(Event::record(&self.stream)?))))
+        Ok(Some((Arc::new(start), Arc::new(self.shared.events.record(&self.stream)?))))
     }
 
     /// Forgets old batches that succeeded, waited for or not.
@@ -345,9 +373,9 @@ impl Queue for CudaQueue {
         };
         let began = Instant::now();
         self.finish(ticket, &end, timeout)?;
-        let elapsed = match guarded("cuEventElapsedTime", || Ok(end.since(&start))) {
-            Ok(Some(seconds)) => Elapsed { time: Seconds(seconds), clock: ClockKind::Device },
-            _ => Elapsed { time: Seconds(began.elapsed().as_secs_f64()), clock: ClockKind::Host },
+        let elapsed = match end.since(&start) {
+            Some(seconds) => Elapsed { time: Seconds(seconds), clock: ClockKind::Device },
+            None => Elapsed { time: Seconds(began.elapsed().as_secs_f64()), clock: ClockKind::Host },
         };
         if let Some(batch) = index.and_then(|i| self.batches.get_mut(i)) {
             *batch = Batch::Done(elapsed);
@@ -360,7 +388,7 @@ impl Queue for CudaQueue {
         let mut recorded = self.resolve(cmds)?;
         if recorded.works.len() > 1 {
             match guarded("capturing a batch", || self.capture(&recorded.works)) {
-                Ok(graph) => recorded.graph = Some(graph),
+                Ok((graph, bytes)) => (recorded.graph, recorded.graph_bytes) = (Some(graph), bytes),
                 // the resolved steps work as well, launch by launch
                 Err(error) => tracing::warn!(%error, "a batch is replayed without a CUDA graph"),
             }

@@ -7,29 +7,39 @@
 #![allow(unsafe_code)] // one call asks the fake driver what it counted
 
 mod counts;
+mod pinned;
+mod products;
 
 use mixfleet_cuda::CudaBackend;
-use mixfleet_hal::memory::{Mapping, SharedMemory};
-use mixfleet_hal::{Backend, BufferUsage, Cmd, DType, Device, ErrorKind, OpSig, Result};
-use mixfleet_hwtests::cases::{Case, TokenSpread};
-use mixfleet_hwtests::{CheckOutcome, Entry, SuiteLevel, SuiteOptions, SuiteVerdict, attempt, run};
-use mixfleet_wire::HostRegion;
+use mixfleet_hal::command::ClockKind;
+use mixfleet_hal::{Backend, BufferUsage, Cmd, DType, Device, ErrorKind, OpSig};
+use mixfleet_hwtests::{SuiteLevel, SuiteOptions, SuiteVerdict, run};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 const INSIDE: &str = "FAKE_CUDA_DIRECTORY";
 const LONG: Duration = Duration::from_secs(60);
 
 /// The directory of the libraries; `None` where there is no compiler.
-fn libraries() -> Option<&'static Path> {
-    static DIRECTORY: OnceLock<Option<PathBuf>> = OnceLock::new();
-    DIRECTORY.get_or_init(compiled).as_deref()
+fn libraries(driver: Driver) -> Option<&'static Path> {
+    static DIRECTORIES: [OnceLock<Option<PathBuf>>; 2] = [const { OnceLock::new() }; 2];
+    DIRECTORIES[driver as usize].get_or_init(|| compiled(driver)).as_deref()
+}
+
+/// The version of the driver.
+#[derive(Clone, Copy, Debug, Hash)]
+enum Driver {
+    /// 12.8 or later.
+    New,
+    /// An earlier one, which lacks a name.
+    Old,
 }
 
 /// Compiles the libraries, unless an earlier run did.
-fn compiled() -> Option<PathBuf> {
+fn compiled(version: Driver) -> Option<PathBuf> {
     use std::hash::{DefaultHasher, Hash, Hasher};
     if !cfg!(all(target_arch = "x86_64", target_os = "linux")) {
         return None;
@@ -37,7 +47,7 @@ fn compiled() -> Option<PathBuf> {
     let (driver, blas) = (include_str!("driver/fake.cpp"), include_str!("driver/blas.cpp"));
     let shim = include_str!("emulator/shim.h");
     let mut hasher = DefaultHasher::new();
-    (driver, blas, shim).hash(&mut hasher);
+    (version, driver, blas, shim).hash(&mut hasher);
     let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("driver-{:016x}", hasher.finish()));
     std::fs::create_dir_all(&directory).unwrap();
     let write = |name: &str, text: &str| {
@@ -54,11 +64,14 @@ fn compiled() -> Option<PathBuf> {
         return Some(directory);
     }
     let part = directory.join(format!("{}.so", std::process::id()));
-    let output = Command::new("g++")
+    let mut command = Command::new("g++");
+    command
         .args(["-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-o"])
-        .args([&part, &source])
-        .output()
-        .ok()?;
+        .args([&part, &source]);
+    if let Driver::Old = version {
+        command.arg("-DOLD_DRIVER");
+    }
+    let output = command.output().ok()?;
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     for name in NAMES {
         // three files, three instances: none shares the others' state
@@ -71,22 +84,38 @@ fn compiled() -> Option<PathBuf> {
 
 /// Runs `test` in a child of this process that finds the libraries.
 fn with_fake_driver(name: &str, test: impl FnOnce(Arc<dyn Device>)) {
+    in_children(name, Driver::New, &[&[]], test);
+}
+
+/// Runs `test` in children of this process that find the libraries, one after the other, each with choices in
+/// its environment. They share a cache directory of their own.
+fn in_children(name: &str, driver: Driver, choices: &[&[(&str, &str)]], test: impl FnOnce(Arc<dyn Device>)) {
     if std::env::var_os(INSIDE).is_some() {
         return test(CudaBackend.open("cuda").unwrap());
     }
-    let Some(directory) = libraries() else {
+    let Some(directory) = libraries(driver) else {
         return eprintln!("SKIPPED: the fake driver needs g++ on x86-64 Linux");
     };
-    let child = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", &format!("driver::{name}"), "--nocapture"])
-        .env(INSIDE, directory)
-        .env("LD_LIBRARY_PATH", directory)
-        .output()
-        .unwrap();
-    let stdout = String::from_utf8_lossy(&child.stdout);
-    let said = format!("{stdout}{}", String::from_utf8_lossy(&child.stderr));
-    assert!(child.status.success() && stdout.contains("1 passed"), "{said}");
-    eprint!("{said}");
+    let cache = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!(
+        "cache-{}-{}",
+        name.replace("::", "-"),
+        std::process::id()
+    ));
+    for choices in choices {
+        let child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", &format!("driver::{name}"), "--nocapture"])
+            .env(INSIDE, directory)
+            .env("LD_LIBRARY_PATH", directory)
+            .env("XDG_CACHE_HOME", &cache)
+            .envs(choices.iter().copied())
+            .output()
+            .unwrap();
+        let stdout = String::from_utf8_lossy(&child.stdout);
+        let said = format!("{stdout}{}", String::from_utf8_lossy(&child.stderr));
+        assert!(child.status.success() && stdout.contains("1 passed"), "{choices:?}: {said}");
+        eprint!("{said}");
+    }
+    let _ = std::fs::remove_dir_all(cache);
 }
 
 fn fill(to: &mixfleet_hal::Slice, word: u32) -> Cmd {
@@ -128,19 +157,60 @@ fn the_backend_conforms() {
     });
 }
 
-/// Shapes that go to cuBLASLt, and rows alone, which do not.
+/// Each child is told how many programs it should compile.
 #[test]
-fn large_products_conform() {
-    use DType::{Bf16, F8E4m3, F16, F32};
-    with_fake_driver("large_products_conform", |device| {
-        for (x, out) in [(Bf16, Bf16), (Bf16, F32), (F16, F16), (F32, F32), (F8E4m3, Bf16)] {
-            for (bias, accumulate) in [(false, false), (x == out, false), (false, true), (x == out, true)] {
-                let sig = OpSig::Gemm { m: 24, n: 48, k: 64, x, weight: x, out, bias, accumulate };
-                let case = Case { sig, spread: TokenSpread::Even, seed: 3 };
-                let report = attempt(&*device, &Entry { name: "gemm", case: Some(case) }, LONG);
-                assert_eq!(report.outcome, CheckOutcome::Pass, "{sig:?}");
+fn kernels_are_compiled_once_per_compiler_and_source() {
+    const NAME: &str = "kernels_are_compiled_once_per_compiler_and_source";
+    const EXPECTED: &str = "EXPECTED_COMPILATIONS";
+    let child = |count, minor, damage| [(EXPECTED, count), ("FAKE_NVRTC_MINOR", minor), ("DAMAGE", damage)];
+    let children = [
+        child("2", "8", ""),
+        child("0", "8", "damage"),
+        child("2", "8", ""), // what was damaged is compiled anew
+        child("0", "8", ""),
+        child("2", "9", ""), // another compiler
+        child("0", "8", ""),
+    ];
+    let choices: Vec<&[(&str, &str)]> = children.iter().map(|child| &child[..]).collect();
+    in_children(NAME, Driver::New, &choices, |device| {
+        let mut queue = device.queue().unwrap();
+        for elements in [64, 63, 64] {
+            // whole vectors, single elements
+            let add = counts::command(&*device, OpSig::Add { elements, x: DType::F32 });
+            let ticket = queue.submit(&[add]).unwrap();
+            queue.wait(ticket, LONG).unwrap();
+        }
+        let compiled = counts::count(&counts::calls("libnvrtc.so"), "nvrtcCompileProgram");
+        assert_eq!(compiled.to_string(), std::env::var(EXPECTED).unwrap());
+        if std::env::var("DAMAGE").unwrap() == "damage" {
+            let entries = Path::new(&std::env::var("XDG_CACHE_HOME").unwrap()).join("mixfleet/kernels");
+            for entry in std::fs::read_dir(entries).unwrap() {
+                let path = entry.unwrap().path();
+                let mut bytes = std::fs::read(&path).unwrap();
+                *bytes.last_mut().unwrap() ^= 1;
+                std::fs::write(path, bytes).unwrap();
             }
         }
+    });
+}
+
+/// Times come from the device's clock, and nothing panics to find that out.
+#[test]
+fn a_driver_before_12_8_measures_time_as_well() {
+    in_children("a_driver_before_12_8_measures_time_as_well", Driver::Old, &[&[]], |device| {
+        let panics = Arc::new(AtomicUsize::new(0));
+        let counter = panics.clone();
+        std::panic::set_hook(Box::new(move |_| {
+            counter.fetch_add(1, Ordering::SeqCst);
+        }));
+        let slice = device.alloc(64, BufferUsage::Activations).unwrap();
+        let mut queue = device.queue().unwrap();
+        for word in 0..3 {
+            let ticket = queue.submit(&[fill(&slice, word)]).unwrap();
+            assert_eq!(queue.wait(ticket, LONG).unwrap().clock, ClockKind::Device);
+        }
+        let _ = std::panic::take_hook();
+        assert_eq!(panics.load(Ordering::SeqCst), 0);
     });
 }
 
@@ -170,160 +240,32 @@ fn free_memory_is_what_the_driver_has_left() {
         assert_eq!(before, 2.0 * f64::from(1 << 30), "nothing is allocated yet");
         let held = device.alloc(100 << 20, BufferUsage::Kv).unwrap();
         assert_eq!(before - free(), f64::from(100 << 20));
-        // a queue has scratch of its own
-        let queue = device.queue().unwrap();
-        assert_eq!(before - free(), f64::from(164 << 20));
-        drop((held, queue));
+        // a queue has scratch of its own once it computes
+        let mut queue = device.queue().unwrap();
+        queue.submit(&[fill(&held, 0)]).unwrap();
+        assert_eq!(before - free(), f64::from(100 << 20));
+        let add = counts::command(&*device, OpSig::Add { elements: 64, x: DType::F32 });
+        let with_operands = free();
+        queue.submit(std::slice::from_ref(&add)).unwrap();
+        assert_eq!(with_operands - free(), f64::from(64 << 20));
+        drop((held, queue, add));
         assert_eq!(free(), before);
     });
 }
 
-/// Copies to and from pinned memory of others and of the driver's own, since the last call; ranges of others
-/// that are pinned.
-fn counted() -> [u64; 3] {
-    static BEFORE: Mutex<[u64; 2]> = Mutex::new([0; 2]);
-    let mut counts = [0; 3];
-    // SAFETY: the library is the one that the backend loaded; the function fills three numbers.
-    unsafe {
-        let driver = libloading::Library::new("libcuda.so").unwrap();
-        let count: libloading::Symbol<unsafe extern "C" fn(*mut u64) -> i32> =
-            driver.get(b"fake_count").unwrap();
-        assert_eq!(count(counts.as_mut_ptr()), 0);
-    }
-    let mut before = BEFORE.lock().unwrap();
-    let [others, own, ranges] = counts;
-    let since = [others - before[0], own - before[1], ranges];
-    *before = [others, own];
-    since
-}
-
 #[test]
-fn copies_of_pinned_memory_are_direct_until_it_is_unpinned() {
-    with_fake_driver("copies_of_pinned_memory_are_direct_until_it_is_unpinned", |device| {
-        // three halves long
-        const BYTES: u64 = 9 << 20;
-        let far = device.alloc(BYTES, BufferUsage::Kv).unwrap();
-        let near: Arc<dyn SharedMemory> = Arc::new(HostRegion::new(BYTES as usize).unwrap());
-        let mut patterns = 1..;
-        let mut there_and_back = |offset: u64, bytes: u64| {
-            let seed: u64 = patterns.next().unwrap();
-            let sent: Vec<u8> = (0..bytes).map(|i| (i * 7 + i / 251 + seed) as u8).collect();
-            near.store(offset, &sent).unwrap();
-            let part = far.range(BYTES - bytes, bytes);
-            near.view(offset, bytes, &mut |data| device.write(&part, data).unwrap()).unwrap();
-            near.store(offset, &vec![0; bytes as usize]).unwrap();
-            near.update(offset, bytes, &mut |data| device.read(&part, data).unwrap()).unwrap();
-            near.view(offset, bytes, &mut |data| assert!(data == sent, "{bytes} bytes at {offset}")).unwrap();
-        };
-        counted();
-        there_and_back(0, BYTES);
-        assert_eq!(counted(), [0, 6, 0]);
-
-        let pinned = device.pin(near.clone()).unwrap().expect("memory with an address");
-        assert_eq!(device.pin(near.clone()).err().unwrap().kind, ErrorKind::Other, "pinned twice");
-        for (offset, bytes) in [(0, BYTES), (0, 1), (BYTES - 1, 1), (4095, 5 << 20)] {
-            there_and_back(offset, bytes);
-            assert_eq!(counted(), [2, 0, 1], "{bytes} bytes at {offset}");
-        }
-        drop(pinned);
-        assert_eq!(counted(), [0, 0, 0]);
-        there_and_back(0, BYTES);
-        assert_eq!(counted(), [0, 6, 0]);
-        assert_eq!(Arc::strong_count(&near), 1);
-    });
-}
-
-/// The first half of a region is pinned: what lies across its end goes through the halves, and so does what
-/// is beside it.
-#[test]
-fn copies_across_the_end_of_pinned_memory_are_right() {
-    struct Part(Arc<HostRegion>, u64);
-    impl SharedMemory for Part {
-        fn size_bytes(&self) -> u64 {
-            self.1
-        }
-        fn view(&self, offset: u64, bytes: u64, look: &mut dyn FnMut(&[u8])) -> Result<()> {
-            self.0.view(offset, bytes, look)
-        }
-        fn update(&self, offset: u64, bytes: u64, change: &mut dyn FnMut(&mut [u8])) -> Result<()> {
-            self.0.update(offset, bytes, change)
-        }
-        fn mapping(&self) -> Option<Mapping> {
-            Some(Mapping { bytes: self.1, ..self.0.mapping()? })
-        }
-    }
-    with_fake_driver("copies_across_the_end_of_pinned_memory_are_right", |device| {
-        const BYTES: u64 = 1 << 20;
-        let far = device.alloc(BYTES, BufferUsage::Kv).unwrap();
-        let near = Arc::new(HostRegion::new(BYTES as usize).unwrap());
-        let _pinned = device.pin(Arc::new(Part(near.clone(), BYTES / 2))).unwrap().unwrap();
-        let data: Vec<u8> = (0..BYTES).map(|i| (i * 3 + i / 251) as u8).collect();
-        near.store(0, &data).unwrap();
-        for (offset, bytes, direct) in
-            [(0, BYTES, 0), (BYTES / 2 - 1, 2, 0), (BYTES / 2, 7, 0), (BYTES / 2 - 9, 9, 1)]
-        {
-            let part = far.range(offset, bytes);
-            counted();
-            near.view(offset, bytes, &mut |data| device.write(&part, data).unwrap()).unwrap();
-            assert_eq!(counted(), [direct, 1 - direct, 1], "{bytes} bytes at {offset}");
-        }
-        near.store(0, &vec![0; BYTES as usize]).unwrap();
-        near.update(0, BYTES, &mut |data| device.read(&far, data).unwrap()).unwrap();
-        near.view(0, BYTES, &mut |got| assert!(got == data)).unwrap();
-    });
-}
-
-/// Unpinned by one thread while others copy: the fake fails if a copy is under way.
-#[test]
-fn memory_may_be_pinned_and_unpinned_under_copies() {
-    with_fake_driver("memory_may_be_pinned_and_unpinned_under_copies", |device| {
-        const BYTES: u64 = 4096;
-        let near = Arc::new(HostRegion::new(BYTES as usize).unwrap());
-        std::thread::scope(|scope| {
-            for word in [3u8, 5] {
-                let (device, near) = (&device, &near);
-                scope.spawn(move || {
-                    let far = device.alloc(BYTES, BufferUsage::Kv).unwrap();
-                    device.write(&far, &[word; BYTES as usize]).unwrap();
-                    for _ in 0..500 {
-                        let mut read = |data: &mut [u8]| {
-                            device.read(&far, data).unwrap();
-                            assert!(data.iter().all(|&byte| byte == word));
-                        };
-                        near.update(0, BYTES, &mut read).unwrap();
-                    }
-                });
-            }
-            for _ in 0..500 {
-                drop(device.pin(near.clone()).unwrap().unwrap());
-            }
-        });
-        let [direct, staged, pinned] = counted();
-        assert_eq!((direct + staged, pinned), (1002, 0));
-    });
-}
-
-#[test]
-fn what_cannot_be_pinned_harms_nothing() {
-    with_fake_driver("what_cannot_be_pinned_harms_nothing", |device| {
-        // the fake refuses this length
-        let refused = Arc::new(HostRegion::new(0x0BAD).unwrap());
-        assert_eq!(device.pin(refused.clone()).err().unwrap().kind, ErrorKind::Unsupported);
-        assert!(device.pin(Arc::new(HostRegion::new(0).unwrap())).unwrap().is_none());
-        let far = device.alloc(0x0BAD, BufferUsage::Kv).unwrap();
-        refused.update(0, 0x0BAD, &mut |data| data.fill(5)).unwrap();
-        refused.view(0, 0x0BAD, &mut |data| device.write(&far, data).unwrap()).unwrap();
-        let mut got = vec![0; 0x0BAD];
-        device.read(&far, &mut got).unwrap();
-        assert_eq!((got, counted()), (vec![5; 0x0BAD], [0, 2, 0]));
-        // memory and its pinning may outlive the device
-        let memory: Arc<dyn SharedMemory> = Arc::new(HostRegion::new(4096).unwrap());
-        let pinned = device.pin(memory.clone()).unwrap().unwrap();
-        drop((far, device));
-        drop(memory);
-        assert_eq!(counted()[2], 1);
-        drop(pinned);
-        assert_eq!(counted()[2], 0);
+fn the_memory_of_a_graph_is_told_and_given_back() {
+    with_fake_driver("the_memory_of_a_graph_is_told_and_given_back", |device| {
+        let slice = device.alloc(4096, BufferUsage::Activations).unwrap();
+        let mut queue = device.queue().unwrap();
+        let free = || device.memory_free().unwrap().0;
+        let before = free();
+        let graph = queue.record(&[fill(&slice, 1), fill(&slice, 2)]).unwrap();
+        assert_eq!((graph.memory_bytes(), before - free()), (2 * 4096, 8192.0));
+        let alone = queue.record(&[fill(&slice, 1)]).unwrap();
+        assert_eq!(alone.memory_bytes(), 0, "one command needs no graph");
+        drop(graph);
+        assert_eq!(free(), before);
     });
 }
 

@@ -85,16 +85,22 @@ fn prefill(
     }
 }
 
-/// Contexts below, at and above the tiles of 64 keys, blocks of several sequences, and windows across tiles.
+/// Contexts below, at and above the tiles of 32 or 64 keys, blocks of several sequences, and windows across tiles.
 #[test]
 fn prefill_attention_conforms_on_tensor_cores() {
     let spread = [(1, 1), (5, 64), (0, 9), (65, 65), (33, 200), (2, 130)];
     // one multiprocessor is filled by blocks of 128 rows, a hundred by those of 64
     for multiprocessors in [1, 100] {
         let Some(device) = device(multiprocessors) else { return };
-        for (shape, dtype) in
-            [((4, 1, 128), DType::Bf16), ((3, 2, 64), DType::F16), ((1, 1, 128), DType::F16)]
-        {
+        for (shape, dtype) in [
+            ((4, 1, 128), DType::Bf16),
+            ((3, 2, 64), DType::F16),
+            ((1, 1, 128), DType::F16),
+            ((3, 1, 80), DType::F16),
+            ((2, 1, 96), DType::Bf16),
+            ((1, 1, 192), DType::F16),
+            ((2, 1, 256), DType::Bf16),
+        ] {
             for window in [None, Some(1), Some(40), Some(100)] {
                 let sig = prefill(&spread, shape, window, dtype);
                 try_case(&device, sig, TokenSpread::Queries(spread.to_vec()));
@@ -109,7 +115,9 @@ fn gemm_of_few_rows_conforms() {
     for multiprocessors in [1, 8] {
         let Some(device) = device(multiprocessors) else { return };
         for (x, weight, out) in [(Bf16, Bf16, F32), (F16, F16, F16), (F32, Bf16, Bf16), (F32, Bf16, F32)] {
-            for (m, n, k) in [(1, 16, 8), (3, 70, 1032), (8, 33, 136), (9, 17, 64), (16, 130, 520)] {
+            let few = [(1, 16, 8), (3, 70, 1032), (8, 33, 136), (9, 17, 64), (16, 130, 520)];
+            // more rows are taken 16 at a time, the last ones alone
+            for (m, n, k) in few.into_iter().chain([(17, 33, 136), (53, 17, 64)]) {
                 let sig = OpSig::Gemm { m, n, k, x, weight, out, bias: m % 2 == 1, accumulate: k > 100 };
                 try_case(&device, sig, TokenSpread::Even);
             }

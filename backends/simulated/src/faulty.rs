@@ -214,6 +214,10 @@ impl Graph for Recorded {
     fn as_any(&self) -> &dyn Any {
         self
     }
+
+    fn memory_bytes(&self) -> u64 {
+        0
+    }
 }
 
 impl FaultyQueue {

@@ -31,6 +31,10 @@ impl Graph for Recorded {
     fn as_any(&self) -> &dyn Any {
         self
     }
+
+    fn memory_bytes(&self) -> u64 {
+        0
+    }
 }
 
 impl Device for Metered {

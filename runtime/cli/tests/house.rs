@@ -43,7 +43,7 @@ const ROOMS: &[Room] = &[
         name: "mixfleet-cuda",
         directory: "backends/cuda",
         rooms: &[HAL],
-        outside: Some(&["cudarc", "libloading", "tracing"]),
+        outside: Some(&["cudarc", "libloading", "tracing", "xxhash-rust"]),
     },
     Room {
         name: "mixfleet-discover",

@@ -1,6 +1,6 @@
 //! Kernel sources, and how a program is assembled from them.
 
-use std::fmt::Display;
+use mixfleet_hal::DType;
 
 /// Includes a source that several kinds of GPU share.
 macro_rules! portable {
@@ -80,25 +80,80 @@ impl KernelSource {
     }
 }
 
-/// A source file with its macros, which is compiled once and cached.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+/// The value of a macro.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum MacroValue {
+    /// A dtype's name.
+    Type(DType),
+    /// A number.
+    Number(u64),
+}
+
+impl std::fmt::Display for MacroValue {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            MacroValue::Type(dtype) => f.write_str(dtype.name()),
+            MacroValue::Number(number) => number.fmt(f),
+        }
+    }
+}
+
+/// What a macro may stand for.
+pub(crate) trait Macro {
+    /// Returns it as a value.
+    fn value(&self) -> MacroValue;
+}
+
+impl Macro for DType {
+    fn value(&self) -> MacroValue {
+        MacroValue::Type(*self)
+    }
+}
+
+impl Macro for u32 {
+    fn value(&self) -> MacroValue {
+        MacroValue::Number((*self).into())
+    }
+}
+
+impl Macro for u64 {
+    fn value(&self) -> MacroValue {
+        MacroValue::Number(*self)
+    }
+}
+
+/// Maximum number of a program's macros.
+const MACROS_MAX: usize = 8;
+
+/// A source file with its macros, which is compiled once and cached. It holds no text, so that it is cheap to
+/// make and to look up for every launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct KernelProgram {
     /// The source file.
     pub body: KernelSource,
-    /// The macros, as `#define` lines.
-    pub macros: String,
+    macros: [Option<(&'static str, MacroValue)>; MACROS_MAX],
 }
 
 impl KernelProgram {
     /// Combines `body` with `macros`, given as names and values.
-    pub(crate) fn new(body: KernelSource, macros: &[(&str, &dyn Display)]) -> KernelProgram {
-        let macros = macros.iter().map(|(name, value)| format!("#define {name} {value}\n")).collect();
-        KernelProgram { body, macros }
+    pub(crate) fn new(body: KernelSource, macros: &[(&'static str, &dyn Macro)]) -> KernelProgram {
+        debug_assert!(macros.len() <= MACROS_MAX, "{} has {} macros", body.name(), macros.len());
+        let mut kept = [None; MACROS_MAX];
+        for (kept, (name, value)) in kept.iter_mut().zip(macros) {
+            *kept = Some((*name, value.value()));
+        }
+        KernelProgram { body, macros: kept }
+    }
+
+    /// Returns the macros as `#define` lines.
+    pub fn macros(&self) -> String {
+        self.macros.iter().flatten().map(|(name, value)| format!("#define {name} {value}\n")).collect()
     }
 
     /// Returns the whole source on top of `device`, which is [`DEVICE`] or a substitute.
     pub fn source(&self, device: &str) -> String {
-        let mut texts = vec![device, &self.macros, portable!("cuda.h"), portable!("common.h")];
+        let macros = self.macros();
+        let mut texts = vec![device, &macros, portable!("cuda.h"), portable!("common.h")];
         texts.extend(self.body.texts());
         texts.join("\n")
     }

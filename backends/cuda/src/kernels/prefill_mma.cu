@@ -1,21 +1,23 @@
-// Prefill attention on tensor cores (flash attention: Dao 2023): X is KV, bf16 or f16; HEAD_DIM 64 or 128.
+// Prefill attention on tensor cores (flash attention: Dao 2023): X is KV, bf16 or f16; HEAD_DIM a multiple of 16;
+// TILE keys at a time, 32 or 64.
 //
 // A block is one KV head and BLOCK_ROWS rows of one sequence, where a row is a query of one of the heads that
 // share the KV head, a query's heads side by side: grid (tiles, kv_heads). Keys come TILE at a time into two
 // buffers, the next by copies that run beside the arithmetic. A warp holds 16 * ROW_TILES rows.
 //
 // Shared rows are HEAD_DIM elements in chunks of 16 bytes, chunk c of row r at c ^ (r % 8): the 8 rows that
-// one matrix load reads then lie in unlike banks.
+// one matrix load reads then lie in unlike banks. For that, rows are apart by a multiple of 8 chunks.
 
 #define PREFILL_WARPS 4
 #define WARP_ROWS (16 * ROW_TILES)
 #define BLOCK_ROWS (PREFILL_WARPS * WARP_ROWS)
-#define TILE 64
+#define TILE_WARPS (TILE / 32)
 #define CHUNKS (HEAD_DIM / 8)
+#define ROW ((HEAD_DIM + 63) / 64 * 64)
 #define NOWHERE 0xFFFFFFFFu
 #define LOG2E 1.4426950408889634f
 
-DEVICE ushort* chunk_at(ushort* rows, uint row, uint chunk) { return rows + row * HEAD_DIM + (chunk ^ row % 8) * 8; }
+DEVICE ushort* chunk_at(ushort* rows, uint row, uint chunk) { return rows + row * ROW + (chunk ^ row % 8) * 8; }
 
 DEVICE uint line_of(const Keys* keys, uint t, uint first, uint end) {
     if (t < first || t >= end) return NOWHERE;
@@ -42,11 +44,11 @@ DEVICE void fetch(ushort* to, const ushort* pool, const uint* lines) {
 
 KERNEL(32 * PREFILL_WARPS) attn_prefill_mma(PREFILL_OPERANDS) {
     SHARED_BYTES(memory);
-    ushort* const queries = (ushort*)memory;                 // [BLOCK_ROWS, HEAD_DIM]
-    ushort* const k_tiles = queries + BLOCK_ROWS * HEAD_DIM; // [2, TILE, HEAD_DIM]
-    ushort* const v_tiles = k_tiles + 2 * TILE * HEAD_DIM;   // [2, TILE, HEAD_DIM]
+    ushort* const queries = (ushort*)memory;            // [BLOCK_ROWS, ROW]
+    ushort* const k_tiles = queries + BLOCK_ROWS * ROW; // [2, TILE, ROW]
+    ushort* const v_tiles = k_tiles + 2 * TILE * ROW;   // [2, TILE, ROW]
     LOCAL uint lines[3][TILE]; // of this step, the next and the one after
-    LOCAL bool absent[3][2];
+    LOCAL bool absent[3][TILE_WARPS];
     const uint lane = THREAD % 32, warp = THREAD / 32, g = lane / 4, t = lane % 4;
     const uint ratio = heads / kv_heads, kv_head = GROUP_Y;
 
@@ -78,7 +80,9 @@ KERNEL(32 * PREFILL_WARPS) attn_prefill_mma(PREFILL_OPERANDS) {
         const ulong line = (ulong)(token0 + row / ratio) * heads + kv_head * ratio + row % ratio;
         copy16(chunk_at(queries, i / CHUNKS, i % CHUNKS), q + (present ? line * HEAD_DIM + i % CHUNKS * 8 : 0), present);
     }
-    find(&keys, key_first + THREAD, first_min, key_end, &lines[warp / 2][THREAD % TILE], &absent[warp / 2][warp % 2]);
+    if (warp < 2 * TILE_WARPS)
+        find(&keys, key_first + THREAD, first_min, key_end, &lines[warp / TILE_WARPS][THREAD % TILE],
+             &absent[warp / TILE_WARPS][warp % TILE_WARPS]);
     BARRIER();
     fetch(k_tiles, k_pool, lines[0]);
     fetch(v_tiles, v_pool, lines[0]);
@@ -108,17 +112,17 @@ KERNEL(32 * PREFILL_WARPS) attn_prefill_mma(PREFILL_OPERANDS) {
         const uint buffer = step % 2;
         // the other buffer is free since the barrier that ended the last step
         if (base + TILE < key_end) {
-            fetch(k_tiles + (1 - buffer) * TILE * HEAD_DIM, k_pool, lines[(step + 1) % 3]);
-            fetch(v_tiles + (1 - buffer) * TILE * HEAD_DIM, v_pool, lines[(step + 1) % 3]);
+            fetch(k_tiles + (1 - buffer) * TILE * ROW, k_pool, lines[(step + 1) % 3]);
+            fetch(v_tiles + (1 - buffer) * TILE * ROW, v_pool, lines[(step + 1) % 3]);
         }
         copies_close();
         copies_wait<1>();
         BARRIER();
-        if (warp < 2)
+        if (warp < TILE_WARPS)
             find(&keys, base + 2 * TILE + THREAD, first_min, key_end, &lines[(step + 2) % 3][THREAD],
                  &absent[(step + 2) % 3][warp]);
-        ushort* const k_tile = k_tiles + buffer * TILE * HEAD_DIM;
-        ushort* const v_tile = v_tiles + buffer * TILE * HEAD_DIM;
+        ushort* const k_tile = k_tiles + buffer * TILE * ROW;
+        ushort* const v_tile = v_tiles + buffer * TILE * ROW;
 
         float scores[ROW_TILES][TILE / 8][4];
         for (uint r = 0; r < ROW_TILES; ++r)
@@ -142,7 +146,8 @@ KERNEL(32 * PREFILL_WARPS) attn_prefill_mma(PREFILL_OPERANDS) {
             }
         }
 
-        const bool all_seen = base >= first_max && base + TILE <= end_min && !absent[step % 3][0] && !absent[step % 3][1];
+        bool all_seen = base >= first_max && base + TILE <= end_min;
+        for (uint w = 0; w < TILE_WARPS; ++w) all_seen = all_seen && !absent[step % 3][w];
         uint weights[ROW_TILES][TILE / 8][2]; // left fragments: rows g and g + 8
 #pragma unroll
         for (uint r = 0; r < ROW_TILES; ++r) {

@@ -1,17 +1,14 @@
 //! Selects the attention kernel, and how decode attention is split into parts.
 
 use super::{DeviceRange, KernelArg, PlanStep, PlanTarget, VEC_BYTES, launch};
-use crate::kernels::{KernelProgram, KernelSource};
+use crate::kernels::{KernelProgram, KernelSource, Macro};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{DType, KvShape, OpSig, Result, Support};
-use std::fmt::Display;
 
 /// Threads per block: both decode kernels and `attn_prefill_mma` have 4 warps.
 const THREADS: u32 = 128;
 /// Threads per block in the portable `attn_prefill`.
 const PORTABLE_THREADS: u32 = 64;
-/// Keys per tile in `attn_prefill_mma`.
-const TILE: u32 = 64;
 /// Blocks resident on a multiprocessor, as limited by the registers of `attn_decode_mma`.
 const RESIDENT: u64 = 3;
 /// Granularity of a part in keys: a multiple of 64 (4 warps of 16 keys). Smaller parts cost more in partial
@@ -27,25 +24,63 @@ fn aligned(operands: &[DeviceRange]) -> bool {
     operands.iter().all(|place| place.address.is_multiple_of(VEC_BYTES))
 }
 
-fn on_tensor_cores(x: DType, kv: DType, head_dim: u32, target: &PlanTarget) -> bool {
-    target.capability >= 80
-        && matches!(head_dim, 64 | 128)
-        && x == kv
-        && matches!(kv, DType::Bf16 | DType::F16)
+fn on_tensor_cores(x: DType, kv: DType, target: &PlanTarget) -> bool {
+    target.capability >= 80 && x == kv && matches!(kv, DType::Bf16 | DType::F16)
 }
 
-/// Returns the rows of a block and its dynamic shared memory: the queries, and two tiles each of keys and
-/// values.
-fn prefill_block(row_tiles: u32, head_dim: u32) -> (u32, u32) {
-    let rows = 64 * row_tiles;
-    (rows, (rows + 4 * TILE) * head_dim * 2)
+/// Whether `attn_decode_mma` takes heads of this length.
+fn decode_heads(head_dim: u32) -> bool {
+    matches!(head_dim, 64 | 128)
 }
+
+/// Whether `attn_prefill_mma` takes heads of this length: whole steps of 16, whose sums fit the registers.
+fn prefill_heads(head_dim: u32) -> bool {
+    head_dim.is_multiple_of(16) && (64..=256).contains(&head_dim)
+}
+
+/// A block of `attn_prefill_mma`.
+struct PrefillBlock {
+    /// Keys per tile: fewer where heads are long, so that two blocks fit a multiprocessor of Hopper, and one
+    /// those with 99 KiB of shared memory for a block.
+    tile: u32,
+    rows: u32,
+    /// Dynamic shared memory: the queries, and two tiles each of keys and values.
+    shared_bytes: u32,
+}
+
+impl PrefillBlock {
+    fn new(row_tiles: u32, head_dim: u32) -> PrefillBlock {
+        let (rows, tile) = (64 * row_tiles, if head_dim > 128 { 32 } else { 64 });
+        PrefillBlock { tile, rows, shared_bytes: (rows + 4 * tile) * head_dim.next_multiple_of(64) * 2 }
+    }
+
+    /// Whether it fits beside a block's static shared memory.
+    fn fits(&self, target: &PlanTarget) -> bool {
+        self.shared_bytes + 1024 <= target.shared_bytes_max
+    }
+}
+
+/// An operand list that is aligned, for what is asked before there are operands.
+const ALIGNED: &[DeviceRange] = &[];
 
 pub(super) fn prefill_support(sig: &OpSig, target: &PlanTarget) -> Support {
-    let OpSig::AttnPrefill { x, kv: KvShape { head_dim, dtype: kv, .. }, .. } = *sig else {
-        unreachable!("called for attn_prefill")
-    };
-    if on_tensor_cores(x, kv, head_dim, target) { Support::Native } else { Support::Emulated }
+    if slow_prefill(sig, ALIGNED, target).is_none() { Support::Native } else { Support::Emulated }
+}
+
+/// Says why prefill attention is slow, if it is.
+pub(super) fn slow_prefill(
+    sig: &OpSig,
+    operands: &[DeviceRange],
+    target: &PlanTarget,
+) -> Option<&'static str> {
+    let OpSig::AttnPrefill { x, kv: KvShape { head_dim, dtype: kv, .. }, .. } = *sig else { return None };
+    match () {
+        () if !on_tensor_cores(x, kv, target) => Some("tensor cores need queries and KV of one 16-bit dtype"),
+        () if !prefill_heads(head_dim) => Some("tensor cores need heads of 64, 80, .. 256 elements"),
+        () if !PrefillBlock::new(1, head_dim).fits(target) => Some("a block has too little shared memory"),
+        () if !aligned(operands) => Some("an operand is not aligned to 16 bytes"),
+        () => None,
+    }
 }
 
 pub(super) fn prefill(
@@ -69,25 +104,23 @@ pub(super) fn prefill(
     };
     args.extend([sequences, heads, kv_heads, page_tokens, pages_max].map(KernelArg::U32));
     args.extend([tokens, window.unwrap_or(u32::MAX)].map(KernelArg::U32));
-    let macros: [(&str, &dyn Display); 3] = [("X", &x), ("KV", &kv), ("HEAD_DIM", &head_dim)];
+    let macros: [(&'static str, &dyn Macro); 3] = [("X", &x), ("KV", &kv), ("HEAD_DIM", &head_dim)];
     let rows = u64::from(tokens) * u64::from(heads / kv_heads.max(1));
-    // smaller blocks if larger ones would leave multiprocessors idle
-    let blocks = rows.div_ceil(prefill_block(2, head_dim).0.into()) * u64::from(kv_heads);
-    let row_tiles = if blocks >= 2 * u64::from(target.multiprocessors) { 2 } else { 1 };
-    let (block_rows, shared_bytes) = prefill_block(row_tiles, head_dim);
-    if on_tensor_cores(x, kv, head_dim, target)
-        && shared_bytes + 1024 <= target.shared_bytes_max
-        && aligned(operands)
-    {
+    // smaller blocks if larger ones would leave multiprocessors idle, or their sums the registers
+    let large = PrefillBlock::new(2, head_dim);
+    let blocks = rows.div_ceil(large.rows.into()) * u64::from(kv_heads);
+    let fills = blocks >= 2 * u64::from(target.multiprocessors) && head_dim <= 128 && large.fits(target);
+    let (row_tiles, block) = if fills { (2u32, large) } else { (1, PrefillBlock::new(1, head_dim)) };
+    if slow_prefill(sig, operands, target).is_none() {
         let program = KernelProgram::new(
             KernelSource::PrefillMma,
-            &[&macros[..], &[("ROW_TILES", &row_tiles)]].concat(),
+            &[&macros[..], &[("ROW_TILES", &row_tiles), ("TILE", &block.tile)]].concat(),
         );
         // a sequence's last block may be short, so each has one more at most
-        let tiles = if rows == 0 { 0 } else { rows.div_ceil(block_rows.into()) + u64::from(sequences) };
+        let tiles = if rows == 0 { 0 } else { rows.div_ceil(block.rows.into()) + u64::from(sequences) };
         let mut step = launch(program, "attn_prefill_mma", ([tiles, kv_heads.into(), 1], THREADS), args)?;
         if let PlanStep::Launch(launch) = &mut step {
-            launch.shared_bytes = shared_bytes;
+            launch.shared_bytes = block.shared_bytes;
         }
         return Ok(step);
     }
@@ -154,9 +187,9 @@ pub(super) fn decode(
         unreachable!("called for attn_decode")
     };
     let ratio = heads / kv_heads.max(1);
-    let exact = on_tensor_cores(x, kv, head_dim, target);
-    let split = on_tensor_cores(kv, kv, head_dim, target) && x == DType::F32 && kv == DType::Bf16;
-    let tensor_cores = (exact || split) && aligned(operands);
+    let exact = on_tensor_cores(x, kv, target);
+    let split = on_tensor_cores(kv, kv, target) && x == DType::F32 && kv == DType::Bf16;
+    let tensor_cores = (exact || split) && decode_heads(head_dim) && aligned(operands);
     // equal shares of the heads that share a KV head
     let heads_max = if tensor_cores { HEADS_MAX } else { HEADS_MAX.min(2048 / head_dim).max(1) };
     let groups = ratio.div_ceil(heads_max).max(1);
@@ -173,17 +206,17 @@ pub(super) fn decode(
     args.extend([sequences, heads, kv_heads, page_tokens, pages_max].map(KernelArg::U32));
     args.extend(scratch);
     args.extend([parts, chunk].map(KernelArg::U32));
-    let macros: [(&str, &dyn Display); 4] =
+    let macros: [(&'static str, &dyn Macro); 4] =
         [("X", &x), ("KV", &kv), ("HEAD_DIM", &head_dim), ("HEADS", &block_heads)];
     let grid = ([parts.into(), blocks_per_part, sequences.into()], THREADS);
     let first = if tensor_cores {
-        let split = if split { 3 } else { 1 };
+        let split = if split { 3u32 } else { 1 };
         let program =
             KernelProgram::new(KernelSource::DecodeMma, &[&macros[..], &[("SPLIT", &split)]].concat());
         launch(program, "attn_decode_mma", grid, args)?
     } else {
         let vectors = head_dim.is_multiple_of(8) && aligned(operands);
-        let key_elements = if vectors { 8 } else { 1 };
+        let key_elements = if vectors { 8u32 } else { 1 };
         let value_elements = if aligned(operands) { lane_elements(head_dim) } else { 1 };
         let macros = [&macros[..], &[("KW", &key_elements), ("VD", &value_elements)]].concat();
         launch(KernelProgram::new(KernelSource::Decode, &macros), "attn_decode", grid, args)?
@@ -195,7 +228,7 @@ pub(super) fn decode(
         args.extend([heads, page_tokens, pages_max, parts, chunk].map(KernelArg::U32));
         let program = KernelProgram::new(
             KernelSource::Combine,
-            &[("X", &DType::F32), ("KV", &DType::F32), ("HEAD_DIM", &head_dim), ("HEADS", &1)],
+            &[("X", &DType::F32), ("KV", &DType::F32), ("HEAD_DIM", &head_dim), ("HEADS", &1u32)],
         );
         let rows = u64::from(sequences) * u64::from(heads);
         steps.push(launch(program, "attn_combine", ([rows, 1, 1], THREADS), args)?);
@@ -226,6 +259,11 @@ mod tests {
         }
     }
 
+    fn prefill_sig(kv: KvShape, x: DType) -> OpSig {
+        let (tokens, sequences, pairs, kv_tokens, heads, pages_max) = (2048, 1, 0, 2048, 8, 128);
+        OpSig::AttnPrefill { tokens, sequences, pairs, kv_tokens, heads, pages_max, window: None, x, kv }
+    }
+
     #[test]
     fn parts_cover_every_context_and_fill_the_device() {
         for (sequences, context) in [(1, 1), (1, 1000), (1, 131_072), (8, 4096), (64, 2048), (256, 32_768)] {
@@ -238,6 +276,26 @@ mod tests {
             let work = u64::from(sequences) * u64::from(context) * 8;
             if work > 132 * 64 * RESIDENT {
                 assert!(blocks >= 132, "{sequences} x {context}: {blocks} blocks");
+            }
+        }
+    }
+
+    #[test]
+    fn prefill_is_on_tensor_cores_for_heads_of_64_to_256_elements() {
+        let parts_with_99_kib = PlanTarget { shared_bytes_max: 101_376, ..TARGET };
+        for head_dim in [64, 80, 96, 128, 192, 256] {
+            for target in [TARGET, parts_with_99_kib] {
+                for row_tiles in [1, 2] {
+                    let block = PrefillBlock::new(row_tiles, head_dim);
+                    assert!(block.fits(&target) || row_tiles == 2, "{head_dim}: {}", block.shared_bytes);
+                }
+                let kv = KvShape { kv_heads: 8, head_dim, page_tokens: 16, dtype: DType::Bf16 };
+                let sig = prefill_sig(kv, DType::Bf16);
+                assert_eq!(prefill_support(&sig, &target), Support::Native);
+                let slow = |kv, x| slow_prefill(&prefill_sig(kv, x), ALIGNED, &target);
+                let odd = KvShape { head_dim: head_dim + 8, ..kv };
+                assert!(slow(odd, DType::Bf16).unwrap().contains("heads"));
+                assert!(slow(kv, DType::F32).unwrap().contains("dtype"));
             }
         }
     }

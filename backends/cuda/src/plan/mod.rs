@@ -6,7 +6,7 @@
 mod attention;
 mod gemm;
 
-use crate::kernels::{KernelProgram, KernelSource};
+use crate::kernels::{KernelProgram, KernelSource, Macro};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::op::Extent;
 use mixfleet_hal::{DType, Error, KvShape, OpSig, Result, Support};
@@ -46,6 +46,16 @@ pub enum KernelArg {
     U64(u64),
     /// A 32-bit float.
     F32(f32),
+}
+
+impl KernelArg {
+    /// An address that is `bytes` further; other arguments stay as they are.
+    fn further(self, bytes: u64) -> KernelArg {
+        match self {
+            KernelArg::Address(address) => KernelArg::Address(address + bytes),
+            other => other,
+        }
+    }
 }
 
 /// A kernel launch over a grid.
@@ -233,7 +243,7 @@ fn simple(sig: &OpSig, operands: &[DeviceRange], mut args: Vec<KernelArg>) -> Re
                 KernelArg::U32(head_dim),
                 KernelArg::U64(count),
             ]);
-            let macros: [(&str, &dyn std::fmt::Display); 4] =
+            let macros: [(&'static str, &dyn Macro); 4] =
                 [("X", &other), ("KV", &kv), ("VEC", &vec), ("GROUP", &THREADS)];
             launch(KernelProgram::new(KernelSource::Kv, &macros), sig.name(), each(count), args)
         }
@@ -266,7 +276,7 @@ fn rows_launch(
     args: Vec<KernelArg>,
 ) -> Result<PlanStep> {
     let threads = to_u32(u64::from(cols).div_ceil(vec).next_power_of_two().clamp(32, threads_max));
-    let macros: [(&str, &dyn std::fmt::Display); 5] =
+    let macros: [(&'static str, &dyn Macro); 5] =
         [("X", &x), ("WEIGHT", &weight), ("OUT", &out), ("VEC", &vec), ("GROUP", &threads)];
     launch(KernelProgram::new(KernelSource::Rows, &macros), kernel, ([rows.into(), 1, 1], threads), args)
 }
@@ -288,6 +298,16 @@ fn sample(sig: &OpSig, operands: &[DeviceRange], mut args: Vec<KernelArg>) -> Re
     let threads = to_u32(u64::from(cols).div_ceil(vec).next_power_of_two().clamp(32, 1024));
     let program = KernelProgram::new(KernelSource::Sample, &[("VEC", &vec), ("GROUP", &threads)]);
     launch(program, "sample", ([rows.into(), 1, 1], threads), args)
+}
+
+/// Says why `sig` is slow on these operands, if it is: it runs on a kernel that does not use what the part is
+/// made for.
+pub fn slow(sig: &OpSig, operands: &[DeviceRange], target: &PlanTarget) -> Option<&'static str> {
+    match sig {
+        OpSig::Gemm { .. } => gemm::slow(sig, operands, target),
+        OpSig::AttnPrefill { .. } => attention::slow_prefill(sig, operands, target),
+        _ => None,
+    }
 }
 
 /// Returns whether and how well `target` can run `sig`.

@@ -32,7 +32,10 @@ static std::map<std::string, unsigned long long> calls;
     COUNTED;                                                                                                     \
     if (sticky) return sticky
 
-struct Graph { std::vector<std::function<void()>> steps; };
+struct Graph {
+    std::vector<std::function<void()>> steps;
+    bool uploaded = false;
+};
 struct Stream {
     std::deque<std::function<void()>> steps;
     Graph* capture = nullptr;
@@ -95,7 +98,7 @@ API int cuGetErrorString(int code, const char** text) {
 }
 API int cuGetErrorName(int, const char** text) { *text = "FAKE"; return SUCCESS; }
 API int cuDriverGetVersion(int* version) { *version = 12080; return SUCCESS; }
-API int cuDeviceGetCount(int* count) { *count = 1; return SUCCESS; }
+API int cuDeviceGetCount(int* count) { *count = atoi(choice("FAKE_CUDA_DEVICES", "1")); return SUCCESS; }
 API int cuDeviceGet(int* device, int ordinal) { *device = ordinal; return SUCCESS; }
 API int cuDeviceGetName(char* name, int length, int) { snprintf(name, length, "%s", choice("FAKE_CUDA_NAME", "Fake GPU")); return SUCCESS; }
 API int cuDeviceTotalMem_v2(size_t* bytes, int) { *bytes = memory_bytes(); return SUCCESS; }
@@ -108,7 +111,7 @@ API int cuDeviceGetAttribute(int* value, int which, int) {
     *value = which == 75 ? 9 : which == 76 ? 0 : which == 16 ? 2 : which == 97 ? 232448 : 0;
     return SUCCESS;
 }
-API int cuDevicePrimaryCtxRetain(void** context, int) { *context = (void*)&lock; return SUCCESS; }
+API int cuDevicePrimaryCtxRetain(void** context, int device) { *context = (char*)&lock + device; return SUCCESS; }
 API int cuDevicePrimaryCtxRelease_v2(int) { return SUCCESS; }
 API int cuCtxSetCurrent(void*) { ENTER; return sticky; }
 
@@ -148,7 +151,12 @@ API int cuEventSynchronize(Event* event) {
     run(event->stream, event->at);
     return sticky;
 }
+// since 12.8 by another name; the older one stays
+#ifdef OLD_DRIVER
+API int cuEventElapsedTime(float* milliseconds, Event* start, Event* end) {
+#else
 API int cuEventElapsedTime_v2(float* milliseconds, Event* start, Event* end) {
+#endif
     ENTER;
     if (end->stream->done < end->at) return NOT_READY;
     *milliseconds = (float)(end->at - start->at);
@@ -289,13 +297,16 @@ API int cuModuleLoadData(void** module, const void* image) {
     if (!*module) fprintf(stderr, "%s\n", dlerror());
     return *module ? SUCCESS : INVALID_VALUE;
 }
+static std::map<std::pair<void*, std::string>, Function*> functions;
 API int cuModuleUnload(void*) { COUNTED; return SUCCESS; }
 API int cuModuleGetFunction(Function** function, void* module, const char* name) {
     ENTER;
     auto count = (int (*)())dlsym(module, (std::string("count_") + name).c_str());
     auto emulate = (const char* (*)(const Launch*))dlsym(module, (std::string("emulate_") + name).c_str());
     if (!count || !emulate) return NOT_FOUND;
-    *function = new Function{count(), emulate};
+    Function*& known = functions[{module, name}];
+    if (!known) known = new Function{count(), emulate};
+    *function = known;
     return SUCCESS;
 }
 API int cuFuncSetAttribute(Function* function, int which, int value) {
@@ -333,13 +344,26 @@ API int cuStreamEndCapture(Stream* stream, Graph** graph) {
     stream->capture = nullptr;
     return *graph ? SUCCESS : INVALID_VALUE;
 }
+// A graph takes memory of the device once it is there.
+static const size_t STEP_BYTES = 4096;
 API int cuGraphInstantiateWithFlags(Graph** exec, Graph* graph, unsigned long long) {
     ENTER;
     *exec = new Graph(*graph);
     return SUCCESS;
 }
+API int cuGraphUpload(Graph* exec, Stream*) {
+    ENTER;
+    if (!exec->uploaded) allocated_bytes += exec->steps.size() * STEP_BYTES;
+    exec->uploaded = true;
+    return SUCCESS;
+}
 API int cuGraphDestroy(Graph* graph) { COUNTED; delete graph; return SUCCESS; }
-API int cuGraphExecDestroy(Graph* exec) { COUNTED; delete exec; return SUCCESS; }
+API int cuGraphExecDestroy(Graph* exec) {
+    COUNTED;
+    if (exec->uploaded) allocated_bytes -= exec->steps.size() * STEP_BYTES;
+    delete exec;
+    return SUCCESS;
+}
 API int cuGraphLaunch(Graph* exec, Stream* stream) {
     ENTER;
     return put(stream, [exec] { for (auto& step : exec->steps) step(); });
@@ -382,6 +406,10 @@ API int nvrtcGetProgramLogSize(Program* program, size_t* bytes) { *bytes = progr
 API int nvrtcGetProgramLog(Program* program, char* log) { strcpy(log, program->log.c_str()); return 0; }
 API int nvrtcGetCUBINSize(Program* program, size_t* bytes) { *bytes = program->library.size() + 1; return 0; }
 API int nvrtcGetCUBIN(Program* program, char* code) { strcpy(code, program->library.c_str()); return 0; }
+API int nvrtcVersion(int* major, int* minor) {
+    *major = 12, *minor = atoi(choice("FAKE_NVRTC_MINOR", "8"));
+    return 0;
+}
 API int nvrtcGetNumSupportedArchs(int* count) { *count = 2; return 0; }
 API int nvrtcGetSupportedArchs(int* list) { list[0] = 80; list[1] = 90; return 0; }
 
