@@ -6,6 +6,7 @@ mod agree;
 mod contained;
 mod copies;
 mod cost_shape;
+mod drawn;
 mod events;
 mod exposed;
 mod learns;

@@ -291,24 +291,39 @@ fn select(tokens: &mut Vec<Candidate>, k: usize) -> Rank {
     worst
 }
 
-/// Returns the last of the shortest run of best tokens that weighs at least `target`. A quickselect by
-/// weight: each round halves the range in which the run may end.
-fn last_of_run(tokens: &mut [Candidate], target: u64) -> Rank {
+/// Parts of the range of ranks that are summed apart.
+const PARTS: usize = 256;
+
+/// Returns the last of the shortest run of best tokens that weighs at least `target`. Each round sums the
+/// weights by parts of the range of ranks, and keeps the part in which the run ends.
+#[inline(always)]
+fn last_of_run(tokens: &mut Vec<Candidate>, target: u64) -> Rank {
     let mut missing = target;
-    let (mut low, mut high) = (0, tokens.len()); // it ends in low..high
-    while high - low > 1 {
-        let middle = (high - low) / 2;
-        let range = &mut tokens[low..high];
-        range.select_nth_unstable_by_key(middle, |token| token.rank);
-        let better = range[..middle].iter().map(|token| token.weight).sum();
-        if missing <= better {
-            high = low + middle;
-        } else {
-            missing -= better;
-            low += middle;
+    while tokens.len() > 32 {
+        let (mut low, mut high) = (Rank::MAX, 0);
+        for token in &*tokens {
+            (low, high) = (low.min(token.rank), high.max(token.rank));
         }
+        let bits = (Rank::BITS - (high - low).leading_zeros()).saturating_sub(PARTS.ilog2());
+        let mut sums = [0u64; PARTS];
+        for token in &*tokens {
+            sums[to_usize((token.rank - low) >> bits) % PARTS] += token.weight;
+        }
+        let end = sums.iter().position(|&sum| {
+            let ends = missing <= sum;
+            missing -= if ends { 0 } else { sum };
+            ends
+        });
+        let end = end.unwrap_or(PARTS - 1) as u64;
+        tokens.retain(|token| (token.rank - low) >> bits == end);
     }
-    tokens[low].rank
+    tokens.sort_unstable_by_key(|token| token.rank);
+    let last = tokens.iter().find(|token| {
+        let ends = missing <= token.weight;
+        missing -= if ends { 0 } else { token.weight };
+        ends
+    });
+    last.or(tokens.last()).map_or(Rank::MAX, |token| token.rank)
 }
 
 struct RowTask<'a> {

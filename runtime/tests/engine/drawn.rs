@@ -1,0 +1,171 @@
+//! Tokens that a device draws, against those that the host draws in f64.
+
+use mixfleet_cpu::CpuBackend;
+use mixfleet_hal::random::{Stream, bits, unit};
+use mixfleet_hal::sample::{Drawn, LOG2_E, Parameters, fraction};
+use mixfleet_hal::{Backend, BufferUsage, Cmd, Device, OpSig};
+use mixfleet_runtime::request::Sampling;
+use mixfleet_runtime::sampling::{History, sample};
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+const VOCAB: usize = 1000;
+/// Rows of one command; there are as many distinct rows of logits.
+const ROWS: usize = 250;
+const SEEDS: usize = 10_000;
+/// How close to a boundary a draw is whose token may be another, and how many may.
+const CLOSE: f64 = 1e-5;
+const UNLIKE_MAX: usize = SEEDS / 1000;
+
+/// Each penalised token, with the bits of what its logit loses.
+fn penalties(sampling: &Sampling, history: History<'_>) -> Vec<[u32; 2]> {
+    if sampling.repetition_penalty == 1.0 {
+        return Vec::new();
+    }
+    let mut counts: BTreeMap<u32, u32> = history.prompt.iter().map(|&id| (id, 0)).collect();
+    history.output.iter().for_each(|&id| *counts.entry(id).or_default() += 1);
+    let lost = |count: u32| match count {
+        0 => 0.0,
+        count => sampling.presence_penalty + sampling.frequency_penalty * count as f32,
+    };
+    counts.into_iter().map(|(id, count)| [id, lost(count).to_bits()]).collect()
+}
+
+/// Draws one token of each row with seeds from `first` on.
+fn on_device(
+    device: &dyn Device,
+    logits: &[f32],
+    sampling: &Sampling,
+    first: u64,
+    history: History<'_>,
+) -> Vec<u32> {
+    let entries = penalties(sampling, history);
+    let parameters: Vec<_> = (0..ROWS as u64)
+        .map(|row| Parameters {
+            scale: LOG2_E / sampling.temperature,
+            top_k: sampling.top_k,
+            top_p: fraction(sampling.top_p.into()),
+            min_p: sampling.min_p,
+            repetition: sampling.repetition_penalty,
+            repetition_inverse: 1.0 / sampling.repetition_penalty,
+            uniform: (bits(first + row, history.output.len() as u64) >> 32) as u32,
+            logprobs: 0,
+        })
+        .collect();
+    let starts: Vec<u32> = (0..=ROWS).map(|row| (row * entries.len()) as u32).collect();
+    let entries = entries.repeat(ROWS);
+    let sig = OpSig::Sample { rows: ROWS as u32, cols: VOCAB as u32, history: entries.len() as u32, tops: 0 };
+    let mut contents: Vec<&[u8]> = vec![bytemuck::cast_slice(logits), bytemuck::cast_slice(&parameters)];
+    if !entries.is_empty() {
+        contents.extend([bytemuck::cast_slice(&starts), bytemuck::cast_slice(&entries)]);
+    }
+    let mut slices = Vec::new();
+    for data in contents {
+        let slice = device.alloc(data.len() as u64, BufferUsage::Activations).unwrap();
+        device.write(&slice, data).unwrap();
+        slices.push(slice);
+    }
+    let out = device.alloc((ROWS * size_of::<Drawn>()) as u64, BufferUsage::Activations).unwrap();
+    slices.push(out.clone());
+    let mut queue = device.queue().unwrap();
+    let ticket = queue.submit(&[Cmd::new(sig, &slices).unwrap()]).unwrap();
+    queue.wait(ticket, Duration::from_secs(60)).unwrap();
+    let mut bytes = vec![0; ROWS * size_of::<Drawn>()];
+    device.read(&out, &mut bytes).unwrap();
+    bytes.chunks(size_of::<Drawn>()).map(|drawn| bytemuck::pod_read_unaligned::<Drawn>(drawn).id).collect()
+}
+
+/// How far a draw is from the next boundary: of a token, or of what a filter keeps.
+fn margin(logits: &[f32], sampling: &Sampling, history: History<'_>) -> f64 {
+    let mut logits: Vec<f64> = logits.iter().map(|&logit| f64::from(logit)).collect();
+    for id in 0..logits.len() {
+        let count = history.output.iter().filter(|&&token| token as usize == id).count();
+        let repetition = f64::from(sampling.repetition_penalty);
+        if count > 0 || history.prompt.contains(&(id as u32)) {
+            logits[id] = if logits[id] > 0.0 { logits[id] / repetition } else { logits[id] * repetition };
+        }
+        if count > 0 {
+            let (presence, frequency) = (sampling.presence_penalty, sampling.frequency_penalty);
+            logits[id] -= f64::from(presence + frequency * count as f32);
+        }
+    }
+    let best = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let weight = |id: &usize| ((logits[*id] - best) / f64::from(sampling.temperature)).exp();
+    let mut kept: Vec<usize> = (0..logits.len()).collect();
+    kept.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]).then(a.cmp(b)));
+    let mut margin = f64::INFINITY;
+    if let Some(out) = kept.get(sampling.top_k as usize).filter(|_| sampling.top_k > 0) {
+        margin = margin.min(weight(&kept[sampling.top_k as usize - 1]) - weight(out));
+        kept.truncate(sampling.top_k as usize);
+    }
+    if sampling.top_p < 1.0 {
+        let (total, mut sum) = (kept.iter().map(weight).sum::<f64>(), 0.0);
+        let mut before = 0;
+        for id in &kept {
+            let reached = sum >= f64::from(sampling.top_p) * total;
+            sum += weight(id);
+            margin = margin.min((sum / total - f64::from(sampling.top_p)).abs());
+            before += usize::from(!reached);
+        }
+        kept.truncate(before.max(1));
+    }
+    let min_p = f64::from(sampling.min_p);
+    margin = kept.iter().map(|id| (weight(id) - min_p).abs()).fold(margin, f64::min);
+    kept.retain(|id| weight(id) >= min_p);
+    kept.sort_unstable();
+    let (total, mut sum) = (kept.iter().map(weight).sum::<f64>(), 0.0);
+    let uniform = unit(sampling.seed, history.output.len() as u64);
+    for id in &kept {
+        sum += weight(id);
+        margin = margin.min((sum / total - uniform).abs());
+    }
+    margin
+}
+
+#[test]
+fn a_device_draws_the_tokens_that_the_host_draws_but_at_boundaries() {
+    let device = CpuBackend.open("cpu").unwrap();
+    let mut stream = Stream::new(17);
+    let logits: Vec<f32> = (0..ROWS * VOCAB).map(|_| (2.5 * stream.next_normal()) as f32).collect();
+    let prompt: Vec<u32> = (0..60).map(|_| stream.below(VOCAB as u64) as u32).collect();
+    let output: Vec<u32> = (0..20).map(|_| stream.below(50) as u32).collect();
+    let history = History { prompt: &prompt, output: &output };
+    let plain = Sampling::default();
+    let filters = [
+        ("none", plain.clone()),
+        ("top_k", Sampling { top_k: 40, ..plain.clone() }),
+        ("top_p", Sampling { top_p: 0.95, ..plain.clone() }),
+        ("min_p", Sampling { min_p: 0.02, ..plain.clone() }),
+        ("all", Sampling { top_k: 100, top_p: 0.9, min_p: 0.01, temperature: 0.8, ..plain.clone() }),
+    ];
+    for (name, filter) in filters {
+        for (with, penalty) in [("", 0.0), (" with penalties", 0.25)] {
+            let sampling = Sampling {
+                repetition_penalty: 1.0 + penalty,
+                presence_penalty: penalty,
+                frequency_penalty: penalty,
+                ..filter.clone()
+            };
+            let mut unlike = 0;
+            for first in (0..SEEDS).step_by(ROWS) {
+                let drawn = on_device(&*device, &logits, &sampling, first as u64, history);
+                for (row, id) in drawn.into_iter().enumerate() {
+                    let logits = &logits[row * VOCAB..][..VOCAB];
+                    let sampling = Sampling { seed: (first + row) as u64, ..sampling.clone() };
+                    let host = sample(logits, &sampling, history, None).unwrap().id;
+                    if host != id {
+                        unlike += 1;
+                        let margin = margin(logits, &sampling, history);
+                        let seed = sampling.seed;
+                        assert!(
+                            margin < CLOSE,
+                            "{name}{with}: {id}, not {host} at seed {seed}: {margin:e} off"
+                        );
+                    }
+                }
+            }
+            println!("{name}{with}: {unlike} of {SEEDS} draws differ");
+            assert!(unlike <= UNLIKE_MAX, "{name}{with}: {unlike}");
+        }
+    }
+}
