@@ -146,14 +146,6 @@ impl Sampling {
             .iter()
             .all(|parameter| parameter.is_finite())
     }
-
-    /// Whether the token is always the one with the largest logit, whatever came before.
-    pub fn is_plain_greedy(&self) -> bool {
-        self.temperature <= 0.0
-            && self.repetition_penalty == 1.0
-            && self.presence_penalty == 0.0
-            && self.frequency_penalty == 0.0
-    }
 }
 
 /// Why an answer ended.

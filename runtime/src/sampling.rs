@@ -12,9 +12,13 @@
 
 use crate::request::{Logprobs, Sampling};
 use mixfleet_hal::cast::{to_f32, to_u32};
-use mixfleet_hal::random::unit;
+use mixfleet_hal::random::{bits, unit};
+use mixfleet_hal::sample::{LOG2_E, Parameters, SCALE_MAX, fraction};
 use std::cmp::Ordering;
 use std::collections::HashMap;
+
+/// The smallest scale of a temperature above 0.
+const SCALE_MIN: f32 = 1e-20;
 
 /// Why no token can be drawn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -43,6 +47,81 @@ pub struct SampledToken {
     pub id: u32,
     /// Log-probabilities, where asked for.
     pub logprobs: Option<Logprobs>,
+}
+
+impl Sampling {
+    /// What a device needs in order to draw token number `index` of the output.
+    pub fn parameters(&self, index: u64, logprobs: bool) -> Parameters {
+        // a scale of 0 would be greedy, however hot it is
+        let scale = (LOG2_E / self.temperature).clamp(SCALE_MIN, SCALE_MAX);
+        Parameters {
+            scale: if self.temperature <= 0.0 { 0.0 } else { scale },
+            top_k: self.top_k,
+            top_p: fraction(self.top_p.into()),
+            min_p: self.min_p.clamp(0.0, 1.0),
+            repetition: self.repetition_penalty,
+            repetition_inverse: 1.0 / self.repetition_penalty,
+            uniform: to_u32(bits(self.seed, index) >> 32),
+            logprobs: logprobs.into(),
+        }
+    }
+}
+
+/// The tokens whose logits penalties change, kept up to date as tokens are drawn.
+#[derive(Debug)]
+pub struct Penalties {
+    presence: f32,
+    frequency: f32,
+    /// Each token with the bits of the f32 that its logit loses.
+    entries: Vec<[u32; 2]>,
+    /// Where a token's entry is, and how often the token was drawn.
+    counts: HashMap<u32, (usize, u32)>,
+    /// Number of drawn tokens that are counted.
+    drawn: usize,
+}
+
+impl Penalties {
+    /// The penalties of a request whose output is empty; none if nothing is penalised.
+    pub fn new(sampling: &Sampling, prompt: &[u32]) -> Option<Self> {
+        let &Sampling { repetition_penalty, presence_penalty, frequency_penalty, .. } = sampling;
+        if repetition_penalty == 1.0 && presence_penalty == 0.0 && frequency_penalty == 0.0 {
+            return None;
+        }
+        let mut penalties = Penalties {
+            presence: presence_penalty,
+            frequency: frequency_penalty,
+            entries: Vec::new(),
+            counts: HashMap::new(),
+            drawn: 0,
+        };
+        if repetition_penalty != 1.0 {
+            prompt.iter().for_each(|&id| penalties.count(id, 0));
+        }
+        Some(penalties)
+    }
+
+    /// Counts the tokens of `output` that are not counted yet.
+    pub fn follow(&mut self, output: &[u32]) {
+        for &id in output.iter().skip(self.drawn) {
+            self.count(id, 1);
+        }
+        self.drawn = output.len();
+    }
+
+    /// Each token once, with the bits of the f32 that its logit loses after the repetition penalty.
+    pub fn entries(&self) -> &[[u32; 2]] {
+        &self.entries
+    }
+
+    fn count(&mut self, id: u32, more: u32) {
+        let (at, count) = self.counts.entry(id).or_insert_with(|| {
+            self.entries.push([id, 0]);
+            (self.entries.len() - 1, 0)
+        });
+        *count += more;
+        let loss = if *count > 0 { self.presence + self.frequency * *count as f32 } else { 0.0 };
+        self.entries[*at][1] = loss.to_bits();
+    }
 }
 
 /// Draws the next token from `logits [vocab]`. `logprobs` asks for log-probabilities under the raw

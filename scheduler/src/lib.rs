@@ -19,4 +19,5 @@ pub mod fleet;
 mod ids;
 pub mod kv;
 pub mod models;
+pub mod sizing;
 pub mod table;

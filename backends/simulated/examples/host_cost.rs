@@ -8,6 +8,7 @@
 
 use mixfleet_hal::catalog::part;
 use mixfleet_hal::{BufferUsage, DType, Device, Result};
+use mixfleet_runtime::model::draws::DrawInput;
 use mixfleet_runtime::model::graph::{Forward, StepInput, StepShape};
 use mixfleet_runtime::model::{LayerWeights, ModelConfig, RandomCheckpoint, Tensor, Weights};
 use mixfleet_simulated::{Clock, TimeOnlyDevice, VirtualClock};
@@ -84,15 +85,7 @@ fn main() -> Result<()> {
     let mut step = |parts: &[StepInput<'_>]| -> Result<(f64, f64)> {
         let (start, simulated) = (Instant::now(), clock.now());
         let pass = forward.begin(&device, parts)?;
-        let mut list = vec![forward.embed(&pass)?];
-        for layer in 0..config.layers as usize {
-            list.extend(forward.layer(layer, &pass)?);
-        }
-        list.extend(forward.head(&pass)?);
-        if pass.rows() > 0 {
-            list.push(forward.argmax(&pass)?.0);
-        }
-        let ticket = queue.submit(&list)?;
+        let ticket = queue.submit(&forward.whole(&pass)?)?;
         queue.wait(ticket, Duration::from_secs(600))?;
         Ok((start.elapsed().as_secs_f64() * 1e3, (clock.now() - simulated).0 * 1e3))
     };
@@ -103,7 +96,8 @@ fn main() -> Result<()> {
     println!("host ms, simulated ms");
     for (sequence, pages) in pages.iter().enumerate() {
         for start in [0, 512] {
-            let (host, simulated) = step(&[StepInput { start, tokens: &ids, pages, sample: start > 0 }])?;
+            let draw = (start > 0).then_some(DrawInput::GREEDY);
+            let (host, simulated) = step(&[StepInput { start, tokens: &ids, pages, draw }])?;
             if sequence % 8 == 0 {
                 println!("prefill of 512 after {start:>4}: {host:7.1} {simulated:7.1}");
             }
@@ -111,7 +105,8 @@ fn main() -> Result<()> {
     }
     for batch in [1, 4, 16] {
         for round in 0..2 {
-            let part = |pages| StepInput { start: CONTEXT + round, tokens: &ids[..1], pages, sample: true };
+            let draw = Some(DrawInput::GREEDY);
+            let part = |pages| StepInput { start: CONTEXT + round, tokens: &ids[..1], pages, draw };
             let parts: Vec<StepInput<'_>> = pages[..batch].iter().map(|pages| part(pages)).collect();
             let (host, simulated) = step(&parts)?;
             println!("decode of {batch:>2} after {}: {host:7.1} {simulated:7.1}", CONTEXT + round);

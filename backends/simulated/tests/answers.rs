@@ -1,7 +1,7 @@
 //! What a time-only device answers follows from the tokens, the model and the KV that it reads, and
 //! from nothing else: not from chunks, pages, batches, dtypes or devices.
 
-use crate::common::{Form, PLAIN, Rig, winner};
+use crate::common::{Form, GREEDY, PLAIN, Rig, winner};
 use mixfleet_hal::DType;
 use mixfleet_hal::random::Stream;
 use mixfleet_runtime::model::Checkpoint;
@@ -93,9 +93,9 @@ proptest! {
         let (last, before) = prompts[0].split_last().unwrap();
         rig.prefill(0, before, &pages[0], &[]);
         let parts = [
-            StepInput { start: length - 1, tokens: std::slice::from_ref(last), pages: &pages[0], sample: true },
-            StepInput { start: 0, tokens: &prompts[1], pages: &pages[1], sample: false },
-            StepInput { start: 0, tokens: &prompts[2], pages: &pages[2], sample: true },
+            StepInput { start: length - 1, tokens: std::slice::from_ref(last), pages: &pages[0], draw: GREEDY },
+            StepInput { start: 0, tokens: &prompts[1], pages: &pages[1], draw: None },
+            StepInput { start: 0, tokens: &prompts[2], pages: &pages[2], draw: GREEDY },
         ];
         let logits = rig.step(&parts);
         prop_assert_eq!(&logits[0], &plainly(checkpoint, &prompts[0], 1).0);
@@ -132,7 +132,7 @@ proptest! {
         let pages = rig.pages(length, 2);
         let (last, before) = prompt.split_last().unwrap();
         rig.prefill(0, before, &pages, &[]);
-        let last = [StepInput { start: length - 1, tokens: &[*last], pages: &pages, sample: true }];
+        let last = [StepInput { start: length - 1, tokens: &[*last], pages: &pages, draw: GREEDY }];
         let want = rig.step(&last);
         prop_assert_eq!(&rig.step(&last), &want, "the same step again");
 
@@ -162,7 +162,7 @@ proptest! {
         rig.prefill(0, &theirs, &others, &[]);
         rig.prefill(0, &mine[..32], &pages, &[]);
         let mut step = |pages: &[u32]| {
-            rig.step(&[StepInput { start: 32, tokens: &mine[32..], pages, sample: true }]).remove(0)
+            rig.step(&[StepInput { start: 32, tokens: &mine[32..], pages, draw: GREEDY }]).remove(0)
         };
         let want = step(&pages);
         let mut wrong = pages.clone();
@@ -209,7 +209,7 @@ fn a_changed_bit_of_the_kv_changes_nearly_every_token() {
         let byte = k.range(seed * 5, 1);
         let old = rig.read(&byte)[0];
         rig.device.write(&byte, &[old ^ 1]).unwrap();
-        let last = [StepInput { start: 19, tokens: &prompt[19..], pages: &pages, sample: true }];
+        let last = [StepInput { start: 19, tokens: &prompt[19..], pages: &pages, draw: GREEDY }];
         tried += 1;
         changed += u32::from(winner(&rig.step(&last)[0]) != want);
     }
@@ -229,9 +229,9 @@ fn rows_of_logits_stay_clear_over_many_steps_of_unlike_sizes() {
             let parts: Vec<StepInput<'_>> = prompts
                 .iter()
                 .zip(&pages)
-                .map(|(tokens, pages)| StepInput { start: 0, tokens, pages, sample: true })
+                .map(|(tokens, pages)| StepInput { start: 0, tokens, pages, draw: GREEDY })
                 .collect();
-            // `step` checks that each row has one clear winner, and that Argmax finds it
+            // `step` checks that each row has one clear winner, and that it is drawn
             for (row, prompt) in rig.step(&parts).iter().zip(&prompts) {
                 assert_eq!(winner(row), winner(&plainly(model(1), prompt, 1).0));
             }

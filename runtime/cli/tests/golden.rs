@@ -6,6 +6,7 @@
 use crate::common;
 use crate::common::{Generate, devices, fixtures, generate, golden, ids, mixfleet, refused_fixtures};
 use mixfleet_hal::{Backend, DType, Device};
+use mixfleet_runtime::model::draws::DrawInput;
 use mixfleet_runtime::model::graph::{Forward, StepInput, StepShape};
 use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_runtime::model::{ChatMessage, ChatTemplate, Checkpoint, Oracle, Tokenizer};
@@ -188,15 +189,14 @@ fn logits(
     let pages: Vec<u32> = (0..blocks).rev().collect();
     let mut queue = device.queue().unwrap();
     let mut run = |start: usize, end: usize| {
-        let part =
-            StepInput { start: start as u32, tokens: &sequence[start..end], pages: &pages, sample: true };
+        let part = StepInput {
+            start: start as u32,
+            tokens: &sequence[start..end],
+            pages: &pages,
+            draw: Some(DrawInput::GREEDY),
+        };
         let pass = forward.begin(device, &[part]).unwrap();
-        let mut list = vec![forward.embed(&pass).unwrap()];
-        for layer in 0..config.layers as usize {
-            list.extend(forward.layer(layer, &pass).unwrap());
-        }
-        list.extend(forward.head(&pass).unwrap());
-        let ticket = queue.submit(&list).unwrap();
+        let ticket = queue.submit(&forward.whole(&pass).unwrap()).unwrap();
         queue.wait(ticket, Duration::from_secs(60)).unwrap();
         let mut row = vec![0f32; config.vocab as usize];
         device.read(&forward.logits(&pass), bytemuck::cast_slice_mut(&mut row)).unwrap();

@@ -4,6 +4,7 @@
 //! with it. Three prefill and three decode points determine the three coefficients of each. This takes a
 //! second or two; the result is stored per device and model, so that the next start needs none.
 
+use crate::model::draws::DrawInput;
 use crate::model::graph::{Forward, StepInput};
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Cmd, Device, Queue, Result};
@@ -63,9 +64,9 @@ impl Bench<'_> {
         let blocks = (start + tokens).div_ceil(shape.block_tokens);
         let pages: Vec<u32> = (0..blocks).collect();
         let ids = vec![0; tokens as usize];
-        let part = StepInput { start, tokens: &ids, pages: &pages, sample: true };
+        let part = StepInput { start, tokens: &ids, pages: &pages, draw: Some(DrawInput::GREEDY) };
         let pass = self.forward.begin(self.device, &vec![part; batch as usize])?;
-        let mut ends = vec![self.forward.embed(&pass)?];
+        let mut ends = self.forward.embed(&pass)?;
         ends.extend(self.forward.head(&pass)?);
         let layer = self.forward.layer(0, &pass)?;
         let layers = f64::from(self.forward.config().layers);

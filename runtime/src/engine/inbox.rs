@@ -7,6 +7,7 @@ use super::tiers::InstanceTiers;
 use super::worker::{Active, Event, Worker};
 use crate::request::Failure;
 use crate::request::RouterId;
+use crate::sampling::Penalties;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{Error, ErrorKind, Result};
 use mixfleet_scheduler::batch::{After, RequestId, TokenIds, Urgency};
@@ -207,7 +208,8 @@ impl Worker {
         let urgency = job.urgency;
         let text = TokenIds::new(job.tokens(), job.hasher, self.limits.block_tokens);
         let Job { request, attempt, wanted, .. } = job;
-        self.active.insert(request, Active { attempt, wanted, incoming: None, sender });
+        let penalties = Penalties::new(&wanted.sampling, &wanted.prompt_ids);
+        self.active.insert(request, Active { attempt, wanted, penalties, incoming: None, sender });
         (urgency, text)
     }
 }

@@ -7,6 +7,7 @@ use super::handoff::Staging;
 use super::health::HealthWatch;
 use super::messages::{FromWorker, Report};
 use super::pinning::Pinner;
+use super::recordings::Recordings;
 use super::tiers::{InstanceTiers, LowerTiers, PendingDisk};
 use super::worker::Worker;
 use crate::env::{SharedEnv, no_thread};
@@ -219,7 +220,7 @@ impl Loaded {
             cost,
             up: up.clone(),
             step_timeout,
-            recorded: HashMap::new(),
+            recordings: Recordings::default(),
             active: HashMap::new(),
             outgoing: HashMap::new(),
             staging,
@@ -298,7 +299,6 @@ fn check_support(device: &dyn Device, c: &ModelConfig, weights: &Weights, shape:
         },
         OpSig::Rope { tokens: 1, heads, head_dim, x },
         OpSig::SiluMul { elements: 1, x },
-        OpSig::Argmax { rows: 1, cols: c.vocab },
         OpSig::KvGather { tokens: 1, wire, kv },
         OpSig::KvScatter { tokens: 1, wire, kv },
         OpSig::KvWrite { tokens: 1, x, kv },

@@ -87,7 +87,7 @@ impl Worker {
     /// Opens a new queue, since a failed batch fails all later ones in its queue.
     pub(super) fn renew_queue(&mut self) -> Result<()> {
         // Recordings belong to the queue, and must be dropped first.
-        self.recorded.clear();
+        self.recordings.clear();
         self.queue = self.device.queue()?;
         Ok(())
     }

@@ -6,22 +6,24 @@
 
 use super::courier::Courier;
 use super::directory::Directory;
+use super::draw::Draw;
 use super::fault;
 use super::handoff::{LAYERS_IN_FLIGHT, Outgoing, SEND_POLL_INTERVAL, Staging};
 use super::health::HealthWatch;
 use super::incoming::Incoming;
 use super::messages::{FromPeer, FromWorker, KvMessage, Report, Source, ToWorker, Transfer};
 use super::pages::Pages;
+use super::recordings::Recordings;
 use super::tiers::InstanceTiers;
 use crate::env::{SharedEnv, yield_now};
 use crate::mailbox::{MessageReceiver, MessageSender};
 use crate::metrics::{DeviceLabels, Metrics};
-use crate::model::graph::{Forward, Pass, StepInput, StepKey};
-use crate::request::{Failure, FinishReason, GenerateRequest, Logprobs};
-use crate::sampling::{self, History, SamplingError};
+use crate::model::graph::{Forward, StepInput};
+use crate::request::{Failure, FinishReason, GenerateRequest};
+use crate::sampling::Penalties;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::Seconds;
-use mixfleet_hal::{Cmd, Device, Error, ErrorKind, Graph, Queue, Result, Slice, Ticket};
+use mixfleet_hal::{Cmd, Device, Error, Queue, Result, Ticket};
 use mixfleet_scheduler::batch::{BatchLimits, Instance, RequestId, Sampled, Step, StepSequence, TokenIds};
 use mixfleet_scheduler::cost::{CostModel, MeasuredSteps, Prefill};
 use mixfleet_scheduler::fleet::InstanceId;
@@ -37,9 +39,6 @@ pub(super) const COPY_TIMEOUT: Duration = Duration::from_secs(60);
 /// Interval at which an instance reports while it waits during a step.
 const ALIVE_INTERVAL: Seconds = Seconds(10.0);
 
-/// Maximum number of recordings: for 64 batch sizes and a few lengths of the block table each.
-const RECORDINGS_MAX: usize = 256;
-
 /// An input of the instance machine.
 pub(super) type Event = mixfleet_scheduler::batch::Event<TokenIds>;
 
@@ -50,6 +49,8 @@ pub(super) type Action = mixfleet_scheduler::batch::Action<Box<[u32]>>;
 pub(super) struct Active {
     pub(super) attempt: u32,
     pub(super) wanted: Arc<GenerateRequest>,
+    /// The tokens that penalties concern; none if nothing is penalised.
+    pub(super) penalties: Option<Penalties>,
     pub(super) incoming: Option<Incoming>,
     /// The instance that will send KV of it.
     pub(super) sender: Option<(Transfer, Source)>,
@@ -63,8 +64,7 @@ pub(super) struct Worker {
     pub(super) queue: Box<dyn Queue>,
     pub(super) forward: Forward,
     pub(super) machine: Instance<TokenIds>,
-    /// Recorded decode steps by their key, with and without the choice of the best tokens.
-    pub(super) recorded: HashMap<(StepKey, bool), Arc<dyn Graph>>,
+    pub(super) recordings: Recordings,
     pub(super) limits: BatchLimits,
     /// The cost model of its steps.
     pub(super) cost: Arc<CostModel>,
@@ -289,17 +289,20 @@ impl Worker {
 
     /// Runs one forward pass and samples; the KV of handed-off prompts is sent layer by layer meanwhile.
     async fn run_step(&mut self, step: &Step) -> Result<Vec<Draw>> {
+        self.follow_penalties(step);
         let parts: Vec<StepInput<'_>> = step.sequences.iter().map(|part| self.part(part)).collect();
         let pass = self.forward.begin(&*self.device, &parts)?;
         let sends = self.step_sends(step);
         if let (Some(key), true) = (pass.key(), sends.is_empty()) {
-            return self.run_recorded(step, &pass, key);
+            let ticket = self.recordings.run(&mut *self.queue, &self.forward, &pass, key)?;
+            self.queue.wait(ticket, self.step_timeout)?;
+            return self.draw(step, &pass);
         }
         let layers = self.forward.config().layers as usize;
         let depth = LAYERS_IN_FLIGHT;
         let mut tickets: Vec<Ticket> = Vec::with_capacity(layers);
         for layer in 0..layers {
-            let mut list = if layer == 0 { vec![self.forward.embed(&pass)?] } else { Vec::new() };
+            let mut list = if layer == 0 { self.forward.embed(&pass)? } else { Vec::new() };
             list.extend(self.forward.layer(layer, &pass)?);
             list.extend(self.gathers(layer, &pass, &sends)?);
             tickets.push(self.queue.submit(&list)?);
@@ -309,8 +312,7 @@ impl Worker {
                 self.deliver(ready, &sends).await?;
             }
         }
-        let mut list = self.forward.head(&pass)?;
-        let best = self.greedy(step, &pass, &mut list)?;
+        let list = self.forward.head(&pass)?;
         let last = if list.is_empty() { tickets[layers - 1] } else { self.queue.submit(&list)? };
         if !sends.is_empty() {
             let behind = (layers + 1).saturating_sub(depth);
@@ -320,109 +322,20 @@ impl Worker {
             }
         }
         self.queue.wait(last, self.step_timeout)?;
-        self.draw(step, self.forward.logits(&pass), best)
+        self.draw(step, &pass)
     }
 
     /// The input of the forward pass for a sequence.
     fn part(&self, &StepSequence { request, start, tokens, sample }: &StepSequence) -> StepInput<'_> {
         let end = start + tokens;
         let pages = &self.machine.pages(request)[..end.div_ceil(self.limits.block_tokens) as usize];
-        StepInput { start, tokens: &self.ids(request)[start as usize..end as usize], pages, sample }
+        let tokens = &self.ids(request)[start as usize..end as usize];
+        StepInput { start, tokens, pages, draw: sample.then(|| self.draw_input(request)) }
     }
 
     /// Prompt and output so far of a request whose sequence is here.
-    fn ids(&self, request: RequestId) -> &[u32] {
+    pub(super) fn ids(&self, request: RequestId) -> &[u32] {
         self.machine.text(request).map_or(&[], TokenIds::ids)
-    }
-
-    /// Runs a decode-only step from its recording, which the first step of its kind makes.
-    fn run_recorded(&mut self, step: &Step, pass: &Pass, key: StepKey) -> Result<Vec<Draw>> {
-        let mut tail = Vec::new();
-        let best = self.greedy(step, pass, &mut tail)?;
-        let key = (key, best.is_some());
-        let ticket = match self.recorded.get(&key) {
-            Some(graph) => self.queue.replay(graph)?,
-            None => {
-                let mut list = vec![self.forward.embed(pass)?];
-                for layer in 0..self.forward.config().layers as usize {
-                    list.extend(self.forward.layer(layer, pass)?);
-                }
-                list.extend(self.forward.head(pass)?);
-                list.extend(tail);
-                match self.queue.record(&list) {
-                    Ok(graph) => {
-                        if self.recorded.len() >= RECORDINGS_MAX {
-                            self.recorded.clear();
-                        }
-                        let ticket = self.queue.replay(&graph)?;
-                        self.recorded.insert(key, graph);
-                        ticket
-                    }
-                    Err(error) if error.kind == ErrorKind::Unsupported => self.queue.submit(&list)?,
-                    Err(error) => return Err(error),
-                }
-            }
-        };
-        self.queue.wait(ticket, self.step_timeout)?;
-        self.draw(step, self.forward.logits(pass), best)
-    }
-
-    /// Adds an argmax on the device if every token of the step is drawn greedily, so that the logits stay
-    /// there.
-    fn greedy(&self, step: &Step, pass: &Pass, list: &mut Vec<Cmd>) -> Result<Option<Slice>> {
-        let mut sampled = step.sequences.iter().filter(|s| s.sample).peekable();
-        let plain = |request: RequestId| {
-            let wanted = &self.active.get(&request)?.wanted;
-            (wanted.logprobs.is_none() && wanted.sampling.is_plain_greedy()).then_some(())
-        };
-        // The token of a cancelled request is drawn and discarded.
-        let unknown = |request| !self.active.contains_key(&request);
-        if sampled.peek().is_none() || !sampled.all(|s| unknown(s.request) || plain(s.request).is_some()) {
-            return Ok(None);
-        }
-        let (command, best) = self.forward.argmax(pass)?;
-        list.push(command);
-        Ok(Some(best))
-    }
-
-    /// Samples a token for each sequence with `sample`, in order.
-    fn draw(&self, step: &Step, logits: Slice, best: Option<Slice>) -> Result<Vec<Draw>> {
-        let sampled: Vec<_> = step.sequences.iter().filter(|s| s.sample).collect();
-        if let Some(best) = best {
-            let mut tokens = vec![0u32; sampled.len()];
-            self.device.read(&best, bytemuck::cast_slice_mut(&mut tokens))?;
-            let draws = sampled.iter().zip(tokens).enumerate();
-            return draws
-                .map(|(row, (s, token))| Ok((s.request, self.checked(&logits, row, token)?)))
-                .collect();
-        }
-        let vocab = self.forward.config().vocab as usize;
-        let mut values = vec![0f32; sampled.len() * vocab];
-        self.device.read(&logits, bytemuck::cast_slice_mut(&mut values))?;
-        let rows = sampled.iter().zip(values.chunks_exact(vocab));
-        let draws = rows.map(|(s, logits)| {
-            let Some(active) = self.active.get(&s.request) else { return (s.request, Ok((0, None))) };
-            let wanted = &active.wanted;
-            let (prompt, output) = self.ids(s.request).split_at(wanted.prompt_ids.len());
-            let history = History { prompt, output };
-            let drawn = sampling::sample(logits, &wanted.sampling, history, wanted.logprobs);
-            (s.request, drawn.map(|d| (d.id, d.logprobs)).map_err(|error| error.to_string()))
-        });
-        Ok(draws.collect())
-    }
-
-    /// A greedy token, or an error if its logit is not finite, since the row cannot be trusted then.
-    fn checked(&self, logits: &Slice, row: usize, token: u32) -> Result<std::result::Result<Drawn, String>> {
-        let vocabulary = self.forward.config().vocab;
-        if token >= vocabulary {
-            let detail = format!("the device drew token {token} of a vocabulary of {vocabulary}");
-            return Err(Error::new(ErrorKind::Corrupt, detail));
-        }
-        let at = row as u64 * u64::from(vocabulary) + u64::from(token);
-        let mut logit = [0f32];
-        self.device.read(&logits.range(at * 4, 4), bytemuck::cast_slice_mut(&mut logit))?;
-        let error = || SamplingError::NotFinite(token as usize).to_string();
-        Ok(if logit[0].is_finite() { Ok((token, None)) } else { Err(error()) })
     }
 
     fn finish_step(&mut self, step: &Step, drawn: Vec<Draw>) -> Result<()> {
@@ -494,9 +407,3 @@ impl Worker {
         Ok(())
     }
 }
-
-/// A request with its token, or the reason why none could be drawn.
-type Draw = (RequestId, std::result::Result<Drawn, String>);
-
-/// A token, with its log-probabilities if requested.
-type Drawn = (u32, Option<Logprobs>);

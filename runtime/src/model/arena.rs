@@ -3,12 +3,13 @@
 use super::ModelConfig;
 use super::graph::StepShape;
 use mixfleet_hal::cast::to_usize;
+use mixfleet_hal::sample::PARAMETER_WORDS;
 use mixfleet_hal::{BufferUsage, DType, Device, Result, Slice};
 
 /// Activation buffers, allocated once for the largest step.
 #[derive(Debug)]
 pub(super) struct Arena {
-    /// Token ids, slots, ranges, block tables and rope tables, in one upload per step.
+    /// Token ids, slots, positions, ranges, block tables and parameters of draws, in one upload per step.
     pub(super) inputs: Slice,
     pub(super) residual: Slice, // [tokens, hidden] f32
     pub(super) normed: Slice,   // [tokens, hidden]
@@ -24,7 +25,7 @@ pub(super) struct Arena {
     pub(super) inner: Slice,    // [tokens, intermediate]
     pub(super) picked: Slice,   // [sequences, hidden] f32
     pub(super) logits: Slice,   // [sequences, vocab] f32
-    pub(super) best: Slice,     // [sequences] u32
+    pub(super) cos_sin: Slice,  // [tokens, head_dim] f32
 }
 
 impl Arena {
@@ -40,8 +41,9 @@ impl Arena {
         let (hidden, inner, vocab) = (u64::from(c.hidden), u64::from(c.intermediate), u64::from(c.vocab));
         let (q_cols, kv_cols) = (u64::from(c.heads * c.head_dim), u64::from(c.kv_heads * c.head_dim));
         let table = sequences * u64::from(table_row(c, shape));
-        let words = tokens * (2 + u64::from(c.head_dim)) + sequences * (2 * windows + 4) + 2 * table + 1;
-        let inputs = words * 4 + (9 + windows) * alignment;
+        let draw_words = sequences * (u64::from(PARAMETER_WORDS) + 1) + 1;
+        let words = tokens * 3 + sequences * (2 * windows + 4) + 2 * table + 1 + draw_words;
+        let inputs = words * 4 + (11 + windows) * alignment;
         let alloc = |bytes: u64| device.alloc(bytes.max(4), BufferUsage::Activations);
         Ok(Arena {
             inputs: alloc(inputs)?,
@@ -59,7 +61,7 @@ impl Arena {
             inner: alloc(tokens * inner * x)?,
             picked: alloc(sequences * hidden * 4)?,
             logits: alloc(sequences * vocab * 4)?,
-            best: alloc(sequences * 4)?,
+            cos_sin: alloc(tokens * u64::from(c.head_dim) * 4)?,
         })
     }
 }
@@ -87,5 +89,10 @@ impl Packer<'_> {
         self.bytes.resize(to_usize(offset), 0);
         self.bytes.extend_from_slice(data);
         self.target.range(offset, data.len() as u64)
+    }
+
+    pub(super) fn put_words(&mut self, words: impl IntoIterator<Item = u32>) -> Slice {
+        let words: Vec<u32> = words.into_iter().collect();
+        self.put(bytemuck::cast_slice(&words))
     }
 }

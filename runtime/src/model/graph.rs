@@ -5,6 +5,8 @@
 //! rounding it would cost more accuracy than all other roundings together.
 
 use super::arena::{Arena, Packer, rows_of, table_row};
+use super::draws::{DrawArena, DrawInput, DrawOutputs, DrawSizes};
+use super::rope_table::RopeTable;
 use super::{LayerWeights, ModelConfig, Tensor, Weights};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{BufferUsage, Cmd, DType, Device, KvShape, OpSig, Result, Scalar, Slice};
@@ -12,6 +14,14 @@ use std::sync::Arc;
 
 /// Minimum row length of the block table in a recorded step, so that short sequences share a recording.
 const PAGES_MIN: u32 = 8;
+
+/// Rows of a recorded step come in multiples of this from there on, and in powers of two below.
+const ROWS_STEP: u32 = 8;
+
+/// Number of rows of the recording that a step of `decodes` rows uses.
+fn bucket(decodes: u32) -> u32 {
+    if decodes < ROWS_STEP { decodes.next_power_of_two() } else { decodes.next_multiple_of(ROWS_STEP) }
+}
 
 /// The maximum size of a step, and its dtypes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,8 +56,8 @@ pub struct StepInput<'a> {
     pub tokens: &'a [u32],
     /// Block table for `start` and `tokens` together.
     pub pages: &'a [u32],
-    /// Whether the logits of the last new token are needed.
-    pub sample: bool,
+    /// How the token after the last new one is drawn; none if it is known or not needed.
+    pub draw: Option<DrawInput<'a>>,
 }
 
 /// A step whose inputs are on the device; its commands are built list by list.
@@ -60,16 +70,17 @@ pub struct Pass {
 /// Steps of equal keys on one [`Forward`] have equal commands, so that one recording serves all.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct StepKey {
-    /// Number of sequences, each of which decodes one token.
+    /// Number of rows, each of which decodes one token or nothing.
     decodes: u32,
     /// Row length of the block table.
     pages_max: u32,
+    draws: Option<DrawSizes>,
 }
 
 impl Pass {
     /// Number of rows of the logits: one per part whose next token is needed.
     pub fn rows(&self) -> u32 {
-        to_u32(self.sizes.picks.len())
+        to_u32(self.sizes.picks.len()) - self.sizes.padding
     }
 
     /// The key of a recording of this step; none for steps that are unlikely to recur.
@@ -85,6 +96,8 @@ pub struct Forward {
     shape: StepShape,
     pools: Vec<(Slice, Slice)>,
     arena: Arena,
+    draws: Option<DrawArena>,
+    rope: RopeTable,
     alignment: u64,
     replay_pays: bool,
     /// The distinct windows of the layers.
@@ -95,7 +108,7 @@ pub struct Forward {
 struct Inputs {
     ids: Slice,
     slots: Slice,
-    cos_sin: Slice,
+    positions: Slice,
     /// Ranges per distinct window.
     ranges: Vec<Slice>,
     decode_pages: Slice,
@@ -103,18 +116,22 @@ struct Inputs {
     context: Slice,
     prefill_pages: Slice,
     picks: Slice,
+    draws: Option<DrawOutputs>,
 }
 
 /// The sizes of a step.
 struct Sizes {
     tokens: u32,
     decodes: u32,
+    /// Decodes that stand for nothing: they read no KV, write theirs where nothing is read, and come last.
+    padding: u32,
     prefills: u32,
     decode_pages_max: u32,
     prefill_pages_max: u32,
     /// Per distinct window: keys read by decodes, and pairs and keys of prefills.
     kv: Vec<KvSizes>,
     picks: Vec<u32>,
+    draws: Option<DrawSizes>,
 }
 
 #[derive(Clone, Copy, Default)]
@@ -134,16 +151,20 @@ impl Forward {
     ) -> Result<Self> {
         let page_bytes =
             u64::from(shape.block_tokens * config.kv_heads * config.head_dim) * shape.kv.size_bytes();
-        let pool_bytes = u64::from(shape.blocks) * page_bytes;
+        let replay_pays = device.limits().replay_pays;
+        // where the padding of recorded steps writes
+        let spare = if replay_pays { (ROWS_STEP - 1).div_ceil(shape.block_tokens) } else { 0 };
+        let pool_bytes = u64::from(shape.blocks + spare) * page_bytes;
         let pool = || device.alloc(pool_bytes, BufferUsage::Kv);
         let pools = (0..config.layers).map(|_| Ok((pool()?, pool()?))).collect::<Result<_>>()?;
         let mut windows = config.windows.clone();
         windows.sort_unstable();
         windows.dedup();
         let alignment = device.limits().alignment_bytes.max(4);
-        let replay_pays = device.limits().replay_pays;
         let arena = Arena::new(device, &config, &shape, windows.len() as u64, alignment)?;
-        Ok(Forward { config, weights, shape, pools, arena, alignment, replay_pays, windows })
+        let draws = DrawArena::new(device, config.vocab, shape.sequences_max)?;
+        let rope = RopeTable::new(device, &config, &shape)?;
+        Ok(Forward { config, weights, shape, pools, arena, draws, rope, alignment, replay_pays, windows })
     }
 
     /// The model's configuration.
@@ -171,9 +192,9 @@ impl Forward {
         Ok(Pass { sizes, inputs, key })
     }
 
-    /// Rounds the sizes of a step that only decodes up to sizes that later steps will share: block tables
-    /// whose length is a power of two, all blocks full. That changes only what a device expects to read, not
-    /// the result, since the ranges define what is read.
+    /// Rounds the sizes of a step that only decodes up to sizes that later steps will share: a few numbers of
+    /// rows, block tables whose length is a power of two, all blocks full. That changes only what a device
+    /// expects to read, not the result, since the ranges define what is read.
     fn evened(&self, sizes: &mut Sizes) -> Option<StepKey> {
         let decodes = sizes.decodes;
         if decodes == 0 || sizes.tokens != decodes || sizes.picks.len() != decodes as usize {
@@ -182,11 +203,15 @@ impl Forward {
         let row_max = table_row(&self.config, &self.shape);
         let pages_max = sizes.decode_pages_max.next_power_of_two().max(PAGES_MIN).min(row_max);
         sizes.decode_pages_max = pages_max;
+        let rows = bucket(decodes).min(self.shape.sequences_max);
+        sizes.padding = rows - decodes;
+        (sizes.decodes, sizes.tokens) = (rows, rows);
+        sizes.picks.extend(decodes..rows);
         for (kv, &window) in sizes.kv.iter_mut().zip(&self.windows) {
             let last = (pages_max * self.shape.block_tokens).min(self.config.context_max) - 1;
-            kv.decode_tokens = u64::from(decodes) * visible(last, window);
+            kv.decode_tokens = u64::from(rows) * visible(last, window);
         }
-        Some(StepKey { decodes, pages_max })
+        Some(StepKey { decodes: rows, pages_max, draws: sizes.draws })
     }
 
     /// The logits of a step: `[rows, vocab]` f32, one row per part with `sample`, in order.
@@ -199,11 +224,9 @@ impl Forward {
         step.inputs.slots.range(u64::from(row) * 4, u64::from(tokens) * 4)
     }
 
-    /// A command that selects the best token of each row of logits, and the slice that receives them.
-    pub fn argmax(&self, step: &Pass) -> Result<(Cmd, Slice)> {
-        let (rows, cols) = (step.rows(), self.config.vocab);
-        let best = rows_of(&self.arena.best, rows, 1, DType::U32);
-        Ok((Cmd::new(OpSig::Argmax { rows, cols }, &[self.logits(step), best.clone()])?, best))
+    /// The drawn tokens of a step; none if the device cannot draw.
+    pub fn drawn<'a>(&self, step: &'a Pass) -> Option<&'a DrawOutputs> {
+        step.inputs.draws.as_ref()
     }
 
     fn sizes(&self, parts: &[StepInput<'_>]) -> Sizes {
@@ -227,42 +250,50 @@ impl Forward {
         let mut row = 0;
         for part in parts {
             row += to_u32(part.tokens.len());
-            if part.sample {
+            if part.draw.is_some() {
                 picks.push(row - 1);
             }
         }
+        let draws = (self.draws.is_some() && !picks.is_empty())
+            .then(|| DrawSizes::of(parts.iter().filter_map(|part| part.draw.as_ref())));
         Sizes {
             tokens: row,
             decodes: to_u32(decodes),
+            padding: 0,
             prefills: to_u32(prefill.len()),
             decode_pages_max: pages_max(decode),
             prefill_pages_max: pages_max(prefill),
             kv: kv.collect(),
             picks,
+            draws,
         }
     }
 
     fn upload(&self, device: &dyn Device, parts: &[StepInput<'_>], sizes: &Sizes) -> Result<Inputs> {
-        let (decode, prefill) = parts.split_at(sizes.decodes as usize);
-        let block = self.shape.block_tokens;
+        let (decode, prefill) = parts.split_at((sizes.decodes - sizes.padding) as usize);
+        let (block, padding) = (self.shape.block_tokens, sizes.padding as usize);
         let mut packer = Packer { bytes: Vec::new(), alignment: self.alignment, target: &self.arena.inputs };
-        let ids: Vec<u32> = parts.iter().flat_map(|p| p.tokens.iter().copied()).collect();
         let at = |p: &StepInput<'_>| p.start..p.start + to_u32(p.tokens.len());
-        let positions: Vec<u32> = parts.iter().flat_map(at).collect();
-        let slots: Vec<u32> = parts
-            .iter()
-            .flat_map(|p| at(p).map(|i| p.pages[(i / block) as usize] * block + i % block))
-            .collect();
-        let table = |parts: &[StepInput<'_>], pages_max: u32| -> Vec<u32> {
+        let slots_of = |p: &StepInput<'_>| {
+            at(p).map(|i| p.pages[(i / block) as usize] * block + i % block).collect::<Vec<u32>>()
+        };
+        // padding comes after the decodes, and a padded step has nothing else
+        let first_spare = self.shape.blocks * block;
+        let ids = parts.iter().flat_map(|p| p.tokens.iter().copied()).chain(zeros(padding));
+        let positions: Vec<u32> = parts.iter().flat_map(at).chain(zeros(padding)).collect();
+        let slots = parts.iter().flat_map(slots_of).chain((0..sizes.padding).map(|i| first_spare + i));
+        let table = |parts: &[StepInput<'_>], padding: usize, pages_max: u32| -> Vec<u32> {
             let rows = parts.iter().map(|p| p.pages.iter().copied().chain(std::iter::repeat(0)));
-            rows.flat_map(|row| row.take(pages_max as usize)).collect()
+            let rows = rows.flat_map(|row| row.take(pages_max as usize));
+            rows.chain(zeros(padding * pages_max as usize)).collect()
         };
         let ranges: Vec<Vec<u32>> = self
             .windows
             .iter()
             .map(|&window| {
                 let ends = decode.iter().map(|p| p.start + 1);
-                ends.flat_map(|end| [end - to_u32(visible(end - 1, window)), end]).collect()
+                let ranges = ends.flat_map(|end| [end - to_u32(visible(end - 1, window)), end]);
+                ranges.chain(zeros(2 * padding)).collect()
             })
             .collect();
         let mut query_start = vec![0];
@@ -270,27 +301,52 @@ impl Forward {
             query_start.push(query_start[query_start.len() - 1] + to_u32(part.tokens.len()));
         }
         let context: Vec<u32> = prefill.iter().map(|p| p.start + to_u32(p.tokens.len())).collect();
+        let draws = match (&self.draws, sizes.draws) {
+            (Some(arena), Some(draws)) => {
+                let rows = parts.iter().filter_map(|part| part.draw.as_ref());
+                Some(arena.upload(device, rows, padding, draws, &mut packer)?)
+            }
+            _ => None,
+        };
         let inputs = Inputs {
-            ids: packer.put(bytemuck::cast_slice(&ids)),
-            slots: packer.put(bytemuck::cast_slice(&slots)),
-            cos_sin: packer.put(bytemuck::cast_slice(&self.config.rope.table(&positions))),
-            ranges: ranges.iter().map(|r| packer.put(bytemuck::cast_slice(r))).collect(),
-            decode_pages: packer.put(bytemuck::cast_slice(&table(decode, sizes.decode_pages_max))),
-            query_start: packer.put(bytemuck::cast_slice(&query_start)),
-            context: packer.put(bytemuck::cast_slice(&context)),
-            prefill_pages: packer.put(bytemuck::cast_slice(&table(prefill, sizes.prefill_pages_max))),
-            picks: packer.put(bytemuck::cast_slice(&sizes.picks)),
+            ids: packer.put_words(ids),
+            slots: packer.put_words(slots),
+            positions: packer.put_words(positions.iter().copied()),
+            ranges: ranges.into_iter().map(|r| packer.put_words(r)).collect(),
+            decode_pages: packer.put_words(table(decode, padding, sizes.decode_pages_max)),
+            query_start: packer.put_words(query_start),
+            context: packer.put_words(context),
+            prefill_pages: packer.put_words(table(prefill, 0, sizes.prefill_pages_max)),
+            picks: packer.put_words(sizes.picks.iter().copied()),
+            draws,
         };
         device.write(&self.arena.inputs.range(0, packer.bytes.len() as u64), &packer.bytes)?;
+        self.rope.extend_to(device, &self.config.rope, positions.iter().copied().max().unwrap_or(0))?;
         Ok(inputs)
     }
 
-    /// The command for the token embedding.
-    pub fn embed(&self, Pass { sizes, inputs, .. }: &Pass) -> Result<Cmd> {
+    /// All commands of a step.
+    pub fn whole(&self, pass: &Pass) -> Result<Vec<Cmd>> {
+        let mut list = self.embed(pass)?;
+        for layer in 0..self.config.layers as usize {
+            list.extend(self.layer(layer, pass)?);
+        }
+        list.extend(self.head(pass)?);
+        Ok(list)
+    }
+
+    /// The commands for the token embedding and for the rows of the rope table.
+    pub fn embed(&self, Pass { sizes, inputs, .. }: &Pass) -> Result<Vec<Cmd>> {
         let (vocab, hidden) = (self.config.vocab, self.config.hidden);
         let table = &self.weights.embed;
         let sig = OpSig::Embed { tokens: sizes.tokens, vocab, hidden, table: table.dtype, out: DType::F32 };
-        Cmd::new(sig, &[inputs.ids.clone(), table.slice.clone(), self.residual(sizes.tokens)])
+        let embedding =
+            Cmd::new(sig, &[inputs.ids.clone(), table.slice.clone(), self.residual(sizes.tokens)])?;
+        Ok(vec![embedding, self.rope.rows(&inputs.positions, sizes.tokens, &self.cos_sin(sizes.tokens))?])
+    }
+
+    fn cos_sin(&self, tokens: u32) -> Slice {
+        rows_of(&self.arena.cos_sin, tokens, self.config.head_dim, DType::F32)
     }
 
     fn residual(&self, rows: u32) -> Slice {
@@ -301,7 +357,7 @@ impl Forward {
     pub fn layer(&self, at: usize, Pass { sizes, inputs, .. }: &Pass) -> Result<Vec<Cmd>> {
         let w = &self.weights.layers[at];
         let mut list = Vec::with_capacity(20);
-        self.attention_inputs(w, sizes, inputs, &mut list)?;
+        self.attention_inputs(w, sizes, &mut list)?;
         self.attention(at, sizes, inputs, &mut list)?;
         let (c, x) = (&self.config, self.shape.activations);
         let (tokens, q_cols) = (sizes.tokens, c.heads * c.head_dim);
@@ -332,13 +388,7 @@ impl Forward {
     }
 
     /// Appends norm, projections, per-head norms and rope.
-    fn attention_inputs(
-        &self,
-        w: &LayerWeights,
-        sizes: &Sizes,
-        inputs: &Inputs,
-        list: &mut Vec<Cmd>,
-    ) -> Result<()> {
+    fn attention_inputs(&self, w: &LayerWeights, sizes: &Sizes, list: &mut Vec<Cmd>) -> Result<()> {
         let (c, x, arena, tokens) = (&self.config, self.shape.activations, &self.arena, sizes.tokens);
         let (q_cols, kv_cols) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
         let normed = rows_of(&arena.normed, tokens, c.hidden, x);
@@ -370,7 +420,7 @@ impl Forward {
         }
         for (slice, heads) in [(&q, c.heads), (&k, c.kv_heads)] {
             let sig = OpSig::Rope { tokens, heads, head_dim: c.head_dim, x };
-            list.push(Cmd::new(sig, &[slice.clone(), inputs.cos_sin.clone()])?);
+            list.push(Cmd::new(sig, &[slice.clone(), self.cos_sin(tokens)])?);
         }
         Ok(())
     }
@@ -425,7 +475,7 @@ impl Forward {
         Ok(())
     }
 
-    /// The commands of final norm and LM head over the sampled rows; empty if no row is sampled.
+    /// The commands of final norm, LM head and draw over the rows with `draw`; empty if there are none.
     pub fn head(&self, Pass { sizes, inputs, .. }: &Pass) -> Result<Vec<Cmd>> {
         let (c, arena, rows) = (&self.config, &self.arena, to_u32(sizes.picks.len()));
         if rows == 0 {
@@ -446,6 +496,9 @@ impl Forward {
         let logits = rows_of(&arena.logits, rows, c.vocab, DType::F32);
         let out = Out::Set(&logits, DType::F32);
         list.push(gemm(rows, &normed, x, &self.weights.lm_head, None, c.vocab, c.hidden, out)?);
+        if let Some(draws) = &inputs.draws {
+            list.push(draws.command(rows, c.vocab, &logits)?);
+        }
         Ok(list)
     }
 
@@ -472,6 +525,10 @@ impl Forward {
 /// Number of keys that the query at `position` attends to.
 fn visible(position: u32, window: Option<u32>) -> u64 {
     u64::from(window.unwrap_or(u32::MAX).min(position + 1))
+}
+
+fn zeros(count: usize) -> impl Iterator<Item = u32> {
+    std::iter::repeat_n(0, count)
 }
 
 /// What a Gemm does with its output.

@@ -57,8 +57,8 @@ pub struct BatchLimits {
     /// Maximum new tokens per step, over all sequences.
     pub step_tokens_max: u32,
     /// Maximum prompt tokens in a step that also decodes. If none: as many as the tightest TBT objective of
-    /// the decoding requests allows by the instance's own prediction, or
-    /// [`BatchLimits::PREFILL_TOKENS_BESIDE_DECODE_MAX`] if none of them has an objective.
+    /// the decoding requests allows by the instance's own prediction; if none of them has one, as many as at
+    /// most double the step's time, and [`BatchLimits::PREFILL_TOKENS_BESIDE_DECODE_MAX`] in any case.
     pub prefill_tokens_beside_decode_max: Option<u32>,
     /// Maximum number of sequences that hold blocks.
     pub sequences_max: usize,
@@ -76,8 +76,8 @@ impl BatchLimits {
     pub const BLOCK_TOKENS: u32 = 16;
     /// Maximum new tokens per step.
     pub const STEP_TOKENS_MAX: u32 = 512;
-    /// Maximum prompt tokens in a step that also decodes without a TBT objective: at a few hundred tokens per
-    /// second of prefill, about a quarter of a second between two tokens of the others.
+    /// Prompt tokens that a step may have beside decodes without a TBT objective, however long they take: at a
+    /// few hundred tokens per second of prefill, about a quarter of a second between two tokens of the others.
     pub const PREFILL_TOKENS_BESIDE_DECODE_MAX: u32 = 64;
     /// Maximum number of sequences that hold blocks.
     pub const SEQUENCES_MAX: u32 = 64;

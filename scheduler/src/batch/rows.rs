@@ -1,5 +1,6 @@
 //! The number of prompt rows in a step: as many as its size allows, and beside decodes no more than their TBT
-//! objectives allow.
+//! objectives allow. Without an objective, a step with prompts may take twice as long as one without: decodes read
+//! the weights anyway, and up to there computing takes no longer than that.
 
 use super::{BatchLimits, Place, Sequence};
 use crate::cost::{Corrections, CostModel, Prefill};
@@ -14,6 +15,9 @@ const TILE: u32 = 16;
 
 /// The share of the objective up to which a step is filled; the rest allows for prediction errors.
 const FILLED: f64 = 0.9;
+
+/// The time of a step with prompts beside decodes without an objective, in steps without prompts.
+const SLOWER_BESIDE_PROMPTS: f64 = 2.0;
 
 /// When a request is wanted, as far as it matters to an instance.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -65,6 +69,8 @@ struct Pace {
     cost: Arc<CostModel>,
     corrections: Corrections,
     within: Seconds,
+    /// Rows that a step has in any case.
+    rows_min: u32,
     decodes: Decodes,
     /// Prompt chunks that are in the step already.
     pieces: Vec<Prefill>,
@@ -82,11 +88,12 @@ impl PromptRows {
         if decodes.sequences == 0 {
             return PromptRows { left, pace: None };
         }
-        let fixed = limits.prefill_tokens_beside_decode_max;
-        match (fixed, cost.zip(decodes.tbt_slo)) {
-            (None, Some((cost, slo))) => {
-                let within = slo * FILLED;
-                let pace = Pace { cost: cost.clone(), corrections, within, decodes, pieces: Vec::new() };
+        match (limits.prefill_tokens_beside_decode_max, cost) {
+            (None, Some(cost)) => {
+                let alone = cost.decode_step_s(decodes.sequences, decodes.kv_tokens) * corrections.step;
+                let (within, rows_min) = limit(decodes.tbt_slo, alone);
+                let (cost, pieces) = (cost.clone(), Vec::new());
+                let pace = Pace { cost, corrections, within, rows_min, decodes, pieces };
                 PromptRows { left, pace: Some(pace) }
             }
             (fixed, _) => {
@@ -120,7 +127,7 @@ impl PromptRows {
 
 impl Pace {
     fn fit(&mut self, context: u32, most: u32, ends: bool) -> u32 {
-        let Pace { cost, corrections, within, decodes, pieces } = self;
+        let Pace { cost, corrections, within, rows_min, decodes, pieces } = self;
         let decodes = (decodes.sequences, decodes.kv_tokens);
         let mut fits = |tokens: u32| {
             pieces.push(Prefill { context, tokens, last: ends && tokens == most });
@@ -137,8 +144,9 @@ impl Pace {
             }
             rows = fit * TILE;
         }
-        if rows == 0 && pieces.is_empty() {
-            rows = TILE.min(most);
+        let missing = rows_min.saturating_sub(pieces.iter().map(|piece| piece.tokens).sum());
+        if rows < missing {
+            rows = missing.min(most);
         }
         if rows > 0 {
             pieces.push(Prefill { context, tokens: rows, last: ends && rows == most });
@@ -147,26 +155,35 @@ impl Pace {
     }
 }
 
-/// Estimate of the prompt rows beside `decodes` sequences with `kv_tokens` tokens of context in steps limited
-/// by `tbt_slo`: about what [`PromptRows`] gives, from two calls of the cost model. `row_s` is the time of a
+/// The time of a step beside decodes that take `alone`, and the rows that it has in any case.
+fn limit(tbt_slo: Option<Seconds>, alone: Seconds) -> (Seconds, u32) {
+    match tbt_slo {
+        Some(slo) => (slo * FILLED, TILE),
+        None => (alone * SLOWER_BESIDE_PROMPTS, BatchLimits::PREFILL_TOKENS_BESIDE_DECODE_MAX),
+    }
+}
+
+/// Estimate of the prompt rows beside `sequences` decodes with `kv_tokens` tokens of context in steps limited by
+/// `tbt_slo`, if they have one: about what [`PromptRows`] gives, from two calls of the cost model. `row_s` is the time of a
 /// row in a full step.
 pub(crate) fn rows_beside(
     (cost, corrections): (&CostModel, Corrections),
     (step_tokens_max, row_s): (u32, Seconds),
     (sequences, kv_tokens): (u32, u64),
-    tbt_slo: Seconds,
+    tbt_slo: Option<Seconds>,
 ) -> u32 {
     let most = step_tokens_max.saturating_sub(sequences).max(1);
-    let within = tbt_slo * FILLED;
-    if cost.decode_step_s(sequences, kv_tokens) * corrections.step > within {
-        return TILE.min(most);
+    let alone = cost.decode_step_s(sequences, kv_tokens) * corrections.step;
+    let (within, rows_min) = limit(tbt_slo, alone);
+    if alone > within {
+        return rows_min.min(most);
     }
     let full = Prefill { context: 0, tokens: most, last: false };
     let over_s = (corrections.step_s(cost, &[full], (sequences, kv_tokens)) - within).0;
     let row_s = row_s * corrections.prefill;
     // a cast of what is below 0 or no number gives 0
     let too_many = to_u32((over_s.max(0.0) / row_s.0.max(f64::MIN_POSITIVE)).ceil());
-    if too_many == 0 { most } else { (most.saturating_sub(too_many) / TILE * TILE).max(TILE.min(most)) }
+    if too_many == 0 { most } else { (most.saturating_sub(too_many) / TILE * TILE).max(rows_min.min(most)) }
 }
 
 /// The prompt rows left in the next step, while waiting prompts are considered in their order.

@@ -66,9 +66,10 @@ fn the_tightest_objective_of_those_who_decode_sizes_the_prompt_rows_beside_them(
 }
 
 #[test]
-fn the_constant_bounds_prompt_rows_only_where_nobody_who_decodes_has_an_objective() {
+fn without_an_objective_prompts_double_a_step_and_get_a_constant_in_any_case() {
     let constant = BatchLimits::PREFILL_TOKENS_BESIDE_DECODE_MAX;
-    assert_eq!(rows(SIZED, &[None, None]), constant);
+    assert_eq!(rows(SIZED, &[None, None]), constant, "2 ms more would be 20 rows");
+    assert_eq!(rows(SIZED, &[None; 12]), 112, "12 ms more are 120 rows; they come in tiles of 16");
     assert_eq!(rows(SIZED, &[]), 512, "nobody decodes");
     let fixed = BatchLimits { prefill_tokens_beside_decode_max: Some(100), ..SIZED };
     assert_eq!(rows(fixed, &[Some(0.2)]), 100, "who says a number gets it");
@@ -118,7 +119,7 @@ fn what_the_fleet_expects_of_rows_is_about_what_a_step_gets() {
             for slower in [1.0, 2.0] {
                 let machine = measured(slower);
                 let of = (&*cost(), machine.learner.corrections());
-                let expected = rows_beside(of, (512, Seconds(1e-4)), (sequences, 0), Seconds(tbt_s));
+                let expected = rows_beside(of, (512, Seconds(1e-4)), (sequences, 0), Some(Seconds(tbt_s)));
                 let got = rows_of(machine, &vec![Some(tbt_s); sequences as usize]);
                 assert!(expected.abs_diff(got) <= 16, "{expected} for {got}: {sequences} at {tbt_s}");
             }

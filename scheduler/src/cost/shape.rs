@@ -69,6 +69,19 @@ impl ModelShape {
         2 * u64::from(self.layers()) * elements * self.kv.size_bytes()
     }
 
+    /// Bytes that the activations of a step of up to `tokens` tokens and `sequences` sequences take, as the runtime
+    /// lays them out (a test there compares it).
+    pub fn activation_bytes(&self, tokens: u32, sequences: u32) -> u64 {
+        let n = u64::from;
+        let (q_cols, kv_cols) = (n(self.heads) * n(self.head_dim), n(self.kv_heads) * n(self.head_dim));
+        let x = self.activation.size_bytes();
+        let k_raw = if self.qk_norm { kv_cols } else { 0 };
+        let of_token = x * (n(self.hidden) + 2 * q_cols + 2 * kv_cols + k_raw + 3 * n(self.intermediate))
+            + 4 * (n(self.hidden) + n(self.head_dim));
+        let of_sequence = 4 * (q_cols + 2 * n(self.heads) + n(self.hidden) + n(self.vocab));
+        n(tokens) * of_token + n(sequences) * of_sequence
+    }
+
     /// Operations of one chunk of a prompt: `new_tokens` of one sequence after `context_before`. With `head`,
     /// the last row also goes through the LM head, which only a prompt's last chunk needs.
     pub fn prefill_ops(&self, context_before: u32, new_tokens: u32, head: bool) -> OpCounts {
@@ -193,6 +206,8 @@ impl ModelShape {
 
         let mut ops = Vec::new();
         push(&mut ops, self.pick(tokens, self.vocab, weight), 1);
+        let (vocab, hidden, table, out) = (tokens, self.head_dim, DType::F32, DType::F32);
+        push(&mut ops, OpSig::Embed { tokens, vocab, hidden, table, out }, 1); // rows of the rope table
         push(&mut ops, self.norm(tokens), 2 * layers);
         push(&mut ops, gemm(q, self.hidden, self.qkv_bias), layers);
         push(&mut ops, gemm(kv, self.hidden, self.qkv_bias), 2 * layers);
@@ -225,7 +240,7 @@ impl ModelShape {
         let (m, n, k, out) = (rows, self.vocab, self.hidden, DType::F32);
         let (x, weight) = (self.activation, self.weight);
         push(&mut ops, OpSig::Gemm { m, n, k, x, weight, out, bias: false, accumulate: false }, 1);
-        push(&mut ops, OpSig::Argmax { rows, cols: self.vocab }, 1);
+        push(&mut ops, OpSig::Sample { rows, cols: self.vocab, history: 0, tops: 0 }, 1);
         ops
     }
 

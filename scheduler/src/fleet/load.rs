@@ -7,7 +7,7 @@
 use super::forecast::{DEVIATIONS, Seat};
 use super::learn::OnItsWay;
 use super::{Instance, InstanceId, RequestId};
-use crate::batch::{BatchLimits, rows_beside};
+use crate::batch::rows_beside;
 use crate::cost::{Learner, LinkCost};
 use crate::table::IdMap;
 use mixfleet_hal::cast::to_u64;
@@ -231,11 +231,9 @@ impl Load {
             return chunks;
         }
         let step_tokens_max = self.spec.step_tokens_max;
-        let rows = self.tightest.slo.map_or(BatchLimits::PREFILL_TOKENS_BESIDE_DECODE_MAX, |slo| {
-            let row = self.half_step * (2.0 / f64::from(step_tokens_max.max(1)));
-            let cost = (&*self.spec.cost, self.learner.corrections());
-            rows_beside(cost, (step_tokens_max, row), (sequences, kv_tokens), slo)
-        });
+        let row = self.half_step * (2.0 / f64::from(step_tokens_max.max(1)));
+        let cost = (&*self.spec.cost, self.learner.corrections());
+        let rows = rows_beside(cost, (step_tokens_max, row), (sequences, kv_tokens), self.tightest.slo);
         chunks.div_ceil(u64::from(rows))
     }
 

@@ -3,13 +3,17 @@
 #![allow(dead_code, reason = "each test file uses a part of it")]
 
 use mixfleet_hal::profile::DeviceProfile;
+use mixfleet_hal::sample::Drawn;
 use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond, Seconds};
 use mixfleet_hal::{BufferUsage, Cmd, DType, Device, KvShape, OpSig, Queue, Slice};
 use mixfleet_runtime::model::Checkpoint;
+use mixfleet_runtime::model::draws::DrawInput;
 use mixfleet_runtime::model::graph::{Forward, StepInput, StepShape};
 use mixfleet_simulated::{TimeOnlyDevice, VirtualClock};
 use std::sync::Arc;
 use std::time::Duration;
+
+pub(crate) const GREEDY: Option<DrawInput<'static>> = Some(DrawInput::GREEDY);
 
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(3600);
 /// Blocks of 8 tokens that fill the pools.
@@ -88,27 +92,24 @@ impl Rig {
         bytes
     }
 
-    /// One forward pass; the logits of each sampled part. Argmax must agree with them.
+    /// One forward pass; the logits of each sampled part. What is drawn must agree with them.
     pub(crate) fn step(&mut self, parts: &[StepInput<'_>]) -> Vec<Vec<f32>> {
         let pass = self.forward.begin(&*self.device, parts).unwrap();
-        let mut list = vec![self.forward.embed(&pass).unwrap()];
-        for layer in 0..self.forward.config().layers as usize {
-            list.extend(self.forward.layer(layer, &pass).unwrap());
-        }
-        list.extend(self.forward.head(&pass).unwrap());
+        let list = self.forward.whole(&pass).unwrap();
+        self.run(&list);
         if pass.rows() == 0 {
-            self.run(&list);
             return Vec::new();
         }
-        let (argmax, best) = self.forward.argmax(&pass).unwrap();
-        list.push(argmax);
-        self.run(&list);
         let logits = DType::F32.decode(&self.read(&self.forward.logits(&pass)));
         let rows = logits.chunks(self.forward.config().vocab as usize);
         let rows: Vec<Vec<f32>> = rows.map(|row| row.iter().map(|&v| v as f32).collect()).collect();
-        let best = DType::U32.decode(&self.read(&best));
-        for (row, best) in rows.iter().zip(best) {
-            assert_eq!(winner(row), best as u32);
+        if let Some(draws) = self.forward.drawn(&pass) {
+            let drawn = self.read(draws.drawn());
+            let ids =
+                drawn.chunks(size_of::<Drawn>()).map(|row| u32::from_le_bytes(*row.first_chunk().unwrap()));
+            for (row, id) in rows.iter().zip(ids) {
+                assert_eq!(winner(row), id);
+            }
         }
         rows
     }
@@ -123,8 +124,12 @@ impl Rig {
             let size = sizes.next().map_or(left, |size| (size as usize).min(left)).min(64);
             let chunk = &tokens[at..at + size];
             let last = size == left;
-            let mut logits =
-                self.step(&[StepInput { start: start + at as u32, tokens: chunk, pages, sample: last }]);
+            let mut logits = self.step(&[StepInput {
+                start: start + at as u32,
+                tokens: chunk,
+                pages,
+                draw: last.then_some(DrawInput::GREEDY),
+            }]);
             if last {
                 return logits.remove(0);
             }
@@ -138,7 +143,7 @@ impl Rig {
         for step in 1..count {
             let token = tokens[tokens.len() - 1];
             let start = length + step - 1;
-            let logits = self.step(&[StepInput { start, tokens: &[token], pages, sample: true }]);
+            let logits = self.step(&[StepInput { start, tokens: &[token], pages, draw: GREEDY }]);
             tokens.push(winner(&logits[0]));
         }
         tokens

@@ -1,0 +1,166 @@
+//! Drawing a step's tokens on the device.
+
+use super::arena::{Packer, rows_of};
+use mixfleet_hal::cast::to_u32;
+use mixfleet_hal::sample::{DRAWN_WORDS, Parameters};
+use mixfleet_hal::{BufferUsage, Cmd, DType, Device, OpSig, Result, Slice, Support};
+use std::sync::OnceLock;
+
+/// Entries of the history that a step has room for, if it has any.
+const HISTORY_MIN: u32 = 256;
+
+/// How one token is drawn.
+#[derive(Clone, Copy, Debug)]
+pub struct DrawInput<'a> {
+    /// The row's parameters.
+    pub parameters: Parameters,
+    /// Tokens whose logits penalties change, each once, with the bits of the f32 that is subtracted.
+    pub history: &'a [[u32; 2]],
+    /// Number of best tokens to list with their log-probabilities.
+    pub tops: u32,
+}
+
+impl DrawInput<'_> {
+    /// Takes the best token.
+    pub const GREEDY: DrawInput<'static> =
+        DrawInput { parameters: Parameters::GREEDY, history: &[], tops: 0 };
+}
+
+/// Sizes of a step's draws, rounded up so that steps share recordings.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct DrawSizes {
+    history: u32,
+    tops: u32,
+}
+
+impl DrawSizes {
+    pub(super) fn of<'a>(rows: impl Iterator<Item = &'a DrawInput<'a>>) -> Self {
+        let (mut history, mut tops) = (0, 0);
+        for row in rows {
+            history += row.history.len();
+            tops = tops.max(row.tops);
+        }
+        let rounded = |count: u32, min: u32| if count == 0 { 0 } else { count.next_power_of_two().max(min) };
+        DrawSizes { history: rounded(to_u32(history), HISTORY_MIN), tops: rounded(tops, 1) }
+    }
+}
+
+/// The device memory of draws.
+#[derive(Debug)]
+pub(super) struct DrawArena {
+    drawn: Slice, // [sequences, DRAWN_WORDS] u32
+    /// `[2^i, 2]` u32 each.
+    histories: Growing,
+    /// `[2^i, sequences, 2]` u32 each.
+    tops: Growing,
+}
+
+impl DrawArena {
+    /// Allocates what every step needs; none if the device cannot draw.
+    pub(super) fn new(device: &dyn Device, vocab: u32, sequences: u32) -> Result<Option<Self>> {
+        let sig = OpSig::Sample { rows: 1, cols: vocab, history: HISTORY_MIN, tops: 1 };
+        if device.support(&sig) == Support::No {
+            return Ok(None);
+        }
+        let drawn = device.alloc(u64::from(sequences * DRAWN_WORDS) * 4, BufferUsage::Activations)?;
+        let tops = Growing::new(u64::from(sequences) * 8);
+        Ok(Some(DrawArena { drawn, histories: Growing::new(8), tops }))
+    }
+
+    /// Uploads histories, and packs the rest of what the rows are drawn with.
+    pub(super) fn upload<'a>(
+        &self,
+        device: &dyn Device,
+        rows: impl Iterator<Item = &'a DrawInput<'a>>,
+        padding: usize,
+        sizes: DrawSizes,
+        packer: &mut Packer<'_>,
+    ) -> Result<DrawOutputs> {
+        let (mut parameters, mut starts, mut history) = (Vec::new(), vec![0], Vec::new());
+        for row in rows.chain(std::iter::repeat_n(&DrawInput::GREEDY, padding)) {
+            parameters.push(row.parameters);
+            history.extend_from_slice(row.history);
+            starts.push(to_u32(history.len()));
+        }
+        let rows = to_u32(parameters.len());
+        let entries = match sizes.history {
+            0 => None,
+            room => {
+                let buffer = self.histories.get(device, room)?;
+                device.write(&buffer.range(0, history.len() as u64 * 8), bytemuck::cast_slice(&history))?;
+                Some((packer.put_words(starts), buffer))
+            }
+        };
+        let top = match sizes.tops {
+            0 => None,
+            tops => Some(rows_of(&self.tops.get(device, tops)?, rows, tops * 2, DType::U32)),
+        };
+        Ok(DrawOutputs {
+            parameters: packer.put(bytemuck::cast_slice(&parameters)),
+            history: entries,
+            sizes,
+            drawn: rows_of(&self.drawn, rows, DRAWN_WORDS, DType::U32),
+            top,
+        })
+    }
+}
+
+/// A step's draws on the device.
+#[derive(Debug)]
+pub struct DrawOutputs {
+    parameters: Slice,
+    /// Where each row's entries begin, and the entries.
+    history: Option<(Slice, Slice)>,
+    sizes: DrawSizes,
+    drawn: Slice,
+    top: Option<Slice>,
+}
+
+impl DrawOutputs {
+    /// `[rows]` of [`Drawn`](mixfleet_hal::sample::Drawn).
+    pub fn drawn(&self) -> &Slice {
+        &self.drawn
+    }
+
+    /// `[rows, tops, 2]` u32, the best tokens with the f32 of their logit minus the best one, and `tops`; none if
+    /// no row wants them.
+    pub fn top(&self) -> Option<(&Slice, u32)> {
+        self.top.as_ref().map(|top| (top, self.sizes.tops))
+    }
+
+    /// The command that draws from `logits [rows, cols]`.
+    pub(super) fn command(&self, rows: u32, cols: u32, logits: &Slice) -> Result<Cmd> {
+        let DrawSizes { history, tops } = self.sizes;
+        let mut args = vec![logits.clone(), self.parameters.clone()];
+        if let Some((starts, entries)) = &self.history {
+            args.extend([starts.clone(), entries.clone()]);
+        }
+        args.push(self.drawn.clone());
+        args.extend(self.top.clone());
+        Cmd::new(OpSig::Sample { rows, cols, history, tops }, &args)
+    }
+}
+
+/// Buffers for powers of two of a unit, allocated when they are first needed, since most requests need none. Their
+/// addresses stay, so that recordings stay valid.
+#[derive(Debug)]
+struct Growing {
+    unit_bytes: u64,
+    buffers: [OnceLock<Slice>; 32],
+}
+
+impl Growing {
+    fn new(unit_bytes: u64) -> Self {
+        Growing { unit_bytes, buffers: Default::default() }
+    }
+
+    /// The buffer of `units`, a power of two.
+    fn get(&self, device: &dyn Device, units: u32) -> Result<Slice> {
+        let buffer = &self.buffers[units.trailing_zeros() as usize];
+        if let Some(slice) = buffer.get() {
+            return Ok(slice.clone());
+        }
+        let slice = device.alloc(u64::from(units) * self.unit_bytes, BufferUsage::Activations)?;
+        Ok(buffer.get_or_init(|| slice).clone())
+    }
+}

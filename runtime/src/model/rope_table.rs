@@ -1,0 +1,51 @@
+//! The rope table on the device: a row per position, computed once.
+
+use super::ModelConfig;
+use super::config::Rope;
+use super::graph::StepShape;
+use mixfleet_hal::{BufferUsage, Cmd, DType, Device, OpSig, Result, Slice};
+use std::cell::Cell;
+
+/// Positions that are computed at a time, at least.
+const ROWS_MIN: u32 = 1024;
+
+/// Rows of cosines and sines for every position that KV memory has room for. They are computed as positions are
+/// reached, since a context may be long and requests short.
+#[derive(Debug)]
+pub(super) struct RopeTable {
+    table: Slice, // [rows, head_dim] f32
+    rows: u32,
+    head_dim: u32,
+    filled: Cell<u32>,
+}
+
+impl RopeTable {
+    pub(super) fn new(device: &dyn Device, config: &ModelConfig, shape: &StepShape) -> Result<Self> {
+        let rows = config.context_max.min(shape.blocks.saturating_mul(shape.block_tokens)).max(1);
+        let bytes = u64::from(rows) * u64::from(config.head_dim) * 4;
+        let table = device.alloc(bytes, BufferUsage::Activations)?;
+        Ok(RopeTable { table, rows, head_dim: config.head_dim, filled: Cell::new(0) })
+    }
+
+    /// Makes sure that all rows up to `position` are computed. No step that reads later rows may still run.
+    pub(super) fn extend_to(&self, device: &dyn Device, rope: &Rope, position: u32) -> Result<()> {
+        let filled = self.filled.get();
+        if position < filled {
+            return Ok(());
+        }
+        let end = position.saturating_add(1).next_power_of_two().max(ROWS_MIN).min(self.rows);
+        let positions: Vec<u32> = (filled..end).collect();
+        let row_bytes = u64::from(self.head_dim) * 4;
+        let to = self.table.range(u64::from(filled) * row_bytes, positions.len() as u64 * row_bytes);
+        device.write(&to, bytemuck::cast_slice(&rope.table(&positions)))?;
+        self.filled.set(end);
+        Ok(())
+    }
+
+    /// A command that copies the rows of `positions [tokens]` to `out [tokens, head_dim]`.
+    pub(super) fn rows(&self, positions: &Slice, tokens: u32, out: &Slice) -> Result<Cmd> {
+        let (vocab, hidden) = (self.rows, self.head_dim);
+        let sig = OpSig::Embed { tokens, vocab, hidden, table: DType::F32, out: DType::F32 };
+        Cmd::new(sig, &[positions.clone(), self.table.clone(), out.clone()])
+    }
+}

@@ -1,0 +1,129 @@
+//! The size of an instance: KV memory, tokens of a step and sequences, from what its device has.
+//!
+//! - A step of a prompt should be bound by arithmetic. A matrix product over `n` rows of tokens reads each weight once
+//!   for 2n operations, so that at `n = ridge * bytes of a weight / 2` rows reading and computing take equally long
+//!   (Williams et al. 2009, roofline). A chunk has several times as many rows.
+//! - KV gets what is free once the weights are placed, less what steps need and a reserve.
+//! - As many sequences run as KV memory holds at a usual length.
+
+use crate::cost::ModelShape;
+use mixfleet_hal::cast::{to_u32, to_u64};
+use mixfleet_hal::units::Bytes;
+
+/// The rows of a chunk as a multiple of those at which arithmetic and bandwidth are even.
+const CHUNK_RIDGES: f64 = 8.0;
+/// Bounds of a chunk, in tokens.
+const CHUNK_MIN: u32 = 512;
+const CHUNK_MAX: u32 = 8192;
+/// The share of a device's memory that is left free: for libraries, fragments and staging buffers.
+const RESERVE: f64 = 0.1;
+/// The share of the host's free memory that KV takes.
+const HOST_SHARE: f64 = 0.25;
+/// Length of a sequence for which there should be room, in tokens.
+const SEQUENCE_TOKENS: u64 = 1024;
+/// Bounds of the number of sequences; that of host processors is lower, since arithmetic binds them early.
+const SEQUENCES_MIN: u32 = 8;
+const SEQUENCES_MAX: u32 = 256;
+const HOST_SEQUENCES_MAX: u32 = 64;
+/// KV memory holds at most this many whole contexts per sequence: more finds no use.
+const CONTEXTS_PER_SEQUENCE: u64 = 4;
+
+/// What an instance can use of its device.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct DeviceRoom {
+    /// Memory that is free once the weights are placed.
+    pub free: Bytes,
+    /// All of its memory.
+    pub total: Bytes,
+    /// Whether that is the host's memory, which others need too.
+    pub is_host: bool,
+    /// The ridge of its roofline, in FLOP per byte; none if unknown.
+    pub ridge: Option<f64>,
+}
+
+/// What is given, rather than chosen.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct GivenSizes {
+    /// KV memory.
+    pub kv: Option<Bytes>,
+    /// Maximum new tokens in a step.
+    pub step_tokens_max: Option<u32>,
+    /// Maximum concurrent sequences.
+    pub sequences_max: Option<u32>,
+}
+
+/// The size of an instance.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct InstanceSize {
+    /// KV memory; 0 if nothing is left for it.
+    pub kv: Bytes,
+    /// Maximum new tokens in a step.
+    pub step_tokens_max: u32,
+    /// Maximum concurrent sequences.
+    pub sequences_max: u32,
+    /// Memory of the largest step's activations.
+    pub activations: Bytes,
+}
+
+/// Rows of tokens at which reading the weights takes as long as computing with them; none if unknown.
+fn even_rows(model: &ModelShape, room: &DeviceRoom) -> Option<f64> {
+    room.ridge.map(|ridge| ridge * model.weight.size_bytes() as f64 / 2.0)
+}
+
+/// Chooses the size of an instance of `model`, whose sequences have up to `context` tokens.
+pub fn size(model: &ModelShape, context: u32, room: &DeviceRoom, given: GivenSizes) -> InstanceSize {
+    let even = even_rows(model, room);
+    let step_tokens_max = given.step_tokens_max.unwrap_or_else(|| {
+        let chunk = even.map_or(0.0, |rows| 2f64.powf((rows * CHUNK_RIDGES).max(1.0).log2().round()));
+        to_u32(chunk).clamp(CHUNK_MIN, CHUNK_MAX)
+    });
+    let most = if room.is_host { HOST_SEQUENCES_MAX } else { SEQUENCES_MAX };
+    let sequences = given.sequences_max.unwrap_or(most);
+    let activations = model.activation_bytes(step_tokens_max.max(sequences), sequences) as f64;
+    let token_bytes = model.kv_bytes_per_token().max(1);
+    let kv = given.kv.unwrap_or_else(|| {
+        let free = if room.is_host {
+            room.free.0 * HOST_SHARE
+        } else {
+            room.free.0 - room.total.0 * RESERVE - activations
+        };
+        let tokens = CONTEXTS_PER_SEQUENCE * u64::from(sequences) * u64::from(context);
+        Bytes(free.clamp(0.0, tokens.saturating_mul(token_bytes) as f64))
+    });
+    let held = to_u64(kv.0) / token_bytes / SEQUENCE_TOKENS;
+    let fitting = to_u32(held.min(most.into())) / SEQUENCES_MIN * SEQUENCES_MIN;
+    InstanceSize {
+        kv,
+        step_tokens_max,
+        sequences_max: given.sequences_max.unwrap_or(fitting.max(SEQUENCES_MIN)),
+        activations: Bytes(activations),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::models;
+    use mixfleet_hal::DType;
+    use mixfleet_hal::catalog::part;
+    use mixfleet_hal::units::GIB;
+
+    const CONTEXT: u32 = 131_072;
+
+    fn llama_8b() -> ModelShape {
+        models::find("llama-3.1-8b").unwrap().shape(DType::Bf16)
+    }
+
+    /// A part with `memory_gib` of memory, and weights of 16.06 GB in it.
+    fn room(id: &str, memory_gib: f64) -> DeviceRoom {
+        let part = part(id).unwrap();
+        let total = memory_gib * GIB as f64;
+        let ridge = part.rates.bf16.unwrap() * 1e12 / part.bandwidth().0;
+        DeviceRoom {
+            free: Bytes(total - 0.6e9 - 16.06e9),
+            total: Bytes(total),
+            is_host: false,
+            ridge: Some(ridge),
+        }
+    }
+}
