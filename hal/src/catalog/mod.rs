@@ -5,12 +5,14 @@
 //! catalog; see [`crate::economics`].
 
 mod amd;
+mod driver_names;
 mod geforce;
 mod names;
 mod nvidia;
 mod others;
 mod reached;
 
+pub use driver_names::part_of_driver;
 pub use names::closest_names;
 pub use reached::MeasuredEfficiency;
 

@@ -5,7 +5,6 @@ use crate::numbers::{CHUNK_MAX, SEQUENCES_MAX, gib, requests, seconds};
 use crate::scheduling::SchedulingArgs;
 use clap::Args;
 use mixfleet_hal::DType;
-use mixfleet_scheduler::batch::BatchLimits;
 use mixfleet_scheduler::fleet::Role;
 use std::path::PathBuf;
 
@@ -40,12 +39,12 @@ pub(crate) struct ModelArgs {
     /// Dtype of KV: f32, bf16, f16 [default: as activations]
     #[arg(long, value_name = "DTYPE")]
     pub(crate) kv_dtype: Option<DType>,
-    /// Memory for KV on each device
-    #[arg(long, value_name = "GIB", default_value_t = 1.0, value_parser = gib)]
-    pub(crate) kv_memory: f64,
-    /// Maximum prompt tokens per step [default: 512]
-    #[arg(long, value_name = "TOKENS", default_value_t = BatchLimits::STEP_TOKENS_MAX, hide_default_value = true, value_parser = clap::value_parser!(u32).range(1..=CHUNK_MAX))]
-    pub(crate) chunk: u32,
+    /// Memory for KV on each device [default: what is free]
+    #[arg(long, value_name = "GIB", value_parser = gib)]
+    pub(crate) kv_memory: Option<f64>,
+    /// Maximum prompt tokens per step [default: by device]
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=CHUNK_MAX))]
+    pub(crate) chunk: Option<u32>,
 }
 
 /// A device and its role, written as `DEV[=prefill|decode|auto]`.
@@ -140,9 +139,9 @@ pub(crate) struct InstanceArgs {
     /// Rent of a device; if all have one, dollars count
     #[arg(long, value_name = "DEV=USD")]
     pub(crate) usd_per_hour: Vec<DevicePrice>,
-    /// Maximum sequences per device [default: 64]
-    #[arg(long, value_name = "N", default_value_t = BatchLimits::SEQUENCES_MAX, hide_default_value = true, value_parser = clap::value_parser!(u32).range(1..=SEQUENCES_MAX))]
-    pub(crate) sequences: u32,
+    /// Maximum sequences per device [default: by KV memory]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=SEQUENCES_MAX))]
+    pub(crate) sequences: Option<u32>,
     #[command(flatten)]
     pub(crate) tiers: TierArgs,
     /// Predict a device by its profile; repeatable [default: calibrate]

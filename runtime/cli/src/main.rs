@@ -33,6 +33,7 @@ mod scheduling;
 mod serve;
 mod settings;
 mod simulate;
+mod sizes;
 mod start;
 mod tiers;
 mod tls;

@@ -368,7 +368,7 @@ mod tests {
         let (cli, settings) =
             parse(words(&["serve", "--fleet", path.to_str().unwrap(), "--chunk", "64"])).unwrap();
         let crate::command_line::CliCommand::Serve(args) = cli.command else { panic!("not serve") };
-        assert_eq!((args.model.chunk, args.instances.sequences), (64, 7));
+        assert_eq!((args.model.chunk, args.instances.sequences), (Some(64), Some(7)));
         assert_eq!((args.front.ttft_slo, args.front.no_pull, args.front.flexible), (Some(2.5), true, false));
         assert_eq!(args.instances.device.len(), 2);
         assert_eq!(of(&settings, "--chunk"), (json!(64), "flag"));

@@ -5,7 +5,7 @@ use crate::args::{DeviceRole, ModelArgs, TierArgs};
 use crate::digest::Digest;
 use crate::model::Model;
 use crate::tiers::{self, Pools};
-use crate::{backends, calibration, profiles};
+use crate::{backends, calibration, profiles, sizes};
 use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressStyle};
 use mixfleet_hal::Device;
@@ -13,7 +13,7 @@ use mixfleet_hal::cast::{to_u64, to_usize};
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::transport::Transport;
-use mixfleet_hal::units::{GIB, UsdPerHour};
+use mixfleet_hal::units::{Bytes, GIB, UsdPerHour};
 use mixfleet_runtime::api::Placements;
 use mixfleet_runtime::engine::events::EventLog;
 use mixfleet_runtime::engine::{
@@ -24,6 +24,7 @@ use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::request::EngineHandle;
 use mixfleet_scheduler::cost::{Coefficients, CostModel};
 use mixfleet_scheduler::fleet::Role;
+use mixfleet_scheduler::sizing::GivenSizes;
 use mixfleet_wire::{HostRegion, InProcessTransport};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -33,7 +34,7 @@ use std::sync::Arc;
 pub(crate) struct Instances {
     pub(crate) devices: Vec<DeviceRole>,
     pub(crate) prices: BTreeMap<String, f64>,
-    pub(crate) sequences_max: u32,
+    pub(crate) sequences_max: Option<u32>,
     pub(crate) tiers: TierArgs,
     pub(crate) profiles: Vec<PathBuf>,
     pub(crate) recalibrate: bool,
@@ -45,7 +46,7 @@ impl Instances {
         Instances {
             devices,
             prices: BTreeMap::new(),
-            sequences_max: 1,
+            sequences_max: Some(1),
             tiers: TierArgs::default(),
             profiles: Vec::new(),
             recalibrate: false,
@@ -144,13 +145,20 @@ pub(crate) fn instances(
     for DeviceRole { device: selector, role } in &choice.devices {
         let device = backends::open(selector)?;
         let weights = place(model, &*device, selector)?;
+        let given = GivenSizes {
+            kv: args.kv_memory.map(|gib| Bytes(gib * GIB as f64)),
+            step_tokens_max: args.chunk,
+            sequences_max: choice.sequences_max,
+        };
+        let host_devices = choice.devices.iter().filter(|role| role.device.starts_with("cpu")).count();
+        let size = sizes::of(model, &*device, given, host_devices)?;
         let limits = InstanceLimits {
             activations: model.activations,
             kv: model.kv,
-            kv_bytes: to_u64(args.kv_memory * GIB as f64),
-            step_tokens_max: args.chunk,
+            kv_bytes: to_u64(size.kv.0),
+            step_tokens_max: size.step_tokens_max,
             prefill_tokens_beside_decode_max: None,
-            sequences_max: choice.sequences_max,
+            sequences_max: size.sequences_max,
             block_tokens: None,
         };
         let price = choice.prices.get(selector).map(|&usd| UsdPerHour(usd));
@@ -168,7 +176,7 @@ pub(crate) fn instances(
             None => loaded,
         });
     }
-    predicted(model, args, instances, &known, choice.recalibrate)
+    predicted(model, instances, &known, choice.recalibrate)
 }
 
 /// The longest sequence that the model and the KV memory of some pair of devices can hold.
@@ -228,7 +236,6 @@ fn place(
 /// With one device there is nothing to choose, but early rejection still needs predictions.
 fn predicted(
     model: &Model,
-    args: &ModelArgs,
     instances: Vec<Loaded>,
     known: &[(PathBuf, DeviceProfile)],
     again: bool,
@@ -246,11 +253,12 @@ fn predicted(
         let fingerprint = &loaded.device().info().fingerprint;
         let cost = match known.iter().find(|(_, profile)| profile.fingerprint == *fingerprint) {
             Some((_, profile)) => loaded.predicted_by(profile.clone()),
-            None => CostModel::Coefficients(calibrated(model, args, &loaded, again)?),
+            None => CostModel::Coefficients(calibrated(model, &loaded, again)?),
         };
         let (info, kv_tokens) = (loaded.device().info(), loaded.kv_capacity_tokens());
-        let (prompt, step) = (cost.prefill_s(0, args.chunk).0, cost.decode_step_s(1, 1).0);
-        let prefill_tokens_per_s = f64::from(args.chunk) / prompt.max(1e-12);
+        let chunk = loaded.step_tokens_max();
+        let (prompt, step) = (cost.prefill_s(0, chunk).0, cost.decode_step_s(1, 1).0);
+        let prefill_tokens_per_s = f64::from(chunk) / prompt.max(1e-12);
         tracing::info!(device = %info.id, prefill_tokens_per_s, decode_step_s = step, kv_tokens, "predicted");
         predicted.push((loaded, cost));
     }
@@ -258,12 +266,12 @@ fn predicted(
 }
 
 /// The time of the model's own first layer on the device, measured now or cached from before.
-fn calibrated(model: &Model, args: &ModelArgs, loaded: &Loaded, again: bool) -> Result<Coefficients> {
+fn calibrated(model: &Model, loaded: &Loaded, again: bool) -> Result<Coefficients> {
     let key = calibration::Key {
         fingerprint: loaded.device().info().fingerprint.clone(),
         model: model.shape_digest.clone(),
         dtypes: format!("{} {}", model.activations, model.kv),
-        chunk: args.chunk,
+        chunk: loaded.step_tokens_max(),
     };
     let (cost, measured) = calibration::get(key, loaded, again)?;
     tracing::debug!(device = %loaded.device().info().id, measured, "calibrated");

@@ -156,6 +156,11 @@ impl Loaded {
         self.batch.kv_tokens()
     }
 
+    /// Maximum new tokens in a step.
+    pub fn step_tokens_max(&self) -> u32 {
+        self.batch.step_tokens_max
+    }
+
     /// The instance's role.
     pub fn role(&self) -> Role {
         self.role

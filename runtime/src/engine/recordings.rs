@@ -5,7 +5,8 @@ use mixfleet_hal::{ErrorKind, Graph, Queue, Result, Ticket};
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// Maximum number of recordings: a dozen batch sizes, a few lengths of the block table and ways of drawing each.
+/// Maximum number of recordings: a dozen batch sizes, a few lengths of the block table and ways of drawing
+/// each.
 const RECORDINGS_MAX: usize = 256;
 
 /// The recordings of a queue. Once there are too many, the one that was used least recently goes.

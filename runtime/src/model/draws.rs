@@ -122,8 +122,8 @@ impl DrawOutputs {
         &self.drawn
     }
 
-    /// `[rows, tops, 2]` u32, the best tokens with the f32 of their logit minus the best one, and `tops`; none if
-    /// no row wants them.
+    /// `[rows, tops, 2]` u32, the best tokens with the f32 of their logit minus the best one, and `tops`;
+    /// none if no row wants them.
     pub fn top(&self) -> Option<(&Slice, u32)> {
         self.top.as_ref().map(|top| (top, self.sizes.tops))
     }
@@ -141,8 +141,8 @@ impl DrawOutputs {
     }
 }
 
-/// Buffers for powers of two of a unit, allocated when they are first needed, since most requests need none. Their
-/// addresses stay, so that recordings stay valid.
+/// Buffers for powers of two of a unit, allocated when they are first needed, since most requests need none.
+/// Their addresses stay, so that recordings stay valid.
 #[derive(Debug)]
 struct Growing {
     unit_bytes: u64,

@@ -9,8 +9,8 @@ use std::cell::Cell;
 /// Positions that are computed at a time, at least.
 const ROWS_MIN: u32 = 1024;
 
-/// Rows of cosines and sines for every position that KV memory has room for. They are computed as positions are
-/// reached, since a context may be long and requests short.
+/// Rows of cosines and sines for every position that KV memory has room for. They are computed as positions
+/// are reached, since a context may be long and requests short.
 #[derive(Debug)]
 pub(super) struct RopeTable {
     table: Slice, // [rows, head_dim] f32

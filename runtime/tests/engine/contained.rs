@@ -3,6 +3,7 @@
 use crate::fleet::wayward::Wayward;
 use crate::fleet::{ReceivedAnswer, TestFleet, ask, greedy, prompt};
 use mixfleet_hal::memory::{Mapping, SharedMemory};
+use mixfleet_hal::sample::{Drawn, NO_TOKEN};
 use mixfleet_hal::{Device, Error, ErrorKind, Result};
 use mixfleet_runtime::env::{Env, SeededEnv};
 use mixfleet_runtime::model::Checkpoint;
@@ -164,9 +165,10 @@ fn a_device_that_draws_a_token_that_there_is_not_is_lost_and_nothing_panics() {
     let lies = Arc::new(AtomicU32::new(0));
     let count = lies.clone();
     let liar = Wayward::new("device0").reading(move |from, data| {
-        // These are the best tokens of one row.
-        if from.bytes == 4 && count.fetch_add(1, Ordering::Relaxed) == 0 {
-            data.copy_from_slice(&u32::MAX.to_le_bytes());
+        // This is the drawn token of one row.
+        let is_drawn = from.bytes == size_of::<Drawn>() as u64;
+        if is_drawn && count.fetch_add(1, Ordering::Relaxed) == 0 {
+            data[..4].copy_from_slice(&(NO_TOKEN - 1).to_le_bytes());
         }
         Ok(())
     });

@@ -11,7 +11,8 @@ use std::sync::Arc;
 
 const BLOCK_TOKENS: u32 = 8;
 
-/// Removes what costs nothing (eps, rows of a table that are not read), and sizes that a recorded decode step rounds up.
+/// Removes what costs nothing (eps, rows of a table that are not read), and sizes that a recorded decode step
+/// rounds up.
 fn key(sig: OpSig) -> OpSig {
     match sig {
         OpSig::RmsNorm { rows, cols, x, weight, out, .. } => {

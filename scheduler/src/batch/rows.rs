@@ -1,6 +1,6 @@
 //! The number of prompt rows in a step: as many as its size allows, and beside decodes no more than their TBT
-//! objectives allow. Without an objective, a step with prompts may take twice as long as one without: decodes read
-//! the weights anyway, and up to there computing takes no longer than that.
+//! objectives allow. Without an objective, a step with prompts may take twice as long as one without: decodes
+//! read the weights anyway, and up to there computing takes no longer than that.
 
 use super::{BatchLimits, Place, Sequence};
 use crate::cost::{Corrections, CostModel, Prefill};
@@ -163,9 +163,9 @@ fn limit(tbt_slo: Option<Seconds>, alone: Seconds) -> (Seconds, u32) {
     }
 }
 
-/// Estimate of the prompt rows beside `sequences` decodes with `kv_tokens` tokens of context in steps limited by
-/// `tbt_slo`, if they have one: about what [`PromptRows`] gives, from two calls of the cost model. `row_s` is the time of a
-/// row in a full step.
+/// Estimate of the prompt rows beside `sequences` decodes with `kv_tokens` tokens of context in steps limited
+/// by `tbt_slo`, if they have one: about what [`PromptRows`] gives, from two calls of the cost model. `row_s`
+/// is the time of a row in a full step.
 pub(crate) fn rows_beside(
     (cost, corrections): (&CostModel, Corrections),
     (step_tokens_max, row_s): (u32, Seconds),

@@ -69,8 +69,8 @@ impl ModelShape {
         2 * u64::from(self.layers()) * elements * self.kv.size_bytes()
     }
 
-    /// Bytes that the activations of a step of up to `tokens` tokens and `sequences` sequences take, as the runtime
-    /// lays them out (a test there compares it).
+    /// Bytes that the activations of a step of up to `tokens` tokens and `sequences` sequences take, as the
+    /// runtime lays them out (a test there compares it).
     pub fn activation_bytes(&self, tokens: u32, sequences: u32) -> u64 {
         let n = u64::from;
         let (q_cols, kv_cols) = (n(self.heads) * n(self.head_dim), n(self.kv_heads) * n(self.head_dim));

@@ -65,8 +65,8 @@ fn tokens(prefill: &str, decode: &str) -> Result<Vec<u32>> {
             model: None,
             activations: Some(DType::F32),
             kv_dtype: Some(DType::F32),
-            kv_memory: 0.02,
-            chunk: 64,
+            kv_memory: Some(0.02),
+            chunk: Some(64),
         };
         let model = Model::load(&args, &env)?;
         let vocab = model.checkpoint.config.vocab;

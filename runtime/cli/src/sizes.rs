@@ -1,0 +1,102 @@
+//! The sizes that an instance gets, which follow from its device and its model unless they are given.
+
+use crate::model::Model;
+use anyhow::{Result, bail};
+use mixfleet_hal::catalog::part_of_driver;
+use mixfleet_hal::units::{Bytes, GB, GIB};
+use mixfleet_hal::{DType, Device, DeviceInfo, DeviceKind};
+use mixfleet_scheduler::sizing::{DeviceRoom, GivenSizes, InstanceSize, size};
+
+/// KV memory where a device cannot tell what is free.
+const KV_UNKNOWN: Bytes = Bytes(GIB as f64);
+/// A device with less than this share of what its catalog entry says is worth a warning.
+const SHARE_MIN: f64 = 0.9;
+
+/// The size of an instance of `model` on `device`, on which its weights are already; `host_devices` is the
+/// number of devices of this process whose memory is the host's. Says what was chosen and why.
+///
+/// # Errors
+/// When nothing is left for KV.
+pub(crate) fn of(
+    model: &Model,
+    device: &dyn Device,
+    given: GivenSizes,
+    host_devices: usize,
+) -> Result<InstanceSize> {
+    let info = device.info();
+    let config = &model.checkpoint.config;
+    let is_host = info.kind == DeviceKind::Cpu;
+    let sharing = if is_host { host_devices.max(1) as f64 } else { 1.0 };
+    let free = device.memory_free().map(|free| Bytes(free.0 / sharing));
+    let shape = config.cost_shape(model.activations, model.kv, device.limits().kv_page_tokens);
+    let room = DeviceRoom {
+        free: free.unwrap_or(Bytes::ZERO),
+        total: info.memory,
+        is_host,
+        ridge: ridge(info, shape.weight),
+    };
+    let unknown = free.is_none().then_some(KV_UNKNOWN);
+    let size = size(&shape, config.context_max, &room, GivenSizes { kv: given.kv.or(unknown), ..given });
+    if size.kv.0 < (shape.kv_bytes_per_token() * u64::from(shape.page_tokens)) as f64 {
+        let [free, total, steps] = [room.free, room.total, size.activations].map(|bytes| bytes.0 / GB);
+        bail!(
+            "{}: no memory is left for KV: {free:.2} GB of {total:.2} GB are free, a tenth stays free, and steps of {} \
+             tokens and {} sequences take {steps:.2} GB; lower --chunk or --sequences, use narrower dtypes or a larger \
+             device, or set --kv-memory",
+            info.id,
+            size.step_tokens_max,
+            size.sequences_max
+        );
+    }
+    if given.kv.is_none() || given.step_tokens_max.is_none() || given.sequences_max.is_none() {
+        say(info, &room, unknown.is_some(), &size);
+    }
+    warn_of_less(info);
+    Ok(size)
+}
+
+/// The FLOP per byte at which arithmetic in `dtype` and bandwidth are even, by the catalog.
+fn ridge(info: &DeviceInfo, dtype: DType) -> Option<f64> {
+    let part = part_of_driver(&info.name)?;
+    Some(part.rates.of(dtype)?.0 / part.bandwidth().0)
+}
+
+/// Logs the sizes with their reasons, in one line.
+fn say(info: &DeviceInfo, room: &DeviceRoom, is_unknown: bool, size: &InstanceSize) {
+    let gib = |bytes: Bytes| bytes.0 / GIB as f64;
+    let kv_from = match (is_unknown, room.is_host) {
+        (true, _) => "the device does not say what is free".to_owned(),
+        (false, true) => format!("a quarter of {:.1} GiB free, or what sequences can use", gib(room.free)),
+        (false, false) => format!(
+            "of {:.1} GiB free, less {:.1} for steps and a tenth of {:.1}, or what sequences can use",
+            gib(room.free),
+            gib(size.activations),
+            gib(room.total)
+        ),
+    };
+    let step_from = room.ridge.map(|ridge| format!("ridge of {ridge:.0} FLOP/B"));
+    tracing::info!(
+        device = %info.id,
+        kv_gib = (gib(size.kv) * 10.0).round() / 10.0,
+        kv_from,
+        chunk = size.step_tokens_max,
+        chunk_from = step_from.as_deref().unwrap_or("the part is not in the catalog"),
+        sequences = size.sequences_max,
+        "sized; --kv-memory, --chunk and --sequences change it"
+    );
+}
+
+/// Warns of a device that has less than its catalog entry, on which predictions from the entry are wrong.
+fn warn_of_less(info: &DeviceInfo) {
+    let Some(part) = part_of_driver(&info.name) else { return };
+    let (has, usual) = (info.memory.0 / GB, part.memory.size_gb);
+    if info.name.contains(" MIG ") || has < SHARE_MIN * usual {
+        tracing::warn!(
+            device = %info.id,
+            memory_gb = has,
+            catalog_gb = usual,
+            "the device is less than the catalog's {}: a MIG slice, or memory that is reserved",
+            part.id
+        );
+    }
+}
