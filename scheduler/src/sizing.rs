@@ -106,7 +106,7 @@ mod tests {
     use crate::models;
     use mixfleet_hal::DType;
     use mixfleet_hal::catalog::part;
-    use mixfleet_hal::units::GIB;
+    use mixfleet_hal::units::{GIB, MIB};
 
     const CONTEXT: u32 = 131_072;
 
@@ -114,10 +114,10 @@ mod tests {
         models::find("llama-3.1-8b").unwrap().shape(DType::Bf16)
     }
 
-    /// A part with `memory_gib` of memory, and weights of 16.06 GB in it.
-    fn room(id: &str, memory_gib: f64) -> DeviceRoom {
+    /// A part whose driver reports `mib` of memory, of which a context takes 0.6 GB and the weights 16.06 GB.
+    fn room(id: &str, mib: f64) -> DeviceRoom {
         let part = part(id).unwrap();
-        let total = memory_gib * GIB as f64;
+        let total = mib * MIB as f64;
         let ridge = part.rates.bf16.unwrap() * 1e12 / part.bandwidth().0;
         DeviceRoom {
             free: Bytes(total - 0.6e9 - 16.06e9),
@@ -125,5 +125,52 @@ mod tests {
             is_host: false,
             ridge: Some(ridge),
         }
+    }
+
+    /// GiB of KV, tokens of a step, and sequences.
+    fn sized(room: &DeviceRoom, given: GivenSizes) -> (f64, u32, u32) {
+        let size = size(&llama_8b(), CONTEXT, room, given);
+        ((size.kv.0 / GIB as f64 * 10.0).round() / 10.0, size.step_tokens_max, size.sequences_max)
+    }
+
+    #[test]
+    fn an_8b_model_in_bf16_fits_cards_from_24_gb_and_gets_what_they_have() {
+        let of = |id, mib| sized(&room(id, mib), GivenSizes::default());
+        let all = [
+            ("RTX-4090", 24_564.0),
+            ("L40S", 46_068.0),
+            ("H100-SXM-80GB", 81_559.0),
+            ("H200-SXM-141GB", 143_771.0),
+        ];
+        let sizes = all.map(|(id, mib)| of(id, mib));
+        assert_eq!(sizes, [(5.8, 1024, 40), (24.3, 4096, 192), (55.8, 2048, 256), (110.5, 2048, 256)]);
+    }
+
+    #[test]
+    fn what_is_given_is_kept_and_the_rest_follows_from_it() {
+        let h100 = room("H100-SXM-80GB", 81_559.0);
+        let given = GivenSizes { kv: Some(Bytes(8e9)), step_tokens_max: Some(300), sequences_max: Some(17) };
+        assert_eq!(sized(&h100, given), (7.5, 300, 17));
+        assert_eq!(sized(&h100, GivenSizes { kv: given.kv, ..GivenSizes::default() }), (7.5, 2048, 56));
+    }
+
+    #[test]
+    fn a_device_that_is_full_has_no_kv_and_a_small_model_no_more_than_it_can_use() {
+        let full = DeviceRoom { free: Bytes(1e9), ..room("RTX-4090", 24_564.0) };
+        assert_eq!(sized(&full, GivenSizes::default()), (0.0, 1024, SEQUENCES_MIN));
+        let size = size(&llama_8b(), 100, &room("H100-SXM-80GB", 81_559.0), GivenSizes::default());
+        assert_eq!(
+            size.kv.0,
+            4.0 * 256.0 * 100.0 * 131_072.0,
+            "four contexts a sequence, of 128 KiB a token"
+        );
+    }
+
+    #[test]
+    fn the_host_lends_a_quarter_of_what_is_free() {
+        let total = Bytes(64e9);
+        let host = DeviceRoom { free: Bytes(32e9), total, is_host: true, ridge: None };
+        let size = size(&llama_8b(), CONTEXT, &host, GivenSizes::default());
+        assert_eq!((size.kv.0, size.step_tokens_max, size.sequences_max), (8e9, CHUNK_MIN, 56));
     }
 }

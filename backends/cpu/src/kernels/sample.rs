@@ -192,6 +192,7 @@ impl Weights {
             let [c1, c2, c3, c4, c5, c6] = EXP2;
             let power = (((((c6 * rest + c5) * rest + c4) * rest + c3) * rest + c2) * rest + c1) * rest + 1.0;
             // SAFETY: `max` gives -41 for NaN too, and no exponent is above 0.
+            #[expect(clippy::manual_clamp, reason = "NaN must become a number")]
             let n: i32 = unsafe { whole.max(EXPONENT_MIN).min(0.0).to_int_unchecked() };
             let scale = f64::from_bits(u64::from((n + 1063).cast_unsigned()) << 52);
             let exact = (f64::from(power) * scale).trunc();
