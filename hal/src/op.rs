@@ -260,10 +260,11 @@ pub enum OpSig {
     /// Draws a token of each row of logits, by [`sample`](crate::sample). `logits [rows, cols]` f32, which
     /// penalties change in place, `parameters [rows, 8]` u32; with `history`: `history_start [rows + 1]` u32,
     /// `history [history, 2]` u32, an id that is no other entry's of the row, and the f32 that lowers its
-    /// logit, in whose place the logit before penalties is left; `out [rows, 4]` u32; with `tops`: `top [rows, tops, 2]` u32, the best tokens of a row that
-    /// wants log-probabilities, best first, and the f32 of their logit minus the best one. Entries that
-    /// nothing fills are [`NO_TOKEN`](crate::sample::NO_TOKEN) and -infinity; an id of the history that has
-    /// no logit is passed over.
+    /// logit, in whose place the logit before penalties is left; `out [rows, 4]` u32; with `tops`: `top
+    /// [rows, tops, 2]` u32, the best tokens of a row that wants log-probabilities, best first, and the f32
+    /// of their logit minus the best one. Entries that nothing fills are
+    /// [`NO_TOKEN`](crate::sample::NO_TOKEN) and -infinity; an id of the history that has no logit is passed
+    /// over.
     Sample {
         /// Number of rows.
         rows: u32,

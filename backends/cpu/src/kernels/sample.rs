@@ -503,8 +503,8 @@ fn collect_run(
 ) -> u64 {
     let total = weights.sum(row, sums);
     let target = part(total, top_p).max(1);
-    // Tokens that weigh less weigh less than the rest together, so that the run ends before them. The exact sum
-    // decides, whatever rounding does to the logit.
+    // Tokens that weigh less weigh less than the rest together, so that the run ends before them. The exact
+    // sum decides, whatever rounding does to the logit.
     let lightest = (total - target) as f64 / row.cols as f64;
     let least = f64::from(weights.best) + (lightest / (2 * ONE) as f64).log2() / f64::from(weights.scale);
     collect(row, mixfleet_hal::cast::to_f32(least), tokens);
