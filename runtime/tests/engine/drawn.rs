@@ -78,15 +78,15 @@ fn on_device(
 /// How far a draw is from the next boundary: of a token, or of what a filter keeps.
 fn margin(logits: &[f32], sampling: &Sampling, history: History<'_>) -> f64 {
     let mut logits: Vec<f64> = logits.iter().map(|&logit| f64::from(logit)).collect();
-    for id in 0..logits.len() {
+    for (id, logit) in logits.iter_mut().enumerate() {
         let count = history.output.iter().filter(|&&token| token as usize == id).count();
         let repetition = f64::from(sampling.repetition_penalty);
         if count > 0 || history.prompt.contains(&(id as u32)) {
-            logits[id] = if logits[id] > 0.0 { logits[id] / repetition } else { logits[id] * repetition };
+            *logit = if *logit > 0.0 { *logit / repetition } else { *logit * repetition };
         }
         if count > 0 {
             let (presence, frequency) = (sampling.presence_penalty, sampling.frequency_penalty);
-            logits[id] -= f64::from(presence + frequency * count as f32);
+            *logit -= f64::from(presence + frequency * count as f32);
         }
     }
     let best = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);

@@ -85,14 +85,14 @@ struct Programs {
 
 impl Programs {
     fn library(&mut self, program: &KernelProgram, kernel: &'static str) -> Result<&Library> {
-        let key = (program.clone(), kernel);
+        let key = (*program, kernel);
         if !self.loaded.contains_key(&key) {
             let source = format!("{}\nEMULATE({kernel})\n", program.source(SHIM));
             let path = compile(&self.directory, &source)?;
             // SAFETY: the library is what was just compiled; it has no initialisers.
             let library =
                 unsafe { Library::new(&path) }.map_err(|e| Error::new(ErrorKind::Other, e.to_string()))?;
-            self.loaded.insert(key.clone(), library);
+            self.loaded.insert(key, library);
         }
         Ok(&self.loaded[&key])
     }
