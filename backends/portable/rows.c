@@ -1,4 +1,4 @@
-// rms_norm and argmax, one group per row; X, WEIGHT, OUT, and VEC, which divides rows.
+// rms_norm, one group per row; X, WEIGHT, OUT, and VEC, which divides rows.
 
 KERNEL(GROUP) rms_norm(READS(X, x), READS(WEIGHT, weight), WRITES(OUT, out), uint rows, uint cols, float eps) {
     LOCAL float scratch[GROUP];
@@ -18,39 +18,4 @@ KERNEL(GROUP) rms_norm(READS(X, x), READS(WEIGHT, weight), WRITES(OUT, out), uin
         for (uint j = 0; j < VEC; ++j) v[j] = v[j] * scale * w[j];
         STORE_VEC(OUT, out, row + i, v);
     }
-}
-
-#define NONE 0xFFFFFFFFu
-
-// Whether (v, i) beats (best, at): NaN never, a tie only from a lower index, anything the first time.
-#define BEATS(v, i, best, at) ((v) > (best) || ((v) == (best) && (i) < (at)))
-
-KERNEL(GROUP) argmax(READS(f32, x), WRITES(u32, out), uint rows, uint cols) {
-    LOCAL float values[GROUP];
-    LOCAL uint indices[GROUP];
-    START(x);
-    START(out);
-    const uint lid = THREAD;
-    const ulong row = (ulong)GROUP_X * cols;
-    float best = -INFINITY, v[VEC];
-    uint winner = NONE;
-    for (uint i = lid * VEC; i < cols; i += GROUP * VEC) {
-        LOAD_VEC(f32, x, row + i, v);
-        for (uint j = 0; j < VEC; ++j) {
-            if (BEATS(v[j], i + j, best, winner)) {
-                best = v[j];
-                winner = i + j;
-            }
-        }
-    }
-    values[lid] = best;
-    indices[lid] = winner;
-    for (uint half_group = GROUP / 2; half_group > 0; half_group /= 2) {
-        BARRIER();
-        if (lid < half_group && BEATS(values[lid + half_group], indices[lid + half_group], values[lid], indices[lid])) {
-            values[lid] = values[lid + half_group];
-            indices[lid] = indices[lid + half_group];
-        }
-    }
-    if (lid == 0) out[GROUP_X] = indices[0] == NONE ? 0 : indices[0];
 }

@@ -249,30 +249,24 @@ pub enum OpSig {
         /// Dtype of all three.
         x: DType,
     },
-    /// Finds the index of the largest element of each row; ties go to the lowest index, and NaN never wins.
-    /// `x [rows, cols]` f32, `out [rows]` u32.
-    Argmax {
-        /// Number of rows.
-        rows: u32,
-        /// Row length.
-        cols: u32,
-    },
     /// Draws a token of each row of logits, by [`sample`](crate::sample). `logits [rows, cols]` f32, which
     /// penalties change in place, `parameters [rows, 8]` u32; with `history`: `history_start [rows + 1]` u32,
-    /// `history [history, 2]` u32, an id that is no other entry's of the row, and the f32 that lowers its
+    /// `history [history, 2]` u32, an id that no other entry of the row has, and the f32 that lowers its
     /// logit, in whose place the logit before penalties is left; `out [rows, 4]` u32; with `tops`: `top
     /// [rows, tops, 2]` u32, the best tokens of a row that wants log-probabilities, best first, and the f32
-    /// of their logit minus the best one. Entries that nothing fills are
-    /// [`NO_TOKEN`](crate::sample::NO_TOKEN) and -infinity; an id of the history that has no logit is passed
-    /// over.
+    /// of their logit minus the best one, or [`NO_TOKEN`](crate::sample::NO_TOKEN) and -infinity. An id of
+    /// the history that has no logit is passed over.
+    #[serde(alias = "argmax")] // which older profiles measured: a greedy draw
     Sample {
         /// Number of rows.
         rows: u32,
         /// Row length: the vocabulary.
         cols: u32,
         /// Entries that the history has room for; rows use any part of it.
+        #[serde(default)]
         history: u32,
         /// Number of best tokens to list.
+        #[serde(default)]
         tops: u32,
     },
     /// Copies `from [bytes]` to `to [bytes]`, which must not overlap; sizes are counted in `U32` elements.
@@ -329,7 +323,6 @@ impl OpSig {
             OpSig::AttnMerge { .. } => "attn_merge",
             OpSig::SiluMul { .. } => "silu_mul",
             OpSig::Add { .. } => "add",
-            OpSig::Argmax { .. } => "argmax",
             OpSig::Sample { .. } => "sample",
             OpSig::Copy { .. } => "copy",
             OpSig::Fill { .. } => "fill",
@@ -422,10 +415,6 @@ impl OpSig {
                 exactly("b", Read, x, elements),
                 exactly("out", Write, x, elements),
             ],
-            OpSig::Argmax { rows, cols } => vec![
-                exactly("x", Read, F32, product(&[rows, cols])),
-                exactly("out", Write, U32, u64::from(rows)),
-            ],
             OpSig::Sample { rows, cols, history, tops } => {
                 let mut operands = vec![
                     exactly("logits", ReadWrite, F32, product(&[rows, cols])),
@@ -492,7 +481,6 @@ impl OpSig {
             OpSig::Add { elements, .. } => elements as f64,
             OpSig::Embed { .. }
             | OpSig::KvWrite { .. }
-            | OpSig::Argmax { .. }
             | OpSig::Sample { .. }
             | OpSig::Copy { .. }
             | OpSig::Fill { .. }

@@ -347,6 +347,14 @@ mod tests {
     }
 
     #[test]
+    fn a_point_of_the_operation_that_sample_replaced_is_a_greedy_draw() {
+        let text = r#"{"sig":{"op":"argmax","rows":8,"cols":32000},"time":1e-5}"#;
+        let point: Point = serde_json::from_str(text).unwrap();
+        assert_eq!(point.sig, OpSig::Sample { rows: 8, cols: 32_000, history: 0, tops: 0 });
+        assert!(serde_json::to_string(&point).unwrap().contains(r#""op":"sample""#));
+    }
+
+    #[test]
     fn an_older_document_is_still_read() {
         let text = r#"{"schema":"mixfleet.device-profile/1","fingerprint":"f","compute":[["f32",1e9]],
             "bandwidth":1e9,"memory":1e9,"launch":1e-6,"points":[]}"#;

@@ -8,9 +8,10 @@
 //! 1. Where log-probabilities are wanted: the sum of `weight(logit - best logit, LOG2_E)`, and the best
 //!    tokens.
 //! 2. Penalties: each token of the row's history has its logit multiplied by the repetition penalty (by its
-//!    inverse if the logit is above 0), and then lowered by what the entry says.
+//!    inverse if the logit is above 0), and then lowered by what the entry says; the logit as it was is left
+//!    in the entry.
 //! 3. A logit that is NaN or +infinity ends the row, with that token (the lowest such one) and NaN; so does a
-//!    row that is all -infinity, with [`NO_TOKEN`] and -infinity.
+//!    row that is all -infinity, with [`NO_TOKEN`] and -infinity. Such a row lists no best tokens.
 //! 4. A scale of 0 takes the best token: the largest logit, the lowest id on a tie.
 //! 5. The first `top_k` tokens in that order are kept; of these the shortest run whose sum is at least
 //!    [`part`]`(sum, top_p)`, and at least one; of these the tokens that weigh at least `min_p` of the best.
@@ -18,6 +19,7 @@
 //!    uniform)`.
 //!
 //! Every step of the f32 arithmetic is rounded on its own: a backend must not contract a product and a sum.
+//! Both zeros are equal, and the distance of equal logits is +0. Subnormal numbers may count as 0.
 
 use crate::cast::{to_u32, to_u64};
 use bytemuck::{Pod, Zeroable};

@@ -94,7 +94,7 @@ fn elementwise(sig: &OpSig, before: &[Vec<f64>], want: f64, i: usize) -> f64 {
         // one rounding in f32, and one to a narrower output
         OpSig::Add { x: DType::F32, .. } => rounded(DType::F32, want, 0.0),
         OpSig::Add { x, .. } => rounded(x, want, U * want.abs()),
-        OpSig::Argmax { .. } | OpSig::Sample { .. } | OpSig::Copy { .. } | OpSig::Fill { .. } => 0.0,
+        OpSig::Sample { .. } | OpSig::Copy { .. } | OpSig::Fill { .. } => 0.0,
         OpSig::Gemm { .. }
         | OpSig::AttnPrefill { .. }
         | OpSig::AttnDecode { .. }

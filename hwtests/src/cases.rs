@@ -181,12 +181,9 @@ impl Builder {
             self.even(OpSig::Rope { tokens: 17, heads: 3, head_dim: 6, x });
         }
         for &n in self.sweep() {
-            self.even(OpSig::Argmax { rows: 3, cols: n });
-            self.even(OpSig::Argmax { rows: n, cols: 130 });
             self.even(OpSig::Copy { bytes: u64::from(n) * 4 });
             self.even(OpSig::Fill { bytes: u64::from(n) * 4, word: 0xDEAD_BEEF });
         }
-        self.even(OpSig::Argmax { rows: 4, cols: 32_003 });
         self.draws();
         self.even(OpSig::Copy { bytes: 100_004 });
         self.even(OpSig::Fill { bytes: 100_004, word: 0 });

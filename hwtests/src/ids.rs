@@ -70,7 +70,6 @@ pub(crate) fn of(case: &Case) -> String {
         }
         OpSig::AttnMerge { parts, rows, head_dim, out } => format!("{out}.parts{parts}.r{rows}.d{head_dim}"),
         OpSig::SiluMul { elements, x } | OpSig::Add { elements, x } => format!("{x}.n{elements}"),
-        OpSig::Argmax { rows, cols } => format!("r{rows}.c{cols}"),
         OpSig::Sample { rows, cols, history, tops } => {
             let history = if history > 0 { format!(".history{history}") } else { String::new() };
             let tops = if tops > 0 { format!(".top{tops}") } else { String::new() };

@@ -75,7 +75,6 @@ fn floats(case: &Case, operand: &Operand, n: usize, stream: &mut Stream) -> Vec<
             }
         }
         (OpSig::Sample { cols, .. }, _) => draws::logits(&mut values, *cols as usize, case.seed, stream),
-        (OpSig::Argmax { cols, .. }, _) => argmax_rows(&mut values, *cols as usize, stream),
         (OpSig::AttnMerge { rows, .. }, "stat") => merge_stats(&mut values, *rows as usize),
         (OpSig::AttnMerge { parts, rows, head_dim, .. }, "acc") => {
             let (rows, dim) = (*rows as usize, *head_dim as usize);
@@ -86,24 +85,6 @@ fn floats(case: &Case, operand: &Operand, n: usize, stream: &mut Stream) -> Vec<
         _ => {}
     }
     values
-}
-
-/// Returns ties across the row, a NaN, and a row of -inf.
-fn argmax_rows(values: &mut [f64], cols: usize, stream: &mut Stream) {
-    for (r, row) in values.chunks_mut(cols).enumerate() {
-        let mut at = |row: &mut [f64], value| row[to_usize(stream.below(cols as u64))] = value;
-        match r % 3 {
-            0 => (0..3).for_each(|_| at(row, 9.0)),
-            1 if cols > 1 => {
-                row[0] = f64::NAN;
-                row[cols - 1] = f64::NAN;
-                if cols == 2 {
-                    row[1] = -7.0;
-                }
-            }
-            _ => row.fill(f64::NEG_INFINITY),
-        }
-    }
 }
 
 /// Whether a part is empty: all parts of row 1, and every third one of the others except the first.

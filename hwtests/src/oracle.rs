@@ -125,13 +125,6 @@ pub fn run(sig: &OpSig, operands: &mut [Vec<f64>]) -> Result<(), String> {
                 out[i] = a[i] + b[i];
             }
         }
-        (OpSig::Argmax { cols, .. }, [x, out]) => {
-            for (x, out) in x.chunks(cols as usize).zip(out) {
-                let numbers = x.iter().enumerate().filter(|(_, v)| !v.is_nan());
-                let best = numbers.reduce(|best, next| if next.1 > best.1 { next } else { best });
-                *out = best.map_or(0.0, |(i, _)| i as f64);
-            }
-        }
         (OpSig::Sample { .. }, operands) => draws::run(sig, operands)?,
         (OpSig::Copy { .. }, [from, to]) => to.clone_from(from),
         (OpSig::Fill { word, .. }, [to]) => to.fill(f64::from(word)),

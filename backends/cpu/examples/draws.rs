@@ -104,7 +104,7 @@ impl Bench {
         let seconds = self.best(&batch)? - restoring;
         let threads = f64::from(self.device.info().compute_units);
         println!(
-            "{what}: {:.0} us, {:.1} us a row and thread, {:.2} ns a logit and thread; a copy of the logits {:.0} us",
+            "{what}: {:.0} us, by thread {:.1} us a row, {:.2} ns a logit; a copy of the logits {:.0} us",
             seconds * 1e6,
             seconds * threads / f64::from(rows) * 1e6,
             seconds * threads / f64::from(rows) / f64::from(cols) * 1e9,

@@ -136,8 +136,7 @@ fn note(buffers: &mut Vec<(Arc<dyn Buffer>, bool)>, slice: &Slice, write: bool) 
 /// `Unsupported` for integers in place of floats, `Invalid` for a zero dimension where none is allowed.
 pub(crate) fn check_sig(sig: &OpSig) -> Result<()> {
     sig.check().map_err(Error::invalid)?;
-    let counted =
-        matches!(sig, OpSig::Argmax { .. } | OpSig::Sample { .. } | OpSig::Copy { .. } | OpSig::Fill { .. });
+    let counted = matches!(sig, OpSig::Sample { .. } | OpSig::Copy { .. } | OpSig::Fill { .. });
     let is_index = |name| matches!(name, "ids" | "slots" | "query_start" | "context" | "pages" | "range");
     for operand in sig.operands() {
         let stored = matches!(operand.dtype, DType::F32 | DType::Bf16 | DType::F16);

@@ -147,7 +147,7 @@ fn the_backend_conforms() {
             "order",
             "index_out_of_range",
             "partition_by_tokens",
-            "argmax",
+            "sample",
             "copy",
             "fill",
         ];

@@ -96,7 +96,7 @@ fn others() -> Vec<OpSig> {
     use DType::{Bf16, F16, F32};
     let (tokens, page_tokens, kv_heads) = (64, KV_PAGE_TOKENS, 8);
     let (rows, cols) = (8, 128_256);
-    let mut sigs = vec![OpSig::Argmax { rows, cols }, OpSig::Sample { rows, cols, history: 64, tops: 20 }];
+    let mut sigs = vec![OpSig::Sample { rows, cols, history: 64, tops: 20 }];
     for x in [Bf16, F16] {
         let eps = Scalar(1e-5);
         sigs.extend([

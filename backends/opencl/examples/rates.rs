@@ -101,7 +101,7 @@ fn main() -> Result<()> {
         };
         measure(device, &format!("attn_decode of 8 x {tokens}"), sig)?;
     }
-    measure(device, "argmax 1 x 128256", OpSig::Argmax { rows: 1, cols: 128_256 })?;
+    measure(device, "sample 1 x 128256", OpSig::Sample { rows: 1, cols: 128_256, history: 0, tops: 0 })?;
     measure(device, "add 2048", OpSig::Add { elements: 2048, x: F32 })?;
     measure(device, "copy 256 MB", OpSig::Copy { bytes: 256_000_000 })
 }

@@ -172,10 +172,6 @@ pub(crate) fn plan(cmd: &Cmd, tuning: KernelTuning) -> Option<Work> {
             args.extend([Arg::U32(rows), Arg::U32(cols), Arg::F32(eps.0)]);
             rows_launch("rms_norm", (x, weight, out), (rows, cols), args, tuning)
         }
-        OpSig::Argmax { rows, cols } => {
-            args.extend([Arg::U32(rows), Arg::U32(cols)]);
-            rows_launch("argmax", (DType::F32, DType::F32, DType::F32), (rows, cols), args, tuning)
-        }
         OpSig::KvWrite { tokens, x: other, kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv } }
         | OpSig::KvGather {
             tokens,

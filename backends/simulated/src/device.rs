@@ -83,7 +83,6 @@ impl SimulatedPart {
         let floats = operands.iter().all(|operand| {
             let index = ["ids", "slots", "pages", "range", "query_start", "context", "from", "to"];
             let integers = match sig {
-                OpSig::Argmax { .. } => operand.name == "out",
                 OpSig::Sample { .. } => operand.name != "logits",
                 _ => index.contains(&operand.name),
             };

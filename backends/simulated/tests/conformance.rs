@@ -42,6 +42,6 @@ fn support_follows_the_profile_and_the_shape() {
     assert_eq!(device.support(&attention(4, 16)), Support::Native);
     assert_eq!(device.support(&attention(3, 16)), Support::No);
     assert_eq!(device.support(&attention(4, 1)), Support::No);
-    assert_eq!(device.support(&OpSig::Argmax { rows: 2, cols: 5 }), Support::Native);
+    assert_eq!(device.support(&OpSig::Sample { rows: 2, cols: 5, history: 0, tops: 0 }), Support::Native);
     assert_eq!(device.support(&OpSig::Copy { bytes: 8 }), Support::Native);
 }

@@ -207,14 +207,6 @@ impl Planner {
             (OpSig::Rope { .. }, [x, cos_sin]) => self.rope(sig, x, cos_sin)?,
             (OpSig::Embed { .. }, [ids, table, out]) => self.embed(sig, ids, table, out)?,
             (OpSig::RmsNorm { .. }, [x, weight, out]) => self.rms_norm(sig, x, weight, out)?,
-            (OpSig::Argmax { rows, cols }, [x, out]) => {
-                let kernel = Kernel::new(File::Rows, "argmax", ROW_GROUP);
-                for (first, count) in self.runs(sig, rows.into(), u64::from(cols) * 4)? {
-                    let x = x.part(first * u64::from(cols), count * u64::from(cols));
-                    let shape = [to_u32(count), cols, 0];
-                    self.dispatch(&kernel, &[&x], &[&out.part(first, count)], &shape, count);
-                }
-            }
             (OpSig::AttnMerge { parts, rows, head_dim, .. }, [acc, stat, out]) => {
                 self.merge(sig, (parts, rows, head_dim), [acc, stat], out, None)?;
             }

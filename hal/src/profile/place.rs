@@ -73,7 +73,7 @@ pub(super) fn coordinates(sig: &OpSig) -> [f64; DIMENSIONS] {
             n(head_dim),
         ],
         OpSig::Embed { tokens, hidden, .. } => [n(tokens), n(hidden), 0.0, 0.0, 0.0],
-        OpSig::RmsNorm { rows, cols, .. } | OpSig::Argmax { rows, cols } => [n(rows), n(cols), 0.0, 0.0, 0.0],
+        OpSig::RmsNorm { rows, cols, .. } => [n(rows), n(cols), 0.0, 0.0, 0.0],
         OpSig::Sample { rows, cols, history, tops } => [n(rows), n(cols), n(history), n(tops), 0.0],
         OpSig::Rope { tokens, heads, head_dim, .. } => [n(tokens), n(heads), n(head_dim), 0.0, 0.0],
         OpSig::KvWrite { tokens, kv: KvShape { kv_heads, head_dim, .. }, .. }

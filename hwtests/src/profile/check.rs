@@ -104,7 +104,6 @@ fn shrunk(sig: &OpSig) -> OpSig {
         }
         OpSig::SiluMul { elements, x } => OpSig::SiluMul { elements: elements.min(1009), x },
         OpSig::Add { elements, x } => OpSig::Add { elements: elements.min(1009), x },
-        OpSig::Argmax { rows, cols } => OpSig::Argmax { rows: rows.min(4), cols: cols.min(1009) },
         OpSig::Sample { rows, cols, history, tops } => OpSig::Sample {
             rows: rows.min(17),
             cols: cols.min(1009),

@@ -337,7 +337,6 @@ mod tests {
             "embed.bf16.t5.v100.h64",
             "rope.bf16.t3.heads2.d16",
             "rms_norm.bf16.t3.h64",
-            "argmax.f32.t2.v33",
             "sample.f32.t3.v130",
             "attn_merge.bf16.p2.t4.d16",
             "silu_mul.bf16.e64",

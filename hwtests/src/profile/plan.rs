@@ -206,7 +206,6 @@ impl Plan {
             self.op(OpSig::KvWrite { tokens, x, kv: KvShape { kv_heads, head_dim, page_tokens, dtype: x } });
             // a step has as many rows of logits and of merges as sequences
             if tokens <= 64 {
-                self.op(OpSig::Argmax { rows: tokens, cols: vocab });
                 self.op(OpSig::Sample { rows: tokens, cols: vocab, history: 0, tops: 0 });
                 self.op(OpSig::AttnMerge { parts: 1, rows: tokens * heads, head_dim, out: x });
             }

@@ -257,7 +257,6 @@ fn op_id(sig: &OpSig) -> String {
             format!("{name}.{out}.p{parts}.t{rows}.d{head_dim}")
         }
         OpSig::SiluMul { elements, x } | OpSig::Add { elements, x } => format!("{name}.{x}.e{elements}"),
-        OpSig::Argmax { rows, cols } => format!("{name}.f32.t{rows}.v{cols}"),
         OpSig::Sample { rows, cols, .. } => format!("{name}.f32.t{rows}.v{cols}"),
         OpSig::Copy { bytes } | OpSig::Fill { bytes, .. } => format!("{name}.u32.e{}", bytes / 4),
     }
@@ -353,7 +352,6 @@ fn small_op(kind: &str, dtype: DType, f: &mut Fields, page_tokens: u32) -> Optio
         }
         "silu_mul" => OpSig::SiluMul { elements: f.long("e")?, x: dtype },
         "add" => OpSig::Add { elements: f.long("e")?, x: dtype },
-        "argmax" => OpSig::Argmax { rows: f.take("t")?, cols: f.take("v")? },
         "sample" => OpSig::Sample { rows: f.take("t")?, cols: f.take("v")?, history: 0, tops: 0 },
         _ => return None,
     })
@@ -441,7 +439,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const NAMES: [&str; 21] = [
+    const NAMES: [&str; 20] = [
         "gemm.bf16.m512.n4096.k4096",
         "gemm.f32.m1.n2048.k5632.acc",
         "gemm.bf16.m1.n32000.k2048.logits",
@@ -454,7 +452,6 @@ mod tests {
         "embed.bf16.t8.v32000.h2048",
         "kv_gather.bf16.t16.kv8.d128",
         "silu_mul.bf16.e4096",
-        "argmax.f32.t1.v32000",
         "sample.f32.t8.v128256",
         "attn_merge.bf16.p1.t32.d64",
         "memory_read.512MiB",

@@ -4,7 +4,7 @@
 use super::convert::{load, load_part, narrow, store, store_part, widen};
 use super::simd::{Simd, Task, exp};
 use super::{Span, Worker, round_up};
-use mixfleet_hal::cast::{to_u32, to_usize};
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::{DType, Error, Result};
 use std::ops::Range;
 
@@ -198,41 +198,6 @@ impl Task for Elements {
                 store_n::<S>(dtype, out.at(dtype, i), result, n);
             }
             i += S::LANES;
-        }
-    }
-}
-
-/// Finds the index of the largest element of each row; ties go to the lowest index, and NaN never wins.
-pub(crate) struct Argmax {
-    pub(crate) x: Span,
-    pub(crate) out: Span,
-    pub(crate) rows: Range<usize>,
-    pub(crate) cols: usize,
-}
-
-impl Task for Argmax {
-    type Out = ();
-    #[inline(always)]
-    unsafe fn run<S: Simd>(self) {
-        for row in self.rows {
-            let x = self.x.at(DType::F32, row * self.cols).cast::<f32>();
-            // SAFETY: a row holds `cols` elements, `out` one per row.
-            unsafe {
-                let mut best = S::splat(f32::NEG_INFINITY);
-                let whole = self.cols - self.cols % S::LANES;
-                let mut i = 0;
-                while i < whole {
-                    // `best` comes second, so that it stays if the element is NaN
-                    best = S::max(S::load(x.add(i)), best);
-                    i += S::LANES;
-                }
-                let mut largest = S::max_lane(best);
-                for i in whole..self.cols {
-                    largest = largest.max(x.add(i).read_unaligned());
-                }
-                let index = (0..self.cols).find(|&i| x.add(i).read_unaligned() == largest).unwrap_or(0);
-                self.out.at(DType::U32, row).cast::<u32>().write_unaligned(to_u32(index));
-            }
         }
     }
 }

@@ -16,7 +16,7 @@ use crate::isa::Isa;
 use attention::decode::Decode;
 use attention::merge::Merge;
 use attention::prefill::Prefill;
-use elementwise::{Argmax, Binary, Elements, RmsNorm, Rope};
+use elementwise::{Binary, Elements, RmsNorm, Rope};
 use gemm::packed::{PackX, PanelOut};
 use gemm::rows::Rows;
 use gemm::{Operands, Shape};
@@ -129,11 +129,6 @@ pub(crate) unsafe fn run(sig: &OpSig, args: &[Span], phase: Phase, worker: &mut 
         }
         OpSig::SiluMul { elements, x } => elements_of(Binary::SiluMul, args, elements, x, worker),
         OpSig::Add { elements, x } => elements_of(Binary::Add, args, elements, x, worker),
-        OpSig::Argmax { rows, cols } => {
-            let (rows, cols) = (worker.share(rows as usize), cols as usize);
-            // SAFETY: the caller's promise.
-            unsafe { isa.run(Argmax { x: args[0], out: args[1], rows, cols }) };
-        }
         OpSig::Sample { .. } => return sample(sig, args).run(worker),
         OpSig::Copy { bytes } => {
             let range = worker.share_in(to_usize(bytes), 4096);

@@ -23,7 +23,7 @@ pub enum KernelSource {
     Kv,
     /// `attn_merge`.
     Merge,
-    /// `rms_norm`, `argmax`.
+    /// `rms_norm`.
     Rows,
     /// `sample`.
     Sample,

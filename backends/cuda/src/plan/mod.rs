@@ -219,11 +219,6 @@ fn simple(sig: &OpSig, operands: &[DeviceRange], mut args: Vec<KernelArg>) -> Re
             let vec = vector(cols.into(), operands);
             rows_launch("rms_norm", (x, weight, out), (rows, cols), vec, 512, args)
         }
-        OpSig::Argmax { rows, cols } => {
-            args.extend([KernelArg::U32(rows), KernelArg::U32(cols)]);
-            let vec = vector(cols.into(), &operands[..1]);
-            rows_launch("argmax", (DType::F32, DType::F32, DType::F32), (rows, cols), vec, 1024, args)
-        }
         OpSig::Sample { .. } => sample(sig, operands, args),
         OpSig::KvWrite { tokens, x: other, kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv } }
         | OpSig::KvGather {

@@ -49,13 +49,6 @@ pub(super) fn put(store: &mut Store, slice: &Slice, digests: &[u64]) -> Result<(
     Ok(())
 }
 
-/// Writes each row's winner to `args[1]`.
-pub(super) fn argmax(store: &mut Store, args: &[Slice], cols: u32) -> Result<()> {
-    let best: Vec<u8> = winners(store, &args[0], cols)?.into_iter().flat_map(u32::to_le_bytes).collect();
-    store.edit(&args[1], Edit::Any)?.copy_from_slice(&best);
-    Ok(())
-}
-
 /// Draws each row's winner, however it is to be drawn: its probability is 1, and no other tokens are listed.
 pub(super) fn sample(store: &mut Store, cmd: &Cmd) -> Result<()> {
     let OpSig::Sample { cols, history, tops, .. } = *cmd.sig() else { return Ok(()) };

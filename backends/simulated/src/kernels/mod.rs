@@ -37,7 +37,6 @@ pub(crate) fn run(store: &mut Store, cmd: &Cmd) -> Result<()> {
         OpSig::Rope { .. } => rows::rope(store, cmd),
         OpSig::SiluMul { x, .. } => rows::elementwise(store, Tag::SiluMul, args, x),
         OpSig::Add { x, .. } => rows::elementwise(store, Tag::Add, args, x),
-        OpSig::Argmax { cols, .. } => logits::argmax(store, args, cols),
         OpSig::Sample { .. } => logits::sample(store, cmd),
         OpSig::KvWrite { .. } => kv::write(store, cmd),
         OpSig::KvGather { .. } => kv::gather(store, cmd),

@@ -82,9 +82,9 @@ fn whatever_is_cut_every_dispatch_is_within_the_limits() {
 #[test]
 fn what_cannot_be_cut_is_unsupported() {
     let demands = Demands { binding_bytes_max: 4096, binding_align: 64 };
-    let argmax = |cols| OpSig::Argmax { rows: 100, cols };
-    assert!(Planner::supports(demands, &argmax(500)));
-    assert!(!Planner::supports(demands, &argmax(1000)));
+    let sample = |cols| OpSig::Sample { rows: 100, cols, history: 0, tops: 0 };
+    assert!(Planner::supports(demands, &sample(500)));
+    assert!(!Planner::supports(demands, &sample(1000)));
     let merge = |parts| OpSig::AttnMerge { parts, rows: 4, head_dim: 16, out: DType::F32 };
     assert!(Planner::supports(demands, &merge(10)) && !Planner::supports(demands, &merge(20)));
 }

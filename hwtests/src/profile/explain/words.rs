@@ -60,13 +60,6 @@ pub(super) const OPERATIONS: &[Metric] = &[
         "10 to 200 us for 32 rows; parts that reduce a row with one unit are slower.",
     ),
     word(
-        "argmax",
-        "Time to find the largest of v logits in each of t rows.",
-        PLACE,
-        "Once a step, after the last layer, for greedy sampling on the device.",
-        "10 to 100 us for 32 rows; parts that reduce a row with one unit are slower.",
-    ),
-    word(
         "attn_merge",
         "Time to merge p partial attentions of t rows (sequences times heads) of length d into one.",
         PLACE,
