@@ -1,8 +1,8 @@
 //! Compiled kernels in the user's cache directory, so that only the first start of a version compiles them.
 //!
 //! An entry is named by the hash of what it was compiled from, and begins with a hash over that and its code:
-//! one that is damaged, cut off or another's is not used. Nothing depends on the cache: whatever fails is as if
-//! it were empty.
+//! one that is damaged, cut off or another's is not used. Nothing depends on the cache: whatever fails is as
+//! if it were empty.
 
 use std::fs;
 use std::io::Write;

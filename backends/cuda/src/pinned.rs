@@ -58,8 +58,8 @@ struct Guard {
     _memory: Arc<dyn SharedMemory>,
 }
 
-/// Pins all of `memory` for the copies of `transfers`; `None` if it has no address or is empty. What is pinned
-/// already, for this or another device, is pinned until the last of its guards is dropped.
+/// Pins all of `memory` for the copies of `transfers`; `None` if it has no address or is empty. What is
+/// pinned already, for this or another device, is pinned until the last of its guards is dropped.
 pub(crate) fn pin(
     context: &Arc<Context>,
     transfers: &Arc<Mutex<Transfers>>,

@@ -85,7 +85,8 @@ fn prefill(
     }
 }
 
-/// Contexts below, at and above the tiles of 32 or 64 keys, blocks of several sequences, and windows across tiles.
+/// Contexts below, at and above the tiles of 32 or 64 keys, blocks of several sequences, and windows across
+/// tiles.
 #[test]
 fn prefill_attention_conforms_on_tensor_cores() {
     let spread = [(1, 1), (5, 64), (0, 9), (65, 65), (33, 200), (2, 130)];

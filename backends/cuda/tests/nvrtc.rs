@@ -119,11 +119,22 @@ fn others() -> Vec<OpSig> {
     sigs
 }
 
-/// What each kernel takes on each architecture, as a page of the documentation: `MIXFLEET_CUDA_STATIC` names
-/// the file to write.
+/// Whether models in bf16 are served by it.
+fn serves_bf16(sig: &OpSig) -> bool {
+    use DType::{Bf16, F16, F32};
+    match *sig {
+        OpSig::Gemm { x, weight, .. } => [(Bf16, Bf16), (F32, Bf16)].contains(&(x, weight)),
+        OpSig::AttnDecode { x, kv, .. } | OpSig::AttnPrefill { x, kv, .. } => (x, kv.dtype) == (Bf16, Bf16),
+        _ => sig.operands().iter().all(|operand| operand.dtype != F16),
+    }
+}
+
+/// What each kernel of a bf16 model takes on each architecture, as a table of the documentation:
+/// `MIXFLEET_CUDA_STATIC` names the file to write.
 #[test]
 #[ignore = "compiles each program for each architecture, which takes minutes"]
-fn every_kernel_fits_every_architecture() {
+fn the_kernels_of_bf16_models_fit_every_architecture() {
+    const SPILL_BYTES_MAX: u32 = 256;
     const ARCHITECTURES: [&str; 6] = ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"];
     if !nvrtc_is_here() {
         return;
@@ -131,6 +142,7 @@ fn every_kernel_fits_every_architecture() {
     let sigs = [models(), others()].concat();
     let wanted: BTreeSet<_> = sigs
         .iter()
+        .filter(|sig| serves_bf16(sig))
         .flat_map(launches)
         .map(|launch| (launch.kernel, launch.program, launch.shared_bytes))
         .collect();
@@ -144,7 +156,7 @@ fn every_kernel_fits_every_architecture() {
     for (key, taken) in work.iter().zip(taken) {
         by_work.insert(*key, taken.unwrap_or_else(|log| panic!("{key:?}: {log}")));
     }
-    let mut page = String::new();
+    let (mut page, mut wrong) = (String::new(), Vec::new());
     for (kernel, program, dynamic) in &wanted {
         let of = |architecture| {
             let kernels = &by_work[&(*program, architecture)];
@@ -153,8 +165,10 @@ fn every_kernel_fits_every_architecture() {
         let cells = ARCHITECTURES.map(|architecture| {
             let taken = of(architecture);
             assert!(taken.registers > 0 && taken.registers <= 255, "{kernel}: {taken:?}");
-            // 100 bytes of a thread stay in the first cache
-            assert!(taken.spill_bytes <= 100, "{kernel} {} on {architecture}: {taken:?}", program.macros());
+            // what a thread spills stays in the first cache
+            if taken.spill_bytes > SPILL_BYTES_MAX {
+                wrong.push(format!("{kernel} {} on {architecture}: {taken:?}", program.macros()));
+            }
             match (taken.spill_bytes, taken.stack_bytes) {
                 (0, 0) => taken.registers.to_string(),
                 (0, stack) => format!("{} (stack {stack})", taken.registers),
@@ -162,7 +176,9 @@ fn every_kernel_fits_every_architecture() {
             }
         });
         let shared = of("sm_90a").shared_bytes + dynamic;
-        assert!(shared <= if *dynamic > 0 { 227 << 10 } else { 48 << 10 }, "{kernel}: {shared} bytes");
+        if shared > if *dynamic > 0 { 227 << 10 } else { 48 << 10 } {
+            wrong.push(format!("{kernel}: {shared} bytes of shared memory"));
+        }
         let macros = program.macros().replace("#define ", "").replace('\n', ", ");
         let cells = cells.join(" | ");
         page += &format!("| `{kernel}` | {} | {shared} | {cells} |\n", macros.trim_end_matches(", "));
@@ -171,6 +187,7 @@ fn every_kernel_fits_every_architecture() {
     if let Some(path) = std::env::var_os("MIXFLEET_CUDA_STATIC") {
         std::fs::write(path, page).unwrap();
     }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
 /// Applies `f` to all of `work` on all cores.

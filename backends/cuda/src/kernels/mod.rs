@@ -1,6 +1,7 @@
 //! Kernel sources, and how a program is assembled from them.
 
 use mixfleet_hal::DType;
+use mixfleet_hal::cast::to_u32;
 
 /// Includes a source that several kinds of GPU share.
 macro_rules! portable {
@@ -86,7 +87,7 @@ pub enum MacroValue {
     /// A dtype's name.
     Type(DType),
     /// A number.
-    Number(u64),
+    Number(u32),
 }
 
 impl std::fmt::Display for MacroValue {
@@ -112,18 +113,18 @@ impl Macro for DType {
 
 impl Macro for u32 {
     fn value(&self) -> MacroValue {
-        MacroValue::Number((*self).into())
+        MacroValue::Number(*self)
     }
 }
 
 impl Macro for u64 {
     fn value(&self) -> MacroValue {
-        MacroValue::Number(*self)
+        MacroValue::Number(to_u32(*self))
     }
 }
 
 /// Maximum number of a program's macros.
-const MACROS_MAX: usize = 8;
+const MACROS_MAX: usize = 7;
 
 /// A source file with its macros, which is compiled once and cached. It holds no text, so that it is cheap to
 /// make and to look up for every launch.

@@ -3,10 +3,12 @@
 //! | kernel | when |
 //! |---|---|
 //! | `gemm_few_rows`, tensor cores | up to 16 rows; bf16 or f16 twice, or f32 rows over bf16 weights |
-//! | cuBLASLt | equal dtypes (bf16, f16, f32; f8 from 8.9 on), narrow or f32 output; a bias of another dtype than the output is put there before, by `gemm` over no columns |
+//! | cuBLASLt | equal dtypes (bf16, f16, f32; f8 from 8.9 on), narrow or f32 output |
 //! | `gemm_few_rows`, 16 rows at a time | more rows of its dtypes where cuBLASLt has no way |
 //! | `gemv` | up to 4 rows, or up to 16 where cuBLASLt has no way: any dtypes |
 //! | `gemm` | the rest; f32 arithmetic without tensor cores, so slow |
+//!
+//! cuBLASLt adds to a bias of another dtype than the output, which `gemm` over no columns puts there before.
 
 use super::{DeviceRange, KernelArg, Matmul, PlanStep, PlanTarget, VEC_BYTES, launch, vector};
 use crate::kernels::{KernelProgram, KernelSource, Macro};
