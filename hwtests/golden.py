@@ -3,8 +3,9 @@
 
     hwtests/golden.py --fixtures ../shared/fixtures cuda cuda,cpu cpu,cuda
 
-Each argument is a device, or a device that prefills and one that decodes. Runs the binary from outside, in f32,
-for every case of every fixture. Exit code 1 if one token differs, 3 if nothing could be run.
+Each argument is a device, or a device that prefills and one that decodes. One process of the binary runs every case of
+every fixture, in f32, so that a device compiles its kernels once; each result is printed as it comes. A fixture whose
+family is not served is skipped. Exit code 1 if one token differs, 3 if nothing could be run.
 """
 
 import argparse
@@ -12,23 +13,25 @@ import json
 import pathlib
 import subprocess
 import sys
+import tempfile
 
-TIMEOUT_S = 120
+# Logits in f32 are off by less than half of this: cases whose best two are closer may differ.
+MARGIN_MIN = 1e-4
 
 
-def generate(binary, checkpoint, prefill, decode, case):
-    """The token ids, or why there are none."""
+def run_of(checkpoint, prefill, decode, case):
+    """The arguments of `mixfleet generate` for a case."""
     ids = ",".join(map(str, case["prompt_ids"]))
-    command = [binary, "generate", "--model", checkpoint, "--prefill", prefill, "--decode", decode]
-    command += ["--prompt-ids", ids, "--max-tokens", str(len(case["greedy_ids"])), "--ignore-eos"]
-    command += ["--activations", "f32", "--kv-dtype", "f32", "--kv-memory", "0.05", "--json"]
-    try:
-        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        return None, f"no answer in {TIMEOUT_S} s"
-    if done.returncode != 0:
-        return None, done.stderr.strip()[-300:]
-    return json.loads(done.stdout)["ids"], ""
+    words = ["--model", str(checkpoint), "--prefill", prefill, "--decode", decode]
+    words += ["--prompt-ids", ids, "--max-tokens", str(len(case["greedy_ids"])), "--ignore-eos"]
+    return words + ["--activations", "f32", "--kv-dtype", "f32", "--kv-memory", "0.05"]
+
+
+def equal_tokens(found, wanted):
+    same = 0
+    while same < min(len(found), len(wanted)) and found[same] == wanted[same]:
+        same += 1
+    return same
 
 
 def main():
@@ -37,27 +40,45 @@ def main():
     parser.add_argument("--fixtures", type=pathlib.Path, default="../shared/fixtures")
     parser.add_argument("--mixfleet", type=pathlib.Path, default="target/release/mixfleet")
     args = parser.parse_args()
-    goldens = sorted(args.fixtures.glob("*/golden.json"))
-    if not goldens:
-        sys.stderr.write(f"golden.py: no fixtures in {args.fixtures}; name their folder with --fixtures\n")
-        sys.exit(3)
-    runs = bad = 0
-    for golden in goldens:
-        cases = json.loads(golden.read_text())["cases"]
+    runs = []
+    for golden in sorted(args.fixtures.glob("*/golden.json")):
         for devices in args.devices:
             prefill, _, decode = devices.partition(",")
-            for case in cases:
-                ids, trouble = generate(args.mixfleet, golden.parent, prefill, decode or prefill, case)
-                runs += 1
-                if ids != case["greedy_ids"]:
-                    bad += 1
-                    same = 0
-                    while ids and same < len(ids) and ids[same] == case["greedy_ids"][same]:
-                        same += 1
-                    found = trouble or f"first {same} tokens equal"
-                    print(f"BAD {golden.parent.name} on {devices}, {len(case['prompt_ids'])} prompt tokens: {found}")
-    print(f"{runs} runs, {bad} bad")
-    sys.exit(1 if bad else 0)
+            for case in json.loads(golden.read_text())["cases"]:
+                runs.append((golden.parent, devices, case, run_of(golden.parent, prefill, decode or prefill, case)))
+    if not runs:
+        sys.stderr.write(f"golden.py: no fixtures in {args.fixtures}; name their folder with --fixtures\n")
+        sys.exit(3)
+    counts = dict.fromkeys(["good", "close", "bad", "skipped"], 0)
+    with tempfile.NamedTemporaryFile("w", suffix=".runs") as file:
+        file.write("".join(json.dumps(words) + "\n" for *_, words in runs))
+        file.flush()
+        command = [str(args.mixfleet), "generate", "--each", file.name]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        answers = 0
+        for (fixture, devices, case, _), line in zip(runs, process.stdout):
+            answers += 1
+            answer = json.loads(line)
+            found, wanted = answer.get("ids", []), case["greedy_ids"]
+            same, margin = equal_tokens(found, wanted), case["min_margin"]
+            if "not supported; supported:" in answer.get("error", ""):
+                verdict = "skipped"
+            elif found == wanted:
+                verdict = "good"
+            else:
+                verdict = "close" if len(found) == len(wanted) and margin < MARGIN_MIN else "bad"
+            counts[verdict] += 1
+            why = answer.get("error", f"{same} of {len(wanted)} tokens, margin {margin:.1e}")
+            place = f"{fixture.name} on {devices}, {len(case['prompt_ids'])} prompt tokens"
+            print(f"{verdict:7} {place}: {why}", flush=True)
+        process.wait()
+    missing = len(runs) - answers
+    if missing:
+        print(f"the binary ended with {missing} runs left, exit code {process.returncode}")
+    print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()) + f", {missing} not run")
+    if counts["good"] == 0 and counts["bad"] == 0:
+        sys.exit(3)
+    sys.exit(1 if counts["bad"] or missing else 0)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""What torch and a plain read kernel reach on the GPU, at the shapes of the profiler, as JSON.
+"""What torch and a plain read kernel reach on the GPU, at the shapes of the profiler, as JSON lines.
 
 Every figure is the median of several runs timed by device events, after a warm-up; operands are random and
-rotate through more memory than the last-level cache holds. Needs torch with CUDA; the plain read needs cupy.
+rotate through more memory than the last-level cache holds. Each line is written as soon as it is measured, the
+machine's first. What torch has to compile comes last, since compiling may take minutes. Needs torch with CUDA;
+the plain read needs cupy.
 """
 
 import argparse
@@ -10,9 +12,12 @@ import json
 import statistics
 import sys
 
-import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+try:
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+except ImportError as error:  # --plan needs none
+    torch = error
 
 RUNS = 20
 ROTATED_BYTES = 512 << 20  # several times the largest last-level cache
@@ -23,6 +28,11 @@ GEMM_SHAPES = [  # (n, k) of public models: attention output, MLP up and down, a
     (28672, 8192),
 ]
 GEMM_ROWS = [1, 8, 32, 128, 512, 2048, 8192]
+ATTENTION = [  # name, batch, heads, queries, keys; 8 KV heads, of 128
+    *(("attn_decode", batch, 64, 1, keys) for batch, keys in ((1, 16384), (32, 1024), (32, 16384), (64, 4096))),
+    *(("attn_prefill", 1, 32, tokens, tokens) for tokens in (512, 2048, 8192)),
+]
+KV_HEADS, HEAD_DIM = 8, 128
 READ = r"""
 extern "C" __global__ void read(const uint4* from, unsigned* out, unsigned long long count) {
     unsigned long long step = (unsigned long long)gridDim.x * blockDim.x;
@@ -57,23 +67,25 @@ def seconds(run, copies=1):
     return {"median_s": statistics.median(samples), "p5_s": samples[1], "p95_s": samples[-2]}
 
 
-def random(*shape, dtype=torch.bfloat16):
-    return torch.randn(*shape, device="cuda", dtype=torch.float32).to(dtype)
+def random(*shape):
+    return torch.randn(*shape, device="cuda", dtype=torch.float32).to(torch.bfloat16)
 
 
 def copies_of(size_bytes):
     return max(1, min(64, -(-ROTATED_BYTES // size_bytes)))
 
 
-def gemm(dtype):
+def gemm(n, k):
     """`torch.nn.functional.linear`: x [m, k] by weight [n, k]."""
-    for n, k in GEMM_SHAPES:
-        weights = [random(n, k, dtype=dtype) for _ in range(copies_of(n * k * dtype.itemsize))]
-        for m in GEMM_ROWS:
-            x = random(m, k, dtype=dtype)
-            time = seconds(lambda i: torch.nn.functional.linear(x, weights[i]), len(weights))
-            yield {"name": "gemm", "dtype": str(dtype)[6:], "m": m, "n": n, "k": k, **time,
-                   "flops": 2 * m * n * k}
+    weights = [random(n, k) for _ in range(copies_of(n * k * 2))]
+    for m in GEMM_ROWS:
+        x = random(m, k)
+        time = seconds(lambda i: torch.nn.functional.linear(x, weights[i]), len(weights))
+        yield {"name": "gemm", "dtype": "bfloat16", "m": m, "n": n, "k": k, **time, "flops": 2 * m * n * k}
+
+
+def in_a_line(error):
+    return (str(error).splitlines() or [repr(error)])[0][:200]
 
 
 def plain_read():
@@ -98,81 +110,85 @@ def plain_read():
         del data, view
 
 
-BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+class Attention:
+    """Operands of a shape, in more copies than the last-level cache holds."""
 
+    def __init__(self, name, batch, heads, queries, keys):
+        self.name, self.grouped, self.causal, self.queries = name, heads != KV_HEADS, queries > 1, queries
+        size = 2 * batch * KV_HEADS * keys * HEAD_DIM * 2
+        self.q = random(batch, heads, queries, HEAD_DIM)
+        kv = lambda: random(batch, KV_HEADS, keys, HEAD_DIM)
+        self.kv = [(kv(), kv()) for _ in range(min(copies_of(size), 8))]
+        pairs = queries * (queries + 1) // 2 if self.causal else queries * keys
+        self.facts = {"batch": batch, "heads": heads, "kv_heads": KV_HEADS, "queries": queries, "keys": keys,
+                      "head_dim": HEAD_DIM, "flops": 4 * batch * heads * pairs * HEAD_DIM, "bytes": size}
 
-def attention(name, batch, heads, kv_heads, queries, keys, causal, head_dim=128):
-    """Scaled dot product attention by every backend that takes the shape, with grouped and with repeated heads."""
-    size = 2 * batch * kv_heads * keys * head_dim * 2
-    count = min(copies_of(size), 8)
-    q = random(batch, heads, queries, head_dim)
-    kv = [(random(batch, kv_heads, keys, head_dim), random(batch, kv_heads, keys, head_dim)) for _ in range(count)]
-    pairs = queries * (queries + 1) // 2 if causal else queries * keys
-    facts = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "queries": queries, "keys": keys,
-             "head_dim": head_dim, "flops": 4 * batch * heads * pairs * head_dim, "bytes": size}
-    for backend in BACKENDS:
-        result = {"name": name, "peer": f"sdpa {backend.name.lower()}", **facts}
+    def point(self, peer, prepare):
+        """What `peer` reaches, or its own words for why it refuses the shape."""
+        result = {"name": self.name, "peer": peer, **self.facts}
         try:
-            with sdpa_kernel(backend):
-                yield result | seconds(
-                    lambda i: scaled_dot_product_attention(q, *kv[i], is_causal=causal, enable_gqa=heads != kv_heads),
-                    count)
-        except Exception as error:  # a backend that refuses the shape says so in its own words
-            yield result | {"error": str(error).splitlines()[0][:200]}
-    yield from flex(name, facts, q, kv, causal)
+            return result | seconds(prepare(), len(self.kv))
+        except Exception as error:
+            return result | {"error": in_a_line(error)}
 
 
-def flex(name, facts, q, kv, causal):
+def sdpa(*shape):
+    """Scaled dot product attention by every backend, with grouped heads."""
+    a = Attention(*shape)
+    run = lambda i: scaled_dot_product_attention(a.q, *a.kv[i], is_causal=a.causal, enable_gqa=a.grouped)
+    for backend in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH"):
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            point = a.point(f"sdpa {backend.lower()}", lambda: run)
+        yield point
+
+
+def compiled(*shape):
     """Compiled flex attention: torch's own kernel for decoding with grouped heads."""
-    result = {"name": name, "peer": "flex_attention", **facts}
-    try:
+    a = Attention(*shape)
+
+    def prepare():
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-        compiled = torch.compile(flex_attention, dynamic=False)
-        mask = None
-        if causal:
-            size = facts["queries"]
-            mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, size, size, device="cuda")
-        grouped = facts["heads"] != facts["kv_heads"]
-        yield result | seconds(lambda i: compiled(q, *kv[i], block_mask=mask, enable_gqa=grouped), len(kv))
-    except Exception as error:
-        yield result | {"error": str(error).splitlines()[0][:200]}
+        call, mask = torch.compile(flex_attention, dynamic=False), None
+        if a.causal:
+            mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, a.queries, a.queries, device="cuda")
+        return lambda i: call(a.q, *a.kv[i], block_mask=mask, enable_gqa=a.grouped)
+
+    yield a.point("flex_attention", prepare)
 
 
-def points():
-    yield from plain_read()
-    yield from gemm(torch.bfloat16)
-    for batch, keys in ((1, 16384), (32, 1024), (32, 16384), (64, 4096)):
-        yield from attention("attn_decode", batch, 64, 8, 1, keys, causal=False)
-    for tokens in (512, 2048, 8192):
-        yield from attention("attn_prefill", 1, 32, 8, tokens, tokens, causal=True)
+def plan():
+    """Every measurement, in order: a function and its arguments."""
+    return [(plain_read, ()), *((gemm, shape) for shape in GEMM_SHAPES), *((sdpa, shape) for shape in ATTENTION),
+            *((compiled, shape) for shape in ATTENTION)]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", help="file to write; standard output otherwise")
+    parser.add_argument("--plan", action="store_true", help="print what would be measured, and exit")
     arguments = parser.parse_args()
+    if arguments.plan:
+        for measure, shape in plan():
+            print(measure.__name__, *shape)
+        return
+    if isinstance(torch, ImportError):
+        sys.exit(f"peers.py: {torch}")
     if not torch.cuda.is_available():
         sys.exit("peers.py: torch sees no GPU here")
     torch.manual_seed(1)
     torch.backends.cuda.matmul.allow_tf32 = False
-    with torch.inference_mode():
-        found = []
-        for point in points():
-            print(json.dumps(point), file=sys.stderr)
-            found.append(point)
-    document = {
-        "schema": "mixfleet.gpu-peers/1",
-        "device": torch.cuda.get_device_name(0),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "points": found,
-    }
-    text = json.dumps(document, indent=1)
-    if arguments.out:
-        with open(arguments.out, "w") as file:
-            file.write(text + "\n")
-    else:
-        print(text)
+    with open(arguments.out, "w") if arguments.out else sys.stdout as file, torch.inference_mode():
+        def say(line):
+            print(json.dumps(line), file=file, flush=True)
+
+        say({"schema": "mixfleet.gpu-peers/2", "device": torch.cuda.get_device_name(0), "torch": torch.__version__,
+             "cuda": torch.version.cuda})
+        for measure, shape in plan():
+            try:
+                for point in measure(*shape):
+                    say(point)
+            except Exception as error:
+                say({"name": measure.__name__, "shape": shape, "error": in_a_line(error)})
 
 
 if __name__ == "__main__":

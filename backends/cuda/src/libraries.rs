@@ -3,6 +3,7 @@
 
 use cudarc::{cublaslt, driver, nvrtc};
 use mixfleet_hal::{Error, ErrorKind, Result};
+use std::ffi::OsString;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -45,25 +46,23 @@ impl Library {
     /// Returns the file name prefixes, in the order of loading.
     fn files(self) -> &'static [&'static str] {
         match self {
-            // it comes with the kernel driver and is either in the loader's path or unusable
-            Library::Driver => &[],
+            Library::Driver => &["libcuda.so."],
             Library::Nvrtc => &["libnvrtc-builtins.so.", "libnvrtc.so."],
             Library::CublasLt => &["libcublasLt.so."],
         }
     }
 
     fn load_by_path(self) -> bool {
-        let found = directories().into_iter().find_map(|directory| {
+        directories(&|name| std::env::var_os(name)).into_iter().any(|directory| {
             let files: Option<Vec<PathBuf>> =
                 self.files().iter().map(|file| newest(&directory, file)).collect();
-            files.filter(|files| !files.is_empty())
-        });
-        found.is_some_and(|files| {
-            files.into_iter().all(|file| {
-                // SAFETY: as in `loads`.
-                let loaded = unsafe { libloading::Library::new(&file) };
-                // never unloaded, since cudarc's look-up relies on it
-                loaded.map(std::mem::forget).is_ok()
+            files.is_some_and(|files| {
+                files.into_iter().all(|file| {
+                    // SAFETY: as in `loads`.
+                    let loaded = unsafe { libloading::Library::new(&file) };
+                    // never unloaded, since cudarc's look-up relies on it
+                    loaded.map(std::mem::forget).is_ok()
+                })
             })
         })
     }
@@ -71,7 +70,7 @@ impl Library {
     /// Returns where to get it.
     pub fn remedy(self) -> String {
         let what = match self {
-            Library::Driver => return "libcuda cannot be loaded: install NVIDIA's driver".to_owned(),
+            Library::Driver => "libcuda cannot be loaded: install NVIDIA's driver",
             Library::Nvrtc => {
                 "libnvrtc cannot be loaded: install the CUDA toolkit or the wheel nvidia-cuda-nvrtc-cu12"
             }
@@ -93,39 +92,53 @@ fn newest(directory: &Path, prefix: &str) -> Option<PathBuf> {
     entries.filter(versioned).max()
 }
 
-/// Returns the directories where toolkits and Python wheels put libraries.
-fn directories() -> Vec<PathBuf> {
-    let variable = |name: &str| std::env::var_os(name).map(PathBuf::from);
-    let mut found: Vec<PathBuf> =
-        variable(SEARCH_VARIABLE).map(|list| std::env::split_paths(&list).collect()).unwrap_or_default();
-    let toolkits = [
-        variable("CUDA_PATH"),
-        variable("CUDA_HOME"),
-        Some("/usr/local/cuda".into()),
-        Some("/opt/cuda".into()),
-    ];
-    found.extend(toolkits.into_iter().flatten().flat_map(|root| [root.join("lib64"), root.join("lib")]));
-    let pythons = [
-        variable("VIRTUAL_ENV").map(|root| root.join("lib")),
-        variable("HOME").map(|home| home.join(".local/lib")),
-        Some("/usr/local/lib".into()),
-        Some("/usr/lib".into()),
-    ];
-    let children = |path: &Path| -> Vec<PathBuf> {
-        std::fs::read_dir(path)
-            .map(|entries| entries.flatten().map(|e| e.path()).collect())
-            .unwrap_or_default()
+/// Where containers and WSL put the libraries of the kernel driver, which their loader may not know.
+const DRIVER_DIRECTORIES: [&str; 2] = ["/usr/local/nvidia/lib64", "/usr/lib/wsl/lib"];
+
+/// Returns the directories where drivers, toolkits and Python wheels put libraries, by what `variable` says of
+/// the environment.
+fn directories(variable: &dyn Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
+    let list = |name: &str| -> Vec<PathBuf> {
+        variable(name).map(|list| std::env::split_paths(&list).collect()).unwrap_or_default()
     };
-    let versions = pythons.into_iter().flatten().flat_map(|root| children(&root));
-    let versions = versions
-        .filter(|path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("python3")));
-    for version in versions {
+    let path = |name: &str| variable(name).map(PathBuf::from);
+    let mut found = list(SEARCH_VARIABLE);
+    let toolkits =
+        [path("CUDA_PATH"), path("CUDA_HOME"), Some("/usr/local/cuda".into()), Some("/opt/cuda".into())];
+    found.extend(toolkits.into_iter().flatten().flat_map(|root| [root.join("lib64"), root.join("lib")]));
+    let environments =
+        [path("VIRTUAL_ENV"), path("CONDA_PREFIX"), path("HOME").map(|home| home.join(".local"))];
+    let pythons =
+        environments.into_iter().flatten().chain(list("PATH").into_iter().flat_map(|bin| prefixes(&bin)));
+    let pythons = pythons.chain(["/usr/local".into(), "/usr".into()]);
+    for version in pythons.flat_map(|prefix| children(&prefix.join("lib"))) {
+        if !version.file_name().is_some_and(|name| name.to_string_lossy().starts_with("python3")) {
+            continue;
+        }
         for packages in ["site-packages", "dist-packages"] {
             let wheels = children(&version.join(packages).join("nvidia"));
             found.extend(wheels.into_iter().map(|wheel| wheel.join("lib")));
         }
     }
+    found.extend(DRIVER_DIRECTORIES.map(PathBuf::from));
     found
+}
+
+/// Returns the environments whose Python is called by `bin/python3`: the one that `bin` is in, and the one that
+/// a link there leads to. No further, since a virtual environment's own Python is a link to another one.
+fn prefixes(bin: &Path) -> Vec<PathBuf> {
+    let python = bin.join("python3");
+    if !python.exists() {
+        return Vec::new();
+    }
+    let linked = std::fs::read_link(&python).ok().map(|target| bin.join(target));
+    let prefix = |python: PathBuf| python.parent().and_then(Path::parent).map(Path::to_path_buf);
+    [Some(python), linked].into_iter().flatten().filter_map(prefix).collect()
+}
+
+fn children(path: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(path).map(|entries| entries.flatten().map(|e| e.path()).collect());
+    entries.unwrap_or_default()
 }
 
 /// Runs calls into a library that is present but may be too old for one of them, in which case cudarc panics.
@@ -155,6 +168,42 @@ mod tests {
         assert_eq!(newest(&directory, "libnvrtc.so."), Some(directory.join("libnvrtc.so.13")));
         assert_eq!(newest(&directory, "libcublasLt.so."), None);
         std::fs::remove_dir_all(&directory).unwrap();
+    }
+
+    #[test]
+    fn wheels_are_found_by_the_python_of_the_path_and_drivers_where_containers_put_them() {
+        let root = std::env::temp_dir().join(format!("mixfleet-cuda-pythons-{}", std::process::id()));
+        let packages =
+            |environment: &str| root.join(environment).join("lib/python3.12/site-packages/nvidia/cu13/lib");
+        let bin = |environment: &str| root.join(environment).join("bin");
+        for environment in ["opt/torch/.venv", "opt/conda", "linked"] {
+            std::fs::create_dir_all(packages(environment)).unwrap();
+            std::fs::create_dir_all(bin(environment)).unwrap();
+        }
+        std::fs::write(bin("opt/torch/.venv").join("python3"), "").unwrap();
+        std::fs::write(bin("linked").join("python3"), "").unwrap();
+        std::fs::create_dir_all(root.join("links")).unwrap();
+        std::os::unix::fs::symlink("../linked/bin/python3", root.join("links/python3")).unwrap();
+        let path = std::env::join_paths([bin("opt/torch/.venv"), root.join("absent"), root.join("links")]);
+        let environment = |name: &str| match name {
+            "PATH" => path.as_ref().ok().cloned(),
+            "CONDA_PREFIX" => Some(root.join("opt/conda").into_os_string()),
+            _ => None,
+        };
+        let found = directories(&environment);
+        let wheels: Vec<_> =
+            found.iter().filter(|d| d.starts_with(&root)).map(|d| d.canonicalize()).collect();
+        let expected =
+            ["opt/conda", "opt/torch/.venv", "linked"].map(|name| packages(name).canonicalize().unwrap());
+        assert_eq!(wheels.into_iter().map(|d| d.unwrap()).collect::<Vec<_>>(), expected);
+        for driver in DRIVER_DIRECTORIES {
+            assert!(found.contains(&PathBuf::from(driver)), "{found:?}");
+        }
+        assert_eq!(
+            directories(&|name| (name == SEARCH_VARIABLE).then(|| "/a:/b".into()))[..2],
+            ["/a", "/b"].map(PathBuf::from)
+        );
+        std::fs::remove_dir_all(&root).unwrap();
     }
 
     #[test]

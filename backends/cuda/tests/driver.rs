@@ -7,80 +7,23 @@
 #![allow(unsafe_code)] // one call asks the fake driver what it counted
 
 mod counts;
+mod libraries;
 mod pinned;
 mod products;
 
+use libraries::Driver;
 use mixfleet_cuda::CudaBackend;
 use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::{Backend, BufferUsage, Cmd, DType, Device, ErrorKind, OpSig};
 use mixfleet_hwtests::{SuiteLevel, SuiteOptions, SuiteVerdict, run};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::Duration;
 
 const INSIDE: &str = "FAKE_CUDA_DIRECTORY";
 const LONG: Duration = Duration::from_secs(60);
-
-/// The directory of the libraries; `None` where there is no compiler.
-fn libraries(driver: Driver) -> Option<&'static Path> {
-    static DIRECTORIES: [OnceLock<Option<PathBuf>>; 2] = [const { OnceLock::new() }; 2];
-    DIRECTORIES[driver as usize].get_or_init(|| compiled(driver)).as_deref()
-}
-
-/// The version of the driver.
-#[derive(Clone, Copy, Debug, Hash)]
-enum Driver {
-    /// 12.8 or later.
-    New,
-    /// An earlier one, which lacks a name.
-    Old,
-}
-
-/// Compiles the libraries, unless an earlier run did.
-fn compiled(version: Driver) -> Option<PathBuf> {
-    use std::hash::{DefaultHasher, Hash, Hasher};
-    if !cfg!(all(target_arch = "x86_64", target_os = "linux")) {
-        return None;
-    }
-    let (driver, blas) = (include_str!("driver/fake.cpp"), include_str!("driver/blas.cpp"));
-    let shim = include_str!("emulator/shim.h");
-    let mut hasher = DefaultHasher::new();
-    (version, driver, blas, shim).hash(&mut hasher);
-    let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("driver-{:016x}", hasher.finish()));
-    std::fs::create_dir_all(&directory).unwrap();
-    let write = |name: &str, text: &str| {
-        // other processes read it meanwhile
-        let part = directory.join(format!("{}.{name}", std::process::id()));
-        std::fs::write(&part, text).and_then(|()| std::fs::rename(part, directory.join(name))).unwrap();
-        directory.join(name)
-    };
-    write("shim.h", shim);
-    write("blas.cpp", blas);
-    let source = write("fake.cpp", driver);
-    const NAMES: [&str; 3] = ["libcuda.so", "libnvrtc.so", "libcublasLt.so"];
-    if NAMES.iter().all(|name| directory.join(name).exists()) {
-        return Some(directory);
-    }
-    let part = directory.join(format!("{}.so", std::process::id()));
-    let mut command = Command::new("g++");
-    command
-        .args(["-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-o"])
-        .args([&part, &source]);
-    if let Driver::Old = version {
-        command.arg("-DOLD_DRIVER");
-    }
-    let output = command.output().ok()?;
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    for name in NAMES {
-        // three files, three instances: none shares the others' state
-        let copy = part.with_extension(name);
-        std::fs::copy(&part, &copy).and_then(|_| std::fs::rename(copy, directory.join(name))).unwrap();
-    }
-    std::fs::remove_file(part).unwrap();
-    Some(directory)
-}
 
 /// Runs `test` in a child of this process that finds the libraries.
 fn with_fake_driver(name: &str, test: impl FnOnce(Arc<dyn Device>)) {
@@ -93,7 +36,7 @@ fn in_children(name: &str, driver: Driver, choices: &[&[(&str, &str)]], test: im
     if std::env::var_os(INSIDE).is_some() {
         return test(CudaBackend.open("cuda").unwrap());
     }
-    let Some(directory) = libraries(driver) else {
+    let Some(directory) = libraries::directory(driver) else {
         return eprintln!("SKIPPED: the fake driver needs g++ on x86-64 Linux");
     };
     let cache = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!(
@@ -133,6 +76,27 @@ fn a_device_tells_what_it_is() {
         assert_eq!(note("uuid"), Some("GPU-00112233-4455-6677-8899-aabbccddeeff"));
         assert_eq!((note("compute capability"), note("driver")), (Some("9.0"), Some("12.8")));
         assert_eq!(CudaBackend.open("cuda:1").err().unwrap().kind, ErrorKind::Invalid);
+    });
+}
+
+/// As in a container whose loader knows neither the driver's directory nor the Python's.
+#[test]
+fn libraries_that_the_loader_does_not_know_are_found_by_their_variable() {
+    let name = "libraries_that_the_loader_does_not_know_are_found_by_their_variable";
+    if std::env::var_os(INSIDE).is_none() && CudaBackend.probe().is_ok() {
+        return eprintln!("SKIPPED: the loader finds an NVIDIA device here");
+    }
+    let directory = libraries::directory(Driver::New).unwrap_or(Path::new(""));
+    let variable = ("MIXFLEET_CUDA_LIBRARIES", directory.to_str().unwrap());
+    in_children(name, Driver::New, &[&[("LD_LIBRARY_PATH", ""), variable]], |device| {
+        assert_eq!(device.info().name, "Fake GPU");
+        let slice = device.alloc(64, BufferUsage::Activations).unwrap();
+        let mut queue = device.queue().unwrap();
+        let ticket = queue.submit(&[fill(&slice, 7)]).unwrap();
+        queue.wait(ticket, LONG).unwrap();
+        let mut got = [0; 64];
+        device.read(&slice, &mut got).unwrap();
+        assert_eq!(got.to_vec(), 7u32.to_le_bytes().repeat(16));
     });
 }
 

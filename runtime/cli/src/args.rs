@@ -28,9 +28,9 @@ pub(crate) struct TopoArgs {
     pub(crate) from: Option<PathBuf>,
 }
 
-#[derive(Clone, Debug, Args)]
+#[derive(Clone, Debug, PartialEq, Args)]
 pub(crate) struct ModelArgs {
-    /// Checkpoint directory [default: a small built-in random model]
+    /// Checkpoint directory, or random:NAME of a known shape [default: a small random model]
     #[arg(long, value_name = "DIR")]
     pub(crate) model: Option<PathBuf>,
     /// Dtype of activations: f32, bf16, f16 [default: as weights]
@@ -226,12 +226,12 @@ pub(crate) struct FrontArgs {
     pub(crate) json: bool,
 }
 
-#[derive(Debug, Args)]
+#[derive(Clone, Debug, Args)]
 pub(crate) struct GenerateArgs {
     #[command(flatten)]
     pub(crate) model: ModelArgs,
     /// The prompt
-    #[arg(long, value_name = "TEXT", required_unless_present = "prompt_ids", conflicts_with = "prompt_ids")]
+    #[arg(long, value_name = "TEXT", required_unless_present_any = ["prompt_ids", "each"], conflicts_with = "prompt_ids")]
     pub(crate) prompt: Option<String>,
     /// The prompt as token ids
     #[arg(long, value_name = "1,2,3", value_delimiter = ',')]
@@ -257,10 +257,20 @@ pub(crate) struct GenerateArgs {
     /// Device that generates the tokens
     #[arg(long, value_name = "DEV", requires = "prefill")]
     pub(crate) decode: Option<String>,
-    /// Print schema, prompt_ids, ids, text, placement, ttft_s, tbt_s, energy_j, joules_per_token
+    /// Complete the prompt so many times at once, each with KV of its own and the next seed
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=BATCH_MAX))]
+    pub(crate) batch: u32,
+    /// Make one run for each line of a file, a JSON array of these arguments
+    #[arg(long, value_name = "FILE", exclusive = true)]
+    pub(crate) each: Option<PathBuf>,
+    /// Print schema, prompt_ids, ids, text, placement, ttft_s, batch, tbt_s, tokens_per_s,
+    /// tokens_measured, energy_j, joules_per_token
     #[arg(long)]
     pub(crate) json: bool,
 }
+
+/// Copies that an engine takes at once.
+const BATCH_MAX: i64 = 1024;
 
 fn above_zero(text: &str) -> Result<f64, String> {
     let value = text.parse().ok().filter(|number: &f64| number.is_finite() && *number > 0.0);

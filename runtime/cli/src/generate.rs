@@ -1,24 +1,93 @@
 //! Implements `mixfleet generate`.
 
+mod answer;
+
 use crate::args::{DeviceRole, GenerateArgs};
 use crate::model::Model;
-use crate::start::{self, Choice, Instances};
-use crate::{Usage, backends};
-use anyhow::{Result, bail};
+use crate::start::{self, Choice, Instances, Started};
+use crate::{Failed, Usage, backends, with_causes};
+use answer::{Answer, Answers};
+use anyhow::{Context, Result};
+use clap::Parser;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_runtime::api::Placements;
 use mixfleet_runtime::engine::EngineConfig;
 use mixfleet_runtime::env::{RealEnv, SharedEnv};
 use mixfleet_runtime::metrics::Metrics;
-use mixfleet_runtime::request::{GenerateRequest, Hints, Sampling, Update};
+use mixfleet_runtime::request::{GenerateRequest, Hints, Sampling};
 use mixfleet_scheduler::fleet::Role;
-use serde_json::json;
+use serde_json::{Value, json};
 use std::io::Write;
+use std::path::Path;
 use std::sync::Arc;
+
+/// Name and version of the document.
+const SCHEMA: &str = "mixfleet.generate/1";
 
 pub(crate) fn run(args: GenerateArgs) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    runtime.block_on(generate(args))
+    runtime.block_on(async {
+        let Some(file) = &args.each else {
+            let document = Ready::new(&args)?.generate(&args).await?;
+            return print(if args.json { document.to_string() } else { String::new() });
+        };
+        each(runs(file)?).await
+    })
+}
+
+/// Arguments of one run, as a line of a file has them.
+#[derive(Debug, Parser)]
+#[command(no_binary_name = true)]
+struct Line {
+    #[command(flatten)]
+    args: GenerateArgs,
+}
+
+/// The runs of a file, one JSON array of arguments a line. All are checked before the first begins.
+fn runs(file: &Path) -> Result<Vec<GenerateArgs>> {
+    let name = file.display();
+    let text = std::fs::read_to_string(file).with_context(|| format!("cannot read {name}"))?;
+    let parse = |(at, line): (usize, &str)| {
+        let wrong = |problem: String| Usage(format!("{name}, line {}: {problem}", at + 1));
+        let words: Vec<String> = serde_json::from_str(line)
+            .map_err(|error| wrong(format!("expected a JSON array of arguments: {error}")))?;
+        let Line { args } = Line::try_parse_from(words).map_err(|error| wrong(error.to_string()))?;
+        if args.each.is_some() {
+            return Err(wrong("a run of many has no --each of its own".into()));
+        }
+        Ok(GenerateArgs { json: true, ..args })
+    };
+    let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
+    Ok(lines.map(parse).collect::<Result<_, Usage>>()?)
+}
+
+/// Prints a document for each run as soon as it has ended. Neighbours of one model and placement share an
+/// engine, so that the model is loaded once.
+async fn each(runs: Vec<GenerateArgs>) -> Result<()> {
+    let (count, mut failed) = (runs.len(), 0);
+    let mut ready: Option<Ready> = None;
+    for args in runs {
+        let kept = ready.take().filter(|ready| ready.serves(&args));
+        let document = match kept.map_or_else(|| Ready::new(&args), Ok) {
+            Ok(engine) => ready.insert(engine).generate(&args).await,
+            Err(error) => Err(error),
+        };
+        let document = document.unwrap_or_else(|error| {
+            failed += 1;
+            json!({"schema": SCHEMA, "error": with_causes(&error)})
+        });
+        print(document.to_string())?;
+    }
+    if failed > 0 {
+        return Err(Failed(format!("{failed} of {count} runs failed")).into());
+    }
+    Ok(())
+}
+
+fn print(line: String) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "{line}")?;
+    Ok(out.flush()?)
 }
 
 fn devices(args: &GenerateArgs) -> Vec<DeviceRole> {
@@ -31,88 +100,78 @@ fn devices(args: &GenerateArgs) -> Vec<DeviceRole> {
     }
 }
 
-async fn generate(args: GenerateArgs) -> Result<()> {
-    let env: SharedEnv = Arc::new(RealEnv::new(tokio::runtime::Handle::current()));
-    if args.model.model.is_none() {
-        eprintln!("no --model: this is a small built-in model with random weights; its text means nothing");
-    }
-    let model = Model::load(&args.model, &env)?;
-    let prompt_ids = prompt_ids(&args, &model)?;
-    let config = &model.checkpoint.config;
-    let room = config.context_max.saturating_sub(to_u32(prompt_ids.len()));
-    if args.max_tokens == 0 || args.max_tokens > room {
-        let (tokens, context) = (prompt_ids.len(), config.context_max);
-        let message = format!(
-            "--max-tokens {}: the prompt has {tokens} tokens and the model's context is {context}",
-            args.max_tokens
-        );
-        return Err(Usage(message).into());
-    }
-    let choice =
-        Choice { instances: Instances::plain(devices(&args)), engine: EngineConfig::default(), events: None };
-    let placements = Arc::new(Placements::new(1));
-    let engine = start::engine(&model, &args.model, choice, &env, Metrics::new(), placements)?;
-    let request = GenerateRequest {
-        id: "generate".into(),
-        prompt_ids: prompt_ids.clone().into(),
-        max_tokens: args.max_tokens,
-        eos_ids: if args.ignore_eos { Arc::new([]) } else { config.eos_ids.clone().into() },
-        sampling: Sampling { temperature: args.temperature, seed: args.seed, ..Sampling::default() },
-        logprobs: None,
-        cache_salt: None,
-        hints: Hints::default(),
-    };
-    let energy_before_j = engine.energy_j();
-    let start_s = env.now().0;
-    let mut updates = engine.handle.submit(request).await?;
-    let mut text = model.text.tokenizer.stream();
-    let mut printed = String::new();
-    let (mut ids, mut placement, mut times_s) = (Vec::new(), None, Vec::new());
-    while let Some(update) = updates.recv().await {
-        match update {
-            Update::Placed { prefill, decode } => {
-                placement = Some(json!({"prefill": prefill, "decode": decode}))
-            }
-            Update::Token { id, .. } => {
-                times_s.push(env.now().0);
-                ids.push(id);
-                print(&args, &mut printed, &text.push(id)?)?;
-            }
-            Update::Started { .. } => {}
-            Update::Finished { .. } => break,
-            Update::Failed(failure) => bail!(failure.message),
+/// A model on its devices.
+struct Ready {
+    /// The arguments that it was made for.
+    args: GenerateArgs,
+    model: Model,
+    engine: Started,
+    env: SharedEnv,
+}
+
+impl Ready {
+    fn new(args: &GenerateArgs) -> Result<Self> {
+        let env: SharedEnv = Arc::new(RealEnv::new(tokio::runtime::Handle::current()));
+        if args.model.model.is_none() {
+            eprintln!(
+                "no --model: this is a small built-in model with random weights; its text means nothing"
+            );
         }
+        let model = Model::load(&args.model, &env)?;
+        prompt_ids(args, &model)?;
+        let instances = Instances::plain(devices(args), args.batch);
+        let choice = Choice { instances, engine: EngineConfig::default(), events: None };
+        let placements = Arc::new(Placements::new(1));
+        let engine = start::engine(&model, &args.model, choice, &env, Metrics::new(), placements)?;
+        Ok(Ready { args: args.clone(), model, engine, env })
     }
-    print(&args, &mut printed, &text.finish()?)?;
-    if args.json {
-        let ttft_s = times_s.first().map(|first| first - start_s);
-        let gaps = times_s.len().saturating_sub(1);
-        let tbt_s = (gaps > 0).then(|| (times_s[gaps] - times_s[0]) / gaps as f64);
-        let energy_j = engine.energy_j().zip(energy_before_j).map(|(after, before)| after - before);
-        let joules_per_token = energy_j.filter(|_| !ids.is_empty()).map(|joules| joules / ids.len() as f64);
-        let document = json!({
-            "schema": "mixfleet.generate/1", "prompt_ids": prompt_ids, "ids": ids, "text": printed,
-            "placement": placement, "ttft_s": ttft_s, "tbt_s": tbt_s,
-            "energy_j": energy_j, "joules_per_token": joules_per_token,
-        });
-        writeln!(std::io::stdout(), "{document}")?;
-    } else {
-        writeln!(std::io::stdout())?;
+
+    /// Whether it would be made the same for `args`, with room for at least as many sequences.
+    fn serves(&self, args: &GenerateArgs) -> bool {
+        let of = |args: &GenerateArgs| {
+            (args.model.clone(), args.device.clone(), args.prefill.clone(), args.decode.clone())
+        };
+        of(&self.args) == of(args) && args.batch <= self.args.batch
     }
-    Ok(())
+
+    async fn generate(&self, args: &GenerateArgs) -> Result<Value> {
+        let prompt_ids = prompt_ids(args, &self.model)?;
+        let config = &self.model.checkpoint.config;
+        let request = |copy: u32| GenerateRequest {
+            id: format!("generate-{copy}"),
+            prompt_ids: prompt_ids.clone().into(),
+            max_tokens: args.max_tokens,
+            eos_ids: if args.ignore_eos { Arc::new([]) } else { config.eos_ids.clone().into() },
+            sampling: Sampling {
+                temperature: args.temperature,
+                seed: args.seed.wrapping_add(u64::from(copy)),
+                ..Sampling::default()
+            },
+            logprobs: None,
+            // copies would share their prompt's KV, which other prompts do not
+            cache_salt: (copy > 0).then(|| copy.to_string()),
+            hints: Hints::default(),
+        };
+        let energy_before_j = self.engine.energy_j();
+        let start_s = self.env.now().0;
+        let mut copies = Vec::new();
+        for copy in 0..args.batch {
+            let updates = self.engine.handle.submit(request(copy)).await?;
+            let shown = copy == 0 && !args.json;
+            let answer = Answer::new(self.model.text.tokenizer.stream(), shown);
+            copies.push(tokio::spawn(answer.collect(updates, self.env.clone())));
+        }
+        let mut answers = Vec::new();
+        for copy in copies {
+            answers.push(copy.await??);
+        }
+        let energy_j = self.engine.energy_j().zip(energy_before_j).map(|(after, before)| after - before);
+        let answers = Answers { answers, start_s, energy_j };
+        Ok(answers.document(&prompt_ids))
+    }
 }
 
-/// Prints text to the terminal as it comes, or collects it for the document at the end.
-fn print(args: &GenerateArgs, printed: &mut String, part: &str) -> Result<()> {
-    printed.push_str(part);
-    if !args.json {
-        let mut out = std::io::stdout().lock();
-        out.write_all(part.as_bytes())?;
-        out.flush()?;
-    }
-    Ok(())
-}
-
+/// The prompt's tokens, for which and for the answer's the model has room.
 fn prompt_ids(args: &GenerateArgs, model: &Model) -> Result<Vec<u32>> {
     let ids = match &args.prompt {
         Some(text) => model.text.tokenizer.encode(text)?,
@@ -124,6 +183,14 @@ fn prompt_ids(args: &GenerateArgs, model: &Model) -> Result<Vec<u32>> {
     let vocab = model.checkpoint.config.vocab;
     if let Some(id) = ids.iter().find(|&&id| id >= vocab) {
         return Err(Usage(format!("token id {id} is not below the model's vocabulary of {vocab}")).into());
+    }
+    let context = model.checkpoint.config.context_max;
+    if args.max_tokens == 0 || args.max_tokens > context.saturating_sub(to_u32(ids.len())) {
+        let (asked, tokens) = (args.max_tokens, ids.len());
+        let message = format!(
+            "--max-tokens {asked}: the prompt has {tokens} tokens and the model's context is {context}"
+        );
+        return Err(Usage(message).into());
     }
     Ok(ids)
 }

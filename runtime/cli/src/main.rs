@@ -76,7 +76,7 @@ pub(crate) fn writable(file: &std::path::Path) -> anyhow::Result<()> {
 }
 
 /// An error and its causes, each printed once: many messages contain their cause already.
-fn with_causes(error: &anyhow::Error) -> String {
+pub(crate) fn with_causes(error: &anyhow::Error) -> String {
     error.chain().skip(1).fold(error.to_string(), |text, cause| {
         let cause = cause.to_string();
         if text.contains(&cause) { text } else { format!("{text}: {cause}") }

@@ -1,14 +1,18 @@
-//! The model to serve: a checkpoint directory, or the built-in random model.
+//! The model to serve: a checkpoint directory, or a model with random weights.
 
+use crate::Usage;
 use crate::args::ModelArgs;
 use anyhow::{Context, Result};
 use mixfleet_hal::DType;
 use mixfleet_runtime::env::SharedEnv;
-use mixfleet_runtime::model::{ChatTemplate, Checkpoint, Tokenizer, builtin};
+use mixfleet_runtime::model::{ChatTemplate, Checkpoint, RandomCheckpoint, Tokenizer, builtin};
 use mixfleet_runtime::text::LoadedText;
 use std::path::Path;
 use std::sync::Arc;
 use xxhash_rust::xxh3::xxh3_128;
+
+/// What stands before the shape's name if the weights are to be random.
+const RANDOM: &str = "random:";
 
 /// A checkpoint with its tokenizer and chat template, and the dtypes to run it in.
 pub(crate) struct Model {
@@ -26,7 +30,10 @@ impl Model {
     /// Maps the checkpoint and reads tokenizer and chat template.
     pub(crate) fn load(args: &ModelArgs, env: &SharedEnv) -> Result<Self> {
         let (name, checkpoint, tokenizer, template) = match &args.model {
-            Some(directory) => open(directory)?,
+            Some(directory) => match directory.to_str().and_then(|text| text.strip_prefix(RANDOM)) {
+                Some(shape) => random(shape)?,
+                None => open(directory)?,
+            },
             None => (
                 builtin::NAME.to_string(),
                 builtin::checkpoint()?,
@@ -48,6 +55,14 @@ impl Model {
             tokenizer_digest,
         })
     }
+}
+
+/// A model of a known shape whose weights are random, with the tokenizer of the built-in one.
+fn random(shape: &str) -> Result<(String, Checkpoint, Tokenizer, Option<ChatTemplate>)> {
+    let known = mixfleet_scheduler::models::find(shape).map_err(|error| Usage(error.to_string()))?;
+    let checkpoint = RandomCheckpoint::of_shape(known)?.repeating()?;
+    let name = format!("{RANDOM}{}", known.name);
+    Ok((name, checkpoint, builtin::tokenizer()?, Some(builtin::chat_template()?)))
 }
 
 fn open(directory: &Path) -> Result<(String, Checkpoint, Tokenizer, Option<ChatTemplate>)> {

@@ -41,12 +41,12 @@ pub(crate) struct Instances {
 }
 
 impl Instances {
-    /// One sequence at a time on `devices`, without lower tiers.
-    pub(crate) fn plain(devices: Vec<DeviceRole>) -> Self {
+    /// So many sequences at a time on `devices`, without lower tiers.
+    pub(crate) fn plain(devices: Vec<DeviceRole>, sequences_max: u32) -> Self {
         Instances {
             devices,
             prices: BTreeMap::new(),
-            sequences_max: Some(1),
+            sequences_max: Some(sequences_max),
             tiers: TierArgs::default(),
             profiles: Vec::new(),
             recalibrate: false,

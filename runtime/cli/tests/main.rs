@@ -8,7 +8,10 @@ mod connections;
 mod deploy;
 #[cfg(feature = "fleet")]
 mod fleet;
+mod generate;
 mod golden;
+#[cfg(target_os = "linux")]
+mod gpu;
 mod house;
 mod serve;
 mod simulate;

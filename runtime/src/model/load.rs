@@ -4,6 +4,7 @@ use super::config::ModelConfig;
 use super::error::{Error, Result};
 use super::fields::{Fields, check_regular, read_object_if_present};
 use super::{header, names};
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::{DType, FileMapper, HostMemory};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
@@ -25,13 +26,25 @@ pub struct Checkpoint {
     pub(super) tensors: HashMap<String, Location>,
 }
 
-/// The position of a tensor.
+/// The position of a tensor. If its range is shorter than the tensor, its elements are those of the range again
+/// and again.
 #[derive(Clone, Debug)]
 pub(super) struct Location {
     pub(super) dtype: DType,
     pub(super) shape: Vec<u64>,
     pub(super) shard: usize,
     pub(super) range: Range<usize>,
+}
+
+impl Location {
+    /// Bytes of the whole tensor.
+    pub(super) fn bytes(&self) -> u64 {
+        self.shape.iter().product::<u64>() * self.dtype.size_bytes()
+    }
+
+    pub(super) fn repeats(&self) -> bool {
+        self.bytes() != self.range.len() as u64
+    }
 }
 
 /// A tensor in host memory, by value.
@@ -122,10 +135,11 @@ impl Checkpoint {
 
     /// Bytes of all parameters as stored.
     pub fn size_bytes(&self) -> u64 {
-        self.tensors.values().map(|tensor| tensor.range.len() as u64).sum()
+        self.tensors.values().map(Location::bytes).sum()
     }
 
-    /// The stored elements of a tensor, or `None` where the model has no such tensor.
+    /// The stored elements of a tensor, or `None` where the model has no such tensor. They are all of them,
+    /// except in a [repeating](super::RandomCheckpoint::repeating) checkpoint.
     pub fn bytes(&self, name: &str) -> Option<&[u8]> {
         let tensor = self.tensors.get(name)?;
         self.shards[tensor.shard].as_bytes().get(tensor.range.clone())
@@ -133,7 +147,13 @@ impl Checkpoint {
 
     /// A tensor as `f64`, for the oracle; `None` where the model has no such tensor.
     pub fn values(&self, name: &str) -> Option<Vec<f64>> {
-        Some(self.tensors.get(name)?.dtype.decode(self.bytes(name)?))
+        let location = self.tensors.get(name)?;
+        let mut values = location.dtype.decode(self.bytes(name)?);
+        if location.repeats() {
+            let elements = to_usize(location.shape.iter().product::<u64>());
+            values = values.into_iter().cycle().take(elements).collect();
+        }
+        Some(values)
     }
 
     /// Name, dtype and shape of every tensor, sorted by name.

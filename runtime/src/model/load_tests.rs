@@ -4,7 +4,9 @@ use super::super::weights::{Tensor, Weights};
 use super::*;
 use mixfleet_hal::Device;
 use mixfleet_hal::random::Stream;
+use mixfleet_hwtests::reference::ReferenceDevice;
 use serde_json::{Map, Value, json};
+use std::collections::HashSet;
 
 fn variant(name: &str) -> RandomCheckpoint {
     tiny_variants().into_iter().find(|(other, _)| *other == name).expect("a variant").1
@@ -174,12 +176,12 @@ fn read(device: &dyn Device, tensor: &Tensor) -> Vec<f64> {
     tensor.dtype.decode(&bytes)
 }
 
-fn assert_placed(checkpoint: &Checkpoint, device: &MemoryDevice) -> Weights {
+fn assert_placed(checkpoint: &Checkpoint, device: &dyn Device) -> Weights {
     let mut seen = Vec::new();
     let weights = checkpoint.place(device, &mut |done, total| seen.push((done, total))).expect("placed");
     assert!(seen.is_sorted() && seen.last() == Some(&(checkpoint.size_bytes(), checkpoint.size_bytes())));
     let same = |tensor: &Tensor, name: &str| {
-        assert!(tensor.slice.offset.is_multiple_of(device.limits.alignment_bytes), "{name}");
+        assert!(tensor.slice.offset.is_multiple_of(device.limits().alignment_bytes), "{name}");
         assert_eq!(read(device, tensor), checkpoint.values(name).expect(name), "{name}");
     };
     same(&weights.embed, "model.embed_tokens.weight");
@@ -238,6 +240,41 @@ fn a_device_that_imports_copies_nothing_and_shares_tied_embeddings() {
     let weights = assert_placed(&checkpoint, &device);
     assert!(device.allocations.lock().expect("a lock").is_empty());
     assert!(Arc::ptr_eq(&weights.embed.slice.buffer, &weights.lm_head.slice.buffer));
+}
+
+#[test]
+fn what_repeats_is_copied_by_the_device_and_rows_and_matrices_differ() {
+    let device = ReferenceDevice::named("reference");
+    for (name, random) in tiny_variants() {
+        let checkpoint = random.repeating_every(3 * 256).expect(name);
+        assert_eq!(checkpoint.size_bytes(), random.load().expect(name).size_bytes());
+        let held: usize = checkpoint.shards.iter().map(|shard| shard.as_bytes().len()).sum();
+        assert!((held as u64) < checkpoint.size_bytes() / 4, "{name}: {held} bytes");
+        assert_placed(&checkpoint, &device);
+    }
+    let checkpoint = variant("llama3").repeating_every(67 * 256).expect("a checkpoint");
+    let (q, k) = ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight");
+    let [q, k] = [q, k].map(|name| checkpoint.values(name).expect(name));
+    let hidden = checkpoint.config.hidden as usize;
+    let rows: HashSet<String> =
+        q.chunks(hidden).chain(k.chunks(hidden)).map(|row| format!("{row:?}")).collect();
+    assert_eq!(rows.len(), (q.len() + k.len()) / hidden);
+}
+
+#[test]
+fn known_models_get_their_shapes_unless_they_are_of_another_kind() {
+    for model in mixfleet_scheduler::models::models() {
+        match RandomCheckpoint::of_shape(model) {
+            Ok(random) => {
+                let config = random.model_config().expect(model.name);
+                assert_eq!(config.cost_shape(DType::Bf16, DType::Bf16, 16), model.shape(DType::Bf16));
+            }
+            Err(error) => {
+                assert!(model.windows.is_some(), "{error}");
+                assert_says(&error.to_string(), &[model.name, "not supported"]);
+            }
+        }
+    }
 }
 
 #[test]

@@ -4,10 +4,14 @@ use super::error::{Error, Result};
 use super::load::{Checkpoint, Location};
 use super::names;
 use super::weights::{LayerWeights, Tensor, Weights};
-use mixfleet_hal::{BufferUsage, DType, Device, DeviceLimits, ErrorKind, HostMemory, Slice};
+use mixfleet_hal::{BufferUsage, Cmd, DType, Device, DeviceLimits, ErrorKind, HostMemory, OpSig, Slice};
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
+
+/// Time in which a device that works has copied any tensor.
+const REPEAT_TIME_MAX: Duration = Duration::from_secs(60);
 
 /// Bytes per write of an upload: large enough for full copy speed, small enough for a smooth progress bar.
 const CHUNK_BYTES: usize = 16 << 20;
@@ -30,10 +34,11 @@ impl Checkpoint {
         let mut placed = HashMap::with_capacity(self.tensors.len());
         for (name, _) in names::shapes(&self.config) {
             let location = &self.tensors[&name];
-            let bytes = location.range.len() as u64;
+            let bytes = location.bytes();
             let dtype = self.dtype_on_device(&name, location);
             let import = imports[location.shard].as_ref().filter(|_| dtype == location.dtype);
             let slice = match import.filter(|import| self.is_addressable(import, location, &limits)) {
+                _ if location.repeats() => self.repeat(device, &name, &limits)?,
                 Some(import) => import.range(location.range.start as u64, bytes),
                 None => self.upload(device, &name, dtype, &mut |part| progress(done + part, total))?,
             };
@@ -104,6 +109,28 @@ impl Checkpoint {
             progress(at);
         }
         Ok(slice)
+    }
+
+    /// Uploads what a tensor repeats, and lets the device copy it.
+    fn repeat(&self, device: &dyn Device, name: &str, limits: &DeviceLimits) -> Result<Slice> {
+        let (location, period) = (&self.tensors[name], self.bytes(name).unwrap_or_default());
+        let failed = |error: mixfleet_hal::Error| error.context(format!("tensor '{name}'"));
+        let fill = || -> mixfleet_hal::Result<Slice> {
+            let once = device.alloc(period.len() as u64, BufferUsage::Weights)?;
+            device.write(&once, period)?;
+            let whole = device.alloc(location.bytes(), BufferUsage::Weights)?;
+            let copy = |at: u64| {
+                let bytes = once.bytes.min(whole.bytes - at);
+                Cmd::new(OpSig::Copy { bytes }, &[once.range(0, bytes), whole.range(at, bytes)])
+            };
+            let copies = (0..whole.bytes).step_by(period.len()).map(copy);
+            let mut queue = device.queue()?;
+            let ticket = queue.submit(&copies.collect::<mixfleet_hal::Result<Vec<_>>>()?)?;
+            queue.wait(ticket, REPEAT_TIME_MAX)?;
+            Ok(whole)
+        };
+        debug_assert!((period.len() as u64).is_multiple_of(limits.alignment_bytes), "{name}");
+        Ok(fill().map_err(failed)?)
     }
 
     fn assemble(&self, placed: &mut HashMap<String, Tensor>) -> Result<Weights> {

@@ -2,15 +2,24 @@
 
 use super::config::ModelConfig;
 use super::error::{Error, Result};
-use super::load::{Checkpoint, HostTensor};
+use super::load::{Checkpoint, HostTensor, Location};
 use super::{builtin, names};
-use mixfleet_hal::DType;
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::random::Stream;
+use mixfleet_hal::{DType, HostMemory};
+use mixfleet_scheduler::models::KnownModel;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Map, Value, json};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
+use std::sync::Arc;
+
+/// Where tensors of a repeating checkpoint may begin in their pattern: a step keeps every device's alignment.
+const STEP_BYTES: usize = 256;
+
+/// Bytes that a large tensor of a repeating checkpoint repeats: a prime number of steps, so that no row of a
+/// matrix is like one of the thousands before it.
+pub const PERIOD_BYTES: usize = 16_381 * STEP_BYTES;
 
 /// A checkpoint whose weights are derived from a seed. Its output means nothing.
 #[derive(Clone, Debug)]
@@ -43,7 +52,7 @@ impl RandomCheckpoint {
         let config = self.model_config()?;
         let one = |(i, (name, shape)): (usize, (String, Vec<u64>))| {
             let stream = Stream::new(self.seed ^ mixfleet_hal::random::bits(self.seed, i as u64));
-            let bytes = fill(&name, &shape, self.dtype, stream);
+            let bytes = Spread::of(&name, &shape).fill(shape.iter().product(), self.dtype, stream);
             HostTensor { name, dtype: self.dtype, shape, bytes }
         };
         Ok(names::shapes(&config).into_iter().enumerate().map(one).collect())
@@ -55,6 +64,66 @@ impl RandomCheckpoint {
     /// When `config` is invalid.
     pub fn load(&self) -> Result<Checkpoint> {
         Checkpoint::from_parts(self.model_config()?, self.tensors()?)
+    }
+
+    /// A checkpoint of the shape of a known model, in bf16, with the context of Llama 3.1.
+    ///
+    /// # Errors
+    /// When the runtime does not run models of this kind.
+    pub fn of_shape(model: &KnownModel) -> Result<Self> {
+        if model.windows.is_some() {
+            let problem = "layers with and without a sliding window in turn are not supported";
+            return Err(Error::file(Path::new(model.name), problem));
+        }
+        let (model_type, architecture) = match (model.qk_norm, model.qkv_bias) {
+            (true, _) => ("qwen3", "Qwen3ForCausalLM"),
+            (_, true) => ("qwen2", "Qwen2ForCausalLM"),
+            _ => ("llama", "LlamaForCausalLM"),
+        };
+        let config = json!({
+            "model_type": model_type, "architectures": [architecture], "hidden_act": "silu",
+            "hidden_size": model.hidden, "intermediate_size": model.intermediate,
+            "num_hidden_layers": model.layers, "num_attention_heads": model.heads,
+            "num_key_value_heads": model.kv_heads, "head_dim": model.head_dim, "vocab_size": model.vocab,
+            "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "dtype": "bfloat16",
+            "tie_word_embeddings": model.tied_embeddings,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+            "bos_token_id": builtin::BOS, "eos_token_id": builtin::EOS,
+        });
+        let config = config.as_object().cloned().unwrap_or_default();
+        Ok(RandomCheckpoint { config, dtype: DType::Bf16, seed: 1 })
+    }
+
+    /// The checkpoint in little host memory, for models of any size: a tensor of more than [`PERIOD_BYTES`]
+    /// repeats so many bytes, from a place of its own in a pattern, and a device copies them over and over.
+    /// Neighbouring rows of a matrix differ, as do matrices of the same shape.
+    ///
+    /// # Errors
+    /// When `config` is invalid.
+    pub fn repeating(&self) -> Result<Checkpoint> {
+        self.repeating_every(PERIOD_BYTES)
+    }
+
+    fn repeating_every(&self, period_bytes: usize) -> Result<Checkpoint> {
+        let config = self.model_config()?;
+        let mut random = Stream::new(self.seed);
+        let (mut patterns, mut tensors) = (Vec::new(), HashMap::new());
+        let mut known: Vec<Spread> = Vec::new();
+        let elements = period_bytes as u64 / self.dtype.size_bytes();
+        for (name, shape) in names::shapes(&config) {
+            let spread = Spread::of(&name, &shape);
+            let shard = known.iter().position(|other| *other == spread).unwrap_or_else(|| {
+                known.push(spread);
+                let period = spread.fill(elements, self.dtype, Stream::new(random.next_u64()));
+                patterns.push(Arc::new(period.repeat(2)) as Arc<dyn HostMemory>);
+                known.len() - 1
+            });
+            let start = to_usize(random.below((period_bytes / STEP_BYTES) as u64)) * STEP_BYTES;
+            let bytes = to_usize(shape.iter().product::<u64>() * self.dtype.size_bytes());
+            let range = start..start + bytes.min(period_bytes);
+            tensors.insert(name, Location { dtype: self.dtype, shape, shard, range });
+        }
+        Ok(Checkpoint { config, shards: patterns, tensors })
     }
 
     /// Writes the checkpoint as transformers would: `config.json`, safetensors (with an index if `shards` is
@@ -89,21 +158,33 @@ impl RandomCheckpoint {
     }
 }
 
-/// Random elements of one tensor.
-fn fill(name: &str, shape: &[u64], dtype: DType, mut stream: Stream) -> Vec<u8> {
-    let elements: u64 = shape.iter().product();
-    let (middle, spread) = match shape {
-        [_, _] if name == names::EMBED => (0.0, 1.0),
-        [_, inputs] => (0.0, (1.0 / *inputs as f64).sqrt()),
-        _ if name.ends_with(".bias") => (0.0, 0.2),
-        _ => (1.0, 0.1),
-    };
-    let width = spread * 12f64.sqrt(); // a uniform density of width w has variance w^2 / 12
-    let mut bytes = Vec::with_capacity(to_usize(elements * dtype.size_bytes()));
-    for _ in 0..elements {
-        dtype.encode(middle + width * (stream.next_unit() - 0.5), &mut bytes);
+/// How the elements of a tensor are spread.
+#[derive(Clone, Copy, PartialEq)]
+struct Spread {
+    middle: f64,
+    deviation: f64,
+}
+
+impl Spread {
+    fn of(name: &str, shape: &[u64]) -> Self {
+        let (middle, deviation) = match shape {
+            [_, _] if name == names::EMBED => (0.0, 1.0),
+            [_, inputs] => (0.0, (1.0 / *inputs as f64).sqrt()),
+            _ if name.ends_with(".bias") => (0.0, 0.2),
+            _ => (1.0, 0.1),
+        };
+        Spread { middle, deviation }
     }
-    bytes
+
+    /// Random elements.
+    fn fill(self, elements: u64, dtype: DType, mut stream: Stream) -> Vec<u8> {
+        let width = self.deviation * 12f64.sqrt(); // a uniform density of width w has variance w^2 / 12
+        let mut bytes = Vec::with_capacity(to_usize(elements * dtype.size_bytes()));
+        for _ in 0..elements {
+            dtype.encode(self.middle + width * (stream.next_unit() - 0.5), &mut bytes);
+        }
+        bytes
+    }
 }
 
 fn serialize(tensors: &[HostTensor]) -> std::result::Result<Vec<u8>, safetensors::SafeTensorError> {

@@ -28,9 +28,9 @@ pub(super) fn calls(library: &str) -> Calls {
 
 /// What `work` calls in the driver.
 fn calls_of(work: impl FnOnce()) -> Calls {
-    let before = calls("libcuda.so");
+    let before = calls("libcuda.so.1");
     work();
-    let now = calls("libcuda.so").into_iter();
+    let now = calls("libcuda.so.1").into_iter();
     now.map(|(name, count)| (name.clone(), count - before.get(&name).unwrap_or(&0)))
         .filter(|(_, count)| *count > 0)
         .collect()

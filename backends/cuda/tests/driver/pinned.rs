@@ -14,7 +14,7 @@ fn counted() -> [u64; 3] {
     let mut counts = [0; 3];
     // SAFETY: the library is the one that the backend loaded; the function fills three numbers.
     unsafe {
-        let driver = libloading::Library::new("libcuda.so").unwrap();
+        let driver = libloading::Library::new("libcuda.so.1").unwrap();
         let count: libloading::Symbol<unsafe extern "C" fn(*mut u64) -> i32> =
             driver.get(b"fake_count").unwrap();
         assert_eq!(count(counts.as_mut_ptr()), 0);
