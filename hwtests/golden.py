@@ -73,12 +73,13 @@ def main():
             print(f"{verdict:7} {place}: {why}", flush=True)
         process.wait()
     missing = len(runs) - answers
-    if missing:
+    crashed = missing > 0 or process.returncode not in (0, 1)
+    if crashed:
         print(f"the binary ended with {missing} runs left, exit code {process.returncode}")
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()) + f", {missing} not run")
     if counts["good"] == 0 and counts["bad"] == 0:
         sys.exit(3)
-    sys.exit(1 if counts["bad"] or missing else 0)
+    sys.exit(1 if counts["bad"] or crashed else 0)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ cd "$(dirname "$script")/.." || exit 3
 
 device=${DEVICE:-cuda:0}
 if [ -e mixfleet ]; then
-    mixfleet=${MIXFLEET:-./mixfleet} fixtures=${FIXTURES:-fixtures} out=${OUT:-out}
+    mixfleet=${MIXFLEET:-$PWD/mixfleet} fixtures=${FIXTURES:-fixtures} out=${OUT:-out}
 else
     mixfleet=${MIXFLEET:-target/release/mixfleet} fixtures=${FIXTURES:-../shared/fixtures} out=${OUT:-target/gpu}
 fi
@@ -57,7 +57,7 @@ hard_links() {
 }
 
 pack() {
-    local to=$1 binary=${MIXFLEET:-} fixture
+    local to=$1 binary=${MIXFLEET:-} fixture said
     if [ -z "$binary" ]; then
         cargo build --release --locked -p mixfleet || die 3 "the binary cannot be built"
         binary=${CARGO_TARGET_DIR:-target}/release/mixfleet
@@ -65,16 +65,16 @@ pack() {
     [ -z "$(hard_links "$binary")" ] || die 3 "$binary is not of the default features, since it needs
 $(hard_links "$binary")
 Build it with 'cargo build --release -p mixfleet'."
-    mkdir -p "$to/hwtests" "$to/fixtures" || exit 3
+    mkdir -p "$to/fixtures" "$to/hwtests/gpu" || exit 3
     cp "$binary" "$to/mixfleet" || exit 3
     strip "$to/mixfleet" 2>/dev/null || echo "gpu.sh: the binary is not stripped" >&2
-    cp -r hwtests/gpu.sh hwtests/golden.py hwtests/gpu "$to/hwtests/" || exit 3
+    cp hwtests/gpu.sh hwtests/golden.py "$to/hwtests/" || exit 3
+    cp hwtests/gpu/*.py "$to/hwtests/gpu/" || exit 3
     for fixture in "$fixtures"/*/golden.json; do
         fixture=$(dirname "$fixture")
         # a family that is not served is refused before a device is opened
-        if "$to/mixfleet" generate --model "$fixture" --device none --prompt-ids 1 2>&1 | grep -q "'none'"; then
-            cp -r "$fixture" "$to/fixtures/"
-        fi
+        said=$("$to/mixfleet" generate --model "$fixture" --device none --prompt-ids 1 2>&1)
+        case $said in *"unknown device 'none'"*) cp -r "$fixture" "$to/fixtures/" ;; esac
     done
     [ -n "$(ls "$to/fixtures")" ] || die 3 "there are no checkpoints in $fixtures; name their folder with FIXTURES"
     echo "$to: $(du -sm "$to" | cut -f1) MB, of which the binary $(du -sm "$to/mixfleet" | cut -f1) MB and" \
@@ -210,32 +210,38 @@ step_devices() {
 }
 
 step_conformance() {
-    limited "$1" conformance "$mixfleet" validate --device "$device" --level 1 --only "${CONFORMANCE:-l1}" \
+    limited "$1" conformance "$mixfleet" validate --device "$device" --level 1 ${CONFORMANCE:+--only "$CONFORMANCE"} \
         --timeout "${VALIDATE_TIMEOUT:-30s}" --out "$raw/validation"
 }
 
-# The emulator of the tests runs threads in an order, and so sees no race: attention and products first.
+# The emulator of the tests runs threads in an order, and so sees no race: attention first, then products. Each run
+# gets its share of the time that is left.
 step_sanitizer() {
-    local sanitizer tool each=$(($1 / 3))
+    local sanitizer tool cases name end=$((SECONDS + $1)) left=6 word
     sanitizer=$(find_sanitizer)
     if [ -z "$sanitizer" ]; then
         skip sanitizer "there is no compute-sanitizer here; name it with SANITIZER"
         return
     fi
-    for tool in memcheck racecheck synccheck; do
-        limited "$each" "sanitizer-$tool" "$sanitizer" --tool "$tool" --target-processes all --error-exitcode 9 \
-            "$mixfleet" validate --device "$device" --level 1 --timeout "${VALIDATE_TIMEOUT:-300s}" \
-            --only "${SANITIZED:-l1.attn_decode,l1.attn_prefill,l1.attn_merge,l1.gemm}" --out "$raw/sanitizer-$tool"
-        if grep -q "Device not supported" "$raw/sanitizer-$tool.log"; then
-            skip sanitizer "compute-sanitizer refuses this device"
-            return
-        fi
-        grep -hE '(ERROR|RACECHECK) SUMMARY' "$raw/sanitizer-$tool.log" | sort | uniq -c
-        # an error in a child does not always reach the exit code
-        if grep -E '(ERROR|RACECHECK) SUMMARY' "$raw/sanitizer-$tool.log" | grep -qvE 'SUMMARY: 0 '; then
-            record "sanitizer-$tool" failed 0 "it found errors: see sanitizer-$tool.log"
-            failed=1
-        fi
+    for cases in ${SANITIZED:-l1.attn_decode,l1.attn_prefill,l1.attn_merge l1.gemm}; do
+        for tool in racecheck memcheck synccheck; do
+            word=${cases%%,*} word=${word#l1.}
+            name=sanitizer-$tool-${word%%_*}
+            limited $(((end - SECONDS) / left)) "$name" "$sanitizer" --tool "$tool" --target-processes all \
+                --error-exitcode 9 "$mixfleet" validate --device "$device" --level 1 --only "$cases" \
+                --timeout "${VALIDATE_TIMEOUT:-300s}" --out "$raw/$name"
+            left=$((left > 1 ? left - 1 : 1))
+            if grep -q "Device not supported" "$raw/$name.log"; then
+                skip sanitizer "compute-sanitizer refuses this device"
+                return
+            fi
+            grep -hE '(ERROR|RACECHECK) SUMMARY' "$raw/$name.log" | sort | uniq -c
+            # an error in a child does not always reach the exit code
+            if grep -E '(ERROR|RACECHECK) SUMMARY' "$raw/$name.log" | grep -qvE 'SUMMARY: 0 '; then
+                record "$name" failed 0 "it found errors: see $name.log"
+                failed=1
+            fi
+        done
     done
 }
 
@@ -344,6 +350,7 @@ mkdir -p "$out" "$raw/cache" || die 3 "cannot write to $out and $raw"
 out=$(cd "$out" && pwd) raw=$(cd "$raw" && pwd)
 [ "$call" != 1 ] || rm -f "$raw/steps.tsv"
 touch "$raw/steps.tsv"
+earlier=$(wc -l <"$raw/steps.tsv")
 export XDG_CACHE_HOME=$raw/cache # calibrations and compiled kernels of this machine alone
 failed=0
 python=$(find_python)
@@ -371,5 +378,5 @@ wait "$archiver" 2>/dev/null
 archive
 rm -f "$out"/.gpu-*
 echo "$out/gpu-$call.tar.gz has what was made"
-grep -P '\t(failed|cut|skipped)\t' "$raw/steps.tsv" | cut -f1,2 | sed 's/^/gpu.sh: /'
+tail -n "+$((earlier + 1))" "$raw/steps.tsv" | grep -E '	(failed|cut|skipped)	' | cut -f1,2 | sed 's/^/gpu.sh: /'
 exit $failed

@@ -12,7 +12,7 @@ use clap::Parser;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_runtime::api::Placements;
 use mixfleet_runtime::engine::EngineConfig;
-use mixfleet_runtime::env::{RealEnv, SharedEnv};
+use mixfleet_runtime::env::{Env, RealEnv, SharedEnv};
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::request::{GenerateRequest, Hints, Sampling};
 use mixfleet_scheduler::fleet::Role;
@@ -20,6 +20,10 @@ use serde_json::{Value, json};
 use std::io::Write;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
+
+/// Time in which a device that works is done with what it was given.
+const END_TIME_MAX: Duration = Duration::from_secs(10);
 
 /// Name and version of the document.
 const SCHEMA: &str = "mixfleet.generate/1";
@@ -28,7 +32,10 @@ pub(crate) fn run(args: GenerateArgs) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     runtime.block_on(async {
         let Some(file) = &args.each else {
-            let document = Ready::new(&args)?.generate(&args).await?;
+            let ready = Ready::new(&args)?;
+            let document = ready.generate(&args).await;
+            ready.end().await;
+            let document = document?;
             return print(if args.json { document.to_string() } else { String::new() });
         };
         each(runs(file)?).await
@@ -67,7 +74,13 @@ async fn each(runs: Vec<GenerateArgs>) -> Result<()> {
     let (count, mut failed) = (runs.len(), 0);
     let mut ready: Option<Ready> = None;
     for args in runs {
-        let kept = ready.take().filter(|ready| ready.serves(&args));
+        let kept = match ready.take() {
+            Some(ready) if !ready.serves(&args) => {
+                ready.end().await;
+                None
+            }
+            kept => kept,
+        };
         let document = match kept.map_or_else(|| Ready::new(&args), Ok) {
             Ok(engine) => ready.insert(engine).generate(&args).await,
             Err(error) => Err(error),
@@ -77,6 +90,9 @@ async fn each(runs: Vec<GenerateArgs>) -> Result<()> {
             json!({"schema": SCHEMA, "error": with_causes(&error)})
         });
         print(document.to_string())?;
+    }
+    if let Some(ready) = ready {
+        ready.end().await;
     }
     if failed > 0 {
         return Err(Failed(format!("{failed} of {count} runs failed")).into());
@@ -106,12 +122,13 @@ struct Ready {
     args: GenerateArgs,
     model: Model,
     engine: Started,
-    env: SharedEnv,
+    env: Arc<RealEnv>,
 }
 
 impl Ready {
     fn new(args: &GenerateArgs) -> Result<Self> {
-        let env: SharedEnv = Arc::new(RealEnv::new(tokio::runtime::Handle::current()));
+        let real = Arc::new(RealEnv::new(tokio::runtime::Handle::current()));
+        let env: SharedEnv = real.clone();
         if args.model.model.is_none() {
             eprintln!(
                 "no --model: this is a small built-in model with random weights; its text means nothing"
@@ -123,7 +140,14 @@ impl Ready {
         let choice = Choice { instances, engine: EngineConfig::default(), events: None };
         let placements = Arc::new(Placements::new(1));
         let engine = start::engine(&model, &args.model, choice, &env, Metrics::new(), placements)?;
-        Ok(Ready { args: args.clone(), model, engine, env })
+        Ok(Ready { args: args.clone(), model, engine, env: real })
+    }
+
+    /// Waits until its devices are free. A device that hangs is left alone.
+    async fn end(self) {
+        let Ready { model, engine, env, .. } = self;
+        drop((model, engine));
+        let _ = tokio::time::timeout(END_TIME_MAX, env.workers_ended()).await;
     }
 
     /// Whether it would be made the same for `args`, with room for at least as many sequences.

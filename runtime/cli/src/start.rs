@@ -35,6 +35,8 @@ pub(crate) struct Instances {
     pub(crate) devices: Vec<DeviceRole>,
     pub(crate) prices: BTreeMap<String, f64>,
     pub(crate) sequences_max: Option<u32>,
+    /// Whether prompts run in full steps beside decodes too, since nobody reads along.
+    pub(crate) prompts_first: bool,
     pub(crate) tiers: TierArgs,
     pub(crate) profiles: Vec<PathBuf>,
     pub(crate) recalibrate: bool,
@@ -47,6 +49,7 @@ impl Instances {
             devices,
             prices: BTreeMap::new(),
             sequences_max: Some(sequences_max),
+            prompts_first: true,
             tiers: TierArgs::default(),
             profiles: Vec::new(),
             recalibrate: false,
@@ -157,7 +160,7 @@ pub(crate) fn instances(
             kv: model.kv,
             kv_bytes: to_u64(size.kv.0),
             step_tokens_max: size.step_tokens_max,
-            prefill_tokens_beside_decode_max: None,
+            prefill_tokens_beside_decode_max: choice.prompts_first.then_some(size.step_tokens_max),
             sequences_max: size.sequences_max,
             block_tokens: None,
         };

@@ -161,9 +161,9 @@ fn three_calls_measure_everything_and_leave_archives_for_a_report() {
     let expected = [
         ("devices", "passed"),
         ("conformance", "passed"),
-        ("sanitizer-memcheck", "passed"),
-        ("sanitizer-racecheck", "passed"),
-        ("sanitizer-synccheck", "passed"),
+        ("sanitizer-racecheck-fill", "passed"),
+        ("sanitizer-memcheck-fill", "passed"),
+        ("sanitizer-synccheck-fill", "passed"),
         ("golden", "passed"),
         ("peers", "skipped"),
         ("goals", "passed"),
@@ -213,10 +213,11 @@ fn what_was_made_until_a_call_is_ended_is_in_its_archive() {
             .call(&["devices", "conformance", "sanitizer", "golden"])
             .env("SANITIZER", machine.home.join("slow-sanitizer"))
             .stdout(Stdio::null())
+            .stderr(Stdio::null())
             .spawn()
             .unwrap();
         // half of the steps are done, and one runs whose log is archived
-        while machine.archived("steps", "sanitizer-memcheck.log").is_none() {
+        while machine.archived("steps", "sanitizer-racecheck-fill.log").is_none() {
             assert!(call.try_wait().unwrap().is_none(), "it ended by itself");
             std::thread::sleep(Duration::from_millis(50));
         }
@@ -228,7 +229,7 @@ fn what_was_made_until_a_call_is_ended_is_in_its_archive() {
         match signal {
             "TERM" => {
                 assert_eq!(status.code(), Some(143));
-                expected.push(("sanitizer-memcheck", "cut"));
+                expected.push(("sanitizer-racecheck-fill", "cut"));
             }
             _ => assert_eq!(status.signal(), Some(9)),
         }

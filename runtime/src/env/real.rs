@@ -18,12 +18,22 @@ use tokio::runtime::Handle;
 pub struct RealEnv {
     start: Instant,
     handle: Handle,
+    /// Every worker holds one.
+    workers: Arc<()>,
 }
 
 impl RealEnv {
     /// An environment on the given tokio runtime.
     pub fn new(handle: Handle) -> Self {
-        RealEnv { start: Instant::now(), handle }
+        RealEnv { start: Instant::now(), handle, workers: Arc::default() }
+    }
+
+    /// Completes once every worker has ended and given back what it held. A process that ends before uses
+    /// drivers that are being unloaded.
+    pub async fn workers_ended(&self) {
+        while Arc::strong_count(&self.workers) > 1 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
     }
 
     /// An environment on a thread of its own, which ends with the process and whose tasks continue whatever
@@ -69,9 +79,13 @@ impl Env for RealEnv {
     }
 
     fn spawn_worker(&self, name: &str, task: Task) -> io::Result<()> {
-        let handle = self.handle.clone();
+        let (handle, alive) = (self.handle.clone(), self.workers.clone());
         let thread = std::thread::Builder::new().name(name.to_string());
-        thread.spawn(move || handle.block_on(task)).map(drop)
+        let body = move || {
+            handle.block_on(task);
+            drop(alive);
+        };
+        thread.spawn(body).map(drop)
     }
 
     fn block_on(&self, mut done: BoxFuture<'_, ()>, limit: Duration) -> bool {
@@ -120,5 +134,32 @@ impl Listener for TcpListener {
 
     fn address(&self) -> String {
         self.local_addr().map_or_else(|error| error.to_string(), |a| a.to_string())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn workers_have_ended_once_they_gave_back_what_they_held() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+        let env = RealEnv::new(runtime.handle().clone());
+        let (open, gate) = tokio::sync::oneshot::channel::<()>();
+        let held = Arc::new(());
+        let own = held.clone();
+        let work = async move {
+            let _ = gate.await;
+            drop(own);
+        };
+        env.spawn_worker("a worker", Box::pin(work)).expect("a thread");
+        runtime.block_on(async {
+            let mut ended = Box::pin(env.workers_ended());
+            let early = tokio::time::timeout(Duration::from_millis(20), &mut ended).await;
+            assert!(early.is_err(), "it still waits");
+            open.send(()).expect("a worker");
+            ended.await;
+        });
+        assert_eq!(Arc::strong_count(&held), 1);
     }
 }

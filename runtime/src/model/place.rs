@@ -4,7 +4,9 @@ use super::error::{Error, Result};
 use super::load::{Checkpoint, Location};
 use super::names;
 use super::weights::{LayerWeights, Tensor, Weights};
-use mixfleet_hal::{BufferUsage, Cmd, DType, Device, DeviceLimits, ErrorKind, HostMemory, OpSig, Slice};
+use mixfleet_hal::{
+    BufferUsage, Cmd, DType, Device, DeviceLimits, ErrorKind, HostMemory, OpSig, Queue, Slice,
+};
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -32,13 +34,14 @@ impl Checkpoint {
         let total = self.size_bytes();
         let mut done = 0;
         let mut placed = HashMap::with_capacity(self.tensors.len());
+        let mut queue = None;
         for (name, _) in names::shapes(&self.config) {
             let location = &self.tensors[&name];
             let bytes = location.bytes();
             let dtype = self.dtype_on_device(&name, location);
             let import = imports[location.shard].as_ref().filter(|_| dtype == location.dtype);
             let slice = match import.filter(|import| self.is_addressable(import, location, &limits)) {
-                _ if location.repeats() => self.repeat(device, &name, &limits)?,
+                _ if location.repeats() => self.repeat(device, &mut queue, &name)?,
                 Some(import) => import.range(location.range.start as u64, bytes),
                 None => self.upload(device, &name, dtype, &mut |part| progress(done + part, total))?,
             };
@@ -112,10 +115,10 @@ impl Checkpoint {
     }
 
     /// Uploads what a tensor repeats, and lets the device copy it.
-    fn repeat(&self, device: &dyn Device, name: &str, limits: &DeviceLimits) -> Result<Slice> {
+    fn repeat(&self, device: &dyn Device, queue: &mut Option<Box<dyn Queue>>, name: &str) -> Result<Slice> {
         let (location, period) = (&self.tensors[name], self.bytes(name).unwrap_or_default());
         let failed = |error: mixfleet_hal::Error| error.context(format!("tensor '{name}'"));
-        let fill = || -> mixfleet_hal::Result<Slice> {
+        let mut fill = || -> mixfleet_hal::Result<Slice> {
             let once = device.alloc(period.len() as u64, BufferUsage::Weights)?;
             device.write(&once, period)?;
             let whole = device.alloc(location.bytes(), BufferUsage::Weights)?;
@@ -124,12 +127,14 @@ impl Checkpoint {
                 Cmd::new(OpSig::Copy { bytes }, &[once.range(0, bytes), whole.range(at, bytes)])
             };
             let copies = (0..whole.bytes).step_by(period.len()).map(copy);
-            let mut queue = device.queue()?;
+            let queue = match queue {
+                Some(queue) => queue,
+                None => queue.insert(device.queue()?),
+            };
             let ticket = queue.submit(&copies.collect::<mixfleet_hal::Result<Vec<_>>>()?)?;
             queue.wait(ticket, REPEAT_TIME_MAX)?;
             Ok(whole)
         };
-        debug_assert!((period.len() as u64).is_multiple_of(limits.alignment_bytes), "{name}");
         Ok(fill().map_err(failed)?)
     }
 

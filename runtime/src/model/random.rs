@@ -104,7 +104,7 @@ impl RandomCheckpoint {
         self.repeating_every(PERIOD_BYTES)
     }
 
-    fn repeating_every(&self, period_bytes: usize) -> Result<Checkpoint> {
+    pub(super) fn repeating_every(&self, period_bytes: usize) -> Result<Checkpoint> {
         let config = self.model_config()?;
         let mut random = Stream::new(self.seed);
         let (mut patterns, mut tensors) = (Vec::new(), HashMap::new());

@@ -2,11 +2,12 @@
 
 use super::SCHEMA;
 use anyhow::{Result, bail};
-use mixfleet_runtime::env::SharedEnv;
+use mixfleet_runtime::env::Env;
 use mixfleet_runtime::model::TokenStream;
 use mixfleet_runtime::request::Update;
 use serde_json::{Value, json};
 use std::io::Write;
+use std::sync::Arc;
 use tokio::sync::mpsc;
 
 /// One copy's answer.
@@ -31,7 +32,7 @@ impl Answer {
     pub(super) async fn collect(
         mut self,
         mut updates: mpsc::Receiver<Update>,
-        env: SharedEnv,
+        env: Arc<impl Env>,
     ) -> Result<Self> {
         while let Some(update) = updates.recv().await {
             match update {
