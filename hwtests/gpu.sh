@@ -39,7 +39,7 @@ limit_s=${LIMIT_S:-570}
 # The steps of a call, each with its limit in seconds. Each sum leaves a call time to end.
 steps_of() {
     case $1 in
-        1) echo "devices:20 conformance:120 sanitizer:300 golden:100" ;;
+        1) echo "devices:20 conformance:180 sanitizer:240 golden:100" ;;
         2) echo "peers:240 goals:300" ;;
         3) echo "profile:310 decode:200 report:20" ;;
         more) echo "links:60 others:180" ;;
@@ -74,7 +74,7 @@ Build it with 'cargo build --release -p mixfleet'."
         fixture=$(dirname "$fixture")
         # a family that is not served is refused before a device is opened
         said=$("$to/mixfleet" generate --model "$fixture" --device none --prompt-ids 1 2>&1)
-        case $said in *"unknown device 'none'"*) cp -r "$fixture" "$to/fixtures/" ;; esac
+        case $said in *"unknown device 'none'"*) cp -r --no-preserve=mode "$fixture" "$to/fixtures/" ;; esac
     done
     [ -n "$(ls "$to/fixtures")" ] || die 3 "there are no checkpoints in $fixtures; name their folder with FIXTURES"
     echo "$to: $(du -sm "$to" | cut -f1) MB, of which the binary $(du -sm "$to/mixfleet" | cut -f1) MB and" \

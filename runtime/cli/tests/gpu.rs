@@ -8,7 +8,7 @@
 mod libraries;
 
 use crate::common::{fixture, golden, mixfleet, refused_fixtures, scratch};
-use serde_json::json;
+use serde_json::{Value, json};
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
@@ -184,9 +184,7 @@ fn three_calls_measure_everything_and_leave_archives_for_a_report() {
     );
 
     let archives = ["1", "2", "3"].map(|call| machine.home.join(format!("out/gpu-{call}.tar.gz")));
-    let report =
-        Command::new("python3").arg(root().join("hwtests/gpu/report.py")).args(&archives).output().unwrap();
-    let report = text(&report);
+    let report = report(&archives);
     for expected in [
         "- Fake GPU",
         "| conformance | passed |",
@@ -198,6 +196,50 @@ fn three_calls_measure_everything_and_leave_archives_for_a_report() {
         "| greedy | 1 | ",
         "| sampled | 2 | ",
         "1 of 1 points measured",
+    ] {
+        assert!(report.contains(expected), "no '{expected}' in\n{report}");
+    }
+}
+
+fn report(paths: &[PathBuf]) -> String {
+    text(&Command::new("python3").arg(root().join("hwtests/gpu/report.py")).args(paths).output().unwrap())
+}
+
+/// What a machine with a GPU and torch gives, the last line of each file cut off.
+#[test]
+fn a_report_sets_ours_beside_torchs_and_beside_the_roofline() {
+    if !runs("python3") {
+        return println!("SKIPPED: there is no python3");
+    }
+    let folder = scratch("gpu-report");
+    let write = |name: &str, lines: &[Value]| {
+        let lines: Vec<String> = lines.iter().map(Value::to_string).collect();
+        std::fs::write(folder.join(name), format!("{}\n{{\"name\": \"cut", lines.join("\n"))).unwrap();
+    };
+    std::fs::write(folder.join("steps.tsv"), "peers\tcut\t240\tafter its limit of 240 s\n").unwrap();
+    let point = |id: &str, flops: f64, bytes: f64| json!({"id": id, "status": "ok", "seconds": {"median": 1e-3}, "flops": flops, "bytes": bytes});
+    let goals = [
+        point("gemm.bf16.m512.n4096.k4096", 6e11, 0.0),
+        point("memory_read.1GiB", 0.0, 3e9),
+        point("attn_decode.bf16.b1.c16384.gqa8", 0.0, 2.4e9),
+    ];
+    std::fs::write(folder.join("goals.json"), json!({"points": goals}).to_string()).unwrap();
+    let gemm = json!({"name": "gemm", "m": 512, "n": 4096, "k": 4096, "flops": 6e11, "median_s": 0.75e-3});
+    write("peers.jsonl", &[json!({"device": "H100", "torch": "2.11", "cuda": "13.0"}), gemm]);
+    let run = ["--prompt-ids", "1", "--max-tokens", "2", "--batch", "1"];
+    write("decode-greedy.runs", &[json!(run)]);
+    let answer = json!({"prompt_ids": [1], "tokens_per_s": 100.0, "tbt_s": 0.01, "ttft_s": 0.02});
+    write("decode-greedy.log", &[answer]);
+    std::fs::write(folder.join("decode-model.txt"), "random:llama-3.1-8b\n").unwrap();
+    let report = report(&[folder]);
+    for expected in [
+        "| peers | cut | 240 | after its limit of 240 s |",
+        "H100, torch 2.11, CUDA 13.0",
+        "| 512 x 4096 x 4096 | 600.00 | 800.00 | 0.75 |",
+        "| batch 1 | 2.40 | 0.80 | - | - |",
+        // 15.0 GB at 3 TB/s are 5 ms of 10
+        "| greedy | 1 | 100.0 | 10.00 | 20.0 | 0.50 |",
+        "Not measured: step `sanitizer`, not run",
     ] {
         assert!(report.contains(expected), "no '{expected}' in\n{report}");
     }
