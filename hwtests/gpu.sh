@@ -11,7 +11,7 @@
 #
 # A call ends with one archive, $OUT/gpu-CALL.tar.gz, which is written after each step, and every few seconds
 # between: it is there however the call ends. `hwtests/gpu/report.py gpu-*.tar.gz` makes docs/results/cuda.md of all.
-# What cannot be run here is skipped, which is said and recorded.
+# What cannot be run here is skipped, which is said and recorded. Relative paths are from the folder above hwtests.
 # Exit code: 0 all passed, 1 a step failed, 2 usage, 3 no GPU or no binary, 143 ended from outside.
 #
 #   OUT=DIR            where archives go (default: out beside the binary, or target/gpu)
@@ -254,7 +254,7 @@ step_golden() {
 }
 
 step_peers() {
-    if [ -z "$python" ] || ! "$python" -c 'import torch' 2>"$raw/peers.log"; then
+    if [ -z "$python" ] || ! timeout 60 "$python" -c 'import torch' 2>"$raw/peers.log"; then
         skip peers "${python:-no Python}: torch cannot be imported"
         return
     fi
