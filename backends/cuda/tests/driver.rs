@@ -18,8 +18,8 @@ use mixfleet_hal::{Backend, BufferUsage, Cmd, DType, Device, ErrorKind, OpSig};
 use mixfleet_hwtests::{SuiteLevel, SuiteOptions, SuiteVerdict, run};
 use std::path::Path;
 use std::process::Command;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 const INSIDE: &str = "FAKE_CUDA_DIRECTORY";
