@@ -210,6 +210,7 @@ step_devices() {
 }
 
 step_conformance() {
+    rm -rf "$raw/validation" # of an earlier try, which `validate` would not write over
     limited "$1" conformance "$mixfleet" validate --device "$device" --level 1 ${CONFORMANCE:+--only "$CONFORMANCE"} \
         --timeout "${VALIDATE_TIMEOUT:-30s}" --out "$raw/validation"
 }
@@ -227,6 +228,7 @@ step_sanitizer() {
         for tool in racecheck memcheck synccheck; do
             word=${cases%%,*} word=${word#l1.}
             name=sanitizer-$tool-${word%%_*}
+            rm -rf "${raw:?}/$name"
             limited $(((end - SECONDS) / left)) "$name" "$sanitizer" --tool "$tool" --target-processes all \
                 --error-exitcode 9 "$mixfleet" validate --device "$device" --level 1 --only "$cases" \
                 --timeout "${VALIDATE_TIMEOUT:-300s}" --out "$raw/$name"

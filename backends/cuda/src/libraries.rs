@@ -95,8 +95,8 @@ fn newest(directory: &Path, prefix: &str) -> Option<PathBuf> {
 /// Where containers and WSL put the libraries of the kernel driver, which their loader may not know.
 const DRIVER_DIRECTORIES: [&str; 2] = ["/usr/local/nvidia/lib64", "/usr/lib/wsl/lib"];
 
-/// Returns the directories where drivers, toolkits and Python wheels put libraries, by what `variable` says of
-/// the environment.
+/// Returns the directories where drivers, toolkits and Python wheels put libraries, by what `variable` says
+/// of the environment.
 fn directories(variable: &dyn Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
     let list = |name: &str| -> Vec<PathBuf> {
         variable(name).map(|list| std::env::split_paths(&list).collect()).unwrap_or_default()
@@ -124,8 +124,8 @@ fn directories(variable: &dyn Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
     found
 }
 
-/// Returns the environments whose Python is called by `bin/python3`: the one that `bin` is in, and the one that
-/// a link there leads to. No further, since a virtual environment's own Python is a link to another one.
+/// Returns the environments whose Python is called by `bin/python3`: the one that `bin` is in, and the one
+/// that a link there leads to. No further, since a virtual environment's own Python is a link to another one.
 fn prefixes(bin: &Path) -> Vec<PathBuf> {
     let python = bin.join("python3");
     if !python.exists() {

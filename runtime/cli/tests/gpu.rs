@@ -27,8 +27,8 @@ fn runs(program: &str) -> bool {
     Command::new(program).arg("--version").output().is_ok()
 }
 
-/// A machine with a GPU, as far as the script sees one: the driver's library, a Python of `/opt` with NVIDIA's
-/// wheels and without torch, a sanitizer, and the packed folder.
+/// A machine with a GPU, as far as the script sees one: the driver's library, a Python of `/opt` with
+/// NVIDIA's wheels and without torch, a sanitizer, and the packed folder.
 struct Machine {
     home: PathBuf,
     fake: &'static Path,

@@ -26,8 +26,8 @@ pub struct Checkpoint {
     pub(super) tensors: HashMap<String, Location>,
 }
 
-/// The position of a tensor. If its range is shorter than the tensor, its elements are those of the range again
-/// and again.
+/// The position of a tensor. If its range is shorter than the tensor, its elements are those of the range
+/// again and again.
 #[derive(Clone, Debug)]
 pub(super) struct Location {
     pub(super) dtype: DType,
