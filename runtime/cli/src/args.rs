@@ -30,7 +30,7 @@ pub(crate) struct TopoArgs {
 
 #[derive(Clone, Debug, PartialEq, Args)]
 pub(crate) struct ModelArgs {
-    /// Checkpoint directory, or random:NAME of a known shape [default: a small random model]
+    /// Checkpoint directory, or random:NAME [default: small and random]
     #[arg(long, value_name = "DIR")]
     pub(crate) model: Option<PathBuf>,
     /// Dtype of activations: f32, bf16, f16 [default: as weights]
