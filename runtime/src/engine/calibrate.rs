@@ -6,8 +6,9 @@
 
 use crate::model::draws::DrawInput;
 use crate::model::graph::{Forward, StepInput};
+use crate::request::Sampling;
 use mixfleet_hal::units::Seconds;
-use mixfleet_hal::{Cmd, Device, Queue, Result};
+use mixfleet_hal::{Cmd, Device, ErrorKind, Queue, Result};
 use mixfleet_scheduler::cost::{Coefficients, DecodeCoefficients, PrefillCoefficients};
 use std::time::Duration;
 
@@ -64,20 +65,33 @@ impl Bench<'_> {
         let blocks = (start + tokens).div_ceil(shape.block_tokens);
         let pages: Vec<u32> = (0..blocks).collect();
         let ids = vec![0; tokens as usize];
-        let part = StepInput { start, tokens: &ids, pages: &pages, draw: Some(DrawInput::GREEDY) };
+        // as most requests draw
+        let parameters = Sampling::default().parameters(0, false);
+        let draw = Some(DrawInput { parameters, ..DrawInput::GREEDY });
+        let part = StepInput { start, tokens: &ids, pages: &pages, draw };
         let pass = self.forward.begin(self.device, &vec![part; batch as usize])?;
         let mut ends = self.forward.embed(&pass)?;
         ends.extend(self.forward.head(&pass)?);
         let layer = self.forward.layer(0, &pass)?;
         let layers = f64::from(self.forward.config().layers);
-        Ok(self.least(&ends)? + layers * self.least(&layer)?)
+        let recorded = pass.key().is_some();
+        Ok(self.least(&ends, recorded)? + layers * self.least(&layer, recorded)?)
     }
 
-    fn least(&mut self, list: &[Cmd]) -> Result<f64> {
+    /// The shortest time of a list, recorded if serving replays it.
+    fn least(&mut self, list: &[Cmd], recorded: bool) -> Result<f64> {
+        let graph = match recorded.then(|| self.queue.record(list)) {
+            Some(Err(error)) if error.kind != ErrorKind::Unsupported => return Err(error),
+            Some(Ok(graph)) => Some(graph),
+            _ => None,
+        };
         let mut least = Seconds(f64::INFINITY);
         for _ in 0..=REPEATS {
             // The first run warms caches, but may still be the shortest.
-            let ticket = self.queue.submit(list)?;
+            let ticket = match &graph {
+                Some(graph) => self.queue.replay(graph)?,
+                None => self.queue.submit(list)?,
+            };
             least = least.min(self.queue.wait(ticket, TIMEOUT)?.time);
         }
         Ok(least.0)

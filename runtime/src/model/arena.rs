@@ -96,3 +96,29 @@ impl Packer<'_> {
         self.put(bytemuck::cast_slice(&words))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::random::tiny_variants;
+    use super::super::testing::MemoryDevice;
+    use super::*;
+
+    #[test]
+    fn activations_take_what_the_scheduler_counts_for_them() {
+        for (name, checkpoint) in tiny_variants() {
+            let config = checkpoint.load().unwrap().config;
+            for (x, tokens_max, sequences_max) in [(DType::F32, 24, 4), (DType::Bf16, 512, 64)] {
+                let (activations, kv) = (x, x);
+                let shape =
+                    StepShape { tokens_max, sequences_max, blocks: 16, block_tokens: 8, activations, kv };
+                let device = MemoryDevice::new(false, 16);
+                let arena = Arena::new(&device, &config, &shape, 1, 16).unwrap();
+                let all: u64 = device.allocations.lock().unwrap().iter().sum();
+                let taken = all - arena.inputs.buffer.size_bytes();
+                let counted = config.cost_shape(x, x, 8).activation_bytes(tokens_max, sequences_max);
+                // nothing is allocated as 4 bytes
+                assert!((counted..=counted + 4).contains(&taken), "{name} in {x}: {taken} for {counted}");
+            }
+        }
+    }
+}
