@@ -28,7 +28,6 @@ const AWAKE: Duration = Duration::from_millis(20);
 const NAP: Duration = Duration::from_micros(50);
 
 /// A step with its driver objects.
-#[expect(clippy::large_enum_variant, reason = "nearly all of it is launches")]
 enum Work {
     Kernel { function: Arc<Function>, launch: KernelLaunch },
     Matmul(Matmul),

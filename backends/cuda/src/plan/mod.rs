@@ -98,7 +98,6 @@ pub struct Matmul {
 
 /// One step of a planned command.
 #[derive(Clone, Debug, PartialEq)]
-#[expect(clippy::large_enum_variant, reason = "nearly all steps are launches")]
 pub enum PlanStep {
     /// A launch of one of our kernels.
     Launch(KernelLaunch),
