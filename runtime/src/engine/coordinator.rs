@@ -3,6 +3,7 @@
 
 use super::copies::CopyInProgress;
 use super::directory::Directory;
+use super::drawn::Drawn;
 use super::events::LoggedFleet;
 use super::identity::Identity;
 use super::messages::{FromWorker, Job, Order, Report, Source};
@@ -13,12 +14,12 @@ use crate::env::SharedEnv;
 use crate::mailbox::MessageReceiver;
 use crate::metrics::Metrics;
 use crate::request::{
-    Deadline, Failure, FinishReason, GenerateRequest, Hints, Logprobs, Rejection, ServiceTier, Submission,
-    UPDATES_BESIDE_TOKENS, Update,
+    Deadline, Failure, GenerateRequest, Hints, Rejection, ServiceTier, Submission, UPDATES_BESIDE_TOKENS,
+    Update,
 };
+use mixfleet_hal::DType;
 use mixfleet_hal::cast::{to_u32, to_u64};
 use mixfleet_hal::units::Seconds;
-use mixfleet_hal::{DType, ErrorKind};
 use mixfleet_scheduler::batch::{BatchLoad, RequestId, Urgency};
 use mixfleet_scheduler::fleet::{
     Action, Arrival, Event, Explanation, InstanceId, Objective, PromptChain, RejectReason,
@@ -71,6 +72,8 @@ pub(super) struct Tracked {
     updates: mpsc::Sender<Update>,
     /// Tokens that the client has.
     pub(super) generated: Vec<u32>,
+    /// Tokens of the decode instance that came before the first one, which another instance draws, by index.
+    pub(super) early: BTreeMap<u32, Drawn>,
     pub(super) attempt: u32,
     /// The objective, which stays when an instance is lost.
     pub(super) objective: Objective,
@@ -99,7 +102,7 @@ pub(super) struct Tracked {
 impl Tracked {
     /// Sends an update to the client. The channel has room for every mandatory update; the watching task
     /// notices when the client is gone.
-    fn tell(&self, update: Update) {
+    pub(super) fn tell(&self, update: Update) {
         if let Err(TrySendError::Full(update)) = self.updates.try_send(update) {
             debug_assert!(false, "request {}: no room for {update:?}", self.wanted.id);
             tracing::error!(id = %self.wanted.id, "a client's channel is full: please report this");
@@ -282,6 +285,7 @@ impl Coordinator {
                     stage: Stage::Placed,
                     placed_at: self.env.now(),
                     asked_at: self.env.now(),
+                    early: BTreeMap::new(),
                     losses: Vec::new(),
                     refusals: 0,
                     _watched,
@@ -423,7 +427,7 @@ impl Coordinator {
             }
             FromWorker::Drawn { request, attempt, index, token, logprobs, finish } => {
                 if self.is_current(instance, request, attempt) {
-                    self.drawn(instance, request, index, token, logprobs, finish);
+                    self.drawn(instance, request, index, Drawn { token, logprobs, finish });
                 }
             }
             FromWorker::RequestFailed { request, attempt, failure } => {
@@ -464,63 +468,6 @@ impl Coordinator {
             tracked.started = true;
             tracked.tell(Update::Started { cached_tokens: tokens_cached });
             self.metrics.request_queue_time_s.observe((now - tracked.placed_at).0);
-        }
-    }
-
-    fn drawn(
-        &mut self,
-        instance: InstanceId,
-        request: RequestId,
-        index: u32,
-        token: u32,
-        logprobs: Option<Logprobs>,
-        finish: Option<FinishReason>,
-    ) {
-        let tracked = self.requests.get_mut(&request).expect("checked by the caller");
-        if token >= self.vocabulary {
-            let detail = format!("request {request}: it drew token {token}, which the model does not have");
-            return self.failed(instance, &mixfleet_hal::Error::new(ErrorKind::Corrupt, detail));
-        }
-        // The first and second tokens may come from two instances over different connections.
-        if index as usize != tracked.generated.len() {
-            tracing::warn!(request, index, %instance, "a token out of turn; the request goes on elsewhere");
-            self.fleet_step(Event::Cancelled { request });
-            return self.replay(request);
-        }
-        let first = tracked.generated.is_empty();
-        tracked.generated.push(token);
-        match tracked.stage {
-            _ if instance == tracked.decode => {}
-            // The two reports came over different connections.
-            Stage::Joined => self.metrics.kv_exposed_s.observe(0.0),
-            _ => tracked.stage = Stage::Computed { at: self.env.now() },
-        }
-        tracked.tell(Update::Token { id: token, logprobs });
-        let event = if first || instance != tracked.decode {
-            Event::PrefillDone { request, instance }
-        } else {
-            Event::DecodeStep { instance, requests: vec![request], tokens: 1 }
-        };
-        let dropped = self.fleet_step(event).into_iter().find_map(|action| match action {
-            Action::Drop { reason, .. } => Some(reason),
-            _ => None,
-        });
-        let tracked = &self.requests[&request];
-        let is_whole = tracked.generated.len() >= tracked.wanted.max_tokens as usize;
-        // A worker that would continue is stopped.
-        let Some(reason) = finish.or(is_whole.then_some(FinishReason::Length)) else {
-            if let Some(reason) = dropped {
-                let message =
-                    format!("its prompt is done, and its decode instance is too busy by now: {reason}");
-                self.fail(request, Failure::exhausted(message));
-            }
-            return;
-        };
-        let tracked = self.requests.remove(&request).expect("still there");
-        tracked.tell(Update::Finished { reason });
-        self.fleet_step(Event::Finished { request });
-        if instance != tracked.decode || finish.is_none() {
-            self.send(tracked.decode, Order::Cancel { request });
         }
     }
 

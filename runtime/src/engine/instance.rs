@@ -237,6 +237,7 @@ impl Loaded {
             words,
             reports: reports.clone(),
             reported_at: Cell::new(Seconds::ZERO),
+            load_reported: Cell::new(None),
             waited: Seconds::ZERO,
             metrics: metrics.clone(),
         };

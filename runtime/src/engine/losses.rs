@@ -84,6 +84,7 @@ impl Coordinator {
         let now = self.env.now();
         let tracked = self.requests.get_mut(&request).expect("just found");
         tracked.attempt += 1;
+        tracked.early.clear();
         (tracked.stage, tracked.pull) = (Stage::Placed, None);
         if tracked.losses.len() >= LOSSES_MAX {
             let certain = tracked.losses.iter().filter(|(_, certain)| *certain).count() >= LOSSES_MAX;

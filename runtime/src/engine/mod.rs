@@ -16,6 +16,7 @@ mod courier;
 mod coverage;
 pub(crate) mod directory;
 mod draw;
+mod drawn;
 pub mod events;
 mod fault;
 mod handoff;

@@ -24,7 +24,9 @@ use crate::sampling::Penalties;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Cmd, Device, Error, Queue, Result, Ticket};
-use mixfleet_scheduler::batch::{BatchLimits, Instance, RequestId, Sampled, Step, StepSequence, TokenIds};
+use mixfleet_scheduler::batch::{
+    BatchLimits, BatchLoad, Instance, RequestId, Sampled, Step, StepSequence, TokenIds,
+};
 use mixfleet_scheduler::cost::{CostModel, MeasuredSteps, Prefill};
 use mixfleet_scheduler::fleet::InstanceId;
 use mixfleet_scheduler::kv::Tier;
@@ -86,6 +88,8 @@ pub(super) struct Worker {
     pub(super) reports: MessageSender<Report>,
     /// Time of the last report.
     pub(super) reported_at: Cell<Seconds>,
+    /// The load that was reported last.
+    pub(super) load_reported: Cell<Option<BatchLoad>>,
     /// Time of the current step spent waiting for others.
     pub(super) waited: Seconds,
     pub(super) metrics: Metrics,
@@ -157,7 +161,13 @@ impl Worker {
             self.compute(step).await?;
             self.health.stepped(tokens, self.env.now(), || self.device.health());
         }
-        self.report(FromWorker::Load(self.machine.load()));
+        // While it waits for sends to end, it takes turns in which nothing changes.
+        let load = self.machine.load();
+        if self.load_reported.replace(Some(load)) == Some(load) {
+            self.report_alive();
+        } else {
+            self.report(FromWorker::Load(load));
+        }
         Ok(has_work)
     }
 

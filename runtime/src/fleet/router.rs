@@ -91,7 +91,7 @@ impl Router {
 mod tests {
     use super::*;
     use crate::api::Placements;
-    use crate::engine::messages::Order;
+    use crate::engine::messages::{Job, Order};
     use crate::engine::{EngineConfig, Identity};
     use crate::env::{Env, Listener, SeededEnv, Task};
     use crate::metrics::Metrics;
@@ -99,7 +99,9 @@ mod tests {
     use crate::request::{FinishReason, GenerateRequest, Hints, Sampling, Update};
     use futures_util::future::BoxFuture;
     use mixfleet_hal::units::Seconds;
-    use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, PrefillCoefficients};
+    use mixfleet_scheduler::cost::{
+        Coefficients, CostModel, DecodeCoefficients, LinkCost, PrefillCoefficients,
+    };
     use mixfleet_scheduler::fleet::{Instance, InstanceId, Role};
     use std::sync::Arc;
     use std::time::Duration;
@@ -134,13 +136,13 @@ mod tests {
         }
     }
 
-    fn up() -> FromWorker {
+    fn up(id: InstanceId, role: Role) -> FromWorker {
         let prefill_s = PrefillCoefficients { overhead: 1e-3, per_token: 1e-4, per_token_squared: 0.0 };
         let decode_s = DecodeCoefficients { base: 1e-3, per_sequence: 1e-5, per_kv_token: 0.0 };
         let instance = Instance {
-            id: InstanceId(0),
+            id,
             device: "device".into(),
-            role: Role::Auto,
+            role,
             pool: 0,
             cost: CostModel::Coefficients(Coefficients { prefill_s, decode_s }).into(),
             price: None,
@@ -154,11 +156,11 @@ mod tests {
         FromWorker::Up { instance: Box::new(instance), kv: DType::F32, silence_max: Seconds(60.0) }
     }
 
-    fn request() -> GenerateRequest {
+    fn request(max_tokens: u32) -> GenerateRequest {
         GenerateRequest {
             id: "request".into(),
             prompt_ids: vec![1, 2, 3].into(),
-            max_tokens: 1,
+            max_tokens,
             eos_ids: [].into(),
             sampling: Sampling::default(),
             logprobs: None,
@@ -167,8 +169,13 @@ mod tests {
         }
     }
 
-    /// A router in `env`, and the worker's end of its session with an instance that is up.
-    fn attended(env: &SharedEnv, metrics: &Metrics) -> (EngineHandle, Session<InstanceReport, Command>) {
+    /// A router in `env`, and the worker's end of its session with instances of these roles, numbered from 0,
+    /// which are up and linked.
+    fn attended<const N: usize>(
+        env: &SharedEnv,
+        metrics: &Metrics,
+        roles: [Role; N],
+    ) -> (EngineHandle, Session<InstanceReport, Command>) {
         let parts = EngineParts {
             env: env.clone(),
             config: Arc::new(tiny_variants().remove(0).1.load().unwrap().config),
@@ -181,7 +188,13 @@ mod tests {
         let (engine, router) = parts.start_router(RouterId(0), DType::F32);
         let (session, worker) = Session::pair();
         env.spawn(Box::pin(async move { router.add_worker(session).await }));
-        worker.out.send(InstanceReport { instance: InstanceId(0), message: up() }).unwrap();
+        let ids = (0..).map(InstanceId).take(N);
+        let cost = LinkCost { latency: Seconds(1e-4), seconds_per_byte: 1e-9, usd_per_byte: 0.0 };
+        let links = ids.clone().flat_map(|id| ids.clone().map(move |to| (id, FromWorker::Link { to, cost })));
+        let ups = ids.clone().zip(roles).map(|(id, role)| (id, up(id, role)));
+        for (instance, message) in ups.chain(links.filter(|_| N > 1)) {
+            worker.out.send(InstanceReport { instance, message }).unwrap();
+        }
         (engine, worker)
     }
 
@@ -193,9 +206,9 @@ mod tests {
         world.run(async move {
             env.sleep(Duration::from_secs_f64(started_s)).await;
             let started: SharedEnv = Arc::new(Started(env.clone(), Seconds(started_s)));
-            let (engine, mut worker) = attended(&started, &Metrics::new());
+            let (engine, mut worker) = attended(&started, &Metrics::new(), [Role::Auto]);
             env.sleep(Duration::from_secs_f64(1000.0 - started_s)).await;
-            let _updates = engine.submit(request()).await.unwrap();
+            let _updates = engine.submit(request(1)).await.unwrap();
             loop {
                 let Command { order, .. } = worker.incoming.recv().await.unwrap();
                 if let Order::Add { job, .. } = order {
@@ -213,10 +226,10 @@ mod tests {
         let (failure, waited_s, silent) = world.run(async move {
             let metrics = Metrics::new();
             let shared: SharedEnv = Arc::new(env.clone());
-            let (engine, mut worker) = attended(&shared, &metrics);
+            let (engine, mut worker) = attended(&shared, &metrics, [Role::Auto]);
             env.sleep(Duration::from_secs(1)).await;
             let began = env.now();
-            let mut updates = engine.submit(request()).await.unwrap();
+            let mut updates = engine.submit(request(1)).await.unwrap();
             let failure = loop {
                 if let Some(Update::Failed(failure)) = updates.recv().await {
                     break failure;
@@ -237,9 +250,9 @@ mod tests {
         let env = world.clone();
         world.run(async move {
             let shared: SharedEnv = Arc::new(env.clone());
-            let (engine, mut worker) = attended(&shared, &Metrics::new());
+            let (engine, mut worker) = attended(&shared, &Metrics::new(), [Role::Auto]);
             env.sleep(Duration::from_secs(1)).await;
-            let mut updates = engine.submit(request()).await.unwrap();
+            let mut updates = engine.submit(request(1)).await.unwrap();
             let Some(Command { order: Order::Add { job, .. }, .. }) = worker.incoming.recv().await else {
                 panic!("it was given nothing")
             };
@@ -260,6 +273,67 @@ mod tests {
             let next = worker.incoming.recv().await.map(|command| command.order);
             assert!(matches!(next, Some(Order::Cancel { request }) if request == job.request));
         });
+    }
+
+    fn drawn(job: &Job, instance: u32, index: u32) -> InstanceReport {
+        let (request, attempt, token) = (job.request, job.attempt, 100 + index);
+        let finish = (index + 1 == job.wanted.max_tokens).then_some(FinishReason::Length);
+        let message = FromWorker::Drawn { request, attempt, index, token, logprobs: None, finish };
+        InstanceReport { instance: InstanceId(instance), message }
+    }
+
+    #[test]
+    fn tokens_that_overtake_the_first_one_wait_for_it() {
+        let world = SeededEnv::new(4);
+        let env = world.clone();
+        world.run(async move {
+            let metrics = Metrics::new();
+            let shared: SharedEnv = Arc::new(env.clone());
+            let (engine, mut worker) = attended(&shared, &metrics, [Role::Prefill, Role::Decode]);
+            env.sleep(Duration::from_secs(1)).await;
+            let mut updates = engine.submit(request(3)).await.unwrap();
+            let Some(Command { order: Order::Reserve { job, .. }, .. }) = worker.incoming.recv().await else {
+                panic!("its decode instance was not asked first")
+            };
+            for (instance, index) in [(1, 1), (1, 2), (0, 0)] {
+                env.sleep(Duration::from_secs(1)).await;
+                worker.out.send(drawn(&job, instance, index)).unwrap();
+            }
+            let mut tokens = Vec::new();
+            loop {
+                match updates.recv().await {
+                    Some(Update::Token { id, .. }) => tokens.push(id),
+                    Some(Update::Finished { reason }) => break assert_eq!(reason, FinishReason::Length),
+                    Some(Update::Placed { .. }) => {}
+                    other => panic!("{other:?}"),
+                }
+            }
+            assert_eq!(tokens, [100, 101, 102]);
+        });
+    }
+
+    #[test]
+    fn an_instance_that_draws_a_token_again_or_leaves_one_out_is_lost() {
+        for indices in [[0, 0], [0, 2]] {
+            let world = SeededEnv::new(4);
+            let env = world.clone();
+            world.run(async move {
+                let metrics = Metrics::new();
+                let shared: SharedEnv = Arc::new(env.clone());
+                let (engine, mut worker) = attended(&shared, &metrics, [Role::Auto]);
+                env.sleep(Duration::from_secs(1)).await;
+                let _updates = engine.submit(request(4)).await.unwrap();
+                let Some(Command { order: Order::Add { job, .. }, .. }) = worker.incoming.recv().await else {
+                    panic!("it was given nothing")
+                };
+                assert_eq!(metrics.instances.get(), 1);
+                for index in indices {
+                    worker.out.send(drawn(&job, 0, index)).unwrap();
+                }
+                env.sleep(Duration::from_secs(1)).await;
+                assert_eq!(metrics.instances.get(), 0, "{indices:?}");
+            });
+        }
     }
 
     #[test]

@@ -1,9 +1,11 @@
 //! Connections with delays, cuts and periods of silence.
 
 use super::World;
+use mixfleet_hal::units::Seconds;
 use mixfleet_runtime::env::Env;
 use mixfleet_runtime::fleet::Session;
 use mixfleet_runtime::mailbox::{MessageReceiver, MessageSender};
+use std::collections::VecDeque;
 use std::future::Future;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -145,28 +147,50 @@ impl World {
         }
     }
 
+    /// Completes at this time; never without one.
+    async fn until(&self, at: Option<Seconds>) {
+        match at {
+            Some(at) => {
+                let left = (at - self.env.now()).0.max(0.0);
+                self.env.sleep(Duration::from_secs_f64(left)).await;
+            }
+            None => std::future::pending().await,
+        }
+    }
+
     fn carry<T: Send + 'static>(&self, mut from: MessageReceiver<T>, to: MessageSender<T>, way: Way) {
         let world = self.clone();
         self.env.spawn(Box::pin(async move {
             let end = way.end.clone();
             let moving = async {
-                loop {
-                    let message = tokio::select! {
+                // Each message with the time at which it arrives; none overtakes another.
+                let (mut sent, mut latest, mut open) = (VecDeque::new(), world.env.now(), true);
+                while open || !sent.is_empty() {
+                    let arrives = sent.front().map(|&(at, _)| at);
+                    tokio::select! {
                         biased;
-                        message = from.recv() => message,
+                        message = from.recv(), if open => {
+                            let Some(message) = message else {
+                                open = false;
+                                continue;
+                            };
+                            let delay = Duration::from_micros(world.env.random() % way.delay.as_micros() as u64);
+                            latest = latest.max(world.env.now() + Seconds(delay.as_secs_f64()));
+                            sent.push_back((latest, message));
+                        }
+                        () = world.until(arrives) => {
+                            let (_, message) = sent.pop_front().expect("it was waited for");
+                            while !world.hears(&way.from, &way.to) {
+                                world.env.sleep(RESEND).await;
+                            }
+                            if way.other.is_cut() {
+                                world.count("messages after the end", 1);
+                            }
+                            if to.send(message).is_err() {
+                                return;
+                            }
+                        }
                         () = to.closed() => return,
-                    };
-                    let Some(message) = message else { return };
-                    let delay = Duration::from_micros(world.env.random() % way.delay.as_micros() as u64);
-                    world.env.sleep(delay).await;
-                    while !world.hears(&way.from, &way.to) {
-                        world.env.sleep(RESEND).await;
-                    }
-                    if way.other.is_cut() {
-                        world.count("messages after the end", 1);
-                    }
-                    if to.send(message).is_err() {
-                        return;
                     }
                 }
             };
