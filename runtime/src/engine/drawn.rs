@@ -1,7 +1,7 @@
 //! The coordinator's part for drawn tokens, which reach the client in their order.
 //!
-//! An instance's reports come in their order. After a placement the first token may come from another instance
-//! than the others, though, over a slower connection: tokens that come before it wait.
+//! An instance's reports come in their order. After a placement the first token may come from another
+//! instance than the others, though, over a slower connection: tokens that come before it wait.
 
 use super::coordinator::{Coordinator, Stage};
 use super::messages::Order;
