@@ -194,6 +194,11 @@ impl Courier {
         Ok(self.routes.get_mut(&peer).and_then(|route| route.free.pop()))
     }
 
+    /// Whether `peer` has a free slot.
+    pub(super) fn has_slot(&self, peer: InstanceId) -> bool {
+        self.routes.get(&peer).is_some_and(|route| !route.free.is_empty())
+    }
+
     /// Frees a slot that `peer` has read.
     pub(super) fn give_slot(&mut self, peer: InstanceId, slot: u32) {
         let Some(route) = self.routes.get_mut(&peer) else { return };

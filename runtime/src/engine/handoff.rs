@@ -398,6 +398,10 @@ impl Worker {
                 }
             }
             self.settle_sends(SEND_POLL_INTERVAL)?;
+            // A failed send frees its slot, of which no message tells.
+            if self.courier.has_slot(to.to) {
+                continue;
+            }
             self.report_alive();
             let due = self.sends_due();
             tokio::select! {

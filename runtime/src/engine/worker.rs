@@ -106,8 +106,14 @@ impl Worker {
     /// Reports the load if nothing was reported for a while: a step may have to wait for its receivers.
     pub(super) fn report_alive(&self) {
         if (self.env.now() - self.reported_at.get()).0 > ALIVE_INTERVAL.0 {
-            self.report(FromWorker::Load(self.machine.load()));
+            self.report_load();
         }
+    }
+
+    fn report_load(&self) {
+        let load = self.machine.load();
+        self.load_reported.set(Some(load));
+        self.report(FromWorker::Load(load));
     }
 
     /// Works until the coordinator is gone or the device fails.
@@ -162,11 +168,10 @@ impl Worker {
             self.health.stepped(tokens, self.env.now(), || self.device.health());
         }
         // While it waits for sends to end, it takes turns in which nothing changes.
-        let load = self.machine.load();
-        if self.load_reported.replace(Some(load)) == Some(load) {
+        if self.load_reported.get() == Some(self.machine.load()) {
             self.report_alive();
         } else {
-            self.report(FromWorker::Load(load));
+            self.report_load();
         }
         Ok(has_work)
     }

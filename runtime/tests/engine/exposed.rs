@@ -16,7 +16,7 @@ use mixfleet_simulated::TimeOnlyDevice;
 use mixfleet_wire::InProcessTransport;
 use serde_json::json;
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 const LAYERS: u32 = 12;
@@ -29,6 +29,8 @@ struct Paced {
     memory: InProcessTransport,
     env: SeededEnv,
     bytes_per_s: f64,
+    /// Time from which every transfer fails, if the link breaks.
+    breaks_at: Arc<OnceLock<Seconds>>,
 }
 
 impl Transport for Paced {
@@ -46,8 +48,10 @@ impl Transport for Paced {
 
     fn connect(&self, local: Arc<dyn SharedMemory>, region: &Descriptor) -> Result<Box<dyn Endpoint>> {
         let inner = self.memory.connect(local, region)?;
-        let (env, bytes_per_s) = (self.env.clone(), self.bytes_per_s);
-        Ok(Box::new(PacedWay { inner, env, bytes_per_s, free_at: Seconds::ZERO, landing: BTreeMap::new() }))
+        let Paced { env, bytes_per_s, breaks_at, .. } = self;
+        let (env, bytes_per_s, breaks_at) = (env.clone(), *bytes_per_s, breaks_at.clone());
+        let (free_at, landing) = (Seconds::ZERO, BTreeMap::new());
+        Ok(Box::new(PacedWay { inner, env, bytes_per_s, breaks_at, free_at, landing }))
     }
 }
 
@@ -55,6 +59,7 @@ struct PacedWay {
     inner: Box<dyn Endpoint>,
     env: SeededEnv,
     bytes_per_s: f64,
+    breaks_at: Arc<OnceLock<Seconds>>,
     /// Time at which all started transfers have landed.
     free_at: Seconds,
     landing: BTreeMap<u64, Seconds>,
@@ -76,6 +81,9 @@ impl Endpoint for PacedWay {
     fn wait(&mut self, transfer: TransferId, timeout: Duration) -> Result<()> {
         if let Some(&lands) = self.landing.get(&transfer.0) {
             self.env.block_until(lands.min(self.env.now() + Seconds(timeout.as_secs_f64())));
+            if self.breaks_at.get().is_some_and(|&at| self.env.now() >= at) {
+                return Err(Error::new(ErrorKind::Closed, "the link broke"));
+            }
             if self.env.now() < lands {
                 return Err(Error::new(ErrorKind::Timeout, "it is on its way"));
             }
@@ -106,6 +114,17 @@ struct Met {
 
 /// Sends one prompt over a link of this rate, with a `timeout` per piece.
 fn hand_off(checkpoint: &Checkpoint, bytes_per_s: f64, timeout: Duration) -> Met {
+    hand_off_until(checkpoint, bytes_per_s, timeout, None)
+}
+
+/// The same, over a link that breaks after this time.
+fn hand_off_until(
+    checkpoint: &Checkpoint,
+    bytes_per_s: f64,
+    timeout: Duration,
+    breaks_after: Option<Seconds>,
+) -> Met {
+    let breaks_at = Arc::new(OnceLock::new());
     let env = SeededEnv::with_blocking_workers(5);
     let device = |at: usize| -> Arc<dyn Device> {
         let rates = [DType::F32, DType::Bf16].map(|dtype| (dtype, FlopPerSecond(2e7)));
@@ -116,13 +135,21 @@ fn hand_off(checkpoint: &Checkpoint, bytes_per_s: f64, timeout: Duration) -> Met
     let fleet = TestFleet::new(checkpoint.clone())
         .with_device(Role::Prefill, device(0))
         .with_device(Role::Decode, device(1))
-        .transport(Arc::new(Paced { memory: InProcessTransport::new(), env: env.clone(), bytes_per_s }))
+        .transport(Arc::new(Paced {
+            memory: InProcessTransport::new(),
+            env: env.clone(),
+            bytes_per_s,
+            breaks_at: breaks_at.clone(),
+        }))
         .hand_off_timeout(timeout);
     let handle = fleet.start(Arc::new(env.clone()));
     let prompt = prompt(PROMPT_TOKENS, 3, &checkpoint.config);
     let world = env.clone();
     let (tokens, ttft_s) = env.run(async move {
         let begun = world.now();
+        if let Some(after) = breaks_after {
+            breaks_at.set(begun + after).expect("one request is sent");
+        }
         let mut updates = handle.submit(request("one".into(), prompt, 6, None)).await.expect("admitted");
         let (mut tokens, mut ttft_s) = (Vec::new(), f64::NAN);
         while let Some(update) = updates.recv().await {
@@ -184,4 +211,13 @@ fn a_slow_link_is_not_taken_for_a_lost_one() {
     let slow = hand_off(&checkpoint, slot_bytes / 1.0, Duration::from_millis(1500));
     assert_eq!(slow.retries, 0);
     assert_eq!(slow.tokens, hand_off(&checkpoint, 1e15, PATIENT).tokens);
+}
+
+/// The sender waits for a slot when all of its sends fail at once: no message tells it that slots are free.
+#[test]
+fn a_link_that_breaks_with_every_slot_in_transit_keeps_no_step_waiting() {
+    let checkpoint = checkpoint();
+    let met = hand_off_until(&checkpoint, 2048.0 / 10.0, PATIENT, Some(Seconds(5.0)));
+    assert!(met.retries > 0 && met.ttft_s > 5.0, "{} retries, {} s", met.retries, met.ttft_s);
+    assert_eq!(met.tokens, hand_off(&checkpoint, 1e15, PATIENT).tokens);
 }
