@@ -13,8 +13,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-const OPERATIONS: [&str; 9] =
-    ["embed", "rms_norm", "gemm", "rope", "attn_merge", "silu_mul", "add", "copy", "fill"];
+const OPERATIONS: [&str; 10] =
+    ["embed", "rms_norm", "gemm", "rope", "attn_merge", "silu_mul", "add", "copy", "fill", "sample"];
 const ON_POOLS: [&str; 7] =
     ["kv_write", "kv_scatter", "kv_gather", "attn_prefill", "attn_decode", "partition_by_tokens", "order"];
 

@@ -1,9 +1,9 @@
 //! The coordinator between clients, the fleet machine and the workers. It alone writes to a client, so that
 //! every token reaches the client exactly once.
 
+use super::answers::Drawn;
 use super::copies::CopyInProgress;
 use super::directory::Directory;
-use super::drawn::Drawn;
 use super::events::LoggedFleet;
 use super::identity::Identity;
 use super::messages::{FromWorker, Job, Order, Report, Source};

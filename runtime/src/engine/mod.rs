@@ -8,6 +8,7 @@
 //! All choices are the scheduler's: the coordinator carries out the fleet machine's, each worker those of its
 //! instance machine.
 
+mod answers;
 pub mod calibrate;
 mod check;
 mod coordinator;
@@ -16,7 +17,6 @@ mod courier;
 mod coverage;
 pub(crate) mod directory;
 mod draw;
-mod drawn;
 pub mod events;
 mod fault;
 mod handoff;

@@ -1,12 +1,20 @@
 //! Tokens that a device draws, against those that the host draws in f64.
 
+use crate::fleet::wayward::Wayward;
+use crate::fleet::{TestFleet, prompt, request};
+use futures_util::future::join_all;
 use mixfleet_cpu::CpuBackend;
 use mixfleet_hal::random::{Stream, bits, unit};
 use mixfleet_hal::sample::{Drawn, LOG2_E, Parameters, fraction};
 use mixfleet_hal::{Backend, BufferUsage, Cmd, Device, OpSig};
-use mixfleet_runtime::request::Sampling;
+use mixfleet_runtime::env::SeededEnv;
+use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::request::{Sampling, Update};
 use mixfleet_runtime::sampling::{History, sample};
+use mixfleet_scheduler::fleet::Role;
 use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::Duration;
 
 const VOCAB: usize = 1000;
@@ -168,4 +176,49 @@ fn a_device_draws_the_tokens_that_the_host_draws_but_at_boundaries() {
             assert!(unlike <= UNLIKE_MAX, "{name}{with}: {unlike}");
         }
     }
+}
+
+/// Requests with every filter and penalty, decoded together.
+#[test]
+fn a_sampled_token_costs_16_bytes_from_the_device_and_no_logits() {
+    const REQUESTS: u32 = 8;
+    const TOKENS: u32 = 6;
+    let (_, checkpoint) = tiny_variants().remove(0);
+    let checkpoint = checkpoint.load().unwrap();
+    let config = checkpoint.config.clone();
+    let read = Arc::new(AtomicUsize::new(0));
+    let counter = read.clone();
+    let counting = Wayward::new("device0").reading(move |_, data| {
+        counter.fetch_add(data.len(), Relaxed);
+        Ok(())
+    });
+    let fleet = TestFleet::new(checkpoint).with_device(Role::Auto, Arc::new(counting));
+    let env = SeededEnv::new(5);
+    let handle = fleet.start(Arc::new(env.clone()));
+    let started = read.load(Relaxed);
+    env.run(async move {
+        let answers = (0..REQUESTS).map(|at| {
+            let mut wanted = request(format!("{at}"), prompt(9 + at, at.into(), &config), TOKENS, None);
+            wanted.sampling = Sampling {
+                temperature: 1.0,
+                top_p: 0.95,
+                top_k: 40,
+                repetition_penalty: 1.1,
+                presence_penalty: 0.2,
+                frequency_penalty: 0.1,
+                seed: at.into(),
+                ..Sampling::default()
+            };
+            async {
+                let mut updates = handle.submit(wanted).await.expect("admitted");
+                while let Some(update) = updates.recv().await {
+                    assert!(!matches!(update, Update::Failed(_)), "{update:?}");
+                }
+            }
+        });
+        join_all(answers).await;
+    });
+    env.end();
+    assert_eq!(read.load(Relaxed) - started, size_of::<Drawn>() * (REQUESTS * TOKENS) as usize);
+    assert_eq!(size_of::<Drawn>(), 16);
 }
