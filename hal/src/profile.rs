@@ -1,11 +1,13 @@
 //! Measurements of a device, and the time they predict for any operation.
 
+mod distil;
 mod kriging;
 mod law;
 mod place;
 mod predict;
 mod select;
 
+pub use distil::distil;
 pub use predict::Predictor;
 pub use select::worth_measuring;
 
@@ -80,6 +82,37 @@ pub struct Provenance {
     pub measured_at: String,
     /// Caveats: noise, throttling, other load, operations not measured.
     pub remarks: Vec<String>,
+    /// Where the times of each kind of operation come from; empty for a device that was measured here.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub evidence: Vec<Evidence>,
+}
+
+/// Where the predicted times of one kind of operation come from.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Evidence {
+    /// The kind of operation; see [`OpSig::name`].
+    pub op: String,
+    /// Dtype of its weights or keys.
+    pub dtype: DType,
+    /// What the times are derived from.
+    pub basis: EvidenceBasis,
+    /// The likely mean relative error; `None` if unknown.
+    pub error: Option<f64>,
+}
+
+/// What predicted times are derived from.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum EvidenceBasis {
+    /// Published measurements of the part.
+    Measured,
+    /// Published measurements of other parts, as shares of their datasheets.
+    Borrowed {
+        /// Those parts, nearest first.
+        from: Vec<String>,
+    },
+    /// The datasheet in full.
+    Datasheet,
 }
 
 /// A device as numbers: measured points over a roofline. The scheduler sees this and never the device itself.

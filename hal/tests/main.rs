@@ -2,5 +2,6 @@
 
 mod catalog_data;
 mod forward;
+mod laws;
 mod predict;
 mod published;

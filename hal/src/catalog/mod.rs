@@ -7,17 +7,19 @@
 mod amd;
 mod driver_names;
 mod geforce;
+mod law;
 mod names;
 mod nvidia;
 mod others;
 mod reached;
 
 pub use driver_names::part_of_driver;
+pub use law::{LAW_FILES, LawKind, MeasuredLaw};
 pub use names::closest_names;
 pub use reached::MeasuredEfficiency;
 
 use crate::DType;
-use crate::profile::{CopyCost, DeviceProfile, LinearSegment, Point, Provenance};
+use crate::profile::{CopyCost, DeviceProfile, LinearSegment, Provenance};
 use crate::units::{Bytes, BytesPerSecond, FlopPerSecond, GB, Seconds};
 use serde::Serialize;
 use std::sync::LazyLock;
@@ -217,9 +219,15 @@ impl Part {
                 tool: "mixfleet catalog".into(),
                 measured_at: String::new(),
                 remarks: vec![remark],
+                evidence: Vec::new(),
             },
             ..DeviceProfile::roof(compute, self.bandwidth(), self.memory_bytes())
         }
+    }
+
+    /// Returns what was published about its kernels, as points that predict the rest.
+    pub fn laws(&self) -> &'static [MeasuredLaw] {
+        law::laws(self.id)
     }
 
     /// Returns the shares of this datasheet that published kernels reach, if known.
@@ -227,17 +235,12 @@ impl Part {
         reached::reached(self.id)
     }
 
-    /// Turns the datasheet, lowered to what published kernels reach, into a profile: the roofline with one
-    /// point per published share; `None` if nothing was published.
+    /// Turns the datasheet, lowered to what published kernels reach, into a profile: points of the part's own
+    /// laws, of its published shares, or as its nearest relatives predict them, each kind of operation by the
+    /// best that there is; its provenance says which. `None` if there is nothing.
     pub fn reached_profile(&self) -> Option<DeviceProfile> {
-        let reached = self.reached()?;
-        let mut profile = DeviceProfile { fingerprint: format!("{REACHED}{}", self.id), ..self.profile() };
-        profile.points = reached
-            .shares()
-            .into_iter()
-            .map(|(sig, share)| Point { time: profile.roofline(&sig) / share, sig })
-            .collect();
-        Some(profile)
+        let fingerprint = format!("{REACHED}{}", self.id);
+        Some(DeviceProfile { fingerprint, ..reached::profile(self)? })
     }
 }
 

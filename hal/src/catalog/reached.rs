@@ -1,7 +1,10 @@
 //! The shares of their datasheets that published kernels reach.
 
+use super::{LawKind, MeasuredLaw, Part};
+use crate::profile::{DeviceProfile, Evidence, EvidenceBasis as Basis, Point, Predictor};
 use crate::{DType, KvShape, OpSig};
 use serde::Serialize;
+use std::sync::LazyLock;
 
 /// Shares of datasheet rates that vLLM's kernels were measured to reach, in bf16.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
@@ -46,32 +49,174 @@ pub(super) fn reached(id: &str) -> Option<&'static MeasuredEfficiency> {
     REACHED.iter().find(|reached| reached.id == id)
 }
 
+/// Parts without a law of some kind, and those whose laws tell most about them, nearest first: the same
+/// architecture, then the same sort of memory.
+const RELATIVES: &[(&[&str], &[&str])] = &[
+    (&["A100-SXM-40GB", "A100-PCIe-80GB", "A30"], &["A100-SXM-80GB"]),
+    (&["A40", "A10", "A10G", "RTX-A6000"], &["A100-SXM-80GB", "L40S"]),
+    (&["RTX-3060-12GB", "RTX-3090", "RTX-3090-Ti"], &["A100-SXM-80GB", "RTX-4090"]),
+    (&["L4", "L40", "L20", "RTX-6000-Ada"], &["L40S"]),
+    (&["RTX-4080", "RTX-4090"], &["RTX-4090", "L40S"]),
+    (&["H100-PCIe-80GB", "H100-NVL-94GB", "H800-SXM-80GB"], &["H100-SXM-80GB"]),
+    (&["H200-NVL-141GB", "H20-96GB", "GH200-96GB"], &["H200-SXM-141GB"]),
+    (&["B200-SXM", "GB200", "B300-SXM", "GB300"], &["H200-SXM-141GB"]),
+    (&["RTX-PRO-6000-WS", "RTX-5070-Ti", "RTX-5080", "RTX-5090"], &["RTX-PRO-6000-SE"]),
+];
+
+/// The kinds of operation and the dtypes that laws are of.
+const COVERED: [(LawKind, DType); 5] = [
+    (LawKind::Gemm, DType::Bf16),
+    (LawKind::Gemm, DType::F8E4m3),
+    (LawKind::AttnDecode, DType::Bf16),
+    (LawKind::AttnDecode, DType::F8E4m3),
+    (LawKind::AttnPrefill, DType::Bf16),
+];
+
+/// Likely error where relatives lend their laws, and where the datasheet is all there is: about what the parts
+/// with laws are off by if theirs are withheld (`hal/tests/laws.rs` prints it).
+const BORROWED_ERROR: f64 = 0.20;
+const DATASHEET_ERROR: f64 = 0.45;
+
+/// Returns the datasheet lowered to what kernels were measured to reach, on the part or on its relatives.
+pub(super) fn profile(part: &Part) -> Option<DeviceProfile> {
+    let mut profile = part.profile();
+    let lenders = lenders(part.id);
+    let borrowing = Predictor::borrowing(&profile, &lenders);
+    for (kind, dtype) in COVERED {
+        let (basis, error, points) = match own(part, &profile, kind, dtype) {
+            Some((error, points)) => (Basis::Measured, error, points),
+            None => match borrowed(part, &borrowing, kind, dtype) {
+                Some((from, points)) => (Basis::Borrowed { from }, Some(BORROWED_ERROR), points),
+                None => (Basis::Datasheet, Some(DATASHEET_ERROR), Vec::new()),
+            },
+        };
+        profile.provenance.evidence.push(Evidence { op: kind.name().into(), dtype, basis, error });
+        profile.points.extend(points.iter().flat_map(alike));
+    }
+    (!profile.points.is_empty()).then_some(profile)
+}
+
+/// Returns what was measured on the part itself, and how far it is off.
+fn own(part: &Part, roof: &DeviceProfile, kind: LawKind, dtype: DType) -> Option<(Option<f64>, Vec<Point>)> {
+    if let Some(law) = law_of(part.id, kind, dtype) {
+        return Some((Some(law.error), law.points.clone()));
+    }
+    let (reached, wide) = (part.reached()?, dtype == DType::Bf16);
+    let shares = reached.shares().into_iter().filter(|(sig, _)| wide && sig.name() == kind.name());
+    let points: Vec<Point> =
+        shares.map(|(sig, share)| Point { time: roof.roofline(&sig) / share, sig }).collect();
+    (!points.is_empty()).then_some((None, points))
+}
+
+/// Returns what the part's relatives predict for the operations that the nearest of them measured.
+fn borrowed(
+    part: &Part,
+    borrowing: &Predictor,
+    kind: LawKind,
+    dtype: DType,
+) -> Option<(Vec<String>, Vec<Point>)> {
+    // without units for the dtype, the datasheet's rate is that of another
+    let needed = if kind == LawKind::Gemm { dtype } else { DType::Bf16 };
+    part.rates.of(needed)?;
+    let with_law: Vec<&str> = relatives(part.id).filter(|id| law_of(id, kind, dtype).is_some()).collect();
+    let law = law_of(with_law.first()?, kind, dtype)?;
+    let point = |point: &Point| Point { time: borrowing.time(&point.sig), ..point.clone() };
+    let from = with_law.iter().map(ToString::to_string).collect();
+    Some((from, law.points.iter().map(point).collect()))
+}
+
+fn law_of(id: &str, kind: LawKind, dtype: DType) -> Option<&'static MeasuredLaw> {
+    super::law::laws(id).iter().find(|law| (law.kind, law.dtype) == (kind, dtype))
+}
+
+fn relatives(id: &str) -> impl Iterator<Item = &'static str> {
+    let (_, lend) = RELATIVES.iter().find(|(borrow, _)| borrow.contains(&id)).unwrap_or(&(&[], &[]));
+    lend.iter().copied().filter(move |lender| *lender != id)
+}
+
+/// Returns the laws of a part's relatives, prepared once per process.
+fn lenders(id: &str) -> Vec<Predictor> {
+    static PREPARED: LazyLock<Vec<(&str, Predictor)>> = LazyLock::new(|| {
+        let with_laws = super::parts().iter().filter(|part| !part.laws().is_empty());
+        let prepared = |part: &Part| {
+            let points = part.laws().iter().flat_map(|law| law.points.clone()).collect();
+            (part.id, Predictor::new(&DeviceProfile { points, ..part.profile() }))
+        };
+        with_laws.map(prepared).collect()
+    });
+    let of = |lender: &str| PREPARED.iter().find(|(known, _)| *known == lender);
+    relatives(id).filter_map(of).map(|(_, predictor)| predictor.clone()).collect()
+}
+
+/// Returns a point as it was measured and in the dtypes that run the same kernels: f16 as bf16, and attention
+/// whatever the dtype of what surrounds it.
+fn alike(point: &Point) -> Vec<Point> {
+    use DType::{Bf16, F8E4m3, F16};
+    let with = |sig: OpSig| Point { sig, time: point.time };
+    match point.sig {
+        OpSig::Gemm { m, n, k, x, weight, bias, accumulate, .. } => {
+            let also = if x == Bf16 { [(Bf16, Bf16), (F16, F16)].as_slice() } else { &[(x, weight)] };
+            let gemm = |&(x, weight): &(DType, DType)| {
+                let out = if x == F8E4m3 { Bf16 } else { x };
+                with(OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate })
+            };
+            also.iter().map(gemm).collect()
+        }
+        OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, kv, .. } => {
+            let also = match kv.dtype {
+                Bf16 => [(Bf16, Bf16), (F16, F16), (F8E4m3, Bf16)],
+                _ => [Bf16, F16, F8E4m3].map(|x| (x, kv.dtype)),
+            };
+            let decode = |(x, dtype)| {
+                let kv = KvShape { dtype, ..kv };
+                with(OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, x, kv })
+            };
+            also.map(decode).into()
+        }
+        OpSig::AttnPrefill { tokens, sequences, pairs, kv_tokens, heads, pages_max, window, kv, .. } => {
+            let also =
+                [(Bf16, Bf16), (F16, F16), (F8E4m3, Bf16), (Bf16, F8E4m3), (F16, F8E4m3), (F8E4m3, F8E4m3)];
+            let prefill = |(x, dtype)| {
+                let kv = KvShape { dtype, ..kv };
+                with(OpSig::AttnPrefill {
+                    tokens,
+                    sequences,
+                    pairs,
+                    kv_tokens,
+                    heads,
+                    pages_max,
+                    window,
+                    x,
+                    kv,
+                })
+            };
+            also.map(prefill).into()
+        }
+        _ => vec![point.clone()],
+    }
+}
+
 impl MeasuredEfficiency {
     /// Returns the operations at which the shares were measured, enough of them that predictions in between
-    /// stay between the shares; in bf16 and in f16, which uses the same kernels.
-    pub(super) fn shares(&self) -> Vec<(OpSig, f64)> {
-        [DType::Bf16, DType::F16]
-            .into_iter()
-            .flat_map(|x| {
-                let gemm = move |m, n, k| {
-                    let (weight, out, bias, accumulate) = (x, x, false, false);
-                    OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate }
-                };
-                let gemms =
-                    [(4096, 4096), (8192, 8192), (28672, 8192)].into_iter().flat_map(move |(n, k)| {
-                        let few = [1, 16, 64].map(|m| (gemm(m, n, k), self.gemm_few_rows));
-                        few.into_iter().chain([1024, 4096, 16384].map(|m| (gemm(m, n, k), self.gemm)))
-                    });
-                let attention = OpSig::AttnDecode {
-                    sequences: 32,
-                    kv_tokens: 32 * 4096,
-                    heads: 64,
-                    pages_max: 4096 / 16,
-                    x,
-                    kv: KvShape { kv_heads: 8, head_dim: 128, page_tokens: 16, dtype: x },
-                };
-                gemms.chain([(attention, self.attention_decode)])
-            })
-            .collect()
+    /// stay between the shares.
+    fn shares(&self) -> Vec<(OpSig, f64)> {
+        let x = DType::Bf16;
+        let gemm = |m, n, k| {
+            let (weight, out, bias, accumulate) = (x, x, false, false);
+            OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate }
+        };
+        let gemms = [(4096, 4096), (8192, 8192), (28672, 8192)].into_iter().flat_map(|(n, k)| {
+            let few = [1, 16, 64].map(|m| (gemm(m, n, k), self.gemm_few_rows));
+            few.into_iter().chain([1024, 4096, 16384].map(|m| (gemm(m, n, k), self.gemm)))
+        });
+        let attention = OpSig::AttnDecode {
+            sequences: 32,
+            kv_tokens: 32 * 4096,
+            heads: 64,
+            pages_max: 4096 / 16,
+            x,
+            kv: KvShape { kv_heads: 8, head_dim: 128, page_tokens: 16, dtype: x },
+        };
+        gemms.chain([(attention, self.attention_decode)]).collect()
     }
 }

@@ -56,22 +56,36 @@ fn a_profile_is_the_datasheet_and_says_so() {
     assert!(!is_claim(&fitted));
 }
 
-#[test]
-fn the_reached_profile_is_slower_by_the_published_share() {
-    let part = part("L40S").unwrap();
-    let (claimed, reached) = (part.profile(), part.reached_profile().unwrap());
-    let attention = OpSig::AttnDecode {
+fn decode_of_48() -> OpSig {
+    OpSig::AttnDecode {
         sequences: 48,
         kv_tokens: 48 * 4096,
         heads: 64,
         pages_max: 256,
         x: DType::Bf16,
         kv: KvShape { kv_heads: 8, head_dim: 128, page_tokens: 16, dtype: DType::Bf16 },
-    };
-    let share = claimed.time(&attention) / reached.time(&attention);
-    assert!((share - 0.74).abs() < 0.01, "{share}");
+    }
+}
+
+#[test]
+fn the_reached_profile_is_slower_by_the_published_share() {
+    // a part of which only shares are published
+    let part = part("ARC-PRO-B60").unwrap();
+    let (claimed, reached) = (part.profile(), part.reached_profile().unwrap());
+    let share = claimed.time(&decode_of_48()) / reached.time(&decode_of_48());
+    assert!((share - 0.945).abs() < 0.01, "{share}");
     assert!(is_claim(&reached));
-    assert!(super::part("RTX-5080").unwrap().reached_profile().is_none());
+    assert!(super::part("MI300X").unwrap().reached_profile().is_none());
+}
+
+#[test]
+fn the_law_of_a_part_agrees_with_its_published_share() {
+    for id in ["A100-SXM-80GB", "H100-SXM-80GB", "H200-SXM-141GB", "L40S", "RTX-PRO-6000-SE", "RTX-4090"] {
+        let part = part(id).unwrap();
+        let reached = part.reached_profile().unwrap().time(&decode_of_48());
+        let share = part.profile().time(&decode_of_48()) / reached / part.reached().unwrap().attention_decode;
+        assert!((share - 1.0).abs() < 0.15, "{id}: {share}");
+    }
 }
 
 #[test]

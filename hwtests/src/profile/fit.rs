@@ -185,6 +185,7 @@ impl ProfileDocument {
             tool: format!("{} {}", self.tool.name, self.tool.version),
             measured_at: self.measured_at.clone(),
             remarks,
+            evidence: Vec::new(),
         }
     }
 }
