@@ -216,13 +216,3 @@ pub(crate) fn law_of(part: &Part, table: &Table) -> MeasuredLaw {
     (law.error, law.error_unseen) = (error(&predictor, &table.points), error(&predictor, &unseen));
     law
 }
-
-/// The text of a part's laws.
-pub(crate) fn text_of(part: &Part, tables: &[Table]) -> String {
-    let head = format!(
-        "# {}: points of published kernel times, from which mixfleet predicts. Written, not typed:\n\
-         # cargo run --release -p mixfleet-hal --example laws\n",
-        part.id
-    );
-    tables.iter().fold(head, |text, table| format!("{text}{}", law_of(part, table)))
-}
