@@ -87,6 +87,23 @@ pub struct Provenance {
     pub evidence: Vec<Evidence>,
 }
 
+impl Provenance {
+    /// Returns the parts from which bf16 times are borrowed; empty if the device's own are known.
+    pub fn lenders(&self) -> Vec<&str> {
+        let wide = self.evidence.iter().filter(|evidence| evidence.dtype == DType::Bf16);
+        let from = wide.filter_map(|evidence| match &evidence.basis {
+            EvidenceBasis::Borrowed { from } => Some(from),
+            _ => None,
+        });
+        from.flatten().fold(Vec::new(), |mut lenders, part| {
+            if !lenders.contains(&part.as_str()) {
+                lenders.push(part);
+            }
+            lenders
+        })
+    }
+}
+
 /// Where the predicted times of one kind of operation come from.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Evidence {

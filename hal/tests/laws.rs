@@ -6,7 +6,7 @@
 use crate::published::{by_part, error, law_of};
 use mixfleet_hal::DType;
 use mixfleet_hal::catalog::{self, LawKind};
-use mixfleet_hal::profile::{EvidenceBasis, Predictor};
+use mixfleet_hal::profile::{DeviceProfile, EvidenceBasis, Predictor};
 
 /// Mean error that is allowed where a part has a law.
 const LAW_MAX: f64 = 0.08;
@@ -92,4 +92,30 @@ fn a_part_without_laws_borrows_those_of_its_relatives_and_says_so() {
     let l40s = catalog::part("L40S").expect("a part").reached_profile().expect("laws");
     assert!(l40s.provenance.evidence.iter().all(|evidence| evidence.basis == EvidenceBasis::Measured));
     assert!(catalog::part("MI300X").expect("a part").reached_profile().is_none());
+}
+
+/// What a part without a point of its own can expect: each part with laws from its nearest relative's.
+#[test]
+fn a_relatives_laws_are_nearer_than_the_datasheet() {
+    let Some(parts) = by_part() else { return };
+    let pairs = [
+        ("H100-SXM-80GB", "H200-SXM-141GB"),
+        ("H200-SXM-141GB", "H100-SXM-80GB"),
+        ("L40S", "RTX-PRO-6000-SE"),
+        ("RTX-PRO-6000-SE", "L40S"),
+        ("A100-SXM-80GB", "L40S"),
+    ];
+    for (id, relative) in pairs {
+        let [part, relative] = [id, relative].map(|id| catalog::part(id).expect("a part"));
+        let points = relative.laws().iter().flat_map(|law| law.points.clone()).collect();
+        let lender = Predictor::new(&DeviceProfile { points, ..relative.profile() });
+        let borrowed = Predictor::borrowing(&part.profile(), &[lender]);
+        let claim = Predictor::new(&part.profile());
+        for table in &parts.iter().find(|(known, _)| *known == id).expect("tables").1 {
+            let (off, claimed) = (error(&borrowed, &table.points), error(&claim, &table.points));
+            let (kind, dtype) = (table.kind.name(), table.dtype.name());
+            println!("borrowed {id} from {} {kind} {dtype}: {off:.4}, datasheet {claimed:.4}", relative.id);
+            assert!(off < claimed, "{id} {kind} {dtype}: {off:.4}");
+        }
+    }
 }

@@ -49,18 +49,26 @@ pub(super) fn reached(id: &str) -> Option<&'static MeasuredEfficiency> {
     REACHED.iter().find(|reached| reached.id == id)
 }
 
-/// Parts without a law of some kind, and those whose laws tell most about them, nearest first: the same
-/// architecture, then the same sort of memory.
-const RELATIVES: &[(&[&str], &[&str])] = &[
-    (&["A100-SXM-40GB", "A100-PCIe-80GB", "A30"], &["A100-SXM-80GB"]),
-    (&["A40", "A10", "A10G", "RTX-A6000"], &["A100-SXM-80GB", "L40S"]),
-    (&["RTX-3060-12GB", "RTX-3090", "RTX-3090-Ti"], &["A100-SXM-80GB", "RTX-4090"]),
-    (&["L4", "L40", "L20", "RTX-6000-Ada"], &["L40S"]),
-    (&["RTX-4080", "RTX-4090"], &["RTX-4090", "L40S"]),
-    (&["H100-PCIe-80GB", "H100-NVL-94GB", "H800-SXM-80GB"], &["H100-SXM-80GB"]),
-    (&["H200-NVL-141GB", "H20-96GB", "GH200-96GB"], &["H200-SXM-141GB"]),
-    (&["B200-SXM", "GB200", "B300-SXM", "GB300"], &["H200-SXM-141GB"]),
-    (&["RTX-PRO-6000-WS", "RTX-5070-Ti", "RTX-5080", "RTX-5090"], &["RTX-PRO-6000-SE"]),
+/// Likely error of what one part's laws say about another of the same architecture: what those of the H100 and
+/// the H200 are off by about each other, 5 to 12 %. `hal/tests/laws.rs` prints these errors.
+const SAME: f64 = 0.10;
+/// The same for another architecture: L40S, RTX PRO 6000 and A100 by each other, 13 to 41 %.
+const ANOTHER: f64 = 0.30;
+/// Likely error of the datasheet in full: what it is off by where there are laws, 10 to 86 %.
+const DATASHEET_ERROR: f64 = 0.60;
+
+/// Parts without a law of some kind; those whose laws tell most about them, nearest first: the same
+/// architecture, then the same sort of memory; and how far these are likely to be off.
+const RELATIVES: &[(&[&str], &[&str], f64)] = &[
+    (&["A100-SXM-40GB", "A100-PCIe-80GB", "A30"], &["A100-SXM-80GB"], SAME),
+    (&["A40", "A10", "A10G", "RTX-A6000"], &["A100-SXM-80GB", "L40S"], ANOTHER),
+    (&["RTX-3060-12GB", "RTX-3090", "RTX-3090-Ti"], &["A100-SXM-80GB", "RTX-4090"], ANOTHER),
+    (&["L4", "L40", "L20", "RTX-6000-Ada"], &["L40S"], SAME),
+    (&["RTX-4080", "RTX-4090"], &["RTX-4090", "L40S"], SAME),
+    (&["H100-PCIe-80GB", "H100-NVL-94GB", "H800-SXM-80GB"], &["H100-SXM-80GB"], SAME),
+    (&["H200-NVL-141GB", "H20-96GB", "GH200-96GB"], &["H200-SXM-141GB"], SAME),
+    (&["B200-SXM", "GB200", "B300-SXM", "GB300"], &["H200-SXM-141GB"], ANOTHER),
+    (&["RTX-PRO-6000-WS", "RTX-5070-Ti", "RTX-5080", "RTX-5090"], &["RTX-PRO-6000-SE"], SAME),
 ];
 
 /// The kinds of operation and the dtypes that laws are of.
@@ -72,11 +80,6 @@ const COVERED: [(LawKind, DType); 5] = [
     (LawKind::AttnPrefill, DType::Bf16),
 ];
 
-/// Likely error where relatives lend their laws, and where the datasheet is all there is: about what the parts
-/// with laws are off by if theirs are withheld (`hal/tests/laws.rs` prints it).
-const BORROWED_ERROR: f64 = 0.20;
-const DATASHEET_ERROR: f64 = 0.45;
-
 /// Returns the datasheet lowered to what kernels were measured to reach, on the part or on its relatives.
 pub(super) fn profile(part: &Part) -> Option<DeviceProfile> {
     let mut profile = part.profile();
@@ -86,7 +89,7 @@ pub(super) fn profile(part: &Part) -> Option<DeviceProfile> {
         let (basis, error, points) = match own(part, &profile, kind, dtype) {
             Some((error, points)) => (Basis::Measured, error, points),
             None => match borrowed(part, &borrowing, kind, dtype) {
-                Some((from, points)) => (Basis::Borrowed { from }, Some(BORROWED_ERROR), points),
+                Some((from, points)) => (Basis::Borrowed { from }, Some(relatives(part.id).1), points),
                 None => (Basis::Datasheet, Some(DATASHEET_ERROR), Vec::new()),
             },
         };
@@ -118,7 +121,7 @@ fn borrowed(
     // without units for the dtype, the datasheet's rate is that of another
     let needed = if kind == LawKind::Gemm { dtype } else { DType::Bf16 };
     part.rates.of(needed)?;
-    let with_law: Vec<&str> = relatives(part.id).filter(|id| law_of(id, kind, dtype).is_some()).collect();
+    let with_law: Vec<&str> = relatives(part.id).0.filter(|id| law_of(id, kind, dtype).is_some()).collect();
     let law = law_of(with_law.first()?, kind, dtype)?;
     let point = |point: &Point| Point { time: borrowing.time(&point.sig), ..point.clone() };
     let from = with_law.iter().map(ToString::to_string).collect();
@@ -129,9 +132,12 @@ fn law_of(id: &str, kind: LawKind, dtype: DType) -> Option<&'static MeasuredLaw>
     super::law::laws(id).iter().find(|law| (law.kind, law.dtype) == (kind, dtype))
 }
 
-fn relatives(id: &str) -> impl Iterator<Item = &'static str> {
-    let (_, lend) = RELATIVES.iter().find(|(borrow, _)| borrow.contains(&id)).unwrap_or(&(&[], &[]));
-    lend.iter().copied().filter(move |lender| *lender != id)
+/// Returns the other parts whose laws tell most about this one, and how far these are likely to be off.
+fn relatives(id: &str) -> (impl Iterator<Item = &'static str>, f64) {
+    let of = RELATIVES.iter().find(|(borrow, ..)| borrow.contains(&id));
+    let (lend, error) = of.map_or((&[][..], DATASHEET_ERROR), |(_, lend, error)| (*lend, *error));
+    let id = id.to_owned();
+    (lend.iter().copied().filter(move |lender| *lender != id), error)
 }
 
 /// Returns the laws of a part's relatives, prepared once per process.
@@ -145,7 +151,7 @@ fn lenders(id: &str) -> Vec<Predictor> {
         with_laws.map(prepared).collect()
     });
     let of = |lender: &str| PREPARED.iter().find(|(known, _)| *known == lender);
-    relatives(id).filter_map(of).map(|(_, predictor)| predictor.clone()).collect()
+    relatives(id).0.filter_map(of).map(|(_, predictor)| predictor.clone()).collect()
 }
 
 /// Returns a point as it was measured and in the dtypes that run the same kernels: f16 as bf16, and attention

@@ -1,13 +1,13 @@
 //! The comparison as a JSON document, `mixfleet.compare/1`.
 
-use super::Comparison;
 use super::devices::Compared;
+use super::{Basis, Comparison};
 use mixfleet_scheduler::classes::{Classified, Standing};
 use serde_json::{Map, Value, json};
 
 pub(super) fn document(comparison: &Comparison) -> Value {
     let Comparison { model, demand, basis, devices, classified, warnings } = comparison;
-    let devices: Vec<Value> = devices.iter().zip(classified).map(|(d, c)| device(d, c)).collect();
+    let devices: Vec<Value> = devices.iter().zip(classified).map(|(d, c)| device(d, c, *basis)).collect();
     json!({
         "schema": "mixfleet.compare/1",
         "model": {
@@ -29,7 +29,7 @@ pub(super) fn document(comparison: &Comparison) -> Value {
     })
 }
 
-fn device(device: &Compared, classified: &Classified) -> Value {
+fn device(device: &Compared, classified: &Classified, basis: Basis) -> Value {
     let per_dollar: Vec<Value> = device
         .per_dollar()
         .into_iter()
@@ -48,6 +48,7 @@ fn device(device: &Compared, classified: &Classified) -> Value {
         "name": device.name,
         "part": device.part,
         "price": device.price,
+        "evidence": device.candidate(basis).profile.provenance.evidence,
         "per_dollar": per_dollar,
         "class": classified.class,
         "leans_to": classified.leans_to(),

@@ -170,7 +170,10 @@ fn called(name: &str) -> Option<&'static Part> {
 fn datasheet(part: &'static Part) -> Source {
     let (profile, basis) = match part.reached_profile() {
         Some(profile) => {
-            (profile, format!("datasheet of {}, lowered to what published kernels reach", part.id))
+            let lenders = profile.provenance.lenders();
+            let of =
+                if lenders.is_empty() { String::new() } else { format!(" on {}", lenders.join(" and ")) };
+            (profile, format!("datasheet of {}, lowered to what published kernels reach{of}", part.id))
         }
         None => {
             (part.profile(), format!("datasheet of {} in full: nobody published what kernels reach", part.id))
