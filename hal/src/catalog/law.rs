@@ -77,7 +77,8 @@ impl LawKind {
 
     /// Returns the shape from which [`LawKind::sig`] makes `sig`.
     fn shape(sig: &OpSig) -> Vec<u32> {
-        let each = |all: u64, sequences: u32| (all / u64::from(sequences.max(1))) as u32;
+        let each =
+            |all: u64, sequences: u32| u32::try_from(all / u64::from(sequences.max(1))).unwrap_or(u32::MAX);
         match *sig {
             OpSig::Gemm { m, n, k, .. } => vec![m, n, k],
             OpSig::AttnDecode { sequences, kv_tokens, heads, kv, .. } => {

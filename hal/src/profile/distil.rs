@@ -31,8 +31,7 @@ pub fn distil(roof: &DeviceProfile, points: &[Point], count: usize) -> Vec<Point
     let mut least = off_by(&chosen, f64::INFINITY).unwrap_or(f64::INFINITY);
     let mut stream = Stream::new(SEED);
     for _ in 0..EXCHANGES {
-        let (from, to) =
-            (stream.below(chosen.len() as u64) as usize, stream.below(left.len() as u64) as usize);
+        let (from, to) = (below(&mut stream, chosen.len()), below(&mut stream, left.len()));
         std::mem::swap(&mut chosen[from], &mut left[to]);
         match off_by(&chosen, least) {
             Some(error) => least = error,
@@ -40,6 +39,11 @@ pub fn distil(roof: &DeviceProfile, points: &[Point], count: usize) -> Vec<Point
         }
     }
     chosen
+}
+
+/// Draws an index of `count` values.
+fn below(stream: &mut Stream, count: usize) -> usize {
+    usize::try_from(stream.below(count as u64)).unwrap_or(0)
 }
 
 /// Returns the sum of relative errors over `judges`; `None` as soon as it is no less than `at_most`.
