@@ -32,7 +32,7 @@ fn main() -> ExitCode {
     let same = thread::scope(|scope| {
         let started: Vec<_> =
             tables.into_iter().map(|(id, tables)| scope.spawn(move || one(id, tables))).collect();
-        started.into_iter().map(|running| running.join().expect("a choice")).all(|same| same)
+        started.into_iter().all(|running| running.join().expect("a choice"))
     });
     if same { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
