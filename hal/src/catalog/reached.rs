@@ -49,8 +49,8 @@ pub(super) fn reached(id: &str) -> Option<&'static MeasuredEfficiency> {
     REACHED.iter().find(|reached| reached.id == id)
 }
 
-/// Likely error of what one part's laws say about another of the same architecture: what those of the H100 and
-/// the H200 are off by about each other, 5 to 12 %. `hal/tests/laws.rs` prints these errors.
+/// Likely error of what one part's laws say about another of the same architecture: what those of the H100
+/// and the H200 are off by about each other, 5 to 12 %. `hal/tests/laws.rs` prints these errors.
 const SAME: f64 = 0.10;
 /// The same for another architecture: L40S, RTX PRO 6000 and A100 by each other, 13 to 41 %.
 const ANOTHER: f64 = 0.30;
