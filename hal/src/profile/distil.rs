@@ -11,8 +11,8 @@ const EXCHANGES: usize = 4000;
 const SEED: u64 = 20_261_123;
 
 /// Chooses `count` of `points`, operations of one kind, so that a predictor of `roof` with nothing else is
-/// off by as little as possible over all of them: from the operations [`worth_measuring`], points are exchanged
-/// for others as long as that lowers the mean relative error. The same input gives the same choice.
+/// off by as little as possible over all of them: from the operations [`worth_measuring`], points are
+/// exchanged for others as long as that lowers the mean relative error. The same input gives the same choice.
 pub fn distil(roof: &DeviceProfile, points: &[Point], count: usize) -> Vec<Point> {
     let sigs: Vec<_> = points.iter().map(|point| point.sig).collect();
     let start = worth_measuring(&sigs, count);
