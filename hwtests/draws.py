@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""What sampling costs a batch: the time between tokens of greedy requests and of sampled ones, in turns, on a server.
+"""What sampling costs a batch: the time of a step of greedy requests and of sampled ones, in turns, on a server.
 
     mixfleet serve --model random:llama-3.2-1b --device cpu &
-    hwtests/draws.py [--url http://127.0.0.1:8000] [--clients 64] [--tokens 16] [--rounds 3]
+    hwtests/draws.py [--url http://127.0.0.1:8000] [--clients 64] [--tokens 100] [--rounds 3]
 
 Sampled: temperature 1, top-p 0.95, all three penalties. Prints a line a round, then the ratio of the medians as JSON.
 Exit status: 0 measured, 2 usage, 3 could not run.
@@ -47,26 +47,45 @@ def stream(url, model, client, tokens, sampling, times):
             times.append(time.monotonic())
 
 
-def steps(url, model, clients, tokens, sampling):
-    """The gaps between tokens, in seconds, while all clients decode."""
-    times = [[] for _ in range(clients)]
+def watch(url, done, seen):
+    """Notes the number of steps that devices have run, until it is told to end."""
+    while not done.wait(0.05):
+        connection = http.client.HTTPConnection(url.hostname, url.port, timeout=60)
+        connection.request("GET", "/metrics")
+        text = connection.getresponse().read().decode()
+        count = sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("mixfleet_device_steps"))
+        seen.append((time.monotonic(), count))
+
+
+def step_s(url, model, clients, tokens, sampling):
+    """The mean time of a step in which all clients decode. (Text comes in pieces of several tokens at times.)"""
+    times, done, seen = [[] for _ in range(clients)], threading.Event(), []
+    watcher = threading.Thread(target=watch, args=(url, done, seen))
     threads = [
         threading.Thread(target=stream, args=(url, model, client, tokens, sampling, times[client]))
         for client in range(clients)
     ]
+    watcher.start()
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
+    done.set()
+    watcher.join()
     if not all(times):
         raise RuntimeError("a request failed")
     begin, end = max(of[0] for of in times), min(of[-1] for of in times)
-    return [b - a for of in times for a, b in zip(of, of[1:]) if begin <= a and b <= end]
+    within = [(at, count) for at, count in seen if begin <= at <= end]
+    if len(within) < 2 or within[-1][1] - within[0][1] < 5:
+        raise RuntimeError("the first client ended about when the last one began: ask for more --tokens")
+    # From one change of the count to another.
+    changes = [now for before, now in zip(within, within[1:]) if now[1] != before[1]]
+    return (changes[-1][0] - changes[0][0]) / (changes[-1][1] - changes[0][1])
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     url = urllib.parse.urlparse(args.url)
@@ -74,16 +93,15 @@ def main():
         connection = http.client.HTTPConnection(url.hostname, url.port, timeout=10)
         connection.request("GET", "/v1/models")
         model = json.load(connection.getresponse())["data"][0]["id"]
-        gaps = {"greedy": [], "sampled": []}
+        taken = {"greedy": [], "sampled": []}
         for number in range(args.rounds):
             for name, sampling in (("greedy", {"temperature": 0}), ("sampled", SAMPLED)):
-                found = steps(url, model, args.clients, args.tokens, sampling)
-                gaps[name].append(statistics.median(found))
-                print(f"round {number}: {name}: {gaps[name][-1] * 1e3:.1f} ms between tokens ({len(found)})")
+                taken[name].append(step_s(url, model, args.clients, args.tokens, sampling))
+                print(f"round {number}: {name}: {taken[name][-1] * 1e3:.1f} ms a step", flush=True)
     except (OSError, RuntimeError, KeyError, ValueError, statistics.StatisticsError) as error:
         print(f"draws.py: {error}", file=sys.stderr)
         return 3
-    greedy, sampled = (statistics.median(gaps[name]) for name in ("greedy", "sampled"))
+    greedy, sampled = (statistics.median(taken[name]) for name in ("greedy", "sampled"))
     print(json.dumps({"greedy_s": greedy, "sampled_s": sampled, "ratio": sampled / greedy}))
     return 0
 
