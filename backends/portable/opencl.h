@@ -9,6 +9,7 @@
 #define START(p) p += p##_at
 
 #define KERNEL(threads) kernel void
+#define KERNEL_OF(threads, groups) kernel void
 #define DEVICE
 #define GLOBAL global
 #define LOCAL local    // of a variable

@@ -288,8 +288,10 @@ DEVICE void draw(const Row* row, Run run, ulong least, uint uniform, IN_LOCAL ui
     BARRIER();
 }
 
-KERNEL(GROUP) sample(WRITES(f32, logits), READS(u32, parameters), READS(u32, history_start), WRITES(u32, history),
-                     WRITES(u32, out), WRITES(u32, top), uint rows, uint cols, uint entries, uint tops) {
+// One group to a multiprocessor, so that it has the registers that it needs: there are only as many as rows.
+KERNEL_OF(GROUP, 1) sample(WRITES(f32, logits), READS(u32, parameters), READS(u32, history_start),
+                           WRITES(u32, history), WRITES(u32, out), WRITES(u32, top), uint rows, uint cols,
+                           uint entries, uint tops) {
     LOCAL ulong scratch[GROUP];
     LOCAL uint keys[LIST], ids[LIST];
     LOCAL uint found[2]; // the token, and the bits of its logit before penalties

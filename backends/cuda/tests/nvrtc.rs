@@ -2,7 +2,7 @@
 //! architecture that it may meet. Needs no GPU, but libnvrtc (`MIXFLEET_CUDA_LIBRARIES` names its directory).
 
 use mixfleet_cuda::Library;
-use mixfleet_cuda::compile::{Architecture, compile, resources};
+use mixfleet_cuda::compile::{Architecture, KernelResources, compile, resources};
 use mixfleet_cuda::kernels::{DEVICE, KernelProgram};
 use mixfleet_cuda::plan::{
     ALIGNMENT_BYTES, DeviceRange, KV_PAGE_TOKENS, KernelLaunch, PlanStep, PlanTarget, plan,
@@ -14,7 +14,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// The launches that `sig` needs on a small and on a large device, at aligned addresses.
+/// The launches that `sig` needs at aligned addresses, on a small device, and on a large one without cuBLASLt
+/// and with it.
 fn launches(sig: &OpSig) -> Vec<KernelLaunch> {
     let mut address = 1 << 20;
     let places: Vec<DeviceRange> = sig
@@ -31,14 +32,15 @@ fn launches(sig: &OpSig) -> Vec<KernelLaunch> {
             place
         })
         .collect();
-    let target = |multiprocessors| PlanTarget {
+    let target = |multiprocessors, blas| PlanTarget {
         capability: 90,
         multiprocessors,
         shared_bytes_max: 232_448,
-        blas: false,
+        blas,
         scratch: DeviceRange { address: 1 << 40, bytes: 64 << 20 },
     };
-    let steps = [1, 132].into_iter().flat_map(|count| plan(sig, &places, &target(count)).expect("a plan"));
+    let targets = [(1, false), (132, false), (132, true)].map(|(count, blas)| target(count, blas));
+    let steps = targets.iter().flat_map(|target| plan(sig, &places, target).expect("a plan"));
     let launch = |step| match step {
         PlanStep::Launch(launch) => Some(launch),
         _ => None,
@@ -50,71 +52,79 @@ fn programs(sig: &OpSig) -> Vec<KernelProgram> {
     launches(sig).into_iter().map(|launch| launch.program).collect()
 }
 
-/// Shapes of real models, whose variants the conformance cases do not all have.
+/// Matrix products and attention of real models, whose variants the conformance cases do not all have: in
+/// each dtype of activations, weights and KV that an instance may be given.
 fn models() -> Vec<OpSig> {
-    use DType::{Bf16, F8E4m3, F16, F32};
     let mut sigs = Vec::new();
-    for (x, weight) in [(Bf16, Bf16), (F16, F16), (F32, Bf16), (F32, F32), (Bf16, F8E4m3)] {
-        for m in [1, 9, 64] {
-            for n in [1024, 128_256] {
-                sigs.push(OpSig::Gemm { m, n, k: 4096, x, weight, out: F32, bias: true, accumulate: true });
+    for x in DType::FLOATS {
+        for weight in DType::FLOATS.into_iter().chain((x == DType::Bf16).then_some(DType::F8E4m3)) {
+            for (m, n, out) in [(1, 1024), (9, 1024), (64, 1024), (1, 128_256), (9, 128_256), (64, 128_256)]
+                .into_iter()
+                .flat_map(|(m, n)| BTreeSet::from([x, DType::F32]).into_iter().map(move |out| (m, n, out)))
+            {
+                let accumulate = out == DType::F32;
+                sigs.push(OpSig::Gemm { m, n, k: 4096, x, weight, out, bias: true, accumulate });
             }
         }
-    }
-    for (heads, kv_heads, head_dim) in
-        [(32, 8, 128), (28, 4, 128), (64, 8, 128), (14, 2, 64), (32, 32, 96), (8, 4, 256)]
-    {
-        for (x, kv) in [(Bf16, Bf16), (F16, F16), (F32, Bf16), (F32, F32), (Bf16, F16)] {
-            let (sequences, page_tokens, pages_max) = (4, KV_PAGE_TOKENS, 256);
-            let kv_tokens = 16_000;
-            sigs.push(OpSig::AttnDecode {
-                sequences,
-                kv_tokens,
-                heads,
-                pages_max,
-                x,
-                kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
-            });
-            sigs.push(OpSig::AttnPrefill {
-                tokens: 1000,
-                sequences,
-                pairs: 0,
-                kv_tokens,
-                heads,
-                pages_max,
-                window: None,
-                x,
-                kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
-            });
+        for kv in DType::FLOATS {
+            sigs.extend(attention(x, kv));
         }
     }
     sigs
 }
 
+/// Attention of models: with each number of heads that share KV where all is of one dtype.
+fn attention(x: DType, kv: DType) -> Vec<OpSig> {
+    const SHAPES: [(u32, u32, u32); 4] = [(32, 8, 128), (14, 2, 64), (32, 32, 96), (8, 4, 256)];
+    const MORE: [(u32, u32, u32); 8] = [
+        (32, 8, 64),
+        (32, 32, 128),
+        (16, 8, 128),
+        (24, 8, 128),
+        (40, 8, 128),
+        (12, 2, 128),
+        (28, 4, 128),
+        (64, 8, 128),
+    ];
+    let (sequences, page_tokens, pages_max, kv_tokens) = (4, KV_PAGE_TOKENS, 256, 16_000);
+    let shapes = SHAPES.iter().chain(MORE.iter().filter(|_| x == kv));
+    let both = |&(heads, kv_heads, head_dim)| {
+        let kv = KvShape { kv_heads, head_dim, page_tokens, dtype: kv };
+        let (tokens, pairs, window) = (1000, 0, None);
+        [
+            OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, x, kv },
+            OpSig::AttnPrefill { tokens, sequences, pairs, kv_tokens, heads, pages_max, window, x, kv },
+        ]
+    };
+    shapes.flat_map(both).collect()
+}
+
 /// What models are served by, beside [`models`].
 fn others() -> Vec<OpSig> {
-    use DType::{Bf16, F16, F32};
-    let (tokens, page_tokens, kv_heads) = (64, KV_PAGE_TOKENS, 8);
-    let (rows, cols) = (8, 128_256);
-    let mut sigs = vec![OpSig::Sample { rows, cols, history: 64, tops: 20 }];
-    for x in [Bf16, F16] {
-        let eps = Scalar(1e-5);
+    use DType::F32;
+    let (tokens, page_tokens, kv_heads, hidden, head_dim) = (64, KV_PAGE_TOKENS, 8, 4096, 128);
+    let (rows, eps) = (8, Scalar(1e-5));
+    // the second vocabulary is no whole number of vectors
+    let draws = [128_256, 50_257].map(|cols| OpSig::Sample { rows, cols, history: 64, tops: 20 });
+    let mut sigs = draws.to_vec();
+    for x in DType::FLOATS {
         sigs.extend([
-            OpSig::Embed { tokens, vocab: 128_256, hidden: 4096, table: x, out: F32 },
-            OpSig::RmsNorm { rows: tokens, cols: 4096, eps, x: F32, weight: x, out: x },
-            OpSig::RmsNorm { rows: tokens, cols: 128, eps, x, weight: x, out: x },
-            OpSig::Rope { tokens, heads: 32, head_dim: 128, x },
+            OpSig::Embed { tokens, vocab: 128_256, hidden, table: x, out: F32 },
+            OpSig::Rope { tokens, heads: 32, head_dim, x },
             OpSig::SiluMul { elements: 64 * 14_336, x },
             OpSig::Add { elements: 64 * 4096, x },
-            OpSig::AttnMerge { parts: 1, rows: 64, head_dim: 128, out: x },
+            OpSig::AttnMerge { parts: 1, rows: 64, head_dim, out: x },
         ]);
-        let kv = KvShape { kv_heads, head_dim: 128, page_tokens, dtype: x };
-        let wire = x;
-        sigs.extend([
-            OpSig::KvWrite { tokens, x, kv },
-            OpSig::KvGather { tokens, kv, wire },
-            OpSig::KvScatter { tokens, kv, wire },
-        ]);
+        for other in DType::FLOATS {
+            let kv = KvShape { kv_heads, head_dim, page_tokens, dtype: other };
+            sigs.extend([
+                OpSig::RmsNorm { rows: tokens, cols: hidden, eps, x: F32, weight: other, out: x },
+                OpSig::RmsNorm { rows: tokens, cols: head_dim, eps, x, weight: other, out: x },
+                OpSig::KvWrite { tokens, x, kv },
+                OpSig::KvGather { tokens, kv, wire: x },
+                OpSig::KvScatter { tokens, kv, wire: x },
+            ]);
+        }
     }
     sigs
 }
@@ -123,31 +133,63 @@ fn others() -> Vec<OpSig> {
 fn serves_bf16(sig: &OpSig) -> bool {
     use DType::{Bf16, F16, F32};
     match *sig {
-        OpSig::Gemm { x, weight, .. } => [(Bf16, Bf16), (F32, Bf16)].contains(&(x, weight)),
+        OpSig::Gemm { x, weight, out, .. } => {
+            [(Bf16, Bf16), (F32, Bf16)].contains(&(x, weight)) && [x, F32].contains(&out)
+        }
         OpSig::AttnDecode { x, kv, .. } | OpSig::AttnPrefill { x, kv, .. } => (x, kv.dtype) == (Bf16, Bf16),
+        OpSig::KvWrite { x, kv, .. } => (x, kv.dtype) == (Bf16, Bf16),
+        OpSig::KvGather { wire, kv, .. } | OpSig::KvScatter { wire, kv, .. } => {
+            (wire, kv.dtype) == (Bf16, Bf16)
+        }
+        OpSig::RmsNorm { weight, out, .. } => (weight, out) == (Bf16, Bf16),
+        OpSig::Embed { table, .. } => table == Bf16,
+        OpSig::Rope { x, .. } | OpSig::SiluMul { x, .. } | OpSig::Add { x, .. } => x == Bf16,
+        OpSig::AttnMerge { out, .. } => out == Bf16,
         _ => sig.operands().iter().all(|operand| operand.dtype != F16),
     }
 }
 
-/// What each kernel of a bf16 model takes on each architecture, as a table of the documentation:
-/// `MIXFLEET_CUDA_STATIC` names the file to write.
-#[test]
-#[ignore = "compiles each program for each architecture, which takes minutes"]
-fn the_kernels_of_bf16_models_fit_every_architecture() {
-    const SPILL_BYTES_MAX: u32 = 256;
-    const ARCHITECTURES: [&str; 6] = ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"];
-    if !nvrtc_is_here() {
-        return;
+const ARCHITECTURES: [&str; 6] = ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"];
+
+/// A row of the table of kernels: how it is launched, and what it takes on each architecture.
+struct Row {
+    kernel: &'static str,
+    variant: String,
+    /// Of a block on Hopper, with what the launch adds.
+    shared_bytes: u32,
+    is_of_bf16: bool,
+    taken: Vec<KernelResources>,
+}
+
+impl Row {
+    fn spills(&self) -> bool {
+        self.taken.iter().any(|taken| taken.spill_bytes > 0)
     }
-    let sigs = [models(), others()].concat();
-    let wanted: BTreeSet<_> = sigs
-        .iter()
-        .filter(|sig| serves_bf16(sig))
-        .flat_map(launches)
-        .map(|launch| (launch.kernel, launch.program, launch.shared_bytes))
-        .collect();
-    let programs: BTreeSet<KernelProgram> = wanted.iter().map(|&(_, program, _)| program).collect();
+
+    fn text(&self) -> String {
+        let cell = |taken: &KernelResources| match (taken.spill_bytes, taken.stack_bytes) {
+            (0, 0) => taken.registers.to_string(),
+            (0, stack) => format!("{} (stack {stack})", taken.registers),
+            (spilled, _) => format!("{} (spilled {spilled})", taken.registers),
+        };
+        let cells: Vec<String> = self.taken.iter().map(cell).collect();
+        let Row { kernel, variant, shared_bytes, .. } = self;
+        format!("| `{kernel}` | {variant} | {shared_bytes} | {} |\n", cells.join(" | "))
+    }
+}
+
+/// Compiles what `sigs` launch for every architecture.
+fn rows(sigs: &[OpSig]) -> Vec<Row> {
+    let mut wanted: BTreeMap<_, bool> = BTreeMap::new();
+    for sig in sigs {
+        for launch in launches(sig) {
+            *wanted.entry((launch.kernel, launch.program, launch.shared_bytes)).or_default() |=
+                serves_bf16(sig);
+        }
+    }
+    let programs: BTreeSet<KernelProgram> = wanted.keys().map(|&(_, program, _)| program).collect();
     let work: Vec<_> = programs.iter().flat_map(|p| ARCHITECTURES.map(|a| (*p, a))).collect();
+    eprintln!("{} programs for {} architectures", programs.len(), ARCHITECTURES.len());
     let taken = in_parallel(&work, |(program, architecture)| {
         let target = Architecture::Machine((*architecture).to_owned());
         resources(program.body.name(), &program.source(DEVICE), &target)
@@ -156,38 +198,60 @@ fn the_kernels_of_bf16_models_fit_every_architecture() {
     for (key, taken) in work.iter().zip(taken) {
         by_work.insert(*key, taken.unwrap_or_else(|log| panic!("{key:?}: {log}")));
     }
-    let (mut page, mut wrong) = (String::new(), Vec::new());
-    for (kernel, program, dynamic) in &wanted {
+    let row = |((kernel, program, dynamic), is_of_bf16): (_, bool)| {
+        let program: KernelProgram = program;
         let of = |architecture| {
-            let kernels = &by_work[&(*program, architecture)];
-            kernels.iter().find(|taken| taken.kernel == *kernel).expect("a kernel of the program")
+            let kernels = &by_work[&(program, architecture)];
+            kernels.iter().find(|taken| taken.kernel == kernel).expect("a kernel of the program").clone()
         };
-        let cells = ARCHITECTURES.map(|architecture| {
-            let taken = of(architecture);
-            assert!(taken.registers > 0 && taken.registers <= 255, "{kernel}: {taken:?}");
-            // what a thread spills stays in the first cache
-            if taken.spill_bytes > SPILL_BYTES_MAX {
-                wrong.push(format!("{kernel} {} on {architecture}: {taken:?}", program.macros()));
-            }
-            match (taken.spill_bytes, taken.stack_bytes) {
-                (0, 0) => taken.registers.to_string(),
-                (0, stack) => format!("{} (stack {stack})", taken.registers),
-                (spilled, _) => format!("{} (spilled {spilled})", taken.registers),
-            }
-        });
-        let shared = of("sm_90a").shared_bytes + dynamic;
-        if shared > if *dynamic > 0 { 227 << 10 } else { 48 << 10 } {
-            wrong.push(format!("{kernel}: {shared} bytes of shared memory"));
-        }
         let macros = program.macros().replace("#define ", "").replace('\n', ", ");
-        let cells = cells.join(" | ");
-        page += &format!("| `{kernel}` | {} | {shared} | {cells} |\n", macros.trim_end_matches(", "));
+        Row {
+            kernel,
+            variant: macros.trim_end_matches(", ").to_owned(),
+            shared_bytes: of("sm_90a").shared_bytes + dynamic,
+            is_of_bf16,
+            taken: ARCHITECTURES.map(of).to_vec(),
+        }
+    };
+    wanted.into_iter().map(row).collect()
+}
+
+/// What each kernel that serves a model takes on each architecture, as tables of the documentation: of models
+/// in bf16, of others where something spills, and the rest. `MIXFLEET_CUDA_STATIC` names the file to write.
+#[test]
+#[ignore = "compiles each program for each architecture, which takes many minutes"]
+fn the_kernels_of_all_models_fit_every_architecture() {
+    const SPILL_BYTES_MAX: u32 = 256;
+    if !nvrtc_is_here() {
+        return;
     }
+    let rows = rows(&[models(), others()].concat());
+    let mut wrong = Vec::new();
+    for row in &rows {
+        // what a thread spills stays in the first cache
+        let fits = |taken: &KernelResources| {
+            (1..=255).contains(&taken.registers) && taken.spill_bytes <= SPILL_BYTES_MAX
+        };
+        // what is more than 48 KiB is asked for by the launch
+        if !row.taken.iter().all(fits) || row.shared_bytes > 227 << 10 {
+            wrong.push(row.text());
+        }
+    }
+    let part = |title: &str, of: &dyn Fn(&&Row) -> bool| {
+        let rows: Vec<String> = rows.iter().filter(of).map(Row::text).collect();
+        format!("{title}: {}\n\n{}\n", rows.len(), rows.concat())
+    };
+    let page = [
+        part("Models in bf16", &|row| row.is_of_bf16),
+        part("Others that spill", &|row| !row.is_of_bf16 && row.spills()),
+        part("The rest", &|row| !row.is_of_bf16 && !row.spills()),
+    ]
+    .concat();
     eprint!("{page}");
     if let Some(path) = std::env::var_os("MIXFLEET_CUDA_STATIC") {
         std::fs::write(path, page).unwrap();
     }
-    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert!(wrong.is_empty(), "{}", wrong.concat());
 }
 
 /// Applies `f` to all of `work` on all cores.
