@@ -5,7 +5,7 @@
 
 #[allow(dead_code, reason = "the tests of the backend use all of it")]
 #[path = "../../../backends/cuda/tests/driver/libraries.rs"]
-mod libraries;
+pub(crate) mod libraries;
 
 use crate::common::{fixture, golden, mixfleet, refused_fixtures, scratch};
 use serde_json::{Value, json};

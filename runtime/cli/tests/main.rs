@@ -12,6 +12,8 @@ mod generate;
 mod golden;
 #[cfg(target_os = "linux")]
 mod gpu;
+#[cfg(target_os = "linux")]
+mod hollow;
 mod house;
 mod serve;
 mod simulate;

@@ -2,6 +2,9 @@
 // by g++ over shim.h. What is put on a stream runs when an event behind it is asked for the second time or
 // waited for, and not before: whoever forgets to wait sees old bytes. Copies that are asynchronous take pinned memory of
 // the host alone: the real ones would wait for others. Only what the backend calls is here.
+//
+// A hollow device has the size of a large one on any host: its memory is counted and no byte of it is kept, kernels are
+// compiled to nothing, steps end without having run, and the host reads zeros.
 
 #include <dlfcn.h>
 #include <math.h>
@@ -44,12 +47,27 @@ struct Stream {
 struct Event { Stream* stream = nullptr; unsigned long long at = 0; bool asked = false; };
 static std::vector<Stream*> streams;
 
+// What a test may choose by the environment: the device's name, its memory and how much of it a context takes, whether it
+// is hollow, whether kernels are told of, whether cuBLASLt starts.
+static const char* choice(const char* name, const char* otherwise) {
+    const char* value = getenv(name);
+    return value ? value : otherwise;
+}
+static bool hollow() {
+    static const bool is = getenv("FAKE_CUDA_HOLLOW");
+    return is;
+}
+// For tests that see another process: what takes time at first use.
+static void tell(const char* what, const char* name) {
+    if (getenv("FAKE_CUDA_TELL")) fprintf(stderr, "fake driver: %s %s\n", what, name);
+}
+
 static void run(Stream* stream, unsigned long long until) {
     while (stream->done < until) {
         auto step = stream->steps.front();
         stream->steps.pop_front();
         ++stream->done;
-        if (!sticky) step();
+        if (!sticky && !hollow()) step();
     }
 }
 
@@ -84,11 +102,6 @@ API int fake_calls(char* text, size_t bytes) {
     return strcpy(text, lines.c_str()), SUCCESS;
 }
 
-// What a test may choose by the environment: the device's name, its memory, whether cuBLASLt starts.
-static const char* choice(const char* name, const char* otherwise) {
-    const char* value = getenv(name);
-    return value ? value : otherwise;
-}
 static size_t memory_bytes() { return strtoull(choice("FAKE_CUDA_MEMORY_BYTES", "2147483648"), nullptr, 10); }
 
 API int cuInit(unsigned) { return SUCCESS; }
@@ -165,7 +178,7 @@ API int cuEventElapsedTime_v2(float* milliseconds, Event* start, Event* end) {
 API int cuEventDestroy_v2(Event* event) { COUNTED; delete event; return SUCCESS; }
 
 static std::map<Address, size_t> allocated;
-static size_t allocated_bytes = 0;
+static size_t allocated_bytes = strtoull(choice("FAKE_CUDA_CONTEXT_BYTES", "0"), nullptr, 10);
 
 static const size_t SMALL_BYTES = 64 << 20;
 
@@ -173,7 +186,7 @@ static const size_t SMALL_BYTES = 64 << 20;
 API int cuMemAlloc_v2(Address* address, size_t bytes) {
     ENTER;
     if (bytes > memory_bytes() - allocated_bytes) return OUT_OF_MEMORY;
-    const bool small = bytes <= SMALL_BYTES;
+    const bool small = bytes <= SMALL_BYTES && !hollow();
     void* memory = small ? aligned_alloc(256, (bytes + 255) / 256 * 256)
                          : mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (!memory || memory == MAP_FAILED) return OUT_OF_MEMORY;
@@ -188,7 +201,7 @@ API int cuMemFree_v2(Address address) {
     COUNTED;
     auto found = allocated.find(address);
     if (found == allocated.end()) return INVALID_VALUE;
-    if (found->second > SMALL_BYTES) madvise((void*)address, found->second, MADV_DONTNEED);
+    if (found->second > SMALL_BYTES || hollow()) madvise((void*)address, found->second, MADV_DONTNEED);
     allocated_bytes -= found->second;
     allocated.erase(found);
     return SUCCESS;
@@ -278,6 +291,7 @@ API int cuMemcpyHtoDAsync_v2(Address to, const void* from, size_t n, Stream* s) 
     return copy_host((void*)to, from, from, n, s);
 }
 API int cuMemcpyDtoHAsync_v2(void* to, Address from, size_t n, Stream* s) {
+    if (hollow()) memset(to, 0, n);
     return copy_host(to, (void*)from, to, n, s);
 }
 API int cuMemcpyDtoDAsync_v2(Address to, Address from, size_t n, Stream* s) {
@@ -293,7 +307,7 @@ API int cuMemsetD32Async(Address to, unsigned word, size_t words, Stream* stream
 
 API int cuModuleLoadData(void** module, const void* image) {
     ENTER;
-    *module = dlopen((const char*)image, RTLD_NOW | RTLD_LOCAL);
+    *module = hollow() ? (void*)&lock : dlopen((const char*)image, RTLD_NOW | RTLD_LOCAL);
     if (!*module) fprintf(stderr, "%s\n", dlerror());
     return *module ? SUCCESS : INVALID_VALUE;
 }
@@ -301,6 +315,8 @@ static std::map<std::pair<void*, std::string>, Function*> functions;
 API int cuModuleUnload(void*) { COUNTED; return SUCCESS; }
 API int cuModuleGetFunction(Function** function, void* module, const char* name) {
     ENTER;
+    tell("looks up", name);
+    if (hollow()) return *function = new Function{0, nullptr}, SUCCESS;
     auto count = (int (*)())dlsym(module, (std::string("count_") + name).c_str());
     auto emulate = (const char* (*)(const Launch*))dlsym(module, (std::string("emulate_") + name).c_str());
     if (!count || !emulate) return NOT_FOUND;
@@ -348,6 +364,7 @@ API int cuStreamEndCapture(Stream* stream, Graph** graph) {
 static const size_t STEP_BYTES = 4096;
 API int cuGraphInstantiateWithFlags(Graph** exec, Graph* graph, unsigned long long) {
     ENTER;
+    tell("records", "a graph");
     *exec = new Graph(*graph);
     return SUCCESS;
 }
@@ -379,6 +396,7 @@ API int nvrtcCreateProgram(Program** program, const char* source, const char*, i
 }
 API int nvrtcCompileProgram(Program* program, int, const char**) {
     COUNTED;
+    if (hollow()) return program->library = "hollow", 0;
     std::string source = program->source;
     // each kernel's name stands between `KERNEL(..) ` and `(`, at the start of a line
     for (size_t at = 0; (at = program->source.find("\nKERNEL", at)) != std::string::npos; ++at) {
