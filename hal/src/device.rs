@@ -109,6 +109,12 @@ pub struct Health {
     pub energy_j: Option<f64>,
     /// Clock in MHz.
     pub clock_mhz: Option<f64>,
+    /// The highest clock that the device is built for, in MHz.
+    #[serde(default)]
+    pub clock_mhz_max: Option<f64>,
+    /// The highest clock that its settings and its state allow now, in MHz.
+    #[serde(default)]
+    pub clock_mhz_allowed: Option<f64>,
     /// Memory errors corrected since start.
     pub errors_corrected: Option<u64>,
     /// Memory errors that could not be corrected, since start.

@@ -44,6 +44,8 @@ impl HealthReader {
             power_w: self.sensor_power_w().or_else(|| self.mean_power_w(energy_j)),
             energy_j,
             clock_mhz: self.clock_mhz(),
+            clock_mhz_max: None,
+            clock_mhz_allowed: None,
             errors_corrected: sum_of(&memory, "mc", "ce_count"),
             errors_uncorrected: sum_of(&memory, "mc", "ue_count"),
         }
@@ -242,6 +244,8 @@ mod tests {
             power_w: Some(123.5),
             energy_j: Some(0.0),
             clock_mhz: Some(3250.0),
+            clock_mhz_max: None,
+            clock_mhz_allowed: None,
             errors_corrected: Some(7),
             errors_uncorrected: Some(0),
         };

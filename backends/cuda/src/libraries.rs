@@ -82,6 +82,15 @@ impl Library {
     }
 }
 
+/// Loads the library whose file name begins so from where drivers, toolkits and Python wheels put libraries.
+pub(crate) fn by_path(prefix: &str) -> Option<libloading::Library> {
+    let found = directories(&|name| std::env::var_os(name)).into_iter();
+    // SAFETY: as in `loads`.
+    found
+        .filter_map(|directory| newest(&directory, prefix))
+        .find_map(|file| unsafe { libloading::Library::new(file) }.ok())
+}
+
 /// Returns the last file of `directory` whose name begins with `prefix` and a version.
 fn newest(directory: &Path, prefix: &str) -> Option<PathBuf> {
     let entries = std::fs::read_dir(directory).ok()?.flatten().map(|entry| entry.path());

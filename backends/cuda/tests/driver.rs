@@ -79,6 +79,30 @@ fn a_device_tells_what_it_is() {
     });
 }
 
+#[test]
+fn a_clock_that_is_held_down_is_told() {
+    const NAME: &str = "a_clock_that_is_held_down_is_told";
+    let [set, clock, reasons] = ["FAKE_NVML_SET_MHZ", "FAKE_NVML_CLOCK_MHZ", "FAKE_NVML_REASONS"];
+    let child = |set_mhz, clock_mhz, why, allowed| {
+        [(set, set_mhz), (clock, clock_mhz), (reasons, why), ("EXPECTED_MHZ", allowed)]
+    };
+    let children = [
+        // an idle device's is low without a cause
+        child("1755", "345", "1", "1980"),
+        child("1200", "345", "1", "1200"),
+        // by a limit of power, as is usual under load; by a setting; by heat
+        child("1755", "1500", "4", "1980"),
+        child("1755", "1410", "2", "1410"),
+        child("1755", "900", "0x44", "900"),
+    ];
+    in_children(NAME, Driver::New, &children.each_ref().map(|child| &child[..]), |device| {
+        let health = device.health();
+        let number = |name: &str| -> Option<f64> { std::env::var(name).unwrap().parse().ok() };
+        assert_eq!(health.clock_mhz_max, Some(1980.0));
+        assert_eq!((health.clock_mhz, health.clock_mhz_allowed), (number(clock), number("EXPECTED_MHZ")));
+    });
+}
+
 /// As in a container whose loader knows neither the driver's directory nor the Python's.
 #[test]
 fn libraries_that_the_loader_does_not_know_are_found_by_their_variable() {

@@ -4,13 +4,15 @@ use crate::model::Model;
 use anyhow::{Result, bail};
 use mixfleet_hal::catalog::part_of_driver;
 use mixfleet_hal::units::{Bytes, GB, GIB};
-use mixfleet_hal::{DType, Device, DeviceInfo, DeviceKind};
+use mixfleet_hal::{DType, Device, DeviceInfo, DeviceKind, Health};
 use mixfleet_scheduler::sizing::{DeviceRoom, GivenSizes, InstanceSize, size};
 
 /// KV memory where a device cannot tell what is free.
 const KV_UNKNOWN: Bytes = Bytes(GIB as f64);
 /// A device with less than this share of what its catalog entry says is worth a warning.
 const SHARE_MIN: f64 = 0.9;
+/// A clock below this share of the highest one is held down; drivers round clocks by a percent.
+const CLOCK_SHARE_MIN: f64 = 0.95;
 
 /// The size of an instance of `model` on `device`, on which its weights are already; `host_devices` is the
 /// number of devices of this process whose memory is the host's. Says what was chosen and why.
@@ -52,6 +54,7 @@ pub(crate) fn of(
         say(info, &room, unknown.is_some(), &size);
     }
     warn_of_less(info);
+    warn_of_clock(info, &device.health());
     Ok(size)
 }
 
@@ -97,6 +100,18 @@ fn warn_of_less(info: &DeviceInfo) {
             catalog_gb = usual,
             "the device is less than the catalog's {}: a MIG slice, or memory that is reserved",
             part.id
+        );
+    }
+}
+
+/// Warns of a clock that is held below what the device is built for.
+fn warn_of_clock(info: &DeviceInfo, health: &Health) {
+    let (Some(allowed), Some(max)) = (health.clock_mhz_allowed, health.clock_mhz_max) else { return };
+    if allowed < CLOCK_SHARE_MIN * max {
+        tracing::warn!(
+            device = %info.id,
+            "the clock is held at {allowed:.0} of {max:.0} MHz, so that steps take longer: undo what is set \
+             ('nvidia-smi -rgc' and '-rac'), or see to power and cooling"
         );
     }
 }

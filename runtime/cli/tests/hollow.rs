@@ -76,3 +76,21 @@ fn an_8b_model_is_served_on_parts_from_24_gb_with_sizes_of_their_own() {
         assert!(!server.seen.contains(" WARN "), "{name}: {}", server.seen);
     }
 }
+
+#[test]
+fn a_clock_that_is_held_down_is_warned_of() {
+    let cache = scratch("hollow-clock");
+    for (set_mhz, is_low) in [("1755", false), ("1200", true)] {
+        let Some(mut command) = serve(cache.to_str().unwrap(), "NVIDIA H100 80GB HBM3", 81_559, &[]) else {
+            return;
+        };
+        let child = command.env("FAKE_NVML_SET_MHZ", set_mhz).spawn().unwrap();
+        let server = Server::spawned(child);
+        let warned = server.seen.lines().find(|line| line.contains("the clock is held at"));
+        assert_eq!(warned.is_some(), is_low, "{}", server.seen);
+        if let Some(line) = warned {
+            assert!(line.contains(" WARN ") && line.contains("1200 of 1980 MHz"), "{line}");
+            assert!(line.contains("nvidia-smi -rgc"), "{line}");
+        }
+    }
+}

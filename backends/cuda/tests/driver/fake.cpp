@@ -1,5 +1,5 @@
-// A libcuda, a libnvrtc and a libcublasLt for tests: one device of 2 multiprocessors in host memory, whose kernels are compiled
-// by g++ over shim.h. What is put on a stream runs when an event behind it is asked for the second time or
+// A libcuda, a libnvrtc, a libcublasLt and a libnvidia-ml for tests: one device of 2 multiprocessors in host memory, whose
+// kernels are compiled by g++ over shim.h. What is put on a stream runs when an event behind it is asked for the second time or
 // waited for, and not before: whoever forgets to wait sees old bytes. Copies that are asynchronous take pinned memory of
 // the host alone: the real ones would wait for others. Only what the backend calls is here.
 //
@@ -387,15 +387,16 @@ API int cuGraphLaunch(Graph* exec, Stream* stream) {
 }
 
 // NVRTC: the "machine code" is the path of a library.
-struct Program { std::string source, library, log; };
+struct Program { std::string source, name, library, log; };
 
-API int nvrtcCreateProgram(Program** program, const char* source, const char*, int, const char**, const char**) {
+API int nvrtcCreateProgram(Program** program, const char* source, const char* name, int, const char**, const char**) {
     COUNTED;
-    *program = new Program{source, "", ""};
+    *program = new Program{source, name, "", ""};
     return 0;
 }
 API int nvrtcCompileProgram(Program* program, int, const char**) {
     COUNTED;
+    tell("compiles", program->name.c_str());
     if (hollow()) return program->library = "hollow", 0;
     std::string source = program->source;
     // each kernel's name stands between `KERNEL(..) ` and `(`, at the start of a line
@@ -432,3 +433,4 @@ API int nvrtcGetNumSupportedArchs(int* count) { *count = 2; return 0; }
 API int nvrtcGetSupportedArchs(int* list) { list[0] = 80; list[1] = 90; return 0; }
 
 #include "blas.cpp"
+#include "nvml.cpp"

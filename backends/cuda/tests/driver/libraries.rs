@@ -6,7 +6,8 @@ use std::process::Command;
 use std::sync::OnceLock;
 
 /// The names that the loader knows them by, with the version that NVIDIA's have.
-const NAMES: [&str; 4] = ["libcuda.so.1", "libnvrtc.so.13", "libnvrtc-builtins.so.13.0", "libcublasLt.so.13"];
+const NAMES: [&str; 5] =
+    ["libcuda.so.1", "libnvrtc.so.13", "libnvrtc-builtins.so.13.0", "libcublasLt.so.13", "libnvidia-ml.so.1"];
 
 /// The version of the driver.
 #[derive(Clone, Copy, Debug, Hash)]
@@ -28,10 +29,11 @@ fn compiled(version: Driver) -> Option<PathBuf> {
     if !cfg!(all(target_arch = "x86_64", target_os = "linux")) {
         return None;
     }
-    let (driver, blas) = (include_str!("fake.cpp"), include_str!("blas.cpp"));
+    let driver = include_str!("fake.cpp");
+    let (blas, nvml) = (include_str!("blas.cpp"), include_str!("nvml.cpp"));
     let shim = include_str!("../emulator/shim.h");
     let mut hasher = DefaultHasher::new();
-    (version, driver, blas, shim, NAMES).hash(&mut hasher);
+    (version, driver, blas, nvml, shim, NAMES).hash(&mut hasher);
     let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("driver-{:016x}", hasher.finish()));
     std::fs::create_dir_all(&directory).unwrap();
     // other processes read and make the same files meanwhile
@@ -42,6 +44,7 @@ fn compiled(version: Driver) -> Option<PathBuf> {
     };
     write("shim.h", shim);
     write("blas.cpp", blas);
+    write("nvml.cpp", nvml);
     write("fake.cpp", driver);
     if NAMES.iter().all(|name| directory.join(name).exists()) {
         return Some(directory);
