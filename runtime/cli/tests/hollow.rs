@@ -7,6 +7,7 @@
 use crate::common::server::Server;
 use crate::common::{mixfleet, scratch};
 use crate::gpu::libraries;
+use serde_json::json;
 use std::process::{Command, Stdio};
 
 const MIB: u64 = 1 << 20;
@@ -92,5 +93,36 @@ fn a_clock_that_is_held_down_is_warned_of() {
             assert!(line.contains(" WARN ") && line.contains("1200 of 1980 MHz"), "{line}");
             assert!(line.contains("nvidia-smi -rgc"), "{line}");
         }
+    }
+}
+
+/// In two starts: the first one calibrates, which runs many kernels; the second one knows the device.
+#[test]
+fn a_request_needs_no_kernel_that_was_not_looked_up_before_the_server_is_ready() {
+    let cache = scratch("hollow-warm");
+    for _ in 0..2 {
+        let arguments = ["--model", "random:qwen2.5-0.5b", "--name", "q"];
+        let Some(mut command) = serve(cache.to_str().unwrap(), "NVIDIA L40S", 46_068, &arguments) else {
+            return;
+        };
+        let server = Server::spawned(command.env("FAKE_CUDA_TELL", "1").spawn().unwrap());
+        let seen = server.seen.clone();
+        assert!(seen.contains("fake driver: looks up") && seen.contains("fake driver: records"), "{seen}");
+        let long = "x".repeat(500);
+        let plain = json!({"model": "q", "prompt": "Hello", "max_tokens": 8, "ignore_eos": true});
+        let filtered = json!({"model": "q", "prompt": long, "max_tokens": 8, "ignore_eos": true, "top_p": 0.9,
+            "frequency_penalty": 0.5, "logprobs": 3});
+        for body in [plain, filtered] {
+            let (status, answer) = server.post("/v1/completions", &body);
+            assert_eq!(status, 200, "{answer}");
+            assert_eq!(answer["usage"]["completion_tokens"], 8, "{answer}");
+        }
+        server.signal();
+        let (_, rest) = server.wait();
+        let late: Vec<&str> = rest.lines().filter(|line| line.starts_with("fake driver: ")).collect();
+        let kernels = late.iter().filter(|line| !line.ends_with(" records a graph")).count();
+        assert_eq!(kernels, 0, "{late:?}");
+        // one kind of step is not recorded before: that with so many log-probabilities
+        assert!(late.len() <= 1, "{late:?}");
     }
 }

@@ -86,7 +86,7 @@ impl Staging {
     }
 
     /// The staging buffer that holds the gathered KV of `layer`.
-    fn gathered(&self, layer: usize, offset: u64, bytes: u64) -> Slice {
+    pub(super) fn gathered(&self, layer: usize, offset: u64, bytes: u64) -> Slice {
         self.gathered[layer % LAYERS_IN_FLIGHT].range(offset, bytes)
     }
 }

@@ -189,11 +189,11 @@ impl Loaded {
         }
     }
 
-    /// Starts instance `id`: reports that it is up, and works on its own thread until reports are no longer
-    /// received.
+    /// Starts instance `id`: runs what it will serve first, reports that it is up, and works on its own
+    /// thread until reports are no longer received.
     ///
     /// # Errors
-    /// When the device gives no queue or no staging memory.
+    /// When the device gives no queue or no staging memory, or is lost.
     pub(crate) fn start(self, id: InstanceId, cost: CostModel, surroundings: &Surroundings) -> Result<()> {
         let Surroundings { env, links, hand_off, directory, reports, metrics } = surroundings;
         let step_timeout = self.step_timeout(&cost);
@@ -213,7 +213,7 @@ impl Loaded {
         let below = below.map(|pool| InstanceTiers::new(pool, &*device, &forward, &pinner)).transpose()?;
         let (orders_sender, orders) = mailbox("orders", INBOX_MAX);
         let (words_sender, words) = mailbox("KV messages", INBOX_MAX);
-        let worker = Worker {
+        let mut worker = Worker {
             id,
             env: env.clone(),
             queue: device.queue()?,
@@ -241,6 +241,7 @@ impl Loaded {
             waited: Seconds::ZERO,
             metrics: metrics.clone(),
         };
+        worker.warm()?;
         directory.enter(id, Inboxes { orders: Some(orders_sender), words: Some(words_sender) });
         // It is reported up before it works, so that later peers find it. Sending fails only once the worker
         // is no longer needed.

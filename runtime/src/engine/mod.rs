@@ -35,6 +35,7 @@ mod recordings;
 mod renew;
 mod tiers;
 mod transfers;
+mod warm;
 mod watch;
 mod worker;
 
@@ -116,7 +117,7 @@ impl EngineParts {
     /// the last handle and request are gone.
     ///
     /// # Errors
-    /// When a device gives no queue or no staging memory.
+    /// When a device gives no queue or no staging memory, or is lost.
     pub fn start(self, instances: Vec<(Loaded, CostModel)>, links: Links) -> Result<EngineHandle> {
         let (reports, incoming) = mailbox("reports", REPORTS_MAX);
         let widest = instances.iter().map(|(i, _)| i.kv()).max_by_key(|d| d.size_bytes());

@@ -1,0 +1,96 @@
+//! Running once what an instance will serve first, before it is up: a device that replays steps looks up or
+//! compiles a kernel when it is first used, and records a step of decodes when it first comes.
+
+use super::fault;
+use super::worker::{COPY_TIMEOUT, Worker};
+use crate::model::draws::DrawInput;
+use crate::model::graph::StepInput;
+use crate::request::Sampling;
+use mixfleet_hal::Result;
+use std::collections::BTreeSet;
+
+/// Rows of a step up to which a device has kernels of their own: one tile of a tensor core, and two.
+const FEW_ROWS: [u32; 2] = [1, 9];
+
+/// The part of a sequence in a step of decodes.
+fn decode<'a>(draw: DrawInput<'a>, pages: &'a [u32]) -> StepInput<'a> {
+    StepInput { start: 0, tokens: &[0], pages, draw: Some(draw) }
+}
+
+impl Worker {
+    /// Runs steps of decodes and of prompts with few rows and with the most, and copies of KV, where replays
+    /// pay; elsewhere does nothing. It overwrites KV pages, so it must run before serving.
+    ///
+    /// # Errors
+    /// When the device is lost. What it rejects is left to serving, which tells whom it concerns.
+    pub(super) fn warm(&mut self) -> Result<()> {
+        if !self.device.limits().replay_pays {
+            return Ok(());
+        }
+        let began = self.env.now();
+        let device = self.device.info().id.clone();
+        match self.run_all() {
+            Ok(()) => {
+                let seconds = (self.env.now() - began).0;
+                tracing::debug!(%device, seconds, "ran the first steps");
+                Ok(())
+            }
+            Err(error) if fault::concerns_step_only(&error) => {
+                tracing::warn!(%device, %error, "not all first steps ran; the first requests may be slower");
+                self.renew_queue()
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    fn run_all(&mut self) -> Result<()> {
+        let (shape, context) = (*self.forward.shape(), self.forward.config().context_max);
+        let parameters = Sampling::default().parameters(0, false);
+        let plain = DrawInput { parameters, ..DrawInput::GREEDY };
+        let full = DrawInput { history: &[[0, 0]], tops: 1, ..plain };
+        let sizes = |most: u32| FEW_ROWS.into_iter().chain([most]).map(move |n| n.min(most));
+        for rows in sizes(shape.sequences_max).collect::<BTreeSet<u32>>() {
+            self.run_once(&vec![decode(plain, &[0]); rows as usize])?;
+        }
+        self.run_once(&[decode(full, &[0])])?;
+        // a long block table, whose attention is split into parts
+        let pages_max = context.div_ceil(shape.block_tokens).min(shape.blocks);
+        self.run_once(&[decode(plain, &vec![0; pages_max as usize])])?;
+        let room = shape.tokens_max.min(context).min(shape.blocks.saturating_mul(shape.block_tokens));
+        for tokens in sizes(room).map(|tokens| (tokens + 1).min(room)).collect::<BTreeSet<u32>>() {
+            let pages: Vec<u32> = (0..tokens.div_ceil(shape.block_tokens)).collect();
+            let ids = vec![0; tokens as usize];
+            self.run_once(&[StepInput { start: 0, tokens: &ids, pages: &pages, draw: Some(plain) }])?;
+        }
+        self.copy_once()
+    }
+
+    /// Runs a step: whole if it is recorded, or else one layer of it, since the others have the same kernels.
+    fn run_once(&mut self, parts: &[StepInput<'_>]) -> Result<()> {
+        let pass = self.forward.begin(&*self.device, parts)?;
+        let ticket = if let Some(key) = pass.key() {
+            self.recordings.run(&mut *self.queue, &self.forward, &pass, key)?
+        } else {
+            let mut list = self.forward.embed(&pass)?;
+            list.extend(self.forward.layer(0, &pass)?);
+            list.extend(self.forward.head(&pass)?);
+            self.queue.submit(&list)?
+        };
+        self.queue.wait(ticket, self.step_timeout)?;
+        Ok(())
+    }
+
+    /// Copies the KV of a token from its page and back.
+    fn copy_once(&mut self) -> Result<()> {
+        let kv = self.pages.shape;
+        let slots = self.pages.slots(&*self.device, &[0], 0..1)?;
+        let wire = self.staging.gathered(0, 0, kv.wire_token_bytes(kv.dtype));
+        let list = [
+            self.pages.gather(&self.forward, 0, slots.clone(), (wire.clone(), kv.dtype))?,
+            self.pages.scatter(&self.forward, 0, slots, (wire, kv.dtype))?,
+        ];
+        let ticket = self.queue.submit(&list)?;
+        self.queue.wait(ticket, COPY_TIMEOUT)?;
+        Ok(())
+    }
+}
