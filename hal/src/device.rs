@@ -83,6 +83,9 @@ pub struct DeviceLimits {
     /// Whether replaying a recorded batch costs clearly less than submitting it (a CUDA graph), so that it is
     /// worth keeping the shapes of decode steps equal.
     pub replay_pays: bool,
+    /// Whether KV can be copied by one queue while another one computes. If not, a batch waits for those of
+    /// other queues.
+    pub copies_beside: bool,
 }
 
 /// Whether and how a device can run an operation.

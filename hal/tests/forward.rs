@@ -65,6 +65,7 @@ impl Device for Noting {
             imports_host_memory: true,
             kv_page_tokens: 8,
             replay_pays: true,
+            copies_beside: true,
         }
     }
     fn support(&self, _: &OpSig) -> Support {

@@ -111,6 +111,7 @@ impl Device for ReferenceDevice {
             imports_host_memory: true,
             kv_page_tokens: 8,
             replay_pays: true,
+            copies_beside: true,
         }
     }
 

@@ -102,6 +102,8 @@ impl Device for CpuDevice {
             imports_host_memory: true,
             kv_page_tokens: KV_PAGE_TOKENS,
             replay_pays: false,
+            // all cores work on one batch, which locks the pools that it uses
+            copies_beside: false,
         }
     }
 

@@ -328,6 +328,7 @@ impl Device for CudaDevice {
             imports_host_memory: false,
             kv_page_tokens: plan::KV_PAGE_TOKENS,
             replay_pays: true,
+            copies_beside: true,
         }
     }
 

@@ -319,6 +319,7 @@ fn every_variant_compiles() {
         imports_host_memory: false,
         kv_page_tokens: KV_PAGE_TOKENS,
         replay_pays: true,
+        copies_beside: true,
     };
     let cases = entries(SuiteLevel::Full, &limits).into_iter().filter_map(|entry| entry.case);
     let programs: BTreeSet<KernelProgram> = cases.flat_map(|case| programs(&case.sig)).collect();

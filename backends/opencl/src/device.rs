@@ -250,6 +250,8 @@ impl OpenClDevice {
             imports_host_memory: number(id, Ask::HostUnifiedMemory) != 0,
             kv_page_tokens: 16,
             replay_pays: false,
+            // queues may not use one buffer at once, even different parts of it
+            copies_beside: false,
         };
         let shared = Shared {
             context,

@@ -136,6 +136,7 @@ impl Device for TimeOnlyDevice {
             kv_page_tokens: KV_PAGE_TOKENS,
             // recorded steps are padded to larger ones, which would blur the predicted times
             replay_pays: false,
+            copies_beside: true,
         }
     }
 

@@ -3,9 +3,9 @@
 use crate::costs::Costs;
 use crate::kernels;
 use crate::memory::{SharedStore, lock};
-use crate::timeline::{Schedule, Timeline};
+use crate::timeline::{BatchWork, Schedule, Timeline};
 use mixfleet_hal::units::Seconds;
-use mixfleet_hal::{Cmd, Elapsed, Error, Graph, Queue, Result, Ticket};
+use mixfleet_hal::{Cmd, Elapsed, Error, Graph, OpSig, Queue, Result, Ticket};
 use std::any::Any;
 use std::sync::Arc;
 use std::time::Duration;
@@ -34,6 +34,11 @@ impl BatchRunner for Digests {
     fn finish(&mut self, _: Ticket, _: Duration) -> Result<Option<Seconds>> {
         Ok(None)
     }
+}
+
+/// Whether an operation only moves bytes.
+fn moves(sig: &OpSig) -> bool {
+    matches!(sig, OpSig::Copy { .. } | OpSig::KvGather { .. } | OpSig::KvScatter { .. })
 }
 
 /// A queue on simulated time.
@@ -74,10 +79,13 @@ impl<W: BatchRunner> Queue for SimQueue<W> {
     fn submit(&mut self, cmds: &[Cmd]) -> Result<Ticket> {
         let arrived = self.timeline.schedule().clock().now();
         if self.timeline.has_failed() {
-            return Ok(self.timeline.push(arrived, Seconds::ZERO, Seconds::ZERO));
+            let none = BatchWork { launch: Seconds::ZERO, time: Seconds::ZERO, only_moves: false };
+            return Ok(self.timeline.push(arrived, none));
         }
         let result = self.work.start(cmds);
-        let ticket = self.timeline.push(arrived, self.costs.launch(cmds), self.costs.work(cmds));
+        let (launch, time) = (self.costs.launch(cmds), self.costs.work(cmds));
+        let only_moves = cmds.iter().all(|cmd| moves(cmd.sig()));
+        let ticket = self.timeline.push(arrived, BatchWork { launch, time, only_moves });
         match result {
             Ok(()) => self.timeline.judge(ticket, self.timeline.schedule().clock().now() - arrived)?,
             Err(error) => self.timeline.fail(ticket, error),

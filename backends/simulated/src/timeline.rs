@@ -16,10 +16,21 @@ const SLOWER_MAX: f64 = 1.1;
 /// Simulated time before which the host is not judged.
 const JUDGED_AFTER: Seconds = Seconds(1.0);
 
-/// The work of a device over all its queues, which it does one batch at a time.
+/// What a batch asks of a device.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct BatchWork {
+    /// Time to launch it on an idle queue.
+    pub(crate) launch: Seconds,
+    /// Time of its commands.
+    pub(crate) time: Seconds,
+    /// Whether it only moves bytes, which engines for copies do while others compute.
+    pub(crate) only_moves: bool,
+}
+
+/// The work of a device over all its queues. It computes one batch at a time.
 #[derive(Debug, Default)]
 struct BusyTime {
-    /// End of the last batch.
+    /// When all that was submitted is done.
     until: Seconds,
     /// Simulated time of the judged batches, and what the host took on the same clock.
     simulated: Seconds,
@@ -43,12 +54,14 @@ impl Schedule {
         &*self.clock
     }
 
-    /// Appends a batch that arrived at `arrived` and returns its end. Its launch overlaps with the batches
-    /// before it.
-    fn append(&self, arrived: Seconds, launch: Seconds, work: Seconds) -> Seconds {
+    /// Appends a batch that arrived at `arrived` on a queue whose earlier ones end at `before`, and returns
+    /// its end. Its launch overlaps with the batches before it. One that only moves bytes waits for those of
+    /// its own queue; the memory's time that it takes from others is added to what comes after them.
+    fn append(&self, arrived: Seconds, work: BatchWork, before: Seconds) -> Seconds {
+        let BatchWork { launch, time, only_moves } = work;
         let mut load = self.load.lock().unwrap_or_else(PoisonError::into_inner);
-        load.until = (arrived + launch).max(load.until) + work;
-        load.until
+        load.until = (arrived + launch).max(load.until) + time;
+        if only_moves { (arrived + launch).max(before) + time } else { load.until }
     }
 
     /// Records that the host took `host` of simulated time for a batch of `time`, and warns once if the host
@@ -99,14 +112,15 @@ impl Timeline {
         self.failure.is_some()
     }
 
-    /// Adds a batch that arrived at `arrived`; its ticket reports `work` as its time.
-    pub(crate) fn push(&mut self, arrived: Seconds, launch: Seconds, work: Seconds) -> Ticket {
-        let end = self.schedule.append(arrived, launch, work);
+    /// Adds a batch that arrived at `arrived`; its ticket reports the time of its commands.
+    pub(crate) fn push(&mut self, arrived: Seconds, work: BatchWork) -> Ticket {
+        let before = self.batches.back().map_or(Seconds::ZERO, |&(end, _)| end);
+        let end = self.schedule.append(arrived, work, before);
         self.submitted += 1;
         if self.batches.len() == KEPT_MAX {
             self.batches.pop_front();
         }
-        self.batches.push_back((end, work));
+        self.batches.push_back((end, work.time));
         Ticket(self.submitted)
     }
 

@@ -81,6 +81,29 @@ fn queues_share_the_part() {
 }
 
 #[test]
+fn one_queue_copies_while_another_computes_and_what_comes_after_is_later_by_the_copys_time() {
+    let profile = DeviceProfile { launch: Seconds::ZERO, ..profile() };
+    for (device, clock) in both(&profile) {
+        let bytes = 1 << 10;
+        let place = || device.alloc(bytes, BufferUsage::Kv).unwrap();
+        let copy = [Cmd::new(OpSig::Copy { bytes }, &[place(), place()]).unwrap()];
+        let work = [gemm(&*device, 1 << 14)];
+        let [step_time, copy_time] = [&work, &copy].map(|cmds| profile.batch_time([cmds[0].sig()]));
+        assert!(step_time > copy_time * 4.0);
+        let (mut steps, mut copies) = (device.queue().unwrap(), device.queue().unwrap());
+        let step = steps.submit(&work).unwrap();
+        let copied = [copies.submit(&copy).unwrap(), copies.submit(&copy).unwrap()];
+        copies.wait(copied[1], TIMEOUT).unwrap();
+        assert!(close(clock.now(), copy_time * 2.0), "copies wait for each other, and for no step");
+        steps.wait(step, TIMEOUT).unwrap();
+        assert!(close(clock.now(), step_time), "the step ends when it would have");
+        let next = steps.submit(&work).unwrap();
+        steps.wait(next, TIMEOUT).unwrap();
+        assert!(close(clock.now(), step_time * 2.0 + copy_time * 2.0), "no bandwidth comes from nowhere");
+    }
+}
+
+#[test]
 fn a_timeout_is_simulated_time_and_the_work_still_completes() {
     let mut profile = profile();
     profile.launch = Seconds(100.0);

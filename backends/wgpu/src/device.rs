@@ -222,6 +222,8 @@ impl WgpuDevice {
             imports_host_memory: false,
             kv_page_tokens: 16,
             replay_pays: false,
+            // all work goes through one queue of the driver
+            copies_beside: false,
         };
         Ok(WgpuDevice { info, limits, shared: Arc::new(shared) })
     }

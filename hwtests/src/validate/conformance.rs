@@ -17,6 +17,7 @@ pub(crate) fn groups() -> Vec<&'static str> {
         imports_host_memory: false,
         kv_page_tokens: 16,
         replay_pays: false,
+        copies_beside: false,
     };
     let mut names: Vec<&'static str> = Vec::new();
     let operations = cases::cases(SuiteLevel::Quick, &limits).into_iter().map(|case| case.sig.name());

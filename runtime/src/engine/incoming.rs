@@ -192,6 +192,9 @@ impl Worker {
 
     /// Lets a sequence join the batch once nothing more of its KV will come.
     pub(super) fn settle_incoming(&mut self, request: RequestId) -> Result<()> {
+        if self.postponed.takes(request) {
+            return Ok(());
+        }
         let Some(active) = self.active.get_mut(&request) else { return Ok(()) };
         let Some(incoming) = &active.incoming else { return Ok(()) };
         let Some((tokens_valid, next)) = incoming.complete() else { return Ok(()) };

@@ -1,5 +1,6 @@
 //! A device with the model loaded, which becomes an instance of the fleet.
 
+use super::beside::Postponed;
 use super::calibrate;
 use super::courier::{Courier, HandOffLimits, Links};
 use super::directory::{Directory, Inboxes};
@@ -217,6 +218,8 @@ impl Loaded {
             id,
             env: env.clone(),
             queue: device.queue()?,
+            postponed: Postponed::default(),
+            copies: Worker::queue_for_copies(&*device)?,
             health: HealthWatch::new(device.info().id.clone(), metrics.clone()),
             device,
             forward,

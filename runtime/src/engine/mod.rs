@@ -9,6 +9,7 @@
 //! instance machine.
 
 mod answers;
+mod beside;
 pub mod calibrate;
 mod check;
 mod coordinator;

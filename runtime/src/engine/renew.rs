@@ -5,7 +5,7 @@ use super::worker::Worker;
 use futures_util::FutureExt;
 use mixfleet_hal::cast::{low_u8, to_u8};
 use mixfleet_hal::units::Seconds;
-use mixfleet_hal::{Cmd, Error, ErrorKind, OpSig, Result};
+use mixfleet_hal::{Cmd, Device, Error, ErrorKind, OpSig, Queue, Result};
 use mixfleet_scheduler::batch::Instance;
 use std::any::Any;
 use std::panic::AssertUnwindSafe;
@@ -92,6 +92,11 @@ impl Worker {
         Ok(())
     }
 
+    /// A queue for copies beside steps, if the device can.
+    pub(super) fn queue_for_copies(device: &dyn Device) -> Result<Option<Box<dyn Queue>>> {
+        device.limits().copies_beside.then(|| device.queue()).transpose()
+    }
+
     /// Checks that the device stores, copies and returns bytes.
     fn probe(&mut self) -> Result<()> {
         let sent: [u8; PROBE_BYTES] = std::array::from_fn(|at| to_u8(at) ^ low_u8(self.env.random()));
@@ -114,9 +119,11 @@ impl Worker {
     /// Resets the instance to its initial state, if the device computes.
     fn renew(&mut self) -> Result<()> {
         self.renew_queue()?;
+        self.copies = Worker::queue_for_copies(&*self.device)?;
         self.probe()?;
         self.active.clear();
         self.outgoing.clear();
+        self.postponed.clear();
         self.courier.forget_all();
         self.machine = Instance::new(self.limits).predicted_by(self.cost.clone());
         Ok(())

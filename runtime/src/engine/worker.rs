@@ -2,8 +2,9 @@
 //!
 //! The worker carries out what the machine decides and makes no choice of its own. It is a task that may
 //! block (on its device), so it has its own thread. Everything it shares goes through its two inboxes: orders
-//! are carried out between steps, peers' messages about KV also while it waits for peers.
+//! are carried out between steps, peers' messages about KV also during them (`beside.rs`).
 
+use super::beside::Postponed;
 use super::courier::Courier;
 use super::directory::Directory;
 use super::draw::Draw;
@@ -64,6 +65,9 @@ pub(super) struct Worker {
     pub(super) env: SharedEnv,
     pub(super) device: Arc<dyn Device>,
     pub(super) queue: Box<dyn Queue>,
+    /// A queue for KV that comes and goes, if the device copies beside a step.
+    pub(super) copies: Option<Box<dyn Queue>>,
+    pub(super) postponed: Postponed,
     pub(super) forward: Forward,
     pub(super) machine: Instance<TokenIds>,
     pub(super) recordings: Recordings,
@@ -122,6 +126,7 @@ impl Worker {
         loop {
             // The coordinator waits for no worker, so it makes room.
             self.reports.room().await;
+            self.catch_up()?;
             // Messages that come meanwhile wait for the next step, so that fast senders cannot keep the step
             // from running.
             for _ in 0..self.words.len() {
@@ -310,7 +315,7 @@ impl Worker {
         let sends = self.step_sends(step);
         if let (Some(key), true) = (pass.key(), sends.is_empty()) {
             let ticket = self.recordings.run(&mut *self.queue, &self.forward, &pass, key)?;
-            self.queue.wait(ticket, self.step_timeout)?;
+            self.await_step(ticket).await?;
             return self.draw(step, &pass);
         }
         let layers = self.forward.config().layers as usize;
@@ -335,8 +340,10 @@ impl Worker {
                 self.queue.wait(ticket, self.step_timeout)?;
                 self.deliver(ready, &sends).await?;
             }
+            self.queue.wait(last, self.step_timeout)?;
+        } else {
+            self.await_step(last).await?;
         }
-        self.queue.wait(last, self.step_timeout)?;
         self.draw(step, &pass)
     }
 
@@ -415,10 +422,11 @@ impl Worker {
         self.lender_down(peer)
     }
 
-    /// Runs a command list and waits for it; for copies outside a step.
+    /// Copies KV and waits for it: beside a step that runs, if the device can.
     pub(super) fn run_now(&mut self, list: &[Cmd]) -> Result<()> {
-        let ticket = self.queue.submit(list)?;
-        self.queue.wait(ticket, COPY_TIMEOUT).map_err(|error: Error| error.context("copying KV"))?;
+        let queue = self.copies.as_mut().unwrap_or(&mut self.queue);
+        let ticket = queue.submit(list)?;
+        queue.wait(ticket, COPY_TIMEOUT).map_err(|error: Error| error.context("copying KV"))?;
         Ok(())
     }
 }

@@ -117,6 +117,7 @@ impl MemoryDevice {
             imports_host_memory,
             kv_page_tokens: 16,
             replay_pays: false,
+            copies_beside: false,
         };
         MemoryDevice { info, limits, allocations: Mutex::default() }
     }

@@ -3,6 +3,7 @@
 #![allow(clippy::print_stdout, reason = "the numbers of some tests")]
 
 mod agree;
+mod beside;
 mod contained;
 mod copies;
 mod cost_shape;

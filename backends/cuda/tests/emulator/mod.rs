@@ -219,6 +219,7 @@ impl Device for EmulatedDevice {
             imports_host_memory: false,
             kv_page_tokens: plan::KV_PAGE_TOKENS,
             replay_pays: true,
+            copies_beside: true,
         }
     }
 

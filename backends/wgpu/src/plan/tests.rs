@@ -11,6 +11,7 @@ const LIMITS: mixfleet_hal::DeviceLimits = mixfleet_hal::DeviceLimits {
     imports_host_memory: false,
     kv_page_tokens: 16,
     replay_pays: false,
+    copies_beside: false,
 };
 
 /// Returns what is wrong with a unit of work; `sizes` are those of the scratch memories.

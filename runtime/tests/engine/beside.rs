@@ -1,0 +1,225 @@
+//! KV that lands while the receiver runs a step: simulated parts that take time only, in virtual time.
+
+use crate::fleet::clock::WorldClock;
+use crate::fleet::wayward::Wayward;
+use crate::fleet::{Case, TestFleet, prompt, request};
+use mixfleet_hal::profile::DeviceProfile;
+use mixfleet_hal::random::Stream;
+use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond};
+use mixfleet_hal::{Cmd, DType, Device, Elapsed, Graph, OpSig, Queue, Result, Slice, Ticket};
+use mixfleet_runtime::env::{Env, SeededEnv};
+use mixfleet_runtime::model::Checkpoint;
+use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::request::Update;
+use mixfleet_scheduler::fleet::Role;
+use mixfleet_simulated::{TimeOnlyDevice, VirtualClock};
+use serde_json::json;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use tokio::sync::mpsc;
+
+fn part(env: &SeededEnv, at: usize, flops: f64) -> Arc<dyn Device> {
+    let rates = [DType::F32, DType::Bf16].map(|dtype| (dtype, FlopPerSecond(flops)));
+    let profile = DeviceProfile::roof(rates.to_vec(), BytesPerSecond(1e12), Bytes(1e9));
+    let clock = Arc::new(WorldClock(env.clone()));
+    Arc::new(TimeOnlyDevice::new(&format!("device{at}"), profile, clock).unwrap())
+}
+
+/// The times of a request's tokens since it was submitted, in seconds.
+async fn times(env: &SeededEnv, updates: &mut mpsc::Receiver<Update>, count: usize) -> Vec<f64> {
+    let begun = env.now();
+    let mut times = Vec::new();
+    while times.len() < count {
+        match updates.recv().await.expect("it goes on") {
+            Update::Token { .. } => times.push((env.now() - begun).0),
+            Update::Failed(failure) => panic!("{failure}"),
+            _ => {}
+        }
+    }
+    times
+}
+
+/// 120 tokens of 12 layers are 60 pieces, of which three are in transit at a time.
+#[test]
+fn kv_of_many_more_pieces_than_slots_lands_within_about_one_step_of_its_receiver() {
+    let (_, mut random) = tiny_variants().remove(1);
+    random.config.insert("num_hidden_layers".into(), json!(12));
+    let checkpoint = random.load().unwrap();
+    let env = SeededEnv::with_blocking_workers(5);
+    let fleet = TestFleet::new(checkpoint.clone())
+        .with_device(Role::Prefill, part(&env, 0, 1e10))
+        .with_device(Role::Decode, part(&env, 1, 1e5));
+    let handle = fleet.start(Arc::new(env.clone()));
+    let config = checkpoint.config.clone();
+    let world = env.clone();
+    let (step_s, second_s) = env.run(async move {
+        let first = request("one".into(), prompt(8, 3, &config), 400, None);
+        let mut one = handle.submit(first).await.expect("admitted");
+        let of_one = times(&world, &mut one, 4).await;
+        let step_s = of_one[3] - of_one[2];
+        // It lands in the middle of a step.
+        world.sleep(Duration::from_secs_f64(step_s / 2.0)).await;
+        let second = request("two".into(), prompt(120, 4, &config), 2, None);
+        let mut two = handle.submit(second).await.expect("admitted");
+        (step_s, times(&world, &mut two, 2).await)
+    });
+    env.end();
+    println!("a step {step_s:.3} s, the tokens after {second_s:.3?} s");
+    assert!(step_s > 0.5, "{step_s}");
+    // The prompt leaves at once after the step in which its request came. The next step is the one during
+    // which it lands, and one of both requests takes up to three times as long.
+    assert!(second_s[0] < 1.1 * step_s, "{second_s:?} of steps of {step_s} s");
+    assert!(second_s[1] < 5.0 * step_s, "{second_s:?} of steps of {step_s} s");
+    assert_eq!(fleet.transfer_troubles(), (0, 0));
+}
+
+/// What runs on the queues of one device.
+#[derive(Default)]
+struct Running {
+    /// Pages that the batches which were not waited for use, by queue.
+    pages: BTreeMap<usize, Vec<(Ticket, BTreeSet<u32>)>>,
+    queues: usize,
+    /// Number of pieces that were scattered while another queue's batch ran.
+    beside: usize,
+}
+
+/// A queue that checks what is scattered against the batches of other queues.
+struct Checked {
+    inner: Box<dyn Queue>,
+    device: Arc<dyn Device>,
+    running: Arc<Mutex<Running>>,
+    number: usize,
+}
+
+impl Checked {
+    fn words(&self, slice: &Slice) -> Vec<u32> {
+        let mut bytes = vec![0; slice.bytes as usize];
+        self.device.read(slice, &mut bytes).unwrap();
+        bytes.chunks_exact(4).map(|word| u32::from_le_bytes(word.try_into().unwrap())).collect()
+    }
+
+    /// The pages that a command reads or writes.
+    fn pages(&self, cmd: &Cmd) -> BTreeSet<u32> {
+        let args = cmd.args();
+        match *cmd.sig() {
+            OpSig::KvWrite { kv, .. } => self.of_slots(&args[2], kv.page_tokens),
+            OpSig::KvGather { kv, .. } => self.of_slots(&args[0], kv.page_tokens),
+            OpSig::KvScatter { kv, .. } => self.of_slots(&args[1], kv.page_tokens),
+            OpSig::AttnDecode { pages_max, kv, .. } => {
+                let ranges = self.words(&args[1]);
+                let ends = ranges.chunks_exact(2).map(|range| range[1]).collect();
+                self.of_table(&args[2], pages_max, ends, kv.page_tokens)
+            }
+            OpSig::AttnPrefill { pages_max, kv, .. } => {
+                self.of_table(&args[3], pages_max, self.words(&args[2]), kv.page_tokens)
+            }
+            _ => BTreeSet::new(),
+        }
+    }
+
+    fn of_slots(&self, slots: &Slice, page_tokens: u32) -> BTreeSet<u32> {
+        self.words(slots).into_iter().map(|slot| slot / page_tokens).collect()
+    }
+
+    /// The pages of the leading `ends` tokens of each row.
+    fn of_table(&self, table: &Slice, pages_max: u32, ends: Vec<u32>, page_tokens: u32) -> BTreeSet<u32> {
+        let table = self.words(table);
+        let rows = table.chunks_exact(pages_max as usize).zip(ends);
+        rows.flat_map(|(row, end)| row[..end.div_ceil(page_tokens) as usize].to_vec()).collect()
+    }
+}
+
+impl Queue for Checked {
+    fn submit(&mut self, cmds: &[Cmd]) -> Result<Ticket> {
+        let pages = cmds.iter().map(|cmd| (matches!(cmd.sig(), OpSig::KvScatter { .. }), self.pages(cmd)));
+        let pages: Vec<(bool, BTreeSet<u32>)> = pages.collect();
+        let ticket = self.inner.submit(cmds)?;
+        let mut running = self.running.lock().unwrap();
+        for (_, written) in pages.iter().filter(|(scatters, _)| *scatters) {
+            let others = running.pages.iter().filter(|(queue, _)| **queue != self.number);
+            let others: Vec<&BTreeSet<u32>> = others.flat_map(|(_, b)| b.iter().map(|(_, p)| p)).collect();
+            let both = others.iter().find_map(|pages| pages.intersection(written).next().copied());
+            assert_eq!(both, None, "a page that a running step uses is written");
+            running.beside += usize::from(others.iter().any(|pages| !pages.is_empty()));
+        }
+        let all = pages.into_iter().flat_map(|(_, pages)| pages).collect();
+        running.pages.entry(self.number).or_default().push((ticket, all));
+        Ok(ticket)
+    }
+
+    fn wait(&mut self, ticket: Ticket, timeout: Duration) -> Result<Elapsed> {
+        let elapsed = self.inner.wait(ticket, timeout)?;
+        let mut running = self.running.lock().unwrap();
+        running.pages.entry(self.number).or_default().retain(|(other, _)| *other > ticket);
+        Ok(elapsed)
+    }
+
+    fn record(&mut self, cmds: &[Cmd]) -> Result<Arc<dyn Graph>> {
+        self.inner.record(cmds)
+    }
+
+    fn replay(&mut self, graph: &Arc<dyn Graph>) -> Result<Ticket> {
+        self.inner.replay(graph)
+    }
+}
+
+/// A part whose queues are checked, and what runs on them.
+fn checked(device: Arc<dyn Device>) -> (Arc<dyn Device>, Arc<Mutex<Running>>) {
+    let running: Arc<Mutex<Running>> = Arc::default();
+    let (inner, all) = (device.clone(), running.clone());
+    let queue = move |queue| -> Box<dyn Queue> {
+        let mut running = all.lock().unwrap();
+        running.queues += 1;
+        Box::new(Checked {
+            inner: queue,
+            device: inner.clone(),
+            running: all.clone(),
+            number: running.queues,
+        })
+    };
+    (Arc::new(Wayward::over(device).queuing(queue)), running)
+}
+
+/// Requests with common prefixes, whose answers are those of a part that has nothing else to do.
+fn cases(checkpoint: &Checkpoint, seed: u64, count: usize) -> Vec<Case> {
+    let mut rng = Stream::new(seed);
+    let family = prompt(60, 2000, &checkpoint.config);
+    let alone = |prompt: &[u32], count| {
+        let profile = mixfleet_hal::catalog::part("L4").unwrap().profile();
+        let device = TimeOnlyDevice::new("device0", profile, Arc::new(VirtualClock::default())).unwrap();
+        let fleet = TestFleet::new(checkpoint.clone()).with_device(Role::Auto, Arc::new(device));
+        fleet.run_one(&SeededEnv::new(1), prompt.to_vec(), count).tokens
+    };
+    let case = |_| {
+        let mut prompt = family[..rng.below(50) as usize].to_vec();
+        let own = 1 + rng.below(12);
+        prompt.extend((0..own).map(|_| rng.below(u64::from(checkpoint.config.vocab)) as u32));
+        let expected = alone(&prompt, 1 + rng.below(24) as u32);
+        Case { prompt, expected }
+    };
+    (0..count).map(case).collect()
+}
+
+/// Few blocks, so that blocks released by some are given to others at once; hand-offs, and pulls between two
+/// that compute.
+#[test]
+fn no_page_that_a_running_step_uses_is_written_by_what_lands() {
+    let checkpoint = tiny_variants().remove(0).1.load().unwrap();
+    let mut beside = 0;
+    for seed in 0..6 {
+        let env = SeededEnv::with_blocking_workers(seed);
+        let (one, of_one) = checked(part(&env, 0, 4e7));
+        let (two, of_two) = checked(part(&env, 1, 2e7));
+        let roles = [[Role::Prefill, Role::Decode], [Role::Auto, Role::Auto]][seed as usize % 2];
+        let fleet = TestFleet::new(checkpoint.clone())
+            .with_device(roles[0], one)
+            .with_device(roles[1], two)
+            .blocks(14);
+        let usage = fleet.run_many(&env, cases(&checkpoint, seed, 24));
+        assert_eq!(usage, 0.0, "seed {seed}: blocks are still in use");
+        env.end();
+        beside += [of_one, of_two].iter().map(|running| running.lock().unwrap().beside).sum::<usize>();
+    }
+    assert!(beside > 50, "{beside} pieces landed during steps");
+}
