@@ -93,7 +93,7 @@ impl Basis {
         let all = |has: &dyn Fn(&Compared) -> bool| devices.iter().all(has);
         if all(&|device| device.measured.is_some()) {
             Basis::Measured
-        } else if all(&|device| device.part.is_some_and(|part| part.reached().is_some())) {
+        } else if all(&|device| device.part.is_some_and(|part| part.reached_profile().is_some())) {
             Basis::Published
         } else if all(&|device| device.part.is_some()) {
             Basis::Datasheet
@@ -114,7 +114,7 @@ impl Basis {
     pub(crate) const fn explained(self) -> &'static str {
         match self {
             Basis::Datasheet => "rooflines of the datasheets, which kernels reach to 40 to 95 %",
-            Basis::Published => "datasheets times the shares that published vLLM kernels reach",
+            Basis::Published => "published kernel times, of the part or of its nearest relatives",
             Basis::Measured => "measured profiles",
             Basis::Mixed => "MIXED: a measured profile beside claims, which flatter; profile the others too",
         }
