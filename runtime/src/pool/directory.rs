@@ -57,6 +57,13 @@ fn difference(meta: &[u8], layout: &Layout) -> Option<String> {
     Some(found.join("; "))
 }
 
+/// Whether this is the file of a pool. Its digest identifies one whose first bytes are damaged.
+fn is_ours(meta: &[u8]) -> bool {
+    let digest = |rest: &[u8]| xxh3_64(&[MAGIC, &rest[..24]].concat()).to_le_bytes();
+    meta.starts_with(MAGIC)
+        || meta.get(MAGIC.len()..).is_some_and(|rest| rest.len() == 32 && rest[24..] == digest(rest))
+}
+
 fn failed(doing: &str) -> impl FnOnce(io::Error) -> PoolError {
     let doing = doing.to_string();
     move |source| PoolError::Io { doing, source }
@@ -73,7 +80,7 @@ pub(super) fn read_identity(disk: &dyn Disk) -> Result<Option<Vec<u8>>, PoolErro
         let mut meta = vec![0; to_usize(META_BYTES) + 1];
         let read = disk.read_at(FILE, 0, &mut meta).map_err(failed("read whose pool it is"))?;
         meta.truncate(read);
-        if !meta.starts_with(MAGIC) {
+        if !is_ours(&meta) {
             return Err(PoolError::Foreign(format!("its file `{FILE}` is not a pool's")));
         }
         return Ok(Some(meta));

@@ -51,7 +51,7 @@ fn other_pools_blocks_are_refused_or_wiped_if_the_caller_says_so() {
 
 #[test]
 fn another_version_or_a_damaged_description_is_refused_and_may_be_wiped() {
-    for (byte, why) in [(16, "version"), (21, "damaged"), (47, "damaged")] {
+    for (byte, why) in [(0, "damaged"), (16, "version"), (21, "damaged"), (47, "damaged")] {
         let disk = SimDisk::default();
         drop(open(config(1, Some(ssd(disk.clone(), 8)))).expect("a new pool"));
         disk.rot("meta", byte * 8 + 3);
