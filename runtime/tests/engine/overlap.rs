@@ -124,7 +124,7 @@ fn a_layers_kv_lands_before_the_next_layer_begins() {
     let watched = |at: usize, gated| -> Arc<dyn Device> {
         let book = book.clone();
         let queue = move |inner| -> Box<dyn Queue> { Box::new(threaded(inner, book.clone(), gated)) };
-        Arc::new(Wayward::new(&format!("device{at}")).queuing(queue))
+        Arc::new(Wayward::new(&format!("device{at}")).queuing(queue).replay_pays(false))
     };
     let fleet = TestFleet::new(checkpoint.clone())
         .with_device(FleetRole::Prefill, watched(0, true))

@@ -293,7 +293,9 @@ impl TestFleet {
     }
 
     pub(crate) fn with_faults(self, role: Role, faults: FaultPlan) -> Self {
-        let device = Arc::new(FaultyDevice::new(self.reference(), faults));
+        // Steps that warm the device would be the first to fail.
+        let inner = Arc::new(wayward::Wayward::over(self.reference()).replay_pays(false));
+        let device = Arc::new(FaultyDevice::new(inner, faults));
         self.with_device(role, device)
     }
 

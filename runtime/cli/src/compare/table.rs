@@ -217,7 +217,7 @@ mod tests {
             "llama-3.1-70b",
         );
         let attention = said(&all[0], Job::Attention, 3);
-        assert!(attention.starts_with("is the cheapest attention of these 3 below $0.8"), "{attention}");
+        assert!(attention.starts_with("is the cheapest attention of these 3 below $0.79"), "{attention}");
         assert!(attention.contains("(now $0.38/h); above, H100-SXM-80GB"), "{attention}");
         let l40s = said(&all[1], Job::Attention, 3);
         assert!(l40s.starts_with("would be the cheapest attention below $0."), "{l40s}");
