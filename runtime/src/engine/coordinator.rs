@@ -377,7 +377,7 @@ impl Coordinator {
         self.directory.order(instance, order);
     }
 
-    fn report(&mut self, instance: InstanceId, message: FromWorker) {
+    pub(super) fn report(&mut self, instance: InstanceId, message: FromWorker) {
         let now = self.env.now();
         if let Some(handle) = self.instances.get_mut(&instance) {
             handle.heard_at = now;

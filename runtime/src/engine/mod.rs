@@ -153,7 +153,7 @@ impl EngineParts {
         let fleet = FleetConfig { kv_bytes_per_token, layers, ..limits.fleet };
         let (leave, left) = mpsc::channel(CLIENTS_LEAVING_MAX);
         let (tick, ticks) = mpsc::channel(1);
-        let coordinator = Coordinator {
+        let mut coordinator = Coordinator {
             fleet: LoggedFleet::new(fleet, events),
             instances: BTreeMap::new(),
             directory,
@@ -179,6 +179,10 @@ impl EngineParts {
             ticks,
             env: env.clone(),
         };
+        // Instances of this process are up when the engine is, so that nobody hears meanwhile that none serves.
+        while let Ok((instance, message)) = coordinator.reports.try_recv() {
+            coordinator.report(instance, message);
+        }
         env.spawn(Box::pin(coordinator.serve()));
         handle
     }
