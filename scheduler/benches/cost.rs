@@ -8,7 +8,7 @@ use criterion::{Criterion, criterion_group, criterion_main};
 use mixfleet_hal::DType;
 use mixfleet_hal::catalog::part;
 use mixfleet_hal::random::bits;
-use mixfleet_scheduler::cost::{CostModel, Prefill, ProfileCost};
+use mixfleet_scheduler::cost::{CostModel, EngineCost, Prefill, ProfileCost};
 use mixfleet_scheduler::models;
 use std::hint::black_box;
 
@@ -18,7 +18,13 @@ const QUESTIONS: u64 = 1024;
 fn model() -> CostModel {
     let profile = part("L40S").and_then(|part| part.reached_profile()).expect("published for this part");
     let shape = models::find("llama-3.1-8b").expect("in the catalog").shape(DType::Bf16);
-    CostModel::Profile(Box::new(ProfileCost { profile, shape, chunk_tokens: 2048, all_reduce: None }))
+    CostModel::Profile(Box::new(ProfileCost {
+        profile,
+        shape,
+        chunk_tokens: 2048,
+        all_reduce: None,
+        engine: EngineCost::OURS,
+    }))
 }
 
 /// Number of sequences, their total context, context before a chunk, and the chunk's tokens.

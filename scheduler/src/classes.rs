@@ -18,7 +18,7 @@
 //! cost = price x device seconds. A device is cheapest at a job up to its *break-even*: the least cost of any
 //! rival divided by its own device seconds.
 
-use crate::cost::{CostModel, ModelShape, ProfileCost};
+use crate::cost::{CostModel, EngineCost, ModelShape, ProfileCost};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::{Bytes, GB, Seconds, Usd, UsdPerHour};
@@ -45,6 +45,8 @@ pub struct Demand {
     pub devices_max: u32,
     /// Share of a device's memory that weights and KV may fill.
     pub memory_share: f64,
+    /// What the serving engine adds to its kernels.
+    pub engine: EngineCost,
 }
 
 impl Demand {
@@ -59,6 +61,7 @@ impl Demand {
             batch_max: 32,
             devices_max: 8,
             memory_share: 0.9,
+            engine: EngineCost::OURS,
         }
     }
 
@@ -185,6 +188,7 @@ fn cost_model(demand: &Demand, profile: &DeviceProfile) -> CostModel {
         shape: demand.shape_on(profile),
         chunk_tokens: demand.prompt_tokens,
         all_reduce: None,
+        engine: demand.engine,
     }))
 }
 

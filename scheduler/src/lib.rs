@@ -15,6 +15,7 @@
 pub mod batch;
 pub mod classes;
 pub mod cost;
+pub mod engines;
 pub mod fleet;
 mod ids;
 pub mod kv;

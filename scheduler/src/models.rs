@@ -152,7 +152,8 @@ impl KnownModel {
         Bytes((self.parameters() * weight.size_bytes()) as f64)
     }
 
-    /// The model's shape with weights, activations and KV in `dtype`.
+    /// The model's shape with weights, activations and KV in `dtype`. Activations of 8-bit weights have 16
+    /// bits, but where products read them.
     pub fn shape(&self, dtype: DType) -> ModelShape {
         let window = |layer: u32| {
             let Windows { tokens, period } = self.windows?;
@@ -167,7 +168,7 @@ impl KnownModel {
             vocab: self.vocab,
             windows: (0..self.layers).map(window).collect(),
             weight: dtype,
-            activation: dtype,
+            activation: if dtype == DType::F8E4m3 { DType::Bf16 } else { dtype },
             kv: dtype,
             page_tokens: PAGE_TOKENS,
             qkv_bias: self.qkv_bias,

@@ -14,6 +14,7 @@ use mixfleet_hal::economics::{Pick, Selection};
 use mixfleet_hal::units::Bytes;
 use mixfleet_runtime::model::ModelConfig;
 use mixfleet_scheduler::classes::{Classified, Demand, PricedDevice, classify};
+use mixfleet_scheduler::engines::{self, KnownEngine};
 use mixfleet_scheduler::models::{find, matrix_parameters};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -57,9 +58,17 @@ pub(crate) struct CompareArgs {
     /// Maximum number of parts that share one copy of the model
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=1024))]
     devices: u32,
+    /// Serving engine: mixfleet, vllm, sglang or tensorrt-llm
+    #[arg(long, value_name = "NAME", default_value = "mixfleet", value_parser = engine)]
+    engine: &'static KnownEngine,
     /// Print JSON
     #[arg(long)]
     json: bool,
+}
+
+/// A serving engine by its name, for flags.
+pub(crate) fn engine(name: &str) -> Result<&'static KnownEngine, String> {
+    engines::find(name)
 }
 
 fn part_file(text: &str) -> Result<(String, PathBuf), String> {
@@ -152,6 +161,7 @@ fn compare(args: &CompareArgs) -> Result<Comparison> {
         context_tokens: args.context,
         batch_max: args.batch,
         devices_max: args.devices,
+        engine: args.engine.cost,
         ..model_demand(&args.model)?
     };
     let list = args.prices.as_deref().map(prices::read).transpose()?.unwrap_or_default();

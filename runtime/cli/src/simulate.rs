@@ -12,6 +12,7 @@ use crate::{Usage, profiles, writable};
 use anyhow::{Context, Result};
 use clap::Args;
 use history::History;
+use mixfleet_scheduler::engines::KnownEngine;
 use mixfleet_sim::fleet_file::{FleetFile, Routing};
 use mixfleet_sim::simulate::{Distribution, Results, Setup, run as simulate};
 use mixfleet_sim::trace::Requests;
@@ -42,6 +43,10 @@ pub(crate) struct SimulateArgs {
     pub(crate) scheduling: SchedulingArgs,
     #[command(flatten)]
     replay: ReplayArgs,
+    /// Serving engine of pools that name none: mixfleet, vllm, sglang or tensorrt-llm [default: the fleet
+    /// file's, or mixfleet]
+    #[arg(long, value_name = "NAME", value_parser = crate::compare::engine)]
+    engine: Option<&'static KnownEngine>,
     /// Routers that share the requests [default: the fleet file's, or 1]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(Routing::COUNT_MAX)))]
     routers: Option<u32>,
@@ -135,7 +140,7 @@ pub(crate) fn run(args: &SimulateArgs) -> Result<()> {
     let interval_s = args.interval_s()?;
     let choices = args.scheduling.choices()?;
     let read = |path: &std::path::Path| profiles::read(path).map_err(|error| format!("{error:#}"));
-    let fleet = FleetFile::read(&args.fleet, &read)
+    let fleet = FleetFile::read(&args.fleet, &read, args.engine)
         .with_context(|| format!("the fleet file {}", args.fleet.display()))?;
     let mut setup = Setup::new(&fleet, choices);
     setup.fleet.drop_at_decode = args.scheduling.drop_late;

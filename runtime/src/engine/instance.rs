@@ -21,7 +21,7 @@ use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::{Seconds, UsdPerHour};
 use mixfleet_hal::{DType, Device, Error, OpSig, Result, Scalar, Support};
 use mixfleet_scheduler::batch::{BatchLimits, Instance as BatchMachine};
-use mixfleet_scheduler::cost::{Coefficients, CostModel, Prefill, ProfileCost};
+use mixfleet_scheduler::cost::{Coefficients, CostModel, EngineCost, Prefill, ProfileCost};
 use mixfleet_scheduler::fleet::{Instance, InstanceId, Role};
 use mixfleet_scheduler::kv::CachePolicy;
 use std::cell::Cell;
@@ -276,6 +276,7 @@ impl Loaded {
             shape: self.forward.config().cost_shape(shape.activations, shape.kv, shape.block_tokens),
             chunk_tokens: shape.tokens_max,
             all_reduce: None,
+            engine: EngineCost::OURS,
         };
         CostModel::Profile(Box::new(cost))
     }

@@ -1,6 +1,7 @@
 //! Predicts the time of steps and transfers, from numbers alone.
 
 mod collective;
+mod engine;
 mod knots;
 mod learn;
 mod link;
@@ -10,6 +11,7 @@ mod shape;
 mod tables;
 
 pub use collective::{AllReduce, DEVICES_MAX, Fabric};
+pub use engine::EngineCost;
 pub use learn::{Corrections, MeasuredSteps};
 pub(crate) use learn::{FADES_AFTER, Learner};
 pub use link::LinkCost;

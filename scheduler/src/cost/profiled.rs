@@ -1,8 +1,9 @@
 //! Predicts a model's time on a profiled device, operation by operation.
 
 use super::tables::{Grid, StepParts, StepTables};
-use super::{AllReduce, ModelShape, OpCounts, Prefill, knots};
+use super::{AllReduce, EngineCost, ModelShape, OpCounts, Prefill, knots};
 use mixfleet_hal::OpSig;
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::profile::{DeviceProfile, Predictor};
 use mixfleet_hal::units::Seconds;
 use serde::{Deserialize, Serialize};
@@ -22,6 +23,9 @@ pub struct ProfileCost {
     /// logits is not counted. `None` for one device.
     #[serde(default)]
     pub all_reduce: Option<AllReduce>,
+    /// What the engine adds to the kernels.
+    #[serde(default)]
+    pub engine: EngineCost,
 }
 
 /// Sequences in a step up to which tables are made; beyond that times are extrapolated linearly.
@@ -32,10 +36,22 @@ const CONTEXT_MAX: u32 = 131_072;
 impl ProfileCost {
     /// Time of a mixed step; see [`super::CostModel::step_s`].
     pub(super) fn step_s(&self, parts: &[Prefill], batch: u32, kv_tokens: u64) -> Seconds {
-        let ops = self.own_shape().step_ops(parts, batch, kv_tokens);
-        let each = |sig: &OpSig| self.profile.time(sig) + self.profile.launch_per_command;
+        let ops = self.own_shape().engine_ops(self.engine.fused, parts, batch, kv_tokens);
+        let each = |sig: &OpSig| self.of(sig, self.profile.time(sig));
         let rows = parts.iter().map(|part| part.tokens).sum::<u32>() + batch;
-        self.profile.launch + sum(&ops, each) + self.all_reduces(rows)
+        let drawn = to_u32(parts.iter().filter(|part| part.last).count()) + batch;
+        self.profile.launch + sum(&ops, each) + self.all_reduces(rows) + self.draws(drawn)
+    }
+
+    /// The time of an operation in a step, from that of its kernel.
+    fn of(&self, sig: &OpSig, kernel: Seconds) -> Seconds {
+        let launch = if self.engine.fused { Seconds::ZERO } else { self.profile.launch_per_command };
+        self.engine.of(sig, kernel) + launch
+    }
+
+    /// What the engine adds for `rows` sequences that draw a token.
+    fn draws(&self, rows: u32) -> Seconds {
+        Seconds(self.engine.per_sequence_s * f64::from(rows))
     }
 
     /// The part of the model on each device.
@@ -44,17 +60,19 @@ impl ProfileCost {
     }
 
     fn all_reduces(&self, rows: u32) -> Seconds {
-        self.all_reduce.map_or(Seconds::ZERO, |all_reduce| all_reduce.of_step(&self.shape, rows))
+        let time = self.all_reduce.map_or(Seconds::ZERO, |all_reduce| all_reduce.of_step(&self.shape, rows));
+        time * self.engine.all_reduces
     }
 
     /// The model's times as tables; see [`super::CostModel::compiled`].
     pub(super) fn tables(&self) -> StepTables {
         let predictor = Predictor::new(&self.profile);
-        let each = |sig: &OpSig| predictor.time(sig) + self.profile.launch_per_command;
+        let each = |sig: &OpSig| self.of(sig, predictor.time(sig));
         let shape = self.own_shape();
         let chunk_tokens = self.chunk_tokens.max(1);
-        let dense = |rows: u32| (sum(&shape.dense_ops(rows), each) + self.all_reduces(rows)).0;
-        let head = |rows: u32| sum(&shape.head_ops(rows, rows), each).0;
+        let dense =
+            |rows: u32| (sum(&shape.dense_ops(rows, self.engine.fused), each) + self.all_reduces(rows)).0;
+        let head = |rows: u32| (sum(&shape.head_ops(rows, rows), each) + self.draws(rows)).0;
         let prefill = |tokens: u32, context: u32| {
             sum(&shape.attention_ops(&[Prefill { context, tokens, last: false }], 0, 0), each).0
         };

@@ -96,9 +96,14 @@ impl ModelShape {
     /// Operations of a mixed step: chunks of prompts and one token for each of `batch` sequences with
     /// `kv_tokens` keys in total. All rows go through the dense operations together.
     pub fn step_ops(&self, parts: &[Prefill], batch: u32, kv_tokens: u64) -> OpCounts {
+        self.engine_ops(false, parts, batch, kv_tokens)
+    }
+
+    /// [`ModelShape::step_ops`] in an engine that may fuse projections of the same rows into one product.
+    pub(super) fn engine_ops(&self, fused: bool, parts: &[Prefill], batch: u32, kv_tokens: u64) -> OpCounts {
         let rows = parts.iter().map(|part| part.tokens).sum::<u32>() + batch;
         let drawn = to_u32(parts.iter().filter(|part| part.last).count()) + batch;
-        let mut ops = self.dense_ops(rows);
+        let mut ops = self.dense_ops(rows, fused);
         for (sig, count) in
             self.head_ops(drawn, rows).into_iter().chain(self.attention_ops(parts, batch, kv_tokens))
         {
@@ -187,18 +192,19 @@ impl ModelShape {
     }
 
     /// All operations but attention and head: `tokens` rows through the layers. The residual stream is f32,
-    /// as in the runtime's forward pass, with whose commands a test there compares these.
-    pub(super) fn dense_ops(&self, tokens: u32) -> OpCounts {
-        let (x, weight) = (self.activation, self.weight);
-        let layers = u64::from(self.layers());
+    /// as in the runtime's forward pass, with whose commands a test there compares these. With `fused`, q, k
+    /// and v are one product, and gate and up are another.
+    pub(super) fn dense_ops(&self, tokens: u32, fused: bool) -> OpCounts {
+        let weight = self.weight;
+        let (x, layers) = (self.activation, u64::from(self.layers()));
         let head_norm =
             |heads| OpSig::RmsNorm { rows: tokens * heads, cols: self.head_dim, eps: EPS, x, weight, out: x };
         let gemm = |n, k, bias| {
-            let (m, out, accumulate) = (tokens, x, false);
+            let (m, x, out, accumulate) = (tokens, self.product_input(), self.activation, false);
             OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate }
         };
         let add = |n, k, bias| {
-            let (m, out, accumulate) = (tokens, DType::F32, true);
+            let (m, x, out, accumulate) = (tokens, self.product_input(), DType::F32, true);
             OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate }
         };
         let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
@@ -209,8 +215,12 @@ impl ModelShape {
         let (vocab, hidden, table, out) = (tokens, self.head_dim, DType::F32, DType::F32);
         push(&mut ops, OpSig::Embed { tokens, vocab, hidden, table, out }, 1); // rows of the rope table
         push(&mut ops, self.norm(tokens), 2 * layers);
-        push(&mut ops, gemm(q, self.hidden, self.qkv_bias), layers);
-        push(&mut ops, gemm(kv, self.hidden, self.qkv_bias), 2 * layers);
+        if fused {
+            push(&mut ops, gemm(q + 2 * kv, self.hidden, self.qkv_bias), layers);
+        } else {
+            push(&mut ops, gemm(q, self.hidden, self.qkv_bias), layers);
+            push(&mut ops, gemm(kv, self.hidden, self.qkv_bias), 2 * layers);
+        }
         if self.qk_norm {
             push(&mut ops, head_norm(self.heads), layers);
             push(&mut ops, head_norm(self.kv_heads), layers);
@@ -219,7 +229,8 @@ impl ModelShape {
         push(&mut ops, rope(self.kv_heads), layers);
         push(&mut ops, OpSig::KvWrite { tokens, x, kv: self.kv_shape() }, layers);
         push(&mut ops, add(self.hidden, q, self.o_bias), layers);
-        push(&mut ops, gemm(self.intermediate, self.hidden, self.mlp_bias), 2 * layers);
+        let (cols, times) = if fused { (2 * self.intermediate, 1) } else { (self.intermediate, 2) };
+        push(&mut ops, gemm(cols, self.hidden, self.mlp_bias), times * layers);
         let elements = u64::from(tokens) * u64::from(self.intermediate);
         push(&mut ops, OpSig::SiluMul { elements, x }, layers);
         push(&mut ops, add(self.hidden, self.intermediate, self.mlp_bias), layers);
@@ -238,10 +249,21 @@ impl ModelShape {
         }
         push(&mut ops, self.norm(rows), 1);
         let (m, n, k, out) = (rows, self.vocab, self.hidden, DType::F32);
-        let (x, weight) = (self.activation, self.weight);
+        // Checkpoints with 8-bit weights keep the head in 16 bits.
+        let (x, weight) = (self.activation, if self.is_8_bit() { self.activation } else { self.weight });
         push(&mut ops, OpSig::Gemm { m, n, k, x, weight, out, bias: false, accumulate: false }, 1);
         push(&mut ops, OpSig::Sample { rows, cols: self.vocab, history: 0, tops: 0 }, 1);
         ops
+    }
+
+    /// Whether the weights of products are 8-bit floats.
+    fn is_8_bit(&self) -> bool {
+        self.weight == DType::F8E4m3
+    }
+
+    /// Dtype of the rows that products read: engines quantise them to 8 bits for weights of 8 bits.
+    fn product_input(&self) -> DType {
+        if self.is_8_bit() { self.weight } else { self.activation }
     }
 
     fn norm(&self, rows: u32) -> OpSig {

@@ -8,7 +8,13 @@ use proptest::prelude::*;
 
 fn llama_8b_on(profile: DeviceProfile, chunk_tokens: u32, all_reduce: Option<AllReduce>) -> CostModel {
     let shape = models::find("llama-3.1-8b").unwrap().shape(DType::Bf16);
-    CostModel::Profile(Box::new(ProfileCost { profile, shape, chunk_tokens, all_reduce }))
+    CostModel::Profile(Box::new(ProfileCost {
+        profile,
+        shape,
+        chunk_tokens,
+        all_reduce,
+        engine: EngineCost::OURS,
+    }))
 }
 
 /// Kernels with a minimum time and staircases over rows, as real ones have.
@@ -137,6 +143,7 @@ fn model(flop_per_second: f64, bytes_per_second: f64) -> ProfileCost {
         shape: shape::tests::small(),
         chunk_tokens: 32,
         all_reduce: None,
+        engine: EngineCost::OURS,
     }
 }
 

@@ -12,6 +12,7 @@ use mixfleet_scheduler::cost::{
     AllReduce, Coefficients, CostModel, DEVICES_MAX, DecodeCoefficients, ModelShape, PrefillCoefficients,
     ProfileCost,
 };
+use mixfleet_scheduler::engines::KnownEngine;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -96,9 +97,10 @@ impl Hardware {
         pool: &raw::RawPool,
         model: &Model,
         chunk_tokens: u32,
+        engine: &KnownEngine,
     ) -> Result<(CostModel, String), Refusal> {
         let Some(calibration) = pool.calibration else {
-            return self.predicted(pool.devices_per_instance, model, chunk_tokens);
+            return self.predicted(pool.devices_per_instance, model, chunk_tokens, engine);
         };
         check(&calibration)?;
         if let raw::Calibration { prefill_s: Some(prefill_s), decode_s: Some(decode_s) } = calibration {
@@ -111,7 +113,7 @@ impl Hardware {
                 format!("lacks {missing}, and there is no device or profile to take it from"),
             ));
         }
-        let (rest, basis) = self.predicted(pool.devices_per_instance, model, chunk_tokens)?;
+        let (rest, basis) = self.predicted(pool.devices_per_instance, model, chunk_tokens, engine)?;
         let fitted = fit(&rest);
         let cost = Coefficients {
             prefill_s: calibration.prefill_s.unwrap_or(fitted.prefill_s),
@@ -125,6 +127,7 @@ impl Hardware {
         devices: u32,
         model: &Model,
         chunk_tokens: u32,
+        known: &KnownEngine,
     ) -> Result<(CostModel, String), Refusal> {
         let all_reduce = self.all_reduce(devices)?;
         match &self.source {
@@ -138,8 +141,10 @@ impl Hardware {
                     profile: DeviceProfile::clone(profile),
                     chunk_tokens,
                     all_reduce,
+                    engine: known.cost,
                 };
-                Ok((CostModel::Profile(Box::new(cost)).compiled(), basis.clone()))
+                let basis = format!("{basis}; engine {}", known.name);
+                Ok((CostModel::Profile(Box::new(cost)).compiled(), basis))
             }
             Source::Nothing => Err(("device", "is missing; give it, a profile, or a calibration".into())),
         }

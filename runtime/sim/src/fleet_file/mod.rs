@@ -23,6 +23,7 @@ pub use slowdown::PoolSlowdown;
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::Bytes;
 use mixfleet_scheduler::cost::{CostModel, ModelShape};
+use mixfleet_scheduler::engines::KnownEngine;
 use mixfleet_scheduler::fleet::{Rebalance, Role};
 use mixfleet_scheduler::kv::CachePolicy;
 use serde::{Deserialize, Serialize};
@@ -206,14 +207,21 @@ fn any_pool() -> String {
 }
 
 impl FleetFile {
-    /// Reads `path`; paths of profiles are relative to its directory.
+    /// Reads `path`; paths of profiles are relative to its directory. `engine` replaces the file's `[engine]
+    /// name`.
     ///
     /// # Errors
     /// A [`FleetFileError`] with the place, the value and what is allowed.
-    pub fn read(path: &Path, read_profile: ReadProfile) -> Result<Self, FleetFileError> {
+    pub fn read(
+        path: &Path,
+        read_profile: ReadProfile,
+        engine: Option<&KnownEngine>,
+    ) -> Result<Self, FleetFileError> {
         let failed = |source| FleetFileError::Read { path: path.to_owned(), source };
         let text = std::fs::read_to_string(path).map_err(failed)?;
-        Self::parse(&text, path.parent().unwrap_or(Path::new("")), read_profile)
+        let mut file = parse(&text)?;
+        file.engine.name = engine.map(|engine| engine.name.to_owned()).or(file.engine.name);
+        resolve::file(file, path.parent().unwrap_or(Path::new("")), read_profile)
     }
 
     /// Parses the text of a file in `directory`.
@@ -221,10 +229,7 @@ impl FleetFile {
     /// # Errors
     /// As [`FleetFile::read`].
     pub fn parse(text: &str, directory: &Path, read_profile: ReadProfile) -> Result<Self, FleetFileError> {
-        let syntax = |error: toml::de::Error| FleetFileError::syntax(&error);
-        limits::check(&text.parse().map_err(syntax)?)?;
-        let file: raw::File = toml::from_str(text).map_err(syntax)?;
-        resolve::file(file, directory, read_profile)
+        resolve::file(parse(text)?, directory, read_profile)
     }
 
     /// The first link in the file that matches two pools. `None` if only their network interfaces limit
@@ -237,6 +242,13 @@ impl FleetFile {
     pub fn usd_per_hour(&self) -> Option<f64> {
         self.pools.iter().map(|pool| Some(pool.usd_per_hour? * f64::from(pool.count))).sum()
     }
+}
+
+/// Parses the text of a file; its numbers are checked for their ranges only.
+fn parse(text: &str) -> Result<raw::File, FleetFileError> {
+    let syntax = |error: toml::de::Error| FleetFileError::syntax(&error);
+    limits::check(&text.parse().map_err(syntax)?)?;
+    toml::from_str(text).map_err(syntax)
 }
 
 #[cfg(test)]

@@ -94,7 +94,7 @@ fn inline(raw: &raw::Model, dtype: DType, kv: DType) -> Result<ModelShape, Fleet
         vocab: need("vocab", raw.vocab)?,
         windows: vec![None; need("layers", raw.layers)? as usize],
         weight: dtype,
-        activation: dtype,
+        activation: if dtype == DType::F8E4m3 { DType::Bf16 } else { dtype },
         kv,
         page_tokens: PAGE_TOKENS,
         qkv_bias: false,

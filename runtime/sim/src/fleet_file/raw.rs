@@ -86,6 +86,7 @@ pub(super) struct Kv {
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Engine {
+    pub(super) name: Option<String>,
     pub(super) max_batched_tokens: Option<u32>,
     pub(super) max_prefill_tokens_beside_decode: Option<u32>,
     pub(super) max_sequences: Option<u32>,
@@ -106,6 +107,7 @@ pub(super) struct RawPool {
     pub(super) calibration: Option<Calibration>,
     #[serde(default = "one")]
     pub(super) devices_per_instance: u32,
+    pub(super) engine: Option<String>,
     pub(super) pipeline_stages: Option<u32>,
     pub(super) pipeline_chunk_tokens: Option<u32>,
     pub(super) usd_per_hour: Option<f64>,

@@ -13,6 +13,7 @@ use mixfleet_hal::cast::to_u64;
 use mixfleet_hal::economics::Selection;
 use mixfleet_hal::units::GB;
 use mixfleet_scheduler::batch::BatchLimits;
+use mixfleet_scheduler::engines::{self, KnownEngine};
 use std::path::Path;
 
 /// Share of a device's memory for weights and KV, as in the defaults of serving engines.
@@ -84,14 +85,22 @@ fn pool(
     let key = |key: &str| format!("{place}: {key}");
     at_least_one(&key("count"), raw.count)?;
     at_least_one(&key("devices_per_instance"), raw.devices_per_instance)?;
-    let engine = engine(raw, shared, hardware);
+    let (key_of_name, name) = match &raw.engine {
+        Some(name) => (key("engine"), Some(name)),
+        None => ("[engine] name".into(), shared.name.as_ref()),
+    };
+    let known = match name {
+        Some(name) => engines::find(name).map_err(|cause| wrong(key_of_name, cause))?,
+        None => &engines::engines()[0],
+    };
+    let engine = engine(raw, shared, hardware, known);
     at_least_one(&key("max_batched_tokens"), engine.max_batched_tokens)?;
     let beside = engine.max_prefill_tokens_beside_decode.unwrap_or(1);
     at_least_one(&key("max_prefill_tokens_beside_decode"), beside)?;
     at_least_one(&key("max_sequences"), engine.max_sequences)?;
     let pipeline = pipeline::check(raw, model, engine)?;
     let (cost, cost_basis) = hardware
-        .cost(raw, model, engine.max_batched_tokens)
+        .cost(raw, model, engine.max_batched_tokens, known)
         .map_err(|(name, cause)| wrong(key(name), cause))?;
     let (usd_per_hour, price_basis) = price(raw, hardware, place)?;
     let host_link = hardware.part.and_then(|part| part.host_link).map(|link| link.gb_s);
@@ -128,22 +137,21 @@ fn pool(
 }
 
 /// The engine's limits: the pool's, or else the file's, or else those of the measured engine.
-fn engine(raw: &raw::RawPool, shared: &raw::Engine, hardware: &Hardware) -> Engine {
+fn engine(raw: &raw::RawPool, shared: &raw::Engine, hardware: &Hardware, known: &KnownEngine) -> Engine {
     let measured = hardware.engine().map(|engine| &engine.meta.engine_kwargs);
     let tokens = raw.max_batched_tokens.or(shared.max_batched_tokens);
     let beside = raw.max_prefill_tokens_beside_decode.or(shared.max_prefill_tokens_beside_decode);
     let sequences = raw.max_sequences.or(shared.max_sequences);
-    let max_batched_tokens = tokens
-        .or(measured.and_then(|engine| engine.max_num_batched_tokens))
-        .unwrap_or(BatchLimits::STEP_TOKENS_MAX);
+    let max_batched_tokens =
+        tokens.or(measured.and_then(|engine| engine.max_num_batched_tokens)).unwrap_or(known.step_tokens);
     // Other engines fill a step up with prompts even beside decodes.
-    let beside = beside.or(measured.map(|_| max_batched_tokens));
+    let beside = beside.or((measured.is_some() || known.fills_steps).then_some(max_batched_tokens));
     Engine {
         max_batched_tokens,
         max_prefill_tokens_beside_decode: beside.map(|beside| beside.min(max_batched_tokens)),
         max_sequences: sequences
             .or(measured.and_then(|engine| engine.max_num_seqs))
-            .unwrap_or(BatchLimits::SEQUENCES_MAX),
+            .unwrap_or(known.sequences),
     }
 }
 

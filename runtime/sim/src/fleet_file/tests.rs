@@ -67,6 +67,31 @@ fn says(result: Result<FleetFile, FleetFileError>, words: &[&str]) {
 }
 
 #[test]
+fn an_engine_sets_the_limits_and_the_times_of_its_pools() {
+    let fleet = |engine: &str, pool: &str| {
+        let model = "version = 1\n[model]\nname = 'llama-3.1-70b'\ndtype = 'f8e4m3'\n";
+        let pool =
+            format!("[[pool]]\nname = 'x'\ndevice = 'H200-SXM-141GB'\ndevices_per_instance = 2\n{pool}");
+        parse(&format!("{model}{engine}\n{pool}")).map(|fleet| fleet.pools[0].clone())
+    };
+    let (ours, vllm) = (fleet("", "").unwrap(), fleet("[engine]\nname = 'VLLM'", "").unwrap());
+    assert_eq!((vllm.engine.max_batched_tokens, vllm.engine.max_sequences), (8192, 1024));
+    assert_eq!(vllm.engine.max_prefill_tokens_beside_decode, Some(8192));
+    assert_eq!(ours.engine.max_prefill_tokens_beside_decode, None);
+    assert!(vllm.cost_basis.ends_with("; engine vllm"), "{}", vllm.cost_basis);
+    let step = |pool: &InstancePool| pool.cost.decode_step_s(4, 4 * 1500);
+    // It launches whole steps, while ours launches every operation.
+    assert!(step(&vllm) < step(&ours), "{:?} {:?}", step(&vllm), step(&ours));
+    // A published run: 4 clients, prompts and answers of 820 to 1024 tokens, 13.9 ms between tokens.
+    assert!((step(&vllm).0 / 13.9e-3 - 1.0).abs() < 0.1, "{:?}", step(&vllm));
+    let other = fleet("[engine]\nname = 'vllm'", "engine = 'trtllm'\nmax_sequences = 7\n").unwrap();
+    assert!(other.cost_basis.ends_with("; engine tensorrt-llm") && other.engine.max_sequences == 7);
+    let error = |engine, pool| fleet(engine, pool).unwrap_err().to_string();
+    assert!(error("[engine]\nname = 'ollama'", "").contains("[engine] name: is 'ollama'; known are mixfleet"));
+    assert!(error("", "engine = 'x'\n").contains("pool 'x': engine: is 'x'"));
+}
+
+#[test]
 fn the_example_works_as_it_stands() {
     let fleet = parse(EXAMPLE).unwrap();
     assert_eq!(fleet.model.name, "llama-3.1-70b");

@@ -1,0 +1,51 @@
+//! What a serving engine adds to the times of its kernels.
+
+use mixfleet_hal::OpSig;
+use mixfleet_hal::units::Seconds;
+use serde::{Deserialize, Serialize};
+
+/// How an engine's step differs from the sum of the kernels that a profile predicts.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct EngineCost {
+    /// Whether q, k and v are one product and gate and up another, and whole steps are launched at once, so that
+    /// a command adds nothing to its kernel.
+    pub fused: bool,
+    /// Time per sequence that draws a token, not hidden behind the device: scheduling, sampling, detokenising.
+    pub per_sequence_s: f64,
+    /// Time that a product or an attention kernel takes more than alone; below 0 where its start overlaps with
+    /// the kernel before.
+    pub per_kernel_s: f64,
+    /// Time of its all-reduces, relative to NCCL's.
+    pub all_reduces: f64,
+}
+
+impl EngineCost {
+    /// This project's engine: one operation after the other.
+    pub const OURS: EngineCost =
+        EngineCost { fused: false, per_sequence_s: 0.0, per_kernel_s: 0.0, all_reduces: 1.0 };
+    /// An engine of fused kernels and recorded steps that adds nothing.
+    pub const FUSED: EngineCost = EngineCost { fused: true, ..EngineCost::OURS };
+    /// vLLM, fitted by the example `truth` of the simulator to published runs (docs/results/truth.md).
+    pub const VLLM: EngineCost =
+        EngineCost { fused: true, per_sequence_s: 5.3e-6, per_kernel_s: 5e-8, all_reduces: 0.983 };
+    /// TensorRT-LLM, fitted as vLLM.
+    pub const TENSORRT_LLM: EngineCost =
+        EngineCost { fused: true, per_sequence_s: 0.0, per_kernel_s: -1.24e-6, all_reduces: 0.911 };
+
+    /// The time of an operation, from that of its kernel alone; at least half of it.
+    pub(super) fn of(&self, sig: &OpSig, kernel: Seconds) -> Seconds {
+        match sig {
+            OpSig::Gemm { .. } | OpSig::AttnDecode { .. } | OpSig::AttnPrefill { .. } => {
+                (kernel + Seconds(self.per_kernel_s)).max(kernel * 0.5)
+            }
+            _ => kernel,
+        }
+    }
+}
+
+impl Default for EngineCost {
+    fn default() -> Self {
+        EngineCost::OURS
+    }
+}

@@ -1,0 +1,96 @@
+//! Serving engines: the limits that they start with, and what they add to the time of their kernels.
+
+use crate::batch::BatchLimits;
+use crate::cost::EngineCost;
+
+/// A serving engine as it comes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct KnownEngine {
+    /// Its name, in lower case.
+    pub name: &'static str,
+    /// Other names of it.
+    pub aliases: &'static [&'static str],
+    /// Maximum rows of a step.
+    pub step_tokens: u32,
+    /// Maximum number of running sequences.
+    pub sequences: u32,
+    /// Whether prompts fill a step up beside decodes, instead of as far as the TBT objective allows.
+    pub fills_steps: bool,
+    /// What it adds to the time of its kernels.
+    pub cost: EngineCost,
+}
+
+/// The limits are those that the engines' documentation states for parts of at least 70 GB.
+const ENGINES: [KnownEngine; 4] = [
+    KnownEngine {
+        name: "mixfleet",
+        aliases: &[],
+        step_tokens: BatchLimits::STEP_TOKENS_MAX,
+        sequences: BatchLimits::SEQUENCES_MAX,
+        fills_steps: false,
+        cost: EngineCost::OURS,
+    },
+    // `max_num_batched_tokens` and `max_num_seqs` of vLLM's API server.
+    KnownEngine {
+        name: "vllm",
+        aliases: &[],
+        step_tokens: 8192,
+        sequences: 1024,
+        fills_steps: true,
+        cost: EngineCost::VLLM,
+    },
+    // `chunked_prefill_size`; no published run of a dense model tells what it adds.
+    KnownEngine {
+        name: "sglang",
+        aliases: &[],
+        step_tokens: 8192,
+        sequences: 1024,
+        fills_steps: true,
+        cost: EngineCost::FUSED,
+    },
+    // `max_num_tokens` and `max_batch_size`.
+    KnownEngine {
+        name: "tensorrt-llm",
+        aliases: &["trtllm", "trt-llm"],
+        step_tokens: 8192,
+        sequences: 2048,
+        fills_steps: true,
+        cost: EngineCost::TENSORRT_LLM,
+    },
+];
+
+/// All known engines; the first is this project's.
+pub fn engines() -> &'static [KnownEngine] {
+    &ENGINES
+}
+
+/// The engine of this name, in any case.
+///
+/// # Errors
+/// The names that are known.
+pub fn find(name: &str) -> Result<&'static KnownEngine, String> {
+    let is = |known: &str| known.eq_ignore_ascii_case(name);
+    let found = ENGINES.iter().find(|engine| is(engine.name) || engine.aliases.iter().any(|alias| is(alias)));
+    found.ok_or_else(|| {
+        let names: Vec<&str> = ENGINES.iter().map(|engine| engine.name).collect();
+        format!("is '{name}'; known are {}", names.join(", "))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn engines_are_found_by_any_of_their_names() {
+        for engine in engines() {
+            for name in engine.aliases.iter().chain([&engine.name]) {
+                assert_eq!(find(&name.to_uppercase()), Ok(engine));
+            }
+        }
+        assert_eq!(
+            find("ollama").unwrap_err(),
+            "is 'ollama'; known are mixfleet, vllm, sglang, tensorrt-llm"
+        );
+    }
+}
