@@ -179,7 +179,8 @@ impl EngineParts {
             ticks,
             env: env.clone(),
         };
-        // Instances of this process are up when the engine is, so that nobody hears meanwhile that none serves.
+        // Instances of this process are up when the engine is, so that nobody hears meanwhile that none
+        // serves.
         while let Ok((instance, message)) = coordinator.reports.try_recv() {
             coordinator.report(instance, message);
         }

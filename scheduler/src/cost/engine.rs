@@ -8,13 +8,14 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct EngineCost {
-    /// Whether q, k and v are one product and gate and up another, and whole steps are launched at once, so that
-    /// a command adds nothing to its kernel.
+    /// Whether q, k and v are one product and gate and up another, and whole steps are launched at once, so
+    /// that a command adds nothing to its kernel.
     pub fused: bool,
-    /// Time per sequence that draws a token, not hidden behind the device: scheduling, sampling, detokenising.
+    /// Time per sequence that draws a token, not hidden behind the device: scheduling, sampling,
+    /// detokenising.
     pub per_sequence_s: f64,
-    /// Time that a product or an attention kernel takes more than alone; below 0 where its start overlaps with
-    /// the kernel before.
+    /// Time that a product or an attention kernel takes more than alone; below 0 where its start overlaps
+    /// with the kernel before.
     pub per_kernel_s: f64,
     /// Time of its all-reduces, relative to NCCL's.
     pub all_reduces: f64,
