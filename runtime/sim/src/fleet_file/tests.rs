@@ -87,7 +87,9 @@ fn an_engine_sets_the_limits_and_the_times_of_its_pools() {
     let other = fleet("[engine]\nname = 'vllm'", "engine = 'trtllm'\nmax_sequences = 7\n").unwrap();
     assert!(other.cost_basis.ends_with("; engine tensorrt-llm") && other.engine.max_sequences == 7);
     let error = |engine, pool| fleet(engine, pool).unwrap_err().to_string();
-    assert!(error("[engine]\nname = 'ollama'", "").contains("[engine] name: is 'ollama'; known are mixfleet"));
+    assert!(
+        error("[engine]\nname = 'ollama'", "").contains("[engine] name: is 'ollama'; known are mixfleet")
+    );
     assert!(error("", "engine = 'x'\n").contains("pool 'x': engine: is 'x'"));
 }
 
