@@ -25,6 +25,8 @@ part seeds env MIXFLEET_SIM_SEEDS=3 cargo test -p mixfleet-sim --test all -- --n
 part golden env MIXFLEET_GOLDEN=full MIXFLEET_WGPU_LEVEL=full cargo test -p mixfleet --features full --test all -- --nocapture golden::
 # what a clone has that lies beside no shared data
 part alone env MIXFLEET_FIXTURES=nowhere cargo test -p mixfleet --features full --test all -- --nocapture golden:: fleet:: tiers:: compare::
+part laws cargo run --quiet --release -p mixfleet-hal --example laws -- --check
+part truth cargo run --quiet --release -p mixfleet-sim --example truth -- --check
 part planted hwtests/planted.sh
 part fuzz hwtests/fuzz.sh
 printf '%s' "$summary"

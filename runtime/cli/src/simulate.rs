@@ -1,6 +1,7 @@
 //! Implements `mixfleet simulate`: a trace on a fleet that need not exist.
 
 mod capacity;
+mod closed_loop;
 mod history;
 mod page;
 mod timeline;
@@ -11,11 +12,12 @@ use crate::trace::{FileBar, ReplayArgs, clock, positive};
 use crate::{Usage, profiles, writable};
 use anyhow::{Context, Result};
 use clap::Args;
+use closed_loop::ClosedLoopArgs;
 use history::History;
 use mixfleet_scheduler::engines::KnownEngine;
 use mixfleet_sim::fleet_file::{FleetFile, Routing};
 use mixfleet_sim::simulate::{Distribution, Results, Setup, run as simulate};
-use mixfleet_sim::trace::Requests;
+use mixfleet_sim::trace::{ClosedLoop, Requests, Trace};
 use page::{Subject, page};
 use serde_json::json;
 use std::fmt::Write as _;
@@ -34,8 +36,8 @@ const INTERVAL_S_MIN: f64 = 1e-3;
 #[derive(Debug, Args)]
 pub(crate) struct SimulateArgs {
     /// Request trace, in any format of 'mixfleet trace stats'
-    #[arg(long, value_name = "FILE")]
-    trace: PathBuf,
+    #[arg(long, value_name = "FILE", required_unless_present = "closed_loop")]
+    trace: Option<PathBuf>,
     /// Fleet file (docs/fleet-file.md)
     #[arg(long, value_name = "FLEET.toml")]
     fleet: PathBuf,
@@ -43,6 +45,8 @@ pub(crate) struct SimulateArgs {
     pub(crate) scheduling: SchedulingArgs,
     #[command(flatten)]
     replay: ReplayArgs,
+    #[command(flatten)]
+    closed_loop: ClosedLoopArgs,
     /// Serving engine of pools that name none: mixfleet, vllm, sglang or tensorrt-llm [default: the fleet
     /// file's, or mixfleet]
     #[arg(long, value_name = "NAME", value_parser = crate::compare::engine)]
@@ -69,6 +73,11 @@ pub(crate) struct SimulateArgs {
 }
 
 impl SimulateArgs {
+    fn open_trace(&self) -> Result<Trace> {
+        let path = self.trace.as_deref().ok_or_else(|| Usage("--trace is missing".into()))?;
+        Ok(self.replay.open(path)?)
+    }
+
     fn interval_s(&self) -> Result<f64> {
         let default = if self.timeline.is_some() { TABLE_INTERVAL_S } else { PAGE_INTERVAL_S };
         match self.timeline_interval_s {
@@ -84,7 +93,8 @@ impl SimulateArgs {
 
     /// Checks before the run that its output files can be written, and that none is one of its other files.
     fn check_files(&self) -> Result<()> {
-        let mut others = vec![(&self.trace, "--trace"), (&self.fleet, "--fleet")];
+        let mut others = vec![(&self.fleet, "--fleet")];
+        others.extend(self.trace.iter().map(|trace| (trace, "--trace")));
         for (file, flag) in [(&self.timeline, "--timeline"), (&self.html, "--html")] {
             let Some(file) = file else { continue };
             if let Some((_, other)) = others.iter().find(|(other, _)| place(file) == place(other)) {
@@ -113,7 +123,10 @@ impl SimulateArgs {
         };
         let slo = setup.slo;
         vec![
-            ("trace", self.trace.display().to_string()),
+            match (&self.trace, self.closed_loop.load(setup.fleet.seed)) {
+                (Some(trace), _) => ("trace", trace.display().to_string()),
+                (None, load) => ("load", load.map_or_else(String::new, |load| load.to_string())),
+            },
             ("fleet", self.fleet.display().to_string()),
             ("policy", word(serde_json::to_value(setup.fleet.policy))),
             ("admission", word(serde_json::to_value(setup.fleet.admission))),
@@ -151,7 +164,8 @@ pub(crate) fn run(args: &SimulateArgs) -> Result<()> {
         return capacity::run(args, &fleet, &setup, share);
     }
     let start = std::time::Instant::now();
-    let mut trace = args.replay.open(&args.trace)?;
+    let closed_loop = args.closed_loop.load(args.scheduling.seed);
+    let mut trace = args.trace.as_deref().map(|path| args.replay.open(path)).transpose()?;
     args.check_files()?;
     let cannot_write = |path: &Path| format!("cannot write {}", path.display());
     let timeline = args
@@ -159,15 +173,21 @@ pub(crate) fn run(args: &SimulateArgs) -> Result<()> {
         .as_deref()
         .map(|path| TimelineFile::create(path, &setup.pools).with_context(|| cannot_write(path)));
     let mut watch = Watch {
-        bar: FileBar::new(trace.progress()),
+        bar: FileBar::new(trace.as_ref().map(Trace::progress)),
         timeline: timeline.transpose()?,
         history: args.html.is_some().then(|| History::new(setup.pools.len())),
         interval_s,
         goal: None,
     };
-    let blocks = trace.block_tokens().unwrap_or(fleet.kv.block_tokens);
-    let requests = args.replay.play(&mut trace, args.scheduling.seed).rechain(blocks, fleet.kv.block_tokens);
-    let results = simulate(&setup, requests, &mut watch).inspect_err(|_| args.leave_no_empty_page())?;
+    let results = match (&mut trace, closed_loop) {
+        (Some(trace), _) => {
+            let blocks = trace.block_tokens().unwrap_or(fleet.kv.block_tokens);
+            let requests = args.replay.play(trace, args.scheduling.seed);
+            simulate(&setup, requests.rechain(blocks, fleet.kv.block_tokens), &mut watch)
+        }
+        (None, load) => simulate(&setup, load.into_iter().flat_map(ClosedLoop::requests), &mut watch),
+    };
+    let results = results.inspect_err(|_| args.leave_no_empty_page())?;
     let Watch { bar, timeline, history, .. } = watch;
     drop(bar);
     if let (Some(timeline), Some(path)) = (timeline, &args.timeline) {
@@ -210,6 +230,7 @@ fn table(r: &Results) -> String {
     line("TPOT", spread(&r.tpot_s));
     line("TBT", spread(&r.tbt_s));
     line("latency", spread(&r.e2e_s));
+    line("throughput", format!("{:.1} output tokens/s", r.output_tokens_per_s));
     line("within the SLO", format!("{:.2} %, {:.3} requests/s", 100.0 * r.slo_attainment, r.goodput_rps));
     for class in &r.classes {
         let (good, ttft, e2e) = (100.0 * class.slo_attainment, class.ttft_s.mean, class.e2e_s.mean);
@@ -239,6 +260,7 @@ fn table(r: &Results) -> String {
             pool.decode_device_s
         );
         line(&pool.name, format!("{} instances, {busy}", pool.instances));
+        line("", format!("times from {}", pool.basis.text()));
     }
     for (link, bytes) in &r.kv_bytes_moved {
         line("KV moved", format!("{:.1} GB {link}", bytes / 1e9));

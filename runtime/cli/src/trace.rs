@@ -93,16 +93,16 @@ pub(crate) fn positive(text: &str) -> Result<f64, String> {
 /// Requests between two updates of the progress bar.
 const EVERY: u64 = 1024;
 
-/// A progress bar over the bytes of a trace file, on standard error if that is a terminal.
+/// A progress bar over the bytes of a trace file, if there is one, on standard error if that is a terminal.
 pub(crate) struct FileBar {
     bar: ProgressBar,
-    progress: Progress,
+    progress: Option<Progress>,
     requests: u64,
 }
 
 impl FileBar {
-    pub(crate) fn new(progress: Progress) -> Self {
-        let bar = match progress.total() {
+    pub(crate) fn new(progress: Option<Progress>) -> Self {
+        let bar = match progress.as_ref().and_then(Progress::total) {
             Some(total) => {
                 let template = "{wide_bar} {bytes}/{total_bytes} {eta} {msg}";
                 let style = ProgressStyle::with_template(template).expect("a fixed template");
@@ -130,7 +130,7 @@ impl FileBar {
         self.requests += 1;
         if self.requests.is_multiple_of(EVERY) {
             let rate = self.requests as f64 / self.bar.elapsed().as_secs_f64().max(1e-3);
-            self.bar.set_position(self.progress.bytes());
+            self.bar.set_position(self.progress.as_ref().map_or(self.requests, Progress::bytes));
             self.bar.set_message(format!("{} requests, {rate:.0}/s{more}", self.requests));
         }
     }

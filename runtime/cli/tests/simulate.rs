@@ -192,3 +192,54 @@ fn the_capacity_is_found_and_priced_and_a_fleet_without_one_fails() {
     fails(&simulate(&place, &["--capacity=2"]), 2, &["a share above 0"]);
     fails(&simulate(&place, &["--capacity", "--speedup", "2"]), 2, &["--speedup"]);
 }
+
+#[test]
+fn a_closed_loop_needs_no_trace_and_keeps_its_clients_busy() {
+    let directory = scratch("simulate-closed-loop");
+    let fleet = "version = 1\n[model]\nname = 'llama-3.1-8b'\n[engine]\nname = 'vllm'\n\
+                 [[pool]]\nname = 'all'\ndevice = 'H100-SXM-80GB'\n";
+    std::fs::write(directory.join("FLEET.toml"), fleet).unwrap();
+    let run = |arguments: &[&str]| {
+        let mut command = mixfleet();
+        command.args(["simulate", "--fleet", "FLEET.toml"]).args(arguments);
+        command.current_dir(&directory).output().unwrap()
+    };
+    let of = |clients: &str| -> Value {
+        let output =
+            run(&["--closed-loop", clients, "--requests", "48", "--input-tokens", "820..1024", "--json"]);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        serde_json::from_slice(&output.stdout).unwrap()
+    };
+    let (one, many) = (of("1"), of("16"));
+    assert_eq!((&one["completed"], &many["completed"]), (&Value::from(48), &Value::from(48)));
+    let number = |document: &Value, path: &str| document.pointer(path).and_then(Value::as_f64).unwrap();
+    // One client: its request is always the only one, so that the throughput is an answer by its time.
+    let alone = 1024.0 / number(&one, "/e2e_s/mean");
+    assert!((number(&one, "/output_tokens_per_s") / alone - 1.0).abs() < 1e-3);
+    // Sixteen clients share each step: more tokens per second, though each waits longer for one.
+    assert!(number(&many, "/output_tokens_per_s") > 8.0 * number(&one, "/output_tokens_per_s"));
+    assert!(number(&many, "/tpot_s/mean") > number(&one, "/tpot_s/mean"));
+    let basis = &many["pools"][0];
+    assert!(basis["times_from"].as_str().unwrap().ends_with("; engine vllm"), "{basis}");
+    assert!(number(&many, "/pools/0/likely_error") < 0.2, "{basis}");
+    let again = of("16");
+    assert_eq!(again["simulated_s"], many["simulated_s"]);
+    let table = run(&["--closed-loop", "4", "--engine", "trtllm", "--think-s", "1", "--ramp-s", "2"]);
+    let table = String::from_utf8_lossy(&table.stdout).into_owned();
+    for word in ["40 completed", "output tokens/s", "; engine tensorrt-llm, likely within"] {
+        assert!(table.contains(word), "{word}: {table}");
+    }
+    for (arguments, says) in [
+        (&[][..], "--trace"),
+        (&["--closed-loop", "4", "--trace", "t.jsonl"], "cannot be used with"),
+        (&["--closed-loop", "0"], "0"),
+        (&["--closed-loop", "4", "--input-tokens", "9..8"], "820..1024"),
+        (&["--trace", "t.jsonl", "--think-s", "1"], "cannot be used with"),
+        (&["--closed-loop", "4", "--engine", "ollama"], "known are mixfleet"),
+    ] {
+        let output = run(arguments);
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {error}");
+        assert!(error.contains(says), "{arguments:?}: {error}");
+    }
+}

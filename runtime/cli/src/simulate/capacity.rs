@@ -102,7 +102,7 @@ struct Prober<'a> {
 
 impl<'a> Prober<'a> {
     fn new(args: &'a SimulateArgs, fleet: &'a FleetFile, setup: &'a Setup, share: f64) -> Result<Self> {
-        let mut trace = args.replay.open(&args.trace)?;
+        let mut trace = args.open_trace()?;
         let (mut requests, mut last_at_s) = (0, 0.0);
         for request in args.replay.play_at(&mut trace, args.scheduling.seed, 1.0) {
             requests += 1;
@@ -114,8 +114,8 @@ impl<'a> Prober<'a> {
     /// Runs the trace at one speed-up. With `to_the_end` false the run ends as soon as it is sure to fail.
     fn probe(&self, speedup: f64, to_the_end: bool) -> Result<Probe> {
         let &Prober { args, setup, goal, .. } = self;
-        let mut trace = args.replay.open(&args.trace)?;
-        let bar = FileBar::new(trace.progress());
+        let mut trace = args.open_trace()?;
+        let bar = FileBar::new(Some(trace.progress()));
         let goal_watched = (!to_the_end).then_some(goal);
         let mut watch =
             Watch { bar, timeline: None, history: None, interval_s: f64::INFINITY, goal: goal_watched };

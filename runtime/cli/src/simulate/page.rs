@@ -269,10 +269,13 @@ fn pools(body: &mut Html, r: &Results) {
                 number(pool.decode_device_s, 0),
                 number(pool.usd_rent, 2),
                 number(pool.usd_busy, 2),
+                Cell::text(pool.basis.text()),
             ]
         })
         .collect();
-    body.table(&["pool", "instances", "busy %", "prefill s", "decode s", "rent $", "of it used $"], &rows);
+    let head =
+        ["pool", "instances", "busy %", "prefill s", "decode s", "rent $", "of it used $", "times from"];
+    body.table(&head, &rows);
     if !r.kv_bytes_moved.is_empty() {
         let row = |(link, bytes): (&String, &f64)| vec![Cell::text(link), number(bytes / 1e9, 1)];
         let rows: Vec<Vec<Cell>> = r.kv_bytes_moved.iter().map(row).collect();

@@ -83,7 +83,7 @@ fn count(args: &StatsArgs) -> Result<Stats> {
         policies,
         prefill: args.prefill,
     });
-    let mut bar = FileBar::new(trace.progress());
+    let mut bar = FileBar::new(Some(trace.progress()));
     for request in args.replay.play(&mut trace, args.seed) {
         let request = request?;
         tally.add(&match from.zip(to) {

@@ -6,7 +6,7 @@ use super::model::INLINE;
 use super::{FleetFileError, Model, ReadProfile, raw};
 use mixfleet_hal::DType;
 use mixfleet_hal::catalog::{self, Part};
-use mixfleet_hal::profile::DeviceProfile;
+use mixfleet_hal::profile::{DeviceProfile, Evidence};
 use mixfleet_hal::units::Bytes;
 use mixfleet_scheduler::cost::{
     AllReduce, Coefficients, CostModel, DEVICES_MAX, DecodeCoefficients, ModelShape, PrefillCoefficients,
@@ -70,6 +70,25 @@ impl Hardware {
             return Err(wrong("device", "is missing; give it, a profile, or a calibration".into()));
         }
         Ok(Hardware { part, source })
+    }
+
+    /// The likely relative error of predictions: the largest of the model's kernels', and what remains of the
+    /// engine beyond kernels. `None` for what was measured or stated as it is.
+    pub(super) fn likely_error(
+        &self,
+        pool: &raw::RawPool,
+        model: &Model,
+        engine: &KnownEngine,
+    ) -> Option<f64> {
+        let (Source::Device { profile, .. }, None, Some(shape)) =
+            (&self.source, &pool.calibration, &model.shape)
+        else {
+            return None;
+        };
+        let evidence = profile.provenance.evidence.iter();
+        let concerns = |evidence: &&Evidence| [shape.weight, shape.kv].contains(&evidence.dtype);
+        let errors = evidence.filter(concerns).filter_map(|evidence| evidence.error);
+        errors.reduce(f64::max).map(|kernels| kernels.hypot(engine.error))
     }
 
     /// The serving engine that was measured, if one was.

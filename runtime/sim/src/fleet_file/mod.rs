@@ -157,6 +157,8 @@ pub struct InstancePool {
     pub cost: CostModel,
     /// The origin of those times, for display.
     pub cost_basis: String,
+    /// Likely relative error of those times, where it is known.
+    pub likely_error: Option<f64>,
     /// Rent of an instance in USD per hour, if known.
     pub usd_per_hour: Option<f64>,
     /// The origin and date of the rent, for display.

@@ -126,6 +126,7 @@ fn pool(
         pipeline_stages: raw.stages(),
         cost,
         cost_basis,
+        likely_error: hardware.likely_error(raw, model, known),
         usd_per_hour,
         price_basis,
         cache_tokens: cache_tokens(raw, hardware, model, kv, place)?,

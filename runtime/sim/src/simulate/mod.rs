@@ -23,7 +23,7 @@ mod timeline;
 pub use copies::Replicated;
 pub use observe::{AnswerTimes, Observer, Sample};
 pub use quantiles::Quantiles;
-pub use results::{ClassResult, Distribution, HitBySource, PoolResult, Results};
+pub use results::{ClassResult, Distribution, HitBySource, PoolBasis, PoolResult, Results};
 pub use setup::Choices;
 pub use tiers::TierSetup;
 
@@ -76,6 +76,8 @@ pub struct Setup {
     pub block_tokens: u32,
     /// Names of the pools.
     pub pools: Vec<String>,
+    /// The origin of each pool's times.
+    pub bases: Vec<PoolBasis>,
     /// All instances.
     pub instances: Vec<InstanceSetup>,
     /// Links between pools besides their network interfaces.

@@ -103,6 +103,28 @@ pub struct PoolResult {
     pub usd_rent: f64,
     /// Rent of the time that they worked.
     pub usd_busy: f64,
+    /// The origin of its times.
+    #[serde(flatten, default)]
+    pub basis: PoolBasis,
+}
+
+/// The origin of a pool's times.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct PoolBasis {
+    /// What they were derived from.
+    pub times_from: String,
+    /// Their likely relative error, where it is known.
+    pub likely_error: Option<f64>,
+}
+
+impl PoolBasis {
+    /// Both in words.
+    pub fn text(&self) -> String {
+        let error =
+            self.likely_error.map_or_else(String::new, |e| format!(", likely within {:.0} %", 100.0 * e));
+        format!("{}{error}", self.times_from)
+    }
 }
 
 /// What came out for one class.
@@ -156,6 +178,9 @@ pub struct Results {
     pub classes: Vec<ClassResult>,
     /// The same per second of the run.
     pub goodput_rps: f64,
+    /// Tokens of answers per second of the run.
+    #[serde(default)]
+    pub output_tokens_per_s: f64,
     /// What of the prompts was not computed.
     pub prefix_hit: Hit,
     /// The tokens of that, by where they were found.
@@ -230,6 +255,7 @@ pub(super) struct Ledger {
     prompt_tokens: u64,
     reused: Reused,
     tokens: u64,
+    output_tokens: u64,
     busy: Vec<(f64, f64)>,
     wasted_s: f64,
     block_tokens: u32,
@@ -289,6 +315,7 @@ impl Ledger {
         let Flight { prompt_tokens, output_tokens, arrived_s, first_token_s, .. } = *flight;
         let (ttft_s, e2e_s) = (first_token_s - arrived_s, now_s - arrived_s);
         self.tokens += u64::from(prompt_tokens) + u64::from(output_tokens);
+        self.output_tokens += u64::from(output_tokens);
         let tbt_s = (output_tokens > 1).then(|| gap_metric(gaps, self.slo.tbt_metric));
         if let Some(tbt_s) = tbt_s {
             self.tpot_s.add((now_s - first_token_s) / f64::from(output_tokens - 1));
@@ -335,7 +362,16 @@ impl Ledger {
                 of_pool().filter_map(|i| i.spec.price).map(|price| (price * Seconds(1.0)).0).sum::<f64>();
             let usd_busy = rate / f64::from(instances.max(1)) * busy_s;
             let (name, usd_rent) = (name.clone(), rate * ended_s);
-            PoolResult { name, instances, prefill_device_s, decode_device_s, utilisation, usd_rent, usd_busy }
+            PoolResult {
+                name,
+                instances,
+                prefill_device_s,
+                decode_device_s,
+                utilisation,
+                usd_rent,
+                usd_busy,
+                basis: setup.bases.get(at).cloned().unwrap_or_default(),
+            }
         };
         let pools: Vec<PoolResult> = setup.pools.iter().enumerate().map(pool).collect();
         let sum = |of: fn(&PoolResult) -> f64| pools.iter().map(of).sum::<f64>();
@@ -357,6 +393,7 @@ impl Ledger {
             e2e_s: (&self.all.e2e_s).into(),
             slo_attainment: self.all.slo_attainment(),
             classes: self.class_results(setup),
+            output_tokens_per_s: if ended_s > 0.0 { self.output_tokens as f64 / ended_s } else { 0.0 },
             goodput_rps: if ended_s > 0.0 { self.all.good as f64 / ended_s } else { 0.0 },
             prefix_hit: Hit {
                 block: ratio(self.reused.blocks(), self.blocks),

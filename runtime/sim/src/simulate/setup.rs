@@ -1,6 +1,6 @@
 //! Building a fleet from a fleet file.
 
-use super::{InstanceSetup, KV, Setup, TierSetup};
+use super::{InstanceSetup, KV, PoolBasis, Setup, TierSetup};
 use crate::fleet_file::{FleetFile, InstancePool, TierSize};
 use mixfleet_hal::cast::{to_u32, to_u64};
 use mixfleet_hal::units::{GB, Seconds, UsdPerHour};
@@ -44,6 +44,12 @@ fn limits(file: &FleetFile, pool: &InstancePool) -> BatchLimits {
         spare_blocks: BatchLimits::spare_blocks(blocks_total, sequences_max),
         lower_tiers: !tiers(pool).is_empty(),
         cache_policy: file.kv.policy,
+    }
+}
+
+impl PoolBasis {
+    fn of(pool: &InstancePool) -> Self {
+        PoolBasis { times_from: pool.cost_basis.clone(), likely_error: pool.likely_error }
     }
 }
 
@@ -100,6 +106,7 @@ impl Setup {
             max_tokens: MAX_TOKENS,
             block_tokens: file.kv.block_tokens,
             pools: file.pools.iter().map(|pool| pool.name.clone()).collect(),
+            bases: file.pools.iter().map(PoolBasis::of).collect(),
             instances,
             pool_links,
             slo: file.slo,

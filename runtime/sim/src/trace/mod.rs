@@ -6,6 +6,7 @@
 
 mod agentic;
 mod chain;
+mod closed_loop;
 mod error;
 mod format;
 pub mod generate;
@@ -18,6 +19,7 @@ mod table;
 mod time;
 mod transform;
 
+pub use closed_loop::ClosedLoop;
 pub use error::TraceError;
 pub use format::Format;
 pub use lines::Progress;

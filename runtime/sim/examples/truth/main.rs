@@ -1,0 +1,76 @@
+//! How far predictions of whole engines are off, on published runs: every group of runs (model, part, engine)
+//! is left out of the fit by which it is predicted.
+//! `cargo run --release -p mixfleet-sim --example truth [-- --check]`; with `--check`, exits with 1 if the
+//! engines in the scheduler are not those that all runs give.
+
+#![allow(clippy::print_stdout, clippy::print_stderr, reason = "it prints tables")]
+
+mod fit;
+mod points;
+mod predict;
+mod report;
+mod runs;
+
+use fit::{Costs, Terms};
+use mixfleet_scheduler::engines;
+use report::Report;
+use runs::{Group, Run};
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::ExitCode;
+
+const RUNS: &str = "../shared/data/measured/e2e-silicon-dev.csv.zst";
+
+fn main() -> ExitCode {
+    let check = match std::env::args().nth(1).as_deref() {
+        None => false,
+        Some("--check") => true,
+        Some(other) => {
+            eprintln!("truth: unknown argument '{other}'; there is only --check");
+            return ExitCode::from(2);
+        }
+    };
+    match truth(check) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("truth: {error}");
+            ExitCode::from(3)
+        }
+    }
+}
+
+fn truth(check: bool) -> Result<bool, String> {
+    let (runs, others) = runs::read(Path::new(RUNS))?;
+    println!("{} runs; {others} others are of models, parts or modes that are not predicted\n", runs.len());
+    let mut costs = Costs::default();
+    let terms: Vec<(&Run, Terms)> = runs.iter().map(|run| (run, Terms::of(run, &mut costs))).collect();
+    let usable = |run: &Run| run.without_reuse && run.fits();
+    let mut same = true;
+    Report::head();
+    let mut report = Report::default();
+    for engine in engines::engines() {
+        let of: Vec<(&Run, &Terms)> =
+            terms.iter().filter(|(run, _)| run.engine == engine).map(|(run, terms)| (*run, terms)).collect();
+        let mut groups: BTreeMap<Group, Vec<&Run>> = BTreeMap::new();
+        of.iter().for_each(|(run, _)| groups.entry(run.group()).or_default().push(run));
+        for (group, members) in groups {
+            let rest: Vec<_> =
+                of.iter().copied().filter(|(run, _)| usable(run) && run.group() != group).collect();
+            report.group(&group, &members, fit::fit(&rest))?;
+        }
+        let all: Vec<_> = of.iter().copied().filter(|(run, _)| usable(run)).collect();
+        if !all.is_empty() && fit::fit(&all) != engine.cost {
+            same = false;
+            eprintln!(
+                "{} is {:?} in the scheduler; all runs give {:?}",
+                engine.name,
+                engine.cost,
+                fit::fit(&all)
+            );
+        }
+    }
+    report.end();
+    points::print()?;
+    Ok(same || !check)
+}

@@ -1,0 +1,68 @@
+//! Predicts runs as a user would: with a fleet file that names the part, and the simulator.
+
+use crate::runs::{Run, mean};
+use mixfleet_hal::units::Seconds;
+use mixfleet_scheduler::cost::CostModel;
+use mixfleet_scheduler::fleet::Admission;
+use mixfleet_sim::fleet_file::FleetFile;
+use mixfleet_sim::simulate::{Choices, Results, Setup, run as simulate};
+use mixfleet_sim::trace::ClosedLoop;
+use std::path::Path;
+
+/// Requests of each client, as InferenceMAX sends.
+const REQUESTS_PER_CLIENT: u64 = 10;
+
+/// What a run is predicted to give.
+pub(crate) struct Predicted {
+    pub(crate) ttft_s: f64,
+    pub(crate) tpot_s: f64,
+    /// The error that the fleet file's resolution states.
+    pub(crate) likely_error: Option<f64>,
+}
+
+fn fleet(run: &Run) -> Result<FleetFile, String> {
+    let Run { model, part, engine, dtype, devices, .. } = run;
+    let text = format!(
+        "version = 1\n[model]\nname = '{}'\ndtype = '{}'\n[engine]\nname = '{}'\n\
+         [[pool]]\nname = 'all'\ndevice = '{part}'\ndevices_per_instance = {devices}\n",
+        model.name,
+        dtype.name(),
+        engine.name
+    );
+    let none = |_: &Path| Err("there is no profile".to_owned());
+    FleetFile::parse(&text, Path::new(""), &none).map_err(|error| format!("{}: {error}", run.group()))
+}
+
+/// Simulates a run; `cost` replaces what the catalog gives.
+pub(crate) fn predict(run: &Run, cost: Option<CostModel>) -> Result<Predicted, String> {
+    let mut fleet = fleet(run)?;
+    if let Some(cost) = cost {
+        fleet.pools[0].cost = cost;
+    }
+    let load = ClosedLoop {
+        clients: run.clients,
+        requests: u64::from(run.clients) * REQUESTS_PER_CLIENT,
+        prompt_tokens: run.prompt,
+        output_tokens: run.answer,
+        think: Seconds::ZERO,
+        ramp: Seconds::ZERO,
+        seed: 1,
+    };
+    let setup = Setup::new(&fleet, Choices { admission: Admission::None, ..Choices::default() });
+    let results = simulate(&setup, load.requests(), &mut ()).map_err(|error| error.to_string())?;
+    let Results { completed, requests, .. } = results;
+    if completed < requests {
+        return Err(format!("{}: {completed} of {requests} requests were answered", run.group()));
+    }
+    Ok(Predicted {
+        ttft_s: results.ttft_s.mean,
+        tpot_s: results.tpot_s.mean,
+        likely_error: fleet.pools[0].likely_error,
+    })
+}
+
+/// Output tokens per second: clients x tokens / (TTFT + the time of the other tokens).
+pub(crate) fn tokens_per_s(run: &Run, ttft_s: f64, tpot_s: f64) -> f64 {
+    let tokens = mean(run.answer);
+    f64::from(run.clients) * tokens / (ttft_s + (tokens - 1.0) * tpot_s)
+}

@@ -1,0 +1,111 @@
+//! How far predictions of groups of runs are off.
+
+use crate::fit;
+use crate::predict::{predict, tokens_per_s};
+use crate::runs::{Group, Run};
+use mixfleet_scheduler::cost::EngineCost;
+
+/// Share of its measured time that a run takes on devices that reach their datasheet in full, beyond which no
+/// device can have computed all of its prompts.
+const POSSIBLE: f64 = 0.8;
+
+/// Errors of a number of runs.
+#[derive(Default)]
+struct Errors {
+    runs: f64,
+    tpot: f64,
+    bias: f64,
+    rate: f64,
+    /// Runs whose stated error is at least their own.
+    covered: f64,
+}
+
+impl Errors {
+    fn add(&mut self, tpot: f64, rate: f64, stated: f64) {
+        self.runs += 1.0;
+        self.tpot += tpot.abs();
+        self.bias += tpot;
+        self.rate += rate.abs();
+        self.covered += f64::from(u8::from(tpot.abs() <= stated));
+    }
+
+    fn join(&mut self, other: &Errors) {
+        self.runs += other.runs;
+        self.tpot += other.tpot;
+        self.bias += other.bias;
+        self.rate += other.rate;
+        self.covered += other.covered;
+    }
+
+    fn text(&self) -> String {
+        if self.runs == 0.0 {
+            return "0 | | | | |".into();
+        }
+        let [tpot, bias, rate, covered] =
+            [self.tpot, self.bias, self.rate, self.covered].map(|sum| 100.0 * sum / self.runs);
+        format!("{} | {tpot:.1} | {bias:+.1} | {rate:.1} | {covered:.0} |", self.runs)
+    }
+}
+
+/// The errors of groups, and of all runs that are possible.
+#[derive(Default)]
+pub(crate) struct Report {
+    /// On the H100 and the H200, and on other parts.
+    sums: [Errors; 2],
+}
+
+impl Report {
+    pub(crate) fn head() {
+        println!(
+            "| group | runs | TPOT | bias | tokens/s | covered | of these possible | TPOT | bias | tokens/s | covered |"
+        );
+        println!("|---|---|---|---|---|---|---|---|---|---|---|");
+    }
+
+    /// Predicts a group with an engine that was `fitted` to others.
+    pub(crate) fn group(
+        &mut self,
+        group: &Group,
+        members: &[&Run],
+        fitted: EngineCost,
+    ) -> Result<(), String> {
+        let (mut all, mut possible) = (Errors::default(), Errors::default());
+        let verbose = std::env::var_os("TRUTH_RUNS").is_some();
+        for run in members {
+            let got = predict(run, Some(fit::cost(run, fitted)))?;
+            let least_s = predict(run, Some(fit::at_best(run)))?.tpot_s;
+            let tpot = got.tpot_s / run.tpot_s - 1.0;
+            let measured = tokens_per_s(run, run.ttft_s, run.tpot_s);
+            let rate = tokens_per_s(run, got.ttft_s, got.tpot_s) / measured - 1.0;
+            let stated = got.likely_error.unwrap_or(0.0);
+            all.add(tpot, rate, stated);
+            let is_possible = least_s <= POSSIBLE * run.tpot_s;
+            if is_possible {
+                possible.add(tpot, rate, stated);
+            }
+            if verbose {
+                let ms = |s: f64| 1e3 * s;
+                let (ttft, between) = (ms(run.ttft_s), ms(run.tpot_s));
+                eprintln!(
+                    "{group} x{} {:?} {:?} {} clients: {ttft:.0} {between:.2} ms; {:.0} {:.2} ms, {tpot:+.3} {rate:+.3} {}",
+                    run.devices,
+                    run.prompt,
+                    run.answer,
+                    run.clients,
+                    ms(got.ttft_s),
+                    ms(got.tpot_s),
+                    if is_possible { "" } else { "impossible" }
+                );
+            }
+        }
+        println!("| {group} | {} {}", all.text(), possible.text());
+        self.sums[usize::from(!["H100-SXM-80GB", "H200-SXM-141GB"].contains(&group.part))].join(&possible);
+        Ok(())
+    }
+
+    pub(crate) fn end(&self) {
+        for (name, sum) in ["H100 and H200", "other parts"].iter().zip(&self.sums) {
+            println!("| **all on {name}** | | | | | | {}", sum.text());
+        }
+    }
+}

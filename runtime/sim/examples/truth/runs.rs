@@ -1,0 +1,140 @@
+//! Measured runs of serving engines, as ai-dynamo/aiconfigurator collects them.
+
+use mixfleet_hal::DType;
+use mixfleet_hal::catalog;
+use mixfleet_scheduler::cost::ModelShape;
+use mixfleet_scheduler::engines::{self, KnownEngine};
+use mixfleet_scheduler::models::{self, KnownModel};
+use serde::Deserialize;
+use std::fmt;
+use std::path::Path;
+
+/// A run: so many clients, each of which sends its next request when it has the answer to the last.
+#[derive(Clone, Debug)]
+pub(crate) struct Run {
+    pub(crate) model: &'static KnownModel,
+    /// The part's id in the catalog.
+    pub(crate) part: &'static str,
+    pub(crate) engine: &'static KnownEngine,
+    pub(crate) dtype: DType,
+    /// Devices that share the model by tensor parallelism.
+    pub(crate) devices: u32,
+    pub(crate) clients: u32,
+    /// Least and most tokens of a prompt.
+    pub(crate) prompt: [u32; 2],
+    /// Least and most tokens of an answer.
+    pub(crate) answer: [u32; 2],
+    pub(crate) ttft_s: f64,
+    pub(crate) tpot_s: f64,
+    /// Whether prompts are known to share nothing: the benchmark's scripts switch prefix caching off.
+    pub(crate) without_reuse: bool,
+}
+
+/// What runs have in common that are left out of a fit together.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Group {
+    pub(crate) engine: &'static str,
+    pub(crate) model: &'static str,
+    pub(crate) part: &'static str,
+}
+
+impl fmt::Display for Group {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} on {}, {}", self.model, self.part, self.engine)
+    }
+}
+
+impl Run {
+    pub(crate) fn group(&self) -> Group {
+        Group { engine: self.engine.name, model: self.model.name, part: self.part }
+    }
+
+    /// Whether all clients' KV fits beside the weights at a time, so that none waits for memory.
+    pub(crate) fn fits(&self) -> bool {
+        let part = catalog::part(self.part).map_or(0.0, |part| part.memory_bytes().0);
+        let room = f64::from(self.devices) * part * 0.9 - self.model.weight_bytes(self.dtype).0;
+        let tokens = f64::from(self.clients) * (mean(self.prompt) + mean(self.answer));
+        tokens * self.shape().kv_bytes_per_token() as f64 <= room
+    }
+
+    pub(crate) fn shape(&self) -> ModelShape {
+        self.model.shape(self.dtype)
+    }
+}
+
+pub(crate) fn mean([least, most]: [u32; 2]) -> f64 {
+    (f64::from(least) + f64::from(most)) / 2.0
+}
+
+#[derive(Deserialize)]
+struct Row {
+    silicon_data_source: String,
+    backend: String,
+    model_path: String,
+    system: String,
+    precision: String,
+    mode: String,
+    isl: u32,
+    osl: u32,
+    batch_size: Option<f64>,
+    tp_size: Option<f64>,
+    silicon_ttft_ms: f64,
+    silicon_tpot_ms: f64,
+}
+
+/// The aggregated runs of models and parts that the catalog has, and how many others there are.
+pub(crate) fn read(path: &Path) -> Result<(Vec<Run>, usize), String> {
+    let failed = |error: &dyn fmt::Display| format!("{}: {error}", path.display());
+    let file = std::fs::File::open(path).map_err(|error| failed(&error))?;
+    let text = zstd::Decoder::new(file).map_err(|error| failed(&error))?;
+    let (mut runs, mut others) = (Vec::new(), 0);
+    for row in csv::Reader::from_reader(text).deserialize() {
+        let row: Row = row.map_err(|error| failed(&error))?;
+        match run(&row) {
+            Some(run) => runs.push(run),
+            None => others += 1,
+        }
+    }
+    Ok((runs, others))
+}
+
+fn run(row: &Row) -> Option<Run> {
+    let model = match row.model_path.as_str() {
+        "meta-llama/Llama-3.1-70B" => "llama-3.1-70b",
+        "Qwen/Qwen3-32B" => "qwen3-32b",
+        "nvidia/Llama-3.1-8B-Instruct-FP8" => "llama-3.1-8b",
+        _ => return None,
+    };
+    let part = match row.system.as_str() {
+        "h100_sxm" => "H100-SXM-80GB",
+        "h200_sxm" => "H200-SXM-141GB",
+        "b200_sxm" => "B200-SXM",
+        _ => return None,
+    };
+    let dtype = match row.precision.as_str() {
+        "fp8" => DType::F8E4m3,
+        "bf16" => DType::Bf16,
+        _ => return None,
+    };
+    if row.mode != "agg" {
+        return None;
+    }
+    // InferenceMAX draws lengths evenly from 0.8 of the stated ones (RANDOM_RANGE_RATIO), without prefix
+    // caching.
+    let source = &row.silicon_data_source;
+    let inferencemax = source.contains("db-dump") || source.contains("2026-04-06.csv");
+    let lengths = |stated: u32| [if inferencemax { stated * 4 / 5 } else { stated }, stated];
+    Some(Run {
+        model: models::find(model).ok()?,
+        part,
+        engine: engines::find(&row.backend).ok()?,
+        dtype,
+        devices: row.tp_size? as u32,
+        clients: row.batch_size? as u32,
+        prompt: lengths(row.isl),
+        answer: lengths(row.osl),
+        ttft_s: row.silicon_ttft_ms / 1e3,
+        tpot_s: row.silicon_tpot_ms / 1e3,
+        without_reuse: inferencemax || source.contains("/1.0.0rc3/"),
+    })
+}
