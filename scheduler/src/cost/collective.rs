@@ -89,28 +89,88 @@ pub struct AllReduce {
     /// Rate of the measured interconnect divided by that of the actual link. It scales the time beyond that
     /// of the smallest message.
     pub slowdown: f64,
+    /// Time of each all-reduce beyond the measured interconnect's.
+    #[serde(default)]
+    pub latency: Seconds,
 }
 
-impl AllReduce {
-    /// All-reduces among `devices` of a part, over the measured class closest to its links: the scale-up link
-    /// if the catalog has one, otherwise the host's. `None` for one device, and for more than were measured.
-    pub fn of(part: &Part, devices: u32) -> Option<Self> {
-        if !(2..=DEVICES_MAX).contains(&devices) {
-            return None;
-        }
+/// The links between the devices of an instance.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Interconnect {
+    /// The measured class that is closest.
+    fabric: Fabric,
+    /// Rate in GB/s, as the class counts it.
+    gb_per_s: f64,
+    latency: Seconds,
+}
+
+/// Share of its bus that an all-reduce gets where devices cannot read each other's memory: every byte crosses
+/// the bus to the host's memory and back.
+const THROUGH_HOST: f64 = 0.5;
+
+impl Interconnect {
+    const fn new(fabric: Fabric, gb_per_s: f64) -> Self {
+        Interconnect { fabric, gb_per_s, latency: Seconds::ZERO }
+    }
+
+    /// The interconnects that have a name. `p2p`: devices read each other's memory over PCIe; `host`: they
+    /// send through the host's.
+    pub const NAMED: [(&str, Interconnect); 7] = [
+        ("nvlink3", Interconnect::new(Fabric::NvLink3, 600.0)),
+        ("nvlink4", Interconnect::new(Fabric::NvLink4, 900.0)),
+        ("nvlink5", Interconnect::new(Fabric::NvLink4, 1800.0)),
+        ("pcie4-p2p", Interconnect::new(Fabric::Pcie4, 32.0)),
+        ("pcie5-p2p", Interconnect::new(Fabric::Pcie5, 64.0)),
+        ("pcie4-host", Interconnect::new(Fabric::Pcie4, 32.0 * THROUGH_HOST)),
+        ("pcie5-host", Interconnect::new(Fabric::Pcie5, 64.0 * THROUGH_HOST)),
+    ];
+
+    /// Links of `gb_per_s` per device and direction, that add `latency` to each all-reduce.
+    pub fn of_rate(gb_per_s: f64, latency: Seconds) -> Self {
+        let both = 2.0 * gb_per_s;
+        let (fabric, gb_per_s) = match gb_per_s {
+            rate if rate < 48.0 => (Fabric::Pcie4, rate),
+            rate if rate < 150.0 => (Fabric::Pcie5, rate),
+            rate if rate < 375.0 => (Fabric::NvLink3, both),
+            _ => (Fabric::NvLink4, both),
+        };
+        Interconnect { fabric, gb_per_s, latency }
+    }
+
+    /// What the catalog tells of `devices` of a part: the scale-up link if there is one, otherwise the host's
+    /// bus, which cards for desktops cannot use to read each other's memory.
+    pub fn of(part: &Part, devices: u32) -> Self {
         // A bridge joins pairs; larger groups communicate over the host's bus.
         let peer = part.scale_up.filter(|link| devices == 2 || !link.name.contains("bridge"));
         let is_bus = |name: &str| name.starts_with("PCIe") || name == "host";
-        let (fabric, gb_per_s) = match (peer, part.host_link) {
+        let of_desktops = ["GeForce", "Radeon", "Intel Arc"].iter().any(|series| part.name.contains(series));
+        let share = if of_desktops { THROUGH_HOST } else { 1.0 };
+        match (peer, part.host_link) {
             (Some(link), _) if !is_bus(link.name) && link.gb_s > 0.0 => {
-                (if link.gb_s < 750.0 { Fabric::NvLink3 } else { Fabric::NvLink4 }, link.gb_s)
+                let fabric = if link.gb_s < 750.0 { Fabric::NvLink3 } else { Fabric::NvLink4 };
+                Interconnect::new(fabric, link.gb_s)
             }
             (_, Some(link)) if link.gb_s > 0.0 => {
-                (if link.gb_s < 48.0 { Fabric::Pcie4 } else { Fabric::Pcie5 }, link.gb_s)
+                let fabric = if link.gb_s < 48.0 { Fabric::Pcie4 } else { Fabric::Pcie5 };
+                Interconnect::new(fabric, link.gb_s * share)
             }
-            _ => (Fabric::Pcie4, Fabric::Pcie4.gb_per_s()),
-        };
-        Some(AllReduce { fabric, devices, slowdown: fabric.gb_per_s() / gb_per_s })
+            _ => Interconnect::new(Fabric::Pcie4, Fabric::Pcie4.gb_per_s() * share),
+        }
+    }
+
+    /// All-reduces among `devices`. `None` for one device, and for more than were measured.
+    pub fn all_reduce(self, devices: u32) -> Option<AllReduce> {
+        let Interconnect { fabric, gb_per_s, latency } = self;
+        let slowdown = fabric.gb_per_s() / gb_per_s;
+        (2..=DEVICES_MAX).contains(&devices).then_some(AllReduce { fabric, devices, slowdown, latency })
+    }
+}
+
+impl AllReduce {
+    /// All-reduces among `devices` of a part, as the catalog has its links. `None` for one device, and for
+    /// more than were measured.
+    pub fn of(part: &Part, devices: u32) -> Option<Self> {
+        Interconnect::of(part, devices).all_reduce(devices)
     }
 
     /// Time of the all-reduces in a step of `rows`: the partial sums of all rows after attention and after
@@ -130,7 +190,7 @@ impl AllReduce {
         let share = (devices / DEVICES[row]).log2();
         let (fewer, more) = (&rows[row], &rows[row + 1]);
         let time = |row: &[f64; BYTES.len()]| row[0] + (along(row, bytes.0) - row[0]) * self.slowdown;
-        Seconds(1e-6 * ((1.0 - share) * time(fewer) + share * time(more)))
+        Seconds(1e-6 * ((1.0 - share) * time(fewer) + share * time(more))) + self.latency
     }
 }
 
@@ -186,6 +246,16 @@ mod tests {
         let big = Bytes(64e6);
         assert!(among("V100-SXM2-32GB", 4).time(big) > among("A100-SXM-80GB", 4).time(big));
         assert!(among("B200-SXM", 8).time(big) < among("H100-SXM-80GB", 8).time(big));
+        // A desktop's cards send through the host; others of the same bus do not.
+        let rate = |id: &str| 1.0 / among(id, 2).slowdown;
+        assert_eq!((rate("RTX-4090"), rate("L40S")), (0.5, 1.0));
+        let named = |name: &str| Interconnect::NAMED.iter().find(|(known, _)| *known == name).unwrap().1;
+        assert_eq!(named("pcie4-p2p").all_reduce(2), AllReduce::of(part("L40S").unwrap(), 2));
+        assert_eq!(named("pcie4-host").all_reduce(2), AllReduce::of(part("RTX-4090").unwrap(), 2));
+        assert_eq!(named("nvlink4").all_reduce(8), AllReduce::of(part("H100-SXM-80GB").unwrap(), 8));
+        assert_eq!(Interconnect::of_rate(450.0, Seconds::ZERO), named("nvlink4"));
+        let late = Interconnect::of_rate(450.0, Seconds(1e-3)).all_reduce(8).unwrap();
+        assert!((late.time(big).0 - among("H100-SXM-80GB", 8).time(big).0 - 1e-3).abs() < 1e-9);
         assert!(AllReduce::of(part("L4").unwrap(), 1).is_none());
         assert!(AllReduce::of(part("L4").unwrap(), 16).is_none());
     }

@@ -10,7 +10,7 @@ mod profiled;
 mod shape;
 mod tables;
 
-pub use collective::{AllReduce, DEVICES_MAX, Fabric};
+pub use collective::{AllReduce, DEVICES_MAX, Fabric, Interconnect};
 pub use engine::EngineCost;
 pub use learn::{Corrections, MeasuredSteps};
 pub(crate) use learn::{FADES_AFTER, Learner};

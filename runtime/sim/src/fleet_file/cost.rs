@@ -7,10 +7,10 @@ use super::{FleetFileError, Model, ReadProfile, raw};
 use mixfleet_hal::DType;
 use mixfleet_hal::catalog::{self, Part};
 use mixfleet_hal::profile::{DeviceProfile, Evidence};
-use mixfleet_hal::units::Bytes;
+use mixfleet_hal::units::{Bytes, Seconds};
 use mixfleet_scheduler::cost::{
-    AllReduce, Coefficients, CostModel, DEVICES_MAX, DecodeCoefficients, ModelShape, PrefillCoefficients,
-    ProfileCost,
+    AllReduce, Coefficients, CostModel, DEVICES_MAX, DecodeCoefficients, Interconnect, ModelShape,
+    PrefillCoefficients, ProfileCost,
 };
 use mixfleet_scheduler::engines::KnownEngine;
 use std::path::Path;
@@ -119,7 +119,7 @@ impl Hardware {
         engine: &KnownEngine,
     ) -> Result<(CostModel, String), Refusal> {
         let Some(calibration) = pool.calibration else {
-            return self.predicted(pool.devices_per_instance, model, chunk_tokens, engine);
+            return self.predicted(pool, model, chunk_tokens, engine);
         };
         check(&calibration)?;
         if let raw::Calibration { prefill_s: Some(prefill_s), decode_s: Some(decode_s) } = calibration {
@@ -132,7 +132,7 @@ impl Hardware {
                 format!("lacks {missing}, and there is no device or profile to take it from"),
             ));
         }
-        let (rest, basis) = self.predicted(pool.devices_per_instance, model, chunk_tokens, engine)?;
+        let (rest, basis) = self.predicted(pool, model, chunk_tokens, engine)?;
         let fitted = fit(&rest);
         let cost = Coefficients {
             prefill_s: calibration.prefill_s.unwrap_or(fitted.prefill_s),
@@ -143,12 +143,13 @@ impl Hardware {
 
     fn predicted(
         &self,
-        devices: u32,
+        pool: &raw::RawPool,
         model: &Model,
         chunk_tokens: u32,
         known: &KnownEngine,
     ) -> Result<(CostModel, String), Refusal> {
-        let all_reduce = self.all_reduce(devices)?;
+        let devices = pool.devices_per_instance;
+        let all_reduce = self.all_reduce(pool)?;
         match &self.source {
             Source::Engine(engine) => of_engine(engine, devices, model, chunk_tokens, all_reduce),
             Source::Device { profile, basis } => {
@@ -169,7 +170,9 @@ impl Hardware {
         }
     }
 
-    fn all_reduce(&self, devices: u32) -> Result<Option<AllReduce>, Refusal> {
+    fn all_reduce(&self, pool: &raw::RawPool) -> Result<Option<AllReduce>, Refusal> {
+        let devices = pool.devices_per_instance;
+        let stated = pool.interconnect.as_ref().map(interconnect).transpose()?;
         if devices == 1 {
             return Ok(None);
         }
@@ -180,9 +183,28 @@ impl Hardware {
                 format!("is {devices}; the cost of sharing a model is known up to {DEVICES_MAX}"),
             ));
         }
-        let part =
-            self.part.ok_or_else(|| ("device", "is missing; it tells how several are linked".to_owned()))?;
-        Ok(AllReduce::of(part, devices))
+        let missing = "is missing; it tells how several are linked, unless interconnect does";
+        let links = stated.or_else(|| self.part.map(|part| Interconnect::of(part, devices)));
+        Ok(links.ok_or_else(|| ("device", missing.to_owned()))?.all_reduce(devices))
+    }
+}
+
+/// The links that a pool states.
+fn interconnect(raw: &raw::RawInterconnect) -> Result<Interconnect, Refusal> {
+    match raw {
+        raw::RawInterconnect::Named(name) => {
+            let found = Interconnect::NAMED.iter().find(|(known, _)| known.eq_ignore_ascii_case(name));
+            let names = Interconnect::NAMED.map(|(name, _)| name).join(", ");
+            let unknown = || format!("is '{name}'; known are {names}, and {{ gb_per_s, latency_s }}");
+            Ok(found.ok_or_else(|| ("interconnect", unknown()))?.1)
+        }
+        raw::RawInterconnect::Stated(link) => {
+            let is_rate = link.gb_per_s > 0.0 && link.latency_s >= 0.0;
+            let cause =
+                || "needs gb_per_s above 0, per device and direction, and latency_s of 0 or more".into();
+            let rated = is_rate.then(|| Interconnect::of_rate(link.gb_per_s, Seconds(link.latency_s)));
+            rated.ok_or_else(|| ("interconnect", cause()))
+        }
     }
 }
 

@@ -108,6 +108,7 @@ pub(super) struct RawPool {
     #[serde(default = "one")]
     pub(super) devices_per_instance: u32,
     pub(super) engine: Option<String>,
+    pub(super) interconnect: Option<RawInterconnect>,
     pub(super) pipeline_stages: Option<u32>,
     pub(super) pipeline_chunk_tokens: Option<u32>,
     pub(super) usd_per_hour: Option<f64>,
@@ -123,6 +124,22 @@ pub(super) struct RawPool {
     pub(super) max_batched_tokens: Option<u32>,
     pub(super) max_prefill_tokens_beside_decode: Option<u32>,
     pub(super) max_sequences: Option<u32>,
+}
+
+/// The links between an instance's devices: a name, or numbers.
+#[derive(Debug, Deserialize)]
+#[serde(untagged, expecting = "expected a name, or { gb_per_s = ..., latency_s = ... }")]
+pub(super) enum RawInterconnect {
+    Named(String),
+    Stated(StatedLink),
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct StatedLink {
+    pub(super) gb_per_s: f64,
+    #[serde(default)]
+    pub(super) latency_s: f64,
 }
 
 const fn one() -> u32 {

@@ -94,6 +94,29 @@ fn an_engine_sets_the_limits_and_the_times_of_its_pools() {
 }
 
 #[test]
+fn a_pool_may_say_how_its_devices_are_linked() {
+    let step = |keys: &str| {
+        let pool = format!("device = 'RTX-4090'\ndevices_per_instance = 2\n{keys}");
+        self::pool(&pool).map(|fleet| fleet.pools[0].cost.step_s(&[], 64, 64_000).0)
+    };
+    let [host, same, peer, slow, late] = [
+        "",
+        "interconnect = 'PCIe4-host'\n",
+        "interconnect = 'pcie4-p2p'\n",
+        "interconnect = { gb_per_s = 1.0 }\n",
+        "interconnect = { gb_per_s = 1.0, latency_s = 1e-3 }\n",
+    ]
+    .map(|keys| step(keys).unwrap());
+    assert_eq!(host, same);
+    assert!(peer < host && host < slow, "{peer} {host} {slow}");
+    // 32 layers with two all-reduces each.
+    assert!((late - slow - 64e-3).abs() < 1e-6, "{late} {slow}");
+    says(self::pool("device = 'L4'\ninterconnect = 'usb'\n"), &["interconnect: is 'usb'", "nvlink4"]);
+    says(self::pool("device = 'L4'\ninterconnect = { gb_per_s = 0.0 }\n"), &["gb_per_s"]);
+    says(self::pool("device = 'L4'\ninterconnect = 7\n"), &["expected a name"]);
+}
+
+#[test]
 fn the_example_works_as_it_stands() {
     let fleet = parse(EXAMPLE).unwrap();
     assert_eq!(fleet.model.name, "llama-3.1-70b");
