@@ -12,7 +12,7 @@ pub use predict::Predictor;
 pub use select::worth_measuring;
 
 use crate::units::{Bytes, BytesPerSecond, Flop, FlopPerSecond, Seconds};
-use crate::{DType, OpSig};
+use crate::{DType, OpSig, WeightFormat};
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
 
@@ -144,6 +144,9 @@ pub struct DeviceProfile {
     pub fingerprint: String,
     /// Best arithmetic rate, measured or claimed, per input dtype.
     pub compute: Vec<(DType, FlopPerSecond)>,
+    /// Arithmetic rate of products whose operands both have a quantised format that is no dtype, claimed.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub formats: Vec<(WeightFormat, FlopPerSecond)>,
     /// Best memory bandwidth, measured or claimed.
     pub bandwidth: BytesPerSecond,
     /// Memory available for weights and KV.
@@ -192,6 +195,7 @@ impl DeviceProfile {
             name: String::new(),
             fingerprint: String::new(),
             compute,
+            formats: Vec::new(),
             bandwidth,
             memory,
             launch: Seconds::ZERO,
@@ -231,6 +235,7 @@ impl DeviceProfile {
             name: self.name.clone(),
             fingerprint: self.fingerprint.clone(),
             compute: self.compute.clone(),
+            formats: self.formats.clone(),
             bandwidths: self.bandwidths.clone(),
             host_to_device: self.host_to_device.clone(),
             device_to_host: self.device_to_host.clone(),

@@ -65,12 +65,9 @@ impl Demand {
         }
     }
 
-    /// KV of one sequence of `tokens` tokens; a layer with a sliding window keeps only the window.
+    /// What one sequence of `tokens` tokens keeps.
     fn kv_bytes(&self, tokens: u32) -> f64 {
-        let shape = &self.shape;
-        let per_layer = 2 * u64::from(shape.kv_heads) * u64::from(shape.head_dim) * shape.kv.size_bytes();
-        let kept = shape.windows.iter().map(|window| u64::from(window.map_or(tokens, |w| w.min(tokens))));
-        (per_layer * kept.sum::<u64>()) as f64
+        self.shape.sequence_bytes(tokens) as f64
     }
 
     /// The numbers of devices 1, 2, 4, ... up to `devices_max`.

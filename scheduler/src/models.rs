@@ -1,20 +1,27 @@
 //! Shapes of well-known models, so that devices can be compared without a checkpoint.
-//!
-//! Dense models only: a [`ModelShape`] has no experts yet, and a mixture of experts counted as dense would be
-//! wrong by its ratio of all to active parameters. [`find`] reports the mixtures that it knows by name.
 
-use crate::cost::ModelShape;
-use mixfleet_hal::DType;
+mod dense;
+mod mixtures;
+
+use crate::cost::{Experts, LatentAttention, LinearAttention, ModelShape, ParameterCount};
 use mixfleet_hal::catalog::closest_names;
 use mixfleet_hal::units::Bytes;
+use mixfleet_hal::{DType, StoredAs, WeightFormat};
 
-/// A dense decoder-only transformer, with its published configuration.
+/// A decoder-only transformer, with its published configuration.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct KnownModel {
     /// The model's name, matched without regard to case.
     pub name: &'static str,
-    /// Published number of parameters, in billions.
+    /// The repository on Hugging Face whose `config.json` has these numbers.
+    pub repository: &'static str,
+    /// Number of parameters, in billions, as published or counted from the configuration by others.
     pub parameters_b: f64,
+    /// Published number of parameters that a token goes through, in billions. Publishers differ by whether
+    /// they count embeddings.
+    pub active_b: f64,
+    /// Longest sequence that the configuration allows, in tokens.
+    pub context: u32,
     /// Decoder layers.
     pub layers: u32,
     /// Length of the residual stream.
@@ -37,6 +44,12 @@ pub struct KnownModel {
     pub qkv_bias: bool,
     /// Whether q and k are normalised per head.
     pub qk_norm: bool,
+    /// Experts, if some layers have them instead of an MLP.
+    pub experts: Option<Experts>,
+    /// Latent attention, if layers have it.
+    pub latent: Option<LatentAttention>,
+    /// Linear attention, if some layers have it.
+    pub linear: Option<LinearAttention>,
 }
 
 /// Layers with a sliding window among layers without.
@@ -53,7 +66,10 @@ const fn dense(name: &'static str, parameters_b: f64, numbers: [u32; 7]) -> Know
     let [layers, hidden, intermediate, heads, kv_heads, head_dim, vocab] = numbers;
     KnownModel {
         name,
+        repository: "",
         parameters_b,
+        active_b: parameters_b,
+        context: 0,
         layers,
         hidden,
         intermediate,
@@ -65,10 +81,28 @@ const fn dense(name: &'static str, parameters_b: f64, numbers: [u32; 7]) -> Know
         tied_embeddings: false,
         qkv_bias: false,
         qk_norm: false,
+        experts: None,
+        latent: None,
+        linear: None,
     }
 }
 
 impl KnownModel {
+    const fn named(self, name: &'static str) -> Self {
+        KnownModel { name, ..self }
+    }
+    const fn of(self, repository: &'static str, context: u32) -> Self {
+        KnownModel { repository, context, ..self }
+    }
+    const fn experts(self, active_b: f64, experts: Experts) -> Self {
+        KnownModel { active_b, experts: Some(experts), ..self }
+    }
+    const fn latent(self, latent: LatentAttention) -> Self {
+        KnownModel { latent: Some(latent), ..self }
+    }
+    const fn linear(self, linear: LinearAttention) -> Self {
+        KnownModel { linear: Some(linear), ..self }
+    }
     const fn tied(self) -> Self {
         KnownModel { tied_embeddings: true, ..self }
     }
@@ -83,78 +117,35 @@ impl KnownModel {
     }
 }
 
-const MODELS: &[KnownModel] = &[
-    dense("llama-2-7b", 6.74, [32, 4096, 11008, 32, 32, 128, 32000]),
-    dense("llama-2-13b", 13.02, [40, 5120, 13824, 40, 40, 128, 32000]),
-    dense("llama-2-70b", 68.98, [80, 8192, 28672, 64, 8, 128, 32000]),
-    dense("llama-3.1-8b", 8.03, [32, 4096, 14336, 32, 8, 128, 128_256]),
-    dense("llama-3.1-70b", 70.55, [80, 8192, 28672, 64, 8, 128, 128_256]),
-    dense("llama-3.1-405b", 405.85, [126, 16384, 53248, 128, 8, 128, 128_256]),
-    dense("llama-3.2-1b", 1.24, [16, 2048, 8192, 32, 8, 64, 128_256]).tied(),
-    dense("llama-3.2-3b", 3.21, [28, 3072, 8192, 24, 8, 128, 128_256]).tied(),
-    dense("llama-3.3-70b", 70.55, [80, 8192, 28672, 64, 8, 128, 128_256]),
-    dense("mistral-7b", 7.25, [32, 4096, 14336, 32, 8, 128, 32768]),
-    dense("mistral-nemo-12b", 12.25, [40, 5120, 14336, 32, 8, 128, 131_072]),
-    dense("mistral-small-24b", 23.57, [40, 5120, 32768, 32, 8, 128, 131_072]),
-    dense("mistral-large-123b", 122.61, [88, 12288, 28672, 96, 8, 128, 32768]),
-    dense("qwen2.5-0.5b", 0.49, [24, 896, 4864, 14, 2, 64, 151_936]).tied().biased(),
-    dense("qwen2.5-1.5b", 1.54, [28, 1536, 8960, 12, 2, 128, 151_936]).tied().biased(),
-    dense("qwen2.5-3b", 3.09, [36, 2048, 11008, 16, 2, 128, 151_936]).tied().biased(),
-    dense("qwen2.5-7b", 7.62, [28, 3584, 18944, 28, 4, 128, 152_064]).biased(),
-    dense("qwen2.5-14b", 14.77, [48, 5120, 13824, 40, 8, 128, 152_064]).biased(),
-    dense("qwen2.5-32b", 32.76, [64, 5120, 27648, 40, 8, 128, 152_064]).biased(),
-    dense("qwen2.5-72b", 72.70, [80, 8192, 29568, 64, 8, 128, 152_064]).biased(),
-    dense("qwen3-0.6b", 0.60, [28, 1024, 3072, 16, 8, 128, 151_936]).tied().normed(),
-    dense("qwen3-1.7b", 1.72, [28, 2048, 6144, 16, 8, 128, 151_936]).tied().normed(),
-    dense("qwen3-4b", 4.02, [36, 2560, 9728, 32, 8, 128, 151_936]).tied().normed(),
-    dense("qwen3-8b", 8.19, [36, 4096, 12288, 32, 8, 128, 151_936]).normed(),
-    dense("qwen3-14b", 14.77, [40, 5120, 17408, 40, 8, 128, 151_936]).normed(),
-    dense("qwen3-32b", 32.76, [64, 5120, 25600, 64, 8, 128, 151_936]).normed(),
-    dense("gemma-3-12b", 11.77, [48, 3840, 15360, 16, 8, 256, 262_208]).tied().normed().windows(1024, 6),
-    dense("gemma-3-27b", 27.01, [62, 5376, 21504, 32, 16, 128, 262_208]).tied().normed().windows(1024, 6),
-    dense("phi-4", 14.66, [40, 5120, 17920, 40, 10, 128, 100_352]),
-];
-
-/// Names of mixtures of experts and hybrids, which are not supported.
-const NOT_DENSE: &[&str] = &[
-    "deepseek-r1",
-    "deepseek-v2-lite",
-    "deepseek-v3",
-    "deepseek-v3.2",
-    "glm-4.5",
-    "glm-4.5-air",
-    "glm-5",
-    "gpt-oss-120b",
-    "gpt-oss-20b",
-    "kimi-k2",
-    "llama-4-maverick",
-    "llama-4-scout",
-    "minimax-m2.5",
-    "mixtral-8x22b",
-    "mixtral-8x7b",
-    "qwen3-235b-a22b",
-    "qwen3-30b-a3b",
-    "qwen3-coder-480b-a35b",
-    "qwen3.5-35b-a3b",
-];
-
 /// Tokens per KV page of these shapes; it affects little but the cost of a page table.
 const PAGE_TOKENS: u32 = 16;
 
 impl KnownModel {
-    /// Number of parameters of the matrices.
-    pub fn parameters(&self) -> u64 {
-        matrix_parameters(&self.shape(DType::Bf16), self.tied_embeddings)
+    /// Counts the parameters of the matrices.
+    pub fn parameters(&self) -> ParameterCount {
+        self.shape(DType::Bf16).parameters(self.tied_embeddings)
     }
 
-    /// Memory for the weights in `weight`.
-    pub fn weight_bytes(&self, weight: DType) -> Bytes {
-        Bytes((self.parameters() * weight.size_bytes()) as f64)
+    /// Memory for the weights.
+    pub fn weight_bytes(&self, stored: StoredAs) -> Bytes {
+        self.shape_as(stored).weight_bytes(self.tied_embeddings)
     }
 
-    /// The model's shape with weights, activations and KV in `dtype`. Activations of 8-bit weights have 16
-    /// bits, but where products read them.
+    /// Whether every layer is attention of all heads and one MLP, which the runtime can run.
+    pub fn is_plain(&self) -> bool {
+        self.experts.is_none() && self.latent.is_none() && self.linear.is_none()
+    }
+
+    /// The model's shape with its weights stored so, and KV as is usual with them.
+    pub fn shape_as(&self, stored: StoredAs) -> ModelShape {
+        self.shape(stored.plain()).stored_as(stored.format()).with_kv(stored.kv())
+    }
+
+    /// The model's shape with weights, activations and KV in `dtype`; of 8-bit floats, only the matrices of
+    /// the layers and KV.
     pub fn shape(&self, dtype: DType) -> ModelShape {
+        let format = (dtype == DType::F8E4m3).then_some(WeightFormat::Fp8);
+        let plain = if format.is_some() { DType::Bf16 } else { dtype };
         let window = |layer: u32| {
             let Windows { tokens, period } = self.windows?;
             (!(layer + 1).is_multiple_of(period)).then_some(tokens)
@@ -167,38 +158,25 @@ impl KnownModel {
             head_dim: self.head_dim,
             vocab: self.vocab,
             windows: (0..self.layers).map(window).collect(),
-            weight: dtype,
-            activation: if dtype == DType::F8E4m3 { DType::Bf16 } else { dtype },
+            weight: plain,
+            activation: plain,
             kv: dtype,
             page_tokens: PAGE_TOKENS,
             qkv_bias: self.qkv_bias,
             o_bias: false,
             mlp_bias: false,
             qk_norm: self.qk_norm,
+            format,
+            experts: self.experts,
+            latent: self.latent,
+            linear: self.linear,
         }
     }
 }
 
-/// Number of parameters of a model's matrices; norms and biases are less than a thousandth of them.
-pub fn matrix_parameters(shape: &ModelShape, tied_embeddings: bool) -> u64 {
-    let [layers, hidden, intermediate, heads, kv_heads, head_dim, vocab] = [
-        shape.layers(),
-        shape.hidden,
-        shape.intermediate,
-        shape.heads,
-        shape.kv_heads,
-        shape.head_dim,
-        shape.vocab,
-    ]
-    .map(u64::from);
-    let attention = hidden * head_dim * (2 * heads + 2 * kv_heads);
-    let tables = if tied_embeddings { 1 } else { 2 };
-    layers * (attention + 3 * hidden * intermediate) + tables * vocab * hidden
-}
-
-/// All known models, by family and size.
-pub fn models() -> &'static [KnownModel] {
-    MODELS
+/// All known models, by family and size: dense ones, then mixtures of experts.
+pub fn models() -> impl Iterator<Item = &'static KnownModel> {
+    dense::MODELS.iter().chain(mixtures::MODELS)
 }
 
 /// The model of this name, without regard to case.
@@ -206,13 +184,13 @@ pub fn models() -> &'static [KnownModel] {
 /// # Errors
 /// [`UnknownModel`], with similar names.
 pub fn find(name: &str) -> Result<&'static KnownModel, UnknownModel> {
-    if let Some(model) = MODELS.iter().find(|model| model.name.eq_ignore_ascii_case(name)) {
+    if let Some(model) = models().find(|model| model.name.eq_ignore_ascii_case(name)) {
         return Ok(model);
     }
-    if NOT_DENSE.iter().any(|known| known.eq_ignore_ascii_case(name)) {
-        return Err(UnknownModel::NotDense(name.into()));
+    if let Some((name, why)) = mixtures::UNPRICED.iter().find(|(known, _)| known.eq_ignore_ascii_case(name)) {
+        return Err(UnknownModel::Unpriced { name, why });
     }
-    let closest = closest_names(name, MODELS.iter().map(|model| model.name));
+    let closest = closest_names(name, models().map(|model| model.name));
     if closest.is_empty() {
         return Err(UnknownModel::Nothing(name.into()));
     }
@@ -222,11 +200,14 @@ pub fn find(name: &str) -> Result<&'static KnownModel, UnknownModel> {
 /// Why a name has no shape.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum UnknownModel {
-    /// The model is known not to be a dense transformer.
-    #[error(
-        "'{0}' is no dense transformer (it has experts or other attention); costs are of dense ones so far"
-    )]
-    NotDense(String),
+    /// The model is known, and its attention has no cost yet.
+    #[error("the cost of '{name}' is not known: {why}")]
+    Unpriced {
+        /// Its name.
+        name: &'static str,
+        /// What is special about it.
+        why: &'static str,
+    },
     /// Other models have similar names.
     #[error("no model is called '{name}'; closest: {closest}")]
     Closest {
@@ -247,32 +228,57 @@ mod tests {
     #[test]
     fn parameters_are_the_published_ones() {
         for model in models() {
-            let counted = model.parameters() as f64 / 1e9;
-            assert!(
-                (counted / model.parameters_b - 1.0).abs() < 0.01,
-                "{}: {counted} against {}",
-                model.name,
-                model.parameters_b
-            );
+            let counted = model.parameters().resident() as f64 / 1e9;
+            let KnownModel { name, parameters_b, active_b, .. } = model;
+            assert!((counted / parameters_b - 1.0).abs() < 0.01, "{name}: {counted} against {parameters_b}");
+            // publishers leave out one embedding, or both, or round to a whole billion
+            let tables = model.parameters().tables as f64 / 1e9;
+            let active = model.parameters().active() as f64 / 1e9;
+            assert!((active - tables) * 0.95 < *active_b, "{name}: {active} against {active_b}");
+            assert!(active * 1.02 > *active_b, "{name}: {active} against {active_b}");
         }
-        assert!(models().len() >= 25);
+        assert!(models().count() >= 45);
     }
 
     #[test]
     fn names_are_found_in_any_case_and_others_explained() {
         assert_eq!(find("LLaMA-3.1-8B").unwrap().layers, 32);
-        assert!(matches!(find("Mixtral-8x7B"), Err(UnknownModel::NotDense(_))));
+        assert_eq!(find("Mixtral-8x7B").unwrap().experts.unwrap().count, 8);
+        assert!(find("GLM-5").unwrap_err().to_string().contains("by an index"));
         let error = find("llama3.1-8b").unwrap_err().to_string();
         assert!(error.contains("closest: llama-3.1-8b"), "{error}");
-        assert!(find("x").unwrap_err().to_string().contains("checkpoint directory"));
+        assert!(find("zz").unwrap_err().to_string().contains("checkpoint directory"));
+        let names: std::collections::HashSet<&str> = models().map(|model| model.name).collect();
+        assert_eq!(names.len(), models().count());
+        assert!(models().all(|model| model.context > 0 && model.repository.contains('/')));
     }
 
     #[test]
     fn shapes_have_the_published_kv_and_windows() {
         let kv = |name: &str| find(name).unwrap().shape(DType::Bf16).kv_bytes_per_token();
         assert_eq!([kv("llama-3.1-8b"), kv("llama-3.1-70b"), kv("qwen3-32b")], [131_072, 327_680, 262_144]);
+        assert_eq!([kv("deepseek-v3"), kv("kimi-k2"), kv("gpt-oss-120b")], [70_272, 70_272, 73_728]);
         let gemma = find("gemma-3-27b").unwrap().shape(DType::Bf16);
         let full = gemma.windows.iter().filter(|window| window.is_none()).count();
         assert_eq!((gemma.windows.len(), full), (62, 10));
+    }
+
+    /// A quarter of the layers keeps KV; the others keep 2 MiB of state and what a convolution remembers.
+    #[test]
+    fn linear_attention_keeps_a_state_and_no_kv() {
+        let shape = find("qwen3.5-35b-a3b").unwrap().shape(DType::Bf16);
+        assert_eq!(shape.kv_bytes_per_token(), 10 * 2 * 2 * 256 * 2);
+        assert_eq!(shape.state_bytes(), 30 * 4 * (32 * 128 * 128 + 3 * 8192));
+        assert_eq!(shape.sequence_bytes(1000), 1000 * shape.kv_bytes_per_token() + shape.state_bytes());
+    }
+
+    /// The files of gpt-oss-120b, whose experts are mxfp4 and whose rest is bf16, have 65.2 GB; those of
+    /// Llama-3.1-70B 141.1 GB, and in AWQ's int4 39.8 GB.
+    #[test]
+    fn weights_take_what_published_files_have() {
+        let gb = |name: &str, stored: &str| find(name).unwrap().weight_bytes(stored.parse().unwrap()).0 / 1e9;
+        assert!((gb("gpt-oss-120b", "mxfp4") / 65.2 - 1.0).abs() < 0.01, "{}", gb("gpt-oss-120b", "mxfp4"));
+        assert!((gb("llama-3.1-70b", "bf16") / 141.1 - 1.0).abs() < 0.01);
+        assert!((gb("llama-3.1-70b", "int4") / 39.8 - 1.0).abs() < 0.01, "{}", gb("llama-3.1-70b", "int4"));
     }
 }

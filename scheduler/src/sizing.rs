@@ -67,7 +67,7 @@ pub struct InstanceSize {
 
 /// Rows of tokens at which reading the weights takes as long as computing with them; none if unknown.
 fn even_rows(model: &ModelShape, room: &DeviceRoom) -> Option<f64> {
-    room.ridge.map(|ridge| ridge * model.weight.size_bytes() as f64 / 2.0)
+    room.ridge.map(|ridge| ridge * model.weight_bits() / 8.0 / 2.0)
 }
 
 /// Chooses the size of an instance of `model`, whose sequences have up to `context` tokens.

@@ -3,3 +3,4 @@
 mod collective_data;
 mod fleet_run;
 mod models_data;
+mod step3_data;

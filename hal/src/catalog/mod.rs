@@ -18,9 +18,9 @@ pub use law::{LAW_FILES, LawKind, MeasuredLaw};
 pub use names::closest_names;
 pub use reached::MeasuredEfficiency;
 
-use crate::DType;
 use crate::profile::{CopyCost, DeviceProfile, LinearSegment, Provenance};
 use crate::units::{Bytes, BytesPerSecond, FlopPerSecond, GB, Seconds};
+use crate::{DType, WeightFormat};
 use serde::Serialize;
 use std::sync::LazyLock;
 
@@ -221,8 +221,21 @@ impl Part {
                 remarks: vec![remark],
                 evidence: Vec::new(),
             },
+            formats: self.format_rates(),
             ..DeviceProfile::roof(compute, self.bandwidth(), self.memory_bytes())
         }
+    }
+
+    /// Returns the rates of products whose operands are both quantised, beyond fp8, which is a dtype: int8,
+    /// and either form of fp4. Nvfp4 is NVIDIA's own. Int4 weights are converted everywhere.
+    fn format_rates(&self) -> Vec<(WeightFormat, FlopPerSecond)> {
+        let nvfp4 = self.rates.fp4.filter(|_| self.vendor == "NVIDIA");
+        let known = [
+            (WeightFormat::Int8, self.rates.int8),
+            (WeightFormat::Mxfp4, self.rates.fp4),
+            (WeightFormat::Nvfp4, nvfp4),
+        ];
+        known.into_iter().filter_map(|(format, tera)| Some((format, FlopPerSecond(tera? * 1e12)))).collect()
     }
 
     /// Returns what was published about its kernels, as points that predict the rest.

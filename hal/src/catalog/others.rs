@@ -249,7 +249,7 @@ pub(super) const PARTS: &[Part] = &[
         vendor: "Huawei",
         kind: PartKind::Accelerator,
         year: 2023,
-        rates: Rates::f32(94.0).bf16(313.0).int8(640.0),
+        rates: Rates::f32(94.0).bf16(313.0).f16(313.0).int8(640.0),
         memory: memory("HBM2e", 64.0, 1600.0),
         power_w: Some(400.0),
         host_link: link("PCIe5x16", 64.0),

@@ -60,7 +60,7 @@ const DATASHEET_ERROR: f64 = 0.60;
 /// Parts without a law of some kind; those whose laws tell most about them, nearest first: the same
 /// architecture, then the same sort of memory; and how far these are likely to be off.
 const RELATIVES: &[(&[&str], &[&str], f64)] = &[
-    (&["A100-SXM-40GB", "A100-PCIe-80GB", "A30"], &["A100-SXM-80GB"], SAME),
+    (&["A100-SXM-40GB", "A100-PCIe-80GB", "A800-SXM-80GB", "A30"], &["A100-SXM-80GB"], SAME),
     (&["A40", "A10", "A10G", "RTX-A6000"], &["A100-SXM-80GB", "L40S"], ANOTHER),
     (&["RTX-3060-12GB", "RTX-3090", "RTX-3090-Ti"], &["A100-SXM-80GB", "RTX-4090"], ANOTHER),
     (&["L4", "L40", "L20", "RTX-6000-Ada"], &["L40S"], SAME),

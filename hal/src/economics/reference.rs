@@ -41,6 +41,7 @@ pub const REFERENCE_OFFERS: &[ReferenceOffer] = &[
     others("A100-SXM-40GB", 1.44, "2026-09-25"),
     others("A100-SXM-80GB", 1.49, "2026-11-09"),
     others("A100-PCIe-80GB", 1.37, "2026-05-24"),
+    estimate("A800-SXM-80GB", 0.75),
     others("A30", 0.41, "2026-05-24"),
     others("A40", 0.845, "2026-05-24"),
     others("A10", 1.195, "2026-09-25"),
@@ -54,6 +55,7 @@ pub const REFERENCE_OFFERS: &[ReferenceOffer] = &[
     others("H100-PCIe-80GB", 1.98, "2026-05-24"),
     others("H100-NVL-94GB", 2.285, "2026-05-24"),
     others("H200-SXM-141GB", 3.59, "2026-09-25"),
+    estimate("H800-SXM-80GB", 2.0),
     estimate("H20-96GB", 0.80),
     others("GH200-96GB", 2.14, "2026-09-25"),
     others("B200-SXM", 5.89, "2026-09-25"),
@@ -73,6 +75,7 @@ pub const REFERENCE_OFFERS: &[ReferenceOffer] = &[
     hyperscalers("TPU-v6e", 2.7, "2026-08-19"),
     hyperscalers("INF2", 0.758, "2026-07-20"),
     hyperscalers("TRN1", 1.344, "2026-07-20"),
+    estimate("ASCEND-910B", 0.67),
 ];
 
 /// Returns the built-in price of a part (case-insensitive id).

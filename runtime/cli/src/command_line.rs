@@ -3,6 +3,7 @@
 use crate::args::{DevicesArgs, GenerateArgs, ServeArgs, TopoArgs};
 use crate::compare::CompareArgs;
 use crate::explain::ExplainArgs;
+use crate::models::ModelsArgs;
 use crate::parts::PartsArgs;
 use crate::profile::ProfileArgs;
 use crate::replay::ReplayLogArgs;
@@ -35,6 +36,8 @@ pub(crate) enum CliCommand {
     Compare(CompareArgs),
     /// List the parts of the catalog
     Parts(PartsArgs),
+    /// List known models: parameters, KV, weights by dtype, sources
+    Models(ModelsArgs),
     /// Analyse a request trace, or generate one
     Trace(TraceArgs),
     /// Simulate a trace on a fleet: latencies, hits, cost
@@ -67,7 +70,7 @@ mod tests {
     /// Checks at the width that clap uses without a terminal.
     #[test]
     fn help_fits_a_screen() {
-        let mut names = vec!["serve", "generate", "profile", "compare", "parts", "explain"];
+        let mut names = vec!["serve", "generate", "profile", "compare", "parts", "models", "explain"];
         if cfg!(feature = "fleet") {
             names.extend(["router", "worker", "fleet"]);
         }

@@ -10,12 +10,14 @@ use crate::prices;
 use anyhow::{Context, Result};
 use clap::Args;
 use devices::Compared;
+use mixfleet_hal::catalog::{self, Part};
 use mixfleet_hal::economics::{Pick, Selection};
-use mixfleet_hal::units::Bytes;
+use mixfleet_hal::{DType, StoredAs};
 use mixfleet_runtime::model::ModelConfig;
 use mixfleet_scheduler::classes::{Classified, Demand, PricedDevice, classify};
+use mixfleet_scheduler::cost::ModelShape;
 use mixfleet_scheduler::engines::{self, KnownEngine};
-use mixfleet_scheduler::models::{find, matrix_parameters};
+use mixfleet_scheduler::models::find;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -30,6 +32,13 @@ pub(crate) struct CompareArgs {
     /// A known model (llama-3.1-8b) or a checkpoint directory
     #[arg(long, value_name = "NAME|DIR")]
     model: String,
+    /// How the model's weights are stored: f32, bf16, f16, fp8, int8, int4, mxfp4 or nvfp4 [default:
+    /// bf16, or what the checkpoint has]
+    #[arg(long, value_name = "DTYPE")]
+    dtype: Option<StoredAs>,
+    /// Dtype of the KV: f32, bf16, f16 or fp8 [default: DTYPE, else bf16]
+    #[arg(long, value_name = "DTYPE")]
+    kv_dtype: Option<DType>,
     /// Offers that replace the built-in prices; columns device_id, price_hourly, ...
     /// (docs/comparing-parts.md)
     #[arg(long, value_name = "CSV")]
@@ -138,6 +147,8 @@ pub(crate) struct Comparison {
     pub(crate) devices: Vec<Compared>,
     /// In the order of `devices`.
     pub(crate) classified: Vec<Classified>,
+    /// Parts of the catalog that are not compared for want of an offer, if none were named.
+    pub(crate) without_offer: Vec<&'static str>,
     /// Input that has no effect, or looks wrong.
     pub(crate) warnings: Vec<String>,
 }
@@ -162,7 +173,7 @@ fn compare(args: &CompareArgs) -> Result<Comparison> {
         batch_max: args.batch,
         devices_max: args.devices,
         engine: args.engine.cost,
-        ..model_demand(&args.model)?
+        ..model_demand(args)?
     };
     let list = args.prices.as_deref().map(prices::read).transpose()?.unwrap_or_default();
     let pick = if args.least { Pick::Least } else { Pick::Median };
@@ -176,21 +187,34 @@ fn compare(args: &CompareArgs) -> Result<Comparison> {
     let names: Vec<&str> = devices.iter().map(|device| device.name.as_str()).collect();
     let mut warnings = list.warnings(&names);
     warnings.extend(devices.iter().filter_map(Compared::misnamed));
-    Ok(Comparison { model: args.model.clone(), demand, basis, devices, classified, warnings })
+    let left_out = |part: &&Part| devices.iter().all(|device| device.name != part.id);
+    let without_offer = match args.parts.is_empty() {
+        true => catalog::parts().iter().filter(left_out).map(|part| part.id).collect(),
+        false => Vec::new(),
+    };
+    let model = args.model.clone();
+    Ok(Comparison { model, demand, basis, devices, classified, without_offer, warnings })
 }
 
 /// The demand of a known model, or of the shape in a directory's `config.json`.
-fn model_demand(name: &str) -> Result<Demand> {
-    let directory = Path::new(name);
-    if !directory.is_dir() {
-        let model = find(name).map_err(|error| Usage(format!("--model: {error}")))?;
-        let dtype = mixfleet_hal::DType::Bf16;
-        return Ok(Demand::new(model.shape(dtype), model.weight_bytes(dtype)));
+fn model_demand(args: &CompareArgs) -> Result<Demand> {
+    let directory = Path::new(&args.model);
+    let (shape, tied_embeddings) = if directory.is_dir() {
+        let config = ModelConfig::open(directory)
+            .with_context(|| format!("cannot read the model's shape in {}", directory.display()))?;
+        let stored = args.dtype.unwrap_or(StoredAs::Plain(config.dtype));
+        let shape = config.cost_shape(stored.plain(), stored.kv(), PAGE_TOKENS);
+        let weight = stored.plain();
+        (ModelShape { weight, ..shape.stored_as(stored.format()) }, config.tied_embeddings)
+    } else {
+        let model = find(&args.model).map_err(|error| Usage(format!("--model: {error}")))?;
+        (model.shape_as(args.dtype.unwrap_or(StoredAs::Plain(DType::Bf16))), model.tied_embeddings)
+    };
+    let kv = args.kv_dtype.unwrap_or(shape.kv);
+    if kv == DType::U32 {
+        return Err(Usage("--kv-dtype: KV is in f32, bf16, f16 or fp8".into()).into());
     }
-    let config = ModelConfig::open(directory)
-        .with_context(|| format!("cannot read the model's shape in {}", directory.display()))?;
-    let shape = config.cost_shape(config.dtype, config.dtype, PAGE_TOKENS);
-    let parameters = matrix_parameters(&shape, config.tied_embeddings);
-    let weights = Bytes((parameters * config.dtype.size_bytes()) as f64);
+    let shape = shape.with_kv(kv);
+    let weights = shape.weight_bytes(tied_embeddings);
     Ok(Demand::new(shape, weights))
 }

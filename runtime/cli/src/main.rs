@@ -23,6 +23,7 @@ mod fleet;
 mod generate;
 mod links;
 mod model;
+mod models;
 mod numbers;
 mod parts;
 mod prices;
@@ -92,6 +93,7 @@ fn run(cli: Cli, settings: &settings::ServeSettings) -> anyhow::Result<()> {
         CliCommand::Validate(args) => validate::run(&args),
         CliCommand::Compare(args) => compare::run(&args),
         CliCommand::Parts(args) => parts::run(&args),
+        CliCommand::Models(args) => models::run(&args),
         CliCommand::Trace(args) => trace::run(&args),
         CliCommand::Simulate(args) => simulate::run(&args),
         CliCommand::Serve(args) => serve::run(args, settings),

@@ -21,7 +21,10 @@ pub(crate) fn run(args: &PartsArgs) -> Result<()> {
         writeln!(out, "{:#}", json!({"schema": "mixfleet.parts/1", "parts": parts}))?;
         return Ok(());
     }
-    writeln!(out, "vendors' claims: dense, accumulated in f32; $/h: built-in, see 'mixfleet compare'")?;
+    writeln!(
+        out,
+        "vendors' claims: dense, accumulated in f32; $/h: built-in ('-': no offer known), see 'mixfleet compare'"
+    )?;
     writeln!(
         out,
         "A: sources agree; B: most agree, or it follows from cores and clock; C: one source, or they disagree"

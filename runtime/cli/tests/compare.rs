@@ -113,7 +113,9 @@ fn offers_from_a_file_replace_built_in_prices_and_mistakes_name_the_line() {
 #[test]
 fn mistakes_on_the_command_line_are_usage_errors_with_a_hint() {
     for (arguments, hint) in [
-        (&["--model", "mixtral-8x7b", "L4"][..], "no dense transformer"),
+        (&["--model", "glm-5", "L4"][..], "chooses keys by an index"),
+        (&["--model", "qwen3-8b", "L4", "--dtype", "int3"], "known: f32"),
+        (&["--model", "qwen3-8b", "L4", "--kv-dtype", "u32"], "KV is in f32"),
         (&["--model", "lama-3.1-8b", "L4"], "closest: llama-3.1-8b"),
         (&["--model", "qwen3-8b", "rtx4099"], "closest: RTX-4090"),
         (&["--model", "qwen3-8b", "L4", "--usd-per-hour", "L40=1"], "compared are L4"),
@@ -136,6 +138,10 @@ fn without_parts_all_priced_ones_are_compared_and_one_without_a_price_is_shown()
     let text = mixfleet(&["compare", "--model", "llama-3.1-8b"]).stdout;
     let text = String::from_utf8(text).expect("UTF-8");
     assert!(text.contains("parts are cheapest at nothing; to see"), "{text}");
+    assert!(text.contains("not compared, since no offer is known"), "{text}");
+    let without: Vec<&str> =
+        all["without_offer"].as_array().expect("ids").iter().filter_map(Value::as_str).collect();
+    assert!(["L20", "MI355X", "GAUDI3"].iter().all(|id| without.contains(id)), "{without:?}");
     let unpriced = json(&["compare", "--json", "--model", "llama-3.1-8b", "gaudi3", "L4"]);
     let gaudi = device(&unpriced, "GAUDI3");
     assert_eq!((&gaudi["price"], &gaudi["class"]), (&Value::Null, &Value::Null));
@@ -169,4 +175,54 @@ fn the_catalog_is_listed_with_sources() {
     let text = String::from_utf8(mixfleet(&["parts"]).stdout).expect("UTF-8");
     assert!(text.contains("RTX-4090") && text.lines().count() > 60);
     assert!(text.contains("C: one source"), "{text}");
+}
+
+/// The formats of weights and KV reach what is compared: bytes, batches that fit, and time.
+#[test]
+fn a_mixture_is_compared_in_every_format() {
+    let compare = |more: &[&str]| {
+        let common = ["compare", "--json", "--model", "qwen3-30b-a3b", "H100-SXM-80GB", "L4"];
+        json(&[&common[..], more].concat())
+    };
+    let decode = |document: &Value| {
+        job(device(document, "H100-SXM-80GB"), "decode")["device_seconds_per_unit"].as_f64().expect("seconds")
+    };
+    let wide = compare(&[]);
+    assert_eq!(
+        (&wide["model"]["dtype"], &wide["model"]["kv_bytes_per_token"]),
+        (&"bf16".into(), &98_304.into())
+    );
+    let (mut bytes, mut seconds) = (wide["model"]["weight_bytes"].as_f64().expect("bytes"), decode(&wide));
+    for dtype in ["fp8", "nvfp4", "mxfp4", "int4"] {
+        let document = compare(&["--dtype", dtype, "--kv-dtype", "bf16"]);
+        assert_eq!(document["model"]["dtype"], dtype);
+        let (less, faster) = (document["model"]["weight_bytes"].as_f64().expect("bytes"), decode(&document));
+        assert!(less < bytes && faster < seconds * 1.02, "{dtype}: {less} {faster} after {bytes} {seconds}");
+        (bytes, seconds) = (less, faster);
+    }
+    assert_eq!(compare(&["--dtype", "fp8"])["model"]["kv_dtype"], "f8e4m3");
+    let narrow = compare(&["--dtype", "int4", "--kv-dtype", "fp8"]);
+    assert_eq!(narrow["model"]["kv_bytes_per_token"], 49_152);
+    assert!(decode(&narrow) < seconds);
+}
+
+#[test]
+fn models_are_listed_with_sources_and_one_is_described() {
+    let document = json(&["models", "--json"]);
+    assert_eq!(document["schema"], "mixfleet.models/1");
+    let models = document["models"].as_array().expect("models");
+    assert!(models.len() >= 45);
+    assert!(models.iter().all(|model| model["source"].as_str().is_some_and(|text| text.contains('/'))));
+    let one = json(&["models", "DeepSeek-V3", "--json"]);
+    let one = &one["models"][0];
+    assert_eq!(one["kv_bytes_per_token"]["bf16"], 70_272);
+    let resident = one["parameters"]["resident"].as_f64().expect("a number");
+    assert!((resident / 671e9 - 1.0).abs() < 0.005, "{resident}");
+    let text = String::from_utf8(mixfleet(&["models", "deepseek-v3"]).stdout).expect("UTF-8");
+    assert!(text.contains("8 of 256 experts of 2048") && text.contains("KV rank 512"), "{text}");
+    let list = String::from_utf8(mixfleet(&["models"]).stdout).expect("UTF-8");
+    assert_eq!(list.lines().count(), models.len() + 2);
+    let output = mixfleet(&["models", "deepseek-v33"]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("deepseek-v3"));
 }

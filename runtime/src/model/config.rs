@@ -78,6 +78,10 @@ impl ModelConfig {
             o_bias: self.o_bias,
             mlp_bias: self.mlp_bias,
             qk_norm: self.qk_norm,
+            format: None,
+            experts: None,
+            latent: None,
+            linear: None,
         }
     }
 }

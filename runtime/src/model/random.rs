@@ -75,6 +75,10 @@ impl RandomCheckpoint {
             let problem = "layers with and without a sliding window in turn are not supported";
             return Err(Error::file(Path::new(model.name), problem));
         }
+        if !model.is_plain() {
+            let problem = "experts, latent attention and linear attention are not supported";
+            return Err(Error::file(Path::new(model.name), problem));
+        }
         let (model_type, architecture) = match (model.qk_norm, model.qkv_bias) {
             (true, _) => ("qwen3", "Qwen3ForCausalLM"),
             (_, true) => ("qwen2", "Qwen2ForCausalLM"),

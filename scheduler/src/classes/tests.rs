@@ -1,11 +1,13 @@
 use super::*;
 use crate::models;
+use mixfleet_hal::StoredAs;
 use mixfleet_hal::catalog::{self, Part};
 use proptest::prelude::*;
 
 fn demand(model: &str) -> Demand {
     let model = models::find(model).unwrap();
-    Demand::new(model.shape(DType::Bf16), model.weight_bytes(DType::Bf16))
+    let stored = StoredAs::Plain(DType::Bf16);
+    Demand::new(model.shape_as(stored), model.weight_bytes(stored))
 }
 
 fn part(id: &str) -> &'static Part {

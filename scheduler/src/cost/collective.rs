@@ -174,11 +174,23 @@ impl AllReduce {
     }
 
     /// Time of the all-reduces in a step of `rows`: the partial sums of all rows after attention and after
-    /// the MLP of each layer. Sums of 8-bit products are sent in 16 bits.
+    /// the MLP of each layer. Sums of 8-bit products are sent in 16 bits. Where devices have whole experts,
+    /// every row goes to its experts' devices and back instead, once for each layer with experts.
     pub fn of_step(&self, shape: &ModelShape, rows: u32) -> Seconds {
+        if shape.spread() > 1 {
+            let [_, mixed] = shape.mlp_layers();
+            return self.exchange(shape.exchanged_bytes(rows)) * (2.0 * f64::from(mixed));
+        }
         let elements = u64::from(rows) * u64::from(shape.hidden);
         let bytes = elements * shape.activation.size_bytes().max(2);
         self.time(Bytes(bytes as f64)) * (2.0 * f64::from(shape.layers()))
+    }
+
+    /// Time of an all-to-all in which each device sends `bytes` to the others: that of the all-reduce in
+    /// which it sends as much, `2 (devices - 1) / devices` of what is summed.
+    fn exchange(&self, bytes: f64) -> Seconds {
+        let devices = f64::from(self.devices);
+        self.time(Bytes(bytes * devices / (2.0 * (devices - 1.0).max(1.0))))
     }
 
     /// Time to sum `bytes` over all devices: interpolated between the measured sizes in log space, beyond

@@ -3,18 +3,27 @@
 mod collective;
 mod engine;
 mod knots;
+mod latent;
 mod learn;
+mod linear;
 mod link;
+mod mixture;
+mod parameters;
 mod pipeline;
 mod profiled;
 mod shape;
+mod stored;
 mod tables;
 
 pub use collective::{AllReduce, DEVICES_MAX, Fabric, Interconnect};
 pub use engine::EngineCost;
+pub use latent::LatentAttention;
 pub use learn::{Corrections, MeasuredSteps};
 pub(crate) use learn::{FADES_AFTER, Learner};
+pub use linear::LinearAttention;
 pub use link::LinkCost;
+pub use mixture::Experts;
+pub use parameters::ParameterCount;
 pub use pipeline::PipelineCost;
 pub use profiled::ProfileCost;
 pub use shape::{ModelShape, OpCounts};

@@ -1,5 +1,8 @@
 //! Predicts a model's time on a profiled device, operation by operation.
 
+use super::mixture::{share, share_keys};
+use super::shape::LayerWork;
+use super::stored::stored_time;
 use super::tables::{Grid, StepParts, StepTables};
 use super::{AllReduce, EngineCost, ModelShape, OpCounts, Prefill, knots};
 use mixfleet_hal::OpSig;
@@ -20,7 +23,9 @@ pub struct ProfileCost {
     /// the weights again.
     pub chunk_tokens: u32,
     /// Tensor parallelism: the devices share the model and sum activations twice per layer. Gathering the
-    /// logits is not counted. `None` for one device.
+    /// logits is not counted. `None` for one device. Where the shape divides whole experts over as many
+    /// devices, they exchange rows in their place, and each computes an even share of the rows and of the
+    /// attention.
     #[serde(default)]
     pub all_reduce: Option<AllReduce>,
     /// What the engine adds to the kernels.
@@ -36,11 +41,14 @@ const CONTEXT_MAX: u32 = 131_072;
 impl ProfileCost {
     /// Time of a mixed step; see [`super::CostModel::step_s`].
     pub(super) fn step_s(&self, parts: &[Prefill], batch: u32, kv_tokens: u64) -> Seconds {
-        let ops = self.own_shape().engine_ops(self.engine.fused, parts, batch, kv_tokens);
         let each = |sig: &OpSig| self.of(sig, self.profile.time(sig));
+        let shape = self.own_shape();
         let rows = parts.iter().map(|part| part.tokens).sum::<u32>() + batch;
         let drawn = to_u32(parts.iter().filter(|part| part.last).count()) + batch;
-        self.profile.launch + sum(&ops, each) + self.all_reduces(rows) + self.draws(drawn)
+        self.profile.launch
+            + self.dense_s(&shape, rows, &each)
+            + self.head_s(&shape, drawn, rows, &each)
+            + self.attention_s(&shape, parts, batch, kv_tokens, &each)
     }
 
     /// The time of an operation in a step, from that of its kernel.
@@ -52,6 +60,42 @@ impl ProfileCost {
     /// What the engine adds for `rows` sequences that draw a token.
     fn draws(&self, rows: u32) -> Seconds {
         Seconds(self.engine.per_sequence_s * f64::from(rows))
+    }
+
+    /// Time of everything that is done row by row, and of what the devices then exchange.
+    fn dense_s(&self, shape: &ModelShape, rows: u32, each: &impl Fn(&OpSig) -> Seconds) -> Seconds {
+        let work = shape.dense_ops(share(rows, shape.spread()), self.engine.fused);
+        self.work_s(&work, each) + self.all_reduces(rows)
+    }
+
+    fn head_s(
+        &self,
+        shape: &ModelShape,
+        drawn: u32,
+        rows: u32,
+        each: &impl Fn(&OpSig) -> Seconds,
+    ) -> Seconds {
+        let spread = shape.spread();
+        sum(&shape.head_ops(share(drawn, spread), share(rows, spread)), each) + self.draws(drawn)
+    }
+
+    fn attention_s(
+        &self,
+        shape: &ModelShape,
+        parts: &[Prefill],
+        batch: u32,
+        kv_tokens: u64,
+        each: &impl Fn(&OpSig) -> Seconds,
+    ) -> Seconds {
+        let spread = shape.spread();
+        let prompts = self.work_s(&shape.attention_ops(parts, 0, 0), each) / f64::from(spread);
+        let keys = share_keys(kv_tokens, batch, spread);
+        prompts + self.work_s(&shape.attention_ops(&[], share(batch, spread), keys), each)
+    }
+
+    fn work_s(&self, work: &LayerWork, each: &impl Fn(&OpSig) -> Seconds) -> Seconds {
+        let stored = |sig: &OpSig| stored_time(&self.profile, self.shape.format, sig, each);
+        sum(&work.plain, each) + sum(&work.stored, stored)
     }
 
     /// The part of the model on each device.
@@ -70,14 +114,14 @@ impl ProfileCost {
         let each = |sig: &OpSig| self.of(sig, predictor.time(sig));
         let shape = self.own_shape();
         let chunk_tokens = self.chunk_tokens.max(1);
-        let dense =
-            |rows: u32| (sum(&shape.dense_ops(rows, self.engine.fused), each) + self.all_reduces(rows)).0;
-        let head = |rows: u32| (sum(&shape.head_ops(rows, rows), each) + self.draws(rows)).0;
+        let dense = |rows: u32| self.dense_s(&shape, rows, &each).0;
+        let head = |rows: u32| self.head_s(&shape, rows, rows, &each).0;
         let prefill = |tokens: u32, context: u32| {
-            sum(&shape.attention_ops(&[Prefill { context, tokens, last: false }], 0, 0), each).0
+            self.attention_s(&shape, &[Prefill { context, tokens, last: false }], 0, 0, &each).0
         };
         let decode = |sequences: u32, context: u32| {
-            sum(&shape.attention_ops(&[], sequences, u64::from(sequences) * u64::from(context)), each).0
+            let keys = u64::from(sequences) * u64::from(context);
+            self.attention_s(&shape, &[], sequences, keys, &each).0
         };
         let contexts = knots::geometric(CONTEXT_MAX, 4);
         let with_none: Vec<u32> = std::iter::once(0).chain(contexts.iter().copied()).collect();

@@ -1,8 +1,8 @@
 //! A model's shape, and the operations of a step.
 
-use super::Prefill;
+use super::{Experts, LatentAttention, LinearAttention, Prefill};
 use mixfleet_hal::cast::to_u32;
-use mixfleet_hal::{DType, KvShape, OpSig, Scalar};
+use mixfleet_hal::{DType, KvShape, OpSig, Scalar, StoredAs, WeightFormat};
 use serde::{Deserialize, Serialize};
 
 /// The properties of a decoder-only transformer that determine its cost.
@@ -15,7 +15,7 @@ pub struct ModelShape {
     pub intermediate: u32,
     /// Query heads.
     pub heads: u32,
-    /// KV heads; divides `heads`.
+    /// KV heads; divides `heads`. Has no meaning with latent attention.
     pub kv_heads: u32,
     /// Length of a head.
     pub head_dim: u32,
@@ -43,6 +43,18 @@ pub struct ModelShape {
     /// Whether q and k are normalised per head before rope (Qwen3).
     #[serde(default)]
     pub qk_norm: bool,
+    /// The format of the layers' matrices, if they are not stored in `weight`.
+    #[serde(default)]
+    pub format: Option<WeightFormat>,
+    /// Experts, if some layers have them instead of an MLP.
+    #[serde(default)]
+    pub experts: Option<Experts>,
+    /// The lengths of latent attention, if that is what layers have.
+    #[serde(default)]
+    pub latent: Option<LatentAttention>,
+    /// Linear attention, if some layers have it.
+    #[serde(default)]
+    pub linear: Option<LinearAttention>,
 }
 
 /// The epsilon of norms, which affects no cost.
@@ -50,6 +62,26 @@ const EPS: Scalar = Scalar(1e-6);
 
 /// Operations of one step and how often each runs; equal ones are merged.
 pub type OpCounts = Vec<(OpSig, u64)>;
+
+/// Operations of the layers, apart by what their weights are stored in.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct LayerWork {
+    /// Operations whose weights, if any, are stored in their own dtype.
+    pub(super) plain: OpCounts,
+    /// Matrix products whose weights are stored in the model's format, if it has one.
+    pub(super) stored: OpCounts,
+    /// Whether the engine joins projections of the same rows into one product.
+    pub(super) fused: bool,
+}
+
+impl LayerWork {
+    /// All operations in one list.
+    fn merged(self) -> OpCounts {
+        let mut ops = self.plain;
+        self.stored.into_iter().for_each(|(sig, count)| push(&mut ops, sig, count));
+        ops
+    }
+}
 
 impl ModelShape {
     /// Number of decoder layers.
@@ -60,13 +92,55 @@ impl ModelShape {
     /// Its KV.
     pub fn kv_shape(&self) -> KvShape {
         let ModelShape { kv_heads, head_dim, page_tokens, kv: dtype, .. } = *self;
-        KvShape { kv_heads, head_dim, page_tokens, dtype }
+        self.latent
+            .map_or(KvShape { kv_heads, head_dim, page_tokens, dtype }, |latent| self.latent_kv(&latent))
     }
 
-    /// KV bytes of one token over all layers: K and V.
+    /// KV bytes of one token in one layer that keeps KV.
+    fn kv_bytes_per_layer(&self) -> u64 {
+        let elements = match &self.latent {
+            Some(latent) => u64::from(latent.stored()),
+            None => 2 * u64::from(self.kv_heads) * u64::from(self.head_dim),
+        };
+        elements * self.kv.size_bytes()
+    }
+
+    /// KV bytes of one token over all layers that keep KV.
     pub fn kv_bytes_per_token(&self) -> u64 {
-        let elements = u64::from(self.kv_heads) * u64::from(self.head_dim);
-        2 * u64::from(self.layers()) * elements * self.kv.size_bytes()
+        u64::from(self.full_layers()) * self.kv_bytes_per_layer()
+    }
+
+    /// Bytes that a sequence of `tokens` tokens keeps; a layer with a sliding window keeps only the window.
+    pub fn sequence_bytes(&self, tokens: u32) -> u64 {
+        let kept = |(window, layers): (Option<u32>, u64)| {
+            layers * u64::from(window.map_or(tokens, |window| window.min(tokens)))
+        };
+        let tokens: u64 = self.window_groups().into_iter().map(kept).sum();
+        tokens * self.kv_bytes_per_layer() + self.state_bytes()
+    }
+
+    /// Copies of the KV among `devices` that share the model: a device has at least one KV head, all heads
+    /// share the latents, and with whole experts on each device the sequences are divided.
+    pub fn kv_copies(&self, devices: u32) -> f64 {
+        if self.spread() > 1 {
+            return 1.0;
+        }
+        (f64::from(devices) / f64::from(self.kv_shape().kv_heads)).max(1.0)
+    }
+
+    /// The same model with its layers' matrices in a format.
+    pub fn stored_as(self, format: Option<WeightFormat>) -> Self {
+        ModelShape { format, ..self }
+    }
+
+    /// How its layers' matrices are stored.
+    pub fn stored(&self) -> StoredAs {
+        self.format.map_or(StoredAs::Plain(self.weight), StoredAs::Quantised)
+    }
+
+    /// The same model with K and V in `kv`.
+    pub fn with_kv(self, kv: DType) -> Self {
+        ModelShape { kv, ..self }
     }
 
     /// Bytes that the activations of a step of up to `tokens` tokens and `sequences` sequences take, as the
@@ -96,43 +170,59 @@ impl ModelShape {
     /// Operations of a mixed step: chunks of prompts and one token for each of `batch` sequences with
     /// `kv_tokens` keys in total. All rows go through the dense operations together.
     pub fn step_ops(&self, parts: &[Prefill], batch: u32, kv_tokens: u64) -> OpCounts {
-        self.engine_ops(false, parts, batch, kv_tokens)
-    }
-
-    /// [`ModelShape::step_ops`] in an engine that may fuse projections of the same rows into one product.
-    pub(super) fn engine_ops(&self, fused: bool, parts: &[Prefill], batch: u32, kv_tokens: u64) -> OpCounts {
         let rows = parts.iter().map(|part| part.tokens).sum::<u32>() + batch;
         let drawn = to_u32(parts.iter().filter(|part| part.last).count()) + batch;
-        let mut ops = self.dense_ops(rows, fused);
-        for (sig, count) in
-            self.head_ops(drawn, rows).into_iter().chain(self.attention_ops(parts, batch, kv_tokens))
-        {
+        let mut ops = self.dense_ops(rows, false).merged();
+        let attention = self.attention_ops(parts, batch, kv_tokens).merged();
+        for (sig, count) in self.head_ops(drawn, rows).into_iter().chain(attention) {
             push(&mut ops, sig, count);
         }
         ops
     }
 
     /// The attention operations of a mixed step.
-    pub(super) fn attention_ops(&self, parts: &[Prefill], batch: u32, kv_tokens: u64) -> OpCounts {
-        let mut ops = Vec::new();
+    pub(super) fn attention_ops(&self, parts: &[Prefill], batch: u32, kv_tokens: u64) -> LayerWork {
+        let mut work = LayerWork::default();
         if !parts.is_empty() {
-            self.prefill_attention(&mut ops, parts);
+            match &self.latent {
+                Some(latent) => self.latent_prefill(&mut work, latent, parts),
+                None => self.prefill_attention(&mut work.plain, parts),
+            }
+            if let Some(linear) = &self.linear {
+                self.linear_prefill(&mut work, linear, parts);
+            }
         }
         if batch > 0 {
-            self.decode_attention(&mut ops, batch, kv_tokens);
+            match &self.latent {
+                Some(latent) => self.latent_decode(&mut work, latent, batch, kv_tokens),
+                None => self.decode_attention(&mut work.plain, batch, kv_tokens),
+            }
+            if let Some(linear) = &self.linear {
+                self.linear_states(&mut work, linear, batch);
+            }
         }
-        ops
+        work
     }
 
     /// The share of one of `devices` in tensor parallelism (Megatron-LM, arXiv 1909.08053): heads, MLP and
-    /// vocabulary are split; a device has at least one KV head, so with more than `kv_heads` devices KV is
-    /// stored several times.
+    /// vocabulary are split, and each expert; a device has at least one KV head, so with more than `kv_heads`
+    /// devices KV is stored several times. With whole experts on each device everything else is whole too.
     pub fn split(&self, devices: u32) -> ModelShape {
+        if self.spread() > 1 {
+            return self.clone();
+        }
+        let experts = self.experts.map(|experts| Experts {
+            intermediate: experts.intermediate / devices,
+            shared: experts.shared / devices,
+            ..experts
+        });
         ModelShape {
             heads: self.heads / devices,
             kv_heads: (self.kv_heads / devices).max(1),
             intermediate: self.intermediate / devices,
             vocab: self.vocab.div_ceil(devices),
+            experts,
+            linear: self.linear.map(|linear| linear.split(devices)),
             ..self.clone()
         }
     }
@@ -145,30 +235,47 @@ impl ModelShape {
             }
             Err(format!("{count} {name} do not divide over {devices} devices"))
         };
+        if let Some(experts) = self.experts.filter(|experts| experts.spread > 1) {
+            return even("experts", experts.count);
+        }
         even("heads", self.heads)?;
         even("rows of the MLP", self.intermediate)?;
+        if let Some(experts) = self.experts {
+            even("rows of an expert", experts.intermediate)?;
+            even("rows of the shared experts", experts.shared)?;
+        }
+        if let Some(linear) = self.linear {
+            even("key heads of linear attention", linear.key_heads)?;
+        }
+        if self.latent.is_some() {
+            return Ok(());
+        }
         if devices.is_multiple_of(self.kv_heads.max(1)) { Ok(()) } else { even("KV heads", self.kv_heads) }
     }
 
     fn prefill_attention(&self, ops: &mut OpCounts, parts: &[Prefill]) {
-        let context = |part: &Prefill| u64::from(part.context) + u64::from(part.tokens);
         for (window, layers) in self.window_groups() {
-            let reach = |part: &Prefill| {
-                let most = window.map(|w| u64::from(w) + u64::from(part.tokens).saturating_sub(1));
-                most.map_or(context(part), |most| most.min(context(part)))
-            };
-            let sig = OpSig::AttnPrefill {
-                tokens: parts.iter().map(|part| part.tokens).sum(),
-                sequences: to_u32(parts.len()),
-                pairs: parts.iter().map(|part| visible_pairs(part.context, part.tokens, window)).sum(),
-                kv_tokens: parts.iter().map(reach).sum(),
-                heads: self.heads,
-                pages_max: parts.iter().map(|part| self.pages(context(part))).max().unwrap_or(0),
-                window,
-                x: self.activation,
-                kv: self.kv_shape(),
-            };
-            push(ops, sig, layers);
+            push(ops, self.prefill_sig(parts, window, self.kv_shape()), layers);
+        }
+    }
+
+    /// Attention of chunks of prompts in one layer, over KV of this shape.
+    pub(super) fn prefill_sig(&self, parts: &[Prefill], window: Option<u32>, kv: KvShape) -> OpSig {
+        let context = |part: &Prefill| u64::from(part.context) + u64::from(part.tokens);
+        let reach = |part: &Prefill| {
+            let most = window.map(|w| u64::from(w) + u64::from(part.tokens).saturating_sub(1));
+            most.map_or(context(part), |most| most.min(context(part)))
+        };
+        OpSig::AttnPrefill {
+            tokens: parts.iter().map(|part| part.tokens).sum(),
+            sequences: to_u32(parts.len()),
+            pairs: parts.iter().map(|part| visible_pairs(part.context, part.tokens, window)).sum(),
+            kv_tokens: parts.iter().map(reach).sum(),
+            heads: self.heads,
+            pages_max: parts.iter().map(|part| self.pages(context(part))).max().unwrap_or(0),
+            window,
+            x: self.activation,
+            kv,
         }
     }
 
@@ -192,49 +299,67 @@ impl ModelShape {
     }
 
     /// All operations but attention and head: `tokens` rows through the layers. The residual stream is f32,
-    /// as in the runtime's forward pass, with whose commands a test there compares these. With `fused`, q, k
-    /// and v are one product, and gate and up are another.
-    pub(super) fn dense_ops(&self, tokens: u32, fused: bool) -> OpCounts {
-        let weight = self.weight;
-        let (x, layers) = (self.activation, u64::from(self.layers()));
-        let head_norm =
-            |heads| OpSig::RmsNorm { rows: tokens * heads, cols: self.head_dim, eps: EPS, x, weight, out: x };
-        let gemm = |n, k, bias| {
-            let (m, x, out, accumulate) = (tokens, self.product_input(), self.activation, false);
-            OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate }
-        };
-        let add = |n, k, bias| {
-            let (m, x, out, accumulate) = (tokens, self.product_input(), DType::F32, true);
-            OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate }
-        };
-        let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
-        let rope = |heads| OpSig::Rope { tokens, heads, head_dim: self.head_dim, x };
+    /// as in the runtime's forward pass, with whose commands a test there compares these. With `fused`,
+    /// projections of the same rows are one product, as in other engines: q, k and v, and gate and up.
+    pub(super) fn dense_ops(&self, tokens: u32, fused: bool) -> LayerWork {
+        let mut work = LayerWork { fused, ..LayerWork::default() };
+        push(&mut work.plain, self.pick(tokens, self.vocab, self.weight), 1);
+        let rotated = self.latent.map_or(self.head_dim, |latent| latent.rope);
+        let (vocab, hidden, table, out) = (tokens, rotated, DType::F32, DType::F32);
+        push(&mut work.plain, OpSig::Embed { tokens, vocab, hidden, table, out }, 1); // rows of the rope table
+        push(&mut work.plain, self.norm(tokens), 2 * u64::from(self.layers()));
+        match &self.latent {
+            Some(latent) => self.latent_rows(&mut work, latent, tokens),
+            None => self.attention_rows(&mut work, tokens),
+        }
+        if let Some(linear) = &self.linear {
+            self.linear_rows(&mut work, linear, tokens);
+        }
+        self.mlp(&mut work, tokens);
+        work
+    }
 
-        let mut ops = Vec::new();
-        push(&mut ops, self.pick(tokens, self.vocab, weight), 1);
-        let (vocab, hidden, table, out) = (tokens, self.head_dim, DType::F32, DType::F32);
-        push(&mut ops, OpSig::Embed { tokens, vocab, hidden, table, out }, 1); // rows of the rope table
-        push(&mut ops, self.norm(tokens), 2 * layers);
-        if fused {
-            push(&mut ops, gemm(q + 2 * kv, self.hidden, self.qkv_bias), layers);
+    /// Everything in grouped-query attention that is done row by row.
+    fn attention_rows(&self, work: &mut LayerWork, tokens: u32) {
+        let (x, layers) = (self.activation, u64::from(self.full_layers()));
+        let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
+        let gates = u32::from(self.linear.is_some_and(|linear| linear.gated));
+        if work.fused {
+            let all = (1 + gates) * q + 2 * kv;
+            self.product(work, [tokens, all, self.hidden], self.qkv_bias, layers);
         } else {
-            push(&mut ops, gemm(q, self.hidden, self.qkv_bias), layers);
-            push(&mut ops, gemm(kv, self.hidden, self.qkv_bias), 2 * layers);
+            self.product(work, [tokens, q, self.hidden], self.qkv_bias, u64::from(1 + gates) * layers);
+            self.product(work, [tokens, kv, self.hidden], self.qkv_bias, 2 * layers);
         }
-        if self.qk_norm {
-            push(&mut ops, head_norm(self.heads), layers);
-            push(&mut ops, head_norm(self.kv_heads), layers);
+        let rope = |heads| OpSig::Rope { tokens, heads, head_dim: self.head_dim, x };
+        for heads in [self.heads, self.kv_heads] {
+            if self.qk_norm {
+                push(&mut work.plain, self.inner_norm(tokens * heads, self.head_dim), layers);
+            }
+            push(&mut work.plain, rope(heads), layers);
         }
-        push(&mut ops, rope(self.heads), layers);
-        push(&mut ops, rope(self.kv_heads), layers);
-        push(&mut ops, OpSig::KvWrite { tokens, x, kv: self.kv_shape() }, layers);
-        push(&mut ops, add(self.hidden, q, self.o_bias), layers);
-        let (cols, times) = if fused { (2 * self.intermediate, 1) } else { (self.intermediate, 2) };
-        push(&mut ops, gemm(cols, self.hidden, self.mlp_bias), times * layers);
-        let elements = u64::from(tokens) * u64::from(self.intermediate);
-        push(&mut ops, OpSig::SiluMul { elements, x }, layers);
-        push(&mut ops, add(self.hidden, self.intermediate, self.mlp_bias), layers);
-        ops
+        push(&mut work.plain, OpSig::KvWrite { tokens, x, kv: self.kv_shape() }, layers);
+        self.sum(work, [tokens, self.hidden, q], self.o_bias, layers);
+    }
+
+    /// A product with a matrix of the layers, of `[rows, columns, inner length]`.
+    pub(super) fn product(&self, work: &mut LayerWork, [m, n, k]: [u32; 3], bias: bool, count: u64) {
+        let (x, weight) = (self.activation, self.weight);
+        let sig = OpSig::Gemm { m, n, k, x, weight, out: x, bias, accumulate: false };
+        push(self.storage(work), sig, count);
+    }
+
+    /// A product with a matrix of the layers that is added to the residual stream.
+    pub(super) fn sum(&self, work: &mut LayerWork, [m, n, k]: [u32; 3], bias: bool, count: u64) {
+        let (x, weight) = (self.activation, self.weight);
+        let sig = OpSig::Gemm { m, n, k, x, weight, out: DType::F32, bias, accumulate: true };
+        push(self.storage(work), sig, count);
+    }
+
+    /// Where products that are not of routed experts belong.
+    fn storage<'a>(&self, work: &'a mut LayerWork) -> &'a mut OpCounts {
+        let apart = self.experts.is_some_and(|experts| experts.quantised_alone);
+        if apart { &mut work.plain } else { &mut work.stored }
     }
 
     /// The last norm and the LM head over `rows` rows, which are first selected from `tokens` if these are
@@ -249,21 +374,16 @@ impl ModelShape {
         }
         push(&mut ops, self.norm(rows), 1);
         let (m, n, k, out) = (rows, self.vocab, self.hidden, DType::F32);
-        // Checkpoints with 8-bit weights keep the head in 16 bits.
-        let (x, weight) = (self.activation, if self.is_8_bit() { self.activation } else { self.weight });
+        let (x, weight) = (self.activation, self.weight);
         push(&mut ops, OpSig::Gemm { m, n, k, x, weight, out, bias: false, accumulate: false }, 1);
         push(&mut ops, OpSig::Sample { rows, cols: self.vocab, history: 0, tops: 0 }, 1);
         ops
     }
 
-    /// Whether the weights of products are 8-bit floats.
-    fn is_8_bit(&self) -> bool {
-        self.weight == DType::F8E4m3
-    }
-
-    /// Dtype of the rows that products read: engines quantise them to 8 bits for weights of 8 bits.
-    fn product_input(&self) -> DType {
-        if self.is_8_bit() { self.weight } else { self.activation }
+    /// A norm of activations inside a layer.
+    pub(super) fn inner_norm(&self, rows: u32, cols: u32) -> OpSig {
+        let (x, weight) = (self.activation, self.weight);
+        OpSig::RmsNorm { rows, cols, eps: EPS, x, weight, out: x }
     }
 
     fn norm(&self, rows: u32) -> OpSig {
@@ -275,13 +395,14 @@ impl ModelShape {
         OpSig::Embed { tokens, vocab, hidden: self.hidden, table, out: DType::F32 }
     }
 
-    fn pages(&self, tokens: u64) -> u32 {
+    pub(super) fn pages(&self, tokens: u64) -> u32 {
         to_u32(tokens.div_ceil(u64::from(self.page_tokens.max(1))))
     }
 
+    /// The windows of the layers that keep KV, and how many layers have each.
     fn window_groups(&self) -> Vec<(Option<u32>, u64)> {
         let mut groups: Vec<(Option<u32>, u64)> = Vec::new();
-        for &window in &self.windows {
+        for &window in self.windows.iter().take(self.full_layers() as usize) {
             match groups.iter_mut().find(|(w, _)| *w == window) {
                 Some((_, layers)) => *layers += 1,
                 None => groups.push((window, 1)),
@@ -331,6 +452,10 @@ pub(crate) mod tests {
             o_bias: false,
             mlp_bias: false,
             qk_norm: false,
+            format: None,
+            experts: None,
+            latent: None,
+            linear: None,
         }
     }
 

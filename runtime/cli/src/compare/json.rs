@@ -6,13 +6,14 @@ use mixfleet_scheduler::classes::{Classified, Standing};
 use serde_json::{Map, Value, json};
 
 pub(super) fn document(comparison: &Comparison) -> Value {
-    let Comparison { model, demand, basis, devices, classified, warnings } = comparison;
+    let Comparison { model, demand, basis, devices, classified, without_offer, warnings } = comparison;
     let devices: Vec<Value> = devices.iter().zip(classified).map(|(d, c)| device(d, c, *basis)).collect();
     json!({
         "schema": "mixfleet.compare/1",
         "model": {
             "name": model,
-            "dtype": demand.shape.weight,
+            "dtype": demand.shape.stored().name(),
+            "kv_dtype": demand.shape.kv,
             "weight_bytes": demand.weights,
             "kv_bytes_per_token": demand.shape.kv_bytes_per_token(),
         },
@@ -25,6 +26,7 @@ pub(super) fn document(comparison: &Comparison) -> Value {
         },
         "basis": basis.name(),
         "devices": devices,
+        "without_offer": without_offer,
         "warnings": warnings,
     })
 }

@@ -10,13 +10,22 @@ use std::io::Write;
 
 /// Number of devices beyond which only those that are cheapest at something are described in words.
 const WORDS_MAX: usize = 8;
+/// Ids of parts in a line.
+const IDS_PER_LINE: usize = 6;
 
 pub(super) fn write(out: &mut impl Write, comparison: &Comparison) -> Result<()> {
-    let Comparison { model, demand, basis, devices, classified, warnings: _ } = comparison;
+    let Comparison { model, demand, basis, devices, classified, without_offer, warnings: _ } = comparison;
     let (weights, kv) = (demand.weights.0 / GB, demand.shape.kv_bytes_per_token());
-    writeln!(out, "{model} in {}: {weights:.1} GB of weights, {kv} B of KV per token", demand.shape.weight)?;
+    let (stored, kv_dtype) = (demand.shape.stored(), demand.shape.kv);
+    writeln!(out, "{model} in {stored}: {weights:.1} GB of weights, {kv} B of KV per token in {kv_dtype}")?;
     let width = devices.iter().map(|device| device.name.len()).max().unwrap_or(0).max("device".len());
     per_dollar(out, width, devices)?;
+    if !without_offer.is_empty() {
+        writeln!(out, "not compared, since no offer is known (name a part, with --usd-per-hour PART=USD):")?;
+        for ids in without_offer.chunks(IDS_PER_LINE) {
+            writeln!(out, "  {}", ids.join(", "))?;
+        }
+    }
     let (prompt, context, batch, most) =
         (demand.prompt_tokens, demand.context_tokens, demand.batch_max, demand.devices_max);
     writeln!(out, "\nclasses, by {}", basis.explained())?;
@@ -191,13 +200,14 @@ pub(super) fn sentence(device: &Classified, standing: &Standing, all: usize) -> 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use mixfleet_hal::StoredAs;
     use mixfleet_hal::catalog::part;
     use mixfleet_scheduler::classes::{Demand, PricedDevice, classify};
     use mixfleet_scheduler::models::find;
 
     fn compared(priced: &[(&str, Option<f64>)], model: &str) -> Vec<Classified> {
         let model = find(model).unwrap();
-        let demand = Demand::new(model.shape(DType::Bf16), model.weight_bytes(DType::Bf16));
+        let demand = Demand::new(model.shape(DType::Bf16), model.weight_bytes(StoredAs::Plain(DType::Bf16)));
         let candidate = |(id, price): &(&str, Option<f64>)| PricedDevice {
             name: (*id).into(),
             profile: part(id).unwrap().reached_profile().unwrap(),

@@ -52,7 +52,8 @@ impl Run {
     /// Whether all clients' KV fits beside the weights at a time, so that none waits for memory.
     pub(crate) fn fits(&self) -> bool {
         let part = catalog::part(self.part).map_or(0.0, |part| part.memory_bytes().0);
-        let room = f64::from(self.devices) * part * 0.9 - self.model.weight_bytes(self.dtype).0;
+        let room = f64::from(self.devices) * part * 0.9
+            - self.model.shape(self.dtype).weight_bytes(self.model.tied_embeddings).0;
         let tokens = f64::from(self.clients) * (mean(self.prompt) + mean(self.answer));
         tokens * self.shape().kv_bytes_per_token() as f64 <= room
     }

@@ -1,9 +1,9 @@
 //! The `[model]` table.
 
 use super::{FleetFileError, Model, raw};
-use mixfleet_hal::DType;
 use mixfleet_hal::units::Bytes;
-use mixfleet_scheduler::cost::ModelShape;
+use mixfleet_hal::{DType, StoredAs};
+use mixfleet_scheduler::cost::{Experts, ModelShape};
 use mixfleet_scheduler::models;
 
 /// Tokens per page of an engine's KV; it affects little but the cost of a page table.
@@ -17,8 +17,10 @@ fn wrong(key: &str, cause: impl Into<String>) -> FleetFileError {
 }
 
 pub(super) fn resolve(raw: &raw::Model) -> Result<Model, FleetFileError> {
-    let dtype = raw.dtype.as_deref().map_or(Ok(DType::Bf16), |name| dtype("dtype", name))?;
-    let kv = raw.kv_dtype.as_deref().map_or(Ok(dtype), |name| self::dtype("kv_dtype", name))?;
+    let stored = raw.dtype.as_deref().map_or(Ok(StoredAs::Plain(DType::Bf16)), |name| {
+        name.parse().map_err(|cause: String| wrong("dtype", cause))
+    })?;
+    let kv = raw.kv_dtype.as_deref().map_or(Ok(stored.kv()), kv_dtype)?;
     let positive = |key: &str, value: Option<f64>| match value {
         Some(value) if !(value.is_finite() && value > 0.0) => {
             Err(wrong(key, format!("is {value}; it must be a positive number")))
@@ -38,23 +40,38 @@ pub(super) fn resolve(raw: &raw::Model) -> Result<Model, FleetFileError> {
         let (layers, weights) = (raw.layers.unwrap_or(1), weight_bytes.unwrap_or(Bytes::ZERO));
         return Ok(Model { name, layers, kv_bytes_per_token, weights, shape: None });
     }
-    let (name, shape, counted) = if given.is_empty() {
+    let (name, shape, tied_embeddings) = if given.is_empty() {
         let name = raw.name.as_deref();
         let name = name.ok_or_else(|| wrong("name", "is missing; give it, or the model's shape"))?;
         let known = models::find(name).map_err(|error| wrong("name", error.to_string()))?;
-        (known.name.into(), ModelShape { kv, ..known.shape(dtype) }, known.weight_bytes(dtype))
+        (known.name.into(), known.shape_as(stored).with_kv(kv), known.tied_embeddings)
     } else {
-        let shape = inline(raw, dtype, kv)?;
-        let parameters = models::matrix_parameters(&shape, raw.tied_embeddings.unwrap_or(false));
-        (name, shape, Bytes((parameters * dtype.size_bytes()) as f64))
+        (name, inline(raw, stored, kv)?, raw.tied_embeddings.unwrap_or(false))
     };
     Ok(Model {
         name,
         layers: shape.layers(),
         kv_bytes_per_token: kv_bytes_per_token.unwrap_or(shape.kv_bytes_per_token() as f64),
-        weights: weight_bytes.unwrap_or(counted),
+        weights: weight_bytes.unwrap_or_else(|| shape.weight_bytes(tied_embeddings)),
         shape: Some(shape),
     })
+}
+
+/// The model as the devices of a pool's instance divide it: with whole experts on each, if the pool says so,
+/// and then with the rest of the weights on every device.
+pub(super) fn on_pool(model: &Model, pool: &raw::RawPool) -> Result<Model, String> {
+    if !pool.expert_parallel {
+        return Ok(model.clone());
+    }
+    let whole = model.shape.as_ref().and_then(|shape| Some((shape, shape.experts?)));
+    let (shape, experts) = whole.ok_or_else(|| format!("is true, and {} has no experts", model.name))?;
+    let divided = ModelShape {
+        experts: Some(Experts { spread: pool.devices_per_instance, ..experts }),
+        ..shape.clone()
+    };
+    // no mixture of experts ties its embeddings
+    let more = divided.weight_bytes(false).0 - shape.weight_bytes(false).0;
+    Ok(Model { weights: Bytes(model.weights.0 + more), shape: Some(divided), ..model.clone() })
 }
 
 fn shape_keys(raw: &raw::Model) -> [(&'static str, Option<u32>); 7] {
@@ -69,7 +86,7 @@ fn shape_keys(raw: &raw::Model) -> [(&'static str, Option<u32>); 7] {
     ]
 }
 
-fn inline(raw: &raw::Model, dtype: DType, kv: DType) -> Result<ModelShape, FleetFileError> {
+fn inline(raw: &raw::Model, stored: StoredAs, kv: DType) -> Result<ModelShape, FleetFileError> {
     let need = |key: &str, value: Option<u32>| {
         let hint = "a shape has layers, hidden, heads, kv_heads, intermediate and vocab (or layers and \
                     kv_bytes_per_token alone, where every pool has a calibration)";
@@ -93,22 +110,26 @@ fn inline(raw: &raw::Model, dtype: DType, kv: DType) -> Result<ModelShape, Fleet
         head_dim,
         vocab: need("vocab", raw.vocab)?,
         windows: vec![None; need("layers", raw.layers)? as usize],
-        weight: dtype,
-        activation: if dtype == DType::F8E4m3 { DType::Bf16 } else { dtype },
+        weight: stored.plain(),
+        activation: stored.plain(),
         kv,
         page_tokens: PAGE_TOKENS,
         qkv_bias: false,
         o_bias: false,
         mlp_bias: false,
         qk_norm: false,
+        format: stored.format(),
+        experts: None,
+        latent: None,
+        linear: None,
     })
 }
 
-fn dtype(key: &str, name: &str) -> Result<DType, FleetFileError> {
+/// A dtype in which devices keep KV.
+fn kv_dtype(name: &str) -> Result<DType, FleetFileError> {
     let known = [DType::F32, DType::Bf16, DType::F16, DType::F8E4m3];
-    let found = known.into_iter().find(|dtype| name.eq_ignore_ascii_case(dtype.name()));
-    found.ok_or_else(|| {
-        let names: Vec<&str> = known.iter().map(|dtype| dtype.name()).collect();
-        wrong(key, format!("is '{name}'; known are {}", names.join(", ")))
-    })
+    name.parse()
+        .ok()
+        .filter(|dtype| known.contains(dtype))
+        .ok_or_else(|| wrong("kv_dtype", format!("is '{name}'; known are f32, bf16, f16 and fp8")))
 }

@@ -109,6 +109,8 @@ pub(super) struct RawPool {
     pub(super) devices_per_instance: u32,
     pub(super) engine: Option<String>,
     pub(super) interconnect: Option<RawInterconnect>,
+    #[serde(default)]
+    pub(super) expert_parallel: bool,
     pub(super) pipeline_stages: Option<u32>,
     pub(super) pipeline_chunk_tokens: Option<u32>,
     pub(super) usd_per_hour: Option<f64>,

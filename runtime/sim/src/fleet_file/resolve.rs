@@ -13,6 +13,7 @@ use mixfleet_hal::cast::to_u64;
 use mixfleet_hal::economics::Selection;
 use mixfleet_hal::units::GB;
 use mixfleet_scheduler::batch::BatchLimits;
+use mixfleet_scheduler::cost::ModelShape;
 use mixfleet_scheduler::engines::{self, KnownEngine};
 use std::path::Path;
 
@@ -85,6 +86,7 @@ fn pool(
     let key = |key: &str| format!("{place}: {key}");
     at_least_one(&key("count"), raw.count)?;
     at_least_one(&key("devices_per_instance"), raw.devices_per_instance)?;
+    let model = &model::on_pool(model, raw).map_err(|cause| wrong(key("expert_parallel"), cause))?;
     let (key_of_name, name) = match &raw.engine {
         Some(name) => (key("engine"), Some(name)),
         None => ("[engine] name".into(), shared.name.as_ref()),
@@ -129,7 +131,7 @@ fn pool(
         likely_error: hardware.likely_error(raw, model, known),
         usd_per_hour,
         price_basis,
-        cache_tokens: cache_tokens(raw, hardware, model, kv, place)?,
+        cache_tokens: cache_tokens(raw, hardware, model, kv, engine.max_sequences, place)?,
         dram: tier("dram", raw.dram_tokens, raw.dram_bytes, raw.dram_gb_per_s, dram_gb_per_s)?,
         ssd: tier("ssd", raw.ssd_tokens, raw.ssd_bytes, raw.ssd_gb_per_s, SSD_GB_PER_S)?,
         nic_gb_per_s,
@@ -162,10 +164,12 @@ fn cache_tokens(
     hardware: &Hardware,
     model: &Model,
     kv: Kv,
+    sequences: u32,
     place: &str,
 ) -> Result<u64, FleetFileError> {
     let devices = raw.devices();
-    let room = hardware.memory().map(|memory| devices * memory.0 * MEMORY_SHARE - model.weights.0);
+    let states = model.shape.as_ref().map_or(0, ModelShape::state_bytes) as f64 * f64::from(sequences);
+    let room = hardware.memory().map(|memory| devices * memory.0 * MEMORY_SHARE - model.weights.0 - states);
     let sizes = |memory_gb: f64| {
         format!(
             "{devices} x {memory_gb:.0} GB x {MEMORY_SHARE} for {:.1} GB of weights of {}",
@@ -180,11 +184,7 @@ fn cache_tokens(
     }
     let stated = tokens_or_bytes(place, "cache", raw.cache_tokens, raw.cache_bytes, model)?;
     let measured = hardware.engine().and_then(EngineProfile::cache_tokens);
-    // With more devices than KV heads, each device keeps a copy of its head.
-    let copies = model
-        .shape
-        .as_ref()
-        .map_or(1.0, |shape| (f64::from(raw.devices_per_instance) / f64::from(shape.kv_heads)).max(1.0));
+    let copies = model.shape.as_ref().map_or(1.0, |shape| shape.kv_copies(raw.devices_per_instance));
     let counted = room.map(|room| to_u64(room / (model.kv_bytes_per_token * copies)));
     let tokens = stated.or(measured).or(counted).ok_or_else(|| {
         wrong(format!("{place}: cache_tokens"), "is missing, and without a device it cannot be counted")

@@ -302,8 +302,37 @@ fn a_model_may_stand_inline() {
         text(&shape.replace("kv_heads = 8", "kv_heads = 5"), "device = \"L40S\""),
         &["kv_heads: is 5", "32"],
     );
-    says(text(&format!("{shape}dtype = \"int3\""), "device = \"L40S\""), &["dtype: is 'int3'", "bf16"]);
+    says(text(&format!("{shape}dtype = \"int3\""), "device = \"L40S\""), &["dtype", "'int3'", "mxfp4"]);
     says(text("", "device = \"L40S\""), &["[model] name: is missing"]);
+}
+
+#[test]
+fn a_mixture_of_experts_is_sliced_or_its_experts_are_divided() {
+    let read = |name: &str, more: &str| {
+        let model = format!("name = \"{name}\"\ndtype = \"fp8\"\nkv_dtype = \"fp8\"");
+        let pool = format!("device = \"H200-SXM-141GB\"\ndevices_per_instance = 8\n{more}");
+        parse(&format!("version = 1\n[model]\n{model}\n[[pool]]\nname = \"a\"\n{pool}"))
+    };
+    let sliced = read("deepseek-v3", "").unwrap();
+    let whole = read("deepseek-v3", "expert_parallel = true").unwrap();
+    assert_eq!((sliced.model.layers, sliced.model.kv_bytes_per_token), (61, 35_136.0));
+    // 8 x 141 GB x 0.9 less 673 GB; every device keeps all latents
+    assert!((6.6e11..6.8e11).contains(&sliced.model.weights.0), "{:?}", sliced.model.weights);
+    let room = 8.0 * 141e9 * 0.9 - sliced.model.weights.0;
+    assert_eq!(sliced.pools[0].cache_tokens, (room / (8.0 * 35_136.0)) as u64);
+    // without copies of the KV, beside seven more copies of the weights around the experts
+    let tokens = whole.pools[0].cache_tokens as f64 * 35_136.0;
+    assert!(tokens < room && tokens > room - 7.0 * 20e9, "{tokens} of {room}");
+    assert_ne!(whole.pools[0].cost, sliced.pools[0].cost);
+    says(
+        read("llama-3.1-70b", "expert_parallel = true"),
+        &["expert_parallel", "llama-3.1-70b has no experts"],
+    );
+    says(read("glm-5", ""), &["[model] name", "by an index"]);
+    // a sequence's states take room for each sequence that may run
+    let few = read("qwen3.5-397b-a17b", "max_sequences = 1").unwrap();
+    let many = read("qwen3.5-397b-a17b", "max_sequences = 256").unwrap();
+    assert!(many.pools[0].cache_tokens < few.pools[0].cache_tokens);
 }
 
 #[test]

@@ -1,0 +1,332 @@
+//! Mixtures of experts: what the experts of a model cost in a step.
+//!
+//! Each row chooses `active` of `count` experts. Were choices independent and even, b rows would touch
+//! `count (1 - (1 - active / count)^b)` of them, and each of these has its weights read once. The product of
+//! all touched experts, which engines run as one grouped kernel, is described as one plain product of equal
+//! arithmetic, weights and results: as many rows as a touched expert has, and the columns of all touched
+//! experts side by side. Skewed choices touch fewer experts and make the busiest one slower; neither is
+//! counted.
+
+use super::ModelShape;
+use super::shape::{LayerWork, push};
+use mixfleet_hal::cast::{to_u32, to_u64};
+use mixfleet_hal::{DType, OpSig};
+use serde::{Deserialize, Serialize};
+
+/// The experts that take the place of the MLP in some layers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Experts {
+    /// Routed experts of a layer.
+    pub count: u32,
+    /// Experts that a token goes through.
+    pub active: u32,
+    /// Length of an expert's inner layer.
+    pub intermediate: u32,
+    /// Length of the inner layer of all shared experts together, which every token goes through; 0 for none.
+    pub shared: u32,
+    /// First layers, which have a plain MLP instead.
+    pub dense_layers: u32,
+    /// Beyond those, the last of this many consecutive layers has experts, and the others a plain MLP.
+    pub every: u32,
+    /// Whether quantised formats apply to the experts alone, as in the published weights of gpt-oss.
+    #[serde(default)]
+    pub quantised_alone: bool,
+    /// Devices of an instance over which whole experts are divided (expert parallelism): each computes the
+    /// rest of the model for its share of the sequences. 1 where devices share everything evenly.
+    #[serde(default = "one")]
+    pub spread: u32,
+}
+
+const fn one() -> u32 {
+    1
+}
+
+impl Experts {
+    /// `count` experts with `intermediate` inner rows in every layer, of which a token goes through `active`.
+    pub const fn new(count: u32, active: u32, intermediate: u32) -> Self {
+        Experts {
+            count,
+            active,
+            intermediate,
+            shared: 0,
+            dense_layers: 0,
+            every: 1,
+            quantised_alone: false,
+            spread: 1,
+        }
+    }
+
+    /// Layers with experts among `layers`.
+    pub fn layers(&self, layers: u32) -> u32 {
+        let every = self.every.max(1);
+        layers / every - self.dense_layers.min(layers) / every
+    }
+
+    /// Experts that `rows` rows are expected to touch.
+    pub fn touched(&self, rows: f64) -> f64 {
+        let missed = 1.0 - f64::from(self.active) / f64::from(self.count);
+        f64::from(self.count) * (1.0 - missed.max(0.0).powf(rows))
+    }
+
+    /// Other devices to which a row is sent on average, where whole experts are divided over devices.
+    pub(super) fn peers(&self) -> f64 {
+        let devices = f64::from(self.spread.max(1));
+        (devices - 1.0) * (1.0 - (1.0 - 1.0 / devices).powf(f64::from(self.active)))
+    }
+}
+
+impl ModelShape {
+    /// Layers with a plain MLP, and layers with experts.
+    pub(super) fn mlp_layers(&self) -> [u32; 2] {
+        let mixed = self.experts.map_or(0, |experts| experts.layers(self.layers()));
+        [self.layers() - mixed, mixed]
+    }
+
+    /// Devices over which whole experts are divided; 1 without expert parallelism.
+    pub fn spread(&self) -> u32 {
+        self.experts.map_or(1, |experts| experts.spread.max(1))
+    }
+
+    /// The MLPs of all layers over `tokens` rows of one device.
+    pub(super) fn mlp(&self, work: &mut LayerWork, tokens: u32) {
+        let [plain, mixed] = self.mlp_layers().map(u64::from);
+        if plain > 0 {
+            self.plain_mlp(work, tokens, self.intermediate, plain);
+        }
+        if let Some(experts) = self.experts.filter(|_| mixed > 0) {
+            self.route(work, &experts, tokens, mixed);
+            if experts.shared > 0 {
+                self.plain_mlp(work, tokens, experts.shared, mixed);
+            }
+        }
+    }
+
+    fn plain_mlp(&self, work: &mut LayerWork, tokens: u32, intermediate: u32, layers: u64) {
+        let x = self.activation;
+        let (join, times) = if work.fused { (2, 1) } else { (1, 2) };
+        self.product(work, [tokens, join * intermediate, self.hidden], self.mlp_bias, times * layers);
+        let elements = u64::from(tokens) * u64::from(intermediate);
+        push(&mut work.plain, OpSig::SiluMul { elements, x }, layers);
+        self.sum(work, [tokens, self.hidden, intermediate], self.mlp_bias, layers);
+    }
+
+    /// The routed experts: the gate, the choice (which reads each row of the gate's results as a draw does),
+    /// the rows' way to their experts, three products, and the way back.
+    fn route(&self, work: &mut LayerWork, experts: &Experts, tokens: u32, layers: u64) {
+        let (x, weight) = (self.activation, self.weight);
+        let gate = OpSig::Gemm {
+            m: tokens,
+            n: experts.count,
+            k: self.hidden,
+            x,
+            weight,
+            out: DType::F32,
+            bias: false,
+            accumulate: false,
+        };
+        push(&mut work.plain, gate, layers);
+        push(
+            &mut work.plain,
+            OpSig::Sample { rows: tokens, cols: experts.count, history: 0, tops: 0 },
+            layers,
+        );
+
+        // the rows of all devices choose among the experts that this one holds
+        let spread = experts.spread.max(1);
+        let rows = f64::from(tokens) * f64::from(spread);
+        let touched = experts.touched(rows) / f64::from(spread);
+        let choices = to_u32(f64::from(tokens) * f64::from(experts.active));
+        let moved = |vocab| OpSig::Embed { tokens: choices, vocab, hidden: self.hidden, table: x, out: x };
+        push(&mut work.plain, moved(tokens), layers);
+        // at least one row each; what is touched in part, on average, has its part of the columns
+        let m = to_u32((f64::from(choices) / touched).max(1.0).round());
+        let grouped = |columns: u32, k: u32| {
+            let n = to_u32((touched * f64::from(columns)).round()).max(1);
+            OpSig::Gemm { m, n, k, x, weight, out: x, bias: false, accumulate: false }
+        };
+        let (join, times) = if work.fused { (2, 1) } else { (1, 2) };
+        push(&mut work.stored, grouped(join * experts.intermediate, self.hidden), times * layers);
+        let elements = u64::from(choices) * u64::from(experts.intermediate);
+        push(&mut work.plain, OpSig::SiluMul { elements, x }, layers);
+        push(&mut work.stored, grouped(self.hidden, experts.intermediate), layers);
+        push(&mut work.plain, moved(choices), layers);
+    }
+
+    /// Bytes that one device sends to its peers in a step of `rows` rows of all devices, for all layers with
+    /// experts, once; the results come back in as many.
+    pub(super) fn exchanged_bytes(&self, rows: u32) -> f64 {
+        let Some(experts) = self.experts else { return 0.0 };
+        let own = f64::from(rows) / f64::from(experts.spread.max(1));
+        own * experts.peers() * f64::from(self.hidden) * self.activation.size_bytes().max(2) as f64
+    }
+
+    /// Elements of the experts of all layers, of those that a token goes through, and of the shared ones with
+    /// the gates: matrices only.
+    pub(super) fn expert_parameters(&self) -> [u64; 3] {
+        let Some(experts) = self.experts else { return [0; 3] };
+        let layers = u64::from(self.mlp_layers()[1]) * u64::from(self.hidden);
+        let of = |count: u32| layers * 3 * u64::from(count) * u64::from(experts.intermediate);
+        let around = 3 * u64::from(experts.shared) + u64::from(experts.count);
+        [of(experts.count), of(experts.active), layers * around]
+    }
+}
+
+/// The number of rows, as an integer, of `rows` rows divided over `spread` devices.
+pub(super) fn share(rows: u32, spread: u32) -> u32 {
+    rows.div_ceil(spread.max(1))
+}
+
+/// The keys of a device's share of the sequences.
+pub(super) fn share_keys(kv_tokens: u64, batch: u32, spread: u32) -> u64 {
+    if spread <= 1 {
+        return kv_tokens;
+    }
+    to_u64(kv_tokens as f64 * f64::from(share(batch, spread)) / f64::from(batch.max(1)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{AllReduce, CostModel, EngineCost, ProfileCost};
+    use super::*;
+    use crate::models::find;
+    use mixfleet_hal::catalog::part;
+    use mixfleet_hal::random::Stream;
+    use mixfleet_hal::units::Seconds;
+    use std::collections::HashSet;
+
+    #[test]
+    fn touched_experts_are_those_of_random_choices() {
+        let experts = Experts::new(64, 6, 1);
+        let mut random = Stream::new(7);
+        for rows in [1, 4, 16, 100] {
+            let mut total = 0;
+            for _ in 0..400 {
+                let mut touched = HashSet::new();
+                for _ in 0..rows {
+                    let mut chosen = HashSet::new();
+                    while chosen.len() < 6 {
+                        chosen.insert(random.below(64));
+                    }
+                    touched.extend(chosen);
+                }
+                total += touched.len();
+            }
+            let (drawn, formula) = (total as f64 / 400.0, experts.touched(f64::from(rows)));
+            assert!((drawn / formula - 1.0).abs() < 0.02, "{rows} rows: {drawn} against {formula}");
+        }
+    }
+
+    #[test]
+    fn layers_with_experts_are_counted() {
+        let with = |dense_layers, every| Experts { dense_layers, every, ..Experts::new(8, 2, 1) };
+        let counts = [with(0, 1), with(3, 1), with(0, 2), with(100, 1)].map(|experts| experts.layers(48));
+        assert_eq!(counts, [48, 45, 24, 0]);
+    }
+
+    fn stored_bytes(shape: &ModelShape, rows: u32) -> f64 {
+        let bytes = |(sig, runs): &(OpSig, u64)| match *sig {
+            OpSig::Gemm { n, k, weight, .. } => {
+                *runs as f64 * f64::from(n) * f64::from(k) * weight.size_bytes() as f64
+            }
+            _ => 0.0,
+        };
+        shape.dense_ops(rows, false).stored.iter().map(bytes).sum()
+    }
+
+    /// A step of one row reads what is active, a large one everything that is resident.
+    #[test]
+    fn a_step_reads_the_weights_of_touched_experts() {
+        for name in ["mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3", "gpt-oss-120b", "qwen3-next-80b-a3b"] {
+            let model = find(name).unwrap();
+            let shape = model.shape(DType::Bf16);
+            let count = model.parameters();
+            let gates =
+                u64::from(shape.mlp_layers()[1] * shape.hidden) * u64::from(shape.experts.unwrap().count);
+            let own = if shape.experts.unwrap().quantised_alone { 0 } else { count.shared - gates };
+            let near = |rows, parameters: u64| {
+                let ratio = stored_bytes(&shape, rows) / (2.0 * parameters as f64);
+                assert!((ratio - 1.0).abs() < 0.005, "{name}, {rows} rows: {ratio}");
+            };
+            near(1, own + count.routed_active);
+            near(10_000, own + count.routed);
+        }
+    }
+
+    #[test]
+    fn arithmetic_is_of_the_active_parameters_at_any_batch() {
+        let model = find("qwen3-235b-a22b").unwrap();
+        let shape = model.shape(DType::Bf16);
+        let active = model.parameters().active() - model.parameters().tables;
+        // where rows do not fill experts evenly, a touched expert's rows are rounded
+        for (rows, error) in [(1, 0.01), (64, 0.25), (4096, 0.01)] {
+            let work = shape.dense_ops(rows, true);
+            let all = work.plain.iter().chain(&work.stored);
+            let flops: f64 = all
+                .filter(|(sig, _)| matches!(sig, OpSig::Gemm { .. }))
+                .map(|(sig, runs)| sig.flops() * *runs as f64)
+                .sum();
+            let ratio = flops / (2.0 * f64::from(rows) * active as f64);
+            assert!((ratio - 1.0).abs() < error, "{rows} rows: {ratio}");
+        }
+    }
+
+    fn on_h200s(name: &str, devices: u32, whole: bool) -> CostModel {
+        let part = part("H200-SXM-141GB").unwrap();
+        let mut shape = find(name).unwrap().shape_as("fp8".parse().unwrap());
+        if whole {
+            shape.experts.as_mut().unwrap().spread = devices;
+        }
+        assert_eq!(shape.check_split(devices), Ok(()));
+        CostModel::Profile(Box::new(ProfileCost {
+            profile: part.reached_profile().unwrap(),
+            shape,
+            chunk_tokens: 2048,
+            all_reduce: AllReduce::of(part, devices),
+            engine: EngineCost::OURS,
+        }))
+    }
+
+    /// With latent attention, tensor parallelism makes every device read the KV of all sequences; dividing
+    /// the sequences and the experts does not.
+    #[test]
+    fn whole_experts_pay_where_devices_would_all_read_the_same_latents() {
+        let (sliced, whole) = (on_h200s("deepseek-v3", 8, false), on_h200s("deepseek-v3", 8, true));
+        let step = |cost: &CostModel, batch: u32| cost.decode_step_s(batch, u64::from(batch) * 16_384);
+        assert!(step(&whole, 256).0 < 0.9 * step(&sliced, 256).0);
+        // A single sequence is computed by one device alone.
+        assert!(step(&whole, 1) > step(&sliced, 1));
+    }
+
+    #[test]
+    fn rows_are_sent_to_the_devices_of_their_experts() {
+        let mut shape = find("deepseek-v3").unwrap().shape(DType::Bf16);
+        shape.experts.as_mut().unwrap().spread = 8;
+        // 8 draws among 8 devices miss one with (7/8)^8
+        let peers = 7.0 * (1.0 - 0.875f64.powi(8));
+        assert_eq!(shape.exchanged_bytes(800), 100.0 * peers * 7168.0 * 2.0);
+        assert_eq!(shape.split(8), shape);
+        assert!(shape.check_split(7).unwrap_err().contains("256 experts"));
+        let sums = AllReduce::of(part("H200-SXM-141GB").unwrap(), 8).unwrap().of_step(&shape, 800);
+        assert!(sums > Seconds::ZERO);
+    }
+
+    #[test]
+    fn tables_of_a_mixture_answer_like_its_operations() {
+        for (name, devices, whole) in
+            [("deepseek-v3", 8, true), ("deepseek-v3", 8, false), ("qwen3-next-80b-a3b", 2, false)]
+        {
+            let slow = on_h200s(name, devices, whole);
+            let fast = slow.compiled();
+            for (batch, context) in [(1, 300), (17, 5000), (200, 2000), (900, 900)] {
+                let keys = u64::from(batch) * context;
+                let ratio = fast.decode_step_s(batch, keys) / slow.decode_step_s(batch, keys);
+                assert!((ratio - 1.0).abs() < 0.03, "{name}, {batch} x {context}: {ratio}");
+            }
+            for (before, tokens) in [(0, 100), (0, 5000), (3000, 2048)] {
+                let ratio = fast.prefill_s(before, tokens) / slow.prefill_s(before, tokens);
+                assert!((ratio - 1.0).abs() < 0.03, "{name}, {tokens} after {before}: {ratio}");
+            }
+        }
+    }
+}
