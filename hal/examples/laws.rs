@@ -1,9 +1,9 @@
 //! Chooses the measured points from which the catalog predicts, out of the published tables of kernel times
 //! (`../shared/data/measured`), and writes them into `hal/src/catalog/laws`:
-//! `cargo run --release -p mixfleet-hal --example laws`. With `--check` it compares them with what is there,
-//! bit for bit, and writes nothing.
+//! `cargo run --release -p mixfleet-hal --example laws [-- [--check] [PART...]]`. With `--check` it compares
+//! them with what is there, bit for bit, and writes nothing; with parts, it does so for these alone.
 
-#![allow(clippy::print_stdout)]
+#![allow(clippy::print_stdout, clippy::print_stderr)]
 
 #[path = "../tests/published/tables.rs"]
 mod tables;
@@ -14,8 +14,18 @@ use std::process::ExitCode;
 use std::thread;
 
 fn main() -> ExitCode {
-    let check = std::env::args().any(|word| word == "--check");
-    let Some(tables) = tables::by_part() else { return ExitCode::FAILURE };
+    let (options, parts): (Vec<String>, Vec<String>) =
+        std::env::args().skip(1).partition(|word| word.starts_with('-'));
+    let known = |part: &&String| catalog::LAW_FILES.iter().any(|(id, _)| id == part);
+    let wrong = options.iter().find(|word| *word != "--check").or(parts.iter().find(|part| !known(part)));
+    if let Some(word) = wrong {
+        let known: Vec<&str> = catalog::LAW_FILES.iter().map(|(id, _)| *id).collect();
+        eprintln!("'{word}' is neither --check nor a part with laws; those are {}", known.join(", "));
+        return ExitCode::from(2);
+    }
+    let check = !options.is_empty();
+    let Some(mut tables) = tables::by_part() else { return ExitCode::FAILURE };
+    tables.retain(|(id, _)| parts.is_empty() || parts.iter().any(|part| part == id));
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/catalog/laws");
     let one = |id: &'static str, tables: Vec<tables::Table>| {
         let file = folder.join(format!("{}.txt", id.to_ascii_lowercase()));

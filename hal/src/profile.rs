@@ -1,13 +1,17 @@
 //! Measurements of a device, and the time they predict for any operation.
 
 mod distil;
+mod group;
 mod kriging;
 mod law;
+mod lent;
 mod place;
 mod predict;
 mod select;
+mod shares;
 
 pub use distil::distil;
+pub use lent::ExpectedError;
 pub use predict::Predictor;
 pub use select::worth_measuring;
 
@@ -82,7 +86,7 @@ pub struct Provenance {
     pub measured_at: String,
     /// Caveats: noise, throttling, other load, operations not measured.
     pub remarks: Vec<String>,
-    /// Where the times of each kind of operation come from; empty for a device that was measured here.
+    /// Where the times of each kind of operation come from; empty if all were measured on the device.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub evidence: Vec<Evidence>,
 }
@@ -121,11 +125,11 @@ pub struct Evidence {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum EvidenceBasis {
-    /// Published measurements of the part.
+    /// Measurements of the part.
     Measured,
-    /// Published measurements of other parts, as shares of their datasheets.
+    /// Published measurements of other parts, as shares of their datasheets, beside its own if it has any.
     Borrowed {
-        /// Those parts, nearest first.
+        /// Those parts; nearest first for a part without measurements.
         from: Vec<String>,
     },
     /// The datasheet in full.
@@ -245,27 +249,40 @@ impl DeviceProfile {
         }
     }
 
-    /// Extends a sparsely measured device by predictions: its own points plus, for every operation that only
-    /// `others` measured, what [`Predictor::borrowing`] predicts. Its roofline must be a datasheet
-    /// ([`crate::catalog`]) if theirs are.
-    pub fn borrowing(&self, others: &[DeviceProfile]) -> DeviceProfile {
-        let prepared: Vec<Predictor> = others.iter().map(Predictor::new).collect();
-        let predictor = Predictor::borrowing(self, &prepared);
+    /// Extends a sparsely measured device by what `predictor`, which was prepared from it, says about `sigs`,
+    /// and says in its provenance what that is derived from.
+    pub fn completed(&self, predictor: &Predictor, sigs: impl IntoIterator<Item = OpSig>) -> DeviceProfile {
         let mut known: HashSet<OpSig> = self.points.iter().map(|point| point.sig).collect();
         let mut points = self.points.clone();
-        for point in others.iter().flat_map(|other| &other.points) {
-            if known.insert(point.sig) {
-                points.push(Point { sig: point.sig, time: predictor.time(&point.sig) });
-            }
-        }
+        let new = sigs.into_iter().filter(|sig| known.insert(*sig));
+        points.extend(new.map(|sig| Point { sig, time: predictor.time(&sig) }));
         let mut profile = DeviceProfile { points, ..self.without_points() };
         profile.provenance.remarks.push(format!(
-            "{} of {} points measured, the others predicted from {} other devices",
+            "{} of {} points measured, the others predicted",
             self.points.len(),
-            profile.points.len(),
-            others.len()
+            profile.points.len()
         ));
+        let evidence = predictor.expected_errors().iter().map(|expected| Evidence {
+            op: expected.op.to_owned(),
+            dtype: self.dtype_of(expected.op),
+            basis: match expected.from.as_slice() {
+                [] => EvidenceBasis::Measured,
+                from => EvidenceBasis::Borrowed { from: from.to_vec() },
+            },
+            error: Some(expected.error),
+        });
+        profile.provenance.evidence = evidence.collect();
         profile
+    }
+
+    /// Returns the dtype of the weights, keys or input of the first point of a kind.
+    fn dtype_of(&self, op: &str) -> DType {
+        let of = |sig: &OpSig| match *sig {
+            OpSig::Gemm { weight, .. } => weight,
+            OpSig::AttnPrefill { kv, .. } | OpSig::AttnDecode { kv, .. } => kv.dtype,
+            _ => input_dtype(sig),
+        };
+        self.points.iter().find(|point| point.sig.name() == op).map_or(DType::F32, |point| of(&point.sig))
     }
 
     /// Predicts the time of `sig`, excluding launch cost: the measured point if there is one, or else a

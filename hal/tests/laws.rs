@@ -15,13 +15,10 @@ const L40S_GEMM_MAX: f64 = 0.12;
 /// Tables that 40 points do not predict as well, and what is allowed there: decode attention of kernels with
 /// and without groups, over 12 pairs of head counts, each with steps of its own; and fp8 products, which
 /// dispatch among more kernels than bf16 ones.
-const BEYOND: [(&str, LawKind, DType, f64); 6] = [
-    ("A100-SXM-80GB", LawKind::AttnDecode, DType::Bf16, 0.10),
-    ("L40S", LawKind::AttnDecode, DType::Bf16, 0.10),
-    ("RTX-PRO-6000-SE", LawKind::AttnDecode, DType::Bf16, 0.10),
-    ("H100-SXM-80GB", LawKind::Gemm, DType::F8E4m3, 0.09),
+const BEYOND: [(&str, LawKind, DType, f64); 3] = [
+    ("A100-SXM-80GB", LawKind::AttnDecode, DType::Bf16, 0.09),
+    ("RTX-PRO-6000-SE", LawKind::AttnDecode, DType::Bf16, 0.081),
     ("H200-SXM-141GB", LawKind::Gemm, DType::F8E4m3, 0.09),
-    ("L40S", LawKind::Gemm, DType::F8E4m3, L40S_GEMM_MAX),
 ];
 
 fn allowed(id: &str, kind: LawKind, dtype: DType) -> f64 {

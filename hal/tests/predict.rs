@@ -4,12 +4,16 @@
 
 #![allow(clippy::print_stdout)]
 
-use crate::published::{Measured, batch, context, datasheet, decodes, gemms, model_shape, prefills, profile};
+use crate::published::{
+    Measured, batch, context, datasheet, datasheet_of, decodes, further_in, gemms, model_shape, prefills,
+    profile, synthetic,
+};
 use mixfleet_hal::OpSig;
 use mixfleet_hal::profile::{DeviceProfile, Point, Predictor, worth_measuring};
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::units::Seconds;
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::path::Path;
 
 const SEEDS: std::ops::Range<u64> = 20_261_120..20_261_140;
 /// Mean error that is allowed for points held out at random.
@@ -17,7 +21,9 @@ const RANDOM_MAX: f64 = 0.08;
 /// For shapes, batches and contexts that were held out.
 const UNSEEN_MAX: f64 = 0.12;
 /// For a device that was left out.
-const TRANSFER_MAX: f64 = 0.20;
+const TRANSFER_MAX: f64 = 0.15;
+/// For such a device without the one of its architecture.
+const TWIN_MAX: f64 = 0.20;
 /// Points measured on such a device, over all three kinds of operation.
 const TRANSFER_POINTS: usize = 32;
 
@@ -189,20 +195,18 @@ fn said(errors: [f64; 3]) -> String {
 }
 
 #[test]
-fn a_device_left_out_is_predicted_within_20_percent_from_32_points() {
+fn a_device_left_out_is_predicted_within_15_percent_from_32_points() {
     let Some(kinds) = all() else { return };
+    let lenders = lenders(&kinds);
     for device in kinds[0].keys() {
-        let case = left_out(&kinds, device, &[], |sigs| worth_measuring(sigs, TRANSFER_POINTS));
-        assert_eq!(case.known.points.len(), TRANSFER_POINTS);
-        let others: Vec<Predictor> = case.others.iter().map(Predictor::new).collect();
-        let errors = errors_by_kind(&Predictor::borrowing(&case.known, &others), &case.held);
-        println!("left out {device}: {}", said(errors));
+        let points: Vec<Point> = kinds.iter().flat_map(|kind| kind[device].clone()).collect();
+        let others: Vec<Predictor> =
+            lenders.iter().filter(|(other, _)| *other != device).map(|(_, one)| one.clone()).collect();
+        let errors = helped(device, Some(datasheet(device)), &points, &others);
+        assert_eq!(errors.len(), 3);
         assert!(errors.iter().all(|error| *error <= TRANSFER_MAX), "{device}: {errors:?}");
-        let alone = errors_by_kind(&Predictor::new(&case.known), &case.held);
-        println!("left out {device}, the 32 points alone: {}", said(alone));
         let none = Predictor::borrowing(&datasheet(device), &others);
-        println!("left out {device}, no points: {}", said(errors_by_kind(&none, &case.held)));
-        assert!(mean(errors) <= mean(alone), "{device}: others must help");
+        println!("left out {device}, no points: {}", said(errors_by_kind(&none, &points)));
     }
 }
 
@@ -214,8 +218,98 @@ fn a_device_left_out_with_its_twin_is_predicted_within_20_percent() {
         let others: Vec<Predictor> = case.others.iter().map(Predictor::new).collect();
         let errors = errors_by_kind(&Predictor::borrowing(&case.known, &others), &case.held);
         println!("left out {device} and {twin}: {}", said(errors));
-        assert!(errors.iter().all(|error| *error <= TRANSFER_MAX), "{device}: {errors:?}");
+        assert!(errors.iter().all(|error| *error <= TWIN_MAX), "{device}: {errors:?}");
     }
+}
+
+/// Errors by kind from 32 points alone and with the help of others; the others must not hurt in any kind.
+fn helped(name: &str, roof: Option<DeviceProfile>, points: &[Point], others: &[Predictor]) -> Vec<f64> {
+    let sigs: Vec<OpSig> = points.iter().map(|point| point.sig).collect();
+    let chosen = worth_measuring(&sigs, TRANSFER_POINTS);
+    let (known, held): (Vec<_>, Vec<_>) =
+        points.iter().cloned().partition(|point| chosen.contains(&point.sig));
+    // without a datasheet, the best that the chosen points reach stands in for it
+    let known = match roof {
+        Some(roof) => DeviceProfile { points: known, ..roof },
+        None => profile(known),
+    };
+    let [alone, with] = [Predictor::new(&known), Predictor::borrowing(&known, others)];
+    let kinds = ["gemm", "attn_decode", "attn_prefill"].into_iter().filter_map(|kind| {
+        let of: Vec<Point> = held.iter().filter(|point| point.sig.name() == kind).cloned().collect();
+        if of.is_empty() {
+            return None;
+        }
+        let [alone, with] = [error(&alone, &of), error(&with, &of)];
+        println!("{name} {kind}: {with:.4}, the 32 points alone {alone:.4}");
+        assert!(with <= alone, "{name} {kind}: {with:.4} with others, {alone:.4} without");
+        Some(with)
+    });
+    kinds.collect()
+}
+
+/// The parts of the tables with all their points.
+fn lenders(kinds: &[Measured; 3]) -> BTreeMap<String, Predictor> {
+    let whole = |device: &String| {
+        let points = kinds.iter().flat_map(|kind| kind[device].clone()).collect();
+        (device.clone(), Predictor::new(&DeviceProfile { points, ..datasheet(device) }))
+    };
+    kinds[0].keys().map(whole).collect()
+}
+
+#[test]
+fn others_do_not_hurt_a_part_that_is_unlike_them() {
+    let Some(kinds) = all() else { return };
+    let others: Vec<Predictor> = lenders(&kinds).into_values().collect();
+    let sigs: Vec<OpSig> = kinds.iter().flat_map(|kind| &kind["h100_sxm"]).map(|point| point.sig).collect();
+    for seed in 0..8 {
+        let (roof, points) = synthetic::part(seed, &sigs);
+        helped(&format!("synthetic {seed}"), Some(roof), &points, &others);
+    }
+}
+
+/// Tables of further parts, laid beside those of the five in the same formats.
+#[test]
+fn further_parts_are_predicted_within_15_percent_from_32_points() {
+    let Some(kinds) = all() else { return };
+    let further = further_in(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/data"));
+    if further.is_empty() {
+        println!("SKIPPED: no tables of further parts in ../shared/data");
+        return;
+    }
+    let lenders = lenders(&kinds);
+    for (name, points) in further {
+        let device = name.split_once('/').map_or("", |(_, device)| device);
+        let others: Vec<Predictor> =
+            lenders.iter().filter(|(lender, _)| *lender != device).map(|(_, one)| one.clone()).collect();
+        let errors = helped(&name, datasheet_of(device), &points, &others);
+        assert!(errors.iter().all(|error| *error <= TRANSFER_MAX), "{name}: {errors:?}");
+    }
+}
+
+#[test]
+fn tables_laid_beside_the_others_are_found() {
+    let root = Path::new(env!("CARGO_TARGET_TMPDIR")).join("further-tables");
+    let lay = |folder: &str, name: &str, text: &str| {
+        std::fs::create_dir_all(root.join(folder)).unwrap();
+        std::fs::write(root.join(folder).join(name), text).unwrap();
+    };
+    let gemm = "device,engine,gemm_dtype,m,n,k,latency\n";
+    let decode = "device,engine,batch_size,seq,num_heads,nkv,kv_cache_dtype,latency\n";
+    lay(
+        "measured",
+        "gemm.csv",
+        &format!("{gemm}l40s,e,bfloat16,1,1024,1024,0.01\nb60,e,bfloat16,1,2,3,0.02\n"),
+    );
+    lay("more", "gemm.csv", &format!("{gemm}l40s,e,bfloat16,1,1024,1024,0.03\nl40s,e,fp8,1,2,3,0.01\n"));
+    lay("more", "decode_attention.csv", &format!("{decode}l40s,e,2,16,8,1,bfloat16,0.04\n"));
+    lay("traces", "other.csv", "device\n");
+    let found = further_in(&root);
+    let times = |name: &str| found[name].iter().map(|point| point.time.0 * 1e3).collect::<Vec<f64>>();
+    assert_eq!(found.keys().collect::<Vec<_>>(), ["measured/b60", "more/l40s"]);
+    assert_eq!(times("measured/b60").len(), 1);
+    assert!(times("more/l40s").iter().zip([0.03, 0.04]).all(|(read, laid)| (read - laid).abs() < 1e-9));
+    assert!(datasheet_of("b60").expect("Intel's").name.contains("B60"));
+    assert!(datasheet_of("xyz9").is_none());
 }
 
 #[test]
@@ -243,12 +337,21 @@ fn points_worth_measuring_tell_more_than_points_at_random() {
 fn a_profile_that_borrows_is_a_profile_like_any_other() {
     let Some(kinds) = all() else { return };
     let case = left_out(&kinds, "l40s", &[], |sigs| worth_measuring(sigs, TRANSFER_POINTS));
-    let filled = case.known.borrowing(&case.others);
+    let others: Vec<Predictor> = case.others.iter().map(Predictor::new).collect();
+    let predictor = Predictor::borrowing(&case.known, &others);
+    let sigs = case.others.iter().flat_map(|other| &other.points).map(|point| point.sig);
+    let filled = case.known.completed(&predictor, sigs);
     assert_eq!(filled.points[..TRANSFER_POINTS], case.known.points[..]);
     assert!(
         filled.points.len() > 1000 && filled.provenance.remarks.len() > case.known.provenance.remarks.len()
     );
     let errors = errors_by_kind(&Predictor::new(&filled), &case.held);
     println!("left out l40s, as a profile: {}", said(errors));
+    // what is said to be likely is what it is, within a factor
+    for (said, error) in predictor.expected_errors().iter().zip(errors) {
+        println!("left out l40s, expected of {}: {:.4} with {:?}", said.op, said.error, said.from);
+        assert!((0.3..3.0).contains(&(said.error / error)), "{said:?}: {error:.4}");
+    }
+    assert_eq!(predictor.expected_errors().len(), filled.provenance.evidence.len());
     assert!(errors.iter().all(|error| *error <= TRANSFER_MAX), "{errors:?}");
 }

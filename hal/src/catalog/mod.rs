@@ -16,7 +16,7 @@ mod reached;
 pub use driver_names::part_of_driver;
 pub use law::{LAW_FILES, LawKind, MeasuredLaw};
 pub use names::closest_names;
-pub use reached::MeasuredEfficiency;
+pub use reached::{MeasuredEfficiency, lenders};
 
 use crate::profile::{CopyCost, DeviceProfile, LinearSegment, Provenance};
 use crate::units::{Bytes, BytesPerSecond, FlopPerSecond, GB, Seconds};

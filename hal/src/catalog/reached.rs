@@ -50,9 +50,9 @@ pub(super) fn reached(id: &str) -> Option<&'static MeasuredEfficiency> {
 }
 
 /// Likely error of what one part's laws say about another of the same architecture: what those of the H100
-/// and the H200 are off by about each other, 5 to 12 %. `hal/tests/laws.rs` prints these errors.
+/// and the H200 are off by about each other, 4 to 11 %. `hal/tests/laws.rs` prints these errors.
 const SAME: f64 = 0.10;
-/// The same for another architecture: L40S, RTX PRO 6000 and A100 by each other, 13 to 41 %.
+/// The same for another architecture: L40S, RTX PRO 6000 and A100 by each other, 13 to 37 %.
 const ANOTHER: f64 = 0.30;
 /// Likely error of the datasheet in full: what it is off by where there are laws, 10 to 86 %.
 const DATASHEET_ERROR: f64 = 0.60;
@@ -83,7 +83,7 @@ const COVERED: [(LawKind, DType); 5] = [
 /// Returns the datasheet lowered to what kernels were measured to reach, on the part or on its relatives.
 pub(super) fn profile(part: &Part) -> Option<DeviceProfile> {
     let mut profile = part.profile();
-    let lenders = lenders(part.id);
+    let lenders = lenders_of(part.id);
     let borrowing = Predictor::borrowing(&profile, &lenders);
     for (kind, dtype) in COVERED {
         let (basis, error, points) = match own(part, &profile, kind, dtype) {
@@ -140,8 +140,8 @@ fn relatives(id: &str) -> (impl Iterator<Item = &'static str>, f64) {
     (lend.iter().copied().filter(move |lender| *lender != id), error)
 }
 
-/// Returns the laws of a part's relatives, prepared once per process.
-fn lenders(id: &str) -> Vec<Predictor> {
+/// Returns the parts with laws and their predictors, prepared once per process.
+pub fn lenders() -> &'static [(&'static str, Predictor)] {
     static PREPARED: LazyLock<Vec<(&str, Predictor)>> = LazyLock::new(|| {
         let with_laws = super::parts().iter().filter(|part| !part.laws().is_empty());
         let prepared = |part: &Part| {
@@ -150,7 +150,12 @@ fn lenders(id: &str) -> Vec<Predictor> {
         };
         with_laws.map(prepared).collect()
     });
-    let of = |lender: &str| PREPARED.iter().find(|(known, _)| *known == lender);
+    &PREPARED
+}
+
+/// Returns the laws of a part's relatives.
+fn lenders_of(id: &str) -> Vec<Predictor> {
+    let of = |lender: &str| lenders().iter().find(|(known, _)| *known == lender);
     relatives(id).0.filter_map(of).map(|(_, predictor)| predictor.clone()).collect()
 }
 

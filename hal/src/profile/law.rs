@@ -20,19 +20,23 @@ const POINTS_MIN: usize = 6;
 const ROUNDS: usize = 4;
 /// Relative error below which a point's weight stops growing.
 const ERROR_MIN: f64 = 0.05;
-/// Regularisation towards the starting point, as a share of the points' weight. Towards the roofline it only
-/// decides what the points leave open; another device's law counts twice as much as the few points.
+/// Regularisation towards the roofline, as a share of the points' weight: it only decides what they leave open.
 const PULL_ROOFLINE: f64 = 1e-3;
-const PULL_OTHERS: f64 = 2.0;
+/// Number of points below which that pull no longer gets weaker with them.
+const PULL_POINTS: f64 = 32.0;
 /// Regularisation of the fixed cost towards the smallest measured time, which is mostly fixed cost. If the
 /// smallest weights are already some megabytes and fit in a cache, little else separates a fixed cost from
 /// cache traffic.
 const PULL_FIXED: f64 = 0.05;
 /// Number of coordinate descent sweeps.
 const SWEEPS: usize = 100;
-/// Cache sizes to try, as powers of two in bytes.
-const CACHE_BITS: std::ops::RangeInclusive<u32> = 20..=29;
-/// Number of points that cache sizes are tried on; a larger set is thinned out evenly.
+/// Cache sizes to try in bytes, in steps of a factor of 2.
+const CACHE_LEAST: f64 = (1 << 20) as f64;
+const CACHE_MOST: f64 = (1 << 29) as f64;
+/// Numbers of points for which half such steps are tried too: fewer do not tell them apart, and of more, the
+/// near ones say what a law does not.
+const HALF_POINTS: std::ops::Range<usize> = 32..256;
+/// Number of points of a class that cache sizes are tried on; a larger set is thinned out evenly.
 const TRIAL_POINTS: usize = 256;
 /// Error ratio below which a cache is accepted.
 const CACHE_GAIN: f64 = 0.97;
@@ -62,47 +66,59 @@ impl Law {
         terms.iter().zip(self.coefficients).map(|(term, coefficient)| term * coefficient).sum()
     }
 
-    /// Fits the law of least absolute relative error to `points`, staying near the roofline where too few
-    /// points determine it.
-    pub(super) fn fit(profile: &DeviceProfile, points: &[&Point]) -> Law {
+    /// Fits a law of least absolute relative error to each of `classes`, the points of classes of one kind,
+    /// staying near the roofline where too few points determine it. They have one cache size, the one with the
+    /// least error over all: the classes run on one device, and few points of each tell little about it.
+    pub(super) fn fit(profile: &DeviceProfile, classes: &[&[&Point]]) -> Vec<Law> {
+        let trials: Vec<Vec<&Point>> = classes.iter().map(|points| thinned(points)).collect();
+        let fits = |cache_bytes: f64| -> (f64, Vec<Law>) {
+            let each = trials.iter().map(|trial| Law::with_cache(profile, trial, cache_bytes));
+            let (errors, laws): (Vec<f64>, Vec<Law>) = each.unzip();
+            (errors.iter().sum(), laws)
+        };
+        let without = fits(0.0);
+        let count = classes.iter().map(|points| points.len()).sum::<usize>();
+        let step = if HALF_POINTS.contains(&count) { 0.5 } else { 1.0 };
+        let sizes = (0..).map(|steps| CACHE_LEAST * (step * f64::from(steps)).exp2());
+        let with = sizes.take_while(|size| *size <= CACHE_MOST).map(fits).min_by(|a, b| a.0.total_cmp(&b.0));
+        let (_, mut laws) = with.filter(|with| with.0 < CACHE_GAIN * without.0).unwrap_or(without);
+        for ((law, points), trial) in laws.iter_mut().zip(classes).zip(&trials) {
+            if trial.len() < points.len() {
+                *law = Law::with_cache(profile, points, law.cache_bytes).1;
+            }
+        }
+        laws
+    }
+
+    /// Fits a law to points of one class with this law's cache size; for points without the one that is to be
+    /// predicted.
+    pub(super) fn again(&self, profile: &DeviceProfile, points: &[&Point]) -> Law {
+        Law::with_cache(profile, points, self.cache_bytes).1
+    }
+
+    /// Fits a law with a cache of this size, and returns its error too.
+    fn with_cache(profile: &DeviceProfile, points: &[&Point], cache_bytes: f64) -> (f64, Law) {
         if points.len() < POINTS_MIN {
-            return Law::ROOFLINE;
+            return (0.0, Law { cache_bytes, ..Law::ROOFLINE });
         }
         let least_s = points.iter().map(|point| point.time.0).fold(f64::INFINITY, f64::min);
-        let near = |cache_bytes: f64| {
-            let mut law = Law { cache_bytes, ..Law::ROOFLINE };
-            law.coefficients[FIXED] = least_s * 1e6;
-            law
-        };
-        let mut pull = [PULL_ROOFLINE; TERMS];
+        let mut near = Law { cache_bytes, ..Law::ROOFLINE };
+        near.coefficients[FIXED] = least_s * 1e6;
+        let mut pull = [PULL_ROOFLINE * (PULL_POINTS / points.len() as f64).max(1.0); TERMS];
         pull[FIXED] = PULL_FIXED;
-        let fit = |points: &[&Point], near: Law| Fit::new(profile, points, near, pull).solve();
-        let trial: Vec<&Point> =
-            points.iter().copied().step_by(points.len().div_ceil(TRIAL_POINTS)).collect();
-        let without = fit(&trial, near(0.0));
-        let with = least(CACHE_BITS.map(|bits| fit(&trial, near(f64::from(1 << bits)))));
-        let best = with.filter(|with| with.0 < CACHE_GAIN * without.0).unwrap_or(without).1;
-        if trial.len() == points.len() { best } else { fit(points, near(best.cache_bytes)).1 }
+        Fit::new(profile, points, near, pull).solve()
     }
 
-    /// Fits a law to few `points` with the help of `others`, the laws of other devices: regularised towards
-    /// each of them and towards their mean, whichever fit has the smallest error.
-    pub(super) fn near_others(profile: &DeviceProfile, points: &[&Point], others: &[Law]) -> Law {
-        let starts = std::iter::once(mean(others)).chain(others.iter().copied());
-        let fits = starts.map(|near| Fit::new(profile, points, near, [PULL_OTHERS; TERMS]).solve());
-        least(fits).map_or(Law::ROOFLINE, |(_, law)| law)
+    /// Fits this law of another device to few `points`, staying near it: `pull` is its weight relative to
+    /// theirs.
+    pub(super) fn moved(&self, profile: &DeviceProfile, points: &[&Point], pull: f64) -> Law {
+        Fit::new(profile, points, *self, [pull; TERMS]).solve().1
     }
 }
 
-/// Returns the fit with the smallest error.
-fn least(fits: impl Iterator<Item = (f64, Law)>) -> Option<(f64, Law)> {
-    fits.min_by(|a, b| a.0.total_cmp(&b.0))
-}
-
-/// Averages each coefficient, dropping the cache since sizes cannot be averaged; `laws` must not be empty.
-fn mean(laws: &[Law]) -> Law {
-    let mean = |i: usize| laws.iter().map(|law| law.coefficients[i]).sum::<f64>() / laws.len() as f64;
-    Law { coefficients: std::array::from_fn(mean), cache_bytes: 0.0 }
+/// Returns at most [`TRIAL_POINTS`] of the points.
+fn thinned<'a>(points: &[&'a Point]) -> Vec<&'a Point> {
+    points.iter().copied().step_by(points.len().div_ceil(TRIAL_POINTS).max(1)).collect()
 }
 
 /// Returns each term at the roofline's rates, with a microsecond for the fixed cost and a nanosecond per work
@@ -234,11 +250,15 @@ mod tests {
         law.seconds(&device(), sig)
     }
 
+    fn fit(points: &[Point]) -> Law {
+        Law::fit(&device(), &[&points.iter().collect::<Vec<_>>()])[0]
+    }
+
     #[test]
     fn a_law_is_found_again_and_goes_on_beyond_its_points() {
         let sigs = (0..9).flat_map(|b| (4..13).map(move |c| decode(1 << b, 1 << c)));
         let points: Vec<Point> = sigs.map(|sig| Point { time: Seconds(truth(&sig)), sig }).collect();
-        let law = Law::fit(&device(), &points.iter().collect::<Vec<_>>());
+        let law = fit(&points);
         assert_eq!(law.cache_bytes, f64::from(1 << 25));
         for sig in [decode(2048, 64), decode(2048, 4096), decode(1, 131_072), decode(16, 700)] {
             let ratio = law.seconds(&device(), &sig) / truth(&sig);
@@ -255,7 +275,7 @@ mod tests {
         let shapes = (0..4).flat_map(|b| (4..14).map(move |c| (1 << b, 1 << c)));
         let point = |(b, c)| Point { sig: ungrouped(b, c), time: Seconds(took(b, c)) };
         let points: Vec<Point> = shapes.map(point).collect();
-        let law = Law::fit(&device(), &points.iter().collect::<Vec<_>>());
+        let law = fit(&points);
         for (b, c) in [(1, 131_072), (4, 131_072), (2, 40_000)] {
             let ratio = law.seconds(&device(), &ungrouped(b, c)) / took(b, c);
             assert!((ratio - 1.0).abs() < 0.1, "{b} x {c}: {ratio}");
@@ -270,15 +290,15 @@ mod tests {
             .enumerate()
             .map(|(index, sig)| Point { time: Seconds(truth(&sig) * odd(index)), sig })
             .collect();
-        let law = Law::fit(&device(), &points.iter().collect::<Vec<_>>());
+        let law = fit(&points);
         let ratio = law.seconds(&device(), &decode(2048, 1024)) / truth(&decode(2048, 1024));
         assert!((ratio - 1.0).abs() < 0.1, "{ratio}");
     }
 
     #[test]
-    fn without_points_the_law_is_that_of_the_others() {
+    fn without_points_the_law_is_that_of_the_other() {
         let other = Law { coefficients: [0.0, 1.0, 1.0, 0.0, 4.0, 0.0, 0.0], cache_bytes: 0.0 };
-        assert_eq!(Law::near_others(&device(), &[], &[other]), other);
-        assert_eq!(Law::fit(&device(), &[]), Law::ROOFLINE);
+        assert_eq!(other.moved(&device(), &[], 1.0), other);
+        assert_eq!(fit(&[]), Law::ROOFLINE);
     }
 }

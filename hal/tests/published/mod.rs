@@ -1,5 +1,7 @@
 //! Published kernel times (vLLM on five GPUs, collected by ai-dynamo/aiconfigurator) as measured points.
 
+mod further;
+pub(crate) mod synthetic;
 mod tables;
 
 use mixfleet_hal::catalog;
@@ -7,17 +9,29 @@ use mixfleet_hal::profile::{DeviceProfile, Point};
 use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond};
 use mixfleet_hal::{DType, KvShape, OpSig};
 
-pub(crate) use tables::{Measured, by_part, error, law_of, prefills};
+pub(crate) use further::further_in;
+pub(crate) use tables::{Measured, by_part, error, law_of};
 use tables::{PARTS, decodes_over, gemms_in};
 
 /// Products in bf16.
 pub(crate) fn gemms() -> Option<Measured> {
-    gemms_in(DType::Bf16)
+    gemms_in(DType::Bf16).map(known)
 }
 
 /// Attention of one new token over keys in bf16.
 pub(crate) fn decodes() -> Option<Measured> {
-    decodes_over(DType::Bf16)
+    decodes_over(DType::Bf16).map(known)
+}
+
+/// Attention of whole prompts in bf16.
+pub(crate) fn prefills() -> Option<Measured> {
+    tables::prefills().map(known)
+}
+
+/// The rows of the devices that the bars are for; others have a test of their own.
+fn known(mut measured: Measured) -> Measured {
+    measured.retain(|device, _| PARTS.iter().any(|(known, _)| known == device));
+    measured
 }
 
 /// A profile of `points`, with the best rates among them as its roofline.
@@ -28,6 +42,17 @@ pub(crate) fn profile(points: Vec<Point>) -> DeviceProfile {
     let compute = vec![(DType::Bf16, FlopPerSecond(best(OpSig::flops)))];
     let roof = DeviceProfile::roof(compute, BytesPerSecond(best(OpSig::bytes)), Bytes(80e9));
     DeviceProfile { points, ..roof }
+}
+
+/// The catalog's datasheet of a device that further tables name; `None` if it does not know it.
+pub(crate) fn datasheet_of(device: &str) -> Option<DeviceProfile> {
+    if PARTS.iter().any(|(known, _)| *known == device) {
+        return Some(datasheet(device));
+    }
+    let device = device.to_ascii_uppercase().replace('_', "-");
+    let named = |id: &str| device.split('-').all(|word| id.split('-').any(|part| part == word));
+    let part = catalog::parts().iter().find(|part| named(&part.id.to_ascii_uppercase()))?;
+    Some(part.profile())
 }
 
 /// The datasheet of a device in these tables.

@@ -16,15 +16,21 @@ type Samples = (Vec<OpSig>, HashMap<OpSig, Vec<f64>>);
 /// Medians by device and operation, in order of the operations' first appearance.
 pub(crate) type Measured = BTreeMap<String, Vec<Point>>;
 
-type Line = HashMap<String, String>;
+pub(crate) type Line = HashMap<String, String>;
 
 /// The rows of a measured table as columns by name, or `None`, said aloud, where the data is absent.
 fn lines(name: &str) -> Option<Vec<Line>> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/data/measured").join(name);
-    let Ok(text) = std::fs::read_to_string(&path) else {
+    let lines =
+        lines_of(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/data/measured").join(name));
+    if lines.is_none() {
         println!("SKIPPED: no ../shared/data/measured/{name}");
-        return None;
-    };
+    }
+    lines
+}
+
+/// The rows of a table, if there is such a file.
+pub(crate) fn lines_of(path: &Path) -> Option<Vec<Line>> {
+    let text = std::fs::read_to_string(path).ok()?;
     let mut lines = text.lines();
     let header: Vec<&str> = lines.next().expect("a header").split(',').collect();
     let row = |line: &str| {
@@ -70,26 +76,36 @@ fn sig(kind: LawKind, dtype: DType, shape: &[u32]) -> OpSig {
 
 /// Products of inputs and weights in `dtype`.
 pub(crate) fn gemms_in(dtype: DType) -> Option<Measured> {
-    let mut rows = lines("gemm.csv")?;
+    Some(gemms_of(lines("gemm.csv")?, dtype))
+}
+
+pub(crate) fn gemms_of(mut rows: Vec<Line>, dtype: DType) -> Measured {
     rows.retain(|row| row["gemm_dtype"] == called(dtype));
-    Some(collect(&rows, |row| sig(LawKind::Gemm, dtype, &["m", "n", "k"].map(|name| number(row, name)))))
+    collect(&rows, |row| sig(LawKind::Gemm, dtype, &["m", "n", "k"].map(|name| number(row, name))))
 }
 
 const ATTENTION: [&str; 4] = ["batch_size", "seq", "num_heads", "nkv"];
 
 /// Attention of one new token over keys in `dtype`.
 pub(crate) fn decodes_over(dtype: DType) -> Option<Measured> {
-    let mut rows = lines("decode_attention.csv")?;
+    Some(decodes_of(lines("decode_attention.csv")?, dtype))
+}
+
+pub(crate) fn decodes_of(mut rows: Vec<Line>, dtype: DType) -> Measured {
     rows.retain(|row| row["kv_cache_dtype"] == called(dtype));
-    Some(collect(&rows, |row| sig(LawKind::AttnDecode, dtype, &ATTENTION.map(|name| number(row, name)))))
+    collect(&rows, |row| sig(LawKind::AttnDecode, dtype, &ATTENTION.map(|name| number(row, name))))
 }
 
 /// Attention of whole prompts.
 pub(crate) fn prefills() -> Option<Measured> {
-    Some(collect(&lines("context_attention.csv")?, |row| {
+    Some(prefills_of(&lines("context_attention.csv")?))
+}
+
+pub(crate) fn prefills_of(rows: &[Line]) -> Measured {
+    collect(rows, |row| {
         let [sequences, tokens, heads, kv_heads] = ATTENTION.map(|name| number(row, name));
         sig(LawKind::AttnPrefill, DType::Bf16, &[sequences, tokens, 0, heads, kv_heads])
-    }))
+    })
 }
 
 /// The rows of an RTX 4090's engine profile (Llama-3.1-8B, one device) as products, decode attention and
