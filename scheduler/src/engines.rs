@@ -44,14 +44,14 @@ const ENGINES: [KnownEngine; 4] = [
         cost: EngineCost::VLLM,
         error: 0.11,
     },
-    // `chunked_prefill_size`; no published run of a dense model tells what it adds.
+    // `chunked_prefill_size`.
     KnownEngine {
         name: "sglang",
         aliases: &[],
         step_tokens: 8192,
         sequences: 1024,
         fills_steps: true,
-        cost: EngineCost::FUSED,
+        cost: EngineCost::SGLANG,
         error: 0.0,
     },
     // `max_num_tokens` and `max_batch_size`.

@@ -19,20 +19,40 @@ pub struct EngineCost {
     pub per_kernel_s: f64,
     /// Time of its all-reduces, relative to NCCL's.
     pub all_reduces: f64,
+    /// Time that a layer with experts takes beyond its products: choosing, sorting and quantising rows.
+    #[serde(default)]
+    pub per_expert_layer_s: f64,
 }
 
 impl EngineCost {
     /// This project's engine: one operation after the other.
-    pub const OURS: EngineCost =
-        EngineCost { fused: false, per_sequence_s: 0.0, per_kernel_s: 0.0, all_reduces: 1.0 };
+    pub const OURS: EngineCost = EngineCost {
+        fused: false,
+        per_sequence_s: 0.0,
+        per_kernel_s: 0.0,
+        all_reduces: 1.0,
+        per_expert_layer_s: 0.0,
+    };
     /// An engine of fused kernels and recorded steps that adds nothing.
     pub const FUSED: EngineCost = EngineCost { fused: true, ..EngineCost::OURS };
-    /// vLLM, fitted by the example `truth` of the simulator to published runs (docs/results/truth.md).
-    pub const VLLM: EngineCost =
-        EngineCost { fused: true, per_sequence_s: 1.2e-6, per_kernel_s: 1e-8, all_reduces: 1.0 };
+    /// vLLM, fitted by the example `truth` of the simulator to published runs (docs/results/truth.md); its
+    /// layers with experts by the example `mixtures` (docs/models.md).
+    pub const VLLM: EngineCost = EngineCost {
+        per_sequence_s: 1.2e-6,
+        per_kernel_s: 1e-8,
+        per_expert_layer_s: 54e-6,
+        ..EngineCost::FUSED
+    };
+    /// SGLang: of its layers with experts, by the example `mixtures` of the simulator (docs/models.md); no
+    /// published run of a dense model tells of the rest.
+    pub const SGLANG: EngineCost = EngineCost { per_expert_layer_s: 58e-6, ..EngineCost::FUSED };
     /// TensorRT-LLM, fitted as vLLM.
-    pub const TENSORRT_LLM: EngineCost =
-        EngineCost { fused: true, per_sequence_s: 0.0, per_kernel_s: -1.6e-7, all_reduces: 0.963 };
+    pub const TENSORRT_LLM: EngineCost = EngineCost {
+        per_kernel_s: -1.6e-7,
+        all_reduces: 0.963,
+        per_expert_layer_s: 37e-6,
+        ..EngineCost::FUSED
+    };
 
     /// The time of an operation, from that of its kernel alone; at least half of it.
     pub(super) fn of(&self, sig: &OpSig, kernel: Seconds) -> Seconds {

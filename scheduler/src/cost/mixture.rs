@@ -287,6 +287,17 @@ mod tests {
         }))
     }
 
+    #[test]
+    fn what_an_engine_adds_to_a_layer_with_experts_counts_once_in_each() {
+        let with = |engine| match on_h200s("deepseek-v3", 8, false) {
+            CostModel::Profile(cost) => CostModel::Profile(Box::new(ProfileCost { engine, ..*cost })),
+            other => other,
+        };
+        let nothing = EngineCost { per_expert_layer_s: 0.0, ..EngineCost::VLLM };
+        let more = with(EngineCost::VLLM).decode_step_s(4, 4000) - with(nothing).decode_step_s(4, 4000);
+        assert!((more.0 / (58.0 * 54e-6) - 1.0).abs() < 1e-6, "{more:?}");
+    }
+
     /// With latent attention, tensor parallelism makes every device read the KV of all sequences; dividing
     /// the sequences and the experts does not.
     #[test]

@@ -65,7 +65,9 @@ impl ProfileCost {
     /// Time of everything that is done row by row, and of what the devices then exchange.
     fn dense_s(&self, shape: &ModelShape, rows: u32, each: &impl Fn(&OpSig) -> Seconds) -> Seconds {
         let work = shape.dense_ops(share(rows, shape.spread()), self.engine.fused);
-        self.work_s(&work, each) + self.all_reduces(rows)
+        let [_, mixed] = if rows > 0 { shape.mlp_layers() } else { [0; 2] };
+        let routing = Seconds(self.engine.per_expert_layer_s * f64::from(mixed));
+        self.work_s(&work, each) + self.all_reduces(rows) + routing
     }
 
     fn head_s(

@@ -107,10 +107,10 @@ pub(crate) fn fit(runs: &[(&Run, &Terms)]) -> EngineCost {
     }
     let [per_sequence_s, per_kernel_s, all_reduces] = x;
     EngineCost {
-        fused: true,
         per_sequence_s: round(per_sequence_s.max(0.0), 1e-7),
         per_kernel_s: round(per_kernel_s, 1e-8),
         all_reduces: round(1.0 + all_reduces, 1e-3),
+        ..EngineCost::FUSED
     }
 }
 
