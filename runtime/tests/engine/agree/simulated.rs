@@ -65,6 +65,7 @@ pub(super) fn simulated(scene: &Scene, fleet: FleetConfig, steps: &[Step]) -> Se
                 priority: -60.0,
             },
         ],
+        bases: Vec::new(),
         slowdowns: Vec::new(),
         routers: Routing { count: scene.routers.into(), delay_s: 0.0 },
         fleet,
