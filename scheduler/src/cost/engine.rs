@@ -40,12 +40,12 @@ impl EngineCost {
     pub const VLLM: EngineCost = EngineCost {
         per_sequence_s: 1.2e-6,
         per_kernel_s: 1e-8,
-        per_expert_layer_s: 54e-6,
+        per_expert_layer_s: 52e-6,
         ..EngineCost::FUSED
     };
     /// SGLang: of its layers with experts, by the example `mixtures` of the simulator (docs/models.md); no
     /// published run of a dense model tells of the rest.
-    pub const SGLANG: EngineCost = EngineCost { per_expert_layer_s: 58e-6, ..EngineCost::FUSED };
+    pub const SGLANG: EngineCost = EngineCost { per_expert_layer_s: 52e-6, ..EngineCost::FUSED };
     /// TensorRT-LLM, fitted as vLLM.
     pub const TENSORRT_LLM: EngineCost = EngineCost {
         per_kernel_s: -1.6e-7,
