@@ -54,7 +54,10 @@ pub(crate) fn of(
         say(info, &room, unknown.is_some(), &size);
     }
     warn_of_less(info);
-    warn_of_clock(info, &device.health());
+    // Cores do not say what holds their clock, and reading their health takes a part of the start.
+    if !is_host {
+        warn_of_clock(info, &device.health());
+    }
     Ok(size)
 }
 
