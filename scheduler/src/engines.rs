@@ -52,7 +52,7 @@ const ENGINES: [KnownEngine; 4] = [
         sequences: 1024,
         fills_steps: true,
         cost: EngineCost::SGLANG,
-        error: 0.0,
+        error: 0.15,
     },
     // `max_num_tokens` and `max_batch_size`.
     KnownEngine {

@@ -35,22 +35,20 @@ impl EngineCost {
     };
     /// An engine of fused kernels and recorded steps that adds nothing.
     pub const FUSED: EngineCost = EngineCost { fused: true, ..EngineCost::OURS };
-    /// vLLM, fitted by the example `truth` of the simulator to published runs (docs/results/truth.md); its
-    /// layers with experts by the example `mixtures` (docs/models.md).
+    /// vLLM, fitted by the example `truth` of the simulator to published runs (docs/results/truth.md).
     pub const VLLM: EngineCost = EngineCost {
         per_sequence_s: 1.2e-6,
         per_kernel_s: 1e-8,
-        per_expert_layer_s: 52e-6,
+        per_expert_layer_s: 56e-6,
         ..EngineCost::FUSED
     };
-    /// SGLang: of its layers with experts, by the example `mixtures` of the simulator (docs/models.md); no
-    /// published run of a dense model tells of the rest.
-    pub const SGLANG: EngineCost = EngineCost { per_expert_layer_s: 52e-6, ..EngineCost::FUSED };
+    /// SGLang, fitted as vLLM; of mixtures of experts alone, since no dense model's runs are published.
+    pub const SGLANG: EngineCost = EngineCost { per_expert_layer_s: 62e-6, ..EngineCost::FUSED };
     /// TensorRT-LLM, fitted as vLLM.
     pub const TENSORRT_LLM: EngineCost = EngineCost {
         per_kernel_s: -1.6e-7,
         all_reduces: 0.963,
-        per_expert_layer_s: 37e-6,
+        per_expert_layer_s: 45e-6,
         ..EngineCost::FUSED
     };
 

@@ -78,7 +78,7 @@ impl Experts {
 
 impl ModelShape {
     /// Layers with a plain MLP, and layers with experts.
-    pub(super) fn mlp_layers(&self) -> [u32; 2] {
+    pub fn mlp_layers(&self) -> [u32; 2] {
         let mixed = self.experts.map_or(0, |experts| experts.layers(self.layers()));
         [self.layers() - mixed, mixed]
     }

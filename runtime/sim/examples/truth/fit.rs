@@ -19,6 +19,8 @@ pub(crate) struct Terms {
     kernels_s: f64,
     /// Per sequence, per kernel, and in all-reduces.
     by: [f64; 3],
+    /// Layers of experts.
+    mixtures: f64,
 }
 
 impl Terms {
@@ -39,22 +41,40 @@ impl Terms {
         Terms {
             kernels_s: both(&|parts| cost.step_s(parts, run.clients, kv_tokens).0),
             by: [f64::from(run.clients), kernels, both(&sums_s)],
+            mixtures: f64::from(run.shape().mlp_layers()[1]),
         }
     }
 
     fn tpot_s(&self, x: [f64; 3]) -> f64 {
         self.kernels_s + self.by.iter().zip(x).map(|(by, x)| by * x).sum::<f64>()
     }
+
+    /// The time between two tokens with an engine that adds `engine`.
+    pub(crate) fn with(&self, engine: &EngineCost) -> f64 {
+        let EngineCost { per_sequence_s, per_kernel_s, all_reduces, per_expert_layer_s, .. } = *engine;
+        self.tpot_s([per_sequence_s, per_kernel_s, all_reduces - 1.0]) + per_expert_layer_s * self.mixtures
+    }
 }
 
 /// The costs of runs, without what engines add; those of one model, part and split are made once.
 #[derive(Default)]
-pub(crate) struct Costs(BTreeMap<String, CostModel>);
+pub(crate) struct Costs {
+    made: BTreeMap<String, CostModel>,
+    /// Whether every kernel reaches the part's datasheet.
+    at_best: bool,
+}
 
 impl Costs {
+    /// Of parts whose kernels all reach the datasheet.
+    pub(crate) fn at_best() -> Self {
+        Costs { at_best: true, ..Costs::default() }
+    }
+
     fn of(&mut self, run: &Run) -> &CostModel {
-        let key = format!("{} {} {} {:?}", run.model.name, run.part, run.devices, run.dtype);
-        self.0.entry(key).or_insert_with(|| cost(run, EngineCost::FUSED))
+        let engine = EngineCost::FUSED;
+        let make = || if self.at_best { on(run, part(run).profile(), engine) } else { cost(run, engine) };
+        let key = format!("{} {} {} {} {}", run.model.name, run.part, run.devices, run.stored, run.kv.name());
+        self.made.entry(key).or_insert_with(make)
     }
 }
 
@@ -63,11 +83,6 @@ pub(crate) fn cost(run: &Run, engine: EngineCost) -> CostModel {
     let part = part(run);
     let profile = part.reached_profile().unwrap_or_else(|| part.profile());
     on(run, profile, engine)
-}
-
-/// The cost of a run's steps if every kernel reached the part's datasheet.
-pub(crate) fn at_best(run: &Run) -> CostModel {
-    on(run, part(run).profile(), EngineCost::FUSED)
 }
 
 fn part(run: &Run) -> &'static Part {
@@ -80,8 +95,28 @@ fn on(run: &Run, profile: DeviceProfile, engine: EngineCost) -> CostModel {
     CostModel::Profile(Box::new(ProfileCost { profile, shape, chunk_tokens, all_reduce, engine })).compiled()
 }
 
-/// The engine that explains `runs` best: least squares of the logarithms, every group with the same weight.
+/// The engine that explains `runs` best: what dense models tell, and then what layers of experts add to that.
 pub(crate) fn fit(runs: &[(&Run, &Terms)]) -> EngineCost {
+    let (mixed, dense): (Vec<_>, Vec<_>) = runs.iter().copied().partition(|(_, terms)| terms.mixtures > 0.0);
+    let engine = fit_dense(&dense);
+    let mut sizes: BTreeMap<Group, f64> = BTreeMap::new();
+    mixed.iter().for_each(|(run, _)| *sizes.entry(run.group()).or_default() += 1.0);
+    let mut per_expert_layer_s = 0.0;
+    for _ in 0..50 {
+        let (mut left, mut right) = (f64::MIN_POSITIVE, 0.0);
+        for (run, terms) in &mixed {
+            let time = terms.with(&EngineCost { per_expert_layer_s, ..engine });
+            let (weight, slope) = (1.0 / sizes[&run.group()], terms.mixtures / time);
+            left += weight * slope * slope;
+            right += weight * slope * (run.tpot_s / time).ln();
+        }
+        per_expert_layer_s += right / left;
+    }
+    EngineCost { per_expert_layer_s: round(per_expert_layer_s.max(0.0), 1e-6), ..engine }
+}
+
+/// Least squares of the logarithms, every group with the same weight.
+fn fit_dense(runs: &[(&Run, &Terms)]) -> EngineCost {
     let mut sizes: BTreeMap<Group, f64> = BTreeMap::new();
     runs.iter().for_each(|(run, _)| *sizes.entry(run.group()).or_default() += 1.0);
     let mut x = [0.0; 3];

@@ -12,7 +12,6 @@ mod report;
 mod runs;
 
 use fit::{Costs, Terms};
-use mixfleet_scheduler::cost::EngineCost;
 use mixfleet_scheduler::engines;
 use report::Report;
 use runs::{Group, Run};
@@ -46,7 +45,6 @@ fn truth(check: bool) -> Result<bool, String> {
     println!("{} runs; {others} others are of models, parts or modes that are not predicted\n", runs.len());
     let mut costs = Costs::default();
     let terms: Vec<(&Run, Terms)> = runs.iter().map(|run| (run, Terms::of(run, &mut costs))).collect();
-    let usable = |run: &Run| run.without_reuse && run.fits();
     let mut same = true;
     Report::head();
     let mut report = Report::default();
@@ -57,13 +55,11 @@ fn truth(check: bool) -> Result<bool, String> {
         of.iter().for_each(|(run, _)| groups.entry(run.group()).or_default().push(run));
         for (group, members) in groups {
             let rest: Vec<_> =
-                of.iter().copied().filter(|(run, _)| usable(run) && run.group() != group).collect();
+                of.iter().copied().filter(|(run, _)| run.is_usable() && run.group() != group).collect();
             report.group(&group, &members, fit::fit(&rest))?;
         }
-        let all: Vec<_> = of.iter().copied().filter(|(run, _)| usable(run)).collect();
-        // what layers with experts take is fitted elsewhere
-        let known = EngineCost { per_expert_layer_s: 0.0, ..engine.cost };
-        if !all.is_empty() && fit::fit(&all) != known {
+        let all: Vec<_> = of.iter().copied().filter(|(run, _)| run.is_usable()).collect();
+        if !all.is_empty() && fit::fit(&all) != engine.cost {
             same = false;
             eprintln!(
                 "{} is {:?} in the scheduler; all runs give {:?}",

@@ -38,9 +38,9 @@ const NIM: &str = "NVIDIA NIM's published figures";
 const VLLM: &str = "vLLM's blog";
 
 const POINTS: [Point; 8] = [
-    of(FAST25, "llama-2-70b", ("A100-SXM-80GB", 8), DType::Bf16, Measured::Prompt(8192, 1.00)),
-    of(FAST25, "llama-2-70b", ("A100-SXM-80GB", 8), DType::Bf16, Measured::Prompt(32_768, 4.47)),
-    of(FAST25, "llama-2-70b", ("A100-SXM-80GB", 8), DType::Bf16, Measured::Prompt(131_072, 27.5)),
+    of(FAST25, "llama-2-70b", ("A800-SXM-80GB", 8), DType::Bf16, Measured::Prompt(8192, 1.00)),
+    of(FAST25, "llama-2-70b", ("A800-SXM-80GB", 8), DType::Bf16, Measured::Prompt(32_768, 4.47)),
+    of(FAST25, "llama-2-70b", ("A800-SXM-80GB", 8), DType::Bf16, Measured::Prompt(131_072, 27.5)),
     of(SUM, "llama-3.1-8b", ("L40S", 1), DType::Bf16, Measured::Prompt(16_384, 1.67)),
     of(NIM, "llama-3.1-70b", ("H100-SXM-80GB", 2), DType::F8E4m3, Measured::Prompt(5000, 0.407)),
     of(NIM, "llama-3.1-70b", ("H100-SXM-80GB", 2), DType::F8E4m3, Measured::Alone(5000, 1.0 / 18.6e-3)),

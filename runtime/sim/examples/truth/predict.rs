@@ -21,24 +21,28 @@ pub(crate) struct Predicted {
 }
 
 fn fleet(run: &Run) -> Result<FleetFile, String> {
-    let Run { model, part, engine, dtype, devices, .. } = run;
+    let Run { model, part, engine, stored, kv, devices, .. } = run;
     let text = format!(
-        "version = 1\n[model]\nname = '{}'\ndtype = '{}'\n[engine]\nname = '{}'\n\
+        "version = 1\n[model]\nname = '{}'\ndtype = '{stored}'\nkv_dtype = '{}'\n[engine]\nname = '{}'\n\
          [[pool]]\nname = 'all'\ndevice = '{part}'\ndevices_per_instance = {devices}\n",
         model.name,
-        dtype.name(),
+        kv.name(),
         engine.name
     );
     let none = |_: &Path| Err("there is no profile".to_owned());
     FleetFile::parse(&text, Path::new(""), &none).map_err(|error| format!("{}: {error}", run.group()))
 }
 
-/// Simulates a run; `cost` replaces what the catalog gives.
-pub(crate) fn predict(run: &Run, cost: Option<CostModel>) -> Result<Predicted, String> {
-    let mut fleet = fleet(run)?;
-    if let Some(cost) = cost {
-        fleet.pools[0].cost = cost;
-    }
+/// Simulates a run; `cost` replaces what the catalog gives. `None` for a model that does not fit into memory.
+pub(crate) fn predict(run: &Run, cost: CostModel) -> Result<Option<Predicted>, String> {
+    let mut fleet = match fleet(run) {
+        Err(error) if error.contains("does not fit") => {
+            eprintln!("{error}");
+            return Ok(None);
+        }
+        other => other?,
+    };
+    fleet.pools[0].cost = cost;
     let load = ClosedLoop {
         clients: run.clients,
         requests: u64::from(run.clients) * REQUESTS_PER_CLIENT,
@@ -54,11 +58,11 @@ pub(crate) fn predict(run: &Run, cost: Option<CostModel>) -> Result<Predicted, S
     if completed < requests {
         return Err(format!("{}: {completed} of {requests} requests were answered", run.group()));
     }
-    Ok(Predicted {
+    Ok(Some(Predicted {
         ttft_s: results.ttft_s.mean,
         tpot_s: results.tpot_s.mean,
         likely_error: fleet.pools[0].likely_error,
-    })
+    }))
 }
 
 /// Output tokens per second: clients x tokens / (TTFT + the time of the other tokens).

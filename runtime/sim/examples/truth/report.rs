@@ -1,9 +1,10 @@
 //! How far predictions of groups of runs are off.
 
-use crate::fit;
-use crate::predict::{predict, tokens_per_s};
+use crate::fit::{self, Costs, Terms};
+use crate::predict::{Predicted, predict, tokens_per_s};
 use crate::runs::{Group, Run};
-use mixfleet_scheduler::cost::EngineCost;
+use mixfleet_scheduler::cost::{CostModel, EngineCost};
+use std::collections::BTreeMap;
 
 /// Share of its measured time that a run takes on devices that reach their datasheet in full, beyond which no
 /// device can have computed all of its prompts.
@@ -50,8 +51,9 @@ impl Errors {
 /// The errors of groups, and of all runs that are possible.
 #[derive(Default)]
 pub(crate) struct Report {
-    /// On the H100 and the H200, and on other parts.
-    sums: [Errors; 2],
+    /// Of dense models on the H100 and the H200, on other parts, and in 4 bits; of mixtures of experts.
+    sums: [Errors; 4],
+    best: Option<Costs>,
 }
 
 impl Report {
@@ -71,9 +73,21 @@ impl Report {
     ) -> Result<(), String> {
         let (mut all, mut possible) = (Errors::default(), Errors::default());
         let verbose = std::env::var_os("TRUTH_RUNS").is_some();
+        let best = self.best.get_or_insert_with(Costs::at_best);
+        let (mut costs, mut seen) =
+            (BTreeMap::<String, CostModel>::new(), BTreeMap::<String, Predicted>::new());
         for run in members {
-            let got = predict(run, Some(fit::cost(run, fitted)))?;
-            let least_s = predict(run, Some(fit::at_best(run)))?.tpot_s;
+            let split = format!("{} {} {}", run.devices, run.stored, run.kv.name());
+            let load = format!("{split} {:?} {:?} {}", run.prompt, run.answer, run.clients);
+            let cost = costs.entry(split).or_insert_with(|| fit::cost(run, fitted));
+            if !seen.contains_key(&load) {
+                let Some(predicted) = predict(run, cost.clone())? else {
+                    continue;
+                };
+                seen.insert(load.clone(), predicted);
+            }
+            let got = &seen[&load];
+            let least_s = Terms::of(run, best).with(&EngineCost::FUSED);
             let tpot = got.tpot_s / run.tpot_s - 1.0;
             let measured = tokens_per_s(run, run.ttft_s, run.tpot_s);
             let rate = tokens_per_s(run, got.ttft_s, got.tpot_s) / measured - 1.0;
@@ -99,12 +113,24 @@ impl Report {
             }
         }
         println!("| {group} | {} {}", all.text(), possible.text());
-        self.sums[usize::from(!["H100-SXM-80GB", "H200-SXM-141GB"].contains(&group.part))].join(&possible);
+        let is_mixture = members.iter().any(|run| run.model.experts.is_some());
+        let is_hopper = ["H100-SXM-80GB", "H200-SXM-141GB"].contains(&group.part);
+        let is_known = members.iter().all(|run| run.is_known());
+        let sum = match (is_mixture, is_known) {
+            (true, _) => 3,
+            (false, false) => 2,
+            (false, true) => usize::from(!is_hopper),
+        };
+        self.sums[sum].join(&possible);
         Ok(())
     }
 
     pub(crate) fn end(&self) {
-        for (name, sum) in ["H100 and H200", "other parts"].iter().zip(&self.sums) {
+        for (name, sum) in
+            ["H100 and H200, dense", "other parts, dense", "dense in 4 bits", "mixtures of experts"]
+                .iter()
+                .zip(&self.sums)
+        {
             println!("| **all on {name}** | | | | | | {}", sum.text());
         }
     }

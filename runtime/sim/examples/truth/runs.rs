@@ -1,7 +1,7 @@
 //! Measured runs of serving engines, as ai-dynamo/aiconfigurator collects them.
 
-use mixfleet_hal::DType;
 use mixfleet_hal::catalog;
+use mixfleet_hal::{DType, StoredAs, WeightFormat};
 use mixfleet_scheduler::cost::ModelShape;
 use mixfleet_scheduler::engines::{self, KnownEngine};
 use mixfleet_scheduler::models::{self, KnownModel};
@@ -16,7 +16,8 @@ pub(crate) struct Run {
     /// The part's id in the catalog.
     pub(crate) part: &'static str,
     pub(crate) engine: &'static KnownEngine,
-    pub(crate) dtype: DType,
+    pub(crate) stored: StoredAs,
+    pub(crate) kv: DType,
     /// Devices that share the model by tensor parallelism.
     pub(crate) devices: u32,
     pub(crate) clients: u32,
@@ -36,30 +37,41 @@ pub(crate) struct Group {
     pub(crate) engine: &'static str,
     pub(crate) model: &'static str,
     pub(crate) part: &'static str,
+    pub(crate) stored: &'static str,
 }
 
 impl fmt::Display for Group {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} on {}, {}", self.model, self.part, self.engine)
+        write!(f, "{} {} on {}, {}", self.model, self.stored, self.part, self.engine)
     }
 }
 
 impl Run {
     pub(crate) fn group(&self) -> Group {
-        Group { engine: self.engine.name, model: self.model.name, part: self.part }
+        let stored = self.stored.name();
+        Group { engine: self.engine.name, model: self.model.name, part: self.part, stored }
+    }
+
+    /// Whether there are laws of its products: of none in 4 bits.
+    pub(crate) fn is_known(&self) -> bool {
+        self.stored.format().is_none_or(|format| format == WeightFormat::Fp8)
+    }
+
+    /// Whether a fit may use it.
+    pub(crate) fn is_usable(&self) -> bool {
+        self.without_reuse && self.fits() && (self.is_known() || self.model.experts.is_some())
     }
 
     /// Whether all clients' KV fits beside the weights at a time, so that none waits for memory.
-    pub(crate) fn fits(&self) -> bool {
+    fn fits(&self) -> bool {
         let part = catalog::part(self.part).map_or(0.0, |part| part.memory_bytes().0);
-        let room = f64::from(self.devices) * part * 0.9
-            - self.model.shape(self.dtype).weight_bytes(self.model.tied_embeddings).0;
+        let room = f64::from(self.devices) * part * 0.9 - self.model.weight_bytes(self.stored).0;
         let tokens = f64::from(self.clients) * (mean(self.prompt) + mean(self.answer));
         tokens * self.shape().kv_bytes_per_token() as f64 <= room
     }
 
     pub(crate) fn shape(&self) -> ModelShape {
-        self.model.shape(self.dtype)
+        self.model.shape_as(self.stored).with_kv(self.kv)
     }
 }
 
@@ -79,6 +91,8 @@ struct Row {
     osl: u32,
     batch_size: Option<f64>,
     tp_size: Option<f64>,
+    attention_dp_size: Option<f64>,
+    moe_ep_size: Option<f64>,
     silicon_ttft_ms: f64,
     silicon_tpot_ms: f64,
 }
@@ -103,6 +117,12 @@ fn run(row: &Row) -> Option<Run> {
     let model = match row.model_path.as_str() {
         "meta-llama/Llama-3.1-70B" => "llama-3.1-70b",
         "Qwen/Qwen3-32B" => "qwen3-32b",
+        "Qwen/Qwen3-235B-A22B-FP8" => "qwen3-235b-a22b",
+        "MiniMaxAI/MiniMax-M2.5" => "minimax-m2.5",
+        "deepseek-ai/DeepSeek-R1" | "deepseek-ai/DeepSeek-V3" | "nvidia/DeepSeek-R1-NVFP4" => "deepseek-v3",
+        "Qwen/Qwen3.5-397B-A17B" => "qwen3.5-397b-a17b",
+        "moonshotai/Kimi-K2.5" => "kimi-k2.5",
+        "openai/gpt-oss-120b" => "gpt-oss-120b",
         "nvidia/Llama-3.1-8B-Instruct-FP8" => "llama-3.1-8b",
         _ => return None,
     };
@@ -110,14 +130,23 @@ fn run(row: &Row) -> Option<Run> {
         "h100_sxm" => "H100-SXM-80GB",
         "h200_sxm" => "H200-SXM-141GB",
         "b200_sxm" => "B200-SXM",
+        "b300_sxm" => "B300-SXM",
         _ => return None,
     };
-    let dtype = match row.precision.as_str() {
-        "fp8" => DType::F8E4m3,
-        "bf16" => DType::Bf16,
+    let stored = match row.precision.as_str() {
+        // It is published in this format alone.
+        _ if model == "gpt-oss-120b" => StoredAs::Quantised(WeightFormat::Mxfp4),
+        "bf16" => StoredAs::Plain(DType::Bf16),
+        "fp8" => StoredAs::Quantised(WeightFormat::Fp8),
+        "int4" => StoredAs::Quantised(WeightFormat::Int4),
+        "fp4" => StoredAs::Quantised(WeightFormat::Nvfp4),
         _ => return None,
     };
-    if row.mode != "agg" {
+    // The scripts set 8-bit KV for vLLM and TensorRT-LLM.
+    let kv = if row.backend == "sglang" || row.precision == "bf16" { DType::Bf16 } else { DType::F8E4m3 };
+    let alone = |size: Option<f64>| size.is_none_or(|size| size <= 1.0);
+    let is_tensor_parallel = alone(row.attention_dp_size) && alone(row.moe_ep_size);
+    if row.mode != "agg" || !is_tensor_parallel || row.tp_size.is_none_or(|devices| devices > 8.0) {
         return None;
     }
     // InferenceMAX draws lengths evenly from 0.8 of the stated ones (RANDOM_RANGE_RATIO), without prefix
@@ -129,7 +158,8 @@ fn run(row: &Row) -> Option<Run> {
         model: models::find(model).ok()?,
         part,
         engine: engines::find(&row.backend).ok()?,
-        dtype,
+        stored,
+        kv,
         devices: row.tp_size? as u32,
         clients: row.batch_size? as u32,
         prompt: lengths(row.isl),
