@@ -37,17 +37,18 @@ impl EngineCost {
     pub const FUSED: EngineCost = EngineCost { fused: true, ..EngineCost::OURS };
     /// vLLM, fitted by the example `truth` of the simulator to published runs (docs/results/truth.md).
     pub const VLLM: EngineCost = EngineCost {
-        per_sequence_s: 1.2e-6,
-        per_kernel_s: 1e-8,
-        per_expert_layer_s: 56e-6,
+        per_sequence_s: 4e-7,
+        per_kernel_s: -1e-8,
+        all_reduces: 0.997,
+        per_expert_layer_s: 55e-6,
         ..EngineCost::FUSED
     };
     /// SGLang, fitted as vLLM; of mixtures of experts alone, since no dense model's runs are published.
-    pub const SGLANG: EngineCost = EngineCost { per_expert_layer_s: 62e-6, ..EngineCost::FUSED };
+    pub const SGLANG: EngineCost = EngineCost { per_expert_layer_s: 58e-6, ..EngineCost::FUSED };
     /// TensorRT-LLM, fitted as vLLM.
     pub const TENSORRT_LLM: EngineCost = EngineCost {
-        per_kernel_s: -1.6e-7,
-        all_reduces: 0.963,
+        per_kernel_s: -1.8e-7,
+        all_reduces: 0.959,
         per_expert_layer_s: 45e-6,
         ..EngineCost::FUSED
     };
