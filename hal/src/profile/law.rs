@@ -20,7 +20,8 @@ const POINTS_MIN: usize = 6;
 const ROUNDS: usize = 4;
 /// Relative error below which a point's weight stops growing.
 const ERROR_MIN: f64 = 0.05;
-/// Regularisation towards the roofline, as a share of the points' weight: it only decides what they leave open.
+/// Regularisation towards the roofline, as a share of the points' weight: it only decides what they leave
+/// open.
 const PULL_ROOFLINE: f64 = 1e-3;
 /// Number of points below which that pull no longer gets weaker with them.
 const PULL_POINTS: f64 = 32.0;
@@ -67,8 +68,8 @@ impl Law {
     }
 
     /// Fits a law of least absolute relative error to each of `classes`, the points of classes of one kind,
-    /// staying near the roofline where too few points determine it. They have one cache size, the one with the
-    /// least error over all: the classes run on one device, and few points of each tell little about it.
+    /// staying near the roofline where too few points determine it. They have one cache size, the one with
+    /// the least error over all: the classes run on one device, and few points of each tell little about it.
     pub(super) fn fit(profile: &DeviceProfile, classes: &[&[&Point]]) -> Vec<Law> {
         let trials: Vec<Vec<&Point>> = classes.iter().map(|points| thinned(points)).collect();
         let fits = |cache_bytes: f64| -> (f64, Vec<Law>) {
