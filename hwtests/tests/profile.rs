@@ -144,6 +144,45 @@ fn its_device_profile_predicts_what_was_not_measured() {
 }
 
 #[test]
+fn within_a_budget_of_points_the_rest_is_predicted_and_the_error_to_expect_is_told() {
+    let rows = [1, 2, 4, 8, 16, 24, 32, 48, 64];
+    let gemms = rows.iter().flat_map(|m| [64, 128].map(|n| format!("gemm.bf16.m{m}.n{n}.k256")));
+    let steps = [64, 128, 256].map(|keys| format!("attn_decode.bf16.b4.c{keys}.gqa2.kv2.d32"));
+    let names: Vec<String> =
+        gemms.chain(steps).chain(["memory_read.4MiB", "silu_mul.bf16.e65536"].map(str::to_owned)).collect();
+    let device = LawDevice::new(Flaw::None);
+    let only: Vec<&str> = names.iter().map(String::as_str).collect();
+    let all = options(&device, &only);
+    let document = run(&device, &ProfileOptions { points_max: Some(12), ..all }, &mut |_| {});
+    assert_eq!(document.points.len(), names.len());
+    let limited = |point: &&PointResult| point.id.starts_with("gemm") || point.id.starts_with("attn");
+    let (left, measured): (Vec<_>, Vec<_>) =
+        document.points.iter().partition(|point| point.status == PointStatus::Skipped);
+    assert_eq!(measured.iter().copied().filter(limited).count(), 12);
+    assert!(left.iter().all(|point| point.reason.as_ref().unwrap().contains("budget")), "{left:?}");
+
+    let expected: Vec<(&str, usize)> =
+        document.expected.iter().map(|expected| (expected.op.as_str(), expected.points)).collect();
+    assert_eq!(expected, [("gemm", 9), ("attn_decode", 3)]);
+    assert!(document.expected[0].error > 0.0 && document.expected[0].error < 0.5, "{:?}", document.expected);
+    let profile = document.device_profile().unwrap();
+    for point in &left {
+        let sig = point.sig.unwrap();
+        let predicted = profile.points.iter().find(|point| point.sig == sig).expect("a prediction");
+        near(predicted.time.0, law_of(&sig), 0.3, &point.id);
+    }
+    let told = profile.provenance.evidence.iter().find(|evidence| evidence.op == "gemm").unwrap();
+    assert_eq!(told.error, Some(document.expected[0].error));
+    let card = card(&document);
+    assert!(card.contains("predicts") && card.contains("from 9 points"), "{card}");
+    assert!(profile_without_budget(&device, &only).expected.is_empty());
+}
+
+fn profile_without_budget(device: &LawDevice, only: &[&str]) -> ProfileDocument {
+    run(device, &options(device, &only[..2]), &mut |_| {})
+}
+
+#[test]
 fn a_wrong_operation_gets_no_number_and_a_lacking_one_is_no_error() {
     let document = profile(Flaw::Wrong("silu_mul"), &POINTS);
     let point = document.point("silu_mul.bf16.e65536").unwrap();

@@ -16,6 +16,7 @@ pub fn card(document: &ProfileDocument) -> String {
     card.attention();
     card.links();
     card.long_runs();
+    card.expected();
     card.remarks();
     card.out
 }
@@ -158,6 +159,26 @@ impl Card<'_> {
             .collect();
         if !parts.is_empty() {
             self.line("long run", &parts.join("; "));
+        }
+    }
+
+    fn expected(&mut self) {
+        let mut label = "predicts";
+        for expected in &self.document.expected {
+            let from = match expected.from.as_slice() {
+                [] => "no other part".to_owned(),
+                from => format!("{} other parts", from.len()),
+            };
+            self.line(
+                label,
+                &format!(
+                    "{:<13} within {:.0} % on average, from {} points and {from}",
+                    expected.op,
+                    100.0 * expected.error,
+                    expected.points
+                ),
+            );
+            label = "";
         }
     }
 

@@ -47,6 +47,22 @@ pub struct ProfileDocument {
     /// Rent, and what a dollar buys.
     #[serde(default)]
     pub economics: Option<Economics>,
+    /// How far predictions from a limited number of points are likely to be off; empty if it was not limited.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub expected: Vec<ExpectedError>,
+}
+
+/// How far predictions of one kind of operation are likely to be off.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct ExpectedError {
+    /// Kind of operation: `gemm`, `attn_decode` or `attn_prefill`.
+    pub op: String,
+    /// Number of points that were measured, each of which was predicted from the others.
+    pub points: usize,
+    /// Mean of |predicted / measured - 1| over them.
+    pub error: f64,
+    /// Other parts whose published measurements the predictions use.
+    pub from: Vec<String>,
 }
 
 /// The program that produced a document.

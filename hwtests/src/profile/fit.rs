@@ -1,5 +1,6 @@
 //! Derives summary numbers and fitted lines from points.
 
+use super::budget;
 use super::document::{
     Compute, Economics, Flag, LineFit, PointResult, PointStatus, ProfileDocument, ReachedRate,
 };
@@ -118,7 +119,14 @@ pub(crate) fn input_dtype(sig: &OpSig) -> DType {
 impl ProfileDocument {
     /// Converts the document into what the scheduler and simulated devices use. `None` without a measured
     /// bandwidth or a measured product, since there is no roofline then.
+    /// Where the number of points was limited, it has predictions for the others.
     pub fn device_profile(&self) -> Option<DeviceProfile> {
+        let measured = self.measured_profile()?;
+        Some(if self.expected.is_empty() { measured } else { budget::completed(self, &measured) })
+    }
+
+    /// Converts what was measured alone.
+    pub(super) fn measured_profile(&self) -> Option<DeviceProfile> {
         let rates = [&self.summary.memory_read, &self.summary.memory_write, &self.summary.memory_copy];
         let bandwidth = rates.into_iter().flatten().map(|reached| reached.rate).reduce(f64::max)?;
         let compute: Vec<(DType, FlopPerSecond)> = self

@@ -15,6 +15,7 @@
 //! What is absent: any number without a right result, any wall-clock date (the caller gives it), any
 //! claim of a vendor.
 
+mod budget;
 mod card;
 mod check;
 pub mod compare;

@@ -10,7 +10,7 @@ use super::measure::{Bench, LaunchCost, empty, loads};
 use super::plan::{ModelShapes, ProfileLevel, plan};
 use super::sampler::{HostClock, SampleBudget, TimeSource};
 use super::work::{Group, LaunchCase, SustainedLoad, Work};
-use super::{Problem, check::Checks, fit};
+use super::{Problem, budget, check::Checks, fit};
 use mixfleet_hal::cast::to_u64;
 use mixfleet_hal::profile::{DeviceProfile, Point};
 use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond, GIB, MIB, Seconds};
@@ -36,6 +36,9 @@ pub struct ProfileOptions {
     pub memory_bytes_max: Option<u64>,
     /// Time budget in seconds; `None` means that of the level.
     pub budget_s: Option<f64>,
+    /// Number of products and attention steps to measure, those that tell most about the others; `None` means
+    /// all.
+    pub points_max: Option<usize>,
     /// Set to stop after the current point; what was measured is kept.
     pub cancelled: Arc<AtomicBool>,
     /// The clock of the host.
@@ -62,6 +65,7 @@ impl ProfileOptions {
             cold_bytes: 512 * MIB,
             memory_bytes_max: None,
             budget_s: None,
+            points_max: None,
             cancelled: Arc::default(),
             clock: Arc::new(HostClock::default()),
             measured_at: String::new(),
@@ -144,6 +148,8 @@ pub fn run(
     observe: &mut dyn FnMut(ProfileProgress<'_>),
 ) -> ProfileDocument {
     let works = plan(options.level, device.limits().kv_page_tokens, options.model.as_ref(), &options.only);
+    let dtype = options.model.map_or(DType::Bf16, |model| model.dtype);
+    let (works, left) = budget::chosen(works, dtype, options.points_max);
     let start = options.clock.seconds();
     let before = State::from(device.health());
     let mut fits = Fits::default();
@@ -159,6 +165,9 @@ pub fn run(
         }
         Err(problem) => (works.iter().map(|work| failed(work, problem.clone())).collect(), false),
     };
+    let reason = "not measured within the budget of points";
+    let left = left.iter().map(|work| failed(work, Problem::Skip(reason.to_owned())));
+    let points = points.into_iter().chain(left).collect();
     let after = State::from(device.health());
     let mut document = ProfileDocument {
         schema: ProfileDocument::SCHEMA.to_owned(),
@@ -185,8 +194,12 @@ pub fn run(
         fits,
         summary: ProfileSummary::default(),
         economics: None,
+        expected: Vec::new(),
     };
     fit::finish(&mut document);
+    if options.points_max.is_some() {
+        document.expected = budget::expected(&document);
+    }
     let price = options.price.as_ref().filter(|(usd, _)| *usd > 0.0);
     document.economics = price.map(|(usd, source)| Economics::new(&document, *usd, source));
     document

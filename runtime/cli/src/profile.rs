@@ -8,7 +8,7 @@ use crate::{Failed, Usage, backends, writable};
 use anyhow::{Context, Result, bail};
 use clap::{Args, Subcommand};
 use indicatif::{ProgressBar, ProgressStyle};
-use mixfleet_hal::{DType, Device, DeviceKind};
+use mixfleet_hal::{DType, Device, DeviceKind, cast};
 use mixfleet_hwtests::profile::compare::Comparison;
 use mixfleet_hwtests::profile::{
     Group, ModelShapes, PointResult, PointStatus, ProfileDocument, ProfileLevel, ProfileOptions,
@@ -45,6 +45,10 @@ struct MeasureArgs {
     /// Measure everything, in up to half an hour
     #[arg(long)]
     full: bool,
+    /// Measure only the N products and attention steps that tell most (32, say), predict the others, and say
+    /// how far off
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(8..=10_000))]
+    budget: Option<u32>,
     /// Groups (launch, memory, links, small, kv, gemm, decode, prefill, attention, sustained) or points (*
     /// matches any text)
     #[arg(long, value_name = "NAMES", value_delimiter = ',')]
@@ -187,6 +191,7 @@ fn options(args: &MeasureArgs) -> Result<ProfileOptions> {
     let options = ProfileOptions {
         only: args.only.clone(),
         model,
+        points_max: args.budget.map(cast::to_usize),
         measured_at: machine::now(),
         command: std::env::args().collect::<Vec<_>>().join(" "),
         facts: machine::facts(),
