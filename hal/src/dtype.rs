@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 /// The type of one element. Floating-point types store weights, activations and KV; `U32` stores
 /// token ids, positions, slots and page tables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum DType {
     /// IEEE 754 single precision.

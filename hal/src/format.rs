@@ -10,6 +10,7 @@ use std::str::FromStr;
 
 /// A quantised format of weights, with the layout of scales that checkpoints commonly have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum WeightFormat {
     /// E4M3 with an f32 scale for each 128 x 128 weights (DeepSeek-V3, arXiv 2412.19437).

@@ -24,6 +24,7 @@ use serde::{Deserialize, Serialize};
 
 /// An `f32` that can be part of a key; two are equal if their bits are.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(transparent)]
 pub struct Scalar(pub f32);
 
@@ -74,6 +75,7 @@ pub struct Operand {
 
 /// The shape of paged KV: what the pages of one layer hold, however a backend lays them out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct KvShape {
     /// KV heads.
     pub kv_heads: u32,
@@ -100,6 +102,7 @@ impl KvShape {
 
 /// An operation: its kind, shape and dtypes. The [module](self) documentation lists the conventions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(tag = "op", rename_all = "snake_case")]
 pub enum OpSig {
     /// Gathers rows of a table by index, for token embeddings and for selecting rows of activations. `ids
@@ -552,21 +555,13 @@ impl OpSig {
 mod tests {
     use super::*;
 
-    const GEMM: OpSig = OpSig::Gemm {
-        m: 2,
-        n: 3,
-        k: 5,
-        x: DType::F32,
-        weight: DType::Bf16,
-        out: DType::F32,
-        bias: true,
-        accumulate: true,
-    };
+    const F32: DType = DType::F32;
+    const GEMM: OpSig =
+        OpSig::Gemm { m: 2, n: 3, k: 5, x: F32, weight: DType::Bf16, out: F32, bias: true, accumulate: true };
 
     #[test]
     fn gemm_counts_operands_flops_and_bytes() {
-        let names: Vec<_> = GEMM.operands().iter().map(|o| o.name).collect();
-        assert_eq!(names, ["x", "weight", "bias", "out"]);
+        assert!(GEMM.operands().iter().map(|o| o.name).eq(["x", "weight", "bias", "out"]));
         assert_eq!(GEMM.flops(), 60.0);
         assert_eq!(GEMM.bytes(), f64::from(2 * 5 * 4 + 3 * 5 * 2 + 3 * 2 + 2 * (2 * 3 * 4)));
     }
@@ -592,9 +587,8 @@ mod tests {
 
     #[test]
     fn a_signature_survives_json_and_wrong_shapes_are_named() {
-        let text = serde_json::to_string(&GEMM).unwrap();
-        assert_eq!(serde_json::from_str::<OpSig>(&text).unwrap(), GEMM);
-        let odd = OpSig::Rope { tokens: 1, heads: 1, head_dim: 3, x: DType::F32 };
-        assert!(odd.check().unwrap_err().contains("odd"));
+        assert_eq!(serde_json::from_value::<OpSig>(serde_json::json!(GEMM)).unwrap(), GEMM);
+        let rope = OpSig::Rope { tokens: 1, heads: 1, head_dim: 3, x: DType::F32 };
+        assert!(rope.check().unwrap_err().contains("odd"));
     }
 }

@@ -22,6 +22,7 @@ use std::collections::HashSet;
 
 /// One measured operation.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Point {
     /// The operation.
     pub sig: OpSig,
@@ -31,6 +32,7 @@ pub struct Point {
 
 /// One segment of a piecewise linear cost: `fixed + bytes * seconds_per_byte` for sizes of at least `from`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct LinearSegment {
     /// The smallest size that the segment applies to; it ends where the next one begins.
     pub from: Bytes,
@@ -42,6 +44,7 @@ pub struct LinearSegment {
 
 /// Piecewise linear time over size, with segments in ascending order; empty if not measured.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(transparent)]
 pub struct CopyCost(pub Vec<LinearSegment>);
 
@@ -55,6 +58,7 @@ impl CopyCost {
 
 /// The memory access pattern of a bandwidth measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum Traffic {
     /// Every byte is read once.
@@ -67,6 +71,7 @@ pub enum Traffic {
 
 /// Bandwidth over a working set of one size.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Bandwidth {
     /// The access pattern.
     pub traffic: Traffic,
@@ -78,6 +83,7 @@ pub struct Bandwidth {
 
 /// The origin of a profile.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default)]
 pub struct Provenance {
     /// Name and version of the program that measured it.
@@ -110,6 +116,7 @@ impl Provenance {
 
 /// Where the predicted times of one kind of operation come from.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Evidence {
     /// The kind of operation; see [`OpSig::name`].
     pub op: String,
@@ -123,6 +130,7 @@ pub struct Evidence {
 
 /// What predicted times are derived from.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum EvidenceBasis {
     /// Measurements of the part.
@@ -138,6 +146,8 @@ pub enum EvidenceBasis {
 
 /// A device as numbers: measured points over a roofline. The scheduler sees this and never the device itself.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[cfg_attr(feature = "schema", schemars(title = "mixfleet.device-profile/1"))]
 pub struct DeviceProfile {
     /// Name and version of the document schema.
     pub schema: String,
@@ -181,6 +191,7 @@ pub struct DeviceProfile {
 
 /// Sustained rates as a share of short-run rates.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Sustained {
     /// Share of the arithmetic rate of matrix products.
     pub compute: f64,

@@ -17,6 +17,7 @@ macro_rules! quantity {
     ($(#[$doc:meta])* $name:ident) => {
         $(#[$doc])*
         #[derive(Clone, Copy, Debug, Default, PartialEq, PartialOrd, Serialize, Deserialize)]
+        #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
         #[serde(transparent)]
         pub struct $name(pub f64);
 
@@ -38,11 +39,11 @@ macro_rules! quantity {
     };
 }
 
-quantity!(/** A span of time. */ Seconds);
-quantity!(/** An amount of memory or traffic. */ Bytes);
+quantity!(/** A span of time, in seconds. */ Seconds);
+quantity!(/** An amount of memory or traffic, in bytes. */ Bytes);
 quantity!(/** Floating-point operations; a fused multiply-add counts two. */ Flop);
-quantity!(/** Arithmetic rate. */ FlopPerSecond);
-quantity!(/** Bandwidth. */ BytesPerSecond);
+quantity!(/** Arithmetic rate, in floating-point operations per second. */ FlopPerSecond);
+quantity!(/** Bandwidth, in bytes per second. */ BytesPerSecond);
 quantity!(/** Money. */ Usd);
 quantity!(/** The rent of a device. */ UsdPerHour);
 

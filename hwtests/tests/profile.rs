@@ -5,11 +5,13 @@ use crate::law::{
     law as law_of,
 };
 use crate::schema;
+use mixfleet_hal::DType;
+use mixfleet_hal::profile::{DeviceProfile, Evidence, EvidenceBasis, Sustained};
 use mixfleet_hal::units::Bytes;
 use mixfleet_hwtests::profile::compare::{Comparison, ComparisonVerdict};
 use mixfleet_hwtests::profile::{
-    Fact, Flag, PointResult, PointStatus, ProfileDocument, ProfileLevel, ProfileOptions, ProfileProgress,
-    Work, card, measure, page, run,
+    Conformance, Fact, Flag, PointResult, PointStatus, ProfileDocument, ProfileLevel, ProfileOptions,
+    ProfileProgress, Work, card, conform, device_profile_schema, measure, page, run,
 };
 use mixfleet_hwtests::reference::ReferenceDevice;
 use serde_json::Value;
@@ -344,81 +346,96 @@ fn a_document_is_what_its_schema_says_and_reads_back() {
     let text = serde_json::to_string(&document).unwrap();
     assert_eq!(ProfileDocument::from_json(&text).unwrap(), document);
     let schema = ProfileDocument::json_schema();
-    let mut errors = Vec::new();
-    conforms(&serde_json::to_value(&document).unwrap(), &schema, &schema, "$", &mut errors);
-    assert_eq!(errors, Vec::<String>::new());
-    // the checker sees what is wrong
-    let mut broken = serde_json::to_value(&document).unwrap();
+    let value = serde_json::to_value(&document).unwrap();
+    assert_eq!(conform(&schema, &value), Conformance::default());
+    let mut broken = value.clone();
     broken["points"][0]["status"] = "fine".into();
     broken["device"].as_object_mut().unwrap().remove("fingerprint");
-    conforms(&broken, &schema, &schema, "$", &mut errors);
-    assert_eq!(errors.len(), 2, "{errors:?}");
+    broken["extra"] = true.into();
+    let found = conform(&schema, &broken);
+    assert_eq!((found.errors.len(), found.unknown), (2, vec!["extra".to_owned()]), "{:?}", found.errors);
+    assert!(found.errors.iter().any(|error| error.starts_with("device.fingerprint is missing; add it")));
+    assert!(
+        found.errors.iter().any(|error| error.starts_with("points[0].status is \"fine\"; expected one of"))
+    );
     for wrong in ["{", "{}", r#"{"schema":"mixfleet.profile/2"}"#, r#"{"schema":"mixfleet.profile/1"}"#] {
         assert!(ProfileDocument::from_json(wrong).is_err(), "{wrong}");
-    }
-}
-
-/// The part of JSON Schema that is generated here: types, enums, references, alternatives, properties, items.
-fn conforms(value: &Value, schema: &Value, root: &Value, at: &str, errors: &mut Vec<String>) {
-    if let Some(reference) = schema.get("$ref").and_then(Value::as_str) {
-        let target = root.pointer(reference.trim_start_matches('#')).expect("a known reference");
-        return conforms(value, target, root, at, errors);
-    }
-    for key in ["anyOf", "oneOf"] {
-        if let Some(options) = schema.get(key).and_then(Value::as_array) {
-            let fits = |option: &Value| {
-                let mut inner = Vec::new();
-                conforms(value, option, root, at, &mut inner);
-                inner.is_empty()
-            };
-            if !options.iter().any(fits) {
-                errors.push(format!("{at}: none of {key}"));
-            }
-        }
-    }
-    if let Some(constant) = schema.get("const").filter(|constant| *constant != value) {
-        errors.push(format!("{at}: not {constant}"));
-    }
-    if let Some(names) = schema.get("enum").and_then(Value::as_array).filter(|names| !names.contains(value)) {
-        errors.push(format!("{at}: {value} is not among {names:?}"));
-    }
-    let types: Vec<&str> = match schema.get("type") {
-        Some(Value::String(one)) => vec![one],
-        Some(Value::Array(many)) => many.iter().filter_map(Value::as_str).collect(),
-        _ => Vec::new(),
-    };
-    let is = |name: &&str| match *name {
-        "null" => value.is_null(),
-        "boolean" => value.is_boolean(),
-        "object" => value.is_object(),
-        "array" => value.is_array(),
-        "integer" => value.is_u64() || value.is_i64(),
-        "number" => value.is_number(),
-        _ => value.is_string(),
-    };
-    if !types.is_empty() && !types.iter().any(is) {
-        errors.push(format!("{at}: {value} is not {types:?}"));
-    }
-    for name in schema.get("required").and_then(Value::as_array).into_iter().flatten() {
-        if value.is_object() && value.get(name.as_str().unwrap()).is_none() {
-            errors.push(format!("{at}: {name} is missing"));
-        }
-    }
-    for (name, inner) in schema.get("properties").and_then(Value::as_object).into_iter().flatten() {
-        if let Some(field) = value.get(name) {
-            conforms(field, inner, root, &format!("{at}.{name}"), errors);
-        }
-    }
-    if let (Some(inner), Some(items)) = (schema.get("items"), value.as_array()) {
-        for (i, item) in items.iter().enumerate() {
-            conforms(item, inner, root, &format!("{at}[{i}]"), errors);
-        }
     }
 }
 
 #[test]
 fn the_published_schema_is_that_of_the_program() {
     schema::assert_published("profile-1.json", &ProfileDocument::json_schema(), "profile");
+    schema::assert_published("device-profile-1.json", &device_profile_schema(), "profile");
+}
+
+/// A path into a document.
+type Steps = Vec<Value>;
+
+fn fields(value: &Value, path: &Steps, all: &mut Vec<Steps>) {
+    let mut inside = |key: Value, value: &Value, counts: bool| {
+        let path = [path.clone(), vec![key]].concat();
+        all.extend(counts.then(|| path.clone()));
+        fields(value, &path, all);
+    };
+    match value {
+        Value::Object(object) => {
+            object.iter().for_each(|(key, value)| inside(key.as_str().into(), value, true))
+        }
+        Value::Array(items) => {
+            items.iter().enumerate().for_each(|(at, value)| inside(at.into(), value, false))
+        }
+        _ => {}
+    }
+}
+
+fn at<'a>(document: &'a mut Value, path: &[Value]) -> &'a mut Value {
+    path.iter().fold(document, |value, step| match step {
+        Value::String(key) => &mut value[key.as_str()],
+        index => &mut value[usize::try_from(index.as_u64().unwrap()).unwrap()],
+    })
+}
+
+#[test]
+fn the_schema_of_device_profiles_and_their_reader_refuse_the_same_documents() {
+    let mut profile = profile(Flaw::None, &POINTS).device_profile().unwrap();
+    profile.provenance.evidence.push(Evidence {
+        op: "gemm".into(),
+        dtype: DType::Bf16,
+        basis: EvidenceBasis::Borrowed { from: vec!["L4".into()] },
+        error: Some(0.1),
+    });
+    profile.sustained = Some(Sustained { compute: 0.9, bandwidth: 1.0 });
+    let (schema, document) = (device_profile_schema(), serde_json::to_value(&profile).unwrap());
+    assert_eq!(conform(&schema, &document), Conformance::default());
+    let reads = |document: &Value| serde_json::from_value::<DeviceProfile>(document.clone()).is_ok();
+    let mut paths = Vec::new();
+    fields(&document, &Steps::new(), &mut paths);
+    let (mut missing, mut wrong) = (0, 0);
+    for path in &paths {
+        let (key, before) = path.split_last().unwrap();
+        let mut without = document.clone();
+        at(&mut without, before).as_object_mut().unwrap().remove(key.as_str().unwrap());
+        assert_eq!(conform(&schema, &without).errors.is_empty(), reads(&without), "without {path:?}");
+        missing += usize::from(!reads(&without));
+        let mut other = document.clone();
+        *at(&mut other, path) = serde_json::json!([[true]]);
+        assert_eq!(conform(&schema, &other).errors.is_empty(), reads(&other), "another type at {path:?}");
+        wrong += usize::from(!reads(&other));
+        let mut more = document.clone();
+        let object = at(&mut more, before).as_object_mut().unwrap();
+        object.insert("none_of_ours".into(), 1.into());
+        let found = conform(&schema, &more);
+        let told = if reads(&more) { found.unknown.len() == 1 } else { !found.errors.is_empty() };
+        assert!(told, "beside {path:?}: {found:?}");
+    }
+    assert!(missing > 100 && wrong == paths.len(), "{missing} required fields, {wrong} of {}", paths.len());
+    let mut negative = document.clone();
+    let points = negative["points"].as_array_mut().unwrap();
+    let gemm = points.iter().position(|point| point["sig"]["op"] == "gemm").unwrap();
+    points[gemm]["sig"]["m"] = (-1).into();
+    let error = &conform(&schema, &negative).errors[0];
+    assert!(error.starts_with(&format!("points[{gemm}].sig.m is -1; expected")), "{error}");
 }
 
 #[test]

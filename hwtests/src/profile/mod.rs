@@ -19,6 +19,7 @@ mod budget;
 mod card;
 mod check;
 pub mod compare;
+mod conform;
 pub mod control;
 pub mod document;
 pub mod explain;
@@ -36,6 +37,7 @@ pub mod text;
 pub mod work;
 
 pub use card::card;
+pub use conform::{Conformance, conform, device_profile_schema};
 pub use document::{Fact, Flag, PointResult, PointStatus, ProfileDocument, Tool};
 pub use measured::measured;
 pub use page::page;

@@ -1,5 +1,7 @@
-//! Implements `mixfleet profile` and `mixfleet profile compare`.
+//! Implements `mixfleet profile` and its subcommands.
 
+mod check;
+mod import;
 mod links;
 pub(crate) mod machine;
 
@@ -32,6 +34,10 @@ pub(crate) struct ProfileArgs {
 enum ProfileCommand {
     /// Compare two profiles point by point, accounting for noise
     Compare(CompareArgs),
+    /// Turn published tables of kernel times into a profile
+    Import(import::ImportArgs),
+    /// Check a profile's file against its schema
+    Check(check::CheckArgs),
 }
 
 #[derive(Debug, Args)]
@@ -97,6 +103,8 @@ fn ratio(text: &str) -> Result<f64, String> {
 pub(crate) fn run(args: &ProfileArgs) -> Result<()> {
     match &args.command {
         Some(ProfileCommand::Compare(args)) => compare(args),
+        Some(ProfileCommand::Import(args)) => import::run(args),
+        Some(ProfileCommand::Check(args)) => check::run(args),
         None if args.measure.links.links => {
             links::run(&args.measure.links, args.measure.json, args.measure.quick)
         }

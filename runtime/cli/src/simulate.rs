@@ -1,5 +1,6 @@
 //! Implements `mixfleet simulate`: a trace on a fleet that need not exist.
 
+mod answers;
 mod capacity;
 mod closed_loop;
 mod history;
@@ -15,9 +16,11 @@ use clap::Args;
 use closed_loop::ClosedLoopArgs;
 use history::History;
 use mixfleet_scheduler::engines::KnownEngine;
+use mixfleet_scheduler::fleet::Admission;
+use mixfleet_sim::against::RunErrors;
 use mixfleet_sim::fleet_file::{FleetFile, Routing};
 use mixfleet_sim::simulate::{Distribution, Results, Setup, run as simulate};
-use mixfleet_sim::trace::{ClosedLoop, Requests, Trace};
+use mixfleet_sim::trace::{ClosedLoop, RecordedRun, Requests, Trace};
 use page::{Subject, page};
 use serde_json::json;
 use std::fmt::Write as _;
@@ -36,7 +39,7 @@ const INTERVAL_S_MIN: f64 = 1e-3;
 #[derive(Debug, Args)]
 pub(crate) struct SimulateArgs {
     /// Request trace, in any format of 'mixfleet trace stats'
-    #[arg(long, value_name = "FILE", required_unless_present = "closed_loop")]
+    #[arg(long, value_name = "FILE", required_unless_present_any = ["against", "closed_loop"])]
     trace: Option<PathBuf>,
     /// Fleet file (docs/fleet-file.md)
     #[arg(long, value_name = "FLEET.toml")]
@@ -47,6 +50,9 @@ pub(crate) struct SimulateArgs {
     replay: ReplayArgs,
     #[command(flatten)]
     closed_loop: ClosedLoopArgs,
+    /// In place of --trace: simulate a recorded run (a request-log with times) and print the errors
+    #[arg(long, value_name = "RUN.jsonl", conflicts_with_all = ["trace", "capacity", "speedup", "jitter", "limit"])]
+    against: Option<PathBuf>,
     /// Serving engine of pools that name none: mixfleet, vllm, sglang or tensorrt-llm [default: the fleet
     /// file's, or mixfleet]
     #[arg(long, value_name = "NAME", value_parser = crate::compare::engine)]
@@ -64,6 +70,9 @@ pub(crate) struct SimulateArgs {
     /// Interval of --timeline and --html samples [default: 10; 1 with --html alone]
     #[arg(long, value_name = "SECONDS", value_parser = positive)]
     timeline_interval_s: Option<f64>,
+    /// Write each request with its times, as a run for --against
+    #[arg(long, value_name = "FILE.jsonl", conflicts_with = "capacity")]
+    requests_out: Option<PathBuf>,
     /// Write an HTML report
     #[arg(long, value_name = "FILE.html")]
     html: Option<PathBuf>,
@@ -95,14 +104,21 @@ impl SimulateArgs {
     fn check_files(&self) -> Result<()> {
         let mut others = vec![(&self.fleet, "--fleet")];
         others.extend(self.trace.iter().map(|trace| (trace, "--trace")));
-        for (file, flag) in [(&self.timeline, "--timeline"), (&self.html, "--html")] {
+        others.extend(self.against.iter().map(|run| (run, "--against")));
+        for (file, flag) in self.outputs() {
             let Some(file) = file else { continue };
             if let Some((_, other)) = others.iter().find(|(other, _)| place(file) == place(other)) {
                 return Err(Usage(format!("{flag} would write over the file of {other}")).into());
             }
             others.push((file, flag));
         }
-        [&self.timeline, &self.html].into_iter().flatten().try_for_each(|file| writable(file))
+        self.outputs().into_iter().filter_map(|(file, _)| file.as_ref()).try_for_each(|file| writable(file))
+    }
+
+    /// The files that it writes, with their flags.
+    fn outputs(&self) -> [(&Option<PathBuf>, &'static str); 3] {
+        let requests = (&self.requests_out, "--requests-out");
+        [(&self.timeline, "--timeline"), (&self.html, "--html"), requests]
     }
 
     /// Removes the empty file that [`writable`] made, after a run that failed.
@@ -123,7 +139,7 @@ impl SimulateArgs {
         };
         let slo = setup.slo;
         vec![
-            match (&self.trace, self.closed_loop.load(setup.fleet.seed)) {
+            match (self.trace.as_ref().or(self.against.as_ref()), self.closed_loop.load(setup.fleet.seed)) {
                 (Some(trace), _) => ("trace", trace.display().to_string()),
                 (None, load) => ("load", load.map_or_else(String::new, |load| load.to_string())),
             },
@@ -151,7 +167,11 @@ fn place(file: &Path) -> PathBuf {
 
 pub(crate) fn run(args: &SimulateArgs) -> Result<()> {
     let interval_s = args.interval_s()?;
-    let choices = args.scheduling.choices()?;
+    let mut choices = args.scheduling.choices()?;
+    if args.against.is_some() {
+        // What was recorded was served.
+        choices.admission = Admission::None;
+    }
     let read = |path: &std::path::Path| profiles::read(path).map_err(|error| format!("{error:#}"));
     let fleet = FleetFile::read(&args.fleet, &read, args.engine)
         .with_context(|| format!("the fleet file {}", args.fleet.display()))?;
@@ -166,6 +186,7 @@ pub(crate) fn run(args: &SimulateArgs) -> Result<()> {
     let start = std::time::Instant::now();
     let closed_loop = args.closed_loop.load(args.scheduling.seed);
     let mut trace = args.trace.as_deref().map(|path| args.replay.open(path)).transpose()?;
+    let recorded = args.against.as_deref().map(RecordedRun::read).transpose()?;
     args.check_files()?;
     let cannot_write = |path: &Path| format!("cannot write {}", path.display());
     let timeline = args
@@ -178,20 +199,27 @@ pub(crate) fn run(args: &SimulateArgs) -> Result<()> {
         history: args.html.is_some().then(|| History::new(setup.pools.len())),
         interval_s,
         goal: None,
+        answers: (args.requests_out.is_some() || recorded.is_some()).then(Vec::new),
     };
-    let results = match (&mut trace, closed_loop) {
-        (Some(trace), _) => {
+    let results = match (&mut trace, &recorded, closed_loop) {
+        (None, Some(run), _) => simulate(&setup, run.trace(), &mut watch),
+        (Some(trace), ..) => {
             let blocks = trace.block_tokens().unwrap_or(fleet.kv.block_tokens);
             let requests = args.replay.play(trace, args.scheduling.seed);
             simulate(&setup, requests.rechain(blocks, fleet.kv.block_tokens), &mut watch)
         }
-        (None, load) => simulate(&setup, load.into_iter().flat_map(ClosedLoop::requests), &mut watch),
+        (None, None, load) => simulate(&setup, load.into_iter().flat_map(ClosedLoop::requests), &mut watch),
     };
     let results = results.inspect_err(|_| args.leave_no_empty_page())?;
-    let Watch { bar, timeline, history, .. } = watch;
+    let Watch { bar, timeline, history, answers, .. } = watch;
+    let mut answers = answers.unwrap_or_default();
+    let errors = recorded.map(|run| RunErrors::new(&run, &answers));
     drop(bar);
     if let (Some(timeline), Some(path)) = (timeline, &args.timeline) {
         timeline.finish().with_context(|| cannot_write(path))?;
+    }
+    if let Some(path) = &args.requests_out {
+        answers::write_log(path, &mut answers).with_context(|| cannot_write(path))?;
     }
     if let (Some(history), Some(path)) = (&history, &args.html) {
         let facts = args.facts(&setup);
@@ -203,9 +231,15 @@ pub(crate) fn run(args: &SimulateArgs) -> Result<()> {
         let mut document = serde_json::to_value(&results)?;
         // Whole seconds, rounded up, so that documents of equal runs can be compared.
         document["wall_s"] = json!(start.elapsed().as_secs_f64().ceil());
+        if let Some(errors) = errors {
+            document["against"] = json!(errors);
+        }
         writeln!(out, "{document:#}")?;
     } else {
         write!(out, "{}", table(&results))?;
+        if let Some(errors) = &errors {
+            write!(out, "{}", answers::errors_table(errors))?;
+        }
     }
     Ok(())
 }

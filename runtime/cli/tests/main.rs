@@ -15,6 +15,7 @@ mod gpu;
 #[cfg(target_os = "linux")]
 mod hollow;
 mod house;
+mod import;
 mod profile;
 mod serve;
 mod simulate;

@@ -6,7 +6,10 @@
 )]
 #![forbid(unsafe_code)]
 
+pub mod against;
 pub mod capacity;
+pub mod engine_profile;
 pub mod fleet_file;
+pub mod import;
 pub mod simulate;
 pub mod trace;

@@ -1,6 +1,7 @@
 //! Profiles of serving engines as directories, generated here and measured elsewhere.
 
 use mixfleet_scheduler::cost::{CostModel, Prefill};
+use mixfleet_sim::engine_profile::{EngineProfile, TableDirectory};
 use mixfleet_sim::fleet_file::{FleetFile, FleetFileError};
 use std::path::{Path, PathBuf};
 
@@ -92,13 +93,82 @@ fn a_directory_that_lacks_something_is_refused_with_the_reason() {
         error("negative", &|engine| edit(engine, "dense.csv", "embedding,1,505", "embedding,1,-505"));
     assert!(negative.contains("time -505"), "{negative}");
     let hole = error("hole", &|engine| edit(engine, "attention.csv", "16,1000,1,16,", "16,1001,1,16,"));
-    assert!(hole.contains("attention.csv lacks prefill_chunk 16"), "{hole}");
+    assert!(hole.contains("attention lacks prefill_chunk 16"), "{hole}");
+    let scattered = error("scattered", &|engine| {
+        let rows: String = (1..3000).map(|at| format!("16,{at},{at},{at},5\n")).collect();
+        let text = std::fs::read_to_string(engine.join("attention.csv")).unwrap();
+        std::fs::write(engine.join("attention.csv"), text + &rows).unwrap();
+    });
+    assert!(scattered.contains("should be a grid"), "{scattered}");
     let meta =
         |text: &'static str| move |engine: &Path| std::fs::write(engine.join("meta.json"), text).unwrap();
     let other = error("other", &meta(r#"{"model": "Qwen/Qwen3-8B"}"#));
     assert!(other.contains("of the model Qwen/Qwen3-8B, and the fleet serves llama-3.1-8b"), "{other}");
     let cut = error("cut", &meta(r#"{"engine_kwargs": {"tensor_parallel_size": 2}}"#));
     assert!(cut.contains("devices_per_instance: is 1, and the profile was measured with 2"), "{cut}");
+}
+
+#[test]
+fn meta_yaml_tells_the_engine_and_a_run_goes_before() {
+    let directory = made("meta");
+    let engine = directory.join("engine");
+    let yaml = "vllm_version: 0.28.0\ngpu: NVIDIA L4\nmodel: meta-llama/Llama-3.1-8B\nprofiled_at: '2026-09-04'\n\
+                tp_degrees: [1, 2]\nengine_effective:\n  tensor_parallel_size: 1\n  block_size: 32\n  \
+                max_num_batched_tokens: 4096\n  max_num_seqs: 128\n  hf_overrides:\n    num_hidden_layers: 1\n";
+    std::fs::write(engine.join("meta.yaml"), yaml).unwrap();
+    let keys = "cache_tokens = 9000";
+    let read = fleet(&directory, keys).unwrap();
+    let pool = &read.pools[0];
+    let limits = (pool.engine.max_batched_tokens, pool.engine.max_sequences, read.kv.block_tokens);
+    assert_eq!((limits, pool.device.as_deref()), ((4096, 128, 32), Some("L4")));
+    std::fs::write(engine.join("meta.json"), r#"{"engine_kwargs": {"max_num_seqs": 16}}"#).unwrap();
+    let run = fleet(&directory, keys).unwrap();
+    assert_eq!((run.pools[0].engine.max_sequences, run.pools[0].engine.max_batched_tokens), (16, 4096));
+    let profile = EngineProfile::read_directory(&TableDirectory::find(&engine, 1)).unwrap();
+    assert_eq!(
+        (profile.engine.as_str(), profile.provenance.measured_at.as_str()),
+        ("vllm/0.28.0", "2026-09-04")
+    );
+
+    // As a document it gives the same fleet, under either key.
+    let text = serde_json::to_string(&profile).unwrap();
+    assert_eq!(EngineProfile::from_json(&text), Ok(Some(profile.clone())));
+    std::fs::write(directory.join("engine.json"), &text).unwrap();
+    let model =
+        "version = 1\n[model]\nname = \"llama-3.1-8b\"\n[[pool]]\nname = \"a\"\ncache_tokens = 9000\n";
+    let none = |path: &Path| Err(format!("{} is not asked for", path.display()));
+    for key in ["device", "profile"] {
+        let text = format!("{model}{key} = \"engine.json\"\n");
+        let same = FleetFile::parse(&text, &directory, &none).unwrap_or_else(|error| panic!("{error}"));
+        assert_eq!(same.pools[0].cost, run.pools[0].cost);
+        assert_eq!(same.pools[0].engine, run.pools[0].engine);
+    }
+    let both = format!("{model}device = \"engine.json\"\nprofile = \"engine\"\n");
+    let error = FleetFile::parse(&both, &directory, &none).unwrap_err().to_string();
+    assert!(error.contains("pool 'a': profile") && error.contains("give one of them"), "{error}");
+    let mut slow = profile;
+    slow.attention[0].seconds.0 = -1.0;
+    let error = EngineProfile::from_json(&serde_json::to_string(&slow).unwrap()).unwrap_err();
+    assert!(error.contains("times are positive"), "{error}");
+    let broken = text.replacen("\"devices\":1", "\"device_count\":1", 1);
+    assert!(EngineProfile::from_json(&broken).unwrap_err().contains("missing field `devices`"));
+}
+
+/// The schema of `docs/schema`, which `MIXFLEET_WRITE_SCHEMA=1` writes anew.
+#[test]
+fn the_published_schema_of_engine_profiles_is_that_of_the_program() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/schema/engine-profile-1.json");
+    let want = EngineProfile::json_schema();
+    if std::env::var_os("MIXFLEET_WRITE_SCHEMA").is_some() {
+        std::fs::write(&path, format!("{want:#}\n")).unwrap();
+    }
+    let published: serde_json::Value =
+        serde_json::from_str(&std::fs::read_to_string(&path).unwrap_or_default()).unwrap_or_default();
+    assert!(
+        published == want,
+        "write docs/schema/engine-profile-1.json anew with MIXFLEET_WRITE_SCHEMA=1 cargo test -p mixfleet-sim --test \
+         all the_published_schema"
+    );
 }
 
 #[test]

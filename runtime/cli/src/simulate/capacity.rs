@@ -117,8 +117,14 @@ impl<'a> Prober<'a> {
         let mut trace = args.open_trace()?;
         let bar = FileBar::new(Some(trace.progress()));
         let goal_watched = (!to_the_end).then_some(goal);
-        let mut watch =
-            Watch { bar, timeline: None, history: None, interval_s: f64::INFINITY, goal: goal_watched };
+        let mut watch = Watch {
+            bar,
+            timeline: None,
+            history: None,
+            interval_s: f64::INFINITY,
+            goal: goal_watched,
+            answers: None,
+        };
         let blocks = trace.block_tokens().unwrap_or(self.fleet.kv.block_tokens);
         let requests = args.replay.play_at(&mut trace, args.scheduling.seed, speedup);
         let results = simulate(setup, requests.rechain(blocks, self.fleet.kv.block_tokens), &mut watch)?;

@@ -11,7 +11,7 @@ const REQUESTS_PER_CLIENT: u64 = 10;
 #[derive(Debug, Args)]
 pub(super) struct ClosedLoopArgs {
     /// In place of --trace: so many clients, each of which waits for its answer before its next request
-    #[arg(long, value_name = "CLIENTS", conflicts_with_all = ["trace", "capacity", "speedup", "jitter", "limit"])]
+    #[arg(long, value_name = "CLIENTS", conflicts_with_all = ["trace", "against", "capacity", "speedup", "jitter", "limit"])]
     #[arg(value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     closed_loop: Option<u32>,
     /// Requests of all clients together [default: 10 a client]

@@ -13,6 +13,8 @@ pub(super) struct Watch {
     pub(super) interval_s: f64,
     /// The run ends once this is out of reach.
     pub(super) goal: Option<Goal>,
+    /// The times of all answers, if something asks for them.
+    pub(super) answers: Option<Vec<AnswerTimes>>,
 }
 
 impl Observer for Watch {
@@ -23,6 +25,9 @@ impl Observer for Watch {
     fn finished(&mut self, _: f64, answer: &AnswerTimes) {
         if let Some(history) = &mut self.history {
             history.finished(answer);
+        }
+        if let Some(answers) = &mut self.answers {
+            answers.push(*answer);
         }
     }
 

@@ -25,6 +25,7 @@ pub(crate) const ALL: &[Target] = &[
     of("config_json", model::config_json, 3000),
     of("descriptor", wire::descriptor, 3000),
     of("device_profile", devices::device_profile, 1000),
+    of("engine_profile", simulator::engine_profile, 1000),
     of("event_log", fleet::event_log, 1000),
     of("fleet_file", simulator::fleet_file, 300),
     of("http_address", http::address, 300),

@@ -6,6 +6,7 @@ use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond, Seconds};
 use mixfleet_scheduler::fleet::{Admission, Policy};
 use mixfleet_scheduler::kv::CachePolicy;
+use mixfleet_sim::engine_profile::EngineProfile;
 use mixfleet_sim::fleet_file::FleetFile;
 use mixfleet_sim::simulate::{Choices, Results, Setup, run};
 use mixfleet_sim::trace::generate::{Arrivals, GenerateOptions, Generator, Preset};
@@ -64,6 +65,19 @@ pub(super) fn fleet_file(bytes: &[u8]) -> bool {
     let requests = Generator::new(Preset::Conversation.model(), options).expect("sensible options");
     match play(&file, requests.map(Ok)) {
         Ok(results) => check(&results),
+        Err(error) => refused(&error),
+    }
+}
+
+/// Checks that an accepted profile of an engine makes tables, and is unchanged after it is written and read.
+pub(super) fn engine_profile(bytes: &[u8]) -> bool {
+    match EngineProfile::from_json(&String::from_utf8_lossy(bytes)) {
+        Ok(None) => false,
+        Ok(Some(profile)) => {
+            let text = serde_json::to_string(&profile).expect("a profile is JSON");
+            assert_eq!(EngineProfile::from_json(&text), Ok(Some(profile)));
+            true
+        }
         Err(error) => refused(&error),
     }
 }

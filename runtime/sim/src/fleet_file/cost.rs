@@ -1,9 +1,9 @@
 //! Derives the time of steps from a pool's device, profile or calibration.
 
-use super::engine_profile::EngineProfile;
 use super::error::suggestion;
 use super::model::INLINE;
 use super::{FleetFileError, Model, ReadProfile, raw};
+use crate::engine_profile::{EngineProfile, TableDirectory};
 use mixfleet_hal::catalog::{self, Part};
 use mixfleet_hal::profile::{DeviceProfile, Evidence};
 use mixfleet_hal::units::{Bytes, Seconds};
@@ -55,18 +55,30 @@ impl Hardware {
             wrong("device", format!("the catalog has no '{id}'{near}"))
         };
         let find = |id: &String| catalog::part(id).ok_or_else(|| unknown(id));
-        let mut part = pool.device.as_ref().map(find).transpose()?;
-        let source = match &pool.profile {
-            Some(file) => {
+        // A device is a part of the catalog, or the file of a measured one.
+        let (device, profile) = match &pool.device {
+            Some(file) if Path::new(file).extension().is_some_and(|end| end.eq_ignore_ascii_case("json")) => {
+                if pool.profile.is_some() {
+                    return Err(wrong(
+                        "profile",
+                        format!("stands beside device = \"{file}\"; give one of them"),
+                    ));
+                }
+                (None, Some(("device", file)))
+            }
+            device => (device.as_ref(), pool.profile.as_ref().map(|file| ("profile", file))),
+        };
+        let mut part = device.map(find).transpose()?;
+        let source = match profile {
+            Some((key, file)) => {
                 let path = directory.join(file);
-                let refused = |cause| wrong("profile", cause);
-                if path.is_dir() {
-                    let read = EngineProfile::read(&path, pool.devices_per_instance).map_err(refused)?;
-                    part = part.or_else(|| called(&read.meta.hardware.device_name));
+                let refused = |cause| wrong(key, cause);
+                if let Some(read) = engine_profile(&path, pool.devices_per_instance).map_err(refused)? {
+                    part = part.or_else(|| catalog::part_of_driver(&read.device));
                     Source::Engine(Box::new(read))
                 } else {
                     let profile = read_profile(&path).map_err(refused)?;
-                    part = part.or_else(|| called(&profile.name));
+                    part = part.or_else(|| catalog::part_of_driver(&profile.name));
                     Source::Device { profile: Box::new(profile), basis: format!("profile {file}") }
                 }
             }
@@ -219,9 +231,13 @@ fn interconnect(raw: &raw::RawInterconnect) -> Result<Interconnect, Refusal> {
     }
 }
 
-/// The catalog's part with this full name.
-fn called(name: &str) -> Option<&'static Part> {
-    catalog::parts().iter().find(|part| !name.is_empty() && part.name.eq_ignore_ascii_case(name))
+/// The engine profile at `path`, a directory or a document; `None` for other documents.
+fn engine_profile(path: &Path, devices: u32) -> Result<Option<EngineProfile>, String> {
+    if path.is_dir() {
+        return EngineProfile::read_directory(&TableDirectory::find(path, devices)).map(Some);
+    }
+    // What cannot be read is explained by who reads it next.
+    std::fs::read_to_string(path).map_or(Ok(None), |text| EngineProfile::from_json(&text))
 }
 
 fn datasheet(part: &'static Part) -> Source {
@@ -263,14 +279,14 @@ fn of_engine(
     all_reduce: Option<AllReduce>,
 ) -> Result<(CostModel, String), Refusal> {
     let key = "devices_per_instance";
-    let measured = engine.meta.engine_kwargs.tensor_parallel_size.unwrap_or(1);
+    let measured = engine.devices;
     if measured != devices {
         return Err((key, format!("is {devices}, and the profile was measured with {measured}")));
     }
     let plain = |name: &str| -> String {
         name.chars().filter(char::is_ascii_alphanumeric).map(|c| c.to_ascii_lowercase()).collect()
     };
-    let (of, name) = (&engine.meta.model, &model.name);
+    let (of, name) = (&engine.model, &model.name);
     if name != INLINE && !of.is_empty() && !plain(of).contains(&plain(name)) {
         return Err(("profile", format!("is of the model {of}, and the fleet serves {name}")));
     }

@@ -1,10 +1,8 @@
 //! FLEET.toml: a model, an SLO and pools of instances, with all defaults resolved. Every key is documented in
 //! docs/fleet-file.md.
 
-mod attention_table;
 mod class;
 mod cost;
-mod engine_profile;
 mod error;
 mod limits;
 mod model;

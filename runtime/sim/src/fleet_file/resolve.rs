@@ -2,7 +2,6 @@
 
 use super::Routing;
 use super::cost::Hardware;
-use super::engine_profile::EngineProfile;
 use super::error::suggestion;
 use super::limits::TIER_TOKENS_MAX;
 use super::{
@@ -47,7 +46,7 @@ pub(super) fn file(
     }
     let hardware: Vec<Hardware> =
         raw.pool.iter().map(|pool| Hardware::of(pool, directory, read_profile)).collect::<Result<_, _>>()?;
-    let measured = hardware.iter().find_map(|hardware| hardware.engine()?.meta.kv_cache.block_size);
+    let measured = hardware.iter().find_map(|hardware| hardware.engine()?.limits.block_tokens);
     let block_tokens = raw.kv.block_tokens.or(measured).unwrap_or(BatchLimits::BLOCK_TOKENS);
     at_least_one("[kv] block_tokens", block_tokens)?;
     let replicate_gb_per_s = raw.kv.replicate_gb_per_s;
@@ -141,19 +140,19 @@ fn pool(
 
 /// The engine's limits: the pool's, or else the file's, or else those of the measured engine.
 fn engine(raw: &raw::RawPool, shared: &raw::Engine, hardware: &Hardware, known: &KnownEngine) -> Engine {
-    let measured = hardware.engine().map(|engine| &engine.meta.engine_kwargs);
+    let measured = hardware.engine().map(|engine| &engine.limits);
     let tokens = raw.max_batched_tokens.or(shared.max_batched_tokens);
     let beside = raw.max_prefill_tokens_beside_decode.or(shared.max_prefill_tokens_beside_decode);
     let sequences = raw.max_sequences.or(shared.max_sequences);
     let max_batched_tokens =
-        tokens.or(measured.and_then(|engine| engine.max_num_batched_tokens)).unwrap_or(known.step_tokens);
+        tokens.or(measured.and_then(|engine| engine.max_batched_tokens)).unwrap_or(known.step_tokens);
     // Other engines fill a step up with prompts even beside decodes.
     let beside = beside.or((measured.is_some() || known.fills_steps).then_some(max_batched_tokens));
     Engine {
         max_batched_tokens,
         max_prefill_tokens_beside_decode: beside.map(|beside| beside.min(max_batched_tokens)),
         max_sequences: sequences
-            .or(measured.and_then(|engine| engine.max_num_seqs))
+            .or(measured.and_then(|engine| engine.max_sequences))
             .unwrap_or(known.sequences),
     }
 }
@@ -183,7 +182,7 @@ fn cache_tokens(
         return Err(wrong(format!("{place}: devices_per_instance"), cause));
     }
     let stated = tokens_or_bytes(place, "cache", raw.cache_tokens, raw.cache_bytes, model)?;
-    let measured = hardware.engine().and_then(EngineProfile::cache_tokens);
+    let measured = hardware.engine().and_then(|engine| engine.limits.cache_tokens);
     let copies = model.shape.as_ref().map_or(1.0, |shape| shape.kv_copies(raw.devices_per_instance));
     let counted = room.map(|room| to_u64(room / (model.kv_bytes_per_token * copies)));
     let tokens = stated.or(measured).or(counted).ok_or_else(|| {

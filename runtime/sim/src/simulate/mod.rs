@@ -532,7 +532,7 @@ impl<'a> World<'a> {
             if !flight.gaps.is_empty() {
                 gaps.splice(..0, std::mem::take(&mut flight.gaps));
             }
-            let answer = self.ledger.finished(&flight, self.now_s, &gaps);
+            let answer = self.ledger.finished(request, &flight, self.now_s, &gaps);
             self.timeline.pools[self.engines[flight.decode as usize].pool() as usize].completed += 1;
             self.observer.finished(self.now_s, &answer);
             self.goes_on(flight.session, request);

@@ -38,8 +38,18 @@ impl Observer for () {}
 /// The times of an answer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AnswerTimes {
+    /// The request's id.
+    pub request: u64,
+    /// Prompt length.
+    pub prompt_tokens: u32,
+    /// Answer length.
+    pub output_tokens: u32,
+    /// Time of arrival in the run.
+    pub arrived_s: f64,
     /// Time from arrival to the first token.
     pub ttft_s: f64,
+    /// Mean time per token after the first; none for an answer of one token.
+    pub tpot_s: Option<f64>,
     /// TBT by the SLO's metric; none for an answer of one token.
     pub tbt_s: Option<f64>,
     /// Time from arrival to the last token.

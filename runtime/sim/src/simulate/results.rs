@@ -311,21 +311,27 @@ impl Ledger {
         self.busy[pool as usize]
     }
 
-    pub(super) fn finished(&mut self, flight: &Flight, now_s: f64, gaps: &[Gaps]) -> AnswerTimes {
+    pub(super) fn finished(
+        &mut self,
+        request: u64,
+        flight: &Flight,
+        now_s: f64,
+        gaps: &[Gaps],
+    ) -> AnswerTimes {
         let Flight { prompt_tokens, output_tokens, arrived_s, first_token_s, .. } = *flight;
         let (ttft_s, e2e_s) = (first_token_s - arrived_s, now_s - arrived_s);
         self.tokens += u64::from(prompt_tokens) + u64::from(output_tokens);
         self.output_tokens += u64::from(output_tokens);
         let tbt_s = (output_tokens > 1).then(|| gap_metric(gaps, self.slo.tbt_metric));
-        if let Some(tbt_s) = tbt_s {
-            self.tpot_s.add((now_s - first_token_s) / f64::from(output_tokens - 1));
-            self.tbt_s.add(tbt_s);
-        }
+        let tpot_s = tbt_s.map(|_| (now_s - first_token_s) / f64::from(output_tokens - 1));
+        tpot_s.into_iter().for_each(|tpot_s| self.tpot_s.add(tpot_s));
+        tbt_s.into_iter().for_each(|tbt_s| self.tbt_s.add(tbt_s));
         let good = match flight.promised {
             Promised::Objectives(slo) => ttft_s <= slo.ttft_s && tbt_s.is_none_or(|tbt_s| tbt_s <= slo.tbt_s),
             Promised::By(at_s) => now_s <= at_s,
         };
-        let answer = AnswerTimes { ttft_s, tbt_s, e2e_s };
+        let answer =
+            AnswerTimes { request, prompt_tokens, output_tokens, arrived_s, ttft_s, tpot_s, tbt_s, e2e_s };
         self.all.finished(&answer, good);
         self.classes[flight.class as usize].finished(&answer, good);
         self.missed += u64::from(!good);

@@ -13,6 +13,7 @@ pub mod generate;
 mod lines;
 mod mooncake;
 mod read;
+mod recorded;
 mod request_log;
 pub mod stats;
 mod table;
@@ -25,6 +26,7 @@ pub use format::Format;
 pub use lines::Progress;
 pub use mooncake::key_of;
 pub use read::{ReadOptions, Repairs, Trace};
+pub use recorded::{RecordedRequest, RecordedRun};
 pub use transform::Requests;
 
 use mixfleet_hal::cast::to_u32;

@@ -1,13 +1,10 @@
-//! Turns the scattered measurements in `attention.csv` of an engine's profile into rectangular tables.
+//! Turns the scattered measurements of attention in an engine's profile into rectangular tables.
 
-use super::engine_profile::{floats, positive, rows};
-use mixfleet_hal::cast::to_u32;
+use super::{EngineProfile, floats};
 use mixfleet_scheduler::cost::Grid;
-use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
 
-/// Measured attention of one layer in microseconds, by prompt chunk, then by `[context, sequences, keys of
+/// Measured attention of one layer in seconds, by prompt chunk, then by `[context, sequences, keys of
 /// each]`.
 #[derive(Debug)]
 pub(super) struct AttentionTable {
@@ -17,45 +14,19 @@ pub(super) struct AttentionTable {
     mean_keys: bool,
 }
 
-#[derive(Deserialize)]
-struct Row {
-    /// The layer's name; only in newer files, which may contain other layers' attention too.
-    layer: Option<String>,
-    prefill_chunk: u32,
-    kv_prefill: Option<f64>,
-    /// The mean number of keys; in newer files, instead of `kv_prefill`.
-    prefill_key: Option<f64>,
-    n_decode: u32,
-    kv_decode: u32,
-    /// Tokens per decoding sequence, in newer files; more than one with speculative decoding.
-    decode_q_len: Option<u32>,
-    time_us: f64,
-}
-
+/// Values of a table beyond which measurements are not the grid that they should be.
+const VALUES_MAX: usize = 1 << 22;
 const NAMES: [&str; 3] = ["context", "n_decode", "kv_decode"];
 
 impl AttentionTable {
-    /// Reads the file at `path`.
-    ///
-    /// # Errors
-    /// A description of what does not conform to the format.
-    pub(super) fn read(path: &Path) -> Result<Self, String> {
-        let mut table = AttentionTable { by_chunk: BTreeMap::new(), mean_keys: false };
-        for row in rows::<Row>(path)? {
-            let other = row.layer.is_some_and(|layer| layer != "attention");
-            if other || row.decode_q_len.unwrap_or(1) > 1 {
-                continue;
-            }
-            let context = row
-                .kv_prefill
-                .or(row.prefill_key)
-                .ok_or_else(|| format!("{} has neither kv_prefill nor prefill_key", path.display()))?;
-            table.mean_keys |= row.kv_prefill.is_none();
-            let key = [to_u32(context.round()), row.n_decode, row.kv_decode];
-            let time_us = positive(row.time_us, "attention.csv")?;
-            table.by_chunk.entry(row.prefill_chunk).or_default().insert(key, time_us);
+    /// The points of `profile`.
+    pub(super) fn new(profile: &EngineProfile) -> Self {
+        let mut table = AttentionTable { by_chunk: BTreeMap::new(), mean_keys: profile.mean_keys };
+        for at in &profile.attention {
+            let key = [at.prefill_context, at.decode_sequences, at.decode_context];
+            table.by_chunk.entry(at.prefill_tokens).or_default().insert(key, at.seconds.0);
         }
-        Ok(table)
+        table
     }
 
     /// Attention of sequences that decode one token each: `[sequences, context of each]`.
@@ -78,7 +49,7 @@ impl AttentionTable {
             values.extend(contexts.iter().map(|&context| own.at([self.coordinate(chunk, context)])));
         }
         Grid::new(vec![floats(&chunks), floats(&contexts)], values)
-            .map_err(|_| "attention.csv has no chunk of a prompt alone".into())
+            .map_err(|_| "attention has no chunk of a prompt alone".into())
     }
 
     /// Attention of a chunk beside decoding sequences: `[tokens, context before, sequences, context of
@@ -97,6 +68,7 @@ impl AttentionTable {
             knots.into_iter().collect()
         };
         let (sequences, keys) = (axis(1), axis(2));
+        bounded(&[chunks.len(), contexts.len(), sequences.len(), keys.len()])?;
         let mut values = Vec::new();
         for chunk in &chunks {
             let own = self.of_chunk(*chunk, true, [0, 1, 2], scale)?;
@@ -151,19 +123,29 @@ impl AttentionTable {
     }
 }
 
+/// Checks that a table with so many knots along its axes is not too large.
+fn bounded(knots: &[usize]) -> Result<(), String> {
+    let values = knots.iter().try_fold(1usize, |all, knots| all.checked_mul(*knots));
+    match values.filter(|values| *values <= VALUES_MAX) {
+        Some(_) => Ok(()),
+        None => Err(format!("attention is scattered over {knots:?} different sizes; it should be a grid")),
+    }
+}
+
 /// A grid over all knots of `known`, with missing values filled in.
 fn grid<const D: usize>(known: &BTreeMap<[u32; D], f64>, names: [&str; D], of: &str) -> Result<Grid, String> {
     if known.is_empty() {
-        return Err(format!("attention.csv has no rows of {of} with {} alone", names.join(" and ")));
+        return Err(format!("attention has no rows of {of} with {} alone", names.join(" and ")));
     }
     let axes: [Vec<u32>; D] = std::array::from_fn(|d| {
         let knots: BTreeSet<u32> = known.keys().map(|key| key[d]).collect();
         knots.into_iter().collect()
     });
+    bounded(&axes.each_ref().map(Vec::len))?;
     let values = filled(&axes, known).map_err(|at| {
         let missing = names.iter().zip(at).map(|(name, value)| format!("{name} {value}"));
         let missing: Vec<String> = missing.collect();
-        format!("attention.csv lacks {of}, {} and its neighbours", missing.join(", "))
+        format!("attention lacks {of}, {} and its neighbours", missing.join(", "))
     })?;
     Grid::new(axes.iter().map(|axis| floats(axis)).collect(), values)
 }
