@@ -29,7 +29,7 @@ pub(super) struct ImportArgs {
     /// Where to write the profile, as JSON
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
-    /// Write an 'engine' profile, for [[pool]] of a fleet file, or a 'device' profile, for any command
+    /// Write an 'engine' profile, for a pool of a fleet file, or a 'device' profile, for any command
     /// [default: engine for llmservingsim, device for aiconfigurator]
     #[arg(long = "as", value_name = "KIND", hide_possible_values = true)]
     kind: Option<Kind>,
