@@ -274,8 +274,8 @@ impl DeviceProfile {
             profile.points.len()
         ));
         let evidence = predictor.expected_errors().iter().map(|expected| Evidence {
-            op: expected.op.to_owned(),
-            dtype: self.dtype_of(expected.op),
+            op: expected.op.clone(),
+            dtype: self.dtype_of(&expected.op),
             basis: match expected.from.as_slice() {
                 [] => EvidenceBasis::Measured,
                 from => EvidenceBasis::Borrowed { from: from.to_vec() },

@@ -9,6 +9,7 @@ use super::predict::Predictor;
 use super::shares::{Miss, shares};
 use super::{DeviceProfile, Point};
 use crate::OpSig;
+use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -38,13 +39,14 @@ pub(super) struct Lent {
 }
 
 /// How far the predictions of one kind of operation are likely to be off.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct ExpectedError {
-    /// The kind of operation; see [`OpSig::name`].
-    pub op: &'static str,
-    /// Number of points that were left out in turn.
+    /// Kind of operation: `gemm`, `attn_decode`, `attn_prefill` and so on.
+    pub op: String,
+    /// Number of points that were measured, each of which was predicted from the others.
     pub points: usize,
-    /// Mean of |predicted / measured - 1| over them, each predicted from the others.
+    /// Mean of |predicted / measured - 1| over them.
     pub error: f64,
     /// The names of the devices whose measurements the predictions use beside the points.
     pub from: Vec<String>,
@@ -122,7 +124,7 @@ impl Lent {
             };
             let names = self.others.iter().enumerate().filter(|(from, _)| used(*from));
             ExpectedError {
-                op: kind,
+                op: kind.to_owned(),
                 points: errors.len(),
                 error: errors.iter().sum::<f64>() / errors.len() as f64,
                 from: names.map(|(_, other)| other.profile().name.clone()).collect(),

@@ -1,15 +1,15 @@
 //! Profiles of few points: the products and attention steps that tell most are measured, and the rest is
 //! predicted, with the help of published measurements of other parts where they help.
 
-use super::document::{ExpectedError, PointStatus, ProfileDocument};
+use super::document::{PointStatus, ProfileDocument};
 use super::work::Work;
 use mixfleet_hal::catalog::{lenders, part_of_driver};
-use mixfleet_hal::profile::{DeviceProfile, Predictor, worth_measuring};
+use mixfleet_hal::profile::{DeviceProfile, ExpectedError, Predictor, worth_measuring};
 use mixfleet_hal::{DType, OpSig};
 use std::collections::HashSet;
 
-/// Returns what to measure of `works`, with at most `count` products and attention steps, and the products and
-/// attention steps that are left; the chosen ones are in `dtype`, in which a model is served.
+/// Returns what to measure of `works`, with at most `count` products and attention steps, and the products
+/// and attention steps that are left; the chosen ones are in `dtype`, in which a model is served.
 pub(super) fn chosen(works: Vec<Work>, dtype: DType, count: Option<usize>) -> (Vec<Work>, Vec<Work>) {
     let Some(count) = count else { return (works, Vec::new()) };
     let candidates: Vec<OpSig> =
@@ -21,16 +21,9 @@ pub(super) fn chosen(works: Vec<Work>, dtype: DType, count: Option<usize>) -> (V
 /// Returns how far predictions from the document's points are likely to be off, by kind of operation.
 pub(super) fn expected(document: &ProfileDocument) -> Vec<ExpectedError> {
     let Some(profile) = document.measured_profile() else { return Vec::new() };
-    let limited = |op: &str| ["gemm", "attn_decode", "attn_prefill"].contains(&op);
-    let predictor = predictor(&profile);
-    let errors = predictor.expected_errors().iter().filter(|expected| limited(expected.op));
-    let of = |expected: &mixfleet_hal::profile::ExpectedError| ExpectedError {
-        op: expected.op.to_owned(),
-        points: expected.points,
-        error: expected.error,
-        from: expected.from.clone(),
-    };
-    errors.map(of).collect()
+    let limited =
+        |expected: &&ExpectedError| ["gemm", "attn_decode", "attn_prefill"].contains(&&*expected.op);
+    predictor(&profile).expected_errors().iter().filter(limited).cloned().collect()
 }
 
 /// Returns the profile with predictions for what was left out.

@@ -8,6 +8,7 @@ use super::plan::ProfileLevel;
 use super::stats::SampleStats;
 use super::work::Group;
 use mixfleet_hal::device::Health;
+use mixfleet_hal::profile::ExpectedError;
 use mixfleet_hal::{Device, DeviceKind, OpSig};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -50,19 +51,6 @@ pub struct ProfileDocument {
     /// How far predictions from a limited number of points are likely to be off; empty if it was not limited.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub expected: Vec<ExpectedError>,
-}
-
-/// How far predictions of one kind of operation are likely to be off.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct ExpectedError {
-    /// Kind of operation: `gemm`, `attn_decode` or `attn_prefill`.
-    pub op: String,
-    /// Number of points that were measured, each of which was predicted from the others.
-    pub points: usize,
-    /// Mean of |predicted / measured - 1| over them.
-    pub error: f64,
-    /// Other parts whose published measurements the predictions use.
-    pub from: Vec<String>,
 }
 
 /// The program that produced a document.

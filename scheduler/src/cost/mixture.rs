@@ -295,7 +295,7 @@ mod tests {
         };
         let nothing = EngineCost { per_expert_layer_s: 0.0, ..EngineCost::VLLM };
         let more = with(EngineCost::VLLM).decode_step_s(4, 4000) - with(nothing).decode_step_s(4, 4000);
-        assert!((more.0 / (58.0 * 52e-6) - 1.0).abs() < 1e-6, "{more:?}");
+        assert!((more.0 / (58.0 * EngineCost::VLLM.per_expert_layer_s) - 1.0).abs() < 1e-6, "{more:?}");
     }
 
     /// With latent attention, tensor parallelism makes every device read the KV of all sequences; dividing
