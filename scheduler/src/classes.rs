@@ -338,7 +338,8 @@ pub fn classify(demand: &Demand, candidates: &[PricedDevice]) -> Vec<Classified>
 }
 
 /// Solves `cost = rent x time` for the rent.
-trait RentFor {
+pub(crate) trait RentFor {
+    /// The rent at which `time` costs as much.
     fn rent_for(self, time: Seconds) -> UsdPerHour;
 }
 

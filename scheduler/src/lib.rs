@@ -20,5 +20,6 @@ pub mod fleet;
 mod ids;
 pub mod kv;
 pub mod models;
+pub mod plan;
 pub mod sizing;
 pub mod table;

@@ -3,4 +3,5 @@
 mod collective_data;
 mod fleet_run;
 mod models_data;
+mod plan_published;
 mod step3_data;

@@ -73,7 +73,8 @@ const ROOMS: &[Room] = &[
         name: SCHEDULER,
         directory: "scheduler",
         rooms: &[HAL],
-        outside: Some(&["hashbrown", "serde", "thiserror", "xxhash-rust"]),
+        // microlp only with the feature of its name, which is off unless the binary asks for it
+        outside: Some(&["hashbrown", "microlp", "serde", "thiserror", "xxhash-rust"]),
     },
     Room {
         name: "mixfleet-sim",
