@@ -19,10 +19,10 @@
 //! rival divided by its own device seconds.
 
 use crate::cost::{CostModel, EngineCost, ModelShape, ProfileCost};
+use mixfleet_hal::OpSig;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::{Bytes, GB, Seconds, Usd, UsdPerHour};
-use mixfleet_hal::{DType, OpSig};
 use serde::Serialize;
 
 /// Relative difference below which costs count as equal.
@@ -74,19 +74,6 @@ impl Demand {
     fn cuts(&self) -> impl Iterator<Item = u32> + use<> {
         let most = self.devices_max.max(1);
         std::iter::successors(Some(1u32), |k| k.checked_mul(2)).take_while(move |k| *k <= most)
-    }
-
-    fn shape_on(&self, profile: &DeviceProfile) -> ModelShape {
-        let has = |dtype| profile.compute.iter().any(|(known, _)| *known == dtype);
-        let f16_instead = !has(DType::Bf16) && has(DType::F16);
-        let on = |dtype| if f16_instead && dtype == DType::Bf16 { DType::F16 } else { dtype };
-        let shape = &self.shape;
-        ModelShape {
-            weight: on(shape.weight),
-            activation: on(shape.activation),
-            kv: on(shape.kv),
-            ..shape.clone()
-        }
     }
 }
 
@@ -166,7 +153,7 @@ pub fn effort(demand: &Demand, profile: &DeviceProfile, job: Job) -> Result<Effo
             if batch == 0 {
                 return Err(too_large(demand, profile));
             }
-            let ops = demand.shape_on(profile).decode_ops(batch, context(demand, batch));
+            let ops = demand.shape.on(profile).decode_ops(batch, context(demand, batch));
             let attention = ops.iter().filter(|(sig, _)| matches!(sig, OpSig::AttnDecode { .. }));
             let latency = attention.map(|(sig, count)| profile.time(sig) * *count as f64).sum();
             Ok(whole(latency, f64::from(batch), 1, batch))
@@ -182,7 +169,7 @@ fn context(demand: &Demand, batch: u32) -> u64 {
 fn cost_model(demand: &Demand, profile: &DeviceProfile) -> CostModel {
     CostModel::Profile(Box::new(ProfileCost {
         profile: profile.clone(),
-        shape: demand.shape_on(profile),
+        shape: demand.shape.on(profile),
         chunk_tokens: demand.prompt_tokens,
         all_reduce: None,
         engine: demand.engine,

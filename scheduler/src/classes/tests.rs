@@ -1,7 +1,7 @@
 use super::*;
 use crate::models;
-use mixfleet_hal::StoredAs;
 use mixfleet_hal::catalog::{self, Part};
+use mixfleet_hal::{DType, StoredAs};
 use proptest::prelude::*;
 
 fn demand(model: &str) -> Demand {

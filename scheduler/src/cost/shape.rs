@@ -2,6 +2,7 @@
 
 use super::{Experts, LatentAttention, LinearAttention, Prefill};
 use mixfleet_hal::cast::to_u32;
+use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::{DType, KvShape, OpSig, Scalar, StoredAs, WeightFormat};
 use serde::{Deserialize, Serialize};
 
@@ -108,6 +109,19 @@ impl ModelShape {
     /// KV bytes of one token over all layers that keep KV.
     pub fn kv_bytes_per_token(&self) -> u64 {
         u64::from(self.full_layers()) * self.kv_bytes_per_layer()
+    }
+
+    /// The model on a device: one that has f16 units but no bf16 units runs it in f16.
+    pub fn on(&self, profile: &DeviceProfile) -> ModelShape {
+        let has = |dtype| profile.compute.iter().any(|(known, _)| *known == dtype);
+        let f16_instead = !has(DType::Bf16) && has(DType::F16);
+        let on = |dtype| if f16_instead && dtype == DType::Bf16 { DType::F16 } else { dtype };
+        ModelShape {
+            weight: on(self.weight),
+            activation: on(self.activation),
+            kv: on(self.kv),
+            ..self.clone()
+        }
     }
 
     /// Bytes that a sequence of `tokens` tokens keeps; a layer with a sliding window keeps only the window.
