@@ -29,6 +29,8 @@ TRACES = pathlib.Path(os.environ.get("TRACES", ROOT / "../shared/data/traces"))
 CONVERSATION = TRACES / "mooncake-conversation.jsonl.zst"
 AZURE = TRACES / "AzureLLMInferenceTrace_conv_2023.csv.zst"
 AGENTIC = TRACES / "agentic-claude-code.jsonl.zst"
+MEASURED = TRACES.parent / "measured"
+BF16 = ["--engine", "vllm", "--dtype", "bf16"]
 POLICIES = ["random", "least-loaded", "cache-aware", "kvcache-centric", "per-dollar"]
 SEEDS = [1, 2, 3]
 
@@ -184,11 +186,12 @@ def split():
     return table(heads + ["1.5 times as fast: effective ratio", "TTFT p90, s", "TBT mean, s"], rows)
 
 
-def capacity(trace, file, policy):
-    """A cell of the better of both admissions, once it is known."""
+def capacity(trace, file, *policies):
+    """A cell of the best of some policies with both admissions, once it is known."""
     conversation = trace == CONVERSATION
-    options = ["--seed", 1, "--policy", policy, "--capacity"] + (["--jitter"] if conversation else [])
-    runs = [simulate(trace, file, "--admit", admit, *options) for admit in ["none", "prediction"]]
+    options = ["--seed", 1, "--capacity"] + (["--jitter"] if conversation else [])
+    ways = [(policy, admit) for policy in policies for admit in ["none", "prediction"]]
+    runs = [simulate(trace, file, "--policy", policy, "--admit", admit, *options) for policy, admit in ways]
 
     def cell():
         found = [run.result() for run in runs]
@@ -202,7 +205,7 @@ def capacity(trace, file, policy):
 
 
 def capacities(name, roles, alone):
-    """Rows of policies over the traces and divisions of a fleet, and of per-dollar on fleets of one kind."""
+    """Rows of policies over the traces and divisions of a fleet, and of the best policy on fleets of one kind."""
     order = ["per-dollar", "least-loaded", "cache-aware", "kvcache-centric", "round-robin", "random"]
     slo = {AZURE: [], CONVERSATION: [(None, "ttft_s", 10.0), (None, "tbt_s", 0.1)]}
     divided = [(pool, "role", f'"{role}"') for pool, role in roles.items()]
@@ -216,7 +219,7 @@ def capacities(name, roles, alone):
     ]
     others = []
     for label, column, changes in alone:
-        made = [capacity(trace, fleet(name, *slo[trace], *changes), "per-dollar") for trace in (AZURE, CONVERSATION)]
+        made = [capacity(trace, fleet(name, *slo[trace], *changes), *order[:3]) for trace in (AZURE, CONVERSATION)]
         others.append((label, column, made))
     rows = [[policy] + [cell() for cell in row] for policy, row in zip(order, cells)]
     for label, column, made in others:
@@ -257,6 +260,54 @@ def capacity_70b():
         ("3 x 4 H200, 2 prefill + 1 decode", "split", halves),
         ("13 x 4 H20, auto, $41.60", "auto", [("h200", None, None), ("h20", "count", 13)]),
     ])
+
+
+def imported(source, name, *options):
+    """The path of a profile made from published tables."""
+    path = os.path.join(scratch.name, f"{name}.json")
+    words = ["profile", "import", "--from", source, *options, "--out", path]
+    subprocess.run([PROGRAM, *words], check=True, capture_output=True)
+    return path
+
+
+def capacity_sources():
+    """What fleets carry with times from the catalog, from whole tables of kernels, and from an engine's tables."""
+    run = str(MEASURED / "rtx4090-llama-3.1-8b")
+    tables = {
+        "h100": imported("aiconfigurator", "h100", str(MEASURED), "--device", "h100_sxm", *BF16),
+        "l40s": imported("aiconfigurator", "l40s", str(MEASURED), "--device", "l40s", *BF16),
+        "rtx4090": imported("llmservingsim", "rtx4090", run, "--as", "device"),
+    }
+    engine = imported("llmservingsim", "engine", run)
+    pools = ["h100", "rtx4090", "l40s"]
+    wide = [(None, "ttft_s", 10.0), (None, "tbt_s", 0.1)]
+    runs = []
+    for label, count in [("2 H100 + 6 RTX 4090 + 3 L40S", {}), ("4 H100", {"h100": 4}), ("27 RTX 4090", {"rtx4090": 27}),
+                         ("11 L40S", {"l40s": 11})]:
+        used = [pool for pool in pools if pool in count or not count]
+        of = [(pool, None, None) for pool in pools if pool not in used]
+        of += [(pool, "count", number) for pool, number in count.items()]
+        for title, trace, slo, policy in [("A conv", AZURE, [], "least-loaded"), ("M conv", CONVERSATION, wide, "cache-aware")]:
+            if (title, label) == ("M conv", "27 RTX 4090"):
+                continue
+            sources = {"catalog": [], "kernels": [(pool, "device", f'"{tables[pool]}"') for pool in used]}
+            if used == ["rtx4090"]:
+                sources["engine"] = [("rtx4090", "device", f'"{engine}"')]
+            options = ["--seed", 1, "--policy", policy, "--admit", "none", "--capacity"]
+            options += ["--jitter"] if trace == CONVERSATION else []
+            made = {name: simulate(trace, fleet("mixed-8b.toml", *slo, *of, *changes), *options) for name, changes in sources.items()}
+            runs.append((title, label, made))
+    rows = []
+    for title, label, made in runs:
+        found = {name: run.result() for name, run in made.items()}
+        rents = {name: result and result["requests_per_usd"] for name, result in found.items()}
+        cells = [title, label]
+        for name in ["catalog", "kernels", "engine"]:
+            rent, base = rents.get(name), rents["catalog"]
+            moved = "" if name == "catalog" or not (rent and base) else f" ({100 * (rent / base - 1):+.1f} %)"
+            cells.append("" if name not in rents else f"**{rent:.0f}**{moved}" if rent else "-")
+        rows.append(cells)
+    return table(["", "", "catalog", "all published kernel times", "an engine's tables"], rows)
 
 
 def replication(trace, rates):
@@ -326,6 +377,7 @@ TABLES = {
     "split": split,
     "capacity-8b": capacity_8b,
     "capacity-70b": capacity_70b,
+    "capacity-sources": capacity_sources,
     "replication-conversation": lambda: replication(CONVERSATION, [3, 10]),
     "replication-agentic": lambda: replication(AGENTIC, [10]),
     "memory-auto-azure": lambda: memory("memory-auto.toml", AZURE, [2, 5, 7], WEIGHTS, 3000),

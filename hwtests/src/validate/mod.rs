@@ -37,6 +37,7 @@ pub mod start;
 
 pub use case::{CaseResult, CaseStatus};
 pub use detect::{Detection, FaultyTrial, Trial, detect};
+pub use digest::sha256;
 pub use document::{Validation, ValidationVerdict};
 pub use package::Environment;
 pub use part::PartFile;

@@ -5,6 +5,7 @@ mod capacity;
 mod closed_loop;
 mod history;
 mod page;
+mod subject;
 mod timeline;
 mod watch;
 
@@ -19,13 +20,14 @@ use mixfleet_scheduler::engines::KnownEngine;
 use mixfleet_scheduler::fleet::Admission;
 use mixfleet_sim::against::RunErrors;
 use mixfleet_sim::fleet_file::{FleetFile, Routing};
-use mixfleet_sim::simulate::{Distribution, Results, Setup, run as simulate};
+use mixfleet_sim::simulate::{Distribution, Misses, Results, Setup, run as simulate};
 use mixfleet_sim::trace::{ClosedLoop, RecordedRun, Requests, Trace};
 use page::{Subject, page};
 use serde_json::json;
 use std::fmt::Write as _;
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use subject::Simulated;
 use timeline::TimelineFile;
 use watch::Watch;
 
@@ -130,25 +132,6 @@ impl SimulateArgs {
             let _ = std::fs::remove_file(file);
         }
     }
-
-    fn facts(&self, setup: &Setup) -> Vec<(&'static str, String)> {
-        let word = |value: serde_json::Result<serde_json::Value>| match value {
-            Ok(serde_json::Value::String(word)) => word,
-            Ok(other) => other.to_string(),
-            Err(error) => error.to_string(),
-        };
-        let slo = setup.slo;
-        vec![
-            match (self.trace.as_ref().or(self.against.as_ref()), self.closed_loop.load(setup.fleet.seed)) {
-                (Some(trace), _) => ("trace", trace.display().to_string()),
-                (None, load) => ("load", load.map_or_else(String::new, |load| load.to_string())),
-            },
-            ("fleet", self.fleet.display().to_string()),
-            ("policy", word(serde_json::to_value(setup.fleet.policy))),
-            ("admission", word(serde_json::to_value(setup.fleet.admission))),
-            ("objectives", format!("TTFT {} s, TBT {} s ({:?})", slo.ttft_s, slo.tbt_s, slo.tbt_metric)),
-        ]
-    }
 }
 
 fn share(text: &str) -> Result<f64, String> {
@@ -183,6 +166,7 @@ pub(crate) fn run(args: &SimulateArgs) -> Result<()> {
     if let Some(share) = args.capacity {
         return capacity::run(args, &fleet, &setup, share);
     }
+    let simulated = Simulated::new(args, &fleet, &setup)?;
     let start = std::time::Instant::now();
     let closed_loop = args.closed_loop.load(args.scheduling.seed);
     let mut trace = args.trace.as_deref().map(|path| args.replay.open(path)).transpose()?;
@@ -222,13 +206,13 @@ pub(crate) fn run(args: &SimulateArgs) -> Result<()> {
         answers::write_log(path, &mut answers).with_context(|| cannot_write(path))?;
     }
     if let (Some(history), Some(path)) = (&history, &args.html) {
-        let facts = args.facts(&setup);
-        let text = page(&Subject { setup: &setup, results: &results, history, facts });
+        let text = page(&Subject { setup: &setup, results: &results, history, simulated: &simulated });
         std::fs::write(path, text).with_context(|| cannot_write(path))?;
     }
     let mut out = std::io::stdout().lock();
     if args.json {
         let mut document = serde_json::to_value(&results)?;
+        document["simulated"] = json!(simulated);
         // Whole seconds, rounded up, so that documents of equal runs can be compared.
         document["wall_s"] = json!(start.elapsed().as_secs_f64().ceil());
         if let Some(errors) = errors {
@@ -236,7 +220,7 @@ pub(crate) fn run(args: &SimulateArgs) -> Result<()> {
         }
         writeln!(out, "{document:#}")?;
     } else {
-        write!(out, "{}", table(&results))?;
+        write!(out, "{}", table(&simulated, &results))?;
         if let Some(errors) = &errors {
             write!(out, "{}", answers::errors_table(errors))?;
         }
@@ -244,12 +228,15 @@ pub(crate) fn run(args: &SimulateArgs) -> Result<()> {
     Ok(())
 }
 
-fn table(r: &Results) -> String {
+fn table(simulated: &Simulated, r: &Results) -> String {
     let mut text = String::new();
     let rejected: u64 = r.rejected.values().sum();
     let mut line = |name: &str, value: String| {
         let _ = writeln!(text, "  {name:<16} {value}");
     };
+    for (name, value) in simulated.facts() {
+        line(name, value);
+    }
     line(
         "requests",
         format!("{}: {} completed, {rejected} rejected, {} dropped", r.requests, r.completed, r.dropped),
@@ -258,6 +245,9 @@ fn table(r: &Results) -> String {
         line("", format!("{count} rejected: {reason}"));
     }
     let spread = |d: &Distribution| {
+        if r.completed == 0 {
+            return "-".to_owned();
+        }
         format!("mean {:.4}, p50 {:.4}, p90 {:.4}, p99 {:.4} s", d.mean, d.p50, d.p90, d.p99)
     };
     line("TTFT", spread(&r.ttft_s));
@@ -266,6 +256,14 @@ fn table(r: &Results) -> String {
     line("latency", spread(&r.e2e_s));
     line("throughput", format!("{:.1} output tokens/s", r.output_tokens_per_s));
     line("within the SLO", format!("{:.2} %, {:.3} requests/s", 100.0 * r.slo_attainment, r.goodput_rps));
+    let Misses { ttft, tbt, deadline } = r.missed_by;
+    let late = [("TTFT", ttft), ("TBT", tbt), ("deadline", deadline)];
+    let late = late.iter().filter(|(_, count)| *count > 0);
+    let late: Vec<String> = late.map(|(what, count)| format!("{what} {count}")).collect();
+    if !late.is_empty() {
+        let answers = r.missed.saturating_sub(rejected + r.dropped);
+        line("", format!("{answers} answers missed it: {}", late.join(", ")));
+    }
     for class in &r.classes {
         let (good, ttft, e2e) = (100.0 * class.slo_attainment, class.ttft_s.mean, class.e2e_s.mean);
         let times = format!("mean TTFT {ttft:.3}, latency {e2e:.3} s");
@@ -286,14 +284,15 @@ fn table(r: &Results) -> String {
         let shares = shares.map(|(source, share)| format!("{source} {:.2} %", 100.0 * share));
         line("of tokens from", shares.join(", "));
     }
-    for pool in &r.pools {
+    for (pool, rented) in r.pools.iter().zip(&simulated.pools) {
+        line(&pool.name, rented.text());
         let busy = format!(
             "{:.1} % busy: prefill {:.0} s, decode {:.0} s",
             100.0 * pool.utilisation,
             pool.prefill_device_s,
             pool.decode_device_s
         );
-        line(&pool.name, format!("{} instances, {busy}", pool.instances));
+        line("", busy);
         line("", format!("times from {}", pool.basis.text()));
     }
     for (link, bytes) in &r.kv_bytes_moved {
@@ -304,12 +303,14 @@ fn table(r: &Results) -> String {
         line("of it ahead", format!("{gb:.1} GB, {} prefixes copied, {dropped} dropped", sent.copies));
     }
     if r.usd_rent > 0.0 {
-        line("rent", format!("${:.2}, ${:.4} per million tokens", r.usd_rent, r.usd_rent_per_million_tokens));
+        let per_hour = simulated.usd_per_hour.map_or(String::new(), |usd| format!("${usd:.2} per hour: "));
+        let per_million = r.usd_rent_per_million_tokens;
+        line("rent", format!("{per_hour}${:.2}, ${per_million:.4} per million tokens", r.usd_rent));
         line(
             "of it used",
             format!("${:.2}, ${:.4} per million tokens", r.usd_busy, r.usd_busy_per_million_tokens),
         );
     }
-    line("simulated", format!("{:.0} s", r.simulated_s));
+    line("simulated time", format!("{:.0} s", r.simulated_s));
     text
 }

@@ -222,11 +222,20 @@ fn a_closed_loop_needs_no_trace_and_keeps_its_clients_busy() {
     let basis = &many["pools"][0];
     assert!(basis["times_from"].as_str().unwrap().ends_with("; engine vllm"), "{basis}");
     assert!(number(&many, "/pools/0/likely_error") < 0.2, "{basis}");
+    let simulated = &many["simulated"];
+    assert_eq!(simulated["pools"][0]["instances"], 1, "{simulated}");
+    let rent = number(&many, "/simulated/usd_per_hour") * number(&many, "/simulated_s") / 3600.0;
+    assert!((number(&many, "/usd_rent") / rent - 1.0).abs() < 1e-6, "{simulated}");
+    for name in ["model", "load", "fleet", "policy", "admission", "objectives"] {
+        assert!(simulated[name].as_str().is_some_and(|value| !value.is_empty()), "{name}: {simulated}");
+    }
     let again = of("16");
     assert_eq!(again["simulated_s"], many["simulated_s"]);
     let table = run(&["--closed-loop", "4", "--engine", "trtllm", "--think-s", "1", "--ramp-s", "2"]);
     let table = String::from_utf8_lossy(&table.stdout).into_owned();
-    for word in ["40 completed", "output tokens/s", "; engine tensorrt-llm, likely within"] {
+    for word in
+        ["40 completed", "sha256 ", " per hour: $", "output tokens/s", "; engine tensorrt-llm, likely within"]
+    {
         assert!(table.contains(word), "{word}: {table}");
     }
     for (arguments, says) in [

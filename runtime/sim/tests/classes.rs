@@ -3,8 +3,8 @@
 use crate::common::fleet_from;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::fleet::{Admission, Policy, Role};
-use mixfleet_sim::fleet_file::{FleetFile, InstancePool};
-use mixfleet_sim::simulate::{Choices, ClassResult, Results, Setup, run};
+use mixfleet_sim::fleet_file::{FleetFile, InstancePool, Slo};
+use mixfleet_sim::simulate::{Choices, ClassResult, Misses, Results, Setup, run};
 use mixfleet_sim::trace::{ConversationTurn, Request, TraceError};
 use std::path::Path;
 
@@ -124,6 +124,29 @@ fn nobody_starves_under_any_load() {
         requests
     });
     assert_eq!(class(&turned, "night").slo_attainment, 1.0, "what would be late is turned away instead");
+}
+
+/// Ten prompts of half a second at once: seven meet a TTFT of 4 s, and all steps with prompts miss a TBT of
+/// 0.3 s; no answer takes less than the 0.4 s in which
+/// the last two are due.
+#[test]
+fn misses_are_counted_by_what_was_missed() {
+    let late = "[[class]]\nname = \"late\"\nlabel = \"late\"\ndeadline_s = 0.4\n";
+    let tight = |tbt_s| FleetFile { slo: Slo { tbt_s, ..fleet(late).slo }, ..fleet(late) };
+    let requests = |late: u64| -> Vec<Request> {
+        (0..10).map(|id| request(id, 0.0, if id + late >= 10 { "late" } else { "chat" }, None)).collect()
+    };
+    let of = |tbt_s, late| play(&tight(tbt_s), Admission::None, requests(late));
+    let results = of(10.0, 0);
+    let Misses { ttft, tbt, deadline } = results.missed_by;
+    assert_eq!((results.missed, ttft, tbt, deadline), (3, 3, 0, 0));
+    // All but the last two wait for most of another prompt between their two tokens.
+    let results = of(0.3, 0);
+    assert_eq!((results.missed_by.ttft, results.missed_by.tbt), (3, 8), "{:?}", results.missed_by);
+    assert_eq!(results.missed, 10);
+    let results = of(10.0, 2);
+    assert_eq!((results.missed_by.deadline, results.missed_by.tbt), (2, 0), "{:?}", results.missed_by);
+    assert_eq!(results.missed, 2 + results.missed_by.ttft);
 }
 
 #[test]

@@ -2,6 +2,7 @@
 //! serves then.
 
 use super::SimulateArgs;
+use super::subject::Simulated;
 use super::watch::Watch;
 use crate::Failed;
 use crate::trace::FileBar;
@@ -13,15 +14,6 @@ use mixfleet_sim::trace::Requests;
 use serde::Serialize;
 use std::fmt::Write as _;
 use std::io::{IsTerminal, Write};
-
-/// The rent of one pool.
-#[derive(Serialize)]
-struct Rent {
-    pool: String,
-    instances: u32,
-    usd_per_hour_of_instance: Option<f64>,
-    basis: String,
-}
 
 #[derive(Serialize)]
 struct Document<'a> {
@@ -39,7 +31,7 @@ struct Document<'a> {
     slo_attainment: f64,
     usd_per_hour: Option<f64>,
     requests_per_usd: Option<f64>,
-    rents: Vec<Rent>,
+    simulated: &'a Simulated,
     probes: &'a [Probe],
 }
 
@@ -61,12 +53,7 @@ pub(super) fn run(args: &SimulateArgs, fleet: &FleetFile, setup: &Setup, share: 
         return Err(Failed(no_capacity(slowest.slo_attainment, share)).into());
     };
     let usd_per_hour = fleet.usd_per_hour().filter(|&usd| usd > 0.0);
-    let rent = |pool: &mixfleet_sim::fleet_file::InstancePool| Rent {
-        pool: pool.name.clone(),
-        instances: pool.count,
-        usd_per_hour_of_instance: pool.usd_per_hour,
-        basis: pool.price_basis.clone(),
-    };
+    let simulated = Simulated::new(args, fleet, setup)?;
     let document = Document {
         schema: "mixfleet.capacity/1",
         share,
@@ -78,7 +65,7 @@ pub(super) fn run(args: &SimulateArgs, fleet: &FleetFile, setup: &Setup, share: 
         slo_attainment: best.slo_attainment,
         usd_per_hour,
         requests_per_usd: usd_per_hour.map(|usd| best.requests_per_s * 3600.0 / usd),
-        rents: fleet.pools.iter().map(rent).collect(),
+        simulated: &simulated,
         probes: &capacity.probes,
     };
     let mut out = std::io::stdout().lock();
@@ -148,6 +135,9 @@ fn table(d: &Document<'_>) -> String {
     let mut line = |name: &str, value: String| {
         let _ = writeln!(text, "  {name:<16} {value}");
     };
+    for (name, value) in d.simulated.facts() {
+        line(name, value);
+    }
     let bound = if d.bounded { "" } else { "at least " };
     line("speed-up", format!("{bound}{:.4}, by {} probes", d.speedup, d.probes.len()));
     line("arrivals", format!("{:.3} requests/s", d.requests_per_s));
@@ -160,10 +150,8 @@ fn table(d: &Document<'_>) -> String {
         }
         _ => line("rent", "of some pools no price is known: give usd_per_hour".into()),
     }
-    for rent in &d.rents {
-        let price =
-            rent.usd_per_hour_of_instance.map_or("no price".into(), |usd| format!("${usd:.3} per hour"));
-        line(&rent.pool, format!("{} instances, each {price} ({})", rent.instances, rent.basis));
+    for pool in &d.simulated.pools {
+        line(&pool.name, pool.text());
     }
     if !d.bounded {
         line("", format!("no speed-up up to {SPEEDUP_MAX} fails: the trace is too short to tell"));

@@ -1,6 +1,7 @@
 //! A run as one self-contained HTML page.
 
 use super::history::{History, Point, Quantity};
+use super::subject::Simulated;
 use mixfleet_hwtests::html::{Cell, Html, Tone};
 use mixfleet_hwtests::svg::{Axis, Chart, Limit, Mark, Scale, Series};
 use mixfleet_sim::simulate::{Distribution, Quantiles, Results, Setup};
@@ -15,15 +16,14 @@ pub(super) struct Subject<'a> {
     pub(super) setup: &'a Setup,
     pub(super) results: &'a Results,
     pub(super) history: &'a History,
-    /// Names and values: trace, fleet, policy.
-    pub(super) facts: Vec<(&'static str, String)>,
+    pub(super) simulated: &'a Simulated,
 }
 
 /// Renders the page.
 pub(super) fn page(subject: &Subject<'_>) -> String {
     let mut body = Html::default();
     tiles(&mut body, subject.results);
-    body.facts(&subject.facts);
+    body.facts(&subject.simulated.facts());
     body.heading(2, "Load over time");
     over_time(&mut body, subject);
     body.heading(2, "Latencies");
@@ -31,7 +31,7 @@ pub(super) fn page(subject: &Subject<'_>) -> String {
     body.heading(2, "Requests");
     requests(&mut body, subject.results);
     body.heading(2, "Pools and dollars");
-    pools(&mut body, subject.results);
+    pools(&mut body, subject);
     let r = subject.results;
     let subtitle = format!("{} requests in {} of virtual time", r.requests, super::clock(r.simulated_s));
     mixfleet_hwtests::html::page("Simulation of a fleet", &subtitle, &body)
@@ -255,15 +255,17 @@ fn requests(body: &mut Html, r: &Results) {
     }
 }
 
-fn pools(body: &mut Html, r: &Results) {
+fn pools(body: &mut Html, subject: &Subject<'_>) {
+    let r = subject.results;
     let number = |value: f64, digits: usize| Cell::number(format!("{value:.digits$}"));
     let rows: Vec<Vec<Cell>> = r
         .pools
         .iter()
-        .map(|pool| {
+        .zip(&subject.simulated.pools)
+        .map(|(pool, rented)| {
             vec![
                 Cell::text(&pool.name),
-                Cell::number(pool.instances.to_string()),
+                Cell::text(rented.text()),
                 number(100.0 * pool.utilisation, 1),
                 number(pool.prefill_device_s, 0),
                 number(pool.decode_device_s, 0),
@@ -273,8 +275,16 @@ fn pools(body: &mut Html, r: &Results) {
             ]
         })
         .collect();
-    let head =
-        ["pool", "instances", "busy %", "prefill s", "decode s", "rent $", "of it used $", "times from"];
+    let head = [
+        "pool",
+        "instances and rent",
+        "busy %",
+        "prefill s",
+        "decode s",
+        "rent $",
+        "of it used $",
+        "times from",
+    ];
     body.table(&head, &rows);
     if !r.kv_bytes_moved.is_empty() {
         let row = |(link, bytes): (&String, &f64)| vec![Cell::text(link), number(bytes / 1e9, 1)];

@@ -5,7 +5,7 @@ use super::model::INLINE;
 use super::{FleetFileError, Model, ReadProfile, raw};
 use crate::engine_profile::{EngineProfile, TableDirectory};
 use mixfleet_hal::catalog::{self, Part};
-use mixfleet_hal::profile::{DeviceProfile, Evidence};
+use mixfleet_hal::profile::{DeviceProfile, Evidence, EvidenceBasis};
 use mixfleet_hal::units::{Bytes, Seconds};
 use mixfleet_hal::{DType, WeightFormat};
 use mixfleet_scheduler::cost::{
@@ -243,10 +243,16 @@ fn engine_profile(path: &Path, devices: u32) -> Result<Option<EngineProfile>, St
 fn datasheet(part: &'static Part) -> Source {
     let (profile, basis) = match part.reached_profile() {
         Some(profile) => {
-            let lenders = profile.provenance.lenders();
-            let of =
-                if lenders.is_empty() { String::new() } else { format!(" on {}", lenders.join(" and ")) };
-            (profile, format!("datasheet of {}, lowered to what published kernels reach{of}", part.id))
+            let of = profile.provenance.lenders().join(" and ");
+            let own = profile.provenance.evidence.iter().any(|kind| kind.basis == EvidenceBasis::Measured);
+            let basis = match (own, of.is_empty()) {
+                (true, true) => format!("kernel times published for {}", part.id),
+                (true, false) => {
+                    format!("kernel times published for {}, and for {of} as shares of datasheets", part.id)
+                }
+                _ => format!("datasheet of {}, lowered to the shares that kernels reach on {of}", part.id),
+            };
+            (profile, basis)
         }
         None => {
             (part.profile(), format!("datasheet of {} in full: nobody published what kernels reach", part.id))

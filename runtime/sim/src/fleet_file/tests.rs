@@ -143,7 +143,7 @@ fn the_missing_half_of_a_calibration_comes_from_the_device() {
     let fleet = parse(EXAMPLE).unwrap();
     let [prefill, decode] = &fleet.pools[..] else { panic!("two pools") };
     assert!(
-        prefill.cost_basis.contains("decode_s fitted to datasheet of A100-SXM-80GB"),
+        prefill.cost_basis.contains("decode_s fitted to kernel times published for A100-SXM-80GB"),
         "{}",
         prefill.cost_basis
     );
@@ -249,7 +249,7 @@ fn a_pool_of_a_device_alone_gets_the_rest_from_the_catalog() {
     assert_eq!((a.device.as_deref(), a.role, a.count), (Some("RTX-4090"), Role::Auto, 1));
     assert_eq!(a.usd_per_hour, Some(0.38));
     assert!(a.price_basis.contains("2026-09-25"), "{}", a.price_basis);
-    assert!(a.cost_basis.contains("datasheet of RTX-4090"));
+    assert!(a.cost_basis.contains("kernel times published for RTX-4090"));
     assert_eq!((a.dram.tokens, a.ssd.tokens), (10_000, 0));
     // 24 GB x 0.9 less 16.06 GB, at 131072 bytes.
     assert!((42_000..43_000).contains(&a.cache_tokens), "{}", a.cache_tokens);

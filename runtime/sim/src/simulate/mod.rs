@@ -23,7 +23,7 @@ mod timeline;
 pub use copies::Replicated;
 pub use observe::{AnswerTimes, Observer, Sample};
 pub use quantiles::Quantiles;
-pub use results::{ClassResult, Distribution, HitBySource, PoolBasis, PoolResult, Results};
+pub use results::{ClassResult, Distribution, HitBySource, Misses, PoolBasis, PoolResult, Results};
 pub use setup::Choices;
 pub use tiers::TierSetup;
 

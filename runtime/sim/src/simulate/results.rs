@@ -127,6 +127,17 @@ impl PoolBasis {
     }
 }
 
+/// Completed requests that were not answered as promised; one can miss both objectives.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Misses {
+    /// Their first token came too late.
+    pub ttft: u64,
+    /// Their gaps between tokens were too long.
+    pub tbt: u64,
+    /// Their last token came after their deadline.
+    pub deadline: u64,
+}
+
 /// What came out for one class.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ClassResult {
@@ -160,6 +171,9 @@ pub struct Results {
     /// Requests that were rejected, dropped or not answered as promised.
     #[serde(default)]
     pub missed: u64,
+    /// The completed ones of these, by what they missed.
+    #[serde(default)]
+    pub missed_by: Misses,
     /// Number of times that a running request gave its memory to others and recomputed later.
     #[serde(default)]
     pub preemptions: u64,
@@ -244,6 +258,7 @@ impl RequestCounts {
 pub(super) struct Ledger {
     pub(super) all: RequestCounts,
     pub(super) missed: u64,
+    missed_by: Misses,
     /// By number.
     classes: Vec<RequestCounts>,
     dropped: u64,
@@ -326,10 +341,17 @@ impl Ledger {
         let tpot_s = tbt_s.map(|_| (now_s - first_token_s) / f64::from(output_tokens - 1));
         tpot_s.into_iter().for_each(|tpot_s| self.tpot_s.add(tpot_s));
         tbt_s.into_iter().for_each(|tbt_s| self.tbt_s.add(tbt_s));
-        let good = match flight.promised {
-            Promised::Objectives(slo) => ttft_s <= slo.ttft_s && tbt_s.is_none_or(|tbt_s| tbt_s <= slo.tbt_s),
-            Promised::By(at_s) => now_s <= at_s,
+        // In this order: TTFT, TBT, deadline.
+        let late = match flight.promised {
+            Promised::Objectives(slo) => {
+                [ttft_s > slo.ttft_s, tbt_s.is_some_and(|tbt_s| tbt_s > slo.tbt_s), false]
+            }
+            Promised::By(at_s) => [false, false, now_s > at_s],
         };
+        let good = late == [false; 3];
+        self.missed_by.ttft += u64::from(late[0]);
+        self.missed_by.tbt += u64::from(late[1]);
+        self.missed_by.deadline += u64::from(late[2]);
         let answer =
             AnswerTimes { request, prompt_tokens, output_tokens, arrived_s, ttft_s, tpot_s, tbt_s, e2e_s };
         self.all.finished(&answer, good);
@@ -392,6 +414,7 @@ impl Ledger {
             rejected: self.rejected.clone(),
             dropped: self.dropped,
             missed: self.missed,
+            missed_by: self.missed_by,
             preemptions: self.preemptions,
             ttft_s: (&self.all.ttft_s).into(),
             tpot_s: (&self.tpot_s).into(),

@@ -1,0 +1,121 @@
+//! What a run simulated, so that its results can be read without its command line.
+
+use super::SimulateArgs;
+use anyhow::{Context, Result};
+use mixfleet_hwtests::validate::sha256;
+use mixfleet_scheduler::fleet::Role;
+use mixfleet_sim::fleet_file::{FleetFile, InstancePool};
+use mixfleet_sim::simulate::Setup;
+use serde::Serialize;
+
+/// Number of hexadecimal digits of a fleet file's digest that are shown.
+const DIGITS: usize = 12;
+
+/// The model, the load, the fleet and how requests were placed.
+#[derive(Debug, Serialize)]
+pub(super) struct Simulated {
+    pub(super) model: String,
+    /// The trace, the recorded run or the closed loop.
+    pub(super) load: String,
+    /// The path of the fleet file.
+    pub(super) fleet: String,
+    /// The first digits of the SHA-256 of its bytes.
+    pub(super) fleet_sha256: String,
+    pub(super) policy: String,
+    pub(super) admission: String,
+    pub(super) objectives: String,
+    /// Rent of the fleet; `None` if the price of a pool is not known.
+    pub(super) usd_per_hour: Option<f64>,
+    pub(super) pools: Vec<SimulatedPool>,
+}
+
+/// A pool and its rent.
+#[derive(Debug, Serialize)]
+pub(super) struct SimulatedPool {
+    pub(super) name: String,
+    /// The catalog's id of the part; `None` where a file describes the device.
+    pub(super) device: Option<String>,
+    pub(super) role: Role,
+    pub(super) instances: u32,
+    pub(super) devices_per_instance: u32,
+    pub(super) usd_per_hour_of_instance: Option<f64>,
+    /// Where the price is from, and its date.
+    pub(super) price_from: String,
+}
+
+impl SimulatedPool {
+    fn new(pool: &InstancePool) -> Self {
+        SimulatedPool {
+            name: pool.name.clone(),
+            device: pool.device.clone(),
+            role: pool.role,
+            instances: pool.count,
+            devices_per_instance: pool.devices_per_instance * pool.pipeline_stages,
+            usd_per_hour_of_instance: pool.usd_per_hour,
+            price_from: pool.price_basis.clone(),
+        }
+    }
+
+    /// The instances, their devices and their rent in words.
+    pub(super) fn text(&self) -> String {
+        let device = self.device.as_deref().unwrap_or("device of a file");
+        let devices = match self.devices_per_instance {
+            1 => device.to_owned(),
+            several => format!("{several} {device}"),
+        };
+        let rent = match self.usd_per_hour_of_instance {
+            Some(usd) => format!("${usd:.3} per hour each, {}", self.price_from),
+            None => self.price_from.clone(),
+        };
+        format!("{} x {devices}, {}; {rent}", self.instances, word(&self.role))
+    }
+}
+
+impl Simulated {
+    /// # Errors
+    /// When the fleet file can no longer be read.
+    pub(super) fn new(args: &SimulateArgs, fleet: &FleetFile, setup: &Setup) -> Result<Self> {
+        let bytes =
+            std::fs::read(&args.fleet).with_context(|| format!("cannot read {}", args.fleet.display()))?;
+        let mut digest = sha256(&bytes);
+        digest.truncate(DIGITS);
+        let load =
+            match (args.trace.as_ref().or(args.against.as_ref()), args.closed_loop.load(setup.fleet.seed)) {
+                (Some(trace), _) => trace.display().to_string(),
+                (None, load) => load.map_or_else(String::new, |load| load.to_string()),
+            };
+        let slo = setup.slo;
+        Ok(Simulated {
+            model: fleet.model.name.clone(),
+            load,
+            fleet: args.fleet.display().to_string(),
+            fleet_sha256: digest,
+            policy: word(&setup.fleet.policy),
+            admission: word(&setup.fleet.admission),
+            objectives: format!("TTFT {} s, TBT {} s ({})", slo.ttft_s, slo.tbt_s, word(&slo.tbt_metric)),
+            usd_per_hour: fleet.usd_per_hour(),
+            pools: fleet.pools.iter().map(SimulatedPool::new).collect(),
+        })
+    }
+
+    /// Names and values, without those of pools.
+    pub(super) fn facts(&self) -> Vec<(&'static str, String)> {
+        let fleet = format!("{} (sha256 {})", self.fleet, self.fleet_sha256);
+        vec![
+            ("model", self.model.clone()),
+            ("load", self.load.clone()),
+            ("fleet", fleet),
+            ("scheduling", format!("{}, admission {}", self.policy, self.admission)),
+            ("objectives", self.objectives.clone()),
+        ]
+    }
+}
+
+/// The word that a value has as JSON.
+fn word(value: &impl Serialize) -> String {
+    match serde_json::to_value(value) {
+        Ok(serde_json::Value::String(word)) => word,
+        Ok(other) => other.to_string(),
+        Err(error) => error.to_string(),
+    }
+}
