@@ -127,8 +127,7 @@ fn nobody_starves_under_any_load() {
 }
 
 /// Ten prompts of half a second at once: seven meet a TTFT of 4 s, and all steps with prompts miss a TBT of
-/// 0.3 s; no answer takes less than the 0.4 s in which
-/// the last two are due.
+/// 0.3 s; the last two may be due in 0.4 s, less than any answer takes.
 #[test]
 fn misses_are_counted_by_what_was_missed() {
     let late = "[[class]]\nname = \"late\"\nlabel = \"late\"\ndeadline_s = 0.4\n";
