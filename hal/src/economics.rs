@@ -89,10 +89,13 @@ pub struct Price {
 }
 
 impl Selection {
-    /// Returns the price by this rule from `offers`, or else from the built-in table ([`reference_offer`]). A
-    /// user's offer replaces the built-in price of its own device only.
+    /// Returns the price by this rule from `offers`, or from the built-in table ([`reference_offer`]) if
+    /// there are no offers at all: prices of two origins are not mixed.
     pub fn price_or_reference(&self, device: &str, offers: &[Offer]) -> Option<Price> {
-        self.price(device, offers).or_else(|| self.price(device, &[reference_offer(device)?]))
+        match offers {
+            [] => self.price(device, &[reference_offer(device)?]),
+            offers => self.price(device, offers),
+        }
     }
 
     /// Returns the price of `device` (case-insensitive) by this rule; `None` if no offer counts.

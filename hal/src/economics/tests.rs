@@ -41,11 +41,13 @@ fn the_basis_says_rule_count_and_dates() {
 }
 
 #[test]
-fn the_users_offers_replace_the_built_in_price() {
+fn the_users_offers_replace_all_built_in_prices() {
     let of = |offers: &[Offer]| Selection::default().price_or_reference("rtx-4090", offers).unwrap();
     assert_eq!(of(&[]).usd_per_hour, UsdPerHour(0.38));
     assert!(of(&[]).basis.contains("2026-"), "{}", of(&[]).basis);
-    assert_eq!(of(&[Offer::stated("RTX-4090", UsdPerHour(0.5))]).usd_per_hour, UsdPerHour(0.5));
+    let stated = [Offer::stated("RTX-4090", UsdPerHour(0.5))];
+    assert_eq!(of(&stated).usd_per_hour, UsdPerHour(0.5));
+    assert_eq!(Selection::default().price_or_reference("L40S", &stated), None);
 }
 
 #[test]

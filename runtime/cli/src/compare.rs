@@ -12,9 +12,10 @@ use clap::Args;
 use devices::Compared;
 use mixfleet_hal::catalog::{self, Part};
 use mixfleet_hal::economics::{Pick, Selection};
+use mixfleet_hal::units::Ordered;
 use mixfleet_hal::{DType, StoredAs};
 use mixfleet_runtime::model::ModelConfig;
-use mixfleet_scheduler::classes::{Classified, Demand, PricedDevice, classify};
+use mixfleet_scheduler::classes::{Classified, Demand, Job, PricedDevice, classify};
 use mixfleet_scheduler::cost::ModelShape;
 use mixfleet_scheduler::engines::{self, KnownEngine};
 use mixfleet_scheduler::models::find;
@@ -39,7 +40,7 @@ pub(crate) struct CompareArgs {
     /// Dtype of the KV: f32, bf16, f16 or fp8 [default: DTYPE, else bf16]
     #[arg(long, value_name = "DTYPE")]
     kv_dtype: Option<DType>,
-    /// Offers that replace the built-in prices; columns device_id, price_hourly, ...
+    /// Offers in place of all built-in prices; columns device_id, price_hourly, ...
     /// (docs/comparing-parts.md)
     #[arg(long, value_name = "CSV")]
     prices: Option<PathBuf>,
@@ -184,6 +185,16 @@ fn compare(args: &CompareArgs) -> Result<Comparison> {
     let basis = Basis::of(&devices);
     let candidates: Vec<PricedDevice> = devices.iter().map(|device| device.candidate(basis)).collect();
     let classified = classify(&demand, &candidates);
+    // The cheapest decode first; parts that cannot decode, or have no price, last.
+    let costs = |device: &Classified| {
+        [Job::Decode, Job::Prefill].map(|job| {
+            let cost = device.standing(job).and_then(|standing| standing.cost);
+            Ordered(cost.map_or(f64::INFINITY, |cost| cost.0))
+        })
+    };
+    let mut rows: Vec<(Compared, Classified)> = devices.into_iter().zip(classified).collect();
+    rows.sort_by_key(|(_, device)| costs(device));
+    let (devices, classified): (Vec<Compared>, Vec<Classified>) = rows.into_iter().unzip();
     let names: Vec<&str> = devices.iter().map(|device| device.name.as_str()).collect();
     let mut warnings = list.warnings(&names);
     warnings.extend(devices.iter().filter_map(Compared::misnamed));

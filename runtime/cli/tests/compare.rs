@@ -94,7 +94,9 @@ fn offers_from_a_file_replace_built_in_prices_and_mistakes_name_the_line() {
     let price = &device(&document, "L4")["price"];
     assert_eq!(price["usd_per_hour"], 0.3);
     assert_eq!(price["basis"], "median of providers, 2 offers, 2026-10-01 to 2026-10-03");
-    assert_eq!(device(&document, "L40S")["price"]["usd_per_hour"], 0.913);
+    assert_eq!(device(&document, "L40S")["price"], Value::Null);
+    let all = json(&["compare", "--json", "--model", "qwen3-8b", "--prices", offers]);
+    assert_eq!(all["devices"].as_array().map(Vec::len), Some(1), "{all:#}");
 
     let odd = file("odd.csv", "device_id,price_hourly\nL40X,0.5\n");
     let odd = ["compare", "--json", "--model", "qwen3-8b", "L4", "--prices", odd.to_str().expect("UTF-8")];
