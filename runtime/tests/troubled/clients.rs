@@ -49,7 +49,7 @@ impl World {
     /// Sends a request that stops every part that computes it.
     pub(super) async fn poisoner(self, at: usize) {
         self.env.sleep(self.span(self.workload.come_within_s)).await;
-        let prompt = poison(self.kinds[0].checkpoint.config.vocab).repeat(8);
+        let prompt = poison(self.kinds[0].checkpoint.config.vocab).repeat(4);
         let (id, counts_as) = (format!("poison-{at}"), "poison asked");
         self.ask(Asked { id, kind: 0, prompt: &prompt, tokens_max: TOKENS_MAX, expected: None, counts_as })
             .await;

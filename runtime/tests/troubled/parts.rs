@@ -15,9 +15,10 @@ const RESULT_BYTES_MAX: usize = 96;
 /// Factor by which a part is slower than its maker claims.
 const BOAST: f64 = 16.0;
 
-/// A pair of equal tokens that stops a part: no other prompt has it, and no answer to one.
-pub(super) fn poison(vocabulary: u32) -> [u32; 2] {
-    [vocabulary - 1; 2]
+/// Equal tokens that stop a part: no other prompt has two of them in a row, and no answer to one. Two equal
+/// numbers can also be positions or pages of two sequences of a step.
+pub(super) fn poison(vocabulary: u32) -> [u32; 4] {
+    [vocabulary - 1; 4]
 }
 
 /// The device of a worker, and its maker's claim.
