@@ -19,7 +19,7 @@ impl Observer for Placements {
 fn placements(kv_weight: f64) -> Vec<(f64, bool)> {
     let file = fleet_from(
         "version = 1\n[model]\nname = \"llama-3.1-8b\"\n\
-         [[pool]]\nname = \"tight\"\ndevice = \"L40S\"\ncache_tokens = 10_000\n\
+         [[pool]]\nname = \"tight\"\ndevice = \"L40S\"\ncache_tokens = 10_000\nusd_per_hour = 0.6\n\
          [[pool]]\nname = \"roomy\"\ndevice = \"L40S\"\n",
     );
     let choices = Choices { policy: Policy::PerDollar, admission: Admission::None, seed: 1 };

@@ -28,6 +28,24 @@ fn decode_steps_interrupt_a_prefill_and_are_counted_down() {
 }
 
 #[test]
+fn a_prompt_whose_rows_are_sized_to_the_tbt_objective_delays_no_answer() {
+    let sized = |tbt_slo| {
+        let auto = Instance {
+            prefill_tokens_beside_decode_max: None,
+            step_tokens_max: 100,
+            ..instance(1, Role::Auto, 1e-3, 1e-2)
+        };
+        let mut f = fleet(FleetConfig { tbt_slo, ..config() }, vec![auto]);
+        arrive(&mut f, 0.0, arrival(1, 100, 1));
+        act(&mut f, 0.1, Event::PrefillDone { request: 1, instance: InstanceId(1) });
+        let action = arrive(&mut f, 0.1, arrival(2, 250, 2));
+        placed(&action).2.candidates[0].terms.unwrap().delay_s
+    };
+    close(sized(None), 0.25 + 49.0 * 1e-4);
+    close(sized(Some(Seconds(0.05))), 49.0 * 1e-4);
+}
+
+#[test]
 fn a_split_request_is_dropped_where_it_survives_and_spared_once_its_kv_has_left() {
     let split = || {
         let specs = vec![instance(1, Role::Prefill, 1e-3, 1e-2), instance(2, Role::Decode, 1e-3, 1e-2)];
@@ -62,7 +80,7 @@ fn an_explanation_survives_json_and_names_every_candidate() {
     let text = serde_json::to_string(&action).unwrap();
     assert_eq!(serde_json::from_str::<Action>(&text).unwrap(), action);
     let lines = placed(&action).2.to_string();
-    assert_eq!(lines.lines().count(), 1 + 4, "{lines}");
+    assert_eq!(lines.lines().count(), 1 + 2, "{lines}");
     assert!(lines.contains("prefill part1, decode part1") && lines.contains("chosen"), "{lines}");
 }
 

@@ -237,6 +237,13 @@ impl Load {
         chunks.div_ceil(u64::from(rows))
     }
 
+    /// Number of sequences that stand still while a prompt runs here: none where the rows of prompts are sized
+    /// to keep within their TBT objectives.
+    pub(super) fn stalled(&self) -> u32 {
+        let sized = self.spec.prefill_tokens_beside_decode_max.is_none() && self.tightest.slo.is_some();
+        if sized { 0 } else { self.batch.sequences }
+    }
+
     /// Adds a prompt to the queue at `now`, whose rest takes `remaining`.
     pub(super) fn queue(&mut self, request: RequestId, work: &Work, works: &Works, now: Seconds) {
         let Phase::Prefill { done, remaining } = work.phase else { return };
@@ -464,6 +471,12 @@ impl Load {
     pub(super) fn memory_binds(&self, tokens: u64) -> f64 {
         let promised = (self.committed.kv_tokens + tokens) as f64;
         binds(promised, self.spec.kv_capacity_tokens)
+    }
+
+    /// Whether `tokens` of one request fit if it is empty.
+    pub(super) fn fits(&self, tokens: u64) -> bool {
+        let block = u64::from(self.spec.kv_block_tokens.max(1));
+        tokens.div_ceil(block) * block <= self.spec.kv_capacity_tokens
     }
 
     /// Whether `tokens` more certainly fit, however long the answers get.

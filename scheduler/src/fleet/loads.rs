@@ -65,8 +65,8 @@ impl Kind {
 pub(super) struct PromptRow {
     /// The instance's position.
     pub(super) at: u32,
-    /// Number of sequences that decode there.
-    pub(super) sequences: u32,
+    /// Number of sequences that a prompt there stalls.
+    pub(super) stalled: u32,
     pub(super) queue: PromptQueue,
     pub(super) ingress_until: Seconds,
 }
@@ -199,7 +199,7 @@ impl PromptRow {
     fn of(at: usize, load: &Load) -> Self {
         PromptRow {
             at: to_u32(at),
-            sequences: load.batch().sequences,
+            stalled: load.stalled(),
             queue: load.prompt_queue(),
             ingress_until: load.ingress_until,
         }

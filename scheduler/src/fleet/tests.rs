@@ -106,11 +106,38 @@ fn equal_idle_instances_tie_and_the_lowest_id_wins_without_a_transfer() {
     let action = arrive(&mut f, 0.0, arrival(1, 100, 1));
     let (prefill, decode, explanation) = placed(&action);
     assert_eq!((prefill, decode), (1, 1));
-    assert_eq!(explanation.candidates.len(), 9);
+    assert_eq!(explanation.candidates.len(), 3);
     assert_eq!(explanation.score_unit, ScoreUnit::Seconds);
-    assert_eq!(explanation.candidates[4].outcome, Outcome::TieLostById);
-    let moved = &explanation.candidates[1];
-    assert!(matches!(moved.outcome, Outcome::HigherScore { mainly: Term::Transfer, .. }), "{moved:?}");
+    assert_eq!(explanation.candidates[1].outcome, Outcome::TieLostById);
+}
+
+#[test]
+fn an_instance_that_decodes_hands_over_only_to_one_that_decodes_for_less_and_has_room() {
+    let priced =
+        |id, base, usd| Instance { price: Some(UsdPerHour(usd)), ..instance(id, Role::Auto, 1e-3, base) };
+    // A token costs half as much on 2 as on 1 and 3.
+    let all = || vec![priced(1, 1e-2, 1.0), priced(2, 2e-2, 0.25), priced(3, 1e-2, 1.0)];
+    let pairs = |action: &Action| -> Vec<(u32, u32)> {
+        placed(action).2.candidates.iter().map(|c| (c.prefill.0, c.decode.0)).collect()
+    };
+    let mut f = fleet(config(), all());
+    assert_eq!(pairs(&arrive(&mut f, 0.0, arrival(1, 100, 1))), [(1, 1), (1, 2), (2, 2), (3, 2), (3, 3)]);
+    // Nearly as much: no gain for the gap and the room in both.
+    let mut f = fleet(config(), vec![priced(1, 1e-2, 1.0), priced(2, 1e-2, 0.96)]);
+    assert_eq!(pairs(&arrive(&mut f, 0.0, arrival(1, 100, 1))), [(1, 1), (2, 2)]);
+    // 2 holds 200 tokens: a request that it may not hold beside the first one stays where it is computed.
+    let mut small = all();
+    small[1].kv_capacity_tokens = 200;
+    let mut f = fleet(config(), small);
+    arrive(&mut f, 0.0, arrival(1, 100, 1));
+    let second = pairs(&arrive(&mut f, 0.0, arrival(2, 100, 2)));
+    assert!(!second.contains(&(1, 2)) && second.contains(&(1, 1)), "{second:?}");
+    // 1 and 3 can never hold it: it may go where it fits.
+    let mut large = all();
+    large.iter_mut().filter(|i| i.id.0 != 2).for_each(|i| i.kv_capacity_tokens = 120);
+    let action = arrive(&mut fleet(config(), large), 0.0, arrival(1, 100, 1));
+    assert_eq!(placed(&action).1, 2);
+    assert!(pairs(&action).contains(&(1, 2)));
 }
 
 #[test]
@@ -201,13 +228,13 @@ fn the_cheap_device_is_taken_if_prices_say_so_and_waiting_is_cheap() {
     // 0.0001 $/s for 1 s of prefill and 50 steps of 20.2 ms.
     close(terms.busy_usd, 1e-4 * (1.0 + 50.0 * 0.0202));
     close(terms.score, terms.busy_usd);
-    // Moving the 500 kB to the fast device costs traffic, too: 1 $/MB.
+    // Moving the 500 kB to the slow device costs traffic, too: 1 $/MB.
     let cost = LinkCost { latency: Seconds(0.0), seconds_per_byte: 1e-6, usd_per_byte: 1e-6 };
     act(&mut patient, 9.0, Event::Cancelled { request: 1 });
-    act(&mut patient, 9.0, Event::LinkUp(Link { from: InstanceId(1), to: InstanceId(2), cost }));
+    act(&mut patient, 9.0, Event::LinkUp(Link { from: InstanceId(2), to: InstanceId(1), cost }));
     let action = arrive(&mut patient, 9.0, arrival(2, 500, 2));
     let moved = placed(&action).2.candidates[1].terms.unwrap();
-    close(moved.busy_usd, 1e-4 + 1e-3 * 50.0 * 0.0101 + 0.5);
+    close(moved.busy_usd, 5e-4 + 1e-4 * 50.0 * 0.0202 + 0.5);
     let mut hurried = priced(Some(1.0));
     assert_eq!(placed(&arrive(&mut hurried, 0.0, arrival(1, 500, 1))).0, 2);
     // The default weight is the mean instance: 0.00055 $/s.

@@ -108,7 +108,7 @@ pub(super) struct PrefillSide {
     pub(super) prefill: Seconds,
     /// Time of the whole prompt, nothing of which is cached; computed when it is needed.
     whole: OnceCell<Seconds>,
-    /// Number of sequences that stand still while its chunks run, and of prompts that it precedes.
+    /// Number of sequences that it stalls, and of prompts that it precedes.
     delayed: u32,
 }
 
@@ -352,14 +352,8 @@ impl Fleet {
     fn obstacle(&self, arrival: &Arrival, p: &Load, d: &Load) -> Option<Outcome> {
         let prompt = u64::from(arrival.prompt_tokens);
         let too_small = |load: &Load, tokens: u64| {
-            let block = u64::from(load.spec.kv_block_tokens.max(1));
-            let capacity_tokens = load.spec.kv_capacity_tokens;
-            let instance = load.spec.id;
-            (tokens.div_ceil(block) * block > capacity_tokens).then_some(Outcome::TooSmall {
-                instance,
-                tokens,
-                capacity_tokens,
-            })
+            let (instance, capacity_tokens) = (load.spec.id, load.spec.kv_capacity_tokens);
+            (!load.fits(tokens)).then_some(Outcome::TooSmall { instance, tokens, capacity_tokens })
         };
         let reachable = p.spec.id == d.spec.id || self.link(p, d).is_some();
         too_small(d, prompt + u64::from(arrival.max_tokens))
@@ -388,7 +382,7 @@ impl Fleet {
             interleave: load.step(batch) * load.steps(backlog.chunks + load.chunks(uncached)) as f64,
             prefill,
             whole: OnceCell::new(),
-            delayed: batch.sequences + behind,
+            delayed: load.stalled() + behind,
         };
         if let Some((from, tokens)) = pull {
             let arrives = self.pull_time(question.now, from, at, tokens);

@@ -1,18 +1,28 @@
 //! The least cost of a request's use of instances and of waiting (design: `busy dollars + w * seconds`).
 //!
+//! An instance that decodes keeps the answers to its prompts, except from instances that decode for less and
+//! have room ([`may_hand_off`]).
+//!
 //! Small fleets are compared pair by pair. In large ones every instance is first ranked alone
 //! ([`super::ranks`]), and the best of each side is paired with the best few of the other: a decision's time
 //! grows with the number of instances, not with its square.
 
+use super::super::load::Load;
 use super::super::{Fleet, Role};
 use super::ranks::{best_decoders, best_prefills};
-use super::{Part, Pick, PrefillSide, Question};
+use super::{Part, Pick, PrefillSide, Question, ScoreUnit};
 use mixfleet_hal::units::Seconds;
 
 /// Maximum number of pairs that are compared without a shortlist.
 pub(super) const PAIRS_MAX: usize = 64;
 /// Number of candidates of each side in larger fleets.
 const SHORTLIST: usize = 4;
+/// Number of sequences of the batch by which the cost of decoding is compared.
+const REFERENCE_BATCH: u32 = 8;
+/// Greatest cost of a token on an instance that takes answers from another that decodes itself, as a share of
+/// that one's: less would not pay for the room that is reserved in both, and for the gap after the first
+/// token.
+const HAND_OFF_BELOW: f64 = 0.95;
 /// Halvings in the search for the part of a prefix that takes as long to pull as the rest to compute, within
 /// 2 %.
 const HALVINGS: u32 = 6;
@@ -42,12 +52,30 @@ pub(super) fn picks(fleet: &Fleet, question: &Question<'_>) -> Vec<Pick> {
     for (p, &prefill) in prefills.iter().enumerate() {
         let pull = best_pull(fleet, question, prefill);
         for (d, &decode) in decodes.iter().enumerate() {
-            if few || p == 0 || d == 0 || prefill == decode {
+            let considered = few || p == 0 || d == 0;
+            if prefill == decode || considered && may_hand_off(fleet, question, prefill, decode) {
                 picks.push(Pick { prefill, decode, pull });
             }
         }
     }
     picks
+}
+
+/// Whether an answer to a prompt computed on one instance may decode on another: the first one does not
+/// decode or can never hold it, or the other one has room for it and decodes it for clearly less, in money or,
+/// without prices, in time.
+fn may_hand_off(fleet: &Fleet, question: &Question<'_>, prefill: usize, decode: usize) -> bool {
+    let (from, to) = (&fleet.loads[prefill], &fleet.loads[decode]);
+    let prompt = u64::from(question.arrival.prompt_tokens);
+    if !from.spec.role.decodes() || !from.fits(prompt + u64::from(question.arrival.max_tokens)) {
+        return true;
+    }
+    let cost = |load: &Load| {
+        let step = load.spec.cost.decode_step_s(REFERENCE_BATCH, u64::from(REFERENCE_BATCH) * prompt);
+        let price = load.spec.price.filter(|_| question.score_unit == ScoreUnit::Usd);
+        price.map_or(step.0, |price| (price * step).0)
+    };
+    to.has_room(prompt + u64::from(question.output_tokens)) && cost(to) < HAND_OFF_BELOW * cost(from)
 }
 
 /// The cheapest of recomputing, pulling the longest prefix that any instance holds, or pulling a part of it,
@@ -65,7 +93,7 @@ fn best_pull(fleet: &Fleet, question: &Question<'_>, at: usize) -> Option<Part> 
 
     let gap = tokens - own;
     let block = fleet.loads[at].spec.kv_block_tokens.max(1);
-    let price = fleet.loads[at].spec.price.filter(|_| question.score_unit == super::ScoreUnit::Usd);
+    let price = fleet.loads[at].spec.price.filter(|_| question.score_unit == ScoreUnit::Usd);
     let cost = |side: &PrefillSide| {
         let paid = price.map_or(0.0, |price| (price * side.prefill).0) + side.pull_price.0;
         paid + question.own_weight() * (side.pull + side.prefill).0

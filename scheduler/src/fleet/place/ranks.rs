@@ -145,13 +145,13 @@ impl<'a> Prefills<'a> {
         let begins = later(row.queue.left(question.now), Seconds::ZERO);
         if own > 0 {
             let prefill = self.after_own(own);
-            return self.sum(prefill, begins + prefill.time, row.sequences);
+            return self.sum(prefill, begins + prefill.time, row.stalled);
         }
         let ends = begins + self.whole.time;
         let ways_free = later(later(self.egress_until, row.ingress_until) - question.now, Seconds::ZERO);
         let pulled = later(begins, ways_free + self.way) + self.rest.time;
         let (ends, prefill) = if pulled < ends { (pulled, self.rest) } else { (ends, self.whole) };
-        self.sum(prefill, ends, row.sequences)
+        self.sum(prefill, ends, row.stalled)
     }
 
     /// The key of an instance that may pull a part, has links of its own, or has prompts that the request
@@ -173,7 +173,7 @@ impl<'a> Prefills<'a> {
                 (ends, prefill) = (pulled, self.rest);
             }
         }
-        self.sum(prefill, ends, row.sequences + behind)
+        self.sum(prefill, ends, row.stalled + behind)
     }
 
     fn sum(&self, prefill: Costs, ends: Seconds, delayed: u32) -> f64 {
