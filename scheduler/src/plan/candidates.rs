@@ -178,6 +178,24 @@ impl InstanceKind {
         }
     }
 
+    /// Whether its memory holds a sequence of `tokens` tokens.
+    pub fn holds(&self, tokens: u32) -> bool {
+        self.sequences(tokens, self.weights) > 0
+    }
+
+    /// The least time to the first token of a request, and the least between its tokens: alone, whatever the
+    /// objectives.
+    ///
+    /// # Errors
+    /// When memory does not hold it.
+    pub fn fastest(&self, size: &RequestSize) -> Result<(Seconds, Seconds), String> {
+        let longest = size.input_tokens.saturating_add(size.decoded());
+        match self.sequences(longest, self.weights) {
+            0 => Err(self.too_large(longest)),
+            _ => Ok((self.cost.prefill_s(size.cached(), size.uncached()), self.decode_s(size, 1))),
+        }
+    }
+
     fn prefills(&self, size: &RequestSize, level: &ServiceLevel) -> Result<Carried, String> {
         if self.sequences(size.input_tokens, self.weights) == 0 {
             return Err(self.too_large(size.input_tokens));

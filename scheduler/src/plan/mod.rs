@@ -1,8 +1,10 @@
 //! The cheapest fleet for a load at given prices.
 //!
 //! [`program`] finds how many instances of which kinds carry a load ([`linear`] is what a solver sees of it,
-//! `branching` such a solver), [`candidates`] says what an instance carries, [`apart`] prices the attention
-//! of decode steps on devices of its own, and [`remote`] divides prompts by length between two clusters.
+//! `branching` such a solver), [`candidates`] says what an instance carries, [`load`] makes classes of a
+//! trace's requests, [`market`] puts these together for parts at prices and [`shortfall`] says why there is no
+//! fleet. [`apart`] prices the attention of decode steps on devices of its own, and [`remote`] divides
+//! prompts by length between two clusters.
 //!
 //! What is absent: clocks, limits of time, a solver of its own, simulation. A plan is as good as the rates
 //! that it is given.
@@ -12,10 +14,15 @@ pub mod apart;
 pub mod branching;
 pub mod candidates;
 pub mod linear;
+pub mod load;
+pub mod market;
 pub mod program;
 pub mod remote;
+pub mod shortfall;
 
 #[cfg(test)]
 mod candidates_tests;
+#[cfg(test)]
+mod market_tests;
 #[cfg(test)]
 mod program_tests;

@@ -1,0 +1,77 @@
+//! The time of a plan without its simulations: rates, bound and ranking of all parts with a built-in price,
+//! for one load of 24 classes.
+//!
+//! `cargo bench -p mixfleet-scheduler --features microlp --bench plan`
+
+#![allow(missing_docs, clippy::print_stdout)]
+
+use mixfleet_hal::catalog::parts;
+use mixfleet_hal::economics::Selection;
+use mixfleet_hal::units::{BytesPerSecond, Seconds};
+use mixfleet_hal::{DType, StoredAs};
+use mixfleet_scheduler::plan::branching::Microlp;
+use mixfleet_scheduler::plan::candidates::ServiceLevel;
+use mixfleet_scheduler::plan::load::{LoadTally, SizeClass};
+use mixfleet_scheduler::plan::market::{Market, MarketAsk, OfferedPart};
+use mixfleet_scheduler::{engines, models};
+use std::time::Instant;
+
+/// Prompts from 64 to 16,384 tokens and answers from 16 to 1,024, the middle ones most often.
+fn classes() -> Vec<SizeClass> {
+    let mut tally = LoadTally::default();
+    for input in 0..8u32 {
+        for output in 0..3u32 {
+            let many = 1000 / (1 + input.abs_diff(4)) / (1 + output.abs_diff(1));
+            (0..many).for_each(|_| tally.add(96 << input, 24 << (2 * output), 0));
+        }
+    }
+    tally.classes(Seconds(600.0))
+}
+
+fn main() {
+    let offers = parts().iter().filter_map(|part| {
+        let price = Selection::default().price_or_reference(part.id, &[])?;
+        Some(OfferedPart { part, usd_per_hour: price.usd_per_hour, most: None })
+    });
+    let offers: Vec<OfferedPart> = offers.collect();
+    for model in ["llama-3.1-8b", "llama-3.1-70b", "qwen3-30b-a3b"] {
+        let ask = MarketAsk {
+            model: models::find(model).expect("a known model"),
+            stored: StoredAs::Plain(DType::Bf16),
+            engine: engines::find("mixfleet").expect("a known engine"),
+            parts: offers.clone(),
+            classes: classes(),
+            answer_tokens_max: 4096,
+            level: ServiceLevel { ttft: Seconds(5.0), tbt: Seconds(0.1) },
+            attain: 0.99,
+            nic: BytesPerSecond(12.5e9),
+            spares: 0,
+        };
+        let classes = ask.classes.len();
+        let times: Vec<[f64; 3]> = (0..5)
+            .map(|_| {
+                let start = Instant::now();
+                let market = Market::new(ask.clone());
+                let rates_s = start.elapsed().as_secs_f64();
+                let bound = market.lower_bound(&Microlp).expect("a bound");
+                let bound_s = start.elapsed().as_secs_f64() - rates_s;
+                let fleets = market.rank(&Microlp, 3);
+                let rank_s = start.elapsed().as_secs_f64() - rates_s - bound_s;
+                assert!(fleets.iter().all(|fleet| fleet.usd_per_hour >= bound) && !fleets.is_empty());
+                [rates_s, bound_s, rank_s]
+            })
+            .collect();
+        let median = |at: usize| {
+            let mut of: Vec<f64> = times.iter().map(|times| times[at]).collect();
+            of.sort_by(f64::total_cmp);
+            of[of.len() / 2]
+        };
+        println!(
+            "{model}, {} parts, {classes} classes: rates {:.3} s, bound {:.3} s, ranking {:.3} s",
+            offers.len(),
+            median(0),
+            median(1),
+            median(2)
+        );
+    }
+}

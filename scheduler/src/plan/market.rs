@@ -1,0 +1,476 @@
+//! Fleets of parts at prices for a load, cheapest first, and the bound below which there is none.
+//!
+//! A part may be rented as instances of 1, 2, 4 or 8 devices, for whole requests, prompts alone or decoding
+//! alone. Fleets are looked for by form: a part alone, prompts on one part and decoding on another, requests
+//! divided by size over two parts, and whatever the relaxed program over all parts takes. Each form has a
+//! bound that costs one pass over its rates, so that only forms near the best are solved as programs.
+//!
+//! The bound of all fleets lets every request take the cheapest instance of each duty, divides instances, and
+//! leaves as many requests unserved as the objective allows. It is a bound on what the rates of
+//! [`candidates`](super::candidates) allow; waiting, which only a simulation sees, comes on top.
+
+use super::candidates::{InstanceKind, ServiceLevel};
+use super::linear::{Column, LinearProgram, Relation, Search, Solution, Solver, Unsolved};
+use super::load::SizeClass;
+use super::program::{Ceiling, DemandClass, Duty, Placing, Program, Rentable, Unplanned};
+use crate::engines::KnownEngine;
+use crate::models::KnownModel;
+use mixfleet_hal::StoredAs;
+use mixfleet_hal::cast::{to_u32, to_u64};
+use mixfleet_hal::catalog::Part;
+use mixfleet_hal::units::{BytesPerSecond, Ordered, UsdPerHour};
+use serde::Serialize;
+
+/// Devices that share a copy of the model.
+const DEVICES: [u32; 4] = [1, 2, 4, 8];
+/// The duties of instances.
+pub(super) const DUTIES: [Duty; 3] = [Duty::Whole, Duty::Prefill, Duty::Decode];
+/// Share of its time that a planned instance works: one that always works has a queue without end.
+const BUSY_MAX: f64 = 0.9;
+/// More devices to an instance are worth a candidate where they are cheaper by this much.
+const CHEAPER: f64 = 0.99;
+/// How far programs are solved; more takes longer than the uncertainty of rates is worth.
+const SEARCH: Search = Search { nodes_max: 2000, gap: 0.002 };
+/// Maximum number of programs of one sort of form.
+const PROGRAMS_MAX: usize = 16;
+/// Parts up to which all are candidates where no form of one or two of them does.
+const PARTS_MAX: usize = 12;
+
+/// A part that may be rented, at a price.
+#[derive(Clone, Debug)]
+pub struct OfferedPart {
+    /// The part.
+    pub part: &'static Part,
+    /// Rent of one device.
+    pub usd_per_hour: UsdPerHour,
+    /// Maximum number of devices, if there is one.
+    pub most: Option<u32>,
+}
+
+/// What a fleet is wanted for, and what it may be made of.
+#[derive(Clone, Debug)]
+pub struct MarketAsk {
+    /// The model.
+    pub model: &'static KnownModel,
+    /// How its weights are stored.
+    pub stored: StoredAs,
+    /// The engine on all instances.
+    pub engine: &'static KnownEngine,
+    /// The parts on offer.
+    pub parts: Vec<OfferedPart>,
+    /// The load.
+    pub classes: Vec<SizeClass>,
+    /// The longest answer that a request may ask for: memory is refused to those that could outgrow it.
+    pub answer_tokens_max: u32,
+    /// The objectives.
+    pub level: ServiceLevel,
+    /// Share of requests that must meet them.
+    pub attain: f64,
+    /// Network bandwidth of an instance, over which KV goes from prefill to decode.
+    pub nic: BytesPerSecond,
+    /// Further instances of each pool in use.
+    pub spares: u32,
+}
+
+/// How the work is divided over parts, which are indices into those on offer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FleetForm {
+    /// Whole requests on one part.
+    Alone(usize),
+    /// Prompts on one part, decoding on another or the same.
+    Split {
+        /// The part for prompts.
+        prefill: usize,
+        /// The part for decoding.
+        decode: usize,
+    },
+    /// Whole requests on two parts, by size.
+    BySize(usize, usize),
+    /// Whatever the program takes of all parts.
+    Free,
+}
+
+/// Identical instances of a planned fleet.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PlannedPool {
+    /// Index of the part among those on offer.
+    pub part: usize,
+    /// Devices of an instance.
+    pub devices: u32,
+    /// What the instances do.
+    pub duty: Duty,
+    /// Number of instances.
+    pub count: u32,
+}
+
+/// A fleet that a program found.
+#[derive(Clone, Debug, PartialEq)]
+pub struct FormedFleet {
+    /// How the work is divided.
+    pub form: FleetForm,
+    /// The pools: prefill, decode, then whole.
+    pub pools: Vec<PlannedPool>,
+    /// Rent of all.
+    pub usd_per_hour: UsdPerHour,
+}
+
+/// Instances of a part, and what they carry.
+#[derive(Debug)]
+pub(super) struct MarketKind {
+    pub(super) part: usize,
+    pub(super) instance: InstanceKind,
+    /// Instances that one request per second keeps busy, by duty and class; `None` where they cannot serve it.
+    loads: [Vec<Option<f64>>; 3],
+    /// The same of what KV takes of the network between prefill and decode, by class.
+    links: Vec<f64>,
+}
+
+/// All that may be rented, and what it carries of a load.
+#[derive(Debug)]
+pub struct Market {
+    pub(super) ask: MarketAsk,
+    pub(super) kinds: Vec<MarketKind>,
+}
+
+/// Instances of a kind with a duty: index of the kind, and of the duty in [`DUTIES`].
+type Candidate = (usize, usize);
+
+impl Market {
+    /// What the parts of `ask` carry of its load.
+    pub fn new(ask: MarketAsk) -> Self {
+        let all =
+            ask.parts.iter().enumerate().flat_map(|(at, offer)| DEVICES.map(|devices| (at, offer, devices)));
+        let kinds = all.filter_map(|(at, offer, devices)| {
+            let kind = InstanceKind::of(offer.part, devices, ask.model, ask.stored, ask.engine);
+            MarketKind::new(&ask, at, kind.ok()?)
+        });
+        let kinds = kinds.collect();
+        Market { ask, kinds }
+    }
+
+    /// The offers.
+    pub fn parts(&self) -> &[OfferedPart] {
+        &self.ask.parts
+    }
+
+    /// Rent of an instance.
+    pub fn rent(&self, part: usize, devices: u32) -> UsdPerHour {
+        self.ask.parts[part].usd_per_hour * f64::from(devices)
+    }
+
+    fn price(&self, kind: usize) -> f64 {
+        let kind = &self.kinds[kind];
+        self.rent(kind.part, kind.instance.devices).0
+    }
+
+    /// Rent of what one request per second of a class takes, without waiting.
+    fn unit(&self, (kind, duty): Candidate, class: usize) -> Option<f64> {
+        Some(self.kinds[kind].loads[duty][class]? * self.price(kind))
+    }
+
+    /// The rent below which there is no fleet, even if instances could be divided.
+    ///
+    /// # Errors
+    /// As for a program: [`Market::shortfall`](super::shortfall) says more.
+    pub fn lower_bound(&self, solver: &dyn Solver) -> Result<UsdPerHour, Unplanned> {
+        Ok(UsdPerHour(self.relaxed(solver, 1.0)?.0.cost))
+    }
+
+    /// The optimum for `factor` times the load with divided instances, and the candidates that it takes.
+    pub(super) fn relaxed(
+        &self,
+        solver: &dyn Solver,
+        factor: f64,
+    ) -> Result<(Solution, Vec<Candidate>), Unplanned> {
+        let classes = &self.ask.classes;
+        let mut program = LinearProgram::default();
+        let mut columns: Vec<Candidate> = Vec::new();
+        let mut done: Vec<[Vec<(usize, f64)>; 2]> = vec![Default::default(); classes.len()];
+        let mut over: Vec<Vec<(usize, f64)>> = vec![Vec::new(); self.ask.parts.len()];
+        for (class, demand) in classes.iter().enumerate() {
+            for (duty, does) in DUTIES.into_iter().enumerate() {
+                for candidate in self.cheapest_of_parts(duty, class) {
+                    let Some(unit) = self.unit(candidate, class) else { continue };
+                    let part = self.kinds[candidate.0].part;
+                    let rate = demand.rate * factor;
+                    let column = program.column(Column { cost: unit * rate, most: 1.0, whole: false });
+                    columns.push(candidate);
+                    let stages = [does != Duty::Decode, does != Duty::Prefill];
+                    for (stage, _) in stages.into_iter().enumerate().filter(|(_, done)| *done) {
+                        done[class][stage].push((column, 1.0));
+                    }
+                    let devices = rate * unit / self.ask.parts[part].usd_per_hour.0;
+                    over[part].push((column, devices));
+                }
+            }
+        }
+        // requests that are left unserved
+        let mut unserved = Vec::new();
+        for (class, stages) in done.iter_mut().enumerate() {
+            let column = program.column(Column { cost: 0.0, most: 1.0, whole: false });
+            stages.iter_mut().for_each(|terms| terms.push((column, 1.0)));
+            unserved.push((column, classes[class].rate));
+        }
+        for terms in done.into_iter().flatten() {
+            program.constrain(terms, Relation::Equal, 1.0);
+        }
+        let slack = (1.0 - self.ask.attain) * self.rate();
+        program.constrain(unserved, Relation::AtMost, slack);
+        for (offer, terms) in self.ask.parts.iter().zip(over) {
+            if let Some(most) = offer.most.filter(|_| !terms.is_empty()) {
+                let scale = f64::from(most.max(1));
+                let terms = terms.into_iter().map(|(column, devices)| (column, devices / scale)).collect();
+                program.constrain(terms, Relation::AtMost, f64::from(most) / scale);
+            }
+        }
+        let solution = solver.solve(&program, SEARCH, None).map_err(|error| match error {
+            Unsolved::Infeasible => Unplanned::TooLittle,
+            other => Unplanned::Solver(other),
+        })?;
+        let taken = columns.iter().zip(&solution.values).filter(|(_, share)| **share > 1e-9);
+        let mut taken: Vec<Candidate> = taken.map(|(candidate, _)| *candidate).collect();
+        taken.sort_unstable();
+        taken.dedup();
+        Ok((solution, taken))
+    }
+
+    /// The cheapest candidate of each part for a duty and a class: fewer devices cost less too. Of parts without
+    /// an end only the cheapest counts.
+    fn cheapest_of_parts(&self, duty: usize, class: usize) -> Vec<Candidate> {
+        let mut best: Vec<Option<(f64, Candidate)>> = vec![None; self.ask.parts.len()];
+        for (kind, of) in self.kinds.iter().enumerate() {
+            let Some(unit) = self.unit((kind, duty), class) else { continue };
+            let known = &mut best[of.part];
+            if known.is_none_or(|(least, _)| unit < least) {
+                *known = Some((unit, (kind, duty)));
+            }
+        }
+        let endless = |part: usize| self.ask.parts[part].most.is_none();
+        let all = best.into_iter().enumerate().filter_map(|(part, best)| Some((part, best?)));
+        let (endless, limited): (Vec<_>, Vec<_>) = all.partition(|(part, _)| endless(*part));
+        let least = endless.into_iter().min_by_key(|(_, (unit, _))| Ordered(*unit));
+        limited.into_iter().chain(least).map(|(_, (_, candidate))| candidate).collect()
+    }
+
+    /// Requests per second of all classes.
+    pub(super) fn rate(&self) -> f64 {
+        self.ask.classes.iter().map(|class| class.rate).sum()
+    }
+
+    /// The candidates of a part for a duty: more devices only where they are cheaper, or do what fewer cannot.
+    fn of_part(&self, part: usize, duty: usize) -> Vec<Candidate> {
+        let classes = self.ask.classes.len();
+        let mut least = vec![f64::INFINITY; classes];
+        let mut found = Vec::new();
+        for (kind, _) in self.kinds.iter().enumerate().filter(|(_, kind)| kind.part == part) {
+            let mut worth = false;
+            for (class, least) in least.iter_mut().enumerate() {
+                if let Some(unit) = self.unit((kind, duty), class).filter(|unit| *unit < CHEAPER * *least) {
+                    (*least, worth) = (unit, true);
+                }
+            }
+            if worth {
+                found.push((kind, duty));
+            }
+        }
+        found
+    }
+
+    fn candidates(&self, form: FleetForm) -> Vec<Candidate> {
+        let [whole, prefill, decode] = [0, 1, 2];
+        match form {
+            FleetForm::Alone(part) => self.of_part(part, whole),
+            FleetForm::Split { prefill: first, decode: second } => {
+                [self.of_part(first, prefill), self.of_part(second, decode)].concat()
+            }
+            FleetForm::BySize(one, other) => [self.of_part(one, whole), self.of_part(other, whole)].concat(),
+            FleetForm::Free => Vec::new(),
+        }
+    }
+
+    /// What no fleet of these candidates costs less than; infinite if they do not serve enough requests.
+    fn bound(&self, candidates: &[Candidate]) -> f64 {
+        let (mut usd, mut left_out) = (0.0, 0.0);
+        for (class, demand) in self.ask.classes.iter().enumerate() {
+            let least = |duty: Duty| {
+                let own = candidates.iter().filter(|(_, own)| DUTIES[*own] == duty);
+                own.filter_map(|&candidate| self.unit(candidate, class)).fold(f64::INFINITY, f64::min)
+            };
+            let unit = least(Duty::Whole).min(least(Duty::Prefill) + least(Duty::Decode));
+            if unit.is_finite() { usd += unit * demand.rate } else { left_out += demand.rate }
+        }
+        if left_out > self.left_out_max() { f64::INFINITY } else { usd / BUSY_MAX }
+    }
+
+    /// Requests per second that need not be served.
+    pub(super) fn left_out_max(&self) -> f64 {
+        (1.0 - self.ask.attain + 1e-9) * self.rate()
+    }
+
+    /// The cheapest fleets of different forms, cheapest first: up to `each` of every sort of form.
+    pub fn rank(&self, solver: &dyn Solver, each: usize) -> Vec<FormedFleet> {
+        let parts = self.ask.parts.len();
+        let pairs = || (0..parts).flat_map(|one| (0..parts).map(move |other| (one, other)));
+        let split = |(prefill, decode)| FleetForm::Split { prefill, decode };
+        let sorts: [Vec<FleetForm>; 4] = [
+            (0..parts).map(FleetForm::Alone).collect(),
+            (0..parts).map(|part| split((part, part))).collect(),
+            pairs().filter(|(one, other)| one != other).map(split).collect(),
+            pairs().filter(|(one, other)| one < other).map(|(a, b)| FleetForm::BySize(a, b)).collect(),
+        ];
+        let mut found: Vec<FormedFleet> = Vec::new();
+        for forms in sorts {
+            for fleet in self.best_of(solver, forms, each) {
+                add(&mut found, fleet);
+            }
+        }
+        let mut free = self.relaxed(solver, 1.0).map_or_else(|_| Vec::new(), |(_, taken)| taken);
+        if found.is_empty() && parts <= PARTS_MAX {
+            let of = |part| (0..DUTIES.len()).flat_map(move |duty| self.of_part(part, duty));
+            free.extend((0..parts).flat_map(of));
+        }
+        let near = found.iter().min_by_key(|fleet| Ordered(fleet.usd_per_hour.0));
+        free.extend(near.map_or_else(Vec::new, |fleet| self.candidates(fleet.form)));
+        free.sort_unstable();
+        free.dedup();
+        if let Ok(fleet) = self.solve(solver, FleetForm::Free, &free) {
+            add(&mut found, fleet);
+        }
+        found.sort_by_key(|fleet| Ordered(fleet.usd_per_hour.0));
+        found
+    }
+
+    /// The cheapest of some forms. Those whose bound is not below what was found are not solved.
+    fn best_of(&self, solver: &dyn Solver, forms: Vec<FleetForm>, each: usize) -> Vec<FormedFleet> {
+        let with_bound = forms.into_iter().map(|form| {
+            let candidates = self.candidates(form);
+            (self.bound(&candidates), form, candidates)
+        });
+        let mut forms: Vec<_> = with_bound.filter(|(bound, ..)| bound.is_finite()).collect();
+        forms.sort_by_key(|(bound, ..)| Ordered(*bound));
+        let mut found: Vec<FormedFleet> = Vec::new();
+        for (bound, form, candidates) in forms.into_iter().take(PROGRAMS_MAX) {
+            if found.get(each - 1).is_some_and(|last| last.usd_per_hour.0 <= bound) {
+                break;
+            }
+            if let Ok(fleet) = self.solve(solver, form, &candidates) {
+                add(&mut found, fleet);
+                found.sort_by_key(|fleet| Ordered(fleet.usd_per_hour.0));
+                found.truncate(each);
+            }
+        }
+        found
+    }
+
+    /// The cheapest fleet of some candidates.
+    fn solve(
+        &self,
+        solver: &dyn Solver,
+        form: FleetForm,
+        candidates: &[Candidate],
+    ) -> Result<FormedFleet, Unplanned> {
+        let program = self.program(candidates);
+        let fleet = program.solve(solver, SEARCH)?;
+        let used = candidates.iter().zip(&fleet.counts).filter(|(_, count)| **count > 0);
+        let mut pools: Vec<PlannedPool> = used
+            .map(|(&(kind, duty), &count)| {
+                let kind = &self.kinds[kind];
+                PlannedPool { part: kind.part, devices: kind.instance.devices, duty: DUTIES[duty], count }
+            })
+            .collect();
+        let order = |duty| [Duty::Prefill, Duty::Decode].iter().position(|first| *first == duty).unwrap_or(2);
+        pools.sort_by_key(|pool| (order(pool.duty), pool.part, pool.devices));
+        let rents = pools.iter().map(|pool| self.rent(pool.part, pool.devices) * f64::from(pool.count));
+        Ok(FormedFleet { form, usd_per_hour: rents.sum(), pools })
+    }
+
+    fn program(&self, candidates: &[Candidate]) -> Program {
+        let mut program = Program { spares: self.ask.spares, ..Program::default() };
+        let limited = self.ask.parts.iter().enumerate().filter_map(|(part, offer)| Some((part, offer.most?)));
+        let limited: Vec<(usize, u32)> = limited.filter(|(_, most)| *most > 0).collect();
+        program.ceilings = limited
+            .iter()
+            .map(|&(part, most)| Ceiling {
+                name: self.ask.parts[part].part.id.into(),
+                most: most.into(),
+                usd_per_hour: UsdPerHour(0.0),
+            })
+            .collect();
+        let classes = &self.ask.classes;
+        let served = |class: usize| {
+            let can = |duty: Duty| {
+                candidates
+                    .iter()
+                    .any(|&(kind, own)| DUTIES[own] == duty && self.kinds[kind].loads[own][class].is_some())
+            };
+            can(Duty::Whole) || can(Duty::Prefill) && can(Duty::Decode)
+        };
+        let served: Vec<usize> = (0..classes.len()).filter(|&class| served(class)).collect();
+        program.classes = served
+            .iter()
+            .map(|&class| {
+                let SizeClass { size, rate } = classes[class];
+                let name = format!("{} to {} tokens", size.input_tokens, size.output_tokens);
+                DemandClass { name, rate, asks: Duty::Whole }
+            })
+            .collect();
+        for (on, &(kind, duty)) in candidates.iter().enumerate() {
+            let of = &self.kinds[kind];
+            let devices = of.instance.devices;
+            let mut most = f64::from(self.ask.spares) + 1.0;
+            for (class, &index) in served.iter().enumerate() {
+                let Some(load) = of.loads[duty][index] else { continue };
+                let link = if DUTIES[duty] == Duty::Whole { 0.0 } else { of.links[index] };
+                let instances = load.max(link) / BUSY_MAX;
+                most += instances * classes[index].rate;
+                let duty = DUTIES[duty];
+                program.placings.push(Placing { on, class, duty, instances, takes: Vec::new() });
+            }
+            let at = limited.iter().position(|(part, _)| *part == of.part);
+            program.rentables.push(Rentable {
+                name: format!("{} x {} {:?}", devices, self.ask.parts[of.part].part.id, DUTIES[duty]),
+                usd_per_hour: UsdPerHour(self.price(kind)),
+                most: to_u32(to_u64(most.ceil())),
+                takes: at.map(|at| (at, f64::from(devices))).into_iter().collect(),
+            });
+        }
+        program
+    }
+}
+
+impl MarketKind {
+    /// `None` if it holds no request.
+    fn new(ask: &MarketAsk, part: usize, instance: InstanceKind) -> Option<Self> {
+        let room = ask.parts[part].most.is_none_or(|most| most >= instance.devices);
+        let holds = |class: &SizeClass| {
+            let answer = class.size.output_tokens.max(ask.answer_tokens_max);
+            instance.holds(class.size.input_tokens.saturating_add(answer))
+        };
+        let carries = |duty: Duty, class: &SizeClass| {
+            let carried = instance.carries(duty, &class.size, &ask.level, None).ok()?;
+            (duty == Duty::Prefill || holds(class)).then_some(carried.instances)
+        };
+        // where answers make too little room for their prompts, an instance turns from the one to the other
+        let in_turns =
+            |class: &SizeClass| Some(carries(Duty::Prefill, class)? + carries(Duty::Decode, class)?);
+        let load = |duty: Duty, class: &SizeClass| match duty {
+            Duty::Whole => carries(duty, class).or_else(|| in_turns(class)),
+            duty => carries(duty, class),
+        };
+        let loads = DUTIES.map(|duty| ask.classes.iter().map(|class| load(duty, class)).collect::<Vec<_>>());
+        let kv =
+            |class: &SizeClass| instance.shape.sequence_bytes(class.size.input_tokens) as f64 / ask.nic.0;
+        let links = ask.classes.iter().map(kv).collect();
+        // those that are too slow remain, to say how slow they are
+        let held = ask.classes.iter().any(|class| instance.fastest(&class.size).is_ok());
+        (room && held).then_some(MarketKind { part, instance, loads, links })
+    }
+}
+
+/// Adds a fleet, unless it has the pools of one that is there.
+fn add(found: &mut Vec<FormedFleet>, fleet: FormedFleet) {
+    if found.iter().all(|known| known.pools != fleet.pools) {
+        found.push(fleet);
+    }
+}

@@ -1,0 +1,125 @@
+//! Why no fleet meets an objective, and the nearest that one could meet.
+
+use super::linear::Solver;
+use super::market::Market;
+use mixfleet_hal::units::{Ordered, Seconds};
+use serde::Serialize;
+
+/// Halvings in the search for the load that an inventory carries.
+const HALVINGS: u32 = 12;
+
+/// What binds.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(tag = "binds", rename_all = "snake_case")]
+pub enum Shortfall {
+    /// No instance holds the weights and enough of the requests.
+    Memory {
+        /// Share of the requests that some instance holds.
+        held: f64,
+    },
+    /// Prompts take too long even alone.
+    Ttft {
+        /// The least TTFT that enough requests can meet.
+        nearest_s: f64,
+        /// Devices and part that reach it.
+        on: String,
+    },
+    /// Steps take too long even alone.
+    Tbt {
+        /// The least TBT that enough requests can meet.
+        nearest_s: f64,
+        /// Devices and part that reach it.
+        on: String,
+    },
+    /// The parts that there are do not carry the load.
+    Inventory {
+        /// The share of the load that they carry at most.
+        carried: f64,
+    },
+}
+
+impl std::fmt::Display for Shortfall {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Shortfall::Memory { held } => write!(
+                f,
+                "memory binds: no instance of up to 8 devices holds the model and more than {:.2} % of the \
+                 requests; allow larger parts, or store weights in fewer bits",
+                100.0 * held
+            ),
+            Shortfall::Ttft { nearest_s, on } => {
+                write!(
+                    f,
+                    "TTFT binds: prompts take longer even alone; the nearest is {nearest_s:.3} s, on {on}"
+                )
+            }
+            Shortfall::Tbt { nearest_s, on } => {
+                write!(f, "TBT binds: steps take longer even alone; the nearest is {nearest_s:.4} s, on {on}")
+            }
+            Shortfall::Inventory { carried } => write!(
+                f,
+                "the inventory binds: it carries at most {:.1} % of the load within the objectives",
+                100.0 * carried
+            ),
+        }
+    }
+}
+
+impl Market {
+    /// What keeps every fleet from the objectives; empty if the rates allow one.
+    pub fn shortfall(&self, solver: &dyn Solver) -> Vec<Shortfall> {
+        let level = self.ask.level;
+        let mut found = Vec::new();
+        match self.fastest(|(ttft, _)| ttft) {
+            Err(held) => return vec![Shortfall::Memory { held }],
+            Ok((least, on)) if least > level.ttft => found.push(Shortfall::Ttft { nearest_s: least.0, on }),
+            Ok(_) => {}
+        }
+        if let Ok((least, on)) = self.fastest(|(_, tbt)| tbt)
+            && least > level.tbt
+        {
+            found.push(Shortfall::Tbt { nearest_s: least.0, on });
+        }
+        if found.is_empty() && self.relaxed(solver, 1.0).is_err() {
+            found.push(Shortfall::Inventory { carried: self.carried(solver) });
+        }
+        found
+    }
+
+    /// The least time that as many classes meet as the objective asks for, and what reaches it; or the share of
+    /// requests that memory holds.
+    fn fastest(&self, time: impl Fn((Seconds, Seconds)) -> Seconds) -> Result<(Seconds, String), f64> {
+        let mut least: Vec<(Seconds, f64, String)> = Vec::new();
+        for class in &self.ask.classes {
+            let of = |at: usize| {
+                let times = self.kinds[at].instance.fastest(&class.size).ok()?;
+                Some((time(times), at))
+            };
+            let best = (0..self.kinds.len()).filter_map(of).min_by_key(|(time, _)| Ordered(time.0));
+            if let Some((time, at)) = best {
+                let kind = &self.kinds[at];
+                let on = format!("{} x {}", kind.instance.devices, self.ask.parts[kind.part].part.id);
+                least.push((time, class.rate, on));
+            }
+        }
+        least.sort_by_key(|(time, ..)| Ordered(time.0));
+        let mut wanted = self.rate() - self.left_out_max();
+        for (time, rate, on) in &least {
+            wanted -= rate;
+            if wanted <= 0.0 {
+                return Ok((*time, on.clone()));
+            }
+        }
+        Err(least.iter().map(|(_, rate, _)| rate).sum::<f64>() / self.rate())
+    }
+
+    /// The share of the load that the relaxed program carries.
+    fn carried(&self, solver: &dyn Solver) -> f64 {
+        let (mut low, mut high) = (0.0, 1.0);
+        for _ in 0..HALVINGS {
+            let middle = 0.5 * (low + high);
+            if self.relaxed(solver, middle).is_ok() { low = middle } else { high = middle }
+        }
+        low
+    }
+}
