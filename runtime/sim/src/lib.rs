@@ -11,5 +11,6 @@ pub mod capacity;
 pub mod engine_profile;
 pub mod fleet_file;
 pub mod import;
+pub mod repair;
 pub mod simulate;
 pub mod trace;

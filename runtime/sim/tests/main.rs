@@ -11,6 +11,7 @@ mod learns;
 mod memory;
 mod overload;
 mod recorded;
+mod repair;
 mod replicate;
 mod roles;
 mod routers;

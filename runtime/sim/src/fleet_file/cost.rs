@@ -4,13 +4,13 @@ use super::error::suggestion;
 use super::model::INLINE;
 use super::{FleetFileError, Model, ReadProfile, raw};
 use crate::engine_profile::{EngineProfile, TableDirectory};
+use mixfleet_hal::WeightFormat;
 use mixfleet_hal::catalog::{self, Part};
 use mixfleet_hal::profile::{DeviceProfile, Evidence, EvidenceBasis};
 use mixfleet_hal::units::{Bytes, Seconds};
-use mixfleet_hal::{DType, WeightFormat};
 use mixfleet_scheduler::cost::{
-    AllReduce, Coefficients, CostModel, DEVICES_MAX, DecodeCoefficients, Interconnect, ModelShape,
-    PrefillCoefficients, ProfileCost,
+    AllReduce, Coefficients, CostModel, DEVICES_MAX, DecodeCoefficients, Interconnect, PrefillCoefficients,
+    ProfileCost,
 };
 use mixfleet_scheduler::engines::KnownEngine;
 use std::path::Path;
@@ -180,7 +180,7 @@ impl Hardware {
                 let shape = model.shape.as_ref().ok_or_else(|| ("calibration", cause.to_owned()))?;
                 shape.check_split(devices).map_err(|cause| ("devices_per_instance", cause))?;
                 let cost = ProfileCost {
-                    shape: on(shape, profile),
+                    shape: shape.on(profile),
                     profile: DeviceProfile::clone(profile),
                     chunk_tokens,
                     all_reduce,
@@ -259,21 +259,6 @@ fn datasheet(part: &'static Part) -> Source {
         }
     };
     Source::Device { profile: Box::new(profile), basis }
-}
-
-/// The model's shape on a device: a part without bf16 units runs a bf16 model in f16.
-fn on(shape: &ModelShape, profile: &DeviceProfile) -> ModelShape {
-    let has = |dtype| profile.compute.iter().any(|(known, _)| *known == dtype);
-    let instead = |dtype| match dtype {
-        DType::Bf16 if !has(DType::Bf16) && has(DType::F16) => DType::F16,
-        other => other,
-    };
-    ModelShape {
-        weight: instead(shape.weight),
-        activation: instead(shape.activation),
-        kv: instead(shape.kv),
-        ..shape.clone()
-    }
 }
 
 /// The cost model of an engine's tables, which hold for one model on a fixed number of devices.

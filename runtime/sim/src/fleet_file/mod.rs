@@ -173,6 +173,11 @@ pub struct InstancePool {
     pub engine: Engine,
 }
 
+impl InstancePool {
+    /// Default bandwidth of the network: 100 Gbit/s.
+    pub const NIC_GB_PER_S: f64 = 12.5;
+}
+
 /// A tier of KV below an instance's devices.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct TierSize {

@@ -18,8 +18,6 @@ use std::path::Path;
 
 /// Share of a device's memory for weights and KV, as in the defaults of serving engines.
 const MEMORY_SHARE: f64 = 0.9;
-/// Default bandwidth of the network: 100 Gbit/s.
-const NIC_GB_PER_S: f64 = 12.5;
 /// Default bandwidth of host memory: PCIe 4 with 16 lanes, if the device's own link is unknown.
 const DRAM_GB_PER_S: f64 = 32.0;
 /// Default bandwidth of a disk: one NVMe disk on PCIe 4.
@@ -112,7 +110,7 @@ fn pool(
         positive(&key(&format!("{name}_gb_per_s")), gb_per_s)?;
         Ok(TierSize { tokens, gb_per_s })
     };
-    let nic_gb_per_s = raw.nic_gb_per_s.unwrap_or(NIC_GB_PER_S);
+    let nic_gb_per_s = raw.nic_gb_per_s.unwrap_or(InstancePool::NIC_GB_PER_S);
     positive(&key("nic_gb_per_s"), nic_gb_per_s)?;
     let (cost, cost_basis) = match pipeline {
         Some(pipeline) => pipeline.of(cost, &cost_basis, nic_gb_per_s),

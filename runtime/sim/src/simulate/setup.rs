@@ -10,9 +10,6 @@ use mixfleet_scheduler::fleet::{Admission, FleetConfig, Instance, InstanceId, Po
 use mixfleet_scheduler::kv::Tier;
 use std::sync::Arc;
 
-/// Default `max_tokens` of requests.
-const MAX_TOKENS: u32 = 4096;
-
 /// Options that are not in a fleet file.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Choices {
@@ -54,6 +51,9 @@ impl PoolBasis {
 }
 
 impl Setup {
+    /// Default `max_tokens` of requests.
+    pub const MAX_TOKENS: u32 = 4096;
+
     /// The fleet that `file` describes.
     pub fn new(file: &FleetFile, choices: Choices) -> Self {
         let mut instances = Vec::new();
@@ -103,7 +103,7 @@ impl Setup {
         };
         Setup {
             fleet: config,
-            max_tokens: MAX_TOKENS,
+            max_tokens: Setup::MAX_TOKENS,
             block_tokens: file.kv.block_tokens,
             pools: file.pools.iter().map(|pool| pool.name.clone()).collect(),
             bases: file.pools.iter().map(PoolBasis::of).collect(),

@@ -16,6 +16,7 @@ mod read;
 mod recorded;
 mod request_log;
 pub mod stats;
+mod steady;
 mod table;
 mod time;
 mod transform;
@@ -27,6 +28,7 @@ pub use lines::Progress;
 pub use mooncake::key_of;
 pub use read::{ReadOptions, Repairs, Trace};
 pub use recorded::{RecordedRequest, RecordedRun};
+pub use steady::SteadyLoad;
 pub use transform::Requests;
 
 use mixfleet_hal::cast::to_u32;

@@ -1,0 +1,231 @@
+//! The fewest instances of a fleet's pools that hold an objective, found by simulation.
+//!
+//! A plan rests on rates; waiting, bursts, caches and the scheduler's choices are only seen in a run. From the
+//! counts of a plan all pools grow together until a run holds the objective. Then instances are taken away,
+//! of the dearest pools first, until no single one can be spared.
+
+use crate::capacity::Goal;
+use crate::fleet_file::FleetFile;
+use crate::simulate::{Choices, Observer, Results, Setup, run};
+use crate::trace::{Request, Requests, TraceError};
+use mixfleet_hal::cast::{to_u32, to_u64};
+use mixfleet_hal::units::Ordered;
+use std::cell::Cell;
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+
+/// Factor by which the first increase enlarges all pools; each further one is as much larger again.
+const GROWTH: f64 = 1.15;
+/// Maximum number of increases: the last fleet is seven times the first.
+const INCREASES_MAX: u32 = 5;
+/// Share of a pool that is taken away at once, while that holds.
+const DECREASE: u32 = 8;
+/// Events between two questions whether to go on.
+const EVENTS: u32 = 256;
+
+/// A load, and what is asked of fleets under it.
+#[derive(Clone, Copy, Debug)]
+pub struct Proof<'a> {
+    /// The requests, in order of arrival.
+    pub requests: &'a [Request],
+    /// Tokens in a block of their prefixes, where these are known.
+    pub block_tokens: Option<u32>,
+    /// Factor by which they arrive faster.
+    pub speedup: f64,
+    /// Share of them that must meet the objectives.
+    pub share: f64,
+    /// How requests are placed.
+    pub choices: Choices,
+}
+
+/// What limits a repair.
+#[derive(Clone, Copy)]
+pub struct RepairLimits<'a> {
+    /// Whether a fleet of so many instances of each pool may be rented.
+    pub fits: &'a dyn Fn(&[u32]) -> bool,
+    /// Whether to go on; if not, the repair ends with what it has.
+    pub go_on: &'a dyn Fn() -> bool,
+    /// Is told of every run.
+    pub told: &'a dyn Fn(&[u32], &Trial),
+}
+
+/// A run with some counts.
+#[derive(Clone, Debug)]
+pub struct Trial {
+    /// Whether it met the objective.
+    pub held: bool,
+    /// Share of the requests that met their objectives; at most, if the run ended as soon as it was sure to
+    /// fail.
+    pub attained: f64,
+    /// The run, perhaps ended early.
+    pub results: Results,
+}
+
+/// Where a repair ended.
+#[derive(Clone, Debug)]
+pub struct Repaired {
+    /// Number of instances of each pool.
+    pub counts: Vec<u32>,
+    /// The run with them.
+    pub trial: Trial,
+    /// For each pool in use the run with one instance less, which failed. `None` where no run was made: of a
+    /// pool that is not in use, of the only one that can prefill or decode, or where the repair was stopped.
+    pub less: Vec<Option<Trial>>,
+    /// Whether it is certain that no single instance can be spared.
+    pub least: bool,
+}
+
+/// Ends a run that is sure to fail, or is no longer wanted.
+struct Hurry<'a> {
+    goal: Option<Goal>,
+    go_on: &'a dyn Fn() -> bool,
+    events: Cell<u32>,
+    stopped: Cell<bool>,
+}
+
+impl Observer for Hurry<'_> {
+    fn is_decided(&self, missed: u64) -> bool {
+        self.events.set(self.events.get() + 1);
+        if self.events.get() >= EVENTS {
+            self.events.set(0);
+            self.stopped.set(self.stopped.get() || !(self.go_on)());
+        }
+        self.stopped.get() || self.goal.is_some_and(|goal| goal.is_out_of_reach(missed))
+    }
+}
+
+impl Proof<'_> {
+    /// Runs the load on `counts` instances of the pools of `file`; with `to_the_end` even if it is sure to
+    /// fail. `None` if `go_on` ended it.
+    ///
+    /// # Errors
+    /// Those of a run.
+    pub fn trial(
+        &self,
+        file: &FleetFile,
+        counts: &[u32],
+        to_the_end: bool,
+        go_on: &dyn Fn() -> bool,
+    ) -> Result<Option<Trial>, TraceError> {
+        let mut file = file.clone();
+        file.pools.iter_mut().zip(counts).for_each(|(pool, count)| pool.count = *count);
+        let goal = Goal { requests: self.requests.len() as u64, share: self.share };
+        let mut hurry = Hurry {
+            goal: (!to_the_end).then_some(goal),
+            go_on,
+            events: Cell::new(EVENTS),
+            stopped: Cell::new(false),
+        };
+        let requests = self.requests.iter().cloned().map(Ok).speedup(self.speedup);
+        let (from, to) = (self.block_tokens.unwrap_or(file.kv.block_tokens), file.kv.block_tokens);
+        let results = run(&Setup::new(&file, self.choices), requests.rechain(from, to), &mut hurry)?;
+        if hurry.stopped.get() {
+            return Ok(None);
+        }
+        let attained = goal.attainable(results.missed);
+        Ok(Some(Trial { held: attained >= self.share, attained, results }))
+    }
+
+    /// Finds the fewest instances, from those in `file` on. `None` if not even the first run was ended.
+    ///
+    /// # Errors
+    /// Those of a run.
+    pub fn repair(&self, file: &FleetFile, limits: &RepairLimits) -> Result<Option<Repaired>, TraceError> {
+        let mut search = RepairSearch { proof: self, file, limits, known: BTreeMap::new() };
+        let mut counts: Vec<u32> = file.pools.iter().map(|pool| pool.count).collect();
+        let Some(mut trial) = search.trial(&counts)? else { return Ok(None) };
+        for increase in 1..=INCREASES_MAX {
+            if trial.held {
+                break;
+            }
+            let more = search.grown(&counts, GROWTH.powf(increase.into()));
+            let Some(next) = (more != counts).then(|| search.trial(&more)).transpose()?.flatten() else {
+                break;
+            };
+            (counts, trial) = (more, next);
+        }
+        if !trial.held {
+            let whole = self.trial(file, &counts, true, limits.go_on)?;
+            let (trial, less) = (whole.unwrap_or(trial), vec![None; counts.len()]);
+            return Ok(Some(Repaired { counts, trial, less, least: false }));
+        }
+        search.decrease(counts, trial).map(Some)
+    }
+}
+
+struct RepairSearch<'a> {
+    proof: &'a Proof<'a>,
+    file: &'a FleetFile,
+    limits: &'a RepairLimits<'a>,
+    known: BTreeMap<Vec<u32>, Trial>,
+}
+
+impl RepairSearch<'_> {
+    fn trial(&mut self, counts: &[u32]) -> Result<Option<Trial>, TraceError> {
+        if let Some(known) = self.known.get(counts) {
+            return Ok(Some(known.clone()));
+        }
+        let trial = self.proof.trial(self.file, counts, false, self.limits.go_on)?;
+        if let Some(trial) = &trial {
+            (self.limits.told)(counts, trial);
+            self.known.insert(counts.to_vec(), trial.clone());
+        }
+        Ok(trial)
+    }
+
+    /// All pools larger by `factor` or one instance, as far as they may be.
+    fn grown(&self, counts: &[u32], factor: f64) -> Vec<u32> {
+        let mut grown = counts.to_vec();
+        for pool in 0..counts.len() {
+            let more = to_u32(to_u64((f64::from(counts[pool]) * factor).ceil())).max(counts[pool] + 1);
+            let fits = |count: u32| {
+                let mut all = grown.clone();
+                all[pool] = count;
+                (self.limits.fits)(&all)
+            };
+            let count = (counts[pool]..=more).rev().find(|count| fits(*count));
+            grown[pool] = count.unwrap_or(counts[pool]);
+        }
+        grown
+    }
+
+    /// Whether some instance can prefill and some can decode.
+    fn serves(&self, counts: &[u32]) -> bool {
+        let used = || self.file.pools.iter().zip(counts).filter(|(_, count)| **count > 0);
+        used().any(|(pool, _)| pool.role.prefills()) && used().any(|(pool, _)| pool.role.decodes())
+    }
+
+    fn decrease(&mut self, mut counts: Vec<u32>, mut trial: Trial) -> Result<Repaired, TraceError> {
+        let rent = |pool: &usize| self.file.pools[*pool].usd_per_hour.unwrap_or(0.0);
+        let mut order: Vec<usize> = (0..counts.len()).collect();
+        order.sort_by_key(|pool| Reverse(Ordered(rent(pool))));
+        loop {
+            let before = counts.clone();
+            let mut less = vec![None; counts.len()];
+            for &pool in &order {
+                let mut by = (counts[pool] / DECREASE).max(1);
+                loop {
+                    let mut fewer = counts.clone();
+                    fewer[pool] = fewer[pool].saturating_sub(by);
+                    if counts[pool] == 0 || !self.serves(&fewer) {
+                        break;
+                    }
+                    let Some(next) = self.trial(&fewer)? else {
+                        return Ok(Repaired { counts, trial, less, least: false });
+                    };
+                    match (next.held, by) {
+                        (true, _) => (counts, trial) = (fewer, next),
+                        (false, 1) => {
+                            less[pool] = Some(next);
+                            break;
+                        }
+                        (false, _) => by /= 2,
+                    }
+                }
+            }
+            if counts == before {
+                return Ok(Repaired { counts, trial, less, least: true });
+            }
+        }
+    }
+}

@@ -1,0 +1,85 @@
+//! Counts of instances, repaired by simulation.
+
+use crate::common::fleet_from;
+use mixfleet_scheduler::fleet::{Admission, Policy};
+use mixfleet_sim::fleet_file::FleetFile;
+use mixfleet_sim::repair::{Proof, RepairLimits, Repaired, Trial};
+use mixfleet_sim::simulate::Choices;
+use mixfleet_sim::trace::{Request, SteadyLoad};
+use std::cell::Cell;
+
+const CHOICES: Choices = Choices { policy: Policy::LeastLoaded, admission: Admission::Prediction, seed: 0 };
+
+/// Prompts of 1,000 tokens take 0.1 s, and a step 20 ms and 0.2 ms for each of up to 40 sequences.
+fn fleet(prefill: u32, decode: u32) -> FleetFile {
+    let calibration = "calibration = { prefill_s = { overhead = 0.0, per_token = 1e-4, per_token_squared = 0.0 }, \
+                       decode_s = { base = 0.02, per_sequence = 2e-4, per_kv_token = 0.0 } }";
+    fleet_from(&format!(
+        "version = 1\n[model]\nlayers = 32\nkv_bytes_per_token = 131072\n[slo]\nttft_s = 1.0\ntbt_s = 0.03\n\
+         [[pool]]\nname = \"p\"\nrole = \"prefill\"\ncount = {prefill}\nusd_per_hour = 2.0\n\
+         cache_tokens = 1_000_000\n{calibration}\n\
+         [[pool]]\nname = \"d\"\nrole = \"decode\"\ncount = {decode}\nusd_per_hour = 1.0\n\
+         cache_tokens = 1_000_000\nmax_sequences = 40\n{calibration}\n"
+    ))
+}
+
+fn load() -> Vec<Request> {
+    let load = SteadyLoad { rate: 30.0, requests: 1200, prompt_tokens: 1000, output_tokens: 200, seed: 3 };
+    load.requests().collect()
+}
+
+fn proof(requests: &[Request]) -> Proof<'_> {
+    Proof { requests, block_tokens: None, speedup: 1.0, share: 0.99, choices: CHOICES }
+}
+
+fn repaired(file: &FleetFile, fits: &dyn Fn(&[u32]) -> bool) -> (Repaired, u32) {
+    let (requests, runs) = (load(), Cell::new(0));
+    let told = |_: &[u32], _: &Trial| runs.set(runs.get() + 1);
+    let limits = RepairLimits { fits, go_on: &|| true, told: &told };
+    (proof(&requests).repair(file, &limits).unwrap().unwrap(), runs.get())
+}
+
+#[test]
+fn from_too_few_and_from_too_many_no_single_instance_can_be_spared() {
+    for start in [fleet(1, 1), fleet(20, 30)] {
+        let (found, runs) = repaired(&start, &|_| true);
+        assert!(found.trial.held && found.least && found.trial.attained >= 0.99, "{:?}", found.counts);
+        // 3 s of prompts arrive each second, and 30 x 200 x at least 0.2 ms of steps
+        assert!(found.counts[0] >= 3 && found.counts[1] >= 2, "{:?}", found.counts);
+        for (pool, less) in found.less.iter().enumerate() {
+            assert!(!less.as_ref().expect("a run").held);
+            let (requests, mut fewer) = (load(), found.counts.clone());
+            fewer[pool] -= 1;
+            let whole = proof(&requests).trial(&start, &fewer, true, &|| true).unwrap().unwrap();
+            assert!(!whole.held && whole.attained <= less.as_ref().unwrap().attained, "{fewer:?}");
+        }
+        assert_eq!(repaired(&start, &|_| true).0.counts, found.counts);
+        assert!(runs < 40, "{runs}");
+    }
+}
+
+#[test]
+fn a_repair_keeps_to_what_there_is_and_says_how_far_that_gets() {
+    let fits = |counts: &[u32]| counts[0] <= 2;
+    let (found, _) = repaired(&fleet(1, 1), &fits);
+    assert!(!found.trial.held && !found.least && found.counts[0] == 2, "{:?}", found.counts);
+    assert_eq!(found.trial.results.requests, 1200, "the last run goes to the end");
+    assert!(found.trial.attained < 0.99 && found.trial.attained > 0.2, "{}", found.trial.attained);
+}
+
+#[test]
+fn a_repair_that_is_stopped_keeps_the_best_so_far() {
+    let requests = load();
+    let stopped_after = |runs: u32| {
+        let left = Cell::new(runs);
+        let told = |_: &[u32], _: &Trial| left.set(left.get() - 1);
+        let go_on = || left.get() > 0;
+        let limits = RepairLimits { fits: &|_| true, go_on: &go_on, told: &told };
+        proof(&requests).repair(&fleet(20, 30), &limits).unwrap()
+    };
+    assert!(stopped_after(0).is_none());
+    let one = stopped_after(1).unwrap();
+    assert!(one.trial.held && !one.least && one.counts == [20, 30]);
+    let three = stopped_after(3).unwrap();
+    assert!(three.trial.held && !three.least && three.counts[0] < 20, "{:?}", three.counts);
+}
