@@ -5,6 +5,7 @@ use crate::compare::CompareArgs;
 use crate::explain::ExplainArgs;
 use crate::models::ModelsArgs;
 use crate::parts::PartsArgs;
+use crate::plan::PlanArgs;
 use crate::profile::ProfileArgs;
 use crate::replay::ReplayLogArgs;
 use crate::simulate::SimulateArgs;
@@ -42,6 +43,8 @@ pub(crate) enum CliCommand {
     Trace(TraceArgs),
     /// Simulate a trace on a fleet: latencies, hits, cost
     Simulate(SimulateArgs),
+    /// Find the cheapest fleet for a model, a load and objectives
+    Plan(PlanArgs),
     /// Serve a model over the OpenAI HTTP API
     Serve(ServeArgs),
     /// Run a router of a fleet, which serves clients and places their requests on workers
@@ -70,7 +73,7 @@ mod tests {
     /// Checks at the width that clap uses without a terminal.
     #[test]
     fn help_fits_a_screen() {
-        let mut names = vec!["serve", "generate", "profile", "compare", "parts", "models", "explain"];
+        let mut names = vec!["serve", "generate", "profile", "compare", "parts", "models", "explain", "plan"];
         if cfg!(feature = "fleet") {
             names.extend(["router", "worker", "fleet"]);
         }

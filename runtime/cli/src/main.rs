@@ -21,11 +21,13 @@ mod explain;
 #[cfg(feature = "fleet")]
 mod fleet;
 mod generate;
+mod interrupt;
 mod links;
 mod model;
 mod models;
 mod numbers;
 mod parts;
+mod plan;
 mod prices;
 mod profile;
 mod profiles;
@@ -96,6 +98,7 @@ fn run(cli: Cli, settings: &settings::ServeSettings) -> anyhow::Result<()> {
         CliCommand::Models(args) => models::run(&args),
         CliCommand::Trace(args) => trace::run(&args),
         CliCommand::Simulate(args) => simulate::run(&args),
+        CliCommand::Plan(args) => plan::run(&args),
         CliCommand::Serve(args) => serve::run(args, settings),
         #[cfg(feature = "fleet")]
         CliCommand::Router(args) => fleet::router(args),

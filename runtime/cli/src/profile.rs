@@ -6,6 +6,7 @@ mod links;
 pub(crate) mod machine;
 
 use crate::args::USD_PER_HOUR_MIN;
+use crate::interrupt::cancel_on_interrupt;
 use crate::{Failed, Usage, backends, writable};
 use anyhow::{Context, Result, bail};
 use clap::{Args, Subcommand};
@@ -18,8 +19,6 @@ use mixfleet_hwtests::profile::{
 };
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 #[derive(Debug, Args)]
 #[command(args_conflicts_with_subcommands = true)]
@@ -250,7 +249,7 @@ fn shapes(directory: &Path) -> Result<ModelShapes> {
 /// Measures with a progress bar on a terminal, or a line per part elsewhere. The first Ctrl-C ends the run
 /// after the current point, the second at once.
 fn with_progress(device: &dyn Device, options: &ProfileOptions) -> ProfileDocument {
-    stop_on_interrupt(options.cancelled.clone());
+    cancel_on_interrupt(options.cancelled.clone(), "stopping after this point");
     let terminal = std::io::stderr().is_terminal();
     let bar = if terminal { ProgressBar::new(0) } else { ProgressBar::hidden() };
     let style = ProgressStyle::with_template("{bar:30} {pos}/{len} {elapsed} {msg}");
@@ -275,20 +274,6 @@ fn with_progress(device: &dyn Device, options: &ProfileOptions) -> ProfileDocume
     });
     bar.finish_and_clear();
     document
-}
-
-fn stop_on_interrupt(cancelled: Arc<AtomicBool>) {
-    std::thread::spawn(move || {
-        let Ok(runtime) = tokio::runtime::Builder::new_current_thread().enable_io().build() else { return };
-        runtime.block_on(async {
-            while tokio::signal::ctrl_c().await.is_ok() {
-                if cancelled.swap(true, Ordering::Relaxed) {
-                    std::process::exit(130);
-                }
-                eprintln!("\nstopping after this point; press Ctrl-C again to stop at once");
-            }
-        });
-    });
 }
 
 fn read(file: &Path) -> Result<ProfileDocument> {

@@ -134,7 +134,8 @@ impl SimulateArgs {
     }
 }
 
-fn share(text: &str) -> Result<f64, String> {
+/// Parses a share.
+pub(crate) fn share(text: &str) -> Result<f64, String> {
     let value = text.parse().ok().filter(|value: &f64| *value > 0.0 && *value <= 1.0);
     value.ok_or_else(|| "expected a share above 0, at most 1".into())
 }

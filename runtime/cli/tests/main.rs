@@ -16,6 +16,7 @@ mod gpu;
 mod hollow;
 mod house;
 mod import;
+mod plan;
 mod profile;
 mod serve;
 mod simulate;

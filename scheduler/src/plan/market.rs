@@ -139,13 +139,20 @@ type Candidate = (usize, usize);
 impl Market {
     /// What the parts of `ask` carry of its load.
     pub fn new(ask: MarketAsk) -> Self {
-        let all =
-            ask.parts.iter().enumerate().flat_map(|(at, offer)| DEVICES.map(|devices| (at, offer, devices)));
-        let kinds = all.filter_map(|(at, offer, devices)| {
-            let kind = InstanceKind::of(offer.part, devices, ask.model, ask.stored, ask.engine);
-            MarketKind::new(&ask, at, kind.ok()?)
-        });
-        let kinds = kinds.collect();
+        let mut kinds: Vec<MarketKind> = Vec::new();
+        for part in 0..ask.parts.len() {
+            let first = kinds.len();
+            for devices in DEVICES {
+                let Some(kind) = MarketKind::new(&ask, part, devices) else { continue };
+                let fewer = kinds[first..].last();
+                // where twice as many devices do nothing better, still more do not either
+                let more_may = fewer.is_none_or(|fewer| kind.may_better(fewer));
+                kinds.push(kind);
+                if !more_may {
+                    break;
+                }
+            }
+        }
         Market { ask, kinds }
     }
 
@@ -370,6 +377,9 @@ impl Market {
         form: FleetForm,
         candidates: &[Candidate],
     ) -> Result<FormedFleet, Unplanned> {
+        if self.bound(candidates).is_infinite() {
+            return Err(Unplanned::TooLittle);
+        }
         let program = self.program(candidates);
         let fleet = program.solve(solver, SEARCH)?;
         let used = candidates.iter().zip(&fleet.counts).filter(|(_, count)| **count > 0);
@@ -440,9 +450,14 @@ impl Market {
 }
 
 impl MarketKind {
-    /// `None` if it holds no request.
-    fn new(ask: &MarketAsk, part: usize, instance: InstanceKind) -> Option<Self> {
-        let room = ask.parts[part].most.is_none_or(|most| most >= instance.devices);
+    /// `None` if there are not so many devices, or they hold no request.
+    fn new(ask: &MarketAsk, part: usize, devices: u32) -> Option<Self> {
+        let offer = &ask.parts[part];
+        let memory = offer.part.memory_bytes() * f64::from(devices);
+        if offer.most.is_some_and(|most| most < devices) || memory < ask.model.weight_bytes(ask.stored) {
+            return None;
+        }
+        let instance = InstanceKind::of(offer.part, devices, ask.model, ask.stored, ask.engine).ok()?;
         let holds = |class: &SizeClass| {
             let answer = class.size.output_tokens.max(ask.answer_tokens_max);
             instance.holds(class.size.input_tokens.saturating_add(answer))
@@ -464,7 +479,16 @@ impl MarketKind {
         let links = ask.classes.iter().map(kv).collect();
         // those that are too slow remain, to say how slow they are
         let held = ask.classes.iter().any(|class| instance.fastest(&class.size).is_ok());
-        (room && held).then_some(MarketKind { part, instance, loads, links })
+        held.then_some(MarketKind { part, instance, loads, links })
+    }
+
+    /// Whether it carries something for less than `fewer` devices of its part, or these do not carry all.
+    fn may_better(&self, fewer: &MarketKind) -> bool {
+        let [many, few] = [self, fewer].map(|kind| f64::from(kind.instance.devices));
+        self.loads.iter().flatten().zip(fewer.loads.iter().flatten()).any(|pair| match pair {
+            (Some(own), Some(other)) => own * many < CHEAPER * other * few,
+            _ => true,
+        })
     }
 }
 

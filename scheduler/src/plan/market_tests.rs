@@ -111,6 +111,7 @@ fn an_objective_that_nothing_meets_is_told_with_the_nearest_that_something_does(
         [Shortfall::Ttft { nearest_s, .. } | Shortfall::Tbt { nearest_s, .. }] => *nearest_s,
         other => panic!("{other:?}"),
     };
+    assert!(with(0.02, 0.1, 0.99).rank(&Microlp, 3).is_empty());
     let ttft = nearest(&with(0.02, 0.1, 0.99));
     assert!(with(ttft * 1.001, 0.1, 0.99).shortfall(&Microlp).is_empty());
     assert_eq!(nearest(&with(ttft * 0.999, 0.1, 0.99)), ttft);

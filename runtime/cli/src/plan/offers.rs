@@ -1,0 +1,97 @@
+//! The parts that a plan may take: named, offered at a price, and in stock.
+
+use super::PlanArgs;
+use crate::{Usage, prices};
+use anyhow::{Context, Result, anyhow};
+use mixfleet_hal::catalog::{self, Part, PartKind};
+use mixfleet_hal::economics::{Price, Selection};
+use mixfleet_scheduler::plan::market::OfferedPart;
+use serde::Deserialize;
+use std::path::Path;
+
+/// The candidates, and what is none.
+pub(super) struct Offers {
+    pub(super) parts: Vec<OfferedPart>,
+    /// The price of each.
+    pub(super) prices: Vec<Price>,
+    /// Parts that were asked for or are in stock, and have no offer.
+    pub(super) without_offer: Vec<&'static str>,
+    pub(super) warnings: Vec<String>,
+}
+
+impl Offers {
+    pub(super) fn read(args: &PlanArgs) -> Result<Self> {
+        let list = args.prices.as_deref().map(prices::read).transpose()?.unwrap_or_default();
+        let stock = args.inventory.as_deref().map(read_inventory).transpose()?;
+        let mut named = Vec::new();
+        for id in &args.parts {
+            named.push(part(id).map_err(|why| Usage(format!("--parts: {why}")))?);
+        }
+        let accelerators = || catalog::parts().iter().filter(|part| part.kind != PartKind::Cpu);
+        let wanted: Vec<&Part> = if named.is_empty() { accelerators().collect() } else { named };
+        let mut offers = Offers {
+            parts: Vec::new(),
+            prices: Vec::new(),
+            without_offer: Vec::new(),
+            warnings: list.warnings(&[]),
+        };
+        for part in wanted {
+            let most = match &stock {
+                None => None,
+                Some(stock) => {
+                    match stock.iter().filter(|(id, _)| *id == part.id).map(|(_, count)| count).sum() {
+                        0 => continue,
+                        count => Some(count),
+                    }
+                }
+            };
+            match Selection::default().price_or_reference(part.id, &list.offers) {
+                Some(price) => {
+                    offers.parts.push(OfferedPart { part, usd_per_hour: price.usd_per_hour, most });
+                    offers.prices.push(price);
+                }
+                None => offers.without_offer.push(part.id),
+            }
+        }
+        if offers.parts.is_empty() {
+            let none = "no part is left to choose from: none of those asked for has an offer; see --prices, \
+                        --parts and --inventory";
+            return Err(Usage(none.into()).into());
+        }
+        Ok(offers)
+    }
+}
+
+/// A part of the catalog, or the closest ones.
+fn part(id: &str) -> Result<&'static Part, String> {
+    catalog::part(id).ok_or_else(|| match catalog::closest(id).first() {
+        Some(closest) => format!("no part is called '{id}'; closest: {closest}"),
+        None => format!("no part is called '{id}'; 'mixfleet parts' lists the catalog"),
+    })
+}
+
+#[derive(Deserialize)]
+struct Stock {
+    device_id: String,
+    count: u32,
+}
+
+/// Parts and numbers of devices.
+fn read_inventory(path: &Path) -> Result<Vec<(&'static str, u32)>> {
+    let file = path.display();
+    let bytes = std::fs::read(path).with_context(|| format!("cannot read the inventory in {file}"))?;
+    let mut reader =
+        csv::ReaderBuilder::new().trim(csv::Trim::All).comment(Some(b'#')).from_reader(&bytes[..]);
+    let mut stock = Vec::new();
+    for row in reader.deserialize::<Stock>() {
+        let row = row.map_err(|error| {
+            let line = error.position().map_or(1, csv::Position::line);
+            anyhow!(
+                "{file}:{line}: expected the columns device_id and count, as in H100-SXM-80GB,16: {error}"
+            )
+        })?;
+        let part = part(&row.device_id).map_err(|why| anyhow!("{file}: {why}"))?;
+        stock.push((part.id, row.count));
+    }
+    Ok(stock)
+}

@@ -1,0 +1,284 @@
+//! Simulates the fleets that the program ranks first, and repairs their counts.
+
+use super::PlanArgs;
+use super::fleet_text::{FleetText, role};
+use super::load::PlanLoad;
+use super::offers::Offers;
+use crate::interrupt::cancel_on_interrupt;
+use anyhow::Result;
+use mixfleet_hal::StoredAs;
+use mixfleet_hal::units::Ordered;
+use mixfleet_scheduler::fleet::{Admission, Policy};
+use mixfleet_scheduler::models::KnownModel;
+use mixfleet_scheduler::plan::branching::Microlp;
+use mixfleet_scheduler::plan::market::{FleetForm, FormedFleet, Market, PlannedPool};
+use mixfleet_scheduler::plan::shortfall::Shortfall;
+use mixfleet_sim::fleet_file::FleetFile;
+use mixfleet_sim::repair::{Proof, RepairLimits, Repaired, Trial};
+use mixfleet_sim::simulate::Choices;
+use std::cell::Cell;
+use std::io::IsTerminal;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+/// Fleets of each sort of form that the program ranks.
+const EACH: usize = 3;
+/// Fleets that are simulated, the cheapest first.
+const SIMULATED_MAX: usize = 5;
+/// Of these, at least so many of one part.
+const HOMOGENEOUS_MIN: usize = 2;
+/// A fleet is given up that costs so many times as much as the best.
+const DEARER_MAX: f64 = 1.5;
+/// Likely error where it is not known: of the datasheet alone kernels reach 40 to 95 %.
+const ERROR_UNKNOWN: f64 = 0.3;
+
+/// As `simulate` and `serve` place requests by default.
+const CHOICES: Choices = Choices { policy: Policy::PerDollar, admission: Admission::Prediction, seed: 0 };
+
+/// A fleet that was simulated.
+pub(super) struct ProvenFleet {
+    /// The pools in use.
+    pub(super) pools: Vec<PlannedPool>,
+    pub(super) usd_per_hour: f64,
+    /// What the program asked for it.
+    pub(super) planned_usd_per_hour: f64,
+    pub(super) trial: Trial,
+    /// For each pool the run with one instance less.
+    pub(super) less: Vec<Option<Trial>>,
+    /// Whether no single instance can be spared for sure.
+    pub(super) least: bool,
+    /// Likely relative error of its times, by rent, where it is known.
+    pub(super) likely_error: Option<f64>,
+    /// As FLEET.toml.
+    pub(super) text: String,
+}
+
+impl ProvenFleet {
+    pub(super) fn is_homogeneous(&self) -> bool {
+        self.pools.iter().all(|pool| pool.part == self.pools[0].part)
+    }
+
+    /// Whether its price does not tell it from a cheaper one. The errors of one part are common to both.
+    pub(super) fn ties_with(&self, cheaper: &ProvenFleet) -> bool {
+        let parts = |fleet: &ProvenFleet| {
+            let mut parts: Vec<usize> = fleet.pools.iter().map(|pool| pool.part).collect();
+            parts.sort_unstable();
+            parts.dedup();
+            parts
+        };
+        let [a, b] = [self, cheaper].map(|fleet| fleet.likely_error.unwrap_or(ERROR_UNKNOWN));
+        let error = if parts(self) == parts(cheaper) { 0.0 } else { a.hypot(b) };
+        self.usd_per_hour <= cheaper.usd_per_hour * (1.0 + error)
+    }
+}
+
+/// What a search found.
+pub(super) struct Outcome {
+    /// The fleets that meet the objective, cheapest first.
+    pub(super) fleets: Vec<ProvenFleet>,
+    /// The fleet that came nearest, if none did.
+    pub(super) nearest: Option<ProvenFleet>,
+    pub(super) lower_bound: Option<f64>,
+    /// What binds, where no fleet can be planned.
+    pub(super) shortfall: Vec<Shortfall>,
+    /// Number of fleets that the program ranked.
+    pub(super) ranked: usize,
+    /// Whether all simulations came to their end.
+    pub(super) complete: bool,
+}
+
+pub(super) struct PlanSearch<'a> {
+    args: &'a PlanArgs,
+    market: &'a Market,
+    load: &'a PlanLoad,
+    file: FleetText<'a>,
+    proof: Proof<'a>,
+    cancelled: Arc<AtomicBool>,
+    ends: Instant,
+}
+
+impl<'a> PlanSearch<'a> {
+    pub(super) fn new(
+        args: &'a PlanArgs,
+        model: &'static KnownModel,
+        stored: StoredAs,
+        market: &'a Market,
+        load: &'a PlanLoad,
+        offers: &'a Offers,
+    ) -> Self {
+        let proof = Proof {
+            requests: &load.requests,
+            block_tokens: load.block_tokens,
+            speedup: 1.0 + args.headroom,
+            share: args.attain,
+            choices: CHOICES,
+        };
+        PlanSearch {
+            args,
+            market,
+            load,
+            file: FleetText { args, model, stored, market, offers },
+            proof,
+            cancelled: Arc::new(AtomicBool::new(false)),
+            ends: Instant::now() + Duration::from_secs_f64(args.budget_s),
+        }
+    }
+
+    fn goes_on(&self) -> bool {
+        !self.cancelled.load(Ordering::Relaxed) && Instant::now() < self.ends
+    }
+
+    pub(super) fn run(&self) -> Result<Outcome> {
+        cancel_on_interrupt(self.cancelled.clone(), "stopping with the best so far");
+        let lower_bound = self.market.lower_bound(&Microlp).ok().map(|usd| usd.0);
+        let ranked = self.market.rank(&Microlp, EACH);
+        let shortfall = if ranked.is_empty() { self.market.shortfall(&Microlp) } else { Vec::new() };
+        self.say(&format!(
+            "{} fleets by rates; simulating {} requests",
+            ranked.len(),
+            self.load.requests.len()
+        ));
+        let mut outcome = Outcome {
+            fleets: Vec::new(),
+            nearest: None,
+            lower_bound,
+            shortfall,
+            ranked: ranked.len(),
+            complete: true,
+        };
+        for fleet in chosen(&ranked) {
+            self.prove(fleet, &mut outcome)?;
+        }
+        outcome.fleets.sort_by_key(|fleet| Ordered(fleet.usd_per_hour));
+        Ok(outcome)
+    }
+
+    /// Simulates a fleet and adds what comes of it.
+    fn prove(&self, planned: &FormedFleet, outcome: &mut Outcome) -> Result<()> {
+        let spares = self.args.spares;
+        let mut pools = planned.pools.clone();
+        pools.iter_mut().for_each(|pool| pool.count = pool.count.saturating_sub(spares).max(1));
+        let file = self.parsed(&self.file.of(&pools))?;
+        let best = |homogeneous: bool| {
+            let of = outcome.fleets.iter().filter(|fleet| !homogeneous || fleet.is_homogeneous());
+            of.map(|fleet| fleet.usd_per_hour).fold(f64::INFINITY, f64::min)
+        };
+        let most_usd = DEARER_MAX * best(is_of_one_part(planned));
+        let with = |counts: &[u32]| {
+            let mut pools = pools.clone();
+            pools.iter_mut().zip(counts).for_each(|(pool, count)| {
+                pool.count = if *count > 0 { count + spares } else { 0 };
+            });
+            pools
+        };
+        let fits = |counts: &[u32]| {
+            let pools = with(counts);
+            self.usd_per_hour(&pools) <= most_usd && self.is_in_stock(&pools)
+        };
+        let runs = Cell::new(0);
+        let told = |counts: &[u32], trial: &Trial| {
+            runs.set(runs.get() + 1);
+            let (bound, word) = if trial.held { ("", "held") } else { ("at most ", "missed") };
+            let (fleet, percent) = (self.words(&with(counts)), 100.0 * trial.attained);
+            self.say(&format!("{fleet}: {bound}{percent:.2} %, {word}"));
+        };
+        let limits = RepairLimits { fits: &fits, go_on: &|| self.goes_on(), told: &told };
+        let Some(repaired) = self.proof.repair(&file, &limits)? else {
+            outcome.complete = false;
+            return Ok(());
+        };
+        outcome.complete &= repaired.least || !repaired.trial.held && self.goes_on();
+        let used: Vec<usize> = (0..pools.len()).filter(|&pool| repaired.counts[pool] > 0).collect();
+        let Repaired { counts, mut trial, less, least } = repaired;
+        let pools = with(&counts);
+        if spares > 0 {
+            let all: Vec<u32> = pools.iter().map(|pool| pool.count).collect();
+            match self.proof.trial(&file, &all, true, &|| self.goes_on())? {
+                Some(with_spares) => trial = with_spares,
+                None => outcome.complete = false,
+            }
+        }
+        let text = self.file.of(&pools);
+        let rents = |pool: &PlannedPool| self.market.rent(pool.part, pool.devices).0 * f64::from(pool.count);
+        let usd_per_hour = self.usd_per_hour(&pools);
+        let errors = used.iter().map(|&pool| Some(file.pools[pool].likely_error? * rents(&pools[pool])));
+        let proven = ProvenFleet {
+            likely_error: errors.sum::<Option<f64>>().map(|usd| usd / usd_per_hour),
+            less: used.iter().map(|&pool| less[pool].clone()).collect(),
+            pools: used.iter().map(|&pool| pools[pool].clone()).collect(),
+            planned_usd_per_hour: planned.usd_per_hour.0,
+            usd_per_hour,
+            trial,
+            least,
+            text,
+        };
+        if proven.trial.held {
+            if outcome.fleets.iter().all(|known| known.pools != proven.pools) {
+                outcome.fleets.push(proven);
+            }
+        } else if outcome.nearest.as_ref().is_none_or(|known| known.trial.attained < proven.trial.attained) {
+            outcome.nearest = Some(proven);
+        }
+        Ok(())
+    }
+
+    fn parsed(&self, text: &str) -> Result<FleetFile> {
+        let none = |path: &Path| Err(format!("{} is not read", path.display()));
+        Ok(FleetFile::parse(text, Path::new(""), &none)?)
+    }
+
+    fn usd_per_hour(&self, pools: &[PlannedPool]) -> f64 {
+        pools.iter().map(|pool| self.market.rent(pool.part, pool.devices).0 * f64::from(pool.count)).sum()
+    }
+
+    fn is_in_stock(&self, pools: &[PlannedPool]) -> bool {
+        self.market.parts().iter().enumerate().all(|(part, offer)| {
+            let own = pools.iter().filter(|pool| pool.part == part);
+            let devices: u64 = own.map(|pool| u64::from(pool.devices) * u64::from(pool.count)).sum();
+            offer.most.is_none_or(|most| devices <= most.into())
+        })
+    }
+
+    fn words(&self, pools: &[PlannedPool]) -> String {
+        let used = pools.iter().filter(|pool| pool.count > 0);
+        let all = used.map(|pool| word(self.market.parts()[pool.part].part.id, pool));
+        all.collect::<Vec<_>>().join(" + ")
+    }
+
+    fn say(&self, line: &str) {
+        if std::io::stderr().is_terminal() {
+            eprintln!("{line}");
+        }
+    }
+}
+
+/// A pool in words: `2 x 4 H100-SXM-80GB prefill`.
+pub(super) fn word(id: &str, pool: &PlannedPool) -> String {
+    let devices = if pool.devices == 1 { String::new() } else { format!("{} ", pool.devices) };
+    let role = match role(pool.duty) {
+        "auto" => String::new(),
+        role => format!(" {role}"),
+    };
+    format!("{} x {devices}{id}{role}", pool.count)
+}
+
+fn is_of_one_part(fleet: &FormedFleet) -> bool {
+    match fleet.form {
+        FleetForm::Alone(_) => true,
+        _ => fleet.pools.iter().all(|pool| pool.part == fleet.pools[0].part),
+    }
+}
+
+/// The fleets to simulate: the cheapest, and enough of one part.
+fn chosen(ranked: &[FormedFleet]) -> Vec<&FormedFleet> {
+    let mut chosen: Vec<&FormedFleet> = ranked.iter().take(SIMULATED_MAX).collect();
+    for fleet in ranked.iter().skip(SIMULATED_MAX).filter(|fleet| is_of_one_part(fleet)) {
+        if chosen.iter().filter(|fleet| is_of_one_part(fleet)).count() >= HOMOGENEOUS_MIN {
+            break;
+        }
+        chosen.push(fleet);
+    }
+    chosen
+}
