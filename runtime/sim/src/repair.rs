@@ -1,8 +1,8 @@
 //! The fewest instances of a fleet's pools that hold an objective, found by simulation.
 //!
-//! A plan rests on rates; waiting, bursts, caches and the scheduler's choices are only seen in a run. From the
-//! counts of a plan all pools grow together until a run holds the objective. Then instances are taken away,
-//! of the dearest pools first, until no single one can be spared.
+//! A plan rests on rates; waiting, bursts, caches and the scheduler's choices are only seen in a run. From
+//! the counts of a plan all pools grow together until a run holds the objective. Then instances are taken
+//! away, of the dearest pools first, until no single one can be spared.
 
 use crate::capacity::Goal;
 use crate::fleet_file::FleetFile;
@@ -46,12 +46,12 @@ pub struct RepairLimits<'a> {
     /// Whether to go on; if not, the repair ends with what it has.
     pub go_on: &'a dyn Fn() -> bool,
     /// Is told of every run.
-    pub told: &'a dyn Fn(&[u32], &Trial),
+    pub told: &'a dyn Fn(&[u32], &FleetTrial),
 }
 
 /// A run with some counts.
 #[derive(Clone, Debug)]
-pub struct Trial {
+pub struct FleetTrial {
     /// Whether it met the objective.
     pub held: bool,
     /// Share of the requests that met their objectives; at most, if the run ended as soon as it was sure to
@@ -67,10 +67,10 @@ pub struct Repaired {
     /// Number of instances of each pool.
     pub counts: Vec<u32>,
     /// The run with them.
-    pub trial: Trial,
+    pub trial: FleetTrial,
     /// For each pool in use the run with one instance less, which failed. `None` where no run was made: of a
     /// pool that is not in use, of the only one that can prefill or decode, or where the repair was stopped.
-    pub less: Vec<Option<Trial>>,
+    pub less: Vec<Option<FleetTrial>>,
     /// Whether it is certain that no single instance can be spared.
     pub least: bool,
 }
@@ -106,7 +106,7 @@ impl Proof<'_> {
         counts: &[u32],
         to_the_end: bool,
         go_on: &dyn Fn() -> bool,
-    ) -> Result<Option<Trial>, TraceError> {
+    ) -> Result<Option<FleetTrial>, TraceError> {
         let mut file = file.clone();
         file.pools.iter_mut().zip(counts).for_each(|(pool, count)| pool.count = *count);
         let goal = Goal { requests: self.requests.len() as u64, share: self.share };
@@ -123,7 +123,7 @@ impl Proof<'_> {
             return Ok(None);
         }
         let attained = goal.attainable(results.missed);
-        Ok(Some(Trial { held: attained >= self.share, attained, results }))
+        Ok(Some(FleetTrial { held: attained >= self.share, attained, results }))
     }
 
     /// Finds the fewest instances, from those in `file` on. `None` if not even the first run was ended.
@@ -157,11 +157,11 @@ struct RepairSearch<'a> {
     proof: &'a Proof<'a>,
     file: &'a FleetFile,
     limits: &'a RepairLimits<'a>,
-    known: BTreeMap<Vec<u32>, Trial>,
+    known: BTreeMap<Vec<u32>, FleetTrial>,
 }
 
 impl RepairSearch<'_> {
-    fn trial(&mut self, counts: &[u32]) -> Result<Option<Trial>, TraceError> {
+    fn trial(&mut self, counts: &[u32]) -> Result<Option<FleetTrial>, TraceError> {
         if let Some(known) = self.known.get(counts) {
             return Ok(Some(known.clone()));
         }
@@ -195,7 +195,7 @@ impl RepairSearch<'_> {
         used().any(|(pool, _)| pool.role.prefills()) && used().any(|(pool, _)| pool.role.decodes())
     }
 
-    fn decrease(&mut self, mut counts: Vec<u32>, mut trial: Trial) -> Result<Repaired, TraceError> {
+    fn decrease(&mut self, mut counts: Vec<u32>, mut trial: FleetTrial) -> Result<Repaired, TraceError> {
         let rent = |pool: &usize| self.file.pools[*pool].usd_per_hour.unwrap_or(0.0);
         let mut order: Vec<usize> = (0..counts.len()).collect();
         order.sort_by_key(|pool| Reverse(Ordered(rent(pool))));

@@ -3,7 +3,7 @@
 use crate::common::fleet_from;
 use mixfleet_scheduler::fleet::{Admission, Policy};
 use mixfleet_sim::fleet_file::FleetFile;
-use mixfleet_sim::repair::{Proof, RepairLimits, Repaired, Trial};
+use mixfleet_sim::repair::{FleetTrial, Proof, RepairLimits, Repaired};
 use mixfleet_sim::simulate::Choices;
 use mixfleet_sim::trace::{Request, SteadyLoad};
 use std::cell::Cell;
@@ -34,7 +34,7 @@ fn proof(requests: &[Request]) -> Proof<'_> {
 
 fn repaired(file: &FleetFile, fits: &dyn Fn(&[u32]) -> bool) -> (Repaired, u32) {
     let (requests, runs) = (load(), Cell::new(0));
-    let told = |_: &[u32], _: &Trial| runs.set(runs.get() + 1);
+    let told = |_: &[u32], _: &FleetTrial| runs.set(runs.get() + 1);
     let limits = RepairLimits { fits, go_on: &|| true, told: &told };
     (proof(&requests).repair(file, &limits).unwrap().unwrap(), runs.get())
 }
@@ -72,7 +72,7 @@ fn a_repair_that_is_stopped_keeps_the_best_so_far() {
     let requests = load();
     let stopped_after = |runs: u32| {
         let left = Cell::new(runs);
-        let told = |_: &[u32], _: &Trial| left.set(left.get() - 1);
+        let told = |_: &[u32], _: &FleetTrial| left.set(left.get() - 1);
         let go_on = || left.get() > 0;
         let limits = RepairLimits { fits: &|_| true, go_on: &go_on, told: &told };
         proof(&requests).repair(&fleet(20, 30), &limits).unwrap()

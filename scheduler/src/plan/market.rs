@@ -120,7 +120,8 @@ pub struct FormedFleet {
 pub(super) struct MarketKind {
     pub(super) part: usize,
     pub(super) instance: InstanceKind,
-    /// Instances that one request per second keeps busy, by duty and class; `None` where they cannot serve it.
+    /// Instances that one request per second keeps busy, by duty and class; `None` where they cannot serve
+    /// it.
     loads: [Vec<Option<f64>>; 3],
     /// The same of what KV takes of the network between prefill and decode, by class.
     links: Vec<f64>,
@@ -242,8 +243,8 @@ impl Market {
         Ok((solution, taken))
     }
 
-    /// The cheapest candidate of each part for a duty and a class: fewer devices cost less too. Of parts without
-    /// an end only the cheapest counts.
+    /// The cheapest candidate of each part for a duty and a class, which takes the fewest devices too. Of
+    /// parts without an end only the cheapest counts.
     fn cheapest_of_parts(&self, duty: usize, class: usize) -> Vec<Candidate> {
         let mut best: Vec<Option<(f64, Candidate)>> = vec![None; self.ask.parts.len()];
         for (kind, of) in self.kinds.iter().enumerate() {
@@ -265,7 +266,8 @@ impl Market {
         self.ask.classes.iter().map(|class| class.rate).sum()
     }
 
-    /// The candidates of a part for a duty: more devices only where they are cheaper, or do what fewer cannot.
+    /// The candidates of a part for a duty: more devices only where they are cheaper, or do what fewer
+    /// cannot.
     fn of_part(&self, part: usize, duty: usize) -> Vec<Candidate> {
         let classes = self.ask.classes.len();
         let mut least = vec![f64::INFINITY; classes];

@@ -2,8 +2,8 @@
 //!
 //! [`program`] finds how many instances of which kinds carry a load ([`linear`] is what a solver sees of it,
 //! `branching` such a solver), [`candidates`] says what an instance carries, [`load`] makes classes of a
-//! trace's requests, [`market`] puts these together for parts at prices and [`shortfall`] says why there is no
-//! fleet. [`apart`] prices the attention of decode steps on devices of its own, and [`remote`] divides
+//! trace's requests, [`market`] puts these together for parts at prices and [`shortfall`] says why there is
+//! no fleet. [`apart`] prices the attention of decode steps on devices of its own, and [`remote`] divides
 //! prompts by length between two clusters.
 //!
 //! What is absent: clocks, limits of time, a solver of its own, simulation. A plan is as good as the rates

@@ -86,8 +86,8 @@ impl Market {
         found
     }
 
-    /// The least time that as many classes meet as the objective asks for, and what reaches it; or the share of
-    /// requests that memory holds.
+    /// The least time that as many classes meet as the objective asks for, and what reaches it; or the share
+    /// of requests that memory holds.
     fn fastest(&self, time: impl Fn((Seconds, Seconds)) -> Seconds) -> Result<(Seconds, String), f64> {
         let mut least: Vec<(Seconds, f64, String)> = Vec::new();
         for class in &self.ask.classes {

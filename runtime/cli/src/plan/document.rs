@@ -4,7 +4,7 @@ use super::Planned;
 use super::fleet_text::role;
 use super::search::ProvenFleet;
 use mixfleet_scheduler::plan::market::PlannedPool;
-use mixfleet_sim::repair::Trial;
+use mixfleet_sim::repair::FleetTrial;
 use serde_json::{Value, json};
 
 pub(super) fn of(planned: &Planned<'_>) -> Value {
@@ -59,7 +59,7 @@ fn fleet(planned: &Planned<'_>, fleet: &ProvenFleet) -> Value {
     })
 }
 
-fn pool(planned: &Planned<'_>, pool: &PlannedPool, less: &Option<Trial>) -> Value {
+fn pool(planned: &Planned<'_>, pool: &PlannedPool, less: &Option<FleetTrial>) -> Value {
     let offer = &planned.offers.parts[pool.part];
     json!({
         "part": offer.part.id,
@@ -97,7 +97,7 @@ pub(super) fn bottleneck(planned: &Planned<'_>, fleet: &ProvenFleet) -> Option<S
 }
 
 /// The objective that most requests of a run missed.
-pub(super) fn missed(trial: &Trial) -> &'static str {
+pub(super) fn missed(trial: &FleetTrial) -> &'static str {
     let by = trial.results.missed_by;
     let rejected = |word: &str| trial.results.rejected.get(word).copied().unwrap_or(0);
     let counts = [

@@ -14,7 +14,7 @@ use mixfleet_scheduler::plan::branching::Microlp;
 use mixfleet_scheduler::plan::market::{FleetForm, FormedFleet, Market, PlannedPool};
 use mixfleet_scheduler::plan::shortfall::Shortfall;
 use mixfleet_sim::fleet_file::FleetFile;
-use mixfleet_sim::repair::{Proof, RepairLimits, Repaired, Trial};
+use mixfleet_sim::repair::{FleetTrial, Proof, RepairLimits, Repaired};
 use mixfleet_sim::simulate::Choices;
 use std::cell::Cell;
 use std::io::IsTerminal;
@@ -44,9 +44,9 @@ pub(super) struct ProvenFleet {
     pub(super) usd_per_hour: f64,
     /// What the program asked for it.
     pub(super) planned_usd_per_hour: f64,
-    pub(super) trial: Trial,
+    pub(super) trial: FleetTrial,
     /// For each pool the run with one instance less.
-    pub(super) less: Vec<Option<Trial>>,
+    pub(super) less: Vec<Option<FleetTrial>>,
     /// Whether no single instance can be spared for sure.
     pub(super) least: bool,
     /// Likely relative error of its times, by rent, where it is known.
@@ -178,7 +178,7 @@ impl<'a> PlanSearch<'a> {
             self.usd_per_hour(&pools) <= most_usd && self.is_in_stock(&pools)
         };
         let runs = Cell::new(0);
-        let told = |counts: &[u32], trial: &Trial| {
+        let told = |counts: &[u32], trial: &FleetTrial| {
             runs.set(runs.get() + 1);
             let (bound, word) = if trial.held { ("", "held") } else { ("at most ", "missed") };
             let (fleet, percent) = (self.words(&with(counts)), 100.0 * trial.attained);
