@@ -1,5 +1,5 @@
 //! The time of a plan without its simulations: rates, bound and ranking of all parts with a built-in price,
-//! for one load of 24 classes.
+//! for one load of 24 classes, on all cores.
 //!
 //! `cargo bench -p mixfleet-scheduler --features microlp --bench plan`
 
@@ -12,7 +12,7 @@ use mixfleet_hal::{DType, StoredAs};
 use mixfleet_scheduler::plan::branching::Microlp;
 use mixfleet_scheduler::plan::candidates::ServiceLevel;
 use mixfleet_scheduler::plan::load::{LoadTally, SizeClass};
-use mixfleet_scheduler::plan::market::{Market, MarketAsk, OfferedPart};
+use mixfleet_scheduler::plan::market::{Market, MarketAsk, OfferedPart, PartOnOffer};
 use mixfleet_scheduler::{engines, models};
 use std::time::Instant;
 
@@ -26,6 +26,21 @@ fn classes() -> Vec<SizeClass> {
         }
     }
     tally.classes(Seconds(600.0))
+}
+
+/// The rates of all parts, as the command finds them.
+fn on_all_cores(ask: &MarketAsk) -> Market {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let of = |first: usize| {
+        let own = (first..ask.parts.len()).step_by(cores);
+        own.map(|part| (part, PartOnOffer::new(ask, part))).collect::<Vec<_>>()
+    };
+    let mut rates: Vec<(usize, PartOnOffer)> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..cores).map(|first| scope.spawn(move || of(first))).collect();
+        threads.into_iter().flat_map(|thread| thread.join().expect("rates")).collect()
+    });
+    rates.sort_by_key(|(part, _)| *part);
+    Market::of(ask.clone(), rates.into_iter().map(|(_, rates)| rates).collect())
 }
 
 fn main() {
@@ -51,7 +66,7 @@ fn main() {
         let times: Vec<[f64; 3]> = (0..5)
             .map(|_| {
                 let start = Instant::now();
-                let market = Market::new(ask.clone());
+                let market = on_all_cores(&ask);
                 let rates_s = start.elapsed().as_secs_f64();
                 let bound = market.lower_bound(&Microlp).expect("a bound");
                 let bound_s = start.elapsed().as_secs_f64() - rates_s;

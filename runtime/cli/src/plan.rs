@@ -19,7 +19,7 @@ use mixfleet_hal::{DType, StoredAs};
 use mixfleet_scheduler::engines::KnownEngine;
 use mixfleet_scheduler::models::{KnownModel, find};
 use mixfleet_scheduler::plan::candidates::ServiceLevel;
-use mixfleet_scheduler::plan::market::{Market, MarketAsk};
+use mixfleet_scheduler::plan::market::{Market, MarketAsk, PartOnOffer};
 use mixfleet_sim::fleet_file::InstancePool;
 use mixfleet_sim::simulate::Setup;
 use mixfleet_sim::trace::TOKENS_MAX;
@@ -27,6 +27,7 @@ use offers::Offers;
 use search::{Outcome, PlanSearch};
 use std::io::Write;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 #[derive(Debug, Args)]
 pub(crate) struct PlanArgs {
@@ -93,6 +94,28 @@ fn headroom(text: &str) -> Result<f64, String> {
     value.ok_or_else(|| "expected a share of the load, 0 or more, as in 0.2".into())
 }
 
+/// The rates of all parts, each found by the next core that is free.
+fn on_all_cores(ask: MarketAsk) -> Market {
+    let (next, parts) = (AtomicUsize::new(0), ask.parts.len());
+    let work = || {
+        let mut found = Vec::new();
+        loop {
+            let part = next.fetch_add(1, Ordering::Relaxed);
+            if part >= parts {
+                return found;
+            }
+            found.push((part, PartOnOffer::new(&ask, part)));
+        }
+    };
+    let cores = std::thread::available_parallelism().map_or(1, usize::from).min(parts);
+    let mut rates: Vec<(usize, PartOnOffer)> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..cores).map(|_| scope.spawn(work)).collect();
+        threads.into_iter().flat_map(|thread| thread.join().expect("a rate panics on no input")).collect()
+    });
+    rates.sort_by_key(|(part, _)| *part);
+    Market::of(ask, rates.into_iter().map(|(_, rates)| rates).collect())
+}
+
 /// Everything that the command prints.
 struct Planned<'a> {
     args: &'a PlanArgs,
@@ -114,7 +137,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
     let factor = 1.0 + args.headroom;
     let mut classes = load.classes.clone();
     classes.iter_mut().for_each(|class| class.rate *= factor);
-    let market = Market::new(MarketAsk {
+    let market = on_all_cores(MarketAsk {
         model,
         stored,
         engine: args.engine,

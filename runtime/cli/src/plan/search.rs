@@ -25,12 +25,13 @@ use std::time::{Duration, Instant};
 
 /// Fleets of each sort of form that the program ranks.
 const EACH: usize = 3;
-/// Fleets that are simulated, the cheapest first.
-const SIMULATED_MAX: usize = 5;
-/// Of these, at least so many of one part.
+/// So many fleets that meet the objective are enough.
+const PROVEN_MAX: usize = 5;
+/// Fleets of one part that are simulated in any case, the cheapest first.
 const HOMOGENEOUS_MIN: usize = 2;
-/// A fleet is given up that costs so many times as much as the best.
+/// A fleet is given up that costs so many times as much as the best, once there are some.
 const DEARER_MAX: f64 = 1.5;
+const SOME: usize = 3;
 /// Likely error where it is not known: of the datasheet alone kernels reach 40 to 95 %.
 const ERROR_UNKNOWN: f64 = 0.3;
 
@@ -148,8 +149,13 @@ impl<'a> PlanSearch<'a> {
             ranked: ranked.len(),
             complete: true,
         };
-        for fleet in chosen(&ranked) {
-            self.prove(fleet, &mut outcome)?;
+        let mut of_one_part = 0;
+        for fleet in &ranked {
+            let one = is_of_one_part(fleet) && of_one_part < HOMOGENEOUS_MIN;
+            if one || outcome.fleets.len() < PROVEN_MAX {
+                self.prove(fleet, &mut outcome)?;
+                of_one_part += usize::from(is_of_one_part(fleet));
+            }
         }
         outcome.fleets.sort_by_key(|fleet| Ordered(fleet.usd_per_hour));
         Ok(outcome)
@@ -165,7 +171,10 @@ impl<'a> PlanSearch<'a> {
             let of = outcome.fleets.iter().filter(|fleet| !homogeneous || fleet.is_homogeneous());
             of.map(|fleet| fleet.usd_per_hour).fold(f64::INFINITY, f64::min)
         };
-        let most_usd = DEARER_MAX * best(is_of_one_part(planned));
+        let most_usd = match outcome.fleets.len() {
+            ..SOME => f64::INFINITY,
+            _ => DEARER_MAX * best(is_of_one_part(planned)),
+        };
         let with = |counts: &[u32]| {
             let mut pools = pools.clone();
             pools.iter_mut().zip(counts).for_each(|(pool, count)| {
@@ -269,16 +278,4 @@ fn is_of_one_part(fleet: &FormedFleet) -> bool {
         FleetForm::Alone(_) => true,
         _ => fleet.pools.iter().all(|pool| pool.part == fleet.pools[0].part),
     }
-}
-
-/// The fleets to simulate: the cheapest, and enough of one part.
-fn chosen(ranked: &[FormedFleet]) -> Vec<&FormedFleet> {
-    let mut chosen: Vec<&FormedFleet> = ranked.iter().take(SIMULATED_MAX).collect();
-    for fleet in ranked.iter().skip(SIMULATED_MAX).filter(|fleet| is_of_one_part(fleet)) {
-        if chosen.iter().filter(|fleet| is_of_one_part(fleet)).count() >= HOMOGENEOUS_MIN {
-            break;
-        }
-        chosen.push(fleet);
-    }
-    chosen
 }
