@@ -79,7 +79,7 @@ pub(crate) struct PlanArgs {
     /// End the simulations after this time with the best so far
     #[arg(long, value_name = "S", default_value_t = 60.0, value_parser = seconds)]
     budget_s: f64,
-    /// Write FLEET.toml, for 'mixfleet simulate' and 'serve', into this directory
+    /// Write FLEET.toml, for 'mixfleet simulate', into this directory
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
     #[command(flatten)]

@@ -2,6 +2,7 @@
 
 use super::PlanArgs;
 use super::offers::Offers;
+use super::search::DEFAULT_POLICY;
 use mixfleet_hal::StoredAs;
 use mixfleet_scheduler::models::KnownModel;
 use mixfleet_scheduler::plan::market::{Market, PlannedPool};
@@ -28,8 +29,8 @@ pub(super) fn role(duty: Duty) -> &'static str {
 }
 
 impl FleetText<'_> {
-    /// The file of a fleet; pools without instances are left out.
-    pub(super) fn of(&self, pools: &[PlannedPool]) -> String {
+    /// The file of a fleet whose requests `policy` places; pools without instances are left out.
+    pub(super) fn of(&self, pools: &[PlannedPool], policy: &str) -> String {
         let FleetText { args, model, stored, market, offers } = self;
         let mut text = format!(
             "# planned by mixfleet plan\nversion = {VERSION}\n\n[model]\nname = \"{}\"\ndtype = \"{}\"\n\n[slo]\n\
@@ -40,6 +41,9 @@ impl FleetText<'_> {
             args.tbt,
             args.engine.name
         );
+        if policy != DEFAULT_POLICY {
+            let _ = write!(text, "\n[scheduling]\npolicy = \"{policy}\"\n");
+        }
         for pool in pools.iter().filter(|pool| pool.count > 0) {
             let (id, role) = (market.parts()[pool.part].part.id, role(pool.duty));
             let name = format!("{role}-{}-x{}", id.to_ascii_lowercase(), pool.devices);

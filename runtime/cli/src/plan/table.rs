@@ -2,7 +2,7 @@
 
 use super::Planned;
 use super::document::{bottleneck, missed, usd_per_million};
-use super::search::{ProvenFleet, word};
+use super::search::{DEFAULT_POLICY, ProvenFleet, word};
 use std::fmt::Write as _;
 
 /// Parts without an offer that are named in a line.
@@ -160,5 +160,6 @@ pub(super) fn unmet(planned: &Planned<'_>) -> String {
 
 fn words(planned: &Planned<'_>, fleet: &ProvenFleet) -> String {
     let all = fleet.pools.iter().map(|pool| word(planned.offers.parts[pool.part].part.id, pool));
-    all.collect::<Vec<_>>().join(" + ")
+    let policy = if fleet.policy == DEFAULT_POLICY { String::new() } else { format!(", {}", fleet.policy) };
+    format!("{}{policy}", all.collect::<Vec<_>>().join(" + "))
 }
