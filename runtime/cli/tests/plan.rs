@@ -258,3 +258,20 @@ fn mistakes_are_usage_errors_that_say_what_to_do() {
     let stock = write(&directory, "stock.csv", "device_id,count\nL40S,many\n");
     fails(&run(&STEADY, &["--inventory", &stock]), 3, &["stock.csv:2", "device_id and count"]);
 }
+
+#[test]
+fn a_budget_that_is_too_short_is_told_and_spares_are_there_beside_what_is_needed() {
+    let mut short = STEADY;
+    short[16] = "0.000001";
+    let output = run(&short, &["--json"]);
+    fails(&output, 1, &["a longer --budget-s"]);
+    let document: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert!(document["complete"] == false && document["fleets"].as_array().unwrap().is_empty());
+    assert!(number(&document["lower_bound_usd_per_hour"]) > 0.0, "rates alone give the bound");
+
+    let document = planned(&STEADY, &["--spares", "1"]);
+    let rent = |document: &Value| number(&document["homogeneous"]["usd_per_hour"]);
+    assert!(rent(&document) > rent(&planned(&STEADY, &[])));
+    let fleets = document["fleets"].as_array().unwrap();
+    assert!(fleets.iter().flat_map(pools).all(|pool| pool["count"].as_u64().unwrap() >= 2), "{document:#}");
+}
