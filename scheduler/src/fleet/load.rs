@@ -237,8 +237,8 @@ impl Load {
         chunks.div_ceil(u64::from(rows))
     }
 
-    /// Number of sequences that stand still while a prompt runs here: none where the rows of prompts are sized
-    /// to keep within their TBT objectives.
+    /// Number of sequences that stand still while a prompt runs here: none where the rows of prompts are
+    /// sized to keep within their TBT objectives.
     pub(super) fn stalled(&self) -> u32 {
         let sized = self.spec.prefill_tokens_beside_decode_max.is_none() && self.tightest.slo.is_some();
         if sized { 0 } else { self.batch.sequences }

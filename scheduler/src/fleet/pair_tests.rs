@@ -1,4 +1,4 @@
-use super::tests::{act, config, fleet, instance};
+use super::tests::{act, arrival, arrive, config, fleet, instance, placed};
 use super::*;
 
 #[test]
@@ -14,4 +14,33 @@ fn a_fleet_serves_while_one_instance_can_do_both_or_a_link_joins_two_that_can() 
     let mut fleet = fleet(config(), vec![prefill, decode]);
     act(&mut fleet, 1.0, Event::LinkDown { from: InstanceId(1), to: InstanceId(2) });
     assert!(!fleet.can_serve());
+}
+
+#[test]
+fn an_instance_that_decodes_hands_over_only_to_one_that_decodes_for_less_and_has_room() {
+    let priced =
+        |id, base, usd| Instance { price: Some(UsdPerHour(usd)), ..instance(id, Role::Auto, 1e-3, base) };
+    // A token costs half as much on 2 as on 1 and 3.
+    let all = || vec![priced(1, 1e-2, 1.0), priced(2, 2e-2, 0.25), priced(3, 1e-2, 1.0)];
+    let pairs = |action: &Action| -> Vec<(u32, u32)> {
+        placed(action).2.candidates.iter().map(|c| (c.prefill.0, c.decode.0)).collect()
+    };
+    let mut f = fleet(config(), all());
+    assert_eq!(pairs(&arrive(&mut f, 0.0, arrival(1, 100, 1))), [(1, 1), (1, 2), (2, 2), (3, 2), (3, 3)]);
+    // Nearly as much: no gain for the gap and the room in both.
+    let mut f = fleet(config(), vec![priced(1, 1e-2, 1.0), priced(2, 1e-2, 0.96)]);
+    assert_eq!(pairs(&arrive(&mut f, 0.0, arrival(1, 100, 1))), [(1, 1), (2, 2)]);
+    // 2 holds 200 tokens: a request that it may not hold beside the first one stays where it is computed.
+    let mut small = all();
+    small[1].kv_capacity_tokens = 200;
+    let mut f = fleet(config(), small);
+    arrive(&mut f, 0.0, arrival(1, 100, 1));
+    let second = pairs(&arrive(&mut f, 0.0, arrival(2, 100, 2)));
+    assert!(!second.contains(&(1, 2)) && second.contains(&(1, 1)), "{second:?}");
+    // 1 and 3 can never hold it: it may go where it fits.
+    let mut large = all();
+    large.iter_mut().filter(|i| i.id.0 != 2).for_each(|i| i.kv_capacity_tokens = 120);
+    let action = arrive(&mut fleet(config(), large), 0.0, arrival(1, 100, 1));
+    assert_eq!(placed(&action).1, 2);
+    assert!(pairs(&action).contains(&(1, 2)));
 }

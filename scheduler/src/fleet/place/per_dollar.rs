@@ -62,8 +62,8 @@ pub(super) fn picks(fleet: &Fleet, question: &Question<'_>) -> Vec<Pick> {
 }
 
 /// Whether an answer to a prompt computed on one instance may decode on another: the first one does not
-/// decode or can never hold it, or the other one has room for it and decodes it for clearly less, in money or,
-/// without prices, in time.
+/// decode or can never hold it, or the other one has room for it and decodes it for clearly less, in money
+/// or, without prices, in time.
 fn may_hand_off(fleet: &Fleet, question: &Question<'_>, prefill: usize, decode: usize) -> bool {
     let (from, to) = (&fleet.loads[prefill], &fleet.loads[decode]);
     let prompt = u64::from(question.arrival.prompt_tokens);
