@@ -1,7 +1,15 @@
 //! Serving engines: the limits that they start with, and what they add to the time of their kernels.
 
 use crate::batch::BatchLimits;
-use crate::cost::EngineCost;
+use crate::cost::{EngineCost, ModelShape};
+use mixfleet_hal::WeightFormat;
+use mixfleet_hal::profile::{DeviceProfile, Evidence};
+
+/// Likely error of layers with experts, whose kernels no law is of: four in five published runs lie within it
+/// (docs/results/truth.md).
+const MIXTURE_ERROR: f64 = 0.25;
+/// Likely error of weights in other formats than those that laws are of.
+const FORMAT_ERROR: f64 = 0.25;
 
 /// A serving engine as it comes.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -21,6 +29,23 @@ pub struct KnownEngine {
     /// How far four in five published runs lie from what it is predicted to give, where kernels are known
     /// (docs/results/truth.md); 0 if there is no published run.
     pub error: f64,
+}
+
+impl KnownEngine {
+    /// The likely relative error of the time of steps: the largest of the model's kernels' on `profile`, and
+    /// what remains of the engine beyond kernels. `None` where nothing is known of the kernels' error, or
+    /// they were measured as they are.
+    pub fn likely_error(&self, profile: &DeviceProfile, shape: &ModelShape) -> Option<f64> {
+        let evidence = profile.provenance.evidence.iter();
+        let concerns = |evidence: &&Evidence| [shape.weight, shape.kv].contains(&evidence.dtype);
+        let errors = evidence.filter(concerns).filter_map(|evidence| evidence.error);
+        let unknown = [
+            (shape.experts.is_some(), MIXTURE_ERROR),
+            (shape.format.is_some_and(|format| format != WeightFormat::Fp8), FORMAT_ERROR),
+        ];
+        let more = unknown.iter().filter(|(applies, _)| *applies).map(|(_, error)| *error);
+        errors.reduce(f64::max).map(|kernels| more.fold(kernels.hypot(self.error), f64::hypot))
+    }
 }
 
 /// The limits are those that the engines' documentation states for parts of at least 70 GB.

@@ -30,6 +30,7 @@ pub struct ComputeDevice {
 #[derive(Debug)]
 struct Counted {
     inner: Slice,
+    role: BufferUsage,
     _charge: Charge,
 }
 
@@ -44,12 +45,16 @@ impl Buffer for Counted {
 
 /// Returns the same bytes as a slice of the CPU backend.
 fn unwrapped(slice: &Slice) -> Result<Slice> {
-    let counted = slice.buffer.as_any().downcast_ref::<Counted>();
-    let inner = &counted.ok_or_else(|| Error::invalid("a slice belongs to another device"))?.inner;
+    let inner = &counted(slice)?.inner;
     if slice.offset.checked_add(slice.bytes).is_none_or(|end| end > inner.bytes) {
         return Err(Error::invalid("a slice leaves its buffer"));
     }
     Ok(inner.range(slice.offset, slice.bytes))
+}
+
+fn counted(slice: &Slice) -> Result<&Counted> {
+    let counted = slice.buffer.as_any().downcast_ref::<Counted>();
+    counted.ok_or_else(|| Error::invalid("a slice belongs to another device"))
 }
 
 impl ComputeDevice {
@@ -72,8 +77,8 @@ impl ComputeDevice {
         ComputeDevice::new(id, profile, Arc::new(RealClock::new(dilation)?))
     }
 
-    fn wrap(&self, inner: Slice, charge: Charge) -> Slice {
-        Slice::whole(Arc::new(Counted { inner, _charge: charge }))
+    fn wrap(&self, inner: Slice, role: BufferUsage, charge: Charge) -> Slice {
+        Slice::whole(Arc::new(Counted { inner, role, _charge: charge }))
     }
 }
 
@@ -140,12 +145,12 @@ impl Device for ComputeDevice {
     fn alloc(&self, bytes: u64, role: BufferUsage) -> Result<Slice> {
         let charge = self.part.budget.charge(bytes)?;
         let inner = self.inner.alloc(bytes, role).map_err(|error| error.context(&self.part.info.id))?;
-        Ok(self.wrap(inner, charge))
+        Ok(self.wrap(inner, role, charge))
     }
 
     fn import(&self, memory: Arc<dyn HostMemory>) -> Result<Slice> {
         let charge = self.part.budget.charge(memory.as_bytes().len() as u64)?;
-        Ok(self.wrap(self.inner.import(memory)?, charge))
+        Ok(self.wrap(self.inner.import(memory)?, BufferUsage::Weights, charge))
     }
 
     fn export(&self, _: &Slice) -> Option<Export> {
@@ -153,13 +158,15 @@ impl Device for ComputeDevice {
     }
 
     fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
-        let to = unwrapped(to)?;
-        self.part.copying(data.len(), |profile| &profile.host_to_device, || self.inner.write(&to, data))
+        let (role, to) = (counted(to)?.role, unwrapped(to)?);
+        let what = (data.len(), role);
+        self.part.copying(what, |profile| &profile.host_to_device, || self.inner.write(&to, data))
     }
 
     fn read(&self, from: &Slice, data: &mut [u8]) -> Result<()> {
-        let from = unwrapped(from)?;
-        self.part.copying(data.len(), |profile| &profile.device_to_host, || self.inner.read(&from, data))
+        let (role, from) = (counted(from)?.role, unwrapped(from)?);
+        let what = (data.len(), role);
+        self.part.copying(what, |profile| &profile.device_to_host, || self.inner.read(&from, data))
     }
 
     fn queue(&self) -> Result<Box<dyn Queue>> {

@@ -66,21 +66,26 @@ impl Costs {
 
     /// Returns the commands' own times plus n times `launch_per_command`.
     pub(crate) fn work(&self, cmds: &[Cmd]) -> Seconds {
-        let between = self.profile.launch_per_command * cmds.len() as f64;
+        let own: Seconds = cmds.iter().map(|cmd| self.time(cmd.sig())).sum();
+        self.profile.launch_per_command * cmds.len() as f64 + own
+    }
+
+    /// Returns how long commands that only move bytes use the memory.
+    pub(crate) fn memory(&self, cmds: &[Cmd]) -> Seconds {
+        cmds.iter().map(|cmd| self.time(cmd.sig()).min(self.profile.roofline(cmd.sig()))).sum()
+    }
+
+    fn time(&self, sig: &OpSig) -> Seconds {
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
-        let own = cmds.iter().map(|cmd| match kept.get(cmd.sig()) {
-            Some(&time) => time,
-            None => {
-                if kept.len() >= KEPT_MAX {
-                    kept.clear();
-                }
-                let time = self.predictor.time(cmd.sig());
-                kept.insert(*cmd.sig(), time);
-                time
-            }
-        });
-        let own: Seconds = own.sum();
-        between + own
+        if let Some(&time) = kept.get(sig) {
+            return time;
+        }
+        if kept.len() >= KEPT_MAX {
+            kept.clear();
+        }
+        let time = self.predictor.time(sig);
+        kept.insert(*sig, time);
+        time
     }
 
     /// Returns the time of one copy between host and device; zero if the profile does not know it.

@@ -63,15 +63,20 @@ impl SimulatedPart {
         Ok(SimulatedPart { info, budget: Budget::new(id, memory), costs: Arc::new(costs), schedule })
     }
 
-    /// Copies between host and device, taking the time that the profile predicts.
+    /// Copies between host and device, taking the time that the profile predicts. KV is large, and comes and
+    /// goes beside steps, from which it takes the memory meanwhile.
     pub(crate) fn copying(
         &self,
-        bytes: usize,
+        (bytes, role): (usize, BufferUsage),
         cost: impl FnOnce(&DeviceProfile) -> &CopyCost,
         copy: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
-        let clock = self.schedule.clock();
-        let end = clock.now() + Costs::copy(cost(self.costs.profile()), bytes);
+        let (clock, profile) = (self.schedule.clock(), self.costs.profile());
+        let time = Costs::copy(cost(profile), bytes);
+        let end = clock.now() + time;
+        if role == BufferUsage::Kv {
+            self.schedule.lend_memory(time.min(Bytes(bytes as f64) / profile.bandwidth));
+        }
         copy()?;
         clock.wait_until(end);
         Ok(())
@@ -168,8 +173,9 @@ impl Device for TimeOnlyDevice {
 
     fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
         check_length(to, data.len())?;
+        let role = lock(&self.store).content(to)?.0.role();
         self.part.copying(
-            data.len(),
+            (data.len(), role),
             |profile| &profile.host_to_device,
             || {
                 lock(&self.store).edit(to, Edit::Any)?.copy_from_slice(data);
@@ -180,8 +186,9 @@ impl Device for TimeOnlyDevice {
 
     fn read(&self, from: &Slice, data: &mut [u8]) -> Result<()> {
         check_length(from, data.len())?;
+        let role = lock(&self.store).content(from)?.0.role();
         self.part.copying(
-            data.len(),
+            (data.len(), role),
             |profile| &profile.device_to_host,
             || {
                 data.copy_from_slice(lock(&self.store).bytes(from)?);

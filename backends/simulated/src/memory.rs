@@ -158,6 +158,11 @@ impl Content {
         }
     }
 
+    /// Returns what the buffer is for.
+    pub(crate) fn role(&self) -> BufferUsage {
+        self.role
+    }
+
     pub(crate) fn is_weights(&self) -> bool {
         self.role == BufferUsage::Weights || matches!(self.bytes, Bytes::Imported(_))
     }

@@ -79,13 +79,15 @@ impl<W: BatchRunner> Queue for SimQueue<W> {
     fn submit(&mut self, cmds: &[Cmd]) -> Result<Ticket> {
         let arrived = self.timeline.schedule().clock().now();
         if self.timeline.has_failed() {
-            let none = BatchWork { launch: Seconds::ZERO, time: Seconds::ZERO, only_moves: false };
+            let (launch, time, takes) = (Seconds::ZERO, Seconds::ZERO, Seconds::ZERO);
+            let none = BatchWork { launch, time, takes, only_moves: false };
             return Ok(self.timeline.push(arrived, none));
         }
         let result = self.work.start(cmds);
         let (launch, time) = (self.costs.launch(cmds), self.costs.work(cmds));
         let only_moves = cmds.iter().all(|cmd| moves(cmd.sig()));
-        let ticket = self.timeline.push(arrived, BatchWork { launch, time, only_moves });
+        let takes = if only_moves { self.costs.memory(cmds) } else { time };
+        let ticket = self.timeline.push(arrived, BatchWork { launch, time, takes, only_moves });
         match result {
             Ok(()) => self.timeline.judge(ticket, self.timeline.schedule().clock().now() - arrived)?,
             Err(error) => self.timeline.fail(ticket, error),

@@ -23,6 +23,8 @@ pub(crate) struct BatchWork {
     pub(crate) launch: Seconds,
     /// Time of its commands.
     pub(crate) time: Seconds,
+    /// How much of that it takes from others: all, or the memory's time of what only moves bytes.
+    pub(crate) takes: Seconds,
     /// Whether it only moves bytes, which engines for copies do while others compute.
     pub(crate) only_moves: bool,
 }
@@ -58,10 +60,16 @@ impl Schedule {
     /// its end. Its launch overlaps with the batches before it. One that only moves bytes waits for those of
     /// its own queue; the memory's time that it takes from others is added to what comes after them.
     fn append(&self, arrived: Seconds, work: BatchWork, before: Seconds) -> Seconds {
-        let BatchWork { launch, time, only_moves } = work;
+        let BatchWork { launch, time, takes, only_moves } = work;
         let mut load = self.load.lock().unwrap_or_else(PoisonError::into_inner);
-        load.until = (arrived + launch).max(load.until) + time;
+        load.until = (arrived + launch).max(load.until) + takes;
         if only_moves { (arrived + launch).max(before) + time } else { load.until }
+    }
+
+    /// Takes the memory for `time` from what comes next.
+    pub(crate) fn lend_memory(&self, time: Seconds) {
+        let mut load = self.load.lock().unwrap_or_else(PoisonError::into_inner);
+        load.until = load.until.max(self.clock.now()) + time;
     }
 
     /// Records that the host took `host` of simulated time for a batch of `time`, and warns once if the host

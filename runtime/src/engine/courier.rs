@@ -12,6 +12,7 @@ use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::transport::{Endpoint, Piece, RemoteAccess, TransferId, Transport};
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Error, ErrorKind, Result};
+use mixfleet_scheduler::cost::PIECE_BYTES;
 use mixfleet_scheduler::fleet::InstanceId;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -34,7 +35,7 @@ pub struct HandOffLimits {
 
 impl Default for HandOffLimits {
     fn default() -> Self {
-        HandOffLimits { slot_bytes: 1 << 20, slots: 32, timeout: Duration::from_secs(5) }
+        HandOffLimits { slot_bytes: PIECE_BYTES, slots: 32, timeout: Duration::from_secs(5) }
     }
 }
 

@@ -3,11 +3,11 @@
 use super::coverage::Coverage;
 use super::fault::{Fault, Outcome};
 use super::messages::{FromWorker, KvMessage, Parcel, PieceId, Source, Transfer};
+use super::pages::check_piece;
 use super::worker::{Event, Worker};
 use mixfleet_hal::{DType, Error, ErrorKind, Result};
 use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::fleet::InstanceId;
-use xxhash_rust::xxh3::xxh3_64;
 
 /// KV that a sequence waits for.
 pub(super) struct Incoming {
@@ -152,17 +152,13 @@ impl Worker {
         });
         self.directory.tell(sender, self.id, KvMessage::Credit { slot });
         let looked = looked.and(copied);
-        let mut intact = false;
-        let mut written = Ok(());
-        if let (Some(private), Ok(())) = (&private, &looked) {
-            private.view(0, bytes, &mut |copy| {
-                intact = xxh3_64(copy) == hash;
-                if awaited && intact {
-                    written = self.device.write(&self.staging.landing.range(0, bytes), copy);
-                }
-            })?;
-        }
-        written?;
+        let intact = match (&private, &looked) {
+            (Some(private), Ok(())) => {
+                let to = awaited.then(|| self.staging.landing.range(0, bytes));
+                check_piece(&*self.device, &**private, (bytes, hash), to.as_ref())?
+            }
+            _ => false,
+        };
         if let Err(error) = looked {
             tracing::warn!(request, %sender, %error, "a piece cannot be taken out of its slot");
         }

@@ -45,6 +45,7 @@ pub use handoff::wire_dtype;
 pub use identity::Identity;
 pub use instance::{InstanceLimits, InstanceSpec, Loaded};
 pub use messages::Held;
+pub use pages::{Pages, check_piece};
 pub use tiers::LowerTiers;
 
 use crate::api::Placements;

@@ -43,6 +43,8 @@ struct Scene {
     name: &'static str,
     parts: Vec<Part>,
     joined: bool,
+    /// Whether copies of KV take the memory's time, of which steps then have less.
+    copies_take: bool,
     /// Whether two of three requests are flex.
     flex: bool,
     /// Whether the third is of the tier `priority`.
@@ -184,6 +186,7 @@ fn scene(name: &'static str, parts: Vec<Part>, joined: bool, policy: Policy, loa
         name,
         parts,
         joined,
+        copies_take: false,
         flex: false,
         priority: false,
         sequences_max: 32,
@@ -224,6 +227,32 @@ fn prefill_and_decode_pairs_agree_on_every_placement() {
         }
     }
     assert!(rejected > 0, "nothing was turned away: admission was not compared");
+}
+
+/// Mean time from the first to the last token, served and simulated.
+fn decoding_s(scene: &Scene) -> [f64; 2] {
+    let (fleet, steps, _) = served(scene);
+    let both = [seen(&steps), simulated(scene, fleet, &steps)];
+    both.map(|seen| {
+        let each = seen.ends.iter().map(|(request, end_s)| end_s - seen.firsts[request]);
+        each.sum::<f64>() / seen.ends.len() as f64
+    })
+}
+
+/// On memory that is slow enough for it to show, both count the same time for KV that lands, spread over
+/// steps in much the same way.
+#[test]
+fn kv_that_lands_takes_the_same_of_steps_in_both() {
+    let parts = [Role::Prefill, Role::Decode].map(|role| Part { role, bandwidth: 2e7, ..DEAR });
+    let decoding = |copies_take| {
+        let scene = scene("copies", parts.to_vec(), true, Policy::PerDollar, (1, 4.0));
+        decoding_s(&Scene { copies_take, ..scene })
+    };
+    let ([served, simulated], [served_with, simulated_with]) = (decoding(false), decoding(true));
+    let (served, simulated) = (served_with - served, simulated_with - simulated);
+    println!("decoding an answer takes {served} s more, simulated {simulated} s");
+    assert!(served > 3e-3, "copies hardly show");
+    assert!((simulated / served - 1.0).abs() < 0.1);
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! Predicts the time of steps and transfers, from numbers alone.
 
 mod collective;
+mod copies;
 mod engine;
 mod knots;
 mod latent;
@@ -16,6 +17,7 @@ mod stored;
 mod tables;
 
 pub use collective::{AllReduce, DEVICES_MAX, Fabric, Interconnect};
+pub use copies::{KvCopyCost, PIECE_BYTES, PieceCost};
 pub use engine::EngineCost;
 pub use latent::LatentAttention;
 pub use learn::{Corrections, MeasuredSteps};

@@ -4,23 +4,16 @@ use super::error::suggestion;
 use super::model::INLINE;
 use super::{FleetFileError, Model, ReadProfile, raw};
 use crate::engine_profile::{EngineProfile, TableDirectory};
-use mixfleet_hal::WeightFormat;
-use mixfleet_hal::catalog::{self, Part};
-use mixfleet_hal::profile::{DeviceProfile, Evidence, EvidenceBasis};
+use mixfleet_hal::catalog::{self, Part, PartKind};
+use mixfleet_hal::profile::{DeviceProfile, EvidenceBasis};
 use mixfleet_hal::units::{Bytes, Seconds};
 use mixfleet_scheduler::cost::{
-    AllReduce, Coefficients, CostModel, DEVICES_MAX, DecodeCoefficients, Interconnect, PrefillCoefficients,
-    ProfileCost,
+    AllReduce, Coefficients, CostModel, DEVICES_MAX, DecodeCoefficients, Interconnect, KvCopyCost,
+    PrefillCoefficients, ProfileCost,
 };
 use mixfleet_scheduler::engines::KnownEngine;
 use std::path::Path;
 use std::sync::Arc;
-
-/// Likely error of layers with experts, whose kernels no law is of: four in five published runs lie within it
-/// (docs/results/truth.md).
-const MIXTURE_ERROR: f64 = 0.25;
-/// Likely error of weights in other formats than those that laws are of.
-const FORMAT_ERROR: f64 = 0.25;
 
 /// The key that is invalid, and why.
 pub(super) type Refusal = (&'static str, String);
@@ -90,28 +83,17 @@ impl Hardware {
         Ok(Hardware { part, source })
     }
 
-    /// The likely relative error of predictions: the largest of the model's kernels', and what remains of the
-    /// engine beyond kernels. `None` for what was measured or stated as it is.
+    /// The likely relative error of predictions; `None` for what was measured or stated as it is.
     pub(super) fn likely_error(
         &self,
         pool: &raw::RawPool,
         model: &Model,
         engine: &KnownEngine,
     ) -> Option<f64> {
-        let (Source::Device { profile, .. }, None, Some(shape)) =
-            (&self.source, &pool.calibration, &model.shape)
-        else {
-            return None;
-        };
-        let evidence = profile.provenance.evidence.iter();
-        let concerns = |evidence: &&Evidence| [shape.weight, shape.kv].contains(&evidence.dtype);
-        let errors = evidence.filter(concerns).filter_map(|evidence| evidence.error);
-        let unknown = [
-            (shape.experts.is_some(), MIXTURE_ERROR),
-            (shape.format.is_some_and(|format| format != WeightFormat::Fp8), FORMAT_ERROR),
-        ];
-        let more = unknown.iter().filter(|(applies, _)| *applies).map(|(_, error)| *error);
-        errors.reduce(f64::max).map(|kernels| more.fold(kernels.hypot(engine.error), f64::hypot))
+        match (&self.source, &pool.calibration, &model.shape) {
+            (Source::Device { profile, .. }, None, Some(shape)) => engine.likely_error(profile, shape),
+            _ => None,
+        }
     }
 
     /// The serving engine that was measured, if one was.
@@ -128,6 +110,24 @@ impl Hardware {
             Source::Device { profile, .. } => Some(profile.memory),
             _ => self.part.map(Part::memory_bytes),
         }
+    }
+
+    /// What copies of KV take from the steps of an instance whose KV is divided over `devices`. Processors
+    /// copy between steps, all other parts beside them.
+    pub(super) fn kv_copies(&self, devices: u32) -> KvCopyCost {
+        let known = match &self.source {
+            Source::Device { profile, .. } => Some(DeviceProfile::clone(profile)),
+            _ => self.part.map(Part::profile),
+        };
+        let is_processor = |profile: &DeviceProfile| match self.part {
+            Some(part) => part.kind == PartKind::Cpu,
+            None => profile.fingerprint.starts_with("cpu "),
+        };
+        let cost = known.map(|profile| match is_processor(&profile) {
+            true => KvCopyCost::between(&profile),
+            false => KvCopyCost::beside(&profile),
+        });
+        cost.unwrap_or_default().shared_by(devices)
     }
 
     /// The cost model of an instance, and its origin.

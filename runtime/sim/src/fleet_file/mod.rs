@@ -20,7 +20,7 @@ pub use slowdown::PoolSlowdown;
 
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::Bytes;
-use mixfleet_scheduler::cost::{CostModel, ModelShape};
+use mixfleet_scheduler::cost::{CostModel, KvCopyCost, ModelShape};
 use mixfleet_scheduler::engines::KnownEngine;
 use mixfleet_scheduler::fleet::{Rebalance, Role};
 use mixfleet_scheduler::kv::CachePolicy;
@@ -155,6 +155,8 @@ pub struct InstancePool {
     pub cost: CostModel,
     /// The origin of those times, for display.
     pub cost_basis: String,
+    /// What KV that comes or goes takes of steps; nothing where no device is known.
+    pub kv_copies: KvCopyCost,
     /// Likely relative error of those times, where it is known.
     pub likely_error: Option<f64>,
     /// Rent of an instance in USD per hour, if known.

@@ -125,6 +125,7 @@ fn pool(
         pipeline_stages: raw.stages(),
         cost,
         cost_basis,
+        kv_copies: hardware.kv_copies(raw.devices_per_instance),
         likely_error: hardware.likely_error(raw, model, known),
         usd_per_hour,
         price_basis,

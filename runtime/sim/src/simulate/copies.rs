@@ -2,9 +2,9 @@
 
 use super::World;
 use super::agenda::Next;
-use super::engine::{Job, Message};
+use super::engine::{Job, KvCopy, Message};
 use mixfleet_hal::cast::to_u32;
-use mixfleet_hal::units::Seconds;
+use mixfleet_hal::units::{Bytes, Seconds};
 use mixfleet_scheduler::batch::{After, Urgency};
 use mixfleet_scheduler::fleet::Event;
 use mixfleet_scheduler::kv::BlockHash;
@@ -94,8 +94,9 @@ impl World<'_> {
         self.send(from, Message::Lend { request, tokens, chain });
     }
 
-    /// Sends the first `tokens` tokens of a lent prefix, which are ready at `ready_s`.
-    pub(super) fn lent(&mut self, from: u32, request: u64, tokens: u32, ready_s: f64) {
+    /// Sends the first `tokens` tokens of a lent prefix, of which `on_device` are on the devices, and which
+    /// are ready at `ready_s`.
+    pub(super) fn lent(&mut self, from: u32, request: u64, (tokens, on_device): (u32, u32), ready_s: f64) {
         let copy = self.copies.under_way.get(request).map(|copy| (copy.to, copy.held_tokens));
         let flight = self.flights.get(request).filter(|flight| flight.pull.is_some());
         let Some((to, held_tokens)) = flight.map(|flight| (flight.prefill, flight.pull_held_tokens)).or(copy)
@@ -107,6 +108,7 @@ impl World<'_> {
         if sent > 0 {
             let bytes = f64::from(sent) * self.setup.fleet.kv_bytes_per_token as f64;
             arrives_s = self.network.send(self.now_s, ready_s, from, to, bytes);
+            self.leaves(from, to, sent, on_device.saturating_sub(held_tokens));
             if copy.is_some() {
                 self.copies.sent.copies += 1;
                 self.copies.sent.bytes += bytes;
@@ -116,6 +118,31 @@ impl World<'_> {
         }
         let (tokens, attempt) = (tokens.max(held_tokens), self.attempt(request));
         self.schedule(arrives_s, Next::Pulled { request, attempt, from, tokens });
+    }
+
+    /// Lets KV of `tokens` tokens go from one instance to another, of which `gathered` are on the devices
+    /// there.
+    pub(super) fn leaves(&mut self, from: u32, to: u32, tokens: u32, gathered: u32) {
+        let bytes = |tokens: u32| Bytes(f64::from(tokens) * self.setup.fleet.kv_bytes_per_token as f64);
+        let takes = self.setup.instances[from as usize].kv_copies;
+        let takes = takes.leaves(bytes(gathered), self.setup.fleet.layers);
+        let over = Seconds(bytes(tokens).0 * self.network.link(from, to).seconds_per_byte);
+        self.copy(from, KvCopy { takes, over });
+        self.comes(from, to, tokens, 0.0);
+    }
+
+    /// Lets KV of `tokens` tokens come from another instance, in no less than `least_s`.
+    pub(super) fn comes(&mut self, from: u32, to: u32, tokens: u32, least_s: f64) {
+        let bytes = Bytes(f64::from(tokens) * self.setup.fleet.kv_bytes_per_token as f64);
+        let takes = self.setup.instances[to as usize].kv_copies.lands(bytes, self.setup.fleet.layers);
+        let over = Seconds((bytes.0 * self.network.link(from, to).seconds_per_byte).max(least_s));
+        self.copy(to, KvCopy { takes, over });
+    }
+
+    fn copy(&mut self, instance: u32, copy: KvCopy) {
+        if copy.takes.0 > 0.0 {
+            self.send(instance, Message::Copy(copy));
+        }
     }
 
     /// Handles the arrival of the first `tokens` tokens of a prefix; none if they are no longer waited for.
@@ -149,7 +176,7 @@ impl World<'_> {
         };
         let to = copy.to;
         self.copies.under_way.insert(request, copy);
-        self.send(to, Message::Add { job, pulls: tokens, after: After::Keep });
+        self.send(to, Message::Add { job, pulls: tokens, after: After::Keep, sends_from: 0 });
     }
 
     /// Places a request again that has lost its place.

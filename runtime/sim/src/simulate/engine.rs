@@ -4,6 +4,7 @@
 //! A run of equal decode steps is one event, however long; a message that comes meanwhile is handled after
 //! the current step, and ends the run.
 
+mod copying;
 mod keys;
 mod run;
 
@@ -11,13 +12,15 @@ use super::results::Reused;
 use super::tiers::{ByTier, Tiers};
 use super::timeline::Occupation;
 use super::{InstanceSetup, Setup};
+pub(super) use copying::KvCopy;
 pub(super) use keys::public;
 
+use copying::Copying;
 use keys::Keys;
 use mixfleet_hal::cast::to_u32;
-use mixfleet_hal::units::Seconds;
+use mixfleet_hal::units::{Bytes, Seconds};
 use mixfleet_scheduler::batch::{Action, After, Event, Instance, Sampled, StepSequence, Urgency};
-use mixfleet_scheduler::cost::{CostModel, MeasuredSteps, Prefill};
+use mixfleet_scheduler::cost::{CostModel, KvCopyCost, MeasuredSteps, Prefill};
 use mixfleet_scheduler::kv::{BlockHash, Tier};
 use run::Run;
 use std::sync::Arc;
@@ -43,8 +46,11 @@ pub(super) struct Gaps {
 
 /// A message to an instance, which handles it between two steps.
 pub(super) enum Message {
-    /// Compute a prompt here; of its first `pulls` tokens, the missing ones come from elsewhere.
-    Add { job: Job, pulls: u32, after: After },
+    /// Compute a prompt here; of its first `pulls` tokens, the missing ones come from elsewhere. KV that is
+    /// handed off is sent from token `sends_from` on.
+    Add { job: Job, pulls: u32, after: After, sends_from: u32 },
+    /// KV comes or goes from now on.
+    Copy(KvCopy),
     /// Make room for the KV of a prompt that is computed elsewhere.
     Reserve { job: Job },
     /// The KV of the first `tokens_valid` tokens is here, and for a hand-off also the next token, drawn at
@@ -74,8 +80,11 @@ pub(super) enum Outcome {
     Revoked { request: u64 },
     /// A request that was running gave its memory to others and recomputes later.
     Preempted,
-    /// The first `tokens` tokens of a prompt can be sent from `ready_s` on.
-    Lent { request: u64, tokens: u32, ready_s: f64 },
+    /// A step begins that computes `tokens` tokens of a prompt whose KV is sent meanwhile.
+    Sends { request: u64, tokens: u32, step_s: f64 },
+    /// The first `tokens` tokens of a prompt can be sent from `ready_s` on; `on_device` of them are on the
+    /// devices.
+    Lent { request: u64, tokens: u32, on_device: u32, ready_s: f64 },
     /// A sequence that was handed over decodes here now.
     Joined { request: u64 },
     /// Each of these requests got `tokens` tokens.
@@ -94,7 +103,7 @@ pub(super) enum Outcome {
 
 enum Plan {
     /// One step, of which decoding alone would take `decode_s`.
-    Step { parts: Vec<StepSequence>, began_s: f64, time_s: f64, decode_s: f64 },
+    Step { parts: Vec<StepSequence>, began_s: f64, time_s: f64, decode_s: f64, slower: f64 },
     /// A run of decode steps.
     Run(Run),
     /// A load of blocks from lower tiers.
@@ -116,6 +125,22 @@ struct Active {
     loaded: ByTier,
     /// Tokens that were here when it began to wait for more.
     held_tokens: Option<u32>,
+    /// The first token of which KV is sent, if any is.
+    sends_from: Option<u32>,
+}
+
+/// KV of the model on an instance.
+#[derive(Clone, Copy)]
+struct InstanceKv {
+    token_bytes: f64,
+    layers: u32,
+    cost: KvCopyCost,
+}
+
+impl InstanceKv {
+    fn leaves_s(&self, tokens: u32) -> Seconds {
+        self.cost.leaves(Bytes(f64::from(tokens) * self.token_bytes), self.layers)
+    }
 }
 
 pub(super) struct Engine {
@@ -126,6 +151,8 @@ pub(super) struct Engine {
     block_tokens: u32,
     machine: Instance<Keys>,
     lower: Tiers,
+    kv: InstanceKv,
+    copying: Copying,
     /// Messages that came during a step.
     inbox: Vec<Message>,
     at: Option<Plan>,
@@ -150,6 +177,12 @@ impl Engine {
                 f64::from(block_tokens) * setup.fleet.kv_bytes_per_token as f64,
                 instance.limits.cache_policy,
             ),
+            kv: InstanceKv {
+                token_bytes: setup.fleet.kv_bytes_per_token as f64,
+                layers: setup.fleet.layers,
+                cost: instance.kv_copies,
+            },
+            copying: Copying::default(),
             inbox: Vec::new(),
             at: None,
             plans: 0,
@@ -216,8 +249,9 @@ impl Engine {
 
     fn handle(&mut self, now_s: f64, message: Message, outcomes: &mut Vec<Outcome>) {
         match message {
-            Message::Add { job, pulls, after } => {
-                let (request, urgency, text) = (job.request, job.urgency, self.text(job));
+            Message::Add { job, pulls, after, sends_from } => {
+                let (request, urgency, mut text) = (job.request, job.urgency, self.text(job));
+                text.active.sends_from = (after == After::HandOff).then_some(sends_from);
                 self.tell(Event::Add { request, urgency, text, pulls, after });
             }
             Message::Reserve { job } => {
@@ -232,6 +266,7 @@ impl Engine {
                 self.tell(Event::Landed { request, tokens_valid, next: since_s.is_some() });
             }
             Message::Lend { request, tokens, chain } => self.lend(now_s, request, tokens, &chain, outcomes),
+            Message::Copy(copy) => self.copying.add(now_s, copy),
             Message::Unlend { request } => self.tell(Event::Unlend { request }),
             Message::Cost(cost) => self.cost = cost,
             Message::LetGo { request } => {
@@ -262,8 +297,9 @@ impl Engine {
         let by_tier = self.lower.prefix(below);
         let came = by_tier.iter().sum::<usize>();
         let ready_s = self.lower.load(now_s, &below[..came], by_tier);
-        let tokens = to_u32(pages.len() + came) * self.block_tokens;
-        outcomes.push(Outcome::Lent { request, tokens, ready_s });
+        let on_device = to_u32(pages.len()) * self.block_tokens;
+        let tokens = on_device + to_u32(came) * self.block_tokens;
+        outcomes.push(Outcome::Lent { request, tokens, on_device, ready_s });
     }
 
     /// End of the current plan, unless it was returned already.
@@ -313,7 +349,8 @@ impl Engine {
                     self.step_done(now_s, &run.parts, run.done >= run.left, outcomes);
                 }
             }
-            Some(Plan::Step { parts, began_s, time_s, decode_s }) => {
+            Some(Plan::Step { parts, began_s, time_s, decode_s, slower }) => {
+                self.copying.end(now_s, slower, time_s);
                 outcomes.push(Outcome::Busy { prefill_s: time_s - decode_s, decode_s });
                 if self.measures {
                     let (parts, sequences, kv_tokens) = self.shape(&parts);
@@ -391,7 +428,7 @@ impl Engine {
         let mut actions = std::mem::take(&mut self.actions);
         for action in actions.drain(..) {
             match action {
-                Action::Run(step) => self.begin(now_s, step.sequences),
+                Action::Run(step) => self.begin(now_s, step.sequences, outcomes),
                 Action::Load { request, chain, .. } => self.load(now_s, request, &chain),
                 Action::Admitted { request, tokens_cached } => {
                     let block_tokens = self.block_tokens;
@@ -417,7 +454,9 @@ impl Engine {
                 Action::Evicted(evicted) => {
                     let mut hashes: Vec<BlockHash> =
                         evicted.into_iter().map(|evicted| evicted.hash).collect();
-                    self.lower.take_in(&hashes, outcomes);
+                    let kept = self.lower.take_in(&hashes, outcomes);
+                    let takes = self.kv.leaves_s(to_u32(kept) * self.block_tokens);
+                    self.copying.add(now_s, KvCopy { takes, over: Seconds::ZERO });
                     hashes.retain(keys::is_public);
                     if !hashes.is_empty() {
                         outcomes.push(Outcome::Evicted(Tier::Device, hashes));
@@ -436,7 +475,9 @@ impl Engine {
     fn load(&mut self, now_s: f64, request: u64, chain: &[BlockHash]) {
         let by_tier = self.lower.prefix(chain);
         let blocks = by_tier.iter().sum::<usize>();
-        let until_s = self.lower.load(now_s, &chain[..blocks], by_tier);
+        let bytes = Bytes(blocks as f64 * f64::from(self.block_tokens) * self.kv.token_bytes);
+        let copied_s = self.kv.cost.loads(bytes, self.kv.layers).0;
+        let until_s = self.lower.load(now_s, &chain[..blocks], by_tier) + copied_s;
         if let Some(active) = self.active(request) {
             active.loaded = [0, 1, 2].map(|tier| active.loaded[tier] + by_tier[tier]);
         }
@@ -445,7 +486,7 @@ impl Engine {
     }
 
     /// Begins a step, with those that are certain to follow it.
-    fn begin(&mut self, began_s: f64, parts: Vec<StepSequence>) {
+    fn begin(&mut self, began_s: f64, parts: Vec<StepSequence>, outcomes: &mut Vec<Outcome>) {
         self.plans += 1;
         let parts = match self.run(began_s, parts) {
             Ok(run) => return self.at = Some(Plan::Run(run)),
@@ -453,8 +494,25 @@ impl Engine {
         };
         let (pieces, sequences, kv_tokens) = self.shape(&parts);
         let decode_s = if sequences == 0 { 0.0 } else { self.cost.decode_step_s(sequences, kv_tokens).0 };
-        let time_s = self.cost.step_s(&pieces, sequences, kv_tokens).0;
-        self.at = Some(Plan::Step { parts, began_s, time_s, decode_s: decode_s.min(time_s) });
+        let computes_s = self.cost.step_s(&pieces, sequences, kv_tokens).0;
+        let sends = self.sends(&parts);
+        let alone_s = computes_s + sends.iter().map(|&(_, tokens)| self.kv.leaves_s(tokens).0).sum::<f64>();
+        let (slower, _) = self.copying.begin(began_s, alone_s);
+        let (time_s, decode_s) = (alone_s * slower, decode_s.min(computes_s) * slower);
+        let told =
+            sends.into_iter().map(|(request, tokens)| Outcome::Sends { request, tokens, step_s: time_s });
+        outcomes.extend(told);
+        self.at = Some(Plan::Step { parts, began_s, time_s, decode_s, slower });
+    }
+
+    /// The prompts of a step whose KV is sent while it runs, with the number of tokens that are.
+    fn sends(&self, parts: &[StepSequence]) -> Vec<(u64, u32)> {
+        let sent = |part: &StepSequence| {
+            let from = self.machine.text(part.request)?.active.sends_from?;
+            let end = part.start + part.tokens;
+            (from < end).then(|| (part.request, end - from.max(part.start)))
+        };
+        parts.iter().filter_map(sent).collect()
     }
 
     /// A step's arguments for the cost model: prompt chunks, decoding sequences and their tokens.

@@ -38,7 +38,7 @@ use mixfleet_hal::DType;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::{Ordered, Seconds};
 use mixfleet_scheduler::batch::{After, BatchLimits, Urgency};
-use mixfleet_scheduler::cost::LinkCost;
+use mixfleet_scheduler::cost::{KvCopyCost, LinkCost};
 use mixfleet_scheduler::fleet::{Action, Arrival, Event, FleetConfig, Instance, InstanceId, PromptChain};
 use mixfleet_scheduler::table::IdMap;
 use network::Network;
@@ -63,6 +63,8 @@ pub struct InstanceSetup {
     pub limits: BatchLimits,
     /// The tiers below its devices.
     pub tiers: Vec<TierSetup>,
+    /// What KV that comes or goes takes of its steps.
+    pub kv_copies: KvCopyCost,
 }
 
 /// The setup of a fleet.
@@ -218,7 +220,9 @@ impl<'a> World<'a> {
             Next::Pull { request, attempt, held_tokens } if self.is_current(request, attempt) => {
                 self.pull(request, held_tokens);
             }
-            Next::Lent { from, request, tokens, ready } => self.lent(from, request, tokens, ready.0),
+            Next::Lent { from, request, tokens, on_device, ready } => {
+                self.lent(from, request, (tokens, on_device), ready.0);
+            }
             Next::Pulled { request, attempt, from, tokens } => {
                 self.pulled(request, from, self.is_current(request, attempt).then_some(tokens));
             }
@@ -389,7 +393,8 @@ impl<'a> World<'a> {
         let (prefill, decode, job) = (flight.prefill, flight.decode, flight.job(request));
         let after = if prefill == decode { After::Decode } else { After::HandOff };
         let pulls = flight.pull.map_or(0, |(_, until)| self.pulled_tokens(until, flight.prompt_tokens));
-        self.send(prefill, Message::Add { job, pulls, after });
+        let sends_from = flight.held_tokens;
+        self.send(prefill, Message::Add { job, pulls, after, sends_from });
     }
 
     /// Number of prompt tokens in whole blocks that can be pulled: at least one token is computed.
@@ -443,7 +448,11 @@ impl<'a> World<'a> {
                     if let Some(flight) = self.flights.get_mut(request) {
                         flight.prefill_began_s = self.now_s;
                         flight.known_tokens = reused.tokens(self.setup.block_tokens);
-                        self.routers.began(self.now_s, request, flight.known_tokens);
+                        let (known, held, to) = (flight.known_tokens, flight.held_tokens, flight.decode);
+                        self.routers.began(self.now_s, request, known);
+                        if to != instance && known > held {
+                            self.leaves(instance, to, known - held, known - held);
+                        }
                     }
                 }
                 Outcome::Stored(tier, hashes) => self.tell(Event::KvStored { instance: id, hashes, tier }),
@@ -457,10 +466,15 @@ impl<'a> World<'a> {
                     self.schedule(self.now_s, Next::Revoked { request, attempt });
                 }
                 Outcome::Preempted => self.ledger.preemptions += 1,
-                Outcome::Lent { request, tokens, ready_s } => {
+                Outcome::Sends { request, tokens, step_s } => {
+                    let to = self.flights.get(request).map(|flight| flight.decode);
+                    to.into_iter().for_each(|to| self.comes(instance, to, tokens, step_s));
+                }
+                Outcome::Lent { request, tokens, on_device, ready_s } => {
+                    let ready = Ordered(ready_s);
                     self.schedule(
                         self.now_s,
-                        Next::Lent { from: instance, request, tokens, ready: Ordered(ready_s) },
+                        Next::Lent { from: instance, request, tokens, on_device, ready },
                     );
                 }
                 Outcome::Joined { request } => {

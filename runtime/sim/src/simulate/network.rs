@@ -31,7 +31,8 @@ impl Network {
         }
     }
 
-    fn link(&self, from: u32, to: u32) -> LinkCost {
+    /// The path from one instance to another.
+    pub(super) fn link(&self, from: u32, to: u32) -> LinkCost {
         let pools = self.between.get(&(self.pools[from as usize], self.pools[to as usize])).copied();
         LinkCost::between(self.nics[from as usize], self.nics[to as usize], pools).unwrap_or_default()
     }

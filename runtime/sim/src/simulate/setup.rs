@@ -74,7 +74,7 @@ impl Setup {
                 prefill_tokens_beside_decode_max: limits.prefill_tokens_beside_decode_max,
                 step_tokens_max: limits.step_tokens_max,
             };
-            let instance = InstanceSetup { spec, limits, tiers: tiers(pool) };
+            let instance = InstanceSetup { spec, limits, tiers: tiers(pool), kv_copies: pool.kv_copies };
             instances.extend(std::iter::repeat_n(instance, pool.count as usize));
         }
         let mut pool_links = Vec::new();

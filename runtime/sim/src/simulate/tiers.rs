@@ -57,8 +57,10 @@ impl Tiers {
     }
 
     /// Stores blocks evicted from the devices' cache, in order: the deepest block of a chain comes first, and
-    /// so is evicted first here.
-    pub(super) fn take_in(&mut self, evicted: &[BlockHash], outcomes: &mut Vec<Outcome>) {
+    /// so is evicted first here. Returns how many left the devices for it.
+    pub(super) fn take_in(&mut self, evicted: &[BlockHash], outcomes: &mut Vec<Outcome>) -> usize {
+        let new = |store: &Store| evicted.iter().filter(|&&key| !store.cache.contains(key)).count();
+        let copied = self.stores.first().map_or(0, new);
         let mut coming = evicted.to_vec();
         for Store { tier, cache, .. } in &mut self.stores {
             let (mut stored, mut lost) = (Vec::new(), Vec::new());
@@ -81,6 +83,7 @@ impl Tiers {
             }
             coming = lost;
         }
+        copied
     }
 
     /// Number of leading blocks of `chain` in each tier, each counted in its fastest one.

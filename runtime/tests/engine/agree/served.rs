@@ -98,7 +98,9 @@ fn instances(scene: &Scene, checkpoint: &Checkpoint, env: &SeededEnv) -> Vec<(Lo
     let instance = |(at, part): (usize, &Part)| {
         let rates = [DType::F32, DType::Bf16].map(|dtype| (dtype, FlopPerSecond(part.flops)));
         let roof = DeviceProfile::roof(rates.to_vec(), BytesPerSecond(part.bandwidth), Bytes(1e9));
-        let profile = if scene.joined {
+        let profile = if scene.copies_take {
+            roof
+        } else if scene.joined {
             DeviceProfile { points: copies_of_kv(&config), ..roof }
         } else {
             DeviceProfile { launch: Seconds(2e-4), launch_per_command: Seconds(1e-6), ..roof }

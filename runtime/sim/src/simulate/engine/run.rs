@@ -21,6 +21,8 @@ pub(super) struct Run {
     pub(super) steps: u32,
     /// Number of steps until the first answer is complete.
     pub(super) left: u32,
+    /// How many times as long as alone the steps are, because of KV that comes and goes.
+    slower: f64,
 }
 
 impl Run {
@@ -35,7 +37,7 @@ impl Run {
     fn step_s(&self, cost: &CostModel, number: u32) -> f64 {
         let sequences = to_u32(self.parts.len());
         let kv_tokens = self.kv_tokens + u64::from(sequences) * u64::from(number - 1);
-        cost.decode_step_s(sequences, kv_tokens).0
+        cost.decode_step_s(sequences, kv_tokens).0 * self.slower
     }
 
     /// Number of steps that are done or in progress at `now_s`.
@@ -69,7 +71,7 @@ impl Run {
 impl Engine {
     /// The step that has just begun and those that are certain to follow it. Returns `parts` if it is not
     /// decode-only.
-    pub(super) fn run(&self, began_s: f64, parts: Vec<StepSequence>) -> Result<Run, Vec<StepSequence>> {
+    pub(super) fn run(&mut self, began_s: f64, parts: Vec<StepSequence>) -> Result<Run, Vec<StepSequence>> {
         let left = |part: &StepSequence| {
             let active = self.machine.text(part.request).map(|text| &text.active);
             let active = active.filter(|active| active.started && part.sample)?;
@@ -79,7 +81,10 @@ impl Engine {
         let Some(left) = least else { return Err(parts) };
         let steps = 1 + self.machine.steady_steps(left.max(1) - 1);
         let kv_tokens = parts.iter().map(|part| u64::from(part.start) + 1).sum();
-        Ok(Run { parts, began_s, kv_tokens, done: 0, done_s: began_s, steps, left })
+        let step_s = self.cost.decode_step_s(to_u32(parts.len()), kv_tokens).0;
+        let (slower, lasts) = self.copying.begin(began_s, step_s);
+        let steps = steps.min(lasts);
+        Ok(Run { parts, began_s, kv_tokens, done: 0, done_s: began_s, steps, left, slower })
     }
 
     /// Reports the steps of a run that are done by `now_s`: an engine that serves reports each at once.
@@ -111,6 +116,7 @@ impl Engine {
         let first_s = run.step_s(&self.cost, run.done + 1);
         let gaps = Gaps { count, first_s, last_s: run.step_s(&self.cost, done) };
         (run.done, run.done_s) = (done, ended_s);
+        self.copying.end(ended_s, run.slower, ended_s - began_s);
         for part in &run.parts {
             if let Some(text) = self.machine.text_mut(part.request) {
                 text.active.advance(ended_s, began_s, gaps);
