@@ -148,6 +148,8 @@ pub(crate) struct Comparison {
     pub(crate) devices: Vec<Compared>,
     /// In the order of `devices`.
     pub(crate) classified: Vec<Classified>,
+    /// Likely relative error of each device's times, where it is known, in the order of `devices`.
+    pub(crate) likely_errors: Vec<Option<f64>>,
     /// Parts of the catalog that are not compared for want of an offer, if none were named.
     pub(crate) without_offer: Vec<&'static str>,
     /// Input that has no effect, or looks wrong.
@@ -184,6 +186,8 @@ fn compare(args: &CompareArgs) -> Result<Comparison> {
     devices::state_prices(&mut devices, &args.usd_per_hour)?;
     let basis = Basis::of(&devices);
     let candidates: Vec<PricedDevice> = devices.iter().map(|device| device.candidate(basis)).collect();
+    let likely = |device: &PricedDevice| args.engine.likely_error(&device.profile, &demand.shape);
+    let likely_errors: Vec<Option<f64>> = candidates.iter().map(likely).collect();
     let classified = classify(&demand, &candidates);
     // The cheapest decode first; parts that cannot decode, or have no price, last.
     let costs = |device: &Classified| {
@@ -192,9 +196,10 @@ fn compare(args: &CompareArgs) -> Result<Comparison> {
             Ordered(cost.map_or(f64::INFINITY, |cost| cost.0))
         })
     };
-    let mut rows: Vec<(Compared, Classified)> = devices.into_iter().zip(classified).collect();
-    rows.sort_by_key(|(_, device)| costs(device));
-    let (devices, classified): (Vec<Compared>, Vec<Classified>) = rows.into_iter().unzip();
+    let mut rows: Vec<_> = devices.into_iter().zip(classified.into_iter().zip(likely_errors)).collect();
+    rows.sort_by_key(|(_, (device, _))| costs(device));
+    let (devices, rest): (Vec<Compared>, Vec<_>) = rows.into_iter().unzip();
+    let (classified, likely_errors): (Vec<Classified>, Vec<_>) = rest.into_iter().unzip();
     let names: Vec<&str> = devices.iter().map(|device| device.name.as_str()).collect();
     let mut warnings = list.warnings(&names);
     warnings.extend(devices.iter().filter_map(Compared::misnamed));
@@ -204,7 +209,7 @@ fn compare(args: &CompareArgs) -> Result<Comparison> {
         false => Vec::new(),
     };
     let model = args.model.clone();
-    Ok(Comparison { model, demand, basis, devices, classified, without_offer, warnings })
+    Ok(Comparison { model, demand, basis, devices, classified, likely_errors, without_offer, warnings })
 }
 
 /// The demand of a known model, or of the shape in a directory's `config.json`.

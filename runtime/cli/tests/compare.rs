@@ -58,6 +58,8 @@ fn words_name_the_price_below_which_a_part_wins() {
     let text = String::from_utf8(output.stdout).expect("UTF-8");
     assert!(text.contains("is the cheapest attention of these 3 below $0.8"), "{text}");
     assert!(text.contains("published kernel times, of the part or of its nearest relatives"), "{text}");
+    let costs = text.lines().filter(|line| line.starts_with("RTX-4090") && line.ends_with(" %"));
+    assert_eq!(costs.count(), 1, "the likely error of the times is not said: {text}");
     assert!(text.lines().all(|line| line.len() <= 150), "{text}");
 }
 

@@ -6,8 +6,10 @@ use mixfleet_scheduler::classes::{Classified, Standing};
 use serde_json::{Map, Value, json};
 
 pub(super) fn document(comparison: &Comparison) -> Value {
-    let Comparison { model, demand, basis, devices, classified, without_offer, warnings } = comparison;
-    let devices: Vec<Value> = devices.iter().zip(classified).map(|(d, c)| device(d, c, *basis)).collect();
+    let Comparison { model, demand, basis, devices, classified, likely_errors, without_offer, warnings } =
+        comparison;
+    let predicted = classified.iter().zip(likely_errors.iter().copied());
+    let devices: Vec<Value> = devices.iter().zip(predicted).map(|(d, p)| device(d, p, *basis)).collect();
     json!({
         "schema": "mixfleet.compare/1",
         "model": {
@@ -31,7 +33,7 @@ pub(super) fn document(comparison: &Comparison) -> Value {
     })
 }
 
-fn device(device: &Compared, classified: &Classified, basis: Basis) -> Value {
+fn device(device: &Compared, (classified, likely_error): (&Classified, Option<f64>), basis: Basis) -> Value {
     let per_dollar: Vec<Value> = device
         .per_dollar()
         .into_iter()
@@ -51,6 +53,7 @@ fn device(device: &Compared, classified: &Classified, basis: Basis) -> Value {
         "part": device.part,
         "price": device.price,
         "evidence": device.candidate(basis).profile.provenance.evidence,
+        "likely_error": likely_error,
         "per_dollar": per_dollar,
         "class": classified.class,
         "leans_to": classified.leans_to(),

@@ -14,7 +14,8 @@ const WORDS_MAX: usize = 8;
 const IDS_PER_LINE: usize = 6;
 
 pub(super) fn write(out: &mut impl Write, comparison: &Comparison) -> Result<()> {
-    let Comparison { model, demand, basis, devices, classified, without_offer, warnings: _ } = comparison;
+    let Comparison { model, demand, basis, devices, classified, likely_errors, without_offer, .. } =
+        comparison;
     let (weights, kv) = (demand.weights.0 / GB, demand.shape.kv_bytes_per_token());
     let (stored, kv_dtype) = (demand.shape.stored(), demand.shape.kv);
     writeln!(out, "{model} in {stored}: {weights:.1} GB of weights, {kv} B of KV per token in {kv_dtype}")?;
@@ -34,7 +35,7 @@ pub(super) fn write(out: &mut impl Write, comparison: &Comparison) -> Result<()>
         "prompts of {prompt} tokens; decoding at {context} tokens, up to {batch} at once; layers cut over up to {most} \
          devices, network not counted"
     )?;
-    costs(out, width, classified)?;
+    costs(out, width, classified, likely_errors)?;
     writeln!(out)?;
     let priced = classified.iter().filter(|device| device.price.is_some()).count();
     let mut untold = 0;
@@ -112,18 +113,32 @@ fn dollars(price: UsdPerHour) -> String {
     if price.0 < 0.1 { format!("${:.4}/h", price.0) } else { format!("${:.2}/h", price.0) }
 }
 
-fn costs(out: &mut impl Write, width: usize, classified: &[Classified]) -> Result<()> {
+fn costs(
+    out: &mut impl Write,
+    width: usize,
+    classified: &[Classified],
+    likely_errors: &[Option<f64>],
+) -> Result<()> {
     writeln!(
         out,
-        "{:<width$} {:<10}{:>10}{:>10}{:>9}{:>7}{:>9}{:>11}{:>9}",
-        "device", "class", "prefill", "decode", "devices", "batch", "step ms", "attention", "memory"
+        "{:<width$} {:<10}{:>10}{:>10}{:>9}{:>7}{:>9}{:>11}{:>9}{:>8}",
+        "device",
+        "class",
+        "prefill",
+        "decode",
+        "devices",
+        "batch",
+        "step ms",
+        "attention",
+        "memory",
+        "likely"
     )?;
     writeln!(
         out,
-        "{:<width$} {:<10}{:>10}{:>10}{:>9}{:>7}{:>9}{:>11}{:>9}",
-        "", "", "$/Mtoken", "$/Mtoken", "", "", "", "$/Mtoken", "$/TB/h"
+        "{:<width$} {:<10}{:>10}{:>10}{:>9}{:>7}{:>9}{:>11}{:>9}{:>8}",
+        "", "", "$/Mtoken", "$/Mtoken", "", "", "", "$/Mtoken", "$/TB/h", "error"
     )?;
-    for device in classified {
+    for (device, likely) in classified.iter().zip(likely_errors) {
         let class = device.class.map_or("-", DeviceClass::name);
         let cost = |job, unit: f64| {
             let cost = device.standing(job).and_then(|standing| standing.cost);
@@ -136,12 +151,13 @@ fn costs(out: &mut impl Write, width: usize, classified: &[Classified]) -> Resul
         });
         writeln!(
             out,
-            "{:<width$} {class:<10}{:>10}{:>10}{devices:>9}{batch:>7}{step:>9}{:>11}{:>9}",
+            "{:<width$} {class:<10}{:>10}{:>10}{devices:>9}{batch:>7}{step:>9}{:>11}{:>9}{:>8}",
             device.name,
             cost(Job::Prefill, 1e6),
             cost(Job::Decode, 1e6),
             cost(Job::Attention, 1e6),
             cost(Job::Memory, 1e3),
+            likely.map_or_else(|| "-".into(), |error| format!("{:.0} %", error * 100.0)),
         )?;
     }
     Ok(())
