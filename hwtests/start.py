@@ -78,7 +78,13 @@ def main():
     if len(sys.argv) not in (4, 5, 6):
         sys.exit(__doc__)
     old, new, model = sys.argv[1:4]
-    pairs, copies = (int(word) for word in (sys.argv[4:] + ["60", "6"][len(sys.argv) - 4:]))
+    for path in (old, new, model):
+        if not os.path.exists(path):
+            sys.exit(f"start: there is no {path}")
+    numbers = sys.argv[4:] + ["60", "6"][len(sys.argv) - 4:]
+    if not all(word.isdigit() for word in numbers) or int(numbers[0]) < 2 or int(numbers[1]) < 1:
+        sys.exit(f"start: expected PAIRS of 2 or more and COPIES of 1 or more, not {' '.join(numbers)}")
+    pairs, copies = map(int, numbers)
     try:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(10))
     except PermissionError:

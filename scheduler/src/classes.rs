@@ -19,6 +19,7 @@
 //! rival divided by its own device seconds.
 
 use crate::cost::{CostModel, EngineCost, ModelShape, ProfileCost};
+use crate::sizing::MEMORY_SHARE;
 use mixfleet_hal::OpSig;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::profile::DeviceProfile;
@@ -60,7 +61,7 @@ impl Demand {
             context_tokens: 4096,
             batch_max: 32,
             devices_max: 8,
-            memory_share: 0.9,
+            memory_share: MEMORY_SHARE,
             engine: EngineCost::OURS,
         }
     }

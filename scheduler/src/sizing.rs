@@ -17,6 +17,8 @@ const CHUNK_MIN: u32 = 512;
 const CHUNK_MAX: u32 = 8192;
 /// The share of a device's memory that is left free: for libraries, fragments and staging buffers.
 const RESERVE: f64 = 0.1;
+/// The share that weights and KV may fill, as in the defaults of serving engines.
+pub const MEMORY_SHARE: f64 = 1.0 - RESERVE;
 /// The share of the host's free memory that KV takes.
 const HOST_SHARE: f64 = 0.25;
 /// Length of a sequence for which there should be room, in tokens.

@@ -24,7 +24,7 @@ use mixfleet_sim::fleet_file::InstancePool;
 use mixfleet_sim::simulate::Setup;
 use mixfleet_sim::trace::TOKENS_MAX;
 use offers::Offers;
-use search::{Outcome, PlanSearch};
+use search::{PlanFound, PlanSearch};
 use std::io::Write;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -123,7 +123,7 @@ struct Planned<'a> {
     stored: StoredAs,
     load: &'a PlanLoad,
     offers: &'a Offers,
-    outcome: &'a Outcome,
+    outcome: &'a PlanFound,
 }
 
 pub(crate) fn run(args: &PlanArgs) -> Result<()> {
@@ -134,6 +134,10 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
         eprintln!("warning: {warning}");
     }
     let load = PlanLoad::read(args)?;
+    if let Some(directory) = &args.out {
+        std::fs::create_dir_all(directory)
+            .with_context(|| format!("--out: cannot make the directory {}", directory.display()))?;
+    }
     let factor = 1.0 + args.headroom;
     let mut classes = load.classes.clone();
     classes.iter_mut().for_each(|class| class.rate *= factor);
@@ -153,7 +157,6 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
     let planned = Planned { args, model, stored, load: &load, offers: &offers, outcome: &outcome };
     if let (Some(directory), Some(best)) = (&args.out, outcome.fleets.first()) {
         let cannot_write = || format!("cannot write to {}", directory.display());
-        std::fs::create_dir_all(directory).with_context(cannot_write)?;
         std::fs::write(directory.join("FLEET.toml"), &best.text).with_context(cannot_write)?;
         if args.rate.is_some() {
             load.write_log(&directory.join("load.jsonl")).with_context(cannot_write)?;

@@ -28,6 +28,7 @@ use std::fmt::Write as _;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use subject::Simulated;
+pub(crate) use subject::word;
 use timeline::TimelineFile;
 use watch::Watch;
 

@@ -25,7 +25,7 @@ const EVENTS: u32 = 256;
 
 /// A load, and what is asked of fleets under it.
 #[derive(Clone, Copy, Debug)]
-pub struct Proof<'a> {
+pub struct TrialLoad<'a> {
     /// The requests, in order of arrival.
     pub requests: &'a [Request],
     /// Tokens in a block of their prefixes, where these are known.
@@ -94,7 +94,7 @@ impl Observer for Hurry<'_> {
     }
 }
 
-impl Proof<'_> {
+impl TrialLoad<'_> {
     /// Runs the load on `counts` instances of the pools of `file`; with `to_the_end` even if it is sure to
     /// fail. `None` if `go_on` ended it.
     ///
@@ -131,7 +131,7 @@ impl Proof<'_> {
     /// # Errors
     /// Those of a run.
     pub fn repair(&self, file: &FleetFile, limits: &RepairLimits) -> Result<Option<Repaired>, TraceError> {
-        let mut search = RepairSearch { proof: self, file, limits, known: BTreeMap::new() };
+        let mut search = RepairSearch { trials: self, file, limits, known: BTreeMap::new() };
         let mut counts: Vec<u32> = file.pools.iter().map(|pool| pool.count).collect();
         let Some(mut trial) = search.trial(&counts)? else { return Ok(None) };
         for increase in 1..=INCREASES_MAX {
@@ -154,7 +154,7 @@ impl Proof<'_> {
 }
 
 struct RepairSearch<'a> {
-    proof: &'a Proof<'a>,
+    trials: &'a TrialLoad<'a>,
     file: &'a FleetFile,
     limits: &'a RepairLimits<'a>,
     known: BTreeMap<Vec<u32>, FleetTrial>,
@@ -165,7 +165,7 @@ impl RepairSearch<'_> {
         if let Some(known) = self.known.get(counts) {
             return Ok(Some(known.clone()));
         }
-        let trial = self.proof.trial(self.file, counts, false, self.limits.go_on)?;
+        let trial = self.trials.trial(self.file, counts, false, self.limits.go_on)?;
         if let Some(trial) = &trial {
             (self.limits.told)(counts, trial);
             self.known.insert(counts.to_vec(), trial.clone());

@@ -3,7 +3,7 @@
 use crate::common::fleet_from;
 use mixfleet_scheduler::fleet::{Admission, Policy};
 use mixfleet_sim::fleet_file::FleetFile;
-use mixfleet_sim::repair::{FleetTrial, Proof, RepairLimits, Repaired};
+use mixfleet_sim::repair::{FleetTrial, RepairLimits, Repaired, TrialLoad};
 use mixfleet_sim::simulate::Choices;
 use mixfleet_sim::trace::{Request, SteadyLoad};
 use std::cell::Cell;
@@ -28,15 +28,15 @@ fn load() -> Vec<Request> {
     load.requests().collect()
 }
 
-fn proof(requests: &[Request]) -> Proof<'_> {
-    Proof { requests, block_tokens: None, speedup: 1.0, share: 0.99, choices: CHOICES }
+fn trials(requests: &[Request]) -> TrialLoad<'_> {
+    TrialLoad { requests, block_tokens: None, speedup: 1.0, share: 0.99, choices: CHOICES }
 }
 
 fn repaired(file: &FleetFile, fits: &dyn Fn(&[u32]) -> bool) -> (Repaired, u32) {
     let (requests, runs) = (load(), Cell::new(0));
     let told = |_: &[u32], _: &FleetTrial| runs.set(runs.get() + 1);
     let limits = RepairLimits { fits, go_on: &|| true, told: &told };
-    (proof(&requests).repair(file, &limits).unwrap().unwrap(), runs.get())
+    (trials(&requests).repair(file, &limits).unwrap().unwrap(), runs.get())
 }
 
 #[test]
@@ -50,7 +50,7 @@ fn from_too_few_and_from_too_many_no_single_instance_can_be_spared() {
             assert!(!less.as_ref().expect("a run").held);
             let (requests, mut fewer) = (load(), found.counts.clone());
             fewer[pool] -= 1;
-            let whole = proof(&requests).trial(&start, &fewer, true, &|| true).unwrap().unwrap();
+            let whole = trials(&requests).trial(&start, &fewer, true, &|| true).unwrap().unwrap();
             assert!(!whole.held && whole.attained <= less.as_ref().unwrap().attained, "{fewer:?}");
         }
         assert_eq!(repaired(&start, &|_| true).0.counts, found.counts);
@@ -75,7 +75,7 @@ fn a_repair_that_is_stopped_keeps_the_best_so_far() {
         let told = |_: &[u32], _: &FleetTrial| left.set(left.get() - 1);
         let go_on = || left.get() > 0;
         let limits = RepairLimits { fits: &|_| true, go_on: &go_on, told: &told };
-        proof(&requests).repair(&fleet(20, 30), &limits).unwrap()
+        trials(&requests).repair(&fleet(20, 30), &limits).unwrap()
     };
     assert!(stopped_after(0).is_none());
     let one = stopped_after(1).unwrap();

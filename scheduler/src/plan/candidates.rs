@@ -21,15 +21,13 @@ use super::program::Duty;
 use crate::cost::{AllReduce, CostModel, ModelShape, Prefill, ProfileCost};
 use crate::engines::KnownEngine;
 use crate::models::KnownModel;
+use crate::sizing::MEMORY_SHARE;
 use mixfleet_hal::cast::{to_u32, to_u64};
 use mixfleet_hal::catalog::Part;
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::{Bytes, BytesPerSecond, Flop, GB, Seconds};
 use mixfleet_hal::{OpSig, StoredAs};
 use serde::Serialize;
-
-/// Share of a device's memory that weights and KV may fill.
-const MEMORY_SHARE: f64 = 0.9;
 
 /// Requests of one size.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]

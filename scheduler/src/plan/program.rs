@@ -28,7 +28,7 @@ const ROUNDING: f64 = 1e-6;
 /// A part of the work of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Stage {
+pub enum WorkStage {
     /// Computing the prompt.
     Prefill,
     /// Attention of the decode steps.
@@ -55,13 +55,13 @@ pub enum Duty {
 
 impl Duty {
     /// Its stages.
-    pub const fn stages(self) -> &'static [Stage] {
+    pub const fn stages(self) -> &'static [WorkStage] {
         match self {
-            Duty::Whole => &[Stage::Prefill, Stage::Attention, Stage::Linear],
-            Duty::Prefill => &[Stage::Prefill],
-            Duty::Decode => &[Stage::Attention, Stage::Linear],
-            Duty::Attention => &[Stage::Attention],
-            Duty::Linear => &[Stage::Linear],
+            Duty::Whole => &[WorkStage::Prefill, WorkStage::Attention, WorkStage::Linear],
+            Duty::Prefill => &[WorkStage::Prefill],
+            Duty::Decode => &[WorkStage::Attention, WorkStage::Linear],
+            Duty::Attention => &[WorkStage::Attention],
+            Duty::Linear => &[WorkStage::Linear],
         }
     }
 }
@@ -161,7 +161,7 @@ pub enum Unplanned {
         /// Name of the class.
         class: String,
         /// The stage.
-        stage: Stage,
+        stage: WorkStage,
     },
     /// All that may be rented does not carry the load.
     #[error("all that may be rented does not carry the load; allow more instances or a lower rate")]
@@ -302,7 +302,7 @@ impl Program {
                 return invalid(&class.name, "the rate");
             }
             let own = || self.placings.iter().filter(|placing| placing.class == at);
-            let missing = |stage: &Stage| !own().any(|placing| placing.duty.stages().contains(stage));
+            let missing = |stage: &WorkStage| !own().any(|placing| placing.duty.stages().contains(stage));
             if let Some(&stage) = class.asks.stages().iter().find(|stage| missing(stage)) {
                 return Err(Unplanned::Unserved { class: class.name.clone(), stage });
             }

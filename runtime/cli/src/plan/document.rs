@@ -49,7 +49,7 @@ fn fleet(planned: &Planned<'_>, fleet: &ProvenFleet) -> Value {
         "pools": fleet.pools.iter().zip(&fleet.less).map(|(pool, less)| self::pool(planned, pool, less)).collect::<Vec<_>>(),
         "usd_per_million_input_tokens": input,
         "usd_per_million_output_tokens": output,
-        "policy": fleet.policy,
+        "policy": crate::simulate::word(&fleet.policy),
         "likely_error": fleet.likely_error,
         "tied_with_first": best.is_some_and(|best| fleet.ties_with(best)),
         "no_instance_can_be_spared": fleet.least,

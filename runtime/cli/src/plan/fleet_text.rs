@@ -2,8 +2,9 @@
 
 use super::PlanArgs;
 use super::offers::Offers;
-use super::search::DEFAULT_POLICY;
+use crate::simulate::word;
 use mixfleet_hal::StoredAs;
+use mixfleet_scheduler::fleet::Policy;
 use mixfleet_scheduler::models::KnownModel;
 use mixfleet_scheduler::plan::market::{Market, PlannedPool};
 use mixfleet_scheduler::plan::program::Duty;
@@ -30,7 +31,7 @@ pub(super) fn role(duty: Duty) -> &'static str {
 
 impl FleetText<'_> {
     /// The file of a fleet whose requests `policy` places; pools without instances are left out.
-    pub(super) fn of(&self, pools: &[PlannedPool], policy: &str) -> String {
+    pub(super) fn of(&self, pools: &[PlannedPool], policy: Policy) -> String {
         let FleetText { args, model, stored, market, offers } = self;
         let mut text = format!(
             "# planned by mixfleet plan\nversion = {VERSION}\n\n[model]\nname = \"{}\"\ndtype = \"{}\"\n\n[slo]\n\
@@ -41,8 +42,8 @@ impl FleetText<'_> {
             args.tbt,
             args.engine.name
         );
-        if policy != DEFAULT_POLICY {
-            let _ = write!(text, "\n[scheduling]\npolicy = \"{policy}\"\n");
+        if policy != Policy::default() {
+            let _ = write!(text, "\n[scheduling]\npolicy = \"{}\"\n", word(&policy));
         }
         for pool in pools.iter().filter(|pool| pool.count > 0) {
             let (id, role) = (market.parts()[pool.part].part.id, role(pool.duty));

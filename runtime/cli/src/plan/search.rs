@@ -8,13 +8,13 @@ use crate::interrupt::cancel_on_interrupt;
 use anyhow::Result;
 use mixfleet_hal::StoredAs;
 use mixfleet_hal::units::Ordered;
-use mixfleet_scheduler::fleet::{Admission, Policy};
+use mixfleet_scheduler::fleet::Policy;
 use mixfleet_scheduler::models::KnownModel;
 use mixfleet_scheduler::plan::branching::Microlp;
 use mixfleet_scheduler::plan::market::{FleetForm, FormedFleet, Market, PlannedPool};
 use mixfleet_scheduler::plan::shortfall::Shortfall;
 use mixfleet_sim::fleet_file::FleetFile;
-use mixfleet_sim::repair::{FleetTrial, Proof, RepairLimits, Repaired};
+use mixfleet_sim::repair::{FleetTrial, RepairLimits, Repaired, TrialLoad};
 use mixfleet_sim::simulate::Choices;
 use std::io::IsTerminal;
 use std::path::Path;
@@ -35,11 +35,7 @@ const SOME: usize = 3;
 const ERROR_UNKNOWN: f64 = 0.3;
 
 /// The policies that every fleet is simulated with; the first is the default of `simulate` and `serve`.
-const POLICIES: [(&str, Policy); 2] =
-    [(DEFAULT_POLICY, Policy::PerDollar), ("least-loaded", Policy::LeastLoaded)];
-pub(super) const DEFAULT_POLICY: &str = "per-dollar";
-/// As `simulate` and `serve` place requests by default.
-const CHOICES: Choices = Choices { policy: Policy::PerDollar, admission: Admission::Prediction, seed: 0 };
+const POLICIES: [Policy; 2] = [Policy::PerDollar, Policy::LeastLoaded];
 
 /// A fleet that was simulated.
 pub(super) struct ProvenFleet {
@@ -56,7 +52,7 @@ pub(super) struct ProvenFleet {
     /// Likely relative error of its times, by rent, where it is known.
     pub(super) likely_error: Option<f64>,
     /// The policy that places its requests.
-    pub(super) policy: &'static str,
+    pub(super) policy: Policy,
     /// As FLEET.toml.
     pub(super) text: String,
 }
@@ -81,7 +77,7 @@ impl ProvenFleet {
 }
 
 /// What a search found.
-pub(super) struct Outcome {
+pub(super) struct PlanFound {
     /// The fleets that meet the objective, cheapest first.
     pub(super) fleets: Vec<ProvenFleet>,
     /// The fleet that came nearest, if none did.
@@ -100,7 +96,7 @@ pub(super) struct PlanSearch<'a> {
     market: &'a Market,
     load: &'a PlanLoad,
     file: FleetText<'a>,
-    proof: Proof<'a>,
+    trials: TrialLoad<'a>,
     cancelled: Arc<AtomicBool>,
     ends: Instant,
 }
@@ -114,19 +110,19 @@ impl<'a> PlanSearch<'a> {
         load: &'a PlanLoad,
         offers: &'a Offers,
     ) -> Self {
-        let proof = Proof {
+        let trials = TrialLoad {
             requests: &load.requests,
             block_tokens: load.block_tokens,
             speedup: 1.0 + args.headroom,
             share: args.attain,
-            choices: CHOICES,
+            choices: Choices::default(),
         };
         PlanSearch {
             args,
             market,
             load,
             file: FleetText { args, model, stored, market, offers },
-            proof,
+            trials,
             cancelled: Arc::new(AtomicBool::new(false)),
             ends: Instant::now() + Duration::from_secs_f64(args.budget_s),
         }
@@ -136,7 +132,7 @@ impl<'a> PlanSearch<'a> {
         !self.cancelled.load(Ordering::Relaxed) && Instant::now() < self.ends
     }
 
-    pub(super) fn run(&self) -> Result<Outcome> {
+    pub(super) fn run(&self) -> Result<PlanFound> {
         cancel_on_interrupt(self.cancelled.clone(), "stopping with the best so far");
         let lower_bound = self.market.lower_bound(&Microlp).ok().map(|usd| usd.0);
         let ranked = self.market.rank(&Microlp, EACH);
@@ -146,7 +142,7 @@ impl<'a> PlanSearch<'a> {
             ranked.len(),
             self.load.requests.len()
         ));
-        let mut outcome = Outcome {
+        let mut outcome = PlanFound {
             fleets: Vec::new(),
             nearest: None,
             lower_bound,
@@ -167,11 +163,11 @@ impl<'a> PlanSearch<'a> {
     }
 
     /// Simulates a fleet and adds what comes of it.
-    fn prove(&self, planned: &FormedFleet, outcome: &mut Outcome) -> Result<()> {
+    fn prove(&self, planned: &FormedFleet, outcome: &mut PlanFound) -> Result<()> {
         let spares = self.args.spares;
         let mut pools = planned.pools.clone();
         pools.iter_mut().for_each(|pool| pool.count = pool.count.saturating_sub(spares).max(1));
-        let file = self.parsed(&self.file.of(&pools, DEFAULT_POLICY))?;
+        let file = self.parsed(&self.file.of(&pools, Policy::default()))?;
         let best = |homogeneous: bool| {
             let of = outcome.fleets.iter().filter(|fleet| !homogeneous || fleet.is_homogeneous());
             of.map(|fleet| fleet.usd_per_hour).fold(f64::INFINITY, f64::min)
@@ -191,16 +187,19 @@ impl<'a> PlanSearch<'a> {
             let pools = with(counts);
             self.usd_per_hour(&pools) <= most_usd && self.is_in_stock(&pools)
         };
-        let mut cheapest: Option<(Repaired, &str, Proof)> = None;
-        for (name, policy) in POLICIES {
+        let mut cheapest: Option<(Repaired, TrialLoad)> = None;
+        for policy in POLICIES {
             let told = |counts: &[u32], trial: &FleetTrial| {
                 let (bound, word) = if trial.held { ("", "held") } else { ("at most ", "missed") };
                 let (fleet, percent) = (self.words(&with(counts)), 100.0 * trial.attained);
-                self.say(&format!("{fleet}, {name}: {bound}{percent:.2} %, {word}"));
+                self.say(&format!(
+                    "{fleet}, {}: {bound}{percent:.2} %, {word}",
+                    crate::simulate::word(&policy)
+                ));
             };
             let limits = RepairLimits { fits: &fits, go_on: &|| self.goes_on(), told: &told };
-            let proof = Proof { choices: Choices { policy, ..CHOICES }, ..self.proof };
-            let Some(repaired) = proof.repair(&file, &limits)? else {
+            let trials = TrialLoad { choices: Choices { policy, ..Choices::default() }, ..self.trials };
+            let Some(repaired) = trials.repair(&file, &limits)? else {
                 outcome.complete = false;
                 break;
             };
@@ -209,21 +208,22 @@ impl<'a> PlanSearch<'a> {
                 (!of.trial.held, Ordered(self.usd_per_hour(&with(&of.counts))), Ordered(-of.trial.attained))
             };
             if cheapest.as_ref().is_none_or(|(known, ..)| rank(&repaired) < rank(known)) {
-                cheapest = Some((repaired, name, proof));
+                cheapest = Some((repaired, trials));
             }
         }
-        let Some((Repaired { counts, mut trial, less, least }, policy, proof)) = cheapest else {
+        let Some((Repaired { counts, mut trial, less, least }, trials)) = cheapest else {
             return Ok(());
         };
         let used: Vec<usize> = (0..pools.len()).filter(|&pool| counts[pool] > 0).collect();
         let pools = with(&counts);
         if spares > 0 {
             let all: Vec<u32> = pools.iter().map(|pool| pool.count).collect();
-            match proof.trial(&file, &all, true, &|| self.goes_on())? {
+            match trials.trial(&file, &all, true, &|| self.goes_on())? {
                 Some(with_spares) => trial = with_spares,
                 None => outcome.complete = false,
             }
         }
+        let policy = trials.choices.policy;
         let text = self.file.of(&pools, policy);
         let rents = |pool: &PlannedPool| self.market.rent(pool.part, pool.devices).0 * f64::from(pool.count);
         let usd_per_hour = self.usd_per_hour(&pools);
@@ -268,7 +268,7 @@ impl<'a> PlanSearch<'a> {
 
     fn words(&self, pools: &[PlannedPool]) -> String {
         let used = pools.iter().filter(|pool| pool.count > 0);
-        let all = used.map(|pool| word(self.market.parts()[pool.part].part.id, pool));
+        let all = used.map(|pool| pool_words(self.market.parts()[pool.part].part.id, pool));
         all.collect::<Vec<_>>().join(" + ")
     }
 
@@ -280,7 +280,7 @@ impl<'a> PlanSearch<'a> {
 }
 
 /// A pool in words: `2 x 4 H100-SXM-80GB prefill`.
-pub(super) fn word(id: &str, pool: &PlannedPool) -> String {
+pub(super) fn pool_words(id: &str, pool: &PlannedPool) -> String {
     let devices = if pool.devices == 1 { String::new() } else { format!("{} ", pool.devices) };
     let role = match role(pool.duty) {
         "auto" => String::new(),

@@ -2,7 +2,9 @@
 
 use super::Planned;
 use super::document::{bottleneck, missed, usd_per_million};
-use super::search::{DEFAULT_POLICY, ProvenFleet, word};
+use super::search::{ProvenFleet, pool_words};
+use crate::simulate::word;
+use mixfleet_scheduler::fleet::Policy;
 use std::fmt::Write as _;
 
 /// Parts without an offer that are named in a line.
@@ -159,7 +161,8 @@ pub(super) fn unmet(planned: &Planned<'_>) -> String {
 }
 
 fn words(planned: &Planned<'_>, fleet: &ProvenFleet) -> String {
-    let all = fleet.pools.iter().map(|pool| word(planned.offers.parts[pool.part].part.id, pool));
-    let policy = if fleet.policy == DEFAULT_POLICY { String::new() } else { format!(", {}", fleet.policy) };
+    let all = fleet.pools.iter().map(|pool| pool_words(planned.offers.parts[pool.part].part.id, pool));
+    let policy =
+        if fleet.policy == Policy::default() { String::new() } else { format!(", {}", word(&fleet.policy)) };
     format!("{}{policy}", all.collect::<Vec<_>>().join(" + "))
 }

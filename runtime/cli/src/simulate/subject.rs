@@ -112,7 +112,7 @@ impl Simulated {
 }
 
 /// The word that a value has as JSON.
-fn word(value: &impl Serialize) -> String {
+pub(crate) fn word(value: &impl Serialize) -> String {
     match serde_json::to_value(value) {
         Ok(serde_json::Value::String(word)) => word,
         Ok(other) => other.to_string(),

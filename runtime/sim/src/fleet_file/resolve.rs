@@ -14,10 +14,9 @@ use mixfleet_hal::units::GB;
 use mixfleet_scheduler::batch::BatchLimits;
 use mixfleet_scheduler::cost::ModelShape;
 use mixfleet_scheduler::engines::{self, KnownEngine};
+use mixfleet_scheduler::sizing::MEMORY_SHARE;
 use std::path::Path;
 
-/// Share of a device's memory for weights and KV, as in the defaults of serving engines.
-const MEMORY_SHARE: f64 = 0.9;
 /// Default bandwidth of host memory: PCIe 4 with 16 lanes, if the device's own link is unknown.
 const DRAM_GB_PER_S: f64 = 32.0;
 /// Default bandwidth of a disk: one NVMe disk on PCIe 4.
