@@ -406,13 +406,13 @@ def main(words):
             continue
         page = PAGES / f"{name.split('-')[0]}.md"
         begin, end = f"<!-- table {name} -->\n", "<!-- end -->"
-        text = page.read_text()
-        if begin not in text:
+        if begin not in page.read_text():
             print(f"tables: {page} has no table {name}", file=sys.stderr)
             return 3
-        before, rest = text.split(begin, 1)
-        old, after = rest.split(end, 1)
         new = make() + "\n"
+        # read after the simulations, which take long enough for someone to edit the page meanwhile
+        before, rest = page.read_text().split(begin, 1)
+        old, after = rest.split(end, 1)
         lines = [line for line in new.splitlines() if line not in old.splitlines()]
         print(f"{name}: {len(lines)} of {len(new.splitlines())} lines changed", flush=True)
         for line in lines:
