@@ -69,6 +69,8 @@ impl Objectives {
             Some(Outcome::MissesTtftSlo { by_s: terms.ttft_s - self.ttft_s })
         } else if self.tbt(terms) > tbt_s {
             Some(Outcome::MissesTbtSlo { by_s: self.tbt(terms) - tbt_s })
+        } else if terms.overrun_s > 0.0 {
+            Some(Outcome::OverrunsTbtSlo { by_s: terms.overrun_s })
         } else {
             let late_s = self.ends.map_or(f64::NEG_INFINITY, |ends| terms.ends_s - ends.share_s);
             (late_s > 0.0).then_some(Outcome::MissesDeadline { by_s: late_s })
@@ -136,7 +138,12 @@ impl Fleet {
                 Err(RejectReason::Deadline { ends_s, deadline_s })
             }
             (None, Some((_, ttft_s)), None) => {
-                let fast = lowest(candidates, &|t| objectives.tbt(t), &|t| objectives.timely(t));
+                let slo_s = objectives.tbt_slo.map_or(0.0, |slo| slo.0);
+                let tbt = |t: &Terms| match t.overrun_s {
+                    0.0 => objectives.tbt(t),
+                    over_s => objectives.tbt(t).max(slo_s + over_s),
+                };
+                let fast = lowest(candidates, &tbt, &|t| objectives.timely(t));
                 match (fast, objectives.tbt_slo) {
                     (Some((_, tbt_s)), Some(slo)) => Err(RejectReason::TbtSlo { tbt_s, slo_s: slo.0 }),
                     _ => Err(RejectReason::TtftSlo { ttft_s, slo_s: objectives.ttft_s }),

@@ -119,6 +119,10 @@ pub struct Terms {
     /// Delay that it causes to other requests: those that decode where it prefills, and those that decode
     /// where it decodes.
     pub delay_s: f64,
+    /// By how much its prompt would make an answer that decodes where it prefills miss its TBT objective, at
+    /// most; 0 if none.
+    #[serde(default)]
+    pub overrun_s: f64,
     /// Price of the device time and the traffic that it uses; 0 without prices.
     pub busy_usd: f64,
     /// What the KV memory is worth that it holds on instances whose memory binds, for as long as it does, in
@@ -156,6 +160,11 @@ pub enum Outcome {
     },
     /// It would miss the TBT objective.
     MissesTbtSlo {
+        /// The excess in seconds.
+        by_s: f64,
+    },
+    /// It would make an answer beside its prompt miss the TBT objective.
+    OverrunsTbtSlo {
         /// The excess in seconds.
         by_s: f64,
     },
@@ -250,6 +259,7 @@ impl fmt::Display for Explanation {
                 Outcome::TieLostById => write!(f, "same score, higher id")?,
                 Outcome::MissesTtftSlo { by_s } => write!(f, "first token {by_s:.4} s late")?,
                 Outcome::MissesTbtSlo { by_s } => write!(f, "tokens {by_s:.4} s too slow")?,
+                Outcome::OverrunsTbtSlo { by_s } => write!(f, "tokens beside it {by_s:.4} s too slow")?,
                 Outcome::MissesDeadline { by_s } => write!(f, "last token {by_s:.4} s late")?,
                 Outcome::TooSmall { instance, tokens, capacity_tokens } => {
                     write!(f, "{tokens} tokens do not fit {capacity_tokens} of instance {instance}")?;

@@ -2,6 +2,7 @@
 
 use super::lengths::{Histogram, Lengths};
 use super::load::{Batch, Load};
+use super::stalls::Stalls;
 use super::{Instance, RequestId};
 use mixfleet_hal::cast::{to_u32, to_u64};
 use mixfleet_hal::random::unit;
@@ -24,6 +25,8 @@ pub(super) struct Seat {
     pub(super) tbt_slo: Option<Seconds>,
     /// Number of tokens so far; none until it decodes.
     pub(super) generated: u32,
+    /// By prompts that ran beside it, or will.
+    pub(super) stalls: Stalls,
 }
 
 impl Seat {

@@ -251,6 +251,9 @@ impl Load {
         if place == 0 {
             (self.moved_at, self.first_remaining) = (now + self.step_rest(now, works), remaining);
         }
+        if let Some(stalls) = self.stalls_of(work.prompt_tokens - done, remaining) {
+            self.stall(stalls);
+        }
         self.prefilling.insert(place, (work.due, request));
         self.backlog.time += remaining;
         self.backlog.chunks += self.chunks(work.prompt_tokens - done);
@@ -449,6 +452,10 @@ impl Load {
     /// Requests that decode here, or will.
     pub(super) fn seats(&self) -> &[Seat] {
         &self.seats
+    }
+
+    pub(super) fn seats_mut(&mut self) -> &mut [Seat] {
+        &mut self.seats
     }
 
     /// All requests that decode here, or will, at their current lengths.

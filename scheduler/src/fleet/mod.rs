@@ -17,6 +17,7 @@ mod others;
 mod place;
 mod replicate;
 mod roles;
+mod stalls;
 
 pub use crate::ids::{InstanceId, RequestId};
 pub use admit::Admission;
@@ -39,6 +40,7 @@ use loads::Loads;
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::units::{Seconds, UsdPerHour};
 use serde::{Deserialize, Serialize};
+use stalls::Stalls;
 use std::collections::BTreeMap;
 
 /// The default is Mooncake's metric (v3, section 8.1): the longest tenth of a request's gaps.
@@ -332,6 +334,7 @@ impl Fleet {
             class: arrival.class,
             tbt_slo: objectives.tbt_slo,
             generated: 0,
+            stalls: Stalls::default(),
         };
         let (Some(p), Some(d)) = (self.position(prefill), self.position(decode)) else { return };
         self.pace += (Seconds(terms.tbt_s) - self.pace) * PACE_FOLLOWS;

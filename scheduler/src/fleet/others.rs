@@ -7,6 +7,7 @@
 
 use super::forecast::Seat;
 use super::load::{Phase, Work};
+use super::stalls::Stalls;
 use super::{Fleet, InstanceId, RequestId};
 use mixfleet_hal::units::Seconds;
 use serde::{Deserialize, Serialize};
@@ -118,6 +119,7 @@ impl Fleet {
                         class,
                         tbt_slo: self.config.tbt_slo,
                         generated: 0,
+                        stalls: Stalls::default(),
                     };
                     self.loads.change(at, |load| load.seat_of_others(seat, generated));
                 }

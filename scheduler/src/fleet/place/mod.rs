@@ -110,6 +110,8 @@ pub(super) struct PrefillSide {
     whole: OnceCell<Seconds>,
     /// Number of sequences that it stalls, and of prompts that it precedes.
     delayed: u32,
+    /// By how much it would make an answer there miss its TBT objective.
+    overrun: OnceCell<Seconds>,
 }
 
 /// The terms of a decode instance, for any prefill instance.
@@ -383,6 +385,7 @@ impl Fleet {
             prefill,
             whole: OnceCell::new(),
             delayed: load.stalled() + behind,
+            overrun: OnceCell::new(),
         };
         if let Some((from, tokens)) = pull {
             let arrives = self.pull_time(question.now, from, at, tokens);
@@ -472,6 +475,12 @@ impl Fleet {
 
         let delay = (side.prefill + question.loading_on(side.at)) * f64::from(side.delayed) + decoder.delay;
 
+        let overrun = side.overrun.get_or_init(|| {
+            let uncached = arrival.prompt_tokens - side.cached_tokens - side.pulled_tokens;
+            let stalls = p.stalls_of(uncached, side.prefill);
+            stalls.and_then(|stalls| p.overruns(stalls, self.config.tbt_share)).unwrap_or(Seconds::ZERO)
+        });
+
         let busy = match (question.score_unit, p.spec.price, d.spec.price) {
             (ScoreUnit::Usd, Some(prefill), Some(decode)) => {
                 prefill * side.prefill + decode * decoder.share + traffic
@@ -496,6 +505,7 @@ impl Fleet {
             tbt_peak_s: decoder.tbt_now.0,
             tbt_now_s: decoder.tbt_now.0,
             delay_s: delay.0,
+            overrun_s: overrun.0,
             busy_usd: busy.0,
             memory,
             corrections: Corrections {
