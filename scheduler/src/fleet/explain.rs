@@ -28,6 +28,9 @@ pub struct Explanation {
     pub score_unit: ScoreUnit,
     /// Score units per second of waiting: dollars, or 1.
     pub wait_weight: f64,
+    /// Share of the instances that have work, with this request: the weight of the price of device time.
+    #[serde(default)]
+    pub busy_share: f64,
     /// The assumed number of output tokens.
     pub output_tokens: u32,
     /// Number of instances that were up.
@@ -123,7 +126,8 @@ pub struct Terms {
     /// most; 0 if none.
     #[serde(default)]
     pub overrun_s: f64,
-    /// Price of the device time and the traffic that it uses; 0 without prices.
+    /// Price of the device time that it uses, times the share of the instances that have work, and of its
+    /// traffic; 0 without prices.
     pub busy_usd: f64,
     /// What the KV memory is worth that it holds on instances whose memory binds, for as long as it does, in
     /// units of the score; 0 where `kv_weight` is.

@@ -432,6 +432,11 @@ impl Load {
         self.prefilling.len()
     }
 
+    /// Whether it has any work.
+    pub(super) fn is_busy(&self) -> bool {
+        !(self.prefilling.is_empty() && self.seats.is_empty())
+    }
+
     /// A summary of its prompts.
     pub(super) fn prompt_queue(&self) -> PromptQueue {
         PromptQueue {

@@ -25,6 +25,8 @@ pub(super) struct Loads {
     rows: Vec<usize>,
     /// Tokens per KV block, by position.
     block_tokens: Vec<u32>,
+    /// Number of instances that have work.
+    busy: usize,
 }
 
 /// The properties that instances of one kind share.
@@ -114,10 +116,17 @@ impl Loads {
         self.block_tokens[at]
     }
 
+    /// Share of the instances that have work, with one more if one has none.
+    pub(super) fn busy_share(&self) -> f64 {
+        (self.busy + 1).min(self.all.len()) as f64 / self.all.len().max(1) as f64
+    }
+
     /// Changes the work, or the links, of the instance at `at`.
     pub(super) fn change<T>(&mut self, at: usize, change: impl FnOnce(&mut Load) -> T) -> T {
         let load = &mut self.all[at];
+        let was_busy = load.is_busy();
         let answer = change(load);
+        self.busy = self.busy + usize::from(load.is_busy()) - usize::from(was_busy);
         let (row, answers) = (self.rows[at], &mut self.answers[self.rows[at]]);
         self.prompts[row] = PromptRow::of(at, load);
         let committed = load.committed;
@@ -170,6 +179,7 @@ impl Loads {
     }
 
     fn make_rows(&mut self) {
+        self.busy = self.all.iter().filter(|load| load.is_busy()).count();
         self.kinds.clear();
         let mut kind_of = |load: &Load| {
             let known = self.kinds.iter().position(|kind| kind.is_of(load));

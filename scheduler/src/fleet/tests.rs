@@ -196,8 +196,9 @@ fn the_cheap_device_is_taken_if_prices_say_so_and_waiting_is_cheap() {
     let (prefill, decode, explanation) = placed(&action);
     assert_eq!((prefill, decode), (1, 1));
     let terms = explanation.chosen().unwrap().terms.unwrap();
-    // 0.0001 $/s for 1 s of prefill and 50 steps of 20.2 ms.
-    close(terms.busy_usd, 1e-4 * (1.0 + 50.0 * 0.0202));
+    // 0.0001 $/s for 1 s of prefill and 50 steps of 20.2 ms, of two instances one of which has work.
+    close(explanation.busy_share, 0.5);
+    close(terms.busy_usd, 0.5 * 1e-4 * (1.0 + 50.0 * 0.0202));
     close(terms.score, terms.busy_usd);
     // Moving the 500 kB to the slow device costs traffic, too: 1 $/MB.
     let cost = LinkCost { latency: Seconds(0.0), seconds_per_byte: 1e-6, usd_per_byte: 1e-6 };
@@ -205,7 +206,7 @@ fn the_cheap_device_is_taken_if_prices_say_so_and_waiting_is_cheap() {
     act(&mut patient, 9.0, Event::LinkUp(Link { from: InstanceId(2), to: InstanceId(1), cost }));
     let action = arrive(&mut patient, 9.0, arrival(2, 500, 2));
     let moved = placed(&action).2.candidates[1].terms.unwrap();
-    close(moved.busy_usd, 5e-4 + 1e-4 * 50.0 * 0.0202 + 0.5);
+    close(moved.busy_usd, 0.5 * (5e-4 + 1e-4 * 50.0 * 0.0202) + 0.5);
     let mut hurried = priced(Some(1.0));
     assert_eq!(placed(&arrive(&mut hurried, 0.0, arrival(1, 500, 1))).0, 2);
     // The default weight is the mean instance: 0.00055 $/s.
@@ -334,7 +335,9 @@ fn a_late_first_token_is_rejected_and_a_retry_at_the_promised_time_is_not() {
 #[test]
 fn tbt_is_predicted_for_the_end_of_prefill() {
     let tight = FleetConfig { tbt_slo: Some(Seconds(0.01015)), ..config() };
-    let mut f = fleet(tight, vec![instance(1, Role::Auto, 1e-3, 1e-2)]);
+    let spec = instance(1, Role::Auto, 1e-3, 1e-2);
+    let spec = Instance { prefill_tokens_beside_decode_max: None, step_tokens_max: 1000, ..spec };
+    let mut f = fleet(tight, vec![spec]);
     placed(&arrive(&mut f, 0.0, arrival(1, 100, 1)));
     act(&mut f, 0.1, Event::PrefillDone { request: 1, instance: InstanceId(1) });
     // Two together miss the objective; request 1 ends in about 0.5 s.

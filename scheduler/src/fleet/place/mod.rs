@@ -2,10 +2,12 @@
 //!
 //! ```text
 //! ttft  = queue + exposed pull + kv wait + interleaved decode steps + prefill
-//! score = busy dollars + w * (ttft + hand-off + delay to others) + memory
+//! score = busy dollars * busy share + w * (ttft + hand-off + delay to others) + memory
 //! ```
 //!
-//! Without prices busy dollars are 0 and w is 1: plain seconds. The queue is first come, first served, so a
+//! The busy share is that of the instances that have work: the rent of idle ones is paid anyway, so using
+//! little counts only as far as others may need it. Without prices busy dollars are 0 and w is 1: plain
+//! seconds. The queue is first come, first served, so a
 //! new request delays no queued one; it delays the sequences that already decode on its two instances. The
 //! first token is drawn where the prompt is computed, so the hand-off to the decode instance delays the
 //! second one. The part of it that would be exposed behind a prefill without any cache counts, and the wait
@@ -62,6 +64,8 @@ pub(super) struct Question<'a> {
     pub(super) output_tokens: u32,
     pub(super) score_unit: ScoreUnit,
     pub(super) wait_weight: f64,
+    /// Share of the instances that have work, with this request.
+    pub(super) busy_share: f64,
     pub(super) objectives: Objectives,
     /// Number of leading prompt tokens that each instance can reuse, by position.
     pub(super) cached: Vec<u32>,
@@ -137,6 +141,7 @@ impl Fleet {
         arrival: &Arrival,
     ) -> (Explanation, Result<usize, RejectReason>) {
         let (score_unit, wait_weight) = self.weights();
+        let busy_share = self.loads.busy_share();
         let request = arrival.request;
         let output_tokens = self.output_tokens(arrival);
         let objectives = self.objectives(now, arrival);
@@ -145,6 +150,7 @@ impl Fleet {
             decided_at: now,
             score_unit,
             wait_weight,
+            busy_share,
             output_tokens,
             instances: to_u32(self.loads.len()),
             candidates: Vec::new(),
@@ -168,6 +174,7 @@ impl Fleet {
             output_tokens,
             score_unit,
             wait_weight,
+            busy_share,
             objectives,
             cached,
             longest_tokens,
@@ -483,7 +490,7 @@ impl Fleet {
 
         let busy = match (question.score_unit, p.spec.price, d.spec.price) {
             (ScoreUnit::Usd, Some(prefill), Some(decode)) => {
-                prefill * side.prefill + decode * decoder.share + traffic
+                (prefill * side.prefill + decode * decoder.share) * question.busy_share + traffic
             }
             _ => Usd::ZERO,
         };

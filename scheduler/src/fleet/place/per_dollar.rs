@@ -95,7 +95,8 @@ fn best_pull(fleet: &Fleet, question: &Question<'_>, at: usize) -> Option<Part> 
     let block = fleet.loads[at].spec.kv_block_tokens.max(1);
     let price = fleet.loads[at].spec.price.filter(|_| question.score_unit == ScoreUnit::Usd);
     let cost = |side: &PrefillSide| {
-        let paid = price.map_or(0.0, |price| (price * side.prefill).0) + side.pull_price.0;
+        let paid =
+            price.map_or(0.0, |price| (price * side.prefill).0) * question.busy_share + side.pull_price.0;
         paid + question.own_weight() * (side.pull + side.prefill).0
     };
     let side = |pull| fleet.prefill_side(question, at, pull);

@@ -101,7 +101,7 @@ impl Costs {
         let tokens = question.arrival.prompt_tokens - known;
         let time = kind.cost.prefill_s(known, tokens) * kind.corrections.prefill;
         let price = kind.price.filter(|_| question.score_unit == ScoreUnit::Usd);
-        Costs { time, paid: price.map_or(Usd::ZERO, |price| price * time) }
+        Costs { time, paid: price.map_or(Usd::ZERO, |price| price * time * question.busy_share) }
     }
 }
 
@@ -226,7 +226,7 @@ fn decode_key(
     let wait = step * (output * over);
     let share = step * (output / f64::from(sequences));
     let price = kind.price.filter(|_| question.score_unit == ScoreUnit::Usd);
-    let paid = price.map_or(Usd::ZERO, |price| price * share);
+    let paid = price.map_or(Usd::ZERO, |price| price * share * question.busy_share);
     let memory = if kv_weight == 0.0 {
         0.0
     } else {
