@@ -65,6 +65,8 @@ run_tests() {
 
 step "format"
 cargo fmt --all --check
+step "planted bugs still apply"
+hwtests/planted.sh --applies
 step "lints"
 cargo clippy --locked "${features[@]}" --all-targets -- -D warnings
 step "default features build without any system library"
