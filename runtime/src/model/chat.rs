@@ -4,8 +4,8 @@
 use super::error::{Error, Result};
 use super::fields::{Fields, read_object_if_present};
 use super::strftime::strftime;
-use minijinja::value::{Kwargs, Serde, StringInput};
-use minijinja::{Environment, ErrorKind, Value, context};
+use minijinja::value::{Kwargs, Serde, StringInput, ValueKind};
+use minijinja::{Environment, ErrorKind, State, Value, context};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value as Json};
 use std::io::Write;
@@ -130,6 +130,8 @@ impl ChatTemplate {
         environment.add_function("raise_exception", raise_exception);
         environment.add_filter("tojson", to_json);
         environment.add_filter("indent", indent);
+        environment.add_filter("join", join);
+        environment.add_filter("replace", replace);
         check_depth(source)?;
         let source = without_generation_tags(source);
         environment.add_template_owned("chat_template", source).map_err(template_error)?;
@@ -249,6 +251,48 @@ fn indent(
         return Err(minijinja::Error::new(ErrorKind::InvalidOperation, message));
     }
     minijinja::filters::indent(text, width, first, blank, named)
+}
+
+/// The library's filter, with the length of its result limited: each of a chain of them can double a text.
+fn join(
+    state: &mut State,
+    value: &Value,
+    joiner: Option<StringInput<'_>>,
+    attribute: Option<&str>,
+    named: Kwargs,
+) -> std::result::Result<Value, minijinja::Error> {
+    let between = match &joiner {
+        Some(joiner) => joiner.as_str().len(),
+        None => named.get::<Option<StringInput<'_>>>("d")?.map_or(0, |joiner| joiner.as_str().len()),
+    };
+    let text = |value: &Value| value.as_str().map_or(0, str::len);
+    // Other iterables can be read only once.
+    let items =
+        if value.kind() == ValueKind::Seq { value.try_iter()?.map(|item| text(&item)).sum() } else { 0 };
+    let count = value.as_str().map_or(value.len().unwrap_or(0), |text| text.chars().count());
+    check_length("join", items.max(text(value)).saturating_add(count.saturating_mul(between)))?;
+    minijinja::filters::join(state, value, joiner, attribute, named)
+}
+
+/// The library's filter, limited in the same way.
+fn replace(
+    state: &mut State,
+    value: StringInput<'_>,
+    from: StringInput<'_>,
+    to: StringInput<'_>,
+) -> std::result::Result<Value, minijinja::Error> {
+    let (length, to_length) = (value.as_str().len(), to.as_str().len());
+    let found = length / from.as_str().len().max(1) + 1;
+    check_length("replace", length.saturating_add(found.saturating_mul(to_length)))?;
+    minijinja::filters::replace(state, value, from, to)
+}
+
+fn check_length(filter: &str, bytes: usize) -> std::result::Result<(), minijinja::Error> {
+    if bytes <= OUTPUT_BYTES_MAX {
+        return Ok(());
+    }
+    let message = format!("{filter}: its result could exceed {OUTPUT_BYTES_MAX} bytes");
+    Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
 }
 
 /// Python's `json.dumps` with `ensure_ascii=False`: unlike Jinja's own filter it escapes no HTML.

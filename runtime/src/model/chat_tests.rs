@@ -227,3 +227,19 @@ fn a_panic_of_the_template_engine_is_an_error() {
     let error = template.render(&[ChatMessage::new("user", "")], true, &Map::new(), 0).unwrap_err();
     assert!(error.to_string().contains("cannot be rendered"), "{error}");
 }
+
+#[test]
+fn filters_that_make_texts_long_are_bounded() {
+    let fails =
+        |template: &str| ChatTemplate::new(template, None, None).unwrap().render(&[], false, &Map::new(), 0);
+    let joins = format!("{{{{ range(3)|list|join(',') {}}}}}", "|join(',') ".repeat(62));
+    for (template, filter) in [
+        (joins.as_str(), "join"),
+        ("{{ range(9)|list|join('x' * 9000000) }}", "join"),
+        ("{{ ('x' * 8000000)|replace('x', 'long') |replace('', 'x' * 9) }}", "replace"),
+    ] {
+        let error = fails(template).unwrap_err().to_string();
+        assert!(error.contains(&format!("{filter}: its result could exceed")), "{template}: {error}");
+    }
+    assert_eq!(fails("{{ ['a', 'b']|join(', ') }}{{ 'axa'|replace('x', '--') }}").unwrap(), "a, ba--a");
+}
