@@ -46,7 +46,7 @@ fn on_all_cores(ask: &MarketAsk) -> Market {
 fn main() {
     let offers = parts().iter().filter_map(|part| {
         let price = Selection::default().price_or_reference(part.id, &[])?;
-        Some(OfferedPart { part, usd_per_hour: price.usd_per_hour, most: None })
+        Some(OfferedPart { part, usd_per_hour: price.usd_per_hour, most: None, owned: 0 })
     });
     let offers: Vec<OfferedPart> = offers.collect();
     for model in ["llama-3.1-8b", "llama-3.1-70b", "qwen3-30b-a3b"] {
@@ -59,6 +59,7 @@ fn main() {
             answer_tokens_max: 4096,
             level: ServiceLevel { ttft: Seconds(5.0), tbt: Seconds(0.1) },
             attain: 0.99,
+            confidence: 0.5,
             nic: BytesPerSecond(12.5e9),
             spares: 0,
         };

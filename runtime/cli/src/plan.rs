@@ -1,10 +1,15 @@
 //! Implements `mixfleet plan`: the cheapest fleet for a model, a load and objectives.
 
+mod deploy;
 mod document;
 mod fleet_text;
+mod hours;
 mod load;
 mod offers;
+mod page;
+mod prices;
 mod search;
+mod stress;
 mod table;
 
 use crate::numbers::seconds;
@@ -13,17 +18,21 @@ use crate::trace::{ReplayArgs, positive};
 use crate::{Failed, Usage};
 use anyhow::{Context, Result};
 use clap::Args;
+use hours::HourPlan;
 use load::PlanLoad;
 use mixfleet_hal::units::{BytesPerSecond, GB, Seconds};
 use mixfleet_hal::{DType, StoredAs};
 use mixfleet_scheduler::engines::KnownEngine;
 use mixfleet_scheduler::models::{KnownModel, find};
+use mixfleet_scheduler::plan::branching::Microlp;
+use mixfleet_scheduler::plan::break_even::BreakEven;
 use mixfleet_scheduler::plan::candidates::ServiceLevel;
 use mixfleet_scheduler::plan::market::{Market, MarketAsk, PartOnOffer};
 use mixfleet_sim::fleet_file::InstancePool;
 use mixfleet_sim::simulate::Setup;
 use mixfleet_sim::trace::TOKENS_MAX;
 use offers::Offers;
+use prices::Repriced;
 use search::{PlanFound, PlanSearch};
 use std::io::Write;
 use std::path::PathBuf;
@@ -34,12 +43,15 @@ pub(crate) struct PlanArgs {
     /// A model of 'mixfleet models'
     #[arg(long, value_name = "NAME")]
     model: String,
-    /// How its weights are stored: bf16, f16, fp8, int8, int4, mxfp4 or nvfp4 [default: bf16]
+    /// How its weights are stored (docs/models.md) [default: bf16]
     #[arg(long, value_name = "DTYPE")]
     dtype: Option<StoredAs>,
-    /// The load as a request trace, in any format of 'mixfleet trace stats'
-    #[arg(long, value_name = "FILE", required_unless_present = "rate", conflicts_with = "rate")]
+    /// The load as a request trace ('mixfleet trace stats' reads it)
+    #[arg(long, value_name = "FILE", required_unless_present_any = ["rate", "workload"], conflicts_with = "rate")]
     trace: Option<PathBuf>,
+    /// The load by the hour, planned for the dearest (docs/plan.md)
+    #[arg(long, value_name = "CSV", conflicts_with_all = ["rate", "trace"])]
+    workload: Option<PathBuf>,
     /// The load as requests per second of one size
     #[arg(long, value_name = "R", requires_all = ["input_tokens", "output_tokens"], value_parser = positive)]
     rate: Option<f64>,
@@ -52,7 +64,7 @@ pub(crate) struct PlanArgs {
     /// Objective: seconds to the first token
     #[arg(long, value_name = "S", value_parser = seconds)]
     ttft: f64,
-    /// Objective: seconds between tokens (of each request, the longest tenth of its gaps)
+    /// Objective: seconds between tokens, in the longest tenth of gaps
     #[arg(long, value_name = "S", value_parser = seconds)]
     tbt: f64,
     /// Share of requests that must meet both
@@ -61,9 +73,12 @@ pub(crate) struct PlanArgs {
     /// Offers in place of all built-in prices (docs/comparing-parts.md)
     #[arg(long, value_name = "CSV")]
     prices: Option<PathBuf>,
-    /// The devices that there are, in place of any number; columns device_id, count
+    /// The devices that there are; columns device_id, count
     #[arg(long, value_name = "CSV")]
     inventory: Option<PathBuf>,
+    /// The fleet that is owned, which costs nothing more
+    #[arg(long, value_name = "FLEET.toml")]
+    have: Option<PathBuf>,
     /// Parts to choose from [default: all with a price]
     #[arg(long, value_name = "A,B", value_delimiter = ',')]
     parts: Vec<String>,
@@ -73,15 +88,21 @@ pub(crate) struct PlanArgs {
     /// Plan for a load higher by this share
     #[arg(long, value_name = "SHARE", default_value_t = 0.0, hide_default_value = true, value_parser = headroom)]
     headroom: f64,
+    /// Probability that devices are as fast as planned [default: 0.5]
+    #[arg(long, value_name = "P", default_value_t = 0.5, hide_default_value = true, value_parser = confidence)]
+    confidence: f64,
     /// Further instances of each pool, in case others fail
     #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true, value_parser = clap::value_parser!(u32).range(0..=64))]
     spares: u32,
-    /// End the simulations after this time with the best so far
+    /// End the simulations after this time
     #[arg(long, value_name = "S", default_value_t = 60.0, value_parser = seconds)]
     budget_s: f64,
-    /// Write FLEET.toml, for 'mixfleet simulate', into this directory
+    /// Write FLEET.toml and what starts the fleet here
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
+    /// Write the plan as an HTML page
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
     #[command(flatten)]
     replay: ReplayArgs,
     /// Print JSON
@@ -94,26 +115,31 @@ fn headroom(text: &str) -> Result<f64, String> {
     value.ok_or_else(|| "expected a share of the load, 0 or more, as in 0.2".into())
 }
 
-/// The rates of all parts, each found by the next core that is free.
-fn on_all_cores(ask: MarketAsk) -> Market {
-    let (next, parts) = (AtomicUsize::new(0), ask.parts.len());
+fn confidence(text: &str) -> Result<f64, String> {
+    let value = text.parse().ok().filter(|value: &f64| (0.5..=0.999).contains(value));
+    value.ok_or_else(|| "expected a probability from 0.5 to 0.999".into())
+}
+
+/// What `of` gives for each number below `count`, each found by the next core that is free.
+fn on_all_cores<T: Send>(count: usize, of: impl Fn(usize) -> T + Sync) -> Vec<T> {
+    let next = AtomicUsize::new(0);
     let work = || {
         let mut found = Vec::new();
         loop {
-            let part = next.fetch_add(1, Ordering::Relaxed);
-            if part >= parts {
+            let at = next.fetch_add(1, Ordering::Relaxed);
+            if at >= count {
                 return found;
             }
-            found.push((part, PartOnOffer::new(&ask, part)));
+            found.push((at, of(at)));
         }
     };
-    let cores = std::thread::available_parallelism().map_or(1, usize::from).min(parts);
-    let mut rates: Vec<(usize, PartOnOffer)> = std::thread::scope(|scope| {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from).min(count);
+    let mut all: Vec<(usize, T)> = std::thread::scope(|scope| {
         let threads: Vec<_> = (0..cores).map(|_| scope.spawn(work)).collect();
-        threads.into_iter().flat_map(|thread| thread.join().expect("a rate panics on no input")).collect()
+        threads.into_iter().flat_map(|thread| thread.join().expect("a plan panics on no input")).collect()
     });
-    rates.sort_by_key(|(part, _)| *part);
-    Market::of(ask, rates.into_iter().map(|(_, rates)| rates).collect())
+    all.sort_by_key(|(at, _)| *at);
+    all.into_iter().map(|(_, found)| found).collect()
 }
 
 /// Everything that the command prints.
@@ -124,6 +150,30 @@ struct Planned<'a> {
     load: &'a PlanLoad,
     offers: &'a Offers,
     outcome: &'a PlanFound,
+    /// What each hour takes; empty for less than two hours.
+    hours: &'a [HourPlan],
+    /// For each part.
+    break_evens: &'a [BreakEven],
+    repriced: &'a [Repriced],
+}
+
+/// Writes the files that were asked for, and says what starts the fleet.
+fn write_files(planned: &Planned<'_>, market: &Market) -> Result<Option<String>> {
+    let (args, mut started) = (planned.args, None);
+    let Some(best) = planned.outcome.fleets.first() else { return Ok(None) };
+    if let Some(directory) = &args.out {
+        let cannot_write = || format!("cannot write to {}", directory.display());
+        std::fs::write(directory.join("FLEET.toml"), &best.text).with_context(cannot_write)?;
+        if args.trace.is_none() {
+            planned.load.write_log(&directory.join("load.jsonl")).with_context(cannot_write)?;
+        }
+        started = Some(deploy::write(planned, best, directory).with_context(cannot_write)?);
+    }
+    if let Some(path) = &args.html {
+        let page = page::page(planned, market);
+        std::fs::write(path, page).with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    Ok(started)
 }
 
 pub(crate) fn run(args: &PlanArgs) -> Result<()> {
@@ -133,7 +183,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
     for warning in &offers.warnings {
         eprintln!("warning: {warning}");
     }
-    let load = PlanLoad::read(args)?;
+    let mut load = PlanLoad::read(args)?;
     if let Some(directory) = &args.out {
         std::fs::create_dir_all(directory)
             .with_context(|| format!("--out: cannot make the directory {}", directory.display()))?;
@@ -141,7 +191,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
     let factor = 1.0 + args.headroom;
     let mut classes = load.classes.clone();
     classes.iter_mut().for_each(|class| class.rate *= factor);
-    let market = on_all_cores(MarketAsk {
+    let ask = MarketAsk {
         model,
         stored,
         engine: args.engine,
@@ -150,23 +200,38 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
         answer_tokens_max: Setup::MAX_TOKENS,
         level: ServiceLevel { ttft: Seconds(args.ttft), tbt: Seconds(args.tbt) },
         attain: args.attain,
+        confidence: args.confidence,
         nic: BytesPerSecond(InstancePool::NIC_GB_PER_S * GB),
         spares: args.spares,
-    });
-    let outcome = PlanSearch::new(args, model, stored, &market, &load, &offers).run()?;
-    let planned = Planned { args, model, stored, load: &load, offers: &offers, outcome: &outcome };
-    if let (Some(directory), Some(best)) = (&args.out, outcome.fleets.first()) {
-        let cannot_write = || format!("cannot write to {}", directory.display());
-        std::fs::write(directory.join("FLEET.toml"), &best.text).with_context(cannot_write)?;
-        if args.rate.is_some() {
-            load.write_log(&directory.join("load.jsonl")).with_context(cannot_write)?;
-        }
+    };
+    let rates = on_all_cores(ask.parts.len(), |part| PartOnOffer::new(&ask, part));
+    let mut market = Market::of(ask, rates);
+    let by_hour: Vec<Vec<f64>> =
+        load.hours.iter().map(|rates| rates.iter().map(|r| r * factor).collect()).collect();
+    let hours = on_all_cores(by_hour.len(), |hour| HourPlan::of(&market, &by_hour[hour]));
+    if let Some(dearest) = hours::dearest(&hours).filter(|_| args.workload.is_some()) {
+        load.be_of_hour(args, dearest);
+        market = market.with_rates(&by_hour[dearest]);
     }
+    let outcome = PlanSearch::new(args, model, stored, &market, &load, &offers).run()?;
+    let parts = if outcome.fleets.is_empty() { 0 } else { offers.parts.len() };
+    let planned = Planned {
+        args,
+        model,
+        stored,
+        load: &load,
+        offers: &offers,
+        outcome: &outcome,
+        hours: &hours,
+        break_evens: &on_all_cores(parts, |part| market.break_even(&Microlp, part)),
+        repriced: &prices::repriced(&market, &outcome.fleets),
+    };
+    let started = write_files(&planned, &market)?;
     let mut out = std::io::stdout().lock();
     if args.json {
         writeln!(out, "{:#}", document::of(&planned))?;
     } else {
-        write!(out, "{}", table::of(&planned))?;
+        write!(out, "{}", table::of(&planned, started.as_deref()))?;
     }
     match outcome.fleets.is_empty() {
         true => Err(Failed(table::unmet(&planned)).into()),

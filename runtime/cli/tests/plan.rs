@@ -134,6 +134,8 @@ fn a_rate_is_planned_for_and_the_written_fleet_holds_in_simulate_with_nothing_to
     let attained = simulated(&file, &trace, &[]);
     assert_eq!(attained, number(&document["fleets"][0]["attained"]), "simulate sees what the plan saw");
     let text = std::fs::read_to_string(&file).unwrap();
+    // the 4090s and L40S are cards with the whole model each, so that mixfleet's own workers start the fleet
+    started_by_compose_and_kubernetes(&out, &document["fleets"][0]);
     let mut tried = 0;
     for pool in 0..pools(&document["fleets"][0]).len() {
         let Some(fewer) = with_one_less(&text, pool) else { continue };
@@ -143,11 +145,57 @@ fn a_rate_is_planned_for_and_the_written_fleet_holds_in_simulate_with_nothing_to
     }
     assert!(tried > 0, "{text}");
     assert_eq!(planned(&arguments, &[]), document, "one input, one plan");
+    let under = &document["fleets"][0]["attained_under"]["load"];
+    let loaded: Vec<f64> =
+        ["1.25", "1.5"].map(|factor| simulated(&file, &trace, &["--speedup", factor])).into();
+    assert_eq!(loaded, [0, 1].map(|at| number(&under[at]["attained"])), "{under}");
+    let slack = number(&document["fleets"][0]["slack"]["load"]);
+    assert_eq!(slack, if loaded[0] < 0.99 { 1.0 } else { 1.25 }, "{loaded:?}");
+    let robust = &document["fleets"][document["most_robust"].as_u64().unwrap() as usize];
+    assert!(number(&robust["usd_per_hour"]) <= 1.05 * number(&document["fleets"][0]["usd_per_hour"]));
 
     let output = run(&arguments, &[]);
     let table = String::from_utf8(output.stdout).unwrap();
-    for word in ["lower bound", "of one part", "$/Mt out", "attained", "prices"] {
+    for word in ["lower bound", "of one part", "$/Mt out", "attained", "slack", "prices", "break-evens"] {
         assert!(table.contains(word), "{word}: {table}");
+    }
+}
+
+/// The block lists behind `key:` in a YAML file, item by item.
+fn lists(text: &str, key: &str) -> Vec<Vec<String>> {
+    let lines: Vec<&str> = text.lines().collect();
+    let heads = (0..lines.len()).filter(|at| lines[*at].trim() == key);
+    let item = |line: &&str| line.trim_start().starts_with("- ");
+    let list = |at: usize| lines[at + 1..].iter().copied().take_while(item);
+    heads.map(|at| list(at).map(|line| line.trim_start()[2..].to_owned()).collect()).collect()
+}
+
+fn started_by_compose_and_kubernetes(out: &Path, fleet: &Value) {
+    let compose = std::fs::read_to_string(out.join("compose.yaml")).unwrap();
+    let workers = std::fs::read_to_string(out.join("workers.yaml")).unwrap();
+    let count = |of: &Value| number(&of["count"]) as usize;
+    let instances: usize = pools(fleet).iter().map(count).sum();
+    let ours: Vec<_> = lists(&compose, "command:").into_iter().filter(|words| words[0] != "etcd").collect();
+    assert_eq!(ours.len(), 1 + pools(fleet).len(), "{compose}");
+    let devices = ours.iter().flatten().filter(|word| *word == "--device").count();
+    assert_eq!(devices, instances, "{compose}");
+    let pods = lists(&workers, "args:");
+    assert_eq!(pods.len(), pools(fleet).len(), "{workers}");
+    for (pool, words) in pools(fleet).iter().zip(&pods) {
+        let role = words.iter().position(|word| word == "--role").unwrap();
+        assert_eq!(words[role + 1], pool["role"].as_str().unwrap(), "{words:?}");
+        let name = format!("{}-{}", words[role + 1], pool["part"].as_str().unwrap().to_ascii_lowercase());
+        assert!(workers.contains(&format!("name: mixfleet-{name}\n")), "{name}: {workers}");
+        assert!(workers.contains(&format!("  replicas: {}\n", count(pool))), "{workers}");
+    }
+    // a label in the metadata, the selector and the template, and what nodes are selected by
+    let labels = workers.lines().filter(|line| line.trim_start().starts_with("mixfleet/part: "));
+    assert_eq!(labels.count(), 4 * pods.len(), "{workers}");
+    if cfg!(feature = "fleet") {
+        for words in ours.iter().chain(&pods) {
+            let output = mixfleet().args(words).arg("--help").output().unwrap();
+            assert!(output.status.success(), "{words:?}: {}", String::from_utf8_lossy(&output.stderr));
+        }
     }
 }
 
@@ -178,11 +226,27 @@ fn a_trace_is_planned_for_and_the_written_fleet_holds_on_it() {
         trace.to_str().unwrap(),
         "--jitter",
     ];
-    let document = planned(&of_trace, &["--out", out.to_str().unwrap()]);
+    let page = directory.join("plan.html");
+    let files = ["--out", out.to_str().unwrap(), "--html", page.to_str().unwrap(), "--engine", "vllm"];
+    let document = planned(&of_trace, &files);
+    let first = &document["fleets"][0];
+    let launch = std::fs::read_to_string(out.join("vllm.sh")).unwrap();
+    let lines = launch.lines().filter(|line| line.starts_with("vllm serve \"$MODEL\" --dtype bfloat16"));
+    assert_eq!(lines.count(), pools(first).len(), "{launch}");
+    let split = pools(first).iter().filter(|pool| pool["role"] != "auto").count();
+    assert_eq!(launch.matches("NixlConnector").count(), split, "{launch}");
+    let page = std::fs::read_to_string(page).unwrap();
+    // rent against three objectives, and prices of two parts
+    assert!(page.matches("<svg").count() >= 3 && page.contains("TTFT, p99"), "{page}");
+    let parts: std::collections::BTreeSet<&str> = (document["fleets"].as_array().unwrap().iter())
+        .flat_map(pools)
+        .map(|pool| pool["part"].as_str().unwrap())
+        .collect();
+    assert_eq!(page.contains("The cheapest fleet at other prices"), parts.len() > 1);
     is_sound(&document, 0.95);
     assert!(simulated(&out.join("FLEET.toml"), &trace, &["--jitter"]) >= 0.95);
     // more of the same load needs no less
-    let more = planned(&of_trace, &["--headroom", "0.5"]);
+    let more = planned(&of_trace, &["--headroom", "0.5", "--engine", "vllm"]);
     assert!(number(&more["lower_bound_usd_per_hour"]) > number(&document["lower_bound_usd_per_hour"]));
 }
 
@@ -251,6 +315,11 @@ fn mistakes_are_usage_errors_that_say_what_to_do() {
     fails(&run(&but(4, "0"), &[]), 2, &["--rate"]);
     fails(&run(&but(10, "-1"), &[]), 2, &["--ttft"]);
     fails(&run(&STEADY, &["--attain", "1.5"]), 2, &["--attain"]);
+    fails(&run(&STEADY, &["--confidence", "0.3"]), 2, &["--confidence", "0.5 to 0.999"]);
+    fails(&run(&STEADY, &["--have", "none.toml"]), 3, &["--have none.toml"]);
+    let hours = write(&directory, "hours.csv", "requests_per_s,input_tokens,output_tokens\n1,0,9\n");
+    let of_hours = ["plan", "--model", "llama-3.1-8b", "--ttft", "1", "--tbt", "0.1", "--workload", &hours];
+    fails(&run(&of_hours, &[]), 3, &["hours.csv, hour 1", "tokens"]);
     fails(&run(&STEADY, &["--trace", "t.jsonl"]), 2, &["--trace", "--rate"]);
     fails(&run(&["plan", "--model", "llama-3.1-8b", "--ttft", "1", "--tbt", "0.1"], &[]), 2, &["--trace"]);
     let prices = write(&directory, "prices.csv", "device_id,price_hourly\nH20-96GB,0.8\n");
@@ -274,4 +343,70 @@ fn a_budget_that_is_too_short_is_told_and_spares_are_there_beside_what_is_needed
     assert!(rent(&document) > rent(&planned(&STEADY, &[])));
     let fleets = document["fleets"].as_array().unwrap();
     assert!(fleets.iter().flat_map(pools).all(|pool| pool["count"].as_u64().unwrap() >= 2), "{document:#}");
+}
+
+/// The likely error of a part with laws is some percent, and a fleet for slower devices is no cheaper.
+#[test]
+fn more_confidence_is_a_dearer_bound_and_what_is_owned_is_kept_or_switched_off() {
+    let directory = scratch("plan-have");
+    let out = directory.join("out");
+    let free = planned(&STEADY, &["--out", out.to_str().unwrap()]);
+    let sure = planned(&STEADY, &["--confidence", "0.95"]);
+    is_sound(&sure, 0.99);
+    let bound = |document: &Value| number(&document["lower_bound_usd_per_hour"]);
+    assert!(bound(&sure) > 1.02 * bound(&free), "{} {}", bound(&sure), bound(&free));
+    assert!(number(&sure["fleets"][0]["usd_per_hour"]) >= number(&free["fleets"][0]["usd_per_hour"]));
+
+    let best = &free["fleets"][0];
+    let file = std::fs::read_to_string(out.join("FLEET.toml")).unwrap();
+    let owned = write(&directory, "owned.toml", &file);
+    let kept = planned(&STEADY, &["--have", &owned]);
+    let first = &kept["fleets"][0];
+    assert_eq!((number(&first["usd_per_hour"]), bound(&kept)), (0.0, 0.0), "{first:#}");
+    for change in first["changes"].as_array().unwrap() {
+        let id = change["part"].as_str().unwrap();
+        assert_eq!(change["devices_owned"].as_u64().unwrap(), devices(best, id), "{change}");
+        assert_eq!(change["devices_planned"].as_u64().unwrap(), devices(first, id), "{change}");
+    }
+    // of a lone device more is added, and only that is paid
+    let one = format!("{}count = 1\ndevice = \"RTX-4090\"\n", file.split("count = ").next().unwrap());
+    let one = write(&directory, "one.toml", &one);
+    let more = planned(&STEADY, &["--have", &one]);
+    for fleet in more["fleets"].as_array().unwrap() {
+        let paid = pools(fleet).iter().map(|pool| {
+            let rented = number(&pool["count"]) * number(&pool["devices_per_instance"]);
+            rented * number(&pool["usd_per_hour_of_device"])
+        });
+        let price = number(&break_even(&free, "RTX-4090")["usd_per_hour"]);
+        let sunk = if devices(fleet, "RTX-4090") > 0 { price } else { 0.0 };
+        assert!((paid.sum::<f64>() - sunk - number(&fleet["usd_per_hour"])).abs() < 1e-6, "{fleet:#}");
+    }
+    assert!(bound(&more) < bound(&free));
+}
+
+fn break_even<'a>(document: &'a Value, part: &str) -> &'a Value {
+    let all = document["break_evens"].as_array().unwrap();
+    all.iter().find(|known| known["part"] == part).unwrap()
+}
+
+#[test]
+fn a_workload_by_the_hour_is_planned_for_its_dearest_hour_and_says_what_the_others_save() {
+    let directory = scratch("plan-hours");
+    let hours =
+        "requests_per_s,input_tokens,output_tokens\n2,1500,150\n12,1500,150\n0,1500,150\n5,1400,160\n";
+    let hours = write(&directory, "hours.csv", hours);
+    let mut arguments = [&STEADY[..3], &STEADY[9..]].concat();
+    arguments.extend(["--workload", &hours]);
+    let document = planned(&arguments, &[]);
+    is_sound(&document, 0.99);
+    let planned_hours = document["hours"].as_array().unwrap();
+    let usd: Vec<f64> = planned_hours.iter().map(|hour| number(&hour["usd_per_hour"])).collect();
+    assert!(usd.len() == 4 && usd[2] == 0.0 && usd[0] < usd[3] && usd[3] < usd[1], "{usd:?}");
+    let saved = 1.0 - usd.iter().sum::<f64>() / 4.0 / usd[1];
+    assert!((number(&document["saved_by_the_hour"]) - saved).abs() < 1e-9);
+    assert!((number(&document["load"]["requests_per_s"]) - 12.0).abs() < 1e-6);
+    let bound = |value: &Value| number(&value["lower_bound_usd_per_hour"]);
+    assert!((bound(&document) - bound(&planned_hours[1])).abs() < 1e-9);
+    let table = String::from_utf8(run(&arguments, &[]).stdout).unwrap();
+    assert!(table.contains("by the hour") && table.contains("hour 1 of 4"), "{table}");
 }

@@ -2,7 +2,7 @@
 //!
 //! A plan rests on rates; waiting, bursts, caches and the scheduler's choices are only seen in a run. From
 //! the counts of a plan all pools grow together until a run holds the objective. Then instances are taken
-//! away, of the dearest pools first, until no single one can be spared.
+//! away, of the pools first where that saves most, until no single one can be spared.
 
 use crate::capacity::Goal;
 use crate::fleet_file::FleetFile;
@@ -43,6 +43,8 @@ pub struct TrialLoad<'a> {
 pub struct RepairLimits<'a> {
     /// Whether a fleet of so many instances of each pool may be rented.
     pub fits: &'a dyn Fn(&[u32]) -> bool,
+    /// What so many instances of each pool cost: where an instance less saves most, one is taken first.
+    pub rent: &'a dyn Fn(&[u32]) -> f64,
     /// Whether to go on; if not, the repair ends with what it has.
     pub go_on: &'a dyn Fn() -> bool,
     /// Is told of every run.
@@ -196,11 +198,15 @@ impl RepairSearch<'_> {
     }
 
     fn decrease(&mut self, mut counts: Vec<u32>, mut trial: FleetTrial) -> Result<Repaired, TraceError> {
-        let rent = |pool: &usize| self.file.pools[*pool].usd_per_hour.unwrap_or(0.0);
         let mut order: Vec<usize> = (0..counts.len()).collect();
-        order.sort_by_key(|pool| Reverse(Ordered(rent(pool))));
         loop {
             let before = counts.clone();
+            let saved = |pool: &usize| {
+                let mut fewer = before.clone();
+                fewer[*pool] = fewer[*pool].saturating_sub(1);
+                (self.limits.rent)(&before) - (self.limits.rent)(&fewer)
+            };
+            order.sort_by_key(|pool| Reverse(Ordered(saved(pool))));
             let mut less = vec![None; counts.len()];
             for &pool in &order {
                 let mut by = (counts[pool] / DECREASE).max(1);

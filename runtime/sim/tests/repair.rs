@@ -35,7 +35,8 @@ fn trials(requests: &[Request]) -> TrialLoad<'_> {
 fn repaired(file: &FleetFile, fits: &dyn Fn(&[u32]) -> bool) -> (Repaired, u32) {
     let (requests, runs) = (load(), Cell::new(0));
     let told = |_: &[u32], _: &FleetTrial| runs.set(runs.get() + 1);
-    let limits = RepairLimits { fits, go_on: &|| true, told: &told };
+    let rent = |counts: &[u32]| counts.iter().map(|count| f64::from(*count)).sum();
+    let limits = RepairLimits { fits, rent: &rent, go_on: &|| true, told: &told };
     (trials(&requests).repair(file, &limits).unwrap().unwrap(), runs.get())
 }
 
@@ -74,7 +75,7 @@ fn a_repair_that_is_stopped_keeps_the_best_so_far() {
         let left = Cell::new(runs);
         let told = |_: &[u32], _: &FleetTrial| left.set(left.get() - 1);
         let go_on = || left.get() > 0;
-        let limits = RepairLimits { fits: &|_| true, go_on: &go_on, told: &told };
+        let limits = RepairLimits { fits: &|_| true, rent: &|_| 0.0, go_on: &go_on, told: &told };
         trials(&requests).repair(&fleet(20, 30), &limits).unwrap()
     };
     assert!(stopped_after(0).is_none());

@@ -28,6 +28,7 @@ use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::{Bytes, BytesPerSecond, Flop, GB, Seconds};
 use mixfleet_hal::{OpSig, StoredAs};
 use serde::Serialize;
+use std::sync::Arc;
 
 /// Requests of one size.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
@@ -147,6 +148,12 @@ impl InstanceKind {
             sequences_max: engine.sequences,
             step_tokens_max: engine.step_tokens,
         })
+    }
+
+    /// The same devices, whose steps take `times` as long as predicted.
+    pub fn slowed(mut self, times: f64) -> Self {
+        self.cost = CostModel::Scaled(times, Arc::new(self.cost));
+        self
     }
 
     /// What an instance carries of requests of one size. `link` is between attention and the rest, where they

@@ -23,22 +23,24 @@ pub struct SizeClass {
 }
 
 /// Sums over the requests of a cell.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 struct Cell {
     requests: u64,
     input: u64,
     output: u64,
     cached: u64,
+    /// Requests of each hour.
+    hours: Vec<u64>,
 }
 
 impl Cell {
-    fn joined(self, other: Cell) -> Cell {
-        Cell {
-            requests: self.requests + other.requests,
-            input: self.input + other.input,
-            output: self.output + other.output,
-            cached: self.cached + other.cached,
-        }
+    fn join(&mut self, other: &Cell) {
+        self.requests += other.requests;
+        self.input += other.input;
+        self.output += other.output;
+        self.cached += other.cached;
+        self.hours.resize(self.hours.len().max(other.hours.len()), 0);
+        self.hours.iter_mut().zip(&other.hours).for_each(|(own, more)| *own += more);
     }
 
     /// Logarithms of the mean lengths, by which cells are near to each other.
@@ -66,20 +68,38 @@ pub struct LoadTally {
 impl LoadTally {
     /// Counts a request; of its prompt's tokens a cache without limits would hold `cached`.
     pub fn add(&mut self, input_tokens: u32, output_tokens: u32, cached: u32) {
-        let key = (input_tokens.max(1).ilog2(), output_tokens.max(1).ilog2() / 2);
-        let one = Cell {
-            requests: 1,
-            input: input_tokens.into(),
-            output: output_tokens.into(),
-            cached: cached.into(),
-        };
-        let cell = self.cells.entry(key).or_default();
-        *cell = cell.joined(one);
+        self.add_many(0, 1, [input_tokens, output_tokens, cached]);
+    }
+
+    /// Counts requests of one size that arrive within an hour: tokens of the prompt, of the answer, and of
+    /// the prompt's cached ones.
+    pub fn add_many(&mut self, hour: usize, requests: u64, [input, output, cached]: [u32; 3]) {
+        let cell = self.cells.entry((input.max(1).ilog2(), output.max(1).ilog2() / 2)).or_default();
+        cell.requests += requests;
+        cell.input += requests * u64::from(input);
+        cell.output += requests * u64::from(output);
+        cell.cached += requests * u64::from(cached);
+        cell.hours.resize(cell.hours.len().max(hour + 1), 0);
+        cell.hours[hour] += requests;
     }
 
     /// The classes of all requests, which arrived over `span`, by length. Rare ones have joined their nearest
     /// neighbours.
     pub fn classes(self, span: Seconds) -> Vec<SizeClass> {
+        self.cells().iter().map(|cell| cell.class(span.0.max(SPAN_S_MIN))).collect()
+    }
+
+    /// The same classes, and the number of requests of each of them in every hour.
+    pub fn classes_by_hour(self, span: Seconds) -> (Vec<SizeClass>, Vec<Vec<u64>>) {
+        let cells = self.cells();
+        let hours = cells.iter().map(|cell| cell.hours.len()).max().unwrap_or(0);
+        let of = |hour: usize| cells.iter().map(|cell| cell.hours.get(hour).copied().unwrap_or(0)).collect();
+        let by_hour = (0..hours).map(of).collect();
+        (cells.iter().map(|cell| cell.class(span.0.max(SPAN_S_MIN))).collect(), by_hour)
+    }
+
+    /// The cells, of which rare ones have joined their nearest neighbours.
+    fn cells(self) -> Vec<Cell> {
         let mut cells: Vec<Cell> = self.cells.into_values().collect();
         let all: u64 = cells.iter().map(|cell| cell.requests).sum();
         while cells.len() > 1 {
@@ -91,9 +111,9 @@ impl LoadTally {
             let [input, output] = cell.place();
             let far = |other: &Cell| (other.place()[0] - input).abs() + (other.place()[1] - output).abs();
             let near = cells.iter_mut().min_by(|a, b| far(a).total_cmp(&far(b))).expect("one is left");
-            *near = near.joined(cell);
+            near.join(&cell);
         }
-        cells.iter().map(|cell| cell.class(span.0.max(SPAN_S_MIN))).collect()
+        cells
     }
 }
 
@@ -118,6 +138,18 @@ mod tests {
         let long = classes.last().unwrap();
         assert_eq!(long.size.input_tokens, 29_871, "the mean with the one request of 17,000 tokens");
         assert!((classes[0].size.cached_share - 0.5).abs() < 0.01);
+    }
+
+    #[test]
+    fn hours_of_a_class_are_those_of_the_cells_that_joined_it() {
+        let mut tally = LoadTally::default();
+        tally.add_many(0, 500, [1000, 100, 0]);
+        tally.add_many(2, 300, [1000, 100, 0]);
+        tally.add_many(2, 400, [9000, 100, 0]);
+        tally.add_many(1, 2, [2100, 100, 0]);
+        let (classes, hours) = tally.clone().classes_by_hour(Seconds(10_800.0));
+        assert_eq!(classes, tally.classes(Seconds(10_800.0)));
+        assert_eq!(hours, [[500, 0], [2, 0], [300, 400]], "the two requests joined the shorter ones");
     }
 
     #[test]

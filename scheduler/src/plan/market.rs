@@ -12,6 +12,7 @@
 use super::candidates::{InstanceKind, ServiceLevel};
 use super::linear::{Column, LinearProgram, Relation, Search, Solution, Solver, Unsolved};
 use super::load::SizeClass;
+use super::margin::slower;
 use super::program::{Ceiling, DemandClass, Duty, Placing, Program, Rentable, Unplanned};
 use crate::engines::KnownEngine;
 use crate::models::KnownModel;
@@ -20,6 +21,7 @@ use mixfleet_hal::cast::{to_u32, to_u64};
 use mixfleet_hal::catalog::Part;
 use mixfleet_hal::units::{BytesPerSecond, Ordered, UsdPerHour};
 use serde::Serialize;
+use std::sync::Arc;
 
 /// Devices that share a copy of the model.
 const DEVICES: [u32; 4] = [1, 2, 4, 8];
@@ -33,6 +35,8 @@ const CHEAPER: f64 = 0.99;
 const SEARCH: Search = Search { nodes_max: 2000, gap: 0.002 };
 /// Maximum number of programs of one sort of form.
 const PROGRAMS_MAX: usize = 16;
+/// Share of their rent at which owned devices count in a program, so that it takes no more than are needed.
+const SUNK: f64 = 1e-4;
 /// Parts up to which all are candidates where no form of one or two of them does.
 const PARTS_MAX: usize = 12;
 
@@ -45,6 +49,8 @@ pub struct OfferedPart {
     pub usd_per_hour: UsdPerHour,
     /// Maximum number of devices, if there is one.
     pub most: Option<u32>,
+    /// So many devices are owned and cost nothing.
+    pub owned: u32,
 }
 
 /// What a fleet is wanted for, and what it may be made of.
@@ -66,6 +72,9 @@ pub struct MarketAsk {
     pub level: ServiceLevel,
     /// Share of requests that must meet them.
     pub attain: f64,
+    /// The probability with which devices are as fast as planned: from 0.5, as predicted, to below 1
+    /// ([`slower`](super::margin::slower)).
+    pub confidence: f64,
     /// Network bandwidth of an instance, over which KV goes from prefill to decode.
     pub nic: BytesPerSecond,
     /// Further instances of each pool in use.
@@ -89,6 +98,18 @@ pub enum FleetForm {
     BySize(usize, usize),
     /// Whatever the program takes of all parts.
     Free,
+}
+
+impl FleetForm {
+    /// Its parts; `None` if it may have all.
+    pub(super) fn parts(self) -> Option<[usize; 2]> {
+        match self {
+            FleetForm::Alone(part) => Some([part; 2]),
+            FleetForm::Split { prefill, decode } => Some([prefill, decode]),
+            FleetForm::BySize(one, other) => Some([one, other]),
+            FleetForm::Free => None,
+        }
+    }
 }
 
 /// Identical instances of a planned fleet.
@@ -128,10 +149,10 @@ pub(super) struct MarketKind {
 }
 
 /// All that may be rented, and what it carries of a load.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Market {
     pub(super) ask: MarketAsk,
-    pub(super) kinds: Vec<MarketKind>,
+    pub(super) kinds: Arc<[MarketKind]>,
 }
 
 /// Instances of a kind with a duty: index of the kind, and of the duty in [`DUTIES`].
@@ -149,6 +170,28 @@ impl Market {
         Market { ask, kinds: rates.into_iter().flat_map(|part| part.0).collect() }
     }
 
+    /// The same parts, of which one has another price.
+    pub fn at_price(&self, part: usize, usd_per_hour: UsdPerHour) -> Market {
+        let mut market = self.clone();
+        market.ask.parts[part].usd_per_hour = usd_per_hour;
+        market
+    }
+
+    /// The cheapest fleet of one or two of some parts.
+    pub fn cheapest_of(&self, solver: &dyn Solver, parts: &[usize]) -> Option<FormedFleet> {
+        let forms = self.forms().into_iter().flatten();
+        let own =
+            |form: &FleetForm| form.parts().is_some_and(|own| own.iter().all(|part| parts.contains(part)));
+        self.best_of(solver, forms.filter(own).collect(), 1).pop()
+    }
+
+    /// The same parts under other rates of the classes, in requests per second.
+    pub fn with_rates(&self, rates: &[f64]) -> Market {
+        let mut market = self.clone();
+        market.ask.classes.iter_mut().zip(rates).for_each(|(class, rate)| class.rate = *rate);
+        market
+    }
+
     /// The offers.
     pub fn parts(&self) -> &[OfferedPart] {
         &self.ask.parts
@@ -159,14 +202,26 @@ impl Market {
         self.ask.parts[part].usd_per_hour * f64::from(devices)
     }
 
-    fn price(&self, kind: usize) -> f64 {
-        let kind = &self.kinds[kind];
-        self.rent(kind.part, kind.instance.devices).0
+    /// Rent of the devices of some pools that are not owned.
+    pub fn usd_per_hour(&self, pools: &[PlannedPool]) -> UsdPerHour {
+        let of = |(part, offer): (usize, &OfferedPart)| {
+            let own = pools.iter().filter(|pool| pool.part == part);
+            let devices = own.map(|pool| u64::from(pool.devices) * u64::from(pool.count)).sum::<u64>();
+            offer.usd_per_hour * devices.saturating_sub(offer.owned.into()) as f64
+        };
+        self.ask.parts.iter().enumerate().map(of).sum()
     }
 
     /// Rent of what one request per second of a class takes, without waiting.
-    fn unit(&self, (kind, duty): Candidate, class: usize) -> Option<f64> {
-        Some(self.kinds[kind].loads[duty][class]? * self.price(kind))
+    fn unit(&self, candidate: Candidate, class: usize) -> Option<f64> {
+        let part = self.kinds[candidate.0].part;
+        Some(self.devices(candidate, class)? * self.ask.parts[part].usd_per_hour.0)
+    }
+
+    /// Devices that one request per second of a class keeps busy.
+    fn devices(&self, (kind, duty): Candidate, class: usize) -> Option<f64> {
+        let kind = &self.kinds[kind];
+        Some(kind.loads[duty][class]? * f64::from(kind.instance.devices))
     }
 
     /// The rent below which there is no fleet, even if instances could be divided.
@@ -188,20 +243,28 @@ impl Market {
         let mut columns: Vec<Candidate> = Vec::new();
         let mut done: Vec<[Vec<(usize, f64)>; 2]> = vec![Default::default(); classes.len()];
         let mut over: Vec<Vec<(usize, f64)>> = vec![Vec::new(); self.ask.parts.len()];
+        let mut owned = over.clone();
         for (class, demand) in classes.iter().enumerate() {
             for (duty, does) in DUTIES.into_iter().enumerate() {
                 for candidate in self.cheapest_of_parts(duty, class) {
-                    let Some(unit) = self.unit(candidate, class) else { continue };
+                    let Some(devices) = self.devices(candidate, class) else { continue };
+                    let devices = devices * demand.rate * factor;
                     let part = self.kinds[candidate.0].part;
-                    let rate = demand.rate * factor;
-                    let column = program.column(Column { cost: unit * rate, most: 1.0, whole: false });
-                    columns.push(candidate);
-                    let stages = [does != Duty::Decode, does != Duty::Prefill];
-                    for (stage, _) in stages.into_iter().enumerate().filter(|(_, done)| *done) {
-                        done[class][stage].push((column, 1.0));
+                    let offer = &self.ask.parts[part];
+                    for rented in [true, false].into_iter().filter(|rented| *rented || offer.owned > 0) {
+                        let price = if rented { offer.usd_per_hour.0 } else { 0.0 };
+                        let column =
+                            program.column(Column { cost: devices * price, most: 1.0, whole: false });
+                        columns.push(candidate);
+                        let stages = [does != Duty::Decode, does != Duty::Prefill];
+                        for (stage, _) in stages.into_iter().enumerate().filter(|(_, done)| *done) {
+                            done[class][stage].push((column, 1.0));
+                        }
+                        over[part].push((column, devices));
+                        if !rented {
+                            owned[part].push((column, devices));
+                        }
                     }
-                    let devices = rate * unit / self.ask.parts[part].usd_per_hour.0;
-                    over[part].push((column, devices));
                 }
             }
         }
@@ -217,8 +280,10 @@ impl Market {
         }
         let slack = (1.0 - self.ask.attain) * self.rate();
         program.constrain(unserved, Relation::AtMost, slack);
-        for (offer, terms) in self.ask.parts.iter().zip(over) {
-            if let Some(most) = offer.most.filter(|_| !terms.is_empty()) {
+        let parts = self.ask.parts.iter();
+        let mosts = parts.clone().map(|offer| offer.most).zip(over);
+        for (most, terms) in mosts.chain(parts.map(|offer| Some(offer.owned)).zip(owned)) {
+            if let Some(most) = most.filter(|_| !terms.is_empty()) {
                 let scale = f64::from(most.max(1));
                 let terms = terms.into_iter().map(|(column, devices)| (column, devices / scale)).collect();
                 program.constrain(terms, Relation::AtMost, f64::from(most) / scale);
@@ -246,7 +311,7 @@ impl Market {
                 *known = Some((unit, (kind, duty)));
             }
         }
-        let endless = |part: usize| self.ask.parts[part].most.is_none();
+        let endless = |part: usize| self.ask.parts[part].most.is_none() && self.ask.parts[part].owned == 0;
         let all = best.into_iter().enumerate().filter_map(|(part, best)| Some((part, best?)));
         let (endless, limited): (Vec<_>, Vec<_>) = all.partition(|(part, _)| endless(*part));
         let least = endless.into_iter().min_by_key(|(_, (unit, _))| Ordered(*unit));
@@ -301,7 +366,11 @@ impl Market {
             let unit = least(Duty::Whole).min(least(Duty::Prefill) + least(Duty::Decode));
             if unit.is_finite() { usd += unit * demand.rate } else { left_out += demand.rate }
         }
-        if left_out > self.left_out_max() { f64::INFINITY } else { usd / BUSY_MAX }
+        let mut parts: Vec<usize> = candidates.iter().map(|(kind, _)| self.kinds[*kind].part).collect();
+        parts.dedup();
+        let owned = |part: usize| self.ask.parts[part].usd_per_hour.0 * f64::from(self.ask.parts[part].owned);
+        let sunk: f64 = parts.into_iter().map(owned).sum();
+        if left_out > self.left_out_max() { f64::INFINITY } else { (usd / BUSY_MAX - sunk).max(0.0) }
     }
 
     /// Requests per second that need not be served.
@@ -309,19 +378,24 @@ impl Market {
         (1.0 - self.ask.attain + 1e-9) * self.rate()
     }
 
-    /// The cheapest fleets of different forms, cheapest first: up to `each` of every sort of form.
-    pub fn rank(&self, solver: &dyn Solver, each: usize) -> Vec<FormedFleet> {
+    /// All forms of one or two parts, by sort.
+    pub(super) fn forms(&self) -> [Vec<FleetForm>; 4] {
         let parts = self.ask.parts.len();
-        let pairs = || (0..parts).flat_map(|one| (0..parts).map(move |other| (one, other)));
+        let pairs = || (0..parts).flat_map(move |one| (0..parts).map(move |other| (one, other)));
         let split = |(prefill, decode)| FleetForm::Split { prefill, decode };
-        let sorts: [Vec<FleetForm>; 4] = [
+        [
             (0..parts).map(FleetForm::Alone).collect(),
             (0..parts).map(|part| split((part, part))).collect(),
             pairs().filter(|(one, other)| one != other).map(split).collect(),
             pairs().filter(|(one, other)| one < other).map(|(a, b)| FleetForm::BySize(a, b)).collect(),
-        ];
+        ]
+    }
+
+    /// The cheapest fleets of different forms, cheapest first: up to `each` of every sort of form.
+    pub fn rank(&self, solver: &dyn Solver, each: usize) -> Vec<FormedFleet> {
+        let parts = self.ask.parts.len();
         let mut found: Vec<FormedFleet> = Vec::new();
-        for forms in sorts {
+        for forms in self.forms() {
             for fleet in self.best_of(solver, forms, each) {
                 add(&mut found, fleet);
             }
@@ -343,15 +417,14 @@ impl Market {
     }
 
     /// The cheapest of some forms. Those whose bound is not below what was found are not solved.
-    fn best_of(&self, solver: &dyn Solver, forms: Vec<FleetForm>, each: usize) -> Vec<FormedFleet> {
-        let with_bound = forms.into_iter().map(|form| {
-            let candidates = self.candidates(form);
-            (self.bound(&candidates), form, candidates)
-        });
-        let mut forms: Vec<_> = with_bound.filter(|(bound, ..)| bound.is_finite()).collect();
-        forms.sort_by_key(|(bound, ..)| Ordered(*bound));
+    pub(super) fn best_of(
+        &self,
+        solver: &dyn Solver,
+        forms: Vec<FleetForm>,
+        each: usize,
+    ) -> Vec<FormedFleet> {
         let mut found: Vec<FormedFleet> = Vec::new();
-        for (bound, form, candidates) in forms.into_iter().take(PROGRAMS_MAX) {
+        for (bound, form, candidates) in self.by_bound(forms).into_iter().take(PROGRAMS_MAX) {
             if found.get(each - 1).is_some_and(|last| last.usd_per_hour.0 <= bound) {
                 break;
             }
@@ -362,6 +435,25 @@ impl Market {
             }
         }
         found
+    }
+
+    /// Whether a fleet of some forms costs less.
+    pub(super) fn costs_less(&self, solver: &dyn Solver, forms: &[FleetForm], usd: f64) -> bool {
+        let near = self.by_bound(forms.to_vec()).into_iter().filter(|(bound, ..)| *bound < usd);
+        near.take(PROGRAMS_MAX).any(|(_, form, candidates)| {
+            self.solve(solver, form, &candidates).is_ok_and(|fleet| fleet.usd_per_hour.0 < usd)
+        })
+    }
+
+    /// Forms that serve enough requests, with their bounds and candidates, by bound.
+    fn by_bound(&self, forms: Vec<FleetForm>) -> Vec<(f64, FleetForm, Vec<Candidate>)> {
+        let with_bound = forms.into_iter().map(|form| {
+            let candidates = self.candidates(form);
+            (self.bound(&candidates), form, candidates)
+        });
+        let mut forms: Vec<_> = with_bound.filter(|(bound, ..)| bound.is_finite()).collect();
+        forms.sort_by_key(|(bound, ..)| Ordered(*bound));
+        forms
     }
 
     /// The cheapest fleet of some candidates.
@@ -376,26 +468,42 @@ impl Market {
         }
         let program = self.program(candidates);
         let fleet = program.solve(solver, SEARCH)?;
-        let used = candidates.iter().zip(&fleet.counts).filter(|(_, count)| **count > 0);
-        let mut pools: Vec<PlannedPool> = used
-            .map(|(&(kind, duty), &count)| {
-                let kind = &self.kinds[kind];
-                PlannedPool { part: kind.part, devices: kind.instance.devices, duty: DUTIES[duty], count }
-            })
-            .collect();
+        let rented = self.rentables(candidates);
+        let mut pools: Vec<PlannedPool> = Vec::new();
+        for (&((kind, duty), _), &count) in rented.iter().zip(&fleet.counts).filter(|(_, count)| **count > 0)
+        {
+            let of = &self.kinds[kind];
+            let pool = PlannedPool { part: of.part, devices: of.instance.devices, duty: DUTIES[duty], count };
+            let same = |known: &&mut PlannedPool| PlannedPool { count, ..PlannedPool::clone(known) } == pool;
+            match pools.iter_mut().find(same) {
+                Some(known) => known.count += count,
+                None => pools.push(pool),
+            }
+        }
         let order = |duty| [Duty::Prefill, Duty::Decode].iter().position(|first| *first == duty).unwrap_or(2);
         pools.sort_by_key(|pool| (order(pool.duty), pool.part, pool.devices));
-        let rents = pools.iter().map(|pool| self.rent(pool.part, pool.devices) * f64::from(pool.count));
-        Ok(FormedFleet { form, usd_per_hour: rents.sum(), pools })
+        Ok(FormedFleet { form, usd_per_hour: self.usd_per_hour(&pools), pools })
+    }
+
+    /// What may be rented of some candidates, and what of it is owned.
+    fn rentables(&self, candidates: &[Candidate]) -> Vec<(Candidate, bool)> {
+        let owned = |&(kind, _): &Candidate| self.ask.parts[self.kinds[kind].part].owned > 0;
+        let of = |candidate: &Candidate| {
+            [(*candidate, false)].into_iter().chain(owned(candidate).then_some((*candidate, true)))
+        };
+        candidates.iter().flat_map(of).collect()
     }
 
     fn program(&self, candidates: &[Candidate]) -> Program {
         let mut program = Program { spares: self.ask.spares, ..Program::default() };
-        let limited = self.ask.parts.iter().enumerate().filter_map(|(part, offer)| Some((part, offer.most?)));
-        let limited: Vec<(usize, u32)> = limited.filter(|(_, most)| *most > 0).collect();
+        let parts = || self.ask.parts.iter().enumerate();
+        let stock = parts().filter_map(|(part, offer)| Some((part, false, offer.most?)));
+        let owned = parts().map(|(part, offer)| (part, true, offer.owned));
+        // parts, whether what is owned of them is meant, and the number of devices
+        let limited: Vec<_> = stock.chain(owned).filter(|(.., most)| *most > 0).collect();
         program.ceilings = limited
             .iter()
-            .map(|&(part, most)| Ceiling {
+            .map(|&(part, _, most)| Ceiling {
                 name: self.ask.parts[part].part.id.into(),
                 most: most.into(),
                 usd_per_hour: UsdPerHour(0.0),
@@ -419,7 +527,7 @@ impl Market {
                 DemandClass { name, rate, asks: Duty::Whole }
             })
             .collect();
-        for (on, &(kind, duty)) in candidates.iter().enumerate() {
+        for (on, ((kind, duty), owned)) in self.rentables(candidates).into_iter().enumerate() {
             let of = &self.kinds[kind];
             let devices = of.instance.devices;
             let mut most = f64::from(self.ask.spares) + 1.0;
@@ -431,12 +539,13 @@ impl Market {
                 let duty = DUTIES[duty];
                 program.placings.push(Placing { on, class, duty, instances, takes: Vec::new() });
             }
-            let at = limited.iter().position(|(part, _)| *part == of.part);
+            let ceilings = limited.iter().enumerate();
+            let takes = ceilings.filter(|(_, (part, of_owned, _))| *part == of.part && (!of_owned || owned));
             program.rentables.push(Rentable {
                 name: format!("{} x {} {:?}", devices, self.ask.parts[of.part].part.id, DUTIES[duty]),
-                usd_per_hour: UsdPerHour(self.price(kind)),
+                usd_per_hour: self.rent(of.part, devices) * if owned { SUNK } else { 1.0 },
                 most: to_u32(to_u64(most.ceil())),
-                takes: at.map(|at| (at, f64::from(devices))).into_iter().collect(),
+                takes: takes.map(|(at, _)| (at, f64::from(devices))).collect(),
             });
         }
         program
@@ -473,6 +582,11 @@ impl MarketKind {
             return None;
         }
         let instance = InstanceKind::of(offer.part, devices, ask.model, ask.stored, ask.engine).ok()?;
+        let error = ask.engine.likely_error(&instance.profile, &instance.shape);
+        let instance = match slower(error, ask.confidence) {
+            1.0 => instance,
+            times => instance.slowed(times),
+        };
         let holds = |class: &SizeClass| {
             let answer = class.size.output_tokens.max(ask.answer_tokens_max);
             instance.holds(class.size.input_tokens.saturating_add(answer))

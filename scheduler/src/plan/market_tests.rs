@@ -1,4 +1,5 @@
 use super::branching::Microlp;
+use super::break_even::BreakEven;
 use super::candidates::{RequestSize, ServiceLevel};
 use super::load::SizeClass;
 use super::market::*;
@@ -15,7 +16,12 @@ fn class(input_tokens: u32, output_tokens: u32, rate: f64) -> SizeClass {
 
 /// Llama-3.1-70B on an H100 and an H20, which decodes for less and computes prompts for more.
 fn ask(classes: Vec<SizeClass>) -> MarketAsk {
-    let offer = |id, usd| OfferedPart { part: part(id).unwrap(), usd_per_hour: UsdPerHour(usd), most: None };
+    let offer = |id, usd| OfferedPart {
+        part: part(id).unwrap(),
+        usd_per_hour: UsdPerHour(usd),
+        most: None,
+        owned: 0,
+    };
     MarketAsk {
         model: models::find("llama-3.1-70b").unwrap(),
         stored: StoredAs::Plain(DType::Bf16),
@@ -25,6 +31,7 @@ fn ask(classes: Vec<SizeClass>) -> MarketAsk {
         answer_tokens_max: 0,
         level: ServiceLevel { ttft: Seconds(3.0), tbt: Seconds(0.1) },
         attain: 0.99,
+        confidence: 0.5,
         nic: BytesPerSecond(12.5e9),
         spares: 0,
     }
@@ -123,7 +130,8 @@ fn an_objective_that_nothing_meets_is_told_with_the_nearest_that_something_does(
     assert!(with(3.0, tbt * 1.001, 0.99).shortfall(&Microlp).is_empty() && tbt > 0.002);
 
     let mut ask = ask(vec![class(1000, 100, 1.0)]);
-    ask.parts = vec![OfferedPart { part: part("L4").unwrap(), usd_per_hour: UsdPerHour(0.5), most: Some(4) }];
+    ask.parts.truncate(1);
+    ask.parts[0] = OfferedPart { part: part("L4").unwrap(), most: Some(4), ..ask.parts[0].clone() };
     assert_eq!(Market::new(ask).shortfall(&Microlp), [Shortfall::Memory { held: 0.0 }]);
 }
 
@@ -154,4 +162,83 @@ fn long_prompts_with_short_answers_are_served_whole_too() {
     let whole = cost(|form| matches!(form, FleetForm::Alone(0)));
     let split = cost(|form| matches!(form, FleetForm::Split { prefill: 0, decode: 0 }));
     assert!(whole.is_finite() && whole <= split, "{whole} {split}");
+}
+
+#[test]
+fn more_confidence_costs_more_and_half_is_the_prediction() {
+    let cost = |confidence| {
+        let market = Market::new(MarketAsk { confidence, ..ask(vec![class(6000, 400, 30.0)]) });
+        let fleets = market.rank(&Microlp, 1);
+        [market.lower_bound(&Microlp).unwrap().0, fleets[0].usd_per_hour.0]
+    };
+    let (half, likely, more) = (cost(0.5), cost(0.9), cost(0.97));
+    for at in 0..2 {
+        // vLLM on both parts is likely within 11 % and more
+        assert!(likely[at] > 1.09 * half[at] && more[at] > likely[at], "{half:?} {likely:?} {more:?}");
+    }
+}
+
+/// Owning what the best fleet needs makes the rest of it free; owning little saves no more than its rent.
+#[test]
+fn what_is_owned_costs_nothing_and_what_is_more_is_rented() {
+    let with = |owned: [u32; 2]| {
+        let mut ask = ask(vec![class(6000, 400, 30.0)]);
+        ask.parts.iter_mut().zip(owned).for_each(|(offer, owned)| offer.owned = owned);
+        let market = Market::new(ask);
+        (market.lower_bound(&Microlp).unwrap().0, market.rank(&Microlp, 3).remove(0))
+    };
+    let devices = |fleet: &FormedFleet, part| -> u32 {
+        fleet.pools.iter().filter(|pool| pool.part == part).map(|pool| pool.count * pool.devices).sum()
+    };
+    let (free_bound, free) = with([0, 0]);
+    let (bound, some) = with([0, 8]);
+    assert!(devices(&free, 1) > 8 && some.usd_per_hour <= free.usd_per_hour - UsdPerHour(8.0 * 0.8 - 1e-6));
+    assert!(bound < free_bound && bound > free_bound - 8.0 * 0.8 - 1e-6 && bound <= some.usd_per_hour.0);
+    let all = [devices(&free, 0), devices(&free, 1)];
+    let (bound, same) = with(all);
+    assert!(bound.abs() < 1e-6 && same.usd_per_hour.0 == 0.0, "{bound} {same:?}");
+    // dear parts that are owned go before cheap ones that are not
+    let (_, owned) = with([200, 0]);
+    assert!(owned.usd_per_hour.0 == 0.0 && devices(&owned, 0) <= 200 && devices(&owned, 1) == 0, "{owned:?}");
+    let names: Vec<_> = owned.pools.iter().map(|pool| (pool.part, pool.devices, pool.duty)).collect();
+    let mut once = names.clone();
+    once.dedup();
+    assert_eq!(names, once, "owned and rented instances of a kind are one pool");
+}
+
+/// At the break-even a fleet with the part and one without it cost the same; a little below, the part is in
+/// the best fleet.
+#[test]
+fn a_part_is_in_the_best_fleet_below_its_break_even_and_not_above() {
+    let at = |h20: f64| {
+        let mut ask = ask(vec![class(6000, 400, 60.0), class(1000, 200, 10.0)]);
+        ask.parts[1].usd_per_hour = UsdPerHour(h20);
+        Market::new(ask)
+    };
+    let takes = |market: &Market| market.rank(&Microlp, 1)[0].pools.iter().any(|pool| pool.part == 1);
+    let BreakEven::At(usd) = at(0.8).break_even(&Microlp, 1) else { panic!("the H20 has one") };
+    assert!(takes(&at(0.97 * usd.0)) && !takes(&at(1.03 * usd.0)), "{usd:?}");
+    assert!(usd.0 > 0.8 && usd.0 < 2.69, "{usd:?}");
+    // it does not depend on the price at which it is asked for
+    for price in [0.4, 2.0] {
+        let BreakEven::At(same) = at(price).break_even(&Microlp, 1) else { panic!("the H20 has one") };
+        assert!((same.0 / usd.0 - 1.0).abs() < 0.02, "{same:?} {usd:?}");
+    }
+    let mut alone = ask(vec![class(6000, 400, 60.0)]);
+    alone.parts.truncate(1);
+    assert_eq!(Market::new(alone).break_even(&Microlp, 0), BreakEven::Indispensable);
+    let mut useless = ask(vec![class(6000, 400, 60.0)]);
+    useless.parts[1] = OfferedPart { part: part("L4").unwrap(), most: Some(4), ..useless.parts[1].clone() };
+    assert_eq!(Market::new(useless).break_even(&Microlp, 1), BreakEven::Useless);
+}
+
+/// Each hour's plan is that of a market with this hour's rates, and the night needs less.
+#[test]
+fn a_plan_by_the_hour_is_the_plan_of_each_hour() {
+    let market = Market::new(ask(vec![class(6000, 400, 30.0), class(1000, 200, 10.0)]));
+    let (day, night) = (market.rank(&Microlp, 1), market.with_rates(&[3.0, 2.0]).rank(&Microlp, 1));
+    let alone = Market::new(ask(vec![class(6000, 400, 3.0), class(1000, 200, 2.0)]));
+    assert_eq!(night, alone.rank(&Microlp, 1));
+    assert_eq!(market.with_rates(&[30.0, 10.0]).rank(&Microlp, 1), day);
+    assert!(night[0].usd_per_hour.0 < 0.3 * day[0].usd_per_hour.0);
 }

@@ -2,8 +2,8 @@
 //!
 //! [`program`] finds how many instances of which kinds carry a load ([`linear`] is what a solver sees of it,
 //! `branching` such a solver), [`candidates`] says what an instance carries, [`load`] makes classes of a
-//! trace's requests, [`market`] puts these together for parts at prices and [`shortfall`] says why there is
-//! no fleet. [`apart`] prices the attention of decode steps on devices of its own, and [`remote`] divides
+//! trace's requests, [`margin`] how wrong both may be, [`market`] puts these together for parts at prices,
+//! [`break_even`] says at which price a part would be in the fleet and [`shortfall`] why there is none. [`apart`] prices the attention of decode steps on devices of its own, and [`remote`] divides
 //! prompts by length between two clusters.
 //!
 //! What is absent: clocks, limits of time, a solver of its own, simulation. A plan is as good as the rates
@@ -12,9 +12,11 @@
 pub mod apart;
 #[cfg(any(test, feature = "microlp"))]
 pub mod branching;
+pub mod break_even;
 pub mod candidates;
 pub mod linear;
 pub mod load;
+pub mod margin;
 pub mod market;
 pub mod program;
 pub mod remote;

@@ -2,15 +2,32 @@
 
 use super::Planned;
 use super::fleet_text::role;
+use super::hours::{self, HourPlan};
 use super::search::ProvenFleet;
-use mixfleet_scheduler::plan::market::PlannedPool;
+use super::stress::FACTORS;
+use mixfleet_scheduler::plan::break_even::BreakEven;
+use mixfleet_scheduler::plan::market::{OfferedPart, PlannedPool};
 use mixfleet_sim::repair::FleetTrial;
 use serde_json::{Value, json};
 
 pub(super) fn of(planned: &Planned<'_>) -> Value {
-    let Planned { args, model, stored, load, offers, outcome } = planned;
+    let Planned { args, model, stored, load, offers, outcome, .. } = planned;
     let fleets: Vec<Value> = outcome.fleets.iter().map(|fleet| self::fleet(planned, fleet)).collect();
     let homogeneous = outcome.fleets.iter().position(ProvenFleet::is_homogeneous);
+    let id = |part: usize| offers.parts[part].part.id;
+    let repriced: Vec<Value> = (planned.repriced.iter())
+        .map(|at| json!({ "part": id(at.part), "factor": at.factor, "cheapest": at.cheapest }))
+        .collect();
+    let break_evens: Vec<Value> = (planned.break_evens.iter().enumerate())
+        .map(|(part, known)| {
+            let usd = match known {
+                BreakEven::At(usd) => Some(usd.0),
+                BreakEven::Useless | BreakEven::Indispensable => None,
+            };
+            let own = offers.parts[part].usd_per_hour.0;
+            json!({ "part": id(part), "usd_per_hour": own, "break_even_usd_per_hour": usd })
+        })
+        .collect();
     json!({
         "schema": "mixfleet.plan/1",
         "model": model.name,
@@ -25,11 +42,17 @@ pub(super) fn of(planned: &Planned<'_>) -> Value {
             "headroom": args.headroom,
         },
         "objectives": { "ttft_s": args.ttft, "tbt_s": args.tbt, "attain": args.attain },
+        "confidence": args.confidence,
         "spares": args.spares,
         "fleets": fleets,
         "homogeneous": homogeneous.map(|at| fleets[at].clone()),
         "lower_bound_usd_per_hour": outcome.lower_bound,
         "runner_up_lost": super::table::why_lost(planned),
+        "most_robust": outcome.most_robust(),
+        "repriced": repriced,
+        "break_evens": break_evens,
+        "hours": planned.hours.iter().map(|hour| self::hour(planned, hour)).collect::<Vec<_>>(),
+        "saved_by_the_hour": hours::renting_by_the_hour(planned.hours).map(|(_, saved)| saved),
         "ranked": outcome.ranked,
         "complete": outcome.complete,
         "shortfall": outcome.shortfall,
@@ -43,6 +66,17 @@ fn fleet(planned: &Planned<'_>, fleet: &ProvenFleet) -> Value {
     let best = planned.outcome.fleets.first();
     let [input, output] = usd_per_million(planned, fleet);
     let results = &fleet.trial.results;
+    let [load, times] = fleet.stress.slack(planned.args.attain);
+    let under = |attained: [Option<f64>; 2]| -> Vec<Value> {
+        let each = FACTORS.iter().zip(attained);
+        each.map(|(factor, attained)| json!({ "factor": factor, "attained": attained })).collect()
+    };
+    let change = |of: &OwnedChange| {
+        let id = planned.offers.parts[of.part].part.id;
+        json!({ "part": id, "devices_owned": of.owned, "devices_planned": of.planned })
+    };
+    let changes =
+        planned.args.have.as_ref().map(|_| changes(planned, fleet).iter().map(change).collect::<Vec<_>>());
     json!({
         "usd_per_hour": fleet.usd_per_hour,
         "attained": fleet.trial.attained,
@@ -51,6 +85,9 @@ fn fleet(planned: &Planned<'_>, fleet: &ProvenFleet) -> Value {
         "usd_per_million_output_tokens": output,
         "policy": crate::simulate::word(&fleet.policy),
         "likely_error": fleet.likely_error,
+        "slack": { "load": load, "times": times },
+        "attained_under": { "load": under(fleet.stress.load), "times": under(fleet.stress.times) },
+        "changes": changes,
         "tied_with_first": best.is_some_and(|best| fleet.ties_with(best)),
         "no_instance_can_be_spared": fleet.least,
         "bottleneck": bottleneck(planned, fleet),
@@ -73,19 +110,57 @@ fn pool(planned: &Planned<'_>, pool: &PlannedPool, less: &Option<FleetTrial>) ->
     })
 }
 
+fn hour(planned: &Planned<'_>, hour: &HourPlan) -> Value {
+    let of = |pool: &PlannedPool| {
+        json!({
+            "part": planned.offers.parts[pool.part].part.id,
+            "role": role(pool.duty),
+            "count": pool.count,
+            "devices_per_instance": pool.devices,
+        })
+    };
+    json!({
+        "requests_per_s": hour.requests_per_s,
+        "lower_bound_usd_per_hour": hour.lower_bound,
+        "usd_per_hour": hour.usd_per_hour(),
+        "pools": hour.fleet.iter().flat_map(|fleet| &fleet.pools).map(of).collect::<Vec<_>>(),
+    })
+}
+
+/// Devices of a part that are owned, and that a fleet has.
+pub(super) struct OwnedChange {
+    pub(super) part: usize,
+    pub(super) owned: u32,
+    pub(super) planned: u32,
+}
+
+/// What a fleet has of the parts that it or the owner has.
+pub(super) fn changes(planned: &Planned<'_>, fleet: &ProvenFleet) -> Vec<OwnedChange> {
+    let of = |(part, offer): (usize, &OfferedPart)| {
+        let own = fleet.pools.iter().filter(|pool| pool.part == part);
+        let devices = own.map(|pool| pool.count * pool.devices).sum();
+        OwnedChange { part, owned: offer.owned, planned: devices }
+    };
+    let all = planned.offers.parts.iter().enumerate().map(of);
+    all.filter(|change| change.owned > 0 || change.planned > 0).collect()
+}
+
 /// Rent per million tokens of prompts and of answers, each pool's divided by the time that it spent on them.
 pub(super) fn usd_per_million(planned: &Planned<'_>, fleet: &ProvenFleet) -> [f64; 2] {
     let used = fleet.trial.results.pools.iter().filter(|pool| pool.instances > 0);
-    let mut usd = [0.0; 2];
+    let (mut usd, mut all) = ([0.0; 2], 0.0);
     for (pool, result) in fleet.pools.iter().zip(used) {
         let offer = &planned.offers.parts[pool.part];
         let rent = offer.usd_per_hour.0 * f64::from(pool.devices) * f64::from(pool.count);
         let both = (result.prefill_device_s + result.decode_device_s).max(f64::MIN_POSITIVE);
         usd[0] += rent * result.prefill_device_s / both;
         usd[1] += rent * result.decode_device_s / both;
+        all += rent;
     }
+    // of what is owned, nothing is paid
+    let paid = fleet.usd_per_hour / all;
     let load = planned.load;
-    [0, 1].map(|at| usd[at] / (load.rate * load.mean_tokens[at] * 3600.0 / 1e6))
+    [0, 1].map(|at| paid * usd[at] / (load.rate * load.mean_tokens[at] * 3600.0 / 1e6))
 }
 
 /// What a fleet misses first with one instance less: the pool that it depends on most, and the objective.

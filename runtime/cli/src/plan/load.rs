@@ -2,12 +2,13 @@
 
 use super::PlanArgs;
 use crate::Usage;
-use anyhow::Result;
-use mixfleet_hal::cast::to_u64;
+use anyhow::{Context, Result, anyhow};
+use mixfleet_hal::cast::{to_u64, to_usize};
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::kv::BlockHash;
 use mixfleet_scheduler::plan::load::{LoadTally, SizeClass};
-use mixfleet_sim::trace::{Request, SteadyLoad};
+use mixfleet_sim::trace::{Request, SteadyLoad, TOKENS_MAX};
+use serde::Deserialize;
 use serde_json::json;
 use std::collections::HashSet;
 use std::io::Write;
@@ -20,6 +21,9 @@ const REQUESTS_MAX: f64 = 50_000.0;
 /// Least time that they span, and as a multiple of how long one may take: a fleet starts empty.
 const SPAN_S_MIN: f64 = 120.0;
 const SPAN_ANSWERS: f64 = 10.0;
+const HOUR_S: f64 = 3600.0;
+/// Most hours that are planned each for itself.
+const HOURS_MAX: usize = 9000;
 
 /// Requests, and what they come to.
 pub(super) struct PlanLoad {
@@ -27,6 +31,10 @@ pub(super) struct PlanLoad {
     /// Tokens in a block of their prefixes, where these are known.
     pub(super) block_tokens: Option<u32>,
     pub(super) classes: Vec<SizeClass>,
+    /// For each hour the requests per second of each class; empty for less than two hours.
+    pub(super) hours: Vec<Vec<f64>>,
+    /// The hours of `--workload`.
+    workload: Vec<WorkloadHour>,
     /// Requests per second.
     pub(super) rate: f64,
     /// Mean tokens of prompts and answers.
@@ -35,11 +43,20 @@ pub(super) struct PlanLoad {
     pub(super) text: String,
 }
 
+/// Requests of one size in an hour.
+#[derive(Clone, Debug, Deserialize)]
+struct WorkloadHour {
+    requests_per_s: f64,
+    input_tokens: u32,
+    output_tokens: u32,
+}
+
 impl PlanLoad {
     pub(super) fn read(args: &PlanArgs) -> Result<Self> {
         match (&args.trace, args.rate, args.input_tokens, args.output_tokens) {
             (Some(path), ..) => Self::of_trace(args, path),
             (None, Some(rate), Some(input), Some(output)) => Ok(Self::of_rate(args, rate, [input, output])),
+            _ if args.workload.is_some() => Self::of_workload(args),
             _ => Err(Usage("give --trace, or --rate with --input-tokens and --output-tokens".into()).into()),
         }
     }
@@ -57,32 +74,70 @@ impl PlanLoad {
             let blocks = request.chain.iter().take_while(|key| held.contains(key)).count();
             held.extend(&request.chain[blocks..]);
             let cached = request.reused_tokens(blocks, block_tokens.unwrap_or(0));
-            tally.add(request.prompt_tokens, request.output_tokens, cached);
+            let hour = to_usize((request.at.0 - requests[0].at.0) / HOUR_S).min(HOURS_MAX);
+            tally.add_many(hour, 1, [request.prompt_tokens, request.output_tokens, cached]);
         }
-        Ok(Self::new(requests, block_tokens, tally.classes(span), path.display().to_string()))
+        let (classes, counts) = tally.classes_by_hour(span);
+        let mut load = Self::new(requests, block_tokens, classes, path.display().to_string());
+        let last_s = span.0 - HOUR_S * (counts.len() - 1) as f64;
+        let whole = counts.len() - usize::from(last_s < 0.5 * HOUR_S);
+        let span_s = |hour: usize| if hour + 1 == counts.len() { last_s.min(HOUR_S) } else { HOUR_S };
+        if (2..HOURS_MAX).contains(&whole) {
+            load.hours = (0..whole).map(|hour| rates(&counts[hour], span_s(hour))).collect();
+        }
+        Ok(load)
+    }
+
+    /// A load of hours, whose requests are those of the hour that [`PlanLoad::be_of_hour`] chooses.
+    fn of_workload(args: &PlanArgs) -> Result<Self> {
+        let path = args.workload.as_deref().unwrap_or(Path::new(""));
+        let workload = read_workload(path)?;
+        let mut tally = LoadTally::default();
+        for (hour, row) in workload.iter().enumerate() {
+            let requests = to_u64((row.requests_per_s * HOUR_S).round());
+            tally.add_many(hour, requests, [row.input_tokens, row.output_tokens, 0]);
+        }
+        let (classes, counts) = tally.classes_by_hour(Seconds(HOUR_S * workload.len() as f64));
+        let hours = counts.iter().map(|counts| rates(counts, HOUR_S)).collect();
+        let load = Self::new(Vec::new(), None, classes, path.display().to_string());
+        Ok(PlanLoad { hours, workload, ..load })
+    }
+
+    /// Makes this the load of an hour of `--workload`.
+    pub(super) fn be_of_hour(&mut self, args: &PlanArgs, hour: usize) {
+        let row = &self.workload[hour];
+        let size = [row.input_tokens, row.output_tokens];
+        let mut classes = self.classes.clone();
+        classes.iter_mut().zip(&self.hours[hour]).for_each(|(class, rate)| class.rate = *rate);
+        let (hours, all) = (self.hours.len(), self.text.clone());
+        let text =
+            format!("{all}, hour {hour} of {hours}: prompts of {} tokens, answers of {}", size[0], size[1]);
+        let of_hour = Self::new(steady(args, row.requests_per_s, size), None, classes, text);
+        self.requests = of_hour.requests;
+        self.classes = of_hour.classes;
+        self.rate = of_hour.rate;
+        self.mean_tokens = of_hour.mean_tokens;
+        self.text = of_hour.text;
     }
 
     fn of_rate(args: &PlanArgs, rate: f64, [prompt_tokens, output_tokens]: [u32; 2]) -> Self {
-        let answer_s = args.ttft + f64::from(output_tokens) * args.tbt;
-        let wanted = rate * (SPAN_ANSWERS * answer_s).max(SPAN_S_MIN);
-        let requests = to_u64(wanted.clamp(REQUESTS_MIN, REQUESTS_MAX));
-        let steady = SteadyLoad { rate, requests, prompt_tokens, output_tokens, seed: 0 };
         let mut tally = LoadTally::default();
         tally.add(prompt_tokens, output_tokens, 0);
         let mut classes = tally.classes(Seconds(1.0));
         classes.iter_mut().for_each(|class| class.rate = rate);
         let text =
             format!("{rate} requests/s, prompts of {prompt_tokens} tokens, answers of {output_tokens}");
-        Self::new(steady.requests().collect(), None, classes, text)
+        Self::new(steady(args, rate, [prompt_tokens, output_tokens]), None, classes, text)
     }
 
     fn new(requests: Vec<Request>, block_tokens: Option<u32>, classes: Vec<SizeClass>, text: String) -> Self {
         let rate = classes.iter().map(|class| class.rate).sum();
         let mean = |of: fn(&Request) -> u32| {
-            requests.iter().map(|request| f64::from(of(request))).sum::<f64>() / requests.len() as f64
+            requests.iter().map(|request| f64::from(of(request))).sum::<f64>() / requests.len().max(1) as f64
         };
         let mean_tokens = [mean(|request| request.prompt_tokens), mean(|request| request.output_tokens)];
-        PlanLoad { requests, block_tokens, classes, rate, mean_tokens, text }
+        let (hours, workload) = (Vec::new(), Vec::new());
+        PlanLoad { requests, block_tokens, classes, hours, workload, rate, mean_tokens, text }
     }
 
     /// Writes the requests as a log that `simulate --trace` reads.
@@ -97,5 +152,43 @@ impl PlanLoad {
             writeln!(file, "{line}")?;
         }
         file.flush()
+    }
+}
+
+/// Requests per second of each class.
+fn rates(requests: &[u64], span_s: f64) -> Vec<f64> {
+    requests.iter().map(|count| *count as f64 / span_s).collect()
+}
+
+/// So many requests at a steady rate as show whether a fleet holds.
+fn steady(args: &PlanArgs, rate: f64, [prompt_tokens, output_tokens]: [u32; 2]) -> Vec<Request> {
+    let answer_s = args.ttft + f64::from(output_tokens) * args.tbt;
+    let wanted = rate * (SPAN_ANSWERS * answer_s).max(SPAN_S_MIN);
+    let requests = to_u64(wanted.clamp(REQUESTS_MIN, REQUESTS_MAX));
+    SteadyLoad { rate, requests, prompt_tokens, output_tokens, seed: 0 }.requests().collect()
+}
+
+fn read_workload(path: &Path) -> Result<Vec<WorkloadHour>> {
+    let file = path.display();
+    let bytes = std::fs::read(path).with_context(|| format!("cannot read the workload in {file}"))?;
+    let mut reader =
+        csv::ReaderBuilder::new().trim(csv::Trim::All).comment(Some(b'#')).from_reader(&bytes[..]);
+    let mut hours = Vec::new();
+    for (at, row) in (1..).zip(reader.deserialize::<WorkloadHour>()) {
+        let row = row.map_err(|error| {
+            let columns = "requests_per_s, input_tokens and output_tokens, an hour in each row";
+            anyhow!("{file}, hour {at}: expected the columns {columns}: {error}")
+        })?;
+        let tokens = [row.input_tokens, row.output_tokens];
+        if !(0.0..=1e6).contains(&row.requests_per_s)
+            || tokens.iter().any(|of| !(1..=TOKENS_MAX).contains(of))
+        {
+            return Err(anyhow!("{file}, hour {at}: up to 1e6 requests/s and from 1 to {TOKENS_MAX} tokens"));
+        }
+        hours.push(row);
+    }
+    match hours.iter().all(|row| row.requests_per_s == 0.0) || hours.len() > HOURS_MAX {
+        true => Err(anyhow!("{file}: expected up to {HOURS_MAX} hours, and a request in one of them")),
+        false => Ok(hours),
     }
 }

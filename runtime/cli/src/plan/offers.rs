@@ -1,11 +1,12 @@
 //! The parts that a plan may take: named, offered at a price, and in stock.
 
 use super::PlanArgs;
-use crate::{Usage, prices};
+use crate::{Usage, prices, profiles};
 use anyhow::{Context, Result, anyhow};
 use mixfleet_hal::catalog::{self, Part, PartKind};
 use mixfleet_hal::economics::{Price, Selection};
 use mixfleet_scheduler::plan::market::OfferedPart;
+use mixfleet_sim::fleet_file::{FleetFile, InstancePool};
 use serde::Deserialize;
 use std::path::Path;
 
@@ -28,7 +29,13 @@ impl Offers {
             named.push(part(id).map_err(|why| Usage(format!("--parts: {why}")))?);
         }
         let accelerators = || catalog::parts().iter().filter(|part| part.kind != PartKind::Cpu);
-        let wanted: Vec<&Part> = if named.is_empty() { accelerators().collect() } else { named };
+        let mut wanted: Vec<&Part> = if named.is_empty() { accelerators().collect() } else { named };
+        let owned = args.have.as_deref().map(owned_devices).transpose()?.unwrap_or_default();
+        for (id, _) in &owned {
+            if !wanted.iter().any(|part| part.id == *id) {
+                wanted.extend(catalog::part(id));
+            }
+        }
         let mut offers = Offers {
             parts: Vec::new(),
             prices: Vec::new(),
@@ -47,7 +54,8 @@ impl Offers {
             };
             match Selection::default().price_or_reference(part.id, &list.offers) {
                 Some(price) => {
-                    offers.parts.push(OfferedPart { part, usd_per_hour: price.usd_per_hour, most });
+                    let owned = owned.iter().filter(|(id, _)| *id == part.id).map(|(_, count)| count).sum();
+                    offers.parts.push(OfferedPart { part, usd_per_hour: price.usd_per_hour, most, owned });
                     offers.prices.push(price);
                 }
                 None => offers.without_offer.push(part.id),
@@ -68,6 +76,20 @@ fn part(id: &str) -> Result<&'static Part, String> {
         Some(closest) => format!("no part is called '{id}'; closest: {closest}"),
         None => format!("no part is called '{id}'; 'mixfleet parts' lists the catalog"),
     })
+}
+
+/// Parts and numbers of devices of a fleet file.
+fn owned_devices(path: &Path) -> Result<Vec<(&'static str, u32)>> {
+    let read = |path: &Path| profiles::read(path).map_err(|error| format!("{error:#}"));
+    let file = FleetFile::read(path, &read, None).with_context(|| format!("--have {}", path.display()))?;
+    let of = |pool: &InstancePool| {
+        let part = pool.device.as_deref().and_then(catalog::part).ok_or_else(|| {
+            let what = "a plan needs its `device`, an id of the catalog";
+            Usage(format!("--have {}: pool '{}' does not say its part; {what}", path.display(), pool.name))
+        })?;
+        Ok((part.id, pool.count * pool.devices_per_instance * pool.pipeline_stages))
+    };
+    file.pools.iter().map(of).collect()
 }
 
 #[derive(Deserialize)]

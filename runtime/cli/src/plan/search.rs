@@ -4,6 +4,7 @@ use super::PlanArgs;
 use super::fleet_text::{FleetText, role};
 use super::load::PlanLoad;
 use super::offers::Offers;
+use super::stress::{FACTORS, FleetStress, most_robust};
 use crate::interrupt::cancel_on_interrupt;
 use anyhow::Result;
 use mixfleet_hal::StoredAs;
@@ -11,6 +12,7 @@ use mixfleet_hal::units::Ordered;
 use mixfleet_scheduler::fleet::Policy;
 use mixfleet_scheduler::models::KnownModel;
 use mixfleet_scheduler::plan::branching::Microlp;
+use mixfleet_scheduler::plan::margin::{ERROR_UNKNOWN, slower};
 use mixfleet_scheduler::plan::market::{FleetForm, FormedFleet, Market, PlannedPool};
 use mixfleet_scheduler::plan::shortfall::Shortfall;
 use mixfleet_sim::fleet_file::FleetFile;
@@ -31,8 +33,6 @@ const HOMOGENEOUS_MIN: usize = 2;
 /// A fleet is given up that costs so many times as much as the best, once there are some.
 const DEARER_MAX: f64 = 1.5;
 const SOME: usize = 3;
-/// Likely error where it is not known: of the datasheet alone kernels reach 40 to 95 %.
-const ERROR_UNKNOWN: f64 = 0.3;
 
 /// The policies that every fleet is simulated with; the first is the default of `simulate` and `serve`.
 const POLICIES: [Policy; 2] = [Policy::PerDollar, Policy::LeastLoaded];
@@ -51,6 +51,8 @@ pub(super) struct ProvenFleet {
     pub(super) least: bool,
     /// Likely relative error of its times, by rent, where it is known.
     pub(super) likely_error: Option<f64>,
+    /// How it stands more load and slower devices.
+    pub(super) stress: FleetStress,
     /// The policy that places its requests.
     pub(super) policy: Policy,
     /// As FLEET.toml.
@@ -62,7 +64,7 @@ impl ProvenFleet {
         self.pools.iter().all(|pool| pool.part == self.pools[0].part)
     }
 
-    /// Whether its price does not tell it from a cheaper one. The errors of one part are common to both.
+    /// Whether its price does not tell it from a cheaper one.
     pub(super) fn ties_with(&self, cheaper: &ProvenFleet) -> bool {
         let parts = |fleet: &ProvenFleet| {
             let mut parts: Vec<usize> = fleet.pools.iter().map(|pool| pool.part).collect();
@@ -70,10 +72,17 @@ impl ProvenFleet {
             parts.dedup();
             parts
         };
-        let [a, b] = [self, cheaper].map(|fleet| fleet.likely_error.unwrap_or(ERROR_UNKNOWN));
-        let error = if parts(self) == parts(cheaper) { 0.0 } else { a.hypot(b) };
-        self.usd_per_hour <= cheaper.usd_per_hour * (1.0 + error)
+        let same_parts = parts(self) == parts(cheaper);
+        tie([self, cheaper].map(|fleet| (fleet.usd_per_hour, fleet.likely_error)), same_parts)
     }
+}
+
+/// Whether a price is not told from a lower one, each with the likely error of its times. The errors of the
+/// same parts are common to both.
+fn tie([(usd, error), (cheaper, its_error)]: [(f64, Option<f64>); 2], same_parts: bool) -> bool {
+    let [a, b] = [error, its_error].map(|error| error.unwrap_or(ERROR_UNKNOWN));
+    let error = if same_parts { 0.0 } else { a.hypot(b) };
+    usd <= cheaper * (1.0 + error)
 }
 
 /// What a search found.
@@ -89,6 +98,14 @@ pub(super) struct PlanFound {
     pub(super) ranked: usize,
     /// Whether all simulations came to their end.
     pub(super) complete: bool,
+}
+
+impl PlanFound {
+    /// The fleet that stands more load and slower devices best, of those near the cheapest.
+    pub(super) fn most_robust(&self) -> Option<usize> {
+        let fleets: Vec<_> = self.fleets.iter().map(|fleet| (fleet.usd_per_hour, fleet.stress)).collect();
+        most_robust(&fleets)
+    }
 }
 
 pub(super) struct PlanSearch<'a> {
@@ -159,7 +176,35 @@ impl<'a> PlanSearch<'a> {
             }
         }
         outcome.fleets.sort_by_key(|fleet| Ordered(fleet.usd_per_hour));
+        for fleet in &mut outcome.fleets {
+            fleet.stress = self.stress(fleet)?;
+            let all = fleet.stress.load.iter().chain(&fleet.stress.times);
+            outcome.complete &= all.copied().all(|attained| attained.is_some());
+        }
         Ok(outcome)
+    }
+
+    /// Simulates a fleet with more load, and with slower devices.
+    fn stress(&self, fleet: &ProvenFleet) -> Result<FleetStress> {
+        let file = self.parsed(&fleet.text)?;
+        let counts: Vec<u32> = file.pools.iter().map(|pool| pool.count).collect();
+        let choices = Choices { policy: fleet.policy, ..Choices::default() };
+        let attained = |load: f64, times: f64| -> Result<Option<f64>> {
+            let trials = TrialLoad { choices, speedup: self.trials.speedup * load, ..self.trials };
+            let file = file.clone().slowed(|_| times);
+            let trial = trials.trial(&file, &counts, true, &|| self.goes_on())?;
+            let percent = trial.as_ref().map_or(0.0, |trial| 100.0 * trial.attained);
+            self.say(&format!(
+                "{}, load x {load}, times x {times}: {percent:.2} %",
+                self.words(&fleet.pools)
+            ));
+            Ok(trial.map(|trial| trial.attained))
+        };
+        let [some, more] = FACTORS;
+        Ok(FleetStress {
+            load: [attained(some, 1.0)?, attained(more, 1.0)?],
+            times: [attained(1.0, some)?, attained(1.0, more)?],
+        })
     }
 
     /// Simulates a fleet and adds what comes of it.
@@ -197,7 +242,8 @@ impl<'a> PlanSearch<'a> {
                     crate::simulate::word(&policy)
                 ));
             };
-            let limits = RepairLimits { fits: &fits, go_on: &|| self.goes_on(), told: &told };
+            let rent = |counts: &[u32]| self.usd_per_hour(&with(counts));
+            let limits = RepairLimits { fits: &fits, rent: &rent, go_on: &|| self.goes_on(), told: &told };
             let trials = TrialLoad { choices: Choices { policy, ..Choices::default() }, ..self.trials };
             let Some(repaired) = trials.repair(&file, &limits)? else {
                 outcome.complete = false;
@@ -228,14 +274,16 @@ impl<'a> PlanSearch<'a> {
         let rents = |pool: &PlannedPool| self.market.rent(pool.part, pool.devices).0 * f64::from(pool.count);
         let usd_per_hour = self.usd_per_hour(&pools);
         let errors = used.iter().map(|&pool| Some(file.pools[pool].likely_error? * rents(&pools[pool])));
+        let rent: f64 = used.iter().map(|&pool| rents(&pools[pool])).sum();
         let proven = ProvenFleet {
-            likely_error: errors.sum::<Option<f64>>().map(|usd| usd / usd_per_hour),
+            likely_error: errors.sum::<Option<f64>>().map(|usd| usd / rent),
             less: used.iter().map(|&pool| less[pool].clone()).collect(),
             pools: used.iter().map(|&pool| pools[pool].clone()).collect(),
             planned_usd_per_hour: planned.usd_per_hour.0,
             usd_per_hour,
             trial,
             least,
+            stress: FleetStress::default(),
             policy,
             text,
         };
@@ -251,11 +299,12 @@ impl<'a> PlanSearch<'a> {
 
     fn parsed(&self, text: &str) -> Result<FleetFile> {
         let none = |path: &Path| Err(format!("{} is not read", path.display()));
-        Ok(FleetFile::parse(text, Path::new(""), &none)?)
+        let file = FleetFile::parse(text, Path::new(""), &none)?;
+        Ok(file.slowed(|pool| slower(pool.likely_error, self.args.confidence)))
     }
 
     fn usd_per_hour(&self, pools: &[PlannedPool]) -> f64 {
-        pools.iter().map(|pool| self.market.rent(pool.part, pool.devices).0 * f64::from(pool.count)).sum()
+        self.market.usd_per_hour(pools).0
     }
 
     fn is_in_stock(&self, pools: &[PlannedPool]) -> bool {
@@ -293,5 +342,21 @@ fn is_of_one_part(fleet: &FormedFleet) -> bool {
     match fleet.form {
         FleetForm::Alone(_) => true,
         _ => fleet.pools.iter().all(|pool| pool.part == fleet.pools[0].part),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_price_within_the_likely_errors_of_both_is_a_tie_unless_the_parts_are_the_same() {
+        // 5 and 12 % come to 13 %
+        let with = |usd: f64| [(usd, Some(0.12)), (100.0, Some(0.05))];
+        assert!(tie(with(112.9), false) && !tie(with(113.1), false));
+        assert!(!tie(with(100.1), true) && tie(with(100.0), true));
+        // an unknown error counts as 30 %
+        let unknown = |usd: f64| [(usd, None), (100.0, Some(0.0))];
+        assert!(tie(unknown(129.9), false) && !tie(unknown(130.1), false));
     }
 }

@@ -2,6 +2,7 @@
 
 use super::Planned;
 use super::document::{bottleneck, missed, usd_per_million};
+use super::hours::{self, HourPlan};
 use super::search::{ProvenFleet, pool_words};
 use crate::simulate::word;
 use mixfleet_scheduler::fleet::Policy;
@@ -10,8 +11,8 @@ use std::fmt::Write as _;
 /// Parts without an offer that are named in a line.
 const IDS_MAX: usize = 6;
 
-pub(super) fn of(planned: &Planned<'_>) -> String {
-    let Planned { args, model, stored, load, offers, outcome } = planned;
+pub(super) fn of(planned: &Planned<'_>, started: Option<&str>) -> String {
+    let Planned { args, model, stored, load, offers, outcome, .. } = planned;
     let mut text = String::new();
     let mut line = |name: &str, value: String| {
         let _ = writeln!(text, "  {name:<16} {value}");
@@ -23,6 +24,9 @@ pub(super) fn of(planned: &Planned<'_>) -> String {
     if args.headroom > 0.0 {
         line("", format!("planned for {:.0} % more", 100.0 * args.headroom));
     }
+    if args.confidence > 0.5 {
+        line("", format!("planned for times that are no longer with a probability of {}", args.confidence));
+    }
     let percent = 100.0 * args.attain;
     line("objectives", format!("TTFT {} s, TBT {} s, for {percent} % of the requests", args.ttft, args.tbt));
     if !offers.without_offer.is_empty() {
@@ -32,7 +36,7 @@ pub(super) fn of(planned: &Planned<'_>) -> String {
     }
     if let Some(best) = outcome.fleets.first() {
         fleets(&mut text, planned);
-        below(&mut text, planned, best);
+        below(&mut text, planned, best, started);
     }
     text
 }
@@ -41,19 +45,21 @@ fn fleets(text: &mut String, planned: &Planned<'_>) {
     let outcome = planned.outcome;
     let _ = writeln!(
         text,
-        "\n{:>3} {:>9} {:>8} {:>8} {:>9} {:>7}  {:<32} fleet",
-        "", "$/h", "$/Mt in", "$/Mt out", "attained", "error", "bottleneck"
+        "\n{:>3} {:>9} {:>8} {:>8} {:>9} {:>7} {:>9}  {:<32} fleet",
+        "", "$/h", "$/Mt in", "$/Mt out", "attained", "error", "slack", "bottleneck"
     );
     for (at, fleet) in outcome.fleets.iter().enumerate() {
         let tie = at > 0 && fleet.ties_with(&outcome.fleets[0]);
         let mark = if tie { format!("{}=", at + 1) } else { format!("{}", at + 1) };
         let [input, output] = usd_per_million(planned, fleet);
         let error = fleet.likely_error.map_or("?".into(), |error| format!("{:.0} %", 100.0 * error));
+        let [load, times] = fleet.stress.slack(planned.args.attain);
         let _ = writeln!(
             text,
-            "{mark:>3} {:>9.2} {input:>8.3} {output:>8.3} {:>7.2} % {error:>7}  {:<32} {}",
+            "{mark:>3} {:>9.2} {input:>8.3} {output:>8.3} {:>7.2} % {error:>7} {:>9}  {:<32} {}",
             fleet.usd_per_hour,
             100.0 * fleet.trial.attained,
+            format!("{load:.2}/{times:.2}"),
             bottleneck(planned, fleet).unwrap_or_else(|| "-".into()),
             words(planned, fleet)
         );
@@ -61,9 +67,13 @@ fn fleets(text: &mut String, planned: &Planned<'_>) {
     if outcome.fleets.iter().skip(1).any(|fleet| fleet.ties_with(&outcome.fleets[0])) {
         let _ = writeln!(text, "  = is not told from the first within the likely error of its times");
     }
+    let _ = writeln!(
+        text,
+        "  slack: the factor on the load, and on times, under which it still holds (1.25 and 1.5 are tried)"
+    );
 }
 
-fn below(text: &mut String, planned: &Planned<'_>, best: &ProvenFleet) {
+fn below(text: &mut String, planned: &Planned<'_>, best: &ProvenFleet, started: Option<&str>) {
     let Planned { args, offers, outcome, .. } = planned;
     let mut line = |name: &str, value: String| {
         let _ = writeln!(text, "  {name:<16} {value}");
@@ -84,13 +94,39 @@ fn below(text: &mut String, planned: &Planned<'_>, best: &ProvenFleet) {
     }
     if let Some(bound) = outcome.lower_bound {
         let gap = 100.0 * (best.usd_per_hour / bound - 1.0);
-        line(
-            "lower bound",
-            format!("${bound:.2}/h by rates, without waiting; the first is {gap:.1} % above it"),
-        );
+        let above = if bound > 0.0 { format!("; the first is {gap:.1} % above it") } else { String::new() };
+        line("lower bound", format!("${bound:.2}/h by rates, without waiting{above}"));
     }
     if let Some(why) = why_lost(planned) {
         line("second", why);
+    }
+    if let Some(robust) = outcome.most_robust() {
+        let stress = outcome.fleets[robust].stress;
+        let [load, times] = [stress.load, stress.times].map(|of| 100.0 * of[0].unwrap_or(0.0));
+        line(
+            "most robust",
+            format!(
+                "number {} of those up to 5 % dearer: {load:.1} % meet the objectives with 1.25 times the load, \
+                 {times:.1} % with 1.25 times the times",
+                robust + 1
+            ),
+        );
+    }
+    for repriced in planned.repriced {
+        let (id, times) = (offers.parts[repriced.part].part.id, repriced.factor);
+        line(
+            "prices",
+            format!("at {times} times the price of {id} number {} is cheapest", repriced.cheapest + 1),
+        );
+    }
+    for (at, words) in super::prices::break_evens(planned).into_iter().enumerate() {
+        line(if at == 0 { "break-evens" } else { "" }, words);
+    }
+    if let Some(words) = changes(planned, best) {
+        line("owned", words);
+    }
+    if let Some(words) = by_the_hour(planned) {
+        line("by the hour", words);
     }
     let mut told: Vec<usize> = Vec::new();
     for pool in outcome.fleets.iter().flat_map(|fleet| &fleet.pools) {
@@ -107,7 +143,37 @@ fn below(text: &mut String, planned: &Planned<'_>, best: &ProvenFleet) {
     }
     if let Some(directory) = &args.out {
         line("written", directory.join("FLEET.toml").display().to_string());
+        line("", started.unwrap_or_default().into());
     }
+}
+
+/// What of the owned devices a fleet uses, and what is to be added.
+fn changes(planned: &Planned<'_>, fleet: &ProvenFleet) -> Option<String> {
+    planned.args.have.as_ref()?;
+    let all = super::document::changes(planned, fleet).into_iter().map(|change| {
+        let (id, used) = (planned.offers.parts[change.part].part.id, change.planned.min(change.owned));
+        match (change.planned, change.owned) {
+            (planned, owned) if planned > owned => format!("add {} x {id}", planned - owned),
+            (planned, owned) if planned < owned => format!("switch off {} x {id}", owned - planned),
+            _ => format!("keep {used} x {id}"),
+        }
+    });
+    Some(all.collect::<Vec<_>>().join(", "))
+}
+
+/// What the hours of the load take, and what renting by the hour would save.
+fn by_the_hour(planned: &Planned<'_>) -> Option<String> {
+    let hours = planned.hours;
+    let dearest = hours::dearest(hours)?;
+    let (mean, saved) = hours::renting_by_the_hour(hours)?;
+    let most = hours[dearest].usd_per_hour()?;
+    let least = hours.iter().filter_map(HourPlan::usd_per_hour).fold(f64::INFINITY, f64::min);
+    Some(format!(
+        "{} hours by the program: ${least:.2}/h to ${most:.2}/h (hour {dearest}), ${mean:.2}/h in the mean if rented by \
+         the hour, {:.1} % less than hour {dearest}'s fleet all the time",
+        hours.len(),
+        100.0 * saved
+    ))
 }
 
 /// Why the second fleet is not the first.

@@ -26,6 +26,7 @@ use mixfleet_scheduler::fleet::{Rebalance, Role};
 use mixfleet_scheduler::kv::CachePolicy;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
+use std::sync::Arc;
 
 /// The version of the format.
 pub const VERSION: u32 = 1;
@@ -237,6 +238,18 @@ impl FleetFile {
     /// As [`FleetFile::read`].
     pub fn parse(text: &str, directory: &Path, read_profile: ReadProfile) -> Result<Self, FleetFileError> {
         resolve::file(parse(text)?, directory, read_profile)
+    }
+
+    /// The same fleet, in which steps of a pool take `times` as long.
+    #[must_use]
+    pub fn slowed(mut self, times: impl Fn(&InstancePool) -> f64) -> Self {
+        for pool in &mut self.pools {
+            let times = times(pool);
+            if times != 1.0 {
+                pool.cost = CostModel::Scaled(times, Arc::new(pool.cost.clone()));
+            }
+        }
+        self
     }
 
     /// The first link in the file that matches two pools. `None` if only their network interfaces limit

@@ -1,0 +1,202 @@
+//! A planned fleet as files that start it: Compose and Kubernetes, or the launch lines of vLLM.
+
+use super::Planned;
+use super::fleet_text::role;
+use super::search::ProvenFleet;
+use crate::simulate::word;
+use mixfleet_hal::{StoredAs, WeightFormat};
+use mixfleet_scheduler::plan::market::PlannedPool;
+use mixfleet_scheduler::plan::program::Duty;
+use std::fmt::Write as _;
+use std::path::Path;
+
+/// The workers of Kubernetes that others are made after.
+const WORKER: &str = include_str!("../../../../docs/deploy/kubernetes/worker.yaml");
+
+/// Writes what starts `fleet` into `directory`, and says in words what it wrote, or why nothing.
+pub(super) fn write(planned: &Planned<'_>, fleet: &ProvenFleet, directory: &Path) -> std::io::Result<String> {
+    match planned.args.engine.name {
+        "vllm" => {
+            std::fs::write(directory.join("vllm.sh"), vllm(planned, fleet))?;
+            Ok("vllm.sh".into())
+        }
+        "mixfleet" => match kubernetes(planned, fleet) {
+            Ok(workers) => {
+                std::fs::write(directory.join("compose.yaml"), compose(planned, fleet))?;
+                std::fs::write(directory.join("workers.yaml"), workers)?;
+                Ok("compose.yaml, and workers.yaml for Kubernetes".into())
+            }
+            Err(why) => Ok(format!("no files that start it: {why}")),
+        },
+        other => Ok(format!("no files that start it: they are written for mixfleet and vllm, not {other}")),
+    }
+}
+
+/// The backend and the resource of Kubernetes for a vendor's parts.
+fn backend(vendor: &str) -> Option<(&'static str, &'static str)> {
+    match vendor {
+        "NVIDIA" => Some(("cuda", "nvidia.com/gpu")),
+        "AMD" => Some(("wgpu", "amd.com/gpu")),
+        "Intel" => Some(("wgpu", "gpu.intel.com/xe")),
+        _ => None,
+    }
+}
+
+/// A deployment for each pool, with a pod for each instance.
+fn kubernetes(planned: &Planned<'_>, fleet: &ProvenFleet) -> Result<String, String> {
+    let template = WORKER.split("---\n").next().unwrap_or_default();
+    let mut text = format!("# {}\n", header(planned, fleet));
+    text.push_str("# The router and the rest are those of docs/deploy/kubernetes; start the router with\n");
+    let _ = writeln!(text, "#   {}", router_flags(planned, fleet).join(" "));
+    for pool in &fleet.pools {
+        let part = planned.offers.parts[pool.part].part;
+        if pool.devices > 1 {
+            return Err(
+                "mixfleet's own engine does not divide a model over devices; --engine vllm does".into()
+            );
+        }
+        let (backend, resource) = backend(part.vendor)
+            .ok_or_else(|| format!("mixfleet's own engine has no backend for {}", part.id))?;
+        let (id, role) = (part.id.to_ascii_lowercase(), role(pool.duty));
+        let device = format!("{backend}:0");
+        let usd = planned.offers.parts[pool.part].usd_per_hour.0;
+        let changes = [
+            ("kind: DaemonSet", "kind: Deployment".to_owned()),
+            ("spec:\n  selector:", format!("spec:\n  replicas: {}\n  selector:", pool.count)),
+            ("  updateStrategy:", "  strategy:".into()),
+            ("      maxUnavailable: 1\n", "      maxUnavailable: 1\n      maxSurge: 0\n".into()),
+            ("mixfleet-prefill", format!("mixfleet-{role}-{id}")),
+            ("component: prefill\n", format!("component: {role}\n@mixfleet/part: {id}\n")),
+            ("mixfleet/prefill: \"true\"", format!("mixfleet/part: {id}")),
+            (
+                "            - cuda\n",
+                format!(
+                    "            - {device}\n            - --usd-per-hour\n            - {device}={usd}\n"
+                ),
+            ),
+            (
+                "            - prefill\n            - --kv-memory\n            - \"40\"\n",
+                format!("            - {role}\n"),
+            ),
+            ("nvidia.com/gpu", resource.into()),
+        ];
+        let mut worker = template.to_owned();
+        for (from, to) in changes {
+            if !worker.contains(from) {
+                return Err(format!("the worker of docs/deploy/kubernetes has no '{from}'"));
+            }
+            worker = worker.replace(from, &to);
+        }
+        // a label that was added stands as deep as the one before it
+        let mut indent = 0;
+        text.push_str("---\n");
+        for line in worker.lines() {
+            let label = line.strip_prefix('@');
+            indent = if label.is_some() { indent } else { line.len() - line.trim_start().len() };
+            let _ = writeln!(text, "{}{}", " ".repeat(label.map_or(0, |_| indent)), label.unwrap_or(line));
+        }
+    }
+    Ok(text)
+}
+
+/// All instances on one machine, after docs/deploy/compose.yaml.
+fn compose(planned: &Planned<'_>, fleet: &ProvenFleet) -> String {
+    let mut text = format!("# {}\n", header(planned, fleet));
+    text.push_str(
+        "# All on one machine, whose devices are numbered in the order of the pools ('mixfleet devices' lists them):\n\
+         #   MODEL=/path/to/checkpoint API_KEY=secret docker compose -f compose.yaml up\n\
+         # The image is that of docs/deploy/Dockerfile.\n\
+         name: mixfleet\n\nx-mixfleet: &mixfleet\n  image: mixfleet\n  network_mode: service:etcd\n  depends_on: [etcd]\n  \
+         restart: unless-stopped\n  environment:\n    XDG_CACHE_HOME: /shared\n  volumes:\n    \
+         - ${MODEL:?the checkpoint's directory}:/model:ro\n    - shared:/shared\n\nservices:\n  etcd:\n    \
+         image: quay.io/coreos/etcd:v3.6.5\n    restart: unless-stopped\n    command:\n      - etcd\n      \
+         - --data-dir=/etcd-data\n      - --listen-client-urls=http://127.0.0.1:2379\n      \
+         - --advertise-client-urls=http://127.0.0.1:2379\n    volumes:\n      - etcd:/etcd-data\n    ports:\n      \
+         - \"127.0.0.1:8000:8000\"\n",
+    );
+    let mut service = |name: &str, more: &str, words: &[String]| {
+        let _ = write!(text, "\n  {name}:\n    <<: *mixfleet\n{more}    command:\n");
+        words.iter().for_each(|word| {
+            let _ = writeln!(text, "      - {word}");
+        });
+    };
+    let common = |name: &str| {
+        let words = [name, "--etcd", "http://127.0.0.1:2379", "--model", "/model"];
+        words.map(String::from).to_vec()
+    };
+    let router =
+        [common("router"), router_flags(planned, fleet), vec!["--listen".into(), "0.0.0.0:8000".into()]];
+    let key = "    environment:\n      XDG_CACHE_HOME: /shared\n      MIXFLEET_API_KEY: ${API_KEY:?clients send it}\n    \
+               stop_grace_period: 2m\n";
+    service("router", key, &router.concat());
+    let mut next = std::collections::BTreeMap::<&str, u32>::new();
+    for (at, pool) in (0..).zip(&fleet.pools) {
+        let offer = &planned.offers.parts[pool.part];
+        let (backend, _) = backend(offer.part.vendor).unwrap_or(("auto", ""));
+        let mut words = common("worker");
+        words.extend(["--role".into(), role(pool.duty).into()]);
+        for _ in 0..pool.count {
+            let number = next.entry(backend).or_default();
+            let device = format!("{backend}:{number}");
+            *number += 1;
+            let price = format!("{device}={}", offer.usd_per_hour.0);
+            words.extend(["--device".into(), device, "--usd-per-hour".into(), price]);
+        }
+        words.extend(["--listen-http".into(), format!("127.0.0.1:{}", 9000 + at)]);
+        let more = if backend == "cuda" { "    gpus: all\n" } else { "    devices:\n      - /dev/dri\n" };
+        service(&format!("{}-{}", role(pool.duty), offer.part.id.to_ascii_lowercase()), more, &words);
+    }
+    text.push_str("\nvolumes:\n  etcd:\n  shared:\n");
+    text
+}
+
+/// The lines that start vLLM with the same split, one for each instance of a pool.
+fn vllm(planned: &Planned<'_>, fleet: &ProvenFleet) -> String {
+    let mut text = format!(
+        "# {}\n# MODEL is the checkpoint; run each line on the part that stands above it.\n",
+        header(planned, fleet)
+    );
+    let stored = match planned.stored {
+        StoredAs::Plain(dtype) => {
+            format!(" --dtype {}", if word(&dtype) == "bf16" { "bfloat16" } else { "float16" })
+        }
+        StoredAs::Quantised(WeightFormat::Fp8) => " --quantization fp8".into(),
+        // the checkpoint says how its weights are stored
+        StoredAs::Quantised(_) => String::new(),
+    };
+    for pool in &fleet.pools {
+        let PlannedPool { devices, count, duty, .. } = pool;
+        let id = planned.offers.parts[pool.part].part.id;
+        let kv = |role: &str| {
+            format!(" --kv-transfer-config '{{\"kv_connector\":\"NixlConnector\",\"kv_role\":\"{role}\"}}'")
+        };
+        let kv = match duty {
+            Duty::Prefill => kv("kv_producer"),
+            Duty::Decode => kv("kv_consumer"),
+            _ => String::new(),
+        };
+        let parallel =
+            if *devices > 1 { format!(" --tensor-parallel-size {devices}") } else { String::new() };
+        let _ = write!(
+            text,
+            "\n# {count} times, each on {devices} x {id}: {}\nvllm serve \"$MODEL\"{stored}{parallel}{kv}\n",
+            match role(*duty) {
+                "auto" => "prompts and decoding",
+                role => role,
+            }
+        );
+    }
+    text
+}
+
+fn header(planned: &Planned<'_>, fleet: &ProvenFleet) -> String {
+    let usd = fleet.usd_per_hour;
+    format!("planned by mixfleet plan: {} for {}, ${usd:.2}/h", planned.model.name, planned.load.text)
+        .replace(char::is_control, " ")
+}
+
+fn router_flags(planned: &Planned<'_>, fleet: &ProvenFleet) -> Vec<String> {
+    let [ttft, tbt] = [planned.args.ttft, planned.args.tbt].map(|seconds| seconds.to_string());
+    let policy = word(&fleet.policy);
+    ["--ttft-slo", &ttft, "--tbt-slo", &tbt, "--policy", &policy].map(String::from).to_vec()
+}

@@ -1,0 +1,183 @@
+//! A plan as one self-contained HTML page.
+
+use super::document::{bottleneck, usd_per_million};
+use super::fleet_text::role;
+use super::search::{ProvenFleet, pool_words};
+use super::{Planned, on_all_cores};
+use mixfleet_hal::cast::to_u32;
+use mixfleet_hal::units::UsdPerHour;
+use mixfleet_hwtests::html::{Cell, Html};
+use mixfleet_hwtests::svg::{Axis, Chart, Limit, Mark, Scale, Series};
+use mixfleet_scheduler::plan::branching::Microlp;
+use mixfleet_scheduler::plan::market::{FormedFleet, Market, PlannedPool};
+
+/// Prices of each of two parts for which the winner is shown, and the range of them around the parts' own.
+const PRICES: usize = 9;
+const RANGE: f64 = 2.0;
+
+/// Renders the page.
+pub(super) fn page(planned: &Planned<'_>, market: &Market) -> String {
+    let Planned { args, model, stored, load, outcome, .. } = planned;
+    let mut body = Html::default();
+    let percent = 100.0 * args.attain;
+    body.facts(&[
+        ("model", format!("{} in {stored}, engine {}", model.name, args.engine.name)),
+        ("load", format!("{}, {:.3} requests/s", load.text, load.rate)),
+        ("objectives", format!("TTFT {} s, TBT {} s, for {percent} % of the requests", args.ttft, args.tbt)),
+        ("lower bound", outcome.lower_bound.map_or("none".into(), |usd| format!("${usd:.2}/h by rates"))),
+    ]);
+    body.heading(2, "Fleets");
+    fleets(&mut body, planned);
+    body.heading(2, "What a fleet gets for its rent");
+    rents(&mut body, planned);
+    if let Some(parts) = two_parts(planned) {
+        body.heading(2, "The cheapest fleet at other prices");
+        prices(&mut body, planned, market, parts);
+    }
+    if planned.hours.len() > 1 {
+        body.heading(2, "The load by the hour");
+        hours(&mut body, planned);
+    }
+    mixfleet_hwtests::html::page("Plan of a fleet", &load.text, &body)
+}
+
+fn name(planned: &Planned<'_>, fleet: &ProvenFleet) -> String {
+    let all = fleet.pools.iter().map(|pool| pool_words(planned.offers.parts[pool.part].part.id, pool));
+    all.collect::<Vec<_>>().join(" + ")
+}
+
+fn fleets(body: &mut Html, planned: &Planned<'_>) {
+    let rows: Vec<Vec<Cell>> = (1..)
+        .zip(&planned.outcome.fleets)
+        .map(|(number, fleet): (u32, _)| {
+            let [input, output] = usd_per_million(planned, fleet);
+            let [load, times] = fleet.stress.slack(planned.args.attain);
+            vec![
+                Cell::number(number.to_string()),
+                Cell::number(format!("{:.2}", fleet.usd_per_hour)),
+                Cell::number(format!("{input:.3}")),
+                Cell::number(format!("{output:.3}")),
+                Cell::number(format!("{:.2}", 100.0 * fleet.trial.attained)),
+                Cell::text(format!("{load:.2}/{times:.2}")),
+                Cell::text(bottleneck(planned, fleet).unwrap_or_else(|| "-".into())),
+                Cell::text(name(planned, fleet)),
+            ]
+        })
+        .collect();
+    let header = ["", "$/h", "$/Mt in", "$/Mt out", "attained %", "slack", "bottleneck", "fleet"];
+    body.table(&header, &rows);
+}
+
+fn draw(body: &mut Html, chart: Chart<'_>, caption: &str) {
+    let svg = chart.svg();
+    if !svg.is_empty() {
+        body.figure(&svg, caption);
+    }
+}
+
+/// Rent against TTFT, TBT and attainment, a dot for each fleet.
+fn rents(body: &mut Html, planned: &Planned<'_>) {
+    let x = Axis { label: "rent in $/h", unit: "", scale: Scale::Linear };
+    let seconds = |label| Axis { label, unit: "s", scale: Scale::Linear };
+    let share = Axis { label: "share within the objectives", unit: "", scale: Scale::Linear };
+    let (args, fleets) = (planned.args, &planned.outcome.fleets);
+    let mut figure = |y: Axis, limit: Limit, of: &dyn Fn(&ProvenFleet) -> f64, caption: &str| {
+        let dot = |(number, fleet): (u32, &ProvenFleet)| {
+            let points = vec![(fleet.usd_per_hour, of(fleet))];
+            Series { name: format!("fleet {number}"), points, mark: Mark::Dots }
+        };
+        let series: Vec<Series> = (1..).zip(fleets).map(dot).collect();
+        draw(body, Chart { x, y, series: &series, roof: &[], limits: &[limit] }, caption);
+    };
+    let ttft = |fleet: &ProvenFleet| fleet.trial.results.ttft_s.p99;
+    figure(
+        seconds("TTFT, p99"),
+        Limit::Y(args.ttft, "objective"),
+        &ttft,
+        "Rent and the 99th percentile of TTFT.",
+    );
+    let tbt = |fleet: &ProvenFleet| fleet.trial.results.tbt_s.p99;
+    figure(
+        seconds("TBT, p99"),
+        Limit::Y(args.tbt, "objective"),
+        &tbt,
+        "Rent and the 99th percentile of TBT.",
+    );
+    let attained = |fleet: &ProvenFleet| fleet.trial.attained;
+    let caption = "Rent and the share of requests that met the objectives.";
+    figure(share, Limit::Y(args.attain, "objective"), &attained, caption);
+}
+
+/// The parts of the first fleet, or its part and the next one that another fleet has.
+fn two_parts(planned: &Planned<'_>) -> Option<[usize; 2]> {
+    let mut all = planned.outcome.fleets.iter().flat_map(|fleet| &fleet.pools).map(|pool| pool.part);
+    let first = all.next()?;
+    Some([first, all.find(|part| *part != first)?])
+}
+
+/// What a fleet of one or two parts is, without its numbers of instances.
+fn kind(planned: &Planned<'_>, fleet: &FormedFleet) -> String {
+    let of = |pool: &PlannedPool| match (planned.offers.parts[pool.part].part.id, role(pool.duty)) {
+        (id, "auto") => id.to_owned(),
+        (id, role) => format!("{id} {role}"),
+    };
+    let mut all: Vec<String> = fleet.pools.iter().map(of).collect();
+    all.dedup();
+    all.join(" + ")
+}
+
+/// Which fleet is cheapest at prices of two parts, among those of the parts that were simulated.
+fn prices(body: &mut Html, planned: &Planned<'_>, market: &Market, [one, other]: [usize; 2]) {
+    let mut parts: Vec<usize> =
+        planned.outcome.fleets.iter().flat_map(|fleet| &fleet.pools).map(|pool| pool.part).collect();
+    parts.sort_unstable();
+    parts.dedup();
+    let own = [one, other].map(|part| market.parts()[part].usd_per_hour.0);
+    let at = |own: f64, step: usize| {
+        let share = f64::from(to_u32(step)) / f64::from(to_u32(PRICES - 1));
+        own * RANGE.powf(2.0 * share - 1.0)
+    };
+    let winners = on_all_cores(PRICES * PRICES, |cell| {
+        let usd = [at(own[0], cell % PRICES), at(own[1], cell / PRICES)];
+        let market = market.at_price(one, UsdPerHour(usd[0])).at_price(other, UsdPerHour(usd[1]));
+        let best = market.cheapest_of(&Microlp, &parts)?;
+        Some((kind(planned, &best), (usd[0], usd[1])))
+    });
+    let mut series: Vec<Series> = Vec::new();
+    for (name, point) in winners.into_iter().flatten() {
+        match series.iter_mut().find(|known| known.name == name) {
+            Some(known) => known.points.push(point),
+            None => series.push(Series { name, points: vec![point], mark: Mark::Dots }),
+        }
+    }
+    let ids = [one, other].map(|part| market.parts()[part].part.id);
+    let x = Axis { label: "price of the first part in $/h", unit: "", scale: Scale::Decimal };
+    let y = Axis { label: "price of the second part in $/h", ..x };
+    let limits = [Limit::X(own[0], "its price"), Limit::Y(own[1], "its price")];
+    let chart = Chart { x, y, series: &series, roof: &[], limits: &limits };
+    let caption = format!(
+        "The cheapest fleet by the program, not simulated, of the parts above; the first part is {}, the second {}.",
+        ids[0], ids[1]
+    );
+    draw(body, chart, &caption);
+}
+
+fn hours(body: &mut Html, planned: &Planned<'_>) {
+    let x = Axis { label: "hour", unit: "", scale: Scale::Linear };
+    let line = |name: &str, of: &dyn Fn(usize) -> Option<f64>| {
+        let points =
+            (0..planned.hours.len()).filter_map(|at| Some((f64::from(to_u32(at)), of(at)?))).collect();
+        Series { name: name.to_owned(), points, mark: Mark::Line }
+    };
+    let hour = |at: usize| &planned.hours[at];
+    let load = [line("requests", &|at| Some(hour(at).requests_per_s))];
+    let y = Axis { label: "requests per second", ..x };
+    draw(body, Chart { x, y, series: &load, roof: &[], limits: &[] }, "Requests per second.");
+    let usd = [
+        line("cheapest fleet", &|at| hour(at).usd_per_hour()),
+        line("lower bound", &|at| hour(at).lower_bound),
+    ];
+    let y = Axis { label: "rent in $/h", ..x };
+    let caption = "Rent of the cheapest fleet for each hour by the program, not simulated.";
+    draw(body, Chart { x, y, series: &usd, roof: &[], limits: &[] }, caption);
+}
