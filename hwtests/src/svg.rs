@@ -292,6 +292,12 @@ fn axes(svg: &mut String, (x, horizontal): (Axis, &Span), (y, vertical): (Axis, 
         HEIGHT - 6.0,
         escape(x.label)
     );
+    let middle = (TOP + bottom) / 2.0;
+    let _ = write!(
+        svg,
+        "<text x=\"14\" y=\"{middle}\" text-anchor=\"middle\" transform=\"rotate(-90 14 {middle})\">{}</text>",
+        escape(y.label)
+    );
 }
 
 fn tick_text(axis: Axis, value: f64) -> String {
@@ -328,6 +334,9 @@ mod tests {
             assert!((LEFT..=WIDTH - RIGHT).contains(&x), "{x}");
         }
         assert!(svg.contains("64KiB") || svg.contains("256KiB"), "{svg}");
+        // Both axes are labelled, and the ticks have their units.
+        assert!(svg.contains(">working set</text>") && svg.contains(">rate</text>"), "{svg}");
+        assert!(svg.contains("GB/s<"), "{svg}");
     }
 
     #[test]

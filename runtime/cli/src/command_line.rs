@@ -73,7 +73,8 @@ mod tests {
     /// Checks at the width that clap uses without a terminal.
     #[test]
     fn help_fits_a_screen() {
-        let mut names = vec!["serve", "generate", "profile", "compare", "parts", "models", "explain", "plan"];
+        let mut names =
+            vec!["serve", "generate", "profile", "compare", "parts", "models", "explain", "plan", "simulate"];
         if cfg!(feature = "fleet") {
             names.extend(["router", "worker", "fleet"]);
         }

@@ -3,7 +3,8 @@
 //! A key of the file is turned into the words of its flag, so that each value is parsed, checked and
 //! defaulted in one place.
 
-use crate::command_line::Cli;
+use crate::command_line::{Cli, CliCommand};
+use crate::scheduling::SchedulingArgs;
 use crate::{Usage, profiles};
 use anyhow::{Context, Result};
 use clap::parser::ValueSource;
@@ -111,19 +112,42 @@ struct Setting {
 /// Parses the command line, and fills in from the fleet file what it leaves open.
 pub(crate) fn parse(words: Vec<OsString>) -> Result<(Cli, ServeSettings)> {
     let matches = Cli::command().get_matches_from(&words);
+    let mut each = Vec::new();
     let (matches, from_file) = match matches.subcommand() {
-        Some((command @ ("serve" | "simulate"), given)) => match given.get_one::<PathBuf>("fleet") {
-            Some(path) => filled(words, command, given, &path.clone())?,
-            None => (matches, FromFile::default()),
-        },
+        Some((command @ ("serve" | "simulate"), given)) => {
+            let paths: Vec<PathBuf> =
+                given.get_many::<PathBuf>("fleet").into_iter().flatten().cloned().collect();
+            match &paths[..] {
+                [] => (matches, FromFile::default()),
+                [path] => filled(words, command, given, path)?,
+                several => {
+                    for path in several {
+                        let (matches, _) = filled(words.clone(), command, given, path)?;
+                        let cli = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
+                        each.extend(scheduling_of(cli));
+                    }
+                    (matches, FromFile::default())
+                }
+            }
+        }
         _ => (matches, FromFile::default()),
     };
     let settings = match matches.subcommand() {
         Some(("serve", given)) => settings(given, from_file),
         _ => ServeSettings::default(),
     };
-    let cli = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
+    let mut cli = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
+    if let CliCommand::Simulate(args) = &mut cli.command {
+        args.scheduling_of_each = each;
+    }
     Ok((cli, settings))
+}
+
+fn scheduling_of(cli: Cli) -> Option<SchedulingArgs> {
+    match cli.command {
+        CliCommand::Simulate(args) => Some(args.scheduling),
+        _ => None,
+    }
 }
 
 /// What a fleet file contributes to a command line.

@@ -10,6 +10,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use mixfleet_hal::cast::{to_u64, to_usize};
 use mixfleet_hal::units::Seconds;
 use mixfleet_sim::trace::{Progress, ReadOptions, Request, Requests, Trace, TraceError};
+use std::fmt::Write as _;
 use std::path::Path;
 
 #[derive(Debug, Args)]
@@ -46,14 +47,29 @@ pub(crate) struct ReplayArgs {
     #[arg(long, value_name = "N")]
     limit: Option<u64>,
     /// Tokens per block id in Mooncake's format [default: 512]
-    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..), hide = true)]
     block_tokens: Option<u32>,
     /// Interval between agentic session starts, which the format lacks [default: 60]
-    #[arg(long, value_name = "SECONDS", default_value_t = 60.0, hide_default_value = true, value_parser = positive)]
+    #[arg(long, value_name = "SECONDS", default_value_t = 60.0, hide = true, value_parser = positive)]
     session_every: f64,
 }
 
 impl ReplayArgs {
+    /// What is not played as it stands in the file, in words that follow its name.
+    pub(crate) fn text(&self) -> String {
+        let mut text = String::new();
+        if self.speedup != 1.0 {
+            let _ = write!(text, ", {} times as fast", self.speedup);
+        }
+        if let Some(seconds) = self.jitter {
+            let _ = write!(text, ", spread over {seconds} s");
+        }
+        if let Some(count) = self.limit {
+            let _ = write!(text, ", the first {count} requests");
+        }
+        text
+    }
+
     /// Opens the trace at `path`.
     pub(crate) fn open(&self, path: &Path) -> Result<Trace, TraceError> {
         let session_every = Seconds(self.session_every);

@@ -25,3 +25,4 @@ mod tiers;
 mod topo;
 mod trace;
 mod validate;
+mod verdicts;

@@ -7,6 +7,7 @@
 #![forbid(unsafe_code)]
 
 pub mod against;
+pub mod bottleneck;
 pub mod capacity;
 pub mod engine_profile;
 pub mod fleet_file;

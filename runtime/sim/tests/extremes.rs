@@ -134,12 +134,16 @@ fn play(file: &FleetFile, requests: Vec<Request>) -> Result<Results, TraceError>
     run(&Setup::new(file, choices), requests.into_iter().map(Ok).speedup(1.0), &mut ())
 }
 
+/// Keys that are null where nothing was completed.
+const DISTRIBUTIONS: [&str; 4] = ["ttft_s", "tpot_s", "tbt_s", "e2e_s"];
+
 /// Whether serde_json has written no null for a number.
 fn is_finite(value: &serde_json::Value) -> bool {
     match value {
         serde_json::Value::Array(values) => values.iter().all(is_finite),
         serde_json::Value::Object(fields) => {
-            fields.iter().all(|(key, value)| is_finite(value) && (!key.ends_with("_s") || !value.is_null()))
+            let may_be_null = |key: &str| !key.ends_with("_s") || DISTRIBUTIONS.contains(&key);
+            fields.iter().all(|(key, value)| is_finite(value) && (may_be_null(key) || !value.is_null()))
         }
         _ => true,
     }

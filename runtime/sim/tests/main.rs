@@ -1,5 +1,6 @@
 //! Integration tests of the simulator.
 
+mod bottleneck;
 mod capacity;
 mod classes;
 mod common;

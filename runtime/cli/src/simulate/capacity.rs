@@ -1,15 +1,15 @@
 //! Implements `--capacity`: the highest speed-up at which a fleet meets its SLO, and what a dollar of rent
 //! serves then.
 
-use super::SimulateArgs;
+use super::opened::OpenedFleet;
 use super::subject::Simulated;
+use super::unmet::Unmet;
 use super::watch::Watch;
 use crate::Failed;
 use crate::trace::FileBar;
 use anyhow::Result;
 use mixfleet_sim::capacity::{Goal, PRECISION, Probe, SPEEDUP_MAX, SPEEDUP_MIN, search};
-use mixfleet_sim::fleet_file::FleetFile;
-use mixfleet_sim::simulate::{Setup, run as simulate};
+use mixfleet_sim::simulate::run as simulate;
 use mixfleet_sim::trace::Requests;
 use serde::Serialize;
 use std::fmt::Write as _;
@@ -35,11 +35,11 @@ struct Document<'a> {
     probes: &'a [Probe],
 }
 
-pub(super) fn run(args: &SimulateArgs, fleet: &FleetFile, setup: &Setup, share: f64) -> Result<()> {
+pub(super) fn run(fleet: &OpenedFleet<'_>, share: f64) -> Result<()> {
     let terminal = std::io::stderr().is_terminal();
-    let prober = Prober::new(args, fleet, setup, share)?;
+    let prober = Prober::new(fleet, share)?;
     let capacity = search(|speedup| {
-        let probe = prober.probe(speedup, false)?;
+        let (probe, _) = prober.probe(speedup, false)?;
         if terminal {
             let (percent, word) =
                 (100.0 * probe.slo_attainment, if probe.passed { "passed" } else { "failed" });
@@ -49,11 +49,10 @@ pub(super) fn run(args: &SimulateArgs, fleet: &FleetFile, setup: &Setup, share: 
         anyhow::Ok(probe)
     })?;
     let Some(best) = capacity.best else {
-        let slowest = prober.probe(SPEEDUP_MIN, true)?;
-        return Err(Failed(no_capacity(slowest.slo_attainment, share)).into());
+        let (slowest, unmet) = prober.probe(SPEEDUP_MIN, true)?;
+        return Err(Failed(no_capacity(slowest.slo_attainment, share, &unmet)).into());
     };
-    let usd_per_hour = fleet.usd_per_hour().filter(|&usd| usd > 0.0);
-    let simulated = Simulated::new(args, fleet, setup)?;
+    let usd_per_hour = fleet.file.usd_per_hour().filter(|&usd| usd > 0.0);
     let document = Document {
         schema: "mixfleet.capacity/1",
         share,
@@ -65,11 +64,11 @@ pub(super) fn run(args: &SimulateArgs, fleet: &FleetFile, setup: &Setup, share: 
         slo_attainment: best.slo_attainment,
         usd_per_hour,
         requests_per_usd: usd_per_hour.map(|usd| best.requests_per_s * 3600.0 / usd),
-        simulated: &simulated,
+        simulated: &fleet.simulated,
         probes: &capacity.probes,
     };
     let mut out = std::io::stdout().lock();
-    if args.json {
+    if fleet.args.json {
         writeln!(out, "{}", serde_json::to_string_pretty(&document)?)?;
     } else {
         write!(out, "{}", table(&document))?;
@@ -79,52 +78,50 @@ pub(super) fn run(args: &SimulateArgs, fleet: &FleetFile, setup: &Setup, share: 
 
 /// What the probes of a search have in common.
 struct Prober<'a> {
-    args: &'a SimulateArgs,
-    fleet: &'a FleetFile,
-    setup: &'a Setup,
+    fleet: &'a OpenedFleet<'a>,
     goal: Goal,
     /// When the last request arrives at the trace's own speed.
     last_at_s: f64,
 }
 
 impl<'a> Prober<'a> {
-    fn new(args: &'a SimulateArgs, fleet: &'a FleetFile, setup: &'a Setup, share: f64) -> Result<Self> {
-        let mut trace = args.open_trace()?;
+    fn new(fleet: &'a OpenedFleet<'a>, share: f64) -> Result<Self> {
+        let mut trace = fleet.args.open_trace()?;
         let (mut requests, mut last_at_s) = (0, 0.0);
-        for request in args.replay.play_at(&mut trace, args.scheduling.seed, 1.0) {
+        for request in fleet.args.replay.play_at(&mut trace, fleet.scheduling.seed, 1.0) {
             requests += 1;
             last_at_s = request?.at.0;
         }
-        Ok(Prober { args, fleet, setup, goal: Goal { requests, share }, last_at_s })
+        if requests == 0 {
+            return Err(Failed(super::NO_REQUEST.into()).into());
+        }
+        Ok(Prober { fleet, goal: Goal { requests, share }, last_at_s })
     }
 
     /// Runs the trace at one speed-up. With `to_the_end` false the run ends as soon as it is sure to fail.
-    fn probe(&self, speedup: f64, to_the_end: bool) -> Result<Probe> {
-        let &Prober { args, setup, goal, .. } = self;
-        let mut trace = args.open_trace()?;
-        let bar = FileBar::new(Some(trace.progress()));
-        let goal_watched = (!to_the_end).then_some(goal);
-        let mut watch = Watch {
-            bar,
-            timeline: None,
-            history: None,
-            interval_s: f64::INFINITY,
-            goal: goal_watched,
-            answers: None,
-        };
-        let blocks = trace.block_tokens().unwrap_or(self.fleet.kv.block_tokens);
-        let requests = args.replay.play_at(&mut trace, args.scheduling.seed, speedup);
-        let results = simulate(setup, requests.rechain(blocks, self.fleet.kv.block_tokens), &mut watch)?;
-        let last_at_s = self.last_at_s / speedup;
-        Ok(Probe::new(speedup, goal.share, goal.requests, last_at_s, goal.attainable(results.missed)))
+    fn probe(&self, speedup: f64, to_the_end: bool) -> Result<(Probe, Unmet)> {
+        let &Prober { fleet, goal, last_at_s } = self;
+        let mut trace = fleet.args.open_trace()?;
+        let mut watch = Watch::new(FileBar::new(Some(trace.progress())), &fleet.setup);
+        watch.goal = (!to_the_end).then_some(goal);
+        let blocks = trace.block_tokens().unwrap_or(fleet.file.kv.block_tokens);
+        let requests = fleet.args.replay.play_at(&mut trace, fleet.scheduling.seed, speedup);
+        let requests = requests.rechain(blocks, fleet.file.kv.block_tokens);
+        let results = simulate(&fleet.setup, requests, &mut watch)?;
+        let attained = goal.attainable(results.missed);
+        Ok((Probe::new(speedup, goal.share, goal.requests, last_at_s / speedup, attained), watch.unmet))
     }
 }
 
-fn no_capacity(attainment: f64, share: f64) -> String {
+fn no_capacity(attainment: f64, share: f64, unmet: &Unmet) -> String {
+    let missed = match &unmet.text()[..] {
+        [] => String::new(),
+        all => format!(". Missed there: {}", all.join("; ")),
+    };
     format!(
-        "the fleet misses the SLO at any speed-up down to {SPEEDUP_MIN}, where {:.2} % of the requests meet it \
-         and {:.2} % were asked for: some prompts are too long for the TTFT, or steps too slow for the TBT, \
-         even alone; take quicker instances, a looser [slo], or a lower --capacity=SHARE",
+        "the fleet misses the SLO at any speed-up down to 1/{}, where {:.2} % of the requests meet it \
+         and {:.2} % were asked for{missed}. Take quicker instances, a looser [slo], or a lower --capacity=SHARE",
+        1.0 / SPEEDUP_MIN,
         100.0 * attainment,
         100.0 * share
     )

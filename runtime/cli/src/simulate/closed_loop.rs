@@ -10,7 +10,7 @@ const REQUESTS_PER_CLIENT: u64 = 10;
 
 #[derive(Debug, Args)]
 pub(super) struct ClosedLoopArgs {
-    /// In place of --trace: so many clients, each of which waits for its answer before its next request
+    /// In place of --trace: clients that wait for their answers (docs/simulator.md)
     #[arg(long, value_name = "CLIENTS", conflicts_with_all = ["trace", "against", "capacity", "speedup", "jitter", "limit"])]
     #[arg(value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     closed_loop: Option<u32>,
@@ -24,10 +24,10 @@ pub(super) struct ClosedLoopArgs {
     #[arg(long, value_name = "N|LEAST..MOST", requires = "closed_loop", conflicts_with = "trace", default_value = "1024", value_parser = lengths)]
     output_tokens: Lengths,
     /// Time from an answer to the client's next request
-    #[arg(long, value_name = "SECONDS", requires = "closed_loop", conflicts_with = "trace", value_parser = positive)]
+    #[arg(long, value_name = "SECONDS", requires = "closed_loop", conflicts_with = "trace", value_parser = positive, hide = true)]
     think_s: Option<f64>,
     /// Time over which the clients' first requests are spread
-    #[arg(long, value_name = "SECONDS", requires = "closed_loop", conflicts_with = "trace", value_parser = positive)]
+    #[arg(long, value_name = "SECONDS", requires = "closed_loop", conflicts_with = "trace", value_parser = positive, hide = true)]
     ramp_s: Option<f64>,
 }
 

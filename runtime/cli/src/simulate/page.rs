@@ -1,9 +1,12 @@
 //! A run as one self-contained HTML page.
 
+use super::additions::{Addition, Additions};
 use super::history::{History, Point, Quantity};
 use super::subject::Simulated;
+use super::table::{NONE, per_million, used};
 use mixfleet_hwtests::html::{Cell, Html, Tone};
 use mixfleet_hwtests::svg::{Axis, Chart, Limit, Mark, Scale, Series};
+use mixfleet_sim::bottleneck::Bottleneck;
 use mixfleet_sim::simulate::{Distribution, Quantiles, Results, Setup};
 
 /// Number of curves that fit into a legend.
@@ -17,13 +20,19 @@ pub(super) struct Subject<'a> {
     pub(super) results: &'a Results,
     pub(super) history: &'a History,
     pub(super) simulated: &'a Simulated,
+    pub(super) additions: Option<&'a Additions>,
 }
 
 /// Renders the page.
 pub(super) fn page(subject: &Subject<'_>) -> String {
     let mut body = Html::default();
-    tiles(&mut body, subject.results);
-    body.facts(&subject.simulated.facts());
+    tiles(&mut body, subject);
+    let mut facts = subject.simulated.facts();
+    facts.push((
+        "bottleneck",
+        Bottleneck::of(subject.results).map_or_else(|| NONE.into(), |found| found.text()),
+    ));
+    body.facts(&facts);
     body.heading(2, "Load over time");
     over_time(&mut body, subject);
     body.heading(2, "Latencies");
@@ -37,22 +46,28 @@ pub(super) fn page(subject: &Subject<'_>) -> String {
     mixfleet_hwtests::html::page("Simulation of a fleet", &subtitle, &body)
 }
 
-fn tiles(body: &mut Html, r: &Results) {
+fn tiles(body: &mut Html, subject: &Subject<'_>) {
+    let r = subject.results;
     let percent = |share: f64| format!("{:.2} %", 100.0 * share);
-    let of_all = |d: &Distribution| format!("p50 {:.4} s, mean {:.4} s", d.p50, d.mean);
+    let completed = |text: String| if r.completed == 0 { NONE.to_owned() } else { text };
+    let times = |name: &str, d: &Distribution| match d.count {
+        0 => (name.to_owned(), NONE.to_owned(), "nothing was completed".to_owned()),
+        _ => {
+            (name.to_owned(), format!("{:.4} s", d.p99), format!("p50 {:.4} s, mean {:.4} s", d.p50, d.mean))
+        }
+    };
+    let [blocks, tokens] = [r.prefix_hit.block, r.prefix_hit.token].map(|share| completed(percent(share)));
     let mut tiles = vec![
         ("within the SLO".into(), percent(r.slo_attainment), format!("{:.3} requests/s", r.goodput_rps)),
-        ("TTFT p99".into(), format!("{:.3} s", r.ttft_s.p99), of_all(&r.ttft_s)),
-        ("TBT p99".into(), format!("{:.4} s", r.tbt_s.p99), of_all(&r.tbt_s)),
-        (
-            "prefix hit".into(),
-            percent(r.prefix_hit.token),
-            format!("{} of blocks", percent(r.prefix_hit.block)),
-        ),
+        times("TTFT p99", &r.ttft_s),
+        times("TBT p99", &r.tbt_s),
+        ("prefix hit".into(), tokens, format!("{blocks} of blocks")),
     ];
     if r.usd_rent > 0.0 {
-        let per_million = |usd: f64| format!("${usd:.4} per million tokens");
         let (rent, busy) = (r.usd_rent_per_million_tokens, r.usd_busy_per_million_tokens);
+        if let Some(usd) = subject.simulated.usd_per_hour {
+            tiles.push(("rent per hour".into(), format!("${usd:.2}"), "of the whole fleet".into()));
+        }
         tiles.push(("rent".into(), format!("${:.2}", r.usd_rent), per_million(rent)));
         tiles.push(("of it used".into(), format!("${:.2}", r.usd_busy), per_million(busy)));
     }
@@ -85,7 +100,7 @@ fn over_time(body: &mut Html, subject: &Subject<'_>) {
     figure(
         body,
         subject,
-        "load",
+        "load (1: the objective)",
         &[("prefill", &prefill), ("decode", &decode)],
         &[Limit::Y(1.0, "objective")],
         "Load: queued prefill time over the objective for TTFT, time of a decode step over the one for TBT, mean of a \
@@ -95,7 +110,7 @@ fn over_time(body: &mut Html, subject: &Subject<'_>) {
     figure(
         body,
         subject,
-        "share of time",
+        "share of time (1: all)",
         &[("prefill", &prefill), ("decode", &decode)],
         &[],
         "Share of the time that a pool's instances computed prompts, and decoded.",
@@ -113,7 +128,7 @@ fn over_time(body: &mut Html, subject: &Subject<'_>) {
     figure(
         body,
         subject,
-        "tokens",
+        "tokens of KV",
         &[("used", &used), ("cached", &cached)],
         &[],
         "KV memory: in use by sequences, and held for prompts to come.",
@@ -206,7 +221,8 @@ fn latencies(body: &mut Html, subject: &Subject<'_>) {
     );
     let r = subject.results;
     let row = |name: &str, d: &Distribution| {
-        let seconds = |value: f64| Cell::number(format!("{value:.4}"));
+        let seconds =
+            |value: f64| Cell::number(if d.count == 0 { NONE.to_owned() } else { format!("{value:.4}") });
         vec![Cell::text(name), seconds(d.mean), seconds(d.p50), seconds(d.p90), seconds(d.p99)]
     };
     let rows =
@@ -269,6 +285,7 @@ fn pools(body: &mut Html, subject: &Subject<'_>) {
                 number(100.0 * pool.utilisation, 1),
                 number(pool.prefill_device_s, 0),
                 number(pool.decode_device_s, 0),
+                Cell::text(used(&pool.used)),
                 number(pool.usd_rent, 2),
                 number(pool.usd_busy, 2),
                 Cell::text(pool.basis.text()),
@@ -281,14 +298,36 @@ fn pools(body: &mut Html, subject: &Subject<'_>) {
         "busy %",
         "prefill s",
         "decode s",
+        "of its resources",
         "rent $",
         "of it used $",
         "times from",
     ];
     body.table(&head, &rows);
+    if let Some(additions) = subject.additions {
+        one_more(body, additions);
+    }
     if !r.kv_bytes_moved.is_empty() {
         let row = |(link, bytes): (&String, &f64)| vec![Cell::text(link), number(bytes / 1e9, 1)];
         let rows: Vec<Vec<Cell>> = r.kv_bytes_moved.iter().map(row).collect();
         body.table(&["KV moved", "GB"], &rows);
     }
+}
+
+fn one_more(body: &mut Html, additions: &Additions) {
+    let row = |addition: &Addition| {
+        let times = |d: &Distribution| {
+            Cell::number(if d.count == 0 { NONE.to_owned() } else { format!("{:.4}", d.p90) })
+        };
+        vec![
+            Cell::text(&addition.pool),
+            Cell::text(addition.rent()),
+            Cell::number(format!("{:.2}", 100.0 * addition.slo_attainment)),
+            times(&addition.ttft_s),
+            times(&addition.tbt_s),
+        ]
+    };
+    let rows: Vec<Vec<Cell>> = additions.each.iter().map(row).collect();
+    body.table(&["one more of", "rent", "% within the SLO", "TTFT p90 s", "TBT p90 s"], &rows);
+    body.paragraph(&format!("Best addition: {}.", additions.best()));
 }

@@ -7,6 +7,7 @@ use mixfleet_scheduler::fleet::Role;
 use mixfleet_sim::fleet_file::{FleetFile, InstancePool};
 use mixfleet_sim::simulate::Setup;
 use serde::Serialize;
+use std::path::Path;
 
 /// Number of hexadecimal digits of a fleet file's digest that are shown.
 const DIGITS: usize = 12;
@@ -15,6 +16,8 @@ const DIGITS: usize = 12;
 #[derive(Debug, Serialize)]
 pub(super) struct Simulated {
     pub(super) model: String,
+    /// How its weights are stored, where its shape is known.
+    pub(super) dtype: Option<&'static str>,
     /// The trace, the recorded run or the closed loop.
     pub(super) load: String,
     /// The path of the fleet file.
@@ -24,6 +27,8 @@ pub(super) struct Simulated {
     pub(super) policy: String,
     pub(super) admission: String,
     pub(super) objectives: String,
+    /// The list that the rents are from; `None` for those of the fleet file and built-in ones.
+    pub(super) prices: Option<String>,
     /// Rent of the fleet; `None` if the price of a pool is not known.
     pub(super) usd_per_hour: Option<f64>,
     pub(super) pools: Vec<SimulatedPool>,
@@ -74,25 +79,26 @@ impl SimulatedPool {
 impl Simulated {
     /// # Errors
     /// When the fleet file can no longer be read.
-    pub(super) fn new(args: &SimulateArgs, fleet: &FleetFile, setup: &Setup) -> Result<Self> {
-        let bytes =
-            std::fs::read(&args.fleet).with_context(|| format!("cannot read {}", args.fleet.display()))?;
+    pub(super) fn new(args: &SimulateArgs, path: &Path, fleet: &FleetFile, setup: &Setup) -> Result<Self> {
+        let bytes = std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
         let mut digest = sha256(&bytes);
         digest.truncate(DIGITS);
         let load =
             match (args.trace.as_ref().or(args.against.as_ref()), args.closed_loop.load(setup.fleet.seed)) {
-                (Some(trace), _) => trace.display().to_string(),
+                (Some(trace), _) => format!("{}{}", trace.display(), args.replay.text()),
                 (None, load) => load.map_or_else(String::new, |load| load.to_string()),
             };
         let slo = setup.slo;
         Ok(Simulated {
             model: fleet.model.name.clone(),
+            dtype: fleet.model.shape.as_ref().map(|shape| shape.stored().name()),
             load,
-            fleet: args.fleet.display().to_string(),
+            fleet: path.display().to_string(),
             fleet_sha256: digest,
             policy: word(&setup.fleet.policy),
             admission: word(&setup.fleet.admission),
             objectives: format!("TTFT {} s, TBT {} s ({})", slo.ttft_s, slo.tbt_s, word(&slo.tbt_metric)),
+            prices: args.prices.as_ref().map(|list| list.display().to_string()),
             usd_per_hour: fleet.usd_per_hour(),
             pools: fleet.pools.iter().map(SimulatedPool::new).collect(),
         })
@@ -101,13 +107,16 @@ impl Simulated {
     /// Names and values, without those of pools.
     pub(super) fn facts(&self) -> Vec<(&'static str, String)> {
         let fleet = format!("{} (sha256 {})", self.fleet, self.fleet_sha256);
-        vec![
-            ("model", self.model.clone()),
+        let dtype = self.dtype.map_or_else(String::new, |dtype| format!(" in {dtype}"));
+        let mut facts = vec![
+            ("model", format!("{}{dtype}", self.model)),
             ("load", self.load.clone()),
             ("fleet", fleet),
             ("scheduling", format!("{}, admission {}", self.policy, self.admission)),
             ("objectives", self.objectives.clone()),
-        ]
+        ];
+        facts.extend(self.prices.iter().map(|list| ("prices", list.clone())));
+        facts
     }
 }
 

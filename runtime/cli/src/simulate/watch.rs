@@ -2,9 +2,11 @@
 
 use super::history::History;
 use super::timeline::TimelineFile;
+use super::unmet::Unmet;
 use crate::trace::FileBar;
+use mixfleet_scheduler::fleet::{Action, Event};
 use mixfleet_sim::capacity::Goal;
-use mixfleet_sim::simulate::{AnswerTimes, Observer, Sample};
+use mixfleet_sim::simulate::{AnswerTimes, Observer, Sample, Setup};
 
 pub(super) struct Watch {
     pub(super) bar: FileBar,
@@ -15,6 +17,16 @@ pub(super) struct Watch {
     pub(super) goal: Option<Goal>,
     /// The times of all answers, if something asks for them.
     pub(super) answers: Option<Vec<AnswerTimes>>,
+    pub(super) unmet: Unmet,
+}
+
+impl Watch {
+    /// Watches a run on `setup` for its results alone.
+    pub(super) fn new(bar: FileBar, setup: &Setup) -> Self {
+        let slo = setup.classes.is_empty().then_some(setup.slo);
+        let (timeline, history, goal, answers) = (None, None, None, None);
+        Watch { bar, timeline, history, interval_s: f64::INFINITY, goal, answers, unmet: Unmet::new(slo) }
+    }
 }
 
 impl Observer for Watch {
@@ -22,7 +34,16 @@ impl Observer for Watch {
         self.bar.tick_at(now_s);
     }
 
+    fn told(&mut self, _: f64, event: &Event) {
+        self.unmet.told(event);
+    }
+
+    fn decided(&mut self, _: f64, action: &Action) {
+        self.unmet.decided(action);
+    }
+
     fn finished(&mut self, _: f64, answer: &AnswerTimes) {
+        self.unmet.finished(answer);
         if let Some(history) = &mut self.history {
             history.finished(answer);
         }

@@ -7,6 +7,7 @@ mod error;
 mod limits;
 mod model;
 mod pipeline;
+mod prices;
 mod raw;
 mod rebalance;
 mod resolve;
@@ -164,6 +165,8 @@ pub struct InstancePool {
     pub usd_per_hour: Option<f64>,
     /// The origin and date of the rent, for display.
     pub price_basis: String,
+    /// Whether the file states the rent itself.
+    pub price_stated: bool,
     /// Tokens of KV that an instance holds.
     pub cache_tokens: u64,
     /// Tier of KV in host memory.
@@ -250,6 +253,24 @@ impl FleetFile {
             }
         }
         self
+    }
+
+    /// Checks that some instance computes prompts, and some decode.
+    ///
+    /// # Errors
+    /// What no pool does.
+    pub fn check_serves(&self) -> Result<(), FleetFileError> {
+        let lacks = |what: &str, role: &str| {
+            let cause = format!(
+                "no pool {what}, so that no request is served; add one of the role \"{role}\" or \"auto\""
+            );
+            Err(FleetFileError::value("[[pool]] role", cause))
+        };
+        match self {
+            _ if !self.pools.iter().any(|pool| pool.role.prefills()) => lacks("computes prompts", "prefill"),
+            _ if !self.pools.iter().any(|pool| pool.role.decodes()) => lacks("decodes", "decode"),
+            _ => Ok(()),
+        }
     }
 
     /// The first link in the file that matches two pools. `None` if only their network interfaces limit

@@ -101,6 +101,7 @@ fn pool(
         .cost(raw, model, engine.max_batched_tokens, known)
         .map_err(|(name, cause)| wrong(key(name), cause))?;
     let (usd_per_hour, price_basis) = price(raw, hardware, place)?;
+    let price_stated = raw.usd_per_hour.is_some();
     let host_link = hardware.part.and_then(|part| part.host_link).map(|link| link.gb_s);
     let dram_gb_per_s = host_link.unwrap_or(DRAM_GB_PER_S) * raw.devices();
     let tier = |name: &str, tokens, bytes, gb_per_s: Option<f64>, usual| {
@@ -128,6 +129,7 @@ fn pool(
         likely_error: hardware.likely_error(raw, model, known),
         usd_per_hour,
         price_basis,
+        price_stated,
         cache_tokens: cache_tokens(raw, hardware, model, kv, engine.max_sequences, place)?,
         dram: tier("dram", raw.dram_tokens, raw.dram_bytes, raw.dram_gb_per_s, dram_gb_per_s)?,
         ssd: tier("ssd", raw.ssd_tokens, raw.ssd_bytes, raw.ssd_gb_per_s, SSD_GB_PER_S)?,
@@ -201,7 +203,7 @@ fn price(
 ) -> Result<(Option<f64>, String), FleetFileError> {
     if let Some(usd_per_hour) = raw.usd_per_hour {
         not_negative(&format!("{place}: usd_per_hour"), usd_per_hour)?;
-        return Ok((Some(usd_per_hour), "stated".into()));
+        return Ok((Some(usd_per_hour), "stated in the fleet file".into()));
     }
     let devices = raw.devices();
     Ok(match hardware.part.and_then(|part| Selection::default().price_or_reference(part.id, &[])) {

@@ -231,6 +231,20 @@ fn bad_values_are_told_with_key_value_and_what_is_allowed() {
 }
 
 #[test]
+fn a_fleet_without_prompts_or_without_answers_serves_nothing() {
+    let serves = |roles: &[&str]| {
+        let pool =
+            |role: &&str| format!("[[pool]]\nname = \"{role}\"\nrole = \"{role}\"\ndevice = \"L40S\"\n");
+        let pools: String = roles.iter().map(pool).collect();
+        let fleet = parse(&format!("version = 1\n[model]\nname = \"llama-3.1-8b\"\n{pools}")).unwrap();
+        fleet.check_serves().map_err(|error| error.to_string())
+    };
+    assert!(serves(&["decode"]).unwrap_err().contains("no pool computes prompts"));
+    assert!(serves(&["prefill"]).unwrap_err().contains("no pool decodes"));
+    assert!(serves(&["auto"]).is_ok() && serves(&["decode", "prefill"]).is_ok());
+}
+
+#[test]
 fn a_model_that_does_not_fit_is_refused_with_the_numbers() {
     let large = |device: &str, devices: u32| {
         parse(&format!(

@@ -218,15 +218,18 @@ impl Engine {
             Some(Plan::Load { .. }) | None => (0.0, 0.0),
         };
         let tokens = |blocks: usize| blocks as u64 * u64::from(self.block_tokens);
-        let step_s = match to_u32(phases.decoding) {
-            0 => 0.0,
-            sequences => self.cost.decode_step_s(sequences, phases.decoding_tokens).0,
+        let (step_s, least_step_s) = match to_u32(phases.decoding) {
+            0 => (0.0, 0.0),
+            sequences => {
+                let step = |sequences, tokens| self.cost.decode_step_s(sequences, tokens).0;
+                (step(sequences, phases.decoding_tokens), step(1, 1))
+            }
         };
         let comes = |message: &&Message| matches!(message, Message::Add { .. } | Message::Reserve { .. });
         phases.queued += self.inbox.iter().filter(comes).count();
         let used_tokens = tokens(blocks.used + ahead);
         let cached_tokens = tokens(blocks.cached - ahead.saturating_sub(blocks.free).min(blocks.cached));
-        Occupation { phases, used_tokens, cached_tokens, step_s, worked_s }
+        Occupation { phases, used_tokens, cached_tokens, step_s, least_step_s, worked_s }
     }
 
     fn tell(&mut self, event: Event<Keys>) {

@@ -12,6 +12,7 @@ mod engine;
 mod flight;
 mod network;
 mod observe;
+mod occupancy;
 mod quantiles;
 mod results;
 mod routers;
@@ -22,8 +23,9 @@ mod timeline;
 
 pub use copies::Replicated;
 pub use observe::{AnswerTimes, Observer, Sample};
-pub use quantiles::Quantiles;
-pub use results::{ClassResult, Distribution, HitBySource, Misses, PoolBasis, PoolResult, Results};
+pub use occupancy::PoolUse;
+pub use quantiles::{Distribution, Quantiles};
+pub use results::{ClassResult, HitBySource, Misses, PoolBasis, PoolResult, Results};
 pub use setup::Choices;
 pub use tiers::TierSetup;
 
@@ -42,6 +44,7 @@ use mixfleet_scheduler::cost::{KvCopyCost, LinkCost};
 use mixfleet_scheduler::fleet::{Action, Arrival, Event, FleetConfig, Instance, InstanceId, PromptChain};
 use mixfleet_scheduler::table::IdMap;
 use network::Network;
+use occupancy::Occupancy;
 use results::Ledger;
 use routers::RouterMachines;
 use timeline::Timeline;
@@ -124,7 +127,8 @@ pub fn run(
         world.check()?;
     }
     world.last_sample();
-    Ok(world.ledger.results(setup, world.now_s, &world.network, &world.copies))
+    let measured = (&world.network, &world.copies, &world.occupancy);
+    Ok(world.ledger.results(setup, world.now_s, measured))
 }
 
 struct World<'a> {
@@ -141,6 +145,7 @@ struct World<'a> {
     agenda: Agenda,
     ledger: Ledger,
     timeline: Timeline,
+    occupancy: Occupancy,
     observer: &'a mut dyn Observer,
     actions: Vec<Action>,
     outcomes: Vec<Outcome>,
@@ -180,6 +185,7 @@ impl<'a> World<'a> {
             agenda: Agenda::default(),
             ledger: Ledger::new(setup),
             timeline: Timeline::new(observer.interval_s(), setup.pools.len()),
+            occupancy: Occupancy::new(setup.pools.len()),
             observer,
             actions,
             outcomes: Vec::new(),

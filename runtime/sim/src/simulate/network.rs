@@ -9,6 +9,8 @@ use std::collections::BTreeMap;
 struct Card {
     out_free_s: f64,
     in_free_s: f64,
+    /// Time that its transfers out, and in, have taken or are going to.
+    taken_s: (f64, f64),
 }
 
 pub(super) struct Network {
@@ -50,6 +52,8 @@ impl Network {
         let into = &mut self.cards[to as usize].in_free_s;
         *into = into.max(ready_s) + takes_s;
         let ends_s = out_s.max(*into);
+        self.cards[from as usize].taken_s.0 += takes_s;
+        self.cards[to as usize].taken_s.1 += takes_s;
         let pools = (self.pools[from as usize], self.pools[to as usize]);
         let moved = self.moved.entry(pools).or_default();
         moved.0 += bytes;
@@ -71,6 +75,11 @@ impl Network {
         let last_layer_s = bytes / layers * self.link(from, to).seconds_per_byte;
         self.send(now_s, first_layer_s, from, to, bytes)
             .max(now_s + last_layer_s + self.link(from, to).latency.0)
+    }
+
+    /// Time for which an instance's network is taken by all transfers so far, out and in.
+    pub(super) fn taken_s(&self, instance: usize) -> (f64, f64) {
+        self.cards[instance].taken_s
     }
 
     /// Bytes and dollars by pair of pools.

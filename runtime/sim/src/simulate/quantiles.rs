@@ -1,6 +1,7 @@
 //! Quantiles of any number of values in bounded memory.
 
 use mixfleet_hal::cast::{to_u64, to_usize};
+use serde::{Deserialize, Serialize};
 
 /// Bins per doubling: a bin is 0.54 % wide, so a quantile is within 0.27 % of one of the values around it.
 const BINS_PER_DOUBLING: f64 = 128.0;
@@ -53,6 +54,52 @@ impl Quantiles {
     }
 }
 
+/// Mean and quantiles; as JSON `null` where there are no values.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(from = "Option<KnownDistribution>", into = "Option<KnownDistribution>")]
+pub struct Distribution {
+    /// Number of values; the others are 0 if it is.
+    pub count: u64,
+    /// Exact.
+    pub mean: f64,
+    /// Within 0.3 %, as are the others.
+    pub p50: f64,
+    #[allow(missing_docs)]
+    pub p90: f64,
+    #[allow(missing_docs)]
+    pub p99: f64,
+}
+
+/// A distribution of at least one value, as JSON has it.
+#[derive(Serialize, Deserialize)]
+struct KnownDistribution {
+    count: u64,
+    mean: f64,
+    p50: f64,
+    p90: f64,
+    p99: f64,
+}
+
+impl From<&Quantiles> for Distribution {
+    fn from(q: &Quantiles) -> Self {
+        Distribution { count: q.count(), mean: q.mean(), p50: q.at(0.5), p90: q.at(0.9), p99: q.at(0.99) }
+    }
+}
+
+impl From<Distribution> for Option<KnownDistribution> {
+    fn from(Distribution { count, mean, p50, p90, p99 }: Distribution) -> Self {
+        (count > 0).then_some(KnownDistribution { count, mean, p50, p90, p99 })
+    }
+}
+
+impl From<Option<KnownDistribution>> for Distribution {
+    fn from(known: Option<KnownDistribution>) -> Self {
+        known.map_or_else(Distribution::default, |KnownDistribution { count, mean, p50, p90, p99 }| {
+            Distribution { count, mean, p50, p90, p99 }
+        })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -72,5 +119,19 @@ mod tests {
         let mean = values.iter().sum::<f64>() / values.len() as f64;
         assert!((quantiles.mean() - mean).abs() < 1e-9);
         assert_eq!(Quantiles::default().at(0.5), 0.0);
+    }
+
+    #[test]
+    fn a_distribution_without_values_is_null() {
+        let mut quantiles = Quantiles::default();
+        let none = Distribution::from(&quantiles);
+        assert_eq!(serde_json::to_value(none).unwrap(), serde_json::Value::Null);
+        quantiles.add(2.0);
+        let one = Distribution::from(&quantiles);
+        for distribution in [none, one] {
+            let text = serde_json::to_string(&distribution).unwrap();
+            assert_eq!(serde_json::from_str::<Distribution>(&text).unwrap(), distribution, "{text}");
+        }
+        assert_eq!((one.count, one.mean), (1, 2.0));
     }
 }

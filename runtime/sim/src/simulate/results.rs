@@ -5,7 +5,8 @@ use super::copies::{Copies, Replicated};
 use super::engine::Gaps;
 use super::network::Network;
 use super::observe::AnswerTimes;
-use super::quantiles::Quantiles;
+use super::occupancy::{Occupancy, PoolUse};
+use super::quantiles::{Distribution, Quantiles};
 use super::tiers::ByTier;
 use super::{Flight, Setup};
 use crate::fleet_file::{Class, Slo, TbtMetric};
@@ -17,25 +18,6 @@ use mixfleet_scheduler::fleet::RejectReason;
 use serde::{Deserialize, Serialize};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
-
-/// Mean and quantiles.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Distribution {
-    /// Exact.
-    pub mean: f64,
-    /// Within 0.3 %, as are the others.
-    pub p50: f64,
-    #[allow(missing_docs)]
-    pub p90: f64,
-    #[allow(missing_docs)]
-    pub p99: f64,
-}
-
-impl From<&Quantiles> for Distribution {
-    fn from(q: &Quantiles) -> Self {
-        Distribution { mean: q.mean(), p50: q.at(0.5), p90: q.at(0.9), p99: q.at(0.99) }
-    }
-}
 
 /// A share of blocks and of tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -103,6 +85,9 @@ pub struct PoolResult {
     pub usd_rent: f64,
     /// Rent of the time that they worked.
     pub usd_busy: f64,
+    /// How far its resources were used while there were requests.
+    #[serde(default)]
+    pub used: PoolUse,
     /// The origin of its times.
     #[serde(flatten, default)]
     pub basis: PoolBasis,
@@ -215,10 +200,10 @@ pub struct Results {
     pub usd_rent: f64,
     /// Rent of the time that devices worked, and traffic.
     pub usd_busy: f64,
-    /// Per million tokens of prompts and answers.
-    pub usd_rent_per_million_tokens: f64,
+    /// Per million tokens of prompts and answers; `None` where nothing was completed.
+    pub usd_rent_per_million_tokens: Option<f64>,
     /// Likewise.
-    pub usd_busy_per_million_tokens: f64,
+    pub usd_busy_per_million_tokens: Option<f64>,
     /// Each pool.
     pub pools: Vec<PoolResult>,
     /// Time from the first arrival to the last token.
@@ -377,8 +362,13 @@ impl Ledger {
         names.zip(&self.classes).map(result).collect()
     }
 
-    pub(super) fn results(&self, setup: &Setup, ended_s: f64, network: &Network, copies: &Copies) -> Results {
-        let per_million = |usd: f64| if self.tokens == 0 { 0.0 } else { usd / self.tokens as f64 * 1e6 };
+    pub(super) fn results(
+        &self,
+        setup: &Setup,
+        ended_s: f64,
+        (network, copies, occupancy): (&Network, &Copies, &Occupancy),
+    ) -> Results {
+        let per_million = |usd: f64| (self.tokens > 0).then(|| usd / self.tokens as f64 * 1e6);
         let of_tokens = |blocks: u64| ratio(blocks * u64::from(self.block_tokens), self.prompt_tokens);
         let traffic_usd: f64 = network.moved().values().map(|(_, usd)| usd).sum();
         let pool = |(at, name): (usize, &String)| {
@@ -398,6 +388,7 @@ impl Ledger {
                 utilisation,
                 usd_rent,
                 usd_busy,
+                used: occupancy.used(at),
                 basis: setup.bases.get(at).cloned().unwrap_or_default(),
             }
         };

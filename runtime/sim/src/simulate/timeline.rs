@@ -17,6 +17,8 @@ pub(super) struct Occupation {
     pub(super) cached_tokens: u64,
     /// Time of the decode step; 0 if nothing decodes.
     pub(super) step_s: f64,
+    /// Time of a decode step of one sequence alone; 0 if nothing decodes.
+    pub(super) least_step_s: f64,
     /// Time of the current plan so far spent on prompts, and on decoding.
     pub(super) worked_s: (f64, f64),
 }
@@ -77,6 +79,7 @@ impl Timeline {
 impl World<'_> {
     /// Advances to `then_s`; events of that time come after the samples before it.
     pub(super) fn move_to(&mut self, then_s: f64) {
+        self.watch_use(then_s);
         while let Some(due_s) = self.timeline.due(then_s, self.flights.is_empty()) {
             self.sample(due_s);
             self.timeline.next += 1;

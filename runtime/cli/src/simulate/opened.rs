@@ -1,0 +1,106 @@
+//! A fleet and a load of the command line, ready to be simulated.
+
+use super::SimulateArgs;
+use super::subject::Simulated;
+use super::watch::Watch;
+use crate::prices::PriceList;
+use crate::profiles;
+use crate::scheduling::SchedulingArgs;
+use anyhow::{Context, Result};
+use mixfleet_hal::economics::Selection;
+use mixfleet_scheduler::fleet::Admission;
+use mixfleet_sim::fleet_file::FleetFile;
+use mixfleet_sim::simulate::{Results, Setup, run as simulate};
+use mixfleet_sim::trace::{ClosedLoop, Progress, RecordedRun, Requests, Trace};
+use std::path::Path;
+
+/// A fleet with its scheduling.
+pub(super) struct OpenedFleet<'a> {
+    pub(super) args: &'a SimulateArgs,
+    pub(super) scheduling: &'a SchedulingArgs,
+    pub(super) file: FleetFile,
+    pub(super) setup: Setup,
+    pub(super) simulated: Simulated,
+}
+
+/// Where requests come from.
+pub(super) enum LoadSource {
+    Trace(Box<Trace>),
+    Recorded(RecordedRun),
+    Loop(ClosedLoop),
+}
+
+impl LoadSource {
+    pub(super) fn progress(&self) -> Option<Progress> {
+        match self {
+            LoadSource::Trace(trace) => Some(trace.progress()),
+            LoadSource::Recorded(_) | LoadSource::Loop(_) => None,
+        }
+    }
+}
+
+impl<'a> OpenedFleet<'a> {
+    /// Reads the fleet at `path`, whose rents are those of `prices` if there is a list.
+    pub(super) fn open(
+        args: &'a SimulateArgs,
+        path: &Path,
+        scheduling: &'a SchedulingArgs,
+        prices: Option<&PriceList>,
+    ) -> Result<Self> {
+        let read = |path: &Path| profiles::read(path).map_err(|error| format!("{error:#}"));
+        let in_file = || format!("the fleet file {}", path.display());
+        let mut file = FleetFile::read(path, &read, args.engine).with_context(in_file)?;
+        file.check_serves().with_context(in_file)?;
+        if let Some(list) = prices {
+            let price = |id: &str| Selection::default().price_or_reference(id, &list.offers);
+            file.reprice(&price).with_context(in_file)?;
+        }
+        let setup = setup(args, scheduling, &file)?;
+        let simulated = Simulated::new(args, path, &file, &setup)?;
+        Ok(OpenedFleet { args, scheduling, file, setup, simulated })
+    }
+
+    /// The setup with one instance more of a pool.
+    pub(super) fn with_one_more(&self, pool: usize) -> Result<Setup> {
+        let mut file = self.file.clone();
+        file.pools[pool].count += 1;
+        setup(self.args, self.scheduling, &file)
+    }
+
+    pub(super) fn load(&self) -> Result<LoadSource> {
+        let args = self.args;
+        let seed = self.scheduling.seed;
+        Ok(match (&args.trace, &args.against, args.closed_loop.load(seed)) {
+            (_, Some(path), _) => LoadSource::Recorded(RecordedRun::read(path)?),
+            (None, None, Some(load)) => LoadSource::Loop(load),
+            _ => LoadSource::Trace(Box::new(args.open_trace()?)),
+        })
+    }
+
+    /// Simulates a load on `setup`.
+    pub(super) fn play(&self, load: &mut LoadSource, setup: &Setup, watch: &mut Watch) -> Result<Results> {
+        Ok(match load {
+            LoadSource::Recorded(run) => simulate(setup, run.trace(), watch)?,
+            LoadSource::Trace(trace) => {
+                let blocks = trace.block_tokens().unwrap_or(self.file.kv.block_tokens);
+                let requests = self.args.replay.play(trace, self.scheduling.seed);
+                simulate(setup, requests.rechain(blocks, self.file.kv.block_tokens), watch)?
+            }
+            LoadSource::Loop(load) => simulate(setup, load.requests(), watch)?,
+        })
+    }
+}
+
+fn setup(args: &SimulateArgs, scheduling: &SchedulingArgs, file: &FleetFile) -> Result<Setup> {
+    let mut choices = scheduling.choices()?;
+    if args.against.is_some() {
+        // What was recorded was served.
+        choices.admission = Admission::None;
+    }
+    let mut setup = Setup::new(file, choices);
+    setup.fleet.drop_at_decode = scheduling.drop_late;
+    setup.fleet.wait_usd_per_s = scheduling.wait_usd_per_s;
+    setup.fleet.kv_weight = scheduling.kv_weight;
+    setup.routers.count = args.routers.unwrap_or(setup.routers.count);
+    Ok(setup)
+}
