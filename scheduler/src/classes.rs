@@ -15,6 +15,9 @@
 //!   (attention offload, Lamina, arXiv 2405.01814). The network is not counted.
 //! - memory: a GB for an hour.
 //!
+//! With objectives a prompt must be computed within the one for TTFT, on an idle device, and batches are no
+//! larger than a step within the one for TBT allows.
+//!
 //! cost = price x device seconds. A device is cheapest at a job up to its *break-even*: the least cost of any
 //! rival divided by its own device seconds.
 
@@ -42,6 +45,10 @@ pub struct Demand {
     pub context_tokens: u32,
     /// Maximum sequences in a decode step.
     pub batch_max: u32,
+    /// Longest time that a prompt may take.
+    pub ttft: Option<Seconds>,
+    /// Longest time that a decode step may take.
+    pub tbt: Option<Seconds>,
     /// Maximum number of devices over which one copy of the model may be divided.
     pub devices_max: u32,
     /// Share of a device's memory that weights and KV may fill.
@@ -60,6 +67,8 @@ impl Demand {
             prompt_tokens: 2048,
             context_tokens: 4096,
             batch_max: 32,
+            ttft: None,
+            tbt: None,
             devices_max: 8,
             memory_share: MEMORY_SHARE,
             engine: EngineCost::OURS,
@@ -137,6 +146,9 @@ pub fn effort(demand: &Demand, profile: &DeviceProfile, job: Job) -> Result<Effo
             let (tokens, kv) = (demand.prompt_tokens, demand.kv_bytes(demand.prompt_tokens));
             let devices = demand.cuts().find(|&k| room(k) >= kv).ok_or_else(|| too_large(demand, profile))?;
             let latency = cost_model(demand, profile).prefill_s(0, tokens);
+            if let Some(most) = demand.ttft.filter(|most| latency > *most) {
+                return Err(too_slow("a prompt", latency, most));
+            }
             Ok(whole(latency, f64::from(tokens), devices, 1))
         }
         Job::Decode => {
@@ -144,9 +156,21 @@ pub fn effort(demand: &Demand, profile: &DeviceProfile, job: Job) -> Result<Effo
             let batch = |k: u32| to_u32((room(k) / kv).floor().max(0.0)).min(demand.batch_max);
             let devices = demand.cuts().find(|&k| batch(k) == demand.batch_max).or(demand.cuts().last());
             let devices = devices.filter(|&k| batch(k) > 0).ok_or_else(|| too_large(demand, profile))?;
-            let batch = batch(devices);
-            let latency = cost_model(demand, profile).decode_step_s(batch, context(demand, batch));
-            Ok(whole(latency, f64::from(batch), devices, batch))
+            let cost = cost_model(demand, profile);
+            let step = |batch: u32| cost.decode_step_s(batch, context(demand, batch));
+            let batch = match demand.tbt {
+                None => batch(devices),
+                Some(most) => {
+                    // Steps grow with the batch.
+                    let sizes: Vec<u32> = (1..=batch(devices)).collect();
+                    let batch = to_u32(sizes.partition_point(|batch| step(*batch) <= most));
+                    if batch == 0 {
+                        return Err(too_slow("a decode step of one sequence", step(1), most));
+                    }
+                    batch
+                }
+            };
+            Ok(whole(step(batch), f64::from(batch), devices, batch))
         }
         Job::Attention => {
             let kv = demand.kv_bytes(demand.context_tokens);
@@ -175,6 +199,10 @@ fn cost_model(demand: &Demand, profile: &DeviceProfile) -> CostModel {
         all_reduce: None,
         engine: demand.engine,
     }))
+}
+
+fn too_slow(what: &str, takes: Seconds, most: Seconds) -> String {
+    format!("{what} takes {:.3} s, and the objective is {} s", takes.0, most.0)
 }
 
 fn too_large(demand: &Demand, profile: &DeviceProfile) -> String {

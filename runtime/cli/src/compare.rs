@@ -2,17 +2,19 @@
 
 mod devices;
 mod json;
+mod page;
 mod table;
 
-use crate::Usage;
 use crate::args::DevicePrice;
+use crate::numbers::seconds;
 use crate::prices;
+use crate::{Usage, writable};
 use anyhow::{Context, Result};
 use clap::Args;
 use devices::Compared;
 use mixfleet_hal::catalog::{self, Part};
 use mixfleet_hal::economics::{Pick, Selection};
-use mixfleet_hal::units::Ordered;
+use mixfleet_hal::units::{Ordered, Seconds};
 use mixfleet_hal::{DType, StoredAs};
 use mixfleet_runtime::model::ModelConfig;
 use mixfleet_scheduler::classes::{Classified, Demand, Job, PricedDevice, classify};
@@ -40,8 +42,7 @@ pub(crate) struct CompareArgs {
     /// Dtype of the KV: f32, bf16, f16 or fp8 [default: DTYPE, else bf16]
     #[arg(long, value_name = "DTYPE")]
     kv_dtype: Option<DType>,
-    /// Offers in place of all built-in prices; columns device_id, price_hourly, ...
-    /// (docs/comparing-parts.md)
+    /// Offers in place of all built-in prices (docs/comparing-parts.md)
     #[arg(long, value_name = "CSV")]
     prices: Option<PathBuf>,
     /// Rent of a part; repeatable
@@ -65,12 +66,21 @@ pub(crate) struct CompareArgs {
     /// Maximum sequences per decode step
     #[arg(long, value_name = "N", default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..=4096))]
     batch: u32,
-    /// Maximum number of parts that share one copy of the model
+    /// Objective: seconds in which a prompt must be computed
+    #[arg(long, value_name = "S", value_parser = seconds)]
+    ttft: Option<f64>,
+    /// Objective: seconds between tokens; batches are no larger than it allows
+    #[arg(long, value_name = "S", value_parser = seconds)]
+    tbt: Option<f64>,
+    /// Most parts that share one copy of the model
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=1024))]
     devices: u32,
     /// Serving engine: mixfleet, vllm, sglang or tensorrt-llm
     #[arg(long, value_name = "NAME", default_value = "mixfleet", value_parser = engine)]
     engine: &'static KnownEngine,
+    /// Write an HTML page
+    #[arg(long, value_name = "FILE.html")]
+    html: Option<PathBuf>,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -112,7 +122,7 @@ impl Basis {
         let all = |has: &dyn Fn(&Compared) -> bool| devices.iter().all(has);
         if all(&|device| device.measured.is_some()) {
             Basis::Measured
-        } else if all(&|device| device.part.is_some_and(|part| part.reached_profile().is_some())) {
+        } else if all(&Compared::is_published) {
             Basis::Published
         } else if all(&|device| device.part.is_some()) {
             Basis::Datasheet
@@ -156,10 +166,63 @@ pub(crate) struct Comparison {
     pub(crate) warnings: Vec<String>,
 }
 
+impl Comparison {
+    /// The likely error of a device's times in a few characters.
+    pub(crate) fn likely(&self, device: usize) -> String {
+        match self.likely_errors[device] {
+            Some(error) => format!("{:.0} %", error * 100.0),
+            None if self.devices[device].is_measured_for(self.basis) => "measured".into(),
+            None => "?".into(),
+        }
+    }
+
+    /// Whether nothing is known of how far a device's times are off, beyond what the basis says of all.
+    pub(crate) fn is_in_doubt(&self, device: usize) -> bool {
+        is_in_doubt(&self.devices[device], self.basis, self.likely_errors[device])
+    }
+
+    /// What is said of those devices, if there are any.
+    pub(crate) fn doubts(&self) -> Option<String> {
+        let names: Vec<&str> = (0..self.devices.len())
+            .filter(|device| self.is_in_doubt(*device))
+            .map(|device| self.devices[device].name.as_str())
+            .collect();
+        let (some, more) = names.split_at(names.len().min(DOUBTS_MAX));
+        let more = if more.is_empty() { String::new() } else { format!(" and {} more", more.len()) };
+        (!names.is_empty()).then(|| {
+            let some = some.join(", ");
+            format!("unknown how far the times of {some}{more} are off: they come last, whatever they cost")
+        })
+    }
+
+    /// The objectives, if there are any.
+    pub(crate) fn objectives(&self) -> Option<String> {
+        let Demand { ttft, tbt, .. } = self.demand;
+        let one = |what: &str, most: Option<Seconds>| most.map(|most| format!("{what} within {} s", most.0));
+        let all: Vec<String> = [one("prompts", ttft), one("steps", tbt)].into_iter().flatten().collect();
+        (!all.is_empty()).then(|| all.join(", "))
+    }
+}
+
+/// Parts in doubt that are named in a line.
+const DOUBTS_MAX: usize = 4;
+
+/// A part whose kernels nobody measured; where others are compared by more than datasheets, also one whose
+/// error nobody knows.
+fn is_in_doubt(device: &Compared, basis: Basis, likely: Option<f64>) -> bool {
+    let unknown = likely.is_none() && basis != Basis::Datasheet;
+    !device.is_measured_for(basis) && (unknown || !device.is_published())
+}
+
 pub(crate) fn run(args: &CompareArgs) -> Result<()> {
     let comparison = compare(args)?;
     for warning in &comparison.warnings {
         eprintln!("warning: {warning}");
+    }
+    if let Some(path) = &args.html {
+        writable(path)?;
+        let cannot_write = || format!("cannot write {}", path.display());
+        std::fs::write(path, page::page(&comparison)).with_context(cannot_write)?;
     }
     let mut out = std::io::stdout().lock();
     if args.json {
@@ -176,6 +239,8 @@ fn compare(args: &CompareArgs) -> Result<Comparison> {
         batch_max: args.batch,
         devices_max: args.devices,
         engine: args.engine.cost,
+        ttft: args.ttft.map(Seconds),
+        tbt: args.tbt.map(Seconds),
         ..model_demand(args)?
     };
     let list = args.prices.as_deref().map(prices::read).transpose()?.unwrap_or_default();
@@ -189,15 +254,16 @@ fn compare(args: &CompareArgs) -> Result<Comparison> {
     let likely = |device: &PricedDevice| args.engine.likely_error(&device.profile, &demand.shape);
     let likely_errors: Vec<Option<f64>> = candidates.iter().map(likely).collect();
     let classified = classify(&demand, &candidates);
-    // The cheapest decode first; parts that cannot decode, or have no price, last.
-    let costs = |device: &Classified| {
-        [Job::Decode, Job::Prefill].map(|job| {
+    // The cheapest decode first; then parts in doubt, and last those that cannot decode or have no price.
+    let place = |compared: &Compared, device: &Classified, likely: Option<f64>| {
+        let costs = [Job::Decode, Job::Prefill].map(|job| {
             let cost = device.standing(job).and_then(|standing| standing.cost);
             Ordered(cost.map_or(f64::INFINITY, |cost| cost.0))
-        })
+        });
+        (costs[0].0.is_infinite(), is_in_doubt(compared, basis, likely), costs)
     };
     let mut rows: Vec<_> = devices.into_iter().zip(classified.into_iter().zip(likely_errors)).collect();
-    rows.sort_by_key(|(_, (device, _))| costs(device));
+    rows.sort_by_key(|(compared, (device, likely))| place(compared, device, *likely));
     let (devices, rest): (Vec<Compared>, Vec<_>) = rows.into_iter().unzip();
     let (classified, likely_errors): (Vec<Classified>, Vec<_>) = rest.into_iter().unzip();
     let names: Vec<&str> = devices.iter().map(|device| device.name.as_str()).collect();

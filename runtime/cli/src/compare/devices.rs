@@ -43,6 +43,18 @@ impl Compared {
 }
 
 impl Compared {
+    /// Whether its own profile is what a comparison by `basis` rests on.
+    pub(super) fn is_measured_for(&self, basis: Basis) -> bool {
+        self.measured.is_some() && matches!(basis, Basis::Measured | Basis::Mixed)
+    }
+
+    /// Whether kernel times are known that were published for it, or are borrowed from its relatives.
+    pub(super) fn is_published(&self) -> bool {
+        self.part.is_some_and(|part| part.reached_profile().is_some())
+    }
+}
+
+impl Compared {
     /// A warning, if the profile given for a part names another one. Only the part's number is compared,
     /// since vendors and drivers spell the rest in many ways.
     pub(super) fn misnamed(&self) -> Option<String> {

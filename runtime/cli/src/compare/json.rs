@@ -2,14 +2,17 @@
 
 use super::devices::Compared;
 use super::{Basis, Comparison};
-use mixfleet_scheduler::classes::{Classified, Standing};
+use mixfleet_scheduler::classes::{Classified, Job, Standing};
 use serde_json::{Map, Value, json};
 
 pub(super) fn document(comparison: &Comparison) -> Value {
     let Comparison { model, demand, basis, devices, classified, likely_errors, without_offer, warnings } =
         comparison;
     let predicted = classified.iter().zip(likely_errors.iter().copied());
-    let devices: Vec<Value> = devices.iter().zip(predicted).map(|(d, p)| device(d, p, *basis)).collect();
+    let mut devices: Vec<Value> = devices.iter().zip(predicted).map(|(d, p)| device(d, p, *basis)).collect();
+    for (at, device) in devices.iter_mut().enumerate() {
+        device["in_doubt"] = json!(comparison.is_in_doubt(at));
+    }
     json!({
         "schema": "mixfleet.compare/1",
         "model": {
@@ -23,6 +26,8 @@ pub(super) fn document(comparison: &Comparison) -> Value {
             "prompt_tokens": demand.prompt_tokens,
             "context_tokens": demand.context_tokens,
             "batch_max": demand.batch_max,
+            "ttft_s": demand.ttft,
+            "tbt_s": demand.tbt,
             "devices_max": demand.devices_max,
             "memory_share": demand.memory_share,
         },
@@ -55,6 +60,7 @@ fn device(device: &Compared, (classified, likely_error): (&Classified, Option<f6
         "evidence": device.candidate(basis).profile.provenance.evidence,
         "likely_error": likely_error,
         "per_dollar": per_dollar,
+        "usd_per_million_output_tokens": classified.standing(Job::Decode).and_then(|decode| decode.cost).map(|usd| usd.0 * 1e6),
         "class": classified.class,
         "leans_to": classified.leans_to(),
         "jobs": classified.standings.iter().map(|standing| job(classified, standing)).collect::<Vec<_>>(),

@@ -14,8 +14,7 @@ const WORDS_MAX: usize = 8;
 const IDS_PER_LINE: usize = 6;
 
 pub(super) fn write(out: &mut impl Write, comparison: &Comparison) -> Result<()> {
-    let Comparison { model, demand, basis, devices, classified, likely_errors, without_offer, .. } =
-        comparison;
+    let Comparison { model, demand, basis, devices, classified, without_offer, .. } = comparison;
     let (weights, kv) = (demand.weights.0 / GB, demand.shape.kv_bytes_per_token());
     let (stored, kv_dtype) = (demand.shape.stored(), demand.shape.kv);
     writeln!(out, "{model} in {stored}: {weights:.1} GB of weights, {kv} B of KV per token in {kv_dtype}")?;
@@ -35,15 +34,22 @@ pub(super) fn write(out: &mut impl Write, comparison: &Comparison) -> Result<()>
         "prompts of {prompt} tokens; decoding at {context} tokens, up to {batch} at once; layers cut over up to {most} \
          devices, network not counted"
     )?;
-    costs(out, width, classified, likely_errors)?;
+    if let Some(objectives) = comparison.objectives() {
+        writeln!(out, "objectives: {objectives}")?;
+    }
+    costs(out, width, comparison)?;
     writeln!(out)?;
     let priced = classified.iter().filter(|device| device.price.is_some()).count();
     let mut untold = 0;
-    for device in classified {
+    for (at, device) in classified.iter().enumerate() {
         // An unpriced device is compared with the priced ones, and does not compete with them.
         let compared = priced + usize::from(device.price.is_none());
         if is_described(device, compared) {
-            words(out, device, compared)?;
+            let doubt = if comparison.is_in_doubt(at) { " (its likely error is not known)" } else { "" };
+            writeln!(out, "{}{doubt}", device.name)?;
+            for sentence in words(device, compared) {
+                writeln!(out, "  {sentence}")?;
+            }
         } else {
             untold += 1;
         }
@@ -57,7 +63,7 @@ pub(super) fn write(out: &mut impl Write, comparison: &Comparison) -> Result<()>
     Ok(())
 }
 
-const DTYPES: [DType; 4] = [DType::F32, DType::Bf16, DType::F16, DType::F8E4m3];
+pub(super) const DTYPES: [DType; 4] = [DType::F32, DType::Bf16, DType::F16, DType::F8E4m3];
 
 fn per_dollar(out: &mut impl Write, width: usize, devices: &[Compared]) -> Result<()> {
     writeln!(out, "\nwhat 1 $/h buys: TFLOP/s by dtype, GB/s, GB")?;
@@ -89,7 +95,7 @@ fn per_dollar(out: &mut impl Write, width: usize, devices: &[Compared]) -> Resul
     Ok(())
 }
 
-fn rate(line: &PerDollarRow, dtype: DType) -> String {
+pub(super) fn rate(line: &PerDollarRow, dtype: DType) -> String {
     let found = line.flop_per_second.iter().find(|(known, _)| *known == dtype);
     found.map_or_else(|| "-".into(), |(_, rate)| significant(rate / 1e12))
 }
@@ -113,52 +119,44 @@ fn dollars(price: UsdPerHour) -> String {
     if price.0 < 0.1 { format!("${:.4}/h", price.0) } else { format!("${:.2}/h", price.0) }
 }
 
-fn costs(
-    out: &mut impl Write,
-    width: usize,
-    classified: &[Classified],
-    likely_errors: &[Option<f64>],
-) -> Result<()> {
-    writeln!(
-        out,
-        "{:<width$} {:<10}{:>10}{:>10}{:>9}{:>7}{:>9}{:>11}{:>9}{:>8}",
-        "device",
-        "class",
-        "prefill",
-        "decode",
-        "devices",
-        "batch",
-        "step ms",
-        "attention",
-        "memory",
-        "likely"
-    )?;
-    writeln!(
-        out,
-        "{:<width$} {:<10}{:>10}{:>10}{:>9}{:>7}{:>9}{:>11}{:>9}{:>8}",
-        "", "", "$/Mtoken", "$/Mtoken", "", "", "", "$/Mtoken", "$/TB/h", "error"
-    )?;
-    for (device, likely) in classified.iter().zip(likely_errors) {
-        let class = device.class.map_or("-", DeviceClass::name);
-        let cost = |job, unit: f64| {
-            let cost = device.standing(job).and_then(|standing| standing.cost);
-            cost.map_or_else(|| "-".into(), |cost| significant(cost.0 * unit))
-        };
-        let effort = device.standing(Job::Decode).and_then(|standing| standing.effort.as_ref().ok());
-        let none = || ["-", "-", "-"].map(String::from);
-        let [devices, batch, step] = effort.map_or_else(none, |effort| {
-            [effort.devices.to_string(), effort.batch.to_string(), significant(effort.latency.0 * 1e3)]
-        });
-        writeln!(
-            out,
-            "{:<width$} {class:<10}{:>10}{:>10}{devices:>9}{batch:>7}{step:>9}{:>11}{:>9}{:>8}",
-            device.name,
-            cost(Job::Prefill, 1e6),
-            cost(Job::Decode, 1e6),
-            cost(Job::Attention, 1e6),
-            cost(Job::Memory, 1e3),
-            likely.map_or_else(|| "-".into(), |error| format!("{:.0} %", error * 100.0)),
-        )?;
+/// A device in the table of costs: class, prefill, decode, devices, batch, step, attention, memory.
+pub(super) fn cost_row(device: &Classified) -> [String; 8] {
+    let cost = |job, unit: f64| {
+        let cost = device.standing(job).and_then(|standing| standing.cost);
+        cost.map_or_else(|| "-".into(), |cost| significant(cost.0 * unit))
+    };
+    let effort = device.standing(Job::Decode).and_then(|standing| standing.effort.as_ref().ok());
+    let none = || ["-", "-", "-"].map(String::from);
+    let [devices, batch, step] = effort.map_or_else(none, |effort| {
+        [effort.devices.to_string(), effort.batch.to_string(), significant(effort.latency.0 * 1e3)]
+    });
+    let class = device.class.map_or("-", DeviceClass::name).to_owned();
+    let [prefill, decode, attention] = [Job::Prefill, Job::Decode, Job::Attention].map(|job| cost(job, 1e6));
+    [class, prefill, decode, devices, batch, step, attention, cost(Job::Memory, 1e3)]
+}
+
+/// Widths of these columns.
+const WIDTHS: [usize; 8] = [9, 9, 9, 8, 6, 8, 10, 8];
+
+fn costs(out: &mut impl Write, width: usize, comparison: &Comparison) -> Result<()> {
+    let mut row = |name: &str, price: &str, cells: &[String; 8], likely: &str, from: &str| {
+        write!(out, "{name:<width$} {price:>7}")?;
+        for (cell, width) in cells.iter().zip(WIDTHS) {
+            write!(out, "{cell:>width$}")?;
+        }
+        writeln!(out, "{}", format!("{likely:>9}  {from}").trim_end())
+    };
+    let head = ["class", "prefill", "decode", "devices", "batch", "step ms", "attention", "memory"];
+    row("device", "$/h", &head.map(String::from), "likely", "price from")?;
+    let units = ["", "$/Mt in", "$/Mt out", "", "", "", "$/Mt out", "$/TB/h"];
+    row("", "", &units.map(String::from), "error", "")?;
+    for (at, (device, compared)) in comparison.classified.iter().zip(&comparison.devices).enumerate() {
+        let rent = device.price.map_or_else(|| "-".into(), |price| format!("{:.2}", price.0));
+        let from = compared.price.as_ref().map_or("no offer known", |price| price.basis.as_str());
+        row(&device.name, &rent, &cost_row(device), &comparison.likely(at), from)?;
+    }
+    if let Some(doubts) = comparison.doubts() {
+        writeln!(out, "{doubts}")?;
     }
     Ok(())
 }
@@ -168,21 +166,17 @@ fn is_described(device: &Classified, all: usize) -> bool {
     all <= WORDS_MAX || !matches!(device.class, None | Some(DeviceClass::Neither))
 }
 
-/// Writes what the device is cheapest at, what it would be cheapest at, and what it cannot do.
-fn words(out: &mut impl Write, device: &Classified, all: usize) -> Result<()> {
-    let sentences: Vec<String> =
+/// What the device is cheapest at, what it would be cheapest at, and what it cannot do.
+pub(super) fn words(device: &Classified, all: usize) -> Vec<String> {
+    let mut sentences: Vec<String> =
         device.standings.iter().filter_map(|standing| sentence(device, standing, all)).collect();
-    writeln!(out, "{}", device.name)?;
-    for sentence in sentences {
-        writeln!(out, "  {sentence}")?;
-    }
     if let (Some(DeviceClass::Neither), Some(job)) = (device.class, device.leans_to()) {
-        writeln!(out, "  better at {} than at the other, but others do both for less", job.name())?;
+        sentences.push(format!("better at {} than at the other, but others do both for less", job.name()));
     }
-    Ok(())
+    sentences
 }
 
-pub(super) fn sentence(device: &Classified, standing: &Standing, all: usize) -> Option<String> {
+fn sentence(device: &Classified, standing: &Standing, all: usize) -> Option<String> {
     let job = standing.job.name();
     if let Err(why) = &standing.effort {
         let cannot = matches!(standing.job, Job::Prefill | Job::Decode);
