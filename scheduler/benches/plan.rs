@@ -1,5 +1,5 @@
 //! The time of a plan without its simulations: rates, bound and ranking of all parts with a built-in price,
-//! for one load of 24 classes, on all cores.
+//! for one load of 24 classes, on all cores; and the bound and the cheapest fleet of each of 672 hours.
 //!
 //! `cargo bench -p mixfleet-scheduler --features microlp --bench plan`
 
@@ -43,6 +43,21 @@ fn on_all_cores(ask: &MarketAsk) -> Market {
     Market::of(ask.clone(), rates.into_iter().map(|(_, rates)| rates).collect())
 }
 
+/// Bound and cheapest fleet of 672 hours whose load moves between a fifth and all of the market's.
+fn by_the_hour(market: &Market, rates: &[f64]) -> usize {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let planned = |hour: usize| {
+        let day = 0.6 + 0.4 * (hour as f64 * std::f64::consts::TAU / 24.0 + rates[hour % rates.len()]).sin();
+        let market = market.with_rates(&rates.iter().map(|rate| rate * day).collect::<Vec<_>>());
+        market.lower_bound(&Microlp).is_ok() && !market.rank(&Microlp, 1).is_empty()
+    };
+    std::thread::scope(|scope| {
+        let of = |first: usize| (first..672).step_by(cores).filter(|hour| planned(*hour)).count();
+        let threads: Vec<_> = (0..cores).map(|first| scope.spawn(move || of(first))).collect();
+        threads.into_iter().map(|thread| thread.join().expect("hours")).sum()
+    })
+}
+
 fn main() {
     let offers = parts().iter().filter_map(|part| {
         let price = Selection::default().price_or_reference(part.id, &[])?;
@@ -77,6 +92,11 @@ fn main() {
                 [rates_s, bound_s, rank_s]
             })
             .collect();
+        let rates: Vec<f64> = ask.classes.iter().map(|class| class.rate).collect();
+        let market = on_all_cores(&ask);
+        let start = Instant::now();
+        assert_eq!(by_the_hour(&market, &rates), 672);
+        println!("{model}, 672 hours: {:.1} s", start.elapsed().as_secs_f64());
         let median = |at: usize| {
             let mut of: Vec<f64> = times.iter().map(|times| times[at]).collect();
             of.sort_by(f64::total_cmp);

@@ -31,6 +31,7 @@ pub use profiled::ProfileCost;
 pub use shape::{ModelShape, OpCounts};
 pub use tables::{Grid, StepParts, StepTables};
 
+use mixfleet_hal::profile::Predictor;
 use mixfleet_hal::units::Seconds;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
@@ -155,7 +156,11 @@ impl CostModel {
     /// in advance and stored in tables. The other models are fast as they are.
     pub fn compiled(&self) -> CostModel {
         match self {
-            CostModel::Profile(cost) => CostModel::Tables(Arc::new(cost.tables())),
+            CostModel::Profile(cost) => {
+                let predictor = Arc::new(Predictor::new(&cost.profile));
+                let tables = Arc::new(ProfileCost::clone(cost)).tables(&predictor);
+                CostModel::Tables(Arc::new(tables.computed()))
+            }
             CostModel::Pipeline(cost) => {
                 let whole = cost.whole.compiled();
                 CostModel::Pipeline(Arc::new(PipelineCost { whole, ..PipelineCost::clone(cost) }))

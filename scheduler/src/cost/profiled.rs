@@ -10,6 +10,7 @@ use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::profile::{DeviceProfile, Predictor};
 use mixfleet_hal::units::Seconds;
 use serde::{Deserialize, Serialize};
+use std::sync::Arc;
 
 /// A model on a profiled device, or split over several.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -110,29 +111,37 @@ impl ProfileCost {
         time * self.engine.all_reduces
     }
 
-    /// The model's times as tables; see [`super::CostModel::compiled`].
-    pub(super) fn tables(&self) -> StepTables {
-        let predictor = Predictor::new(&self.profile);
+    /// The model's times as tables; see [`super::CostModel::compiled`]. Times of attention are computed when
+    /// they are asked for. `predictor` was made of the profile: to make one takes as long as the tables of
+    /// several models.
+    pub(crate) fn tables(self: &Arc<Self>, predictor: &Arc<Predictor>) -> StepTables {
         let each = |sig: &OpSig| self.of(sig, predictor.time(sig));
         let shape = self.own_shape();
         let chunk_tokens = self.chunk_tokens.max(1);
         let dense = |rows: u32| self.dense_s(&shape, rows, &each).0;
         let head = |rows: u32| self.head_s(&shape, rows, rows, &each).0;
-        let prefill = |tokens: u32, context: u32| {
-            self.attention_s(&shape, &[Prefill { context, tokens, last: false }], 0, 0, &each).0
+        let attention = {
+            let (cost, predictor, shape) = (self.clone(), predictor.clone(), shape.clone());
+            move |parts: &[Prefill], sequences: u32, context: u32| {
+                let keys = u64::from(sequences) * u64::from(context);
+                let each = |sig: &OpSig| cost.of(sig, predictor.time(sig));
+                cost.attention_s(&shape, parts, sequences, keys, &each).0
+            }
         };
-        let decode = |sequences: u32, context: u32| {
-            let keys = u64::from(sequences) * u64::from(context);
-            self.attention_s(&shape, &[], sequences, keys, &each).0
+        let decode = {
+            let attention = attention.clone();
+            move |sequences: u32, context: u32| attention(&[], sequences, context)
         };
+        let prefill =
+            move |tokens: u32, context: u32| attention(&[Prefill { context, tokens, last: false }], 0, 0);
         let contexts = knots::geometric(CONTEXT_MAX, 4);
         let with_none: Vec<u32> = std::iter::once(0).chain(contexts.iter().copied()).collect();
         StepTables::of(StepParts {
             overhead_s: self.profile.launch.0,
             dense: knots::adaptive(chunk_tokens.max(SEQUENCES_MAX), dense),
             head: knots::adaptive(SEQUENCES_MAX, head),
-            prefill: Grid::of_two(&knots::geometric(chunk_tokens, 8), &with_none, prefill),
-            decode: Grid::of_two(&knots::geometric(SEQUENCES_MAX, 4), &contexts, decode),
+            prefill: Grid::of_two(knots::geometric(chunk_tokens, 8), with_none, prefill),
+            decode: Grid::of_two(knots::geometric(SEQUENCES_MAX, 4), contexts, decode),
             mixed: None,
             chunk_tokens,
         })

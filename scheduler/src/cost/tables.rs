@@ -4,6 +4,7 @@ use super::Prefill;
 use mixfleet_hal::cast::{to_u32, to_usize};
 use mixfleet_hal::units::Seconds;
 use serde::{Deserialize, Serialize};
+use std::sync::{Arc, OnceLock};
 
 /// Maximum length of the prefix sums over a long prompt's chunks.
 const CHUNKS_MAX: u32 = 4096;
@@ -14,8 +15,59 @@ const CHUNKS_MAX: u32 = 4096;
 #[serde(try_from = "GridParts")]
 pub struct Grid {
     axes: Vec<Axis>,
-    /// Values at the knots, with the last axis fastest.
-    values: Vec<f64>,
+    values: Values,
+}
+
+/// Values at the knots, with the last axis fastest.
+#[derive(Clone, Debug, Serialize)]
+#[serde(into = "Vec<f64>")]
+enum Values {
+    Known(Vec<f64>),
+    Lazy(LazyValues),
+}
+
+/// Values that are computed when they are first asked for.
+#[derive(Clone)]
+struct LazyValues {
+    known: Vec<OnceLock<f64>>,
+    /// The value of an index.
+    of: Arc<dyn Fn(usize) -> f64 + Send + Sync>,
+}
+
+impl std::fmt::Debug for LazyValues {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let known = self.known.iter().filter(|value| value.get().is_some()).count();
+        write!(f, "{known} of {} values", self.known.len())
+    }
+}
+
+impl Values {
+    #[inline]
+    fn at(&self, index: usize) -> f64 {
+        match self {
+            Values::Known(values) => values[index],
+            Values::Lazy(lazy) => *lazy.known[index].get_or_init(|| (lazy.of)(index)),
+        }
+    }
+
+    fn len(&self) -> usize {
+        match self {
+            Values::Known(values) => values.len(),
+            Values::Lazy(lazy) => lazy.known.len(),
+        }
+    }
+}
+
+impl From<Values> for Vec<f64> {
+    fn from(values: Values) -> Self {
+        (0..values.len()).map(|index| values.at(index)).collect()
+    }
+}
+
+impl PartialEq for Values {
+    fn eq(&self, other: &Self) -> bool {
+        self.len() == other.len() && (0..self.len()).all(|index| self.at(index) == other.at(index))
+    }
 }
 
 /// A grid before validation.
@@ -57,15 +109,26 @@ impl Grid {
     /// Creates a grid from valid parts.
     pub(super) fn checked(axes: Vec<Vec<f64>>, values: Vec<f64>) -> Self {
         debug_assert_eq!(axes.iter().map(Vec::len).product::<usize>(), values.len());
-        Grid { axes: axes.into_iter().map(Axis::from).collect(), values }
+        Grid { axes: axes.into_iter().map(Axis::from).collect(), values: Values::Known(values) }
     }
 
-    /// Tabulates a function of two numbers.
-    pub(super) fn of_two(first: &[u32], second: &[u32], time: impl Fn(u32, u32) -> f64) -> Self {
-        let pairs = first.iter().flat_map(|&a| second.iter().map(move |&b| (a, b)));
-        let values = pairs.map(|(a, b)| time(a, b)).collect();
-        let axis = |knots: &[u32]| knots.iter().map(|&knot| f64::from(knot)).collect();
-        Grid::checked(vec![axis(first), axis(second)], values)
+    /// Tabulates a function of two numbers, which is called once for each value that is asked for.
+    pub(super) fn of_two(
+        first: Vec<u32>,
+        second: Vec<u32>,
+        time: impl Fn(u32, u32) -> f64 + Send + Sync + 'static,
+    ) -> Self {
+        let axis =
+            |knots: &[u32]| Axis::from(knots.iter().map(|&knot| f64::from(knot)).collect::<Vec<f64>>());
+        let axes = vec![axis(&first), axis(&second)];
+        let known = vec![OnceLock::new(); first.len() * second.len()];
+        let of = move |index: usize| time(first[index / second.len()], second[index % second.len()]);
+        Grid { axes, values: Values::Lazy(LazyValues { known, of: Arc::new(of) }) }
+    }
+
+    /// The same grid with all values computed, which are found faster.
+    fn computed(self) -> Self {
+        Grid { values: Values::Known(self.values.into()), ..self }
     }
 
     /// Number of knots.
@@ -75,7 +138,7 @@ impl Grid {
 
     /// Whether there is no knot; never true.
     pub fn is_empty(&self) -> bool {
-        self.values.is_empty()
+        self.len() == 0
     }
 
     /// The value at `point`, which has one coordinate per axis.
@@ -102,7 +165,9 @@ impl Grid {
                     weight *= 1.0 - share[d];
                 }
             }
-            total += weight * self.values[at];
+            if weight != 0.0 {
+                total += weight * self.values.at(at);
+            }
         }
         total
     }
@@ -236,6 +301,15 @@ impl StepTables {
         StepTables { parts, prompt }
     }
 
+    /// The same tables with all values computed.
+    pub(super) fn computed(self) -> Self {
+        let StepParts { prefill, decode, .. } = self.parts;
+        StepTables {
+            parts: StepParts { prefill: prefill.computed(), decode: decode.computed(), ..self.parts },
+            ..self
+        }
+    }
+
     /// Time of a mixed step; see [`super::CostModel::step_s`].
     pub(super) fn step_s(&self, parts: &[Prefill], batch: u32, kv_tokens: u64) -> Seconds {
         let rows = parts.iter().map(|part| part.tokens).sum::<u32>() + batch;
@@ -296,7 +370,32 @@ impl StepTables {
         if parts.len() == 1 {
             return with_decode;
         }
-        let others = parts.iter().map(|part| alone(part) - self.parts.prefill.values[0]).sum::<f64>();
-        with_decode + others - (alone(largest) - self.parts.prefill.values[0])
+        let least = self.parts.prefill.values.at(0);
+        let others = parts.iter().map(|part| alone(part) - least).sum::<f64>();
+        with_decode + others - (alone(largest) - least)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    #[test]
+    fn a_value_is_computed_once_and_only_if_it_is_asked_for() {
+        let calls = Arc::new(AtomicUsize::new(0));
+        let counted = calls.clone();
+        let time = move |a: u32, b: u32| {
+            counted.fetch_add(1, Ordering::Relaxed);
+            f64::from(a * a + b)
+        };
+        let grid = Grid::of_two(vec![1, 2, 4, 8], vec![10, 20, 40], time);
+        assert_eq!(grid.at([2.0, 20.0]), 24.0);
+        assert_eq!(calls.load(Ordering::Relaxed), 1, "a knot needs no other");
+        assert_eq!((grid.at([3.0, 30.0]), grid.at([3.0, 30.0])), (40.0, 40.0));
+        assert_eq!(calls.load(Ordering::Relaxed), 4);
+        let all = grid.clone().computed();
+        assert_eq!((calls.load(Ordering::Relaxed), grid.len()), (12, 12));
+        assert_eq!((all.at([3.0, 30.0]), &all), (40.0, &grid));
     }
 }

@@ -24,7 +24,7 @@ use crate::models::KnownModel;
 use crate::sizing::MEMORY_SHARE;
 use mixfleet_hal::cast::{to_u32, to_u64};
 use mixfleet_hal::catalog::Part;
-use mixfleet_hal::profile::DeviceProfile;
+use mixfleet_hal::profile::{DeviceProfile, Predictor};
 use mixfleet_hal::units::{Bytes, BytesPerSecond, Flop, GB, Seconds};
 use mixfleet_hal::{OpSig, StoredAs};
 use serde::Serialize;
@@ -80,6 +80,21 @@ pub struct AttentionLink {
     pub bandwidth: BytesPerSecond,
 }
 
+/// The times of a part's kernels, which instances of any number of devices have in common.
+#[derive(Clone, Debug)]
+pub struct PartKernels {
+    profile: DeviceProfile,
+    predictor: Arc<Predictor>,
+}
+
+impl PartKernels {
+    /// As published kernels or else the datasheet say.
+    pub fn of(part: &Part) -> Self {
+        let profile = part.reached_profile().unwrap_or_else(|| part.profile());
+        PartKernels { predictor: Arc::new(Predictor::new(&profile)), profile }
+    }
+}
+
 /// One or several devices with a copy of a model, or, for attention alone, with KV and no weights.
 #[derive(Clone, Debug, PartialEq)]
 pub struct InstanceKind {
@@ -111,18 +126,18 @@ pub struct Carried {
 }
 
 impl InstanceKind {
-    /// Tensor parallelism over `devices` of a part, as published kernels or else the datasheet say.
+    /// Tensor parallelism over `devices` of a part.
     ///
     /// # Errors
     /// Why the model cannot be divided so.
     pub fn of(
-        part: &Part,
+        (part, kernels): (&Part, &PartKernels),
         devices: u32,
         model: &KnownModel,
         stored: StoredAs,
         engine: &KnownEngine,
     ) -> Result<Self, String> {
-        let profile = part.reached_profile().unwrap_or_else(|| part.profile());
+        let profile = kernels.profile.clone();
         let shape = model.shape_as(stored).on(&profile);
         let all_reduce = match devices {
             1 => None,
@@ -142,7 +157,7 @@ impl InstanceKind {
         Ok(InstanceKind {
             profile,
             devices,
-            cost: CostModel::Profile(Box::new(cost)).compiled(),
+            cost: CostModel::Tables(Arc::new(Arc::new(cost).tables(&kernels.predictor))),
             shape,
             weights: model.weight_bytes(stored),
             sequences_max: engine.sequences,

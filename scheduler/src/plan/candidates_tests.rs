@@ -2,6 +2,7 @@ use super::branching::Microlp;
 use super::candidates::*;
 use super::linear::Search;
 use super::program::*;
+use crate::cost::{AllReduce, CostModel, ProfileCost};
 use crate::engines;
 use crate::models;
 use mixfleet_hal::catalog::part;
@@ -10,7 +11,31 @@ use mixfleet_hal::{DType, StoredAs};
 
 fn kind(id: &str, devices: u32, model: &str) -> Result<InstanceKind, String> {
     let (model, engine) = (models::find(model).unwrap(), engines::find("vllm").unwrap());
-    InstanceKind::of(part(id).unwrap(), devices, model, StoredAs::Plain(DType::Bf16), engine)
+    let kernels = PartKernels::of(part(id).unwrap());
+    InstanceKind::of((part(id).unwrap(), &kernels), devices, model, StoredAs::Plain(DType::Bf16), engine)
+}
+
+/// What a plan computes as it is asked for is what all tables would say.
+#[test]
+fn times_are_those_of_tables_with_all_values() {
+    for (devices, model) in [(1, "llama-3.1-8b"), (4, "qwen3-30b-a3b")] {
+        let own = part("L40S").unwrap();
+        let kind = kind("L40S", devices, model).unwrap();
+        let cost = ProfileCost {
+            profile: kind.profile.clone(),
+            shape: kind.shape.clone(),
+            chunk_tokens: kind.step_tokens_max,
+            all_reduce: if devices > 1 { AllReduce::of(own, devices) } else { None },
+            engine: engines::find("vllm").unwrap().cost,
+        };
+        let all = CostModel::Profile(Box::new(cost)).compiled();
+        for (tokens, batch) in [(1, 1), (700, 3), (9000, 64), (150_000, 900)] {
+            assert_eq!(kind.cost.prefill_s(tokens / 3, tokens), all.prefill_s(tokens / 3, tokens));
+            let keys = u64::from(tokens) * u64::from(batch);
+            assert_eq!(kind.cost.decode_step_s(batch, keys), all.decode_step_s(batch, keys));
+        }
+        assert_eq!(kind.cost, all);
+    }
 }
 
 const CHAT: RequestSize = RequestSize { input_tokens: 1024, output_tokens: 257, cached_share: 0.0 };

@@ -9,7 +9,7 @@
 //! leaves as many requests unserved as the objective allows. It is a bound on what the rates of
 //! [`candidates`](super::candidates) allow; waiting, which only a simulation sees, comes on top.
 
-use super::candidates::{InstanceKind, ServiceLevel};
+use super::candidates::{InstanceKind, PartKernels, ServiceLevel};
 use super::linear::{Column, LinearProgram, Relation, Search, Solution, Solver, Unsolved};
 use super::load::SizeClass;
 use super::margin::slower;
@@ -159,7 +159,7 @@ pub struct Market {
 type Candidate = (usize, usize);
 
 impl Market {
-    /// What the parts of `ask` carry of its load. This takes most of a plan's time: 20 ms or so for a part.
+    /// What the parts of `ask` carry of its load. This takes most of a plan's time.
     pub fn new(ask: MarketAsk) -> Self {
         let rates = (0..ask.parts.len()).map(|part| PartOnOffer::new(&ask, part)).collect();
         Market::of(ask, rates)
@@ -560,8 +560,9 @@ impl PartOnOffer {
     /// What instances of the part of this index carry of the load of `ask`.
     pub fn new(ask: &MarketAsk, part: usize) -> Self {
         let mut kinds: Vec<MarketKind> = Vec::new();
+        let kernels = PartKernels::of(ask.parts[part].part);
         for devices in DEVICES {
-            let Some(kind) = MarketKind::new(ask, part, devices) else { continue };
+            let Some(kind) = MarketKind::new(ask, part, &kernels, devices) else { continue };
             // where twice as many devices do nothing better, still more do not either
             let more_may = kinds.last().is_none_or(|fewer| kind.may_better(fewer));
             kinds.push(kind);
@@ -575,13 +576,14 @@ impl PartOnOffer {
 
 impl MarketKind {
     /// `None` if there are not so many devices, or they hold no request.
-    fn new(ask: &MarketAsk, part: usize, devices: u32) -> Option<Self> {
+    fn new(ask: &MarketAsk, part: usize, kernels: &PartKernels, devices: u32) -> Option<Self> {
         let offer = &ask.parts[part];
         let memory = offer.part.memory_bytes() * f64::from(devices);
         if offer.most.is_some_and(|most| most < devices) || memory < ask.model.weight_bytes(ask.stored) {
             return None;
         }
-        let instance = InstanceKind::of(offer.part, devices, ask.model, ask.stored, ask.engine).ok()?;
+        let instance =
+            InstanceKind::of((offer.part, kernels), devices, ask.model, ask.stored, ask.engine).ok()?;
         let error = ask.engine.likely_error(&instance.profile, &instance.shape);
         let instance = match slower(error, ask.confidence) {
             1.0 => instance,
