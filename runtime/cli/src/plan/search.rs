@@ -1,10 +1,10 @@
 //! Simulates the fleets that the program ranks first, and repairs their counts.
 
-use super::PlanArgs;
 use super::fleet_text::{FleetText, role};
 use super::load::PlanLoad;
 use super::offers::Offers;
 use super::stress::{FACTORS, FleetStress, most_robust};
+use super::{PlanArgs, on_all_cores};
 use crate::interrupt::cancel_on_interrupt;
 use anyhow::Result;
 use mixfleet_hal::StoredAs;
@@ -30,9 +30,15 @@ const EACH: usize = 3;
 const PROVEN_MAX: usize = 5;
 /// Fleets of one part that are simulated in any case, the cheapest first.
 const HOMOGENEOUS_MIN: usize = 2;
+/// Fleets that are simulated side by side, whatever the number of cores, so that one input gives one plan.
+const WAVE: usize = 4;
 /// A fleet is given up that costs so many times as much as the best, once there are some.
 const DEARER_MAX: f64 = 1.5;
 const SOME: usize = 3;
+
+/// Multiples of the load, and of the times of devices, that fleets are simulated with.
+const STRESSES: [(f64, f64); 4] =
+    [(FACTORS[0], 1.0), (FACTORS[1], 1.0), (1.0, FACTORS[0]), (1.0, FACTORS[1])];
 
 /// The policies that every fleet is simulated with; the first is the default of `simulate` and `serve`.
 const POLICIES: [Policy; 2] = [Policy::PerDollar, Policy::LeastLoaded];
@@ -101,6 +107,15 @@ pub(super) struct PlanFound {
 }
 
 impl PlanFound {
+    /// The rent beyond which a fleet is given up.
+    fn most_usd(&self, homogeneous: bool) -> f64 {
+        let of = self.fleets.iter().filter(|fleet| !homogeneous || fleet.is_homogeneous());
+        match self.fleets.len() {
+            ..SOME => f64::INFINITY,
+            _ => DEARER_MAX * of.map(|fleet| fleet.usd_per_hour).fold(f64::INFINITY, f64::min),
+        }
+    }
+
     /// The fleet that stands more load and slower devices best, of those near the cheapest.
     pub(super) fn most_robust(&self) -> Option<usize> {
         let fleets: Vec<_> = self.fleets.iter().map(|fleet| (fleet.usd_per_hour, fleet.stress)).collect();
@@ -167,109 +182,126 @@ impl<'a> PlanSearch<'a> {
             ranked: ranked.len(),
             complete: true,
         };
-        let mut of_one_part = 0;
-        for fleet in &ranked {
-            let one = is_of_one_part(fleet) && of_one_part < HOMOGENEOUS_MIN;
-            if one || outcome.fleets.len() < PROVEN_MAX {
-                self.prove(fleet, &mut outcome)?;
-                of_one_part += usize::from(is_of_one_part(fleet));
+        let (mut of_one_part, mut rest) = (0, ranked.iter().peekable());
+        while rest.peek().is_some() {
+            let mut wave = Vec::new();
+            while let Some(fleet) = rest.next_if(|_| wave.len() < WAVE) {
+                let one = is_of_one_part(fleet) && of_one_part < HOMOGENEOUS_MIN;
+                if one || outcome.fleets.len() < PROVEN_MAX {
+                    of_one_part += usize::from(is_of_one_part(fleet));
+                    wave.push(fleet);
+                }
             }
+            self.prove(&wave, &mut outcome)?;
         }
         outcome.fleets.sort_by_key(|fleet| Ordered(fleet.usd_per_hour));
-        for fleet in &mut outcome.fleets {
-            fleet.stress = self.stress(fleet)?;
-            let all = fleet.stress.load.iter().chain(&fleet.stress.times);
-            outcome.complete &= all.copied().all(|attained| attained.is_some());
+        let stresses = on_all_cores(STRESSES.len() * outcome.fleets.len(), |at| {
+            self.attained(&outcome.fleets[at / STRESSES.len()], STRESSES[at % STRESSES.len()])
+        });
+        let attained: Vec<Option<f64>> = stresses.into_iter().collect::<Result<_>>()?;
+        outcome.complete &= attained.iter().all(Option::is_some);
+        for (fleet, attained) in outcome.fleets.iter_mut().zip(attained.chunks_exact(STRESSES.len())) {
+            fleet.stress =
+                FleetStress { load: [attained[0], attained[1]], times: [attained[2], attained[3]] };
         }
         Ok(outcome)
     }
 
-    /// Simulates a fleet with more load, and with slower devices.
-    fn stress(&self, fleet: &ProvenFleet) -> Result<FleetStress> {
-        let file = self.parsed(&fleet.text)?;
+    /// Simulates a fleet with a multiple of the load, and of the times of its devices.
+    fn attained(&self, fleet: &ProvenFleet, (load, times): (f64, f64)) -> Result<Option<f64>> {
+        let file = self.parsed(&fleet.text)?.slowed(|_| times);
         let counts: Vec<u32> = file.pools.iter().map(|pool| pool.count).collect();
         let choices = Choices { policy: fleet.policy, ..Choices::default() };
-        let attained = |load: f64, times: f64| -> Result<Option<f64>> {
-            let trials = TrialLoad { choices, speedup: self.trials.speedup * load, ..self.trials };
-            let file = file.clone().slowed(|_| times);
-            let trial = trials.trial(&file, &counts, true, &|| self.goes_on())?;
-            let percent = trial.as_ref().map_or(0.0, |trial| 100.0 * trial.attained);
-            self.say(&format!(
-                "{}, load x {load}, times x {times}: {percent:.2} %",
-                self.words(&fleet.pools)
-            ));
-            Ok(trial.map(|trial| trial.attained))
-        };
-        let [some, more] = FACTORS;
-        Ok(FleetStress {
-            load: [attained(some, 1.0)?, attained(more, 1.0)?],
-            times: [attained(1.0, some)?, attained(1.0, more)?],
-        })
+        let trials = TrialLoad { choices, speedup: self.trials.speedup * load, ..self.trials };
+        let trial = trials.trial(&file, &counts, true, &|| self.goes_on())?;
+        let percent = trial.as_ref().map_or(0.0, |trial| 100.0 * trial.attained);
+        self.say(&format!("{}, load x {load}, times x {times}: {percent:.2} %", self.words(&fleet.pools)));
+        Ok(trial.map(|trial| trial.attained))
     }
 
-    /// Simulates a fleet and adds what comes of it.
-    fn prove(&self, planned: &FormedFleet, outcome: &mut PlanFound) -> Result<()> {
-        let spares = self.args.spares;
+    /// Simulates fleets, each under every policy, and adds what comes of them.
+    fn prove(&self, wave: &[&FormedFleet], outcome: &mut PlanFound) -> Result<()> {
+        let most_usd: Vec<f64> = wave.iter().map(|fleet| outcome.most_usd(is_of_one_part(fleet))).collect();
+        let repaired = on_all_cores(POLICIES.len() * wave.len(), |at| {
+            let fleet = at / POLICIES.len();
+            self.repair(wave[fleet], POLICIES[at % POLICIES.len()], most_usd[fleet])
+        });
+        let mut repaired = repaired.into_iter();
+        for fleet in wave {
+            let of_each: Vec<Option<Repaired>> =
+                repaired.by_ref().take(POLICIES.len()).collect::<Result<_>>()?;
+            for of_one in &of_each {
+                outcome.complete &=
+                    of_one.as_ref().is_some_and(|r| r.least || !r.trial.held && self.goes_on());
+            }
+            self.add(fleet, of_each, outcome)?;
+        }
+        Ok(())
+    }
+
+    /// The pools that a plan asks for, without its spares.
+    fn without_spares(&self, planned: &FormedFleet) -> Vec<PlannedPool> {
         let mut pools = planned.pools.clone();
-        pools.iter_mut().for_each(|pool| pool.count = pool.count.saturating_sub(spares).max(1));
-        let file = self.parsed(&self.file.of(&pools, Policy::default()))?;
-        let best = |homogeneous: bool| {
-            let of = outcome.fleets.iter().filter(|fleet| !homogeneous || fleet.is_homogeneous());
-            of.map(|fleet| fleet.usd_per_hour).fold(f64::INFINITY, f64::min)
-        };
-        let most_usd = match outcome.fleets.len() {
-            ..SOME => f64::INFINITY,
-            _ => DEARER_MAX * best(is_of_one_part(planned)),
-        };
-        let with = |counts: &[u32]| {
-            let mut pools = pools.clone();
-            pools.iter_mut().zip(counts).for_each(|(pool, count)| {
-                pool.count = if *count > 0 { count + spares } else { 0 };
-            });
-            pools
-        };
+        pools.iter_mut().for_each(|pool| pool.count = pool.count.saturating_sub(self.args.spares).max(1));
+        pools
+    }
+
+    /// Pools with other counts, and with spares of those in use.
+    fn with_spares(&self, pools: &[PlannedPool], counts: &[u32]) -> Vec<PlannedPool> {
+        let mut pools = pools.to_vec();
+        pools.iter_mut().zip(counts).for_each(|(pool, count)| {
+            pool.count = if *count > 0 { count + self.args.spares } else { 0 };
+        });
+        pools
+    }
+
+    /// The fewest instances of a fleet that hold the objective under `policy`, for at most `most_usd` per hour.
+    fn repair(&self, planned: &FormedFleet, policy: Policy, most_usd: f64) -> Result<Option<Repaired>> {
+        let pools = self.without_spares(planned);
+        let file = self.parsed(&self.file.of(&pools, policy))?;
         let fits = |counts: &[u32]| {
-            let pools = with(counts);
+            let pools = self.with_spares(&pools, counts);
             self.usd_per_hour(&pools) <= most_usd && self.is_in_stock(&pools)
         };
-        let mut cheapest: Option<(Repaired, TrialLoad)> = None;
-        for policy in POLICIES {
-            let told = |counts: &[u32], trial: &FleetTrial| {
-                let (bound, word) = if trial.held { ("", "held") } else { ("at most ", "missed") };
-                let (fleet, percent) = (self.words(&with(counts)), 100.0 * trial.attained);
-                self.say(&format!(
-                    "{fleet}, {}: {bound}{percent:.2} %, {word}",
-                    crate::simulate::word(&policy)
-                ));
-            };
-            let rent = |counts: &[u32]| self.usd_per_hour(&with(counts));
-            let limits = RepairLimits { fits: &fits, rent: &rent, go_on: &|| self.goes_on(), told: &told };
-            let trials = TrialLoad { choices: Choices { policy, ..Choices::default() }, ..self.trials };
-            let Some(repaired) = trials.repair(&file, &limits)? else {
-                outcome.complete = false;
-                break;
-            };
-            outcome.complete &= repaired.least || !repaired.trial.held && self.goes_on();
-            let rank = |of: &Repaired| {
-                (!of.trial.held, Ordered(self.usd_per_hour(&with(&of.counts))), Ordered(-of.trial.attained))
-            };
-            if cheapest.as_ref().is_none_or(|(known, ..)| rank(&repaired) < rank(known)) {
-                cheapest = Some((repaired, trials));
-            }
-        }
-        let Some((Repaired { counts, mut trial, less, least }, trials)) = cheapest else {
-            return Ok(());
+        let told = |counts: &[u32], trial: &FleetTrial| {
+            let (bound, word) = if trial.held { ("", "held") } else { ("at most ", "missed") };
+            let (fleet, percent) = (self.words(&self.with_spares(&pools, counts)), 100.0 * trial.attained);
+            self.say(&format!("{fleet}, {}: {bound}{percent:.2} %, {word}", crate::simulate::word(&policy)));
         };
+        let rent = |counts: &[u32]| self.usd_per_hour(&self.with_spares(&pools, counts));
+        let limits = RepairLimits { fits: &fits, rent: &rent, go_on: &|| self.goes_on(), told: &told };
+        Ok(self.under(policy).repair(&file, &limits)?)
+    }
+
+    fn under(&self, policy: Policy) -> TrialLoad<'a> {
+        TrialLoad { choices: Choices { policy, ..Choices::default() }, ..self.trials }
+    }
+
+    /// Adds the cheapest that the repairs of a fleet, one for each policy, ended with.
+    fn add(
+        &self,
+        planned: &FormedFleet,
+        of_each: Vec<Option<Repaired>>,
+        outcome: &mut PlanFound,
+    ) -> Result<()> {
+        let pools = self.without_spares(planned);
+        let rank = |of: &Repaired| {
+            let usd = self.usd_per_hour(&self.with_spares(&pools, &of.counts));
+            (!of.trial.held, Ordered(usd), Ordered(-of.trial.attained))
+        };
+        let ended = POLICIES.into_iter().zip(of_each).filter_map(|(policy, of)| Some((policy, of?)));
+        let cheapest = ended.min_by_key(|(_, of)| rank(of));
+        let Some((policy, Repaired { counts, mut trial, less, least })) = cheapest else { return Ok(()) };
+        let file = self.parsed(&self.file.of(&pools, policy))?;
         let used: Vec<usize> = (0..pools.len()).filter(|&pool| counts[pool] > 0).collect();
-        let pools = with(&counts);
-        if spares > 0 {
+        let pools = self.with_spares(&pools, &counts);
+        if self.args.spares > 0 {
             let all: Vec<u32> = pools.iter().map(|pool| pool.count).collect();
-            match trials.trial(&file, &all, true, &|| self.goes_on())? {
+            match self.under(policy).trial(&file, &all, true, &|| self.goes_on())? {
                 Some(with_spares) => trial = with_spares,
                 None => outcome.complete = false,
             }
         }
-        let policy = trials.choices.policy;
         let text = self.file.of(&pools, policy);
         let rents = |pool: &PlannedPool| self.market.rent(pool.part, pool.devices).0 * f64::from(pool.count);
         let usd_per_hour = self.usd_per_hour(&pools);
