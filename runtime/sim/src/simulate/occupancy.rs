@@ -6,6 +6,7 @@
 
 use super::World;
 use super::timeline::Occupation;
+use crate::trace::TIME_S_MAX;
 use mixfleet_hal::cast::to_u32;
 use serde::{Deserialize, Serialize};
 
@@ -115,6 +116,8 @@ fn of_room(work: &Occupation, tbt_s: f64) -> f64 {
 impl World<'_> {
     /// Takes the samples that are due before `then_s`.
     pub(super) fn watch_use(&mut self, then_s: f64) {
+        // A run that goes on beyond that is refused, but only after it was moved there.
+        let then_s = then_s.min(TIME_S_MAX);
         while let Some(due_s) = self.occupancy.due(then_s, self.flights.is_empty()) {
             self.sample_use(due_s);
             self.occupancy.count();
