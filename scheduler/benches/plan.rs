@@ -12,7 +12,8 @@ use mixfleet_hal::{DType, StoredAs};
 use mixfleet_scheduler::plan::branching::Microlp;
 use mixfleet_scheduler::plan::candidates::ServiceLevel;
 use mixfleet_scheduler::plan::load::{LoadTally, SizeClass};
-use mixfleet_scheduler::plan::market::{Market, MarketAsk, OfferedPart, PartOnOffer};
+use mixfleet_scheduler::plan::market::{Market, MarketAsk, OfferedPart};
+use mixfleet_scheduler::plan::offered::PartOnOffer;
 use mixfleet_scheduler::{engines, models};
 use std::time::Instant;
 

@@ -9,10 +9,10 @@
 //! leaves as many requests unserved as the objective allows. It is a bound on what the rates of
 //! [`candidates`](super::candidates) allow; waiting, which only a simulation sees, comes on top.
 
-use super::candidates::{InstanceKind, PartKernels, ServiceLevel};
+use super::candidates::ServiceLevel;
 use super::linear::{Column, LinearProgram, Relation, Search, Solution, Solver, Unsolved};
 use super::load::SizeClass;
-use super::margin::slower;
+use super::offered::{MarketKind, PartOnOffer};
 use super::program::{Ceiling, DemandClass, Duty, Placing, Program, Rentable, Unplanned};
 use crate::engines::KnownEngine;
 use crate::models::KnownModel;
@@ -23,14 +23,12 @@ use mixfleet_hal::units::{BytesPerSecond, Ordered, UsdPerHour};
 use serde::Serialize;
 use std::sync::Arc;
 
-/// Devices that share a copy of the model.
-const DEVICES: [u32; 4] = [1, 2, 4, 8];
 /// The duties of instances.
 pub(super) const DUTIES: [Duty; 3] = [Duty::Whole, Duty::Prefill, Duty::Decode];
 /// Share of its time that a planned instance works: one that always works has a queue without end.
 const BUSY_MAX: f64 = 0.9;
 /// More devices to an instance are worth a candidate where they are cheaper by this much.
-const CHEAPER: f64 = 0.99;
+pub(super) const CHEAPER: f64 = 0.99;
 /// How far programs are solved; more takes longer than the uncertainty of rates is worth.
 const SEARCH: Search = Search { nodes_max: 2000, gap: 0.002 };
 /// Maximum number of programs of one sort of form.
@@ -101,6 +99,17 @@ pub enum FleetForm {
 }
 
 impl FleetForm {
+    /// Its parts, each with the index of its duty in [`DUTIES`].
+    fn duties(self) -> [Option<(usize, usize)>; 2] {
+        let [whole, prefill, decode] = [0, 1, 2];
+        match self {
+            FleetForm::Alone(part) => [Some((part, whole)), None],
+            FleetForm::Split { prefill: one, decode: other } => [Some((one, prefill)), Some((other, decode))],
+            FleetForm::BySize(one, other) => [Some((one, whole)), Some((other, whole))],
+            FleetForm::Free => [None; 2],
+        }
+    }
+
     /// Its parts; `None` if it may have all.
     pub(super) fn parts(self) -> Option<[usize; 2]> {
         match self {
@@ -134,18 +143,6 @@ pub struct FormedFleet {
     pub pools: Vec<PlannedPool>,
     /// Rent of all.
     pub usd_per_hour: UsdPerHour,
-}
-
-/// Instances of a part, and what they carry.
-#[derive(Debug)]
-pub(super) struct MarketKind {
-    pub(super) part: usize,
-    pub(super) instance: InstanceKind,
-    /// Instances that one request per second keeps busy, by duty and class; `None` where they cannot serve
-    /// it.
-    loads: [Vec<Option<f64>>; 3],
-    /// The same of what KV takes of the network between prefill and decode, by class.
-    links: Vec<f64>,
 }
 
 /// All that may be rented, and what it carries of a load.
@@ -344,15 +341,7 @@ impl Market {
     }
 
     fn candidates(&self, form: FleetForm) -> Vec<Candidate> {
-        let [whole, prefill, decode] = [0, 1, 2];
-        match form {
-            FleetForm::Alone(part) => self.of_part(part, whole),
-            FleetForm::Split { prefill: first, decode: second } => {
-                [self.of_part(first, prefill), self.of_part(second, decode)].concat()
-            }
-            FleetForm::BySize(one, other) => [self.of_part(one, whole), self.of_part(other, whole)].concat(),
-            FleetForm::Free => Vec::new(),
-        }
+        form.duties().into_iter().flatten().flat_map(|(part, duty)| self.of_part(part, duty)).collect()
     }
 
     /// What no fleet of these candidates costs less than; infinite if they do not serve enough requests.
@@ -447,8 +436,12 @@ impl Market {
 
     /// Forms that serve enough requests, with their bounds and candidates, by bound.
     fn by_bound(&self, forms: Vec<FleetForm>) -> Vec<(f64, FleetForm, Vec<Candidate>)> {
+        let of_parts: Vec<[Vec<Candidate>; 3]> =
+            (0..self.ask.parts.len()).map(|part| [0, 1, 2].map(|duty| self.of_part(part, duty))).collect();
         let with_bound = forms.into_iter().map(|form| {
-            let candidates = self.candidates(form);
+            let own = form.duties().into_iter().flatten();
+            let candidates: Vec<Candidate> =
+                own.flat_map(|(part, duty)| of_parts[part][duty].clone()).collect();
             (self.bound(&candidates), form, candidates)
         });
         let mut forms: Vec<_> = with_bound.filter(|(bound, ..)| bound.is_finite()).collect();
@@ -549,77 +542,6 @@ impl Market {
             });
         }
         program
-    }
-}
-
-/// What instances of one part carry.
-#[derive(Debug)]
-pub struct PartOnOffer(Vec<MarketKind>);
-
-impl PartOnOffer {
-    /// What instances of the part of this index carry of the load of `ask`.
-    pub fn new(ask: &MarketAsk, part: usize) -> Self {
-        let mut kinds: Vec<MarketKind> = Vec::new();
-        let kernels = PartKernels::of(ask.parts[part].part);
-        for devices in DEVICES {
-            let Some(kind) = MarketKind::new(ask, part, &kernels, devices) else { continue };
-            // where twice as many devices do nothing better, still more do not either
-            let more_may = kinds.last().is_none_or(|fewer| kind.may_better(fewer));
-            kinds.push(kind);
-            if !more_may {
-                break;
-            }
-        }
-        PartOnOffer(kinds)
-    }
-}
-
-impl MarketKind {
-    /// `None` if there are not so many devices, or they hold no request.
-    fn new(ask: &MarketAsk, part: usize, kernels: &PartKernels, devices: u32) -> Option<Self> {
-        let offer = &ask.parts[part];
-        let memory = offer.part.memory_bytes() * f64::from(devices);
-        if offer.most.is_some_and(|most| most < devices) || memory < ask.model.weight_bytes(ask.stored) {
-            return None;
-        }
-        let instance =
-            InstanceKind::of((offer.part, kernels), devices, ask.model, ask.stored, ask.engine).ok()?;
-        let error = ask.engine.likely_error(&instance.profile, &instance.shape);
-        let instance = match slower(error, ask.confidence) {
-            1.0 => instance,
-            times => instance.slowed(times),
-        };
-        let holds = |class: &SizeClass| {
-            let answer = class.size.output_tokens.max(ask.answer_tokens_max);
-            instance.holds(class.size.input_tokens.saturating_add(answer))
-        };
-        let carries = |duty: Duty, class: &SizeClass| {
-            let carried = instance.carries(duty, &class.size, &ask.level, None).ok()?;
-            (duty == Duty::Prefill || holds(class)).then_some(carried.instances)
-        };
-        // where answers make too little room for their prompts, an instance turns from the one to the other
-        let in_turns =
-            |class: &SizeClass| Some(carries(Duty::Prefill, class)? + carries(Duty::Decode, class)?);
-        let load = |duty: Duty, class: &SizeClass| match duty {
-            Duty::Whole => carries(duty, class).or_else(|| in_turns(class)),
-            duty => carries(duty, class),
-        };
-        let loads = DUTIES.map(|duty| ask.classes.iter().map(|class| load(duty, class)).collect::<Vec<_>>());
-        let kv =
-            |class: &SizeClass| instance.shape.sequence_bytes(class.size.input_tokens) as f64 / ask.nic.0;
-        let links = ask.classes.iter().map(kv).collect();
-        // those that are too slow remain, to say how slow they are
-        let held = ask.classes.iter().any(|class| instance.fastest(&class.size).is_ok());
-        held.then_some(MarketKind { part, instance, loads, links })
-    }
-
-    /// Whether it carries something for less than `fewer` devices of its part, or these do not carry all.
-    fn may_better(&self, fewer: &MarketKind) -> bool {
-        let [many, few] = [self, fewer].map(|kind| f64::from(kind.instance.devices));
-        self.loads.iter().flatten().zip(fewer.loads.iter().flatten()).any(|pair| match pair {
-            (Some(own), Some(other)) => own * many < CHEAPER * other * few,
-            _ => true,
-        })
     }
 }
 

@@ -1,0 +1,92 @@
+//! What instances of a part on offer carry of a load.
+
+use super::candidates::{InstanceKind, PartKernels};
+use super::load::SizeClass;
+use super::margin::slower;
+use super::market::{CHEAPER, DUTIES, MarketAsk};
+use super::program::Duty;
+
+/// Devices that share a copy of the model.
+const DEVICES: [u32; 4] = [1, 2, 4, 8];
+/// Instances of a part, and what they carry.
+#[derive(Debug)]
+pub(super) struct MarketKind {
+    pub(super) part: usize,
+    pub(super) instance: InstanceKind,
+    /// Instances that one request per second keeps busy, by duty and class; `None` where they cannot serve
+    /// it.
+    pub(super) loads: [Vec<Option<f64>>; 3],
+    /// The same of what KV takes of the network between prefill and decode, by class.
+    pub(super) links: Vec<f64>,
+}
+
+/// What instances of one part carry.
+#[derive(Debug)]
+pub struct PartOnOffer(pub(super) Vec<MarketKind>);
+
+impl PartOnOffer {
+    /// What instances of the part of this index carry of the load of `ask`.
+    pub fn new(ask: &MarketAsk, part: usize) -> Self {
+        let mut kinds: Vec<MarketKind> = Vec::new();
+        let kernels = PartKernels::of(ask.parts[part].part);
+        for devices in DEVICES {
+            let Some(kind) = MarketKind::new(ask, part, &kernels, devices) else { continue };
+            // where twice as many devices do nothing better, still more do not either
+            let more_may = kinds.last().is_none_or(|fewer| kind.may_better(fewer));
+            kinds.push(kind);
+            if !more_may {
+                break;
+            }
+        }
+        PartOnOffer(kinds)
+    }
+}
+
+impl MarketKind {
+    /// `None` if there are not so many devices, or they hold no request.
+    fn new(ask: &MarketAsk, part: usize, kernels: &PartKernels, devices: u32) -> Option<Self> {
+        let offer = &ask.parts[part];
+        let memory = offer.part.memory_bytes() * f64::from(devices);
+        if offer.most.is_some_and(|most| most < devices) || memory < ask.model.weight_bytes(ask.stored) {
+            return None;
+        }
+        let instance =
+            InstanceKind::of((offer.part, kernels), devices, ask.model, ask.stored, ask.engine).ok()?;
+        let error = ask.engine.likely_error(&instance.profile, &instance.shape);
+        let instance = match slower(error, ask.confidence) {
+            1.0 => instance,
+            times => instance.slowed(times),
+        };
+        let holds = |class: &SizeClass| {
+            let answer = class.size.output_tokens.max(ask.answer_tokens_max);
+            instance.holds(class.size.input_tokens.saturating_add(answer))
+        };
+        let carries = |duty: Duty, class: &SizeClass| {
+            let carried = instance.carries(duty, &class.size, &ask.level, None).ok()?;
+            (duty == Duty::Prefill || holds(class)).then_some(carried.instances)
+        };
+        // where answers make too little room for their prompts, an instance turns from the one to the other
+        let in_turns =
+            |class: &SizeClass| Some(carries(Duty::Prefill, class)? + carries(Duty::Decode, class)?);
+        let load = |duty: Duty, class: &SizeClass| match duty {
+            Duty::Whole => carries(duty, class).or_else(|| in_turns(class)),
+            duty => carries(duty, class),
+        };
+        let loads = DUTIES.map(|duty| ask.classes.iter().map(|class| load(duty, class)).collect::<Vec<_>>());
+        let kv =
+            |class: &SizeClass| instance.shape.sequence_bytes(class.size.input_tokens) as f64 / ask.nic.0;
+        let links = ask.classes.iter().map(kv).collect();
+        // those that are too slow remain, to say how slow they are
+        let held = ask.classes.iter().any(|class| instance.fastest(&class.size).is_ok());
+        held.then_some(MarketKind { part, instance, loads, links })
+    }
+
+    /// Whether it carries something for less than `fewer` devices of its part, or these do not carry all.
+    fn may_better(&self, fewer: &MarketKind) -> bool {
+        let [many, few] = [self, fewer].map(|kind| f64::from(kind.instance.devices));
+        self.loads.iter().flatten().zip(fewer.loads.iter().flatten()).any(|pair| match pair {
+            (Some(own), Some(other)) => own * many < CHEAPER * other * few,
+            _ => true,
+        })
+    }
+}
