@@ -255,7 +255,8 @@ impl<'a> PlanSearch<'a> {
         pools
     }
 
-    /// The fewest instances of a fleet that hold the objective under `policy`, for at most `most_usd` per hour.
+    /// The fewest instances of a fleet that hold the objective under `policy`, for at most `most_usd` per
+    /// hour.
     fn repair(&self, planned: &FormedFleet, policy: Policy, most_usd: f64) -> Result<Option<Repaired>> {
         let pools = self.without_spares(planned);
         let file = self.parsed(&self.file.of(&pools, policy))?;
