@@ -27,6 +27,7 @@ pub mod op;
 pub mod profile;
 pub mod random;
 pub mod sample;
+mod scalar;
 pub mod transport;
 pub mod units;
 

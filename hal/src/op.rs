@@ -20,32 +20,8 @@
 
 use crate::DType;
 use crate::sample::{DRAWN_WORDS, PARAMETER_WORDS};
-use serde::de::{Deserializer, Error};
+pub use crate::scalar::Scalar;
 use serde::{Deserialize, Serialize};
-
-/// An `f32` that can be part of a key; two are equal if their bits are. Only a finite one can be read.
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-#[serde(transparent)]
-pub struct Scalar(#[serde(deserialize_with = "finite")] pub f32);
-
-fn finite<'de, D: Deserializer<'de>>(from: D) -> Result<f32, D::Error> {
-    let value = f32::deserialize(from)?;
-    let wrong = || D::Error::custom(format!("{value} is no finite number of 32 bits"));
-    value.is_finite().then_some(value).ok_or_else(wrong)
-}
-
-impl PartialEq for Scalar {
-    fn eq(&self, other: &Self) -> bool {
-        self.0.to_bits() == other.0.to_bits()
-    }
-}
-impl Eq for Scalar {}
-impl std::hash::Hash for Scalar {
-    fn hash<H: std::hash::Hasher>(&self, state: &mut H) {
-        self.0.to_bits().hash(state);
-    }
-}
 
 /// How a command uses an operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -597,7 +573,5 @@ mod tests {
         assert_eq!(serde_json::from_value::<OpSig>(serde_json::json!(GEMM)).unwrap(), GEMM);
         let rope = OpSig::Rope { tokens: 1, heads: 1, head_dim: 3, x: DType::F32 };
         assert!(rope.check().unwrap_err().contains("odd"));
-        let error = serde_json::from_value::<Scalar>(serde_json::json!(1e256)).unwrap_err().to_string();
-        assert!(error.contains("no finite number of 32 bits"), "{error}");
     }
 }

@@ -1,8 +1,8 @@
 //! What prompts do to the TBT of answers beside which they run.
 //!
 //! Where prompts are sized to the objectives of the answers beside them, no step is too long. Where they fill
-//! steps up whatever decodes, each makes a few gaps of all answers long, and only so many of them fit into the
-//! share of gaps by which TBT is measured.
+//! steps up whatever decodes, each makes a few gaps of all answers long, and only so many fit into the share
+//! of gaps by which TBT is measured.
 
 use super::load::Load;
 use mixfleet_hal::units::Seconds;
