@@ -14,7 +14,7 @@ mod runs;
 use fit::{Costs, Terms};
 use mixfleet_scheduler::engines;
 use report::Report;
-use runs::{Group, Run};
+use runs::{Group, Run, Runs};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::ExitCode;
@@ -41,8 +41,12 @@ fn main() -> ExitCode {
 }
 
 fn truth(check: bool) -> Result<bool, String> {
-    let (runs, others) = runs::read(Path::new(RUNS))?;
-    println!("{} runs; {others} others are of models, parts or modes that are not predicted\n", runs.len());
+    let Runs { together: runs, split, others } = runs::read(Path::new(RUNS))?;
+    let (together, apart) = (runs.len(), split.len());
+    println!(
+        "{together} runs, and {apart} disaggregated ones; {others} others are of models, parts or modes that are not \
+         predicted\n"
+    );
     let mut costs = Costs::default();
     let terms: Vec<(&Run, Terms)> = runs.iter().map(|run| (run, Terms::of(run, &mut costs))).collect();
     let mut same = true;
@@ -70,6 +74,7 @@ fn truth(check: bool) -> Result<bool, String> {
         }
     }
     report.end();
+    report::split(&split)?;
     points::print()?;
     Ok(same || !check)
 }

@@ -1,6 +1,6 @@
 //! Predicts runs as a user would: with a fleet file that names the part, and the simulator.
 
-use crate::runs::{Run, mean};
+use crate::runs::{Run, SplitRun, Workers, mean};
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::cost::CostModel;
 use mixfleet_scheduler::fleet::Admission;
@@ -20,29 +20,52 @@ pub(crate) struct Predicted {
     pub(crate) likely_error: Option<f64>,
 }
 
-fn fleet(run: &Run) -> Result<FleetFile, String> {
-    let Run { model, part, engine, stored, kv, devices, .. } = run;
-    let text = format!(
-        "version = 1\n[model]\nname = '{}'\ndtype = '{stored}'\nkv_dtype = '{}'\n[engine]\nname = '{}'\n\
-         [[pool]]\nname = 'all'\ndevice = '{part}'\ndevices_per_instance = {devices}\n",
+/// The fleet of `pools`, the keys of each beside its part; `None` if the model does not fit into memory.
+fn fleet(run: &Run, pools: &[String]) -> Result<Option<FleetFile>, String> {
+    let Run { model, part, engine, stored, kv, .. } = run;
+    let mut text = format!(
+        "version = 1\n[model]\nname = '{}'\ndtype = '{stored}'\nkv_dtype = '{}'\n[engine]\nname = '{}'\n",
         model.name,
         kv.name(),
         engine.name
     );
+    for pool in pools {
+        text += &format!("[[pool]]\ndevice = '{part}'\n{pool}\n");
+    }
     let none = |_: &Path| Err("there is no profile".to_owned());
-    FleetFile::parse(&text, Path::new(""), &none).map_err(|error| format!("{}: {error}", run.group()))
+    match FleetFile::parse(&text, Path::new(""), &none).map_err(|error| format!("{}: {error}", run.group())) {
+        Err(error) if error.contains("does not fit") => {
+            eprintln!("{error}");
+            Ok(None)
+        }
+        other => other.map(Some),
+    }
 }
 
 /// Simulates a run; `cost` replaces what the catalog gives. `None` for a model that does not fit into memory.
 pub(crate) fn predict(run: &Run, cost: CostModel) -> Result<Option<Predicted>, String> {
-    let mut fleet = match fleet(run) {
-        Err(error) if error.contains("does not fit") => {
-            eprintln!("{error}");
-            return Ok(None);
-        }
-        other => other?,
-    };
+    let pool = format!("name = 'all'\ndevices_per_instance = {}", run.devices);
+    let Some(mut fleet) = fleet(run, &[pool])? else { return Ok(None) };
     fleet.pools[0].cost = cost;
+    simulated(run, &fleet).map(Some)
+}
+
+/// Simulates a run whose prompts are computed apart, with a pool for each kind of worker.
+pub(crate) fn predict_split(split: &SplitRun) -> Result<Option<Predicted>, String> {
+    let pool = |role: &str, workers: Workers| {
+        let Workers { count, devices, divided } = workers;
+        format!(
+            "name = '{role}'\nrole = '{role}'\ncount = {count}\ndevices_per_instance = {devices}\n\
+             expert_parallel = {divided}"
+        )
+    };
+    let pools = [pool("prefill", split.prefill), pool("decode", split.decode)];
+    let Some(fleet) = fleet(&split.run, &pools)? else { return Ok(None) };
+    simulated(&split.run, &fleet).map(Some)
+}
+
+/// Simulates a run's clients. The last pool decodes.
+fn simulated(run: &Run, fleet: &FleetFile) -> Result<Predicted, String> {
     let load = ClosedLoop {
         clients: run.clients,
         requests: u64::from(run.clients) * REQUESTS_PER_CLIENT,
@@ -52,17 +75,17 @@ pub(crate) fn predict(run: &Run, cost: CostModel) -> Result<Option<Predicted>, S
         ramp: Seconds::ZERO,
         seed: 1,
     };
-    let setup = Setup::new(&fleet, Choices { admission: Admission::None, ..Choices::default() });
+    let setup = Setup::new(fleet, Choices { admission: Admission::None, ..Choices::default() });
     let results = simulate(&setup, load.requests(), &mut ()).map_err(|error| error.to_string())?;
     let Results { completed, requests, .. } = results;
     if completed < requests {
         return Err(format!("{}: {completed} of {requests} requests were answered", run.group()));
     }
-    Ok(Some(Predicted {
+    Ok(Predicted {
         ttft_s: results.ttft_s.mean,
         tpot_s: results.tpot_s.mean,
-        likely_error: fleet.pools[0].likely_error,
-    }))
+        likely_error: fleet.pools.last().and_then(|pool| pool.likely_error),
+    })
 }
 
 /// Output tokens per second: clients x tokens / (TTFT + the time of the other tokens).

@@ -1,8 +1,8 @@
 //! How far predictions of groups of runs are off.
 
 use crate::fit::{self, Costs, Terms};
-use crate::predict::{Predicted, predict, tokens_per_s};
-use crate::runs::{Group, Run};
+use crate::predict::{Predicted, predict, predict_split, tokens_per_s};
+use crate::runs::{Group, Run, SplitRun};
 use mixfleet_scheduler::cost::{CostModel, EngineCost};
 use std::collections::BTreeMap;
 
@@ -134,4 +134,38 @@ impl Report {
             println!("| **all on {name}** | | | | | | {}", sum.text());
         }
     }
+}
+
+/// Predicts disaggregated runs, on which nothing is fitted.
+pub(crate) fn split(runs: &[SplitRun]) -> Result<(), String> {
+    let verbose = std::env::var_os("TRUTH_RUNS").is_some();
+    let mut groups: BTreeMap<Group, Errors> = BTreeMap::new();
+    for split in runs {
+        let SplitRun { run, prefill, decode } = split;
+        let Some(got) = predict_split(split)? else { continue };
+        let tpot = got.tpot_s / run.tpot_s - 1.0;
+        let measured = tokens_per_s(run, run.ttft_s, run.tpot_s);
+        let rate = tokens_per_s(run, got.ttft_s, got.tpot_s) / measured - 1.0;
+        groups.entry(run.group()).or_default().add(tpot, rate, got.likely_error.unwrap_or(0.0));
+        if verbose {
+            let [ttft, between, ttft_got, between_got] =
+                [run.ttft_s, run.tpot_s, got.ttft_s, got.tpot_s].map(|s| 1e3 * s);
+            eprintln!(
+                "{} {prefill:?} {decode:?} {:?} {:?} {} clients: {ttft:.0} {between:.2} ms; {ttft_got:.0} \
+                 {between_got:.2} ms, {tpot:+.3} {rate:+.3}",
+                run.group(),
+                run.prompt,
+                run.answer,
+                run.clients
+            );
+        }
+    }
+    println!("\n| disaggregated | runs | TPOT | bias | tokens/s | covered |\n|---|---|---|---|---|---|");
+    let mut all = Errors::default();
+    for (group, errors) in &groups {
+        println!("| {group} | {}", errors.text());
+        all.join(errors);
+    }
+    println!("| **all** | {}", all.text());
+    Ok(())
 }

@@ -9,6 +9,9 @@ use serde::Deserialize;
 use std::fmt;
 use std::path::Path;
 
+/// Devices of the largest instance whose links are known.
+const DEVICES_MAX: f64 = mixfleet_scheduler::cost::DEVICES_MAX as f64;
+
 /// A run: so many clients, each of which sends its next request when it has the answer to the last.
 #[derive(Clone, Debug)]
 pub(crate) struct Run {
@@ -29,6 +32,33 @@ pub(crate) struct Run {
     pub(crate) tpot_s: f64,
     /// Whether prompts are known to share nothing: the benchmark's scripts switch prefix caching off.
     pub(crate) without_reuse: bool,
+}
+
+/// A run whose prompts are computed by some workers and answered by others; `run.devices` are of one of the
+/// latter.
+#[derive(Clone, Debug)]
+pub(crate) struct SplitRun {
+    pub(crate) run: Run,
+    pub(crate) prefill: Workers,
+    pub(crate) decode: Workers,
+}
+
+/// Workers of one kind.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Workers {
+    pub(crate) count: u32,
+    pub(crate) devices: u32,
+    /// Whether each device has sequences of its own, and a share of the experts.
+    pub(crate) divided: bool,
+}
+
+/// What is read of the published runs.
+#[derive(Default)]
+pub(crate) struct Runs {
+    pub(crate) together: Vec<Run>,
+    pub(crate) split: Vec<SplitRun>,
+    /// Number of others: of unknown models and parts, on more devices, or without the number of workers.
+    pub(crate) others: usize,
 }
 
 /// What runs have in common that are left out of a fit together.
@@ -93,30 +123,72 @@ struct Row {
     tp_size: Option<f64>,
     attention_dp_size: Option<f64>,
     moe_ep_size: Option<f64>,
+    prefill_num_workers: Option<f64>,
+    prefill_tp_size: Option<f64>,
+    prefill_attention_dp_size: Option<f64>,
+    decode_batch_size: Option<f64>,
+    decode_num_workers: Option<f64>,
+    decode_tp_size: Option<f64>,
+    decode_attention_dp_size: Option<f64>,
     silicon_ttft_ms: f64,
     silicon_tpot_ms: f64,
 }
 
-/// The aggregated runs of models and parts that the catalog has, and how many others there are.
-pub(crate) fn read(path: &Path) -> Result<(Vec<Run>, usize), String> {
+impl Workers {
+    /// `None` if the file does not say how many there are, or they are larger than what can be predicted.
+    fn of(count: Option<f64>, tensor: Option<f64>, data: Option<f64>) -> Option<Workers> {
+        let (tensor, data) = (tensor?, data.unwrap_or(1.0));
+        let divided = data > 1.0;
+        // Either kind of parallelism alone, as in nearly all runs.
+        let devices = if divided { data } else { tensor };
+        let is_known = devices <= DEVICES_MAX && (tensor <= 1.0 || !divided);
+        is_known.then_some(Workers { count: count? as u32, devices: devices as u32, divided })
+    }
+}
+
+/// The runs of models and parts that the catalog has.
+pub(crate) fn read(path: &Path) -> Result<Runs, String> {
     let failed = |error: &dyn fmt::Display| format!("{}: {error}", path.display());
     let file = std::fs::File::open(path).map_err(|error| failed(&error))?;
     let text = zstd::Decoder::new(file).map_err(|error| failed(&error))?;
-    let (mut runs, mut others) = (Vec::new(), 0);
+    let mut runs = Runs::default();
     for row in csv::Reader::from_reader(text).deserialize() {
         let row: Row = row.map_err(|error| failed(&error))?;
-        match run(&row) {
-            Some(run) => runs.push(run),
-            None => others += 1,
+        match (row.mode.as_str(), together(&row), split(&row)) {
+            ("agg", Some(run), _) => runs.together.push(run),
+            ("disagg", _, Some(run)) => runs.split.push(run),
+            _ => runs.others += 1,
         }
     }
-    Ok((runs, others))
+    Ok(runs)
 }
 
-fn run(row: &Row) -> Option<Run> {
+fn together(row: &Row) -> Option<Run> {
+    let alone = |size: Option<f64>| size.is_none_or(|size| size <= 1.0);
+    let is_tensor_parallel = alone(row.attention_dp_size) && alone(row.moe_ep_size);
+    // Few runs, on parts and in formats that no law is of.
+    let is_apart = row.system == "gb200" || row.model_path == "nvidia/Qwen3-32B-NVFP4";
+    let is_predicted = is_tensor_parallel && !is_apart;
+    let devices = row.tp_size.filter(|devices| is_predicted && *devices <= DEVICES_MAX)?;
+    run(row, devices as u32, row.batch_size? as u32)
+}
+
+fn split(row: &Row) -> Option<SplitRun> {
+    let prefill = Workers::of(row.prefill_num_workers, row.prefill_tp_size, row.prefill_attention_dp_size)?;
+    let decode = Workers::of(row.decode_num_workers, row.decode_tp_size, row.decode_attention_dp_size)?;
+    let stated = row.silicon_data_source.split("silicon_concurrency=").nth(1);
+    let stated = stated.and_then(|text| text.split(';').next()?.parse().ok());
+    // Where the number of clients is not stated, decoders are full.
+    let full = || Some(row.decode_batch_size? as u32 * decode.count);
+    let clients = stated.or_else(full)?;
+    Some(SplitRun { run: run(row, decode.devices, clients)?, prefill, decode })
+}
+
+/// What runs of both kinds have.
+fn run(row: &Row, devices: u32, clients: u32) -> Option<Run> {
     let model = match row.model_path.as_str() {
         "meta-llama/Llama-3.1-70B" => "llama-3.1-70b",
-        "Qwen/Qwen3-32B" => "qwen3-32b",
+        "Qwen/Qwen3-32B" | "nvidia/Qwen3-32B-NVFP4" => "qwen3-32b",
         "Qwen/Qwen3-235B-A22B-FP8" => "qwen3-235b-a22b",
         "MiniMaxAI/MiniMax-M2.5" => "minimax-m2.5",
         "deepseek-ai/DeepSeek-R1" | "deepseek-ai/DeepSeek-V3" | "nvidia/DeepSeek-R1-NVFP4" => "deepseek-v3",
@@ -129,6 +201,7 @@ fn run(row: &Row) -> Option<Run> {
     let part = match row.system.as_str() {
         "h100_sxm" => "H100-SXM-80GB",
         "h200_sxm" => "H200-SXM-141GB",
+        "gb200" => "GB200",
         "b200_sxm" => "B200-SXM",
         "b300_sxm" => "B300-SXM",
         _ => return None,
@@ -144,11 +217,6 @@ fn run(row: &Row) -> Option<Run> {
     };
     // The scripts set 8-bit KV for vLLM and TensorRT-LLM.
     let kv = if row.backend == "sglang" || row.precision == "bf16" { DType::Bf16 } else { DType::F8E4m3 };
-    let alone = |size: Option<f64>| size.is_none_or(|size| size <= 1.0);
-    let is_tensor_parallel = alone(row.attention_dp_size) && alone(row.moe_ep_size);
-    if row.mode != "agg" || !is_tensor_parallel || row.tp_size.is_none_or(|devices| devices > 8.0) {
-        return None;
-    }
     // InferenceMAX draws lengths evenly from 0.8 of the stated ones (RANDOM_RANGE_RATIO), without prefix
     // caching.
     let source = &row.silicon_data_source;
@@ -160,8 +228,8 @@ fn run(row: &Row) -> Option<Run> {
         engine: engines::find(&row.backend).ok()?,
         stored,
         kv,
-        devices: row.tp_size? as u32,
-        clients: row.batch_size? as u32,
+        devices,
+        clients,
         prompt: lengths(row.isl),
         answer: lengths(row.osl),
         ttft_s: row.silicon_ttft_ms / 1e3,
