@@ -8,7 +8,9 @@ use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
 use mixfleet_hal::DType;
 use mixfleet_hal::random::{Stream, bits};
 use mixfleet_hal::units::{Seconds, UsdPerHour};
-use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, LinkCost, PrefillCoefficients};
+use mixfleet_scheduler::cost::{
+    Coefficients, CostModel, DecodeCoefficients, KvCopyCost, LinkCost, PrefillCoefficients,
+};
 use mixfleet_scheduler::fleet::{
     Action, Arrival, Event, Fleet, FleetConfig, Instance, InstanceId, Objective, PromptChain, Role,
 };
@@ -73,6 +75,7 @@ impl World {
                 kv_dtype: DType::F32,
                 prefill_tokens_beside_decode_max: Some(2048),
                 step_tokens_max: 2048,
+                kv_copies: KvCopyCost::default(),
             };
             fleet.step(Seconds::ZERO, Event::InstanceUp(spec), &mut actions);
         }

@@ -5,7 +5,9 @@
 use mixfleet_hal::DType;
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::units::Seconds;
-use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, LinkCost, PrefillCoefficients};
+use mixfleet_scheduler::cost::{
+    Coefficients, CostModel, DecodeCoefficients, KvCopyCost, LinkCost, PrefillCoefficients,
+};
 use mixfleet_scheduler::fleet::{
     Action, Arrival, Event, Fleet, FleetConfig, Instance, InstanceId, Link, Objective, PromptChain, Role,
 };
@@ -115,6 +117,7 @@ fn instance(id: u32, role: Role) -> Instance {
         kv_dtype: DType::F32,
         prefill_tokens_beside_decode_max: Some(128),
         step_tokens_max: 0,
+        kv_copies: KvCopyCost::default(),
     }
 }
 

@@ -21,7 +21,7 @@ use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::{Seconds, UsdPerHour};
 use mixfleet_hal::{DType, Device, Error, OpSig, Result, Scalar, Support};
 use mixfleet_scheduler::batch::{BatchLimits, Instance as BatchMachine};
-use mixfleet_scheduler::cost::{Coefficients, CostModel, EngineCost, Prefill, ProfileCost};
+use mixfleet_scheduler::cost::{Coefficients, CostModel, EngineCost, KvCopyCost, Prefill, ProfileCost};
 use mixfleet_scheduler::fleet::{Instance, InstanceId, Role};
 use mixfleet_scheduler::kv::CachePolicy;
 use std::cell::Cell;
@@ -174,6 +174,14 @@ impl Loaded {
 
     /// The instance as the fleet machine sees it.
     pub(super) fn describe(&self, id: InstanceId, cost: CostModel) -> Instance {
+        let kv_copies = match &cost {
+            CostModel::Profile(cost) if self.spec_device.limits().copies_beside => {
+                KvCopyCost::beside(&cost.profile)
+            }
+            CostModel::Profile(cost) => KvCopyCost::between(&cost.profile),
+            // Calibration measures steps alone.
+            _ => KvCopyCost::default(),
+        };
         Instance {
             id,
             device: self.spec_device.info().id.as_str().into(),
@@ -187,6 +195,7 @@ impl Loaded {
             kv_dtype: self.kv(),
             prefill_tokens_beside_decode_max: self.batch.prefill_tokens_beside_decode_max,
             step_tokens_max: self.batch.step_tokens_max,
+            kv_copies,
         }
     }
 

@@ -100,7 +100,7 @@ mod tests {
     use futures_util::future::BoxFuture;
     use mixfleet_hal::units::Seconds;
     use mixfleet_scheduler::cost::{
-        Coefficients, CostModel, DecodeCoefficients, LinkCost, PrefillCoefficients,
+        Coefficients, CostModel, DecodeCoefficients, KvCopyCost, LinkCost, PrefillCoefficients,
     };
     use mixfleet_scheduler::fleet::{Instance, InstanceId, Role};
     use std::sync::Arc;
@@ -152,6 +152,7 @@ mod tests {
             kv_dtype: DType::F32,
             prefill_tokens_beside_decode_max: Some(16),
             step_tokens_max: 16,
+            kv_copies: KvCopyCost::default(),
         };
         FromWorker::Up { instance: Box::new(instance), kv: DType::F32, silence_max: Seconds(60.0) }
     }

@@ -24,6 +24,31 @@ const KV: KvShape = KvShape { kv_heads: 8, head_dim: 128, page_tokens: 32, dtype
 /// Bytes of the staging slots of a peer.
 const SLOTS_BYTES: f64 = 32.0 * PIECE_BYTES as f64;
 
+/// Share of a device's time beyond which copies count as done at once.
+const SHARE_MAX: f64 = 0.9;
+
+/// KV that comes to a device or goes from it while it runs steps.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct KvCopy {
+    /// What it takes of the steps' time.
+    pub takes: Seconds,
+    /// The time in which it comes or goes; 0 if all of it is there.
+    pub over: Seconds,
+}
+
+impl KvCopy {
+    /// The share of the time in which it comes or goes that steps lose, at most 1.
+    pub fn share(&self) -> f64 {
+        if self.over > self.takes { self.takes / self.over } else { 1.0 }
+    }
+
+    /// What a step takes longer, as a multiple of its own time, while copies take `share` of the device's:
+    /// infinitely, if they are done at once.
+    pub fn slows(share: f64) -> f64 {
+        if share < SHARE_MAX { share / (1.0 - share) } else { f64::INFINITY }
+    }
+}
+
 /// The time that copies of KV take from a device's steps: for each piece, and for each byte of its.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

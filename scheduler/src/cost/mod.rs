@@ -17,7 +17,7 @@ mod stored;
 mod tables;
 
 pub use collective::{AllReduce, DEVICES_MAX, Fabric, Interconnect};
-pub use copies::{KvCopyCost, PIECE_BYTES, PieceCost};
+pub use copies::{KvCopy, KvCopyCost, PIECE_BYTES, PieceCost};
 pub use engine::EngineCost;
 pub use latent::LatentAttention;
 pub use learn::{Corrections, MeasuredSteps};

@@ -3,7 +3,7 @@
 use super::explain::Explanation;
 use super::others::OthersWork;
 use crate::batch::Urgency;
-use crate::cost::{CostModel, LinkCost, MeasuredSteps};
+use crate::cost::{CostModel, KvCopyCost, LinkCost, MeasuredSteps};
 use crate::ids::{InstanceId, RequestId};
 use crate::kv::{BlockHash, Tier};
 use mixfleet_hal::DType;
@@ -69,6 +69,9 @@ pub struct Instance {
     /// Maximum new tokens per step; pulled prefixes are sent between two steps. 0 if unknown.
     #[serde(default)]
     pub step_tokens_max: u32,
+    /// What KV that lands on it, or leaves it, takes of its steps.
+    #[serde(default)]
+    pub kv_copies: KvCopyCost,
 }
 
 impl Instance {

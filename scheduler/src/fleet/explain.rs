@@ -111,16 +111,18 @@ pub struct Terms {
     /// predicted in the order of scores until a candidate meets the objectives; for the other candidates the
     /// current batch's step is assumed.
     pub ends_s: f64,
-    /// Time of a decode step with it, in the batch predicted for the end of its prefill.
+    /// Mean time of its decode steps, in the batch predicted for the end of its prefill, with what other
+    /// requests' KV takes of them that lands meanwhile.
     pub tbt_s: f64,
     /// A bound that its TBT, as the objective measures it, will probably not exceed: the longest likely step
-    /// while it decodes, with requests that were accepted before it and land after it, and a share of the
-    /// transfer and of the wait for room of the fastest candidate's KV.
+    /// while it decodes, with requests that were accepted before it and land after it and what their KV takes
+    /// of the longest steps, and a share of the transfer and of the wait for room of the fastest candidate's
+    /// KV.
     pub tbt_peak_s: f64,
     /// Time of a step in the current batch.
     pub tbt_now_s: f64,
     /// Delay that it causes to other requests: those that decode where it prefills, and those that decode
-    /// where it decodes.
+    /// where it decodes, whose steps its KV takes time from as it lands.
     pub delay_s: f64,
     /// By how much its prompt would make an answer that decodes where it prefills miss its TBT objective, at
     /// most; 0 if none.

@@ -4,6 +4,7 @@ use super::lengths::{Histogram, Lengths};
 use super::load::{Batch, Load};
 use super::stalls::Stalls;
 use super::{Instance, RequestId};
+use crate::cost::KvCopy;
 use mixfleet_hal::cast::{to_u32, to_u64};
 use mixfleet_hal::random::unit;
 use mixfleet_hal::units::Seconds;
@@ -27,6 +28,8 @@ pub(super) struct Seat {
     pub(super) generated: u32,
     /// By prompts that ran beside it, or will.
     pub(super) stalls: Stalls,
+    /// Its KV, which lands until it is ready; nothing where its prompt is computed on this instance.
+    pub(super) lands: KvCopy,
 }
 
 impl Seat {
@@ -76,6 +79,7 @@ impl Seat {
             generated,
             remaining,
             lengths,
+            lands: if self.decodes() { KvCopy::default() } else { self.lands },
         }
     }
 }
@@ -113,6 +117,8 @@ struct Course<'a> {
     /// The lengths by which that is predicted, with the reciprocal weight of longer answers; none if it has a
     /// hint.
     lengths: Option<(&'a Histogram, f64)>,
+    /// Its KV that is still to land, until `from`.
+    lands: KvCopy,
 }
 
 impl Course<'_> {
@@ -124,6 +130,18 @@ impl Course<'_> {
             lengths.exceeded_by(unit(self.request, 0), so_far) - so_far
         });
         self.from + pace * tokens
+    }
+
+    /// What KV of its lands between `first` and `last`.
+    fn lands_between(&self, first: Seconds, last: Seconds) -> KvCopy {
+        let KvCopy { takes, over } = self.lands;
+        let within = self.from.min(last) - (self.from - over).max(first);
+        let part = if over.0 > 0.0 { within / over } else { 1.0 };
+        if takes.0 > 0.0 && within.0 >= 0.0 {
+            KvCopy { takes: takes * part, over: within }
+        } else {
+            KvCopy::default()
+        }
     }
 
     /// The probability that it still decodes after `tokens` more.
@@ -156,6 +174,24 @@ impl Likely {
     pub(super) fn batch(&self, deviations: f64) -> Batch {
         let kv_tokens = self.kv_tokens + deviations * self.variance.sqrt();
         Batch { sequences: to_u32(self.sequences + 0.5), kv_tokens: to_u64(kv_tokens + 0.5) }
+    }
+}
+
+/// What KV takes of steps that lands while a request decodes.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Landing {
+    all: Seconds,
+    /// The largest share of the device's time.
+    share: f64,
+}
+
+impl Landing {
+    /// The mean of `steps` steps that take `step` alone, the longest ones while it lands.
+    pub(super) fn beside(&self, step: Seconds, steps: f64) -> Seconds {
+        if self.all.0 <= 0.0 {
+            return step;
+        }
+        step + (self.all * (1.0 / steps)).min(step * KvCopy::slows(self.share))
     }
 }
 
@@ -195,6 +231,18 @@ impl Forecast<'_> {
         let later = (1..4).map(|part| self.likely(first.then + third * f64::from(part)));
         let all = std::iter::once(first).chain(later);
         all.map(|likely| likely.batch(DEVIATIONS)).max_by_key(|batch| batch.kv_tokens).unwrap_or_default()
+    }
+
+    /// What the KV takes that lands between `first` and `last`, of requests that were accepted before.
+    pub(super) fn landing(&self, first: Seconds, last: Seconds) -> Landing {
+        let mut landing = Landing::default();
+        for copy in self.courses.iter().map(|course| course.lands_between(first, last)) {
+            if copy.takes.0 > 0.0 {
+                landing.all += copy.takes;
+                landing.share = landing.share.max(copy.share());
+            }
+        }
+        landing
     }
 
     /// Time until enough requests will probably have ended that `tokens` of KV fit beside the rest. Each

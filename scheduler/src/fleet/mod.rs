@@ -310,6 +310,7 @@ impl Fleet {
         (prefill, decode, pull): (InstanceId, InstanceId, Option<Pull>),
         terms: &Terms,
     ) {
+        let (Some(p), Some(d)) = (self.position(prefill), self.position(decode)) else { return };
         let done = terms.cached_tokens + terms.pulled_tokens;
         // A pull that outlasts the queue also delays the prompts behind it.
         let remaining = Seconds(terms.pull_s + terms.prefill_s);
@@ -335,8 +336,8 @@ impl Fleet {
             tbt_slo: objectives.tbt_slo,
             generated: 0,
             stalls: Stalls::default(),
+            lands: self.lands((p, d), terms.transfer_tokens, Seconds(terms.prefill_s)),
         };
-        let (Some(p), Some(d)) = (self.position(prefill), self.position(decode)) else { return };
         self.pace += (Seconds(terms.tbt_s) - self.pace) * PACE_FOLLOWS;
         self.loads.change(p, |load| load.queue(arrival.request, &work, &self.works, now));
         self.loads.change(d, |load| load.commit(seat));

@@ -9,6 +9,7 @@ use super::forecast::Seat;
 use super::load::{Phase, Work};
 use super::stalls::Stalls;
 use super::{Fleet, InstanceId, RequestId};
+use crate::cost::KvCopy;
 use mixfleet_hal::units::Seconds;
 use serde::{Deserialize, Serialize};
 
@@ -120,6 +121,8 @@ impl Fleet {
                         tbt_slo: self.config.tbt_slo,
                         generated: 0,
                         stalls: Stalls::default(),
+                        // How much of it is sent there is not told.
+                        lands: KvCopy::default(),
                     };
                     self.loads.change(at, |load| load.seat_of_others(seat, generated));
                 }

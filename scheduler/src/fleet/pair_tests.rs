@@ -1,5 +1,6 @@
-use super::tests::{act, arrival, arrive, config, fleet, instance, placed};
+use super::tests::{act, arrival, arrive, close, config, fleet, instance, placed};
 use super::*;
+use crate::cost::{KvCopyCost, PieceCost};
 
 #[test]
 fn a_fleet_serves_while_one_instance_can_do_both_or_a_link_joins_two_that_can() {
@@ -43,4 +44,29 @@ fn an_instance_that_decodes_hands_over_only_to_one_that_decodes_for_less_and_has
     let action = arrive(&mut fleet(config(), large), 0.0, arrival(1, 100, 1));
     assert_eq!(placed(&action).1, 2);
     assert!(pairs(&action).contains(&(1, 2)));
+}
+
+#[test]
+fn kv_that_lands_while_an_answer_decodes_makes_its_steps_longer() {
+    let second = |seconds_per_byte| {
+        let scatter = PieceCost { seconds_per_byte, ..PieceCost::default() };
+        let kv_copies = KvCopyCost { scatter, ..KvCopyCost::default() };
+        let of = |id, role| Instance { kv_copies, ..instance(id, role, 1e-3, 1e-2) };
+        let instances = vec![of(1, Role::Prefill), of(2, Role::Prefill), of(3, Role::Decode)];
+        let mut f = fleet(config(), instances);
+        // Its KV lands at 3 from 0.1 to 1.1 s.
+        assert_eq!(placed(&arrive(&mut f, 0.0, arrival(1, 1000, 1))).0, 1);
+        let action = arrive(&mut f, 0.0, arrival(2, 100, 2));
+        assert_eq!((placed(&action).0, placed(&action).1), (2, 3));
+        placed(&action).2.chosen().unwrap().terms.unwrap()
+    };
+    let (without, with) = (second(0.0), second(2e-7));
+    close(without.tbt_s, 1.01e-2);
+    // From 0.11 s on, 50 steps of 10.1 ms lose a fifth of their time.
+    close(with.tbt_s, 1.01e-2 + 0.2 * 1.01e-2);
+    close(with.ends_s - without.ends_s, 50.0 * 0.2 * 1.01e-2);
+    // The longest five steps of these have all that they can lose.
+    close(with.tbt_peak_s - without.tbt_peak_s, 0.25 * 1.01e-2);
+    // What lands of its own takes 20 ms of the first one's steps.
+    close(with.delay_s - without.delay_s, 0.02);
 }

@@ -2,10 +2,11 @@
 
 use super::World;
 use super::agenda::Next;
-use super::engine::{Job, KvCopy, Message};
+use super::engine::{Job, Message};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::{Bytes, Seconds};
 use mixfleet_scheduler::batch::{After, Urgency};
+use mixfleet_scheduler::cost::KvCopy;
 use mixfleet_scheduler::fleet::Event;
 use mixfleet_scheduler::kv::BlockHash;
 use mixfleet_scheduler::table::IdMap;
@@ -124,7 +125,7 @@ impl World<'_> {
     /// there.
     pub(super) fn leaves(&mut self, from: u32, to: u32, tokens: u32, gathered: u32) {
         let bytes = |tokens: u32| Bytes(f64::from(tokens) * self.setup.fleet.kv_bytes_per_token as f64);
-        let takes = self.setup.instances[from as usize].kv_copies;
+        let takes = self.setup.instances[from as usize].spec.kv_copies;
         let takes = takes.leaves(bytes(gathered), self.setup.fleet.layers);
         let over = Seconds(bytes(tokens).0 * self.network.link(from, to).seconds_per_byte);
         self.copy(from, KvCopy { takes, over });
@@ -134,7 +135,7 @@ impl World<'_> {
     /// Lets KV of `tokens` tokens come from another instance, in no less than `least_s`.
     pub(super) fn comes(&mut self, from: u32, to: u32, tokens: u32, least_s: f64) {
         let bytes = Bytes(f64::from(tokens) * self.setup.fleet.kv_bytes_per_token as f64);
-        let takes = self.setup.instances[to as usize].kv_copies.lands(bytes, self.setup.fleet.layers);
+        let takes = self.setup.instances[to as usize].spec.kv_copies.lands(bytes, self.setup.fleet.layers);
         let over = Seconds((bytes.0 * self.network.link(from, to).seconds_per_byte).max(least_s));
         self.copy(to, KvCopy { takes, over });
     }

@@ -12,7 +12,6 @@ use super::results::Reused;
 use super::tiers::{ByTier, Tiers};
 use super::timeline::Occupation;
 use super::{InstanceSetup, Setup};
-pub(super) use copying::KvCopy;
 pub(super) use keys::public;
 
 use copying::Copying;
@@ -20,7 +19,7 @@ use keys::Keys;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::{Bytes, Seconds};
 use mixfleet_scheduler::batch::{Action, After, Event, Instance, Sampled, StepSequence, Urgency};
-use mixfleet_scheduler::cost::{CostModel, KvCopyCost, MeasuredSteps, Prefill};
+use mixfleet_scheduler::cost::{CostModel, KvCopy, KvCopyCost, MeasuredSteps, Prefill};
 use mixfleet_scheduler::kv::{BlockHash, Tier};
 use run::Run;
 use std::sync::Arc;
@@ -180,7 +179,7 @@ impl Engine {
             kv: InstanceKv {
                 token_bytes: setup.fleet.kv_bytes_per_token as f64,
                 layers: setup.fleet.layers,
-                cost: instance.kv_copies,
+                cost: instance.spec.kv_copies,
             },
             copying: Copying::default(),
             inbox: Vec::new(),

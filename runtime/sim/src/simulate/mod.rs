@@ -40,7 +40,7 @@ use mixfleet_hal::DType;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::{Ordered, Seconds};
 use mixfleet_scheduler::batch::{After, BatchLimits, Urgency};
-use mixfleet_scheduler::cost::{KvCopyCost, LinkCost};
+use mixfleet_scheduler::cost::LinkCost;
 use mixfleet_scheduler::fleet::{Action, Arrival, Event, FleetConfig, Instance, InstanceId, PromptChain};
 use mixfleet_scheduler::table::IdMap;
 use network::Network;
@@ -66,8 +66,6 @@ pub struct InstanceSetup {
     pub limits: BatchLimits,
     /// The tiers below its devices.
     pub tiers: Vec<TierSetup>,
-    /// What KV that comes or goes takes of its steps.
-    pub kv_copies: KvCopyCost,
 }
 
 /// The setup of a fleet.

@@ -73,8 +73,9 @@ impl Setup {
                 kv_dtype: KV,
                 prefill_tokens_beside_decode_max: limits.prefill_tokens_beside_decode_max,
                 step_tokens_max: limits.step_tokens_max,
+                kv_copies: pool.kv_copies,
             };
-            let instance = InstanceSetup { spec, limits, tiers: tiers(pool), kv_copies: pool.kv_copies };
+            let instance = InstanceSetup { spec, limits, tiers: tiers(pool) };
             instances.extend(std::iter::repeat_n(instance, pool.count as usize));
         }
         let mut pool_links = Vec::new();

@@ -1,24 +1,14 @@
 //! The same fleet and requests in the simulator.
 
 use super::{BLOCK_TOKENS, STEP_TOKENS_MAX, Scene, Seen, Step};
-use mixfleet_hal::profile::DeviceProfile;
-use mixfleet_hal::units::{Bytes, BytesPerSecond};
 use mixfleet_runtime::engine::EngineConfig;
 use mixfleet_scheduler::batch::BatchLimits;
-use mixfleet_scheduler::cost::KvCopyCost;
 use mixfleet_scheduler::fleet::{Event, FleetConfig, Instance};
 use mixfleet_scheduler::kv::CachePolicy;
 use mixfleet_sim::fleet_file::{Class, ClassMembers, Promise, Routing, Slo, TbtMetric};
 use mixfleet_sim::simulate::{InstanceSetup, Setup, run};
 use mixfleet_sim::trace::Request;
 use std::collections::BTreeSet;
-
-/// What copies of KV take of an instance's steps.
-fn kv_copies(scene: &Scene, at: u32) -> KvCopyCost {
-    let bandwidth = BytesPerSecond(scene.parts[at as usize].bandwidth);
-    let roof = DeviceProfile::roof(Vec::new(), bandwidth, Bytes(1e9));
-    if scene.copies_take { KvCopyCost::beside(&roof) } else { KvCopyCost::default() }
-}
 
 /// Simulates the fleet and the requests that were served.
 pub(super) fn simulated(scene: &Scene, fleet: FleetConfig, steps: &[Step]) -> Seen {
@@ -41,7 +31,6 @@ pub(super) fn simulated(scene: &Scene, fleet: FleetConfig, steps: &[Step]) -> Se
                     cache_policy: CachePolicy::Lru,
                 },
                 tiers: Vec::new(),
-                kv_copies: kv_copies(scene, up.id.0),
                 spec: Instance { pool: up.id.0, nic: None, step_tokens_max: STEP_TOKENS_MAX, ..up },
             }),
             Event::LinkUp(link) if known.insert((link.from, link.to)) => {

@@ -1,21 +1,10 @@
 //! KV that comes to an instance and leaves it beside its steps, and takes of their time.
 
 use mixfleet_hal::cast::to_u32;
-use mixfleet_hal::units::Seconds;
+use mixfleet_scheduler::cost::KvCopy;
 
 /// Time that copies must take to count: less is rounding.
 const LEAST_S: f64 = 1e-9;
-/// Share of a device's time beyond which copies count as done at once.
-const SHARE_MAX: f64 = 0.9;
-
-/// KV that comes or goes.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(in crate::simulate) struct KvCopy {
-    /// What it takes of the steps' time.
-    pub(in crate::simulate) takes: Seconds,
-    /// The time in which it comes or goes; 0 if all of it is there.
-    pub(in crate::simulate) over: Seconds,
-}
 
 /// What copies still take of an instance's steps. It is spread over the time in which the KV comes and goes:
 /// `share` of that time is lost to steps, which are `1 / (1 - share)` times as long.
@@ -31,15 +20,15 @@ pub(super) struct Copying {
 impl Copying {
     /// Adds a copy that begins at `now_s`. Shares do not add up, since a network card carries one copy after
     /// the other.
-    pub(super) fn add(&mut self, now_s: f64, KvCopy { takes, over }: KvCopy) {
-        if takes.0 < LEAST_S {
+    pub(super) fn add(&mut self, now_s: f64, copy: KvCopy) {
+        if copy.takes.0 < LEAST_S {
             return;
         }
         if self.left_s < LEAST_S {
             *self = Copying { since_s: self.since_s.max(now_s), ..Copying::default() };
         }
-        self.left_s += takes.0;
-        self.share = self.share.max(if over > takes { takes / over } else { 1.0 });
+        self.left_s += copy.takes.0;
+        self.share = self.share.max(copy.share());
     }
 
     /// Begins a step at `now_s` that alone takes `step_s`: how many times as long it is, and for how many
@@ -51,7 +40,7 @@ impl Copying {
             return (1.0, u32::MAX);
         }
         let all = self.left_s / step_s;
-        let each = if self.share < SHARE_MAX { self.share / (1.0 - self.share) } else { f64::INFINITY };
+        let each = KvCopy::slows(self.share);
         let slower = 1.0 + each.min(all);
         if slower == 1.0 {
             self.left_s = 0.0;
@@ -71,6 +60,7 @@ impl Copying {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use mixfleet_hal::units::Seconds;
 
     fn copying(takes: f64, over: f64) -> Copying {
         let mut copying = Copying::default();
