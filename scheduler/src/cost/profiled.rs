@@ -42,7 +42,7 @@ const CONTEXT_MAX: u32 = 131_072;
 impl ProfileCost {
     /// Time of a mixed step; see [`super::CostModel::step_s`].
     pub(super) fn step_s(&self, parts: &[Prefill], batch: u32, kv_tokens: u64) -> Seconds {
-        let each = |sig: &OpSig| self.of(sig, self.profile.time(sig));
+        let each = |sig: &OpSig| self.profile.time(sig) + self.launch();
         let shape = self.own_shape();
         let rows = parts.iter().map(|part| part.tokens).sum::<u32>() + batch;
         let drawn = to_u32(parts.iter().filter(|part| part.last).count()) + batch;
@@ -52,15 +52,9 @@ impl ProfileCost {
             + self.attention_s(&shape, parts, batch, kv_tokens, &each)
     }
 
-    /// The time of an operation in a step, from that of its kernel.
-    fn of(&self, sig: &OpSig, kernel: Seconds) -> Seconds {
-        let launch = if self.engine.fused { Seconds::ZERO } else { self.profile.launch_per_command };
-        self.engine.of(sig, kernel) + launch
-    }
-
-    /// What the engine adds for `rows` sequences that draw a token.
-    fn draws(&self, rows: u32) -> Seconds {
-        Seconds(self.engine.per_sequence_s * f64::from(rows))
+    /// What an operation takes in a step beyond its kernel.
+    fn launch(&self) -> Seconds {
+        if self.engine.fused { Seconds::ZERO } else { self.profile.launch_per_command }
     }
 
     /// Time of everything that is done row by row, and of what the devices then exchange.
@@ -79,7 +73,7 @@ impl ProfileCost {
         each: &impl Fn(&OpSig) -> Seconds,
     ) -> Seconds {
         let spread = shape.spread();
-        sum(&shape.head_ops(share(drawn, spread), share(rows, spread)), each) + self.draws(drawn)
+        sum(&shape.head_ops(share(drawn, spread), share(rows, spread)), each)
     }
 
     fn attention_s(
@@ -107,15 +101,14 @@ impl ProfileCost {
     }
 
     fn all_reduces(&self, rows: u32) -> Seconds {
-        let time = self.all_reduce.map_or(Seconds::ZERO, |all_reduce| all_reduce.of_step(&self.shape, rows));
-        time * self.engine.all_reduces
+        self.all_reduce.map_or(Seconds::ZERO, |all_reduce| all_reduce.of_step(&self.shape, rows))
     }
 
     /// The model's times as tables; see [`super::CostModel::compiled`]. Times of attention are computed when
     /// they are asked for. `predictor` was made of the profile: to make one takes as long as the tables of
     /// several models.
     pub(crate) fn tables(self: &Arc<Self>, predictor: &Arc<Predictor>) -> StepTables {
-        let each = |sig: &OpSig| self.of(sig, predictor.time(sig));
+        let each = |sig: &OpSig| predictor.time(sig) + self.launch();
         let shape = self.own_shape();
         let chunk_tokens = self.chunk_tokens.max(1);
         let dense = |rows: u32| self.dense_s(&shape, rows, &each).0;
@@ -124,7 +117,7 @@ impl ProfileCost {
             let (cost, predictor, shape) = (self.clone(), predictor.clone(), shape.clone());
             move |parts: &[Prefill], sequences: u32, context: u32| {
                 let keys = u64::from(sequences) * u64::from(context);
-                let each = |sig: &OpSig| cost.of(sig, predictor.time(sig));
+                let each = |sig: &OpSig| predictor.time(sig) + cost.launch();
                 cost.attention_s(&shape, parts, sequences, keys, &each).0
             }
         };

@@ -1,5 +1,6 @@
 //! Predicting which requests will decode on an instance, and when there will be room.
 
+use super::landing::KvLandings;
 use super::lengths::{Histogram, Lengths};
 use super::load::{Batch, Load};
 use super::stalls::Stalls;
@@ -177,24 +178,6 @@ impl Likely {
     }
 }
 
-/// What KV takes of steps that lands while a request decodes.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Landing {
-    all: Seconds,
-    /// The largest share of the device's time.
-    share: f64,
-}
-
-impl Landing {
-    /// The mean of `steps` steps that take `step` alone, the longest ones while it lands.
-    pub(super) fn beside(&self, step: Seconds, steps: f64) -> Seconds {
-        if self.all.0 <= 0.0 {
-            return step;
-        }
-        step + (self.all * (1.0 / steps)).min(step * KvCopy::slows(self.share))
-    }
-}
-
 /// The near future of an instance that decodes.
 #[derive(Clone, Debug)]
 pub(super) struct Forecast<'a> {
@@ -233,16 +216,10 @@ impl Forecast<'_> {
         all.map(|likely| likely.batch(DEVIATIONS)).max_by_key(|batch| batch.kv_tokens).unwrap_or_default()
     }
 
-    /// What the KV takes that lands between `first` and `last`, of requests that were accepted before.
-    pub(super) fn landing(&self, first: Seconds, last: Seconds) -> Landing {
-        let mut landing = Landing::default();
-        for copy in self.courses.iter().map(|course| course.lands_between(first, last)) {
-            if copy.takes.0 > 0.0 {
-                landing.all += copy.takes;
-                landing.share = landing.share.max(copy.share());
-            }
-        }
-        landing
+    /// What the KV takes that lands from `first` on, for `time`, of requests that were accepted before.
+    pub(super) fn landing(&self, first: Likely, time: Seconds) -> KvLandings {
+        let (first, last) = (first.then, first.then + time);
+        self.courses.iter().map(|course| course.lands_between(first, last)).collect()
     }
 
     /// Time until enough requests will probably have ended that `tokens` of KV fit beside the rest. Each

@@ -9,6 +9,7 @@ mod admit;
 mod event;
 mod explain;
 mod forecast;
+mod landing;
 mod learn;
 mod lengths;
 mod load;

@@ -1,7 +1,8 @@
 //! How far predictions of whole engines are off, on published runs: every group of runs (model, part, engine)
 //! is left out of the fit by which it is predicted.
-//! `cargo run --release -p mixfleet-sim --example truth [-- --check]`; with `--check`, exits with 1 if the
-//! engines in the scheduler are not those that all runs give.
+//! `cargo run --release -p mixfleet-sim --example truth [-- [--check] [WORDS]]`; with `--check`, exits with 1
+//! if the engines in the scheduler are not those that all runs give; with WORDS, predicts the groups alone whose
+//! names contain them.
 
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "it prints tables")]
 
@@ -22,15 +23,18 @@ use std::process::ExitCode;
 const RUNS: &str = "../shared/data/measured/e2e-silicon-dev.csv.zst";
 
 fn main() -> ExitCode {
-    let check = match std::env::args().nth(1).as_deref() {
-        None => false,
-        Some("--check") => true,
-        Some(other) => {
-            eprintln!("truth: unknown argument '{other}'; there is only --check");
-            return ExitCode::from(2);
+    let (mut check, mut words) = (false, String::new());
+    for argument in std::env::args().skip(1) {
+        match argument.as_str() {
+            "--check" => check = true,
+            other if other.starts_with('-') || !words.is_empty() => {
+                eprintln!("truth: unknown argument '{other}'; there are --check and a part of groups' names");
+                return ExitCode::from(2);
+            }
+            other => words = other.to_owned(),
         }
-    };
-    match truth(check) {
+    }
+    match truth(check, &words) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
@@ -40,7 +44,7 @@ fn main() -> ExitCode {
     }
 }
 
-fn truth(check: bool) -> Result<bool, String> {
+fn truth(check: bool, words: &str) -> Result<bool, String> {
     let Runs { together: runs, split, others } = runs::read(Path::new(RUNS))?;
     let (together, apart) = (runs.len(), split.len());
     println!(
@@ -57,7 +61,7 @@ fn truth(check: bool) -> Result<bool, String> {
             terms.iter().filter(|(run, _)| run.engine == engine).map(|(run, terms)| (*run, terms)).collect();
         let mut groups: BTreeMap<Group, Vec<&Run>> = BTreeMap::new();
         of.iter().for_each(|(run, _)| groups.entry(run.group()).or_default().push(run));
-        for (group, members) in groups {
+        for (group, members) in groups.into_iter().filter(|(group, _)| group.to_string().contains(words)) {
             let rest: Vec<_> =
                 of.iter().copied().filter(|(run, _)| run.is_usable() && run.group() != group).collect();
             report.group(&group, &members, fit::fit(&rest))?;
@@ -74,7 +78,7 @@ fn truth(check: bool) -> Result<bool, String> {
         }
     }
     report.end();
-    report::split(&split)?;
+    report::split(&split, words)?;
     points::print()?;
     Ok(same || !check)
 }

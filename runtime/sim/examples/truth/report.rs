@@ -136,12 +136,15 @@ impl Report {
     }
 }
 
-/// Predicts disaggregated runs, on which nothing is fitted.
-pub(crate) fn split(runs: &[SplitRun]) -> Result<(), String> {
+/// Predicts disaggregated runs, on which nothing is fitted, of groups whose names contain `words`.
+pub(crate) fn split(runs: &[SplitRun], words: &str) -> Result<(), String> {
     let verbose = std::env::var_os("TRUTH_RUNS").is_some();
     let mut groups: BTreeMap<Group, Errors> = BTreeMap::new();
     for split in runs {
         let SplitRun { run, prefill, decode } = split;
+        if !format!("disaggregated {}", run.group()).contains(words) {
+            continue;
+        }
         let Some(got) = predict_split(split)? else { continue };
         let tpot = got.tpot_s / run.tpot_s - 1.0;
         let measured = tokens_per_s(run, run.ttft_s, run.tpot_s);

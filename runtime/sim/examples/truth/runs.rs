@@ -87,9 +87,9 @@ impl Run {
         self.stored.format().is_none_or(|format| format == WeightFormat::Fp8)
     }
 
-    /// Whether a fit may use it.
+    /// Whether the fit uses it.
     pub(crate) fn is_usable(&self) -> bool {
-        self.without_reuse && self.fits() && (self.is_known() || self.model.experts.is_some())
+        self.without_reuse && self.fits() && self.model.experts.is_some()
     }
 
     /// Whether all clients' KV fits beside the weights at a time, so that none waits for memory.

@@ -33,7 +33,7 @@ use super::explain::{Candidate, Explanation, Outcome, ScoreUnit, Terms};
 use super::forecast::Forecast;
 use super::load::{Backlog, Batch, Load};
 use super::{Arrival, Fleet, InstanceId, Pull, RejectReason};
-use crate::cost::{Corrections, KvCopy, LinkCost};
+use crate::cost::{Corrections, LinkCost};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::{Bytes, Ordered, Seconds, Usd, UsdPerHour};
 use std::cell::OnceCell;
@@ -351,8 +351,7 @@ impl Fleet {
         let gaps_counted = (self.config.tbt_share * f64::from(output_tokens)).max(1.0);
         // If no request is rejected, a late second token is better than a late first one on a slower prefill.
         let transfer_s = if takes_all { 0.0 } else { terms.transfer_s };
-        let first = question.now + decodes_after;
-        let landing = forecast.landing(first, first + alone * f64::from(output_tokens));
+        let landing = forecast.landing(then, alone * f64::from(output_tokens));
         let tbt = landing.beside(alone, f64::from(output_tokens.max(1)));
         let largest = peak.map_or(alone, |peak| step(peak).max(alone));
         terms.tbt_s = tbt.0;
@@ -405,17 +404,6 @@ impl Fleet {
             side.pull_price = link.map_or(Usd::ZERO, |link| link.price(self.kv_bytes(tokens)));
         }
         side
-    }
-
-    /// KV of `tokens` tokens that lands where a request decodes, while a prefill of `prefill` elsewhere
-    /// computes it; nothing where both are one instance.
-    pub(super) fn lands(&self, (from, to): (usize, usize), tokens: u32, prefill: Seconds) -> KvCopy {
-        let (from, to) = (&self.loads[from], &self.loads[to]);
-        let bytes = self.kv_bytes(tokens);
-        self.link(from, to).map_or(KvCopy::default(), |link| KvCopy {
-            takes: to.spec.kv_copies.lands(bytes, self.config.layers),
-            over: link.time(bytes).max(prefill),
-        })
     }
 
     pub(super) fn kv_bytes(&self, tokens: u32) -> Bytes {
@@ -496,10 +484,9 @@ impl Fleet {
         let traffic = side.pull_price + link.map_or(Usd::ZERO, |l| l.price(bytes));
 
         // Its KV takes of the steps of all others there while it lands.
-        let lands = link.map_or(Seconds::ZERO, |_| d.spec.kv_copies.lands(bytes, self.config.layers));
-        let delay = (side.prefill + question.loading_on(side.at)) * f64::from(side.delayed)
-            + decoder.delay
-            + lands * f64::from(d.everyone().sequences);
+        let lands = self.lands((side.at, decoder.at), transfer_tokens, side.prefill).takes;
+        let delay = (side.prefill + question.loading_on(side.at)) * f64::from(side.delayed) + decoder.delay;
+        let delay = delay + lands * f64::from(d.everyone().sequences);
 
         let overrun = side.overrun.get_or_init(|| {
             let uncached = arrival.prompt_tokens - side.cached_tokens - side.pulled_tokens;
