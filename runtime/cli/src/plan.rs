@@ -2,7 +2,6 @@
 
 mod deploy;
 mod document;
-mod fleet_text;
 mod hours;
 mod load;
 mod offers;
@@ -214,7 +213,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
         load.be_of_hour(args, dearest);
         market = market.with_rates(&by_hour[dearest]);
     }
-    let outcome = PlanSearch::new(args, model, stored, &market, &load, &offers).run()?;
+    let outcome = PlanSearch::new(args, &market, &load, &offers).run()?;
     let parts = if outcome.fleets.is_empty() { 0 } else { offers.parts.len() };
     let planned = Planned {
         args,

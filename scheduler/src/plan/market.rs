@@ -189,6 +189,11 @@ impl Market {
         market
     }
 
+    /// What it was made for.
+    pub fn ask(&self) -> &MarketAsk {
+        &self.ask
+    }
+
     /// The offers.
     pub fn parts(&self) -> &[OfferedPart] {
         &self.ask.parts

@@ -1,12 +1,12 @@
 //! A planned fleet as files that start it: Compose and Kubernetes, or the launch lines of vLLM.
 
 use super::Planned;
-use super::fleet_text::role;
 use super::search::ProvenFleet;
 use crate::simulate::word;
 use mixfleet_hal::{StoredAs, WeightFormat};
 use mixfleet_scheduler::plan::market::PlannedPool;
 use mixfleet_scheduler::plan::program::Duty;
+use mixfleet_sim::fleet_file::role_of;
 use std::fmt::Write as _;
 use std::path::Path;
 
@@ -57,7 +57,7 @@ fn kubernetes(planned: &Planned<'_>, fleet: &ProvenFleet) -> Result<String, Stri
         }
         let (backend, resource) = backend(part.vendor)
             .ok_or_else(|| format!("mixfleet's own engine has no backend for {}", part.id))?;
-        let (id, role) = (part.id.to_ascii_lowercase(), role(pool.duty));
+        let (id, role) = (part.id.to_ascii_lowercase(), role_of(pool.duty));
         let device = format!("{backend}:0");
         let usd = planned.offers.parts[pool.part].usd_per_hour.0;
         let changes = [
@@ -134,7 +134,7 @@ fn compose(planned: &Planned<'_>, fleet: &ProvenFleet) -> String {
         let offer = &planned.offers.parts[pool.part];
         let (backend, _) = backend(offer.part.vendor).unwrap_or(("auto", ""));
         let mut words = common("worker");
-        words.extend(["--role".into(), role(pool.duty).into()]);
+        words.extend(["--role".into(), role_of(pool.duty).into()]);
         for _ in 0..pool.count {
             let number = next.entry(backend).or_default();
             let device = format!("{backend}:{number}");
@@ -144,7 +144,7 @@ fn compose(planned: &Planned<'_>, fleet: &ProvenFleet) -> String {
         }
         words.extend(["--listen-http".into(), format!("127.0.0.1:{}", 9000 + at)]);
         let more = if backend == "cuda" { "    gpus: all\n" } else { "    devices:\n      - /dev/dri\n" };
-        service(&format!("{}-{}", role(pool.duty), offer.part.id.to_ascii_lowercase()), more, &words);
+        service(&format!("{}-{}", role_of(pool.duty), offer.part.id.to_ascii_lowercase()), more, &words);
     }
     text.push_str("\nvolumes:\n  etcd:\n  shared:\n");
     text
@@ -180,7 +180,7 @@ fn vllm(planned: &Planned<'_>, fleet: &ProvenFleet) -> String {
         let _ = write!(
             text,
             "\n# {count} times, each on {devices} x {id}: {}\nvllm serve \"$MODEL\"{stored}{parallel}{kv}\n",
-            match role(*duty) {
+            match role_of(*duty) {
                 "auto" => "prompts and decoding",
                 role => role,
             }

@@ -1,12 +1,12 @@
 //! A plan as a JSON document, `mixfleet.plan/1`.
 
 use super::Planned;
-use super::fleet_text::role;
 use super::hours::{self, HourPlan};
 use super::search::ProvenFleet;
 use super::stress::FACTORS;
 use mixfleet_scheduler::plan::break_even::BreakEven;
 use mixfleet_scheduler::plan::market::{OfferedPart, PlannedPool};
+use mixfleet_sim::fleet_file::role_of;
 use mixfleet_sim::repair::FleetTrial;
 use serde_json::{Value, json};
 
@@ -101,7 +101,7 @@ fn pool(planned: &Planned<'_>, pool: &PlannedPool, less: &Option<FleetTrial>) ->
     let offer = &planned.offers.parts[pool.part];
     json!({
         "part": offer.part.id,
-        "role": role(pool.duty),
+        "role": role_of(pool.duty),
         "count": pool.count,
         "devices_per_instance": pool.devices,
         "usd_per_hour_of_device": offer.usd_per_hour,
@@ -114,7 +114,7 @@ fn hour(planned: &Planned<'_>, hour: &HourPlan) -> Value {
     let of = |pool: &PlannedPool| {
         json!({
             "part": planned.offers.parts[pool.part].part.id,
-            "role": role(pool.duty),
+            "role": role_of(pool.duty),
             "count": pool.count,
             "devices_per_instance": pool.devices,
         })
@@ -167,7 +167,7 @@ pub(super) fn usd_per_million(planned: &Planned<'_>, fleet: &ProvenFleet) -> [f6
 pub(super) fn bottleneck(planned: &Planned<'_>, fleet: &ProvenFleet) -> Option<String> {
     let runs = fleet.pools.iter().zip(&fleet.less).filter_map(|(pool, less)| Some((pool, less.as_ref()?)));
     let (pool, trial) = runs.min_by(|(_, a), (_, b)| a.attained.total_cmp(&b.attained))?;
-    let (id, duty) = (planned.offers.parts[pool.part].part.id, role(pool.duty));
+    let (id, duty) = (planned.offers.parts[pool.part].part.id, role_of(pool.duty));
     let duty = if duty == "auto" { String::new() } else { format!(" {duty}") };
     Some(format!("{id}{duty} ({})", missed(trial)))
 }

@@ -1,7 +1,6 @@
 //! A plan as one self-contained HTML page.
 
 use super::document::{bottleneck, usd_per_million};
-use super::fleet_text::role;
 use super::search::{ProvenFleet, pool_words};
 use super::{Planned, on_all_cores};
 use mixfleet_hal::cast::to_u32;
@@ -10,6 +9,7 @@ use mixfleet_hwtests::html::{Cell, Html};
 use mixfleet_hwtests::svg::{Axis, Chart, Limit, Mark, Scale, Series};
 use mixfleet_scheduler::plan::branching::Microlp;
 use mixfleet_scheduler::plan::market::{FormedFleet, Market, PlannedPool};
+use mixfleet_sim::fleet_file::role_of;
 
 /// Prices of each of two parts for which the winner is shown, and the range of them around the parts' own.
 const PRICES: usize = 9;
@@ -117,7 +117,7 @@ fn two_parts(planned: &Planned<'_>) -> Option<[usize; 2]> {
 
 /// What a fleet of one or two parts is, without its numbers of instances.
 fn kind(planned: &Planned<'_>, fleet: &FormedFleet) -> String {
-    let of = |pool: &PlannedPool| match (planned.offers.parts[pool.part].part.id, role(pool.duty)) {
+    let of = |pool: &PlannedPool| match (planned.offers.parts[pool.part].part.id, role_of(pool.duty)) {
         (id, "auto") => id.to_owned(),
         (id, role) => format!("{id} {role}"),
     };

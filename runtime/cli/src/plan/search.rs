@@ -1,21 +1,18 @@
 //! Simulates the fleets that the program ranks first, and repairs their counts.
 
-use super::fleet_text::{FleetText, role};
 use super::load::PlanLoad;
 use super::offers::Offers;
 use super::stress::{FACTORS, FleetStress, most_robust};
 use super::{PlanArgs, on_all_cores};
 use crate::interrupt::cancel_on_interrupt;
 use anyhow::Result;
-use mixfleet_hal::StoredAs;
 use mixfleet_hal::units::Ordered;
 use mixfleet_scheduler::fleet::Policy;
-use mixfleet_scheduler::models::KnownModel;
 use mixfleet_scheduler::plan::branching::Microlp;
 use mixfleet_scheduler::plan::margin::{ERROR_UNKNOWN, slower};
 use mixfleet_scheduler::plan::market::{FleetForm, FormedFleet, Market, PlannedPool};
 use mixfleet_scheduler::plan::shortfall::Shortfall;
-use mixfleet_sim::fleet_file::FleetFile;
+use mixfleet_sim::fleet_file::{FleetFile, PlannedText, role_of};
 use mixfleet_sim::repair::{FleetTrial, RepairLimits, Repaired, TrialLoad};
 use mixfleet_sim::simulate::Choices;
 use std::io::IsTerminal;
@@ -127,7 +124,7 @@ pub(super) struct PlanSearch<'a> {
     args: &'a PlanArgs,
     market: &'a Market,
     load: &'a PlanLoad,
-    file: FleetText<'a>,
+    text: PlannedText<'a>,
     trials: TrialLoad<'a>,
     cancelled: Arc<AtomicBool>,
     ends: Instant,
@@ -136,8 +133,6 @@ pub(super) struct PlanSearch<'a> {
 impl<'a> PlanSearch<'a> {
     pub(super) fn new(
         args: &'a PlanArgs,
-        model: &'static KnownModel,
-        stored: StoredAs,
         market: &'a Market,
         load: &'a PlanLoad,
         offers: &'a Offers,
@@ -153,7 +148,7 @@ impl<'a> PlanSearch<'a> {
             args,
             market,
             load,
-            file: FleetText { args, model, stored, market, offers },
+            text: PlannedText { market, prices: &offers.prices },
             trials,
             cancelled: Arc::new(AtomicBool::new(false)),
             ends: Instant::now() + Duration::from_secs_f64(args.budget_s),
@@ -259,7 +254,7 @@ impl<'a> PlanSearch<'a> {
     /// hour.
     fn repair(&self, planned: &FormedFleet, policy: Policy, most_usd: f64) -> Result<Option<Repaired>> {
         let pools = self.without_spares(planned);
-        let file = self.parsed(&self.file.of(&pools, policy))?;
+        let file = self.parsed(&self.text.of(&pools, policy))?;
         let fits = |counts: &[u32]| {
             let pools = self.with_spares(&pools, counts);
             self.usd_per_hour(&pools) <= most_usd && self.is_in_stock(&pools)
@@ -293,7 +288,7 @@ impl<'a> PlanSearch<'a> {
         let ended = POLICIES.into_iter().zip(of_each).filter_map(|(policy, of)| Some((policy, of?)));
         let cheapest = ended.min_by_key(|(_, of)| rank(of));
         let Some((policy, Repaired { counts, mut trial, less, least })) = cheapest else { return Ok(()) };
-        let file = self.parsed(&self.file.of(&pools, policy))?;
+        let file = self.parsed(&self.text.of(&pools, policy))?;
         let used: Vec<usize> = (0..pools.len()).filter(|&pool| counts[pool] > 0).collect();
         let pools = self.with_spares(&pools, &counts);
         if self.args.spares > 0 {
@@ -303,7 +298,7 @@ impl<'a> PlanSearch<'a> {
                 None => outcome.complete = false,
             }
         }
-        let text = self.file.of(&pools, policy);
+        let text = self.text.of(&pools, policy);
         let rents = |pool: &PlannedPool| self.market.rent(pool.part, pool.devices).0 * f64::from(pool.count);
         let usd_per_hour = self.usd_per_hour(&pools);
         let errors = used.iter().map(|&pool| Some(file.pools[pool].likely_error? * rents(&pools[pool])));
@@ -364,7 +359,7 @@ impl<'a> PlanSearch<'a> {
 /// A pool in words: `2 x 4 H100-SXM-80GB prefill`.
 pub(super) fn pool_words(id: &str, pool: &PlannedPool) -> String {
     let devices = if pool.devices == 1 { String::new() } else { format!("{} ", pool.devices) };
-    let role = match role(pool.duty) {
+    let role = match role_of(pool.duty) {
         "auto" => String::new(),
         role => format!(" {role}"),
     };

@@ -7,6 +7,7 @@ mod error;
 mod limits;
 mod model;
 mod pipeline;
+mod planned;
 mod prices;
 mod raw;
 mod rebalance;
@@ -16,6 +17,7 @@ mod slowdown;
 
 pub use class::{Class, ClassMembers, Promise};
 pub use error::FleetFileError;
+pub use planned::{PlannedText, role_of};
 pub use routing::Routing;
 pub use slowdown::PoolSlowdown;
 

@@ -1,27 +1,23 @@
 //! A planned fleet as FLEET.toml.
 
-use super::PlanArgs;
-use super::offers::Offers;
-use crate::simulate::word;
-use mixfleet_hal::StoredAs;
+use super::{InstancePool, VERSION};
+use mixfleet_hal::economics::Price;
 use mixfleet_scheduler::fleet::Policy;
-use mixfleet_scheduler::models::KnownModel;
 use mixfleet_scheduler::plan::market::{Market, PlannedPool};
 use mixfleet_scheduler::plan::program::Duty;
-use mixfleet_sim::fleet_file::{InstancePool, VERSION};
 use std::fmt::Write as _;
 
-/// What is common to all fleets of a plan.
-pub(super) struct FleetText<'a> {
-    pub(super) args: &'a PlanArgs,
-    pub(super) model: &'static KnownModel,
-    pub(super) stored: StoredAs,
-    pub(super) market: &'a Market,
-    pub(super) offers: &'a Offers,
+/// What the files of all fleets of a market are written from.
+#[derive(Clone, Copy, Debug)]
+pub struct PlannedText<'a> {
+    /// The market, with the model, the engine and the objectives.
+    pub market: &'a Market,
+    /// The price of each of its parts, whose origin stands beside a pool's rent.
+    pub prices: &'a [Price],
 }
 
 /// The role that a fleet file gives to instances of a duty.
-pub(super) fn role(duty: Duty) -> &'static str {
+pub fn role_of(duty: Duty) -> &'static str {
     match duty {
         Duty::Prefill => "prefill",
         Duty::Decode => "decode",
@@ -29,24 +25,25 @@ pub(super) fn role(duty: Duty) -> &'static str {
     }
 }
 
-impl FleetText<'_> {
+impl PlannedText<'_> {
     /// The file of a fleet whose requests `policy` places; pools without instances are left out.
-    pub(super) fn of(&self, pools: &[PlannedPool], policy: Policy) -> String {
-        let FleetText { args, model, stored, market, offers } = self;
+    pub fn of(&self, pools: &[PlannedPool], policy: Policy) -> String {
+        let PlannedText { market, prices } = self;
+        let ask = market.ask();
         let mut text = format!(
             "# planned by mixfleet plan\nversion = {VERSION}\n\n[model]\nname = \"{}\"\ndtype = \"{}\"\n\n[slo]\n\
              ttft_s = {:?}\ntbt_s = {:?}\n\n[engine]\nname = \"{}\"\n",
-            model.name,
-            stored.name(),
-            args.ttft,
-            args.tbt,
-            args.engine.name
+            ask.model.name,
+            ask.stored.name(),
+            ask.level.ttft.0,
+            ask.level.tbt.0,
+            ask.engine.name
         );
         if policy != Policy::default() {
-            let _ = write!(text, "\n[scheduling]\npolicy = \"{}\"\n", word(&policy));
+            let _ = write!(text, "\n[scheduling]\npolicy = {}\n", serde_json::json!(policy));
         }
         for pool in pools.iter().filter(|pool| pool.count > 0) {
-            let (id, role) = (market.parts()[pool.part].part.id, role(pool.duty));
+            let (id, role) = (market.parts()[pool.part].part.id, role_of(pool.duty));
             let name = format!("{role}-{}-x{}", id.to_ascii_lowercase(), pool.devices);
             let (rent, devices) = (market.rent(pool.part, pool.devices).0, pool.devices);
             let (count, nic) = (pool.count, InstancePool::NIC_GB_PER_S);
@@ -54,7 +51,7 @@ impl FleetText<'_> {
                 text,
                 "\n[[pool]]\nname = \"{name}\"\nrole = \"{role}\"\ncount = {count}\ndevice = \"{id}\"\n\
                  devices_per_instance = {devices}\nusd_per_hour = {rent:?}    # {}\nnic_gb_per_s = {nic:?}\n",
-                offers.prices[pool.part].basis.replace(char::is_control, " ")
+                prices[pool.part].basis.replace(char::is_control, " ")
             );
         }
         text
