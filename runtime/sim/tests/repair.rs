@@ -1,6 +1,7 @@
 //! Counts of instances, repaired by simulation.
 
-use crate::common::fleet_from;
+use crate::common::{at_random, fleet_from};
+use mixfleet_hal::random::Stream;
 use mixfleet_scheduler::fleet::{Admission, Policy};
 use mixfleet_sim::fleet_file::FleetFile;
 use mixfleet_sim::repair::{FleetTrial, RepairLimits, Repaired, TrialLoad};
@@ -83,4 +84,52 @@ fn a_repair_that_is_stopped_keeps_the_best_so_far() {
     assert!(one.trial.held && !one.least && one.counts == [20, 30]);
     let three = stopped_after(3).unwrap();
     assert!(three.trial.held && !three.least && three.counts[0] < 20, "{:?}", three.counts);
+}
+
+/// A fleet with a pool for each of `roles`, as fast, dear and many as `random` says.
+fn drawn(random: &mut Stream, roles: &[&str]) -> FleetFile {
+    let mut text = String::from(
+        "version = 1\n[model]\nlayers = 32\nkv_bytes_per_token = 131072\n[slo]\nttft_s = 1.0\ntbt_s = 0.05\n",
+    );
+    for (at, role) in roles.iter().enumerate() {
+        let mut between = |least: f64, most: f64| least + (most - least) * random.next_unit();
+        let (per_token, base, per_sequence) =
+            (between(3e-5, 3e-4), between(0.004, 0.02), between(5e-5, 4e-4));
+        let (count, rent, sequences) =
+            (between(1.0, 12.0) as u32, between(0.5, 4.0), between(8.0, 80.0) as u32);
+        text += &format!(
+            "[[pool]]\nname = \"p{at}\"\nrole = \"{role}\"\ncount = {count}\nusd_per_hour = {rent:.3}\n\
+             cache_tokens = 400_000\nmax_sequences = {sequences}\ncalibration = {{ \
+             prefill_s = {{ overhead = 0.0, per_token = {per_token:.7}, per_token_squared = 0.0 }}, decode_s = \
+             {{ base = {base:.6}, per_sequence = {per_sequence:.7}, per_kv_token = 0.0 }} }}\n"
+        );
+    }
+    fleet_from(&text)
+}
+
+#[test]
+fn whatever_the_pools_and_the_load_a_repaired_fleet_misses_with_one_less_of_any_pool() {
+    let all: [&[&str]; 4] =
+        [&["auto"], &["prefill", "decode"], &["auto", "auto"], &["prefill", "prefill", "decode", "auto"]];
+    let (mut random, mut less) = (Stream::new(19), 0);
+    for case in 0..16 {
+        let (file, rate) = (drawn(&mut random, all[case % all.len()]), 4.0 + 26.0 * random.next_unit());
+        let tokens = |random: &mut Stream| (100 + random.below(2500), 2 + random.below(300));
+        let requests = at_random(case as u64, 400.0 / rate, rate, tokens);
+        let rent = |counts: &[u32]| {
+            let each = file.pools.iter().zip(counts);
+            each.map(|(pool, count)| pool.usd_per_hour.unwrap() * f64::from(*count)).sum()
+        };
+        let limits = RepairLimits { fits: &|_| true, rent: &rent, go_on: &|| true, told: &|_, _| () };
+        let found = trials(&requests).repair(&file, &limits).unwrap().unwrap();
+        assert_eq!(found.trial.held, found.least, "case {case}: {:?}", found.counts);
+        for pool in (0..found.counts.len()).filter(|&pool| found.least && found.less[pool].is_some()) {
+            let mut fewer = found.counts.clone();
+            fewer[pool] -= 1;
+            let whole = trials(&requests).trial(&file, &fewer, true, &|| true).unwrap().unwrap();
+            assert!(!whole.held, "case {case}: {:?} hold too, not only {:?}", fewer, found.counts);
+            less += 1;
+        }
+    }
+    assert!(less >= 20, "{less} instances were taken away");
 }

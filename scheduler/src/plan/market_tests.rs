@@ -1,12 +1,13 @@
 use super::branching::Microlp;
 use super::break_even::BreakEven;
-use super::candidates::{RequestSize, ServiceLevel};
+use super::candidates::{InstanceKind, PartKernels, RequestSize, ServiceLevel};
 use super::load::SizeClass;
 use super::market::*;
 use super::program::Duty;
 use super::shortfall::Shortfall;
 use crate::{engines, models};
 use mixfleet_hal::catalog::part;
+use mixfleet_hal::random::Stream;
 use mixfleet_hal::units::{BytesPerSecond, Seconds, UsdPerHour};
 use mixfleet_hal::{DType, StoredAs};
 
@@ -241,4 +242,42 @@ fn a_plan_by_the_hour_is_the_plan_of_each_hour() {
     assert_eq!(night, alone.rank(&Microlp, 1));
     assert_eq!(market.with_rates(&[30.0, 10.0]).rank(&Microlp, 1), day);
     assert!(night[0].usd_per_hour.0 < 0.3 * day[0].usd_per_hour.0);
+}
+
+/// Counted without the program and without what the market leaves out: each pair of kinds, and each kind alone.
+#[test]
+fn the_bound_is_above_no_divided_fleet_of_any_kinds() {
+    let mut random = Stream::new(23);
+    let mut drawn = |least: f64, most: f64| least * (most / least).powf(random.next_unit());
+    for model in ["llama-3.1-8b", "llama-3.1-70b", "qwen3-30b-a3b"] {
+        let sizes =
+            [(); 2].map(|()| (drawn(200.0, 20_000.0) as u32, drawn(4.0, 900.0) as u32, drawn(1.0, 40.0)));
+        let mut ask = ask(sizes.map(|(input, output, rate)| class(input, output, rate)).to_vec());
+        ask.model = models::find(model).unwrap();
+        (ask.attain, ask.nic) = (1.0, BytesPerSecond(1e15));
+        ask.level = ServiceLevel { ttft: Seconds(drawn(1.0, 10.0)), tbt: Seconds(drawn(0.03, 0.2)) };
+        ask.parts.push(OfferedPart { part: part("L40S").unwrap(), ..ask.parts[0].clone() });
+        ask.parts.iter_mut().for_each(|offer| offer.usd_per_hour = UsdPerHour(drawn(0.5, 3.0)));
+        let bound = Market::new(ask.clone()).lower_bound(&Microlp).unwrap().0;
+        let kinds = ask.parts.iter().flat_map(|offer| [1, 2, 4, 8].map(|devices| (offer, devices)));
+        let kinds: Vec<(f64, InstanceKind)> = kinds
+            .filter_map(|(offer, devices)| {
+                let part = (offer.part, &PartKernels::of(offer.part));
+                let kind = InstanceKind::of(part, devices, ask.model, ask.stored, ask.engine).ok()?;
+                Some((offer.usd_per_hour.0 * f64::from(devices), kind))
+            })
+            .collect();
+        let unit = |(rent, kind): &(f64, InstanceKind), duty| -> Option<Vec<f64>> {
+            let carried = |class: &SizeClass| kind.carries(duty, &class.size, &ask.level, None).ok();
+            ask.classes.iter().map(|class| Some(rent * class.rate * carried(class)?.instances)).collect()
+        };
+        let of = |duty| kinds.iter().filter_map(|kind| unit(kind, duty)).collect::<Vec<_>>();
+        let (whole, prefill, decode) = (of(Duty::Whole), of(Duty::Prefill), of(Duty::Decode));
+        let pairs =
+            prefill.iter().flat_map(|first| decode.iter().map(move |second| [&first[..], second].concat()));
+        let all: Vec<f64> = whole.into_iter().chain(pairs).map(|units| units.iter().sum()).collect();
+        let least = all.iter().copied().fold(f64::INFINITY, f64::min);
+        eprintln!("{model}: bound {bound:.4}, the cheapest of {} fleets {least:.4}", all.len());
+        assert!(all.len() > 20 && bound > 0.0 && bound <= least * (1.0 + 1e-9), "{model}: {bound} {least}");
+    }
 }
