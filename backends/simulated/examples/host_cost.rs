@@ -7,10 +7,10 @@
 #![allow(clippy::print_stdout, reason = "its purpose")]
 
 use mixfleet_hal::catalog::part;
-use mixfleet_hal::{BufferUsage, DType, Device, Result};
+use mixfleet_hal::{DType, Device, Result};
+use mixfleet_runtime::model::RandomCheckpoint;
 use mixfleet_runtime::model::draws::DrawInput;
 use mixfleet_runtime::model::graph::{Forward, StepInput, StepShape};
-use mixfleet_runtime::model::{LayerWeights, ModelConfig, RandomCheckpoint, Tensor, Weights};
 use mixfleet_simulated::{Clock, TimeOnlyDevice, VirtualClock};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -19,7 +19,7 @@ const PAGE: u32 = 16;
 const SEQUENCES: u32 = 16;
 const CONTEXT: u32 = 1024;
 
-fn config() -> ModelConfig {
+fn model() -> RandomCheckpoint {
     let config = serde_json::json!({
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu",
         "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -27,51 +27,14 @@ fn config() -> ModelConfig {
         "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "tie_word_embeddings": false,
     });
     let config = config.as_object().expect("an object").clone();
-    RandomCheckpoint { config, dtype: DType::Bf16, seed: 0 }.model_config().expect("a known shape")
-}
-
-/// Weights that nobody ever wrote: they take no memory.
-fn weights(device: &dyn Device, c: &ModelConfig) -> Result<Weights> {
-    let tensor = |rows: u32, cols: u32| -> Result<Tensor> {
-        let slice = device.alloc(u64::from(rows) * u64::from(cols) * 2, BufferUsage::Weights)?;
-        Ok(Tensor { slice, dtype: DType::Bf16 })
-    };
-    let (hidden, inner, q, kv) = (c.hidden, c.intermediate, c.heads * c.head_dim, c.kv_heads * c.head_dim);
-    let layer = |_| {
-        Ok(LayerWeights {
-            attn_norm: tensor(1, hidden)?,
-            q: tensor(q, hidden)?,
-            k: tensor(kv, hidden)?,
-            v: tensor(kv, hidden)?,
-            o: tensor(hidden, q)?,
-            mlp_norm: tensor(1, hidden)?,
-            gate: tensor(inner, hidden)?,
-            up: tensor(inner, hidden)?,
-            down: tensor(hidden, inner)?,
-            q_bias: None,
-            k_bias: None,
-            v_bias: None,
-            o_bias: None,
-            q_norm: None,
-            k_norm: None,
-            gate_bias: None,
-            up_bias: None,
-            down_bias: None,
-        })
-    };
-    Ok(Weights {
-        embed: tensor(c.vocab, hidden)?,
-        layers: (0..c.layers).map(layer).collect::<Result<_>>()?,
-        norm: tensor(1, hidden)?,
-        lm_head: tensor(c.vocab, hidden)?,
-    })
+    RandomCheckpoint { config, dtype: DType::Bf16, seed: 0 }
 }
 
 fn main() -> Result<()> {
     let profile = part("H100-SXM-80GB").expect("in the catalog").profile();
     let clock = Arc::new(VirtualClock::default());
     let device = TimeOnlyDevice::new("sim:h100-sxm-80gb", profile, clock.clone())?;
-    let config = Arc::new(config());
+    let config = Arc::new(model().model_config().expect("a known shape"));
     let shape = StepShape {
         tokens_max: 512,
         sequences_max: SEQUENCES,
@@ -80,7 +43,7 @@ fn main() -> Result<()> {
         activations: DType::Bf16,
         kv: DType::Bf16,
     };
-    let forward = Forward::new(&device, config.clone(), weights(&device, &config)?, shape)?;
+    let forward = Forward::new(&device, config.clone(), model().unwritten(&device).expect("it fits"), shape)?;
     let mut queue = device.queue()?;
     let mut step = |parts: &[StepInput<'_>]| -> Result<(f64, f64)> {
         let (start, simulated) = (Instant::now(), clock.now());

@@ -1,8 +1,10 @@
 //! Placement of a checkpoint's tensors in a device's memory.
 
+use super::config::ModelConfig;
 use super::error::{Error, Result};
 use super::load::{Checkpoint, Location};
 use super::names;
+use super::random::RandomCheckpoint;
 use super::weights::{LayerWeights, Tensor, Weights};
 use mixfleet_hal::{
     BufferUsage, Cmd, DType, Device, DeviceLimits, ErrorKind, HostMemory, OpSig, Queue, Slice,
@@ -51,7 +53,7 @@ impl Checkpoint {
         }
         // Tensors copied after a file was truncated may be zeros.
         self.check()?;
-        self.assemble(&mut placed)
+        assemble(&self.config, &mut placed)
     }
 
     /// Imports each shard, where the device can.
@@ -137,49 +139,64 @@ impl Checkpoint {
         };
         Ok(fill().map_err(failed)?)
     }
+}
 
-    fn assemble(&self, placed: &mut HashMap<String, Tensor>) -> Result<Weights> {
-        let config = &self.config;
-        let mut take = |name: &str| {
-            placed.remove(name).ok_or_else(|| Error::tensor(Path::new("(device)"), name, "was not placed"))
-        };
-        let embed = take(names::EMBED)?;
-        let mut layers = Vec::with_capacity(config.layers as usize);
-        for layer in 0..config.layers as usize {
-            let mut part = |name: &str| take(&names::in_layer(layer, name));
-            let mut optional = |there: bool, name: &str| there.then(|| part(name)).transpose();
-            let q_bias = optional(config.qkv_bias, "self_attn.q_proj.bias")?;
-            let k_bias = optional(config.qkv_bias, "self_attn.k_proj.bias")?;
-            let v_bias = optional(config.qkv_bias, "self_attn.v_proj.bias")?;
-            let o_bias = optional(config.o_bias, "self_attn.o_proj.bias")?;
-            let q_norm = optional(config.qk_norm, "self_attn.q_norm.weight")?;
-            let k_norm = optional(config.qk_norm, "self_attn.k_norm.weight")?;
-            let gate_bias = optional(config.mlp_bias, "mlp.gate_proj.bias")?;
-            let up_bias = optional(config.mlp_bias, "mlp.up_proj.bias")?;
-            let down_bias = optional(config.mlp_bias, "mlp.down_proj.bias")?;
-            layers.push(LayerWeights {
-                attn_norm: part("input_layernorm.weight")?,
-                q: part("self_attn.q_proj.weight")?,
-                k: part("self_attn.k_proj.weight")?,
-                v: part("self_attn.v_proj.weight")?,
-                o: part("self_attn.o_proj.weight")?,
-                mlp_norm: part("post_attention_layernorm.weight")?,
-                gate: part("mlp.gate_proj.weight")?,
-                up: part("mlp.up_proj.weight")?,
-                down: part("mlp.down_proj.weight")?,
-                q_bias,
-                k_bias,
-                v_bias,
-                o_bias,
-                q_norm,
-                k_norm,
-                gate_bias,
-                up_bias,
-                down_bias,
-            });
+impl RandomCheckpoint {
+    /// Weights that nobody writes, for a device that takes time only: they take no host memory.
+    ///
+    /// # Errors
+    /// When the configuration is invalid, or the device has too little memory.
+    pub fn unwritten(&self, device: &dyn Device) -> Result<Weights> {
+        let (config, dtype) = (self.model_config()?, self.dtype);
+        let mut placed = HashMap::new();
+        for (name, shape) in names::shapes(&config) {
+            let bytes = shape.iter().product::<u64>() * dtype.size_bytes();
+            placed.insert(name, Tensor { slice: device.alloc(bytes, BufferUsage::Weights)?, dtype });
         }
-        let norm = take(names::NORM)?;
-        let lm_head = if config.tied_embeddings { embed.clone() } else { take(names::LM_HEAD)? };
-        Ok(Weights { embed, layers, norm, lm_head })
+        assemble(&config, &mut placed)
     }
+}
+
+fn assemble(config: &ModelConfig, placed: &mut HashMap<String, Tensor>) -> Result<Weights> {
+    let mut take = |name: &str| {
+        placed.remove(name).ok_or_else(|| Error::tensor(Path::new("(device)"), name, "was not placed"))
+    };
+    let embed = take(names::EMBED)?;
+    let mut layers = Vec::with_capacity(config.layers as usize);
+    for layer in 0..config.layers as usize {
+        let mut part = |name: &str| take(&names::in_layer(layer, name));
+        let mut optional = |there: bool, name: &str| there.then(|| part(name)).transpose();
+        let q_bias = optional(config.qkv_bias, "self_attn.q_proj.bias")?;
+        let k_bias = optional(config.qkv_bias, "self_attn.k_proj.bias")?;
+        let v_bias = optional(config.qkv_bias, "self_attn.v_proj.bias")?;
+        let o_bias = optional(config.o_bias, "self_attn.o_proj.bias")?;
+        let q_norm = optional(config.qk_norm, "self_attn.q_norm.weight")?;
+        let k_norm = optional(config.qk_norm, "self_attn.k_norm.weight")?;
+        let gate_bias = optional(config.mlp_bias, "mlp.gate_proj.bias")?;
+        let up_bias = optional(config.mlp_bias, "mlp.up_proj.bias")?;
+        let down_bias = optional(config.mlp_bias, "mlp.down_proj.bias")?;
+        layers.push(LayerWeights {
+            attn_norm: part("input_layernorm.weight")?,
+            q: part("self_attn.q_proj.weight")?,
+            k: part("self_attn.k_proj.weight")?,
+            v: part("self_attn.v_proj.weight")?,
+            o: part("self_attn.o_proj.weight")?,
+            mlp_norm: part("post_attention_layernorm.weight")?,
+            gate: part("mlp.gate_proj.weight")?,
+            up: part("mlp.up_proj.weight")?,
+            down: part("mlp.down_proj.weight")?,
+            q_bias,
+            k_bias,
+            v_bias,
+            o_bias,
+            q_norm,
+            k_norm,
+            gate_bias,
+            up_bias,
+            down_bias,
+        });
+    }
+    let norm = take(names::NORM)?;
+    let lm_head = if config.tied_embeddings { embed.clone() } else { take(names::LM_HEAD)? };
+    Ok(Weights { embed, layers, norm, lm_head })
 }

@@ -21,4 +21,5 @@ mod roles;
 mod routers;
 mod simulated;
 mod tiers;
+mod unseen;
 mod watched;
