@@ -1,7 +1,7 @@
 //! A fleet of simulated devices, started from a plan's FLEET.toml, on requests that the plan did not see.
 //!
-//! The plan is made from rates and runs of the simulator. Here the engine of `serve` runs on time-only devices
-//! of the same parts, in virtual time, so that what the simulator leaves out would show.
+//! The plan is made from rates and runs of the simulator. Here the engine of `serve` runs on time-only
+//! devices of the same parts, in virtual time, so that what the simulator leaves out would show.
 
 use crate::engine::parts;
 use crate::fleet::clock::WorldClock;
@@ -164,7 +164,8 @@ impl Scene {
         (text.of(&pools, policy), (0..pools.len()).map(less).collect())
     }
 
-    /// Share of `requests` that meet the objectives on the fleet of `text`: in the simulator, and in the engine.
+    /// Share of `requests` that meet the objectives on the fleet of `text`: in the simulator, and in the
+    /// engine.
     fn attained(&self, text: &str, requests: &[Request]) -> [f64; 2] {
         let (file, policy) = (parsed(text), policy_of(text));
         let counts: Vec<u32> = file.pools.iter().map(|pool| pool.count).collect();

@@ -244,7 +244,8 @@ fn a_plan_by_the_hour_is_the_plan_of_each_hour() {
     assert!(night[0].usd_per_hour.0 < 0.3 * day[0].usd_per_hour.0);
 }
 
-/// Counted without the program and without what the market leaves out: each pair of kinds, and each kind alone.
+/// Counted without the program and without what the market leaves out: each pair of kinds, and each kind
+/// alone.
 #[test]
 fn the_bound_is_above_no_divided_fleet_of_any_kinds() {
     let mut random = Stream::new(23);
