@@ -5,10 +5,10 @@ mod json;
 mod page;
 mod table;
 
+use crate::Usage;
 use crate::args::DevicePrice;
 use crate::numbers::seconds;
 use crate::prices;
-use crate::{Usage, writable};
 use anyhow::{Context, Result};
 use clap::Args;
 use devices::Compared;
@@ -220,7 +220,6 @@ pub(crate) fn run(args: &CompareArgs) -> Result<()> {
         eprintln!("warning: {warning}");
     }
     if let Some(path) = &args.html {
-        writable(path)?;
         let cannot_write = || format!("cannot write {}", path.display());
         std::fs::write(path, page::page(&comparison)).with_context(cannot_write)?;
     }

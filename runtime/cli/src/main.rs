@@ -78,6 +78,16 @@ pub(crate) fn writable(file: &std::path::Path) -> anyhow::Result<()> {
     opened.map(drop).with_context(|| format!("cannot write {}", file.display()))
 }
 
+/// Removes the empty file that [`writable`] made, after work that failed.
+pub(crate) fn leave_no_empty(file: Option<&std::path::Path>) {
+    if let Some(file) = file
+        && std::fs::metadata(file).is_ok_and(|metadata| metadata.is_file() && metadata.len() == 0)
+    {
+        // The error to report is the work's own.
+        let _ = std::fs::remove_file(file);
+    }
+}
+
 /// An error and its causes, each printed once: many messages contain their cause already.
 pub(crate) fn with_causes(error: &anyhow::Error) -> String {
     error.chain().skip(1).fold(error.to_string(), |text, cause| {

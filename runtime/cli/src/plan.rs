@@ -14,7 +14,7 @@ mod table;
 use crate::numbers::seconds;
 use crate::simulate::share;
 use crate::trace::{ReplayArgs, positive};
-use crate::{Failed, Usage};
+use crate::{Failed, Usage, leave_no_empty, writable};
 use anyhow::{Context, Result};
 use clap::Args;
 use hours::HourPlan;
@@ -47,7 +47,7 @@ pub(crate) struct PlanArgs {
     #[arg(long, value_name = "DTYPE")]
     dtype: Option<StoredAs>,
     /// The load as a request trace ('mixfleet trace stats' reads it)
-    #[arg(long, value_name = "FILE", required_unless_present_any = ["rate", "workload"], conflicts_with = "rate")]
+    #[arg(long, value_name = "FILE", conflicts_with = "rate")]
     trace: Option<PathBuf>,
     /// The load by the hour, planned for the dearest (docs/plan.md)
     #[arg(long, value_name = "CSV", conflicts_with_all = ["rate", "trace"])]
@@ -188,6 +188,9 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
         std::fs::create_dir_all(directory)
             .with_context(|| format!("--out: cannot make the directory {}", directory.display()))?;
     }
+    if let Some(path) = &args.html {
+        writable(path)?;
+    }
     let factor = 1.0 + args.headroom;
     let mut classes = load.classes.clone();
     classes.iter_mut().for_each(|class| class.rate *= factor);
@@ -234,7 +237,10 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
         write!(out, "{}", table::of(&planned, started.as_deref()))?;
     }
     match outcome.fleets.is_empty() {
-        true => Err(Failed(table::unmet(&planned)).into()),
+        true => {
+            leave_no_empty(args.html.as_deref());
+            Err(Failed(table::unmet(&planned)).into())
+        }
         false => Ok(()),
     }
 }

@@ -16,7 +16,7 @@ mod watch;
 
 use crate::scheduling::SchedulingArgs;
 use crate::trace::{FileBar, ReplayArgs, clock, positive};
-use crate::{Failed, Usage, prices, writable};
+use crate::{Failed, Usage, leave_no_empty, prices, writable};
 use additions::Additions;
 use anyhow::{Context, Result};
 use clap::Args;
@@ -138,16 +138,6 @@ impl SimulateArgs {
         let requests = (&self.requests_out, "--requests-out");
         [(&self.timeline, "--timeline"), (&self.html, "--html"), requests]
     }
-
-    /// Removes the empty file that [`writable`] made, after a run that failed.
-    fn leave_no_empty_page(&self) {
-        if let Some(file) = &self.html
-            && std::fs::metadata(file).is_ok_and(|metadata| metadata.is_file() && metadata.len() == 0)
-        {
-            // The error to report is the run's own.
-            let _ = std::fs::remove_file(file);
-        }
-    }
 }
 
 /// Parses a share.
@@ -202,7 +192,7 @@ fn one(fleet: &OpenedFleet<'_>) -> Result<()> {
         check_served(&results, &watch.unmet)?;
         Ok(results)
     });
-    let results = ran.inspect_err(|_| args.leave_no_empty_page())?;
+    let results = ran.inspect_err(|_| leave_no_empty(args.html.as_deref()))?;
     let Watch { bar, timeline, history, answers, unmet, .. } = watch;
     drop(bar);
     let mut answers = answers.unwrap_or_default();

@@ -321,7 +321,10 @@ fn mistakes_are_usage_errors_that_say_what_to_do() {
     let of_hours = ["plan", "--model", "llama-3.1-8b", "--ttft", "1", "--tbt", "0.1", "--workload", &hours];
     fails(&run(&of_hours, &[]), 3, &["hours.csv, hour 1", "tokens"]);
     fails(&run(&STEADY, &["--trace", "t.jsonl"]), 2, &["--trace", "--rate"]);
-    fails(&run(&["plan", "--model", "llama-3.1-8b", "--ttft", "1", "--tbt", "0.1"], &[]), 2, &["--trace"]);
+    let no_load = ["plan", "--model", "llama-3.1-8b", "--ttft", "1", "--tbt", "0.1"];
+    fails(&run(&no_load, &[]), 2, &["--trace, --workload, or --rate"]);
+    let page = directory.join("none").join("plan.html");
+    fails(&run(&STEADY, &["--html", page.to_str().unwrap()]), 3, &["cannot write", "plan.html"]);
     let prices = write(&directory, "prices.csv", "device_id,price_hourly\nH20-96GB,0.8\n");
     fails(&run(&STEADY, &["--prices", &prices]), 2, &["--prices"]);
     let stock = write(&directory, "stock.csv", "device_id,count\nL40S,many\n");
@@ -392,8 +395,7 @@ fn break_even<'a>(document: &'a Value, part: &str) -> &'a Value {
 #[test]
 fn a_workload_by_the_hour_is_planned_for_its_dearest_hour_and_says_what_the_others_save() {
     let directory = scratch("plan-hours");
-    let hours =
-        "requests_per_s,input_tokens,output_tokens\n2,1500,150\n12,1500,150\n0,1500,150\n5,1400,160\n";
+    let hours = "requests_per_s,input_tokens,output_tokens\n2,1500,150\n12,1500,150\n0,1500,150\n5,1400,160\n0.0001,1500,150\n";
     let hours = write(&directory, "hours.csv", hours);
     let mut arguments = [&STEADY[..3], &STEADY[9..]].concat();
     arguments.extend(["--workload", &hours]);
@@ -401,12 +403,12 @@ fn a_workload_by_the_hour_is_planned_for_its_dearest_hour_and_says_what_the_othe
     is_sound(&document, 0.99);
     let planned_hours = document["hours"].as_array().unwrap();
     let usd: Vec<f64> = planned_hours.iter().map(|hour| number(&hour["usd_per_hour"])).collect();
-    assert!(usd.len() == 4 && usd[2] == 0.0 && usd[0] < usd[3] && usd[3] < usd[1], "{usd:?}");
-    let saved = 1.0 - usd.iter().sum::<f64>() / 4.0 / usd[1];
+    assert!(usd.len() == 5 && usd[2] == 0.0 && usd[4] > 0.0 && usd[0] < usd[3] && usd[3] < usd[1], "{usd:?}");
+    let saved = 1.0 - usd.iter().sum::<f64>() / 5.0 / usd[1];
     assert!((number(&document["saved_by_the_hour"]) - saved).abs() < 1e-9);
     assert!((number(&document["load"]["requests_per_s"]) - 12.0).abs() < 1e-6);
     let bound = |value: &Value| number(&value["lower_bound_usd_per_hour"]);
     assert!((bound(&document) - bound(&planned_hours[1])).abs() < 1e-9);
     let table = String::from_utf8(run(&arguments, &[]).stdout).unwrap();
-    assert!(table.contains("by the hour") && table.contains("hour 1 of 4"), "{table}");
+    assert!(table.contains("by the hour") && table.contains("hour 1 of 5"), "{table}");
 }

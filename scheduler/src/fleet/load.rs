@@ -459,6 +459,7 @@ impl Load {
         &self.seats
     }
 
+    /// The same, to be changed.
     pub(super) fn seats_mut(&mut self) -> &mut [Seat] {
         &mut self.seats
     }

@@ -8,6 +8,7 @@ use super::program::Duty;
 
 /// Devices that share a copy of the model.
 const DEVICES: [u32; 4] = [1, 2, 4, 8];
+
 /// Instances of a part, and what they carry.
 #[derive(Debug)]
 pub(super) struct MarketKind {

@@ -57,7 +57,10 @@ impl PlanLoad {
             (Some(path), ..) => Self::of_trace(args, path),
             (None, Some(rate), Some(input), Some(output)) => Ok(Self::of_rate(args, rate, [input, output])),
             _ if args.workload.is_some() => Self::of_workload(args),
-            _ => Err(Usage("give --trace, or --rate with --input-tokens and --output-tokens".into()).into()),
+            _ => {
+                let ways = "--trace, --workload, or --rate with --input-tokens and --output-tokens";
+                Err(Usage(format!("the load is missing: give {ways}")).into())
+            }
         }
     }
 
@@ -94,7 +97,9 @@ impl PlanLoad {
         let workload = read_workload(path)?;
         let mut tally = LoadTally::default();
         for (hour, row) in workload.iter().enumerate() {
-            let requests = to_u64((row.requests_per_s * HOUR_S).round());
+            // an hour with any load has a request, so that it has a fleet
+            let requests =
+                to_u64((row.requests_per_s * HOUR_S).round()).max((row.requests_per_s > 0.0).into());
             tally.add_many(hour, requests, [row.input_tokens, row.output_tokens, 0]);
         }
         let (classes, counts) = tally.classes_by_hour(Seconds(HOUR_S * workload.len() as f64));

@@ -45,16 +45,14 @@ impl Offers {
         for part in wanted {
             let most = match &stock {
                 None => None,
-                Some(stock) => {
-                    match stock.iter().filter(|(id, _)| *id == part.id).map(|(_, count)| count).sum() {
-                        0 => continue,
-                        count => Some(count),
-                    }
-                }
+                Some(stock) => match devices_of(part, stock) {
+                    0 => continue,
+                    count => Some(count),
+                },
             };
             match Selection::default().price_or_reference(part.id, &list.offers) {
                 Some(price) => {
-                    let owned = owned.iter().filter(|(id, _)| *id == part.id).map(|(_, count)| count).sum();
+                    let owned = devices_of(part, &owned);
                     offers.parts.push(OfferedPart { part, usd_per_hour: price.usd_per_hour, most, owned });
                     offers.prices.push(price);
                 }
@@ -78,6 +76,12 @@ fn part(id: &str) -> Result<&'static Part, String> {
     })
 }
 
+/// Number of a part's devices in a list.
+fn devices_of(part: &Part, list: &[(&'static str, u32)]) -> u32 {
+    let own = list.iter().filter(|(id, _)| *id == part.id);
+    own.fold(0, |sum, (_, count)| sum.saturating_add(*count))
+}
+
 /// Parts and numbers of devices of a fleet file.
 fn owned_devices(path: &Path) -> Result<Vec<(&'static str, u32)>> {
     let read = |path: &Path| profiles::read(path).map_err(|error| format!("{error:#}"));
@@ -87,7 +91,8 @@ fn owned_devices(path: &Path) -> Result<Vec<(&'static str, u32)>> {
             let what = "a plan needs its `device`, an id of the catalog";
             Usage(format!("--have {}: pool '{}' does not say its part; {what}", path.display(), pool.name))
         })?;
-        Ok((part.id, pool.count * pool.devices_per_instance * pool.pipeline_stages))
+        let of_instance = pool.devices_per_instance.saturating_mul(pool.pipeline_stages);
+        Ok((part.id, pool.count.saturating_mul(of_instance)))
     };
     file.pools.iter().map(of).collect()
 }
@@ -116,4 +121,16 @@ fn read_inventory(path: &Path) -> Result<Vec<(&'static str, u32)>> {
         stock.push((part.id, row.count));
     }
     Ok(stock)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn more_devices_than_can_be_counted_are_the_most_that_can() {
+        let list = [("L40S", 4_000_000_000), ("L4", 7), ("L40S", 4_000_000_000)];
+        let count = |id| devices_of(catalog::part(id).unwrap(), &list);
+        assert_eq!((count("L40S"), count("L4"), count("T4")), (u32::MAX, 7, 0));
+    }
 }

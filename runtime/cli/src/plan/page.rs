@@ -1,7 +1,7 @@
 //! A plan as one self-contained HTML page.
 
 use super::document::{bottleneck, usd_per_million};
-use super::search::{ProvenFleet, pool_words};
+use super::search::{ProvenFleet, pools_words};
 use super::{Planned, on_all_cores};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::UsdPerHour;
@@ -41,11 +41,6 @@ pub(super) fn page(planned: &Planned<'_>, market: &Market) -> String {
     mixfleet_hwtests::html::page("Plan of a fleet", &load.text, &body)
 }
 
-fn name(planned: &Planned<'_>, fleet: &ProvenFleet) -> String {
-    let all = fleet.pools.iter().map(|pool| pool_words(planned.offers.parts[pool.part].part.id, pool));
-    all.collect::<Vec<_>>().join(" + ")
-}
-
 fn fleets(body: &mut Html, planned: &Planned<'_>) {
     let rows: Vec<Vec<Cell>> = (1..)
         .zip(&planned.outcome.fleets)
@@ -60,7 +55,7 @@ fn fleets(body: &mut Html, planned: &Planned<'_>) {
                 Cell::number(format!("{:.2}", 100.0 * fleet.trial.attained)),
                 Cell::text(format!("{load:.2}/{times:.2}")),
                 Cell::text(bottleneck(planned, fleet).unwrap_or_else(|| "-".into())),
-                Cell::text(name(planned, fleet)),
+                Cell::text(pools_words(&planned.offers.parts, &fleet.pools)),
             ]
         })
         .collect();
@@ -89,20 +84,13 @@ fn rents(body: &mut Html, planned: &Planned<'_>) {
         let series: Vec<Series> = (1..).zip(fleets).map(dot).collect();
         draw(body, Chart { x, y, series: &series, roof: &[], limits: &[limit] }, caption);
     };
-    let ttft = |fleet: &ProvenFleet| fleet.trial.results.ttft_s.p99;
-    figure(
-        seconds("TTFT, p99"),
-        Limit::Y(args.ttft, "objective"),
-        &ttft,
-        "Rent and the 99th percentile of TTFT.",
-    );
-    let tbt = |fleet: &ProvenFleet| fleet.trial.results.tbt_s.p99;
-    figure(
-        seconds("TBT, p99"),
-        Limit::Y(args.tbt, "objective"),
-        &tbt,
-        "Rent and the 99th percentile of TBT.",
-    );
+    let times: [(_, _, &dyn Fn(&ProvenFleet) -> f64); 2] = [
+        ("TTFT, p99", args.ttft, &|fleet| fleet.trial.results.ttft_s.p99),
+        ("TBT, p99", args.tbt, &|fleet| fleet.trial.results.tbt_s.p99),
+    ];
+    for (label, objective, of) in times {
+        figure(seconds(label), Limit::Y(objective, "objective"), of, &format!("Rent and {label}."));
+    }
     let attained = |fleet: &ProvenFleet| fleet.trial.attained;
     let caption = "Rent and the share of requests that met the objectives.";
     figure(share, Limit::Y(args.attain, "objective"), &attained, caption);

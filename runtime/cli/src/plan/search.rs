@@ -10,7 +10,7 @@ use mixfleet_hal::units::Ordered;
 use mixfleet_scheduler::fleet::Policy;
 use mixfleet_scheduler::plan::branching::Microlp;
 use mixfleet_scheduler::plan::margin::{ERROR_UNKNOWN, slower};
-use mixfleet_scheduler::plan::market::{FleetForm, FormedFleet, Market, PlannedPool};
+use mixfleet_scheduler::plan::market::{FleetForm, FormedFleet, Market, OfferedPart, PlannedPool};
 use mixfleet_scheduler::plan::shortfall::Shortfall;
 use mixfleet_sim::fleet_file::{FleetFile, PlannedText, role_of};
 use mixfleet_sim::repair::{FleetTrial, RepairLimits, Repaired, TrialLoad};
@@ -344,9 +344,7 @@ impl<'a> PlanSearch<'a> {
     }
 
     fn words(&self, pools: &[PlannedPool]) -> String {
-        let used = pools.iter().filter(|pool| pool.count > 0);
-        let all = used.map(|pool| pool_words(self.market.parts()[pool.part].part.id, pool));
-        all.collect::<Vec<_>>().join(" + ")
+        pools_words(self.market.parts(), pools)
     }
 
     fn say(&self, line: &str) {
@@ -356,8 +354,13 @@ impl<'a> PlanSearch<'a> {
     }
 }
 
-/// A pool in words: `2 x 4 H100-SXM-80GB prefill`.
-pub(super) fn pool_words(id: &str, pool: &PlannedPool) -> String {
+/// Pools in words, those in use: `2 x 4 H100-SXM-80GB prefill + 3 x RTX-4090 decode`.
+pub(super) fn pools_words(parts: &[OfferedPart], pools: &[PlannedPool]) -> String {
+    let used = pools.iter().filter(|pool| pool.count > 0);
+    used.map(|pool| pool_words(parts[pool.part].part.id, pool)).collect::<Vec<_>>().join(" + ")
+}
+
+fn pool_words(id: &str, pool: &PlannedPool) -> String {
     let devices = if pool.devices == 1 { String::new() } else { format!("{} ", pool.devices) };
     let role = match role_of(pool.duty) {
         "auto" => String::new(),

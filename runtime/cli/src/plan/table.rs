@@ -3,7 +3,7 @@
 use super::Planned;
 use super::document::{bottleneck, missed, usd_per_million};
 use super::hours::{self, HourPlan};
-use super::search::{ProvenFleet, pool_words};
+use super::search::{ProvenFleet, pools_words};
 use crate::simulate::word;
 use mixfleet_scheduler::fleet::Policy;
 use std::fmt::Write as _;
@@ -115,7 +115,7 @@ fn below(text: &mut String, planned: &Planned<'_>, best: &ProvenFleet, started: 
     for repriced in planned.repriced {
         let (id, times) = (offers.parts[repriced.part].part.id, repriced.factor);
         line(
-            "prices",
+            "if dearer",
             format!("at {times} times the price of {id} number {} is cheapest", repriced.cheapest + 1),
         );
     }
@@ -227,8 +227,8 @@ pub(super) fn unmet(planned: &Planned<'_>) -> String {
 }
 
 fn words(planned: &Planned<'_>, fleet: &ProvenFleet) -> String {
-    let all = fleet.pools.iter().map(|pool| pool_words(planned.offers.parts[pool.part].part.id, pool));
+    let pools = pools_words(&planned.offers.parts, &fleet.pools);
     let policy =
         if fleet.policy == Policy::default() { String::new() } else { format!(", {}", word(&fleet.policy)) };
-    format!("{}{policy}", all.collect::<Vec<_>>().join(" + "))
+    format!("{pools}{policy}")
 }

@@ -7,12 +7,11 @@
 //!
 //! The busy share is that of the instances that have work: the rent of idle ones is paid anyway, so using
 //! little counts only as far as others may need it. Without prices busy dollars are 0 and w is 1: plain
-//! seconds. The queue is first come, first served, so a
-//! new request delays no queued one; it delays the sequences that already decode on its two instances. The
-//! first token is drawn where the prompt is computed, so the hand-off to the decode instance delays the
-//! second one. The part of it that would be exposed behind a prefill without any cache counts, and the wait
-//! for room counts even if the queue hides it: otherwise a slow link or a full decoder would make slow
-//! prefills look free.
+//! seconds. The queue is first come, first served, so a new request delays no queued one; it delays the
+//! sequences that already decode on its two instances. The first token is drawn where the prompt is computed,
+//! so the hand-off to the decode instance delays the second one. The part of it that would be exposed behind
+//! a prefill without any cache counts, and the wait for room counts even if the queue hides it: otherwise a
+//! slow link or a full decoder would make slow prefills look free.
 //!
 //! A policy names candidate placements and picks one ([`Policy`]); their terms are predicted here, the same
 //! for all policies, and admission ([`super::admit`]) judges the pick.
