@@ -84,13 +84,11 @@ fn rents(body: &mut Html, planned: &Planned<'_>) {
         let series: Vec<Series> = (1..).zip(fleets).map(dot).collect();
         draw(body, Chart { x, y, series: &series, roof: &[], limits: &[limit] }, caption);
     };
-    let times: [(_, _, &dyn Fn(&ProvenFleet) -> f64); 2] = [
-        ("TTFT, p99", args.ttft, &|fleet| fleet.trial.results.ttft_s.p99),
-        ("TBT, p99", args.tbt, &|fleet| fleet.trial.results.tbt_s.p99),
-    ];
-    for (label, objective, of) in times {
+    let mut times = |label, objective, of: &dyn Fn(&ProvenFleet) -> f64| {
         figure(seconds(label), Limit::Y(objective, "objective"), of, &format!("Rent and {label}."));
-    }
+    };
+    times("TTFT, p99", args.ttft, &|fleet| fleet.trial.results.ttft_s.p99);
+    times("TBT, p99", args.tbt, &|fleet| fleet.trial.results.tbt_s.p99);
     let attained = |fleet: &ProvenFleet| fleet.trial.attained;
     let caption = "Rent and the share of requests that met the objectives.";
     figure(share, Limit::Y(args.attain, "objective"), &attained, caption);
