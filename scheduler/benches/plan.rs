@@ -26,7 +26,7 @@ fn classes() -> Vec<SizeClass> {
             (0..many).for_each(|_| tally.add(96 << input, 24 << (2 * output), 0));
         }
     }
-    tally.classes(Seconds(600.0))
+    tally.classes(Seconds(600.0), 0.99)
 }
 
 /// The rates of all parts, as the command finds them.

@@ -98,7 +98,7 @@ impl Scene {
     fn market(&self, requests: &[Request]) -> (Market, Vec<Price>) {
         let mut tally = LoadTally::default();
         requests.iter().for_each(|request| tally.add(request.prompt_tokens, request.output_tokens, 0));
-        let mut classes = tally.classes(requests[requests.len() - 1].at);
+        let mut classes = tally.classes(requests[requests.len() - 1].at, self.attain);
         classes.iter_mut().for_each(|class| class.rate *= 1.0 + self.headroom);
         let known: Vec<&Part> = self.parts.iter().map(|id| part(id).unwrap()).collect();
         let price = |part: &&Part| Selection::default().price_or_reference(part.id, &[]).unwrap();

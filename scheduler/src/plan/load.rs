@@ -10,6 +10,8 @@ use std::collections::BTreeMap;
 const SHARE_MIN: f64 = 0.005;
 /// Maximum number of classes.
 const CLASSES_MAX: usize = 24;
+/// Share of the requests which may miss the objectives that are left to waiting: the rest may be too slow.
+const TOO_SLOW: f64 = 0.5;
 /// Shortest time over which requests may arrive: a trace without times would have an infinite rate.
 const SPAN_S_MIN: f64 = 1.0;
 
@@ -18,6 +20,8 @@ const SPAN_S_MIN: f64 = 1.0;
 pub struct SizeClass {
     /// Their mean size.
     pub size: RequestSize,
+    /// The one whose prompt takes longest, but for those that may miss the objectives.
+    pub slowest: RequestSize,
     /// Requests per second.
     pub rate: f64,
 }
@@ -31,6 +35,8 @@ struct Cell {
     cached: u64,
     /// Requests of each hour.
     hours: Vec<u64>,
+    /// Uncached tokens and tokens of prompts, and requests that have them.
+    prompts: Vec<([u32; 2], u64)>,
 }
 
 impl Cell {
@@ -41,6 +47,7 @@ impl Cell {
         self.cached += other.cached;
         self.hours.resize(self.hours.len().max(other.hours.len()), 0);
         self.hours.iter_mut().zip(&other.hours).for_each(|(own, more)| *own += more);
+        self.prompts.extend(&other.prompts);
     }
 
     /// Logarithms of the mean lengths, by which cells are near to each other.
@@ -48,14 +55,21 @@ impl Cell {
         [self.input, self.output].map(|sum| (sum as f64 / self.requests.max(1) as f64).max(1.0).log2())
     }
 
-    fn class(&self, span_s: f64) -> SizeClass {
+    /// The class of its requests, of which those with more than `most` uncached tokens may be too slow.
+    fn class(&self, span_s: f64, most: u32) -> SizeClass {
         let mean = |sum: u64| to_u32(to_u64((sum as f64 / self.requests.max(1) as f64).round())).max(1);
         let size = RequestSize {
             input_tokens: mean(self.input),
             output_tokens: mean(self.output),
             cached_share: self.cached as f64 / self.input.max(1) as f64,
         };
-        SizeClass { size, rate: self.requests as f64 / span_s }
+        let in_time =
+            self.prompts.iter().map(|(prompt, _)| *prompt).filter(|[uncached, _]| *uncached <= most);
+        let slowest = in_time.max().map_or(size, |[uncached, input_tokens]| {
+            let cached_share = f64::from(input_tokens - uncached) / f64::from(input_tokens.max(1));
+            RequestSize { input_tokens, cached_share, ..size }
+        });
+        SizeClass { size, slowest, rate: self.requests as f64 / span_s }
     }
 }
 
@@ -81,21 +95,23 @@ impl LoadTally {
         cell.cached += requests * u64::from(cached);
         cell.hours.resize(cell.hours.len().max(hour + 1), 0);
         cell.hours[hour] += requests;
+        cell.prompts.push(([input - cached.min(input), input], requests));
     }
 
-    /// The classes of all requests, which arrived over `span`, by length. Rare ones have joined their nearest
-    /// neighbours.
-    pub fn classes(self, span: Seconds) -> Vec<SizeClass> {
-        self.cells().iter().map(|cell| cell.class(span.0.max(SPAN_S_MIN))).collect()
+    /// The classes of all requests, which arrived over `span`, by length, where `attain` of them are to meet
+    /// the objectives. Rare ones have joined their nearest neighbours.
+    pub fn classes(self, span: Seconds, attain: f64) -> Vec<SizeClass> {
+        self.classes_by_hour(span, attain).0
     }
 
     /// The same classes, and the number of requests of each of them in every hour.
-    pub fn classes_by_hour(self, span: Seconds) -> (Vec<SizeClass>, Vec<Vec<u64>>) {
+    pub fn classes_by_hour(self, span: Seconds, attain: f64) -> (Vec<SizeClass>, Vec<Vec<u64>>) {
         let cells = self.cells();
+        let most = uncached_max(&cells, TOO_SLOW * (1.0 - attain));
         let hours = cells.iter().map(|cell| cell.hours.len()).max().unwrap_or(0);
         let of = |hour: usize| cells.iter().map(|cell| cell.hours.get(hour).copied().unwrap_or(0)).collect();
         let by_hour = (0..hours).map(of).collect();
-        (cells.iter().map(|cell| cell.class(span.0.max(SPAN_S_MIN))).collect(), by_hour)
+        (cells.iter().map(|cell| cell.class(span.0.max(SPAN_S_MIN), most)).collect(), by_hour)
     }
 
     /// The cells, of which rare ones have joined their nearest neighbours.
@@ -117,6 +133,25 @@ impl LoadTally {
     }
 }
 
+/// The uncached tokens that no more than a share of the requests exceed.
+fn uncached_max(cells: &[Cell], share: f64) -> u32 {
+    let mut prompts: Vec<(u32, u64)> = cells
+        .iter()
+        .flat_map(|cell| &cell.prompts)
+        .map(|&([uncached, _], requests)| (uncached, requests))
+        .collect();
+    prompts.sort_unstable_by_key(|(uncached, _)| std::cmp::Reverse(*uncached));
+    let all: u64 = prompts.iter().map(|(_, requests)| requests).sum();
+    let mut over = 0;
+    for (uncached, requests) in prompts {
+        over += requests;
+        if over as f64 > share * all as f64 {
+            return uncached;
+        }
+    }
+    0
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -129,7 +164,7 @@ mod tests {
         }
         (0..100).for_each(|_| tally.add(30_000, 900, 0));
         tally.add(17_000, 800, 0);
-        let classes = tally.classes(Seconds(100.0));
+        let classes = tally.classes(Seconds(100.0), 0.99);
         assert_eq!(classes.len(), 2, "{classes:?}");
         let rate: f64 = classes.iter().map(|class| class.rate).sum();
         assert!((rate - 11.01).abs() < 1e-9);
@@ -141,14 +176,34 @@ mod tests {
     }
 
     #[test]
+    fn the_slowest_of_a_class_is_the_longest_uncached_prompt_but_for_those_that_may_be_late() {
+        let mut tally = LoadTally::default();
+        (0..994).for_each(|at| tally.add(1000 + at % 20, 100, 0));
+        tally.add(1023, 100, 512);
+        [1020, 1021].into_iter().for_each(|input| tally.add(input, 100, 0));
+        (0..3).for_each(|_| tally.add(60_000, 100, 0));
+        let slowest = |attain: f64| {
+            let classes = tally.clone().classes(Seconds(1.0), attain);
+            assert_eq!(classes.len(), 1, "three in a thousand join the others");
+            classes[0].slowest
+        };
+        // a half of 1 % is five requests; a half of 0.6 % are the three long ones
+        assert_eq!(slowest(0.99).input_tokens, 1019);
+        assert_eq!(slowest(0.994).input_tokens, 1021);
+        assert_eq!(slowest(0.996).input_tokens, 60_000);
+        assert_eq!(slowest(0.99).output_tokens, 100);
+        assert_eq!(slowest(0.99).cached_share, 0.0);
+    }
+
+    #[test]
     fn hours_of_a_class_are_those_of_the_cells_that_joined_it() {
         let mut tally = LoadTally::default();
         tally.add_many(0, 500, [1000, 100, 0]);
         tally.add_many(2, 300, [1000, 100, 0]);
         tally.add_many(2, 400, [9000, 100, 0]);
         tally.add_many(1, 2, [2100, 100, 0]);
-        let (classes, hours) = tally.clone().classes_by_hour(Seconds(10_800.0));
-        assert_eq!(classes, tally.classes(Seconds(10_800.0)));
+        let (classes, hours) = tally.clone().classes_by_hour(Seconds(10_800.0), 0.99);
+        assert_eq!(classes, tally.classes(Seconds(10_800.0), 0.99));
         assert_eq!(hours, [[500, 0], [2, 0], [300, 400]], "the two requests joined the shorter ones");
     }
 
@@ -160,7 +215,7 @@ mod tests {
                 (0..10).for_each(|_| tally.add(1 << input, 1 << (2 * output), 0));
             }
         }
-        assert_eq!(tally.classes(Seconds(1.0)).len(), CLASSES_MAX);
-        assert!(LoadTally::default().classes(Seconds(1.0)).is_empty());
+        assert_eq!(tally.classes(Seconds(1.0), 0.99).len(), CLASSES_MAX);
+        assert!(LoadTally::default().classes(Seconds(1.0), 0.99).is_empty());
     }
 }

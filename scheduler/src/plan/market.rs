@@ -220,6 +220,17 @@ impl Market {
         Some(self.devices(candidate, class)? * self.ask.parts[part].usd_per_hour.0)
     }
 
+    /// The same, if the slowest request of the class is in time.
+    fn unit_in_time(&self, (kind, duty): Candidate, class: usize) -> Option<f64> {
+        self.load_in_time((kind, duty), class).and_then(|_| self.unit((kind, duty), class))
+    }
+
+    /// Instances that one request per second of a class keeps busy, if the slowest of them is in time.
+    fn load_in_time(&self, (kind, duty): Candidate, class: usize) -> Option<f64> {
+        let of = &self.kinds[kind];
+        of.loads[duty][class].filter(|_| DUTIES[duty] == Duty::Decode || of.in_time[class])
+    }
+
     /// Devices that one request per second of a class keeps busy.
     fn devices(&self, (kind, duty): Candidate, class: usize) -> Option<f64> {
         let kind = &self.kinds[kind];
@@ -334,7 +345,8 @@ impl Market {
         for (kind, _) in self.kinds.iter().enumerate().filter(|(_, kind)| kind.part == part) {
             let mut worth = false;
             for (class, least) in least.iter_mut().enumerate() {
-                if let Some(unit) = self.unit((kind, duty), class).filter(|unit| *unit < CHEAPER * *least) {
+                let unit = self.unit_in_time((kind, duty), class);
+                if let Some(unit) = unit.filter(|unit| *unit < CHEAPER * *least) {
                     (*least, worth) = (unit, true);
                 }
             }
@@ -355,7 +367,7 @@ impl Market {
         for (class, demand) in self.ask.classes.iter().enumerate() {
             let least = |duty: Duty| {
                 let own = candidates.iter().filter(|(_, own)| DUTIES[*own] == duty);
-                own.filter_map(|&candidate| self.unit(candidate, class)).fold(f64::INFINITY, f64::min)
+                own.filter_map(|&candidate| self.unit_in_time(candidate, class)).fold(f64::INFINITY, f64::min)
             };
             let unit = least(Duty::Whole).min(least(Duty::Prefill) + least(Duty::Decode));
             if unit.is_finite() { usd += unit * demand.rate } else { left_out += demand.rate }
@@ -510,9 +522,8 @@ impl Market {
         let classes = &self.ask.classes;
         let served = |class: usize| {
             let can = |duty: Duty| {
-                candidates
-                    .iter()
-                    .any(|&(kind, own)| DUTIES[own] == duty && self.kinds[kind].loads[own][class].is_some())
+                let own = candidates.iter().filter(|(_, own)| DUTIES[*own] == duty);
+                own.copied().any(|candidate| self.load_in_time(candidate, class).is_some())
             };
             can(Duty::Whole) || can(Duty::Prefill) && can(Duty::Decode)
         };
@@ -520,7 +531,7 @@ impl Market {
         program.classes = served
             .iter()
             .map(|&class| {
-                let SizeClass { size, rate } = classes[class];
+                let SizeClass { size, rate, .. } = classes[class];
                 let name = format!("{} to {} tokens", size.input_tokens, size.output_tokens);
                 DemandClass { name, rate, asks: Duty::Whole }
             })
@@ -530,7 +541,7 @@ impl Market {
             let devices = of.instance.devices;
             let mut most = f64::from(self.ask.spares) + 1.0;
             for (class, &index) in served.iter().enumerate() {
-                let Some(load) = of.loads[duty][index] else { continue };
+                let Some(load) = self.load_in_time((kind, duty), index) else { continue };
                 let link = if DUTIES[duty] == Duty::Whole { 0.0 } else { of.links[index] };
                 let instances = load.max(link) / BUSY_MAX;
                 most += instances * classes[index].rate;

@@ -12,7 +12,8 @@ use mixfleet_hal::units::{BytesPerSecond, Seconds, UsdPerHour};
 use mixfleet_hal::{DType, StoredAs};
 
 fn class(input_tokens: u32, output_tokens: u32, rate: f64) -> SizeClass {
-    SizeClass { size: RequestSize { input_tokens, output_tokens, cached_share: 0.0 }, rate }
+    let size = RequestSize { input_tokens, output_tokens, cached_share: 0.0 };
+    SizeClass { size, slowest: size, rate }
 }
 
 /// Llama-3.1-70B on an H100 and an H20, which decodes for less and computes prompts for more.
@@ -58,6 +59,26 @@ fn a_mix_comes_first_where_parts_differ_and_all_stand_above_the_bound() {
         assert!((rents.sum::<f64>() - fleet.usd_per_hour.0).abs() < 1e-9);
     }
     assert_eq!(market.rank(&Microlp, 3), fleets);
+}
+
+/// The instances that are cheapest for 6,000 tokens take more than 3 s for 20,000.
+#[test]
+fn a_class_goes_to_instances_that_are_in_time_for_its_slowest_request() {
+    let devices = |slowest: u32| {
+        let mut class = class(6000, 400, 30.0);
+        class.slowest.input_tokens = slowest;
+        let mut ask = ask(vec![class]);
+        ask.parts.truncate(1);
+        let market = Market::new(ask);
+        let fleets = market.rank(&Microlp, 3);
+        let pools = || fleets.iter().flat_map(|fleet| &fleet.pools);
+        let computes = pools().filter(|pool| pool.duty != Duty::Decode).map(|pool| pool.devices).min();
+        (computes, market.lower_bound(&Microlp).unwrap().0)
+    };
+    let ((few, bound), (many, same)) = (devices(6000), devices(20_000));
+    assert!(few.is_some() && few < many, "{few:?} {many:?}");
+    assert_eq!(bound, same, "a bound holds whatever the size of single requests");
+    assert_eq!(devices(2_000_000).0, None, "nothing is in time");
 }
 
 /// KV of 8,000 tokens of 320 KiB leaves an instance over 1.25 GB/s in 2.1 s, so that the network and not

@@ -17,6 +17,8 @@ pub(super) struct MarketKind {
     /// Instances that one request per second keeps busy, by duty and class; `None` where they cannot serve
     /// it.
     pub(super) loads: [Vec<Option<f64>>; 3],
+    /// Whether the slowest prompt of a class is in time, by class.
+    pub(super) in_time: Vec<bool>,
     /// The same of what KV takes of the network between prefill and decode, by class.
     pub(super) links: Vec<f64>,
 }
@@ -79,15 +81,21 @@ impl MarketKind {
         let links = ask.classes.iter().map(kv).collect();
         // those that are too slow remain, to say how slow they are
         let held = ask.classes.iter().any(|class| instance.fastest(&class.size).is_ok());
-        held.then_some(MarketKind { part, instance, loads, links })
+        let slowest = |class: &SizeClass| instance.fastest(&class.slowest);
+        let in_time = |class: &SizeClass| slowest(class).is_ok_and(|(ttft, _)| ttft <= ask.level.ttft);
+        let in_time = ask.classes.iter().map(in_time).collect();
+        held.then_some(MarketKind { part, instance, loads, in_time, links })
     }
 
     /// Whether it carries something for less than `fewer` devices of its part, or these do not carry all.
     fn may_better(&self, fewer: &MarketKind) -> bool {
         let [many, few] = [self, fewer].map(|kind| f64::from(kind.instance.devices));
-        self.loads.iter().flatten().zip(fewer.loads.iter().flatten()).any(|pair| match pair {
+        let late = fewer.in_time.contains(&false);
+        let loads = self.loads.iter().flatten().zip(fewer.loads.iter().flatten());
+        let cheaper = |pair: (&Option<f64>, &Option<f64>)| match pair {
             (Some(own), Some(other)) => own * many < CHEAPER * other * few,
             _ => true,
-        })
+        };
+        late || loads.into_iter().any(cheaper)
     }
 }

@@ -92,7 +92,7 @@ impl Market {
         let mut least: Vec<(Seconds, f64, String)> = Vec::new();
         for class in &self.ask.classes {
             let of = |at: usize| {
-                let times = self.kinds[at].instance.fastest(&class.size).ok()?;
+                let times = self.kinds[at].instance.fastest(&class.slowest).ok()?;
                 Some((time(times), at))
             };
             let best = (0..self.kinds.len()).filter_map(of).min_by_key(|(time, _)| Ordered(time.0));

@@ -80,7 +80,7 @@ impl PlanLoad {
             let hour = to_usize((request.at.0 - requests[0].at.0) / HOUR_S).min(HOURS_MAX);
             tally.add_many(hour, 1, [request.prompt_tokens, request.output_tokens, cached]);
         }
-        let (classes, counts) = tally.classes_by_hour(span);
+        let (classes, counts) = tally.classes_by_hour(span, args.attain);
         let mut load = Self::new(requests, block_tokens, classes, path.display().to_string());
         let last_s = span.0 - HOUR_S * (counts.len() - 1) as f64;
         let whole = counts.len() - usize::from(last_s < 0.5 * HOUR_S);
@@ -102,7 +102,7 @@ impl PlanLoad {
                 to_u64((row.requests_per_s * HOUR_S).round()).max((row.requests_per_s > 0.0).into());
             tally.add_many(hour, requests, [row.input_tokens, row.output_tokens, 0]);
         }
-        let (classes, counts) = tally.classes_by_hour(Seconds(HOUR_S * workload.len() as f64));
+        let (classes, counts) = tally.classes_by_hour(Seconds(HOUR_S * workload.len() as f64), args.attain);
         let hours = counts.iter().map(|counts| rates(counts, HOUR_S)).collect();
         let load = Self::new(Vec::new(), None, classes, path.display().to_string());
         Ok(PlanLoad { hours, workload, ..load })
@@ -128,7 +128,7 @@ impl PlanLoad {
     fn of_rate(args: &PlanArgs, rate: f64, [prompt_tokens, output_tokens]: [u32; 2]) -> Self {
         let mut tally = LoadTally::default();
         tally.add(prompt_tokens, output_tokens, 0);
-        let mut classes = tally.classes(Seconds(1.0));
+        let mut classes = tally.classes(Seconds(1.0), args.attain);
         classes.iter_mut().for_each(|class| class.rate = rate);
         let text =
             format!("{rate} requests/s, prompts of {prompt_tokens} tokens, answers of {output_tokens}");
