@@ -60,6 +60,8 @@ pub(super) struct ProvenFleet {
     pub(super) policy: Policy,
     /// As FLEET.toml.
     pub(super) text: String,
+    /// The same, read.
+    file: FleetFile,
 }
 
 impl ProvenFleet {
@@ -204,8 +206,8 @@ impl<'a> PlanSearch<'a> {
 
     /// Simulates a fleet with a multiple of the load, and of the times of its devices.
     fn attained(&self, fleet: &ProvenFleet, (load, times): (f64, f64)) -> Result<Option<f64>> {
-        let file = self.parsed(&fleet.text)?.slowed(|_| times);
-        let counts: Vec<u32> = file.pools.iter().map(|pool| pool.count).collect();
+        let file = fleet.file.clone().slowed(|_| times);
+        let counts: Vec<u32> = fleet.pools.iter().map(|pool| pool.count).collect();
         let choices = Choices { policy: fleet.policy, ..Choices::default() };
         let trials = TrialLoad { choices, speedup: self.trials.speedup * load, ..self.trials };
         let trial = trials.trial(&file, &counts, true, &|| self.goes_on())?;
@@ -217,19 +219,21 @@ impl<'a> PlanSearch<'a> {
     /// Simulates fleets, each under every policy, and adds what comes of them.
     fn prove(&self, wave: &[&FormedFleet], outcome: &mut PlanFound) -> Result<()> {
         let most_usd: Vec<f64> = wave.iter().map(|fleet| outcome.most_usd(is_of_one_part(fleet))).collect();
+        let files = on_all_cores(wave.len(), |at| self.parsed(&self.without_spares(wave[at])));
+        let files: Vec<FleetFile> = files.into_iter().collect::<Result<_>>()?;
         let repaired = on_all_cores(POLICIES.len() * wave.len(), |at| {
             let fleet = at / POLICIES.len();
-            self.repair(wave[fleet], POLICIES[at % POLICIES.len()], most_usd[fleet])
+            self.repair(wave[fleet], &files[fleet], POLICIES[at % POLICIES.len()], most_usd[fleet])
         });
         let mut repaired = repaired.into_iter();
-        for fleet in wave {
+        for (fleet, file) in wave.iter().zip(files) {
             let of_each: Vec<Option<Repaired>> =
                 repaired.by_ref().take(POLICIES.len()).collect::<Result<_>>()?;
             for of_one in &of_each {
                 outcome.complete &=
                     of_one.as_ref().is_some_and(|r| r.least || !r.trial.held && self.goes_on());
             }
-            self.add(fleet, of_each, outcome)?;
+            self.add(fleet, file, of_each, outcome)?;
         }
         Ok(())
     }
@@ -252,9 +256,14 @@ impl<'a> PlanSearch<'a> {
 
     /// The fewest instances of a fleet that hold the objective under `policy`, for at most `most_usd` per
     /// hour.
-    fn repair(&self, planned: &FormedFleet, policy: Policy, most_usd: f64) -> Result<Option<Repaired>> {
+    fn repair(
+        &self,
+        planned: &FormedFleet,
+        file: &FleetFile,
+        policy: Policy,
+        most_usd: f64,
+    ) -> Result<Option<Repaired>> {
         let pools = self.without_spares(planned);
-        let file = self.parsed(&self.text.of(&pools, policy))?;
         let fits = |counts: &[u32]| {
             let pools = self.with_spares(&pools, counts);
             self.usd_per_hour(&pools) <= most_usd && self.is_in_stock(&pools)
@@ -266,7 +275,7 @@ impl<'a> PlanSearch<'a> {
         };
         let rent = |counts: &[u32]| self.usd_per_hour(&self.with_spares(&pools, counts));
         let limits = RepairLimits { fits: &fits, rent: &rent, go_on: &|| self.goes_on(), told: &told };
-        Ok(self.under(policy).repair(&file, &limits)?)
+        Ok(self.under(policy).repair(file, &limits)?)
     }
 
     fn under(&self, policy: Policy) -> TrialLoad<'a> {
@@ -277,6 +286,7 @@ impl<'a> PlanSearch<'a> {
     fn add(
         &self,
         planned: &FormedFleet,
+        mut file: FleetFile,
         of_each: Vec<Option<Repaired>>,
         outcome: &mut PlanFound,
     ) -> Result<()> {
@@ -288,7 +298,6 @@ impl<'a> PlanSearch<'a> {
         let ended = POLICIES.into_iter().zip(of_each).filter_map(|(policy, of)| Some((policy, of?)));
         let cheapest = ended.min_by_key(|(_, of)| rank(of));
         let Some((policy, Repaired { counts, mut trial, less, least })) = cheapest else { return Ok(()) };
-        let file = self.parsed(&self.text.of(&pools, policy))?;
         let used: Vec<usize> = (0..pools.len()).filter(|&pool| counts[pool] > 0).collect();
         let pools = self.with_spares(&pools, &counts);
         if self.args.spares > 0 {
@@ -303,8 +312,10 @@ impl<'a> PlanSearch<'a> {
         let usd_per_hour = self.usd_per_hour(&pools);
         let errors = used.iter().map(|&pool| Some(file.pools[pool].likely_error? * rents(&pools[pool])));
         let rent: f64 = used.iter().map(|&pool| rents(&pools[pool])).sum();
+        let likely_error = errors.sum::<Option<f64>>().map(|usd| usd / rent);
+        file.pools = used.iter().map(|&pool| file.pools[pool].clone()).collect();
         let proven = ProvenFleet {
-            likely_error: errors.sum::<Option<f64>>().map(|usd| usd / rent),
+            likely_error,
             less: used.iter().map(|&pool| less[pool].clone()).collect(),
             pools: used.iter().map(|&pool| pools[pool].clone()).collect(),
             planned_usd_per_hour: planned.usd_per_hour.0,
@@ -314,6 +325,7 @@ impl<'a> PlanSearch<'a> {
             stress: FleetStress::default(),
             policy,
             text,
+            file,
         };
         if proven.trial.held {
             if outcome.fleets.iter().all(|known| known.pools != proven.pools) {
@@ -325,9 +337,12 @@ impl<'a> PlanSearch<'a> {
         Ok(())
     }
 
-    fn parsed(&self, text: &str) -> Result<FleetFile> {
+    /// A fleet as its file has it, with devices as slow as `--confidence` asks for. To make the tables of its
+    /// times takes longer than a run.
+    fn parsed(&self, pools: &[PlannedPool]) -> Result<FleetFile> {
         let none = |path: &Path| Err(format!("{} is not read", path.display()));
-        let file = FleetFile::parse(text, Path::new(""), &none)?;
+        let text = self.text.of(pools, Policy::default());
+        let file = FleetFile::parse(&text, Path::new(""), &none)?;
         Ok(file.slowed(|pool| slower(pool.likely_error, self.args.confidence)))
     }
 
