@@ -179,11 +179,12 @@ fn write_files(planned: &Planned<'_>, market: &Market) -> Result<Option<String>>
 pub(crate) fn run(args: &PlanArgs) -> Result<()> {
     let model = find(&args.model).map_err(|error| Usage(format!("--model: {error}")))?;
     let stored = args.dtype.unwrap_or(StoredAs::Plain(DType::Bf16));
-    let offers = Offers::read(args)?;
+    let mut offers = Offers::read(args)?;
+    let mut load = PlanLoad::read(args)?;
+    offers.warnings.extend(load.warning(args));
     for warning in &offers.warnings {
         eprintln!("warning: {warning}");
     }
-    let mut load = PlanLoad::read(args)?;
     if let Some(directory) = &args.out {
         std::fs::create_dir_all(directory)
             .with_context(|| format!("--out: cannot make the directory {}", directory.display()))?;

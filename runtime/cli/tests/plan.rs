@@ -300,6 +300,14 @@ fn an_objective_that_nothing_meets_is_told_with_what_binds_and_the_nearest() {
     large[2] = "llama-3.1-405b";
     large[14] = "RTX-4090";
     fails(&run(&large, &[]), 1, &["memory binds"]);
+
+    let trace = scratch("plan-short").join("short.jsonl");
+    let mut generate = mixfleet();
+    generate.args(["trace", "generate", "--requests", "20", "--rate", "20", "--out"]).arg(&trace);
+    assert!(generate.status().unwrap().success());
+    let of_trace = ["plan", "--model", "llama-3.1-8b", "--ttft", "0.001", "--tbt", "0.1", "--parts", "L40S"];
+    let short = run(&of_trace, &["--trace", trace.to_str().unwrap()]);
+    fails(&short, 1, &["warning: the requests arrive within", "--limit", "TTFT binds"]);
 }
 
 #[test]

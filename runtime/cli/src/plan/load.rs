@@ -21,6 +21,8 @@ const REQUESTS_MAX: f64 = 50_000.0;
 /// Least time that they span, and as a multiple of how long one may take: a fleet starts empty.
 const SPAN_S_MIN: f64 = 120.0;
 const SPAN_ANSWERS: f64 = 10.0;
+/// A trace that spans less, as a multiple of how long one of its requests may take, is warned of.
+const SPAN_ANSWERS_WARN: f64 = 5.0;
 const HOUR_S: f64 = 3600.0;
 /// Most hours that are planned each for itself.
 const HOURS_MAX: usize = 9000;
@@ -143,6 +145,18 @@ impl PlanLoad {
         let mean_tokens = [mean(|request| request.prompt_tokens), mean(|request| request.output_tokens)];
         let (hours, workload) = (Vec::new(), Vec::new());
         PlanLoad { requests, block_tokens, classes, hours, workload, rate, mean_tokens, text }
+    }
+
+    /// What to know about the requests before a plan for them is believed.
+    pub(super) fn warning(&self, args: &PlanArgs) -> Option<String> {
+        let (first, last) = (self.requests.first()?, self.requests.last()?);
+        let (span_s, one_s) = (last.at.0 - first.at.0, args.ttft + self.mean_tokens[1] * args.tbt);
+        (span_s < SPAN_ANSWERS_WARN * one_s).then(|| {
+            format!(
+                "the requests arrive within {span_s:.0} s, and one may take {one_s:.0} s: a fleet that starts empty \
+                 may seem to carry more than it does; give a longer trace or a larger --limit"
+            )
+        })
     }
 
     /// Writes the requests as a log that `simulate --trace` reads.
