@@ -25,8 +25,8 @@ use mixfleet_scheduler::engines::KnownEngine;
 use mixfleet_scheduler::models::{KnownModel, find};
 use mixfleet_scheduler::plan::branching::Microlp;
 use mixfleet_scheduler::plan::break_even::BreakEven;
-use mixfleet_scheduler::plan::candidates::ServiceLevel;
-use mixfleet_scheduler::plan::market::{Market, MarketAsk};
+use mixfleet_scheduler::plan::candidates::{AttentionLink, ServiceLevel};
+use mixfleet_scheduler::plan::market::{FormedFleet, Market, MarketAsk};
 use mixfleet_scheduler::plan::offered::PartOnOffer;
 use mixfleet_sim::fleet_file::InstancePool;
 use mixfleet_sim::simulate::Setup;
@@ -37,6 +37,10 @@ use search::{PlanFound, PlanSearch};
 use std::io::Write;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Time of a message to devices for attention and back, as published for GPUs over RDMA (Lamina,
+/// arXiv 2405.01814).
+const ROUND_TRIP: Seconds = Seconds(33e-6);
 
 #[derive(Debug, Args)]
 pub(crate) struct PlanArgs {
@@ -155,6 +159,8 @@ struct Planned<'a> {
     /// For each part.
     break_evens: &'a [BreakEven],
     repriced: &'a [Repriced],
+    /// The cheapest fleet with devices for attention alone, by rates; or why there is none.
+    attention_apart: Result<FormedFleet, String>,
 }
 
 /// Writes the files that were asked for, and says what starts the fleet.
@@ -217,6 +223,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
         load.be_of_hour(args, dearest);
         market = market.with_rates(&by_hour[dearest]);
     }
+    let bandwidth = market.ask().nic;
     let outcome = PlanSearch::new(args, &market, &load, &offers).run()?;
     let parts = if outcome.fleets.is_empty() { 0 } else { offers.parts.len() };
     let planned = Planned {
@@ -229,6 +236,8 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
         hours: &hours,
         break_evens: &on_all_cores(parts, |part| market.break_even(&Microlp, part)),
         repriced: &prices::repriced(&market, &outcome.fleets),
+        attention_apart: market
+            .attention_apart(&Microlp, &AttentionLink { round_trip: ROUND_TRIP, bandwidth }),
     };
     let started = write_files(&planned, &market)?;
     let mut out = std::io::stdout().lock();

@@ -91,6 +91,13 @@ fn is_sound(document: &Value, attain: f64) {
             assert!(pool["count"].as_u64().unwrap() > 0 && !pool["price_from"].as_str().unwrap().is_empty());
         }
     }
+    let apart = &document["attention_apart"];
+    let duties: Vec<&str> =
+        apart["pools"].as_array().unwrap().iter().map(|pool| pool["duty"].as_str().unwrap()).collect();
+    assert!(
+        apart["simulated"] == false && duties.contains(&"attention") && duties.contains(&"linear"),
+        "{apart}"
+    );
     let homogeneous = &document["homogeneous"];
     let part = &pools(homogeneous)[0]["part"];
     assert!(pools(homogeneous).iter().all(|pool| pool["part"] == *part));

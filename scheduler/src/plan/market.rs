@@ -26,11 +26,11 @@ use std::sync::Arc;
 /// The duties of instances.
 pub(super) const DUTIES: [Duty; 3] = [Duty::Whole, Duty::Prefill, Duty::Decode];
 /// Share of its time that a planned instance works: one that always works has a queue without end.
-const BUSY_MAX: f64 = 0.9;
+pub(super) const BUSY_MAX: f64 = 0.9;
 /// More devices to an instance are worth a candidate where they are cheaper by this much.
 pub(super) const CHEAPER: f64 = 0.99;
 /// How far programs are solved; more takes longer than the uncertainty of rates is worth.
-const SEARCH: Search = Search { nodes_max: 2000, gap: 0.002 };
+pub(super) const SEARCH: Search = Search { nodes_max: 2000, gap: 0.002 };
 /// Maximum number of programs of one sort of form.
 const PROGRAMS_MAX: usize = 16;
 /// Share of their rent at which owned devices count in a program, so that it takes no more than are needed.

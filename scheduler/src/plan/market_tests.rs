@@ -1,6 +1,6 @@
 use super::branching::Microlp;
 use super::break_even::BreakEven;
-use super::candidates::{InstanceKind, PartKernels, RequestSize, ServiceLevel};
+use super::candidates::{AttentionLink, InstanceKind, PartKernels, RequestSize, ServiceLevel};
 use super::load::SizeClass;
 use super::market::*;
 use super::program::Duty;
@@ -302,4 +302,36 @@ fn the_bound_is_above_no_divided_fleet_of_any_kinds() {
         eprintln!("{model}: bound {bound:.4}, the cheapest of {} fleets {least:.4}", all.len());
         assert!(all.len() > 20 && bound > 0.0 && bound <= least * (1.0 + 1e-9), "{model}: {bound} {least}");
     }
+}
+
+/// Products with weights on H100 and attention on H20, each where it is cheaper; with latent attention the
+/// H20's arithmetic would be the limit.
+#[test]
+fn attention_apart_is_planned_on_the_parts_that_are_cheapest_for_each_half() {
+    let link = AttentionLink { round_trip: Seconds(33e-6), bandwidth: BytesPerSecond(45.7e9) };
+    let of = |ask: MarketAsk| Market::new(ask).attention_apart(&Microlp, &link);
+    let long = || ask(vec![class(6000, 400, 30.0)]);
+    let fleet = of(long()).unwrap();
+    let parts = |duty| fleet.pools.iter().filter(move |pool| pool.duty == duty).map(|pool| pool.part);
+    assert!(parts(Duty::Prefill).count() > 0 && parts(Duty::Linear).count() > 0, "{fleet:?}");
+    assert!(parts(Duty::Attention).count() > 0 && parts(Duty::Attention).all(|part| part == 1), "{fleet:?}");
+    // it holds at least the KV that comes in a second, 320 KiB a token
+    let kv = 30.0 * 0.3277e6 * 6200.0;
+    let held: f64 = fleet
+        .pools
+        .iter()
+        .filter(|pool| pool.duty == Duty::Attention)
+        .map(|pool| 96e9 * f64::from(pool.count))
+        .sum();
+    assert!(held > kv, "{held} {kv}");
+    let twice = of(ask(vec![class(6000, 400, 60.0)])).unwrap();
+    assert!(twice.usd_per_hour.0 > 1.5 * fleet.usd_per_hour.0, "{twice:?}");
+    let mut few = long();
+    few.parts[1].most = Some(1);
+    let limited = of(few);
+    assert!(limited.is_err() || limited.unwrap().usd_per_hour > fleet.usd_per_hour);
+    let mut latent = long();
+    latent.model = models::find("deepseek-v3").unwrap();
+    latent.parts.remove(0);
+    assert!(of(latent).unwrap_err().contains("arithmetic"));
 }

@@ -5,12 +5,14 @@
 //! trace's requests, [`margin`] says how wrong times may be, [`offered`] what the instances of a part carry
 //! of a load, [`market`] puts these together for parts at prices, [`break_even`] says at which price a part
 //! would be in the fleet, and [`shortfall`] why there is none. [`apart`] prices the attention of decode steps
-//! on devices of its own, and [`remote`] divides prompts by length between two clusters.
+//! on devices of its own, [`attention`] finds the cheapest fleet that has such devices, and [`remote`]
+//! divides prompts by length between two clusters.
 //!
 //! What is absent: clocks, limits of time, a solver of its own, simulation. A plan is as good as the rates
 //! that it is given.
 
 pub mod apart;
+pub mod attention;
 #[cfg(any(test, feature = "microlp"))]
 pub mod branching;
 pub mod break_even;

@@ -5,6 +5,7 @@ use super::load::SizeClass;
 use super::margin::slower;
 use super::market::{CHEAPER, DUTIES, MarketAsk};
 use super::program::Duty;
+use mixfleet_hal::units::BytesPerSecond;
 
 /// Devices that share a copy of the model.
 const DEVICES: [u32; 4] = [1, 2, 4, 8];
@@ -45,6 +46,11 @@ impl PartOnOffer {
     }
 }
 
+/// Seconds that the KV of a prompt takes of a network.
+pub(super) fn kv_s(instance: &InstanceKind, class: &SizeClass, nic: BytesPerSecond) -> f64 {
+    instance.shape.sequence_bytes(class.size.input_tokens) as f64 / nic.0
+}
+
 impl MarketKind {
     /// `None` if there are not so many devices, or they hold no request.
     fn new(ask: &MarketAsk, part: usize, kernels: &PartKernels, devices: u32) -> Option<Self> {
@@ -76,9 +82,7 @@ impl MarketKind {
             duty => carries(duty, class),
         };
         let loads = DUTIES.map(|duty| ask.classes.iter().map(|class| load(duty, class)).collect::<Vec<_>>());
-        let kv =
-            |class: &SizeClass| instance.shape.sequence_bytes(class.size.input_tokens) as f64 / ask.nic.0;
-        let links = ask.classes.iter().map(kv).collect();
+        let links = ask.classes.iter().map(|class| kv_s(&instance, class, ask.nic)).collect();
         // those that are too slow remain, to say how slow they are
         let held = ask.classes.iter().any(|class| instance.fastest(&class.size).is_ok());
         let slowest = |class: &SizeClass| instance.fastest(&class.slowest);

@@ -49,6 +49,7 @@ pub(super) fn of(planned: &Planned<'_>) -> Value {
         "lower_bound_usd_per_hour": outcome.lower_bound,
         "runner_up_lost": super::table::why_lost(planned),
         "most_robust": outcome.most_robust(),
+        "attention_apart": attention_apart(planned),
         "repriced": repriced,
         "break_evens": break_evens,
         "hours": planned.hours.iter().map(|hour| self::hour(planned, hour)).collect::<Vec<_>>(),
@@ -108,6 +109,26 @@ fn pool(planned: &Planned<'_>, pool: &PlannedPool, less: &Option<FleetTrial>) ->
         "price_from": planned.offers.prices[pool.part].basis,
         "attained_at_most_with_one_less": less.as_ref().map(|trial| trial.attained),
     })
+}
+
+/// A fleet with devices for attention alone, or why there is none.
+fn attention_apart(planned: &Planned<'_>) -> Value {
+    let of = |pool: &PlannedPool| {
+        json!({
+            "part": planned.offers.parts[pool.part].part.id,
+            "duty": pool.duty,
+            "count": pool.count,
+            "devices_per_instance": pool.devices,
+        })
+    };
+    match &planned.attention_apart {
+        Ok(fleet) => json!({
+            "usd_per_hour_by_rates": fleet.usd_per_hour.0,
+            "simulated": false,
+            "pools": fleet.pools.iter().map(of).collect::<Vec<_>>(),
+        }),
+        Err(why) => json!({ "none": why }),
+    }
 }
 
 fn hour(planned: &Planned<'_>, hour: &HourPlan) -> Value {

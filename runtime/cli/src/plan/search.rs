@@ -11,8 +11,9 @@ use mixfleet_scheduler::fleet::Policy;
 use mixfleet_scheduler::plan::branching::Microlp;
 use mixfleet_scheduler::plan::margin::{ERROR_UNKNOWN, slower};
 use mixfleet_scheduler::plan::market::{FleetForm, FormedFleet, Market, OfferedPart, PlannedPool};
+use mixfleet_scheduler::plan::program::Duty;
 use mixfleet_scheduler::plan::shortfall::Shortfall;
-use mixfleet_sim::fleet_file::{FleetFile, PlannedText, role_of};
+use mixfleet_sim::fleet_file::{FleetFile, PlannedText};
 use mixfleet_sim::repair::{FleetTrial, RepairLimits, Repaired, TrialLoad};
 use mixfleet_sim::simulate::Choices;
 use std::io::IsTerminal;
@@ -377,11 +378,14 @@ pub(super) fn pools_words(parts: &[OfferedPart], pools: &[PlannedPool]) -> Strin
 
 fn pool_words(id: &str, pool: &PlannedPool) -> String {
     let devices = if pool.devices == 1 { String::new() } else { format!("{} ", pool.devices) };
-    let role = match role_of(pool.duty) {
-        "auto" => String::new(),
-        role => format!(" {role}"),
+    let duty = match pool.duty {
+        Duty::Whole => "",
+        Duty::Prefill => " prefill",
+        Duty::Decode => " decode",
+        Duty::Linear => " linear",
+        Duty::Attention => " attention",
     };
-    format!("{} x {devices}{id}{role}", pool.count)
+    format!("{} x {devices}{id}{duty}", pool.count)
 }
 
 fn is_of_one_part(fleet: &FormedFleet) -> bool {

@@ -73,6 +73,19 @@ fn fleets(text: &mut String, planned: &Planned<'_>) {
     );
 }
 
+/// The cheapest fleet with devices for attention alone, which nothing simulates.
+fn attention_apart(planned: &Planned<'_>, best: &ProvenFleet) -> String {
+    match &planned.attention_apart {
+        Ok(fleet) => format!(
+            "not simulated; by rates ${:.2}/h, where the first is ${:.2}/h: {}",
+            fleet.usd_per_hour.0,
+            best.planned_usd_per_hour,
+            pools_words(&planned.offers.parts, &fleet.pools)
+        ),
+        Err(why) => format!("none: {why}"),
+    }
+}
+
 fn below(text: &mut String, planned: &Planned<'_>, best: &ProvenFleet, started: Option<&str>) {
     let Planned { args, offers, outcome, .. } = planned;
     let mut line = |name: &str, value: String| {
@@ -100,6 +113,7 @@ fn below(text: &mut String, planned: &Planned<'_>, best: &ProvenFleet, started: 
     if let Some(why) = why_lost(planned) {
         line("second", why);
     }
+    line("attention apart", attention_apart(planned, best));
     if let Some(robust) = outcome.most_robust() {
         let stress = outcome.fleets[robust].stress;
         let [load, times] = [stress.load, stress.times].map(|of| 100.0 * of[0].unwrap_or(0.0));
