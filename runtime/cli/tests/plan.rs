@@ -342,6 +342,12 @@ fn mistakes_are_usage_errors_that_say_what_to_do() {
     fails(&run(&STEADY, &["--html", page.to_str().unwrap()]), 3, &["cannot write", "plan.html"]);
     let prices = write(&directory, "prices.csv", "device_id,price_hourly\nH20-96GB,0.8\n");
     fails(&run(&STEADY, &["--prices", &prices]), 2, &["--prices"]);
+    let prices = write(&directory, "unknown.csv", "device_id,price_hourly\nV100-SXM2-16GB,0.1\n");
+    fails(
+        &run(&STEADY[..13], &["--prices", &prices]),
+        2,
+        &["no kernel times are known", "--parts V100-SXM2-16GB"],
+    );
     let stock = write(&directory, "stock.csv", "device_id,count\nL40S,many\n");
     fails(&run(&STEADY, &["--inventory", &stock]), 3, &["stock.csv:2", "device_id and count"]);
 }

@@ -59,6 +59,7 @@ pub(super) fn of(planned: &Planned<'_>) -> Value {
         "shortfall": outcome.shortfall,
         "nearest": outcome.nearest.as_ref().map(|nearest| self::fleet(planned, nearest)),
         "without_offer": offers.without_offer,
+        "without_kernels": offers.without_kernels,
         "warnings": offers.warnings,
     })
 }

@@ -17,6 +17,8 @@ pub(super) struct Offers {
     pub(super) prices: Vec<Price>,
     /// Parts that were asked for or are in stock, and have no offer.
     pub(super) without_offer: Vec<&'static str>,
+    /// Parts with an offer of whose kernels nothing was published, and which nobody named.
+    pub(super) without_kernels: Vec<&'static str>,
     pub(super) warnings: Vec<String>,
 }
 
@@ -40,6 +42,7 @@ impl Offers {
             parts: Vec::new(),
             prices: Vec::new(),
             without_offer: Vec::new(),
+            without_kernels: Vec::new(),
             warnings: list.warnings(&[]),
         };
         for part in wanted {
@@ -50,7 +53,10 @@ impl Offers {
                     count => Some(count),
                 },
             };
+            // a datasheet taken at its word promises more than kernels reach, so that it would always win
+            let named = !args.parts.is_empty() || most.is_some() || devices_of(part, &owned) > 0;
             match Selection::default().price_or_reference(part.id, &list.offers) {
+                Some(_) if !named && part.reached_profile().is_none() => offers.without_kernels.push(part.id),
                 Some(price) => {
                     let owned = devices_of(part, &owned);
                     offers.parts.push(OfferedPart { part, usd_per_hour: price.usd_per_hour, most, owned });
@@ -60,9 +66,16 @@ impl Offers {
             }
         }
         if offers.parts.is_empty() {
-            let none = "no part is left to choose from: none of those asked for has an offer; see --prices, \
-                        --parts and --inventory";
-            return Err(Usage(none.into()).into());
+            let none = match &offers.without_kernels[..] {
+                [] => {
+                    "none of those asked for has an offer; see --prices, --parts and --inventory".to_owned()
+                }
+                ids => format!(
+                    "no kernel times are known of those with an offer; --parts {} takes their datasheets at their word",
+                    ids.join(",")
+                ),
+            };
+            return Err(Usage(format!("no part is left to choose from: {none}")).into());
         }
         Ok(offers)
     }

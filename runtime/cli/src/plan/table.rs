@@ -29,11 +29,19 @@ pub(super) fn of(planned: &Planned<'_>, started: Option<&str>) -> String {
     }
     let percent = 100.0 * args.attain;
     line("objectives", format!("TTFT {} s, TBT {} s, for {percent} % of the requests", args.ttft, args.tbt));
-    if !offers.without_offer.is_empty() {
-        let (some, more) = offers.without_offer.split_at(offers.without_offer.len().min(IDS_MAX));
+    let mut not_candidates = |name: &str, ids: &[&str], hint: &str| {
+        let (some, more) = ids.split_at(ids.len().min(IDS_MAX));
         let more = if more.is_empty() { String::new() } else { format!(" and {} more (--json)", more.len()) };
-        line("without offer", format!("not candidates: {}{more}", some.join(", ")));
-    }
+        if !some.is_empty() {
+            line(name, format!("not candidates: {}{more}{hint}", some.join(", ")));
+        }
+    };
+    not_candidates("without offer", &offers.without_offer, "");
+    not_candidates(
+        "without kernels",
+        &offers.without_kernels,
+        "; --parts takes their datasheets at their word",
+    );
     if let Some(best) = outcome.fleets.first() {
         fleets(&mut text, planned);
         below(&mut text, planned, best, started);
