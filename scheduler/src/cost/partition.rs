@@ -1,0 +1,276 @@
+//! Who computes what in an instance over several devices: tensor parallelism (Megatron-LM, arXiv 1909.08053).
+//!
+//! Every member has the whole residual stream. It projects to its own heads and to its own columns of the MLP,
+//! and back to a partial sum of the residual; the members' partial sums are added after attention and after
+//! the MLP of each layer. Each computes the logits of its own rows of the vocabulary.
+
+use super::ModelShape;
+use mixfleet_hal::cast::to_u32;
+use std::ops::Range;
+
+/// Columns of the MLP and rows of the vocabulary are dealt in runs of this length where they divide into such,
+/// so that matrices stay aligned for a device's kernels.
+const RUN: u32 = 64;
+
+/// What one member of an instance computes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MemberShare {
+    /// The member's number. The first one also adds the residual and the biases of the projections to it, and
+    /// draws tokens.
+    pub member: u32,
+    /// Its query heads.
+    pub heads: Range<u32>,
+    /// The KV heads that these read. Members share one where there are fewer KV heads than members.
+    pub kv_heads: Range<u32>,
+    /// Its columns of the MLP's inner layer.
+    pub inner: Range<u32>,
+    /// Its rows of the LM head.
+    pub vocab: Range<u32>,
+}
+
+impl MemberShare {
+    /// Everything, as the only member has it.
+    pub fn whole(shape: &ModelShape) -> Self {
+        MemberShare {
+            member: 0,
+            heads: 0..shape.heads,
+            kv_heads: 0..shape.kv_heads,
+            inner: 0..shape.intermediate,
+            vocab: 0..shape.vocab,
+        }
+    }
+
+    /// Whether it is the first member.
+    pub fn is_first(&self) -> bool {
+        self.member == 0
+    }
+
+    /// The shape of a model with only its share of `shape`, for cost prediction.
+    pub fn of(&self, shape: &ModelShape) -> ModelShape {
+        ModelShape {
+            heads: count(&self.heads),
+            kv_heads: count(&self.kv_heads),
+            intermediate: count(&self.inner),
+            vocab: count(&self.vocab),
+            ..shape.clone()
+        }
+    }
+}
+
+/// The shares of an instance's members: every head, column and row belongs to exactly one of them, and KV heads
+/// to at least one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Partition {
+    shares: Vec<MemberShare>,
+}
+
+impl Partition {
+    /// Shares as equal as whole KV heads allow. If `shape` divides by the number of members, they are those of
+    /// [`ModelShape::split`].
+    ///
+    /// # Errors
+    /// When a member would have nothing, or the model has layers that cannot be divided so.
+    pub fn even(shape: &ModelShape, members: u32) -> Result<Self, String> {
+        Partition::in_proportion(shape, &vec![1.0; members as usize])
+    }
+
+    /// Shares in proportion to `weights`, one for each member, as whole KV heads allow. Where there are fewer
+    /// KV heads than members, members share a KV head and divide its query heads.
+    ///
+    /// # Errors
+    /// When a member would have nothing, a weight is not positive, or the model has layers that cannot be
+    /// divided so.
+    pub fn in_proportion(shape: &ModelShape, weights: &[f64]) -> Result<Self, String> {
+        if shape.latent.is_some() || shape.linear.is_some() || shape.experts.is_some() {
+            return Err("latent or linear attention and experts are not divided over devices yet".into());
+        }
+        if weights.is_empty() || !weights.iter().all(|weight| weight.is_finite() && *weight > 0.0) {
+            return Err(format!("{weights:?} are no weights of members: all must be positive numbers"));
+        }
+        let heads = heads(shape, weights)?;
+        let group = shape.heads / shape.kv_heads.max(1);
+        let inner = ranges(&in_runs(shape.intermediate, weights, "columns of the MLP")?);
+        let vocab = ranges(&in_runs(shape.vocab, weights, "rows of the vocabulary")?);
+        let shares = heads.into_iter().zip(inner).zip(vocab).enumerate();
+        let share = |(member, ((heads, inner), vocab)): (usize, ((Range<u32>, _), _))| MemberShare {
+            member: to_u32(member),
+            kv_heads: heads.start / group..heads.end.div_ceil(group),
+            heads,
+            inner,
+            vocab,
+        };
+        Ok(Partition { shares: shares.map(share).collect() })
+    }
+
+    /// The members' shares, in their order.
+    pub fn shares(&self) -> &[MemberShare] {
+        &self.shares
+    }
+}
+
+fn count(range: &Range<u32>) -> u32 {
+    range.end - range.start
+}
+
+/// The query heads of each member: those of whole KV heads, or a part of those of one.
+fn heads(shape: &ModelShape, weights: &[f64]) -> Result<Vec<Range<u32>>, String> {
+    let (members, kv_heads) = (to_u32(weights.len()), shape.kv_heads);
+    if kv_heads == 0 || !shape.heads.is_multiple_of(kv_heads) {
+        return Err(format!("{} heads do not divide over {kv_heads} KV heads", shape.heads));
+    }
+    let group = shape.heads / kv_heads;
+    if members <= kv_heads {
+        return Ok(ranges(&dealt(kv_heads, weights).iter().map(|heads| heads * group).collect::<Vec<_>>()));
+    }
+    let mut counts = Vec::new();
+    for sharers in ranges(&dealt(members, &vec![1.0; kv_heads as usize])) {
+        if count(&sharers) > group {
+            return Err(format!("{members} members are more than the model's {} heads allow", shape.heads));
+        }
+        counts.extend(dealt(group, &weights[sharers.start as usize..sharers.end as usize]));
+    }
+    Ok(ranges(&counts))
+}
+
+/// Deals `total` to members in runs, if possible.
+fn in_runs(total: u32, weights: &[f64], what: &str) -> Result<Vec<u32>, String> {
+    let members = to_u32(weights.len());
+    if total < members {
+        return Err(format!("{total} {what} are fewer than {members} members"));
+    }
+    let mut run = RUN;
+    while !total.is_multiple_of(run) || total / run < members {
+        run /= 2;
+    }
+    Ok(dealt(total / run, weights).iter().map(|runs| runs * run).collect())
+}
+
+/// Divides `total` in proportion to `weights`, at least one for each (`total` is no less than their number):
+/// what is left goes where most is missing, the first of equal ones.
+fn dealt(total: u32, weights: &[f64]) -> Vec<u32> {
+    let sum: f64 = weights.iter().sum();
+    let due: Vec<f64> = weights.iter().map(|weight| f64::from(total) * weight / sum).collect();
+    let mut counts = vec![1; weights.len()];
+    for _ in weights.len()..total as usize {
+        let missing = |at: usize| due[at] - f64::from(counts[at]);
+        let most = (1..counts.len()).fold(0, |best, at| if missing(at) > missing(best) { at } else { best });
+        counts[most] += 1;
+    }
+    counts
+}
+
+/// Ranges of these lengths, end to end.
+fn ranges(counts: &[u32]) -> Vec<Range<u32>> {
+    let mut end = 0;
+    let next = |count: &u32| {
+        end += count;
+        end - count..end
+    };
+    counts.iter().map(next).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::models;
+    use mixfleet_hal::DType;
+    use proptest::prelude::*;
+
+    fn shape(heads: u32, kv_heads: u32, intermediate: u32, vocab: u32) -> ModelShape {
+        let llama = models::find("llama-3.1-8b").unwrap().shape(DType::Bf16);
+        ModelShape { heads, kv_heads, intermediate, vocab, ..llama }
+    }
+
+    #[test]
+    fn an_even_partition_is_the_split_of_the_cost_model() {
+        let shape = shape(64, 8, 28672, 128_256);
+        for members in [1, 2, 4, 8] {
+            assert_eq!(shape.check_split(members), Ok(()));
+            for share in Partition::even(&shape, members).unwrap().shares() {
+                let (of, split) = (share.of(&shape), shape.split(members));
+                assert!(of.vocab.abs_diff(split.vocab) <= RUN, "{} {}", of.vocab, split.vocab);
+                assert_eq!(ModelShape { vocab: split.vocab, ..of }, split);
+            }
+        }
+        let of_one = MemberShare::whole(&shape);
+        assert_eq!(Partition::even(&shape, 1).unwrap().shares(), [of_one.clone()]);
+        assert_eq!(of_one.of(&shape), shape);
+    }
+
+    #[test]
+    fn what_does_not_divide_goes_in_whole_kv_heads_and_by_weight() {
+        let heads = |shape: &ModelShape, weights: &[f64]| {
+            let partition = Partition::in_proportion(shape, weights).unwrap();
+            partition.shares().iter().map(|s| (s.heads.clone(), s.kv_heads.clone())).collect::<Vec<_>>()
+        };
+        let of = |heads, kv_heads| shape(heads, kv_heads, 14336, 32000);
+        assert_eq!(heads(&of(32, 8), &[1.0; 3]), [(0..12, 0..3), (12..24, 3..6), (24..32, 6..8)]);
+        assert_eq!(heads(&of(32, 8), &[3.0, 1.0]), [(0..24, 0..6), (24..32, 6..8)]);
+        // fewer KV heads than members: the first one is stored twice
+        assert_eq!(heads(&of(8, 2), &[1.0; 3]), [(0..2, 0..1), (2..4, 0..1), (4..8, 1..2)]);
+        assert_eq!(heads(&of(16, 1), &[2.0, 1.0, 1.0]), [(0..8, 0..1), (8..12, 0..1), (12..16, 0..1)]);
+    }
+
+    #[test]
+    fn what_cannot_be_divided_is_refused_in_words() {
+        let error =
+            |shape: &ModelShape, weights: &[f64]| Partition::in_proportion(shape, weights).unwrap_err();
+        assert!(error(&shape(4, 2, 160, 512), &[1.0; 5]).contains("4 heads"));
+        assert!(error(&shape(4, 2, 1, 512), &[1.0; 2]).contains("columns of the MLP"));
+        assert!(error(&shape(4, 2, 160, 512), &[1.0, 0.0]).contains("positive"));
+        assert!(error(&shape(4, 2, 160, 512), &[]).contains("positive"));
+        let mixture = models::find("qwen3-30b-a3b").unwrap().shape(DType::Bf16);
+        assert!(error(&mixture, &[1.0; 2]).contains("experts"));
+    }
+
+    fn covers(parts: &[Range<u32>], total: u32) -> bool {
+        let end =
+            parts.iter().try_fold(0, |at, part| (part.start == at && part.end > at).then_some(part.end));
+        end == Some(total)
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig {
+            failure_persistence: None,
+            rng_seed: proptest::test_runner::RngSeed::Fixed(20_261_123),
+            ..ProptestConfig::default()
+        })]
+
+        #[test]
+        fn everything_is_computed_exactly_once(
+            kv_heads in 1u32..10,
+            group in 1u32..9,
+            intermediate in 9u32..2000,
+            vocab in 9u32..2000,
+            weights in proptest::collection::vec(0.1f64..10.0, 1..9),
+        ) {
+            let shape = shape(kv_heads * group, kv_heads, intermediate, vocab);
+            let members = to_u32(weights.len());
+            let Ok(partition) = Partition::in_proportion(&shape, &weights) else {
+                prop_assert!(members.div_ceil(kv_heads) > group, "only more members than heads are refused");
+                return Ok(());
+            };
+            let shares = partition.shares();
+            prop_assert_eq!(shares.len(), weights.len());
+            let all = |of: fn(&MemberShare) -> &Range<u32>| shares.iter().map(|s| of(s).clone()).collect::<Vec<_>>();
+            prop_assert!(covers(&all(|s| &s.heads), shape.heads));
+            prop_assert!(covers(&all(|s| &s.inner), intermediate));
+            prop_assert!(covers(&all(|s| &s.vocab), vocab));
+            for share in shares {
+                let own = share.of(&shape);
+                prop_assert!(own.heads.is_multiple_of(own.kv_heads));
+                // head i of a member reads its KV head i / (heads / kv_heads), as in the whole model
+                for (at, head) in share.heads.clone().enumerate() {
+                    let read = share.kv_heads.start + to_u32(at) / (own.heads / own.kv_heads);
+                    prop_assert_eq!(read, head / group);
+                }
+            }
+            if members <= kv_heads {
+                prop_assert!(covers(&all(|s| &s.kv_heads), kv_heads));
+            } else {
+                prop_assert!(shares.iter().all(|s| count(&s.kv_heads) == 1));
+                prop_assert!((0..kv_heads).all(|kv| shares.iter().any(|s| s.kv_heads.start == kv)));
+            }
+        }
+    }
+}
