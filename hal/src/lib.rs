@@ -15,6 +15,7 @@
 
 pub mod cast;
 pub mod catalog;
+pub mod collective;
 pub mod command;
 pub mod device;
 pub mod dtype;
@@ -31,6 +32,7 @@ mod scalar;
 pub mod transport;
 pub mod units;
 
+pub use collective::{Collective, MemberSlice};
 pub use command::{Cmd, Elapsed, Graph, Queue, Ticket};
 pub use device::{Absent, Backend, Device, DeviceInfo, DeviceKind, DeviceLimits, Health, Support};
 pub use dtype::DType;

@@ -1,7 +1,8 @@
 //! The shape of a decoder-only transformer, whatever family it comes from.
 
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{DType, KvShape};
-use mixfleet_scheduler::cost::ModelShape;
+use mixfleet_scheduler::cost::{MemberShare, ModelShape, Partition};
 
 /// A decoder of the Llama family: pre-norm blocks of grouped-query attention and SwiGLU, with the
 /// differences between Llama, Mistral, Qwen2 and Qwen3 as fields.
@@ -58,6 +59,25 @@ impl ModelConfig {
     /// KV bytes of one token over all layers.
     pub fn kv_bytes_per_token(&self, kv: DType) -> u64 {
         u64::from(self.layers) * self.kv_shape(1, kv).wire_token_bytes(kv)
+    }
+
+    /// Its shares among `members` devices, as equal as possible.
+    ///
+    /// # Errors
+    /// When a member would have nothing.
+    pub fn divided(&self, members: usize) -> Result<Partition, String> {
+        Partition::even(&self.cost_shape(self.dtype, self.dtype, 1), to_u32(members))
+    }
+
+    /// What a member's layers are like. Rows of the vocabulary are not divided here: every member embeds all
+    /// tokens.
+    pub fn of_member(&self, share: &MemberShare) -> ModelConfig {
+        ModelConfig {
+            heads: to_u32(share.heads.len()),
+            kv_heads: to_u32(share.kv_heads.len()),
+            intermediate: to_u32(share.inner.len()),
+            ..self.clone()
+        }
     }
 
     /// The model's shape for cost prediction, with these dtypes and this page size.

@@ -10,6 +10,7 @@ use super::rope_table::RopeTable;
 use super::{LayerWeights, ModelConfig, Tensor, Weights};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{BufferUsage, Cmd, DType, Device, KvShape, OpSig, Result, Scalar, Slice};
+use mixfleet_scheduler::cost::MemberShare;
 use std::sync::Arc;
 
 /// Minimum row length of the block table in a recorded step, so that short sequences share a recording.
@@ -102,6 +103,11 @@ pub struct Forward {
     replay_pays: bool,
     /// The distinct windows of the layers.
     windows: Vec<Option<u32>>,
+    /// Rows of the LM head here.
+    logit_cols: u32,
+    /// Whether projections back to the residual stream add to it. They do on the first of the members that
+    /// divide a model; on the others they replace it, so that the sum over all members is the residual.
+    adds: bool,
 }
 
 /// The device memory of a step's inputs.
@@ -149,6 +155,33 @@ impl Forward {
         weights: Weights,
         shape: StepShape,
     ) -> Result<Self> {
+        let draws = DrawArena::new(device, config.vocab, shape.sequences_max)?;
+        Forward::with(device, config, weights, shape, draws)
+    }
+
+    /// Allocates the KV pools and activations of a member's share of a model. Only
+    /// [`run_divided`](super::divided::run_divided) runs it; the first member draws.
+    pub fn of_member(
+        device: &dyn Device,
+        config: &ModelConfig,
+        share: &MemberShare,
+        weights: Weights,
+        shape: StepShape,
+    ) -> Result<Self> {
+        let first = share.is_first();
+        let draws = if first { DrawArena::new(device, config.vocab, shape.sequences_max)? } else { None };
+        let whole = Forward::with(device, Arc::new(config.of_member(share)), weights, shape, draws)?;
+        // members of unlike devices have the same rows only if no device rounds them up
+        Ok(Forward { logit_cols: to_u32(share.vocab.len()), adds: first, replay_pays: false, ..whole })
+    }
+
+    fn with(
+        device: &dyn Device,
+        config: Arc<ModelConfig>,
+        weights: Weights,
+        shape: StepShape,
+        draws: Option<DrawArena>,
+    ) -> Result<Self> {
         let page_bytes =
             u64::from(shape.block_tokens * config.kv_heads * config.head_dim) * shape.kv.size_bytes();
         let replay_pays = device.limits().replay_pays;
@@ -162,9 +195,22 @@ impl Forward {
         windows.dedup();
         let alignment = device.limits().alignment_bytes.max(4);
         let arena = Arena::new(device, &config, &shape, windows.len() as u64, alignment)?;
-        let draws = DrawArena::new(device, config.vocab, shape.sequences_max)?;
         let rope = RopeTable::new(device, &config, &shape)?;
-        Ok(Forward { config, weights, shape, pools, arena, draws, rope, alignment, replay_pays, windows })
+        let (logit_cols, adds) = (config.vocab, true);
+        Ok(Forward {
+            config,
+            weights,
+            shape,
+            pools,
+            arena,
+            draws,
+            rope,
+            alignment,
+            replay_pays,
+            windows,
+            logit_cols,
+            adds,
+        })
     }
 
     /// The model's configuration.
@@ -217,6 +263,16 @@ impl Forward {
     /// The logits of a step: `[rows, vocab]` f32, one row per part with `sample`, in order.
     pub fn logits(&self, step: &Pass) -> Slice {
         rows_of(&self.arena.logits, step.rows(), self.config.vocab, DType::F32)
+    }
+
+    /// The logits of a step that are computed here: `[rows, rows of the LM head]` f32.
+    pub(super) fn own_logits(&self, step: &Pass) -> Slice {
+        rows_of(&self.arena.logits, step.rows(), self.logit_cols, DType::F32)
+    }
+
+    /// The residual stream of a step: `[tokens, hidden]` f32.
+    pub(super) fn step_residual(&self, step: &Pass) -> Slice {
+        self.residual(step.sizes.tokens)
     }
 
     /// The KV slots of `tokens` rows of a step, from `row` on.
@@ -354,26 +410,38 @@ impl Forward {
     }
 
     /// The commands of decoder layer `at`.
-    pub fn layer(&self, at: usize, Pass { sizes, inputs, .. }: &Pass) -> Result<Vec<Cmd>> {
-        let w = &self.weights.layers[at];
+    pub fn layer(&self, at: usize, pass: &Pass) -> Result<Vec<Cmd>> {
+        let mut list = self.attention_block(at, pass)?;
+        list.extend(self.mlp_block(at, pass)?);
+        Ok(list)
+    }
+
+    /// The commands of layer `at` from the residual stream to attention's part of it.
+    pub(super) fn attention_block(&self, at: usize, pass: &Pass) -> Result<Vec<Cmd>> {
+        let (w, Pass { sizes, inputs, .. }) = (&self.weights.layers[at], pass);
         let mut list = Vec::with_capacity(20);
         self.attention_inputs(w, sizes, &mut list)?;
         self.attention(at, sizes, inputs, &mut list)?;
         let (c, x) = (&self.config, self.shape.activations);
         let (tokens, q_cols) = (sizes.tokens, c.heads * c.head_dim);
-        let arena = &self.arena;
         let residual = self.residual(tokens);
-        let attended = rows_of(&arena.attended, tokens, q_cols, x);
-        list.push(gemm(
-            tokens,
-            &attended,
-            x,
-            &w.o,
-            w.o_bias.as_ref(),
-            c.hidden,
-            q_cols,
-            Out::Add(&residual),
-        )?);
+        let attended = rows_of(&self.arena.attended, tokens, q_cols, x);
+        let (o_bias, out) = (w.o_bias.as_ref(), self.back(&residual));
+        list.push(gemm(tokens, &attended, x, &w.o, o_bias, c.hidden, q_cols, out)?);
+        Ok(list)
+    }
+
+    /// What a projection back to the residual stream does with it.
+    fn back<'a>(&self, residual: &'a Slice) -> Out<'a> {
+        if self.adds { Out::Add(residual) } else { Out::Set(residual, DType::F32) }
+    }
+
+    /// The commands of layer `at` after attention.
+    pub(super) fn mlp_block(&self, at: usize, Pass { sizes, .. }: &Pass) -> Result<Vec<Cmd>> {
+        let (w, c, x, arena) = (&self.weights.layers[at], &self.config, self.shape.activations, &self.arena);
+        let tokens = sizes.tokens;
+        let mut list = Vec::with_capacity(5);
+        let residual = self.residual(tokens);
         let normed = rows_of(&arena.normed, tokens, c.hidden, x);
         list.push(self.norm(tokens, c.hidden, (&residual, DType::F32), &w.mlp_norm, &normed)?);
         let [gate, up, inner] =
@@ -383,7 +451,7 @@ impl Forward {
         list.push(gemm(tokens, &normed, x, &w.up, w.up_bias.as_ref(), n, k, Out::Set(&up, x))?);
         let elements = u64::from(tokens) * u64::from(c.intermediate);
         list.push(Cmd::new(OpSig::SiluMul { elements, x }, &[gate, up, inner.clone()])?);
-        list.push(gemm(tokens, &inner, x, &w.down, w.down_bias.as_ref(), k, n, Out::Add(&residual))?);
+        list.push(gemm(tokens, &inner, x, &w.down, w.down_bias.as_ref(), k, n, self.back(&residual))?);
         Ok(list)
     }
 
@@ -476,7 +544,14 @@ impl Forward {
     }
 
     /// The commands of final norm, LM head and draw over the rows with `draw`; empty if there are none.
-    pub fn head(&self, Pass { sizes, inputs, .. }: &Pass) -> Result<Vec<Cmd>> {
+    pub fn head(&self, pass: &Pass) -> Result<Vec<Cmd>> {
+        let mut list = self.logits_block(pass)?;
+        list.extend(self.draw_block(pass)?);
+        Ok(list)
+    }
+
+    /// The commands of final norm and LM head.
+    pub(super) fn logits_block(&self, Pass { sizes, inputs, .. }: &Pass) -> Result<Vec<Cmd>> {
         let (c, arena, rows) = (&self.config, &self.arena, to_u32(sizes.picks.len()));
         if rows == 0 {
             return Ok(Vec::new());
@@ -493,13 +568,18 @@ impl Forward {
         let x = self.shape.activations;
         let normed = rows_of(&arena.normed, rows, c.hidden, x);
         list.push(self.norm(rows, c.hidden, (&last, DType::F32), &self.weights.norm, &normed)?);
-        let logits = rows_of(&arena.logits, rows, c.vocab, DType::F32);
+        let logits = rows_of(&arena.logits, rows, self.logit_cols, DType::F32);
         let out = Out::Set(&logits, DType::F32);
-        list.push(gemm(rows, &normed, x, &self.weights.lm_head, None, c.vocab, c.hidden, out)?);
-        if let Some(draws) = &inputs.draws {
-            list.push(draws.command(rows, c.vocab, &logits)?);
-        }
+        list.push(gemm(rows, &normed, x, &self.weights.lm_head, None, self.logit_cols, c.hidden, out)?);
         Ok(list)
+    }
+
+    /// The command of the draw from whole rows of logits; none where there is nothing to draw.
+    pub(super) fn draw_block(&self, Pass { sizes, inputs, .. }: &Pass) -> Result<Option<Cmd>> {
+        let (rows, vocab) = (to_u32(sizes.picks.len()), self.config.vocab);
+        let draws = inputs.draws.as_ref().filter(|_| rows > 0);
+        let logits = rows_of(&self.arena.logits, rows, vocab, DType::F32);
+        draws.map(|draws| draws.command(rows, vocab, &logits)).transpose()
     }
 
     fn norm(

@@ -3,6 +3,7 @@
 use super::config::ModelConfig;
 use super::error::{Error, Result};
 use super::fields::{Fields, check_regular, read_object_if_present};
+use super::names::Cut;
 use super::{header, names};
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::{DType, FileMapper, HostMemory};
@@ -44,6 +45,56 @@ impl Location {
 
     pub(super) fn repeats(&self) -> bool {
         self.bytes() != self.range.len() as u64
+    }
+
+    /// Bytes of a row.
+    fn row_bytes(&self) -> u64 {
+        self.shape.iter().skip(1).product::<u64>() * self.dtype.size_bytes()
+    }
+
+    /// Bytes of a part of it.
+    pub(super) fn bytes_of(&self, cut: &Cut) -> u64 {
+        let len = |range: &Range<u64>| range.end - range.start;
+        match cut {
+            Cut::Whole => self.bytes(),
+            Cut::Rows(rows) => len(rows) * self.row_bytes(),
+            Cut::Columns(columns) => self.shape[0] * len(columns) * self.dtype.size_bytes(),
+        }
+    }
+
+    /// The first byte in the file of a part of it that is stored in one piece.
+    pub(super) fn in_place(&self, cut: &Cut) -> Option<usize> {
+        match cut {
+            Cut::Whole => Some(self.range.start),
+            Cut::Rows(rows) if !self.repeats() => {
+                Some(self.range.start + to_usize(rows.start * self.row_bytes()))
+            }
+            Cut::Rows(_) | Cut::Columns(_) => None,
+        }
+    }
+
+    /// A copy of a part of it, whose stored elements are `stored`.
+    pub(super) fn packed(&self, stored: &[u8], cut: &Cut) -> Vec<u8> {
+        let mut packed = Vec::with_capacity(to_usize(self.bytes_of(cut)));
+        let mut copy = |from: u64, bytes: u64| {
+            let (mut from, mut left) = (to_usize(from % stored.len().max(1) as u64), to_usize(bytes));
+            while left > 0 && !stored.is_empty() {
+                let part = left.min(stored.len() - from);
+                packed.extend_from_slice(&stored[from..from + part]);
+                (from, left) = (0, left - part);
+            }
+        };
+        match cut {
+            Cut::Whole => copy(0, self.bytes()),
+            Cut::Rows(rows) => copy(rows.start * self.row_bytes(), self.bytes_of(cut)),
+            Cut::Columns(columns) => {
+                let element_bytes = self.dtype.size_bytes();
+                let bytes = (columns.end - columns.start) * element_bytes;
+                let first = columns.start * element_bytes;
+                (0..self.shape[0]).for_each(|row| copy(row * self.row_bytes() + first, bytes));
+            }
+        }
+        packed
     }
 }
 

@@ -5,6 +5,7 @@ pub mod builtin;
 pub mod chat;
 pub mod config;
 pub mod digest;
+pub mod divided;
 pub mod draws;
 pub mod error;
 mod fields;

@@ -1,6 +1,9 @@
-//! The tensors of a model: their names in a checkpoint and their shapes.
+//! The tensors of a model: their names in a checkpoint, their shapes, and what a member of several devices has
+//! of them.
 
 use super::config::ModelConfig;
+use mixfleet_scheduler::cost::MemberShare;
+use std::ops::Range;
 
 pub(super) const EMBED: &str = "model.embed_tokens.weight";
 pub(super) const NORM: &str = "model.norm.weight";
@@ -53,4 +56,33 @@ pub(super) fn shapes(config: &ModelConfig) -> Vec<(String, Vec<u64>)> {
         all.push((LM_HEAD.to_owned(), vec![vocab, hidden]));
     }
     all
+}
+
+/// A part of a tensor `[rows, columns]`; a vector is a column.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Cut {
+    Whole,
+    Rows(Range<u64>),
+    Columns(Range<u64>),
+}
+
+/// A member's part of a tensor; none if it has nothing of it.
+pub(super) fn cut(config: &ModelConfig, share: &MemberShare, name: &str) -> Option<Cut> {
+    let range = |of: &Range<u32>, each: u32| {
+        let each = u64::from(each);
+        u64::from(of.start) * each..u64::from(of.end) * each
+    };
+    let (stem, kind) = name.rsplit_once('.').unwrap_or((name, ""));
+    let module = stem.rsplit('.').next().unwrap_or(stem);
+    Some(match (module, kind) {
+        ("q_proj", _) => Cut::Rows(range(&share.heads, config.head_dim)),
+        ("k_proj" | "v_proj", _) => Cut::Rows(range(&share.kv_heads, config.head_dim)),
+        ("gate_proj" | "up_proj", _) => Cut::Rows(range(&share.inner, 1)),
+        // it is added once
+        ("o_proj" | "down_proj", "bias") => return share.is_first().then_some(Cut::Whole),
+        ("o_proj", _) => Cut::Columns(range(&share.heads, config.head_dim)),
+        ("down_proj", _) => Cut::Columns(range(&share.inner, 1)),
+        ("lm_head", _) => Cut::Rows(range(&share.vocab, 1)),
+        _ => Cut::Whole,
+    })
 }

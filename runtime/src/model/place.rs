@@ -3,12 +3,13 @@
 use super::config::ModelConfig;
 use super::error::{Error, Result};
 use super::load::{Checkpoint, Location};
-use super::names;
+use super::names::{self, Cut};
 use super::random::RandomCheckpoint;
 use super::weights::{LayerWeights, Tensor, Weights};
 use mixfleet_hal::{
     BufferUsage, Cmd, DType, Device, DeviceLimits, ErrorKind, HostMemory, OpSig, Queue, Slice,
 };
+use mixfleet_scheduler::cost::MemberShare;
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -31,21 +32,55 @@ impl Checkpoint {
     /// # Errors
     /// When the device has too little memory or fails.
     pub fn place(&self, device: &dyn Device, progress: &mut dyn FnMut(u64, u64)) -> Result<Weights> {
+        let cuts = names::shapes(&self.config).into_iter().map(|(name, _)| (name, Cut::Whole)).collect();
+        self.place_cuts(device, cuts, progress)
+    }
+
+    /// Places a member's share of all parameters: rows of the projections from the residual stream and of the
+    /// LM head in place where the device can, columns of those back to it as copies, and the embedding and
+    /// norms whole.
+    ///
+    /// # Errors
+    /// When the device has too little memory or fails.
+    pub fn place_share(
+        &self,
+        device: &dyn Device,
+        share: &MemberShare,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<Weights> {
+        let mut all: Vec<String> = names::shapes(&self.config).into_iter().map(|(name, _)| name).collect();
+        if self.config.tied_embeddings {
+            all.push(names::LM_HEAD.to_owned());
+        }
+        let cut = |name: String| names::cut(&self.config, share, &name).map(|cut| (name, cut));
+        self.place_cuts(device, all.into_iter().filter_map(cut).collect(), progress)
+    }
+
+    fn place_cuts(
+        &self,
+        device: &dyn Device,
+        cuts: Vec<(String, Cut)>,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<Weights> {
         let limits = device.limits();
         let imports = self.import(device, &limits)?;
-        let total = self.size_bytes();
+        let total = cuts.iter().map(|(name, cut)| self.stored(name).1.bytes_of(cut)).sum();
         let mut done = 0;
-        let mut placed = HashMap::with_capacity(self.tensors.len());
+        let mut placed = HashMap::with_capacity(cuts.len());
         let mut queue = None;
-        for (name, _) in names::shapes(&self.config) {
-            let location = &self.tensors[&name];
-            let bytes = location.bytes();
+        for (name, cut) in cuts {
+            let (stored, location) = self.stored(&name);
+            let bytes = location.bytes_of(&cut);
             let dtype = self.dtype_on_device(&name, location);
-            let import = imports[location.shard].as_ref().filter(|_| dtype == location.dtype);
-            let slice = match import.filter(|import| self.is_addressable(import, location, &limits)) {
-                _ if location.repeats() => self.repeat(device, &mut queue, &name)?,
-                Some(import) => import.range(location.range.start as u64, bytes),
-                None => self.upload(device, &name, dtype, &mut |part| progress(done + part, total))?,
+            let from = location.in_place(&cut).filter(|_| dtype == location.dtype);
+            let import = imports[location.shard].as_ref().zip(from);
+            let slice = match import.filter(|(i, from)| self.is_addressable(i, location, *from, &limits)) {
+                _ if location.repeats() && cut == Cut::Whole => self.repeat(device, &mut queue, &name)?,
+                Some((import, from)) => import.range(from as u64, bytes),
+                None => {
+                    let mut part = |part| progress(done + part, total);
+                    self.upload(device, (stored, &cut), dtype, &mut part)?
+                }
             };
             done += bytes;
             progress(done, total);
@@ -54,6 +89,12 @@ impl Checkpoint {
         // Tensors copied after a file was truncated may be zeros.
         self.check()?;
         assemble(&self.config, &mut placed)
+    }
+
+    /// The tensor that is stored for `name`: a tied LM head is the embedding.
+    fn stored<'a>(&'a self, name: &'a str) -> (&'a str, &'a Location) {
+        let stored = if self.tensors.contains_key(name) { name } else { names::EMBED };
+        (stored, &self.tensors[stored])
     }
 
     /// Imports each shard, where the device can.
@@ -72,12 +113,18 @@ impl Checkpoint {
         self.shards.iter().map(import).collect()
     }
 
-    /// Whether the device can use the tensor in the mapped file. A header whose length is not a multiple of
+    /// Whether the device can use the tensor from that byte of the mapped file on. A header whose length is not a multiple of
     /// eight misaligns every tensor of its file.
-    fn is_addressable(&self, import: &Slice, location: &Location, limits: &DeviceLimits) -> bool {
+    fn is_addressable(
+        &self,
+        import: &Slice,
+        location: &Location,
+        from: usize,
+        limits: &DeviceLimits,
+    ) -> bool {
         let element_bytes = location.dtype.size_bytes();
-        let offset = import.offset + location.range.start as u64;
-        let address = self.shards[location.shard].as_bytes().as_ptr().addr() + location.range.start;
+        let offset = import.offset + from as u64;
+        let address = self.shards[location.shard].as_bytes().as_ptr().addr() + from;
         offset.is_multiple_of(limits.alignment_bytes.max(element_bytes))
             && (address as u64).is_multiple_of(element_bytes)
     }
@@ -91,16 +138,19 @@ impl Checkpoint {
     fn upload(
         &self,
         device: &dyn Device,
-        name: &str,
+        (name, cut): (&str, &Cut),
         dtype: DType,
         progress: &mut dyn FnMut(u64),
     ) -> Result<Slice> {
-        let stored = self.bytes(name).unwrap_or_default();
+        let location = &self.tensors[name];
+        let whole = self.bytes(name).unwrap_or_default();
+        let packed = (*cut != Cut::Whole).then(|| location.packed(whole, cut));
+        let stored = packed.as_deref().unwrap_or(whole);
         let mut converted = Vec::new();
-        let bytes = if dtype == self.tensors[name].dtype {
+        let bytes = if dtype == location.dtype {
             stored
         } else {
-            for value in self.tensors[name].dtype.decode(stored) {
+            for value in location.dtype.decode(stored) {
                 dtype.encode(value, &mut converted);
             }
             &converted
@@ -158,23 +208,22 @@ impl RandomCheckpoint {
 }
 
 fn assemble(config: &ModelConfig, placed: &mut HashMap<String, Tensor>) -> Result<Weights> {
-    let mut take = |name: &str| {
-        placed.remove(name).ok_or_else(|| Error::tensor(Path::new("(device)"), name, "was not placed"))
-    };
-    let embed = take(names::EMBED)?;
+    let missing = |name: &str| Error::tensor(Path::new("(device)"), name, "was not placed");
+    let mut take = |name: &str| placed.remove(name).ok_or_else(|| missing(name));
+    let (embed, norm) = (take(names::EMBED)?, take(names::NORM)?);
     let mut layers = Vec::with_capacity(config.layers as usize);
     for layer in 0..config.layers as usize {
-        let mut part = |name: &str| take(&names::in_layer(layer, name));
-        let mut optional = |there: bool, name: &str| there.then(|| part(name)).transpose();
-        let q_bias = optional(config.qkv_bias, "self_attn.q_proj.bias")?;
-        let k_bias = optional(config.qkv_bias, "self_attn.k_proj.bias")?;
-        let v_bias = optional(config.qkv_bias, "self_attn.v_proj.bias")?;
-        let o_bias = optional(config.o_bias, "self_attn.o_proj.bias")?;
-        let q_norm = optional(config.qk_norm, "self_attn.q_norm.weight")?;
-        let k_norm = optional(config.qk_norm, "self_attn.k_norm.weight")?;
-        let gate_bias = optional(config.mlp_bias, "mlp.gate_proj.bias")?;
-        let up_bias = optional(config.mlp_bias, "mlp.up_proj.bias")?;
-        let down_bias = optional(config.mlp_bias, "mlp.down_proj.bias")?;
+        let mut optional = |name: &str| placed.remove(&names::in_layer(layer, name));
+        let q_bias = optional("self_attn.q_proj.bias");
+        let k_bias = optional("self_attn.k_proj.bias");
+        let v_bias = optional("self_attn.v_proj.bias");
+        let o_bias = optional("self_attn.o_proj.bias");
+        let q_norm = optional("self_attn.q_norm.weight");
+        let k_norm = optional("self_attn.k_norm.weight");
+        let gate_bias = optional("mlp.gate_proj.bias");
+        let up_bias = optional("mlp.up_proj.bias");
+        let down_bias = optional("mlp.down_proj.bias");
+        let mut part = |name: &str| optional(name).ok_or_else(|| missing(&names::in_layer(layer, name)));
         layers.push(LayerWeights {
             attn_norm: part("input_layernorm.weight")?,
             q: part("self_attn.q_proj.weight")?,
@@ -196,7 +245,11 @@ fn assemble(config: &ModelConfig, placed: &mut HashMap<String, Tensor>) -> Resul
             down_bias,
         });
     }
-    let norm = take(names::NORM)?;
-    let lm_head = if config.tied_embeddings { embed.clone() } else { take(names::LM_HEAD)? };
+    // a tied head that is not a part of the embedding is all of it
+    let lm_head = match placed.remove(names::LM_HEAD) {
+        Some(head) => head,
+        None if config.tied_embeddings => embed.clone(),
+        None => return Err(missing(names::LM_HEAD)),
+    };
     Ok(Weights { embed, layers, norm, lm_head })
 }

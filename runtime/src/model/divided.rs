@@ -1,0 +1,136 @@
+//! Steps of a model that several devices divide: each runs its share of the commands, and they exchange partial
+//! sums of the residual stream twice per layer, and logits once.
+
+use super::graph::{Forward, Pass, StepInput};
+use mixfleet_hal::cast::to_usize;
+use mixfleet_hal::{Cmd, Collective, Device, Error, MemberSlice, Queue, Result, Slice};
+use std::time::Duration;
+
+/// A member of an instance, ready to run its share of steps.
+pub struct MemberRun<'a> {
+    /// The member's device.
+    pub device: &'a dyn Device,
+    /// A queue of the device.
+    pub queue: &'a mut dyn Queue,
+    /// The member's share of the model.
+    pub forward: &'a Forward,
+}
+
+/// Runs a step on all members, given in their order, and waits until it is done; no part of it may take longer
+/// than `timeout`. The pass that it returns is the first member's, whose device has the whole logits and has
+/// drawn from them.
+///
+/// # Errors
+/// Those of the devices and of the exchange.
+pub fn run_divided(
+    members: &mut [MemberRun<'_>],
+    exchange: &mut dyn Collective,
+    parts: &[StepInput<'_>],
+    timeout: Duration,
+) -> Result<Pass> {
+    let begin = |member: &MemberRun<'_>| member.forward.begin(member.device, parts);
+    let mut passes = members.iter().map(begin).collect::<Result<Vec<_>>>()?;
+    let Some(layers) = members.first().map(|first| first.forward.config().layers as usize) else {
+        return Err(Error::invalid("a step needs a member that runs it"));
+    };
+    for layer in 0..layers {
+        run_all(members, &passes, timeout, |forward, pass| {
+            let mut list = if layer == 0 { forward.embed(pass)? } else { Vec::new() };
+            list.extend(forward.attention_block(layer, pass)?);
+            Ok(list)
+        })?;
+        exchange.sum(&slices(members, &passes, Forward::step_residual))?;
+        run_all(members, &passes, timeout, |forward, pass| forward.mlp_block(layer, pass))?;
+        exchange.sum(&slices(members, &passes, Forward::step_residual))?;
+    }
+    if passes[0].rows() > 0 {
+        run_all(members, &passes, timeout, Forward::logits_block)?;
+        let to = MemberSlice { device: members[0].device, slice: members[0].forward.logits(&passes[0]) };
+        exchange.join(&slices(members, &passes, Forward::own_logits), passes[0].rows(), &to)?;
+        let (first, pass) = (&mut members[..1], &passes[..1]);
+        run_all(first, pass, timeout, |forward, pass| Ok(Vec::from_iter(forward.draw_block(pass)?)))?;
+    }
+    Ok(passes.swap_remove(0))
+}
+
+/// Runs a list of commands on each of `members` at the same time, and waits for all.
+fn run_all(
+    members: &mut [MemberRun<'_>],
+    passes: &[Pass],
+    timeout: Duration,
+    list: impl Fn(&Forward, &Pass) -> Result<Vec<Cmd>>,
+) -> Result<()> {
+    let mut tickets = Vec::with_capacity(members.len());
+    for (member, pass) in members.iter_mut().zip(passes) {
+        let list = list(member.forward, pass)?;
+        tickets.push(if list.is_empty() { None } else { Some(member.queue.submit(&list)?) });
+    }
+    for (member, ticket) in members.iter_mut().zip(tickets) {
+        if let Some(ticket) = ticket {
+            let failed = |error: Error| error.context(member.device.info().id.clone());
+            member.queue.wait(ticket, timeout).map_err(failed)?;
+        }
+    }
+    Ok(())
+}
+
+fn slices<'a>(
+    members: &[MemberRun<'a>],
+    passes: &[Pass],
+    of: impl Fn(&Forward, &Pass) -> Slice,
+) -> Vec<MemberSlice<'a>> {
+    let all = members.iter().zip(passes);
+    all.map(|(m, pass)| MemberSlice { device: m.device, slice: of(m.forward, pass) }).collect()
+}
+
+/// Exchanges through this process's memory.
+#[derive(Debug, Default)]
+pub struct ThroughHost {
+    sum: Vec<f32>,
+    part: Vec<f32>,
+}
+
+/// Reads a member's elements.
+fn read(from: &MemberSlice<'_>, into: &mut Vec<f32>) -> Result<()> {
+    into.resize(to_usize(from.slice.bytes / 4), 0.0);
+    from.device.read(&from.slice, bytemuck::cast_slice_mut(into))
+}
+
+impl Collective for ThroughHost {
+    fn sum(&mut self, members: &[MemberSlice<'_>]) -> Result<()> {
+        let Some((first, others)) = members.split_first() else { return Ok(()) };
+        if others.iter().any(|other| other.slice.bytes != first.slice.bytes) {
+            return Err(Error::invalid("members with unlike numbers of elements cannot be summed"));
+        }
+        read(first, &mut self.sum)?;
+        for other in others {
+            read(other, &mut self.part)?;
+            self.sum.iter_mut().zip(&self.part).for_each(|(sum, part)| *sum += part);
+        }
+        let sum = bytemuck::cast_slice(&self.sum);
+        members.iter().try_for_each(|member| member.device.write(&member.slice, sum))
+    }
+
+    fn join(&mut self, members: &[MemberSlice<'_>], rows: u32, to: &MemberSlice<'_>) -> Result<()> {
+        let all: u64 = members.iter().map(|member| member.slice.bytes).sum();
+        if rows == 0 || all != to.slice.bytes || !members.iter().all(|m| m.slice.bytes % u64::from(rows) == 0)
+        {
+            return Err(Error::invalid(format!(
+                "{all} bytes of members are no {} of {rows} rows",
+                to.slice.bytes
+            )));
+        }
+        self.sum.resize(to_usize(all / 4), 0.0);
+        let row = self.sum.len() / rows as usize;
+        let mut at = 0;
+        for member in members {
+            read(member, &mut self.part)?;
+            let columns = self.part.len() / rows as usize;
+            for (to, from) in self.sum.chunks_exact_mut(row).zip(self.part.chunks_exact(columns)) {
+                to[at..at + columns].copy_from_slice(from);
+            }
+            at += columns;
+        }
+        to.device.write(&to.slice, bytemuck::cast_slice(&self.sum))
+    }
+}
