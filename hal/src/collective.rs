@@ -16,8 +16,8 @@ pub struct MemberSlice<'a> {
 ///
 /// Results depend on the values alone and not on who is ready first, so that equal steps give equal bits.
 pub trait Collective: Send {
-    /// Replaces the f32 elements of every member by their sums over the members, added in the order of members
-    /// (an all-reduce). All slices have the same length.
+    /// Replaces the f32 elements of every member by their sums over the members, added in the order of
+    /// members (an all-reduce). All slices have the same length.
     ///
     /// # Errors
     /// Those of the devices and of what carries the values; the elements are then undefined.

@@ -36,6 +36,38 @@ pub(crate) fn open(selector: &str) -> Result<Arc<dyn Device>> {
     backend.open(selector).with_context(|| format!("cannot open device '{selector}'"))
 }
 
+/// What stands before the devices that divide a model as one instance, such as `tp:cpu@0,cpu@1`.
+const DIVIDED: &str = "tp:";
+
+/// The selectors of an instance's devices: its only one, or those between the commas of `tp:A,B`. A comma
+/// that no backend's name follows belongs to a selector.
+///
+/// # Errors
+/// When fewer than two devices are to divide a model, or one is named twice.
+pub(crate) fn members(selector: &str) -> Result<Vec<String>> {
+    let Some(list) = selector.strip_prefix(DIVIDED) else { return Ok(vec![selector.to_owned()]) };
+    let backends = all();
+    let starts = |part: &str| {
+        let name = part.split([':', '@']).next().unwrap_or(part);
+        part.is_empty() || backends.iter().any(|backend| backend.name() == name)
+    };
+    let mut members: Vec<String> = Vec::new();
+    for part in list.split(',') {
+        match members.last_mut() {
+            Some(last) if !starts(part) => *last += &format!(",{part}"),
+            _ => members.push(part.to_owned()),
+        }
+    }
+    let repeated = members.iter().enumerate().find(|(at, member)| members[..*at].contains(member));
+    if let Some((_, member)) = repeated {
+        bail!(Usage(format!("device '{member}' is named twice in '{selector}'")));
+    }
+    if members.len() < 2 || members.contains(&String::new()) {
+        bail!(Usage(format!("'{selector}' must name two devices or more, as in 'tp:cpu@0,cpu@1'")));
+    }
+    Ok(members)
+}
+
 /// Refuses a device that computes nothing, for commands that use its results.
 pub(crate) fn must_compute(info: &DeviceInfo) -> Result<()> {
     if info.computes() {

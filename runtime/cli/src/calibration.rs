@@ -3,6 +3,7 @@
 use crate::cache;
 use anyhow::{Context, Result};
 use mixfleet_runtime::engine::{Loaded, calibrate};
+use mixfleet_runtime::env::Env;
 use mixfleet_scheduler::cost::Coefficients;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
@@ -26,13 +27,17 @@ struct Document {
 }
 
 /// The cached calibration, or a new one, which is cached. True if it was measured now.
-pub(crate) fn get(key: Key, loaded: &Loaded, recalibrate: bool) -> Result<(Coefficients, bool)> {
+pub(crate) fn get(
+    key: Key,
+    loaded: &mut Loaded,
+    recalibrate: bool,
+    env: &dyn Env,
+) -> Result<(Coefficients, bool)> {
     let file = cache::file("calibration", &key);
     if !recalibrate && let Some(kept) = file.as_ref().and_then(|file| read(file, &key)) {
         return Ok((kept, false));
     }
-    let id = &loaded.device().info().id;
-    let coefficients = loaded.calibrate().with_context(|| format!("calibrating {id}"))?;
+    let coefficients = loaded.calibrate(env).with_context(|| format!("calibrating {}", loaded.id()))?;
     if let Some(file) = file
         && let Err(error) = write(&file, key, coefficients)
     {

@@ -5,6 +5,7 @@ use anyhow::{Result, bail};
 use mixfleet_hal::catalog::part_of_driver;
 use mixfleet_hal::units::{Bytes, GB, GIB};
 use mixfleet_hal::{DType, Device, DeviceInfo, DeviceKind, Health};
+use mixfleet_runtime::model::ModelConfig;
 use mixfleet_scheduler::sizing::{DeviceRoom, GivenSizes, InstanceSize, size};
 
 /// KV memory where a device cannot tell what is free.
@@ -14,19 +15,20 @@ const SHARE_MIN: f64 = 0.9;
 /// A clock below this share of the highest one is held down; drivers round clocks by a percent.
 const CLOCK_SHARE_MIN: f64 = 0.95;
 
-/// The size of an instance of `model` on `device`, on which its weights are already; `host_devices` is the
+/// The size of an instance of `model` on `device`, on which its weights are already, with the layers of
+/// `config`, which are the device's share of the model's; `host_devices` is the
 /// number of devices of this process whose memory is the host's. Says what was chosen and why.
 ///
 /// # Errors
 /// When nothing is left for KV.
 pub(crate) fn of(
     model: &Model,
+    config: &ModelConfig,
     device: &dyn Device,
     given: GivenSizes,
     host_devices: usize,
 ) -> Result<InstanceSize> {
     let info = device.info();
-    let config = &model.checkpoint.config;
     let is_host = info.kind == DeviceKind::Cpu;
     let sharing = if is_host { host_devices.max(1) as f64 } else { 1.0 };
     let free = device.memory_free().map(|free| Bytes(free.0 / sharing));

@@ -17,16 +17,16 @@ use mixfleet_hal::units::{Bytes, GIB, UsdPerHour};
 use mixfleet_runtime::api::Placements;
 use mixfleet_runtime::engine::events::EventLog;
 use mixfleet_runtime::engine::{
-    EngineConfig, EngineParts, Identity, InstanceLimits, InstanceSpec, Links, Loaded,
+    EngineConfig, EngineParts, Identity, InstanceLimits, InstanceSpec, Links, Loaded, MemberSpec,
 };
 use mixfleet_runtime::env::SharedEnv;
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::request::EngineHandle;
-use mixfleet_scheduler::cost::{Coefficients, CostModel};
+use mixfleet_scheduler::cost::{Coefficients, CostModel, MemberShare};
 use mixfleet_scheduler::fleet::Role;
-use mixfleet_scheduler::sizing::GivenSizes;
+use mixfleet_scheduler::sizing::{GivenSizes, InstanceSize};
 use mixfleet_wire::{HostRegion, InProcessTransport};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -97,10 +97,10 @@ pub(crate) fn engine(
     };
     let digest = Digest::kept(&model.checkpoint);
     let has_disk = choice.instances.tiers.kv_ssd.is_some();
-    let instances = instances(model, args, &choice.instances, &identity, &digest)?;
+    let instances = instances(model, args, &choice.instances, (&identity, &digest), env)?;
     let context = context(model, &instances);
     let pools = Pools::of(&instances);
-    let devices = instances.iter().map(|(loaded, _)| loaded.device().clone()).collect();
+    let devices = instances.iter().flat_map(|(loaded, _)| loaded.devices().cloned()).collect();
     let parts = EngineParts {
         env: env.clone(),
         identity,
@@ -131,8 +131,8 @@ pub(crate) fn instances(
     model: &Model,
     args: &ModelArgs,
     choice: &Instances,
-    identity: &Identity,
-    digest: &Digest,
+    (identity, digest): (&Identity, &Digest),
+    env: &SharedEnv,
 ) -> Result<Vec<(Loaded, CostModel)>> {
     let config = Arc::new(model.checkpoint.config.clone());
     check_names(&choice.devices)?;
@@ -145,28 +145,52 @@ pub(crate) fn instances(
     let known = choice.profiles.iter().map(read).collect::<Result<Vec<_>>>()?;
     digest.watch_over(model.checkpoint.clone());
     let mut instances = Vec::new();
+    let given = GivenSizes {
+        kv: args.kv_memory.map(|gib| Bytes(gib * GIB as f64)),
+        step_tokens_max: args.chunk,
+        sequences_max: choice.sequences_max,
+    };
+    let mut host_devices = 0;
+    for DeviceRole { device, .. } in &choice.devices {
+        host_devices += backends::members(device)?.iter().filter(|member| member.starts_with("cpu")).count();
+    }
     for DeviceRole { device: selector, role } in &choice.devices {
-        let device = backends::open(selector)?;
-        let weights = place(model, &*device, selector)?;
-        let given = GivenSizes {
-            kv: args.kv_memory.map(|gib| Bytes(gib * GIB as f64)),
-            step_tokens_max: args.chunk,
-            sequences_max: choice.sequences_max,
-        };
-        let host_devices = choice.devices.iter().filter(|role| role.device.starts_with("cpu")).count();
-        let size = sizes::of(model, &*device, given, host_devices)?;
+        let members = backends::members(selector)?;
+        let partition =
+            config.divided(members.len()).map_err(|reason| Usage(format!("{selector}: {reason}")))?;
+        let mut placed = Vec::new();
+        for (member, share) in members.iter().zip(partition.shares()) {
+            let device = backends::open(member)?;
+            let whole = members.len() == 1;
+            let weights = place(model, &*device, member, (!whole).then_some(share))?;
+            let size = sizes::of(model, &config.of_member(share), &*device, given, host_devices)?;
+            placed.push((device, weights, size));
+        }
+        let fewest =
+            |of: fn(&InstanceSize) -> u32| placed.iter().map(|(.., size)| of(size)).min().unwrap_or(1);
+        let step_tokens_max = fewest(|size| size.step_tokens_max);
+        let sequences_max = fewest(|size| size.sequences_max);
+        let mut placed = placed.into_iter().map(|(device, weights, size)| MemberSpec {
+            device,
+            weights,
+            kv_bytes: to_u64(size.kv.0),
+        });
+        let MemberSpec { device, weights, kv_bytes } = placed.next().context("an instance has a device")?;
         let limits = InstanceLimits {
             activations: model.activations,
             kv: model.kv,
-            kv_bytes: to_u64(size.kv.0),
-            step_tokens_max: size.step_tokens_max,
-            prefill_tokens_beside_decode_max: choice.prompts_first.then_some(size.step_tokens_max),
-            sequences_max: size.sequences_max,
+            kv_bytes,
+            step_tokens_max,
+            prefill_tokens_beside_decode_max: choice.prompts_first.then_some(step_tokens_max),
+            sequences_max,
             block_tokens: None,
         };
         let price = choice.prices.get(selector).map(|&usd| UsdPerHour(usd));
         let spec = InstanceSpec { device, weights, role: *role, price, limits };
-        let loaded = Loaded::new(&config, spec)?;
+        let loaded = match members.len() {
+            1 => Loaded::new(&config, spec)?,
+            _ => Loaded::divided(&config, &partition, spec, placed.collect())?,
+        };
         let (identity, kv, digest) = (identity.clone(), model.kv, digest.wait());
         let namespace = async move {
             // The digest is not available at once, so that a disk is opened on its own thread, which may
@@ -179,7 +203,7 @@ pub(crate) fn instances(
             None => loaded,
         });
     }
-    predicted(model, instances, &known, choice.recalibrate)
+    predicted(model, instances, &known, choice.recalibrate, env)
 }
 
 /// The longest sequence that the model and the KV memory of some pair of devices can hold.
@@ -212,9 +236,24 @@ fn check_roles(devices: &[DeviceRole]) -> Result<()> {
 }
 
 fn check_names(devices: &[DeviceRole]) -> Result<()> {
-    for (at, device) in devices.iter().enumerate() {
-        if devices[..at].iter().any(|d| d.device == device.device) {
-            let message = format!("device '{}' is named twice; one can do prefill and decode", device.device);
+    let mut named = BTreeSet::new();
+    for device in devices {
+        for member in backends::members(&device.device)? {
+            if !named.insert(member.clone()) {
+                let message = format!("device '{member}' is named twice; one can do prefill and decode");
+                return Err(Usage(message).into());
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Refuses several devices as one instance where other processes may send it KV or ask for some.
+pub(crate) fn check_movable(devices: &[DeviceRole]) -> Result<()> {
+    for DeviceRole { device, .. } in devices {
+        if backends::members(device)?.len() > 1 {
+            let message =
+                format!("{device}: several devices as one instance serve in 'serve' and 'generate' only yet");
             return Err(Usage(message).into());
         }
     }
@@ -225,12 +264,20 @@ fn place(
     model: &Model,
     device: &dyn mixfleet_hal::Device,
     selector: &str,
+    share: Option<&MemberShare>,
 ) -> Result<mixfleet_runtime::model::Weights> {
     let style = ProgressStyle::with_template("{msg} {wide_bar} {bytes}/{total_bytes} {bytes_per_sec}");
     let bar = ProgressBar::new(model.checkpoint.size_bytes());
     bar.set_style(style.expect("a fixed template"));
     bar.set_message(format!("loading on {selector}"));
-    let weights = model.checkpoint.place(device, &mut |done, _| bar.set_position(done));
+    let mut progress = |done, total| {
+        bar.set_length(total);
+        bar.set_position(done);
+    };
+    let weights = match share {
+        None => model.checkpoint.place(device, &mut progress),
+        Some(share) => model.checkpoint.place_share(device, share, &mut progress),
+    };
     bar.finish_and_clear();
     weights.with_context(|| format!("cannot place the model on {selector}"))
 }
@@ -242,9 +289,10 @@ fn predicted(
     instances: Vec<Loaded>,
     known: &[(PathBuf, DeviceProfile)],
     again: bool,
+    env: &SharedEnv,
 ) -> Result<Vec<(Loaded, CostModel)>> {
     for (file, profile) in known {
-        if !instances.iter().any(|loaded| loaded.device().info().fingerprint == profile.fingerprint) {
+        if !instances.iter().any(|loaded| loaded.fingerprint() == profile.fingerprint) {
             let (file, of) = (file.display(), &profile.fingerprint);
             let message =
                 format!("--profile {file}: it is of '{of}', and no device that serves here is that");
@@ -252,31 +300,31 @@ fn predicted(
         }
     }
     let mut predicted = Vec::new();
-    for loaded in instances {
-        let fingerprint = &loaded.device().info().fingerprint;
-        let cost = match known.iter().find(|(_, profile)| profile.fingerprint == *fingerprint) {
+    for mut loaded in instances {
+        let fingerprint = loaded.fingerprint();
+        let cost = match known.iter().find(|(_, profile)| profile.fingerprint == fingerprint) {
             Some((_, profile)) => loaded.predicted_by(profile.clone()),
-            None => CostModel::Coefficients(calibrated(model, &loaded, again)?),
+            None => CostModel::Coefficients(calibrated(model, &mut loaded, again, env)?),
         };
-        let (info, kv_tokens) = (loaded.device().info(), loaded.kv_capacity_tokens());
+        let (id, kv_tokens) = (loaded.id(), loaded.kv_capacity_tokens());
         let chunk = loaded.step_tokens_max();
         let (prompt, step) = (cost.prefill_s(0, chunk).0, cost.decode_step_s(1, 1).0);
         let prefill_tokens_per_s = f64::from(chunk) / prompt.max(1e-12);
-        tracing::info!(device = %info.id, prefill_tokens_per_s, decode_step_s = step, kv_tokens, "predicted");
+        tracing::info!(device = %id, prefill_tokens_per_s, decode_step_s = step, kv_tokens, "predicted");
         predicted.push((loaded, cost));
     }
     Ok(predicted)
 }
 
 /// The time of the model's own first layer on the device, measured now or cached from before.
-fn calibrated(model: &Model, loaded: &Loaded, again: bool) -> Result<Coefficients> {
+fn calibrated(model: &Model, loaded: &mut Loaded, again: bool, env: &SharedEnv) -> Result<Coefficients> {
     let key = calibration::Key {
-        fingerprint: loaded.device().info().fingerprint.clone(),
+        fingerprint: loaded.fingerprint(),
         model: model.shape_digest.clone(),
         dtypes: format!("{} {}", model.activations, model.kv),
         chunk: loaded.step_tokens_max(),
     };
-    let (cost, measured) = calibration::get(key, loaded, again)?;
-    tracing::debug!(device = %loaded.device().info().id, measured, "calibrated");
+    let (cost, measured) = calibration::get(key, loaded, again, &**env)?;
+    tracing::debug!(device = %loaded.id(), measured, "calibrated");
     Ok(cost)
 }

@@ -41,9 +41,7 @@ pub(crate) struct Pools(Vec<(String, Pool)>);
 
 impl Pools {
     pub(crate) fn of(instances: &[(Loaded, CostModel)]) -> Self {
-        let own = |(loaded, _): &(Loaded, CostModel)| {
-            Some((loaded.device().info().id.clone(), loaded.pool()?.clone()))
-        };
+        let own = |(loaded, _): &(Loaded, CostModel)| Some((loaded.id(), loaded.pool()?.clone()));
         Pools(instances.iter().filter_map(own).collect())
     }
 

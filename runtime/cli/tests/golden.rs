@@ -88,6 +88,54 @@ fn fixtures_give_their_golden_tokens_on_every_placement() {
     println!("{undecided} cases with a margin below twice the logits' error: compared by logits");
 }
 
+/// Several devices as one instance: of equal and of unlike sizes of shares and kinds of devices.
+fn divided() -> Vec<String> {
+    let mut all = vec!["tp:cpu@0,cpu@1".to_owned(), "tp:cpu,cpu@0,cpu@1".to_owned()];
+    let others = devices().into_iter().skip(1).chain(wgpu());
+    all.extend(others.map(|device| format!("tp:cpu,{}", device.info().id)));
+    all
+}
+
+#[test]
+fn fixtures_give_their_golden_tokens_on_several_devices_as_one_instance() {
+    for fixture in fixtures() {
+        for (turn, devices) in divided().into_iter().enumerate() {
+            let golden = golden(&fixture);
+            let cases = golden["cases"].as_array().unwrap();
+            let case = &cases[turn % cases.len()];
+            let request = Generate {
+                model: &fixture,
+                prompt_ids: &ids(&case["prompt_ids"]),
+                max_tokens: 48,
+                prefill: &devices,
+                decode: &devices,
+            };
+            let (answer, again) = (generate(&request), generate(&request));
+            let place = format!("{} on {devices}: {}", fixture.display(), case["text"]);
+            let (answered, expected) = (ids(&answer["ids"]), ids(&case["greedy_ids"]));
+            match Close::of(&fixture, case) {
+                None => assert_eq!(answered, expected, "{place}"),
+                Some(close) => close.check(&answered, &expected, &place),
+            }
+            assert_eq!(ids(&again["ids"]), answered, "{place}");
+            assert_eq!(answer["placement"]["decode"], *devices, "{place}");
+        }
+    }
+}
+
+#[test]
+fn what_several_devices_as_one_instance_cannot_do_is_refused_in_words() {
+    let refused = |args: &[&str]| {
+        let output = mixfleet().args(["generate", "--prompt-ids", "1"]).args(args).output().unwrap();
+        assert!(!output.status.success(), "{args:?}");
+        String::from_utf8(output.stderr).unwrap()
+    };
+    assert!(refused(&["--device", "tp:cpu@0"]).contains("two devices or more"));
+    assert!(refused(&["--device", "tp:cpu@0,cpu@0"]).contains("named twice"));
+    assert!(refused(&["--device", "tp:cpu,cpu@0", "--device", "cpu@0"]).contains("named twice"));
+    assert!(refused(&["--device", "tp:cpu@0,cpu=prefill", "--device", "cpu@1=decode"]).contains("no role"));
+}
+
 /// A case whose best two logits are so close somewhere that an error within bounds changes its tokens.
 struct Close {
     oracle: Oracle,

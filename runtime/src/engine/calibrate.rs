@@ -4,8 +4,11 @@
 //! with it. Three prefill and three decode points determine the three coefficients of each. This takes a
 //! second or two; the result is stored per device and model, so that the next start needs none.
 
+use super::members::OtherMembers;
+use crate::env::Env;
+use crate::model::divided::MemberRun;
 use crate::model::draws::DrawInput;
-use crate::model::graph::{Forward, StepInput};
+use crate::model::graph::{Forward, Pass, StepInput};
 use crate::request::Sampling;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Cmd, Device, ErrorKind, Queue, Result};
@@ -33,7 +36,47 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 /// Errors of the device.
 pub fn measure(device: &dyn Device, forward: &Forward) -> Result<Coefficients> {
     let mut bench = Bench { device, forward, queue: device.queue()? };
+    fit(forward, |parts| bench.seconds(parts))
+}
+
+/// Measures whole steps, exchanges included, of devices that divide a model: of `device`, the first one, with
+/// its share, and of `others`. It overwrites the KV pages, so it must run before serving.
+///
+/// # Errors
+/// Errors of the devices.
+pub(super) fn measure_divided(
+    device: &dyn Device,
+    forward: &Forward,
+    others: &mut OtherMembers,
+    env: &dyn Env,
+) -> Result<Coefficients> {
+    let mut queue = device.queue()?;
+    fit(forward, |parts| {
+        let mut least = f64::INFINITY;
+        for _ in 0..=REPEATS {
+            let first = forward.begin(device, parts)?;
+            let passes: Vec<Pass> = std::iter::once(first).chain(others.begin(parts)?).collect();
+            let began = env.now();
+            others.run(MemberRun { device, queue: &mut *queue, forward }, &passes, TIMEOUT)?;
+            least = least.min((env.now() - began).0);
+        }
+        Ok(least)
+    })
+}
+
+/// Fits coefficients to the times that `seconds` measures of steps.
+fn fit(forward: &Forward, mut seconds: impl FnMut(&[StepInput<'_>]) -> Result<f64>) -> Result<Coefficients> {
     let shape = forward.shape();
+    let mut step = |batch: u32, start: u32, tokens: u32| {
+        let blocks = (start + tokens).div_ceil(shape.block_tokens);
+        let pages: Vec<u32> = (0..blocks).collect();
+        let ids = vec![0; tokens as usize];
+        // as most requests draw
+        let parameters = Sampling::default().parameters(0, false);
+        let draw = Some(DrawInput { parameters, ..DrawInput::GREEDY });
+        let part = StepInput { start, tokens: &ids, pages: &pages, draw };
+        seconds(&vec![part; batch as usize])
+    };
     let room = (shape.blocks * shape.block_tokens).min(forward.config().context_max);
     let large = TOKENS_LARGE.min(shape.tokens_max).min(room / 2).max(2);
     let small = TOKENS_SMALL.min(large / 2).max(1);
@@ -43,11 +86,11 @@ pub fn measure(device: &dyn Device, forward: &Forward) -> Result<Coefficients> {
     let decode = [(1, 1), (batch, 1), (1, context + 1)];
     let mut prefill_s = [0.0; 3];
     for (seconds, (start, tokens)) in prefill_s.iter_mut().zip(prefill) {
-        *seconds = bench.seconds(1, start, tokens)?;
+        *seconds = step(1, start, tokens)?;
     }
     let mut decode_s = [0.0; 3];
     for (seconds, (batch, context)) in decode_s.iter_mut().zip(decode) {
-        *seconds = bench.seconds(batch, context - 1, 1)?;
+        *seconds = step(batch, context - 1, 1)?;
     }
     Ok(Coefficients { prefill_s: fit_prefill(prefill, prefill_s), decode_s: fit_decode(decode, decode_s) })
 }
@@ -59,17 +102,9 @@ struct Bench<'a> {
 }
 
 impl Bench<'_> {
-    /// Time of a whole step of `batch` sequences with `tokens` new tokens after `start`.
-    fn seconds(&mut self, batch: u32, start: u32, tokens: u32) -> Result<f64> {
-        let shape = self.forward.shape();
-        let blocks = (start + tokens).div_ceil(shape.block_tokens);
-        let pages: Vec<u32> = (0..blocks).collect();
-        let ids = vec![0; tokens as usize];
-        // as most requests draw
-        let parameters = Sampling::default().parameters(0, false);
-        let draw = Some(DrawInput { parameters, ..DrawInput::GREEDY });
-        let part = StepInput { start, tokens: &ids, pages: &pages, draw };
-        let pass = self.forward.begin(self.device, &vec![part; batch as usize])?;
+    /// Time of a whole step.
+    fn seconds(&mut self, parts: &[StepInput<'_>]) -> Result<f64> {
+        let pass = self.forward.begin(self.device, parts)?;
         let mut ends = self.forward.embed(&pass)?;
         ends.extend(self.forward.head(&pass)?);
         let layer = self.forward.layer(0, &pass)?;

@@ -19,6 +19,9 @@ const REGIONS_MAX: usize = 16;
 const EOS_IDS_MAX: usize = 1 << 10;
 const LOGPROBS_MAX: u32 = 1 << 10;
 
+/// Why an instance over several devices takes part in no transfer: each of them has a part of the heads.
+const KV_STAYS: &str = "KV does not come to an instance over several devices or leave it yet";
+
 /// Refuses what does not hold, with the reason.
 macro_rules! require {
     ($holds:expr, $($reason:tt)*) => {
@@ -65,6 +68,7 @@ impl Worker {
     pub(super) fn check_hand_off(&self, job: &Job, to: &HandOff) -> Result<()> {
         let landing = &to.landing;
         require!(to.to != self.id, "KV is to be sent to where it is");
+        require!(self.others.is_none(), "{KV_STAYS}");
         let regions = landing.regions.len();
         require!((1..=REGIONS_MAX).contains(&regions), "{} names no memory to write to", to.to);
         require!(DType::FLOATS.contains(&to.wire), "KV does not travel as {}", to.wire);
@@ -84,6 +88,7 @@ impl Worker {
     /// `Invalid` with the reason.
     pub(super) fn check_source(&self, holder: InstanceId) -> Result<()> {
         require!(holder != self.id, "KV is to come from where it is wanted");
+        require!(self.others.is_none(), "{KV_STAYS}");
         Ok(())
     }
 

@@ -6,12 +6,13 @@ use super::courier::{Courier, HandOffLimits, Links};
 use super::directory::{Directory, Inboxes};
 use super::handoff::Staging;
 use super::health::HealthWatch;
+use super::members::{MemberDevice, OtherMembers};
 use super::messages::{FromWorker, Report};
 use super::pinning::Pinner;
 use super::recordings::Recordings;
 use super::tiers::{InstanceTiers, LowerTiers, PendingDisk};
 use super::worker::Worker;
-use crate::env::{SharedEnv, no_thread};
+use crate::env::{Env, SharedEnv, no_thread};
 use crate::mailbox::{INBOX_MAX, MessageSender, mailbox};
 use crate::metrics::Metrics;
 use crate::model::graph::{Forward, StepShape};
@@ -21,7 +22,9 @@ use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::{Seconds, UsdPerHour};
 use mixfleet_hal::{DType, Device, Error, OpSig, Result, Scalar, Support};
 use mixfleet_scheduler::batch::{BatchLimits, Instance as BatchMachine};
-use mixfleet_scheduler::cost::{Coefficients, CostModel, EngineCost, KvCopyCost, Prefill, ProfileCost};
+use mixfleet_scheduler::cost::{
+    Coefficients, CostModel, EngineCost, KvCopyCost, Partition, Prefill, ProfileCost,
+};
 use mixfleet_scheduler::fleet::{Instance, InstanceId, Role};
 use mixfleet_scheduler::kv::CachePolicy;
 use std::cell::Cell;
@@ -70,10 +73,21 @@ pub struct InstanceSpec {
     pub limits: InstanceLimits,
 }
 
-/// A device with the model and its KV memory, not serving yet.
+/// A further device of an instance, with its share of the model's parameters.
+pub struct MemberSpec {
+    /// The device.
+    pub device: Arc<dyn Device>,
+    /// Its share of the parameters.
+    pub weights: Weights,
+    /// Its memory for KV, in bytes.
+    pub kv_bytes: u64,
+}
+
+/// A device with the model and its KV memory, or several that divide both, not serving yet.
 pub struct Loaded {
     spec_device: Arc<dyn Device>,
     forward: Forward,
+    others: Option<OtherMembers>,
     role: Role,
     price: Option<UsdPerHour>,
     batch: BatchLimits,
@@ -91,6 +105,38 @@ pub(crate) struct Surroundings {
     pub(crate) metrics: Metrics,
 }
 
+impl InstanceLimits {
+    fn step_shape(&self, blocks: u32, block_tokens: u32) -> StepShape {
+        StepShape {
+            tokens_max: self.step_tokens_max.max(self.sequences_max),
+            sequences_max: self.sequences_max,
+            blocks,
+            block_tokens,
+            activations: self.activations,
+            kv: self.kv,
+        }
+    }
+}
+
+/// Number of blocks of so many tokens that a device's KV memory, given with the dtype of KV, holds.
+fn blocks(
+    device: &dyn Device,
+    config: &ModelConfig,
+    (kv, kv_bytes): (DType, u64),
+    block_tokens: u32,
+) -> Result<u32> {
+    let block_bytes = u64::from(block_tokens) * config.kv_bytes_per_token(kv);
+    let blocks = u32::try_from(kv_bytes / block_bytes.max(1)).unwrap_or(u32::MAX / block_tokens);
+    if blocks == 0 {
+        let id = &device.info().id;
+        return Err(Error::invalid(format!(
+            "{id}: {kv_bytes} bytes of KV memory hold no block of {block_tokens} tokens ({block_bytes} bytes); \
+             give it more"
+        )));
+    }
+    Ok(blocks)
+}
+
 impl Loaded {
     /// Checks that the device can run the model and allocates KV and activations.
     ///
@@ -99,28 +145,78 @@ impl Loaded {
     pub fn new(config: &Arc<ModelConfig>, spec: InstanceSpec) -> Result<Self> {
         let InstanceSpec { device, weights, role, price, limits } = spec;
         let block_tokens = limits.block_tokens.unwrap_or_else(|| device.limits().kv_page_tokens);
-        let block_bytes = u64::from(block_tokens) * config.kv_bytes_per_token(limits.kv);
-        let blocks = u32::try_from(limits.kv_bytes / block_bytes.max(1)).unwrap_or(u32::MAX / block_tokens);
-        if blocks == 0 {
-            return Err(Error::invalid(format!(
-                "{}: {} bytes of KV memory hold no block of {block_tokens} tokens ({block_bytes} bytes); give it more",
-                device.info().id,
-                limits.kv_bytes
-            )));
-        }
-        let shape = StepShape {
-            tokens_max: limits.step_tokens_max.max(limits.sequences_max),
-            sequences_max: limits.sequences_max,
-            blocks,
-            block_tokens,
-            activations: limits.activations,
-            kv: limits.kv,
-        };
+        let blocks = blocks(&*device, config, (limits.kv, limits.kv_bytes), block_tokens)?;
+        let shape = limits.step_shape(blocks, block_tokens);
         check_support(&*device, config, &weights, &shape)?;
         let forward = Forward::new(&*device, config.clone(), weights, shape)?;
+        Ok(Loaded::of_parts((device, forward), None, (role, price), limits))
+    }
+
+    /// The same for several devices that divide the model as `partition` says: the first one's weights and KV
+    /// memory are in `spec`. All have as many KV blocks as the one with the least room.
+    ///
+    /// # Errors
+    /// As of [`Loaded::new`], and `Invalid` if the shares are not those of the devices, or for a role that
+    /// needs KV to move.
+    pub fn divided(
+        config: &Arc<ModelConfig>,
+        partition: &Partition,
+        spec: InstanceSpec,
+        others: Vec<MemberSpec>,
+    ) -> Result<Self> {
+        let InstanceSpec { device, weights, role, price, limits } = spec;
+        let (shares, id) = (partition.shares(), device.info().id.clone());
+        if role != Role::Auto {
+            return Err(Error::invalid(format!(
+                "{id}: several devices as one instance do both prefill and decode, since KV cannot leave them yet: \
+                 give them no role"
+            )));
+        }
+        let members = std::iter::once(&device).chain(others.iter().map(|other| &other.device));
+        if let Some(idle) = members.map(|device| device.info()).find(|info| !info.computes()) {
+            let id = &idle.id;
+            return Err(Error::unsupported(format!(
+                "{id} computes nothing, and the sums of several devices take real results; add ',compute': {id},compute"
+            )));
+        }
+        if shares.len() != 1 + others.len() {
+            let devices = 1 + others.len();
+            return Err(Error::invalid(format!(
+                "{} shares are not those of {devices} devices",
+                shares.len()
+            )));
+        }
+        let block_tokens = limits.block_tokens.unwrap_or_else(|| device.limits().kv_page_tokens);
+        let first = MemberSpec { device, weights, kv_bytes: limits.kv_bytes };
+        let members: Vec<_> = std::iter::once(first).chain(others).zip(shares).collect();
+        let room = members.iter().map(|(member, share)| {
+            let kv = (limits.kv, member.kv_bytes);
+            blocks(&*member.device, &config.of_member(share), kv, block_tokens)
+        });
+        let fewest = room.collect::<Result<Vec<_>>>()?.into_iter().min().unwrap_or(0);
+        let shape = limits.step_shape(fewest, block_tokens);
+        let loaded = members.into_iter().map(|(MemberSpec { device, weights, .. }, share)| {
+            check_support(&*device, &config.of_member(share), &weights, &shape)?;
+            let forward = Forward::of_member(&*device, config, share, weights, shape)?;
+            Ok(MemberDevice { device, forward })
+        });
+        let mut loaded = loaded.collect::<Result<Vec<_>>>()?;
+        let MemberDevice { device, forward } = loaded.remove(0);
+        let others = OtherMembers::open(loaded)?;
+        Ok(Loaded::of_parts((device, forward), Some(others), (role, price), limits))
+    }
+
+    fn of_parts(
+        (spec_device, forward): (Arc<dyn Device>, Forward),
+        others: Option<OtherMembers>,
+        (role, price): (Role, Option<UsdPerHour>),
+        limits: InstanceLimits,
+    ) -> Self {
+        let shape = *forward.shape();
+        let blocks = shape.blocks;
         let batch = BatchLimits {
             blocks_total: blocks,
-            block_tokens,
+            block_tokens: shape.block_tokens,
             step_tokens_max: shape.tokens_max,
             prefill_tokens_beside_decode_max: limits.prefill_tokens_beside_decode_max,
             sequences_max: limits.sequences_max as usize,
@@ -128,14 +224,21 @@ impl Loaded {
             lower_tiers: false,
             cache_policy: CachePolicy::Lru,
         };
-        Ok(Loaded { spec_device: device, forward, role, price, batch, below: None, pending_disk: None })
+        Loaded { spec_device, forward, others, role, price, batch, below: None, pending_disk: None }
     }
 
     /// Adds lower tiers, for KV that the device's memory evicts: host memory, and a disk.
     ///
     /// # Errors
-    /// When they cannot be opened.
+    /// When they cannot be opened, and `Unsupported` for an instance over several devices.
     pub fn with_lower_tiers(mut self, tiers: LowerTiers, make_region: &MakeRegion) -> Result<Self> {
+        if !self.exchanges_kv() {
+            let id = self.id();
+            return Err(Error::unsupported(format!(
+                "{id}: KV of several devices as one instance cannot be kept in host memory or on disk yet; leave \
+                 out --kv-dram and --kv-ssd"
+            )));
+        }
         self.batch.lower_tiers = true;
         let (pool, pending_disk) = tiers.open(&self.forward, make_region)?;
         (self.below, self.pending_disk) = (Some(pool), pending_disk);
@@ -147,9 +250,31 @@ impl Loaded {
         self.below.as_ref()
     }
 
-    /// The device.
-    pub fn device(&self) -> &Arc<dyn Device> {
-        &self.spec_device
+    /// The devices, in the order of members.
+    pub fn devices(&self) -> impl Iterator<Item = &Arc<dyn Device>> {
+        std::iter::once(&self.spec_device).chain(self.others.iter().flat_map(OtherMembers::devices))
+    }
+
+    /// What all its devices together are called by `of`: its only device's word, or `tp:` and the words of
+    /// all.
+    fn joined(&self, of: fn(&Arc<dyn Device>) -> &str) -> String {
+        let words: Vec<&str> = self.devices().map(of).collect();
+        if let [word] = words[..] { word.to_owned() } else { format!("tp:{}", words.join(",")) }
+    }
+
+    /// The selector of its device or devices: `cpu`, `tp:cpu@0,cpu@1`.
+    pub fn id(&self) -> String {
+        self.joined(|device| &device.info().id)
+    }
+
+    /// Identifies what measurements apply to, as a device's fingerprint does.
+    pub fn fingerprint(&self) -> String {
+        self.joined(|device| &device.info().fingerprint)
+    }
+
+    /// Whether its KV can move between instances and tiers.
+    pub fn exchanges_kv(&self) -> bool {
+        self.others.is_none()
     }
 
     /// Tokens that fit into the KV memory.
@@ -184,7 +309,7 @@ impl Loaded {
         };
         Instance {
             id,
-            device: self.spec_device.info().id.as_str().into(),
+            device: self.id().into(),
             role: self.role,
             pool: 0,
             cost: cost.into(),
@@ -212,8 +337,8 @@ impl Loaded {
         let instance = self.describe(id, cost);
         let cost = instance.cost.clone();
         let up = FromWorker::Up { instance: Box::new(instance), kv: self.kv(), silence_max };
-        let Loaded { spec_device: device, forward, batch, below, pending_disk, .. } = self;
-        let name = format!("worker {}", device.info().id);
+        let name = format!("worker {}", self.id());
+        let Loaded { spec_device: device, forward, others, batch, below, pending_disk, .. } = self;
         let kv = forward.shape().kv_shape(forward.config());
         let (staging, pages) = Staging::new(&*device, kv, forward.shape(), hand_off.slot_bytes)?;
         let pinner = Arc::new(Pinner::new(device.clone()));
@@ -232,6 +357,7 @@ impl Loaded {
             health: HealthWatch::new(device.info().id.clone(), metrics.clone()),
             device,
             forward,
+            others,
             machine: BatchMachine::new(batch).predicted_by(cost.clone()),
             limits: batch,
             cost,
@@ -273,11 +399,14 @@ impl Loaded {
     ///
     /// # Errors
     /// Errors of the device.
-    pub fn calibrate(&self) -> Result<Coefficients> {
-        calibrate::measure(&*self.spec_device, &self.forward)
+    pub fn calibrate(&mut self, env: &dyn Env) -> Result<Coefficients> {
+        match &mut self.others {
+            None => calibrate::measure(&*self.spec_device, &self.forward),
+            Some(others) => calibrate::measure_divided(&*self.spec_device, &self.forward, others, env),
+        }
     }
 
-    /// The cost model of steps here by an existing profile of the device.
+    /// The cost model of steps here by an existing profile of the only device.
     pub fn predicted_by(&self, profile: DeviceProfile) -> CostModel {
         let shape = self.forward.shape();
         let cost = ProfileCost {

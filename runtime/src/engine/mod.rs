@@ -29,6 +29,7 @@ pub(crate) mod instance;
 mod lend;
 mod losses;
 pub(crate) mod measure;
+mod members;
 pub(crate) mod messages;
 mod pages;
 mod pinning;
@@ -43,7 +44,7 @@ mod worker;
 pub use courier::{HandOffLimits, Links};
 pub use handoff::wire_dtype;
 pub use identity::Identity;
-pub use instance::{InstanceLimits, InstanceSpec, Loaded};
+pub use instance::{InstanceLimits, InstanceSpec, Loaded, MemberSpec};
 pub use messages::Held;
 pub use pages::{Pages, check_piece};
 pub use tiers::LowerTiers;
@@ -60,7 +61,6 @@ use events::{EventLog, LoggedFleet};
 use instance::Surroundings;
 use measure::measure_link;
 use messages::{FromWorker, Report};
-use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{DType, Result};
 use mixfleet_scheduler::batch::RequestId;
@@ -131,11 +131,12 @@ impl EngineParts {
             reports,
             metrics: self.metrics.clone(),
         };
-        let ids: Vec<InstanceId> = (0..to_u32(instances.len())).map(InstanceId).collect();
-        for (&id, (loaded, cost)) in ids.iter().zip(instances) {
+        let mut exchange = Vec::new();
+        for (id, (loaded, cost)) in (0..).map(InstanceId).zip(instances) {
+            exchange.extend(loaded.exchanges_kv().then_some(id));
             loaded.start(id, cost, &surroundings)?;
         }
-        join(&ids, &surroundings);
+        join(&exchange, &surroundings);
         Ok(self.coordinate(widest.unwrap_or(DType::F32), 0, surroundings.directory, incoming))
     }
 
@@ -190,7 +191,7 @@ impl EngineParts {
     }
 }
 
-/// Reports the links between instances of this process, which are all alike.
+/// Reports the links between those instances of this process that exchange KV, which are all alike.
 pub(crate) fn join(ids: &[InstanceId], surroundings: &Surroundings) {
     let Surroundings { env, links, hand_off, reports, .. } = surroundings;
     if ids.len() < 2 {

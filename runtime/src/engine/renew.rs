@@ -1,5 +1,6 @@
 //! Reopening an instance whose device failed, once the device answers again.
 
+use super::members::OtherMembers;
 use super::messages::FromWorker;
 use super::worker::Worker;
 use futures_util::FutureExt;
@@ -89,7 +90,7 @@ impl Worker {
         // Recordings belong to the queue, and must be dropped first.
         self.recordings.clear();
         self.queue = self.device.queue()?;
-        Ok(())
+        self.others.as_mut().map_or(Ok(()), OtherMembers::renew_queues)
     }
 
     /// A queue for copies beside steps, if the device can.

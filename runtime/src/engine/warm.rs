@@ -19,12 +19,12 @@ fn decode<'a>(draw: DrawInput<'a>, pages: &'a [u32]) -> StepInput<'a> {
 
 impl Worker {
     /// Runs steps of decodes and of prompts with few rows and with the most, and copies of KV, where replays
-    /// pay; elsewhere does nothing. It overwrites KV pages, so it must run before serving.
+    /// pay on an only device; elsewhere does nothing. It overwrites KV pages, so it must run before serving.
     ///
     /// # Errors
     /// When the device is lost. What it rejects is left to serving, which tells whom it concerns.
     pub(super) fn warm(&mut self) -> Result<()> {
-        if !self.device.limits().replay_pays {
+        if !self.device.limits().replay_pays || self.others.is_some() {
             return Ok(());
         }
         let began = self.env.now();

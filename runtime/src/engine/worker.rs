@@ -12,6 +12,7 @@ use super::fault;
 use super::handoff::{LAYERS_IN_FLIGHT, Outgoing, SEND_POLL_INTERVAL, Staging};
 use super::health::HealthWatch;
 use super::incoming::Incoming;
+use super::members::OtherMembers;
 use super::messages::{FromPeer, FromWorker, KvMessage, Report, Source, ToWorker, Transfer};
 use super::pages::Pages;
 use super::recordings::Recordings;
@@ -19,7 +20,8 @@ use super::tiers::InstanceTiers;
 use crate::env::{SharedEnv, yield_now};
 use crate::mailbox::{MessageReceiver, MessageSender};
 use crate::metrics::{DeviceLabels, Metrics};
-use crate::model::graph::{Forward, StepInput};
+use crate::model::divided::MemberRun;
+use crate::model::graph::{Forward, Pass, StepInput};
 use crate::request::{Failure, FinishReason, GenerateRequest};
 use crate::sampling::Penalties;
 use mixfleet_hal::cast::to_u32;
@@ -69,6 +71,8 @@ pub(super) struct Worker {
     pub(super) copies: Option<Box<dyn Queue>>,
     pub(super) postponed: Postponed,
     pub(super) forward: Forward,
+    /// The devices that divide the model with this one.
+    pub(super) others: Option<OtherMembers>,
     pub(super) machine: Instance<TokenIds>,
     pub(super) recordings: Recordings,
     pub(super) limits: BatchLimits,
@@ -312,6 +316,13 @@ impl Worker {
         self.follow_penalties(step);
         let parts: Vec<StepInput<'_>> = step.sequences.iter().map(|part| self.part(part)).collect();
         let pass = self.forward.begin(&*self.device, &parts)?;
+        let others = self.others.as_ref().map(|others| others.begin(&parts)).transpose()?;
+        if let (Some(members), Some(others)) = (&mut self.others, others) {
+            let passes: Vec<Pass> = std::iter::once(pass).chain(others).collect();
+            let (device, queue, forward) = (&*self.device, &mut *self.queue, &self.forward);
+            members.run(MemberRun { device, queue, forward }, &passes, self.step_timeout)?;
+            return self.draw(step, &passes[0]);
+        }
         let sends = self.step_sends(step);
         if let (Some(key), true) = (pass.key(), sends.is_empty()) {
             let ticket = self.recordings.run(&mut *self.queue, &self.forward, &pass, key)?;

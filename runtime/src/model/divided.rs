@@ -1,7 +1,7 @@
-//! Steps of a model that several devices divide: each runs its share of the commands, and they exchange partial
-//! sums of the residual stream twice per layer, and logits once.
+//! Steps of a model that several devices divide: each runs its share of the commands, and they exchange
+//! partial sums of the residual stream twice per layer, and logits once.
 
-use super::graph::{Forward, Pass, StepInput};
+use super::graph::{Forward, Pass};
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::{Cmd, Collective, Device, Error, MemberSlice, Queue, Result, Slice};
 use std::time::Duration;
@@ -16,8 +16,8 @@ pub struct MemberRun<'a> {
     pub forward: &'a Forward,
 }
 
-/// Runs a step on all members, given in their order, and waits until it is done; no part of it may take longer
-/// than `timeout`. The pass that it returns is the first member's, whose device has the whole logits and has
+/// Runs a step on all members, given in their order as are its `passes` on them, and waits until it is done;
+/// no part of it may take longer than `timeout`. The first member's device then has the whole logits and has
 /// drawn from them.
 ///
 /// # Errors
@@ -25,32 +25,30 @@ pub struct MemberRun<'a> {
 pub fn run_divided(
     members: &mut [MemberRun<'_>],
     exchange: &mut dyn Collective,
-    parts: &[StepInput<'_>],
+    passes: &[Pass],
     timeout: Duration,
-) -> Result<Pass> {
-    let begin = |member: &MemberRun<'_>| member.forward.begin(member.device, parts);
-    let mut passes = members.iter().map(begin).collect::<Result<Vec<_>>>()?;
+) -> Result<()> {
     let Some(layers) = members.first().map(|first| first.forward.config().layers as usize) else {
         return Err(Error::invalid("a step needs a member that runs it"));
     };
     for layer in 0..layers {
-        run_all(members, &passes, timeout, |forward, pass| {
+        run_all(members, passes, timeout, |forward, pass| {
             let mut list = if layer == 0 { forward.embed(pass)? } else { Vec::new() };
             list.extend(forward.attention_block(layer, pass)?);
             Ok(list)
         })?;
-        exchange.sum(&slices(members, &passes, Forward::step_residual))?;
-        run_all(members, &passes, timeout, |forward, pass| forward.mlp_block(layer, pass))?;
-        exchange.sum(&slices(members, &passes, Forward::step_residual))?;
+        exchange.sum(&slices(members, passes, Forward::step_residual))?;
+        run_all(members, passes, timeout, |forward, pass| forward.mlp_block(layer, pass))?;
+        exchange.sum(&slices(members, passes, Forward::step_residual))?;
     }
     if passes[0].rows() > 0 {
-        run_all(members, &passes, timeout, Forward::logits_block)?;
+        run_all(members, passes, timeout, Forward::logits_block)?;
         let to = MemberSlice { device: members[0].device, slice: members[0].forward.logits(&passes[0]) };
-        exchange.join(&slices(members, &passes, Forward::own_logits), passes[0].rows(), &to)?;
+        exchange.join(&slices(members, passes, Forward::own_logits), passes[0].rows(), &to)?;
         let (first, pass) = (&mut members[..1], &passes[..1]);
         run_all(first, pass, timeout, |forward, pass| Ok(Vec::from_iter(forward.draw_block(pass)?)))?;
     }
-    Ok(passes.swap_remove(0))
+    Ok(())
 }
 
 /// Runs a list of commands on each of `members` at the same time, and waits for all.

@@ -388,3 +388,110 @@ fn random_damage_of_the_fixtures_gives_errors_and_no_panic() {
         assert!(errors > 60, "{name}: only {errors} of 200 were noticed");
     }
 }
+
+/// Elements `[rows][columns]` of a matrix of a checkpoint.
+fn part_of(checkpoint: &Checkpoint, name: &str, rows: Range<u32>, columns: Option<Range<u32>>) -> Vec<f64> {
+    let values = checkpoint.values(name).expect(name);
+    let width = values.len() / checkpoint.tensors[name].shape[0] as usize;
+    let columns = columns.map_or(0..width, |c| c.start as usize..c.end as usize);
+    (rows.start as usize..rows.end as usize)
+        .flat_map(|row| values[row * width..][columns.clone()].to_vec())
+        .collect()
+}
+
+#[test]
+fn a_member_gets_its_share_of_the_weights_and_no_more() {
+    for (name, random) in tiny_variants() {
+        let checkpoint = random.load().expect(name);
+        let c = &checkpoint.config;
+        let (hidden, d) = (c.hidden, c.head_dim);
+        for members in [2, 3] {
+            for share in c.divided(members).expect(name).shares() {
+                let wide = |range: &Range<u32>| range.start * d..range.end * d;
+                let (q, kv) = (wide(&share.heads), wide(&share.kv_heads));
+                let (copying, importing) = (MemoryDevice::new(false, 64), MemoryDevice::new(true, 1));
+                for device in [&copying, &importing] {
+                    let mut seen = Vec::new();
+                    let weights =
+                        checkpoint.place_share(device, share, &mut |done, all| seen.push((done, all)));
+                    let weights = weights.expect("placed");
+                    assert!(seen.is_sorted() && seen.last().is_some_and(|(done, all)| done == all), "{name}");
+                    let layer = &weights.layers[1];
+                    let same = |tensor: &Tensor, part: &str, rows: Range<u32>, columns| {
+                        let part = format!("model.layers.1.{part}");
+                        assert_eq!(
+                            read(device, tensor),
+                            part_of(&checkpoint, &part, rows, columns),
+                            "{name} {part}"
+                        );
+                    };
+                    same(&layer.q, "self_attn.q_proj.weight", q.clone(), None);
+                    same(&layer.k, "self_attn.k_proj.weight", kv.clone(), None);
+                    same(&layer.v, "self_attn.v_proj.weight", kv.clone(), None);
+                    same(&layer.o, "self_attn.o_proj.weight", 0..hidden, Some(q.clone()));
+                    same(&layer.gate, "mlp.gate_proj.weight", share.inner.clone(), None);
+                    same(&layer.up, "mlp.up_proj.weight", share.inner.clone(), None);
+                    same(&layer.down, "mlp.down_proj.weight", 0..hidden, Some(share.inner.clone()));
+                    for (bias, part, rows) in [
+                        (&layer.q_bias, "self_attn.q_proj.bias", q.clone()),
+                        (&layer.v_bias, "self_attn.v_proj.bias", kv.clone()),
+                        (&layer.up_bias, "mlp.up_proj.bias", share.inner.clone()),
+                    ] {
+                        bias.iter().for_each(|bias| same(bias, part, rows.clone(), None));
+                    }
+                    assert_eq!(layer.o_bias.is_some(), c.o_bias && share.is_first(), "{name}: added once");
+                    assert_eq!(
+                        layer.down_bias.is_some(),
+                        c.mlp_bias && share.is_first(),
+                        "{name}: added once"
+                    );
+                    let head = if c.tied_embeddings { "model.embed_tokens.weight" } else { "lm_head.weight" };
+                    let rows = part_of(&checkpoint, head, share.vocab.clone(), None);
+                    assert_eq!(read(device, &weights.lm_head), rows, "{name}");
+                }
+                let allocated =
+                    |device: &MemoryDevice| device.allocations.lock().expect("a lock").iter().sum::<u64>();
+                let of = |rows: usize, columns: u32| rows as u64 * u64::from(columns);
+                let (heads, kv_heads, inner) = (share.heads.len(), share.kv_heads.len(), share.inner.len());
+                let back = of(heads, d * hidden) + of(inner, hidden);
+                let layer =
+                    back + of(heads, d * hidden) + 2 * of(kv_heads, d * hidden) + 2 * of(inner, hidden);
+                let vectors = allocated(&copying) / c.dtype.size_bytes()
+                    - u64::from(c.layers) * layer
+                    - of(c.vocab as usize, hidden)
+                    - of(share.vocab.len(), hidden);
+                // norms and biases are all else
+                let longest = u64::from(hidden + c.intermediate + c.heads * d);
+                assert!(
+                    vectors <= u64::from(c.layers + 1) * 4 * longest,
+                    "{name}: {vectors} elements too many"
+                );
+                // a mapping is used in place, except columns
+                assert_eq!(
+                    allocated(&importing),
+                    u64::from(c.layers) * back * c.dtype.size_bytes(),
+                    "{name}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn a_share_of_a_repeating_checkpoint_is_that_of_the_whole() {
+    let checkpoint = variant("llama3").repeating().expect("a checkpoint");
+    let whole = MemoryDevice::new(false, 64);
+    let share = &checkpoint.config.divided(2).expect("shares").shares()[1].clone();
+    let weights = checkpoint.place_share(&whole, share, &mut |_, _| {}).expect("placed");
+    let location = &checkpoint.tensors["model.layers.0.mlp.down_proj.weight"];
+    let stored = checkpoint.bytes("model.layers.0.mlp.down_proj.weight").expect("stored");
+    let cyclic = stored.iter().copied().cycle().take(location.bytes() as usize).collect::<Vec<u8>>();
+    let (width, element) = (location.shape[1] as usize, location.dtype.size_bytes() as usize);
+    let columns = share.inner.start as usize * element..share.inner.end as usize * element;
+    let expected: Vec<u8> =
+        cyclic.chunks_exact(width * element).flat_map(|row| row[columns.clone()].to_vec()).collect();
+    let tensor = &weights.layers[0].down;
+    let mut bytes = vec![0; tensor.slice.bytes as usize];
+    whole.read(&tensor.slice, &mut bytes).expect("read");
+    assert!(bytes == expected);
+}

@@ -1,5 +1,5 @@
-//! The tensors of a model: their names in a checkpoint, their shapes, and what a member of several devices has
-//! of them.
+//! The tensors of a model: their names in a checkpoint, their shapes, and what a member of several devices
+//! has of them.
 
 use super::config::ModelConfig;
 use mixfleet_scheduler::cost::MemberShare;

@@ -113,8 +113,8 @@ impl Checkpoint {
         self.shards.iter().map(import).collect()
     }
 
-    /// Whether the device can use the tensor from that byte of the mapped file on. A header whose length is not a multiple of
-    /// eight misaligns every tensor of its file.
+    /// Whether the device can use the tensor from that byte of the mapped file on. A header whose length is
+    /// not a multiple of eight misaligns every tensor of its file.
     fn is_addressable(
         &self,
         import: &Slice,

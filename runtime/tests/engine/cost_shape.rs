@@ -9,7 +9,7 @@ use mixfleet_scheduler::cost::OpCounts;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-const BLOCK_TOKENS: u32 = 8;
+pub(super) const BLOCK_TOKENS: u32 = 8;
 
 /// Removes what costs nothing (eps, rows of a table that are not read), and sizes that a recorded decode step
 /// rounds up.
@@ -30,7 +30,7 @@ fn key(sig: OpSig) -> OpSig {
     }
 }
 
-fn counted(sigs: impl Iterator<Item = (OpSig, u64)>) -> HashMap<OpSig, u64> {
+pub(super) fn counted(sigs: impl Iterator<Item = (OpSig, u64)>) -> HashMap<OpSig, u64> {
     let mut counts = HashMap::new();
     for (sig, runs) in sigs {
         *counts.entry(key(sig)).or_default() += runs;

@@ -7,6 +7,7 @@ mod beside;
 mod contained;
 mod copies;
 mod cost_shape;
+mod divided;
 mod drawn;
 mod events;
 mod exposed;

@@ -16,7 +16,7 @@ use mixfleet_runtime::api::Placements;
 use mixfleet_runtime::engine::events::EventLog;
 use mixfleet_runtime::engine::{
     EngineConfig, EngineParts, HandOffLimits, Identity, InstanceLimits, InstanceSpec, Links, Loaded,
-    LowerTiers,
+    LowerTiers, MemberSpec,
 };
 use mixfleet_runtime::env::{Env, SeededEnv, SharedEnv, yield_now};
 use mixfleet_runtime::metrics::{DeviceLabels, Metrics, TierLabels};
@@ -94,6 +94,8 @@ struct Member {
     block_tokens: u32,
     kv: DType,
     device: Arc<dyn Device>,
+    /// Those that divide the model with it.
+    others: Vec<Arc<dyn Device>>,
 }
 
 /// Host memory with bit flips.
@@ -272,19 +274,25 @@ impl TestFleet {
 
     pub(crate) fn with_blocks(mut self, role: Role, block_tokens: u32) -> Self {
         let device = self.reference();
-        self.members.push(Member { role, block_tokens, kv: DType::F32, device });
+        self.members.push(Member { role, block_tokens, kv: DType::F32, device, others: Vec::new() });
         self
     }
 
     /// Adds an instance with its own block size and KV dtype.
     pub(crate) fn with_kv(mut self, role: Role, block_tokens: u32, kv: DType) -> Self {
         let device = self.reference();
-        self.members.push(Member { role, block_tokens, kv, device });
+        self.members.push(Member { role, block_tokens, kv, device, others: Vec::new() });
         self
     }
 
     pub(crate) fn with_device(mut self, role: Role, device: Arc<dyn Device>) -> Self {
-        self.members.push(Member { role, block_tokens: 8, kv: DType::F32, device });
+        self.members.push(Member { role, block_tokens: 8, kv: DType::F32, device, others: Vec::new() });
+        self
+    }
+
+    /// Adds an instance whose devices divide the model.
+    pub(crate) fn with_devices(mut self, device: Arc<dyn Device>, others: Vec<Arc<dyn Device>>) -> Self {
+        self.members.push(Member { role: Role::Auto, block_tokens: 8, kv: DType::F32, device, others });
         self
     }
 
@@ -346,7 +354,12 @@ impl TestFleet {
         let config = Arc::new(self.checkpoint.config.clone());
         let instances = self.members.iter().enumerate().map(|(at, member)| {
             let device = member.device.clone();
-            let weights = self.checkpoint.place(&*device, &mut |_, _| {}).unwrap();
+            let partition = config.divided(1 + member.others.len()).unwrap();
+            let place = |device: &Arc<dyn Device>, share| match member.others.is_empty() {
+                true => self.checkpoint.place(&**device, &mut |_, _| {}).unwrap(),
+                false => self.checkpoint.place_share(&**device, share, &mut |_, _| {}).unwrap(),
+            };
+            let weights = place(&device, &partition.shares()[0]);
             let block_bytes = u64::from(member.block_tokens) * config.kv_bytes_per_token(member.kv);
             let limits = InstanceLimits {
                 activations: DType::F32,
@@ -362,7 +375,16 @@ impl TestFleet {
                 prefill_s: PrefillCoefficients { overhead: 1e-3, per_token: 1e-4, per_token_squared: 0.0 },
                 decode_s: DecodeCoefficients { base: 1e-3, per_sequence: 1e-5, per_kv_token: 0.0 },
             };
-            let loaded = Loaded::new(&config, spec).unwrap();
+            let others =
+                member.others.iter().zip(&partition.shares()[1..]).map(|(device, share)| MemberSpec {
+                    device: device.clone(),
+                    weights: place(device, share),
+                    kv_bytes: limits.kv_bytes,
+                });
+            let loaded = match member.others.is_empty() {
+                true => Loaded::new(&config, spec).unwrap(),
+                false => Loaded::divided(&config, &partition, spec, others.collect()).unwrap(),
+            };
             let loaded = match &self.lower {
                 None => loaded,
                 Some((blocks, disk)) => {

@@ -1,15 +1,15 @@
 //! Who computes what in an instance over several devices: tensor parallelism (Megatron-LM, arXiv 1909.08053).
 //!
-//! Every member has the whole residual stream. It projects to its own heads and to its own columns of the MLP,
-//! and back to a partial sum of the residual; the members' partial sums are added after attention and after
-//! the MLP of each layer. Each computes the logits of its own rows of the vocabulary.
+//! Every member has the whole residual stream. It projects to its own heads and to its own columns of the
+//! MLP, and back to a partial sum of the residual; the members' partial sums are added after attention and
+//! after the MLP of each layer. Each computes the logits of its own rows of the vocabulary.
 
 use super::ModelShape;
 use mixfleet_hal::cast::to_u32;
 use std::ops::Range;
 
-/// Columns of the MLP and rows of the vocabulary are dealt in runs of this length where they divide into such,
-/// so that matrices stay aligned for a device's kernels.
+/// Columns of the MLP and rows of the vocabulary are dealt in runs of this length where they divide into
+/// such, so that matrices stay aligned for a device's kernels.
 const RUN: u32 = 64;
 
 /// What one member of an instance computes.
@@ -57,16 +57,16 @@ impl MemberShare {
     }
 }
 
-/// The shares of an instance's members: every head, column and row belongs to exactly one of them, and KV heads
-/// to at least one.
+/// The shares of an instance's members: every head, column and row belongs to exactly one of them, and KV
+/// heads to at least one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Partition {
     shares: Vec<MemberShare>,
 }
 
 impl Partition {
-    /// Shares as equal as whole KV heads allow. If `shape` divides by the number of members, they are those of
-    /// [`ModelShape::split`].
+    /// Shares as equal as whole KV heads allow. If `shape` divides by the number of members, they are those
+    /// of [`ModelShape::split`].
     ///
     /// # Errors
     /// When a member would have nothing, or the model has layers that cannot be divided so.

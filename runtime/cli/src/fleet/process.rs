@@ -203,7 +203,7 @@ async fn join_as_worker(
     let door = FleetListener::open(control, join.rpc.clone())?;
     let model = serve::load_model(&args.model, env)?;
     let (charter, own, digest) = charter(&join, &model, env).await?;
-    let (loaded, prices) = load(args, model, identity(&charter, &own), digest).await?;
+    let (loaded, prices) = load(args, model, identity(&charter, &own), digest, env.clone()).await?;
     let pools = Pools::of(&loaded);
     let hand_off = HandOffLimits { timeout: PIECE_TIMEOUT, ..HandOffLimits::default() };
     let Offered { transports, not_offered } = transports::open(args, &join, data, &hand_off)?;
@@ -241,6 +241,7 @@ async fn load(
     model: crate::model::Model,
     identity: Identity,
     digest: Digest,
+    env: SharedEnv,
 ) -> Result<(Vec<(Loaded, CostModel)>, Vec<Option<f64>>)> {
     let mut chosen = serve::chosen(&args.instances);
     for device in &mut chosen.devices {
@@ -248,9 +249,10 @@ async fn load(
             device.role = args.role;
         }
     }
+    start::check_movable(&chosen.devices)?;
     let model_args = args.model.clone();
     let loading = tokio::task::spawn_blocking(move || {
-        let loaded = start::instances(&model, &model_args, &chosen, &identity, &digest)?;
+        let loaded = start::instances(&model, &model_args, &chosen, (&identity, &digest), &env)?;
         let prices = chosen.devices.iter().map(|d| chosen.prices.get(&d.device).copied()).collect();
         Ok((loaded, prices))
     });
@@ -260,7 +262,7 @@ async fn load(
 fn record(id: InstanceId, loaded: &Loaded, usd_per_hour: Option<f64>) -> InstanceRecord {
     InstanceRecord {
         id,
-        device: loaded.device().info().id.as_str().into(),
+        device: loaded.id().into(),
         role: loaded.role(),
         usd_per_hour,
         kv_capacity_tokens: loaded.kv_capacity_tokens(),
