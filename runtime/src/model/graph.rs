@@ -6,6 +6,8 @@
 
 use super::arena::{Arena, Packer, rows_of, table_row};
 use super::draws::{DrawArena, DrawInput, DrawOutputs, DrawSizes};
+use super::product::{Out, gemm};
+use super::reach::{KvSizes, visible};
 use super::rope_table::RopeTable;
 use super::{LayerWeights, ModelConfig, Tensor, Weights};
 use mixfleet_hal::cast::to_u32;
@@ -138,13 +140,6 @@ struct Sizes {
     kv: Vec<KvSizes>,
     picks: Vec<u32>,
     draws: Option<DrawSizes>,
-}
-
-#[derive(Clone, Copy, Default)]
-struct KvSizes {
-    decode_tokens: u64,
-    prefill_pairs: u64,
-    prefill_tokens: u64,
 }
 
 impl Forward {
@@ -288,18 +283,7 @@ impl Forward {
     fn sizes(&self, parts: &[StepInput<'_>]) -> Sizes {
         let decodes = parts.iter().take_while(|p| p.tokens.len() == 1).count();
         let (decode, prefill) = parts.split_at(decodes);
-        let kv = self.windows.iter().map(|&window| {
-            let mut kv = KvSizes::default();
-            for part in decode {
-                kv.decode_tokens += visible(part.start, window);
-            }
-            for part in prefill {
-                let new = to_u32(part.tokens.len());
-                kv.prefill_pairs += (0..new).map(|i| visible(part.start + i, window)).sum::<u64>();
-                kv.prefill_tokens += visible(part.start, window) - 1 + u64::from(new);
-            }
-            kv
-        });
+        let kv = self.windows.iter().map(|&window| KvSizes::of(decode, prefill, window));
         let pages_max =
             |parts: &[StepInput<'_>]| parts.iter().map(|p| to_u32(p.pages.len())).max().unwrap_or(0);
         let mut picks = Vec::new();
@@ -602,49 +586,6 @@ impl Forward {
     }
 }
 
-/// Number of keys that the query at `position` attends to.
-fn visible(position: u32, window: Option<u32>) -> u64 {
-    u64::from(window.unwrap_or(u32::MAX).min(position + 1))
-}
-
 fn zeros(count: usize) -> impl Iterator<Item = u32> {
     std::iter::repeat_n(0, count)
-}
-
-/// What a Gemm does with its output.
-enum Out<'a> {
-    Set(&'a Slice, DType),
-    /// Adds it to the f32 residual.
-    Add(&'a Slice),
-}
-
-#[expect(clippy::too_many_arguments, reason = "the operands of a Gemm; a struct would only rename them")]
-fn gemm(
-    m: u32,
-    x: &Slice,
-    x_dtype: DType,
-    weight: &Tensor,
-    bias: Option<&Tensor>,
-    n: u32,
-    k: u32,
-    out: Out<'_>,
-) -> Result<Cmd> {
-    let (out, out_dtype, accumulate) = match out {
-        Out::Set(slice, dtype) => (slice, dtype, false),
-        Out::Add(slice) => (slice, DType::F32, true),
-    };
-    let sig = OpSig::Gemm {
-        m,
-        n,
-        k,
-        x: x_dtype,
-        weight: weight.dtype,
-        out: out_dtype,
-        bias: bias.is_some(),
-        accumulate,
-    };
-    let mut args = vec![x.clone(), weight.slice.clone()];
-    args.extend(bias.map(|b| b.slice.clone()));
-    args.push(out.clone());
-    Cmd::new(sig, &args)
 }
