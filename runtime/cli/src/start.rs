@@ -248,18 +248,6 @@ fn check_names(devices: &[DeviceRole]) -> Result<()> {
     Ok(())
 }
 
-/// Refuses several devices as one instance where other processes may send it KV or ask for some.
-pub(crate) fn check_movable(devices: &[DeviceRole]) -> Result<()> {
-    for DeviceRole { device, .. } in devices {
-        if backends::members(device)?.len() > 1 {
-            let message =
-                format!("{device}: several devices as one instance serve in 'serve' and 'generate' only yet");
-            return Err(Usage(message).into());
-        }
-    }
-    Ok(())
-}
-
 fn place(
     model: &Model,
     device: &dyn mixfleet_hal::Device,
