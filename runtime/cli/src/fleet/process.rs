@@ -261,10 +261,22 @@ async fn load(
     loading.await.context("loading was cut short")?
 }
 
+/// Refuses several devices as one instance where other processes may send it KV or ask for some.
+fn check_movable(devices: &[DeviceRole]) -> Result<()> {
+    for DeviceRole { device, .. } in devices {
+        if backends::members(device)?.len() > 1 {
+            let message =
+                format!("{device}: several devices as one instance serve in 'serve' and 'generate' only yet");
+            return Err(Usage(message).into());
+        }
+    }
+    Ok(())
+}
+
 fn record(id: InstanceId, loaded: &Loaded, usd_per_hour: Option<f64>) -> InstanceRecord {
     InstanceRecord {
         id,
-        device: loaded.id().into(),
+        device: loaded.id(),
         role: loaded.role(),
         usd_per_hour,
         kv_capacity_tokens: loaded.kv_capacity_tokens(),
