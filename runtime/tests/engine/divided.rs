@@ -34,9 +34,11 @@ fn unlike(members: usize) -> Vec<Arc<dyn Device>> {
     cores.chain([Arc::new(ReferenceDevice::default()) as Arc<dyn Device>]).collect()
 }
 
+type OneMember = (Arc<dyn Device>, Box<dyn Queue>, Forward);
+
 /// A model on the devices that divide it.
 struct Divided {
-    members: Vec<(Arc<dyn Device>, Box<dyn Queue>, Forward)>,
+    members: Vec<OneMember>,
     shares: Vec<MemberShare>,
     vocab: usize,
 }
@@ -64,7 +66,7 @@ impl Divided {
 
     /// The rows of logits of a step, and the tokens drawn from them.
     fn run(&mut self, parts: &[StepInput<'_>]) -> (Vec<Vec<f32>>, Vec<u32>) {
-        let begin = |(device, _, forward): &(Arc<dyn Device>, _, Forward)| forward.begin(&**device, parts);
+        let begin = |(device, _, forward): &OneMember| forward.begin(&**device, parts);
         let passes: Vec<_> = self.members.iter().map(|member| begin(member).unwrap()).collect();
         let members = self.members.iter_mut().map(|(device, queue, forward)| MemberRun {
             device: &**device,
