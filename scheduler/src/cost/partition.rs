@@ -193,7 +193,7 @@ mod tests {
             }
         }
         let of_one = MemberShare::whole(&shape);
-        assert_eq!(Partition::even(&shape, 1).unwrap().shares(), [of_one.clone()]);
+        assert_eq!(Partition::even(&shape, 1).unwrap().shares(), std::slice::from_ref(&of_one));
         assert_eq!(of_one.of(&shape), shape);
     }
 
