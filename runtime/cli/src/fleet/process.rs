@@ -282,15 +282,3 @@ fn record(id: InstanceId, loaded: &Loaded, usd_per_hour: Option<f64>) -> Instanc
         kv_capacity_tokens: loaded.kv_capacity_tokens(),
     }
 }
-
-/// Refuses several devices as one instance where other processes may send it KV or ask for some.
-fn check_movable(devices: &[DeviceRole]) -> Result<()> {
-    for DeviceRole { device, .. } in devices {
-        if backends::members(device)?.len() > 1 {
-            let message =
-                format!("{device}: several devices as one instance serve in 'serve' and 'generate' only yet");
-            return Err(Usage(message).into());
-        }
-    }
-    Ok(())
-}
