@@ -26,8 +26,8 @@ use std::time::{Duration, Instant};
 const EACH: usize = 3;
 /// So many fleets that meet the objective are enough.
 const PROVEN_MAX: usize = 5;
-/// Fleets of one part that are simulated in any case: all that are ranked, whole and divided into roles, since
-/// the best of them is shown beside the first.
+/// Fleets of one part that are simulated in any case: all that are ranked, whole and divided into roles,
+/// since the best of them is shown beside the first.
 const HOMOGENEOUS_MIN: usize = 2 * EACH;
 /// Fleets that are simulated side by side, whatever the number of cores, so that one input gives one plan.
 const WAVE: usize = 4;
