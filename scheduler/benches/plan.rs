@@ -12,7 +12,8 @@ use mixfleet_hal::{DType, StoredAs};
 use mixfleet_scheduler::plan::branching::Microlp;
 use mixfleet_scheduler::plan::candidates::ServiceLevel;
 use mixfleet_scheduler::plan::load::{LoadTally, SizeClass};
-use mixfleet_scheduler::plan::market::{Market, MarketAsk, OfferedPart};
+use mixfleet_scheduler::plan::market::{Market, MarketAsk};
+use mixfleet_scheduler::plan::offer::OfferedPart;
 use mixfleet_scheduler::plan::offered::PartOnOffer;
 use mixfleet_scheduler::{engines, models};
 use std::time::Instant;
@@ -62,7 +63,7 @@ fn by_the_hour(market: &Market, rates: &[f64]) -> usize {
 fn main() {
     let offers = parts().iter().filter_map(|part| {
         let price = Selection::default().price_or_reference(part.id, &[])?;
-        Some(OfferedPart { part, usd_per_hour: price.usd_per_hour, most: None, owned: 0 })
+        Some(OfferedPart::new(part, price.usd_per_hour))
     });
     let offers: Vec<OfferedPart> = offers.collect();
     for model in ["llama-3.1-8b", "llama-3.1-70b", "qwen3-30b-a3b"] {
@@ -77,7 +78,7 @@ fn main() {
             attain: 0.99,
             confidence: 0.5,
             nic: BytesPerSecond(12.5e9),
-            spares: 0,
+            links: Vec::new(),
         };
         let classes = ask.classes.len();
         let times: Vec<[f64; 3]> = (0..5)

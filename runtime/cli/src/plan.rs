@@ -77,9 +77,15 @@ pub(crate) struct PlanArgs {
     /// Offers in place of all built-in prices (docs/comparing-parts.md)
     #[arg(long, value_name = "CSV")]
     prices: Option<PathBuf>,
-    /// The devices that there are; columns device_id, count
+    /// The devices that there are; columns device_id, count [, region, spot]
     #[arg(long, value_name = "CSV")]
     inventory: Option<PathBuf>,
+    /// Links between regions; columns from, to, gb_per_s, usd_per_gb
+    #[arg(long, value_name = "CSV", requires = "inventory")]
+    links: Option<PathBuf>,
+    /// Spot offers too, N further instances to each pool of them
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=64))]
+    spot: Option<u32>,
     /// The fleet that is owned, which costs nothing more
     #[arg(long, value_name = "FLEET.toml")]
     have: Option<PathBuf>,
@@ -212,7 +218,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
         attain: args.attain,
         confidence: args.confidence,
         nic: BytesPerSecond(InstancePool::NIC_GB_PER_S * GB),
-        spares: args.spares,
+        links: offers.links.clone(),
     };
     let rates = on_all_cores(ask.parts.len(), |part| PartOnOffer::new(&ask, part));
     let mut market = Market::of(ask, rates);

@@ -289,6 +289,53 @@ fn what_has_no_offer_or_is_not_in_stock_is_not_taken() {
 }
 
 #[test]
+fn spot_offers_have_spares_and_kv_leaves_a_region_only_over_a_link() {
+    let directory = scratch("plan-spot");
+    let prices = write(
+        &directory,
+        "prices.csv",
+        "device_id,price_hourly,spot_hourly\nL40S,0.913,\nRTX-4090,0.38,0.2\n",
+    );
+    let document = planned(&STEADY, &["--prices", &prices, "--spot", "1"]);
+    is_sound(&document, 0.99);
+    let first = pools(&document["fleets"][0]);
+    assert!(first.iter().all(|pool| pool["spot"] == true && number(&pool["count"]) >= 2.0), "{first:?}");
+    assert_eq!(document["without_offer"], serde_json::json!([]), "an L40S is not rented out as spot");
+    let mut hopeless = STEADY;
+    hopeless[10] = "0.0001";
+    fails(&run(&hopeless, &["--spot", "0"]), 1, &["there is no spot offer", "TTFT binds"]);
+
+    let stock = "device_id,count,region,spot\nL40S,2,us,no\nRTX-4090,1,EU,yes\n";
+    let stock = write(&directory, "stock.csv", stock);
+    let links = |text: &str| write(&directory, "links.csv", &format!("from,to,gb_per_s,usd_per_gb{text}"));
+    let link = links("\neu,us,10,0.001\n");
+    let out = directory.join("out");
+    let linked =
+        ["--prices", &prices, "--inventory", &stock, "--links", &link, "--out", out.to_str().unwrap()];
+    let document = planned(&STEADY, &linked);
+    let regions = |fleet: &Value| pools(fleet).iter().map(|pool| pool["region"].clone()).collect::<Vec<_>>();
+    let fleets = document["fleets"].as_array().unwrap();
+    let crossing = fleets.iter().find(|fleet| regions(fleet) == ["eu", "us"]).unwrap();
+    assert_eq!((devices(crossing, "RTX-4090"), devices(crossing, "L40S")), (1, 1), "{crossing:#}");
+    // prompts of 1500 tokens of 131,072 bytes, five times a second, beside $0.2 and $0.913
+    let usd = 1.113 + 5.0 * 1500.0 * 131_072.0 / 1e9 * 3600.0 * 0.001;
+    assert!((number(&crossing["usd_per_hour"]) - usd).abs() < 1e-6, "{crossing:#}");
+    let unlinked = run(&STEADY, &["--prices", &prices, "--inventory", &stock, "--json"]);
+    fails(&unlinked, 0, &["no link joins eu, us"]);
+    let document: Value = serde_json::from_slice(&unlinked.stdout).unwrap();
+    let fleets = document["fleets"].as_array().unwrap();
+    let whole = |pool: &Value| pool["role"] == "auto";
+    assert!(
+        fleets
+            .iter()
+            .all(|fleet| regions(fleet).windows(2).all(|two| two[0] == two[1])
+                || pools(fleet).iter().all(whole))
+    );
+    let bad = links("\neu,u s,10,0.1\n");
+    fails(&run(&STEADY, &["--inventory", &stock, "--links", &bad]), 3, &["links.csv:2", "region 'u s'"]);
+}
+
+#[test]
 fn an_objective_that_nothing_meets_is_told_with_what_binds_and_the_nearest() {
     let mut late = STEADY.to_vec();
     late[10] = "0.001";

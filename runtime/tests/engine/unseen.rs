@@ -22,7 +22,8 @@ use mixfleet_scheduler::models::find;
 use mixfleet_scheduler::plan::branching::Microlp;
 use mixfleet_scheduler::plan::candidates::ServiceLevel;
 use mixfleet_scheduler::plan::load::LoadTally;
-use mixfleet_scheduler::plan::market::{Market, MarketAsk, OfferedPart, PlannedPool};
+use mixfleet_scheduler::plan::market::{Market, MarketAsk, PlannedPool};
+use mixfleet_scheduler::plan::offer::OfferedPart;
 use mixfleet_scheduler::{engines, models::KnownModel};
 use mixfleet_sim::fleet_file::{FleetFile, InstancePool, PlannedText};
 use mixfleet_sim::repair::{RepairLimits, TrialLoad};
@@ -103,12 +104,7 @@ impl Scene {
         let known: Vec<&Part> = self.parts.iter().map(|id| part(id).unwrap()).collect();
         let price = |part: &&Part| Selection::default().price_or_reference(part.id, &[]).unwrap();
         let prices: Vec<Price> = known.iter().map(price).collect();
-        let offered = |(part, price): (&&'static Part, &Price)| OfferedPart {
-            part,
-            usd_per_hour: price.usd_per_hour,
-            most: None,
-            owned: 0,
-        };
+        let offered = |(part, price): (&&'static Part, &Price)| OfferedPart::new(part, price.usd_per_hour);
         let market = Market::new(MarketAsk {
             model: self.model,
             stored: StoredAs::Plain(DType::Bf16),
@@ -120,7 +116,7 @@ impl Scene {
             attain: self.attain,
             confidence: 0.5,
             nic: BytesPerSecond(InstancePool::NIC_GB_PER_S * GB),
-            spares: 0,
+            links: Vec::new(),
         });
         (market, prices)
     }

@@ -36,6 +36,9 @@ impl Market {
     /// # Errors
     /// Why there is none.
     pub fn attention_apart(&self, solver: &dyn Solver, link: &AttentionLink) -> Result<FormedFleet, String> {
+        if self.regions().len() > 1 {
+            return Err("attention is not planned apart over several regions".into());
+        }
         let mut all = self.cheapest_for_each_class(self.prompts());
         all.extend(self.cheapest_for_each_class(self.products(link)));
         all.extend(self.cheapest_for_each_class(self.attention(link)?));
@@ -144,7 +147,7 @@ impl Market {
             .filter_map(|(part, offer)| Some((part, offer.most.filter(|most| *most > 0)?)))
             .collect();
         let ceiling = |&(part, most): &(usize, u32)| Ceiling {
-            name: ask.parts[part].part.id.into(),
+            name: ask.parts[part].name(),
             most: most.into(),
             usd_per_hour: UsdPerHour(0.0),
         };
@@ -154,13 +157,13 @@ impl Market {
             DemandClass { name, rate, asks: Duty::Whole }
         });
         let mut program = Program {
-            spares: ask.spares,
             ceilings: limited.iter().map(ceiling).collect(),
             classes: classes.collect(),
             ..Program::default()
         };
         for (on, of) in all.iter().enumerate() {
-            let mut most = f64::from(ask.spares) + 1.0;
+            let spares = ask.parts[of.part].spares;
+            let mut most = f64::from(spares) + 1.0;
             for (class, &index) in served.iter().enumerate() {
                 let Some(load) = of.loads[index] else { continue };
                 let instances = load / BUSY_MAX;
@@ -169,10 +172,11 @@ impl Market {
             }
             let takes = limited.iter().enumerate().filter(|(_, (part, _))| *part == of.part);
             program.rentables.push(Rentable {
-                name: format!("{} x {} {:?}", of.devices, ask.parts[of.part].part.id, of.duty),
+                name: format!("{} x {} {:?}", of.devices, ask.parts[of.part].name(), of.duty),
                 usd_per_hour: self.rent(of.part, of.devices),
                 most: to_u32(to_u64(most.ceil())),
                 takes: takes.map(|(at, _)| (at, f64::from(of.devices))).collect(),
+                spares,
             });
         }
         program

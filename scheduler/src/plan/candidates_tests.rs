@@ -171,6 +171,7 @@ fn a_mix_of_two_parts_follows_from_their_rates_and_prices() {
                     usd_per_hour: UsdPerHour(price * f64::from(devices)),
                     most: 200,
                     takes: Vec::new(),
+                    spares: 0,
                 });
             }
         }

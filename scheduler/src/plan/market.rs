@@ -12,14 +12,15 @@
 use super::candidates::ServiceLevel;
 use super::linear::{Column, LinearProgram, Relation, Search, Solution, Solver, Unsolved};
 use super::load::SizeClass;
+use super::offer::OfferedPart;
 use super::offered::{MarketKind, PartOnOffer};
 use super::program::{Ceiling, DemandClass, Duty, Placing, Program, Rentable, Unplanned};
+use super::regions::RegionLink;
 use crate::engines::KnownEngine;
 use crate::models::KnownModel;
 use mixfleet_hal::StoredAs;
 use mixfleet_hal::cast::{to_u32, to_u64};
-use mixfleet_hal::catalog::Part;
-use mixfleet_hal::units::{BytesPerSecond, Ordered, UsdPerHour};
+use mixfleet_hal::units::{BytesPerSecond, GB, Ordered, UsdPerHour};
 use serde::Serialize;
 use std::sync::Arc;
 
@@ -37,19 +38,6 @@ const PROGRAMS_MAX: usize = 16;
 const SUNK: f64 = 1e-4;
 /// Parts up to which all are candidates where no form of one or two of them does.
 const PARTS_MAX: usize = 12;
-
-/// A part that may be rented, at a price.
-#[derive(Clone, Debug)]
-pub struct OfferedPart {
-    /// The part.
-    pub part: &'static Part,
-    /// Rent of one device.
-    pub usd_per_hour: UsdPerHour,
-    /// Maximum number of devices, if there is one.
-    pub most: Option<u32>,
-    /// So many devices are owned and cost nothing.
-    pub owned: u32,
-}
 
 /// What a fleet is wanted for, and what it may be made of.
 #[derive(Clone, Debug)]
@@ -75,8 +63,8 @@ pub struct MarketAsk {
     pub confidence: f64,
     /// Network bandwidth of an instance, over which KV goes from prefill to decode.
     pub nic: BytesPerSecond,
-    /// Further instances of each pool in use.
-    pub spares: u32,
+    /// The links between the regions of the parts.
+    pub links: Vec<RegionLink>,
 }
 
 /// How the work is divided over parts, which are indices into those on offer.
@@ -204,14 +192,15 @@ impl Market {
         self.ask.parts[part].usd_per_hour * f64::from(devices)
     }
 
-    /// Rent of the devices of some pools that are not owned.
+    /// Rent of the devices of some pools that are not owned, and what the KV of the load pays between
+    /// regions.
     pub fn usd_per_hour(&self, pools: &[PlannedPool]) -> UsdPerHour {
         let of = |(part, offer): (usize, &OfferedPart)| {
             let own = pools.iter().filter(|pool| pool.part == part);
             let devices = own.map(|pool| u64::from(pool.devices) * u64::from(pool.count)).sum::<u64>();
             offer.usd_per_hour * devices.saturating_sub(offer.owned.into()) as f64
         };
-        self.ask.parts.iter().enumerate().map(of).sum()
+        self.ask.parts.iter().enumerate().map(of).sum::<UsdPerHour>() + self.traffic_usd_per_hour(pools)
     }
 
     /// Rent of what one request per second of a class takes, without waiting.
@@ -415,8 +404,10 @@ impl Market {
         free.extend(near.map_or_else(Vec::new, |fleet| self.candidates(fleet.form)));
         free.sort_unstable();
         free.dedup();
-        if let Ok(fleet) = self.solve(solver, FleetForm::Free, &free) {
-            add(&mut found, fleet);
+        for of_region in self.by_region(&free) {
+            if let Ok(fleet) = self.solve(solver, FleetForm::Free, &of_region) {
+                add(&mut found, fleet);
+            }
         }
         found.sort_by_key(|fleet| Ordered(fleet.usd_per_hour.0));
         found
@@ -455,7 +446,8 @@ impl Market {
     fn by_bound(&self, forms: Vec<FleetForm>) -> Vec<(f64, FleetForm, Vec<Candidate>)> {
         let of_parts: Vec<[Vec<Candidate>; 3]> =
             (0..self.ask.parts.len()).map(|part| [0, 1, 2].map(|duty| self.of_part(part, duty))).collect();
-        let with_bound = forms.into_iter().map(|form| {
+        let joined = forms.into_iter().filter(|form| self.is_joined(*form));
+        let with_bound = joined.map(|form| {
             let own = form.duties().into_iter().flatten();
             let candidates: Vec<Candidate> =
                 own.flat_map(|(part, duty)| of_parts[part][duty].clone()).collect();
@@ -505,7 +497,7 @@ impl Market {
     }
 
     fn program(&self, candidates: &[Candidate]) -> Program {
-        let mut program = Program { spares: self.ask.spares, ..Program::default() };
+        let mut program = Program::default();
         let parts = || self.ask.parts.iter().enumerate();
         let stock = parts().filter_map(|(part, offer)| Some((part, false, offer.most?)));
         let owned = parts().map(|(part, offer)| (part, true, offer.owned));
@@ -514,11 +506,21 @@ impl Market {
         program.ceilings = limited
             .iter()
             .map(|&(part, _, most)| Ceiling {
-                name: self.ask.parts[part].part.id.into(),
+                name: self.ask.parts[part].name(),
                 most: most.into(),
                 usd_per_hour: UsdPerHour(0.0),
             })
             .collect();
+        let duties = candidates.iter().map(|&(kind, duty)| (self.kinds[kind].part, DUTIES[duty]));
+        // a unit is a byte per second
+        let link = self.link_taken(duties).map(|link| {
+            program.ceilings.push(Ceiling {
+                name: format!("the link from {} to {}", link.from, link.to),
+                most: link.bandwidth.0,
+                usd_per_hour: UsdPerHour(link.usd_per_gb / GB * 3600.0),
+            });
+            program.ceilings.len() - 1
+        });
         let classes = &self.ask.classes;
         let served = |class: usize| {
             let can = |duty: Duty| {
@@ -539,22 +541,26 @@ impl Market {
         for (on, ((kind, duty), owned)) in self.rentables(candidates).into_iter().enumerate() {
             let of = &self.kinds[kind];
             let devices = of.instance.devices;
-            let mut most = f64::from(self.ask.spares) + 1.0;
+            let spares = self.ask.parts[of.part].spares;
+            let mut most = f64::from(spares) + 1.0;
             for (class, &index) in served.iter().enumerate() {
                 let Some(load) = self.load_in_time((kind, duty), index) else { continue };
-                let link = if DUTIES[duty] == Duty::Whole { 0.0 } else { of.links[index] };
-                let instances = load.max(link) / BUSY_MAX;
+                let network = if DUTIES[duty] == Duty::Whole { 0.0 } else { of.links[index] };
+                let instances = load.max(network) / BUSY_MAX;
                 most += instances * classes[index].rate;
                 let duty = DUTIES[duty];
-                program.placings.push(Placing { on, class, duty, instances, takes: Vec::new() });
+                let crosses = link.filter(|_| duty == Duty::Prefill);
+                let takes = crosses.map(|at| (at, self.kv_bytes(of.part, index))).into_iter().collect();
+                program.placings.push(Placing { on, class, duty, instances, takes });
             }
             let ceilings = limited.iter().enumerate();
             let takes = ceilings.filter(|(_, (part, of_owned, _))| *part == of.part && (!of_owned || owned));
             program.rentables.push(Rentable {
-                name: format!("{} x {} {:?}", devices, self.ask.parts[of.part].part.id, DUTIES[duty]),
+                name: format!("{} x {} {:?}", devices, self.ask.parts[of.part].name(), DUTIES[duty]),
                 usd_per_hour: self.rent(of.part, devices) * if owned { SUNK } else { 1.0 },
                 most: to_u32(to_u64(most.ceil())),
                 takes: takes.map(|(at, _)| (at, f64::from(devices))).collect(),
+                spares,
             });
         }
         program

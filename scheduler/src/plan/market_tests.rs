@@ -3,7 +3,9 @@ use super::break_even::BreakEven;
 use super::candidates::{AttentionLink, InstanceKind, PartKernels, RequestSize, ServiceLevel};
 use super::load::SizeClass;
 use super::market::*;
+use super::offer::OfferedPart;
 use super::program::Duty;
+use super::regions::RegionLink;
 use super::shortfall::Shortfall;
 use crate::{engines, models};
 use mixfleet_hal::catalog::part;
@@ -18,12 +20,7 @@ fn class(input_tokens: u32, output_tokens: u32, rate: f64) -> SizeClass {
 
 /// Llama-3.1-70B on an H100 and an H20, which decodes for less and computes prompts for more.
 fn ask(classes: Vec<SizeClass>) -> MarketAsk {
-    let offer = |id, usd| OfferedPart {
-        part: part(id).unwrap(),
-        usd_per_hour: UsdPerHour(usd),
-        most: None,
-        owned: 0,
-    };
+    let offer = |id, usd| OfferedPart::new(part(id).unwrap(), UsdPerHour(usd));
     MarketAsk {
         model: models::find("llama-3.1-70b").unwrap(),
         stored: StoredAs::Plain(DType::Bf16),
@@ -35,7 +32,7 @@ fn ask(classes: Vec<SizeClass>) -> MarketAsk {
         attain: 0.99,
         confidence: 0.5,
         nic: BytesPerSecond(12.5e9),
-        spares: 0,
+        links: Vec::new(),
     }
 }
 
@@ -161,7 +158,7 @@ fn an_objective_that_nothing_meets_is_told_with_the_nearest_that_something_does(
 fn spares_are_instances_of_each_pool_in_use() {
     let of = |spares| {
         let mut ask = ask(vec![class(6000, 400, 30.0)]);
-        ask.spares = spares;
+        ask.parts.iter_mut().for_each(|offer| offer.spares = spares);
         Market::new(ask).rank(&Microlp, 1)
     };
     let (none, two) = (of(0), of(2));
@@ -334,4 +331,65 @@ fn attention_apart_is_planned_on_the_parts_that_are_cheapest_for_each_half() {
     latent.model = models::find("deepseek-v3").unwrap();
     latent.parts.remove(0);
     assert!(of(latent).unwrap_err().contains("arithmetic"));
+}
+
+#[test]
+fn kv_crosses_to_another_region_only_over_a_link_with_room_for_it_and_pays_for_its_bytes() {
+    let link = |gb_per_s: f64, usd_per_gb: f64| RegionLink {
+        from: "here".into(),
+        to: "there".into(),
+        bandwidth: BytesPerSecond(gb_per_s * 1e9),
+        latency: Seconds(0.02),
+        usd_per_gb,
+    };
+    let of = |links: Vec<RegionLink>, regions: [&str; 2]| {
+        let mut ask = MarketAsk { links, ..ask(vec![class(6000, 400, 30.0)]) };
+        ask.parts.iter_mut().zip(regions).for_each(|(offer, region)| offer.region = region.into());
+        let market = Market::new(ask);
+        let fleets = market.rank(&Microlp, 3);
+        (market.lower_bound(&Microlp).unwrap(), fleets)
+    };
+    let apart = ["here", "there"];
+    let is_divided = |fleet: &FormedFleet| fleet.pools.iter().any(|pool| pool.part != fleet.pools[0].part);
+    let (_, one_place) = of(Vec::new(), ["", ""]);
+    assert!(is_divided(&one_place[0]), "{one_place:?}");
+    let (_, unlinked) = of(Vec::new(), apart);
+    assert!(!unlinked.iter().any(is_divided), "{unlinked:?}");
+    // 6000 tokens of 327,680 bytes, 30 times a second, are 59 GB/s
+    let (_, narrow) = of(vec![link(50.0, 0.0)], apart);
+    assert!(!narrow.iter().any(|fleet| matches!(fleet.form, FleetForm::Split { prefill: 0, decode: 1 })));
+    let (bound, free) = of(vec![link(60.0, 0.0)], apart);
+    assert_eq!(free[0], one_place[0]);
+    let usd_per_gb = 1e-6;
+    let (_, paid) = of(vec![link(60.0, usd_per_gb)], apart);
+    let traffic = 30.0 * 6000.0 * 327_680.0 / 1e9 * 3600.0 * usd_per_gb;
+    assert_eq!(paid[0].pools, free[0].pools);
+    assert!((paid[0].usd_per_hour.0 - free[0].usd_per_hour.0 - traffic).abs() < 1e-6, "{paid:?} {free:?}");
+    assert!(bound <= free[0].usd_per_hour);
+    // at what clouds ask for traffic between regions, 59 GB/s cost $4,200 an hour
+    let (_, dear) = of(vec![link(60.0, 0.02)], apart);
+    assert!(!is_divided(&dear[0]), "{dear:?}");
+}
+
+#[test]
+fn spot_offers_win_where_their_spares_cost_less_than_they_save() {
+    let of = |rate: f64, spares: u32| {
+        let mut ask = ask(vec![class(6000, 400, rate)]);
+        let spot = |offer: &OfferedPart| OfferedPart {
+            usd_per_hour: offer.usd_per_hour * 0.7,
+            spot: true,
+            spares,
+            ..offer.clone()
+        };
+        let more: Vec<OfferedPart> = ask.parts.iter().map(spot).collect();
+        ask.parts.extend(more);
+        Market::new(ask).rank(&Microlp, 3)
+    };
+    let is_spot = |fleet: &FormedFleet| fleet.pools.iter().any(|pool| pool.part >= 2);
+    assert!(is_spot(&of(30.0, 1)[0]), "one of many is cheap");
+    let few = &of(1.0, 1)[0];
+    assert!(!is_spot(few), "one more of two is not: {few:?}");
+    assert!(is_spot(&of(1.0, 0)[0]));
+    let spares = of(30.0, 2).into_iter().filter(is_spot).flat_map(|fleet| fleet.pools);
+    assert!(spares.filter(|pool| pool.part >= 2).all(|pool| pool.count > 2));
 }

@@ -77,6 +77,8 @@ pub struct Rentable {
     pub most: u32,
     /// What one instance takes of ceilings: indices, none of them twice, and amounts.
     pub takes: Vec<(usize, f64)>,
+    /// If any are in use, so many more are there in case others fail.
+    pub spares: u32,
 }
 
 /// Requests of one sort.
@@ -130,8 +132,6 @@ pub struct Program {
     /// The number of slices of a class, each of which goes to one kind of instance; `None` if a class may be
     /// divided anyhow.
     pub slices: Option<u32>,
-    /// Instances of each kind in use that are there in case others fail.
-    pub spares: u32,
 }
 
 /// The cheapest fleet of a program.
@@ -200,7 +200,7 @@ impl Program {
     }
 
     /// The linear program: counts, then the placings' numbers of slices (or shares), then whether each kind
-    /// is in use (only with spares).
+    /// that has spares is in use.
     pub fn linear(&self) -> LinearProgram {
         let mut program = LinearProgram::default();
         let parts = self.slices.map_or(1.0, f64::from);
@@ -234,9 +234,10 @@ impl Program {
             }
         }
         for (kind, mut terms) in busy.into_iter().enumerate() {
-            if self.spares > 0 {
+            let spares = self.rentables[kind].spares;
+            if spares > 0 {
                 let used = program.column(Column { cost: 0.0, most: 1.0, whole: true });
-                terms.push((used, f64::from(self.spares)));
+                terms.push((used, f64::from(spares)));
                 let own = self.placings.iter().enumerate().filter(|(_, placing)| placing.on == kind);
                 for (at, _) in own {
                     program.constrain(vec![(first + at, 1.0), (used, -parts)], Relation::AtMost, 0.0);
@@ -256,19 +257,18 @@ impl Program {
         let (kinds, placings) = (self.rentables.len(), self.placings.len());
         let mut values = relaxed.values.clone();
         values[..kinds].iter_mut().for_each(|count| *count = (*count - ROUNDING).ceil());
-        if self.spares > 0 {
-            for kind in 0..kinds {
-                let own = |at: &usize| self.placings[*at].on == kind && values[kinds + at] > 0.0;
-                let busy = |at: usize| {
-                    let placing = &self.placings[at];
-                    values[kinds + at] * placing.instances * self.classes[placing.class].rate
-                };
-                let used: Vec<usize> = (0..placings).filter(own).collect();
-                if !used.is_empty() {
-                    let load: f64 = used.iter().map(|&at| busy(at)).sum();
-                    values[kind] = (load - ROUNDING).ceil() + f64::from(self.spares);
-                    values[kinds + placings + kind] = 1.0;
-                }
+        let with_spares = (0..kinds).filter(|kind| self.rentables[*kind].spares > 0);
+        for (kind, in_use) in with_spares.zip(kinds + placings..) {
+            let own = |at: &usize| self.placings[*at].on == kind && values[kinds + at] > 0.0;
+            let busy = |at: usize| {
+                let placing = &self.placings[at];
+                values[kinds + at] * placing.instances * self.classes[placing.class].rate
+            };
+            let used: Vec<usize> = (0..placings).filter(own).collect();
+            if !used.is_empty() {
+                let load: f64 = used.iter().map(|&at| busy(at)).sum();
+                values[kind] = (load - ROUNDING).ceil() + f64::from(self.rentables[kind].spares);
+                values[in_use] = 1.0;
             }
         }
         values

@@ -11,7 +11,7 @@ fn solve(program: &Program) -> Result<PlannedFleet, Unplanned> {
 }
 
 fn rentable(name: &str, price: f64, most: u32) -> Rentable {
-    Rentable { name: name.into(), usd_per_hour: UsdPerHour(price), most, takes: Vec::new() }
+    Rentable { name: name.into(), usd_per_hour: UsdPerHour(price), most, takes: Vec::new(), spares: 0 }
 }
 
 fn class(name: &str, rate: f64, asks: Duty) -> DemandClass {
@@ -157,9 +157,10 @@ fn cheapest_by_trying(program: &Program) -> Option<f64> {
 fn rent(program: &Program, loads: &[(f64, u32)]) -> Option<f64> {
     let counts: Vec<f64> = loads
         .iter()
-        .map(|&(load, slices)| match slices {
+        .zip(&program.rentables)
+        .map(|(&(load, slices), rentable)| match slices {
             0 => 0.0,
-            _ => (load - 1e-9).ceil().max(0.0) + f64::from(program.spares),
+            _ => (load - 1e-9).ceil().max(0.0) + f64::from(rentable.spares),
         })
         .collect();
     let mut taken = vec![0.0; program.ceilings.len()];
@@ -183,9 +184,9 @@ fn any_sliced(seed: u64) -> Program {
     let shared = random.below(3) == 0;
     let mut program = Program {
         slices: Some(1 + random.below(if classes == 1 { 4 } else { 2 }) as u32),
-        spares: u32::from(random.below(4) == 0),
         ..Program::default()
     };
+    let spares = u32::from(random.below(4) == 0);
     if shared {
         let price = UsdPerHour(0.2 * random.next_unit());
         program.ceilings.push(Ceiling { name: "devices".into(), most: 9.5, usd_per_hour: price });
@@ -197,6 +198,7 @@ fn any_sliced(seed: u64) -> Program {
     for on in 0..kinds {
         let mut kind = rentable(&format!("kind {on}"), 0.3 + 4.0 * random.next_unit(), 4);
         kind.takes = if shared { vec![(0, 1.0 + random.below(2) as f64)] } else { Vec::new() };
+        kind.spares = spares * (on as u32 % 3);
         program.rentables.push(kind);
         let duties: &[Duty] = match random.below(8) {
             0..3 => &[Duty::Whole],
@@ -464,14 +466,19 @@ fn a_limit_of_nodes_gives_a_whole_fleet_and_always_the_same() {
 
 #[test]
 fn spares_are_added_to_each_kind_in_use_and_may_make_one_kind_cheaper_than_two() {
-    let program = Program { spares: 1, ..melange(None) };
-    let fleet = solve(&program).unwrap();
+    let with = |spares: [u32; 2]| {
+        let mut program = melange(None);
+        program.rentables.iter_mut().zip(spares).for_each(|(kind, spares)| kind.spares = spares);
+        program
+    };
+    let fleet = solve(&with([1, 1])).unwrap();
     // 1.125 A100 and a spare are 3 for $11.01; one of each and a spare of each are $9.36
     assert_eq!((fleet.counts.clone(), to_u32(fleet.usd_per_hour.0 * 100.0)), (vec![2, 2], 936), "{fleet:?}");
-    let dear = Program { spares: 4, ..program };
     // 12 A10G and 4 spares, against 1 + 4 of each at $23.40
-    let fleet = solve(&dear).unwrap();
+    let fleet = solve(&with([4, 4])).unwrap();
     assert_eq!((fleet.counts, (fleet.usd_per_hour.0 * 100.0).round() as u32), (vec![16, 0], 1616));
+    // where A10G alone need them, A100 alone are cheaper
+    assert_eq!(solve(&with([40, 0])).unwrap().counts, [0, 2]);
 }
 
 #[test]

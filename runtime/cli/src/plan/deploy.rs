@@ -7,6 +7,7 @@ use mixfleet_hal::{StoredAs, WeightFormat};
 use mixfleet_scheduler::plan::market::PlannedPool;
 use mixfleet_scheduler::plan::program::Duty;
 use mixfleet_sim::fleet_file::role_of;
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::path::Path;
 
@@ -44,6 +45,11 @@ fn backend(vendor: &str) -> Option<(&'static str, &'static str)> {
 
 /// A deployment for each pool, with a pod for each instance.
 fn kubernetes(planned: &Planned<'_>, fleet: &ProvenFleet) -> Result<String, String> {
+    let places: BTreeSet<&str> =
+        fleet.pools.iter().map(|pool| planned.offers.parts[pool.part].region.as_str()).collect();
+    if places.len() > 1 {
+        return Err("its instances are in several regions, each of which has its own cluster".into());
+    }
     let template = WORKER.split("---\n").next().unwrap_or_default();
     let mut text = format!("# {}\n", header(planned, fleet));
     text.push_str("# The router and the rest are those of docs/deploy/kubernetes; start the router with\n");
@@ -57,7 +63,7 @@ fn kubernetes(planned: &Planned<'_>, fleet: &ProvenFleet) -> Result<String, Stri
         }
         let (backend, resource) = backend(part.vendor)
             .ok_or_else(|| format!("mixfleet's own engine has no backend for {}", part.id))?;
-        let (id, role) = (part.id.to_ascii_lowercase(), role_of(pool.duty));
+        let (id, role) = (planned.offers.parts[pool.part].word(), role_of(pool.duty));
         let device = format!("{backend}:0");
         let usd = planned.offers.parts[pool.part].usd_per_hour.0;
         let changes = [
@@ -144,7 +150,7 @@ fn compose(planned: &Planned<'_>, fleet: &ProvenFleet) -> String {
         }
         words.extend(["--listen-http".into(), format!("127.0.0.1:{}", 9000 + at)]);
         let more = if backend == "cuda" { "    gpus: all\n" } else { "    devices:\n      - /dev/dri\n" };
-        service(&format!("{}-{}", role_of(pool.duty), offer.part.id.to_ascii_lowercase()), more, &words);
+        service(&format!("{}-{}", role_of(pool.duty), offer.word()), more, &words);
     }
     text.push_str("\nvolumes:\n  etcd:\n  shared:\n");
     text
@@ -166,7 +172,7 @@ fn vllm(planned: &Planned<'_>, fleet: &ProvenFleet) -> String {
     };
     for pool in &fleet.pools {
         let PlannedPool { devices, count, duty, .. } = pool;
-        let id = planned.offers.parts[pool.part].part.id;
+        let name = planned.offers.parts[pool.part].name();
         let kv = |role: &str| {
             format!(" --kv-transfer-config '{{\"kv_connector\":\"NixlConnector\",\"kv_role\":\"{role}\"}}'")
         };
@@ -179,7 +185,7 @@ fn vllm(planned: &Planned<'_>, fleet: &ProvenFleet) -> String {
             if *devices > 1 { format!(" --tensor-parallel-size {devices}") } else { String::new() };
         let _ = write!(
             text,
-            "\n# {count} times, each on {devices} x {id}: {}\nvllm serve \"$MODEL\"{stored}{parallel}{kv}\n",
+            "\n# {count} times, each on {devices} x {name}: {}\nvllm serve \"$MODEL\"{stored}{parallel}{kv}\n",
             match role_of(*duty) {
                 "auto" => "prompts and decoding",
                 role => role,

@@ -5,7 +5,8 @@ use super::hours::{self, HourPlan};
 use super::search::ProvenFleet;
 use super::stress::FACTORS;
 use mixfleet_scheduler::plan::break_even::BreakEven;
-use mixfleet_scheduler::plan::market::{OfferedPart, PlannedPool};
+use mixfleet_scheduler::plan::market::PlannedPool;
+use mixfleet_scheduler::plan::offer::OfferedPart;
 use mixfleet_sim::fleet_file::role_of;
 use mixfleet_sim::repair::FleetTrial;
 use serde_json::{Value, json};
@@ -25,7 +26,8 @@ pub(super) fn of(planned: &Planned<'_>) -> Value {
                 BreakEven::Useless | BreakEven::Indispensable => None,
             };
             let own = offers.parts[part].usd_per_hour.0;
-            json!({ "part": id(part), "usd_per_hour": own, "break_even_usd_per_hour": usd })
+            let spot = offers.parts[part].spot;
+            json!({ "part": id(part), "spot": spot, "usd_per_hour": own, "break_even_usd_per_hour": usd })
         })
         .collect();
     json!({
@@ -103,6 +105,8 @@ fn pool(planned: &Planned<'_>, pool: &PlannedPool, less: &Option<FleetTrial>) ->
     let offer = &planned.offers.parts[pool.part];
     json!({
         "part": offer.part.id,
+        "spot": offer.spot,
+        "region": offer.region,
         "role": role_of(pool.duty),
         "count": pool.count,
         "devices_per_instance": pool.devices,
@@ -189,9 +193,9 @@ pub(super) fn usd_per_million(planned: &Planned<'_>, fleet: &ProvenFleet) -> [f6
 pub(super) fn bottleneck(planned: &Planned<'_>, fleet: &ProvenFleet) -> Option<String> {
     let runs = fleet.pools.iter().zip(&fleet.less).filter_map(|(pool, less)| Some((pool, less.as_ref()?)));
     let (pool, trial) = runs.min_by(|(_, a), (_, b)| a.attained.total_cmp(&b.attained))?;
-    let (id, duty) = (planned.offers.parts[pool.part].part.id, role_of(pool.duty));
+    let (name, duty) = (planned.offers.parts[pool.part].name(), role_of(pool.duty));
     let duty = if duty == "auto" { String::new() } else { format!(" {duty}") };
-    Some(format!("{id}{duty} ({})", missed(trial)))
+    Some(format!("{name}{duty} ({})", missed(trial)))
 }
 
 /// The objective that most requests of a run missed.

@@ -1,31 +1,37 @@
 //! The parts that a plan may take: named, offered at a price, and in stock.
 
+mod tables;
+
 use super::PlanArgs;
 use crate::{Usage, prices, profiles};
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result};
 use mixfleet_hal::catalog::{self, Part, PartKind};
-use mixfleet_hal::economics::{Price, Selection};
-use mixfleet_scheduler::plan::market::OfferedPart;
+use mixfleet_hal::economics::{Offer, Price, Selection};
+use mixfleet_hal::units::UsdPerHour;
+use mixfleet_scheduler::plan::offer::OfferedPart;
+use mixfleet_scheduler::plan::regions::RegionLink;
 use mixfleet_sim::fleet_file::{FleetFile, InstancePool};
-use serde::Deserialize;
 use std::path::Path;
+use tables::Stock;
 
 /// The candidates, and what is none.
 pub(super) struct Offers {
     pub(super) parts: Vec<OfferedPart>,
     /// The price of each.
     pub(super) prices: Vec<Price>,
+    /// The links between their regions.
+    pub(super) links: Vec<RegionLink>,
     /// Parts that were asked for or are in stock, and have no offer.
-    pub(super) without_offer: Vec<&'static str>,
+    pub(super) without_offer: Vec<String>,
     /// Parts with an offer of whose kernels nothing was published, and which nobody named.
-    pub(super) without_kernels: Vec<&'static str>,
+    pub(super) without_kernels: Vec<String>,
     pub(super) warnings: Vec<String>,
 }
 
 impl Offers {
     pub(super) fn read(args: &PlanArgs) -> Result<Self> {
         let list = args.prices.as_deref().map(prices::read).transpose()?.unwrap_or_default();
-        let stock = args.inventory.as_deref().map(read_inventory).transpose()?;
+        let stock = args.inventory.as_deref().map(tables::inventory).transpose()?;
         let mut named = Vec::new();
         for id in &args.parts {
             named.push(part(id).map_err(|why| Usage(format!("--parts: {why}")))?);
@@ -41,30 +47,43 @@ impl Offers {
         let mut offers = Offers {
             parts: Vec::new(),
             prices: Vec::new(),
+            links: args.links.as_deref().map(tables::links).transpose()?.unwrap_or_default(),
             without_offer: Vec::new(),
             without_kernels: Vec::new(),
             warnings: list.warnings(&[]),
         };
         for part in wanted {
-            let most = match &stock {
-                None => None,
-                Some(stock) => match devices_of(part, stock) {
-                    0 => continue,
-                    count => Some(count),
-                },
-            };
-            // a datasheet taken at its word promises more than kernels reach, so that it would always win
-            let named = !args.parts.is_empty() || most.is_some() || devices_of(part, &owned) > 0;
-            match Selection::default().price_or_reference(part.id, &list.offers) {
-                Some(_) if !named && part.reached_profile().is_none() => offers.without_kernels.push(part.id),
-                Some(price) => {
-                    let owned = devices_of(part, &owned);
-                    offers.parts.push(OfferedPart { part, usd_per_hour: price.usd_per_hour, most, owned });
-                    offers.prices.push(price);
+            let own = devices_of(part, &owned);
+            for (at, term) in terms(args, part, stock.as_deref()).into_iter().enumerate() {
+                let owned = if at == 0 { own } else { 0 };
+                // a datasheet taken at its word promises more than kernels reach, so that it would always win
+                let named = !args.parts.is_empty() || term.most.is_some() || owned > 0;
+                match price(&term, &list.offers) {
+                    Some(_) if !named && part.reached_profile().is_none() => {
+                        offers.without_kernels.push(term.name());
+                    }
+                    Some(price) => {
+                        offers.parts.push(OfferedPart { usd_per_hour: price.usd_per_hour, owned, ..term });
+                        offers.prices.push(price);
+                    }
+                    // what providers do not rent out as spot was not asked for
+                    None if term.spot && stock.is_none() => {}
+                    None => offers.without_offer.push(term.name()),
                 }
-                None => offers.without_offer.push(part.id),
             }
         }
+        if args.spot.is_some() && !offers.parts.iter().any(|offer| offer.spot) {
+            offers
+                .warnings
+                .push("--spot: there is no spot offer; --prices takes a list that has some".into());
+        }
+        if args.have.is_some() && offers.parts.iter().any(|offer| !offer.region.is_empty()) {
+            return Err(Usage(
+                "--have: what is owned has no region; leave the column out of --inventory".into(),
+            )
+            .into());
+        }
+        offers.warnings.extend(offers.unlinked());
         if offers.parts.is_empty() {
             let none = match &offers.without_kernels[..] {
                 [] => {
@@ -78,6 +97,19 @@ impl Offers {
             return Err(Usage(format!("no part is left to choose from: {none}")).into());
         }
         Ok(offers)
+    }
+
+    /// Regions without a link to any other, where there are several.
+    fn unlinked(&self) -> Option<String> {
+        let mut regions: Vec<&str> = self.parts.iter().map(|offer| offer.region.as_str()).collect();
+        regions.sort_unstable();
+        regions.dedup();
+        let linked = |region: &str| self.links.iter().any(|link| link.from == region || link.to == region);
+        let alone: Vec<&str> = regions.iter().copied().filter(|region| !linked(region)).collect();
+        (regions.len() > 1 && !alone.is_empty()).then(|| {
+            let names = alone.join(", ");
+            format!("no link joins {names} to another region, so that no KV goes there or comes from there (--links)")
+        })
     }
 }
 
@@ -110,30 +142,40 @@ fn owned_devices(path: &Path) -> Result<Vec<(&'static str, u32)>> {
     file.pools.iter().map(of).collect()
 }
 
-#[derive(Deserialize)]
-struct Stock {
-    device_id: String,
-    count: u32,
+/// The offers of a part that a plan asks for, without their prices: those that stay before spot ones.
+fn terms(args: &PlanArgs, part: &'static Part, stock: Option<&[Stock]>) -> Vec<OfferedPart> {
+    let term = |spot: bool, region: &str, most: Option<u32>| OfferedPart {
+        spot,
+        region: region.into(),
+        most,
+        spares: args.spares + if spot { args.spot.unwrap_or(0) } else { 0 },
+        ..OfferedPart::new(part, UsdPerHour(0.0))
+    };
+    let Some(stock) = stock else {
+        let spot = args.spot.is_some().then(|| term(true, "", None));
+        return [term(false, "", None)].into_iter().chain(spot).collect();
+    };
+    let mut terms: Vec<OfferedPart> = Vec::new();
+    for row in stock.iter().filter(|row| row.id == part.id && row.count > 0) {
+        let same = |known: &&mut OfferedPart| known.spot == row.spot && known.region == row.region;
+        match terms.iter_mut().find(same) {
+            Some(known) => known.most = known.most.map(|most| most.saturating_add(row.count)),
+            None => terms.push(term(row.spot, &row.region, Some(row.count))),
+        }
+    }
+    terms.sort_by_key(|term| term.spot);
+    terms
 }
 
-/// Parts and numbers of devices.
-fn read_inventory(path: &Path) -> Result<Vec<(&'static str, u32)>> {
-    let file = path.display();
-    let bytes = std::fs::read(path).with_context(|| format!("cannot read the inventory in {file}"))?;
-    let mut reader =
-        csv::ReaderBuilder::new().trim(csv::Trim::All).comment(Some(b'#')).from_reader(&bytes[..]);
-    let mut stock = Vec::new();
-    for row in reader.deserialize::<Stock>() {
-        let row = row.map_err(|error| {
-            let line = error.position().map_or(1, csv::Position::line);
-            anyhow!(
-                "{file}:{line}: expected the columns device_id and count, as in H100-SXM-80GB,16: {error}"
-            )
-        })?;
-        let part = part(&row.device_id).map_err(|why| anyhow!("{file}: {why}"))?;
-        stock.push((part.id, row.count));
+/// The price of an offer, by those of a list that are for its region or for all.
+fn price(term: &OfferedPart, list: &[Offer]) -> Option<Price> {
+    let selection = Selection { spot: term.spot, ..Selection::default() };
+    if list.is_empty() || term.region.is_empty() {
+        return selection.price_or_reference(term.part.id, list);
     }
-    Ok(stock)
+    let here = |offer: &&Offer| offer.region.is_empty() || offer.region.eq_ignore_ascii_case(&term.region);
+    let here: Vec<Offer> = list.iter().filter(here).cloned().collect();
+    selection.price(term.part.id, &here)
 }
 
 #[cfg(test)]

@@ -136,7 +136,7 @@ fn prices(body: &mut Html, planned: &Planned<'_>, market: &Market, [one, other]:
             None => series.push(Series { name, points: vec![point], mark: Mark::Dots }),
         }
     }
-    let ids = [one, other].map(|part| market.parts()[part].part.id);
+    let ids = [one, other].map(|part| market.parts()[part].name());
     let x = Axis { label: "price of the first part in $/h", unit: "", scale: Scale::Decimal };
     let y = Axis { label: "price of the second part in $/h", ..x };
     let limits = [Limit::X(own[0], "its price"), Limit::Y(own[1], "its price")];

@@ -46,9 +46,9 @@ pub(super) fn break_evens(planned: &Planned<'_>) -> Vec<String> {
     });
     let mut near: Vec<(f64, String)> = at
         .map(|(offer, UsdPerHour(usd))| {
-            let (id, own) = (offer.part.id, offer.usd_per_hour.0);
+            let (name, own) = (offer.name(), offer.usd_per_hour.0);
             let word = if own < usd { "would leave above" } else { "would enter below" };
-            ((usd / own).ln().abs(), format!("{id} (${own:.3}/h) {word} ${usd:.3}/h"))
+            ((usd / own).ln().abs(), format!("{name} (${own:.3}/h) {word} ${usd:.3}/h"))
         })
         .collect();
     near.sort_by(|a, b| a.0.total_cmp(&b.0));

@@ -10,7 +10,8 @@ use mixfleet_hal::units::Ordered;
 use mixfleet_scheduler::fleet::Policy;
 use mixfleet_scheduler::plan::branching::Microlp;
 use mixfleet_scheduler::plan::margin::{ERROR_UNKNOWN, slower};
-use mixfleet_scheduler::plan::market::{FleetForm, FormedFleet, Market, OfferedPart, PlannedPool};
+use mixfleet_scheduler::plan::market::{FormedFleet, Market, PlannedPool};
+use mixfleet_scheduler::plan::offer::OfferedPart;
 use mixfleet_scheduler::plan::program::Duty;
 use mixfleet_scheduler::plan::shortfall::Shortfall;
 use mixfleet_sim::fleet_file::{FleetFile, PlannedText};
@@ -62,25 +63,21 @@ pub(super) struct ProvenFleet {
     pub(super) policy: Policy,
     /// As FLEET.toml.
     pub(super) text: String,
+    /// Its parts, each once, in order.
+    ids: Vec<&'static str>,
     /// The same, read.
     file: FleetFile,
 }
 
 impl ProvenFleet {
     pub(super) fn is_homogeneous(&self) -> bool {
-        self.pools.iter().all(|pool| pool.part == self.pools[0].part)
+        self.ids.len() == 1
     }
 
     /// Whether its price does not tell it from a cheaper one.
     pub(super) fn ties_with(&self, cheaper: &ProvenFleet) -> bool {
-        let parts = |fleet: &ProvenFleet| {
-            let mut parts: Vec<usize> = fleet.pools.iter().map(|pool| pool.part).collect();
-            parts.sort_unstable();
-            parts.dedup();
-            parts
-        };
-        let same_parts = parts(self) == parts(cheaper);
-        tie([self, cheaper].map(|fleet| (fleet.usd_per_hour, fleet.likely_error)), same_parts)
+        let errors = [self, cheaper].map(|fleet| (fleet.usd_per_hour, fleet.likely_error));
+        tie(errors, self.ids == cheaper.ids)
     }
 }
 
@@ -185,9 +182,9 @@ impl<'a> PlanSearch<'a> {
         while rest.peek().is_some() {
             let mut wave = Vec::new();
             while let Some(fleet) = rest.next_if(|_| wave.len() < WAVE) {
-                let one = is_of_one_part(fleet) && of_one_part < HOMOGENEOUS_MIN;
-                if one || outcome.fleets.len() < PROVEN_MAX {
-                    of_one_part += usize::from(is_of_one_part(fleet));
+                let one = self.is_of_one_part(fleet);
+                if one && of_one_part < HOMOGENEOUS_MIN || outcome.fleets.len() < PROVEN_MAX {
+                    of_one_part += usize::from(one);
                     wave.push(fleet);
                 }
             }
@@ -220,7 +217,8 @@ impl<'a> PlanSearch<'a> {
 
     /// Simulates fleets, each under every policy, and adds what comes of them.
     fn prove(&self, wave: &[&FormedFleet], outcome: &mut PlanFound) -> Result<()> {
-        let most_usd: Vec<f64> = wave.iter().map(|fleet| outcome.most_usd(is_of_one_part(fleet))).collect();
+        let most_usd: Vec<f64> =
+            wave.iter().map(|fleet| outcome.most_usd(self.is_of_one_part(fleet))).collect();
         let files = on_all_cores(wave.len(), |at| self.parsed(&self.without_spares(wave[at])));
         let files: Vec<FleetFile> = files.into_iter().collect::<Result<_>>()?;
         let repaired = on_all_cores(POLICIES.len() * wave.len(), |at| {
@@ -243,7 +241,7 @@ impl<'a> PlanSearch<'a> {
     /// The pools that a plan asks for, without its spares.
     fn without_spares(&self, planned: &FormedFleet) -> Vec<PlannedPool> {
         let mut pools = planned.pools.clone();
-        pools.iter_mut().for_each(|pool| pool.count = pool.count.saturating_sub(self.args.spares).max(1));
+        pools.iter_mut().for_each(|pool| pool.count = pool.count.saturating_sub(self.spares(pool)).max(1));
         pools
     }
 
@@ -251,7 +249,7 @@ impl<'a> PlanSearch<'a> {
     fn with_spares(&self, pools: &[PlannedPool], counts: &[u32]) -> Vec<PlannedPool> {
         let mut pools = pools.to_vec();
         pools.iter_mut().zip(counts).for_each(|(pool, count)| {
-            pool.count = if *count > 0 { count + self.args.spares } else { 0 };
+            pool.count = if *count > 0 { count + self.spares(pool) } else { 0 };
         });
         pools
     }
@@ -302,7 +300,7 @@ impl<'a> PlanSearch<'a> {
         let Some((policy, Repaired { counts, mut trial, less, least })) = cheapest else { return Ok(()) };
         let used: Vec<usize> = (0..pools.len()).filter(|&pool| counts[pool] > 0).collect();
         let pools = self.with_spares(&pools, &counts);
-        if self.args.spares > 0 {
+        if pools.iter().any(|pool| self.spares(pool) > 0) {
             let all: Vec<u32> = pools.iter().map(|pool| pool.count).collect();
             match self.under(policy).trial(&file, &all, true, &|| self.goes_on())? {
                 Some(with_spares) => trial = with_spares,
@@ -327,6 +325,7 @@ impl<'a> PlanSearch<'a> {
             stress: FleetStress::default(),
             policy,
             text,
+            ids: self.ids(used.iter().map(|&pool| pools[pool].part)),
             file,
         };
         if proven.trial.held {
@@ -346,6 +345,21 @@ impl<'a> PlanSearch<'a> {
         let text = self.text.of(pools, Policy::default());
         let file = FleetFile::parse(&text, Path::new(""), &none)?;
         Ok(file.slowed(|pool| slower(pool.likely_error, self.args.confidence)))
+    }
+
+    fn spares(&self, pool: &PlannedPool) -> u32 {
+        self.market.parts()[pool.part].spares
+    }
+
+    fn ids(&self, offers: impl Iterator<Item = usize>) -> Vec<&'static str> {
+        let mut ids: Vec<&str> = offers.map(|at| self.market.parts()[at].part.id).collect();
+        ids.sort_unstable();
+        ids.dedup();
+        ids
+    }
+
+    fn is_of_one_part(&self, fleet: &FormedFleet) -> bool {
+        self.ids(fleet.pools.iter().map(|pool| pool.part)).len() == 1
     }
 
     fn usd_per_hour(&self, pools: &[PlannedPool]) -> f64 {
@@ -374,10 +388,10 @@ impl<'a> PlanSearch<'a> {
 /// Pools in words, those in use: `2 x 4 H100-SXM-80GB prefill + 3 x RTX-4090 decode`.
 pub(super) fn pools_words(parts: &[OfferedPart], pools: &[PlannedPool]) -> String {
     let used = pools.iter().filter(|pool| pool.count > 0);
-    used.map(|pool| pool_words(parts[pool.part].part.id, pool)).collect::<Vec<_>>().join(" + ")
+    used.map(|pool| pool_words(&parts[pool.part].name(), pool)).collect::<Vec<_>>().join(" + ")
 }
 
-fn pool_words(id: &str, pool: &PlannedPool) -> String {
+fn pool_words(name: &str, pool: &PlannedPool) -> String {
     let devices = if pool.devices == 1 { String::new() } else { format!("{} ", pool.devices) };
     let duty = match pool.duty {
         Duty::Whole => "",
@@ -386,14 +400,7 @@ fn pool_words(id: &str, pool: &PlannedPool) -> String {
         Duty::Linear => " linear",
         Duty::Attention => " attention",
     };
-    format!("{} x {devices}{id}{duty}", pool.count)
-}
-
-fn is_of_one_part(fleet: &FormedFleet) -> bool {
-    match fleet.form {
-        FleetForm::Alone(_) => true,
-        _ => fleet.pools.iter().all(|pool| pool.part == fleet.pools[0].part),
-    }
+    format!("{} x {devices}{name}{duty}", pool.count)
 }
 
 #[cfg(test)]

@@ -29,7 +29,7 @@ pub(super) fn of(planned: &Planned<'_>, started: Option<&str>) -> String {
     }
     let percent = 100.0 * args.attain;
     line("objectives", format!("TTFT {} s, TBT {} s, for {percent} % of the requests", args.ttft, args.tbt));
-    let mut not_candidates = |name: &str, ids: &[&str], hint: &str| {
+    let mut not_candidates = |name: &str, ids: &[String], hint: &str| {
         let (some, more) = ids.split_at(ids.len().min(IDS_MAX));
         let more = if more.is_empty() { String::new() } else { format!(" and {} more (--json)", more.len()) };
         if !some.is_empty() {
@@ -135,10 +135,10 @@ fn below(text: &mut String, planned: &Planned<'_>, best: &ProvenFleet, started: 
         );
     }
     for repriced in planned.repriced {
-        let (id, times) = (offers.parts[repriced.part].part.id, repriced.factor);
+        let (name, times) = (offers.parts[repriced.part].name(), repriced.factor);
         line(
             "if dearer",
-            format!("at {times} times the price of {id} number {} is cheapest", repriced.cheapest + 1),
+            format!("at {times} times the price of {name} number {} is cheapest", repriced.cheapest + 1),
         );
     }
     for (at, words) in super::prices::break_evens(planned).into_iter().enumerate() {
@@ -153,9 +153,9 @@ fn below(text: &mut String, planned: &Planned<'_>, best: &ProvenFleet, started: 
     let mut told: Vec<usize> = Vec::new();
     for pool in outcome.fleets.iter().flat_map(|fleet| &fleet.pools) {
         if !told.contains(&pool.part) {
-            let name = if told.is_empty() { "prices" } else { "" };
-            let (id, price) = (offers.parts[pool.part].part.id, &offers.prices[pool.part]);
-            line(name, format!("{id} ${:.3}/h: {}", price.usd_per_hour.0, price.basis));
+            let title = if told.is_empty() { "prices" } else { "" };
+            let (name, price) = (offers.parts[pool.part].name(), &offers.prices[pool.part]);
+            line(title, format!("{name} ${:.3}/h: {}", price.usd_per_hour.0, price.basis));
             told.push(pool.part);
         }
     }
@@ -173,11 +173,11 @@ fn below(text: &mut String, planned: &Planned<'_>, best: &ProvenFleet, started: 
 fn changes(planned: &Planned<'_>, fleet: &ProvenFleet) -> Option<String> {
     planned.args.have.as_ref()?;
     let all = super::document::changes(planned, fleet).into_iter().map(|change| {
-        let (id, used) = (planned.offers.parts[change.part].part.id, change.planned.min(change.owned));
+        let (name, used) = (planned.offers.parts[change.part].name(), change.planned.min(change.owned));
         match (change.planned, change.owned) {
-            (planned, owned) if planned > owned => format!("add {} x {id}", planned - owned),
-            (planned, owned) if planned < owned => format!("switch off {} x {id}", owned - planned),
-            _ => format!("keep {used} x {id}"),
+            (planned, owned) if planned > owned => format!("add {} x {name}", planned - owned),
+            (planned, owned) if planned < owned => format!("switch off {} x {name}", owned - planned),
+            _ => format!("keep {used} x {name}"),
         }
     });
     Some(all.collect::<Vec<_>>().join(", "))

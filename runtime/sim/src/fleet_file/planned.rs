@@ -2,10 +2,14 @@
 
 use super::{InstancePool, VERSION};
 use mixfleet_hal::economics::Price;
+use mixfleet_hal::units::GB;
 use mixfleet_scheduler::fleet::Policy;
 use mixfleet_scheduler::plan::market::{Market, PlannedPool};
 use mixfleet_scheduler::plan::program::Duty;
 use std::fmt::Write as _;
+
+/// Bandwidth between regions that no link joins: the least that a file may give.
+const NO_LINK_GB_PER_S: f64 = 1e-6;
 
 /// What the files of all fleets of a market are written from.
 #[derive(Clone, Copy, Debug)]
@@ -43,8 +47,8 @@ impl PlannedText<'_> {
             let _ = write!(text, "\n[scheduling]\npolicy = {}\n", serde_json::json!(policy));
         }
         for pool in pools.iter().filter(|pool| pool.count > 0) {
-            let (id, role) = (market.parts()[pool.part].part.id, role_of(pool.duty));
-            let name = format!("{role}-{}-x{}", id.to_ascii_lowercase(), pool.devices);
+            let (offer, role) = (&market.parts()[pool.part], role_of(pool.duty));
+            let (id, name) = (offer.part.id, format!("{role}-x{}-{}", pool.devices, offer.word()));
             let (rent, devices) = (market.rent(pool.part, pool.devices).0, pool.devices);
             let (count, nic) = (pool.count, InstancePool::NIC_GB_PER_S);
             let _ = write!(
@@ -54,6 +58,29 @@ impl PlannedText<'_> {
                 prices[pool.part].basis.replace(char::is_control, " ")
             );
         }
+        self.links(&mut text, pools);
         text
+    }
+
+    /// The links between the regions of some pools; where there is none, so little bandwidth that nothing
+    /// goes over it.
+    fn links(&self, text: &mut String, pools: &[PlannedPool]) {
+        let market = self.market;
+        let used = |region: &&str| {
+            pools.iter().any(|pool| pool.count > 0 && market.parts()[pool.part].region == **region)
+        };
+        let regions: Vec<&str> = market.regions().into_iter().filter(used).collect();
+        let pairs = regions.iter().flat_map(|from| regions.iter().map(move |to| (*from, *to)));
+        for (from, to) in pairs.filter(|(from, to)| from != to) {
+            let link = market.ask().links.iter().find(|link| link.from == from && link.to == to);
+            let (bandwidth, latency, usd) = link.map_or((NO_LINK_GB_PER_S, 0.0, 0.0), |link| {
+                (link.bandwidth.0 / GB, link.latency.0, link.usd_per_gb)
+            });
+            let _ = write!(
+                text,
+                "\n[[link]]\nfrom = \"*-in-{from}\"\nto = \"*-in-{to}\"\ngb_per_s = {bandwidth:?}\nlatency_s = {latency:?}\n\
+                 usd_per_gb = {usd:?}\n"
+            );
+        }
     }
 }
