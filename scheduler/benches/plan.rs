@@ -69,7 +69,7 @@ fn main() {
     for model in ["llama-3.1-8b", "llama-3.1-70b", "qwen3-30b-a3b"] {
         let ask = MarketAsk {
             model: models::find(model).expect("a known model"),
-            stored: StoredAs::Plain(DType::Bf16),
+            stored: vec![StoredAs::Plain(DType::Bf16)],
             engine: engines::find("mixfleet").expect("a known engine"),
             parts: offers.clone(),
             classes: classes(),

@@ -26,14 +26,14 @@ use mixfleet_scheduler::models::{KnownModel, find};
 use mixfleet_scheduler::plan::branching::Microlp;
 use mixfleet_scheduler::plan::break_even::BreakEven;
 use mixfleet_scheduler::plan::candidates::{AttentionLink, ServiceLevel};
-use mixfleet_scheduler::plan::market::{FormedFleet, Market, MarketAsk};
+use mixfleet_scheduler::plan::market::{FormedFleet, Market, MarketAsk, PlannedPool};
 use mixfleet_scheduler::plan::offered::PartOnOffer;
 use mixfleet_sim::fleet_file::InstancePool;
 use mixfleet_sim::simulate::Setup;
 use mixfleet_sim::trace::TOKENS_MAX;
 use offers::Offers;
 use prices::Repriced;
-use search::{PlanFound, PlanSearch};
+use search::{PlanFound, PlanSearch, pools_words};
 use std::io::Write;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -47,9 +47,9 @@ pub(crate) struct PlanArgs {
     /// A model of 'mixfleet models'
     #[arg(long, value_name = "NAME")]
     model: String,
-    /// How its weights are stored (docs/models.md) [default: bf16]
-    #[arg(long, value_name = "DTYPE")]
-    dtype: Option<StoredAs>,
+    /// How its weights may be stored (docs/models.md), the cheapest for each fleet [default: bf16]
+    #[arg(long, value_name = "DTYPE,..", value_delimiter = ',')]
+    dtype: Vec<StoredAs>,
     /// The load as a request trace ('mixfleet trace stats' reads it)
     #[arg(long, value_name = "FILE", conflicts_with = "rate")]
     trace: Option<PathBuf>,
@@ -152,11 +152,23 @@ fn on_all_cores<T: Send>(count: usize, of: impl Fn(usize) -> T + Sync) -> Vec<T>
     all.into_iter().map(|(_, found)| found).collect()
 }
 
+/// The dtypes that were asked for, each once.
+fn dtypes(args: &PlanArgs) -> Vec<StoredAs> {
+    let mut stored: Vec<StoredAs> = Vec::new();
+    for dtype in &args.dtype {
+        if !stored.contains(dtype) {
+            stored.push(*dtype);
+        }
+    }
+    if stored.is_empty() { vec![StoredAs::Plain(DType::Bf16)] } else { stored }
+}
+
 /// Everything that the command prints.
 struct Planned<'a> {
     args: &'a PlanArgs,
     model: &'static KnownModel,
-    stored: StoredAs,
+    /// The dtypes to choose from.
+    stored: &'a [StoredAs],
     load: &'a PlanLoad,
     offers: &'a Offers,
     outcome: &'a PlanFound,
@@ -167,6 +179,20 @@ struct Planned<'a> {
     repriced: &'a [Repriced],
     /// The cheapest fleet with devices for attention alone, by rates; or why there is none.
     attention_apart: Result<FormedFleet, String>,
+}
+
+impl Planned<'_> {
+    /// The model and the dtypes in words.
+    fn model_words(&self) -> String {
+        let names: Vec<&str> = self.stored.iter().map(|stored| stored.name()).collect();
+        format!("{} in {}, engine {}", self.model.name, names.join(" or "), self.args.engine.name)
+    }
+
+    /// A fleet in words, with its dtype where there are several to choose from.
+    fn words(&self, pools: &[PlannedPool], stored: StoredAs) -> String {
+        let pools = pools_words(&self.offers.parts, pools);
+        if self.stored.len() > 1 { format!("{pools}, {stored}") } else { pools }
+    }
 }
 
 /// Writes the files that were asked for, and says what starts the fleet.
@@ -190,7 +216,7 @@ fn write_files(planned: &Planned<'_>, market: &Market) -> Result<Option<String>>
 
 pub(crate) fn run(args: &PlanArgs) -> Result<()> {
     let model = find(&args.model).map_err(|error| Usage(format!("--model: {error}")))?;
-    let stored = args.dtype.unwrap_or(StoredAs::Plain(DType::Bf16));
+    let stored = dtypes(args);
     let mut offers = Offers::read(args)?;
     let mut load = PlanLoad::read(args)?;
     offers.warnings.extend(load.warning(args));
@@ -209,7 +235,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
     classes.iter_mut().for_each(|class| class.rate *= factor);
     let ask = MarketAsk {
         model,
-        stored,
+        stored: stored.clone(),
         engine: args.engine,
         parts: offers.parts.clone(),
         classes,
@@ -235,7 +261,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
     let planned = Planned {
         args,
         model,
-        stored,
+        stored: &stored,
         load: &load,
         offers: &offers,
         outcome: &outcome,

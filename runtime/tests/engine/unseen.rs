@@ -107,7 +107,7 @@ impl Scene {
         let offered = |(part, price): (&&'static Part, &Price)| OfferedPart::new(part, price.usd_per_hour);
         let market = Market::new(MarketAsk {
             model: self.model,
-            stored: StoredAs::Plain(DType::Bf16),
+            stored: vec![StoredAs::Plain(DType::Bf16)],
             engine: engines::find("mixfleet").unwrap(),
             parts: known.iter().zip(&prices).map(offered).collect(),
             classes,
@@ -126,22 +126,22 @@ impl Scene {
     fn plan(&self, seen: &[Request]) -> (String, Vec<String>) {
         let (market, prices) = self.market(seen);
         let text = PlannedText { market: &market, prices: &prices };
-        let policy = Policy::LeastLoaded;
+        let (policy, stored) = (Policy::LeastLoaded, market.ask().stored[0]);
         let trials = TrialLoad { speedup: 1.0 + self.headroom, ..self.trials(seen, policy) };
         let mut best: Option<(f64, Vec<PlannedPool>)> = None;
         for fleet in market.rank(&Microlp, REPAIRED).into_iter().take(REPAIRED) {
             let pools = fleet.pools;
-            let file = parsed(&text.of(&pools, policy));
+            let file = parsed(&text.of(&pools, stored, policy));
             let with = |counts: &[u32]| {
                 let all = pools.iter().zip(counts);
                 all.map(|(pool, count)| PlannedPool { count: *count, ..pool.clone() }).collect::<Vec<_>>()
             };
-            let rent = |counts: &[u32]| market.usd_per_hour(&with(counts)).0;
+            let rent = |counts: &[u32]| market.usd_per_hour(&with(counts), stored).0;
             let limits = RepairLimits { fits: &|_| true, rent: &rent, go_on: &|| true, told: &|_, _| () };
             let found = trials.repair(&file, &limits).unwrap().unwrap();
             let mut pools = with(&found.counts);
             pools.retain(|pool| pool.count > 0);
-            let usd = market.usd_per_hour(&pools).0;
+            let usd = market.usd_per_hour(&pools, stored).0;
             if found.trial.held && best.as_ref().is_none_or(|(least, _)| usd < *least) {
                 best = Some((usd, pools));
             }
@@ -155,9 +155,9 @@ impl Scene {
         let less = |at: usize| {
             let mut fewer = pools.clone();
             fewer[at].count -= 1;
-            text.of(&fewer, policy)
+            text.of(&fewer, stored, policy)
         };
-        (text.of(&pools, policy), (0..pools.len()).map(less).collect())
+        (text.of(&pools, stored, policy), (0..pools.len()).map(less).collect())
     }
 
     /// Share of `requests` that meet the objectives on the fleet of `text`: in the simulator, and in the

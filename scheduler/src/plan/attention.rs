@@ -5,10 +5,11 @@
 //! simulates such a fleet, so that it stands beside a plan and is never its first.
 
 use super::candidates::{AttentionLink, InstanceKind, PartKernels};
+use super::forms::FleetForm;
 use super::linear::Solver;
 use super::load::SizeClass;
 use super::margin::slower;
-use super::market::{BUSY_MAX, FleetForm, FormedFleet, Market, PlannedPool, SEARCH};
+use super::market::{BUSY_MAX, FormedFleet, Market, PlannedPool, SEARCH};
 use super::offered::kv_s;
 use super::program::{Ceiling, DemandClass, Duty, Placing, Program, Rentable};
 use mixfleet_hal::cast::{to_u32, to_u64};
@@ -39,9 +40,25 @@ impl Market {
         if self.regions().len() > 1 {
             return Err("attention is not planned apart over several regions".into());
         }
-        let mut all = self.cheapest_for_each_class(self.prompts());
-        all.extend(self.cheapest_for_each_class(self.products(link)));
-        all.extend(self.cheapest_for_each_class(self.attention(link)?));
+        let of_each = (0..self.ask.stored.len()).map(|stored| self.apart_in(solver, link, stored));
+        let cheaper =
+            |best: Result<FormedFleet, String>, next: Result<FormedFleet, String>| match (&best, &next) {
+                (Ok(known), Ok(other)) if other.usd_per_hour < known.usd_per_hour => next,
+                (Err(_), Ok(_)) => next,
+                _ => best,
+            };
+        of_each.reduce(cheaper).unwrap_or_else(|| Err("no dtype is given".into()))
+    }
+
+    fn apart_in(
+        &self,
+        solver: &dyn Solver,
+        link: &AttentionLink,
+        stored: usize,
+    ) -> Result<FormedFleet, String> {
+        let mut all = self.cheapest_for_each_class(self.prompts(stored));
+        all.extend(self.cheapest_for_each_class(self.products(link, stored)));
+        all.extend(self.cheapest_for_each_class(self.attention(link, stored)?));
         let does =
             |duty: Duty, class: usize| all.iter().any(|of| of.duty == duty && of.loads[class].is_some());
         let served = |class: &usize| DUTIES_APART.into_iter().all(|duty| does(duty, *class));
@@ -56,38 +73,44 @@ impl Market {
         let pools: Vec<PlannedPool> = used
             .map(|(of, &count)| PlannedPool { part: of.part, devices: of.devices, duty: of.duty, count })
             .collect();
-        Ok(FormedFleet { form: FleetForm::Free, usd_per_hour: self.usd_per_hour(&pools), pools })
+        let stored = self.ask.stored[stored];
+        Ok(FormedFleet {
+            form: FleetForm::Free,
+            stored,
+            usd_per_hour: self.usd_per_hour(&pools, stored),
+            pools,
+        })
     }
 
-    fn prompts(&self) -> Vec<OfDuty> {
+    fn prompts(&self, stored: usize) -> Vec<OfDuty> {
         let load = |kind: usize, class: usize| {
             let of = &self.kinds[kind];
-            of.loads[1][class].filter(|_| of.in_time[class]).map(|load| load.max(of.links[class]))
+            of.load_in_time(1, class).map(|load| load.max(of.links[class]))
         };
-        self.of_kinds(Duty::Prefill, load)
+        self.of_kinds(stored, Duty::Prefill, load)
     }
 
-    fn products(&self, link: &AttentionLink) -> Vec<OfDuty> {
+    fn products(&self, link: &AttentionLink, stored: usize) -> Vec<OfDuty> {
         let load = |kind: usize, class: usize| {
             let size = &self.ask.classes[class].size;
             let carried = self.kinds[kind].instance.carries(Duty::Linear, size, &self.ask.level, Some(link));
             carried.ok().map(|carried| carried.instances)
         };
-        self.of_kinds(Duty::Linear, load)
+        self.of_kinds(stored, Duty::Linear, load)
     }
 
-    fn of_kinds(&self, duty: Duty, load: impl Fn(usize, usize) -> Option<f64>) -> Vec<OfDuty> {
+    fn of_kinds(&self, stored: usize, duty: Duty, load: impl Fn(usize, usize) -> Option<f64>) -> Vec<OfDuty> {
         let classes = 0..self.ask.classes.len();
         let of = |kind: usize| {
             let loads = classes.clone().map(|class| load(kind, class)).collect();
             let (part, devices) = (self.kinds[kind].part, self.kinds[kind].instance.devices);
             OfDuty { part, devices, duty, loads }
         };
-        (0..self.kinds.len()).map(of).collect()
+        (0..self.kinds.len()).filter(|&kind| self.kinds[kind].stored == stored).map(of).collect()
     }
 
     /// Single devices, which need no room for weights.
-    fn attention(&self, link: &AttentionLink) -> Result<Vec<OfDuty>, String> {
+    fn attention(&self, link: &AttentionLink, stored: usize) -> Result<Vec<OfDuty>, String> {
         let offers = &self.ask.parts;
         let rent_of_bandwidth =
             |part: &usize| offers[*part].usd_per_hour.0 / offers[*part].part.profile().bandwidth.0;
@@ -98,7 +121,7 @@ impl Market {
         for part in parts.into_iter().take(PARTS_MAX) {
             let ask = &self.ask;
             let of = (offers[part].part, &PartKernels::of(offers[part].part));
-            let instance = InstanceKind::of(of, 1, ask.model, ask.stored, ask.engine)?;
+            let instance = InstanceKind::of(of, 1, ask.model, ask.stored[stored], ask.engine)?;
             let error = ask.engine.likely_error(&instance.profile, &instance.shape);
             let times = slower(error, ask.confidence);
             let load = |class: usize| {

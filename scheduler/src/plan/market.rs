@@ -1,15 +1,17 @@
 //! Fleets of parts at prices for a load, cheapest first, and the bound below which there is none.
 //!
 //! A part may be rented as instances of 1, 2, 4 or 8 devices, for whole requests, prompts alone or decoding
-//! alone. Fleets are looked for by form: a part alone, prompts on one part and decoding on another, requests
-//! divided by size over two parts, and whatever the relaxed program over all parts takes. Each form has a
-//! bound that costs one pass over its rates, so that only forms near the best are solved as programs.
+//! alone. All instances of a fleet store the weights in one dtype of those that are asked for. Fleets are
+//! looked for by form ([`forms`](super::forms)): a part alone, prompts on one part and decoding on another,
+//! requests divided by size over two parts, and whatever the relaxed program over all parts takes. Each form
+//! has a bound that costs one pass over its rates, so that only forms near the best are solved as programs.
 //!
 //! The bound of all fleets lets every request take the cheapest instance of each duty, divides instances, and
 //! leaves as many requests unserved as the objective allows. It is a bound on what the rates of
 //! [`candidates`](super::candidates) allow; waiting, which only a simulation sees, comes on top.
 
 use super::candidates::ServiceLevel;
+use super::forms::{Candidate, DutyCandidates, FleetForm};
 use super::linear::{Column, LinearProgram, Relation, Search, Solution, Solver, Unsolved};
 use super::load::SizeClass;
 use super::offer::OfferedPart;
@@ -21,7 +23,6 @@ use crate::models::KnownModel;
 use mixfleet_hal::StoredAs;
 use mixfleet_hal::cast::{to_u32, to_u64};
 use mixfleet_hal::units::{BytesPerSecond, GB, Ordered, UsdPerHour};
-use serde::Serialize;
 use std::sync::Arc;
 
 /// The duties of instances.
@@ -33,7 +34,7 @@ pub(super) const CHEAPER: f64 = 0.99;
 /// How far programs are solved; more takes longer than the uncertainty of rates is worth.
 pub(super) const SEARCH: Search = Search { nodes_max: 2000, gap: 0.002 };
 /// Maximum number of programs of one sort of form.
-const PROGRAMS_MAX: usize = 16;
+pub(super) const PROGRAMS_MAX: usize = 16;
 /// Share of their rent at which owned devices count in a program, so that it takes no more than are needed.
 const SUNK: f64 = 1e-4;
 /// Parts up to which all are candidates where no form of one or two of them does.
@@ -44,8 +45,8 @@ const PARTS_MAX: usize = 12;
 pub struct MarketAsk {
     /// The model.
     pub model: &'static KnownModel,
-    /// How its weights are stored.
-    pub stored: StoredAs,
+    /// How its weights may be stored: a fleet has one of them. The first of equal fleets' is taken.
+    pub stored: Vec<StoredAs>,
     /// The engine on all instances.
     pub engine: &'static KnownEngine,
     /// The parts on offer.
@@ -67,48 +68,6 @@ pub struct MarketAsk {
     pub links: Vec<RegionLink>,
 }
 
-/// How the work is divided over parts, which are indices into those on offer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum FleetForm {
-    /// Whole requests on one part.
-    Alone(usize),
-    /// Prompts on one part, decoding on another or the same.
-    Split {
-        /// The part for prompts.
-        prefill: usize,
-        /// The part for decoding.
-        decode: usize,
-    },
-    /// Whole requests on two parts, by size.
-    BySize(usize, usize),
-    /// Whatever the program takes of all parts.
-    Free,
-}
-
-impl FleetForm {
-    /// Its parts, each with the index of its duty in [`DUTIES`].
-    fn duties(self) -> [Option<(usize, usize)>; 2] {
-        let [whole, prefill, decode] = [0, 1, 2];
-        match self {
-            FleetForm::Alone(part) => [Some((part, whole)), None],
-            FleetForm::Split { prefill: one, decode: other } => [Some((one, prefill)), Some((other, decode))],
-            FleetForm::BySize(one, other) => [Some((one, whole)), Some((other, whole))],
-            FleetForm::Free => [None; 2],
-        }
-    }
-
-    /// Its parts; `None` if it may have all.
-    pub(super) fn parts(self) -> Option<[usize; 2]> {
-        match self {
-            FleetForm::Alone(part) => Some([part; 2]),
-            FleetForm::Split { prefill, decode } => Some([prefill, decode]),
-            FleetForm::BySize(one, other) => Some([one, other]),
-            FleetForm::Free => None,
-        }
-    }
-}
-
 /// Identical instances of a planned fleet.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PlannedPool {
@@ -127,6 +86,8 @@ pub struct PlannedPool {
 pub struct FormedFleet {
     /// How the work is divided.
     pub form: FleetForm,
+    /// How its weights are stored.
+    pub stored: StoredAs,
     /// The pools: prefill, decode, then whole.
     pub pools: Vec<PlannedPool>,
     /// Rent of all.
@@ -138,10 +99,9 @@ pub struct FormedFleet {
 pub struct Market {
     pub(super) ask: MarketAsk,
     pub(super) kinds: Arc<[MarketKind]>,
+    /// By dtype, part and duty.
+    pub(super) best: Arc<[DutyCandidates]>,
 }
-
-/// Instances of a kind with a duty: index of the kind, and of the duty in [`DUTIES`].
-type Candidate = (usize, usize);
 
 impl Market {
     /// What the parts of `ask` carry of its load. This takes most of a plan's time.
@@ -152,7 +112,9 @@ impl Market {
 
     /// The market of parts whose rates were found apart from each other, in the order of `ask`'s parts.
     pub fn of(ask: MarketAsk, rates: Vec<PartOnOffer>) -> Self {
-        Market { ask, kinds: rates.into_iter().flat_map(|part| part.0).collect() }
+        let kinds: Arc<[MarketKind]> = rates.into_iter().flat_map(|part| part.0).collect();
+        let sizes = [ask.stored.len(), ask.parts.len(), ask.classes.len()];
+        Market { best: DutyCandidates::of_all(&kinds, sizes).into(), kinds, ask }
     }
 
     /// The same parts, of which one has another price.
@@ -193,37 +155,15 @@ impl Market {
     }
 
     /// Rent of the devices of some pools that are not owned, and what the KV of the load pays between
-    /// regions.
-    pub fn usd_per_hour(&self, pools: &[PlannedPool]) -> UsdPerHour {
+    /// regions where weights are stored so.
+    pub fn usd_per_hour(&self, pools: &[PlannedPool], stored: StoredAs) -> UsdPerHour {
         let of = |(part, offer): (usize, &OfferedPart)| {
             let own = pools.iter().filter(|pool| pool.part == part);
             let devices = own.map(|pool| u64::from(pool.devices) * u64::from(pool.count)).sum::<u64>();
             offer.usd_per_hour * devices.saturating_sub(offer.owned.into()) as f64
         };
-        self.ask.parts.iter().enumerate().map(of).sum::<UsdPerHour>() + self.traffic_usd_per_hour(pools)
-    }
-
-    /// Rent of what one request per second of a class takes, without waiting.
-    fn unit(&self, candidate: Candidate, class: usize) -> Option<f64> {
-        let part = self.kinds[candidate.0].part;
-        Some(self.devices(candidate, class)? * self.ask.parts[part].usd_per_hour.0)
-    }
-
-    /// The same, if the slowest request of the class is in time.
-    fn unit_in_time(&self, (kind, duty): Candidate, class: usize) -> Option<f64> {
-        self.load_in_time((kind, duty), class).and_then(|_| self.unit((kind, duty), class))
-    }
-
-    /// Instances that one request per second of a class keeps busy, if the slowest of them is in time.
-    fn load_in_time(&self, (kind, duty): Candidate, class: usize) -> Option<f64> {
-        let of = &self.kinds[kind];
-        of.loads[duty][class].filter(|_| DUTIES[duty] == Duty::Decode || of.in_time[class])
-    }
-
-    /// Devices that one request per second of a class keeps busy.
-    fn devices(&self, (kind, duty): Candidate, class: usize) -> Option<f64> {
-        let kind = &self.kinds[kind];
-        Some(kind.loads[duty][class]? * f64::from(kind.instance.devices))
+        self.ask.parts.iter().enumerate().map(of).sum::<UsdPerHour>()
+            + self.traffic_usd_per_hour(pools, stored)
     }
 
     /// The rent below which there is no fleet, even if instances could be divided.
@@ -231,14 +171,16 @@ impl Market {
     /// # Errors
     /// As for a program: [`Market::shortfall`](super::shortfall) says more.
     pub fn lower_bound(&self, solver: &dyn Solver) -> Result<UsdPerHour, Unplanned> {
-        Ok(UsdPerHour(self.relaxed(solver, 1.0)?.0.cost))
+        Ok(UsdPerHour(self.relaxed(solver, 1.0, None)?.0.cost))
     }
 
-    /// The optimum for `factor` times the load with divided instances, and the candidates that it takes.
+    /// The optimum for `factor` times the load with divided instances, of one dtype or of all, and the
+    /// candidates that it takes.
     pub(super) fn relaxed(
         &self,
         solver: &dyn Solver,
         factor: f64,
+        stored: Option<usize>,
     ) -> Result<(Solution, Vec<Candidate>), Unplanned> {
         let classes = &self.ask.classes;
         let mut program = LinearProgram::default();
@@ -248,8 +190,8 @@ impl Market {
         let mut owned = over.clone();
         for (class, demand) in classes.iter().enumerate() {
             for (duty, does) in DUTIES.into_iter().enumerate() {
-                for candidate in self.cheapest_of_parts(duty, class) {
-                    let Some(devices) = self.devices(candidate, class) else { continue };
+                for candidate in self.cheapest_of_parts(stored, duty, class) {
+                    let Some(devices) = self.kinds[candidate.0].devices(duty, class) else { continue };
                     let devices = devices * demand.rate * factor;
                     let part = self.kinds[candidate.0].part;
                     let offer = &self.ask.parts[part];
@@ -304,10 +246,12 @@ impl Market {
 
     /// The cheapest candidate of each part for a duty and a class, which takes the fewest devices too. Of
     /// parts without an end only the cheapest counts.
-    fn cheapest_of_parts(&self, duty: usize, class: usize) -> Vec<Candidate> {
+    fn cheapest_of_parts(&self, stored: Option<usize>, duty: usize, class: usize) -> Vec<Candidate> {
         let mut best: Vec<Option<(f64, Candidate)>> = vec![None; self.ask.parts.len()];
-        for (kind, of) in self.kinds.iter().enumerate() {
-            let Some(unit) = self.unit((kind, duty), class) else { continue };
+        let of_dtype = |of: &MarketKind| stored.is_none_or(|stored| stored == of.stored);
+        for (kind, of) in self.kinds.iter().enumerate().filter(|(_, of)| of_dtype(of)) {
+            let Some(devices) = of.devices(duty, class) else { continue };
+            let unit = devices * self.ask.parts[of.part].usd_per_hour.0;
             let known = &mut best[of.part];
             if known.is_none_or(|(least, _)| unit < least) {
                 *known = Some((unit, (kind, duty)));
@@ -325,65 +269,9 @@ impl Market {
         self.ask.classes.iter().map(|class| class.rate).sum()
     }
 
-    /// The candidates of a part for a duty: more devices only where they are cheaper, or do what fewer
-    /// cannot.
-    fn of_part(&self, part: usize, duty: usize) -> Vec<Candidate> {
-        let classes = self.ask.classes.len();
-        let mut least = vec![f64::INFINITY; classes];
-        let mut found = Vec::new();
-        for (kind, _) in self.kinds.iter().enumerate().filter(|(_, kind)| kind.part == part) {
-            let mut worth = false;
-            for (class, least) in least.iter_mut().enumerate() {
-                let unit = self.unit_in_time((kind, duty), class);
-                if let Some(unit) = unit.filter(|unit| *unit < CHEAPER * *least) {
-                    (*least, worth) = (unit, true);
-                }
-            }
-            if worth {
-                found.push((kind, duty));
-            }
-        }
-        found
-    }
-
-    fn candidates(&self, form: FleetForm) -> Vec<Candidate> {
-        form.duties().into_iter().flatten().flat_map(|(part, duty)| self.of_part(part, duty)).collect()
-    }
-
-    /// What no fleet of these candidates costs less than; infinite if they do not serve enough requests.
-    fn bound(&self, candidates: &[Candidate]) -> f64 {
-        let (mut usd, mut left_out) = (0.0, 0.0);
-        for (class, demand) in self.ask.classes.iter().enumerate() {
-            let least = |duty: Duty| {
-                let own = candidates.iter().filter(|(_, own)| DUTIES[*own] == duty);
-                own.filter_map(|&candidate| self.unit_in_time(candidate, class)).fold(f64::INFINITY, f64::min)
-            };
-            let unit = least(Duty::Whole).min(least(Duty::Prefill) + least(Duty::Decode));
-            if unit.is_finite() { usd += unit * demand.rate } else { left_out += demand.rate }
-        }
-        let mut parts: Vec<usize> = candidates.iter().map(|(kind, _)| self.kinds[*kind].part).collect();
-        parts.dedup();
-        let owned = |part: usize| self.ask.parts[part].usd_per_hour.0 * f64::from(self.ask.parts[part].owned);
-        let sunk: f64 = parts.into_iter().map(owned).sum();
-        if left_out > self.left_out_max() { f64::INFINITY } else { (usd / BUSY_MAX - sunk).max(0.0) }
-    }
-
     /// Requests per second that need not be served.
     pub(super) fn left_out_max(&self) -> f64 {
         (1.0 - self.ask.attain + 1e-9) * self.rate()
-    }
-
-    /// All forms of one or two parts, by sort.
-    pub(super) fn forms(&self) -> [Vec<FleetForm>; 4] {
-        let parts = self.ask.parts.len();
-        let pairs = || (0..parts).flat_map(move |one| (0..parts).map(move |other| (one, other)));
-        let split = |(prefill, decode)| FleetForm::Split { prefill, decode };
-        [
-            (0..parts).map(FleetForm::Alone).collect(),
-            (0..parts).map(|part| split((part, part))).collect(),
-            pairs().filter(|(one, other)| one != other).map(split).collect(),
-            pairs().filter(|(one, other)| one < other).map(|(a, b)| FleetForm::BySize(a, b)).collect(),
-        ]
     }
 
     /// The cheapest fleets of different forms, cheapest first: up to `each` of every sort of form.
@@ -395,77 +283,44 @@ impl Market {
                 add(&mut found, fleet);
             }
         }
-        let mut free = self.relaxed(solver, 1.0).map_or_else(|_| Vec::new(), |(_, taken)| taken);
-        if found.is_empty() && parts <= PARTS_MAX {
-            let of = |part| (0..DUTIES.len()).flat_map(move |duty| self.of_part(part, duty));
-            free.extend((0..parts).flat_map(of));
-        }
-        let near = found.iter().min_by_key(|fleet| Ordered(fleet.usd_per_hour.0));
-        free.extend(near.map_or_else(Vec::new, |fleet| self.candidates(fleet.form)));
-        free.sort_unstable();
-        free.dedup();
-        for of_region in self.by_region(&free) {
-            if let Ok(fleet) = self.solve(solver, FleetForm::Free, &of_region) {
-                add(&mut found, fleet);
+        let near: Option<FormedFleet> =
+            found.iter().min_by_key(|fleet| Ordered(fleet.usd_per_hour.0)).cloned();
+        for stored in 0..self.ask.stored.len() {
+            let mut free =
+                self.relaxed(solver, 1.0, Some(stored)).map_or_else(|_| Vec::new(), |(_, taken)| taken);
+            if near.is_none() && parts <= PARTS_MAX {
+                let of = |part| (0..DUTIES.len()).flat_map(move |duty| &self.of_part(stored, part, duty).all);
+                free.extend((0..parts).flat_map(of));
+            }
+            let near = near.iter().filter(|fleet| fleet.stored == self.ask.stored[stored]);
+            free.extend(near.flat_map(|fleet| self.candidates(fleet.form, stored)));
+            free.sort_unstable();
+            free.dedup();
+            for of_region in self.by_region(&free) {
+                if let Ok(fleet) = self.solve(solver, FleetForm::Free, stored, &of_region) {
+                    add(&mut found, fleet);
+                }
             }
         }
-        found.sort_by_key(|fleet| Ordered(fleet.usd_per_hour.0));
+        self.sort(&mut found);
         found
     }
 
-    /// The cheapest of some forms. Those whose bound is not below what was found are not solved.
-    pub(super) fn best_of(
-        &self,
-        solver: &dyn Solver,
-        forms: Vec<FleetForm>,
-        each: usize,
-    ) -> Vec<FormedFleet> {
-        let mut found: Vec<FormedFleet> = Vec::new();
-        for (bound, form, candidates) in self.by_bound(forms).into_iter().take(PROGRAMS_MAX) {
-            if found.get(each - 1).is_some_and(|last| last.usd_per_hour.0 <= bound) {
-                break;
-            }
-            if let Ok(fleet) = self.solve(solver, form, &candidates) {
-                add(&mut found, fleet);
-                found.sort_by_key(|fleet| Ordered(fleet.usd_per_hour.0));
-                found.truncate(each);
-            }
-        }
-        found
-    }
-
-    /// Whether a fleet of some forms costs less.
-    pub(super) fn costs_less(&self, solver: &dyn Solver, forms: &[FleetForm], usd: f64) -> bool {
-        let near = self.by_bound(forms.to_vec()).into_iter().filter(|(bound, ..)| *bound < usd);
-        near.take(PROGRAMS_MAX).any(|(_, form, candidates)| {
-            self.solve(solver, form, &candidates).is_ok_and(|fleet| fleet.usd_per_hour.0 < usd)
-        })
-    }
-
-    /// Forms that serve enough requests, with their bounds and candidates, by bound.
-    fn by_bound(&self, forms: Vec<FleetForm>) -> Vec<(f64, FleetForm, Vec<Candidate>)> {
-        let of_parts: Vec<[Vec<Candidate>; 3]> =
-            (0..self.ask.parts.len()).map(|part| [0, 1, 2].map(|duty| self.of_part(part, duty))).collect();
-        let joined = forms.into_iter().filter(|form| self.is_joined(*form));
-        let with_bound = joined.map(|form| {
-            let own = form.duties().into_iter().flatten();
-            let candidates: Vec<Candidate> =
-                own.flat_map(|(part, duty)| of_parts[part][duty].clone()).collect();
-            (self.bound(&candidates), form, candidates)
-        });
-        let mut forms: Vec<_> = with_bound.filter(|(bound, ..)| bound.is_finite()).collect();
-        forms.sort_by_key(|(bound, ..)| Ordered(*bound));
-        forms
+    /// Puts the cheapest first, and of equal ones the dtype that was asked for first.
+    pub(super) fn sort(&self, fleets: &mut [FormedFleet]) {
+        let asked = |fleet: &FormedFleet| self.ask.stored.iter().position(|stored| *stored == fleet.stored);
+        fleets.sort_by_key(|fleet| (Ordered(fleet.usd_per_hour.0), asked(fleet)));
     }
 
     /// The cheapest fleet of some candidates.
-    fn solve(
+    pub(super) fn solve(
         &self,
         solver: &dyn Solver,
         form: FleetForm,
+        stored: usize,
         candidates: &[Candidate],
     ) -> Result<FormedFleet, Unplanned> {
-        if self.bound(candidates).is_infinite() {
+        if self.bound_of_any(candidates).is_infinite() {
             return Err(Unplanned::TooLittle);
         }
         let program = self.program(candidates);
@@ -484,7 +339,8 @@ impl Market {
         }
         let order = |duty| [Duty::Prefill, Duty::Decode].iter().position(|first| *first == duty).unwrap_or(2);
         pools.sort_by_key(|pool| (order(pool.duty), pool.part, pool.devices));
-        Ok(FormedFleet { form, usd_per_hour: self.usd_per_hour(&pools), pools })
+        let stored = self.ask.stored[stored];
+        Ok(FormedFleet { form, stored, usd_per_hour: self.usd_per_hour(&pools, stored), pools })
     }
 
     /// What may be rented of some candidates, and what of it is owned.
@@ -525,7 +381,7 @@ impl Market {
         let served = |class: usize| {
             let can = |duty: Duty| {
                 let own = candidates.iter().filter(|(_, own)| DUTIES[*own] == duty);
-                own.copied().any(|candidate| self.load_in_time(candidate, class).is_some())
+                own.copied().any(|(kind, duty)| self.kinds[kind].load_in_time(duty, class).is_some())
             };
             can(Duty::Whole) || can(Duty::Prefill) && can(Duty::Decode)
         };
@@ -544,13 +400,13 @@ impl Market {
             let spares = self.ask.parts[of.part].spares;
             let mut most = f64::from(spares) + 1.0;
             for (class, &index) in served.iter().enumerate() {
-                let Some(load) = self.load_in_time((kind, duty), index) else { continue };
+                let Some(load) = of.load_in_time(duty, index) else { continue };
                 let network = if DUTIES[duty] == Duty::Whole { 0.0 } else { of.links[index] };
                 let instances = load.max(network) / BUSY_MAX;
                 most += instances * classes[index].rate;
                 let duty = DUTIES[duty];
                 let crosses = link.filter(|_| duty == Duty::Prefill);
-                let takes = crosses.map(|at| (at, self.kv_bytes(of.part, index))).into_iter().collect();
+                let takes = crosses.map(|at| (at, of.links[index] * self.ask.nic.0)).into_iter().collect();
                 program.placings.push(Placing { on, class, duty, instances, takes });
             }
             let ceilings = limited.iter().enumerate();
@@ -567,9 +423,9 @@ impl Market {
     }
 }
 
-/// Adds a fleet, unless it has the pools of one that is there.
-fn add(found: &mut Vec<FormedFleet>, fleet: FormedFleet) {
-    if found.iter().all(|known| known.pools != fleet.pools) {
+/// Adds a fleet, unless it has the pools and the dtype of one that is there.
+pub(super) fn add(found: &mut Vec<FormedFleet>, fleet: FormedFleet) {
+    if found.iter().all(|known| (&known.pools, known.stored) != (&fleet.pools, fleet.stored)) {
         found.push(fleet);
     }
 }

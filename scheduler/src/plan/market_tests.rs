@@ -1,6 +1,7 @@
 use super::branching::Microlp;
 use super::break_even::BreakEven;
 use super::candidates::{AttentionLink, InstanceKind, PartKernels, RequestSize, ServiceLevel};
+use super::forms::FleetForm;
 use super::load::SizeClass;
 use super::market::*;
 use super::offer::OfferedPart;
@@ -11,7 +12,7 @@ use crate::{engines, models};
 use mixfleet_hal::catalog::part;
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::units::{BytesPerSecond, Seconds, UsdPerHour};
-use mixfleet_hal::{DType, StoredAs};
+use mixfleet_hal::{DType, StoredAs, WeightFormat};
 
 fn class(input_tokens: u32, output_tokens: u32, rate: f64) -> SizeClass {
     let size = RequestSize { input_tokens, output_tokens, cached_share: 0.0 };
@@ -23,7 +24,7 @@ fn ask(classes: Vec<SizeClass>) -> MarketAsk {
     let offer = |id, usd| OfferedPart::new(part(id).unwrap(), UsdPerHour(usd));
     MarketAsk {
         model: models::find("llama-3.1-70b").unwrap(),
-        stored: StoredAs::Plain(DType::Bf16),
+        stored: vec![StoredAs::Plain(DType::Bf16)],
         engine: engines::find("vllm").unwrap(),
         parts: vec![offer("H100-SXM-80GB", 2.69), offer("H20-96GB", 0.80)],
         classes,
@@ -282,7 +283,7 @@ fn the_bound_is_above_no_divided_fleet_of_any_kinds() {
         let kinds: Vec<(f64, InstanceKind)> = kinds
             .filter_map(|(offer, devices)| {
                 let part = (offer.part, &PartKernels::of(offer.part));
-                let kind = InstanceKind::of(part, devices, ask.model, ask.stored, ask.engine).ok()?;
+                let kind = InstanceKind::of(part, devices, ask.model, ask.stored[0], ask.engine).ok()?;
                 Some((offer.usd_per_hour.0 * f64::from(devices), kind))
             })
             .collect();
@@ -392,4 +393,44 @@ fn spot_offers_win_where_their_spares_cost_less_than_they_save() {
     assert!(is_spot(&of(1.0, 0)[0]));
     let spares = of(30.0, 2).into_iter().filter(is_spot).flat_map(|fleet| fleet.pools);
     assert!(spares.filter(|pool| pool.part >= 2).all(|pool| pool.count > 2));
+}
+
+/// H100 multiplies in 8 bits, A100 does not: there 8 bits save memory, which prompts alone do not need.
+#[test]
+fn a_dtype_is_chosen_for_each_fleet_and_the_first_that_is_asked_for_where_none_is_cheaper() {
+    let (bf16, fp8) = (StoredAs::Plain(DType::Bf16), StoredAs::Quantised(WeightFormat::Fp8));
+    let of = |id: &str, stored: &[StoredAs], output| {
+        let mut ask = ask(vec![class(6000, output, 3.0), class(1000, output, 1.0)]);
+        ask.stored = stored.to_vec();
+        ask.parts[0].part = part(id).unwrap();
+        ask.parts.truncate(1);
+        Market::new(ask)
+    };
+    let cost = |market: &Market| market.rank(&Microlp, 3)[0].usd_per_hour.0;
+    for (id, output, wins) in [("H100-SXM-80GB", 400, fp8), ("A100-SXM-80GB", 1, bf16)] {
+        let both = of(id, &[bf16, fp8], output);
+        let (fleets, bound) = (both.rank(&Microlp, 3), both.lower_bound(&Microlp).unwrap());
+        let alone = [bf16, fp8].map(|stored| of(id, &[stored], output));
+        let costs = alone.each_ref().map(cost);
+        eprintln!("{id}: {costs:?}, {:?}", fleets[0]);
+        assert_eq!((fleets[0].stored, fleets[0].usd_per_hour.0), (wins, costs[0].min(costs[1])));
+        assert!(fleets.iter().all(|fleet| bound <= fleet.usd_per_hour), "{bound:?} {fleets:?}");
+        assert!(alone.iter().all(|market| bound <= market.lower_bound(&Microlp).unwrap()));
+    }
+}
+
+/// Where 8 bits are cheaper and an inventory holds too little for bf16, the fleet that there is has 8 bits.
+#[test]
+fn a_dtype_that_fits_is_found_where_another_does_not() {
+    let with = |stored: &[StoredAs]| {
+        let mut ask = ask(vec![class(1000, 100, 0.5)]);
+        ask.stored = stored.to_vec();
+        ask.parts.remove(0);
+        ask.parts[0].most = Some(1);
+        Market::new(ask).rank(&Microlp, 3)
+    };
+    let (bf16, fp8) = (StoredAs::Plain(DType::Bf16), StoredAs::Quantised(WeightFormat::Fp8));
+    assert!(with(&[bf16]).is_empty());
+    let fleets = with(&[bf16, fp8]);
+    assert!(!fleets.is_empty() && fleets.iter().all(|fleet| fleet.stored == fp8), "{fleets:?}");
 }

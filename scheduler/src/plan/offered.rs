@@ -14,6 +14,8 @@ const DEVICES: [u32; 4] = [1, 2, 4, 8];
 #[derive(Debug)]
 pub(super) struct MarketKind {
     pub(super) part: usize,
+    /// Index of the dtype among those that are asked for.
+    pub(super) stored: usize,
     pub(super) instance: InstanceKind,
     /// Instances that one request per second keeps busy, by duty and class; `None` where they cannot serve
     /// it.
@@ -33,13 +35,16 @@ impl PartOnOffer {
     pub fn new(ask: &MarketAsk, part: usize) -> Self {
         let mut kinds: Vec<MarketKind> = Vec::new();
         let kernels = PartKernels::of(ask.parts[part].part);
-        for devices in DEVICES {
-            let Some(kind) = MarketKind::new(ask, part, &kernels, devices) else { continue };
-            // where twice as many devices do nothing better, still more do not either
-            let more_may = kinds.last().is_none_or(|fewer| kind.may_better(fewer));
-            kinds.push(kind);
-            if !more_may {
-                break;
+        for stored in 0..ask.stored.len() {
+            let first = kinds.len();
+            for devices in DEVICES {
+                let Some(kind) = MarketKind::new(ask, (part, stored), &kernels, devices) else { continue };
+                // where twice as many devices do nothing better, still more do not either
+                let more_may = kinds[first..].last().is_none_or(|fewer| kind.may_better(fewer));
+                kinds.push(kind);
+                if !more_may {
+                    break;
+                }
             }
         }
         PartOnOffer(kinds)
@@ -53,14 +58,19 @@ pub(super) fn kv_s(instance: &InstanceKind, class: &SizeClass, nic: BytesPerSeco
 
 impl MarketKind {
     /// `None` if there are not so many devices, or they hold no request.
-    fn new(ask: &MarketAsk, part: usize, kernels: &PartKernels, devices: u32) -> Option<Self> {
-        let offer = &ask.parts[part];
+    fn new(
+        ask: &MarketAsk,
+        (part, stored): (usize, usize),
+        kernels: &PartKernels,
+        devices: u32,
+    ) -> Option<Self> {
+        let (offer, stored_as) = (&ask.parts[part], ask.stored[stored]);
         let memory = offer.part.memory_bytes() * f64::from(devices);
-        if offer.most.is_some_and(|most| most < devices) || memory < ask.model.weight_bytes(ask.stored) {
+        if offer.most.is_some_and(|most| most < devices) || memory < ask.model.weight_bytes(stored_as) {
             return None;
         }
         let instance =
-            InstanceKind::of((offer.part, kernels), devices, ask.model, ask.stored, ask.engine).ok()?;
+            InstanceKind::of((offer.part, kernels), devices, ask.model, stored_as, ask.engine).ok()?;
         let error = ask.engine.likely_error(&instance.profile, &instance.shape);
         let instance = match slower(error, ask.confidence) {
             1.0 => instance,
@@ -88,7 +98,22 @@ impl MarketKind {
         let slowest = |class: &SizeClass| instance.fastest(&class.slowest);
         let in_time = |class: &SizeClass| slowest(class).is_ok_and(|(ttft, _)| ttft <= ask.level.ttft);
         let in_time = ask.classes.iter().map(in_time).collect();
-        held.then_some(MarketKind { part, instance, loads, in_time, links })
+        held.then_some(MarketKind { part, stored, instance, loads, in_time, links })
+    }
+
+    /// Devices that one request per second of a class keeps busy.
+    pub(super) fn devices(&self, duty: usize, class: usize) -> Option<f64> {
+        Some(self.loads[duty][class]? * f64::from(self.instance.devices))
+    }
+
+    /// Instances that one request per second of a class keeps busy, if the slowest of them is in time.
+    pub(super) fn load_in_time(&self, duty: usize, class: usize) -> Option<f64> {
+        self.loads[duty][class].filter(|_| DUTIES[duty] == Duty::Decode || self.in_time[class])
+    }
+
+    /// Devices that one request per second of a class keeps busy, if the slowest of them is in time.
+    pub(super) fn devices_in_time(&self, duty: usize, class: usize) -> Option<f64> {
+        self.load_in_time(duty, class).and_then(|_| self.devices(duty, class))
     }
 
     /// Whether it carries something for less than `fewer` devices of its part, or these do not carry all.

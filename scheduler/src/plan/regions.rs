@@ -3,8 +3,11 @@
 //! Prompts may be computed in one region and answers decoded in another where a link joins them: all KV then
 //! takes its share of the link's bandwidth, and pays for its bytes. Whole requests go anywhere.
 
-use super::market::{DUTIES, FleetForm, Market, PlannedPool};
+use super::forms::{Candidate, FleetForm};
+use super::market::{DUTIES, Market, PlannedPool};
+use super::offered::MarketKind;
 use super::program::Duty;
+use mixfleet_hal::StoredAs;
 use mixfleet_hal::units::{BytesPerSecond, GB, Seconds, UsdPerHour};
 use serde::Serialize;
 
@@ -79,7 +82,7 @@ impl Market {
     }
 
     /// Candidates divided by region, so that KV stays within one; those for whole requests are in all.
-    pub(super) fn by_region(&self, candidates: &[(usize, usize)]) -> Vec<Vec<(usize, usize)>> {
+    pub(super) fn by_region(&self, candidates: &[Candidate]) -> Vec<Vec<Candidate>> {
         let region = |kind: usize| self.ask.parts[self.kinds[kind].part].region.as_str();
         let of = |wanted: &str| {
             let own = candidates.iter().copied();
@@ -88,21 +91,18 @@ impl Market {
         self.regions().into_iter().map(of).collect()
     }
 
-    /// KV of a prompt of a class on instances of a part, in bytes.
-    pub(super) fn kv_bytes(&self, part: usize, class: usize) -> f64 {
-        let kind = self.kinds.iter().find(|kind| kind.part == part);
-        kind.map_or(0.0, |kind| kind.links[class] * self.ask.nic.0)
-    }
-
-    /// What the traffic between regions costs, of a fleet of some pools.
-    pub(super) fn traffic_usd_per_hour(&self, pools: &[PlannedPool]) -> UsdPerHour {
+    /// What the traffic between regions costs, of a fleet of some pools whose weights are stored so.
+    pub(super) fn traffic_usd_per_hour(&self, pools: &[PlannedPool], stored: StoredAs) -> UsdPerHour {
         let used = || pools.iter().filter(|pool| pool.count > 0);
         let Some(link) = self.link_taken(used().map(|pool| (pool.part, pool.duty))) else {
             return UsdPerHour(0.0);
         };
         let prefill = used().find(|pool| pool.duty == Duty::Prefill).map_or(0, |pool| pool.part);
-        let classes = self.ask.classes.iter().enumerate();
-        let bytes: f64 = classes.map(|(class, of)| of.rate * self.kv_bytes(prefill, class)).sum();
+        let stored = self.ask.stored.iter().position(|known| *known == stored);
+        let of_pool = |kind: &&MarketKind| kind.part == prefill && Some(kind.stored) == stored;
+        let seconds = self.kinds.iter().find(of_pool).map_or(&[][..], |kind| &kind.links);
+        let each = self.ask.classes.iter().zip(seconds);
+        let bytes: f64 = each.map(|(class, network_s)| class.rate * network_s * self.ask.nic.0).sum();
         UsdPerHour(bytes / GB * 3600.0 * link.usd_per_gb)
     }
 }

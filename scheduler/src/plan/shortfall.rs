@@ -80,7 +80,7 @@ impl Market {
         {
             found.push(Shortfall::Tbt { nearest_s: least.0, on });
         }
-        if found.is_empty() && self.relaxed(solver, 1.0).is_err() {
+        if found.is_empty() && self.relaxed(solver, 1.0, None).is_err() {
             found.push(Shortfall::Inventory { carried: self.carried(solver) });
         }
         found
@@ -118,7 +118,7 @@ impl Market {
         let (mut low, mut high) = (0.0, 1.0);
         for _ in 0..HALVINGS {
             let middle = 0.5 * (low + high);
-            if self.relaxed(solver, middle).is_ok() { low = middle } else { high = middle }
+            if self.relaxed(solver, middle, None).is_ok() { low = middle } else { high = middle }
         }
         low
     }

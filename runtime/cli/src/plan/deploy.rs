@@ -162,7 +162,7 @@ fn vllm(planned: &Planned<'_>, fleet: &ProvenFleet) -> String {
         "# {}\n# MODEL is the checkpoint; run each line on the part that stands above it.\n",
         header(planned, fleet)
     );
-    let stored = match planned.stored {
+    let stored = match fleet.stored {
         StoredAs::Plain(dtype) => {
             format!(" --dtype {}", if word(&dtype) == "bf16" { "bfloat16" } else { "float16" })
         }
@@ -197,7 +197,8 @@ fn vllm(planned: &Planned<'_>, fleet: &ProvenFleet) -> String {
 
 fn header(planned: &Planned<'_>, fleet: &ProvenFleet) -> String {
     let usd = fleet.usd_per_hour;
-    format!("planned by mixfleet plan: {} for {}, ${usd:.2}/h", planned.model.name, planned.load.text)
+    let (model, stored) = (planned.model.name, fleet.stored);
+    format!("planned by mixfleet plan: {model} in {stored} for {}, ${usd:.2}/h", planned.load.text)
         .replace(char::is_control, " ")
 }
 

@@ -33,7 +33,8 @@ pub(super) fn of(planned: &Planned<'_>) -> Value {
     json!({
         "schema": "mixfleet.plan/1",
         "model": model.name,
-        "dtype": stored.name(),
+        "dtype": outcome.fleets.first().map_or(stored[0], |fleet| fleet.stored).name(),
+        "dtypes": stored.iter().map(|stored| stored.name()).collect::<Vec<_>>(),
         "engine": args.engine.name,
         "load": {
             "text": load.text,
@@ -83,6 +84,7 @@ fn fleet(planned: &Planned<'_>, fleet: &ProvenFleet) -> Value {
         planned.args.have.as_ref().map(|_| changes(planned, fleet).iter().map(change).collect::<Vec<_>>());
     json!({
         "usd_per_hour": fleet.usd_per_hour,
+        "dtype": fleet.stored.name(),
         "attained": fleet.trial.attained,
         "pools": fleet.pools.iter().zip(&fleet.less).map(|(pool, less)| self::pool(planned, pool, less)).collect::<Vec<_>>(),
         "usd_per_million_input_tokens": input,
@@ -129,6 +131,7 @@ fn attention_apart(planned: &Planned<'_>) -> Value {
     match &planned.attention_apart {
         Ok(fleet) => json!({
             "usd_per_hour_by_rates": fleet.usd_per_hour.0,
+            "dtype": fleet.stored.name(),
             "simulated": false,
             "pools": fleet.pools.iter().map(of).collect::<Vec<_>>(),
         }),
@@ -149,6 +152,7 @@ fn hour(planned: &Planned<'_>, hour: &HourPlan) -> Value {
         "requests_per_s": hour.requests_per_s,
         "lower_bound_usd_per_hour": hour.lower_bound,
         "usd_per_hour": hour.usd_per_hour(),
+        "dtype": hour.fleet.as_ref().map(|fleet| fleet.stored.name()),
         "pools": hour.fleet.iter().flat_map(|fleet| &fleet.pools).map(of).collect::<Vec<_>>(),
     })
 }

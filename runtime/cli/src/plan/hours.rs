@@ -55,11 +55,17 @@ pub(super) fn renting_by_the_hour(hours: &[HourPlan]) -> Option<(f64, f64)> {
 mod tests {
     use super::*;
     use mixfleet_hal::units::UsdPerHour;
-    use mixfleet_scheduler::plan::market::FleetForm;
+    use mixfleet_hal::{DType, StoredAs};
+    use mixfleet_scheduler::plan::forms::FleetForm;
 
     fn hour(usd: Option<f64>, requests_per_s: f64) -> HourPlan {
-        let of =
-            |usd| FormedFleet { form: FleetForm::Free, pools: Vec::new(), usd_per_hour: UsdPerHour(usd) };
+        let stored = StoredAs::Plain(DType::Bf16);
+        let of = |usd| FormedFleet {
+            form: FleetForm::Free,
+            stored,
+            pools: Vec::new(),
+            usd_per_hour: UsdPerHour(usd),
+        };
         HourPlan { requests_per_s, lower_bound: usd, fleet: usd.map(of) }
     }
 

@@ -1,7 +1,7 @@
 //! A plan as one self-contained HTML page.
 
 use super::document::{bottleneck, usd_per_million};
-use super::search::{ProvenFleet, pools_words};
+use super::search::ProvenFleet;
 use super::{Planned, on_all_cores};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::UsdPerHour;
@@ -17,11 +17,11 @@ const RANGE: f64 = 2.0;
 
 /// Renders the page.
 pub(super) fn page(planned: &Planned<'_>, market: &Market) -> String {
-    let Planned { args, model, stored, load, outcome, .. } = planned;
+    let Planned { args, load, outcome, .. } = planned;
     let mut body = Html::default();
     let percent = 100.0 * args.attain;
     body.facts(&[
-        ("model", format!("{} in {stored}, engine {}", model.name, args.engine.name)),
+        ("model", planned.model_words()),
         ("load", format!("{}, {:.3} requests/s", load.text, load.rate)),
         ("objectives", format!("TTFT {} s, TBT {} s, for {percent} % of the requests", args.ttft, args.tbt)),
         ("lower bound", outcome.lower_bound.map_or("none".into(), |usd| format!("${usd:.2}/h by rates"))),
@@ -55,7 +55,7 @@ fn fleets(body: &mut Html, planned: &Planned<'_>) {
                 Cell::number(format!("{:.2}", 100.0 * fleet.trial.attained)),
                 Cell::text(format!("{load:.2}/{times:.2}")),
                 Cell::text(bottleneck(planned, fleet).unwrap_or_else(|| "-".into())),
-                Cell::text(pools_words(&planned.offers.parts, &fleet.pools)),
+                Cell::text(planned.words(&fleet.pools, fleet.stored)),
             ]
         })
         .collect();
@@ -109,7 +109,8 @@ fn kind(planned: &Planned<'_>, fleet: &FormedFleet) -> String {
     };
     let mut all: Vec<String> = fleet.pools.iter().map(of).collect();
     all.dedup();
-    all.join(" + ")
+    let dtype = if planned.stored.len() > 1 { format!(", {}", fleet.stored) } else { String::new() };
+    format!("{}{dtype}", all.join(" + "))
 }
 
 /// Which fleet is cheapest at prices of two parts, among those of the parts that were simulated.

@@ -30,7 +30,8 @@ pub(super) fn repriced(market: &Market, fleets: &[ProvenFleet]) -> Vec<Repriced>
     let Some(part) = parts.max_by_key(|part| Ordered(rent(*part))) else { return Vec::new() };
     let cheapest = |factor: f64| {
         let dearer = market.at_price(part, market.parts()[part].usd_per_hour * factor);
-        (0..fleets.len()).min_by_key(|at| Ordered(dearer.usd_per_hour(&fleets[*at].pools).0))
+        (0..fleets.len())
+            .min_by_key(|at| Ordered(dearer.usd_per_hour(&fleets[*at].pools, fleets[*at].stored).0))
     };
     let all =
         FACTORS.iter().filter_map(|&factor| Some(Repriced { part, factor, cheapest: cheapest(factor)? }));

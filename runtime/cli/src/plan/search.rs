@@ -6,6 +6,7 @@ use super::stress::{FACTORS, FleetStress, most_robust};
 use super::{PlanArgs, on_all_cores};
 use crate::interrupt::cancel_on_interrupt;
 use anyhow::Result;
+use mixfleet_hal::StoredAs;
 use mixfleet_hal::units::Ordered;
 use mixfleet_scheduler::fleet::Policy;
 use mixfleet_scheduler::plan::branching::Microlp;
@@ -59,6 +60,8 @@ pub(super) struct ProvenFleet {
     pub(super) likely_error: Option<f64>,
     /// How it stands more load and slower devices.
     pub(super) stress: FleetStress,
+    /// How its weights are stored.
+    pub(super) stored: StoredAs,
     /// The policy that places its requests.
     pub(super) policy: Policy,
     /// As FLEET.toml.
@@ -77,12 +80,12 @@ impl ProvenFleet {
     /// Whether its price does not tell it from a cheaper one.
     pub(super) fn ties_with(&self, cheaper: &ProvenFleet) -> bool {
         let errors = [self, cheaper].map(|fleet| (fleet.usd_per_hour, fleet.likely_error));
-        tie(errors, self.ids == cheaper.ids)
+        tie(errors, self.ids == cheaper.ids && self.stored == cheaper.stored)
     }
 }
 
 /// Whether a price is not told from a lower one, each with the likely error of its times. The errors of the
-/// same parts are common to both.
+/// same parts in one dtype are common to both.
 fn tie([(usd, error), (cheaper, its_error)]: [(f64, Option<f64>); 2], same_parts: bool) -> bool {
     let [a, b] = [error, its_error].map(|error| error.unwrap_or(ERROR_UNKNOWN));
     let error = if same_parts { 0.0 } else { a.hypot(b) };
@@ -190,7 +193,9 @@ impl<'a> PlanSearch<'a> {
             }
             self.prove(&wave, &mut outcome)?;
         }
-        outcome.fleets.sort_by_key(|fleet| Ordered(fleet.usd_per_hour));
+        let asked =
+            |fleet: &ProvenFleet| self.market.ask().stored.iter().position(|stored| *stored == fleet.stored);
+        outcome.fleets.sort_by_key(|fleet| (Ordered(fleet.usd_per_hour), asked(fleet)));
         let stresses = on_all_cores(STRESSES.len() * outcome.fleets.len(), |at| {
             self.attained(&outcome.fleets[at / STRESSES.len()], STRESSES[at % STRESSES.len()])
         });
@@ -219,7 +224,7 @@ impl<'a> PlanSearch<'a> {
     fn prove(&self, wave: &[&FormedFleet], outcome: &mut PlanFound) -> Result<()> {
         let most_usd: Vec<f64> =
             wave.iter().map(|fleet| outcome.most_usd(self.is_of_one_part(fleet))).collect();
-        let files = on_all_cores(wave.len(), |at| self.parsed(&self.without_spares(wave[at])));
+        let files = on_all_cores(wave.len(), |at| self.parsed(wave[at]));
         let files: Vec<FleetFile> = files.into_iter().collect::<Result<_>>()?;
         let repaired = on_all_cores(POLICIES.len() * wave.len(), |at| {
             let fleet = at / POLICIES.len();
@@ -266,14 +271,14 @@ impl<'a> PlanSearch<'a> {
         let pools = self.without_spares(planned);
         let fits = |counts: &[u32]| {
             let pools = self.with_spares(&pools, counts);
-            self.usd_per_hour(&pools) <= most_usd && self.is_in_stock(&pools)
+            self.usd_per_hour(&pools, planned.stored) <= most_usd && self.is_in_stock(&pools)
         };
         let told = |counts: &[u32], trial: &FleetTrial| {
             let (bound, word) = if trial.held { ("", "held") } else { ("at most ", "missed") };
             let (fleet, percent) = (self.words(&self.with_spares(&pools, counts)), 100.0 * trial.attained);
             self.say(&format!("{fleet}, {}: {bound}{percent:.2} %, {word}", crate::simulate::word(&policy)));
         };
-        let rent = |counts: &[u32]| self.usd_per_hour(&self.with_spares(&pools, counts));
+        let rent = |counts: &[u32]| self.usd_per_hour(&self.with_spares(&pools, counts), planned.stored);
         let limits = RepairLimits { fits: &fits, rent: &rent, go_on: &|| self.goes_on(), told: &told };
         Ok(self.under(policy).repair(file, &limits)?)
     }
@@ -292,7 +297,7 @@ impl<'a> PlanSearch<'a> {
     ) -> Result<()> {
         let pools = self.without_spares(planned);
         let rank = |of: &Repaired| {
-            let usd = self.usd_per_hour(&self.with_spares(&pools, &of.counts));
+            let usd = self.usd_per_hour(&self.with_spares(&pools, &of.counts), planned.stored);
             (!of.trial.held, Ordered(usd), Ordered(-of.trial.attained))
         };
         let ended = POLICIES.into_iter().zip(of_each).filter_map(|(policy, of)| Some((policy, of?)));
@@ -307,9 +312,9 @@ impl<'a> PlanSearch<'a> {
                 None => outcome.complete = false,
             }
         }
-        let text = self.text.of(&pools, policy);
+        let text = self.text.of(&pools, planned.stored, policy);
         let rents = |pool: &PlannedPool| self.market.rent(pool.part, pool.devices).0 * f64::from(pool.count);
-        let usd_per_hour = self.usd_per_hour(&pools);
+        let usd_per_hour = self.usd_per_hour(&pools, planned.stored);
         let errors = used.iter().map(|&pool| Some(file.pools[pool].likely_error? * rents(&pools[pool])));
         let rent: f64 = used.iter().map(|&pool| rents(&pools[pool])).sum();
         let likely_error = errors.sum::<Option<f64>>().map(|usd| usd / rent);
@@ -323,13 +328,15 @@ impl<'a> PlanSearch<'a> {
             trial,
             least,
             stress: FleetStress::default(),
+            stored: planned.stored,
             policy,
             text,
             ids: self.ids(used.iter().map(|&pool| pools[pool].part)),
             file,
         };
         if proven.trial.held {
-            if outcome.fleets.iter().all(|known| known.pools != proven.pools) {
+            let same = |known: &ProvenFleet| (&known.pools, known.stored) == (&proven.pools, proven.stored);
+            if !outcome.fleets.iter().any(same) {
                 outcome.fleets.push(proven);
             }
         } else if outcome.nearest.as_ref().is_none_or(|known| known.trial.attained < proven.trial.attained) {
@@ -340,9 +347,9 @@ impl<'a> PlanSearch<'a> {
 
     /// A fleet as its file has it, with devices as slow as `--confidence` asks for. To make the tables of its
     /// times takes longer than a run.
-    fn parsed(&self, pools: &[PlannedPool]) -> Result<FleetFile> {
+    fn parsed(&self, planned: &FormedFleet) -> Result<FleetFile> {
         let none = |path: &Path| Err(format!("{} is not read", path.display()));
-        let text = self.text.of(pools, Policy::default());
+        let text = self.text.of(&self.without_spares(planned), planned.stored, Policy::default());
         let file = FleetFile::parse(&text, Path::new(""), &none)?;
         Ok(file.slowed(|pool| slower(pool.likely_error, self.args.confidence)))
     }
@@ -362,8 +369,8 @@ impl<'a> PlanSearch<'a> {
         self.ids(fleet.pools.iter().map(|pool| pool.part)).len() == 1
     }
 
-    fn usd_per_hour(&self, pools: &[PlannedPool]) -> f64 {
-        self.market.usd_per_hour(pools).0
+    fn usd_per_hour(&self, pools: &[PlannedPool], stored: StoredAs) -> f64 {
+        self.market.usd_per_hour(pools, stored).0
     }
 
     fn is_in_stock(&self, pools: &[PlannedPool]) -> bool {

@@ -3,7 +3,7 @@
 use super::Planned;
 use super::document::{bottleneck, missed, usd_per_million};
 use super::hours::{self, HourPlan};
-use super::search::{ProvenFleet, pools_words};
+use super::search::ProvenFleet;
 use crate::simulate::word;
 use mixfleet_scheduler::fleet::Policy;
 use std::fmt::Write as _;
@@ -12,12 +12,12 @@ use std::fmt::Write as _;
 const IDS_MAX: usize = 6;
 
 pub(super) fn of(planned: &Planned<'_>, started: Option<&str>) -> String {
-    let Planned { args, model, stored, load, offers, outcome, .. } = planned;
+    let Planned { args, load, offers, outcome, .. } = planned;
     let mut text = String::new();
     let mut line = |name: &str, value: String| {
         let _ = writeln!(text, "  {name:<16} {value}");
     };
-    line("model", format!("{} in {stored}, engine {}", model.name, args.engine.name));
+    line("model", planned.model_words());
     let [input, output] = load.mean_tokens;
     line("load", load.text.clone());
     line("", format!("{:.3} requests/s, in the mean {input:.0} tokens to {output:.0}", load.rate));
@@ -88,7 +88,7 @@ fn attention_apart(planned: &Planned<'_>, best: &ProvenFleet) -> String {
             "not simulated; by rates ${:.2}/h, where the first is ${:.2}/h: {}",
             fleet.usd_per_hour.0,
             best.planned_usd_per_hour,
-            pools_words(&planned.offers.parts, &fleet.pools)
+            planned.words(&fleet.pools, fleet.stored)
         ),
         Err(why) => format!("none: {why}"),
     }
@@ -249,7 +249,7 @@ pub(super) fn unmet(planned: &Planned<'_>) -> String {
 }
 
 fn words(planned: &Planned<'_>, fleet: &ProvenFleet) -> String {
-    let pools = pools_words(&planned.offers.parts, &fleet.pools);
+    let pools = planned.words(&fleet.pools, fleet.stored);
     let policy =
         if fleet.policy == Policy::default() { String::new() } else { format!(", {}", word(&fleet.policy)) };
     format!("{pools}{policy}")

@@ -1,6 +1,7 @@
 //! A planned fleet as FLEET.toml.
 
 use super::{InstancePool, VERSION};
+use mixfleet_hal::StoredAs;
 use mixfleet_hal::economics::Price;
 use mixfleet_hal::units::GB;
 use mixfleet_scheduler::fleet::Policy;
@@ -30,15 +31,16 @@ pub fn role_of(duty: Duty) -> &'static str {
 }
 
 impl PlannedText<'_> {
-    /// The file of a fleet whose requests `policy` places; pools without instances are left out.
-    pub fn of(&self, pools: &[PlannedPool], policy: Policy) -> String {
+    /// The file of a fleet that stores weights so and whose requests `policy` places; pools without instances
+    /// are left out.
+    pub fn of(&self, pools: &[PlannedPool], stored: StoredAs, policy: Policy) -> String {
         let PlannedText { market, prices } = self;
         let ask = market.ask();
         let mut text = format!(
             "# planned by mixfleet plan\nversion = {VERSION}\n\n[model]\nname = \"{}\"\ndtype = \"{}\"\n\n[slo]\n\
              ttft_s = {:?}\ntbt_s = {:?}\n\n[engine]\nname = \"{}\"\n",
             ask.model.name,
-            ask.stored.name(),
+            stored.name(),
             ask.level.ttft.0,
             ask.level.tbt.0,
             ask.engine.name
