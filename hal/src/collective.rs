@@ -1,6 +1,7 @@
 //! What the members of one instance over several devices exchange.
 
 use crate::{Device, Result, Slice};
+use std::ops::Range;
 
 /// Memory of one member.
 #[derive(Clone)]
@@ -9,6 +10,17 @@ pub struct MemberSlice<'a> {
     pub device: &'a dyn Device,
     /// Elements on it.
     pub slice: Slice,
+}
+
+/// A member's part of a matrix, which it has without gaps.
+#[derive(Clone)]
+pub struct MatrixPart<'a> {
+    /// Where the part is: as many rows as `rows` names, each as long as `columns`.
+    pub at: MemberSlice<'a>,
+    /// The rows of the matrix, in the order in which the member has them; all in their order if none.
+    pub rows: Option<&'a [u32]>,
+    /// The bytes of each row of the matrix.
+    pub columns: Range<u64>,
 }
 
 /// Exchanges among the members of an instance, whatever carries them. Members are given in their order, and
@@ -23,9 +35,17 @@ pub trait Collective: Send {
     /// Those of the devices and of what carries the values; the elements are then undefined.
     fn sum(&mut self, members: &[MemberSlice<'_>]) -> Result<()>;
 
-    /// Joins matrices of `rows` rows of f32 side by side, in the order of members, into `to` (a gather).
+    /// Gives each member its part of a matrix of `rows` rows (a scatter).
     ///
     /// # Errors
-    /// Those of the devices and of what carries the values; `to` is then undefined.
-    fn join(&mut self, members: &[MemberSlice<'_>], rows: u32, to: &MemberSlice<'_>) -> Result<()>;
+    /// Those of the devices and of what carries the values, and `Invalid` for parts that are not of the
+    /// matrix; the parts are then undefined.
+    fn deal(&mut self, from: &MemberSlice<'_>, rows: u32, to: &[MatrixPart<'_>]) -> Result<()>;
+
+    /// Puts a matrix of `rows` rows together from parts of it, which cover it (a gather).
+    ///
+    /// # Errors
+    /// Those of the devices and of what carries the values, and `Invalid` for parts that do not cover the
+    /// matrix; `to` is then undefined.
+    fn join(&mut self, from: &[MatrixPart<'_>], rows: u32, to: &MemberSlice<'_>) -> Result<()>;
 }

@@ -5,6 +5,7 @@ use crate::numbers::{CHUNK_MAX, SEQUENCES_MAX, gib, requests, seconds};
 use crate::scheduling::SchedulingArgs;
 use clap::Args;
 use mixfleet_hal::DType;
+use mixfleet_scheduler::cost::AttnSplit;
 use mixfleet_scheduler::fleet::Role;
 use std::path::PathBuf;
 
@@ -142,6 +143,9 @@ pub(crate) struct InstanceArgs {
     /// Maximum sequences per device [default: by KV memory]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=SEQUENCES_MAX))]
     pub(crate) sequences: Option<u32>,
+    /// How the devices of 'attn:DEV,DEV' that attend divide the KV: head [default: head]
+    #[arg(long, value_name = "BY")]
+    pub(crate) attn_split: Option<AttnSplit>,
     #[command(flatten)]
     pub(crate) tiers: TierArgs,
     /// Predict a device by its profile; repeatable [default: calibrate]
@@ -251,6 +255,9 @@ pub(crate) struct GenerateArgs {
     /// A device, or DEV=prefill, DEV=decode; repeatable [default: auto]
     #[arg(long, value_name = "DEV[=ROLE]", conflicts_with_all = ["prefill", "decode"])]
     pub(crate) device: Vec<DeviceRole>,
+    /// How the devices of 'attn:DEV,DEV' that attend divide the KV: head [default: head]
+    #[arg(long, value_name = "BY")]
+    pub(crate) attn_split: Option<AttnSplit>,
     /// Device that computes the prompt
     #[arg(long, value_name = "DEV", requires = "decode")]
     pub(crate) prefill: Option<String>,

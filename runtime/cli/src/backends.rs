@@ -39,13 +39,23 @@ pub(crate) fn open(selector: &str) -> Result<Arc<dyn Device>> {
 /// What stands before the devices that divide a model as one instance, such as `tp:cpu@0,cpu@1`.
 const DIVIDED: &str = "tp:";
 
-/// The selectors of an instance's devices: its only one, or those between the commas of `tp:A,B`. A comma
-/// that no backend's name follows belongs to a selector.
+/// What stands before the device that has the weights of an instance and those that attend for it, such as
+/// `attn:cpu@0,cpu@1`.
+const APART: &str = "attn:";
+
+/// Whether all devices of an instance but the first one only attend.
+pub(crate) fn attends_apart(selector: &str) -> bool {
+    selector.starts_with(APART)
+}
+
+/// The selectors of an instance's devices: its only one, or those between the commas of `tp:A,B` or `attn:A,B`.
+/// A comma that no backend's name follows belongs to a selector.
 ///
 /// # Errors
-/// When fewer than two devices are to divide a model, or one is named twice.
+/// When fewer than two devices are to be one instance, or one is named twice.
 pub(crate) fn members(selector: &str) -> Result<Vec<String>> {
-    let Some(list) = selector.strip_prefix(DIVIDED) else { return Ok(vec![selector.to_owned()]) };
+    let several = [DIVIDED, APART].into_iter().find_map(|word| Some((word, selector.strip_prefix(word)?)));
+    let Some((word, list)) = several else { return Ok(vec![selector.to_owned()]) };
     let backends = all();
     let starts = |part: &str| {
         let name = part.split([':', '@']).next().unwrap_or(part);
@@ -63,7 +73,7 @@ pub(crate) fn members(selector: &str) -> Result<Vec<String>> {
         bail!(Usage(format!("device '{member}' is named twice in '{selector}'")));
     }
     if members.len() < 2 || members.contains(&String::new()) {
-        bail!(Usage(format!("'{selector}' must name two devices or more, as in 'tp:cpu@0,cpu@1'")));
+        bail!(Usage(format!("'{selector}' must name two devices or more, as in '{word}cpu@0,cpu@1'")));
     }
     Ok(members)
 }

@@ -250,6 +250,7 @@ pub(crate) fn chosen(args: &InstanceArgs) -> Instances {
         prices: args.usd_per_hour.iter().map(|p| (p.device.clone(), p.usd_per_hour)).collect(),
         sequences_max: args.sequences,
         prompts_first: false,
+        attn_split: args.attn_split,
         tiers: args.tiers.clone(),
         profiles: args.profile.clone(),
         recalibrate: args.recalibrate,

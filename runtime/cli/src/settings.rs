@@ -33,13 +33,14 @@ const SCHEDULING: [&str; 7] =
     ["policy", "threshold", "admit", "drop-late", "wait-usd-per-s", "kv-weight", "seed"];
 
 /// Flags of `serve` alone, which are keys of `[serve]`.
-const SERVE: [&str; 24] = [
+const SERVE: [&str; 25] = [
     "model",
     "activations",
     "kv-dtype",
     "kv-memory",
     "device",
     "usd-per-hour",
+    "attn-split",
     "kv-dram",
     "kv-ssd",
     "kv-ssd-gib",

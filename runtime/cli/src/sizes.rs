@@ -5,7 +5,7 @@ use anyhow::{Result, bail};
 use mixfleet_hal::catalog::part_of_driver;
 use mixfleet_hal::units::{Bytes, GB, GIB};
 use mixfleet_hal::{DType, Device, DeviceInfo, DeviceKind, Health};
-use mixfleet_runtime::model::ModelConfig;
+use mixfleet_scheduler::cost::MemberShare;
 use mixfleet_scheduler::sizing::{DeviceRoom, GivenSizes, InstanceSize, size};
 
 /// KV memory where a device cannot tell what is free.
@@ -15,15 +15,15 @@ const SHARE_MIN: f64 = 0.9;
 /// A clock below this share of the highest one is held down; drivers round clocks by a percent.
 const CLOCK_SHARE_MIN: f64 = 0.95;
 
-/// The size of an instance of `model` on `device`, on which its weights are already, with the layers of
-/// `config`, which are the device's share of the model's; `host_devices` is the
-/// number of devices of this process whose memory is the host's. Says what was chosen and why.
+/// The size of an instance of `model` on `device`, on which its weights are already, and which has `share` of the
+/// model; `host_devices` is the number of devices of this process whose memory is the host's. Says what was
+/// chosen and why.
 ///
 /// # Errors
 /// When nothing is left for KV.
 pub(crate) fn of(
     model: &Model,
-    config: &ModelConfig,
+    share: &MemberShare,
     device: &dyn Device,
     given: GivenSizes,
     host_devices: usize,
@@ -32,6 +32,7 @@ pub(crate) fn of(
     let is_host = info.kind == DeviceKind::Cpu;
     let sharing = if is_host { host_devices.max(1) as f64 } else { 1.0 };
     let free = device.memory_free().map(|free| Bytes(free.0 / sharing));
+    let config = model.checkpoint.config.of_member(share);
     let shape = config.cost_shape(model.activations, model.kv, device.limits().kv_page_tokens);
     let room = DeviceRoom {
         free: free.unwrap_or(Bytes::ZERO),
@@ -40,8 +41,10 @@ pub(crate) fn of(
         ridge: ridge(info, shape.weight),
     };
     let unknown = free.is_none().then_some(KV_UNKNOWN);
-    let size = size(&shape, config.context_max, &room, GivenSizes { kv: given.kv.or(unknown), ..given });
-    if size.kv.0 < (shape.kv_bytes_per_token() * u64::from(shape.page_tokens)) as f64 {
+    let keeps_kv = share.keeps_kv();
+    let kv = if keeps_kv { given.kv.or(unknown) } else { Some(Bytes::ZERO) };
+    let size = size(&shape, config.context_max, &room, GivenSizes { kv, ..given });
+    if keeps_kv && size.kv.0 < (shape.kv_bytes_per_token() * u64::from(shape.page_tokens)) as f64 {
         let [free, total, steps] = [room.free, room.total, size.activations].map(|bytes| bytes.0 / GB);
         bail!(
             "{}: no memory is left for KV: {free:.2} GB of {total:.2} GB are free, a tenth stays free, and steps of {} \
@@ -53,7 +56,9 @@ pub(crate) fn of(
         );
     }
     if given.kv.is_none() || given.step_tokens_max.is_none() || given.sequences_max.is_none() {
-        say(info, &room, unknown.is_some(), &size);
+        let kv_from =
+            if keeps_kv { kv_from(&room, unknown.is_some(), &size) } else { "others keep it".into() };
+        say(info, &room, kv_from, &size);
     }
     warn_of_less(info);
     // Cores do not say what holds their clock, and reading their health takes a part of the start.
@@ -69,10 +74,13 @@ fn ridge(info: &DeviceInfo, dtype: DType) -> Option<f64> {
     Some(part.rates.of(dtype)?.0 / part.bandwidth().0)
 }
 
-/// Logs the sizes with their reasons, in one line.
-fn say(info: &DeviceInfo, room: &DeviceRoom, is_unknown: bool, size: &InstanceSize) {
-    let gib = |bytes: Bytes| bytes.0 / GIB as f64;
-    let kv_from = match (is_unknown, room.is_host) {
+fn gib(bytes: Bytes) -> f64 {
+    bytes.0 / GIB as f64
+}
+
+/// Why KV memory has its size.
+fn kv_from(room: &DeviceRoom, is_unknown: bool, size: &InstanceSize) -> String {
+    match (is_unknown, room.is_host) {
         (true, _) => "the device does not say what is free".to_owned(),
         (false, true) => format!("a quarter of {:.1} GiB free, or what sequences can use", gib(room.free)),
         (false, false) => format!(
@@ -81,7 +89,11 @@ fn say(info: &DeviceInfo, room: &DeviceRoom, is_unknown: bool, size: &InstanceSi
             gib(size.activations),
             gib(room.total)
         ),
-    };
+    }
+}
+
+/// Logs the sizes with their reasons, in one line.
+fn say(info: &DeviceInfo, room: &DeviceRoom, kv_from: String, size: &InstanceSize) {
     let step_from = room.ridge.map(|ridge| format!("ridge of {ridge:.0} FLOP/B"));
     tracing::info!(
         device = %info.id,

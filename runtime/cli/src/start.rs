@@ -22,7 +22,7 @@ use mixfleet_runtime::engine::{
 use mixfleet_runtime::env::SharedEnv;
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::request::EngineHandle;
-use mixfleet_scheduler::cost::{Coefficients, CostModel, MemberShare};
+use mixfleet_scheduler::cost::{AttnSplit, Coefficients, CostModel, MemberShare};
 use mixfleet_scheduler::fleet::Role;
 use mixfleet_scheduler::sizing::{GivenSizes, InstanceSize};
 use mixfleet_wire::{HostRegion, InProcessTransport};
@@ -37,6 +37,8 @@ pub(crate) struct Instances {
     pub(crate) sequences_max: Option<u32>,
     /// Whether prompts run in full steps beside decodes too, since nobody reads along.
     pub(crate) prompts_first: bool,
+    /// How KV is divided where attention has devices of its own.
+    pub(crate) attn_split: Option<AttnSplit>,
     pub(crate) tiers: TierArgs,
     pub(crate) profiles: Vec<PathBuf>,
     pub(crate) recalibrate: bool,
@@ -50,6 +52,7 @@ impl Instances {
             prices: BTreeMap::new(),
             sequences_max: Some(sequences_max),
             prompts_first: true,
+            attn_split: None,
             tiers: TierArgs::default(),
             profiles: Vec::new(),
             recalibrate: false,
@@ -154,28 +157,39 @@ pub(crate) fn instances(
     for DeviceRole { device, .. } in &choice.devices {
         host_devices += backends::members(device)?.iter().filter(|member| member.starts_with("cpu")).count();
     }
+    if choice.attn_split.is_some() && !choice.devices.iter().any(|d| backends::attends_apart(&d.device)) {
+        let message = "--attn-split: no device is of the form 'attn:DEV,DEV', whose KV it divides".to_owned();
+        return Err(Usage(message).into());
+    }
     for DeviceRole { device: selector, role } in &choice.devices {
         let members = backends::members(selector)?;
-        let partition =
-            config.divided(members.len()).map_err(|reason| Usage(format!("{selector}: {reason}")))?;
+        let partition = match backends::attends_apart(selector) {
+            true => config.with_attention(members.len() - 1, choice.attn_split.unwrap_or_default()),
+            false => config.divided(members.len()),
+        };
+        let partition = partition.map_err(|reason| Usage(format!("{selector}: {reason}")))?;
         let mut placed = Vec::new();
         for (member, share) in members.iter().zip(partition.shares()) {
             let device = backends::open(member)?;
             let whole = members.len() == 1;
             let weights = place(model, &*device, member, (!whole).then_some(share))?;
-            let size = sizes::of(model, &config.of_member(share), &*device, given, host_devices)?;
-            placed.push((device, weights, size));
+            let size = sizes::of(model, share, &*device, given, host_devices)?;
+            placed.push((device, weights, size, share));
         }
-        let fewest =
-            |of: fn(&InstanceSize) -> u32| placed.iter().map(|(.., size)| of(size)).min().unwrap_or(1);
-        let step_tokens_max = fewest(|size| size.step_tokens_max);
-        let sequences_max = fewest(|size| size.sequences_max);
-        let mut placed = placed.into_iter().map(|(device, weights, size)| MemberSpec {
+        let fewest = |which: fn(&MemberShare) -> bool, of: fn(&InstanceSize) -> u32| {
+            let these = placed.iter().filter(|(.., share)| which(share));
+            these.map(|(.., size, _)| of(size)).min().unwrap_or(1)
+        };
+        // prompts are bound by products with weights, and KV memory bounds sequences
+        let step_tokens_max = fewest(MemberShare::has_weights, |size| size.step_tokens_max);
+        let sequences_max = fewest(MemberShare::keeps_kv, |size| size.sequences_max);
+        let mut placed = placed.into_iter().map(|(device, weights, size, _)| MemberSpec {
             device,
             weights,
             kv_bytes: to_u64(size.kv.0),
         });
         let MemberSpec { device, weights, kv_bytes } = placed.next().context("an instance has a device")?;
+        let weights = weights.context("the first device of an instance has weights")?;
         let limits = InstanceLimits {
             activations: model.activations,
             kv: model.kv,
@@ -253,7 +267,7 @@ fn place(
     device: &dyn mixfleet_hal::Device,
     selector: &str,
     share: Option<&MemberShare>,
-) -> Result<mixfleet_runtime::model::Weights> {
+) -> Result<Option<mixfleet_runtime::model::Weights>> {
     let style = ProgressStyle::with_template("{msg} {wide_bar} {bytes}/{total_bytes} {bytes_per_sec}");
     let bar = ProgressBar::new(model.checkpoint.size_bytes());
     bar.set_style(style.expect("a fixed template"));
@@ -263,7 +277,7 @@ fn place(
         bar.set_position(done);
     };
     let weights = match share {
-        None => model.checkpoint.place(device, &mut progress),
+        None => model.checkpoint.place(device, &mut progress).map(Some),
         Some(share) => model.checkpoint.place_share(device, share, &mut progress),
     };
     bar.finish_and_clear();

@@ -88,11 +88,19 @@ fn fixtures_give_their_golden_tokens_on_every_placement() {
     println!("{undecided} cases with a margin below twice the logits' error: compared by logits");
 }
 
-/// Several devices as one instance: of equal and of unlike sizes of shares and kinds of devices.
+/// Several devices as one instance: of equal and of unlike sizes of shares and kinds of devices, that divide the
+/// model or attend for the first one.
 fn divided() -> Vec<String> {
-    let mut all = vec!["tp:cpu@0,cpu@1".to_owned(), "tp:cpu,cpu@0,cpu@1".to_owned()];
-    let others = devices().into_iter().skip(1).chain(wgpu());
-    all.extend(others.map(|device| format!("tp:cpu,{}", device.info().id)));
+    let mut all = ["tp:cpu@0,cpu@1", "tp:cpu,cpu@0,cpu@1", "attn:cpu@0,cpu@1", "attn:cpu,cpu@0,cpu@1"]
+        .map(str::to_owned)
+        .to_vec();
+    let others: Vec<String> =
+        devices().into_iter().skip(1).chain(wgpu()).map(|device| device.info().id.clone()).collect();
+    all.extend(others.iter().map(|device| format!("tp:cpu,{device}")));
+    all.extend(others.iter().map(|device| format!("attn:{device},cpu")));
+    if !others.is_empty() {
+        all.push(format!("attn:cpu,cpu@0,{}", others.join(",")));
+    }
     all
 }
 
@@ -131,6 +139,10 @@ fn what_several_devices_as_one_instance_cannot_do_is_refused_in_words() {
         String::from_utf8(output.stderr).unwrap()
     };
     assert!(refused(&["--device", "tp:cpu@0"]).contains("two devices or more"));
+    assert!(refused(&["--device", "attn:cpu@0"]).contains("as in 'attn:cpu@0,cpu@1'"));
+    assert!(refused(&["--device", "attn:cpu@0,cpu@0"]).contains("named twice"));
+    assert!(refused(&["--device", "cpu@0", "--attn-split", "head"]).contains("'attn:DEV,DEV'"));
+    assert!(refused(&["--device", "attn:cpu@0,cpu@1", "--attn-split", "layer"]).contains("known: head"));
     assert!(refused(&["--device", "tp:cpu@0,cpu@0"]).contains("named twice"));
     assert!(refused(&["--device", "tp:cpu,cpu@0", "--device", "cpu@0"]).contains("named twice"));
     assert!(refused(&["--device", "tp:cpu@0,cpu=prefill", "--device", "cpu@1=decode"]).contains("no role"));

@@ -13,6 +13,7 @@ use super::courier::{SENDS_MAX, Sent};
 use super::lend::{Lent, PieceSource};
 use super::messages::{HandOff, KvMessage, Parcel, PieceId, Transfer};
 use super::pages::Pages;
+use super::renew::PROBE_BYTES;
 use super::worker::{Event, Worker};
 use crate::env::Task;
 use crate::model::graph::{self, StepShape};
@@ -83,6 +84,13 @@ impl Staging {
             tokens_max: shape.tokens_max,
         };
         Ok((staging, Pages::new(device, kv, piece_tokens)?))
+    }
+
+    /// Of an instance whose KV stays where it is: room for what a failed device is probed with.
+    pub(super) fn of_none(device: &dyn Device, kv: KvShape) -> Result<(Self, Pages)> {
+        let landing = device.alloc(2 * PROBE_BYTES as u64, BufferUsage::Staging)?;
+        let gathered = std::array::from_fn(|_| landing.clone());
+        Ok((Staging { gathered, landing, tokens_max: 0 }, Pages::new(device, kv, 1)?))
     }
 
     /// The staging buffer that holds the gathered KV of `layer`.
@@ -199,7 +207,7 @@ impl Worker {
         let gather = |part: &StepSend| {
             let (tokens, wire) = (to_u32(part.tokens.len()), part.to.wire);
             let bytes = u64::from(tokens) * self.pages.shape.wire_token_bytes(wire);
-            let slots = self.forward.slots(pass, part.row, tokens);
+            let slots = self.forward.slots(pass, part.row, tokens)?;
             let to = self.staging.gathered(layer, part.offset, bytes);
             self.pages.gather(&self.forward, layer, slots, (to, wire))
         };

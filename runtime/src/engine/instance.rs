@@ -6,7 +6,7 @@ use super::courier::{Courier, HandOffLimits, Links};
 use super::directory::{Directory, Inboxes};
 use super::handoff::Staging;
 use super::health::HealthWatch;
-use super::members::{MemberDevice, OtherMembers};
+use super::members::{MemberModel, OtherMembers};
 use super::messages::{FromWorker, Report};
 use super::pinning::Pinner;
 use super::recordings::Recordings;
@@ -15,6 +15,7 @@ use super::worker::Worker;
 use crate::env::{Env, SharedEnv, no_thread};
 use crate::mailbox::{INBOX_MAX, MessageSender, mailbox};
 use crate::metrics::Metrics;
+use crate::model::apart::AttentionMember;
 use crate::model::graph::{Forward, StepShape};
 use crate::model::{ModelConfig, Weights};
 use crate::pool::{MakeRegion, Pool};
@@ -73,12 +74,12 @@ pub struct InstanceSpec {
     pub limits: InstanceLimits,
 }
 
-/// A further device of an instance, with its share of the model's parameters.
+/// A further device of an instance, with its share of the model.
 pub struct MemberSpec {
     /// The device.
     pub device: Arc<dyn Device>,
-    /// Its share of the parameters.
-    pub weights: Weights,
+    /// Its share of the parameters; none if it only attends.
+    pub weights: Option<Weights>,
     /// Its memory for KV, in bytes.
     pub kv_bytes: u64,
 }
@@ -147,13 +148,14 @@ impl Loaded {
         let block_tokens = limits.block_tokens.unwrap_or_else(|| device.limits().kv_page_tokens);
         let blocks = blocks(&*device, config, (limits.kv, limits.kv_bytes), block_tokens)?;
         let shape = limits.step_shape(blocks, block_tokens);
-        check_support(&*device, config, &weights, &shape)?;
+        check_products(&*device, config, &weights, &shape)?;
+        check_attention(&*device, config, &shape)?;
         let forward = Forward::new(&*device, config.clone(), weights, shape)?;
         Ok(Loaded::of_parts((device, forward), None, (role, price), limits))
     }
 
-    /// The same for several devices that divide the model as `partition` says: the first one's weights and KV
-    /// memory are in `spec`. All have as many KV blocks as the one with the least room.
+    /// The same for several devices that have the model as `partition` says: the first one's weights and KV
+    /// memory are in `spec`. All that keep KV have as many blocks as the one with the least room.
     ///
     /// # Errors
     /// As of [`Loaded::new`], and `Invalid` if the shares are not those of the devices, or for a role that
@@ -176,7 +178,8 @@ impl Loaded {
         if let Some(idle) = members.map(|device| device.info()).find(|info| !info.computes()) {
             let id = &idle.id;
             return Err(Error::unsupported(format!(
-                "{id} computes nothing, and the sums of several devices take real results; add ',compute': {id},compute"
+                "{id} computes nothing, and several devices as one instance need real results of each other; add \
+                 ',compute': {id},compute"
             )));
         }
         if shares.len() != 1 + others.len() {
@@ -187,23 +190,40 @@ impl Loaded {
             )));
         }
         let block_tokens = limits.block_tokens.unwrap_or_else(|| device.limits().kv_page_tokens);
-        let first = MemberSpec { device, weights, kv_bytes: limits.kv_bytes };
+        let first = MemberSpec { device, weights: Some(weights), kv_bytes: limits.kv_bytes };
         let members: Vec<_> = std::iter::once(first).chain(others).zip(shares).collect();
-        let room = members.iter().map(|(member, share)| {
+        let keeping = members.iter().filter(|(_, share)| share.keeps_kv());
+        let room = keeping.map(|(member, share)| {
             let kv = (limits.kv, member.kv_bytes);
             blocks(&*member.device, &config.of_member(share), kv, block_tokens)
         });
         let fewest = room.collect::<Result<Vec<_>>>()?.into_iter().min().unwrap_or(0);
         let shape = limits.step_shape(fewest, block_tokens);
         let loaded = members.into_iter().map(|(MemberSpec { device, weights, .. }, share)| {
-            check_support(&*device, &config.of_member(share), &weights, &shape)?;
-            let forward = Forward::of_member(&*device, config, share, weights, shape)?;
-            Ok(MemberDevice { device, forward })
+            let own = config.of_member(share);
+            if share.keeps_kv() {
+                check_attention(&*device, &own, &shape)?;
+            }
+            let model = match weights.filter(|_| share.has_weights()) {
+                Some(weights) => {
+                    check_products(&*device, &own, &weights, &shape)?;
+                    let forward = Forward::of_member(&*device, config, share, weights, shape)?;
+                    MemberModel::Weights(Box::new(forward))
+                }
+                None if share.has_weights() => {
+                    let id = &device.info().id;
+                    return Err(Error::invalid(format!("{id} has no weights of its share of the model")));
+                }
+                None => MemberModel::Kv(Box::new(AttentionMember::new(&*device, config, share, shape)?)),
+            };
+            Ok((device, model))
         });
         let mut loaded = loaded.collect::<Result<Vec<_>>>()?;
-        let MemberDevice { device, forward } = loaded.remove(0);
-        let others = OtherMembers::open(loaded)?;
-        Ok(Loaded::of_parts((device, forward), Some(others), (role, price), limits))
+        let (device, MemberModel::Weights(forward)) = loaded.remove(0) else {
+            return Err(Error::invalid(format!("{id}: the first device must have weights")));
+        };
+        let others = OtherMembers::open(loaded, partition.split())?;
+        Ok(Loaded::of_parts((device, *forward), Some(others), (role, price), limits))
     }
 
     fn of_parts(
@@ -255,21 +275,25 @@ impl Loaded {
         std::iter::once(&self.spec_device).chain(self.others.iter().flat_map(OtherMembers::devices))
     }
 
-    /// What all its devices together are called by `of`: its only device's word, or `tp:` and the words of
-    /// all.
-    fn joined(&self, of: fn(&Arc<dyn Device>) -> &str) -> String {
+    /// The words of all its devices by `of`, behind what makes them one instance.
+    fn joined(&self, how: &str, of: fn(&Arc<dyn Device>) -> &str) -> String {
         let words: Vec<&str> = self.devices().map(of).collect();
-        if let [word] = words[..] { word.to_owned() } else { format!("tp:{}", words.join(",")) }
+        match &self.others {
+            None => words.concat(),
+            Some(others) => format!("{}{how}:{}", others.word(), words.join(",")),
+        }
     }
 
-    /// The selector of its device or devices: `cpu`, `tp:cpu@0,cpu@1`.
+    /// The selector of its device or devices: `cpu`, `tp:cpu@0,cpu@1`, `attn:cpu@0,cpu@1`.
     pub fn id(&self) -> String {
-        self.joined(|device| &device.info().id)
+        self.joined("", |device| &device.info().id)
     }
 
     /// Identifies what measurements apply to, as a device's fingerprint does.
     pub fn fingerprint(&self) -> String {
-        self.joined(|device| &device.info().fingerprint)
+        let split = self.others.as_ref().and_then(OtherMembers::split);
+        let how = split.map_or(String::new(), |split| format!("-{split}"));
+        self.joined(&how, |device| &device.info().fingerprint)
     }
 
     /// Whether its KV can move between instances and tiers.
@@ -340,7 +364,10 @@ impl Loaded {
         let name = format!("worker {}", self.id());
         let Loaded { spec_device: device, forward, others, batch, below, pending_disk, .. } = self;
         let kv = forward.shape().kv_shape(forward.config());
-        let (staging, pages) = Staging::new(&*device, kv, forward.shape(), hand_off.slot_bytes)?;
+        let (staging, pages) = match others {
+            None => Staging::new(&*device, kv, forward.shape(), hand_off.slot_bytes)?,
+            Some(_) => Staging::of_none(&*device, kv)?,
+        };
         let pinner = Arc::new(Pinner::new(device.clone()));
         if let (Some(pool), Some(disk)) = (&below, pending_disk) {
             disk.start_disk(pool, &device.info().id, env);
@@ -420,10 +447,9 @@ impl Loaded {
     }
 }
 
-/// Checks that the device supports the operations that differ between models.
-fn check_support(device: &dyn Device, c: &ModelConfig, weights: &Weights, shape: &StepShape) -> Result<()> {
-    let (x, kv) = (shape.activations, shape.kv_shape(c));
-    let (heads, head_dim, wire) = (c.heads, c.head_dim, kv.dtype);
+/// Checks that the device supports the operations with weights that differ between models.
+fn check_products(device: &dyn Device, c: &ModelConfig, weights: &Weights, shape: &StepShape) -> Result<()> {
+    let (x, heads, head_dim) = (shape.activations, c.heads, c.head_dim);
     let gemm = |weight, out| {
         let (m, n, k) = (1, c.hidden, c.hidden);
         OpSig::Gemm { m, n, k, x, weight, out, bias: c.qkv_bias, accumulate: false }
@@ -448,22 +474,28 @@ fn check_support(device: &dyn Device, c: &ModelConfig, weights: &Weights, shape:
         },
         OpSig::Rope { tokens: 1, heads, head_dim, x },
         OpSig::SiluMul { elements: 1, x },
-        OpSig::KvGather { tokens: 1, wire, kv },
-        OpSig::KvScatter { tokens: 1, wire, kv },
-        OpSig::KvWrite { tokens: 1, x, kv },
-        OpSig::AttnPrefill {
-            tokens: 1,
-            sequences: 1,
-            pairs: 1,
-            kv_tokens: 1,
-            heads,
-            pages_max: 1,
-            window: c.windows.iter().flatten().next().copied(),
-            x,
-            kv,
-        },
-        OpSig::AttnDecode { sequences: 1, kv_tokens: 1, heads, pages_max: 1, x, kv },
     ];
+    check_support(device, &needed)
+}
+
+/// Checks that the device supports a model's attention.
+fn check_attention(device: &dyn Device, c: &ModelConfig, shape: &StepShape) -> Result<()> {
+    let (x, kv, heads) = (shape.activations, shape.kv_shape(c), c.heads);
+    let wire = kv.dtype;
+    let window = c.windows.iter().flatten().next().copied();
+    let (tokens, sequences, pairs, kv_tokens, pages_max) = (1, 1, 1, 1, 1);
+    let needed = [
+        OpSig::KvGather { tokens, wire, kv },
+        OpSig::KvScatter { tokens, wire, kv },
+        OpSig::KvWrite { tokens, x, kv },
+        OpSig::AttnPrefill { tokens, sequences, pairs, kv_tokens, heads, pages_max, window, x, kv },
+        OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, x, kv },
+        OpSig::AttnMerge { parts: 1, rows: 1, head_dim: c.head_dim, out: x },
+    ];
+    check_support(device, &needed)
+}
+
+fn check_support(device: &dyn Device, needed: &[OpSig]) -> Result<()> {
     match needed.iter().find(|sig| device.support(sig) == Support::No) {
         None => Ok(()),
         Some(sig) => Err(Error::unsupported(format!(

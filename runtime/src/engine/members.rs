@@ -1,70 +1,153 @@
-//! The members of an instance beside its first device, which divide the model with it.
+//! The members of an instance beside its first device, which divide the model with it, or attend for it.
 //!
-//! The worker has the first one: it draws, and its device speaks for the instance. All have KV pages of the
-//! same numbers, each with its own heads. KV does not leave such an instance yet, and none comes to it.
+//! The worker has the first one: it draws, and its device speaks for the instance. KV pages have the same
+//! numbers on all members that keep some, each with its own heads. KV does not leave such an instance yet, and
+//! none comes to it.
 
-use crate::model::divided::{MemberRun, ThroughHost, run_divided};
+use crate::model::apart::{AttentionMember, AttentionPass, AttentionRun, run_apart};
+use crate::model::divided::{MemberRun, run_divided};
+use crate::model::exchange::ThroughHost;
 use crate::model::graph::{Forward, Pass, StepInput};
-use mixfleet_hal::{Collective, Device, Queue, Result};
+use mixfleet_hal::{Collective, Device, Error, Queue, Result};
+use mixfleet_scheduler::cost::AttnSplit;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A device with its share of the model.
-pub(super) struct MemberDevice {
-    pub(super) device: Arc<dyn Device>,
-    pub(super) forward: Forward,
+/// What a device has of the model.
+pub(super) enum MemberModel {
+    /// Weights, and KV unless others attend.
+    Weights(Box<Forward>),
+    /// KV alone.
+    Kv(Box<AttentionMember>),
+}
+
+/// A device with its share of the model, and a queue.
+struct QueuedMember<M> {
+    device: Arc<dyn Device>,
+    model: M,
+    queue: Box<dyn Queue>,
+}
+
+/// Devices beside the first one.
+enum Group {
+    /// They divide the model with it.
+    Divide(Vec<QueuedMember<Box<Forward>>>),
+    /// They attend for it.
+    Attend(AttnSplit, Vec<QueuedMember<Box<AttentionMember>>>),
 }
 
 /// The other members, with queues.
 pub(super) struct OtherMembers {
-    members: Vec<(MemberDevice, Box<dyn Queue>)>,
+    group: Group,
     exchange: Box<dyn Collective>,
 }
 
+/// The inputs of a step on the other members.
+pub(super) enum OtherPasses {
+    Divide(Vec<Pass>),
+    Attend(Vec<AttentionPass>),
+}
+
 impl OtherMembers {
-    /// Opens their queues.
+    /// Opens their queues: of devices that attend if KV is divided so.
     ///
     /// # Errors
-    /// When a device gives no queue.
-    pub(super) fn open(devices: Vec<MemberDevice>) -> Result<Self> {
-        let queued = |member: MemberDevice| {
-            let queue = member.device.queue()?;
-            Ok((member, queue))
+    /// When a device gives no queue, or has another part of the model than the others.
+    pub(super) fn open(
+        devices: Vec<(Arc<dyn Device>, MemberModel)>,
+        split: Option<AttnSplit>,
+    ) -> Result<Self> {
+        let (mut dividing, mut attending) = (Vec::new(), Vec::new());
+        for (device, model) in devices {
+            let queue = device.queue()?;
+            match model {
+                MemberModel::Weights(model) => dividing.push(QueuedMember { device, model, queue }),
+                MemberModel::Kv(model) => attending.push(QueuedMember { device, model, queue }),
+            }
+        }
+        let group = match split {
+            None if attending.is_empty() => Group::Divide(dividing),
+            Some(split) if dividing.is_empty() => Group::Attend(split, attending),
+            _ => return Err(Error::invalid("members either divide a model or attend for the first one")),
         };
-        let members = devices.into_iter().map(queued).collect::<Result<Vec<_>>>()?;
-        Ok(OtherMembers { members, exchange: Box::new(ThroughHost::default()) })
+        Ok(OtherMembers { group, exchange: Box::new(ThroughHost::default()) })
     }
 
     /// The devices, in the order of members.
-    pub(super) fn devices(&self) -> impl Iterator<Item = &Arc<dyn Device>> {
-        self.members.iter().map(|(member, _)| &member.device)
+    pub(super) fn devices(&self) -> Vec<&Arc<dyn Device>> {
+        match &self.group {
+            Group::Divide(members) => members.iter().map(|member| &member.device).collect(),
+            Group::Attend(_, members) => members.iter().map(|member| &member.device).collect(),
+        }
+    }
+
+    /// What stands before the devices in the instance's selector.
+    pub(super) fn word(&self) -> &'static str {
+        match self.group {
+            Group::Divide(_) => "tp",
+            Group::Attend(..) => "attn",
+        }
+    }
+
+    /// How KV is divided, where these attend.
+    pub(super) fn split(&self) -> Option<AttnSplit> {
+        match self.group {
+            Group::Divide(_) => None,
+            Group::Attend(split, _) => Some(split),
+        }
     }
 
     /// Uploads the inputs of a step to each.
     ///
     /// # Errors
     /// Those of the devices.
-    pub(super) fn begin(&self, parts: &[StepInput<'_>]) -> Result<Vec<Pass>> {
-        self.members.iter().map(|(member, _)| member.forward.begin(&*member.device, parts)).collect()
+    pub(super) fn begin(&self, parts: &[StepInput<'_>]) -> Result<OtherPasses> {
+        Ok(match &self.group {
+            Group::Divide(members) => {
+                let begin = |m: &QueuedMember<Box<Forward>>| m.model.begin(&*m.device, parts);
+                OtherPasses::Divide(members.iter().map(begin).collect::<Result<_>>()?)
+            }
+            Group::Attend(_, members) => {
+                let begin = |m: &QueuedMember<Box<AttentionMember>>| m.model.begin(&*m.device, parts);
+                OtherPasses::Attend(members.iter().map(begin).collect::<Result<_>>()?)
+            }
+        })
     }
 
-    /// Runs a step on the first device and on the others, whose passes follow its own.
+    /// Runs a step on the first device, where its inputs are `pass`, and on the others. Gives `pass` back.
     ///
     /// # Errors
     /// Those of the devices and of the exchange.
     pub(super) fn run<'a>(
         &'a mut self,
-        first: MemberRun<'a>,
-        passes: &[Pass],
+        mut first: MemberRun<'a>,
+        pass: Pass,
+        others: OtherPasses,
         timeout: Duration,
-    ) -> Result<()> {
-        let others = self.members.iter_mut().map(|(MemberDevice { device, forward }, queue)| MemberRun {
-            device: &**device,
-            queue: &mut **queue,
-            forward,
-        });
-        let mut members: Vec<_> = std::iter::once(first).chain(others).collect();
-        run_divided(&mut members, &mut *self.exchange, passes, timeout)
+    ) -> Result<Pass> {
+        let exchange = &mut *self.exchange;
+        match (&mut self.group, others) {
+            (Group::Divide(members), OtherPasses::Divide(passes)) => {
+                let passes: Vec<Pass> = std::iter::once(pass).chain(passes).collect();
+                let others = members.iter_mut().map(|QueuedMember { device, model, queue }| MemberRun {
+                    device: &**device,
+                    queue: &mut **queue,
+                    forward: model,
+                });
+                let mut members: Vec<_> = std::iter::once(first).chain(others).collect();
+                run_divided(&mut members, exchange, &passes, timeout)?;
+                passes.into_iter().next().ok_or_else(|| Error::invalid("a step has a first member"))
+            }
+            (Group::Attend(_, members), OtherPasses::Attend(passes)) => {
+                let attending = members.iter_mut().map(|QueuedMember { device, model, queue }| {
+                    AttentionRun { device: &**device, queue: &mut **queue, member: model }
+                });
+                let mut attending: Vec<_> = attending.collect();
+                run_apart(&mut first, &pass, &mut attending, &passes, exchange, timeout)?;
+                Ok(pass)
+            }
+            _ => Err(Error::invalid("the inputs of a step are those of other members")),
+        }
     }
 
     /// Opens new queues.
@@ -72,9 +155,16 @@ impl OtherMembers {
     /// # Errors
     /// When a device gives none.
     pub(super) fn renew_queues(&mut self) -> Result<()> {
-        for (member, queue) in &mut self.members {
-            *queue = member.device.queue()?;
+        match &mut self.group {
+            Group::Divide(members) => members.iter_mut().try_for_each(QueuedMember::renew),
+            Group::Attend(_, members) => members.iter_mut().try_for_each(QueuedMember::renew),
         }
+    }
+}
+
+impl<M> QueuedMember<M> {
+    fn renew(&mut self) -> Result<()> {
+        self.queue = self.device.queue()?;
         Ok(())
     }
 }

@@ -45,7 +45,7 @@ impl Pages {
         (to, wire): (Slice, DType),
     ) -> Result<Cmd> {
         let tokens = to_u32(slots.bytes / 4);
-        let (k, v) = forward.pools(layer);
+        let (k, v) = forward.pools(layer)?;
         let sig = OpSig::KvGather { tokens, wire, kv: self.shape };
         Cmd::new(sig, &[slots, k.clone(), v.clone(), to])
     }
@@ -62,7 +62,7 @@ impl Pages {
         (from, wire): (Slice, DType),
     ) -> Result<Cmd> {
         let tokens = to_u32(slots.bytes / 4);
-        let (k, v) = forward.pools(layer);
+        let (k, v) = forward.pools(layer)?;
         let sig = OpSig::KvScatter { tokens, wire, kv: self.shape };
         Cmd::new(sig, &[from, slots, k.clone(), v.clone()])
     }

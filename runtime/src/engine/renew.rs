@@ -23,7 +23,7 @@ const RECOVERED: Seconds = Seconds(300.0);
 const GIVEN_UP: Seconds = Seconds(600.0);
 
 /// Bytes that a failed device must copy before it is used again, and the time limit.
-const PROBE_BYTES: usize = 64;
+pub(super) const PROBE_BYTES: usize = 64;
 const PROBE_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl Worker {

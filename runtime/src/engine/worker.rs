@@ -21,7 +21,7 @@ use crate::env::{SharedEnv, yield_now};
 use crate::mailbox::{MessageReceiver, MessageSender};
 use crate::metrics::{DeviceLabels, Metrics};
 use crate::model::divided::MemberRun;
-use crate::model::graph::{Forward, Pass, StepInput};
+use crate::model::graph::{Forward, StepInput};
 use crate::request::{Failure, FinishReason, GenerateRequest};
 use crate::sampling::Penalties;
 use mixfleet_hal::cast::to_u32;
@@ -318,10 +318,10 @@ impl Worker {
         let pass = self.forward.begin(&*self.device, &parts)?;
         let others = self.others.as_ref().map(|others| others.begin(&parts)).transpose()?;
         if let (Some(members), Some(others)) = (&mut self.others, others) {
-            let passes: Vec<Pass> = std::iter::once(pass).chain(others).collect();
             let (device, queue, forward) = (&*self.device, &mut *self.queue, &self.forward);
-            members.run(MemberRun { device, queue, forward }, &passes, self.step_timeout)?;
-            return self.draw(step, &passes[0]);
+            let first = MemberRun { device, queue, forward };
+            let pass = members.run(first, pass, others, self.step_timeout)?;
+            return self.draw(step, &pass);
         }
         let sends = self.step_sends(step);
         if let (Some(key), true) = (pass.key(), sends.is_empty()) {

@@ -1,6 +1,7 @@
 //! The device memory for the activations and inputs of a step.
 
 use super::ModelConfig;
+use super::attention::{AttentionArena, distinct_windows};
 use super::graph::StepShape;
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::sample::PARAMETER_WORDS;
@@ -13,19 +14,14 @@ pub(super) struct Arena {
     pub(super) inputs: Slice,
     pub(super) residual: Slice, // [tokens, hidden] f32
     pub(super) normed: Slice,   // [tokens, hidden]
-    pub(super) q: Slice,        // [tokens, heads, head_dim]
-    pub(super) k: Slice,        // [tokens, kv_heads, head_dim]
-    pub(super) v: Slice,        // [tokens, kv_heads, head_dim]
-    pub(super) k_raw: Slice,    // [tokens, kv_heads, head_dim] before its norm
-    pub(super) attended: Slice, // [tokens, heads, head_dim]; before that, q before its norm
-    pub(super) acc: Slice,      // [sequences, heads, head_dim] f32
-    pub(super) stat: Slice,     // [sequences, heads, 2] f32
-    pub(super) gate: Slice,     // [tokens, intermediate]
-    pub(super) up: Slice,       // [tokens, intermediate]
-    pub(super) inner: Slice,    // [tokens, intermediate]
-    pub(super) picked: Slice,   // [sequences, hidden] f32
-    pub(super) logits: Slice,   // [sequences, vocab] f32
-    pub(super) cos_sin: Slice,  // [tokens, head_dim] f32
+    pub(super) attention: AttentionArena,
+    pub(super) k_raw: Slice,   // [tokens, kv_heads, head_dim] before its norm
+    pub(super) gate: Slice,    // [tokens, intermediate]
+    pub(super) up: Slice,      // [tokens, intermediate]
+    pub(super) inner: Slice,   // [tokens, intermediate]
+    pub(super) picked: Slice,  // [sequences, hidden] f32
+    pub(super) logits: Slice,  // [sequences, vocab] f32
+    pub(super) cos_sin: Slice, // [tokens, head_dim] f32
 }
 
 impl Arena {
@@ -33,29 +29,25 @@ impl Arena {
         device: &dyn Device,
         c: &ModelConfig,
         shape: &StepShape,
-        windows: u64,
         alignment: u64,
+        attends: bool,
     ) -> Result<Self> {
         let (tokens, sequences) = (u64::from(shape.tokens_max), u64::from(shape.sequences_max));
         let x = shape.activations.size_bytes();
         let (hidden, inner, vocab) = (u64::from(c.hidden), u64::from(c.intermediate), u64::from(c.vocab));
-        let (q_cols, kv_cols) = (u64::from(c.heads * c.head_dim), u64::from(c.kv_heads * c.head_dim));
-        let table = sequences * u64::from(table_row(c, shape));
+        let kv_cols = u64::from(c.kv_heads * c.head_dim);
         let draw_words = sequences * (u64::from(PARAMETER_WORDS) + 1) + 1;
-        let words = tokens * 3 + sequences * (2 * windows + 4) + 2 * table + 1 + draw_words;
-        let inputs = words * 4 + (11 + windows) * alignment;
+        let inputs = (2 * tokens + sequences + draw_words) * 4
+            + 6 * alignment
+            + if attends { attention_input_bytes(c, shape, alignment) } else { 0 };
         let alloc = |bytes: u64| device.alloc(bytes.max(4), BufferUsage::Activations);
+        let decodes = if attends { sequences } else { 0 };
         Ok(Arena {
             inputs: alloc(inputs)?,
             residual: alloc(tokens * hidden * 4)?,
             normed: alloc(tokens.max(sequences) * hidden * x)?,
-            q: alloc(tokens * q_cols * x)?,
-            k: alloc(tokens * kv_cols * x)?,
-            v: alloc(tokens * kv_cols * x)?,
+            attention: AttentionArena::new(c, shape.activations, (tokens, decodes), &alloc)?,
             k_raw: alloc(if c.qk_norm { tokens * kv_cols * x } else { 0 })?,
-            attended: alloc(tokens * q_cols * x)?,
-            acc: alloc(sequences * q_cols * 4)?,
-            stat: alloc(sequences * u64::from(c.heads) * 8)?,
             gate: alloc(tokens * inner * x)?,
             up: alloc(tokens * inner * x)?,
             inner: alloc(tokens * inner * x)?,
@@ -64,6 +56,14 @@ impl Arena {
             cos_sin: alloc(tokens * u64::from(c.head_dim) * 4)?,
         })
     }
+}
+
+/// Bytes that [`AttentionInputs`](super::attention::AttentionInputs) takes for the largest step.
+pub(super) fn attention_input_bytes(c: &ModelConfig, shape: &StepShape, alignment: u64) -> u64 {
+    let (tokens, sequences) = (u64::from(shape.tokens_max), u64::from(shape.sequences_max));
+    let (windows, table) = (distinct_windows(c).len() as u64, sequences * u64::from(table_row(c, shape)));
+    let words = tokens + sequences * (2 * windows + 2) + 2 * table + 1;
+    words * 4 + (5 + windows) * alignment
 }
 
 /// Length of the longest row of a block table.
@@ -112,7 +112,7 @@ mod tests {
                 let shape =
                     StepShape { tokens_max, sequences_max, blocks: 16, block_tokens: 8, activations, kv };
                 let device = MemoryDevice::new(false, 16);
-                let arena = Arena::new(&device, &config, &shape, 1, 16).unwrap();
+                let arena = Arena::new(&device, &config, &shape, 16, true).unwrap();
                 let all: u64 = device.allocations.lock().unwrap().iter().sum();
                 let taken = all - arena.inputs.buffer.size_bytes();
                 let counted = config.cost_shape(x, x, 8).activation_bytes(tokens_max, sequences_max);

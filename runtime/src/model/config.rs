@@ -2,7 +2,7 @@
 
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{DType, KvShape};
-use mixfleet_scheduler::cost::{MemberShare, ModelShape, Partition};
+use mixfleet_scheduler::cost::{AttnSplit, MemberShare, ModelShape, Partition};
 
 /// A decoder of the Llama family: pre-norm blocks of grouped-query attention and SwiGLU, with the
 /// differences between Llama, Mistral, Qwen2 and Qwen3 as fields.
@@ -67,6 +67,14 @@ impl ModelConfig {
     /// When a member would have nothing.
     pub fn divided(&self, members: usize) -> Result<Partition, String> {
         Partition::even(&self.cost_shape(self.dtype, self.dtype, 1), to_u32(members))
+    }
+
+    /// A member with the weights, and `workers` members that attend.
+    ///
+    /// # Errors
+    /// When a member would have nothing.
+    pub fn with_attention(&self, workers: usize, split: AttnSplit) -> Result<Partition, String> {
+        Partition::attention(&self.cost_shape(self.dtype, self.dtype, 1), to_u32(workers), split)
     }
 
     /// What a member's layers are like. Rows of the vocabulary are not divided here: every member embeds all

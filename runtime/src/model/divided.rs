@@ -2,8 +2,7 @@
 //! partial sums of the residual stream twice per layer, and logits once.
 
 use super::graph::{Forward, Pass};
-use mixfleet_hal::cast::to_usize;
-use mixfleet_hal::{Cmd, Collective, Device, Error, MemberSlice, Queue, Result, Slice};
+use mixfleet_hal::{Cmd, Collective, Device, Error, MatrixPart, MemberSlice, Queue, Result, Slice};
 use std::time::Duration;
 
 /// A member of an instance, ready to run its share of steps.
@@ -44,7 +43,14 @@ pub fn run_divided(
     if passes[0].rows() > 0 {
         run_all(members, passes, timeout, Forward::logits_block)?;
         let to = MemberSlice { device: members[0].device, slice: members[0].forward.logits(&passes[0]) };
-        exchange.join(&slices(members, passes, Forward::own_logits), passes[0].rows(), &to)?;
+        let rows = passes[0].rows();
+        let mut end = 0;
+        let columns = slices(members, passes, Forward::own_logits).into_iter().map(|at| {
+            let start = end;
+            end += at.slice.bytes / u64::from(rows);
+            MatrixPart { at, rows: None, columns: start..end }
+        });
+        exchange.join(&columns.collect::<Vec<_>>(), rows, &to)?;
         let (first, pass) = (&mut members[..1], &passes[..1]);
         run_all(first, pass, timeout, |forward, pass| Ok(Vec::from_iter(forward.draw_block(pass)?)))?;
     }
@@ -79,56 +85,4 @@ fn slices<'a>(
 ) -> Vec<MemberSlice<'a>> {
     let all = members.iter().zip(passes);
     all.map(|(m, pass)| MemberSlice { device: m.device, slice: of(m.forward, pass) }).collect()
-}
-
-/// Exchanges through this process's memory.
-#[derive(Debug, Default)]
-pub struct ThroughHost {
-    sum: Vec<f32>,
-    part: Vec<f32>,
-}
-
-/// Reads a member's elements.
-fn read(from: &MemberSlice<'_>, into: &mut Vec<f32>) -> Result<()> {
-    into.resize(to_usize(from.slice.bytes / 4), 0.0);
-    from.device.read(&from.slice, bytemuck::cast_slice_mut(into))
-}
-
-impl Collective for ThroughHost {
-    fn sum(&mut self, members: &[MemberSlice<'_>]) -> Result<()> {
-        let Some((first, others)) = members.split_first() else { return Ok(()) };
-        if others.iter().any(|other| other.slice.bytes != first.slice.bytes) {
-            return Err(Error::invalid("members with unlike numbers of elements cannot be summed"));
-        }
-        read(first, &mut self.sum)?;
-        for other in others {
-            read(other, &mut self.part)?;
-            self.sum.iter_mut().zip(&self.part).for_each(|(sum, part)| *sum += part);
-        }
-        let sum = bytemuck::cast_slice(&self.sum);
-        members.iter().try_for_each(|member| member.device.write(&member.slice, sum))
-    }
-
-    fn join(&mut self, members: &[MemberSlice<'_>], rows: u32, to: &MemberSlice<'_>) -> Result<()> {
-        let all: u64 = members.iter().map(|member| member.slice.bytes).sum();
-        if rows == 0 || all != to.slice.bytes || !members.iter().all(|m| m.slice.bytes % u64::from(rows) == 0)
-        {
-            return Err(Error::invalid(format!(
-                "{all} bytes of members are no {} of {rows} rows",
-                to.slice.bytes
-            )));
-        }
-        self.sum.resize(to_usize(all / 4), 0.0);
-        let row = self.sum.len() / rows as usize;
-        let mut at = 0;
-        for member in members {
-            read(member, &mut self.part)?;
-            let columns = self.part.len() / rows as usize;
-            for (to, from) in self.sum.chunks_exact_mut(row).zip(self.part.chunks_exact(columns)) {
-                to[at..at + columns].copy_from_slice(from);
-            }
-            at += columns;
-        }
-        to.device.write(&to.slice, bytemuck::cast_slice(&self.sum))
-    }
 }

@@ -5,13 +5,14 @@
 //! rounding it would cost more accuracy than all other roundings together.
 
 use super::arena::{Arena, Packer, rows_of, table_row};
+use super::attention::{Attention, AttentionArena, AttentionInputs, AttentionSizes, zeros};
 use super::draws::{DrawArena, DrawInput, DrawOutputs, DrawSizes};
 use super::product::{Out, gemm};
-use super::reach::{KvSizes, visible};
+use super::reach::visible;
 use super::rope_table::RopeTable;
-use super::{LayerWeights, ModelConfig, Tensor, Weights};
+use super::{ModelConfig, Tensor, Weights};
 use mixfleet_hal::cast::to_u32;
-use mixfleet_hal::{BufferUsage, Cmd, DType, Device, KvShape, OpSig, Result, Scalar, Slice};
+use mixfleet_hal::{Cmd, DType, Device, Error, KvShape, OpSig, Result, Scalar, Slice};
 use mixfleet_scheduler::cost::MemberShare;
 use std::sync::Arc;
 
@@ -86,6 +87,11 @@ impl Pass {
         to_u32(self.sizes.picks.len()) - self.sizes.padding
     }
 
+    /// Number of rows of activations: one per new token.
+    pub(super) fn tokens(&self) -> u32 {
+        self.sizes.rows.tokens
+    }
+
     /// The key of a recording of this step; none for steps that are unlikely to recur.
     pub fn key(&self) -> Option<StepKey> {
         self.key
@@ -97,14 +103,13 @@ pub struct Forward {
     config: Arc<ModelConfig>,
     weights: Weights,
     shape: StepShape,
-    pools: Vec<(Slice, Slice)>,
+    /// None on a member that leaves attention to others.
+    attention: Option<Attention>,
     arena: Arena,
     draws: Option<DrawArena>,
     rope: RopeTable,
     alignment: u64,
     replay_pays: bool,
-    /// The distinct windows of the layers.
-    windows: Vec<Option<u32>>,
     /// Rows of the LM head here.
     logit_cols: u32,
     /// Whether projections back to the residual stream add to it. They do on the first of the members that
@@ -115,29 +120,17 @@ pub struct Forward {
 /// The device memory of a step's inputs.
 struct Inputs {
     ids: Slice,
-    slots: Slice,
     positions: Slice,
-    /// Ranges per distinct window.
-    ranges: Vec<Slice>,
-    decode_pages: Slice,
-    query_start: Slice,
-    context: Slice,
-    prefill_pages: Slice,
+    attention: Option<AttentionInputs>,
     picks: Slice,
     draws: Option<DrawOutputs>,
 }
 
 /// The sizes of a step.
 struct Sizes {
-    tokens: u32,
-    decodes: u32,
+    rows: AttentionSizes,
     /// Decodes that stand for nothing: they read no KV, write theirs where nothing is read, and come last.
     padding: u32,
-    prefills: u32,
-    decode_pages_max: u32,
-    prefill_pages_max: u32,
-    /// Per distinct window: keys read by decodes, and pairs and keys of prefills.
-    kv: Vec<KvSizes>,
     picks: Vec<u32>,
     draws: Option<DrawSizes>,
 }
@@ -151,11 +144,12 @@ impl Forward {
         shape: StepShape,
     ) -> Result<Self> {
         let draws = DrawArena::new(device, config.vocab, shape.sequences_max)?;
-        Forward::with(device, config, weights, shape, draws)
+        Forward::with(device, config, weights, shape, draws, true)
     }
 
-    /// Allocates the KV pools and activations of a member's share of a model. Only
-    /// [`run_divided`](super::divided::run_divided) runs it; the first member draws.
+    /// Allocates the KV pools, unless it keeps none, and activations of a member's share of a model. Only
+    /// [`run_divided`](super::divided::run_divided) and [`run_apart`](super::apart::run_apart) run it; the
+    /// first member draws.
     pub fn of_member(
         device: &dyn Device,
         config: &ModelConfig,
@@ -165,7 +159,8 @@ impl Forward {
     ) -> Result<Self> {
         let first = share.is_first();
         let draws = if first { DrawArena::new(device, config.vocab, shape.sequences_max)? } else { None };
-        let whole = Forward::with(device, Arc::new(config.of_member(share)), weights, shape, draws)?;
+        let config = Arc::new(config.of_member(share));
+        let whole = Forward::with(device, config, weights, shape, draws, share.keeps_kv())?;
         // members of unlike devices have the same rows only if no device rounds them up
         Ok(Forward { logit_cols: to_u32(share.vocab.len()), adds: first, replay_pays: false, ..whole })
     }
@@ -176,33 +171,26 @@ impl Forward {
         weights: Weights,
         shape: StepShape,
         draws: Option<DrawArena>,
+        keeps_kv: bool,
     ) -> Result<Self> {
-        let page_bytes =
-            u64::from(shape.block_tokens * config.kv_heads * config.head_dim) * shape.kv.size_bytes();
         let replay_pays = device.limits().replay_pays;
         // where the padding of recorded steps writes
         let spare = if replay_pays { (ROWS_STEP - 1).div_ceil(shape.block_tokens) } else { 0 };
-        let pool_bytes = u64::from(shape.blocks + spare) * page_bytes;
-        let pool = || device.alloc(pool_bytes, BufferUsage::Kv);
-        let pools = (0..config.layers).map(|_| Ok((pool()?, pool()?))).collect::<Result<_>>()?;
-        let mut windows = config.windows.clone();
-        windows.sort_unstable();
-        windows.dedup();
+        let attention = keeps_kv.then(|| Attention::new(device, &config, &shape, spare)).transpose()?;
         let alignment = device.limits().alignment_bytes.max(4);
-        let arena = Arena::new(device, &config, &shape, windows.len() as u64, alignment)?;
+        let arena = Arena::new(device, &config, &shape, alignment, keeps_kv)?;
         let rope = RopeTable::new(device, &config, &shape)?;
         let (logit_cols, adds) = (config.vocab, true);
         Ok(Forward {
             config,
             weights,
             shape,
-            pools,
+            attention,
             arena,
             draws,
             rope,
             alignment,
             replay_pays,
-            windows,
             logit_cols,
             adds,
         })
@@ -219,9 +207,12 @@ impl Forward {
     }
 
     /// The K and V pools of `layer`.
-    pub fn pools(&self, layer: usize) -> (&Slice, &Slice) {
-        let (k, v) = &self.pools[layer];
-        (k, v)
+    ///
+    /// # Errors
+    /// `Unsupported` on a member that keeps no KV.
+    pub fn pools(&self, layer: usize) -> Result<(&Slice, &Slice)> {
+        let none = || Error::unsupported("this member keeps no KV");
+        self.attention.as_ref().map(|attention| attention.pools(layer)).ok_or_else(none)
     }
 
     /// Uploads the inputs of a step. Parts with one token come first. No earlier step may still run, since it
@@ -237,18 +228,18 @@ impl Forward {
     /// rows, block tables whose length is a power of two, all blocks full. That changes only what a device
     /// expects to read, not the result, since the ranges define what is read.
     fn evened(&self, sizes: &mut Sizes) -> Option<StepKey> {
-        let decodes = sizes.decodes;
-        if decodes == 0 || sizes.tokens != decodes || sizes.picks.len() != decodes as usize {
+        let (decodes, windows) = (sizes.rows.decodes, self.windows());
+        if decodes == 0 || sizes.rows.tokens != decodes || sizes.picks.len() != decodes as usize {
             return None;
         }
         let row_max = table_row(&self.config, &self.shape);
-        let pages_max = sizes.decode_pages_max.next_power_of_two().max(PAGES_MIN).min(row_max);
-        sizes.decode_pages_max = pages_max;
+        let pages_max = sizes.rows.decode_pages_max.next_power_of_two().max(PAGES_MIN).min(row_max);
+        sizes.rows.decode_pages_max = pages_max;
         let rows = bucket(decodes).min(self.shape.sequences_max);
         sizes.padding = rows - decodes;
-        (sizes.decodes, sizes.tokens) = (rows, rows);
+        (sizes.rows.decodes, sizes.rows.tokens) = (rows, rows);
         sizes.picks.extend(decodes..rows);
-        for (kv, &window) in sizes.kv.iter_mut().zip(&self.windows) {
+        for (kv, &window) in sizes.rows.kv.iter_mut().zip(windows) {
             let last = (pages_max * self.shape.block_tokens).min(self.config.context_max) - 1;
             kv.decode_tokens = u64::from(rows) * visible(last, window);
         }
@@ -267,12 +258,22 @@ impl Forward {
 
     /// The residual stream of a step: `[tokens, hidden]` f32.
     pub(super) fn step_residual(&self, step: &Pass) -> Slice {
-        self.residual(step.sizes.tokens)
+        self.residual(step.sizes.rows.tokens)
+    }
+
+    /// The distinct windows of the layers whose KV is here.
+    fn windows(&self) -> &[Option<u32>] {
+        self.attention.as_ref().map_or(&[], Attention::windows)
     }
 
     /// The KV slots of `tokens` rows of a step, from `row` on.
-    pub fn slots(&self, step: &Pass, row: u32, tokens: u32) -> Slice {
-        step.inputs.slots.range(u64::from(row) * 4, u64::from(tokens) * 4)
+    ///
+    /// # Errors
+    /// `Unsupported` on a member that keeps no KV.
+    pub fn slots(&self, step: &Pass, row: u32, tokens: u32) -> Result<Slice> {
+        let inputs = step.inputs.attention.as_ref();
+        let inputs = inputs.ok_or_else(|| Error::unsupported("this member keeps no KV"))?;
+        Ok(inputs.slots.range(u64::from(row) * 4, u64::from(tokens) * 4))
     }
 
     /// The drawn tokens of a step; none if the device cannot draw.
@@ -283,9 +284,6 @@ impl Forward {
     fn sizes(&self, parts: &[StepInput<'_>]) -> Sizes {
         let decodes = parts.iter().take_while(|p| p.tokens.len() == 1).count();
         let (decode, prefill) = parts.split_at(decodes);
-        let kv = self.windows.iter().map(|&window| KvSizes::of(decode, prefill, window));
-        let pages_max =
-            |parts: &[StepInput<'_>]| parts.iter().map(|p| to_u32(p.pages.len())).max().unwrap_or(0);
         let mut picks = Vec::new();
         let mut row = 0;
         for part in parts {
@@ -296,51 +294,21 @@ impl Forward {
         }
         let draws = (self.draws.is_some() && !picks.is_empty())
             .then(|| DrawSizes::of(parts.iter().filter_map(|part| part.draw.as_ref())));
-        Sizes {
-            tokens: row,
-            decodes: to_u32(decodes),
-            padding: 0,
-            prefills: to_u32(prefill.len()),
-            decode_pages_max: pages_max(decode),
-            prefill_pages_max: pages_max(prefill),
-            kv: kv.collect(),
-            picks,
-            draws,
-        }
+        Sizes { rows: AttentionSizes::of(decode, prefill, self.windows()), padding: 0, picks, draws }
     }
 
     fn upload(&self, device: &dyn Device, parts: &[StepInput<'_>], sizes: &Sizes) -> Result<Inputs> {
-        let (decode, prefill) = parts.split_at((sizes.decodes - sizes.padding) as usize);
-        let (block, padding) = (self.shape.block_tokens, sizes.padding as usize);
+        let halves = parts.split_at((sizes.rows.decodes - sizes.padding) as usize);
+        let padding = sizes.padding as usize;
         let mut packer = Packer { bytes: Vec::new(), alignment: self.alignment, target: &self.arena.inputs };
         let at = |p: &StepInput<'_>| p.start..p.start + to_u32(p.tokens.len());
-        let slots_of = |p: &StepInput<'_>| {
-            at(p).map(|i| p.pages[(i / block) as usize] * block + i % block).collect::<Vec<u32>>()
-        };
-        // padding comes after the decodes, and a padded step has nothing else
-        let first_spare = self.shape.blocks * block;
         let ids = parts.iter().flat_map(|p| p.tokens.iter().copied()).chain(zeros(padding));
         let positions: Vec<u32> = parts.iter().flat_map(at).chain(zeros(padding)).collect();
-        let slots = parts.iter().flat_map(slots_of).chain((0..sizes.padding).map(|i| first_spare + i));
-        let table = |parts: &[StepInput<'_>], padding: usize, pages_max: u32| -> Vec<u32> {
-            let rows = parts.iter().map(|p| p.pages.iter().copied().chain(std::iter::repeat(0)));
-            let rows = rows.flat_map(|row| row.take(pages_max as usize));
-            rows.chain(zeros(padding * pages_max as usize)).collect()
-        };
-        let ranges: Vec<Vec<u32>> = self
-            .windows
-            .iter()
-            .map(|&window| {
-                let ends = decode.iter().map(|p| p.start + 1);
-                let ranges = ends.flat_map(|end| [end - to_u32(visible(end - 1, window)), end]);
-                ranges.chain(zeros(2 * padding)).collect()
-            })
-            .collect();
-        let mut query_start = vec![0];
-        for part in prefill {
-            query_start.push(query_start[query_start.len() - 1] + to_u32(part.tokens.len()));
-        }
-        let context: Vec<u32> = prefill.iter().map(|p| p.start + to_u32(p.tokens.len())).collect();
+        let attention = self.attention.as_ref().map(|attention| {
+            let block = self.shape.block_tokens;
+            let spare = (sizes.padding, self.shape.blocks * block);
+            AttentionInputs::put(&mut packer, halves, spare, block, &sizes.rows, attention.windows())
+        });
         let draws = match (&self.draws, sizes.draws) {
             (Some(arena), Some(draws)) => {
                 let rows = parts.iter().filter_map(|part| part.draw.as_ref());
@@ -350,13 +318,8 @@ impl Forward {
         };
         let inputs = Inputs {
             ids: packer.put_words(ids),
-            slots: packer.put_words(slots),
             positions: packer.put_words(positions.iter().copied()),
-            ranges: ranges.into_iter().map(|r| packer.put_words(r)).collect(),
-            decode_pages: packer.put_words(table(decode, padding, sizes.decode_pages_max)),
-            query_start: packer.put_words(query_start),
-            context: packer.put_words(context),
-            prefill_pages: packer.put_words(table(prefill, 0, sizes.prefill_pages_max)),
+            attention,
             picks: packer.put_words(sizes.picks.iter().copied()),
             draws,
         };
@@ -379,10 +342,14 @@ impl Forward {
     pub fn embed(&self, Pass { sizes, inputs, .. }: &Pass) -> Result<Vec<Cmd>> {
         let (vocab, hidden) = (self.config.vocab, self.config.hidden);
         let table = &self.weights.embed;
-        let sig = OpSig::Embed { tokens: sizes.tokens, vocab, hidden, table: table.dtype, out: DType::F32 };
+        let sig =
+            OpSig::Embed { tokens: sizes.rows.tokens, vocab, hidden, table: table.dtype, out: DType::F32 };
         let embedding =
-            Cmd::new(sig, &[inputs.ids.clone(), table.slice.clone(), self.residual(sizes.tokens)])?;
-        Ok(vec![embedding, self.rope.rows(&inputs.positions, sizes.tokens, &self.cos_sin(sizes.tokens))?])
+            Cmd::new(sig, &[inputs.ids.clone(), table.slice.clone(), self.residual(sizes.rows.tokens)])?;
+        Ok(vec![
+            embedding,
+            self.rope.rows(&inputs.positions, sizes.rows.tokens, &self.cos_sin(sizes.rows.tokens))?,
+        ])
     }
 
     fn cos_sin(&self, tokens: u32) -> Slice {
@@ -402,17 +369,27 @@ impl Forward {
 
     /// The commands of layer `at` from the residual stream to attention's part of it.
     pub(super) fn attention_block(&self, at: usize, pass: &Pass) -> Result<Vec<Cmd>> {
-        let (w, Pass { sizes, inputs, .. }) = (&self.weights.layers[at], pass);
-        let mut list = Vec::with_capacity(20);
-        self.attention_inputs(w, sizes, &mut list)?;
-        self.attention(at, sizes, inputs, &mut list)?;
-        let (c, x) = (&self.config, self.shape.activations);
-        let (tokens, q_cols) = (sizes.tokens, c.heads * c.head_dim);
-        let residual = self.residual(tokens);
-        let attended = rows_of(&self.arena.attended, tokens, q_cols, x);
-        let (o_bias, out) = (w.o_bias.as_ref(), self.back(&residual));
-        list.push(gemm(tokens, &attended, x, &w.o, o_bias, c.hidden, q_cols, out)?);
+        let mut list = self.attention_inputs(at, pass)?;
+        if let (Some(attention), Some(inputs)) = (&self.attention, &pass.inputs.attention) {
+            attention.commands(at, &pass.sizes.rows, inputs, &self.arena.attention, &mut list)?;
+        }
+        list.push(self.attention_output(at, pass)?);
         Ok(list)
+    }
+
+    /// The command of layer `at` from what was attended to, to the residual stream.
+    pub(super) fn attention_output(&self, at: usize, Pass { sizes, .. }: &Pass) -> Result<Cmd> {
+        let (w, c, x) = (&self.weights.layers[at], &self.config, self.shape.activations);
+        let (tokens, q_cols) = (sizes.rows.tokens, c.heads * c.head_dim);
+        let residual = self.residual(tokens);
+        let attended = rows_of(&self.arena.attention.attended, tokens, q_cols, x);
+        let (o_bias, out) = (w.o_bias.as_ref(), self.back(&residual));
+        gemm(tokens, &attended, x, &w.o, o_bias, c.hidden, q_cols, out)
+    }
+
+    /// Queries, keys, values and what was attended to of a step's rows.
+    pub(super) fn attention_arena(&self) -> &AttentionArena {
+        &self.arena.attention
     }
 
     /// What a projection back to the residual stream does with it.
@@ -423,7 +400,7 @@ impl Forward {
     /// The commands of layer `at` after attention.
     pub(super) fn mlp_block(&self, at: usize, Pass { sizes, .. }: &Pass) -> Result<Vec<Cmd>> {
         let (w, c, x, arena) = (&self.weights.layers[at], &self.config, self.shape.activations, &self.arena);
-        let tokens = sizes.tokens;
+        let tokens = sizes.rows.tokens;
         let mut list = Vec::with_capacity(5);
         let residual = self.residual(tokens);
         let normed = rows_of(&arena.normed, tokens, c.hidden, x);
@@ -439,9 +416,11 @@ impl Forward {
         Ok(list)
     }
 
-    /// Appends norm, projections, per-head norms and rope.
-    fn attention_inputs(&self, w: &LayerWeights, sizes: &Sizes, list: &mut Vec<Cmd>) -> Result<()> {
-        let (c, x, arena, tokens) = (&self.config, self.shape.activations, &self.arena, sizes.tokens);
+    /// The commands of layer `at` from the residual stream to queries, keys and values: norm, projections,
+    /// per-head norms and rope.
+    pub(super) fn attention_inputs(&self, at: usize, Pass { sizes, .. }: &Pass) -> Result<Vec<Cmd>> {
+        let (w, mut list) = (&self.weights.layers[at], Vec::with_capacity(20));
+        let (c, x, arena, tokens) = (&self.config, self.shape.activations, &self.arena, sizes.rows.tokens);
         let (q_cols, kv_cols) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
         let normed = rows_of(&arena.normed, tokens, c.hidden, x);
         list.push(self.norm(
@@ -451,11 +430,11 @@ impl Forward {
             &w.attn_norm,
             &normed,
         )?);
-        let q = rows_of(&arena.q, tokens, q_cols, x);
-        let k = rows_of(&arena.k, tokens, kv_cols, x);
-        let v = rows_of(&arena.v, tokens, kv_cols, x);
+        let q = rows_of(&arena.attention.q, tokens, q_cols, x);
+        let k = rows_of(&arena.attention.k, tokens, kv_cols, x);
+        let v = rows_of(&arena.attention.v, tokens, kv_cols, x);
         let (q_raw, k_raw) = if c.qk_norm {
-            (rows_of(&arena.attended, tokens, q_cols, x), rows_of(&arena.k_raw, tokens, kv_cols, x))
+            (rows_of(&arena.attention.attended, tokens, q_cols, x), rows_of(&arena.k_raw, tokens, kv_cols, x))
         } else {
             (q.clone(), k.clone())
         };
@@ -474,57 +453,7 @@ impl Forward {
             let sig = OpSig::Rope { tokens, heads, head_dim: c.head_dim, x };
             list.push(Cmd::new(sig, &[slice.clone(), self.cos_sin(tokens)])?);
         }
-        Ok(())
-    }
-
-    /// Appends KV write and attention: decodes first, then prefills.
-    fn attention(&self, at: usize, sizes: &Sizes, inputs: &Inputs, list: &mut Vec<Cmd>) -> Result<()> {
-        let (c, arena) = (&self.config, &self.arena);
-        let (x, kv) = (self.shape.activations, self.shape.kv_shape(c));
-        let (heads, head_dim, tokens) = (c.heads, c.head_dim, sizes.tokens);
-        let (k_pool, v_pool) = self.pools[at].clone();
-        let k = rows_of(&arena.k, tokens, c.kv_heads * head_dim, x);
-        let v = rows_of(&arena.v, tokens, c.kv_heads * head_dim, x);
-        let sig = OpSig::KvWrite { tokens, x, kv };
-        list.push(Cmd::new(sig, &[k, v, inputs.slots.clone(), k_pool.clone(), v_pool.clone()])?);
-
-        let window = c.windows[at];
-        let which = self.windows.iter().position(|w| *w == window).expect("every layer's window is listed");
-        let kv_sizes = sizes.kv[which];
-        let row_bytes = u64::from(heads * head_dim) * x.size_bytes();
-        let split = u64::from(sizes.decodes) * row_bytes;
-        let rest = u64::from(tokens - sizes.decodes) * row_bytes;
-        if sizes.decodes > 0 {
-            let (sequences, rows) = (sizes.decodes, sizes.decodes * heads);
-            let acc = rows_of(&arena.acc, rows, head_dim, DType::F32);
-            let stat = rows_of(&arena.stat, rows, 2, DType::F32);
-            let (kv_tokens, pages_max) = (kv_sizes.decode_tokens, sizes.decode_pages_max);
-            let sig = OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, x, kv };
-            let (range, pages) = (inputs.ranges[which].clone(), inputs.decode_pages.clone());
-            let q = arena.q.range(0, split);
-            let (k_pool, v_pool) = (k_pool.clone(), v_pool.clone());
-            list.push(Cmd::new(sig, &[q, range, pages, k_pool, v_pool, acc.clone(), stat.clone()])?);
-            let sig = OpSig::AttnMerge { parts: 1, rows, head_dim, out: x };
-            list.push(Cmd::new(sig, &[acc, stat, arena.attended.range(0, split)])?);
-        }
-        if sizes.prefills > 0 {
-            let sig = OpSig::AttnPrefill {
-                tokens: tokens - sizes.decodes,
-                sequences: sizes.prefills,
-                pairs: kv_sizes.prefill_pairs,
-                kv_tokens: kv_sizes.prefill_tokens,
-                heads,
-                pages_max: sizes.prefill_pages_max,
-                window,
-                x,
-                kv,
-            };
-            let (query_start, context) = (inputs.query_start.clone(), inputs.context.clone());
-            let (q, out) = (arena.q.range(split, rest), arena.attended.range(split, rest));
-            let pages = inputs.prefill_pages.clone();
-            list.push(Cmd::new(sig, &[q, query_start, context, pages, k_pool, v_pool, out])?);
-        }
-        Ok(())
+        Ok(list)
     }
 
     /// The commands of final norm, LM head and draw over the rows with `draw`; empty if there are none.
@@ -541,10 +470,10 @@ impl Forward {
             return Ok(Vec::new());
         }
         let mut list = Vec::new();
-        let mut last = self.residual(sizes.tokens);
-        if rows < sizes.tokens {
+        let mut last = self.residual(sizes.rows.tokens);
+        if rows < sizes.rows.tokens {
             let picked = rows_of(&arena.picked, rows, c.hidden, DType::F32);
-            let (vocab, hidden) = (sizes.tokens, c.hidden);
+            let (vocab, hidden) = (sizes.rows.tokens, c.hidden);
             let sig = OpSig::Embed { tokens: rows, vocab, hidden, table: DType::F32, out: DType::F32 };
             list.push(Cmd::new(sig, &[inputs.picks.clone(), last, picked.clone()])?);
             last = picked;
@@ -584,8 +513,4 @@ impl Forward {
         };
         Cmd::new(sig, &[x.clone(), weight.slice.clone(), out.clone()])
     }
-}
-
-fn zeros(count: usize) -> impl Iterator<Item = u32> {
-    std::iter::repeat_n(0, count)
 }

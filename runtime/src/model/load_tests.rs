@@ -414,7 +414,7 @@ fn a_member_gets_its_share_of_the_weights_and_no_more() {
                     let mut seen = Vec::new();
                     let weights =
                         checkpoint.place_share(device, share, &mut |done, all| seen.push((done, all)));
-                    let weights = weights.expect("placed");
+                    let weights = weights.expect("placed").expect("weights");
                     assert!(seen.is_sorted() && seen.last().is_some_and(|(done, all)| done == all), "{name}");
                     let layer = &weights.layers[1];
                     let same = |tensor: &Tensor, part: &str, rows: Range<u32>, columns| {
@@ -482,7 +482,7 @@ fn a_share_of_a_repeating_checkpoint_is_that_of_the_whole() {
     let checkpoint = variant("llama3").repeating().expect("a checkpoint");
     let whole = MemoryDevice::new(false, 64);
     let share = &checkpoint.config.divided(2).expect("shares").shares()[1].clone();
-    let weights = checkpoint.place_share(&whole, share, &mut |_, _| {}).expect("placed");
+    let weights = checkpoint.place_share(&whole, share, &mut |_, _| {}).expect("placed").expect("weights");
     let location = &checkpoint.tensors["model.layers.0.mlp.down_proj.weight"];
     let stored = checkpoint.bytes("model.layers.0.mlp.down_proj.weight").expect("stored");
     let cyclic = stored.iter().copied().cycle().take(location.bytes() as usize).collect::<Vec<u8>>();

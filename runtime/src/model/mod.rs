@@ -1,6 +1,8 @@
 //! Turns a checkpoint directory into commands: configuration, weights, tokens and the forward pass.
 
+pub mod apart;
 mod arena;
+mod attention;
 pub mod builtin;
 pub mod chat;
 pub mod config;
@@ -8,6 +10,7 @@ pub mod digest;
 pub mod divided;
 pub mod draws;
 pub mod error;
+pub mod exchange;
 mod fields;
 pub mod graph;
 mod header;

@@ -9,7 +9,7 @@ use super::weights::{LayerWeights, Tensor, Weights};
 use mixfleet_hal::{
     BufferUsage, Cmd, DType, Device, DeviceLimits, ErrorKind, HostMemory, OpSig, Queue, Slice,
 };
-use mixfleet_scheduler::cost::MemberShare;
+use mixfleet_scheduler::cost::{MemberShare, MemberWork};
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -38,7 +38,7 @@ impl Checkpoint {
 
     /// Places a member's share of all parameters: rows of the projections from the residual stream and of the
     /// LM head in place where the device can, columns of those back to it as copies, and the embedding and
-    /// norms whole.
+    /// norms whole. None for a member that only attends.
     ///
     /// # Errors
     /// When the device has too little memory or fails.
@@ -47,13 +47,18 @@ impl Checkpoint {
         device: &dyn Device,
         share: &MemberShare,
         progress: &mut dyn FnMut(u64, u64),
-    ) -> Result<Weights> {
+    ) -> Result<Option<Weights>> {
+        match share.work {
+            MemberWork::All => {}
+            MemberWork::Products => return self.place(device, progress).map(Some),
+            MemberWork::Attention => return Ok(None),
+        }
         let mut all: Vec<String> = names::shapes(&self.config).into_iter().map(|(name, _)| name).collect();
         if self.config.tied_embeddings {
             all.push(names::LM_HEAD.to_owned());
         }
         let cut = |name: String| names::cut(&self.config, share, &name).map(|cut| (name, cut));
-        self.place_cuts(device, all.into_iter().filter_map(cut).collect(), progress)
+        self.place_cuts(device, all.into_iter().filter_map(cut).collect(), progress).map(Some)
     }
 
     fn place_cuts(

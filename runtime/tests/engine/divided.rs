@@ -10,8 +10,9 @@ use mixfleet_hal::{Backend, Cmd, DType, Device, Elapsed, Graph, OpSig, Queue, Re
 use mixfleet_hwtests::reference::ReferenceDevice;
 use mixfleet_runtime::engine::{InstanceLimits, InstanceSpec, Loaded, LowerTiers, MemberSpec};
 use mixfleet_runtime::env::{SeededEnv, SharedEnv};
-use mixfleet_runtime::model::divided::{MemberRun, ThroughHost, run_divided};
+use mixfleet_runtime::model::divided::{MemberRun, run_divided};
 use mixfleet_runtime::model::draws::DrawInput;
+use mixfleet_runtime::model::exchange::ThroughHost;
 use mixfleet_runtime::model::graph::{Forward, StepInput, StepShape};
 use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_runtime::model::{Checkpoint, Oracle};
@@ -22,14 +23,14 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// In f32 a logit is off by less than this.
-const LOGIT_ERROR_MAX: f64 = 1e-4;
+pub(super) const LOGIT_ERROR_MAX: f64 = 1e-4;
 
-fn core() -> Arc<dyn Device> {
+pub(super) fn core() -> Arc<dyn Device> {
     CpuBackend.open("cpu@0").unwrap()
 }
 
 /// So many devices, the last of which is unlike the others.
-fn unlike(members: usize) -> Vec<Arc<dyn Device>> {
+pub(super) fn unlike(members: usize) -> Vec<Arc<dyn Device>> {
     let cores = (1..members).map(|_| core());
     cores.chain([Arc::new(ReferenceDevice::default()) as Arc<dyn Device>]).collect()
 }
@@ -56,7 +57,7 @@ impl Divided {
         };
         let shares = config.divided(devices.len()).unwrap().shares().to_vec();
         let members = devices.into_iter().zip(&shares).map(|(device, share)| {
-            let weights = checkpoint.place_share(&*device, share, &mut |_, _| {}).unwrap();
+            let weights = checkpoint.place_share(&*device, share, &mut |_, _| {}).unwrap().unwrap();
             let forward = Forward::of_member(&*device, config, share, weights, shape).unwrap();
             let queue = device.queue().unwrap();
             (device, queue, forward)
@@ -65,7 +66,7 @@ impl Divided {
     }
 
     /// The rows of logits of a step, and the tokens drawn from them.
-    fn run(&mut self, parts: &[StepInput<'_>]) -> (Vec<Vec<f32>>, Vec<u32>) {
+    fn run(&mut self, parts: &[StepInput<'_>]) -> Ran {
         let begin = |(device, _, forward): &OneMember| forward.begin(&**device, parts);
         let passes: Vec<_> = self.members.iter().map(|member| begin(member).unwrap()).collect();
         let members = self.members.iter_mut().map(|(device, queue, forward)| MemberRun {
@@ -85,33 +86,59 @@ impl Divided {
         (rows, drawn.into_iter().map(|drawn| drawn.id).collect())
     }
 
-    /// Two sequences, the second of which begins while the first decodes: their logits from step to step.
     fn two_sequences(&mut self, prompts: [&[u32]; 2], steps: usize) -> [(Vec<u32>, Vec<Vec<f32>>); 2] {
-        let draw = Some(DrawInput::GREEDY);
-        let pages: [Vec<u32>; 2] = [(0..8).rev().collect(), (8..16).collect()];
-        let pages_of = |which: usize, end: usize| &pages[which][..end.div_ceil(BLOCK_TOKENS as usize)];
-        let mut texts = prompts.map(<[u32]>::to_vec);
-        let mut logits = [Vec::new(), Vec::new()];
-        for step in 0..steps {
-            let mut parts = Vec::new();
-            for which in (0..2).filter(|which| step >= *which) {
-                let start = if step == which { 0 } else { texts[which].len() - 1 };
-                let tokens = &texts[which][start..];
-                let pages = pages_of(which, texts[which].len());
-                parts.push(StepInput { start: start as u32, tokens, pages, draw });
-            }
-            let (rows, drawn) = self.run(&parts);
-            for (which, (row, id)) in rows.into_iter().zip(drawn).enumerate() {
-                let best = (0..row.len()).fold(0, |best, i| if row[i] > row[best] { i } else { best });
-                assert_eq!(id as usize, best, "the draw is from whole logits");
-                logits[which].push(row);
-                texts[which].push(id);
-            }
-        }
-        let [a, b] = texts;
-        let [of_a, of_b] = logits;
-        [(a, of_a), (b, of_b)]
+        two_sequences(&mut |parts| self.run(parts), prompts, steps)
     }
+}
+
+/// Rows of logits, and the tokens drawn from them.
+pub(super) type Ran = (Vec<Vec<f32>>, Vec<u32>);
+
+/// Two sequences, the second of which begins while the first decodes: their texts, and their logits from step to
+/// step.
+pub(super) fn two_sequences(
+    run: &mut dyn FnMut(&[StepInput<'_>]) -> Ran,
+    prompts: [&[u32]; 2],
+    steps: usize,
+) -> [(Vec<u32>, Vec<Vec<f32>>); 2] {
+    let draw = Some(DrawInput::GREEDY);
+    let pages: [Vec<u32>; 2] = [(0..8).rev().collect(), (8..16).collect()];
+    let pages_of = |which: usize, end: usize| &pages[which][..end.div_ceil(BLOCK_TOKENS as usize)];
+    let mut texts = prompts.map(<[u32]>::to_vec);
+    let mut logits = [Vec::new(), Vec::new()];
+    for step in 0..steps {
+        let mut parts = Vec::new();
+        for which in (0..2).filter(|which| step >= *which) {
+            let start = if step == which { 0 } else { texts[which].len() - 1 };
+            let tokens = &texts[which][start..];
+            let pages = pages_of(which, texts[which].len());
+            parts.push(StepInput { start: start as u32, tokens, pages, draw });
+        }
+        let (rows, drawn) = run(&parts);
+        for (which, (row, id)) in rows.into_iter().zip(drawn).enumerate() {
+            let best = (0..row.len()).fold(0, |best, i| if row[i] > row[best] { i } else { best });
+            assert_eq!(id as usize, best, "the draw is from whole logits");
+            logits[which].push(row);
+            texts[which].push(id);
+        }
+    }
+    let [a, b] = texts;
+    let [of_a, of_b] = logits;
+    [(a, of_a), (b, of_b)]
+}
+
+/// The largest error of any logit of two such sequences.
+pub(super) fn worst_error(oracle: &Oracle, ran: &[(Vec<u32>, Vec<Vec<f32>>); 2]) -> f64 {
+    let mut worst = 0.0f64;
+    for (text, rows) in ran {
+        let prompt = text.len() - rows.len();
+        for (at, row) in rows.iter().enumerate() {
+            let exact = oracle.last_logits(&text[..prompt + at]);
+            let errors = row.iter().zip(&exact).map(|(a, b)| (f64::from(*a) - b).abs());
+            worst = errors.fold(worst, f64::max);
+        }
+    }
+    worst
 }
 
 #[test]
@@ -124,22 +151,15 @@ fn every_family_gives_the_oracles_logits_however_it_is_divided_and_the_same_bits
         for members in 2..=4 {
             let run = || Divided::new(&checkpoint, unlike(members)).two_sequences([&long, &short], 6);
             let first = run();
-            for (text, rows) in &first {
-                let prompt = text.len() - rows.len();
-                for (at, row) in rows.iter().enumerate() {
-                    let exact = oracle.last_logits(&text[..prompt + at]);
-                    let errors = row.iter().zip(&exact).map(|(a, b)| (f64::from(*a) - b).abs());
-                    let error = errors.fold(0.0, f64::max);
-                    assert!(error < LOGIT_ERROR_MAX, "{name} over {members}: step {at} is off by {error:e}");
-                }
-            }
+            let error = worst_error(&oracle, &first);
+            assert!(error < LOGIT_ERROR_MAX, "{name} over {members}: a logit is off by {error:e}");
             assert_eq!(first, run(), "{name} over {members}");
         }
     }
 }
 
 /// The operations that were submitted to a device.
-type Seen = Arc<Mutex<Vec<OpSig>>>;
+pub(super) type Seen = Arc<Mutex<Vec<OpSig>>>;
 
 struct SeeingQueue(Box<dyn Queue>, Seen);
 
@@ -160,7 +180,7 @@ impl Queue for SeeingQueue {
 }
 
 /// A device that notes what is submitted to it.
-fn seeing(seen: &Seen) -> Arc<dyn Device> {
+pub(super) fn seeing(seen: &Seen) -> Arc<dyn Device> {
     let seen = seen.clone();
     Arc::new(Wayward::new("seeing").queuing(move |queue| Box::new(SeeingQueue(queue, seen.clone()))))
 }
@@ -274,6 +294,7 @@ fn what_several_devices_cannot_do_yet_is_refused_at_the_start() {
             MemberSpec { device, weights, kv_bytes }
         });
         let MemberSpec { device, weights, .. } = placed.next().unwrap();
+        let weights = weights.unwrap();
         let spec = InstanceSpec { device, weights, role, price: None, limits };
         Loaded::divided(&config, &partition, spec, placed.take(devices - 1).collect())
     };

@@ -3,6 +3,7 @@
 #![allow(clippy::print_stdout, reason = "the numbers of some tests")]
 
 mod agree;
+mod apart;
 mod beside;
 mod contained;
 mod copies;

@@ -26,7 +26,7 @@ use mixfleet_runtime::pool::{MakeRegion, SSD_TIMEOUT, SsdConfig};
 use mixfleet_runtime::request::{
     EngineHandle, FinishReason, GenerateRequest, Hints, Sampling, ServiceTier, Update,
 };
-use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, PrefillCoefficients};
+use mixfleet_scheduler::cost::{AttnSplit, Coefficients, CostModel, DecodeCoefficients, PrefillCoefficients};
 use mixfleet_scheduler::fleet::{FleetConfig, Policy, Replicate, Role};
 use mixfleet_simulated::FaultyDevice;
 use mixfleet_wire::{FaultyTransport, HostRegion, InProcessTransport};
@@ -96,6 +96,8 @@ struct Member {
     device: Arc<dyn Device>,
     /// Those that divide the model with it.
     others: Vec<Arc<dyn Device>>,
+    /// How these divide the KV, if they attend for it instead.
+    split: Option<AttnSplit>,
 }
 
 /// Host memory with bit flips.
@@ -274,25 +276,52 @@ impl TestFleet {
 
     pub(crate) fn with_blocks(mut self, role: Role, block_tokens: u32) -> Self {
         let device = self.reference();
-        self.members.push(Member { role, block_tokens, kv: DType::F32, device, others: Vec::new() });
+        self.members.push(Member {
+            role,
+            block_tokens,
+            kv: DType::F32,
+            device,
+            others: Vec::new(),
+            split: None,
+        });
         self
     }
 
     /// Adds an instance with its own block size and KV dtype.
     pub(crate) fn with_kv(mut self, role: Role, block_tokens: u32, kv: DType) -> Self {
         let device = self.reference();
-        self.members.push(Member { role, block_tokens, kv, device, others: Vec::new() });
+        self.members.push(Member { role, block_tokens, kv, device, others: Vec::new(), split: None });
         self
     }
 
     pub(crate) fn with_device(mut self, role: Role, device: Arc<dyn Device>) -> Self {
-        self.members.push(Member { role, block_tokens: 8, kv: DType::F32, device, others: Vec::new() });
+        self.members.push(Member {
+            role,
+            block_tokens: 8,
+            kv: DType::F32,
+            device,
+            others: Vec::new(),
+            split: None,
+        });
         self
     }
 
     /// Adds an instance whose devices divide the model.
     pub(crate) fn with_devices(mut self, device: Arc<dyn Device>, others: Vec<Arc<dyn Device>>) -> Self {
-        self.members.push(Member { role: Role::Auto, block_tokens: 8, kv: DType::F32, device, others });
+        let role = Role::Auto;
+        self.members.push(Member { role, block_tokens: 8, kv: DType::F32, device, others, split: None });
+        self
+    }
+
+    /// Adds a device with the weights, and devices that attend for it and divide the KV so.
+    pub(crate) fn with_attention(
+        mut self,
+        device: Arc<dyn Device>,
+        others: Vec<Arc<dyn Device>>,
+        split: AttnSplit,
+    ) -> Self {
+        self = self.with_devices(device, others);
+        self.members.last_mut().unwrap().split = Some(split);
         self
     }
 
@@ -354,12 +383,15 @@ impl TestFleet {
         let config = Arc::new(self.checkpoint.config.clone());
         let instances = self.members.iter().enumerate().map(|(at, member)| {
             let device = member.device.clone();
-            let partition = config.divided(1 + member.others.len()).unwrap();
+            let partition = match member.split {
+                None => config.divided(1 + member.others.len()).unwrap(),
+                Some(split) => config.with_attention(member.others.len(), split).unwrap(),
+            };
             let place = |device: &Arc<dyn Device>, share| match member.others.is_empty() {
-                true => self.checkpoint.place(&**device, &mut |_, _| {}).unwrap(),
+                true => Some(self.checkpoint.place(&**device, &mut |_, _| {}).unwrap()),
                 false => self.checkpoint.place_share(&**device, share, &mut |_, _| {}).unwrap(),
             };
-            let weights = place(&device, &partition.shares()[0]);
+            let weights = place(&device, &partition.shares()[0]).unwrap();
             let block_bytes = u64::from(member.block_tokens) * config.kv_bytes_per_token(member.kv);
             let limits = InstanceLimits {
                 activations: DType::F32,

@@ -1,10 +1,12 @@
-//! Who computes what in an instance over several devices: tensor parallelism (Megatron-LM, arXiv 1909.08053).
+//! Who computes what in an instance over several devices.
 //!
-//! Every member has the whole residual stream. It projects to its own heads and to its own columns of the
-//! MLP, and back to a partial sum of the residual; the members' partial sums are added after attention and
-//! after the MLP of each layer. Each computes the logits of its own rows of the vocabulary.
+//! - Tensor parallelism (Megatron-LM, arXiv 1909.08053): every member has the whole residual stream. It
+//!   projects to its own heads and to its own columns of the MLP, and back to a partial sum of the residual;
+//!   the members' partial sums are added after attention and after the MLP of each layer. Each computes the
+//!   logits of its own rows of the vocabulary.
+//! - Attention on devices of its own (Lamina, arXiv 2405.01814): see [`Partition::attention`].
 
-use super::ModelShape;
+use super::{AttnSplit, MemberWork, ModelShape};
 use mixfleet_hal::cast::to_u32;
 use std::ops::Range;
 
@@ -18,6 +20,8 @@ pub struct MemberShare {
     /// The member's number. The first one also adds the residual and the biases of the projections to it, and
     /// draws tokens.
     pub member: u32,
+    /// Which operations of its heads, columns and rows it runs.
+    pub work: MemberWork,
     /// Its query heads.
     pub heads: Range<u32>,
     /// The KV heads that these read. Members share one where there are fewer KV heads than members.
@@ -33,6 +37,7 @@ impl MemberShare {
     pub fn whole(shape: &ModelShape) -> Self {
         MemberShare {
             member: 0,
+            work: MemberWork::All,
             heads: 0..shape.heads,
             kv_heads: 0..shape.kv_heads,
             inner: 0..shape.intermediate,
@@ -58,10 +63,11 @@ impl MemberShare {
 }
 
 /// The shares of an instance's members: every head, column and row belongs to exactly one of them, and KV
-/// heads to at least one.
+/// heads to at least one; where attention has members of its own, heads do so among these.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Partition {
-    shares: Vec<MemberShare>,
+    pub(super) shares: Vec<MemberShare>,
+    pub(super) split: Option<AttnSplit>,
 }
 
 impl Partition {
@@ -94,12 +100,13 @@ impl Partition {
         let shares = heads.into_iter().zip(inner).zip(vocab).enumerate();
         let share = |(member, ((heads, inner), vocab)): (usize, ((Range<u32>, _), _))| MemberShare {
             member: to_u32(member),
+            work: MemberWork::All,
             kv_heads: heads.start / group..heads.end.div_ceil(group),
             heads,
             inner,
             vocab,
         };
-        Ok(Partition { shares: shares.map(share).collect() })
+        Ok(Partition { shares: shares.map(share).collect(), split: None })
     }
 
     /// The members' shares, in their order.
@@ -113,7 +120,7 @@ fn count(range: &Range<u32>) -> u32 {
 }
 
 /// The query heads of each member: those of whole KV heads, or a part of those of one.
-fn heads(shape: &ModelShape, weights: &[f64]) -> Result<Vec<Range<u32>>, String> {
+pub(super) fn heads(shape: &ModelShape, weights: &[f64]) -> Result<Vec<Range<u32>>, String> {
     let (members, kv_heads) = (to_u32(weights.len()), shape.kv_heads);
     if kv_heads == 0 || !shape.heads.is_multiple_of(kv_heads) {
         return Err(format!("{} heads do not divide over {kv_heads} KV heads", shape.heads));

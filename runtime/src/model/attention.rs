@@ -1,0 +1,246 @@
+//! KV pages on a device, and the commands that write to them and attend to them.
+
+use super::ModelConfig;
+use super::arena::{Packer, rows_of};
+use super::graph::{StepInput, StepShape};
+use super::reach::{KvSizes, visible};
+use mixfleet_hal::cast::to_u32;
+use mixfleet_hal::{BufferUsage, Cmd, DType, Device, KvShape, OpSig, Result, Slice};
+
+/// The KV of a model, or of some of its heads, on a device.
+pub(super) struct Attention {
+    pools: Vec<(Slice, Slice)>,
+    kv: KvShape,
+    heads: u32,
+    /// Dtype of activations.
+    x: DType,
+    /// The window of each layer, as its place in `windows`.
+    window_of: Vec<usize>,
+    /// The distinct windows of the layers.
+    windows: Vec<Option<u32>>,
+}
+
+/// What attention reads and writes beside KV; the rows of decodes come first.
+#[derive(Debug)]
+pub(super) struct AttentionArena {
+    pub(super) q: Slice,        // [tokens, heads, head_dim]
+    pub(super) k: Slice,        // [tokens, kv_heads, head_dim]
+    pub(super) v: Slice,        // [tokens, kv_heads, head_dim]
+    pub(super) attended: Slice, // [tokens, heads, head_dim]; before that, q before its norm
+    pub(super) acc: Slice,      // [decodes, heads, head_dim] f32
+    pub(super) stat: Slice,     // [decodes, heads, 2] f32
+}
+
+/// The sizes of a step's attention.
+pub(super) struct AttentionSizes {
+    pub(super) tokens: u32,
+    pub(super) decodes: u32,
+    pub(super) prefills: u32,
+    pub(super) decode_pages_max: u32,
+    pub(super) prefill_pages_max: u32,
+    /// Per distinct window: keys read by decodes, and pairs and keys of prefills.
+    pub(super) kv: Vec<KvSizes>,
+}
+
+/// The device memory of what attention is told of a step.
+pub(super) struct AttentionInputs {
+    pub(super) slots: Slice,
+    /// Ranges per distinct window.
+    ranges: Vec<Slice>,
+    decode_pages: Slice,
+    query_start: Slice,
+    context: Slice,
+    prefill_pages: Slice,
+}
+
+/// The windows of a model's layers, each once.
+pub(super) fn distinct_windows(config: &ModelConfig) -> Vec<Option<u32>> {
+    let mut windows = config.windows.clone();
+    windows.sort_unstable();
+    windows.dedup();
+    windows
+}
+
+impl AttentionArena {
+    /// For steps of up to `tokens` rows, of which `decodes` have one token of a sequence.
+    pub(super) fn new(
+        config: &ModelConfig,
+        x: DType,
+        (tokens, decodes): (u64, u64),
+        alloc: &dyn Fn(u64) -> Result<Slice>,
+    ) -> Result<Self> {
+        let c = config;
+        let (q_cols, kv_cols) = (u64::from(c.heads * c.head_dim), u64::from(c.kv_heads * c.head_dim));
+        let x = x.size_bytes();
+        Ok(AttentionArena {
+            q: alloc(tokens * q_cols * x)?,
+            k: alloc(tokens * kv_cols * x)?,
+            v: alloc(tokens * kv_cols * x)?,
+            attended: alloc(tokens * q_cols * x)?,
+            acc: alloc(decodes * q_cols * 4)?,
+            stat: alloc(decodes * u64::from(c.heads) * 8)?,
+        })
+    }
+}
+
+impl AttentionSizes {
+    /// Of a step whose decodes and prefills these are.
+    pub(super) fn of(
+        decode: &[StepInput<'_>],
+        prefill: &[StepInput<'_>],
+        windows: &[Option<u32>],
+    ) -> AttentionSizes {
+        let pages_max =
+            |parts: &[StepInput<'_>]| parts.iter().map(|p| to_u32(p.pages.len())).max().unwrap_or(0);
+        let tokens = prefill.iter().map(|part| part.tokens.len()).sum::<usize>() + decode.len();
+        AttentionSizes {
+            tokens: to_u32(tokens),
+            decodes: to_u32(decode.len()),
+            prefills: to_u32(prefill.len()),
+            decode_pages_max: pages_max(decode),
+            prefill_pages_max: pages_max(prefill),
+            kv: windows.iter().map(|&window| KvSizes::of(decode, prefill, window)).collect(),
+        }
+    }
+}
+
+impl AttentionInputs {
+    /// Packs what attention is told of a step: of its decodes, as many rows of `padding` that read nothing and
+    /// write from slot `first_spare` on, and its prefills.
+    pub(super) fn put(
+        packer: &mut Packer<'_>,
+        (decode, prefill): (&[StepInput<'_>], &[StepInput<'_>]),
+        (padding, first_spare): (u32, u32),
+        block_tokens: u32,
+        sizes: &AttentionSizes,
+        windows: &[Option<u32>],
+    ) -> Self {
+        let slots_of = |p: &StepInput<'_>| {
+            let slot = |i: u32| p.pages[(i / block_tokens) as usize] * block_tokens + i % block_tokens;
+            (p.start..p.start + to_u32(p.tokens.len())).map(slot).collect::<Vec<u32>>()
+        };
+        // padding comes after the decodes, and a padded step has nothing else
+        let slots = decode.iter().chain(prefill).flat_map(slots_of);
+        let slots = packer.put_words(slots.chain((0..padding).map(|i| first_spare + i)));
+        let padding = padding as usize;
+        let table = |parts: &[StepInput<'_>], padding: usize, pages_max: u32| -> Vec<u32> {
+            let rows = parts.iter().map(|p| p.pages.iter().copied().chain(std::iter::repeat(0)));
+            let rows = rows.flat_map(|row| row.take(pages_max as usize));
+            rows.chain(zeros(padding * pages_max as usize)).collect()
+        };
+        let ranges = windows.iter().map(|&window| {
+            let ends = decode.iter().map(|p| p.start + 1);
+            let ranges = ends.flat_map(|end| [end - to_u32(visible(end - 1, window)), end]);
+            packer.put_words(ranges.chain(zeros(2 * padding)))
+        });
+        let ranges = ranges.collect();
+        let mut query_start = vec![0];
+        for part in prefill {
+            query_start.push(query_start[query_start.len() - 1] + to_u32(part.tokens.len()));
+        }
+        let context: Vec<u32> = prefill.iter().map(|p| p.start + to_u32(p.tokens.len())).collect();
+        AttentionInputs {
+            slots,
+            ranges,
+            decode_pages: packer.put_words(table(decode, padding, sizes.decode_pages_max)),
+            query_start: packer.put_words(query_start),
+            context: packer.put_words(context),
+            prefill_pages: packer.put_words(table(prefill, 0, sizes.prefill_pages_max)),
+        }
+    }
+}
+
+impl Attention {
+    /// Allocates KV pools, with `spare` pages beside those of `shape`.
+    pub(super) fn new(
+        device: &dyn Device,
+        config: &ModelConfig,
+        shape: &StepShape,
+        spare: u32,
+    ) -> Result<Self> {
+        let kv = shape.kv_shape(config);
+        let page_bytes = u64::from(kv.page_tokens) * kv.row() * kv.dtype.size_bytes();
+        let pool_bytes = u64::from(shape.blocks + spare) * page_bytes;
+        let pool = || device.alloc(pool_bytes, BufferUsage::Kv);
+        let windows = distinct_windows(config);
+        let place = |window| windows.iter().position(|w| w == window).expect("every window is listed");
+        Ok(Attention {
+            pools: (0..config.layers).map(|_| Ok((pool()?, pool()?))).collect::<Result<_>>()?,
+            kv,
+            heads: config.heads,
+            x: shape.activations,
+            window_of: config.windows.iter().map(place).collect(),
+            windows,
+        })
+    }
+
+    /// The distinct windows of the layers.
+    pub(super) fn windows(&self) -> &[Option<u32>] {
+        &self.windows
+    }
+
+    /// The K and V pools of `layer`.
+    pub(super) fn pools(&self, layer: usize) -> (&Slice, &Slice) {
+        let (k, v) = &self.pools[layer];
+        (k, v)
+    }
+
+    /// Appends KV write and attention of layer `at`: decodes first, then prefills.
+    pub(super) fn commands(
+        &self,
+        at: usize,
+        sizes: &AttentionSizes,
+        inputs: &AttentionInputs,
+        arena: &AttentionArena,
+        list: &mut Vec<Cmd>,
+    ) -> Result<()> {
+        let (x, kv, heads, tokens) = (self.x, self.kv, self.heads, sizes.tokens);
+        let head_dim = kv.head_dim;
+        let (k_pool, v_pool) = self.pools[at].clone();
+        let k = rows_of(&arena.k, tokens, kv.kv_heads * head_dim, x);
+        let v = rows_of(&arena.v, tokens, kv.kv_heads * head_dim, x);
+        let sig = OpSig::KvWrite { tokens, x, kv };
+        list.push(Cmd::new(sig, &[k, v, inputs.slots.clone(), k_pool.clone(), v_pool.clone()])?);
+
+        let which = self.window_of[at];
+        let (window, kv_sizes) = (self.windows[which], sizes.kv[which]);
+        let row_bytes = u64::from(heads * head_dim) * x.size_bytes();
+        let split = u64::from(sizes.decodes) * row_bytes;
+        let rest = u64::from(tokens - sizes.decodes) * row_bytes;
+        if sizes.decodes > 0 {
+            let (sequences, rows) = (sizes.decodes, sizes.decodes * heads);
+            let acc = rows_of(&arena.acc, rows, head_dim, DType::F32);
+            let stat = rows_of(&arena.stat, rows, 2, DType::F32);
+            let (kv_tokens, pages_max) = (kv_sizes.decode_tokens, sizes.decode_pages_max);
+            let sig = OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, x, kv };
+            let (range, pages) = (inputs.ranges[which].clone(), inputs.decode_pages.clone());
+            let q = arena.q.range(0, split);
+            let (k_pool, v_pool) = (k_pool.clone(), v_pool.clone());
+            list.push(Cmd::new(sig, &[q, range, pages, k_pool, v_pool, acc.clone(), stat.clone()])?);
+            let sig = OpSig::AttnMerge { parts: 1, rows, head_dim, out: x };
+            list.push(Cmd::new(sig, &[acc, stat, arena.attended.range(0, split)])?);
+        }
+        if sizes.prefills > 0 {
+            let sig = OpSig::AttnPrefill {
+                tokens: tokens - sizes.decodes,
+                sequences: sizes.prefills,
+                pairs: kv_sizes.prefill_pairs,
+                kv_tokens: kv_sizes.prefill_tokens,
+                heads,
+                pages_max: sizes.prefill_pages_max,
+                window,
+                x,
+                kv,
+            };
+            let (query_start, context) = (inputs.query_start.clone(), inputs.context.clone());
+            let (q, out) = (arena.q.range(split, rest), arena.attended.range(split, rest));
+            let pages = inputs.prefill_pages.clone();
+            list.push(Cmd::new(sig, &[q, query_start, context, pages, k_pool, v_pool, out])?);
+        }
+        Ok(())
+    }
+}
+
+pub(super) fn zeros(count: usize) -> impl Iterator<Item = u32> {
+    std::iter::repeat_n(0, count)
+}

@@ -1,0 +1,298 @@
+//! Attention on devices of its own: together with the device that has the weights they compute what one device
+//! does, and each keeps only what is its own.
+
+use super::cost_shape::{BLOCK_TOKENS, counted};
+use super::divided::{LOGIT_ERROR_MAX, Ran, Seen, core, seeing, two_sequences, unlike, worst_error};
+use crate::fleet::{TestFleet, ask, greedy, prompt};
+use bytemuck::Zeroable;
+use mixfleet_hal::sample::Drawn;
+use mixfleet_hal::{
+    BufferUsage, Collective, DType, Device, HostMemory, MatrixPart, MemberSlice, OpSig, Queue, Result, Slice,
+};
+use mixfleet_hwtests::reference::ReferenceDevice;
+use mixfleet_runtime::env::{SeededEnv, SharedEnv};
+use mixfleet_runtime::model::apart::{AttentionMember, AttentionRun, run_apart};
+use mixfleet_runtime::model::divided::MemberRun;
+use mixfleet_runtime::model::draws::DrawInput;
+use mixfleet_runtime::model::exchange::ThroughHost;
+use mixfleet_runtime::model::graph::{Forward, StepInput, StepShape};
+use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::model::{Checkpoint, Oracle};
+use mixfleet_scheduler::cost::{AttnBytes, AttnSplit, MemberShare, ModelShape, Partition};
+use mixfleet_scheduler::fleet::Role;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+const TIMEOUT: Duration = Duration::from_secs(60);
+
+const SHAPE: StepShape = StepShape {
+    tokens_max: 32,
+    sequences_max: 4,
+    blocks: 16,
+    block_tokens: BLOCK_TOKENS,
+    activations: DType::F32,
+    kv: DType::F32,
+};
+
+/// Counts what crosses.
+struct Counting {
+    inner: ThroughHost,
+    crossed: AttnBytes,
+}
+
+impl Collective for Counting {
+    fn sum(&mut self, _: &[MemberSlice<'_>]) -> Result<()> {
+        unreachable!("only one member has weights: there is nothing to sum")
+    }
+    fn deal(&mut self, from: &MemberSlice<'_>, rows: u32, to: &[MatrixPart<'_>]) -> Result<()> {
+        self.crossed.out += to.iter().map(|part| part.at.slice.bytes).sum::<u64>();
+        self.inner.deal(from, rows, to)
+    }
+    fn join(&mut self, from: &[MatrixPart<'_>], rows: u32, to: &MemberSlice<'_>) -> Result<()> {
+        self.crossed.back += from.iter().map(|part| part.at.slice.bytes).sum::<u64>();
+        self.inner.join(from, rows, to)
+    }
+}
+
+type Attending = (Arc<dyn Device>, Box<dyn Queue>, AttentionMember);
+
+/// A model on the device of its weights and those that attend.
+struct Apart {
+    device: Arc<dyn Device>,
+    queue: Box<dyn Queue>,
+    forward: Forward,
+    attending: Vec<Attending>,
+    partition: Partition,
+    cost: ModelShape,
+    exchange: Counting,
+}
+
+impl Apart {
+    fn new(checkpoint: &Checkpoint, devices: Vec<Arc<dyn Device>>, split: AttnSplit) -> Self {
+        let config = &checkpoint.config;
+        let partition = config.with_attention(devices.len() - 1, split).unwrap();
+        let mut members = devices.into_iter().zip(partition.shares());
+        let (device, share) = members.next().unwrap();
+        let weights = checkpoint.place_share(&*device, share, &mut |_, _| {}).unwrap().unwrap();
+        let forward = Forward::of_member(&*device, config, share, weights, SHAPE).unwrap();
+        let attending = members.map(|(device, share)| {
+            let placed = checkpoint.place_share(&*device, share, &mut |_, _| {}).unwrap();
+            assert!(placed.is_none(), "it has no weights");
+            let member = AttentionMember::new(&*device, config, share, SHAPE).unwrap();
+            let queue = device.queue().unwrap();
+            (device, queue, member)
+        });
+        let crossed = AttnBytes { out: 0, back: 0 };
+        Apart {
+            queue: device.queue().unwrap(),
+            attending: attending.collect(),
+            forward,
+            device,
+            cost: config.cost_shape(DType::F32, DType::F32, BLOCK_TOKENS),
+            partition,
+            exchange: Counting { inner: ThroughHost::default(), crossed },
+        }
+    }
+
+    /// Runs a step; its rows of logits, and the tokens drawn from them.
+    fn run(&mut self, parts: &[StepInput<'_>]) -> Ran {
+        let Apart { device, queue, forward, attending, exchange, .. } = self;
+        let pass = forward.begin(&**device, parts).unwrap();
+        let begin = |(device, _, member): &Attending| member.begin(&**device, parts).unwrap();
+        let passes: Vec<_> = attending.iter().map(begin).collect();
+        let attending = attending.iter_mut().map(|(device, queue, member)| AttentionRun {
+            device: &**device,
+            queue: &mut **queue,
+            member,
+        });
+        let mut attending: Vec<_> = attending.collect();
+        let mut model = MemberRun { device: &**device, queue: &mut **queue, forward };
+        exchange.crossed = AttnBytes { out: 0, back: 0 };
+        run_apart(&mut model, &pass, &mut attending, &passes, exchange, TIMEOUT).unwrap();
+        let tokens: usize = parts.iter().map(|part| part.tokens.len()).sum();
+        let times = tokens as u64 * u64::from(self.cost.layers());
+        let AttnBytes { out, back } = self.partition.attention_bytes(&self.cost).unwrap();
+        assert_eq!(exchange.crossed, AttnBytes { out: out * times, back: back * times });
+
+        let vocab = forward.config().vocab as usize;
+        let mut logits = vec![0f32; pass.rows() as usize * vocab];
+        device.read(&forward.logits(&pass), bytemuck::cast_slice_mut(&mut logits)).unwrap();
+        let mut drawn = vec![Drawn::zeroed(); pass.rows() as usize];
+        let outputs = forward.drawn(&pass).expect("the first member draws");
+        device.read(outputs.drawn(), bytemuck::cast_slice_mut(&mut drawn)).unwrap();
+        let rows = logits.chunks_exact(vocab).map(<[f32]>::to_vec).collect();
+        (rows, drawn.into_iter().map(|drawn| drawn.id).collect())
+    }
+}
+
+#[test]
+fn every_family_gives_the_oracles_logits_however_kv_is_divided_and_the_same_bits_twice() {
+    for (name, checkpoint) in tiny_variants() {
+        let checkpoint = checkpoint.load().unwrap();
+        let (config, oracle) = (&checkpoint.config, Oracle::new(&checkpoint));
+        let (long, short) = (prompt(19, 1, config), prompt(6, 2, config));
+        for split in AttnSplit::ALL {
+            for workers in 1..=3 {
+                let run = || {
+                    let mut apart = Apart::new(&checkpoint, unlike(1 + workers), split);
+                    two_sequences(&mut |parts| apart.run(parts), [&long, &short], 6)
+                };
+                let first = run();
+                let error = worst_error(&oracle, &first);
+                let what = format!("{name} by {split} over {workers}");
+                assert!(error < LOGIT_ERROR_MAX, "{what}: a logit is off by {error:e}");
+                assert_eq!(first, run(), "{what}");
+            }
+        }
+    }
+}
+
+#[test]
+fn every_member_runs_what_the_cost_model_counts_for_it() {
+    for (name, checkpoint) in tiny_variants() {
+        let checkpoint = checkpoint.load().unwrap();
+        for workers in [1, 2] {
+            let seen: Vec<Seen> = (0..=workers).map(|_| Seen::default()).collect();
+            let mut apart = Apart::new(&checkpoint, seen.iter().map(seeing).collect(), AttnSplit::Head);
+            let (pages, ids) = (Vec::from_iter(0..16u32), [1u32; 12]);
+            let part =
+                |start, tokens, pages| StepInput { start, tokens, pages, draw: Some(DrawInput::GREEDY) };
+            let prompt = mixfleet_scheduler::cost::Prefill { context: 9, tokens: 12, last: true };
+            let (cost, shares) = (apart.cost.clone(), apart.partition.shares().to_vec());
+            let ops = |share: &MemberShare, at: usize| match at {
+                0 => share.step_ops(&cost, &[prompt], 0, 0),
+                _ => share.step_ops(&cost, &[], 4, 4 * 21),
+            };
+            let steps = [vec![part(9, &ids[..], &pages[..3])], vec![part(20, &ids[..1], &pages[..3]); 4]];
+            for (at, parts) in steps.into_iter().enumerate() {
+                apart.run(&parts);
+                for (share, seen) in shares.iter().zip(&seen) {
+                    let submitted = std::mem::take(&mut *seen.lock().unwrap());
+                    assert_eq!(
+                        counted(ops(share, at).into_iter()),
+                        counted(submitted.into_iter().map(|sig| (sig, 1))),
+                        "{name}: step {at} of member {} of {}",
+                        share.member,
+                        1 + workers
+                    );
+                }
+            }
+        }
+    }
+}
+
+/// What was allocated on a device, and whether it imported memory.
+type Allocated = Arc<Mutex<Vec<Option<BufferUsage>>>>;
+
+/// A device that notes what memory is taken on it.
+struct Watched(ReferenceDevice, Allocated);
+
+impl Device for Watched {
+    mixfleet_hal::forward_device!(
+        self => self.0;
+        info, limits, support, export, pin, write, read, queue, memory_free, health
+    );
+    fn alloc(&self, bytes: u64, usage: BufferUsage) -> Result<Slice> {
+        self.1.lock().unwrap().push(Some(usage));
+        self.0.alloc(bytes, usage)
+    }
+    fn import(&self, memory: Arc<dyn HostMemory>) -> Result<Slice> {
+        self.1.lock().unwrap().push(None);
+        self.0.import(memory)
+    }
+}
+
+#[test]
+fn the_device_of_the_weights_keeps_no_kv_and_those_that_attend_keep_no_weights() {
+    let (_, checkpoint) = tiny_variants().remove(0);
+    let checkpoint = checkpoint.load().unwrap();
+    for split in AttnSplit::ALL {
+        let allocated: [Allocated; 3] = Default::default();
+        let device = |at: usize| -> Arc<dyn Device> {
+            let id = format!("reference:{at}");
+            Arc::new(Watched(ReferenceDevice::named(&id), allocated[at].clone()))
+        };
+        let fleet =
+            TestFleet::new(checkpoint.clone()).with_attention(device(0), vec![device(1), device(2)], split);
+        let env = SeededEnv::new(3);
+        let shared: SharedEnv = Arc::new(env.clone());
+        let handle = fleet.start(shared);
+        let question = prompt(11, 5, &checkpoint.config);
+        let expected = greedy(&checkpoint, &question, 5);
+        let answer = env.run(async move { ask(&handle, "one".into(), question, 5, None).await });
+        assert_eq!((answer.tokens, answer.failure), (expected, None));
+        let [model, first, second] = allocated.map(|all| all.lock().unwrap().clone());
+        let kv = Some(BufferUsage::Kv);
+        assert!(model.contains(&Some(BufferUsage::Weights)) || model.contains(&None), "{model:?}");
+        assert!(!model.contains(&kv), "the device of the weights keeps KV: {model:?}");
+        for attends in [first, second] {
+            assert!(attends.contains(&kv), "{attends:?}");
+            let weights = attends.contains(&Some(BufferUsage::Weights)) || attends.contains(&None);
+            assert!(!weights, "a device that attends has weights: {attends:?}");
+        }
+    }
+}
+
+#[test]
+fn an_instance_with_attention_apart_answers_beside_one_of_a_single_device() {
+    let (_, checkpoint) = tiny_variants().remove(0);
+    let checkpoint = checkpoint.load().unwrap();
+    let shared = prompt(20, 3, &checkpoint.config);
+    let prompts: Vec<Vec<u32>> = (0..12)
+        .map(|at| [&shared[..], &prompt(3 + at, 10 + u64::from(at), &checkpoint.config)].concat())
+        .collect();
+    let expected: Vec<_> = prompts.iter().map(|prompt| greedy(&checkpoint, prompt, 7)).collect();
+    for split in AttnSplit::ALL {
+        for alone in [true, false] {
+            let fleet =
+                TestFleet::new(checkpoint.clone()).with_attention(core(), vec![core(), core()], split);
+            let fleet = if alone { fleet } else { fleet.with(Role::Auto) };
+            let env = SeededEnv::new(7);
+            let shared: SharedEnv = Arc::new(env.clone());
+            let handle = fleet.start(shared);
+            let prompts = prompts.clone();
+            let answers = env.run(async move {
+                let asked = prompts.into_iter().enumerate();
+                let asked = asked.map(|(at, prompt)| ask(&handle, format!("r{at}"), prompt, 7, None));
+                futures_util::future::join_all(asked).await
+            });
+            for (answer, expected) in answers.iter().zip(&expected) {
+                assert_eq!((&answer.tokens, &answer.failure), (expected, &None), "by {split}");
+                assert!(answer.placed.iter().all(|(prefill, decode)| prefill == decode), "no KV moves");
+            }
+            assert_eq!(fleet.panics(), 0);
+        }
+    }
+}
+
+#[test]
+fn clients_that_leave_an_instance_with_attention_apart_leave_no_page_in_use() {
+    let (_, checkpoint) = tiny_variants().remove(0);
+    let checkpoint = checkpoint.load().unwrap();
+    for split in AttnSplit::ALL {
+        let fleet = TestFleet::new(checkpoint.clone()).with_attention(core(), vec![core(), core()], split);
+        let env = SeededEnv::new(11);
+        assert_eq!(fleet.run_leavers(&env, 11, 12), 0.0, "by {split}");
+        assert_eq!(fleet.panics(), 0);
+    }
+}
+
+#[test]
+fn operations_with_weights_and_with_kv_never_meet_on_a_device() {
+    let (_, checkpoint) = tiny_variants().remove(0);
+    let checkpoint = checkpoint.load().unwrap();
+    for split in AttnSplit::ALL {
+        let seen: Vec<Seen> = (0..3).map(|_| Seen::default()).collect();
+        let mut apart = Apart::new(&checkpoint, seen.iter().map(seeing).collect(), split);
+        let config = &checkpoint.config;
+        let (long, short) = (prompt(19, 1, config), prompt(6, 2, config));
+        two_sequences(&mut |parts| apart.run(parts), [&long, &short], 3);
+        for (at, seen) in seen.iter().enumerate() {
+            let is_kv = |sig: &OpSig| sig.kv().is_some();
+            let is_product = |sig: &OpSig| matches!(sig, OpSig::Gemm { .. } | OpSig::RmsNorm { .. });
+            let seen = seen.lock().unwrap();
+            let (kv, products) = (seen.iter().any(is_kv), seen.iter().any(is_product));
+            assert_eq!((kv, products), (at > 0, at == 0), "member {at} by {split}");
+        }
+    }
+}

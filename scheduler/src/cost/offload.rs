@@ -1,0 +1,225 @@
+//! Attention on devices of its own: a member with the weights computes everything but attention and keeps no
+//! KV; the others keep the KV, attend to it, and have no weights (Lamina, arXiv 2405.01814).
+//!
+//! Per layer the queries, keys and values of a step's rows go from the first member to the others, and what
+//! they attended to comes back.
+
+use super::partition::heads;
+use super::{MemberShare, ModelShape, OpCounts, Partition, Prefill};
+use mixfleet_hal::OpSig;
+use std::fmt;
+
+/// Which operations of its share a member runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MemberWork {
+    /// All of them.
+    All,
+    /// All but those that read or write KV, of which it keeps none.
+    Products,
+    /// Those that read or write KV; it has no weights.
+    Attention,
+}
+
+/// How the members that attend divide the KV.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum AttnSplit {
+    /// By heads: each has some heads of all tokens.
+    #[default]
+    Head,
+}
+
+impl AttnSplit {
+    /// Every way to divide it.
+    pub const ALL: [AttnSplit; 1] = [AttnSplit::Head];
+
+    /// Its name on the command line.
+    pub const fn name(self) -> &'static str {
+        match self {
+            AttnSplit::Head => "head",
+        }
+    }
+}
+
+impl fmt::Display for AttnSplit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl std::str::FromStr for AttnSplit {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        AttnSplit::ALL.into_iter().find(|split| split.name() == text).ok_or_else(|| {
+            let known = AttnSplit::ALL.map(AttnSplit::name).join(", ");
+            format!("KV cannot be divided by '{text}'; known: {known}")
+        })
+    }
+}
+
+/// Bytes that cross between the member with the weights and those that attend, per token and layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AttnBytes {
+    /// Queries, keys and values.
+    pub out: u64,
+    /// What was attended to.
+    pub back: u64,
+}
+
+impl Partition {
+    /// A first member with the weights, and `workers` members that attend, which divide the KV by `split`.
+    ///
+    /// # Errors
+    /// When a member would have nothing, or the model's attention cannot be apart.
+    pub fn attention(shape: &ModelShape, workers: u32, split: AttnSplit) -> Result<Self, String> {
+        if shape.latent.is_some() {
+            return Err("latent attention is not given devices of its own: all heads share one latent per token, so \
+                        that it computes more per byte of KV than a device that is rich in bandwidth can; let one \
+                        device run the whole model"
+                .into());
+        }
+        if shape.linear.is_some() || shape.experts.is_some() {
+            return Err("linear attention and experts are not divided over devices yet".into());
+        }
+        if workers == 0 {
+            return Err("attention on devices of its own needs a device".into());
+        }
+        let group = shape.heads / shape.kv_heads.max(1);
+        let attends = heads(shape, &vec![1.0; workers as usize])?.into_iter().zip(1..);
+        let attends = attends.map(|(heads, member)| MemberShare {
+            member,
+            work: MemberWork::Attention,
+            kv_heads: heads.start / group..heads.end.div_ceil(group),
+            heads,
+            inner: 0..0,
+            vocab: 0..0,
+        });
+        let first = MemberShare { work: MemberWork::Products, ..MemberShare::whole(shape) };
+        Ok(Partition { shares: std::iter::once(first).chain(attends).collect(), split: Some(split) })
+    }
+
+    /// How the KV is divided, where attention has members of its own.
+    pub fn split(&self) -> Option<AttnSplit> {
+        self.split
+    }
+
+    /// The bytes that cross per token and layer, where attention has members of its own:
+    /// `(heads + 2 kv_heads) head_dim e` out, with KV heads as often as they are kept, and `heads head_dim e` back,
+    /// for activations of `e` bytes.
+    pub fn attention_bytes(&self, shape: &ModelShape) -> Option<AttnBytes> {
+        self.split?;
+        let row = u64::from(shape.head_dim) * shape.activation.size_bytes();
+        let attends = self.shares.iter().filter(|share| share.work == MemberWork::Attention);
+        let (heads, kv_heads) = attends.fold((0, 0), |(heads, kv_heads), share| {
+            (heads + share.heads.len() as u64, kv_heads + share.kv_heads.len() as u64)
+        });
+        Some(AttnBytes { out: (heads + 2 * kv_heads) * row, back: heads * row })
+    }
+}
+
+impl MemberShare {
+    /// Whether it has weights.
+    pub fn has_weights(&self) -> bool {
+        self.work != MemberWork::Attention
+    }
+
+    /// Whether it keeps KV.
+    pub fn keeps_kv(&self) -> bool {
+        self.work != MemberWork::Products
+    }
+
+    /// Its operations of a mixed step of a model of this shape, as [`ModelShape::step_ops`] has those of all.
+    pub fn step_ops(&self, shape: &ModelShape, parts: &[Prefill], batch: u32, kv_tokens: u64) -> OpCounts {
+        let mut ops = self.of(shape).step_ops(parts, batch, kv_tokens);
+        let attends = |sig: &OpSig| sig.kv().is_some() || matches!(sig, OpSig::AttnMerge { .. });
+        ops.retain(|(sig, _)| match self.work {
+            MemberWork::All => true,
+            MemberWork::Products => !attends(sig),
+            MemberWork::Attention => attends(sig),
+        });
+        ops
+    }
+
+    /// Bytes of KV of a token that it keeps, over all layers.
+    pub fn kv_bytes_per_token(&self, shape: &ModelShape) -> u64 {
+        if self.keeps_kv() { self.of(shape).kv_bytes_per_token() } else { 0 }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::models;
+    use mixfleet_hal::DType;
+    use std::collections::HashMap;
+
+    fn shape(name: &str) -> ModelShape {
+        models::find(name).unwrap().shape(DType::Bf16)
+    }
+
+    fn summed(ops: impl Iterator<Item = OpCounts>) -> [f64; 2] {
+        let sum = |of: fn(&OpSig) -> f64, ops: &[OpCounts]| {
+            ops.iter().flatten().map(|(sig, count)| of(sig) * *count as f64).sum::<f64>()
+        };
+        let all: Vec<OpCounts> = ops.collect();
+        [sum(OpSig::flops, &all), all.iter().flatten().map(|(_, count)| *count as f64).sum()]
+    }
+
+    #[test]
+    fn one_attention_member_and_the_first_run_together_what_one_device_runs() {
+        let shape = shape("llama-3.1-8b");
+        let parts = [Prefill { context: 100, tokens: 20, last: true }];
+        let partition = Partition::attention(&shape, 1, AttnSplit::Head).unwrap();
+        let mut all: HashMap<OpSig, u64> = HashMap::new();
+        for share in partition.shares() {
+            for (sig, count) in share.step_ops(&shape, &parts, 4, 400) {
+                *all.entry(sig).or_default() += count;
+            }
+        }
+        assert_eq!(all, shape.step_ops(&parts, 4, 400).into_iter().collect());
+    }
+
+    #[test]
+    fn several_divide_its_arithmetic_and_its_kv_and_the_first_keeps_none() {
+        let shape = shape("llama-3.1-8b");
+        let whole = summed(std::iter::once(shape.step_ops(&[], 4, 400)))[0];
+        for workers in [2, 3, 8] {
+            let partition = Partition::attention(&shape, workers, AttnSplit::Head).unwrap();
+            let ops = partition.shares().iter().map(|share| share.step_ops(&shape, &[], 4, 400));
+            assert!((summed(ops)[0] / whole - 1.0).abs() < 1e-12);
+            let kept: Vec<u64> = partition.shares().iter().map(|s| s.kv_bytes_per_token(&shape)).collect();
+            assert_eq!((kept[0], kept.iter().sum()), (0, shape.kv_bytes_per_token()));
+            let weights: Vec<bool> = partition.shares().iter().map(MemberShare::has_weights).collect();
+            assert_eq!(weights.iter().position(|has| !has), Some(1), "only the first one has weights");
+        }
+    }
+
+    #[test]
+    fn what_crosses_is_what_was_published_for_8b_and_70b() {
+        let of = |name, workers| {
+            let shape = shape(name);
+            let bytes =
+                Partition::attention(&shape, workers, AttnSplit::Head).unwrap().attention_bytes(&shape);
+            let AttnBytes { out, back } = bytes.unwrap();
+            (out, back)
+        };
+        assert_eq!(of("llama-3.1-8b", 4), (12_288, 8192));
+        assert_eq!(of("llama-3.1-70b", 2), (20_480, 16_384));
+        // two members keep each of 8 KV heads
+        assert_eq!(of("llama-3.1-8b", 16), (12_288 + 4096, 8192));
+        let divided = Partition::even(&shape("llama-3.1-8b"), 2).unwrap();
+        assert_eq!(divided.attention_bytes(&shape("llama-3.1-8b")), None);
+    }
+
+    #[test]
+    fn what_cannot_be_apart_is_refused_with_the_reason() {
+        let refused =
+            |name, workers| Partition::attention(&shape(name), workers, AttnSplit::Head).unwrap_err();
+        assert!(refused("deepseek-v3", 2).contains("per byte of KV"));
+        assert!(refused("qwen3-30b-a3b", 2).contains("experts"));
+        assert!(refused("llama-3.1-8b", 0).contains("needs a device"));
+        assert!(refused("llama-3.1-8b", 33).contains("32 heads"));
+        assert!("layer".parse::<AttnSplit>().unwrap_err().contains("head"));
+        assert_eq!("head".parse::<AttnSplit>(), Ok(AttnSplit::Head));
+    }
+}
