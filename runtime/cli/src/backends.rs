@@ -48,8 +48,8 @@ pub(crate) fn attends_apart(selector: &str) -> bool {
     selector.starts_with(APART)
 }
 
-/// The selectors of an instance's devices: its only one, or those between the commas of `tp:A,B` or `attn:A,B`.
-/// A comma that no backend's name follows belongs to a selector.
+/// The selectors of an instance's devices: its only one, or those between the commas of `tp:A,B` or
+/// `attn:A,B`. A comma that no backend's name follows belongs to a selector.
 ///
 /// # Errors
 /// When fewer than two devices are to be one instance, or one is named twice.

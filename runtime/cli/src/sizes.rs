@@ -15,9 +15,9 @@ const SHARE_MIN: f64 = 0.9;
 /// A clock below this share of the highest one is held down; drivers round clocks by a percent.
 const CLOCK_SHARE_MIN: f64 = 0.95;
 
-/// The size of an instance of `model` on `device`, on which its weights are already, and which has `share` of the
-/// model; `host_devices` is the number of devices of this process whose memory is the host's. Says what was
-/// chosen and why.
+/// The size of an instance of `model` on `device`, on which its weights are already, and which has `share` of
+/// the model; `host_devices` is the number of devices of this process whose memory is the host's. Says what
+/// was chosen and why.
 ///
 /// # Errors
 /// When nothing is left for KV.

@@ -88,8 +88,8 @@ fn fixtures_give_their_golden_tokens_on_every_placement() {
     println!("{undecided} cases with a margin below twice the logits' error: compared by logits");
 }
 
-/// Several devices as one instance: of equal and of unlike sizes of shares and kinds of devices, that divide the
-/// model or attend for the first one.
+/// Several devices as one instance: of equal and of unlike sizes of shares and kinds of devices, that divide
+/// the model or attend for the first one.
 fn divided() -> Vec<String> {
     let mut all = ["tp:cpu@0,cpu@1", "tp:cpu,cpu@0,cpu@1", "attn:cpu@0,cpu@1", "attn:cpu,cpu@0,cpu@1"]
         .map(str::to_owned)

@@ -1,8 +1,8 @@
 //! The members of an instance beside its first device, which divide the model with it, or attend for it.
 //!
 //! The worker has the first one: it draws, and its device speaks for the instance. KV pages have the same
-//! numbers on all members that keep some, each with its own heads. KV does not leave such an instance yet, and
-//! none comes to it.
+//! numbers on all members that keep some, each with its own heads. KV does not leave such an instance yet,
+//! and none comes to it.
 
 use crate::model::apart::{AttentionMember, AttentionPass, AttentionRun, run_apart};
 use crate::model::divided::{MemberRun, run_divided};

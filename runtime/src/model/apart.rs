@@ -106,8 +106,8 @@ pub struct AttentionRun<'a> {
 }
 
 /// Runs a step on a model's member with the weights and on those that attend, whose passes are `passes`, and
-/// waits until it is done; no part of it may take longer than `timeout`. The first member's device then has the
-/// logits and has drawn from them.
+/// waits until it is done; no part of it may take longer than `timeout`. The first member's device then has
+/// the logits and has drawn from them.
 ///
 /// # Errors
 /// Those of the devices and of the exchange.

@@ -105,8 +105,8 @@ impl AttentionSizes {
 }
 
 impl AttentionInputs {
-    /// Packs what attention is told of a step: of its decodes, as many rows of `padding` that read nothing and
-    /// write from slot `first_spare` on, and its prefills.
+    /// Packs what attention is told of a step: of its decodes, as many rows of `padding` that read nothing
+    /// and write from slot `first_spare` on, and its prefills.
     pub(super) fn put(
         packer: &mut Packer<'_>,
         (decode, prefill): (&[StepInput<'_>], &[StepInput<'_>]),

@@ -1,5 +1,5 @@
-//! Attention on devices of its own: together with the device that has the weights they compute what one device
-//! does, and each keeps only what is its own.
+//! Attention on devices of its own: together with the device that has the weights they compute what one
+//! device does, and each keeps only what is its own.
 
 use super::cost_shape::{BLOCK_TOKENS, counted};
 use super::divided::{LOGIT_ERROR_MAX, Ran, Seen, core, seeing, two_sequences, unlike, worst_error};

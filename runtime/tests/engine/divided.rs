@@ -94,8 +94,8 @@ impl Divided {
 /// Rows of logits, and the tokens drawn from them.
 pub(super) type Ran = (Vec<Vec<f32>>, Vec<u32>);
 
-/// Two sequences, the second of which begins while the first decodes: their texts, and their logits from step to
-/// step.
+/// Two sequences, the second of which begins while the first decodes: their texts, and their logits from step
+/// to step.
 pub(super) fn two_sequences(
     run: &mut dyn FnMut(&[StepInput<'_>]) -> Ran,
     prompts: [&[u32]; 2],

@@ -103,9 +103,9 @@ impl Partition {
         self.split
     }
 
-    /// The bytes that cross per token and layer, where attention has members of its own:
-    /// `(heads + 2 kv_heads) head_dim e` out, with KV heads as often as they are kept, and `heads head_dim e` back,
-    /// for activations of `e` bytes.
+    /// The bytes that cross per token and layer, where attention has members of its own: `(heads + 2
+    /// kv_heads) head_dim e` out, with KV heads as often as they are kept, and `heads head_dim e` back, for
+    /// activations of `e` bytes.
     pub fn attention_bytes(&self, shape: &ModelShape) -> Option<AttnBytes> {
         self.split?;
         let row = u64::from(shape.head_dim) * shape.activation.size_bytes();
