@@ -10,6 +10,7 @@ mod prices;
 mod search;
 mod stress;
 mod table;
+mod tiers;
 
 use crate::numbers::seconds;
 use crate::simulate::share;
@@ -104,6 +105,18 @@ pub(crate) struct PlanArgs {
     /// Further instances of each pool, in case others fail
     #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true, value_parser = clap::value_parser!(u32).range(0..=64))]
     spares: u32,
+    /// Host memory for KV to choose from, GiB an instance
+    #[arg(long, value_name = "GIB,..", value_delimiter = ',', requires = "dram_usd", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    dram: Vec<u32>,
+    /// Rent of a GiB of it per hour; 0 if a device's rent includes it
+    #[arg(long, value_name = "USD", requires = "dram", value_parser = usd)]
+    dram_usd: Option<f64>,
+    /// Disk for KV to choose from, beside host memory
+    #[arg(long, value_name = "GIB,..", value_delimiter = ',', requires_all = ["dram", "ssd_usd"], value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    ssd: Vec<u32>,
+    /// Rent of a GiB of it per hour
+    #[arg(long, value_name = "USD", requires = "ssd", value_parser = usd)]
+    ssd_usd: Option<f64>,
     /// End the simulations after this time
     #[arg(long, value_name = "S", default_value_t = 60.0, value_parser = seconds)]
     budget_s: f64,
@@ -123,6 +136,11 @@ pub(crate) struct PlanArgs {
 fn headroom(text: &str) -> Result<f64, String> {
     let value = text.parse().ok().filter(|value: &f64| (0.0..=100.0).contains(value));
     value.ok_or_else(|| "expected a share of the load, 0 or more, as in 0.2".into())
+}
+
+fn usd(text: &str) -> Result<f64, String> {
+    let value = text.parse().ok().filter(|value: &f64| (0.0..=1000.0).contains(value));
+    value.ok_or_else(|| "expected a rent in dollars per hour, as in 0.004".into())
 }
 
 fn confidence(text: &str) -> Result<f64, String> {

@@ -174,7 +174,9 @@ fn lists(text: &str, key: &str) -> Vec<Vec<String>> {
     let heads = (0..lines.len()).filter(|at| lines[*at].trim() == key);
     let item = |line: &&str| line.trim_start().starts_with("- ");
     let list = |at: usize| lines[at + 1..].iter().copied().take_while(item);
-    heads.map(|at| list(at).map(|line| line.trim_start()[2..].to_owned()).collect()).collect()
+    heads
+        .map(|at| list(at).map(|line| line.trim_start()[2..].trim_matches('"').to_owned()).collect())
+        .collect()
 }
 
 fn started_by_compose_and_kubernetes(out: &Path, fleet: &Value) {
@@ -315,6 +317,45 @@ fn what_has_no_offer_or_is_not_in_stock_is_not_taken() {
     let mut many = STEADY;
     many[4] = "100";
     fails(&run(&many, &["--inventory", &one]), 1, &["the inventory binds", "% of the load"]);
+}
+
+#[test]
+fn host_memory_for_kv_is_rented_where_it_saves_more_than_it_costs() {
+    let directory = scratch("plan-tiers");
+    let (trace, out) = (directory.join("t.jsonl"), directory.join("out"));
+    let (trace, out) = (trace.to_str().unwrap(), out.to_str().unwrap());
+    let generated = ["trace", "generate", "--requests", "800", "--rate", "2", "--hit-target", "0.5"];
+    let output = run(&generated, &["--seed", "5", "--out", trace]);
+    assert!(output.status.success(), "{output:?}");
+    let mut of_trace = vec!["plan", "--model", "llama-3.1-8b", "--trace", trace, "--jitter", "--ttft", "20"];
+    of_trace.extend([
+        "--tbt",
+        "0.1",
+        "--attain",
+        "0.9",
+        "--parts",
+        "L40S",
+        "--budget-s",
+        "600",
+        "--dram",
+        "512",
+    ]);
+    let document = planned(&of_trace, &["--dram-usd", "0.0005", "--out", out]);
+    let fleets = document["fleets"].as_array().unwrap();
+    let (first, tiers) = (&fleets[0], |fleet: &Value| number(&fleet["kv_tiers"]["dram_gib"]));
+    let without = fleets.iter().find(|fleet| tiers(fleet) == 0.0).unwrap();
+    assert_eq!((tiers(first), number(&first["kv_tiers"]["ssd_gib"])), (512.0, 0.0), "{first:#}");
+    assert!(number(&first["usd_per_hour"]) < number(&without["usd_per_hour"]), "{document:#}");
+    let with_memory = pools(first).iter().filter(|pool| pool["role"] != "decode");
+    let rent: f64 = with_memory.map(|pool| 512.0 * 0.0005 * number(&pool["count"])).sum();
+    assert!((number(&first["kv_tiers"]["usd_per_hour"]) - rent).abs() < 1e-9, "{first:#}");
+    let devices = 0.913 * devices(first, "L40S") as f64;
+    assert!((number(&first["usd_per_hour"]) - devices - rent).abs() < 1e-6, "{first:#}");
+    let fleet = Path::new(out).join("FLEET.toml");
+    assert!(simulated(&fleet, Path::new(trace), &["--jitter"]) >= 0.9);
+    let kept = std::fs::read_to_string(fleet).unwrap();
+    assert!(kept.contains("dram_bytes = 549755813888.0"), "{kept}");
+    fails(&run(&of_trace, &[]), 2, &["--dram-usd"]);
 }
 
 #[test]

@@ -24,6 +24,7 @@ use mixfleet_scheduler::plan::candidates::ServiceLevel;
 use mixfleet_scheduler::plan::load::LoadTally;
 use mixfleet_scheduler::plan::market::{Market, MarketAsk, PlannedPool};
 use mixfleet_scheduler::plan::offer::OfferedPart;
+use mixfleet_scheduler::plan::tiers::PlannedTiers;
 use mixfleet_scheduler::{engines, models::KnownModel};
 use mixfleet_sim::fleet_file::{FleetFile, InstancePool, PlannedText};
 use mixfleet_sim::repair::{RepairLimits, TrialLoad};
@@ -131,7 +132,7 @@ impl Scene {
         let mut best: Option<(f64, Vec<PlannedPool>)> = None;
         for fleet in market.rank(&Microlp, REPAIRED).into_iter().take(REPAIRED) {
             let pools = fleet.pools;
-            let file = parsed(&text.of(&pools, stored, policy));
+            let file = parsed(&text.of(&pools, stored, &PlannedTiers::default(), policy));
             let with = |counts: &[u32]| {
                 let all = pools.iter().zip(counts);
                 all.map(|(pool, count)| PlannedPool { count: *count, ..pool.clone() }).collect::<Vec<_>>()
@@ -155,9 +156,9 @@ impl Scene {
         let less = |at: usize| {
             let mut fewer = pools.clone();
             fewer[at].count -= 1;
-            text.of(&fewer, stored, policy)
+            text.of(&fewer, stored, &PlannedTiers::default(), policy)
         };
-        (text.of(&pools, stored, policy), (0..pools.len()).map(less).collect())
+        (text.of(&pools, stored, &PlannedTiers::default(), policy), (0..pools.len()).map(less).collect())
     }
 
     /// Share of `requests` that meet the objectives on the fleet of `text`: in the simulator, and in the

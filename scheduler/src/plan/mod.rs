@@ -29,6 +29,7 @@ pub mod program;
 pub mod regions;
 pub mod remote;
 pub mod shortfall;
+pub mod tiers;
 
 #[cfg(test)]
 mod candidates_tests;

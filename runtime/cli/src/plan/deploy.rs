@@ -3,6 +3,7 @@
 use super::Planned;
 use super::search::ProvenFleet;
 use crate::simulate::word;
+use mixfleet_hal::units::{Bytes, GIB};
 use mixfleet_hal::{StoredAs, WeightFormat};
 use mixfleet_scheduler::plan::market::PlannedPool;
 use mixfleet_scheduler::plan::program::Duty;
@@ -50,6 +51,11 @@ fn kubernetes(planned: &Planned<'_>, fleet: &ProvenFleet) -> Result<String, Stri
     if places.len() > 1 {
         return Err("its instances are in several regions, each of which has its own cluster".into());
     }
+    if fleet.tiers.ssd.0 > 0.0 {
+        return Err(
+            "where its disks are mounted is the cluster's; give each worker --kv-ssd and --kv-ssd-gib".into(),
+        );
+    }
     let template = WORKER.split("---\n").next().unwrap_or_default();
     let mut text = format!("# {}\n", header(planned, fleet));
     text.push_str("# The router and the rest are those of docs/deploy/kubernetes; start the router with\n");
@@ -66,6 +72,8 @@ fn kubernetes(planned: &Planned<'_>, fleet: &ProvenFleet) -> Result<String, Stri
         let (id, role) = (planned.offers.parts[pool.part].word(), role_of(pool.duty));
         let device = format!("{backend}:0");
         let usd = planned.offers.parts[pool.part].usd_per_hour.0;
+        let quoted = tier_flags(fleet, pool).into_iter().map(|word| format!("            - \"{word}\"\n"));
+        let tiers: String = quoted.collect();
         let changes = [
             ("kind: DaemonSet", "kind: Deployment".to_owned()),
             ("spec:\n  selector:", format!("spec:\n  replicas: {}\n  selector:", pool.count)),
@@ -82,7 +90,7 @@ fn kubernetes(planned: &Planned<'_>, fleet: &ProvenFleet) -> Result<String, Stri
             ),
             (
                 "            - prefill\n            - --kv-memory\n            - \"40\"\n",
-                format!("            - {role}\n"),
+                format!("            - {role}\n{tiers}"),
             ),
             ("nvidia.com/gpu", resource.into()),
         ];
@@ -105,6 +113,18 @@ fn kubernetes(planned: &Planned<'_>, fleet: &ProvenFleet) -> Result<String, Stri
     Ok(text)
 }
 
+/// What a worker of a pool is told of its tiers, of which disks are in the volume that all share.
+fn tier_flags(fleet: &ProvenFleet, pool: &PlannedPool) -> Vec<String> {
+    if !fleet.tiers.are_of(pool) {
+        return Vec::new();
+    }
+    let gib = |bytes: Bytes| (bytes.0 / GIB as f64).to_string();
+    let dram = vec!["--kv-dram".into(), gib(fleet.tiers.dram)];
+    let ssd = ["--kv-ssd".into(), "/shared/kv".into(), "--kv-ssd-gib".into(), gib(fleet.tiers.ssd)];
+    let with_ssd = fleet.tiers.ssd.0 > 0.0;
+    dram.into_iter().chain(ssd.into_iter().filter(|_| with_ssd)).collect()
+}
+
 /// All instances on one machine, after docs/deploy/compose.yaml.
 fn compose(planned: &Planned<'_>, fleet: &ProvenFleet) -> String {
     let mut text = format!("# {}\n", header(planned, fleet));
@@ -123,7 +143,8 @@ fn compose(planned: &Planned<'_>, fleet: &ProvenFleet) -> String {
     let mut service = |name: &str, more: &str, words: &[String]| {
         let _ = write!(text, "\n  {name}:\n    <<: *mixfleet\n{more}    command:\n");
         words.iter().for_each(|word| {
-            let _ = writeln!(text, "      - {word}");
+            // in quotes, since a number is no word to Compose
+            let _ = writeln!(text, "      - {}", serde_json::json!(word));
         });
     };
     let common = |name: &str| {
@@ -141,6 +162,7 @@ fn compose(planned: &Planned<'_>, fleet: &ProvenFleet) -> String {
         let (backend, _) = backend(offer.part.vendor).unwrap_or(("auto", ""));
         let mut words = common("worker");
         words.extend(["--role".into(), role_of(pool.duty).into()]);
+        words.extend(tier_flags(fleet, pool));
         for _ in 0..pool.count {
             let number = next.entry(backend).or_default();
             let device = format!("{backend}:{number}");

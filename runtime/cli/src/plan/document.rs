@@ -4,6 +4,7 @@ use super::Planned;
 use super::hours::{self, HourPlan};
 use super::search::ProvenFleet;
 use super::stress::FACTORS;
+use mixfleet_hal::units::GIB;
 use mixfleet_scheduler::plan::break_even::BreakEven;
 use mixfleet_scheduler::plan::market::PlannedPool;
 use mixfleet_scheduler::plan::offer::OfferedPart;
@@ -89,6 +90,11 @@ fn fleet(planned: &Planned<'_>, fleet: &ProvenFleet) -> Value {
         "pools": fleet.pools.iter().zip(&fleet.less).map(|(pool, less)| self::pool(planned, pool, less)).collect::<Vec<_>>(),
         "usd_per_million_input_tokens": input,
         "usd_per_million_output_tokens": output,
+        "kv_tiers": {
+            "dram_gib": fleet.tiers.dram.0 / GIB as f64,
+            "ssd_gib": fleet.tiers.ssd.0 / GIB as f64,
+            "usd_per_hour": fleet.tiers.rent(&fleet.pools).0,
+        },
         "policy": crate::simulate::word(&fleet.policy),
         "likely_error": fleet.likely_error,
         "slack": { "load": load, "times": times },

@@ -3,18 +3,20 @@
 use super::load::PlanLoad;
 use super::offers::Offers;
 use super::stress::{FACTORS, FleetStress, most_robust};
-use super::{PlanArgs, on_all_cores};
+use super::{PlanArgs, on_all_cores, tiers};
 use crate::interrupt::cancel_on_interrupt;
 use anyhow::Result;
 use mixfleet_hal::StoredAs;
-use mixfleet_hal::units::Ordered;
+use mixfleet_hal::units::{Ordered, UsdPerHour};
 use mixfleet_scheduler::fleet::Policy;
 use mixfleet_scheduler::plan::branching::Microlp;
+use mixfleet_scheduler::plan::forms::FleetForm;
 use mixfleet_scheduler::plan::margin::{ERROR_UNKNOWN, slower};
 use mixfleet_scheduler::plan::market::{FormedFleet, Market, PlannedPool};
 use mixfleet_scheduler::plan::offer::OfferedPart;
 use mixfleet_scheduler::plan::program::Duty;
 use mixfleet_scheduler::plan::shortfall::Shortfall;
+use mixfleet_scheduler::plan::tiers::PlannedTiers;
 use mixfleet_sim::fleet_file::{FleetFile, PlannedText};
 use mixfleet_sim::repair::{FleetTrial, RepairLimits, Repaired, TrialLoad};
 use mixfleet_sim::simulate::Choices;
@@ -31,6 +33,8 @@ const PROVEN_MAX: usize = 5;
 /// Fleets of one part that are simulated in any case: all that are ranked, whole and divided into roles,
 /// since the best of them is shown beside the first.
 const HOMOGENEOUS_MIN: usize = 2 * EACH;
+/// Fleets that are simulated with host memory and disks for KV, the cheapest without.
+const TIERED_MAX: usize = 2;
 /// Fleets that are simulated side by side, whatever the number of cores, so that one input gives one plan.
 const WAVE: usize = 4;
 /// A fleet is given up that costs so many times as much as the best, once there are some.
@@ -62,6 +66,8 @@ pub(super) struct ProvenFleet {
     pub(super) stress: FleetStress,
     /// How its weights are stored.
     pub(super) stored: StoredAs,
+    /// What its instances have for KV beside their devices.
+    pub(super) tiers: PlannedTiers,
     /// The policy that places its requests.
     pub(super) policy: Policy,
     /// As FLEET.toml.
@@ -103,6 +109,8 @@ pub(super) struct PlanFound {
     pub(super) shortfall: Vec<Shortfall>,
     /// Number of fleets that the program ranked.
     pub(super) ranked: usize,
+    /// Number of fleets that were tried with host memory or disks for KV.
+    pub(super) with_tiers: usize,
     /// Whether all simulations came to their end.
     pub(super) complete: bool,
 }
@@ -122,6 +130,14 @@ impl PlanFound {
         let fleets: Vec<_> = self.fleets.iter().map(|fleet| (fleet.usd_per_hour, fleet.stress)).collect();
         most_robust(&fleets)
     }
+}
+
+/// A fleet that is simulated.
+struct FleetTried<'a> {
+    fleet: &'a FormedFleet,
+    tiers: PlannedTiers,
+    /// The rent beyond which it is given up.
+    most_usd: f64,
 }
 
 pub(super) struct PlanSearch<'a> {
@@ -179,6 +195,7 @@ impl<'a> PlanSearch<'a> {
             lower_bound,
             shortfall,
             ranked: ranked.len(),
+            with_tiers: 0,
             complete: true,
         };
         let (mut of_one_part, mut rest) = (0, ranked.iter().peekable());
@@ -191,11 +208,16 @@ impl<'a> PlanSearch<'a> {
                     wave.push(fleet);
                 }
             }
-            self.prove(&wave, &mut outcome)?;
+            let tried = wave.iter().map(|fleet| {
+                let most_usd = outcome.most_usd(self.is_of_one_part(fleet));
+                FleetTried { fleet, tiers: PlannedTiers::default(), most_usd }
+            });
+            let tried: Vec<_> = tried.collect();
+            self.prove(&tried, &mut outcome)?;
         }
-        let asked =
-            |fleet: &ProvenFleet| self.market.ask().stored.iter().position(|stored| *stored == fleet.stored);
-        outcome.fleets.sort_by_key(|fleet| (Ordered(fleet.usd_per_hour), asked(fleet)));
+        self.sort(&mut outcome);
+        self.prove_with_tiers(&mut outcome)?;
+        self.sort(&mut outcome);
         let stresses = on_all_cores(STRESSES.len() * outcome.fleets.len(), |at| {
             self.attained(&outcome.fleets[at / STRESSES.len()], STRESSES[at % STRESSES.len()])
         });
@@ -206,6 +228,34 @@ impl<'a> PlanSearch<'a> {
                 FleetStress { load: [attained[0], attained[1]], times: [attained[2], attained[3]] };
         }
         Ok(outcome)
+    }
+
+    fn sort(&self, outcome: &mut PlanFound) {
+        let asked =
+            |fleet: &ProvenFleet| self.market.ask().stored.iter().position(|stored| *stored == fleet.stored);
+        outcome.fleets.sort_by_key(|fleet| (Ordered(fleet.usd_per_hour), asked(fleet)));
+    }
+
+    /// Simulates the cheapest fleets with each choice of tiers. Of a fleet with them only one that costs less
+    /// than without is worth having.
+    fn prove_with_tiers(&self, outcome: &mut PlanFound) -> Result<()> {
+        let cheapest: Vec<FormedFleet> = (outcome.fleets.iter().take(TIERED_MAX))
+            .map(|fleet| FormedFleet {
+                form: FleetForm::Free,
+                stored: fleet.stored,
+                pools: fleet.pools.clone(),
+                usd_per_hour: UsdPerHour(fleet.planned_usd_per_hour),
+            })
+            .collect();
+        let usd: Vec<f64> = outcome.fleets.iter().map(|fleet| fleet.usd_per_hour).collect();
+        for tiers in tiers::choices(self.args) {
+            let with = cheapest.iter().zip(&usd);
+            let tried: Vec<_> =
+                with.map(|(fleet, usd)| FleetTried { fleet, tiers, most_usd: *usd }).collect();
+            outcome.with_tiers += tried.len();
+            self.prove(&tried, outcome)?;
+        }
+        Ok(())
     }
 
     /// Simulates a fleet with a multiple of the load, and of the times of its devices.
@@ -221,14 +271,12 @@ impl<'a> PlanSearch<'a> {
     }
 
     /// Simulates fleets, each under every policy, and adds what comes of them.
-    fn prove(&self, wave: &[&FormedFleet], outcome: &mut PlanFound) -> Result<()> {
-        let most_usd: Vec<f64> =
-            wave.iter().map(|fleet| outcome.most_usd(self.is_of_one_part(fleet))).collect();
-        let files = on_all_cores(wave.len(), |at| self.parsed(wave[at]));
+    fn prove(&self, wave: &[FleetTried<'_>], outcome: &mut PlanFound) -> Result<()> {
+        let files = on_all_cores(wave.len(), |at| self.parsed(&wave[at]));
         let files: Vec<FleetFile> = files.into_iter().collect::<Result<_>>()?;
         let repaired = on_all_cores(POLICIES.len() * wave.len(), |at| {
             let fleet = at / POLICIES.len();
-            self.repair(wave[fleet], &files[fleet], POLICIES[at % POLICIES.len()], most_usd[fleet])
+            self.repair(&wave[fleet], &files[fleet], POLICIES[at % POLICIES.len()])
         });
         let mut repaired = repaired.into_iter();
         for (fleet, file) in wave.iter().zip(files) {
@@ -259,26 +307,20 @@ impl<'a> PlanSearch<'a> {
         pools
     }
 
-    /// The fewest instances of a fleet that hold the objective under `policy`, for at most `most_usd` per
-    /// hour.
-    fn repair(
-        &self,
-        planned: &FormedFleet,
-        file: &FleetFile,
-        policy: Policy,
-        most_usd: f64,
-    ) -> Result<Option<Repaired>> {
-        let pools = self.without_spares(planned);
+    /// The fewest instances of a fleet that hold the objective under `policy`, within its most rent.
+    fn repair(&self, tried: &FleetTried<'_>, file: &FleetFile, policy: Policy) -> Result<Option<Repaired>> {
+        let pools = self.without_spares(tried.fleet);
         let fits = |counts: &[u32]| {
             let pools = self.with_spares(&pools, counts);
-            self.usd_per_hour(&pools, planned.stored) <= most_usd && self.is_in_stock(&pools)
+            self.usd_per_hour(&pools, tried) <= tried.most_usd && self.is_in_stock(&pools)
         };
         let told = |counts: &[u32], trial: &FleetTrial| {
             let (bound, word) = if trial.held { ("", "held") } else { ("at most ", "missed") };
             let (fleet, percent) = (self.words(&self.with_spares(&pools, counts)), 100.0 * trial.attained);
+            let fleet = format!("{fleet}{}", tiers::words(&tried.tiers));
             self.say(&format!("{fleet}, {}: {bound}{percent:.2} %, {word}", crate::simulate::word(&policy)));
         };
-        let rent = |counts: &[u32]| self.usd_per_hour(&self.with_spares(&pools, counts), planned.stored);
+        let rent = |counts: &[u32]| self.usd_per_hour(&self.with_spares(&pools, counts), tried);
         let limits = RepairLimits { fits: &fits, rent: &rent, go_on: &|| self.goes_on(), told: &told };
         Ok(self.under(policy).repair(file, &limits)?)
     }
@@ -290,14 +332,15 @@ impl<'a> PlanSearch<'a> {
     /// Adds the cheapest that the repairs of a fleet, one for each policy, ended with.
     fn add(
         &self,
-        planned: &FormedFleet,
+        tried: &FleetTried<'_>,
         mut file: FleetFile,
         of_each: Vec<Option<Repaired>>,
         outcome: &mut PlanFound,
     ) -> Result<()> {
+        let FleetTried { fleet: planned, tiers, most_usd } = *tried;
         let pools = self.without_spares(planned);
         let rank = |of: &Repaired| {
-            let usd = self.usd_per_hour(&self.with_spares(&pools, &of.counts), planned.stored);
+            let usd = self.usd_per_hour(&self.with_spares(&pools, &of.counts), tried);
             (!of.trial.held, Ordered(usd), Ordered(-of.trial.attained))
         };
         let ended = POLICIES.into_iter().zip(of_each).filter_map(|(policy, of)| Some((policy, of?)));
@@ -312,9 +355,12 @@ impl<'a> PlanSearch<'a> {
                 None => outcome.complete = false,
             }
         }
-        let text = self.text.of(&pools, planned.stored, policy);
+        let text = self.text.of(&pools, planned.stored, &tiers, policy);
         let rents = |pool: &PlannedPool| self.market.rent(pool.part, pool.devices).0 * f64::from(pool.count);
-        let usd_per_hour = self.usd_per_hour(&pools, planned.stored);
+        let usd_per_hour = self.usd_per_hour(&pools, tried);
+        if tiers != PlannedTiers::default() && (!trial.held || usd_per_hour >= most_usd) {
+            return Ok(());
+        }
         let errors = used.iter().map(|&pool| Some(file.pools[pool].likely_error? * rents(&pools[pool])));
         let rent: f64 = used.iter().map(|&pool| rents(&pools[pool])).sum();
         let likely_error = errors.sum::<Option<f64>>().map(|usd| usd / rent);
@@ -329,13 +375,15 @@ impl<'a> PlanSearch<'a> {
             least,
             stress: FleetStress::default(),
             stored: planned.stored,
+            tiers,
             policy,
             text,
             ids: self.ids(used.iter().map(|&pool| pools[pool].part)),
             file,
         };
         if proven.trial.held {
-            let same = |known: &ProvenFleet| (&known.pools, known.stored) == (&proven.pools, proven.stored);
+            let what = |fleet: &ProvenFleet| (fleet.pools.clone(), fleet.stored, fleet.tiers);
+            let same = |known: &ProvenFleet| what(known) == what(&proven);
             if !outcome.fleets.iter().any(same) {
                 outcome.fleets.push(proven);
             }
@@ -347,9 +395,10 @@ impl<'a> PlanSearch<'a> {
 
     /// A fleet as its file has it, with devices as slow as `--confidence` asks for. To make the tables of its
     /// times takes longer than a run.
-    fn parsed(&self, planned: &FormedFleet) -> Result<FleetFile> {
+    fn parsed(&self, tried: &FleetTried<'_>) -> Result<FleetFile> {
         let none = |path: &Path| Err(format!("{} is not read", path.display()));
-        let text = self.text.of(&self.without_spares(planned), planned.stored, Policy::default());
+        let pools = self.without_spares(tried.fleet);
+        let text = self.text.of(&pools, tried.fleet.stored, &tried.tiers, Policy::default());
         let file = FleetFile::parse(&text, Path::new(""), &none)?;
         Ok(file.slowed(|pool| slower(pool.likely_error, self.args.confidence)))
     }
@@ -369,8 +418,8 @@ impl<'a> PlanSearch<'a> {
         self.ids(fleet.pools.iter().map(|pool| pool.part)).len() == 1
     }
 
-    fn usd_per_hour(&self, pools: &[PlannedPool], stored: StoredAs) -> f64 {
-        self.market.usd_per_hour(pools, stored).0
+    fn usd_per_hour(&self, pools: &[PlannedPool], tried: &FleetTried<'_>) -> f64 {
+        (self.market.usd_per_hour(pools, tried.fleet.stored) + tried.tiers.rent(pools)).0
     }
 
     fn is_in_stock(&self, pools: &[PlannedPool]) -> bool {

@@ -121,6 +121,9 @@ fn below(text: &mut String, planned: &Planned<'_>, best: &ProvenFleet, started: 
     if let Some(why) = why_lost(planned) {
         line("second", why);
     }
+    if outcome.with_tiers > 0 && !outcome.fleets.iter().any(|fleet| fleet.tiers.dram.0 > 0.0) {
+        line("tiers", "none of --dram and --ssd makes one of the two cheapest fleets cheaper".into());
+    }
     line("attention apart", attention_apart(planned, best));
     if let Some(robust) = outcome.most_robust() {
         let stress = outcome.fleets[robust].stress;
@@ -252,5 +255,5 @@ fn words(planned: &Planned<'_>, fleet: &ProvenFleet) -> String {
     let pools = planned.words(&fleet.pools, fleet.stored);
     let policy =
         if fleet.policy == Policy::default() { String::new() } else { format!(", {}", word(&fleet.policy)) };
-    format!("{pools}{policy}")
+    format!("{pools}{}{policy}", super::tiers::words(&fleet.tiers))
 }

@@ -7,6 +7,7 @@ use mixfleet_hal::units::GB;
 use mixfleet_scheduler::fleet::Policy;
 use mixfleet_scheduler::plan::market::{Market, PlannedPool};
 use mixfleet_scheduler::plan::program::Duty;
+use mixfleet_scheduler::plan::tiers::PlannedTiers;
 use std::fmt::Write as _;
 
 /// Bandwidth between regions that no link joins: the least that a file may give.
@@ -31,9 +32,15 @@ pub fn role_of(duty: Duty) -> &'static str {
 }
 
 impl PlannedText<'_> {
-    /// The file of a fleet that stores weights so and whose requests `policy` places; pools without instances
-    /// are left out.
-    pub fn of(&self, pools: &[PlannedPool], stored: StoredAs, policy: Policy) -> String {
+    /// The file of a fleet of some pools, which stores weights so, has such tiers, and whose requests are
+    /// placed by `policy`; pools without instances are left out.
+    pub fn of(
+        &self,
+        pools: &[PlannedPool],
+        stored: StoredAs,
+        tiers: &PlannedTiers,
+        policy: Policy,
+    ) -> String {
         let PlannedText { market, prices } = self;
         let ask = market.ask();
         let mut text = format!(
@@ -51,14 +58,22 @@ impl PlannedText<'_> {
         for pool in pools.iter().filter(|pool| pool.count > 0) {
             let (offer, role) = (&market.parts()[pool.part], role_of(pool.duty));
             let (id, name) = (offer.part.id, format!("{role}-x{}-{}", pool.devices, offer.word()));
-            let (rent, devices) = (market.rent(pool.part, pool.devices).0, pool.devices);
+            let below = if tiers.are_of(pool) { *tiers } else { PlannedTiers::default() };
+            let (rent, devices) =
+                ((market.rent(pool.part, pool.devices) + below.usd_per_hour).0, pool.devices);
             let (count, nic) = (pool.count, InstancePool::NIC_GB_PER_S);
             let _ = write!(
                 text,
                 "\n[[pool]]\nname = \"{name}\"\nrole = \"{role}\"\ncount = {count}\ndevice = \"{id}\"\n\
-                 devices_per_instance = {devices}\nusd_per_hour = {rent:?}    # {}\nnic_gb_per_s = {nic:?}\n",
-                prices[pool.part].basis.replace(char::is_control, " ")
+                 devices_per_instance = {devices}\nusd_per_hour = {rent:?}    # {}{}\nnic_gb_per_s = {nic:?}\n",
+                prices[pool.part].basis.replace(char::is_control, " "),
+                if below.dram.0 > 0.0 { ", and memory for KV" } else { "" }
             );
+            for (key, bytes) in [("dram_bytes", below.dram), ("ssd_bytes", below.ssd)] {
+                if bytes.0 > 0.0 {
+                    let _ = writeln!(text, "{key} = {:?}", bytes.0);
+                }
+            }
         }
         self.links(&mut text, pools);
         text
