@@ -1,6 +1,6 @@
 //! What the members of one instance over several devices exchange.
 
-use crate::{Device, Result, Slice};
+use crate::{DType, Device, Result, Slice};
 use std::ops::Range;
 
 /// Memory of one member.
@@ -21,6 +21,17 @@ pub struct MatrixPart<'a> {
     pub rows: Option<&'a [u32]>,
     /// The bytes of each row of the matrix.
     pub columns: Range<u64>,
+}
+
+/// What a member attended to of rows of queries, by [`OpSig::AttnMerge`](crate::OpSig::AttnMerge) of one
+/// part.
+#[derive(Clone)]
+pub struct AttendedPart<'a> {
+    /// The rows, each of all heads.
+    pub rows: MatrixPart<'a>,
+    /// `[rows, heads, 2]` f32, maximum and sum as [`OpSig::AttnDecode`](crate::OpSig::AttnDecode) gives them,
+    /// of the first of these rows, which other members may have attended to as well.
+    pub stat: MemberSlice<'a>,
 }
 
 /// Exchanges among the members of an instance, whatever carries them. Members are given in their order, and
@@ -48,4 +59,19 @@ pub trait Collective: Send {
     /// Those of the devices and of what carries the values, and `Invalid` for parts that do not cover the
     /// matrix; `to` is then undefined.
     fn join(&mut self, from: &[MatrixPart<'_>], rows: u32, to: &MemberSlice<'_>) -> Result<()>;
+
+    /// Puts together what members attended to of `rows` rows of `heads` heads of `dtype`: a row that has
+    /// maxima and sums is the mean of its parts, weighted by these, as
+    /// [`OpSig::AttnMerge`](crate::OpSig::AttnMerge) does, and summed in f32 in the order of members.
+    ///
+    /// # Errors
+    /// Those of the devices and of what carries the values, and `Invalid` for parts that do not cover the
+    /// matrix; `to` is then undefined.
+    fn merge(
+        &mut self,
+        from: &[AttendedPart<'_>],
+        shape: (u32, u32),
+        dtype: DType,
+        to: &MemberSlice<'_>,
+    ) -> Result<()>;
 }

@@ -32,7 +32,7 @@ mod scalar;
 pub mod transport;
 pub mod units;
 
-pub use collective::{Collective, MatrixPart, MemberSlice};
+pub use collective::{AttendedPart, Collective, MatrixPart, MemberSlice};
 pub use command::{Cmd, Elapsed, Graph, Queue, Ticket};
 pub use device::{Absent, Backend, Device, DeviceInfo, DeviceKind, DeviceLimits, Health, Support};
 pub use dtype::DType;

@@ -156,6 +156,7 @@ fn alone(fleet: &ProcessFleet, case: &Value, tokens: usize) -> String {
         max_tokens: tokens as u32,
         prefill: "cpu",
         decode: "cpu",
+        further: &[],
     });
     let (ids, golden) = (common::ids(&answer["ids"]), common::ids(&case["greedy_ids"]));
     let both = ids.len().min(golden.len());

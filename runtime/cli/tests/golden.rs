@@ -73,6 +73,7 @@ fn fixtures_give_their_golden_tokens_on_every_placement() {
                     max_tokens: 48,
                     prefill,
                     decode,
+                    further: &[],
                 });
                 let place = format!("{} on {prefill} -> {decode}: {}", fixture.display(), case["text"]);
                 let (answered, expected) = (ids(&answer["ids"]), ids(&case["greedy_ids"]));
@@ -90,16 +91,17 @@ fn fixtures_give_their_golden_tokens_on_every_placement() {
 
 /// Several devices as one instance: of equal and of unlike sizes of shares and kinds of devices, that divide
 /// the model or attend for the first one.
-fn divided() -> Vec<String> {
-    let mut all = ["tp:cpu@0,cpu@1", "tp:cpu,cpu@0,cpu@1", "attn:cpu@0,cpu@1", "attn:cpu,cpu@0,cpu@1"]
-        .map(str::to_owned)
-        .to_vec();
+fn divided() -> Vec<(String, Option<&'static str>)> {
     let others: Vec<String> =
         devices().into_iter().skip(1).chain(wgpu()).map(|device| device.info().id.clone()).collect();
-    all.extend(others.iter().map(|device| format!("tp:cpu,{device}")));
-    all.extend(others.iter().map(|device| format!("attn:{device},cpu")));
-    if !others.is_empty() {
-        all.push(format!("attn:cpu,cpu@0,{}", others.join(",")));
+    let mut all = vec![("tp:cpu@0,cpu@1".to_owned(), None), ("tp:cpu,cpu@0,cpu@1".to_owned(), None)];
+    all.extend(others.iter().map(|device| (format!("tp:cpu,{device}"), None)));
+    all.extend(others.iter().map(|device| (format!("attn:{device},cpu"), None)));
+    all.push(("attn:cpu@0,cpu@1".to_owned(), None));
+    let mixture = format!("attn:cpu,cpu@0,{}", others.join(","));
+    for split in ["head", "request", "range"] {
+        all.push(("attn:cpu,cpu@0,cpu@1".to_owned(), Some(split)));
+        all.extend((!others.is_empty()).then(|| (mixture.clone(), Some(split))));
     }
     all
 }
@@ -107,19 +109,21 @@ fn divided() -> Vec<String> {
 #[test]
 fn fixtures_give_their_golden_tokens_on_several_devices_as_one_instance() {
     for fixture in fixtures() {
-        for (turn, devices) in divided().into_iter().enumerate() {
+        for (turn, (devices, split)) in divided().into_iter().enumerate() {
             let golden = golden(&fixture);
             let cases = golden["cases"].as_array().unwrap();
             let case = &cases[turn % cases.len()];
+            let further = split.map_or_else(Vec::new, |split| vec!["--attn-split", split]);
             let request = Generate {
                 model: &fixture,
                 prompt_ids: &ids(&case["prompt_ids"]),
                 max_tokens: 48,
                 prefill: &devices,
                 decode: &devices,
+                further: &further,
             };
             let (answer, again) = (generate(&request), generate(&request));
-            let place = format!("{} on {devices}: {}", fixture.display(), case["text"]);
+            let place = format!("{} on {devices} by {split:?}: {}", fixture.display(), case["text"]);
             let (answered, expected) = (ids(&answer["ids"]), ids(&case["greedy_ids"]));
             match Close::of(&fixture, case) {
                 None => assert_eq!(answered, expected, "{place}"),
@@ -215,6 +219,7 @@ fn generated_checkpoints_give_the_oracles_tokens_on_every_placement() {
                 max_tokens: 24,
                 prefill: &prefill,
                 decode: &decode,
+                further: &[],
             };
             let mut sequence = prompt_ids.clone();
             for token in ids(&generate(&request)["ids"]) {

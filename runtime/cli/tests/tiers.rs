@@ -53,8 +53,14 @@ fn hits(server: &Server, tier: &str) -> u64 {
 /// What the model says alone, which begins with the golden tokens.
 fn golden(model: &Path, case: &Value) -> String {
     let prompt = common::ids(&case["prompt_ids"]);
-    let request =
-        common::Generate { model, prompt_ids: &prompt, max_tokens: 48, prefill: "cpu", decode: "cpu" };
+    let request = common::Generate {
+        model,
+        prompt_ids: &prompt,
+        max_tokens: 48,
+        prefill: "cpu",
+        decode: "cpu",
+        further: &[],
+    };
     let answer = common::generate(&request);
     assert_eq!(common::ids(&answer["ids"]), common::ids(&case["greedy_ids"]));
     answer["text"].as_str().expect("text").to_string()

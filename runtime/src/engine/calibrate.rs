@@ -12,6 +12,7 @@ use crate::model::graph::{Forward, StepInput};
 use crate::request::Sampling;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Cmd, Device, ErrorKind, Queue, Result};
+use mixfleet_scheduler::batch::PageDevices;
 use mixfleet_scheduler::cost::{Coefficients, DecodeCoefficients, PrefillCoefficients};
 use std::time::Duration;
 
@@ -36,22 +37,23 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 /// Errors of the device.
 pub fn measure(device: &dyn Device, forward: &Forward) -> Result<Coefficients> {
     let mut bench = Bench { device, forward, queue: device.queue()? };
-    fit(forward, |parts| bench.seconds(parts))
+    fit(forward, PageDevices::ONE, |parts| bench.seconds(parts))
 }
 
 /// Measures whole steps, exchanges included, of devices that divide a model: of `device`, the first one, with
-/// its share, and of `others`. It overwrites the KV pages, so it must run before serving.
+/// its share, and of `others`, whose pages are divided so. It overwrites the KV pages, so it must run before
+/// serving.
 ///
 /// # Errors
 /// Errors of the devices.
 pub(super) fn measure_divided(
     device: &dyn Device,
     forward: &Forward,
-    others: &mut OtherMembers,
+    (others, pages): (&mut OtherMembers, PageDevices),
     env: &dyn Env,
 ) -> Result<Coefficients> {
     let mut queue = device.queue()?;
-    fit(forward, |parts| {
+    fit(forward, pages, |parts| {
         let mut least = f64::INFINITY;
         for _ in 0..=REPEATS {
             let first = forward.begin(device, parts)?;
@@ -65,19 +67,27 @@ pub(super) fn measure_divided(
 }
 
 /// Fits coefficients to the times that `seconds` measures of steps.
-fn fit(forward: &Forward, mut seconds: impl FnMut(&[StepInput<'_>]) -> Result<f64>) -> Result<Coefficients> {
+fn fit(
+    forward: &Forward,
+    devices: PageDevices,
+    mut seconds: impl FnMut(&[StepInput<'_>]) -> Result<f64>,
+) -> Result<Coefficients> {
     let shape = forward.shape();
+    // sequences are on a device each, in turn, or on all
+    let apart = if devices.together { devices.count } else { 1 };
     let mut step = |batch: u32, start: u32, tokens: u32| {
         let blocks = (start + tokens).div_ceil(shape.block_tokens);
-        let pages: Vec<u32> = (0..blocks).collect();
+        let pages_on = |device: u32| (0..blocks).map(move |block| block * apart + device);
+        let pages: Vec<Vec<u32>> = (0..apart).map(|device| pages_on(device).collect()).collect();
         let ids = vec![0; tokens as usize];
         // as most requests draw
         let parameters = Sampling::default().parameters(0, false);
         let draw = Some(DrawInput { parameters, ..DrawInput::GREEDY });
-        let part = StepInput { start, tokens: &ids, pages: &pages, draw };
-        seconds(&vec![part; batch as usize])
+        let pages = pages.iter().cycle().take(batch as usize);
+        let parts: Vec<_> = pages.map(|pages| StepInput { start, tokens: &ids, pages, draw }).collect();
+        seconds(&parts)
     };
-    let room = (shape.blocks * shape.block_tokens).min(forward.config().context_max);
+    let room = (shape.blocks / apart * shape.block_tokens).min(forward.config().context_max);
     let large = TOKENS_LARGE.min(shape.tokens_max).min(room / 2).max(2);
     let small = TOKENS_SMALL.min(large / 2).max(1);
     let context = CONTEXT.min(room - large);

@@ -22,9 +22,9 @@ use crate::pool::{MakeRegion, Pool};
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::{Seconds, UsdPerHour};
 use mixfleet_hal::{DType, Device, Error, OpSig, Result, Scalar, Support};
-use mixfleet_scheduler::batch::{BatchLimits, Instance as BatchMachine};
+use mixfleet_scheduler::batch::{BatchLimits, Instance as BatchMachine, PageDevices};
 use mixfleet_scheduler::cost::{
-    Coefficients, CostModel, EngineCost, KvCopyCost, Partition, Prefill, ProfileCost,
+    AttnSplit, Coefficients, CostModel, EngineCost, KvCopyCost, Partition, Prefill, ProfileCost,
 };
 use mixfleet_scheduler::fleet::{Instance, InstanceId, Role};
 use mixfleet_scheduler::kv::CachePolicy;
@@ -151,7 +151,7 @@ impl Loaded {
         check_products(&*device, config, &weights, &shape)?;
         check_attention(&*device, config, &shape)?;
         let forward = Forward::new(&*device, config.clone(), weights, shape)?;
-        Ok(Loaded::of_parts((device, forward), None, (role, price), limits))
+        Ok(Loaded::of_parts((device, forward), None, (role, price), limits, PageDevices::ONE))
     }
 
     /// The same for several devices that have the model as `partition` says: the first one's weights and KV
@@ -198,7 +198,9 @@ impl Loaded {
             blocks(&*member.device, &config.of_member(share), kv, block_tokens)
         });
         let fewest = room.collect::<Result<Vec<_>>>()?.into_iter().min().unwrap_or(0);
-        let shape = limits.step_shape(fewest, block_tokens);
+        let holders = partition.page_holders();
+        let blocks = fewest.min(u32::MAX / block_tokens / holders) * holders;
+        let shape = limits.step_shape(blocks, block_tokens);
         let loaded = members.into_iter().map(|(MemberSpec { device, weights, .. }, share)| {
             let own = config.of_member(share);
             if share.keeps_kv() {
@@ -214,7 +216,10 @@ impl Loaded {
                     let id = &device.info().id;
                     return Err(Error::invalid(format!("{id} has no weights of its share of the model")));
                 }
-                None => MemberModel::Kv(Box::new(AttentionMember::new(&*device, config, share, shape)?)),
+                None => {
+                    let which = (partition, share.member);
+                    MemberModel::Kv(Box::new(AttentionMember::new(&*device, config, which, shape)?))
+                }
             };
             Ok((device, model))
         });
@@ -223,7 +228,9 @@ impl Loaded {
             return Err(Error::invalid(format!("{id}: the first device must have weights")));
         };
         let others = OtherMembers::open(loaded, partition.split())?;
-        Ok(Loaded::of_parts((device, *forward), Some(others), (role, price), limits))
+        let page_devices =
+            PageDevices { count: holders, together: partition.split() != Some(AttnSplit::Range) };
+        Ok(Loaded::of_parts((device, *forward), Some(others), (role, price), limits, page_devices))
     }
 
     fn of_parts(
@@ -231,6 +238,7 @@ impl Loaded {
         others: Option<OtherMembers>,
         (role, price): (Role, Option<UsdPerHour>),
         limits: InstanceLimits,
+        page_devices: PageDevices,
     ) -> Self {
         let shape = *forward.shape();
         let blocks = shape.blocks;
@@ -243,6 +251,7 @@ impl Loaded {
             spare_blocks: BatchLimits::spare_blocks(blocks, limits.sequences_max as usize),
             lower_tiers: false,
             cache_policy: CachePolicy::Lru,
+            page_devices,
         };
         Loaded { spec_device, forward, others, role, price, batch, below: None, pending_disk: None }
     }
@@ -429,7 +438,10 @@ impl Loaded {
     pub fn calibrate(&mut self, env: &dyn Env) -> Result<Coefficients> {
         match &mut self.others {
             None => calibrate::measure(&*self.spec_device, &self.forward),
-            Some(others) => calibrate::measure_divided(&*self.spec_device, &self.forward, others, env),
+            Some(others) => {
+                let others = (others, self.batch.page_devices);
+                calibrate::measure_divided(&*self.spec_device, &self.forward, others, env)
+            }
         }
     }
 

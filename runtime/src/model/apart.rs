@@ -5,13 +5,16 @@
 
 use super::ModelConfig;
 use super::arena::{Packer, attention_input_bytes, rows_of};
-use super::attention::{Attention, AttentionArena, AttentionInputs, AttentionSizes};
+use super::attention::{Attention, AttentionArena, AttentionInputs, AttentionSizes, AttentionTables};
 use super::divided::MemberRun;
 use super::graph::{Pass, StepInput, StepShape};
+use super::held::HeldRows;
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{
-    BufferUsage, Cmd, Collective, Device, Error, MatrixPart, MemberSlice, Queue, Result, Slice,
+    AttendedPart, BufferUsage, Cmd, Collective, DType, Device, Error, MatrixPart, MemberSlice, Queue, Result,
+    Slice,
 };
-use mixfleet_scheduler::cost::MemberShare;
+use mixfleet_scheduler::cost::{MemberShare, Partition};
 use std::ops::Range;
 use std::time::Duration;
 
@@ -21,7 +24,9 @@ pub struct AttentionMember {
     arena: AttentionArena,
     inputs: Slice,
     share: MemberShare,
-    shape: StepShape,
+    /// Which pages it has, of how many members, where pages are divided.
+    pages: Option<(u32, u32)>,
+    block_tokens: u32,
     /// Bytes of a head of activations.
     head_bytes: u64,
     alignment: u64,
@@ -31,29 +36,51 @@ pub struct AttentionMember {
 pub struct AttentionPass {
     sizes: AttentionSizes,
     inputs: AttentionInputs,
+    held: Held,
+}
+
+/// The rows of a step that a member has something of.
+struct Held {
+    /// Those that it attends to; all if none.
+    rows: Option<Vec<u32>>,
+    /// The first so many of them, which others may attend to as well.
+    partial: u32,
+    /// Those whose keys and values it writes; all if none.
+    written: Option<Vec<u32>>,
 }
 
 impl AttentionMember {
-    /// Allocates the KV pools of a member's share of a model, and what attention takes.
+    /// Allocates the KV pools of a member's share of a model, and what attention takes. `shape` is that of
+    /// the instance's steps, with all of its blocks.
     ///
     /// # Errors
-    /// Those of the device.
+    /// Those of the device, and `Invalid` for a member that does not attend.
     pub fn new(
         device: &dyn Device,
         config: &ModelConfig,
-        share: &MemberShare,
+        (partition, member): (&Partition, u32),
         shape: StepShape,
     ) -> Result<Self> {
+        let attends = partition.shares().get(member as usize).filter(|share| !share.has_weights());
+        let Some(share) = attends else {
+            return Err(Error::invalid(format!("member {member} is none that attends")));
+        };
         let config = config.of_member(share);
-        let (tokens, sequences) = (u64::from(shape.tokens_max), u64::from(shape.sequences_max));
+        let holders = partition.page_holders();
+        let pages = (holders > 1).then(|| (member - 1, holders));
+        let shape = StepShape { blocks: shape.blocks / holders, ..shape };
+        let tokens = u64::from(shape.tokens_max);
+        // every row of a divided sequence is attended to as a decode
+        let decodes = if pages.is_some() { tokens } else { u64::from(shape.sequences_max) };
         let alignment = device.limits().alignment_bytes.max(4);
         let alloc = |bytes: u64| device.alloc(bytes.max(4), BufferUsage::Activations);
         Ok(AttentionMember {
             attention: Attention::new(device, &config, &shape, 0)?,
-            arena: AttentionArena::new(&config, shape.activations, (tokens, sequences), &alloc)?,
-            inputs: alloc(attention_input_bytes(&config, &shape, alignment))?,
+            arena: AttentionArena::new(&config, shape.activations, (tokens, decodes), &alloc)?,
+            inputs: alloc(attention_input_bytes(&config, &shape, decodes, alignment))?,
             share: share.clone(),
-            shape,
+            pages,
+            block_tokens: shape.block_tokens,
             head_bytes: u64::from(config.head_dim) * shape.activations.size_bytes(),
             alignment,
         })
@@ -64,15 +91,25 @@ impl AttentionMember {
     /// # Errors
     /// Those of the device.
     pub fn begin(&self, device: &dyn Device, parts: &[StepInput<'_>]) -> Result<AttentionPass> {
-        let windows = self.attention.windows();
-        let decodes = parts.iter().take_while(|part| part.tokens.len() == 1).count();
-        let halves = parts.split_at(decodes);
-        let sizes = AttentionSizes::of(halves.0, halves.1, windows);
+        let (windows, block) = (self.attention.windows(), self.block_tokens);
+        let (sizes, tables, held) = match self.pages {
+            None => {
+                let decodes = parts.iter().take_while(|part| part.tokens.len() == 1).count();
+                let (decode, prefill) = parts.split_at(decodes);
+                let sizes = AttentionSizes::of(decode, prefill, windows);
+                let tables = AttentionTables::of(decode, prefill, block, &sizes, windows);
+                (sizes, tables, Held { rows: None, partial: 0, written: None })
+            }
+            Some(pages) => {
+                let HeldRows { rows, partial, written, sizes, tables } =
+                    HeldRows::of(parts, pages, block, windows);
+                (sizes, tables, Held { rows: Some(rows), partial, written: Some(written) })
+            }
+        };
         let mut packer = Packer { bytes: Vec::new(), alignment: self.alignment, target: &self.inputs };
-        let block = self.shape.block_tokens;
-        let inputs = AttentionInputs::put(&mut packer, halves, (0, 0), block, &sizes, windows);
+        let inputs = tables.put(&mut packer);
         device.write(&self.inputs.range(0, packer.bytes.len() as u64), &packer.bytes)?;
-        Ok(AttentionPass { sizes, inputs })
+        Ok(AttentionPass { sizes, inputs, held })
     }
 
     /// The commands of layer `at`: KV write and attention.
@@ -87,11 +124,40 @@ impl AttentionMember {
         &self,
         (device, here): (&'a dyn Device, &Slice),
         heads: &Range<u32>,
-        pass: &AttentionPass,
+        (count, rows): (u32, Option<&'a Vec<u32>>),
     ) -> MatrixPart<'a> {
         let columns = u64::from(heads.start) * self.head_bytes..u64::from(heads.end) * self.head_bytes;
-        let bytes = u64::from(pass.sizes.tokens) * (columns.end - columns.start);
-        MatrixPart { at: MemberSlice { device, slice: here.range(0, bytes) }, rows: None, columns }
+        let slice = here.range(0, u64::from(count) * (columns.end - columns.start));
+        MatrixPart { at: MemberSlice { device, slice }, rows: rows.map(|rows| &rows[..]), columns }
+    }
+
+    /// Its queries, keys and values of a step.
+    fn received<'a>(&self, device: &'a dyn Device, pass: &'a AttentionPass) -> [MatrixPart<'a>; 3] {
+        let AttentionPass { sizes, held, .. } = pass;
+        let (rows, written) = ((sizes.tokens, held.rows.as_ref()), (sizes.written, held.written.as_ref()));
+        let (arena, MemberShare { heads, kv_heads, .. }) = (&self.arena, &self.share);
+        [
+            self.part((device, &arena.q), heads, rows),
+            self.part((device, &arena.k), kv_heads, written),
+            self.part((device, &arena.v), kv_heads, written),
+        ]
+    }
+
+    /// What it attended to in a step.
+    fn attended<'a>(&self, device: &'a dyn Device, pass: &'a AttentionPass) -> AttendedPart<'a> {
+        let AttentionPass { sizes, held, .. } = pass;
+        let heads = to_u32(self.share.heads.len());
+        AttendedPart {
+            rows: self.part(
+                (device, &self.arena.attended),
+                &self.share.heads,
+                (sizes.tokens, held.rows.as_ref()),
+            ),
+            stat: MemberSlice {
+                device,
+                slice: rows_of(&self.arena.stat, held.partial * heads, 2, DType::F32),
+            },
+        }
     }
 }
 
@@ -131,20 +197,22 @@ pub fn run_apart(
         list.extend(forward.attention_inputs(layer, pass)?);
         run_list(model, &list, timeout)?;
         let sent = [(&arena.q, c.heads), (&arena.k, c.kv_heads), (&arena.v, c.kv_heads)];
+        let received = attending.iter().zip(passes).map(|(run, pass)| run.member.received(run.device, pass));
+        let received: Vec<[MatrixPart<'_>; 3]> = received.collect();
         for (which, (slice, heads)) in sent.into_iter().enumerate() {
-            let parts = attending.iter().zip(passes).map(|(AttentionRun { device, member, .. }, pass)| {
-                let here = [&member.arena.q, &member.arena.k, &member.arena.v][which];
-                let heads = if which == 0 { &member.share.heads } else { &member.share.kv_heads };
-                member.part((*device, here), heads, pass)
-            });
-            exchange.deal(&matrix(model.device, slice, heads), tokens, &parts.collect::<Vec<_>>())?;
+            let parts: Vec<_> = received.iter().map(|parts| parts[which].clone()).collect();
+            exchange.deal(&matrix(model.device, slice, heads), tokens, &parts)?;
         }
         attend(attending, passes, layer, timeout)?;
-        let parts = attending.iter().zip(passes).map(|(AttentionRun { device, member, .. }, pass)| {
-            member.part((*device, &member.arena.attended), &member.share.heads, pass)
-        });
+        let attended = attending.iter().zip(passes).map(|(run, pass)| run.member.attended(run.device, pass));
+        let attended: Vec<AttendedPart<'_>> = attended.collect();
         let to = matrix(model.device, &arena.attended, c.heads);
-        exchange.join(&parts.collect::<Vec<_>>(), tokens, &to)?;
+        if passes.iter().any(|pass| pass.held.partial > 0) {
+            exchange.merge(&attended, (tokens, c.heads), x, &to)?;
+        } else {
+            let parts: Vec<_> = attended.into_iter().map(|part| part.rows).collect();
+            exchange.join(&parts, tokens, &to)?;
+        }
         list = vec![forward.attention_output(layer, pass)?];
         list.extend(forward.mlp_block(layer, pass)?);
     }
@@ -161,11 +229,14 @@ fn attend(
 ) -> Result<()> {
     let mut tickets = Vec::with_capacity(attending.len());
     for (AttentionRun { queue, member, .. }, pass) in attending.iter_mut().zip(passes) {
-        tickets.push(queue.submit(&member.commands(layer, pass)?)?);
+        let list = member.commands(layer, pass)?;
+        tickets.push(if list.is_empty() { None } else { Some(queue.submit(&list)?) });
     }
     for (AttentionRun { device, queue, .. }, ticket) in attending.iter_mut().zip(tickets) {
-        let failed = |error: Error| error.context(device.info().id.clone());
-        queue.wait(ticket, timeout).map_err(failed)?;
+        if let Some(ticket) = ticket {
+            let failed = |error: Error| error.context(device.info().id.clone());
+            queue.wait(ticket, timeout).map_err(failed)?;
+        }
     }
     Ok(())
 }

@@ -39,7 +39,7 @@ impl Arena {
         let draw_words = sequences * (u64::from(PARAMETER_WORDS) + 1) + 1;
         let inputs = (2 * tokens + sequences + draw_words) * 4
             + 6 * alignment
-            + if attends { attention_input_bytes(c, shape, alignment) } else { 0 };
+            + if attends { attention_input_bytes(c, shape, sequences, alignment) } else { 0 };
         let alloc = |bytes: u64| device.alloc(bytes.max(4), BufferUsage::Activations);
         let decodes = if attends { sequences } else { 0 };
         Ok(Arena {
@@ -58,11 +58,12 @@ impl Arena {
     }
 }
 
-/// Bytes that [`AttentionInputs`](super::attention::AttentionInputs) takes for the largest step.
-pub(super) fn attention_input_bytes(c: &ModelConfig, shape: &StepShape, alignment: u64) -> u64 {
+/// Bytes that [`AttentionInputs`](super::attention::AttentionInputs) takes for the largest step, with up to
+/// so many decodes.
+pub(super) fn attention_input_bytes(c: &ModelConfig, shape: &StepShape, decodes: u64, alignment: u64) -> u64 {
     let (tokens, sequences) = (u64::from(shape.tokens_max), u64::from(shape.sequences_max));
-    let (windows, table) = (distinct_windows(c).len() as u64, sequences * u64::from(table_row(c, shape)));
-    let words = tokens + sequences * (2 * windows + 2) + 2 * table + 1;
+    let (windows, row) = (distinct_windows(c).len() as u64, u64::from(table_row(c, shape)));
+    let words = tokens + decodes * (2 * windows + row) + sequences * (2 + row) + 1;
     words * 4 + (5 + windows) * alignment
 }
 

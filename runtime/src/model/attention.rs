@@ -34,6 +34,8 @@ pub(super) struct AttentionArena {
 /// The sizes of a step's attention.
 pub(super) struct AttentionSizes {
     pub(super) tokens: u32,
+    /// Rows whose keys and values are written here.
+    pub(super) written: u32,
     pub(super) decodes: u32,
     pub(super) prefills: u32,
     pub(super) decode_pages_max: u32,
@@ -95,6 +97,7 @@ impl AttentionSizes {
         let tokens = prefill.iter().map(|part| part.tokens.len()).sum::<usize>() + decode.len();
         AttentionSizes {
             tokens: to_u32(tokens),
+            written: to_u32(tokens),
             decodes: to_u32(decode.len()),
             prefills: to_u32(prefill.len()),
             decode_pages_max: pages_max(decode),
@@ -104,13 +107,22 @@ impl AttentionSizes {
     }
 }
 
-impl AttentionInputs {
-    /// Packs what attention is told of a step: of its decodes, as many rows of `padding` that read nothing
-    /// and write from slot `first_spare` on, and its prefills.
-    pub(super) fn put(
-        packer: &mut Packer<'_>,
-        (decode, prefill): (&[StepInput<'_>], &[StepInput<'_>]),
-        (padding, first_spare): (u32, u32),
+/// What attention is told of a step: see the operands of the operations.
+pub(super) struct AttentionTables {
+    pub(super) slots: Vec<u32>,
+    /// Ranges per distinct window.
+    pub(super) ranges: Vec<Vec<u32>>,
+    pub(super) decode_pages: Vec<u32>,
+    query_start: Vec<u32>,
+    context: Vec<u32>,
+    pub(super) prefill_pages: Vec<u32>,
+}
+
+impl AttentionTables {
+    /// Of decodes and prefills of such sizes.
+    pub(super) fn of(
+        decode: &[StepInput<'_>],
+        prefill: &[StepInput<'_>],
         block_tokens: u32,
         sizes: &AttentionSizes,
         windows: &[Option<u32>],
@@ -119,33 +131,48 @@ impl AttentionInputs {
             let slot = |i: u32| p.pages[(i / block_tokens) as usize] * block_tokens + i % block_tokens;
             (p.start..p.start + to_u32(p.tokens.len())).map(slot).collect::<Vec<u32>>()
         };
-        // padding comes after the decodes, and a padded step has nothing else
-        let slots = decode.iter().chain(prefill).flat_map(slots_of);
-        let slots = packer.put_words(slots.chain((0..padding).map(|i| first_spare + i)));
-        let padding = padding as usize;
-        let table = |parts: &[StepInput<'_>], padding: usize, pages_max: u32| -> Vec<u32> {
-            let rows = parts.iter().map(|p| p.pages.iter().copied().chain(std::iter::repeat(0)));
-            let rows = rows.flat_map(|row| row.take(pages_max as usize));
-            rows.chain(zeros(padding * pages_max as usize)).collect()
-        };
         let ranges = windows.iter().map(|&window| {
             let ends = decode.iter().map(|p| p.start + 1);
-            let ranges = ends.flat_map(|end| [end - to_u32(visible(end - 1, window)), end]);
-            packer.put_words(ranges.chain(zeros(2 * padding)))
+            ends.flat_map(|end| [end - to_u32(visible(end - 1, window)), end]).collect()
         });
-        let ranges = ranges.collect();
         let mut query_start = vec![0];
         for part in prefill {
             query_start.push(query_start[query_start.len() - 1] + to_u32(part.tokens.len()));
         }
-        let context: Vec<u32> = prefill.iter().map(|p| p.start + to_u32(p.tokens.len())).collect();
+        let table = |parts: &[StepInput<'_>], length| Self::padded(parts.iter().map(|p| p.pages), length);
+        AttentionTables {
+            slots: decode.iter().chain(prefill).flat_map(slots_of).collect(),
+            ranges: ranges.collect(),
+            decode_pages: table(decode, sizes.decode_pages_max),
+            query_start,
+            context: prefill.iter().map(|p| p.start + to_u32(p.tokens.len())).collect(),
+            prefill_pages: table(prefill, sizes.prefill_pages_max),
+        }
+    }
+
+    /// Lists of pages, each cut or filled up to a length.
+    pub(super) fn padded<'a>(lists: impl Iterator<Item = &'a [u32]>, length: u32) -> Vec<u32> {
+        let filled = lists.map(|pages| pages.iter().copied().chain(std::iter::repeat(0)));
+        filled.flat_map(|pages| pages.take(length as usize)).collect()
+    }
+
+    /// Adds decodes after the last one, of a step that has nothing else, which read nothing and write from
+    /// slot `first_spare` on.
+    pub(super) fn pad(&mut self, rows: u32, first_spare: u32, pages_max: u32) {
+        self.slots.extend((0..rows).map(|i| first_spare + i));
+        self.ranges.iter_mut().for_each(|ranges| ranges.extend(zeros(2 * rows as usize)));
+        self.decode_pages.extend(zeros((rows * pages_max) as usize));
+    }
+
+    /// Packs it for the device.
+    pub(super) fn put(self, packer: &mut Packer<'_>) -> AttentionInputs {
         AttentionInputs {
-            slots,
-            ranges,
-            decode_pages: packer.put_words(table(decode, padding, sizes.decode_pages_max)),
-            query_start: packer.put_words(query_start),
-            context: packer.put_words(context),
-            prefill_pages: packer.put_words(table(prefill, 0, sizes.prefill_pages_max)),
+            slots: packer.put_words(self.slots),
+            ranges: self.ranges.into_iter().map(|ranges| packer.put_words(ranges)).collect(),
+            decode_pages: packer.put_words(self.decode_pages),
+            query_start: packer.put_words(self.query_start),
+            context: packer.put_words(self.context),
+            prefill_pages: packer.put_words(self.prefill_pages),
         }
     }
 }
@@ -197,10 +224,12 @@ impl Attention {
         let (x, kv, heads, tokens) = (self.x, self.kv, self.heads, sizes.tokens);
         let head_dim = kv.head_dim;
         let (k_pool, v_pool) = self.pools[at].clone();
-        let k = rows_of(&arena.k, tokens, kv.kv_heads * head_dim, x);
-        let v = rows_of(&arena.v, tokens, kv.kv_heads * head_dim, x);
-        let sig = OpSig::KvWrite { tokens, x, kv };
-        list.push(Cmd::new(sig, &[k, v, inputs.slots.clone(), k_pool.clone(), v_pool.clone()])?);
+        if sizes.written > 0 {
+            let k = rows_of(&arena.k, sizes.written, kv.kv_heads * head_dim, x);
+            let v = rows_of(&arena.v, sizes.written, kv.kv_heads * head_dim, x);
+            let sig = OpSig::KvWrite { tokens: sizes.written, x, kv };
+            list.push(Cmd::new(sig, &[k, v, inputs.slots.clone(), k_pool.clone(), v_pool.clone()])?);
+        }
 
         let which = self.window_of[at];
         let (window, kv_sizes) = (self.windows[which], sizes.kv[which]);

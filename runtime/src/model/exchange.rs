@@ -1,7 +1,7 @@
 //! Exchanges among the members of an instance through this process's memory.
 
-use mixfleet_hal::cast::to_usize;
-use mixfleet_hal::{Collective, Error, MatrixPart, MemberSlice, Result};
+use mixfleet_hal::cast::{to_f32, to_usize};
+use mixfleet_hal::{AttendedPart, Collective, DType, Error, MatrixPart, MemberSlice, Result};
 
 /// Exchanges through this process's memory.
 #[derive(Debug, Default)]
@@ -111,6 +111,115 @@ impl Collective for ThroughHost {
         }
         to.device.write(&to.slice, &self.whole)
     }
+
+    fn merge(
+        &mut self,
+        from: &[AttendedPart<'_>],
+        (rows, heads): (u32, u32),
+        dtype: DType,
+        to: &MemberSlice<'_>,
+    ) -> Result<()> {
+        let shape = Shape::of(to, rows)?;
+        let mut merged = Merge::new(rows, heads);
+        let parts = from.iter().map(|part| {
+            let mut stat = vec![0f32; to_usize(part.stat.slice.bytes / 4)];
+            if !stat.is_empty() {
+                part.stat.device.read(&part.stat.slice, bytemuck::cast_slice_mut(&mut stat))?;
+            }
+            let rows = part.rows.rows.map_or_else(|| (0..rows).collect(), <[u32]>::to_vec);
+            merged.add(&rows, &stat)?;
+            Ok((rows, stat))
+        });
+        let parts = parts.collect::<Result<Vec<_>>>()?;
+        merged.check()?;
+        let mut sum = vec![0f32; to_usize(to.slice.bytes / dtype.size_bytes())];
+        let head = sum.len() / (rows as usize * heads as usize);
+        for (part, (numbers, stat)) in from.iter().zip(&parts) {
+            if numbers.is_empty() {
+                continue;
+            }
+            shape.rows_of(&part.rows, |_, _| {})?;
+            read(&part.rows.at, &mut self.part)?;
+            let attended = floats(&self.part, dtype);
+            for (at, head_of) in attended.chunks_exact(head).enumerate() {
+                let (row, which) = (numbers[at / heads as usize], at % heads as usize);
+                let to = row as usize * heads as usize + which;
+                let weight = stat.get(2 * at..2 * at + 2).map_or(1.0, |stat| merged.weight(to, stat));
+                let sums = sum[to * head..(to + 1) * head].iter_mut();
+                sums.zip(head_of).for_each(|(sum, x)| *sum += weight * x);
+            }
+        }
+        self.whole.clear();
+        match dtype {
+            DType::F32 => self.whole.extend_from_slice(bytemuck::cast_slice(&sum)),
+            _ => sum.iter().for_each(|&x| dtype.encode(f64::from(x), &mut self.whole)),
+        }
+        to.device.write(&to.slice, &self.whole)
+    }
+}
+
+fn floats(bytes: &[u8], dtype: DType) -> Vec<f32> {
+    match dtype {
+        DType::F32 => bytes.as_chunks::<4>().0.iter().map(|x| f32::from_ne_bytes(*x)).collect(),
+        _ => dtype.decode(bytes).into_iter().map(to_f32).collect(),
+    }
+}
+
+/// Maxima and sums of the rows that several members attended to.
+struct Merge {
+    heads: usize,
+    /// Per row and head: the largest score, and the sum of exponentials relative to it.
+    all: Vec<(f32, f32)>,
+    /// Rows that no member has, or that several have though one of them has no maximum of it.
+    missing: Vec<bool>,
+    doubled: bool,
+}
+
+impl Merge {
+    fn new(rows: u32, heads: u32) -> Self {
+        let (rows, heads) = (rows as usize, heads as usize);
+        let all = vec![(f32::NEG_INFINITY, 0.0); rows * heads];
+        Merge { heads, all, missing: vec![true; rows], doubled: false }
+    }
+
+    /// Adds what a member has of these rows, of which the first have maxima and sums.
+    fn add(&mut self, rows: &[u32], stat: &[f32]) -> Result<()> {
+        let partial = stat.len() / (2 * self.heads);
+        if partial > rows.len() || rows.iter().any(|&row| row as usize >= self.missing.len()) {
+            return Err(Error::invalid("a member attended to other rows than there are"));
+        }
+        for (at, &row) in rows.iter().enumerate() {
+            let is_first = std::mem::replace(&mut self.missing[row as usize], false);
+            self.doubled |= !is_first && at >= partial;
+            if at >= partial {
+                continue;
+            }
+            let to = &mut self.all[row as usize * self.heads..][..self.heads];
+            let stats = stat[at * 2 * self.heads..].chunks_exact(2);
+            for ((largest, sum), stat) in to.iter_mut().zip(stats) {
+                let (max, part) = (stat[0], stat[1]);
+                let most = largest.max(max);
+                if most > f32::NEG_INFINITY {
+                    *sum = *sum * (*largest - most).exp() + part * (max - most).exp();
+                    *largest = most;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn check(&self) -> Result<()> {
+        if self.doubled || self.missing.contains(&true) {
+            return Err(Error::invalid("members did not attend to every row once, or in parts with maxima"));
+        }
+        Ok(())
+    }
+
+    /// The share of a part, with its maximum and sum, in a row's head.
+    fn weight(&self, at: usize, stat: &[f32]) -> f32 {
+        let (largest, sum) = self.all[at];
+        if sum > 0.0 { stat[1] * (stat[0] - largest).exp() / sum } else { 0.0 }
+    }
 }
 
 #[cfg(test)]
@@ -153,6 +262,48 @@ mod tests {
             let to = slice(&device, &[0; 24]);
             exchange.join(&parts, 3, &to).unwrap();
             assert_eq!(bytes(&to), matrix);
+        }
+    }
+
+    /// A member's rows with maxima and sums of the first ones, in a dtype.
+    fn attended<'a>(
+        device: &'a Arc<dyn Device>,
+        (rows, values): (&'a [u32], &[f32]),
+        stat: &[f32],
+        dtype: DType,
+    ) -> AttendedPart<'a> {
+        let mut encoded = Vec::new();
+        values.iter().for_each(|&x| dtype.encode(f64::from(x), &mut encoded));
+        let columns = 0..4 * dtype.size_bytes();
+        let rows = MatrixPart { at: slice(device, &encoded), rows: Some(rows), columns };
+        let mut slice = slice(device, &[0; 64]);
+        slice.slice = slice.slice.range(0, stat.len() as u64 * 4);
+        if !stat.is_empty() {
+            device.write(&slice.slice, bytemuck::cast_slice(stat)).unwrap();
+        }
+        AttendedPart { rows, stat: slice }
+    }
+
+    #[test]
+    fn what_several_attended_to_is_weighted_by_maxima_and_sums() {
+        let device = CpuBackend.open("cpu@0").unwrap();
+        for dtype in DType::FLOATS {
+            let of = |rows, values: &[f32], stat: &[f32]| attended(&device, (rows, values), stat, dtype);
+            // two heads of two: of row 1 the first member has a third of one head, and nothing of the other
+            let infinite = f32::NEG_INFINITY;
+            let first = of(&[1, 0], &[4.0, 1.0, 0.0, 0.0, 9.0, 8.0, 7.0, 6.0], &[2.0, 1.0, infinite, 0.0]);
+            let second = of(&[1], &[1.0, 4.0, 5.0, 6.0], &[2.0, 2.0, 1.0, 3.0]);
+            let parts = [first, second];
+            let to = slice(&device, &vec![0; 8 * dtype.size_bytes() as usize]);
+            ThroughHost::default().merge(&parts, (2, 2), dtype, &to).unwrap();
+            let merged = floats(&bytes(&to), dtype);
+            assert_eq!(merged, [9.0, 8.0, 7.0, 6.0, 2.0, 3.0, 5.0, 6.0], "{dtype}");
+        }
+        let of = |rows, stat: &[f32]| attended(&device, (rows, &[0.0; 4]), stat, DType::F32);
+        let to = slice(&device, &[0; 32]);
+        for parts in [vec![of(&[0], &[])], vec![of(&[0], &[]), of(&[0], &[]), of(&[1], &[])]] {
+            let error = ThroughHost::default().merge(&parts, (2, 2), DType::F32, &to).unwrap_err();
+            assert!(error.to_string().contains("every row once"), "{error}");
         }
     }
 

@@ -5,7 +5,7 @@
 //! rounding it would cost more accuracy than all other roundings together.
 
 use super::arena::{Arena, Packer, rows_of, table_row};
-use super::attention::{Attention, AttentionArena, AttentionInputs, AttentionSizes, zeros};
+use super::attention::{Attention, AttentionArena, AttentionInputs, AttentionSizes, AttentionTables, zeros};
 use super::draws::{DrawArena, DrawInput, DrawOutputs, DrawSizes};
 use super::product::{Out, gemm};
 use super::reach::visible;
@@ -237,7 +237,7 @@ impl Forward {
         sizes.rows.decode_pages_max = pages_max;
         let rows = bucket(decodes).min(self.shape.sequences_max);
         sizes.padding = rows - decodes;
-        (sizes.rows.decodes, sizes.rows.tokens) = (rows, rows);
+        (sizes.rows.decodes, sizes.rows.tokens, sizes.rows.written) = (rows, rows, rows);
         sizes.picks.extend(decodes..rows);
         for (kv, &window) in sizes.rows.kv.iter_mut().zip(windows) {
             let last = (pages_max * self.shape.block_tokens).min(self.config.context_max) - 1;
@@ -305,9 +305,10 @@ impl Forward {
         let ids = parts.iter().flat_map(|p| p.tokens.iter().copied()).chain(zeros(padding));
         let positions: Vec<u32> = parts.iter().flat_map(at).chain(zeros(padding)).collect();
         let attention = self.attention.as_ref().map(|attention| {
-            let block = self.shape.block_tokens;
-            let spare = (sizes.padding, self.shape.blocks * block);
-            AttentionInputs::put(&mut packer, halves, spare, block, &sizes.rows, attention.windows())
+            let (block, rows) = (self.shape.block_tokens, &sizes.rows);
+            let mut tables = AttentionTables::of(halves.0, halves.1, block, rows, attention.windows());
+            tables.pad(sizes.padding, self.shape.blocks * block, rows.decode_pages_max);
+            tables.put(&mut packer)
         });
         let draws = match (&self.draws, sizes.draws) {
             (Some(arena), Some(draws)) => {

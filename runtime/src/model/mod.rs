@@ -14,6 +14,7 @@ pub mod exchange;
 mod fields;
 pub mod graph;
 mod header;
+mod held;
 pub mod load;
 mod names;
 pub mod oracle;

@@ -7,7 +7,8 @@ use crate::fleet::{TestFleet, ask, greedy, prompt};
 use bytemuck::Zeroable;
 use mixfleet_hal::sample::Drawn;
 use mixfleet_hal::{
-    BufferUsage, Collective, DType, Device, HostMemory, MatrixPart, MemberSlice, OpSig, Queue, Result, Slice,
+    AttendedPart, BufferUsage, Collective, DType, Device, HostMemory, MatrixPart, MemberSlice, OpSig, Queue,
+    Result, Slice,
 };
 use mixfleet_hwtests::reference::ReferenceDevice;
 use mixfleet_runtime::env::{SeededEnv, SharedEnv};
@@ -20,6 +21,7 @@ use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_runtime::model::{Checkpoint, Oracle};
 use mixfleet_scheduler::cost::{AttnBytes, AttnSplit, MemberShare, ModelShape, Partition};
 use mixfleet_scheduler::fleet::Role;
+use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -52,6 +54,17 @@ impl Collective for Counting {
         self.crossed.back += from.iter().map(|part| part.at.slice.bytes).sum::<u64>();
         self.inner.join(from, rows, to)
     }
+    fn merge(
+        &mut self,
+        from: &[AttendedPart<'_>],
+        shape: (u32, u32),
+        dtype: DType,
+        to: &MemberSlice<'_>,
+    ) -> Result<()> {
+        let bytes = |part: &AttendedPart<'_>| part.rows.at.slice.bytes + part.stat.slice.bytes;
+        self.crossed.back += from.iter().map(bytes).sum::<u64>();
+        self.inner.merge(from, shape, dtype, to)
+    }
 }
 
 type Attending = (Arc<dyn Device>, Box<dyn Queue>, AttentionMember);
@@ -78,7 +91,10 @@ impl Apart {
         let attending = members.map(|(device, share)| {
             let placed = checkpoint.place_share(&*device, share, &mut |_, _| {}).unwrap();
             assert!(placed.is_none(), "it has no weights");
-            let member = AttentionMember::new(&*device, config, share, SHAPE).unwrap();
+            // whichever members have the pages of two sequences
+            let shape = StepShape { blocks: 16 * partition.page_holders(), ..SHAPE };
+            let which = (&partition, share.member);
+            let member = AttentionMember::new(&*device, config, which, shape).unwrap();
             let queue = device.queue().unwrap();
             (device, queue, member)
         });
@@ -92,6 +108,29 @@ impl Apart {
             partition,
             exchange: Counting { inner: ThroughHost::default(), crossed },
         }
+    }
+
+    /// What should cross in a step: of each token as often as there are members with keys that it sees. A
+    /// sequence that is whole on a member is attended to there.
+    fn expected_bytes(&self, parts: &[StepInput<'_>]) -> AttnBytes {
+        let mut all = AttnBytes { out: 0, back: 0 };
+        let members = self.partition.page_holders();
+        for part in parts {
+            let end = part.start + part.tokens.len() as u32;
+            let holder = |position: u32| part.pages[(position / BLOCK_TOKENS) as usize] % members;
+            let holding = |positions: std::ops::Range<u32>| positions.map(holder).collect::<BTreeSet<_>>();
+            let is_whole = holding(0..end).len() == 1;
+            for position in part.start..end {
+                let reach = self.cost.windows.iter().map(|w| w.unwrap_or(u32::MAX).min(position + 1)).max();
+                let holders = holding(position + 1 - reach.unwrap()..position + 1).len() as u32;
+                let AttnBytes { out, back } = self.partition.attention_bytes(&self.cost, holders).unwrap();
+                // a row of a divided sequence has a maximum even if only one member sees keys of it
+                let alone = if is_whole || holders > 1 { 0 } else { 8 * u64::from(self.cost.heads) };
+                all.out += out * u64::from(self.cost.layers());
+                all.back += (back + alone) * u64::from(self.cost.layers());
+            }
+        }
+        all
     }
 
     /// Runs a step; its rows of logits, and the tokens drawn from them.
@@ -109,10 +148,9 @@ impl Apart {
         let mut model = MemberRun { device: &**device, queue: &mut **queue, forward };
         exchange.crossed = AttnBytes { out: 0, back: 0 };
         run_apart(&mut model, &pass, &mut attending, &passes, exchange, TIMEOUT).unwrap();
-        let tokens: usize = parts.iter().map(|part| part.tokens.len()).sum();
-        let times = tokens as u64 * u64::from(self.cost.layers());
-        let AttnBytes { out, back } = self.partition.attention_bytes(&self.cost).unwrap();
-        assert_eq!(exchange.crossed, AttnBytes { out: out * times, back: back * times });
+        let crossed = exchange.crossed;
+        assert_eq!(crossed, self.expected_bytes(parts));
+        let (device, forward) = (&self.device, &self.forward);
 
         let vocab = forward.config().vocab as usize;
         let mut logits = vec![0f32; pass.rows() as usize * vocab];
@@ -177,6 +215,45 @@ fn every_member_runs_what_the_cost_model_counts_for_it() {
                     );
                 }
             }
+        }
+    }
+}
+
+#[test]
+fn where_pages_are_divided_every_member_runs_what_the_cost_model_counts_for_its_own() {
+    for (name, checkpoint) in tiny_variants() {
+        let checkpoint = checkpoint.load().unwrap();
+        let ids = [1u32; 12];
+        let [even, odd, both] = [[0u32, 2, 4], [1, 3, 5], [0, 1, 2]];
+        let part = |start, tokens, pages| StepInput { start, tokens, pages, draw: Some(DrawInput::GREEDY) };
+        let decode = |pages| part(20, &ids[..1], pages);
+        let prompt = mixfleet_scheduler::cost::Prefill { context: 9, tokens: 12, last: true };
+        let mut submitted = |split, parts: Vec<StepInput<'_>>| {
+            let seen: Vec<Seen> = (0..3).map(|_| Seen::default()).collect();
+            let mut apart = Apart::new(&checkpoint, seen.iter().map(seeing).collect(), split);
+            apart.run(&parts);
+            let of = |seen: &Seen| counted(seen.lock().unwrap().iter().map(|sig| (*sig, 1)));
+            (apart.cost.clone(), apart.partition.shares().to_vec(), seen.iter().map(of).collect::<Vec<_>>())
+        };
+        // two sequences on one member, one on the other
+        let parts = vec![decode(&even), decode(&even), decode(&odd)];
+        let (cost, shares, of) = submitted(AttnSplit::Request, parts);
+        for (at, sequences) in [(0, 3), (1, 2), (2, 1)] {
+            let ops = shares[at].step_ops(&cost, &[], sequences, u64::from(sequences) * 21);
+            assert_eq!(of[at], counted(ops.into_iter()), "{name}: decodes on member {at}");
+        }
+        // a prompt on one member
+        let (cost, shares, of) = submitted(AttnSplit::Request, vec![part(9, &ids, &odd)]);
+        for at in [0, 2] {
+            let ops = shares[at].step_ops(&cost, &[prompt], 0, 0);
+            assert_eq!(of[at], counted(ops.into_iter()), "{name}: a prompt on member {at}");
+        }
+        assert!(of[1].is_empty(), "{name}: {:?}", of[1]);
+        // sequences of which one member has 13 keys and the newest one, and the other 8
+        let (cost, shares, of) = submitted(AttnSplit::Range, vec![decode(&both); 4]);
+        for (at, keys, written) in [(1, 13, 4), (2, 8, 0)] {
+            let ops = shares[at].partial_ops(&cost, 4, 4 * keys, written);
+            assert_eq!(of[at], counted(ops.into_iter()), "{name}: divided sequences on member {at}");
         }
     }
 }

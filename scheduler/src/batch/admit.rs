@@ -128,8 +128,9 @@ impl<T: Text> Instance<T> {
         let Need { hits: mut pages, fresh, reusable } = need;
         let cached = to_u32(pages.len());
         pages.iter().for_each(|&page| self.blocks.acquire(page));
-        let fresh = (0..fresh).map(|_| self.blocks.allocate(evicted).expect("counted before"));
-        pages.extend(fresh);
+        for _ in 0..fresh {
+            pages.push(self.blocks.allocate(&pages, evicted).expect("counted before"));
+        }
         let sequence = self.sequences.get_mut(request).expect("a waiting sequence is known");
         sequence.computed = cached * self.limits.block_tokens;
         sequence.published = cached;

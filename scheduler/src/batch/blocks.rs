@@ -6,6 +6,7 @@
 
 use super::text::Text;
 use crate::kv::{BlockCache, BlockHash, CachePolicy};
+use mixfleet_hal::cast::to_u32;
 use serde::{Deserialize, Serialize};
 
 /// Number of blocks in each state.
@@ -30,13 +31,29 @@ pub struct Evicted<B> {
     pub page: u32,
 }
 
+/// Among how many devices the blocks of an instance are divided: page `p` is on device `p % count`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageDevices {
+    /// Number of devices.
+    pub count: u32,
+    /// Whether the pages of a sequence should be on one device. If not, the devices take turns.
+    pub together: bool,
+}
+
+impl PageDevices {
+    /// All blocks are on all devices that have any.
+    pub const ONE: PageDevices = PageDevices { count: 1, together: true };
+}
+
 /// Blocks with reference counts, a prefix index and eviction; `B` distinguishes the tokens of blocks with the
 /// same key.
 #[derive(Debug)]
 pub struct BlockPool<B> {
     block_tokens: u32,
-    /// The block cache, in which a block's slot is its page.
-    cache: BlockCache,
+    /// Whether the pages of a sequence should be in one cache.
+    together: bool,
+    /// A block cache per device. A block's page is its slot times their number, plus its cache's.
+    caches: Vec<BlockCache>,
     /// Tokens by page, which mean nothing for blocks without a key.
     tokens: Vec<B>,
 }
@@ -44,8 +61,41 @@ pub struct BlockPool<B> {
 impl<B: Default> BlockPool<B> {
     /// Creates `total` free blocks of `block_tokens` tokens.
     pub fn new(total: u32, block_tokens: u32, policy: CachePolicy) -> Self {
+        BlockPool::divided(total, block_tokens, policy, PageDevices::ONE)
+    }
+
+    /// The same, divided among devices.
+    pub fn divided(total: u32, block_tokens: u32, policy: CachePolicy, devices: PageDevices) -> Self {
         assert!(block_tokens > 0, "a block holds at least one token");
-        BlockPool { block_tokens, cache: BlockCache::new(total as usize, policy), tokens: Vec::new() }
+        let PageDevices { count, together } = devices;
+        let blocks_of = |device: u32| total / count + u32::from(device < total % count);
+        let caches = (0..count).map(|device| BlockCache::new(blocks_of(device) as usize, policy));
+        BlockPool { block_tokens, together, caches: caches.collect(), tokens: Vec::new() }
+    }
+
+    /// The cache and the slot of a page.
+    fn slot(&self, page: u32) -> (usize, u32) {
+        match to_u32(self.caches.len()) {
+            1 => (0, page),
+            count => ((page % count) as usize, page / count),
+        }
+    }
+
+    /// The page of a slot.
+    fn page(&self, cache: usize, slot: u32) -> u32 {
+        slot * to_u32(self.caches.len()) + to_u32(cache)
+    }
+
+    /// The page of the block `key`.
+    fn page_of(&self, key: BlockHash) -> Option<u32> {
+        let mut places = self.caches.iter().enumerate();
+        places.find_map(|(cache, blocks)| Some(self.page(cache, blocks.place(key)?)))
+    }
+
+    /// Number of users of a page.
+    fn users(&self, page: u32) -> u32 {
+        let (cache, slot) = self.slot(page);
+        self.caches[cache].pins_at(slot)
     }
 
     /// Tokens per block.
@@ -60,26 +110,27 @@ impl<B: Default> BlockPool<B> {
 
     /// The prefixes in the blocks, in order.
     pub fn hashes(&self) -> Vec<BlockHash> {
-        let mut hashes: Vec<BlockHash> = self.cache.iter().collect();
+        let mut hashes: Vec<BlockHash> = self.caches.iter().flat_map(BlockCache::iter).collect();
         hashes.sort_unstable();
         hashes
     }
 
     /// Blocks by state.
     pub fn counts(&self) -> BlockCounts {
-        let (held, used) = (self.cache.len(), self.cache.pinned());
-        BlockCounts { free: self.cache.capacity() - held, cached: held - used, used }
+        let sum = |of: fn(&BlockCache) -> usize| self.caches.iter().map(of).sum::<usize>();
+        let (held, used) = (sum(BlockCache::len), sum(BlockCache::pinned));
+        BlockCounts { free: sum(BlockCache::capacity) - held, cached: held - used, used }
     }
 
     /// Number of blocks that `allocate` can still return.
     pub fn available(&self) -> usize {
-        self.cache.capacity() - self.cache.pinned()
+        self.caches.iter().map(available).sum()
     }
 
     /// The pages that hold the longest known prefix of `text`, of at most `blocks` blocks.
     pub fn longest_prefix(&self, text: &mut impl Text<Block = B>, blocks: u32) -> Vec<u32> {
         let hits = (0..blocks).map_while(|block| {
-            let page = self.cache.place(text.hash(block))?;
+            let page = self.page_of(text.hash(block))?;
             text.has(block, &self.tokens[page as usize]).then_some(page)
         });
         hits.collect()
@@ -87,23 +138,38 @@ impl<B: Default> BlockPool<B> {
 
     /// Number of `pages` that are cached now, so that acquiring them makes fewer blocks available.
     pub fn idle_among(&self, pages: &[u32]) -> usize {
-        pages.iter().filter(|&&page| self.cache.pins_at(page) == 0).count()
+        pages.iter().filter(|&&page| self.users(page) == 0).count()
     }
 
     /// Whether `page` would be available if its user released it.
     pub fn has_one_user(&self, page: u32) -> bool {
-        self.cache.pins_at(page) == 1
+        self.users(page) == 1
     }
 
     /// Adds a user of a block that holds something.
     pub fn acquire(&mut self, page: u32) {
-        self.cache.pin_at(page);
+        let (cache, slot) = self.slot(page);
+        self.caches[cache].pin_at(slot);
     }
 
-    /// A block with one user and no content. If none is free, a cached block is evicted and pushed to
-    /// `evicted`.
-    pub fn allocate(&mut self, evicted: &mut Vec<Evicted<B>>) -> Option<u32> {
-        let (page, given_up) = self.cache.take()?;
+    /// The device that the next page of a sequence with these pages should be on.
+    fn device_for(&self, pages: &[u32]) -> usize {
+        let count = self.caches.len();
+        let last = pages.last().map(|&page| self.slot(page).0);
+        let wanted = last.map(|last| if self.together { last } else { (last + 1) % count });
+        let has_room = |device: &usize| available(&self.caches[*device]) > 0;
+        let roomy = |best, device| {
+            if available(&self.caches[device]) > available(&self.caches[best]) { device } else { best }
+        };
+        wanted.filter(has_room).unwrap_or_else(|| (1..count).fold(0, roomy))
+    }
+
+    /// A block with one user and no content, for a sequence that has `pages`. If none is free on its device,
+    /// a cached block is evicted and pushed to `evicted`.
+    pub fn allocate(&mut self, pages: &[u32], evicted: &mut Vec<Evicted<B>>) -> Option<u32> {
+        let device = if self.caches.len() == 1 { 0 } else { self.device_for(pages) };
+        let (slot, given_up) = self.caches[device].take()?;
+        let page = self.page(device, slot);
         if self.tokens.len() <= page as usize {
             self.tokens.resize_with(page as usize + 1, B::default);
         }
@@ -115,8 +181,14 @@ impl<B: Default> BlockPool<B> {
     /// Declares that `page`, in use, now holds the KV of `tokens`, the block at `depth`, at the end of the
     /// prefix `hash`. False if another block already holds it; this block then stays private.
     pub fn publish(&mut self, page: u32, hash: BlockHash, depth: u32, tokens: impl FnOnce() -> B) -> bool {
-        assert!(self.cache.pins_at(page) > 0, "only a user publishes");
-        let new = self.cache.name(page, hash, depth);
+        assert!(self.users(page) > 0, "only a user publishes");
+        let (cache, slot) = self.slot(page);
+        let is_elsewhere =
+            |(other, blocks): (usize, &BlockCache)| other != cache && blocks.place(hash).is_some();
+        if self.caches.len() > 1 && self.caches.iter().enumerate().any(is_elsewhere) {
+            return false;
+        }
+        let new = self.caches[cache].name(slot, hash, depth);
         if new {
             self.tokens[page as usize] = tokens();
         }
@@ -125,8 +197,14 @@ impl<B: Default> BlockPool<B> {
 
     /// Removes a user. Without users a block is cached, if it holds something, or free.
     pub fn release(&mut self, page: u32) {
-        self.cache.unpin_at(page);
+        let (cache, slot) = self.slot(page);
+        self.caches[cache].unpin_at(slot);
     }
+}
+
+/// Number of blocks that can be taken.
+fn available(cache: &BlockCache) -> usize {
+    cache.capacity() - cache.pinned()
 }
 
 #[cfg(test)]
@@ -158,14 +236,14 @@ mod tests {
     fn the_least_recently_released_content_goes_first_and_used_blocks_never() {
         let mut pool = BlockPool::new(3, 2, CachePolicy::Lru);
         let mut evicted = Vec::new();
-        let pages: Vec<u32> = (0..3).map(|_| pool.allocate(&mut evicted).unwrap()).collect();
+        let pages: Vec<u32> = (0..3).map(|_| pool.allocate(&[], &mut evicted).unwrap()).collect();
         for (i, &page) in pages.iter().enumerate() {
             assert!(publish(&mut pool, page, &mut text(&[i as u32, 7])));
         }
-        assert_eq!(pool.allocate(&mut evicted), None);
+        assert_eq!(pool.allocate(&[], &mut evicted), None);
         pool.release(pages[1]);
         pool.release(pages[0]);
-        assert_eq!(pool.allocate(&mut evicted), Some(pages[1]));
+        assert_eq!(pool.allocate(&[], &mut evicted), Some(pages[1]));
         let hash = text(&[1, 7]).hash(0);
         assert_eq!(evicted, [Evicted { hash, tokens: [1, 7].into(), page: pages[1] }]);
         assert_eq!(pool.counts(), BlockCounts { free: 0, cached: 1, used: 2 });
@@ -174,13 +252,46 @@ mod tests {
     #[test]
     fn equal_hashes_of_unlike_tokens_do_not_hit() {
         let mut pool = BlockPool::new(2, 2, CachePolicy::Lru);
-        let page = pool.allocate(&mut Vec::new()).unwrap();
+        let page = pool.allocate(&[], &mut Vec::new()).unwrap();
         let hash = text(&[5, 9]).hash(0);
         pool.publish(page, hash, 0, || [5, 6].into());
         assert!(pool.longest_prefix(&mut text(&[5, 9, 7]), 1).is_empty());
-        let page = pool.allocate(&mut Vec::new()).unwrap();
+        let page = pool.allocate(&[], &mut Vec::new()).unwrap();
         assert!(publish(&mut pool, page, &mut text(&[5, 6])));
         assert_eq!(pool.longest_prefix(&mut text(&[5, 6, 7]), 1), [page]);
+    }
+
+    #[test]
+    fn pages_of_a_sequence_stay_on_a_device_or_take_turns_and_go_elsewhere_once_it_is_full() {
+        let of = |together| {
+            let devices = PageDevices { count: 3, together };
+            let mut pool = BlockPool::<Box<[u32]>>::divided(9, 2, CachePolicy::Lru, devices);
+            let mut sequences = [Vec::new(), Vec::new()];
+            for at in 0..9 {
+                let pages = &mut sequences[usize::from(at >= 5)];
+                let page = pool.allocate(pages, &mut Vec::new()).unwrap();
+                pages.push(page);
+            }
+            assert_eq!((pool.available(), pool.allocate(&[], &mut Vec::new())), (0, None));
+            let mut all = sequences.concat();
+            all.sort_unstable();
+            assert_eq!(all, Vec::from_iter(0..9));
+            sequences.map(|pages| pages.iter().map(|page| page % 3).collect::<Vec<u32>>())
+        };
+        assert_eq!(of(true), [vec![0, 0, 0, 1, 1], vec![2, 2, 2, 1]]);
+        assert_eq!(of(false), [vec![0, 1, 2, 0, 1], vec![2, 0, 1, 2]]);
+    }
+
+    #[test]
+    fn a_prefix_is_found_on_whichever_device_it_is_and_is_kept_once() {
+        let devices = PageDevices { count: 2, together: true };
+        let mut pool = BlockPool::divided(4, 2, CachePolicy::Lru, devices);
+        let one = pool.allocate(&[], &mut Vec::new()).unwrap();
+        let other = pool.allocate(&[], &mut Vec::new()).unwrap();
+        assert_ne!(one % 2, other % 2);
+        assert!(publish(&mut pool, other, &mut text(&[1, 7])));
+        assert!(!publish(&mut pool, one, &mut text(&[1, 7])));
+        assert_eq!(pool.longest_prefix(&mut text(&[1, 7, 0]), 1), [other]);
     }
 
     #[test]
@@ -188,13 +299,17 @@ mod tests {
         for seed in 0..150 {
             let mut rng = Stream::new(seed);
             let policy = [CachePolicy::Lru, CachePolicy::Lfu, CachePolicy::LengthAware][seed as usize % 3];
-            let mut pool = BlockPool::new(8, 2, policy);
+            let devices = PageDevices { count: 1 + (seed / 3 % 3) as u32, together: seed % 2 == 0 };
+            let mut pool = BlockPool::divided(8, 2, policy, devices);
             let mut held: Vec<u32> = Vec::new();
             let mut evicted = Vec::new();
             for _ in 0..400 {
                 let mut drawn = text(&[rng.below(12) as u32, 3]);
                 match rng.below(4) {
-                    0 => held.extend(pool.allocate(&mut evicted)),
+                    0 => {
+                        let page = pool.allocate(&held, &mut evicted);
+                        held.extend(page);
+                    }
                     1 if !held.is_empty() => {
                         let at = rng.below(held.len() as u64) as usize;
                         pool.release(held.swap_remove(at));

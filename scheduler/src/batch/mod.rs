@@ -27,7 +27,7 @@ mod steady;
 mod text;
 mod travel;
 
-pub use blocks::{BlockCounts, BlockPool, Evicted};
+pub use blocks::{BlockCounts, BlockPool, Evicted, PageDevices};
 pub use event::{Action, After, Event, Sampled, Step, StepSequence};
 pub use order::Place;
 pub use refusal::Refusal;
@@ -68,6 +68,8 @@ pub struct BatchLimits {
     pub lower_tiers: bool,
     /// The order in which cached blocks are evicted.
     pub cache_policy: CachePolicy,
+    /// The devices that the blocks are divided among.
+    pub page_devices: PageDevices,
 }
 
 /// Defaults of `serve` and the simulator.
@@ -241,7 +243,12 @@ impl<T: Text> Instance<T> {
             limits,
             cost: None,
             learner: Learner::default(),
-            blocks: BlockPool::new(limits.blocks_total, limits.block_tokens, limits.cache_policy),
+            blocks: BlockPool::divided(
+                limits.blocks_total,
+                limits.block_tokens,
+                limits.cache_policy,
+                limits.page_devices,
+            ),
             sequences: IdMap::default(),
             places: Places::default(),
             lent: IdMap::default(),
@@ -504,7 +511,8 @@ impl<T: Text> Instance<T> {
             return true;
         }
         loop {
-            if let Some(page) = self.blocks.allocate(evicted) {
+            let pages = self.sequences.get(request).map_or(&[][..], |sequence| &sequence.pages);
+            if let Some(page) = self.blocks.allocate(pages, evicted) {
                 self.sequence_mut(request).pages.push(page);
                 return true;
             }

@@ -14,6 +14,7 @@ const LIMITS: BatchLimits = BatchLimits {
     spare_blocks: 0,
     lower_tiers: false,
     cache_policy: CachePolicy::Lru,
+    page_devices: PageDevices::ONE,
 };
 
 type Event = super::Event<TokenIds>;

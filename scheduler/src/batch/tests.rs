@@ -17,6 +17,7 @@ pub(super) const LIMITS: BatchLimits = BatchLimits {
     spare_blocks: 1,
     lower_tiers: false,
     cache_policy: CachePolicy::Lru,
+    page_devices: PageDevices::ONE,
 };
 
 /// Who is due then, or later, gives way.

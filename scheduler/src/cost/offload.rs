@@ -7,6 +7,7 @@
 use super::partition::heads;
 use super::{MemberShare, ModelShape, OpCounts, Partition, Prefill};
 use mixfleet_hal::OpSig;
+use mixfleet_hal::cast::to_u32;
 use std::fmt;
 
 /// Which operations of its share a member runs.
@@ -26,16 +27,22 @@ pub enum AttnSplit {
     /// By heads: each has some heads of all tokens.
     #[default]
     Head,
+    /// By requests: each has all heads of some requests, as long as it has room for them.
+    Request,
+    /// By ranges of tokens: each has all heads of some blocks of every request.
+    Range,
 }
 
 impl AttnSplit {
     /// Every way to divide it.
-    pub const ALL: [AttnSplit; 1] = [AttnSplit::Head];
+    pub const ALL: [AttnSplit; 3] = [AttnSplit::Head, AttnSplit::Request, AttnSplit::Range];
 
     /// Its name on the command line.
     pub const fn name(self) -> &'static str {
         match self {
             AttnSplit::Head => "head",
+            AttnSplit::Request => "request",
+            AttnSplit::Range => "range",
         }
     }
 }
@@ -85,7 +92,11 @@ impl Partition {
             return Err("attention on devices of its own needs a device".into());
         }
         let group = shape.heads / shape.kv_heads.max(1);
-        let attends = heads(shape, &vec![1.0; workers as usize])?.into_iter().zip(1..);
+        let heads = match split {
+            AttnSplit::Head => heads(shape, &vec![1.0; workers as usize])?,
+            AttnSplit::Request | AttnSplit::Range => vec![0..shape.heads; workers as usize],
+        };
+        let attends = heads.into_iter().zip(1..);
         let attends = attends.map(|(heads, member)| MemberShare {
             member,
             work: MemberWork::Attention,
@@ -103,17 +114,33 @@ impl Partition {
         self.split
     }
 
-    /// The bytes that cross per token and layer, where attention has members of its own: `(heads + 2
-    /// kv_heads) head_dim e` out, with KV heads as often as they are kept, and `heads head_dim e` back, for
-    /// activations of `e` bytes.
-    pub fn attention_bytes(&self, shape: &ModelShape) -> Option<AttnBytes> {
-        self.split?;
+    /// Number of members among which pages of KV are divided, page `p` being page `p / n` of the one with
+    /// number `p % n` of them; 1 if every member that keeps KV has its heads of all pages.
+    pub fn page_holders(&self) -> u32 {
+        match self.split {
+            None | Some(AttnSplit::Head) => 1,
+            Some(AttnSplit::Request | AttnSplit::Range) => to_u32(self.shares.len() - 1),
+        }
+    }
+
+    /// The bytes that cross per token and layer, where attention has members of its own, for a token that
+    /// sees keys on `holders` members among which pages are divided. With activations of `e` bytes that is
+    /// `(heads + 2 kv_heads) head_dim e` out and `heads head_dim e` back, with KV heads as often as they are
+    /// kept, and queries and what was attended to as often as there are holders; if there are several, each
+    /// also gives `8 heads` back, to merge by.
+    pub fn attention_bytes(&self, shape: &ModelShape, holders: u32) -> Option<AttnBytes> {
+        let split = self.split?;
         let row = u64::from(shape.head_dim) * shape.activation.size_bytes();
-        let attends = self.shares.iter().filter(|share| share.work == MemberWork::Attention);
-        let (heads, kv_heads) = attends.fold((0, 0), |(heads, kv_heads), share| {
-            (heads + share.heads.len() as u64, kv_heads + share.kv_heads.len() as u64)
-        });
-        Some(AttnBytes { out: (heads + 2 * kv_heads) * row, back: heads * row })
+        let (heads, kv_heads) = match split {
+            AttnSplit::Head => self.shares[1..].iter().fold((0, 0), |(heads, kv_heads), share| {
+                (heads + share.heads.len() as u64, kv_heads + share.kv_heads.len() as u64)
+            }),
+            AttnSplit::Request | AttnSplit::Range => {
+                (u64::from(holders) * u64::from(shape.heads), u64::from(shape.kv_heads))
+            }
+        };
+        let merged = if self.page_holders() > 1 && holders > 1 { 8 * heads } else { 0 };
+        Some(AttnBytes { out: (heads + 2 * kv_heads) * row, back: heads * row + merged })
     }
 }
 
@@ -129,6 +156,7 @@ impl MemberShare {
     }
 
     /// Its operations of a mixed step of a model of this shape, as [`ModelShape::step_ops`] has those of all.
+    /// Where pages are divided, a member that attends has those of the sequences that are whole on it.
     pub fn step_ops(&self, shape: &ModelShape, parts: &[Prefill], batch: u32, kv_tokens: u64) -> OpCounts {
         let mut ops = self.of(shape).step_ops(parts, batch, kv_tokens);
         let attends = |sig: &OpSig| sig.kv().is_some() || matches!(sig, OpSig::AttnMerge { .. });
@@ -140,7 +168,21 @@ impl MemberShare {
         ops
     }
 
-    /// Bytes of KV of a token that it keeps, over all layers.
+    /// The operations in which a member attends to `rows` rows of sequences that are divided by pages, of
+    /// whose keys it has `kv_tokens`, and of which it writes those of `written` tokens. No layer may have a
+    /// window.
+    pub fn partial_ops(&self, shape: &ModelShape, rows: u32, kv_tokens: u64, written: u32) -> OpCounts {
+        let mut ops = self.step_ops(shape, &[], rows, kv_tokens);
+        for (sig, _) in &mut ops {
+            if let OpSig::KvWrite { tokens, .. } = sig {
+                *tokens = written;
+            }
+        }
+        ops.retain(|(sig, _)| written > 0 || !matches!(sig, OpSig::KvWrite { .. }));
+        ops
+    }
+
+    /// Bytes of KV of a token that it keeps if it keeps any, over all layers.
     pub fn kv_bytes_per_token(&self, shape: &ModelShape) -> u64 {
         if self.keeps_kv() { self.of(shape).kv_bytes_per_token() } else { 0 }
     }
@@ -196,19 +238,23 @@ mod tests {
 
     #[test]
     fn what_crosses_is_what_was_published_for_8b_and_70b() {
-        let of = |name, workers| {
+        let by = |name, workers, split, holders| {
             let shape = shape(name);
-            let bytes =
-                Partition::attention(&shape, workers, AttnSplit::Head).unwrap().attention_bytes(&shape);
-            let AttnBytes { out, back } = bytes.unwrap();
+            let partition = Partition::attention(&shape, workers, split).unwrap();
+            let AttnBytes { out, back } = partition.attention_bytes(&shape, holders).unwrap();
             (out, back)
         };
+        let of = |name, workers| by(name, workers, AttnSplit::Head, 1);
         assert_eq!(of("llama-3.1-8b", 4), (12_288, 8192));
         assert_eq!(of("llama-3.1-70b", 2), (20_480, 16_384));
         // two members keep each of 8 KV heads
         assert_eq!(of("llama-3.1-8b", 16), (12_288 + 4096, 8192));
         let divided = Partition::even(&shape("llama-3.1-8b"), 2).unwrap();
-        assert_eq!(divided.attention_bytes(&shape("llama-3.1-8b")), None);
+        assert_eq!(divided.attention_bytes(&shape("llama-3.1-8b"), 1), None);
+        for split in [AttnSplit::Request, AttnSplit::Range] {
+            assert_eq!(by("llama-3.1-8b", 4, split, 1), (12_288, 8192), "{split}");
+            assert_eq!(by("llama-3.1-8b", 4, split, 3), (3 * 8192 + 4096, 3 * (8192 + 8 * 32)), "{split}");
+        }
     }
 
     #[test]

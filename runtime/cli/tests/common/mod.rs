@@ -96,6 +96,8 @@ pub(crate) struct Generate<'a> {
     pub(crate) max_tokens: u32,
     pub(crate) prefill: &'a str,
     pub(crate) decode: &'a str,
+    /// Further arguments.
+    pub(crate) further: &'a [&'a str],
 }
 
 /// `mixfleet generate` in f32, greedy.
@@ -106,6 +108,7 @@ pub(crate) fn generate(request: &Generate<'_>) -> Value {
         .args(["--activations", "f32", "--kv-dtype", "f32", "--kv-memory", "0.02"])
         .args(["--max-tokens", &request.max_tokens.to_string(), "--prompt-ids", &ids.join(",")])
         .args(["--prefill", request.prefill, "--decode", request.decode])
+        .args(request.further)
         .arg("--model")
         .arg(request.model)
         .output()
