@@ -228,7 +228,7 @@ fn where_pages_are_divided_every_member_runs_what_the_cost_model_counts_for_its_
         let part = |start, tokens, pages| StepInput { start, tokens, pages, draw: Some(DrawInput::GREEDY) };
         let decode = |pages| part(20, &ids[..1], pages);
         let prompt = mixfleet_scheduler::cost::Prefill { context: 9, tokens: 12, last: true };
-        let mut submitted = |split, parts: Vec<StepInput<'_>>| {
+        let submitted = |split, parts: Vec<StepInput<'_>>| {
             let seen: Vec<Seen> = (0..3).map(|_| Seen::default()).collect();
             let mut apart = Apart::new(&checkpoint, seen.iter().map(seeing).collect(), split);
             apart.run(&parts);
