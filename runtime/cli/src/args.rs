@@ -143,7 +143,7 @@ pub(crate) struct InstanceArgs {
     /// Maximum sequences per device [default: by KV memory]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=SEQUENCES_MAX))]
     pub(crate) sequences: Option<u32>,
-    /// How the devices of 'attn:DEV,DEV' that attend divide the KV: head, request, range [default: head]
+    /// KV of 'attn:DEV,DEV' by head, request or range [default: head]
     #[arg(long, value_name = "BY")]
     pub(crate) attn_split: Option<AttnSplit>,
     #[command(flatten)]
@@ -255,7 +255,7 @@ pub(crate) struct GenerateArgs {
     /// A device, or DEV=prefill, DEV=decode; repeatable [default: auto]
     #[arg(long, value_name = "DEV[=ROLE]", conflicts_with_all = ["prefill", "decode"])]
     pub(crate) device: Vec<DeviceRole>,
-    /// How the devices of 'attn:DEV,DEV' that attend divide the KV: head, request, range [default: head]
+    /// KV of 'attn:DEV,DEV' by head, request or range [default: head]
     #[arg(long, value_name = "BY")]
     pub(crate) attn_split: Option<AttnSplit>,
     /// Device that computes the prompt
