@@ -8,6 +8,7 @@ mod offers;
 mod page;
 mod prices;
 mod search;
+mod several;
 mod stress;
 mod table;
 mod tiers;
@@ -19,7 +20,7 @@ use crate::{Failed, Usage, leave_no_empty, writable};
 use anyhow::{Context, Result};
 use clap::Args;
 use hours::HourPlan;
-use load::PlanLoad;
+use load::{LoadSource, PlanLoad};
 use mixfleet_hal::units::{BytesPerSecond, GB, Seconds};
 use mixfleet_hal::{DType, StoredAs};
 use mixfleet_scheduler::engines::KnownEngine;
@@ -36,7 +37,7 @@ use offers::Offers;
 use prices::Repriced;
 use search::{PlanFound, PlanSearch, pools_words};
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Time of a message to devices for attention and back, as published for GPUs over RDMA (Lamina,
@@ -45,27 +46,27 @@ const ROUND_TRIP: Seconds = Seconds(33e-6);
 
 #[derive(Debug, Args)]
 pub(crate) struct PlanArgs {
-    /// A model of 'mixfleet models'
-    #[arg(long, value_name = "NAME")]
-    model: String,
+    /// Models of 'mixfleet models', each with a load of its own
+    #[arg(long, value_name = "NAME,..", value_delimiter = ',', required = true)]
+    model: Vec<String>,
     /// How its weights may be stored (docs/models.md), the cheapest for each fleet [default: bf16]
     #[arg(long, value_name = "DTYPE,..", value_delimiter = ',')]
     dtype: Vec<StoredAs>,
     /// The load as a request trace ('mixfleet trace stats' reads it)
-    #[arg(long, value_name = "FILE", conflicts_with = "rate")]
-    trace: Option<PathBuf>,
+    #[arg(long, value_name = "FILE,..", value_delimiter = ',', conflicts_with = "rate")]
+    trace: Vec<PathBuf>,
     /// The load by the hour, planned for the dearest (docs/plan.md)
-    #[arg(long, value_name = "CSV", conflicts_with_all = ["rate", "trace"])]
-    workload: Option<PathBuf>,
+    #[arg(long, value_name = "CSV,..", value_delimiter = ',', conflicts_with_all = ["rate", "trace"])]
+    workload: Vec<PathBuf>,
     /// The load as requests per second of one size
-    #[arg(long, value_name = "R", requires_all = ["input_tokens", "output_tokens"], value_parser = positive)]
-    rate: Option<f64>,
+    #[arg(long, value_name = "R,..", value_delimiter = ',', requires_all = ["input_tokens", "output_tokens"], value_parser = positive)]
+    rate: Vec<f64>,
     /// Tokens of a prompt
-    #[arg(long, value_name = "TOKENS", requires = "rate", value_parser = clap::value_parser!(u32).range(1..=i64::from(TOKENS_MAX)))]
-    input_tokens: Option<u32>,
+    #[arg(long, value_name = "TOKENS,..", value_delimiter = ',', requires = "rate", value_parser = clap::value_parser!(u32).range(1..=i64::from(TOKENS_MAX)))]
+    input_tokens: Vec<u32>,
     /// Tokens of an answer
-    #[arg(long, value_name = "TOKENS", requires = "rate", value_parser = clap::value_parser!(u32).range(1..=i64::from(TOKENS_MAX)))]
-    output_tokens: Option<u32>,
+    #[arg(long, value_name = "TOKENS,..", value_delimiter = ',', requires = "rate", value_parser = clap::value_parser!(u32).range(1..=i64::from(TOKENS_MAX)))]
+    output_tokens: Vec<u32>,
     /// Objective: seconds to the first token
     #[arg(long, value_name = "S", value_parser = seconds)]
     ttft: f64,
@@ -188,6 +189,8 @@ struct Planned<'a> {
     /// The dtypes to choose from.
     stored: &'a [StoredAs],
     load: &'a PlanLoad,
+    /// The directory for files.
+    out: Option<&'a Path>,
     offers: &'a Offers,
     outcome: &'a PlanFound,
     /// What each hour takes; empty for less than two hours.
@@ -213,14 +216,46 @@ impl Planned<'_> {
     }
 }
 
+/// A model, its load, and the directory for its files.
+struct ModelWanted {
+    model: &'static KnownModel,
+    load: PlanLoad,
+    out: Option<PathBuf>,
+}
+
+impl ModelWanted {
+    /// The models that were asked for.
+    fn read(args: &PlanArgs) -> Result<Vec<Self>> {
+        let sources = LoadSource::of(args)?;
+        let mut wanted = Vec::new();
+        for (name, source) in args.model.iter().zip(sources) {
+            let model = find(name).map_err(|error| Usage(format!("--model: {error}")))?;
+            wanted.push(ModelWanted { model, load: PlanLoad::read(args, source)?, out: args.out.clone() });
+        }
+        Ok(wanted)
+    }
+}
+
+/// A plan as it is printed.
+struct Printed {
+    document: serde_json::Value,
+    table: String,
+    /// Rent of the cheapest fleet.
+    usd_per_hour: Option<f64>,
+    /// Its pools.
+    pools: Vec<PlannedPool>,
+    /// Why there is none.
+    unmet: Option<String>,
+}
+
 /// Writes the files that were asked for, and says what starts the fleet.
 fn write_files(planned: &Planned<'_>, market: &Market) -> Result<Option<String>> {
     let (args, mut started) = (planned.args, None);
     let Some(best) = planned.outcome.fleets.first() else { return Ok(None) };
-    if let Some(directory) = &args.out {
+    if let Some(directory) = planned.out {
         let cannot_write = || format!("cannot write to {}", directory.display());
         std::fs::write(directory.join("FLEET.toml"), &best.text).with_context(cannot_write)?;
-        if args.trace.is_none() {
+        if args.trace.is_empty() {
             planned.load.write_log(&directory.join("load.jsonl")).with_context(cannot_write)?;
         }
         started = Some(deploy::write(planned, best, directory).with_context(cannot_write)?);
@@ -232,28 +267,13 @@ fn write_files(planned: &Planned<'_>, market: &Market) -> Result<Option<String>>
     Ok(started)
 }
 
-pub(crate) fn run(args: &PlanArgs) -> Result<()> {
-    let model = find(&args.model).map_err(|error| Usage(format!("--model: {error}")))?;
-    let stored = dtypes(args);
-    let mut offers = Offers::read(args)?;
-    let mut load = PlanLoad::read(args)?;
-    offers.warnings.extend(load.warning(args));
-    for warning in &offers.warnings {
-        eprintln!("warning: {warning}");
-    }
-    if let Some(directory) = &args.out {
-        std::fs::create_dir_all(directory)
-            .with_context(|| format!("--out: cannot make the directory {}", directory.display()))?;
-    }
-    if let Some(path) = &args.html {
-        writable(path)?;
-    }
-    let factor = 1.0 + args.headroom;
+/// What may be rented for a model, and what it carries of a load.
+fn market(args: &PlanArgs, model: &'static KnownModel, load: &PlanLoad, offers: &Offers) -> Market {
     let mut classes = load.classes.clone();
-    classes.iter_mut().for_each(|class| class.rate *= factor);
+    classes.iter_mut().for_each(|class| class.rate *= 1.0 + args.headroom);
     let ask = MarketAsk {
         model,
-        stored: stored.clone(),
+        stored: dtypes(args),
         engine: args.engine,
         parts: offers.parts.clone(),
         classes,
@@ -265,23 +285,31 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
         links: offers.links.clone(),
     };
     let rates = on_all_cores(ask.parts.len(), |part| PartOnOffer::new(&ask, part));
-    let mut market = Market::of(ask, rates);
+    Market::of(ask, rates)
+}
+
+/// Plans a model, and writes its files.
+fn plan(args: &PlanArgs, wanted: ModelWanted, offers: &Offers) -> Result<Printed> {
+    let ModelWanted { model, mut load, out } = wanted;
+    let mut market = market(args, model, &load, offers);
+    let factor = 1.0 + args.headroom;
     let by_hour: Vec<Vec<f64>> =
         load.hours.iter().map(|rates| rates.iter().map(|r| r * factor).collect()).collect();
     let hours = on_all_cores(by_hour.len(), |hour| HourPlan::of(&market, &by_hour[hour]));
-    if let Some(dearest) = hours::dearest(&hours).filter(|_| args.workload.is_some()) {
+    if let Some(dearest) = hours::dearest(&hours).filter(|_| !args.workload.is_empty()) {
         load.be_of_hour(args, dearest);
         market = market.with_rates(&by_hour[dearest]);
     }
     let bandwidth = market.ask().nic;
-    let outcome = PlanSearch::new(args, &market, &load, &offers).run()?;
+    let outcome = PlanSearch::new(args, &market, &load, offers).run()?;
     let parts = if outcome.fleets.is_empty() { 0 } else { offers.parts.len() };
     let planned = Planned {
         args,
         model,
-        stored: &stored,
+        stored: &market.ask().stored,
         load: &load,
-        offers: &offers,
+        out: out.as_deref(),
+        offers,
         outcome: &outcome,
         hours: &hours,
         break_evens: &on_all_cores(parts, |part| market.break_even(&Microlp, part)),
@@ -289,18 +317,47 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
         attention_apart: market
             .attention_apart(&Microlp, &AttentionLink { round_trip: ROUND_TRIP, bandwidth }),
     };
+    if let Some(directory) = &out {
+        std::fs::create_dir_all(directory)
+            .with_context(|| format!("--out: cannot make the directory {}", directory.display()))?;
+    }
     let started = write_files(&planned, &market)?;
+    let best = outcome.fleets.first();
+    Ok(Printed {
+        document: document::of(&planned),
+        table: table::of(&planned, started.as_deref()),
+        usd_per_hour: best.map(|fleet| fleet.usd_per_hour),
+        pools: best.map_or_else(Vec::new, |fleet| fleet.pools.clone()),
+        unmet: best.is_none().then(|| table::unmet(&planned)),
+    })
+}
+
+pub(crate) fn run(args: &PlanArgs) -> Result<()> {
+    let mut offers = Offers::read(args)?;
+    let mut wanted = ModelWanted::read(args)?;
+    offers.warnings.extend(wanted.iter().filter_map(|wanted| wanted.load.warning(args)));
+    for warning in &offers.warnings {
+        eprintln!("warning: {warning}");
+    }
+    if let Some(directory) = &args.out {
+        std::fs::create_dir_all(directory)
+            .with_context(|| format!("--out: cannot make the directory {}", directory.display()))?;
+    }
+    if let Some(path) = &args.html {
+        writable(path)?;
+    }
+    let one = match wanted.pop() {
+        Some(one) if wanted.is_empty() => one,
+        last => return several::run(args, wanted.into_iter().chain(last).collect(), &offers),
+    };
+    let printed = plan(args, one, &offers)?;
     let mut out = std::io::stdout().lock();
     if args.json {
-        writeln!(out, "{:#}", document::of(&planned))?;
+        writeln!(out, "{:#}", printed.document)?;
     } else {
-        write!(out, "{}", table::of(&planned, started.as_deref()))?;
+        write!(out, "{}", printed.table)?;
     }
-    match outcome.fleets.is_empty() {
-        true => {
-            leave_no_empty(args.html.as_deref());
-            Err(Failed(table::unmet(&planned)).into())
-        }
-        false => Ok(()),
-    }
+    let Some(unmet) = printed.unmet else { return Ok(()) };
+    leave_no_empty(args.html.as_deref());
+    Err(Failed(unmet).into())
 }

@@ -320,6 +320,45 @@ fn what_has_no_offer_or_is_not_in_stock_is_not_taken() {
 }
 
 #[test]
+fn several_models_share_an_inventory_and_each_has_its_own_load_and_files() {
+    let directory = scratch("plan-several");
+    // the model that comes second needs two of the three L40S, which hold more than all RTX 4090
+    let stock = write(&directory, "stock.csv", "device_id,count\nL40S,3\nRTX-4090,2\n");
+    let mut two = STEADY.to_vec();
+    (two[2], two[4]) = ("llama-3.1-8b,qwen3-30b-a3b", "5,2");
+    let out = directory.join("out");
+    let document = planned(&two, &["--inventory", &stock, "--out", out.to_str().unwrap()]);
+    assert_eq!(document["schema"], "mixfleet.plans/1");
+    let plans = document["plans"].as_array().unwrap();
+    let models: Vec<&str> = plans.iter().map(|plan| plan["model"].as_str().unwrap()).collect();
+    assert_eq!(models, ["llama-3.1-8b", "qwen3-30b-a3b"]);
+    assert!(plans.iter().all(|plan| plan["complete"] == true));
+    let firsts: Vec<&Value> = plans.iter().map(|plan| &plan["fleets"][0]).collect();
+    for (part, most) in [("L40S", 3), ("RTX-4090", 2)] {
+        assert!(firsts.iter().map(|first| devices(first, part)).sum::<u64>() <= most, "{document:#}");
+    }
+    assert!(devices(firsts[1], "L40S") >= 2, "{document:#}");
+    let usd: f64 = firsts.iter().map(|first| number(&first["usd_per_hour"])).sum();
+    assert!((number(&document["usd_per_hour"]) - usd).abs() < 1e-9);
+    assert_eq!(plans[0]["load"]["requests_per_s"], 5.0);
+    assert_eq!(plans[1]["load"]["requests_per_s"], 2.0);
+    for (model, load) in models.iter().zip(["5", "2"]) {
+        let fleet = std::fs::read_to_string(out.join(model).join("FLEET.toml")).unwrap();
+        assert!(fleet.contains(&format!("name = \"{model}\"")), "{load}: {fleet}");
+    }
+    // what no fleet serves does not keep the other's plan back
+    two[4] = "5,200";
+    let short = run(&two, &["--inventory", &stock, "--json"]);
+    let error = fails(&short, 1, &["no fleet was found", "the inventory binds"]);
+    let document: Value = serde_json::from_slice(&short.stdout).unwrap();
+    assert!(document["usd_per_hour"].is_null() && !document["plans"][0]["fleets"][0].is_null(), "{error}");
+    two[4] = "5,2,1";
+    fails(&run(&two, &[]), 2, &["--rate: 3 for 2 models"]);
+    (two[2], two[4]) = ("llama-3.1-8b,llama-3.1-8b", "5");
+    fails(&run(&two, &[]), 2, &["is there twice"]);
+}
+
+#[test]
 fn host_memory_for_kv_is_rented_where_it_saves_more_than_it_costs() {
     let directory = scratch("plan-tiers");
     let (trace, out) = (directory.join("t.jsonl"), directory.join("out"));

@@ -12,6 +12,9 @@ use mixfleet_sim::fleet_file::role_of;
 use mixfleet_sim::repair::FleetTrial;
 use serde_json::{Value, json};
 
+/// The schema of several plans.
+pub(super) const SEVERAL: &str = "mixfleet.plans/1";
+
 pub(super) fn of(planned: &Planned<'_>) -> Value {
     let Planned { args, model, stored, load, offers, outcome, .. } = planned;
     let fleets: Vec<Value> = outcome.fleets.iter().map(|fleet| self::fleet(planned, fleet)).collect();

@@ -53,16 +53,56 @@ struct WorkloadHour {
     output_tokens: u32,
 }
 
+/// Where the load of a model comes from.
+#[derive(Clone, Copy)]
+pub(super) enum LoadSource<'a> {
+    Trace(&'a Path),
+    /// Loads by the hour.
+    Workload(&'a Path),
+    /// Requests per second, with the tokens of their prompts and answers.
+    Rate(f64, [u32; 2]),
+}
+
+impl<'a> LoadSource<'a> {
+    /// The load of each model; one that is given once is that of all.
+    pub(super) fn of(args: &'a PlanArgs) -> Result<Vec<Self>> {
+        let models = args.model.len();
+        let traces = for_each(models, "trace", &args.trace)?;
+        let workloads = for_each(models, "workload", &args.workload)?;
+        let rates = for_each(models, "rate", &args.rate)?;
+        let input = for_each(models, "input-tokens", &args.input_tokens)?;
+        let output = for_each(models, "output-tokens", &args.output_tokens)?;
+        let of = |at: usize| match (traces.get(at), workloads.get(at), rates.get(at)) {
+            (Some(path), ..) => Some(LoadSource::Trace(path)),
+            (_, Some(path), _) => Some(LoadSource::Workload(path)),
+            (_, _, Some(rate)) => Some(LoadSource::Rate(**rate, [**input.get(at)?, **output.get(at)?])),
+            _ => None,
+        };
+        let ways = "--trace, --workload, or --rate with --input-tokens and --output-tokens";
+        let missing = || Usage(format!("the load is missing: give {ways}")).into();
+        (0..models).map(|at| of(at).ok_or_else(missing)).collect()
+    }
+}
+
+/// What is given for each model, or once for all; nothing if it is not given.
+fn for_each<'a, T>(models: usize, flag: &str, given: &'a [T]) -> Result<Vec<&'a T>> {
+    match given {
+        [] => Ok(Vec::new()),
+        [all] => Ok(vec![all; models]),
+        each if each.len() == models => Ok(each.iter().collect()),
+        each => {
+            let count = each.len();
+            Err(Usage(format!("--{flag}: {count} for {models} models; give one for all, or one each")).into())
+        }
+    }
+}
+
 impl PlanLoad {
-    pub(super) fn read(args: &PlanArgs) -> Result<Self> {
-        match (&args.trace, args.rate, args.input_tokens, args.output_tokens) {
-            (Some(path), ..) => Self::of_trace(args, path),
-            (None, Some(rate), Some(input), Some(output)) => Ok(Self::of_rate(args, rate, [input, output])),
-            _ if args.workload.is_some() => Self::of_workload(args),
-            _ => {
-                let ways = "--trace, --workload, or --rate with --input-tokens and --output-tokens";
-                Err(Usage(format!("the load is missing: give {ways}")).into())
-            }
+    pub(super) fn read(args: &PlanArgs, source: LoadSource<'_>) -> Result<Self> {
+        match source {
+            LoadSource::Trace(path) => Self::of_trace(args, path),
+            LoadSource::Workload(path) => Self::of_workload(args, path),
+            LoadSource::Rate(rate, size) => Ok(Self::of_rate(args, rate, size)),
         }
     }
 
@@ -94,8 +134,7 @@ impl PlanLoad {
     }
 
     /// A load of hours, whose requests are those of the hour that [`PlanLoad::be_of_hour`] chooses.
-    fn of_workload(args: &PlanArgs) -> Result<Self> {
-        let path = args.workload.as_deref().unwrap_or(Path::new(""));
+    fn of_workload(args: &PlanArgs, path: &Path) -> Result<Self> {
         let workload = read_workload(path)?;
         let mut tally = LoadTally::default();
         for (hour, row) in workload.iter().enumerate() {

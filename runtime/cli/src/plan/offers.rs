@@ -15,6 +15,7 @@ use std::path::Path;
 use tables::Stock;
 
 /// The candidates, and what is none.
+#[derive(Clone)]
 pub(super) struct Offers {
     pub(super) parts: Vec<OfferedPart>,
     /// The price of each.

@@ -166,7 +166,7 @@ fn below(text: &mut String, planned: &Planned<'_>, best: &ProvenFleet, started: 
         let budget = args.budget_s;
         line("stopped", format!("before all was simulated (--budget-s {budget}): the best so far"));
     }
-    if let Some(directory) = &args.out {
+    if let Some(directory) = planned.out {
         line("written", directory.join("FLEET.toml").display().to_string());
         line("", started.unwrap_or_default().into());
     }
