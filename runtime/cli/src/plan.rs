@@ -195,8 +195,8 @@ struct Planned<'a> {
     outcome: &'a PlanFound,
     /// What each hour takes; empty for less than two hours.
     hours: &'a [HourPlan],
-    /// For each part.
-    break_evens: &'a [BreakEven],
+    /// For each part; `None` where the program contradicts the simulations.
+    break_evens: &'a [Option<BreakEven>],
     repriced: &'a [Repriced],
     /// The cheapest fleet with devices for attention alone, by rates; or why there is none.
     attention_apart: Result<FormedFleet, String>,
@@ -312,7 +312,7 @@ fn plan(args: &PlanArgs, wanted: ModelWanted, offers: &Offers) -> Result<Printed
         offers,
         outcome: &outcome,
         hours: &hours,
-        break_evens: &on_all_cores(parts, |part| market.break_even(&Microlp, part)),
+        break_evens: &on_all_cores(parts, |part| prices::break_even(&market, &outcome.fleets, part)),
         repriced: &prices::repriced(&market, &outcome.fleets),
         attention_apart: market
             .attention_apart(&Microlp, &AttentionLink { round_trip: ROUND_TRIP, bandwidth }),

@@ -410,6 +410,14 @@ fn spot_offers_have_spares_and_kv_leaves_a_region_only_over_a_link() {
     let first = pools(&document["fleets"][0]);
     assert!(first.iter().all(|pool| pool["spot"] == true && number(&pool["count"]) >= 2.0), "{first:?}");
     assert_eq!(document["without_offer"], serde_json::json!([]), "an L40S is not rented out as spot");
+    // what is in the first fleet leaves it above its price, what is not enters it below
+    for known in document["break_evens"].as_array().unwrap() {
+        let own = number(&known["usd_per_hour"]);
+        let is_in = first.iter().any(|pool| pool["part"] == known["part"] && pool["spot"] == known["spot"]);
+        let at = known["break_even_usd_per_hour"].as_f64();
+        assert!(at.is_none_or(|at| if is_in { at >= own } else { at <= own }), "{known}");
+        assert!(at.is_some() || !is_in, "another fleet was simulated: {known}");
+    }
     let mut hopeless = STEADY;
     hopeless[10] = "0.0001";
     fails(&run(&hopeless, &["--spot", "0"]), 1, &["there is no spot offer", "TTFT binds"]);

@@ -26,8 +26,8 @@ pub(super) fn of(planned: &Planned<'_>) -> Value {
     let break_evens: Vec<Value> = (planned.break_evens.iter().enumerate())
         .map(|(part, known)| {
             let usd = match known {
-                BreakEven::At(usd) => Some(usd.0),
-                BreakEven::Useless | BreakEven::Indispensable => None,
+                Some(BreakEven::At(usd)) => Some(usd.0),
+                Some(BreakEven::Useless | BreakEven::Indispensable) | None => None,
             };
             let own = offers.parts[part].usd_per_hour.0;
             let spot = offers.parts[part].spot;

@@ -4,6 +4,7 @@ use super::Planned;
 use super::search::ProvenFleet;
 use super::stress::FACTORS;
 use mixfleet_hal::units::{Ordered, UsdPerHour};
+use mixfleet_scheduler::plan::branching::Microlp;
 use mixfleet_scheduler::plan::break_even::BreakEven;
 use mixfleet_scheduler::plan::market::Market;
 
@@ -38,17 +39,48 @@ pub(super) fn repriced(market: &Market, fleets: &[ProvenFleet]) -> Vec<Repriced>
     all.filter(|repriced| repriced.cheapest != 0).collect()
 }
 
+/// The price at which a part would enter or leave the first place: between the fleets that were simulated,
+/// or, where all or none of these have it, by the program. `None` where the program contradicts them.
+pub(super) fn break_even(market: &Market, fleets: &[ProvenFleet], part: usize) -> Option<BreakEven> {
+    let offer = &market.parts()[part];
+    let own = offer.usd_per_hour.0;
+    let devices = |fleet: &ProvenFleet| {
+        let of = fleet.pools.iter().filter(|pool| pool.part == part);
+        let all = of.map(|pool| pool.count.saturating_mul(pool.devices)).fold(0, u32::saturating_add);
+        f64::from(all.saturating_sub(offer.owned))
+    };
+    let is_in = fleets.first().is_some_and(|first| devices(first) > 0.0);
+    let rivals = fleets.iter().filter(|fleet| devices(fleet) == 0.0).map(|fleet| fleet.usd_per_hour);
+    let rival = rivals.fold(f64::INFINITY, f64::min);
+    // the price at which each fleet with the part costs as much as the best without
+    let with = fleets.iter().filter(|fleet| devices(fleet) > 0.0);
+    let at = with.map(|fleet| own + (rival - fleet.usd_per_hour) / devices(fleet)).fold(0.0, f64::max);
+    let by_rates = || market.break_even(&Microlp, part);
+    match (is_in, by_rates) {
+        (true, _) if rival.is_finite() => Some(BreakEven::At(UsdPerHour(at))),
+        (true, by_rates) => {
+            Some(by_rates()).filter(|known| !matches!(known, BreakEven::At(usd) if usd.0 < own))
+        }
+        (false, by_rates) => match by_rates() {
+            // a fleet that was given up may need less of it than those that were simulated to the end
+            BreakEven::At(usd) if usd.0 < own => Some(BreakEven::At(UsdPerHour(usd.0.max(at)))),
+            BreakEven::Useless if at == 0.0 => Some(BreakEven::Useless),
+            _ => (at > 0.0).then_some(BreakEven::At(UsdPerHour(at))),
+        },
+    }
+}
+
 /// The break-evens nearest to the parts' prices, in words.
 pub(super) fn break_evens(planned: &Planned<'_>) -> Vec<String> {
     let offers = planned.offers.parts.iter().zip(planned.break_evens);
     let at = offers.filter_map(|(offer, known)| match known {
-        BreakEven::At(usd) => Some((offer, *usd)),
-        BreakEven::Useless | BreakEven::Indispensable => None,
+        Some(BreakEven::At(usd)) => Some((offer, *usd)),
+        Some(BreakEven::Useless | BreakEven::Indispensable) | None => None,
     });
     let mut near: Vec<(f64, String)> = at
         .map(|(offer, UsdPerHour(usd))| {
             let (name, own) = (offer.name(), offer.usd_per_hour.0);
-            let word = if own < usd { "would leave above" } else { "would enter below" };
+            let word = if own <= usd { "would leave above" } else { "would enter below" };
             ((usd / own).ln().abs(), format!("{name} (${own:.3}/h) {word} ${usd:.3}/h"))
         })
         .collect();
