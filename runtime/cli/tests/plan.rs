@@ -1,5 +1,7 @@
 //! `mixfleet plan` from outside.
 
+mod instances;
+
 use crate::common::{mixfleet, scratch};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -92,12 +94,16 @@ fn is_sound(document: &Value, attain: f64) {
         }
     }
     let apart = &document["attention_apart"];
-    let duties: Vec<&str> =
-        apart["pools"].as_array().unwrap().iter().map(|pool| pool["duty"].as_str().unwrap()).collect();
-    assert!(
-        apart["simulated"] == false && duties.contains(&"attention") && duties.contains(&"linear"),
-        "{apart}"
-    );
+    if document["model"] == "deepseek-v3" {
+        assert!(apart["none"].as_str().unwrap().contains("arithmetic"), "{apart}");
+    } else {
+        let duties: Vec<&str> =
+            apart["pools"].as_array().unwrap().iter().map(|pool| pool["duty"].as_str().unwrap()).collect();
+        assert!(
+            apart["simulated"] == false && duties.contains(&"attention") && duties.contains(&"linear"),
+            "{apart}"
+        );
+    }
     let homogeneous = &document["homogeneous"];
     let part = &pools(homogeneous)[0]["part"];
     assert!(pools(homogeneous).iter().all(|pool| pool["part"] == *part));
@@ -257,35 +263,6 @@ fn a_trace_is_planned_for_and_the_written_fleet_holds_on_it() {
     // more of the same load needs no less
     let more = planned(&of_trace, &["--headroom", "0.5", "--engine", "vllm"]);
     assert!(number(&more["lower_bound_usd_per_hour"]) > number(&document["lower_bound_usd_per_hour"]));
-}
-
-/// An L40S multiplies 8 bits at twice the rate, so that this load takes fewer of them.
-#[test]
-fn the_cheapest_dtype_is_chosen_and_named_wherever_a_fleet_is() {
-    let out = scratch("plan-dtype").join("out");
-    let mut arguments = [&STEADY[..], &["--engine", "vllm"]].concat();
-    (arguments[4], arguments[14]) = ("12", "L40S");
-    let document = planned(&arguments, &["--dtype", "bf16,fp8,bf16"]);
-    is_sound(&document, 0.99);
-    let fleets = document["fleets"].as_array().unwrap();
-    assert_eq!(document["dtypes"], serde_json::json!(["bf16", "fp8"]));
-    assert!(document["dtype"] == "fp8" && fleets[0]["dtype"] == "fp8", "{document:#}");
-    let alone = planned(&arguments, &[]);
-    assert!(alone["dtype"] == "bf16" && alone["dtypes"] == serde_json::json!(["bf16"]));
-    assert!(number(&fleets[0]["usd_per_hour"]) < number(&alone["fleets"][0]["usd_per_hour"]), "{alone:#}");
-    let bound = |document: &Value| number(&document["lower_bound_usd_per_hour"]);
-    assert!(bound(&document) < bound(&alone));
-
-    let files = ["--dtype", "bf16,fp8", "--out", out.to_str().unwrap()];
-    let table = String::from_utf8(run(&arguments, &files).stdout).unwrap();
-    assert!(table.contains("in bf16 or fp8, engine vllm") && table.contains("L40S, fp8"), "{table}");
-    let file = std::fs::read_to_string(out.join("FLEET.toml")).unwrap();
-    assert!(file.contains("dtype = \"fp8\""), "{file}");
-    let attained = simulated(&out.join("FLEET.toml"), &out.join("load.jsonl"), &[]);
-    assert_eq!(attained, number(&fleets[0]["attained"]));
-    let launch = std::fs::read_to_string(out.join("vllm.sh")).unwrap();
-    assert!(launch.contains("--quantization fp8"), "{launch}");
-    fails(&run(&STEADY, &["--dtype", "bf16,int3"]), 2, &["--dtype", "int3", "nvfp4"]);
 }
 
 #[test]

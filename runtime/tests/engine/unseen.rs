@@ -151,7 +151,7 @@ impl Scene {
         println!("planned for {} requests, ${usd:.2}/h:", seen.len());
         for pool in &pools {
             let id = market.parts()[pool.part].part.id;
-            println!("  {} x {} {id} {:?}", pool.count, pool.devices, pool.duty);
+            println!("  {} x {} {id} {:?}", pool.count, pool.layout.devices, pool.duty);
         }
         let less = |at: usize| {
             let mut fewer = pools.clone();

@@ -158,6 +158,11 @@ impl Interconnect {
         }
     }
 
+    /// Whether devices communicate over the host's bus alone.
+    pub fn is_bus(self) -> bool {
+        matches!(self.fabric, Fabric::Pcie4 | Fabric::Pcie5)
+    }
+
     /// All-reduces among `devices`. `None` for one device, and for more than were measured.
     pub fn all_reduce(self, devices: u32) -> Option<AllReduce> {
         let Interconnect { fabric, gb_per_s, latency } = self;

@@ -88,6 +88,12 @@ impl ModelShape {
         self.experts.map_or(1, |experts| experts.spread.max(1))
     }
 
+    /// The same model with whole experts on each of `devices` (expert parallelism); `None` without experts.
+    pub fn with_whole_experts(&self, devices: u32) -> Option<ModelShape> {
+        let experts = Some(Experts { spread: devices, ..self.experts? });
+        Some(ModelShape { experts, ..self.clone() })
+    }
+
     /// The MLPs of all layers over `tokens` rows of one device.
     pub(super) fn mlp(&self, work: &mut LayerWork, tokens: u32) {
         let [plain, mixed] = self.mlp_layers().map(u64::from);

@@ -6,6 +6,7 @@
 
 use super::candidates::{AttentionLink, InstanceKind, PartKernels};
 use super::forms::FleetForm;
+use super::layouts::InstanceLayout;
 use super::linear::Solver;
 use super::load::SizeClass;
 use super::margin::slower;
@@ -24,7 +25,7 @@ const DUTIES_APART: [Duty; 3] = [Duty::Prefill, Duty::Linear, Duty::Attention];
 /// Instances that may be rented for one duty, and what they carry.
 struct OfDuty {
     part: usize,
-    devices: u32,
+    layout: InstanceLayout,
     duty: Duty,
     /// Instances that one request per second keeps busy, by class.
     loads: Vec<Option<f64>>,
@@ -71,7 +72,7 @@ impl Market {
         let fleet = program.solve(solver, SEARCH).map_err(|error| error.to_string())?;
         let used = all.iter().zip(&fleet.counts).filter(|(_, count)| **count > 0);
         let pools: Vec<PlannedPool> = used
-            .map(|(of, &count)| PlannedPool { part: of.part, devices: of.devices, duty: of.duty, count })
+            .map(|(of, &count)| PlannedPool { part: of.part, layout: of.layout, duty: of.duty, count })
             .collect();
         let stored = self.ask.stored[stored];
         Ok(FormedFleet {
@@ -103,8 +104,8 @@ impl Market {
         let classes = 0..self.ask.classes.len();
         let of = |kind: usize| {
             let loads = classes.clone().map(|class| load(kind, class)).collect();
-            let (part, devices) = (self.kinds[kind].part, self.kinds[kind].instance.devices);
-            OfDuty { part, devices, duty, loads }
+            let (part, layout) = (self.kinds[kind].part, self.kinds[kind].instance.layout);
+            OfDuty { part, layout, duty, loads }
         };
         (0..self.kinds.len()).filter(|&kind| self.kinds[kind].stored == stored).map(of).collect()
     }
@@ -121,7 +122,8 @@ impl Market {
         for part in parts.into_iter().take(PARTS_MAX) {
             let ask = &self.ask;
             let of = (offers[part].part, &PartKernels::of(offers[part].part));
-            let instance = InstanceKind::of(of, 1, ask.model, ask.stored[stored], ask.engine)?;
+            let instance =
+                InstanceKind::of(of, InstanceLayout::of(1), ask.model, ask.stored[stored], ask.engine)?;
             let error = ask.engine.likely_error(&instance.profile, &instance.shape);
             let times = slower(error, ask.confidence);
             let load = |class: usize| {
@@ -138,7 +140,7 @@ impl Market {
                 why.clone_from(cause);
             }
             let loads = loads.into_iter().map(Result::ok).collect();
-            found.push(OfDuty { part, devices: 1, duty: Duty::Attention, loads });
+            found.push(OfDuty { part, layout: InstanceLayout::of(1), duty: Duty::Attention, loads });
         }
         match found.iter().any(|of| of.loads.iter().any(Option::is_some)) {
             true => Ok(found),
@@ -150,7 +152,7 @@ impl Market {
     fn cheapest_for_each_class(&self, all: Vec<OfDuty>) -> Vec<OfDuty> {
         let mut kept = vec![false; all.len()];
         for class in 0..self.ask.classes.len() {
-            let unit = |of: &OfDuty| Some(of.loads[class]? * self.rent(of.part, of.devices).0);
+            let unit = |of: &OfDuty| Some(of.loads[class]? * self.rent(of.part, of.layout.devices).0);
             let mut units: Vec<(usize, f64)> =
                 all.iter().enumerate().filter_map(|(at, of)| Some((at, unit(of)?))).collect();
             units.sort_by_key(|(_, usd)| Ordered(*usd));
@@ -195,10 +197,10 @@ impl Market {
             }
             let takes = limited.iter().enumerate().filter(|(_, (part, _))| *part == of.part);
             program.rentables.push(Rentable {
-                name: format!("{} x {} {:?}", of.devices, ask.parts[of.part].name(), of.duty),
-                usd_per_hour: self.rent(of.part, of.devices),
+                name: format!("{} x {} {:?}", of.layout.devices, ask.parts[of.part].name(), of.duty),
+                usd_per_hour: self.rent(of.part, of.layout.devices),
                 most: to_u32(to_u64(most.ceil())),
-                takes: takes.map(|(at, _)| (at, f64::from(of.devices))).collect(),
+                takes: takes.map(|(at, _)| (at, f64::from(of.layout.devices))).collect(),
                 spares,
             });
         }

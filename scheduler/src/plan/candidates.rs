@@ -17,8 +17,9 @@
 //! without end, so these loads make a lower bound, and a plan divides them by the utilisation that it allows.
 
 use super::apart::{PartRates, TokenWork};
+use super::layouts::InstanceLayout;
 use super::program::Duty;
-use crate::cost::{AllReduce, CostModel, ModelShape, Prefill, ProfileCost};
+use crate::cost::{AllReduce, CostModel, ModelShape, PipelineCost, Prefill, ProfileCost};
 use crate::engines::KnownEngine;
 use crate::models::KnownModel;
 use crate::sizing::MEMORY_SHARE;
@@ -100,8 +101,8 @@ impl PartKernels {
 pub struct InstanceKind {
     /// The devices' profile.
     pub profile: DeviceProfile,
-    /// Their number.
-    pub devices: u32,
+    /// Their number, and how they share the model.
+    pub layout: InstanceLayout,
     /// The time of steps.
     pub cost: CostModel,
     /// The model.
@@ -126,19 +127,24 @@ pub struct Carried {
 }
 
 impl InstanceKind {
-    /// Tensor parallelism over `devices` of a part.
+    /// Devices of a part that share all layers: one stage of `layout`.
     ///
     /// # Errors
     /// Why the model cannot be divided so.
     pub fn of(
         (part, kernels): (&Part, &PartKernels),
-        devices: u32,
+        layout: InstanceLayout,
         model: &KnownModel,
         stored: StoredAs,
         engine: &KnownEngine,
     ) -> Result<Self, String> {
-        let profile = kernels.profile.clone();
-        let shape = model.shape_as(stored).on(&profile);
+        let (profile, layout) = (kernels.profile.clone(), layout.stage());
+        let devices = layout.devices;
+        let plain = model.shape_as(stored).on(&profile);
+        let shape = match layout.expert_parallel {
+            true => plain.with_whole_experts(devices).ok_or("the model has no experts")?,
+            false => plain,
+        };
         let all_reduce = match devices {
             1 => None,
             _ => {
@@ -156,13 +162,24 @@ impl InstanceKind {
         };
         Ok(InstanceKind {
             profile,
-            devices,
+            layout,
             cost: CostModel::Tables(Arc::new(Arc::new(cost).tables(&kernels.predictor))),
+            weights: shape.weight_bytes(model.tied_embeddings),
             shape,
-            weights: model.weight_bytes(stored),
             sequences_max: engine.sequences,
             step_tokens_max: engine.step_tokens,
         })
+    }
+
+    /// As many stages of such devices, which send each other activations over `network`.
+    pub fn in_stages(mut self, stages: u32, network: BytesPerSecond) -> Self {
+        if stages > 1 {
+            let chunk_tokens = PipelineCost::CHUNK_TOKENS.min(self.step_tokens_max);
+            let cost = PipelineCost::of(self.cost, stages, chunk_tokens, (&self.shape, network));
+            self.cost = CostModel::Pipeline(Arc::new(cost));
+            self.layout = InstanceLayout { devices: stages * self.layout.devices, stages, ..self.layout };
+        }
+        self
     }
 
     /// The same devices, whose steps take `times` as long as predicted.
@@ -280,7 +297,7 @@ impl InstanceKind {
             link.round_trip * f64::from(shape.layers()) + Bytes(row * f64::from(batch)) / link.bandwidth
         };
         if duty == Duty::Linear {
-            let room = self.profile.memory.0 * f64::from(self.devices) * MEMORY_SHARE;
+            let room = self.profile.memory.0 * f64::from(self.layout.devices) * MEMORY_SHARE;
             if room < self.weights.0 {
                 return Err(self.too_large(1));
             }
@@ -305,7 +322,7 @@ impl InstanceKind {
         }
         // devices for attention exchange nothing among each other, so that several are as good as one each
         let step = |batch: u32| {
-            let each = batch.div_ceil(self.devices);
+            let each = batch.div_ceil(self.layout.devices);
             let times =
                 attention(each).into_iter().map(|(sig, count)| self.profile.time(&sig) * count as f64);
             (self.profile.launch * f64::from(shape.layers()) + times.sum()).max(network(batch))
@@ -315,15 +332,15 @@ impl InstanceKind {
 
     /// The sequences of a length whose KV fits beside `weights`.
     fn sequences(&self, tokens: u32, weights: Bytes) -> u32 {
-        let room = self.profile.memory.0 * f64::from(self.devices) * MEMORY_SHARE - weights.0;
-        let copies = if weights == Bytes::ZERO { 1.0 } else { self.shape.kv_copies(self.devices) };
+        let room = self.profile.memory.0 * f64::from(self.layout.devices) * MEMORY_SHARE - weights.0;
+        let copies = if weights == Bytes::ZERO { 1.0 } else { self.shape.kv_copies(self.layout.per_stage()) };
         let each = self.shape.sequence_bytes(tokens) as f64 * copies;
         to_u32(to_u64((room / each).floor().max(0.0)).min(self.sequences_max.into()))
     }
 
     fn too_large(&self, tokens: u32) -> String {
         let (memory, weights) = (self.profile.memory.0 / GB, self.weights.0 / GB);
-        let devices = self.devices;
+        let devices = self.layout.devices;
         format!("{devices} x {memory:.0} GB do not hold {weights:.0} GB of weights and {tokens} tokens of KV")
     }
 }

@@ -1,5 +1,6 @@
 use super::branching::Microlp;
 use super::candidates::*;
+use super::layouts::InstanceLayout;
 use super::linear::Search;
 use super::program::*;
 use crate::cost::{AllReduce, CostModel, ProfileCost};
@@ -12,7 +13,13 @@ use mixfleet_hal::{DType, StoredAs};
 fn kind(id: &str, devices: u32, model: &str) -> Result<InstanceKind, String> {
     let (model, engine) = (models::find(model).unwrap(), engines::find("vllm").unwrap());
     let kernels = PartKernels::of(part(id).unwrap());
-    InstanceKind::of((part(id).unwrap(), &kernels), devices, model, StoredAs::Plain(DType::Bf16), engine)
+    InstanceKind::of(
+        (part(id).unwrap(), &kernels),
+        InstanceLayout::of(devices),
+        model,
+        StoredAs::Plain(DType::Bf16),
+        engine,
+    )
 }
 
 /// What a plan computes as it is asked for is what all tables would say.

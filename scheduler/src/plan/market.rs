@@ -1,10 +1,11 @@
 //! Fleets of parts at prices for a load, cheapest first, and the bound below which there is none.
 //!
-//! A part may be rented as instances of 1, 2, 4 or 8 devices, for whole requests, prompts alone or decoding
-//! alone. All instances of a fleet store the weights in one dtype of those that are asked for. Fleets are
-//! looked for by form ([`forms`](super::forms)): a part alone, prompts on one part and decoding on another,
-//! requests divided by size over two parts, and whatever the relaxed program over all parts takes. Each form
-//! has a bound that costs one pass over its rates, so that only forms near the best are solved as programs.
+//! A part may be rented as instances of one or several devices ([`layouts`](super::layouts)), for whole
+//! requests, prompts alone or decoding alone. All instances of a fleet store the weights in one dtype of
+//! those that are asked for. Fleets are looked for by form ([`forms`](super::forms)): a part alone, prompts
+//! on one part and decoding on another, requests divided by size over two parts, and whatever the relaxed
+//! program over all parts takes. Each form has a bound that costs one pass over its rates, so that only forms
+//! near the best are solved as programs.
 //!
 //! The bound of all fleets lets every request take the cheapest instance of each duty, divides instances, and
 //! leaves as many requests unserved as the objective allows. It is a bound on what the rates of
@@ -12,6 +13,7 @@
 
 use super::candidates::ServiceLevel;
 use super::forms::{Candidate, DutyCandidates, FleetForm};
+use super::layouts::InstanceLayout;
 use super::linear::{Column, LinearProgram, Relation, Search, Solution, Solver, Unsolved};
 use super::load::SizeClass;
 use super::offer::OfferedPart;
@@ -74,7 +76,7 @@ pub struct PlannedPool {
     /// Index of the part among those on offer.
     pub part: usize,
     /// Devices of an instance.
-    pub devices: u32,
+    pub layout: InstanceLayout,
     /// What the instances do.
     pub duty: Duty,
     /// Number of instances.
@@ -159,7 +161,7 @@ impl Market {
     pub fn usd_per_hour(&self, pools: &[PlannedPool], stored: StoredAs) -> UsdPerHour {
         let of = |(part, offer): (usize, &OfferedPart)| {
             let own = pools.iter().filter(|pool| pool.part == part);
-            let devices = own.map(|pool| u64::from(pool.devices) * u64::from(pool.count)).sum::<u64>();
+            let devices = own.map(|pool| u64::from(pool.layout.devices) * u64::from(pool.count)).sum::<u64>();
             offer.usd_per_hour * devices.saturating_sub(offer.owned.into()) as f64
         };
         self.ask.parts.iter().enumerate().map(of).sum::<UsdPerHour>()
@@ -330,7 +332,7 @@ impl Market {
         for (&((kind, duty), _), &count) in rented.iter().zip(&fleet.counts).filter(|(_, count)| **count > 0)
         {
             let of = &self.kinds[kind];
-            let pool = PlannedPool { part: of.part, devices: of.instance.devices, duty: DUTIES[duty], count };
+            let pool = PlannedPool { part: of.part, layout: of.instance.layout, duty: DUTIES[duty], count };
             let same = |known: &&mut PlannedPool| PlannedPool { count, ..PlannedPool::clone(known) } == pool;
             match pools.iter_mut().find(same) {
                 Some(known) => known.count += count,
@@ -338,7 +340,7 @@ impl Market {
             }
         }
         let order = |duty| [Duty::Prefill, Duty::Decode].iter().position(|first| *first == duty).unwrap_or(2);
-        pools.sort_by_key(|pool| (order(pool.duty), pool.part, pool.devices));
+        pools.sort_by_key(|pool| (order(pool.duty), pool.part, pool.layout));
         let stored = self.ask.stored[stored];
         Ok(FormedFleet { form, stored, usd_per_hour: self.usd_per_hour(&pools, stored), pools })
     }
@@ -396,7 +398,7 @@ impl Market {
             .collect();
         for (on, ((kind, duty), owned)) in self.rentables(candidates).into_iter().enumerate() {
             let of = &self.kinds[kind];
-            let devices = of.instance.devices;
+            let devices = of.instance.layout.devices;
             let spares = self.ask.parts[of.part].spares;
             let mut most = f64::from(spares) + 1.0;
             for (class, &index) in served.iter().enumerate() {

@@ -1,7 +1,8 @@
 //! The cheapest fleet for a load at given prices.
 //!
 //! [`program`] finds how many instances of which kinds carry a load ([`linear`] is what a solver sees of it,
-//! `branching` such a solver), [`candidates`] says what an instance carries, [`load`] makes classes of a
+//! `branching` such a solver), [`candidates`] says what an instance carries, whose devices share the model
+//! in [`layouts`], [`load`] makes classes of a
 //! trace's requests, [`margin`] says how wrong times may be, [`offer`] is a part at a price, [`offered`] what
 //! its instances carry of a load, [`regions`] where parts stand, [`market`] puts these together, fleet by
 //! fleet of the [`forms`] that there are, [`break_even`] says at which price a part would be in the fleet,
@@ -19,6 +20,7 @@ pub mod branching;
 pub mod break_even;
 pub mod candidates;
 pub mod forms;
+pub mod layouts;
 pub mod linear;
 pub mod load;
 pub mod margin;
@@ -33,6 +35,8 @@ pub mod tiers;
 
 #[cfg(test)]
 mod candidates_tests;
+#[cfg(test)]
+mod layouts_tests;
 #[cfg(test)]
 mod market_tests;
 #[cfg(test)]

@@ -1,14 +1,13 @@
 //! What instances of a part on offer carry of a load.
 
 use super::candidates::{InstanceKind, PartKernels};
+use super::layouts::{IN_SERVER, InstanceLayout, OVER_SERVERS};
 use super::load::SizeClass;
 use super::margin::slower;
 use super::market::{CHEAPER, DUTIES, MarketAsk};
 use super::program::Duty;
 use mixfleet_hal::units::BytesPerSecond;
-
-/// Devices that share a copy of the model.
-const DEVICES: [u32; 4] = [1, 2, 4, 8];
+use std::collections::BTreeMap;
 
 /// Instances of a part, and what they carry.
 #[derive(Debug)]
@@ -33,21 +32,79 @@ pub struct PartOnOffer(pub(super) Vec<MarketKind>);
 impl PartOnOffer {
     /// What instances of the part of this index carry of the load of `ask`.
     pub fn new(ask: &MarketAsk, part: usize) -> Self {
-        let mut kinds: Vec<MarketKind> = Vec::new();
         let kernels = PartKernels::of(ask.parts[part].part);
-        for stored in 0..ask.stored.len() {
-            let first = kinds.len();
-            for devices in DEVICES {
-                let Some(kind) = MarketKind::new(ask, (part, stored), &kernels, devices) else { continue };
-                // where twice as many devices do nothing better, still more do not either
-                let more_may = kinds[first..].last().is_none_or(|fewer| kind.may_better(fewer));
-                kinds.push(kind);
-                if !more_may {
-                    break;
-                }
+        let of_dtype = |stored: usize| {
+            let stages = BTreeMap::new();
+            Instances { ask, part, stored, kernels: &kernels, stages, found: Vec::new() }.all()
+        };
+        PartOnOffer((0..ask.stored.len()).flat_map(of_dtype).collect())
+    }
+}
+
+/// The instances of a part in one dtype.
+struct Instances<'a> {
+    ask: &'a MarketAsk,
+    part: usize,
+    stored: usize,
+    kernels: &'a PartKernels,
+    /// What a stage is, by its layout: most of the work is in its times, which do not depend on the others.
+    stages: BTreeMap<InstanceLayout, Option<InstanceKind>>,
+    found: Vec<MarketKind>,
+}
+
+impl Instances<'_> {
+    fn all(mut self) -> Vec<MarketKind> {
+        for devices in IN_SERVER {
+            let before = self.found.len();
+            let more_may = self.add(devices);
+            // where twice as many devices do nothing better, still more do not either
+            if self.found.len() > before && !more_may {
+                break;
             }
         }
-        PartOnOffer(kinds)
+        for devices in OVER_SERVERS {
+            if self.is_all_served() {
+                break;
+            }
+            self.add(devices);
+        }
+        self.found
+    }
+
+    /// Adds the instances of so many devices that are worth it, and says whether more devices may be.
+    fn add(&mut self, devices: u32) -> bool {
+        let (fewer, mut more_may) = (self.found.len(), false);
+        let part = self.ask.parts[self.part].part;
+        let shape = self.ask.model.shape_as(self.ask.stored[self.stored]);
+        for (at, layout) in InstanceLayout::all(devices, part, &shape).into_iter().enumerate() {
+            let Some(kind) = self.kind(layout) else { continue };
+            more_may |= kind.may_better(&self.found[..fewer]);
+            if at == 0 || kind.betters(&self.found) {
+                self.found.push(kind);
+            }
+        }
+        more_may
+    }
+
+    /// Whether prompts and answers of all classes are served in time.
+    fn is_all_served(&self) -> bool {
+        let does = |class: usize, duty: usize| {
+            self.found.iter().any(|kind| kind.load_in_time(duty, class).is_some())
+        };
+        (0..self.ask.classes.len()).all(|class| (1..DUTIES.len()).all(|duty| does(class, duty)))
+    }
+
+    /// `None` if there are not so many devices, or they hold no request.
+    fn kind(&mut self, layout: InstanceLayout) -> Option<MarketKind> {
+        let (ask, stored) = (self.ask, self.ask.stored[self.stored]);
+        let offer = &ask.parts[self.part];
+        let memory = offer.part.memory_bytes() * f64::from(layout.devices);
+        if offer.most.is_some_and(|most| most < layout.devices) || memory < ask.model.weight_bytes(stored) {
+            return None;
+        }
+        let of = || InstanceKind::of((offer.part, self.kernels), layout, ask.model, stored, ask.engine).ok();
+        let stage = self.stages.entry(layout.stage()).or_insert_with(of).clone()?;
+        MarketKind::new(ask, (self.part, self.stored), stage.in_stages(layout.stages, ask.nic))
     }
 }
 
@@ -57,20 +114,8 @@ pub(super) fn kv_s(instance: &InstanceKind, class: &SizeClass, nic: BytesPerSeco
 }
 
 impl MarketKind {
-    /// `None` if there are not so many devices, or they hold no request.
-    fn new(
-        ask: &MarketAsk,
-        (part, stored): (usize, usize),
-        kernels: &PartKernels,
-        devices: u32,
-    ) -> Option<Self> {
-        let (offer, stored_as) = (&ask.parts[part], ask.stored[stored]);
-        let memory = offer.part.memory_bytes() * f64::from(devices);
-        if offer.most.is_some_and(|most| most < devices) || memory < ask.model.weight_bytes(stored_as) {
-            return None;
-        }
-        let instance =
-            InstanceKind::of((offer.part, kernels), devices, ask.model, stored_as, ask.engine).ok()?;
+    /// `None` if the instance holds no request.
+    fn new(ask: &MarketAsk, (part, stored): (usize, usize), instance: InstanceKind) -> Option<Self> {
         let error = ask.engine.likely_error(&instance.profile, &instance.shape);
         let instance = match slower(error, ask.confidence) {
             1.0 => instance,
@@ -103,7 +148,7 @@ impl MarketKind {
 
     /// Devices that one request per second of a class keeps busy.
     pub(super) fn devices(&self, duty: usize, class: usize) -> Option<f64> {
-        Some(self.loads[duty][class]? * f64::from(self.instance.devices))
+        Some(self.loads[duty][class]? * f64::from(self.instance.layout.devices))
     }
 
     /// Instances that one request per second of a class keeps busy, if the slowest of them is in time.
@@ -116,15 +161,27 @@ impl MarketKind {
         self.load_in_time(duty, class).and_then(|_| self.devices(duty, class))
     }
 
-    /// Whether it carries something for less than `fewer` devices of its part, or these do not carry all.
-    fn may_better(&self, fewer: &MarketKind) -> bool {
-        let [many, few] = [self, fewer].map(|kind| f64::from(kind.instance.devices));
-        let late = fewer.in_time.contains(&false);
-        let loads = self.loads.iter().flatten().zip(fewer.loads.iter().flatten());
-        let cheaper = |pair: (&Option<f64>, &Option<f64>)| match pair {
-            (Some(own), Some(other)) => own * many < CHEAPER * other * few,
-            _ => true,
-        };
-        late || loads.into_iter().any(cheaper)
+    /// Whether it carries something for less than others, or what they do not carry in time.
+    fn betters(&self, others: &[MarketKind]) -> bool {
+        self.any_load(|duty, class| {
+            let Some(own) = self.devices_in_time(duty, class) else { return false };
+            let least = others.iter().filter_map(|other| other.devices_in_time(duty, class)).reduce(f64::min);
+            least.is_none_or(|least| own < CHEAPER * least)
+        })
+    }
+
+    /// Whether still more devices may carry something for less than `fewer`, or what these do not carry.
+    fn may_better(&self, fewer: &[MarketKind]) -> bool {
+        let late = |class: usize| fewer.iter().all(|kind| !kind.in_time[class]);
+        (0..self.in_time.len()).any(late)
+            || self.any_load(|duty, class| {
+                let least = fewer.iter().filter_map(|kind| kind.devices(duty, class)).reduce(f64::min);
+                let both = self.devices(duty, class).zip(least);
+                both.is_none_or(|(own, least)| own < CHEAPER * least)
+            })
+    }
+
+    fn any_load(&self, is: impl Fn(usize, usize) -> bool) -> bool {
+        (0..DUTIES.len()).any(|duty| (0..self.in_time.len()).any(|class| is(duty, class)))
     }
 }

@@ -43,7 +43,7 @@ impl std::fmt::Display for Shortfall {
         match self {
             Shortfall::Memory { held } => write!(
                 f,
-                "memory binds: no instance of up to 8 devices holds the model and more than {:.2} % of the \
+                "memory binds: no instance of up to 32 devices holds the model and more than {:.2} % of the \
                  requests; allow larger parts, or store weights in fewer bits",
                 100.0 * held
             ),
@@ -98,7 +98,9 @@ impl Market {
             let best = (0..self.kinds.len()).filter_map(of).min_by_key(|(time, _)| Ordered(time.0));
             if let Some((time, at)) = best {
                 let kind = &self.kinds[at];
-                let on = format!("{} x {}", kind.instance.devices, self.ask.parts[kind.part].part.id);
+                let layout = kind.instance.layout;
+                let id = self.ask.parts[kind.part].part.id;
+                let on = format!("{} x {id}{}", layout.devices, layout.words());
                 least.push((time, class.rate, on));
             }
         }

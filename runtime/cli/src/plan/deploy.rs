@@ -62,7 +62,7 @@ fn kubernetes(planned: &Planned<'_>, fleet: &ProvenFleet) -> Result<String, Stri
     let _ = writeln!(text, "#   {}", router_flags(planned, fleet).join(" "));
     for pool in &fleet.pools {
         let part = planned.offers.parts[pool.part].part;
-        if pool.devices > 1 {
+        if pool.layout.devices > 1 {
             return Err(
                 "mixfleet's own engine does not divide a model over devices; --engine vllm does".into()
             );
@@ -193,7 +193,7 @@ fn vllm(planned: &Planned<'_>, fleet: &ProvenFleet) -> String {
         StoredAs::Quantised(_) => String::new(),
     };
     for pool in &fleet.pools {
-        let PlannedPool { devices, count, duty, .. } = pool;
+        let PlannedPool { layout, count, duty, .. } = pool;
         let name = planned.offers.parts[pool.part].name();
         let kv = |role: &str| {
             format!(" --kv-transfer-config '{{\"kv_connector\":\"NixlConnector\",\"kv_role\":\"{role}\"}}'")
@@ -203,11 +203,20 @@ fn vllm(planned: &Planned<'_>, fleet: &ProvenFleet) -> String {
             Duty::Decode => kv("kv_consumer"),
             _ => String::new(),
         };
-        let parallel =
-            if *devices > 1 { format!(" --tensor-parallel-size {devices}") } else { String::new() };
+        let parallel = match (layout.per_stage(), layout.expert_parallel) {
+            (1, _) => String::new(),
+            (devices, false) => format!(" --tensor-parallel-size {devices}"),
+            // sequences are divided too
+            (devices, true) => format!(" --data-parallel-size {devices} --enable-expert-parallel"),
+        };
+        let stages = match layout.stages {
+            1 => String::new(),
+            stages => format!(" --pipeline-parallel-size {stages}"),
+        };
         let _ = write!(
             text,
-            "\n# {count} times, each on {devices} x {name}: {}\nvllm serve \"$MODEL\"{stored}{parallel}{kv}\n",
+            "\n# {count} times, each on {} x {name}: {}\nvllm serve \"$MODEL\"{stored}{parallel}{stages}{kv}\n",
+            layout.devices,
             match role_of(*duty) {
                 "auto" => "prompts and decoding",
                 role => role,

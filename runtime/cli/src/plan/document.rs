@@ -120,7 +120,9 @@ fn pool(planned: &Planned<'_>, pool: &PlannedPool, less: &Option<FleetTrial>) ->
         "region": offer.region,
         "role": role_of(pool.duty),
         "count": pool.count,
-        "devices_per_instance": pool.devices,
+        "devices_per_instance": pool.layout.devices,
+        "pipeline_stages": pool.layout.stages,
+        "expert_parallel": pool.layout.expert_parallel,
         "usd_per_hour_of_device": offer.usd_per_hour,
         "price_from": planned.offers.prices[pool.part].basis,
         "attained_at_most_with_one_less": less.as_ref().map(|trial| trial.attained),
@@ -134,7 +136,9 @@ fn attention_apart(planned: &Planned<'_>) -> Value {
             "part": planned.offers.parts[pool.part].part.id,
             "duty": pool.duty,
             "count": pool.count,
-            "devices_per_instance": pool.devices,
+            "devices_per_instance": pool.layout.devices,
+            "pipeline_stages": pool.layout.stages,
+            "expert_parallel": pool.layout.expert_parallel,
         })
     };
     match &planned.attention_apart {
@@ -154,7 +158,9 @@ fn hour(planned: &Planned<'_>, hour: &HourPlan) -> Value {
             "part": planned.offers.parts[pool.part].part.id,
             "role": role_of(pool.duty),
             "count": pool.count,
-            "devices_per_instance": pool.devices,
+            "devices_per_instance": pool.layout.devices,
+            "pipeline_stages": pool.layout.stages,
+            "expert_parallel": pool.layout.expert_parallel,
         })
     };
     json!({
@@ -177,7 +183,7 @@ pub(super) struct OwnedChange {
 pub(super) fn changes(planned: &Planned<'_>, fleet: &ProvenFleet) -> Vec<OwnedChange> {
     let of = |(part, offer): (usize, &OfferedPart)| {
         let own = fleet.pools.iter().filter(|pool| pool.part == part);
-        let devices = own.map(|pool| pool.count * pool.devices).sum();
+        let devices = own.map(|pool| pool.count * pool.layout.devices).sum();
         OwnedChange { part, owned: offer.owned, planned: devices }
     };
     let all = planned.offers.parts.iter().enumerate().map(of);
@@ -190,7 +196,7 @@ pub(super) fn usd_per_million(planned: &Planned<'_>, fleet: &ProvenFleet) -> [f6
     let (mut usd, mut all) = ([0.0; 2], 0.0);
     for (pool, result) in fleet.pools.iter().zip(used) {
         let offer = &planned.offers.parts[pool.part];
-        let rent = offer.usd_per_hour.0 * f64::from(pool.devices) * f64::from(pool.count);
+        let rent = offer.usd_per_hour.0 * f64::from(pool.layout.devices) * f64::from(pool.count);
         let both = (result.prefill_device_s + result.decode_device_s).max(f64::MIN_POSITIVE);
         usd[0] += rent * result.prefill_device_s / both;
         usd[1] += rent * result.decode_device_s / both;

@@ -25,7 +25,7 @@ pub(super) fn repriced(market: &Market, fleets: &[ProvenFleet]) -> Vec<Repriced>
     let Some(best) = fleets.first() else { return Vec::new() };
     let rent = |part: usize| {
         let own = best.pools.iter().filter(|pool| pool.part == part);
-        own.map(|pool| market.rent(part, pool.devices).0 * f64::from(pool.count)).sum::<f64>()
+        own.map(|pool| market.rent(part, pool.layout.devices).0 * f64::from(pool.count)).sum::<f64>()
     };
     let parts = best.pools.iter().map(|pool| pool.part);
     let Some(part) = parts.max_by_key(|part| Ordered(rent(*part))) else { return Vec::new() };
@@ -46,7 +46,7 @@ pub(super) fn break_even(market: &Market, fleets: &[ProvenFleet], part: usize) -
     let own = offer.usd_per_hour.0;
     let devices = |fleet: &ProvenFleet| {
         let of = fleet.pools.iter().filter(|pool| pool.part == part);
-        let all = of.map(|pool| pool.count.saturating_mul(pool.devices)).fold(0, u32::saturating_add);
+        let all = of.map(|pool| pool.count.saturating_mul(pool.layout.devices)).fold(0, u32::saturating_add);
         f64::from(all.saturating_sub(offer.owned))
     };
     let is_in = fleets.first().is_some_and(|first| devices(first) > 0.0);

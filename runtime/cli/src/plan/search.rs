@@ -356,7 +356,8 @@ impl<'a> PlanSearch<'a> {
             }
         }
         let text = self.text.of(&pools, planned.stored, &tiers, policy);
-        let rents = |pool: &PlannedPool| self.market.rent(pool.part, pool.devices).0 * f64::from(pool.count);
+        let rents =
+            |pool: &PlannedPool| self.market.rent(pool.part, pool.layout.devices).0 * f64::from(pool.count);
         let usd_per_hour = self.usd_per_hour(&pools, tried);
         if tiers != PlannedTiers::default() && (!trial.held || usd_per_hour >= most_usd) {
             return Ok(());
@@ -425,7 +426,7 @@ impl<'a> PlanSearch<'a> {
     fn is_in_stock(&self, pools: &[PlannedPool]) -> bool {
         self.market.parts().iter().enumerate().all(|(part, offer)| {
             let own = pools.iter().filter(|pool| pool.part == part);
-            let devices: u64 = own.map(|pool| u64::from(pool.devices) * u64::from(pool.count)).sum();
+            let devices: u64 = own.map(|pool| u64::from(pool.layout.devices) * u64::from(pool.count)).sum();
             offer.most.is_none_or(|most| devices <= most.into())
         })
     }
@@ -448,7 +449,7 @@ pub(super) fn pools_words(parts: &[OfferedPart], pools: &[PlannedPool]) -> Strin
 }
 
 fn pool_words(name: &str, pool: &PlannedPool) -> String {
-    let devices = if pool.devices == 1 { String::new() } else { format!("{} ", pool.devices) };
+    let devices = if pool.layout.devices == 1 { String::new() } else { format!("{} ", pool.layout.devices) };
     let duty = match pool.duty {
         Duty::Whole => "",
         Duty::Prefill => " prefill",
@@ -456,7 +457,7 @@ fn pool_words(name: &str, pool: &PlannedPool) -> String {
         Duty::Linear => " linear",
         Duty::Attention => " attention",
     };
-    format!("{} x {devices}{name}{duty}", pool.count)
+    format!("{} x {devices}{name}{}{duty}", pool.count, pool.layout.words())
 }
 
 #[cfg(test)]

@@ -104,7 +104,7 @@ impl Offers {
     fn take(&mut self, pools: &[PlannedPool]) {
         for pool in pools {
             let offer = &mut self.parts[pool.part];
-            let devices = pool.count.saturating_mul(pool.devices);
+            let devices = pool.count.saturating_mul(pool.layout.devices);
             offer.owned = offer.owned.saturating_sub(devices);
             offer.most = offer.most.map(|most| most.saturating_sub(devices));
         }

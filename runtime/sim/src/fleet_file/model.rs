@@ -3,7 +3,7 @@
 use super::{FleetFileError, Model, raw};
 use mixfleet_hal::units::Bytes;
 use mixfleet_hal::{DType, StoredAs};
-use mixfleet_scheduler::cost::{Experts, ModelShape};
+use mixfleet_scheduler::cost::ModelShape;
 use mixfleet_scheduler::models;
 
 /// Tokens per page of an engine's KV; it affects little but the cost of a page table.
@@ -63,12 +63,9 @@ pub(super) fn on_pool(model: &Model, pool: &raw::RawPool) -> Result<Model, Strin
     if !pool.expert_parallel {
         return Ok(model.clone());
     }
-    let whole = model.shape.as_ref().and_then(|shape| Some((shape, shape.experts?)));
-    let (shape, experts) = whole.ok_or_else(|| format!("is true, and {} has no experts", model.name))?;
-    let divided = ModelShape {
-        experts: Some(Experts { spread: pool.devices_per_instance, ..experts }),
-        ..shape.clone()
-    };
+    let divided = |shape: &ModelShape| shape.with_whole_experts(pool.devices_per_instance);
+    let whole = model.shape.as_ref().and_then(|shape| Some((shape, divided(shape)?)));
+    let (shape, divided) = whole.ok_or_else(|| format!("is true, and {} has no experts", model.name))?;
     // no mixture of experts ties its embeddings
     let more = divided.weight_bytes(false).0 - shape.weight_bytes(false).0;
     Ok(Model { weights: Bytes(model.weights.0 + more), shape: Some(divided), ..model.clone() })

@@ -1,20 +1,15 @@
 //! Instances whose devices form pipeline stages.
 
 use super::{Engine, FleetFileError, Model, raw};
-use mixfleet_scheduler::cost::{CostModel, LinkCost, PipelineCost};
-use mixfleet_scheduler::fleet::Role;
+use mixfleet_hal::units::{BytesPerSecond, GB};
+use mixfleet_scheduler::cost::{CostModel, ModelShape, PipelineCost};
 use std::sync::Arc;
 
-/// Prompt tokens of a chunk: enough rows to keep a device busy, and few enough to have several chunks in
-/// flight. For prompts of 32768 tokens and more, on 8 stages of A100s, H100s or L40Ss, 1024 is within 6 % of
-/// the best of 512, 1024 and 2048.
-const CHUNK_TOKENS: u32 = 1024;
-
-/// The file's keys, and the model's properties.
+/// The file's keys, and the model's shape.
 pub(super) struct Pipeline {
     stages: u32,
     chunk_tokens: u32,
-    bytes_per_token: f64,
+    shape: ModelShape,
 }
 
 impl raw::RawPool {
@@ -49,10 +44,6 @@ pub(super) fn check(
             format!("is {stages}; the model's {} layers make 1 to as many", model.layers),
         );
     }
-    if pool.role != Role::Prefill || pool.flexible {
-        let cause = "needs role = \"prefill\" without flexible: tokens would pass the stages one at a time";
-        return wrong(stages_key, cause.into());
-    }
     if pool.calibration.is_some() {
         let cause =
             "stands beside a calibration, which tells what the instance takes as it is; give one of them";
@@ -64,7 +55,8 @@ pub(super) fn check(
             format!("is {stages}; without the model's shape a hop's bytes are not known"),
         );
     };
-    let chunk_tokens = pool.pipeline_chunk_tokens.unwrap_or(CHUNK_TOKENS.min(engine.max_batched_tokens));
+    let chunk_tokens =
+        pool.pipeline_chunk_tokens.unwrap_or(PipelineCost::CHUNK_TOKENS.min(engine.max_batched_tokens));
     if chunk_tokens == 0 || chunk_tokens > engine.max_batched_tokens {
         let cause = format!(
             "is {chunk_tokens}; it must be 1 to max_batched_tokens, which is {}",
@@ -72,17 +64,16 @@ pub(super) fn check(
         );
         return wrong(chunk_key, cause);
     }
-    let bytes_per_token = f64::from(shape.hidden) * shape.activation.size_bytes() as f64;
-    Ok(Some(Pipeline { stages, chunk_tokens, bytes_per_token }))
+    Ok(Some(Pipeline { stages, chunk_tokens, shape: shape.clone() }))
 }
 
 impl Pipeline {
     /// The cost model of an instance, from that of one stage's devices with all layers. Stages are connected
     /// by the network.
     pub(super) fn of(&self, whole: CostModel, basis: &str, nic_gb_per_s: f64) -> (CostModel, String) {
-        let &Pipeline { stages, chunk_tokens, bytes_per_token } = self;
-        let hop = LinkCost { seconds_per_byte: 1e-9 / nic_gb_per_s, ..LinkCost::default() };
-        let cost = PipelineCost { whole, stages, chunk_tokens, hop, bytes_per_token };
+        let &Pipeline { stages, chunk_tokens, ref shape } = self;
+        let network = BytesPerSecond(nic_gb_per_s * GB);
+        let cost = PipelineCost::of(whole, stages, chunk_tokens, (shape, network));
         (CostModel::Pipeline(Arc::new(cost)), format!("{basis}; {stages} stages in chunks of {chunk_tokens}"))
     }
 }

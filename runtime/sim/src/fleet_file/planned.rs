@@ -57,10 +57,12 @@ impl PlannedText<'_> {
         }
         for pool in pools.iter().filter(|pool| pool.count > 0) {
             let (offer, role) = (&market.parts()[pool.part], role_of(pool.duty));
-            let (id, name) = (offer.part.id, format!("{role}-x{}-{}", pool.devices, offer.word()));
+            let layout = pool.layout;
+            let as_one = layout.words().replace(' ', "-");
+            let (id, name) = (offer.part.id, format!("{role}-x{}{as_one}-{}", layout.devices, offer.word()));
             let below = if tiers.are_of(pool) { *tiers } else { PlannedTiers::default() };
-            let (rent, devices) =
-                ((market.rent(pool.part, pool.devices) + below.usd_per_hour).0, pool.devices);
+            let rent = (market.rent(pool.part, layout.devices) + below.usd_per_hour).0;
+            let devices = layout.per_stage();
             let (count, nic) = (pool.count, InstancePool::NIC_GB_PER_S);
             let _ = write!(
                 text,
@@ -73,6 +75,12 @@ impl PlannedText<'_> {
                 if bytes.0 > 0.0 {
                     let _ = writeln!(text, "{key} = {:?}", bytes.0);
                 }
+            }
+            if layout.stages > 1 {
+                let _ = writeln!(text, "pipeline_stages = {}", layout.stages);
+            }
+            if layout.expert_parallel {
+                text.push_str("expert_parallel = true\n");
             }
         }
         self.links(&mut text, pools);

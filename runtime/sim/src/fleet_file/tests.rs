@@ -399,7 +399,11 @@ fn stages_take_their_devices_memory_and_rent_and_share_a_prompt() {
         of("pipeline_stages = 2\npipeline_chunk_tokens = 9000"),
         &["is 9000", "max_batched_tokens, which is 512"],
     );
-    says(pool("device = \"L40S\"\npipeline_stages = 2"), &["pipeline_stages", "role = \"prefill\""]);
+    // sequences in two groups, each of which meets half of the layers at a time
+    let whole = pool("device = \"L40S\"").unwrap().pools[0].cost.decode_step_s(8, 8000);
+    let two = pool("device = \"L40S\"\npipeline_stages = 2").unwrap().pools[0].cost.clone();
+    let step = two.decode_step_s(16, 16_000);
+    assert!(step > whole && step.0 < whole.0 + 1e-4, "{step:?} {whole:?}");
     says(
         parse(&EXAMPLE.replace("role = \"prefill\"", "role = \"prefill\"\npipeline_stages = 2")),
         &["calibration"],
