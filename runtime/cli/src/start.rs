@@ -294,7 +294,8 @@ fn predicted(
     env: &SharedEnv,
 ) -> Result<Vec<(Loaded, CostModel)>> {
     for (file, profile) in known {
-        if !instances.iter().any(|loaded| loaded.fingerprint() == profile.fingerprint) {
+        let mut devices = instances.iter().flat_map(Loaded::devices);
+        if !devices.any(|device| device.info().fingerprint == profile.fingerprint) {
             let (file, of) = (file.display(), &profile.fingerprint);
             let message =
                 format!("--profile {file}: it is of '{of}', and no device that serves here is that");
@@ -303,10 +304,15 @@ fn predicted(
     }
     let mut predicted = Vec::new();
     for mut loaded in instances {
-        let fingerprint = loaded.fingerprint();
-        let cost = match known.iter().find(|(_, profile)| profile.fingerprint == fingerprint) {
-            Some((_, profile)) => loaded.predicted_by(profile.clone()),
-            None => CostModel::Coefficients(calibrated(model, &mut loaded, again, env)?),
+        let of = |device: &Arc<dyn Device>| {
+            let mut profiles = known.iter().map(|(_, profile)| profile);
+            profiles.find(|profile| profile.fingerprint == device.info().fingerprint).cloned()
+        };
+        let profiles: Option<Vec<DeviceProfile>> = loaded.devices().map(of).collect();
+        let cost = match profiles.as_deref() {
+            Some([profile]) => loaded.predicted_by(profile.clone()),
+            Some(profiles) if loaded.attends_apart() => loaded.predicted_by_members(profiles, &**env)?,
+            _ => CostModel::Coefficients(calibrated(model, &mut loaded, again, env)?),
         };
         let (id, kv_tokens) = (loaded.id(), loaded.kv_capacity_tokens());
         let chunk = loaded.step_tokens_max();

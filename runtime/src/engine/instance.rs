@@ -16,6 +16,7 @@ use crate::env::{Env, SharedEnv, no_thread};
 use crate::mailbox::{INBOX_MAX, MessageSender, mailbox};
 use crate::metrics::Metrics;
 use crate::model::apart::AttentionMember;
+use crate::model::divided::MemberRun;
 use crate::model::graph::{Forward, StepShape};
 use crate::model::{ModelConfig, Weights};
 use crate::pool::{MakeRegion, Pool};
@@ -227,7 +228,7 @@ impl Loaded {
         let (device, MemberModel::Weights(forward)) = loaded.remove(0) else {
             return Err(Error::invalid(format!("{id}: the first device must have weights")));
         };
-        let others = OtherMembers::open(loaded, partition.split())?;
+        let others = OtherMembers::open(loaded, partition)?;
         let page_devices =
             PageDevices { count: holders, together: partition.split() != Some(AttnSplit::Range) };
         Ok(Loaded::of_parts((device, *forward), Some(others), (role, price), limits, page_devices))
@@ -303,6 +304,11 @@ impl Loaded {
         let split = self.others.as_ref().and_then(OtherMembers::split);
         let how = split.map_or(String::new(), |split| format!("-{split}"));
         self.joined(&how, |device| &device.info().fingerprint)
+    }
+
+    /// Whether all devices but the first one only attend.
+    pub fn attends_apart(&self) -> bool {
+        self.others.as_ref().is_some_and(|others| others.partition().is_some())
     }
 
     /// Whether its KV can move between instances and tiers.
@@ -443,6 +449,27 @@ impl Loaded {
                 calibrate::measure_divided(&*self.spec_device, &self.forward, others, env)
             }
         }
+    }
+
+    /// The cost model of steps here by existing profiles of its devices, in their order, where all but the
+    /// first one attend. Measures what crosses between them; only before serving.
+    ///
+    /// # Errors
+    /// Errors of the devices, and `Unsupported` for other instances.
+    pub fn predicted_by_members(&mut self, profiles: &[DeviceProfile], env: &dyn Env) -> Result<CostModel> {
+        let attending = self.others.as_mut().and_then(|others| Some((others.partition()?.clone(), others)));
+        let Some((partition, others)) = attending else {
+            return Err(Error::unsupported(
+                "only devices that attend are predicted by the profiles of several",
+            ));
+        };
+        let device = &*self.spec_device;
+        let first = MemberRun { device, queue: &mut *device.queue()?, forward: &self.forward };
+        let exchange = others.exchange_cost(&first, env)?;
+        let shape = self.forward.shape();
+        let cost_shape = self.forward.config().cost_shape(shape.activations, shape.kv, shape.block_tokens);
+        CostModel::lockstep(&partition, &cost_shape, profiles, exchange, shape.tokens_max)
+            .map_err(Error::invalid)
     }
 
     /// The cost model of steps here by an existing profile of the only device.

@@ -4,14 +4,20 @@
 //! numbers on all members that keep some, each with its own heads. KV does not leave such an instance yet,
 //! and none comes to it.
 
-use crate::model::apart::{AttentionMember, AttentionPass, AttentionRun, run_apart};
+use crate::env::Env;
+use crate::model::apart::{AttentionMember, AttentionPass, AttentionRun, exchange_layer, run_apart};
 use crate::model::divided::{MemberRun, run_divided};
 use crate::model::exchange::ThroughHost;
 use crate::model::graph::{Forward, Pass, StepInput};
+use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Collective, Device, Error, Queue, Result};
-use mixfleet_scheduler::cost::AttnSplit;
+use mixfleet_scheduler::cost::{AttnSplit, LinkCost, Partition};
 use std::sync::Arc;
 use std::time::Duration;
+
+/// Rows of the large exchange whose time is measured, and how often.
+const ROWS_TIMED: u32 = 128;
+const TIMED: usize = 5;
 
 /// What a device has of the model.
 pub(super) enum MemberModel {
@@ -33,7 +39,7 @@ enum Group {
     /// They divide the model with it.
     Divide(Vec<QueuedMember<Box<Forward>>>),
     /// They attend for it.
-    Attend(AttnSplit, Vec<QueuedMember<Box<AttentionMember>>>),
+    Attend(Partition, Vec<QueuedMember<Box<AttentionMember>>>),
 }
 
 /// The other members, with queues.
@@ -49,14 +55,11 @@ pub(super) enum OtherPasses {
 }
 
 impl OtherMembers {
-    /// Opens their queues: of devices that attend if KV is divided so.
+    /// Opens their queues: of devices that attend if attention has members of its own.
     ///
     /// # Errors
     /// When a device gives no queue, or has another part of the model than the others.
-    pub(super) fn open(
-        devices: Vec<(Arc<dyn Device>, MemberModel)>,
-        split: Option<AttnSplit>,
-    ) -> Result<Self> {
+    pub(super) fn open(devices: Vec<(Arc<dyn Device>, MemberModel)>, partition: &Partition) -> Result<Self> {
         let (mut dividing, mut attending) = (Vec::new(), Vec::new());
         for (device, model) in devices {
             let queue = device.queue()?;
@@ -65,9 +68,9 @@ impl OtherMembers {
                 MemberModel::Kv(model) => attending.push(QueuedMember { device, model, queue }),
             }
         }
-        let group = match split {
+        let group = match partition.split() {
             None if attending.is_empty() => Group::Divide(dividing),
-            Some(split) if dividing.is_empty() => Group::Attend(split, attending),
+            Some(_) if dividing.is_empty() => Group::Attend(partition.clone(), attending),
             _ => return Err(Error::invalid("members either divide a model or attend for the first one")),
         };
         Ok(OtherMembers { group, exchange: Box::new(ThroughHost::default()) })
@@ -91,10 +94,48 @@ impl OtherMembers {
 
     /// How KV is divided, where these attend.
     pub(super) fn split(&self) -> Option<AttnSplit> {
-        match self.group {
+        self.partition().and_then(Partition::split)
+    }
+
+    /// Who does what, where these attend.
+    pub(super) fn partition(&self) -> Option<&Partition> {
+        match &self.group {
             Group::Divide(_) => None,
-            Group::Attend(split, _) => Some(split),
+            Group::Attend(partition, _) => Some(partition),
         }
+    }
+
+    /// The cost of what crosses in a layer between the first device and these, where they attend: fitted to
+    /// the shortest times for one row and for many. It leaves KV as it is.
+    ///
+    /// # Errors
+    /// Those of the devices and of the exchange.
+    pub(super) fn exchange_cost(&mut self, first: &MemberRun<'_>, env: &dyn Env) -> Result<LinkCost> {
+        let shape = *first.forward.shape();
+        let rows = ROWS_TIMED.min(shape.tokens_max).min(shape.blocks.saturating_mul(shape.block_tokens));
+        let pages: Vec<u32> = (0..rows.div_ceil(shape.block_tokens)).collect();
+        let ids = vec![0; rows as usize];
+        let mut timed = [(0, 0.0); 2];
+        for (timed, rows) in timed.iter_mut().zip([1, rows]) {
+            let pages = &pages[..rows.div_ceil(shape.block_tokens) as usize];
+            let part = StepInput { start: 0, tokens: &ids[..rows as usize], pages, draw: None };
+            let pass = first.forward.begin(first.device, std::slice::from_ref(&part))?;
+            let OtherPasses::Attend(passes) = self.begin(&[part])? else {
+                return Err(Error::unsupported("no members attend"));
+            };
+            let Group::Attend(_, members) = &mut self.group else { continue };
+            let (attending, exchange) = (ready(members), &mut *self.exchange);
+            *timed = (0, f64::INFINITY);
+            for _ in 0..TIMED {
+                let began = env.now();
+                let bytes = exchange_layer(first, &pass, &attending, &passes, exchange)?;
+                *timed = (bytes, timed.1.min((env.now() - began).0));
+            }
+        }
+        let [(few, short), (many, long)] = timed;
+        let seconds_per_byte = ((long - short) / many.saturating_sub(few).max(1) as f64).max(0.0);
+        let latency = Seconds((short - seconds_per_byte * few as f64).max(0.0));
+        Ok(LinkCost { latency, seconds_per_byte, usd_per_byte: 0.0 })
     }
 
     /// Uploads the inputs of a step to each.
@@ -125,7 +166,6 @@ impl OtherMembers {
         others: OtherPasses,
         timeout: Duration,
     ) -> Result<Pass> {
-        let exchange = &mut *self.exchange;
         match (&mut self.group, others) {
             (Group::Divide(members), OtherPasses::Divide(passes)) => {
                 let passes: Vec<Pass> = std::iter::once(pass).chain(passes).collect();
@@ -135,15 +175,12 @@ impl OtherMembers {
                     forward: model,
                 });
                 let mut members: Vec<_> = std::iter::once(first).chain(others).collect();
-                run_divided(&mut members, exchange, &passes, timeout)?;
+                run_divided(&mut members, &mut *self.exchange, &passes, timeout)?;
                 passes.into_iter().next().ok_or_else(|| Error::invalid("a step has a first member"))
             }
             (Group::Attend(_, members), OtherPasses::Attend(passes)) => {
-                let attending = members.iter_mut().map(|QueuedMember { device, model, queue }| {
-                    AttentionRun { device: &**device, queue: &mut **queue, member: model }
-                });
-                let mut attending: Vec<_> = attending.collect();
-                run_apart(&mut first, &pass, &mut attending, &passes, exchange, timeout)?;
+                let exchange = &mut *self.exchange;
+                run_apart(&mut first, &pass, &mut ready(members), &passes, exchange, timeout)?;
                 Ok(pass)
             }
             _ => Err(Error::invalid("the inputs of a step are those of other members")),
@@ -160,6 +197,16 @@ impl OtherMembers {
             Group::Attend(_, members) => members.iter_mut().try_for_each(QueuedMember::renew),
         }
     }
+}
+
+/// Members that attend, ready to run.
+fn ready(members: &mut [QueuedMember<Box<AttentionMember>>]) -> Vec<AttentionRun<'_>> {
+    let runs = members.iter_mut().map(|QueuedMember { device, model, queue }| AttentionRun {
+        device: &**device,
+        queue: &mut **queue,
+        member: model,
+    });
+    runs.collect()
 }
 
 impl<M> QueuedMember<M> {

@@ -7,7 +7,7 @@ use super::ModelConfig;
 use super::arena::{Packer, attention_input_bytes, rows_of};
 use super::attention::{Attention, AttentionArena, AttentionInputs, AttentionSizes, AttentionTables};
 use super::divided::MemberRun;
-use super::graph::{Pass, StepInput, StepShape};
+use super::graph::{Forward, Pass, StepInput, StepShape};
 use super::held::HeldRows;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{
@@ -185,34 +185,14 @@ pub fn run_apart(
     exchange: &mut dyn Collective,
     timeout: Duration,
 ) -> Result<()> {
-    let forward = model.forward;
-    let (c, x) = (forward.config(), forward.shape().activations);
-    let (tokens, arena) = (pass.tokens(), forward.attention_arena());
-    let matrix = |device, slice: &Slice, heads: u32| {
-        let slice = rows_of(slice, tokens, heads * c.head_dim, x);
-        MemberSlice { device, slice }
-    };
+    let (forward, device) = (model.forward, model.device);
     let mut list = forward.embed(pass)?;
-    for layer in 0..c.layers as usize {
+    for layer in 0..forward.config().layers as usize {
         list.extend(forward.attention_inputs(layer, pass)?);
         run_list(model, &list, timeout)?;
-        let sent = [(&arena.q, c.heads), (&arena.k, c.kv_heads), (&arena.v, c.kv_heads)];
-        let received = attending.iter().zip(passes).map(|(run, pass)| run.member.received(run.device, pass));
-        let received: Vec<[MatrixPart<'_>; 3]> = received.collect();
-        for (which, (slice, heads)) in sent.into_iter().enumerate() {
-            let parts: Vec<_> = received.iter().map(|parts| parts[which].clone()).collect();
-            exchange.deal(&matrix(model.device, slice, heads), tokens, &parts)?;
-        }
+        send((device, forward), pass, attending, passes, exchange)?;
         attend(attending, passes, layer, timeout)?;
-        let attended = attending.iter().zip(passes).map(|(run, pass)| run.member.attended(run.device, pass));
-        let attended: Vec<AttendedPart<'_>> = attended.collect();
-        let to = matrix(model.device, &arena.attended, c.heads);
-        if passes.iter().any(|pass| pass.held.partial > 0) {
-            exchange.merge(&attended, (tokens, c.heads), x, &to)?;
-        } else {
-            let parts: Vec<_> = attended.into_iter().map(|part| part.rows).collect();
-            exchange.join(&parts, tokens, &to)?;
-        }
+        collect((device, forward), pass, attending, passes, exchange)?;
         list = vec![forward.attention_output(layer, pass)?];
         list.extend(forward.mlp_block(layer, pass)?);
     }
@@ -220,6 +200,75 @@ pub fn run_apart(
     run_list(model, &list, timeout)
 }
 
+/// Exchanges what a layer of a step exchanges, whatever is there, and returns the bytes that crossed.
+///
+/// # Errors
+/// Those of the devices and of the exchange.
+pub fn exchange_layer(
+    model: &MemberRun<'_>,
+    pass: &Pass,
+    attending: &[AttentionRun<'_>],
+    passes: &[AttentionPass],
+    exchange: &mut dyn Collective,
+) -> Result<u64> {
+    let model = (model.device, model.forward);
+    let sent = send(model, pass, attending, passes, exchange)?;
+    Ok(sent + collect(model, pass, attending, passes, exchange)?)
+}
+
+/// A matrix of activations on the first member, with a row of so many heads per token.
+fn matrix<'a>(
+    (device, forward): (&'a dyn Device, &Forward),
+    pass: &Pass,
+    slice: &Slice,
+    heads: u32,
+) -> MemberSlice<'a> {
+    let columns = heads * forward.config().head_dim;
+    MemberSlice { device, slice: rows_of(slice, pass.tokens(), columns, forward.shape().activations) }
+}
+
+/// Deals queries, keys and values to the members that attend; returns their bytes.
+fn send(
+    model: (&dyn Device, &Forward),
+    pass: &Pass,
+    attending: &[AttentionRun<'_>],
+    passes: &[AttentionPass],
+    exchange: &mut dyn Collective,
+) -> Result<u64> {
+    let (c, arena) = (model.1.config(), model.1.attention_arena());
+    let sent = [(&arena.q, c.heads), (&arena.k, c.kv_heads), (&arena.v, c.kv_heads)];
+    let received = attending.iter().zip(passes).map(|(run, pass)| run.member.received(run.device, pass));
+    let received: Vec<[MatrixPart<'_>; 3]> = received.collect();
+    let mut bytes = 0;
+    for (which, (slice, heads)) in sent.into_iter().enumerate() {
+        let parts: Vec<_> = received.iter().map(|parts| parts[which].clone()).collect();
+        bytes += parts.iter().map(|part| part.at.slice.bytes).sum::<u64>();
+        exchange.deal(&matrix(model, pass, slice, heads), pass.tokens(), &parts)?;
+    }
+    Ok(bytes)
+}
+
+/// Puts together on the first member what the others attended to; returns the bytes of it.
+fn collect(
+    model: (&dyn Device, &Forward),
+    pass: &Pass,
+    attending: &[AttentionRun<'_>],
+    passes: &[AttentionPass],
+    exchange: &mut dyn Collective,
+) -> Result<u64> {
+    let (heads, tokens) = (model.1.config().heads, pass.tokens());
+    let attended = attending.iter().zip(passes).map(|(run, pass)| run.member.attended(run.device, pass));
+    let attended: Vec<AttendedPart<'_>> = attended.collect();
+    let to = matrix(model, pass, &model.1.attention_arena().attended, heads);
+    let bytes = attended.iter().map(|part| part.rows.at.slice.bytes + part.stat.slice.bytes).sum();
+    if passes.iter().any(|pass| pass.held.partial > 0) {
+        exchange.merge(&attended, (tokens, heads), model.1.shape().activations, &to)?;
+    } else {
+        let parts: Vec<_> = attended.into_iter().map(|part| part.rows).collect();
+        exchange.join(&parts, tokens, &to)?;
+    }
+    Ok(bytes)
+}
 /// Runs attention of a layer on all members that attend at the same time, and waits for all.
 fn attend(
     attending: &mut [AttentionRun<'_>],

@@ -5,12 +5,14 @@ use super::cost_shape::{BLOCK_TOKENS, counted};
 use super::divided::{LOGIT_ERROR_MAX, Ran, Seen, core, seeing, two_sequences, unlike, worst_error};
 use crate::fleet::{TestFleet, ask, greedy, prompt};
 use bytemuck::Zeroable;
+use mixfleet_hal::catalog::part;
 use mixfleet_hal::sample::Drawn;
 use mixfleet_hal::{
     AttendedPart, BufferUsage, Collective, DType, Device, HostMemory, MatrixPart, MemberSlice, OpSig, Queue,
     Result, Slice,
 };
 use mixfleet_hwtests::reference::ReferenceDevice;
+use mixfleet_runtime::engine::{InstanceLimits, InstanceSpec, Loaded, MemberSpec};
 use mixfleet_runtime::env::{SeededEnv, SharedEnv};
 use mixfleet_runtime::model::apart::{AttentionMember, AttentionRun, run_apart};
 use mixfleet_runtime::model::divided::MemberRun;
@@ -19,7 +21,9 @@ use mixfleet_runtime::model::exchange::ThroughHost;
 use mixfleet_runtime::model::graph::{Forward, StepInput, StepShape};
 use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_runtime::model::{Checkpoint, Oracle};
-use mixfleet_scheduler::cost::{AttnBytes, AttnSplit, MemberShare, ModelShape, Partition};
+use mixfleet_scheduler::cost::{
+    AttnBytes, AttnSplit, CostModel, LinkCost, MemberShare, ModelShape, Partition,
+};
 use mixfleet_scheduler::fleet::Role;
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
@@ -351,6 +355,46 @@ fn clients_that_leave_an_instance_with_attention_apart_leave_no_page_in_use() {
         let env = SeededEnv::new(11);
         assert_eq!(fleet.run_leavers(&env, 11, 12), 0.0, "by {split}");
         assert_eq!(fleet.panics(), 0);
+    }
+}
+
+#[test]
+fn steps_are_predicted_by_the_profiles_of_the_members() {
+    let (_, checkpoint) = tiny_variants().remove(0);
+    let checkpoint = checkpoint.load().unwrap();
+    let config = Arc::new(checkpoint.config.clone());
+    let limits = InstanceLimits {
+        activations: DType::F32,
+        kv: DType::F32,
+        kv_bytes: 1 << 20,
+        step_tokens_max: 24,
+        prefill_tokens_beside_decode_max: None,
+        sequences_max: 4,
+        block_tokens: Some(BLOCK_TOKENS),
+    };
+    let profiles = ["H100-SXM-80GB", "L40S", "L4"].map(|id| part(id).unwrap().profile());
+    // in virtual time nothing takes time but what is predicted
+    let env = SeededEnv::new(1);
+    let no_time = LinkCost::default();
+    for split in AttnSplit::ALL {
+        let partition = config.with_attention(2, split).unwrap();
+        let mut members = partition.shares().iter().map(|share| {
+            let device = core();
+            let weights = checkpoint.place_share(&*device, share, &mut |_, _| {}).unwrap();
+            MemberSpec { device, weights, kv_bytes: limits.kv_bytes }
+        });
+        let MemberSpec { device, weights, .. } = members.next().unwrap();
+        let weights = weights.unwrap();
+        let spec = InstanceSpec { device, weights, role: Role::Auto, price: None, limits };
+        let mut loaded = Loaded::divided(&config, &partition, spec, members.collect()).unwrap();
+        assert_eq!(loaded.id(), "attn:cpu@0,cpu@0,cpu@0");
+        assert!(loaded.fingerprint().starts_with(&format!("attn-{split}:")), "{}", loaded.fingerprint());
+        let shape = config.cost_shape(DType::F32, DType::F32, BLOCK_TOKENS);
+        let expected = CostModel::lockstep(&partition, &shape, &profiles, no_time, 24).unwrap();
+        let predicted = loaded.predicted_by_members(&profiles, &env).unwrap();
+        assert_eq!(predicted.decode_step_s(3, 90), expected.decode_step_s(3, 90), "by {split}");
+        assert!(predicted.decode_step_s(3, 90) > predicted.decode_step_s(3, 3));
+        assert!(loaded.predicted_by_members(&profiles[..2], &env).is_err());
     }
 }
 

@@ -8,6 +8,7 @@ mod latent;
 mod learn;
 mod linear;
 mod link;
+mod lockstep;
 mod mixture;
 mod offload;
 mod parameters;

@@ -77,7 +77,7 @@ pub(super) struct LayerWork {
 
 impl LayerWork {
     /// All operations in one list.
-    fn merged(self) -> OpCounts {
+    pub(super) fn merged(self) -> OpCounts {
         let mut ops = self.plain;
         self.stored.into_iter().for_each(|(sig, count)| push(&mut ops, sig, count));
         ops
