@@ -2,7 +2,8 @@
 
 use super::tables::Grid;
 use mixfleet_hal::cast::to_u32;
-use std::collections::BTreeMap;
+use std::cell::RefCell;
+use std::collections::{BTreeMap, HashMap};
 
 /// Relative error of linear interpolation that needs no further knot.
 const TOLERANCE: f64 = 2e-3;
@@ -23,6 +24,9 @@ pub(super) fn geometric(most: u32, per_octave: u32) -> Vec<u32> {
 /// A table of `time` from 1 to `most`: powers of two, and knots between them where linear interpolation is
 /// too inaccurate.
 pub(super) fn adaptive(most: u32, time: impl Fn(u32) -> f64) -> Grid {
+    // the probes of an interval are nearly half of those of its halves
+    let probed = RefCell::new(HashMap::new());
+    let time = |at: u32| *probed.borrow_mut().entry(at).or_insert_with(|| time(at));
     let mut known: BTreeMap<u32, f64> =
         geometric(most, 1).into_iter().map(|knot| (knot, time(knot))).collect();
     let ends: Vec<u32> = known.keys().copied().collect();
