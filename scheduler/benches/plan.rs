@@ -51,7 +51,7 @@ fn by_the_hour(market: &Market, rates: &[f64]) -> usize {
     let planned = |hour: usize| {
         let day = 0.6 + 0.4 * (hour as f64 * std::f64::consts::TAU / 24.0 + rates[hour % rates.len()]).sin();
         let market = market.with_rates(&rates.iter().map(|rate| rate * day).collect::<Vec<_>>());
-        market.lower_bound(&Microlp).is_ok() && !market.rank(&Microlp, 1).is_empty()
+        market.lower_bound(&Microlp).is_ok() && market.cheapest(&Microlp).is_some()
     };
     std::thread::scope(|scope| {
         let of = |first: usize| (first..672).step_by(cores).filter(|hour| planned(*hour)).count();

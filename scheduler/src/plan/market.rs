@@ -278,13 +278,30 @@ impl Market {
 
     /// The cheapest fleets of different forms, cheapest first: up to `each` of every sort of form.
     pub fn rank(&self, solver: &dyn Solver, each: usize) -> Vec<FormedFleet> {
-        let parts = self.ask.parts.len();
         let mut found: Vec<FormedFleet> = Vec::new();
         for forms in self.forms() {
             for fleet in self.best_of(solver, forms, each) {
                 add(&mut found, fleet);
             }
         }
+        self.add_free(solver, &mut found, f64::INFINITY);
+        self.sort(&mut found);
+        found
+    }
+
+    /// The cheapest fleet of any form.
+    pub fn cheapest(&self, solver: &dyn Solver) -> Option<FormedFleet> {
+        let mut found = self.best_of(solver, self.forms().into_iter().flatten().collect(), 1);
+        let most = found.first().map_or(f64::INFINITY, |fleet| fleet.usd_per_hour.0);
+        self.add_free(solver, &mut found, most);
+        self.sort(&mut found);
+        found.into_iter().next()
+    }
+
+    /// Adds fleets of what the relaxed program takes of all parts and of the best that were found, unless
+    /// they cost at least `most`.
+    fn add_free(&self, solver: &dyn Solver, found: &mut Vec<FormedFleet>, most: f64) {
+        let parts = self.ask.parts.len();
         let near: Option<FormedFleet> =
             found.iter().min_by_key(|fleet| Ordered(fleet.usd_per_hour.0)).cloned();
         for stored in 0..self.ask.stored.len() {
@@ -299,13 +316,14 @@ impl Market {
             free.sort_unstable();
             free.dedup();
             for of_region in self.by_region(&free) {
+                if most.is_finite() && self.bound_of_any(&of_region) >= most {
+                    continue;
+                }
                 if let Ok(fleet) = self.solve(solver, FleetForm::Free, stored, &of_region) {
-                    add(&mut found, fleet);
+                    add(found, fleet);
                 }
             }
         }
-        self.sort(&mut found);
-        found
     }
 
     /// Puts the cheapest first, and of equal ones the dtype that was asked for first.

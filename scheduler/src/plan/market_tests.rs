@@ -262,6 +262,8 @@ fn a_plan_by_the_hour_is_the_plan_of_each_hour() {
     let (day, night) = (market.rank(&Microlp, 1), market.with_rates(&[3.0, 2.0]).rank(&Microlp, 1));
     let alone = Market::new(ask(vec![class(6000, 400, 3.0), class(1000, 200, 2.0)]));
     assert_eq!(night, alone.rank(&Microlp, 1));
+    assert_eq!(alone.cheapest(&Microlp).as_ref(), night.first());
+    assert_eq!(market.cheapest(&Microlp).as_ref(), day.first());
     assert_eq!(market.with_rates(&[30.0, 10.0]).rank(&Microlp, 1), day);
     assert!(night[0].usd_per_hour.0 < 0.3 * day[0].usd_per_hour.0);
 }

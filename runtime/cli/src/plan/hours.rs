@@ -20,7 +20,7 @@ impl HourPlan {
         }
         let market = market.with_rates(rates);
         let lower_bound = market.lower_bound(&Microlp).ok().map(|usd| usd.0);
-        let fleet = lower_bound.and_then(|_| market.rank(&Microlp, 1).into_iter().next());
+        let fleet = lower_bound.and_then(|_| market.cheapest(&Microlp));
         HourPlan { requests_per_s, lower_bound, fleet }
     }
 
