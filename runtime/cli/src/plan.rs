@@ -25,10 +25,9 @@ use mixfleet_hal::units::{BytesPerSecond, GB, Seconds};
 use mixfleet_hal::{DType, StoredAs};
 use mixfleet_scheduler::engines::KnownEngine;
 use mixfleet_scheduler::models::{KnownModel, find};
-use mixfleet_scheduler::plan::branching::Microlp;
 use mixfleet_scheduler::plan::break_even::BreakEven;
-use mixfleet_scheduler::plan::candidates::{AttentionLink, ServiceLevel};
-use mixfleet_scheduler::plan::market::{FormedFleet, Market, MarketAsk, PlannedPool};
+use mixfleet_scheduler::plan::candidates::ServiceLevel;
+use mixfleet_scheduler::plan::market::{Market, MarketAsk, PlannedPool};
 use mixfleet_scheduler::plan::offered::PartOnOffer;
 use mixfleet_sim::fleet_file::InstancePool;
 use mixfleet_sim::simulate::Setup;
@@ -39,10 +38,6 @@ use search::{PlanFound, PlanSearch, pools_words};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
-
-/// Time of a message to devices for attention and back, as published for GPUs over RDMA (Lamina,
-/// arXiv 2405.01814).
-const ROUND_TRIP: Seconds = Seconds(33e-6);
 
 #[derive(Debug, Args)]
 pub(crate) struct PlanArgs {
@@ -103,6 +98,9 @@ pub(crate) struct PlanArgs {
     /// Probability that devices are as fast as planned [default: 0.5]
     #[arg(long, value_name = "P", default_value_t = 0.5, hide_default_value = true, value_parser = confidence)]
     confidence: f64,
+    /// Network of an instance, each direction [default: 12.5]
+    #[arg(long, value_name = "GB/S", default_value_t = InstancePool::NIC_GB_PER_S, hide_default_value = true, value_parser = positive)]
+    nic: f64,
     /// Further instances of each pool, in case others fail
     #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true, value_parser = clap::value_parser!(u32).range(0..=64))]
     spares: u32,
@@ -198,8 +196,6 @@ struct Planned<'a> {
     /// For each part; `None` where the program contradicts the simulations.
     break_evens: &'a [Option<BreakEven>],
     repriced: &'a [Repriced],
-    /// The cheapest fleet with devices for attention alone, by rates; or why there is none.
-    attention_apart: Result<FormedFleet, String>,
 }
 
 impl Planned<'_> {
@@ -281,7 +277,7 @@ fn market(args: &PlanArgs, model: &'static KnownModel, load: &PlanLoad, offers: 
         level: ServiceLevel { ttft: Seconds(args.ttft), tbt: Seconds(args.tbt) },
         attain: args.attain,
         confidence: args.confidence,
-        nic: BytesPerSecond(InstancePool::NIC_GB_PER_S * GB),
+        nic: BytesPerSecond(args.nic * GB),
         links: offers.links.clone(),
     };
     let rates = on_all_cores(ask.parts.len(), |part| PartOnOffer::new(&ask, part));
@@ -300,7 +296,6 @@ fn plan(args: &PlanArgs, wanted: ModelWanted, offers: &Offers) -> Result<Printed
         load.be_of_hour(args, dearest);
         market = market.with_rates(&by_hour[dearest]);
     }
-    let bandwidth = market.ask().nic;
     let outcome = PlanSearch::new(args, &market, &load, offers).run()?;
     let parts = if outcome.fleets.is_empty() { 0 } else { offers.parts.len() };
     let planned = Planned {
@@ -314,8 +309,6 @@ fn plan(args: &PlanArgs, wanted: ModelWanted, offers: &Offers) -> Result<Printed
         hours: &hours,
         break_evens: &on_all_cores(parts, |part| prices::break_even(&market, &outcome.fleets, part)),
         repriced: &prices::repriced(&market, &outcome.fleets),
-        attention_apart: market
-            .attention_apart(&Microlp, &AttentionLink { round_trip: ROUND_TRIP, bandwidth }),
     };
     if let Some(directory) = &out {
         std::fs::create_dir_all(directory)

@@ -84,8 +84,12 @@ fn is_sound(document: &Value, attain: f64) {
             "{fleet:#}"
         );
         let rents = pools(fleet).iter().map(|pool| {
-            let devices = number(&pool["count"]) * number(&pool["devices_per_instance"]);
-            devices * number(&pool["usd_per_hour_of_device"])
+            let of = |pool: &Value, devices: &str| {
+                number(&pool[devices]) * number(&pool["usd_per_hour_of_device"])
+            };
+            let attention = &pool["attention"];
+            let attends = if attention.is_null() { 0.0 } else { of(attention, "devices") };
+            number(&pool["count"]) * (of(pool, "devices_per_instance") + attends)
         });
         assert!((rents.sum::<f64>() - number(&fleet["usd_per_hour"])).abs() < 1e-6, "{fleet:#}");
         for pool in pools(fleet) {
@@ -95,14 +99,11 @@ fn is_sound(document: &Value, attain: f64) {
     }
     let apart = &document["attention_apart"];
     if document["model"] == "deepseek-v3" {
-        assert!(apart["none"].as_str().unwrap().contains("arithmetic"), "{apart}");
-    } else {
-        let duties: Vec<&str> =
-            apart["pools"].as_array().unwrap().iter().map(|pool| pool["duty"].as_str().unwrap()).collect();
-        assert!(
-            apart["simulated"] == false && duties.contains(&"attention") && duties.contains(&"linear"),
-            "{apart}"
-        );
+        assert!(apart["none"].as_str().unwrap().contains("per byte of KV"), "{apart}");
+    } else if let Some(at) = apart["fleet"].as_u64() {
+        let fleet = &fleets[at as usize];
+        assert_eq!(apart["usd_per_hour"], fleet["usd_per_hour"]);
+        assert!(pools(fleet).iter().any(|pool| !pool["attention"].is_null()), "{fleet}");
     }
     let homogeneous = &document["homogeneous"];
     let part = &pools(homogeneous)[0]["part"];

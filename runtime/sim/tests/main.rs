@@ -1,5 +1,6 @@
 //! Integration tests of the simulator.
 
+mod apart;
 mod bottleneck;
 mod capacity;
 mod classes;

@@ -130,7 +130,9 @@ impl Scene {
         let (policy, stored) = (Policy::LeastLoaded, market.ask().stored[0]);
         let trials = TrialLoad { speedup: 1.0 + self.headroom, ..self.trials(seen, policy) };
         let mut best: Option<(f64, Vec<PlannedPool>)> = None;
-        for fleet in market.rank(&Microlp, REPAIRED).into_iter().take(REPAIRED) {
+        let mut ranked = market.rank(&Microlp, REPAIRED);
+        ranked.retain(|fleet| fleet.pools.iter().all(|pool| pool.attends.is_none()));
+        for fleet in ranked.into_iter().take(REPAIRED) {
             let pools = fleet.pools;
             let file = parsed(&text.of(&pools, stored, &PlannedTiers::default(), policy));
             let with = |counts: &[u32]| {

@@ -1,48 +1,242 @@
 //! Predicts steps of a model whose attention has devices of its own, from the profiles of all.
 //!
-//! In every layer the members wait for each other, so that a step takes the time of the products on the first
-//! one, of attention on the slowest of the others, and of what crosses between; each layer is submitted to
-//! both sides.
+//! A step of one batch takes, in the sum of its layers, P of products on the devices with the weights, N of
+//! what crosses, and A of attention on the slowest of the others, one after the other. Of two batches in
+//! flight, each of half the sequences, the one is multiplied while the other is attended to (staggered, as in
+//! Lamina, arXiv 2405.01814). They go around between two machines and a link, each of which serves one at a
+//! time, so that a round of both takes
+//!
+//! ```text
+//! max(P1 + P2, A1 + A2, N1 + N2, longest of P + A + N)
+//! ```
+//!
+//! and a step is the shorter of this and of all in one batch. What crosses in a layer is a round trip and the
+//! bytes of [`Partition::attention_bytes`]. Prompts are either attended to by the others too, or where the
+//! weights are; then their KV alone crosses, beside everything else.
 
-use super::tables::{Grid, StepParts, StepTables};
-use super::{
-    AttnSplit, CostModel, LinkCost, MemberShare, MemberWork, ModelShape, OpCounts, Partition, Prefill, knots,
-};
-use mixfleet_hal::OpSig;
+use super::mixture::share_keys;
+use super::profiled::ProfileCost;
+use super::tables::StepTables;
+use super::{AttnSplit, CostModel, EngineCost, LinkCost, MemberWork, ModelShape, Partition, Prefill};
 use mixfleet_hal::profile::{DeviceProfile, Predictor};
-use mixfleet_hal::units::{Bytes, Seconds};
+use mixfleet_hal::units::{Bytes, BytesPerSecond, Seconds};
+use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
-/// Sequences in a step, and tokens of context, up to which tables are made.
-const SEQUENCES_MAX: u32 = 1024;
-const CONTEXT_MAX: u32 = 131_072;
-
-/// A member with its share, and what predicts its operations.
-struct ProfiledMember {
-    share: MemberShare,
-    predictor: Predictor,
+/// A model over devices with its weights, and others with its KV.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LockstepCost {
+    /// What the devices with the weights do; those that share them count as one.
+    products: Arc<StepTables>,
+    /// What each of the others does, in tables of its own share; equal ones stand once.
+    attending: Vec<StepTables>,
+    /// How these divide the KV, and how many divide its pages.
+    split: AttnSplit,
+    holders: u32,
+    /// What crosses in one layer there and back.
+    exchange: LinkCost,
+    layers: u32,
+    /// Bytes that cross per layer and row whose attention is apart, and of KV alone.
+    row_bytes: f64,
+    kv_bytes: f64,
+    /// How batches and prompts are run.
+    attending_to: Attending,
 }
 
-/// A model over profiled devices that wait for each other.
-struct Lockstep {
-    shape: ModelShape,
-    split: AttnSplit,
-    /// Members that attend; those among which pages are divided.
-    holders: u32,
-    first: ProfiledMember,
-    attending: Vec<ProfiledMember>,
-    exchange: LinkCost,
-    /// Bytes that cross per token and layer.
-    bytes: u64,
+/// Whether attention runs beside products, and of which rows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Attending {
+    /// Whether two batches may be in flight.
+    pub staggered: bool,
+    /// Whether prompts are attended to where the weights are.
+    pub prompts_with_weights: bool,
+}
+
+impl Attending {
+    /// What simulations and plans take an instance to do.
+    pub const STAGGERED: Attending = Attending { staggered: true, prompts_with_weights: true };
+}
+
+/// What a batch takes of each side and of the link between them, all layers.
+struct BatchTimes {
+    products: f64,
+    attention: f64,
+    /// What it waits for the link.
+    waits: f64,
+    /// What it takes of the link.
+    link: f64,
+}
+
+impl BatchTimes {
+    fn alone(&self) -> f64 {
+        (self.products + self.attention + self.waits).max(self.link)
+    }
+
+    /// The time in which both of two batches in flight come around.
+    fn round(&self, other: &BatchTimes) -> f64 {
+        let sides =
+            [self.products + other.products, self.attention + other.attention, self.link + other.link];
+        sides.into_iter().fold(self.alone().max(other.alone()), f64::max)
+    }
+}
+
+impl LockstepCost {
+    /// What crosses in a layer over a network: a message there and back takes 33 us, as published for GPUs
+    /// over RDMA (Lamina, arXiv 2405.01814).
+    pub fn network(bandwidth: BytesPerSecond) -> LinkCost {
+        LinkCost { latency: Seconds(33e-6), seconds_per_byte: 1.0 / bandwidth.0, usd_per_byte: 0.0 }
+    }
+
+    /// What devices with the weights do of steps, from the cost as if they had all work, which `by` predicts.
+    pub fn products(first: &ProfileCost, by: &Arc<Predictor>, attending_to: Attending) -> Arc<StepTables> {
+        let lists = first.profile.launch * f64::from(first.shape.layers() + 1);
+        let prompts = attending_to.prompts_with_weights;
+        let tables = Arc::new(first.clone()).tables_of(by, MemberWork::Products, prompts);
+        Arc::new(tables.beginning_after(lists))
+    }
+
+    /// The cost of steps of a model that is divided so: on devices with the weights, with their cost as if
+    /// they had all work and their products, and on others, each with what predicts it. `exchange` is the
+    /// cost of what crosses in a layer. Sequences that are divided by request are taken to be spread evenly.
+    ///
+    /// # Errors
+    /// When attention has no members of its own, or the predictors are not those of the members.
+    pub fn new(
+        partition: &Partition,
+        (first, products): (&ProfileCost, Arc<StepTables>),
+        others: &[Arc<Predictor>],
+        exchange: LinkCost,
+        attending_to: Attending,
+    ) -> Result<Self, String> {
+        let split = partition.split().ok_or("attention has no members of its own")?;
+        let shares = partition.shares();
+        if shares.len() != others.len() + 1 {
+            return Err(format!("{} profiles are not those of {} members", others.len() + 1, shares.len()));
+        }
+        let ProfileCost { ref shape, engine, chunk_tokens, .. } = *first;
+        let (holders, layers) = (partition.page_holders(), shape.layers());
+        // queries of a sequence that is divided by ranges go to all
+        let of_token = if split == AttnSplit::Range { holders } else { 1 };
+        let bytes = partition.attention_bytes(shape, of_token).ok_or("attention has no members")?;
+        let stored: u64 = shares.iter().map(|share| share.kv_bytes_per_token(shape)).sum();
+        let kv_bytes = stored as f64 / f64::from(layers.max(1) * holders);
+
+        let prompts = attending_to.prompts_with_weights;
+        let mut attending = Vec::new();
+        let mut known: Vec<(usize, &Arc<Predictor>)> = Vec::new();
+        for (share, predictor) in shares.iter().skip(1).zip(others) {
+            let same = |(heads, of): &(usize, &Arc<Predictor>)| {
+                *heads == share.heads.len() && Arc::ptr_eq(of, predictor)
+            };
+            if known.iter().any(same) {
+                continue;
+            }
+            known.push((share.heads.len(), predictor));
+            let profile = predictor.profile().clone();
+            let lists = profile.launch * f64::from(layers);
+            let own = share.of(&shape.on(&profile));
+            let own = ProfileCost { profile, shape: own, chunk_tokens, all_reduce: None, engine };
+            let tables = Arc::new(own).tables_of(predictor, MemberWork::Attention, !prompts);
+            attending.push(tables.beginning_after(lists));
+        }
+        Ok(LockstepCost {
+            products,
+            attending,
+            split,
+            holders,
+            exchange,
+            layers,
+            row_bytes: (bytes.out + bytes.back) as f64,
+            kv_bytes,
+            attending_to,
+        })
+    }
+
+    /// The same with all values of its tables computed.
+    pub(super) fn computed(self) -> Self {
+        let attending = self.attending.into_iter().map(StepTables::computed).collect();
+        let products = Arc::new(StepTables::clone(&self.products).computed());
+        LockstepCost { products, attending, ..self }
+    }
+
+    /// Time to compute a prompt's rest alone; see [`CostModel::prefill_s`].
+    pub(super) fn prefill_s(&self, context_before: u32, new_tokens: u32) -> Seconds {
+        let chunk_tokens = self.products.chunk_tokens();
+        let chunk = |index: u32| {
+            let done = index * chunk_tokens;
+            let tokens = chunk_tokens.min(new_tokens - done);
+            let last = done + tokens == new_tokens;
+            self.step_s(&[Prefill { context: context_before + done, tokens, last }], 0, 0)
+        };
+        (0..new_tokens.div_ceil(chunk_tokens)).map(chunk).sum()
+    }
+
+    /// Time of a step; see [`CostModel::step_s`]. Prompts go with the first of two batches.
+    pub(super) fn step_s(&self, parts: &[Prefill], batch: u32, kv_tokens: u64) -> Seconds {
+        let alone = self.of_batch(parts, batch, kv_tokens).alone();
+        let second = batch / 2;
+        if !self.attending_to.staggered || second == 0 {
+            return Seconds(alone);
+        }
+        let keys = share_keys(kv_tokens, batch, 2);
+        let one = self.of_batch(parts, batch - second, keys.min(kv_tokens));
+        let other = self.of_batch(&[], second, kv_tokens - keys.min(kv_tokens));
+        Seconds(alone.min(one.round(&other)))
+    }
+
+    fn of_batch(&self, parts: &[Prefill], batch: u32, kv_tokens: u64) -> BatchTimes {
+        let prompt_rows = f64::from(parts.iter().map(|part| part.tokens).sum::<u32>());
+        let (rows_apart, kv_alone) = match self.attending_to.prompts_with_weights {
+            true => (f64::from(batch), prompt_rows),
+            false => (f64::from(batch) + prompt_rows, 0.0),
+        };
+        let crossing = |bytes: f64, trips: bool| {
+            let time =
+                self.exchange.time(Bytes(bytes)) - if trips { Seconds::ZERO } else { self.exchange.latency };
+            time.0 * f64::from(self.layers)
+        };
+        let waits = if rows_apart > 0.0 { crossing(rows_apart * self.row_bytes, true) } else { 0.0 };
+        let attends = |tables: &StepTables| self.attends(tables, parts, batch, kv_tokens).0;
+        BatchTimes {
+            products: self.products.step_s(parts, batch, 0).0,
+            attention: self.attending.iter().map(attends).fold(0.0, f64::max),
+            waits,
+            link: waits + crossing(kv_alone * self.kv_bytes, false),
+        }
+    }
+
+    /// What one of the devices that attend takes.
+    fn attends(&self, tables: &StepTables, parts: &[Prefill], batch: u32, kv_tokens: u64) -> Seconds {
+        // where the weights are, prompts' KV is attended to, and written here beside everything else
+        let parts = if self.attending_to.prompts_with_weights { &[] } else { parts };
+        if batch == 0 && parts.is_empty() {
+            return Seconds::ZERO;
+        }
+        match self.split {
+            AttnSplit::Range if self.holders > 1 => {
+                // prompts row by row, over the keys of each device
+                let (rows, keys) = parts.iter().fold((batch, kv_tokens), |(rows, keys), part| {
+                    let mean = u64::from(part.context) + u64::from(part.tokens).div_ceil(2);
+                    (rows + part.tokens, keys + u64::from(part.tokens) * mean)
+                });
+                tables.step_s(&[], rows, keys.div_ceil(self.holders.into()))
+            }
+            _ => {
+                let keys = share_keys(kv_tokens, batch, self.holders);
+                tables.step_s(parts, batch.div_ceil(self.holders), keys)
+            }
+        }
+    }
 }
 
 impl CostModel {
     /// The cost of steps of a model of this shape on devices of these profiles, the first of which has the
-    /// weights while the others attend; `exchange` is the cost of what crosses in a layer. Sequences that are
-    /// divided by request are taken to be spread evenly.
+    /// weights while the others attend, to prompts too; one batch is in flight.
     ///
     /// # Errors
-    /// When attention has no members of its own, or the profiles are not those of the members.
+    /// As [`LockstepCost::new`].
     pub fn lockstep(
         partition: &Partition,
         shape: &ModelShape,
@@ -50,105 +244,19 @@ impl CostModel {
         exchange: LinkCost,
         chunk_tokens: u32,
     ) -> Result<CostModel, String> {
-        let split = partition.split().ok_or("attention has no members of its own")?;
-        let shares = partition.shares();
-        if shares.len() != profiles.len() {
-            return Err(format!("{} profiles are not those of {} members", profiles.len(), shares.len()));
-        }
-        let mut members = shares.iter().zip(profiles).map(|(share, profile)| ProfiledMember {
-            share: share.clone(),
-            predictor: Predictor::new(profile),
-        });
-        let first = members.next().ok_or("attention has no members of its own")?;
-        let holders = partition.page_holders();
-        // queries of a sequence that is divided by ranges go to all
-        let of_token = if split == AttnSplit::Range { holders } else { 1 };
-        let bytes = partition.attention_bytes(shape, of_token).map_or(0, |bytes| bytes.out + bytes.back);
-        let attending = members.collect();
-        let cost = Lockstep { shape: shape.clone(), split, holders, first, attending, exchange, bytes };
-        Ok(CostModel::Tables(Arc::new(Arc::new(cost).tables(chunk_tokens.max(1)))))
-    }
-}
-
-impl ProfiledMember {
-    fn sum(&self, ops: &OpCounts) -> f64 {
-        let launch = self.predictor.profile().launch_per_command;
-        let time = |(sig, count): &(OpSig, u64)| (self.predictor.time(sig) + launch) * *count as f64;
-        ops.iter().map(time).sum::<Seconds>().0
-    }
-
-    /// Seconds to submit lists of commands and wait for them.
-    fn submissions(&self, lists: u32) -> f64 {
-        self.predictor.profile().launch.0 * f64::from(lists)
-    }
-}
-
-impl Lockstep {
-    /// The slowest member that attends, by what each takes.
-    fn slowest(&self, of: impl Fn(&ProfiledMember) -> f64) -> f64 {
-        self.attending.iter().map(of).fold(0.0, f64::max)
-    }
-
-    /// Seconds of what is done row by row: products, what crosses, and writing keys and values.
-    fn dense_s(&self, rows: u32) -> f64 {
-        let written = if self.split == AttnSplit::Head { rows } else { rows.div_ceil(self.holders) };
-        let of_rows = |member: &ProfiledMember, rows: u32| {
-            let mut ops = member.share.of(&self.shape).dense_ops(rows, false).merged();
-            let products = member.share.work == MemberWork::Products;
-            ops.retain(|(sig, _)| sig.kv().is_none() == products);
-            member.sum(&ops)
+        let profile = profiles.first().ok_or("no profiles are not those of any members")?.clone();
+        let first = ProfileCost {
+            profile,
+            shape: shape.clone(),
+            chunk_tokens: chunk_tokens.max(1),
+            all_reduce: None,
+            engine: EngineCost::OURS,
         };
-        let crossing = self.exchange.time(Bytes(f64::from(rows) * self.bytes as f64)).0;
-        of_rows(&self.first, rows)
-            + self.slowest(|member| of_rows(member, written))
-            + crossing * f64::from(self.shape.layers())
-    }
-
-    fn head_s(&self, rows: u32) -> f64 {
-        self.first.sum(&self.shape.head_ops(rows, rows))
-    }
-
-    fn decode_s(&self, sequences: u32, context: u32) -> f64 {
-        let (sequences, devices) = match self.split {
-            AttnSplit::Head => (sequences, 1),
-            AttnSplit::Request => (sequences.div_ceil(self.holders), 1),
-            AttnSplit::Range => (sequences, self.holders),
-        };
-        let keys = (u64::from(sequences) * u64::from(context)).div_ceil(devices.into());
-        self.attention_s(&[], sequences, keys)
-    }
-
-    fn prefill_s(&self, tokens: u32, context: u32) -> f64 {
-        if self.split == AttnSplit::Range && self.holders > 1 {
-            // row by row, over the keys of each member
-            let mean = u64::from(context) + u64::from(tokens).div_ceil(2);
-            return self.attention_s(&[], tokens, (u64::from(tokens) * mean).div_ceil(self.holders.into()));
-        }
-        self.attention_s(&[Prefill { context, tokens, last: false }], 0, 0)
-    }
-
-    fn attention_s(&self, parts: &[Prefill], sequences: u32, keys: u64) -> f64 {
-        self.slowest(|member| {
-            member.sum(&member.share.of(&self.shape).attention_ops(parts, sequences, keys).merged())
-        })
-    }
-
-    fn tables(self: Arc<Self>, chunk_tokens: u32) -> StepTables {
-        let layers = self.shape.layers();
-        let contexts = knots::geometric(CONTEXT_MAX, 4);
-        let with_none: Vec<u32> = std::iter::once(0).chain(contexts.iter().copied()).collect();
-        let (prefill, decode) = (self.clone(), self.clone());
-        let prefill = move |tokens: u32, context: u32| prefill.prefill_s(tokens, context);
-        let decode = move |sequences: u32, context: u32| decode.decode_s(sequences, context);
-        StepTables::of(StepParts {
-            overhead_s: self.first.submissions(layers + 1) + self.slowest(|one| one.submissions(layers)),
-            dense: knots::adaptive(chunk_tokens.max(SEQUENCES_MAX), |rows| self.dense_s(rows)),
-            head: knots::adaptive(SEQUENCES_MAX, |rows| self.head_s(rows)),
-            prefill: Grid::of_two(knots::geometric(chunk_tokens, 8), with_none, prefill),
-            decode: Grid::of_two(knots::geometric(SEQUENCES_MAX, 4), contexts, decode),
-            mixed: None,
-            chunk_tokens,
-        })
+        let predictors: Vec<_> = profiles.iter().map(|profile| Arc::new(Predictor::new(profile))).collect();
+        let (how, others) = (Attending::default(), predictors.get(1..).unwrap_or_default());
+        let products = LockstepCost::products(&first, &predictors[0], how);
+        let cost = LockstepCost::new(partition, (&first, products), others, exchange, how)?;
+        Ok(CostModel::Lockstep(Arc::new(cost)))
     }
 }
 
@@ -221,6 +329,84 @@ mod tests {
         // 32 layers; 12,288 bytes of a token out and 8192 back
         let expected = 32.0 * (1e-5 + 8.0 * (12_288.0 + 8192.0) * 1e-9);
         assert!((crossing / expected - 1.0).abs() < 1e-6, "{crossing} for {expected}");
+    }
+
+    /// Two batches over these parts, one with the weights and the others attending.
+    fn staggered(parts: &[&str], exchange: LinkCost, attending: Attending) -> CostModel {
+        let shape = llama();
+        let partition = Partition::attention(&shape, parts.len() as u32 - 1, AttnSplit::Head).unwrap();
+        let profiles: Vec<_> = parts.iter().map(|id| part(id).unwrap().profile()).collect();
+        let first = ProfileCost {
+            profile: profiles[0].clone(),
+            shape,
+            chunk_tokens: 512,
+            all_reduce: None,
+            engine: EngineCost::OURS,
+        };
+        let [first_one, others] = [0, 1].map(|at| Arc::new(Predictor::new(&profiles[at])));
+        let products = LockstepCost::products(&first, &first_one, attending);
+        let others = vec![others; parts.len() - 1];
+        let cost = LockstepCost::new(&partition, (&first, products), &others, exchange, attending).unwrap();
+        CostModel::Lockstep(Arc::new(cost))
+    }
+
+    #[test]
+    fn two_batches_hide_the_smaller_side_and_never_take_longer_than_one() {
+        let parts = ["H100-SXM-80GB", "H100-SXM-80GB"];
+        let both = Attending { staggered: true, prompts_with_weights: false };
+        let (one, two) = (staggered(&parts, NO_TIME, Attending::default()), staggered(&parts, NO_TIME, both));
+        let (mut hidden_most, mut saved_none) = (0.0f64, false);
+        for context in [128, 512, 2048, 8192, 32_768] {
+            // of 256 sequences, halves take half of the attention and nearly all of the products
+            let keys = 256 * context;
+            let (sum, step) = (one.decode_step_s(256, keys).0, two.decode_step_s(256, keys).0);
+            assert!(step <= sum * (1.0 + 1e-12), "{context}: {step} {sum}");
+            let half = one.decode_step_s(128, keys / 2).0;
+            assert!(step >= half.min(sum) * (1.0 - 1e-9), "a batch waits for no less than itself");
+            hidden_most = hidden_most.max((sum - step) / half);
+            saved_none |= step == sum;
+        }
+        assert!(saved_none, "few keys are attended to in no time, and halves read the weights twice");
+        assert!(hidden_most > 0.3, "{hidden_most}");
+        assert_eq!(one.decode_step_s(1, 500), two.decode_step_s(1, 500), "one sequence is one batch");
+    }
+
+    #[test]
+    fn a_round_of_two_batches_is_that_of_two_machines_and_a_link() {
+        // each half takes its turns in order on the products, the link there and back, and attention
+        let round = |[p, n, a]: [f64; 3]| {
+            let (mut free, mut ready, mut ends) = ([0.0f64; 3], [0.0f64; 2], Vec::new());
+            for _ in 0..200 {
+                for at in &mut ready {
+                    for (machine, time) in [(0, p), (1, n), (2, a)] {
+                        *at = free[machine].max(*at) + time;
+                        free[machine] = *at;
+                    }
+                }
+                ends.push(ready[0]);
+            }
+            (ends[199] - ends[99]) / 100.0
+        };
+        for times in [[3.0, 1.0, 2.0], [1.0, 0.2, 1.0], [1.0, 5.0, 1.0], [2.0, 2.0, 2.0], [0.5, 0.1, 4.0]] {
+            let [products, waits, attention] = times;
+            let batch = BatchTimes { products, attention, waits, link: waits };
+            let formula = batch.round(&batch);
+            assert!((round(times) - formula).abs() < 1e-9, "{times:?}: {} {formula}", round(times));
+        }
+    }
+
+    #[test]
+    fn prompts_with_the_weights_send_their_kv_beside_their_computation() {
+        let link =
+            |rate: f64| LinkCost { latency: Seconds(1e-5), seconds_per_byte: 1.0 / rate, usd_per_byte: 0.0 };
+        let own = Attending { staggered: false, prompts_with_weights: true };
+        let parts = ["H100-SXM-80GB", "RTX-4090"];
+        let of = |rate: f64| staggered(&parts, link(rate), own).prefill_s(0, 2048).0;
+        assert_eq!(of(1e12), of(1e11), "4 KiB of each of 2048 tokens and 32 layers are hidden");
+        // 2048 tokens of 131,072 bytes
+        assert!((of(1e8) / (2048.0 * 131_072.0 / 1e8) - 1.0).abs() < 1e-9);
+        let apart = staggered(&parts, link(1e12), Attending::default()).prefill_s(0, 2048).0;
+        assert!(of(1e12) < apart, "there and back in every layer: {} {apart}", of(1e12));
     }
 
     #[test]

@@ -27,6 +27,7 @@ pub use learn::{Corrections, MeasuredSteps};
 pub(crate) use learn::{FADES_AFTER, Learner};
 pub use linear::LinearAttention;
 pub use link::LinkCost;
+pub use lockstep::{Attending, LockstepCost};
 pub use mixture::Experts;
 pub use offload::{AttnBytes, AttnSplit, MemberWork};
 pub use parameters::ParameterCount;
@@ -56,6 +57,8 @@ pub enum CostModel {
     Pipeline(Arc<PipelineCost>),
     /// Multiplies another model's times by a factor.
     Scaled(f64, Arc<CostModel>),
+    /// Attention on devices of its own.
+    Lockstep(Arc<LockstepCost>),
 }
 
 /// A piece of a prompt in a step.
@@ -126,6 +129,7 @@ impl CostModel {
             CostModel::Tables(tables) => tables.prefill_s(context_before, new_tokens),
             CostModel::Pipeline(cost) => cost.prefill_s(context_before, new_tokens),
             CostModel::Scaled(times, cost) => cost.prefill_s(context_before, new_tokens) * *times,
+            CostModel::Lockstep(cost) => cost.prefill_s(context_before, new_tokens),
         }
     }
 
@@ -154,6 +158,7 @@ impl CostModel {
             CostModel::Tables(tables) => tables.step_s(parts, batch, kv_tokens),
             CostModel::Pipeline(cost) => cost.step_s(parts, batch, kv_tokens),
             CostModel::Scaled(times, cost) => cost.step_s(parts, batch, kv_tokens) * *times,
+            CostModel::Lockstep(cost) => cost.step_s(parts, batch, kv_tokens),
         }
     }
 
@@ -171,6 +176,7 @@ impl CostModel {
                 CostModel::Pipeline(Arc::new(PipelineCost { whole, ..PipelineCost::clone(cost) }))
             }
             CostModel::Scaled(times, cost) => CostModel::Scaled(*times, Arc::new(cost.compiled())),
+            CostModel::Lockstep(cost) => CostModel::Lockstep(Arc::new(LockstepCost::clone(cost).computed())),
             other => other.clone(),
         }
     }

@@ -8,6 +8,7 @@ use super::partition::heads;
 use super::{MemberShare, ModelShape, OpCounts, Partition, Prefill};
 use mixfleet_hal::OpSig;
 use mixfleet_hal::cast::to_u32;
+use serde::{Deserialize, Serialize};
 use std::fmt;
 
 /// Which operations of its share a member runs.
@@ -21,8 +22,21 @@ pub enum MemberWork {
     Attention,
 }
 
+impl MemberWork {
+    /// Whether an operation is among it.
+    pub(super) fn runs(self, sig: &OpSig) -> bool {
+        let attends = sig.kv().is_some() || matches!(sig, OpSig::AttnMerge { .. });
+        match self {
+            MemberWork::All => true,
+            MemberWork::Products => !attends,
+            MemberWork::Attention => attends,
+        }
+    }
+}
+
 /// How the members that attend divide the KV.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum AttnSplit {
     /// By heads: each has some heads of all tokens.
     #[default]
@@ -34,6 +48,15 @@ pub enum AttnSplit {
 }
 
 impl AttnSplit {
+    /// The way that divides a model's KV evenly and without copies over `workers` devices: by heads where
+    /// these divide evenly, else by requests.
+    pub fn even(shape: &ModelShape, workers: u32) -> Self {
+        match shape.kv_heads.is_multiple_of(workers.max(1)) {
+            true => AttnSplit::Head,
+            false => AttnSplit::Request,
+        }
+    }
+
     /// Every way to divide it.
     pub const ALL: [AttnSplit; 3] = [AttnSplit::Head, AttnSplit::Request, AttnSplit::Range];
 
@@ -123,6 +146,16 @@ impl Partition {
         }
     }
 
+    /// Bytes of KV memory that the devices that attend need together for a byte of KV: more than one where
+    /// several keep the same head, or one has more heads than another; 1 if all devices keep KV.
+    pub fn kv_copies(&self, shape: &ModelShape) -> f64 {
+        if self.split != Some(AttnSplit::Head) {
+            return 1.0;
+        }
+        let most = self.shares.iter().map(|share| share.kv_bytes_per_token(shape)).max().unwrap_or(0);
+        (self.shares.len() - 1) as f64 * most as f64 / shape.kv_bytes_per_token().max(1) as f64
+    }
+
     /// The bytes that cross per token and layer, where attention has members of its own, for a token that
     /// sees keys on `holders` members among which pages are divided. With activations of `e` bytes that is
     /// `(heads + 2 kv_heads) head_dim e` out and `heads head_dim e` back, with KV heads as often as they are
@@ -159,12 +192,7 @@ impl MemberShare {
     /// Where pages are divided, a member that attends has those of the sequences that are whole on it.
     pub fn step_ops(&self, shape: &ModelShape, parts: &[Prefill], batch: u32, kv_tokens: u64) -> OpCounts {
         let mut ops = self.of(shape).step_ops(parts, batch, kv_tokens);
-        let attends = |sig: &OpSig| sig.kv().is_some() || matches!(sig, OpSig::AttnMerge { .. });
-        ops.retain(|(sig, _)| match self.work {
-            MemberWork::All => true,
-            MemberWork::Products => !attends(sig),
-            MemberWork::Attention => attends(sig),
-        });
+        ops.retain(|(sig, _)| self.work.runs(sig));
         ops
     }
 
@@ -255,6 +283,20 @@ mod tests {
             assert_eq!(by("llama-3.1-8b", 4, split, 1), (12_288, 8192), "{split}");
             assert_eq!(by("llama-3.1-8b", 4, split, 3), (3 * 8192 + 4096, 3 * (8192 + 8 * 32)), "{split}");
         }
+    }
+
+    #[test]
+    fn kv_takes_more_memory_where_heads_do_not_divide() {
+        let of = |workers, split| {
+            let shape = shape("llama-3.1-70b");
+            Partition::attention(&shape, workers, split).unwrap().kv_copies(&shape)
+        };
+        let by_head = [1, 2, 3, 8, 16].map(|workers| of(workers, AttnSplit::Head));
+        assert_eq!(by_head, [1.0, 1.0, 9.0 / 8.0, 1.0, 2.0]);
+        assert_eq!([3, 16].map(|workers| of(workers, AttnSplit::Request)), [1.0, 1.0]);
+        let shape = shape("llama-3.1-70b");
+        let even = [1, 3, 8, 16].map(|workers| AttnSplit::even(&shape, workers));
+        assert_eq!(even, [AttnSplit::Head, AttnSplit::Request, AttnSplit::Head, AttnSplit::Request]);
     }
 
     #[test]

@@ -4,7 +4,7 @@ use super::mixture::{share, share_keys};
 use super::shape::LayerWork;
 use super::stored::stored_time;
 use super::tables::{Grid, StepParts, StepTables};
-use super::{AllReduce, EngineCost, ModelShape, OpCounts, Prefill, knots};
+use super::{AllReduce, EngineCost, MemberWork, ModelShape, OpCounts, Prefill, knots};
 use mixfleet_hal::OpSig;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::profile::{DeviceProfile, Predictor};
@@ -47,7 +47,7 @@ impl ProfileCost {
         let rows = parts.iter().map(|part| part.tokens).sum::<u32>() + batch;
         let drawn = to_u32(parts.iter().filter(|part| part.last).count()) + batch;
         self.profile.launch
-            + self.dense_s(&shape, rows, &each)
+            + self.dense_s(&shape, rows, MemberWork::All, &each)
             + self.head_s(&shape, drawn, rows, &each)
             + self.attention_s(&shape, parts, batch, kv_tokens, &each)
     }
@@ -57,12 +57,23 @@ impl ProfileCost {
         if self.engine.fused { Seconds::ZERO } else { self.profile.launch_per_command }
     }
 
-    /// Time of everything that is done row by row, and of what the devices then exchange.
-    fn dense_s(&self, shape: &ModelShape, rows: u32, each: &impl Fn(&OpSig) -> Seconds) -> Seconds {
-        let work = shape.dense_ops(share(rows, shape.spread()), self.engine.fused);
+    /// Time of what of `work` is done row by row, and of what the devices then exchange.
+    fn dense_s(
+        &self,
+        shape: &ModelShape,
+        rows: u32,
+        work: MemberWork,
+        each: &impl Fn(&OpSig) -> Seconds,
+    ) -> Seconds {
+        let mut ops = shape.dense_ops(share(rows, shape.spread()), self.engine.fused);
+        ops.plain.retain(|(sig, _)| work.runs(sig));
+        ops.stored.retain(|(sig, _)| work.runs(sig));
+        if work == MemberWork::Attention {
+            return self.work_s(&ops, each);
+        }
         let [_, mixed] = if rows > 0 { shape.mlp_layers() } else { [0; 2] };
         let routing = Seconds(self.engine.per_expert_layer_s * f64::from(mixed));
-        self.work_s(&work, each) + self.all_reduces(rows) + routing
+        self.work_s(&ops, each) + self.all_reduces(rows) + routing
     }
 
     fn head_s(
@@ -108,10 +119,21 @@ impl ProfileCost {
     /// they are asked for. `predictor` was made of the profile: to make one takes as long as the tables of
     /// several models.
     pub(crate) fn tables(self: &Arc<Self>, predictor: &Arc<Predictor>) -> StepTables {
+        self.tables_of(predictor, MemberWork::All, true)
+    }
+
+    /// The same of a part of the work. Attention of prompts is among it if `prompts`; that of sequences that
+    /// decode is not among the products, nor is the LM head part of attention.
+    pub(super) fn tables_of(
+        self: &Arc<Self>,
+        predictor: &Arc<Predictor>,
+        work: MemberWork,
+        prompts: bool,
+    ) -> StepTables {
         let each = |sig: &OpSig| predictor.time(sig) + self.launch();
         let shape = self.own_shape();
         let chunk_tokens = self.chunk_tokens.max(1);
-        let dense = |rows: u32| self.dense_s(&shape, rows, &each).0;
+        let dense = |rows: u32| self.dense_s(&shape, rows, work, &each).0;
         let head = |rows: u32| self.head_s(&shape, rows, rows, &each).0;
         let attention = {
             let (cost, predictor, shape) = (self.clone(), predictor.clone(), shape.clone());
@@ -132,9 +154,18 @@ impl ProfileCost {
         StepTables::of(StepParts {
             overhead_s: self.profile.launch.0,
             dense: knots::adaptive(chunk_tokens.max(SEQUENCES_MAX), dense),
-            head: knots::adaptive(SEQUENCES_MAX, head),
-            prefill: Grid::of_two(knots::geometric(chunk_tokens, 8), with_none, prefill),
-            decode: Grid::of_two(knots::geometric(SEQUENCES_MAX, 4), contexts, decode),
+            head: match work {
+                MemberWork::Attention => Grid::zero(1),
+                _ => knots::adaptive(SEQUENCES_MAX, head),
+            },
+            prefill: match prompts {
+                true => Grid::of_two(knots::geometric(chunk_tokens, 8), with_none, prefill),
+                false => Grid::zero(2),
+            },
+            decode: match work {
+                MemberWork::Products => Grid::zero(2),
+                _ => Grid::of_two(knots::geometric(SEQUENCES_MAX, 4), contexts, decode),
+            },
             mixed: None,
             chunk_tokens,
         })

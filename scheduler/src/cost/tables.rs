@@ -112,6 +112,11 @@ impl Grid {
         Grid { axes: axes.into_iter().map(Axis::from).collect(), values: Values::Known(values) }
     }
 
+    /// A grid that is 0 everywhere, of so many axes.
+    pub(super) fn zero(axes: usize) -> Self {
+        Grid::checked(vec![vec![0.0]; axes], vec![0.0])
+    }
+
     /// Tabulates a function of two numbers, which is called once for each value that is asked for.
     pub(super) fn of_two(
         first: Vec<u32>,
@@ -299,6 +304,16 @@ impl StepTables {
             prompt.push(total);
         }
         StepTables { parts, prompt }
+    }
+
+    /// The same tables, in which every step takes `seconds` before anything else.
+    pub(super) fn beginning_after(self, seconds: Seconds) -> Self {
+        StepTables { parts: StepParts { overhead_s: seconds.0, ..self.parts }, ..self }
+    }
+
+    /// The chunk size that is assumed for whole prompts.
+    pub(super) fn chunk_tokens(&self) -> u32 {
+        self.parts.chunk_tokens
     }
 
     /// The same tables with all values computed.

@@ -1,47 +1,117 @@
-//! The cheapest fleet whose attention has devices of its own, by rates alone.
+//! The cheapest fleet whose attention has devices of its own.
 //!
-//! Prompts, the products with weights of decode steps, and attention over the KV are each rented on the part
-//! where they cost least ([`candidates`](super::candidates) says what an instance carries of each). Nothing
-//! simulates such a fleet, so that it stands beside a plan and is never its first.
+//! Such an instance has the weights on devices of a part that is cheap by arithmetic, which compute prompts
+//! too, and its KV on as many of another, cheap by bandwidth, as pay: [`ProductsKind`] says what it carries.
+//! Prompts may also have instances of their own.
 
-use super::candidates::{AttentionLink, InstanceKind, PartKernels};
+use super::candidates::{PartKernels, ProductsKind};
 use super::forms::FleetForm;
-use super::layouts::InstanceLayout;
+use super::layouts::{IN_SERVER, InstanceLayout};
 use super::linear::Solver;
 use super::load::SizeClass;
-use super::margin::slower;
-use super::market::{BUSY_MAX, FormedFleet, Market, PlannedPool, SEARCH};
-use super::offered::kv_s;
+use super::market::{BUSY_MAX, DUTIES, FormedFleet, Market, MarketAsk, PlannedPool, SEARCH};
+use super::offered::MarketKind;
 use super::program::{Ceiling, DemandClass, Duty, Placing, Program, Rentable};
 use mixfleet_hal::cast::{to_u32, to_u64};
+use mixfleet_hal::catalog::Part;
 use mixfleet_hal::units::{Ordered, UsdPerHour};
 
-/// Parts that are tried for attention, those with the most bandwidth per dollar.
+/// Parts that are tried for the weights, those with the most arithmetic per dollar, and for attention, those
+/// with the most bandwidth per dollar.
 const PARTS_MAX: usize = 4;
+/// Numbers of devices for attention that are tried.
+const ATTENDING: [u32; 5] = [2, 4, 8, 16, 32];
 
-/// What a request needs instances for.
-const DUTIES_APART: [Duty; 3] = [Duty::Prefill, Duty::Linear, Duty::Attention];
+/// Instances that may be rented for a duty, by index.
+type OfDuty<'a> = (&'a MarketKind, usize);
 
-/// Instances that may be rented for one duty, and what they carry.
-struct OfDuty {
-    part: usize,
-    layout: InstanceLayout,
-    duty: Duty,
-    /// Instances that one request per second keeps busy, by class.
-    loads: Vec<Option<f64>>,
+/// The instances of a market whose attention has devices of its own.
+///
+/// # Errors
+/// Why there are none.
+pub(super) fn instances(ask: &MarketAsk) -> Result<Vec<MarketKind>, String> {
+    if ask.parts.iter().any(|offer| offer.region != ask.parts[0].region) {
+        return Err("attention is not planned apart over several regions".into());
+    }
+    let arithmetic = |part: &Part| {
+        let profile = part.profile();
+        profile.compute.iter().map(|(_, rate)| rate.0).fold(0.0, f64::max)
+    };
+    let (firsts, others) =
+        (cheapest(ask, arithmetic), cheapest(ask, |part: &Part| part.profile().bandwidth.0));
+    let attending: Vec<_> =
+        others.iter().map(|&part| (part, PartKernels::of(ask.parts[part].part))).collect();
+    let (mut found, mut why) = (Vec::new(), "no two parts hold the model and a request".to_owned());
+    for &first in &firsts {
+        let kernels = PartKernels::of(ask.parts[first].part);
+        for (stored, &dtype) in ask.stored.iter().enumerate() {
+            for devices in IN_SERVER {
+                let (part, layout) = (ask.parts[first].part, InstanceLayout::of(devices));
+                let weights = ask.model.weight_bytes(dtype);
+                if part.memory_bytes() * f64::from(devices) < weights {
+                    continue;
+                }
+                let products = ProductsKind::of((part, &kernels), layout, ask.model, dtype, ask.engine);
+                let Ok(products) = products else { continue };
+                for (at, kernels) in attending.iter().filter(|(at, _)| *at != first) {
+                    for devices in ATTENDING {
+                        match products.with(kernels, devices, ask.nic) {
+                            Ok(kind) => found.extend(MarketKind::new(ask, (first, Some(*at), stored), kind)),
+                            Err(cause) => why = cause,
+                        }
+                    }
+                }
+            }
+        }
+    }
+    let in_stock = |of: &MarketKind| {
+        of.takes().all(|(part, devices)| ask.parts[part].most.is_none_or(|most| devices <= most))
+    };
+    found.retain(in_stock);
+    if found.is_empty() { Err(why) } else { Ok(found) }
+}
+
+/// The parts that are cheapest by a rate.
+fn cheapest(ask: &MarketAsk, rate: impl Fn(&Part) -> f64) -> Vec<usize> {
+    let offers = &ask.parts;
+    let unit = |part: &usize| offers[*part].usd_per_hour.0 / rate(offers[*part].part).max(1.0);
+    let mut parts: Vec<usize> =
+        (0..offers.len()).filter(|&part| offers[part].most.is_none_or(|most| most > 0)).collect();
+    parts.sort_by_key(|part| Ordered(unit(part)));
+    parts.truncate(PARTS_MAX);
+    parts
+}
+
+impl MarketKind {
+    /// The duties other than prompts alone, and the classes, that it carries: itself, class and duty.
+    pub(super) fn duties_apart(&self) -> impl Iterator<Item = (&Self, usize, usize)> {
+        let classes = 0..self.in_time.len();
+        let of_class = move |class: usize| {
+            let duties = (0..DUTIES.len()).filter(|duty| DUTIES[*duty] != Duty::Prefill);
+            duties
+                .filter(move |duty| self.load_in_time(*duty, class).is_some())
+                .map(move |duty| (self, class, duty))
+        };
+        classes.flat_map(of_class)
+    }
 }
 
 impl Market {
-    /// The cheapest fleet of instances for prompts, for products with weights, and for attention, where
-    /// `link` is between the last two.
+    /// Instances whose attention has devices of its own.
+    pub(super) fn apart_kinds(&self) -> impl Iterator<Item = &MarketKind> {
+        self.apart.iter().flatten()
+    }
+
+    /// The cheapest fleet in which all answers are decoded by instances whose attention has devices of its
+    /// own.
     ///
     /// # Errors
     /// Why there is none.
-    pub fn attention_apart(&self, solver: &dyn Solver, link: &AttentionLink) -> Result<FormedFleet, String> {
-        if self.regions().len() > 1 {
-            return Err("attention is not planned apart over several regions".into());
+    pub fn attention_apart(&self, solver: &dyn Solver) -> Result<FormedFleet, String> {
+        if let Err(why) = &*self.apart {
+            return Err(why.clone());
         }
-        let of_each = (0..self.ask.stored.len()).map(|stored| self.apart_in(solver, link, stored));
+        let of_each = (0..self.ask.stored.len()).map(|stored| self.apart_in(solver, stored));
         let cheaper =
             |best: Result<FormedFleet, String>, next: Result<FormedFleet, String>| match (&best, &next) {
                 (Ok(known), Ok(other)) if other.usd_per_hour < known.usd_per_hour => next,
@@ -51,19 +121,21 @@ impl Market {
         of_each.reduce(cheaper).unwrap_or_else(|| Err("no dtype is given".into()))
     }
 
-    fn apart_in(
-        &self,
-        solver: &dyn Solver,
-        link: &AttentionLink,
-        stored: usize,
-    ) -> Result<FormedFleet, String> {
-        let mut all = self.cheapest_for_each_class(self.prompts(stored));
-        all.extend(self.cheapest_for_each_class(self.products(link, stored)));
-        all.extend(self.cheapest_for_each_class(self.attention(link, stored)?));
-        let does =
-            |duty: Duty, class: usize| all.iter().any(|of| of.duty == duty && of.loads[class].is_some());
-        let served = |class: &usize| DUTIES_APART.into_iter().all(|duty| does(duty, *class));
-        let served: Vec<usize> = (0..self.ask.classes.len()).filter(served).collect();
+    fn apart_in(&self, solver: &dyn Solver, stored: usize) -> Result<FormedFleet, String> {
+        let of_duty = |duty: usize| {
+            let apart = self.apart_kinds().filter(move |_| DUTIES[duty] != Duty::Prefill);
+            let prompts = self.kinds.iter().filter(move |_| DUTIES[duty] == Duty::Prefill);
+            let own = prompts.chain(apart).filter(|of| of.stored == stored);
+            self.cheapest_for_each_class(own.map(|of| (of, duty)).collect())
+        };
+        let all: Vec<OfDuty<'_>> = (0..DUTIES.len()).flat_map(of_duty).collect();
+        let does = |duty: Duty, class: usize| {
+            all.iter().any(|(of, own)| DUTIES[*own] == duty && of.load_in_time(*own, class).is_some())
+        };
+        let is_served = |class: &usize| {
+            does(Duty::Whole, *class) || does(Duty::Prefill, *class) && does(Duty::Decode, *class)
+        };
+        let served: Vec<usize> = (0..self.ask.classes.len()).filter(is_served).collect();
         let rate: f64 = served.iter().map(|&class| self.ask.classes[class].rate).sum();
         if rate < self.rate() - self.left_out_max() {
             return Err("too few requests can be served so within the objectives".into());
@@ -71,94 +143,33 @@ impl Market {
         let program = self.program_of(&all, &served);
         let fleet = program.solve(solver, SEARCH).map_err(|error| error.to_string())?;
         let used = all.iter().zip(&fleet.counts).filter(|(_, count)| **count > 0);
-        let pools: Vec<PlannedPool> = used
-            .map(|(of, &count)| PlannedPool { part: of.part, layout: of.layout, duty: of.duty, count })
-            .collect();
+        let pool = |(&(of, duty), &count): (&OfDuty<'_>, &u32)| PlannedPool {
+            part: of.part,
+            layout: of.instance.layout,
+            attends: of.attention(),
+            duty: DUTIES[duty],
+            count,
+        };
+        let mut pools: Vec<PlannedPool> = used.map(pool).collect();
+        pools.sort_by_key(|pool| (pool.duty != Duty::Prefill, pool.part, pool.layout));
         let stored = self.ask.stored[stored];
-        Ok(FormedFleet {
-            form: FleetForm::Free,
-            stored,
-            usd_per_hour: self.usd_per_hour(&pools, stored),
-            pools,
-        })
+        let usd_per_hour = self.usd_per_hour(&pools, stored);
+        Ok(FormedFleet { form: FleetForm::Free, stored, usd_per_hour, pools })
     }
 
-    fn prompts(&self, stored: usize) -> Vec<OfDuty> {
-        let load = |kind: usize, class: usize| {
-            let of = &self.kinds[kind];
-            of.load_in_time(1, class).map(|load| load.max(of.links[class]))
-        };
-        self.of_kinds(stored, Duty::Prefill, load)
-    }
-
-    fn products(&self, link: &AttentionLink, stored: usize) -> Vec<OfDuty> {
-        let load = |kind: usize, class: usize| {
-            let size = &self.ask.classes[class].size;
-            let carried = self.kinds[kind].instance.carries(Duty::Linear, size, &self.ask.level, Some(link));
-            carried.ok().map(|carried| carried.instances)
-        };
-        self.of_kinds(stored, Duty::Linear, load)
-    }
-
-    fn of_kinds(&self, stored: usize, duty: Duty, load: impl Fn(usize, usize) -> Option<f64>) -> Vec<OfDuty> {
-        let classes = 0..self.ask.classes.len();
-        let of = |kind: usize| {
-            let loads = classes.clone().map(|class| load(kind, class)).collect();
-            let (part, layout) = (self.kinds[kind].part, self.kinds[kind].instance.layout);
-            OfDuty { part, layout, duty, loads }
-        };
-        (0..self.kinds.len()).filter(|&kind| self.kinds[kind].stored == stored).map(of).collect()
-    }
-
-    /// Single devices, which need no room for weights.
-    fn attention(&self, link: &AttentionLink, stored: usize) -> Result<Vec<OfDuty>, String> {
-        let offers = &self.ask.parts;
-        let rent_of_bandwidth =
-            |part: &usize| offers[*part].usd_per_hour.0 / offers[*part].part.profile().bandwidth.0;
-        let mut parts: Vec<usize> =
-            (0..offers.len()).filter(|&part| offers[part].most.is_none_or(|most| most > 0)).collect();
-        parts.sort_by_key(|part| Ordered(rent_of_bandwidth(part)));
-        let (mut found, mut why) = (Vec::new(), "there is no part".to_owned());
-        for part in parts.into_iter().take(PARTS_MAX) {
-            let ask = &self.ask;
-            let of = (offers[part].part, &PartKernels::of(offers[part].part));
-            let instance =
-                InstanceKind::of(of, InstanceLayout::of(1), ask.model, ask.stored[stored], ask.engine)?;
-            let error = ask.engine.likely_error(&instance.profile, &instance.shape);
-            let times = slower(error, ask.confidence);
-            let load = |class: usize| {
-                let size = &ask.classes[class].size;
-                let carried = instance.carries(Duty::Attention, size, &ask.level, Some(link))?;
-                Ok::<f64, String>((carried.instances * times).max(kv_s(
-                    &instance,
-                    &ask.classes[class],
-                    ask.nic,
-                )))
-            };
-            let loads: Vec<_> = (0..ask.classes.len()).map(load).collect();
-            if let Some(Err(cause)) = loads.iter().find(|load| load.is_err()) {
-                why.clone_from(cause);
-            }
-            let loads = loads.into_iter().map(Result::ok).collect();
-            found.push(OfDuty { part, layout: InstanceLayout::of(1), duty: Duty::Attention, loads });
-        }
-        match found.iter().any(|of| of.loads.iter().any(Option::is_some)) {
-            true => Ok(found),
-            false => Err(why),
-        }
-    }
-
-    /// Those that are cheapest for some class; beside a part of which there are only so many, the next ones.
-    fn cheapest_for_each_class(&self, all: Vec<OfDuty>) -> Vec<OfDuty> {
+    /// Those that are cheapest for some class; beside parts of which there are only so many, the next ones.
+    fn cheapest_for_each_class<'a>(&self, all: Vec<OfDuty<'a>>) -> Vec<OfDuty<'a>> {
+        let rent =
+            |of: &MarketKind| of.takes().map(|(part, devices)| self.rent(part, devices).0).sum::<f64>();
         let mut kept = vec![false; all.len()];
         for class in 0..self.ask.classes.len() {
-            let unit = |of: &OfDuty| Some(of.loads[class]? * self.rent(of.part, of.layout.devices).0);
+            let unit = |(of, duty): &OfDuty<'_>| Some(of.load_in_time(*duty, class)? * rent(of));
             let mut units: Vec<(usize, f64)> =
                 all.iter().enumerate().filter_map(|(at, of)| Some((at, unit(of)?))).collect();
             units.sort_by_key(|(_, usd)| Ordered(*usd));
             for (at, _) in units {
                 kept[at] = true;
-                if self.ask.parts[all[at].part].most.is_none() {
+                if all[at].0.takes().all(|(part, _)| self.ask.parts[part].most.is_none()) {
                     break;
                 }
             }
@@ -166,7 +177,7 @@ impl Market {
         all.into_iter().zip(kept).filter(|(_, kept)| *kept).map(|(of, _)| of).collect()
     }
 
-    fn program_of(&self, all: &[OfDuty], served: &[usize]) -> Program {
+    fn program_of(&self, all: &[OfDuty<'_>], served: &[usize]) -> Program {
         let ask = &self.ask;
         let limited: Vec<(usize, u32)> = (ask.parts.iter().enumerate())
             .filter_map(|(part, offer)| Some((part, offer.most.filter(|most| *most > 0)?)))
@@ -186,21 +197,35 @@ impl Market {
             classes: classes.collect(),
             ..Program::default()
         };
-        for (on, of) in all.iter().enumerate() {
-            let spares = ask.parts[of.part].spares;
+        for (on, &(of, duty)) in all.iter().enumerate() {
+            let spares = of.takes().map(|(part, _)| ask.parts[part].spares).max().unwrap_or(0);
             let mut most = f64::from(spares) + 1.0;
             for (class, &index) in served.iter().enumerate() {
-                let Some(load) = of.loads[index] else { continue };
-                let instances = load / BUSY_MAX;
+                let Some(load) = of.load_in_time(duty, index) else { continue };
+                let network = if DUTIES[duty] == Duty::Whole { 0.0 } else { of.links[index] };
+                let instances = load.max(network) / BUSY_MAX;
                 most += instances * ask.classes[index].rate;
-                program.placings.push(Placing { on, class, duty: of.duty, instances, takes: Vec::new() });
+                program.placings.push(Placing {
+                    on,
+                    class,
+                    duty: DUTIES[duty],
+                    instances,
+                    takes: Vec::new(),
+                });
             }
-            let takes = limited.iter().enumerate().filter(|(_, (part, _))| *part == of.part);
+            let mut takes: Vec<(usize, f64)> = Vec::new();
+            for (at, (part, _)) in limited.iter().enumerate() {
+                let devices: u32 =
+                    of.takes().filter(|(own, _)| own == part).map(|(_, devices)| devices).sum();
+                if devices > 0 {
+                    takes.push((at, f64::from(devices)));
+                }
+            }
             program.rentables.push(Rentable {
-                name: format!("{} x {} {:?}", of.layout.devices, ask.parts[of.part].name(), of.duty),
-                usd_per_hour: self.rent(of.part, of.layout.devices),
+                name: format!("{} {:?}", on, DUTIES[duty]),
+                usd_per_hour: of.takes().map(|(part, devices)| self.rent(part, devices)).sum(),
                 most: to_u32(to_u64(most.ceil())),
-                takes: takes.map(|(at, _)| (at, f64::from(of.layout.devices))).collect(),
+                takes,
                 spares,
             });
         }

@@ -7,27 +7,27 @@
 //! prefill    T(c, n)                           where T(c, n) <= TTFT
 //! decode     m step(b, b s) / b                for the largest b with b KV(s) in memory and step <= TBT
 //! whole      m step(b, b s, b n / m) / b       likewise, with the rows of prompts that b answers call for
-//! linear     m step(b) / b                     without attention, for the largest b with step <= TBT / 2
-//! attention  m attention(b, b s) / b           on a device without weights, likewise
 //! ```
 //!
-//! With attention elsewhere two batches take turns, so that a step has half the time between tokens, and so
-//! do the activations that cross: `layers x round trip + b x (2 heads + 2 KV heads) x head x bytes /
-//! bandwidth` (Lamina, arXiv 2405.01814). Waiting is not counted: an instance that is always busy has a queue
-//! without end, so these loads make a lower bound, and a plan divides them by the utilisation that it allows.
+//! Attention may be on devices of its own in the instance; the step is then that of
+//! [`LockstepCost`](crate::cost::LockstepCost), and their memory is what holds KV. Waiting is not counted: an
+//! instance that is always busy has a queue without end, so these loads make a lower bound, and a plan
+//! divides them by the utilisation that it allows.
 
-use super::apart::{PartRates, TokenWork};
 use super::layouts::InstanceLayout;
 use super::program::Duty;
-use crate::cost::{AllReduce, CostModel, ModelShape, PipelineCost, Prefill, ProfileCost};
+use crate::cost::{
+    AllReduce, Attending, AttnSplit, Coefficients, CostModel, LockstepCost, ModelShape, Partition,
+    PipelineCost, Prefill, ProfileCost, StepTables,
+};
 use crate::engines::KnownEngine;
 use crate::models::KnownModel;
 use crate::sizing::MEMORY_SHARE;
+use mixfleet_hal::StoredAs;
 use mixfleet_hal::cast::{to_u32, to_u64};
 use mixfleet_hal::catalog::Part;
 use mixfleet_hal::profile::{DeviceProfile, Predictor};
-use mixfleet_hal::units::{Bytes, BytesPerSecond, Flop, GB, Seconds};
-use mixfleet_hal::{OpSig, StoredAs};
+use mixfleet_hal::units::{Bytes, BytesPerSecond, GB, Seconds};
 use serde::Serialize;
 use std::sync::Arc;
 
@@ -72,15 +72,6 @@ pub struct ServiceLevel {
     pub tbt: Seconds,
 }
 
-/// The network between devices for attention and those for the rest of a step.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct AttentionLink {
-    /// Time of a message there and back.
-    pub round_trip: Seconds,
-    /// Bandwidth of one instance.
-    pub bandwidth: BytesPerSecond,
-}
-
 /// The times of a part's kernels, which instances of any number of devices have in common.
 #[derive(Clone, Debug)]
 pub struct PartKernels {
@@ -96,13 +87,34 @@ impl PartKernels {
     }
 }
 
-/// One or several devices with a copy of a model, or, for attention alone, with KV and no weights.
+/// Devices of an instance that keep its KV and attend, beside those with the weights.
+#[derive(Clone, Debug, PartialEq)]
+pub struct AttendingKind {
+    /// Their profile.
+    pub profile: DeviceProfile,
+    /// Their number.
+    pub devices: u32,
+    /// Bytes of memory that a byte of KV takes.
+    copies: f64,
+}
+
+/// What devices with the weights are and do, whatever devices attend for them.
+#[derive(Clone, Debug)]
+pub struct ProductsKind {
+    instance: InstanceKind,
+    cost: ProfileCost,
+    products: Arc<StepTables>,
+}
+
+/// One or several devices with a copy of a model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct InstanceKind {
-    /// The devices' profile.
+    /// The profile of the devices with the weights.
     pub profile: DeviceProfile,
     /// Their number, and how they share the model.
     pub layout: InstanceLayout,
+    /// The devices that attend, if others do.
+    pub attending: Option<AttendingKind>,
     /// The time of steps.
     pub cost: CostModel,
     /// The model.
@@ -138,37 +150,23 @@ impl InstanceKind {
         stored: StoredAs,
         engine: &KnownEngine,
     ) -> Result<Self, String> {
-        let (profile, layout) = (kernels.profile.clone(), layout.stage());
-        let devices = layout.devices;
-        let plain = model.shape_as(stored).on(&profile);
-        let shape = match layout.expert_parallel {
-            true => plain.with_whole_experts(devices).ok_or("the model has no experts")?,
-            false => plain,
-        };
-        let all_reduce = match devices {
-            1 => None,
-            _ => {
-                shape.check_split(devices)?;
-                let known = AllReduce::of(part, devices);
-                Some(known.ok_or_else(|| format!("what {devices} devices exchange takes is not known"))?)
-            }
-        };
-        let cost = ProfileCost {
-            profile: profile.clone(),
-            shape: shape.clone(),
-            chunk_tokens: engine.step_tokens,
-            all_reduce,
-            engine: engine.cost,
-        };
-        Ok(InstanceKind {
-            profile,
+        let (cost, layout) = stage((part, kernels), layout, model, stored, engine)?;
+        let instance = InstanceKind::with(&cost, layout, model, engine);
+        let tables = Arc::new(Arc::new(cost).tables(&kernels.predictor));
+        Ok(InstanceKind { cost: CostModel::Tables(tables), ..instance })
+    }
+
+    fn with(cost: &ProfileCost, layout: InstanceLayout, model: &KnownModel, engine: &KnownEngine) -> Self {
+        InstanceKind {
+            profile: cost.profile.clone(),
             layout,
-            cost: CostModel::Tables(Arc::new(Arc::new(cost).tables(&kernels.predictor))),
-            weights: shape.weight_bytes(model.tied_embeddings),
-            shape,
+            attending: None,
+            cost: CostModel::Coefficients(Coefficients::default()),
+            weights: cost.shape.weight_bytes(model.tied_embeddings),
+            shape: cost.shape.clone(),
             sequences_max: engine.sequences,
             step_tokens_max: engine.step_tokens,
-        })
+        }
     }
 
     /// As many stages of such devices, which send each other activations over `network`.
@@ -188,18 +186,11 @@ impl InstanceKind {
         self
     }
 
-    /// What an instance carries of requests of one size. `link` is between attention and the rest, where they
-    /// are apart.
+    /// What an instance carries of requests of one size.
     ///
     /// # Errors
-    /// Why it cannot serve them: memory, an objective, or a link that is missing.
-    pub fn carries(
-        &self,
-        duty: Duty,
-        size: &RequestSize,
-        level: &ServiceLevel,
-        link: Option<&AttentionLink>,
-    ) -> Result<Carried, String> {
+    /// Why it cannot serve them: memory or an objective.
+    pub fn carries(&self, duty: Duty, size: &RequestSize, level: &ServiceLevel) -> Result<Carried, String> {
         match duty {
             Duty::Prefill => self.prefills(size, level),
             Duty::Decode => self.steps(size, level.tbt, &|batch| Some(self.decode_s(size, batch))),
@@ -208,16 +199,12 @@ impl InstanceKind {
                 self.prefills(size, level)?;
                 self.steps(size, level.tbt, &|batch| self.mixed_s(size, batch))
             }
-            Duty::Linear | Duty::Attention => {
-                let link = link.ok_or("no link between attention and the rest is given")?;
-                self.apart(duty, size, level.tbt * 0.5, link)
-            }
         }
     }
 
     /// Whether its memory holds a sequence of `tokens` tokens.
     pub fn holds(&self, tokens: u32) -> bool {
-        self.sequences(tokens, self.weights) > 0
+        self.sequences(tokens) > 0
     }
 
     /// The least time to the first token of a request, and the least between its tokens: alone, whatever the
@@ -227,14 +214,14 @@ impl InstanceKind {
     /// When memory does not hold it.
     pub fn fastest(&self, size: &RequestSize) -> Result<(Seconds, Seconds), String> {
         let longest = size.input_tokens.saturating_add(size.decoded());
-        match self.sequences(longest, self.weights) {
+        match self.sequences(longest) {
             0 => Err(self.too_large(longest)),
             _ => Ok((self.cost.prefill_s(size.cached(), size.uncached()), self.decode_s(size, 1))),
         }
     }
 
     fn prefills(&self, size: &RequestSize, level: &ServiceLevel) -> Result<Carried, String> {
-        if self.sequences(size.input_tokens, self.weights) == 0 {
+        if self.sequences(size.input_tokens) == 0 {
             return Err(self.too_large(size.input_tokens));
         }
         let latency = self.cost.prefill_s(size.cached(), size.uncached());
@@ -277,71 +264,105 @@ impl InstanceKind {
         step_s: &dyn Fn(u32) -> Option<Seconds>,
     ) -> Result<Carried, String> {
         let longest = size.input_tokens.saturating_add(size.decoded());
-        if self.sequences(longest, self.weights) == 0 {
+        if self.sequences(longest) == 0 {
             return Err(self.too_large(longest));
         }
-        largest(size, self.sequences(size.context(), self.weights), tbt, step_s)
+        largest(size, self.sequences(size.context()), tbt, step_s)
     }
 
-    fn apart(
-        &self,
-        duty: Duty,
-        size: &RequestSize,
-        turn: Seconds,
-        link: &AttentionLink,
-    ) -> Result<Carried, String> {
-        let shape = &self.shape;
-        let elements = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim;
-        let row = f64::from(elements) * shape.activation.size_bytes() as f64 * f64::from(shape.layers());
-        let network = |batch: u32| {
-            link.round_trip * f64::from(shape.layers()) + Bytes(row * f64::from(batch)) / link.bandwidth
+    /// The sequences of a length whose KV fits beside the weights, or where attention is.
+    fn sequences(&self, tokens: u32) -> u32 {
+        let beside = self.memory(&self.profile, self.layout.devices) - self.weights.0;
+        let (room, copies) = match &self.attending {
+            // what has no room for the weights has none for KV
+            Some(_) if beside < 0.0 => (0.0, 1.0),
+            Some(others) => (self.memory(&others.profile, others.devices), others.copies),
+            None => (beside, self.shape.kv_copies(self.layout.per_stage())),
         };
-        if duty == Duty::Linear {
-            let room = self.profile.memory.0 * f64::from(self.layout.devices) * MEMORY_SHARE;
-            if room < self.weights.0 {
-                return Err(self.too_large(1));
-            }
-            let step = |batch: u32| self.cost.decode_step_s(batch, batch.into()).max(network(batch));
-            return largest(size, self.sequences_max, turn, &|batch| Some(step(batch)));
-        }
-        let context = size.context();
-        let attention = |batch: u32| -> Vec<(OpSig, u64)> {
-            let ops = shape.decode_ops(batch, u64::from(batch) * u64::from(context));
-            ops.into_iter().filter(|(sig, _)| matches!(sig, OpSig::AttnDecode { .. })).collect()
-        };
-        let work = TokenWork {
-            attention: Flop(attention(1).iter().map(|(sig, count)| sig.flops() * *count as f64).sum()),
-            kv: Bytes(shape.sequence_bytes(context) as f64),
-            projections: Flop(0.0),
-            feed_forward: Flop(0.0),
-        };
-        let rate = self.profile.compute.iter().find(|(dtype, _)| *dtype == shape.activation);
-        let rates = rate.map(|(_, flop)| PartRates { flop: *flop, bytes: self.profile.bandwidth });
-        if rates.is_none_or(|rates| work.is_bound_by_arithmetic(&rates)) {
-            return Err("arithmetic and not bandwidth limits this model's attention here".into());
-        }
-        // devices for attention exchange nothing among each other, so that several are as good as one each
-        let step = |batch: u32| {
-            let each = batch.div_ceil(self.layout.devices);
-            let times =
-                attention(each).into_iter().map(|(sig, count)| self.profile.time(&sig) * count as f64);
-            (self.profile.launch * f64::from(shape.layers()) + times.sum()).max(network(batch))
-        };
-        largest(size, self.sequences(context, Bytes::ZERO), turn, &|batch| Some(step(batch)))
-    }
-
-    /// The sequences of a length whose KV fits beside `weights`.
-    fn sequences(&self, tokens: u32, weights: Bytes) -> u32 {
-        let room = self.profile.memory.0 * f64::from(self.layout.devices) * MEMORY_SHARE - weights.0;
-        let copies = if weights == Bytes::ZERO { 1.0 } else { self.shape.kv_copies(self.layout.per_stage()) };
         let each = self.shape.sequence_bytes(tokens) as f64 * copies;
         to_u32(to_u64((room / each).floor().max(0.0)).min(self.sequences_max.into()))
+    }
+
+    fn memory(&self, profile: &DeviceProfile, devices: u32) -> f64 {
+        profile.memory.0 * f64::from(devices) * MEMORY_SHARE
     }
 
     fn too_large(&self, tokens: u32) -> String {
         let (memory, weights) = (self.profile.memory.0 / GB, self.weights.0 / GB);
         let devices = self.layout.devices;
-        format!("{devices} x {memory:.0} GB do not hold {weights:.0} GB of weights and {tokens} tokens of KV")
+        let others = self.attending.as_ref().map_or_else(String::new, |others| {
+            format!(" with {} x {:.0} GB for KV", others.devices, others.profile.memory.0 / GB)
+        });
+        format!(
+            "{devices} x {memory:.0} GB{others} do not hold {weights:.0} GB of weights and {tokens} tokens of KV"
+        )
+    }
+}
+
+/// The cost of devices of a part that share all layers, and their layout: one stage of `layout`.
+fn stage(
+    (part, kernels): (&Part, &PartKernels),
+    layout: InstanceLayout,
+    model: &KnownModel,
+    stored: StoredAs,
+    engine: &KnownEngine,
+) -> Result<(ProfileCost, InstanceLayout), String> {
+    let (profile, layout) = (kernels.profile.clone(), layout.stage());
+    let devices = layout.devices;
+    let plain = model.shape_as(stored).on(&profile);
+    let shape = match layout.expert_parallel {
+        true => plain.with_whole_experts(devices).ok_or("the model has no experts")?,
+        false => plain,
+    };
+    let all_reduce = match devices {
+        1 => None,
+        _ => {
+            shape.check_split(devices)?;
+            let known = AllReduce::of(part, devices);
+            Some(known.ok_or_else(|| format!("what {devices} devices exchange takes is not known"))?)
+        }
+    };
+    let chunk_tokens = engine.step_tokens;
+    Ok((ProfileCost { profile, shape, chunk_tokens, all_reduce, engine: engine.cost }, layout))
+}
+
+impl ProductsKind {
+    /// Devices of a part that share all layers and attend to prompts alone.
+    ///
+    /// # Errors
+    /// Why the model cannot be divided so.
+    pub fn of(
+        (part, kernels): (&Part, &PartKernels),
+        layout: InstanceLayout,
+        model: &KnownModel,
+        stored: StoredAs,
+        engine: &KnownEngine,
+    ) -> Result<Self, String> {
+        let (cost, layout) = stage((part, kernels), layout, model, stored, engine)?;
+        let instance = InstanceKind::with(&cost, layout, model, engine);
+        let products = LockstepCost::products(&cost, &kernels.predictor, Attending::STAGGERED);
+        Ok(ProductsKind { instance, cost, products })
+    }
+
+    /// Their instance with so many devices of a part that keep its KV and attend; what crosses between them
+    /// has the bandwidth of `network`.
+    ///
+    /// # Errors
+    /// When the model's attention cannot be apart.
+    pub fn with(
+        &self,
+        kernels: &PartKernels,
+        devices: u32,
+        network: BytesPerSecond,
+    ) -> Result<InstanceKind, String> {
+        let shape = &self.cost.shape;
+        let partition = Partition::attention(shape, devices, AttnSplit::even(shape, devices))?;
+        let others = vec![kernels.predictor.clone(); devices as usize];
+        let (first, link) = ((&self.cost, self.products.clone()), LockstepCost::network(network));
+        let cost = LockstepCost::new(&partition, first, &others, link, Attending::STAGGERED)?;
+        let copies = partition.kv_copies(shape);
+        let attending = Some(AttendingKind { profile: kernels.profile.clone(), devices, copies });
+        Ok(InstanceKind { cost: CostModel::Lockstep(Arc::new(cost)), attending, ..self.instance.clone() })
     }
 }
 

@@ -54,17 +54,17 @@ fn level(ttft: f64, tbt: f64) -> ServiceLevel {
 #[test]
 fn a_prompt_keeps_an_instance_busy_for_its_time_and_must_be_in_time() {
     let h100 = kind("H100-SXM-80GB", 1, "llama-3.1-8b").unwrap();
-    let carried = h100.carries(Duty::Prefill, &CHAT, &level(0.5, 1.0), None).unwrap();
+    let carried = h100.carries(Duty::Prefill, &CHAT, &level(0.5, 1.0)).unwrap();
     assert_eq!(carried.instances, h100.cost.prefill_s(0, 1024).0);
     let cached = RequestSize { cached_share: 0.75, ..CHAT };
-    let rest = h100.carries(Duty::Prefill, &cached, &level(0.5, 1.0), None).unwrap();
+    let rest = h100.carries(Duty::Prefill, &cached, &level(0.5, 1.0)).unwrap();
     assert_eq!(rest.instances, h100.cost.prefill_s(768, 256).0);
     assert!(rest.instances < carried.instances * 0.6, "{rest:?} {carried:?}");
-    let late = h100.carries(Duty::Prefill, &CHAT, &level(carried.latency.0 * 0.99, 1.0), None);
+    let late = h100.carries(Duty::Prefill, &CHAT, &level(carried.latency.0 * 0.99, 1.0));
     assert!(late.unwrap_err().contains("TTFT"));
     // all cached: one token remains to be computed
     let all = RequestSize { cached_share: 1.0, ..CHAT };
-    let one = h100.carries(Duty::Prefill, &all, &level(0.5, 1.0), None).unwrap();
+    let one = h100.carries(Duty::Prefill, &all, &level(0.5, 1.0)).unwrap();
     assert_eq!(one.instances, h100.cost.prefill_s(1023, 1).0);
 }
 
@@ -73,16 +73,14 @@ fn decode_takes_the_largest_batch_that_time_and_memory_allow() {
     let h100 = kind("H100-SXM-80GB", 1, "llama-3.1-8b").unwrap();
     let context = 1024 + 256 / 2;
     let step = |batch: u32| h100.cost.decode_step_s(batch, u64::from(batch) * context);
-    let tight = h100.carries(Duty::Decode, &CHAT, &level(1.0, 0.010), None).unwrap();
+    let tight = h100.carries(Duty::Decode, &CHAT, &level(1.0, 0.010)).unwrap();
     assert!(step(tight.batch).0 <= 0.010 && step(tight.batch + 1).0 > 0.010, "{tight:?}");
     assert_eq!(tight.instances, 256.0 * step(tight.batch).0 / f64::from(tight.batch));
     // 90 % of 80 GB, less 16.06 GB of weights, hold so many sequences of 128 KiB a token
-    let loose = h100.carries(Duty::Decode, &CHAT, &level(1.0, 1.0), None).unwrap();
+    let loose = h100.carries(Duty::Decode, &CHAT, &level(1.0, 1.0)).unwrap();
     assert_eq!(loose.batch, ((72e9 - h100.weights.0) / (131_072.0 * context as f64)).floor() as u32);
     assert!(loose.instances < tight.instances);
-    assert!(
-        h100.carries(Duty::Decode, &CHAT, &level(1.0, 0.001), None).unwrap_err().contains("one sequence")
-    );
+    assert!(h100.carries(Duty::Decode, &CHAT, &level(1.0, 0.001)).unwrap_err().contains("one sequence"));
 }
 
 #[test]
@@ -91,7 +89,7 @@ fn a_whole_request_costs_no_more_than_its_two_halves_and_no_less_than_decoding()
         let kind = kind(id, 1, "llama-3.1-8b").unwrap();
         for output_tokens in [17, 257, 2049] {
             let size = RequestSize { output_tokens, ..CHAT };
-            let of = |duty| kind.carries(duty, &size, &level(2.0, 0.2), None).unwrap();
+            let of = |duty| kind.carries(duty, &size, &level(2.0, 0.2)).unwrap();
             let (whole, prefill, decode) = (of(Duty::Whole), of(Duty::Prefill), of(Duty::Decode));
             // at the batch that is left when a step also computes prompts
             let step = kind.cost.decode_step_s(
@@ -107,46 +105,52 @@ fn a_whole_request_costs_no_more_than_its_two_halves_and_no_less_than_decoding()
             assert!(whole.latency.0 <= 0.2 && whole.batch <= decode.batch, "{id}: {whole:?}");
         }
         let none = RequestSize { output_tokens: 1, ..CHAT };
-        let whole = kind.carries(Duty::Whole, &none, &level(2.0, 0.2), None);
-        assert_eq!(whole, kind.carries(Duty::Prefill, &none, &level(2.0, 0.2), None));
+        let whole = kind.carries(Duty::Whole, &none, &level(2.0, 0.2));
+        assert_eq!(whole, kind.carries(Duty::Prefill, &none, &level(2.0, 0.2)));
     }
 }
 
 #[test]
 fn what_cannot_be_held_or_divided_is_refused_with_the_reason() {
-    let whole = |id: &str, devices, model| {
-        kind(id, devices, model)?.carries(Duty::Whole, &CHAT, &level(5.0, 0.2), None)
-    };
+    let whole =
+        |id: &str, devices, model| kind(id, devices, model)?.carries(Duty::Whole, &CHAT, &level(5.0, 0.2));
     assert!(whole("L40S", 1, "llama-3.1-70b").unwrap_err().contains("1 x 48 GB"));
     assert!(whole("L40S", 8, "llama-3.1-70b").is_ok());
     assert!(whole("H100-SXM-80GB", 3, "llama-3.1-70b").unwrap_err().contains("divide over 3"));
     let long = RequestSize { input_tokens: 100_000, ..CHAT };
-    let carried =
-        kind("RTX-4090", 1, "llama-3.1-8b").unwrap().carries(Duty::Decode, &long, &level(1.0, 1.0), None);
+    let carried = kind("RTX-4090", 1, "llama-3.1-8b").unwrap().carries(Duty::Decode, &long, &level(1.0, 1.0));
     assert!(carried.unwrap_err().contains("100256 tokens"));
 }
 
-/// Attention of few query heads per KV head goes to an H20; latent attention does not, since arithmetic
-/// limits it there (Step-3, arXiv 2507.19427).
+/// An H20 holds and reads the KV that an H100 has no room for beside the weights; latent attention is not
+/// given away (Step-3, arXiv 2507.19427).
 #[test]
-fn attention_apart_needs_a_link_and_bandwidth_as_its_limit() {
-    let link = AttentionLink { round_trip: Seconds(33e-6), bandwidth: BytesPerSecond(45.7e9) };
-    let (h20, h100) =
-        (kind("H20-96GB", 1, "llama-3.1-70b").unwrap(), kind("H100-SXM-80GB", 4, "llama-3.1-70b").unwrap());
-    let of = |kind: &InstanceKind, duty, link| kind.carries(duty, &CHAT, &level(1.0, 0.1), link);
-    let (attention, linear) =
-        (of(&h20, Duty::Attention, Some(&link)).unwrap(), of(&h100, Duty::Linear, Some(&link)).unwrap());
-    let decode = of(&h100, Duty::Decode, None).unwrap();
-    // without KV beside the weights, and with half the time
-    assert!(linear.batch > decode.batch && linear.instances < decode.instances, "{linear:?} {decode:?}");
-    assert!(attention.latency.0 <= 0.05 && linear.latency.0 <= 0.05);
-    let slow = AttentionLink { bandwidth: BytesPerSecond(2e9), ..link };
-    assert!(of(&h100, Duty::Linear, Some(&slow)).unwrap().batch < linear.batch);
-    let far = AttentionLink { round_trip: Seconds(1e-3), ..link };
-    assert!(of(&h20, Duty::Attention, Some(&far)).unwrap_err().contains("one sequence"));
-    assert!(of(&h20, Duty::Attention, None).unwrap_err().contains("no link"));
-    let latent = kind("H20-96GB", 1, "deepseek-v3").unwrap();
-    assert!(of(&latent, Duty::Attention, Some(&link)).unwrap_err().contains("arithmetic"));
+fn attention_apart_makes_room_for_sequences_and_needs_a_network() {
+    let kernels = |id: &str| PartKernels::of(part(id).unwrap());
+    let products = |id: &str, model: &str| {
+        let (model, engine) = (models::find(model).unwrap(), engines::find("vllm").unwrap());
+        let stored = StoredAs::Plain(DType::Bf16);
+        let own = kernels(id);
+        ProductsKind::of((part(id).unwrap(), &own), InstanceLayout::of(4), model, stored, engine).unwrap()
+    };
+    let (h20, h100) = (kernels("H20-96GB"), products("H100-SXM-80GB", "llama-3.1-70b"));
+    let of = |devices: u32, network: f64| {
+        let kind = h100.with(&h20, devices, BytesPerSecond(network)).unwrap();
+        kind.carries(Duty::Decode, &CHAT, &level(1.0, 0.1))
+    };
+    let alone = kind("H100-SXM-80GB", 4, "llama-3.1-70b").unwrap();
+    let alone = alone.carries(Duty::Decode, &CHAT, &level(1.0, 0.1)).unwrap();
+    let apart = of(8, 183e9).unwrap();
+    assert!(apart.batch > alone.batch && apart.instances < alone.instances, "{apart:?} {alone:?}");
+    assert!(of(2, 183e9).unwrap().batch < apart.batch);
+    assert!(of(8, 20e9).unwrap().batch < apart.batch);
+    assert!(of(8, 1e6).unwrap_err().contains("one sequence"));
+    // what holds a sequence is the memory of the devices that attend
+    let kind = h100.with(&h20, 2, BytesPerSecond(183e9)).unwrap();
+    let tokens = (2.0 * 96e9 * 0.9 / 327_680.0) as u32;
+    assert!(kind.holds(tokens) && !kind.holds(tokens + 1));
+    let latent = products("H200-SXM-141GB", "deepseek-v3").with(&h20, 8, BytesPerSecond(183e9));
+    assert!(latent.unwrap_err().contains("per byte of KV"));
 }
 
 /// The rates of two parts make a program: an H20 at Step-3's price decodes what an H100 prefills, for less
@@ -165,7 +169,7 @@ fn a_mix_of_two_parts_follows_from_their_rates_and_prices() {
         {
             let kind = kind(id, devices, "llama-3.1-70b").unwrap();
             for duty in [Duty::Whole, Duty::Prefill, Duty::Decode] {
-                let Ok(carried) = kind.carries(duty, &size, &level(3.0, 0.1), None) else { continue };
+                let Ok(carried) = kind.carries(duty, &size, &level(3.0, 0.1)) else { continue };
                 program.placings.push(Placing {
                     on: program.rentables.len(),
                     class: 0,

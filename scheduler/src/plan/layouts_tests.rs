@@ -62,7 +62,7 @@ fn of_one_layout(ask: &MarketAsk, allowed: impl Fn(InstanceLayout) -> bool) -> f
             assert_eq!(kind.layout, layout);
             let network_s = kind.shape.sequence_bytes(class.size.input_tokens) as f64 / ask.nic.0;
             let usd = |duty: Duty, network_s: f64| {
-                let carried = kind.carries(duty, &class.size, &ask.level, None);
+                let carried = kind.carries(duty, &class.size, &ask.level);
                 let instances = carried.map_or(f64::INFINITY, |of| of.instances.max(network_s));
                 (instances * class.rate / BUSY_MAX).ceil() * f64::from(devices) * offer.usd_per_hour.0
             };

@@ -11,6 +11,7 @@
 //! leaves as many requests unserved as the objective allows. It is a bound on what the rates of
 //! [`candidates`](super::candidates) allow; waiting, which only a simulation sees, comes on top.
 
+use super::attention;
 use super::candidates::ServiceLevel;
 use super::forms::{Candidate, DutyCandidates, FleetForm};
 use super::layouts::InstanceLayout;
@@ -25,6 +26,7 @@ use crate::models::KnownModel;
 use mixfleet_hal::StoredAs;
 use mixfleet_hal::cast::{to_u32, to_u64};
 use mixfleet_hal::units::{BytesPerSecond, GB, Ordered, UsdPerHour};
+use serde::Serialize;
 use std::sync::Arc;
 
 /// The duties of instances.
@@ -75,12 +77,45 @@ pub struct MarketAsk {
 pub struct PlannedPool {
     /// Index of the part among those on offer.
     pub part: usize,
-    /// Devices of an instance.
+    /// Devices of an instance; those with the weights, if others attend.
     pub layout: InstanceLayout,
+    /// The devices of an instance that attend, if they are others.
+    pub attends: Option<PlannedAttention>,
     /// What the instances do.
     pub duty: Duty,
     /// Number of instances.
     pub count: u32,
+}
+
+/// Devices of an instance that keep its KV and attend, beside those with the weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub struct PlannedAttention {
+    /// Index of the part among those on offer.
+    pub part: usize,
+    /// Their number.
+    pub devices: u32,
+}
+
+impl PlannedPool {
+    /// What one instance takes: parts, and devices of each.
+    pub fn takes(&self) -> impl Iterator<Item = (usize, u32)> + use<> {
+        taken(self.part, self.layout, self.attends)
+    }
+
+    /// Devices of a part in all instances.
+    pub fn devices_of(&self, part: usize) -> u64 {
+        let own = self.takes().filter(|(of, _)| *of == part);
+        own.map(|(_, devices)| u64::from(devices) * u64::from(self.count)).sum()
+    }
+}
+
+/// What one instance takes: parts, and devices of each.
+pub(super) fn taken(
+    part: usize,
+    layout: InstanceLayout,
+    attends: Option<PlannedAttention>,
+) -> impl Iterator<Item = (usize, u32)> + use<> {
+    std::iter::once((part, layout.devices)).chain(attends.map(|others| (others.part, others.devices)))
 }
 
 /// A fleet that a program found.
@@ -101,6 +136,8 @@ pub struct FormedFleet {
 pub struct Market {
     pub(super) ask: MarketAsk,
     pub(super) kinds: Arc<[MarketKind]>,
+    /// Instances whose attention has devices of its own, or why there are none.
+    pub(super) apart: Arc<Result<Vec<MarketKind>, String>>,
     /// By dtype, part and duty.
     pub(super) best: Arc<[DutyCandidates]>,
 }
@@ -116,7 +153,8 @@ impl Market {
     pub fn of(ask: MarketAsk, rates: Vec<PartOnOffer>) -> Self {
         let kinds: Arc<[MarketKind]> = rates.into_iter().flat_map(|part| part.0).collect();
         let sizes = [ask.stored.len(), ask.parts.len(), ask.classes.len()];
-        Market { best: DutyCandidates::of_all(&kinds, sizes).into(), kinds, ask }
+        let apart = Arc::new(attention::instances(&ask));
+        Market { best: DutyCandidates::of_all(&kinds, sizes).into(), kinds, apart, ask }
     }
 
     /// The same parts, of which one has another price.
@@ -156,12 +194,16 @@ impl Market {
         self.ask.parts[part].usd_per_hour * f64::from(devices)
     }
 
+    /// Rent of an instance of a pool.
+    pub fn rent_of(&self, pool: &PlannedPool) -> UsdPerHour {
+        pool.takes().map(|(part, devices)| self.rent(part, devices)).sum()
+    }
+
     /// Rent of the devices of some pools that are not owned, and what the KV of the load pays between
     /// regions where weights are stored so.
     pub fn usd_per_hour(&self, pools: &[PlannedPool], stored: StoredAs) -> UsdPerHour {
         let of = |(part, offer): (usize, &OfferedPart)| {
-            let own = pools.iter().filter(|pool| pool.part == part);
-            let devices = own.map(|pool| u64::from(pool.layout.devices) * u64::from(pool.count)).sum::<u64>();
+            let devices = pools.iter().map(|pool| pool.devices_of(part)).sum::<u64>();
             offer.usd_per_hour * devices.saturating_sub(offer.owned.into()) as f64
         };
         self.ask.parts.iter().enumerate().map(of).sum::<UsdPerHour>()
@@ -177,7 +219,8 @@ impl Market {
     }
 
     /// The optimum for `factor` times the load with divided instances, of one dtype or of all, and the
-    /// candidates that it takes.
+    /// candidates that it takes. Instances whose attention has devices of its own are among those of all
+    /// dtypes, and are not told.
     pub(super) fn relaxed(
         &self,
         solver: &dyn Solver,
@@ -186,7 +229,7 @@ impl Market {
     ) -> Result<(Solution, Vec<Candidate>), Unplanned> {
         let classes = &self.ask.classes;
         let mut program = LinearProgram::default();
-        let mut columns: Vec<Candidate> = Vec::new();
+        let mut columns: Vec<Option<Candidate>> = Vec::new();
         let mut done: Vec<[Vec<(usize, f64)>; 2]> = vec![Default::default(); classes.len()];
         let mut over: Vec<Vec<(usize, f64)>> = vec![Vec::new(); self.ask.parts.len()];
         let mut owned = over.clone();
@@ -201,10 +244,9 @@ impl Market {
                         let price = if rented { offer.usd_per_hour.0 } else { 0.0 };
                         let column =
                             program.column(Column { cost: devices * price, most: 1.0, whole: false });
-                        columns.push(candidate);
-                        let stages = [does != Duty::Decode, does != Duty::Prefill];
-                        for (stage, _) in stages.into_iter().enumerate().filter(|(_, done)| *done) {
-                            done[class][stage].push((column, 1.0));
+                        columns.push(Some(candidate));
+                        for &stage in does.stages() {
+                            done[class][stage as usize].push((column, 1.0));
                         }
                         over[part].push((column, devices));
                         if !rented {
@@ -212,6 +254,19 @@ impl Market {
                         }
                     }
                 }
+            }
+        }
+        let groups = self.apart_kinds().filter(|_| stored.is_none());
+        for (of, class, duty) in groups.flat_map(|of| of.duties_apart()) {
+            let instances = of.loads[duty][class].unwrap_or(0.0) * classes[class].rate * factor;
+            let rent: UsdPerHour = of.takes().map(|(part, devices)| self.rent(part, devices)).sum();
+            let column = program.column(Column { cost: instances * rent.0, most: 1.0, whole: false });
+            columns.push(None);
+            for &stage in DUTIES[duty].stages() {
+                done[class][stage as usize].push((column, 1.0));
+            }
+            for (part, devices) in of.takes() {
+                over[part].push((column, instances * f64::from(devices)));
             }
         }
         // requests that are left unserved
@@ -240,7 +295,7 @@ impl Market {
             other => Unplanned::Solver(other),
         })?;
         let taken = columns.iter().zip(&solution.values).filter(|(_, share)| **share > 1e-9);
-        let mut taken: Vec<Candidate> = taken.map(|(candidate, _)| *candidate).collect();
+        let mut taken: Vec<Candidate> = taken.filter_map(|(candidate, _)| *candidate).collect();
         taken.sort_unstable();
         taken.dedup();
         Ok((solution, taken))
@@ -276,7 +331,8 @@ impl Market {
         (1.0 - self.ask.attain + 1e-9) * self.rate()
     }
 
-    /// The cheapest fleets of different forms, cheapest first: up to `each` of every sort of form.
+    /// The cheapest fleets of different forms, cheapest first: up to `each` of every sort of form, and that
+    /// whose attention has devices of its own.
     pub fn rank(&self, solver: &dyn Solver, each: usize) -> Vec<FormedFleet> {
         let mut found: Vec<FormedFleet> = Vec::new();
         for forms in self.forms() {
@@ -285,6 +341,9 @@ impl Market {
             }
         }
         self.add_free(solver, &mut found, f64::INFINITY);
+        if let Ok(fleet) = self.attention_apart(solver) {
+            add(&mut found, fleet);
+        }
         self.sort(&mut found);
         found
     }
@@ -350,7 +409,8 @@ impl Market {
         for (&((kind, duty), _), &count) in rented.iter().zip(&fleet.counts).filter(|(_, count)| **count > 0)
         {
             let of = &self.kinds[kind];
-            let pool = PlannedPool { part: of.part, layout: of.instance.layout, duty: DUTIES[duty], count };
+            let (part, layout, duty) = (of.part, of.instance.layout, DUTIES[duty]);
+            let pool = PlannedPool { part, layout, attends: None, duty, count };
             let same = |known: &&mut PlannedPool| PlannedPool { count, ..PlannedPool::clone(known) } == pool;
             match pools.iter_mut().find(same) {
                 Some(known) => known.count += count,

@@ -1,6 +1,6 @@
 use super::branching::Microlp;
 use super::break_even::BreakEven;
-use super::candidates::{AttentionLink, InstanceKind, PartKernels, RequestSize, ServiceLevel};
+use super::candidates::{InstanceKind, PartKernels, RequestSize, ServiceLevel};
 use super::forms::FleetForm;
 use super::layouts::InstanceLayout;
 use super::load::SizeClass;
@@ -53,10 +53,7 @@ fn a_mix_comes_first_where_parts_differ_and_all_stand_above_the_bound() {
     assert!(fleets.windows(2).all(|pair| pair[0].usd_per_hour <= pair[1].usd_per_hour));
     assert!(bound < fleets[0].usd_per_hour && bound.0 > 0.7 * fleets[0].usd_per_hour.0, "{bound:?}");
     for fleet in &fleets {
-        let rents = fleet
-            .pools
-            .iter()
-            .map(|pool| market.rent(pool.part, pool.layout.devices).0 * f64::from(pool.count));
+        let rents = fleet.pools.iter().map(|pool| market.rent_of(pool).0 * f64::from(pool.count));
         assert!((rents.sum::<f64>() - fleet.usd_per_hour.0).abs() < 1e-9);
     }
     assert_eq!(market.rank(&Microlp, 3), fleets);
@@ -295,7 +292,7 @@ fn the_bound_is_above_no_divided_fleet_of_any_kinds() {
             })
             .collect();
         let unit = |(rent, kind): &(f64, InstanceKind), duty| -> Option<Vec<f64>> {
-            let carried = |class: &SizeClass| kind.carries(duty, &class.size, &ask.level, None).ok();
+            let carried = |class: &SizeClass| kind.carries(duty, &class.size, &ask.level).ok();
             ask.classes.iter().map(|class| Some(rent * class.rate * carried(class)?.instances)).collect()
         };
         let of = |duty| kinds.iter().filter_map(|kind| unit(kind, duty)).collect::<Vec<_>>();
@@ -309,36 +306,54 @@ fn the_bound_is_above_no_divided_fleet_of_any_kinds() {
     }
 }
 
-/// Products with weights on H100 and attention on H20, each where it is cheaper; with latent attention the
-/// H20's arithmetic would be the limit.
+/// Products with weights on H100 and attention on H20, each where it is cheaper; latent attention stays.
 #[test]
-fn attention_apart_is_planned_on_the_parts_that_are_cheapest_for_each_half() {
-    let link = AttentionLink { round_trip: Seconds(33e-6), bandwidth: BytesPerSecond(45.7e9) };
-    let of = |ask: MarketAsk| Market::new(ask).attention_apart(&Microlp, &link);
-    let long = || ask(vec![class(6000, 400, 30.0)]);
-    let fleet = of(long()).unwrap();
-    let parts = |duty| fleet.pools.iter().filter(move |pool| pool.duty == duty).map(|pool| pool.part);
-    assert!(parts(Duty::Prefill).count() > 0 && parts(Duty::Linear).count() > 0, "{fleet:?}");
-    assert!(parts(Duty::Attention).count() > 0 && parts(Duty::Attention).all(|part| part == 1), "{fleet:?}");
+fn attention_apart_is_ranked_with_all_others_and_counts_in_the_bound() {
+    let asked = |classes| MarketAsk { nic: BytesPerSecond(183e9), ..ask(classes) };
+    let of = |ask: MarketAsk| Market::new(ask).attention_apart(&Microlp);
+    let long = || asked(vec![class(6000, 400, 30.0)]);
+    let market = Market::new(long());
+    let fleet = market.attention_apart(&Microlp).unwrap();
+    let decode: Vec<_> = fleet.pools.iter().filter(|pool| pool.duty != Duty::Prefill).collect();
+    let on = |pool: &&PlannedPool| pool.part == 0 && pool.attends.is_some_and(|others| others.part == 1);
+    assert!(!decode.is_empty() && decode.iter().all(on), "{fleet:?}");
+    let rent = |pool: &PlannedPool| {
+        let h20 = pool.attends.map_or(0, |others| others.devices);
+        let part = [2.69, 0.80][pool.part];
+        f64::from(pool.count) * (part * f64::from(pool.layout.devices) + 0.80 * f64::from(h20))
+    };
+    let rents: f64 = fleet.pools.iter().map(rent).sum();
+    assert!((rents - fleet.usd_per_hour.0).abs() < 1e-9, "{fleet:?}");
     // it holds at least the KV that comes in a second, 320 KiB a token
-    let kv = 30.0 * 0.3277e6 * 6200.0;
-    let held: f64 = fleet
-        .pools
-        .iter()
-        .filter(|pool| pool.duty == Duty::Attention)
-        .map(|pool| 96e9 * f64::from(pool.count))
-        .sum();
-    assert!(held > kv, "{held} {kv}");
-    let twice = of(ask(vec![class(6000, 400, 60.0)])).unwrap();
+    let held: f64 = fleet.pools.iter().map(|pool| 96e9 * pool.devices_of(1) as f64).sum();
+    assert!(held > 30.0 * 0.3277e6 * 6200.0, "{held}");
+    let ranked = market.rank(&Microlp, 3);
+    assert!(
+        ranked.contains(&fleet) && ranked.windows(2).all(|pair| pair[0].usd_per_hour <= pair[1].usd_per_hour)
+    );
+    assert!(market.lower_bound(&Microlp).unwrap() <= fleet.usd_per_hour);
+    // where such fleets alone can be had for less, no bound stands above them
+    let mut dear = long();
+    dear.classes[0].size.input_tokens = 500;
+    dear.classes[0].slowest = dear.classes[0].size;
+    dear.level.tbt = Seconds(0.03);
+    let dear = Market::new(dear);
+    let bound = dear.lower_bound(&Microlp).unwrap();
+    assert!(dear.rank(&Microlp, 3).iter().all(|fleet| bound <= fleet.usd_per_hour), "{bound:?}");
+
+    let twice = of(asked(vec![class(6000, 400, 60.0)])).unwrap();
     assert!(twice.usd_per_hour.0 > 1.5 * fleet.usd_per_hour.0, "{twice:?}");
     let mut few = long();
     few.parts[1].most = Some(1);
-    let limited = of(few);
-    assert!(limited.is_err() || limited.unwrap().usd_per_hour > fleet.usd_per_hour);
+    assert!(of(few).is_err(), "an instance has two at least");
+    let mut slow = long();
+    slow.nic = BytesPerSecond(1e7);
+    assert!(of(slow).is_err());
     let mut latent = long();
     latent.model = models::find("deepseek-v3").unwrap();
-    latent.parts.remove(0);
-    assert!(of(latent).unwrap_err().contains("arithmetic"));
+    latent.parts =
+        ["H200-SXM-141GB", "H20-96GB"].map(|id| OfferedPart::new(part(id).unwrap(), UsdPerHour(1.0))).into();
+    assert!(of(latent).unwrap_err().contains("per byte of KV"));
 }
 
 #[test]

@@ -4,7 +4,7 @@ use super::candidates::{InstanceKind, PartKernels};
 use super::layouts::{IN_SERVER, InstanceLayout, OVER_SERVERS};
 use super::load::SizeClass;
 use super::margin::slower;
-use super::market::{CHEAPER, DUTIES, MarketAsk};
+use super::market::{CHEAPER, DUTIES, MarketAsk, PlannedAttention, taken};
 use super::program::Duty;
 use mixfleet_hal::units::BytesPerSecond;
 use std::collections::BTreeMap;
@@ -13,6 +13,8 @@ use std::collections::BTreeMap;
 #[derive(Debug)]
 pub(super) struct MarketKind {
     pub(super) part: usize,
+    /// The part whose devices attend, if they are others.
+    pub(super) attends: Option<usize>,
     /// Index of the dtype among those that are asked for.
     pub(super) stored: usize,
     pub(super) instance: InstanceKind,
@@ -104,7 +106,7 @@ impl Instances<'_> {
         }
         let of = || InstanceKind::of((offer.part, self.kernels), layout, ask.model, stored, ask.engine).ok();
         let stage = self.stages.entry(layout.stage()).or_insert_with(of).clone()?;
-        MarketKind::new(ask, (self.part, self.stored), stage.in_stages(layout.stages, ask.nic))
+        MarketKind::new(ask, (self.part, None, self.stored), stage.in_stages(layout.stages, ask.nic))
     }
 }
 
@@ -115,8 +117,17 @@ pub(super) fn kv_s(instance: &InstanceKind, class: &SizeClass, nic: BytesPerSeco
 
 impl MarketKind {
     /// `None` if the instance holds no request.
-    fn new(ask: &MarketAsk, (part, stored): (usize, usize), instance: InstanceKind) -> Option<Self> {
-        let error = ask.engine.likely_error(&instance.profile, &instance.shape);
+    pub(super) fn new(
+        ask: &MarketAsk,
+        (part, attends, stored): (usize, Option<usize>, usize),
+        instance: InstanceKind,
+    ) -> Option<Self> {
+        // each side may be the one that a step waits for
+        let others = instance.attending.iter().map(|others| &others.profile);
+        let errors = std::iter::once(&instance.profile)
+            .chain(others)
+            .map(|profile| ask.engine.likely_error(profile, &instance.shape));
+        let error = errors.collect::<Option<Vec<f64>>>().and_then(|all| all.into_iter().reduce(f64::max));
         let instance = match slower(error, ask.confidence) {
             1.0 => instance,
             times => instance.slowed(times),
@@ -126,7 +137,7 @@ impl MarketKind {
             instance.holds(class.size.input_tokens.saturating_add(answer))
         };
         let carries = |duty: Duty, class: &SizeClass| {
-            let carried = instance.carries(duty, &class.size, &ask.level, None).ok()?;
+            let carried = instance.carries(duty, &class.size, &ask.level).ok()?;
             (duty == Duty::Prefill || holds(class)).then_some(carried.instances)
         };
         // where answers make too little room for their prompts, an instance turns from the one to the other
@@ -143,7 +154,18 @@ impl MarketKind {
         let slowest = |class: &SizeClass| instance.fastest(&class.slowest);
         let in_time = |class: &SizeClass| slowest(class).is_ok_and(|(ttft, _)| ttft <= ask.level.ttft);
         let in_time = ask.classes.iter().map(in_time).collect();
-        held.then_some(MarketKind { part, stored, instance, loads, in_time, links })
+        held.then_some(MarketKind { part, attends, stored, instance, loads, in_time, links })
+    }
+
+    /// The devices that attend, if they are others.
+    pub(super) fn attention(&self) -> Option<PlannedAttention> {
+        let (part, others) = self.attends.zip(self.instance.attending.as_ref())?;
+        Some(PlannedAttention { part, devices: others.devices })
+    }
+
+    /// What one instance takes: parts, and devices of each.
+    pub(super) fn takes(&self) -> impl Iterator<Item = (usize, u32)> + use<> {
+        taken(self.part, self.instance.layout, self.attention())
     }
 
     /// Devices that one request per second of a class keeps busy.

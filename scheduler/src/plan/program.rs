@@ -1,7 +1,6 @@
 //! The cheapest numbers of instances for a load, as a mixed-integer program over measured rates.
 //!
-//! A request passes three stages: its prompt, and in every decode step attention and the linear operations.
-//! An instance may do all of them, its prompts or its decoding alone, or one half of decoding. A *placing*
+//! A request passes two stages, its prompt and decoding, of which an instance may do both or one. A *placing*
 //! says that instances of a kind can do some stages of a class of requests, and how many instances one
 //! request per second takes. The program, with counts n of kinds j at prices p, and shares x of placings r:
 //!
@@ -31,10 +30,8 @@ const ROUNDING: f64 = 1e-6;
 pub enum WorkStage {
     /// Computing the prompt.
     Prefill,
-    /// Attention of the decode steps.
-    Attention,
-    /// All else of the decode steps: products with weights.
-    Linear,
+    /// Its decode steps.
+    Decode,
 }
 
 /// The stages that an instance does of a request.
@@ -47,21 +44,15 @@ pub enum Duty {
     Prefill,
     /// Decoding alone.
     Decode,
-    /// Attention of the decode steps alone, for instances that do the rest of them.
-    Attention,
-    /// The decode steps without their attention.
-    Linear,
 }
 
 impl Duty {
     /// Its stages.
     pub const fn stages(self) -> &'static [WorkStage] {
         match self {
-            Duty::Whole => &[WorkStage::Prefill, WorkStage::Attention, WorkStage::Linear],
+            Duty::Whole => &[WorkStage::Prefill, WorkStage::Decode],
             Duty::Prefill => &[WorkStage::Prefill],
-            Duty::Decode => &[WorkStage::Attention, WorkStage::Linear],
-            Duty::Attention => &[WorkStage::Attention],
-            Duty::Linear => &[WorkStage::Linear],
+            Duty::Decode => &[WorkStage::Decode],
         }
     }
 }
@@ -215,7 +206,7 @@ impl Program {
             rentable.takes.iter().for_each(|&(at, amount)| over[at].push((column, amount)));
             busy[kind].push((column, -1.0));
         }
-        let mut done: Vec<[Vec<(usize, f64)>; 3]> = vec![Default::default(); self.classes.len()];
+        let mut done: Vec<[Vec<(usize, f64)>; 2]> = vec![Default::default(); self.classes.len()];
         let first = program.columns.len();
         for placing in &self.placings {
             let rate = self.classes[placing.class].rate / parts;

@@ -203,9 +203,7 @@ fn any_sliced(seed: u64) -> Program {
         let duties: &[Duty] = match random.below(8) {
             0..3 => &[Duty::Whole],
             3 => &[Duty::Prefill],
-            4 => &[Duty::Decode],
-            5 => &[Duty::Attention],
-            6 => &[Duty::Linear],
+            4..7 => &[Duty::Decode],
             _ => &[Duty::Prefill, Duty::Whole, Duty::Decode],
         };
         for at in 0..classes {
@@ -308,8 +306,8 @@ fn any_divided(seed: u64) -> (Program, bool) {
     }
     for on in 0..1 + random.below(4) as usize {
         program.rentables.push(rentable(&format!("kind {on}"), 0.3 + 4.0 * random.next_unit(), 4));
-        let any = [Duty::Whole, Duty::Prefill, Duty::Decode, Duty::Attention, Duty::Linear];
-        let duty = if two { Duty::Whole } else { any[random.below(5) as usize] };
+        let any = [Duty::Whole, Duty::Prefill, Duty::Decode];
+        let duty = if two { Duty::Whole } else { any[random.below(3) as usize] };
         for at in 0..program.classes.len() {
             if random.below(6) > 0 {
                 let stages = duty.stages().len() as f64;
@@ -330,34 +328,6 @@ fn two_hundred_small_programs_that_divide_freely_cost_what_trying_all_counts_fin
         };
         (program, usd)
     });
-}
-
-/// The lower bound of decoding whose attention may be rented apart is the sum of what each half costs where
-/// it costs least: Step-3's sum of minima, here for the H800 and the H20 with the seconds of a token of
-/// Qwen3 32B at 8K of context (arXiv 2507.19427, tables 2 and 3), in millions of tokens per second.
-#[test]
-fn the_bound_of_decoding_apart_is_the_sum_of_minima() {
-    let attention = [
-        [1.07e9 / 3.35e12 + 1.21e10 / 1.98e15, 5.03e10 / 1.98e15],
-        [1.07e9 / 4e12 + 1.21e10 / 2.96e14, 5.03e10 / 2.96e14],
-    ];
-    let mut program = Program {
-        rentables: vec![rentable("H800", 2.0, 1_000_000), rentable("H20", 0.8, 1_000_000)],
-        classes: vec![class("tokens", 1.0, Duty::Decode)],
-        ..Program::default()
-    };
-    for (on, [side, rest]) in attention.into_iter().enumerate() {
-        program.placings.push(placing(on, 0, Duty::Attention, side * 1e6));
-        program.placings.push(placing(on, 0, Duty::Linear, rest * 1e6));
-        program.placings.push(placing(on, 0, Duty::Decode, (side + rest) * 1e6));
-    }
-    let fleet = solve(&program).unwrap();
-    let usd_per_million = fleet.lower_bound.0 / 3600.0;
-    assert!((usd_per_million - (0.069 + 0.014)).abs() < 0.0015, "{usd_per_million}");
-    let (attention, linear) = (&program.placings[3], &program.placings[1]);
-    assert_eq!((attention.duty, linear.duty), (Duty::Attention, Duty::Linear));
-    assert!(fleet.shares[3] > 0.9 && fleet.shares[1] > 0.9, "{fleet:?}");
-    assert!(fleet.usd_per_hour.0 / fleet.lower_bound.0 < 1.02);
 }
 
 /// Two clusters that a threshold of prompt length divides best: the program, which may divide prompts anyhow,

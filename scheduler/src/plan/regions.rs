@@ -72,7 +72,7 @@ impl Market {
             match duty {
                 Duty::Prefill => prefill = prefill.or(Some(part)),
                 Duty::Decode => decode = decode.or(Some(part)),
-                Duty::Whole | Duty::Attention | Duty::Linear => {}
+                Duty::Whole => {}
             }
         }
         match self.crossing(prefill?, decode?) {

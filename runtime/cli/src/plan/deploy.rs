@@ -17,6 +17,10 @@ const WORKER: &str = include_str!("../../../../docs/deploy/kubernetes/worker.yam
 
 /// Writes what starts `fleet` into `directory`, and says in words what it wrote, or why nothing.
 pub(super) fn write(planned: &Planned<'_>, fleet: &ProvenFleet, directory: &Path) -> std::io::Result<String> {
+    if fleet.is_apart() {
+        let why = "devices that attend for others are joined over a network, which no engine here starts yet";
+        return Ok(format!("no files that start it: {why}"));
+    }
     match planned.args.engine.name {
         "vllm" => {
             std::fs::write(directory.join("vllm.sh"), vllm(planned, fleet))?;

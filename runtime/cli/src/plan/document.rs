@@ -2,8 +2,9 @@
 
 use super::Planned;
 use super::hours::{self, HourPlan};
-use super::search::ProvenFleet;
+use super::search::{ApartFound, ProvenFleet};
 use super::stress::FACTORS;
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::GIB;
 use mixfleet_scheduler::plan::break_even::BreakEven;
 use mixfleet_scheduler::plan::market::PlannedPool;
@@ -123,32 +124,36 @@ fn pool(planned: &Planned<'_>, pool: &PlannedPool, less: &Option<FleetTrial>) ->
         "devices_per_instance": pool.layout.devices,
         "pipeline_stages": pool.layout.stages,
         "expert_parallel": pool.layout.expert_parallel,
+        "attention": attention(planned, pool),
         "usd_per_hour_of_device": offer.usd_per_hour,
         "price_from": planned.offers.prices[pool.part].basis,
         "attained_at_most_with_one_less": less.as_ref().map(|trial| trial.attained),
     })
 }
 
-/// A fleet with devices for attention alone, or why there is none.
-fn attention_apart(planned: &Planned<'_>) -> Value {
-    let of = |pool: &PlannedPool| {
+/// The devices of an instance that attend for the others.
+fn attention(planned: &Planned<'_>, pool: &PlannedPool) -> Value {
+    pool.attends.map_or(Value::Null, |others| {
+        let offer = &planned.offers.parts[others.part];
         json!({
-            "part": planned.offers.parts[pool.part].part.id,
-            "duty": pool.duty,
-            "count": pool.count,
-            "devices_per_instance": pool.layout.devices,
-            "pipeline_stages": pool.layout.stages,
-            "expert_parallel": pool.layout.expert_parallel,
+            "part": offer.part.id,
+            "devices": others.devices,
+            "usd_per_hour_of_device": offer.usd_per_hour,
+            "price_from": planned.offers.prices[others.part].basis,
         })
-    };
-    match &planned.attention_apart {
-        Ok(fleet) => json!({
+    })
+}
+
+/// What became of the cheapest fleet whose attention has devices of its own, or why there is none.
+fn attention_apart(planned: &Planned<'_>) -> Value {
+    let place = planned.outcome.fleets.iter().position(ProvenFleet::is_apart);
+    match &planned.outcome.apart {
+        ApartFound::Planned(fleet) => json!({
             "usd_per_hour_by_rates": fleet.usd_per_hour.0,
-            "dtype": fleet.stored.name(),
-            "simulated": false,
-            "pools": fleet.pools.iter().map(of).collect::<Vec<_>>(),
+            "fleet": place,
+            "usd_per_hour": place.map(|at| planned.outcome.fleets[at].usd_per_hour),
         }),
-        Err(why) => json!({ "none": why }),
+        ApartFound::None(why) => json!({ "none": why }),
     }
 }
 
@@ -182,9 +187,8 @@ pub(super) struct OwnedChange {
 /// What a fleet has of the parts that it or the owner has.
 pub(super) fn changes(planned: &Planned<'_>, fleet: &ProvenFleet) -> Vec<OwnedChange> {
     let of = |(part, offer): (usize, &OfferedPart)| {
-        let own = fleet.pools.iter().filter(|pool| pool.part == part);
-        let devices = own.map(|pool| pool.count * pool.layout.devices).sum();
-        OwnedChange { part, owned: offer.owned, planned: devices }
+        let devices = fleet.pools.iter().map(|pool| pool.devices_of(part)).sum::<u64>();
+        OwnedChange { part, owned: offer.owned, planned: to_u32(devices) }
     };
     let all = planned.offers.parts.iter().enumerate().map(of);
     all.filter(|change| change.owned > 0 || change.planned > 0).collect()
@@ -195,8 +199,9 @@ pub(super) fn usd_per_million(planned: &Planned<'_>, fleet: &ProvenFleet) -> [f6
     let used = fleet.trial.results.pools.iter().filter(|pool| pool.instances > 0);
     let (mut usd, mut all) = ([0.0; 2], 0.0);
     for (pool, result) in fleet.pools.iter().zip(used) {
-        let offer = &planned.offers.parts[pool.part];
-        let rent = offer.usd_per_hour.0 * f64::from(pool.layout.devices) * f64::from(pool.count);
+        let rent_of =
+            |(part, devices): (usize, u32)| planned.offers.parts[part].usd_per_hour.0 * f64::from(devices);
+        let rent = pool.takes().map(rent_of).sum::<f64>() * f64::from(pool.count);
         let both = (result.prefill_device_s + result.decode_device_s).max(f64::MIN_POSITIVE);
         usd[0] += rent * result.prefill_device_s / both;
         usd[1] += rent * result.decode_device_s / both;

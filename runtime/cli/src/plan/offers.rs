@@ -132,15 +132,23 @@ fn devices_of(part: &Part, list: &[(&'static str, u32)]) -> u32 {
 fn owned_devices(path: &Path) -> Result<Vec<(&'static str, u32)>> {
     let read = |path: &Path| profiles::read(path).map_err(|error| format!("{error:#}"));
     let file = FleetFile::read(path, &read, None).with_context(|| format!("--have {}", path.display()))?;
-    let of = |pool: &InstancePool| {
-        let part = pool.device.as_deref().and_then(catalog::part).ok_or_else(|| {
+    let part = |pool: &InstancePool, id: Option<&str>| {
+        id.and_then(catalog::part).map(|part| part.id).ok_or_else(|| {
             let what = "a plan needs its `device`, an id of the catalog";
             Usage(format!("--have {}: pool '{}' does not say its part; {what}", path.display(), pool.name))
-        })?;
-        let of_instance = pool.devices_per_instance.saturating_mul(pool.pipeline_stages);
-        Ok((part.id, pool.count.saturating_mul(of_instance)))
+        })
     };
-    file.pools.iter().map(of).collect()
+    let mut owned = Vec::new();
+    for pool in &file.pools {
+        let of_instance = pool.devices_per_instance.saturating_mul(pool.pipeline_stages);
+        let own = part(pool, pool.device.as_deref())?;
+        owned.push((own, pool.count.saturating_mul(of_instance)));
+        if let Some(others) = &pool.attention {
+            let attends = part(pool, others.device.as_deref())?;
+            owned.push((attends, pool.count.saturating_mul(others.count)));
+        }
+    }
+    Ok(owned)
 }
 
 /// The offers of a part that a plan asks for, without their prices: those that stay before spot ones.

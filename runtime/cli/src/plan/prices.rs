@@ -6,7 +6,7 @@ use super::stress::FACTORS;
 use mixfleet_hal::units::{Ordered, UsdPerHour};
 use mixfleet_scheduler::plan::branching::Microlp;
 use mixfleet_scheduler::plan::break_even::BreakEven;
-use mixfleet_scheduler::plan::market::Market;
+use mixfleet_scheduler::plan::market::{Market, PlannedPool};
 
 /// Break-evens that are shown, those nearest to the parts' prices.
 const SHOWN: usize = 4;
@@ -24,10 +24,10 @@ pub(super) struct Repriced {
 pub(super) fn repriced(market: &Market, fleets: &[ProvenFleet]) -> Vec<Repriced> {
     let Some(best) = fleets.first() else { return Vec::new() };
     let rent = |part: usize| {
-        let own = best.pools.iter().filter(|pool| pool.part == part);
-        own.map(|pool| market.rent(part, pool.layout.devices).0 * f64::from(pool.count)).sum::<f64>()
+        let devices: u64 = best.pools.iter().map(|pool| pool.devices_of(part)).sum();
+        market.parts()[part].usd_per_hour.0 * devices as f64
     };
-    let parts = best.pools.iter().map(|pool| pool.part);
+    let parts = best.pools.iter().flat_map(PlannedPool::takes).map(|(part, _)| part);
     let Some(part) = parts.max_by_key(|part| Ordered(rent(*part))) else { return Vec::new() };
     let cheapest = |factor: f64| {
         let dearer = market.at_price(part, market.parts()[part].usd_per_hour * factor);
@@ -45,9 +45,8 @@ pub(super) fn break_even(market: &Market, fleets: &[ProvenFleet], part: usize) -
     let offer = &market.parts()[part];
     let own = offer.usd_per_hour.0;
     let devices = |fleet: &ProvenFleet| {
-        let of = fleet.pools.iter().filter(|pool| pool.part == part);
-        let all = of.map(|pool| pool.count.saturating_mul(pool.layout.devices)).fold(0, u32::saturating_add);
-        f64::from(all.saturating_sub(offer.owned))
+        let all: u64 = fleet.pools.iter().map(|pool| pool.devices_of(part)).sum();
+        all.saturating_sub(offer.owned.into()) as f64
     };
     let is_in = fleets.first().is_some_and(|first| devices(first) > 0.0);
     let rivals = fleets.iter().filter(|fleet| devices(fleet) == 0.0).map(|fleet| fleet.usd_per_hour);

@@ -83,11 +83,20 @@ impl ProvenFleet {
         self.ids.len() == 1
     }
 
+    /// Whether attention has devices of its own.
+    pub(super) fn is_apart(&self) -> bool {
+        is_apart(&self.pools)
+    }
+
     /// Whether its price does not tell it from a cheaper one.
     pub(super) fn ties_with(&self, cheaper: &ProvenFleet) -> bool {
         let errors = [self, cheaper].map(|fleet| (fleet.usd_per_hour, fleet.likely_error));
         tie(errors, self.ids == cheaper.ids && self.stored == cheaper.stored)
     }
+}
+
+fn is_apart(pools: &[PlannedPool]) -> bool {
+    pools.iter().any(|pool| pool.attends.is_some())
 }
 
 /// Whether a price is not told from a lower one, each with the likely error of its times. The errors of the
@@ -96,6 +105,14 @@ fn tie([(usd, error), (cheaper, its_error)]: [(f64, Option<f64>); 2], same_parts
     let [a, b] = [error, its_error].map(|error| error.unwrap_or(ERROR_UNKNOWN));
     let error = if same_parts { 0.0 } else { a.hypot(b) };
     usd <= cheaper * (1.0 + error)
+}
+
+/// What became of the cheapest fleet whose attention has devices of its own.
+pub(super) enum ApartFound {
+    /// There is none, for this reason.
+    None(String),
+    /// The program's fleet, which is among those that hold if any such is.
+    Planned(FormedFleet),
 }
 
 /// What a search found.
@@ -107,6 +124,8 @@ pub(super) struct PlanFound {
     pub(super) lower_bound: Option<f64>,
     /// What binds, where no fleet can be planned.
     pub(super) shortfall: Vec<Shortfall>,
+    /// The cheapest fleet whose attention has devices of its own.
+    pub(super) apart: ApartFound,
     /// Number of fleets that the program ranked.
     pub(super) ranked: usize,
     /// Number of fleets that were tried with host memory or disks for KV.
@@ -194,6 +213,10 @@ impl<'a> PlanSearch<'a> {
             nearest: None,
             lower_bound,
             shortfall,
+            apart: match self.market.attention_apart(&Microlp) {
+                Ok(fleet) => ApartFound::Planned(fleet),
+                Err(why) => ApartFound::None(why),
+            },
             ranked: ranked.len(),
             with_tiers: 0,
             complete: true,
@@ -203,13 +226,18 @@ impl<'a> PlanSearch<'a> {
             let mut wave = Vec::new();
             while let Some(fleet) = rest.next_if(|_| wave.len() < WAVE) {
                 let one = self.is_of_one_part(fleet);
-                if one && of_one_part < HOMOGENEOUS_MIN || outcome.fleets.len() < PROVEN_MAX {
+                let always = one && of_one_part < HOMOGENEOUS_MIN || is_apart(&fleet.pools);
+                if always || outcome.fleets.len() < PROVEN_MAX {
                     of_one_part += usize::from(one);
                     wave.push(fleet);
                 }
             }
             let tried = wave.iter().map(|fleet| {
-                let most_usd = outcome.most_usd(self.is_of_one_part(fleet));
+                // that attention apart costs more is said with what it costs
+                let most_usd = match is_apart(&fleet.pools) {
+                    true => f64::INFINITY,
+                    false => outcome.most_usd(self.is_of_one_part(fleet)),
+                };
                 FleetTried { fleet, tiers: PlannedTiers::default(), most_usd }
             });
             let tried: Vec<_> = tried.collect();
@@ -356,8 +384,7 @@ impl<'a> PlanSearch<'a> {
             }
         }
         let text = self.text.of(&pools, planned.stored, &tiers, policy);
-        let rents =
-            |pool: &PlannedPool| self.market.rent(pool.part, pool.layout.devices).0 * f64::from(pool.count);
+        let rents = |pool: &PlannedPool| self.market.rent_of(pool).0 * f64::from(pool.count);
         let usd_per_hour = self.usd_per_hour(&pools, tried);
         if tiers != PlannedTiers::default() && (!trial.held || usd_per_hour >= most_usd) {
             return Ok(());
@@ -379,7 +406,7 @@ impl<'a> PlanSearch<'a> {
             tiers,
             policy,
             text,
-            ids: self.ids(used.iter().map(|&pool| pools[pool].part)),
+            ids: self.ids(used.iter().map(|&pool| &pools[pool])),
             file,
         };
         if proven.trial.held {
@@ -405,18 +432,19 @@ impl<'a> PlanSearch<'a> {
     }
 
     fn spares(&self, pool: &PlannedPool) -> u32 {
-        self.market.parts()[pool.part].spares
+        pool.takes().map(|(part, _)| self.market.parts()[part].spares).max().unwrap_or(0)
     }
 
-    fn ids(&self, offers: impl Iterator<Item = usize>) -> Vec<&'static str> {
-        let mut ids: Vec<&str> = offers.map(|at| self.market.parts()[at].part.id).collect();
+    fn ids<'p>(&self, pools: impl Iterator<Item = &'p PlannedPool>) -> Vec<&'static str> {
+        let parts = pools.flat_map(PlannedPool::takes);
+        let mut ids: Vec<&str> = parts.map(|(at, _)| self.market.parts()[at].part.id).collect();
         ids.sort_unstable();
         ids.dedup();
         ids
     }
 
     fn is_of_one_part(&self, fleet: &FormedFleet) -> bool {
-        self.ids(fleet.pools.iter().map(|pool| pool.part)).len() == 1
+        self.ids(fleet.pools.iter()).len() == 1
     }
 
     fn usd_per_hour(&self, pools: &[PlannedPool], tried: &FleetTried<'_>) -> f64 {
@@ -425,8 +453,7 @@ impl<'a> PlanSearch<'a> {
 
     fn is_in_stock(&self, pools: &[PlannedPool]) -> bool {
         self.market.parts().iter().enumerate().all(|(part, offer)| {
-            let own = pools.iter().filter(|pool| pool.part == part);
-            let devices: u64 = own.map(|pool| u64::from(pool.layout.devices) * u64::from(pool.count)).sum();
+            let devices: u64 = pools.iter().map(|pool| pool.devices_of(part)).sum();
             offer.most.is_none_or(|most| devices <= most.into())
         })
     }
@@ -445,19 +472,21 @@ impl<'a> PlanSearch<'a> {
 /// Pools in words, those in use: `2 x 4 H100-SXM-80GB prefill + 3 x RTX-4090 decode`.
 pub(super) fn pools_words(parts: &[OfferedPart], pools: &[PlannedPool]) -> String {
     let used = pools.iter().filter(|pool| pool.count > 0);
-    used.map(|pool| pool_words(&parts[pool.part].name(), pool)).collect::<Vec<_>>().join(" + ")
+    used.map(|pool| pool_words(parts, pool)).collect::<Vec<_>>().join(" + ")
 }
 
-fn pool_words(name: &str, pool: &PlannedPool) -> String {
+fn pool_words(parts: &[OfferedPart], pool: &PlannedPool) -> String {
+    let name = parts[pool.part].name();
     let devices = if pool.layout.devices == 1 { String::new() } else { format!("{} ", pool.layout.devices) };
+    let attends = pool.attends.map_or_else(String::new, |others| {
+        format!(" with {} {} for attention", others.devices, parts[others.part].name())
+    });
     let duty = match pool.duty {
         Duty::Whole => "",
         Duty::Prefill => " prefill",
         Duty::Decode => " decode",
-        Duty::Linear => " linear",
-        Duty::Attention => " attention",
     };
-    format!("{} x {devices}{name}{}{duty}", pool.count, pool.layout.words())
+    format!("{} x {devices}{name}{}{attends}{duty}", pool.count, pool.layout.words())
 }
 
 #[cfg(test)]

@@ -102,9 +102,10 @@ impl Offers {
 
     /// Takes the devices of some pools away, those that are owned first.
     fn take(&mut self, pools: &[PlannedPool]) {
-        for pool in pools {
-            let offer = &mut self.parts[pool.part];
-            let devices = pool.count.saturating_mul(pool.layout.devices);
+        let taken = pools.iter().flat_map(|pool| pool.takes().map(|(part, each)| (part, pool.count, each)));
+        for (part, count, each) in taken {
+            let offer = &mut self.parts[part];
+            let devices = count.saturating_mul(each);
             offer.owned = offer.owned.saturating_sub(devices);
             offer.most = offer.most.map(|most| most.saturating_sub(devices));
         }

@@ -3,9 +3,10 @@
 use super::Planned;
 use super::document::{bottleneck, missed, usd_per_million};
 use super::hours::{self, HourPlan};
-use super::search::ProvenFleet;
+use super::search::{ApartFound, ProvenFleet};
 use crate::simulate::word;
 use mixfleet_scheduler::fleet::Policy;
+use mixfleet_scheduler::plan::market::PlannedPool;
 use std::fmt::Write as _;
 
 /// Parts without an offer that are named in a line.
@@ -81,16 +82,27 @@ fn fleets(text: &mut String, planned: &Planned<'_>) {
     );
 }
 
-/// The cheapest fleet with devices for attention alone, which nothing simulates.
+/// What became of the cheapest fleet whose attention has devices of its own.
 fn attention_apart(planned: &Planned<'_>, best: &ProvenFleet) -> String {
-    match &planned.attention_apart {
-        Ok(fleet) => format!(
-            "not simulated; by rates ${:.2}/h, where the first is ${:.2}/h: {}",
+    let fleets = &planned.outcome.fleets;
+    let fleet = match &planned.outcome.apart {
+        ApartFound::None(why) => return format!("none: {why}"),
+        ApartFound::Planned(fleet) => fleet,
+    };
+    match fleets.iter().position(ProvenFleet::is_apart) {
+        Some(0) => "the first has it".into(),
+        Some(at) => {
+            let own = &fleets[at];
+            let more = 100.0 * (own.usd_per_hour / best.usd_per_hour - 1.0);
+            let word = if own.ties_with(best) { ", which is within the likely error" } else { "" };
+            format!("loses: number {} costs {more:.1} % more than the first{word}", at + 1)
+        }
+        None => format!(
+            "none held the objective in simulation; by rates ${:.2}/h, where the first is ${:.2}/h: {}",
             fleet.usd_per_hour.0,
             best.planned_usd_per_hour,
             planned.words(&fleet.pools, fleet.stored)
         ),
-        Err(why) => format!("none: {why}"),
     }
 }
 
@@ -154,12 +166,12 @@ fn below(text: &mut String, planned: &Planned<'_>, best: &ProvenFleet, started: 
         line("by the hour", words);
     }
     let mut told: Vec<usize> = Vec::new();
-    for pool in outcome.fleets.iter().flat_map(|fleet| &fleet.pools) {
-        if !told.contains(&pool.part) {
+    for (part, _) in outcome.fleets.iter().flat_map(|fleet| &fleet.pools).flat_map(PlannedPool::takes) {
+        if !told.contains(&part) {
             let title = if told.is_empty() { "prices" } else { "" };
-            let (name, price) = (offers.parts[pool.part].name(), &offers.prices[pool.part]);
+            let (name, price) = (offers.parts[part].name(), &offers.prices[part]);
             line(title, format!("{name} ${:.3}/h: {}", price.usd_per_hour.0, price.basis));
-            told.push(pool.part);
+            told.push(part);
         }
     }
     if !outcome.complete {

@@ -4,7 +4,7 @@ use super::SimulateArgs;
 use anyhow::{Context, Result};
 use mixfleet_hwtests::validate::sha256;
 use mixfleet_scheduler::fleet::Role;
-use mixfleet_sim::fleet_file::{FleetFile, InstancePool};
+use mixfleet_sim::fleet_file::{AttentionDevices, FleetFile, InstancePool};
 use mixfleet_sim::simulate::Setup;
 use serde::Serialize;
 use std::path::Path;
@@ -43,6 +43,8 @@ pub(super) struct SimulatedPool {
     pub(super) role: Role,
     pub(super) instances: u32,
     pub(super) devices_per_instance: u32,
+    /// Further devices that keep its KV and attend.
+    pub(super) attention: Option<AttentionDevices>,
     pub(super) usd_per_hour_of_instance: Option<f64>,
     /// Where the price is from, and its date.
     pub(super) price_from: String,
@@ -56,6 +58,7 @@ impl SimulatedPool {
             role: pool.role,
             instances: pool.count,
             devices_per_instance: pool.devices_per_instance * pool.pipeline_stages,
+            attention: pool.attention.clone(),
             usd_per_hour_of_instance: pool.usd_per_hour,
             price_from: pool.price_basis.clone(),
         }
@@ -63,11 +66,14 @@ impl SimulatedPool {
 
     /// The instances, their devices and their rent in words.
     pub(super) fn text(&self) -> String {
-        let device = self.device.as_deref().unwrap_or("device of a file");
-        let devices = match self.devices_per_instance {
-            1 => device.to_owned(),
-            several => format!("{several} {device}"),
+        let several = |count: u32, device: &Option<String>| {
+            let device = device.as_deref().unwrap_or("device of a file");
+            if count == 1 { device.to_owned() } else { format!("{count} {device}") }
         };
+        let mut devices = several(self.devices_per_instance, &self.device);
+        if let Some(AttentionDevices { device, count, split }) = &self.attention {
+            devices += &format!(" with {} for attention by {split}", several(*count, device));
+        }
         let rent = match self.usd_per_hour_of_instance {
             Some(usd) => format!("${usd:.3} per hour each, {}", self.price_from),
             None => self.price_from.clone(),

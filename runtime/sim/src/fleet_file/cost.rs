@@ -2,7 +2,7 @@
 
 use super::error::suggestion;
 use super::model::INLINE;
-use super::{FleetFileError, Model, ReadProfile, raw};
+use super::{FleetFileError, Model, ReadProfile, attending, raw};
 use crate::engine_profile::{EngineProfile, TableDirectory};
 use mixfleet_hal::catalog::{self, Part, PartKind};
 use mixfleet_hal::profile::{DeviceProfile, EvidenceBasis};
@@ -36,8 +36,23 @@ enum Source {
 }
 
 impl Hardware {
+    /// The devices of a pool: of one with attention apart those with the weights.
     pub(super) fn of(
         pool: &raw::RawPool,
+        directory: &Path,
+        read_profile: ReadProfile,
+    ) -> Result<Self, FleetFileError> {
+        let device = match attending::names(pool)? {
+            Some([first, _]) => Some(first),
+            None => pool.device.as_deref(),
+        };
+        Hardware::named(pool, device, directory, read_profile)
+    }
+
+    /// What `device`, a name in the file, is.
+    pub(super) fn named(
+        pool: &raw::RawPool,
+        device: Option<&str>,
         directory: &Path,
         read_profile: ReadProfile,
     ) -> Result<Self, FleetFileError> {
@@ -47,9 +62,9 @@ impl Hardware {
             let near = suggestion(id, catalog::parts().iter().map(|part| part.id));
             wrong("device", format!("the catalog has no '{id}'{near}"))
         };
-        let find = |id: &String| catalog::part(id).ok_or_else(|| unknown(id));
+        let find = |id: &str| catalog::part(id).ok_or_else(|| unknown(id));
         // A device is a part of the catalog, or the file of a measured one.
-        let (device, profile) = match &pool.device {
+        let (device, profile) = match device {
             Some(file) if Path::new(file).extension().is_some_and(|end| end.eq_ignore_ascii_case("json")) => {
                 if pool.profile.is_some() {
                     return Err(wrong(
@@ -59,7 +74,7 @@ impl Hardware {
                 }
                 (None, Some(("device", file)))
             }
-            device => (device.as_ref(), pool.profile.as_ref().map(|file| ("profile", file))),
+            device => (device, pool.profile.as_deref().map(|file| ("profile", file))),
         };
         let mut part = device.map(find).transpose()?;
         let source = match profile {
@@ -100,6 +115,14 @@ impl Hardware {
     pub(super) fn engine(&self) -> Option<&EngineProfile> {
         match &self.source {
             Source::Engine(engine) => Some(engine),
+            _ => None,
+        }
+    }
+
+    /// The profile of a device and its origin, if that is what times come from.
+    pub(super) fn profile(&self) -> Option<(&DeviceProfile, &str)> {
+        match &self.source {
+            Source::Device { profile, basis } => Some((profile, basis)),
             _ => None,
         }
     }
@@ -175,22 +198,34 @@ impl Hardware {
         let all_reduce = self.all_reduce(pool)?;
         match &self.source {
             Source::Engine(engine) => of_engine(engine, devices, model, chunk_tokens, all_reduce),
-            Source::Device { profile, basis } => {
-                let cause = "is missing; without the model's shape there is nothing to predict from";
-                let shape = model.shape.as_ref().ok_or_else(|| ("calibration", cause.to_owned()))?;
-                shape.check_split(devices).map_err(|cause| ("devices_per_instance", cause))?;
-                let cost = ProfileCost {
-                    shape: shape.on(profile),
-                    profile: DeviceProfile::clone(profile),
-                    chunk_tokens,
-                    all_reduce,
-                    engine: known.cost,
-                };
-                let basis = format!("{basis}; engine {}", known.name);
+            Source::Device { .. } => {
+                let (cost, basis) = self.profiled(pool, model, chunk_tokens, known)?;
                 Ok((CostModel::Profile(Box::new(cost)).compiled(), basis))
             }
             Source::Nothing => Err(("device", "is missing; give it, a profile, or a calibration".into())),
         }
+    }
+
+    /// The cost of an instance on devices of a known profile, and its origin.
+    pub(super) fn profiled(
+        &self,
+        pool: &raw::RawPool,
+        model: &Model,
+        chunk_tokens: u32,
+        known: &KnownEngine,
+    ) -> Result<(ProfileCost, String), Refusal> {
+        let (profile, basis) = self.profile().ok_or(("device", "has no profile of its operations".into()))?;
+        let cause = "is missing; without the model's shape there is nothing to predict from";
+        let shape = model.shape.as_ref().ok_or_else(|| ("calibration", cause.to_owned()))?;
+        shape.check_split(pool.devices_per_instance).map_err(|cause| ("devices_per_instance", cause))?;
+        let cost = ProfileCost {
+            shape: shape.on(profile),
+            profile: DeviceProfile::clone(profile),
+            chunk_tokens,
+            all_reduce: self.all_reduce(pool)?,
+            engine: known.cost,
+        };
+        Ok((cost, format!("{basis}; engine {}", known.name)))
     }
 
     fn all_reduce(&self, pool: &raw::RawPool) -> Result<Option<AllReduce>, Refusal> {

@@ -17,7 +17,9 @@ pub(super) const TIER_TOKENS_MAX: u64 = 1_000_000_000_000;
 /// rates and dollars.
 fn bounds(key: &str) -> (f64, f64) {
     match key {
-        "layers" | "head_dim" | "pipeline_stages" | "devices_per_instance" => (LEAST, 4096.0),
+        "layers" | "head_dim" | "pipeline_stages" | "devices_per_instance" | "attn_devices" => {
+            (LEAST, 4096.0)
+        }
         "heads" | "kv_heads" => (LEAST, 16_384.0),
         "max_sequences" => (LEAST, 65_536.0),
         "hidden" | "intermediate" | "block_tokens" | "pipeline_chunk_tokens" => (LEAST, 1_048_576.0),

@@ -1,6 +1,7 @@
 //! FLEET.toml: a model, an SLO and pools of instances, with all defaults resolved. Every key is documented in
 //! docs/fleet-file.md.
 
+mod attending;
 mod class;
 mod cost;
 mod error;
@@ -15,6 +16,7 @@ mod resolve;
 mod routing;
 mod slowdown;
 
+pub use attending::AttentionDevices;
 pub use class::{Class, ClassMembers, Promise};
 pub use error::FleetFileError;
 pub use planned::{PlannedText, role_of};
@@ -153,6 +155,8 @@ pub struct InstancePool {
     pub device: Option<String>,
     /// Devices that share one copy of the model, or of a stage's layers.
     pub devices_per_instance: u32,
+    /// Devices that keep the KV and attend, if they are others than those above.
+    pub attention: Option<AttentionDevices>,
     /// Number of pipeline stages, each on that many devices; 1 means that all layers are together.
     pub pipeline_stages: u32,
     /// The time of steps; fast to evaluate and cheap to clone.
@@ -184,6 +188,15 @@ pub struct InstancePool {
 impl InstancePool {
     /// Default bandwidth of the network: 100 Gbit/s.
     pub const NIC_GB_PER_S: f64 = 12.5;
+
+    /// Its devices as a file names them, or its name where that is not known: `L4`, `attn:H100-SXM-80GB,L4`.
+    pub fn device_words(&self) -> String {
+        let own = self.device.as_deref().unwrap_or(&self.name);
+        match &self.attention {
+            Some(others) => format!("{}{own},{}", attending::WORD, others.device.as_deref().unwrap_or("?")),
+            None => own.to_owned(),
+        }
+    }
 }
 
 /// A tier of KV below an instance's devices.
@@ -294,5 +307,7 @@ fn parse(text: &str) -> Result<raw::File, FleetFileError> {
     toml::from_str(text).map_err(syntax)
 }
 
+#[cfg(test)]
+mod attending_tests;
 #[cfg(test)]
 mod tests;

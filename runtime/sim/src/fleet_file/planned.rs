@@ -1,6 +1,6 @@
 //! A planned fleet as FLEET.toml.
 
-use super::{InstancePool, VERSION};
+use super::{VERSION, attending};
 use mixfleet_hal::StoredAs;
 use mixfleet_hal::economics::Price;
 use mixfleet_hal::units::GB;
@@ -59,18 +59,28 @@ impl PlannedText<'_> {
             let (offer, role) = (&market.parts()[pool.part], role_of(pool.duty));
             let layout = pool.layout;
             let as_one = layout.words().replace(' ', "-");
-            let (id, name) = (offer.part.id, format!("{role}-x{}{as_one}-{}", layout.devices, offer.word()));
+            let mut name = format!("{role}-x{}{as_one}-{}", layout.devices, offer.word());
+            let (mut id, mut basis) = (offer.part.id.to_owned(), prices[pool.part].basis.clone());
+            if let Some(others) = pool.attends {
+                let attends = &market.parts()[others.part];
+                id = format!("{}{id},{}", attending::WORD, attends.part.id);
+                let _ = write!(name, "-x{}-{}", others.devices, attends.word());
+                let _ = write!(basis, "; {}", prices[others.part].basis);
+            }
             let below = if tiers.are_of(pool) { *tiers } else { PlannedTiers::default() };
-            let rent = (market.rent(pool.part, layout.devices) + below.usd_per_hour).0;
+            let rent = (market.rent_of(pool) + below.usd_per_hour).0;
             let devices = layout.per_stage();
-            let (count, nic) = (pool.count, InstancePool::NIC_GB_PER_S);
+            let (count, nic) = (pool.count, ask.nic.0 / GB);
             let _ = write!(
                 text,
                 "\n[[pool]]\nname = \"{name}\"\nrole = \"{role}\"\ncount = {count}\ndevice = \"{id}\"\n\
                  devices_per_instance = {devices}\nusd_per_hour = {rent:?}    # {}{}\nnic_gb_per_s = {nic:?}\n",
-                prices[pool.part].basis.replace(char::is_control, " "),
+                basis.replace(char::is_control, " "),
                 if below.dram.0 > 0.0 { ", and memory for KV" } else { "" }
             );
+            if let Some(others) = pool.attends {
+                let _ = writeln!(text, "attn_devices = {}", others.devices);
+            }
             for (key, bytes) in [("dram_bytes", below.dram), ("ssd_bytes", below.ssd)] {
                 if bytes.0 > 0.0 {
                     let _ = writeln!(text, "{key} = {:?}", bytes.0);

@@ -11,17 +11,24 @@ impl FleetFile {
     /// The pool and its part, if the file states none either.
     pub fn reprice(&mut self, price: &dyn Fn(&str) -> Option<Price>) -> Result<(), FleetFileError> {
         for pool in &mut self.pools {
-            match pool.device.as_deref().and_then(price) {
+            let devices = f64::from(pool.devices_per_instance) * f64::from(pool.pipeline_stages);
+            let attending = pool.attention.iter().map(|of| (of.device.as_deref(), f64::from(of.count)));
+            let parts: Vec<_> = std::iter::once((pool.device.as_deref(), devices)).chain(attending).collect();
+            let found = parts.iter().map(|(id, devices)| {
+                let found = id.and_then(price)?;
+                Some((found.usd_per_hour.0 * devices, found.basis))
+            });
+            match found.collect::<Option<Vec<(f64, String)>>>() {
                 Some(found) => {
-                    let devices = f64::from(pool.devices_per_instance) * f64::from(pool.pipeline_stages);
-                    pool.usd_per_hour = Some(found.usd_per_hour.0 * devices);
-                    (pool.price_basis, pool.price_stated) = (found.basis, false);
+                    let (rents, bases): (Vec<f64>, Vec<String>) = found.into_iter().unzip();
+                    pool.usd_per_hour = Some(rents.iter().sum());
+                    (pool.price_basis, pool.price_stated) = (bases.join("; "), false);
                 }
                 None if pool.price_stated => {}
                 None => {
-                    let part = pool
-                        .device
-                        .as_deref()
+                    let lacks = parts.iter().find(|(id, _)| id.and_then(price).is_none());
+                    let part = lacks
+                        .and_then(|(id, _)| *id)
                         .map_or("its device, which the catalog does not have".into(), |id| {
                             format!("its part {id}")
                         });

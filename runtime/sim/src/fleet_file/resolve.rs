@@ -1,6 +1,7 @@
 //! Resolves the file as written to a fleet with all defaults.
 
 use super::Routing;
+use super::attending::AttendingHardware;
 use super::cost::Hardware;
 use super::error::suggestion;
 use super::limits::TIER_TOKENS_MAX;
@@ -43,6 +44,8 @@ pub(super) fn file(
     }
     let hardware: Vec<Hardware> =
         raw.pool.iter().map(|pool| Hardware::of(pool, directory, read_profile)).collect::<Result<_, _>>()?;
+    let attending = raw.pool.iter().map(|pool| AttendingHardware::of(pool, directory, read_profile));
+    let attending: Vec<Option<AttendingHardware>> = attending.collect::<Result<_, _>>()?;
     let measured = hardware.iter().find_map(|hardware| hardware.engine()?.limits.block_tokens);
     let block_tokens = raw.kv.block_tokens.or(measured).unwrap_or(BatchLimits::BLOCK_TOKENS);
     at_least_one("[kv] block_tokens", block_tokens)?;
@@ -52,12 +55,12 @@ pub(super) fn file(
     }
     let kv = Kv { block_tokens, policy: raw.kv.policy, replicate_gb_per_s };
     let mut pools: Vec<InstancePool> = Vec::new();
-    for (pool, hardware) in raw.pool.iter().zip(&hardware) {
+    for (pool, (hardware, attending)) in raw.pool.iter().zip(hardware.iter().zip(&attending)) {
         let place = format!("pool '{}'", pool.name);
         if pool.name.is_empty() || pools.iter().any(|other| other.name == pool.name) {
             return Err(wrong(place, "pools have names, and no two the same"));
         }
-        pools.push(self::pool(pool, hardware, &raw.engine, &model, kv, &place)?);
+        pools.push(self::pool(pool, (hardware, attending.as_ref()), &raw.engine, &model, kv, &place)?);
     }
     let rebalance = rebalance::resolve(raw.rebalance.as_ref(), &raw.pool)?;
     raw.link.iter().try_for_each(|link| check_link(link, &pools))?;
@@ -73,7 +76,7 @@ pub(super) fn file(
 
 fn pool(
     raw: &raw::RawPool,
-    hardware: &Hardware,
+    (hardware, attending): (&Hardware, Option<&AttendingHardware>),
     shared: &raw::Engine,
     model: &Model,
     kv: Kv,
@@ -97,10 +100,15 @@ fn pool(
     at_least_one(&key("max_prefill_tokens_beside_decode"), beside)?;
     at_least_one(&key("max_sequences"), engine.max_sequences)?;
     let pipeline = pipeline::check(raw, model, engine)?;
-    let (cost, cost_basis) = hardware
-        .cost(raw, model, engine.max_batched_tokens, known)
-        .map_err(|(name, cause)| wrong(key(name), cause))?;
-    let (usd_per_hour, price_basis) = price(raw, hardware, place)?;
+    let nic_gb_per_s = raw.nic_gb_per_s.unwrap_or(InstancePool::NIC_GB_PER_S);
+    positive(&key("nic_gb_per_s"), nic_gb_per_s)?;
+    let tokens_max = engine.max_batched_tokens;
+    let cost = match attending {
+        Some(attending) => attending.cost(hardware, (raw, model), tokens_max, known, nic_gb_per_s),
+        None => hardware.cost(raw, model, tokens_max, known),
+    };
+    let (cost, cost_basis) = cost.map_err(|(name, cause)| wrong(key(name), cause))?;
+    let (usd_per_hour, price_basis) = price(raw, hardware, attending, place)?;
     let price_stated = raw.usd_per_hour.is_some();
     let host_link = hardware.part.and_then(|part| part.host_link).map(|link| link.gb_s);
     let dram_gb_per_s = host_link.unwrap_or(DRAM_GB_PER_S) * raw.devices();
@@ -110,27 +118,33 @@ fn pool(
         positive(&key(&format!("{name}_gb_per_s")), gb_per_s)?;
         Ok(TierSize { tokens, gb_per_s })
     };
-    let nic_gb_per_s = raw.nic_gb_per_s.unwrap_or(InstancePool::NIC_GB_PER_S);
-    positive(&key("nic_gb_per_s"), nic_gb_per_s)?;
     let (cost, cost_basis) = match pipeline {
         Some(pipeline) => pipeline.of(cost, &cost_basis, nic_gb_per_s),
         None => (cost, cost_basis),
     };
+    // each side may be the one that a step waits for
+    let errors = std::iter::once(hardware).chain(attending.map(|attending| &attending.hardware));
+    let errors = errors.map(|hardware| hardware.likely_error(raw, model, known));
+    let likely_error = errors.collect::<Option<Vec<f64>>>().and_then(|all| all.into_iter().reduce(f64::max));
     Ok(InstancePool {
         name: raw.name.clone(),
         role: raw.role,
         count: raw.count,
         device: hardware.part.map(|part| part.id.to_owned()),
         devices_per_instance: raw.devices_per_instance,
+        attention: attending.map(|attending| attending.devices(model)),
         pipeline_stages: raw.stages(),
         cost,
         cost_basis,
-        kv_copies: hardware.kv_copies(raw.devices_per_instance),
-        likely_error: hardware.likely_error(raw, model, known),
+        kv_copies: match attending {
+            Some(attending) => attending.kv_copies(),
+            None => hardware.kv_copies(raw.devices_per_instance),
+        },
+        likely_error,
         usd_per_hour,
         price_basis,
         price_stated,
-        cache_tokens: cache_tokens(raw, hardware, model, kv, engine.max_sequences, place)?,
+        cache_tokens: cache_tokens(raw, (hardware, attending), model, kv, engine.max_sequences, place)?,
         dram: tier("dram", raw.dram_tokens, raw.dram_bytes, raw.dram_gb_per_s, dram_gb_per_s)?,
         ssd: tier("ssd", raw.ssd_tokens, raw.ssd_bytes, raw.ssd_gb_per_s, SSD_GB_PER_S)?,
         nic_gb_per_s,
@@ -160,7 +174,7 @@ fn engine(raw: &raw::RawPool, shared: &raw::Engine, hardware: &Hardware, known: 
 /// Tokens of KV that fit beside the weights, unless the file states them.
 fn cache_tokens(
     raw: &raw::RawPool,
-    hardware: &Hardware,
+    (hardware, attending): (&Hardware, Option<&AttendingHardware>),
     model: &Model,
     kv: Kv,
     sequences: u32,
@@ -184,7 +198,13 @@ fn cache_tokens(
     let stated = tokens_or_bytes(place, "cache", raw.cache_tokens, raw.cache_bytes, model)?;
     let measured = hardware.engine().and_then(|engine| engine.limits.cache_tokens);
     let copies = model.shape.as_ref().map_or(1.0, |shape| shape.kv_copies(raw.devices_per_instance));
-    let counted = room.map(|room| to_u64(room / (model.kv_bytes_per_token * copies)));
+    let counted = match attending {
+        Some(attending) => {
+            attending.kv_tokens(model).map_err(|(key, cause)| wrong(format!("{place}: {key}"), cause))?
+        }
+        None => room.map(|room| room / (model.kv_bytes_per_token * copies)),
+    };
+    let counted = counted.map(to_u64);
     let tokens = stated.or(measured).or(counted).ok_or_else(|| {
         wrong(format!("{place}: cache_tokens"), "is missing, and without a device it cannot be counted")
     })?;
@@ -199,15 +219,26 @@ fn cache_tokens(
 fn price(
     raw: &raw::RawPool,
     hardware: &Hardware,
+    attending: Option<&AttendingHardware>,
     place: &str,
 ) -> Result<(Option<f64>, String), FleetFileError> {
     if let Some(usd_per_hour) = raw.usd_per_hour {
         not_negative(&format!("{place}: usd_per_hour"), usd_per_hour)?;
         return Ok((Some(usd_per_hour), "stated in the fleet file".into()));
     }
-    let devices = raw.devices();
-    Ok(match hardware.part.and_then(|part| Selection::default().price_or_reference(part.id, &[])) {
-        Some(price) => (Some(price.usd_per_hour.0 * devices), price.basis),
+    let price = |hardware: &Hardware| {
+        hardware.part.and_then(|part| Selection::default().price_or_reference(part.id, &[]))
+    };
+    let of_all = std::iter::once((hardware, raw.devices()))
+        .chain(attending.map(|attending| (&attending.hardware, f64::from(attending.count))))
+        .map(|(hardware, devices)| {
+            price(hardware).map(|price| (price.usd_per_hour.0 * devices, price.basis))
+        });
+    Ok(match of_all.collect::<Option<Vec<(f64, String)>>>() {
+        Some(all) => {
+            let (rents, bases): (Vec<f64>, Vec<String>) = all.into_iter().unzip();
+            (Some(rents.iter().sum()), bases.join("; "))
+        }
         None => (None, "no offer known".into()),
     })
 }

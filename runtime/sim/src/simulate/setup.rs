@@ -63,7 +63,7 @@ impl Setup {
             let limits = limits(file, pool);
             let spec = Instance {
                 id: InstanceId(0),
-                device: pool.device.as_deref().unwrap_or(&pool.name).into(),
+                device: pool.device_words().into(),
                 role: pool.role,
                 pool: to_u32(at),
                 cost: Arc::new(pool.cost.clone()),
