@@ -136,7 +136,8 @@ impl AttendingHardware {
         let by = Arc::new(Predictor::new(&products.profile));
         let network = LockstepCost::network(BytesPerSecond(nic_gb_per_s * GB));
         let how = Attending { staggered: self.staggered, ..Attending::STAGGERED };
-        let others = vec![Arc::new(Predictor::new(profile)); self.count as usize];
+        let attends_by = Arc::new(Predictor::new(profile));
+        let others = vec![attends_by; self.count as usize];
         let first = (&products, LockstepCost::products(&products, &by, how));
         let cost = LockstepCost::new(&partition, first, &others, self.link.unwrap_or(network), how);
         let cost = CostModel::Lockstep(Arc::new(cost.map_err(|cause| ("device", cause))?));
