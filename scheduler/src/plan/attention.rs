@@ -12,6 +12,7 @@ use super::load::SizeClass;
 use super::market::{BUSY_MAX, DUTIES, FormedFleet, Market, MarketAsk, PlannedPool, SEARCH};
 use super::offered::MarketKind;
 use super::program::{Ceiling, DemandClass, Duty, Placing, Program, Rentable};
+use crate::cost::{AttnSplit, Partition};
 use mixfleet_hal::cast::{to_u32, to_u64};
 use mixfleet_hal::catalog::Part;
 use mixfleet_hal::units::{Ordered, UsdPerHour};
@@ -32,6 +33,9 @@ type OfDuty<'a> = (&'a MarketKind, usize);
 pub(super) fn instances(ask: &MarketAsk) -> Result<Vec<MarketKind>, String> {
     if ask.parts.iter().any(|offer| offer.region != ask.parts[0].region) {
         return Err("attention is not planned apart over several regions".into());
+    }
+    for stored in &ask.stored {
+        Partition::attention(&ask.model.shape_as(*stored), 1, AttnSplit::default())?;
     }
     let arithmetic = |part: &Part| {
         let profile = part.profile();
