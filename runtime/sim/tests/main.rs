@@ -9,6 +9,7 @@ mod extremes;
 mod fleet_file;
 mod generated;
 mod import;
+mod kv_nodes;
 mod learns;
 mod memory;
 mod overload;

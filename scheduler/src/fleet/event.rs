@@ -22,17 +22,29 @@ pub enum Role {
     /// It does whatever the scores decide.
     #[default]
     Auto,
+    /// It computes nothing: it keeps KV that others computed, and lends it (a KV node).
+    Kv,
 }
 
 impl Role {
     /// Whether it may compute prompts.
     pub fn prefills(self) -> bool {
-        self != Role::Decode
+        matches!(self, Role::Prefill | Role::Auto)
     }
 
     /// Whether it may generate tokens.
     pub fn decodes(self) -> bool {
-        self != Role::Prefill
+        matches!(self, Role::Decode | Role::Auto)
+    }
+
+    /// Whether it computes anything.
+    pub fn computes(self) -> bool {
+        self != Role::Kv
+    }
+
+    /// Whether it is only there to keep KV.
+    pub fn keeps(self) -> bool {
+        self == Role::Kv
     }
 }
 
@@ -233,6 +245,16 @@ pub enum Event {
         /// The request's id.
         request: RequestId,
     },
+    /// An instance holds the KV of a request's prompt and answer, and KV nodes may take a copy. This is only
+    /// of use where [`Fleet::has_kv_node`](super::Fleet::has_kv_node).
+    Offered {
+        /// The request's id.
+        request: RequestId,
+        /// The instance.
+        instance: InstanceId,
+        /// The keys of the prefix, for each kind of blocks in the fleet.
+        chains: Vec<PromptChain>,
+    },
     /// The client left, or the runtime gave up.
     Cancelled {
         /// The request's id.
@@ -353,8 +375,9 @@ pub enum Action {
         /// The role: prefill or decode.
         role: Role,
     },
-    /// Copy a prefix to another instance for later requests. This precedes the placement of the request that
-    /// shows the need. A copy that does not arrive, or finds no room, is dropped: nothing waits for it.
+    /// Copy a prefix to another instance for later requests, or to a KV node. This precedes the placement of
+    /// the request that shows the need, or responds to an offer. A copy that does not arrive, or finds no
+    /// room, is dropped: nothing waits for it.
     Replicate {
         /// The instance that holds all of it.
         from: InstanceId,

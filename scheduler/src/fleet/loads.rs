@@ -27,6 +27,8 @@ pub(super) struct Loads {
     block_tokens: Vec<u32>,
     /// Number of instances that have work.
     busy: usize,
+    /// Number of instances that compute.
+    computing: usize,
 }
 
 /// The properties that instances of one kind share.
@@ -116,9 +118,9 @@ impl Loads {
         self.block_tokens[at]
     }
 
-    /// Share of the instances that have work, with one more if one has none.
+    /// Share of the instances that compute which have work, with one more if one has none.
     pub(super) fn busy_share(&self) -> f64 {
-        (self.busy + 1).min(self.all.len()) as f64 / self.all.len().max(1) as f64
+        (self.busy + 1).min(self.computing) as f64 / self.computing.max(1) as f64
     }
 
     /// Changes the work, or the links, of the instance at `at`.
@@ -180,6 +182,7 @@ impl Loads {
 
     fn make_rows(&mut self) {
         self.busy = self.all.iter().filter(|load| load.is_busy()).count();
+        self.computing = self.all.iter().filter(|load| load.spec.role.computes()).count();
         self.kinds.clear();
         let mut kind_of = |load: &Load| {
             let known = self.kinds.iter().position(|kind| kind.is_of(load));

@@ -14,6 +14,7 @@ mod learn;
 mod lengths;
 mod load;
 mod loads;
+mod offers;
 mod others;
 mod place;
 mod replicate;
@@ -154,6 +155,8 @@ pub struct Fleet {
     cached: Vec<u32>,
     /// State of replication; none if prefixes are not copied.
     replicas: Option<replicate::Replicas>,
+    /// Copies to KV nodes that have not arrived.
+    offers: offers::Offers,
     random: Stream,
     /// Time at which corrections are checked next.
     fade_at: Seconds,
@@ -171,6 +174,7 @@ impl Fleet {
             lengths: Lengths::new(config.output_tokens_expected),
             pace: Seconds::ZERO,
             replicas: config.replicate.map(replicate::Replicas::new),
+            offers: offers::Offers::default(),
             config,
             loads: Loads::default(),
             ids: Vec::new(),
@@ -240,6 +244,7 @@ impl Fleet {
                     self.lengths.observe(seat.class, seat.generated.max(1));
                 }
             }
+            Event::Offered { instance, chains, .. } => self.offered(now, instance, &chains, actions),
             Event::Cancelled { request } => {
                 self.forget(now, request);
             }

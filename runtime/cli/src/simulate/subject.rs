@@ -66,8 +66,9 @@ impl SimulatedPool {
 
     /// The instances, their devices and their rent in words.
     pub(super) fn text(&self) -> String {
+        let other = if self.role.keeps() { "host memory" } else { "device of a file" };
         let several = |count: u32, device: &Option<String>| {
-            let device = device.as_deref().unwrap_or("device of a file");
+            let device = device.as_deref().unwrap_or(other);
             if count == 1 { device.to_owned() } else { format!("{count} {device}") }
         };
         let mut devices = several(self.devices_per_instance, &self.device);

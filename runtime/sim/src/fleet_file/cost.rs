@@ -42,6 +42,9 @@ impl Hardware {
         directory: &Path,
         read_profile: ReadProfile,
     ) -> Result<Self, FleetFileError> {
+        if pool.role.keeps() {
+            return Ok(Hardware { part: None, source: Source::Nothing });
+        }
         let device = match attending::names(pool)? {
             Some([first, _]) => Some(first),
             None => pool.device.as_deref(),

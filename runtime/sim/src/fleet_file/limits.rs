@@ -32,7 +32,7 @@ fn bounds(key: &str) -> (f64, f64) {
         "gb_per_s" | "nic_gb_per_s" | "dram_gb_per_s" | "ssd_gb_per_s" => (1e-6, 1e9),
         "ttft_s" | "tbt_s" | "deadline_s" => (1e-6, 1e9),
         "hold_s" => (1e-3, 1e9),
-        "replicate_gb_per_s" | "usd_per_hour" | "usd_per_gb" => (LEAST, 1e9),
+        "replicate_gb_per_s" | "usd_per_hour" | "usd_per_gib_hour" | "usd_per_gb" => (LEAST, 1e9),
         "latency_s" | "overhead" | "base" => (LEAST, 1e6),
         "per_token" => (LEAST, 1e3),
         _ => (LEAST, 1e15),

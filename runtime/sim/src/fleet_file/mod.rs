@@ -5,6 +5,7 @@ mod attending;
 mod class;
 mod cost;
 mod error;
+mod keeping;
 mod limits;
 mod model;
 mod pipeline;

@@ -118,6 +118,7 @@ pub(super) struct RawPool {
     pub(super) attn_batches: Option<u32>,
     pub(super) attn_link: Option<StatedLink>,
     pub(super) usd_per_hour: Option<f64>,
+    pub(super) usd_per_gib_hour: Option<f64>,
     pub(super) cache_tokens: Option<u64>,
     pub(super) cache_bytes: Option<f64>,
     pub(super) dram_tokens: Option<u64>,

@@ -7,7 +7,7 @@ use super::error::suggestion;
 use super::limits::TIER_TOKENS_MAX;
 use super::{
     Engine, FleetFile, FleetFileError, InstancePool, Kv, Model, PoolLink, ReadProfile, TierSize, VERSION,
-    class, model, pipeline, raw, rebalance, slowdown,
+    class, keeping, model, pipeline, raw, rebalance, slowdown,
 };
 use mixfleet_hal::cast::to_u64;
 use mixfleet_hal::economics::Selection;
@@ -21,9 +21,9 @@ use std::path::Path;
 /// Default bandwidth of host memory: PCIe 4 with 16 lanes, if the device's own link is unknown.
 const DRAM_GB_PER_S: f64 = 32.0;
 /// Default bandwidth of a disk: one NVMe disk on PCIe 4.
-const SSD_GB_PER_S: f64 = 5.0;
+pub(super) const SSD_GB_PER_S: f64 = 5.0;
 
-fn wrong(place: impl Into<String>, cause: impl Into<String>) -> FleetFileError {
+pub(super) fn wrong(place: impl Into<String>, cause: impl Into<String>) -> FleetFileError {
     FleetFileError::value(place, cause)
 }
 
@@ -60,7 +60,10 @@ pub(super) fn file(
         if pool.name.is_empty() || pools.iter().any(|other| other.name == pool.name) {
             return Err(wrong(place, "pools have names, and no two the same"));
         }
-        pools.push(self::pool(pool, (hardware, attending.as_ref()), &raw.engine, &model, kv, &place)?);
+        pools.push(match pool.role.keeps() {
+            true => keeping::pool(pool, &model, kv, &place)?,
+            false => self::pool(pool, (hardware, attending.as_ref()), &raw.engine, &model, kv, &place)?,
+        });
     }
     let rebalance = rebalance::resolve(raw.rebalance.as_ref(), &raw.pool)?;
     raw.link.iter().try_for_each(|link| check_link(link, &pools))?;
@@ -84,6 +87,9 @@ fn pool(
 ) -> Result<InstancePool, FleetFileError> {
     let key = |key: &str| format!("{place}: {key}");
     at_least_one(&key("count"), raw.count)?;
+    if raw.usd_per_gib_hour.is_some() {
+        return Err(wrong(key("usd_per_gib_hour"), "is for a pool of role \"kv\"; give usd_per_hour"));
+    }
     at_least_one(&key("devices_per_instance"), raw.devices_per_instance)?;
     let model = &model::on_pool(model, raw).map_err(|cause| wrong(key("expert_parallel"), cause))?;
     let (key_of_name, name) = match &raw.engine {
@@ -243,7 +249,7 @@ fn price(
     })
 }
 
-fn tokens_or_bytes(
+pub(super) fn tokens_or_bytes(
     place: &str,
     name: &str,
     tokens: Option<u64>,
@@ -315,6 +321,6 @@ pub(super) fn not_negative(place: &str, value: f64) -> Result<(), FleetFileError
     Err(wrong(place, format!("is {value}; it must be 0 or more")))
 }
 
-fn at_least_one(place: &str, value: u32) -> Result<(), FleetFileError> {
+pub(super) fn at_least_one(place: &str, value: u32) -> Result<(), FleetFileError> {
     if value > 0 { Ok(()) } else { Err(wrong(place, "is 0; it must be at least 1")) }
 }

@@ -1,13 +1,14 @@
 //! Pulls of prefixes for prompts, and copies of prefixes ahead of demand.
 
-use super::World;
 use super::agenda::Next;
-use super::engine::{Job, Message};
+use super::engine::{Job, Message, with_answer};
+use super::flight::Flight;
+use super::{KV, World};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::{Bytes, Seconds};
 use mixfleet_scheduler::batch::{After, Urgency};
 use mixfleet_scheduler::cost::KvCopy;
-use mixfleet_scheduler::fleet::Event;
+use mixfleet_scheduler::fleet::{Action, Event, InstanceId, PromptChain};
 use mixfleet_scheduler::kv::BlockHash;
 use mixfleet_scheduler::table::IdMap;
 use serde::{Deserialize, Serialize};
@@ -16,7 +17,7 @@ use std::sync::Arc;
 /// Distinguishes the ids of copies from those of requests.
 const COPY: u64 = 1 << 63;
 
-/// Totals of copies ahead of demand.
+/// Totals of copies ahead of demand, and of what KV nodes took.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Replicated {
     /// Number of prefixes that were sent.
@@ -35,6 +36,12 @@ pub(super) struct Copy {
     pub(super) chain: Arc<[BlockHash]>,
     /// Number of its tokens that the receiver holds.
     pub(super) held_tokens: u32,
+}
+
+impl Copy {
+    pub(super) fn new(from: InstanceId, to: InstanceId, hashes: Vec<BlockHash>) -> Self {
+        Copy { from: from.0, to: to.0, chain: hashes.into(), held_tokens: 0 }
+    }
 }
 
 #[derive(Default)]
@@ -161,6 +168,28 @@ impl World<'_> {
             }
         };
         self.send(to, Message::Landed { request, tokens_valid: tokens, since_s: None });
+    }
+
+    /// Offers the KV of a complete answer to KV nodes, and starts the copy that one of them takes.
+    pub(super) fn offer(&mut self, request: u64, flight: &Flight) {
+        if !self.routers.first().has_kv_node() {
+            return;
+        }
+        let (block_tokens, prompt) = (self.setup.block_tokens, (flight.prompt_tokens, &flight.chain[..]));
+        // the last token's KV was never computed
+        let tokens = flight.prompt_tokens + flight.output_tokens.saturating_sub(1);
+        let hashes = with_answer(request, prompt, tokens, block_tokens);
+        let chain = PromptChain { block_tokens, kv_dtype: KV, hashes };
+        let (instance, chains) = (InstanceId(flight.decode), vec![chain]);
+        self.tell(Event::Offered { request, instance, chains });
+        let mut copies = Vec::new();
+        for action in self.actions.drain(..) {
+            self.observer.decided(self.now_s, &action);
+            if let Action::Replicate { from, to, hashes, .. } = action {
+                copies.push(Copy::new(from, to, hashes));
+            }
+        }
+        copies.into_iter().for_each(|copy| self.send_copy(copy));
     }
 
     /// Starts a copy ahead of demand, which waits for room among the requests.

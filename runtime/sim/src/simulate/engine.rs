@@ -12,7 +12,7 @@ use super::results::Reused;
 use super::tiers::{ByTier, Tiers};
 use super::timeline::Occupation;
 use super::{InstanceSetup, Setup};
-pub(super) use keys::public;
+pub(super) use keys::{public, with_answer};
 
 use copying::Copying;
 use keys::Keys;

@@ -358,9 +358,7 @@ impl<'a> World<'a> {
                     let session = self.flights.remove(request).and_then(|flight| flight.session);
                     self.goes_on(session, request);
                 }
-                Action::Replicate { from, to, hashes, .. } => {
-                    copies.push(Copy { from: from.0, to: to.0, chain: hashes.into(), held_tokens: 0 });
-                }
+                Action::Replicate { from, to, hashes, .. } => copies.push(Copy::new(from, to, hashes)),
                 // Instances do what they are given; only the fleet machine has roles.
                 Action::SetRole { .. } | Action::Drop { .. } | Action::Replay { .. } => {}
             }
@@ -553,6 +551,7 @@ impl<'a> World<'a> {
             let answer = self.ledger.finished(request, &flight, self.now_s, &gaps);
             self.timeline.pools[self.engines[flight.decode as usize].pool() as usize].completed += 1;
             self.observer.finished(self.now_s, &answer);
+            self.offer(request, &flight);
             self.goes_on(flight.session, request);
         }
         self.tell(Event::Finished { request });

@@ -193,7 +193,7 @@ pub struct Results {
     pub prefill_wasted_s: f64,
     /// By pair of pools, `from->to`.
     pub kv_bytes_moved: BTreeMap<String, f64>,
-    /// Of these, what was copied ahead of demand, where the fleet does that.
+    /// Of these, what was copied ahead of demand or taken by KV nodes, where the fleet does that.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub replicated: Option<Replicated>,
     /// Rent of the fleet for the whole time, and traffic.
@@ -429,7 +429,9 @@ impl Ledger {
             decode_device_s: sum(|p| p.decode_device_s),
             prefill_wasted_s: self.wasted_s,
             kv_bytes_moved: moved.collect(),
-            replicated: setup.fleet.replicate.map(|_| copies.sent()),
+            replicated: (setup.fleet.replicate.is_some()
+                || setup.instances.iter().any(|i| i.spec.role.keeps()))
+            .then(|| copies.sent()),
             usd_rent,
             usd_busy,
             usd_rent_per_million_tokens: per_million(usd_rent),

@@ -107,6 +107,7 @@ impl RouterMachines {
                 self.step(self.owner(request), now_s, event, actions);
                 self.joined(now_s, request);
             }
+            Event::Offered { request, .. } => self.step(self.owner(request), now_s, event, actions),
             Event::Finished { request } | Event::Cancelled { request } => {
                 let is_complete = matches!(event, Event::Finished { .. });
                 self.step(self.owner(request), now_s, event, actions);

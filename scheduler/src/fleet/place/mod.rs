@@ -208,7 +208,7 @@ impl Fleet {
 
     /// The unit of the score, and the weight of a second of waiting in it. By default a second of waiting is
     /// worth a second of the average instance's rent.
-    fn weights(&self) -> (ScoreUnit, f64) {
+    pub(super) fn weights(&self) -> (ScoreUnit, f64) {
         match self.mean_price {
             Some(mean) => {
                 let default = (mean * Seconds(1.0)).0;
@@ -218,9 +218,10 @@ impl Fleet {
         }
     }
 
-    /// The average price of the instances, if all have one.
+    /// The average price of the instances that compute, if all have one.
     pub(super) fn average_price(&self) -> Option<UsdPerHour> {
-        let prices: Option<Vec<UsdPerHour>> = self.loads.iter().map(|load| load.spec.price).collect();
+        let prices: Option<Vec<UsdPerHour>> =
+            self.able(super::Role::computes).map(|(_, load)| load.spec.price).collect();
         prices.filter(|prices| !prices.is_empty()).map(|prices| {
             let count = prices.len() as f64;
             prices.into_iter().sum::<UsdPerHour>() / count
@@ -578,6 +579,6 @@ impl Fleet {
 }
 
 /// Time until the links out of one instance and into another have completed the decided transfers.
-fn ways_free(now: Seconds, from: &Load, to: &Load) -> Seconds {
+pub(super) fn ways_free(now: Seconds, from: &Load, to: &Load) -> Seconds {
     (from.egress_until.max(to.ingress_until) - now).max(Seconds::ZERO)
 }

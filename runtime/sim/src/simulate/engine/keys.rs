@@ -23,6 +23,24 @@ pub(super) fn is_public(key: &BlockHash) -> bool {
     key.0 & GENERATED == 0
 }
 
+/// The key of a block of an answer.
+fn generated(request: u64, block: u32) -> BlockHash {
+    BlockHash(bits(request ^ OWN, u64::from(block)) | GENERATED)
+}
+
+/// The keys of the full blocks of the first `tokens` tokens of a prompt, whose keys are `chain`, and its
+/// answer.
+pub(in crate::simulate) fn with_answer(
+    request: u64,
+    (prompt_tokens, chain): (u32, &[BlockHash]),
+    tokens: u32,
+    block_tokens: u32,
+) -> Vec<BlockHash> {
+    let prompt = chain.iter().copied().take((prompt_tokens / block_tokens) as usize);
+    let answer = (to_u32(prompt.len())..).map(|block| generated(request, block));
+    prompt.chain(answer).take((tokens / block_tokens) as usize).collect()
+}
+
 /// The keys of a prompt's full blocks, and of generated blocks, which no other request has; with them the
 /// state of the request, so that both are found at once.
 #[derive(Debug)]
@@ -50,11 +68,7 @@ impl Text for Keys {
     }
 
     fn hash(&mut self, block: u32) -> BlockHash {
-        if block < self.public {
-            self.chain[block as usize]
-        } else {
-            BlockHash(bits(self.request ^ OWN, u64::from(block)) | GENERATED)
-        }
+        if block < self.public { self.chain[block as usize] } else { generated(self.request, block) }
     }
 
     fn block(&self, _: u32) {}
