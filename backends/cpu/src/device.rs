@@ -42,6 +42,20 @@ impl CpuBackend {
     }
 }
 
+impl CpuBackend {
+    /// Opens host memory as the device `id`, whose last core copies.
+    ///
+    /// # Errors
+    /// When it has no thread.
+    pub fn open_memory(&self, id: &str) -> Result<Arc<dyn Device>> {
+        let allowed = topology::cores_allowed();
+        let last = &allowed[allowed.len().saturating_sub(1)..];
+        let mut device = CpuDevice::new(last, false, Isa::chosen()?)?;
+        device.info.id = id.to_owned();
+        Ok(Arc::new(device))
+    }
+}
+
 impl Backend for CpuBackend {
     fn name(&self) -> &'static str {
         "cpu"

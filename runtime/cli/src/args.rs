@@ -89,6 +89,12 @@ pub(crate) fn role(text: &str) -> Result<Role, String> {
     }
 }
 
+/// Parses the role of a worker's devices, or that of a KV node.
+#[cfg(feature = "fleet")]
+pub(crate) fn worker_role(text: &str) -> Result<Role, String> {
+    if text == "kv" { Ok(Role::Kv) } else { role(text).map_err(|error| error + ", and kv") }
+}
+
 /// Minimum plausible price, so that what a dollar buys stays finite.
 pub(crate) const USD_PER_HOUR_MIN: f64 = 1e-6;
 

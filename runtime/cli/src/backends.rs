@@ -36,6 +36,12 @@ pub(crate) fn open(selector: &str) -> Result<Arc<dyn Device>> {
     backend.open(selector).with_context(|| format!("cannot open device '{selector}'"))
 }
 
+/// Opens host memory as a device that only keeps KV.
+#[cfg(feature = "fleet")]
+pub(crate) fn memory(id: &str) -> Result<Arc<dyn Device>> {
+    mixfleet_cpu::CpuBackend.open_memory(id).context("cannot use host memory")
+}
+
 /// What stands before the devices that divide a model as one instance, such as `tp:cpu@0,cpu@1`.
 const DIVIDED: &str = "tp:";
 

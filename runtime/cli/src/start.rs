@@ -125,7 +125,7 @@ pub(crate) fn links(transports: Vec<Arc<dyn Transport>>) -> Links {
     Links { transports, make_region: Arc::new(region) }
 }
 
-fn region(bytes: u64) -> mixfleet_hal::Result<Arc<dyn SharedMemory>> {
+pub(crate) fn region(bytes: u64) -> mixfleet_hal::Result<Arc<dyn SharedMemory>> {
     Ok(Arc::new(HostRegion::new(to_usize(bytes))?))
 }
 
@@ -205,19 +205,22 @@ pub(crate) fn instances(
             1 => Loaded::new(&config, spec)?,
             _ => Loaded::divided(&config, &partition, spec, placed.collect())?,
         };
-        let (identity, kv, digest) = (identity.clone(), model.kv, digest.wait());
-        let namespace = async move {
-            // The digest is not available at once, so that a disk is opened on its own thread, which may
-            // hang.
-            tokio::task::yield_now().await;
-            Some(Identity { model_digest: digest.await?, ..identity }.namespace(kv))
-        };
-        instances.push(match tiers::of(&choice.tiers, selector, Box::pin(namespace))? {
+        instances.push(match tiers::of(&choice.tiers, selector, namespace(identity, model, digest))? {
             Some(tiers) => loaded.with_lower_tiers(tiers, &region)?,
             None => loaded,
         });
     }
     predicted(model, instances, &known, choice.recalibrate, env)
+}
+
+/// The namespace of the model's KV on a disk, once the weights' digest is known.
+pub(crate) fn namespace(identity: &Identity, model: &Model, digest: &Digest) -> tiers::Namespace {
+    let (identity, kv, digest) = (identity.clone(), model.kv, digest.wait());
+    Box::pin(async move {
+        // The digest is not available at once, so that a disk is opened on its own thread, which may hang.
+        tokio::task::yield_now().await;
+        Some(Identity { model_digest: digest.await?, ..identity }.namespace(kv))
+    })
 }
 
 /// The longest sequence that the model and the KV memory of some pair of devices can hold.

@@ -108,7 +108,7 @@ fn in_time<T: Send + 'static>(
 }
 
 /// The digest of what must be equal before blocks of earlier processes may be used, once it is known.
-type Namespace = std::pin::Pin<Box<dyn Future<Output = Option<u64>> + Send>>;
+pub(crate) type Namespace = std::pin::Pin<Box<dyn Future<Output = Option<u64>> + Send>>;
 
 /// The tiers below the device `selector`, if configured; their blocks belong to `namespace`.
 pub(crate) fn of(args: &TierArgs, selector: &str, namespace: Namespace) -> Result<Option<LowerTiers>> {

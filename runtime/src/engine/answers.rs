@@ -86,6 +86,7 @@ impl Coordinator {
         };
         let tracked = self.requests.remove(&request).expect("still there");
         tracked.tell(Update::Finished { reason });
+        self.offer(request, &tracked);
         self.fleet_step(Event::Finished { request });
         if instance != tracked.decode || finish.is_none() {
             self.send(tracked.decode, Order::Cancel { request });

@@ -22,6 +22,9 @@ const LOGPROBS_MAX: u32 = 1 << 10;
 /// Why an instance over several devices takes part in no transfer: each of them has a part of the heads.
 const KV_STAYS: &str = "KV does not come to an instance over several devices or leave it yet";
 
+/// Why a KV node takes no request.
+const NOTHING_COMPUTED: &str = "nothing is computed here: this is a KV node";
+
 /// Refuses what does not hold, with the reason.
 macro_rules! require {
     ($holds:expr, $($reason:tt)*) => {
@@ -92,6 +95,15 @@ impl Worker {
         Ok(())
     }
 
+    /// Checks that requests are computed here.
+    ///
+    /// # Errors
+    /// `Invalid` with the reason.
+    pub(super) fn check_computes(&self) -> Result<()> {
+        require!(self.forward.computes(), "{NOTHING_COMPUTED}");
+        Ok(())
+    }
+
     /// Checks a job with its hand-off and its pull.
     ///
     /// # Errors
@@ -102,6 +114,7 @@ impl Worker {
         hand_off: Option<&HandOff>,
         pull: Option<Source>,
     ) -> Result<()> {
+        self.check_computes()?;
         let here = if hand_off.is_some() { job.length() as u64 } else { job.length_max() };
         self.check_job(job, here)?;
         if let Some(to) = hand_off {

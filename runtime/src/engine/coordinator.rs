@@ -218,6 +218,18 @@ impl Coordinator {
         }
     }
 
+    /// The keys of the full blocks of a request's `tokens`, for every kind of KV blocks.
+    pub(super) fn chains(&self, wanted: &GenerateRequest, tokens: &[u32]) -> Vec<PromptChain> {
+        let mut kinds = BTreeSet::new();
+        let instances = self.instances.values().filter(|i| kinds.insert((i.block_tokens, i.kv)));
+        let chains = instances.map(|i| PromptChain {
+            block_tokens: i.block_tokens,
+            kv_dtype: i.kv,
+            hashes: self.hasher(wanted, i.kv).chain(tokens, i.block_tokens),
+        });
+        chains.collect()
+    }
+
     /// The arrival of a request for the fleet machine, with the block keys for every kind of KV blocks.
     pub(super) fn arrival(
         &self,
@@ -228,19 +240,12 @@ impl Coordinator {
         replay: Option<Seconds>,
     ) -> Arrival {
         let generated = tokens.len() - wanted.prompt_ids.len();
-        let mut kinds = BTreeSet::new();
-        let instances = self.instances.values().filter(|i| kinds.insert((i.block_tokens, i.kv)));
-        let chains = instances.map(|i| PromptChain {
-            block_tokens: i.block_tokens,
-            kv_dtype: i.kv,
-            hashes: self.hasher(wanted, i.kv).chain(tokens, i.block_tokens),
-        });
         Arrival {
             request,
             prompt_tokens: to_u32(tokens.len()),
             max_tokens: wanted.max_tokens - to_u32(generated),
             output_tokens_hint: wanted.hints.output_tokens,
-            chains: chains.collect(),
+            chains: self.chains(wanted, tokens),
             replay,
             class: wanted.hints.tier as u32,
             objective,
@@ -262,7 +267,7 @@ impl Coordinator {
         let arrival = self.arrival(request, &wanted, objective, &wanted.prompt_ids, None);
         let mut actions = self.fleet_step(Event::Arrived(arrival));
         let decided = actions.pop();
-        self.begin_copies(&actions, &wanted);
+        self.begin_copies(&actions, &wanted, &wanted.prompt_ids);
         match decided {
             Some(Action::Place { prefill, decode, pull, urgency, explanation, .. }) => {
                 if admitted.send(Ok(())).is_err() {

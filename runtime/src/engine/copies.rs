@@ -1,15 +1,17 @@
-//! Copies of hot prefixes ahead of demand, which are sent like pulled prefixes.
+//! Copies of hot prefixes ahead of demand, and of complete answers to KV nodes, which are sent like pulled
+//! prefixes.
 //!
-//! The fleet machine asks for a copy when a request with the prefix arrives. The receiver makes room for it
-//! as for flex requests, the holder sends what it still has, and what lands stays in the receiver's cache. A
-//! copy that fails is dropped and not retried: the fleet machine forgets a copy that does not arrive.
+//! The fleet machine asks for a copy when a request with the prefix arrives, or when one is complete. The
+//! receiver makes room for it as for flex requests, the holder sends what it still has, and what lands stays
+//! in the receiver's cache. A copy that fails is dropped and not retried: the fleet machine forgets a copy
+//! that does not arrive.
 
-use super::coordinator::Coordinator;
+use super::coordinator::{Coordinator, Tracked};
 use super::messages::{HandOff, Job, Landing, Order};
 use crate::request::{GenerateRequest, Hints, ServiceTier};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_scheduler::batch::{RequestId, Urgency};
-use mixfleet_scheduler::fleet::{Action, InstanceId};
+use mixfleet_scheduler::fleet::{Action, Event, InstanceId};
 use std::sync::Arc;
 
 /// A copy in progress.
@@ -21,16 +23,31 @@ pub(super) struct CopyInProgress {
 }
 
 impl Coordinator {
-    /// Starts the copies that were decided with the placement of `wanted`.
-    pub(super) fn begin_copies(&mut self, actions: &[Action], wanted: &GenerateRequest) {
+    /// Offers the KV of a complete answer to KV nodes, and starts the copy that one of them takes.
+    pub(super) fn offer(&mut self, request: RequestId, tracked: &Tracked) {
+        let instance = tracked.decode;
+        if !self.fleet.machine().has_kv_node() {
+            return;
+        }
+        let wanted = &tracked.wanted;
+        // the last token's KV was never computed
+        let answer = &tracked.generated[..tracked.generated.len().saturating_sub(1)];
+        let tokens = [&wanted.prompt_ids[..], answer].concat();
+        let chains = self.chains(wanted, &tokens);
+        let actions = self.fleet_step(Event::Offered { request, instance, chains });
+        self.begin_copies(&actions, wanted, &tokens);
+    }
+
+    /// Starts the copies that were decided of prefixes of `text`, in the namespace of `wanted`.
+    pub(super) fn begin_copies(&mut self, actions: &[Action], wanted: &GenerateRequest, text: &[u32]) {
         for action in actions {
             let Action::Replicate { from, to, ref hashes, .. } = *action else { continue };
-            let Some(block_tokens) = self.instances.get(&from).map(|holder| holder.block_tokens) else {
+            let Some(block_tokens) = self.instances.get(&to).map(|receiver| receiver.block_tokens) else {
                 continue;
             };
             // The whole prefix is named; what the receiver has of it is not sent.
             let tokens = hashes.len() * block_tokens as usize;
-            let Some(prefix) = wanted.prompt_ids.get(..tokens) else { continue };
+            let Some(prefix) = text.get(..tokens) else { continue };
             let request = self.next;
             self.next += 1;
             let wanted = Arc::new(GenerateRequest {

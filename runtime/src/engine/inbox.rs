@@ -58,6 +58,7 @@ impl Worker {
             }
             ToWorker::Order(Order::Reserve { job, sender }) => {
                 let checked = self.check_job(&job, job.length_max()).and(self.check_source(sender));
+                let checked = checked.and(self.check_computes());
                 if self.takes(&job, checked)? {
                     self.reserve(job, sender)?;
                 }
@@ -142,6 +143,9 @@ impl Worker {
     /// Takes on a role and reports it to all routers. Whether the load calls for it is the router's decision.
     fn set_role(&mut self, role: Role) {
         let FromWorker::Up { instance, .. } = &mut self.up else { return };
+        if role.computes() != instance.role.computes() {
+            return tracing::warn!(device = %instance.device, ?role, "a role that the device cannot have is ignored");
+        }
         if instance.role != role {
             tracing::info!(device = %instance.device, ?role, "role changed");
             instance.role = role;

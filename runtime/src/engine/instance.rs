@@ -155,8 +155,36 @@ impl Loaded {
         Ok(Loaded::of_parts((device, forward), None, (role, price), limits, PageDevices::ONE))
     }
 
-    /// The same for several devices that have the model as `partition` says: the first one's weights and KV
-    /// memory are in `spec`. All that keep KV have as many blocks as the one with the least room.
+    /// A KV node: memory that keeps KV of the model, for which no weights are needed.
+    ///
+    /// # Errors
+    /// As of [`Loaded::new`].
+    pub fn keeping(
+        config: &Arc<ModelConfig>,
+        device: Arc<dyn Device>,
+        price: Option<UsdPerHour>,
+        limits: InstanceLimits,
+    ) -> Result<Self> {
+        let block_tokens = limits.block_tokens.unwrap_or_else(|| device.limits().kv_page_tokens);
+        let blocks = blocks(&*device, config, (limits.kv, limits.kv_bytes), block_tokens)?;
+        let shape = limits.step_shape(blocks, block_tokens);
+        let (tokens, wire, kv) = (1, limits.kv, shape.kv_shape(config));
+        check_support(
+            &*device,
+            &[OpSig::KvGather { tokens, wire, kv }, OpSig::KvScatter { tokens, wire, kv }],
+        )?;
+        let forward = Forward::keeping(&*device, config.clone(), shape)?;
+        Ok(Loaded::of_parts((device, forward), None, (Role::Kv, price), limits, PageDevices::ONE))
+    }
+
+    /// The cost model of an instance that runs no steps.
+    pub fn predicted_idle() -> CostModel {
+        CostModel::Coefficients(Coefficients::default())
+    }
+
+    /// The same as [`Loaded::new`] for several devices that have the model as `partition` says: the first
+    /// one's weights and KV memory are in `spec`. All that keep KV have as many blocks as the one with the
+    /// least room.
     ///
     /// # Errors
     /// As of [`Loaded::new`], and `Invalid` if the shares are not those of the devices, or for a role that

@@ -97,7 +97,7 @@ impl Coordinator {
         let arrival = self.arrival(request, &wanted, objective, &tokens, Some(due));
         let mut actions = self.fleet_step(Event::Arrived(arrival));
         let decided = actions.pop();
-        self.begin_copies(&actions, &wanted);
+        self.begin_copies(&actions, &wanted, &tokens);
         match decided {
             Some(Action::Place { prefill, decode, pull, explanation, .. }) => {
                 let tracked = self.requests.get_mut(&request).expect("just found");

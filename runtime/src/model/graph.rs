@@ -101,7 +101,8 @@ impl Pass {
 /// A model on a device, ready to run steps.
 pub struct Forward {
     config: Arc<ModelConfig>,
-    weights: Weights,
+    /// None where others' KV is kept and nothing computed.
+    weights: Option<Weights>,
     shape: StepShape,
     /// None on a member that leaves attention to others.
     attention: Option<Attention>,
@@ -144,7 +145,14 @@ impl Forward {
         shape: StepShape,
     ) -> Result<Self> {
         let draws = DrawArena::new(device, config.vocab, shape.sequences_max)?;
-        Forward::with(device, config, weights, shape, draws, true)
+        Forward::with(device, config, Some(weights), shape, draws, true)
+    }
+
+    /// Allocates the KV pools of a model of which this device only keeps KV that others computed.
+    pub fn keeping(device: &dyn Device, config: Arc<ModelConfig>, shape: StepShape) -> Result<Self> {
+        // no step runs, so activations take no room
+        let least = StepShape { tokens_max: 1, sequences_max: 1, ..shape };
+        Ok(Forward { shape, ..Forward::with(device, config, None, least, None, true)? })
     }
 
     /// Allocates the KV pools, unless it keeps none, and activations of a member's share of a model. Only
@@ -160,7 +168,7 @@ impl Forward {
         let first = share.is_first();
         let draws = if first { DrawArena::new(device, config.vocab, shape.sequences_max)? } else { None };
         let config = Arc::new(config.of_member(share));
-        let whole = Forward::with(device, config, weights, shape, draws, share.keeps_kv())?;
+        let whole = Forward::with(device, config, Some(weights), shape, draws, share.keeps_kv())?;
         // members of unlike devices have the same rows only if no device rounds them up
         Ok(Forward { logit_cols: to_u32(share.vocab.len()), adds: first, replay_pays: false, ..whole })
     }
@@ -168,7 +176,7 @@ impl Forward {
     fn with(
         device: &dyn Device,
         config: Arc<ModelConfig>,
-        weights: Weights,
+        weights: Option<Weights>,
         shape: StepShape,
         draws: Option<DrawArena>,
         keeps_kv: bool,
@@ -204,6 +212,16 @@ impl Forward {
     /// The limits of a step.
     pub fn shape(&self) -> &StepShape {
         &self.shape
+    }
+
+    /// Whether steps can run, for which it has weights.
+    pub fn computes(&self) -> bool {
+        self.weights.is_some()
+    }
+
+    fn weights(&self) -> Result<&Weights> {
+        let none = || Error::unsupported("KV is kept here, and there are no weights to compute with");
+        self.weights.as_ref().ok_or_else(none)
     }
 
     /// The K and V pools of `layer`.
@@ -342,7 +360,7 @@ impl Forward {
     /// The commands for the token embedding and for the rows of the rope table.
     pub fn embed(&self, Pass { sizes, inputs, .. }: &Pass) -> Result<Vec<Cmd>> {
         let (vocab, hidden) = (self.config.vocab, self.config.hidden);
-        let table = &self.weights.embed;
+        let table = &self.weights()?.embed;
         let sig =
             OpSig::Embed { tokens: sizes.rows.tokens, vocab, hidden, table: table.dtype, out: DType::F32 };
         let embedding =
@@ -380,7 +398,7 @@ impl Forward {
 
     /// The command of layer `at` from what was attended to, to the residual stream.
     pub(super) fn attention_output(&self, at: usize, Pass { sizes, .. }: &Pass) -> Result<Cmd> {
-        let (w, c, x) = (&self.weights.layers[at], &self.config, self.shape.activations);
+        let (w, c, x) = (&self.weights()?.layers[at], &self.config, self.shape.activations);
         let (tokens, q_cols) = (sizes.rows.tokens, c.heads * c.head_dim);
         let residual = self.residual(tokens);
         let attended = rows_of(&self.arena.attention.attended, tokens, q_cols, x);
@@ -400,7 +418,8 @@ impl Forward {
 
     /// The commands of layer `at` after attention.
     pub(super) fn mlp_block(&self, at: usize, Pass { sizes, .. }: &Pass) -> Result<Vec<Cmd>> {
-        let (w, c, x, arena) = (&self.weights.layers[at], &self.config, self.shape.activations, &self.arena);
+        let (w, c, x, arena) =
+            (&self.weights()?.layers[at], &self.config, self.shape.activations, &self.arena);
         let tokens = sizes.rows.tokens;
         let mut list = Vec::with_capacity(5);
         let residual = self.residual(tokens);
@@ -420,7 +439,7 @@ impl Forward {
     /// The commands of layer `at` from the residual stream to queries, keys and values: norm, projections,
     /// per-head norms and rope.
     pub(super) fn attention_inputs(&self, at: usize, Pass { sizes, .. }: &Pass) -> Result<Vec<Cmd>> {
-        let (w, mut list) = (&self.weights.layers[at], Vec::with_capacity(20));
+        let (w, mut list) = (&self.weights()?.layers[at], Vec::with_capacity(20));
         let (c, x, arena, tokens) = (&self.config, self.shape.activations, &self.arena, sizes.rows.tokens);
         let (q_cols, kv_cols) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
         let normed = rows_of(&arena.normed, tokens, c.hidden, x);
@@ -481,10 +500,10 @@ impl Forward {
         }
         let x = self.shape.activations;
         let normed = rows_of(&arena.normed, rows, c.hidden, x);
-        list.push(self.norm(rows, c.hidden, (&last, DType::F32), &self.weights.norm, &normed)?);
+        list.push(self.norm(rows, c.hidden, (&last, DType::F32), &self.weights()?.norm, &normed)?);
         let logits = rows_of(&arena.logits, rows, self.logit_cols, DType::F32);
         let out = Out::Set(&logits, DType::F32);
-        list.push(gemm(rows, &normed, x, &self.weights.lm_head, None, self.logit_cols, c.hidden, out)?);
+        list.push(gemm(rows, &normed, x, &self.weights()?.lm_head, None, self.logit_cols, c.hidden, out)?);
         Ok(list)
     }
 

@@ -12,6 +12,7 @@ mod divided;
 mod drawn;
 mod events;
 mod exposed;
+mod kv_nodes;
 mod learns;
 mod overlap;
 mod parts;

@@ -36,6 +36,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+/// Number of blocks of a KV node, more than any test uses.
+const KV_NODE_BLOCKS: u64 = 400;
+
 fn usage(metrics: &Metrics, member: usize) -> f64 {
     let labels = DeviceLabels { device: format!("device{member}") };
     metrics.kv_cache_usage.get_or_create(&labels).get()
@@ -274,17 +277,8 @@ impl TestFleet {
         self.with_blocks(role, 8)
     }
 
-    pub(crate) fn with_blocks(mut self, role: Role, block_tokens: u32) -> Self {
-        let device = self.reference();
-        self.members.push(Member {
-            role,
-            block_tokens,
-            kv: DType::F32,
-            device,
-            others: Vec::new(),
-            split: None,
-        });
-        self
+    pub(crate) fn with_blocks(self, role: Role, block_tokens: u32) -> Self {
+        self.with_kv(role, block_tokens, DType::F32)
     }
 
     /// Adds an instance with its own block size and KV dtype.
@@ -391,7 +385,6 @@ impl TestFleet {
                 true => Some(self.checkpoint.place(&**device, &mut |_, _| {}).unwrap()),
                 false => self.checkpoint.place_share(&**device, share, &mut |_, _| {}).unwrap(),
             };
-            let weights = place(&device, &partition.shares()[0]).unwrap();
             let block_bytes = u64::from(member.block_tokens) * config.kv_bytes_per_token(member.kv);
             let limits = InstanceLimits {
                 activations: DType::F32,
@@ -402,6 +395,12 @@ impl TestFleet {
                 sequences_max: 8,
                 block_tokens: Some(member.block_tokens),
             };
+            if member.role.keeps() {
+                let limits = InstanceLimits { kv_bytes: block_bytes * KV_NODE_BLOCKS, ..limits };
+                let loaded = Loaded::keeping(&config, device, None, limits).unwrap();
+                return (loaded, Loaded::predicted_idle());
+            }
+            let weights = place(&device, &partition.shares()[0]).unwrap();
             let spec = InstanceSpec { device, weights, role: member.role, price: None, limits };
             let cost = Coefficients {
                 prefill_s: PrefillCoefficients { overhead: 1e-3, per_token: 1e-4, per_token_squared: 0.0 },

@@ -42,7 +42,7 @@ impl World {
                 state.workers.keys().copied().nth(struck % state.workers.len().max(1))
             };
             let Some((kind, role)) = number.and_then(|number| self.end_worker(number)) else { continue };
-            self.count("workers killed", 1);
+            self.count(if role.keeps() { "KV nodes killed" } else { "workers killed" }, 1);
             self.env.sleep(self.span(0.2)).await;
             self.start_worker(kind, self.next_role(kind, role)).await;
         }
@@ -61,6 +61,9 @@ impl World {
 
     /// Of the worker that comes for a killed one: any, unless the others could serve nobody without its own.
     fn next_role(&self, kind: usize, killed: Role) -> Role {
+        if killed.keeps() {
+            return killed;
+        }
         let others: Vec<Role> = {
             let state = self.state();
             state.workers.values().filter(|worker| worker.kind == kind).map(|worker| worker.role).collect()

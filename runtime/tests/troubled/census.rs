@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 
 /// What strikes a fleet in these worlds: each does in at least one seed of twenty, over a thousand seeds.
-pub(crate) const FAULTS: [&str; 31] = [
+pub(crate) const FAULTS: [&str; 32] = [
+    "KV nodes killed",
     "clocks off",
     "connections cut",
     "devices failed",

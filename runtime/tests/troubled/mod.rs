@@ -235,6 +235,9 @@ impl World {
         for nth in 0..self.workload.workers {
             self.start_worker(nth % kinds, self.role(nth / kinds)).await;
         }
+        for nth in 0..self.workload.kv_nodes {
+            self.start_worker(nth % kinds, Role::Kv).await;
+        }
     }
 
     /// Starts all clients; each receiver completes when its client is done.

@@ -76,7 +76,6 @@ impl World {
         let device = format!("part{number}");
         let part = self.part(&device, &host);
         let config = Arc::new(its.checkpoint.config.clone());
-        let weights = its.checkpoint.place(&*part.device, &mut |_, _| {}).unwrap();
         let block_bytes = u64::from(BLOCK_TOKENS) * config.kv_bytes_per_token(DType::F32);
         let limits = InstanceLimits {
             activations: DType::F32,
@@ -87,9 +86,14 @@ impl World {
             sequences_max: 8,
             block_tokens: Some(BLOCK_TOKENS),
         };
-        let spec = InstanceSpec { device: part.device, weights, role, price: None, limits };
         let disk = self.disk(block_bytes);
-        let loaded = Loaded::new(&config, spec).unwrap();
+        let loaded = if role.keeps() {
+            Loaded::keeping(&config, part.device, None, limits).unwrap()
+        } else {
+            let weights = its.checkpoint.place(&*part.device, &mut |_, _| {}).unwrap();
+            let spec = InstanceSpec { device: part.device, weights, role, price: None, limits };
+            Loaded::new(&config, spec).unwrap()
+        };
         let loaded = match self.workload.dram_blocks {
             0 => loaded,
             blocks => {
@@ -101,7 +105,10 @@ impl World {
                 loaded.with_lower_tiers(tiers, &move |bytes| world.host_memory(bytes)).unwrap()
             }
         };
-        let cost = loaded.predicted_by(profile(part.said_flops));
+        let cost = match role.keeps() {
+            true => Loaded::predicted_idle(),
+            false => loaded.predicted_by(profile(part.said_flops)),
+        };
         let process = WorkerProcess {
             env: env.clone(),
             model: its.model.clone(),

@@ -11,6 +11,9 @@ use serde::Deserialize;
 pub(crate) struct Workload {
     pub(crate) name: String,
     pub(super) workers: usize,
+    /// Number of KV nodes beside them.
+    #[serde(default)]
+    pub(super) kv_nodes: usize,
     pub(super) routers: usize,
     pub(super) requests: usize,
     #[serde(default)]

@@ -1,6 +1,7 @@
 //! Several processes as one fleet: `mixfleet router`, `mixfleet worker`, `mixfleet fleet`.
 
 mod join;
+mod node;
 mod process;
 mod status;
 mod token;
@@ -50,8 +51,8 @@ pub(crate) struct WorkerArgs {
     model: ModelArgs,
     #[command(flatten)]
     instances: InstanceArgs,
-    /// Default role of devices: auto, prefill or decode
-    #[arg(long, value_name = "ROLE", default_value = "auto", value_parser = crate::args::role)]
+    /// Default role of devices: auto, prefill or decode; kv: no device
+    #[arg(long, value_name = "ROLE", default_value = "auto", value_parser = crate::args::worker_role)]
     role: mixfleet_scheduler::fleet::Role,
     /// Address for routers and other workers; port 0 picks a free port
     #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:0")]

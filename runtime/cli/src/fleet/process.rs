@@ -2,7 +2,7 @@
 
 use super::join::Join;
 use super::transports::{self, Offered, PIECE_TIMEOUT};
-use super::{RouterArgs, WorkerArgs};
+use super::{RouterArgs, WorkerArgs, node};
 use crate::Usage;
 use crate::args::DeviceRole;
 use crate::backends;
@@ -140,6 +140,7 @@ pub(crate) fn worker(args: WorkerArgs) -> Result<()> {
         let name = format!("{name:?}").to_lowercase();
         return Err(Usage(format!("--transports names {name} twice")).into());
     }
+    node::check(&args)?;
     let control = args.join.listen("--listen-control", &args.listen_control)?;
     let data = match &args.listen_data {
         Some(text) => args.join.listen("--listen-data", text)?,
@@ -245,6 +246,10 @@ async fn load(
     digest: Digest,
     env: SharedEnv,
 ) -> Result<(Vec<(Loaded, CostModel)>, Vec<Option<f64>>)> {
+    if args.role.keeps() {
+        let (loaded, cost, price) = node::open(args, &model, (&identity, &digest))?;
+        return Ok((vec![(loaded, cost)], vec![price]));
+    }
     let mut chosen = serve::chosen(&args.instances);
     for device in &mut chosen.devices {
         if device.role == Role::Auto {

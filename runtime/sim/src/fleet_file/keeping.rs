@@ -1,6 +1,8 @@
 //! Pools of KV nodes, which have host memory, perhaps a disk, and a network interface.
 
-use super::resolve::{SSD_GB_PER_S, at_least_one, not_negative, positive, tokens_or_bytes, wrong};
+use super::resolve::{
+    DRAM_GB_PER_S, SSD_GB_PER_S, at_least_one, not_negative, positive, tokens_or_bytes, wrong,
+};
 use super::{Engine, FleetFileError, InstancePool, Kv, Model, TierSize, raw};
 use mixfleet_hal::units::GIB;
 use mixfleet_scheduler::batch::BatchLimits;
@@ -53,6 +55,9 @@ pub(super) fn pool(
     let ssd_tokens = tokens_or_bytes(place, "ssd", raw.ssd_tokens, raw.ssd_bytes, model)?.unwrap_or(0);
     let ssd = TierSize { tokens: ssd_tokens, gb_per_s: raw.ssd_gb_per_s.unwrap_or(SSD_GB_PER_S) };
     positive(&key("ssd_gb_per_s"), ssd.gb_per_s)?;
+    // as in `worker`, half of the memory is then for what goes to the disk and comes from it
+    let below = if ssd_tokens > 0 { tokens / 2 } else { 0 };
+    let (cache_tokens, dram) = (tokens - below, TierSize { tokens: below, gb_per_s: DRAM_GB_PER_S });
     let nic_gb_per_s = raw.nic_gb_per_s.unwrap_or(InstancePool::NIC_GB_PER_S);
     positive(&key("nic_gb_per_s"), nic_gb_per_s)?;
     let gib = tokens as f64 * model.kv_bytes_per_token / GIB as f64;
@@ -80,8 +85,8 @@ pub(super) fn pool(
         price_stated: usd_per_hour.is_some(),
         usd_per_hour,
         price_basis,
-        cache_tokens: tokens,
-        dram: TierSize::default(),
+        cache_tokens,
+        dram,
         ssd,
         nic_gb_per_s,
         engine: Engine {

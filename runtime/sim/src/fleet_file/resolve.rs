@@ -19,7 +19,7 @@ use mixfleet_scheduler::sizing::MEMORY_SHARE;
 use std::path::Path;
 
 /// Default bandwidth of host memory: PCIe 4 with 16 lanes, if the device's own link is unknown.
-const DRAM_GB_PER_S: f64 = 32.0;
+pub(super) const DRAM_GB_PER_S: f64 = 32.0;
 /// Default bandwidth of a disk: one NVMe disk on PCIe 4.
 pub(super) const SSD_GB_PER_S: f64 = 5.0;
 
