@@ -4,10 +4,16 @@ use mixfleet_hal::profile::{CopyCost, DeviceProfile, Predictor};
 use mixfleet_hal::units::{Bytes, Seconds};
 use mixfleet_hal::{Cmd, Error, OpSig, Result};
 use std::collections::HashMap;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Maximum number of signatures whose times are cached; a decode step has one or two new ones.
 const KEPT_MAX: usize = 1 << 16;
+
+/// What batches take on devices that share a model, and that stand for one device here.
+pub trait GroupTimes: std::fmt::Debug + Send + Sync {
+    /// The time of a batch; `None` for one without a layer, which takes what one device needs for it.
+    fn time(&self, batch: &[Cmd]) -> Option<Seconds>;
+}
 
 /// A profile with a cache, since a prediction looks at all points of its kind and layers repeat the same
 /// queries.
@@ -16,6 +22,7 @@ pub(crate) struct Costs {
     profile: DeviceProfile,
     predictor: Predictor,
     kept: Mutex<HashMap<OpSig, Seconds>>,
+    group: Option<Arc<dyn GroupTimes>>,
 }
 
 impl Costs {
@@ -52,7 +59,12 @@ impl Costs {
             }
         }
         let predictor = Predictor::new(&profile);
-        Ok(Costs { profile, predictor, kept: Mutex::default() })
+        Ok(Costs { profile, predictor, kept: Mutex::default(), group: None })
+    }
+
+    /// The same for devices that share a model.
+    pub(crate) fn of_group(self, group: Arc<dyn GroupTimes>) -> Self {
+        Costs { group: Some(group), ..self }
     }
 
     pub(crate) fn profile(&self) -> &DeviceProfile {
@@ -61,11 +73,19 @@ impl Costs {
 
     /// Returns the cost of launching a batch on an idle queue; zero for an empty one.
     pub(crate) fn launch(&self, cmds: &[Cmd]) -> Seconds {
-        if cmds.is_empty() { Seconds::ZERO } else { self.profile.launch }
+        if cmds.is_empty() || self.of_layers(cmds).is_some() { Seconds::ZERO } else { self.profile.launch }
+    }
+
+    /// What devices that share a model take for a batch with layers, launches included.
+    fn of_layers(&self, cmds: &[Cmd]) -> Option<Seconds> {
+        self.group.as_ref()?.time(cmds)
     }
 
     /// Returns the commands' own times plus n times `launch_per_command`.
     pub(crate) fn work(&self, cmds: &[Cmd]) -> Seconds {
+        if let Some(time) = self.of_layers(cmds) {
+            return time;
+        }
         let own: Seconds = cmds.iter().map(|cmd| self.time(cmd.sig())).sum();
         self.profile.launch_per_command * cmds.len() as f64 + own
     }

@@ -1,7 +1,7 @@
 //! The common part of both kinds of simulated device, and the time-only device.
 
 use crate::clock::Clock;
-use crate::costs::Costs;
+use crate::costs::{Costs, GroupTimes};
 use crate::memory::{Budget, Edit, SharedStore, Store, lock};
 use crate::queue::{Digests, SimQueue};
 use crate::timeline::Schedule;
@@ -32,7 +32,10 @@ impl SimulatedPart {
     /// # Errors
     /// `Invalid` for an implausible profile.
     pub(crate) fn new(id: &str, profile: DeviceProfile, clock: Arc<dyn Clock>, work: &str) -> Result<Self> {
-        let costs = Costs::new(profile)?;
+        SimulatedPart::of(id, Costs::new(profile)?, clock, work)
+    }
+
+    fn of(id: &str, costs: Costs, clock: Arc<dyn Clock>, work: &str) -> Result<Self> {
         let profile = costs.profile();
         let (version, memory) = (env!("CARGO_PKG_VERSION"), to_u64(profile.memory.0));
         let rate = |(dtype, rate): &(DType, FlopPerSecond)| format!("{dtype} {:.1}", rate.0 / 1e12);
@@ -124,6 +127,22 @@ impl TimeOnlyDevice {
     /// `Invalid` for an implausible profile.
     pub fn new(id: &str, profile: DeviceProfile, clock: Arc<dyn Clock>) -> Result<Self> {
         let part = SimulatedPart::new(id, profile, clock, DeviceInfo::TIME_ONLY)?;
+        Ok(TimeOnlyDevice { part, store: SharedStore::default() })
+    }
+
+    /// Creates a device that stands for several which share a model: it has the memory of `profile`, copies
+    /// as that says, and takes `times` for what a model's layers do.
+    ///
+    /// # Errors
+    /// `Invalid` for an implausible profile.
+    pub fn of_group(
+        id: &str,
+        profile: DeviceProfile,
+        clock: Arc<dyn Clock>,
+        times: Arc<dyn GroupTimes>,
+    ) -> Result<Self> {
+        let costs = Costs::new(profile)?.of_group(times);
+        let part = SimulatedPart::of(id, costs, clock, DeviceInfo::TIME_ONLY)?;
         Ok(TimeOnlyDevice { part, store: SharedStore::default() })
     }
 }

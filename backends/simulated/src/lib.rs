@@ -38,5 +38,6 @@ mod timeline;
 pub use backend::{SelectorFiles, SimBackend};
 pub use clock::{Clock, RealClock, VirtualClock};
 pub use compute::{ComputeDevice, measured_dilation};
+pub use costs::GroupTimes;
 pub use device::TimeOnlyDevice;
 pub use faulty::FaultyDevice;

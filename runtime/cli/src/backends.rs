@@ -4,6 +4,7 @@ mod files;
 
 use crate::Usage;
 use crate::args::DeviceRole;
+use crate::groups::SimGroup;
 use anyhow::{Context, Result, bail};
 use mixfleet_discover::{Topology, Tree, same_part};
 use mixfleet_hal::{Absent, Backend, Device, DeviceInfo};
@@ -55,11 +56,15 @@ pub(crate) fn attends_apart(selector: &str) -> bool {
 }
 
 /// The selectors of an instance's devices: its only one, or those between the commas of `tp:A,B` or
-/// `attn:A,B`. A comma that no backend's name follows belongs to a selector.
+/// `attn:A,B`. A comma that no backend's name follows belongs to a selector. Simulated parts that share a model
+/// are opened as one device.
 ///
 /// # Errors
 /// When fewer than two devices are to be one instance, or one is named twice.
 pub(crate) fn members(selector: &str) -> Result<Vec<String>> {
+    if SimGroup::of(selector)?.is_some() {
+        return Ok(vec![selector.to_owned()]);
+    }
     let several = [DIVIDED, APART].into_iter().find_map(|word| Some((word, selector.strip_prefix(word)?)));
     let Some((word, list)) = several else { return Ok(vec![selector.to_owned()]) };
     let backends = all();

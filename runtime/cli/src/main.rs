@@ -21,6 +21,7 @@ mod explain;
 #[cfg(feature = "fleet")]
 mod fleet;
 mod generate;
+mod groups;
 mod interrupt;
 mod links;
 mod model;

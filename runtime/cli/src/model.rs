@@ -18,6 +18,8 @@ const RANDOM: &str = "random:";
 pub(crate) struct Model {
     pub(crate) name: String,
     pub(crate) checkpoint: Checkpoint,
+    /// What its weights are drawn from, if they are random: devices that compute nothing need none.
+    pub(crate) random: Option<RandomCheckpoint>,
     pub(crate) text: Arc<LoadedText>,
     pub(crate) activations: DType,
     pub(crate) kv: DType,
@@ -29,7 +31,7 @@ pub(crate) struct Model {
 impl Model {
     /// Maps the checkpoint and reads tokenizer and chat template.
     pub(crate) fn load(args: &ModelArgs, env: &SharedEnv) -> Result<Self> {
-        let (name, checkpoint, tokenizer, template) = match &args.model {
+        let (name, checkpoint, random, tokenizer, template) = match &args.model {
             Some(directory) => match directory.to_str().and_then(|text| text.strip_prefix(RANDOM)) {
                 Some(shape) => random(shape)?,
                 None => open(directory)?,
@@ -37,6 +39,7 @@ impl Model {
             None => (
                 builtin::NAME.to_string(),
                 builtin::checkpoint()?,
+                None,
                 builtin::tokenizer()?,
                 Some(builtin::chat_template()?),
             ),
@@ -52,26 +55,55 @@ impl Model {
             activations,
             kv: args.kv_dtype.unwrap_or(activations),
             checkpoint,
+            random,
             tokenizer_digest,
         })
     }
 }
 
+/// Name, weights and where they are from, tokenizer and chat template.
+type Loading = (String, Checkpoint, Option<RandomCheckpoint>, Tokenizer, Option<ChatTemplate>);
+
 /// A model of a known shape whose weights are random, with the tokenizer of the built-in one.
-fn random(shape: &str) -> Result<(String, Checkpoint, Tokenizer, Option<ChatTemplate>)> {
+fn random(shape: &str) -> Result<Loading> {
     let known = mixfleet_scheduler::models::find(shape).map_err(|error| Usage(error.to_string()))?;
-    let checkpoint = RandomCheckpoint::of_shape(known)?.repeating()?;
-    let name = format!("{RANDOM}{}", known.name);
-    Ok((name, checkpoint, builtin::tokenizer()?, Some(builtin::chat_template()?)))
+    let random = RandomCheckpoint::of_shape(known)?;
+    let (name, checkpoint) = (format!("{RANDOM}{}", known.name), random.repeating()?);
+    Ok((name, checkpoint, Some(random), builtin::tokenizer()?, Some(builtin::chat_template()?)))
 }
 
-fn open(directory: &Path) -> Result<(String, Checkpoint, Tokenizer, Option<ChatTemplate>)> {
-    let checkpoint = Checkpoint::open(directory, &mixfleet_cpu::host::Mapper)
-        .with_context(|| format!("cannot load the checkpoint in {}", directory.display()))?;
+/// Whether a directory has a configuration, and no weights.
+fn has_no_weights(directory: &Path) -> bool {
+    let files = std::fs::read_dir(directory).into_iter().flatten().flatten();
+    directory.join("config.json").is_file()
+        && !files.into_iter().any(|file| file.path().extension().is_some_and(|end| end == "safetensors"))
+}
+
+fn open(directory: &Path) -> Result<Loading> {
+    let failed = || format!("cannot load the checkpoint in {}", directory.display());
+    let (checkpoint, random) = match has_no_weights(directory) {
+        false => (Checkpoint::open(directory, &mixfleet_cpu::host::Mapper).with_context(failed)?, None),
+        true => {
+            tracing::warn!(
+                directory = %directory.display(),
+                "there are no weights; devices that compute get random ones, whose answers mean nothing"
+            );
+            let text = std::fs::read(directory.join("config.json")).with_context(failed)?;
+            let config: serde_json::Map<_, _> = serde_json::from_slice(&text).with_context(failed)?;
+            let named = ["dtype", "torch_dtype"].into_iter().find_map(|key| config.get(key)?.as_str());
+            let dtype = match named {
+                Some("float32") => DType::F32,
+                Some("float16") => DType::F16,
+                _ => DType::Bf16,
+            };
+            let random = RandomCheckpoint { config, dtype, seed: 1 };
+            (random.repeating().with_context(failed)?, Some(random))
+        }
+    };
     let tokenizer = Tokenizer::open(directory)
         .context("mixfleet needs the checkpoint's fast tokenizer, the file tokenizer.json")?;
     let template = ChatTemplate::open(directory)?;
     let absolute = directory.canonicalize().unwrap_or_else(|_| directory.to_path_buf());
     let name = absolute.file_name().map_or_else(|| "model".into(), |n| n.to_string_lossy().into_owned());
-    Ok((name, checkpoint, tokenizer, template))
+    Ok((name, checkpoint, random, tokenizer, template))
 }

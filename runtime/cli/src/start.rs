@@ -3,6 +3,7 @@
 use crate::Usage;
 use crate::args::{DeviceRole, ModelArgs, TierArgs};
 use crate::digest::Digest;
+use crate::groups::SimGroup;
 use crate::model::Model;
 use crate::tiers::{self, Pools};
 use crate::{backends, calibration, profiles, sizes};
@@ -147,7 +148,7 @@ pub(crate) fn instances(
     let read = |file: &PathBuf| Ok((file.clone(), profiles::read(file)?));
     let known = choice.profiles.iter().map(read).collect::<Result<Vec<_>>>()?;
     digest.watch_over(model.checkpoint.clone());
-    let mut instances = Vec::new();
+    let (mut instances, mut costs) = (Vec::new(), Vec::new());
     let given = GivenSizes {
         kv: args.kv_memory.map(|gib| Bytes(gib * GIB as f64)),
         step_tokens_max: args.chunk,
@@ -162,15 +163,20 @@ pub(crate) fn instances(
         return Err(Usage(message).into());
     }
     for DeviceRole { device: selector, role } in &choice.devices {
+        let group = SimGroup::of(selector)?.map(|group| group.open(model, given)).transpose()?;
+        let given = group.as_ref().map_or(given, |group| group.given);
         let members = backends::members(selector)?;
-        let partition = match backends::attends_apart(selector) {
+        let partition = match backends::attends_apart(selector) && group.is_none() {
             true => config.with_attention(members.len() - 1, choice.attn_split.unwrap_or_default()),
             false => config.divided(members.len()),
         };
         let partition = partition.map_err(|reason| Usage(format!("{selector}: {reason}")))?;
         let mut placed = Vec::new();
         for (member, share) in members.iter().zip(partition.shares()) {
-            let device = backends::open(member)?;
+            let device = match &group {
+                Some(group) => group.device.clone(),
+                None => backends::open(member)?,
+            };
             let whole = members.len() == 1;
             let weights = place(model, &*device, member, (!whole).then_some(share))?;
             let size = sizes::of(model, share, &*device, given, host_devices)?;
@@ -209,8 +215,9 @@ pub(crate) fn instances(
             Some(tiers) => loaded.with_lower_tiers(tiers, &region)?,
             None => loaded,
         });
+        costs.push(group.map(|group| group.cost));
     }
-    predicted(model, instances, &known, choice.recalibrate, env)
+    predicted(model, instances.into_iter().zip(costs).collect(), &known, choice.recalibrate, env)
 }
 
 /// The namespace of the model's KV on a disk, once the weights' digest is known.
@@ -280,6 +287,9 @@ fn place(
         bar.set_position(done);
     };
     let weights = match share {
+        None if !device.info().computes() && model.random.is_some() => {
+            model.random.as_ref().map(|random| random.unwritten(device)).transpose()
+        }
         None => model.checkpoint.place(device, &mut progress).map(Some),
         Some(share) => model.checkpoint.place_share(device, share, &mut progress),
     };
@@ -287,17 +297,18 @@ fn place(
     weights.with_context(|| format!("cannot place the model on {selector}"))
 }
 
-/// The cost model of each instance: from its device's profile if one was given, otherwise by calibration.
+/// The cost model of each instance: that of its simulated group, or from its device's profile if one was
+/// given, otherwise by calibration.
 /// With one device there is nothing to choose, but early rejection still needs predictions.
 fn predicted(
     model: &Model,
-    instances: Vec<Loaded>,
+    instances: Vec<(Loaded, Option<CostModel>)>,
     known: &[(PathBuf, DeviceProfile)],
     again: bool,
     env: &SharedEnv,
 ) -> Result<Vec<(Loaded, CostModel)>> {
     for (file, profile) in known {
-        let mut devices = instances.iter().flat_map(Loaded::devices);
+        let mut devices = instances.iter().flat_map(|(loaded, _)| loaded.devices());
         if !devices.any(|device| device.info().fingerprint == profile.fingerprint) {
             let (file, of) = (file.display(), &profile.fingerprint);
             let message =
@@ -306,13 +317,14 @@ fn predicted(
         }
     }
     let mut predicted = Vec::new();
-    for mut loaded in instances {
+    for (mut loaded, cost) in instances {
         let of = |device: &Arc<dyn Device>| {
             let mut profiles = known.iter().map(|(_, profile)| profile);
             profiles.find(|profile| profile.fingerprint == device.info().fingerprint).cloned()
         };
         let profiles: Option<Vec<DeviceProfile>> = loaded.devices().map(of).collect();
         let cost = match profiles.as_deref() {
+            _ if cost.is_some() => cost.context("it was just there")?,
             Some([profile]) => loaded.predicted_by(profile.clone()),
             Some(profiles) if loaded.attends_apart() => loaded.predicted_by_members(profiles, &**env)?,
             _ => CostModel::Coefficients(calibrated(model, &mut loaded, again, env)?),

@@ -1,0 +1,380 @@
+//! Simulated parts that serve as one instance: `tp:sim:A,sim:A`, `pp:(tp:sim:A,sim:A),(tp:sim:A,sim:A)`,
+//! `attn:sim:A,sim:B`.
+//!
+//! Parts that compute nothing need no results of each other, so that one device stands for all: it has their
+//! memory, and takes the time that the cost model of the group predicts.
+
+use crate::Usage;
+use crate::model::Model;
+use anyhow::{Context, Result, bail};
+use mixfleet_hal::cast::to_u32;
+use mixfleet_hal::catalog::{self, Part};
+use mixfleet_hal::profile::Predictor;
+use mixfleet_hal::units::{Bytes, BytesPerSecond, GB, Seconds};
+use mixfleet_hal::{Cmd, Device, OpSig};
+use mixfleet_scheduler::cost::{
+    AllReduce, Attending, AttnSplit, CostModel, EngineCost, LockstepCost, ModelShape, Partition,
+    PipelineCost, Prefill, ProfileCost,
+};
+use mixfleet_scheduler::sizing::{GivenSizes, MEMORY_SHARE};
+use mixfleet_sim::fleet_file::InstancePool;
+use mixfleet_simulated::{GroupTimes, RealClock, TimeOnlyDevice};
+use std::sync::Arc;
+
+/// Prompt tokens of a step where none are given.
+const CHUNK_TOKENS: u32 = 512;
+/// Devices of a stage, and stages, that are tried for a model that does not fit.
+const DEVICES: [u32; 4] = [1, 2, 4, 8];
+
+/// Parts that share a model.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct SimGroup {
+    selector: String,
+    part: &'static Part,
+    /// Devices of a stage, which divide its layers.
+    per_stage: u32,
+    stages: u32,
+    /// The part and the number of devices that attend for the others.
+    attending: Option<(&'static Part, u32)>,
+    dilation: f64,
+}
+
+/// The device of a group, the cost of its steps, and its KV memory.
+pub(crate) struct OpenGroup {
+    pub(crate) device: Arc<dyn Device>,
+    pub(crate) cost: CostModel,
+    pub(crate) given: GivenSizes,
+}
+
+/// Equal devices: their part, devices of a stage, stages, and the clock's dilation.
+type Alike = (&'static Part, u32, u32, f64);
+
+impl SimGroup {
+    /// The group of a selector; `None` if it is another one.
+    ///
+    /// # Errors
+    /// What is wrong with one of simulated parts.
+    pub(crate) fn of(selector: &str) -> Result<Option<Self>> {
+        let Some((word, list)) = selector.split_once(':') else { return Ok(None) };
+        let is_group = ["tp", "pp", "attn"].contains(&word);
+        let simulated = list.contains("sim:") && !list.contains(",compute");
+        if !is_group || !simulated && word != "pp" {
+            return Ok(None);
+        }
+        let refused = |cause: String| Usage(format!("{selector}: {cause}"));
+        let members = members(list);
+        if word == "pp" && !members.iter().all(|member| member.contains("sim:")) {
+            bail!(refused(
+                "stages of layers are only for simulated parts so far, as in pp:sim:A,sim:A".into()
+            ));
+        }
+        let own = |(part, per_stage, stages, dilation): Alike, attending| SimGroup {
+            selector: selector.to_owned(),
+            part,
+            per_stage,
+            stages,
+            attending,
+            dilation,
+        };
+        if word != "attn" {
+            if !members
+                .iter()
+                .all(|member| member.trim_start_matches('(').starts_with("sim:") || member.contains(":sim:"))
+            {
+                return Ok(None);
+            }
+            return Ok(Some(own(alike(selector).map_err(refused)?, None)));
+        }
+        if !members.iter().all(|member| member.contains("sim:")) {
+            return Ok(None);
+        }
+        let (first, others) = members.split_first().context("a selector names a device")?;
+        let first = alike(first).map_err(refused)?;
+        let others: Vec<Alike> =
+            others.iter().map(|member| alike(member)).collect::<Result<_, _>>().map_err(refused)?;
+        let Some(&(part, ..)) = others.first() else {
+            bail!(refused("needs two devices or more, as in attn:sim:A,sim:B".into()));
+        };
+        if first.2 > 1 || others.iter().any(|other| (other.0.id, other.1 * other.2) != (part.id, 1)) {
+            bail!(refused("those that attend are single devices of one part, and none has stages".into()));
+        }
+        Ok(Some(own(first, Some((part, to_u32(others.len()))))))
+    }
+
+    fn devices(&self) -> u32 {
+        self.per_stage * self.stages
+    }
+
+    /// Opens the device that stands for all.
+    ///
+    /// # Errors
+    /// Why the model cannot be divided so, or does not fit; then with parts that hold it.
+    pub(crate) fn open(&self, model: &Model, given: GivenSizes) -> Result<OpenGroup> {
+        let refused = |cause: String| Usage(format!("{}: {cause}", self.selector));
+        let chunk_tokens = given.step_tokens_max.unwrap_or(CHUNK_TOKENS);
+        let config = &model.checkpoint.config;
+        let shape = config.cost_shape(model.activations, model.kv, 16);
+        let weights = shape.weight_bytes(config.tied_embeddings);
+        if self.part.memory_bytes() * f64::from(self.devices()) * MEMORY_SHARE < weights {
+            bail!(refused(does_not_fit(self.part, self.devices(), &shape, weights)));
+        }
+        let cost = self.cost(&shape, chunk_tokens).map_err(refused)?.compiled();
+        let (room, copies) = match self.attending {
+            None => {
+                let all = self.part.memory_bytes() * f64::from(self.devices()) * MEMORY_SHARE;
+                (all.0 - weights.0, shape.kv_copies(self.per_stage))
+            }
+            Some((part, count)) => {
+                let partition = Partition::attention(&shape, count, AttnSplit::even(&shape, count));
+                let copies = partition.map_err(refused)?.kv_copies(&shape);
+                (part.memory_bytes().0 * f64::from(count) * MEMORY_SHARE, copies)
+            }
+        };
+        let sequences = given.sequences_max.unwrap_or(64);
+        let activations = shape.activation_bytes(chunk_tokens.max(sequences), sequences) as f64;
+        // four contexts to a sequence find a use
+        let most =
+            4.0 * f64::from(sequences) * f64::from(config.context_max) * shape.kv_bytes_per_token() as f64;
+        let kv = given.kv.unwrap_or(Bytes((room / copies).min(most)));
+        let memory = weights + kv + Bytes(2.0 * activations) + Bytes(GB);
+        let profile = self.part.reached_profile().unwrap_or_else(|| self.part.profile());
+        let profile = mixfleet_hal::profile::DeviceProfile { memory, ..profile };
+        let times = Arc::new(GroupSteps { cost: cost.clone(), layers: config.layers, vocab: config.vocab });
+        let clock = Arc::new(RealClock::new(self.dilation)?);
+        let device = Arc::new(TimeOnlyDevice::of_group(&self.selector, profile, clock, times)?);
+        let given =
+            GivenSizes { kv: Some(kv), step_tokens_max: Some(chunk_tokens), sequences_max: Some(sequences) };
+        tracing::info!(
+            device = %self.selector,
+            kv_gb = (kv.0 / GB * 10.0).round() / 10.0,
+            decode_step_s = cost.decode_step_s(1, 1024).0,
+            "simulated parts as one instance"
+        );
+        Ok(OpenGroup { device, cost, given })
+    }
+
+    fn cost(&self, shape: &ModelShape, chunk_tokens: u32) -> Result<CostModel, String> {
+        let profile = |part: &Part| part.reached_profile().unwrap_or_else(|| part.profile());
+        shape.check_split(self.per_stage)?;
+        if self.stages > shape.layers() {
+            return Err(format!("{} stages are more than {} layers", self.stages, shape.layers()));
+        }
+        let all_reduce = match self.per_stage {
+            1 => None,
+            several => Some(
+                AllReduce::of(self.part, several)
+                    .ok_or_else(|| format!("what {several} devices exchange takes is not known"))?,
+            ),
+        };
+        let (profile_of, engine) = (profile(self.part), EngineCost::OURS);
+        let first =
+            ProfileCost { profile: profile_of, shape: shape.clone(), chunk_tokens, all_reduce, engine };
+        let network = BytesPerSecond(InstancePool::NIC_GB_PER_S * GB);
+        if let Some((part, count)) = self.attending {
+            let partition = Partition::attention(shape, count, AttnSplit::even(shape, count))?;
+            let (by, how) = (Arc::new(Predictor::new(&first.profile)), Attending::STAGGERED);
+            let products = LockstepCost::products(&first, &by, how);
+            let attends = Arc::new(Predictor::new(&profile(part)));
+            let others = vec![attends; count as usize];
+            let link = LockstepCost::network(network);
+            let cost = LockstepCost::new(&partition, (&first, products), &others, link, how)?;
+            return Ok(CostModel::Lockstep(Arc::new(cost)));
+        }
+        let whole = CostModel::Profile(Box::new(first));
+        if self.stages == 1 {
+            return Ok(whole);
+        }
+        let chunk = PipelineCost::CHUNK_TOKENS.min(chunk_tokens);
+        Ok(CostModel::Pipeline(Arc::new(PipelineCost::of(whole, self.stages, chunk, (shape, network)))))
+    }
+}
+
+/// The members between the commas outside of parentheses. A comma before a word of a selector belongs to it.
+fn members(list: &str) -> Vec<&str> {
+    let (mut found, mut depth, mut start) = (Vec::new(), 0u32, 0);
+    for (at, char) in list.char_indices() {
+        match char {
+            '(' => depth += 1,
+            ')' => depth = depth.saturating_sub(1),
+            ',' if depth == 0 && !list[at + 1..].starts_with("dilation:") => {
+                found.push(&list[start..at]);
+                start = at + 1;
+            }
+            _ => {}
+        }
+    }
+    found.push(&list[start..]);
+    found
+}
+
+/// Equal devices that share layers: a part, `tp:` of several, or `pp:` of equal ones of these.
+fn alike(text: &str) -> Result<Alike, String> {
+    let text = text.strip_prefix('(').and_then(|inner| inner.strip_suffix(')')).unwrap_or(text);
+    let (word, list) = text.split_once(':').ok_or_else(|| format!("'{text}' is no device"))?;
+    if word == "sim" {
+        let mut words = list.split(',');
+        let name = words.next().unwrap_or_default();
+        let name = name.rsplit_once('#').map_or(name, |(name, _)| name);
+        let dilation = match words.next().and_then(|word| word.strip_prefix("dilation:")) {
+            Some(factor) => factor.parse().map_err(|_| format!("'{text}' has no number after dilation:"))?,
+            None => 1.0,
+        };
+        let part = catalog::part(name).ok_or_else(|| match &catalog::closest(name)[..] {
+            [] => {
+                format!("the catalog has no '{name}'; groups are of parts of the catalog ('mixfleet parts')")
+            }
+            near => {
+                format!("the catalog has no '{name}'; did you mean {}?", near.join(", "))
+            }
+        })?;
+        return Ok((part, 1, 1, dilation));
+    }
+    let all: Vec<Alike> = members(list).into_iter().map(alike).collect::<Result<_, _>>()?;
+    let one = all[0];
+    let count = to_u32(all.len());
+    if count < 2 || all.iter().any(|other| (other.0.id, other.1, other.2) != (one.0.id, one.1, one.2)) {
+        return Err(format!("'{text}' must name two or more that are equal: one part, and as many of it"));
+    }
+    match (word, one) {
+        ("tp", (part, 1, 1, dilation)) => Ok((part, count, 1, dilation)),
+        ("pp", (part, per_stage, 1, dilation)) => Ok((part, per_stage, count, dilation)),
+        _ => {
+            Err(format!("'{text}' cannot be divided so: tp: has single devices, and pp: these or tp: groups"))
+        }
+    }
+}
+
+/// Why a model does not fit devices of a part, and as what it would.
+pub(crate) fn does_not_fit(part: &Part, devices: u32, shape: &ModelShape, weights: Bytes) -> String {
+    let each = part.memory_bytes().0;
+    let of = |per_stage: u32, stages: u32| {
+        let one = format!("sim:{}", part.id);
+        let group = |word: &str, member: &str, count: u32| match count {
+            1 => member.to_owned(),
+            _ => format!("{word}:{}", vec![member; count as usize].join(",")),
+        };
+        let stage = group("tp", &one, per_stage);
+        let stage = if per_stage > 1 && stages > 1 { format!("({stage})") } else { stage };
+        group("pp", &stage, stages)
+    };
+    // one part in ten of what is left is enough to serve something
+    let fits = |(per_stage, stages): &(u32, u32)| {
+        shape.check_split(*per_stage).is_ok()
+            && *stages <= shape.layers()
+            && f64::from(per_stage * stages) * each * MEMORY_SHARE > 1.1 * weights.0
+    };
+    let all = DEVICES.into_iter().flat_map(|stages| DEVICES.map(|per_stage| (per_stage, stages)));
+    let least = all.filter(fits).min_by_key(|(per_stage, stages)| (per_stage * stages, *stages));
+    let would = least.map_or_else(
+        || "64 of them do not hold it either".to_owned(),
+        |(per_stage, stages)| format!("it fits as {}", of(per_stage, stages)),
+    );
+    let (weights, gb) = (weights.0 / GB, each / GB);
+    format!(
+        "the model does not fit: {weights:.1} GB of weights on {devices} x {gb:.0} GB, of which a tenth stays free; {would}"
+    )
+}
+
+/// The steps of a group.
+#[derive(Debug)]
+struct GroupSteps {
+    cost: CostModel,
+    layers: u32,
+    vocab: u32,
+}
+
+impl GroupTimes for GroupSteps {
+    fn time(&self, batch: &[Cmd]) -> Option<Seconds> {
+        let (mut prompts, mut decodes) = ((0u32, None), (0u32, None));
+        let mut drawn = 0;
+        for cmd in batch {
+            match *cmd.sig() {
+                OpSig::AttnPrefill { tokens, sequences, kv_tokens, .. } => {
+                    prompts = (prompts.0 + 1, Some((tokens, sequences, kv_tokens)));
+                }
+                OpSig::AttnDecode { sequences, kv_tokens, .. } => {
+                    decodes = (decodes.0 + 1, Some((sequences, kv_tokens)));
+                }
+                OpSig::Gemm { m, n, .. } if n == self.vocab => drawn = m,
+                _ => {}
+            }
+        }
+        let layers = prompts.0.max(decodes.0);
+        if layers == 0 {
+            return None;
+        }
+        let (sequences, keys) = decodes.1.unwrap_or((0, 0));
+        let mut parts = Vec::new();
+        if let Some((tokens, prompts, kv_tokens)) = prompts.1 {
+            let context = (kv_tokens.saturating_sub(tokens.into()) / u64::from(prompts.max(1))) as f64;
+            let last = drawn.saturating_sub(sequences);
+            for at in 0..prompts {
+                // as even as they come
+                let own = tokens / prompts + u32::from(at < tokens % prompts);
+                if own > 0 {
+                    let context = mixfleet_hal::cast::to_u32(mixfleet_hal::cast::to_u64(context));
+                    parts.push(Prefill { context, tokens: own, last: at < last });
+                }
+            }
+        }
+        let step = self.cost.step_s(&parts, sequences, keys);
+        Some(step * (f64::from(layers) / f64::from(self.layers.max(1))))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn group(selector: &str) -> SimGroup {
+        SimGroup::of(selector).unwrap().unwrap()
+    }
+
+    #[test]
+    fn groups_are_read_with_their_parentheses_and_others_are_left_to_others() {
+        let shape = |selector: &str| {
+            let of = group(selector);
+            (of.part.id, of.per_stage, of.stages, of.attending.map(|(part, count)| (part.id, count)))
+        };
+        assert_eq!(shape("tp:sim:rtx-4090,sim:rtx-4090"), ("RTX-4090", 2, 1, None));
+        assert_eq!(shape("pp:sim:L4,sim:L4#2,sim:l4"), ("L4", 1, 3, None));
+        let two = "(tp:sim:RTX-4090,sim:RTX-4090)";
+        assert_eq!(shape(&format!("pp:{two},{two}")), ("RTX-4090", 2, 2, None));
+        assert_eq!(shape("attn:sim:L40S,sim:L4,sim:L4"), ("L40S", 1, 1, Some(("L4", 2))));
+        let first = "attn:(tp:sim:L40S,sim:L40S),sim:L4";
+        assert_eq!(shape(first), ("L40S", 2, 1, Some(("L4", 1))));
+        assert_eq!(group("tp:sim:L4,dilation:0.1,sim:L4,dilation:0.1").dilation, 0.1);
+        for other in ["cpu", "tp:cpu@0,cpu@1", "attn:cpu,sim:L4,compute", "sim:L4", "tp:cpu,sim:L4"] {
+            assert_eq!(SimGroup::of(other).unwrap(), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_group_is_said() {
+        let says = |selector: &str, word: &str| {
+            let error = SimGroup::of(selector).unwrap_err().to_string();
+            assert!(error.contains(word) && error.contains(selector), "{error}");
+        };
+        says("tp:sim:L4", "two or more");
+        says("tp:sim:L4,sim:L40S", "equal");
+        says("pp:(tp:sim:L4,sim:L4),sim:L4", "equal");
+        says("tp:(pp:sim:L4,sim:L4),(pp:sim:L4,sim:L4)", "cannot be divided so");
+        says("tp:sim:L5,sim:L5", "no 'L5'");
+        says("pp:cpu@0,cpu@1", "simulated parts");
+        says("attn:sim:L4", "two devices");
+        says("attn:sim:L4,(tp:sim:L4,sim:L4)", "single devices");
+    }
+
+    #[test]
+    fn a_model_that_does_not_fit_is_told_what_it_would_fit() {
+        let model = mixfleet_scheduler::models::find("llama-3.1-70b").unwrap();
+        let shape = model.shape(mixfleet_hal::DType::Bf16);
+        let said = does_not_fit(catalog::part("RTX-4090").unwrap(), 1, &shape, shape.weight_bytes(false));
+        let four = "(tp:sim:RTX-4090,sim:RTX-4090,sim:RTX-4090,sim:RTX-4090)";
+        let eight = vec!["sim:RTX-4090"; 8].join(",");
+        assert!(
+            said.contains("141.1 GB") && said.contains(&format!("it fits as tp:{eight}")),
+            "{said} {four}"
+        );
+    }
+}
