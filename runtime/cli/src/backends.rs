@@ -56,8 +56,8 @@ pub(crate) fn attends_apart(selector: &str) -> bool {
 }
 
 /// The selectors of an instance's devices: its only one, or those between the commas of `tp:A,B` or
-/// `attn:A,B`. A comma that no backend's name follows belongs to a selector. Simulated parts that share a model
-/// are opened as one device.
+/// `attn:A,B`. A comma that no backend's name follows belongs to a selector. Simulated parts that share a
+/// model are opened as one device.
 ///
 /// # Errors
 /// When fewer than two devices are to be one instance, or one is named twice.

@@ -59,8 +59,19 @@ fn pools(fleet: &Value) -> &Vec<Value> {
 
 /// Devices of a part in a fleet.
 fn devices(fleet: &Value, part: &str) -> u64 {
-    let own = pools(fleet).iter().filter(|pool| pool["part"] == part);
-    own.map(|pool| pool["count"].as_u64().unwrap() * pool["devices_per_instance"].as_u64().unwrap()).sum()
+    let of_instance = |pool: &Value| {
+        let count = |of: &Value, key: &str| if of["part"] == part { of[key].as_u64().unwrap() } else { 0 };
+        count(pool, "devices_per_instance") + count(&pool["attention"], "devices")
+    };
+    pools(fleet).iter().map(|pool| pool["count"].as_u64().unwrap() * of_instance(pool)).sum()
+}
+
+/// Rent of all instances of a pool.
+fn rent(pool: &Value) -> f64 {
+    let of = |pool: &Value, devices: &str| number(&pool[devices]) * number(&pool["usd_per_hour_of_device"]);
+    let attention = &pool["attention"];
+    let attends = if attention.is_null() { 0.0 } else { of(attention, "devices") };
+    number(&pool["count"]) * (of(pool, "devices_per_instance") + attends)
 }
 
 fn write(directory: &Path, name: &str, text: &str) -> String {
@@ -83,14 +94,7 @@ fn is_sound(document: &Value, attain: f64) {
             number(&fleet["attained"]) >= attain && fleet["no_instance_can_be_spared"] == true,
             "{fleet:#}"
         );
-        let rents = pools(fleet).iter().map(|pool| {
-            let of = |pool: &Value, devices: &str| {
-                number(&pool[devices]) * number(&pool["usd_per_hour_of_device"])
-            };
-            let attention = &pool["attention"];
-            let attends = if attention.is_null() { 0.0 } else { of(attention, "devices") };
-            number(&pool["count"]) * (of(pool, "devices_per_instance") + attends)
-        });
+        let rents = pools(fleet).iter().map(rent);
         assert!((rents.sum::<f64>() - number(&fleet["usd_per_hour"])).abs() < 1e-6, "{fleet:#}");
         for pool in pools(fleet) {
             assert!(["prefill", "decode", "auto"].contains(&pool["role"].as_str().unwrap()), "{pool}");
@@ -539,10 +543,7 @@ fn more_confidence_is_a_dearer_bound_and_what_is_owned_is_kept_or_switched_off()
     let one = write(&directory, "one.toml", &one);
     let more = planned(&STEADY, &["--have", &one]);
     for fleet in more["fleets"].as_array().unwrap() {
-        let paid = pools(fleet).iter().map(|pool| {
-            let rented = number(&pool["count"]) * number(&pool["devices_per_instance"]);
-            rented * number(&pool["usd_per_hour_of_device"])
-        });
+        let paid = pools(fleet).iter().map(rent);
         let price = number(&break_even(&free, "RTX-4090")["usd_per_hour"]);
         let sunk = if devices(fleet, "RTX-4090") > 0 { price } else { 0.0 };
         assert!((paid.sum::<f64>() - sunk - number(&fleet["usd_per_hour"])).abs() < 1e-6, "{fleet:#}");

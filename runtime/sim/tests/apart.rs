@@ -96,7 +96,7 @@ impl Case {
 }
 
 /// Gains at equal cost of attention on parts that are rich in bandwidth: LLaMA-70B on four H100 with 16 RTX
-/// 4090 at a context of 2K, and with 8 H20 at 4K, against four H100 alone. 16 L4 in place of the cards lose.
+/// 4090 at a context of 2K, and with 8 H20 at 4K, against four H100 alone. A single H20 loses.
 #[test]
 fn plan_and_simulation_agree_on_what_attention_apart_gains_and_where_it_loses() {
     let size =
