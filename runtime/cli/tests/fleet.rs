@@ -3,6 +3,7 @@
 #![allow(clippy::print_stdout, reason = "a skip is said aloud")]
 
 mod authority;
+mod kv_node;
 mod process;
 
 use crate::common;
@@ -51,11 +52,13 @@ impl ProcessFleet {
 
     /// A worker that has joined, and its name.
     fn joined(&self, device: &str, role: &str, more: &[&str]) -> (Process, String) {
-        let mut worker = self.worker(device, role, more);
-        let line = worker.says("joined");
-        let (_, name) = line.split_once("member=\"").unwrap();
-        let name = name.split('"').next().unwrap().to_string();
-        (worker, name)
+        named(self.worker(device, role, more))
+    }
+
+    /// A KV node that has joined.
+    fn node(&self, more: &[&str]) -> (Process, String) {
+        let arguments = [&["--role", "kv"], more].concat();
+        named(Process::start(&mut self.command(&self.model, "worker", &arguments)))
     }
 
     /// A router that is ready, and its address.
@@ -96,6 +99,14 @@ impl ProcessFleet {
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         serde_json::from_slice(&output.stdout).unwrap()
     }
+}
+
+/// A worker once it has joined, and its name.
+fn named(mut worker: Process) -> (Process, String) {
+    let line = worker.says("joined");
+    let (_, name) = line.split_once("member=\"").unwrap();
+    let name = name.split('"').next().unwrap().to_string();
+    (worker, name)
 }
 
 /// The answer to a GET.
