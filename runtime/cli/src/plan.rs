@@ -44,7 +44,7 @@ pub(crate) struct PlanArgs {
     /// Models of 'mixfleet models', each with a load of its own
     #[arg(long, value_name = "NAME,..", value_delimiter = ',', required = true)]
     model: Vec<String>,
-    /// How its weights may be stored (docs/models.md), the cheapest for each fleet [default: bf16]
+    /// Forms of its weights to choose from [default: bf16]
     #[arg(long, value_name = "DTYPE,..", value_delimiter = ',')]
     dtype: Vec<StoredAs>,
     /// The load as a request trace ('mixfleet trace stats' reads it)
@@ -74,7 +74,7 @@ pub(crate) struct PlanArgs {
     /// Offers in place of all built-in prices (docs/comparing-parts.md)
     #[arg(long, value_name = "CSV")]
     prices: Option<PathBuf>,
-    /// The devices that there are; columns device_id, count [, region, spot]
+    /// Devices there are; columns device_id, count [, region, spot]
     #[arg(long, value_name = "CSV")]
     inventory: Option<PathBuf>,
     /// Links between regions; columns from, to, gb_per_s, usd_per_gb
@@ -89,8 +89,8 @@ pub(crate) struct PlanArgs {
     /// Parts to choose from [default: all with a price]
     #[arg(long, value_name = "A,B", value_delimiter = ',')]
     parts: Vec<String>,
-    /// Serving engine: mixfleet, vllm, sglang or tensorrt-llm
-    #[arg(long, value_name = "NAME", default_value = "mixfleet", value_parser = crate::compare::engine)]
+    /// Serving engine: mixfleet (default), vllm, sglang, tensorrt-llm
+    #[arg(long, value_name = "NAME", default_value = "mixfleet", hide_default_value = true, value_parser = crate::compare::engine)]
     engine: &'static KnownEngine,
     /// Plan for a load higher by this share
     #[arg(long, value_name = "SHARE", default_value_t = 0.0, hide_default_value = true, value_parser = headroom)]
