@@ -10,7 +10,7 @@
 //! ```
 //!
 //! Attention may be on devices of its own in the instance; the step is then that of
-//! [`LockstepCost`](crate::cost::LockstepCost), and their memory is what holds KV. Waiting is not counted: an
+//! [`LockstepCost`], and their memory is what holds KV. Waiting is not counted: an
 //! instance that is always busy has a queue without end, so these loads make a lower bound, and a plan
 //! divides them by the utilisation that it allows.
 
