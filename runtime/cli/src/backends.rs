@@ -46,6 +46,10 @@ pub(crate) fn memory(id: &str) -> Result<Arc<dyn Device>> {
 /// What stands before the devices that divide a model as one instance, such as `tp:cpu@0,cpu@1`.
 const DIVIDED: &str = "tp:";
 
+/// What stands before the stages of a model's layers, such as `pp:cpu@0,cpu@1`, each of which is a device, or
+/// in parentheses several that divide its layers.
+const STAGES: &str = "pp:";
+
 /// What stands before the device that has the weights of an instance and those that attend for it, such as
 /// `attn:cpu@0,cpu@1`.
 const APART: &str = "attn:";
@@ -55,38 +59,77 @@ pub(crate) fn attends_apart(selector: &str) -> bool {
     selector.starts_with(APART)
 }
 
-/// The selectors of an instance's devices: its only one, or those between the commas of `tp:A,B` or
-/// `attn:A,B`. A comma that no backend's name follows belongs to a selector. Simulated parts that share a
-/// model are opened as one device.
+/// The selectors of an instance's devices, in their order.
+///
+/// # Errors
+/// As of [`stages`].
+pub(crate) fn members(selector: &str) -> Result<Vec<String>> {
+    Ok(stages(selector)?.concat())
+}
+
+/// The selectors of an instance's devices by the stages of its layers, of which most instances have one: its
+/// only device, or those between the commas of `tp:A,B`, `attn:A,B` or `pp:A,(tp:B,C)`. A comma that no
+/// backend's name follows belongs to a selector. Simulated parts that share a model are opened as one device.
 ///
 /// # Errors
 /// When fewer than two devices are to be one instance, or one is named twice.
-pub(crate) fn members(selector: &str) -> Result<Vec<String>> {
+pub(crate) fn stages(selector: &str) -> Result<Vec<Vec<String>>> {
     if SimGroup::of(selector)?.is_some() {
-        return Ok(vec![selector.to_owned()]);
+        return Ok(vec![vec![selector.to_owned()]]);
     }
-    let several = [DIVIDED, APART].into_iter().find_map(|word| Some((word, selector.strip_prefix(word)?)));
-    let Some((word, list)) = several else { return Ok(vec![selector.to_owned()]) };
-    let backends = all();
-    let starts = |part: &str| {
-        let name = part.split([':', '@']).next().unwrap_or(part);
-        part.is_empty() || backends.iter().any(|backend| backend.name() == name)
+    let of = |word: &'static str| Some((word, selector.strip_prefix(word)?));
+    let Some((word, list)) = [DIVIDED, STAGES, APART].into_iter().find_map(of) else {
+        return Ok(vec![vec![selector.to_owned()]]);
     };
-    let mut members: Vec<String> = Vec::new();
-    for part in list.split(',') {
-        match members.last_mut() {
-            Some(last) if !starts(part) => *last += &format!(",{part}"),
-            _ => members.push(part.to_owned()),
-        }
+    let too_few = |list: &str, word: &str| {
+        Usage(format!("'{list}' must name two devices or more, as in '{word}cpu@0,cpu@1'"))
+    };
+    let found = devices_of(list);
+    if found.len() < 2 || found.contains(&String::new()) {
+        bail!(too_few(selector, word));
     }
-    let repeated = members.iter().enumerate().find(|(at, member)| members[..*at].contains(member));
+    let mut all = Vec::new();
+    for found in found {
+        let Some(group) = found.strip_prefix('(').and_then(|inner| inner.strip_suffix(')')) else {
+            all.push(vec![found]);
+            continue;
+        };
+        let devices = group.strip_prefix(DIVIDED).filter(|_| word == STAGES).map(devices_of);
+        let Some(devices) = devices else {
+            let message =
+                format!("{selector}: '({group})' is no stage; one of several devices is '(tp:DEV,DEV)'");
+            bail!(Usage(message));
+        };
+        if devices.len() < 2 || devices.iter().any(|device| device.is_empty() || device.contains('(')) {
+            bail!(too_few(group, DIVIDED));
+        }
+        all.push(devices);
+    }
+    let names = all.concat();
+    let repeated = names.iter().enumerate().find(|(at, member)| names[..*at].contains(member));
     if let Some((_, member)) = repeated {
         bail!(Usage(format!("device '{member}' is named twice in '{selector}'")));
     }
-    if members.len() < 2 || members.contains(&String::new()) {
-        bail!(Usage(format!("'{selector}' must name two devices or more, as in '{word}cpu@0,cpu@1'")));
+    Ok(if word == STAGES { all } else { vec![names] })
+}
+
+/// The selectors, or groups in parentheses, between the commas of a list.
+fn devices_of(list: &str) -> Vec<String> {
+    let backends = all();
+    let starts = |part: &str| {
+        let name = part.split([':', '@']).next().unwrap_or(part);
+        part.is_empty() || part.starts_with('(') || backends.iter().any(|backend| backend.name() == name)
+    };
+    let (mut devices, mut depth) = (Vec::<String>::new(), 0);
+    for part in list.split(',') {
+        match devices.last_mut() {
+            Some(last) if depth > 0 || !starts(part) => *last += &format!(",{part}"),
+            _ => devices.push(part.to_owned()),
+        }
+        depth += part.matches('(').count();
+        depth = depth.saturating_sub(part.matches(')').count());
     }
-    Ok(members)
+    devices
 }
 
 /// Refuses a device that computes nothing, for commands that use its results.

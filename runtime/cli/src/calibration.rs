@@ -2,11 +2,14 @@
 
 use crate::cache;
 use anyhow::{Context, Result};
-use mixfleet_runtime::engine::{Loaded, calibrate};
+use mixfleet_hal::{DType, Device};
+use mixfleet_runtime::engine::{Loaded, calibrate, speed};
 use mixfleet_runtime::env::Env;
+use mixfleet_runtime::model::ModelConfig;
 use mixfleet_scheduler::cost::Coefficients;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
+use std::sync::Arc;
 
 /// What a calibration is valid for.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -44,6 +47,44 @@ pub(crate) fn get(
         tracing::warn!(%error, "the calibration cannot be kept; the next start measures again");
     }
     Ok((coefficients, true))
+}
+
+/// The speeds of devices that divide a model, cached or measured now; those of equal devices are equal.
+pub(crate) fn speeds(
+    devices: &[Arc<dyn Device>],
+    (config, shape_digest): (&ModelConfig, &str),
+    activations: DType,
+    again: bool,
+) -> Result<Vec<f64>> {
+    let fingerprint = |device: &Arc<dyn Device>| device.info().fingerprint.clone();
+    if devices.iter().all(|device| fingerprint(device) == fingerprint(&devices[0])) {
+        return Ok(vec![1.0; devices.len()]);
+    }
+    let mut known: Vec<(String, f64)> = Vec::new();
+    let of = |device: &Arc<dyn Device>| {
+        let own = fingerprint(device);
+        if let Some((_, speed)) = known.iter().find(|(of, _)| *of == own) {
+            return Ok(*speed);
+        }
+        let file = cache::file("speed", &(&own, shape_digest, activations.to_string()));
+        let kept = file
+            .as_ref()
+            .filter(|_| !again)
+            .and_then(|file| serde_json::from_slice(&cache::read(file)?).ok());
+        let speed = match kept {
+            Some(speed) => speed,
+            None => speed::products_per_s(&**device, config, activations)
+                .with_context(|| format!("measuring the speed of {}", device.info().id))?,
+        };
+        if let (None, Some(file)) = (kept, file) {
+            // the next start measures again
+            let _ = cache::write(&file, &serde_json::to_vec(&speed)?);
+        }
+        tracing::info!(device = %device.info().id, products_per_s = speed, "its share of the model is in proportion");
+        known.push((own, speed));
+        Ok(speed)
+    };
+    devices.iter().map(of).collect()
 }
 
 fn read(file: &Path, key: &Key) -> Option<Coefficients> {

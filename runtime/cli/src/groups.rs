@@ -58,16 +58,11 @@ impl SimGroup {
         let Some((word, list)) = selector.split_once(':') else { return Ok(None) };
         let is_group = ["tp", "pp", "attn"].contains(&word);
         let simulated = list.contains("sim:") && !list.contains(",compute");
-        if !is_group || !simulated && word != "pp" {
+        if !is_group || !simulated {
             return Ok(None);
         }
         let refused = |cause: String| Usage(format!("{selector}: {cause}"));
         let members = members(list);
-        if word == "pp" && !members.iter().all(|member| member.contains("sim:")) {
-            bail!(refused(
-                "stages of layers are only for simulated parts so far, as in pp:sim:A,sim:A".into()
-            ));
-        }
         let own = |(part, per_stage, stages, dilation): Alike, attending| SimGroup {
             selector: selector.to_owned(),
             part,
@@ -344,7 +339,9 @@ mod tests {
         let first = "attn:(tp:sim:L40S,sim:L40S),sim:L4";
         assert_eq!(shape(first), ("L40S", 2, 1, Some(("L4", 1))));
         assert_eq!(group("tp:sim:L4,dilation:0.1,sim:L4,dilation:0.1").dilation, 0.1);
-        for other in ["cpu", "tp:cpu@0,cpu@1", "attn:cpu,sim:L4,compute", "sim:L4", "tp:cpu,sim:L4"] {
+        for other in
+            ["cpu", "tp:cpu@0,cpu@1", "attn:cpu,sim:L4,compute", "sim:L4", "tp:cpu,sim:L4", "pp:cpu@0,cpu@1"]
+        {
             assert_eq!(SimGroup::of(other).unwrap(), None, "{other}");
         }
     }
@@ -360,7 +357,6 @@ mod tests {
         says("pp:(tp:sim:L4,sim:L4),sim:L4", "equal");
         says("tp:(pp:sim:L4,sim:L4),(pp:sim:L4,sim:L4)", "cannot be divided so");
         says("tp:sim:L5,sim:L5", "no 'L5'");
-        says("pp:cpu@0,cpu@1", "simulated parts");
         says("attn:sim:L4", "two devices");
         says("attn:sim:L4,(tp:sim:L4,sim:L4)", "single devices");
     }

@@ -31,6 +31,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::Arc;
 
+/// Chunks of a device in a step over stages of layers, which is cut into micro-batches.
+const CHUNKS_OF_STAGES: u32 = 4;
+
 /// The devices that serve, and their configuration.
 pub(crate) struct Instances {
     pub(crate) devices: Vec<DeviceRole>,
@@ -165,18 +168,26 @@ pub(crate) fn instances(
     for DeviceRole { device: selector, role } in &choice.devices {
         let group = SimGroup::of(selector)?.map(|group| group.open(model, given)).transpose()?;
         let given = group.as_ref().map_or(given, |group| group.given);
-        let members = backends::members(selector)?;
+        let stages = backends::stages(selector)?;
+        let members = stages.concat();
+        let devices = match &group {
+            Some(group) => vec![group.device.clone()],
+            None => members.iter().map(|member| backends::open(member)).collect::<Result<Vec<_>>>()?,
+        };
         let partition = match backends::attends_apart(selector) && group.is_none() {
             true => config.with_attention(members.len() - 1, choice.attn_split.unwrap_or_default()),
-            false => config.divided(members.len()),
+            false => {
+                let of = (&*config, &*model.shape_digest);
+                let speeds = calibration::speeds(&devices, of, model.activations, choice.recalibrate)?;
+                let mut rest = &speeds[..];
+                let of_stage =
+                    |stage: &Vec<String>| rest.split_off(..stage.len()).unwrap_or_default().to_vec();
+                config.in_stages(&stages.iter().map(of_stage).collect::<Vec<_>>())
+            }
         };
         let partition = partition.map_err(|reason| Usage(format!("{selector}: {reason}")))?;
         let mut placed = Vec::new();
-        for (member, share) in members.iter().zip(partition.shares()) {
-            let device = match &group {
-                Some(group) => group.device.clone(),
-                None => backends::open(member)?,
-            };
+        for ((member, device), share) in members.iter().zip(devices).zip(partition.shares()) {
             let whole = members.len() == 1;
             let weights = place(model, &*device, member, (!whole).then_some(share))?;
             let size = sizes::of(model, share, &*device, given, host_devices)?;
@@ -187,7 +198,10 @@ pub(crate) fn instances(
             these.map(|(.., size, _)| of(size)).min().unwrap_or(1)
         };
         // prompts are bound by products with weights, and KV memory bounds sequences
-        let step_tokens_max = fewest(MemberShare::has_weights, |size| size.step_tokens_max);
+        let mut step_tokens_max = fewest(MemberShare::has_weights, |size| size.step_tokens_max);
+        if stages.len() > 1 && given.step_tokens_max.is_none() {
+            step_tokens_max *= CHUNKS_OF_STAGES;
+        }
         let sequences_max = fewest(MemberShare::keeps_kv, |size| size.sequences_max);
         let mut placed = placed.into_iter().map(|(device, weights, size, _)| MemberSpec {
             device,
@@ -327,7 +341,10 @@ fn predicted(
             _ if cost.is_some() => cost.context("it was just there")?,
             Some([profile]) => loaded.predicted_by(profile.clone()),
             Some(profiles) if loaded.attends_apart() => loaded.predicted_by_members(profiles, &**env)?,
-            _ => CostModel::Coefficients(calibrated(model, &mut loaded, again, env)?),
+            _ => {
+                let measured = calibrated(model, &mut loaded, again, env)?;
+                loaded.predicted_by_steps(measured)
+            }
         };
         let (id, kv_tokens) = (loaded.id(), loaded.kv_capacity_tokens());
         let chunk = loaded.step_tokens_max();

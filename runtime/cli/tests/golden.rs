@@ -90,12 +90,16 @@ fn fixtures_give_their_golden_tokens_on_every_placement() {
 }
 
 /// Several devices as one instance: of equal and of unlike sizes of shares and kinds of devices, that divide
-/// the model or attend for the first one.
+/// the model or its layers, or attend for the first one.
 fn divided() -> Vec<(String, Option<&'static str>)> {
     let others: Vec<String> =
         devices().into_iter().skip(1).chain(wgpu()).map(|device| device.info().id.clone()).collect();
     let mut all = vec![("tp:cpu@0,cpu@1".to_owned(), None), ("tp:cpu,cpu@0,cpu@1".to_owned(), None)];
     all.extend(others.iter().map(|device| (format!("tp:cpu,{device}"), None)));
+    all.push(("pp:cpu@0,cpu@1".to_owned(), None));
+    all.push(("pp:(tp:cpu@0,cpu@1),cpu".to_owned(), None));
+    all.extend(others.iter().map(|device| (format!("pp:{device},cpu"), None)));
+    all.extend(others.iter().map(|device| (format!("pp:(tp:cpu@0,cpu@1),(tp:{device},cpu)"), None)));
     all.extend(others.iter().map(|device| (format!("attn:{device},cpu"), None)));
     all.push(("attn:cpu@0,cpu@1".to_owned(), None));
     let mixture = format!("attn:cpu,cpu@0,{}", others.join(","));
@@ -143,6 +147,11 @@ fn what_several_devices_as_one_instance_cannot_do_is_refused_in_words() {
         String::from_utf8(output.stderr).unwrap()
     };
     assert!(refused(&["--device", "tp:cpu@0"]).contains("two devices or more"));
+    assert!(refused(&["--device", "pp:cpu@0"]).contains("as in 'pp:cpu@0,cpu@1'"));
+    assert!(refused(&["--device", "pp:(tp:cpu@0),cpu@1"]).contains("as in 'tp:cpu@0,cpu@1'"));
+    assert!(refused(&["--device", "pp:(attn:cpu@0,cpu@1),cpu"]).contains("no stage"));
+    assert!(refused(&["--device", "tp:(tp:cpu@0,cpu@1),cpu"]).contains("no stage"));
+    assert!(refused(&["--device", "pp:(tp:cpu,cpu@0),cpu@0"]).contains("named twice"));
     assert!(refused(&["--device", "attn:cpu@0"]).contains("as in 'attn:cpu@0,cpu@1'"));
     assert!(refused(&["--device", "attn:cpu@0,cpu@0"]).contains("named twice"));
     assert!(refused(&["--device", "cpu@0", "--attn-split", "head"]).contains("'attn:DEV,DEV'"));

@@ -13,7 +13,7 @@ use crate::request::Sampling;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Cmd, Device, ErrorKind, Queue, Result};
 use mixfleet_scheduler::batch::PageDevices;
-use mixfleet_scheduler::cost::{Coefficients, DecodeCoefficients, PrefillCoefficients};
+use mixfleet_scheduler::cost::{Coefficients, DecodeCoefficients, Pieces, PrefillCoefficients};
 use std::time::Duration;
 
 /// Name and version of the stored document.
@@ -41,8 +41,8 @@ pub fn measure(device: &dyn Device, forward: &Forward) -> Result<Coefficients> {
 }
 
 /// Measures whole steps, exchanges included, of devices that divide a model: of `device`, the first one, with
-/// its share, and of `others`, whose pages are divided so. It overwrites the KV pages, so it must run before
-/// serving.
+/// its share, and of `others`, whose pages are divided so. A step that stages run is one micro-batch, which
+/// they run one after the other. It overwrites the KV pages, so it must run before serving.
 ///
 /// # Errors
 /// Errors of the devices.
@@ -56,10 +56,8 @@ pub(super) fn measure_divided(
     fit(forward, pages, |parts| {
         let mut least = f64::INFINITY;
         for _ in 0..=REPEATS {
-            let first = forward.begin(device, parts)?;
-            let passes = others.begin(parts)?;
             let began = env.now();
-            others.run(MemberRun { device, queue: &mut *queue, forward }, first, passes, TIMEOUT)?;
+            others.run(MemberRun { device, queue: &mut *queue, forward }, parts, Pieces::ONE, TIMEOUT)?;
             least = least.min((env.now() - began).0);
         }
         Ok(least)

@@ -10,6 +10,7 @@ use super::members::{MemberModel, OtherMembers};
 use super::messages::{FromWorker, Report};
 use super::pinning::Pinner;
 use super::recordings::Recordings;
+use super::support::{check_attention, check_products, check_support};
 use super::tiers::{InstanceTiers, LowerTiers, PendingDisk};
 use super::worker::Worker;
 use crate::env::{Env, SharedEnv, no_thread};
@@ -20,12 +21,14 @@ use crate::model::divided::MemberRun;
 use crate::model::graph::{Forward, StepShape};
 use crate::model::{ModelConfig, Weights};
 use crate::pool::{MakeRegion, Pool};
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::{Seconds, UsdPerHour};
-use mixfleet_hal::{DType, Device, Error, OpSig, Result, Scalar, Support};
+use mixfleet_hal::{DType, Device, Error, OpSig, Result};
 use mixfleet_scheduler::batch::{BatchLimits, Instance as BatchMachine, PageDevices};
 use mixfleet_scheduler::cost::{
-    AttnSplit, Coefficients, CostModel, EngineCost, KvCopyCost, Partition, Prefill, ProfileCost,
+    AttnSplit, Coefficients, CostModel, EngineCost, KvCopyCost, LinkCost, Partition, PipelineCost, Prefill,
+    ProfileCost,
 };
 use mixfleet_scheduler::fleet::{Instance, InstanceId, Role};
 use mixfleet_scheduler::kv::CachePolicy;
@@ -41,6 +44,12 @@ const STEP_TIMEOUT_MAX: Duration = Duration::from_secs(600);
 
 /// Time that an instance may take between two steps, in addition to the steps.
 const SILENCE_SPARE: Seconds = Seconds(30.0);
+
+/// The micro-batches of a step of prompts over stages of layers, all of which it passes before the next step
+/// begins: of so many, little time passes in which stages wait.
+const MICRO_BATCHES: u32 = 16;
+/// The least tokens of a micro-batch.
+const MICRO_BATCH_MIN: u32 = 16;
 
 /// Limits of an instance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -229,7 +238,14 @@ impl Loaded {
         let fewest = room.collect::<Result<Vec<_>>>()?.into_iter().min().unwrap_or(0);
         let holders = partition.page_holders();
         let blocks = fewest.min(u32::MAX / block_tokens / holders) * holders;
-        let shape = limits.step_shape(blocks, block_tokens);
+        let chunk_tokens = match partition.stages().len() {
+            1 => limits.step_tokens_max,
+            _ => limits.step_tokens_max.div_ceil(MICRO_BATCHES).max(MICRO_BATCH_MIN),
+        };
+        // sequences that decode go with a chunk of prompts
+        let rows_max = (chunk_tokens + limits.sequences_max).min(limits.step_tokens_max);
+        let of_rows = InstanceLimits { step_tokens_max: rows_max, ..limits };
+        let shape = of_rows.step_shape(blocks, block_tokens);
         let loaded = members.into_iter().map(|(MemberSpec { device, weights, .. }, share)| {
             let own = config.of_member(share);
             if share.keeps_kv() {
@@ -256,7 +272,7 @@ impl Loaded {
         let (device, MemberModel::Weights(forward)) = loaded.remove(0) else {
             return Err(Error::invalid(format!("{id}: the first device must have weights")));
         };
-        let others = OtherMembers::open(loaded, partition)?;
+        let others = OtherMembers::open(loaded, partition, chunk_tokens)?;
         let page_devices =
             PageDevices { count: holders, together: partition.split() != Some(AttnSplit::Range) };
         Ok(Loaded::of_parts((device, *forward), Some(others), (role, price), limits, page_devices))
@@ -274,7 +290,7 @@ impl Loaded {
         let batch = BatchLimits {
             blocks_total: blocks,
             block_tokens: shape.block_tokens,
-            step_tokens_max: shape.tokens_max,
+            step_tokens_max: limits.step_tokens_max.max(limits.sequences_max),
             prefill_tokens_beside_decode_max: limits.prefill_tokens_beside_decode_max,
             sequences_max: limits.sequences_max as usize,
             spare_blocks: BatchLimits::spare_blocks(blocks, limits.sequences_max as usize),
@@ -318,11 +334,11 @@ impl Loaded {
         let words: Vec<&str> = self.devices().map(of).collect();
         match &self.others {
             None => words.concat(),
-            Some(others) => format!("{}{how}:{}", others.word(), words.join(",")),
+            Some(others) => others.joined(how, &words),
         }
     }
 
-    /// The selector of its device or devices: `cpu`, `tp:cpu@0,cpu@1`, `attn:cpu@0,cpu@1`.
+    /// The selector of its device or devices: `cpu`, `tp:cpu@0,cpu@1`, `pp:cpu@0,cpu@1`, `attn:cpu@0,cpu@1`.
     pub fn id(&self) -> String {
         self.joined("", |device| &device.info().id)
     }
@@ -459,10 +475,27 @@ impl Loaded {
 
     /// The timeout after which the device counts as hung: many times the predicted time of the largest step.
     fn step_timeout(&self, cost: &CostModel) -> Duration {
-        let shape = self.forward.shape();
-        let context = self.forward.config().context_max.saturating_sub(shape.tokens_max);
-        let largest = Prefill { context, tokens: shape.tokens_max, last: true };
-        step_timeout(cost.step_s(&[largest], shape.sequences_max, self.kv_capacity_tokens()))
+        let (tokens, sequences) = (self.step_tokens_max(), self.forward.shape().sequences_max);
+        let context = self.forward.config().context_max.saturating_sub(tokens);
+        let largest = Prefill { context, tokens, last: true };
+        step_timeout(cost.step_s(&[largest], sequences, self.kv_capacity_tokens()))
+    }
+
+    /// The cost model of steps here by what was measured ([`Loaded::calibrate`]): stages take a share each of
+    /// what all take one after the other, hops included.
+    pub fn predicted_by_steps(&self, measured: Coefficients) -> CostModel {
+        let whole = CostModel::Coefficients(measured);
+        let Some((stages, chunk_tokens)) = self.others.as_ref().and_then(OtherMembers::stages) else {
+            return whole;
+        };
+        CostModel::Pipeline(Arc::new(PipelineCost {
+            whole,
+            stages: to_u32(stages),
+            chunk_tokens,
+            hop: LinkCost::default(),
+            bytes_per_token: 0.0,
+            step_tokens: Some(self.step_tokens_max()),
+        }))
     }
 
     /// Measures the cost of steps; only before serving.
@@ -511,64 +544,6 @@ impl Loaded {
             engine: EngineCost::OURS,
         };
         CostModel::Profile(Box::new(cost))
-    }
-}
-
-/// Checks that the device supports the operations with weights that differ between models.
-fn check_products(device: &dyn Device, c: &ModelConfig, weights: &Weights, shape: &StepShape) -> Result<()> {
-    let (x, heads, head_dim) = (shape.activations, c.heads, c.head_dim);
-    let gemm = |weight, out| {
-        let (m, n, k) = (1, c.hidden, c.hidden);
-        OpSig::Gemm { m, n, k, x, weight, out, bias: c.qkv_bias, accumulate: false }
-    };
-    let needed = [
-        OpSig::Embed {
-            tokens: 1,
-            vocab: c.vocab,
-            hidden: c.hidden,
-            table: weights.embed.dtype,
-            out: DType::F32,
-        },
-        gemm(weights.layers[0].q.dtype, x),
-        gemm(weights.lm_head.dtype, DType::F32),
-        OpSig::RmsNorm {
-            rows: 1,
-            cols: c.hidden,
-            eps: Scalar(c.norm_eps),
-            x: DType::F32,
-            weight: weights.norm.dtype,
-            out: x,
-        },
-        OpSig::Rope { tokens: 1, heads, head_dim, x },
-        OpSig::SiluMul { elements: 1, x },
-    ];
-    check_support(device, &needed)
-}
-
-/// Checks that the device supports a model's attention.
-fn check_attention(device: &dyn Device, c: &ModelConfig, shape: &StepShape) -> Result<()> {
-    let (x, kv, heads) = (shape.activations, shape.kv_shape(c), c.heads);
-    let wire = kv.dtype;
-    let window = c.windows.iter().flatten().next().copied();
-    let (tokens, sequences, pairs, kv_tokens, pages_max) = (1, 1, 1, 1, 1);
-    let needed = [
-        OpSig::KvGather { tokens, wire, kv },
-        OpSig::KvScatter { tokens, wire, kv },
-        OpSig::KvWrite { tokens, x, kv },
-        OpSig::AttnPrefill { tokens, sequences, pairs, kv_tokens, heads, pages_max, window, x, kv },
-        OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, x, kv },
-        OpSig::AttnMerge { parts: 1, rows: 1, head_dim: c.head_dim, out: x },
-    ];
-    check_support(device, &needed)
-}
-
-fn check_support(device: &dyn Device, needed: &[OpSig]) -> Result<()> {
-    match needed.iter().find(|sig| device.support(sig) == Support::No) {
-        None => Ok(()),
-        Some(sig) => Err(Error::unsupported(format!(
-            "{} cannot run {sig:?}, which this model needs; choose another device or other dtypes",
-            device.info().id
-        ))),
     }
 }
 

@@ -1,17 +1,18 @@
 //! The members of an instance beside its first device, which divide the model with it, or attend for it.
 //!
-//! The worker has the first one: it draws, and its device speaks for the instance. KV pages have the same
-//! numbers on all members that keep some, each with its own heads. KV does not leave such an instance yet,
-//! and none comes to it.
+//! The worker has the first one, whose device speaks for the instance. KV pages have the same numbers on all
+//! members that keep some, each with its own heads and layers. KV does not leave such an instance yet, and
+//! none comes to it.
 
+use super::draw::{Row, read_rows};
 use crate::env::Env;
 use crate::model::apart::{AttentionMember, AttentionPass, AttentionRun, exchange_layer, run_apart};
-use crate::model::divided::{MemberRun, run_divided};
+use crate::model::divided::{MemberRun, MicroBatch, run_stages};
 use crate::model::exchange::ThroughHost;
 use crate::model::graph::{Forward, Pass, StepInput};
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Collective, Device, Error, Queue, Result};
-use mixfleet_scheduler::cost::{AttnSplit, LinkCost, Partition};
+use mixfleet_scheduler::cost::{AttnSplit, LinkCost, Partition, Pieces};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -36,10 +37,18 @@ struct QueuedMember<M> {
 
 /// Devices beside the first one.
 enum Group {
-    /// They divide the model with it.
-    Divide(Vec<QueuedMember<Box<Forward>>>),
+    /// They divide the model with it, in stages of so many members.
+    Divide(Stages, Vec<QueuedMember<Box<Forward>>>),
     /// They attend for it.
     Attend(Partition, Vec<QueuedMember<Box<AttentionMember>>>),
+}
+
+/// The stages of an instance.
+struct Stages {
+    /// Members of each.
+    members: Vec<usize>,
+    /// The most prompt tokens that pass them as one.
+    chunk_tokens: u32,
 }
 
 /// The other members, with queues.
@@ -48,18 +57,17 @@ pub(super) struct OtherMembers {
     exchange: Box<dyn Collective>,
 }
 
-/// The inputs of a step on the other members.
-pub(super) enum OtherPasses {
-    Divide(Vec<Pass>),
-    Attend(Vec<AttentionPass>),
-}
-
 impl OtherMembers {
-    /// Opens their queues: of devices that attend if attention has members of its own.
+    /// Opens their queues: of devices that attend if attention has members of its own. Through stages pass so
+    /// many prompt tokens as one.
     ///
     /// # Errors
     /// When a device gives no queue, or has another part of the model than the others.
-    pub(super) fn open(devices: Vec<(Arc<dyn Device>, MemberModel)>, partition: &Partition) -> Result<Self> {
+    pub(super) fn open(
+        devices: Vec<(Arc<dyn Device>, MemberModel)>,
+        partition: &Partition,
+        chunk_tokens: u32,
+    ) -> Result<Self> {
         let (mut dividing, mut attending) = (Vec::new(), Vec::new());
         for (device, model) in devices {
             let queue = device.queue()?;
@@ -69,7 +77,9 @@ impl OtherMembers {
             }
         }
         let group = match partition.split() {
-            None if attending.is_empty() => Group::Divide(dividing),
+            None if attending.is_empty() => {
+                Group::Divide(Stages { members: partition.stages(), chunk_tokens }, dividing)
+            }
             Some(_) if dividing.is_empty() => Group::Attend(partition.clone(), attending),
             _ => return Err(Error::invalid("members either divide a model or attend for the first one")),
         };
@@ -79,16 +89,35 @@ impl OtherMembers {
     /// The devices, in the order of members.
     pub(super) fn devices(&self) -> Vec<&Arc<dyn Device>> {
         match &self.group {
-            Group::Divide(members) => members.iter().map(|member| &member.device).collect(),
+            Group::Divide(_, members) => members.iter().map(|member| &member.device).collect(),
             Group::Attend(_, members) => members.iter().map(|member| &member.device).collect(),
         }
     }
 
-    /// What stands before the devices in the instance's selector.
-    pub(super) fn word(&self) -> &'static str {
-        match self.group {
-            Group::Divide(_) => "tp",
-            Group::Attend(..) => "attn",
+    /// The instance's selector of the words of all its devices, with `how` behind what makes them one.
+    pub(super) fn joined(&self, how: &str, words: &[&str]) -> String {
+        let Group::Divide(Stages { members, .. }, _) = &self.group else {
+            return format!("attn{how}:{}", words.join(","));
+        };
+        if members.len() == 1 {
+            return format!("tp{how}:{}", words.join(","));
+        }
+        let mut rest = words;
+        let stages = members.iter().map(|&count| {
+            let (own, others) = rest.split_at(count);
+            rest = others;
+            if count == 1 { own.concat() } else { format!("(tp:{})", own.join(",")) }
+        });
+        format!("pp{how}:{}", stages.collect::<Vec<_>>().join(","))
+    }
+
+    /// The number of stages, and the most prompt tokens that pass them as one; none if there is one stage.
+    pub(super) fn stages(&self) -> Option<(usize, u32)> {
+        match &self.group {
+            Group::Divide(stages, _) => {
+                Some((stages.members.len(), stages.chunk_tokens)).filter(|(stages, _)| *stages > 1)
+            }
+            Group::Attend(..) => None,
         }
     }
 
@@ -100,7 +129,7 @@ impl OtherMembers {
     /// Who does what, where these attend.
     pub(super) fn partition(&self) -> Option<&Partition> {
         match &self.group {
-            Group::Divide(_) => None,
+            Group::Divide(..) => None,
             Group::Attend(partition, _) => Some(partition),
         }
     }
@@ -120,10 +149,10 @@ impl OtherMembers {
             let pages = &pages[..rows.div_ceil(shape.block_tokens) as usize];
             let part = StepInput { start: 0, tokens: &ids[..rows as usize], pages, draw: None };
             let pass = first.forward.begin(first.device, std::slice::from_ref(&part))?;
-            let OtherPasses::Attend(passes) = self.begin(&[part])? else {
+            let Group::Attend(_, members) = &mut self.group else {
                 return Err(Error::unsupported("no members attend"));
             };
-            let Group::Attend(_, members) = &mut self.group else { continue };
+            let passes = begin(members, &[part])?;
             let (attending, exchange) = (ready(members), &mut *self.exchange);
             *timed = (0, f64::INFINITY);
             for _ in 0..TIMED {
@@ -138,52 +167,53 @@ impl OtherMembers {
         Ok(LinkCost { latency, seconds_per_byte, usd_per_byte: 0.0 })
     }
 
-    /// Uploads the inputs of a step to each.
-    ///
-    /// # Errors
-    /// Those of the devices.
-    pub(super) fn begin(&self, parts: &[StepInput<'_>]) -> Result<OtherPasses> {
-        Ok(match &self.group {
-            Group::Divide(members) => {
-                let begin = |m: &QueuedMember<Box<Forward>>| m.model.begin(&*m.device, parts);
-                OtherPasses::Divide(members.iter().map(begin).collect::<Result<_>>()?)
-            }
-            Group::Attend(_, members) => {
-                let begin = |m: &QueuedMember<Box<AttentionMember>>| m.model.begin(&*m.device, parts);
-                OtherPasses::Attend(members.iter().map(begin).collect::<Result<_>>()?)
-            }
-        })
+    /// How a step is cut in which sequences decode in so many groups.
+    pub(super) fn pieces(&self, groups: u32) -> Pieces {
+        let chunk_tokens = self.stages().map_or(u32::MAX, |(_, chunk_tokens)| chunk_tokens);
+        Pieces { chunk_tokens, groups }
     }
 
-    /// Runs a step on the first device, where its inputs are `pass`, and on the others. Gives `pass` back.
+    /// Runs a step, cut so, on the first device and on the others, and returns a row for each part that
+    /// draws.
     ///
     /// # Errors
     /// Those of the devices and of the exchange.
     pub(super) fn run<'a>(
         &'a mut self,
         mut first: MemberRun<'a>,
-        pass: Pass,
-        others: OtherPasses,
+        parts: &[StepInput<'_>],
+        how: Pieces,
         timeout: Duration,
-    ) -> Result<Pass> {
-        match (&mut self.group, others) {
-            (Group::Divide(members), OtherPasses::Divide(passes)) => {
-                let passes: Vec<Pass> = std::iter::once(pass).chain(passes).collect();
+    ) -> Result<Vec<Row>> {
+        let exchange = &mut *self.exchange;
+        match &mut self.group {
+            Group::Divide(stages, members) => {
+                let block_tokens = first.forward.shape().block_tokens;
                 let others = members.iter_mut().map(|QueuedMember { device, model, queue }| MemberRun {
                     device: &**device,
                     queue: &mut **queue,
                     forward: model,
                 });
-                let mut members: Vec<_> = std::iter::once(first).chain(others).collect();
-                run_divided(&mut members, &mut *self.exchange, &passes, timeout)?;
-                passes.into_iter().next().ok_or_else(|| Error::invalid("a step has a first member"))
+                let mut all = std::iter::once(first).chain(others);
+                let of_stage = |&count: &usize| all.by_ref().take(count).collect();
+                let mut of_stages: Vec<Vec<MemberRun<'a>>> = stages.members.iter().map(of_stage).collect();
+                let batches = MicroBatch::cut(parts, how, block_tokens);
+                let mut rows: Vec<(usize, Row)> = Vec::new();
+                let mut read = |last: &MemberRun<'_>, pass: &Pass, batch: &MicroBatch<'_>| {
+                    let drawn = read_rows(last.device, last.forward, pass)?;
+                    rows.extend(batch.drawing.iter().copied().zip(drawn));
+                    Ok(())
+                };
+                run_stages(&mut of_stages, exchange, &batches, timeout, &mut read)?;
+                rows.sort_by_key(|(part, _)| *part);
+                Ok(rows.into_iter().map(|(_, row)| row).collect())
             }
-            (Group::Attend(_, members), OtherPasses::Attend(passes)) => {
-                let exchange = &mut *self.exchange;
+            Group::Attend(_, members) => {
+                let pass = first.forward.begin(first.device, parts)?;
+                let passes = begin(members, parts)?;
                 run_apart(&mut first, &pass, &mut ready(members), &passes, exchange, timeout)?;
-                Ok(pass)
+                read_rows(first.device, first.forward, &pass)
             }
-            _ => Err(Error::invalid("the inputs of a step are those of other members")),
         }
     }
 
@@ -193,10 +223,18 @@ impl OtherMembers {
     /// When a device gives none.
     pub(super) fn renew_queues(&mut self) -> Result<()> {
         match &mut self.group {
-            Group::Divide(members) => members.iter_mut().try_for_each(QueuedMember::renew),
+            Group::Divide(_, members) => members.iter_mut().try_for_each(QueuedMember::renew),
             Group::Attend(_, members) => members.iter_mut().try_for_each(QueuedMember::renew),
         }
     }
+}
+
+/// Uploads the inputs of a step to members that attend.
+fn begin(
+    members: &[QueuedMember<Box<AttentionMember>>],
+    parts: &[StepInput<'_>],
+) -> Result<Vec<AttentionPass>> {
+    members.iter().map(|member| member.model.begin(&*member.device, parts)).collect()
 }
 
 /// Members that attend, ready to run.

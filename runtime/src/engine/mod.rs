@@ -35,6 +35,8 @@ mod pages;
 mod pinning;
 mod recordings;
 mod renew;
+pub mod speed;
+mod support;
 mod tiers;
 mod transfers;
 mod warm;

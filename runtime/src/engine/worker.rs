@@ -7,7 +7,7 @@
 use super::beside::Postponed;
 use super::courier::Courier;
 use super::directory::Directory;
-use super::draw::Draw;
+use super::draw::{Draw, draw_input, read_rows};
 use super::fault;
 use super::handoff::{LAYERS_IN_FLIGHT, Outgoing, SEND_POLL_INTERVAL, Staging};
 use super::health::HealthWatch;
@@ -297,16 +297,7 @@ impl Worker {
 
     /// Reports a step's time, from which predictions learn.
     fn report_time(&mut self, step: &Step, time: Seconds) {
-        let (mut parts, mut sequences, mut kv_tokens) = (Vec::new(), 0, 0);
-        for &StepSequence { start, tokens, sample, .. } in &step.sequences {
-            if sample && tokens == 1 {
-                sequences += 1;
-                kv_tokens += u64::from(start) + 1;
-            } else {
-                parts.push(Prefill { context: start, tokens, last: sample });
-            }
-        }
-        let steps = MeasuredSteps { parts, sequences, kv_tokens, steps: 1, time };
+        let steps = MeasuredSteps { time, ..sizes_of(step) };
         self.machine.learn(&steps);
         self.report(FromWorker::Ran(steps));
     }
@@ -314,20 +305,23 @@ impl Worker {
     /// Runs one forward pass and samples; the KV of handed-off prompts is sent layer by layer meanwhile.
     async fn run_step(&mut self, step: &Step) -> Result<Vec<Draw>> {
         self.follow_penalties(step);
-        let parts: Vec<StepInput<'_>> = step.sequences.iter().map(|part| self.part(part)).collect();
-        let pass = self.forward.begin(&*self.device, &parts)?;
-        let others = self.others.as_ref().map(|others| others.begin(&parts)).transpose()?;
-        if let (Some(members), Some(others)) = (&mut self.others, others) {
+        let (machine, active, block_tokens) = (&self.machine, &self.active, self.limits.block_tokens);
+        let part = |part| input_of(machine, active, part, block_tokens);
+        let parts: Vec<StepInput<'_>> = step.sequences.iter().map(part).collect();
+        if let Some(members) = &mut self.others {
             let (device, queue, forward) = (&*self.device, &mut *self.queue, &self.forward);
+            let MeasuredSteps { parts: prompts, sequences, kv_tokens, .. } = sizes_of(step);
+            let groups = self.cost.decode_groups(&prompts, sequences, kv_tokens);
             let first = MemberRun { device, queue, forward };
-            let pass = members.run(first, pass, others, self.step_timeout)?;
-            return self.draw(step, &pass);
+            let rows = members.run(first, &parts, members.pieces(groups), self.step_timeout)?;
+            return self.draw(step, rows);
         }
+        let pass = self.forward.begin(&*self.device, &parts)?;
         let sends = self.step_sends(step);
         if let (Some(key), true) = (pass.key(), sends.is_empty()) {
             let ticket = self.recordings.run(&mut *self.queue, &self.forward, &pass, key)?;
             self.await_step(ticket).await?;
-            return self.draw(step, &pass);
+            return self.draw(step, read_rows(&*self.device, &self.forward, &pass)?);
         }
         let layers = self.forward.config().layers as usize;
         let depth = LAYERS_IN_FLIGHT;
@@ -355,15 +349,7 @@ impl Worker {
         } else {
             self.await_step(last).await?;
         }
-        self.draw(step, &pass)
-    }
-
-    /// The input of the forward pass for a sequence.
-    fn part(&self, &StepSequence { request, start, tokens, sample }: &StepSequence) -> StepInput<'_> {
-        let end = start + tokens;
-        let pages = &self.machine.pages(request)[..end.div_ceil(self.limits.block_tokens) as usize];
-        let tokens = &self.ids(request)[start as usize..end as usize];
-        StepInput { start, tokens, pages, draw: sample.then(|| self.draw_input(request)) }
+        self.draw(step, read_rows(&*self.device, &self.forward, &pass)?)
     }
 
     /// Prompt and output so far of a request whose sequence is here.
@@ -440,4 +426,32 @@ impl Worker {
         queue.wait(ticket, COPY_TIMEOUT).map_err(|error: Error| error.context("copying KV"))?;
         Ok(())
     }
+}
+
+/// The input of the forward pass for a sequence.
+fn input_of<'a>(
+    machine: &'a Instance<TokenIds>,
+    active: &'a HashMap<RequestId, Active>,
+    &StepSequence { request, start, tokens, sample }: &StepSequence,
+    block_tokens: u32,
+) -> StepInput<'a> {
+    let end = start + tokens;
+    let pages = &machine.pages(request)[..end.div_ceil(block_tokens) as usize];
+    let ids = machine.text(request).map_or(&[][..], TokenIds::ids);
+    let draw = sample.then(|| draw_input(active.get(&request), ids));
+    StepInput { start, tokens: &ids[start as usize..end as usize], pages, draw }
+}
+
+/// What predictions know of a step, which takes no time yet.
+fn sizes_of(step: &Step) -> MeasuredSteps {
+    let (mut parts, mut sequences, mut kv_tokens) = (Vec::new(), 0, 0);
+    for &StepSequence { start, tokens, sample, .. } in &step.sequences {
+        if sample && tokens == 1 {
+            sequences += 1;
+            kv_tokens += u64::from(start) + 1;
+        } else {
+            parts.push(Prefill { context: start, tokens, last: sample });
+        }
+    }
+    MeasuredSteps { parts, sequences, kv_tokens, steps: 1, time: Seconds::ZERO }
 }

@@ -66,7 +66,15 @@ impl ModelConfig {
     /// # Errors
     /// When a member would have nothing.
     pub fn divided(&self, members: usize) -> Result<Partition, String> {
-        Partition::even(&self.cost_shape(self.dtype, self.dtype, 1), to_u32(members))
+        self.in_stages(&[vec![1.0; members]])
+    }
+
+    /// The shares of stages of layers, by the weights of their members.
+    ///
+    /// # Errors
+    /// When a member would have nothing.
+    pub fn in_stages(&self, stages: &[Vec<f64>]) -> Result<Partition, String> {
+        Partition::in_stages(&self.cost_shape(self.dtype, self.dtype, 1), stages)
     }
 
     /// A member with the weights, and `workers` members that attend.
@@ -81,6 +89,8 @@ impl ModelConfig {
     /// tokens.
     pub fn of_member(&self, share: &MemberShare) -> ModelConfig {
         ModelConfig {
+            layers: to_u32(share.layers.len()),
+            windows: self.windows[share.layers.start as usize..share.layers.end as usize].to_vec(),
             heads: to_u32(share.heads.len()),
             kv_heads: to_u32(share.kv_heads.len()),
             intermediate: to_u32(share.inner.len()),

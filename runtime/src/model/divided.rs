@@ -1,8 +1,14 @@
-//! Steps of a model that several devices divide: each runs its share of the commands, and they exchange
-//! partial sums of the residual stream twice per layer, and logits once.
+//! Steps of a model that several devices divide: stages of layers, each of one device or of several that
+//! divide these layers.
+//!
+//! A step is cut into micro-batches, which follow each other through the stages: in each turn every stage
+//! runs another one, and hands the residual stream on afterwards. The members of a stage each run their share
+//! of the commands, and exchange partial sums of the residual stream twice per layer, and logits once.
 
-use super::graph::{Forward, Pass};
-use mixfleet_hal::{Cmd, Collective, Device, Error, MatrixPart, MemberSlice, Queue, Result, Slice};
+use super::graph::{Forward, Pass, StepInput};
+use mixfleet_hal::cast::to_u32;
+use mixfleet_hal::{Cmd, Collective, Device, Error, MatrixPart, MemberSlice, Queue, Result, Slice, Ticket};
+use mixfleet_scheduler::cost::Pieces;
 use std::time::Duration;
 
 /// A member of an instance, ready to run its share of steps.
@@ -15,33 +21,187 @@ pub struct MemberRun<'a> {
     pub forward: &'a Forward,
 }
 
-/// Runs a step on all members, given in their order as are its `passes` on them, and waits until it is done;
-/// no part of it may take longer than `timeout`. The first member's device then has the whole logits and has
-/// drawn from them.
+/// A part of a step that passes the stages as one.
+pub struct MicroBatch<'a> {
+    parts: Vec<StepInput<'a>>,
+    /// The numbers, among the parts of the step, of those whose next token is drawn.
+    pub drawing: Vec<usize>,
+}
+
+impl<'a> MicroBatch<'a> {
+    /// Cuts a step whose `parts` with one token come first; blocks of KV have so many tokens.
+    pub fn cut(parts: &[StepInput<'a>], how: Pieces, block_tokens: u32) -> Vec<Self> {
+        let lengths: Vec<u32> = parts.iter().map(|part| to_u32(part.tokens.len())).collect();
+        let batches = how.of(&lengths).into_iter().map(|pieces| {
+            let mut batch = MicroBatch { parts: Vec::new(), drawing: Vec::new() };
+            for (which, piece) in pieces {
+                let whole = &parts[which];
+                let (from, to) = (piece.start as usize, piece.end as usize);
+                let draw = whole.draw.filter(|_| to == whole.tokens.len());
+                batch.drawing.extend(draw.is_some().then_some(which));
+                let (start, tokens) = (whole.start + piece.start, &whole.tokens[from..to]);
+                let pages = &whole.pages[..(whole.start + piece.end).div_ceil(block_tokens) as usize];
+                batch.parts.push(StepInput { start, tokens, pages, draw });
+            }
+            batch
+        });
+        batches.collect()
+    }
+}
+
+/// A stage that runs a micro-batch.
+struct Busy<'s, 'a> {
+    members: &'s mut [MemberRun<'a>],
+    passes: &'s [Pass],
+    tickets: Vec<Option<Ticket>>,
+}
+
+/// Runs the micro-batches of a step through stages, given in their order as are their members, and waits
+/// until all is done; no part of it may take longer than `timeout`. `drawn` is called once the first member
+/// of the last stage has the logits of a micro-batch and has drawn from them.
 ///
 /// # Errors
-/// Those of the devices and of the exchange.
-pub fn run_divided(
-    members: &mut [MemberRun<'_>],
+/// Those of the devices and of the exchange, and of `drawn`.
+pub fn run_stages(
+    stages: &mut [Vec<MemberRun<'_>>],
     exchange: &mut dyn Collective,
-    passes: &[Pass],
+    batches: &[MicroBatch<'_>],
+    timeout: Duration,
+    drawn: &mut dyn FnMut(&MemberRun<'_>, &Pass, &MicroBatch<'_>) -> Result<()>,
+) -> Result<()> {
+    if stages.is_empty() || stages.iter().any(Vec::is_empty) {
+        return Err(Error::invalid("a step needs members that run it"));
+    }
+    let mut passes: Vec<Vec<Pass>> = stages.iter().map(|_| Vec::new()).collect();
+    for turn in 0..batches.len() + stages.len() - 1 {
+        // the last stage first, since each takes the residual stream that the one before still has
+        for at in (0..stages.len()).rev() {
+            passes[at] = match turn.checked_sub(at).and_then(|number| batches.get(number)) {
+                None => Vec::new(),
+                Some(MicroBatch { parts, .. }) => {
+                    let begin = |member: &MemberRun<'_>| member.forward.begin(member.device, parts);
+                    stages[at].iter().map(begin).collect::<Result<_>>()?
+                }
+            };
+            if at > 0 && !passes[at].is_empty() {
+                let from = slices(&stages[at - 1][..1], &passes[at - 1], Forward::step_residual);
+                let to = slices(&stages[at], &passes[at], Forward::step_residual);
+                hand_on(exchange, &from[0], to, passes[at][0].tokens())?;
+            }
+        }
+        run_turn(stages, exchange, &passes, timeout)?;
+        let (last, number) = (stages.len() - 1, turn + 1);
+        if let Some(batch) = number.checked_sub(stages.len()).and_then(|number| batches.get(number)) {
+            drawn(&stages[last][0], &passes[last][0], batch)?;
+        }
+    }
+    Ok(())
+}
+
+/// Copies the residual stream to all members of a stage.
+fn hand_on(
+    exchange: &mut dyn Collective,
+    from: &MemberSlice<'_>,
+    to: Vec<MemberSlice<'_>>,
+    rows: u32,
+) -> Result<()> {
+    let columns = 0..from.slice.bytes / u64::from(rows.max(1));
+    let whole = |at| MatrixPart { at, rows: None, columns: columns.clone() };
+    exchange.deal(from, rows, &to.into_iter().map(whole).collect::<Vec<_>>())
+}
+
+/// Runs on every stage the micro-batch whose passes on it these are, if there is one.
+fn run_turn(
+    stages: &mut [Vec<MemberRun<'_>>],
+    exchange: &mut dyn Collective,
+    passes: &[Vec<Pass>],
     timeout: Duration,
 ) -> Result<()> {
-    let Some(layers) = members.first().map(|first| first.forward.config().layers as usize) else {
-        return Err(Error::invalid("a step needs a member that runs it"));
-    };
-    for layer in 0..layers {
-        run_all(members, passes, timeout, |forward, pass| {
-            let mut list = if layer == 0 { forward.embed(pass)? } else { Vec::new() };
-            list.extend(forward.attention_block(layer, pass)?);
-            Ok(list)
-        })?;
-        exchange.sum(&slices(members, passes, Forward::step_residual))?;
-        run_all(members, passes, timeout, |forward, pass| forward.mlp_block(layer, pass))?;
-        exchange.sum(&slices(members, passes, Forward::step_residual))?;
+    let busy = stages.iter_mut().zip(passes).filter(|(_, passes)| !passes.is_empty());
+    let busy = busy.map(|(members, passes)| Busy { members, passes, tickets: Vec::new() });
+    let mut busy: Vec<Busy<'_, '_>> = busy.collect();
+    for phase in 0..busy.iter().map(Busy::phases).max().unwrap_or(0) {
+        let mut running: Vec<_> = busy.iter_mut().filter(|stage| phase < stage.phases()).collect();
+        for stage in &mut running {
+            stage.submit(phase)?;
+        }
+        // a stage of one device exchanges nothing, and runs beside all phases of the others
+        for stage in running.iter_mut().filter(|stage| stage.members.len() > 1) {
+            stage.wait(timeout)?;
+            stage.exchange(phase, exchange)?;
+        }
     }
-    if passes[0].rows() > 0 {
-        run_all(members, passes, timeout, Forward::logits_block)?;
+    busy.iter_mut().try_for_each(|stage| stage.wait(timeout))
+}
+
+impl Busy<'_, '_> {
+    fn layers(&self) -> usize {
+        self.members[0].forward.config().layers as usize
+    }
+
+    /// What it runs between exchanges: all at once if it is one device, else attention and MLP of each layer,
+    /// logits, and the draw.
+    fn phases(&self) -> usize {
+        let has_logits = self.members[0].forward.has_head() && self.passes[0].rows() > 0;
+        match (self.members.len(), has_logits) {
+            (1, _) => 1,
+            (_, false) => 2 * self.layers(),
+            (_, true) => 2 * self.layers() + 2,
+        }
+    }
+
+    fn submit(&mut self, phase: usize) -> Result<()> {
+        let layers = self.layers();
+        if let ([MemberRun { forward, queue, .. }], pass) = (&mut *self.members, &self.passes[0]) {
+            // layer by layer, so that the device begins while the next list is made
+            let mut list = forward.embed(pass)?;
+            let mut last = None;
+            for layer in 0..layers {
+                list.extend(forward.layer(layer, pass)?);
+                last = Some(queue.submit(&std::mem::take(&mut list))?);
+            }
+            let head = forward.head(pass)?;
+            self.tickets = vec![if head.is_empty() { last } else { Some(queue.submit(&head)?) }];
+            return Ok(());
+        }
+        let list = |forward: &Forward, pass: &Pass| match phase {
+            0 => {
+                let mut list = forward.embed(pass)?;
+                list.extend(forward.attention_block(0, pass)?);
+                Ok(list)
+            }
+            _ if phase < 2 * layers && phase.is_multiple_of(2) => forward.attention_block(phase / 2, pass),
+            _ if phase < 2 * layers => forward.mlp_block(phase / 2, pass),
+            _ if phase == 2 * layers => forward.logits_block(pass),
+            _ => Ok(Vec::from_iter(forward.draw_block(pass)?)),
+        };
+        self.tickets.clear();
+        for (member, pass) in self.members.iter_mut().zip(self.passes) {
+            let list: Vec<Cmd> = list(member.forward, pass)?;
+            self.tickets.push(if list.is_empty() { None } else { Some(member.queue.submit(&list)?) });
+        }
+        Ok(())
+    }
+
+    fn wait(&mut self, timeout: Duration) -> Result<()> {
+        for (member, ticket) in self.members.iter_mut().zip(self.tickets.drain(..)) {
+            if let Some(ticket) = ticket {
+                let failed = |error: Error| error.context(member.device.info().id.clone());
+                member.queue.wait(ticket, timeout).map_err(failed)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn exchange(&self, phase: usize, exchange: &mut dyn Collective) -> Result<()> {
+        let (members, passes) = (&*self.members, self.passes);
+        let logits = 2 * self.layers();
+        if phase < logits {
+            return exchange.sum(&slices(members, passes, Forward::step_residual));
+        }
+        if phase > logits {
+            return Ok(());
+        }
         let to = MemberSlice { device: members[0].device, slice: members[0].forward.logits(&passes[0]) };
         let rows = passes[0].rows();
         let mut end = 0;
@@ -50,32 +210,8 @@ pub fn run_divided(
             end += at.slice.bytes / u64::from(rows);
             MatrixPart { at, rows: None, columns: start..end }
         });
-        exchange.join(&columns.collect::<Vec<_>>(), rows, &to)?;
-        let (first, pass) = (&mut members[..1], &passes[..1]);
-        run_all(first, pass, timeout, |forward, pass| Ok(Vec::from_iter(forward.draw_block(pass)?)))?;
+        exchange.join(&columns.collect::<Vec<_>>(), rows, &to)
     }
-    Ok(())
-}
-
-/// Runs a list of commands on each of `members` at the same time, and waits for all.
-fn run_all(
-    members: &mut [MemberRun<'_>],
-    passes: &[Pass],
-    timeout: Duration,
-    list: impl Fn(&Forward, &Pass) -> Result<Vec<Cmd>>,
-) -> Result<()> {
-    let mut tickets = Vec::with_capacity(members.len());
-    for (member, pass) in members.iter_mut().zip(passes) {
-        let list = list(member.forward, pass)?;
-        tickets.push(if list.is_empty() { None } else { Some(member.queue.submit(&list)?) });
-    }
-    for (member, ticket) in members.iter_mut().zip(tickets) {
-        if let Some(ticket) = ticket {
-            let failed = |error: Error| error.context(member.device.info().id.clone());
-            member.queue.wait(ticket, timeout).map_err(failed)?;
-        }
-    }
-    Ok(())
 }
 
 fn slices<'a>(

@@ -10,7 +10,7 @@ use super::draws::{DrawArena, DrawInput, DrawOutputs, DrawSizes};
 use super::product::{Out, gemm};
 use super::reach::visible;
 use super::rope_table::RopeTable;
-use super::{ModelConfig, Tensor, Weights};
+use super::{HeadWeights, ModelConfig, Tensor, Weights};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{Cmd, DType, Device, Error, KvShape, OpSig, Result, Scalar, Slice};
 use mixfleet_scheduler::cost::MemberShare;
@@ -156,8 +156,8 @@ impl Forward {
     }
 
     /// Allocates the KV pools, unless it keeps none, and activations of a member's share of a model. Only
-    /// [`run_divided`](super::divided::run_divided) and [`run_apart`](super::apart::run_apart) run it; the
-    /// first member draws.
+    /// [`run_stages`](super::divided::run_stages) and [`run_apart`](super::apart::run_apart) run it; one of
+    /// the members draws.
     pub fn of_member(
         device: &dyn Device,
         config: &ModelConfig,
@@ -165,12 +165,15 @@ impl Forward {
         weights: Weights,
         shape: StepShape,
     ) -> Result<Self> {
-        let first = share.is_first();
-        let draws = if first { DrawArena::new(device, config.vocab, shape.sequences_max)? } else { None };
+        let draws = match share.draws() {
+            true => DrawArena::new(device, config.vocab, shape.sequences_max)?,
+            false => None,
+        };
         let config = Arc::new(config.of_member(share));
         let whole = Forward::with(device, config, Some(weights), shape, draws, share.keeps_kv())?;
+        let (logit_cols, adds) = (to_u32(share.vocab.len()), share.is_first());
         // members of unlike devices have the same rows only if no device rounds them up
-        Ok(Forward { logit_cols: to_u32(share.vocab.len()), adds: first, replay_pays: false, ..whole })
+        Ok(Forward { logit_cols, adds, replay_pays: false, ..whole })
     }
 
     fn with(
@@ -204,7 +207,7 @@ impl Forward {
         })
     }
 
-    /// The model's configuration.
+    /// The configuration of the model, or of the share of it that is here.
     pub fn config(&self) -> &ModelConfig {
         &self.config
     }
@@ -212,6 +215,11 @@ impl Forward {
     /// The limits of a step.
     pub fn shape(&self) -> &StepShape {
         &self.shape
+    }
+
+    /// Whether logits are computed here.
+    pub(super) fn has_head(&self) -> bool {
+        self.weights.as_ref().is_some_and(|weights| weights.head.is_some())
     }
 
     /// Whether steps can run, for which it has weights.
@@ -357,18 +365,16 @@ impl Forward {
         Ok(list)
     }
 
-    /// The commands for the token embedding and for the rows of the rope table.
+    /// The commands for the token embedding, where the first layers are, and for the rows of the rope table.
     pub fn embed(&self, Pass { sizes, inputs, .. }: &Pass) -> Result<Vec<Cmd>> {
-        let (vocab, hidden) = (self.config.vocab, self.config.hidden);
-        let table = &self.weights()?.embed;
-        let sig =
-            OpSig::Embed { tokens: sizes.rows.tokens, vocab, hidden, table: table.dtype, out: DType::F32 };
-        let embedding =
-            Cmd::new(sig, &[inputs.ids.clone(), table.slice.clone(), self.residual(sizes.rows.tokens)])?;
-        Ok(vec![
-            embedding,
-            self.rope.rows(&inputs.positions, sizes.rows.tokens, &self.cos_sin(sizes.rows.tokens))?,
-        ])
+        let (vocab, hidden, tokens) = (self.config.vocab, self.config.hidden, sizes.rows.tokens);
+        let embedding = self.weights()?.embed.as_ref().map(|table| {
+            let sig = OpSig::Embed { tokens, vocab, hidden, table: table.dtype, out: DType::F32 };
+            Cmd::new(sig, &[inputs.ids.clone(), table.slice.clone(), self.residual(tokens)])
+        });
+        let mut list = Vec::from_iter(embedding.transpose()?);
+        list.push(self.rope.rows(&inputs.positions, tokens, &self.cos_sin(tokens))?);
+        Ok(list)
     }
 
     fn cos_sin(&self, tokens: u32) -> Slice {
@@ -483,12 +489,12 @@ impl Forward {
         Ok(list)
     }
 
-    /// The commands of final norm and LM head.
+    /// The commands of final norm and LM head, where the last layers are.
     pub(super) fn logits_block(&self, Pass { sizes, inputs, .. }: &Pass) -> Result<Vec<Cmd>> {
         let (c, arena, rows) = (&self.config, &self.arena, to_u32(sizes.picks.len()));
-        if rows == 0 {
+        let Some(HeadWeights { norm, lm_head }) = self.weights()?.head.as_ref().filter(|_| rows > 0) else {
             return Ok(Vec::new());
-        }
+        };
         let mut list = Vec::new();
         let mut last = self.residual(sizes.rows.tokens);
         if rows < sizes.rows.tokens {
@@ -500,10 +506,10 @@ impl Forward {
         }
         let x = self.shape.activations;
         let normed = rows_of(&arena.normed, rows, c.hidden, x);
-        list.push(self.norm(rows, c.hidden, (&last, DType::F32), &self.weights()?.norm, &normed)?);
+        list.push(self.norm(rows, c.hidden, (&last, DType::F32), norm, &normed)?);
         let logits = rows_of(&arena.logits, rows, self.logit_cols, DType::F32);
         let out = Out::Set(&logits, DType::F32);
-        list.push(gemm(rows, &normed, x, &self.weights()?.lm_head, None, self.logit_cols, c.hidden, out)?);
+        list.push(gemm(rows, &normed, x, lm_head, None, self.logit_cols, c.hidden, out)?);
         Ok(list)
     }
 

@@ -1,6 +1,6 @@
 use super::super::random::{RandomCheckpoint, tiny_variants};
 use super::super::testing::{MemoryDevice, ReadFiles, fixtures, scratch};
-use super::super::weights::{Tensor, Weights};
+use super::super::weights::{HeadWeights, Tensor, Weights};
 use super::*;
 use mixfleet_hal::Device;
 use mixfleet_hal::random::Stream;
@@ -184,10 +184,11 @@ fn assert_placed(checkpoint: &Checkpoint, device: &dyn Device) -> Weights {
         assert!(tensor.slice.offset.is_multiple_of(device.limits().alignment_bytes), "{name}");
         assert_eq!(read(device, tensor), checkpoint.values(name).expect(name), "{name}");
     };
-    same(&weights.embed, "model.embed_tokens.weight");
-    same(&weights.norm, "model.norm.weight");
+    same(weights.embed.as_ref().expect("an embedding"), "model.embed_tokens.weight");
+    let HeadWeights { norm, lm_head } = weights.head.as_ref().expect("a head");
+    same(norm, "model.norm.weight");
     let head = if checkpoint.config.tied_embeddings { "model.embed_tokens.weight" } else { "lm_head.weight" };
-    same(&weights.lm_head, head);
+    same(lm_head, head);
     for (i, layer) in weights.layers.iter().enumerate() {
         let part = |tensor: &Tensor, name: &str| same(tensor, &format!("model.layers.{i}.{name}"));
         let optional = |tensor: &Option<Tensor>, there: bool, name: &str| {
@@ -239,7 +240,8 @@ fn a_device_that_imports_copies_nothing_and_shares_tied_embeddings() {
     let device = MemoryDevice::new(true, 64);
     let weights = assert_placed(&checkpoint, &device);
     assert!(device.allocations.lock().expect("a lock").is_empty());
-    assert!(Arc::ptr_eq(&weights.embed.slice.buffer, &weights.lm_head.slice.buffer));
+    let (embed, head) = (weights.embed.expect("an embedding"), weights.head.expect("a head"));
+    assert!(Arc::ptr_eq(&embed.slice.buffer, &head.lm_head.slice.buffer));
 }
 
 #[test]
@@ -447,7 +449,7 @@ fn a_member_gets_its_share_of_the_weights_and_no_more() {
                     );
                     let head = if c.tied_embeddings { "model.embed_tokens.weight" } else { "lm_head.weight" };
                     let rows = part_of(&checkpoint, head, share.vocab.clone(), None);
-                    assert_eq!(read(device, &weights.lm_head), rows, "{name}");
+                    assert_eq!(read(device, &weights.head.expect("a head").lm_head), rows, "{name}");
                 }
                 let allocated =
                     |device: &MemoryDevice| device.allocations.lock().expect("a lock").iter().sum::<u64>();

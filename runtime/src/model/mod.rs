@@ -37,7 +37,7 @@ pub use load::{Checkpoint, HostTensor};
 pub use oracle::Oracle;
 pub use random::RandomCheckpoint;
 pub use tokenizer::{TokenStream, Tokenizer};
-pub use weights::{LayerWeights, Tensor, Weights};
+pub use weights::{HeadWeights, LayerWeights, Tensor, Weights};
 
 #[cfg(test)]
 mod testing;

@@ -66,23 +66,38 @@ pub(super) enum Cut {
     Columns(Range<u64>),
 }
 
+/// The layer of a tensor, by its name.
+fn layer_of(name: &str) -> Option<u32> {
+    name.strip_prefix("model.layers.")?.split('.').next()?.parse().ok()
+}
+
 /// A member's part of a tensor; none if it has nothing of it.
 pub(super) fn cut(config: &ModelConfig, share: &MemberShare, name: &str) -> Option<Cut> {
+    if layer_of(name).is_some_and(|layer| !share.layers.contains(&layer)) {
+        return None;
+    }
     let range = |of: &Range<u32>, each: u32| {
         let each = u64::from(each);
         u64::from(of.start) * each..u64::from(of.end) * each
     };
+    let part = |cut: fn(Range<u64>) -> Cut, of: &Range<u32>, all: u32, each: u32| match *of == (0..all) {
+        true => Cut::Whole,
+        false => cut(range(of, each)),
+    };
+    let (heads, kv_heads, inner) = (config.heads, config.kv_heads, config.intermediate);
     let (stem, kind) = name.rsplit_once('.').unwrap_or((name, ""));
     let module = stem.rsplit('.').next().unwrap_or(stem);
     Some(match (module, kind) {
-        ("q_proj", _) => Cut::Rows(range(&share.heads, config.head_dim)),
-        ("k_proj" | "v_proj", _) => Cut::Rows(range(&share.kv_heads, config.head_dim)),
-        ("gate_proj" | "up_proj", _) => Cut::Rows(range(&share.inner, 1)),
+        ("q_proj", _) => part(Cut::Rows, &share.heads, heads, config.head_dim),
+        ("k_proj" | "v_proj", _) => part(Cut::Rows, &share.kv_heads, kv_heads, config.head_dim),
+        ("gate_proj" | "up_proj", _) => part(Cut::Rows, &share.inner, inner, 1),
         // it is added once
         ("o_proj" | "down_proj", "bias") => return share.is_first().then_some(Cut::Whole),
-        ("o_proj", _) => Cut::Columns(range(&share.heads, config.head_dim)),
-        ("down_proj", _) => Cut::Columns(range(&share.inner, 1)),
-        ("lm_head", _) => Cut::Rows(range(&share.vocab, 1)),
+        ("o_proj", _) => part(Cut::Columns, &share.heads, heads, config.head_dim),
+        ("down_proj", _) => part(Cut::Columns, &share.inner, inner, 1),
+        ("embed_tokens", _) if !share.embeds() => return None,
+        ("norm" | "lm_head", _) if !share.has_head() => return None,
+        ("lm_head", _) => part(Cut::Rows, &share.vocab, config.vocab, 1),
         _ => Cut::Whole,
     })
 }

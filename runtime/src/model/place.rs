@@ -5,12 +5,13 @@ use super::error::{Error, Result};
 use super::load::{Checkpoint, Location};
 use super::names::{self, Cut};
 use super::random::RandomCheckpoint;
-use super::weights::{LayerWeights, Tensor, Weights};
+use super::weights::{HeadWeights, LayerWeights, Tensor, Weights};
 use mixfleet_hal::{
     BufferUsage, Cmd, DType, Device, DeviceLimits, ErrorKind, HostMemory, OpSig, Queue, Slice,
 };
 use mixfleet_scheduler::cost::{MemberShare, MemberWork};
 use std::collections::HashMap;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -33,12 +34,12 @@ impl Checkpoint {
     /// When the device has too little memory or fails.
     pub fn place(&self, device: &dyn Device, progress: &mut dyn FnMut(u64, u64)) -> Result<Weights> {
         let cuts = names::shapes(&self.config).into_iter().map(|(name, _)| (name, Cut::Whole)).collect();
-        self.place_cuts(device, cuts, progress)
+        self.place_cuts(device, cuts, Stage::whole(&self.config), progress)
     }
 
     /// Places a member's share of all parameters: rows of the projections from the residual stream and of the
     /// LM head in place where the device can, columns of those back to it as copies, and the embedding and
-    /// norms whole. None for a member that only attends.
+    /// norms whole; of its own layers alone. None for a member that only attends.
     ///
     /// # Errors
     /// When the device has too little memory or fails.
@@ -58,13 +59,16 @@ impl Checkpoint {
             all.push(names::LM_HEAD.to_owned());
         }
         let cut = |name: String| names::cut(&self.config, share, &name).map(|cut| (name, cut));
-        self.place_cuts(device, all.into_iter().filter_map(cut).collect(), progress).map(Some)
+        let stage =
+            Stage { layers: share.layers.clone(), embeds: share.embeds(), has_head: share.has_head() };
+        self.place_cuts(device, all.into_iter().filter_map(cut).collect(), stage, progress).map(Some)
     }
 
     fn place_cuts(
         &self,
         device: &dyn Device,
         cuts: Vec<(String, Cut)>,
+        stage: Stage,
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<Weights> {
         let limits = device.limits();
@@ -80,7 +84,7 @@ impl Checkpoint {
             let from = location.in_place(&cut).filter(|_| dtype == location.dtype);
             let import = imports[location.shard].as_ref().zip(from);
             let slice = match import.filter(|(i, from)| self.is_addressable(i, location, *from, &limits)) {
-                _ if location.repeats() && cut == Cut::Whole => self.repeat(device, &mut queue, &name)?,
+                _ if location.repeats() && cut == Cut::Whole => self.repeat(device, &mut queue, stored)?,
                 Some((import, from)) => import.range(from as u64, bytes),
                 None => {
                     let mut part = |part| progress(done + part, total);
@@ -93,7 +97,7 @@ impl Checkpoint {
         }
         // Tensors copied after a file was truncated may be zeros.
         self.check()?;
-        assemble(&self.config, &mut placed)
+        assemble(&self.config, &stage, &mut placed)
     }
 
     /// The tensor that is stored for `name`: a tied LM head is the embedding.
@@ -208,16 +212,30 @@ impl RandomCheckpoint {
             let bytes = shape.iter().product::<u64>() * dtype.size_bytes();
             placed.insert(name, Tensor { slice: device.alloc(bytes, BufferUsage::Weights)?, dtype });
         }
-        assemble(&config, &mut placed)
+        assemble(&config, &Stage::whole(&config), &mut placed)
     }
 }
 
-fn assemble(config: &ModelConfig, placed: &mut HashMap<String, Tensor>) -> Result<Weights> {
+/// The layers of a device, and whether it has what comes before and after all layers.
+struct Stage {
+    layers: Range<u32>,
+    embeds: bool,
+    has_head: bool,
+}
+
+impl Stage {
+    fn whole(config: &ModelConfig) -> Self {
+        Stage { layers: 0..config.layers, embeds: true, has_head: true }
+    }
+}
+
+fn assemble(config: &ModelConfig, stage: &Stage, placed: &mut HashMap<String, Tensor>) -> Result<Weights> {
     let missing = |name: &str| Error::tensor(Path::new("(device)"), name, "was not placed");
     let mut take = |name: &str| placed.remove(name).ok_or_else(|| missing(name));
-    let (embed, norm) = (take(names::EMBED)?, take(names::NORM)?);
-    let mut layers = Vec::with_capacity(config.layers as usize);
-    for layer in 0..config.layers as usize {
+    let embed = stage.embeds.then(|| take(names::EMBED)).transpose()?;
+    let norm = stage.has_head.then(|| take(names::NORM)).transpose()?;
+    let mut layers = Vec::with_capacity(stage.layers.len());
+    for layer in stage.layers.start as usize..stage.layers.end as usize {
         let mut optional = |name: &str| placed.remove(&names::in_layer(layer, name));
         let q_bias = optional("self_attn.q_proj.bias");
         let k_bias = optional("self_attn.k_proj.bias");
@@ -251,10 +269,10 @@ fn assemble(config: &ModelConfig, placed: &mut HashMap<String, Tensor>) -> Resul
         });
     }
     // a tied head that is not a part of the embedding is all of it
-    let lm_head = match placed.remove(names::LM_HEAD) {
-        Some(head) => head,
-        None if config.tied_embeddings => embed.clone(),
-        None => return Err(missing(names::LM_HEAD)),
+    let tied = || embed.clone().filter(|_| config.tied_embeddings);
+    let head = |norm| -> Result<HeadWeights> {
+        let lm_head = placed.remove(names::LM_HEAD).or_else(tied).ok_or_else(|| missing(names::LM_HEAD))?;
+        Ok(HeadWeights { norm, lm_head })
     };
-    Ok(Weights { embed, layers, norm, lm_head })
+    Ok(Weights { head: norm.map(head).transpose()?, embed, layers })
 }

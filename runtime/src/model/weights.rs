@@ -52,13 +52,20 @@ pub struct LayerWeights {
     pub down_bias: Option<Tensor>,
 }
 
-/// All parameters of a model on one device.
+/// The parameters of a model, or of a stage of its layers, on one device.
 #[derive(Clone, Debug)]
 pub struct Weights {
-    /// Token embedding, `[vocab, hidden]`.
-    pub embed: Tensor,
+    /// Token embedding, `[vocab, hidden]`; none without the first layers.
+    pub embed: Option<Tensor>,
     /// Decoder layers, in order.
     pub layers: Vec<LayerWeights>,
+    /// What follows the last layer; none without it.
+    pub head: Option<HeadWeights>,
+}
+
+/// What turns the residual stream into logits.
+#[derive(Clone, Debug)]
+pub struct HeadWeights {
     /// Final RMS norm, `[hidden]`.
     pub norm: Tensor,
     /// LM head, `[vocab, hidden]`; the embedding itself if tied.

@@ -1,4 +1,5 @@
-//! Several devices divide one model: they compute what one device does, each only its share.
+//! Several devices divide one model, by layers or within them: they compute what one device does, each only
+//! its share.
 
 use super::cost_shape::{BLOCK_TOKENS, counted};
 use crate::fleet::wayward::Wayward;
@@ -10,13 +11,13 @@ use mixfleet_hal::{Backend, Cmd, DType, Device, Elapsed, Graph, OpSig, Queue, Re
 use mixfleet_hwtests::reference::ReferenceDevice;
 use mixfleet_runtime::engine::{InstanceLimits, InstanceSpec, Loaded, LowerTiers, MemberSpec};
 use mixfleet_runtime::env::{SeededEnv, SharedEnv};
-use mixfleet_runtime::model::divided::{MemberRun, run_divided};
+use mixfleet_runtime::model::divided::{MemberRun, MicroBatch, run_stages};
 use mixfleet_runtime::model::draws::DrawInput;
 use mixfleet_runtime::model::exchange::ThroughHost;
-use mixfleet_runtime::model::graph::{Forward, StepInput, StepShape};
+use mixfleet_runtime::model::graph::{Forward, Pass, StepInput, StepShape};
 use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_runtime::model::{Checkpoint, Oracle};
-use mixfleet_scheduler::cost::MemberShare;
+use mixfleet_scheduler::cost::{MemberShare, Pieces, Prefill};
 use mixfleet_scheduler::fleet::Role;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -37,15 +38,16 @@ pub(super) fn unlike(members: usize) -> Vec<Arc<dyn Device>> {
 
 type OneMember = (Arc<dyn Device>, Box<dyn Queue>, Forward);
 
-/// A model on the devices that divide it.
+/// A model on the devices that divide it, by stages.
 struct Divided {
-    members: Vec<OneMember>,
+    stages: Vec<Vec<OneMember>>,
     shares: Vec<MemberShare>,
     vocab: usize,
+    how: Pieces,
 }
 
 impl Divided {
-    fn new(checkpoint: &Checkpoint, devices: Vec<Arc<dyn Device>>) -> Self {
+    fn new(checkpoint: &Checkpoint, devices: Vec<Arc<dyn Device>>, stages: &[usize]) -> Self {
         let config = &checkpoint.config;
         let shape = StepShape {
             tokens_max: 32,
@@ -55,35 +57,50 @@ impl Divided {
             activations: DType::F32,
             kv: DType::F32,
         };
-        let shares = config.divided(devices.len()).unwrap().shares().to_vec();
+        let weights: Vec<_> = stages.iter().map(|count| vec![1.0; *count]).collect();
+        let shares = config.in_stages(&weights).unwrap().shares().to_vec();
         let members = devices.into_iter().zip(&shares).map(|(device, share)| {
             let weights = checkpoint.place_share(&*device, share, &mut |_, _| {}).unwrap().unwrap();
             let forward = Forward::of_member(&*device, config, share, weights, shape).unwrap();
             let queue = device.queue().unwrap();
             (device, queue, forward)
         });
-        Divided { members: members.collect(), shares: shares.clone(), vocab: config.vocab as usize }
+        let mut members = members.collect::<Vec<_>>().into_iter();
+        let stages = stages.iter().map(|count| members.by_ref().take(*count).collect()).collect();
+        Divided { stages, shares: shares.clone(), vocab: config.vocab as usize, how: Pieces::ONE }
     }
 
     /// The rows of logits of a step, and the tokens drawn from them.
     fn run(&mut self, parts: &[StepInput<'_>]) -> Ran {
-        let begin = |(device, _, forward): &OneMember| forward.begin(&**device, parts);
-        let passes: Vec<_> = self.members.iter().map(|member| begin(member).unwrap()).collect();
-        let members = self.members.iter_mut().map(|(device, queue, forward)| MemberRun {
-            device: &**device,
-            queue: &mut **queue,
-            forward,
-        });
-        let mut members: Vec<_> = members.collect();
-        run_divided(&mut members, &mut ThroughHost::default(), &passes, Duration::from_secs(60)).unwrap();
-        let (device, _, forward) = &self.members[0];
-        let mut logits = vec![0f32; passes[0].rows() as usize * self.vocab];
-        device.read(&forward.logits(&passes[0]), bytemuck::cast_slice_mut(&mut logits)).unwrap();
-        let mut drawn = vec![Drawn::zeroed(); passes[0].rows() as usize];
-        let outputs = forward.drawn(&passes[0]).expect("the first member draws");
-        device.read(outputs.drawn(), bytemuck::cast_slice_mut(&mut drawn)).unwrap();
-        let rows = logits.chunks_exact(self.vocab).map(<[f32]>::to_vec).collect();
-        (rows, drawn.into_iter().map(|drawn| drawn.id).collect())
+        fn ready(members: &mut [OneMember]) -> Vec<MemberRun<'_>> {
+            let members = members.iter_mut().map(|(device, queue, forward)| MemberRun {
+                device: &**device,
+                queue: &mut **queue,
+                forward,
+            });
+            members.collect()
+        }
+        let (vocab, batches) = (self.vocab, MicroBatch::cut(parts, self.how, BLOCK_TOKENS));
+        let mut stages: Vec<_> = self.stages.iter_mut().map(|stage| ready(stage)).collect();
+        let mut ran = Vec::new();
+        let mut read = |last: &MemberRun<'_>, pass: &Pass, batch: &MicroBatch<'_>| {
+            let count = pass.rows() as usize;
+            assert_eq!(count, batch.drawing.len());
+            let mut logits = vec![0f32; count * vocab];
+            last.device.read(&last.forward.logits(pass), bytemuck::cast_slice_mut(&mut logits))?;
+            let mut drawn = vec![Drawn::zeroed(); count];
+            if let Some(outputs) = last.forward.drawn(pass) {
+                last.device.read(outputs.drawn(), bytemuck::cast_slice_mut(&mut drawn))?;
+            }
+            for ((part, row), drawn) in batch.drawing.iter().zip(logits.chunks_exact(vocab)).zip(drawn) {
+                ran.push((*part, row.to_vec(), drawn.id));
+            }
+            Ok(())
+        };
+        let exchange = &mut ThroughHost::default();
+        run_stages(&mut stages, exchange, &batches, Duration::from_secs(60), &mut read).unwrap();
+        ran.sort_by_key(|(part, ..)| *part);
+        ran.into_iter().map(|(_, row, id)| (row, id)).unzip()
     }
 
     fn two_sequences(&mut self, prompts: [&[u32]; 2], steps: usize) -> [(Vec<u32>, Vec<Vec<f32>>); 2] {
@@ -149,7 +166,8 @@ fn every_family_gives_the_oracles_logits_however_it_is_divided_and_the_same_bits
         let (long, short) = (prompt(19, 1, config), prompt(6, 2, config));
         // 6 heads, of 2 KV heads in most: 3 and 4 members are uneven
         for members in 2..=4 {
-            let run = || Divided::new(&checkpoint, unlike(members)).two_sequences([&long, &short], 6);
+            let new = || Divided::new(&checkpoint, unlike(members), &[members]);
+            let run = || new().two_sequences([&long, &short], 6);
             let first = run();
             let error = worst_error(&oracle, &first);
             assert!(error < LOGIT_ERROR_MAX, "{name} over {members}: a logit is off by {error:e}");
@@ -185,13 +203,31 @@ pub(super) fn seeing(seen: &Seen) -> Arc<dyn Device> {
     Arc::new(Wayward::new("seeing").queuing(move |queue| Box::new(SeeingQueue(queue, seen.clone()))))
 }
 
-/// What the cost model counts for a member: only the first one adds the residual and biases, and draws.
-fn counted_for(share: &MemberShare, sig: OpSig) -> OpSig {
-    match sig {
-        OpSig::Gemm { m, n, k, x, weight, out, accumulate: true, .. } if !share.is_first() => {
-            OpSig::Gemm { m, n, k, x, weight, out, bias: false, accumulate: false }
+#[test]
+fn stages_give_the_oracles_logits_however_steps_are_cut_and_the_same_bits_twice() {
+    for (name, checkpoint) in tiny_variants() {
+        let checkpoint = checkpoint.load().unwrap();
+        let (config, oracle) = (&checkpoint.config, Oracle::new(&checkpoint));
+        let (long, short) = (prompt(19, 1, config), prompt(6, 2, config));
+        let layers = config.layers as usize;
+        for stages in [vec![1, 1], vec![2, 2], vec![1, 2], vec![3, 1], vec![1; layers]] {
+            for how in
+                [Pieces::ONE, Pieces { chunk_tokens: 7, groups: 1 }, Pieces { chunk_tokens: 4, groups: 2 }]
+            {
+                let run = || {
+                    let devices = unlike(stages.iter().sum());
+                    let divided = Divided { how, ..Divided::new(&checkpoint, devices, &stages) };
+                    { divided }.two_sequences([&long, &short], 6)
+                };
+                let first = run();
+                let error = worst_error(&oracle, &first);
+                assert!(
+                    error < LOGIT_ERROR_MAX,
+                    "{name} in {stages:?} by {how:?}: a logit is off by {error:e}"
+                );
+                assert_eq!(first, run(), "{name} in {stages:?} by {how:?}");
+            }
         }
-        sig => sig,
     }
 }
 
@@ -200,38 +236,37 @@ fn every_member_runs_what_the_cost_model_counts_for_its_share() {
     for (name, checkpoint) in tiny_variants() {
         let checkpoint = checkpoint.load().unwrap();
         let cost = checkpoint.config.cost_shape(DType::F32, DType::F32, BLOCK_TOKENS);
-        for members in [2, 3] {
-            let seen: Vec<Seen> = (0..members).map(|_| Seen::default()).collect();
-            let mut divided = Divided::new(&checkpoint, seen.iter().map(seeing).collect());
+        for stages in [vec![2], vec![3], vec![1, 1], vec![2, 1], vec![2, 2]] {
+            let seen: Vec<Seen> = (0..stages.iter().sum()).map(|_| Seen::default()).collect();
+            let mut divided = Divided::new(&checkpoint, seen.iter().map(seeing).collect(), &stages);
             let (pages, ids) = (Vec::from_iter(0..16u32), [1u32; 12]);
             let part =
                 |start, tokens, pages| StepInput { start, tokens, pages, draw: Some(DrawInput::GREEDY) };
+            let piece = |context, tokens, last| Prefill { context, tokens, last };
             let steps = [
-                (cost.prefill_ops(9, 12, true), vec![part(9, &ids[..], &pages[..3])]),
-                (cost.decode_ops(4, 4 * 21), vec![part(20, &ids[..1], &pages[..3]); 4]),
+                (Pieces::ONE, vec![(vec![piece(9, 12, true)], 0)], vec![part(9, &ids[..], &pages[..3])]),
+                (Pieces::ONE, vec![(vec![], 4)], vec![part(20, &ids[..1], &pages[..3]); 4]),
+                (
+                    Pieces { chunk_tokens: 7, groups: 2 },
+                    vec![(vec![piece(9, 7, false)], 2), (vec![piece(16, 5, true)], 1)],
+                    [vec![part(20, &ids[..1], &pages[..3]); 3], vec![part(9, &ids[..], &pages[..3])]]
+                        .concat(),
+                ),
             ];
-            for (at, (whole, parts)) in steps.into_iter().enumerate() {
-                let rows = divided.run(&parts).0.len() as u32;
+            for (at, (how, batches, parts)) in steps.into_iter().enumerate() {
+                divided.how = how;
+                divided.run(&parts);
                 for (share, seen) in divided.shares.iter().zip(&seen) {
-                    let of_member = share.of(&cost);
-                    let ops = if at == 0 {
-                        of_member.prefill_ops(9, 12, true)
-                    } else {
-                        of_member.decode_ops(4, 4 * 21)
-                    };
-                    let is_draw = |sig: &OpSig| matches!(sig, OpSig::Sample { .. });
-                    let ops = ops.into_iter().filter(|(sig, _)| !is_draw(sig));
-                    let (draws, submitted): (Vec<_>, Vec<_>) =
-                        std::mem::take(&mut *seen.lock().unwrap()).into_iter().partition(is_draw);
-                    let what = format!("{name}: step {at} of member {} of {members}", share.member);
+                    let ops = batches.iter().flat_map(|(prompts, decodes)| {
+                        share.step_ops(&cost, prompts, *decodes, u64::from(*decodes) * 21)
+                    });
+                    let submitted = std::mem::take(&mut *seen.lock().unwrap());
                     assert_eq!(
-                        counted(ops.map(|(sig, count)| (counted_for(share, sig), count))),
+                        counted(ops),
                         counted(submitted.into_iter().map(|sig| (sig, 1))),
-                        "{what}"
+                        "{name}: step {at} of member {} of {stages:?}",
+                        share.member
                     );
-                    let draw = whole.iter().map(|(sig, _)| *sig).find(is_draw).expect("the step draws");
-                    assert!(matches!(draw, OpSig::Sample { rows: drawn, .. } if drawn == rows), "{what}");
-                    assert_eq!(draws, if share.is_first() { vec![draw] } else { vec![] }, "{what}");
                 }
             }
         }
@@ -247,8 +282,9 @@ fn an_instance_over_several_devices_answers_beside_one_of_a_single_device() {
         .map(|at| [&shared[..], &prompt(3 + at, 10 + u64::from(at), &checkpoint.config)].concat())
         .collect();
     let expected: Vec<_> = prompts.iter().map(|prompt| greedy(&checkpoint, prompt, 7)).collect();
-    for alone in [true, false] {
-        let fleet = TestFleet::new(checkpoint.clone()).with_devices(core(), vec![core(), core()]);
+    for (alone, stages) in [(true, vec![3]), (false, vec![3]), (true, vec![1, 2]), (false, vec![1, 1, 1])] {
+        let fleet = TestFleet::new(checkpoint.clone());
+        let fleet = fleet.with_stages(core(), vec![core(), core()], &stages);
         let fleet = if alone { fleet } else { fleet.with(Role::Auto) };
         let env = SeededEnv::new(7);
         let shared: SharedEnv = Arc::new(env.clone());

@@ -26,7 +26,7 @@ use mixfleet_runtime::pool::{MakeRegion, SSD_TIMEOUT, SsdConfig};
 use mixfleet_runtime::request::{
     EngineHandle, FinishReason, GenerateRequest, Hints, Sampling, ServiceTier, Update,
 };
-use mixfleet_scheduler::cost::{AttnSplit, Coefficients, CostModel, DecodeCoefficients, PrefillCoefficients};
+use mixfleet_scheduler::cost::{AttnSplit, Coefficients, DecodeCoefficients, Partition, PrefillCoefficients};
 use mixfleet_scheduler::fleet::{FleetConfig, Policy, Replicate, Role};
 use mixfleet_simulated::FaultyDevice;
 use mixfleet_wire::{FaultyTransport, HostRegion, InProcessTransport};
@@ -99,8 +99,8 @@ struct Member {
     device: Arc<dyn Device>,
     /// Those that divide the model with it.
     others: Vec<Arc<dyn Device>>,
-    /// How these divide the KV, if they attend for it instead.
-    split: Option<AttnSplit>,
+    /// What each of them has of the model.
+    partition: Partition,
 }
 
 /// Host memory with bit flips.
@@ -282,40 +282,47 @@ impl TestFleet {
     }
 
     /// Adds an instance with its own block size and KV dtype.
-    pub(crate) fn with_kv(mut self, role: Role, block_tokens: u32, kv: DType) -> Self {
-        let device = self.reference();
-        self.members.push(Member { role, block_tokens, kv, device, others: Vec::new(), split: None });
-        self
+    pub(crate) fn with_kv(self, role: Role, block_tokens: u32, kv: DType) -> Self {
+        let (device, partition) = (self.reference(), self.checkpoint.config.divided(1).unwrap());
+        self.add((role, block_tokens, kv), device, Vec::new(), partition)
     }
 
-    pub(crate) fn with_device(mut self, role: Role, device: Arc<dyn Device>) -> Self {
-        self.members.push(Member {
-            role,
-            block_tokens: 8,
-            kv: DType::F32,
-            device,
-            others: Vec::new(),
-            split: None,
-        });
-        self
+    pub(crate) fn with_device(self, role: Role, device: Arc<dyn Device>) -> Self {
+        let partition = self.checkpoint.config.divided(1).unwrap();
+        self.add((role, 8, DType::F32), device, Vec::new(), partition)
     }
 
-    /// Adds an instance whose devices divide the model.
-    pub(crate) fn with_devices(mut self, device: Arc<dyn Device>, others: Vec<Arc<dyn Device>>) -> Self {
-        let role = Role::Auto;
-        self.members.push(Member { role, block_tokens: 8, kv: DType::F32, device, others, split: None });
-        self
+    /// Adds an instance whose devices divide the model in stages of so many.
+    pub(crate) fn with_stages(
+        self,
+        device: Arc<dyn Device>,
+        others: Vec<Arc<dyn Device>>,
+        stages: &[usize],
+    ) -> Self {
+        let weights: Vec<_> = stages.iter().map(|count| vec![1.0; *count]).collect();
+        let partition = self.checkpoint.config.in_stages(&weights).unwrap();
+        self.add((Role::Auto, 8, DType::F32), device, others, partition)
     }
 
     /// Adds a device with the weights, and devices that attend for it and divide the KV so.
     pub(crate) fn with_attention(
-        mut self,
+        self,
         device: Arc<dyn Device>,
         others: Vec<Arc<dyn Device>>,
         split: AttnSplit,
     ) -> Self {
-        self = self.with_devices(device, others);
-        self.members.last_mut().unwrap().split = Some(split);
+        let partition = self.checkpoint.config.with_attention(others.len(), split).unwrap();
+        self.add((Role::Auto, 8, DType::F32), device, others, partition)
+    }
+
+    fn add(
+        mut self,
+        (role, block_tokens, kv): (Role, u32, DType),
+        device: Arc<dyn Device>,
+        others: Vec<Arc<dyn Device>>,
+        partition: Partition,
+    ) -> Self {
+        self.members.push(Member { role, block_tokens, kv, device, others, partition });
         self
     }
 
@@ -377,10 +384,7 @@ impl TestFleet {
         let config = Arc::new(self.checkpoint.config.clone());
         let instances = self.members.iter().enumerate().map(|(at, member)| {
             let device = member.device.clone();
-            let partition = match member.split {
-                None => config.divided(1 + member.others.len()).unwrap(),
-                Some(split) => config.with_attention(member.others.len(), split).unwrap(),
-            };
+            let partition = &member.partition;
             let place = |device: &Arc<dyn Device>, share| match member.others.is_empty() {
                 true => Some(self.checkpoint.place(&**device, &mut |_, _| {}).unwrap()),
                 false => self.checkpoint.place_share(&**device, share, &mut |_, _| {}).unwrap(),
@@ -414,7 +418,7 @@ impl TestFleet {
                 });
             let loaded = match member.others.is_empty() {
                 true => Loaded::new(&config, spec).unwrap(),
-                false => Loaded::divided(&config, &partition, spec, others.collect()).unwrap(),
+                false => Loaded::divided(&config, partition, spec, others.collect()).unwrap(),
             };
             let loaded = match &self.lower {
                 None => loaded,
@@ -437,7 +441,8 @@ impl TestFleet {
                     loaded.with_lower_tiers(tiers, &region).unwrap()
                 }
             };
-            (loaded, CostModel::Coefficients(cost))
+            let cost = loaded.predicted_by_steps(cost);
+            (loaded, cost)
         });
         let instances: Vec<_> = instances.collect();
         let events = self.log.clone().map(|log| EventLog::start(&env, Box::new(log)).0);

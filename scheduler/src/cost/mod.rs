@@ -32,7 +32,7 @@ pub use mixture::Experts;
 pub use offload::{AttnBytes, AttnSplit, MemberWork};
 pub use parameters::ParameterCount;
 pub use partition::{MemberShare, Partition};
-pub use pipeline::PipelineCost;
+pub use pipeline::{Pieces, PipelineCost};
 pub use profiled::ProfileCost;
 pub use shape::{ModelShape, OpCounts};
 pub use tables::{Grid, StepParts, StepTables};
@@ -159,6 +159,14 @@ impl CostModel {
             CostModel::Pipeline(cost) => cost.step_s(parts, batch, kv_tokens),
             CostModel::Scaled(times, cost) => cost.step_s(parts, batch, kv_tokens) * *times,
             CostModel::Lockstep(cost) => cost.step_s(parts, batch, kv_tokens),
+        }
+    }
+
+    /// The number of micro-batches over which the sequences of a step are to be divided.
+    pub fn decode_groups(&self, parts: &[Prefill], batch: u32, kv_tokens: u64) -> u32 {
+        match self {
+            CostModel::Pipeline(cost) => cost.groups(parts, batch, kv_tokens),
+            _ => 1,
         }
     }
 

@@ -122,6 +122,8 @@ impl Partition {
         let attends = heads.into_iter().zip(1..);
         let attends = attends.map(|(heads, member)| MemberShare {
             member,
+            rank: member,
+            layers: 0..shape.layers(),
             work: MemberWork::Attention,
             kv_heads: heads.start / group..heads.end.div_ceil(group),
             heads,
@@ -188,11 +190,21 @@ impl MemberShare {
         self.work != MemberWork::Products
     }
 
-    /// Its operations of a mixed step of a model of this shape, as [`ModelShape::step_ops`] has those of all.
+    /// Its operations of a mixed step of a model of this shape, as [`ModelShape::step_ops`] has those of all:
+    /// only the first of those that divide layers adds to the residual, and only one member draws.
     /// Where pages are divided, a member that attends has those of the sequences that are whole on it.
     pub fn step_ops(&self, shape: &ModelShape, parts: &[Prefill], batch: u32, kv_tokens: u64) -> OpCounts {
-        let mut ops = self.of(shape).step_ops(parts, batch, kv_tokens);
-        ops.retain(|(sig, _)| self.work.runs(sig));
+        let mut ops = self.of(shape).stage_ops((self.embeds(), self.has_head()), parts, batch, kv_tokens);
+        ops.retain(|(sig, _)| self.work.runs(sig) && (self.draws() || !matches!(sig, OpSig::Sample { .. })));
+        for (sig, _) in &mut ops {
+            match sig {
+                OpSig::Sample { cols, .. } => *cols = shape.vocab,
+                OpSig::Gemm { bias, accumulate, .. } if *accumulate && !self.is_first() => {
+                    (*bias, *accumulate) = (false, false);
+                }
+                _ => {}
+            }
+        }
         ops
     }
 

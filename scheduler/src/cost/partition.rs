@@ -4,6 +4,8 @@
 //!   projects to its own heads and to its own columns of the MLP, and back to a partial sum of the residual;
 //!   the members' partial sums are added after attention and after the MLP of each layer. Each computes the
 //!   logits of its own rows of the vocabulary.
+//! - Stages of layers: each has consecutive layers, and may itself be several members that divide these. The
+//!   residual stream goes from each stage to the next; the first one embeds, the last one has the LM head.
 //! - Attention on devices of its own (Lamina, arXiv 2405.01814): see [`Partition::attention`].
 
 use super::{AttnSplit, MemberWork, ModelShape};
@@ -17,9 +19,13 @@ const RUN: u32 = 64;
 /// What one member of an instance computes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MemberShare {
-    /// The member's number. The first one also adds the residual and the biases of the projections to it, and
-    /// draws tokens.
+    /// The member's number.
     pub member: u32,
+    /// Its number among those that divide the same layers. The first of them also adds the residual and the
+    /// biases of the projections to it, and that of the last stage draws tokens.
+    pub rank: u32,
+    /// Its layers.
+    pub layers: Range<u32>,
     /// Which operations of its heads, columns and rows it runs.
     pub work: MemberWork,
     /// Its query heads.
@@ -28,7 +34,7 @@ pub struct MemberShare {
     pub kv_heads: Range<u32>,
     /// Its columns of the MLP's inner layer.
     pub inner: Range<u32>,
-    /// Its rows of the LM head.
+    /// Its rows of the LM head; none if it has not the last layers.
     pub vocab: Range<u32>,
 }
 
@@ -37,6 +43,8 @@ impl MemberShare {
     pub fn whole(shape: &ModelShape) -> Self {
         MemberShare {
             member: 0,
+            rank: 0,
+            layers: 0..shape.layers(),
             work: MemberWork::All,
             heads: 0..shape.heads,
             kv_heads: 0..shape.kv_heads,
@@ -45,14 +53,30 @@ impl MemberShare {
         }
     }
 
-    /// Whether it is the first member.
+    /// Whether it is the first of those that divide the same layers.
     pub fn is_first(&self) -> bool {
-        self.member == 0
+        self.rank == 0
+    }
+
+    /// Whether it embeds tokens, for which it has the embedding.
+    pub fn embeds(&self) -> bool {
+        self.layers.start == 0 && self.has_weights()
+    }
+
+    /// Whether it computes logits, for which it has the last norm and rows of the LM head.
+    pub fn has_head(&self) -> bool {
+        !self.vocab.is_empty()
+    }
+
+    /// Whether it draws tokens.
+    pub fn draws(&self) -> bool {
+        self.is_first() && self.has_head()
     }
 
     /// The shape of a model with only its share of `shape`, for cost prediction.
     pub fn of(&self, shape: &ModelShape) -> ModelShape {
         ModelShape {
+            windows: shape.windows[self.layers.start as usize..self.layers.end as usize].to_vec(),
             heads: count(&self.heads),
             kv_heads: count(&self.kv_heads),
             intermediate: count(&self.inner),
@@ -87,26 +111,70 @@ impl Partition {
     /// When a member would have nothing, a weight is not positive, or the model has layers that cannot be
     /// divided so.
     pub fn in_proportion(shape: &ModelShape, weights: &[f64]) -> Result<Self, String> {
+        Partition::in_stages(shape, &[weights.to_vec()])
+    }
+
+    /// Stages of layers, each divided over its members as by [`Partition::in_proportion`]; `stages` has the
+    /// weights of their members. A stage has layers in proportion to the sum of its members' weights.
+    ///
+    /// # Errors
+    /// As of [`Partition::in_proportion`].
+    pub fn in_stages(shape: &ModelShape, stages: &[Vec<f64>]) -> Result<Self, String> {
         if shape.latent.is_some() || shape.linear.is_some() || shape.experts.is_some() {
             return Err("latent or linear attention and experts are not divided over devices yet".into());
         }
-        if weights.is_empty() || !weights.iter().all(|weight| weight.is_finite() && *weight > 0.0) {
-            return Err(format!("{weights:?} are no weights of members: all must be positive numbers"));
+        let weights = stages.concat();
+        let all_positive = weights.iter().all(|weight| weight.is_finite() && *weight > 0.0);
+        if !all_positive || stages.is_empty() || stages.iter().any(Vec::is_empty) {
+            return Err(format!("{stages:?} are no weights of members: all must be positive numbers"));
         }
+        if to_u32(stages.len()) > shape.layers() {
+            return Err(format!(
+                "{} stages are more than the model's {} layers",
+                stages.len(),
+                shape.layers()
+            ));
+        }
+        let sums: Vec<f64> = stages.iter().map(|stage| stage.iter().sum()).collect();
+        let mut shares = Vec::with_capacity(weights.len());
+        for (layers, weights) in ranges(&dealt(shape.layers(), &sums)).into_iter().zip(stages) {
+            let member = to_u32(shares.len());
+            shares.extend(Partition::stage(shape, layers, weights, member)?);
+        }
+        Ok(Partition { shares, split: None })
+    }
+
+    /// The shares of a stage, the first of which is that of member `first`.
+    fn stage(
+        shape: &ModelShape,
+        layers: Range<u32>,
+        weights: &[f64],
+        first: u32,
+    ) -> Result<Vec<MemberShare>, String> {
         let heads = heads(shape, weights)?;
         let group = shape.heads / shape.kv_heads.max(1);
         let inner = ranges(&in_runs(shape.intermediate, weights, "columns of the MLP")?);
-        let vocab = ranges(&in_runs(shape.vocab, weights, "rows of the vocabulary")?);
-        let shares = heads.into_iter().zip(inner).zip(vocab).enumerate();
-        let share = |(member, ((heads, inner), vocab)): (usize, ((Range<u32>, _), _))| MemberShare {
-            member: to_u32(member),
+        let vocab = match layers.end == shape.layers() {
+            true => ranges(&in_runs(shape.vocab, weights, "rows of the vocabulary")?),
+            false => vec![0..0; weights.len()],
+        };
+        let shares = (0..).zip(heads).zip(inner.into_iter().zip(vocab));
+        let share = |((rank, heads), (inner, vocab)): ((u32, Range<u32>), _)| MemberShare {
+            member: first + rank,
+            rank,
+            layers: layers.clone(),
             work: MemberWork::All,
             kv_heads: heads.start / group..heads.end.div_ceil(group),
             heads,
             inner,
             vocab,
         };
-        Ok(Partition { shares: shares.map(share).collect(), split: None })
+        Ok(shares.map(share).collect())
+    }
+
+    /// The number of members of each stage of layers; one number where all members have all layers.
+    pub fn stages(&self) -> Vec<usize> {
+        self.shares.chunk_by(|one, next| one.layers == next.layers).map(<[_]>::len).collect()
     }
 
     /// The members' shares, in their order.

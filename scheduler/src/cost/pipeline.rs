@@ -25,11 +25,16 @@
 //!
 //! in which the next chunks enter while the last ones leave: only where nothing decodes does the end of a
 //! prompt wait until all is out.
+//!
+//! The stages of this runtime drain instead (`step_tokens`): the next step begins when all is out. A step
+//! then takes what a prompt of its chunks takes, and as many groups decode as let it end first, which is one
+//! until sequences take longer than reading the weights again.
 
 use super::mixture::{share, share_keys};
 use super::{CostModel, LinkCost, ModelShape, Prefill};
 use mixfleet_hal::units::{Bytes, BytesPerSecond, Seconds};
 use serde::{Deserialize, Serialize};
+use std::ops::Range;
 
 /// Consecutive pipeline stages with equal shares of a model's layers.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -46,6 +51,61 @@ pub struct PipelineCost {
     pub hop: LinkCost,
     /// Activations of a token between layers.
     pub bytes_per_token: f64,
+    /// The most prompt tokens of a step, if the next step waits until a step is out of the last stage.
+    #[serde(default)]
+    pub step_tokens: Option<u32>,
+}
+
+/// How a step is cut into micro-batches, which follow each other through stages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pieces {
+    /// The most prompt tokens of a micro-batch, at least 1.
+    pub chunk_tokens: u32,
+    /// The most micro-batches over which the sequences that decode are divided, at least 1.
+    pub groups: u32,
+}
+
+impl Pieces {
+    /// All of a step as one.
+    pub const ONE: Pieces = Pieces { chunk_tokens: u32::MAX, groups: 1 };
+
+    /// The pieces of each micro-batch of a step whose parts have so many new tokens, those with one of them
+    /// first: numbers of parts, with ranges of their tokens.
+    pub fn of(self, lengths: &[u32]) -> Vec<Vec<(usize, Range<u32>)>> {
+        let decodes = lengths.iter().take_while(|tokens| **tokens == 1).count();
+        let groups = (self.groups.max(1) as usize).min(decodes);
+        let mut batches: Vec<Vec<(usize, Range<u32>)>> = vec![Vec::new(); groups];
+        for which in 0..decodes {
+            // the first ones have one more if they are not even
+            batches[which * groups / decodes].push((which, 0..1));
+        }
+        for (at, chunk) in self.chunks(&lengths[decodes..]).into_iter().enumerate() {
+            let chunk = chunk.into_iter().map(|(which, piece)| (decodes + which, piece));
+            match batches.get_mut(at) {
+                Some(batch) => batch.extend(chunk),
+                None => batches.push(chunk.collect()),
+            }
+        }
+        batches
+    }
+
+    /// Prompts in chunks of as many rows, whatever prompts they are of.
+    fn chunks(self, lengths: &[u32]) -> Vec<Vec<(usize, Range<u32>)>> {
+        let (mut chunks, mut room) = (Vec::<Vec<_>>::new(), 0);
+        for (which, &tokens) in lengths.iter().enumerate() {
+            let mut done = 0;
+            while done < tokens {
+                if room == 0 {
+                    chunks.push(Vec::new());
+                    room = self.chunk_tokens.max(1);
+                }
+                let more = room.min(tokens - done);
+                chunks.last_mut().expect("one has room").push((which, done..done + more));
+                (done, room) = (done + more, room - more);
+            }
+        }
+        chunks
+    }
 }
 
 impl PipelineCost {
@@ -64,33 +124,33 @@ impl PipelineCost {
     ) -> Self {
         let hop = LinkCost { seconds_per_byte: 1.0 / network.0, ..LinkCost::default() };
         let bytes_per_token = f64::from(shape.hidden) * shape.activation.size_bytes() as f64;
-        PipelineCost { whole, stages, chunk_tokens, hop, bytes_per_token }
+        PipelineCost { whole, stages, chunk_tokens, hop, bytes_per_token, step_tokens: None }
     }
 
     /// Time to compute a prompt's rest alone; see [`CostModel::prefill_s`].
     pub(super) fn prefill_s(&self, context_before: u32, new_tokens: u32) -> Seconds {
-        let chunk_tokens = self.chunk_tokens.max(1);
-        let chunks = (0..new_tokens.div_ceil(chunk_tokens)).map(|index| {
-            let done = index * chunk_tokens;
-            let tokens = chunk_tokens.min(new_tokens - done);
-            let part = Prefill { context: context_before + done, tokens, last: done + tokens == new_tokens };
-            (self.stage_s(&[part], 0, 0), self.hop_s(tokens))
-        });
-        through(self.stages, chunks)
+        let step_tokens = self.step_tokens.unwrap_or(new_tokens).max(1);
+        let step = |index: u32| {
+            let done = index * step_tokens;
+            let tokens = step_tokens.min(new_tokens - done);
+            let last = done + tokens == new_tokens;
+            through(
+                self.stages,
+                self.times(&[Prefill { context: context_before + done, tokens, last }], 0, 0, 0),
+            )
+        };
+        (0..new_tokens.div_ceil(step_tokens)).map(step).sum()
     }
 
     /// Time of a step of chunks and groups of sequences; see [`CostModel::step_s`].
     pub(super) fn step_s(&self, parts: &[Prefill], batch: u32, kv_tokens: u64) -> Seconds {
         let stages = self.stages.max(1);
-        let group = (share(batch, stages), share_keys(kv_tokens, batch, stages));
-        let groups = if batch == 0 { 0 } else { stages as usize };
-        let chunks = self.chunks(parts);
+        if self.step_tokens.is_some() {
+            let groups = self.groups(parts, batch, kv_tokens);
+            return through(stages, self.times(parts, groups, batch, kv_tokens));
+        }
         let (mut sum, mut longest) = (Seconds::ZERO, [Seconds::ZERO; 2]);
-        for at in 0..groups.max(chunks.len()) {
-            let chunk = chunks.get(at).map_or(&[][..], |chunk| chunk);
-            let (sequences, keys) = if at < groups { group } else { (0, 0) };
-            let rows = chunk.iter().map(|part| part.tokens).sum::<u32>() + sequences;
-            let (stage, hop) = (self.stage_s(chunk, sequences, keys), self.hop_s(rows));
+        for (stage, hop) in self.times(parts, stages, batch, kv_tokens) {
             sum += if stages > 1 { stage.max(hop) } else { stage };
             longest = [longest[0].max(hop), longest[1].max(stage + hop)];
         }
@@ -102,25 +162,49 @@ impl PipelineCost {
         sum + waits * f64::from(stages - 1)
     }
 
-    /// The pieces of each chunk: as many rows, whatever prompts they are of.
-    fn chunks(&self, parts: &[Prefill]) -> Vec<Vec<Prefill>> {
-        let chunk_tokens = self.chunk_tokens.max(1);
-        let (mut chunks, mut room) = (Vec::<Vec<Prefill>>::new(), 0);
-        for part in parts {
-            let mut done = 0;
-            while done < part.tokens {
-                if room == 0 {
-                    chunks.push(Vec::new());
-                    room = chunk_tokens;
-                }
-                let tokens = room.min(part.tokens - done);
-                let last = part.last && done + tokens == part.tokens;
-                let piece = Prefill { context: part.context + done, tokens, last };
-                chunks.last_mut().expect("one has room").push(piece);
-                (done, room) = (done + tokens, room - tokens);
-            }
+    /// The number of groups of sequences that a step should decode in, in which it takes the least time.
+    pub(super) fn groups(&self, parts: &[Prefill], batch: u32, kv_tokens: u64) -> u32 {
+        let stages = self.stages.max(1);
+        if self.step_tokens.is_none() {
+            return stages;
         }
-        chunks
+        let time = |groups: u32| through(stages, self.times(parts, groups, batch, kv_tokens)).0;
+        (2..=stages.min(batch))
+            .fold((1, time(1)), |best, groups| {
+                let seconds = time(groups);
+                if seconds < best.1 { (groups, seconds) } else { best }
+            })
+            .0
+    }
+
+    /// What the chunks of a step, and so many groups of sequences, take in a stage and on a hop.
+    fn times(
+        &self,
+        parts: &[Prefill],
+        groups: u32,
+        batch: u32,
+        kv_tokens: u64,
+    ) -> impl Iterator<Item = (Seconds, Seconds)> {
+        let group = (share(batch, groups), share_keys(kv_tokens, batch, groups));
+        let groups = if batch == 0 { 0 } else { groups as usize };
+        let chunks = self.chunks(parts);
+        (0..groups.max(chunks.len())).map(move |at| {
+            let chunk = chunks.get(at).map_or(&[][..], |chunk| chunk);
+            let (sequences, keys) = if at < groups { group } else { (0, 0) };
+            let rows = chunk.iter().map(|part| part.tokens).sum::<u32>() + sequences;
+            (self.stage_s(chunk, sequences, keys), self.hop_s(rows))
+        })
+    }
+
+    /// The pieces of each chunk.
+    fn chunks(&self, parts: &[Prefill]) -> Vec<Vec<Prefill>> {
+        let lengths: Vec<u32> = parts.iter().map(|part| part.tokens).collect();
+        let piece = |(which, Range { start, end }): (usize, Range<u32>)| {
+            let Prefill { context, tokens, last } = parts[which];
+            Prefill { context: context + start, tokens: end - start, last: last && end == tokens }
+        };
+        let chunks = Pieces { chunk_tokens: self.chunk_tokens, groups: 1 }.chunks(&lengths).into_iter();
+        chunks.map(|chunk| chunk.into_iter().map(piece).collect()).collect()
     }
 
     fn stage_s(&self, parts: &[Prefill], batch: u32, kv_tokens: u64) -> Seconds {
@@ -174,6 +258,7 @@ mod tests {
             chunk_tokens: 1000,
             hop: LinkCost { seconds_per_byte, ..LinkCost::default() },
             bytes_per_token: 1e4,
+            step_tokens: None,
         }
     }
 
@@ -271,5 +356,33 @@ mod tests {
         let beside = cost.step_s(&[piece(0, 1000, true)], 40, 1000).0;
         let alone = cost.step_s(&[], 40, 1000).0;
         assert!(beside > alone && beside < alone + 0.26 * 0.1 + 0.03, "{beside} {alone} {one}");
+    }
+
+    #[test]
+    fn pieces_are_every_token_once_and_decodes_go_first_in_even_groups() {
+        let of = |chunk_tokens, groups, lengths: &[u32]| Pieces { chunk_tokens, groups }.of(lengths);
+        assert_eq!(of(4, 1, &[6, 3]), [vec![(0, 0..4)], vec![(0, 4..6), (1, 0..2)], vec![(1, 2..3)]]);
+        let beside = of(4, 2, &[1, 1, 1, 9]);
+        let expected = [vec![(0, 0..1), (1, 0..1), (3, 0..4)], vec![(2, 0..1), (3, 4..8)], vec![(3, 8..9)]];
+        assert_eq!(beside, expected);
+        assert_eq!(of(4, 3, &[1, 1]).len(), 2, "no group is empty");
+        assert_eq!(of(4, 2, &[]), Vec::<Vec<(usize, Range<u32>)>>::new());
+    }
+
+    #[test]
+    fn stages_that_drain_pay_for_it_in_every_step_and_decode_in_groups_only_where_that_is_shorter() {
+        let drained = |step_tokens| PipelineCost { step_tokens, ..cost(2, 0.0) };
+        let (never, one, four) = (drained(None), drained(Some(8000)), drained(Some(2000)));
+        assert_eq!(one.prefill_s(0, 8000), never.prefill_s(0, 8000));
+        let more = four.prefill_s(0, 8000) - one.prefill_s(0, 8000);
+        assert!(more.0 > 0.0, "{more:?}");
+        let last = |context, tokens| Prefill { context, tokens, last: true };
+        assert_eq!(one.step_s(&[last(0, 8000)], 0, 0), one.prefill_s(0, 8000));
+        // 20 ms to read the weights, 0.1 ms for each sequence
+        let decode = |batch| (one.groups(&[], batch, 0), one.step_s(&[], batch, 0).0);
+        let (few, many) = (decode(100), decode(1000));
+        assert_eq!((few.0, many.0), (1, 2));
+        assert!((few.1 - 0.03).abs() < 1e-12 && (many.1 - 1.5 * 0.07).abs() < 1e-12, "{few:?} {many:?}");
+        assert_eq!(one.groups(&[], 1, 0), 1);
     }
 }

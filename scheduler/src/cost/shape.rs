@@ -184,11 +184,26 @@ impl ModelShape {
     /// Operations of a mixed step: chunks of prompts and one token for each of `batch` sequences with
     /// `kv_tokens` keys in total. All rows go through the dense operations together.
     pub fn step_ops(&self, parts: &[Prefill], batch: u32, kv_tokens: u64) -> OpCounts {
+        self.stage_ops((true, true), parts, batch, kv_tokens)
+    }
+
+    /// The same of layers of which the first ones are a model's first or not, and the last ones its last.
+    pub(super) fn stage_ops(
+        &self,
+        (embeds, has_head): (bool, bool),
+        parts: &[Prefill],
+        batch: u32,
+        kv_tokens: u64,
+    ) -> OpCounts {
         let rows = parts.iter().map(|part| part.tokens).sum::<u32>() + batch;
         let drawn = to_u32(parts.iter().filter(|part| part.last).count()) + batch;
         let mut ops = self.dense_ops(rows, false).merged();
+        if !embeds {
+            ops.remove(0);
+        }
         let attention = self.attention_ops(parts, batch, kv_tokens).merged();
-        for (sig, count) in self.head_ops(drawn, rows).into_iter().chain(attention) {
+        let head = if has_head { self.head_ops(drawn, rows) } else { OpCounts::new() };
+        for (sig, count) in head.into_iter().chain(attention) {
             push(&mut ops, sig, count);
         }
         ops
@@ -317,6 +332,7 @@ impl ModelShape {
     /// projections of the same rows are one product, as in other engines: q, k and v, and gate and up.
     pub(super) fn dense_ops(&self, tokens: u32, fused: bool) -> LayerWork {
         let mut work = LayerWork { fused, ..LayerWork::default() };
+        // the embedding comes first: see `stage_ops`
         push(&mut work.plain, self.pick(tokens, self.vocab, self.weight), 1);
         let rotated = self.latent.map_or(self.head_dim, |latent| latent.rope);
         let (vocab, hidden, table, out) = (tokens, rotated, DType::F32, DType::F32);

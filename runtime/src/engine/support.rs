@@ -1,0 +1,71 @@
+//! Whether a device supports what a model needs of it.
+
+use crate::model::graph::StepShape;
+use crate::model::{ModelConfig, Weights};
+use mixfleet_hal::{DType, Device, Error, OpSig, Result, Scalar, Support};
+
+/// Checks that the device supports the operations with weights that differ between models.
+pub(super) fn check_products(
+    device: &dyn Device,
+    c: &ModelConfig,
+    weights: &Weights,
+    shape: &StepShape,
+) -> Result<()> {
+    let (x, heads, head_dim) = (shape.activations, c.heads, c.head_dim);
+    let layer = &weights.layers[0];
+    let gemm = |weight, out| {
+        let (m, n, k) = (1, c.hidden, c.hidden);
+        OpSig::Gemm { m, n, k, x, weight, out, bias: c.qkv_bias, accumulate: false }
+    };
+    let needed = [
+        // that of the embedding, or of rows of the rope table
+        OpSig::Embed {
+            tokens: 1,
+            vocab: c.vocab,
+            hidden: c.hidden,
+            table: weights.embed.as_ref().map_or(DType::F32, |embed| embed.dtype),
+            out: DType::F32,
+        },
+        gemm(layer.q.dtype, x),
+        gemm(weights.head.as_ref().map_or(layer.q.dtype, |head| head.lm_head.dtype), DType::F32),
+        OpSig::RmsNorm {
+            rows: 1,
+            cols: c.hidden,
+            eps: Scalar(c.norm_eps),
+            x: DType::F32,
+            weight: layer.attn_norm.dtype,
+            out: x,
+        },
+        OpSig::Rope { tokens: 1, heads, head_dim, x },
+        OpSig::SiluMul { elements: 1, x },
+    ];
+    check_support(device, &needed)
+}
+
+/// Checks that the device supports a model's attention.
+pub(super) fn check_attention(device: &dyn Device, c: &ModelConfig, shape: &StepShape) -> Result<()> {
+    let (x, kv, heads) = (shape.activations, shape.kv_shape(c), c.heads);
+    let wire = kv.dtype;
+    let window = c.windows.iter().flatten().next().copied();
+    let (tokens, sequences, pairs, kv_tokens, pages_max) = (1, 1, 1, 1, 1);
+    let needed = [
+        OpSig::KvGather { tokens, wire, kv },
+        OpSig::KvScatter { tokens, wire, kv },
+        OpSig::KvWrite { tokens, x, kv },
+        OpSig::AttnPrefill { tokens, sequences, pairs, kv_tokens, heads, pages_max, window, x, kv },
+        OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, x, kv },
+        OpSig::AttnMerge { parts: 1, rows: 1, head_dim: c.head_dim, out: x },
+    ];
+    check_support(device, &needed)
+}
+
+/// Checks that the device supports some operations.
+pub(super) fn check_support(device: &dyn Device, needed: &[OpSig]) -> Result<()> {
+    match needed.iter().find(|sig| device.support(sig) == Support::No) {
+        None => Ok(()),
+        Some(sig) => Err(Error::unsupported(format!(
+            "{} cannot run {sig:?}, which this model needs; choose another device or other dtypes",
+            device.info().id
+        ))),
+    }
+}
