@@ -58,33 +58,24 @@ def price_list(column, directory):
     return file
 
 
-def fleet_file(plan, fleet, directory):
-    """FLEET.toml of a planned fleet."""
-    slo = plan["objectives"]
-    text = f'version = 1\n[model]\nname = "{plan["model"]}"\ndtype = "{plan["dtype"]}"\n'
-    text += f'[slo]\nttft_s = {slo["ttft_s"]}\ntbt_s = {slo["tbt_s"]}\n[engine]\nname = "{plan["engine"]}"\n'
-    text += f'[scheduling]\npolicy = "{fleet["policy"]}"\n'
-    for at, pool in enumerate(p for p in fleet["pools"] if p["count"]):
-        rent = pool["usd_per_hour_of_device"] * pool["devices_per_instance"]
-        text += f'[[pool]]\nname = "pool{at}"\nrole = "{pool["role"]}"\ncount = {pool["count"]}\n'
-        text += f'device = "{pool["part"]}"\n'
-        text += f'devices_per_instance = {pool["devices_per_instance"]}\nusd_per_hour = {rent}\nnic_gb_per_s = 12.5\n'
-    file = directory / "FLEET.toml"
-    file.write_text(text)
-    return file
-
-
 def words(fleet):
     roles = {"prefill": " prefill", "decode": " decode"}
     pools = (p for p in fleet["pools"] if p["count"])
     return " + ".join(
-        f'{p["count"]} x {p["devices_per_instance"]} {p["part"]}{roles.get(p["role"], "")}' for p in pools
+        f'{p["count"]} x {p["devices_per_instance"]} {p["part"]}{shares(p)}{roles.get(p["role"], "")}' for p in pools
     )
 
 
-def attained(plan, fleet, load, directory):
+def shares(pool):
+    """How the devices of an instance share the model, where it is not by tensors alone."""
+    text = f' in {pool["pipeline_stages"]} stages' if pool["pipeline_stages"] > 1 else ""
+    text += " by experts" if pool["expert_parallel"] else ""
+    others = pool["attention"]
+    return text + (f' with {others["devices"]} {others["part"]} for attention' if others else "")
+
+
+def attained(file, load):
     """The least share of requests that meet the objectives in runs whose arrivals are spread by other seeds."""
-    file = fleet_file(plan, fleet, directory)
     runs = [run(["simulate", "--json", "--fleet", file, *load, "--seed", seed]) for seed in SEEDS]
     return min(r.get("slo_attainment") or 0.0 for r in runs)
 
@@ -103,6 +94,7 @@ def cell(model, trace, tight, prices, budget_s, directory):
     load = ["--trace", DATA / "traces" / name, "--speedup", speeds[MODELS.index(model)], "--limit", requests]
     if trace in TICKS:
         load.append("--jitter")
+    out = directory / "plan"
     goal = ["--ttft", ttfts[not tight], "--tbt", TBT[not tight], "--attain", ATTAIN]
     plan = run(
         [
@@ -118,6 +110,8 @@ def cell(model, trace, tight, prices, budget_s, directory):
             prices,
             "--budget-s",
             budget_s,
+            "--out",
+            out,
         ]
     )
     row = {
@@ -130,13 +124,13 @@ def cell(model, trace, tight, prices, budget_s, directory):
     if not plan.get("fleets"):
         return row | {"error": plan.get("error") or "no fleet meets the objectives"}
     best, one = plan["fleets"][0], plan["homogeneous"]
-    row |= {"usd": best["usd_per_hour"], "fleet": words(best), "attained": attained(plan, best, load, directory)}
+    row |= {"usd": best["usd_per_hour"], "fleet": words(best), "attained": attained(out / "FLEET.toml", load)}
     row |= {"bound": plan["lower_bound_usd_per_hour"], "complete": plan["complete"]}
     if one:
         row |= {
             "one_usd": one["usd_per_hour"],
             "one": words(one),
-            "one_attained": attained(plan, one, load, directory),
+            "one_attained": row["attained"] if row["fleet"] == words(one) else attained(out / "homogeneous.toml", load),
         }
         row |= {"gain": 1 - best["usd_per_hour"] / one["usd_per_hour"], "tied": one["tied_with_first"]}
         errors = [e for e in (best["likely_error"], one["likely_error"]) if e is not None]

@@ -251,6 +251,9 @@ fn write_files(planned: &Planned<'_>, market: &Market) -> Result<Option<String>>
     if let Some(directory) = planned.out {
         let cannot_write = || format!("cannot write to {}", directory.display());
         std::fs::write(directory.join("FLEET.toml"), &best.text).with_context(cannot_write)?;
+        if let Some(one) = planned.outcome.dearer_homogeneous() {
+            std::fs::write(directory.join("homogeneous.toml"), &one.text).with_context(cannot_write)?;
+        }
         if args.trace.is_empty() {
             planned.load.write_log(&directory.join("load.jsonl")).with_context(cannot_write)?;
         }

@@ -151,6 +151,8 @@ fn a_rate_is_planned_for_and_the_written_fleet_holds_in_simulate_with_nothing_to
     let (file, trace) = (out.join("FLEET.toml"), out.join("load.jsonl"));
     let attained = simulated(&file, &trace, &[]);
     assert_eq!(attained, number(&document["fleets"][0]["attained"]), "simulate sees what the plan saw");
+    let one_is_first = document["homogeneous"]["usd_per_hour"] == document["fleets"][0]["usd_per_hour"];
+    assert_ne!(one_is_first, out.join("homogeneous.toml").exists());
     let text = std::fs::read_to_string(&file).unwrap();
     // the 4090s and L40S are cards with the whole model each, so that mixfleet's own workers start the fleet
     started_by_compose_and_kubernetes(&out, &document["fleets"][0]);
@@ -288,8 +290,13 @@ fn what_has_no_offer_or_is_not_in_stock_is_not_taken() {
     assert!(taken > 1, "{free:#}");
     let stock = format!("device_id,count\nrtx-4090,{}\nL40S,64\n", taken - 1);
     let stock = write(&directory, "stock.csv", &stock);
-    let limited = planned(&STEADY, &["--inventory", &stock]);
+    let out = directory.join("out");
+    let limited = planned(&STEADY, &["--inventory", &stock, "--out", out.to_str().unwrap()]);
     is_sound(&limited, 0.99);
+    let one = &limited["homogeneous"];
+    assert_ne!(*one, limited["fleets"][0], "two cards of one part are cheaper beside one of another");
+    let attained = simulated(&out.join("homogeneous.toml"), &out.join("load.jsonl"), &[]);
+    assert_eq!(attained, number(&one["attained"]), "the best of one part is written too");
     for fleet in limited["fleets"].as_array().unwrap() {
         assert!(devices(fleet, "RTX-4090") < taken, "{fleet:#}");
     }

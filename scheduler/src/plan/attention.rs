@@ -1,4 +1,4 @@
-//! The cheapest fleet whose attention has devices of its own.
+//! The cheapest fleets whose attention has devices of its own.
 //!
 //! Such an instance has the weights on devices of a part that is cheap by arithmetic, which compute prompts
 //! too, and its KV on as many of another, cheap by bandwidth, as pay: [`ProductsKind`] says what it carries.
@@ -9,7 +9,7 @@ use super::forms::FleetForm;
 use super::layouts::{IN_SERVER, InstanceLayout};
 use super::linear::Solver;
 use super::load::SizeClass;
-use super::market::{BUSY_MAX, DUTIES, FormedFleet, Market, MarketAsk, PlannedPool, SEARCH};
+use super::market::{BUSY_MAX, DUTIES, FormedFleet, Market, MarketAsk, PlannedPool, SEARCH, add};
 use super::offered::MarketKind;
 use super::program::{Ceiling, DemandClass, Duty, Placing, Program, Rentable};
 use crate::cost::{AttnSplit, Partition};
@@ -106,28 +106,39 @@ impl Market {
         self.apart.iter().flatten()
     }
 
-    /// The cheapest fleet in which all answers are decoded by instances whose attention has devices of its
-    /// own.
+    /// The fleets in which all answers are decoded by instances whose attention has devices of its own: the
+    /// cheapest by rates, and the cheapest in which prompts have instances of their own, if that is another,
+    /// since prompts wait for each other where they are computed between decode steps.
     ///
     /// # Errors
     /// Why there is none.
-    pub fn attention_apart(&self, solver: &dyn Solver) -> Result<FormedFleet, String> {
+    pub fn attention_apart(&self, solver: &dyn Solver) -> Result<Vec<FormedFleet>, String> {
         if let Err(why) = &*self.apart {
             return Err(why.clone());
         }
-        let of_each = (0..self.ask.stored.len()).map(|stored| self.apart_in(solver, stored));
-        let cheaper =
-            |best: Result<FormedFleet, String>, next: Result<FormedFleet, String>| match (&best, &next) {
-                (Ok(known), Ok(other)) if other.usd_per_hour < known.usd_per_hour => next,
-                (Err(_), Ok(_)) => next,
-                _ => best,
-            };
-        of_each.reduce(cheaper).unwrap_or_else(|| Err("no dtype is given".into()))
+        let (mut found, mut why) = (Vec::new(), "no dtype is given".to_owned());
+        for whole in [true, false] {
+            let mut fleets = Vec::new();
+            for stored in 0..self.ask.stored.len() {
+                match self.apart_in(solver, stored, whole) {
+                    Ok(fleet) => fleets.push(fleet),
+                    Err(cause) => why = cause,
+                }
+            }
+            self.sort(&mut fleets);
+            fleets.into_iter().take(1).for_each(|fleet| add(&mut found, fleet));
+        }
+        if found.is_empty() { Err(why) } else { Ok(found) }
     }
 
-    fn apart_in(&self, solver: &dyn Solver, stored: usize) -> Result<FormedFleet, String> {
+    /// The cheapest fleet in a dtype; unless `whole`, without instances that compute prompts and decode.
+    fn apart_in(&self, solver: &dyn Solver, stored: usize, whole: bool) -> Result<FormedFleet, String> {
         let of_duty = |duty: usize| {
-            let apart = self.apart_kinds().filter(move |_| DUTIES[duty] != Duty::Prefill);
+            let apart = self.apart_kinds().filter(move |_| match DUTIES[duty] {
+                Duty::Whole => whole,
+                Duty::Prefill => false,
+                Duty::Decode => true,
+            });
             let prompts = self.kinds.iter().filter(move |_| DUTIES[duty] == Duty::Prefill);
             let own = prompts.chain(apart).filter(|of| of.stored == stored);
             self.cheapest_for_each_class(own.map(|of| (of, duty)).collect())

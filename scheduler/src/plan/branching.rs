@@ -43,6 +43,7 @@ impl Solver for Microlp {
             Ok(SolveOutcome::Solution(solution)) => Ok(Solution {
                 values: variables.iter().map(|&variable| solution.var_value(variable)).collect(),
                 cost: solution.objective(),
+                bound: solution.stats().best_bound.unwrap_or(f64::NEG_INFINITY),
                 optimal: solution.status() == SolutionStatus::Optimal,
             }),
             Ok(SolveOutcome::Interrupted(_)) => Err(Unsolved::Interrupted),

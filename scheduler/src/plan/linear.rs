@@ -84,6 +84,8 @@ pub struct Solution {
     pub values: Vec<f64>,
     /// The objective at these values.
     pub cost: f64,
+    /// What no values have an objective below, as far as that was proven.
+    pub bound: f64,
     /// Whether no better ones exist.
     pub optimal: bool,
 }

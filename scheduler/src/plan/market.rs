@@ -331,7 +331,7 @@ impl Market {
         (1.0 - self.ask.attain + 1e-9) * self.rate()
     }
 
-    /// The cheapest fleets of different forms, cheapest first: up to `each` of every sort of form, and that
+    /// The cheapest fleets of different forms, cheapest first: up to `each` of every sort of form, and those
     /// whose attention has devices of its own.
     pub fn rank(&self, solver: &dyn Solver, each: usize) -> Vec<FormedFleet> {
         let mut found: Vec<FormedFleet> = Vec::new();
@@ -341,9 +341,8 @@ impl Market {
             }
         }
         self.add_free(solver, &mut found, f64::INFINITY);
-        if let Ok(fleet) = self.attention_apart(solver) {
-            add(&mut found, fleet);
-        }
+        let apart = self.attention_apart(solver).unwrap_or_default();
+        apart.into_iter().for_each(|fleet| add(&mut found, fleet));
         self.sort(&mut found);
         found
     }

@@ -310,10 +310,14 @@ fn the_bound_is_above_no_divided_fleet_of_any_kinds() {
 #[test]
 fn attention_apart_is_ranked_with_all_others_and_counts_in_the_bound() {
     let asked = |classes| MarketAsk { nic: BytesPerSecond(183e9), ..ask(classes) };
-    let of = |ask: MarketAsk| Market::new(ask).attention_apart(&Microlp);
+    let of = |ask: MarketAsk| Ok::<_, String>(Market::new(ask).attention_apart(&Microlp)?.swap_remove(0));
     let long = || asked(vec![class(6000, 400, 30.0)]);
     let market = Market::new(long());
-    let fleet = market.attention_apart(&Microlp).unwrap();
+    let found = market.attention_apart(&Microlp).unwrap();
+    let divided = found.last().unwrap();
+    assert!(divided.pools.iter().all(|pool| pool.duty != Duty::Whole), "{found:?}");
+    assert!(divided.usd_per_hour >= found[0].usd_per_hour, "{found:?}");
+    let fleet = found[0].clone();
     let decode: Vec<_> = fleet.pools.iter().filter(|pool| pool.duty != Duty::Prefill).collect();
     let on = |pool: &&PlannedPool| pool.part == 0 && pool.attends.is_some_and(|others| others.part == 1);
     assert!(!decode.is_empty() && decode.iter().all(on), "{fleet:?}");
@@ -329,7 +333,8 @@ fn attention_apart_is_ranked_with_all_others_and_counts_in_the_bound() {
     assert!(held > 30.0 * 0.3277e6 * 6200.0, "{held}");
     let ranked = market.rank(&Microlp, 3);
     assert!(
-        ranked.contains(&fleet) && ranked.windows(2).all(|pair| pair[0].usd_per_hour <= pair[1].usd_per_hour)
+        found.iter().all(|fleet| ranked.contains(fleet))
+            && ranked.windows(2).all(|pair| pair[0].usd_per_hour <= pair[1].usd_per_hour)
     );
     assert!(market.lower_bound(&Microlp).unwrap() <= fleet.usd_per_hour);
     // where such fleets alone can be had for less, no bound stands above them

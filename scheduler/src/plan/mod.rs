@@ -2,19 +2,20 @@
 //!
 //! [`program`] finds how many instances of which kinds carry a load ([`linear`] is what a solver sees of it,
 //! `branching` such a solver), [`candidates`] says what an instance carries, whose devices share the model
-//! in [`layouts`], [`load`] makes classes of a
-//! trace's requests, [`margin`] says how wrong times may be, [`offer`] is a part at a price, [`offered`] what
-//! its instances carry of a load, [`regions`] where parts stand, [`market`] puts these together, fleet by
-//! fleet of the [`forms`] that there are, [`break_even`] says at which price a part would be in the fleet,
-//! and [`shortfall`] why there is none. [`apart`] prices the attention of decode steps on devices of its own,
-//! [`attention`] finds the cheapest fleet that has such devices, and [`remote`] divides prompts by length
-//! between two clusters.
+//! in [`layouts`], [`load`] makes classes of a trace's requests, [`margin`] says how wrong times may be,
+//! [`offer`] is a part at a price, [`offered`] what its instances carry of a load, [`regions`] where parts
+//! stand, [`market`] puts these together, fleet by fleet of the [`forms`] that there are, [`bound`] says what
+//! no fleet costs less than, [`break_even`] at which price a part would be in the fleet, and [`shortfall`]
+//! why there is none. [`apart`] prices the attention of decode steps on devices of its own, [`attention`]
+//! finds the cheapest fleets that have such devices, and [`remote`] divides prompts by length between two
+//! clusters.
 //!
 //! What is absent: clocks, limits of time, a solver of its own, simulation. A plan is as good as the rates
 //! that it is given.
 
 pub mod apart;
 pub mod attention;
+pub mod bound;
 #[cfg(any(test, feature = "microlp"))]
 pub mod branching;
 pub mod break_even;

@@ -130,7 +130,7 @@ pub struct Program {
 pub struct PlannedFleet {
     /// Its rent, with what is used of priced ceilings.
     pub usd_per_hour: UsdPerHour,
-    /// No fleet costs less, even if instances could be divided.
+    /// No fleet of whole instances costs less, as far as that was proven.
     pub lower_bound: UsdPerHour,
     /// Whether no fleet of whole instances costs less.
     pub proven: bool,
@@ -183,7 +183,7 @@ impl Program {
         let shares = &found.values[first..first + self.placings.len()];
         Ok(PlannedFleet {
             usd_per_hour: UsdPerHour(found.cost),
-            lower_bound: UsdPerHour(relaxed.cost.min(found.cost)),
+            lower_bound: UsdPerHour(found.bound.max(relaxed.cost).min(found.cost)),
             proven: found.optimal,
             counts,
             shares: shares.iter().map(|share| share / parts).collect(),

@@ -6,6 +6,7 @@ use anyhow::{Context, Result, anyhow};
 use mixfleet_hal::cast::{to_u64, to_usize};
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::kv::BlockHash;
+use mixfleet_scheduler::plan::bound::LoadSlots;
 use mixfleet_scheduler::plan::load::{LoadTally, SizeClass};
 use mixfleet_sim::trace::{Request, SteadyLoad, TOKENS_MAX};
 use serde::Deserialize;
@@ -26,6 +27,8 @@ const SPAN_ANSWERS_WARN: f64 = 5.0;
 const HOUR_S: f64 = 3600.0;
 /// Most hours that are planned each for itself.
 const HOURS_MAX: usize = 9000;
+/// Parts of a trace of which the densest ones count in the lower bound.
+const SLOTS: f64 = 64.0;
 
 /// Requests, and what they come to.
 pub(super) struct PlanLoad {
@@ -35,6 +38,8 @@ pub(super) struct PlanLoad {
     pub(super) classes: Vec<SizeClass>,
     /// For each hour the requests per second of each class; empty for less than two hours.
     pub(super) hours: Vec<Vec<f64>>,
+    /// The requests of a trace in the order of time.
+    pub(super) slots: Option<LoadSlots>,
     /// The hours of `--workload`.
     workload: Vec<WorkloadHour>,
     /// Requests per second.
@@ -115,15 +120,24 @@ impl PlanLoad {
         };
         let span = Seconds(last.at.0 - requests[0].at.0);
         let (mut tally, mut held) = (LoadTally::default(), HashSet::<BlockHash>::new());
+        let (mut in_slots, slot_s) = (LoadTally::default(), (span.0 / SLOTS).max(1.0));
         for request in &requests {
             let blocks = request.chain.iter().take_while(|key| held.contains(key)).count();
             held.extend(&request.chain[blocks..]);
             let cached = request.reused_tokens(blocks, block_tokens.unwrap_or(0));
-            let hour = to_usize((request.at.0 - requests[0].at.0) / HOUR_S).min(HOURS_MAX);
-            tally.add_many(hour, 1, [request.prompt_tokens, request.output_tokens, cached]);
+            let (at_s, size) =
+                (request.at.0 - requests[0].at.0, [request.prompt_tokens, request.output_tokens, cached]);
+            tally.add_many(to_usize(at_s / HOUR_S).min(HOURS_MAX), 1, size);
+            in_slots.add_many(to_usize(at_s / slot_s), 1, size);
         }
         let (classes, counts) = tally.classes_by_hour(span, args.attain);
+        let longest = requests.iter().map(|request| request.output_tokens).max().unwrap_or(0);
         let mut load = Self::new(requests, block_tokens, classes, path.display().to_string());
+        load.slots = Some(LoadSlots {
+            slot: Seconds(slot_s / (1.0 + args.headroom)),
+            requests: in_slots.classes_by_hour(span, args.attain).1,
+            answer: Seconds(args.ttft + f64::from(longest) * args.tbt),
+        });
         let last_s = span.0 - HOUR_S * (counts.len() - 1) as f64;
         let whole = counts.len() - usize::from(last_s < 0.5 * HOUR_S);
         let span_s = |hour: usize| if hour + 1 == counts.len() { last_s.min(HOUR_S) } else { HOUR_S };
@@ -182,8 +196,8 @@ impl PlanLoad {
             requests.iter().map(|request| f64::from(of(request))).sum::<f64>() / requests.len().max(1) as f64
         };
         let mean_tokens = [mean(|request| request.prompt_tokens), mean(|request| request.output_tokens)];
-        let (hours, workload) = (Vec::new(), Vec::new());
-        PlanLoad { requests, block_tokens, classes, hours, workload, rate, mean_tokens, text }
+        let (hours, workload, slots) = (Vec::new(), Vec::new(), None);
+        PlanLoad { requests, block_tokens, classes, hours, slots, workload, rate, mean_tokens, text }
     }
 
     /// What to know about the requests before a plan for them is believed.

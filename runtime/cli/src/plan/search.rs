@@ -111,7 +111,7 @@ fn tie([(usd, error), (cheaper, its_error)]: [(f64, Option<f64>); 2], same_parts
 pub(super) enum ApartFound {
     /// There is none, for this reason.
     None(String),
-    /// The program's fleet, which is among those that hold if any such is.
+    /// The cheapest by rates; among those that hold is it, or one with prompts on instances of their own.
     Planned(FormedFleet),
 }
 
@@ -142,6 +142,15 @@ impl PlanFound {
             ..SOME => f64::INFINITY,
             _ => DEARER_MAX * of.map(|fleet| fleet.usd_per_hour).fold(f64::INFINITY, f64::min),
         }
+    }
+
+    /// The cheapest fleet of one part, where another costs less.
+    pub(super) fn dearer_homogeneous(&self) -> Option<&ProvenFleet> {
+        self.fleets
+            .iter()
+            .skip(1)
+            .find(|fleet| fleet.is_homogeneous())
+            .filter(|_| !self.fleets[0].is_homogeneous())
     }
 
     /// The fleet that stands more load and slower devices best, of those near the cheapest.
@@ -200,7 +209,8 @@ impl<'a> PlanSearch<'a> {
 
     pub(super) fn run(&self) -> Result<PlanFound> {
         cancel_on_interrupt(self.cancelled.clone(), "stopping with the best so far");
-        let lower_bound = self.market.lower_bound(&Microlp).ok().map(|usd| usd.0);
+        let bound = self.market.whole_lower_bound(&Microlp, self.load.slots.as_ref());
+        let lower_bound = bound.ok().map(|usd| usd.0);
         let ranked = self.market.rank(&Microlp, EACH);
         let shortfall = if ranked.is_empty() { self.market.shortfall(&Microlp) } else { Vec::new() };
         self.say(&format!(
@@ -214,7 +224,7 @@ impl<'a> PlanSearch<'a> {
             lower_bound,
             shortfall,
             apart: match self.market.attention_apart(&Microlp) {
-                Ok(fleet) => ApartFound::Planned(fleet),
+                Ok(mut fleets) => ApartFound::Planned(fleets.swap_remove(0)),
                 Err(why) => ApartFound::None(why),
             },
             ranked: ranked.len(),
