@@ -8,7 +8,7 @@ use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::fleet::{Action, Event, Policy, Role};
 use mixfleet_sim::simulate::Observer;
 use serde::Deserialize;
-use served::served;
+use served::{Counts, served};
 use simulated::simulated;
 use std::collections::BTreeMap;
 
@@ -55,6 +55,11 @@ struct Scene {
     beside_decode_max: Option<u32>,
     /// Whether prefixes are pulled.
     pull: bool,
+    /// Tokens of KV that a part holds, and those that a KV node beside them holds.
+    kv_tokens: u64,
+    node_tokens: Option<u64>,
+    /// Whether the requests are turns of conversations, each with all prompts before it in front.
+    talks: bool,
     /// Number of routers, which get the requests in turn.
     routers: u16,
     policy: Policy,
@@ -90,6 +95,8 @@ struct Seen {
     decisions: Vec<(f64, Decision)>,
     firsts: BTreeMap<u64, f64>,
     ends: BTreeMap<u64, f64>,
+    /// Share of prompt tokens that were reused, where it is known.
+    hit: f64,
 }
 
 impl Seen {
@@ -140,7 +147,7 @@ fn seen(steps: &[Step]) -> Seen {
 
 /// Number of placements and times that differ, of rejected requests, and of preemptions.
 fn compare(scene: &Scene) -> (usize, usize, u64) {
-    let (fleet, steps, preemptions) = served(scene);
+    let (fleet, steps, Counts { preemptions, .. }) = served(scene);
     if std::env::var_os("MIXFLEET_AGREE_EVENTS").is_some() {
         println!("  served:");
     }
@@ -192,6 +199,9 @@ fn scene(name: &'static str, parts: Vec<Part>, joined: bool, policy: Policy, loa
         sequences_max: 32,
         beside_decode_max: Some(64),
         pull: false,
+        kv_tokens: 24_000,
+        node_tokens: None,
+        talks: false,
         routers: 1,
         policy,
         requests: if seeds().is_some() { 200 } else { 120 },
@@ -298,6 +308,56 @@ fn pulled_prefixes_agree_on_every_placement() {
             let (unlike, ..) = compare(&Scene { pull: true, ..scene });
             assert_eq!(unlike, 0, "{policy:?} at {} requests/s", load.1);
         }
+    }
+}
+
+/// Share of prompt tokens that were reused, and mean time to the first token: served, and simulated. Hardly
+/// any time may differ.
+fn reuse(scene: &Scene) -> [(f64, f64); 2] {
+    let (fleet, steps, counts) = served(scene);
+    let mut arrived = BTreeMap::new();
+    for step in &steps {
+        if let Event::Arrived(arrival) = &step.event {
+            arrived.entry(arrival.request).or_insert((step.now.0, arrival.prompt_tokens));
+        }
+    }
+    let (was, will) = (seen(&steps), simulated(scene, fleet, &steps));
+    let prompts: f64 = was.firsts.keys().map(|request| f64::from(arrived[request].1)).sum();
+    let ttft_s = |seen: &Seen| {
+        let each = seen.firsts.iter().map(|(request, first_s)| first_s - arrived[request].0);
+        each.sum::<f64>() / seen.firsts.len() as f64
+    };
+    let unlike = was.unlike(&will).max(will.unlike(&was));
+    println!("{unlike} times of {} requests differ", scene.requests);
+    assert!(unlike * 20 <= scene.requests, "{unlike} times differ");
+    [(counts.cached_tokens as f64 / prompts, ttft_s(&was)), (will.hit, ttft_s(&will))]
+}
+
+/// A KV node takes what the instances computed, and lends it in the next turn, by when they gave it up: what
+/// that brings is as predicted.
+#[test]
+fn conversations_gain_from_a_kv_node_what_is_predicted() {
+    for (seed, requests_per_s) in [(1, 1.0), (3, 3.0)] {
+        let of = |node_tokens| {
+            let scene =
+                scene("a KV node", vec![DEAR, CHEAP], true, Policy::PerDollar, (seed, requests_per_s));
+            let (requests, pull) = (320, true);
+            reuse(&Scene { requests, pull, kv_tokens: 5_000, node_tokens, talks: true, ..scene })
+        };
+        let (without, with) = (of(None), of(Some(100_000)));
+        for (name, [served, simulated]) in [("without a node", without), ("with one", with)] {
+            println!(
+                "{requests_per_s} requests/s {name}: {:.1} % reused, {:.1} simulated; TTFT {:.4} s, {:.4} simulated",
+                100.0 * served.0,
+                100.0 * simulated.0,
+                served.1,
+                simulated.1
+            );
+        }
+        assert!(with[0].0 > without[0].0 + 0.2, "the node brings little");
+        assert!(with[0].0 > with[1].0 - 0.02, "fewer hits than predicted");
+        let gain = |at: usize| with[at].1 / without[at].1;
+        assert!(gain(0) < 0.8 && (gain(0) / gain(1) - 1.0).abs() < 0.15, "{} {}", gain(0), gain(1));
     }
 }
 

@@ -46,12 +46,17 @@ pub(super) fn links() -> Links {
     }
 }
 
-/// Ends with the answer, which nobody reads.
-pub(super) fn end_of(world: &SeededEnv, mut updates: mpsc::Receiver<Update>) -> oneshot::Receiver<()> {
+/// Ends with the answer, which nobody reads, and says how many tokens of the prompt were reused.
+pub(super) fn end_of(world: &SeededEnv, mut updates: mpsc::Receiver<Update>) -> oneshot::Receiver<u32> {
     let (sender, end) = oneshot::channel();
     world.spawn(Box::pin(async move {
-        while updates.recv().await.is_some() {}
-        let _ = sender.send(());
+        let mut reused = 0;
+        while let Some(update) = updates.recv().await {
+            if let Update::Started { cached_tokens } = update {
+                reused = cached_tokens;
+            }
+        }
+        let _ = sender.send(reused);
     }));
     end
 }

@@ -37,6 +37,8 @@ pub(super) fn check(args: &WorkerArgs) -> Result<()> {
         _ if !instances.profile.is_empty() => no_device("--profile"),
         _ if instances.attn_split.is_some() => no_device("--attn-split"),
         _ if instances.sequences.is_some() => no_device("--sequences"),
+        _ if args.model.chunk.is_some() => no_device("--chunk"),
+        _ if args.model.kv_memory.is_some() => no_device("--kv-memory"),
         _ => match instances.usd_per_hour.iter().find(|price| price.device != NODE) {
             Some(price) => {
                 let message = format!(

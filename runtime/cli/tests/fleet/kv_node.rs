@@ -38,9 +38,11 @@ fn a_kv_node_takes_an_answer_of_another_worker_and_costs_nothing_when_it_is_kill
 #[test]
 fn a_kv_node_without_memory_or_with_a_device_is_refused() {
     for (flags, says) in [
-        (&["--kv-memory", "1"][..], "--role kv needs --kv-dram"),
+        (&["--kv-dtype", "f32"][..], "--role kv needs --kv-dram"),
         (&["--kv-dram", "1", "--device", "cpu"], "--device: a KV node (--role kv) has no device"),
         (&["--kv-dram", "1", "--sequences", "4"], "--sequences: a KV node"),
+        (&["--kv-dram", "1", "--chunk", "64"], "--chunk: a KV node"),
+        (&["--kv-dram", "1", "--kv-memory", "1"], "--kv-memory: a KV node"),
         (&["--kv-dram", "1", "--usd-per-hour", "cpu=1"], "--usd-per-hour cpu: no such device"),
     ] {
         let mut command = common::mixfleet();

@@ -473,3 +473,25 @@ fn slowdowns_and_routers_are_read_and_wrong_ones_say_why() {
     says(routers("count = 65"), &["[routers] count: is 65", "at most 64"]);
     says(routers("delay_s = -1.0"), &["[routers] delay_s: is -1", "0 or more"]);
 }
+
+#[test]
+fn a_pool_of_kv_nodes_needs_memory_and_has_no_device() {
+    let node = |keys: &str| parse(&format!("{EXAMPLE}[[pool]]\nname = \"memory\"\nrole = \"kv\"\n{keys}\n"));
+    let file = node("dram_tokens = 64000\nusd_per_gib_hour = 0.005").unwrap();
+    let pool = file.pools.last().unwrap();
+    let gib = 64000.0 * file.model.kv_bytes_per_token / (1u64 << 30) as f64;
+    assert_eq!((pool.cache_tokens, pool.dram.tokens), (64000, 0));
+    assert!((pool.usd_per_hour.unwrap() - 0.005 * gib).abs() < 1e-9);
+    says(node(""), &["pool 'memory': dram_tokens", "less than one block"]);
+    says(node("dram_tokens = 1"), &["dram_tokens", "less than one block"]);
+    says(node("dram_tokens = 64000\ndevice = \"L4\""), &["pool 'memory': device", "leave it out"]);
+    says(node("dram_tokens = 64000\nmax_sequences = 8"), &["max_sequences", "leave it out"]);
+    says(node("dram_tokens = 64000\ncount = 0"), &["count", "at least 1"]);
+    says(node("dram_tokens = 64000\nnic_gb_per_s = 0.0"), &["nic_gb_per_s", "positive"]);
+    says(
+        node("dram_tokens = 64000\nusd_per_hour = 1.0\nusd_per_gib_hour = 0.1"),
+        &["pool 'memory'", "one of them"],
+    );
+    let of_devices = EXAMPLE.replacen("[[pool]]", "[[pool]]\nusd_per_gib_hour = 0.1", 1);
+    says(parse(&of_devices), &["usd_per_gib_hour", "role \"kv\""]);
+}

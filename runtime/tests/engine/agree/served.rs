@@ -50,6 +50,10 @@ impl Transport for Apart {
     }
 }
 
+/// Turns of a conversation, and tokens of the prompt that each adds: the model has a context of 512.
+const TURNS: usize = 4;
+const TURN_TOKENS: u64 = 100;
+
 /// A prompt and the number of tokens to generate.
 struct Wanted {
     after: Duration,
@@ -62,12 +66,19 @@ fn trace(scene: &Scene, checkpoint: &Checkpoint) -> Vec<Wanted> {
     let mut rng = Stream::new(scene.seed);
     let vocab = u64::from(checkpoint.config.vocab);
     let mut draw = |count: u64| -> Vec<u32> { (0..count).map(|_| rng.below(vocab) as u32).collect() };
+    let talks = scene.requests / TURNS;
+    let said: Vec<Vec<u32>> =
+        (0..if scene.talks { talks } else { 0 }).map(|_| draw(TURN_TOKENS * TURNS as u64)).collect();
     let families: Vec<Vec<u32>> = (0..5).map(|_| draw(220)).collect();
     let mut rng = Stream::new(!scene.seed);
     let wanted = |at: usize| {
         let shared = rng.below(200) as usize;
         let mut prompt = families[rng.below(5) as usize][..shared].to_vec();
         prompt.extend((0..12 + rng.below(150)).map(|_| rng.below(vocab) as u32));
+        if scene.talks {
+            // the first turns of all, then the second ones, and so on
+            prompt = said[at % talks][..TURN_TOKENS as usize * (at / talks + 1).min(TURNS)].to_vec();
+        }
         let gap_s = -(1.0 - rng.next_unit()).ln() / scene.requests_per_s;
         let tier = match at % 3 {
             0 if scene.priority => ServiceTier::Priority,
@@ -109,22 +120,33 @@ fn instances(scene: &Scene, checkpoint: &Checkpoint, env: &SeededEnv) -> Vec<(Lo
         let device = TimeOnlyDevice::new(&format!("part{at}"), profile.clone(), clock).unwrap();
         let device: Arc<dyn Device> = Arc::new(device);
         let weights = checkpoint.place(&*device, &mut |_, _| {}).unwrap();
-        let limits = InstanceLimits {
-            activations: DType::F32,
-            kv: DType::Bf16,
-            kv_bytes: 24_000 * config.kv_bytes_per_token(DType::Bf16),
-            step_tokens_max: STEP_TOKENS_MAX,
-            prefill_tokens_beside_decode_max: scene.beside_decode_max,
-            sequences_max: scene.sequences_max,
-            block_tokens: Some(BLOCK_TOKENS),
-        };
+        let limits = limits(scene, &config, scene.kv_tokens);
         let price = Some(UsdPerHour(part.usd_per_hour));
         let loaded = Loaded::new(&config, InstanceSpec { device, weights, role: part.role, price, limits });
         let loaded = loaded.unwrap();
         let cost = loaded.predicted_by(profile);
         (loaded, cost)
     };
-    scene.parts.iter().enumerate().map(instance).collect()
+    let node = scene.node_tokens.map(|tokens| {
+        let roof = DeviceProfile::roof(Vec::new(), BytesPerSecond(1e12), Bytes(1e9));
+        let profile = DeviceProfile { points: copies_of_kv(&config), ..roof };
+        let device = TimeOnlyDevice::new("node", profile, Arc::new(WorldClock(env.clone()))).unwrap();
+        let limits = limits(scene, &config, tokens);
+        (Loaded::keeping(&config, Arc::new(device), None, limits).unwrap(), Loaded::predicted_idle())
+    });
+    scene.parts.iter().enumerate().map(instance).chain(node).collect()
+}
+
+fn limits(scene: &Scene, config: &ModelConfig, kv_tokens: u64) -> InstanceLimits {
+    InstanceLimits {
+        activations: DType::F32,
+        kv: DType::Bf16,
+        kv_bytes: kv_tokens * config.kv_bytes_per_token(DType::Bf16),
+        step_tokens_max: STEP_TOKENS_MAX,
+        prefill_tokens_beside_decode_max: scene.beside_decode_max,
+        sequences_max: scene.sequences_max,
+        block_tokens: Some(BLOCK_TOKENS),
+    }
 }
 
 /// The engines that get the scene's requests in turn, each with its log.
@@ -193,15 +215,22 @@ fn start(scene: &Scene, checkpoint: &Checkpoint, env: &SeededEnv, metrics: &Metr
     Served { handles, logs, hub: Some(hub) }
 }
 
-/// The steps of the scene's fleet machines, and the number of preemptions.
-pub(super) fn served(scene: &Scene) -> (FleetConfig, Vec<Step>, u64) {
+/// What was counted while a scene was served.
+pub(super) struct Counts {
+    pub(super) preemptions: u64,
+    /// Prompt tokens whose KV was reused.
+    pub(super) cached_tokens: u64,
+}
+
+/// The steps of the scene's fleet machines, and what was counted.
+pub(super) fn served(scene: &Scene) -> (FleetConfig, Vec<Step>, Counts) {
     let checkpoint = tiny_variants().remove(1).1.load().unwrap();
     let env = SeededEnv::with_blocking_workers(scene.seed);
     let metrics = Metrics::new();
     let Served { handles, logs, hub } = start(scene, &checkpoint, &env, &metrics);
     let (trace, world) = (trace(scene, &checkpoint), env.clone());
-    env.run(async move {
-        let mut ends = Vec::new();
+    let cached_tokens = env.run(async move {
+        let (mut ends, mut cached_tokens) = (Vec::new(), 0);
         for (at, wanted) in trace.into_iter().enumerate() {
             world.sleep(wanted.after).await;
             let request = GenerateRequest {
@@ -218,14 +247,16 @@ pub(super) fn served(scene: &Scene) -> (FleetConfig, Vec<Step>, u64) {
             ends.push(parts::end_of(&world, updates));
         }
         for end in ends {
-            end.await.unwrap();
+            cached_tokens += u64::from(end.await.unwrap());
         }
         drop(hub);
+        cached_tokens
     });
     let labels = (0..scene.parts.len()).map(|at| DeviceLabels { device: format!("part{at}") });
     let preemptions = labels.map(|labels| metrics.preemptions.get_or_create(&labels).get()).sum();
     let (fleets, steps): (Vec<FleetConfig>, Vec<_>) = logs.iter().map(|log| read(&log.text())).unzip();
-    (fleets[0].clone(), in_order(steps), preemptions)
+    let counts = Counts { preemptions, cached_tokens };
+    (fleets[0].clone(), in_order(steps), counts)
 }
 
 /// The head of a log, and its steps.

@@ -77,6 +77,6 @@ pub(super) fn simulated(scene: &Scene, fleet: FleetConfig, steps: &[Step]) -> Se
         pool_links,
     };
     let mut seen = Seen::default();
-    run(&setup, requests.into_iter(), &mut seen).unwrap();
+    seen.hit = run(&setup, requests.into_iter(), &mut seen).unwrap().prefix_hit.token;
     seen
 }
