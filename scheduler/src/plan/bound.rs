@@ -1,7 +1,8 @@
 //! The rent below which no fleet of whole instances carries a load.
 //!
-//! [`Market::lower_bound`] divides instances, which says little of a fleet of few. Here counts are whole, as in a
-//! [`Program`], over all instances that may be rented, each for any duties at once and busy all of the time:
+//! [`Market::lower_bound`] divides instances, which says little of a fleet of few. Here counts are whole, as
+//! in a [`Program`], over all instances that may be rented, each for any duties at once and busy all of the
+//! time:
 //!
 //! ```text
 //! minimise  sum_k rent_k n_k    over whole n_k and shares x

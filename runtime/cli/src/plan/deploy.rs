@@ -68,7 +68,7 @@ fn kubernetes(planned: &Planned<'_>, fleet: &ProvenFleet) -> Result<String, Stri
         let part = planned.offers.parts[pool.part].part;
         if pool.layout.devices > 1 {
             return Err(
-                "mixfleet's own engine does not divide a model over devices; --engine vllm does".into()
+                "workers of mixfleet's own engine have one device to an instance so far; with --engine vllm they have several".into()
             );
         }
         let (backend, resource) = backend(part.vendor)
