@@ -31,7 +31,9 @@ impl Cmd {
             let element_bytes = operand.dtype.size_bytes();
             let fits = match operand.extent {
                 Extent::Exactly(n) => n.checked_mul(element_bytes) == Some(arg.bytes),
-                Extent::PagesOf(n) => arg.bytes > 0 && arg.bytes.is_multiple_of((n * element_bytes).max(1)),
+                Extent::PagesOf(n) => {
+                    arg.bytes > 0 && arg.bytes.is_multiple_of(n.saturating_mul(element_bytes).max(1))
+                }
             };
             let inside = arg.offset.checked_add(arg.bytes).is_some_and(|end| end <= arg.buffer.size_bytes());
             if !fits || !inside || !arg.offset.is_multiple_of(element_bytes) {
@@ -111,6 +113,13 @@ pub trait Graph: Send + Sync {
 pub trait Queue: Send {
     /// Submits a batch and returns immediately.
     fn submit(&mut self, cmds: &[Cmd]) -> Result<Ticket>;
+
+    /// Submits a batch of which `results` are read next, once it is done. A device that is reached over a
+    /// connection has them sent along with the end of the batch; for others this is [`submit`](Self::submit).
+    fn submit_for(&mut self, cmds: &[Cmd], results: &[Slice]) -> Result<Ticket> {
+        let _ = results;
+        self.submit(cmds)
+    }
 
     /// Blocks until everything up to `ticket` is done or `timeout` has passed, and returns the time of
     /// `ticket`'s own batch.

@@ -291,8 +291,10 @@ pub enum OpSig {
     },
 }
 
+/// Dimensions come from other processes too: a product that does not fit is the largest number, of which no
+/// memory has so many elements.
 fn product(dims: &[u32]) -> u64 {
-    dims.iter().map(|&d| u64::from(d)).product()
+    dims.iter().fold(1, |all: u64, &dim| all.saturating_mul(u64::from(dim)))
 }
 
 impl OpSig {

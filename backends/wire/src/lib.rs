@@ -3,7 +3,7 @@
 //! [`InProcessTransport`] connects two ends in one process, [`Shm`] two processes on one host, [`Tcp`] any
 //! two hosts on a network, and `verbs` (a feature) hosts with RDMA. [`FaultyTransport`] injects the faults of
 //! a [`FaultPlan`](mixfleet_hal::fault::FaultPlan) into any transport, so that its users can be tested
-//! against corruption, loss and silence.
+//! against corruption, loss and silence. [`Duplex`] is a protected connection for other messages than KV.
 //!
 //! Bytes move while the active end writes, reads or waits. A transfer that has begun continues while the
 //! active end does something else over TCP, where each connection has a thread for that, and over RDMA, where
@@ -22,12 +22,16 @@ mod answer;
 mod batches;
 #[cfg(unix)]
 pub mod bootstrap;
+#[cfg(unix)]
+mod duplex;
 mod faulty;
 #[doc(hidden)]
 pub mod fuzzed;
 mod key;
 mod memory;
 mod padded;
+#[cfg(unix)]
+mod pending;
 #[cfg(unix)]
 mod pinned;
 #[cfg(unix)]
@@ -46,8 +50,12 @@ mod tls;
 #[cfg(all(feature = "verbs", target_os = "linux"))]
 pub mod verbs;
 
+#[cfg(unix)]
+pub use duplex::{Duplex, DuplexCaller, DuplexListener};
 pub use faulty::FaultyTransport;
 pub use memory::InProcessTransport;
+#[cfg(unix)]
+pub use pending::PendingStream;
 pub use region::HostRegion;
 #[cfg(unix)]
 pub use security::Security;

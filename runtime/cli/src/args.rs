@@ -2,6 +2,7 @@
 
 use crate::connections::ConnectionArgs;
 use crate::numbers::{CHUNK_MAX, SEQUENCES_MAX, gib, requests, seconds};
+use crate::remote::RemoteArgs;
 use crate::scheduling::SchedulingArgs;
 use clap::Args;
 use mixfleet_hal::DType;
@@ -122,6 +123,7 @@ impl std::str::FromStr for DevicePrice {
 }
 
 #[derive(Debug, Args)]
+#[command(mut_args(RemoteArgs::hidden))]
 pub(crate) struct ServeArgs {
     #[command(flatten)]
     pub(crate) model: ModelArgs,
@@ -129,6 +131,8 @@ pub(crate) struct ServeArgs {
     pub(crate) instances: InstanceArgs,
     #[command(flatten)]
     pub(crate) front: FrontArgs,
+    #[command(flatten)]
+    pub(crate) remote: RemoteArgs,
     /// Fleet file with any of these settings; flags override it
     #[arg(long, value_name = "FLEET.toml")]
     pub(crate) fleet: Option<PathBuf>,
@@ -237,9 +241,12 @@ pub(crate) struct FrontArgs {
 }
 
 #[derive(Clone, Debug, Args)]
+#[command(mut_args(RemoteArgs::hidden))]
 pub(crate) struct GenerateArgs {
     #[command(flatten)]
     pub(crate) model: ModelArgs,
+    #[command(flatten)]
+    pub(crate) remote: RemoteArgs,
     /// The prompt
     #[arg(long, value_name = "TEXT", required_unless_present_any = ["prompt_ids", "each"], conflicts_with = "prompt_ids")]
     pub(crate) prompt: Option<String>,

@@ -5,6 +5,7 @@ mod files;
 use crate::Usage;
 use crate::args::DeviceRole;
 use crate::groups::SimGroup;
+use crate::remote::{self, OpenDevice, RemoteArgs};
 use anyhow::{Context, Result, bail};
 use mixfleet_discover::{Topology, Tree, same_part};
 use mixfleet_hal::{Absent, Backend, Device, DeviceInfo};
@@ -28,6 +29,18 @@ pub(crate) fn probe() -> Vec<(&'static str, Result<Vec<DeviceInfo>, Absent>)> {
 
 /// Opens the device of `selector`.
 pub(crate) fn open(selector: &str) -> Result<Arc<dyn Device>> {
+    Ok(open_as(selector, &RemoteArgs::default())?.device)
+}
+
+/// The same, with what a device of another process wants to see.
+pub(crate) fn open_as(selector: &str, access: &RemoteArgs) -> Result<OpenDevice> {
+    match selector.strip_prefix(remote::PREFIX) {
+        Some(address) => access.open(selector, address),
+        None => open_here(selector).map(OpenDevice::here),
+    }
+}
+
+fn open_here(selector: &str) -> Result<Arc<dyn Device>> {
     let name = selector.split([':', '@']).next().unwrap_or(selector);
     let backends = all();
     let Some(backend) = backends.iter().find(|b| b.name() == name) else {
@@ -118,7 +131,10 @@ fn devices_of(list: &str) -> Vec<String> {
     let backends = all();
     let starts = |part: &str| {
         let name = part.split([':', '@']).next().unwrap_or(part);
-        part.is_empty() || part.starts_with('(') || backends.iter().any(|backend| backend.name() == name)
+        part.is_empty()
+            || part.starts_with('(')
+            || part.starts_with(remote::PREFIX)
+            || backends.iter().any(|backend| backend.name() == name)
     };
     let (mut devices, mut depth) = (Vec::<String>::new(), 0);
     for part in list.split(',') {

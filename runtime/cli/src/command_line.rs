@@ -56,6 +56,9 @@ pub(crate) enum CliCommand {
     /// Inspect a fleet
     #[cfg(feature = "fleet")]
     Fleet(crate::fleet::FleetArgs),
+    /// Lend a device to an instance of another process, which names it as remote:HOST:PORT
+    #[cfg(feature = "fleet")]
+    Member(crate::fleet::MemberArgs),
     /// Replay a log of 'serve --events' and compare the decisions, or explain one
     Replay(ReplayLogArgs),
     /// Complete one prompt on standard output
@@ -76,7 +79,7 @@ mod tests {
         let mut names =
             vec!["serve", "generate", "profile", "compare", "parts", "models", "explain", "plan", "simulate"];
         if cfg!(feature = "fleet") {
-            names.extend(["router", "worker", "fleet"]);
+            names.extend(["router", "worker", "fleet", "member"]);
         }
         for name in names {
             for flag in ["-h", "--help"] {

@@ -136,8 +136,11 @@ impl Ready {
         }
         let model = Model::load(&args.model, &env)?;
         prompt_ids(args, &model)?;
-        let instances =
-            Instances { attn_split: args.attn_split, ..Instances::plain(devices(args), args.batch) };
+        let instances = Instances {
+            attn_split: args.attn_split,
+            remote: args.remote.clone(),
+            ..Instances::plain(devices(args), args.batch)
+        };
         let choice = Choice { instances, engine: EngineConfig::default(), events: None };
         let placements = Arc::new(Placements::new(1));
         let engine = start::engine(&model, &args.model, choice, &env, Metrics::new(), placements)?;

@@ -32,6 +32,7 @@ mod plan;
 mod prices;
 mod profile;
 mod profiles;
+mod remote;
 mod replay;
 mod scheduling;
 mod serve;
@@ -41,6 +42,8 @@ mod sizes;
 mod start;
 mod tiers;
 mod tls;
+#[cfg(feature = "fleet")]
+mod token;
 mod topo;
 mod trace;
 mod validate;
@@ -117,6 +120,8 @@ fn run(cli: Cli, settings: &settings::ServeSettings) -> anyhow::Result<()> {
         CliCommand::Worker(args) => fleet::worker(args),
         #[cfg(feature = "fleet")]
         CliCommand::Fleet(args) => fleet::look(args),
+        #[cfg(feature = "fleet")]
+        CliCommand::Member(args) => fleet::member(&args),
         CliCommand::Replay(args) => replay::run(&args),
         CliCommand::Generate(args) => generate::run(args),
     }

@@ -3,6 +3,7 @@
 use crate::args::{DeviceRole, FrontArgs, InstanceArgs, ModelArgs, ServeArgs};
 use crate::connections::{is_loopback, raise_descriptors};
 use crate::model::Model;
+use crate::remote::RemoteArgs;
 use crate::settings::ServeSettings;
 use crate::start::{self, Choice, Instances};
 use crate::tiers::Pools;
@@ -35,8 +36,9 @@ pub(crate) fn run(args: ServeArgs, settings: &ServeSettings) -> Result<()> {
     log(args.front.json);
     check(&args.front)?;
     settings.say_unused();
-    let ServeArgs { model, instances, front: options, .. } = args;
-    let load = move |around: Around, options: &FrontArgs| load(&model, &instances, options, around);
+    let ServeArgs { model, instances, front: options, remote, .. } = args;
+    let load =
+        move |around: Around, options: &FrontArgs| load(&model, (&instances, &remote), options, around);
     run_server(async {
         let mut signals = Signals::new()?;
         if let Some(pools) = front(options, &mut signals, load).await? {
@@ -217,13 +219,14 @@ fn stop(shutdown: &watch::Sender<Shutdown>, drain_s: f64) {
 
 fn load(
     model_args: &ModelArgs,
-    instances: &InstanceArgs,
+    (instances, remote): (&InstanceArgs, &RemoteArgs),
     args: &FrontArgs,
     around: Around,
 ) -> Result<(ServedModel, Pools)> {
     let model = load_model(model_args, &around.env)?;
     let Around { env, metrics, placements, events } = around;
-    let choice = Choice { instances: chosen(instances), engine: engine_config(args)?, events };
+    let instances = Instances { remote: remote.clone(), ..chosen(instances) };
+    let choice = Choice { instances, engine: engine_config(args)?, events };
     let engine = start::engine(&model, model_args, choice, &env, metrics, placements)?;
     Ok((served(model, args, engine.handle, engine.context, &env), engine.pools))
 }
@@ -251,6 +254,7 @@ pub(crate) fn chosen(args: &InstanceArgs) -> Instances {
         sequences_max: args.sequences,
         prompts_first: false,
         attn_split: args.attn_split,
+        remote: RemoteArgs::default(),
         tiers: args.tiers.clone(),
         profiles: args.profile.clone(),
         recalibrate: args.recalibrate,

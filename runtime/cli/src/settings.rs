@@ -33,7 +33,7 @@ const SCHEDULING: [&str; 7] =
     ["policy", "threshold", "admit", "drop-late", "wait-usd-per-s", "kv-weight", "seed"];
 
 /// Flags of `serve` alone, which are keys of `[serve]`.
-const SERVE: [&str; 25] = [
+const SERVE: [&str; 31] = [
     "model",
     "activations",
     "kv-dtype",
@@ -45,6 +45,12 @@ const SERVE: [&str; 25] = [
     "kv-ssd",
     "kv-ssd-gib",
     "profile",
+    "token-file",
+    "tls-ca",
+    "tls-cert",
+    "tls-key",
+    "tls-crl",
+    "tls-name",
     "listen",
     "name",
     "api-keys",

@@ -5,6 +5,7 @@ use crate::args::{DeviceRole, ModelArgs, TierArgs};
 use crate::digest::Digest;
 use crate::groups::SimGroup;
 use crate::model::Model;
+use crate::remote::{OpenDevice, RemoteArgs};
 use crate::tiers::{self, Pools};
 use crate::{backends, calibration, profiles, sizes};
 use anyhow::{Context, Result};
@@ -43,6 +44,8 @@ pub(crate) struct Instances {
     pub(crate) prompts_first: bool,
     /// How KV is divided where attention has devices of its own.
     pub(crate) attn_split: Option<AttnSplit>,
+    /// How devices of other processes are reached.
+    pub(crate) remote: RemoteArgs,
     pub(crate) tiers: TierArgs,
     pub(crate) profiles: Vec<PathBuf>,
     pub(crate) recalibrate: bool,
@@ -57,6 +60,7 @@ impl Instances {
             sequences_max: Some(sequences_max),
             prompts_first: true,
             attn_split: None,
+            remote: RemoteArgs::default(),
             tiers: TierArgs::default(),
             profiles: Vec::new(),
             recalibrate: false,
@@ -170,10 +174,12 @@ pub(crate) fn instances(
         let given = group.as_ref().map_or(given, |group| group.given);
         let stages = backends::stages(selector)?;
         let members = stages.concat();
-        let devices = match &group {
-            Some(group) => vec![group.device.clone()],
-            None => members.iter().map(|member| backends::open(member)).collect::<Result<Vec<_>>>()?,
+        let open = |member: &String| backends::open_as(member, &choice.remote);
+        let opened = match &group {
+            Some(group) => vec![OpenDevice::here(group.device.clone())],
+            None => members.iter().map(open).collect::<Result<Vec<_>>>()?,
         };
+        let devices: Vec<_> = opened.iter().map(|open| open.device.clone()).collect();
         let partition = match backends::attends_apart(selector) && group.is_none() {
             true => config.with_attention(members.len() - 1, choice.attn_split.unwrap_or_default()),
             false => {
@@ -187,11 +193,11 @@ pub(crate) fn instances(
         };
         let partition = partition.map_err(|reason| Usage(format!("{selector}: {reason}")))?;
         let mut placed = Vec::new();
-        for ((member, device), share) in members.iter().zip(devices).zip(partition.shares()) {
+        for ((member, open), share) in members.iter().zip(opened).zip(partition.shares()) {
             let whole = members.len() == 1;
-            let weights = place(model, &*device, member, (!whole).then_some(share))?;
-            let size = sizes::of(model, share, &*device, given, host_devices)?;
-            placed.push((device, weights, size, share));
+            let weights = place(model, &open, member, (!whole).then_some(share))?;
+            let size = sizes::of(model, share, &*open.device, given, host_devices)?;
+            placed.push((open.device, weights, size, share));
         }
         let fewest = |which: fn(&MemberShare) -> bool, of: fn(&InstanceSize) -> u32| {
             let these = placed.iter().filter(|(.., share)| which(share));
@@ -288,27 +294,33 @@ fn check_names(devices: &[DeviceRole]) -> Result<()> {
 
 fn place(
     model: &Model,
-    device: &dyn mixfleet_hal::Device,
+    open: &OpenDevice,
     selector: &str,
     share: Option<&MemberShare>,
 ) -> Result<Option<mixfleet_runtime::model::Weights>> {
-    let style = ProgressStyle::with_template("{msg} {wide_bar} {bytes}/{total_bytes} {bytes_per_sec}");
-    let bar = ProgressBar::new(model.checkpoint.size_bytes());
-    bar.set_style(style.expect("a fixed template"));
-    bar.set_message(format!("loading on {selector}"));
-    let mut progress = |done, total| {
-        bar.set_length(total);
-        bar.set_position(done);
-    };
-    let weights = match share {
-        None if !device.info().computes() && model.random.is_some() => {
-            model.random.as_ref().map(|random| random.unwritten(device)).transpose()
-        }
-        None => model.checkpoint.place(device, &mut progress).map(Some),
-        Some(share) => model.checkpoint.place_share(device, share, &mut progress),
-    };
-    bar.finish_and_clear();
-    weights.with_context(|| format!("cannot place the model on {selector}"))
+    // what it needs is kept with a device of another process, which may come back without weights
+    let (checkpoint, random, name) = (model.checkpoint.clone(), model.random.clone(), selector.to_owned());
+    let share = share.cloned();
+    let placed = open.place(move |device| {
+        let style = ProgressStyle::with_template("{msg} {wide_bar} {bytes}/{total_bytes} {bytes_per_sec}");
+        let bar = ProgressBar::new(checkpoint.size_bytes());
+        bar.set_style(style.expect("a fixed template"));
+        bar.set_message(format!("loading on {name}"));
+        let mut progress = |done, total| {
+            bar.set_length(total);
+            bar.set_position(done);
+        };
+        let weights = match &share {
+            None if !device.info().computes() && random.is_some() => {
+                random.as_ref().map(|random| random.unwritten(device)).transpose()
+            }
+            None => checkpoint.place(device, &mut progress).map(Some),
+            Some(share) => checkpoint.place_share(device, share, &mut progress),
+        };
+        bar.finish_and_clear();
+        weights
+    });
+    placed.with_context(|| format!("cannot place the model on {selector}"))
 }
 
 /// The cost model of each instance: that of its simulated group, or from its device's profile if one was

@@ -2,7 +2,7 @@
 
 #![allow(clippy::print_stdout, reason = "a skip is said aloud")]
 
-mod authority;
+pub(crate) mod authority;
 mod kv_node;
 mod process;
 

@@ -114,28 +114,56 @@ fn divided() -> Vec<(String, Option<&'static str>)> {
 fn fixtures_give_their_golden_tokens_on_several_devices_as_one_instance() {
     for fixture in fixtures() {
         for (turn, (devices, split)) in divided().into_iter().enumerate() {
-            let golden = golden(&fixture);
-            let cases = golden["cases"].as_array().unwrap();
-            let case = &cases[turn % cases.len()];
-            let further = split.map_or_else(Vec::new, |split| vec!["--attn-split", split]);
-            let request = Generate {
-                model: &fixture,
-                prompt_ids: &ids(&case["prompt_ids"]),
-                max_tokens: 48,
-                prefill: &devices,
-                decode: &devices,
-                further: &further,
-            };
-            let (answer, again) = (generate(&request), generate(&request));
-            let place = format!("{} on {devices} by {split:?}: {}", fixture.display(), case["text"]);
-            let (answered, expected) = (ids(&answer["ids"]), ids(&case["greedy_ids"]));
-            match Close::of(&fixture, case) {
-                None => assert_eq!(answered, expected, "{place}"),
-                Some(close) => close.check(&answered, &expected, &place),
-            }
-            assert_eq!(ids(&again["ids"]), answered, "{place}");
-            assert_eq!(answer["placement"]["decode"], *devices, "{place}");
+            gives_golden_tokens(&fixture, (turn, 2), &devices, split);
         }
+    }
+}
+
+/// Members in processes of their own, which serve one engine after the other.
+#[cfg(feature = "fleet")]
+#[test]
+fn fixtures_give_their_golden_tokens_with_members_in_processes_of_their_own() {
+    let members = ["cpu@0", "cpu@1"].map(|device| common::members::Member::start(device, &[]));
+    let [first, second] = members.each_ref().map(|member| member.selector.clone());
+    let both = format!("attn:cpu,{first},{second}");
+    let placements = [
+        (format!("tp:cpu@0,{second}"), None),
+        (format!("tp:{first},{second}"), None),
+        (both.clone(), Some("head")),
+        (both.clone(), Some("request")),
+        (both, Some("range")),
+    ];
+    for fixture in fixtures() {
+        for (turn, (devices, split)) in placements.iter().enumerate() {
+            gives_golden_tokens(&fixture, (turn, 1), devices, *split);
+        }
+    }
+}
+
+/// Generates the tokens of a case of a fixture, by its turn, so often, and holds them to the golden ones.
+fn gives_golden_tokens(fixture: &Path, (turn, times): (usize, usize), devices: &str, split: Option<&str>) {
+    let golden = golden(fixture);
+    let cases = golden["cases"].as_array().unwrap();
+    let case = &cases[turn % cases.len()];
+    let further = split.map_or_else(Vec::new, |split| vec!["--attn-split", split]);
+    let request = Generate {
+        model: fixture,
+        prompt_ids: &ids(&case["prompt_ids"]),
+        max_tokens: 48,
+        prefill: devices,
+        decode: devices,
+        further: &further,
+    };
+    let answer = generate(&request);
+    let place = format!("{} on {devices} by {split:?}: {}", fixture.display(), case["text"]);
+    let (answered, expected) = (ids(&answer["ids"]), ids(&case["greedy_ids"]));
+    match Close::of(fixture, case) {
+        None => assert_eq!(answered, expected, "{place}"),
+        Some(close) => close.check(&answered, &expected, &place),
+    }
+    assert_eq!(answer["placement"]["decode"], *devices, "{place}");
+    for _ in 1..times {
+        assert_eq!(ids(&generate(&request)["ids"]), answered, "{place}");
     }
 }
 

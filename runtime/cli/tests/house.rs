@@ -52,6 +52,12 @@ const ROOMS: &[Room] = &[
         outside: Some(&["hwloc2", "ibverbs", "serde", "tracing"]),
     },
     Room {
+        name: "mixfleet-remote",
+        directory: "backends/remote",
+        rooms: &[HAL, "mixfleet-wire"],
+        outside: Some(&["getrandom", "serde_json", "tracing"]),
+    },
+    Room {
         name: "mixfleet-simulated",
         directory: "backends/simulated",
         rooms: &[HAL, "mixfleet-cpu"],
@@ -111,6 +117,7 @@ const ROOMS: &[Room] = &[
             "mixfleet-cuda",
             "mixfleet-discover",
             "mixfleet-opencl",
+            "mixfleet-remote",
             "mixfleet-simulated",
             "mixfleet-wgpu",
             "mixfleet-wire",
@@ -145,6 +152,11 @@ const CYCLES: &[(&str, &[&str], &str)] = &[
         "runtime/cli/src",
         &["command_line", "fleet", "serve", "settings"],
         "a fleet file fills in the whole command line, and serve prints the settings in force",
+    ),
+    (
+        "backends/remote/src",
+        &["device", "queue"],
+        "a device opens queues; a queue holds what its device shares",
     ),
     ("backends/wire/src", &["stream", "tls"], "a stream may have a TLS session, and TLS makes such streams"),
 ];

@@ -16,6 +16,8 @@ mod gpu;
 mod hollow;
 mod house;
 mod import;
+#[cfg(feature = "fleet")]
+mod members;
 mod plan;
 mod profile;
 mod serve;

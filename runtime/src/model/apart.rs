@@ -277,9 +277,12 @@ fn attend(
     timeout: Duration,
 ) -> Result<()> {
     let mut tickets = Vec::with_capacity(attending.len());
-    for (AttentionRun { queue, member, .. }, pass) in attending.iter_mut().zip(passes) {
+    for (AttentionRun { device, queue, member }, pass) in attending.iter_mut().zip(passes) {
         let list = member.commands(layer, pass)?;
-        tickets.push(if list.is_empty() { None } else { Some(queue.submit(&list)?) });
+        let AttendedPart { rows, stat } = member.attended(*device, pass);
+        let results: Vec<Slice> =
+            [rows.at.slice, stat.slice].into_iter().filter(|slice| slice.bytes > 0).collect();
+        tickets.push(if list.is_empty() { None } else { Some(queue.submit_for(&list, &results)?) });
     }
     for (AttentionRun { device, queue, .. }, ticket) in attending.iter_mut().zip(tickets) {
         if let Some(ticket) = ticket {

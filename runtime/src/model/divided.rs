@@ -9,6 +9,7 @@ use super::graph::{Forward, Pass, StepInput};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{Cmd, Collective, Device, Error, MatrixPart, MemberSlice, Queue, Result, Slice, Ticket};
 use mixfleet_scheduler::cost::Pieces;
+use std::cmp::Ordering;
 use std::time::Duration;
 
 /// A member of an instance, ready to run its share of steps.
@@ -154,13 +155,14 @@ impl Busy<'_, '_> {
         let layers = self.layers();
         if let ([MemberRun { forward, queue, .. }], pass) = (&mut *self.members, &self.passes[0]) {
             // layer by layer, so that the device begins while the next list is made
-            let mut list = forward.embed(pass)?;
+            let (mut list, head) = (forward.embed(pass)?, forward.head(pass)?);
             let mut last = None;
             for layer in 0..layers {
                 list.extend(forward.layer(layer, pass)?);
-                last = Some(queue.submit(&std::mem::take(&mut list))?);
+                // the next stage gets what the last layer leaves
+                let result = (layer + 1 == layers && head.is_empty()).then(|| forward.step_residual(pass));
+                last = Some(queue.submit_for(&std::mem::take(&mut list), result.as_slice())?);
             }
-            let head = forward.head(pass)?;
             self.tickets = vec![if head.is_empty() { last } else { Some(queue.submit(&head)?) }];
             return Ok(());
         }
@@ -175,10 +177,18 @@ impl Busy<'_, '_> {
             _ if phase == 2 * layers => forward.logits_block(pass),
             _ => Ok(Vec::from_iter(forward.draw_block(pass)?)),
         };
+        // what is exchanged after it
+        let result = |forward: &Forward, pass: &Pass| match phase.cmp(&(2 * layers)) {
+            Ordering::Less => Some(forward.step_residual(pass)),
+            Ordering::Equal => Some(forward.own_logits(pass)),
+            Ordering::Greater => None,
+        };
         self.tickets.clear();
         for (member, pass) in self.members.iter_mut().zip(self.passes) {
             let list: Vec<Cmd> = list(member.forward, pass)?;
-            self.tickets.push(if list.is_empty() { None } else { Some(member.queue.submit(&list)?) });
+            let result = result(member.forward, pass);
+            let ticket = (!list.is_empty()).then(|| member.queue.submit_for(&list, result.as_slice()));
+            self.tickets.push(ticket.transpose()?);
         }
         Ok(())
     }

@@ -23,7 +23,7 @@ impl RopeTable {
     pub(super) fn new(device: &dyn Device, config: &ModelConfig, shape: &StepShape) -> Result<Self> {
         let rows = config.context_max.min(shape.blocks.saturating_mul(shape.block_tokens)).max(1);
         let bytes = u64::from(rows) * u64::from(config.head_dim) * 4;
-        let table = device.alloc(bytes, BufferUsage::Activations)?;
+        let table = device.alloc(bytes, BufferUsage::Weights)?;
         Ok(RopeTable { table, rows, head_dim: config.head_dim, filled: Cell::new(0) })
     }
 

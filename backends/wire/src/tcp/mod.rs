@@ -15,7 +15,6 @@ mod driven;
 mod hostile;
 mod inbox;
 mod parts;
-mod pending;
 mod protocol;
 mod serve;
 mod server;

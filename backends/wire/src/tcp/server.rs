@@ -2,11 +2,11 @@
 
 use super::TcpConfig;
 use super::inbox::Inbox;
-use super::pending::{PendingStream, PendingStreams};
 use super::protocol::{TcpHello, Welcome};
 use super::serve::{say, serve};
 use crate::answer::GrantStatus;
 use crate::key::RegionKey;
+use crate::pending::{PendingStream, PendingStreams};
 use crate::pinned::PinnedRange;
 use crate::region::range;
 use crate::security::Security;

@@ -1,8 +1,8 @@
 //! Joins a fleet as the flags say.
 
-use super::{JoinArgs, token};
-use crate::Usage;
+use super::JoinArgs;
 use crate::tls::Files;
+use crate::{Usage, token};
 use anyhow::{Context, Result};
 use mixfleet_runtime::env::SharedEnv;
 use mixfleet_runtime::fleet::registry::{Registry, RegistryConfig};

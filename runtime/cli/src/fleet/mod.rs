@@ -1,16 +1,17 @@
-//! Several processes as one fleet: `mixfleet router`, `mixfleet worker`, `mixfleet fleet`.
+//! Several processes as one fleet: `mixfleet router`, `mixfleet worker`, `mixfleet member`, `mixfleet fleet`.
 
 mod join;
+mod member;
 mod node;
 mod process;
 mod status;
-mod token;
 mod transports;
 
 use crate::args::{FrontArgs, InstanceArgs, ModelArgs};
 use crate::tls::TlsArgs;
 use clap::{Args, Subcommand, ValueEnum};
 
+pub(crate) use member::{MemberArgs, member};
 pub(crate) use process::{router, worker};
 pub(crate) use status::look;
 

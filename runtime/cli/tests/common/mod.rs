@@ -3,6 +3,8 @@
 #![allow(dead_code, reason = "each test file uses a part of it")]
 #![allow(clippy::print_stdout, reason = "a skip is said aloud")]
 
+#[cfg(feature = "fleet")]
+pub(crate) mod members;
 pub(crate) mod server;
 mod standin;
 

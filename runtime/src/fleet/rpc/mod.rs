@@ -21,7 +21,7 @@ mod token;
 pub use client::Remote;
 pub use probe::{Measured, ProbeLinks};
 pub use server::FleetListener;
-pub use token::Token;
+pub use token::{Proof, Token};
 
 use super::session::SessionRefusal;
 use rustls::pki_types::{CertificateDer, ServerName};

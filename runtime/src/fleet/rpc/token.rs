@@ -22,8 +22,9 @@ impl std::fmt::Debug for Token {
 }
 
 /// The proof that a caller presents, and the answer that it expects.
-pub(super) struct Proof {
-    pub(super) shown: Vec<u8>,
+pub struct Proof {
+    /// What it presents.
+    pub shown: Vec<u8>,
     answer: Vec<u8>,
 }
 
@@ -47,7 +48,7 @@ impl Token {
     }
 
     /// The proof for a call of `path` at `address` with `greeting`.
-    pub(super) fn prove(&self, path: &str, address: &SocketAddr, greeting: &[u8]) -> Option<Proof> {
+    pub fn prove(&self, path: &str, address: &SocketAddr, greeting: &[u8]) -> Option<Proof> {
         let mut nonce = [0; NONCE_BYTES];
         SystemRandom::new().fill(&mut nonce).ok()?;
         let said = words(b"call", path, address, greeting, &nonce);
@@ -56,20 +57,14 @@ impl Token {
     }
 
     /// The answer of the process at `address` to a caller that knows the token; none for others.
-    pub(super) fn admit(
-        &self,
-        shown: &[u8],
-        path: &str,
-        address: &SocketAddr,
-        greeting: &[u8],
-    ) -> Option<Vec<u8>> {
+    pub fn admit(&self, shown: &[u8], path: &str, address: &SocketAddr, greeting: &[u8]) -> Option<Vec<u8>> {
         let (nonce, tag) = shown.split_at_checked(NONCE_BYTES)?;
         verify(&self.0, &words(b"call", path, address, greeting, nonce), tag).ok()?;
         Some(sign(&self.0, &words(b"answer", path, address, greeting, nonce)).as_ref().to_vec())
     }
 
     /// Whether the called process knows the token too.
-    pub(super) fn is_answered(&self, proof: &Proof, answer: &[u8]) -> bool {
+    pub fn is_answered(&self, proof: &Proof, answer: &[u8]) -> bool {
         verify(&self.0, &proof.answer, answer).is_ok()
     }
 }

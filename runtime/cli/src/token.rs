@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 const BYTES_MAX: u64 = 1024;
 
 /// The token in `file`, or in the one that all processes of this user share. A missing file is created.
-pub(super) fn load(file: Option<&Path>) -> Result<Token> {
+pub(crate) fn load(file: Option<&Path>) -> Result<Token> {
     let file = match file {
         Some(file) => file.to_owned(),
         None => of_this_user().context("neither HOME nor XDG_CACHE_HOME is set: give --token-file")?,

@@ -1,15 +1,15 @@
-//! Accepted streams that have not sent a valid hello yet.
+//! Accepted connections that have not sent a valid hello yet.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Shutdown, TcpStream};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Maximum number of pending streams; each has a thread.
-pub(super) const PENDING_MAX: usize = 64;
+pub(crate) const PENDING_MAX: usize = 64;
 
 /// The pending streams, in order of arrival; clones share one set.
 #[derive(Clone, Default)]
-pub(super) struct PendingStreams(Arc<Mutex<PendingSockets>>);
+pub(crate) struct PendingStreams(Arc<Mutex<PendingSockets>>);
 
 #[derive(Default)]
 struct PendingSockets {
@@ -18,7 +18,7 @@ struct PendingSockets {
 }
 
 /// A pending stream, until it is dropped.
-pub(super) struct PendingStream {
+pub struct PendingStream {
     streams: PendingStreams,
     number: u64,
 }
@@ -30,7 +30,7 @@ impl PendingStreams {
 
     /// Admits a stream. If there are too many, evicts the one that has been pending longest among those of
     /// the address with the most: a legitimate newcomer sends its hello at once.
-    pub(super) fn enter(&self, from: IpAddr, socket: &TcpStream) -> std::io::Result<PendingStream> {
+    pub(crate) fn enter(&self, from: IpAddr, socket: &TcpStream) -> std::io::Result<PendingStream> {
         let socket = socket.try_clone()?;
         let mut here = self.lock();
         if here.sockets.len() >= PENDING_MAX {

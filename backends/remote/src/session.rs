@@ -1,0 +1,400 @@
+//! A connection to a process that lends a device, as its user sees it.
+//!
+//! Whoever waits receives for all: one thread at a time reads messages and files them, and wakes the others.
+
+use crate::code::{Taker, put};
+use crate::fetched::{Expected, Fetched, Place};
+use crate::frame::{Body, FrameReader, put_frame};
+use crate::hello::{self, DeviceAccess};
+use crate::protocol::{CALL_TIMEOUT, FRAME_BYTES_MAX, HELLO_BYTES_MAX, HELLO_TIMEOUT, SILENCE, ask, tell};
+use mixfleet_hal::cast::to_usize;
+use mixfleet_hal::command::ClockKind;
+use mixfleet_hal::units::Seconds;
+use mixfleet_hal::{DeviceInfo, DeviceLimits, Elapsed, Error, ErrorKind, Result};
+use mixfleet_wire::Duplex;
+use std::collections::{BTreeMap, VecDeque};
+use std::io;
+use std::net::SocketAddr;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Data that is sent together with what follows, because a copy is cheaper than a call of the system.
+const TOGETHER_BYTES: usize = 8 << 10;
+
+/// Bytes that wait for others at most.
+const PENDING_BYTES_MAX: usize = 64 << 10;
+
+/// A wait that nobody sees the end of.
+const WAIT_MAX: Duration = Duration::from_secs(1 << 30);
+
+/// Batches of a queue whose times are kept.
+const TIMES_KEPT: usize = 1 << 16;
+
+pub(crate) struct Session {
+    link: Duplex,
+    /// What is sent with the next message that cannot wait.
+    pending: Mutex<Vec<u8>>,
+    reader: Mutex<FrameReader>,
+    inbox: Mutex<Inbox>,
+    changed: Condvar,
+}
+
+/// The answer to a call, which begins at a byte of a message.
+pub(crate) struct Reply {
+    body: Body,
+    from: usize,
+}
+
+impl Reply {
+    pub(crate) fn bytes(&self) -> &[u8] {
+        &self.body[self.from..]
+    }
+}
+
+#[derive(Default)]
+struct Inbox {
+    /// Whether a thread receives.
+    is_watched: bool,
+    calls: u64,
+    replies: BTreeMap<u64, Result<Reply>>,
+    queues: BTreeMap<u64, QueueLog>,
+    fetched: Fetched,
+    failure: Option<Error>,
+}
+
+/// What is known of a queue.
+#[derive(Default)]
+struct QueueLog {
+    done: u64,
+    times: VecDeque<Elapsed>,
+    /// The first batch that failed, and why.
+    failure: Option<(u64, Error)>,
+    /// The results of batches that are not done, oldest first.
+    expected: VecDeque<Vec<Expected>>,
+}
+
+fn lost(error: &io::Error) -> Error {
+    Error::new(ErrorKind::DeviceLost, format!("the connection to the device's process ended: {error}"))
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Session {
+    /// Calls a process that lends a device; what its device is.
+    ///
+    /// # Errors
+    /// When nobody answers there, or who answers is not of this fleet.
+    pub(crate) fn open(
+        name: &str,
+        address: SocketAddr,
+        access: &DeviceAccess,
+    ) -> Result<(Arc<Self>, DeviceInfo, DeviceLimits)> {
+        let deadline = Instant::now() + HELLO_TIMEOUT;
+        let failed = |error: Error| error.context(name);
+        let link = Duplex::call(address, &access.security, SILENCE, deadline).map_err(failed)?;
+        let mut reader = FrameReader::new(HELLO_BYTES_MAX);
+        let (info, limits) = hello::call(&link, &mut reader, (access, &address), deadline).map_err(failed)?;
+        reader.allow(FRAME_BYTES_MAX);
+        let session = Session {
+            link,
+            pending: Mutex::default(),
+            reader: Mutex::new(reader),
+            inbox: Mutex::default(),
+            changed: Condvar::new(),
+        };
+        Ok((Arc::new(session), info, limits))
+    }
+
+    /// Why the connection is of no use any more, if it is not.
+    pub(crate) fn failure(&self) -> Option<Error> {
+        lock(&self.inbox).failure.clone()
+    }
+
+    /// Ends the connection.
+    pub(crate) fn fail(&self, error: Error) -> Error {
+        let mut inbox = lock(&self.inbox);
+        let error = inbox.failure.get_or_insert(error).clone();
+        drop(inbox);
+        self.link.close();
+        self.changed.notify_all();
+        error
+    }
+
+    /// Sends a message that `data` ends, at once or together with later ones.
+    ///
+    /// # Errors
+    /// Those of `fill`, and `DeviceLost` once the connection has ended.
+    pub(crate) fn send(
+        &self,
+        now: bool,
+        kind: u8,
+        data: &[u8],
+        fill: impl FnOnce(&mut Vec<u8>) -> Result<()>,
+    ) -> Result<()> {
+        let mut pending = lock(&self.pending);
+        if let Some(error) = self.failure() {
+            return Err(error);
+        }
+        put_frame(&mut pending, kind, data.len(), fill)?;
+        let apart = data.len() > TOGETHER_BYTES;
+        if !apart {
+            pending.extend_from_slice(data);
+        }
+        if now || apart || pending.len() > PENDING_BYTES_MAX {
+            let parts = [&pending[..], if apart { data } else { &[] }];
+            let sent = self.link.send(&parts, CALL_TIMEOUT, &mut || self.drain());
+            pending.clear();
+            sent.map_err(|error| self.fail(lost(&error)))?;
+        }
+        Ok(())
+    }
+
+    /// Sends a message that is answered, and waits for the answer.
+    ///
+    /// # Errors
+    /// The answer, if it is one, and `DeviceLost` once the connection has ended or nothing came in time.
+    pub(crate) fn call(
+        &self,
+        kind: u8,
+        timeout: Duration,
+        fill: impl FnOnce(&mut Vec<u8>) -> Result<()>,
+    ) -> Result<Reply> {
+        let call = {
+            let mut inbox = lock(&self.inbox);
+            inbox.calls += 1;
+            inbox.calls
+        };
+        self.send(true, kind, &[], |out| {
+            put(out, call);
+            fill(out)
+        })?;
+        match self.until(Instant::now() + timeout, |inbox| inbox.replies.remove(&call)) {
+            Some(Ok(reply)) => reply,
+            Some(Err(error)) => Err(error),
+            None => {
+                let detail = format!("the device's process does not answer within {timeout:?}");
+                Err(self.fail(Error::new(ErrorKind::DeviceLost, detail)))
+            }
+        }
+    }
+
+    /// Gives the memory of an answer back.
+    pub(crate) fn recycle(&self, body: Body) {
+        lock(&self.reader).recycle(body);
+    }
+
+    /// The same for an answer.
+    pub(crate) fn recycle_reply(&self, reply: Reply) {
+        self.recycle(reply.body);
+    }
+
+    /// Receives until `ready` has something; none at `deadline`.
+    fn until<T>(
+        &self,
+        deadline: Instant,
+        mut ready: impl FnMut(&mut Inbox) -> Option<T>,
+    ) -> Option<Result<T>> {
+        let mut inbox = lock(&self.inbox);
+        loop {
+            if let Some(found) = ready(&mut inbox) {
+                return Some(Ok(found));
+            }
+            if let Some(error) = &inbox.failure {
+                return Some(Err(error.clone()));
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return None;
+            }
+            if inbox.is_watched {
+                let waited = self.changed.wait_timeout(inbox, left);
+                inbox = waited.unwrap_or_else(PoisonError::into_inner).0;
+                continue;
+            }
+            inbox.is_watched = true;
+            drop(inbox);
+            self.receive(Some(deadline));
+            inbox = lock(&self.inbox);
+        }
+    }
+
+    /// Receives a message, files it and wakes those who wait. For the thread that watches.
+    fn receive(&self, deadline: Option<Instant>) {
+        let came = lock(&self.reader).next(&self.link, deadline);
+        let mut inbox = lock(&self.inbox);
+        inbox.is_watched = false;
+        let filed = match came {
+            Ok(Some(body)) => inbox.file(body),
+            Ok(None) => Ok(()),
+            Err(error) => Err(lost(&error)),
+        };
+        if let Err(error) = filed {
+            inbox.failure.get_or_insert(error);
+        }
+        drop(inbox);
+        self.changed.notify_all();
+    }
+
+    /// Receives what has arrived, unless another thread does; whether it did.
+    fn drain(&self) -> io::Result<bool> {
+        let mut inbox = lock(&self.inbox);
+        if std::mem::replace(&mut inbox.is_watched, true) {
+            return Ok(false);
+        }
+        drop(inbox);
+        self.receive(Some(Instant::now()));
+        match lock(&self.inbox).failure {
+            Some(_) => Err(io::ErrorKind::ConnectionAborted.into()),
+            None => Ok(true),
+        }
+    }
+
+    /// Adds a queue.
+    pub(crate) fn open_queue(&self, queue: u64, timeout: Duration) -> Result<()> {
+        lock(&self.inbox).queues.insert(queue, QueueLog::default());
+        let opened = self.call(ask::OPEN_QUEUE, timeout, |out| {
+            put(out, queue);
+            Ok(())
+        });
+        if opened.is_err() {
+            lock(&self.inbox).queues.remove(&queue);
+        }
+        opened.map(drop)
+    }
+
+    /// Removes a queue.
+    pub(crate) fn close_queue(&self, queue: u64) {
+        lock(&self.inbox).queues.remove(&queue);
+        let _ = self.send(false, ask::CLOSE_QUEUE, &[], |out| {
+            put(out, queue);
+            Ok(())
+        });
+    }
+
+    /// A batch of a queue is sent, which writes to `written` and ends with `results`.
+    pub(crate) fn expect(&self, queue: u64, written: &[Place], results: Vec<Place>) {
+        let mut inbox = lock(&self.inbox);
+        inbox.overwrite(written);
+        let expected = results.into_iter().map(|place| Expected { place, is_stale: false }).collect();
+        if let Some(log) = inbox.queues.get_mut(&queue) {
+            log.expected.push_back(expected);
+        }
+    }
+
+    /// Something is written without a batch.
+    pub(crate) fn overwrite(&self, written: Place) {
+        lock(&self.inbox).overwrite(&[written]);
+    }
+
+    /// Copies a result that came with its batch, if it did and nothing has written there since.
+    pub(crate) fn take_fetched(&self, place: &Place, data: &mut [u8]) -> bool {
+        let taken = lock(&self.inbox).fetched.take(place, data);
+        let is_here = taken.is_some();
+        if let Some(Some(body)) = taken {
+            self.recycle(body);
+        }
+        is_here
+    }
+
+    /// Waits until a batch is done.
+    ///
+    /// # Errors
+    /// Why it failed, `Timeout`, and `DeviceLost` once the connection has ended.
+    pub(crate) fn wait(&self, queue: u64, ticket: u64, timeout: Duration) -> Result<Elapsed> {
+        let deadline = Instant::now() + timeout.min(WAIT_MAX);
+        let ended = self.until(deadline, |inbox| {
+            let log = inbox.queues.get(&queue)?;
+            (log.done >= ticket).then(|| log.outcome(ticket))
+        });
+        match ended {
+            Some(outcome) => outcome?,
+            None => {
+                let detail = format!("batch {ticket} is not done after {timeout:?}");
+                Err(Error::new(ErrorKind::Timeout, detail))
+            }
+        }
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.link.close();
+    }
+}
+
+impl QueueLog {
+    fn outcome(&self, ticket: u64) -> Result<Elapsed> {
+        if let Some((failed, error)) = &self.failure
+            && ticket >= *failed
+        {
+            return Err(error.clone());
+        }
+        let index = self.times.len().checked_sub(to_usize(self.done - ticket) + 1);
+        let elapsed = index.and_then(|index| self.times.get(index)).copied();
+        elapsed.ok_or_else(|| Error::invalid(format!("the time of batch {ticket} is no longer known")))
+    }
+}
+
+impl Inbox {
+    fn overwrite(&mut self, written: &[Place]) {
+        for place in written {
+            self.fetched.forget(place);
+            let expected = self.queues.values_mut().flat_map(|log| log.expected.iter_mut().flatten());
+            expected.filter(|result| result.place.overlaps(place)).for_each(|result| result.is_stale = true);
+        }
+    }
+
+    fn file(&mut self, body: Body) -> Result<()> {
+        let mut taker = Taker(&body);
+        match taker.byte()? {
+            tell::REPLY => {
+                let call = taker.number()?;
+                let reply = match taker.byte()? {
+                    0 => {
+                        let from = body.len() - taker.0.len();
+                        Ok(Reply { body, from })
+                    }
+                    _ => Err(taker.error()?),
+                };
+                self.replies.insert(call, reply);
+                Ok(())
+            }
+            tell::DONE => {
+                let log = self.queues.get_mut(&taker.number()?);
+                let outcome = match taker.byte()? {
+                    0 => Ok((f64::from_le_bytes(taker.array()?), taker.byte()?)),
+                    _ => Err(taker.error()?),
+                };
+                // a queue that is closed has no use for it
+                let Some(log) = log else { return Ok(()) };
+                let expected = log.expected.pop_front();
+                let expected = expected.ok_or_else(|| Error::invalid("more batches ended than began"))?;
+                log.done += 1;
+                let (time, clock) = match outcome {
+                    Ok((time, 0)) => (time, ClockKind::Device),
+                    Ok((time, _)) => (time, ClockKind::Host),
+                    Err(error) => {
+                        log.failure.get_or_insert((log.done, error));
+                        (0.0, ClockKind::Host)
+                    }
+                };
+                if log.times.len() == TIMES_KEPT {
+                    log.times.pop_front();
+                }
+                log.times.push_back(Elapsed { time: Seconds(time), clock });
+                let from = body.len() - taker.0.len();
+                if log.failure.is_none() && !self.fetched.file(&expected, body, from) {
+                    return Err(Error::new(
+                        ErrorKind::Corrupt,
+                        "a batch ended with other results than asked for",
+                    ));
+                }
+                Ok(())
+            }
+            tell::FAILED => Err(taker.error()?),
+            other => Err(Error::invalid(format!("it sent a message of the unknown kind {other}"))),
+        }
+    }
+}

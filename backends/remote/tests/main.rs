@@ -1,0 +1,7 @@
+//! Devices of other processes, over loopback within one process.
+
+mod attention;
+mod common;
+mod conformance;
+mod lost;
+mod results;

@@ -1,0 +1,42 @@
+//! Implements `mixfleet member`: lends a device to an instance of another process.
+
+use crate::remote::{RemoteArgs, socket};
+use crate::serve::Signals;
+use crate::{Usage, backends, serve};
+use anyhow::Result;
+use clap::Args;
+use mixfleet_remote::DeviceServer;
+
+#[derive(Debug, Args)]
+pub(crate) struct MemberArgs {
+    /// The device to lend
+    #[arg(long, value_name = "DEV")]
+    device: String,
+    /// Address for the processes that use it; port 0 picks a free port
+    #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:0")]
+    listen: String,
+    #[command(flatten)]
+    remote: RemoteArgs,
+    /// Log as JSON lines
+    #[arg(long)]
+    json: bool,
+}
+
+pub(crate) fn member(args: &MemberArgs) -> Result<()> {
+    serve::log(args.json);
+    let address = socket(&format!("--listen {}", args.listen), &args.listen)?;
+    if address.ip().is_unspecified() {
+        let message = "is every address of this host: give the one by which others reach it";
+        return Err(Usage(format!("--listen {} {message}", args.listen)).into());
+    }
+    let access = args.remote.access()?;
+    let device = backends::open(&args.device)?;
+    let server = DeviceServer::bind(address, device, access)?;
+    tracing::info!(device = args.device, "ready: remote:{}", server.address());
+    std::thread::Builder::new().name("lend-accept".into()).spawn(move || server.run())?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(async {
+        Signals::new()?.next().await;
+        Ok(())
+    })
+}

@@ -1,0 +1,114 @@
+//! Devices of other processes on the command line.
+
+use crate::tls::TlsArgs;
+use anyhow::Result;
+use clap::Args;
+use mixfleet_hal::Device;
+use mixfleet_remote::RemoteDevice;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// What stands before the address of a process that lends a device, as in `remote:127.0.0.1:7001`.
+pub(crate) const PREFIX: &str = "remote:";
+
+/// How processes that lend each other devices know each other.
+#[derive(Clone, Debug, Default, Args)]
+pub(crate) struct RemoteArgs {
+    /// Secret shared with processes of this host that lend devices [default: one per user]
+    #[arg(long, value_name = "FILE", conflicts_with = "tls_ca")]
+    token_file: Option<PathBuf>,
+    #[command(flatten)]
+    tls: TlsArgs,
+}
+
+/// An open device.
+pub(crate) struct OpenDevice {
+    pub(crate) device: Arc<dyn Device>,
+    /// The same, if it is of another process.
+    remote: Option<Arc<RemoteDevice>>,
+}
+
+impl OpenDevice {
+    /// A device of this process.
+    pub(crate) fn here(device: Arc<dyn Device>) -> Self {
+        OpenDevice { device, remote: None }
+    }
+
+    /// Places weights by `recipe`, which is kept if their memory may be lost with another process.
+    pub(crate) fn place<T, E: std::fmt::Display>(
+        &self,
+        recipe: impl Fn(&dyn Device) -> Result<T, E> + Send + Sync + 'static,
+    ) -> Result<T, E> {
+        match &self.remote {
+            Some(remote) => remote.place(recipe),
+            None => recipe(&*self.device),
+        }
+    }
+}
+
+impl RemoteArgs {
+    /// Leaves these flags out of the help of commands that seldom need them.
+    pub(crate) fn hidden(flag: clap::Arg) -> clap::Arg {
+        let is_own = flag.get_id() == "token_file" || flag.get_id().as_str().starts_with("tls_");
+        if is_own { flag.hide(true) } else { flag }
+    }
+
+    /// Opens the device that the process at `address` lends.
+    #[cfg(feature = "fleet")]
+    pub(crate) fn open(&self, selector: &str, address: &str) -> Result<OpenDevice> {
+        let address = socket(selector, address)?;
+        let device = Arc::new(RemoteDevice::open(selector, address, self.access()?)?);
+        Ok(OpenDevice { device: device.clone(), remote: Some(device) })
+    }
+
+    #[cfg(not(feature = "fleet"))]
+    pub(crate) fn open(&self, selector: &str, _: &str) -> Result<OpenDevice> {
+        let _ = (&self.token_file, &self.tls);
+        anyhow::bail!(
+            "{selector}: this build uses no devices of other processes: build with the feature fleet"
+        )
+    }
+
+    /// Certificates if there are some, and else this host's token.
+    #[cfg(feature = "fleet")]
+    pub(crate) fn access(&self) -> Result<mixfleet_remote::DeviceAccess> {
+        let security = self.tls.security()?;
+        let secret: Option<Arc<dyn mixfleet_remote::SharedSecret>> = match self.tls.are_given() {
+            true => None,
+            false => Some(Arc::new(HostToken(crate::token::load(self.token_file.as_deref())?))),
+        };
+        Ok(mixfleet_remote::DeviceAccess { security, secret })
+    }
+}
+
+/// The address after a flag or in a selector.
+#[cfg(feature = "fleet")]
+pub(crate) fn socket(what: &str, text: &str) -> Result<std::net::SocketAddr> {
+    let found = std::net::ToSocketAddrs::to_socket_addrs(text)
+        .map_err(|error| crate::Usage(format!("{what}: {error}; expected HOST:PORT")))?
+        .next();
+    Ok(found.ok_or_else(|| crate::Usage(format!("{what}: no such address")))?)
+}
+
+/// The token of the processes of one host.
+#[cfg(feature = "fleet")]
+struct HostToken(mixfleet_runtime::fleet::rpc::Token);
+
+/// What the token proves the knowledge of, beside other calls of the fleet.
+#[cfg(feature = "fleet")]
+const PATH: &str = "/mixfleet/device";
+
+#[cfg(feature = "fleet")]
+impl mixfleet_remote::SharedSecret for HostToken {
+    fn prove(&self, address: &std::net::SocketAddr, greeting: &[u8]) -> Option<mixfleet_remote::Shown> {
+        let proof = self.0.prove(PATH, address, greeting)?;
+        let token = self.0.clone();
+        let shown = proof.shown.clone();
+        let is_answered = Box::new(move |answer: &[u8]| token.is_answered(&proof, answer));
+        Some(mixfleet_remote::Shown { proof: shown, is_answered })
+    }
+
+    fn admit(&self, proof: &[u8], address: &std::net::SocketAddr, greeting: &[u8]) -> Option<Vec<u8>> {
+        self.0.admit(proof, PATH, address, greeting)
+    }
+}
