@@ -3,6 +3,9 @@
 use mixfleet_hal::cast::{to_f32, to_usize};
 use mixfleet_hal::{AttendedPart, Collective, DType, Error, MatrixPart, MemberSlice, Result};
 
+/// Bytes that are summed at a time where devices use the host's memory, so that they stay in a cache.
+const PIECE_BYTES: u64 = 64 << 10;
+
 /// Exchanges through this process's memory.
 #[derive(Debug, Default)]
 pub struct ThroughHost {
@@ -66,16 +69,28 @@ impl Collective for ThroughHost {
         if others.iter().any(|other| other.slice.bytes != first.slice.bytes) {
             return Err(Error::invalid("members with unlike numbers of elements cannot be summed"));
         }
-        read(first, &mut self.whole)?;
-        for other in others {
-            read(other, &mut self.part)?;
-            let (sums, _) = self.whole.as_chunks_mut::<4>();
-            let (parts, _) = self.part.as_chunks::<4>();
-            for (sum, part) in sums.iter_mut().zip(parts) {
-                *sum = (f32::from_ne_bytes(*sum) + f32::from_ne_bytes(*part)).to_ne_bytes();
+        // memory of a device's own takes long to begin a copy
+        let shares_memory = members.iter().all(|member| member.device.limits().imports_host_memory);
+        let piece_bytes = if shares_memory { PIECE_BYTES } else { first.slice.bytes };
+        let mut from = 0;
+        while from < first.slice.bytes {
+            let bytes = piece_bytes.min(first.slice.bytes - from);
+            let piece = |of: &MemberSlice<'_>| of.slice.range(from, bytes);
+            self.whole.resize(to_usize(bytes), 0);
+            first.device.read(&piece(first), &mut self.whole)?;
+            for other in others {
+                self.part.resize(to_usize(bytes), 0);
+                other.device.read(&piece(other), &mut self.part)?;
+                let (sums, _) = self.whole.as_chunks_mut::<4>();
+                let (parts, _) = self.part.as_chunks::<4>();
+                for (sum, part) in sums.iter_mut().zip(parts) {
+                    *sum = (f32::from_ne_bytes(*sum) + f32::from_ne_bytes(*part)).to_ne_bytes();
+                }
             }
+            members.iter().try_for_each(|member| member.device.write(&piece(member), &self.whole))?;
+            from += bytes;
         }
-        members.iter().try_for_each(|member| member.device.write(&member.slice, &self.whole))
+        Ok(())
     }
 
     fn deal(&mut self, from: &MemberSlice<'_>, rows: u32, to: &[MatrixPart<'_>]) -> Result<()> {
@@ -239,6 +254,19 @@ mod tests {
         let mut bytes = Vec::new();
         read(at, &mut bytes).unwrap();
         bytes
+    }
+
+    #[test]
+    fn sums_of_any_length_are_those_of_all_members() {
+        let device = CpuBackend.open("cpu@0").unwrap();
+        for length in [0, 1, 1000, PIECE_BYTES as usize / 4, PIECE_BYTES as usize / 2 + 3] {
+            let of = |step: f32| (0..length).map(|at| at as f32 * step).collect::<Vec<f32>>();
+            let members = [1.0, 2.0, -0.5].map(|step| slice(&device, bytemuck::cast_slice(&of(step))));
+            ThroughHost::default().sum(&members).unwrap();
+            for member in &members {
+                assert!(floats(&bytes(member), DType::F32) == of(2.5), "{length}");
+            }
+        }
     }
 
     #[test]
