@@ -1,11 +1,11 @@
 //! A device of another process.
 
 use crate::code::{Taker, put, put_sig, put_slice, usage_code};
-use crate::fetched::Place;
+use crate::fetched::BufferRange;
 use crate::hello::DeviceAccess;
 use crate::protocol::{CALL_TIMEOUT, DATA_BYTES_MAX, ask};
 use crate::queue::RemoteQueue;
-use crate::session::Session;
+use crate::session::RemoteSession;
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::units::Bytes;
@@ -39,10 +39,10 @@ pub(crate) struct Shared {
     access: DeviceAccess,
     info: DeviceInfo,
     limits: DeviceLimits,
-    session: Mutex<Arc<Session>>,
+    session: Mutex<Arc<RemoteSession>>,
     /// One thread at a time makes a new connection, which is here until all is on it.
     renewing: Mutex<()>,
-    next_session: Mutex<Option<Arc<Session>>>,
+    next_session: Mutex<Option<Arc<RemoteSession>>>,
     buffers: Mutex<BTreeMap<u64, KeptBuffer>>,
     placements: Mutex<Vec<Placement>>,
     /// Numbers of buffers and queues.
@@ -125,11 +125,11 @@ pub(crate) fn number_of(shared: &Arc<Shared>, slice: &Slice) -> Result<u64> {
 }
 
 impl Shared {
-    fn session(&self) -> Arc<Session> {
+    fn session(&self) -> Arc<RemoteSession> {
         lock(&self.session).clone()
     }
 
-    fn alloc(&self, session: &Session, number: u64, bytes: u64, usage: BufferUsage) -> Result<()> {
+    fn alloc(&self, session: &RemoteSession, number: u64, bytes: u64, usage: BufferUsage) -> Result<()> {
         let fill = |out: &mut Vec<u8>| {
             [number, bytes, usage_code(usage)].into_iter().for_each(|value| put(out, value));
             Ok(())
@@ -137,7 +137,7 @@ impl Shared {
         session.call(ask::ALLOC, CALL_TIMEOUT, fill).map(drop)
     }
 
-    fn write(&self, session: &Session, number: u64, offset: u64, data: &[u8]) -> Result<()> {
+    fn write(&self, session: &RemoteSession, number: u64, offset: u64, data: &[u8]) -> Result<()> {
         let mut at = offset;
         for part in data.chunks(DATA_BYTES_MAX) {
             session.send(false, ask::WRITE, part, |out| {
@@ -156,7 +156,7 @@ impl RemoteDevice {
     /// # Errors
     /// When nobody answers there, or who answers is not of this fleet or speaks another version.
     pub fn open(id: &str, address: SocketAddr, access: DeviceAccess) -> Result<Self> {
-        let (session, theirs, limits) = Session::open(id, address, &access)?;
+        let (session, theirs, limits) = RemoteSession::open(id, address, &access)?;
         let mut notes = theirs.notes.clone();
         notes.push(("device".into(), theirs.id.clone()));
         let info = DeviceInfo {
@@ -204,14 +204,14 @@ impl RemoteDevice {
     }
 
     /// A connection with all buffers, in place of one that has ended.
-    fn renew(&self) -> Result<Arc<Session>> {
+    fn renew(&self) -> Result<Arc<RemoteSession>> {
         let shared = &self.0;
         let _renewing = lock(&shared.renewing);
         let current = shared.session();
         if current.failure().is_none() {
             return Ok(current);
         }
-        let (session, theirs, limits) = Session::open(&shared.info.id, shared.address, &shared.access)?;
+        let (session, theirs, limits) = RemoteSession::open(&shared.info.id, shared.address, &shared.access)?;
         *lock(&shared.next_session) = Some(session.clone());
         let restored = self.restore(&session, (&theirs, limits));
         *lock(&shared.next_session) = None;
@@ -221,7 +221,11 @@ impl RemoteDevice {
     }
 
     /// Allocates all buffers on a new connection, and writes weights there.
-    fn restore(&self, session: &Arc<Session>, (theirs, limits): (&DeviceInfo, DeviceLimits)) -> Result<()> {
+    fn restore(
+        &self,
+        session: &Arc<RemoteSession>,
+        (theirs, limits): (&DeviceInfo, DeviceLimits),
+    ) -> Result<()> {
         let shared = &self.0;
         let is_same = shared.info.fingerprint.strip_prefix(&theirs.fingerprint).is_some();
         if !is_same || limits != shared.limits {
@@ -266,7 +270,7 @@ impl Device for RemoteDevice {
 /// A device by one of its connections.
 struct View<'a> {
     shared: &'a Arc<Shared>,
-    session: Arc<Session>,
+    session: Arc<RemoteSession>,
     placing: Placing,
 }
 
@@ -352,14 +356,14 @@ impl Device for View<'_> {
             content.resize(content.len().max(end), 0);
             content[start..end].copy_from_slice(data);
         }
-        self.session.overwrite(Place { buffer: number, offset: to.offset, bytes: to.bytes });
+        self.session.overwrite(BufferRange { buffer: number, offset: to.offset, bytes: to.bytes });
         self.shared.write(&self.session, number, to.offset, data)
     }
 
     fn read(&self, from: &Slice, data: &mut [u8]) -> Result<()> {
         let number = number_of(self.shared, from)?;
         check_length(from, data.len())?;
-        let place = Place { buffer: number, offset: from.offset, bytes: from.bytes };
+        let place = BufferRange { buffer: number, offset: from.offset, bytes: from.bytes };
         if self.session.take_fetched(&place, data) {
             return Ok(());
         }

@@ -10,14 +10,14 @@ const KEPT_MAX: usize = 64;
 
 /// A range of a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Place {
+pub(crate) struct BufferRange {
     pub(crate) buffer: u64,
     pub(crate) offset: u64,
     pub(crate) bytes: u64,
 }
 
-impl Place {
-    pub(crate) fn overlaps(&self, other: &Place) -> bool {
+impl BufferRange {
+    pub(crate) fn overlaps(&self, other: &BufferRange) -> bool {
         self.buffer == other.buffer
             && self.offset < other.offset + other.bytes
             && other.offset < self.offset + self.bytes
@@ -27,7 +27,7 @@ impl Place {
 /// A result that is expected with the end of a batch.
 #[derive(Debug)]
 pub(crate) struct Expected {
-    pub(crate) place: Place,
+    pub(crate) place: BufferRange,
     /// Whether something that was sent later writes there.
     pub(crate) is_stale: bool,
 }
@@ -35,7 +35,7 @@ pub(crate) struct Expected {
 /// Bytes of buffers that nothing has written since they were sent.
 #[derive(Default)]
 pub(crate) struct Fetched {
-    kept: Vec<(Place, Arc<Body>, Range<usize>)>,
+    kept: Vec<(BufferRange, Arc<Body>, Range<usize>)>,
 }
 
 impl Fetched {
@@ -62,7 +62,7 @@ impl Fetched {
     }
 
     /// Copies what is here of `place` to `data`, and forgets it. Gives back the memory that is then free.
-    pub(crate) fn take(&mut self, place: &Place, data: &mut [u8]) -> Option<Option<Body>> {
+    pub(crate) fn take(&mut self, place: &BufferRange, data: &mut [u8]) -> Option<Option<Body>> {
         let at = self.kept.iter().position(|(other, ..)| other == place)?;
         let (_, body, range) = self.kept.remove(at);
         data.copy_from_slice(&body[range]);
@@ -70,7 +70,7 @@ impl Fetched {
     }
 
     /// Forgets what is written now.
-    pub(crate) fn forget(&mut self, written: &Place) {
+    pub(crate) fn forget(&mut self, written: &BufferRange) {
         self.kept.retain(|(place, ..)| !place.overlaps(written));
     }
 }
@@ -79,8 +79,8 @@ impl Fetched {
 mod tests {
     use super::*;
 
-    fn place(buffer: u64, offset: u64, bytes: u64) -> Place {
-        Place { buffer, offset, bytes }
+    fn place(buffer: u64, offset: u64, bytes: u64) -> BufferRange {
+        BufferRange { buffer, offset, bytes }
     }
 
     #[test]

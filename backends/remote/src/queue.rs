@@ -2,9 +2,9 @@
 
 use crate::code::{put, put_cmds, put_slice};
 use crate::device::{Shared, number_of};
-use crate::fetched::Place;
+use crate::fetched::BufferRange;
 use crate::protocol::{CALL_TIMEOUT, DATA_BYTES_MAX, ask};
-use crate::session::Session;
+use crate::session::RemoteSession;
 use mixfleet_hal::{Cmd, Elapsed, Error, Graph, OperandAccess, Queue, Result, Slice, Ticket};
 use std::any::Any;
 use std::sync::Arc;
@@ -13,13 +13,13 @@ use std::time::Duration;
 
 pub(crate) struct RemoteQueue {
     shared: Arc<Shared>,
-    session: Arc<Session>,
+    session: Arc<RemoteSession>,
     number: u64,
     submitted: u64,
 }
 
 impl RemoteQueue {
-    pub(crate) fn new(shared: Arc<Shared>, session: Arc<Session>, number: u64) -> Self {
+    pub(crate) fn new(shared: Arc<Shared>, session: Arc<RemoteSession>, number: u64) -> Self {
         RemoteQueue { shared, session, number, submitted: 0 }
     }
 
@@ -28,7 +28,7 @@ impl RemoteQueue {
         let written = written(cmds, number)?;
         let mut places = Vec::with_capacity(results.len());
         for slice in results {
-            let place = Place { buffer: number(slice)?, offset: slice.offset, bytes: slice.bytes };
+            let place = BufferRange { buffer: number(slice)?, offset: slice.offset, bytes: slice.bytes };
             places.push(place);
         }
         // what is too long for a message is read when it is wanted
@@ -55,12 +55,12 @@ impl RemoteQueue {
 }
 
 /// What commands write.
-fn written(cmds: &[Cmd], number: impl Fn(&Slice) -> Result<u64>) -> Result<Vec<Place>> {
+fn written(cmds: &[Cmd], number: impl Fn(&Slice) -> Result<u64>) -> Result<Vec<BufferRange>> {
     let mut written = Vec::new();
     for cmd in cmds {
         for (operand, arg) in cmd.sig().operands().iter().zip(cmd.args()) {
             if operand.access != OperandAccess::Read {
-                written.push(Place { buffer: number(arg)?, offset: arg.offset, bytes: arg.bytes });
+                written.push(BufferRange { buffer: number(arg)?, offset: arg.offset, bytes: arg.bytes });
             }
         }
     }
@@ -122,10 +122,10 @@ impl Drop for RemoteQueue {
 
 /// A batch that the other process has recorded.
 struct RemoteGraph {
-    session: Arc<Session>,
+    session: Arc<RemoteSession>,
     queue: u64,
     number: u64,
-    written: Vec<Place>,
+    written: Vec<BufferRange>,
     memory_bytes: u64,
 }
 

@@ -3,7 +3,7 @@
 //! Whoever waits receives for all: one thread at a time reads messages and files them, and wakes the others.
 
 use crate::code::{Taker, put};
-use crate::fetched::{Expected, Fetched, Place};
+use crate::fetched::{BufferRange, Expected, Fetched};
 use crate::frame::{Body, FrameReader, put_frame};
 use crate::hello::{self, DeviceAccess};
 use crate::protocol::{CALL_TIMEOUT, FRAME_BYTES_MAX, HELLO_BYTES_MAX, HELLO_TIMEOUT, SILENCE, ask, tell};
@@ -30,7 +30,7 @@ const WAIT_MAX: Duration = Duration::from_secs(1 << 30);
 /// Batches of a queue whose times are kept.
 const TIMES_KEPT: usize = 1 << 16;
 
-pub(crate) struct Session {
+pub(crate) struct RemoteSession {
     link: Duplex,
     /// What is sent with the next message that cannot wait.
     pending: Mutex<Vec<u8>>,
@@ -81,7 +81,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Session {
+impl RemoteSession {
     /// Calls a process that lends a device; what its device is.
     ///
     /// # Errors
@@ -97,7 +97,7 @@ impl Session {
         let mut reader = FrameReader::new(HELLO_BYTES_MAX);
         let (info, limits) = hello::call(&link, &mut reader, (access, &address), deadline).map_err(failed)?;
         reader.allow(FRAME_BYTES_MAX);
-        let session = Session {
+        let session = RemoteSession {
             link,
             pending: Mutex::default(),
             reader: Mutex::new(reader),
@@ -274,7 +274,7 @@ impl Session {
     }
 
     /// A batch of a queue is sent, which writes to `written` and ends with `results`.
-    pub(crate) fn expect(&self, queue: u64, written: &[Place], results: Vec<Place>) {
+    pub(crate) fn expect(&self, queue: u64, written: &[BufferRange], results: Vec<BufferRange>) {
         let mut inbox = lock(&self.inbox);
         inbox.overwrite(written);
         let expected = results.into_iter().map(|place| Expected { place, is_stale: false }).collect();
@@ -284,12 +284,12 @@ impl Session {
     }
 
     /// Something is written without a batch.
-    pub(crate) fn overwrite(&self, written: Place) {
+    pub(crate) fn overwrite(&self, written: BufferRange) {
         lock(&self.inbox).overwrite(&[written]);
     }
 
     /// Copies a result that came with its batch, if it did and nothing has written there since.
-    pub(crate) fn take_fetched(&self, place: &Place, data: &mut [u8]) -> bool {
+    pub(crate) fn take_fetched(&self, place: &BufferRange, data: &mut [u8]) -> bool {
         let taken = lock(&self.inbox).fetched.take(place, data);
         let is_here = taken.is_some();
         if let Some(Some(body)) = taken {
@@ -318,7 +318,7 @@ impl Session {
     }
 }
 
-impl Drop for Session {
+impl Drop for RemoteSession {
     fn drop(&mut self) {
         self.link.close();
     }
@@ -338,7 +338,7 @@ impl QueueLog {
 }
 
 impl Inbox {
-    fn overwrite(&mut self, written: &[Place]) {
+    fn overwrite(&mut self, written: &[BufferRange]) {
         for place in written {
             self.fetched.forget(place);
             let expected = self.queues.values_mut().flat_map(|log| log.expected.iter_mut().flatten());

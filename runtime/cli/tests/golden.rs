@@ -123,7 +123,7 @@ fn fixtures_give_their_golden_tokens_on_several_devices_as_one_instance() {
 #[cfg(feature = "fleet")]
 #[test]
 fn fixtures_give_their_golden_tokens_with_members_in_processes_of_their_own() {
-    let members = ["cpu@0", "cpu@1"].map(|device| common::members::Member::start(device, &[]));
+    let members = ["cpu@0", "cpu@1"].map(|device| common::members::MemberProcess::start(device, &[]));
     let [first, second] = members.each_ref().map(|member| member.selector.clone());
     let both = format!("attn:cpu,{first},{second}");
     let placements = [

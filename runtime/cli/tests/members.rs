@@ -1,6 +1,6 @@
 //! Members of an instance in processes of their own: what clients see when one is lost, and who may use them.
 
-use crate::common::members::Member;
+use crate::common::members::MemberProcess;
 use crate::common::server::Server;
 use crate::common::{self, Generate, fixture, generate, golden, ids, mixfleet, scratch};
 use crate::fleet::authority;
@@ -70,14 +70,14 @@ fn interrupted(server: &Server, case: &Value, harm: impl FnOnce()) -> (String, b
 
 #[test]
 fn a_member_that_is_killed_costs_no_wrong_word_and_serves_again_once_it_is_back() {
-    let mut member = Member::start("cpu@1", &[]);
+    let mut member = MemberProcess::start("cpu@1", &[]);
     let (port, selector) = (member.selector.replace("remote:", ""), member.selector.clone());
     for group in [format!("attn:cpu@0,{selector}"), format!("tp:cpu@0,{selector}")] {
         let (server, case) = served(&group);
         let expected = answer(&server, &case);
         let (text, is_whole) = interrupted(&server, &case, || {
             member.kill();
-            member = Member::start("cpu@1", &["--listen", &port]);
+            member = MemberProcess::start("cpu@1", &["--listen", &port]);
         });
         assert!(expected.starts_with(&text), "{group}: {text:?} is not how {expected:?} begins");
         assert!(!is_whole || text == expected, "{group}: {text:?} instead of {expected:?}");
@@ -87,7 +87,7 @@ fn a_member_that_is_killed_costs_no_wrong_word_and_serves_again_once_it_is_back(
         member.kill();
         let (status, error) = server.post("/v1/completions", &body(&case, false));
         assert!(status >= 500 || error["choices"][0]["text"] == *expected, "{group}: {status} {error}");
-        member = Member::start("cpu@1", &["--listen", &port]);
+        member = MemberProcess::start("cpu@1", &["--listen", &port]);
         assert_eq!(answer(&server, &case), expected, "{group}: after it was away");
     }
 }
@@ -96,7 +96,7 @@ fn a_member_that_is_killed_costs_no_wrong_word_and_serves_again_once_it_is_back(
 fn a_member_with_another_token_or_other_certificates_is_not_used() {
     let data = scratch("members");
     let token = data.join("token").to_str().unwrap().to_owned();
-    let member = Member::start("cpu@1", &["--token-file", &token]);
+    let member = MemberProcess::start("cpu@1", &["--token-file", &token]);
     let device = format!("attn:cpu@0,{}", member.selector);
     let refused = |device: &str, flags: &[String]| {
         let output = mixfleet()
@@ -112,7 +112,7 @@ fn a_member_with_another_token_or_other_certificates_is_not_used() {
 
     let (own, other) = (authority::member(&data, "own"), authority::member(&data, "other"));
     let flags: Vec<&str> = own.iter().map(String::as_str).collect();
-    let secured = Member::start("cpu@1", &flags);
+    let secured = MemberProcess::start("cpu@1", &flags);
     let secured_device = format!("attn:cpu@0,{}", secured.selector);
     refused(&secured_device, &other);
     refused(&secured_device, &[]);
@@ -151,7 +151,7 @@ fn what_no_member_can_be_is_refused_in_words() {
 
 #[test]
 fn a_device_of_another_process_serves_alone_too() {
-    let member = Member::start("cpu", &[]);
+    let member = MemberProcess::start("cpu", &[]);
     let model = fixture("llama-gqa-f32");
     let case = golden(&model)["cases"][1].clone();
     let request = Generate {

@@ -19,7 +19,7 @@ type DrawnToken = (u32, Option<Logprobs>);
 
 /// A row of a step's logits on the host: what the device drew from it, with the likeliest tokens, or the row
 /// itself if the device cannot draw.
-pub(super) enum Row {
+pub(super) enum LogitsRow {
     Drawn(Drawn, Vec<[u32; 2]>),
     Logits(Vec<f32>),
 }
@@ -28,13 +28,13 @@ pub(super) enum Row {
 ///
 /// # Errors
 /// Those of the device.
-pub(super) fn read_rows(device: &dyn Device, forward: &Forward, pass: &Pass) -> Result<Vec<Row>> {
+pub(super) fn read_rows(device: &dyn Device, forward: &Forward, pass: &Pass) -> Result<Vec<LogitsRow>> {
     let count = pass.rows() as usize;
     let Some(outputs) = forward.drawn(pass) else {
         let vocab = forward.config().vocab as usize;
         let mut values = vec![0f32; count * vocab];
         device.read(&forward.logits(pass), bytemuck::cast_slice_mut(&mut values))?;
-        return Ok(values.chunks_exact(vocab).map(|row| Row::Logits(row.to_vec())).collect());
+        return Ok(values.chunks_exact(vocab).map(|row| LogitsRow::Logits(row.to_vec())).collect());
     };
     let mut rows = vec![Drawn::zeroed(); count];
     let bytes = size_of_val(&rows[..]) as u64;
@@ -47,7 +47,7 @@ pub(super) fn read_rows(device: &dyn Device, forward: &Forward, pass: &Pass) -> 
         device.read(&top.range(0, bytes), bytemuck::cast_slice_mut(&mut listed))?;
     }
     let tops_of = |row: usize| listed[row * tops..(row + 1) * tops].to_vec();
-    Ok(rows.into_iter().enumerate().map(|(row, drawn)| Row::Drawn(drawn, tops_of(row))).collect())
+    Ok(rows.into_iter().enumerate().map(|(row, drawn)| LogitsRow::Drawn(drawn, tops_of(row))).collect())
 }
 
 impl Worker {
@@ -65,12 +65,12 @@ impl Worker {
     }
 
     /// Returns a token for each sequence with `sample`, in order, from the step's rows.
-    pub(super) fn draw(&self, step: &Step, rows: Vec<Row>) -> Result<Vec<Draw>> {
+    pub(super) fn draw(&self, step: &Step, rows: Vec<LogitsRow>) -> Result<Vec<Draw>> {
         let sampled = step.sequences.iter().filter(|s| s.sample);
         let draws = sampled.zip(rows).map(|(sequence, row)| {
             let token = match row {
-                Row::Drawn(drawn, tops) => self.drawn_there(sequence, drawn, &tops)?,
-                Row::Logits(logits) => self.draw_here(sequence, &logits),
+                LogitsRow::Drawn(drawn, tops) => self.drawn_there(sequence, drawn, &tops)?,
+                LogitsRow::Logits(logits) => self.draw_here(sequence, &logits),
             };
             Ok((sequence.request, token))
         });

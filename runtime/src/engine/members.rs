@@ -4,7 +4,7 @@
 //! members that keep some, each with its own heads and layers. KV does not leave such an instance yet, and
 //! none comes to it.
 
-use super::draw::{Row, read_rows};
+use super::draw::{LogitsRow, read_rows};
 use crate::env::Env;
 use crate::model::apart::{AttentionMember, AttentionPass, AttentionRun, exchange_layer, run_apart};
 use crate::model::divided::{MemberRun, MicroBatch, run_stages};
@@ -184,7 +184,7 @@ impl OtherMembers {
         parts: &[StepInput<'_>],
         how: Pieces,
         timeout: Duration,
-    ) -> Result<Vec<Row>> {
+    ) -> Result<Vec<LogitsRow>> {
         let exchange = &mut *self.exchange;
         match &mut self.group {
             Group::Divide(stages, members) => {
@@ -198,7 +198,7 @@ impl OtherMembers {
                 let of_stage = |&count: &usize| all.by_ref().take(count).collect();
                 let mut of_stages: Vec<Vec<MemberRun<'a>>> = stages.members.iter().map(of_stage).collect();
                 let batches = MicroBatch::cut(parts, how, block_tokens);
-                let mut rows: Vec<(usize, Row)> = Vec::new();
+                let mut rows: Vec<(usize, LogitsRow)> = Vec::new();
                 let mut read = |last: &MemberRun<'_>, pass: &Pass, batch: &MicroBatch<'_>| {
                     let drawn = read_rows(last.device, last.forward, pass)?;
                     rows.extend(batch.drawing.iter().copied().zip(drawn));

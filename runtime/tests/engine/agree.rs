@@ -8,7 +8,7 @@ use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::fleet::{Action, Event, Policy, Role};
 use mixfleet_sim::simulate::Observer;
 use serde::Deserialize;
-use served::{Counts, served};
+use served::{SceneCounts, served};
 use simulated::simulated;
 use std::collections::BTreeMap;
 
@@ -147,7 +147,7 @@ fn seen(steps: &[Step]) -> Seen {
 
 /// Number of placements and times that differ, of rejected requests, and of preemptions.
 fn compare(scene: &Scene) -> (usize, usize, u64) {
-    let (fleet, steps, Counts { preemptions, .. }) = served(scene);
+    let (fleet, steps, SceneCounts { preemptions, .. }) = served(scene);
     if std::env::var_os("MIXFLEET_AGREE_EVENTS").is_some() {
         println!("  served:");
     }

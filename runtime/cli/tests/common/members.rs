@@ -4,21 +4,21 @@ use std::io::{BufRead, BufReader};
 use std::process::{Child, ChildStderr, Stdio};
 
 /// A process that lends a device.
-pub(crate) struct Member {
+pub(crate) struct MemberProcess {
     child: Child,
     log: BufReader<ChildStderr>,
     /// `remote:HOST:PORT`
     pub(crate) selector: String,
 }
 
-impl Member {
+impl MemberProcess {
     /// Lends a device at a free port, unless `further` names one; returns once it is ready.
     pub(crate) fn start(device: &str, further: &[&str]) -> Self {
         let mut command = super::mixfleet();
         command.args(["member", "--device", device]).args(further).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();
         let log = BufReader::new(child.stderr.take().expect("piped"));
-        let mut member = Member { child, log, selector: String::new() };
+        let mut member = MemberProcess { child, log, selector: String::new() };
         let mut seen = String::new();
         while member.selector.is_empty() {
             let mut line = String::new();
@@ -38,7 +38,7 @@ impl Member {
     }
 }
 
-impl Drop for Member {
+impl Drop for MemberProcess {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();

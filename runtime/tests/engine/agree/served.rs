@@ -216,14 +216,14 @@ fn start(scene: &Scene, checkpoint: &Checkpoint, env: &SeededEnv, metrics: &Metr
 }
 
 /// What was counted while a scene was served.
-pub(super) struct Counts {
+pub(super) struct SceneCounts {
     pub(super) preemptions: u64,
     /// Prompt tokens whose KV was reused.
     pub(super) cached_tokens: u64,
 }
 
 /// The steps of the scene's fleet machines, and what was counted.
-pub(super) fn served(scene: &Scene) -> (FleetConfig, Vec<Step>, Counts) {
+pub(super) fn served(scene: &Scene) -> (FleetConfig, Vec<Step>, SceneCounts) {
     let checkpoint = tiny_variants().remove(1).1.load().unwrap();
     let env = SeededEnv::with_blocking_workers(scene.seed);
     let metrics = Metrics::new();
@@ -255,7 +255,7 @@ pub(super) fn served(scene: &Scene) -> (FleetConfig, Vec<Step>, Counts) {
     let labels = (0..scene.parts.len()).map(|at| DeviceLabels { device: format!("part{at}") });
     let preemptions = labels.map(|labels| metrics.preemptions.get_or_create(&labels).get()).sum();
     let (fleets, steps): (Vec<FleetConfig>, Vec<_>) = logs.iter().map(|log| read(&log.text())).unzip();
-    let counts = Counts { preemptions, cached_tokens };
+    let counts = SceneCounts { preemptions, cached_tokens };
     (fleets[0].clone(), in_order(steps), counts)
 }
 
