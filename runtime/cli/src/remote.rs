@@ -1,6 +1,8 @@
 //! Devices of other processes on the command line.
 
 use crate::tls::TlsArgs;
+#[cfg(feature = "fleet")]
+use anyhow::Context;
 use anyhow::Result;
 use clap::Args;
 use mixfleet_hal::Device;
@@ -57,7 +59,8 @@ impl RemoteArgs {
     #[cfg(feature = "fleet")]
     pub(crate) fn open(&self, selector: &str, address: &str) -> Result<OpenDevice> {
         let address = socket(selector, address)?;
-        let device = Arc::new(RemoteDevice::open(selector, address, self.access()?)?);
+        let cannot = || format!("cannot use what 'mixfleet member --device DEV --listen {address}' lends");
+        let device = Arc::new(RemoteDevice::open(selector, address, self.access()?).with_context(cannot)?);
         Ok(OpenDevice { device: device.clone(), remote: Some(device) })
     }
 

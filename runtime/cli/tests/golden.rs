@@ -129,6 +129,7 @@ fn fixtures_give_their_golden_tokens_with_members_in_processes_of_their_own() {
     let placements = [
         (format!("tp:cpu@0,{second}"), None),
         (format!("tp:{first},{second}"), None),
+        (format!("pp:cpu@0,{second}"), None),
         (both.clone(), Some("head")),
         (both.clone(), Some("request")),
         (both, Some("range")),
