@@ -2,6 +2,7 @@
 
 mod deploy;
 mod document;
+mod found;
 mod hours;
 mod load;
 mod offers;
@@ -19,6 +20,7 @@ use crate::trace::{ReplayArgs, positive};
 use crate::{Failed, Usage, leave_no_empty, writable};
 use anyhow::{Context, Result};
 use clap::Args;
+use found::{PlanFound, pools_words};
 use hours::HourPlan;
 use load::{LoadSource, PlanLoad};
 use mixfleet_hal::units::{BytesPerSecond, GB, Seconds};
@@ -34,7 +36,7 @@ use mixfleet_sim::simulate::Setup;
 use mixfleet_sim::trace::TOKENS_MAX;
 use offers::Offers;
 use prices::Repriced;
-use search::{PlanFound, PlanSearch, pools_words};
+use search::PlanSearch;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -116,6 +118,9 @@ pub(crate) struct PlanArgs {
     /// Rent of a GiB of it per hour
     #[arg(long, value_name = "USD", requires = "ssd", value_parser = usd)]
     ssd_usd: Option<f64>,
+    /// KV nodes that have this memory in place of the instances, numbers to choose from
+    #[arg(long, value_name = "N,..", value_delimiter = ',', requires = "dram", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    kv_nodes: Vec<u32>,
     /// End the simulations after this time
     #[arg(long, value_name = "S", default_value_t = 60.0, value_parser = seconds)]
     budget_s: f64,

@@ -384,6 +384,15 @@ fn host_memory_for_kv_is_rented_where_it_saves_more_than_it_costs() {
     let kept = std::fs::read_to_string(fleet).unwrap();
     assert!(kept.contains("dram_bytes = 549755813888.0"), "{kept}");
     fails(&run(&of_trace, &[]), 2, &["--dram-usd"]);
+
+    // a node of as much for all costs less than a part of it for each
+    let document = planned(&of_trace, &["--dram-usd", "0.0005", "--kv-nodes", "1", "--out", out]);
+    let first = &document["fleets"][0];
+    assert_eq!((number(&first["kv_tiers"]["kv_nodes"]), tiers(first)), (1.0, 512.0), "{document:#}");
+    assert!((number(&first["kv_tiers"]["usd_per_hour"]) - 512.0 * 0.0005).abs() < 1e-9, "{first:#}");
+    assert!(simulated(&Path::new(out).join("FLEET.toml"), Path::new(trace), &["--jitter"]) >= 0.9);
+    let kept = std::fs::read_to_string(Path::new(out).join("FLEET.toml")).unwrap();
+    assert!(kept.contains("role = \"kv\"\ncount = 1\n"), "{kept}");
 }
 
 #[test]

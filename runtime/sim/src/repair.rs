@@ -1,8 +1,10 @@
 //! The fewest instances of a fleet's pools that hold an objective, found by simulation.
 //!
 //! A plan rests on rates; waiting, bursts, caches and the scheduler's choices are only seen in a run. From
-//! the counts of a plan all pools grow together until a run holds the objective. Then instances are taken
-//! away, of the pools first where that saves most, until no single one can be spared.
+//! the counts of a plan all pools grow together until a run holds the objective, or is seen to get no further with
+//! more instances. Then instances are taken away, of the pools first where that saves most, until no single one
+//! can be spared. If that is asked for, those of one pool are exchanged for those of another, until no exchange
+//! that costs less holds either.
 
 use crate::capacity::Goal;
 use crate::fleet_file::FleetFile;
@@ -16,10 +18,17 @@ use std::collections::BTreeMap;
 
 /// Factor by which the first increase enlarges all pools; each further one is as much larger again.
 const GROWTH: f64 = 1.15;
+/// Increases after which more instances must have got a run further than the first one: they are then 2.3 times
+/// as many.
+const TRIED: u32 = 3;
+/// How much further, as a factor on the requests that had come when it was sure to fail.
+const FURTHER: f64 = 1.1;
 /// Maximum number of increases: the last fleet is seven times the first.
 const INCREASES_MAX: u32 = 5;
 /// Share of a pool that is taken away at once, while that holds.
 const DECREASE: u32 = 8;
+/// Maximum number of instances of one pool that are exchanged for one of another.
+const EXCHANGED_MAX: u32 = 16;
 /// Events between two questions whether to go on.
 const EVENTS: u32 = 256;
 
@@ -47,6 +56,8 @@ pub struct RepairLimits<'a> {
     pub rent: &'a dyn Fn(&[u32]) -> f64,
     /// Whether to go on; if not, the repair ends with what it has.
     pub go_on: &'a dyn Fn() -> bool,
+    /// Whether instances of one pool are exchanged for those of another.
+    pub exchanges: bool,
     /// Is told of every run.
     pub told: &'a dyn Fn(&[u32], &FleetTrial),
 }
@@ -75,6 +86,8 @@ pub struct Repaired {
     pub less: Vec<Option<FleetTrial>>,
     /// Whether it is certain that no single instance can be spared.
     pub least: bool,
+    /// Whether more instances were seen not to help.
+    pub hopeless: bool,
 }
 
 /// Ends a run that is sure to fail, or is no longer wanted.
@@ -128,16 +141,20 @@ impl TrialLoad<'_> {
         Ok(Some(FleetTrial { held: attained >= self.share, attained, results }))
     }
 
-    /// Finds the fewest instances, from those in `file` on. `None` if not even the first run was ended.
+    /// Finds the fewest instances, from those in `file` on. KV nodes, which are the last pools, stay as many as
+    /// they are. `None` if not even the first run was ended.
     ///
     /// # Errors
     /// Those of a run.
     pub fn repair(&self, file: &FleetFile, limits: &RepairLimits) -> Result<Option<Repaired>, TraceError> {
         let mut search = RepairSearch { trials: self, file, limits, known: BTreeMap::new() };
-        let mut counts: Vec<u32> = file.pools.iter().map(|pool| pool.count).collect();
+        let computes = file.pools.iter().take_while(|pool| !pool.role.keeps());
+        let mut counts: Vec<u32> = computes.map(|pool| pool.count).collect();
         let Some(mut trial) = search.trial(&counts)? else { return Ok(None) };
+        let (first, mut hopeless) = (trial.reached(), false);
         for increase in 1..=INCREASES_MAX {
-            if trial.held {
+            hopeless = increase > TRIED && trial.reached() < first * FURTHER;
+            if trial.held || hopeless {
                 break;
             }
             let more = search.grown(&counts, GROWTH.powf(increase.into()));
@@ -149,9 +166,33 @@ impl TrialLoad<'_> {
         if !trial.held {
             let whole = self.trial(file, &counts, true, limits.go_on)?;
             let (trial, less) = (whole.unwrap_or(trial), vec![None; counts.len()]);
-            return Ok(Some(Repaired { counts, trial, less, least: false }));
+            return Ok(Some(Repaired { counts, trial, less, least: false, hopeless }));
         }
-        search.decrease(counts, trial).map(Some)
+        loop {
+            let found = search.decrease(counts, trial)?;
+            if !found.least || !limits.exchanges {
+                return Ok(Some(found));
+            }
+            match search.exchange(&found.counts)? {
+                Exchange::Holds(less_rent, held) => (counts, trial) = (less_rent, held),
+                Exchange::None => return Ok(Some(found)),
+            }
+        }
+    }
+}
+
+/// What came of the exchanges of one fleet.
+enum Exchange {
+    /// These counts cost less and hold the objective.
+    Holds(Vec<u32>, FleetTrial),
+    /// None does, or the repair was stopped.
+    None,
+}
+
+impl FleetTrial {
+    /// How many requests had come when the run ended.
+    fn reached(&self) -> f64 {
+        self.results.requests as f64
     }
 }
 
@@ -175,10 +216,10 @@ impl RepairSearch<'_> {
         Ok(trial)
     }
 
-    /// All pools larger by `factor` or one instance, as far as they may be.
+    /// All pools in use larger by `factor` or one instance, as far as they may be.
     fn grown(&self, counts: &[u32], factor: f64) -> Vec<u32> {
         let mut grown = counts.to_vec();
-        for pool in 0..counts.len() {
+        for pool in (0..counts.len()).filter(|pool| counts[*pool] > 0) {
             let more = to_u32(to_u64((f64::from(counts[pool]) * factor).ceil())).max(counts[pool] + 1);
             let fits = |count: u32| {
                 let mut all = grown.clone();
@@ -195,6 +236,51 @@ impl RepairSearch<'_> {
     fn serves(&self, counts: &[u32]) -> bool {
         let used = || self.file.pools.iter().zip(counts).filter(|(_, count)| **count > 0);
         used().any(|(pool, _)| pool.role.prefills()) && used().any(|(pool, _)| pool.role.decodes())
+    }
+
+    /// The first exchange between two pools that costs less and holds, of those that save most first.
+    fn exchange(&mut self, counts: &[u32]) -> Result<Exchange, TraceError> {
+        let pairs = (0..counts.len()).flat_map(|from| (0..counts.len()).map(move |to| (from, to)));
+        let rent = (self.limits.rent)(counts);
+        let exchanged = pairs.filter_map(|(from, to)| self.exchanged(counts, from, to));
+        let mut tried: Vec<_> = exchanged.map(|other| ((self.limits.rent)(&other), other)).collect();
+        tried.retain(|(other, counts)| *other < rent && self.serves(counts) && (self.limits.fits)(counts));
+        tried.sort_by_key(|(rent, _)| Ordered(*rent));
+        for (_, counts) in tried {
+            match self.trial(&counts)? {
+                Some(trial) if trial.held => return Ok(Exchange::Holds(counts, trial)),
+                Some(_) => {}
+                None => break,
+            }
+        }
+        Ok(Exchange::None)
+    }
+
+    /// Instances of pool `from` for instances of pool `to`, which do the same, at less rent: for a dear one as many
+    /// cheap ones as it pays for, or for no more cheap ones than it takes a dear one.
+    fn exchanged(&self, counts: &[u32], from: usize, to: usize) -> Option<Vec<u32>> {
+        let with = |fewer: u32, more: u32| {
+            let mut counts = counts.to_vec();
+            counts[from] = counts[from].checked_sub(fewer)?;
+            counts[to] += more;
+            Some(counts)
+        };
+        let rent = (self.limits.rent)(counts);
+        let costs_less = |counts: &Vec<u32>| (self.limits.rent)(counts) < rent;
+        let does = |pool: usize| {
+            let role = self.file.pools[pool].role;
+            (role.prefills(), role.decodes())
+        };
+        if from == to || does(from) != does(to) {
+            return None;
+        }
+        match with(1, 1).filter(costs_less) {
+            Some(one) => {
+                let more = (2..=EXCHANGED_MAX).map_while(|more| with(1, more).filter(costs_less)).last();
+                more.or(Some(one))
+            }
+            None => (2..=EXCHANGED_MAX).find_map(|fewer| with(fewer, 1).filter(costs_less)),
+        }
     }
 
     fn decrease(&mut self, mut counts: Vec<u32>, mut trial: FleetTrial) -> Result<Repaired, TraceError> {
@@ -217,7 +303,7 @@ impl RepairSearch<'_> {
                         break;
                     }
                     let Some(next) = self.trial(&fewer)? else {
-                        return Ok(Repaired { counts, trial, less, least: false });
+                        return Ok(Repaired { counts, trial, less, least: false, hopeless: false });
                     };
                     match (next.held, by) {
                         (true, _) => (counts, trial) = (fewer, next),
@@ -230,7 +316,7 @@ impl RepairSearch<'_> {
                 }
             }
             if counts == before {
-                return Ok(Repaired { counts, trial, less, least: true });
+                return Ok(Repaired { counts, trial, less, least: true, hopeless: false });
             }
         }
     }

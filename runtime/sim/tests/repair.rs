@@ -37,7 +37,7 @@ fn repaired(file: &FleetFile, fits: &dyn Fn(&[u32]) -> bool) -> (Repaired, u32) 
     let (requests, runs) = (load(), Cell::new(0));
     let told = |_: &[u32], _: &FleetTrial| runs.set(runs.get() + 1);
     let rent = |counts: &[u32]| counts.iter().map(|count| f64::from(*count)).sum();
-    let limits = RepairLimits { fits, rent: &rent, go_on: &|| true, told: &told };
+    let limits = RepairLimits { fits, rent: &rent, go_on: &|| true, exchanges: true, told: &told };
     (trials(&requests).repair(file, &limits).unwrap().unwrap(), runs.get())
 }
 
@@ -76,7 +76,8 @@ fn a_repair_that_is_stopped_keeps_the_best_so_far() {
         let left = Cell::new(runs);
         let told = |_: &[u32], _: &FleetTrial| left.set(left.get() - 1);
         let go_on = || left.get() > 0;
-        let limits = RepairLimits { fits: &|_| true, rent: &|_| 0.0, go_on: &go_on, told: &told };
+        let limits =
+            RepairLimits { fits: &|_| true, rent: &|_| 0.0, go_on: &go_on, exchanges: true, told: &told };
         trials(&requests).repair(&fleet(20, 30), &limits).unwrap()
     };
     assert!(stopped_after(0).is_none());
@@ -84,6 +85,37 @@ fn a_repair_that_is_stopped_keeps_the_best_so_far() {
     assert!(one.trial.held && !one.least && one.counts == [20, 30]);
     let three = stopped_after(3).unwrap();
     assert!(three.trial.held && !three.least && three.counts[0] < 20, "{:?}", three.counts);
+}
+
+#[test]
+fn instances_are_exchanged_for_those_of_another_pool_where_that_costs_less() {
+    // as fast, at 2 USD and at 1; one dear one carries what is asked for with ten cheap ones
+    let pool = |name: &str, usd: f64, count: u32, sequences: u32| {
+        format!(
+            "[[pool]]\nname = \"{name}\"\nrole = \"auto\"\ncount = {count}\nusd_per_hour = {usd}\n\
+             cache_tokens = 1_000_000\nmax_sequences = {sequences}\ncalibration = {{ prefill_s = {{ overhead = 0.0, \
+             per_token = 1e-5, per_token_squared = 0.0 }}, decode_s = {{ base = 0.02, per_sequence = 1e-5, \
+             per_kv_token = 0.0 }} }}\n"
+        )
+    };
+    let head =
+        "version = 1\n[model]\nlayers = 32\nkv_bytes_per_token = 131072\n[slo]\nttft_s = 1.0\ntbt_s = 0.05\n";
+    let rents = [2.0, 1.0];
+    let rent = |counts: &[u32]| counts.iter().zip(rents).map(|(count, usd)| f64::from(*count) * usd).sum();
+    let requests = load();
+    let limits =
+        RepairLimits { fits: &|_| true, rent: &rent, go_on: &|| true, exchanges: true, told: &|_, _| () };
+    let found = |counts: [u32; 2], sequences: [u32; 2]| {
+        let pools = [0, 1].map(|at| pool(["dear", "cheap"][at], rents[at], counts[at], sequences[at]));
+        let file = fleet_from(&format!("{head}{}", pools.concat()));
+        trials(&requests).repair(&file, &limits).unwrap().unwrap().counts
+    };
+    // equal but for their rent: nothing of the dear ones stays
+    let [dear, cheap] = found([4, 1], [40, 40])[..] else { panic!("two pools") };
+    assert!(dear == 0 && (3..=6).contains(&cheap), "{dear} dear and {cheap} cheap");
+    // four times as many sequences at twice the rent: seven cheap ones would hold too, and none of them be spared
+    let [dear, cheap] = found([1, 8], [80, 20])[..] else { panic!("two pools") };
+    assert!(dear >= 1 && 2 * dear + cheap < 7, "{dear} dear and {cheap} cheap");
 }
 
 /// A fleet with a pool for each of `roles`, as fast, dear and many as `random` says.
@@ -108,10 +140,10 @@ fn drawn(random: &mut Stream, roles: &[&str]) -> FleetFile {
 }
 
 #[test]
-fn whatever_the_pools_and_the_load_a_repaired_fleet_misses_with_one_less_of_any_pool() {
+fn whatever_the_pools_and_the_load_a_repaired_fleet_misses_with_one_less_or_a_cheaper_one() {
     let all: [&[&str]; 4] =
         [&["auto"], &["prefill", "decode"], &["auto", "auto"], &["prefill", "prefill", "decode", "auto"]];
-    let (mut random, mut less) = (Stream::new(19), 0);
+    let (mut random, mut less, mut exchanged) = (Stream::new(19), 0, 0);
     for case in 0..16 {
         let (file, rate) = (drawn(&mut random, all[case % all.len()]), 4.0 + 26.0 * random.next_unit());
         let tokens = |random: &mut Stream| (100 + random.below(2500), 2 + random.below(300));
@@ -120,7 +152,8 @@ fn whatever_the_pools_and_the_load_a_repaired_fleet_misses_with_one_less_of_any_
             let each = file.pools.iter().zip(counts);
             each.map(|(pool, count)| pool.usd_per_hour.unwrap() * f64::from(*count)).sum()
         };
-        let limits = RepairLimits { fits: &|_| true, rent: &rent, go_on: &|| true, told: &|_, _| () };
+        let limits =
+            RepairLimits { fits: &|_| true, rent: &rent, go_on: &|| true, exchanges: true, told: &|_, _| () };
         let found = trials(&requests).repair(&file, &limits).unwrap().unwrap();
         assert_eq!(found.trial.held, found.least, "case {case}: {:?}", found.counts);
         for pool in (0..found.counts.len()).filter(|&pool| found.least && found.less[pool].is_some()) {
@@ -130,6 +163,22 @@ fn whatever_the_pools_and_the_load_a_repaired_fleet_misses_with_one_less_of_any_
             assert!(!whole.held, "case {case}: {:?} hold too, not only {:?}", fewer, found.counts);
             less += 1;
         }
+        let pools = found.counts.len();
+        for (from, to) in (0..pools * pools).map(|at| (at / pools, at % pools)) {
+            let mut other = found.counts.clone();
+            let (Some(fewer), true) = (other[from].checked_sub(1), from != to && found.least) else {
+                continue;
+            };
+            other[from] = fewer;
+            other[to] += 1;
+            if rent(&other) >= rent(&found.counts) {
+                continue;
+            }
+            let whole = trials(&requests).trial(&file, &other, true, &|| true).unwrap();
+            assert!(whole.is_none_or(|whole| !whole.held), "case {case}: {other:?}, not {:?}", found.counts);
+            exchanged += 1;
+        }
     }
     assert!(less >= 20, "{less} instances were taken away");
+    assert!(exchanged >= 10, "{exchanged} instances were exchanged");
 }

@@ -140,7 +140,13 @@ impl Scene {
                 all.map(|(pool, count)| PlannedPool { count: *count, ..pool.clone() }).collect::<Vec<_>>()
             };
             let rent = |counts: &[u32]| market.usd_per_hour(&with(counts), stored).0;
-            let limits = RepairLimits { fits: &|_| true, rent: &rent, go_on: &|| true, told: &|_, _| () };
+            let limits = RepairLimits {
+                fits: &|_| true,
+                rent: &rent,
+                go_on: &|| true,
+                exchanges: false,
+                told: &|_, _| (),
+            };
             let found = trials.repair(&file, &limits).unwrap().unwrap();
             let mut pools = with(&found.counts);
             pools.retain(|pool| pool.count > 0);

@@ -1,7 +1,7 @@
 //! Forms of fleets, and what none of a form costs less than.
 
 use super::linear::Solver;
-use super::market::{BUSY_MAX, CHEAPER, DUTIES, FormedFleet, Market, PROGRAMS_MAX, add};
+use super::market::{BUSY_MAX, CHEAPER, DUTIES, FormedFleet, Market, PROGRAMS_MAX, PlannedPool, add};
 use super::offered::MarketKind;
 use super::program::Duty;
 use mixfleet_hal::units::Ordered;
@@ -105,6 +105,24 @@ impl Market {
     pub(super) fn candidates(&self, form: FleetForm, stored: usize) -> Vec<Candidate> {
         let own = form.duties().into_iter().flatten();
         own.flat_map(|(part, duty)| self.of_part(stored, part, duty).all.iter().copied()).collect()
+    }
+
+    /// Instances of the parts and duties of a fleet that are none of its own, as pools of none.
+    pub fn alternatives(&self, fleet: &FormedFleet) -> Vec<PlannedPool> {
+        let stored = self.ask.stored.iter().position(|stored| *stored == fleet.stored).unwrap_or(0);
+        let own = |pool: &PlannedPool| (pool.part, pool.layout, pool.duty);
+        let mut found: Vec<PlannedPool> = Vec::new();
+        for pool in &fleet.pools {
+            let Some(duty) = DUTIES.iter().position(|duty| *duty == pool.duty) else { continue };
+            for &(kind, _) in &self.of_part(stored, pool.part, duty).all {
+                let layout = self.kinds[kind].instance.layout;
+                let other = PlannedPool { layout, attends: None, count: 0, ..pool.clone() };
+                if fleet.pools.iter().chain(&found).all(|known| own(known) != own(&other)) {
+                    found.push(other);
+                }
+            }
+        }
+        found
     }
 
     /// All forms of one or two parts, by sort.

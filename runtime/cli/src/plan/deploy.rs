@@ -1,7 +1,7 @@
 //! A planned fleet as files that start it: Compose and Kubernetes, or the launch lines of vLLM.
 
 use super::Planned;
-use super::search::ProvenFleet;
+use super::found::ProvenFleet;
 use crate::simulate::word;
 use mixfleet_hal::units::{Bytes, GIB};
 use mixfleet_hal::{StoredAs, WeightFormat};
@@ -19,6 +19,11 @@ const WORKER: &str = include_str!("../../../../docs/deploy/kubernetes/worker.yam
 pub(super) fn write(planned: &Planned<'_>, fleet: &ProvenFleet, directory: &Path) -> std::io::Result<String> {
     if fleet.is_apart() {
         let why = "devices that attend for others are joined over a network, which no engine here starts yet";
+        return Ok(format!("no files that start it: {why}"));
+    }
+    if fleet.tiers.nodes > 0 {
+        let gib = fleet.tiers.dram.0 / GIB as f64;
+        let why = format!("KV nodes are started by hand, with mixfleet worker --role kv --kv-dram {gib}");
         return Ok(format!("no files that start it: {why}"));
     }
     match planned.args.engine.name {

@@ -1,14 +1,15 @@
 //! A plan as a JSON document, `mixfleet.plan/1`.
 
 use super::Planned;
+use super::found::{ApartFound, ProvenFleet};
 use super::hours::{self, HourPlan};
-use super::search::{ApartFound, ProvenFleet};
 use super::stress::FACTORS;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::GIB;
 use mixfleet_scheduler::plan::break_even::BreakEven;
 use mixfleet_scheduler::plan::market::PlannedPool;
 use mixfleet_scheduler::plan::offer::OfferedPart;
+use mixfleet_sim::bottleneck::Bottleneck;
 use mixfleet_sim::fleet_file::role_of;
 use mixfleet_sim::repair::FleetTrial;
 use serde_json::{Value, json};
@@ -97,6 +98,7 @@ fn fleet(planned: &Planned<'_>, fleet: &ProvenFleet) -> Value {
         "kv_tiers": {
             "dram_gib": fleet.tiers.dram.0 / GIB as f64,
             "ssd_gib": fleet.tiers.ssd.0 / GIB as f64,
+            "kv_nodes": fleet.tiers.nodes,
             "usd_per_hour": fleet.tiers.rent(&fleet.pools).0,
         },
         "policy": crate::simulate::word(&fleet.policy),
@@ -106,7 +108,8 @@ fn fleet(planned: &Planned<'_>, fleet: &ProvenFleet) -> Value {
         "changes": changes,
         "tied_with_first": best.is_some_and(|best| fleet.ties_with(best)),
         "no_instance_can_be_spared": fleet.least,
-        "bottleneck": bottleneck(planned, fleet),
+        "bottleneck": Bottleneck::of(results),
+        "missed_with_one_less": with_one_less(planned, fleet),
         "planned_usd_per_hour": fleet.planned_usd_per_hour,
         "ttft_s": results.ttft_s,
         "tbt_s": results.tbt_s,
@@ -214,7 +217,7 @@ pub(super) fn usd_per_million(planned: &Planned<'_>, fleet: &ProvenFleet) -> [f6
 }
 
 /// What a fleet misses first with one instance less: the pool that it depends on most, and the objective.
-pub(super) fn bottleneck(planned: &Planned<'_>, fleet: &ProvenFleet) -> Option<String> {
+pub(super) fn with_one_less(planned: &Planned<'_>, fleet: &ProvenFleet) -> Option<String> {
     let runs = fleet.pools.iter().zip(&fleet.less).filter_map(|(pool, less)| Some((pool, less.as_ref()?)));
     let (pool, trial) = runs.min_by(|(_, a), (_, b)| a.attained.total_cmp(&b.attained))?;
     let (name, duty) = (planned.offers.parts[pool.part].name(), role_of(pool.duty));
@@ -224,17 +227,7 @@ pub(super) fn bottleneck(planned: &Planned<'_>, fleet: &ProvenFleet) -> Option<S
 
 /// The objective that most requests of a run missed.
 pub(super) fn missed(trial: &FleetTrial) -> &'static str {
-    let by = trial.results.missed_by;
-    let rejected = |word: &str| trial.results.rejected.get(word).copied().unwrap_or(0);
-    let counts = [
-        ("TTFT", by.ttft + rejected("ttft_slo")),
-        ("TBT", by.tbt + rejected("tbt_slo")),
-        ("memory", rejected("too_large")),
-    ];
-    counts
-        .iter()
-        .rev()
-        .max_by_key(|(_, count)| *count)
-        .filter(|(_, count)| *count > 0)
-        .map_or("-", |(what, _)| *what)
+    let counts = ["TTFT", "TBT", "memory"].into_iter().zip(trial.results.missed_of());
+    let most = counts.rev().max_by_key(|(_, count)| *count);
+    most.filter(|(_, count)| *count > 0).map_or("-", |(what, _)| what)
 }

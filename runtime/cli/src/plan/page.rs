@@ -1,7 +1,7 @@
 //! A plan as one self-contained HTML page.
 
-use super::document::{bottleneck, usd_per_million};
-use super::search::ProvenFleet;
+use super::document::usd_per_million;
+use super::found::ProvenFleet;
 use super::{Planned, on_all_cores};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::UsdPerHour;
@@ -9,6 +9,7 @@ use mixfleet_hwtests::html::{Cell, Html};
 use mixfleet_hwtests::svg::{Axis, Chart, Limit, Mark, Scale, Series};
 use mixfleet_scheduler::plan::branching::Microlp;
 use mixfleet_scheduler::plan::market::{FormedFleet, Market, PlannedPool};
+use mixfleet_sim::bottleneck::Bottleneck;
 use mixfleet_sim::fleet_file::role_of;
 
 /// Prices of each of two parts for which the winner is shown, and the range of them around the parts' own.
@@ -54,7 +55,9 @@ fn fleets(body: &mut Html, planned: &Planned<'_>) {
                 Cell::number(format!("{output:.3}")),
                 Cell::number(format!("{:.2}", 100.0 * fleet.trial.attained)),
                 Cell::text(format!("{load:.2}/{times:.2}")),
-                Cell::text(bottleneck(planned, fleet).unwrap_or_else(|| "-".into())),
+                Cell::text(
+                    Bottleneck::of(&fleet.trial.results).map_or_else(|| "-".into(), |found| found.text()),
+                ),
                 Cell::text(planned.words(&fleet.pools, fleet.stored)),
             ]
         })

@@ -1,7 +1,7 @@
 //! What other prices would change: of the fleets that were simulated, and of the parts by the program.
 
 use super::Planned;
-use super::search::ProvenFleet;
+use super::found::ProvenFleet;
 use super::stress::FACTORS;
 use mixfleet_hal::units::{Ordered, UsdPerHour};
 use mixfleet_scheduler::plan::branching::Microlp;

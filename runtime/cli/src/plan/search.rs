@@ -1,25 +1,23 @@
 //! Simulates the fleets that the program ranks first, and repairs their counts.
 
+use super::found::{ApartFound, PlanFound, ProvenFleet, is_apart, pools_words};
 use super::load::PlanLoad;
 use super::offers::Offers;
-use super::stress::{FACTORS, FleetStress, most_robust};
+use super::stress::{FACTORS, FleetStress};
 use super::{PlanArgs, on_all_cores, tiers};
 use crate::interrupt::cancel_on_interrupt;
 use anyhow::Result;
-use mixfleet_hal::StoredAs;
 use mixfleet_hal::units::{Ordered, UsdPerHour};
 use mixfleet_scheduler::fleet::Policy;
 use mixfleet_scheduler::plan::branching::Microlp;
 use mixfleet_scheduler::plan::forms::FleetForm;
-use mixfleet_scheduler::plan::margin::{ERROR_UNKNOWN, slower};
+use mixfleet_scheduler::plan::margin::slower;
 use mixfleet_scheduler::plan::market::{FormedFleet, Market, PlannedPool};
-use mixfleet_scheduler::plan::offer::OfferedPart;
-use mixfleet_scheduler::plan::program::Duty;
-use mixfleet_scheduler::plan::shortfall::Shortfall;
 use mixfleet_scheduler::plan::tiers::PlannedTiers;
 use mixfleet_sim::fleet_file::{FleetFile, PlannedText};
 use mixfleet_sim::repair::{FleetTrial, RepairLimits, Repaired, TrialLoad};
 use mixfleet_sim::simulate::Choices;
+use std::collections::BTreeSet;
 use std::io::IsTerminal;
 use std::path::Path;
 use std::sync::Arc;
@@ -35,11 +33,18 @@ const PROVEN_MAX: usize = 5;
 const HOMOGENEOUS_MIN: usize = 2 * EACH;
 /// Fleets that are simulated with host memory and disks for KV, the cheapest without.
 const TIERED_MAX: usize = 2;
+/// Multiples of its rent by rates that a fleet may take to hold. Those that need more come again after the
+/// others, when there may be some that cost less.
+const TAKES: [f64; 3] = [2.0, 4.0, 8.0];
+/// Fleets of each sort of form that are simulated, as far as their rent by rates is below that of the cheapest
+/// that holds.
+const RIVALS_EACH: usize = 12;
+/// The cheapest fleets whose pools' instances are exchanged; the cheapest of one part is another one.
+const EXCHANGED: usize = 2;
+/// Fleets that are simulated with more load and slower devices, the cheapest and the cheapest of one part.
+const STRESSED_MAX: usize = 8;
 /// Fleets that are simulated side by side, whatever the number of cores, so that one input gives one plan.
 const WAVE: usize = 4;
-/// A fleet is given up that costs so many times as much as the best, once there are some.
-const DEARER_MAX: f64 = 1.5;
-const SOME: usize = 3;
 
 /// Multiples of the load, and of the times of devices, that fleets are simulated with.
 const STRESSES: [(f64, f64); 4] =
@@ -48,124 +53,37 @@ const STRESSES: [(f64, f64); 4] =
 /// The policies that every fleet is simulated with; the first is the default of `simulate` and `serve`.
 const POLICIES: [Policy; 2] = [Policy::PerDollar, Policy::LeastLoaded];
 
-/// A fleet that was simulated.
-pub(super) struct ProvenFleet {
-    /// The pools in use.
-    pub(super) pools: Vec<PlannedPool>,
-    pub(super) usd_per_hour: f64,
-    /// What the program asked for it.
-    pub(super) planned_usd_per_hour: f64,
-    pub(super) trial: FleetTrial,
-    /// For each pool the run with one instance less.
-    pub(super) less: Vec<Option<FleetTrial>>,
-    /// Whether no single instance can be spared for sure.
-    pub(super) least: bool,
-    /// Likely relative error of its times, by rent, where it is known.
-    pub(super) likely_error: Option<f64>,
-    /// How it stands more load and slower devices.
-    pub(super) stress: FleetStress,
-    /// How its weights are stored.
-    pub(super) stored: StoredAs,
-    /// What its instances have for KV beside their devices.
-    pub(super) tiers: PlannedTiers,
-    /// The policy that places its requests.
-    pub(super) policy: Policy,
-    /// As FLEET.toml.
-    pub(super) text: String,
-    /// Its parts, each once, in order.
-    ids: Vec<&'static str>,
-    /// The same, read.
-    file: FleetFile,
-}
-
-impl ProvenFleet {
-    pub(super) fn is_homogeneous(&self) -> bool {
-        self.ids.len() == 1
-    }
-
-    /// Whether attention has devices of its own.
-    pub(super) fn is_apart(&self) -> bool {
-        is_apart(&self.pools)
-    }
-
-    /// Whether its price does not tell it from a cheaper one.
-    pub(super) fn ties_with(&self, cheaper: &ProvenFleet) -> bool {
-        let errors = [self, cheaper].map(|fleet| (fleet.usd_per_hour, fleet.likely_error));
-        tie(errors, self.ids == cheaper.ids && self.stored == cheaper.stored)
-    }
-}
-
-fn is_apart(pools: &[PlannedPool]) -> bool {
-    pools.iter().any(|pool| pool.attends.is_some())
-}
-
-/// Whether a price is not told from a lower one, each with the likely error of its times. The errors of the
-/// same parts in one dtype are common to both.
-fn tie([(usd, error), (cheaper, its_error)]: [(f64, Option<f64>); 2], same_parts: bool) -> bool {
-    let [a, b] = [error, its_error].map(|error| error.unwrap_or(ERROR_UNKNOWN));
-    let error = if same_parts { 0.0 } else { a.hypot(b) };
-    usd <= cheaper * (1.0 + error)
-}
-
-/// What became of the cheapest fleet whose attention has devices of its own.
-pub(super) enum ApartFound {
-    /// There is none, for this reason.
-    None(String),
-    /// The cheapest by rates; among those that hold is it, or one with prompts on instances of their own.
-    Planned(FormedFleet),
-}
-
-/// What a search found.
-pub(super) struct PlanFound {
-    /// The fleets that meet the objective, cheapest first.
-    pub(super) fleets: Vec<ProvenFleet>,
-    /// The fleet that came nearest, if none did.
-    pub(super) nearest: Option<ProvenFleet>,
-    pub(super) lower_bound: Option<f64>,
-    /// What binds, where no fleet can be planned.
-    pub(super) shortfall: Vec<Shortfall>,
-    /// The cheapest fleet whose attention has devices of its own.
-    pub(super) apart: ApartFound,
-    /// Number of fleets that the program ranked.
-    pub(super) ranked: usize,
-    /// Number of fleets that were tried with host memory or disks for KV.
-    pub(super) with_tiers: usize,
-    /// Whether all simulations came to their end.
-    pub(super) complete: bool,
-}
-
-impl PlanFound {
-    /// The rent beyond which a fleet is given up.
-    fn most_usd(&self, homogeneous: bool) -> f64 {
-        let of = self.fleets.iter().filter(|fleet| !homogeneous || fleet.is_homogeneous());
-        match self.fleets.len() {
-            ..SOME => f64::INFINITY,
-            _ => DEARER_MAX * of.map(|fleet| fleet.usd_per_hour).fold(f64::INFINITY, f64::min),
-        }
-    }
-
-    /// The cheapest fleet of one part, where another costs less.
-    pub(super) fn dearer_homogeneous(&self) -> Option<&ProvenFleet> {
-        self.fleets
-            .iter()
-            .skip(1)
-            .find(|fleet| fleet.is_homogeneous())
-            .filter(|_| !self.fleets[0].is_homogeneous())
-    }
-
-    /// The fleet that stands more load and slower devices best, of those near the cheapest.
-    pub(super) fn most_robust(&self) -> Option<usize> {
-        let fleets: Vec<_> = self.fleets.iter().map(|fleet| (fleet.usd_per_hour, fleet.stress)).collect();
-        most_robust(&fleets)
-    }
-}
-
 /// A fleet that is simulated.
 struct FleetTried<'a> {
     fleet: &'a FormedFleet,
     tiers: PlannedTiers,
     /// The rent beyond which it is given up.
     most_usd: f64,
+    /// Whether instances of its pools are exchanged for those of others.
+    exchanges: bool,
+}
+
+impl<'a> FleetTried<'a> {
+    fn new(fleet: &'a FormedFleet, most_usd: f64) -> Self {
+        FleetTried { fleet, tiers: PlannedTiers::default(), most_usd, exchanges: false }
+    }
+}
+
+/// Where the simulations of a fleet ended.
+enum Ended {
+    /// It holds, or more instances were seen not to help.
+    Done,
+    /// It missed the objective with these counts, and more instances would have cost too much.
+    At(Vec<u32>),
+}
+
+/// Whether a fleet has the form and the dtype of another, with whatever counts.
+fn is_of(fleet: &FormedFleet, other: &FormedFleet) -> bool {
+    let kinds = |fleet: &FormedFleet| {
+        let pools = fleet.pools.iter();
+        pools.map(|pool| PlannedPool { count: 0, ..pool.clone() }).collect::<Vec<_>>()
+    };
+    fleet.form == other.form && fleet.stored == other.stored && kinds(fleet) == kinds(other)
 }
 
 pub(super) struct PlanSearch<'a> {
@@ -231,31 +149,18 @@ impl<'a> PlanSearch<'a> {
             with_tiers: 0,
             complete: true,
         };
-        let (mut of_one_part, mut rest) = (0, ranked.iter().peekable());
-        while rest.peek().is_some() {
-            let mut wave = Vec::new();
-            while let Some(fleet) = rest.next_if(|_| wave.len() < WAVE) {
-                let one = self.is_of_one_part(fleet);
-                let always = one && of_one_part < HOMOGENEOUS_MIN || is_apart(&fleet.pools);
-                if always || outcome.fleets.len() < PROVEN_MAX {
-                    of_one_part += usize::from(one);
-                    wave.push(fleet);
-                }
-            }
-            let tried = wave.iter().map(|fleet| {
-                // that attention apart costs more is said with what it costs
-                let most_usd = match is_apart(&fleet.pools) {
-                    true => f64::INFINITY,
-                    false => outcome.most_usd(self.is_of_one_part(fleet)),
-                };
-                FleetTried { fleet, tiers: PlannedTiers::default(), most_usd }
-            });
-            let tried: Vec<_> = tried.collect();
-            self.prove(&tried, &mut outcome)?;
+        let mut open: Vec<FormedFleet> = ranked.clone();
+        for times in TAKES {
+            open = self.prove_ranked(open, times, &mut outcome)?;
         }
+        let done: Vec<&FormedFleet> =
+            ranked.iter().filter(|fleet| !open.iter().any(|o| is_of(o, fleet))).collect();
         self.sort(&mut outcome);
+        self.prove_rivals(&done, &mut outcome)?;
+        self.exchange(&mut outcome)?;
         self.prove_with_tiers(&mut outcome)?;
         self.sort(&mut outcome);
+        self.keep_the_cheapest(&mut outcome);
         let stresses = on_all_cores(STRESSES.len() * outcome.fleets.len(), |at| {
             self.attained(&outcome.fleets[at / STRESSES.len()], STRESSES[at % STRESSES.len()])
         });
@@ -268,28 +173,140 @@ impl<'a> PlanSearch<'a> {
         Ok(outcome)
     }
 
+    /// Simulates fleets, the cheapest by rates first, until enough of them hold; those of one part, and those with
+    /// attention apart, in any case. Returns those that may hold with more than `times` their rent by rates, with
+    /// the counts that they got to.
+    fn prove_ranked(
+        &self,
+        ranked: Vec<FormedFleet>,
+        times: f64,
+        outcome: &mut PlanFound,
+    ) -> Result<Vec<FormedFleet>> {
+        let (mut of_one_part, mut open) = (0, Vec::new());
+        let mut rest = ranked.iter().peekable();
+        while rest.peek().is_some() {
+            let mut wave = Vec::new();
+            while let Some(fleet) = rest.next_if(|_| wave.len() < WAVE) {
+                let one = self.is_of_one_part(fleet);
+                let always = one && of_one_part < HOMOGENEOUS_MIN || is_apart(&fleet.pools);
+                if always || outcome.fleets.len() < PROVEN_MAX {
+                    of_one_part += usize::from(one);
+                    wave.push(fleet);
+                } else {
+                    open.push(fleet.clone());
+                }
+            }
+            let tried = wave.iter().map(|fleet| {
+                // that attention apart costs more is said with what it costs
+                let most_usd = match is_apart(&fleet.pools) {
+                    true => f64::INFINITY,
+                    false => outcome.most_usd(self.is_of_one_part(fleet)),
+                };
+                FleetTried::new(fleet, most_usd.min(times * fleet.usd_per_hour.0))
+            });
+            let tried: Vec<_> = tried.collect();
+            let ended = self.prove(&tried, outcome)?;
+            for (fleet, ended) in wave.into_iter().zip(ended) {
+                let Ended::At(counts) = ended else { continue };
+                let mut fleet = fleet.clone();
+                fleet.pools.iter_mut().zip(counts).for_each(|(pool, count)| pool.count = count);
+                open.push(fleet);
+            }
+        }
+        open.sort_by_key(|fleet| Ordered(fleet.usd_per_hour.0));
+        Ok(open)
+    }
+
     fn sort(&self, outcome: &mut PlanFound) {
         let asked =
             |fleet: &ProvenFleet| self.market.ask().stored.iter().position(|stored| *stored == fleet.stored);
         outcome.fleets.sort_by_key(|fleet| (Ordered(fleet.usd_per_hour), asked(fleet)));
     }
 
+    /// Simulates the fleets whose rent by rates is below that of the cheapest that holds, in this order, as far
+    /// as they stay below it, but for those with which all is `done`: rates see neither bursts nor waiting, so
+    /// that their order is not that of what holds. A fleet of one part has the cheapest of one part as its rival.
+    fn prove_rivals(&self, done: &[&FormedFleet], outcome: &mut PlanFound) -> Result<()> {
+        let further = self.market.rank(&Microlp, RIVALS_EACH);
+        outcome.ranked = outcome.ranked.max(further.len());
+        let mut rest = further.iter().filter(|fleet| !done.iter().any(|known| is_of(known, fleet)));
+        loop {
+            let most_usd = |fleet: &FormedFleet| outcome.least_usd(self.is_of_one_part(fleet));
+            let below = rest.by_ref().filter(|fleet| fleet.usd_per_hour.0 < most_usd(fleet));
+            let wave: Vec<_> = below.take(WAVE).collect();
+            if wave.is_empty() {
+                return Ok(());
+            }
+            let tried: Vec<_> = wave.iter().map(|fleet| FleetTried::new(fleet, most_usd(fleet))).collect();
+            self.prove(&tried, outcome)?;
+            self.sort(outcome);
+        }
+    }
+
+    /// Exchanges instances of the cheapest fleets, and of the cheapest of one part, until none of these has an
+    /// exchange that saves and holds.
+    fn exchange(&self, outcome: &mut PlanFound) -> Result<()> {
+        while self.goes_on() {
+            let of_one_part = outcome.fleets.iter().position(ProvenFleet::is_homogeneous);
+            let near: Vec<usize> = (0..EXCHANGED.min(outcome.fleets.len())).chain(of_one_part).collect();
+            let is_open = |at: &usize| !outcome.fleets[*at].exchanged;
+            let open: BTreeSet<usize> = near.into_iter().filter(is_open).collect();
+            if open.is_empty() {
+                return Ok(());
+            }
+            let from = open.iter().map(|&at| {
+                let mut fleet = self.formed(&outcome.fleets[at]);
+                fleet.pools.extend(self.market.alternatives(&fleet));
+                (fleet, at)
+            });
+            let from: Vec<_> = from.collect();
+            let tried = from.iter().map(|(fleet, at)| {
+                let known = &outcome.fleets[*at];
+                let tried = FleetTried::new(fleet, known.usd_per_hour);
+                FleetTried { tiers: known.tiers, exchanges: true, ..tried }
+            });
+            let tried: Vec<_> = tried.collect();
+            let count = outcome.fleets.len();
+            self.prove(&tried, outcome)?;
+            outcome.fleets[count..].iter_mut().for_each(|fleet| fleet.exchanged = true);
+            open.iter().for_each(|&at| outcome.fleets[at].exchanged = true);
+            self.sort(outcome);
+        }
+        outcome.complete = false;
+        Ok(())
+    }
+
+    /// Leaves the cheapest fleets, the cheapest of one part, and the cheapest with attention apart.
+    fn keep_the_cheapest(&self, outcome: &mut PlanFound) {
+        let first = |of: fn(&ProvenFleet) -> bool| outcome.fleets.iter().position(of);
+        let kept = [first(ProvenFleet::is_homogeneous), first(ProvenFleet::is_apart)];
+        let mut at = 0..;
+        outcome.fleets.retain(|_| {
+            let at = at.next();
+            at < Some(STRESSED_MAX) || kept.contains(&at)
+        });
+    }
+
+    /// A fleet that was simulated, as one to simulate again.
+    fn formed(&self, fleet: &ProvenFleet) -> FormedFleet {
+        FormedFleet {
+            form: FleetForm::Free,
+            stored: fleet.stored,
+            pools: fleet.pools.clone(),
+            usd_per_hour: UsdPerHour(fleet.planned_usd_per_hour),
+        }
+    }
+
     /// Simulates the cheapest fleets with each choice of tiers. Of a fleet with them only one that costs less
     /// than without is worth having.
     fn prove_with_tiers(&self, outcome: &mut PlanFound) -> Result<()> {
-        let cheapest: Vec<FormedFleet> = (outcome.fleets.iter().take(TIERED_MAX))
-            .map(|fleet| FormedFleet {
-                form: FleetForm::Free,
-                stored: fleet.stored,
-                pools: fleet.pools.clone(),
-                usd_per_hour: UsdPerHour(fleet.planned_usd_per_hour),
-            })
-            .collect();
+        let cheapest: Vec<FormedFleet> =
+            outcome.fleets.iter().take(TIERED_MAX).map(|fleet| self.formed(fleet)).collect();
         let usd: Vec<f64> = outcome.fleets.iter().map(|fleet| fleet.usd_per_hour).collect();
         for tiers in tiers::choices(self.args) {
             let with = cheapest.iter().zip(&usd);
             let tried: Vec<_> =
-                with.map(|(fleet, usd)| FleetTried { fleet, tiers, most_usd: *usd }).collect();
+                with.map(|(fleet, usd)| FleetTried { tiers, ..FleetTried::new(fleet, *usd) }).collect();
             outcome.with_tiers += tried.len();
             self.prove(&tried, outcome)?;
         }
@@ -309,30 +326,31 @@ impl<'a> PlanSearch<'a> {
     }
 
     /// Simulates fleets, each under every policy, and adds what comes of them.
-    fn prove(&self, wave: &[FleetTried<'_>], outcome: &mut PlanFound) -> Result<()> {
+    fn prove(&self, wave: &[FleetTried<'_>], outcome: &mut PlanFound) -> Result<Vec<Ended>> {
         let files = on_all_cores(wave.len(), |at| self.parsed(&wave[at]));
         let files: Vec<FleetFile> = files.into_iter().collect::<Result<_>>()?;
-        let repaired = on_all_cores(POLICIES.len() * wave.len(), |at| {
-            let fleet = at / POLICIES.len();
-            self.repair(&wave[fleet], &files[fleet], POLICIES[at % POLICIES.len()])
-        });
-        let mut repaired = repaired.into_iter();
+        let repaired = on_all_cores(wave.len(), |at| self.repair(&wave[at], &files[at]));
+        let (mut repaired, mut done) = (repaired.into_iter(), Vec::new());
         for (fleet, file) in wave.iter().zip(files) {
-            let of_each: Vec<Option<Repaired>> =
-                repaired.by_ref().take(POLICIES.len()).collect::<Result<_>>()?;
-            for of_one in &of_each {
-                outcome.complete &=
-                    of_one.as_ref().is_some_and(|r| r.least || !r.trial.held && self.goes_on());
-            }
+            let of_each = repaired.next().transpose()?.unwrap_or_default();
+            let is_whole = |of: &Repaired| of.least || !of.trial.held && self.goes_on();
+            outcome.complete &= !of_each.is_empty() && of_each.iter().all(|(_, of)| is_whole(of));
+            let open = of_each.first().filter(|(_, of)| !of.trial.held && !of.hopeless);
+            done.push(open.map_or(Ended::Done, |(_, of)| {
+                let pools = self.with_spares(&fleet.fleet.pools, &of.counts);
+                Ended::At(pools.iter().map(|pool| pool.count).collect())
+            }));
             self.add(fleet, file, of_each, outcome)?;
         }
-        Ok(())
+        Ok(done)
     }
 
     /// The pools that a plan asks for, without its spares.
     fn without_spares(&self, planned: &FormedFleet) -> Vec<PlannedPool> {
         let mut pools = planned.pools.clone();
-        pools.iter_mut().for_each(|pool| pool.count = pool.count.saturating_sub(self.spares(pool)).max(1));
+        pools.iter_mut().for_each(|pool| {
+            pool.count = pool.count.saturating_sub(self.spares(pool)).max(pool.count.min(1));
+        });
         pools
     }
 
@@ -345,12 +363,41 @@ impl<'a> PlanSearch<'a> {
         pools
     }
 
-    /// The fewest instances of a fleet that hold the objective under `policy`, within its most rent.
-    fn repair(&self, tried: &FleetTried<'_>, file: &FleetFile, policy: Policy) -> Result<Option<Repaired>> {
+    /// The fewest instances of a fleet that hold the objective within its most rent, under the policy that gets
+    /// further with the counts that are planned; and, if some hold, the fewest under the other policy that cost no
+    /// more. None if not even the first runs came to an end.
+    fn repair(&self, tried: &FleetTried<'_>, file: &FleetFile) -> Result<Vec<(Policy, Repaired)>> {
+        let counts: Vec<u32> = file.pools.iter().map(|pool| pool.count).collect();
+        let planned = |policy: Policy| self.under(policy).trial(file, &counts, false, &|| self.goes_on());
+        let [one, other] = POLICIES.map(planned);
+        let (Some(one), Some(other)) = (one?, other?) else { return Ok(Vec::new()) };
+        let reached = |trial: &FleetTrial| (trial.held, trial.results.requests);
+        let policies = if reached(&other) > reached(&one) { [POLICIES[1], POLICIES[0]] } else { POLICIES };
+        let Some(found) = self.repair_under(policies[0], tried, tried.most_usd, file)? else {
+            return Ok(Vec::new());
+        };
+        if !found.trial.held {
+            return Ok(vec![(policies[0], found)]);
+        }
+        let mut fewest = file.clone();
+        fewest.pools.iter_mut().zip(&found.counts).for_each(|(pool, count)| pool.count = *count);
+        let pools = self.with_spares(&self.without_spares(tried.fleet), &found.counts);
+        let most_usd = self.usd_per_hour(&pools, tried);
+        let too = self.repair_under(policies[1], tried, most_usd, &fewest)?;
+        Ok(policies.into_iter().zip([Some(found), too]).filter_map(|(of, too)| Some((of, too?))).collect())
+    }
+
+    fn repair_under(
+        &self,
+        policy: Policy,
+        tried: &FleetTried<'_>,
+        most_usd: f64,
+        file: &FleetFile,
+    ) -> Result<Option<Repaired>> {
         let pools = self.without_spares(tried.fleet);
         let fits = |counts: &[u32]| {
             let pools = self.with_spares(&pools, counts);
-            self.usd_per_hour(&pools, tried) <= tried.most_usd && self.is_in_stock(&pools)
+            self.usd_per_hour(&pools, tried) <= most_usd && self.is_in_stock(&pools)
         };
         let told = |counts: &[u32], trial: &FleetTrial| {
             let (bound, word) = if trial.held { ("", "held") } else { ("at most ", "missed") };
@@ -359,7 +406,13 @@ impl<'a> PlanSearch<'a> {
             self.say(&format!("{fleet}, {}: {bound}{percent:.2} %, {word}", crate::simulate::word(&policy)));
         };
         let rent = |counts: &[u32]| self.usd_per_hour(&self.with_spares(&pools, counts), tried);
-        let limits = RepairLimits { fits: &fits, rent: &rent, go_on: &|| self.goes_on(), told: &told };
+        let limits = RepairLimits {
+            fits: &fits,
+            rent: &rent,
+            go_on: &|| self.goes_on(),
+            exchanges: tried.exchanges,
+            told: &told,
+        };
         Ok(self.under(policy).repair(file, &limits)?)
     }
 
@@ -372,18 +425,17 @@ impl<'a> PlanSearch<'a> {
         &self,
         tried: &FleetTried<'_>,
         mut file: FleetFile,
-        of_each: Vec<Option<Repaired>>,
+        of_each: Vec<(Policy, Repaired)>,
         outcome: &mut PlanFound,
     ) -> Result<()> {
-        let FleetTried { fleet: planned, tiers, most_usd } = *tried;
+        let FleetTried { fleet: planned, tiers, most_usd, .. } = *tried;
         let pools = self.without_spares(planned);
         let rank = |of: &Repaired| {
             let usd = self.usd_per_hour(&self.with_spares(&pools, &of.counts), tried);
             (!of.trial.held, Ordered(usd), Ordered(-of.trial.attained))
         };
-        let ended = POLICIES.into_iter().zip(of_each).filter_map(|(policy, of)| Some((policy, of?)));
-        let cheapest = ended.min_by_key(|(_, of)| rank(of));
-        let Some((policy, Repaired { counts, mut trial, less, least })) = cheapest else { return Ok(()) };
+        let cheapest = of_each.into_iter().min_by_key(|(_, of)| rank(of));
+        let Some((policy, Repaired { counts, mut trial, less, least, .. })) = cheapest else { return Ok(()) };
         let used: Vec<usize> = (0..pools.len()).filter(|&pool| counts[pool] > 0).collect();
         let pools = self.with_spares(&pools, &counts);
         if pools.iter().any(|pool| self.spares(pool) > 0) {
@@ -402,7 +454,8 @@ impl<'a> PlanSearch<'a> {
         let errors = used.iter().map(|&pool| Some(file.pools[pool].likely_error? * rents(&pools[pool])));
         let rent: f64 = used.iter().map(|&pool| rents(&pools[pool])).sum();
         let likely_error = errors.sum::<Option<f64>>().map(|usd| usd / rent);
-        file.pools = used.iter().map(|&pool| file.pools[pool].clone()).collect();
+        let keeps = file.pools.split_off(pools.len());
+        file.pools = used.iter().map(|&pool| file.pools[pool].clone()).chain(keeps).collect();
         let proven = ProvenFleet {
             likely_error,
             less: used.iter().map(|&pool| less[pool].clone()).collect(),
@@ -411,6 +464,7 @@ impl<'a> PlanSearch<'a> {
             usd_per_hour,
             trial,
             least,
+            exchanged: false,
             stress: FleetStress::default(),
             stored: planned.stored,
             tiers,
@@ -436,8 +490,12 @@ impl<'a> PlanSearch<'a> {
     fn parsed(&self, tried: &FleetTried<'_>) -> Result<FleetFile> {
         let none = |path: &Path| Err(format!("{} is not read", path.display()));
         let pools = self.without_spares(tried.fleet);
-        let text = self.text.of(&pools, tried.fleet.stored, &tried.tiers, Policy::default());
-        let file = FleetFile::parse(&text, Path::new(""), &none)?;
+        // pools of none are read too
+        let some = pools.iter().map(|pool| PlannedPool { count: pool.count.max(1), ..pool.clone() });
+        let some: Vec<_> = some.collect();
+        let text = self.text.of(&some, tried.fleet.stored, &tried.tiers, Policy::default());
+        let mut file = FleetFile::parse(&text, Path::new(""), &none)?;
+        file.pools.iter_mut().zip(&pools).for_each(|(pool, planned)| pool.count = planned.count);
         Ok(file.slowed(|pool| slower(pool.likely_error, self.args.confidence)))
     }
 
@@ -476,41 +534,5 @@ impl<'a> PlanSearch<'a> {
         if std::io::stderr().is_terminal() {
             eprintln!("{line}");
         }
-    }
-}
-
-/// Pools in words, those in use: `2 x 4 H100-SXM-80GB prefill + 3 x RTX-4090 decode`.
-pub(super) fn pools_words(parts: &[OfferedPart], pools: &[PlannedPool]) -> String {
-    let used = pools.iter().filter(|pool| pool.count > 0);
-    used.map(|pool| pool_words(parts, pool)).collect::<Vec<_>>().join(" + ")
-}
-
-fn pool_words(parts: &[OfferedPart], pool: &PlannedPool) -> String {
-    let name = parts[pool.part].name();
-    let devices = if pool.layout.devices == 1 { String::new() } else { format!("{} ", pool.layout.devices) };
-    let attends = pool.attends.map_or_else(String::new, |others| {
-        format!(" with {} {} for attention", others.devices, parts[others.part].name())
-    });
-    let duty = match pool.duty {
-        Duty::Whole => "",
-        Duty::Prefill => " prefill",
-        Duty::Decode => " decode",
-    };
-    format!("{} x {devices}{name}{}{attends}{duty}", pool.count, pool.layout.words())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_price_within_the_likely_errors_of_both_is_a_tie_unless_the_parts_are_the_same() {
-        // 5 and 12 % come to 13 %
-        let with = |usd: f64| [(usd, Some(0.12)), (100.0, Some(0.05))];
-        assert!(tie(with(112.9), false) && !tie(with(113.1), false));
-        assert!(!tie(with(100.1), true) && tie(with(100.0), true));
-        // an unknown error counts as 30 %
-        let unknown = |usd: f64| [(usd, None), (100.0, Some(0.0))];
-        assert!(tie(unknown(129.9), false) && !tie(unknown(130.1), false));
     }
 }

@@ -1,12 +1,13 @@
 //! A plan as text.
 
 use super::Planned;
-use super::document::{bottleneck, missed, usd_per_million};
+use super::document::{missed, usd_per_million, with_one_less};
+use super::found::{ApartFound, ProvenFleet};
 use super::hours::{self, HourPlan};
-use super::search::{ApartFound, ProvenFleet};
 use crate::simulate::word;
 use mixfleet_scheduler::fleet::Policy;
 use mixfleet_scheduler::plan::market::PlannedPool;
+use mixfleet_sim::bottleneck::Bottleneck;
 use std::fmt::Write as _;
 
 /// Parts without an offer that are named in a line.
@@ -54,7 +55,7 @@ fn fleets(text: &mut String, planned: &Planned<'_>) {
     let outcome = planned.outcome;
     let _ = writeln!(
         text,
-        "\n{:>3} {:>9} {:>8} {:>8} {:>9} {:>7} {:>9}  {:<32} fleet",
+        "\n{:>3} {:>9} {:>8} {:>8} {:>9} {:>7} {:>9}  {:<48} fleet",
         "", "$/h", "$/Mt in", "$/Mt out", "attained", "error", "slack", "bottleneck"
     );
     for (at, fleet) in outcome.fleets.iter().enumerate() {
@@ -65,11 +66,11 @@ fn fleets(text: &mut String, planned: &Planned<'_>) {
         let [load, times] = fleet.stress.slack(planned.args.attain);
         let _ = writeln!(
             text,
-            "{mark:>3} {:>9.2} {input:>8.3} {output:>8.3} {:>7.2} % {error:>7} {:>9}  {:<32} {}",
+            "{mark:>3} {:>9.2} {input:>8.3} {output:>8.3} {:>7.2} % {error:>7} {:>9}  {:<48} {}",
             fleet.usd_per_hour,
             100.0 * fleet.trial.attained,
             format!("{load:.2}/{times:.2}"),
-            bottleneck(planned, fleet).unwrap_or_else(|| "-".into()),
+            Bottleneck::of(&fleet.trial.results).map_or_else(|| "-".into(), |found| found.text()),
             words(planned, fleet)
         );
     }
@@ -228,7 +229,7 @@ pub(super) fn why_lost(planned: &Planned<'_>) -> Option<String> {
         b[at],
         a[at]
     );
-    if let Some(what) = bottleneck(planned, second) {
+    if let Some(what) = with_one_less(planned, second) {
         let _ = write!(text, "; with one instance less of {what} it misses the objective");
     }
     if second.ties_with(first) {

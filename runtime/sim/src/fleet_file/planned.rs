@@ -81,17 +81,21 @@ impl PlannedText<'_> {
             if let Some(others) = pool.attends {
                 let _ = writeln!(text, "attn_devices = {}", others.devices);
             }
-            for (key, bytes) in [("dram_bytes", below.dram), ("ssd_bytes", below.ssd)] {
-                if bytes.0 > 0.0 {
-                    let _ = writeln!(text, "{key} = {:?}", bytes.0);
-                }
-            }
+            memory(&mut text, &below);
             if layout.stages > 1 {
                 let _ = writeln!(text, "pipeline_stages = {}", layout.stages);
             }
             if layout.expert_parallel {
                 text.push_str("expert_parallel = true\n");
             }
+        }
+        if tiers.nodes > 0 {
+            let (count, rent, nic) = (tiers.nodes, tiers.usd_per_hour.0, ask.nic.0 / GB);
+            let _ = write!(
+                text,
+                "\n[[pool]]\nname = \"kv\"\nrole = \"kv\"\ncount = {count}\nusd_per_hour = {rent:?}\nnic_gb_per_s = {nic:?}\n"
+            );
+            memory(&mut text, tiers);
         }
         self.links(&mut text, pools);
         text
@@ -116,6 +120,15 @@ impl PlannedText<'_> {
                 "\n[[link]]\nfrom = \"*-in-{from}\"\nto = \"*-in-{to}\"\ngb_per_s = {bandwidth:?}\nlatency_s = {latency:?}\n\
                  usd_per_gb = {usd:?}\n"
             );
+        }
+    }
+}
+
+/// Host memory and disks for KV.
+fn memory(text: &mut String, tiers: &PlannedTiers) {
+    for (key, bytes) in [("dram_bytes", tiers.dram), ("ssd_bytes", tiers.ssd)] {
+        if bytes.0 > 0.0 {
+            let _ = writeln!(text, "{key} = {:?}", bytes.0);
         }
     }
 }

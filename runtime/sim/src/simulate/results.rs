@@ -213,6 +213,13 @@ pub struct Results {
 impl Results {
     /// The schema that this version writes.
     pub const SCHEMA: &'static str = "mixfleet.simulation/1";
+
+    /// How many requests missed TTFT, TBT and memory, be it that they were rejected for it.
+    pub fn missed_of(&self) -> [u64; 3] {
+        let rejected = |word: &str| self.rejected.get(word).copied().unwrap_or(0);
+        let by = self.missed_by;
+        [by.ttft + rejected("ttft_slo"), by.tbt + rejected("tbt_slo"), rejected("too_large")]
+    }
 }
 
 /// Requests of one class, or all.
