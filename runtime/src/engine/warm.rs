@@ -2,11 +2,13 @@
 //! compiles a kernel when it is first used, and records a step of decodes when it first comes.
 
 use super::fault;
-use super::worker::{COPY_TIMEOUT, Worker};
+use super::pages::KvSpan;
+use super::worker::{Worker, queues};
 use crate::model::draws::DrawInput;
 use crate::model::graph::StepInput;
 use crate::request::Sampling;
 use mixfleet_hal::Result;
+use mixfleet_hal::cast::to_usize;
 use std::collections::BTreeSet;
 
 /// Rows of a step up to which a device has kernels of their own: one tile of a tensor core, and two.
@@ -82,15 +84,11 @@ impl Worker {
 
     /// Copies the KV of a token from its page and back.
     fn copy_once(&mut self) -> Result<()> {
-        let kv = self.pages.shape;
-        let slots = self.pages.slots(&*self.device, &[0], 0..1)?;
-        let wire = self.staging.gathered(0, 0, kv.wire_token_bytes(kv.dtype));
-        let list = [
-            self.pages.gather(&self.forward, 0, slots.clone(), (wire.clone(), kv.dtype))?,
-            self.pages.scatter(&self.forward, 0, slots, (wire, kv.dtype))?,
-        ];
-        let ticket = self.queue.submit(&list)?;
-        self.queue.wait(ticket, COPY_TIMEOUT)?;
-        Ok(())
+        let Worker { kv, queue, copies, others, .. } = self;
+        let (mut queues, wire) = (queues(queue, copies, others), kv.shape.dtype);
+        let span = KvSpan { layers: 0..1, pages: &[0], tokens: 0..1, wire };
+        let mut bytes = vec![0; to_usize(kv.layer_bytes(1, wire))];
+        kv.read(&mut queues, &span, &mut bytes)?;
+        kv.write(&mut queues, &span, &bytes)
     }
 }
