@@ -287,11 +287,7 @@ struct Split {
 
 impl Split {
     /// Has answered a request with the golden tokens, whose KV went from one worker to the other.
-    fn new(
-        fleet: &ProcessFleet,
-        [prefill_device, decode_device]: [&str; 2],
-        worker_flags: &[&str],
-    ) -> Self {
+    fn new(fleet: &ProcessFleet, [prefill_device, decode_device]: [&str; 2], worker_flags: &[&str]) -> Self {
         let case = &common::golden(&fleet.model)["cases"][5];
         let (prefill, _) = fleet.joined(prefill_device, "prefill", worker_flags);
         let (mut decode, _) = fleet.joined(decode_device, "decode", worker_flags);

@@ -5,9 +5,10 @@
 //! written to a staging slot of the receiver over a transport, checked there (XXH3-64 of the payload), and
 //! scattered into the receiver's own pages. The wire layout is neutral, so unlike page sizes, dtypes and
 //! numbers of devices need no special case. While layer k is sent, layers k+1.. compute: the sender keeps a
-//! few layers in its queue. KV that is already there (a cached or lent prefix, and all that several devices
-//! computed in a step) is sent from a queue of pieces, between steps, as slots become free. A piece that arrives corrupt, or does not arrive, is resent a few times, then given up; the
-//! receiver recomputes what is missing.
+//! few layers in its queue. KV that is already there (a cached or lent prefix, and what several devices
+//! computed in a step) is sent from a queue of pieces, between steps, as slots become free. A piece that
+//! arrives corrupt, or does not arrive, is resent a few times, then given up; the receiver recomputes what is
+//! missing.
 
 use super::courier::{SENDS_MAX, Sent};
 use super::lend::{Lent, PieceSource};

@@ -49,12 +49,14 @@ impl Rig {
     }
 
     fn write(&mut self, span: &KvSpan<'_>, payload: &[u8]) {
-        let mut queues: Vec<&mut dyn Queue> = self.queues.iter_mut().map(|q| &mut **q as &mut dyn Queue).collect();
+        let mut queues: Vec<&mut dyn Queue> =
+            self.queues.iter_mut().map(|q| &mut **q as &mut dyn Queue).collect();
         self.kv.write(&mut queues, span, payload).unwrap();
     }
 
     fn read(&mut self, span: &KvSpan<'_>) -> Vec<u8> {
-        let mut queues: Vec<&mut dyn Queue> = self.queues.iter_mut().map(|q| &mut **q as &mut dyn Queue).collect();
+        let mut queues: Vec<&mut dyn Queue> =
+            self.queues.iter_mut().map(|q| &mut **q as &mut dyn Queue).collect();
         let bytes = span.layers.len() as u64 * self.kv.layer_bytes(to_u32(span.tokens.len()), span.wire);
         let mut place = vec![0xA5; to_usize(bytes)];
         self.kv.read(&mut queues, span, &mut place).unwrap();

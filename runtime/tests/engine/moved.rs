@@ -76,8 +76,7 @@ fn with(fleet: TestFleet, checkpoint: &Checkpoint, has: Has, kind: (Role, u32, D
 }
 
 fn pair(checkpoint: &Checkpoint, [prefill, decode]: [Has; 2]) -> TestFleet {
-    let fleet =
-        with(TestFleet::new(checkpoint.clone()), checkpoint, prefill, (Role::Prefill, 8, DType::F32));
+    let fleet = with(TestFleet::new(checkpoint.clone()), checkpoint, prefill, (Role::Prefill, 8, DType::F32));
     with(fleet, checkpoint, decode, (Role::Decode, 8, DType::F32))
 }
 
@@ -103,11 +102,11 @@ fn every_family_decodes_on_any_devices_what_any_others_prefilled() {
         let checkpoint = checkpoint.load().unwrap();
         // each family meets a pair, and the first one all
         let own = PAIRS.into_iter().enumerate().filter(|(which, _)| at == 0 || *which == at % PAIRS.len());
+        let cases = cases(&checkpoint, 100);
         for (which, [prefill, decode]) in own {
             let what = format!("{name}: {prefill:?} -> {decode:?}");
-            let cases = cases(&checkpoint, 100);
             let fleet = pair(&checkpoint, [prefill, decode]);
-            let usage = fleet.run_many(&SeededEnv::new(which as u64), cases);
+            let usage = fleet.run_many(&SeededEnv::new(which as u64), cases.clone());
             assert_eq!((usage, fleet.panics()), (0.0, 0), "{what}: blocks are still in use");
             let token_bytes = checkpoint.config.kv_bytes_per_token(DType::F32);
             // all prompts but what the receiver has of the second one
@@ -160,7 +159,7 @@ fn pieces_of_several_devices_that_break_are_sent_again_or_computed() {
 fn a_prefix_is_pulled_between_instances_of_unlike_numbers_of_devices() {
     let checkpoint = checkpoint();
     let talks = conversations(&checkpoint, 1..2);
-    for pair_of in [[ONE, TP2], [TP2, ONE], [TP3, BY_RANGE], [PP2, BY_REQUEST]] {
+    for pair_of in [[ONE, TP2], [TP2, ONE], [TP3, BY_RANGE]] {
         let fleet = pair(&checkpoint, pair_of);
         let cached = converse(&fleet, &SeededEnv::new(1), &talks);
         // as between single devices
@@ -174,7 +173,7 @@ fn a_prefix_is_pulled_between_instances_of_unlike_numbers_of_devices() {
 fn what_several_devices_evict_is_loaded_again_and_pulled_from_their_lower_tiers() {
     let checkpoint = checkpoint();
     let talks = conversations(&checkpoint, 1..4);
-    for pair_of in [[TP2, ONE], [ONE, TP3], [PP2, BY_HEAD], [BY_RANGE, BY_REQUEST]] {
+    for pair_of in [[TP2, ONE], [PP2, BY_RANGE]] {
         let run = |fleet: TestFleet| {
             converse(&fleet, &SeededEnv::new(2), &talks);
             assert_eq!(unused(&fleet), [0.0; 2], "{pair_of:?}: blocks are still in use");

@@ -37,7 +37,11 @@ pub(super) fn conversations(checkpoint: &Checkpoint, seeds: std::ops::Range<u64>
 }
 
 /// Runs all conversations at once and checks their answers; returns the cached tokens by conversation.
-pub(super) fn converse(fleet: &TestFleet, env: &SeededEnv, conversations: &Arc<Vec<Vec<Case>>>) -> Vec<Vec<u32>> {
+pub(super) fn converse(
+    fleet: &TestFleet,
+    env: &SeededEnv,
+    conversations: &Arc<Vec<Vec<Case>>>,
+) -> Vec<Vec<u32>> {
     let handle = fleet.start(Arc::new(env.clone()));
     let (conversations, world) = (conversations.clone(), env.clone());
     env.run(async move {

@@ -3,11 +3,15 @@
 #![allow(dead_code, reason = "each test file uses a part of it")]
 
 pub(crate) mod clock;
+mod memory;
 pub(crate) mod wayward;
 
+pub(crate) use memory::Log;
+
 use futures_util::future::BoxFuture;
+use memory::Rotting;
 use mixfleet_hal::fault::FaultPlan;
-use mixfleet_hal::memory::{Mapping, SharedMemory};
+use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::transport::Transport;
 use mixfleet_hal::{DType, Device};
@@ -33,7 +37,6 @@ use mixfleet_scheduler::fleet::{FleetConfig, Policy, Replicate, Role};
 use mixfleet_simulated::FaultyDevice;
 use mixfleet_wire::{FaultyTransport, HostRegion, InProcessTransport};
 use std::future::ready;
-use std::io::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -47,6 +50,7 @@ fn usage(metrics: &Metrics, instance: &str) -> f64 {
 }
 
 /// A request with its expected answer.
+#[derive(Clone)]
 pub(crate) struct Case {
     pub(crate) prompt: Vec<u32>,
     pub(crate) expected: Vec<u32>,
@@ -105,33 +109,6 @@ struct Member {
     partition: Partition,
 }
 
-/// Host memory with bit flips.
-struct Rotting {
-    memory: HostRegion,
-    rots: Arc<AtomicBool>,
-}
-
-impl SharedMemory for Rotting {
-    fn size_bytes(&self) -> u64 {
-        self.memory.size_bytes()
-    }
-
-    fn view(&self, offset: u64, bytes: u64, look: &mut dyn FnMut(&[u8])) -> mixfleet_hal::Result<()> {
-        if self.rots.load(Ordering::Relaxed) {
-            self.memory.update(offset, bytes, &mut |bytes| bytes[bytes.len() / 2] ^= 1)?;
-        }
-        self.memory.view(offset, bytes, look)
-    }
-
-    fn update(&self, offset: u64, bytes: u64, change: &mut dyn FnMut(&mut [u8])) -> mixfleet_hal::Result<()> {
-        self.memory.update(offset, bytes, change)
-    }
-
-    fn mapping(&self) -> Option<Mapping> {
-        self.memory.mapping()
-    }
-}
-
 /// The configuration of a fleet.
 pub(crate) struct TestFleet {
     checkpoint: Checkpoint,
@@ -157,27 +134,6 @@ pub(crate) struct TestFleet {
 
 fn host_region(bytes: u64) -> mixfleet_hal::Result<Arc<dyn SharedMemory>> {
     Ok(Arc::new(HostRegion::new(bytes as usize)?))
-}
-
-/// An event log in memory.
-#[derive(Clone, Default)]
-pub(crate) struct Log(Arc<Mutex<Vec<u8>>>);
-
-impl Log {
-    pub(crate) fn text(&self) -> String {
-        String::from_utf8(self.0.lock().unwrap().clone()).unwrap()
-    }
-}
-
-impl Write for Log {
-    fn write(&mut self, data: &[u8]) -> std::io::Result<usize> {
-        self.0.lock().unwrap().extend_from_slice(data);
-        Ok(data.len())
-    }
-
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
 }
 
 impl TestFleet {

@@ -6,6 +6,7 @@ use super::{RouterArgs, WorkerArgs, node};
 use crate::Usage;
 use crate::connections::{is_loopback, raise_descriptors, watch};
 use crate::digest::Digest;
+use crate::remote::RemoteArgs;
 use crate::serve::{self, Around, Signals};
 use crate::start;
 use crate::tiers::Pools;
@@ -249,6 +250,7 @@ async fn load(
         return Ok((vec![(loaded, cost)], vec![price]));
     }
     let mut chosen = serve::chosen(&args.instances);
+    chosen.remote = RemoteArgs::new(args.join.token_file.clone(), args.join.tls.clone());
     for device in &mut chosen.devices {
         if device.role == Role::Auto {
             device.role = args.role;
