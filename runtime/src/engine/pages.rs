@@ -325,6 +325,22 @@ impl InstanceKv {
         running.into_iter().try_for_each(|(keeper, ticket)| keeper.wait(queues, ticket))
     }
 
+    /// Copies the KV of a token from its page and back on the devices that have it, without the host.
+    ///
+    /// # Errors
+    /// Those of the devices.
+    pub(super) fn warm(&self, queues: &mut [&mut dyn Queue]) -> Result<()> {
+        let span = KvSpan { layers: 0..1, pages: &[0], tokens: 0..1, wire: self.shape.dtype };
+        for keeper in &self.keepers {
+            let Some(own) = keeper.own(&span) else { continue };
+            let mut list = keeper.copies(&own, span.wire, Pages::gather)?;
+            list.extend(keeper.copies(&own, span.wire, Pages::scatter)?);
+            let ticket = queues[keeper.member].submit(&list)?;
+            keeper.wait(queues, ticket)?;
+        }
+        Ok(())
+    }
+
     fn check(&self, span: &KvSpan<'_>, bytes: usize) -> Result<()> {
         let tokens = to_u32(span.tokens.len());
         let expected = span.layers.len() as u64 * self.layer_bytes(tokens, span.wire);

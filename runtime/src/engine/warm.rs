@@ -2,13 +2,11 @@
 //! compiles a kernel when it is first used, and records a step of decodes when it first comes.
 
 use super::fault;
-use super::pages::KvSpan;
 use super::worker::{Worker, queues};
 use crate::model::draws::DrawInput;
 use crate::model::graph::StepInput;
 use crate::request::Sampling;
 use mixfleet_hal::Result;
-use mixfleet_hal::cast::to_usize;
 use std::collections::BTreeSet;
 
 /// Rows of a step up to which a device has kernels of their own: one tile of a tensor core, and two.
@@ -85,10 +83,6 @@ impl Worker {
     /// Copies the KV of a token from its page and back.
     fn copy_once(&mut self) -> Result<()> {
         let Worker { kv, queue, copies, others, .. } = self;
-        let (mut queues, wire) = (queues(queue, copies, others), kv.shape.dtype);
-        let span = KvSpan { layers: 0..1, pages: &[0], tokens: 0..1, wire };
-        let mut bytes = vec![0; to_usize(kv.layer_bytes(1, wire))];
-        kv.read(&mut queues, &span, &mut bytes)?;
-        kv.write(&mut queues, &span, &bytes)
+        kv.warm(&mut queues(queue, copies, others))
     }
 }
