@@ -164,11 +164,13 @@ impl Bench {
         })?;
         copied?;
         let (hash, landed) = (self.hashes[&(slot, bytes)], self.landing.range(0, bytes));
-        if !check_piece(&*self.device, &self.private, (bytes, hash), Some(&landed))? {
+        let mut write = |payload: &[u8]| self.device.write(&landed, payload);
+        if !check_piece(&self.private, (bytes, hash), &mut write)? {
             return Err("a piece changed on its way".into());
         }
         let slots = self.pages.slots(&*self.device, table, tokens)?;
-        let command = self.pages.scatter(&self.forward, layer, slots, (landed, WIRE))?;
+        let (k, v) = &self.forward.kv_pools()[layer];
+        let command = self.pages.scatter((k, v), slots, (landed, WIRE))?;
         let ticket = self.queue.submit(&[command])?;
         self.queue.wait(ticket, TIMEOUT)?;
         Ok(())

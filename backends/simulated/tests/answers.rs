@@ -141,7 +141,7 @@ proptest! {
         let visible = config.windows[layer].is_none_or(|window| token + u64::from(window) >= u64::from(length));
         let slot = rig.slots(&pages, length)[token as usize];
         let row = u64::from(config.kv_heads * config.head_dim) * form.kv.size_bytes();
-        let (k, v) = rig.forward.pools(layer).unwrap();
+        let (k, v) = &rig.forward.kv_pools()[layer];
         let byte = (if values { v } else { k }).range(u64::from(slot) * row + (at >> 8) % row, 1);
         let old = rig.read(&byte)[0];
         rig.device.write(&byte, &[old ^ (1 << bit)]).unwrap();
@@ -205,7 +205,7 @@ fn a_changed_bit_of_the_kv_changes_nearly_every_token() {
         let mut rig = Rig::new(checkpoint, PLAIN);
         let pages = rig.pages(20, 0);
         let want = winner(&rig.prefill(0, &prompt, &pages, &[]));
-        let (k, _) = rig.forward.pools(0).unwrap();
+        let (k, _) = &rig.forward.kv_pools()[0];
         let byte = k.range(seed * 5, 1);
         let old = rig.read(&byte)[0];
         rig.device.write(&byte, &[old ^ 1]).unwrap();

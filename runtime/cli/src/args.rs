@@ -86,6 +86,11 @@ pub(crate) fn role(text: &str) -> Result<Role, String> {
         "prefill" => Ok(Role::Prefill),
         "decode" => Ok(Role::Decode),
         "auto" => Ok(Role::Auto),
+        "attention" => {
+            Err("attention is no role: name devices that attend behind the one that has the weights, as in \
+                 'attn:cuda:0,cpu=decode'"
+                .into())
+        }
         other => Err(format!("unknown role '{other}'; known: prefill, decode, auto")),
     }
 }

@@ -49,6 +49,12 @@ impl OpenDevice {
 }
 
 impl RemoteArgs {
+    /// By what members of a fleet show each other too.
+    #[cfg(feature = "fleet")]
+    pub(crate) fn new(token_file: Option<PathBuf>, tls: TlsArgs) -> Self {
+        RemoteArgs { token_file, tls }
+    }
+
     /// Leaves these flags out of the help of commands that seldom need them.
     pub(crate) fn hidden(flag: clap::Arg) -> clap::Arg {
         let is_own = flag.get_id() == "token_file" || flag.get_id().as_str().starts_with("tls_");

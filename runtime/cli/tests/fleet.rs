@@ -287,16 +287,17 @@ struct Split {
 
 impl Split {
     /// Has answered a request with the golden tokens, whose KV went from one worker to the other.
-    fn new(fleet: &ProcessFleet, worker_flags: &[&str]) -> Self {
+    fn new(fleet: &ProcessFleet, [prefill_device, decode_device]: [&str; 2], worker_flags: &[&str]) -> Self {
         let case = &common::golden(&fleet.model)["cases"][5];
-        let (prefill, _) = fleet.joined("cpu@0", "prefill", worker_flags);
-        let (mut decode, _) = fleet.joined("cpu@1", "decode", worker_flags);
+        let (prefill, _) = fleet.joined(prefill_device, "prefill", worker_flags);
+        let (mut decode, _) = fleet.joined(decode_device, "decode", worker_flags);
         decode.says("exchanges KV with a worker process");
         let (mut router, address) = fleet.router();
         wait_until_served(&address, case);
         let split = |router: &mut Process| {
             let placed = router.says("placed");
-            assert!(placed.contains("prefill=cpu@0") && placed.contains("decode=cpu@1"), "{placed}");
+            let both = [format!("prefill={prefill_device}"), format!("decode={decode_device}")];
+            assert!(both.iter().all(|one| placed.contains(one)), "{placed}");
         };
         split(&mut router);
         assert_eq!(rest(stream(&address, case, 48), String::new()), alone(fleet, case, 48));
@@ -319,9 +320,9 @@ fn transport_between(fleet: &ProcessFleet) -> String {
 }
 
 #[test]
-fn kv_goes_over_tcp_where_only_that_is_wanted() {
+fn kv_of_several_devices_goes_over_tcp_where_only_that_is_wanted() {
     let Some(fleet) = ProcessFleet::new("tcp") else { return };
-    let _split = Split::new(&fleet, &["--transports", "tcp"]);
+    let _split = Split::new(&fleet, ["tp:cpu@0,cpu@1", "cpu"], &["--transports", "tcp"]);
     assert_eq!(transport_between(&fleet), "tcp");
 }
 
@@ -329,7 +330,7 @@ fn kv_goes_over_tcp_where_only_that_is_wanted() {
 fn members_of_one_authority_serve_under_tls_and_who_has_another_is_refused() {
     let Some(mut fleet) = ProcessFleet::new("tls") else { return };
     fleet.flags = authority::member(&fleet.data, "ours");
-    let mut split = Split::new(&fleet, &["--transports", "tcp"]);
+    let mut split = Split::new(&fleet, ["cpu@0", "cpu@1"], &["--transports", "tcp"]);
     assert_eq!(transport_between(&fleet), "tcp");
 
     let ours = std::mem::replace(&mut fleet.flags, authority::member(&fleet.data, "theirs"));

@@ -19,9 +19,6 @@ const REGIONS_MAX: usize = 16;
 const EOS_IDS_MAX: usize = 1 << 10;
 const LOGPROBS_MAX: u32 = 1 << 10;
 
-/// Why an instance over several devices takes part in no transfer: each of them has a part of the heads.
-const KV_STAYS: &str = "KV does not come to an instance over several devices or leave it yet";
-
 /// Why a KV node takes no request.
 const NOTHING_COMPUTED: &str = "nothing is computed here: this is a KV node";
 
@@ -71,13 +68,12 @@ impl Worker {
     pub(super) fn check_hand_off(&self, job: &Job, to: &HandOff) -> Result<()> {
         let landing = &to.landing;
         require!(to.to != self.id, "KV is to be sent to where it is");
-        require!(self.others.is_none(), "{KV_STAYS}");
         let regions = landing.regions.len();
         require!((1..=REGIONS_MAX).contains(&regions), "{} names no memory to write to", to.to);
         require!(DType::FLOATS.contains(&to.wire), "KV does not travel as {}", to.wire);
         let (slots, slot_bytes) = (landing.slots, landing.slot_bytes);
         let all_bytes = slot_bytes.checked_mul(slots.into()).filter(|&all| all <= LANDING_BYTES_MAX);
-        let token_bytes = self.pages.shape.wire_token_bytes(to.wire);
+        let token_bytes = self.kv.layer_bytes(1, to.wire);
         let is_of_use = (1..=SLOTS_MAX).contains(&slots) && slot_bytes >= token_bytes && all_bytes.is_some();
         require!(is_of_use, "{slots} staging slots of {slot_bytes} bytes are of no use");
         let is_of_job = to.from as usize <= job.length() && to.attempt == job.attempt;
@@ -91,7 +87,6 @@ impl Worker {
     /// `Invalid` with the reason.
     pub(super) fn check_source(&self, holder: InstanceId) -> Result<()> {
         require!(holder != self.id, "KV is to come from where it is wanted");
-        require!(self.others.is_none(), "{KV_STAYS}");
         Ok(())
     }
 

@@ -3,23 +3,22 @@
 //!
 //! A layer's KV of the tokens just computed is gathered on the device into the wire layout, read to the host,
 //! written to a staging slot of the receiver over a transport, checked there (XXH3-64 of the payload), and
-//! scattered into the receiver's own pages. The wire layout is neutral, so unlike page sizes and dtypes need
-//! no special case. While layer k is sent, layers k+1.. compute: the sender keeps a few layers in its queue.
-//! KV that is already there (a cached or lent prefix) is sent from a queue of pieces, between steps, as slots
-//! become free. A piece that arrives corrupt, or does not arrive, is resent a few times, then given up; the
-//! receiver recomputes what is missing.
+//! scattered into the receiver's own pages. The wire layout is neutral, so unlike page sizes, dtypes and
+//! numbers of devices need no special case. While layer k is sent, layers k+1.. compute: the sender keeps a
+//! few layers in its queue. KV that is already there (a cached or lent prefix, and what several devices
+//! computed in a step) is sent from a queue of pieces, between steps, as slots become free. A piece that
+//! arrives corrupt, or does not arrive, is resent a few times, then given up; the receiver recomputes what is
+//! missing.
 
 use super::courier::{SENDS_MAX, Sent};
 use super::lend::{Lent, PieceSource};
 use super::messages::{HandOff, KvMessage, Parcel, PieceId, Transfer};
-use super::pages::Pages;
-use super::renew::PROBE_BYTES;
-use super::worker::{Event, Worker};
+use super::worker::{Event, Worker, queues};
 use crate::env::Task;
 use crate::model::graph::{self, StepShape};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::Seconds;
-use mixfleet_hal::{BufferUsage, Cmd, DType, Device, KvShape, Result, Slice};
+use mixfleet_hal::{BufferUsage, Cmd, DType, Device, Error, KvShape, OpSig, Result, Slice};
 use mixfleet_scheduler::batch::{RequestId, Step};
 use mixfleet_scheduler::fleet::InstanceId;
 use std::collections::{BTreeMap, VecDeque};
@@ -45,13 +44,11 @@ pub fn wire_dtype(sender: DType, receiver: DType) -> DType {
     }
 }
 
-/// Device memory of an instance for pieces in transit.
+/// Memory of an only device for what it computes and sends in a step.
 pub(super) struct Staging {
     /// Device buffers for `tokens_max` tokens each in the wire layout, one per layer in flight, since a read
     /// waits for all uses of its buffer.
     gathered: [Slice; LAYERS_IN_FLIGHT],
-    /// Device buffer for one incoming piece.
-    pub(super) landing: Slice,
     tokens_max: u32,
 }
 
@@ -67,34 +64,16 @@ pub(super) struct StepSend {
 }
 
 impl Staging {
-    /// Allocates staging for pieces of up to `slot_bytes`, and the pages that they are copied from and to.
-    pub(super) fn new(
-        device: &dyn Device,
-        kv: KvShape,
-        shape: &StepShape,
-        slot_bytes: u64,
-    ) -> Result<(Self, Pages)> {
-        let widest = kv.wire_token_bytes(DType::F32);
-        let tokens_max = shape.tokens_max.max(shape.block_tokens);
-        let piece_tokens = (slot_bytes / (widest / 2)).max(u64::from(tokens_max));
-        let gathered = || device.alloc(u64::from(shape.tokens_max) * widest, BufferUsage::Kv);
-        let staging = Staging {
-            gathered: [gathered()?, gathered()?, gathered()?, gathered()?],
-            landing: device.alloc(slot_bytes.max(widest), BufferUsage::Kv)?,
-            tokens_max: shape.tokens_max,
-        };
-        Ok((staging, Pages::new(device, kv, piece_tokens)?))
-    }
-
-    /// Of an instance whose KV stays where it is: room for what a failed device is probed with.
-    pub(super) fn of_none(device: &dyn Device, kv: KvShape) -> Result<(Self, Pages)> {
-        let landing = device.alloc(2 * PROBE_BYTES as u64, BufferUsage::Staging)?;
-        let gathered = std::array::from_fn(|_| landing.clone());
-        Ok((Staging { gathered, landing, tokens_max: 0 }, Pages::new(device, kv, 1)?))
+    /// Allocates staging for steps of such a shape.
+    pub(super) fn new(device: &dyn Device, kv: KvShape, shape: &StepShape) -> Result<Self> {
+        let bytes = u64::from(shape.tokens_max) * kv.wire_token_bytes(DType::F32);
+        let gathered = || device.alloc(bytes, BufferUsage::Kv);
+        let gathered = [gathered()?, gathered()?, gathered()?, gathered()?];
+        Ok(Staging { gathered, tokens_max: shape.tokens_max })
     }
 
     /// The staging buffer that holds the gathered KV of `layer`.
-    pub(super) fn gathered(&self, layer: usize, offset: u64, bytes: u64) -> Slice {
+    fn gathered(&self, layer: usize, offset: u64, bytes: u64) -> Slice {
         self.gathered[layer % LAYERS_IN_FLIGHT].range(offset, bytes)
     }
 }
@@ -186,7 +165,7 @@ impl Worker {
             if let Some(to) = self.hand_off(request).map(|outgoing| outgoing.to.clone()) {
                 let first = to.from.clamp(start, end);
                 if first < end {
-                    let bytes = u64::from(end - first) * self.pages.shape.wire_token_bytes(to.wire);
+                    let bytes = self.kv.layer_bytes(end - first, to.wire);
                     let (tokens, row) = (first..end, row + first - start);
                     sends.push(StepSend { request, to, tokens, row, offset });
                     offset += bytes;
@@ -206,21 +185,28 @@ impl Worker {
     pub(super) fn gathers(&self, layer: usize, pass: &graph::Pass, sends: &[StepSend]) -> Result<Vec<Cmd>> {
         let gather = |part: &StepSend| {
             let (tokens, wire) = (to_u32(part.tokens.len()), part.to.wire);
-            let bytes = u64::from(tokens) * self.pages.shape.wire_token_bytes(wire);
             let slots = self.forward.slots(pass, part.row, tokens)?;
-            let to = self.staging.gathered(layer, part.offset, bytes);
-            self.pages.gather(&self.forward, layer, slots, (to, wire))
+            let to = self.staging()?.gathered(layer, part.offset, self.kv.layer_bytes(tokens, wire));
+            let (k, v) = &self.forward.kv_pools()[layer];
+            let sig = OpSig::KvGather { tokens, wire, kv: self.kv.shape };
+            Cmd::new(sig, &[slots, k.clone(), v.clone(), to])
         };
         sends.iter().map(gather).collect()
+    }
+
+    fn staging(&self) -> Result<&Staging> {
+        let none = || Error::unsupported("several devices send no KV during a step");
+        self.staging.as_ref().ok_or_else(none)
     }
 
     /// Sends the gathered KV of `layer`.
     pub(super) async fn deliver(&mut self, layer: usize, sends: &[StepSend]) -> Result<()> {
         for StepSend { request, to, tokens, offset, .. } in sends {
-            let token_bytes = self.pages.shape.wire_token_bytes(to.wire);
+            let token_bytes = self.kv.layer_bytes(1, to.wire);
             for piece in pieces(to_u32(layer), tokens.clone(), self.piece_tokens_max(to)) {
                 let offset = offset + u64::from(piece.first - tokens.start) * token_bytes;
-                let from = self.staging.gathered(layer, offset, u64::from(piece.tokens) * token_bytes);
+                let bytes = u64::from(piece.tokens) * token_bytes;
+                let from = self.staging()?.gathered(layer, offset, bytes);
                 let began = self.env.now();
                 let slot = self.credit(to).await?;
                 self.waited += self.env.now() - began;
@@ -240,17 +226,27 @@ impl Worker {
 
     /// Tokens of the largest piece that fits a receiver's slot and the staging here.
     pub(super) fn piece_tokens_max(&self, to: &HandOff) -> u32 {
-        let token_bytes = self.pages.shape.wire_token_bytes(to.wire);
-        let most = (to.landing.slot_bytes / token_bytes).max(1);
-        to_u32(most.min(u64::from(self.staging.tokens_max)))
+        let most = (to.landing.slot_bytes / self.kv.layer_bytes(1, to.wire)).max(1);
+        let here = self.kv.piece_tokens_max(to.wire);
+        let in_steps = self.staging.as_ref().map_or(u32::MAX, |staging| staging.tokens_max);
+        to_u32(most.min(here.min(in_steps).into()))
     }
 
     /// Queues the KV that the prefix cache already had and the receiver lacks.
     pub(super) fn queue_cached(&mut self, request: RequestId, tokens_cached: u32) {
         let Some(to) = self.hand_off(request).map(|outgoing| outgoing.to.clone()) else { return };
-        let (layers, most) = (self.forward.config().layers, self.piece_tokens_max(&to));
+        let (layers, most) = (self.kv.layers, self.piece_tokens_max(&to));
         let cached = (0..layers).flat_map(|layer| pieces(layer, to.from..tokens_cached, most));
         self.hand_off(request).expect("just found").waiting.extend(cached);
+    }
+
+    /// Queues the KV of handed-off prompts that several devices computed in a step.
+    pub(super) fn queue_computed(&mut self, step: &Step) {
+        for StepSend { request, to, tokens, .. } in self.step_sends(step) {
+            let (layers, most) = (self.kv.layers, self.piece_tokens_max(&to));
+            let computed = (0..layers).flat_map(|layer| pieces(layer, tokens.clone(), most));
+            self.hand_off(request).expect("it is sent").waiting.extend(computed);
+        }
     }
 
     /// Sends queued pieces as far as there are free slots.
@@ -284,23 +280,24 @@ impl Worker {
         match self.place(request, &piece)? {
             PieceSource::LowerTier(payload) => {
                 let bytes = payload.len() as u64;
-                self.send_from(request, piece, &to, (slot, bytes), &mut |place| {
+                let hash = self.courier.fill(to.to, slot, bytes, &mut |place| {
                     place.copy_from_slice(&payload);
                     Ok(())
                 })?;
+                self.post(request, piece, &to, (slot, bytes, hash))?;
             }
             PieceSource::Corrupt => {
                 self.courier.give_slot(to.to, slot);
                 self.stop_outgoing(request)?;
                 self.report_tiers();
             }
-            PieceSource::Device(slots) => {
-                let bytes = u64::from(piece.tokens) * self.pages.shape.wire_token_bytes(to.wire);
-                let from = self.staging.gathered(0, 0, bytes);
-                let layer = piece.layer as usize;
-                let copy = self.pages.gather(&self.forward, layer, slots, (from.clone(), to.wire))?;
-                self.run_now(&[copy])?;
-                self.send_gathered(request, piece, &to, (slot, from))?;
+            PieceSource::Pages(pages) => {
+                let bytes = self.kv.layer_bytes(piece.tokens, to.wire);
+                let Worker { courier, kv, queue, copies, others, .. } = self;
+                let (span, mut queues) = (piece.span(&pages, to.wire), queues(queue, copies, others));
+                let mut read = |place: &mut [u8]| kv.read(&mut queues, &span, place);
+                let hash = courier.fill(to.to, slot, bytes, &mut read)?;
+                self.post(request, piece, &to, (slot, bytes, hash))?;
             }
         }
         Ok(true)
@@ -314,21 +311,20 @@ impl Worker {
         to: &HandOff,
         (slot, from): (u32, Slice),
     ) -> Result<()> {
-        let device = self.device.clone();
-        self.send_from(request, piece, to, (slot, from.bytes), &mut |place| device.read(&from, place))
+        let read = &mut |place: &mut [u8]| self.device.read(&from, place);
+        let hash = self.courier.fill(to.to, slot, from.bytes, read)?;
+        self.post(request, piece, to, (slot, from.bytes, hash))
     }
 
-    /// Fills a free slot by `read`, and starts sending it.
-    fn send_from(
+    /// Starts sending what was filled into a free slot.
+    fn post(
         &mut self,
         request: RequestId,
         piece: PieceId,
         to: &HandOff,
-        (slot, bytes): (u32, u64),
-        read: &mut dyn FnMut(&mut [u8]) -> Result<()>,
+        (slot, bytes, hash): (u32, u64, u64),
     ) -> Result<()> {
         let now = self.env.now();
-        let hash = self.courier.fill(to.to, slot, bytes, read)?;
         let HandOff { attempt, wire, .. } = *to;
         if let Some(outgoing) = self.outgoing.get_mut(&request) {
             outgoing.sent(&piece, now);

@@ -188,7 +188,7 @@ impl Worker {
         if let Some(to) = hand_off {
             self.begin_outgoing(request, Outgoing::new(Transfer::HandOff, to))?;
         }
-        let source = pull.map(|source| source.capped(job.length(), self.pages.shape.page_tokens));
+        let source = pull.map(|source| source.capped(job.length(), self.kv.shape.page_tokens));
         let pulls = source.map_or(0, |source| source.until);
         let (urgency, text) = self.begin(job, source.map(|source| (Transfer::Prefix, source)));
         self.machine_step(Event::Add { request, urgency, text, pulls, after })

@@ -4,7 +4,7 @@ use super::coverage::Coverage;
 use super::fault::{Fault, Outcome};
 use super::messages::{FromWorker, KvMessage, Parcel, PieceId, Source, Transfer};
 use super::pages::check_piece;
-use super::worker::{Event, Worker};
+use super::worker::{Event, Worker, queues};
 use mixfleet_hal::{DType, Error, ErrorKind, Result};
 use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::fleet::InstanceId;
@@ -107,7 +107,7 @@ impl Worker {
     /// # Errors
     /// A fault of the link, if there is no memory or descriptor for the staging slots.
     pub(super) fn await_kv(&mut self, request: RequestId, tokens_cached: u32) -> Outcome<()> {
-        let layers = self.forward.config().layers;
+        let layers = self.kv.layers;
         let Some(active) = self.active.get_mut(&request) else { return Ok(()) };
         let Some((transfer, source)) = active.sender else { return Ok(()) };
         let (attempt, holder) = (active.attempt, source.holder);
@@ -137,7 +137,7 @@ impl Worker {
         let awaited = active.and_then(|a| a.incoming.as_ref()).is_some_and(|incoming| {
             incoming.awaits(sender, &piece)
                 && DType::FLOATS.contains(&wire)
-                && bytes == u64::from(piece.tokens) * self.pages.shape.wire_token_bytes(wire)
+                && bytes == self.kv.layer_bytes(piece.tokens, wire)
                 && bytes <= self.courier.slot_bytes()
         });
         let private = self.courier.private();
@@ -154,8 +154,14 @@ impl Worker {
         let looked = looked.and(copied);
         let intact = match (&private, &looked) {
             (Some(private), Ok(())) => {
-                let to = awaited.then(|| self.staging.landing.range(0, bytes));
-                check_piece(&*self.device, &**private, (bytes, hash), to.as_ref())?
+                let Worker { machine, kv, queue, copies, others, .. } = self;
+                check_piece(&**private, (bytes, hash), &mut |payload| match awaited {
+                    true => {
+                        let mut queues = queues(queue, copies, others);
+                        kv.write(&mut queues, &piece.span(machine.pages(request), wire), payload)
+                    }
+                    false => Ok(()),
+                })?
             }
             _ => false,
         };
@@ -166,24 +172,13 @@ impl Worker {
             tracing::warn!(request, layer = piece.layer, first = piece.first, "KV arrived corrupt");
         }
         if awaited && intact {
-            self.scatter(request, piece, wire, bytes)?;
+            let incoming = self.active.get_mut(&request).and_then(|active| active.incoming.as_mut());
+            incoming.expect("still there").settle(&piece);
             self.metrics.kv_transfer_bytes.inc_by(bytes);
         }
         let verdict = KvMessage::Verdict { request, attempt, piece, intact };
         self.directory.tell(sender, self.id, verdict);
         if awaited && intact { self.settle_incoming(request) } else { Ok(()) }
-    }
-
-    /// Copies a piece from the landing buffer to the sequence's pages.
-    fn scatter(&mut self, request: RequestId, piece: PieceId, wire: DType, bytes: u64) -> Result<()> {
-        let PieceId { layer, first, tokens, .. } = piece;
-        let slots = self.pages.slots(&*self.device, self.machine.pages(request), first..first + tokens)?;
-        let landed = self.staging.landing.range(0, bytes);
-        let command = self.pages.scatter(&self.forward, layer as usize, slots, (landed, wire))?;
-        self.run_now(&[command])?;
-        let incoming = self.active.get_mut(&request).and_then(|a| a.incoming.as_mut());
-        incoming.expect("still there").settle(&piece);
-        Ok(())
     }
 
     /// Lets a sequence join the batch once nothing more of its KV will come.

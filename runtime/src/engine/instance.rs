@@ -8,8 +8,10 @@ use super::handoff::Staging;
 use super::health::HealthWatch;
 use super::members::{MemberModel, OtherMembers};
 use super::messages::{FromWorker, Report};
+use super::pages::{InstanceKv, KvPart};
 use super::pinning::Pinner;
 use super::recordings::Recordings;
+use super::renew::PROBE_BYTES;
 use super::support::{check_attention, check_products, check_support};
 use super::tiers::{InstanceTiers, LowerTiers, PendingDisk};
 use super::worker::Worker;
@@ -24,7 +26,7 @@ use crate::pool::{MakeRegion, Pool};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::{Seconds, UsdPerHour};
-use mixfleet_hal::{DType, Device, Error, OpSig, Result};
+use mixfleet_hal::{BufferUsage, DType, Device, Error, OpSig, Result};
 use mixfleet_scheduler::batch::{BatchLimits, Instance as BatchMachine, PageDevices};
 use mixfleet_scheduler::cost::{
     AttnSplit, Coefficients, CostModel, EngineCost, KvCopyCost, LinkCost, Partition, PipelineCost, Prefill,
@@ -96,9 +98,13 @@ pub struct MemberSpec {
 
 /// A device with the model and its KV memory, or several that divide both, not serving yet.
 pub struct Loaded {
+    /// The whole model's.
+    config: Arc<ModelConfig>,
     spec_device: Arc<dyn Device>,
     forward: Forward,
     others: Option<OtherMembers>,
+    /// What each device has of the KV.
+    kv_parts: Vec<Option<KvPart>>,
     role: Role,
     price: Option<UsdPerHour>,
     batch: BatchLimits,
@@ -161,7 +167,7 @@ impl Loaded {
         check_products(&*device, config, &weights, &shape)?;
         check_attention(&*device, config, &shape)?;
         let forward = Forward::new(&*device, config.clone(), weights, shape)?;
-        Ok(Loaded::of_parts((device, forward), None, (role, price), limits, PageDevices::ONE))
+        Ok(Loaded::of_one(config, (device, forward), (role, price), limits))
     }
 
     /// A KV node: memory that keeps KV of the model, for which no weights are needed.
@@ -183,7 +189,7 @@ impl Loaded {
             &[OpSig::KvGather { tokens, wire, kv }, OpSig::KvScatter { tokens, wire, kv }],
         )?;
         let forward = Forward::keeping(&*device, config.clone(), shape)?;
-        Ok(Loaded::of_parts((device, forward), None, (Role::Kv, price), limits, PageDevices::ONE))
+        Ok(Loaded::of_one(config, (device, forward), (Role::Kv, price), limits))
     }
 
     /// The cost model of an instance that runs no steps.
@@ -196,8 +202,7 @@ impl Loaded {
     /// least room.
     ///
     /// # Errors
-    /// As of [`Loaded::new`], and `Invalid` if the shares are not those of the devices, or for a role that
-    /// needs KV to move.
+    /// As of [`Loaded::new`], and `Invalid` if the shares are not those of the devices.
     pub fn divided(
         config: &Arc<ModelConfig>,
         partition: &Partition,
@@ -206,12 +211,6 @@ impl Loaded {
     ) -> Result<Self> {
         let InstanceSpec { device, weights, role, price, limits } = spec;
         let (shares, id) = (partition.shares(), device.info().id.clone());
-        if role != Role::Auto {
-            return Err(Error::invalid(format!(
-                "{id}: several devices as one instance do both prefill and decode, since KV cannot leave them yet: \
-                 give them no role"
-            )));
-        }
         let members = std::iter::once(&device).chain(others.iter().map(|other| &other.device));
         if let Some(idle) = members.map(|device| device.info()).find(|info| !info.computes()) {
             let id = &idle.id;
@@ -275,15 +274,27 @@ impl Loaded {
         let others = OtherMembers::open(loaded, partition, chunk_tokens)?;
         let page_devices =
             PageDevices { count: holders, together: partition.split() != Some(AttnSplit::Range) };
-        Ok(Loaded::of_parts((device, *forward), Some(others), (role, price), limits, page_devices))
+        let kept = (KvPart::of_members(partition), page_devices);
+        Ok(Loaded::of_parts(config, (device, *forward), Some(others), kept, (role, price), limits))
+    }
+
+    fn of_one(
+        config: &Arc<ModelConfig>,
+        first: (Arc<dyn Device>, Forward),
+        terms: (Role, Option<UsdPerHour>),
+        limits: InstanceLimits,
+    ) -> Self {
+        let kept = (vec![Some(KvPart::whole(config.layers, config.kv_heads))], PageDevices::ONE);
+        Loaded::of_parts(config, first, None, kept, terms, limits)
     }
 
     fn of_parts(
+        config: &Arc<ModelConfig>,
         (spec_device, forward): (Arc<dyn Device>, Forward),
         others: Option<OtherMembers>,
+        (kv_parts, page_devices): (Vec<Option<KvPart>>, PageDevices),
         (role, price): (Role, Option<UsdPerHour>),
         limits: InstanceLimits,
-        page_devices: PageDevices,
     ) -> Self {
         let shape = *forward.shape();
         let blocks = shape.blocks;
@@ -298,23 +309,18 @@ impl Loaded {
             cache_policy: CachePolicy::Lru,
             page_devices,
         };
-        Loaded { spec_device, forward, others, role, price, batch, below: None, pending_disk: None }
+        let config = config.clone();
+        let (below, pending_disk) = (None, None);
+        Loaded { config, spec_device, forward, others, kv_parts, role, price, batch, below, pending_disk }
     }
 
-    /// Adds lower tiers, for KV that the device's memory evicts: host memory, and a disk.
+    /// Adds lower tiers, for KV that the memory of its device or devices evicts: host memory, and a disk.
     ///
     /// # Errors
-    /// When they cannot be opened, and `Unsupported` for an instance over several devices.
+    /// When they cannot be opened.
     pub fn with_lower_tiers(mut self, tiers: LowerTiers, make_region: &MakeRegion) -> Result<Self> {
-        if !self.exchanges_kv() {
-            let id = self.id();
-            return Err(Error::unsupported(format!(
-                "{id}: KV of several devices as one instance cannot be kept in host memory or on disk yet; leave \
-                 out --kv-dram and --kv-ssd"
-            )));
-        }
         self.batch.lower_tiers = true;
-        let (pool, pending_disk) = tiers.open(&self.forward, make_region)?;
+        let (pool, pending_disk) = tiers.open((&self.config, self.forward.shape()), make_region)?;
         (self.below, self.pending_disk) = (Some(pool), pending_disk);
         Ok(self)
     }
@@ -355,11 +361,6 @@ impl Loaded {
         self.others.as_ref().is_some_and(|others| others.partition().is_some())
     }
 
-    /// Whether its KV can move between instances and tiers.
-    pub fn exchanges_kv(&self) -> bool {
-        self.others.is_none()
-    }
-
     /// Tokens that fit into the KV memory.
     pub fn kv_capacity_tokens(&self) -> u64 {
         self.batch.kv_tokens()
@@ -376,8 +377,25 @@ impl Loaded {
     }
 
     /// Dtype of the KV.
-    pub(super) fn kv(&self) -> DType {
+    pub(super) fn kv_dtype(&self) -> DType {
         self.forward.shape().kv
+    }
+
+    /// Bytes of a KV block, over all devices.
+    fn block_bytes(&self) -> u64 {
+        let shape = self.forward.shape();
+        u64::from(shape.block_tokens) * self.config.kv_bytes_per_token(shape.kv)
+    }
+
+    /// The KV by the devices that keep it, with memory for copies of so many bytes.
+    fn kv(&self, bytes_max: u64) -> Result<InstanceKv> {
+        let whole = (self.forward.shape().kv_shape(&self.config), self.config.layers);
+        let others = self.others.iter().flat_map(OtherMembers::kv_pools);
+        let pools = std::iter::once(self.forward.kv_pools()).chain(others);
+        let parts = self.kv_parts.iter().cloned();
+        let devices = self.devices().zip(parts).zip(pools);
+        let devices = devices.map(|((device, part), pools)| (device.clone(), part, pools.to_vec()));
+        InstanceKv::new(whole, devices.collect(), bytes_max)
     }
 
     /// The instance as the fleet machine sees it.
@@ -400,7 +418,7 @@ impl Loaded {
             nic: None,
             kv_capacity_tokens: self.kv_capacity_tokens(),
             kv_block_tokens: self.batch.block_tokens,
-            kv_dtype: self.kv(),
+            kv_dtype: self.kv_dtype(),
             prefill_tokens_beside_decode_max: self.batch.prefill_tokens_beside_decode_max,
             step_tokens_max: self.batch.step_tokens_max,
             kv_copies,
@@ -419,19 +437,21 @@ impl Loaded {
         let silence_max = Seconds(2.0 * step_timeout.as_secs_f64()) + SILENCE_SPARE;
         let instance = self.describe(id, cost);
         let cost = instance.cost.clone();
-        let up = FromWorker::Up { instance: Box::new(instance), kv: self.kv(), silence_max };
-        let name = format!("worker {}", self.id());
+        let up = FromWorker::Up { instance: Box::new(instance), kv: self.kv_dtype(), silence_max };
+        let own_name = self.id();
+        let name = format!("worker {own_name}");
+        let block_bytes = self.block_bytes();
+        let kv = self.kv(hand_off.slot_bytes.max(if self.below.is_some() { block_bytes } else { 0 }))?;
         let Loaded { spec_device: device, forward, others, batch, below, pending_disk, .. } = self;
-        let kv = forward.shape().kv_shape(forward.config());
-        let (staging, pages) = match others {
-            None => Staging::new(&*device, kv, forward.shape(), hand_off.slot_bytes)?,
-            Some(_) => Staging::of_none(&*device, kv)?,
+        let staging = match others {
+            None => Some(Staging::new(&*device, kv.shape, forward.shape())?),
+            Some(_) => None,
         };
         let pinner = Arc::new(Pinner::new(device.clone()));
         if let (Some(pool), Some(disk)) = (&below, pending_disk) {
-            disk.start_disk(pool, &device.info().id, env);
+            disk.start_disk(pool, &own_name, env);
         }
-        let below = below.map(|pool| InstanceTiers::new(pool, &*device, &forward, &pinner)).transpose()?;
+        let below = below.map(|pool| InstanceTiers::new(own_name, pool, block_bytes, &pinner));
         let (orders_sender, orders) = mailbox("orders", INBOX_MAX);
         let (words_sender, words) = mailbox("KV messages", INBOX_MAX);
         let mut worker = Worker {
@@ -440,6 +460,7 @@ impl Loaded {
             queue: device.queue()?,
             postponed: Postponed::default(),
             copies: Worker::queue_for_copies(&*device)?,
+            probed: device.alloc(2 * PROBE_BYTES as u64, BufferUsage::Staging)?,
             health: HealthWatch::new(device.info().id.clone(), metrics.clone()),
             device,
             forward,
@@ -453,7 +474,7 @@ impl Loaded {
             active: HashMap::new(),
             outgoing: HashMap::new(),
             staging,
-            pages,
+            kv,
             below,
             courier: Courier::new(links.clone(), *hand_off, pinner),
             directory: directory.clone(),

@@ -8,8 +8,8 @@ use super::handoff::{Outgoing, pieces};
 use super::messages::{HandOff, Job, KvMessage, PieceId, Transfer};
 use super::worker::{Event, Worker};
 use crate::pool::Lease;
+use mixfleet_hal::Result;
 use mixfleet_hal::cast::{to_u32, to_usize};
-use mixfleet_hal::{Result, Slice};
 use mixfleet_scheduler::batch::{RequestId, Text, TokenIds};
 use mixfleet_scheduler::kv::BlockHash;
 use xxhash_rust::xxh3::xxh3_64;
@@ -25,8 +25,8 @@ pub(super) struct Lent {
 
 /// The location of a piece's bytes.
 pub(super) enum PieceSource {
-    /// The piece is in these slots of the device's pages.
-    Device(Slice),
+    /// The piece is on the device or devices, in a sequence with these pages.
+    Pages(Vec<u32>),
     /// The piece is in the lower tiers, and corrupt.
     Corrupt,
     /// The piece is in the lower tiers: its bytes.
@@ -71,17 +71,17 @@ impl Worker {
         let chain: Vec<BlockHash> = (0..blocks).map(|block| text.hash(block)).collect();
         self.machine_step(Event::Lend { request, text })?;
 
-        let page_tokens = self.pages.shape.page_tokens;
+        let page_tokens = self.kv.shape.page_tokens;
         let on_device = to_u32(self.outgoing[&request].pages.len()) * page_tokens;
         // What the receiver has already is not loaded.
         let below_from = on_device.max(from / page_tokens * page_tokens);
         let mut below = None;
         // The lower tiers hold what the device evicted, in its dtype.
-        if wire == self.pages.shape.dtype && below_from < to_u32(tokens.len()) {
+        if wire == self.kv.shape.dtype && below_from < to_u32(tokens.len()) {
             let wanted = &chain[(below_from / page_tokens) as usize..];
             below = self.lease_to_lend(wanted, &tokens[below_from as usize..]);
         }
-        let layers = self.forward.config().layers;
+        let layers = self.kv.layers;
         let below =
             below.map(|lease| Lent { from: below_from, digests: digests(&lease, layers as usize), lease });
         // Blocks found to be corrupt are gone.
@@ -99,7 +99,7 @@ impl Worker {
 
     /// Locates the bytes of a piece; those in the lower tiers are copied and verified.
     pub(super) fn place(&self, request: RequestId, piece: &PieceId) -> Result<PieceSource> {
-        let (outgoing, page_tokens) = (&self.outgoing[&request], self.pages.shape.page_tokens);
+        let (outgoing, page_tokens) = (&self.outgoing[&request], self.kv.shape.page_tokens);
         let (first, tokens) = (piece.first, piece.first..piece.first + piece.tokens);
         let lent = outgoing.below.as_ref().filter(|_| first >= to_u32(outgoing.pages.len()) * page_tokens);
         let Some(Lent { from, lease, digests }) = lent else {
@@ -107,9 +107,9 @@ impl Worker {
                 Transfer::HandOff => self.machine.pages(request),
                 Transfer::Prefix => &outgoing.pages,
             };
-            return Ok(PieceSource::Device(self.pages.slots(&*self.device, pages, tokens)?));
+            return Ok(PieceSource::Pages(pages.to_vec()));
         };
-        let token_bytes = to_usize(self.pages.shape.wire_token_bytes(self.pages.shape.dtype));
+        let token_bytes = to_usize(self.kv.layer_bytes(1, self.kv.shape.dtype));
         let mut payload = Vec::with_capacity(piece.tokens as usize * token_bytes);
         let (mut at, end) = (first - *from, tokens.end - *from);
         while at < end {
@@ -135,7 +135,7 @@ impl Worker {
     fn lease_to_lend(&mut self, chain: &[BlockHash], tokens: &[u32]) -> Option<Lease> {
         let lent: usize = self.outgoing.values().filter_map(|o| Some(o.below.as_ref()?.lease.len())).sum();
         let most = (self.below.as_ref()?.dram_blocks() / 2).saturating_sub(lent).min(chain.len());
-        let lease = self.lease(&chain[..most], &tokens[..most * self.pages.shape.page_tokens as usize]);
+        let lease = self.lease(&chain[..most], &tokens[..most * self.kv.shape.page_tokens as usize]);
         self.report_tiers();
         lease
     }

@@ -1,8 +1,7 @@
 //! The members of an instance beside its first device, which divide the model with it, or attend for it.
 //!
 //! The worker has the first one, whose device speaks for the instance. KV pages have the same numbers on all
-//! members that keep some, each with its own heads and layers. KV does not leave such an instance yet, and
-//! none comes to it.
+//! members that keep some, each with its own heads and layers.
 
 use super::draw::{LogitsRow, read_rows};
 use crate::env::Env;
@@ -11,7 +10,7 @@ use crate::model::divided::{MemberRun, MicroBatch, run_stages};
 use crate::model::exchange::ThroughHost;
 use crate::model::graph::{Forward, Pass, StepInput};
 use mixfleet_hal::units::Seconds;
-use mixfleet_hal::{Collective, Device, Error, Queue, Result};
+use mixfleet_hal::{Collective, Device, Error, Queue, Result, Slice};
 use mixfleet_scheduler::cost::{AttnSplit, LinkCost, Partition, Pieces};
 use std::sync::Arc;
 use std::time::Duration;
@@ -91,6 +90,25 @@ impl OtherMembers {
         match &self.group {
             Group::Divide(_, members) => members.iter().map(|member| &member.device).collect(),
             Group::Attend(_, members) => members.iter().map(|member| &member.device).collect(),
+        }
+    }
+
+    /// Their pools of keys and values by layer, in the order of members; none of those that keep no KV.
+    pub(super) fn kv_pools(&self) -> Vec<&[(Slice, Slice)]> {
+        match &self.group {
+            Group::Divide(_, members) => members.iter().map(|member| member.model.kv_pools()).collect(),
+            Group::Attend(_, members) => members.iter().map(|member| member.model.kv_pools()).collect(),
+        }
+    }
+
+    /// Their queues, in the order of members.
+    pub(super) fn queues(&mut self) -> Vec<&mut dyn Queue> {
+        fn of<M>(members: &mut [QueuedMember<M>]) -> Vec<&mut dyn Queue> {
+            members.iter_mut().map(|member| &mut *member.queue as &mut dyn Queue).collect()
+        }
+        match &mut self.group {
+            Group::Divide(_, members) => of(members),
+            Group::Attend(_, members) => of(members),
         }
     }
 

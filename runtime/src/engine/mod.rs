@@ -124,7 +124,7 @@ impl EngineParts {
     /// When a device gives no queue or no staging memory, or is lost.
     pub fn start(self, instances: Vec<(Loaded, CostModel)>, links: Links) -> Result<EngineHandle> {
         let (reports, incoming) = mailbox("reports", REPORTS_MAX);
-        let widest = instances.iter().map(|(i, _)| i.kv()).max_by_key(|d| d.size_bytes());
+        let widest = instances.iter().map(|(i, _)| i.kv_dtype()).max_by_key(|d| d.size_bytes());
         let surroundings = Surroundings {
             env: self.env.clone(),
             links,
@@ -133,12 +133,11 @@ impl EngineParts {
             reports,
             metrics: self.metrics.clone(),
         };
-        let mut exchange = Vec::new();
-        for (id, (loaded, cost)) in (0..).map(InstanceId).zip(instances) {
-            exchange.extend(loaded.exchanges_kv().then_some(id));
+        let ids: Vec<InstanceId> = (0..).map(InstanceId).take(instances.len()).collect();
+        for (&id, (loaded, cost)) in ids.iter().zip(instances) {
             loaded.start(id, cost, &surroundings)?;
         }
-        join(&exchange, &surroundings);
+        join(&ids, &surroundings);
         Ok(self.coordinate(widest.unwrap_or(DType::F32), 0, surroundings.directory, incoming))
     }
 
@@ -193,7 +192,7 @@ impl EngineParts {
     }
 }
 
-/// Reports the links between those instances of this process that exchange KV, which are all alike.
+/// Reports the links between the instances of this process, which are all alike.
 pub(crate) fn join(ids: &[InstanceId], surroundings: &Surroundings) {
     let Surroundings { env, links, hand_off, reports, .. } = surroundings;
     if ids.len() < 2 {

@@ -1,15 +1,23 @@
-//! KV in a device's pages: the slots of tokens, and the commands that copy it to the wire layout and back.
+//! KV in the pages of an instance's device or devices, and its copies to the wire layout and back.
+//!
+//! The wire layout has all KV heads of a token, whoever keeps them, so that instances of any devices exchange
+//! KV, and lower tiers keep it for all. Of several devices each gathers what it has (some layers, some heads,
+//! some pages), and the parts are put together in this process's memory; what comes is taken apart there. A
+//! head that several keep is sent by the first of them and written to all. Nothing else knows who keeps what.
 
-use crate::model::graph::Forward;
-use mixfleet_hal::cast::to_u32;
+use super::messages::PieceId;
+use super::worker::COPY_TIMEOUT;
+use mixfleet_hal::cast::{to_u32, to_usize};
 use mixfleet_hal::memory::SharedMemory;
-use mixfleet_hal::{BufferUsage, Cmd, DType, Device, KvShape, OpSig, Result, Slice};
+use mixfleet_hal::{BufferUsage, Cmd, DType, Device, Error, KvShape, OpSig, Queue, Result, Slice, Ticket};
+use mixfleet_scheduler::cost::{MemberShare, Partition};
 use std::ops::Range;
+use std::sync::Arc;
 use xxhash_rust::xxh3::xxh3_64;
 
-/// An instance's page geometry; the pools themselves belong to the forward pass.
+/// A device's page geometry; the pools themselves belong to the model on it.
 pub struct Pages {
-    pub(super) shape: KvShape,
+    shape: KvShape,
     /// Slot numbers of the tokens to copy, on the device.
     slot_ids: Slice, // [tokens_max]
 }
@@ -30,61 +38,410 @@ impl Pages {
     pub fn slots(&self, device: &dyn Device, pages: &[u32], tokens: Range<u32>) -> Result<Slice> {
         let page_tokens = self.shape.page_tokens;
         let slot = |i: u32| pages[(i / page_tokens) as usize] * page_tokens + i % page_tokens;
-        let slots: Vec<u32> = tokens.map(slot).collect();
+        self.upload(device, &tokens.map(slot).collect::<Vec<u32>>())
+    }
+
+    fn upload(&self, device: &dyn Device, slots: &[u32]) -> Result<Slice> {
         let target = self.slot_ids.range(0, slots.len() as u64 * 4);
-        device.write(&target, bytemuck::cast_slice(&slots))?;
+        device.write(&target, bytemuck::cast_slice(slots))?;
         Ok(target)
     }
 
-    /// Copies from `slots` of a layer to the wire layout.
+    /// Copies from `slots` of a layer, with these pools of keys and values, to the wire layout.
     pub(super) fn gather(
         &self,
-        forward: &Forward,
-        layer: usize,
+        (k, v): (&Slice, &Slice),
         slots: Slice,
         (to, wire): (Slice, DType),
     ) -> Result<Cmd> {
         let tokens = to_u32(slots.bytes / 4);
-        let (k, v) = forward.pools(layer)?;
         let sig = OpSig::KvGather { tokens, wire, kv: self.shape };
         Cmd::new(sig, &[slots, k.clone(), v.clone(), to])
     }
 
-    /// Copies from the wire layout to `slots` of a layer.
+    /// Copies from the wire layout to `slots` of a layer, with these pools of keys and values.
     ///
     /// # Errors
     /// `Invalid` if the operands do not fit.
     pub fn scatter(
         &self,
-        forward: &Forward,
-        layer: usize,
+        (k, v): (&Slice, &Slice),
         slots: Slice,
         (from, wire): (Slice, DType),
     ) -> Result<Cmd> {
         let tokens = to_u32(slots.bytes / 4);
-        let (k, v) = forward.pools(layer)?;
         let sig = OpSig::KvScatter { tokens, wire, kv: self.shape };
         Cmd::new(sig, &[from, slots, k.clone(), v.clone()])
     }
 }
 
-/// Hashes the first `bytes` bytes of `private`, a copy that nobody else writes to, and writes them to the
-/// staging buffer `to` if the hash is right; returns whether it is.
+/// Hashes the first `bytes` bytes of `private`, a copy that nobody else writes to, and calls `use_it` with
+/// them if the hash is right; returns whether it is.
 ///
 /// # Errors
-/// Those of the memory and of the device.
+/// Those of the memory and of `use_it`.
 pub fn check_piece(
-    device: &dyn Device,
     private: &dyn SharedMemory,
     (bytes, hash): (u64, u64),
-    to: Option<&Slice>,
+    use_it: &mut dyn FnMut(&[u8]) -> Result<()>,
 ) -> Result<bool> {
-    let (mut intact, mut written) = (false, Ok(()));
+    let (mut intact, mut used) = (false, Ok(()));
     private.view(0, bytes, &mut |copy| {
         intact = xxh3_64(copy) == hash;
-        if let (Some(to), true) = (to, intact) {
-            written = device.write(to, copy);
+        if intact {
+            used = use_it(copy);
         }
     })?;
-    written.map(|()| intact)
+    used.map(|()| intact)
 }
+
+/// What a device has of an instance's KV.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct KvPart {
+    layers: Range<u32>,
+    kv_heads: Range<u32>,
+    /// It has the pages whose number leaves the first as the remainder of the second, under their number
+    /// divided by the second.
+    pages: (u32, u32),
+    /// Whether it sends this; if not, an earlier one has it too.
+    sends: bool,
+}
+
+impl KvPart {
+    /// All of it.
+    pub(super) fn whole(layers: u32, kv_heads: u32) -> Self {
+        KvPart { layers: 0..layers, kv_heads: 0..kv_heads, pages: (0, 1), sends: true }
+    }
+
+    /// What each member has; none if it keeps no KV.
+    pub(super) fn of_members(partition: &Partition) -> Vec<Option<KvPart>> {
+        let holders = partition.page_holders();
+        let mut parts: Vec<Option<KvPart>> = Vec::new();
+        for share in partition.shares() {
+            let MemberShare { member, layers, kv_heads, .. } = share.clone();
+            // where pages are divided, the first member keeps none
+            let pages = if holders > 1 { (member.saturating_sub(1), holders) } else { (0, 1) };
+            let part = KvPart { layers, kv_heads, pages, sends: true };
+            let sends = !parts.iter().flatten().any(|earlier| earlier.has(&part));
+            parts.push(share.keeps_kv().then_some(KvPart { sends, ..part }));
+        }
+        parts
+    }
+
+    fn has(&self, other: &KvPart) -> bool {
+        let within = |own: &Range<u32>, its: &Range<u32>| own.start <= its.start && its.end <= own.end;
+        within(&self.layers, &other.layers)
+            && within(&self.kv_heads, &other.kv_heads)
+            && self.pages == other.pages
+    }
+}
+
+/// A device that keeps KV, and its memory for copies.
+struct Keeper {
+    /// Its number among the devices of the instance.
+    member: usize,
+    device: Arc<dyn Device>,
+    part: KvPart,
+    /// Keys and values of its layers.
+    pools: Vec<(Slice, Slice)>,
+    pages: Pages,
+    /// KV on its way, in the wire layout.
+    staged: Slice,
+}
+
+/// Tokens of a sequence in some layers: in the wire layout `[layers, tokens, 2, kv_heads, head_dim]`.
+#[derive(Clone, Debug)]
+pub(super) struct KvSpan<'a> {
+    pub(super) layers: Range<u32>,
+    /// The pages of the sequence.
+    pub(super) pages: &'a [u32],
+    pub(super) tokens: Range<u32>,
+    pub(super) wire: DType,
+}
+
+impl PieceId {
+    /// What it is in a sequence with these pages.
+    pub(super) fn span<'a>(&self, pages: &'a [u32], wire: DType) -> KvSpan<'a> {
+        let PieceId { layer, first, tokens, .. } = *self;
+        KvSpan { layers: layer..layer + 1, pages, tokens: first..first + tokens, wire }
+    }
+}
+
+/// What a device has of a span.
+struct OwnSpan {
+    layers: Range<u32>,
+    /// Its tokens, counted from the first one of the span.
+    rows: Vec<u32>,
+    /// Where they are in its pages.
+    slots: Vec<u32>,
+    bytes: u64,
+}
+
+/// The KV of an instance, by the devices that keep it.
+pub(super) struct InstanceKv {
+    /// Of all heads, in the instance's pages.
+    pub(super) shape: KvShape,
+    /// Layers of the whole model.
+    pub(super) layers: u32,
+    keepers: Vec<Keeper>,
+    /// The largest span, in bytes.
+    span_bytes_max: u64,
+    /// The largest span, in tokens.
+    span_tokens_max: u64,
+    /// A device's part in this process's memory.
+    packed: Vec<u8>,
+}
+
+/// A device of an instance, what it has of the KV, and its pools of keys and values by layer.
+pub(super) type DeviceKv = (Arc<dyn Device>, Option<KvPart>, Vec<(Slice, Slice)>);
+
+impl InstanceKv {
+    /// Allocates memory for copies of up to `bytes_max` bytes in the wire layout and of a token at least,
+    /// between host and `devices`.
+    ///
+    /// # Errors
+    /// Those of the devices, and `Invalid` if they have not every layer of every head and page once.
+    pub(super) fn new(
+        (shape, layers): (KvShape, u32),
+        devices: Vec<DeviceKv>,
+        bytes_max: u64,
+    ) -> Result<Self> {
+        let widest = shape.wire_token_bytes(DType::F32);
+        let span_bytes_max = bytes_max.max(widest);
+        let span_tokens_max = (span_bytes_max / (widest / 2)).max(u64::from(shape.page_tokens));
+        let mut keepers = Vec::new();
+        for (member, (device, part, pools)) in devices.into_iter().enumerate() {
+            let Some(part) = part else { continue };
+            if pools.len() != part.layers.len() {
+                let id = &device.info().id;
+                let (layers, pools) = (part.layers.len(), pools.len());
+                return Err(Error::invalid(format!("{id} has KV of {pools} layers and not of {layers}")));
+            }
+            let own = KvShape { kv_heads: to_u32(part.kv_heads.len()), ..shape };
+            keepers.push(Keeper {
+                member,
+                pools,
+                part,
+                pages: Pages::new(&*device, own, span_tokens_max)?,
+                staged: device.alloc(span_bytes_max, BufferUsage::Kv)?,
+                device,
+            });
+        }
+        let kv = InstanceKv { shape, layers, keepers, span_bytes_max, span_tokens_max, packed: Vec::new() };
+        if !kv.is_complete() {
+            let parts: Vec<_> = kv.keepers.iter().map(|keeper| &keeper.part).collect();
+            return Err(Error::invalid(format!("devices have no, or no single, part of some KV: {parts:?}")));
+        }
+        Ok(kv)
+    }
+
+    /// Whether each layer of each head in each page is sent by one device, so that all bytes of a span are
+    /// those that were asked for.
+    fn is_complete(&self) -> bool {
+        let parts = || self.keepers.iter().map(|keeper| &keeper.part).filter(|part| part.sends);
+        let divisor = parts().map(|part| part.pages.1).max().unwrap_or(1);
+        let senders = |layer: u32, head: u32, page: u32| {
+            let sent = parts().filter(|KvPart { layers, kv_heads, pages: (at, of), .. }| {
+                layers.contains(&layer) && kv_heads.contains(&head) && page % of == *at
+            });
+            sent.count()
+        };
+        (0..self.layers).all(|layer| {
+            (0..self.shape.kv_heads).all(|head| (0..divisor).all(|page| senders(layer, head, page) == 1))
+        })
+    }
+
+    /// The most tokens of a layer that are copied at a time.
+    pub(super) fn piece_tokens_max(&self, wire: DType) -> u32 {
+        to_u32((self.span_bytes_max / self.shape.wire_token_bytes(wire)).min(self.span_tokens_max))
+    }
+
+    /// Bytes of so many tokens of a layer.
+    pub(super) fn layer_bytes(&self, tokens: u32, wire: DType) -> u64 {
+        u64::from(tokens) * self.shape.wire_token_bytes(wire)
+    }
+
+    /// Reads a span into `place`, with the queues of all devices in their order.
+    ///
+    /// # Errors
+    /// Those of the devices.
+    pub(super) fn read(
+        &mut self,
+        queues: &mut [&mut dyn Queue],
+        span: &KvSpan<'_>,
+        place: &mut [u8],
+    ) -> Result<()> {
+        self.check(span, place.len())?;
+        let mut running: Vec<(&Keeper, OwnSpan, Ticket)> = Vec::new();
+        for keeper in self.keepers.iter().filter(|keeper| keeper.part.sends) {
+            let Some(own) = keeper.own(span) else { continue };
+            let list = keeper.copies(&own, span.wire, Pages::gather)?;
+            let ticket = queues[keeper.member].submit_for(&list, &[keeper.staged.range(0, own.bytes)])?;
+            running.push((keeper, own, ticket));
+        }
+        for (keeper, own, ticket) in running {
+            keeper.wait(queues, ticket)?;
+            let staged = keeper.staged.range(0, own.bytes);
+            let runs = Runs::of(&self.shape, &keeper.part, span, &own);
+            if let Some(run) = runs.only() {
+                keeper.device.read(&staged, &mut place[run])?;
+                continue;
+            }
+            self.packed.resize(to_usize(own.bytes), 0);
+            keeper.device.read(&staged, &mut self.packed)?;
+            let packed = &self.packed;
+            runs.each(&mut |whole, part| place[whole].copy_from_slice(&packed[part]));
+        }
+        Ok(())
+    }
+
+    /// Writes a span, with the queues of all devices in their order.
+    ///
+    /// # Errors
+    /// Those of the devices.
+    pub(super) fn write(
+        &mut self,
+        queues: &mut [&mut dyn Queue],
+        span: &KvSpan<'_>,
+        payload: &[u8],
+    ) -> Result<()> {
+        self.check(span, payload.len())?;
+        let mut running: Vec<(&Keeper, Ticket)> = Vec::new();
+        for keeper in &self.keepers {
+            let Some(own) = keeper.own(span) else { continue };
+            let staged = keeper.staged.range(0, own.bytes);
+            let runs = Runs::of(&self.shape, &keeper.part, span, &own);
+            if let Some(run) = runs.only() {
+                keeper.device.write(&staged, &payload[run])?;
+            } else {
+                self.packed.resize(to_usize(own.bytes), 0);
+                let packed = &mut self.packed;
+                runs.each(&mut |whole, part| packed[part].copy_from_slice(&payload[whole]));
+                keeper.device.write(&staged, &self.packed)?;
+            }
+            let list = keeper.copies(&own, span.wire, Pages::scatter)?;
+            running.push((keeper, queues[keeper.member].submit(&list)?));
+        }
+        running.into_iter().try_for_each(|(keeper, ticket)| keeper.wait(queues, ticket))
+    }
+
+    /// Copies the KV of a token from its page and back on the devices that have it, without the host.
+    ///
+    /// # Errors
+    /// Those of the devices.
+    pub(super) fn warm(&self, queues: &mut [&mut dyn Queue]) -> Result<()> {
+        let span = KvSpan { layers: 0..1, pages: &[0], tokens: 0..1, wire: self.shape.dtype };
+        for keeper in &self.keepers {
+            let Some(own) = keeper.own(&span) else { continue };
+            let mut list = keeper.copies(&own, span.wire, Pages::gather)?;
+            list.extend(keeper.copies(&own, span.wire, Pages::scatter)?);
+            let ticket = queues[keeper.member].submit(&list)?;
+            keeper.wait(queues, ticket)?;
+        }
+        Ok(())
+    }
+
+    fn check(&self, span: &KvSpan<'_>, bytes: usize) -> Result<()> {
+        let tokens = to_u32(span.tokens.len());
+        let expected = span.layers.len() as u64 * self.layer_bytes(tokens, span.wire);
+        let room = span.pages.len() as u64 * u64::from(self.shape.page_tokens);
+        let fits = expected <= self.span_bytes_max && u64::from(tokens) <= self.span_tokens_max;
+        if bytes as u64 != expected || !fits || u64::from(span.tokens.end) > room {
+            return Err(Error::invalid(format!("{bytes} bytes are not the KV of {span:?}")));
+        }
+        Ok(())
+    }
+}
+
+impl Keeper {
+    /// What it has of a span.
+    fn own(&self, span: &KvSpan<'_>) -> Option<OwnSpan> {
+        let KvPart { layers, pages: (at, of), .. } = &self.part;
+        let layers = layers.start.max(span.layers.start)..layers.end.min(span.layers.end);
+        let page_tokens = self.pages.shape.page_tokens;
+        let held = span.tokens.clone().filter_map(|token| {
+            let page = span.pages[(token / page_tokens) as usize];
+            let slot = page / of * page_tokens + token % page_tokens;
+            (page % of == *at).then_some((token - span.tokens.start, slot))
+        });
+        let (rows, slots): (Vec<u32>, Vec<u32>) = held.unzip();
+        let token_bytes = self.pages.shape.wire_token_bytes(span.wire);
+        let bytes = layers.len() as u64 * rows.len() as u64 * token_bytes;
+        (bytes > 0).then_some(OwnSpan { layers, rows, slots, bytes })
+    }
+
+    /// The commands that copy between its pages and its staged memory, one for each layer.
+    fn copies(
+        &self,
+        own: &OwnSpan,
+        wire: DType,
+        copy: impl Fn(&Pages, (&Slice, &Slice), Slice, (Slice, DType)) -> Result<Cmd>,
+    ) -> Result<Vec<Cmd>> {
+        let slots = self.pages.upload(&*self.device, &own.slots)?;
+        let layer_bytes = own.bytes / own.layers.len() as u64;
+        let of_layer = |(at, layer): (u64, u32)| {
+            let (k, v) = &self.pools[(layer - self.part.layers.start) as usize];
+            let staged = (self.staged.range(at * layer_bytes, layer_bytes), wire);
+            copy(&self.pages, (k, v), slots.clone(), staged)
+        };
+        (0..).zip(own.layers.clone()).map(of_layer).collect()
+    }
+
+    fn wait(&self, queues: &mut [&mut dyn Queue], ticket: Ticket) -> Result<()> {
+        let failed = |error: Error| error.context(format!("copying KV on {}", self.device.info().id));
+        queues[self.member].wait(ticket, COPY_TIMEOUT).map(drop).map_err(failed)
+    }
+}
+
+/// The runs of bytes that a device has of a span.
+struct Runs<'a> {
+    own: &'a OwnSpan,
+    /// Layers of the span before the device's first one, and tokens of the span.
+    before: usize,
+    tokens: usize,
+    /// Bytes of a row of all heads and of those of the device, and before these.
+    row: usize,
+    width: usize,
+    offset: usize,
+}
+
+impl<'a> Runs<'a> {
+    fn of(whole: &KvShape, part: &KvPart, span: &KvSpan<'_>, own: &'a OwnSpan) -> Self {
+        let head = whole.head_dim as usize * to_usize(span.wire.size_bytes());
+        Runs {
+            own,
+            before: (own.layers.start - span.layers.start) as usize,
+            tokens: span.tokens.len(),
+            row: whole.kv_heads as usize * head,
+            width: part.kv_heads.len() * head,
+            offset: part.kv_heads.start as usize * head,
+        }
+    }
+
+    /// All of them in the span, if they are one.
+    fn only(&self) -> Option<Range<usize>> {
+        let start = self.before * self.tokens * 2 * self.row;
+        let is_one = self.width == self.row && self.own.rows.len() == self.tokens;
+        is_one.then(|| start..start + to_usize(self.own.bytes))
+    }
+
+    /// Calls `copy` with each one in the span and in the device's part.
+    fn each(&self, copy: &mut dyn FnMut(Range<usize>, Range<usize>)) {
+        let mut at = 0;
+        for layer in 0..self.own.layers.len() {
+            for &token in &self.own.rows {
+                // keys, then values
+                for row in 0..2 {
+                    let place = ((self.before + layer) * self.tokens + token as usize) * 2 + row;
+                    let start = place * self.row + self.offset;
+                    copy(start..start + self.width, at..at + self.width);
+                    at += self.width;
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "pages_tests.rs"]
+mod tests;

@@ -102,7 +102,7 @@ impl Worker {
     fn probe(&mut self) -> Result<()> {
         let sent: [u8; PROBE_BYTES] = std::array::from_fn(|at| to_u8(at) ^ low_u8(self.env.random()));
         let half = PROBE_BYTES as u64;
-        let place = |at: u64| self.staging.landing.range(at * half, half);
+        let place = |at: u64| self.probed.range(at * half, half);
         let (source, target) = (place(0), place(1));
         self.device.write(&source, &sent)?;
         self.device.write(&target, &[0; PROBE_BYTES])?;

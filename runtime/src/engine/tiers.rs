@@ -9,13 +9,14 @@
 //! bf16 (16 tokens, 512 KiB) is read from a disk of 1 GB/s in 0.5 ms; to be as fast, a device would have to
 //! compute 30,000 tokens a second. The instance's step waits meanwhile; nothing runs beside a load.
 
-use super::pages::Pages;
+use super::pages::{InstanceKv, KvSpan};
 use super::pinning::Pinner;
-use super::worker::{Action, COPY_TIMEOUT, Worker};
+use super::worker::{Action, Worker, queues};
 use crate::engine::messages::FromWorker;
 use crate::env::SharedEnv;
 use crate::metrics::{DeviceLabels, Metrics, TierLabels};
-use crate::model::graph::Forward;
+use crate::model::ModelConfig;
+use crate::model::graph::StepShape;
 use crate::pool::{
     Kept, Lease, MakeRegion, Pool, PoolConfig, PoolError, PoolEvent, PoolStats, Snapshot, SsdConfig,
 };
@@ -23,7 +24,7 @@ use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use mixfleet_hal::cast::{to_i64, to_u32, to_usize};
 use mixfleet_hal::memory::Pinned;
-use mixfleet_hal::{BufferUsage, Cmd, Device, Error, Result, Slice};
+use mixfleet_hal::{Error, Result};
 use mixfleet_scheduler::batch::{Evicted, RequestId};
 use mixfleet_scheduler::cost::LinkCost;
 use mixfleet_scheduler::kv::{BlockHash, Tier};
@@ -45,14 +46,13 @@ pub struct LowerTiers {
 }
 
 impl LowerTiers {
-    /// Opens the pool of an instance, with the disk if its namespace is known already.
+    /// Opens the pool of an instance of such a model, with the disk if its namespace is known already.
     pub(super) fn open(
         self,
-        forward: &Forward,
+        (config, shape): (&ModelConfig, &StepShape),
         make_region: &MakeRegion,
     ) -> Result<(Pool, Option<PendingDisk>)> {
         let LowerTiers { dram_bytes, ssd, mut namespace } = self;
-        let (config, shape) = (forward.config(), forward.shape());
         let known = namespace.as_mut().now_or_never();
         let pool = PoolConfig {
             block_bytes: u64::from(shape.block_tokens) * config.kv_bytes_per_token(shape.kv),
@@ -88,16 +88,17 @@ impl PendingDisk {
     }
 }
 
-/// An instance's lower tiers, with device memory for one block in transit.
+/// An instance's lower tiers.
 pub(super) struct InstanceTiers {
+    /// The instance, in metrics.
+    device: String,
     pool: Pool,
     /// Pins the pool's host memory.
     _pinned: Vec<Pinned>,
-    /// The block in the wire layout, with all layers.
-    block: Slice, // [layers, page_tokens, 2, kv_heads, head_dim]
+    /// Bytes of a block: `[layers, page_tokens, 2, kv_heads, head_dim]`, as it is sent.
+    block_bytes: u64,
     /// Number of blocks that fit into host memory.
     dram_blocks: usize,
-    layers: usize,
     /// Whether the cost of loading from the disk was reported.
     reported_disk: bool,
     /// Measured seconds per byte from host memory to the device.
@@ -107,55 +108,26 @@ pub(super) struct InstanceTiers {
     counted: PoolStats,
 }
 
-#[derive(Clone, Copy)]
-enum CopyDirection {
-    Load,
-    Evict,
-}
-
 impl InstanceTiers {
-    /// Pins the pool's host memory, and allocates on the device.
-    pub(super) fn new(pool: Pool, device: &dyn Device, forward: &Forward, pinner: &Pinner) -> Result<Self> {
-        let (config, shape) = (forward.config(), forward.shape());
-        let block_bytes = u64::from(shape.block_tokens) * config.kv_bytes_per_token(shape.kv);
+    /// Pins the pool's host memory.
+    pub(super) fn new(device: String, pool: Pool, block_bytes: u64, pinner: &Pinner) -> Self {
         let dram_bytes: u64 = pool.regions().iter().map(|region| region.size_bytes()).sum();
-        Ok(InstanceTiers {
+        InstanceTiers {
+            device,
             _pinned: pool.regions().iter().filter_map(|region| pinner.pin(region)).collect(),
-            block: device.alloc(block_bytes, BufferUsage::Kv)?,
+            block_bytes,
             dram_blocks: to_usize(dram_bytes / block_bytes),
-            layers: config.layers as usize,
             reported_disk: false,
             pool,
             upload_s: 0.0,
             read_s: 0.0,
             counted: PoolStats::default(),
-        })
+        }
     }
 
     /// Begins a turn of the worker, which resets the time that it may wait for the disk.
     pub(super) fn begin_turn(&self) {
         self.pool.begin_turn();
-    }
-
-    /// Copies between the staged block and `page`, in all layers.
-    fn copies(
-        &self,
-        device: &dyn Device,
-        forward: &Forward,
-        pages: &Pages,
-        page: u32,
-        direction: CopyDirection,
-    ) -> Result<Vec<Cmd>> {
-        let slots = pages.slots(device, &[page], 0..pages.shape.page_tokens)?;
-        let layer_bytes = self.block.bytes / self.layers as u64;
-        let copy = |layer: usize| {
-            let staged = (self.block.range(layer as u64 * layer_bytes, layer_bytes), pages.shape.dtype);
-            match direction {
-                CopyDirection::Evict => pages.gather(forward, layer, slots.clone(), staged),
-                CopyDirection::Load => pages.scatter(forward, layer, slots.clone(), staged),
-            }
-        };
-        (0..self.layers).map(copy).collect()
     }
 
     /// Number of blocks that fit into host memory.
@@ -188,7 +160,7 @@ impl InstanceTiers {
     /// Learns from `blocks` that were read from the disk in `seconds`. True if the cost must be reported
     /// again.
     fn learn(&mut self, blocks: u64, seconds: f64) -> bool {
-        let measured = seconds / (blocks * self.block.bytes).max(1) as f64;
+        let measured = seconds / (blocks * self.block_bytes).max(1) as f64;
         let (told, is) = (self.upload_s + self.read_s, self.upload_s + measured);
         let off = is > told * COST_DRIFT || told > is * COST_DRIFT;
         if off {
@@ -197,9 +169,10 @@ impl InstanceTiers {
         off
     }
 
-    fn count(&mut self, device: &str, metrics: &Metrics) {
+    fn count(&mut self, metrics: &Metrics) {
+        let device = &self.device;
         let now = self.pool.stats();
-        let labels = |tier| TierLabels { device: device.into(), tier };
+        let labels = |tier| TierLabels { device: device.clone(), tier };
         for (tier, hits, before, blocks) in [
             ("dram", now.hits_dram, self.counted.hits_dram, now.dram_blocks),
             ("ssd", now.hits_ssd, self.counted.hits_ssd, now.ssd_blocks),
@@ -210,10 +183,16 @@ impl InstanceTiers {
         metrics.kv_tier_out.get_or_create(&labels("ssd")).set(i64::from(now.ssd_out.is_some()));
         let outages = now.ssd_outages - self.counted.ssd_outages;
         metrics.kv_tier_outages.get_or_create(&labels("ssd")).inc_by(outages);
-        let bad = metrics.kv_tier_bad.get_or_create(&DeviceLabels { device: device.into() }).clone();
+        let bad = metrics.kv_tier_bad.get_or_create(&DeviceLabels { device: device.clone() }).clone();
         bad.inc_by(now.bad - self.counted.bad);
         self.counted = now;
     }
+}
+
+/// All layers of a page.
+fn block<'a>(kv: &InstanceKv, page: &'a u32) -> KvSpan<'a> {
+    let (pages, tokens) = (std::slice::from_ref(page), 0..kv.shape.page_tokens);
+    KvSpan { layers: 0..kv.layers, pages, tokens, wire: kv.shape.dtype }
 }
 
 fn refused(error: PoolError) -> Error {
@@ -226,19 +205,17 @@ fn refused(error: PoolError) -> Error {
 impl Worker {
     /// Reports the blocks that lower tiers hold from before, and the measured cost of loading them.
     pub(super) fn begin_tiers(&mut self) -> Result<()> {
-        let Some(below) = &mut self.below else { return Ok(()) };
+        let Worker { below: Some(below), env, kv, queue, copies, others, .. } = self else { return Ok(()) };
         // The contents do not matter: slot 0 and page 0 are not used yet.
-        let (slot, bytes) = (below.pool.regions()[0].clone(), below.block.bytes);
+        let (slot, bytes) = (below.pool.regions()[0].clone(), below.block_bytes);
+        let (span, mut queues) = (block(kv, &0), queues(queue, copies, others));
         let mut least = f64::INFINITY;
         for _ in 0..3 {
-            let start = self.env.now();
+            let start = env.now();
             let mut written = Ok(());
-            slot.view(0, bytes, &mut |payload| written = self.device.write(&below.block, payload))?;
+            slot.view(0, bytes, &mut |payload| written = kv.write(&mut queues, &span, payload))?;
             written?;
-            let list = below.copies(&*self.device, &self.forward, &self.pages, 0, CopyDirection::Load)?;
-            let ticket = self.queue.submit(&list)?;
-            self.queue.wait(ticket, COPY_TIMEOUT)?;
-            least = least.min((self.env.now() - start).0);
+            least = least.min((env.now() - start).0);
         }
         below.upload_s = least / bytes as f64;
         let held = below.pool.begin_to_follow();
@@ -283,19 +260,16 @@ impl Worker {
     /// Copies evicted blocks to lower tiers before they are overwritten. If `lease` leaves no room for them,
     /// it is dropped: the disk keeps its blocks.
     pub(super) fn keep_evicted(&mut self, actions: &[Action], lease: &mut Option<Lease>) -> Result<()> {
-        let Worker { below: Some(below), device, queue, forward, pages, .. } = self else { return Ok(()) };
+        let Worker { below: Some(below), kv, queue, copies, others, .. } = self else { return Ok(()) };
         let evicted = actions.iter().filter_map(|a| if let Action::Evicted(e) = a { Some(e) } else { None });
         let mut evicted = evicted.flatten().peekable();
         if evicted.peek().is_none() {
             return Ok(());
         }
+        let mut queues = queues(queue, copies, others);
         let mut keep = |Evicted { hash, tokens, page }: &Evicted<Box<[u32]>>| {
-            below.pool.keep(*hash, tokens, &mut |place| {
-                let list = below.copies(&**device, forward, pages, *page, CopyDirection::Evict)?;
-                let ticket = queue.submit(&list)?;
-                queue.wait(ticket, COPY_TIMEOUT)?;
-                device.read(&below.block, place)
-            })
+            let span = block(kv, page);
+            below.pool.keep(*hash, tokens, &mut |place| kv.read(&mut queues, &span, place))
         };
         for block in evicted {
             if keep(block)? == Kept::Full && below.pool.has_disk() && lease.take().is_some() {
@@ -323,15 +297,13 @@ impl Worker {
         while let Some(held) = lease.take() {
             let mut came = 0;
             for (at, &page) in (0..held.len()).zip(&pages[done..]) {
-                let Some(below) = &self.below else { return Ok(0) };
+                let Worker { kv, queue, copies, others, .. } = self;
+                let (span, mut queues) = (block(kv, &page), queues(queue, copies, others));
                 let mut written = Ok(());
-                if !held.view(at, &mut |payload| written = self.device.write(&below.block, payload))? {
+                if !held.view(at, &mut |payload| written = kv.write(&mut queues, &span, payload))? {
                     break;
                 }
                 written?;
-                let list =
-                    below.copies(&*self.device, &self.forward, &self.pages, page, CopyDirection::Load)?;
-                self.run_now(&list)?;
                 came += 1;
             }
             let tokens_each = tokens.len() / chain.len();
@@ -349,7 +321,7 @@ impl Worker {
     /// Reports the pool's events in order, and counts them.
     pub(super) fn report_tiers(&mut self) {
         let Some(below) = &mut self.below else { return };
-        below.count(&self.device.info().id, &self.metrics);
+        below.count(&self.metrics);
         let events = below.pool.take_events();
         if !below.reported_disk && below.pool.has_disk() {
             self.tell_costs();

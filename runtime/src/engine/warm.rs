@@ -2,7 +2,7 @@
 //! compiles a kernel when it is first used, and records a step of decodes when it first comes.
 
 use super::fault;
-use super::worker::{COPY_TIMEOUT, Worker};
+use super::worker::{Worker, queues};
 use crate::model::draws::DrawInput;
 use crate::model::graph::StepInput;
 use crate::request::Sampling;
@@ -82,15 +82,7 @@ impl Worker {
 
     /// Copies the KV of a token from its page and back.
     fn copy_once(&mut self) -> Result<()> {
-        let kv = self.pages.shape;
-        let slots = self.pages.slots(&*self.device, &[0], 0..1)?;
-        let wire = self.staging.gathered(0, 0, kv.wire_token_bytes(kv.dtype));
-        let list = [
-            self.pages.gather(&self.forward, 0, slots.clone(), (wire.clone(), kv.dtype))?,
-            self.pages.scatter(&self.forward, 0, slots, (wire, kv.dtype))?,
-        ];
-        let ticket = self.queue.submit(&list)?;
-        self.queue.wait(ticket, COPY_TIMEOUT)?;
-        Ok(())
+        let Worker { kv, queue, copies, others, .. } = self;
+        kv.warm(&mut queues(queue, copies, others))
     }
 }

@@ -14,7 +14,7 @@ use super::health::HealthWatch;
 use super::incoming::Incoming;
 use super::members::OtherMembers;
 use super::messages::{FromPeer, FromWorker, KvMessage, Report, Source, ToWorker, Transfer};
-use super::pages::Pages;
+use super::pages::InstanceKv;
 use super::recordings::Recordings;
 use super::tiers::InstanceTiers;
 use crate::env::{SharedEnv, yield_now};
@@ -26,7 +26,7 @@ use crate::request::{Failure, FinishReason, GenerateRequest};
 use crate::sampling::Penalties;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::Seconds;
-use mixfleet_hal::{Cmd, Device, Error, Queue, Result, Ticket};
+use mixfleet_hal::{Device, Queue, Result, Slice, Ticket};
 use mixfleet_scheduler::batch::{
     BatchLimits, BatchLoad, Instance, RequestId, Sampled, Step, StepSequence, TokenIds,
 };
@@ -85,8 +85,12 @@ pub(super) struct Worker {
     pub(super) active: HashMap<RequestId, Active>,
     /// KV that is sent to others, by request: at most one transfer each.
     pub(super) outgoing: HashMap<RequestId, Outgoing>,
-    pub(super) staging: Staging,
-    pub(super) pages: Pages,
+    /// Of an only device, for what it sends during steps.
+    pub(super) staging: Option<Staging>,
+    /// The KV in the pages of the device or devices.
+    pub(super) kv: InstanceKv,
+    /// Memory on the device for what it is probed with.
+    pub(super) probed: Slice,
     /// The tiers that store evicted KV.
     pub(super) below: Option<InstanceTiers>,
     pub(super) courier: Courier,
@@ -314,6 +318,7 @@ impl Worker {
             let groups = self.cost.decode_groups(&prompts, sequences, kv_tokens);
             let first = MemberRun { device, queue, forward };
             let rows = members.run(first, &parts, members.pieces(groups), self.step_timeout)?;
+            self.queue_computed(step);
             return self.draw(step, rows);
         }
         let pass = self.forward.begin(&*self.device, &parts)?;
@@ -418,14 +423,17 @@ impl Worker {
         self.stop_all_to(peer)?;
         self.lender_down(peer)
     }
+}
 
-    /// Copies KV and waits for it: beside a step that runs, if the device can.
-    pub(super) fn run_now(&mut self, list: &[Cmd]) -> Result<()> {
-        let queue = self.copies.as_mut().unwrap_or(&mut self.queue);
-        let ticket = queue.submit(list)?;
-        queue.wait(ticket, COPY_TIMEOUT).map_err(|error: Error| error.context("copying KV"))?;
-        Ok(())
-    }
+/// The queues that copy KV, in the order of members: the first device's own for that if it has one.
+pub(super) fn queues<'a>(
+    queue: &'a mut Box<dyn Queue>,
+    copies: &'a mut Option<Box<dyn Queue>>,
+    others: &'a mut Option<OtherMembers>,
+) -> Vec<&'a mut dyn Queue> {
+    let mut all: Vec<&mut dyn Queue> = vec![&mut **copies.as_mut().unwrap_or(queue)];
+    all.extend(others.iter_mut().flat_map(OtherMembers::queues));
+    all
 }
 
 /// The input of the forward pass for a sequence.

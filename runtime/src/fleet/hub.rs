@@ -104,12 +104,10 @@ impl WorkerProcess {
             metrics: metrics.clone(),
         };
         let ids: Vec<InstanceId> = instances.iter().map(|(id, ..)| *id).collect();
-        let mut exchange = Vec::new();
         for (id, loaded, cost) in instances {
-            exchange.extend(loaded.exchanges_kv().then_some(id));
             loaded.start(id, cost, &surroundings)?;
         }
-        crate::engine::join(&exchange, &surroundings);
+        crate::engine::join(&ids, &surroundings);
         drop(surroundings);
         let (events, told) = mpsc::channel(EVENTS_MAX);
         let (given, commands) = mpsc::channel(GIVEN_MAX);

@@ -86,6 +86,11 @@ impl AttentionMember {
         })
     }
 
+    /// The pools of keys and values of each layer.
+    pub fn kv_pools(&self) -> &[(Slice, Slice)] {
+        self.attention.pools()
+    }
+
     /// Uploads what it is told of a step. Parts with one token come first. No earlier step may still run.
     ///
     /// # Errors

@@ -206,10 +206,9 @@ impl Attention {
         &self.windows
     }
 
-    /// The K and V pools of `layer`.
-    pub(super) fn pools(&self, layer: usize) -> (&Slice, &Slice) {
-        let (k, v) = &self.pools[layer];
-        (k, v)
+    /// The pools of keys and values of each layer.
+    pub(super) fn pools(&self) -> &[(Slice, Slice)] {
+        &self.pools
     }
 
     /// Appends KV write and attention of layer `at`: decodes first, then prefills.

@@ -232,13 +232,9 @@ impl Forward {
         self.weights.as_ref().ok_or_else(none)
     }
 
-    /// The K and V pools of `layer`.
-    ///
-    /// # Errors
-    /// `Unsupported` on a member that keeps no KV.
-    pub fn pools(&self, layer: usize) -> Result<(&Slice, &Slice)> {
-        let none = || Error::unsupported("this member keeps no KV");
-        self.attention.as_ref().map(|attention| attention.pools(layer)).ok_or_else(none)
+    /// The pools of keys and values of each layer here; none on a member that keeps no KV.
+    pub fn kv_pools(&self) -> &[(Slice, Slice)] {
+        self.attention.as_ref().map_or(&[], Attention::pools)
     }
 
     /// Uploads the inputs of a step. Parts with one token come first. No earlier step may still run, since it

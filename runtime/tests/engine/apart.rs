@@ -339,7 +339,6 @@ fn an_instance_with_attention_apart_answers_beside_one_of_a_single_device() {
             });
             for (answer, expected) in answers.iter().zip(&expected) {
                 assert_eq!((&answer.tokens, &answer.failure), (expected, &None), "by {split}");
-                assert!(answer.placed.iter().all(|(prefill, decode)| prefill == decode), "no KV moves");
             }
             assert_eq!(fleet.panics(), 0);
         }

@@ -14,6 +14,7 @@ mod events;
 mod exposed;
 mod kv_nodes;
 mod learns;
+mod moved;
 mod overlap;
 mod parts;
 mod pinned;

@@ -32,12 +32,16 @@ fn conversation(checkpoint: &Checkpoint, seed: u64) -> Vec<Case> {
     (0..TURNS).map(turn).collect()
 }
 
-fn conversations(checkpoint: &Checkpoint, seeds: std::ops::Range<u64>) -> Arc<Vec<Vec<Case>>> {
+pub(super) fn conversations(checkpoint: &Checkpoint, seeds: std::ops::Range<u64>) -> Arc<Vec<Vec<Case>>> {
     Arc::new(seeds.map(|seed| conversation(checkpoint, seed)).collect())
 }
 
 /// Runs all conversations at once and checks their answers; returns the cached tokens by conversation.
-fn converse(fleet: &TestFleet, env: &SeededEnv, conversations: &Arc<Vec<Vec<Case>>>) -> Vec<Vec<u32>> {
+pub(super) fn converse(
+    fleet: &TestFleet,
+    env: &SeededEnv,
+    conversations: &Arc<Vec<Vec<Case>>>,
+) -> Vec<Vec<u32>> {
     let handle = fleet.start(Arc::new(env.clone()));
     let (conversations, world) = (conversations.clone(), env.clone());
     env.run(async move {

@@ -3,11 +3,15 @@
 #![allow(dead_code, reason = "each test file uses a part of it")]
 
 pub(crate) mod clock;
+mod memory;
 pub(crate) mod wayward;
 
+pub(crate) use memory::Log;
+
 use futures_util::future::BoxFuture;
+use memory::Rotting;
 use mixfleet_hal::fault::FaultPlan;
-use mixfleet_hal::memory::{Mapping, SharedMemory};
+use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::transport::Transport;
 use mixfleet_hal::{DType, Device};
@@ -26,12 +30,13 @@ use mixfleet_runtime::pool::{MakeRegion, SSD_TIMEOUT, SsdConfig};
 use mixfleet_runtime::request::{
     EngineHandle, FinishReason, GenerateRequest, Hints, Sampling, ServiceTier, Update,
 };
-use mixfleet_scheduler::cost::{AttnSplit, Coefficients, DecodeCoefficients, Partition, PrefillCoefficients};
+use mixfleet_scheduler::cost::{
+    AttnSplit, Coefficients, DecodeCoefficients, MemberShare, Partition, PrefillCoefficients,
+};
 use mixfleet_scheduler::fleet::{FleetConfig, Policy, Replicate, Role};
 use mixfleet_simulated::FaultyDevice;
 use mixfleet_wire::{FaultyTransport, HostRegion, InProcessTransport};
 use std::future::ready;
-use std::io::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -39,12 +44,13 @@ use std::time::Duration;
 /// Number of blocks of a KV node, more than any test uses.
 const KV_NODE_BLOCKS: u64 = 400;
 
-fn usage(metrics: &Metrics, member: usize) -> f64 {
-    let labels = DeviceLabels { device: format!("device{member}") };
+fn usage(metrics: &Metrics, instance: &str) -> f64 {
+    let labels = DeviceLabels { device: instance.to_owned() };
     metrics.kv_cache_usage.get_or_create(&labels).get()
 }
 
 /// A request with its expected answer.
+#[derive(Clone)]
 pub(crate) struct Case {
     pub(crate) prompt: Vec<u32>,
     pub(crate) expected: Vec<u32>,
@@ -103,33 +109,6 @@ struct Member {
     partition: Partition,
 }
 
-/// Host memory with bit flips.
-struct Rotting {
-    memory: HostRegion,
-    rots: Arc<AtomicBool>,
-}
-
-impl SharedMemory for Rotting {
-    fn size_bytes(&self) -> u64 {
-        self.memory.size_bytes()
-    }
-
-    fn view(&self, offset: u64, bytes: u64, look: &mut dyn FnMut(&[u8])) -> mixfleet_hal::Result<()> {
-        if self.rots.load(Ordering::Relaxed) {
-            self.memory.update(offset, bytes, &mut |bytes| bytes[bytes.len() / 2] ^= 1)?;
-        }
-        self.memory.view(offset, bytes, look)
-    }
-
-    fn update(&self, offset: u64, bytes: u64, change: &mut dyn FnMut(&mut [u8])) -> mixfleet_hal::Result<()> {
-        self.memory.update(offset, bytes, change)
-    }
-
-    fn mapping(&self) -> Option<Mapping> {
-        self.memory.mapping()
-    }
-}
-
 /// The configuration of a fleet.
 pub(crate) struct TestFleet {
     checkpoint: Checkpoint,
@@ -148,32 +127,13 @@ pub(crate) struct TestFleet {
     /// Bits of host memory flip when blocks below devices are looked at.
     rots: Arc<AtomicBool>,
     disk_known: Mutex<Option<BoxFuture<'static, Option<u64>>>>,
+    /// The names of the instances, once they are started.
+    names: Mutex<Vec<String>>,
     regions: Arc<MakeRegion>,
 }
 
 fn host_region(bytes: u64) -> mixfleet_hal::Result<Arc<dyn SharedMemory>> {
     Ok(Arc::new(HostRegion::new(bytes as usize)?))
-}
-
-/// An event log in memory.
-#[derive(Clone, Default)]
-pub(crate) struct Log(Arc<Mutex<Vec<u8>>>);
-
-impl Log {
-    pub(crate) fn text(&self) -> String {
-        String::from_utf8(self.0.lock().unwrap().clone()).unwrap()
-    }
-}
-
-impl Write for Log {
-    fn write(&mut self, data: &[u8]) -> std::io::Result<usize> {
-        self.0.lock().unwrap().extend_from_slice(data);
-        Ok(data.len())
-    }
-
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
 }
 
 impl TestFleet {
@@ -191,6 +151,7 @@ impl TestFleet {
             lower: None,
             rots: Arc::default(),
             disk_known: Mutex::default(),
+            names: Mutex::default(),
             regions: Arc::new(host_region),
         }
     }
@@ -239,7 +200,7 @@ impl TestFleet {
 
     /// Number of outages of a member's disk.
     pub(crate) fn outages(&self, member: usize) -> u64 {
-        let labels = TierLabels { device: format!("device{member}"), tier: "ssd" };
+        let labels = TierLabels { device: self.name_of(member), tier: "ssd" };
         self.metrics.kv_tier_outages.get_or_create(&labels).get()
     }
 
@@ -251,13 +212,13 @@ impl TestFleet {
 
     /// Number of blocks that came from `tier` of a member.
     pub(crate) fn tier_hits(&self, member: usize, tier: &'static str) -> u64 {
-        let labels = TierLabels { device: format!("device{member}"), tier };
+        let labels = TierLabels { device: self.name_of(member), tier };
         self.metrics.kv_tier_hits.get_or_create(&labels).get()
     }
 
     /// Number of blocks of a member's disk that were found damaged.
     pub(crate) fn bad_blocks(&self, member: usize) -> u64 {
-        let labels = DeviceLabels { device: format!("device{member}") };
+        let labels = DeviceLabels { device: self.name_of(member) };
         self.metrics.kv_tier_bad.get_or_create(&labels).get()
     }
 
@@ -302,6 +263,17 @@ impl TestFleet {
         let weights: Vec<_> = stages.iter().map(|count| vec![1.0; *count]).collect();
         let partition = self.checkpoint.config.in_stages(&weights).unwrap();
         self.add((Role::Auto, 8, DType::F32), device, others, partition)
+    }
+
+    /// Adds devices that have the model as `partition` says, in this role and with such blocks.
+    pub(crate) fn with_partition(
+        self,
+        kind: (Role, u32, DType),
+        mut devices: Vec<Arc<dyn Device>>,
+        partition: Partition,
+    ) -> Self {
+        let others = devices.split_off(1);
+        self.add(kind, devices.remove(0), others, partition)
     }
 
     /// Adds a device with the weights, and devices that attend for it and divide the KV so.
@@ -377,7 +349,17 @@ impl TestFleet {
 
     /// The last reported share of blocks in use.
     pub(crate) fn usage_of(&self, member: usize) -> f64 {
-        usage(&self.metrics, member)
+        usage(&self.metrics, &self.name_of(member))
+    }
+
+    /// A started instance's name.
+    fn name_of(&self, member: usize) -> String {
+        self.names.lock().unwrap()[member].clone()
+    }
+
+    /// Bytes of KV that were sent.
+    pub(crate) fn sent_bytes(&self) -> u64 {
+        self.metrics.kv_sent_bytes.get()
     }
 
     pub(crate) fn start(&self, env: SharedEnv) -> EngineHandle {
@@ -390,10 +372,17 @@ impl TestFleet {
                 false => self.checkpoint.place_share(&**device, share, &mut |_, _| {}).unwrap(),
             };
             let block_bytes = u64::from(member.block_tokens) * config.kv_bytes_per_token(member.kv);
+            let blocks = self.blocks * 8 / member.block_tokens;
+            // a device that has a part of the KV has memory for as many blocks
+            let kv_bytes = |share: &MemberShare| {
+                let token_bytes = config.of_member(share).kv_bytes_per_token(member.kv);
+                let own_blocks = blocks.div_ceil(partition.page_holders());
+                u64::from(member.block_tokens * own_blocks) * token_bytes
+            };
             let limits = InstanceLimits {
                 activations: DType::F32,
                 kv: member.kv,
-                kv_bytes: block_bytes * u64::from(self.blocks * 8 / member.block_tokens),
+                kv_bytes: kv_bytes(&partition.shares()[0]),
                 step_tokens_max: 24,
                 prefill_tokens_beside_decode_max: Some(12),
                 sequences_max: 8,
@@ -414,7 +403,7 @@ impl TestFleet {
                 member.others.iter().zip(&partition.shares()[1..]).map(|(device, share)| MemberSpec {
                     device: device.clone(),
                     weights: place(device, share),
-                    kv_bytes: limits.kv_bytes,
+                    kv_bytes: kv_bytes(share),
                 });
             let loaded = match member.others.is_empty() {
                 true => Loaded::new(&config, spec).unwrap(),
@@ -445,6 +434,7 @@ impl TestFleet {
             (loaded, cost)
         });
         let instances: Vec<_> = instances.collect();
+        *self.names.lock().unwrap() = instances.iter().map(|(loaded, _)| loaded.id()).collect();
         let events = self.log.clone().map(|log| EventLog::start(&env, Box::new(log)).0);
         let parts = EngineParts {
             // It is the same in every engine, so that they can find each other's blocks.
@@ -470,12 +460,12 @@ impl TestFleet {
     }
 
     /// The largest share of blocks in use on any instance, once every worker had time to notice.
-    async fn settled_usage(metrics: Metrics, members: usize, env: &SeededEnv) -> f64 {
+    async fn settled_usage(metrics: Metrics, names: &[String], env: &SeededEnv) -> f64 {
         for _ in 0..20 {
             env.sleep(Duration::from_secs(1)).await;
             yield_now().await;
         }
-        (0..members).map(|member| usage(&metrics, member)).fold(0.0, f64::max)
+        names.iter().map(|name| usage(&metrics, name)).fold(0.0, f64::max)
     }
 
     pub(crate) fn run_one(&self, env: &SeededEnv, prompt: Vec<u32>, count: u32) -> ReceivedAnswer {
@@ -486,8 +476,8 @@ impl TestFleet {
     /// Runs all requests at once; every answer must be the expected one. Returns the blocks' usage
     /// afterwards.
     pub(crate) fn run_many(&self, env: &SeededEnv, cases: Vec<Case>) -> f64 {
-        let (handle, metrics, members) =
-            (self.start(Arc::new(env.clone())), self.metrics.clone(), self.members.len());
+        let (handle, metrics) = (self.start(Arc::new(env.clone())), self.metrics.clone());
+        let names = self.names.lock().unwrap().clone();
         let world = env.clone();
         env.run(async move {
             let mut answers = Vec::new();
@@ -508,7 +498,7 @@ impl TestFleet {
                 assert_eq!(answer.failure, None);
                 assert_eq!(answer.tokens, case.expected, "{world:?}: prompt {:?}", case.prompt);
             }
-            TestFleet::settled_usage(metrics, members, &world).await
+            TestFleet::settled_usage(metrics, &names, &world).await
         })
     }
 
@@ -529,8 +519,8 @@ impl TestFleet {
 
     /// Runs clients that disconnect after some tokens. Returns the blocks' usage afterwards.
     pub(crate) fn run_leavers(&self, env: &SeededEnv, seed: u64, count: u64) -> f64 {
-        let (handle, metrics, members) =
-            (self.start(Arc::new(env.clone())), self.metrics.clone(), self.members.len());
+        let (handle, metrics) = (self.start(Arc::new(env.clone())), self.metrics.clone());
+        let names = self.names.lock().unwrap().clone();
         let (world, config) = (env.clone(), self.checkpoint.config.clone());
         env.run(async move {
             let mut rng = Stream::new(seed);
@@ -553,7 +543,7 @@ impl TestFleet {
             for end in ends {
                 let _ = end.await;
             }
-            TestFleet::settled_usage(metrics, members, &world).await
+            TestFleet::settled_usage(metrics, &names, &world).await
         })
     }
 }

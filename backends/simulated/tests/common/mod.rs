@@ -165,7 +165,7 @@ impl Rig {
         };
         let bytes = u64::from(2 * tokens * kv_heads * head_dim) * wire.size_bytes();
         let out = self.device.alloc(bytes, BufferUsage::Staging).unwrap();
-        let (k, v) = self.forward.pools(layer).unwrap();
+        let (k, v) = &self.forward.kv_pools()[layer];
         let args = [self.upload(slots), k.clone(), v.clone(), out.clone()];
         self.run(&[Cmd::new(sig, &args).unwrap()]);
         self.read(&out)
@@ -181,7 +181,7 @@ impl Rig {
         };
         let from = self.device.alloc(data.len() as u64, BufferUsage::Staging).unwrap();
         self.device.write(&from, data).unwrap();
-        let (k, v) = self.forward.pools(layer).unwrap();
+        let (k, v) = &self.forward.kv_pools()[layer];
         let args = [from, self.upload(slots), k.clone(), v.clone()];
         self.run(&[Cmd::new(sig, &args).unwrap()]);
     }

@@ -4,10 +4,9 @@ use super::join::Join;
 use super::transports::{self, Offered, PIECE_TIMEOUT};
 use super::{RouterArgs, WorkerArgs, node};
 use crate::Usage;
-use crate::args::DeviceRole;
-use crate::backends;
 use crate::connections::{is_loopback, raise_descriptors, watch};
 use crate::digest::Digest;
+use crate::remote::RemoteArgs;
 use crate::serve::{self, Around, Signals};
 use crate::start;
 use crate::tiers::Pools;
@@ -251,12 +250,12 @@ async fn load(
         return Ok((vec![(loaded, cost)], vec![price]));
     }
     let mut chosen = serve::chosen(&args.instances);
+    chosen.remote = RemoteArgs::new(args.join.token_file.clone(), args.join.tls.clone());
     for device in &mut chosen.devices {
         if device.role == Role::Auto {
             device.role = args.role;
         }
     }
-    check_movable(&chosen.devices)?;
     let model_args = args.model.clone();
     let loading = tokio::task::spawn_blocking(move || {
         let loaded = start::instances(&model, &model_args, &chosen, (&identity, &digest), &env)?;
@@ -264,18 +263,6 @@ async fn load(
         Ok((loaded, prices))
     });
     loading.await.context("loading was cut short")?
-}
-
-/// Refuses several devices as one instance where other processes may send it KV or ask for some.
-fn check_movable(devices: &[DeviceRole]) -> Result<()> {
-    for DeviceRole { device, .. } in devices {
-        if backends::members(device)?.len() > 1 {
-            let message =
-                format!("{device}: several devices as one instance serve in 'serve' and 'generate' only yet");
-            return Err(Usage(message).into());
-        }
-    }
-    Ok(())
 }
 
 fn record(id: InstanceId, loaded: &Loaded, usd_per_hour: Option<f64>) -> InstanceRecord {

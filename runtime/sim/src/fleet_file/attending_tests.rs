@@ -86,4 +86,6 @@ fn what_cannot_be_apart_is_refused_with_the_key_and_the_reason() {
     says("llama-3.1-8b", "device = 'attn:L4,L4'\nattn_split = 'layer'", &["attn_split", "head"]);
     says("llama-3.1-8b", "device = 'attn:L4,L4'\npipeline_stages = 2", &["pipeline_stages", "attn:"]);
     says("llama-3.1-70b", "device = 'attn:H100-SXM-80GB,L4'", &["the model does not fit"]);
+    says("llama-3.1-8b", "device = 'L4'\nrole = 'attention'", &["role", "device = \"attn:A,B\"", "decode"]);
+    says("llama-3.1-8b", "device = 'L4'\nrole = 'decoder'", &["unknown variant", "`decode`"]);
 }

@@ -4,7 +4,8 @@ use super::{PoolLink, PoolSlowdown, Routing, Slo};
 use mixfleet_scheduler::cost::{DecodeCoefficients, PrefillCoefficients};
 use mixfleet_scheduler::fleet::Role;
 use mixfleet_scheduler::kv::CachePolicy;
-use serde::Deserialize;
+use serde::de::{Error, IntoDeserializer};
+use serde::{Deserialize, Deserializer};
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -92,11 +93,23 @@ pub(super) struct Engine {
     pub(super) max_sequences: Option<u32>,
 }
 
+/// A role by its name. Attention is none: it is a part of an instance, whose KV others may fill.
+fn role<'de, D: Deserializer<'de>>(from: D) -> Result<Role, D::Error> {
+    let name = String::deserialize(from)?;
+    if name == "attention" {
+        return Err(D::Error::custom(
+            "attention is no role: devices that attend are in one instance with those that have the weights; give \
+             role = \"decode\" or \"auto\", and device = \"attn:A,B\" with attn_devices for the number of B",
+        ));
+    }
+    Role::deserialize(name.into_deserializer())
+}
+
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct RawPool {
     pub(super) name: String,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "role")]
     pub(super) role: Role,
     #[serde(default)]
     pub(super) flexible: bool,
