@@ -20,6 +20,7 @@ part() {
 
 part soak hwtests/soak.sh --minutes 30 --clients 200 --out "$logs/soak.json"
 part chaos env MIXFLEET_CHAOS_SEEDS=0..20000 cargo test -p mixfleet-runtime --test all every_request -- --nocapture
+part members env MIXFLEET_CHAOS_SEEDS=0..5000 cargo test -p mixfleet-runtime --test all members_that -- --nocapture
 part agree env MIXFLEET_AGREE_SEEDS=3 cargo test -p mixfleet-runtime --test all -- --nocapture agree::
 part seeds env MIXFLEET_SIM_SEEDS=3 cargo test -p mixfleet-sim --test all -- --nocapture with_equal_prices prediction_answers
 part golden env MIXFLEET_GOLDEN=full MIXFLEET_WGPU_LEVEL=full cargo test -p mixfleet --features full --test all -- --nocapture golden::

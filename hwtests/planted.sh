@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Plants bugs in a copy of the tree, one at a time: the chaos test must find each within 1,000 seeds, or another test where one is
-# named.
+# named, as for those of instances over several devices.
 #   hwtests/planted.sh [DIRECTORY for the copy and its build; default target/planted]
 #   hwtests/planted.sh --applies    only says which of them no longer apply to the source
 set -euo pipefail
@@ -102,6 +102,21 @@ plant "what a silent watch does not tell is never read" runtime/src/fleet/regist
     's/if whole_roll {/if whole_roll \&\& false {/'
 plant "a router takes any number of requests" scheduler/src/fleet/place/mod.rs \
     's/if requests >= requests_max \&\& arrival/if requests >= requests_max.max(usize::MAX) \&\& arrival/'
+plant "how a batch of a member ended is not looked at" runtime/src/model/divided.rs \
+    's/member.queue.wait(ticket, timeout).map_err(failed)?;/let _ = member.queue.wait(ticket, timeout).map_err(failed);/' \
+    chaos members_that
+plant "how attention on another device ended is not looked at" runtime/src/model/apart.rs \
+    's/^            queue.wait(ticket, timeout).map_err(failed)?;/            let _ = queue.wait(ticket, timeout).map_err(failed);/' \
+    chaos members_that
+plant "a group that is opened again uses what its members had before" runtime/src/engine/renew.rs \
+    's/self.machine = Instance::new(self.limits).predicted_by(self.cost.clone());/if self.others.is_none() { self.machine = Instance::new(self.limits).predicted_by(self.cost.clone()); }/' \
+    chaos members_that
+plant "queues of members are not opened again" runtime/src/engine/renew.rs \
+    's/self.others.as_mut().map_or(Ok(()), OtherMembers::renew_queues)/Ok(())/' \
+    chaos members_that
+plant "of pages that devices divide one is not given back" scheduler/src/batch/mod.rs \
+    's/pages).into_iter().rev() {/pages).into_iter().rev().skip(usize::from(self.limits.page_devices.count > 1)) {/' \
+    chaos members_that
 plant "names are not synced" runtime/src/pool/journal.rs \
     's/if sync { disk.sync_names() } else { Ok(()) }/Ok(())/' pool crash::
 plant "a symbolic link is followed" runtime/src/pool/disk/private.rs \

@@ -5,7 +5,7 @@
 //! `MIXFLEET_CHAOS_SEEDS=from..until` runs other seeds than those of CI; a failure names its seed.
 
 use crate::troubled;
-use crate::troubled::{Census, Kind, Totals, Workload};
+use crate::troubled::{Census, EFFECTS, FAULTS, GROUP_EFFECTS, Kind, MEMBER_FAULTS, Totals, Workload};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -14,9 +14,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// 20,000.
 const SEEDS: std::ops::Range<u64> = 0..200;
 const ONCE_FAILED: [u64; 1] = [1254];
+/// Those with instances over several devices.
+const SEEDS_WITH_GROUPS: std::ops::Range<u64> = 0..24;
 
-fn seeds() -> Vec<u64> {
-    let Ok(wanted) = std::env::var("MIXFLEET_CHAOS_SEEDS") else { return SEEDS.chain(ONCE_FAILED).collect() };
+/// The seeds that the environment wants, or else these.
+fn seeds(usual: impl Iterator<Item = u64>) -> Vec<u64> {
+    let Ok(wanted) = std::env::var("MIXFLEET_CHAOS_SEEDS") else { return usual.collect() };
     let bounds = wanted.split_once("..").and_then(|(a, b)| Some(a.parse().ok()?..b.parse().ok()?));
     bounds.unwrap_or_else(|| panic!("MIXFLEET_CHAOS_SEEDS={wanted}: expected FROM..UNTIL")).collect()
 }
@@ -32,16 +35,15 @@ fn run(seed: u64, workloads: &[Workload], kinds: &[Kind], next: &AtomicUsize) ->
     })
 }
 
-#[test]
-fn every_request_ends_once_and_right_whatever_breaks() {
-    let (workloads, kinds, seeds) = (Workload::all(), troubled::kinds(), seeds());
+/// Runs the histories of these seeds, and prints what happened in them.
+fn run_all(workloads: &[Workload], kinds: &[Kind], seeds: &[u64]) -> Totals {
     let (next, totals) = (AtomicUsize::new(0), Mutex::new(Totals::default()));
     // Each thread runs one history at a time: one for each core.
     std::thread::scope(|scope| {
         for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
             scope.spawn(|| {
                 while let Some(&seed) = seeds.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    let census = run(seed, &workloads, &kinds, &next);
+                    let census = run(seed, workloads, kinds, &next);
                     totals.lock().unwrap().add(&census);
                 }
             });
@@ -49,21 +51,42 @@ fn every_request_ends_once_and_right_whatever_breaks() {
     });
     let totals = totals.into_inner().unwrap();
     eprintln!("{totals}");
+    totals
+}
+
+#[test]
+fn every_request_ends_once_and_right_whatever_breaks() {
+    let seeds = seeds(SEEDS.chain(ONCE_FAILED));
+    let totals = run_all(&Workload::all(), &troubled::kinds(), &seeds);
     // A share of few histories is less certain.
     let histories_per_fault = match seeds.len() {
         1000.. => 20,
         200.. => 50,
         _ => return,
     };
-    let rare = totals.rare(histories_per_fault);
+    let rare = totals.rare(&FAULTS, &EFFECTS, histories_per_fault);
     assert!(rare.is_empty(), "too seldom to show anything: {rare:?}");
+}
+
+#[test]
+fn members_that_die_or_hang_or_are_cut_off_change_no_answer() {
+    let seeds = seeds(SEEDS_WITH_GROUPS);
+    let totals = run_all(&Workload::with_groups(), &troubled::kinds_that_compute(), &seeds);
+    if seeds.len() >= 24 {
+        let rare = totals.rare(&MEMBER_FAULTS, &GROUP_EFFECTS, 12);
+        assert!(rare.is_empty(), "too seldom to show anything: {rare:?}");
+    }
 }
 
 #[test]
 fn one_seed_gives_one_history() {
     let kinds = troubled::kinds();
-    for (workload, seed) in Workload::all().iter().zip(11..) {
-        let [first, second] = [(); 2].map(|()| troubled::run(workload, &kinds, seed));
+    // the last one has all faults of the others
+    let (with_groups, all_faults) = (troubled::kinds_that_compute(), Workload::with_groups().pop());
+    let all = Workload::all().into_iter().map(|workload| (workload, &kinds));
+    let all = all.chain(all_faults.map(|workload| (workload, &with_groups)));
+    for ((workload, kinds), seed) in all.zip(11..) {
+        let [first, second] = [(); 2].map(|()| troubled::run(&workload, kinds, seed));
         assert_eq!(first, second, "{} with seed {seed}", workload.name);
     }
 }

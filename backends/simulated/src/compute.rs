@@ -1,4 +1,5 @@
-//! A simulated device with correct results: the CPU backend computes, and the profile determines the time.
+//! A simulated device with correct results: the CPU backend or another device computes, and the profile
+//! determines the time.
 
 use crate::clock::{Clock, RealClock};
 use crate::costs::Costs;
@@ -66,6 +67,20 @@ impl ComputeDevice {
     pub fn new(id: &str, profile: DeviceProfile, clock: Arc<dyn Clock>) -> Result<Self> {
         let part = SimulatedPart::new(id, profile, clock, "computed by the host's cores")?;
         Ok(ComputeDevice { part, inner: CpuBackend.open("cpu")? })
+    }
+
+    /// Like [`ComputeDevice::new`], but `inner` computes.
+    ///
+    /// # Errors
+    /// `Invalid` for an implausible profile.
+    pub fn computed_by(
+        inner: Arc<dyn Device>,
+        id: &str,
+        profile: DeviceProfile,
+        clock: Arc<dyn Clock>,
+    ) -> Result<Self> {
+        let work = format!("computed by {}", inner.info().id);
+        Ok(ComputeDevice { part: SimulatedPart::new(id, profile, clock, &work)?, inner })
     }
 
     /// Like [`ComputeDevice::new`], on a real clock that is as slow as measurements show this host needs.

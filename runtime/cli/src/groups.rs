@@ -11,10 +11,10 @@ use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::catalog::{self, Part};
 use mixfleet_hal::profile::Predictor;
 use mixfleet_hal::units::{Bytes, BytesPerSecond, GB, Seconds};
-use mixfleet_hal::{Cmd, Device, OpSig};
+use mixfleet_hal::{Cmd, Device};
 use mixfleet_scheduler::cost::{
     AllReduce, Attending, AttnSplit, CostModel, EngineCost, LockstepCost, ModelShape, Partition,
-    PipelineCost, Prefill, ProfileCost,
+    PipelineCost, ProfileCost,
 };
 use mixfleet_scheduler::sizing::{GivenSizes, MEMORY_SHARE};
 use mixfleet_sim::fleet_file::InstancePool;
@@ -280,40 +280,7 @@ struct GroupSteps {
 
 impl GroupTimes for GroupSteps {
     fn time(&self, batch: &[Cmd]) -> Option<Seconds> {
-        let (mut prompts, mut decodes) = ((0u32, None), (0u32, None));
-        let mut drawn = 0;
-        for cmd in batch {
-            match *cmd.sig() {
-                OpSig::AttnPrefill { tokens, sequences, kv_tokens, .. } => {
-                    prompts = (prompts.0 + 1, Some((tokens, sequences, kv_tokens)));
-                }
-                OpSig::AttnDecode { sequences, kv_tokens, .. } => {
-                    decodes = (decodes.0 + 1, Some((sequences, kv_tokens)));
-                }
-                OpSig::Gemm { m, n, .. } if n == self.vocab => drawn = m,
-                _ => {}
-            }
-        }
-        let layers = prompts.0.max(decodes.0);
-        if layers == 0 {
-            return None;
-        }
-        let (sequences, keys) = decodes.1.unwrap_or((0, 0));
-        let mut parts = Vec::new();
-        if let Some((tokens, prompts, kv_tokens)) = prompts.1 {
-            let context = (kv_tokens.saturating_sub(tokens.into()) / u64::from(prompts.max(1))) as f64;
-            let last = drawn.saturating_sub(sequences);
-            for at in 0..prompts {
-                // as even as they come
-                let own = tokens / prompts + u32::from(at < tokens % prompts);
-                if own > 0 {
-                    let context = mixfleet_hal::cast::to_u32(mixfleet_hal::cast::to_u64(context));
-                    parts.push(Prefill { context, tokens: own, last: at < last });
-                }
-            }
-        }
-        let step = self.cost.step_s(&parts, sequences, keys);
-        Some(step * (f64::from(layers) / f64::from(self.layers.max(1))))
+        self.cost.of_operations(batch.iter().map(|cmd| *cmd.sig()), (self.layers, self.vocab))
     }
 }
 

@@ -4,6 +4,7 @@
 
 mod agree;
 mod apart;
+mod at_equal_cost;
 mod beside;
 mod contained;
 mod copies;

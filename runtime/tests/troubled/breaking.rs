@@ -1,5 +1,6 @@
 //! What befalls processes, connections and the registry.
 
+use super::lent::Lent;
 use super::partitions::{router_host, worker_host};
 use super::{RouterProcess, Worker, World};
 use mixfleet_hal::random::Stream;
@@ -17,6 +18,8 @@ impl World {
         };
         let mean_s = workload.kill_worker_every_s;
         spawn(mean_s, Box::pin(self.clone().kill_workers(mean_s)));
+        let mean_s = workload.lose_member_every_s;
+        spawn(mean_s, Box::pin(self.clone().lose_members(mean_s)));
         let mean_s = workload.kill_router_every_s;
         spawn(mean_s, Box::pin(self.clone().kill_routers(mean_s)));
         let mean_s = workload.cut_every_s;
@@ -146,6 +149,7 @@ impl World {
         let clients = {
             let mut state = self.state();
             state.over = true;
+            state.workers.values().flat_map(|worker| &worker.members).for_each(Lent::come_back);
             let workers = state.workers.values().map(|worker| worker.client.clone());
             workers.chain(state.routers.values().map(|router| router.client.clone())).collect::<Vec<_>>()
         };

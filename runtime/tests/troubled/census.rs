@@ -39,7 +39,29 @@ pub(crate) const FAULTS: [&str; 32] = [
 ];
 
 /// What must have happened too where as many seeds ran as in CI.
-const EFFECTS: [&str; 4] = ["right", "blocks from host memory", "blocks from disks", "tokens pulled"];
+pub(crate) const EFFECTS: [&str; 4] =
+    ["right", "blocks from host memory", "blocks from disks", "tokens pulled"];
+
+/// What befalls the members of instances over several devices.
+pub(crate) const MEMBER_FAULTS: [&str; 6] = [
+    "members cut off",
+    "members that died",
+    "members that failed",
+    "members that hung",
+    "members lost in the middle of a step",
+    "members lost that are not the first",
+];
+
+/// What must have happened too where they are struck.
+pub(crate) const GROUP_EFFECTS: [&str; 7] = [
+    "right",
+    "members that came back",
+    "answers of tp",
+    "answers of pp",
+    "answers of attn by head",
+    "answers of attn by request",
+    "answers of attn by range",
+];
 
 /// What happened in one history.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -79,10 +101,15 @@ impl Totals {
     }
 
     /// Faults that struck in fewer than one of so many histories, and effects that never happened.
-    pub(crate) fn rare(&self, histories_per_fault: u64) -> Vec<&'static str> {
+    pub(crate) fn rare(
+        &self,
+        faults: &[&'static str],
+        effects: &[&'static str],
+        histories_per_fault: u64,
+    ) -> Vec<&'static str> {
         let histories = |what: &'static str| self.counts.get(what).map_or(0, |(_, histories)| *histories);
-        let faults = FAULTS.into_iter().filter(|what| histories(what) * histories_per_fault < self.histories);
-        faults.chain(EFFECTS.into_iter().filter(|what| histories(what) == 0)).collect()
+        let faults = faults.iter().filter(|what| histories(what) * histories_per_fault < self.histories);
+        faults.chain(effects.iter().filter(|what| histories(what) == 0)).copied().collect()
     }
 }
 

@@ -1,5 +1,6 @@
 //! Clients of the fleet, and checks of their answers.
 
+use super::groups::Division;
 use super::parts::poison;
 use super::{Talk, World};
 use mixfleet_runtime::env::Env;
@@ -14,6 +15,9 @@ const COME_AGAIN: [Duration; 2] = [Duration::from_millis(50), Duration::from_sec
 /// Length of the answer to a request that should fail.
 const TOKENS_MAX: u32 = 4;
 
+/// Error of a log-probability that parts compute in f32. What KV changes them by is far more.
+const LOGPROB_ERROR_MAX: f32 = 1e-3;
+
 /// A request as its client sees it.
 struct Asked<'a> {
     id: String,
@@ -21,6 +25,8 @@ struct Asked<'a> {
     kind: usize,
     prompt: &'a [u32],
     tokens_max: u32,
+    /// The expected log-probabilities, if any are.
+    logprobs: Option<&'a [f32]>,
     /// The expected tokens; none if any will do.
     expected: Option<&'a [u32]>,
     /// The count of the tries that a router accepts.
@@ -29,14 +35,15 @@ struct Asked<'a> {
 
 impl World {
     /// Starts after a random time, and continues after each answer.
-    pub(super) async fn client(self, at: usize, kind: usize, talk: Talk) {
+    pub(super) async fn client(self, name: String, kind: usize, talk: Talk) {
         self.env.sleep(self.span(self.workload.come_within_s)).await;
         for (turn, case) in talk.iter().enumerate() {
             let asked = Asked {
-                id: format!("request-{at}-{turn}"),
+                id: format!("{name}-{turn}"),
                 kind,
                 prompt: &case.prompt,
                 tokens_max: case.expected.len() as u32,
+                logprobs: case.logprobs.as_deref(),
                 expected: Some(&case.expected),
                 counts_as: "asked",
             };
@@ -51,8 +58,7 @@ impl World {
         self.env.sleep(self.span(self.workload.come_within_s)).await;
         let prompt = poison(self.kinds[0].checkpoint.config.vocab).repeat(4);
         let (id, counts_as) = (format!("poison-{at}"), "poison asked");
-        self.ask(Asked { id, kind: 0, prompt: &prompt, tokens_max: TOKENS_MAX, expected: None, counts_as })
-            .await;
+        self.ask(failing(id, &prompt, counts_as)).await;
     }
 
     /// Sends a token that has no row in the embedding.
@@ -61,8 +67,7 @@ impl World {
         let vocabulary = self.kinds[0].checkpoint.config.vocab;
         let (id, counts_as) = (format!("unknown-{at}"), "ids unknown");
         let prompt = [1, vocabulary + at as u32, 2];
-        let asked = Asked { id, kind: 0, prompt: &prompt, tokens_max: TOKENS_MAX, expected: None, counts_as };
-        let answered = self.ask(asked).await;
+        let answered = self.ask(failing(id, &prompt, counts_as)).await;
         assert!(!answered, "{:?}: an answer to a token that is none", self.env);
     }
 
@@ -70,15 +75,21 @@ impl World {
     pub(super) async fn ask_router(&self, router: u64, at: u64) {
         let handle = self.state().routers[&router].handle.clone();
         let prompt: Vec<u32> = (0..30).map(|token| (token + at as u32 * 30) % 250).collect();
-        let mut updates = handle.submit(request(format!("request-{at}"), &prompt, 2)).await.unwrap();
+        let mut updates = handle.submit(request(format!("request-{at}"), &prompt, 2, None)).await.unwrap();
         while let Some(update) = updates.recv().await {
             assert!(!matches!(update, Update::Failed(_)), "{:?}: {update:?}", self.env);
         }
     }
 
+    /// How the devices of this instance have the model, if they are several.
+    fn division_of(&self, device: &str) -> Option<Division> {
+        let state = self.state();
+        state.workers.values().find(|worker| worker.device == device).and_then(|worker| worker.division)
+    }
+
     /// Asks any router, and another one if that is gone, until there is an answer. False for an error.
     async fn ask(&self, asked: Asked<'_>) -> bool {
-        let Asked { id, kind, prompt, tokens_max, expected, counts_as } = asked;
+        let Asked { id, kind, prompt, tokens_max, logprobs, expected, counts_as } = asked;
         let (mut last, mut again) = (String::new(), COME_AGAIN[0]);
         for turn in 0..TRIES {
             if turn > 0 {
@@ -93,7 +104,8 @@ impl World {
                 its().nth(nth % its().count().max(1)).map(|router| router.handle.clone())
             };
             let Some(handle) = handle else { continue };
-            let mut updates = match handle.submit(request(format!("{id}-{turn}"), prompt, tokens_max)).await {
+            let request = request(format!("{id}-{turn}"), prompt, tokens_max, logprobs.map(|_| 1));
+            let mut updates = match handle.submit(request).await {
                 Ok(updates) => updates,
                 Err(Rejection::TooLarge(why)) => panic!("{:?}: {why}", self.env),
                 // These rejections tell the client to retry.
@@ -110,11 +122,21 @@ impl World {
             last = "its router ended".into();
             self.count(counts_as, 1);
             drop(handle);
-            let mut tokens = Vec::new();
+            let (mut tokens, mut by) = (Vec::new(), None);
             while let Some(update) = updates.recv().await {
                 match update {
-                    Update::Placed { .. } | Update::Started { .. } => {}
-                    Update::Token { id: token, .. } => {
+                    Update::Placed { decode, .. } => by = self.division_of(&decode),
+                    Update::Started { .. } => {}
+                    Update::Token { id: token, logprobs: told } => {
+                        if let Some(wanted) = logprobs.and_then(|logprobs| logprobs.get(tokens.len())) {
+                            let (told, at) = (told.map_or(f32::NAN, |told| told.chosen), tokens.len());
+                            let is_right = (told - wanted).abs() < LOGPROB_ERROR_MAX;
+                            assert!(
+                                is_right,
+                                "{:?}: {id}: {told}, not {wanted} at {at}, by {by:?}",
+                                self.env
+                            );
+                        }
                         tokens.push(token);
                         let right = expected.is_none_or(|expected| expected.starts_with(&tokens));
                         assert!(right, "{:?}: {id}: wrong tokens", self.env);
@@ -124,6 +146,7 @@ impl World {
                         if let Some(expected) = expected {
                             assert_eq!(tokens, expected, "{:?}: {id}", self.env);
                             self.count("right", 1);
+                            by.into_iter().for_each(|division: Division| self.count(division.answers(), 1));
                             self.count("ns until all answers", (self.env.now().0 * 1e9) as u64);
                         }
                         return true;
@@ -149,14 +172,19 @@ impl World {
     }
 }
 
-fn request(id: String, prompt: &[u32], tokens_max: u32) -> GenerateRequest {
+/// A request that should fail.
+fn failing<'a>(id: String, prompt: &'a [u32], counts_as: &'static str) -> Asked<'a> {
+    Asked { id, kind: 0, prompt, tokens_max: TOKENS_MAX, logprobs: None, expected: None, counts_as }
+}
+
+fn request(id: String, prompt: &[u32], tokens_max: u32, logprobs: Option<u32>) -> GenerateRequest {
     GenerateRequest {
         id,
         prompt_ids: prompt.into(),
         max_tokens: tokens_max,
         eos_ids: Arc::new([]),
         sampling: Sampling { temperature: 0.0, ..Sampling::default() },
-        logprobs: None,
+        logprobs,
         cache_salt: None,
         hints: Hints::default(),
     }

@@ -163,9 +163,10 @@ impl World {
 
     /// Counts the faults of a worker's device and disk.
     pub(super) fn count_part(&self, worker: &Worker) {
-        let [fails, hangs] = &worker.struck;
-        self.count("devices failed", fails.struck());
-        self.count("devices hung", hangs.struck());
+        if let Some([fails, hangs]) = &worker.struck {
+            self.count("devices failed", fails.struck());
+            self.count("devices hung", hangs.struck());
+        }
         if let Some(disk) = &worker.disk {
             self.count_disk(disk);
         }

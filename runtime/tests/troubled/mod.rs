@@ -5,27 +5,32 @@ mod census;
 mod clients;
 mod disks;
 mod fences;
+mod groups;
 mod hosts;
+mod lent;
 mod network;
 mod partitions;
 mod parts;
 mod processes;
 mod workload;
 
-use crate::fleet::{Case, TestFleet, prompt};
+use crate::fleet::{TestFleet, prompt};
 use fences::Fences;
-use mixfleet_hal::DType;
+use futures_util::future::BoxFuture;
+use groups::Division;
+use lent::Lent;
 use mixfleet_hal::fault::Fault;
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond, Seconds};
+use mixfleet_hal::{DType, Device};
 use mixfleet_runtime::env::{Env, SeededEnv, SharedEnv, yield_now};
 use mixfleet_runtime::fleet::registry::Membership;
 use mixfleet_runtime::fleet::registry::sim::{SimClient, SimRegistry};
 use mixfleet_runtime::fleet::{Hub, ModelIdentity, PROTOCOL, Router};
 use mixfleet_runtime::metrics::{DeviceLabels, Metrics};
-use mixfleet_runtime::model::Checkpoint;
 use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::model::{Checkpoint, Oracle};
 use mixfleet_runtime::pool::disk::SimDisk;
 use mixfleet_runtime::request::EngineHandle;
 use mixfleet_scheduler::fleet::Role;
@@ -34,10 +39,11 @@ use mixfleet_wire::{FaultyTransport, InProcessTransport};
 use network::Cut;
 use partitions::Deaf;
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::Duration;
+use tokio::sync::oneshot::Receiver;
 
-pub(crate) use census::{Census, Totals};
+pub(crate) use census::{Census, EFFECTS, FAULTS, GROUP_EFFECTS, MEMBER_FAULTS, Totals};
 pub(crate) use workload::Workload;
 
 /// Processes that belong together. The first kind is the fleet's own; the others are in the registry too.
@@ -48,6 +54,9 @@ pub(crate) struct Kind {
     protocol: u32,
     /// The namespace of its blocks on disks.
     namespace: u64,
+    /// Whether its parts compute, as members of one instance must. Others answer with hashes of what they
+    /// read.
+    computes: bool,
     talks: Arc<[Talk]>,
 }
 
@@ -59,31 +68,74 @@ pub(crate) fn kinds() -> Vec<Kind> {
         let checkpoint = checkpoint.load().unwrap();
         let digest = format!("weights {seed}");
         let model = ModelIdentity { digest, tokenizer_digest: "tokenizer".into() };
-        let talks = talks(&checkpoint, 40).into();
-        Kind { checkpoint: Arc::new(checkpoint), model, protocol, namespace: 7 + seed, talks }
+        let talks = talks(&checkpoint, 40, &|prompt, tokens| digests(&checkpoint, prompt, tokens)).into();
+        let checkpoint = Arc::new(checkpoint);
+        Kind { checkpoint, model, protocol, namespace: 7 + seed, computes: false, talks }
     };
     let own = kind(0, PROTOCOL);
     let earlier = Kind { protocol: PROTOCOL - 1, ..own.clone() };
     vec![own, kind(1, PROTOCOL), earlier]
 }
 
+/// A fleet whose parts compute.
+pub(crate) fn kinds_that_compute() -> Vec<Kind> {
+    let checkpoint = Arc::new(tiny_variants().remove(0).1.load().unwrap());
+    let model = ModelIdentity { digest: "weights".into(), tokenizer_digest: "tokenizer".into() };
+    let oracle = Oracle::new(&checkpoint);
+    let talks = talks(&checkpoint, 16, &|prompt, tokens| computed(&oracle, prompt, tokens)).into();
+    vec![Kind { checkpoint, model, protocol: PROTOCOL, namespace: 7, computes: true, talks }]
+}
+
+/// A request with its expected answer.
+pub(crate) struct Turn {
+    prompt: Vec<u32>,
+    expected: Vec<u32>,
+    /// Their log-probabilities; none of parts that answer with hashes.
+    logprobs: Option<Vec<f32>>,
+}
+
 /// The requests of one client: each prompt continues the previous one and its answer.
-pub(crate) type Talk = Arc<[Case]>;
+pub(crate) type Talk = Arc<[Turn]>;
+
+/// What one simulated part answers.
+fn digests(checkpoint: &Checkpoint, prompt: &[u32], tokens: u32) -> Turn {
+    let device = TimeOnlyDevice::new("device0", profile(1e12), Arc::new(VirtualClock::default())).unwrap();
+    let alone = TestFleet::new(checkpoint.clone()).with_device(Role::Auto, Arc::new(device));
+    let expected = alone.run_one(&SeededEnv::new(1), prompt.to_vec(), tokens).tokens;
+    Turn { prompt: prompt.to_vec(), expected, logprobs: None }
+}
+
+/// The oracle's answer, which ends where the two likeliest tokens are nearly equally likely: devices that add
+/// in other orders need not agree there.
+fn computed(oracle: &Oracle, prompt: &[u32], tokens: u32) -> Turn {
+    const APART: f64 = 1e-3;
+    let (mut text, mut logprobs) = (prompt.to_vec(), Vec::new());
+    for _ in 0..tokens {
+        let logits = oracle.last_logits(&text);
+        let best = (0..logits.len()).fold(0, |best, at| if logits[at] > logits[best] { at } else { best });
+        let others = logits.iter().enumerate().filter(|(at, _)| *at != best);
+        let second = others.map(|(_, logit)| *logit).fold(f64::NEG_INFINITY, f64::max);
+        if logits[best] - second < APART {
+            assert!(!logprobs.is_empty(), "the first answer to {prompt:?} is nearly another one");
+            break;
+        }
+        let sum: f64 = logits.iter().map(|logit| (logit - logits[best]).exp()).sum();
+        text.push(best as u32);
+        logprobs.push(-sum.ln() as f32);
+    }
+    let expected = text.split_off(prompt.len());
+    Turn { prompt: text, expected, logprobs: Some(logprobs) }
+}
 
 /// Requests of mixed lengths, some with common prefixes, every other one with a second turn, and their
-/// expected answers.
-pub(crate) fn talks(checkpoint: &Checkpoint, count: usize) -> Vec<Talk> {
+/// expected answers by `answer`.
+fn talks(checkpoint: &Checkpoint, count: usize, answer: &dyn Fn(&[u32], u32) -> Turn) -> Vec<Talk> {
     let mut rng = Stream::new(5);
     let family = prompt(60, 2000, &checkpoint.config);
-    let turn = |rng: &mut Stream, said: &[u32], more: u64, answer: u64| {
+    let turn = |rng: &mut Stream, said: &[u32], more: u64, longest: u64| {
         let own = (0..1 + rng.below(more)).map(|_| rng.below(u64::from(checkpoint.config.vocab)) as u32);
         let prompt: Vec<u32> = said.iter().copied().chain(own).collect();
-        let device =
-            TimeOnlyDevice::new("device0", profile(1e12), Arc::new(VirtualClock::default())).unwrap();
-        let alone = TestFleet::new(checkpoint.clone()).with_device(Role::Auto, Arc::new(device));
-        let tokens = 1 + rng.below(answer) as u32;
-        let expected = alone.run_one(&SeededEnv::new(1), prompt.clone(), tokens).tokens;
-        Case { prompt, expected }
+        answer(&prompt, 1 + rng.below(longest) as u32)
     };
     let talk = |at: usize| {
         let shared = rng.below(60) as usize;
@@ -116,8 +168,11 @@ struct Worker {
     device: String,
     role: Role,
     disk: Option<SimDisk>,
-    /// Its device, with commands that fail, and with commands that hang.
-    struck: [Arc<FaultyDevice>; 2],
+    /// Its device, if it is the only one, with commands that fail, and with commands that hang.
+    struck: Option<[Arc<FaultyDevice>; 2]>,
+    /// Its devices, if they are several, and how they have the model.
+    members: Vec<Lent>,
+    division: Option<Division>,
     /// Cuts all of its connections.
     cut: Cut,
     client: SimClient,
@@ -138,6 +193,9 @@ struct RouterProcess {
 #[derive(Clone)]
 struct World {
     env: SeededEnv,
+    seed: u64,
+    /// What computes for all parts, where parts compute.
+    computer: Arc<OnceLock<Arc<dyn Device>>>,
     kinds: Arc<[Kind]>,
     workload: Arc<Workload>,
     registry: SimRegistry,
@@ -169,6 +227,8 @@ impl World {
         let shared: SharedEnv = Arc::new(env.clone());
         let world = World {
             env: env.clone(),
+            seed,
+            computer: Arc::default(),
             kinds: kinds.into(),
             registry: SimRegistry::new(&shared, workload.registry()),
             transport: Arc::new(Fences::new(FaultyTransport::new(
@@ -240,26 +300,33 @@ impl World {
         }
     }
 
-    /// Starts all clients; each receiver completes when its client is done.
-    fn send_clients(&self) -> Vec<tokio::sync::oneshot::Receiver<()>> {
-        let mut ends = Vec::new();
-        let mut send = |client: futures_util::future::BoxFuture<'static, ()>| {
-            let (done, end) = tokio::sync::oneshot::channel::<()>();
-            self.env.spawn(Box::pin(async move {
-                client.await;
-                let _ = done.send(());
-            }));
-            ends.push(end);
-        };
-        for at in 0..self.workload.requests {
+    /// Starts a client; the receiver completes when it is done.
+    fn send(&self, client: BoxFuture<'static, ()>) -> Receiver<()> {
+        let (done, end) = tokio::sync::oneshot::channel();
+        self.env.spawn(Box::pin(async move {
+            client.await;
+            let _ = done.send(());
+        }));
+        end
+    }
+
+    /// Starts so many clients whose requests are called so.
+    fn send_talks(&self, name: &str, count: usize) -> Vec<Receiver<()>> {
+        let client = |at: usize| {
             let kind = at % self.kinds.len();
             let talks = &self.kinds[kind].talks;
             let talk = talks[self.below(talks.len() as u64) as usize].clone();
-            send(Box::pin(self.clone().client(at, kind, talk)));
-        }
+            self.send(Box::pin(self.clone().client(format!("{name}-{at}"), kind, talk)))
+        };
+        (0..count).map(client).collect()
+    }
+
+    /// Starts all clients.
+    fn send_clients(&self) -> Vec<Receiver<()>> {
+        let mut ends = self.send_talks("request", self.workload.requests);
         for at in 0..self.workload.poison {
-            send(Box::pin(self.clone().poisoner(at)));
-            send(Box::pin(self.clone().stranger_to_the_vocabulary(at)));
+            ends.push(self.send(Box::pin(self.clone().poisoner(at))));
+            ends.push(self.send(Box::pin(self.clone().stranger_to_the_vocabulary(at))));
         }
         ends
     }
@@ -285,6 +352,11 @@ impl World {
                 "{env:?}: errors though no instance was lost for good: {:?}",
                 self.state().census
             );
+        }
+        if self.workload.groups > 0.0 {
+            for unfit in ["errors: the request's own", "errors: the engine's"] {
+                assert_eq!(self.state().census.of(unfit), 0, "{env:?}: {unfit}");
+            }
         }
         if self.workload.is_overload() {
             let refused = self.state().census.of("requests too many");
@@ -358,6 +430,11 @@ pub(crate) fn run(workload: &Workload, kinds: &[Kind], seed: u64) -> Census {
         }
         world.end_troubles();
         world.assert_all_is_well().await;
+        if world.workload.groups > 0.0 {
+            world.assert_that_all_serve_again().await;
+            assert_eq!(world.usage_at_rest().await, 0.0, "{:?}: KV blocks leak", world.env);
+            world.assert_that_routers_know_who_holds_what().await;
+        }
         // Remaining tasks get time to end, since threads and memory of thousands of histories add up.
         let ended = {
             let mut state = world.state();

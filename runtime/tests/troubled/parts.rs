@@ -1,12 +1,13 @@
 //! Parts that are slower than claimed, or return wrong results.
 
-use super::World;
 use super::hosts::Host;
+use super::{Kind, World};
 use crate::fleet::wayward::Wayward;
+use mixfleet_cpu::CpuBackend;
 use mixfleet_hal::fault::{Fault, FaultPlan};
-use mixfleet_hal::{Device, Error, ErrorKind};
+use mixfleet_hal::{Backend, Device, Error, ErrorKind};
 use mixfleet_runtime::env::Env;
-use mixfleet_simulated::{FaultyDevice, TimeOnlyDevice};
+use mixfleet_simulated::{ComputeDevice, FaultyDevice, TimeOnlyDevice};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -30,13 +31,32 @@ pub(super) struct Part {
 }
 
 impl World {
+    /// How fast a new part is.
+    pub(super) fn flops(&self) -> f64 {
+        [2e8, 4e8, 8e8][self.below(3) as usize]
+    }
+
+    /// A simulated part, which computes if those of this kind do.
+    pub(super) fn simulated(&self, name: &str, flops: f64, host: &Host, kind: &Kind) -> Arc<dyn Device> {
+        let (profile, clock) = (super::profile(flops), Arc::new(host.clone()));
+        if !kind.computes {
+            return Arc::new(TimeOnlyDevice::new(name, profile, clock).unwrap());
+        }
+        let inner = self.computer.get_or_init(|| {
+            let cores = std::thread::available_parallelism().map_or(1, usize::from) as u64;
+            CpuBackend.open(&format!("cpu@{}", self.seed % cores)).unwrap()
+        });
+        let inner = inner.clone();
+        Arc::new(ComputeDevice::computed_by(inner, name, profile, clock).unwrap())
+    }
+
     /// The part of a new worker.
-    pub(super) fn part(&self, name: &str, host: &Host) -> Part {
-        let flops = [2e8, 4e8, 8e8][self.below(3) as usize];
-        let simulated = TimeOnlyDevice::new(name, super::profile(flops), Arc::new(host.clone())).unwrap();
+    pub(super) fn part(&self, name: &str, host: &Host, kind: &Kind) -> Part {
+        let flops = self.flops();
+        let simulated = self.simulated(name, flops, host, kind);
         let plan = |fault, rate| FaultPlan::at_rate(fault, rate, self.env.random());
         let hangs = plan(Fault::Hang, self.workload.device_hang);
-        let hangs = Arc::new(FaultyDevice::new(Arc::new(simulated), hangs));
+        let hangs = Arc::new(FaultyDevice::new(simulated, hangs));
         let fails = plan(Fault::Fail, self.workload.device_fail);
         let fails = Arc::new(FaultyDevice::new(hangs.clone(), fails));
         let said_flops = if self.strikes(self.workload.boasts) {

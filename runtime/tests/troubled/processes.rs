@@ -1,8 +1,12 @@
 //! Worker processes and routers: their start, and how they find each other.
 
+use super::groups::Division;
+use super::hosts::Host;
+use super::lent::Lent;
 use super::network::{Cut, Wire};
 use super::partitions::{Parted, router_host, worker_host};
-use super::{BLOCK_TOKENS, RouterProcess, Worker, World, profile, workload};
+use super::parts::Part;
+use super::{BLOCK_TOKENS, Kind, RouterProcess, Worker, World, profile, workload};
 use futures_util::future::BoxFuture;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::units::Seconds;
@@ -16,8 +20,9 @@ use mixfleet_runtime::env::{Env, SharedEnv};
 use mixfleet_runtime::fleet::registry::{Charter, InstanceRecord, Member, Registry, RegistryError, Seat};
 use mixfleet_runtime::fleet::{Hello, PROTOCOL, SessionRefusal, WorkerProcess, call_members};
 use mixfleet_runtime::metrics::Metrics;
-use mixfleet_scheduler::cost::LinkCost;
+use mixfleet_scheduler::cost::{CostModel, LinkCost};
 use mixfleet_scheduler::fleet::{InstanceId, Role};
+use mixfleet_simulated::FaultyDevice;
 use mixfleet_wire::HostRegion;
 use std::sync::Arc;
 use std::time::Duration;
@@ -29,7 +34,39 @@ const PATIENCE: Seconds = Seconds(10.0);
 /// Timeout of a call without an answer.
 const UNHEARD: Duration = Duration::from_secs(1);
 
+/// The instance of a new worker.
+pub(super) struct NewInstance {
+    pub(super) loaded: Loaded,
+    pub(super) cost: CostModel,
+    /// As of a worker.
+    pub(super) struck: Option<[Arc<FaultyDevice>; 2]>,
+    pub(super) members: Vec<Lent>,
+    pub(super) division: Option<Division>,
+}
+
 impl World {
+    /// An instance of one device.
+    fn single(
+        &self,
+        name: &str,
+        kind: &Kind,
+        host: &Host,
+        (role, limits): (Role, InstanceLimits),
+    ) -> NewInstance {
+        let config = Arc::new(kind.checkpoint.config.clone());
+        let Part { device, struck, said_flops } = self.part(name, host, kind);
+        let (loaded, cost) = if role.keeps() {
+            (Loaded::keeping(&config, device, None, limits).unwrap(), Loaded::predicted_idle())
+        } else {
+            let weights = kind.checkpoint.place(&*device, &mut |_, _| {}).unwrap();
+            let spec = InstanceSpec { device, weights, role, price: None, limits };
+            let loaded = Loaded::new(&config, spec).unwrap();
+            let cost = loaded.predicted_by(profile(said_flops));
+            (loaded, cost)
+        };
+        NewInstance { loaded, cost, struck: Some(struck), members: Vec::new(), division: None }
+    }
+
     fn links(&self, host: String) -> Links {
         let world = self.clone();
         let region = move |bytes: u64| {
@@ -46,8 +83,10 @@ impl World {
     /// The role of the `nth` worker of a kind: the first two together can do everything.
     pub(super) fn role(&self, nth: usize) -> Role {
         match nth {
+            _ if self.workload.groups >= 1.0 => Role::Auto,
             0 => Role::Prefill,
             1 => Role::Decode,
+            _ if self.workload.groups > 0.0 => Role::Auto,
             _ => [Role::Auto, Role::Prefill, Role::Decode][self.below(3) as usize],
         }
     }
@@ -73,8 +112,7 @@ impl World {
         let charter = self.charter(&registry, kind).await;
         let id = registry.instance_ids(1).await.unwrap()[0];
 
-        let device = format!("part{number}");
-        let part = self.part(&device, &host);
+        let name = format!("part{number}");
         let config = Arc::new(its.checkpoint.config.clone());
         let block_bytes = u64::from(BLOCK_TOKENS) * config.kv_bytes_per_token(DType::F32);
         let limits = InstanceLimits {
@@ -87,13 +125,11 @@ impl World {
             block_tokens: Some(BLOCK_TOKENS),
         };
         let disk = self.disk(block_bytes);
-        let loaded = if role.keeps() {
-            Loaded::keeping(&config, part.device, None, limits).unwrap()
-        } else {
-            let weights = its.checkpoint.place(&*part.device, &mut |_, _| {}).unwrap();
-            let spec = InstanceSpec { device: part.device, weights, role, price: None, limits };
-            Loaded::new(&config, spec).unwrap()
+        let made = match self.makes_group(role) {
+            true => self.group(&name, its, &host, limits),
+            false => self.single(&name, its, &host, (role, limits)),
         };
+        let NewInstance { loaded, cost, struck, members, division } = made;
         let loaded = match self.workload.dram_blocks {
             0 => loaded,
             blocks => {
@@ -105,10 +141,7 @@ impl World {
                 loaded.with_lower_tiers(tiers, &move |bytes| world.host_memory(bytes)).unwrap()
             }
         };
-        let cost = match role.keeps() {
-            true => Loaded::predicted_idle(),
-            false => loaded.predicted_by(profile(part.said_flops)),
-        };
+        let (device, kv_capacity_tokens) = (loaded.id(), loaded.kv_capacity_tokens());
         let process = WorkerProcess {
             env: env.clone(),
             model: its.model.clone(),
@@ -123,23 +156,20 @@ impl World {
             self.shelve(disk);
             return false;
         };
-        let record = InstanceRecord {
-            id,
-            device: device.clone(),
-            role,
-            usd_per_hour: None,
-            kv_capacity_tokens: u64::from(self.workload.device_blocks * BLOCK_TOKENS),
-        };
+        let record =
+            InstanceRecord { id, device: device.clone(), role, usd_per_hour: None, kv_capacity_tokens };
         let seat = Seat::Worker { instances: vec![record], transports: Vec::new(), not_offered: Vec::new() };
         let mut membership = registry.join(charter, self.member(kind, number.to_string(), seat));
-        let (members, taken) = (membership.members(), membership.taken());
+        let (fleet, taken) = (membership.members(), membership.taken());
         let worker = Worker {
             hub,
             kind,
             device,
             role,
             disk,
-            struck: part.struck,
+            struck,
+            members,
+            division,
             cut: Cut::new(),
             client,
             _membership: membership,
@@ -152,7 +182,7 @@ impl World {
         };
         // Of two workers, the later one calls the earlier one.
         let wanted = move |member: &Member| member.first_instance().is_some_and(|other| other < id);
-        self.env.spawn(Box::pin(call_members(env, members, wanted, Arc::new(dial))));
+        self.env.spawn(Box::pin(call_members(env, fleet, wanted, Arc::new(dial))));
         true
     }
 
@@ -301,6 +331,10 @@ impl World {
     /// Lets a worker process exchange KV with an earlier one until the session ends.
     async fn add_peer(self, from: u64, member: Member) -> Result<(), String> {
         let number: u64 = member.address.parse().expect("a worker's address is its number");
+        if self.is_group(from) || self.is_group(number) {
+            // KV neither comes to several devices nor leaves them yet
+            return std::future::pending().await;
+        }
         let (near, far) = (worker_host(from), worker_host(number));
         self.call(&near, &far).await?;
         let ends = {

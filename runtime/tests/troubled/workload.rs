@@ -47,6 +47,18 @@ pub(crate) struct Workload {
     pub(super) device_fail: f64,
     #[serde(default)]
     pub(super) device_hang: f64,
+    /// The share of instances that are several devices, of those that both prefill and decode; all instances
+    /// if 1. Parts then compute.
+    #[serde(default)]
+    pub(super) groups: f64,
+    /// Batches that a member of such an instance fails, or never ends.
+    #[serde(default)]
+    pub(super) member_fail: f64,
+    #[serde(default)]
+    pub(super) member_hang: f64,
+    /// Mean time between losses of members.
+    #[serde(default)]
+    pub(super) lose_member_every_s: f64,
     /// Results of steps that are wrong, and parts that are slower than claimed.
     #[serde(default)]
     pub(super) lies: f64,
@@ -85,6 +97,19 @@ pub(crate) struct Workload {
     pub(super) disks: Option<Disks>,
 }
 
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    workload: Vec<Workload>,
+    with_groups: Vec<Workload>,
+}
+
+impl File {
+    fn read() -> File {
+        toml::from_str(include_str!("workloads.toml")).unwrap()
+    }
+}
+
 fn ample_requests() -> usize {
     1024
 }
@@ -110,12 +135,14 @@ impl Workload {
         toml::from_str(text).expect("the rest has defaults")
     }
 
+    /// Those of single devices.
     pub(crate) fn all() -> Vec<Workload> {
-        #[derive(Deserialize)]
-        struct File {
-            workload: Vec<Workload>,
-        }
-        toml::from_str::<File>(include_str!("workloads.toml")).unwrap().workload
+        File::read().workload
+    }
+
+    /// Those with instances over several devices.
+    pub(crate) fn with_groups() -> Vec<Workload> {
+        File::read().with_groups
     }
 
     pub(super) fn wires(&self, seed: u64) -> FaultPlan {
@@ -132,7 +159,11 @@ impl Workload {
     /// Whether instances may be lost with their work, unreachable for longer than any timeout, or without
     /// staging memory: two such losses end a request.
     pub(super) fn may_fail(&self) -> bool {
-        let lost = self.kill_worker_every_s + self.partition_every_s;
+        let lost = self.kill_worker_every_s
+            + self.partition_every_s
+            + self.lose_member_every_s
+            + self.member_fail
+            + self.member_hang;
         lost + self.device_fail + self.device_hang + self.lies + self.regions_refused > 0.0 || self.poison > 0
     }
 
@@ -144,7 +175,9 @@ impl Workload {
     /// Time after which all components have noticed that there are no more faults.
     pub(super) fn rest_s(&self) -> u64 {
         let slow_to_know = self.registry_trouble_every_s > 0.0 || self.partition_every_s > 0.0;
-        if slow_to_know { 60 } else { 20 }
+        // a step that hangs takes a minute, whoever asked for it
+        let hangs = if self.member_hang > 0.0 { 100 } else { 0 };
+        hangs + if slow_to_know { 60 } else { 20 }
     }
 
     /// The faults of the registry itself.

@@ -11,6 +11,7 @@ mod link;
 mod lockstep;
 mod mixture;
 mod offload;
+mod operations;
 mod parameters;
 mod partition;
 mod pipeline;
