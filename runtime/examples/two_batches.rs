@@ -228,7 +228,7 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
         to_u32(times[1].len())
     );
     println!(
-        "ms of a step, shortest and middle: one batch | two in turn | two in flight | hidden of the smaller side"
+        "ms of a step, shortest and middle: one batch | two in turn | two in flight | hidden of smaller side"
     );
     times.iter_mut().for_each(|times| times.sort_by(f64::total_cmp));
     let [one, turn, flight] = times.map(|times| [times[0] * 1e3, times[times.len() / 2] * 1e3]);
