@@ -5,6 +5,20 @@
 //! A layer is: write queries, keys and values, run a command that takes no time worth mentioning, and read
 //! what would be attended to. The difference between a device of this process and of another one is the
 //! connection's.
+//!
+//! Both ends may be apart: `layer_time lend HOST:PORT` and `layer_time echo HOST:PORT` there, and
+//! `layer_time to HOST:PORT HOST:PORT` here with both addresses. Over a pair of virtual cards with 50 us there
+//! and back, as root, where the kernel has netem:
+//!
+//! ```sh
+//! ip netns add far
+//! ip link add near type veth peer name there netns far
+//! ip addr add 10.99.0.1/24 dev near && ip link set near up && tc qdisc add dev near root netem delay 25us
+//! ip -n far addr add 10.99.0.2/24 dev there && ip -n far link set there up
+//! ip netns exec far tc qdisc add dev there root netem delay 25us
+//! ip netns exec far layer_time lend 10.99.0.2:7001 & ip netns exec far layer_time echo 10.99.0.2:7002 &
+//! layer_time to 10.99.0.2:7001 10.99.0.2:7002
+//! ```
 
 #![forbid(unsafe_code)]
 #![allow(clippy::print_stdout, reason = "an example says what it measured")]
@@ -35,8 +49,10 @@ impl SharedSecret for Open {
     }
 }
 
-fn access() -> DeviceAccess {
-    DeviceAccess { security: Security::LoopbackOnly, secret: Some(Arc::new(Open)) }
+/// Nothing but a measurement is on another network than this host's own.
+fn access(address: &SocketAddr) -> DeviceAccess {
+    let security = if address.ip().is_loopback() { Security::LoopbackOnly } else { Security::Insecure };
+    DeviceAccess { security, secret: Some(Arc::new(Open)) }
 }
 
 fn here() -> SocketAddr {
@@ -54,8 +70,8 @@ fn other(role: &str) -> (Child, SocketAddr) {
 }
 
 /// Answers each message, of a length and a number of bytes to send back, with so many bytes.
-fn echo() {
-    let listener = TcpListener::bind(here()).expect("a port");
+fn echo(at: SocketAddr) {
+    let listener = TcpListener::bind(at).expect("a port");
     println!("{}", listener.local_addr().expect("an address"));
     let (mut socket, _) = listener.accept().expect("a caller");
     socket.set_nodelay(true).expect("an option");
@@ -69,9 +85,9 @@ fn echo() {
     }
 }
 
-fn lend() {
+fn lend(at: SocketAddr) {
     let device = mixfleet_cpu::CpuBackend.open("cpu@1").expect("a second core");
-    let server = DeviceServer::bind(here(), device, access()).expect("a port");
+    let server = DeviceServer::bind(at, device, access(&at)).expect("a port");
     println!("{}", server.address());
     server.run()
 }
@@ -122,19 +138,31 @@ fn layer(device: &dyn Device, out: u64, back: u64) -> Result<(f64, f64)> {
 }
 
 fn main() -> Result<()> {
-    match std::env::args().nth(1).as_deref() {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    let address = |at: usize| words.get(at).map(|word| word.parse().expect("HOST:PORT"));
+    match words.first().map(String::as_str) {
         Some("echo") => {
-            echo();
+            echo(address(1).unwrap_or_else(here));
             return Ok(());
         }
-        Some("lend") => lend(),
+        Some("lend") => lend(address(1).unwrap_or_else(here)),
+        Some("to") => return measure(address(1).expect("who lends"), address(2).expect("who echoes")),
         _ => {}
     }
     let (mut echoing, echo_at) = other("echo");
     let (mut lending, lent_at) = other("lend");
+    let measured = measure(lent_at, echo_at);
+    for child in [&mut echoing, &mut lending] {
+        let _ = child.kill();
+        let _ = child.wait();
+    }
+    measured
+}
+
+fn measure(lent_at: SocketAddr, echo_at: SocketAddr) -> Result<()> {
     let mut socket = TcpStream::connect(echo_at).expect("a peer");
     socket.set_nodelay(true).expect("an option");
-    let remote = RemoteDevice::open("remote", lent_at, access())?;
+    let remote = RemoteDevice::open("remote", lent_at, access(&lent_at))?;
     let local = mixfleet_cpu::CpuBackend.open("cpu@1")?;
     println!(
         "bytes out and back | here | other process | added | ping-pong of as many bytes | added / ping-pong"
@@ -163,9 +191,5 @@ fn main() -> Result<()> {
     }
     let (least, middle) = ping(&mut socket, 1, 1);
     println!("round trip of a byte: {least:.1} {middle:.1} us");
-    for child in [&mut echoing, &mut lending] {
-        let _ = child.kill();
-        let _ = child.wait();
-    }
     Ok(())
 }

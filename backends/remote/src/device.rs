@@ -99,7 +99,7 @@ impl Drop for RemoteBuffer {
             lock(&self.shared.buffers).remove(&self.number);
             let next = lock(&self.shared.next_session).clone();
             let session = next.unwrap_or_else(|| self.shared.session());
-            let _ = session.send(false, ask::FREE, &[], |out| {
+            let _ = session.send(false, ask::FREE, |out| {
                 put(out, self.number);
                 Ok(())
             });
@@ -135,18 +135,6 @@ impl Shared {
             Ok(())
         };
         session.call(ask::ALLOC, CALL_TIMEOUT, fill).map(drop)
-    }
-
-    fn write(&self, session: &RemoteSession, number: u64, offset: u64, data: &[u8]) -> Result<()> {
-        let mut at = offset;
-        for part in data.chunks(DATA_BYTES_MAX) {
-            session.send(false, ask::WRITE, part, |out| {
-                [number, at].into_iter().for_each(|value| put(out, value));
-                Ok(())
-            })?;
-            at += part.len() as u64;
-        }
-        Ok(())
     }
 }
 
@@ -239,7 +227,7 @@ impl RemoteDevice {
         for (number, bytes, usage, content) in kept {
             shared.alloc(session, number, bytes, usage)?;
             if let Some(content) = content {
-                shared.write(session, number, 0, &content)?;
+                session.write(number, 0, &content)?;
             }
         }
         for Placement { buffers, recipe } in &*lock(&shared.placements) {
@@ -357,7 +345,7 @@ impl Device for View<'_> {
             content[start..end].copy_from_slice(data);
         }
         self.session.overwrite(BufferRange { buffer: number, offset: to.offset, bytes: to.bytes });
-        self.shared.write(&self.session, number, to.offset, data)
+        self.session.write(number, to.offset, data)
     }
 
     fn read(&self, from: &Slice, data: &mut [u8]) -> Result<()> {

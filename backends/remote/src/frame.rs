@@ -3,13 +3,15 @@
 use mixfleet_hal::cast::{to_u32, to_usize};
 use mixfleet_wire::Duplex;
 use std::io;
+use std::ops::Range;
 use std::time::Instant;
 
 /// Bytes before a message: its length.
 const HEAD_BYTES: usize = 4;
 
-/// Bytes that are received at a time where the next message's length is not known.
-const AHEAD_BYTES: usize = 16 << 10;
+/// Bytes that are received at a time where the next message's length is not known: a piece of data whole, and
+/// some of what follows.
+const AHEAD_BYTES: usize = 68 << 10;
 
 /// Bodies of large messages that are kept for later ones.
 const SPARE_MAX: usize = 4;
@@ -51,12 +53,20 @@ impl std::ops::Deref for Body {
     }
 }
 
+/// A message that has arrived.
+pub(crate) enum Arrived {
+    /// It is in the reader's memory until the next one is received.
+    InReader(Range<usize>),
+    /// It was too long for that.
+    Apart(Body),
+}
+
 /// Receives messages.
 pub(crate) struct FrameReader {
     ahead: Vec<u8>,
     from: usize,
     to: usize,
-    /// A message of which a part has arrived, and the number of its bytes so far.
+    /// A long message of which a part has arrived, and the number of its bytes so far.
     part: Option<(Body, usize)>,
     spare: Vec<Body>,
     length_max: usize,
@@ -73,10 +83,26 @@ impl FrameReader {
         self.length_max = length_max;
     }
 
-    /// Bytes of memory for a message of which a part has arrived.
+    /// Bytes of memory for a long message of which a part has arrived.
     #[cfg(test)]
     pub(crate) fn held_bytes(&self) -> usize {
         self.part.as_ref().map_or(0, |(body, _)| body.bytes.capacity())
+    }
+
+    /// The bytes of the message that was received last.
+    pub(crate) fn bytes<'a>(&'a self, arrived: &'a Arrived) -> &'a [u8] {
+        match arrived {
+            Arrived::InReader(range) => &self.ahead[range.clone()],
+            Arrived::Apart(body) => body,
+        }
+    }
+
+    /// The message that was received last, to be kept.
+    pub(crate) fn kept(&mut self, arrived: Arrived) -> Body {
+        match arrived {
+            Arrived::Apart(body) => body,
+            Arrived::InReader(range) => self.begun(range.len(), range),
+        }
     }
 
     /// Takes the memory of a message back.
@@ -86,13 +112,19 @@ impl FrameReader {
         }
     }
 
+    /// The same for one that was not kept.
+    pub(crate) fn recycle_arrived(&mut self, arrived: Arrived) {
+        if let Arrived::Apart(body) = arrived {
+            self.recycle(body);
+        }
+    }
+
     /// The next message; `None` once `deadline` has passed. A deadline in the past takes what has arrived.
-    pub(crate) fn next(&mut self, link: &Duplex, deadline: Option<Instant>) -> io::Result<Option<Body>> {
+    pub(crate) fn next(&mut self, link: &Duplex, deadline: Option<Instant>) -> io::Result<Option<Arrived>> {
         loop {
-            self.begin()?;
             let came = match &mut self.part {
                 Some((body, filled)) if *filled == body.length => {
-                    return Ok(self.part.take().map(|(body, _)| body));
+                    return Ok(self.part.take().map(|(body, _)| Arrived::Apart(body)));
                 }
                 Some((body, filled)) => {
                     if *filled == body.bytes.len() {
@@ -104,8 +136,12 @@ impl FrameReader {
                     came
                 }
                 None => {
-                    self.ahead.copy_within(self.from..self.to, 0);
-                    (self.from, self.to) = (0, self.to - self.from);
+                    if let Some(arrived) = self.take_ahead()? {
+                        return Ok(Some(Arrived::InReader(arrived)));
+                    }
+                    if self.part.is_some() {
+                        continue;
+                    }
                     let came = link.receive(&mut self.ahead[self.to..], deadline)?;
                     self.to += came.unwrap_or(0);
                     came
@@ -117,24 +153,38 @@ impl FrameReader {
         }
     }
 
-    /// Begins a message whose length has arrived, unless one is being received.
-    fn begin(&mut self) -> io::Result<()> {
-        let ahead = &self.ahead[self.from..self.to];
-        let (None, Some(head)) = (&self.part, ahead.first_chunk::<HEAD_BYTES>()) else { return Ok(()) };
-        let length = to_usize(u32::from_le_bytes(*head));
+    /// Takes the next message if it is here. If not, it makes room for the rest of it.
+    fn take_ahead(&mut self) -> io::Result<Option<Range<usize>>> {
+        let here = self.from..self.to;
+        let head = self.ahead[here.clone()].first_chunk::<HEAD_BYTES>();
+        let length = head.map_or(1, |head| to_usize(u32::from_le_bytes(*head)));
         if length == 0 || length > self.length_max {
             let detail = format!("a message of {length} bytes, where 1 to {} are allowed", self.length_max);
             return Err(io::Error::new(io::ErrorKind::InvalidData, detail));
         }
-        let mut body = self.spare.pop().unwrap_or_default();
-        let here = length.min(ahead.len() - HEAD_BYTES);
-        if body.bytes.len() < here {
-            body.bytes.resize(here, 0);
+        let begin = here.start + HEAD_BYTES;
+        if begin + length <= here.end {
+            self.from = begin + length;
+            return Ok(Some(begin..self.from));
         }
-        body.bytes[..here].copy_from_slice(&ahead[HEAD_BYTES..HEAD_BYTES + here]);
+        if HEAD_BYTES + length > self.ahead.len() {
+            (self.from, self.to) = (0, 0);
+            self.part = Some((self.begun(length, begin..here.end), here.end - begin));
+        } else if here.is_empty() || begin + length > self.ahead.len() {
+            self.ahead.copy_within(here.clone(), 0);
+            (self.from, self.to) = (0, here.len());
+        }
+        Ok(None)
+    }
+
+    /// A message of such a length that begins with bytes that are here.
+    fn begun(&mut self, length: usize, here: Range<usize>) -> Body {
+        let mut body = self.spare.pop().unwrap_or_default();
+        if body.bytes.len() < here.len() {
+            body.bytes.resize(here.len(), 0);
+        }
+        body.bytes[..here.len()].copy_from_slice(&self.ahead[here]);
         body.length = length;
-        self.from += HEAD_BYTES + here;
-        self.part = Some((body, here));
-        Ok(())
+        body
     }
 }

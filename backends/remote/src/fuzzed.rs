@@ -28,7 +28,7 @@ pub(crate) fn served(device: &dyn Device, bytes: &[u8]) -> Result<()> {
     let (link, _pending) = listener.accept().and_then(|caller| caller.welcome(deadline)).map_err(failed)?;
     std::thread::scope(|scope| {
         let serving = scope.spawn(|| {
-            let outcome = Served::new(device, &link, FrameReader::new(FRAME_BYTES_MAX)).run();
+            let outcome = Served::new(device, &link).run(FrameReader::new(FRAME_BYTES_MAX));
             link.close();
             outcome
         });

@@ -80,7 +80,8 @@ fn send(link: &Duplex, fill: impl FnOnce(&mut Vec<u8>)) -> Result<()> {
 
 fn receive(link: &Duplex, reader: &mut FrameReader, deadline: Instant) -> Result<crate::frame::Body> {
     let came = reader.next(link, Some(deadline)).map_err(|error| refused(error.to_string()))?;
-    came.ok_or_else(|| Error::new(ErrorKind::Timeout, "the other process does not answer"))
+    let came = came.ok_or_else(|| Error::new(ErrorKind::Timeout, "the other process does not answer"))?;
+    Ok(reader.kept(came))
 }
 
 /// Checks the beginning of the other end's first message.

@@ -17,6 +17,10 @@ pub(crate) const MAGIC: [u8; 8] = *b"mixfleet";
 /// Bytes of data that a message has at most; longer writes and reads take several.
 pub(crate) const DATA_BYTES_MAX: usize = 8 << 20;
 
+/// Bytes of data that are moved at a time: a piece is on its way into the device or out of it while the next
+/// one is on the connection, and it is still in a cache when it is copied on.
+pub(crate) const PIECE_BYTES: usize = 64 << 10;
+
 /// Bytes of a message at most: data, and the commands of a batch.
 pub(crate) const FRAME_BYTES_MAX: usize = DATA_BYTES_MAX + (1 << 20);
 

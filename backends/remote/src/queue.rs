@@ -38,7 +38,7 @@ impl RemoteQueue {
         let asked = &results[..places.len()];
         let (queue, session) = (self.number, &self.session);
         let mut places = Some(places);
-        session.send(true, ask::SUBMIT, &[], |out| {
+        session.send(true, ask::SUBMIT, |out| {
             put(out, queue);
             put(out, asked.len() as u64);
             for slice in asked {
@@ -103,7 +103,7 @@ impl Queue for RemoteQueue {
         let graph = graph.as_any().downcast_ref::<RemoteGraph>();
         let own = graph.filter(|g| g.queue == self.number && Arc::ptr_eq(&g.session, &self.session));
         let own = own.ok_or_else(|| Error::invalid("the graph was recorded on another queue"))?;
-        self.session.send(true, ask::REPLAY, &[], |out| {
+        self.session.send(true, ask::REPLAY, |out| {
             put(out, self.number);
             put(out, own.number);
             self.session.expect(self.number, &own.written, Vec::new());
@@ -141,7 +141,7 @@ impl Graph for RemoteGraph {
 
 impl Drop for RemoteGraph {
     fn drop(&mut self) {
-        let _ = self.session.send(false, ask::FORGET, &[], |out| {
+        let _ = self.session.send(false, ask::FORGET, |out| {
             put(out, self.queue);
             put(out, self.number);
             Ok(())

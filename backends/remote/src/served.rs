@@ -4,8 +4,8 @@
 //! which it looks for messages, so that a batch's end leaves as soon as it is there.
 
 use crate::code::{Taker, inside, length, put, put_error, take_cmds, take_sig, take_slice};
-use crate::frame::{Body, FrameReader, put_frame};
-use crate::protocol::{CALL_TIMEOUT, DATA_BYTES_MAX, ask, tell};
+use crate::frame::{FrameReader, put_frame};
+use crate::protocol::{CALL_TIMEOUT, DATA_BYTES_MAX, PIECE_BYTES, ask, tell};
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::{Device, Elapsed, Error, ErrorKind, Graph, Queue, Result, Slice, Support, Ticket};
@@ -30,11 +30,11 @@ const BATCHES_MAX: usize = 1024;
 pub(crate) struct Served<'a> {
     device: &'a dyn Device,
     link: &'a Duplex,
-    reader: FrameReader,
     // queues before graphs and buffers, which their batches use
     queues: BTreeMap<u64, ServedQueue>,
     buffers: BTreeMap<u64, Slice>,
     head: Vec<u8>,
+    /// Room for what is read of the device at a time.
     data: Vec<u8>,
 }
 
@@ -58,25 +58,24 @@ fn lost(error: io::Error) -> Error {
 }
 
 impl<'a> Served<'a> {
-    pub(crate) fn new(device: &'a dyn Device, link: &'a Duplex, reader: FrameReader) -> Self {
-        let (queues, buffers, head, data) = Default::default();
-        Served { device, link, reader, queues, buffers, head, data }
+    pub(crate) fn new(device: &'a dyn Device, link: &'a Duplex) -> Self {
+        let (queues, buffers, head) = Default::default();
+        Served { device, link, queues, buffers, head, data: vec![0; PIECE_BYTES] }
     }
 
     /// Serves until the user has gone.
     ///
     /// # Errors
     /// When it sends what nobody who follows the protocol sends, or takes no answers.
-    pub(crate) fn run(mut self) -> Result<()> {
+    pub(crate) fn run(mut self, mut reader: FrameReader) -> Result<()> {
         loop {
             let batches: usize = self.queues.values().map(|queue| queue.batches.len()).sum();
             if batches < BATCHES_MAX {
                 let deadline = (batches > 0).then(Instant::now);
-                match self.reader.next(self.link, deadline) {
-                    Ok(Some(body)) => {
-                        let handled = self.handle(&body);
-                        self.reader.recycle(body);
-                        handled?;
+                match reader.next(self.link, deadline) {
+                    Ok(Some(arrived)) => {
+                        self.handle(reader.bytes(&arrived))?;
+                        reader.recycle_arrived(arrived);
                         continue;
                     }
                     Ok(None) => {}
@@ -89,21 +88,66 @@ impl<'a> Served<'a> {
     }
 
     fn send(&mut self, kind: u8, fill: impl FnOnce(&mut Vec<u8>)) -> Result<()> {
+        self.begin(kind, 0, fill)?;
+        self.send_parts(0)
+    }
+
+    /// Begins a message, which goes on with so many bytes.
+    fn begin(&mut self, kind: u8, more: usize, fill: impl FnOnce(&mut Vec<u8>)) -> Result<()> {
         self.head.clear();
-        put_frame(&mut self.head, kind, self.data.len(), |out| {
+        put_frame(&mut self.head, kind, more, |out| {
             fill(out);
-            Ok::<(), Error>(())
-        })?;
-        let sent = self.link.send(&[&self.head, &self.data], CALL_TIMEOUT, &mut || Ok(false));
-        self.data.clear();
+            Ok(())
+        })
+    }
+
+    /// Sends what is begun, and the first so many bytes of `self.data`.
+    fn send_parts(&mut self, filled: usize) -> Result<()> {
+        let parts = [&self.head[..], &self.data[..filled]];
+        let sent = self.link.send(&parts, CALL_TIMEOUT, &mut || Ok(false));
+        self.head.clear();
         sent.map_err(lost)
     }
 
-    /// Answers a call; the answer goes on with `self.data`.
-    fn reply(&mut self, call: u64, answer: Result<Vec<u8>>) -> Result<()> {
-        if answer.is_err() {
-            self.data.clear();
+    /// Sends a message that ends with the content of `slices`, a part of which is on its way while the next
+    /// one is read. If the device fails before any was sent, nothing is, and its error is returned inside.
+    ///
+    /// # Errors
+    /// Those of the connection, and of the device once a part has been sent.
+    fn send_read(
+        &mut self,
+        kind: u8,
+        slices: &[Slice],
+        fill: impl FnOnce(&mut Vec<u8>),
+    ) -> Result<Result<()>> {
+        let bytes = slices.iter().map(|slice| to_usize(slice.bytes)).sum();
+        self.begin(kind, bytes, fill)?;
+        let (mut filled, mut is_sent) = (0, false);
+        for slice in slices {
+            let mut at = 0;
+            while at < slice.bytes {
+                let part = slice.range(at, (slice.bytes - at).min((PIECE_BYTES - filled) as u64));
+                let end = filled + to_usize(part.bytes);
+                match self.device.read(&part, &mut self.data[filled..end]) {
+                    Err(error) if is_sent => return Err(error),
+                    Err(error) => return Ok(Err(error)),
+                    Ok(()) => {}
+                }
+                (at, filled) = (at + part.bytes, end);
+                if filled == PIECE_BYTES {
+                    self.send_parts(filled)?;
+                    (filled, is_sent) = (0, true);
+                }
+            }
         }
+        if filled > 0 || !is_sent {
+            self.send_parts(filled)?;
+        }
+        Ok(Ok(()))
+    }
+
+    /// Answers a call.
+    fn reply(&mut self, call: u64, answer: Result<Vec<u8>>) -> Result<()> {
         self.send(tell::REPLY, |out| {
             put(out, call);
             match answer {
@@ -119,15 +163,8 @@ impl<'a> Served<'a> {
         })
     }
 
-    /// Reads a slice to the end of `self.data`.
-    fn read(&mut self, slice: &Slice) -> Result<()> {
-        let start = self.data.len();
-        self.data.resize(start + to_usize(slice.bytes), 0);
-        self.device.read(slice, &mut self.data[start..])
-    }
-
-    fn handle(&mut self, body: &Body) -> Result<()> {
-        let mut taker = Taker(body);
+    fn handle(&mut self, message: &[u8]) -> Result<()> {
+        let mut taker = Taker(message);
         match taker.byte()? {
             ask::WRITE => {
                 let (number, offset) = (taker.number()?, taker.number()?);
@@ -160,6 +197,17 @@ impl<'a> Served<'a> {
                 queue.begin(Vec::new(), |queue| queue.replay(&graph));
                 Ok(())
             }
+            ask::READ => {
+                let call = taker.number()?;
+                let slice =
+                    take_slice(&mut taker, DATA_BYTES_MAX, |number| buffer(&self.buffers, number).cloned())?;
+                taker.end()?;
+                let read = self.send_read(tell::REPLY, &[slice], |out| {
+                    put(out, call);
+                    out.push(0);
+                })?;
+                read.or_else(|error| self.reply(call, Err(error)))
+            }
             ask::FREE => {
                 let number = taker.number()?;
                 taker.end()?;
@@ -189,7 +237,7 @@ impl<'a> Served<'a> {
         }
     }
 
-    /// The answer to a call. What it goes on with is in `self.data`.
+    /// The answer to a call.
     ///
     /// # Errors
     /// For what nobody who follows the protocol sends.
@@ -204,11 +252,6 @@ impl<'a> Served<'a> {
                 self.device.alloc(bytes, usage).map(|slice| {
                     self.buffers.insert(number, slice);
                 })
-            }
-            ask::READ => {
-                let slice =
-                    take_slice(taker, DATA_BYTES_MAX, |number| buffer(&self.buffers, number).cloned())?;
-                self.read(&slice)
             }
             ask::OPEN_QUEUE => {
                 let number = taker.number()?;
@@ -262,28 +305,22 @@ impl<'a> Served<'a> {
         let numbers: Vec<u64> = self.queues.keys().copied().collect();
         for number in numbers {
             while let Some((ended, results)) = self.queues.get_mut(&number).and_then(ServedQueue::ended) {
-                let read = ended.and_then(|elapsed| {
-                    results.iter().try_for_each(|slice| self.read(slice))?;
-                    Ok(elapsed)
-                });
-                if read.is_err() {
-                    self.data.clear();
-                }
+                let told = match ended {
+                    Err(error) => Err(error),
+                    Ok(Elapsed { time, clock }) => self.send_read(tell::DONE, &results, |out| {
+                        put(out, number);
+                        out.push(0);
+                        out.extend(time.0.to_le_bytes());
+                        out.push(u8::from(clock == ClockKind::Host));
+                    })?,
+                };
+                let Err(error) = told else { continue };
                 self.send(tell::DONE, |out| {
                     put(out, number);
-                    match &read {
-                        Ok(Elapsed { time, clock }) => {
-                            out.push(0);
-                            out.extend(time.0.to_le_bytes());
-                            out.push(u8::from(*clock == ClockKind::Host));
-                        }
-                        Err(error) => {
-                            out.push(1);
-                            put_error(out, error);
-                        }
-                    }
+                    out.push(1);
+                    put_error(out, &error);
                 })?;
-                if let (Err(error), Some(queue)) = (read, self.queues.get_mut(&number)) {
+                if let Some(queue) = self.queues.get_mut(&number) {
                     queue.failure.get_or_insert(error);
                 }
             }

@@ -115,7 +115,7 @@ impl Lent {
         drop(pending);
         reader.allow(FRAME_BYTES_MAX);
         tracing::info!(peer, device = %self.device.info().id, "a process uses the device");
-        let outcome = Served::new(&*self.device, &link, reader).run();
+        let outcome = Served::new(&*self.device, &link).run(reader);
         match outcome {
             Ok(()) => {
                 tracing::info!(peer, "it has left, and what it had is freed");

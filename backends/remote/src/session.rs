@@ -6,7 +6,10 @@ use crate::code::{Taker, put};
 use crate::fetched::{BufferRange, Expected, Fetched};
 use crate::frame::{Body, FrameReader, put_frame};
 use crate::hello::{self, DeviceAccess};
-use crate::protocol::{CALL_TIMEOUT, FRAME_BYTES_MAX, HELLO_BYTES_MAX, HELLO_TIMEOUT, SILENCE, ask, tell};
+use crate::protocol::{
+    CALL_TIMEOUT, DATA_BYTES_MAX, FRAME_BYTES_MAX, HELLO_BYTES_MAX, HELLO_TIMEOUT, PIECE_BYTES, SILENCE, ask,
+    tell,
+};
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::units::Seconds;
@@ -19,7 +22,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Data that is sent together with what follows, because a copy is cheaper than a call of the system.
-const TOGETHER_BYTES: usize = 8 << 10;
+const TOGETHER_BYTES: usize = 16 << 10;
 
 /// Bytes that wait for others at most.
 const PENDING_BYTES_MAX: usize = 64 << 10;
@@ -122,7 +125,7 @@ impl RemoteSession {
         error
     }
 
-    /// Sends a message that `data` ends, at once or together with later ones.
+    /// Sends a message, at once or together with later ones.
     ///
     /// # Errors
     /// Those of `fill`, and `DeviceLost` once the connection has ended.
@@ -130,25 +133,60 @@ impl RemoteSession {
         &self,
         now: bool,
         kind: u8,
-        data: &[u8],
         fill: impl FnOnce(&mut Vec<u8>) -> Result<()>,
     ) -> Result<()> {
         let mut pending = lock(&self.pending);
         if let Some(error) = self.failure() {
             return Err(error);
         }
-        put_frame(&mut pending, kind, data.len(), fill)?;
-        let apart = data.len() > TOGETHER_BYTES;
-        if !apart {
-            pending.extend_from_slice(data);
-        }
-        if now || apart || pending.len() > PENDING_BYTES_MAX {
-            let parts = [&pending[..], if apart { data } else { &[] }];
-            let sent = self.link.send(&parts, CALL_TIMEOUT, &mut || self.drain());
-            pending.clear();
-            sent.map_err(|error| self.fail(lost(&error)))?;
+        put_frame(&mut pending, kind, 0, fill)?;
+        if now || pending.len() > PENDING_BYTES_MAX {
+            return self.flush(&mut pending, &[]);
         }
         Ok(())
+    }
+
+    /// Sends data for a buffer from `offset` on, in a message for each piece: little of it together with
+    /// what follows, more of it at once and from where it is.
+    ///
+    /// # Errors
+    /// `DeviceLost` once the connection has ended.
+    pub(crate) fn write(&self, buffer: u64, offset: u64, data: &[u8]) -> Result<()> {
+        let starts = (offset..).step_by(DATA_BYTES_MAX);
+        starts.zip(data.chunks(DATA_BYTES_MAX)).try_for_each(|(at, data)| self.write_some(buffer, at, data))
+    }
+
+    fn write_some(&self, buffer: u64, offset: u64, data: &[u8]) -> Result<()> {
+        let mut pending = lock(&self.pending);
+        if let Some(error) = self.failure() {
+            return Err(error);
+        }
+        let mut pieces = Vec::with_capacity(data.len().div_ceil(PIECE_BYTES));
+        for (at, piece) in (offset..).step_by(PIECE_BYTES).zip(data.chunks(PIECE_BYTES)) {
+            put_frame(&mut pending, ask::WRITE, piece.len(), |out| {
+                [buffer, at].into_iter().for_each(|value| put(out, value));
+                Ok(())
+            })?;
+            pieces.push((pending.len(), piece));
+        }
+        if data.len() > TOGETHER_BYTES {
+            return self.flush(&mut pending, &pieces);
+        }
+        pending.extend_from_slice(data);
+        if pending.len() > PENDING_BYTES_MAX { self.flush(&mut pending, &[]) } else { Ok(()) }
+    }
+
+    /// Sends what is pending, and pieces of data each behind so many bytes of it.
+    fn flush(&self, pending: &mut Vec<u8>, pieces: &[(usize, &[u8])]) -> Result<()> {
+        let (mut parts, mut from) = (Vec::with_capacity(2 * pieces.len() + 1), 0);
+        for (to, piece) in pieces {
+            parts.extend([&pending[from..*to], piece]);
+            from = *to;
+        }
+        parts.push(&pending[from..]);
+        let sent = self.link.send(&parts, CALL_TIMEOUT, &mut || self.drain());
+        pending.clear();
+        sent.map_err(|error| self.fail(lost(&error)))
     }
 
     /// Sends a message that is answered, and waits for the answer.
@@ -166,7 +204,7 @@ impl RemoteSession {
             inbox.calls += 1;
             inbox.calls
         };
-        self.send(true, kind, &[], |out| {
+        self.send(true, kind, |out| {
             put(out, call);
             fill(out)
         })?;
@@ -205,36 +243,45 @@ impl RemoteSession {
                 return Some(Err(error.clone()));
             }
             let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return None;
-            }
             if inbox.is_watched {
+                if left.is_zero() {
+                    return None;
+                }
                 let waited = self.changed.wait_timeout(inbox, left);
                 inbox = waited.unwrap_or_else(PoisonError::into_inner).0;
                 continue;
             }
             inbox.is_watched = true;
             drop(inbox);
-            self.receive(Some(deadline));
+            // where no time is left, what has arrived counts
+            let came = self.receive(Some(deadline));
             inbox = lock(&self.inbox);
+            if left.is_zero() && !came && inbox.failure.is_none() {
+                return None;
+            }
         }
     }
 
-    /// Receives a message, files it and wakes those who wait. For the thread that watches.
-    fn receive(&self, deadline: Option<Instant>) {
-        let came = lock(&self.reader).next(&self.link, deadline);
+    /// Receives a message, files it and wakes those who wait; whether there was one. For the thread that
+    /// watches.
+    fn receive(&self, deadline: Option<Instant>) -> bool {
+        let mut reader = lock(&self.reader);
+        let came = reader.next(&self.link, deadline).map(|came| came.map(|arrived| reader.kept(arrived)));
+        drop(reader);
         let mut inbox = lock(&self.inbox);
         inbox.is_watched = false;
         let filed = match came {
-            Ok(Some(body)) => inbox.file(body),
-            Ok(None) => Ok(()),
+            Ok(Some(body)) => inbox.file(body).map(|()| true),
+            Ok(None) => Ok(false),
             Err(error) => Err(lost(&error)),
         };
-        if let Err(error) = filed {
+        let came = filed.unwrap_or_else(|error| {
             inbox.failure.get_or_insert(error);
-        }
+            false
+        });
         drop(inbox);
         self.changed.notify_all();
+        came
     }
 
     /// Receives what has arrived, unless another thread does; whether it did.
@@ -267,7 +314,7 @@ impl RemoteSession {
     /// Removes a queue.
     pub(crate) fn close_queue(&self, queue: u64) {
         lock(&self.inbox).queues.remove(&queue);
-        let _ = self.send(false, ask::CLOSE_QUEUE, &[], |out| {
+        let _ = self.send(false, ask::CLOSE_QUEUE, |out| {
             put(out, queue);
             Ok(())
         });

@@ -6,8 +6,7 @@ use crate::common::{Crossed, TIMEOUT, lend, open, wire};
 use mixfleet_hal::{Backend, DType, Device, Queue};
 use mixfleet_remote::RemoteDevice;
 use mixfleet_runtime::model::RandomCheckpoint;
-use mixfleet_runtime::model::apart::{AttentionMember, AttentionRun, run_apart};
-use mixfleet_runtime::model::divided::MemberRun;
+use mixfleet_runtime::model::apart::{ApartBatch, ApartQueues, AttentionMember, run_apart};
 use mixfleet_runtime::model::draws::DrawInput;
 use mixfleet_runtime::model::exchange::ThroughHost;
 use mixfleet_runtime::model::graph::{Forward, StepInput, StepShape};
@@ -67,16 +66,12 @@ fn step(layers: u32, sequences: u32, split: AttnSplit, workers: u32) -> ([u64; 2
         pages.iter().map(|pages| StepInput { start: START, tokens: &[1], pages, draw }).collect();
 
     let before = total(&wires);
-    let pass = forward.begin(&*device, &parts).unwrap();
-    let passes: Vec<_> =
-        members.iter().zip(&devices).map(|(member, device)| member.begin(device, &parts).unwrap()).collect();
-    let attending = members.iter().zip(&devices).zip(&mut queues);
-    let mut attending: Vec<AttentionRun<'_>> = attending
-        .map(|((member, device), queue)| AttentionRun { device, queue: &mut **queue, member })
-        .collect();
-    let mut model = MemberRun { device: &*device, queue: &mut *queue, forward: &forward };
+    let attending = devices.iter().zip(&members).map(|(device, member)| (device as &dyn Device, member));
+    let batch = ApartBatch::begin((&*device, &forward), attending, &parts).unwrap();
+    let attending = queues.iter_mut().map(|queue| &mut **queue as &mut dyn Queue).collect();
+    let mut queues = ApartQueues { first: &mut *queue, attending };
     let mut exchange = ThroughHost::default();
-    run_apart(&mut model, &pass, &mut attending, &passes, &mut exchange, TIMEOUT).unwrap();
+    run_apart(&mut queues, &[batch], &mut exchange, TIMEOUT, &mut |_, _| Ok(())).unwrap();
     let after = total(&wires);
 
     let cost = config.cost_shape(DType::F32, DType::F32, BLOCK_TOKENS);

@@ -34,7 +34,7 @@ pub(crate) fn of(
     let free = device.memory_free().map(|free| Bytes(free.0 / sharing));
     let config = model.checkpoint.config.of_member(share);
     let shape = config.cost_shape(model.activations, model.kv, device.limits().kv_page_tokens);
-    let room = DeviceRoom {
+    let mut room = DeviceRoom {
         free: free.unwrap_or(Bytes::ZERO),
         total: info.memory,
         is_host,
@@ -43,7 +43,14 @@ pub(crate) fn of(
     let unknown = free.is_none().then_some(KV_UNKNOWN);
     let keeps_kv = share.keeps_kv();
     let kv = if keeps_kv { given.kv.or(unknown) } else { Some(Bytes::ZERO) };
-    let size = size(&shape, config.context_max, &room, GivenSizes { kv, ..given });
+    let in_room = |room: &DeviceRoom| size(&shape, config.context_max, room, GivenSizes { kv, ..given });
+    let mut size = in_room(&room);
+    if !(keeps_kv && share.has_weights()) {
+        // the second of two batches in flight has activations of its own
+        let half = size.sequences_max / 2;
+        room.free.0 -= shape.activation_bytes(half, half) as f64;
+        size = in_room(&room);
+    }
     if keeps_kv && size.kv.0 < (shape.kv_bytes_per_token() * u64::from(shape.page_tokens)) as f64 {
         let [free, total, steps] = [room.free, room.total, size.activations].map(|bytes| bytes.0 / GB);
         bail!(

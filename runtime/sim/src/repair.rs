@@ -174,19 +174,11 @@ impl TrialLoad<'_> {
                 return Ok(Some(found));
             }
             match search.exchange(&found.counts)? {
-                Exchange::Holds(less_rent, held) => (counts, trial) = (less_rent, held),
-                Exchange::None => return Ok(Some(found)),
+                Some(less) => (counts, trial) = less,
+                None => return Ok(Some(found)),
             }
         }
     }
-}
-
-/// What came of the exchanges of one fleet.
-enum Exchange {
-    /// These counts cost less and hold the objective.
-    Holds(Vec<u32>, FleetTrial),
-    /// None does, or the repair was stopped.
-    None,
 }
 
 impl FleetTrial {
@@ -238,8 +230,9 @@ impl RepairSearch<'_> {
         used().any(|(pool, _)| pool.role.prefills()) && used().any(|(pool, _)| pool.role.decodes())
     }
 
-    /// The first exchange between two pools that costs less and holds, of those that save most first.
-    fn exchange(&mut self, counts: &[u32]) -> Result<Exchange, TraceError> {
+    /// The counts after the exchange between two pools that saves most and holds; none where none does, or where the
+    /// repair was stopped.
+    fn exchange(&mut self, counts: &[u32]) -> Result<Option<(Vec<u32>, FleetTrial)>, TraceError> {
         let pairs = (0..counts.len()).flat_map(|from| (0..counts.len()).map(move |to| (from, to)));
         let rent = (self.limits.rent)(counts);
         let exchanged = pairs.filter_map(|(from, to)| self.exchanged(counts, from, to));
@@ -248,12 +241,12 @@ impl RepairSearch<'_> {
         tried.sort_by_key(|(rent, _)| Ordered(*rent));
         for (_, counts) in tried {
             match self.trial(&counts)? {
-                Some(trial) if trial.held => return Ok(Exchange::Holds(counts, trial)),
+                Some(trial) if trial.held => return Ok(Some((counts, trial))),
                 Some(_) => {}
                 None => break,
             }
         }
-        Ok(Exchange::None)
+        Ok(None)
     }
 
     /// Instances of pool `from` for instances of pool `to`, which do the same, at less rent: for a dear one as many

@@ -19,7 +19,6 @@ use crate::env::{Env, SharedEnv, no_thread};
 use crate::mailbox::{INBOX_MAX, MessageSender, mailbox};
 use crate::metrics::Metrics;
 use crate::model::apart::AttentionMember;
-use crate::model::divided::MemberRun;
 use crate::model::graph::{Forward, StepShape};
 use crate::model::{ModelConfig, Weights};
 use crate::pool::{MakeRegion, Pool};
@@ -29,8 +28,8 @@ use mixfleet_hal::units::{Seconds, UsdPerHour};
 use mixfleet_hal::{BufferUsage, DType, Device, Error, OpSig, Result};
 use mixfleet_scheduler::batch::{BatchLimits, Instance as BatchMachine, PageDevices};
 use mixfleet_scheduler::cost::{
-    AttnSplit, Coefficients, CostModel, EngineCost, KvCopyCost, LinkCost, Partition, PipelineCost, Prefill,
-    ProfileCost,
+    Attending, AttnSplit, Coefficients, CostModel, EngineCost, KvCopyCost, LinkCost, LockstepCost, Partition,
+    PipelineCost, Prefill, ProfileCost,
 };
 use mixfleet_scheduler::fleet::{Instance, InstanceId, Role};
 use mixfleet_scheduler::kv::CachePolicy;
@@ -271,7 +270,8 @@ impl Loaded {
         let (device, MemberModel::Weights(forward)) = loaded.remove(0) else {
             return Err(Error::invalid(format!("{id}: the first device must have weights")));
         };
-        let others = OtherMembers::open(loaded, partition, chunk_tokens)?;
+        let first = (&*device, &*forward);
+        let others = OtherMembers::open(first, loaded, (config, partition), chunk_tokens)?;
         let page_devices =
             PageDevices { count: holders, together: partition.split() != Some(AttnSplit::Range) };
         let kept = (KvPart::of_members(partition), page_devices);
@@ -503,8 +503,12 @@ impl Loaded {
     }
 
     /// The cost model of steps here by what was measured ([`Loaded::calibrate`]): stages take a share each of
-    /// what all take one after the other, hops included.
+    /// what all take one after the other, hops included, and of two batches one is attended to beside the
+    /// products of the other.
     pub fn predicted_by_steps(&self, measured: Coefficients) -> CostModel {
+        if self.others.as_ref().is_some_and(|others| others.partition().is_some()) {
+            return CostModel::Lockstep(Arc::new(LockstepCost::measured(measured)));
+        }
         let whole = CostModel::Coefficients(measured);
         let Some((stages, chunk_tokens)) = self.others.as_ref().and_then(OtherMembers::stages) else {
             return whole;
@@ -546,12 +550,17 @@ impl Loaded {
             ));
         };
         let device = &*self.spec_device;
-        let first = MemberRun { device, queue: &mut *device.queue()?, forward: &self.forward };
-        let exchange = others.exchange_cost(&first, env)?;
+        let exchange = others.exchange_cost((device, &self.forward), env)?;
         let shape = self.forward.shape();
         let cost_shape = self.forward.config().cost_shape(shape.activations, shape.kv, shape.block_tokens);
-        CostModel::lockstep(&partition, &cost_shape, profiles, exchange, shape.tokens_max)
-            .map_err(Error::invalid)
+        CostModel::lockstep(
+            &partition,
+            &cost_shape,
+            profiles,
+            (exchange, Attending::ENGINE),
+            shape.tokens_max,
+        )
+        .map_err(Error::invalid)
     }
 
     /// The cost model of steps here by an existing profile of the only device.

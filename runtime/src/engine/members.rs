@@ -5,7 +5,8 @@
 
 use super::draw::{LogitsRow, read_rows};
 use crate::env::Env;
-use crate::model::apart::{AttentionMember, AttentionPass, AttentionRun, exchange_layer, run_apart};
+use crate::model::ModelConfig;
+use crate::model::apart::{ApartBatch, ApartQueues, AttentionMember, run_apart};
 use crate::model::divided::{MemberRun, MicroBatch, run_stages};
 use crate::model::exchange::ThroughHost;
 use crate::model::graph::{Forward, Pass, StepInput};
@@ -38,8 +39,14 @@ struct QueuedMember<M> {
 enum Group {
     /// They divide the model with it, in stages of so many members.
     Divide(Stages, Vec<QueuedMember<Box<Forward>>>),
-    /// They attend for it.
-    Attend(Partition, Vec<QueuedMember<Box<AttentionMember>>>),
+    /// They attend for it, to one batch or to two.
+    Attend(Partition, Vec<QueuedMember<Box<AttentionMember>>>, Option<Box<SecondBatch>>),
+}
+
+/// What all members have for the second of two batches in flight.
+struct SecondBatch {
+    first: Forward,
+    attending: Vec<AttentionMember>,
 }
 
 /// The stages of an instance.
@@ -57,14 +64,15 @@ pub(super) struct OtherMembers {
 }
 
 impl OtherMembers {
-    /// Opens their queues: of devices that attend if attention has members of its own. Through stages pass so
-    /// many prompt tokens as one.
+    /// Opens the queues of devices beside the first one, of a model of this configuration: of devices that
+    /// attend if attention has members of its own. Through stages pass so many prompt tokens as one.
     ///
     /// # Errors
     /// When a device gives no queue, or has another part of the model than the others.
     pub(super) fn open(
+        first: (&dyn Device, &Forward),
         devices: Vec<(Arc<dyn Device>, MemberModel)>,
-        partition: &Partition,
+        (config, partition): (&ModelConfig, &Partition),
         chunk_tokens: u32,
     ) -> Result<Self> {
         let (mut dividing, mut attending) = (Vec::new(), Vec::new());
@@ -79,7 +87,10 @@ impl OtherMembers {
             None if attending.is_empty() => {
                 Group::Divide(Stages { members: partition.stages(), chunk_tokens }, dividing)
             }
-            Some(_) if dividing.is_empty() => Group::Attend(partition.clone(), attending),
+            Some(_) if dividing.is_empty() => {
+                let second = SecondBatch::open(first, &attending, config)?;
+                Group::Attend(partition.clone(), attending, second)
+            }
             _ => return Err(Error::invalid("members either divide a model or attend for the first one")),
         };
         Ok(OtherMembers { group, exchange: Box::new(ThroughHost::default()) })
@@ -89,7 +100,7 @@ impl OtherMembers {
     pub(super) fn devices(&self) -> Vec<&Arc<dyn Device>> {
         match &self.group {
             Group::Divide(_, members) => members.iter().map(|member| &member.device).collect(),
-            Group::Attend(_, members) => members.iter().map(|member| &member.device).collect(),
+            Group::Attend(_, members, _) => members.iter().map(|member| &member.device).collect(),
         }
     }
 
@@ -148,7 +159,7 @@ impl OtherMembers {
     pub(super) fn partition(&self) -> Option<&Partition> {
         match &self.group {
             Group::Divide(..) => None,
-            Group::Attend(partition, _) => Some(partition),
+            Group::Attend(partition, ..) => Some(partition),
         }
     }
 
@@ -157,8 +168,12 @@ impl OtherMembers {
     ///
     /// # Errors
     /// Those of the devices and of the exchange.
-    pub(super) fn exchange_cost(&mut self, first: &MemberRun<'_>, env: &dyn Env) -> Result<LinkCost> {
-        let shape = *first.forward.shape();
+    pub(super) fn exchange_cost(
+        &mut self,
+        first: (&dyn Device, &Forward),
+        env: &dyn Env,
+    ) -> Result<LinkCost> {
+        let shape = *first.1.shape();
         let rows = ROWS_TIMED.min(shape.tokens_max).min(shape.blocks.saturating_mul(shape.block_tokens));
         let pages: Vec<u32> = (0..rows.div_ceil(shape.block_tokens)).collect();
         let ids = vec![0; rows as usize];
@@ -166,16 +181,15 @@ impl OtherMembers {
         for (timed, rows) in timed.iter_mut().zip([1, rows]) {
             let pages = &pages[..rows.div_ceil(shape.block_tokens) as usize];
             let part = StepInput { start: 0, tokens: &ids[..rows as usize], pages, draw: None };
-            let pass = first.forward.begin(first.device, std::slice::from_ref(&part))?;
-            let Group::Attend(_, members) = &mut self.group else {
+            let Group::Attend(_, members, _) = &self.group else {
                 return Err(Error::unsupported("no members attend"));
             };
-            let passes = begin(members, &[part])?;
-            let (attending, exchange) = (ready(members), &mut *self.exchange);
+            let attending = members.iter().map(|member| (&*member.device, &*member.model));
+            let batch = ApartBatch::begin(first, attending, &[part])?;
             *timed = (0, f64::INFINITY);
             for _ in 0..TIMED {
                 let began = env.now();
-                let bytes = exchange_layer(first, &pass, &attending, &passes, exchange)?;
+                let bytes = batch.exchange_layer(&mut *self.exchange)?;
                 *timed = (bytes, timed.1.min((env.now() - began).0));
             }
         }
@@ -198,15 +212,16 @@ impl OtherMembers {
     /// Those of the devices and of the exchange.
     pub(super) fn run<'a>(
         &'a mut self,
-        mut first: MemberRun<'a>,
+        first: MemberRun<'a>,
         parts: &[StepInput<'_>],
         how: Pieces,
         timeout: Duration,
     ) -> Result<Vec<LogitsRow>> {
         let exchange = &mut *self.exchange;
+        let block_tokens = first.forward.shape().block_tokens;
+        let mut rows: Vec<(usize, LogitsRow)> = Vec::new();
         match &mut self.group {
             Group::Divide(stages, members) => {
-                let block_tokens = first.forward.shape().block_tokens;
                 let others = members.iter_mut().map(|QueuedMember { device, model, queue }| MemberRun {
                     device: &**device,
                     queue: &mut **queue,
@@ -216,23 +231,43 @@ impl OtherMembers {
                 let of_stage = |&count: &usize| all.by_ref().take(count).collect();
                 let mut of_stages: Vec<Vec<MemberRun<'a>>> = stages.members.iter().map(of_stage).collect();
                 let batches = MicroBatch::cut(parts, how, block_tokens);
-                let mut rows: Vec<(usize, LogitsRow)> = Vec::new();
                 let mut read = |last: &MemberRun<'_>, pass: &Pass, batch: &MicroBatch<'_>| {
                     let drawn = read_rows(last.device, last.forward, pass)?;
                     rows.extend(batch.drawing.iter().copied().zip(drawn));
                     Ok(())
                 };
                 run_stages(&mut of_stages, exchange, &batches, timeout, &mut read)?;
-                rows.sort_by_key(|(part, _)| *part);
-                Ok(rows.into_iter().map(|(_, row)| row).collect())
             }
-            Group::Attend(_, members) => {
-                let pass = first.forward.begin(first.device, parts)?;
-                let passes = begin(members, parts)?;
-                run_apart(&mut first, &pass, &mut ready(members), &passes, exchange, timeout)?;
-                read_rows(first.device, first.forward, &pass)
+            Group::Attend(_, members, second) => {
+                let groups = if second.is_some() { how.groups.min(2) } else { 1 };
+                let pieces = MicroBatch::cut(parts, Pieces { groups, ..how }, block_tokens);
+                let (mut models, mut attending) = (Vec::new(), Vec::<&mut dyn Queue>::new());
+                for QueuedMember { device, model, queue } in members {
+                    models.push((&**device, &**model));
+                    attending.push(&mut **queue);
+                }
+                let (device, whole) = (first.device, (first.forward, models));
+                let halves = second.iter().map(|second| {
+                    let devices = whole.1.iter().map(|(device, _)| *device);
+                    (&second.first, devices.zip(&second.attending).collect())
+                });
+                let places = std::iter::once(whole.clone()).chain(halves);
+                let batches = places.zip(&pieces).map(|((forward, attending), piece)| {
+                    ApartBatch::begin((device, forward), attending, &piece.parts)
+                });
+                let batches = batches.collect::<Result<Vec<_>>>()?;
+                let mut read = |which: usize, batch: &ApartBatch<'_>| {
+                    let (device, forward, pass) = batch.first();
+                    let drawn = read_rows(device, forward, pass)?;
+                    rows.extend(pieces[which].drawing.iter().copied().zip(drawn));
+                    Ok(())
+                };
+                let mut queues = ApartQueues { first: first.queue, attending };
+                run_apart(&mut queues, &batches, exchange, timeout, &mut read)?;
             }
         }
+        rows.sort_by_key(|(part, _)| *part);
+        Ok(rows.into_iter().map(|(_, row)| row).collect())
     }
 
     /// Opens new queues.
@@ -242,27 +277,27 @@ impl OtherMembers {
     pub(super) fn renew_queues(&mut self) -> Result<()> {
         match &mut self.group {
             Group::Divide(_, members) => members.iter_mut().try_for_each(QueuedMember::renew),
-            Group::Attend(_, members) => members.iter_mut().try_for_each(QueuedMember::renew),
+            Group::Attend(_, members, _) => members.iter_mut().try_for_each(QueuedMember::renew),
         }
     }
 }
 
-/// Uploads the inputs of a step to members that attend.
-fn begin(
-    members: &[QueuedMember<Box<AttentionMember>>],
-    parts: &[StepInput<'_>],
-) -> Result<Vec<AttentionPass>> {
-    members.iter().map(|member| member.model.begin(&*member.device, parts)).collect()
-}
-
-/// Members that attend, ready to run.
-fn ready(members: &mut [QueuedMember<Box<AttentionMember>>]) -> Vec<AttentionRun<'_>> {
-    let runs = members.iter_mut().map(|QueuedMember { device, model, queue }| AttentionRun {
-        device: &**device,
-        queue: &mut **queue,
-        member: model,
-    });
-    runs.collect()
+impl SecondBatch {
+    /// Allocates it; none if a step has one sequence at most.
+    fn open(
+        (device, forward): (&dyn Device, &Forward),
+        attending: &[QueuedMember<Box<AttentionMember>>],
+        config: &ModelConfig,
+    ) -> Result<Option<Box<Self>>> {
+        if forward.shape().of_second_batch().is_none() {
+            return Ok(None);
+        }
+        let of = |QueuedMember { device, model, .. }: &QueuedMember<Box<AttentionMember>>| {
+            model.for_second_batch(&**device, config)
+        };
+        let attending = attending.iter().map(of).collect::<Result<_>>()?;
+        Ok(Some(Box::new(SecondBatch { first: forward.for_second_batch(device)?, attending })))
+    }
 }
 
 impl<M> QueuedMember<M> {

@@ -1,18 +1,20 @@
 //! Steps of a model whose attention has devices of its own: the first member has the weights and keeps no KV,
 //! the others keep the KV and attend to it ([`Partition::attention`]).
 //!
+//! A step is one batch or two, each with activations of its own on every member. Of two, the first member
+//! computes the products of one while the others attend to the other; one thread submits to all queues.
+//!
 //! [`Partition::attention`]: mixfleet_scheduler::cost::Partition::attention
 
 use super::ModelConfig;
 use super::arena::{Packer, attention_input_bytes, rows_of};
 use super::attention::{Attention, AttentionArena, AttentionInputs, AttentionSizes, AttentionTables};
-use super::divided::MemberRun;
 use super::graph::{Forward, Pass, StepInput, StepShape};
 use super::held::HeldRows;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{
-    AttendedPart, BufferUsage, Cmd, Collective, DType, Device, Error, MatrixPart, MemberSlice, Queue, Result,
-    Slice,
+    AttendedPart, BufferUsage, Cmd, Collective, DType, Device, Error, ErrorKind, MatrixPart, MemberSlice,
+    Queue, Result, Slice, Ticket,
 };
 use mixfleet_scheduler::cost::{MemberShare, Partition};
 use std::ops::Range;
@@ -26,14 +28,14 @@ pub struct AttentionMember {
     share: MemberShare,
     /// Which pages it has, of how many members, where pages are divided.
     pages: Option<(u32, u32)>,
-    block_tokens: u32,
+    shape: StepShape,
     /// Bytes of a head of activations.
     head_bytes: u64,
     alignment: u64,
 }
 
-/// A step whose inputs are on a member that attends.
-pub struct AttentionPass {
+/// A batch whose inputs are on a member that attends.
+struct AttentionPass {
     sizes: AttentionSizes,
     inputs: AttentionInputs,
     held: Held,
@@ -65,22 +67,45 @@ impl AttentionMember {
         let Some(share) = attends else {
             return Err(Error::invalid(format!("member {member} is none that attends")));
         };
-        let config = config.of_member(share);
+        let own = config.of_member(share);
         let holders = partition.page_holders();
         let pages = (holders > 1).then(|| (member - 1, holders));
         let shape = StepShape { blocks: shape.blocks / holders, ..shape };
+        let attention = Attention::new(device, &own, &shape, 0)?;
+        AttentionMember::with(device, config, (share, pages), shape, attention)
+    }
+
+    /// The same member for the second of two batches in flight: the same KV, and activations of its own.
+    ///
+    /// # Errors
+    /// Those of the device, and `Unsupported` if a step cannot be halved.
+    pub fn for_second_batch(&self, device: &dyn Device, config: &ModelConfig) -> Result<Self> {
+        let shape = self.shape.of_second_batch();
+        let shape = shape.ok_or_else(|| Error::unsupported("a step of one sequence is one batch"))?;
+        AttentionMember::with(device, config, (&self.share, self.pages), shape, self.attention.clone())
+    }
+
+    /// `shape` has the pages that this member has.
+    fn with(
+        device: &dyn Device,
+        config: &ModelConfig,
+        (share, pages): (&MemberShare, Option<(u32, u32)>),
+        shape: StepShape,
+        attention: Attention,
+    ) -> Result<Self> {
+        let config = config.of_member(share);
         let tokens = u64::from(shape.tokens_max);
         // every row of a divided sequence is attended to as a decode
         let decodes = if pages.is_some() { tokens } else { u64::from(shape.sequences_max) };
         let alignment = device.limits().alignment_bytes.max(4);
         let alloc = |bytes: u64| device.alloc(bytes.max(4), BufferUsage::Activations);
         Ok(AttentionMember {
-            attention: Attention::new(device, &config, &shape, 0)?,
+            attention,
             arena: AttentionArena::new(&config, shape.activations, (tokens, decodes), &alloc)?,
             inputs: alloc(attention_input_bytes(&config, &shape, decodes, alignment))?,
             share: share.clone(),
             pages,
-            block_tokens: shape.block_tokens,
+            shape,
             head_bytes: u64::from(config.head_dim) * shape.activations.size_bytes(),
             alignment,
         })
@@ -91,12 +116,9 @@ impl AttentionMember {
         self.attention.pools()
     }
 
-    /// Uploads what it is told of a step. Parts with one token come first. No earlier step may still run.
-    ///
-    /// # Errors
-    /// Those of the device.
-    pub fn begin(&self, device: &dyn Device, parts: &[StepInput<'_>]) -> Result<AttentionPass> {
-        let (windows, block) = (self.attention.windows(), self.block_tokens);
+    /// Uploads what it is told of a batch. Parts with one token come first.
+    fn begin(&self, device: &dyn Device, parts: &[StepInput<'_>]) -> Result<AttentionPass> {
+        let (windows, block) = (self.attention.windows(), self.shape.block_tokens);
         let (sizes, tables, held) = match self.pages {
             None => {
                 let decodes = parts.iter().take_while(|part| part.tokens.len() == 1).count();
@@ -166,141 +188,232 @@ impl AttentionMember {
     }
 }
 
-/// A member that attends, ready to run steps.
-pub struct AttentionRun<'a> {
-    /// The member's device.
-    pub device: &'a dyn Device,
-    /// A queue of the device.
-    pub queue: &'a mut dyn Queue,
-    /// The member's KV.
-    pub member: &'a AttentionMember,
+/// A member that attends, and what it has of a batch.
+struct Attends<'a> {
+    device: &'a dyn Device,
+    member: &'a AttentionMember,
+    pass: AttentionPass,
 }
 
-/// Runs a step on a model's member with the weights and on those that attend, whose passes are `passes`, and
-/// waits until it is done; no part of it may take longer than `timeout`. The first member's device then has
-/// the logits and has drawn from them.
-///
-/// # Errors
-/// Those of the devices and of the exchange.
-pub fn run_apart(
-    model: &mut MemberRun<'_>,
-    pass: &Pass,
-    attending: &mut [AttentionRun<'_>],
-    passes: &[AttentionPass],
-    exchange: &mut dyn Collective,
-    timeout: Duration,
-) -> Result<()> {
-    let (forward, device) = (model.forward, model.device);
-    let mut list = forward.embed(pass)?;
-    for layer in 0..forward.config().layers as usize {
-        list.extend(forward.attention_inputs(layer, pass)?);
-        run_list(model, &list, timeout)?;
-        send((device, forward), pass, attending, passes, exchange)?;
-        attend(attending, passes, layer, timeout)?;
-        collect((device, forward), pass, attending, passes, exchange)?;
-        list = vec![forward.attention_output(layer, pass)?];
-        list.extend(forward.mlp_block(layer, pass)?);
+/// A batch of a step, whose inputs are on all members.
+pub struct ApartBatch<'a> {
+    device: &'a dyn Device,
+    forward: &'a Forward,
+    pass: Pass,
+    attending: Vec<Attends<'a>>,
+}
+
+impl<'a> ApartBatch<'a> {
+    /// Uploads the inputs of a batch to the member with the weights and to those that attend. Parts with one
+    /// token come first. No earlier batch may still run on the same activations.
+    ///
+    /// # Errors
+    /// Those of the devices.
+    pub fn begin(
+        (device, forward): (&'a dyn Device, &'a Forward),
+        attending: impl IntoIterator<Item = (&'a dyn Device, &'a AttentionMember)>,
+        parts: &[StepInput<'_>],
+    ) -> Result<Self> {
+        let pass = forward.begin(device, parts)?;
+        let attending = attending.into_iter().map(|(device, member)| {
+            let pass = member.begin(device, parts)?;
+            Ok(Attends { device, member, pass })
+        });
+        Ok(ApartBatch { device, forward, pass, attending: attending.collect::<Result<_>>()? })
     }
-    list.extend(forward.head(pass)?);
-    run_list(model, &list, timeout)
-}
 
-/// Exchanges what a layer of a step exchanges, whatever is there, and returns the bytes that crossed.
-///
-/// # Errors
-/// Those of the devices and of the exchange.
-pub fn exchange_layer(
-    model: &MemberRun<'_>,
-    pass: &Pass,
-    attending: &[AttentionRun<'_>],
-    passes: &[AttentionPass],
-    exchange: &mut dyn Collective,
-) -> Result<u64> {
-    let model = (model.device, model.forward);
-    let sent = send(model, pass, attending, passes, exchange)?;
-    Ok(sent + collect(model, pass, attending, passes, exchange)?)
-}
-
-/// A matrix of activations on the first member, with a row of so many heads per token.
-fn matrix<'a>(
-    (device, forward): (&'a dyn Device, &Forward),
-    pass: &Pass,
-    slice: &Slice,
-    heads: u32,
-) -> MemberSlice<'a> {
-    let columns = heads * forward.config().head_dim;
-    MemberSlice { device, slice: rows_of(slice, pass.tokens(), columns, forward.shape().activations) }
-}
-
-/// Deals queries, keys and values to the members that attend; returns their bytes.
-fn send(
-    model: (&dyn Device, &Forward),
-    pass: &Pass,
-    attending: &[AttentionRun<'_>],
-    passes: &[AttentionPass],
-    exchange: &mut dyn Collective,
-) -> Result<u64> {
-    let (c, arena) = (model.1.config(), model.1.attention_arena());
-    let sent = [(&arena.q, c.heads), (&arena.k, c.kv_heads), (&arena.v, c.kv_heads)];
-    let received = attending.iter().zip(passes).map(|(run, pass)| run.member.received(run.device, pass));
-    let received: Vec<[MatrixPart<'_>; 3]> = received.collect();
-    let mut bytes = 0;
-    for (which, (slice, heads)) in sent.into_iter().enumerate() {
-        let parts: Vec<_> = received.iter().map(|parts| parts[which].clone()).collect();
-        bytes += parts.iter().map(|part| part.at.slice.bytes).sum::<u64>();
-        exchange.deal(&matrix(model, pass, slice, heads), pass.tokens(), &parts)?;
+    /// The first member's device, its share of the model and its part of the batch.
+    pub fn first(&self) -> (&'a dyn Device, &'a Forward, &Pass) {
+        (self.device, self.forward, &self.pass)
     }
-    Ok(bytes)
+
+    fn layers(&self) -> usize {
+        self.forward.config().layers as usize
+    }
+
+    /// The commands of the first member after `layer` layers were attended to.
+    fn products(&self, layer: usize) -> Result<Vec<Cmd>> {
+        let (forward, pass) = (self.forward, &self.pass);
+        let mut list = match layer.checked_sub(1) {
+            None => forward.embed(pass)?,
+            Some(before) => {
+                let mut list = vec![forward.attention_output(before, pass)?];
+                list.extend(forward.mlp_block(before, pass)?);
+                list
+            }
+        };
+        match layer == self.layers() {
+            true => list.extend(forward.head(pass)?),
+            false => list.extend(forward.attention_inputs(layer, pass)?),
+        }
+        Ok(list)
+    }
+
+    /// Exchanges what a layer exchanges, whatever is there, and returns the bytes that crossed.
+    ///
+    /// # Errors
+    /// Those of the devices and of the exchange.
+    pub fn exchange_layer(&self, exchange: &mut dyn Collective) -> Result<u64> {
+        Ok(self.send(exchange)? + self.collect(exchange)?)
+    }
+
+    /// A matrix of activations on the first member, with a row of so many heads per token.
+    fn matrix(&self, slice: &Slice, heads: u32) -> MemberSlice<'a> {
+        let columns = heads * self.forward.config().head_dim;
+        let rows = rows_of(slice, self.pass.tokens(), columns, self.forward.shape().activations);
+        MemberSlice { device: self.device, slice: rows }
+    }
+
+    /// Deals queries, keys and values to the members that attend; returns their bytes.
+    fn send(&self, exchange: &mut dyn Collective) -> Result<u64> {
+        let (c, arena) = (self.forward.config(), self.forward.attention_arena());
+        let sent = [(&arena.q, c.heads), (&arena.k, c.kv_heads), (&arena.v, c.kv_heads)];
+        let received = self.attending.iter().map(|at| at.member.received(at.device, &at.pass));
+        let received: Vec<[MatrixPart<'_>; 3]> = received.collect();
+        let mut bytes = 0;
+        for (which, (slice, heads)) in sent.into_iter().enumerate() {
+            let parts: Vec<_> = received.iter().map(|parts| parts[which].clone()).collect();
+            bytes += parts.iter().map(|part| part.at.slice.bytes).sum::<u64>();
+            exchange.deal(&self.matrix(slice, heads), self.pass.tokens(), &parts)?;
+        }
+        Ok(bytes)
+    }
+
+    /// Puts together on the first member what the others attended to; returns the bytes of it.
+    fn collect(&self, exchange: &mut dyn Collective) -> Result<u64> {
+        let (heads, tokens) = (self.forward.config().heads, self.pass.tokens());
+        let attended: Vec<AttendedPart<'_>> = self.attending.iter().map(Attends::attended).collect();
+        let to = self.matrix(&self.forward.attention_arena().attended, heads);
+        let bytes = attended.iter().map(|part| part.rows.at.slice.bytes + part.stat.slice.bytes).sum();
+        if self.attending.iter().any(|at| at.pass.held.partial > 0) {
+            exchange.merge(&attended, (tokens, heads), self.forward.shape().activations, &to)?;
+        } else {
+            let parts: Vec<_> = attended.into_iter().map(|part| part.rows).collect();
+            exchange.join(&parts, tokens, &to)?;
+        }
+        Ok(bytes)
+    }
 }
 
-/// Puts together on the first member what the others attended to; returns the bytes of it.
-fn collect(
-    model: (&dyn Device, &Forward),
-    pass: &Pass,
-    attending: &[AttentionRun<'_>],
-    passes: &[AttentionPass],
-    exchange: &mut dyn Collective,
-) -> Result<u64> {
-    let (heads, tokens) = (model.1.config().heads, pass.tokens());
-    let attended = attending.iter().zip(passes).map(|(run, pass)| run.member.attended(run.device, pass));
-    let attended: Vec<AttendedPart<'_>> = attended.collect();
-    let to = matrix(model, pass, &model.1.attention_arena().attended, heads);
-    let bytes = attended.iter().map(|part| part.rows.at.slice.bytes + part.stat.slice.bytes).sum();
-    if passes.iter().any(|pass| pass.held.partial > 0) {
-        exchange.merge(&attended, (tokens, heads), model.1.shape().activations, &to)?;
-    } else {
-        let parts: Vec<_> = attended.into_iter().map(|part| part.rows).collect();
-        exchange.join(&parts, tokens, &to)?;
+impl Attends<'_> {
+    fn attended(&self) -> AttendedPart<'_> {
+        self.member.attended(self.device, &self.pass)
     }
-    Ok(bytes)
-}
-/// Runs attention of a layer on all members that attend at the same time, and waits for all.
-fn attend(
-    attending: &mut [AttentionRun<'_>],
-    passes: &[AttentionPass],
-    layer: usize,
-    timeout: Duration,
-) -> Result<()> {
-    let mut tickets = Vec::with_capacity(attending.len());
-    for (AttentionRun { device, queue, member }, pass) in attending.iter_mut().zip(passes) {
-        let list = member.commands(layer, pass)?;
-        let AttendedPart { rows, stat } = member.attended(*device, pass);
+
+    /// Submits attention of a layer; none if there is nothing to attend to.
+    fn submit(&self, layer: usize, queue: &mut dyn Queue) -> Result<Option<Ticket>> {
+        let list = self.member.commands(layer, &self.pass)?;
+        let AttendedPart { rows, stat } = self.attended();
         let results: Vec<Slice> =
             [rows.at.slice, stat.slice].into_iter().filter(|slice| slice.bytes > 0).collect();
-        tickets.push(if list.is_empty() { None } else { Some(queue.submit_for(&list, &results)?) });
+        if list.is_empty() { Ok(None) } else { queue.submit_for(&list, &results).map(Some) }
     }
-    for (AttentionRun { device, queue, .. }, ticket) in attending.iter_mut().zip(tickets) {
-        if let Some(ticket) = ticket {
-            let failed = |error: Error| error.context(device.info().id.clone());
-            queue.wait(ticket, timeout).map_err(failed)?;
-        }
-    }
-    Ok(())
 }
 
-fn run_list(model: &mut MemberRun<'_>, list: &[Cmd], timeout: Duration) -> Result<()> {
-    let ticket = model.queue.submit(list)?;
-    let failed = |error: Error| error.context(model.device.info().id.clone());
-    model.queue.wait(ticket, timeout).map_err(failed)?;
-    Ok(())
+/// A queue of the member with the weights, and of each that attends.
+pub struct ApartQueues<'a> {
+    /// The first one.
+    pub first: &'a mut dyn Queue,
+    /// The others, in the order of members.
+    pub attending: Vec<&'a mut dyn Queue>,
+}
+
+/// What is under way for a batch.
+enum UnderWay {
+    Products(Ticket),
+    Attention(Vec<Option<Ticket>>),
+    Nothing,
+}
+
+/// A batch, and how far it is.
+struct InFlight<'b, 'a> {
+    batch: &'b ApartBatch<'a>,
+    /// The layer whose queries, keys and values are computed or attended to.
+    layer: usize,
+    under_way: UnderWay,
+}
+
+impl InFlight<'_, '_> {
+    /// Whether it waits for attention.
+    fn attends(&self) -> bool {
+        matches!(self.under_way, UnderWay::Attention(_))
+    }
+
+    /// Waits for what is under way.
+    fn wait(&self, queues: &mut ApartQueues<'_>, timeout: Duration) -> Result<()> {
+        let wait = |device: &dyn Device, queue: &mut dyn Queue, ticket| {
+            let named = |error: Error| error.context(device.info().id.clone());
+            queue.wait(ticket, timeout).map(drop).map_err(named)
+        };
+        match &self.under_way {
+            UnderWay::Nothing => Ok(()),
+            UnderWay::Products(ticket) => wait(self.batch.device, queues.first, *ticket),
+            UnderWay::Attention(tickets) => {
+                let all = self.batch.attending.iter().zip(&mut queues.attending).zip(tickets);
+                all.filter_map(|((at, queue), ticket)| Some((at, queue, (*ticket)?)))
+                    .try_for_each(|(at, queue, ticket)| wait(at.device, &mut **queue, ticket))
+            }
+        }
+    }
+
+    /// Whether what is under way has ended, or failed.
+    fn has_ended(&self, queues: &mut ApartQueues<'_>) -> bool {
+        !matches!(self.wait(queues, Duration::ZERO), Err(error) if error.kind == ErrorKind::Timeout)
+    }
+
+    /// Begins what follows on what has ended.
+    fn go_on(&mut self, queues: &mut ApartQueues<'_>, exchange: &mut dyn Collective) -> Result<()> {
+        let batch = self.batch;
+        self.under_way = match self.under_way {
+            UnderWay::Products(_) if self.layer == batch.layers() => UnderWay::Nothing,
+            UnderWay::Products(_) => {
+                batch.send(exchange)?;
+                let all = batch.attending.iter().zip(&mut queues.attending);
+                let tickets = all.map(|(at, queue)| at.submit(self.layer, &mut **queue));
+                UnderWay::Attention(tickets.collect::<Result<_>>()?)
+            }
+            UnderWay::Attention(_) => {
+                batch.collect(exchange)?;
+                self.layer += 1;
+                UnderWay::Products(queues.first.submit(&batch.products(self.layer)?)?)
+            }
+            UnderWay::Nothing => UnderWay::Products(queues.first.submit(&batch.products(0)?)?),
+        };
+        Ok(())
+    }
+}
+
+/// Runs the batches of a step, one or two, and waits until all are done; no part may take longer than
+/// `timeout`. `drawn` is called once the first member's device has the logits of a batch, with its number,
+/// and has drawn from them.
+///
+/// # Errors
+/// Those of the devices and of the exchange, and of `drawn`.
+pub fn run_apart(
+    queues: &mut ApartQueues<'_>,
+    batches: &[ApartBatch<'_>],
+    exchange: &mut dyn Collective,
+    timeout: Duration,
+    drawn: &mut dyn FnMut(usize, &ApartBatch<'_>) -> Result<()>,
+) -> Result<()> {
+    let new = |batch| InFlight { batch, layer: 0, under_way: UnderWay::Nothing };
+    let mut all: Vec<_> = batches.iter().map(new).collect();
+    all.iter_mut().try_for_each(|batch| batch.go_on(queues, exchange))?;
+    // which of the two sides ends first: whoever goes on there gives that side work before it has none
+    let mut attention_first = false;
+    loop {
+        let under_way = (0..all.len()).filter(|&at| !matches!(all[at].under_way, UnderWay::Nothing));
+        // of those on the same side the oldest, since a queue has an order
+        let next = under_way.clone().min_by_key(|&at| (all[at].attends() != attention_first, all[at].layer));
+        let Some(next) = next else { return Ok(()) };
+        all[next].wait(queues, timeout)?;
+        let other = under_way.clone().find(|&at| all[at].attends() != all[next].attends());
+        if other.is_some_and(|other| all[other].has_ended(queues)) {
+            attention_first = !all[next].attends();
+        }
+        all[next].go_on(queues, exchange)?;
+        if matches!(all[next].under_way, UnderWay::Nothing) {
+            drawn(next, all[next].batch)?;
+        }
+    }
 }

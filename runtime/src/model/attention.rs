@@ -7,7 +7,8 @@ use super::reach::{KvSizes, visible};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{BufferUsage, Cmd, DType, Device, KvShape, OpSig, Result, Slice};
 
-/// The KV of a model, or of some of its heads, on a device.
+/// The KV of a model, or of some of its heads, on a device. A clone is the same KV.
+#[derive(Clone)]
 pub(super) struct Attention {
     pools: Vec<(Slice, Slice)>,
     kv: KvShape,

@@ -24,7 +24,8 @@ pub struct MemberRun<'a> {
 
 /// A part of a step that passes the stages as one.
 pub struct MicroBatch<'a> {
-    parts: Vec<StepInput<'a>>,
+    /// Its sequences; those with one token come first.
+    pub parts: Vec<StepInput<'a>>,
     /// The numbers, among the parts of the step, of those whose next token is drawn.
     pub drawing: Vec<usize>,
 }

@@ -45,6 +45,13 @@ pub struct StepShape {
 }
 
 impl StepShape {
+    /// The largest step of the second of two batches, which has half of the sequences and no prompts; none if
+    /// there is nothing to halve.
+    pub fn of_second_batch(&self) -> Option<StepShape> {
+        let sequences = self.sequences_max / 2;
+        (sequences > 0).then_some(StepShape { tokens_max: sequences, sequences_max: sequences, ..*self })
+    }
+
     /// The KV of a model in such pages.
     pub fn kv_shape(&self, config: &ModelConfig) -> KvShape {
         config.kv_shape(self.block_tokens, self.kv)
@@ -108,7 +115,7 @@ pub struct Forward {
     attention: Option<Attention>,
     arena: Arena,
     draws: Option<DrawArena>,
-    rope: RopeTable,
+    rope: Arc<RopeTable>,
     alignment: u64,
     replay_pays: bool,
     /// Rows of the LM head here.
@@ -145,14 +152,16 @@ impl Forward {
         shape: StepShape,
     ) -> Result<Self> {
         let draws = DrawArena::new(device, config.vocab, shape.sequences_max)?;
-        Forward::with(device, config, Some(weights), shape, draws, true)
+        let rope = Arc::new(RopeTable::new(device, &config, &shape)?);
+        Forward::with(device, config, (Some(weights), rope), shape, draws, true)
     }
 
     /// Allocates the KV pools of a model of which this device only keeps KV that others computed.
     pub fn keeping(device: &dyn Device, config: Arc<ModelConfig>, shape: StepShape) -> Result<Self> {
         // no step runs, so activations take no room
         let least = StepShape { tokens_max: 1, sequences_max: 1, ..shape };
-        Ok(Forward { shape, ..Forward::with(device, config, None, least, None, true)? })
+        let rope = Arc::new(RopeTable::new(device, &config, &least)?);
+        Ok(Forward { shape, ..Forward::with(device, config, (None, rope), least, None, true)? })
     }
 
     /// Allocates the KV pools, unless it keeps none, and activations of a member's share of a model. Only
@@ -170,16 +179,34 @@ impl Forward {
             false => None,
         };
         let config = Arc::new(config.of_member(share));
-        let whole = Forward::with(device, config, Some(weights), shape, draws, share.keeps_kv())?;
+        let rope = Arc::new(RopeTable::new(device, &config, &shape)?);
+        let whole = Forward::with(device, config, (Some(weights), rope), shape, draws, share.keeps_kv())?;
         let (logit_cols, adds) = (to_u32(share.vocab.len()), share.is_first());
         // members of unlike devices have the same rows only if no device rounds them up
         Ok(Forward { logit_cols, adds, replay_pays: false, ..whole })
     }
 
+    /// The same member for the second of two batches in flight: the same weights, and activations of its own.
+    ///
+    /// # Errors
+    /// Those of the device, and `Unsupported` if it keeps KV or a step cannot be halved.
+    pub fn for_second_batch(&self, device: &dyn Device) -> Result<Self> {
+        let shape = self.shape.of_second_batch().filter(|_| self.attention.is_none());
+        let shape = shape.ok_or_else(|| Error::unsupported("this member runs one batch at a time"))?;
+        let draws = match self.draws {
+            Some(_) => DrawArena::new(device, self.config.vocab, shape.sequences_max)?,
+            None => None,
+        };
+        let own = (self.weights.clone(), self.rope.clone());
+        let second = Forward::with(device, self.config.clone(), own, shape, draws, false)?;
+        let Forward { logit_cols, adds, replay_pays, .. } = *self;
+        Ok(Forward { logit_cols, adds, replay_pays, ..second })
+    }
+
     fn with(
         device: &dyn Device,
         config: Arc<ModelConfig>,
-        weights: Option<Weights>,
+        (weights, rope): (Option<Weights>, Arc<RopeTable>),
         shape: StepShape,
         draws: Option<DrawArena>,
         keeps_kv: bool,
@@ -190,7 +217,6 @@ impl Forward {
         let attention = keeps_kv.then(|| Attention::new(device, &config, &shape, spare)).transpose()?;
         let alignment = device.limits().alignment_bytes.max(4);
         let arena = Arena::new(device, &config, &shape, alignment, keeps_kv)?;
-        let rope = RopeTable::new(device, &config, &shape)?;
         let (logit_cols, adds) = (config.vocab, true);
         Ok(Forward {
             config,

@@ -4,7 +4,7 @@ use super::ModelConfig;
 use super::config::Rope;
 use super::graph::StepShape;
 use mixfleet_hal::{BufferUsage, Cmd, DType, Device, OpSig, Result, Slice};
-use std::cell::Cell;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Positions that are computed at a time, at least.
 const ROWS_MIN: u32 = 1024;
@@ -16,7 +16,7 @@ pub(super) struct RopeTable {
     table: Slice, // [rows, head_dim] f32
     rows: u32,
     head_dim: u32,
-    filled: Cell<u32>,
+    filled: AtomicU32,
 }
 
 impl RopeTable {
@@ -24,12 +24,12 @@ impl RopeTable {
         let rows = config.context_max.min(shape.blocks.saturating_mul(shape.block_tokens)).max(1);
         let bytes = u64::from(rows) * u64::from(config.head_dim) * 4;
         let table = device.alloc(bytes, BufferUsage::Weights)?;
-        Ok(RopeTable { table, rows, head_dim: config.head_dim, filled: Cell::new(0) })
+        Ok(RopeTable { table, rows, head_dim: config.head_dim, filled: AtomicU32::new(0) })
     }
 
     /// Makes sure that all rows up to `position` are computed. No step that reads later rows may still run.
     pub(super) fn extend_to(&self, device: &dyn Device, rope: &Rope, position: u32) -> Result<()> {
-        let filled = self.filled.get();
+        let filled = self.filled.load(Ordering::Relaxed);
         if position < filled {
             return Ok(());
         }
@@ -38,7 +38,7 @@ impl RopeTable {
         let row_bytes = u64::from(self.head_dim) * 4;
         let to = self.table.range(u64::from(filled) * row_bytes, positions.len() as u64 * row_bytes);
         device.write(&to, bytemuck::cast_slice(&rope.table(&positions)))?;
-        self.filled.set(end);
+        self.filled.store(end, Ordering::Relaxed);
         Ok(())
     }
 

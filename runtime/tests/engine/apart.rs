@@ -14,15 +14,15 @@ use mixfleet_hal::{
 use mixfleet_hwtests::reference::ReferenceDevice;
 use mixfleet_runtime::engine::{InstanceLimits, InstanceSpec, Loaded, MemberSpec};
 use mixfleet_runtime::env::{SeededEnv, SharedEnv};
-use mixfleet_runtime::model::apart::{AttentionMember, AttentionRun, run_apart};
-use mixfleet_runtime::model::divided::MemberRun;
+use mixfleet_runtime::model::apart::{ApartBatch, ApartQueues, AttentionMember, run_apart};
+use mixfleet_runtime::model::divided::MicroBatch;
 use mixfleet_runtime::model::draws::DrawInput;
 use mixfleet_runtime::model::exchange::ThroughHost;
 use mixfleet_runtime::model::graph::{Forward, StepInput, StepShape};
 use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_runtime::model::{Checkpoint, Oracle};
 use mixfleet_scheduler::cost::{
-    AttnBytes, AttnSplit, CostModel, LinkCost, MemberShare, ModelShape, Partition,
+    Attending, AttnBytes, AttnSplit, CostModel, LinkCost, MemberShare, ModelShape, Partition, Pieces, Prefill,
 };
 use mixfleet_scheduler::fleet::Role;
 use std::collections::BTreeSet;
@@ -71,14 +71,16 @@ impl Collective for Counting {
     }
 }
 
-type Attending = (Arc<dyn Device>, Box<dyn Queue>, AttentionMember);
+/// A device that attends, and what it has for each of two batches.
+type Attends = (Arc<dyn Device>, Box<dyn Queue>, [AttentionMember; 2]);
 
 /// A model on the device of its weights and those that attend.
 struct Apart {
     device: Arc<dyn Device>,
     queue: Box<dyn Queue>,
-    forward: Forward,
-    attending: Vec<Attending>,
+    forward: [Forward; 2],
+    attending: Vec<Attends>,
+    groups: u32,
     partition: Partition,
     cost: ModelShape,
     exchange: Counting,
@@ -92,6 +94,7 @@ impl Apart {
         let (device, share) = members.next().unwrap();
         let weights = checkpoint.place_share(&*device, share, &mut |_, _| {}).unwrap().unwrap();
         let forward = Forward::of_member(&*device, config, share, weights, SHAPE).unwrap();
+        let second = forward.for_second_batch(&*device).unwrap();
         let attending = members.map(|(device, share)| {
             let placed = checkpoint.place_share(&*device, share, &mut |_, _| {}).unwrap();
             assert!(placed.is_none(), "it has no weights");
@@ -99,15 +102,17 @@ impl Apart {
             let shape = StepShape { blocks: 16 * partition.page_holders(), ..SHAPE };
             let which = (&partition, share.member);
             let member = AttentionMember::new(&*device, config, which, shape).unwrap();
+            let second = member.for_second_batch(&*device, config).unwrap();
             let queue = device.queue().unwrap();
-            (device, queue, member)
+            (device, queue, [member, second])
         });
         let crossed = AttnBytes { out: 0, back: 0 };
         Apart {
             queue: device.queue().unwrap(),
             attending: attending.collect(),
-            forward,
+            forward: [forward, second],
             device,
+            groups: 1,
             cost: config.cost_shape(DType::F32, DType::F32, BLOCK_TOKENS),
             partition,
             exchange: Counting { inner: ThroughHost::default(), crossed },
@@ -137,33 +142,46 @@ impl Apart {
         all
     }
 
+    /// With sequences that decode in so many batches.
+    fn in_batches(self, groups: u32) -> Self {
+        Apart { groups, ..self }
+    }
+
     /// Runs a step; its rows of logits, and the tokens drawn from them.
     fn run(&mut self, parts: &[StepInput<'_>]) -> Ran {
-        let Apart { device, queue, forward, attending, exchange, .. } = self;
-        let pass = forward.begin(&**device, parts).unwrap();
-        let begin = |(device, _, member): &Attending| member.begin(&**device, parts).unwrap();
-        let passes: Vec<_> = attending.iter().map(begin).collect();
-        let attending = attending.iter_mut().map(|(device, queue, member)| AttentionRun {
-            device: &**device,
-            queue: &mut **queue,
-            member,
+        let Apart { device, queue, forward, attending, exchange, groups, .. } = self;
+        let pieces = MicroBatch::cut(parts, Pieces { chunk_tokens: u32::MAX, groups: *groups }, BLOCK_TOKENS);
+        let (mut members, mut queues) = (Vec::new(), Vec::<&mut dyn Queue>::new());
+        for (device, queue, halves) in attending {
+            members.push((&**device, &*halves));
+            queues.push(&mut **queue);
+        }
+        let batches = pieces.iter().enumerate().map(|(at, piece)| {
+            let attending = members.iter().map(|(device, halves)| (*device, &halves[at]));
+            ApartBatch::begin((&**device, &forward[at]), attending, &piece.parts).unwrap()
         });
-        let mut attending: Vec<_> = attending.collect();
-        let mut model = MemberRun { device: &**device, queue: &mut **queue, forward };
+        let batches: Vec<_> = batches.collect();
+        let mut queues = ApartQueues { first: &mut **queue, attending: queues };
         exchange.crossed = AttnBytes { out: 0, back: 0 };
-        run_apart(&mut model, &pass, &mut attending, &passes, exchange, TIMEOUT).unwrap();
+        let mut ran = Vec::new();
+        let mut read = |which: usize, batch: &ApartBatch<'_>| {
+            let (device, forward, pass) = batch.first();
+            let (vocab, count) = (forward.config().vocab as usize, pass.rows() as usize);
+            let (mut logits, mut drawn) = (vec![0f32; count * vocab], vec![Drawn::zeroed(); count]);
+            device.read(&forward.logits(pass), bytemuck::cast_slice_mut(&mut logits))?;
+            let outputs = forward.drawn(pass).expect("the first member draws");
+            device.read(outputs.drawn(), bytemuck::cast_slice_mut(&mut drawn))?;
+            let rows = logits.chunks_exact(vocab).map(<[f32]>::to_vec).zip(drawn);
+            ran.extend(
+                pieces[which].drawing.iter().zip(rows).map(|(part, (row, drawn))| (*part, row, drawn.id)),
+            );
+            Ok(())
+        };
+        run_apart(&mut queues, &batches, exchange, TIMEOUT, &mut read).unwrap();
         let crossed = exchange.crossed;
         assert_eq!(crossed, self.expected_bytes(parts));
-        let (device, forward) = (&self.device, &self.forward);
-
-        let vocab = forward.config().vocab as usize;
-        let mut logits = vec![0f32; pass.rows() as usize * vocab];
-        device.read(&forward.logits(&pass), bytemuck::cast_slice_mut(&mut logits)).unwrap();
-        let mut drawn = vec![Drawn::zeroed(); pass.rows() as usize];
-        let outputs = forward.drawn(&pass).expect("the first member draws");
-        device.read(outputs.drawn(), bytemuck::cast_slice_mut(&mut drawn)).unwrap();
-        let rows = logits.chunks_exact(vocab).map(<[f32]>::to_vec).collect();
-        (rows, drawn.into_iter().map(|drawn| drawn.id).collect())
+        ran.sort_by_key(|(part, ..)| *part);
+        ran.into_iter().map(|(_, row, id)| (row, id)).unzip()
     }
 }
 
@@ -174,14 +192,14 @@ fn every_family_gives_the_oracles_logits_however_kv_is_divided_and_the_same_bits
         let (config, oracle) = (&checkpoint.config, Oracle::new(&checkpoint));
         let (long, short) = (prompt(19, 1, config), prompt(6, 2, config));
         for split in AttnSplit::ALL {
-            for workers in 1..=3 {
+            for (workers, batches) in [(1, 1), (2, 1), (3, 1), (1, 2), (3, 2)] {
                 let run = || {
-                    let mut apart = Apart::new(&checkpoint, unlike(1 + workers), split);
+                    let mut apart = Apart::new(&checkpoint, unlike(1 + workers), split).in_batches(batches);
                     two_sequences(&mut |parts| apart.run(parts), [&long, &short], 6)
                 };
                 let first = run();
                 let error = worst_error(&oracle, &first);
-                let what = format!("{name} by {split} over {workers}");
+                let what = format!("{name} by {split} over {workers} in {batches} batches");
                 assert!(error < LOGIT_ERROR_MAX, "{what}: a logit is off by {error:e}");
                 assert_eq!(first, run(), "{what}");
             }
@@ -199,14 +217,23 @@ fn every_member_runs_what_the_cost_model_counts_for_it() {
             let (pages, ids) = (Vec::from_iter(0..16u32), [1u32; 12]);
             let part =
                 |start, tokens, pages| StepInput { start, tokens, pages, draw: Some(DrawInput::GREEDY) };
-            let prompt = mixfleet_scheduler::cost::Prefill { context: 9, tokens: 12, last: true };
+            let prompt = Prefill { context: 9, tokens: 12, last: true };
             let (cost, shares) = (apart.cost.clone(), apart.partition.shares().to_vec());
-            let ops = |share: &MemberShare, at: usize| match at {
-                0 => share.step_ops(&cost, &[prompt], 0, 0),
-                _ => share.step_ops(&cost, &[], 4, 4 * 21),
+            let of = |share: &MemberShare, prompts: &[Prefill], sequences: u32| {
+                share.step_ops(&cost, prompts, sequences, u64::from(sequences) * 21)
             };
-            let steps = [vec![part(9, &ids[..], &pages[..3])], vec![part(20, &ids[..1], &pages[..3]); 4]];
-            for (at, parts) in steps.into_iter().enumerate() {
+            let ops = |share: &MemberShare, at: usize| match at {
+                0 => of(share, &[prompt], 0),
+                1 => of(share, &[], 4),
+                2 => [of(share, &[], 2), of(share, &[], 1)].concat(),
+                // the prompt goes with the first batch
+                _ => [of(share, &[prompt], 2), of(share, &[], 1)].concat(),
+            };
+            let decodes = |count| vec![part(20, &ids[..1], &pages[..3]); count];
+            let one = vec![part(9, &ids[..], &pages[..3])];
+            let steps = [(1, one.clone()), (1, decodes(4)), (2, decodes(3)), (2, [decodes(3), one].concat())];
+            for (at, (batches, parts)) in steps.into_iter().enumerate() {
+                apart = apart.in_batches(batches);
                 apart.run(&parts);
                 for (share, seen) in shares.iter().zip(&seen) {
                     let submitted = std::mem::take(&mut *seen.lock().unwrap());
@@ -231,7 +258,7 @@ fn where_pages_are_divided_every_member_runs_what_the_cost_model_counts_for_its_
         let [even, odd, both] = [[0u32, 2, 4], [1, 3, 5], [0, 1, 2]];
         let part = |start, tokens, pages| StepInput { start, tokens, pages, draw: Some(DrawInput::GREEDY) };
         let decode = |pages| part(20, &ids[..1], pages);
-        let prompt = mixfleet_scheduler::cost::Prefill { context: 9, tokens: 12, last: true };
+        let prompt = Prefill { context: 9, tokens: 12, last: true };
         let submitted = |split, parts: Vec<StepInput<'_>>| {
             let seen: Vec<Seen> = (0..3).map(|_| Seen::default()).collect();
             let mut apart = Apart::new(&checkpoint, seen.iter().map(seeing).collect(), split);
@@ -346,6 +373,43 @@ fn an_instance_with_attention_apart_answers_beside_one_of_a_single_device() {
 }
 
 #[test]
+fn steps_decode_in_two_batches_where_that_is_predicted_to_take_less_and_give_the_same_tokens() {
+    let (_, checkpoint) = tiny_variants().remove(0);
+    let checkpoint = checkpoint.load().unwrap();
+    let prompts: Vec<Vec<u32>> = (0..4).map(|at| prompt(9, 20 + at, &checkpoint.config)).collect();
+    let expected: Vec<_> = prompts.iter().map(|prompt| greedy(&checkpoint, prompt, 8)).collect();
+    for split in AttnSplit::ALL {
+        // reading the weights twice pays once attention takes as long as that
+        for (seconds_per_key, together) in [(0.0, 4), (1e-3, 2)] {
+            let seen: Vec<Seen> = (0..2).map(|_| Seen::default()).collect();
+            let mut devices: Vec<_> = seen.iter().map(seeing).collect();
+            let attends = devices.split_off(1);
+            let fleet = TestFleet::new(checkpoint.clone()).with_attention(devices.remove(0), attends, split);
+            let fleet = fleet.attending_slowly(seconds_per_key);
+            let env = SeededEnv::new(5);
+            let shared: SharedEnv = Arc::new(env.clone());
+            let handle = fleet.start(shared);
+            let prompts = prompts.clone();
+            let answers = env.run(async move {
+                let asked = prompts.into_iter().enumerate();
+                let asked = asked.map(|(at, prompt)| ask(&handle, format!("r{at}"), prompt, 8, None));
+                futures_util::future::join_all(asked).await
+            });
+            for (answer, expected) in answers.iter().zip(&expected) {
+                assert_eq!((&answer.tokens, &answer.failure), (expected, &None), "by {split}");
+            }
+            let seen = seen[1].lock().unwrap();
+            let decodes = seen.iter().filter_map(|sig| match sig {
+                OpSig::AttnDecode { sequences, .. } => Some(*sequences),
+                _ => None,
+            });
+            assert_eq!(decodes.max(), Some(together), "by {split} with {seconds_per_key} s per key");
+            assert_eq!(fleet.panics(), 0);
+        }
+    }
+}
+
+#[test]
 fn clients_that_leave_an_instance_with_attention_apart_leave_no_page_in_use() {
     let (_, checkpoint) = tiny_variants().remove(0);
     let checkpoint = checkpoint.load().unwrap();
@@ -389,7 +453,8 @@ fn steps_are_predicted_by_the_profiles_of_the_members() {
         assert_eq!(loaded.id(), "attn:cpu@0,cpu@0,cpu@0");
         assert!(loaded.fingerprint().starts_with(&format!("attn-{split}:")), "{}", loaded.fingerprint());
         let shape = config.cost_shape(DType::F32, DType::F32, BLOCK_TOKENS);
-        let expected = CostModel::lockstep(&partition, &shape, &profiles, no_time, 24).unwrap();
+        let expected =
+            CostModel::lockstep(&partition, &shape, &profiles, (no_time, Attending::ENGINE), 24).unwrap();
         let predicted = loaded.predicted_by_members(&profiles, &env).unwrap();
         assert_eq!(predicted.decode_step_s(3, 90), expected.decode_step_s(3, 90), "by {split}");
         assert!(predicted.decode_step_s(3, 90) > predicted.decode_step_s(3, 3));

@@ -116,6 +116,8 @@ pub(crate) struct TestFleet {
     blocks: u32,
     transport: Arc<dyn Transport>,
     hand_off_timeout: Duration,
+    /// What attention to a key is predicted to take.
+    seconds_per_key: f64,
     metrics: Metrics,
     policy: Policy,
     /// Budget for copies of hot prefixes in bytes per second; prefixes are then not pulled.
@@ -144,6 +146,7 @@ impl TestFleet {
             blocks: 64,
             transport: Arc::new(InProcessTransport::new()),
             hand_off_timeout: HandOffLimits::default().timeout,
+            seconds_per_key: 0.0,
             metrics: Metrics::new(),
             policy: Policy::default(),
             copies: None,
@@ -287,6 +290,11 @@ impl TestFleet {
         self.add((Role::Auto, 8, DType::F32), device, others, partition)
     }
 
+    /// Predicts that decodes take so long for each key that they attend to.
+    pub(crate) fn attending_slowly(self, seconds_per_key: f64) -> Self {
+        TestFleet { seconds_per_key, ..self }
+    }
+
     fn add(
         mut self,
         (role, block_tokens, kv): (Role, u32, DType),
@@ -397,7 +405,11 @@ impl TestFleet {
             let spec = InstanceSpec { device, weights, role: member.role, price: None, limits };
             let cost = Coefficients {
                 prefill_s: PrefillCoefficients { overhead: 1e-3, per_token: 1e-4, per_token_squared: 0.0 },
-                decode_s: DecodeCoefficients { base: 1e-3, per_sequence: 1e-5, per_kv_token: 0.0 },
+                decode_s: DecodeCoefficients {
+                    base: 1e-3,
+                    per_sequence: 1e-5,
+                    per_kv_token: self.seconds_per_key,
+                },
             };
             let others =
                 member.others.iter().zip(&partition.shares()[1..]).map(|(device, share)| MemberSpec {

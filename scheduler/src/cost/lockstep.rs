@@ -17,7 +17,10 @@
 use super::mixture::share_keys;
 use super::profiled::ProfileCost;
 use super::tables::StepTables;
-use super::{AttnSplit, CostModel, EngineCost, LinkCost, MemberWork, ModelShape, Partition, Prefill};
+use super::{
+    AttnSplit, Coefficients, CostModel, DecodeCoefficients, EngineCost, LinkCost, MemberWork, ModelShape,
+    Partition, Prefill, PrefillCoefficients,
+};
 use mixfleet_hal::profile::{DeviceProfile, Predictor};
 use mixfleet_hal::units::{Bytes, BytesPerSecond, Seconds};
 use serde::{Deserialize, Serialize};
@@ -28,9 +31,11 @@ use std::sync::Arc;
 #[serde(deny_unknown_fields)]
 pub struct LockstepCost {
     /// What the devices with the weights do; those that share them count as one.
-    products: Arc<StepTables>,
-    /// What each of the others does, in tables of its own share; equal ones stand once.
-    attending: Vec<StepTables>,
+    products: CostModel,
+    /// What each of the others does with its own share; equal ones stand once.
+    attending: Vec<CostModel>,
+    /// Prompt tokens of a step.
+    chunk_tokens: u32,
     /// How these divide the KV, and how many divide its pages.
     split: AttnSplit,
     holders: u32,
@@ -57,6 +62,9 @@ pub struct Attending {
 impl Attending {
     /// What simulations and plans take an instance to do.
     pub const STAGGERED: Attending = Attending { staggered: true, prompts_with_weights: true };
+
+    /// What this project's engine does.
+    pub const ENGINE: Attending = Attending { staggered: true, prompts_with_weights: false };
 }
 
 /// What a batch takes of each side and of the link between them, all layers.
@@ -139,11 +147,12 @@ impl LockstepCost {
             let own = share.of(&shape.on(&profile));
             let own = ProfileCost { profile, shape: own, chunk_tokens, all_reduce: None, engine };
             let tables = Arc::new(own).tables_of(predictor, MemberWork::Attention, !prompts);
-            attending.push(tables.beginning_after(lists));
+            attending.push(CostModel::Tables(Arc::new(tables.beginning_after(lists))));
         }
         Ok(LockstepCost {
-            products,
+            products: CostModel::Tables(products),
             attending,
+            chunk_tokens,
             split,
             holders,
             exchange,
@@ -154,16 +163,47 @@ impl LockstepCost {
         })
     }
 
+    /// The cost of steps of which one batch takes what was measured, exchanges included, by this project's
+    /// engine. What grows with keys counts as attention and all else as products, so that less is taken to be
+    /// hidden than is.
+    pub fn measured(whole: Coefficients) -> Self {
+        let Coefficients { prefill_s, decode_s } = whole;
+        let products = Coefficients {
+            prefill_s: PrefillCoefficients { per_token_squared: 0.0, ..prefill_s },
+            decode_s: DecodeCoefficients { per_kv_token: 0.0, ..decode_s },
+        };
+        let attention = Coefficients {
+            prefill_s: PrefillCoefficients { overhead: 0.0, per_token: 0.0, ..prefill_s },
+            decode_s: DecodeCoefficients { base: 0.0, per_sequence: 0.0, ..decode_s },
+        };
+        LockstepCost {
+            products: CostModel::Coefficients(products),
+            attending: vec![CostModel::Coefficients(attention)],
+            // the chunks of a prompt take what the whole takes
+            chunk_tokens: u32::MAX,
+            split: AttnSplit::Head,
+            holders: 1,
+            exchange: LinkCost::default(),
+            layers: 0,
+            row_bytes: 0.0,
+            kv_bytes: 0.0,
+            attending_to: Attending::ENGINE,
+        }
+    }
+
     /// The same with all values of its tables computed.
     pub(super) fn computed(self) -> Self {
-        let attending = self.attending.into_iter().map(StepTables::computed).collect();
-        let products = Arc::new(StepTables::clone(&self.products).computed());
-        LockstepCost { products, attending, ..self }
+        let computed = |cost| match cost {
+            CostModel::Tables(tables) => CostModel::Tables(Arc::new(StepTables::clone(&tables).computed())),
+            other => other,
+        };
+        let attending = self.attending.into_iter().map(computed).collect();
+        LockstepCost { products: computed(self.products), attending, ..self }
     }
 
     /// Time to compute a prompt's rest alone; see [`CostModel::prefill_s`].
     pub(super) fn prefill_s(&self, context_before: u32, new_tokens: u32) -> Seconds {
-        let chunk_tokens = self.products.chunk_tokens();
+        let chunk_tokens = self.chunk_tokens;
         let chunk = |index: u32| {
             let done = index * chunk_tokens;
             let tokens = chunk_tokens.min(new_tokens - done);
@@ -176,14 +216,25 @@ impl LockstepCost {
     /// Time of a step; see [`CostModel::step_s`]. Prompts go with the first of two batches.
     pub(super) fn step_s(&self, parts: &[Prefill], batch: u32, kv_tokens: u64) -> Seconds {
         let alone = self.of_batch(parts, batch, kv_tokens).alone();
+        Seconds(self.round_s(parts, batch, kv_tokens).map_or(alone, |round| alone.min(round)))
+    }
+
+    /// The number of groups of sequences that a step should decode in, in which it takes the least time.
+    pub(super) fn groups(&self, parts: &[Prefill], batch: u32, kv_tokens: u64) -> u32 {
+        let alone = self.of_batch(parts, batch, kv_tokens).alone();
+        if self.round_s(parts, batch, kv_tokens).is_some_and(|round| round < alone) { 2 } else { 1 }
+    }
+
+    /// Time of a step with two batches in flight, if there may be.
+    fn round_s(&self, parts: &[Prefill], batch: u32, kv_tokens: u64) -> Option<f64> {
         let second = batch / 2;
         if !self.attending_to.staggered || second == 0 {
-            return Seconds(alone);
+            return None;
         }
         let keys = share_keys(kv_tokens, batch, 2);
         let one = self.of_batch(parts, batch - second, keys.min(kv_tokens));
         let other = self.of_batch(&[], second, kv_tokens - keys.min(kv_tokens));
-        Seconds(alone.min(one.round(&other)))
+        Some(one.round(&other))
     }
 
     fn of_batch(&self, parts: &[Prefill], batch: u32, kv_tokens: u64) -> BatchTimes {
@@ -198,7 +249,7 @@ impl LockstepCost {
             time.0 * f64::from(self.layers)
         };
         let waits = if rows_apart > 0.0 { crossing(rows_apart * self.row_bytes, true) } else { 0.0 };
-        let attends = |tables: &StepTables| self.attends(tables, parts, batch, kv_tokens).0;
+        let attends = |cost: &CostModel| self.attends(cost, parts, batch, kv_tokens).0;
         BatchTimes {
             products: self.products.step_s(parts, batch, 0).0,
             attention: self.attending.iter().map(attends).fold(0.0, f64::max),
@@ -208,7 +259,7 @@ impl LockstepCost {
     }
 
     /// What one of the devices that attend takes.
-    fn attends(&self, tables: &StepTables, parts: &[Prefill], batch: u32, kv_tokens: u64) -> Seconds {
+    fn attends(&self, cost: &CostModel, parts: &[Prefill], batch: u32, kv_tokens: u64) -> Seconds {
         // where the weights are, prompts' KV is attended to, and written here beside everything else
         let parts = if self.attending_to.prompts_with_weights { &[] } else { parts };
         if batch == 0 && parts.is_empty() {
@@ -221,11 +272,11 @@ impl LockstepCost {
                     let mean = u64::from(part.context) + u64::from(part.tokens).div_ceil(2);
                     (rows + part.tokens, keys + u64::from(part.tokens) * mean)
                 });
-                tables.step_s(&[], rows, keys.div_ceil(self.holders.into()))
+                cost.step_s(&[], rows, keys.div_ceil(self.holders.into()))
             }
             _ => {
                 let keys = share_keys(kv_tokens, batch, self.holders);
-                tables.step_s(parts, batch.div_ceil(self.holders), keys)
+                cost.step_s(parts, batch.div_ceil(self.holders), keys)
             }
         }
     }
@@ -233,7 +284,7 @@ impl LockstepCost {
 
 impl CostModel {
     /// The cost of steps of a model of this shape on devices of these profiles, the first of which has the
-    /// weights while the others attend, to prompts too; one batch is in flight.
+    /// weights while the others attend; steps have up to so many prompt tokens.
     ///
     /// # Errors
     /// As [`LockstepCost::new`].
@@ -241,7 +292,7 @@ impl CostModel {
         partition: &Partition,
         shape: &ModelShape,
         profiles: &[DeviceProfile],
-        exchange: LinkCost,
+        (exchange, how): (LinkCost, Attending),
         chunk_tokens: u32,
     ) -> Result<CostModel, String> {
         let profile = profiles.first().ok_or("no profiles are not those of any members")?.clone();
@@ -253,7 +304,7 @@ impl CostModel {
             engine: EngineCost::OURS,
         };
         let predictors: Vec<_> = profiles.iter().map(|profile| Arc::new(Predictor::new(profile))).collect();
-        let (how, others) = (Attending::default(), predictors.get(1..).unwrap_or_default());
+        let others = predictors.get(1..).unwrap_or_default();
         let products = LockstepCost::products(&first, &predictors[0], how);
         let cost = LockstepCost::new(partition, (&first, products), others, exchange, how)?;
         Ok(CostModel::Lockstep(Arc::new(cost)))
@@ -278,7 +329,7 @@ mod tests {
         let shape = llama();
         let partition = Partition::attention(&shape, parts.len() as u32 - 1, split).unwrap();
         let profiles: Vec<_> = parts.iter().map(|id| part(id).unwrap().profile()).collect();
-        CostModel::lockstep(&partition, &shape, &profiles, exchange, 512).unwrap()
+        CostModel::lockstep(&partition, &shape, &profiles, (exchange, Attending::default()), 512).unwrap()
     }
 
     #[test]
@@ -372,6 +423,43 @@ mod tests {
     }
 
     #[test]
+    fn a_step_is_cut_in_two_where_that_is_predicted_to_take_less() {
+        let parts = ["H100-SXM-80GB", "H100-SXM-80GB"];
+        let [one, two] = [Attending::default(), Attending::ENGINE].map(|how| staggered(&parts, NO_TIME, how));
+        let measured = Coefficients {
+            prefill_s: PrefillCoefficients { overhead: 0.01, per_token: 1e-4, per_token_squared: 1e-9 },
+            decode_s: DecodeCoefficients { base: 0.02, per_sequence: 1e-4, per_kv_token: 1e-7 },
+        };
+        let whole = CostModel::Coefficients(measured);
+        let by_steps = CostModel::Lockstep(Arc::new(LockstepCost::measured(measured)));
+        let chunk = [Prefill { context: 100, tokens: 200, last: true }];
+        for (one, two) in [(one, two), (whole, by_steps)] {
+            let mut cut = 0;
+            for (batch, context) in
+                [(1, 1 << 20), (2, 16), (2, 1 << 20), (256, 128), (256, 8192), (255, 8192)]
+            {
+                let keys = u64::from(batch) * context;
+                for parts in [&[][..], &chunk] {
+                    let (alone, step) = (one.step_s(parts, batch, keys).0, two.step_s(parts, batch, keys).0);
+                    let groups = two.decode_groups(parts, batch, keys);
+                    assert_eq!(
+                        groups == 2,
+                        step < alone * (1.0 - 1e-9),
+                        "{batch} of {context}: {step} {alone}"
+                    );
+                    assert!(step <= alone * (1.0 + 1e-9), "{batch} of {context}: {step} {alone}");
+                    assert!(batch > 1 || groups == 1, "one sequence is one batch");
+                    cut += u32::from(groups == 2);
+                }
+                assert_eq!(one.decode_groups(&[], batch, keys), 1);
+            }
+            assert!(cut > 0);
+            let prompt = (one.prefill_s(0, 5000).0, two.prefill_s(0, 5000).0);
+            assert!((prompt.0 / prompt.1 - 1.0).abs() < 1e-9, "{prompt:?}");
+        }
+    }
+
+    #[test]
     fn a_round_of_two_batches_is_that_of_two_machines_and_a_link() {
         // each half takes its turns in order on the products, the link there and back, and attention
         let round = |[p, n, a]: [f64; 3]| {
@@ -414,7 +502,7 @@ mod tests {
         let shape = llama();
         let profile = part("L40S").unwrap().profile();
         let of = |partition: &Partition, profiles: &[DeviceProfile]| {
-            CostModel::lockstep(partition, &shape, profiles, NO_TIME, 512).unwrap_err()
+            CostModel::lockstep(partition, &shape, profiles, (NO_TIME, Attending::ENGINE), 512).unwrap_err()
         };
         let apart = Partition::attention(&shape, 1, AttnSplit::Head).unwrap();
         assert!(of(&apart, std::slice::from_ref(&profile)).contains("1 profiles"));

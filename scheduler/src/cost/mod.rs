@@ -167,6 +167,8 @@ impl CostModel {
     pub fn decode_groups(&self, parts: &[Prefill], batch: u32, kv_tokens: u64) -> u32 {
         match self {
             CostModel::Pipeline(cost) => cost.groups(parts, batch, kv_tokens),
+            CostModel::Lockstep(cost) => cost.groups(parts, batch, kv_tokens),
+            CostModel::Scaled(_, cost) => cost.decode_groups(parts, batch, kv_tokens),
             _ => 1,
         }
     }

@@ -311,11 +311,6 @@ impl StepTables {
         StepTables { parts: StepParts { overhead_s: seconds.0, ..self.parts }, ..self }
     }
 
-    /// The chunk size that is assumed for whole prompts.
-    pub(super) fn chunk_tokens(&self) -> u32 {
-        self.parts.chunk_tokens
-    }
-
     /// The same tables with all values computed.
     pub(super) fn computed(self) -> Self {
         let StepParts { prefill, decode, .. } = self.parts;
