@@ -108,7 +108,7 @@ impl OtherMembers {
     pub(super) fn kv_pools(&self) -> Vec<&[(Slice, Slice)]> {
         match &self.group {
             Group::Divide(_, members) => members.iter().map(|member| member.model.kv_pools()).collect(),
-            Group::Attend(_, members) => members.iter().map(|member| member.model.kv_pools()).collect(),
+            Group::Attend(_, members, _) => members.iter().map(|member| member.model.kv_pools()).collect(),
         }
     }
 
@@ -119,7 +119,7 @@ impl OtherMembers {
         }
         match &mut self.group {
             Group::Divide(_, members) => of(members),
-            Group::Attend(_, members) => of(members),
+            Group::Attend(_, members, _) => of(members),
         }
     }
 
