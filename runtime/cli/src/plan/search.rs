@@ -268,8 +268,19 @@ impl<'a> PlanSearch<'a> {
             let tried: Vec<_> = tried.collect();
             let count = outcome.fleets.len();
             self.prove(&tried, outcome)?;
-            outcome.fleets[count..].iter_mut().for_each(|fleet| fleet.exchanged = true);
+            let (known, found) = outcome.fleets.split_at_mut(count);
+            found.iter_mut().for_each(|fleet| fleet.exchanged = true);
+            let is_of = |new: &ProvenFleet, from: &FormedFleet, at: usize| {
+                let kind = |pool: &PlannedPool| PlannedPool { count: 0, ..pool.clone() };
+                let all: Vec<_> = from.pools.iter().map(kind).collect();
+                let same = (new.stored, new.tiers) == (known[at].stored, known[at].tiers);
+                same && new.pools.iter().all(|pool| all.contains(&kind(pool)))
+            };
+            let left = from.iter().filter(|(from, at)| found.iter().any(|new| is_of(new, from, *at)));
+            let left: Vec<usize> = left.map(|(_, at)| *at).collect();
             open.iter().for_each(|&at| outcome.fleets[at].exchanged = true);
+            let mut at = 0..;
+            outcome.fleets.retain(|_| at.next().is_some_and(|at| !left.contains(&at)));
             self.sort(outcome);
         }
         outcome.complete = false;
