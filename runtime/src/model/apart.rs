@@ -356,9 +356,12 @@ impl InFlight<'_, '_> {
         }
     }
 
-    /// Whether what is under way has ended, or failed.
-    fn has_ended(&self, queues: &mut ApartQueues<'_>) -> bool {
-        !matches!(self.wait(queues, Duration::ZERO), Err(error) if error.kind == ErrorKind::Timeout)
+    /// Whether what is under way has ended. How it failed is said once, and ends the step.
+    fn has_ended(&self, queues: &mut ApartQueues<'_>) -> Result<bool> {
+        match self.wait(queues, Duration::ZERO) {
+            Err(error) if error.kind == ErrorKind::Timeout => Ok(false),
+            ended => ended.map(|()| true),
+        }
     }
 
     /// Begins what follows on what has ended.
@@ -408,7 +411,9 @@ pub fn run_apart(
         let Some(next) = next else { return Ok(()) };
         all[next].wait(queues, timeout)?;
         let other = under_way.clone().find(|&at| all[at].attends() != all[next].attends());
-        if other.is_some_and(|other| all[other].has_ended(queues)) {
+        if let Some(other) = other
+            && all[other].has_ended(queues)?
+        {
             attention_first = !all[next].attends();
         }
         all[next].go_on(queues, exchange)?;
