@@ -7,8 +7,8 @@
 //! connection's.
 //!
 //! Both ends may be apart: `layer_time lend HOST:PORT` and `layer_time echo HOST:PORT` there, and
-//! `layer_time to HOST:PORT HOST:PORT` here with both addresses. Over a pair of virtual cards with 50 us there
-//! and back, as root, where the kernel has netem:
+//! `layer_time to HOST:PORT HOST:PORT` here with both addresses. Over a pair of virtual cards with 50 us
+//! there and back, as root, where the kernel has netem:
 //!
 //! ```sh
 //! ip netns add far

@@ -356,18 +356,7 @@ fn host_memory_for_kv_is_rented_where_it_saves_more_than_it_costs() {
     let output = run(&generated, &["--seed", "5", "--out", trace]);
     assert!(output.status.success(), "{output:?}");
     let mut of_trace = vec!["plan", "--model", "llama-3.1-8b", "--trace", trace, "--jitter", "--ttft", "20"];
-    of_trace.extend([
-        "--tbt",
-        "0.1",
-        "--attain",
-        "0.9",
-        "--parts",
-        "L40S",
-        "--budget-s",
-        "600",
-        "--dram",
-        "512",
-    ]);
+    of_trace.extend("--tbt 0.1 --attain 0.9 --parts L40S --budget-s 600 --dram 512".split(' '));
     let document = planned(&of_trace, &["--dram-usd", "0.0005", "--out", out]);
     let fleets = document["fleets"].as_array().unwrap();
     let (first, tiers) = (&fleets[0], |fleet: &Value| number(&fleet["kv_tiers"]["dram_gib"]));

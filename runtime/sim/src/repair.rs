@@ -1,10 +1,10 @@
 //! The fewest instances of a fleet's pools that hold an objective, found by simulation.
 //!
 //! A plan rests on rates; waiting, bursts, caches and the scheduler's choices are only seen in a run. From
-//! the counts of a plan all pools grow together until a run holds the objective, or is seen to get no further with
-//! more instances. Then instances are taken away, of the pools first where that saves most, until no single one
-//! can be spared. If that is asked for, those of one pool are exchanged for those of another, until no exchange
-//! that costs less holds either.
+//! the counts of a plan all pools grow together until a run holds the objective, or is seen to get no further
+//! with more instances. Then instances are taken away, of the pools first where that saves most, until no
+//! single one can be spared. If that is asked for, those of one pool are exchanged for those of another,
+//! until no exchange that costs less holds either.
 
 use crate::capacity::Goal;
 use crate::fleet_file::FleetFile;
@@ -18,8 +18,8 @@ use std::collections::BTreeMap;
 
 /// Factor by which the first increase enlarges all pools; each further one is as much larger again.
 const GROWTH: f64 = 1.15;
-/// Increases after which more instances must have got a run further than the first one: they are then 2.3 times
-/// as many.
+/// Increases after which more instances must have got a run further than the first one: they are then 2.3
+/// times as many.
 const TRIED: u32 = 3;
 /// How much further, as a factor on the requests that had come when it was sure to fail.
 const FURTHER: f64 = 1.1;
@@ -141,8 +141,8 @@ impl TrialLoad<'_> {
         Ok(Some(FleetTrial { held: attained >= self.share, attained, results }))
     }
 
-    /// Finds the fewest instances, from those in `file` on. KV nodes, which are the last pools, stay as many as
-    /// they are. `None` if not even the first run was ended.
+    /// Finds the fewest instances, from those in `file` on. KV nodes, which are the last pools, stay as many
+    /// as they are. `None` if not even the first run was ended.
     ///
     /// # Errors
     /// Those of a run.
@@ -230,8 +230,8 @@ impl RepairSearch<'_> {
         used().any(|(pool, _)| pool.role.prefills()) && used().any(|(pool, _)| pool.role.decodes())
     }
 
-    /// The counts after the exchange between two pools that saves most and holds; none where none does, or where the
-    /// repair was stopped.
+    /// The counts after the exchange between two pools that saves most and holds; none where none does, or
+    /// where the repair was stopped.
     fn exchange(&mut self, counts: &[u32]) -> Result<Option<(Vec<u32>, FleetTrial)>, TraceError> {
         let pairs = (0..counts.len()).flat_map(|from| (0..counts.len()).map(move |to| (from, to)));
         let rent = (self.limits.rent)(counts);
@@ -249,8 +249,8 @@ impl RepairSearch<'_> {
         Ok(None)
     }
 
-    /// Instances of pool `from` for instances of pool `to`, which do the same, at less rent: for a dear one as many
-    /// cheap ones as it pays for, or for no more cheap ones than it takes a dear one.
+    /// Instances of pool `from` for instances of pool `to`, which do the same, at less rent: for a dear one
+    /// as many cheap ones as it pays for, or for no more cheap ones than it takes a dear one.
     fn exchanged(&self, counts: &[u32], from: usize, to: usize) -> Option<Vec<u32>> {
         let with = |fewer: u32, more: u32| {
             let mut counts = counts.to_vec();

@@ -10,11 +10,9 @@ pub(crate) use memory::Log;
 
 use futures_util::future::BoxFuture;
 use memory::Rotting;
-use mixfleet_hal::fault::FaultPlan;
-use mixfleet_hal::memory::SharedMemory;
-use mixfleet_hal::random::Stream;
-use mixfleet_hal::transport::Transport;
-use mixfleet_hal::{DType, Device};
+use mixfleet_hal::{
+    DType, Device, fault::FaultPlan, memory::SharedMemory, random::Stream, transport::Transport,
+};
 use mixfleet_hwtests::reference::ReferenceDevice;
 use mixfleet_runtime::api::Placements;
 use mixfleet_runtime::engine::events::EventLog;

@@ -5,7 +5,8 @@ use super::program::Duty;
 use mixfleet_hal::units::{Bytes, UsdPerHour};
 use serde::Serialize;
 
-/// What each instance of a fleet that computes prompts has for KV beside its devices, or what its KV nodes have.
+/// What each instance of a fleet that computes prompts has for KV beside its devices, or what its KV nodes
+/// have.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct PlannedTiers {
     /// Host memory.

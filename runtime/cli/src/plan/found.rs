@@ -105,7 +105,8 @@ pub(super) struct PlanFound {
 }
 
 impl PlanFound {
-    /// The rent of the cheapest fleet that holds, of one part if that is asked for; infinite if there is none.
+    /// The rent of the cheapest fleet that holds, of one part if that is asked for; infinite if there is
+    /// none.
     pub(super) fn least_usd(&self, homogeneous: bool) -> f64 {
         let of = self.fleets.iter().filter(|fleet| !homogeneous || fleet.is_homogeneous());
         of.map(|fleet| fleet.usd_per_hour).fold(f64::INFINITY, f64::min)

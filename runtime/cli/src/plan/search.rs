@@ -1,5 +1,7 @@
 //! Simulates the fleets that the program ranks first, and repairs their counts.
 
+mod further;
+
 use super::found::{ApartFound, PlanFound, ProvenFleet, is_apart, pools_words};
 use super::load::PlanLoad;
 use super::offers::Offers;
@@ -7,17 +9,15 @@ use super::stress::{FACTORS, FleetStress};
 use super::{PlanArgs, on_all_cores, tiers};
 use crate::interrupt::cancel_on_interrupt;
 use anyhow::Result;
-use mixfleet_hal::units::{Ordered, UsdPerHour};
+use mixfleet_hal::units::Ordered;
 use mixfleet_scheduler::fleet::Policy;
 use mixfleet_scheduler::plan::branching::Microlp;
-use mixfleet_scheduler::plan::forms::FleetForm;
 use mixfleet_scheduler::plan::margin::slower;
 use mixfleet_scheduler::plan::market::{FormedFleet, Market, PlannedPool};
 use mixfleet_scheduler::plan::tiers::PlannedTiers;
 use mixfleet_sim::fleet_file::{FleetFile, PlannedText};
 use mixfleet_sim::repair::{FleetTrial, RepairLimits, Repaired, TrialLoad};
 use mixfleet_sim::simulate::Choices;
-use std::collections::BTreeSet;
 use std::io::IsTerminal;
 use std::path::Path;
 use std::sync::Arc;
@@ -31,18 +31,9 @@ const PROVEN_MAX: usize = 5;
 /// Fleets of one part that are simulated in any case: all that are ranked, whole and divided into roles,
 /// since the best of them is shown beside the first.
 const HOMOGENEOUS_MIN: usize = 2 * EACH;
-/// Fleets that are simulated with host memory and disks for KV, the cheapest without.
-const TIERED_MAX: usize = 2;
 /// Multiples of its rent by rates that a fleet may take to hold. Those that need more come again after the
 /// others, when there may be some that cost less.
 const TAKES: [f64; 3] = [2.0, 4.0, 8.0];
-/// Fleets of each sort of form that are simulated, as far as their rent by rates is below that of the cheapest
-/// that holds.
-const RIVALS_EACH: usize = 12;
-/// The cheapest fleets whose pools' instances are exchanged; the cheapest of one part is another one.
-const EXCHANGED: usize = 2;
-/// Fleets that are simulated with more load and slower devices, the cheapest and the cheapest of one part.
-const STRESSED_MAX: usize = 8;
 /// Fleets that are simulated side by side, whatever the number of cores, so that one input gives one plan.
 const WAVE: usize = 4;
 
@@ -173,9 +164,9 @@ impl<'a> PlanSearch<'a> {
         Ok(outcome)
     }
 
-    /// Simulates fleets, the cheapest by rates first, until enough of them hold; those of one part, and those with
-    /// attention apart, in any case. Returns those that may hold with more than `times` their rent by rates, with
-    /// the counts that they got to.
+    /// Simulates fleets, the cheapest by rates first, until enough of them hold; those of one part, and those
+    /// with attention apart, in any case. Returns those that may hold with more than `times` their rent by
+    /// rates, with the counts that they got to.
     fn prove_ranked(
         &self,
         ranked: Vec<FormedFleet>,
@@ -221,107 +212,6 @@ impl<'a> PlanSearch<'a> {
         let asked =
             |fleet: &ProvenFleet| self.market.ask().stored.iter().position(|stored| *stored == fleet.stored);
         outcome.fleets.sort_by_key(|fleet| (Ordered(fleet.usd_per_hour), asked(fleet)));
-    }
-
-    /// Simulates the fleets whose rent by rates is below that of the cheapest that holds, in this order, as far
-    /// as they stay below it, but for those with which all is `done`: rates see neither bursts nor waiting, so
-    /// that their order is not that of what holds. A fleet of one part has the cheapest of one part as its rival.
-    fn prove_rivals(&self, done: &[&FormedFleet], outcome: &mut PlanFound) -> Result<()> {
-        let further = self.market.rank(&Microlp, RIVALS_EACH);
-        outcome.ranked = outcome.ranked.max(further.len());
-        let mut rest = further.iter().filter(|fleet| !done.iter().any(|known| is_of(known, fleet)));
-        loop {
-            let most_usd = |fleet: &FormedFleet| outcome.least_usd(self.is_of_one_part(fleet));
-            let below = rest.by_ref().filter(|fleet| fleet.usd_per_hour.0 < most_usd(fleet));
-            let wave: Vec<_> = below.take(WAVE).collect();
-            if wave.is_empty() {
-                return Ok(());
-            }
-            let tried: Vec<_> = wave.iter().map(|fleet| FleetTried::new(fleet, most_usd(fleet))).collect();
-            self.prove(&tried, outcome)?;
-            self.sort(outcome);
-        }
-    }
-
-    /// Exchanges instances of the cheapest fleets, and of the cheapest of one part, until none of these has an
-    /// exchange that saves and holds.
-    fn exchange(&self, outcome: &mut PlanFound) -> Result<()> {
-        while self.goes_on() {
-            let of_one_part = outcome.fleets.iter().position(ProvenFleet::is_homogeneous);
-            let near: Vec<usize> = (0..EXCHANGED.min(outcome.fleets.len())).chain(of_one_part).collect();
-            let is_open = |at: &usize| !outcome.fleets[*at].exchanged;
-            let open: BTreeSet<usize> = near.into_iter().filter(is_open).collect();
-            if open.is_empty() {
-                return Ok(());
-            }
-            let from = open.iter().map(|&at| {
-                let mut fleet = self.formed(&outcome.fleets[at]);
-                fleet.pools.extend(self.market.alternatives(&fleet));
-                (fleet, at)
-            });
-            let from: Vec<_> = from.collect();
-            let tried = from.iter().map(|(fleet, at)| {
-                let known = &outcome.fleets[*at];
-                let tried = FleetTried::new(fleet, known.usd_per_hour);
-                FleetTried { tiers: known.tiers, exchanges: true, ..tried }
-            });
-            let tried: Vec<_> = tried.collect();
-            let count = outcome.fleets.len();
-            self.prove(&tried, outcome)?;
-            let (known, found) = outcome.fleets.split_at_mut(count);
-            found.iter_mut().for_each(|fleet| fleet.exchanged = true);
-            let is_of = |new: &ProvenFleet, from: &FormedFleet, at: usize| {
-                let kind = |pool: &PlannedPool| PlannedPool { count: 0, ..pool.clone() };
-                let all: Vec<_> = from.pools.iter().map(kind).collect();
-                let same = (new.stored, new.tiers) == (known[at].stored, known[at].tiers);
-                same && new.pools.iter().all(|pool| all.contains(&kind(pool)))
-            };
-            let left = from.iter().filter(|(from, at)| found.iter().any(|new| is_of(new, from, *at)));
-            let left: Vec<usize> = left.map(|(_, at)| *at).collect();
-            open.iter().for_each(|&at| outcome.fleets[at].exchanged = true);
-            let mut at = 0..;
-            outcome.fleets.retain(|_| at.next().is_some_and(|at| !left.contains(&at)));
-            self.sort(outcome);
-        }
-        outcome.complete = false;
-        Ok(())
-    }
-
-    /// Leaves the cheapest fleets, the cheapest of one part, and the cheapest with attention apart.
-    fn keep_the_cheapest(&self, outcome: &mut PlanFound) {
-        let first = |of: fn(&ProvenFleet) -> bool| outcome.fleets.iter().position(of);
-        let kept = [first(ProvenFleet::is_homogeneous), first(ProvenFleet::is_apart)];
-        let mut at = 0..;
-        outcome.fleets.retain(|_| {
-            let at = at.next();
-            at < Some(STRESSED_MAX) || kept.contains(&at)
-        });
-    }
-
-    /// A fleet that was simulated, as one to simulate again.
-    fn formed(&self, fleet: &ProvenFleet) -> FormedFleet {
-        FormedFleet {
-            form: FleetForm::Free,
-            stored: fleet.stored,
-            pools: fleet.pools.clone(),
-            usd_per_hour: UsdPerHour(fleet.planned_usd_per_hour),
-        }
-    }
-
-    /// Simulates the cheapest fleets with each choice of tiers. Of a fleet with them only one that costs less
-    /// than without is worth having.
-    fn prove_with_tiers(&self, outcome: &mut PlanFound) -> Result<()> {
-        let cheapest: Vec<FormedFleet> =
-            outcome.fleets.iter().take(TIERED_MAX).map(|fleet| self.formed(fleet)).collect();
-        let usd: Vec<f64> = outcome.fleets.iter().map(|fleet| fleet.usd_per_hour).collect();
-        for tiers in tiers::choices(self.args) {
-            let with = cheapest.iter().zip(&usd);
-            let tried: Vec<_> =
-                with.map(|(fleet, usd)| FleetTried { tiers, ..FleetTried::new(fleet, *usd) }).collect();
-            outcome.with_tiers += tried.len();
-            self.prove(&tried, outcome)?;
-        }
-        Ok(())
     }
 
     /// Simulates a fleet with a multiple of the load, and of the times of its devices.
@@ -374,9 +264,9 @@ impl<'a> PlanSearch<'a> {
         pools
     }
 
-    /// The fewest instances of a fleet that hold the objective within its most rent, under the policy that gets
-    /// further with the counts that are planned; and, if some hold, the fewest under the other policy that cost no
-    /// more. None if not even the first runs came to an end.
+    /// The fewest instances of a fleet that hold the objective within its most rent, under the policy that
+    /// gets further with the counts that are planned; and, if some hold, the fewest under the other policy
+    /// that cost no more. None if not even the first runs came to an end.
     fn repair(&self, tried: &FleetTried<'_>, file: &FleetFile) -> Result<Vec<(Policy, Repaired)>> {
         let counts: Vec<u32> = file.pools.iter().map(|pool| pool.count).collect();
         let planned = |policy: Policy| self.under(policy).trial(file, &counts, false, &|| self.goes_on());

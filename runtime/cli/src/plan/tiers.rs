@@ -4,7 +4,8 @@ use super::PlanArgs;
 use mixfleet_hal::units::{Bytes, GIB, UsdPerHour};
 use mixfleet_scheduler::plan::tiers::PlannedTiers;
 
-/// Every size of host memory, alone and with every size of disk: of each instance, and of every number of nodes.
+/// Every size of host memory, alone and with every size of disk: of each instance, and of every number of
+/// nodes.
 pub(super) fn choices(args: &PlanArgs) -> Vec<PlannedTiers> {
     let ssd = || [0].into_iter().chain(args.ssd.iter().copied());
     let pairs = || args.dram.iter().flat_map(|dram| ssd().map(move |ssd| (*dram, ssd)));
@@ -22,7 +23,8 @@ pub(super) fn choices(args: &PlanArgs) -> Vec<PlannedTiers> {
     nodes.flat_map(with).collect()
 }
 
-/// Tiers in words, as in `, 64 GiB of DRAM each` or `, 2 KV nodes of 64 GiB of DRAM`; nothing if there are none.
+/// Tiers in words, as in `, 64 GiB of DRAM each` or `, 2 KV nodes of 64 GiB of DRAM`; nothing if there are
+/// none.
 pub(super) fn words(tiers: &PlannedTiers) -> String {
     let of = |bytes: Bytes, what: &str| {
         (bytes.0 > 0.0).then(|| format!("{:.0} GiB of {what}", bytes.0 / GIB as f64))
