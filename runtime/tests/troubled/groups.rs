@@ -65,6 +65,11 @@ impl World {
         role == Role::Auto && share > 0.0 && self.unit() < share
     }
 
+    /// Whether the instance of this worker is one.
+    pub(super) fn is_group(&self, worker: u64) -> bool {
+        self.state().workers.get(&worker).is_some_and(|worker| worker.division.is_some())
+    }
+
     /// A group, with so many KV blocks on each of its devices as the workload has for two of them.
     pub(super) fn group(&self, name: &str, kind: &Kind, host: &Host, limits: InstanceLimits) -> NewInstance {
         let division = Division::any(self.env.random());

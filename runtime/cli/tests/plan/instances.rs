@@ -17,7 +17,8 @@ fn the_cheapest_dtype_is_chosen_and_named_wherever_a_fleet_is() {
     assert!(document["dtype"] == "fp8" && fleets[0]["dtype"] == "fp8", "{document:#}");
     let alone = planned(&arguments, &[]);
     assert!(alone["dtype"] == "bf16" && alone["dtypes"] == serde_json::json!(["bf16"]));
-    assert!(number(&fleets[0]["usd_per_hour"]) < number(&alone["fleets"][0]["usd_per_hour"]), "{alone:#}");
+    // of so few instances both dtypes may need as many
+    assert!(number(&fleets[0]["usd_per_hour"]) <= number(&alone["fleets"][0]["usd_per_hour"]), "{alone:#}");
     let bound = |document: &Value| number(&document["lower_bound_usd_per_hour"]);
     assert!(bound(&document) < bound(&alone));
 
