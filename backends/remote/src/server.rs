@@ -21,10 +21,10 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(10);
 /// Lends a device at an address.
 pub struct DeviceServer {
     listener: DuplexListener,
-    lent: Arc<Lent>,
+    lent: Arc<LentDevice>,
 }
 
-struct Lent {
+struct LentDevice {
     device: Arc<dyn Device>,
     access: DeviceAccess,
     users: AtomicUsize,
@@ -39,7 +39,10 @@ impl DeviceServer {
     pub fn bind(address: SocketAddr, device: Arc<dyn Device>, access: DeviceAccess) -> Result<Self> {
         access.check()?;
         let listener = DuplexListener::bind(address, access.security.clone(), SILENCE)?;
-        Ok(DeviceServer { listener, lent: Arc::new(Lent { device, access, users: AtomicUsize::new(0) }) })
+        Ok(DeviceServer {
+            listener,
+            lent: Arc::new(LentDevice { device, access, users: AtomicUsize::new(0) }),
+        })
     }
 
     /// Returns the bound address, including the actual port.
@@ -95,7 +98,7 @@ impl Drop for User<'_> {
     }
 }
 
-impl Lent {
+impl LentDevice {
     fn welcome(&self, caller: DuplexCaller) -> Result<()> {
         let deadline = Instant::now() + HELLO_TIMEOUT;
         let failed = |error: std::io::Error| Error::new(ErrorKind::Closed, error.to_string());

@@ -1,6 +1,6 @@
 //! What befalls processes, connections and the registry.
 
-use super::lent::Lent;
+use super::lent::LentMember;
 use super::partitions::{router_host, worker_host};
 use super::{RouterProcess, Worker, World};
 use mixfleet_hal::random::Stream;
@@ -149,7 +149,7 @@ impl World {
         let clients = {
             let mut state = self.state();
             state.over = true;
-            state.workers.values().flat_map(|worker| &worker.members).for_each(Lent::come_back);
+            state.workers.values().flat_map(|worker| &worker.members).for_each(LentMember::come_back);
             let workers = state.workers.values().map(|worker| worker.client.clone());
             workers.chain(state.routers.values().map(|router| router.client.clone())).collect::<Vec<_>>()
         };

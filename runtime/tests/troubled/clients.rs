@@ -1,6 +1,6 @@
 //! Clients of the fleet, and checks of their answers.
 
-use super::groups::Division;
+use super::groups::GroupDivision;
 use super::parts::poison;
 use super::{Talk, World};
 use mixfleet_runtime::env::Env;
@@ -82,7 +82,7 @@ impl World {
     }
 
     /// How the devices of this instance have the model, if they are several.
-    fn division_of(&self, device: &str) -> Option<Division> {
+    fn division_of(&self, device: &str) -> Option<GroupDivision> {
         let state = self.state();
         state.workers.values().find(|worker| worker.device == device).and_then(|worker| worker.division)
     }
@@ -146,7 +146,8 @@ impl World {
                         if let Some(expected) = expected {
                             assert_eq!(tokens, expected, "{:?}: {id}", self.env);
                             self.count("right", 1);
-                            by.into_iter().for_each(|division: Division| self.count(division.answers(), 1));
+                            by.into_iter()
+                                .for_each(|division: GroupDivision| self.count(division.answers(), 1));
                             self.count("ns until all answers", (self.env.now().0 * 1e9) as u64);
                         }
                         return true;

@@ -1,7 +1,7 @@
 //! Instances over several devices, whose members are lost and come back one by one.
 
 use super::hosts::Host;
-use super::lent::{Lent, Loss};
+use super::lent::{LentMember, MemberLoss};
 use super::processes::NewInstance;
 use super::{Kind, World};
 use mixfleet_hal::{DType, Device};
@@ -19,29 +19,29 @@ const DEATHS: u64 = 60;
 
 /// How the devices of an instance have the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Division {
+pub(super) enum GroupDivision {
     Tensors,
     Stages,
     /// So many devices attend for the first one.
     Attention(AttnSplit, usize),
 }
 
-impl Division {
+impl GroupDivision {
     /// One of those that there are, by a random number.
-    fn any(random: u64) -> Division {
+    fn any(random: u64) -> GroupDivision {
         let split = [AttnSplit::Head, AttnSplit::Request, AttnSplit::Range][(random / 4 % 3) as usize];
         match random % 4 {
-            0 => Division::Tensors,
-            1 => Division::Stages,
-            one_of_two => Division::Attention(split, one_of_two as usize - 1),
+            0 => GroupDivision::Tensors,
+            1 => GroupDivision::Stages,
+            one_of_two => GroupDivision::Attention(split, one_of_two as usize - 1),
         }
     }
 
     fn partition(self, config: &ModelConfig) -> Partition {
         let partition = match self {
-            Division::Tensors => config.divided(2),
-            Division::Stages => config.in_stages(&[vec![1.0], vec![1.0]]),
-            Division::Attention(split, attending) => config.with_attention(attending, split),
+            GroupDivision::Tensors => config.divided(2),
+            GroupDivision::Stages => config.in_stages(&[vec![1.0], vec![1.0]]),
+            GroupDivision::Attention(split, attending) => config.with_attention(attending, split),
         };
         partition.expect("the model can be divided so")
     }
@@ -49,11 +49,11 @@ impl Division {
     /// What an answer of such an instance counts as.
     pub(super) fn answers(self) -> &'static str {
         match self {
-            Division::Tensors => "answers of tp",
-            Division::Stages => "answers of pp",
-            Division::Attention(AttnSplit::Head, _) => "answers of attn by head",
-            Division::Attention(AttnSplit::Request, _) => "answers of attn by request",
-            Division::Attention(AttnSplit::Range, _) => "answers of attn by range",
+            GroupDivision::Tensors => "answers of tp",
+            GroupDivision::Stages => "answers of pp",
+            GroupDivision::Attention(AttnSplit::Head, _) => "answers of attn by head",
+            GroupDivision::Attention(AttnSplit::Request, _) => "answers of attn by request",
+            GroupDivision::Attention(AttnSplit::Range, _) => "answers of attn by range",
         }
     }
 }
@@ -72,7 +72,7 @@ impl World {
 
     /// A group, with so many KV blocks on each of its devices as the workload has for two of them.
     pub(super) fn group(&self, name: &str, kind: &Kind, host: &Host, limits: InstanceLimits) -> NewInstance {
-        let division = Division::any(self.env.random());
+        let division = GroupDivision::any(self.env.random());
         let config = Arc::new(kind.checkpoint.config.clone());
         let partition = division.partition(&config);
         let block_bytes = |config: &ModelConfig| {
@@ -84,7 +84,7 @@ impl World {
         let specs = partition.shares().iter().enumerate().map(|(at, share)| {
             let flops = self.flops();
             let inner = self.simulated(&format!("{name}.{at}"), flops, host, kind);
-            let lent = Lent::new(inner, self.clone(), at > 0);
+            let lent = LentMember::new(inner, self.clone(), at > 0);
             members.push(lent.clone());
             let device: Arc<dyn Device> = Arc::new(lent);
             let weights = kind.checkpoint.place_share(&*device, share, &mut |_, _| {}).unwrap();
@@ -113,8 +113,8 @@ impl World {
             }
             let which = self.env.random() as usize;
             let how = match self.below(100) < DEATHS {
-                true => Loss::Death(self.span(AWAY_S)),
-                false => Loss::Cut,
+                true => MemberLoss::Death(self.span(AWAY_S)),
+                false => MemberLoss::Cut,
             };
             let member = {
                 let state = self.state();

@@ -17,7 +17,7 @@ use std::time::Duration;
 
 /// A device of another process.
 #[derive(Clone)]
-pub(super) struct Lent(Arc<Lender>);
+pub(super) struct LentMember(Arc<Lender>);
 
 struct Lender {
     inner: Arc<dyn Device>,
@@ -42,24 +42,24 @@ struct LenderState {
 
 /// How a process is lost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Loss {
+pub(super) enum MemberLoss {
     /// It ends, and another one takes its place after this time.
     Death(Duration),
     /// Its connection ends.
     Cut,
 }
 
-impl Lent {
+impl LentMember {
     pub(super) fn new(inner: Arc<dyn Device>, world: World, is_other: bool) -> Self {
-        Lent(Arc::new(Lender { inner, world, is_other, state: Mutex::default() }))
+        LentMember(Arc::new(Lender { inner, world, is_other, state: Mutex::default() }))
     }
 
     /// Loses the process, in the middle of anything.
-    pub(super) fn lose(&self, how: Loss) {
+    pub(super) fn lose(&self, how: MemberLoss) {
         let world = &self.0.world;
         let (was_lost, is_busy) = {
             let mut state = self.0.state();
-            if let Loss::Death(span) = how {
+            if let MemberLoss::Death(span) = how {
                 let back = world.env.now() + Seconds(span.as_secs_f64());
                 state.away_until = state.away_until.max(back);
             }
@@ -68,7 +68,7 @@ impl Lent {
         if was_lost {
             return;
         }
-        world.count(if how == Loss::Cut { "members cut off" } else { "members that died" }, 1);
+        world.count(if how == MemberLoss::Cut { "members cut off" } else { "members that died" }, 1);
         if is_busy {
             world.count("members lost in the middle of a step", 1);
         }
@@ -136,7 +136,7 @@ impl Lender {
     }
 }
 
-impl Device for Lent {
+impl Device for LentMember {
     mixfleet_hal::forward_device!(self => self.0.inner; info, limits, support, import, export, pin, memory_free, health);
 
     fn alloc(&self, bytes: u64, usage: BufferUsage) -> Result<Slice> {

@@ -17,8 +17,8 @@ mod workload;
 use crate::fleet::{TestFleet, prompt};
 use fences::Fences;
 use futures_util::future::BoxFuture;
-use groups::Division;
-use lent::Lent;
+use groups::GroupDivision;
+use lent::LentMember;
 use mixfleet_hal::fault::Fault;
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::random::Stream;
@@ -87,7 +87,7 @@ pub(crate) fn kinds_that_compute() -> Vec<Kind> {
 }
 
 /// A request with its expected answer.
-pub(crate) struct Turn {
+pub(crate) struct TalkTurn {
     prompt: Vec<u32>,
     expected: Vec<u32>,
     /// Their log-probabilities; none of parts that answer with hashes.
@@ -95,19 +95,19 @@ pub(crate) struct Turn {
 }
 
 /// The requests of one client: each prompt continues the previous one and its answer.
-pub(crate) type Talk = Arc<[Turn]>;
+pub(crate) type Talk = Arc<[TalkTurn]>;
 
 /// What one simulated part answers.
-fn digests(checkpoint: &Checkpoint, prompt: &[u32], tokens: u32) -> Turn {
+fn digests(checkpoint: &Checkpoint, prompt: &[u32], tokens: u32) -> TalkTurn {
     let device = TimeOnlyDevice::new("device0", profile(1e12), Arc::new(VirtualClock::default())).unwrap();
     let alone = TestFleet::new(checkpoint.clone()).with_device(Role::Auto, Arc::new(device));
     let expected = alone.run_one(&SeededEnv::new(1), prompt.to_vec(), tokens).tokens;
-    Turn { prompt: prompt.to_vec(), expected, logprobs: None }
+    TalkTurn { prompt: prompt.to_vec(), expected, logprobs: None }
 }
 
 /// The oracle's answer, which ends where the two likeliest tokens are nearly equally likely: devices that add
 /// in other orders need not agree there.
-fn computed(oracle: &Oracle, prompt: &[u32], tokens: u32) -> Turn {
+fn computed(oracle: &Oracle, prompt: &[u32], tokens: u32) -> TalkTurn {
     const APART: f64 = 1e-3;
     let (mut text, mut logprobs) = (prompt.to_vec(), Vec::new());
     for _ in 0..tokens {
@@ -124,12 +124,12 @@ fn computed(oracle: &Oracle, prompt: &[u32], tokens: u32) -> Turn {
         logprobs.push(-sum.ln() as f32);
     }
     let expected = text.split_off(prompt.len());
-    Turn { prompt: text, expected, logprobs: Some(logprobs) }
+    TalkTurn { prompt: text, expected, logprobs: Some(logprobs) }
 }
 
 /// Requests of mixed lengths, some with common prefixes, every other one with a second turn, and their
 /// expected answers by `answer`.
-fn talks(checkpoint: &Checkpoint, count: usize, answer: &dyn Fn(&[u32], u32) -> Turn) -> Vec<Talk> {
+fn talks(checkpoint: &Checkpoint, count: usize, answer: &dyn Fn(&[u32], u32) -> TalkTurn) -> Vec<Talk> {
     let mut rng = Stream::new(5);
     let family = prompt(60, 2000, &checkpoint.config);
     let turn = |rng: &mut Stream, said: &[u32], more: u64, longest: u64| {
@@ -171,8 +171,8 @@ struct Worker {
     /// Its device, if it is the only one, with commands that fail, and with commands that hang.
     struck: Option<[Arc<FaultyDevice>; 2]>,
     /// Its devices, if they are several, and how they have the model.
-    members: Vec<Lent>,
-    division: Option<Division>,
+    members: Vec<LentMember>,
+    division: Option<GroupDivision>,
     /// Cuts all of its connections.
     cut: Cut,
     client: SimClient,

@@ -1,8 +1,8 @@
 //! Worker processes and routers: their start, and how they find each other.
 
-use super::groups::Division;
+use super::groups::GroupDivision;
 use super::hosts::Host;
-use super::lent::Lent;
+use super::lent::LentMember;
 use super::network::{Cut, Wire};
 use super::partitions::{Parted, router_host, worker_host};
 use super::parts::Part;
@@ -40,8 +40,8 @@ pub(super) struct NewInstance {
     pub(super) cost: CostModel,
     /// As of a worker.
     pub(super) struck: Option<[Arc<FaultyDevice>; 2]>,
-    pub(super) members: Vec<Lent>,
-    pub(super) division: Option<Division>,
+    pub(super) members: Vec<LentMember>,
+    pub(super) division: Option<GroupDivision>,
 }
 
 impl World {
