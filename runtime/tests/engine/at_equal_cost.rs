@@ -16,10 +16,8 @@ use mixfleet_hal::catalog::part;
 use mixfleet_hal::random::{Stream, bits};
 use mixfleet_hal::units::{BytesPerSecond, GB, Seconds};
 use mixfleet_hal::{Cmd, DType, Device, StoredAs};
-use mixfleet_runtime::api::Placements;
-use mixfleet_runtime::engine::{EngineConfig, EngineParts, Identity, InstanceLimits, InstanceSpec, Loaded};
+use mixfleet_runtime::engine::{EngineConfig, InstanceLimits, InstanceSpec, Loaded};
 use mixfleet_runtime::env::{Env, SeededEnv};
-use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::model::RandomCheckpoint;
 use mixfleet_runtime::request::{EngineHandle, GenerateRequest, Hints, Sampling, Update};
 use mixfleet_scheduler::cost::CostModel;
@@ -275,22 +273,8 @@ fn engine(file: &FleetFile, env: &SeededEnv) -> EngineHandle {
         block_tokens: Some(BLOCK_TOKENS),
     };
     let spec = InstanceSpec { device, weights, role: pool.role, price: None, limits };
-    let fleet = FleetConfig {
-        ttft_slo: Some(Seconds(file.slo.ttft_s)),
-        tbt_slo: Some(Seconds(file.slo.tbt_s)),
-        tbt_share: file.slo.tbt_metric.share(),
-        admission: Admission::None,
-        ..EngineConfig::default().fleet
-    };
-    let parts = EngineParts {
-        identity: Identity::new("model".into(), "tokenizer".into(), [1, 2]),
-        events: None,
-        env: Arc::new(env.clone()),
-        config: config.clone(),
-        limits: EngineConfig { fleet, ..EngineConfig::default() },
-        placements: Arc::new(Placements::new(1)),
-        metrics: Metrics::new(),
-    };
+    let fleet = FleetConfig { admission: Admission::None, ..EngineConfig::default().fleet };
+    let parts = parts::of_file(file, env, &config, fleet);
     parts.start(vec![(Loaded::new(&config, spec).unwrap(), pool.cost.clone())], parts::links()).unwrap()
 }
 

@@ -1,13 +1,19 @@
-//! Simulated devices of a tiny model, and links between them in one process.
+//! Simulated devices of a tiny model, links between them in one process, and an engine to join them.
 
 use crate::fleet::clock::WorldClock;
 use mixfleet_hal::profile::DeviceProfile;
+use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{DType, Device};
-use mixfleet_runtime::engine::{InstanceLimits, InstanceSpec, Links, Loaded};
+use mixfleet_runtime::api::Placements;
+use mixfleet_runtime::engine::{
+    EngineConfig, EngineParts, Identity, InstanceLimits, InstanceSpec, Links, Loaded,
+};
 use mixfleet_runtime::env::{Env, SeededEnv};
-use mixfleet_runtime::model::Checkpoint;
+use mixfleet_runtime::metrics::Metrics;
+use mixfleet_runtime::model::{Checkpoint, ModelConfig};
 use mixfleet_runtime::request::Update;
-use mixfleet_scheduler::fleet::Role;
+use mixfleet_scheduler::fleet::{FleetConfig, Role};
+use mixfleet_sim::fleet_file::FleetFile;
 use mixfleet_simulated::TimeOnlyDevice;
 use mixfleet_wire::{HostRegion, InProcessTransport};
 use std::sync::Arc;
@@ -43,6 +49,30 @@ pub(super) fn links() -> Links {
     Links {
         transports: vec![Arc::new(InProcessTransport::new())],
         make_region: Arc::new(|bytes| Ok(Arc::new(HostRegion::new(bytes as usize)?))),
+    }
+}
+
+/// An engine with the objectives of a fleet file.
+pub(super) fn of_file(
+    file: &FleetFile,
+    env: &SeededEnv,
+    config: &Arc<ModelConfig>,
+    fleet: FleetConfig,
+) -> EngineParts {
+    let fleet = FleetConfig {
+        ttft_slo: Some(Seconds(file.slo.ttft_s)),
+        tbt_slo: Some(Seconds(file.slo.tbt_s)),
+        tbt_share: file.slo.tbt_metric.share(),
+        ..fleet
+    };
+    EngineParts {
+        identity: Identity::new("model".into(), "tokenizer".into(), [1, 2]),
+        events: None,
+        env: Arc::new(env.clone()),
+        config: config.clone(),
+        limits: EngineConfig { fleet, ..EngineConfig::default() },
+        placements: Arc::new(Placements::new(1)),
+        metrics: Metrics::new(),
     }
 }
 

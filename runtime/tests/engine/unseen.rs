@@ -10,10 +10,8 @@ use mixfleet_hal::economics::{Price, Selection};
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::units::{BytesPerSecond, GB, Seconds, UsdPerHour};
 use mixfleet_hal::{DType, Device, StoredAs};
-use mixfleet_runtime::api::Placements;
-use mixfleet_runtime::engine::{EngineConfig, EngineParts, Identity, InstanceLimits, InstanceSpec, Loaded};
+use mixfleet_runtime::engine::{EngineConfig, InstanceLimits, InstanceSpec, Loaded};
 use mixfleet_runtime::env::{Env, SeededEnv};
-use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::model::RandomCheckpoint;
 use mixfleet_runtime::request::{GenerateRequest, Hints, Sampling, Update};
 use mixfleet_scheduler::cost::CostModel;
@@ -186,22 +184,8 @@ impl Scene {
         let every = file.pools.iter().flat_map(|pool| std::iter::repeat_n(pool, pool.count as usize));
         let instances: Vec<_> =
             every.zip(0..).map(|(pool, at)| instance(pool, at, &checkpoint, &env)).collect();
-        let fleet = FleetConfig {
-            ttft_slo: Some(Seconds(file.slo.ttft_s)),
-            tbt_slo: Some(Seconds(file.slo.tbt_s)),
-            tbt_share: file.slo.tbt_metric.share(),
-            policy,
-            ..EngineConfig::default().fleet
-        };
-        let engine = EngineParts {
-            identity: Identity::new("model".into(), "tokenizer".into(), [1, 2]),
-            events: None,
-            env: Arc::new(env.clone()),
-            config: config.clone(),
-            limits: EngineConfig { fleet, ..EngineConfig::default() },
-            placements: Arc::new(Placements::new(1)),
-            metrics: Metrics::new(),
-        };
+        let fleet = FleetConfig { policy, ..EngineConfig::default().fleet };
+        let engine = parts::of_file(file, &env, &config, fleet);
         let handle = engine.start(instances, parts::links()).unwrap();
         let (world, level, wanted) = (env.clone(), self.level, requests.to_vec());
         let held = env.run(async move {

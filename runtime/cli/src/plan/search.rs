@@ -226,7 +226,7 @@ impl<'a> PlanSearch<'a> {
         Ok(trial.map(|trial| trial.attained))
     }
 
-    /// Simulates fleets, each under every policy, and adds what comes of them.
+    /// Simulates fleets, and adds what comes of them.
     fn prove(&self, wave: &[FleetTried<'_>], outcome: &mut PlanFound) -> Result<Vec<Ended>> {
         let files = on_all_cores(wave.len(), |at| self.parsed(&wave[at]));
         let files: Vec<FleetFile> = files.into_iter().collect::<Result<_>>()?;
