@@ -118,7 +118,7 @@ pub(crate) struct PlanArgs {
     /// Rent of a GiB of it per hour
     #[arg(long, value_name = "USD", requires = "ssd", value_parser = usd)]
     ssd_usd: Option<f64>,
-    /// KV nodes that have this memory in place of the instances, numbers to choose from
+    /// Numbers of KV nodes that have this memory
     #[arg(long, value_name = "N,..", value_delimiter = ',', requires = "dram", value_parser = clap::value_parser!(u32).range(1..=1024))]
     kv_nodes: Vec<u32>,
     /// End the simulations after this time
