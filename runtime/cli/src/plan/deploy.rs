@@ -18,7 +18,7 @@ const WORKER: &str = include_str!("../../../../docs/deploy/kubernetes/worker.yam
 /// Writes what starts `fleet` into `directory`, and says in words what it wrote, or why nothing.
 pub(super) fn write(planned: &Planned<'_>, fleet: &ProvenFleet, directory: &Path) -> std::io::Result<String> {
     if fleet.is_apart() {
-        let why = "devices that attend for others are joined over a network, which no engine here starts yet";
+        let why = "none are written for devices that attend for others; docs/serving.md says how mixfleet member lends them";
         return Ok(format!("no files that start it: {why}"));
     }
     if fleet.tiers.nodes > 0 {
@@ -73,7 +73,7 @@ fn kubernetes(planned: &Planned<'_>, fleet: &ProvenFleet) -> Result<String, Stri
         let part = planned.offers.parts[pool.part].part;
         if pool.layout.devices > 1 {
             return Err(
-                "workers of mixfleet's own engine have one device to an instance so far; with --engine vllm they have several".into()
+                "for mixfleet's own engine they are written for one device to an instance; give a worker of several --device tp:A,B".into()
             );
         }
         let (backend, resource) = backend(part.vendor)
