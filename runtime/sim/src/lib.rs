@@ -11,6 +11,7 @@ pub mod bottleneck;
 pub mod capacity;
 pub mod engine_profile;
 pub mod fleet_file;
+pub mod growth;
 pub mod import;
 pub mod repair;
 pub mod simulate;

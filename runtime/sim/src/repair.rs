@@ -1,30 +1,21 @@
 //! The fewest instances of a fleet's pools that hold an objective, found by simulation.
 //!
 //! A plan rests on rates; waiting, bursts, caches and the scheduler's choices are only seen in a run. From
-//! the counts of a plan all pools grow together until a run holds the objective, or is seen to get no further
+//! the counts of a plan pools grow ([`Growth`]) until a run holds the objective, or is seen to get no further
 //! with more instances. Then instances are taken away, of the pools first where that saves most, until no
 //! single one can be spared. If that is asked for, those of one pool are exchanged for those of another,
 //! until no exchange that costs less holds either.
 
 use crate::capacity::Goal;
 use crate::fleet_file::FleetFile;
+use crate::growth::Growth;
 use crate::simulate::{Choices, Observer, Results, Setup, run};
 use crate::trace::{Request, Requests, TraceError};
-use mixfleet_hal::cast::{to_u32, to_u64};
 use mixfleet_hal::units::Ordered;
 use std::cell::Cell;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
-/// Factor by which the first increase enlarges all pools; each further one is as much larger again.
-const GROWTH: f64 = 1.15;
-/// Increases after which more instances must have got a run further than the first one: they are then 2.3
-/// times as many.
-const TRIED: u32 = 3;
-/// How much further, as a factor on the requests that had come when it was sure to fail.
-const FURTHER: f64 = 1.1;
-/// Maximum number of increases: the last fleet is seven times the first.
-const INCREASES_MAX: u32 = 5;
 /// Share of a pool that is taken away at once, while that holds.
 const DECREASE: u32 = 8;
 /// Maximum number of instances of one pool that are exchanged for one of another.
@@ -86,8 +77,6 @@ pub struct Repaired {
     pub less: Vec<Option<FleetTrial>>,
     /// Whether it is certain that no single instance can be spared.
     pub least: bool,
-    /// Whether more instances were seen not to help.
-    pub hopeless: bool,
 }
 
 /// Ends a run that is sure to fail, or is no longer wanted.
@@ -148,43 +137,34 @@ impl TrialLoad<'_> {
     /// Those of a run.
     pub fn repair(&self, file: &FleetFile, limits: &RepairLimits) -> Result<Option<Repaired>, TraceError> {
         let mut search = RepairSearch { trials: self, file, limits, known: BTreeMap::new() };
-        let computes = file.pools.iter().take_while(|pool| !pool.role.keeps());
-        let mut counts: Vec<u32> = computes.map(|pool| pool.count).collect();
+        let mut growth = Growth::of(file);
+        let mut counts = growth.counts().to_vec();
         let Some(mut trial) = search.trial(&counts)? else { return Ok(None) };
-        let (first, mut hopeless) = (trial.reached(), false);
-        for increase in 1..=INCREASES_MAX {
-            hopeless = increase > TRIED && trial.reached() < first * FURTHER;
-            if trial.held || hopeless {
-                break;
-            }
-            let more = search.grown(&counts, GROWTH.powf(increase.into()));
-            let Some(next) = (more != counts).then(|| search.trial(&more)).transpose()?.flatten() else {
-                break;
-            };
-            (counts, trial) = (more, next);
+        while !trial.held && growth.grow(&trial.results, limits.fits, limits.rent) {
+            let Some(next) = search.trial(growth.counts())? else { break };
+            (counts, trial) = (growth.counts().to_vec(), next);
         }
         if !trial.held {
             let whole = self.trial(file, &counts, true, limits.go_on)?;
             let (trial, less) = (whole.unwrap_or(trial), vec![None; counts.len()]);
-            return Ok(Some(Repaired { counts, trial, less, least: false, hopeless }));
+            return Ok(Some(Repaired { counts, trial, less, least: false }));
         }
-        loop {
-            let found = search.decrease(counts, trial)?;
-            if !found.least || !limits.exchanges {
-                return Ok(Some(found));
-            }
-            match search.exchange(&found.counts)? {
-                Some(less) => (counts, trial) = less,
-                None => return Ok(Some(found)),
-            }
-        }
+        search.fewest(counts, trial).map(Some)
     }
-}
 
-impl FleetTrial {
-    /// How many requests had come when the run ended.
-    fn reached(&self) -> f64 {
-        self.results.requests as f64
+    /// Finds the fewest instances, from `counts` on, with which `trial` held.
+    ///
+    /// # Errors
+    /// Those of a run.
+    pub fn fewest(
+        &self,
+        file: &FleetFile,
+        counts: &[u32],
+        trial: FleetTrial,
+        limits: &RepairLimits,
+    ) -> Result<Repaired, TraceError> {
+        let known = BTreeMap::from([(counts.to_vec(), trial.clone())]);
+        RepairSearch { trials: self, file, limits, known }.fewest(counts.to_vec(), trial)
     }
 }
 
@@ -208,20 +188,17 @@ impl RepairSearch<'_> {
         Ok(trial)
     }
 
-    /// All pools in use larger by `factor` or one instance, as far as they may be.
-    fn grown(&self, counts: &[u32], factor: f64) -> Vec<u32> {
-        let mut grown = counts.to_vec();
-        for pool in (0..counts.len()).filter(|pool| counts[*pool] > 0) {
-            let more = to_u32(to_u64((f64::from(counts[pool]) * factor).ceil())).max(counts[pool] + 1);
-            let fits = |count: u32| {
-                let mut all = grown.clone();
-                all[pool] = count;
-                (self.limits.fits)(&all)
-            };
-            let count = (counts[pool]..=more).rev().find(|count| fits(*count));
-            grown[pool] = count.unwrap_or(counts[pool]);
+    fn fewest(&mut self, mut counts: Vec<u32>, mut trial: FleetTrial) -> Result<Repaired, TraceError> {
+        loop {
+            let found = self.decrease(counts, trial)?;
+            if !found.least || !self.limits.exchanges {
+                return Ok(found);
+            }
+            match self.exchange(&found.counts)? {
+                Some(less) => (counts, trial) = less,
+                None => return Ok(found),
+            }
         }
-        grown
     }
 
     /// Whether some instance can prefill and some can decode.
@@ -296,7 +273,7 @@ impl RepairSearch<'_> {
                         break;
                     }
                     let Some(next) = self.trial(&fewer)? else {
-                        return Ok(Repaired { counts, trial, less, least: false, hopeless: false });
+                        return Ok(Repaired { counts, trial, less, least: false });
                     };
                     match (next.held, by) {
                         (true, _) => (counts, trial) = (fewer, next),
@@ -309,7 +286,7 @@ impl RepairSearch<'_> {
                 }
             }
             if counts == before {
-                return Ok(Repaired { counts, trial, less, least: true, hopeless: false });
+                return Ok(Repaired { counts, trial, less, least: true });
             }
         }
     }

@@ -4,6 +4,7 @@ use crate::common::{at_random, fleet_from};
 use mixfleet_hal::random::Stream;
 use mixfleet_scheduler::fleet::{Admission, Policy};
 use mixfleet_sim::fleet_file::FleetFile;
+use mixfleet_sim::growth::Growth;
 use mixfleet_sim::repair::{FleetTrial, RepairLimits, Repaired, TrialLoad};
 use mixfleet_sim::simulate::Choices;
 use mixfleet_sim::trace::{Request, SteadyLoad};
@@ -57,6 +58,28 @@ fn from_too_few_and_from_too_many_no_single_instance_can_be_spared() {
         }
         assert_eq!(repaired(&start, &|_| true).0.counts, found.counts);
         assert!(runs < 40, "{runs}");
+    }
+}
+
+#[test]
+fn the_stage_that_is_short_grows_alone_and_what_does_not_help_ends() {
+    let requests = load();
+    let rent = |counts: &[u32]| counts.iter().map(|count| f64::from(*count)).sum();
+    for (short, [prefill, decode]) in [[1, 30], [10, 1]].into_iter().enumerate() {
+        let file = fleet(prefill, decode);
+        let mut growth = Growth::of(&file);
+        let missed = trials(&requests).trial(&file, growth.counts(), false, &|| true).unwrap().unwrap();
+        assert!(!missed.held);
+        assert!(!growth.clone().grow(&missed.results, &|_| false, &rent), "there are no more");
+        assert!(growth.grow(&missed.results, &|_| true, &rent));
+        let first = [prefill, decode];
+        assert!(growth.counts()[short] > first[short] && growth.counts()[1 - short] == first[1 - short]);
+        // a run that gets no further than the one before it makes all pools grow
+        assert!(growth.grow(&missed.results, &|_| true, &rent));
+        assert!(growth.counts()[1 - short] > first[1 - short], "{:?}", growth.counts());
+        let rounds = (0..100).take_while(|_| growth.grow(&missed.results, &|_| true, &rent)).count();
+        let times = rent(growth.counts()) / rent(&first);
+        assert!((2.3..4.0).contains(&times), "{rounds} rounds to {times} times as many");
     }
 }
 

@@ -12,9 +12,10 @@ use mixfleet_scheduler::plan::tiers::PlannedTiers;
 use mixfleet_sim::fleet_file::FleetFile;
 use mixfleet_sim::repair::FleetTrial;
 
-/// A fleet is given up that costs so many times as much as the best, once there are some.
+/// So many fleets that hold are wanted, the cheapest of which is compared with the others,
+const SHOWN: usize = 3;
+/// unless they cost so many times as much as it.
 const DEARER_MAX: f64 = 1.5;
-const SOME: usize = 3;
 
 /// A fleet that was simulated.
 pub(super) struct ProvenFleet {
@@ -112,12 +113,13 @@ impl PlanFound {
         of.map(|fleet| fleet.usd_per_hour).fold(f64::INFINITY, f64::min)
     }
 
-    /// The rent beyond which a fleet is given up.
+    /// The rent from which on a fleet is not worth a run.
     pub(super) fn most_usd(&self, homogeneous: bool) -> f64 {
-        match self.fleets.len() {
-            ..SOME => f64::INFINITY,
-            _ => DEARER_MAX * self.least_usd(homogeneous),
-        }
+        let mut rents: Vec<f64> = self.fleets.iter().map(|fleet| fleet.usd_per_hour).collect();
+        rents.sort_by(f64::total_cmp);
+        let shown = rents.get(SHOWN - 1).copied().unwrap_or(f64::INFINITY);
+        let most = shown.min(DEARER_MAX * self.least_usd(false));
+        if homogeneous { most.max(self.least_usd(true)) } else { most }
     }
 
     /// The cheapest fleet of one part, where another costs less.

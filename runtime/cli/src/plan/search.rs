@@ -1,8 +1,9 @@
-//! Simulates the fleets that the program ranks first, and repairs their counts.
+//! Simulates the fleets that the program ranks, and finds the fewest of their instances that hold.
 
+mod frontier;
 mod further;
 
-use super::found::{ApartFound, PlanFound, ProvenFleet, is_apart, pools_words};
+use super::found::{ApartFound, PlanFound, ProvenFleet, pools_words};
 use super::load::PlanLoad;
 use super::offers::Offers;
 use super::stress::{FACTORS, FleetStress};
@@ -25,15 +26,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// Fleets of each sort of form that the program ranks.
-const EACH: usize = 3;
-/// So many fleets that meet the objective are enough.
-const PROVEN_MAX: usize = 5;
-/// Fleets of one part that are simulated in any case: all that are ranked, whole and divided into roles,
-/// since the best of them is shown beside the first.
-const HOMOGENEOUS_MIN: usize = 2 * EACH;
-/// Multiples of its rent by rates that a fleet may take to hold. Those that need more come again after the
-/// others, when there may be some that cost less.
-const TAKES: [f64; 3] = [2.0, 4.0, 8.0];
+const EACH: usize = 12;
 /// Fleets that are simulated side by side, whatever the number of cores, so that one input gives one plan.
 const WAVE: usize = 4;
 
@@ -44,37 +37,28 @@ const STRESSES: [(f64, f64); 4] =
 /// The policies that every fleet is simulated with; the first is the default of `simulate` and `serve`.
 const POLICIES: [Policy; 2] = [Policy::PerDollar, Policy::LeastLoaded];
 
-/// A fleet that is simulated.
+/// A fleet whose fewest instances are sought.
 struct FleetTried<'a> {
     fleet: &'a FormedFleet,
+    file: FleetFile,
     tiers: PlannedTiers,
-    /// The rent beyond which it is given up.
+    /// The rent beyond which it is not wanted.
     most_usd: f64,
     /// Whether instances of its pools are exchanged for those of others.
     exchanges: bool,
+    /// A run that held, and its policy, if there was one.
+    held: Option<(Policy, FleetTrial)>,
 }
 
 impl<'a> FleetTried<'a> {
-    fn new(fleet: &'a FormedFleet, most_usd: f64) -> Self {
-        FleetTried { fleet, tiers: PlannedTiers::default(), most_usd, exchanges: false }
+    fn new(fleet: &'a FormedFleet, file: FleetFile, most_usd: f64) -> Self {
+        FleetTried { fleet, file, tiers: PlannedTiers::default(), most_usd, exchanges: false, held: None }
     }
 }
 
-/// Where the simulations of a fleet ended.
-enum Ended {
-    /// It holds, or more instances were seen not to help.
-    Done,
-    /// It missed the objective with these counts, and more instances would have cost too much.
-    At(Vec<u32>),
-}
-
-/// Whether a fleet has the form and the dtype of another, with whatever counts.
-fn is_of(fleet: &FormedFleet, other: &FormedFleet) -> bool {
-    let kinds = |fleet: &FormedFleet| {
-        let pools = fleet.pools.iter();
-        pools.map(|pool| PlannedPool { count: 0, ..pool.clone() }).collect::<Vec<_>>()
-    };
-    fleet.form == other.form && fleet.stored == other.stored && kinds(fleet) == kinds(other)
+/// A fleet that misses the objective with `counts`.
+fn ended_missing(counts: Vec<u32>, trial: FleetTrial) -> Repaired {
+    Repaired { less: vec![None; counts.len()], counts, trial, least: false }
 }
 
 pub(super) struct PlanSearch<'a> {
@@ -140,14 +124,8 @@ impl<'a> PlanSearch<'a> {
             with_tiers: 0,
             complete: true,
         };
-        let mut open: Vec<FormedFleet> = ranked.clone();
-        for times in TAKES {
-            open = self.prove_ranked(open, times, &mut outcome)?;
-        }
-        let done: Vec<&FormedFleet> =
-            ranked.iter().filter(|fleet| !open.iter().any(|o| is_of(o, fleet))).collect();
+        self.prove_ranked(&ranked, &mut outcome)?;
         self.sort(&mut outcome);
-        self.prove_rivals(&done, &mut outcome)?;
         self.exchange(&mut outcome)?;
         self.prove_with_tiers(&mut outcome)?;
         self.sort(&mut outcome);
@@ -162,50 +140,6 @@ impl<'a> PlanSearch<'a> {
                 FleetStress { load: [attained[0], attained[1]], times: [attained[2], attained[3]] };
         }
         Ok(outcome)
-    }
-
-    /// Simulates fleets, the cheapest by rates first, until enough of them hold; those of one part, and those
-    /// with attention apart, in any case. Returns those that may hold with more than `times` their rent by
-    /// rates, with the counts that they got to.
-    fn prove_ranked(
-        &self,
-        ranked: Vec<FormedFleet>,
-        times: f64,
-        outcome: &mut PlanFound,
-    ) -> Result<Vec<FormedFleet>> {
-        let (mut of_one_part, mut open) = (0, Vec::new());
-        let mut rest = ranked.iter().peekable();
-        while rest.peek().is_some() {
-            let mut wave = Vec::new();
-            while let Some(fleet) = rest.next_if(|_| wave.len() < WAVE) {
-                let one = self.is_of_one_part(fleet);
-                let always = one && of_one_part < HOMOGENEOUS_MIN || is_apart(&fleet.pools);
-                if always || outcome.fleets.len() < PROVEN_MAX {
-                    of_one_part += usize::from(one);
-                    wave.push(fleet);
-                } else {
-                    open.push(fleet.clone());
-                }
-            }
-            let tried = wave.iter().map(|fleet| {
-                // that attention apart costs more is said with what it costs
-                let most_usd = match is_apart(&fleet.pools) {
-                    true => f64::INFINITY,
-                    false => outcome.most_usd(self.is_of_one_part(fleet)),
-                };
-                FleetTried::new(fleet, most_usd.min(times * fleet.usd_per_hour.0))
-            });
-            let tried: Vec<_> = tried.collect();
-            let ended = self.prove(&tried, outcome)?;
-            for (fleet, ended) in wave.into_iter().zip(ended) {
-                let Ended::At(counts) = ended else { continue };
-                let mut fleet = fleet.clone();
-                fleet.pools.iter_mut().zip(counts).for_each(|(pool, count)| pool.count = count);
-                open.push(fleet);
-            }
-        }
-        open.sort_by_key(|fleet| Ordered(fleet.usd_per_hour.0));
-        Ok(open)
     }
 
     fn sort(&self, outcome: &mut PlanFound) {
@@ -226,24 +160,22 @@ impl<'a> PlanSearch<'a> {
         Ok(trial.map(|trial| trial.attained))
     }
 
-    /// Simulates fleets, and adds what comes of them.
-    fn prove(&self, wave: &[FleetTried<'_>], outcome: &mut PlanFound) -> Result<Vec<Ended>> {
-        let files = on_all_cores(wave.len(), |at| self.parsed(&wave[at]));
-        let files: Vec<FleetFile> = files.into_iter().collect::<Result<_>>()?;
-        let repaired = on_all_cores(wave.len(), |at| self.repair(&wave[at], &files[at]));
-        let (mut repaired, mut done) = (repaired.into_iter(), Vec::new());
-        for (fleet, file) in wave.iter().zip(files) {
-            let of_each = repaired.next().transpose()?.unwrap_or_default();
-            let is_whole = |of: &Repaired| of.least || !of.trial.held && self.goes_on();
-            outcome.complete &= !of_each.is_empty() && of_each.iter().all(|(_, of)| is_whole(of));
-            let open = of_each.first().filter(|(_, of)| !of.trial.held && !of.hopeless);
-            done.push(open.map_or(Ended::Done, |(_, of)| {
-                let pools = self.with_spares(&fleet.fleet.pools, &of.counts);
-                Ended::At(pools.iter().map(|pool| pool.count).collect())
-            }));
-            self.add(fleet, file, of_each, outcome)?;
+    /// Finds the fewest instances of fleets under each policy, and adds what holds.
+    fn prove(&self, wave: Vec<FleetTried<'_>>, outcome: &mut PlanFound) -> Result<()> {
+        let policies = POLICIES.len();
+        let repaired = on_all_cores(policies * wave.len(), |at| {
+            let (tried, policy) = (&wave[at / policies], POLICIES[at % policies]);
+            Ok(self.fewest_under(policy, tried)?.map(|repaired| (policy, repaired)))
+        });
+        let repaired: Vec<Option<(Policy, Repaired)>> = repaired.into_iter().collect::<Result<_>>()?;
+        for (tried, of_each) in wave.into_iter().zip(repaired.chunks(policies)) {
+            let is_whole = |of: &Option<_>| {
+                of.as_ref().is_some_and(|(_, of): &(_, Repaired)| of.least || !of.trial.held)
+            };
+            outcome.complete &= self.goes_on() && of_each.iter().all(is_whole);
+            self.add(tried, of_each.iter().flatten().cloned().collect(), outcome)?;
         }
-        Ok(done)
+        Ok(())
     }
 
     /// The pools that a plan asks for, without its spares.
@@ -264,49 +196,29 @@ impl<'a> PlanSearch<'a> {
         pools
     }
 
-    /// The fewest instances of a fleet that hold the objective within its most rent, under the policy that
-    /// gets further with the counts that are planned; and, if some hold, the fewest under the other policy
-    /// that cost no more. None if not even the first runs came to an end.
-    fn repair(&self, tried: &FleetTried<'_>, file: &FleetFile) -> Result<Vec<(Policy, Repaired)>> {
-        let counts: Vec<u32> = file.pools.iter().map(|pool| pool.count).collect();
-        let planned = |policy: Policy| self.under(policy).trial(file, &counts, false, &|| self.goes_on());
-        let [one, other] = POLICIES.map(planned);
-        let (Some(one), Some(other)) = (one?, other?) else { return Ok(Vec::new()) };
-        let reached = |trial: &FleetTrial| (trial.held, trial.results.requests);
-        let policies = if reached(&other) > reached(&one) { [POLICIES[1], POLICIES[0]] } else { POLICIES };
-        let Some(found) = self.repair_under(policies[0], tried, tried.most_usd, file)? else {
-            return Ok(Vec::new());
+    /// The fewest instances of a fleet that hold the objective under a policy; those that it has if they do
+    /// not hold. `None` if the first run did not come to its end.
+    fn fewest_under(&self, policy: Policy, tried: &FleetTried<'_>) -> Result<Option<Repaired>> {
+        let FleetTried { fleet, file, tiers, .. } = tried;
+        let pools = self.without_spares(fleet);
+        let counts: Vec<u32> = file.pools[..pools.len()].iter().map(|pool| pool.count).collect();
+        let rent = |counts: &[u32]| self.usd_per_hour(&self.with_spares(&pools, counts), fleet, tiers);
+        let fits = |counts: &[u32]| self.is_in_stock(&self.with_spares(&pools, counts));
+        let told = |counts: &[u32], trial: &FleetTrial| self.tell(&pools, counts, tiers, policy, trial);
+        let known = tried.held.as_ref().filter(|(held, _)| *held == policy).map(|(_, trial)| trial.clone());
+        let trial = match known {
+            Some(trial) => trial,
+            None => match self.under(policy).trial(file, &counts, false, &|| self.goes_on())? {
+                Some(trial) => {
+                    told(&counts, &trial);
+                    trial
+                }
+                None => return Ok(None),
+            },
         };
-        if !found.trial.held {
-            return Ok(vec![(policies[0], found)]);
+        if !trial.held {
+            return Ok(Some(ended_missing(counts, trial)));
         }
-        let mut fewest = file.clone();
-        fewest.pools.iter_mut().zip(&found.counts).for_each(|(pool, count)| pool.count = *count);
-        let pools = self.with_spares(&self.without_spares(tried.fleet), &found.counts);
-        let most_usd = self.usd_per_hour(&pools, tried);
-        let too = self.repair_under(policies[1], tried, most_usd, &fewest)?;
-        Ok(policies.into_iter().zip([Some(found), too]).filter_map(|(of, too)| Some((of, too?))).collect())
-    }
-
-    fn repair_under(
-        &self,
-        policy: Policy,
-        tried: &FleetTried<'_>,
-        most_usd: f64,
-        file: &FleetFile,
-    ) -> Result<Option<Repaired>> {
-        let pools = self.without_spares(tried.fleet);
-        let fits = |counts: &[u32]| {
-            let pools = self.with_spares(&pools, counts);
-            self.usd_per_hour(&pools, tried) <= most_usd && self.is_in_stock(&pools)
-        };
-        let told = |counts: &[u32], trial: &FleetTrial| {
-            let (bound, word) = if trial.held { ("", "held") } else { ("at most ", "missed") };
-            let (fleet, percent) = (self.words(&self.with_spares(&pools, counts)), 100.0 * trial.attained);
-            let fleet = format!("{fleet}{}", tiers::words(&tried.tiers));
-            self.say(&format!("{fleet}, {}: {bound}{percent:.2} %, {word}", crate::simulate::word(&policy)));
-        };
-        let rent = |counts: &[u32]| self.usd_per_hour(&self.with_spares(&pools, counts), tried);
         let limits = RepairLimits {
             fits: &fits,
             rent: &rent,
@@ -314,7 +226,22 @@ impl<'a> PlanSearch<'a> {
             exchanges: tried.exchanges,
             told: &told,
         };
-        Ok(self.under(policy).repair(file, &limits)?)
+        Ok(Some(self.under(policy).fewest(file, &counts, trial, &limits)?))
+    }
+
+    /// Tells of a run.
+    fn tell(
+        &self,
+        pools: &[PlannedPool],
+        counts: &[u32],
+        tiers: &PlannedTiers,
+        policy: Policy,
+        trial: &FleetTrial,
+    ) {
+        let (bound, word) = if trial.held { ("", "held") } else { ("at most ", "missed") };
+        let (fleet, percent) = (self.words(&self.with_spares(pools, counts)), 100.0 * trial.attained);
+        let fleet = format!("{fleet}{}", tiers::words(tiers));
+        self.say(&format!("{fleet}, {}: {bound}{percent:.2} %, {word}", crate::simulate::word(&policy)));
     }
 
     fn under(&self, policy: Policy) -> TrialLoad<'a> {
@@ -324,15 +251,14 @@ impl<'a> PlanSearch<'a> {
     /// Adds the cheapest that the repairs of a fleet, one for each policy, ended with.
     fn add(
         &self,
-        tried: &FleetTried<'_>,
-        mut file: FleetFile,
+        tried: FleetTried<'_>,
         of_each: Vec<(Policy, Repaired)>,
         outcome: &mut PlanFound,
     ) -> Result<()> {
-        let FleetTried { fleet: planned, tiers, most_usd, .. } = *tried;
+        let FleetTried { fleet: planned, mut file, tiers, most_usd, .. } = tried;
         let pools = self.without_spares(planned);
         let rank = |of: &Repaired| {
-            let usd = self.usd_per_hour(&self.with_spares(&pools, &of.counts), tried);
+            let usd = self.usd_per_hour(&self.with_spares(&pools, &of.counts), planned, &tiers);
             (!of.trial.held, Ordered(usd), Ordered(-of.trial.attained))
         };
         let cheapest = of_each.into_iter().min_by_key(|(_, of)| rank(of));
@@ -348,7 +274,7 @@ impl<'a> PlanSearch<'a> {
         }
         let text = self.text.of(&pools, planned.stored, &tiers, policy);
         let rents = |pool: &PlannedPool| self.market.rent_of(pool).0 * f64::from(pool.count);
-        let usd_per_hour = self.usd_per_hour(&pools, tried);
+        let usd_per_hour = self.usd_per_hour(&pools, planned, &tiers);
         if tiers != PlannedTiers::default() && (!trial.held || usd_per_hour >= most_usd) {
             return Ok(());
         }
@@ -388,13 +314,13 @@ impl<'a> PlanSearch<'a> {
 
     /// A fleet as its file has it, with devices as slow as `--confidence` asks for. To make the tables of its
     /// times takes longer than a run.
-    fn parsed(&self, tried: &FleetTried<'_>) -> Result<FleetFile> {
+    fn parsed(&self, fleet: &FormedFleet, tiers: &PlannedTiers) -> Result<FleetFile> {
         let none = |path: &Path| Err(format!("{} is not read", path.display()));
-        let pools = self.without_spares(tried.fleet);
+        let pools = self.without_spares(fleet);
         // pools of none are read too
         let some = pools.iter().map(|pool| PlannedPool { count: pool.count.max(1), ..pool.clone() });
         let some: Vec<_> = some.collect();
-        let text = self.text.of(&some, tried.fleet.stored, &tried.tiers, Policy::default());
+        let text = self.text.of(&some, fleet.stored, tiers, Policy::default());
         let mut file = FleetFile::parse(&text, Path::new(""), &none)?;
         file.pools.iter_mut().zip(&pools).for_each(|(pool, planned)| pool.count = planned.count);
         Ok(file.slowed(|pool| slower(pool.likely_error, self.args.confidence)))
@@ -416,8 +342,8 @@ impl<'a> PlanSearch<'a> {
         self.ids(fleet.pools.iter()).len() == 1
     }
 
-    fn usd_per_hour(&self, pools: &[PlannedPool], tried: &FleetTried<'_>) -> f64 {
-        (self.market.usd_per_hour(pools, tried.fleet.stored) + tried.tiers.rent(pools)).0
+    fn usd_per_hour(&self, pools: &[PlannedPool], fleet: &FormedFleet, tiers: &PlannedTiers) -> f64 {
+        (self.market.usd_per_hour(pools, fleet.stored) + tiers.rent(pools)).0
     }
 
     fn is_in_stock(&self, pools: &[PlannedPool]) -> bool {

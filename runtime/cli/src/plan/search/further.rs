@@ -1,18 +1,14 @@
-//! What is simulated beside the fleets that are ranked: rivals, exchanges, and tiers for KV.
+//! What is simulated beside the fleets that are ranked: exchanges of instances, and tiers for KV.
 
-use super::{FleetTried, PlanSearch, WAVE, is_of};
+use super::{FleetTried, PlanSearch};
 use crate::plan::found::{PlanFound, ProvenFleet};
 use crate::plan::tiers;
 use anyhow::Result;
 use mixfleet_hal::units::UsdPerHour;
-use mixfleet_scheduler::plan::branching::Microlp;
 use mixfleet_scheduler::plan::forms::FleetForm;
 use mixfleet_scheduler::plan::market::{FormedFleet, PlannedPool};
 use std::collections::BTreeSet;
 
-/// Fleets of each sort of form that are simulated, as far as their rent by rates is below that of the
-/// cheapest that holds.
-const RIVALS_EACH: usize = 12;
 /// The cheapest fleets whose pools' instances are exchanged; the cheapest of one part is another one.
 const EXCHANGED: usize = 2;
 /// Fleets that are simulated with more load and slower devices, the cheapest and the cheapest of one part.
@@ -21,27 +17,6 @@ const STRESSED_MAX: usize = 8;
 const TIERED_MAX: usize = 2;
 
 impl PlanSearch<'_> {
-    /// Simulates the fleets whose rent by rates is below that of the cheapest that holds, in this order, as
-    /// far as they stay below it, but for those with which all is `done`: rates see neither bursts nor
-    /// waiting, so that their order is not that of what holds. A fleet of one part has the cheapest of one
-    /// part as its rival.
-    pub(super) fn prove_rivals(&self, done: &[&FormedFleet], outcome: &mut PlanFound) -> Result<()> {
-        let further = self.market.rank(&Microlp, RIVALS_EACH);
-        outcome.ranked = outcome.ranked.max(further.len());
-        let mut rest = further.iter().filter(|fleet| !done.iter().any(|known| is_of(known, fleet)));
-        loop {
-            let most_usd = |fleet: &FormedFleet| outcome.least_usd(self.is_of_one_part(fleet));
-            let below = rest.by_ref().filter(|fleet| fleet.usd_per_hour.0 < most_usd(fleet));
-            let wave: Vec<_> = below.take(WAVE).collect();
-            if wave.is_empty() {
-                return Ok(());
-            }
-            let tried: Vec<_> = wave.iter().map(|fleet| FleetTried::new(fleet, most_usd(fleet))).collect();
-            self.prove(&tried, outcome)?;
-            self.sort(outcome);
-        }
-    }
-
     /// Exchanges instances of the cheapest fleets, and of the cheapest of one part, until none of these has
     /// an exchange that saves and holds.
     pub(super) fn exchange(&self, outcome: &mut PlanFound) -> Result<()> {
@@ -61,12 +36,13 @@ impl PlanSearch<'_> {
             let from: Vec<_> = from.collect();
             let tried = from.iter().map(|(fleet, at)| {
                 let known = &outcome.fleets[*at];
-                let tried = FleetTried::new(fleet, known.usd_per_hour);
-                FleetTried { tiers: known.tiers, exchanges: true, ..tried }
+                let file = self.parsed(fleet, &known.tiers)?;
+                let tried = FleetTried::new(fleet, file, known.usd_per_hour);
+                Ok(FleetTried { tiers: known.tiers, exchanges: true, ..tried })
             });
-            let tried: Vec<_> = tried.collect();
+            let tried: Vec<_> = tried.collect::<Result<_>>()?;
             let count = outcome.fleets.len();
-            self.prove(&tried, outcome)?;
+            self.prove(tried, outcome)?;
             let (known, found) = outcome.fleets.split_at_mut(count);
             found.iter_mut().for_each(|fleet| fleet.exchanged = true);
             let is_of = |new: &ProvenFleet, from: &FormedFleet, at: usize| {
@@ -114,11 +90,13 @@ impl PlanSearch<'_> {
             outcome.fleets.iter().take(TIERED_MAX).map(|fleet| self.formed(fleet)).collect();
         let usd: Vec<f64> = outcome.fleets.iter().map(|fleet| fleet.usd_per_hour).collect();
         for tiers in tiers::choices(self.args) {
-            let with = cheapest.iter().zip(&usd);
-            let tried: Vec<_> =
-                with.map(|(fleet, usd)| FleetTried { tiers, ..FleetTried::new(fleet, *usd) }).collect();
+            let with = cheapest.iter().zip(&usd).map(|(fleet, usd)| {
+                let file = self.parsed(fleet, &tiers)?;
+                Ok(FleetTried { tiers, ..FleetTried::new(fleet, file, *usd) })
+            });
+            let tried: Vec<_> = with.collect::<Result<_>>()?;
             outcome.with_tiers += tried.len();
-            self.prove(&tried, outcome)?;
+            self.prove(tried, outcome)?;
         }
         Ok(())
     }

@@ -1,0 +1,179 @@
+//! Ranked fleets grow until some hold, always those that cost least.
+//!
+//! Of all fleets that may still hold, the four cheapest are simulated; those that miss the objective come
+//! again with more instances, the last time with as many as cost less than what holds. So no fleet is
+//! simulated that costs more, whatever rates promised of it.
+
+use super::{FleetTried, POLICIES, PlanSearch, WAVE, ended_missing};
+use crate::plan::found::{PlanFound, is_apart};
+use crate::plan::on_all_cores;
+use anyhow::Result;
+use mixfleet_hal::units::Ordered;
+use mixfleet_scheduler::fleet::Policy;
+use mixfleet_scheduler::plan::market::FormedFleet;
+use mixfleet_scheduler::plan::tiers::PlannedTiers;
+use mixfleet_sim::fleet_file::FleetFile;
+use mixfleet_sim::growth::Growth;
+use mixfleet_sim::repair::FleetTrial;
+
+/// Fleets that are simulated to the end to say how near they come, where none holds.
+const NEAREST: usize = 4;
+
+/// A fleet that has not held yet.
+struct Growing<'a> {
+    fleet: &'a FormedFleet,
+    usd_per_hour: f64,
+    /// Its instances in the next run; `None` before the first one.
+    next: Option<Growth>,
+    simulated: Option<Simulated>,
+}
+
+/// What its runs left.
+struct Simulated {
+    file: FleetFile,
+    /// Its instances in the last run.
+    growth: Growth,
+    policy: Policy,
+    /// The last run.
+    trial: FleetTrial,
+}
+
+impl PlanSearch<'_> {
+    /// Simulates ranked fleets and adds those that hold: the cheapest, a few to compare it with, the cheapest
+    /// of one part, and the cheapest with attention apart.
+    pub(super) fn prove_ranked(&self, ranked: &[FormedFleet], outcome: &mut PlanFound) -> Result<()> {
+        let planned =
+            |fleet| Growing { fleet, usd_per_hour: fleet.usd_per_hour.0, next: None, simulated: None };
+        let mut open: Vec<Growing<'_>> = ranked.iter().map(planned).collect();
+        let mut given_up = Vec::new();
+        while self.goes_on() {
+            let is_wanted = |of: &Growing<'_>| of.usd_per_hour < self.most_usd(of.fleet, outcome);
+            let (wanted, dear): (Vec<_>, Vec<_>) = open.into_iter().partition(is_wanted);
+            open = wanted;
+            for Growing { fleet, simulated, .. } in dear {
+                let most_usd = self.most_usd(fleet, outcome);
+                open.extend(simulated.and_then(|of| self.grown(fleet, of, most_usd).ok()));
+            }
+            if open.is_empty() {
+                break;
+            }
+            open.sort_by_key(|of| Ordered(of.usd_per_hour));
+            let count = WAVE.min(open.len());
+            let rest = open.split_off(count);
+            let runs = on_all_cores(count, |at| self.simulate(&open[at]));
+            let mut held = Vec::new();
+            for (of, run) in std::mem::replace(&mut open, rest).into_iter().zip(runs) {
+                let Some(simulated) = run? else {
+                    open.push(of);
+                    continue;
+                };
+                match simulated.trial.held {
+                    true => held.push(self.tried(of.fleet, simulated)),
+                    false => match self.grown(of.fleet, simulated, f64::INFINITY) {
+                        Ok(more) => open.push(more),
+                        Err(missed) => given_up.push((of.fleet, missed)),
+                    },
+                }
+            }
+            self.prove(held, outcome)?;
+        }
+        outcome.complete &= self.goes_on();
+        if outcome.fleets.is_empty() {
+            let last = open.into_iter().filter_map(|of| Some((of.fleet, of.simulated?)));
+            given_up.extend(last);
+            self.add_nearest(given_up, outcome)?;
+        }
+        Ok(())
+    }
+
+    /// The rent from which on a fleet is not worth a run. That attention apart costs more is said with what
+    /// it costs.
+    fn most_usd(&self, fleet: &FormedFleet, outcome: &PlanFound) -> f64 {
+        match is_apart(&fleet.pools) && !outcome.fleets.iter().any(|known| known.is_apart()) {
+            true => f64::INFINITY,
+            false => outcome.most_usd(self.is_of_one_part(fleet)),
+        }
+    }
+
+    /// Simulates a fleet with the instances that it has got to, at first under each policy: that which gets
+    /// further stays. `None` if the run did not come to its end.
+    fn simulate(&self, of: &Growing<'_>) -> Result<Option<Simulated>> {
+        let run = |file: &FleetFile, growth: &Growth, policy: Policy| -> Result<Option<FleetTrial>> {
+            let trial = self.under(policy).trial(file, growth.counts(), false, &|| self.goes_on())?;
+            if let Some(trial) = &trial {
+                let pools = self.without_spares(of.fleet);
+                self.tell(&pools, growth.counts(), &PlannedTiers::default(), policy, trial);
+            }
+            Ok(trial)
+        };
+        if let (Some(growth), Some(Simulated { file, policy, .. })) = (&of.next, &of.simulated) {
+            let trial = run(file, growth, *policy)?;
+            let simulated =
+                |trial| Simulated { file: file.clone(), growth: growth.clone(), policy: *policy, trial };
+            return Ok(trial.map(simulated));
+        }
+        let file = self.parsed(of.fleet, &PlannedTiers::default())?;
+        let growth = Growth::of(&file);
+        let mut best: Option<(Policy, FleetTrial)> = None;
+        for policy in POLICIES {
+            let Some(trial) = run(&file, &growth, policy)? else { return Ok(None) };
+            let reached = |trial: &FleetTrial| (trial.held, trial.results.requests);
+            if best.as_ref().is_none_or(|(_, known)| reached(&trial) > reached(known)) {
+                best = Some((policy, trial));
+            }
+        }
+        Ok(best.map(|(policy, trial)| Simulated { file, growth, policy, trial }))
+    }
+
+    /// A fleet that held, whose fewest instances are sought.
+    fn tried<'a>(&self, fleet: &'a FormedFleet, simulated: Simulated) -> FleetTried<'a> {
+        let Simulated { mut file, growth, policy, trial } = simulated;
+        file.pools.iter_mut().zip(growth.counts()).for_each(|(pool, count)| pool.count = *count);
+        FleetTried { held: Some((policy, trial)), ..FleetTried::new(fleet, file, f64::INFINITY) }
+    }
+
+    /// A fleet that missed the objective, with more instances that cost less than `most_usd`, unless these
+    /// are seen not to help it or are not in stock.
+    fn grown<'a>(
+        &self,
+        fleet: &'a FormedFleet,
+        simulated: Simulated,
+        most_usd: f64,
+    ) -> Result<Growing<'a>, Simulated> {
+        let pools = self.without_spares(fleet);
+        let rent = |counts: &[u32]| {
+            let pools = self.with_spares(&pools, counts);
+            self.usd_per_hour(&pools, fleet, &PlannedTiers::default())
+        };
+        let fits =
+            |counts: &[u32]| rent(counts) < most_usd && self.is_in_stock(&self.with_spares(&pools, counts));
+        let mut next = simulated.growth.clone();
+        match next.grow(&simulated.trial.results, &fits, &rent) {
+            true => {
+                let usd_per_hour = rent(next.counts());
+                Ok(Growing { fleet, usd_per_hour, next: Some(next), simulated: Some(simulated) })
+            }
+            false => Err(simulated),
+        }
+    }
+
+    /// Of fleets that all missed the objective, adds what those came to that got furthest.
+    fn add_nearest(&self, mut missed: Vec<(&FormedFleet, Simulated)>, outcome: &mut PlanFound) -> Result<()> {
+        missed.sort_by_key(|(_, simulated)| std::cmp::Reverse(simulated.trial.results.requests));
+        missed.truncate(NEAREST);
+        let mut whole = on_all_cores(missed.len(), |at| {
+            let Simulated { file, growth, policy, .. } = &missed[at].1;
+            self.under(*policy).trial(file, growth.counts(), true, &|| self.goes_on())
+        })
+        .into_iter();
+        for (fleet, mut simulated) in missed {
+            if let Some(trial) = whole.next().transpose()?.flatten() {
+                simulated.trial = trial;
+            }
+            let (counts, policy) = (simulated.growth.counts().to_vec(), simulated.policy);
+            let missed = (policy, ended_missing(counts, simulated.trial.clone()));
+            self.add(self.tried(fleet, simulated), vec![missed], outcome)?;
+        }
+        Ok(())
+    }
+}
