@@ -28,8 +28,6 @@ pub struct Growth {
     stages: Vec<[bool; 2]>,
     /// How far the first run and the last one got, in requests.
     reached: Option<[f64; 2]>,
-    /// The stages whose pools grew last.
-    grew: [bool; 2],
 }
 
 impl Growth {
@@ -38,7 +36,7 @@ impl Growth {
         let computes = || file.pools.iter().take_while(|pool| !pool.role.keeps());
         let counts: Vec<u32> = computes().map(|pool| pool.count).collect();
         let stages = computes().map(|pool| [pool.role.prefills(), pool.role.decodes()]).collect();
-        Growth { start: counts.clone(), counts, stages, reached: None, grew: [true; 2] }
+        Growth { start: counts.clone(), counts, stages, reached: None }
     }
 
     /// Instances of each pool.
@@ -62,12 +60,19 @@ impl Growth {
         }
         let helped = reached >= HELPED * last;
         self.reached = Some([first, reached]);
-        self.grew = if helped { short(missed) } else { [true; 2] };
+        let stages = if helped { short(missed) } else { [true; 2] };
+        self.add(stages, fits, rent) || self.add([true; 2], fits, rent)
+    }
+
+    /// Adds instances of the pools that do one of `stages`, as far as they fit, and says whether some did.
+    fn add(
+        &mut self,
+        stages: [bool; 2],
+        fits: &dyn Fn(&[u32]) -> bool,
+        rent: &dyn Fn(&[u32]) -> f64,
+    ) -> bool {
         let before = self.counts.clone();
-        let grows = |pool: &usize| {
-            let does = self.stages[*pool];
-            before[*pool] > 0 && (0..2).any(|stage| self.grew[stage] && does[stage])
-        };
+        let grows = |pool: &usize| before[*pool] > 0 && (0..2).any(|at| stages[at] && self.stages[*pool][at]);
         let mut growing: Vec<usize> = (0..before.len()).filter(grows).collect();
         let others: Vec<u32> =
             (0..before.len()).map(|pool| if grows(&pool) { 0 } else { before[pool] }).collect();
@@ -81,9 +86,8 @@ impl Growth {
                 more
             };
             growing.retain(|pool| fits(&with_one(*pool)));
-            let next =
-                growing.iter().min_by_key(|pool| (Ordered(share(**pool)), Ordered(rent(&with_one(**pool)))));
-            let Some(&next) = next else { break };
+            let order = |pool: usize| (Ordered(share(pool)), Ordered(rent(&with_one(pool))));
+            let Some(&next) = growing.iter().min_by_key(|pool| order(**pool)) else { break };
             self.counts[next] += 1;
         }
         self.counts != before

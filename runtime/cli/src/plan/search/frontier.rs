@@ -25,7 +25,7 @@ struct Growing<'a> {
     usd_per_hour: f64,
     /// Its instances in the next run; `None` before the first one.
     next: Option<Growth>,
-    simulated: Option<Simulated>,
+    simulated: Option<Box<Simulated>>,
 }
 
 /// What its runs left.
@@ -97,7 +97,7 @@ impl PlanSearch<'_> {
 
     /// Simulates a fleet with the instances that it has got to, at first under each policy: that which gets
     /// further stays. `None` if the run did not come to its end.
-    fn simulate(&self, of: &Growing<'_>) -> Result<Option<Simulated>> {
+    fn simulate(&self, of: &Growing<'_>) -> Result<Option<Box<Simulated>>> {
         let run = |file: &FleetFile, growth: &Growth, policy: Policy| -> Result<Option<FleetTrial>> {
             let trial = self.under(policy).trial(file, growth.counts(), false, &|| self.goes_on())?;
             if let Some(trial) = &trial {
@@ -106,10 +106,13 @@ impl PlanSearch<'_> {
             }
             Ok(trial)
         };
-        if let (Some(growth), Some(Simulated { file, policy, .. })) = (&of.next, &of.simulated) {
+        if let (Some(growth), Some(known)) = (&of.next, &of.simulated) {
+            let Simulated { file, policy, .. } = &**known;
             let trial = run(file, growth, *policy)?;
-            let simulated =
-                |trial| Simulated { file: file.clone(), growth: growth.clone(), policy: *policy, trial };
+            let simulated = |trial| {
+                let (file, growth) = (file.clone(), growth.clone());
+                Box::new(Simulated { file, growth, policy: *policy, trial })
+            };
             return Ok(trial.map(simulated));
         }
         let file = self.parsed(of.fleet, &PlannedTiers::default())?;
@@ -122,12 +125,12 @@ impl PlanSearch<'_> {
                 best = Some((policy, trial));
             }
         }
-        Ok(best.map(|(policy, trial)| Simulated { file, growth, policy, trial }))
+        Ok(best.map(|(policy, trial)| Box::new(Simulated { file, growth, policy, trial })))
     }
 
     /// A fleet that held, whose fewest instances are sought.
-    fn tried<'a>(&self, fleet: &'a FormedFleet, simulated: Simulated) -> FleetTried<'a> {
-        let Simulated { mut file, growth, policy, trial } = simulated;
+    fn tried<'a>(&self, fleet: &'a FormedFleet, simulated: Box<Simulated>) -> FleetTried<'a> {
+        let Simulated { mut file, growth, policy, trial } = *simulated;
         file.pools.iter_mut().zip(growth.counts()).for_each(|(pool, count)| pool.count = *count);
         FleetTried { held: Some((policy, trial)), ..FleetTried::new(fleet, file, f64::INFINITY) }
     }
@@ -137,9 +140,9 @@ impl PlanSearch<'_> {
     fn grown<'a>(
         &self,
         fleet: &'a FormedFleet,
-        simulated: Simulated,
+        simulated: Box<Simulated>,
         most_usd: f64,
-    ) -> Result<Growing<'a>, Simulated> {
+    ) -> Result<Growing<'a>, Box<Simulated>> {
         let pools = self.without_spares(fleet);
         let rent = |counts: &[u32]| {
             let pools = self.with_spares(&pools, counts);
@@ -158,11 +161,15 @@ impl PlanSearch<'_> {
     }
 
     /// Of fleets that all missed the objective, adds what those came to that got furthest.
-    fn add_nearest(&self, mut missed: Vec<(&FormedFleet, Simulated)>, outcome: &mut PlanFound) -> Result<()> {
+    fn add_nearest(
+        &self,
+        mut missed: Vec<(&FormedFleet, Box<Simulated>)>,
+        outcome: &mut PlanFound,
+    ) -> Result<()> {
         missed.sort_by_key(|(_, simulated)| std::cmp::Reverse(simulated.trial.results.requests));
         missed.truncate(NEAREST);
         let mut whole = on_all_cores(missed.len(), |at| {
-            let Simulated { file, growth, policy, .. } = &missed[at].1;
+            let Simulated { file, growth, policy, .. } = &*missed[at].1;
             self.under(*policy).trial(file, growth.counts(), true, &|| self.goes_on())
         })
         .into_iter();
