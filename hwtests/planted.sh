@@ -117,6 +117,9 @@ plant "queues of members are not opened again" runtime/src/engine/renew.rs \
 plant "of pages that devices divide one is not given back" scheduler/src/batch/mod.rs \
     's/pages).into_iter().rev() {/pages).into_iter().rev().skip(usize::from(self.limits.page_devices.count > 1)) {/' \
     chaos members_that
+plant "KV of a prompt is still sent to a receiver that was lost" runtime/src/engine/handoff.rs \
+    's/self.outgoing.retain(|_, outgoing| outgoing.to.to != peer);//' \
+    chaos members_that
 plant "names are not synced" runtime/src/pool/journal.rs \
     's/if sync { disk.sync_names() } else { Ok(()) }/Ok(())/' pool crash::
 plant "a symbolic link is followed" runtime/src/pool/disk/private.rs \

@@ -16,6 +16,7 @@ const SEEDS: std::ops::Range<u64> = 0..200;
 const ONCE_FAILED: [u64; 1] = [1254];
 /// Those with instances over several devices.
 const SEEDS_WITH_GROUPS: std::ops::Range<u64> = 0..24;
+const ONCE_FAILED_WITH_GROUPS: [u64; 1] = [92];
 
 /// The seeds that the environment wants, or else these.
 fn seeds(usual: impl Iterator<Item = u64>) -> Vec<u64> {
@@ -70,7 +71,7 @@ fn every_request_ends_once_and_right_whatever_breaks() {
 
 #[test]
 fn members_that_die_or_hang_or_are_cut_off_change_no_answer() {
-    let seeds = seeds(SEEDS_WITH_GROUPS);
+    let seeds = seeds(SEEDS_WITH_GROUPS.chain(ONCE_FAILED_WITH_GROUPS));
     let totals = run_all(&Workload::with_groups(), &troubled::kinds_that_compute(), &seeds);
     if seeds.len() >= 24 {
         let rare = totals.rare(&MEMBER_FAULTS, &GROUP_EFFECTS, 12);

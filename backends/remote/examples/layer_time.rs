@@ -6,7 +6,8 @@
 //! what would be attended to. The difference between a device of this process and of another one is the
 //! connection's.
 //!
-//! Both ends may be apart: `layer_time lend HOST:PORT` and `layer_time echo HOST:PORT` there, and
+//! Over a port of this host, and over pages that both processes share, whose ping-pong is one over such
+//! pages too. Both ends may be apart: `layer_time lend HOST:PORT` and `layer_time echo HOST:PORT` there, and
 //! `layer_time to HOST:PORT HOST:PORT` here with both addresses. Over a pair of virtual cards with 50 us
 //! there and back, as root, where the kernel has netem:
 //!
@@ -27,7 +28,7 @@
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::{Backend, BufferUsage, Cmd, Device, OpSig, Result, Slice};
 use mixfleet_remote::{DeviceAccess, DeviceServer, RemoteDevice, SharedSecret, Shown};
-use mixfleet_wire::Security;
+use mixfleet_wire::{Duplex, DuplexListener, LinkAddress, Security};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::process::{Child, Command, Stdio};
@@ -41,53 +42,124 @@ const ROUNDS: usize = 2000;
 struct Open;
 
 impl SharedSecret for Open {
-    fn prove(&self, _: &SocketAddr, _: &[u8]) -> Option<Shown> {
+    fn prove(&self, _: &LinkAddress, _: &[u8]) -> Option<Shown> {
         Some(Shown { proof: Vec::new(), is_answered: Box::new(|_| true) })
     }
-    fn admit(&self, _: &[u8], _: &SocketAddr, _: &[u8]) -> Option<Vec<u8>> {
+    fn admit(&self, _: &[u8], _: &LinkAddress, _: &[u8]) -> Option<Vec<u8>> {
         Some(Vec::new())
     }
 }
 
 /// Nothing but a measurement is on another network than this host's own.
-fn access(address: &SocketAddr) -> DeviceAccess {
-    let security = if address.ip().is_loopback() { Security::LoopbackOnly } else { Security::Insecure };
-    DeviceAccess { security, secret: Some(Arc::new(Open)) }
-}
-
-fn here() -> SocketAddr {
-    SocketAddr::from((Ipv4Addr::LOCALHOST, 0))
-}
-
-/// This program again, as `role`, and the address that it serves.
-fn other(role: &str) -> (Child, SocketAddr) {
-    let mut command = Command::new(std::env::current_exe().expect("this program"));
-    let mut child = command.arg(role).stdout(Stdio::piped()).spawn().expect("a process");
-    let mut line = String::new();
-    let mut out = BufReader::new(child.stdout.take().expect("piped"));
-    out.read_line(&mut line).expect("a line");
-    (child, line.trim().parse().expect("an address"))
-}
-
-/// Answers each message, of a length and a number of bytes to send back, with so many bytes.
-fn echo(at: SocketAddr) {
-    let listener = TcpListener::bind(at).expect("a port");
-    println!("{}", listener.local_addr().expect("an address"));
-    let (mut socket, _) = listener.accept().expect("a caller");
-    socket.set_nodelay(true).expect("an option");
-    let mut buffer = vec![0; 64 << 20];
-    let mut head = [0; 16];
-    while socket.read_exact(&mut head).is_ok() {
-        let of = |at: usize| to_usize(u64::from_le_bytes(head[at..at + 8].try_into().expect("eight bytes")));
-        let (out, back) = (of(0), of(8));
-        socket.read_exact(&mut buffer[..out]).expect("as many bytes as were said");
-        socket.write_all(&buffer[..back]).expect("a caller");
+fn security(address: &LinkAddress) -> Security {
+    match address {
+        LinkAddress::Tcp(port) if !port.ip().is_loopback() => Security::Insecure,
+        _ => Security::LoopbackOnly,
     }
 }
 
-fn lend(at: SocketAddr) {
+fn access(address: &LinkAddress) -> DeviceAccess {
+    DeviceAccess { security: security(address), secret: Some(Arc::new(Open)) }
+}
+
+fn address(text: &str) -> LinkAddress {
+    match LinkAddress::path_in(text) {
+        Some(path) => LinkAddress::Unix(path.to_owned()),
+        None => LinkAddress::Tcp(text.parse().expect("HOST:PORT, or unix:PATH")),
+    }
+}
+
+fn here() -> LinkAddress {
+    SocketAddr::from((Ipv4Addr::LOCALHOST, 0)).into()
+}
+
+/// A socket file of this run.
+fn file(role: &str) -> LinkAddress {
+    LinkAddress::Unix(std::env::temp_dir().join(format!("layer-time-{}-{role}", std::process::id())))
+}
+
+/// This program again, as `role`, and the address that it serves.
+fn other(role: &str, at: &LinkAddress) -> (Child, LinkAddress) {
+    let mut command = Command::new(std::env::current_exe().expect("this program"));
+    let mut child = command.args([role, &at.to_string()]).stdout(Stdio::piped()).spawn().expect("a process");
+    let mut line = String::new();
+    let mut out = BufReader::new(child.stdout.take().expect("piped"));
+    out.read_line(&mut line).expect("a line");
+    (child, address(line.trim()))
+}
+
+/// A connection that carries nothing but the bytes of a ping-pong: a socket, or shared pages.
+enum Plain {
+    Socket(TcpStream),
+    Pages(Duplex),
+}
+
+impl Plain {
+    fn socket(socket: TcpStream) -> Self {
+        socket.set_nodelay(true).expect("an option");
+        Plain::Socket(socket)
+    }
+
+    /// Calls who echoes at `address`.
+    fn call(address: &LinkAddress) -> Result<Self> {
+        if let LinkAddress::Tcp(port) = address {
+            return Ok(Plain::socket(TcpStream::connect(port).expect("a peer")));
+        }
+        let deadline = Instant::now() + TIMEOUT;
+        Duplex::call(address, &Security::LoopbackOnly, TIMEOUT, deadline).map(Plain::Pages)
+    }
+
+    /// Waits for a caller at `address`, which is printed.
+    fn welcome(address: &LinkAddress) -> Self {
+        if let LinkAddress::Tcp(port) = address {
+            let listener = TcpListener::bind(port).expect("a port");
+            println!("{}", listener.local_addr().expect("an address"));
+            return Plain::socket(listener.accept().expect("a caller").0);
+        }
+        let listener = DuplexListener::bind(address, Security::LoopbackOnly, TIMEOUT).expect("a path");
+        println!("{}", listener.address());
+        let welcomed = listener.accept().and_then(|caller| caller.welcome(Instant::now() + TIMEOUT));
+        Plain::Pages(welcomed.expect("a caller").0)
+    }
+
+    fn send(&mut self, bytes: &[u8]) {
+        match self {
+            Plain::Socket(socket) => socket.write_all(bytes).expect("a peer"),
+            Plain::Pages(link) => link.send(&[bytes], TIMEOUT, &mut || Ok(false)).expect("a peer"),
+        }
+    }
+
+    /// Receives all of `place`.
+    fn fill(&mut self, place: &mut [u8]) -> std::io::Result<()> {
+        match self {
+            Plain::Socket(socket) => socket.read_exact(place),
+            Plain::Pages(link) => {
+                let mut filled = 0;
+                while filled < place.len() {
+                    filled += link.receive(&mut place[filled..], None)?.unwrap_or(0);
+                }
+                Ok(())
+            }
+        }
+    }
+}
+
+/// Answers each message, of a length and a number of bytes to send back, with so many bytes.
+fn echo(at: &LinkAddress) {
+    let mut plain = Plain::welcome(at);
+    let mut buffer = vec![0; 64 << 20];
+    let mut head = [0; 16];
+    while plain.fill(&mut head).is_ok() {
+        let of = |at: usize| to_usize(u64::from_le_bytes(head[at..at + 8].try_into().expect("eight bytes")));
+        let (out, back) = (of(0), of(8));
+        plain.fill(&mut buffer[..out]).expect("as many bytes as were said");
+        plain.send(&buffer[..back]);
+    }
+}
+
+fn lend(at: &LinkAddress) {
     let device = mixfleet_cpu::CpuBackend.open("cpu@1").expect("a second core");
-    let server = DeviceServer::bind(at, device, access(&at)).expect("a port");
+    let server = DeviceServer::bind(at, device, access(at)).expect("an address");
     println!("{}", server.address());
     server.run()
 }
@@ -107,13 +179,13 @@ fn timed(mut round: impl FnMut()) -> (f64, f64) {
 }
 
 /// Time of messages of so many bytes out and back on a plain connection.
-fn ping(socket: &mut TcpStream, out: u64, back: u64) -> (f64, f64) {
+fn ping(plain: &mut Plain, out: u64, back: u64) -> (f64, f64) {
     let mut message: Vec<u8> = [out, back].iter().flat_map(|bytes| bytes.to_le_bytes()).collect();
     message.resize(16 + to_usize(out), 0);
     let mut answer = vec![0; to_usize(back)];
     timed(|| {
-        socket.write_all(&message).expect("a peer");
-        socket.read_exact(&mut answer).expect("an answer");
+        plain.send(&message);
+        plain.fill(&mut answer).expect("an answer");
     })
 }
 
@@ -139,30 +211,39 @@ fn layer(device: &dyn Device, out: u64, back: u64) -> Result<(f64, f64)> {
 
 fn main() -> Result<()> {
     let words: Vec<String> = std::env::args().skip(1).collect();
-    let address = |at: usize| words.get(at).map(|word| word.parse().expect("HOST:PORT"));
+    let at = |at: usize| words.get(at).map(|word| address(word));
     match words.first().map(String::as_str) {
         Some("echo") => {
-            echo(address(1).unwrap_or_else(here));
+            echo(&at(1).unwrap_or_else(here));
             return Ok(());
         }
-        Some("lend") => lend(address(1).unwrap_or_else(here)),
-        Some("to") => return measure(address(1).expect("who lends"), address(2).expect("who echoes")),
+        Some("lend") => lend(&at(1).unwrap_or_else(here)),
+        Some("to") => return measure(&at(1).expect("who lends"), &at(2).expect("who echoes")),
         _ => {}
     }
-    let (mut echoing, echo_at) = other("echo");
-    let (mut lending, lent_at) = other("lend");
-    let measured = measure(lent_at, echo_at);
-    for child in [&mut echoing, &mut lending] {
+    measure_beside([here(), here()])?;
+    if cfg!(target_os = "linux") { measure_beside(["echo", "lend"].map(file)) } else { Ok(()) }
+}
+
+/// Measures between this process and two others at these addresses, the first of which echoes.
+fn measure_beside([echo, lend]: [LinkAddress; 2]) -> Result<()> {
+    let (mut echoing, echo_at) = other("echo", &echo);
+    let (mut lending, lent_at) = other("lend", &lend);
+    let measured = measure(&lent_at, &echo_at);
+    for (child, at) in [(&mut echoing, echo), (&mut lending, lend)] {
         let _ = child.kill();
         let _ = child.wait();
+        if let LinkAddress::Unix(path) = at {
+            let _ = std::fs::remove_file(path);
+        }
     }
     measured
 }
 
-fn measure(lent_at: SocketAddr, echo_at: SocketAddr) -> Result<()> {
-    let mut socket = TcpStream::connect(echo_at).expect("a peer");
-    socket.set_nodelay(true).expect("an option");
-    let remote = RemoteDevice::open("remote", lent_at, access(&lent_at))?;
+fn measure(lent_at: &LinkAddress, echo_at: &LinkAddress) -> Result<()> {
+    let mut plain = Plain::call(echo_at)?;
+    let remote = RemoteDevice::open("remote", lent_at.clone(), access(lent_at))?;
+    println!("over {}", if matches!(lent_at, LinkAddress::Unix(_)) { "shared memory" } else { "TCP" });
     let local = mixfleet_cpu::CpuBackend.open("cpu@1")?;
     println!(
         "bytes out and back | here | other process | added | ping-pong of as many bytes | added / ping-pong"
@@ -173,7 +254,7 @@ fn measure(lent_at: SocketAddr, echo_at: SocketAddr) -> Result<()> {
         let (out, back) = (sequences * 8192, sequences * 4096);
         let here = layer(&*local, out, back)?;
         let there = layer(&remote, out, back)?;
-        let ping = ping(&mut socket, out, back);
+        let ping = ping(&mut plain, out, back);
         let added = (there.0 - here.0, there.1 - here.1);
         println!(
             "{out} {back} | {:.1} {:.1} | {:.1} {:.1} | {:.1} {:.1} | {:.1} {:.1} | {:.2} {:.2}",
@@ -189,7 +270,7 @@ fn measure(lent_at: SocketAddr, echo_at: SocketAddr) -> Result<()> {
             added.1 / ping.1
         );
     }
-    let (least, middle) = ping(&mut socket, 1, 1);
+    let (least, middle) = ping(&mut plain, 1, 1);
     println!("round trip of a byte: {least:.1} {middle:.1} us");
     Ok(())
 }

@@ -113,7 +113,9 @@ impl<'a> Taker<'a> {
 
     pub(crate) fn error(&mut self) -> Result<Error> {
         let kind = *KINDS.get(usize::from(self.byte()?)).unwrap_or(&ErrorKind::Other);
-        Ok(Error::new(kind, String::from_utf8_lossy(self.bytes()?)))
+        let detail = String::from_utf8_lossy(self.bytes()?);
+        let is_silent = detail.trim().is_empty();
+        Ok(Error::new(kind, if is_silent { "the other process does not say why".into() } else { detail }))
     }
 
     pub(crate) fn usage(&mut self) -> Result<BufferUsage> {

@@ -13,9 +13,9 @@ use mixfleet_hal::{
     Buffer, BufferUsage, Device, DeviceInfo, DeviceLimits, Error, ErrorKind, Export, Health, HostMemory,
     OpSig, Queue, Result, Slice, Support, forward_device,
 };
+use mixfleet_wire::LinkAddress;
 use std::any::Any;
 use std::collections::{BTreeMap, VecDeque};
-use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -35,7 +35,7 @@ pub struct RemoteDevice(Arc<Shared>);
 
 /// What buffers and queues need of their device.
 pub(crate) struct Shared {
-    address: SocketAddr,
+    address: LinkAddress,
     access: DeviceAccess,
     info: DeviceInfo,
     limits: DeviceLimits,
@@ -143,14 +143,18 @@ impl RemoteDevice {
     ///
     /// # Errors
     /// When nobody answers there, or who answers is not of this fleet or speaks another version.
-    pub fn open(id: &str, address: SocketAddr, access: DeviceAccess) -> Result<Self> {
-        let (session, theirs, limits) = RemoteSession::open(id, address, &access)?;
+    pub fn open(id: &str, address: LinkAddress, access: DeviceAccess) -> Result<Self> {
+        let (session, theirs, limits) = RemoteSession::open(id, &address, &access)?;
         let mut notes = theirs.notes.clone();
         notes.push(("device".into(), theirs.id.clone()));
+        let way = match address {
+            LinkAddress::Tcp(_) => "a connection",
+            LinkAddress::Unix(_) => "shared memory",
+        };
         let info = DeviceInfo {
             id: id.to_owned(),
             // what crosses takes time that the device alone does not take
-            fingerprint: format!("{}; over a connection", theirs.fingerprint),
+            fingerprint: format!("{}; over {way}", theirs.fingerprint),
             notes,
             ..theirs
         };
@@ -199,7 +203,8 @@ impl RemoteDevice {
         if current.failure().is_none() {
             return Ok(current);
         }
-        let (session, theirs, limits) = RemoteSession::open(&shared.info.id, shared.address, &shared.access)?;
+        let (session, theirs, limits) =
+            RemoteSession::open(&shared.info.id, &shared.address, &shared.access)?;
         *lock(&shared.next_session) = Some(session.clone());
         let restored = self.restore(&session, (&theirs, limits));
         *lock(&shared.next_session) = None;

@@ -4,8 +4,7 @@ use crate::code::{Taker, put_bytes, put_error};
 use crate::frame::{FrameReader, put_frame};
 use crate::protocol::{CALL_TIMEOUT, HELLO_BYTES_MAX, MAGIC, VERSION, tell};
 use mixfleet_hal::{DeviceInfo, DeviceLimits, Error, ErrorKind, Result};
-use mixfleet_wire::{Duplex, Security};
-use std::net::SocketAddr;
+use mixfleet_wire::{Duplex, LinkAddress, Security};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -29,10 +28,10 @@ pub struct Shown {
 /// A secret of all processes of one host, which is never sent.
 pub trait SharedSecret: Send + Sync {
     /// What a caller of `address` shows after `greeting`; `None` if the system has no randomness.
-    fn prove(&self, address: &SocketAddr, greeting: &[u8]) -> Option<Shown>;
+    fn prove(&self, address: &LinkAddress, greeting: &[u8]) -> Option<Shown>;
 
     /// What the process at `address` answers to a caller that has the secret; `None` for others.
-    fn admit(&self, proof: &[u8], address: &SocketAddr, greeting: &[u8]) -> Option<Vec<u8>>;
+    fn admit(&self, proof: &[u8], address: &LinkAddress, greeting: &[u8]) -> Option<Vec<u8>>;
 }
 
 /// How processes that lend each other devices are protected from others.
@@ -105,14 +104,16 @@ fn check_version(taker: &mut Taker<'_>) -> Result<()> {
 pub(crate) fn call(
     link: &Duplex,
     reader: &mut FrameReader,
-    (access, address): (&DeviceAccess, &SocketAddr),
+    access: &DeviceAccess,
     deadline: Instant,
 ) -> Result<(DeviceInfo, DeviceLimits)> {
     let secret = access.secret()?;
     let challenge = receive(link, reader, deadline)?;
     check_version(&mut Taker(&challenge))?;
     let shown = secret.map(|secret| {
-        secret.prove(address, &challenge).ok_or_else(|| Error::new(ErrorKind::Other, "no random bytes"))
+        secret
+            .prove(link.address(), &challenge)
+            .ok_or_else(|| Error::new(ErrorKind::Other, "no random bytes"))
     });
     let shown = shown.transpose()?;
     send(link, |out| {
@@ -187,8 +188,7 @@ fn admit(link: &Duplex, hello: &[u8], challenge: &[u8], access: &DeviceAccess) -
     let proof = taker.bytes()?;
     taker.end()?;
     let Some(secret) = access.secret()? else { return Ok(Vec::new()) };
-    let here = link.local().map_err(|error| refused(error.to_string()))?;
-    secret.admit(proof, &here, challenge).ok_or_else(|| {
+    secret.admit(proof, link.address(), challenge).ok_or_else(|| {
         refused(
             "the caller does not have this process's token: processes of several users need one --token-file",
         )

@@ -5,9 +5,9 @@ use crate::frame::{FrameReader, put_frame};
 use crate::fuzzed;
 use crate::protocol::{DATA_BYTES_MAX, FRAME_BYTES_MAX, ask};
 use mixfleet_hal::{Backend, DType, Error, KvShape, OpSig, Result};
-use mixfleet_wire::{Duplex, DuplexListener, Security};
+use mixfleet_wire::{Duplex, DuplexListener, LinkAddress, Security};
 use proptest::prelude::*;
-use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 const LONG: Duration = Duration::from_secs(30);
@@ -29,7 +29,20 @@ fn numbers(kind: u8, numbers: &[u64]) -> Vec<u8> {
     frame(kind, |out| numbers.iter().for_each(|&number| put(out, number)))
 }
 
-/// What becomes of a user that sends these bytes after it has a buffer and queues, and then leaves.
+/// A port, and a socket file.
+fn addresses() -> Vec<LinkAddress> {
+    static FILES: AtomicU64 = AtomicU64::new(0);
+    let number = FILES.fetch_add(1, Ordering::Relaxed);
+    let path = std::env::temp_dir().join(format!("mixfleet-hostile-{}-{number}", std::process::id()));
+    let mut all = vec![fuzzed::port()];
+    if cfg!(target_os = "linux") {
+        all.push(LinkAddress::Unix(path));
+    }
+    all
+}
+
+/// What becomes of a user that sends these bytes after it has a buffer and queues, and then leaves: the same
+/// whatever the bytes go over.
 fn served(bytes: &[u8]) -> Result<()> {
     let device = mixfleet_cpu::CpuBackend.open("cpu@0").unwrap();
     let known = [
@@ -37,7 +50,17 @@ fn served(bytes: &[u8]) -> Result<()> {
         numbers(ask::OPEN_QUEUE, &[2, 1]),
         numbers(ask::OPEN_QUEUE, &[3, 2]),
     ];
-    fuzzed::served(&*device, &[&known.concat(), bytes].concat())
+    let bytes = [&known.concat(), bytes].concat();
+    let outcomes = addresses().into_iter().map(|address| {
+        let outcome = fuzzed::served(&*device, &address, &bytes);
+        if let LinkAddress::Unix(path) = address {
+            std::fs::remove_file(path).unwrap();
+        }
+        outcome
+    });
+    let outcomes: Vec<_> = outcomes.collect();
+    assert!(outcomes.iter().all(|outcome| *outcome == outcomes[0]), "{outcomes:?}");
+    outcomes.into_iter().next().expect("there is a port")
 }
 
 fn command(sig: &OpSig, operands: &[u64]) -> Vec<u8> {
@@ -91,8 +114,7 @@ fn what_nobody_sends_who_follows_the_protocol_ends_the_connection() {
 #[test]
 fn a_length_takes_no_memory_before_its_bytes_arrive() {
     let mut reader = FrameReader::new(FRAME_BYTES_MAX);
-    let here = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
-    let listener = DuplexListener::bind(here, Security::LoopbackOnly, LONG).unwrap();
+    let listener = DuplexListener::bind(&fuzzed::port(), Security::LoopbackOnly, LONG).unwrap();
     let deadline = Instant::now() + LONG;
     let user = Duplex::call(listener.address(), &Security::LoopbackOnly, LONG, deadline).unwrap();
     let (link, _pending) = listener.accept().unwrap().welcome(deadline).unwrap();

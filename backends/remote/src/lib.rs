@@ -21,8 +21,8 @@ mod code;
 mod device;
 mod fetched;
 mod frame;
-#[cfg(test)]
-mod fuzzed;
+#[doc(hidden)]
+pub mod fuzzed;
 mod hello;
 #[cfg(test)]
 mod hostile;

@@ -5,8 +5,7 @@ use crate::hello::{self, DeviceAccess};
 use crate::protocol::{FRAME_BYTES_MAX, HELLO_BYTES_MAX, HELLO_TIMEOUT, SILENCE};
 use crate::served::Served;
 use mixfleet_hal::{Device, Error, ErrorKind, Result};
-use mixfleet_wire::{DuplexCaller, DuplexListener};
-use std::net::SocketAddr;
+use mixfleet_wire::{DuplexCaller, DuplexListener, LinkAddress};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -31,12 +30,12 @@ struct LentDevice {
 }
 
 impl DeviceServer {
-    /// Listens at `address`; port 0 picks a free port.
+    /// Listens at `address`; port 0 picks a free port. At a socket file, data goes through shared pages.
     ///
     /// # Errors
     /// `Unsupported` if others could use the device or see what it computes, `Other` if the address cannot be
     /// bound.
-    pub fn bind(address: SocketAddr, device: Arc<dyn Device>, access: DeviceAccess) -> Result<Self> {
+    pub fn bind(address: &LinkAddress, device: Arc<dyn Device>, access: DeviceAccess) -> Result<Self> {
         access.check()?;
         let listener = DuplexListener::bind(address, access.security.clone(), SILENCE)?;
         Ok(DeviceServer {
@@ -46,7 +45,7 @@ impl DeviceServer {
     }
 
     /// Returns the bound address, including the actual port.
-    pub fn address(&self) -> SocketAddr {
+    pub fn address(&self) -> &LinkAddress {
         self.listener.address()
     }
 
@@ -80,9 +79,9 @@ impl DeviceServer {
 ///
 /// # Errors
 /// As for [`DeviceServer::bind`], and when there is no thread.
-pub fn serve(address: SocketAddr, device: Arc<dyn Device>, access: DeviceAccess) -> Result<SocketAddr> {
+pub fn serve(address: &LinkAddress, device: Arc<dyn Device>, access: DeviceAccess) -> Result<LinkAddress> {
     let server = DeviceServer::bind(address, device, access)?;
-    let address = server.address();
+    let address = server.address().clone();
     let run = move || server.run();
     let spawned = std::thread::Builder::new().name("lend-accept".into()).spawn(run);
     spawned.map_err(|error| Error::new(ErrorKind::Other, error.to_string()))?;
@@ -106,7 +105,7 @@ impl LentDevice {
         let mut reader = FrameReader::new(HELLO_BYTES_MAX);
         let known = (self.device.info(), &self.device.limits());
         hello::welcome(&link, &mut reader, &self.access, known, deadline)?;
-        let peer = link.peer().map(|peer| peer.to_string()).unwrap_or_default();
+        let peer = link.peer();
         let before = self.users.fetch_add(1, Ordering::Relaxed);
         let _user = User(&self.users);
         if before >= USERS_MAX {

@@ -14,10 +14,9 @@ use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{DeviceInfo, DeviceLimits, Elapsed, Error, ErrorKind, Result};
-use mixfleet_wire::Duplex;
+use mixfleet_wire::{Duplex, LinkAddress};
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
-use std::net::SocketAddr;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -91,23 +90,32 @@ impl RemoteSession {
     /// When nobody answers there, or who answers is not of this fleet.
     pub(crate) fn open(
         name: &str,
-        address: SocketAddr,
+        address: &LinkAddress,
         access: &DeviceAccess,
     ) -> Result<(Arc<Self>, DeviceInfo, DeviceLimits)> {
         let deadline = Instant::now() + HELLO_TIMEOUT;
         let failed = |error: Error| error.context(name);
         let link = Duplex::call(address, &access.security, SILENCE, deadline).map_err(failed)?;
         let mut reader = FrameReader::new(HELLO_BYTES_MAX);
-        let (info, limits) = hello::call(&link, &mut reader, (access, &address), deadline).map_err(failed)?;
+        let (info, limits) = hello::call(&link, &mut reader, access, deadline).map_err(failed)?;
+        Ok((Arc::new(RemoteSession::over(link, reader)), info, limits))
+    }
+
+    /// The session over a connection on which both ends have shown who they are.
+    pub(crate) fn over(link: Duplex, mut reader: FrameReader) -> Self {
         reader.allow(FRAME_BYTES_MAX);
-        let session = RemoteSession {
+        RemoteSession {
             link,
             pending: Mutex::default(),
             reader: Mutex::new(reader),
             inbox: Mutex::default(),
             changed: Condvar::new(),
-        };
-        Ok((Arc::new(session), info, limits))
+        }
+    }
+
+    /// Adds a queue that the other process is thought to have.
+    pub(crate) fn assume_queue(&self, queue: u64) {
+        lock(&self.inbox).queues.insert(queue, QueueLog::default());
     }
 
     /// Why the connection is of no use any more, if it is not.
@@ -300,7 +308,7 @@ impl RemoteSession {
 
     /// Adds a queue.
     pub(crate) fn open_queue(&self, queue: u64, timeout: Duration) -> Result<()> {
-        lock(&self.inbox).queues.insert(queue, QueueLog::default());
+        self.assume_queue(queue);
         let opened = self.call(ask::OPEN_QUEUE, timeout, |out| {
             put(out, queue);
             Ok(())

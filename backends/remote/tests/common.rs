@@ -2,9 +2,10 @@
 
 use mixfleet_hal::{Cmd, DType, Device, OpSig, Slice};
 use mixfleet_remote::{DeviceAccess, RemoteDevice, SharedSecret, Shown, serve};
-use mixfleet_wire::Security;
+use mixfleet_wire::{LinkAddress, Security};
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -15,13 +16,13 @@ pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
 pub(crate) struct Word(pub(crate) &'static str);
 
 impl SharedSecret for Word {
-    fn prove(&self, _: &SocketAddr, _: &[u8]) -> Option<Shown> {
+    fn prove(&self, _: &LinkAddress, _: &[u8]) -> Option<Shown> {
         let word = self.0;
         let is_answered = Box::new(move |answer: &[u8]| answer == word.as_bytes());
         Some(Shown { proof: word.as_bytes().to_vec(), is_answered })
     }
 
-    fn admit(&self, proof: &[u8], _: &SocketAddr, _: &[u8]) -> Option<Vec<u8>> {
+    fn admit(&self, proof: &[u8], _: &LinkAddress, _: &[u8]) -> Option<Vec<u8>> {
         (proof == self.0.as_bytes()).then(|| self.0.as_bytes().to_vec())
     }
 }
@@ -34,12 +35,32 @@ pub(crate) fn here() -> SocketAddr {
     SocketAddr::from((Ipv4Addr::LOCALHOST, 0))
 }
 
+/// Lends a device at a port.
 pub(crate) fn lend(device: Arc<dyn Device>) -> SocketAddr {
-    serve(here(), device, access("word")).unwrap()
+    let LinkAddress::Tcp(port) = serve(&here().into(), device, access("word")).unwrap() else {
+        unreachable!("a port was asked for")
+    };
+    port
 }
 
-pub(crate) fn open(address: SocketAddr) -> RemoteDevice {
-    RemoteDevice::open("remote:test", address, access("word")).unwrap()
+/// Lends a device at a socket file, which nobody else can reach from then on: who has connected goes on.
+pub(crate) fn lend_pages(device: Arc<dyn Device>, name: &str) -> (LinkAddress, SocketFile) {
+    let path = std::env::temp_dir().join(format!("mixfleet-remote-{}-{name}", std::process::id()));
+    let file = SocketFile(path.clone());
+    (serve(&LinkAddress::Unix(path), device, access("word")).unwrap(), file)
+}
+
+/// A socket file that is removed.
+pub(crate) struct SocketFile(PathBuf);
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+pub(crate) fn open(address: impl Into<LinkAddress>) -> RemoteDevice {
+    RemoteDevice::open("remote:test", address.into(), access("word")).unwrap()
 }
 
 /// Bytes that crossed in both directions, and whether connections are let through.

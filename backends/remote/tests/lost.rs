@@ -1,6 +1,6 @@
 //! Connections that end, users that leave, and callers that may not use the device.
 
-use crate::common::{TIMEOUT, access, add, here, lend, open, wire};
+use crate::common::{TIMEOUT, access, add, here, lend, lend_pages, open, wire};
 use mixfleet_hal::{
     Backend, Buffer, BufferUsage, Cmd, Device, Elapsed, Error, ErrorKind, Graph, Queue, Result, Slice,
     Ticket, forward_device,
@@ -133,6 +133,25 @@ fn a_failed_batch_fails_later_ones_of_its_queue_alone() {
     run(&mut *queue, [&a, &b, &to]).unwrap();
 }
 
+#[test]
+#[cfg(target_os = "linux")]
+fn over_shared_memory_a_user_may_leave_and_another_token_is_refused_too() {
+    let watched = Watched::new();
+    let (address, _file) = lend_pages(watched.clone(), "lost");
+    let refused = RemoteDevice::open("remote:x", address.clone(), access("another")).err().unwrap();
+    assert!(refused.to_string().contains("does not have this process's token"), "{refused}");
+    let device = open(address);
+    let slice = || device.alloc(16, BufferUsage::Activations).unwrap();
+    let (a, b, to) = (slice(), slice(), slice());
+    device.write(&a, &1.5f32.to_le_bytes().repeat(4)).unwrap();
+    device.write(&b, &2.5f32.to_le_bytes().repeat(4)).unwrap();
+    run(&mut *device.queue().unwrap(), [&a, &b, &to]).unwrap();
+    assert_eq!(f32::from_le_bytes(read(&device, &to).unwrap()), 4.0);
+    watched.settles_at(3);
+    drop((a, b, to, device));
+    watched.settles_at(0);
+}
+
 /// A queue whose batches never end.
 struct Hung;
 
@@ -183,12 +202,12 @@ fn a_batch_that_does_not_end_is_given_up_in_time_and_its_user_may_leave() {
 fn who_has_no_token_or_another_one_uses_nothing() {
     let watched = Watched::new();
     let address = lend(watched.clone());
-    let error = |access: DeviceAccess| RemoteDevice::open("remote:x", address, access).err().unwrap();
+    let error = |access: DeviceAccess| RemoteDevice::open("remote:x", address.into(), access).err().unwrap();
     assert!(error(access("another")).to_string().contains("does not have this process's token"));
     let none = || DeviceAccess { security: Security::LoopbackOnly, secret: None };
     assert!(error(none()).to_string().contains("with the token"));
     let device: Arc<dyn Device> = watched;
-    assert!(mixfleet_remote::serve(here(), device, none()).is_err());
+    assert!(mixfleet_remote::serve(&here().into(), device, none()).is_err());
 }
 
 #[test]
@@ -196,7 +215,8 @@ fn who_answers_without_the_token_is_no_device() {
     use std::io::{Read, Write};
     let listener = std::net::TcpListener::bind(here()).unwrap();
     let address = listener.local_addr().unwrap();
-    let open = move || RemoteDevice::open("remote:x", address, access("word")).err().unwrap().to_string();
+    let open =
+        move || RemoteDevice::open("remote:x", address.into(), access("word")).err().unwrap().to_string();
     // version, and then an answer that anybody could give
     let answers: [(u32, &str); 2] = [(1, "another token"), (7, "version 7")];
     for (version, expected) in answers {

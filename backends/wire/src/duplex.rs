@@ -1,32 +1,54 @@
 //! A protected connection of bytes, on which both ends send and receive at once.
 
+use crate::address::LinkAddress;
 use crate::pending::{PendingStream, PendingStreams};
 use crate::poll::{self, Patience};
 use crate::security::Security;
-use crate::stream::SecureStream;
+#[cfg(target_os = "linux")]
+use crate::shm::SharedPipe;
+use crate::stream::{SecureStream, remaining};
 use mixfleet_hal::{Error, ErrorKind, Result};
 use std::io::{self, ErrorKind as IoKind};
-use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileTypeExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// How long a sender whose peer takes nothing waits before it looks again whether something came.
 const LOOK: Duration = Duration::from_millis(10);
 
-/// A connection whose ends have shown each other that they may talk, where certificates do that.
+/// A connection whose ends have shown each other that they may talk, where certificates do that. One by a
+/// socket file is between processes of one user.
 ///
 /// Several threads may send, each all of its bytes, if they take turns; one thread at a time receives.
 pub struct Duplex {
-    socket: TcpStream,
-    stream: Mutex<SecureStream>,
+    way: Way,
+    /// Where the called end listens.
+    address: LinkAddress,
     patience: Mutex<Patience>,
+}
+
+/// What the bytes go over.
+enum Way {
+    Socket {
+        socket: TcpStream,
+        stream: Mutex<SecureStream>,
+    },
+    #[cfg(target_os = "linux")]
+    Pages(SharedPipe),
 }
 
 impl std::fmt::Debug for Duplex {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Duplex({:?})", self.socket.peer_addr())
+        write!(f, "Duplex({})", self.address)
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Duplex {
@@ -34,42 +56,44 @@ impl Duplex {
     ///
     /// # Errors
     /// `Unsupported` if bytes would leave this host unprotected, `Closed` if nobody answers or the peer's
-    /// certificate is not of the fleet.
+    /// certificate is not of the fleet, or the peer of another user.
     pub fn call(
-        address: SocketAddr,
+        address: &LinkAddress,
         security: &Security,
         silence: Duration,
         deadline: Instant,
     ) -> Result<Self> {
-        security.check(&address)?;
-        let stream = security.call(address, silence, deadline);
-        stream.and_then(Duplex::of).map_err(|error| Error::new(ErrorKind::Closed, error.to_string()))
+        let (way, address) = match address {
+            LinkAddress::Tcp(port) => {
+                security.check(port)?;
+                (security.call(*port, silence, deadline).and_then(Way::socket), address.clone())
+            }
+            LinkAddress::Unix(path) => {
+                let socket = UnixStream::connect(path)
+                    .map_err(|error| io::Error::new(error.kind(), format!("connect: {error}")));
+                // as the listener calls it
+                let path = path.canonicalize().unwrap_or_else(|_| path.clone());
+                (socket.and_then(|socket| Way::call(socket, deadline)), LinkAddress::Unix(path))
+            }
+        };
+        let way = way.map_err(|error| Error::new(ErrorKind::Closed, error.to_string()))?;
+        Ok(Duplex { way, address, patience: Mutex::new(Patience::new()) })
     }
 
-    fn of(stream: SecureStream) -> io::Result<Self> {
-        let socket = stream.socket().try_clone()?;
-        socket.set_nonblocking(true)?;
-        Ok(Duplex { socket, stream: Mutex::new(stream), patience: Mutex::new(Patience::new()) })
+    /// Returns whom this end talks to, for messages to people.
+    pub fn peer(&self) -> String {
+        match &self.way {
+            Way::Socket { socket, .. } => {
+                socket.peer_addr().map_or_else(|error| error.to_string(), |peer| peer.to_string())
+            }
+            #[cfg(target_os = "linux")]
+            Way::Pages(_) => self.address.to_string(),
+        }
     }
 
-    /// Returns the address of the other end.
-    ///
-    /// # Errors
-    /// When the connection has ended.
-    pub fn peer(&self) -> io::Result<SocketAddr> {
-        self.socket.peer_addr()
-    }
-
-    /// Returns the address of this end.
-    ///
-    /// # Errors
-    /// When the connection has ended.
-    pub fn local(&self) -> io::Result<SocketAddr> {
-        self.socket.local_addr()
-    }
-
-    fn stream(&self) -> MutexGuard<'_, SecureStream> {
-        self.stream.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Returns the address at which the called end listens.
+    pub fn address(&self) -> &LinkAddress {
+        &self.address
     }
 
     /// Sends all of `parts`, in their order. While the peer takes nothing and has sent something, calls
@@ -87,14 +111,7 @@ impl Duplex {
         let mut left: Vec<&[u8]> = parts.iter().copied().filter(|part| !part.is_empty()).collect();
         let mut moved = Instant::now();
         loop {
-            let outcome = {
-                let mut stream = self.stream();
-                match left.is_empty() {
-                    true => stream.flush().map(|()| 0),
-                    false => stream.send(&vectors(&left)),
-                }
-            };
-            match outcome {
+            match self.way.send_some(&left) {
                 Ok(_) if left.is_empty() => return Ok(()),
                 Ok(sent) => {
                     advance(&mut left, sent);
@@ -113,7 +130,17 @@ impl Duplex {
 
     /// Waits a little until bytes can be sent, or received by `meanwhile`.
     fn wait_to_send(&self, meanwhile: &mut dyn FnMut() -> io::Result<bool>) -> io::Result<()> {
-        let fd = self.socket.as_raw_fd();
+        let socket = match &self.way {
+            Way::Socket { socket, .. } => socket,
+            #[cfg(target_os = "linux")]
+            Way::Pages(pipe) => {
+                if pipe.has_bytes() && meanwhile()? {
+                    return Ok(());
+                }
+                return pipe.wait_for_room(LOOK);
+            }
+        };
+        let fd = socket.as_raw_fd();
         let mut entries = [libc::pollfd { fd, events: libc::POLLOUT | libc::POLLIN, revents: 0 }];
         poll::wait(&mut entries, Some(LOOK))?;
         let can_send = entries[0].revents & !libc::POLLIN != 0;
@@ -130,9 +157,8 @@ impl Duplex {
     /// # Errors
     /// `UnexpectedEof` at the end of the connection, and those of the connection.
     pub fn receive(&self, place: &mut [u8], deadline: Option<Instant>) -> io::Result<Option<usize>> {
-        let part = libc::iovec { iov_base: place.as_mut_ptr().cast(), iov_len: place.len() };
         loop {
-            match self.stream().receive(&[part]) {
+            match self.way.receive_some(place) {
                 Ok(0) => return Err(io::Error::new(IoKind::UnexpectedEof, "the peer has closed")),
                 Ok(received) => return Ok(Some(received)),
                 Err(error) if error.kind() == IoKind::WouldBlock => {}
@@ -142,19 +168,80 @@ impl Duplex {
             if left == Some(Duration::ZERO) {
                 return Ok(None);
             }
-            let mut patience = self.patience.lock().unwrap_or_else(PoisonError::into_inner);
-            patience.wait(&mut [poll::readable(&self.socket)], left)?;
+            let mut patience = lock(&self.patience);
+            match &self.way {
+                Way::Socket { socket, .. } => patience.wait(&mut [poll::readable(socket)], left)?,
+                #[cfg(target_os = "linux")]
+                Way::Pages(pipe) => patience.wait_for(&mut &*pipe, left)?,
+            }
         }
     }
 
     /// Ends the direction in which this end sends. What the peer still sends is received.
     pub fn end_sending(&self) {
-        let _ = self.socket.shutdown(Shutdown::Write);
+        match &self.way {
+            Way::Socket { socket, .. } => drop(socket.shutdown(Shutdown::Write)),
+            #[cfg(target_os = "linux")]
+            Way::Pages(pipe) => pipe.end_sending(),
+        }
     }
 
     /// Ends the connection in both directions.
     pub fn close(&self) {
-        let _ = self.socket.shutdown(Shutdown::Both);
+        match &self.way {
+            Way::Socket { socket, .. } => drop(socket.shutdown(Shutdown::Both)),
+            #[cfg(target_os = "linux")]
+            Way::Pages(pipe) => pipe.close(),
+        }
+    }
+}
+
+impl Way {
+    fn socket(stream: SecureStream) -> io::Result<Self> {
+        let socket = stream.socket().try_clone()?;
+        socket.set_nonblocking(true)?;
+        Ok(Way::Socket { socket, stream: Mutex::new(stream) })
+    }
+
+    #[cfg(target_os = "linux")]
+    fn call(socket: UnixStream, deadline: Instant) -> io::Result<Self> {
+        SharedPipe::call(socket, deadline).map(Way::Pages)
+    }
+
+    #[cfg(target_os = "linux")]
+    fn welcome(socket: UnixStream) -> io::Result<Self> {
+        SharedPipe::welcome(socket).map(Way::Pages)
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    fn call(_: UnixStream, _: Instant) -> io::Result<Self> {
+        Err(IoKind::Unsupported.into())
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    fn welcome(_: UnixStream) -> io::Result<Self> {
+        Err(IoKind::Unsupported.into())
+    }
+
+    /// Sends some bytes, or what is kept back if there are none.
+    fn send_some(&self, parts: &[&[u8]]) -> io::Result<usize> {
+        match self {
+            Way::Socket { stream, .. } if parts.is_empty() => lock(stream).flush().map(|()| 0),
+            Way::Socket { stream, .. } => lock(stream).send(&vectors(parts)),
+            #[cfg(target_os = "linux")]
+            Way::Pages(pipe) => pipe.send(parts),
+        }
+    }
+
+    fn receive_some(&self, place: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Way::Socket { stream, .. } => {
+                let part = libc::iovec { iov_base: place.as_mut_ptr().cast(), iov_len: place.len() };
+                lock(stream).receive(&[part])
+            }
+            #[cfg(target_os = "linux")]
+            Way::Pages(pipe) => pipe.receive(place),
+        }
     }
 }
 
@@ -177,37 +264,58 @@ fn advance(left: &mut Vec<&[u8]>, mut sent: usize) {
 
 /// Waits for callers of [`Duplex`].
 pub struct DuplexListener {
-    listener: TcpListener,
-    address: SocketAddr,
+    listener: Listener,
+    address: LinkAddress,
     security: Security,
     silence: Duration,
     pending: PendingStreams,
 }
 
+enum Listener {
+    Tcp(TcpListener),
+    Unix(UnixListener),
+}
+
 /// A connection that was accepted and has shown nothing yet.
 pub struct DuplexCaller {
-    socket: TcpStream,
+    socket: CallerSocket,
+    address: LinkAddress,
     pending: PendingStream,
     security: Security,
     silence: Duration,
 }
 
+enum CallerSocket {
+    Tcp(TcpStream),
+    Unix(UnixStream),
+}
+
 impl DuplexListener {
-    /// Listens at `address`; port 0 picks a free port.
+    /// Listens at `address`; port 0 picks a free port. A socket file whose process has ended is replaced.
     ///
     /// # Errors
     /// `Unsupported` if bytes would leave this host unprotected, `Other` if the address cannot be bound.
-    pub fn bind(address: SocketAddr, security: Security, silence: Duration) -> Result<Self> {
-        security.check(&address)?;
+    pub fn bind(address: &LinkAddress, security: Security, silence: Duration) -> Result<Self> {
         let failed = |error: io::Error| Error::new(ErrorKind::Other, format!("listen on {address}: {error}"));
-        let listener = TcpListener::bind(address).map_err(failed)?;
-        let address = listener.local_addr().map_err(failed)?;
+        let (listener, address) = match address {
+            LinkAddress::Tcp(address) => {
+                security.check(address)?;
+                let listener = TcpListener::bind(address).map_err(failed)?;
+                let address = listener.local_addr().map_err(failed)?;
+                (Listener::Tcp(listener), LinkAddress::Tcp(address))
+            }
+            LinkAddress::Unix(path) => {
+                let listener = bind_file(path).map_err(failed)?;
+                let address = LinkAddress::Unix(path.canonicalize().map_err(failed)?);
+                (Listener::Unix(listener), address)
+            }
+        };
         Ok(DuplexListener { listener, address, security, silence, pending: PendingStreams::default() })
     }
 
-    /// Returns the bound address, including the actual port.
-    pub fn address(&self) -> SocketAddr {
-        self.address
+    /// Returns the bound address, including the actual port, or the whole path.
+    pub fn address(&self) -> &LinkAddress {
+        &self.address
     }
 
     /// Waits for the next caller. If many have shown nothing yet, the oldest of the address with the most of
@@ -216,10 +324,34 @@ impl DuplexListener {
     /// # Errors
     /// For lack of descriptors; later callers may be accepted.
     pub fn accept(&self) -> io::Result<DuplexCaller> {
-        let (socket, peer) = self.listener.accept()?;
-        let pending = self.pending.enter(peer.ip(), &socket)?;
-        Ok(DuplexCaller { socket, pending, security: self.security.clone(), silence: self.silence })
+        let (socket, pending) = match &self.listener {
+            Listener::Tcp(listener) => {
+                let (socket, peer) = listener.accept()?;
+                let pending = self.pending.enter(peer.ip(), &socket)?;
+                (CallerSocket::Tcp(socket), pending)
+            }
+            Listener::Unix(listener) => {
+                let (socket, _) = listener.accept()?;
+                let pending = self.pending.enter(Ipv4Addr::LOCALHOST.into(), &socket)?;
+                (CallerSocket::Unix(socket), pending)
+            }
+        };
+        let (address, security) = (self.address.clone(), self.security.clone());
+        Ok(DuplexCaller { socket, address, pending, security, silence: self.silence })
     }
+}
+
+/// Listens at a path that only this user may connect to.
+fn bind_file(path: &Path) -> io::Result<UnixListener> {
+    use std::os::unix::fs::PermissionsExt;
+    let is_socket = std::fs::symlink_metadata(path).is_ok_and(|about| about.file_type().is_socket());
+    let refused = |error: io::Error| error.kind() == IoKind::ConnectionRefused;
+    if is_socket && UnixStream::connect(path).is_err_and(refused) {
+        std::fs::remove_file(path)?;
+    }
+    let listener = UnixListener::bind(path)?;
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
+    Ok(listener)
 }
 
 impl DuplexCaller {
@@ -228,26 +360,57 @@ impl DuplexCaller {
     /// # Errors
     /// Those of the handshake, and when `deadline` has passed.
     pub fn welcome(self, deadline: Instant) -> io::Result<(Duplex, PendingStream)> {
-        let DuplexCaller { socket, pending, security, silence } = self;
-        let stream = security.welcome(socket, silence, deadline)?;
-        Ok((Duplex::of(stream)?, pending))
+        let DuplexCaller { socket, address, pending, security, silence } = self;
+        let (way, address) = match socket {
+            CallerSocket::Tcp(socket) => {
+                let here = LinkAddress::Tcp(socket.local_addr()?);
+                (security.welcome(socket, silence, deadline).and_then(Way::socket)?, here)
+            }
+            CallerSocket::Unix(socket) => {
+                remaining(deadline)?;
+                (Way::welcome(socket)?, address)
+            }
+        };
+        Ok((Duplex { way, address, patience: Mutex::new(Patience::new()) }, pending))
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::net::Ipv4Addr;
+    use std::net::SocketAddr;
 
     const IDLE: Duration = Duration::from_secs(30);
 
-    fn pair() -> (Duplex, Duplex) {
-        let here = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
-        let listener = DuplexListener::bind(here, Security::LoopbackOnly, IDLE).unwrap();
+    fn port() -> LinkAddress {
+        SocketAddr::from((Ipv4Addr::LOCALHOST, 0)).into()
+    }
+
+    /// A path that no other test has.
+    fn file(name: &str) -> LinkAddress {
+        LinkAddress::Unix(std::env::temp_dir().join(format!("mixfleet-duplex-{}-{name}", std::process::id())))
+    }
+
+    fn pair(address: &LinkAddress) -> (Duplex, Duplex) {
+        let listener = DuplexListener::bind(address, Security::LoopbackOnly, IDLE).unwrap();
         let deadline = Instant::now() + IDLE;
-        let calling = Duplex::call(listener.address(), &Security::LoopbackOnly, IDLE, deadline).unwrap();
-        let (called, _) = listener.accept().unwrap().welcome(deadline).unwrap();
-        (calling, called)
+        let calling = std::thread::scope(|scope| {
+            let address = listener.address();
+            let call =
+                scope.spawn(|| Duplex::call(address, &Security::LoopbackOnly, IDLE, deadline).unwrap());
+            let (called, _) = listener.accept().unwrap().welcome(deadline).unwrap();
+            (call.join().unwrap(), called)
+        });
+        if let LinkAddress::Unix(path) = address {
+            std::fs::remove_file(path).unwrap();
+        }
+        calling
+    }
+
+    /// Connected ends of each kind.
+    fn pairs(name: &str) -> Vec<(Duplex, Duplex)> {
+        let addresses = if cfg!(target_os = "linux") { vec![port(), file(name)] } else { vec![port()] };
+        addresses.iter().map(pair).collect()
     }
 
     fn take(from: &Duplex, bytes: usize) -> Vec<u8> {
@@ -261,44 +424,67 @@ mod tests {
 
     #[test]
     fn parts_arrive_in_order_and_a_deadline_ends_a_wait() {
-        let (a, b) = pair();
-        a.send(&[b"one ", b"", b"two"], IDLE, &mut || Ok(false)).unwrap();
-        assert_eq!(take(&b, 7), b"one two");
-        assert_eq!(b.receive(&mut [0; 8], Some(Instant::now())).unwrap(), None);
-        a.close();
-        let error = b.receive(&mut [0; 8], None).unwrap_err();
-        assert_eq!(error.kind(), IoKind::UnexpectedEof);
+        for (a, b) in pairs("order") {
+            a.send(&[b"one ", b"", b"two"], IDLE, &mut || Ok(false)).unwrap();
+            assert_eq!(take(&b, 7), b"one two");
+            assert_eq!(b.receive(&mut [0; 8], Some(Instant::now())).unwrap(), None);
+            let soon = Instant::now() + Duration::from_millis(5);
+            assert_eq!(b.receive(&mut [0; 8], Some(soon)).unwrap(), None);
+            a.close();
+            let error = b.receive(&mut [0; 8], None).unwrap_err();
+            assert_eq!(error.kind(), IoKind::UnexpectedEof, "{a:?}");
+        }
     }
 
     #[test]
-    fn two_ends_that_both_send_more_than_sockets_hold_do_not_wait_for_each_other() {
-        let (a, b) = pair();
+    fn two_ends_that_both_send_more_than_there_is_room_for_do_not_wait_for_each_other() {
         let much: Vec<u8> = (0..64u32 << 20).map(|i| (i % 251) as u8).collect();
-        let mut came = Vec::new();
-        std::thread::scope(|scope| {
-            scope.spawn(|| {
-                b.send(&[&much], IDLE, &mut || Ok(false)).unwrap();
-                assert_eq!(take(&b, much.len()), much);
+        for (a, b) in pairs("much") {
+            let mut came = Vec::new();
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    b.send(&[&much], IDLE, &mut || Ok(false)).unwrap();
+                    assert!(take(&b, much.len()) == much);
+                });
+                let mut part = vec![0; 1 << 20];
+                let mut drain = || {
+                    let received = a.receive(&mut part, Some(Instant::now()))?;
+                    came.extend_from_slice(&part[..received.unwrap_or(0)]);
+                    Ok(received.is_some())
+                };
+                a.send(&[&much], IDLE, &mut drain).unwrap();
+                let rest = take(&a, much.len() - came.len());
+                came.extend(rest);
             });
-            let mut part = vec![0; 1 << 20];
-            let mut drain = || {
-                let received = a.receive(&mut part, Some(Instant::now()))?;
-                came.extend_from_slice(&part[..received.unwrap_or(0)]);
-                Ok(received.is_some())
-            };
-            a.send(&[&much], IDLE, &mut drain).unwrap();
-            let rest = take(&a, much.len() - came.len());
-            came.extend(rest);
-        });
-        assert!(came == much);
+            assert!(came == much, "{a:?}");
+        }
     }
 
     #[test]
     fn nothing_leaves_this_host_unprotected() {
-        let there = SocketAddr::from(([192, 0, 2, 1], 1));
+        let there = SocketAddr::from(([192, 0, 2, 1], 1)).into();
         let deadline = Instant::now() + IDLE;
-        let error = Duplex::call(there, &Security::LoopbackOnly, IDLE, deadline).unwrap_err();
+        let error = Duplex::call(&there, &Security::LoopbackOnly, IDLE, deadline).unwrap_err();
         assert_eq!(error.kind, ErrorKind::Unsupported);
-        assert!(DuplexListener::bind(there, Security::LoopbackOnly, IDLE).is_err());
+        assert!(DuplexListener::bind(&there, Security::LoopbackOnly, IDLE).is_err());
+    }
+
+    #[test]
+    fn a_socket_file_is_this_users_alone_and_outlives_its_process_at_nobodys_cost() {
+        use std::os::unix::fs::PermissionsExt;
+        let address = file("stale");
+        let LinkAddress::Unix(path) = &address else { unreachable!() };
+        let bind = || DuplexListener::bind(&address, Security::LoopbackOnly, IDLE);
+        let first = bind().unwrap();
+        assert_eq!(std::fs::metadata(path).unwrap().permissions().mode() & 0o777, 0o600);
+        assert!(bind().err().unwrap().to_string().contains("in use"));
+        drop(first);
+        drop(bind().unwrap());
+        std::fs::remove_file(path).unwrap();
+        // what is no socket stays
+        std::fs::write(path, "text").unwrap();
+        assert!(bind().is_err());
+        assert_eq!(std::fs::read(path).unwrap(), b"text");
+        std::fs::remove_file(path).unwrap();
     }
 }

@@ -18,6 +18,8 @@
 )]
 #![allow(unsafe_code)]
 
+#[cfg(unix)]
+mod address;
 mod answer;
 mod batches;
 #[cfg(unix)]
@@ -50,6 +52,8 @@ mod tls;
 #[cfg(all(feature = "verbs", target_os = "linux"))]
 pub mod verbs;
 
+#[cfg(unix)]
+pub use address::LinkAddress;
 #[cfg(unix)]
 pub use duplex::{Duplex, DuplexCaller, DuplexListener};
 pub use faulty::FaultyTransport;

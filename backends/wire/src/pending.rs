@@ -1,7 +1,8 @@
 //! Accepted connections that have not sent a valid hello yet.
 
 use std::collections::BTreeMap;
-use std::net::{IpAddr, Shutdown, TcpStream};
+use std::net::IpAddr;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Maximum number of pending streams; each has a thread.
@@ -14,7 +15,7 @@ pub(crate) struct PendingStreams(Arc<Mutex<PendingSockets>>);
 #[derive(Default)]
 struct PendingSockets {
     came: u64,
-    sockets: BTreeMap<u64, (IpAddr, TcpStream)>,
+    sockets: BTreeMap<u64, (IpAddr, OwnedFd)>,
 }
 
 /// A pending stream, until it is dropped.
@@ -30,8 +31,8 @@ impl PendingStreams {
 
     /// Admits a stream. If there are too many, evicts the one that has been pending longest among those of
     /// the address with the most: a legitimate newcomer sends its hello at once.
-    pub(crate) fn enter(&self, from: IpAddr, socket: &TcpStream) -> std::io::Result<PendingStream> {
-        let socket = socket.try_clone()?;
+    pub(crate) fn enter(&self, from: IpAddr, socket: &impl AsFd) -> std::io::Result<PendingStream> {
+        let socket = socket.as_fd().try_clone_to_owned()?;
         let mut here = self.lock();
         if here.sockets.len() >= PENDING_MAX {
             let mut of_each = BTreeMap::<IpAddr, usize>::new();
@@ -40,7 +41,8 @@ impl PendingStreams {
             let oldest =
                 here.sockets.iter().find(|(_, (from, _))| Some(*from) == most).map(|(&number, _)| number);
             if let Some((_, socket)) = oldest.and_then(|number| here.sockets.remove(&number)) {
-                let _ = socket.shutdown(Shutdown::Both);
+                // SAFETY: an open socket; whether it was connected still does not matter.
+                let _status = unsafe { libc::shutdown(socket.as_raw_fd(), libc::SHUT_RDWR) };
             }
         }
         here.came += 1;
@@ -60,7 +62,7 @@ impl Drop for PendingStream {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::net::TcpListener;
+    use std::net::{TcpListener, TcpStream};
 
     #[test]
     fn the_oldest_of_the_address_with_most_makes_room() {

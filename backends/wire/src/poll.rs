@@ -38,7 +38,7 @@ pub(crate) fn wait(entries: &mut [libc::pollfd], timeout: Option<Duration>) -> i
 
 /// How long a wait may spin before it sleeps. Waking a thread on an idle virtual core took about 40 us
 /// (docs/results/wire.md), which is longer than 64 KiB take from one process to another.
-const SPIN: Duration = Duration::from_micros(50);
+pub(crate) const SPIN: Duration = Duration::from_micros(50);
 /// Maximum number of consecutive short waits required before the next spin.
 const SHORT_NEEDED_MAX: u32 = 1024;
 
@@ -61,22 +61,31 @@ impl Patience {
 
     /// Waits as [`wait`] does.
     pub(crate) fn wait(&mut self, entries: &mut [libc::pollfd], timeout: Option<Duration>) -> io::Result<()> {
-        let start = Instant::now();
         entries.iter_mut().for_each(|entry| entry.revents = 0);
+        self.wait_for(&mut PolledEntries(entries), timeout)
+    }
+
+    /// Waits until `awaited` is there or `timeout` has passed; `None` waits forever.
+    pub(crate) fn wait_for(
+        &mut self,
+        awaited: &mut impl Waitable,
+        timeout: Option<Duration>,
+    ) -> io::Result<()> {
+        let start = Instant::now();
         let may_spin = self.short >= self.short_needed && has_cores();
-        let mut spun = false;
+        let (mut spun, mut is_here) = (false, false);
         while may_spin && start.elapsed() < timeout.unwrap_or(SPIN).min(SPIN) {
-            wait(entries, Some(Duration::ZERO))?;
-            if is_ready(entries) {
+            is_here = awaited.look()?;
+            if is_here {
                 break;
             }
             spun = true;
             std::thread::yield_now();
         }
-        if !is_ready(entries) {
-            wait(entries, timeout.map(|timeout| timeout.saturating_sub(start.elapsed())))?;
+        if !is_here {
+            is_here = awaited.sleep(timeout.map(|timeout| timeout.saturating_sub(start.elapsed())))?;
         }
-        self.learn(spun, is_ready(entries).then(|| start.elapsed()));
+        self.learn(spun, is_here.then(|| start.elapsed()));
         Ok(())
     }
 
@@ -91,6 +100,28 @@ impl Patience {
             (true, false) => (2 * self.short_needed).min(SHORT_NEEDED_MAX),
             (false, _) => self.short_needed,
         };
+    }
+}
+
+/// Something that a thread waits for.
+pub(crate) trait Waitable {
+    /// Whether it is there.
+    fn look(&mut self) -> io::Result<bool>;
+
+    /// Sleeps until it may be there or the time is over, and returns whether it may.
+    fn sleep(&mut self, timeout: Option<Duration>) -> io::Result<bool>;
+}
+
+struct PolledEntries<'a>(&'a mut [libc::pollfd]);
+
+impl Waitable for PolledEntries<'_> {
+    fn look(&mut self) -> io::Result<bool> {
+        self.sleep(Some(Duration::ZERO))
+    }
+
+    fn sleep(&mut self, timeout: Option<Duration>) -> io::Result<bool> {
+        wait(self.0, timeout)?;
+        Ok(is_ready(self.0))
     }
 }
 

@@ -7,10 +7,13 @@ use anyhow::Result;
 use clap::Args;
 use mixfleet_hal::Device;
 use mixfleet_remote::RemoteDevice;
+#[cfg(feature = "fleet")]
+use mixfleet_wire::LinkAddress;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// What stands before the address of a process that lends a device, as in `remote:127.0.0.1:7001`.
+/// What stands before the address of a process that lends a device, as in `remote:127.0.0.1:7001` or
+/// `remote:unix:/run/mixfleet/gpu0`.
 pub(crate) const PREFIX: &str = "remote:";
 
 /// How processes that lend each other devices know each other.
@@ -63,9 +66,9 @@ impl RemoteArgs {
 
     /// Opens the device that the process at `address` lends.
     #[cfg(feature = "fleet")]
-    pub(crate) fn open(&self, selector: &str, address: &str) -> Result<OpenDevice> {
-        let address = socket(selector, address)?;
-        let cannot = || format!("cannot use what 'mixfleet member --device DEV --listen {address}' lends");
+    pub(crate) fn open(&self, selector: &str, text: &str) -> Result<OpenDevice> {
+        let address = address(selector, text)?;
+        let cannot = || format!("cannot use what 'mixfleet member --device DEV --listen {text}' lends");
         let device = Arc::new(RemoteDevice::open(selector, address, self.access()?).with_context(cannot)?);
         Ok(OpenDevice { device: device.clone(), remote: Some(device) })
     }
@@ -90,13 +93,17 @@ impl RemoteArgs {
     }
 }
 
-/// The address after a flag or in a selector.
+/// The address after a flag or in a selector: a port, or a socket file.
 #[cfg(feature = "fleet")]
-pub(crate) fn socket(what: &str, text: &str) -> Result<std::net::SocketAddr> {
+pub(crate) fn address(what: &str, text: &str) -> Result<LinkAddress> {
+    if let Some(path) = LinkAddress::path_in(text) {
+        return Ok(LinkAddress::Unix(path.to_owned()));
+    }
     let found = std::net::ToSocketAddrs::to_socket_addrs(text)
-        .map_err(|error| crate::Usage(format!("{what}: {error}; expected HOST:PORT")))?
+        .map_err(|error| crate::Usage(format!("{what}: {error}; expected HOST:PORT or unix:PATH")))?
         .next();
-    Ok(found.ok_or_else(|| crate::Usage(format!("{what}: no such address")))?)
+    let found = found.ok_or_else(|| crate::Usage(format!("{what}: no such address")))?;
+    Ok(found.into())
 }
 
 /// The token of the processes of one host.
@@ -109,7 +116,7 @@ const PATH: &str = "/mixfleet/device";
 
 #[cfg(feature = "fleet")]
 impl mixfleet_remote::SharedSecret for HostToken {
-    fn prove(&self, address: &std::net::SocketAddr, greeting: &[u8]) -> Option<mixfleet_remote::Shown> {
+    fn prove(&self, address: &LinkAddress, greeting: &[u8]) -> Option<mixfleet_remote::Shown> {
         let proof = self.0.prove(PATH, address, greeting)?;
         let token = self.0.clone();
         let shown = proof.shown.clone();
@@ -117,7 +124,7 @@ impl mixfleet_remote::SharedSecret for HostToken {
         Some(mixfleet_remote::Shown { proof: shown, is_answered })
     }
 
-    fn admit(&self, proof: &[u8], address: &std::net::SocketAddr, greeting: &[u8]) -> Option<Vec<u8>> {
+    fn admit(&self, proof: &[u8], address: &LinkAddress, greeting: &[u8]) -> Option<Vec<u8>> {
         self.0.admit(proof, PATH, address, greeting)
     }
 }

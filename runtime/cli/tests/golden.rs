@@ -141,9 +141,16 @@ fn fixtures_give_their_golden_tokens_where_kv_moves_between_one_device_and_sever
 #[cfg(feature = "fleet")]
 #[test]
 fn fixtures_give_their_golden_tokens_with_members_in_processes_of_their_own() {
-    let members = ["cpu@0", "cpu@1"].map(|device| common::members::MemberProcess::start(device, &[]));
+    let start = common::members::MemberProcess::start;
+    let members = ["cpu@0", "cpu@1"].map(|device| start(device, &[]));
     let [first, second] = members.each_ref().map(|member| member.selector.clone());
     let both = format!("attn:cpu,{first},{second}");
+    let data = common::scratch("shared");
+    let paths = ["first", "second"].map(|name| format!("unix:{}", data.join(name).display()));
+    let sharing =
+        ["cpu@0", "cpu@1"].iter().zip(&paths).map(|(device, path)| start(device, &["--listen", path]));
+    let sharing: Vec<_> = if cfg!(target_os = "linux") { sharing.collect() } else { Vec::new() };
+    let near = sharing.iter().map(|member| member.selector.as_str()).collect::<Vec<_>>();
     let placements = [
         (format!("tp:cpu@0,{second}"), None),
         (format!("tp:{first},{second}"), None),
@@ -152,6 +159,18 @@ fn fixtures_give_their_golden_tokens_with_members_in_processes_of_their_own() {
         (both.clone(), Some("request")),
         (both.clone(), Some("range")),
     ];
+    // over shared memory, the same, and with one of either kind
+    let over_pages: Vec<(String, Option<&str>)> = match near[..] {
+        [one, two] => vec![
+            (format!("tp:{one},{two}"), None),
+            (format!("pp:{one},{second}"), None),
+            (format!("attn:cpu,{one},{two}"), Some("head")),
+            (format!("attn:cpu,{one},{two}"), Some("request")),
+            (format!("attn:cpu,{one},{two}"), Some("range")),
+        ],
+        _ => Vec::new(),
+    };
+    let placements: Vec<_> = placements.into_iter().chain(over_pages).collect();
     for fixture in fixtures() {
         for (turn, (devices, split)) in placements.iter().enumerate() {
             gives_golden_tokens(&fixture, (turn, 1), (devices, devices), *split);
@@ -159,6 +178,7 @@ fn fixtures_give_their_golden_tokens_with_members_in_processes_of_their_own() {
         // another instance computes the prompt
         gives_golden_tokens(&fixture, (0, 1), ("cpu@0", &both), Some("range"));
     }
+    std::fs::remove_dir_all(data).unwrap();
 }
 
 /// Generates the tokens of a case of a fixture, by its turn, so often, and holds them to the golden ones.

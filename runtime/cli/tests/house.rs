@@ -104,7 +104,16 @@ const ROOMS: &[Room] = &[
     Room {
         name: "mixfleet-fuzz",
         directory: "runtime/fuzz",
-        rooms: &[HAL, SCHEDULER, "mixfleet-hwtests", "mixfleet-runtime", "mixfleet-sim", "mixfleet-wire"],
+        rooms: &[
+            HAL,
+            SCHEDULER,
+            "mixfleet-cpu",
+            "mixfleet-hwtests",
+            "mixfleet-remote",
+            "mixfleet-runtime",
+            "mixfleet-sim",
+            "mixfleet-wire",
+        ],
         outside: None,
     },
     Room {

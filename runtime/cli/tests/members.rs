@@ -70,9 +70,15 @@ fn interrupted(server: &Server, case: &Value, harm: impl FnOnce()) -> (String, b
 
 #[test]
 fn a_member_that_is_killed_costs_no_wrong_word_and_serves_again_once_it_is_back() {
-    let mut member = MemberProcess::start("cpu@1", &[]);
-    let (port, selector) = (member.selector.replace("remote:", ""), member.selector.clone());
-    for group in [format!("attn:cpu@0,{selector}"), format!("tp:cpu@0,{selector}")] {
+    let data = scratch("killed");
+    let mut groups = vec![("127.0.0.1:0".to_owned(), "attn"), ("127.0.0.1:0".to_owned(), "tp")];
+    if cfg!(target_os = "linux") {
+        groups.push((format!("unix:{}", data.join("member").display()), "attn"));
+    }
+    for (address, kind) in groups {
+        let mut member = MemberProcess::start("cpu@1", &["--listen", &address]);
+        let (port, selector) = (member.selector.replace("remote:", ""), member.selector.clone());
+        let group = format!("{kind}:cpu@0,{selector}");
         let (server, case) = served(&group);
         let expected = answer(&server, &case);
         let (text, is_whole) = interrupted(&server, &case, || {
@@ -90,6 +96,7 @@ fn a_member_that_is_killed_costs_no_wrong_word_and_serves_again_once_it_is_back(
         member = MemberProcess::start("cpu@1", &["--listen", &port]);
         assert_eq!(answer(&server, &case), expected, "{group}: after it was away");
     }
+    std::fs::remove_dir_all(data).unwrap();
 }
 
 #[test]
@@ -144,8 +151,10 @@ fn what_no_member_can_be_is_refused_in_words() {
     says(&["member", "--device", "cpu@0", "--listen", "0.0.0.0:7001"], "every address");
     says(&["member", "--device", "gpu9"], "unknown device");
     let generate = ["generate", "--prompt-ids", "1", "--device"];
+    let nowhere = ["attn:cpu@0,remote:unix:/nowhere/member"];
+    says(&[&generate[..], &nowhere].concat(), "remote:unix:/nowhere/member: connect");
     says(&[&generate[..], &["attn:cpu@0,remote:127.0.0.1:1"]].concat(), "remote:127.0.0.1:1: connect");
-    says(&[&generate[..], &["tp:cpu@0,remote:nowhere"]].concat(), "expected HOST:PORT");
+    says(&[&generate[..], &["tp:cpu@0,remote:nowhere"]].concat(), "expected HOST:PORT or unix:PATH");
     says(&[&generate[..], &["tp:remote:127.0.0.1:1,remote:127.0.0.1:1"]].concat(), "named twice");
 }
 

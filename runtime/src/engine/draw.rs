@@ -84,7 +84,7 @@ impl Worker {
         drawn: Drawn,
         tops: &[[u32; 2]],
     ) -> Result<std::result::Result<DrawnToken, String>> {
-        let token = match self.checked(drawn)? {
+        let token = match checked(drawn, self.forward.config().vocab)? {
             Ok(id) => id,
             Err(error) => return Ok(Err(error.to_string())),
         };
@@ -98,23 +98,6 @@ impl Worker {
         Ok(Ok((token, logprobs)))
     }
 
-    /// A token that the device drew, or why its row cannot be trusted.
-    ///
-    /// # Errors
-    /// `Corrupt` if the token does not exist.
-    fn checked(&self, drawn: Drawn) -> Result<std::result::Result<u32, SamplingError>> {
-        let vocabulary = self.forward.config().vocab;
-        Ok(match drawn.id {
-            NO_TOKEN => Err(SamplingError::Empty),
-            id if id >= vocabulary => {
-                let detail = format!("the device drew token {id} of a vocabulary of {vocabulary}");
-                return Err(Error::new(ErrorKind::Corrupt, detail));
-            }
-            id if drawn.below_best.is_nan() => Err(SamplingError::NotFinite(id as usize)),
-            id => Ok(id),
-        })
-    }
-
     /// Draws from logits that were read from the device.
     fn draw_here(&self, s: &StepSequence, logits: &[f32]) -> std::result::Result<DrawnToken, String> {
         let Some(active) = self.active.get(&s.request) else { return Ok((0, None)) };
@@ -124,6 +107,22 @@ impl Worker {
         let drawn = sampling::sample(logits, &wanted.sampling, history, wanted.logprobs);
         drawn.map(|d| (d.id, d.logprobs)).map_err(|error| error.to_string())
     }
+}
+
+/// A token that the device drew, or why the logits give none.
+///
+/// # Errors
+/// `Corrupt` for what no device draws from any logits.
+fn checked(drawn: Drawn, vocabulary: u32) -> Result<std::result::Result<u32, SamplingError>> {
+    Ok(match drawn.id {
+        NO_TOKEN if drawn.below_best == f32::NEG_INFINITY => Err(SamplingError::Empty),
+        id if id >= vocabulary => {
+            let detail = format!("the device drew token {id} of a vocabulary of {vocabulary}");
+            return Err(Error::new(ErrorKind::Corrupt, detail));
+        }
+        id if drawn.below_best.is_nan() => Err(SamplingError::NotFinite(id as usize)),
+        id => Ok(id),
+    })
 }
 
 /// How the next token of a request is drawn, whose text is `ids`. That of a cancelled request is drawn
@@ -136,5 +135,22 @@ pub(super) fn draw_input<'a>(active: Option<&'a Active>, ids: &[u32]) -> DrawInp
         parameters: wanted.sampling.parameters(index as u64, wanted.logprobs.is_some()),
         history: active.penalties.as_ref().map_or(&[], Penalties::entries),
         tops: wanted.logprobs.unwrap_or(0),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_no_device_draws_is_told_from_logits_that_give_no_token() {
+        let drawn = |id, below_best| checked(Drawn { id, below_best, sum: [0; 2] }, 100);
+        assert_eq!(drawn(99, -0.5), Ok(Ok(99)));
+        assert_eq!(drawn(7, f32::NAN), Ok(Err(SamplingError::NotFinite(7))));
+        assert_eq!(drawn(NO_TOKEN, f32::NEG_INFINITY), Ok(Err(SamplingError::Empty)));
+        // memory of ones, or of zeros behind the id, is no row without a token
+        for (id, below_best) in [(NO_TOKEN, f32::from_bits(u32::MAX)), (NO_TOKEN, 0.0), (100, -0.5)] {
+            assert_eq!(drawn(id, below_best).unwrap_err().kind, ErrorKind::Corrupt, "{id} {below_best}");
+        }
     }
 }

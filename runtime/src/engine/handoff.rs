@@ -493,9 +493,12 @@ impl Worker {
     }
 
     /// Stops transfers to a lost peer, which confirms nothing: what was handed over is placed again or was
-    /// taken over.
+    /// taken over. Of prompts that are being computed nothing more is sent, since nobody would return the
+    /// slots: the coordinator places them again, and cancels them here.
     pub(super) fn stop_all_to(&mut self, peer: InstanceId) -> Result<()> {
-        self.stop_all(|outgoing| outgoing.ends_with(peer))
+        self.stop_all(|outgoing| outgoing.ends_with(peer))?;
+        self.outgoing.retain(|_, outgoing| outgoing.to.to != peer);
+        Ok(())
     }
 
     fn stop_all(&mut self, which: impl Fn(&Outgoing) -> bool) -> Result<()> {

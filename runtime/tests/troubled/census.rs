@@ -53,8 +53,11 @@ pub(crate) const MEMBER_FAULTS: [&str; 6] = [
 ];
 
 /// What must have happened too where they are struck.
-pub(crate) const GROUP_EFFECTS: [&str; 7] = [
+pub(crate) const GROUP_EFFECTS: [&str; 10] = [
     "right",
+    "KV between groups",
+    "KV of groups to single devices",
+    "KV of single devices to groups",
     "members that came back",
     "answers of tp",
     "answers of pp",

@@ -197,7 +197,6 @@ fn named(failure: &Failure) -> &'static str {
         _ if failure.message.contains("instances were lost") => "errors: two instances lost",
         FailureKind::Request => "errors: the request's own",
         FailureKind::Exhausted => "errors: something used up",
-        FailureKind::Engine if failure.message.contains("is not a number") => "errors: nonsense noticed",
         FailureKind::Engine => "errors: the engine's",
     }
 }

@@ -2,6 +2,7 @@
 
 use super::hosts::Host;
 use super::lent::{LentMember, MemberLoss};
+use super::partitions::worker_host;
 use super::processes::NewInstance;
 use super::{Kind, World};
 use mixfleet_hal::{DType, Device};
@@ -62,16 +63,34 @@ impl World {
     /// Whether the next instance of this role is a group.
     pub(super) fn makes_group(&self, role: Role) -> bool {
         let share = self.workload.groups;
-        role == Role::Auto && share > 0.0 && self.unit() < share
+        !role.keeps() && share > 0.0 && self.unit() < share
     }
 
-    /// Whether the instance of this worker is one.
-    pub(super) fn is_group(&self, worker: u64) -> bool {
-        self.state().workers.get(&worker).is_some_and(|worker| worker.division.is_some())
+    /// Counts a piece of KV that one worker sent to another, by whether they have several devices.
+    pub(super) fn count_kv(&self, from: &str, to: &str) {
+        let is_group = {
+            let state = self.state();
+            [from, to].map(|host| {
+                let mut workers = state.workers.iter();
+                workers.any(|(&number, w)| w.division.is_some() && worker_host(number) == host)
+            })
+        };
+        match is_group {
+            [true, true] => self.count("KV between groups", 1),
+            [true, false] => self.count("KV of groups to single devices", 1),
+            [false, true] => self.count("KV of single devices to groups", 1),
+            [false, false] => {}
+        }
     }
 
     /// A group, with so many KV blocks on each of its devices as the workload has for two of them.
-    pub(super) fn group(&self, name: &str, kind: &Kind, host: &Host, limits: InstanceLimits) -> NewInstance {
+    pub(super) fn group(
+        &self,
+        name: &str,
+        kind: &Kind,
+        host: &Host,
+        (role, limits): (Role, InstanceLimits),
+    ) -> NewInstance {
         let division = GroupDivision::any(self.env.random());
         let config = Arc::new(kind.checkpoint.config.clone());
         let partition = division.partition(&config);
@@ -95,7 +114,7 @@ impl World {
         let first = specs.next().expect("a model is on some device");
         let (device, weights) = (first.device, first.weights.expect("the first device has weights"));
         let limits = InstanceLimits { kv_bytes: first.kv_bytes, ..limits };
-        let spec = InstanceSpec { device, weights, role: Role::Auto, price: None, limits };
+        let spec = InstanceSpec { device, weights, role, price: None, limits };
         let loaded = Loaded::divided(&config, &partition, spec, specs.collect()).unwrap();
         let cost = loaded.predicted_by_steps(Coefficients {
             prefill_s: PrefillCoefficients { overhead: 1e-3, per_token: 2e-4, per_token_squared: 0.0 },

@@ -353,10 +353,8 @@ impl World {
                 self.state().census
             );
         }
-        if self.workload.groups > 0.0 {
-            for unfit in ["errors: the request's own", "errors: the engine's"] {
-                assert_eq!(self.state().census.of(unfit), 0, "{env:?}: {unfit}");
-            }
+        for unfit in ["errors: the request's own", "errors: the engine's"] {
+            assert_eq!(self.state().census.of(unfit), 0, "{env:?}: {unfit}");
         }
         if self.workload.is_overload() {
             let refused = self.state().census.of("requests too many");

@@ -151,7 +151,9 @@ impl Endpoint for Way {
     fn wait(&mut self, transfer: TransferId, timeout: Duration) -> Result<()> {
         // It has landed, but the acknowledgement is lost.
         self.world.reaches(&self.here, &self.there)?;
-        self.inner.wait(transfer, timeout)
+        self.inner.wait(transfer, timeout)?;
+        self.world.count_kv(&self.here, &self.there);
+        Ok(())
     }
 
     fn cancel(&mut self, transfer: TransferId) -> Result<()> {

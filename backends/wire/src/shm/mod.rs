@@ -11,9 +11,11 @@
 mod control;
 mod hello;
 mod mapping;
+mod pipe;
 mod server;
 
 pub(crate) use hello::check_words;
+pub(crate) use pipe::SharedPipe;
 
 use crate::key::RegionKey;
 use mixfleet_hal::memory::SharedMemory;

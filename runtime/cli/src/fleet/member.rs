@@ -1,18 +1,20 @@
 //! Implements `mixfleet member`: lends a device to an instance of another process.
 
-use crate::remote::{RemoteArgs, socket};
+use crate::remote::{self, RemoteArgs};
 use crate::serve::Signals;
 use crate::{Usage, backends, serve};
 use anyhow::Result;
 use clap::Args;
 use mixfleet_remote::DeviceServer;
+use mixfleet_wire::LinkAddress;
 
 #[derive(Debug, Args)]
 pub(crate) struct MemberArgs {
     /// The device to lend
     #[arg(long, value_name = "DEV")]
     device: String,
-    /// Address for the processes that use it; port 0 picks a free port
+    /// Address for the processes that use it; port 0 picks a free port, and unix:PATH shares memory with
+    /// processes of this user
     #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:0")]
     listen: String,
     #[command(flatten)]
@@ -24,14 +26,14 @@ pub(crate) struct MemberArgs {
 
 pub(crate) fn member(args: &MemberArgs) -> Result<()> {
     serve::log(args.json);
-    let address = socket(&format!("--listen {}", args.listen), &args.listen)?;
-    if address.ip().is_unspecified() {
+    let address = remote::address(&format!("--listen {}", args.listen), &args.listen)?;
+    if matches!(address, LinkAddress::Tcp(port) if port.ip().is_unspecified()) {
         let message = "is every address of this host: give the one by which others reach it";
         return Err(Usage(format!("--listen {} {message}", args.listen)).into());
     }
     let access = args.remote.access()?;
     let device = backends::open(&args.device)?;
-    let server = DeviceServer::bind(address, device, access)?;
+    let server = DeviceServer::bind(&address, device, access)?;
     tracing::info!(device = args.device, "ready: remote:{}", server.address());
     std::thread::Builder::new().name("lend-accept".into()).spawn(move || server.run())?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;

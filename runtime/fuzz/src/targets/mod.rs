@@ -5,6 +5,7 @@ mod fleet;
 mod http;
 mod model;
 mod pool;
+mod remote;
 mod simulator;
 mod wire;
 
@@ -33,6 +34,7 @@ pub(crate) const ALL: &[Target] = &[
     of("part_file", devices::part_file, 1000),
     of("pool_files", pool::files, 1000),
     of("registry_record", fleet::registry_record, 3000),
+    of("remote_device", remote::device, 500),
     of("rpc_message", fleet::rpc_message, 5000),
     of("safetensors", model::safetensors, 1000),
     of("safetensors_index", model::safetensors_index, 500),

@@ -6,7 +6,7 @@
 
 use ring::hmac::{HMAC_SHA256, Key, sign, verify};
 use ring::rand::{SecureRandom, SystemRandom};
-use std::net::SocketAddr;
+use std::fmt::Display;
 
 const NONCE_BYTES: usize = 16;
 const TOKEN_BYTES: usize = 32;
@@ -48,7 +48,7 @@ impl Token {
     }
 
     /// The proof for a call of `path` at `address` with `greeting`.
-    pub fn prove(&self, path: &str, address: &SocketAddr, greeting: &[u8]) -> Option<Proof> {
+    pub fn prove(&self, path: &str, address: &impl Display, greeting: &[u8]) -> Option<Proof> {
         let mut nonce = [0; NONCE_BYTES];
         SystemRandom::new().fill(&mut nonce).ok()?;
         let said = words(b"call", path, address, greeting, &nonce);
@@ -57,7 +57,13 @@ impl Token {
     }
 
     /// The answer of the process at `address` to a caller that knows the token; none for others.
-    pub fn admit(&self, shown: &[u8], path: &str, address: &SocketAddr, greeting: &[u8]) -> Option<Vec<u8>> {
+    pub fn admit(
+        &self,
+        shown: &[u8],
+        path: &str,
+        address: &impl Display,
+        greeting: &[u8],
+    ) -> Option<Vec<u8>> {
         let (nonce, tag) = shown.split_at_checked(NONCE_BYTES)?;
         verify(&self.0, &words(b"call", path, address, greeting, nonce), tag).ok()?;
         Some(sign(&self.0, &words(b"answer", path, address, greeting, nonce)).as_ref().to_vec())
@@ -70,7 +76,7 @@ impl Token {
 }
 
 /// Concatenates the parts, each after its length, so that they are unambiguous.
-fn words(what: &[u8], path: &str, address: &SocketAddr, greeting: &[u8], nonce: &[u8]) -> Vec<u8> {
+fn words(what: &[u8], path: &str, address: &impl Display, greeting: &[u8], nonce: &[u8]) -> Vec<u8> {
     let address = address.to_string();
     let parts = [b"mixfleet", what, path.as_bytes(), address.as_bytes(), greeting, nonce];
     parts.iter().flat_map(|part| [&(part.len() as u64).to_le_bytes(), *part].concat()).collect()
@@ -79,6 +85,7 @@ fn words(what: &[u8], path: &str, address: &SocketAddr, greeting: &[u8], nonce: 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::net::SocketAddr;
 
     #[test]
     fn a_proof_is_for_one_call_to_one_address_by_who_knows_the_token() {
