@@ -5,6 +5,7 @@ mod files;
 use crate::Usage;
 use crate::args::DeviceRole;
 use crate::groups::SimGroup;
+use crate::notation::{Sharing, Written, WrittenGroup};
 use crate::remote::{self, OpenDevice, RemoteArgs};
 use anyhow::{Context, Result, bail};
 use mixfleet_discover::{Topology, Tree, same_part};
@@ -56,20 +57,9 @@ pub(crate) fn memory(id: &str) -> Result<Arc<dyn Device>> {
     mixfleet_cpu::CpuBackend.open_memory(id).context("cannot use host memory")
 }
 
-/// What stands before the devices that divide a model as one instance, such as `tp:cpu@0,cpu@1`.
-const DIVIDED: &str = "tp:";
-
-/// What stands before the stages of a model's layers, such as `pp:cpu@0,cpu@1`, each of which is a device, or
-/// in parentheses several that divide its layers.
-const STAGES: &str = "pp:";
-
-/// What stands before the device that has the weights of an instance and those that attend for it, such as
-/// `attn:cpu@0,cpu@1`.
-const APART: &str = "attn:";
-
 /// Whether all devices of an instance but the first one only attend.
 pub(crate) fn attends_apart(selector: &str) -> bool {
-    selector.starts_with(APART)
+    selector.starts_with(Sharing::Apart.word())
 }
 
 /// The selectors of an instance's devices, in their order.
@@ -81,8 +71,8 @@ pub(crate) fn members(selector: &str) -> Result<Vec<String>> {
 }
 
 /// The selectors of an instance's devices by the stages of its layers, of which most instances have one: its
-/// only device, or those between the commas of `tp:A,B`, `attn:A,B` or `pp:A,(tp:B,C)`. A comma that no
-/// backend's name follows belongs to a selector. Simulated parts that share a model are opened as one device.
+/// only device, or those of `tp:A,B`, `attn:A,B` or `pp:A,(tp:B,C)`. Simulated parts that share a model are
+/// opened as one device.
 ///
 /// # Errors
 /// When fewer than two devices are to be one instance, or one is named twice.
@@ -90,62 +80,53 @@ pub(crate) fn stages(selector: &str) -> Result<Vec<Vec<String>>> {
     if SimGroup::of(selector)?.is_some() {
         return Ok(vec![vec![selector.to_owned()]]);
     }
-    let of = |word: &'static str| Some((word, selector.strip_prefix(word)?));
-    let Some((word, list)) = [DIVIDED, STAGES, APART].into_iter().find_map(of) else {
+    let Written::Group(group) = Written::read(selector) else {
         return Ok(vec![vec![selector.to_owned()]]);
     };
-    let too_few = |list: &str, word: &str| {
-        Usage(format!("'{list}' must name two devices or more, as in '{word}cpu@0,cpu@1'"))
-    };
-    let found = devices_of(list);
-    if found.len() < 2 || found.contains(&String::new()) {
-        bail!(too_few(selector, word));
-    }
+    several(&group)?;
     let mut all = Vec::new();
-    for found in found {
-        let Some(group) = found.strip_prefix('(').and_then(|inner| inner.strip_suffix(')')) else {
-            all.push(vec![found]);
-            continue;
+    for member in &group.members {
+        let (word, divided) = match member {
+            Written::Device(device) if !device.starts_with('(') => {
+                all.push(vec![device.clone()]);
+                continue;
+            }
+            Written::Device(device) => (device.clone(), None),
+            Written::Group(stage) => {
+                let single =
+                    stage.members.iter().all(|of| matches!(of, Written::Device(of) if !of.starts_with('(')));
+                let is_stage =
+                    group.sharing == Sharing::Stages && stage.sharing == Sharing::Divided && single;
+                (format!("({})", stage.text), is_stage.then_some(stage))
+            }
         };
-        let devices = group.strip_prefix(DIVIDED).filter(|_| word == STAGES).map(devices_of);
-        let Some(devices) = devices else {
+        let Some(stage) = divided else {
             let message =
-                format!("{selector}: '({group})' is no stage; one of several devices is '(tp:DEV,DEV)'");
+                format!("{selector}: '{word}' is no stage; one of several devices is '(tp:DEV,DEV)'");
             bail!(Usage(message));
         };
-        if devices.len() < 2 || devices.iter().any(|device| device.is_empty() || device.contains('(')) {
-            bail!(too_few(group, DIVIDED));
-        }
-        all.push(devices);
+        several(stage)?;
+        all.push(member.devices().into_iter().map(String::from).collect());
     }
     let names = all.concat();
     let repeated = names.iter().enumerate().find(|(at, member)| names[..*at].contains(member));
     if let Some((_, member)) = repeated {
         bail!(Usage(format!("device '{member}' is named twice in '{selector}'")));
     }
-    Ok(if word == STAGES { all } else { vec![names] })
+    Ok(if group.sharing == Sharing::Stages { all } else { vec![names] })
 }
 
-/// The selectors, or groups in parentheses, between the commas of a list.
-fn devices_of(list: &str) -> Vec<String> {
-    let backends = all();
-    let starts = |part: &str| {
-        let name = part.split([':', '@']).next().unwrap_or(part);
-        part.is_empty()
-            || part.starts_with('(')
-            || part.starts_with(remote::PREFIX)
-            || backends.iter().any(|backend| backend.name() == name)
+/// Refuses a group of fewer than two members.
+fn several(group: &WrittenGroup) -> Result<(), Usage> {
+    let is_one = |member: &Written| match member {
+        Written::Device(device) => !device.is_empty(),
+        Written::Group(_) => true,
     };
-    let (mut devices, mut depth) = (Vec::<String>::new(), 0);
-    for part in list.split(',') {
-        match devices.last_mut() {
-            Some(last) if depth > 0 || !starts(part) => *last += &format!(",{part}"),
-            _ => devices.push(part.to_owned()),
-        }
-        depth += part.matches('(').count();
-        depth = depth.saturating_sub(part.matches(')').count());
+    if group.members.len() >= 2 && group.members.iter().all(is_one) {
+        return Ok(());
     }
-    devices
+    let (text, word) = (&group.text, group.sharing.word());
+    Err(Usage(format!("'{text}' must name two devices or more, as in '{word}cpu@0,cpu@1'")))
 }
 
 /// Refuses a device that computes nothing, for commands that use its results.

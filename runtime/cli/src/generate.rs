@@ -157,7 +157,8 @@ impl Ready {
     /// Whether it would be made the same for `args`, with room for at least as many sequences.
     fn serves(&self, args: &GenerateArgs) -> bool {
         let of = |args: &GenerateArgs| {
-            (args.model.clone(), args.device.clone(), args.prefill.clone(), args.decode.clone())
+            let devices = (args.device.clone(), args.prefill.clone(), args.decode.clone());
+            (args.model.clone(), devices, args.attn_split, args.remote.clone())
         };
         of(&self.args) == of(args) && args.batch <= self.args.batch
     }

@@ -6,6 +6,7 @@
 
 use crate::Usage;
 use crate::model::Model;
+use crate::notation::{Sharing, Written, WrittenGroup};
 use anyhow::{Context, Result, bail};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::catalog::{self, Part};
@@ -23,6 +24,8 @@ use std::sync::Arc;
 
 /// Prompt tokens of a step where none are given.
 const CHUNK_TOKENS: u32 = 512;
+/// The word of a selector before the factor on its clock.
+const DILATION: &str = "dilation:";
 /// Devices of a stage, and stages, that are tried for a model that does not fit.
 const DEVICES: [u32; 4] = [1, 2, 4, 8];
 
@@ -55,14 +58,17 @@ impl SimGroup {
     /// # Errors
     /// What is wrong with one of simulated parts.
     pub(crate) fn of(selector: &str) -> Result<Option<Self>> {
-        let Some((word, list)) = selector.split_once(':') else { return Ok(None) };
-        let is_group = ["tp", "pp", "attn"].contains(&word);
-        let simulated = list.contains("sim:") && !list.contains(",compute");
-        if !is_group || !simulated {
+        let Written::Group(group) = Written::read(selector) else { return Ok(None) };
+        // a device that computes, or that faults happen to, is opened alone
+        let is_time_only = |device: &str| {
+            let mut words = device.split(',');
+            words.next().is_some_and(|part| part.starts_with("sim:"))
+                && words.all(|word| word.starts_with(DILATION))
+        };
+        if !group.members.iter().flat_map(Written::devices).all(is_time_only) {
             return Ok(None);
         }
         let refused = |cause: String| Usage(format!("{selector}: {cause}"));
-        let members = members(list);
         let own = |(part, per_stage, stages, dilation): Alike, attending| SimGroup {
             selector: selector.to_owned(),
             part,
@@ -71,22 +77,12 @@ impl SimGroup {
             attending,
             dilation,
         };
-        if word != "attn" {
-            if !members
-                .iter()
-                .all(|member| member.trim_start_matches('(').starts_with("sim:") || member.contains(":sim:"))
-            {
-                return Ok(None);
-            }
-            return Ok(Some(own(alike(selector).map_err(refused)?, None)));
+        if group.sharing != Sharing::Apart {
+            return Ok(Some(own(alike_members(&group).map_err(refused)?, None)));
         }
-        if !members.iter().all(|member| member.contains("sim:")) {
-            return Ok(None);
-        }
-        let (first, others) = members.split_first().context("a selector names a device")?;
+        let (first, others) = group.members.split_first().context("a selector names a device")?;
         let first = alike(first).map_err(refused)?;
-        let others: Vec<Alike> =
-            others.iter().map(|member| alike(member)).collect::<Result<_, _>>().map_err(refused)?;
+        let others: Vec<Alike> = others.iter().map(alike).collect::<Result<_, _>>().map_err(refused)?;
         let Some(&(part, ..)) = others.first() else {
             bail!(refused("needs two devices or more, as in attn:sim:A,sim:B".into()));
         };
@@ -184,55 +180,38 @@ impl SimGroup {
     }
 }
 
-/// The members between the commas outside of parentheses. A comma before a word of a selector belongs to it.
-fn members(list: &str) -> Vec<&str> {
-    let (mut found, mut depth, mut start) = (Vec::new(), 0u32, 0);
-    for (at, char) in list.char_indices() {
-        match char {
-            '(' => depth += 1,
-            ')' => depth = depth.saturating_sub(1),
-            ',' if depth == 0 && !list[at + 1..].starts_with("dilation:") => {
-                found.push(&list[start..at]);
-                start = at + 1;
-            }
-            _ => {}
-        }
-    }
-    found.push(&list[start..]);
-    found
+/// Equal devices that share layers: a part, `tp:` of several, or `pp:` of equal ones of these.
+fn alike(written: &Written) -> Result<Alike, String> {
+    let text = match written {
+        Written::Group(group) => return alike_members(group),
+        Written::Device(text) => text,
+    };
+    let list = text.strip_prefix("sim:").ok_or_else(|| format!("'{text}' is no device"))?;
+    let mut words = list.split(',');
+    let name = words.next().unwrap_or_default();
+    let name = name.rsplit_once('#').map_or(name, |(name, _)| name);
+    let dilation = match words.next().and_then(|word| word.strip_prefix(DILATION)) {
+        Some(factor) => factor.parse().map_err(|_| format!("'{text}' has no number after {DILATION}"))?,
+        None => 1.0,
+    };
+    let part = catalog::part(name).ok_or_else(|| match &catalog::closest(name)[..] {
+        [] => format!("the catalog has no '{name}'; groups are of parts of the catalog ('mixfleet parts')"),
+        near => format!("the catalog has no '{name}'; did you mean {}?", near.join(", ")),
+    })?;
+    Ok((part, 1, 1, dilation))
 }
 
-/// Equal devices that share layers: a part, `tp:` of several, or `pp:` of equal ones of these.
-fn alike(text: &str) -> Result<Alike, String> {
-    let text = text.strip_prefix('(').and_then(|inner| inner.strip_suffix(')')).unwrap_or(text);
-    let (word, list) = text.split_once(':').ok_or_else(|| format!("'{text}' is no device"))?;
-    if word == "sim" {
-        let mut words = list.split(',');
-        let name = words.next().unwrap_or_default();
-        let name = name.rsplit_once('#').map_or(name, |(name, _)| name);
-        let dilation = match words.next().and_then(|word| word.strip_prefix("dilation:")) {
-            Some(factor) => factor.parse().map_err(|_| format!("'{text}' has no number after dilation:"))?,
-            None => 1.0,
-        };
-        let part = catalog::part(name).ok_or_else(|| match &catalog::closest(name)[..] {
-            [] => {
-                format!("the catalog has no '{name}'; groups are of parts of the catalog ('mixfleet parts')")
-            }
-            near => {
-                format!("the catalog has no '{name}'; did you mean {}?", near.join(", "))
-            }
-        })?;
-        return Ok((part, 1, 1, dilation));
-    }
-    let all: Vec<Alike> = members(list).into_iter().map(alike).collect::<Result<_, _>>()?;
+fn alike_members(group: &WrittenGroup) -> Result<Alike, String> {
+    let text = &group.text;
+    let all: Vec<Alike> = group.members.iter().map(alike).collect::<Result<_, _>>()?;
     let one = all[0];
     let count = to_u32(all.len());
     if count < 2 || all.iter().any(|other| (other.0.id, other.1, other.2) != (one.0.id, one.1, one.2)) {
         return Err(format!("'{text}' must name two or more that are equal: one part, and as many of it"));
     }
-    match (word, one) {
-        ("tp", (part, 1, 1, dilation)) => Ok((part, count, 1, dilation)),
-        ("pp", (part, per_stage, 1, dilation)) => Ok((part, per_stage, count, dilation)),
+    match (group.sharing, one) {
+        (Sharing::Divided, (part, 1, 1, dilation)) => Ok((part, count, 1, dilation)),
+        (Sharing::Stages, (part, per_stage, 1, dilation)) => Ok((part, per_stage, count, dilation)),
         _ => {
             Err(format!("'{text}' cannot be divided so: tp: has single devices, and pp: these or tp: groups"))
         }

@@ -26,6 +26,7 @@ mod interrupt;
 mod links;
 mod model;
 mod models;
+mod notation;
 mod numbers;
 mod parts;
 mod plan;

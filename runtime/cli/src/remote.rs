@@ -17,7 +17,7 @@ use std::sync::Arc;
 pub(crate) const PREFIX: &str = "remote:";
 
 /// How processes that lend each other devices know each other.
-#[derive(Clone, Debug, Default, Args)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Args)]
 pub(crate) struct RemoteArgs {
     /// Secret shared with processes of this host that lend devices [default: one per user]
     #[arg(long, value_name = "FILE", conflicts_with = "tls_ca")]

@@ -8,7 +8,7 @@ use mixfleet_wire::Security;
 use std::path::{Path, PathBuf};
 
 /// Options for authentication between processes.
-#[derive(Clone, Debug, Default, Args)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Args)]
 pub(crate) struct TlsArgs {
     /// Certificate of the authority that signed all members'
     #[arg(long, value_name = "PEM", requires = "tls_cert")]

@@ -4,6 +4,7 @@
 
 pub(crate) mod authority;
 mod kv_node;
+mod planned;
 mod process;
 
 use crate::common;

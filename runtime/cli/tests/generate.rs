@@ -42,19 +42,22 @@ fn each_line_of_a_file_is_a_run_that_fails_alone() {
         run("5,6,7", &["--model", &model, "--batch", "2"]),
         run("5,6,7", &["--model", &model]),
         run("5,6,7", &[]),
+        // another engine, which cannot be made
+        run("5,6,7", &["--attn-split", "head"]),
     ];
     std::fs::write(&file, lines.join("\n")).unwrap();
     let output = mixfleet().args(["generate", "--each"]).arg(&file).output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{said}");
-    assert!(said.contains("1 of 5 runs failed"), "{said}");
+    assert!(said.contains("2 of 6 runs failed"), "{said}");
     let text = String::from_utf8_lossy(&output.stdout);
     let documents: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-    assert_eq!(documents.len(), 5, "{text}");
+    assert_eq!(documents.len(), 6, "{text}");
     assert_eq!(documents[0]["ids"].as_array().unwrap().len(), 3);
     assert!(documents[1]["error"].as_str().unwrap().contains("not below the model's vocabulary"), "{text}");
     assert_eq!(documents[2]["ids"], documents[3]["ids"]);
     assert_eq!(documents[0]["ids"], documents[4]["ids"]);
+    assert!(documents[5]["error"].as_str().unwrap().contains("'attn:DEV,DEV'"), "{text}");
 }
 
 #[test]

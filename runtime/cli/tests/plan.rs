@@ -182,7 +182,7 @@ fn a_rate_is_planned_for_and_the_written_fleet_holds_in_simulate_with_nothing_to
 }
 
 /// The block lists behind `key:` in a YAML file, item by item.
-fn lists(text: &str, key: &str) -> Vec<Vec<String>> {
+pub(crate) fn lists(text: &str, key: &str) -> Vec<Vec<String>> {
     let lines: Vec<&str> = text.lines().collect();
     let heads = (0..lines.len()).filter(|at| lines[*at].trim() == key);
     let item = |line: &&str| line.trim_start().starts_with("- ");

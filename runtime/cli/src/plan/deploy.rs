@@ -1,14 +1,17 @@
 //! A planned fleet as files that start it: Compose and Kubernetes, or the launch lines of vLLM.
 
+mod instances;
+
 use super::Planned;
 use super::found::ProvenFleet;
 use crate::simulate::word;
+use instances::{WorkerDevice, backend, next_instance, pool_name, sharing_word};
 use mixfleet_hal::units::{Bytes, GIB};
 use mixfleet_hal::{StoredAs, WeightFormat};
 use mixfleet_scheduler::plan::market::PlannedPool;
 use mixfleet_scheduler::plan::program::Duty;
 use mixfleet_sim::fleet_file::role_of;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::path::Path;
 
@@ -17,49 +20,39 @@ const WORKER: &str = include_str!("../../../../docs/deploy/kubernetes/worker.yam
 
 /// Writes what starts `fleet` into `directory`, and says in words what it wrote, or why nothing.
 pub(super) fn write(planned: &Planned<'_>, fleet: &ProvenFleet, directory: &Path) -> std::io::Result<String> {
-    if fleet.is_apart() {
-        let why = "none are written for devices that attend for others; docs/serving.md says how mixfleet member lends them";
-        return Ok(format!("no files that start it: {why}"));
-    }
     if fleet.tiers.nodes > 0 {
         let gib = fleet.tiers.dram.0 / GIB as f64;
         let why = format!("KV nodes are started by hand, with mixfleet worker --role kv --kv-dram {gib}");
         return Ok(format!("no files that start it: {why}"));
     }
     match planned.args.engine.name {
+        engine if engine != "mixfleet" && fleet.is_apart() => {
+            Ok(format!("no files that start it: {engine} has no devices that attend for others"))
+        }
         "vllm" => {
             std::fs::write(directory.join("vllm.sh"), vllm(planned, fleet))?;
             Ok("vllm.sh".into())
         }
-        "mixfleet" => match kubernetes(planned, fleet) {
-            Ok(workers) => {
-                std::fs::write(directory.join("compose.yaml"), compose(planned, fleet))?;
-                std::fs::write(directory.join("workers.yaml"), workers)?;
-                Ok("compose.yaml, and workers.yaml for Kubernetes".into())
+        "mixfleet" => {
+            let services = match compose(planned, fleet) {
+                Ok(services) => services,
+                Err(why) => return Ok(format!("no files that start it: {why}")),
+            };
+            std::fs::write(directory.join("compose.yaml"), services)?;
+            match kubernetes(planned, fleet) {
+                Ok(workers) => {
+                    std::fs::write(directory.join("workers.yaml"), workers)?;
+                    Ok("compose.yaml, and workers.yaml for Kubernetes".into())
+                }
+                Err(why) => Ok(format!("compose.yaml, and none for Kubernetes: {why}")),
             }
-            Err(why) => Ok(format!("no files that start it: {why}")),
-        },
+        }
         other => Ok(format!("no files that start it: they are written for mixfleet and vllm, not {other}")),
-    }
-}
-
-/// The backend and the resource of Kubernetes for a vendor's parts.
-fn backend(vendor: &str) -> Option<(&'static str, &'static str)> {
-    match vendor {
-        "NVIDIA" => Some(("cuda", "nvidia.com/gpu")),
-        "AMD" => Some(("wgpu", "amd.com/gpu")),
-        "Intel" => Some(("wgpu", "gpu.intel.com/xe")),
-        _ => None,
     }
 }
 
 /// A deployment for each pool, with a pod for each instance.
 fn kubernetes(planned: &Planned<'_>, fleet: &ProvenFleet) -> Result<String, String> {
-    let places: BTreeSet<&str> =
-        fleet.pools.iter().map(|pool| planned.offers.parts[pool.part].region.as_str()).collect();
-    if places.len() > 1 {
-        return Err("its instances are in several regions, each of which has its own cluster".into());
-    }
     if fleet.tiers.ssd.0 > 0.0 {
         return Err(
             "where its disks are mounted is the cluster's; give each worker --kv-ssd and --kv-ssd-gib".into(),
@@ -71,16 +64,19 @@ fn kubernetes(planned: &Planned<'_>, fleet: &ProvenFleet) -> Result<String, Stri
     let _ = writeln!(text, "#   {}", router_flags(planned, fleet).join(" "));
     for pool in &fleet.pools {
         let part = planned.offers.parts[pool.part].part;
-        if pool.layout.devices > 1 {
-            return Err(
-                "for mixfleet's own engine they are written for one device to an instance; give a worker of several --device tp:A,B".into()
-            );
+        let mut parts = pool.takes().map(|(part, _)| part);
+        if parts.any(|other| other != pool.part) {
+            return Err("a pod's devices are of one part; docs/serving.md says how mixfleet member lends those of other hosts".into());
         }
-        let (backend, resource) = backend(part.vendor)
+        let (_, resource) = backend(part.vendor)
             .ok_or_else(|| format!("mixfleet's own engine has no backend for {}", part.id))?;
         let (id, role) = (planned.offers.parts[pool.part].word(), role_of(pool.duty));
-        let device = format!("{backend}:0");
-        let usd = planned.offers.parts[pool.part].usd_per_hour.0;
+        // each pod sees its own devices alone, the first as 0
+        let of = next_instance(&planned.offers.parts, pool, &mut BTreeMap::new())?;
+        let WorkerDevice { selector, usd_per_hour } = of;
+        let devices: u32 = pool.takes().map(|(_, devices)| devices).sum();
+        let shared = sharing_word(&planned.offers.parts, pool);
+        let shared = shared.map_or_else(String::new, |word| format!("@mixfleet/devices: {word}\n"));
         let quoted = tier_flags(fleet, pool).into_iter().map(|word| format!("            - \"{word}\"\n"));
         let tiers: String = quoted.collect();
         let changes = [
@@ -88,19 +84,20 @@ fn kubernetes(planned: &Planned<'_>, fleet: &ProvenFleet) -> Result<String, Stri
             ("spec:\n  selector:", format!("spec:\n  replicas: {}\n  selector:", pool.count)),
             ("  updateStrategy:", "  strategy:".into()),
             ("      maxUnavailable: 1\n", "      maxUnavailable: 1\n      maxSurge: 0\n".into()),
-            ("mixfleet-prefill", format!("mixfleet-{role}-{id}")),
-            ("component: prefill\n", format!("component: {role}\n@mixfleet/part: {id}\n")),
+            ("mixfleet-prefill", format!("mixfleet-{}", pool_name(&planned.offers.parts, pool))),
+            ("component: prefill\n", format!("component: {role}\n@mixfleet/part: {id}\n{shared}")),
             ("mixfleet/prefill: \"true\"", format!("mixfleet/part: {id}")),
             (
                 "            - cuda\n",
                 format!(
-                    "            - {device}\n            - --usd-per-hour\n            - {device}={usd}\n"
+                    "            - {selector}\n            - --usd-per-hour\n            - {selector}={usd_per_hour}\n"
                 ),
             ),
             (
                 "            - prefill\n            - --kv-memory\n            - \"40\"\n",
                 format!("            - {role}\n{tiers}"),
             ),
+            ("nvidia.com/gpu: \"1\"", format!("nvidia.com/gpu: \"{devices}\"")),
             ("nvidia.com/gpu", resource.into()),
         ];
         let mut worker = template.to_owned();
@@ -135,7 +132,17 @@ fn tier_flags(fleet: &ProvenFleet, pool: &PlannedPool) -> Vec<String> {
 }
 
 /// All instances on one machine, after docs/deploy/compose.yaml.
-fn compose(planned: &Planned<'_>, fleet: &ProvenFleet) -> String {
+fn compose(planned: &Planned<'_>, fleet: &ProvenFleet) -> Result<String, String> {
+    let parts = &planned.offers.parts;
+    let places: BTreeSet<&str> = fleet
+        .pools
+        .iter()
+        .flat_map(PlannedPool::takes)
+        .map(|(part, _)| parts[part].region.as_str())
+        .collect();
+    if places.len() > 1 {
+        return Err("its instances are in several regions, each of which has its own machines".into());
+    }
     let mut text = format!("# {}\n", header(planned, fleet));
     text.push_str(
         "# All on one machine, whose devices are numbered in the order of the pools ('mixfleet devices' lists them):\n\
@@ -165,26 +172,27 @@ fn compose(planned: &Planned<'_>, fleet: &ProvenFleet) -> String {
     let key = "    environment:\n      XDG_CACHE_HOME: /shared\n      MIXFLEET_API_KEY: ${API_KEY:?clients send it}\n    \
                stop_grace_period: 2m\n";
     service("router", key, &router.concat());
-    let mut next = std::collections::BTreeMap::<&str, u32>::new();
+    let mut taken = BTreeMap::new();
     for (at, pool) in (0..).zip(&fleet.pools) {
-        let offer = &planned.offers.parts[pool.part];
-        let (backend, _) = backend(offer.part.vendor).unwrap_or(("auto", ""));
         let mut words = common("worker");
         words.extend(["--role".into(), role_of(pool.duty).into()]);
         words.extend(tier_flags(fleet, pool));
         for _ in 0..pool.count {
-            let number = next.entry(backend).or_default();
-            let device = format!("{backend}:{number}");
-            *number += 1;
-            let price = format!("{device}={}", offer.usd_per_hour.0);
-            words.extend(["--device".into(), device, "--usd-per-hour".into(), price]);
+            let WorkerDevice { selector, usd_per_hour } = next_instance(parts, pool, &mut taken)?;
+            let price = format!("{selector}={usd_per_hour}");
+            words.extend(["--device".into(), selector, "--usd-per-hour".into(), price]);
         }
         words.extend(["--listen-http".into(), format!("127.0.0.1:{}", 9000 + at)]);
-        let more = if backend == "cuda" { "    gpus: all\n" } else { "    devices:\n      - /dev/dri\n" };
-        service(&format!("{}-{}", role_of(pool.duty), offer.word()), more, &words);
+        let backends = pool.takes().filter_map(|(part, _)| Some(backend(parts[part].part.vendor)?.0));
+        let backends: BTreeSet<&str> = backends.collect();
+        let mut more = String::new();
+        for (of, lines) in [("cuda", "    gpus: all\n"), ("wgpu", "    devices:\n      - /dev/dri\n")] {
+            more.push_str(if backends.contains(of) { lines } else { "" });
+        }
+        service(&pool_name(parts, pool), &more, &words);
     }
     text.push_str("\nvolumes:\n  etcd:\n  shared:\n");
-    text
+    Ok(text)
 }
 
 /// The lines that start vLLM with the same split, one for each instance of a pool.

@@ -1,0 +1,192 @@
+//! An instance of a planned pool as a worker is told of it.
+
+use crate::notation::Sharing;
+use mixfleet_scheduler::plan::market::PlannedPool;
+use mixfleet_scheduler::plan::offer::OfferedPart;
+use mixfleet_sim::fleet_file::role_of;
+use std::collections::BTreeMap;
+
+/// The backend and the resource of Kubernetes for a vendor's parts.
+pub(super) fn backend(vendor: &str) -> Option<(&'static str, &'static str)> {
+    match vendor {
+        "NVIDIA" => Some(("cuda", "nvidia.com/gpu")),
+        "AMD" => Some(("wgpu", "amd.com/gpu")),
+        "Intel" => Some(("wgpu", "gpu.intel.com/xe")),
+        _ => None,
+    }
+}
+
+/// Devices in a host, beyond which an instance has members in others.
+const HOST_DEVICES_MAX: u32 = 8;
+
+/// An instance as a worker is told of it.
+#[derive(Debug, PartialEq)]
+pub(super) struct WorkerDevice {
+    /// As `--device` takes it.
+    pub(super) selector: String,
+    pub(super) usd_per_hour: f64,
+}
+
+/// The devices of the next instance of a pool, numbered on from those that were taken of each backend.
+pub(super) fn next_instance(
+    parts: &[OfferedPart],
+    pool: &PlannedPool,
+    taken: &mut BTreeMap<&'static str, u32>,
+) -> Result<WorkerDevice, String> {
+    let PlannedPool { layout, attends, .. } = pool;
+    if layout.expert_parallel {
+        return Err("mixfleet's own engine divides no model by experts".into());
+    }
+    let devices: u32 = pool.takes().map(|(_, devices)| devices).sum();
+    if devices > HOST_DEVICES_MAX {
+        return Err(format!(
+            "an instance has {devices} devices, in several hosts: \
+             docs/serving.md says how mixfleet member lends those of others"
+        ));
+    }
+    if attends.is_some() && layout.devices > 1 {
+        return Err(
+            "the products with weights are on one device of an instance whose attention has its own".into()
+        );
+    }
+    let mut take = |part: usize, count: u32| -> Result<Vec<String>, String> {
+        let part = parts[part].part;
+        let (backend, _) = backend(part.vendor)
+            .ok_or_else(|| format!("mixfleet's own engine has no backend for {}", part.id))?;
+        let first = taken.entry(backend).or_default();
+        *first += count;
+        Ok((*first - count..*first).map(|number| format!("{backend}:{number}")).collect())
+    };
+    let mut stages = Vec::new();
+    for _ in 0..layout.stages {
+        stages.push(joined(Sharing::Divided, take(pool.part, layout.per_stage())?));
+    }
+    let parenthesised = |stage: String| if layout.per_stage() > 1 { format!("({stage})") } else { stage };
+    let mut selector = match layout.stages {
+        1 => stages.concat(),
+        _ => joined(Sharing::Stages, stages.into_iter().map(parenthesised).collect()),
+    };
+    if let Some(others) = attends {
+        let all = [vec![selector], take(others.part, others.devices)?].concat();
+        selector = joined(Sharing::Apart, all);
+    }
+    let usd = |(part, devices): (usize, u32)| parts[part].usd_per_hour.0 * f64::from(devices);
+    Ok(WorkerDevice { selector, usd_per_hour: pool.takes().map(usd).sum() })
+}
+
+/// Devices as one; one alone as it is.
+fn joined(sharing: Sharing, devices: Vec<String>) -> String {
+    match devices.len() {
+        1 => devices.concat(),
+        _ => format!("{}{}", sharing.word(), devices.join(",")),
+    }
+}
+
+/// A name for a pool, which tells it from others of its role and part by how their devices share the model.
+pub(super) fn pool_name(parts: &[OfferedPart], pool: &PlannedPool) -> String {
+    let name = format!("{}-{}", role_of(pool.duty), parts[pool.part].word());
+    sharing_word(parts, pool).map_or_else(|| name.clone(), |word| format!("{name}-{word}"))
+}
+
+/// How devices of an instance share the model, in a word: `tp2`, `pp4`, `tp2-pp4`, `attn3-l4`.
+pub(super) fn sharing_word(parts: &[OfferedPart], pool: &PlannedPool) -> Option<String> {
+    let several = |sharing: Sharing, count: u32| {
+        (count > 1).then(|| format!("{}{count}", sharing.word().trim_end_matches(':')))
+    };
+    let (layout, attends) = (pool.layout, pool.attends);
+    let attends = attends.map(|others| {
+        format!(
+            "{}{}-{}",
+            Sharing::Apart.word().trim_end_matches(':'),
+            others.devices,
+            parts[others.part].word()
+        )
+    });
+    let words =
+        [several(Sharing::Divided, layout.per_stage()), several(Sharing::Stages, layout.stages), attends];
+    let words: Vec<String> = words.into_iter().flatten().collect();
+    (!words.is_empty()).then(|| words.join("-"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backends;
+    use crate::groups::SimGroup;
+    use mixfleet_hal::catalog;
+    use mixfleet_hal::units::UsdPerHour;
+    use mixfleet_scheduler::plan::layouts::InstanceLayout;
+    use mixfleet_scheduler::plan::market::PlannedAttention;
+    use mixfleet_scheduler::plan::program::Duty;
+
+    fn parts() -> Vec<OfferedPart> {
+        let offer = |name: &str, usd: f64| OfferedPart::new(catalog::part(name).unwrap(), UsdPerHour(usd));
+        vec![offer("L40S", 1.5), offer("L4", 0.5), offer("MI300X", 3.0), offer("TPU-v5e", 1.0)]
+    }
+
+    fn pool(part: usize, layout: InstanceLayout, attends: Option<(usize, u32)>) -> PlannedPool {
+        let attends = attends.map(|(part, devices)| PlannedAttention { part, devices });
+        PlannedPool { part, layout, attends, duty: Duty::Decode, count: 2 }
+    }
+
+    fn stages(devices: u32, stages: u32) -> InstanceLayout {
+        InstanceLayout { stages, ..InstanceLayout::of(devices) }
+    }
+
+    #[test]
+    fn instances_are_written_as_the_program_reads_them() {
+        let two_of = InstanceLayout::of(2);
+        let one = InstanceLayout::of(1);
+        for (pool, selectors, usd, name) in [
+            (pool(0, one, None), ["cuda:0", "cuda:1"], 1.5, "decode-l40s"),
+            (pool(0, two_of, None), ["tp:cuda:0,cuda:1", "tp:cuda:2,cuda:3"], 3.0, "decode-l40s-tp2"),
+            (pool(1, stages(2, 2), None), ["pp:cuda:0,cuda:1", "pp:cuda:2,cuda:3"], 1.0, "decode-l4-pp2"),
+            (
+                pool(1, stages(4, 2), None),
+                ["pp:(tp:cuda:0,cuda:1),(tp:cuda:2,cuda:3)", "pp:(tp:cuda:4,cuda:5),(tp:cuda:6,cuda:7)"],
+                2.0,
+                "decode-l4-tp2-pp2",
+            ),
+            (
+                pool(0, one, Some((1, 2))),
+                ["attn:cuda:0,cuda:1,cuda:2", "attn:cuda:3,cuda:4,cuda:5"],
+                2.5,
+                "decode-l40s-attn2-l4",
+            ),
+            (
+                pool(0, one, Some((2, 1))),
+                ["attn:cuda:0,wgpu:0", "attn:cuda:1,wgpu:1"],
+                4.5,
+                "decode-l40s-attn1-mi300x",
+            ),
+        ] {
+            let mut taken = BTreeMap::new();
+            for selector in selectors {
+                let of = next_instance(&parts(), &pool, &mut taken).unwrap();
+                assert_eq!(of, WorkerDevice { selector: selector.into(), usd_per_hour: usd });
+                let devices: u32 = pool.takes().map(|(_, devices)| devices).sum();
+                let stages = backends::stages(selector).unwrap();
+                assert_eq!(
+                    (stages.len(), stages.concat().len()),
+                    (pool.layout.stages as usize, devices as usize)
+                );
+                let simulated = selector.replace("cuda:", "sim:L4#").replace("wgpu:", "sim:L4#w");
+                let group = SimGroup::of(&simulated).unwrap();
+                assert_eq!(group.is_some(), devices > 1, "{simulated}");
+            }
+            assert_eq!(pool_name(&parts(), &pool), name);
+        }
+    }
+
+    #[test]
+    fn what_no_worker_of_one_host_is_told_is_refused_with_the_reason() {
+        let says = |pool: PlannedPool, word: &str| {
+            let why = next_instance(&parts(), &pool, &mut BTreeMap::new()).unwrap_err();
+            assert!(why.contains(word), "{why}");
+        };
+        says(pool(0, stages(16, 2), None), "16 devices, in several hosts");
+        says(pool(0, InstanceLayout::of(2), Some((1, 1))), "one device of an instance");
+        says(pool(0, InstanceLayout { expert_parallel: true, ..InstanceLayout::of(8) }, None), "by experts");
+        says(pool(3, InstanceLayout::of(1), None), "no backend for TPU-v5e");
+    }
+}
