@@ -344,10 +344,18 @@ impl DuplexListener {
 /// Listens at a path that only this user may connect to.
 fn bind_file(path: &Path) -> io::Result<UnixListener> {
     use std::os::unix::fs::PermissionsExt;
-    let is_socket = std::fs::symlink_metadata(path).is_ok_and(|about| about.file_type().is_socket());
-    let refused = |error: io::Error| error.kind() == IoKind::ConnectionRefused;
-    if is_socket && UnixStream::connect(path).is_err_and(refused) {
-        std::fs::remove_file(path)?;
+    if let Ok(about) = std::fs::symlink_metadata(path) {
+        if !about.file_type().is_socket() {
+            return Err(io::Error::new(
+                IoKind::AlreadyExists,
+                "what is there is no socket: give another path",
+            ));
+        }
+        match UnixStream::connect(path) {
+            Ok(_) => return Err(io::Error::new(IoKind::AddrInUse, "another process listens there")),
+            Err(error) if error.kind() == IoKind::ConnectionRefused => std::fs::remove_file(path)?,
+            Err(_) => {}
+        }
     }
     let listener = UnixListener::bind(path)?;
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;

@@ -97,6 +97,11 @@ impl RemoteArgs {
 #[cfg(feature = "fleet")]
 pub(crate) fn address(what: &str, text: &str) -> Result<LinkAddress> {
     if let Some(path) = LinkAddress::path_in(text) {
+        if path.as_os_str().is_empty() {
+            return Err(
+                crate::Usage(format!("{what}: a path is missing; expected HOST:PORT or unix:PATH")).into()
+            );
+        }
         return Ok(LinkAddress::Unix(path.to_owned()));
     }
     let found = std::net::ToSocketAddrs::to_socket_addrs(text)

@@ -149,6 +149,9 @@ fn what_no_member_can_be_is_refused_in_words() {
     };
     says(&["member", "--device", "cpu@0", "--listen", "192.0.2.1:7001"], "is not on this host");
     says(&["member", "--device", "cpu@0", "--listen", "0.0.0.0:7001"], "every address");
+    says(&["member", "--device", "cpu@0", "--listen", "unix:"], "a path is missing");
+    let file = format!("unix:{}/Cargo.toml", env!("CARGO_MANIFEST_DIR"));
+    says(&["member", "--device", "cpu@0", "--listen", &file], "is no socket: give another path");
     says(&["member", "--device", "gpu9"], "unknown device");
     let generate = ["generate", "--prompt-ids", "1", "--device"];
     let nowhere = ["attn:cpu@0,remote:unix:/nowhere/member"];

@@ -12,9 +12,9 @@ use mixfleet_scheduler::plan::tiers::PlannedTiers;
 use mixfleet_sim::fleet_file::FleetFile;
 use mixfleet_sim::repair::FleetTrial;
 
-/// So many fleets that hold are wanted, the cheapest of which is compared with the others,
+/// Fleets that hold which are wanted, so that the cheapest is compared with others.
 const SHOWN: usize = 3;
-/// unless they cost so many times as much as it.
+/// How many times as much as the cheapest these may cost.
 const DEARER_MAX: f64 = 1.5;
 
 /// A fleet that was simulated.
