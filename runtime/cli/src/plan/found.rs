@@ -16,6 +16,9 @@ use mixfleet_sim::repair::FleetTrial;
 const SHOWN: usize = 3;
 /// How many times as much as the cheapest these may cost.
 const DEARER_MAX: f64 = 1.5;
+/// How many times as much as the cheapest of one part others of one part may cost: with more instances of one
+/// kind than needed they hold, and can then spare those of another.
+const DEARER_OF_ONE_PART_MAX: f64 = 1.25;
 
 /// A fleet that was simulated.
 pub(super) struct ProvenFleet {
@@ -119,7 +122,7 @@ impl PlanFound {
         rents.sort_by(f64::total_cmp);
         let shown = rents.get(SHOWN - 1).copied().unwrap_or(f64::INFINITY);
         let most = shown.min(DEARER_MAX * self.least_usd(false));
-        if homogeneous { most.max(self.least_usd(true)) } else { most }
+        if homogeneous { most.max(DEARER_OF_ONE_PART_MAX * self.least_usd(true)) } else { most }
     }
 
     /// The cheapest fleet of one part, where another costs less.
