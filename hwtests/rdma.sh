@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # RDMA without RDMA hardware: boots a kernel with soft-RoCE (rxe) in QEMU and runs backends/wire's checks there, in one
 # guest and between two, beside perftest's ib_write_bw; then serves a model from two guests, one of which computes
-# prompts and the other answers, with KV by RDMA. Changes nothing on this system: packages are unpacked below the cache.
+# prompts and the other answers, with KV by RDMA, and from an instance in one that has a device of the other. Changes
+# nothing on this system: packages are unpacked below the cache.
 # Exit status: 0 passed, 1 a check failed, 3 could not run (says SKIPPED and why).
 #
 #   hwtests/rdma.sh             all guests (Debian on x86-64; needs apt)
@@ -20,7 +21,7 @@ case ${1:-} in
 --wire) serve="" ;;
 --serve) wire="" ;;
 --here) here=1 serve="" ;;
-*) sed -n '2,13s/^# \{0,1\}//p' "$0"; [ "$1" = --help ] && exit 0; exit 2 ;;
+*) sed -n '2,14s/^# \{0,1\}//p' "$0"; [ "$1" = --help ] && exit 0; exit 2 ;;
 esac
 
 # by default with the features of test-all.sh, so that what that has built is not built anew
@@ -198,6 +199,7 @@ pack_fleet() {
         fi
     fi
     json_text <<<"$answer" >"$extra/fleet/text"
+    echo "$prompt" >"$extra/fleet/prompt"
     echo "{\"model\":\"served\",\"prompt\":[$prompt],\"max_tokens\":48,\"temperature\":0,\"ignore_eos\":true}" >"$extra/fleet/request"
     "$program" certificates "$extra/fleet" mixfleet 10.9.0.1
     strip -o "$extra/bin/mixfleet" "$built/mixfleet"

@@ -51,19 +51,37 @@ compare() {
 # Until the server guest answers.
 until_reachable() { until ping -c 1 -W 1 "$server" >/dev/null 2>&1; do :; done; }
 
+# what a process of the fleet shows
+certificates="--tls-ca /fleet/ca.pem --tls-cert /fleet/member.pem --tls-key /fleet/member.key"
+
 # member COMMAND ARGUMENT..: runs it as a member of the fleet; patient, for an emulated machine is slow
 member() {
     command=$1
     shift
-    # shellcheck disable=SC2086 # two words, of "fleet status"
-    mixfleet $command --etcd "https://$server:2379" --tls-ca /fleet/ca.pem --tls-cert /fleet/member.pem \
-        --tls-key /fleet/member.key --lease-s 30 "$@"
+    # shellcheck disable=SC2086 # lists of words, as of "fleet status"
+    mixfleet $command --etcd "https://$server:2379" $certificates --lease-s 30 "$@"
 }
 
 # worker ARGUMENT..: a worker of the model that is served, under this guest's address
 worker() {
     # shellcheck disable=SC2046 # a list of words
     member worker $(cat /fleet/model) --device cpu --listen-control "$address:7000" "$@"
+}
+
+# text_in FILE: the text of an answer, as JSON writes it
+text_in() { sed -n 's/.*"text":\("\([^"\\]\|\\.\)*"\).*/\1/p' "$1"; }
+
+# over_both DEVICES: the tokens of an instance over a device of this guest and one that the other lends
+over_both() {
+    # shellcheck disable=SC2046,SC2086 # lists of words
+    mixfleet generate $(cat /fleet/model) --device "$1" $certificates --json --temperature 0 --ignore-eos \
+        --max-tokens 48 --prompt-ids "$(cat /fleet/prompt)" >together 2>together.log
+    if [ "$(text_in together)" = "$(cat /fleet/text)" ]; then
+        echo "ok      members: the tokens of one machine by $1"
+    else
+        echo "FAILED  members: other tokens than one machine gives by $1: $(cat together together.log)"
+        status=1
+    fi
 }
 
 # until_said FILE WORDS [TIMES]: until so many lines of a log have the words
@@ -125,7 +143,7 @@ prefill)
     until_said router.log 'uses a worker process' 2
     until wget -q -O answer --header 'content-type: application/json' --post-file /fleet/request \
         http://127.0.0.1:8000/v1/completions; do sleep 0.5; done
-    text=$(sed -n 's/.*"text":\("\([^"\\]\|\\.\)*"\).*/\1/p' answer)
+    text=$(text_in answer)
     if [ -n "$text" ] && [ "$text" = "$(cat /fleet/text)" ]; then
         echo "ok      serve: the tokens of one machine: $(head -c 60 /fleet/text)"
     else
@@ -138,6 +156,11 @@ prefill)
     member 'fleet status' >status 2>&1
     sed 's/^/status  /' status
     expect 'serve: the link is told' status ' <-> .*verbs (rxe0 by RoCE v2 over IPv4, MTU 4096)'
+    lent="remote:rdma:$shell:7100"
+    over_both "tp:cpu,$lent"
+    over_both "attn:cpu,$lent"
+    remote 'cat member.log' >member.log
+    expect 'members: lent over RDMA' member.log 'a process uses the device'
     remote 'cat refused.log' >refused.log
     expect 'serve: RDMA is not used unasked' refused.log 'not offered.*rxe0 is there, but'
     switch_off
@@ -150,6 +173,8 @@ decode)
     kill "$(pidof mixfleet)"
     wait
     worker --role decode --trusted-fabric 2>worker.log &
+    # shellcheck disable=SC2086 # a list of words
+    mixfleet member --device cpu --listen "rdma:$address:7100" $certificates 2>member.log &
     while :; do nc -l -p "$shell_port" -e /bin/sh; done
     ;;
 esac

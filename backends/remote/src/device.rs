@@ -149,6 +149,7 @@ impl RemoteDevice {
         notes.push(("device".into(), theirs.id.clone()));
         let way = match address {
             LinkAddress::Tcp(_) => "a connection",
+            LinkAddress::Rdma(_) => "RDMA",
             LinkAddress::Unix(_) => "shared memory",
         };
         let info = DeviceInfo {

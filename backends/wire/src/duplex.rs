@@ -2,6 +2,8 @@
 
 use crate::address::LinkAddress;
 use crate::pending::{PendingStream, PendingStreams};
+#[cfg(target_os = "linux")]
+use crate::pipe::{self, Pipe};
 use crate::poll::{self, Patience};
 use crate::security::Security;
 #[cfg(target_os = "linux")]
@@ -9,7 +11,7 @@ use crate::shm::SharedPipe;
 use crate::stream::{SecureStream, remaining};
 use mixfleet_hal::{Error, ErrorKind, Result};
 use std::io::{self, ErrorKind as IoKind};
-use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -38,7 +40,7 @@ enum Way {
         stream: Mutex<SecureStream>,
     },
     #[cfg(target_os = "linux")]
-    Pages(SharedPipe),
+    Pipe(Box<dyn Pipe>),
 }
 
 impl std::fmt::Debug for Duplex {
@@ -68,6 +70,11 @@ impl Duplex {
                 security.check(port)?;
                 (security.call(*port, silence, deadline).and_then(Way::socket), address.clone())
             }
+            LinkAddress::Rdma(port) => {
+                security.check(port)?;
+                let stream = security.call(*port, silence, deadline);
+                (stream.and_then(|stream| Way::rdma(stream, deadline)), address.clone())
+            }
             LinkAddress::Unix(path) => {
                 let socket = UnixStream::connect(path)
                     .map_err(|error| io::Error::new(error.kind(), format!("connect: {error}")));
@@ -87,7 +94,7 @@ impl Duplex {
                 socket.peer_addr().map_or_else(|error| error.to_string(), |peer| peer.to_string())
             }
             #[cfg(target_os = "linux")]
-            Way::Pages(_) => self.address.to_string(),
+            Way::Pipe(_) => self.address.to_string(),
         }
     }
 
@@ -133,11 +140,11 @@ impl Duplex {
         let socket = match &self.way {
             Way::Socket { socket, .. } => socket,
             #[cfg(target_os = "linux")]
-            Way::Pages(pipe) => {
-                if pipe.has_bytes() && meanwhile()? {
+            Way::Pipe(pipe) => {
+                if pipe.has_bytes()? && meanwhile()? {
                     return Ok(());
                 }
-                return pipe.wait_for_room(LOOK);
+                return pipe::wait_for_room(&**pipe, LOOK);
             }
         };
         let fd = socket.as_raw_fd();
@@ -172,7 +179,7 @@ impl Duplex {
             match &self.way {
                 Way::Socket { socket, .. } => patience.wait(&mut [poll::readable(socket)], left)?,
                 #[cfg(target_os = "linux")]
-                Way::Pages(pipe) => patience.wait_for(&mut &*pipe, left)?,
+                Way::Pipe(pipe) => patience.wait_for(&mut &**pipe, left)?,
             }
         }
     }
@@ -182,7 +189,7 @@ impl Duplex {
         match &self.way {
             Way::Socket { socket, .. } => drop(socket.shutdown(Shutdown::Write)),
             #[cfg(target_os = "linux")]
-            Way::Pages(pipe) => pipe.end_sending(),
+            Way::Pipe(pipe) => pipe.end_sending(),
         }
     }
 
@@ -191,7 +198,7 @@ impl Duplex {
         match &self.way {
             Way::Socket { socket, .. } => drop(socket.shutdown(Shutdown::Both)),
             #[cfg(target_os = "linux")]
-            Way::Pages(pipe) => pipe.close(),
+            Way::Pipe(pipe) => pipe.close(),
         }
     }
 }
@@ -205,12 +212,23 @@ impl Way {
 
     #[cfg(target_os = "linux")]
     fn call(socket: UnixStream, deadline: Instant) -> io::Result<Self> {
-        SharedPipe::call(socket, deadline).map(Way::Pages)
+        SharedPipe::call(socket, deadline).map(|pipe| Way::Pipe(Box::new(pipe)))
     }
 
     #[cfg(target_os = "linux")]
     fn welcome(socket: UnixStream) -> io::Result<Self> {
-        SharedPipe::welcome(socket).map(Way::Pages)
+        SharedPipe::welcome(socket).map(|pipe| Way::Pipe(Box::new(pipe)))
+    }
+
+    #[cfg(all(feature = "verbs", target_os = "linux"))]
+    fn rdma(stream: SecureStream, deadline: Instant) -> io::Result<Self> {
+        crate::verbs::VerbsPipe::meet(stream, deadline).map(|pipe| Way::Pipe(Box::new(pipe)))
+    }
+
+    #[cfg(not(all(feature = "verbs", target_os = "linux")))]
+    fn rdma(_: SecureStream, _: Instant) -> io::Result<Self> {
+        let detail = "this build has no RDMA: build with the feature verbs";
+        Err(io::Error::new(IoKind::Unsupported, detail))
     }
 
     #[cfg(not(target_os = "linux"))]
@@ -229,7 +247,7 @@ impl Way {
             Way::Socket { stream, .. } if parts.is_empty() => lock(stream).flush().map(|()| 0),
             Way::Socket { stream, .. } => lock(stream).send(&vectors(parts)),
             #[cfg(target_os = "linux")]
-            Way::Pages(pipe) => pipe.send(parts),
+            Way::Pipe(pipe) => pipe.send(parts),
         }
     }
 
@@ -240,7 +258,7 @@ impl Way {
                 lock(stream).receive(&[part])
             }
             #[cfg(target_os = "linux")]
-            Way::Pages(pipe) => pipe.receive(place),
+            Way::Pipe(pipe) => pipe.receive(place),
         }
     }
 }
@@ -272,7 +290,8 @@ pub struct DuplexListener {
 }
 
 enum Listener {
-    Tcp(TcpListener),
+    /// With whether the ends agree on RDMA.
+    Port(TcpListener, bool),
     Unix(UnixListener),
 }
 
@@ -286,7 +305,8 @@ pub struct DuplexCaller {
 }
 
 enum CallerSocket {
-    Tcp(TcpStream),
+    /// With whether the ends agree on RDMA.
+    Port(TcpStream, bool),
     Unix(UnixStream),
 }
 
@@ -298,11 +318,12 @@ impl DuplexListener {
     pub fn bind(address: &LinkAddress, security: Security, silence: Duration) -> Result<Self> {
         let failed = |error: io::Error| Error::new(ErrorKind::Other, format!("listen on {address}: {error}"));
         let (listener, address) = match address {
-            LinkAddress::Tcp(address) => {
-                security.check(address)?;
-                let listener = TcpListener::bind(address).map_err(failed)?;
-                let address = listener.local_addr().map_err(failed)?;
-                (Listener::Tcp(listener), LinkAddress::Tcp(address))
+            LinkAddress::Tcp(port) | LinkAddress::Rdma(port) => {
+                security.check(port)?;
+                let listener = TcpListener::bind(port).map_err(failed)?;
+                let port = listener.local_addr().map_err(failed)?;
+                let by_rdma = matches!(address, LinkAddress::Rdma(_));
+                (Listener::Port(listener, by_rdma), at_port(port, by_rdma))
             }
             LinkAddress::Unix(path) => {
                 let listener = bind_file(path).map_err(failed)?;
@@ -325,10 +346,10 @@ impl DuplexListener {
     /// For lack of descriptors; later callers may be accepted.
     pub fn accept(&self) -> io::Result<DuplexCaller> {
         let (socket, pending) = match &self.listener {
-            Listener::Tcp(listener) => {
+            Listener::Port(listener, by_rdma) => {
                 let (socket, peer) = listener.accept()?;
                 let pending = self.pending.enter(peer.ip(), &socket)?;
-                (CallerSocket::Tcp(socket), pending)
+                (CallerSocket::Port(socket, *by_rdma), pending)
             }
             Listener::Unix(listener) => {
                 let (socket, _) = listener.accept()?;
@@ -339,6 +360,10 @@ impl DuplexListener {
         let (address, security) = (self.address.clone(), self.security.clone());
         Ok(DuplexCaller { socket, address, pending, security, silence: self.silence })
     }
+}
+
+fn at_port(port: SocketAddr, by_rdma: bool) -> LinkAddress {
+    if by_rdma { LinkAddress::Rdma(port) } else { LinkAddress::Tcp(port) }
 }
 
 /// Listens at a path that only this user may connect to.
@@ -370,9 +395,10 @@ impl DuplexCaller {
     pub fn welcome(self, deadline: Instant) -> io::Result<(Duplex, PendingStream)> {
         let DuplexCaller { socket, address, pending, security, silence } = self;
         let (way, address) = match socket {
-            CallerSocket::Tcp(socket) => {
-                let here = LinkAddress::Tcp(socket.local_addr()?);
-                (security.welcome(socket, silence, deadline).and_then(Way::socket)?, here)
+            CallerSocket::Port(socket, by_rdma) => {
+                let here = at_port(socket.local_addr()?, by_rdma);
+                let stream = security.welcome(socket, silence, deadline)?;
+                (if by_rdma { Way::rdma(stream, deadline)? } else { Way::socket(stream)? }, here)
             }
             CallerSocket::Unix(socket) => {
                 remaining(deadline)?;
@@ -386,7 +412,6 @@ impl DuplexCaller {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::net::SocketAddr;
 
     const IDLE: Duration = Duration::from_secs(30);
 

@@ -36,6 +36,8 @@ mod padded;
 mod pending;
 #[cfg(unix)]
 mod pinned;
+#[cfg(target_os = "linux")]
+mod pipe;
 #[cfg(unix)]
 mod poll;
 mod region;

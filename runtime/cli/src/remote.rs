@@ -12,8 +12,8 @@ use mixfleet_wire::LinkAddress;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// What stands before the address of a process that lends a device, as in `remote:127.0.0.1:7001` or
-/// `remote:unix:/run/mixfleet/gpu0`.
+/// What stands before the address of a process that lends a device, as in `remote:127.0.0.1:7001`,
+/// `remote:rdma:10.0.0.2:7001` or `remote:unix:/run/mixfleet/gpu0`.
 pub(crate) const PREFIX: &str = "remote:";
 
 /// How processes that lend each other devices know each other.
@@ -93,22 +93,25 @@ impl RemoteArgs {
     }
 }
 
-/// The address after a flag or in a selector: a port, or a socket file.
+/// The address after a flag or in a selector: a port, over TCP or RDMA, or a socket file.
 #[cfg(feature = "fleet")]
 pub(crate) fn address(what: &str, text: &str) -> Result<LinkAddress> {
+    let wrong =
+        |why: &str| crate::Usage(format!("{what}: {why}; expected HOST:PORT, rdma:HOST:PORT or unix:PATH"));
     if let Some(path) = LinkAddress::path_in(text) {
-        if path.as_os_str().is_empty() {
-            return Err(
-                crate::Usage(format!("{what}: a path is missing; expected HOST:PORT or unix:PATH")).into()
-            );
-        }
-        return Ok(LinkAddress::Unix(path.to_owned()));
+        let is_empty = path.as_os_str().is_empty();
+        return if is_empty {
+            Err(wrong("a path is missing").into())
+        } else {
+            Ok(LinkAddress::Unix(path.into()))
+        };
     }
-    let found = std::net::ToSocketAddrs::to_socket_addrs(text)
-        .map_err(|error| crate::Usage(format!("{what}: {error}; expected HOST:PORT or unix:PATH")))?
+    let by_rdma = LinkAddress::rdma_port_in(text);
+    let found = std::net::ToSocketAddrs::to_socket_addrs(by_rdma.unwrap_or(text))
+        .map_err(|error| wrong(&error.to_string()))?
         .next();
-    let found = found.ok_or_else(|| crate::Usage(format!("{what}: no such address")))?;
-    Ok(found.into())
+    let port = found.ok_or_else(|| wrong("no such address"))?;
+    Ok(if by_rdma.is_some() { LinkAddress::Rdma(port) } else { LinkAddress::Tcp(port) })
 }
 
 /// The token of the processes of one host.

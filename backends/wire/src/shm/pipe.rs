@@ -8,26 +8,21 @@
 
 use super::hello::{is_sealed, receive_answer, send_answer, user_of};
 use crate::answer::GrantStatus;
-use crate::poll::{self, SPIN, Waitable};
+use crate::pipe::{self, Pipe, RING_BYTES, between};
+use crate::poll;
 use crate::region::nameless_file;
-use mixfleet_hal::cast::{to_u64, to_usize};
+use mixfleet_hal::cast::to_u64;
 use std::fs::File;
 use std::io::{self, ErrorKind as IoKind};
 use std::net::Shutdown;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Bytes that may be on their way in one direction: several pieces of data, which a core's cache holds.
-const RING_BYTES: usize = 512 << 10;
 /// Bytes after which the receiver is told, so that it copies them on while more are written.
 const TOLD_BYTES: usize = 32 << 10;
-/// Room that a sender waits for once there is none.
-const ROOM_BYTES: usize = RING_BYTES / 4;
-/// How long a sender without room sleeps between two looks.
-const NAP: Duration = Duration::from_micros(50);
 
 /// What the pages begin with; changes with their meaning.
 const MAGIC: u64 = u64::from_le_bytes(*b"mfpipe\0\x01");
@@ -79,26 +74,11 @@ impl Ring<'_> {
     /// Copies `bytes` bytes that begin with the ring's `number`th one, in one or two parts; `copy` is given
     /// where a part is, where it is in the whole, and its length.
     fn parts(&self, number: u64, bytes: usize, mut copy: impl FnMut(*mut u8, usize, usize)) {
-        let at = to_usize(number % RING_BYTES as u64);
-        let first = bytes.min(RING_BYTES - at);
         // SAFETY: both rings lie behind the words, and a part ends with its ring.
         let begin = unsafe { self.map.as_mut_ptr().add(WORDS_BYTES + self.which * RING_BYTES) };
         // SAFETY: as above.
-        copy(unsafe { begin.add(at) }, 0, first);
-        if first < bytes {
-            copy(begin, first, bytes - first);
-        }
+        pipe::parts(number, bytes, |at, place, bytes| copy(unsafe { begin.add(at) }, place, bytes));
     }
-}
-
-/// The bytes between two counters, one of which the peer has written.
-fn between(written: u64, read: u64) -> io::Result<usize> {
-    let bytes = to_usize(written.wrapping_sub(read));
-    if bytes > RING_BYTES {
-        let detail = format!("{bytes} bytes in a ring of {RING_BYTES}");
-        return Err(io::Error::new(IoKind::InvalidData, detail));
-    }
-    Ok(bytes)
 }
 
 fn lock(count: &Mutex<u64>) -> MutexGuard<'_, u64> {
@@ -173,11 +153,46 @@ impl SharedPipe {
         Ring { map: &self.map, which: 1 - self.own }
     }
 
-    /// Writes some bytes of `parts`, and returns how many.
-    ///
-    /// # Errors
-    /// `WouldBlock` if there is no room.
-    pub(crate) fn send(&self, parts: &[&[u8]]) -> io::Result<usize> {
+    /// Tells the receiver how much is written, and wakes it if it sleeps.
+    fn tell(&self, ring: &Ring<'_>, written: u64) -> io::Result<()> {
+        ring.written().store(written, Ordering::Release);
+        // either the receiver sees what is written before it sleeps, or its intent to sleep is seen here
+        fence(Ordering::SeqCst);
+        if ring.sleeps().load(Ordering::Relaxed) == 0 || ring.sleeps().swap(0, Ordering::Relaxed) == 0 {
+            return Ok(());
+        }
+        let flags = libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT;
+        // SAFETY: an open socket and a place of one byte.
+        if unsafe { libc::send(self.socket.as_raw_fd(), [0u8].as_ptr().cast(), 1, flags) } >= 0 {
+            return Ok(());
+        }
+        match io::Error::last_os_error() {
+            // it has bytes to wake up by
+            error if error.kind() == IoKind::WouldBlock => Ok(()),
+            error => Err(error),
+        }
+    }
+
+    /// Takes the bytes that woke this end, and returns whether the peer sends no more.
+    fn is_ended(&self) -> io::Result<bool> {
+        let mut bytes = [0u8; 64];
+        // SAFETY: an open socket and a place of the length that is said.
+        let came = unsafe {
+            libc::recv(self.socket.as_raw_fd(), bytes.as_mut_ptr().cast(), bytes.len(), libc::MSG_DONTWAIT)
+        };
+        if came >= 0 {
+            return Ok(came == 0);
+        }
+        match io::Error::last_os_error() {
+            error if matches!(error.kind(), IoKind::WouldBlock | IoKind::Interrupted) => Ok(false),
+            error if error.kind() == IoKind::ConnectionReset => Ok(true),
+            error => Err(error),
+        }
+    }
+}
+
+impl Pipe for SharedPipe {
+    fn send(&self, parts: &[&[u8]]) -> io::Result<usize> {
         if self.is_closed.load(Ordering::Relaxed) {
             return Err(IoKind::BrokenPipe.into());
         }
@@ -212,31 +227,7 @@ impl SharedPipe {
         if sent == 0 && !is_empty { Err(IoKind::WouldBlock.into()) } else { Ok(sent) }
     }
 
-    /// Tells the receiver how much is written, and wakes it if it sleeps.
-    fn tell(&self, ring: &Ring<'_>, written: u64) -> io::Result<()> {
-        ring.written().store(written, Ordering::Release);
-        // either the receiver sees what is written before it sleeps, or its intent to sleep is seen here
-        fence(Ordering::SeqCst);
-        if ring.sleeps().load(Ordering::Relaxed) == 0 || ring.sleeps().swap(0, Ordering::Relaxed) == 0 {
-            return Ok(());
-        }
-        let flags = libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT;
-        // SAFETY: an open socket and a place of one byte.
-        if unsafe { libc::send(self.socket.as_raw_fd(), [0u8].as_ptr().cast(), 1, flags) } >= 0 {
-            return Ok(());
-        }
-        match io::Error::last_os_error() {
-            // it has bytes to wake up by
-            error if error.kind() == IoKind::WouldBlock => Ok(()),
-            error => Err(error),
-        }
-    }
-
-    /// Reads some bytes into `place`, and returns how many; zero means that the peer has ended.
-    ///
-    /// # Errors
-    /// `WouldBlock` if nothing has arrived yet.
-    pub(crate) fn receive(&self, place: &mut [u8]) -> io::Result<usize> {
+    fn receive(&self, place: &mut [u8]) -> io::Result<usize> {
         let ring = self.incoming();
         let mut read = lock(&self.read);
         let mut here = between(ring.written().load(Ordering::Acquire), *read)?;
@@ -258,84 +249,41 @@ impl SharedPipe {
         Ok(bytes)
     }
 
-    /// Whether bytes have arrived, or counters that end the connection.
-    pub(crate) fn has_bytes(&self) -> bool {
-        self.incoming().written().load(Ordering::Acquire) != *lock(&self.read)
+    fn has_bytes(&self) -> io::Result<bool> {
+        Ok(self.incoming().written().load(Ordering::Acquire) != *lock(&self.read))
     }
 
-    /// Takes the bytes that woke this end, and returns whether the peer sends no more.
-    fn is_ended(&self) -> io::Result<bool> {
-        let mut bytes = [0u8; 64];
-        // SAFETY: an open socket and a place of the length that is said.
-        let came = unsafe {
-            libc::recv(self.socket.as_raw_fd(), bytes.as_mut_ptr().cast(), bytes.len(), libc::MSG_DONTWAIT)
-        };
-        if came >= 0 {
-            return Ok(came == 0);
-        }
-        match io::Error::last_os_error() {
-            error if matches!(error.kind(), IoKind::WouldBlock | IoKind::Interrupted) => Ok(false),
-            error if error.kind() == IoKind::ConnectionReset => Ok(true),
-            error => Err(error),
-        }
+    fn room(&self) -> io::Result<usize> {
+        let used = between(*lock(&self.written), self.outgoing().read().load(Ordering::Acquire))?;
+        Ok(RING_BYTES - used)
     }
 
-    /// Waits at most `limit` until there is room, or something has arrived.
-    ///
-    /// # Errors
-    /// `BrokenPipe` if nobody reads any more.
-    pub(crate) fn wait_for_room(&self, limit: Duration) -> io::Result<()> {
-        let begun = Instant::now();
-        loop {
-            let used = between(*lock(&self.written), self.outgoing().read().load(Ordering::Acquire))?;
-            let waited = begun.elapsed();
-            if RING_BYTES - used >= ROOM_BYTES || self.has_bytes() || waited >= limit {
-                return Ok(());
-            }
-            if waited < SPIN {
-                std::thread::yield_now();
-                continue;
-            }
-            let mut entry = libc::pollfd { events: 0, ..poll::readable(&self.socket) };
-            poll::wait(std::slice::from_mut(&mut entry), Some(Duration::ZERO))?;
-            if entry.revents != 0 {
-                return Err(IoKind::BrokenPipe.into());
-            }
-            std::thread::sleep(NAP);
-        }
-    }
-
-    /// Ends the direction in which this end sends.
-    pub(crate) fn end_sending(&self) {
-        let _ = self.socket.shutdown(Shutdown::Write);
-    }
-
-    /// Ends the connection.
-    pub(crate) fn close(&self) {
-        self.is_closed.store(true, Ordering::Relaxed);
-        let _ = self.socket.shutdown(Shutdown::Both);
-    }
-}
-
-/// Waits for bytes or for the peer's end.
-impl Waitable for &SharedPipe {
-    fn look(&mut self) -> io::Result<bool> {
-        Ok(self.has_bytes())
-    }
-
-    fn sleep(&mut self, timeout: Option<Duration>) -> io::Result<bool> {
+    fn sleep(&self, timeout: Option<Duration>) -> io::Result<bool> {
         let ring = self.incoming();
         ring.sleeps().store(1, Ordering::Relaxed);
         // as where the peer tells
         fence(Ordering::SeqCst);
         let mut entry = poll::readable(&self.socket);
-        let slept = match self.has_bytes() {
+        let slept = match self.has_bytes()? {
             true => Ok(()),
             false => poll::wait(std::slice::from_mut(&mut entry), timeout),
         };
         ring.sleeps().store(0, Ordering::Relaxed);
         slept?;
-        Ok(entry.revents != 0 || self.has_bytes())
+        Ok(entry.revents != 0 || self.has_bytes()?)
+    }
+
+    fn fd(&self) -> RawFd {
+        self.socket.as_raw_fd()
+    }
+
+    fn end_sending(&self) {
+        let _ = self.socket.shutdown(Shutdown::Write);
+    }
+
+    fn close(&self) {
+        self.is_closed.store(true, Ordering::Relaxed);
+        let _ = self.socket.shutdown(Shutdown::Both);
     }
 }
 
@@ -394,7 +342,7 @@ mod tests {
             match pipe.receive(place) {
                 Err(error) if error.kind() == IoKind::WouldBlock => {
                     let begun = Instant::now();
-                    { pipe }.sleep(Some(LONG)).unwrap();
+                    Pipe::sleep(pipe, Some(LONG)).unwrap();
                     assert!(begun.elapsed() < LONG, "nobody woke it");
                 }
                 other => return other.unwrap(),
@@ -427,7 +375,7 @@ mod tests {
                 assert_eq!(kind(b.receive(&mut [0; 8])), IoKind::InvalidData, "{written}");
             } else if read == 1 {
                 assert_eq!(kind(b.send(&[b"x"])), IoKind::InvalidData, "{read}");
-                assert_eq!(kind(b.wait_for_room(LONG)), IoKind::InvalidData, "{read}");
+                assert_eq!(kind(pipe::wait_for_room(&b, LONG)), IoKind::InvalidData, "{read}");
             } else {
                 // eight bytes too few are read, which is as if they were on their way
                 assert_eq!(b.send(&[b"x"]).unwrap(), 1);
@@ -459,8 +407,8 @@ mod tests {
     fn a_sender_without_room_learns_that_nobody_reads_any_more() {
         let (a, b) = pair();
         while a.send(&[&[7; 4096]]).is_ok() {}
-        a.wait_for_room(Duration::from_millis(1)).unwrap();
+        pipe::wait_for_room(&a, Duration::from_millis(1)).unwrap();
         drop(b);
-        assert_eq!(kind(a.wait_for_room(LONG)), IoKind::BrokenPipe);
+        assert_eq!(kind(pipe::wait_for_room(&a, LONG)), IoKind::BrokenPipe);
     }
 }

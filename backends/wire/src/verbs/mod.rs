@@ -16,6 +16,7 @@ mod device;
 mod endpoint;
 pub mod offer;
 mod owner;
+mod pipe;
 mod queue;
 mod status;
 
@@ -33,6 +34,7 @@ use mixfleet_hal::transport::{Descriptor, Endpoint, RemoteAccess, Transport};
 use mixfleet_hal::{Absent, Error, ErrorKind, Result};
 use offer::{ConnectReply, ConnectRequest, RequestedRail};
 use owner::Owner;
+pub(crate) use pipe::VerbsPipe;
 use queue::Registration;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;

@@ -6,15 +6,14 @@ use crate::{Usage, backends, serve};
 use anyhow::Result;
 use clap::Args;
 use mixfleet_remote::DeviceServer;
-use mixfleet_wire::LinkAddress;
 
 #[derive(Debug, Args)]
 pub(crate) struct MemberArgs {
     /// The device to lend
     #[arg(long, value_name = "DEV")]
     device: String,
-    /// Address for the processes that use it; port 0 picks a free port, and unix:PATH shares memory with
-    /// processes of this user
+    /// Address for the processes that use it; port 0 picks a free port, rdma:HOST:PORT moves data by RDMA,
+    /// which does not encrypt it, and unix:PATH shares memory with processes of this user
     #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:0")]
     listen: String,
     #[command(flatten)]
@@ -27,7 +26,7 @@ pub(crate) struct MemberArgs {
 pub(crate) fn member(args: &MemberArgs) -> Result<()> {
     serve::log(args.json);
     let address = remote::address(&format!("--listen {}", args.listen), &args.listen)?;
-    if matches!(address, LinkAddress::Tcp(port) if port.ip().is_unspecified()) {
+    if address.port().is_some_and(|port| port.ip().is_unspecified()) {
         let message = "is every address of this host: give the one by which others reach it";
         return Err(Usage(format!("--listen {} {message}", args.listen)).into());
     }
