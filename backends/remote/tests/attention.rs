@@ -54,9 +54,10 @@ fn step(layers: u32, sequences: u32, split: AttnSplit, workers: u32) -> ([u64; 2
     };
     let weights = checkpoint.place_share(&*device, &partition.shares()[0], &mut |_, _| {}).unwrap().unwrap();
     let forward = Forward::of_member(&*device, config, &partition.shares()[0], weights, shape).unwrap();
+    let own = StepShape { blocks: shape.blocks / partition.page_holders(), ..shape };
     let members: Vec<AttentionMember> = (1..=workers)
         .zip(&devices)
-        .map(|(member, device)| AttentionMember::new(device, config, (&partition, member), shape).unwrap())
+        .map(|(member, device)| AttentionMember::new(device, config, (&partition, member), own).unwrap())
         .collect();
     let mut queues: Vec<Box<dyn Queue>> = devices.iter().map(|device| device.queue().unwrap()).collect();
     let mut queue = device.queue().unwrap();

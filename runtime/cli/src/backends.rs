@@ -109,7 +109,9 @@ pub(crate) fn stages(selector: &str) -> Result<Vec<Vec<String>>> {
         all.push(member.devices().into_iter().map(String::from).collect());
     }
     let names = all.concat();
-    let repeated = names.iter().enumerate().find(|(at, member)| names[..*at].contains(member));
+    // the one with the weights may attend as well, beside others
+    let first = usize::from(group.sharing == Sharing::Apart && names.len() > 2);
+    let repeated = names.iter().enumerate().find(|(at, member)| names[first.min(*at)..*at].contains(member));
     if let Some((_, member)) = repeated {
         bail!(Usage(format!("device '{member}' is named twice in '{selector}'")));
     }

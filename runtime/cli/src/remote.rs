@@ -27,6 +27,7 @@ pub(crate) struct RemoteArgs {
 }
 
 /// An open device.
+#[derive(Clone)]
 pub(crate) struct OpenDevice {
     pub(crate) device: Arc<dyn Device>,
     /// The same, if it is of another process.

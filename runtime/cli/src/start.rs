@@ -174,11 +174,15 @@ pub(crate) fn instances(
         let given = group.as_ref().map_or(given, |group| group.given);
         let stages = backends::stages(selector)?;
         let members = stages.concat();
-        let open = |member: &String| backends::open_as(member, &choice.remote);
-        let opened = match &group {
-            Some(group) => vec![OpenDevice::here(group.device.clone())],
-            None => members.iter().map(open).collect::<Result<Vec<_>>>()?,
-        };
+        let mut opened = Vec::<OpenDevice>::new();
+        for member in &members {
+            opened.push(match (&group, opened.first()) {
+                (Some(group), _) => OpenDevice::here(group.device.clone()),
+                // one that attends as well
+                (None, Some(first)) if *member == members[0] => first.clone(),
+                _ => backends::open_as(member, &choice.remote)?,
+            });
+        }
         let devices: Vec<_> = opened.iter().map(|open| open.device.clone()).collect();
         let partition = match backends::attends_apart(selector) && group.is_none() {
             true => config.with_attention(members.len() - 1, choice.attn_split.unwrap_or_default()),
@@ -192,11 +196,13 @@ pub(crate) fn instances(
             }
         };
         let partition = partition.map_err(|reason| Usage(format!("{selector}: {reason}")))?;
-        let mut placed = Vec::new();
+        let mut placed: Vec<(Arc<dyn Device>, _, InstanceSize, &MemberShare)> = Vec::new();
         for ((member, open), share) in members.iter().zip(opened).zip(partition.shares()) {
             let whole = members.len() == 1;
             let weights = place(model, &open, member, (!whole).then_some(share))?;
-            let size = sizes::of(model, share, &*open.device, given, host_devices)?;
+            let first = placed.first().filter(|(device, ..)| Arc::ptr_eq(device, &open.device));
+            let taken = first.map_or(Bytes::ZERO, |(_, _, size, _)| size.activations);
+            let size = sizes::of(model, share, &*open.device, given, host_devices, taken)?;
             placed.push((open.device, weights, size, share));
         }
         let fewest = |which: fn(&MemberShare) -> bool, of: fn(&InstanceSize) -> u32| {
@@ -279,11 +285,17 @@ fn check_roles(devices: &[DeviceRole]) -> Result<()> {
     Ok(())
 }
 
+/// Devices may have one share of weights each. Those that only attend in an instance may do so in others too,
+/// or have another's weights: an instance that computes prompts can lend bandwidth to one that decodes.
 fn check_names(devices: &[DeviceRole]) -> Result<()> {
-    let mut named = BTreeSet::new();
-    for device in devices {
-        for member in backends::members(&device.device)? {
-            if !named.insert(member.clone()) {
+    let mut with_weights = BTreeSet::new();
+    for DeviceRole { device, .. } in devices {
+        let mut members = backends::members(device)?;
+        if backends::attends_apart(device) {
+            members.truncate(1);
+        }
+        for member in members {
+            if !with_weights.insert(member.clone()) {
                 let message = format!("device '{member}' is named twice; one can do prefill and decode");
                 return Err(Usage(message).into());
             }

@@ -105,6 +105,8 @@ fn divided() -> Vec<(String, Option<&'static str>)> {
     let mixture = format!("attn:cpu,cpu@0,{}", others.join(","));
     for split in ["head", "request", "range"] {
         all.push(("attn:cpu,cpu@0,cpu@1".to_owned(), Some(split)));
+        // the device with the weights attends as well
+        all.push(("attn:cpu@0,cpu@0,cpu@1".to_owned(), Some(split)));
         all.extend((!others.is_empty()).then(|| (mixture.clone(), Some(split))));
     }
     all
@@ -129,6 +131,8 @@ fn fixtures_give_their_golden_tokens_where_kv_moves_between_one_device_and_sever
         ("cpu", attending, Some("head")),
         ("cpu", attending, Some("request")),
         ("cpu", attending, Some("range")),
+        // who computes prompts attends for who decodes, too
+        ("cpu@1", "attn:cpu@0,cpu@0,cpu@1", Some("request")),
         (attending, "cpu", Some("range")),
     ];
     let fixtures = fixtures();
@@ -232,6 +236,10 @@ fn what_several_devices_as_one_instance_cannot_do_is_refused_in_words() {
     assert!(refused(&["--device", "pp:(tp:cpu,cpu@0),cpu@0"]).contains("named twice"));
     assert!(refused(&["--device", "attn:cpu@0"]).contains("as in 'attn:cpu@0,cpu@1'"));
     assert!(refused(&["--device", "attn:cpu@0,cpu@0"]).contains("named twice"));
+    assert!(refused(&["--device", "attn:cpu@0,cpu@0,cpu@0"]).contains("named twice"));
+    assert!(refused(&["--device", "attn:cpu@0,cpu@1,cpu@1"]).contains("named twice"));
+    let twice = ["--device", "attn:cpu@0,cpu@1", "--device", "attn:cpu@0,cpu"];
+    assert!(refused(&twice).contains("'cpu@0' is named twice"));
     assert!(refused(&["--device", "cpu@0", "--attn-split", "head"]).contains("'attn:DEV,DEV'"));
     assert!(refused(&["--device", "attn:cpu@0,cpu@1", "--attn-split", "layer"]).contains("known: head"));
     assert!(refused(&["--device", "tp:cpu@0,cpu@0"]).contains("named twice"));

@@ -37,7 +37,7 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 /// Errors of the device.
 pub fn measure(device: &dyn Device, forward: &Forward) -> Result<Coefficients> {
     let mut bench = Bench { device, forward, queue: device.queue()? };
-    fit(forward, PageDevices::ONE, |parts| bench.seconds(parts))
+    fit(forward, &PageDevices::ONE, |parts| bench.seconds(parts))
 }
 
 /// Measures whole steps, exchanges included, of devices that divide a model: of `device`, the first one, with
@@ -49,7 +49,7 @@ pub fn measure(device: &dyn Device, forward: &Forward) -> Result<Coefficients> {
 pub(super) fn measure_divided(
     device: &dyn Device,
     forward: &Forward,
-    (others, pages): (&mut OtherMembers, PageDevices),
+    (others, pages): (&mut OtherMembers, &PageDevices),
     env: &dyn Env,
 ) -> Result<Coefficients> {
     let mut queue = device.queue()?;
@@ -67,7 +67,7 @@ pub(super) fn measure_divided(
 /// Fits coefficients to the times that `seconds` measures of steps.
 fn fit(
     forward: &Forward,
-    devices: PageDevices,
+    devices: &PageDevices,
     mut seconds: impl FnMut(&[StepInput<'_>]) -> Result<f64>,
 ) -> Result<Coefficients> {
     let shape = forward.shape();
@@ -85,7 +85,10 @@ fn fit(
         let parts: Vec<_> = pages.map(|pages| StepInput { start, tokens: &ids, pages, draw }).collect();
         seconds(&parts)
     };
-    let room = (shape.blocks / apart * shape.block_tokens).min(forward.config().context_max);
+    // a sequence fits onto each device, or onto all together
+    let least = (0..devices.count).map(|device| devices.room(device, shape.blocks)).min().unwrap_or(0);
+    let blocks = if devices.together { least } else { least * devices.count };
+    let room = (blocks * shape.block_tokens).min(forward.config().context_max);
     let large = TOKENS_LARGE.min(shape.tokens_max).min(room / 2).max(2);
     let small = TOKENS_SMALL.min(large / 2).max(1);
     let context = CONTEXT.min(room - large);

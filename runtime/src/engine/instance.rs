@@ -197,8 +197,8 @@ impl Loaded {
     }
 
     /// The same as [`Loaded::new`] for several devices that have the model as `partition` says: the first
-    /// one's weights and KV memory are in `spec`. All that keep KV have as many blocks as the one with the
-    /// least room.
+    /// one's weights and KV memory are in `spec`. Where each has a part of every block, all have as many as
+    /// the one with the least room. The first device may be one of those that attend, too.
     ///
     /// # Errors
     /// As of [`Loaded::new`], and `Invalid` if the shares are not those of the devices.
@@ -233,9 +233,20 @@ impl Loaded {
             let kv = (limits.kv, member.kv_bytes);
             blocks(&*member.device, &config.of_member(share), kv, block_tokens)
         });
-        let fewest = room.collect::<Result<Vec<_>>>()?.into_iter().min().unwrap_or(0);
+        let mut rooms = room.collect::<Result<Vec<_>>>()?;
         let holders = partition.page_holders();
-        let blocks = fewest.min(u32::MAX / block_tokens / holders) * holders;
+        rooms.iter_mut().for_each(|room| *room = (*room).min(u32::MAX / block_tokens / holders));
+        let page_devices = match holders {
+            1 => PageDevices::ONE,
+            _ => PageDevices {
+                count: holders,
+                together: partition.split() != Some(AttnSplit::Range),
+                rooms: Some(rooms.as_slice().into()),
+            },
+        };
+        let most = if holders == 1 { rooms.iter().min() } else { rooms.iter().max() };
+        // page numbers go up to this, wherever there is room
+        let blocks = most.copied().unwrap_or(0) * holders;
         let chunk_tokens = match partition.stages().len() {
             1 => limits.step_tokens_max,
             _ => limits.step_tokens_max.div_ceil(MICRO_BATCHES).max(MICRO_BATCH_MIN),
@@ -260,6 +271,8 @@ impl Loaded {
                     return Err(Error::invalid(format!("{id} has no weights of its share of the model")));
                 }
                 None => {
+                    let room = page_devices.room(share.member - 1, shape.blocks);
+                    let shape = StepShape { blocks: room, ..shape };
                     let which = (partition, share.member);
                     MemberModel::Kv(Box::new(AttentionMember::new(&*device, config, which, shape)?))
                 }
@@ -272,8 +285,6 @@ impl Loaded {
         };
         let first = (&*device, &*forward);
         let others = OtherMembers::open(first, loaded, (config, partition), chunk_tokens)?;
-        let page_devices =
-            PageDevices { count: holders, together: partition.split() != Some(AttnSplit::Range) };
         let kept = (KvPart::of_members(partition), page_devices);
         Ok(Loaded::of_parts(config, (device, *forward), Some(others), kept, (role, price), limits))
     }
@@ -297,7 +308,7 @@ impl Loaded {
         limits: InstanceLimits,
     ) -> Self {
         let shape = *forward.shape();
-        let blocks = shape.blocks;
+        let blocks = page_devices.all(shape.blocks);
         let batch = BatchLimits {
             blocks_total: blocks,
             block_tokens: shape.block_tokens,
@@ -465,7 +476,7 @@ impl Loaded {
             device,
             forward,
             others,
-            machine: BatchMachine::new(batch).predicted_by(cost.clone()),
+            machine: BatchMachine::new(batch.clone()).predicted_by(cost.clone()),
             limits: batch,
             cost,
             up: up.clone(),
@@ -506,7 +517,9 @@ impl Loaded {
     /// what all take one after the other, hops included, and of two batches one is attended to beside the
     /// products of the other.
     pub fn predicted_by_steps(&self, measured: Coefficients) -> CostModel {
-        if self.others.as_ref().is_some_and(|others| others.partition().is_some()) {
+        let device = &*self.spec_device;
+        let staggers = |others: &OtherMembers| others.partition().is_some() && others.may_stagger(device);
+        if self.others.as_ref().is_some_and(staggers) {
             return CostModel::Lockstep(Arc::new(LockstepCost::measured(measured)));
         }
         let whole = CostModel::Coefficients(measured);
@@ -531,7 +544,7 @@ impl Loaded {
         match &mut self.others {
             None => calibrate::measure(&*self.spec_device, &self.forward),
             Some(others) => {
-                let others = (others, self.batch.page_devices);
+                let others = (others, &self.batch.page_devices);
                 calibrate::measure_divided(&*self.spec_device, &self.forward, others, env)
             }
         }
@@ -551,16 +564,11 @@ impl Loaded {
         };
         let device = &*self.spec_device;
         let exchange = others.exchange_cost((device, &self.forward), env)?;
+        let how = Attending { staggered: others.may_stagger(device), ..Attending::ENGINE };
         let shape = self.forward.shape();
         let cost_shape = self.forward.config().cost_shape(shape.activations, shape.kv, shape.block_tokens);
-        CostModel::lockstep(
-            &partition,
-            &cost_shape,
-            profiles,
-            (exchange, Attending::ENGINE),
-            shape.tokens_max,
-        )
-        .map_err(Error::invalid)
+        CostModel::lockstep(&partition, &cost_shape, profiles, (exchange, how), shape.tokens_max)
+            .map_err(Error::invalid)
     }
 
     /// The cost model of steps here by an existing profile of the only device.

@@ -163,6 +163,12 @@ impl OtherMembers {
         }
     }
 
+    /// Whether products of one batch may run beside attention to another: `first`, the device with the weights,
+    /// is none of those that attend.
+    pub(super) fn may_stagger(&self, first: &dyn Device) -> bool {
+        self.devices().iter().all(|device| !std::ptr::addr_eq(Arc::as_ptr(device), first))
+    }
+
     /// The cost of what crosses in a layer between the first device and these, where they attend: fitted to
     /// the shortest times for one row and for many. It leaves KV as it is.
     ///
@@ -283,13 +289,14 @@ impl OtherMembers {
 }
 
 impl SecondBatch {
-    /// Allocates it; none if a step has one sequence at most.
+    /// Allocates it; none if a step has one sequence at most, or the device with the weights attends too.
     fn open(
         (device, forward): (&dyn Device, &Forward),
         attending: &[QueuedMember<Box<AttentionMember>>],
         config: &ModelConfig,
     ) -> Result<Option<Box<Self>>> {
-        if forward.shape().of_second_batch().is_none() {
+        let attends_too = attending.iter().any(|at| std::ptr::addr_eq(Arc::as_ptr(&at.device), device));
+        if attends_too || forward.shape().of_second_batch().is_none() {
             return Ok(None);
         }
         let of = |QueuedMember { device, model, .. }: &QueuedMember<Box<AttentionMember>>| {

@@ -126,7 +126,7 @@ impl Worker {
         self.outgoing.clear();
         self.postponed.clear();
         self.courier.forget_all();
-        self.machine = Instance::new(self.limits).predicted_by(self.cost.clone());
+        self.machine = Instance::new(self.limits.clone()).predicted_by(self.cost.clone());
         Ok(())
     }
 }

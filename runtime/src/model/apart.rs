@@ -53,7 +53,7 @@ struct Held {
 
 impl AttentionMember {
     /// Allocates the KV pools of a member's share of a model, and what attention takes. `shape` is that of
-    /// the instance's steps, with all of its blocks.
+    /// the instance's steps, with the blocks that this member has a part of.
     ///
     /// # Errors
     /// Those of the device, and `Invalid` for a member that does not attend.
@@ -70,7 +70,6 @@ impl AttentionMember {
         let own = config.of_member(share);
         let holders = partition.page_holders();
         let pages = (holders > 1).then(|| (member - 1, holders));
-        let shape = StepShape { blocks: shape.blocks / holders, ..shape };
         let attention = Attention::new(device, &own, &shape, 0)?;
         AttentionMember::with(device, config, (share, pages), shape, attention)
     }

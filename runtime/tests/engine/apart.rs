@@ -99,7 +99,7 @@ impl Apart {
             let placed = checkpoint.place_share(&*device, share, &mut |_, _| {}).unwrap();
             assert!(placed.is_none(), "it has no weights");
             // whichever members have the pages of two sequences
-            let shape = StepShape { blocks: 16 * partition.page_holders(), ..SHAPE };
+            let shape = StepShape { blocks: 16, ..SHAPE };
             let which = (&partition, share.member);
             let member = AttentionMember::new(&*device, config, which, shape).unwrap();
             let second = member.for_second_batch(&*device, config).unwrap();
@@ -351,10 +351,13 @@ fn an_instance_with_attention_apart_answers_beside_one_of_a_single_device() {
         .collect();
     let expected: Vec<_> = prompts.iter().map(|prompt| greedy(&checkpoint, prompt, 7)).collect();
     for split in AttnSplit::ALL {
-        for alone in [true, false] {
-            let fleet =
-                TestFleet::new(checkpoint.clone()).with_attention(core(), vec![core(), core()], split);
+        for (alone, unlike) in [(true, false), (false, false), (true, true), (false, true)] {
+            let (first, other) = (core(), core());
+            // the device with the weights attends as well, and has less room for it than the other
+            let attend = if unlike { vec![first.clone(), other] } else { vec![core(), other] };
+            let fleet = TestFleet::new(checkpoint.clone()).with_attention(first, attend, split);
             let fleet = if alone { fleet } else { fleet.with(Role::Auto) };
+            let fleet = if unlike { fleet.with_unlike_rooms() } else { fleet };
             let env = SeededEnv::new(7);
             let shared: SharedEnv = Arc::new(env.clone());
             let handle = fleet.start(shared);

@@ -116,6 +116,8 @@ pub(crate) struct TestFleet {
     hand_off_timeout: Duration,
     /// What attention to a key is predicted to take.
     seconds_per_key: f64,
+    /// Whether devices among which pages are divided have unlike room for them.
+    unlike_rooms: bool,
     metrics: Metrics,
     policy: Policy,
     /// Budget for copies of hot prefixes in bytes per second; prefixes are then not pulled.
@@ -145,6 +147,7 @@ impl TestFleet {
             transport: Arc::new(InProcessTransport::new()),
             hand_off_timeout: HandOffLimits::default().timeout,
             seconds_per_key: 0.0,
+            unlike_rooms: false,
             metrics: Metrics::new(),
             policy: Policy::default(),
             copies: None,
@@ -293,6 +296,11 @@ impl TestFleet {
         TestFleet { seconds_per_key, ..self }
     }
 
+    /// Gives the second of devices that divide pages twice as many as the first, and so on.
+    pub(crate) fn with_unlike_rooms(self) -> Self {
+        TestFleet { unlike_rooms: true, ..self }
+    }
+
     fn add(
         mut self,
         (role, block_tokens, kv): (Role, u32, DType),
@@ -382,7 +390,11 @@ impl TestFleet {
             // a device that has a part of the KV has memory for as many blocks
             let kv_bytes = |share: &MemberShare| {
                 let token_bytes = config.of_member(share).kv_bytes_per_token(member.kv);
-                let own_blocks = blocks.div_ceil(partition.page_holders());
+                let holders = partition.page_holders();
+                let own_blocks = match self.unlike_rooms && holders > 1 {
+                    true => (2 * blocks * share.member).div_ceil(holders * (holders + 1)),
+                    false => blocks.div_ceil(holders),
+                };
                 u64::from(member.block_tokens * own_blocks) * token_bytes
             };
             let limits = InstanceLimits {

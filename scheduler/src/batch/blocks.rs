@@ -8,6 +8,7 @@ use super::text::Text;
 use crate::kv::{BlockCache, BlockHash, CachePolicy};
 use mixfleet_hal::cast::to_u32;
 use serde::{Deserialize, Serialize};
+use std::sync::Arc;
 
 /// Number of blocks in each state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -32,17 +33,32 @@ pub struct Evicted<B> {
 }
 
 /// Among how many devices the blocks of an instance are divided: page `p` is on device `p % count`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PageDevices {
     /// Number of devices.
     pub count: u32,
     /// Whether the pages of a sequence should be on one device. If not, the devices take turns.
     pub together: bool,
+    /// Blocks of each device; as many on each as on the others if none.
+    pub rooms: Option<Arc<[u32]>>,
 }
 
 impl PageDevices {
     /// All blocks are on all devices that have any.
-    pub const ONE: PageDevices = PageDevices { count: 1, together: true };
+    pub const ONE: PageDevices = PageDevices { count: 1, together: true, rooms: None };
+
+    /// Blocks of a device, of `total` on all.
+    pub fn room(&self, device: u32, total: u32) -> u32 {
+        match &self.rooms {
+            Some(rooms) => rooms.get(device as usize).copied().unwrap_or(0),
+            None => total / self.count + u32::from(device < total % self.count),
+        }
+    }
+
+    /// Blocks on all devices, `total` if each has as many as the others.
+    pub fn all(&self, total: u32) -> u32 {
+        (0..self.count).map(|device| self.room(device, total)).sum()
+    }
 }
 
 /// Blocks with reference counts, a prefix index and eviction; `B` distinguishes the tokens of blocks with the
@@ -61,16 +77,15 @@ pub struct BlockPool<B> {
 impl<B: Default> BlockPool<B> {
     /// Creates `total` free blocks of `block_tokens` tokens.
     pub fn new(total: u32, block_tokens: u32, policy: CachePolicy) -> Self {
-        BlockPool::divided(total, block_tokens, policy, PageDevices::ONE)
+        BlockPool::divided(total, block_tokens, policy, &PageDevices::ONE)
     }
 
     /// The same, divided among devices.
-    pub fn divided(total: u32, block_tokens: u32, policy: CachePolicy, devices: PageDevices) -> Self {
+    pub fn divided(total: u32, block_tokens: u32, policy: CachePolicy, devices: &PageDevices) -> Self {
         assert!(block_tokens > 0, "a block holds at least one token");
-        let PageDevices { count, together } = devices;
-        let blocks_of = |device: u32| total / count + u32::from(device < total % count);
-        let caches = (0..count).map(|device| BlockCache::new(blocks_of(device) as usize, policy));
-        BlockPool { block_tokens, together, caches: caches.collect(), tokens: Vec::new() }
+        let room = |device| devices.room(device, total) as usize;
+        let caches = (0..devices.count).map(|device| BlockCache::new(room(device), policy));
+        BlockPool { block_tokens, together: devices.together, caches: caches.collect(), tokens: Vec::new() }
     }
 
     /// The cache and the slot of a page.
@@ -158,9 +173,9 @@ impl<B: Default> BlockPool<B> {
         let last = pages.last().map(|&page| self.slot(page).0);
         let wanted = last.map(|last| if self.together { last } else { (last + 1) % count });
         let has_room = |device: &usize| available(&self.caches[*device]) > 0;
-        let roomy = |best, device| {
-            if available(&self.caches[device]) > available(&self.caches[best]) { device } else { best }
-        };
+        // by the share of its own, so that devices of unlike room have work in that proportion
+        let share = |device: usize, of: usize| available(&self.caches[device]) * self.caches[of].capacity();
+        let roomy = |best, device| if share(device, best) > share(best, device) { device } else { best };
         wanted.filter(has_room).unwrap_or_else(|| (1..count).fold(0, roomy))
     }
 
@@ -264,8 +279,8 @@ mod tests {
     #[test]
     fn pages_of_a_sequence_stay_on_a_device_or_take_turns_and_go_elsewhere_once_it_is_full() {
         let of = |together| {
-            let devices = PageDevices { count: 3, together };
-            let mut pool = BlockPool::<Box<[u32]>>::divided(9, 2, CachePolicy::Lru, devices);
+            let devices = PageDevices { count: 3, together, rooms: None };
+            let mut pool = BlockPool::<Box<[u32]>>::divided(9, 2, CachePolicy::Lru, &devices);
             let mut sequences = [Vec::new(), Vec::new()];
             for at in 0..9 {
                 let pages = &mut sequences[usize::from(at >= 5)];
@@ -283,9 +298,18 @@ mod tests {
     }
 
     #[test]
+    fn sequences_go_to_devices_in_proportion_to_their_room() {
+        let devices = PageDevices { count: 2, together: true, rooms: Some([6, 2].into()) };
+        let mut pool = BlockPool::<Box<[u32]>>::divided(8, 2, CachePolicy::Lru, &devices);
+        let pages: Vec<u32> = (0..8).map(|_| pool.allocate(&[], &mut Vec::new()).unwrap()).collect();
+        assert_eq!(pages, [0, 1, 2, 4, 6, 3, 8, 10]);
+        assert_eq!((pool.allocate(&[], &mut Vec::new()), pool.counts().used), (None, 8));
+    }
+
+    #[test]
     fn a_prefix_is_found_on_whichever_device_it_is_and_is_kept_once() {
-        let devices = PageDevices { count: 2, together: true };
-        let mut pool = BlockPool::divided(4, 2, CachePolicy::Lru, devices);
+        let devices = PageDevices { count: 2, together: true, rooms: None };
+        let mut pool = BlockPool::divided(4, 2, CachePolicy::Lru, &devices);
         let one = pool.allocate(&[], &mut Vec::new()).unwrap();
         let other = pool.allocate(&[], &mut Vec::new()).unwrap();
         assert_ne!(one % 2, other % 2);
@@ -299,8 +323,11 @@ mod tests {
         for seed in 0..150 {
             let mut rng = Stream::new(seed);
             let policy = [CachePolicy::Lru, CachePolicy::Lfu, CachePolicy::LengthAware][seed as usize % 3];
-            let devices = PageDevices { count: 1 + (seed / 3 % 3) as u32, together: seed % 2 == 0 };
-            let mut pool = BlockPool::divided(8, 2, policy, devices);
+            let count = 1 + (seed / 3 % 3) as u32;
+            let unlike: [&[u32]; 3] = [&[8], &[1, 7], &[4, 1, 3]];
+            let rooms = (seed % 5 == 0).then(|| unlike[count as usize - 1].into());
+            let devices = PageDevices { count, together: seed % 2 == 0, rooms };
+            let mut pool = BlockPool::divided(8, 2, policy, &devices);
             let mut held: Vec<u32> = Vec::new();
             let mut evicted = Vec::new();
             for _ in 0..400 {

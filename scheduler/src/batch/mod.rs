@@ -48,7 +48,7 @@ use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
 /// Limits of one instance.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BatchLimits {
     /// Number of KV blocks.
     pub blocks_total: u32,
@@ -239,16 +239,12 @@ impl<T: Text> Instance<T> {
     /// Creates an empty instance.
     pub fn new(limits: BatchLimits) -> Self {
         assert!(limits.step_tokens_max > 0 && limits.sequences_max > 0, "an instance that can do nothing");
+        let BatchLimits { blocks_total, block_tokens, cache_policy, .. } = limits;
         Instance {
-            limits,
             cost: None,
             learner: Learner::default(),
-            blocks: BlockPool::divided(
-                limits.blocks_total,
-                limits.block_tokens,
-                limits.cache_policy,
-                limits.page_devices,
-            ),
+            blocks: BlockPool::divided(blocks_total, block_tokens, cache_policy, &limits.page_devices),
+            limits,
             sequences: IdMap::default(),
             places: Places::default(),
             lent: IdMap::default(),

@@ -70,7 +70,7 @@ fn steps_in_one_go_are_what_single_steps_are() {
     for seed in 0..100 {
         // of half of the seeds steps are sized by who decodes in them
         let limits = BatchLimits { prefill_tokens_beside_decode_max: (seed % 2 == 0).then_some(6), ..LIMITS };
-        let machine = || Instance::new(limits).predicted_by(rows_tests::cost());
+        let machine = || Instance::new(limits.clone()).predicted_by(rows_tests::cost());
         let mut machines = [machine(), machine()];
         let mut left = [BTreeMap::new(), BTreeMap::new()];
         let mut rng = Stream::new(seed);

@@ -169,7 +169,7 @@ impl Engine {
             cost: instance.spec.cost.clone(),
             measures: !setup.slowdowns.is_empty(),
             block_tokens,
-            machine: Instance::new(instance.limits).predicted_by(instance.spec.cost.clone()),
+            machine: Instance::new(instance.limits.clone()).predicted_by(instance.spec.cost.clone()),
             lower: Tiers::new(
                 &instance.tiers,
                 block_tokens,
