@@ -1,5 +1,6 @@
 //! Commands, and the queue that runs them.
 
+use crate::meeting::MeetingSeat;
 use crate::op::Extent;
 use crate::units::Seconds;
 use crate::{Error, OpSig, OperandAccess, Result, Slice};
@@ -119,6 +120,21 @@ pub trait Queue: Send {
     fn submit_for(&mut self, cmds: &[Cmd], results: &[Slice]) -> Result<Ticket> {
         let _ = results;
         self.submit(cmds)
+    }
+
+    /// Whether a thread of this process runs the batches, which can go to a meeting after one.
+    fn can_meet(&self) -> bool {
+        false
+    }
+
+    /// Submits a batch after which the thread that runs it goes to a meeting; the batch is done when that is.
+    /// If it fails, or an earlier one has, the meeting is ended.
+    ///
+    /// # Errors
+    /// Those of [`submit`](Self::submit), and `Unsupported` unless [`can_meet`](Self::can_meet).
+    fn submit_then_meet(&mut self, cmds: &[Cmd], seat: MeetingSeat) -> Result<Ticket> {
+        let _ = (cmds, seat);
+        Err(Error::unsupported("no thread of this process runs this queue's batches"))
     }
 
     /// Blocks until everything up to `ticket` is done or `timeout` has passed, and returns the time of

@@ -23,6 +23,7 @@ pub mod economics;
 pub mod error;
 pub mod fault;
 pub mod format;
+pub mod meeting;
 pub mod memory;
 pub mod op;
 pub mod profile;
@@ -38,5 +39,6 @@ pub use device::{Absent, Backend, Device, DeviceInfo, DeviceKind, DeviceLimits, 
 pub use dtype::DType;
 pub use error::{Error, ErrorKind, Result};
 pub use format::{StoredAs, WeightFormat};
+pub use meeting::{BatchMemory, Meeting, MeetingSeat};
 pub use memory::{Buffer, BufferUsage, Export, FileMapper, HostMemory, Slice};
 pub use op::{KvShape, OpSig, Operand, OperandAccess, Scalar};

@@ -2,7 +2,7 @@
 
 use crate::health::HealthReader;
 use crate::isa::Isa;
-use crate::memory::{Budget, CpuBuffer, buffer_of};
+use crate::memory::{self, Budget, CpuBuffer};
 use crate::pool::ThreadPool;
 use crate::program::check_sig;
 use crate::queue::CpuQueue;
@@ -14,8 +14,8 @@ use mixfleet_hal::{
     Absent, Backend, BufferUsage, DType, Device, DeviceInfo, DeviceKind, DeviceLimits, Error, Export, Health,
     HostMemory, OpSig, Queue, Result, Slice, Support,
 };
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError};
 
 /// Preferred KV page size in tokens: two AVX-512 vectors of keys, or 4 KiB per head of 64 in bf16.
 const KV_PAGE_TOKENS: u32 = 32;
@@ -143,26 +143,11 @@ impl Device for CpuDevice {
     }
 
     fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
-        let buffer = buffer_of(to)?;
-        check_length(to, data.len())?;
-        if buffer.is_read_only() {
-            return Err(Error::invalid("imported host memory is read-only; write to a buffer of `alloc`"));
-        }
-        let guard = buffer.lock.write().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: the slice is inside the buffer, which is locked for writing and owned by it.
-        unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), buffer.span(to).start, data.len()) };
-        drop(guard);
-        Ok(())
+        memory::write(to, data)
     }
 
     fn read(&self, from: &Slice, data: &mut [u8]) -> Result<()> {
-        let buffer = buffer_of(from)?;
-        check_length(from, data.len())?;
-        let guard = buffer.lock.read().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: the slice is inside the buffer, which is locked for reading.
-        unsafe { std::ptr::copy_nonoverlapping(buffer.span(from).start, data.as_mut_ptr(), data.len()) };
-        drop(guard);
-        Ok(())
+        memory::read(from, data)
     }
 
     fn pin(&self, _: Arc<dyn SharedMemory>) -> Result<Option<Pinned>> {
@@ -181,11 +166,4 @@ impl Device for CpuDevice {
     fn health(&self) -> Health {
         self.health.read()
     }
-}
-
-fn check_length(slice: &Slice, length: usize) -> Result<()> {
-    if slice.bytes != length as u64 {
-        return Err(Error::invalid(format!("{length} bytes of host memory for a slice of {}", slice.bytes)));
-    }
-    Ok(())
 }

@@ -2,11 +2,11 @@
 
 use crate::kernels::Span;
 use mixfleet_hal::cast::to_usize;
-use mixfleet_hal::{Buffer, Error, ErrorKind, HostMemory, Result, Slice};
+use mixfleet_hal::{BatchMemory, Buffer, Error, ErrorKind, HostMemory, Result, Slice};
 use std::any::Any;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, RwLock};
+use std::sync::{Arc, PoisonError, RwLock};
 
 /// The memory budget of a device: bytes in use, and their limit.
 #[derive(Debug)]
@@ -140,4 +140,55 @@ pub(crate) fn buffer_of(slice: &Slice) -> Result<&CpuBuffer> {
         return Err(Error::invalid(message));
     }
     Ok(buffer)
+}
+
+fn check_length(slice: &Slice, length: usize) -> Result<()> {
+    if slice.bytes != length as u64 {
+        return Err(Error::invalid(format!("{length} bytes of host memory for a slice of {}", slice.bytes)));
+    }
+    Ok(())
+}
+
+/// Copies `data` to a slice.
+///
+/// # Errors
+/// `Invalid` for another length or backend, or for imported memory.
+pub(crate) fn write(to: &Slice, data: &[u8]) -> Result<()> {
+    let buffer = buffer_of(to)?;
+    check_length(to, data.len())?;
+    if buffer.is_read_only() {
+        return Err(Error::invalid("imported host memory is read-only; write to a buffer of `alloc`"));
+    }
+    let guard = buffer.lock.write().unwrap_or_else(PoisonError::into_inner);
+    // SAFETY: the slice is inside the buffer, which is locked for writing and owned by it.
+    unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), buffer.span(to).start, data.len()) };
+    drop(guard);
+    Ok(())
+}
+
+/// Copies a slice to `data`.
+///
+/// # Errors
+/// `Invalid` for another length or backend.
+pub(crate) fn read(from: &Slice, data: &mut [u8]) -> Result<()> {
+    let buffer = buffer_of(from)?;
+    check_length(from, data.len())?;
+    let guard = buffer.lock.read().unwrap_or_else(PoisonError::into_inner);
+    // SAFETY: the slice is inside the buffer, which is locked for reading.
+    unsafe { std::ptr::copy_nonoverlapping(buffer.span(from).start, data.as_mut_ptr(), data.len()) };
+    drop(guard);
+    Ok(())
+}
+
+/// The memory of the device whose thread is at a meeting.
+pub(crate) struct AtMeeting;
+
+impl BatchMemory for AtMeeting {
+    fn read(&self, from: &Slice, into: &mut [u8]) -> Result<()> {
+        read(from, into)
+    }
+
+    fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
+        write(to, data)
+    }
 }

@@ -5,11 +5,12 @@
 
 use crate::isa::Isa;
 use crate::kernels::{self, Scratch, Worker};
+use crate::memory::AtMeeting;
 use crate::program::CpuProgram;
 use crate::queue::Timeline;
 use crate::sync::{Barrier, Epoch};
 use crate::topology;
-use mixfleet_hal::{Error, ErrorKind, HostMemory, Result};
+use mixfleet_hal::{Error, ErrorKind, HostMemory, MeetingSeat, Result};
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -17,11 +18,30 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLockReadGuard, R
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-/// A batch to run, with its ticket.
+/// A batch to run, with its ticket, and the meeting to go to afterwards.
 pub(crate) struct ThreadJob {
     pub(crate) program: Arc<CpuProgram>,
     pub(crate) timeline: Arc<Timeline>,
     pub(crate) ticket: u64,
+    pub(crate) seat: Option<MeetingSeat>,
+}
+
+impl ThreadJob {
+    /// Goes to the meeting if the batch is done, and ends it if not.
+    fn meet(&self, result: Result<f64>) -> Result<f64> {
+        let Some(MeetingSeat { meeting, member }) = &self.seat else { return result };
+        let met = result.and_then(|seconds| {
+            let at = AssertUnwindSafe(|| meeting.meet(*member, &AtMeeting));
+            let met = catch_unwind(at).unwrap_or_else(|_| {
+                Err(Error::new(ErrorKind::DeviceLost, "cpu: an exchange between two batches panicked"))
+            });
+            met.map(|()| seconds)
+        });
+        if met.is_err() {
+            meeting.end();
+        }
+        met
+    }
 }
 
 /// One run of a program, visible to all workers.
@@ -172,11 +192,12 @@ fn lead(shared: &Shared) {
             return;
         };
         if let Some(error) = job.timeline.error() {
-            job.timeline.settle(job.ticket, Err(error));
+            let result = job.meet(Err(error));
+            job.timeline.settle(job.ticket, result);
             continue;
         }
-        let result = run_job(shared, &job.program, &mut scratch, &mut common);
-        let ThreadJob { program, timeline, ticket } = job;
+        let result = job.meet(run_job(shared, &job.program, &mut scratch, &mut common));
+        let ThreadJob { program, timeline, ticket, .. } = job;
         // the buffers can be freed now if nobody else holds them
         drop(program);
         timeline.settle(ticket, result);

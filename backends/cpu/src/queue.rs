@@ -3,8 +3,9 @@
 use crate::pool::{ThreadJob, ThreadPool};
 use crate::program::CpuProgram;
 use mixfleet_hal::cast::to_usize;
+use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::units::Seconds;
-use mixfleet_hal::{Cmd, Elapsed, Error, ErrorKind, Graph, Queue, Result, Ticket, command::ClockKind};
+use mixfleet_hal::{Cmd, Elapsed, Error, ErrorKind, Graph, MeetingSeat, Queue, Result, Ticket};
 use std::any::Any;
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -28,6 +29,8 @@ struct State {
     times: VecDeque<f64>,
     /// The first failed batch and its error.
     failure: Option<(u64, Error)>,
+    /// The first batch that somebody waits for: others wake nobody.
+    awaited: Option<u64>,
 }
 
 impl Timeline {
@@ -51,14 +54,22 @@ impl Timeline {
         if let (Err(error), None) = (result, &state.failure) {
             state.failure = Some((ticket, error));
         }
+        let wakes = state.awaited.is_some_and(|awaited| awaited <= ticket);
+        if wakes {
+            // those that wait for later ones say so again
+            state.awaited = None;
+        }
         drop(state);
-        self.changed.notify_all();
+        if wakes {
+            self.changed.notify_all();
+        }
     }
 
     fn wait(&self, ticket: u64, timeout: Duration) -> Result<Elapsed> {
         let deadline = Instant::now().checked_add(timeout);
         let mut state = self.state();
         while state.done < ticket {
+            state.awaited = Some(state.awaited.map_or(ticket, |other| other.min(ticket)));
             let left = deadline.map(|d| d.saturating_duration_since(Instant::now()));
             state = match left {
                 Some(Duration::ZERO) => {
@@ -119,10 +130,10 @@ impl CpuQueue {
         Ok(Arc::new(CpuProgram::new(cmds, self.pool.isa(), self.pool.workers())?))
     }
 
-    fn run(&mut self, program: Arc<CpuProgram>) -> Ticket {
+    fn run(&mut self, program: Arc<CpuProgram>, seat: Option<MeetingSeat>) -> Ticket {
         self.submitted += 1;
         let ticket = self.submitted;
-        self.pool.submit(ThreadJob { program, timeline: self.timeline.clone(), ticket });
+        self.pool.submit(ThreadJob { program, timeline: self.timeline.clone(), ticket, seat });
         Ticket(ticket)
     }
 }
@@ -130,7 +141,16 @@ impl CpuQueue {
 impl Queue for CpuQueue {
     fn submit(&mut self, cmds: &[Cmd]) -> Result<Ticket> {
         let program = self.prepare(cmds)?;
-        Ok(self.run(program))
+        Ok(self.run(program, None))
+    }
+
+    fn can_meet(&self) -> bool {
+        true
+    }
+
+    fn submit_then_meet(&mut self, cmds: &[Cmd], seat: MeetingSeat) -> Result<Ticket> {
+        let program = self.prepare(cmds)?;
+        Ok(self.run(program, Some(seat)))
     }
 
     fn wait(&mut self, ticket: Ticket, timeout: Duration) -> Result<Elapsed> {
@@ -148,6 +168,6 @@ impl Queue for CpuQueue {
         let graph = graph.as_any().downcast_ref::<CpuGraph>();
         let own = graph.filter(|g| Arc::ptr_eq(&g.timeline, &self.timeline));
         let own = own.ok_or_else(|| Error::invalid("the graph was recorded on another queue"))?;
-        Ok(self.run(own.program.clone()))
+        Ok(self.run(own.program.clone(), None))
     }
 }

@@ -16,8 +16,8 @@ const SHARE_MIN: f64 = 0.9;
 const CLOCK_SHARE_MIN: f64 = 0.95;
 
 /// The size of an instance of `model` on `device`, on which its weights are already, and which has `share` of
-/// the model; `host_devices` is the number of devices of this process whose memory is the host's, and `taken`
-/// is what the instance will take there for another share. Says what was chosen and why.
+/// the model. Of what is free there the instance will take `taken` for another share, and `sharing` instances,
+/// itself included, have an equal part of the rest. Says what was chosen and why.
 ///
 /// # Errors
 /// When nothing is left for KV.
@@ -26,13 +26,11 @@ pub(crate) fn of(
     share: &MemberShare,
     device: &dyn Device,
     given: GivenSizes,
-    host_devices: usize,
-    taken: Bytes,
+    (taken, sharing): (Bytes, usize),
 ) -> Result<InstanceSize> {
     let info = device.info();
     let is_host = info.kind == DeviceKind::Cpu;
-    let sharing = if is_host { host_devices.max(1) as f64 } else { 1.0 };
-    let free = device.memory_free().map(|free| Bytes((free.0 / sharing - taken.0).max(0.0)));
+    let free = device.memory_free().map(|free| Bytes((free.0 - taken.0).max(0.0) / sharing.max(1) as f64));
     let config = model.checkpoint.config.of_member(share);
     let shape = config.cost_shape(model.activations, model.kv, device.limits().kv_page_tokens);
     let mut room = DeviceRoom {

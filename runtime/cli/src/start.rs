@@ -10,12 +10,12 @@ use crate::tiers::{self, Pools};
 use crate::{backends, calibration, profiles, sizes};
 use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressStyle};
-use mixfleet_hal::Device;
 use mixfleet_hal::cast::{to_u64, to_usize};
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::transport::Transport;
 use mixfleet_hal::units::{Bytes, GIB, UsdPerHour};
+use mixfleet_hal::{Device, DeviceKind};
 use mixfleet_runtime::api::Placements;
 use mixfleet_runtime::engine::events::EventLog;
 use mixfleet_runtime::engine::{
@@ -162,8 +162,12 @@ pub(crate) fn instances(
         sequences_max: choice.sequences_max,
     };
     let mut host_devices = 0;
+    // devices that keep KV, as often as they do
+    let mut keeping = Vec::new();
     for DeviceRole { device, .. } in &choice.devices {
-        host_devices += backends::members(device)?.iter().filter(|member| member.starts_with("cpu")).count();
+        let mut members = backends::members(device)?;
+        host_devices += members.iter().filter(|member| member.starts_with("cpu")).count();
+        keeping.extend(members.drain(usize::from(backends::attends_apart(device))..));
     }
     if choice.attn_split.is_some() && !choice.devices.iter().any(|d| backends::attends_apart(&d.device)) {
         let message = "--attn-split: no device is of the form 'attn:DEV,DEV', whose KV it divides".to_owned();
@@ -202,7 +206,14 @@ pub(crate) fn instances(
             let weights = place(model, &open, member, (!whole).then_some(share))?;
             let first = placed.first().filter(|(device, ..)| Arc::ptr_eq(device, &open.device));
             let taken = first.map_or(Bytes::ZERO, |(_, _, size, _)| size.activations);
-            let size = sizes::of(model, share, &*open.device, given, host_devices, taken)?;
+            let mut sharing = keeping.iter().filter(|other| *other == member).count();
+            if open.device.info().kind == DeviceKind::Cpu {
+                sharing = host_devices;
+            }
+            if let Some(own) = keeping.iter().position(|other| share.keeps_kv() && other == member) {
+                keeping.remove(own);
+            }
+            let size = sizes::of(model, share, &*open.device, given, (taken, sharing))?;
             placed.push((open.device, weights, size, share));
         }
         let fewest = |which: fn(&MemberShare) -> bool, of: fn(&InstanceSize) -> u32| {

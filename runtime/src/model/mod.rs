@@ -16,6 +16,7 @@ pub mod graph;
 mod header;
 mod held;
 pub mod load;
+pub mod meeting;
 mod names;
 pub mod oracle;
 mod parse;

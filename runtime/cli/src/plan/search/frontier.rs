@@ -41,6 +41,8 @@ struct Simulated {
     trial: FleetTrial,
     /// The policy of the next one.
     next_policy: Policy,
+    /// Whether these instances were simulated under each policy.
+    under_each: bool,
 }
 
 impl PlanSearch<'_> {
@@ -120,7 +122,8 @@ impl PlanSearch<'_> {
                 let other = POLICIES.into_iter().find(|other| *other != policy).unwrap_or(policy);
                 let (file, growth) = (known.file.clone(), growth.clone());
                 let next_policy = if helped { policy } else { other };
-                Box::new(Simulated { file, growth, policy, trial, next_policy })
+                let under_each = known.growth.counts() == growth.counts();
+                Box::new(Simulated { file, growth, policy, trial, next_policy, under_each })
             }));
         }
         let file = self.parsed(of.fleet, &PlannedTiers::default())?;
@@ -133,7 +136,14 @@ impl PlanSearch<'_> {
                 best = Some((policy, trial));
             }
         }
-        let simulated = |(policy, trial)| Simulated { file, growth, policy, trial, next_policy: policy };
+        let simulated = |(policy, trial)| Simulated {
+            file,
+            growth,
+            policy,
+            trial,
+            next_policy: policy,
+            under_each: true,
+        };
         Ok(best.map(|best| Box::new(simulated(best))))
     }
 
@@ -144,8 +154,8 @@ impl PlanSearch<'_> {
         FleetTried { held: Some((policy, trial)), ..FleetTried::new(fleet, file, f64::INFINITY) }
     }
 
-    /// A fleet that missed the objective, with more instances that cost less than `most_usd`, unless these
-    /// are seen not to help it or are not in stock.
+    /// A fleet that missed the objective, with more instances that cost less than `most_usd`. If these are
+    /// seen not to help it or are not in stock, it is simulated once more under the other policy.
     fn grown<'a>(
         &self,
         fleet: &'a FormedFleet,
@@ -165,7 +175,14 @@ impl PlanSearch<'_> {
                 let usd_per_hour = rent(next.counts());
                 Ok(Growing { fleet, usd_per_hour, next: Some(next), simulated: Some(simulated) })
             }
-            false => Err(simulated),
+            false if simulated.under_each || rent(simulated.growth.counts()) >= most_usd => Err(simulated),
+            false => {
+                let other = POLICIES.into_iter().find(|other| *other != simulated.policy);
+                let next_policy = other.unwrap_or(simulated.policy);
+                let (next, usd_per_hour) = (simulated.growth.clone(), rent(simulated.growth.counts()));
+                let simulated = Some(Box::new(Simulated { next_policy, ..*simulated }));
+                Ok(Growing { fleet, usd_per_hour, next: Some(next), simulated })
+            }
         }
     }
 
