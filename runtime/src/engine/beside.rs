@@ -69,6 +69,17 @@ impl Postponed {
         *self = Postponed::default();
     }
 
+    /// The slot that a message of a peer returns, if it need not wait until the step has ended.
+    pub(super) fn slot_returned(&self, peer: InstanceId, word: &KvMessage) -> Option<u32> {
+        let KvMessage::Credit { slot } = *word else { return None };
+        self.moves_only(peer, word).then_some(slot)
+    }
+
+    /// Leaves a message for after the step.
+    pub(super) fn handle_later(&mut self, peer: InstanceId, word: KvMessage) {
+        self.waiting.push_back(AfterStep::Handle(peer, word));
+    }
+
     /// Whether a message only moves bytes. What comes from a peer after it was lost waits too.
     fn moves_only(&self, peer: InstanceId, word: &KvMessage) -> bool {
         let lost = |after: &AfterStep| matches!(after, AfterStep::Handle(it, KvMessage::Down) if *it == peer);
@@ -114,13 +125,14 @@ impl Worker {
     /// Whether KV may come or go beside the running step.
     fn kv_moves(&self) -> bool {
         self.copies.is_some()
-            && (!self.outgoing.is_empty() || self.active.values().any(|active| active.incoming.is_some()))
+            && (!self.sender.outgoing.is_empty()
+                || self.active.values().any(|active| active.incoming.is_some()))
     }
 
     /// Handles a message of a peer during a step as far as bytes are concerned.
     fn handle_beside(&mut self, peer: InstanceId, word: KvMessage) -> Result<()> {
         if !self.postponed.moves_only(peer, &word) {
-            self.postponed.waiting.push_back(AfterStep::Handle(peer, word));
+            self.postponed.handle_later(peer, word);
             return Ok(());
         }
         self.postponed.active = true;

@@ -75,7 +75,11 @@ impl Worker {
                     Err(error) => {
                         let Job { request, attempt, .. } = job;
                         tracing::warn!(request, %error, "a prefix is not lent");
-                        self.directory.tell(to.to, self.id, KvMessage::Lent { request, attempt, until: 0 });
+                        self.sender.directory.tell(
+                            to.to,
+                            self.id,
+                            KvMessage::Lent { request, attempt, until: 0 },
+                        );
                     }
                 }
             }
@@ -93,7 +97,7 @@ impl Worker {
                 let _ = answer.try_send([(self.id, device.chain(below).collect())].into());
             }
             ToWorker::Abandon { router } => {
-                let all = self.active.keys().chain(self.outgoing.keys()).copied();
+                let all = self.active.keys().chain(self.sender.outgoing.keys()).copied();
                 let its: BTreeSet<RequestId> = all.filter(|&id| RouterId::of(id) == router).collect();
                 its.into_iter().try_for_each(|request| self.cancel(request))?;
             }
@@ -111,7 +115,7 @@ impl Worker {
                 }
             }
             KvMessage::Landed(parcel) => self.receive(peer, parcel)?,
-            KvMessage::Credit { slot } => self.courier.give_slot(peer, slot),
+            KvMessage::Credit { slot } => self.sender.courier.give_slot(peer, slot),
             KvMessage::Lost { request, attempt, piece } => {
                 if let Some(incoming) = self.incoming(request, attempt) {
                     incoming.lose(peer, piece);
@@ -178,7 +182,7 @@ impl Worker {
 
     pub(super) fn cancel(&mut self, request: RequestId) -> Result<()> {
         self.active.remove(&request);
-        self.outgoing.remove(&request);
+        self.sender.outgoing.remove(&request);
         self.machine_step(Event::Cancel { request })
     }
 

@@ -111,7 +111,7 @@ impl Worker {
         let Some(active) = self.active.get_mut(&request) else { return Ok(()) };
         let Some((transfer, source)) = active.sender else { return Ok(()) };
         let (attempt, holder) = (active.attempt, source.holder);
-        match (self.courier.landing(holder), transfer) {
+        match (self.sender.courier.landing(holder), transfer) {
             (Ok(landing), _) => {
                 let landing = landing.clone();
                 active.incoming = Some(Incoming::new((transfer, source), tokens_cached, layers));
@@ -138,19 +138,19 @@ impl Worker {
             incoming.awaits(sender, &piece)
                 && DType::FLOATS.contains(&wire)
                 && bytes == self.kv.layer_bytes(piece.tokens, wire)
-                && bytes <= self.courier.slot_bytes()
+                && bytes <= self.sender.courier.slot_bytes()
         });
-        let private = self.courier.private();
+        let private = self.sender.courier.private();
         let mut copied = match &private {
             Some(_) => Ok(()),
             None => Err(Error::new(ErrorKind::OutOfMemory, "there is no memory to check a piece in")),
         };
-        let looked = self.courier.look(sender, slot, bytes, &mut |payload| {
+        let looked = self.sender.courier.look(sender, slot, bytes, &mut |payload| {
             if let Some(private) = &private {
                 copied = private.store(0, payload);
             }
         });
-        self.directory.tell(sender, self.id, KvMessage::Credit { slot });
+        self.sender.directory.tell(sender, self.id, KvMessage::Credit { slot });
         let looked = looked.and(copied);
         let intact = match (&private, &looked) {
             (Some(private), Ok(())) => {
@@ -177,7 +177,7 @@ impl Worker {
             self.metrics.kv_transfer_bytes.inc_by(bytes);
         }
         let verdict = KvMessage::Verdict { request, attempt, piece, intact };
-        self.directory.tell(sender, self.id, verdict);
+        self.sender.directory.tell(sender, self.id, verdict);
         if awaited && intact { self.settle_incoming(request) } else { Ok(()) }
     }
 
@@ -201,7 +201,7 @@ impl Worker {
             text.push(next);
         }
         if next.is_some() {
-            self.directory.tell(sender, self.id, KvMessage::TakenOver { request, attempt });
+            self.sender.directory.tell(sender, self.id, KvMessage::TakenOver { request, attempt });
             self.report(FromWorker::Joined { request });
         }
         self.machine_step(Event::Landed { request, tokens_valid, next: next.is_some() })

@@ -123,9 +123,10 @@ impl Worker {
         self.copies = Worker::queue_for_copies(&*self.device)?;
         self.probe()?;
         self.active.clear();
-        self.outgoing.clear();
+        self.sender.outgoing.clear();
+        self.sender.given_up.clear();
         self.postponed.clear();
-        self.courier.forget_all();
+        self.sender.courier.forget_all();
         self.machine = Instance::new(self.limits).predicted_by(self.cost.clone());
         Ok(())
     }

@@ -5,22 +5,22 @@
 //! are carried out between steps, peers' messages about KV also during them (`beside.rs`).
 
 use super::beside::Postponed;
-use super::courier::Courier;
-use super::directory::Directory;
 use super::draw::{Draw, draw_input, read_rows};
 use super::fault;
-use super::handoff::{LAYERS_IN_FLIGHT, Outgoing, SEND_POLL_INTERVAL, Staging};
+use super::handoff::{LAYERS_IN_FLIGHT, Outgoing, SEND_POLL_INTERVAL};
 use super::health::HealthWatch;
 use super::incoming::Incoming;
+use super::leaving::Taken;
 use super::members::OtherMembers;
 use super::messages::{FromPeer, FromWorker, KvMessage, Report, Source, ToWorker, Transfer};
 use super::pages::InstanceKv;
 use super::recordings::Recordings;
+use super::sender::{LayersLeaving, Sender};
 use super::tiers::InstanceTiers;
 use crate::env::{SharedEnv, yield_now};
 use crate::mailbox::{MessageReceiver, MessageSender};
 use crate::metrics::{DeviceLabels, Metrics};
-use crate::model::divided::MemberRun;
+use crate::model::divided::{MemberRun, MicroBatch};
 use crate::model::graph::{Forward, StepInput};
 use crate::request::{Failure, FinishReason, GenerateRequest};
 use crate::sampling::Penalties;
@@ -83,18 +83,13 @@ pub(super) struct Worker {
     /// Timeout of a step, after which the device counts as hung.
     pub(super) step_timeout: Duration,
     pub(super) active: HashMap<RequestId, Active>,
-    /// KV that is sent to others, by request: at most one transfer each.
-    pub(super) outgoing: HashMap<RequestId, Outgoing>,
-    /// Of an only device, for what it sends during steps.
-    pub(super) staging: Option<Staging>,
+    pub(super) sender: Sender,
     /// The KV in the pages of the device or devices.
     pub(super) kv: InstanceKv,
     /// Memory on the device for what it is probed with.
     pub(super) probed: Slice,
     /// The tiers that store evicted KV.
     pub(super) below: Option<InstanceTiers>,
-    pub(super) courier: Courier,
-    pub(super) directory: Directory,
     pub(super) orders: MessageReceiver<ToWorker>,
     pub(super) words: MessageReceiver<FromPeer>,
     pub(super) reports: MessageSender<Report>,
@@ -228,7 +223,7 @@ impl Worker {
                     self.contain(awaited)?;
                 }
                 Action::Lent { request, pages } => {
-                    if let Some(outgoing) = self.outgoing.get_mut(&request) {
+                    if let Some(outgoing) = self.sender.outgoing.get_mut(&request) {
                         outgoing.pages = pages;
                     }
                 }
@@ -262,8 +257,8 @@ impl Worker {
 
     /// Drops a request and its hand-off; a lent prefix of it is still sent.
     pub(super) fn forget(&mut self, request: RequestId) -> Option<Active> {
-        if self.hand_off(request).is_some() {
-            self.outgoing.remove(&request);
+        if self.sender.hand_off(request).is_some() {
+            self.sender.outgoing.remove(&request);
         }
         self.active.remove(&request)
     }
@@ -313,16 +308,28 @@ impl Worker {
         let part = |part| input_of(machine, active, part, block_tokens);
         let parts: Vec<StepInput<'_>> = step.sequences.iter().map(part).collect();
         if let Some(members) = &mut self.others {
-            let (device, queue, forward) = (&*self.device, &mut *self.queue, &self.forward);
             let MeasuredSteps { parts: prompts, sequences, kv_tokens, .. } = sizes_of(step);
             let groups = self.cost.decode_groups(&prompts, sequences, kv_tokens);
-            let first = MemberRun { device, queue, forward };
-            let rows = members.run(first, &parts, members.pieces(groups), self.step_timeout)?;
-            self.queue_computed(step);
+            let batches = members.cut(&parts, groups, block_tokens);
+            // stages have one batch at a time; of devices that attend, each has all of them
+            let (mut taken, at_once) = (Taken::default(), members.partition().is_some());
+            let sends = batches.iter().map(|MicroBatch { parts, numbers }| {
+                let its = numbers.iter().map(|&number| step.sequences[number].request).zip(parts);
+                if !at_once {
+                    taken = Taken::default();
+                }
+                self.sender.step_sends(its, &self.kv, &mut taken)
+            });
+            let sends: Vec<_> = sends.collect();
+            let first = MemberRun { device: &*self.device, queue: &mut *self.queue, forward: &self.forward };
+            let Worker { sender, kv, words, postponed, .. } = self;
+            let mut leaving = LayersLeaving { sender, kv, sends: &sends, words, postponed };
+            let rows = members.run(first, &batches, &mut leaving, self.step_timeout)?;
             return self.draw(step, rows);
         }
+        let its = step.sequences.iter().map(|sequence| sequence.request).zip(&parts);
+        let sends = self.sender.step_sends(its, &self.kv, &mut Taken::default());
         let pass = self.forward.begin(&*self.device, &parts)?;
-        let sends = self.step_sends(step);
         if let (Some(key), true) = (pass.key(), sends.is_empty()) {
             let ticket = self.recordings.run(&mut *self.queue, &self.forward, &pass, key)?;
             self.await_step(ticket).await?;
@@ -334,7 +341,7 @@ impl Worker {
         for layer in 0..layers {
             let mut list = if layer == 0 { self.forward.embed(&pass)? } else { Vec::new() };
             list.extend(self.forward.layer(layer, &pass)?);
-            list.extend(self.gathers(layer, &pass, &sends)?);
+            list.extend(self.kv.gather((0, layer), sends.iter().map(|send| &send.leaving))?);
             tickets.push(self.queue.submit(&list)?);
             if !sends.is_empty() && layer + 1 >= depth {
                 let ready = layer + 1 - depth;
@@ -410,16 +417,16 @@ impl Worker {
             // This frees the blocks of a hand-off that ended with its first token.
             return self.machine_step(Event::Release { request });
         };
-        if let Some(to) = self.hand_off(request).map(Outgoing::hand_over) {
+        if let Some(to) = self.sender.hand_off(request).map(Outgoing::hand_over) {
             let word = KvMessage::HandedOver { request, attempt: to.attempt, next };
-            self.directory.tell(to.to, self.id, word);
+            self.sender.directory.tell(to.to, self.id, word);
         }
         Ok(())
     }
 
     /// Ends all transfers with a lost peer.
     pub(super) fn peer_down(&mut self, peer: InstanceId) -> Result<()> {
-        self.courier.forget(peer);
+        self.sender.courier.forget(peer);
         self.stop_all_to(peer)?;
         self.lender_down(peer)
     }

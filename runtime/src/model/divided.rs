@@ -6,6 +6,7 @@
 //! of the commands, and exchange partial sums of the residual stream twice per layer, and logits once.
 
 use super::graph::{Forward, Pass, StepInput};
+use super::leaving::LayerKv;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{Cmd, Collective, Device, Error, MatrixPart, MemberSlice, Queue, Result, Slice, Ticket};
 use mixfleet_scheduler::cost::Pieces;
@@ -22,12 +23,19 @@ pub struct MemberRun<'a> {
     pub forward: &'a Forward,
 }
 
+impl MemberRun<'_> {
+    fn wait(&mut self, ticket: Ticket, timeout: Duration) -> Result<()> {
+        let failed = |error: Error| error.context(self.device.info().id.clone());
+        self.queue.wait(ticket, timeout).map(drop).map_err(failed)
+    }
+}
+
 /// A part of a step that passes the stages as one.
 pub struct MicroBatch<'a> {
     /// Its sequences; those with one token come first.
     pub parts: Vec<StepInput<'a>>,
-    /// The numbers, among the parts of the step, of those whose next token is drawn.
-    pub drawing: Vec<usize>,
+    /// The numbers of these sequences among those of the step.
+    pub numbers: Vec<usize>,
 }
 
 impl<'a> MicroBatch<'a> {
@@ -35,40 +43,51 @@ impl<'a> MicroBatch<'a> {
     pub fn cut(parts: &[StepInput<'a>], how: Pieces, block_tokens: u32) -> Vec<Self> {
         let lengths: Vec<u32> = parts.iter().map(|part| to_u32(part.tokens.len())).collect();
         let batches = how.of(&lengths).into_iter().map(|pieces| {
-            let mut batch = MicroBatch { parts: Vec::new(), drawing: Vec::new() };
+            let mut batch = MicroBatch { parts: Vec::new(), numbers: Vec::new() };
             for (which, piece) in pieces {
                 let whole = &parts[which];
                 let (from, to) = (piece.start as usize, piece.end as usize);
                 let draw = whole.draw.filter(|_| to == whole.tokens.len());
-                batch.drawing.extend(draw.is_some().then_some(which));
                 let (start, tokens) = (whole.start + piece.start, &whole.tokens[from..to]);
                 let pages = &whole.pages[..(whole.start + piece.end).div_ceil(block_tokens) as usize];
                 batch.parts.push(StepInput { start, tokens, pages, draw });
+                batch.numbers.push(which);
             }
             batch
         });
         batches.collect()
+    }
+
+    /// Returns the numbers, among the sequences of the step, of those whose next token is drawn.
+    pub fn drawing(&self) -> impl Iterator<Item = usize> {
+        let all = self.parts.iter().zip(&self.numbers);
+        all.filter(|(part, _)| part.draw.is_some()).map(|(_, &number)| number)
     }
 }
 
 /// A stage that runs a micro-batch.
 struct Busy<'s, 'a> {
     members: &'s mut [MemberRun<'a>],
+    /// The number of its first member, and that of the micro-batch.
+    first: usize,
+    batch: usize,
     passes: &'s [Pass],
+    /// Those of all members; of an only one those of all layers, and of what follows.
     tickets: Vec<Option<Ticket>>,
 }
 
 /// Runs the micro-batches of a step through stages, given in their order as are their members, and waits
-/// until all is done; no part of it may take longer than `timeout`. `drawn` is called once the first member
-/// of the last stage has the logits of a micro-batch and has drawn from them.
+/// until all is done; no part of it may take longer than `timeout`. KV leaves meanwhile. `drawn` is called
+/// once the first member of the last stage has the logits of a micro-batch and has drawn from them.
 ///
 /// # Errors
-/// Those of the devices and of the exchange, and of `drawn`.
+/// Those of the devices and of the exchange, of `kv` and of `drawn`.
 pub fn run_stages(
     stages: &mut [Vec<MemberRun<'_>>],
     exchange: &mut dyn Collective,
     batches: &[MicroBatch<'_>],
     timeout: Duration,
+    kv: &mut dyn LayerKv,
     drawn: &mut dyn FnMut(&MemberRun<'_>, &Pass, &MicroBatch<'_>) -> Result<()>,
 ) -> Result<()> {
     if stages.is_empty() || stages.iter().any(Vec::is_empty) {
@@ -91,7 +110,7 @@ pub fn run_stages(
                 hand_on(exchange, &from[0], to, passes[at][0].tokens())?;
             }
         }
-        run_turn(stages, exchange, &passes, timeout)?;
+        run_turn(stages, exchange, (turn, &passes), timeout, kv)?;
         let (last, number) = (stages.len() - 1, turn + 1);
         if let Some(batch) = number.checked_sub(stages.len()).and_then(|number| batches.get(number)) {
             drawn(&stages[last][0], &passes[last][0], batch)?;
@@ -112,25 +131,44 @@ fn hand_on(
     exchange.deal(from, rows, &to.into_iter().map(whole).collect::<Vec<_>>())
 }
 
-/// Runs on every stage the micro-batch whose passes on it these are, if there is one.
+/// Runs on every stage the micro-batch whose passes on it these are, if there is one: in each turn a stage
+/// runs the one that the stage before has run.
 fn run_turn(
     stages: &mut [Vec<MemberRun<'_>>],
     exchange: &mut dyn Collective,
-    passes: &[Vec<Pass>],
+    (turn, passes): (usize, &[Vec<Pass>]),
     timeout: Duration,
+    kv: &mut dyn LayerKv,
 ) -> Result<()> {
-    let busy = stages.iter_mut().zip(passes).filter(|(_, passes)| !passes.is_empty());
-    let busy = busy.map(|(members, passes)| Busy { members, passes, tickets: Vec::new() });
-    let mut busy: Vec<Busy<'_, '_>> = busy.collect();
+    let mut first = 0;
+    let mut busy: Vec<Busy<'_, '_>> = Vec::new();
+    for (at, (members, passes)) in stages.iter_mut().zip(passes).enumerate() {
+        let count = members.len();
+        if !passes.is_empty() {
+            busy.push(Busy { members, first, batch: turn - at, passes, tickets: Vec::new() });
+        }
+        first += count;
+    }
     for phase in 0..busy.iter().map(Busy::phases).max().unwrap_or(0) {
         let mut running: Vec<_> = busy.iter_mut().filter(|stage| phase < stage.phases()).collect();
         for stage in &mut running {
-            stage.submit(phase)?;
+            stage.submit(phase, kv)?;
         }
         // a stage of one device exchanges nothing, and runs beside all phases of the others
         for stage in running.iter_mut().filter(|stage| stage.members.len() > 1) {
+            // beside the MLP
+            if phase < 2 * stage.layers() && !phase.is_multiple_of(2) {
+                kv.leave(stage.first, stage.batch, phase / 2)?;
+            }
             stage.wait(timeout)?;
             stage.exchange(phase, exchange)?;
+        }
+    }
+    let alone = || busy.iter().filter(|stage| stage.members.len() == 1);
+    for layer in 0..alone().map(Busy::layers).max().unwrap_or(0) {
+        for stage in busy.iter_mut().filter(|stage| stage.members.len() == 1 && layer < stage.layers()) {
+            stage.wait_for(layer, timeout)?;
+            kv.leave(stage.first, stage.batch, layer)?;
         }
     }
     busy.iter_mut().try_for_each(|stage| stage.wait(timeout))
@@ -152,19 +190,22 @@ impl Busy<'_, '_> {
         }
     }
 
-    fn submit(&mut self, phase: usize) -> Result<()> {
+    fn submit(&mut self, phase: usize, kv: &mut dyn LayerKv) -> Result<()> {
         let layers = self.layers();
+        self.tickets.clear();
         if let ([MemberRun { forward, queue, .. }], pass) = (&mut *self.members, &self.passes[0]) {
             // layer by layer, so that the device begins while the next list is made
             let (mut list, head) = (forward.embed(pass)?, forward.head(pass)?);
-            let mut last = None;
             for layer in 0..layers {
                 list.extend(forward.layer(layer, pass)?);
+                list.extend(kv.gather(self.first, self.batch, layer)?);
                 // the next stage gets what the last layer leaves
                 let result = (layer + 1 == layers && head.is_empty()).then(|| forward.step_residual(pass));
-                last = Some(queue.submit_for(&std::mem::take(&mut list), result.as_slice())?);
+                self.tickets.push(Some(queue.submit_for(&std::mem::take(&mut list), result.as_slice())?));
             }
-            self.tickets = vec![if head.is_empty() { last } else { Some(queue.submit(&head)?) }];
+            if !head.is_empty() {
+                self.tickets.push(Some(queue.submit(&head)?));
+            }
             return Ok(());
         }
         let list = |forward: &Forward, pass: &Pass| match phase {
@@ -184,9 +225,11 @@ impl Busy<'_, '_> {
             Ordering::Equal => Some(forward.own_logits(pass)),
             Ordering::Greater => None,
         };
-        self.tickets.clear();
-        for (member, pass) in self.members.iter_mut().zip(self.passes) {
-            let list: Vec<Cmd> = list(member.forward, pass)?;
+        for (at, (member, pass)) in self.members.iter_mut().zip(self.passes).enumerate() {
+            let mut list: Vec<Cmd> = list(member.forward, pass)?;
+            if phase < 2 * layers && phase.is_multiple_of(2) {
+                list.extend(kv.gather(self.first + at, self.batch, phase / 2)?);
+            }
             let result = result(member.forward, pass);
             let ticket = (!list.is_empty()).then(|| member.queue.submit_for(&list, result.as_slice()));
             self.tickets.push(ticket.transpose()?);
@@ -195,13 +238,20 @@ impl Busy<'_, '_> {
     }
 
     fn wait(&mut self, timeout: Duration) -> Result<()> {
-        for (member, ticket) in self.members.iter_mut().zip(self.tickets.drain(..)) {
-            if let Some(ticket) = ticket {
-                let failed = |error: Error| error.context(member.device.info().id.clone());
-                member.queue.wait(ticket, timeout).map_err(failed)?;
-            }
+        if let [member] = &mut *self.members {
+            // the last one is done when all are
+            let last = self.tickets.drain(..).next_back().flatten();
+            return last.map_or(Ok(()), |last| member.wait(last, timeout));
         }
-        Ok(())
+        let all = self.members.iter_mut().zip(self.tickets.drain(..));
+        all.filter_map(|(member, ticket)| Some((member, ticket?)))
+            .try_for_each(|(member, ticket)| member.wait(ticket, timeout))
+    }
+
+    /// Waits until its only member has done a layer.
+    fn wait_for(&mut self, layer: usize, timeout: Duration) -> Result<()> {
+        let ticket = self.tickets.get(layer).copied().flatten();
+        ticket.map_or(Ok(()), |ticket| self.members[0].wait(ticket, timeout))
     }
 
     fn exchange(&self, phase: usize, exchange: &mut dyn Collective) -> Result<()> {

@@ -19,6 +19,7 @@ use mixfleet_runtime::model::divided::MicroBatch;
 use mixfleet_runtime::model::draws::DrawInput;
 use mixfleet_runtime::model::exchange::ThroughHost;
 use mixfleet_runtime::model::graph::{Forward, StepInput, StepShape};
+use mixfleet_runtime::model::leaving::KvStays;
 use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_runtime::model::{Checkpoint, Oracle};
 use mixfleet_scheduler::cost::{
@@ -172,12 +173,10 @@ impl Apart {
             let outputs = forward.drawn(pass).expect("the first member draws");
             device.read(outputs.drawn(), bytemuck::cast_slice_mut(&mut drawn))?;
             let rows = logits.chunks_exact(vocab).map(<[f32]>::to_vec).zip(drawn);
-            ran.extend(
-                pieces[which].drawing.iter().zip(rows).map(|(part, (row, drawn))| (*part, row, drawn.id)),
-            );
+            ran.extend(pieces[which].drawing().zip(rows).map(|(part, (row, drawn))| (part, row, drawn.id)));
             Ok(())
         };
-        run_apart(&mut queues, &batches, exchange, TIMEOUT, &mut read).unwrap();
+        run_apart(&mut queues, &batches, exchange, TIMEOUT, &mut KvStays, &mut read).unwrap();
         let crossed = exchange.crossed;
         assert_eq!(crossed, self.expected_bytes(parts));
         ran.sort_by_key(|(part, ..)| *part);
