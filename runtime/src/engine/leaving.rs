@@ -102,6 +102,16 @@ impl InstanceKv {
         LeavingTokens { tokens, wire, places }
     }
 
+    /// Whether a member gathers its layer with this number where it gathers that layer of the whole model.
+    pub(super) fn shares_memory(&self, (member, layer): (usize, usize), other: u32) -> bool {
+        let keeper = self.keepers.iter().find(|keeper| keeper.member == member);
+        keeper.is_some_and(|Keeper { part, leaving, .. }| {
+            let buffers = leaving.as_ref().map_or(1, |memory| memory.gathered.len());
+            let own = other.checked_sub(part.layers.start).filter(|_| part.layers.contains(&other));
+            own.is_some_and(|own| own as usize % buffers == layer % buffers)
+        })
+    }
+
     /// The commands of a member that gather what it has of its layer with this number. Those of its first
     /// layer also upload where the tokens are, for all layers.
     ///

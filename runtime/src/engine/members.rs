@@ -218,17 +218,17 @@ impl OtherMembers {
     }
 
     /// The layers whose KV is on its way out of each member at a time: all of a member that is a stage of its
-    /// own, and one where members wait for each other in every layer.
+    /// own, and the last two where members wait for each other in every layer.
     pub(super) fn layers_leaving(&self, first: &Forward) -> Vec<usize> {
         match &self.group {
             Group::Divide(Stages { members: counts, .. }, others) => {
                 let all = std::iter::once(first).chain(others.iter().map(|member| &*member.model));
                 let alone = counts.iter().flat_map(|&count| std::iter::repeat_n(count == 1, count));
                 all.zip(alone)
-                    .map(|(it, alone)| if alone { it.config().layers as usize } else { 1 })
+                    .map(|(it, alone)| if alone { it.config().layers as usize } else { 2 })
                     .collect()
             }
-            Group::Attend(_, others, _) => vec![1; 1 + others.len()],
+            Group::Attend(_, others, _) => vec![2; 1 + others.len()],
         }
     }
 

@@ -17,7 +17,7 @@ use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{Cmd, Result};
 use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::fleet::InstanceId;
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -155,58 +155,87 @@ impl Sender {
 }
 
 /// The layers that leave several devices while these run a step. One thread drives them all, and nothing of
-/// them may wait for a receiver: what finds no slot joins the queue of pieces.
+/// them may wait for a receiver: what finds no slot in time joins the queue of pieces.
 pub(super) struct LayersLeaving<'a> {
     pub(super) sender: &'a mut Sender,
     pub(super) kv: &'a mut InstanceKv,
     /// What is sent of each batch of the step.
     pub(super) sends: &'a [Vec<StepSend>],
+    /// What is gathered and not sent.
+    pub(super) unsent: VecDeque<(&'a StepSend, PieceId)>,
     pub(super) words: &'a mut MessageReceiver<FromPeer>,
     pub(super) postponed: &'a mut Postponed,
 }
 
 impl LayersLeaving<'_> {
-    /// Sends a piece if there is a slot.
-    fn send(&mut self, send: &StepSend, piece: PieceId) -> Result<()> {
-        let StepSend { request, to, .. } = send;
-        match self.sender.courier.take_slot(to.to, &to.landing) {
-            Ok(Some(slot)) => return self.sender.send_gathered(self.kv, send, (piece, slot)),
-            Ok(None) => {
-                if let Some(outgoing) = self.sender.hand_off(*request) {
-                    outgoing.waiting.push_back(piece);
-                }
-            }
-            Err(error) => {
-                tracing::warn!(request, to = %to.to, %error, "KV is not sent");
-                self.sender.lose(*request, to, piece);
-            }
-        }
-        Ok(())
-    }
-}
-
-impl LayerKv for LayersLeaving<'_> {
-    fn gather(&mut self, member: usize, batch: usize, layer: usize) -> Result<Vec<Cmd>> {
-        let sends = self.sends.get(batch).into_iter().flatten();
-        self.kv.gather((member, layer), sends.map(|send| &send.leaving))
-    }
-
-    fn leave(&mut self, member: usize, batch: usize, layer: usize) -> Result<()> {
+    /// Takes the slots that receivers returned. All other messages wait until the step has ended.
+    fn listen(&mut self) {
         for _ in 0..self.words.len() {
-            let Ok((peer, word)) = self.words.try_recv() else { break };
+            let Ok((peer, word)) = self.words.try_recv() else { return };
             match self.postponed.slot_returned(peer, &word) {
                 Some(slot) => self.sender.courier.give_slot(peer, slot),
                 None => self.postponed.handle_later(peer, word),
             }
         }
-        self.sender.settle(Duration::ZERO);
-        let layer = self.kv.layer_of(member, layer);
-        for send in self.sends.get(batch).into_iter().flatten() {
-            let most = self.kv.piece_tokens_in(&send.to);
-            for piece in pieces(layer, send.leaving.tokens.clone(), most) {
-                self.send(send, piece)?;
+    }
+
+    /// Sends a piece. False if there is no slot.
+    fn send(&mut self, send: &StepSend, piece: PieceId) -> Result<bool> {
+        let StepSend { request, to, .. } = send;
+        match self.sender.courier.take_slot(to.to, &to.landing) {
+            Ok(Some(slot)) => self.sender.send_gathered(self.kv, send, (piece, slot)).map(|()| true),
+            Ok(None) => Ok(false),
+            Err(error) => {
+                tracing::warn!(request, to = %to.to, %error, "KV is not sent");
+                self.sender.lose(*request, to, piece);
+                Ok(true)
             }
         }
-        Ok(())
+    }
+
+    /// Leaves those of the unsent pieces to the queue of pieces for which this holds.
+    fn leave_to_queue(&mut self, which: impl Fn(&InstanceKv, &PieceId) -> bool) {
+        let LayersLeaving { sender, kv, unsent, .. } = self;
+        unsent.retain(|(send, piece)| {
+            let leaves = which(kv, piece);
+            if let (true, Some(outgoing)) = (leaves, sender.hand_off(send.request)) {
+                outgoing.waiting.push_back(*piece);
+            }
+            !leaves
+        });
+    }
+
+    /// Leaves what was not sent in a step that has ended to the queue of pieces.
+    pub(super) fn end(mut self) {
+        self.leave_to_queue(|_, _| true);
+    }
+}
+
+impl LayerKv for LayersLeaving<'_> {
+    fn gather(&mut self, member: usize, batch: usize, layer: usize) -> Result<Vec<Cmd>> {
+        self.leave_to_queue(|kv, piece| kv.shares_memory((member, layer), piece.layer));
+        let sends = self.sends.get(batch).into_iter().flatten();
+        self.kv.gather((member, layer), sends.map(|send| &send.leaving))
+    }
+
+    fn leave(&mut self, member: usize, batch: usize, layer: usize) -> Result<()> {
+        let layer = self.kv.layer_of(member, layer);
+        for send in self.sends.get(batch).into_iter().flatten() {
+            let all = pieces(layer, send.leaving.tokens.clone(), self.kv.piece_tokens_in(&send.to));
+            self.unsent.extend(all.map(|piece| (send, piece)));
+        }
+        self.go_on().map(drop)
+    }
+
+    fn go_on(&mut self) -> Result<bool> {
+        self.listen();
+        self.sender.settle(Duration::ZERO);
+        for _ in 0..self.unsent.len() {
+            let Some((send, piece)) = self.unsent.pop_front() else { break };
+            if !self.send(send, piece)? {
+                self.unsent.push_back((send, piece));
+            }
+        }
+        Ok(!self.unsent.is_empty() || self.sender.courier.longest_send(self.sender.env.now()).is_some())
     }
 }

@@ -323,8 +323,10 @@ impl Worker {
             let sends: Vec<_> = sends.collect();
             let first = MemberRun { device: &*self.device, queue: &mut *self.queue, forward: &self.forward };
             let Worker { sender, kv, words, postponed, .. } = self;
-            let mut leaving = LayersLeaving { sender, kv, sends: &sends, words, postponed };
+            let unsent = VecDeque::new();
+            let mut leaving = LayersLeaving { sender, kv, sends: &sends, unsent, words, postponed };
             let rows = members.run(first, &batches, &mut leaving, self.step_timeout)?;
+            leaving.end();
             return self.draw(step, rows);
         }
         let its = step.sequences.iter().map(|sequence| sequence.request).zip(&parts);

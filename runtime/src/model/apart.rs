@@ -11,7 +11,7 @@ use super::arena::{Packer, attention_input_bytes, rows_of};
 use super::attention::{Attention, AttentionArena, AttentionInputs, AttentionSizes, AttentionTables};
 use super::graph::{Forward, Pass, StepInput, StepShape};
 use super::held::HeldRows;
-use super::leaving::LayerKv;
+use super::leaving::{KvStays, LayerKv, wait_beside};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{
     AttendedPart, BufferUsage, Cmd, Collective, DType, Device, Error, ErrorKind, MatrixPart, MemberSlice,
@@ -345,11 +345,11 @@ impl InFlight<'_, '_> {
         matches!(self.under_way, UnderWay::Attention(_))
     }
 
-    /// Waits for what is under way.
-    fn wait(&self, queues: &mut ApartQueues<'_>, timeout: Duration) -> Result<()> {
-        let wait = |device: &dyn Device, queue: &mut dyn Queue, ticket| {
+    /// Waits for what is under way; KV leaves meanwhile.
+    fn wait(&self, queues: &mut ApartQueues<'_>, timeout: Duration, kv: &mut dyn LayerKv) -> Result<()> {
+        let mut wait = |device: &dyn Device, queue: &mut dyn Queue, ticket| {
             let named = |error: Error| error.context(device.info().id.clone());
-            queue.wait(ticket, timeout).map(drop).map_err(named)
+            wait_beside(queue, ticket, timeout, kv).map_err(named)
         };
         match &self.under_way {
             UnderWay::Nothing => Ok(()),
@@ -364,7 +364,7 @@ impl InFlight<'_, '_> {
 
     /// Whether what is under way has ended. How it failed is said once, and ends the step.
     fn has_ended(&self, queues: &mut ApartQueues<'_>) -> Result<bool> {
-        match self.wait(queues, Duration::ZERO) {
+        match self.wait(queues, Duration::ZERO, &mut KvStays) {
             Err(error) if error.kind == ErrorKind::Timeout => Ok(false),
             ended => ended.map(|()| true),
         }
@@ -426,7 +426,7 @@ pub fn run_apart(
         // of those on the same side the oldest, since a queue has an order
         let next = under_way.clone().min_by_key(|&at| (all[at].attends() != attention_first, all[at].layer));
         let Some(next) = next else { return Ok(()) };
-        all[next].wait(queues, timeout)?;
+        all[next].wait(queues, timeout, kv)?;
         let other = under_way.clone().find(|&at| all[at].attends() != all[next].attends());
         if let Some(other) = other
             && all[other].has_ended(queues)?

@@ -6,7 +6,7 @@
 //! of the commands, and exchange partial sums of the residual stream twice per layer, and logits once.
 
 use super::graph::{Forward, Pass, StepInput};
-use super::leaving::LayerKv;
+use super::leaving::{LayerKv, wait_beside};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{Cmd, Collective, Device, Error, MatrixPart, MemberSlice, Queue, Result, Slice, Ticket};
 use mixfleet_scheduler::cost::Pieces;
@@ -24,9 +24,9 @@ pub struct MemberRun<'a> {
 }
 
 impl MemberRun<'_> {
-    fn wait(&mut self, ticket: Ticket, timeout: Duration) -> Result<()> {
+    fn wait(&mut self, ticket: Ticket, timeout: Duration, kv: &mut dyn LayerKv) -> Result<()> {
         let failed = |error: Error| error.context(self.device.info().id.clone());
-        self.queue.wait(ticket, timeout).map(drop).map_err(failed)
+        wait_beside(self.queue, ticket, timeout, kv).map_err(failed)
     }
 }
 
@@ -160,18 +160,18 @@ fn run_turn(
             if phase < 2 * stage.layers() && !phase.is_multiple_of(2) {
                 kv.leave(stage.first, stage.batch, phase / 2)?;
             }
-            stage.wait(timeout)?;
+            stage.wait(timeout, kv)?;
             stage.exchange(phase, exchange)?;
         }
     }
     let alone = || busy.iter().filter(|stage| stage.members.len() == 1);
     for layer in 0..alone().map(Busy::layers).max().unwrap_or(0) {
         for stage in busy.iter_mut().filter(|stage| stage.members.len() == 1 && layer < stage.layers()) {
-            stage.wait_for(layer, timeout)?;
+            stage.wait_for(layer, timeout, kv)?;
             kv.leave(stage.first, stage.batch, layer)?;
         }
     }
-    busy.iter_mut().try_for_each(|stage| stage.wait(timeout))
+    busy.iter_mut().try_for_each(|stage| stage.wait(timeout, kv))
 }
 
 impl Busy<'_, '_> {
@@ -237,21 +237,21 @@ impl Busy<'_, '_> {
         Ok(())
     }
 
-    fn wait(&mut self, timeout: Duration) -> Result<()> {
+    fn wait(&mut self, timeout: Duration, kv: &mut dyn LayerKv) -> Result<()> {
         if let [member] = &mut *self.members {
             // the last one is done when all are
             let last = self.tickets.drain(..).next_back().flatten();
-            return last.map_or(Ok(()), |last| member.wait(last, timeout));
+            return last.map_or(Ok(()), |last| member.wait(last, timeout, kv));
         }
         let all = self.members.iter_mut().zip(self.tickets.drain(..));
         all.filter_map(|(member, ticket)| Some((member, ticket?)))
-            .try_for_each(|(member, ticket)| member.wait(ticket, timeout))
+            .try_for_each(|(member, ticket)| member.wait(ticket, timeout, kv))
     }
 
     /// Waits until its only member has done a layer.
-    fn wait_for(&mut self, layer: usize, timeout: Duration) -> Result<()> {
+    fn wait_for(&mut self, layer: usize, timeout: Duration, kv: &mut dyn LayerKv) -> Result<()> {
         let ticket = self.tickets.get(layer).copied().flatten();
-        ticket.map_or(Ok(()), |ticket| self.members[0].wait(ticket, timeout))
+        ticket.map_or(Ok(()), |ticket| self.members[0].wait(ticket, timeout, kv))
     }
 
     fn exchange(&self, phase: usize, exchange: &mut dyn Collective) -> Result<()> {

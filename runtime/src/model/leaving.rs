@@ -1,6 +1,11 @@
 //! What leaves the members of an instance while they run a step.
 
-use mixfleet_hal::{Cmd, Result};
+use mixfleet_hal::{Cmd, ErrorKind, Queue, Result, Ticket};
+use std::time::Duration;
+
+/// The shortest time after which is looked again at what leaves, and the part of a wait so far.
+const LOOK_INTERVAL: Duration = Duration::from_micros(500);
+const LOOKS_PER_WAIT: u32 = 64;
 
 /// KV that leaves layer by layer while members run a step. Members, the batches of the step and the layers of
 /// each member have numbers from 0 on.
@@ -12,12 +17,40 @@ pub trait LayerKv {
     /// Those of the member's device.
     fn gather(&mut self, member: usize, batch: usize, layer: usize) -> Result<Vec<Cmd>>;
 
-    /// Sends what was gathered of a layer, which all members that run it have done. The first of these is
-    /// named. It waits for nobody else, since members may wait for what comes next.
+    /// Begins to send what was gathered of a layer, which all members that run it have done. The first of these
+    /// is named.
     ///
     /// # Errors
     /// Those of the members' devices.
     fn leave(&mut self, member: usize, batch: usize, layer: usize) -> Result<()>;
+
+    /// Goes on sending while members run, as far as nobody must be waited for; returns whether there is more to
+    /// do soon.
+    ///
+    /// # Errors
+    /// Those of the members' devices.
+    fn go_on(&mut self) -> Result<bool>;
+}
+
+/// Waits until `ticket` is done, for `timeout` at most; KV leaves meanwhile.
+pub(super) fn wait_beside(
+    queue: &mut dyn Queue,
+    ticket: Ticket,
+    timeout: Duration,
+    kv: &mut dyn LayerKv,
+) -> Result<()> {
+    let mut waited = Duration::ZERO;
+    loop {
+        let left = timeout.saturating_sub(waited);
+        let patience = match kv.go_on()? {
+            true => LOOK_INTERVAL.max(waited / LOOKS_PER_WAIT).min(left),
+            false => left,
+        };
+        match queue.wait(ticket, patience) {
+            Err(error) if error.kind == ErrorKind::Timeout && patience < left => waited += patience,
+            ended => return ended.map(drop),
+        }
+    }
 }
 
 /// No KV leaves.
@@ -30,5 +63,9 @@ impl LayerKv for KvStays {
 
     fn leave(&mut self, _: usize, _: usize, _: usize) -> Result<()> {
         Ok(())
+    }
+
+    fn go_on(&mut self) -> Result<bool> {
+        Ok(false)
     }
 }
