@@ -204,8 +204,8 @@ impl Worker {
             }
             PieceSource::Pages(pages) => {
                 let bytes = self.kv.layer_bytes(piece.tokens, to.wire);
-                let Worker { sender, kv, queue, copies, others, .. } = self;
-                let (span, mut queues) = (piece.span(&pages, to.wire), queues(queue, copies, others));
+                let Worker { sender, kv, queue, copies, .. } = self;
+                let (span, mut queues) = (piece.span(&pages, to.wire), queues(queue, copies));
                 let mut read = |place: &mut [u8]| kv.read(&mut queues, &span, place);
                 let hash = sender.courier.fill(to.to, slot, bytes, &mut read)?;
                 self.post(request, piece, &to, (slot, bytes, hash))?;
@@ -332,7 +332,7 @@ impl Worker {
         match self.sender.outgoing.remove(&request).map(|outgoing| outgoing.transfer) {
             Some(Transfer::Prefix) => self.machine_step(Event::Unlend { request }),
             Some(Transfer::HandOff) => {
-                self.active.remove(&request);
+                self.remove(request);
                 self.machine_step(Event::Release { request })
             }
             None => Ok(()),

@@ -108,17 +108,11 @@ impl Worker {
     /// Handles a message of a peer about KV.
     pub(super) fn handle_kv_message(&mut self, peer: InstanceId, word: KvMessage) -> Result<()> {
         match word {
-            KvMessage::Lent { request, attempt, until } => {
-                if let Some(incoming) = self.incoming(request, attempt) {
-                    incoming.shorten(peer, until);
-                    self.settle_incoming(request)?;
-                }
-            }
-            KvMessage::Landed(parcel) => self.receive(peer, parcel)?,
-            KvMessage::Credit { slot } => self.sender.courier.give_slot(peer, slot),
-            KvMessage::Lost { request, attempt, piece } => {
-                if let Some(incoming) = self.incoming(request, attempt) {
-                    incoming.lose(peer, piece);
+            KvMessage::Landed(_)
+            | KvMessage::Credit { .. }
+            | KvMessage::Lent { .. }
+            | KvMessage::Lost { .. } => {
+                if let Some(request) = self.intake().take_in(peer, word)? {
                     self.settle_incoming(request)?;
                 }
             }
@@ -181,7 +175,7 @@ impl Worker {
     }
 
     pub(super) fn cancel(&mut self, request: RequestId) -> Result<()> {
-        self.active.remove(&request);
+        self.remove(request);
         self.sender.outgoing.remove(&request);
         self.machine_step(Event::Cancel { request })
     }
@@ -217,7 +211,7 @@ impl Worker {
         let text = TokenIds::new(job.tokens(), job.hasher, self.limits.block_tokens);
         let Job { request, attempt, wanted, .. } = job;
         let penalties = Penalties::new(&wanted.sampling, &wanted.prompt_ids);
-        self.active.insert(request, Active { attempt, wanted, penalties, incoming: None, sender });
+        self.active.insert(request, Active { attempt, wanted, penalties, sender });
         (urgency, text)
     }
 }

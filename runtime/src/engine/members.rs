@@ -105,22 +105,16 @@ impl OtherMembers {
         }
     }
 
+    /// Whether all of them copy beside a step.
+    pub(super) fn copy_beside(&self) -> bool {
+        self.devices().iter().all(|device| device.limits().copies_beside)
+    }
+
     /// Their pools of keys and values by layer, in the order of members; none of those that keep no KV.
     pub(super) fn kv_pools(&self) -> Vec<&[(Slice, Slice)]> {
         match &self.group {
             Group::Divide(_, members) => members.iter().map(|member| member.model.kv_pools()).collect(),
             Group::Attend(_, members, _) => members.iter().map(|member| member.model.kv_pools()).collect(),
-        }
-    }
-
-    /// Their queues, in the order of members.
-    pub(super) fn queues(&mut self) -> Vec<&mut dyn Queue> {
-        fn of<M>(members: &mut [QueuedMember<M>]) -> Vec<&mut dyn Queue> {
-            members.iter_mut().map(|member| &mut *member.queue as &mut dyn Queue).collect()
-        }
-        match &mut self.group {
-            Group::Divide(_, members) => of(members),
-            Group::Attend(_, members, _) => of(members),
         }
     }
 

@@ -1,9 +1,10 @@
 //! What an instance sends of its KV, and how its layers leave while devices run a step.
 
-use super::beside::Postponed;
+use super::beside::{Postponed, next_look, of_instance};
 use super::courier::{Courier, Sent};
 use super::directory::Directory;
 use super::handoff::{Outgoing, pieces};
+use super::incoming::Intake;
 use super::instance::Surroundings;
 use super::leaving::{LeavingTokens, Taken};
 use super::messages::{FromPeer, HandOff, KvMessage, Parcel, PieceId, Transfer};
@@ -154,40 +155,60 @@ impl Sender {
     }
 }
 
-/// The layers that leave several devices while these run a step. One thread drives them all, and nothing of
-/// them may wait for a receiver: what finds no slot in time joins the queue of pieces.
+/// The KV of other sequences that comes to several devices and leaves them while these run a step. One thread
+/// drives them all, and nothing of them may wait for a peer: what finds no slot in time joins the queue of
+/// pieces.
 pub(super) struct LayersLeaving<'a> {
-    pub(super) sender: &'a mut Sender,
-    pub(super) kv: &'a mut InstanceKv,
+    intake: Intake<'a>,
     /// What is sent of each batch of the step.
-    pub(super) sends: &'a [Vec<StepSend>],
+    sends: &'a [Vec<StepSend>],
     /// What is gathered and not sent.
-    pub(super) unsent: VecDeque<(&'a StepSend, PieceId)>,
-    pub(super) words: &'a mut MessageReceiver<FromPeer>,
-    pub(super) postponed: &'a mut Postponed,
+    unsent: VecDeque<(&'a StepSend, PieceId)>,
+    words: &'a mut MessageReceiver<FromPeer>,
+    postponed: &'a mut Postponed,
+    /// Whether pieces are taken in during this step.
+    takes_in: bool,
 }
 
-impl LayersLeaving<'_> {
-    /// Takes the slots that receivers returned. All other messages wait until the step has ended.
-    fn listen(&mut self) {
+impl<'a> LayersLeaving<'a> {
+    pub(super) fn new(
+        intake: Intake<'a>,
+        sends: &'a [Vec<StepSend>],
+        (words, postponed): (&'a mut MessageReceiver<FromPeer>, &'a mut Postponed),
+        takes_in: bool,
+    ) -> Self {
+        LayersLeaving { intake, sends, unsent: VecDeque::new(), words, postponed, takes_in }
+    }
+
+    /// Handles what came of peers as far as bytes are concerned: of pieces one at a time, so that devices
+    /// which are done wait for one at most.
+    fn listen(&mut self) -> Result<()> {
         for _ in 0..self.words.len() {
-            let Ok((peer, word)) = self.words.try_recv() else { return };
-            match self.postponed.slot_returned(peer, &word) {
-                Some(slot) => self.sender.courier.give_slot(peer, slot),
-                None => self.postponed.handle_later(peer, word),
+            let Ok((peer, word)) = self.words.try_recv() else { break };
+            let is_piece = matches!(word, KvMessage::Landed(_));
+            if !self.postponed.moves_only(peer, &word) || is_piece && !self.takes_in {
+                self.postponed.handle_later(peer, word);
+                continue;
+            }
+            if let Some(request) = self.intake.take_in(peer, word).map_err(of_instance)? {
+                self.postponed.settle_later(request);
+            }
+            if is_piece {
+                break;
             }
         }
+        Ok(())
     }
 
     /// Sends a piece. False if there is no slot.
     fn send(&mut self, send: &StepSend, piece: PieceId) -> Result<bool> {
-        let StepSend { request, to, .. } = send;
-        match self.sender.courier.take_slot(to.to, &to.landing) {
-            Ok(Some(slot)) => self.sender.send_gathered(self.kv, send, (piece, slot)).map(|()| true),
+        let (StepSend { request, to, .. }, Intake { sender, kv, .. }) = (send, &mut self.intake);
+        match sender.courier.take_slot(to.to, &to.landing) {
+            Ok(Some(slot)) => sender.send_gathered(kv, send, (piece, slot)).map(|()| true),
             Ok(None) => Ok(false),
             Err(error) => {
                 tracing::warn!(request, to = %to.to, %error, "KV is not sent");
-                self.sender.lose(*request, to, piece);
+                sender.lose(*request, to, piece);
                 Ok(true)
             }
         }
@@ -195,8 +216,8 @@ impl LayersLeaving<'_> {
 
     /// Leaves those of the unsent pieces to the queue of pieces for which this holds.
     fn leave_to_queue(&mut self, which: impl Fn(&InstanceKv, &PieceId) -> bool) {
-        let LayersLeaving { sender, kv, unsent, .. } = self;
-        unsent.retain(|(send, piece)| {
+        let Intake { sender, kv, .. } = &mut self.intake;
+        self.unsent.retain(|(send, piece)| {
             let leaves = which(kv, piece);
             if let (true, Some(outgoing)) = (leaves, sender.hand_off(send.request)) {
                 outgoing.waiting.push_back(*piece);
@@ -215,27 +236,31 @@ impl LayerKv for LayersLeaving<'_> {
     fn gather(&mut self, member: usize, batch: usize, layer: usize) -> Result<Vec<Cmd>> {
         self.leave_to_queue(|kv, piece| kv.shares_memory((member, layer), piece.layer));
         let sends = self.sends.get(batch).into_iter().flatten();
-        self.kv.gather((member, layer), sends.map(|send| &send.leaving))
+        self.intake.kv.gather((member, layer), sends.map(|send| &send.leaving))
     }
 
     fn leave(&mut self, member: usize, batch: usize, layer: usize) -> Result<()> {
-        let layer = self.kv.layer_of(member, layer);
+        let kv = &self.intake.kv;
+        let layer = kv.layer_of(member, layer);
         for send in self.sends.get(batch).into_iter().flatten() {
-            let all = pieces(layer, send.leaving.tokens.clone(), self.kv.piece_tokens_in(&send.to));
+            let all = pieces(layer, send.leaving.tokens.clone(), kv.piece_tokens_in(&send.to));
             self.unsent.extend(all.map(|piece| (send, piece)));
         }
-        self.go_on().map(drop)
+        self.go_on(Duration::ZERO).map(drop)
     }
 
-    fn go_on(&mut self) -> Result<bool> {
-        self.listen();
-        self.sender.settle(Duration::ZERO);
+    fn go_on(&mut self, waited: Duration) -> Result<Option<Duration>> {
+        self.listen()?;
+        self.intake.sender.settle(Duration::ZERO);
         for _ in 0..self.unsent.len() {
             let Some((send, piece)) = self.unsent.pop_front() else { break };
             if !self.send(send, piece)? {
                 self.unsent.push_back((send, piece));
             }
         }
-        Ok(!self.unsent.is_empty() || self.sender.courier.longest_send(self.sender.env.now()).is_some())
+        let Intake { sender, incoming, .. } = &self.intake;
+        let in_transit = sender.courier.longest_send(sender.env.now()).is_some();
+        let more = in_transit || !self.unsent.is_empty() || !incoming.is_empty();
+        Ok(more.then(|| if self.words.is_empty() { next_look(waited) } else { Duration::ZERO }))
     }
 }

@@ -9,7 +9,7 @@ use super::draw::{Draw, draw_input, read_rows};
 use super::fault;
 use super::handoff::{LAYERS_IN_FLIGHT, Outgoing, SEND_POLL_INTERVAL};
 use super::health::HealthWatch;
-use super::incoming::Incoming;
+use super::incoming::{Incoming, Intake};
 use super::leaving::Taken;
 use super::members::OtherMembers;
 use super::messages::{FromPeer, FromWorker, KvMessage, Report, Source, ToWorker, Transfer};
@@ -56,7 +56,6 @@ pub(super) struct Active {
     pub(super) wanted: Arc<GenerateRequest>,
     /// The tokens that penalties concern; none if nothing is penalised.
     pub(super) penalties: Option<Penalties>,
-    pub(super) incoming: Option<Incoming>,
     /// The instance that will send KV of it.
     pub(super) sender: Option<(Transfer, Source)>,
 }
@@ -67,8 +66,9 @@ pub(super) struct Worker {
     pub(super) env: SharedEnv,
     pub(super) device: Arc<dyn Device>,
     pub(super) queue: Box<dyn Queue>,
-    /// A queue for KV that comes and goes, if the device copies beside a step.
-    pub(super) copies: Option<Box<dyn Queue>>,
+    /// Queues for KV that comes and goes beside steps, in the order of members; none if an only device does
+    /// not copy beside a step.
+    pub(super) copies: Vec<Box<dyn Queue>>,
     pub(super) postponed: Postponed,
     pub(super) forward: Forward,
     /// The devices that divide the model with this one.
@@ -84,6 +84,8 @@ pub(super) struct Worker {
     pub(super) step_timeout: Duration,
     pub(super) active: HashMap<RequestId, Active>,
     pub(super) sender: Sender,
+    /// The KV that sequences wait for.
+    pub(super) incoming: HashMap<RequestId, Incoming>,
     /// The KV in the pages of the device or devices.
     pub(super) kv: InstanceKv,
     /// Memory on the device for what it is probed with.
@@ -238,7 +240,7 @@ impl Worker {
                     }
                 }
                 Action::Kept { request } => {
-                    self.active.remove(&request);
+                    self.remove(request);
                     self.report(FromWorker::Kept { request });
                 }
                 Action::Preempted { .. } => {
@@ -260,6 +262,12 @@ impl Worker {
         if self.sender.hand_off(request).is_some() {
             self.sender.outgoing.remove(&request);
         }
+        self.remove(request)
+    }
+
+    /// Stops tracking a request and waiting for its KV.
+    pub(super) fn remove(&mut self, request: RequestId) -> Option<Active> {
+        self.incoming.remove(&request);
         self.active.remove(&request)
     }
 
@@ -313,6 +321,8 @@ impl Worker {
             let batches = members.cut(&parts, groups, block_tokens);
             // stages have one batch at a time; of devices that attend, each has all of them
             let (mut taken, at_once) = (Taken::default(), members.partition().is_some());
+            // what comes would wait for the attention of one batch, and the products of the other for that
+            let takes_in = !at_once || batches.len() == 1 || members.copy_beside();
             let sends = batches.iter().map(|MicroBatch { parts, numbers }| {
                 let its = numbers.iter().map(|&number| step.sequences[number].request).zip(parts);
                 if !at_once {
@@ -321,10 +331,11 @@ impl Worker {
                 self.sender.step_sends(its, &self.kv, &mut taken)
             });
             let sends: Vec<_> = sends.collect();
-            let first = MemberRun { device: &*self.device, queue: &mut *self.queue, forward: &self.forward };
-            let Worker { sender, kv, words, postponed, .. } = self;
-            let unsent = VecDeque::new();
-            let mut leaving = LayersLeaving { sender, kv, sends: &sends, unsent, words, postponed };
+            let Worker { sender, kv, incoming, queue, copies, words, postponed, .. } = self;
+            let first = MemberRun { device: &*self.device, queue: &mut **queue, forward: &self.forward };
+            let queues = copies.iter_mut().map(|queue| &mut **queue as &mut dyn Queue).collect();
+            let intake = Intake { sender, kv, incoming, machine, queues };
+            let mut leaving = LayersLeaving::new(intake, &sends, (words, postponed), takes_in);
             let rows = members.run(first, &batches, &mut leaving, self.step_timeout)?;
             leaving.end();
             return self.draw(step, rows);
@@ -385,7 +396,7 @@ impl Worker {
                     sampled.push(Sampled { request, finished: true });
                     after.push((request, None));
                     let attempt = active.attempt;
-                    self.active.remove(&request);
+                    self.remove(request);
                     let failure = Failure::engine(message);
                     self.report(FromWorker::RequestFailed { request, attempt, failure });
                     continue;
@@ -434,15 +445,13 @@ impl Worker {
     }
 }
 
-/// The queues that copy KV, in the order of members: the first device's own for that if it has one.
+/// The queues that copy KV, in the order of members: those of an only device's steps if it has no other.
 pub(super) fn queues<'a>(
     queue: &'a mut Box<dyn Queue>,
-    copies: &'a mut Option<Box<dyn Queue>>,
-    others: &'a mut Option<OtherMembers>,
+    copies: &'a mut [Box<dyn Queue>],
 ) -> Vec<&'a mut dyn Queue> {
-    let mut all: Vec<&mut dyn Queue> = vec![&mut **copies.as_mut().unwrap_or(queue)];
-    all.extend(others.iter_mut().flat_map(OtherMembers::queues));
-    all
+    let own = if copies.is_empty() { std::slice::from_mut(queue) } else { copies };
+    own.iter_mut().map(|queue| &mut **queue as &mut dyn Queue).collect()
 }
 
 /// The input of the forward pass for a sequence.

@@ -3,10 +3,6 @@
 use mixfleet_hal::{Cmd, ErrorKind, Queue, Result, Ticket};
 use std::time::Duration;
 
-/// The shortest time after which is looked again at what leaves, and the part of a wait so far.
-const LOOK_INTERVAL: Duration = Duration::from_micros(500);
-const LOOKS_PER_WAIT: u32 = 64;
-
 /// KV that leaves layer by layer while members run a step. Members, the batches of the step and the layers of
 /// each member have numbers from 0 on.
 pub trait LayerKv {
@@ -24,12 +20,12 @@ pub trait LayerKv {
     /// Those of the members' devices.
     fn leave(&mut self, member: usize, batch: usize, layer: usize) -> Result<()>;
 
-    /// Goes on sending while members run, as far as nobody must be waited for; returns whether there is more to
-    /// do soon.
+    /// Goes on while members run, for which was `waited` so long, as far as nobody else must be waited for;
+    /// returns the time after which there may be more to do, if there may.
     ///
     /// # Errors
     /// Those of the members' devices.
-    fn go_on(&mut self) -> Result<bool>;
+    fn go_on(&mut self, waited: Duration) -> Result<Option<Duration>>;
 }
 
 /// Waits until `ticket` is done, for `timeout` at most; KV leaves meanwhile.
@@ -42,10 +38,7 @@ pub(super) fn wait_beside(
     let mut waited = Duration::ZERO;
     loop {
         let left = timeout.saturating_sub(waited);
-        let patience = match kv.go_on()? {
-            true => LOOK_INTERVAL.max(waited / LOOKS_PER_WAIT).min(left),
-            false => left,
-        };
+        let patience = kv.go_on(waited)?.map_or(left, |soon| soon.min(left));
         match queue.wait(ticket, patience) {
             Err(error) if error.kind == ErrorKind::Timeout && patience < left => waited += patience,
             ended => return ended.map(drop),
@@ -65,7 +58,7 @@ impl LayerKv for KvStays {
         Ok(())
     }
 
-    fn go_on(&mut self) -> Result<bool> {
-        Ok(false)
+    fn go_on(&mut self, _: Duration) -> Result<Option<Duration>> {
+        Ok(None)
     }
 }

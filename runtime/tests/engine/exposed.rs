@@ -20,6 +20,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 pub(super) const LAYERS: u32 = 12;
+pub(super) const FLOPS: f64 = 2e7;
 /// Five chunks of the 24 tokens that the fleet's steps have.
 pub(super) const PROMPT_TOKENS: u32 = 120;
 
@@ -145,7 +146,7 @@ fn hand_off_until(
     let env = SeededEnv::with_blocking_workers(5);
     let device = |at: usize| -> Arc<dyn Device> {
         let clock = Arc::new(WorldClock(env.clone()));
-        Arc::new(TimeOnlyDevice::new(&format!("device{at}"), part(), clock).unwrap())
+        Arc::new(TimeOnlyDevice::new(&format!("device{at}"), part(FLOPS), clock).unwrap())
     };
     let link = Paced::new(&env, bytes_per_s);
     let breaks_at = link.breaks_at.clone();
@@ -162,8 +163,8 @@ fn hand_off_until(
 }
 
 /// A part of which arithmetic takes most of the time.
-pub(super) fn part() -> DeviceProfile {
-    let rates = [DType::F32, DType::Bf16].map(|dtype| (dtype, FlopPerSecond(2e7)));
+pub(super) fn part(flops: f64) -> DeviceProfile {
+    let rates = [DType::F32, DType::Bf16].map(|dtype| (dtype, FlopPerSecond(flops)));
     DeviceProfile::roof(rates.to_vec(), BytesPerSecond(1e9), Bytes(1e9))
 }
 
