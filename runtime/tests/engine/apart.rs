@@ -408,6 +408,48 @@ fn steps_decode_in_two_batches_where_that_is_predicted_to_take_less_and_give_the
     }
 }
 
+/// One token of each prompt is not in any cache, so that all are decodes, of which each batch has two.
+#[test]
+fn of_two_batches_in_flight_each_hands_over_the_kv_of_its_own_prompts() {
+    let (_, checkpoint) = tiny_variants().remove(0);
+    let checkpoint = checkpoint.load().unwrap();
+    let prompts: Vec<Vec<u32>> = (0..4).map(|at| prompt(9, 40 + at, &checkpoint.config)).collect();
+    let expected: Vec<_> = prompts.iter().map(|prompt| greedy(&checkpoint, prompt, 8)).collect();
+    for split in AttnSplit::ALL {
+        let seen: Vec<Seen> = (0..2).map(|_| Seen::default()).collect();
+        let partition = checkpoint.config.with_attention(1, split).unwrap();
+        let fleet = TestFleet::new(checkpoint.clone())
+            .with_partition((Role::Prefill, 8, DType::F32), seen.iter().map(seeing).collect(), partition)
+            .with(Role::Decode)
+            .attending_slowly(1e-3);
+        let env = SeededEnv::new(6);
+        let handle = fleet.start(Arc::new(env.clone()));
+        let (prompts, attends) = (prompts.clone(), seen[1].clone());
+        let answers = env.run(async move {
+            for prompt in &prompts {
+                ask(&handle, "first".into(), prompt.clone(), 2, None).await;
+            }
+            attends.lock().unwrap().clear();
+            let asked = prompts.into_iter().enumerate();
+            let asked = asked.map(|(at, prompt)| ask(&handle, format!("r{at}"), prompt, 8, None));
+            futures_util::future::join_all(asked).await
+        });
+        for (answer, expected) in answers.iter().zip(&expected) {
+            assert_eq!((&answer.tokens, &answer.cached_tokens), (expected, &8), "by {split}");
+        }
+        let seen = seen[1].lock().unwrap();
+        let decodes = seen.iter().filter_map(|sig| match sig {
+            OpSig::AttnDecode { sequences, .. } => Some(*sequences),
+            _ => None,
+        });
+        let gathers = seen.iter().filter(|sig| matches!(sig, OpSig::KvGather { tokens: 1, .. }));
+        let layers = checkpoint.config.layers as usize;
+        assert_eq!(decodes.max(), Some(2), "by {split}");
+        // what found no slot is gathered again from the pages
+        assert!(gathers.count() >= 4 * layers, "by {split}");
+    }
+}
+
 #[test]
 fn clients_that_leave_an_instance_with_attention_apart_leave_no_page_in_use() {
     let (_, checkpoint) = tiny_variants().remove(0);
