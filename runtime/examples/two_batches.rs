@@ -17,6 +17,7 @@ use mixfleet_runtime::model::apart::{ApartBatch, ApartQueues, AttentionMember, r
 use mixfleet_runtime::model::draws::DrawInput;
 use mixfleet_runtime::model::exchange::ThroughHost;
 use mixfleet_runtime::model::graph::{Forward, StepInput, StepShape};
+use mixfleet_runtime::model::leaving::KvStays;
 use mixfleet_runtime::model::random::RandomCheckpoint;
 use mixfleet_scheduler::cost::AttnSplit;
 use mixfleet_simulated::{RealClock, TimeOnlyDevice};
@@ -155,7 +156,7 @@ impl Bench {
         let at_a_time = if let Batches::TwoInTurn = how { 1 } else { 2 };
         for batches in batches.chunks(at_a_time) {
             let exchange = &mut ThroughHost::default();
-            run_apart(&mut queues, batches, exchange, TIMEOUT, &mut |_, _| Ok(()))?;
+            run_apart(&mut queues, batches, exchange, TIMEOUT, &mut KvStays, &mut |_, _| Ok(()))?;
         }
         let took = began.elapsed().as_secs_f64();
         let after = self.busy();

@@ -10,6 +10,7 @@ use mixfleet_runtime::model::apart::{ApartBatch, ApartQueues, AttentionMember, r
 use mixfleet_runtime::model::draws::DrawInput;
 use mixfleet_runtime::model::exchange::ThroughHost;
 use mixfleet_runtime::model::graph::{Forward, StepInput, StepShape};
+use mixfleet_runtime::model::leaving::KvStays;
 use mixfleet_scheduler::cost::{AttnBytes, AttnSplit};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -72,7 +73,7 @@ fn step(layers: u32, sequences: u32, split: AttnSplit, workers: u32) -> ([u64; 2
     let attending = queues.iter_mut().map(|queue| &mut **queue as &mut dyn Queue).collect();
     let mut queues = ApartQueues { first: &mut *queue, attending };
     let mut exchange = ThroughHost::default();
-    run_apart(&mut queues, &[batch], &mut exchange, TIMEOUT, &mut |_, _| Ok(())).unwrap();
+    run_apart(&mut queues, &[batch], &mut exchange, TIMEOUT, &mut KvStays, &mut |_, _| Ok(())).unwrap();
     let after = total(&wires);
 
     let cost = config.cost_shape(DType::F32, DType::F32, BLOCK_TOKENS);

@@ -39,6 +39,11 @@ use std::time::Duration;
 /// look at, and a sender with a few slots uses them many times per step.
 const LOOKS_PER_WAIT: u32 = 64;
 
+/// The time after which peers' messages are looked at again, where was `waited` so long for a step.
+pub(super) fn next_look(waited: Duration) -> Duration {
+    SEND_POLL_INTERVAL.max(waited / LOOKS_PER_WAIT)
+}
+
 /// What is left to do after a step.
 enum AfterStep {
     /// KV of this sequence came.
@@ -59,7 +64,7 @@ impl Postponed {
     /// Whether settling this sequence is postponed.
     pub(super) fn takes(&mut self, request: RequestId) -> bool {
         if self.active {
-            self.waiting.push_back(AfterStep::Settle(request));
+            self.settle_later(request);
         }
         self.active
     }
@@ -69,8 +74,18 @@ impl Postponed {
         *self = Postponed::default();
     }
 
+    /// Leaves for after the step what follows on KV that came.
+    pub(super) fn settle_later(&mut self, request: RequestId) {
+        self.waiting.push_back(AfterStep::Settle(request));
+    }
+
+    /// Leaves a message for after the step.
+    pub(super) fn handle_later(&mut self, peer: InstanceId, word: KvMessage) {
+        self.waiting.push_back(AfterStep::Handle(peer, word));
+    }
+
     /// Whether a message only moves bytes. What comes from a peer after it was lost waits too.
-    fn moves_only(&self, peer: InstanceId, word: &KvMessage) -> bool {
+    pub(super) fn moves_only(&self, peer: InstanceId, word: &KvMessage) -> bool {
         let lost = |after: &AfterStep| matches!(after, AfterStep::Handle(it, KvMessage::Down) if *it == peer);
         let moves = match word {
             KvMessage::Landed(_)
@@ -95,7 +110,7 @@ impl Worker {
             let patience = match self.kv_moves() {
                 false => left,
                 true if !self.words.is_empty() => Duration::ZERO,
-                true => SEND_POLL_INTERVAL.max(waited / LOOKS_PER_WAIT).min(left),
+                true => next_look(waited).min(left),
             };
             match self.queue.wait(ticket, patience) {
                 Ok(_) => return Ok(()),
@@ -113,14 +128,13 @@ impl Worker {
 
     /// Whether KV may come or go beside the running step.
     fn kv_moves(&self) -> bool {
-        self.copies.is_some()
-            && (!self.outgoing.is_empty() || self.active.values().any(|active| active.incoming.is_some()))
+        !self.copies.is_empty() && (!self.sender.outgoing.is_empty() || !self.incoming.is_empty())
     }
 
     /// Handles a message of a peer during a step as far as bytes are concerned.
     fn handle_beside(&mut self, peer: InstanceId, word: KvMessage) -> Result<()> {
         if !self.postponed.moves_only(peer, &word) {
-            self.postponed.waiting.push_back(AfterStep::Handle(peer, word));
+            self.postponed.handle_later(peer, word);
             return Ok(());
         }
         self.postponed.active = true;
@@ -142,7 +156,7 @@ impl Worker {
 }
 
 /// An error that ends the instance, and not just the step during which it came up.
-fn of_instance(error: Error) -> Error {
+pub(super) fn of_instance(error: Error) -> Error {
     match fault::concerns_step_only(&error) {
         true => Error::new(ErrorKind::Other, error.detail),
         false => error,

@@ -6,9 +6,10 @@
 
 use super::members::OtherMembers;
 use crate::env::Env;
-use crate::model::divided::MemberRun;
+use crate::model::divided::{MemberRun, MicroBatch};
 use crate::model::draws::DrawInput;
 use crate::model::graph::{Forward, StepInput};
+use crate::model::leaving::KvStays;
 use crate::request::Sampling;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Cmd, Device, ErrorKind, Queue, Result};
@@ -56,8 +57,9 @@ pub(super) fn measure_divided(
     fit(forward, pages, |parts| {
         let mut least = f64::INFINITY;
         for _ in 0..=REPEATS {
-            let began = env.now();
-            others.run(MemberRun { device, queue: &mut *queue, forward }, parts, Pieces::ONE, TIMEOUT)?;
+            let (began, first) = (env.now(), MemberRun { device, queue: &mut *queue, forward });
+            let batches = MicroBatch::cut(parts, Pieces::ONE, forward.shape().block_tokens);
+            others.run(first, &batches, &mut KvStays, TIMEOUT)?;
             least = least.min((env.now() - began).0);
         }
         Ok(least)

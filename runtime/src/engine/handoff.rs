@@ -6,20 +6,20 @@
 //! scattered into the receiver's own pages. The wire layout is neutral, so unlike page sizes, dtypes and
 //! numbers of devices need no special case. While layer k is sent, layers k+1.. compute: the sender keeps a
 //! few layers in its queue. KV that is already there (a cached or lent prefix, and what several devices
-//! computed in a step) is sent from a queue of pieces, between steps, as slots become free. A piece that
-//! arrives corrupt, or does not arrive, is resent a few times, then given up; the receiver recomputes what is
-//! missing.
+//! computed in a step and had no slot for) is sent from a queue of pieces, between steps, as slots become
+//! free. A piece that arrives corrupt, or does not arrive, is resent a few times, then given up; the receiver
+//! recomputes what is missing.
 
-use super::courier::{SENDS_MAX, Sent};
+use super::courier::SENDS_MAX;
 use super::lend::{Lent, PieceSource};
-use super::messages::{HandOff, KvMessage, Parcel, PieceId, Transfer};
+use super::messages::{HandOff, KvMessage, PieceId, Transfer};
+use super::sender::StepSend;
 use super::worker::{Event, Worker, queues};
 use crate::env::Task;
-use crate::model::graph::{self, StepShape};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::Seconds;
-use mixfleet_hal::{BufferUsage, Cmd, DType, Device, Error, KvShape, OpSig, Result, Slice};
-use mixfleet_scheduler::batch::{RequestId, Step};
+use mixfleet_hal::{DType, Result};
+use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::fleet::InstanceId;
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -41,40 +41,6 @@ pub fn wire_dtype(sender: DType, receiver: DType) -> DType {
         (DType::F32, b) => b,
         (a, DType::F32) => a,
         _ => DType::F32,
-    }
-}
-
-/// Memory of an only device for what it computes and sends in a step.
-pub(super) struct Staging {
-    /// Device buffers for `tokens_max` tokens each in the wire layout, one per layer in flight, since a read
-    /// waits for all uses of its buffer.
-    gathered: [Slice; LAYERS_IN_FLIGHT],
-    tokens_max: u32,
-}
-
-/// Tokens of a prompt whose KV is sent during a step.
-pub(super) struct StepSend {
-    request: RequestId,
-    to: Arc<HandOff>,
-    tokens: Range<u32>,
-    /// Row of the first token in the step.
-    row: u32,
-    /// Offset in the staging buffer of the first token's KV.
-    offset: u64,
-}
-
-impl Staging {
-    /// Allocates staging for steps of such a shape.
-    pub(super) fn new(device: &dyn Device, kv: KvShape, shape: &StepShape) -> Result<Self> {
-        let bytes = u64::from(shape.tokens_max) * kv.wire_token_bytes(DType::F32);
-        let gathered = || device.alloc(bytes, BufferUsage::Kv);
-        let gathered = [gathered()?, gathered()?, gathered()?, gathered()?];
-        Ok(Staging { gathered, tokens_max: shape.tokens_max })
-    }
-
-    /// The staging buffer that holds the gathered KV of `layer`.
-    fn gathered(&self, layer: usize, offset: u64, bytes: u64) -> Slice {
-        self.gathered[layer % LAYERS_IN_FLIGHT].range(offset, bytes)
     }
 }
 
@@ -127,19 +93,24 @@ impl Outgoing {
         self.transfer == Transfer::Prefix && self.waiting.is_empty() && self.open.is_empty()
     }
 
-    fn sent(&mut self, piece: &PieceId, now: Seconds) {
+    pub(super) fn sent(&mut self, piece: &PieceId, now: Seconds) {
         self.open.insert((piece.first, piece.layer), piece.tokens);
         self.started.get_or_insert(now);
     }
 
     /// Whether a piece was sent and has no verdict yet. Verdicts on other pieces are ignored.
-    fn is_open(&self, piece: &PieceId) -> bool {
+    pub(super) fn is_open(&self, piece: &PieceId) -> bool {
         self.open.get(&(piece.first, piece.layer)) == Some(&piece.tokens)
+    }
+
+    /// Forgets a sent piece.
+    pub(super) fn close(&mut self, piece: &PieceId) {
+        self.open.remove(&(piece.first, piece.layer));
     }
 
     /// Records a verdict on an open piece. A corrupt piece is queued again; false if it was sent too often.
     fn judge(&mut self, piece: PieceId, intact: bool) -> bool {
-        self.open.remove(&(piece.first, piece.layer));
+        self.close(&piece);
         let retries = piece.retries.saturating_add(1);
         if !intact && retries < SENDS_MAX {
             self.waiting.push_front(PieceId { retries, ..piece });
@@ -156,102 +127,42 @@ pub(super) fn pieces(layer: u32, tokens: Range<u32>, tokens_max: u32) -> impl It
 }
 
 impl Worker {
-    /// The tokens of handed-off prompts that this step computes and the receiver lacks.
-    pub(super) fn step_sends(&mut self, step: &Step) -> Vec<StepSend> {
-        let (mut row, mut offset) = (0, 0);
-        let mut sends = Vec::new();
-        for part in &step.sequences {
-            let (start, end, request) = (part.start, part.start + part.tokens, part.request);
-            if let Some(to) = self.hand_off(request).map(|outgoing| outgoing.to.clone()) {
-                let first = to.from.clamp(start, end);
-                if first < end {
-                    let bytes = self.kv.layer_bytes(end - first, to.wire);
-                    let (tokens, row) = (first..end, row + first - start);
-                    sends.push(StepSend { request, to, tokens, row, offset });
-                    offset += bytes;
-                }
-            }
-            row += part.tokens;
-        }
-        sends
-    }
-
-    /// The transfer of a request that is computed here and decoded elsewhere.
-    pub(super) fn hand_off(&mut self, request: RequestId) -> Option<&mut Outgoing> {
-        self.outgoing.get_mut(&request).filter(|outgoing| outgoing.transfer == Transfer::HandOff)
-    }
-
-    /// Commands that gather the KV of `layer` to be sent.
-    pub(super) fn gathers(&self, layer: usize, pass: &graph::Pass, sends: &[StepSend]) -> Result<Vec<Cmd>> {
-        let gather = |part: &StepSend| {
-            let (tokens, wire) = (to_u32(part.tokens.len()), part.to.wire);
-            let slots = self.forward.slots(pass, part.row, tokens)?;
-            let to = self.staging()?.gathered(layer, part.offset, self.kv.layer_bytes(tokens, wire));
-            let (k, v) = &self.forward.kv_pools()[layer];
-            let sig = OpSig::KvGather { tokens, wire, kv: self.kv.shape };
-            Cmd::new(sig, &[slots, k.clone(), v.clone(), to])
-        };
-        sends.iter().map(gather).collect()
-    }
-
-    fn staging(&self) -> Result<&Staging> {
-        let none = || Error::unsupported("several devices send no KV during a step");
-        self.staging.as_ref().ok_or_else(none)
-    }
-
-    /// Sends the gathered KV of `layer`.
+    /// Sends the KV of `layer` that the only device gathered.
     pub(super) async fn deliver(&mut self, layer: usize, sends: &[StepSend]) -> Result<()> {
-        for StepSend { request, to, tokens, offset, .. } in sends {
-            let token_bytes = self.kv.layer_bytes(1, to.wire);
-            for piece in pieces(to_u32(layer), tokens.clone(), self.piece_tokens_max(to)) {
-                let offset = offset + u64::from(piece.first - tokens.start) * token_bytes;
-                let bytes = u64::from(piece.tokens) * token_bytes;
-                let from = self.staging()?.gathered(layer, offset, bytes);
+        for send in sends {
+            let StepSend { request, to, leaving } = send;
+            for piece in pieces(to_u32(layer), leaving.tokens.clone(), self.kv.piece_tokens_in(to)) {
                 let began = self.env.now();
                 let slot = self.credit(to).await?;
                 self.waited += self.env.now() - began;
                 // The transfer may have ended meanwhile.
-                if !self.outgoing.get(request).is_some_and(|outgoing| Arc::ptr_eq(&outgoing.to, to)) {
-                    slot.inspect(|&slot| self.courier.give_slot(to.to, slot));
+                if !self.sender.goes_on(*request, to) {
+                    slot.inspect(|&slot| self.sender.courier.give_slot(to.to, slot));
                     break;
                 }
                 match slot {
-                    Some(slot) => self.send_gathered(*request, piece, to, (slot, from))?,
-                    None => self.lose(*request, to, piece),
+                    Some(slot) => {
+                        self.sender.send_gathered(&mut self.kv, send, (piece, slot))?;
+                        self.settle_given_up()?;
+                    }
+                    None => self.sender.lose(*request, to, piece),
                 }
             }
         }
         Ok(())
     }
 
-    /// Tokens of the largest piece that fits a receiver's slot and the staging here.
-    pub(super) fn piece_tokens_max(&self, to: &HandOff) -> u32 {
-        let most = (to.landing.slot_bytes / self.kv.layer_bytes(1, to.wire)).max(1);
-        let here = self.kv.piece_tokens_max(to.wire);
-        let in_steps = self.staging.as_ref().map_or(u32::MAX, |staging| staging.tokens_max);
-        to_u32(most.min(here.min(in_steps).into()))
-    }
-
     /// Queues the KV that the prefix cache already had and the receiver lacks.
     pub(super) fn queue_cached(&mut self, request: RequestId, tokens_cached: u32) {
-        let Some(to) = self.hand_off(request).map(|outgoing| outgoing.to.clone()) else { return };
-        let (layers, most) = (self.kv.layers, self.piece_tokens_max(&to));
-        let cached = (0..layers).flat_map(|layer| pieces(layer, to.from..tokens_cached, most));
-        self.hand_off(request).expect("just found").waiting.extend(cached);
-    }
-
-    /// Queues the KV of handed-off prompts that several devices computed in a step.
-    pub(super) fn queue_computed(&mut self, step: &Step) {
-        for StepSend { request, to, tokens, .. } in self.step_sends(step) {
-            let (layers, most) = (self.kv.layers, self.piece_tokens_max(&to));
-            let computed = (0..layers).flat_map(|layer| pieces(layer, tokens.clone(), most));
-            self.hand_off(request).expect("it is sent").waiting.extend(computed);
-        }
+        let Some(outgoing) = self.sender.hand_off(request) else { return };
+        let (layers, most) = (self.kv.layers, self.kv.piece_tokens_in(&outgoing.to));
+        let cached = (0..layers).flat_map(|layer| pieces(layer, outgoing.to.from..tokens_cached, most));
+        outgoing.waiting.extend(cached);
     }
 
     /// Sends queued pieces as far as there are free slots.
     pub(super) fn send_waiting(&mut self) -> Result<()> {
-        let unsent = self.outgoing.iter().filter(|(_, outgoing)| !outgoing.waiting.is_empty());
+        let unsent = self.sender.outgoing.iter().filter(|(_, outgoing)| !outgoing.waiting.is_empty());
         let mut its: Vec<RequestId> = unsent.map(|(&request, _)| request).collect();
         its.sort_unstable();
         for request in its {
@@ -263,16 +174,16 @@ impl Worker {
 
     /// Sends one queued piece. False if there is none, or no slot for it.
     fn send_next_of(&mut self, request: RequestId) -> Result<bool> {
-        let Some(outgoing) = self.outgoing.get_mut(&request) else { return Ok(false) };
+        let Some(outgoing) = self.sender.outgoing.get_mut(&request) else { return Ok(false) };
         let Some(&piece) = outgoing.waiting.front() else { return Ok(false) };
         let to = outgoing.to.clone();
-        let slot = match self.courier.take_slot(to.to, &to.landing) {
+        let slot = match self.sender.courier.take_slot(to.to, &to.landing) {
             Ok(Some(slot)) => slot,
             Ok(None) => return Ok(false),
             Err(error) => {
                 tracing::warn!(request, to = %to.to, %error, "KV is not sent");
                 outgoing.waiting.pop_front();
-                self.lose(request, &to, piece);
+                self.sender.lose(request, &to, piece);
                 return Ok(true);
             }
         };
@@ -280,40 +191,27 @@ impl Worker {
         match self.place(request, &piece)? {
             PieceSource::LowerTier(payload) => {
                 let bytes = payload.len() as u64;
-                let hash = self.courier.fill(to.to, slot, bytes, &mut |place| {
+                let hash = self.sender.courier.fill(to.to, slot, bytes, &mut |place| {
                     place.copy_from_slice(&payload);
                     Ok(())
                 })?;
                 self.post(request, piece, &to, (slot, bytes, hash))?;
             }
             PieceSource::Corrupt => {
-                self.courier.give_slot(to.to, slot);
+                self.sender.courier.give_slot(to.to, slot);
                 self.stop_outgoing(request)?;
                 self.report_tiers();
             }
             PieceSource::Pages(pages) => {
                 let bytes = self.kv.layer_bytes(piece.tokens, to.wire);
-                let Worker { courier, kv, queue, copies, others, .. } = self;
-                let (span, mut queues) = (piece.span(&pages, to.wire), queues(queue, copies, others));
+                let Worker { sender, kv, queue, copies, .. } = self;
+                let (span, mut queues) = (piece.span(&pages, to.wire), queues(queue, copies));
                 let mut read = |place: &mut [u8]| kv.read(&mut queues, &span, place);
-                let hash = courier.fill(to.to, slot, bytes, &mut read)?;
+                let hash = sender.courier.fill(to.to, slot, bytes, &mut read)?;
                 self.post(request, piece, &to, (slot, bytes, hash))?;
             }
         }
         Ok(true)
-    }
-
-    /// Reads a piece from the device into a free slot, and starts sending it.
-    fn send_gathered(
-        &mut self,
-        request: RequestId,
-        piece: PieceId,
-        to: &HandOff,
-        (slot, from): (u32, Slice),
-    ) -> Result<()> {
-        let read = &mut |place: &mut [u8]| self.device.read(&from, place);
-        let hash = self.courier.fill(to.to, slot, from.bytes, read)?;
-        self.post(request, piece, to, (slot, from.bytes, hash))
     }
 
     /// Starts sending what was filled into a free slot.
@@ -322,48 +220,27 @@ impl Worker {
         request: RequestId,
         piece: PieceId,
         to: &HandOff,
-        (slot, bytes, hash): (u32, u64, u64),
+        filled: (u32, u64, u64),
     ) -> Result<()> {
-        let now = self.env.now();
-        let HandOff { attempt, wire, .. } = *to;
-        if let Some(outgoing) = self.outgoing.get_mut(&request) {
-            outgoing.sent(&piece, now);
-        }
-        self.courier.send(to.to, Parcel { request, attempt, piece, slot, bytes, hash, wire }, now);
-        self.settle_sends(Duration::ZERO)
+        self.sender.post(request, piece, to, filled);
+        self.settle_given_up()
     }
 
     /// Notifies receivers of landed pieces; waits for up to `patience` until one has landed.
     pub(super) fn settle_sends(&mut self, patience: Duration) -> Result<()> {
-        for (to, sent) in self.courier.settle(self.env.now(), patience) {
-            let (landed, parcel) = match sent {
-                Sent::Landed(parcel) => (true, parcel),
-                Sent::Failed(parcel) => (false, parcel),
-            };
-            let Parcel { request, attempt, piece, slot, bytes, .. } = parcel;
-            self.metrics.kv_transfer_retries.inc_by(u64::from(piece.retries));
-            if landed && self.directory.tell(to, self.id, KvMessage::Landed(parcel)) {
-                self.metrics.kv_sent_bytes.inc_by(bytes);
-                continue;
-            }
-            if landed {
-                // A receiver that was not told cannot return the slot, and may be connected again later.
-                self.courier.give_slot(to, slot);
-            }
-            if let Some(outgoing) = self.open(request, to, attempt, &piece) {
-                outgoing.open.remove(&(piece.first, piece.layer));
-                let to = outgoing.to.clone();
-                self.lose(request, &to, piece);
-                self.settle_outgoing(request)?;
-            }
-        }
-        Ok(())
+        self.sender.settle(patience);
+        self.settle_given_up()
+    }
+
+    fn settle_given_up(&mut self) -> Result<()> {
+        let its = std::mem::take(&mut self.sender.given_up);
+        its.into_iter().try_for_each(|request| self.settle_outgoing(request))
     }
 
     /// Completes when `settle_sends` is due again; never if nothing is in transit. Slow sends are polled less
     /// often.
     pub(super) fn sends_due(&self) -> Task {
-        match self.courier.longest_send(self.env.now()) {
+        match self.sender.courier.longest_send(self.env.now()) {
             None => Box::pin(std::future::pending()),
             Some(since) => {
                 self.env.sleep(SEND_POLL_INTERVAL.max(Duration::from_secs_f64(since.0.max(0.0) / 8.0)))
@@ -371,29 +248,11 @@ impl Worker {
         }
     }
 
-    /// The transfer whose `piece` was sent to `peer` and has no verdict yet.
-    fn open(
-        &mut self,
-        request: RequestId,
-        peer: InstanceId,
-        attempt: u32,
-        piece: &PieceId,
-    ) -> Option<&mut Outgoing> {
-        let is_meant = |o: &&mut Outgoing| o.to.to == peer && o.to.attempt == attempt && o.is_open(piece);
-        self.outgoing.get_mut(&request).filter(is_meant)
-    }
-
-    /// Gives a piece up and tells the receiver.
-    fn lose(&self, request: RequestId, to: &HandOff, piece: PieceId) {
-        self.directory.tell(to.to, self.id, KvMessage::Lost { request, attempt: to.attempt, piece });
-        tracing::warn!(request, layer = piece.layer, first = piece.first, "KV is recomputed by the receiver");
-    }
-
     /// Waits for a free slot of a receiver; none if it is gone. Peers' messages are handled meanwhile, since
     /// two instances that send to each other would deadlock otherwise.
     async fn credit(&mut self, to: &HandOff) -> Result<Option<u32>> {
         loop {
-            match self.courier.take_slot(to.to, &to.landing) {
+            match self.sender.courier.take_slot(to.to, &to.landing) {
                 Ok(None) => {}
                 Ok(slot) => return Ok(slot),
                 Err(error) => {
@@ -403,7 +262,7 @@ impl Worker {
             }
             self.settle_sends(SEND_POLL_INTERVAL)?;
             // A failed send frees its slot, of which no message tells.
-            if self.courier.has_slot(to.to) {
+            if self.sender.courier.has_slot(to.to) {
                 continue;
             }
             self.report_alive();
@@ -417,7 +276,7 @@ impl Worker {
                         return Ok(None);
                     }
                 }
-                () = self.directory.gone(to.to) => return Ok(None),
+                () = self.sender.directory.gone(to.to) => return Ok(None),
                 () = due => {}
             }
         }
@@ -430,11 +289,11 @@ impl Worker {
         (request, attempt): (RequestId, u32),
         (piece, intact): (PieceId, bool),
     ) -> Result<()> {
-        let Some(outgoing) = self.open(request, receiver, attempt, &piece) else { return Ok(()) };
+        let Some(outgoing) = self.sender.open(request, receiver, attempt, &piece) else { return Ok(()) };
         let (is_over, to) = (!outgoing.judge(piece, intact), outgoing.to.clone());
         self.metrics.kv_transfer_retries.inc_by(u64::from(!intact));
         if is_over {
-            self.lose(request, &to, piece);
+            self.sender.lose(request, &to, piece);
         }
         self.settle_outgoing(request)
     }
@@ -447,7 +306,7 @@ impl Worker {
         attempt: u32,
     ) -> Result<()> {
         let is_meant = |o: &&mut Outgoing| o.handed_over && o.to.to == receiver && o.to.attempt == attempt;
-        match self.hand_off(request).filter(is_meant) {
+        match self.sender.hand_off(request).filter(is_meant) {
             Some(_) => self.complete_outgoing(request),
             None => Ok(()),
         }
@@ -455,14 +314,14 @@ impl Worker {
 
     /// Releases the blocks of a lent prefix once every piece has a verdict.
     pub(super) fn settle_outgoing(&mut self, request: RequestId) -> Result<()> {
-        match self.outgoing.get(&request).is_some_and(Outgoing::is_settled) {
+        match self.sender.outgoing.get(&request).is_some_and(Outgoing::is_settled) {
             true => self.complete_outgoing(request),
             false => Ok(()),
         }
     }
 
     fn complete_outgoing(&mut self, request: RequestId) -> Result<()> {
-        if let Some(started) = self.outgoing.get(&request).and_then(|outgoing| outgoing.started) {
+        if let Some(started) = self.sender.outgoing.get(&request).and_then(|outgoing| outgoing.started) {
             self.metrics.kv_transfer_s.observe((self.env.now() - started).0);
         }
         self.end_outgoing(request)
@@ -470,10 +329,10 @@ impl Worker {
 
     /// Stops sending KV of `request`, and releases its blocks.
     fn end_outgoing(&mut self, request: RequestId) -> Result<()> {
-        match self.outgoing.remove(&request).map(|outgoing| outgoing.transfer) {
+        match self.sender.outgoing.remove(&request).map(|outgoing| outgoing.transfer) {
             Some(Transfer::Prefix) => self.machine_step(Event::Unlend { request }),
             Some(Transfer::HandOff) => {
-                self.active.remove(&request);
+                self.remove(request);
                 self.machine_step(Event::Release { request })
             }
             None => Ok(()),
@@ -488,7 +347,7 @@ impl Worker {
         // The receiver has fenced off the slots that it gave away before.
         let to = outgoing.to.clone();
         self.stop_all(|o| o.transfer == Transfer::Prefix && o.to.to == to.to && o.to.landing != to.landing)?;
-        self.outgoing.insert(request, outgoing);
+        self.sender.outgoing.insert(request, outgoing);
         Ok(())
     }
 
@@ -497,12 +356,13 @@ impl Worker {
     /// slots: the coordinator places them again, and cancels them here.
     pub(super) fn stop_all_to(&mut self, peer: InstanceId) -> Result<()> {
         self.stop_all(|outgoing| outgoing.ends_with(peer))?;
-        self.outgoing.retain(|_, outgoing| outgoing.to.to != peer);
+        self.sender.outgoing.retain(|_, outgoing| outgoing.to.to != peer);
         Ok(())
     }
 
     fn stop_all(&mut self, which: impl Fn(&Outgoing) -> bool) -> Result<()> {
-        let its = self.outgoing.iter().filter(|(_, outgoing)| which(outgoing)).map(|(&request, _)| request);
+        let its =
+            self.sender.outgoing.iter().filter(|(_, outgoing)| which(outgoing)).map(|(&request, _)| request);
         let mut its: Vec<RequestId> = its.collect();
         its.sort_unstable();
         its.into_iter().try_for_each(|request| self.stop_outgoing(request))
@@ -510,10 +370,10 @@ impl Worker {
 
     /// Stops a transfer early; a receiver that still waits for a prefix is told not to.
     pub(super) fn stop_outgoing(&mut self, request: RequestId) -> Result<()> {
-        let Some(Outgoing { transfer, to, .. }) = self.outgoing.get(&request) else { return Ok(()) };
+        let Some(Outgoing { transfer, to, .. }) = self.sender.outgoing.get(&request) else { return Ok(()) };
         if *transfer == Transfer::Prefix {
             let word = KvMessage::Lent { request, attempt: to.attempt, until: 0 };
-            self.directory.tell(to.to, self.id, word);
+            self.sender.directory.tell(to.to, self.id, word);
         }
         self.end_outgoing(request)
     }

@@ -75,7 +75,11 @@ impl Worker {
                     Err(error) => {
                         let Job { request, attempt, .. } = job;
                         tracing::warn!(request, %error, "a prefix is not lent");
-                        self.directory.tell(to.to, self.id, KvMessage::Lent { request, attempt, until: 0 });
+                        self.sender.directory.tell(
+                            to.to,
+                            self.id,
+                            KvMessage::Lent { request, attempt, until: 0 },
+                        );
                     }
                 }
             }
@@ -93,7 +97,7 @@ impl Worker {
                 let _ = answer.try_send([(self.id, device.chain(below).collect())].into());
             }
             ToWorker::Abandon { router } => {
-                let all = self.active.keys().chain(self.outgoing.keys()).copied();
+                let all = self.active.keys().chain(self.sender.outgoing.keys()).copied();
                 let its: BTreeSet<RequestId> = all.filter(|&id| RouterId::of(id) == router).collect();
                 its.into_iter().try_for_each(|request| self.cancel(request))?;
             }
@@ -104,17 +108,11 @@ impl Worker {
     /// Handles a message of a peer about KV.
     pub(super) fn handle_kv_message(&mut self, peer: InstanceId, word: KvMessage) -> Result<()> {
         match word {
-            KvMessage::Lent { request, attempt, until } => {
-                if let Some(incoming) = self.incoming(request, attempt) {
-                    incoming.shorten(peer, until);
-                    self.settle_incoming(request)?;
-                }
-            }
-            KvMessage::Landed(parcel) => self.receive(peer, parcel)?,
-            KvMessage::Credit { slot } => self.courier.give_slot(peer, slot),
-            KvMessage::Lost { request, attempt, piece } => {
-                if let Some(incoming) = self.incoming(request, attempt) {
-                    incoming.lose(peer, piece);
+            KvMessage::Landed(_)
+            | KvMessage::Credit { .. }
+            | KvMessage::Lent { .. }
+            | KvMessage::Lost { .. } => {
+                if let Some(request) = self.intake().take_in(peer, word)? {
                     self.settle_incoming(request)?;
                 }
             }
@@ -177,8 +175,8 @@ impl Worker {
     }
 
     pub(super) fn cancel(&mut self, request: RequestId) -> Result<()> {
-        self.active.remove(&request);
-        self.outgoing.remove(&request);
+        self.remove(request);
+        self.sender.outgoing.remove(&request);
         self.machine_step(Event::Cancel { request })
     }
 
@@ -213,7 +211,7 @@ impl Worker {
         let text = TokenIds::new(job.tokens(), job.hasher, self.limits.block_tokens);
         let Job { request, attempt, wanted, .. } = job;
         let penalties = Penalties::new(&wanted.sampling, &wanted.prompt_ids);
-        self.active.insert(request, Active { attempt, wanted, penalties, incoming: None, sender });
+        self.active.insert(request, Active { attempt, wanted, penalties, sender });
         (urgency, text)
     }
 }

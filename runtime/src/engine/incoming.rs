@@ -3,14 +3,17 @@
 use super::coverage::Coverage;
 use super::fault::{Fault, Outcome};
 use super::messages::{FromWorker, KvMessage, Parcel, PieceId, Source, Transfer};
-use super::pages::check_piece;
+use super::pages::{InstanceKv, check_piece};
+use super::sender::Sender;
 use super::worker::{Event, Worker, queues};
-use mixfleet_hal::{DType, Error, ErrorKind, Result};
-use mixfleet_scheduler::batch::RequestId;
+use mixfleet_hal::{DType, Error, ErrorKind, Queue, Result};
+use mixfleet_scheduler::batch::{Instance, RequestId, TokenIds};
 use mixfleet_scheduler::fleet::InstanceId;
+use std::collections::HashMap;
 
 /// KV that a sequence waits for.
 pub(super) struct Incoming {
+    attempt: u32,
     sender: InstanceId,
     transfer: Transfer,
     from: u32,
@@ -24,10 +27,10 @@ pub(super) struct Incoming {
 }
 
 impl Incoming {
-    fn new((transfer, source): (Transfer, Source), from: u32, layers: u32) -> Self {
+    fn new(attempt: u32, (transfer, source): (Transfer, Source), from: u32, layers: u32) -> Self {
         let Source { holder: sender, until: length } = source;
         let (settled, valid) = (Coverage::new(layers), length);
-        Incoming { sender, transfer, from, length, layers, settled, valid, next: None }
+        Incoming { attempt, sender, transfer, from, length, layers, settled, valid, next: None }
     }
 
     /// Limits the prefix to the `until` tokens that `sender` lends. It tells this before it sends; pieces
@@ -101,65 +104,69 @@ impl Incoming {
     }
 }
 
-impl Worker {
-    /// Starts waiting for KV once a sequence has its blocks.
-    ///
-    /// # Errors
-    /// A fault of the link, if there is no memory or descriptor for the staging slots.
-    pub(super) fn await_kv(&mut self, request: RequestId, tokens_cached: u32) -> Outcome<()> {
-        let layers = self.kv.layers;
-        let Some(active) = self.active.get_mut(&request) else { return Ok(()) };
-        let Some((transfer, source)) = active.sender else { return Ok(()) };
-        let (attempt, holder) = (active.attempt, source.holder);
-        match (self.courier.landing(holder), transfer) {
-            (Ok(landing), _) => {
-                let landing = landing.clone();
-                active.incoming = Some(Incoming::new((transfer, source), tokens_cached, layers));
-                self.report(FromWorker::Reserved { request, attempt, tokens_cached, landing });
-                Ok(())
+/// What a worker needs to take in KV that others send.
+pub(super) struct Intake<'a> {
+    pub(super) sender: &'a mut Sender,
+    pub(super) kv: &'a mut InstanceKv,
+    pub(super) incoming: &'a mut HashMap<RequestId, Incoming>,
+    pub(super) machine: &'a Instance<TokenIds>,
+    /// The queues that copy KV, in the order of members.
+    pub(super) queues: Vec<&'a mut dyn Queue>,
+}
+
+impl Intake<'_> {
+    /// Handles a message that only moves bytes. Returns the request whose KV may be complete now.
+    pub(super) fn take_in(&mut self, peer: InstanceId, word: KvMessage) -> Result<Option<RequestId>> {
+        let (request, attempt) = match word {
+            KvMessage::Landed(parcel) => return self.receive(peer, parcel),
+            KvMessage::Credit { slot } => {
+                self.sender.courier.give_slot(peer, slot);
+                return Ok(None);
             }
-            (Err(error), Transfer::HandOff) => Err(Fault::of_link(request, holder, error)),
-            (Err(error), Transfer::Prefix) => {
-                tracing::warn!(request, %holder, %error, "a prefix is computed: it has nowhere to land");
-                let mut incoming = Incoming::new((transfer, source), tokens_cached, layers);
-                incoming.abandon();
-                active.incoming = Some(incoming);
-                Ok(self.settle_incoming(request)?)
+            KvMessage::Lent { request, attempt, .. } | KvMessage::Lost { request, attempt, .. } => {
+                (request, attempt)
             }
-        }
+            _ => return Ok(None),
+        };
+        let incoming = self.incoming.get_mut(&request).filter(|incoming| incoming.attempt == attempt);
+        Ok(incoming.map(|incoming| {
+            match word {
+                KvMessage::Lent { until, .. } => incoming.shorten(peer, until),
+                KvMessage::Lost { piece, .. } => incoming.lose(peer, piece),
+                _ => {}
+            }
+            request
+        }))
     }
 
     /// Verifies a piece in its slot and writes it to the sequence's pages. A copy is verified and written,
     /// since the sender may write to its slot at any time.
-    pub(super) fn receive(&mut self, sender: InstanceId, parcel: Parcel) -> Result<()> {
+    fn receive(&mut self, sender: InstanceId, parcel: Parcel) -> Result<Option<RequestId>> {
         let Parcel { request, attempt, piece, slot, bytes, hash, wire } = parcel;
-        let active = self.active.get(&request).filter(|a| a.attempt == attempt);
-        let awaited = active.and_then(|a| a.incoming.as_ref()).is_some_and(|incoming| {
-            incoming.awaits(sender, &piece)
+        let awaited = self.incoming.get(&request).is_some_and(|incoming| {
+            incoming.attempt == attempt
+                && incoming.awaits(sender, &piece)
                 && DType::FLOATS.contains(&wire)
                 && bytes == self.kv.layer_bytes(piece.tokens, wire)
-                && bytes <= self.courier.slot_bytes()
+                && bytes <= self.sender.courier.slot_bytes()
         });
-        let private = self.courier.private();
+        let private = self.sender.courier.private();
         let mut copied = match &private {
             Some(_) => Ok(()),
             None => Err(Error::new(ErrorKind::OutOfMemory, "there is no memory to check a piece in")),
         };
-        let looked = self.courier.look(sender, slot, bytes, &mut |payload| {
+        let looked = self.sender.courier.look(sender, slot, bytes, &mut |payload| {
             if let Some(private) = &private {
                 copied = private.store(0, payload);
             }
         });
-        self.directory.tell(sender, self.id, KvMessage::Credit { slot });
+        self.sender.directory.tell(sender, self.sender.id, KvMessage::Credit { slot });
         let looked = looked.and(copied);
         let intact = match (&private, &looked) {
             (Some(private), Ok(())) => {
-                let Worker { machine, kv, queue, copies, others, .. } = self;
+                let Intake { machine, kv, queues, .. } = self;
                 check_piece(&**private, (bytes, hash), &mut |payload| match awaited {
-                    true => {
-                        let mut queues = queues(queue, copies, others);
-                        kv.write(&mut queues, &piece.span(machine.pages(request), wire), payload)
-                    }
+                    true => kv.write(queues, &piece.span(machine.pages(request), wire), payload),
                     false => Ok(()),
                 })?
             }
@@ -172,13 +179,42 @@ impl Worker {
             tracing::warn!(request, layer = piece.layer, first = piece.first, "KV arrived corrupt");
         }
         if awaited && intact {
-            let incoming = self.active.get_mut(&request).and_then(|active| active.incoming.as_mut());
-            incoming.expect("still there").settle(&piece);
-            self.metrics.kv_transfer_bytes.inc_by(bytes);
+            self.incoming.get_mut(&request).expect("still there").settle(&piece);
+            self.sender.metrics.kv_transfer_bytes.inc_by(bytes);
         }
         let verdict = KvMessage::Verdict { request, attempt, piece, intact };
-        self.directory.tell(sender, self.id, verdict);
-        if awaited && intact { self.settle_incoming(request) } else { Ok(()) }
+        self.sender.directory.tell(sender, self.sender.id, verdict);
+        Ok((awaited && intact).then_some(request))
+    }
+}
+
+impl Worker {
+    /// Starts waiting for KV once a sequence has its blocks.
+    ///
+    /// # Errors
+    /// A fault of the link, if there is no memory or descriptor for the staging slots.
+    pub(super) fn await_kv(&mut self, request: RequestId, tokens_cached: u32) -> Outcome<()> {
+        let layers = self.kv.layers;
+        let Some(active) = self.active.get(&request) else { return Ok(()) };
+        let Some((transfer, source)) = active.sender else { return Ok(()) };
+        let (attempt, holder) = (active.attempt, source.holder);
+        match (self.sender.courier.landing(holder), transfer) {
+            (Ok(landing), _) => {
+                let landing = landing.clone();
+                let incoming = Incoming::new(attempt, (transfer, source), tokens_cached, layers);
+                self.incoming.insert(request, incoming);
+                self.report(FromWorker::Reserved { request, attempt, tokens_cached, landing });
+                Ok(())
+            }
+            (Err(error), Transfer::HandOff) => Err(Fault::of_link(request, holder, error)),
+            (Err(error), Transfer::Prefix) => {
+                tracing::warn!(request, %holder, %error, "a prefix is computed: it has nowhere to land");
+                let mut incoming = Incoming::new(attempt, (transfer, source), tokens_cached, layers);
+                incoming.abandon();
+                self.incoming.insert(request, incoming);
+                Ok(self.settle_incoming(request)?)
+            }
+        }
     }
 
     /// Lets a sequence join the batch once nothing more of its KV will come.
@@ -186,8 +222,7 @@ impl Worker {
         if self.postponed.takes(request) {
             return Ok(());
         }
-        let Some(active) = self.active.get_mut(&request) else { return Ok(()) };
-        let Some(incoming) = &active.incoming else { return Ok(()) };
+        let Some(incoming) = self.incoming.get(&request) else { return Ok(()) };
         let Some((tokens_valid, next)) = incoming.complete() else { return Ok(()) };
         if tokens_valid < incoming.length {
             self.metrics.kv_transfer_recomputes.inc();
@@ -195,13 +230,13 @@ impl Worker {
         if incoming.transfer == Transfer::Prefix {
             self.metrics.kv_pulled_tokens.inc_by(u64::from(tokens_valid.saturating_sub(incoming.from)));
         }
-        let (sender, attempt) = (incoming.sender, active.attempt);
-        active.incoming = None;
+        let (sender, attempt) = (incoming.sender, incoming.attempt);
+        self.incoming.remove(&request);
         if let (Some(text), Some(next)) = (self.machine.text_mut(request), next) {
             text.push(next);
         }
         if next.is_some() {
-            self.directory.tell(sender, self.id, KvMessage::TakenOver { request, attempt });
+            self.sender.directory.tell(sender, self.id, KvMessage::TakenOver { request, attempt });
             self.report(FromWorker::Joined { request });
         }
         self.machine_step(Event::Landed { request, tokens_valid, next: next.is_some() })
@@ -209,10 +244,10 @@ impl Worker {
 
     /// Stops waiting for prefixes that `peer` lends.
     pub(super) fn lender_down(&mut self, peer: InstanceId) -> Result<()> {
-        let lent = self.active.iter_mut().filter_map(|(&request, active)| {
-            let incoming = active.incoming.as_mut().filter(|incoming| incoming.is_lent_by(peer))?;
+        let lent = self.incoming.iter_mut().filter(|(_, incoming)| incoming.is_lent_by(peer));
+        let lent = lent.map(|(&request, incoming)| {
             incoming.abandon();
-            Some(request)
+            request
         });
         let mut its: Vec<RequestId> = lent.collect();
         its.sort_unstable();
@@ -220,8 +255,13 @@ impl Worker {
     }
 
     pub(super) fn incoming(&mut self, request: RequestId, attempt: u32) -> Option<&mut Incoming> {
-        let active = self.active.get_mut(&request)?;
-        if active.attempt != attempt { None } else { active.incoming.as_mut() }
+        self.incoming.get_mut(&request).filter(|incoming| incoming.attempt == attempt)
+    }
+
+    /// What takes in KV, between steps or beside one that is not over.
+    pub(super) fn intake(&mut self) -> Intake<'_> {
+        let Worker { sender, kv, incoming, machine, queue, copies, .. } = self;
+        Intake { sender, kv, incoming, machine, queues: queues(queue, copies) }
     }
 }
 
@@ -237,7 +277,7 @@ mod tests {
 
     fn handed_off() -> Incoming {
         let source = Source { holder: SENDER, until: 16 };
-        let mut incoming = Incoming::new((Transfer::HandOff, source), 0, 1);
+        let mut incoming = Incoming::new(0, (Transfer::HandOff, source), 0, 1);
         assert!(incoming.hand_over(SENDER, 7));
         incoming
     }

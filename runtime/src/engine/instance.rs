@@ -4,7 +4,7 @@ use super::beside::Postponed;
 use super::calibrate;
 use super::courier::{Courier, HandOffLimits, Links};
 use super::directory::{Directory, Inboxes};
-use super::handoff::Staging;
+use super::handoff::LAYERS_IN_FLIGHT;
 use super::health::HealthWatch;
 use super::members::{MemberModel, OtherMembers};
 use super::messages::{FromWorker, Report};
@@ -12,6 +12,7 @@ use super::pages::{InstanceKv, KvPart};
 use super::pinning::Pinner;
 use super::recordings::Recordings;
 use super::renew::PROBE_BYTES;
+use super::sender::Sender;
 use super::support::{check_attention, check_products, check_support};
 use super::tiers::{InstanceTiers, LowerTiers, PendingDisk};
 use super::worker::Worker;
@@ -452,12 +453,11 @@ impl Loaded {
         let own_name = self.id();
         let name = format!("worker {own_name}");
         let block_bytes = self.block_bytes();
-        let kv = self.kv(hand_off.slot_bytes.max(if self.below.is_some() { block_bytes } else { 0 }))?;
+        let mut kv = self.kv(hand_off.slot_bytes.max(if self.below.is_some() { block_bytes } else { 0 }))?;
         let Loaded { spec_device: device, forward, others, batch, below, pending_disk, .. } = self;
-        let staging = match others {
-            None => Some(Staging::new(&*device, kv.shape, forward.shape())?),
-            Some(_) => None,
-        };
+        let alone = || vec![LAYERS_IN_FLIGHT];
+        let layers = others.as_ref().map_or_else(alone, |others| others.layers_leaving(&forward));
+        kv.leaves_in_steps(forward.shape(), &layers)?;
         let pinner = Arc::new(Pinner::new(device.clone()));
         if let (Some(pool), Some(disk)) = (&below, pending_disk) {
             disk.start_disk(pool, &own_name, env);
@@ -470,7 +470,7 @@ impl Loaded {
             env: env.clone(),
             queue: device.queue()?,
             postponed: Postponed::default(),
-            copies: Worker::queue_for_copies(&*device)?,
+            copies: Worker::queues_for_copies(&device, others.as_ref())?,
             probed: device.alloc(2 * PROBE_BYTES as u64, BufferUsage::Staging)?,
             health: HealthWatch::new(device.info().id.clone(), metrics.clone()),
             device,
@@ -483,12 +483,10 @@ impl Loaded {
             step_timeout,
             recordings: Recordings::default(),
             active: HashMap::new(),
-            outgoing: HashMap::new(),
-            staging,
+            incoming: HashMap::new(),
+            sender: Sender::new(id, Courier::new(links.clone(), *hand_off, pinner), surroundings),
             kv,
             below,
-            courier: Courier::new(links.clone(), *hand_off, pinner),
-            directory: directory.clone(),
             orders,
             words,
             reports: reports.clone(),

@@ -50,12 +50,12 @@ impl Worker {
     pub(super) fn lend(&mut self, job: &Job, until: u32, to: HandOff) -> Result<()> {
         let Job { request, attempt, .. } = *job;
         let peer = to.to;
-        let until = match self.hand_off(request) {
+        let until = match self.sender.hand_off(request) {
             // It is computed here, so the view of whoever asks is outdated.
             Some(_) => 0,
             None => self.begin_to_lend(job, until, to)?,
         };
-        self.directory.tell(peer, self.id, KvMessage::Lent { request, attempt, until });
+        self.sender.directory.tell(peer, self.id, KvMessage::Lent { request, attempt, until });
         self.settle_outgoing(request)
     }
 
@@ -64,7 +64,7 @@ impl Worker {
         let request = job.request;
         let mut tokens = job.tokens();
         tokens.truncate(until as usize);
-        let (from, wire, most) = (to.from, to.wire, self.piece_tokens_max(&to));
+        let (from, wire, most) = (to.from, to.wire, self.kv.piece_tokens_in(&to));
         self.begin_outgoing(request, Outgoing::new(Transfer::Prefix, to))?;
         let mut text = TokenIds::new(tokens.clone(), job.hasher, self.limits.block_tokens);
         let blocks = to_u32(tokens.len()) / self.limits.block_tokens;
@@ -72,7 +72,7 @@ impl Worker {
         self.machine_step(Event::Lend { request, text })?;
 
         let page_tokens = self.kv.shape.page_tokens;
-        let on_device = to_u32(self.outgoing[&request].pages.len()) * page_tokens;
+        let on_device = to_u32(self.sender.outgoing[&request].pages.len()) * page_tokens;
         // What the receiver has already is not loaded.
         let below_from = on_device.max(from / page_tokens * page_tokens);
         let mut below = None;
@@ -91,7 +91,7 @@ impl Worker {
             let above = pieces(layer, from..on_device, most);
             above.chain(pieces(layer, from.max(below_from)..end, most))
         };
-        let outgoing = self.outgoing.get_mut(&request).expect("just begun");
+        let outgoing = self.sender.outgoing.get_mut(&request).expect("just begun");
         outgoing.waiting = (0..layers).flat_map(of_layer).collect();
         outgoing.below = below;
         Ok(end)
@@ -99,7 +99,7 @@ impl Worker {
 
     /// Locates the bytes of a piece; those in the lower tiers are copied and verified.
     pub(super) fn place(&self, request: RequestId, piece: &PieceId) -> Result<PieceSource> {
-        let (outgoing, page_tokens) = (&self.outgoing[&request], self.kv.shape.page_tokens);
+        let (outgoing, page_tokens) = (&self.sender.outgoing[&request], self.kv.shape.page_tokens);
         let (first, tokens) = (piece.first, piece.first..piece.first + piece.tokens);
         let lent = outgoing.below.as_ref().filter(|_| first >= to_u32(outgoing.pages.len()) * page_tokens);
         let Some(Lent { from, lease, digests }) = lent else {
@@ -133,7 +133,8 @@ impl Worker {
     /// Loads blocks of a prefix to be lent into host memory. All lent blocks together take at most half of
     /// it, so that the device can still evict blocks to the rest.
     fn lease_to_lend(&mut self, chain: &[BlockHash], tokens: &[u32]) -> Option<Lease> {
-        let lent: usize = self.outgoing.values().filter_map(|o| Some(o.below.as_ref()?.lease.len())).sum();
+        let lent: usize =
+            self.sender.outgoing.values().filter_map(|o| Some(o.below.as_ref()?.lease.len())).sum();
         let most = (self.below.as_ref()?.dram_blocks() / 2).saturating_sub(lent).min(chain.len());
         let lease = self.lease(&chain[..most], &tokens[..most * self.kv.shape.page_tokens as usize]);
         self.report_tiers();

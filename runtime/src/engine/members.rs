@@ -10,6 +10,7 @@ use crate::model::apart::{ApartBatch, ApartQueues, AttentionMember, run_apart};
 use crate::model::divided::{MemberRun, MicroBatch, run_stages};
 use crate::model::exchange::ThroughHost;
 use crate::model::graph::{Forward, Pass, StepInput};
+use crate::model::leaving::LayerKv;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Collective, Device, Error, Queue, Result, Slice};
 use mixfleet_scheduler::cost::{AttnSplit, LinkCost, Partition, Pieces};
@@ -104,22 +105,16 @@ impl OtherMembers {
         }
     }
 
+    /// Whether all of them copy beside a step.
+    pub(super) fn copy_beside(&self) -> bool {
+        self.devices().iter().all(|device| device.limits().copies_beside)
+    }
+
     /// Their pools of keys and values by layer, in the order of members; none of those that keep no KV.
     pub(super) fn kv_pools(&self) -> Vec<&[(Slice, Slice)]> {
         match &self.group {
             Group::Divide(_, members) => members.iter().map(|member| member.model.kv_pools()).collect(),
             Group::Attend(_, members, _) => members.iter().map(|member| member.model.kv_pools()).collect(),
-        }
-    }
-
-    /// Their queues, in the order of members.
-    pub(super) fn queues(&mut self) -> Vec<&mut dyn Queue> {
-        fn of<M>(members: &mut [QueuedMember<M>]) -> Vec<&mut dyn Queue> {
-            members.iter_mut().map(|member| &mut *member.queue as &mut dyn Queue).collect()
-        }
-        match &mut self.group {
-            Group::Divide(_, members) => of(members),
-            Group::Attend(_, members, _) => of(members),
         }
     }
 
@@ -205,26 +200,51 @@ impl OtherMembers {
         Ok(LinkCost { latency, seconds_per_byte, usd_per_byte: 0.0 })
     }
 
-    /// How a step is cut in which sequences decode in so many groups.
-    pub(super) fn pieces(&self, groups: u32) -> Pieces {
-        let chunk_tokens = self.stages().map_or(u32::MAX, |(_, chunk_tokens)| chunk_tokens);
-        Pieces { chunk_tokens, groups }
+    /// The batches of a step in which sequences decode in so many groups; blocks of KV have so many tokens.
+    pub(super) fn cut<'a>(
+        &self,
+        parts: &[StepInput<'a>],
+        groups: u32,
+        block_tokens: u32,
+    ) -> Vec<MicroBatch<'a>> {
+        let (chunk_tokens, groups) = match &self.group {
+            Group::Divide(Stages { members, chunk_tokens }, _) if members.len() > 1 => {
+                (*chunk_tokens, groups)
+            }
+            Group::Divide(..) => (u32::MAX, groups),
+            Group::Attend(_, _, second) => (u32::MAX, if second.is_some() { groups.min(2) } else { 1 }),
+        };
+        MicroBatch::cut(parts, Pieces { chunk_tokens, groups }, block_tokens)
     }
 
-    /// Runs a step, cut so, on the first device and on the others, and returns a row for each part that
-    /// draws.
+    /// The layers whose KV is on its way out of each member at a time: all of a member that is a stage of its
+    /// own, and the last two where members wait for each other in every layer.
+    pub(super) fn layers_leaving(&self, first: &Forward) -> Vec<usize> {
+        match &self.group {
+            Group::Divide(Stages { members: counts, .. }, others) => {
+                let all = std::iter::once(first).chain(others.iter().map(|member| &*member.model));
+                let alone = counts.iter().flat_map(|&count| std::iter::repeat_n(count == 1, count));
+                all.zip(alone)
+                    .map(|(it, alone)| if alone { it.config().layers as usize } else { 2 })
+                    .collect()
+            }
+            Group::Attend(_, others, _) => vec![2; 1 + others.len()],
+        }
+    }
+
+    /// Runs the batches of a step on the first device and on the others, and returns a row for each part that
+    /// draws. KV leaves meanwhile.
     ///
     /// # Errors
-    /// Those of the devices and of the exchange.
+    /// Those of the devices, of the exchange and of `kv`.
     pub(super) fn run<'a>(
         &'a mut self,
         first: MemberRun<'a>,
-        parts: &[StepInput<'_>],
-        how: Pieces,
+        batches: &[MicroBatch<'_>],
+        kv: &mut dyn LayerKv,
         timeout: Duration,
     ) -> Result<Vec<LogitsRow>> {
         let exchange = &mut *self.exchange;
-        let block_tokens = first.forward.shape().block_tokens;
         let mut rows: Vec<(usize, LogitsRow)> = Vec::new();
         match &mut self.group {
             Group::Divide(stages, members) => {
@@ -236,17 +256,14 @@ impl OtherMembers {
                 let mut all = std::iter::once(first).chain(others);
                 let of_stage = |&count: &usize| all.by_ref().take(count).collect();
                 let mut of_stages: Vec<Vec<MemberRun<'a>>> = stages.members.iter().map(of_stage).collect();
-                let batches = MicroBatch::cut(parts, how, block_tokens);
                 let mut read = |last: &MemberRun<'_>, pass: &Pass, batch: &MicroBatch<'_>| {
                     let drawn = read_rows(last.device, last.forward, pass)?;
-                    rows.extend(batch.drawing.iter().copied().zip(drawn));
+                    rows.extend(batch.drawing().zip(drawn));
                     Ok(())
                 };
-                run_stages(&mut of_stages, exchange, &batches, timeout, &mut read)?;
+                run_stages(&mut of_stages, exchange, batches, timeout, kv, &mut read)?;
             }
             Group::Attend(_, members, second) => {
-                let groups = if second.is_some() { how.groups.min(2) } else { 1 };
-                let pieces = MicroBatch::cut(parts, Pieces { groups, ..how }, block_tokens);
                 let (mut models, mut attending) = (Vec::new(), Vec::<&mut dyn Queue>::new());
                 for QueuedMember { device, model, queue } in members {
                     models.push((&**device, &**model));
@@ -258,18 +275,18 @@ impl OtherMembers {
                     (&second.first, devices.zip(&second.attending).collect())
                 });
                 let places = std::iter::once(whole.clone()).chain(halves);
-                let batches = places.zip(&pieces).map(|((forward, attending), piece)| {
-                    ApartBatch::begin((device, forward), attending, &piece.parts)
+                let begun = places.zip(batches).map(|((forward, attending), batch)| {
+                    ApartBatch::begin((device, forward), attending, &batch.parts)
                 });
-                let batches = batches.collect::<Result<Vec<_>>>()?;
+                let begun = begun.collect::<Result<Vec<_>>>()?;
                 let mut read = |which: usize, batch: &ApartBatch<'_>| {
                     let (device, forward, pass) = batch.first();
                     let drawn = read_rows(device, forward, pass)?;
-                    rows.extend(pieces[which].drawing.iter().copied().zip(drawn));
+                    rows.extend(batches[which].drawing().zip(drawn));
                     Ok(())
                 };
                 let mut queues = ApartQueues { first: first.queue, attending };
-                run_apart(&mut queues, &batches, exchange, timeout, &mut read)?;
+                run_apart(&mut queues, &begun, exchange, timeout, kv, &mut read)?;
             }
         }
         rows.sort_by_key(|(part, _)| *part);

@@ -5,7 +5,8 @@
 //! some pages), and the parts are put together in this process's memory; what comes is taken apart there. A
 //! head that several keep is sent by the first of them and written to all. Nothing else knows who keeps what.
 
-use super::messages::PieceId;
+use super::leaving::StepMemory;
+use super::messages::{HandOff, PieceId};
 use super::worker::COPY_TIMEOUT;
 use mixfleet_hal::cast::{to_u32, to_usize};
 use mixfleet_hal::memory::SharedMemory;
@@ -29,6 +30,10 @@ impl Pages {
     /// Those of the device.
     pub fn new(device: &dyn Device, shape: KvShape, tokens_max: u64) -> Result<Self> {
         Ok(Pages { shape, slot_ids: device.alloc(tokens_max * 4, BufferUsage::Staging)? })
+    }
+
+    pub(super) fn shape(&self) -> &KvShape {
+        &self.shape
     }
 
     /// Uploads the slots of `tokens` of a sequence that has these pages, for one copy at a time.
@@ -98,13 +103,13 @@ pub fn check_piece(
 /// What a device has of an instance's KV.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct KvPart {
-    layers: Range<u32>,
-    kv_heads: Range<u32>,
+    pub(super) layers: Range<u32>,
+    pub(super) kv_heads: Range<u32>,
     /// It has the pages whose number leaves the first as the remainder of the second, under their number
     /// divided by the second.
     pages: (u32, u32),
     /// Whether it sends this; if not, an earlier one has it too.
-    sends: bool,
+    pub(super) sends: bool,
 }
 
 impl KvPart {
@@ -137,16 +142,18 @@ impl KvPart {
 }
 
 /// A device that keeps KV, and its memory for copies.
-struct Keeper {
+pub(super) struct Keeper {
     /// Its number among the devices of the instance.
-    member: usize,
-    device: Arc<dyn Device>,
-    part: KvPart,
+    pub(super) member: usize,
+    pub(super) device: Arc<dyn Device>,
+    pub(super) part: KvPart,
     /// Keys and values of its layers.
-    pools: Vec<(Slice, Slice)>,
-    pages: Pages,
+    pub(super) pools: Vec<(Slice, Slice)>,
+    pub(super) pages: Pages,
     /// KV on its way, in the wire layout.
     staged: Slice,
+    /// For KV that leaves while a step runs; none if none does.
+    pub(super) leaving: Option<StepMemory>,
 }
 
 /// Tokens of a sequence in some layers: in the wire layout `[layers, tokens, 2, kv_heads, head_dim]`.
@@ -168,13 +175,13 @@ impl PieceId {
 }
 
 /// What a device has of a span.
-struct OwnSpan {
-    layers: Range<u32>,
+pub(super) struct OwnSpan {
+    pub(super) layers: Range<u32>,
     /// Its tokens, counted from the first one of the span.
-    rows: Vec<u32>,
+    pub(super) rows: Vec<u32>,
     /// Where they are in its pages.
-    slots: Vec<u32>,
-    bytes: u64,
+    pub(super) slots: Vec<u32>,
+    pub(super) bytes: u64,
 }
 
 /// The KV of an instance, by the devices that keep it.
@@ -183,13 +190,13 @@ pub(super) struct InstanceKv {
     pub(super) shape: KvShape,
     /// Layers of the whole model.
     pub(super) layers: u32,
-    keepers: Vec<Keeper>,
+    pub(super) keepers: Vec<Keeper>,
     /// The largest span, in bytes.
     span_bytes_max: u64,
     /// The largest span, in tokens.
     span_tokens_max: u64,
     /// A device's part in this process's memory.
-    packed: Vec<u8>,
+    pub(super) packed: Vec<u8>,
 }
 
 /// A device of an instance, what it has of the KV, and its pools of keys and values by layer.
@@ -224,6 +231,7 @@ impl InstanceKv {
                 part,
                 pages: Pages::new(&*device, own, span_tokens_max)?,
                 staged: device.alloc(span_bytes_max, BufferUsage::Kv)?,
+                leaving: None,
                 device,
             });
         }
@@ -251,9 +259,11 @@ impl InstanceKv {
         })
     }
 
-    /// The most tokens of a layer that are copied at a time.
-    pub(super) fn piece_tokens_max(&self, wire: DType) -> u32 {
-        to_u32((self.span_bytes_max / self.shape.wire_token_bytes(wire)).min(self.span_tokens_max))
+    /// Tokens of the largest piece that fits a receiver's slot and what is copied here at a time.
+    pub(super) fn piece_tokens_in(&self, to: &HandOff) -> u32 {
+        let token_bytes = self.shape.wire_token_bytes(to.wire);
+        let there = (to.landing.slot_bytes / token_bytes).max(1);
+        to_u32(there.min(self.span_bytes_max / token_bytes).min(self.span_tokens_max))
     }
 
     /// Bytes of so many tokens of a layer.
@@ -282,15 +292,7 @@ impl InstanceKv {
         for (keeper, own, ticket) in running {
             keeper.wait(queues, ticket)?;
             let staged = keeper.staged.range(0, own.bytes);
-            let runs = Runs::of(&self.shape, &keeper.part, span, &own);
-            if let Some(run) = runs.only() {
-                keeper.device.read(&staged, &mut place[run])?;
-                continue;
-            }
-            self.packed.resize(to_usize(own.bytes), 0);
-            keeper.device.read(&staged, &mut self.packed)?;
-            let packed = &self.packed;
-            runs.each(&mut |whole, part| place[whole].copy_from_slice(&packed[part]));
+            keeper.put(&self.shape, (span, &own, &staged), place, &mut self.packed)?;
         }
         Ok(())
     }
@@ -355,7 +357,7 @@ impl InstanceKv {
 
 impl Keeper {
     /// What it has of a span.
-    fn own(&self, span: &KvSpan<'_>) -> Option<OwnSpan> {
+    pub(super) fn own(&self, span: &KvSpan<'_>) -> Option<OwnSpan> {
         let KvPart { layers, pages: (at, of), .. } = &self.part;
         let layers = layers.start.max(span.layers.start)..layers.end.min(span.layers.end);
         let page_tokens = self.pages.shape.page_tokens;
@@ -368,6 +370,24 @@ impl Keeper {
         let token_bytes = self.pages.shape.wire_token_bytes(span.wire);
         let bytes = layers.len() as u64 * rows.len() as u64 * token_bytes;
         (bytes > 0).then_some(OwnSpan { layers, rows, slots, bytes })
+    }
+
+    /// Reads what it has of a span, whose wire layout is at `staged`, into its place in the whole.
+    pub(super) fn put(
+        &self,
+        whole: &KvShape,
+        (span, own, staged): (&KvSpan<'_>, &OwnSpan, &Slice),
+        place: &mut [u8],
+        packed: &mut Vec<u8>,
+    ) -> Result<()> {
+        let runs = Runs::of(whole, &self.part, span, own);
+        if let Some(run) = runs.only() {
+            return self.device.read(staged, &mut place[run]);
+        }
+        packed.resize(to_usize(own.bytes), 0);
+        self.device.read(staged, packed)?;
+        runs.each(&mut |whole, part| place[whole].copy_from_slice(&packed[part]));
+        Ok(())
     }
 
     /// The commands that copy between its pages and its staged memory, one for each layer.

@@ -1,6 +1,8 @@
 //! KV of any devices against that of an only one.
 
 use super::*;
+use crate::engine::leaving::Taken;
+use crate::model::graph::StepShape;
 use mixfleet_cpu::CpuBackend;
 use mixfleet_hal::Backend;
 use mixfleet_hal::random::Stream;
@@ -61,6 +63,45 @@ impl Rig {
         let mut place = vec![0xA5; to_usize(bytes)];
         self.kv.read(&mut queues, span, &mut place).unwrap();
         place
+    }
+
+    /// All layers of a sequence of this length, which each device gathers layer by layer into memory for some of
+    /// them: of the tokens before `middle` and of the others as two parts of a step, in pieces.
+    fn gathered(
+        &mut self,
+        (pages, length): (&[u32], u32),
+        (middle, wire): (u32, DType),
+        layers_at_once: usize,
+    ) -> Vec<u8> {
+        let KvShape { page_tokens: block_tokens, dtype: kv, .. } = self.kv.shape;
+        let (tokens_max, sequences_max, blocks, activations) = (length, 2, PAGES, DType::F32);
+        let step = StepShape { tokens_max, sequences_max, blocks, block_tokens, activations, kv };
+        self.kv.leaves_in_steps(&step, &vec![layers_at_once; self.queues.len()]).unwrap();
+        let taken = &mut Taken::default();
+        let parts = [0..middle, middle..length].map(|part| self.kv.leaving((pages, part), wire, taken));
+        let mut all = Vec::new();
+        for layer in 0..self.kv.layers {
+            for at in 0..self.kv.keepers.len() {
+                let (member, layers) = (self.kv.keepers[at].member, self.kv.keepers[at].part.layers.clone());
+                let Some(own) = layer.checked_sub(layers.start).filter(|_| layers.contains(&layer)) else {
+                    continue;
+                };
+                assert_eq!(self.kv.layer_of(member, own as usize), layer);
+                let list = self.kv.gather((member, own as usize), parts.iter()).unwrap();
+                let ticket = self.queues[member].submit(&list).unwrap();
+                self.queues[member].wait(ticket, COPY_TIMEOUT).unwrap();
+            }
+            for part in &parts {
+                for first in part.tokens.clone().step_by(3) {
+                    let tokens = first..part.tokens.end.min(first + 3);
+                    let bytes = to_usize(self.kv.layer_bytes(to_u32(tokens.len()), wire));
+                    let mut place = vec![0xA5; bytes];
+                    self.kv.read_gathered(part, (layer, tokens), &mut place).unwrap();
+                    all.extend(place);
+                }
+            }
+        }
+        all
     }
 }
 
@@ -144,6 +185,10 @@ proptest! {
                 second.write(&piece(&others), &payload);
             }
         }
+
+        // what devices gather of two parts of a step is what is in their pages
+        let gathered = first.gathered((&theirs, length), (from, wire), 1 + cut as usize % 3);
+        prop_assert_eq!(gathered, expected.clone(), "{:?}", of_first);
         let of_second = KvPart::of_members(&partition(&shape, seeds[2]));
         prop_assert_eq!(&second.read(&all(&others)), &expected, "{:?} -> {:?}", of_first, of_second);
 

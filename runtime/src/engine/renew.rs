@@ -10,6 +10,7 @@ use mixfleet_hal::{Cmd, Device, Error, ErrorKind, OpSig, Queue, Result};
 use mixfleet_scheduler::batch::Instance;
 use std::any::Any;
 use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Interval between attempts to reach a failed device.
@@ -93,9 +94,15 @@ impl Worker {
         self.others.as_mut().map_or(Ok(()), OtherMembers::renew_queues)
     }
 
-    /// A queue for copies beside steps, if the device can.
-    pub(super) fn queue_for_copies(device: &dyn Device) -> Result<Option<Box<dyn Queue>>> {
-        device.limits().copies_beside.then(|| device.queue()).transpose()
+    /// A queue of each device for copies beside steps; none of an only device that cannot. Of several, which
+    /// wait for each other in steps, each has times at which it has nothing else to do.
+    pub(super) fn queues_for_copies(
+        first: &Arc<dyn Device>,
+        others: Option<&OtherMembers>,
+    ) -> Result<Vec<Box<dyn Queue>>> {
+        let all = std::iter::once(first).chain(others.into_iter().flat_map(OtherMembers::devices));
+        let copies = others.is_some() || first.limits().copies_beside;
+        all.filter(|_| copies).map(|device| device.queue()).collect()
     }
 
     /// Checks that the device stores, copies and returns bytes.
@@ -120,12 +127,14 @@ impl Worker {
     /// Resets the instance to its initial state, if the device computes.
     fn renew(&mut self) -> Result<()> {
         self.renew_queue()?;
-        self.copies = Worker::queue_for_copies(&*self.device)?;
+        self.copies = Worker::queues_for_copies(&self.device, self.others.as_ref())?;
         self.probe()?;
         self.active.clear();
-        self.outgoing.clear();
+        self.incoming.clear();
+        self.sender.outgoing.clear();
+        self.sender.given_up.clear();
         self.postponed.clear();
-        self.courier.forget_all();
+        self.sender.courier.forget_all();
         self.machine = Instance::new(self.limits.clone()).predicted_by(self.cost.clone());
         Ok(())
     }

@@ -205,10 +205,10 @@ fn refused(error: PoolError) -> Error {
 impl Worker {
     /// Reports the blocks that lower tiers hold from before, and the measured cost of loading them.
     pub(super) fn begin_tiers(&mut self) -> Result<()> {
-        let Worker { below: Some(below), env, kv, queue, copies, others, .. } = self else { return Ok(()) };
+        let Worker { below: Some(below), env, kv, queue, copies, .. } = self else { return Ok(()) };
         // The contents do not matter: slot 0 and page 0 are not used yet.
         let (slot, bytes) = (below.pool.regions()[0].clone(), below.block_bytes);
-        let (span, mut queues) = (block(kv, &0), queues(queue, copies, others));
+        let (span, mut queues) = (block(kv, &0), queues(queue, copies));
         let mut least = f64::INFINITY;
         for _ in 0..3 {
             let start = env.now();
@@ -260,13 +260,13 @@ impl Worker {
     /// Copies evicted blocks to lower tiers before they are overwritten. If `lease` leaves no room for them,
     /// it is dropped: the disk keeps its blocks.
     pub(super) fn keep_evicted(&mut self, actions: &[Action], lease: &mut Option<Lease>) -> Result<()> {
-        let Worker { below: Some(below), kv, queue, copies, others, .. } = self else { return Ok(()) };
+        let Worker { below: Some(below), kv, queue, copies, .. } = self else { return Ok(()) };
         let evicted = actions.iter().filter_map(|a| if let Action::Evicted(e) = a { Some(e) } else { None });
         let mut evicted = evicted.flatten().peekable();
         if evicted.peek().is_none() {
             return Ok(());
         }
-        let mut queues = queues(queue, copies, others);
+        let mut queues = queues(queue, copies);
         let mut keep = |Evicted { hash, tokens, page }: &Evicted<Box<[u32]>>| {
             let span = block(kv, page);
             below.pool.keep(*hash, tokens, &mut |place| kv.read(&mut queues, &span, place))
@@ -297,8 +297,8 @@ impl Worker {
         while let Some(held) = lease.take() {
             let mut came = 0;
             for (at, &page) in (0..held.len()).zip(&pages[done..]) {
-                let Worker { kv, queue, copies, others, .. } = self;
-                let (span, mut queues) = (block(kv, &page), queues(queue, copies, others));
+                let Worker { kv, queue, copies, .. } = self;
+                let (span, mut queues) = (block(kv, &page), queues(queue, copies));
                 let mut written = Ok(());
                 if !held.view(at, &mut |payload| written = kv.write(&mut queues, &span, payload))? {
                     break;

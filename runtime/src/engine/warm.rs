@@ -82,7 +82,7 @@ impl Worker {
 
     /// Copies the KV of a token from its page and back.
     fn copy_once(&mut self) -> Result<()> {
-        let Worker { kv, queue, copies, others, .. } = self;
-        kv.warm(&mut queues(queue, copies, others))
+        let Worker { kv, queue, copies, .. } = self;
+        kv.warm(&mut queues(queue, copies))
     }
 }

@@ -5,22 +5,22 @@
 //! are carried out between steps, peers' messages about KV also during them (`beside.rs`).
 
 use super::beside::Postponed;
-use super::courier::Courier;
-use super::directory::Directory;
 use super::draw::{Draw, draw_input, read_rows};
 use super::fault;
-use super::handoff::{LAYERS_IN_FLIGHT, Outgoing, SEND_POLL_INTERVAL, Staging};
+use super::handoff::{LAYERS_IN_FLIGHT, Outgoing, SEND_POLL_INTERVAL};
 use super::health::HealthWatch;
-use super::incoming::Incoming;
+use super::incoming::{Incoming, Intake};
+use super::leaving::Taken;
 use super::members::OtherMembers;
 use super::messages::{FromPeer, FromWorker, KvMessage, Report, Source, ToWorker, Transfer};
 use super::pages::InstanceKv;
 use super::recordings::Recordings;
+use super::sender::{LayersLeaving, Sender};
 use super::tiers::InstanceTiers;
 use crate::env::{SharedEnv, yield_now};
 use crate::mailbox::{MessageReceiver, MessageSender};
 use crate::metrics::{DeviceLabels, Metrics};
-use crate::model::divided::MemberRun;
+use crate::model::divided::{MemberRun, MicroBatch};
 use crate::model::graph::{Forward, StepInput};
 use crate::request::{Failure, FinishReason, GenerateRequest};
 use crate::sampling::Penalties;
@@ -56,7 +56,6 @@ pub(super) struct Active {
     pub(super) wanted: Arc<GenerateRequest>,
     /// The tokens that penalties concern; none if nothing is penalised.
     pub(super) penalties: Option<Penalties>,
-    pub(super) incoming: Option<Incoming>,
     /// The instance that will send KV of it.
     pub(super) sender: Option<(Transfer, Source)>,
 }
@@ -67,8 +66,9 @@ pub(super) struct Worker {
     pub(super) env: SharedEnv,
     pub(super) device: Arc<dyn Device>,
     pub(super) queue: Box<dyn Queue>,
-    /// A queue for KV that comes and goes, if the device copies beside a step.
-    pub(super) copies: Option<Box<dyn Queue>>,
+    /// Queues for KV that comes and goes beside steps, in the order of members; none if an only device does
+    /// not copy beside a step.
+    pub(super) copies: Vec<Box<dyn Queue>>,
     pub(super) postponed: Postponed,
     pub(super) forward: Forward,
     /// The devices that divide the model with this one.
@@ -83,18 +83,15 @@ pub(super) struct Worker {
     /// Timeout of a step, after which the device counts as hung.
     pub(super) step_timeout: Duration,
     pub(super) active: HashMap<RequestId, Active>,
-    /// KV that is sent to others, by request: at most one transfer each.
-    pub(super) outgoing: HashMap<RequestId, Outgoing>,
-    /// Of an only device, for what it sends during steps.
-    pub(super) staging: Option<Staging>,
+    pub(super) sender: Sender,
+    /// The KV that sequences wait for.
+    pub(super) incoming: HashMap<RequestId, Incoming>,
     /// The KV in the pages of the device or devices.
     pub(super) kv: InstanceKv,
     /// Memory on the device for what it is probed with.
     pub(super) probed: Slice,
     /// The tiers that store evicted KV.
     pub(super) below: Option<InstanceTiers>,
-    pub(super) courier: Courier,
-    pub(super) directory: Directory,
     pub(super) orders: MessageReceiver<ToWorker>,
     pub(super) words: MessageReceiver<FromPeer>,
     pub(super) reports: MessageSender<Report>,
@@ -228,7 +225,7 @@ impl Worker {
                     self.contain(awaited)?;
                 }
                 Action::Lent { request, pages } => {
-                    if let Some(outgoing) = self.outgoing.get_mut(&request) {
+                    if let Some(outgoing) = self.sender.outgoing.get_mut(&request) {
                         outgoing.pages = pages;
                     }
                 }
@@ -243,7 +240,7 @@ impl Worker {
                     }
                 }
                 Action::Kept { request } => {
-                    self.active.remove(&request);
+                    self.remove(request);
                     self.report(FromWorker::Kept { request });
                 }
                 Action::Preempted { .. } => {
@@ -262,9 +259,15 @@ impl Worker {
 
     /// Drops a request and its hand-off; a lent prefix of it is still sent.
     pub(super) fn forget(&mut self, request: RequestId) -> Option<Active> {
-        if self.hand_off(request).is_some() {
-            self.outgoing.remove(&request);
+        if self.sender.hand_off(request).is_some() {
+            self.sender.outgoing.remove(&request);
         }
+        self.remove(request)
+    }
+
+    /// Stops tracking a request and waiting for its KV.
+    pub(super) fn remove(&mut self, request: RequestId) -> Option<Active> {
+        self.incoming.remove(&request);
         self.active.remove(&request)
     }
 
@@ -313,16 +316,33 @@ impl Worker {
         let part = |part| input_of(machine, active, part, block_tokens);
         let parts: Vec<StepInput<'_>> = step.sequences.iter().map(part).collect();
         if let Some(members) = &mut self.others {
-            let (device, queue, forward) = (&*self.device, &mut *self.queue, &self.forward);
             let MeasuredSteps { parts: prompts, sequences, kv_tokens, .. } = sizes_of(step);
             let groups = self.cost.decode_groups(&prompts, sequences, kv_tokens);
-            let first = MemberRun { device, queue, forward };
-            let rows = members.run(first, &parts, members.pieces(groups), self.step_timeout)?;
-            self.queue_computed(step);
+            let batches = members.cut(&parts, groups, block_tokens);
+            // stages have one batch at a time; of devices that attend, each has all of them
+            let (mut taken, at_once) = (Taken::default(), members.partition().is_some());
+            // what comes would wait for the attention of one batch, and the products of the other for that
+            let takes_in = !at_once || batches.len() == 1 || members.copy_beside();
+            let sends = batches.iter().map(|MicroBatch { parts, numbers }| {
+                let its = numbers.iter().map(|&number| step.sequences[number].request).zip(parts);
+                if !at_once {
+                    taken = Taken::default();
+                }
+                self.sender.step_sends(its, &self.kv, &mut taken)
+            });
+            let sends: Vec<_> = sends.collect();
+            let Worker { sender, kv, incoming, queue, copies, words, postponed, .. } = self;
+            let first = MemberRun { device: &*self.device, queue: &mut **queue, forward: &self.forward };
+            let queues = copies.iter_mut().map(|queue| &mut **queue as &mut dyn Queue).collect();
+            let intake = Intake { sender, kv, incoming, machine, queues };
+            let mut leaving = LayersLeaving::new(intake, &sends, (words, postponed), takes_in);
+            let rows = members.run(first, &batches, &mut leaving, self.step_timeout)?;
+            leaving.end();
             return self.draw(step, rows);
         }
+        let its = step.sequences.iter().map(|sequence| sequence.request).zip(&parts);
+        let sends = self.sender.step_sends(its, &self.kv, &mut Taken::default());
         let pass = self.forward.begin(&*self.device, &parts)?;
-        let sends = self.step_sends(step);
         if let (Some(key), true) = (pass.key(), sends.is_empty()) {
             let ticket = self.recordings.run(&mut *self.queue, &self.forward, &pass, key)?;
             self.await_step(ticket).await?;
@@ -334,7 +354,7 @@ impl Worker {
         for layer in 0..layers {
             let mut list = if layer == 0 { self.forward.embed(&pass)? } else { Vec::new() };
             list.extend(self.forward.layer(layer, &pass)?);
-            list.extend(self.gathers(layer, &pass, &sends)?);
+            list.extend(self.kv.gather((0, layer), sends.iter().map(|send| &send.leaving))?);
             tickets.push(self.queue.submit(&list)?);
             if !sends.is_empty() && layer + 1 >= depth {
                 let ready = layer + 1 - depth;
@@ -376,7 +396,7 @@ impl Worker {
                     sampled.push(Sampled { request, finished: true });
                     after.push((request, None));
                     let attempt = active.attempt;
-                    self.active.remove(&request);
+                    self.remove(request);
                     let failure = Failure::engine(message);
                     self.report(FromWorker::RequestFailed { request, attempt, failure });
                     continue;
@@ -410,30 +430,28 @@ impl Worker {
             // This frees the blocks of a hand-off that ended with its first token.
             return self.machine_step(Event::Release { request });
         };
-        if let Some(to) = self.hand_off(request).map(Outgoing::hand_over) {
+        if let Some(to) = self.sender.hand_off(request).map(Outgoing::hand_over) {
             let word = KvMessage::HandedOver { request, attempt: to.attempt, next };
-            self.directory.tell(to.to, self.id, word);
+            self.sender.directory.tell(to.to, self.id, word);
         }
         Ok(())
     }
 
     /// Ends all transfers with a lost peer.
     pub(super) fn peer_down(&mut self, peer: InstanceId) -> Result<()> {
-        self.courier.forget(peer);
+        self.sender.courier.forget(peer);
         self.stop_all_to(peer)?;
         self.lender_down(peer)
     }
 }
 
-/// The queues that copy KV, in the order of members: the first device's own for that if it has one.
+/// The queues that copy KV, in the order of members: those of an only device's steps if it has no other.
 pub(super) fn queues<'a>(
     queue: &'a mut Box<dyn Queue>,
-    copies: &'a mut Option<Box<dyn Queue>>,
-    others: &'a mut Option<OtherMembers>,
+    copies: &'a mut [Box<dyn Queue>],
 ) -> Vec<&'a mut dyn Queue> {
-    let mut all: Vec<&mut dyn Queue> = vec![&mut **copies.as_mut().unwrap_or(queue)];
-    all.extend(others.iter_mut().flat_map(OtherMembers::queues));
-    all
+    let own = if copies.is_empty() { std::slice::from_mut(queue) } else { copies };
+    own.iter_mut().map(|queue| &mut **queue as &mut dyn Queue).collect()
 }
 
 /// The input of the forward pass for a sequence.

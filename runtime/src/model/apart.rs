@@ -11,6 +11,7 @@ use super::arena::{Packer, attention_input_bytes, rows_of};
 use super::attention::{Attention, AttentionArena, AttentionInputs, AttentionSizes, AttentionTables};
 use super::graph::{Forward, Pass, StepInput, StepShape};
 use super::held::HeldRows;
+use super::leaving::{KvStays, LayerKv, wait_beside};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{
     AttendedPart, BufferUsage, Cmd, Collective, DType, Device, Error, ErrorKind, MatrixPart, MemberSlice,
@@ -19,6 +20,9 @@ use mixfleet_hal::{
 use mixfleet_scheduler::cost::{MemberShare, Partition};
 use std::ops::Range;
 use std::time::Duration;
+
+/// The number of the first member that attends.
+const FIRST_ATTENDING: usize = 1;
 
 /// A member that keeps KV and attends to it, and has no weights.
 pub struct AttentionMember {
@@ -299,9 +303,10 @@ impl Attends<'_> {
         self.member.attended(self.device, &self.pass)
     }
 
-    /// Submits attention of a layer; none if there is nothing to attend to.
-    fn submit(&self, layer: usize, queue: &mut dyn Queue) -> Result<Option<Ticket>> {
-        let list = self.member.commands(layer, &self.pass)?;
+    /// Submits attention of a layer, and what gathers its KV; none if there is nothing to attend to.
+    fn submit(&self, layer: usize, gathers: Vec<Cmd>, queue: &mut dyn Queue) -> Result<Option<Ticket>> {
+        let mut list = self.member.commands(layer, &self.pass)?;
+        list.extend(gathers);
         let AttendedPart { rows, stat } = self.attended();
         let results: Vec<Slice> =
             [rows.at.slice, stat.slice].into_iter().filter(|slice| slice.bytes > 0).collect();
@@ -327,6 +332,7 @@ enum UnderWay {
 /// A batch, and how far it is.
 struct InFlight<'b, 'a> {
     batch: &'b ApartBatch<'a>,
+    number: usize,
     /// The layer whose queries, keys and values are computed or attended to.
     layer: usize,
     under_way: UnderWay,
@@ -338,11 +344,11 @@ impl InFlight<'_, '_> {
         matches!(self.under_way, UnderWay::Attention(_))
     }
 
-    /// Waits for what is under way.
-    fn wait(&self, queues: &mut ApartQueues<'_>, timeout: Duration) -> Result<()> {
-        let wait = |device: &dyn Device, queue: &mut dyn Queue, ticket| {
+    /// Waits for what is under way; KV leaves meanwhile.
+    fn wait(&self, queues: &mut ApartQueues<'_>, timeout: Duration, kv: &mut dyn LayerKv) -> Result<()> {
+        let mut wait = |device: &dyn Device, queue: &mut dyn Queue, ticket| {
             let named = |error: Error| error.context(device.info().id.clone());
-            queue.wait(ticket, timeout).map(drop).map_err(named)
+            wait_beside(queue, ticket, timeout, kv).map_err(named)
         };
         match &self.under_way {
             UnderWay::Nothing => Ok(()),
@@ -357,27 +363,37 @@ impl InFlight<'_, '_> {
 
     /// Whether what is under way has ended. How it failed is said once, and ends the step.
     fn has_ended(&self, queues: &mut ApartQueues<'_>) -> Result<bool> {
-        match self.wait(queues, Duration::ZERO) {
+        match self.wait(queues, Duration::ZERO, &mut KvStays) {
             Err(error) if error.kind == ErrorKind::Timeout => Ok(false),
             ended => ended.map(|()| true),
         }
     }
 
-    /// Begins what follows on what has ended.
-    fn go_on(&mut self, queues: &mut ApartQueues<'_>, exchange: &mut dyn Collective) -> Result<()> {
-        let batch = self.batch;
+    /// Begins what follows on what has ended. KV of a layer leaves beside the products that follow it.
+    fn go_on(
+        &mut self,
+        queues: &mut ApartQueues<'_>,
+        exchange: &mut dyn Collective,
+        kv: &mut dyn LayerKv,
+    ) -> Result<()> {
+        let (batch, number) = (self.batch, self.number);
         self.under_way = match self.under_way {
             UnderWay::Products(_) if self.layer == batch.layers() => UnderWay::Nothing,
             UnderWay::Products(_) => {
                 batch.send(exchange)?;
-                let all = batch.attending.iter().zip(&mut queues.attending);
-                let tickets = all.map(|(at, queue)| at.submit(self.layer, &mut **queue));
+                let all = (FIRST_ATTENDING..).zip(&batch.attending).zip(&mut queues.attending);
+                let tickets = all.map(|((member, at), queue)| {
+                    let gathers = kv.gather(member, number, self.layer)?;
+                    at.submit(self.layer, gathers, &mut **queue)
+                });
                 UnderWay::Attention(tickets.collect::<Result<_>>()?)
             }
             UnderWay::Attention(_) => {
                 batch.collect(exchange)?;
                 self.layer += 1;
-                UnderWay::Products(queues.first.submit(&batch.products(self.layer)?)?)
+                let products = queues.first.submit(&batch.products(self.layer)?)?;
+                kv.leave(FIRST_ATTENDING, number, self.layer - 1)?;
+                UnderWay::Products(products)
             }
             UnderWay::Nothing => UnderWay::Products(queues.first.submit(&batch.products(0)?)?),
         };
@@ -386,21 +402,22 @@ impl InFlight<'_, '_> {
 }
 
 /// Runs the batches of a step, one or two, and waits until all are done; no part may take longer than
-/// `timeout`. `drawn` is called once the first member's device has the logits of a batch, with its number,
-/// and has drawn from them.
+/// `timeout`. KV leaves meanwhile. `drawn` is called once the first member's device has the logits of a
+/// batch, with its number, and has drawn from them.
 ///
 /// # Errors
-/// Those of the devices and of the exchange, and of `drawn`.
+/// Those of the devices and of the exchange, of `kv` and of `drawn`.
 pub fn run_apart(
     queues: &mut ApartQueues<'_>,
     batches: &[ApartBatch<'_>],
     exchange: &mut dyn Collective,
     timeout: Duration,
+    kv: &mut dyn LayerKv,
     drawn: &mut dyn FnMut(usize, &ApartBatch<'_>) -> Result<()>,
 ) -> Result<()> {
-    let new = |batch| InFlight { batch, layer: 0, under_way: UnderWay::Nothing };
-    let mut all: Vec<_> = batches.iter().map(new).collect();
-    all.iter_mut().try_for_each(|batch| batch.go_on(queues, exchange))?;
+    let new = |(number, batch)| InFlight { batch, number, layer: 0, under_way: UnderWay::Nothing };
+    let mut all: Vec<_> = batches.iter().enumerate().map(new).collect();
+    all.iter_mut().try_for_each(|batch| batch.go_on(queues, exchange, kv))?;
     // which of the two sides ends first: whoever goes on there gives that side work before it has none
     let mut attention_first = false;
     loop {
@@ -408,14 +425,14 @@ pub fn run_apart(
         // of those on the same side the oldest, since a queue has an order
         let next = under_way.clone().min_by_key(|&at| (all[at].attends() != attention_first, all[at].layer));
         let Some(next) = next else { return Ok(()) };
-        all[next].wait(queues, timeout)?;
+        all[next].wait(queues, timeout, kv)?;
         let other = under_way.clone().find(|&at| all[at].attends() != all[next].attends());
         if let Some(other) = other
             && all[other].has_ended(queues)?
         {
             attention_first = !all[next].attends();
         }
-        all[next].go_on(queues, exchange)?;
+        all[next].go_on(queues, exchange, kv)?;
         if matches!(all[next].under_way, UnderWay::Nothing) {
             drawn(next, all[next].batch)?;
         }

@@ -6,11 +6,21 @@
 //! of the commands, and exchange partial sums of the residual stream twice per layer, and logits once.
 
 use super::graph::{Forward, Pass, StepInput};
+use super::leaving::{LayerKv, wait_beside};
+use super::meeting::SumMeeting;
 use mixfleet_hal::cast::to_u32;
-use mixfleet_hal::{Cmd, Collective, Device, Error, MatrixPart, MemberSlice, Queue, Result, Slice, Ticket};
+use mixfleet_hal::{
+    Cmd, Collective, Device, Error, ErrorKind, MatrixPart, Meeting, MeetingSeat, MemberSlice, Queue, Result,
+    Slice, Ticket,
+};
 use mixfleet_scheduler::cost::Pieces;
 use std::cmp::Ordering;
+use std::sync::Arc;
 use std::time::Duration;
+
+/// Bytes of a residual stream up to which the threads of devices sum it: of more, each would copy all for
+/// itself.
+const MEETING_BYTES_MAX: u64 = 256 << 10;
 
 /// A member of an instance, ready to run its share of steps.
 pub struct MemberRun<'a> {
@@ -22,12 +32,19 @@ pub struct MemberRun<'a> {
     pub forward: &'a Forward,
 }
 
+impl MemberRun<'_> {
+    fn wait(&mut self, ticket: Ticket, timeout: Duration, kv: &mut dyn LayerKv) -> Result<()> {
+        let failed = |error: Error| error.context(self.device.info().id.clone());
+        wait_beside(self.queue, ticket, timeout, kv).map_err(failed)
+    }
+}
+
 /// A part of a step that passes the stages as one.
 pub struct MicroBatch<'a> {
     /// Its sequences; those with one token come first.
     pub parts: Vec<StepInput<'a>>,
-    /// The numbers, among the parts of the step, of those whose next token is drawn.
-    pub drawing: Vec<usize>,
+    /// The numbers of these sequences among those of the step.
+    pub numbers: Vec<usize>,
 }
 
 impl<'a> MicroBatch<'a> {
@@ -35,40 +52,62 @@ impl<'a> MicroBatch<'a> {
     pub fn cut(parts: &[StepInput<'a>], how: Pieces, block_tokens: u32) -> Vec<Self> {
         let lengths: Vec<u32> = parts.iter().map(|part| to_u32(part.tokens.len())).collect();
         let batches = how.of(&lengths).into_iter().map(|pieces| {
-            let mut batch = MicroBatch { parts: Vec::new(), drawing: Vec::new() };
+            let mut batch = MicroBatch { parts: Vec::new(), numbers: Vec::new() };
             for (which, piece) in pieces {
                 let whole = &parts[which];
                 let (from, to) = (piece.start as usize, piece.end as usize);
                 let draw = whole.draw.filter(|_| to == whole.tokens.len());
-                batch.drawing.extend(draw.is_some().then_some(which));
                 let (start, tokens) = (whole.start + piece.start, &whole.tokens[from..to]);
                 let pages = &whole.pages[..(whole.start + piece.end).div_ceil(block_tokens) as usize];
                 batch.parts.push(StepInput { start, tokens, pages, draw });
+                batch.numbers.push(which);
             }
             batch
         });
         batches.collect()
+    }
+
+    /// Returns the numbers, among the sequences of the step, of those whose next token is drawn.
+    pub fn drawing(&self) -> impl Iterator<Item = usize> {
+        let all = self.parts.iter().zip(&self.numbers);
+        all.filter(|(part, _)| part.draw.is_some()).map(|(_, &number)| number)
     }
 }
 
 /// A stage that runs a micro-batch.
 struct Busy<'s, 'a> {
     members: &'s mut [MemberRun<'a>],
+    /// The number of its first member, and that of the micro-batch.
+    first: usize,
+    batch: usize,
     passes: &'s [Pass],
+    /// Those of all members; of an only one those of all layers, and of what follows.
     tickets: Vec<Option<Ticket>>,
+    /// Where the threads of the members' devices take all sums of the layers, if they do.
+    meeting: Option<StepMeeting>,
+}
+
+/// A meeting that nobody waits at once the step is over, however it ends.
+struct StepMeeting(Arc<SumMeeting>);
+
+impl Drop for StepMeeting {
+    fn drop(&mut self) {
+        self.0.end();
+    }
 }
 
 /// Runs the micro-batches of a step through stages, given in their order as are their members, and waits
-/// until all is done; no part of it may take longer than `timeout`. `drawn` is called once the first member
-/// of the last stage has the logits of a micro-batch and has drawn from them.
+/// until all is done; no part of it may take longer than `timeout`. KV leaves meanwhile. `drawn` is called
+/// once the first member of the last stage has the logits of a micro-batch and has drawn from them.
 ///
 /// # Errors
-/// Those of the devices and of the exchange, and of `drawn`.
+/// Those of the devices and of the exchange, of `kv` and of `drawn`.
 pub fn run_stages(
     stages: &mut [Vec<MemberRun<'_>>],
     exchange: &mut dyn Collective,
     batches: &[MicroBatch<'_>],
     timeout: Duration,
+    kv: &mut dyn LayerKv,
     drawn: &mut dyn FnMut(&MemberRun<'_>, &Pass, &MicroBatch<'_>) -> Result<()>,
 ) -> Result<()> {
     if stages.is_empty() || stages.iter().any(Vec::is_empty) {
@@ -91,7 +130,7 @@ pub fn run_stages(
                 hand_on(exchange, &from[0], to, passes[at][0].tokens())?;
             }
         }
-        run_turn(stages, exchange, &passes, timeout)?;
+        run_turn(stages, exchange, (turn, &passes), timeout, kv)?;
         let (last, number) = (stages.len() - 1, turn + 1);
         if let Some(batch) = number.checked_sub(stages.len()).and_then(|number| batches.get(number)) {
             drawn(&stages[last][0], &passes[last][0], batch)?;
@@ -112,28 +151,48 @@ fn hand_on(
     exchange.deal(from, rows, &to.into_iter().map(whole).collect::<Vec<_>>())
 }
 
-/// Runs on every stage the micro-batch whose passes on it these are, if there is one.
+/// Runs on every stage the micro-batch whose passes on it these are, if there is one: in each turn a stage
+/// runs the one that the stage before has run.
 fn run_turn(
     stages: &mut [Vec<MemberRun<'_>>],
     exchange: &mut dyn Collective,
-    passes: &[Vec<Pass>],
+    (turn, passes): (usize, &[Vec<Pass>]),
     timeout: Duration,
+    kv: &mut dyn LayerKv,
 ) -> Result<()> {
-    let busy = stages.iter_mut().zip(passes).filter(|(_, passes)| !passes.is_empty());
-    let busy = busy.map(|(members, passes)| Busy { members, passes, tickets: Vec::new() });
-    let mut busy: Vec<Busy<'_, '_>> = busy.collect();
+    let mut first = 0;
+    let mut busy: Vec<Busy<'_, '_>> = Vec::new();
+    for (at, (members, passes)) in stages.iter_mut().zip(passes).enumerate() {
+        let count = members.len();
+        if !passes.is_empty() {
+            let stage = Busy { members, first, batch: turn - at, passes, tickets: Vec::new(), meeting: None };
+            busy.push(stage.meeting(kv)?);
+        }
+        first += count;
+    }
     for phase in 0..busy.iter().map(Busy::phases).max().unwrap_or(0) {
         let mut running: Vec<_> = busy.iter_mut().filter(|stage| phase < stage.phases()).collect();
         for stage in &mut running {
-            stage.submit(phase)?;
+            stage.submit(phase, kv)?;
         }
         // a stage of one device exchanges nothing, and runs beside all phases of the others
         for stage in running.iter_mut().filter(|stage| stage.members.len() > 1) {
-            stage.wait(timeout)?;
+            // beside the MLP
+            if stage.meeting.is_none() && phase < 2 * stage.layers() && !phase.is_multiple_of(2) {
+                kv.leave(stage.first, stage.batch, phase / 2)?;
+            }
+            stage.wait(timeout, kv)?;
             stage.exchange(phase, exchange)?;
         }
     }
-    busy.iter_mut().try_for_each(|stage| stage.wait(timeout))
+    let alone = || busy.iter().filter(|stage| stage.members.len() == 1);
+    for layer in 0..alone().map(Busy::layers).max().unwrap_or(0) {
+        for stage in busy.iter_mut().filter(|stage| stage.members.len() == 1 && layer < stage.layers()) {
+            stage.wait_for(layer, timeout, kv)?;
+            kv.leave(stage.first, stage.batch, layer)?;
+        }
+    }
+    busy.iter_mut().try_for_each(|stage| stage.wait(timeout, kv))
 }
 
 impl Busy<'_, '_> {
@@ -141,32 +200,89 @@ impl Busy<'_, '_> {
         self.members[0].forward.config().layers as usize
     }
 
-    /// What it runs between exchanges: all at once if it is one device, else attention and MLP of each layer,
+    /// The same, with a meeting of its members if their devices can go to one and nothing leaves meanwhile.
+    fn meeting(mut self, kv: &dyn LayerKv) -> Result<Self> {
+        let slices = slices(self.members, self.passes, Forward::step_residual);
+        let is_small = slices[0].slice.bytes <= MEETING_BYTES_MAX;
+        let can_meet = self.members.len() > 1 && self.members.iter().all(|member| member.queue.can_meet());
+        if can_meet && is_small && !kv.leaves(self.batch) {
+            let meeting = SumMeeting::new(slices.into_iter().map(|member| member.slice).collect())?;
+            self.meeting = Some(StepMeeting(Arc::new(meeting)));
+        }
+        Ok(self)
+    }
+
+    fn has_logits(&self) -> bool {
+        self.members[0].forward.has_head() && self.passes[0].rows() > 0
+    }
+
+    /// What it runs between exchanges by the thread that submits: all at once if it is one device; all layers
+    /// with the logits, and the draw, if the devices exchange the rest; else attention and MLP of each layer,
     /// logits, and the draw.
     fn phases(&self) -> usize {
-        let has_logits = self.members[0].forward.has_head() && self.passes[0].rows() > 0;
-        match (self.members.len(), has_logits) {
+        let layers = if self.meeting.is_some() { 1 } else { 2 * self.layers() };
+        match (self.members.len(), self.has_logits()) {
             (1, _) => 1,
-            (_, false) => 2 * self.layers(),
-            (_, true) => 2 * self.layers() + 2,
+            (_, false) => layers,
+            (_, true) if self.meeting.is_some() => 2,
+            (_, true) => layers + 2,
         }
     }
 
-    fn submit(&mut self, phase: usize) -> Result<()> {
+    /// Submits all layers, after each half of which the members meet, and the logits behind them.
+    fn submit_meeting(&mut self, meeting: &Arc<SumMeeting>) -> Result<()> {
+        let seat = |member| MeetingSeat { meeting: meeting.clone(), member };
+        for layer in 0..self.layers() {
+            // every member has work before one has more
+            for half in 0..2 {
+                for (at, (member, pass)) in self.members.iter_mut().zip(self.passes).enumerate() {
+                    let MemberRun { forward, queue, .. } = member;
+                    let mut list = if layer + half == 0 { forward.embed(pass)? } else { Vec::new() };
+                    list.extend(match half {
+                        0 => forward.attention_block(layer, pass)?,
+                        _ => forward.mlp_block(layer, pass)?,
+                    });
+                    let ticket = queue.submit_then_meet(&list, seat(at))?;
+                    if let Some(last) = self.tickets.get_mut(at) {
+                        *last = Some(ticket)
+                    } else {
+                        self.tickets.push(Some(ticket))
+                    }
+                }
+            }
+        }
+        if self.has_logits() {
+            for ((member, pass), last) in self.members.iter_mut().zip(self.passes).zip(&mut self.tickets) {
+                *last = Some(member.queue.submit(&member.forward.logits_block(pass)?)?);
+            }
+        }
+        Ok(())
+    }
+
+    fn submit(&mut self, phase: usize, kv: &mut dyn LayerKv) -> Result<()> {
         let layers = self.layers();
+        self.tickets.clear();
         if let ([MemberRun { forward, queue, .. }], pass) = (&mut *self.members, &self.passes[0]) {
             // layer by layer, so that the device begins while the next list is made
             let (mut list, head) = (forward.embed(pass)?, forward.head(pass)?);
-            let mut last = None;
             for layer in 0..layers {
                 list.extend(forward.layer(layer, pass)?);
+                list.extend(kv.gather(self.first, self.batch, layer)?);
                 // the next stage gets what the last layer leaves
                 let result = (layer + 1 == layers && head.is_empty()).then(|| forward.step_residual(pass));
-                last = Some(queue.submit_for(&std::mem::take(&mut list), result.as_slice())?);
+                self.tickets.push(Some(queue.submit_for(&std::mem::take(&mut list), result.as_slice())?));
             }
-            self.tickets = vec![if head.is_empty() { last } else { Some(queue.submit(&head)?) }];
+            if !head.is_empty() {
+                self.tickets.push(Some(queue.submit(&head)?));
+            }
             return Ok(());
         }
+        let meeting = self.meeting.as_ref().map(|StepMeeting(meeting)| meeting.clone());
+        let phase = match meeting {
+            Some(meeting) if phase == 0 => return self.submit_meeting(&meeting),
+            Some(_) => 2 * layers + phase,
+            None => phase,
+        };
         let list = |forward: &Forward, pass: &Pass| match phase {
             0 => {
                 let mut list = forward.embed(pass)?;
@@ -184,9 +300,11 @@ impl Busy<'_, '_> {
             Ordering::Equal => Some(forward.own_logits(pass)),
             Ordering::Greater => None,
         };
-        self.tickets.clear();
-        for (member, pass) in self.members.iter_mut().zip(self.passes) {
-            let list: Vec<Cmd> = list(member.forward, pass)?;
+        for (at, (member, pass)) in self.members.iter_mut().zip(self.passes).enumerate() {
+            let mut list: Vec<Cmd> = list(member.forward, pass)?;
+            if phase < 2 * layers && phase.is_multiple_of(2) {
+                list.extend(kv.gather(self.first + at, self.batch, phase / 2)?);
+            }
             let result = result(member.forward, pass);
             let ticket = (!list.is_empty()).then(|| member.queue.submit_for(&list, result.as_slice()));
             self.tickets.push(ticket.transpose()?);
@@ -194,19 +312,39 @@ impl Busy<'_, '_> {
         Ok(())
     }
 
-    fn wait(&mut self, timeout: Duration) -> Result<()> {
+    fn wait(&mut self, timeout: Duration, kv: &mut dyn LayerKv) -> Result<()> {
+        if let [member] = &mut *self.members {
+            // the last one is done when all are
+            let last = self.tickets.drain(..).next_back().flatten();
+            return last.map_or(Ok(()), |last| member.wait(last, timeout, kv));
+        }
+        let mut ended = Ok(());
         for (member, ticket) in self.members.iter_mut().zip(self.tickets.drain(..)) {
-            if let Some(ticket) = ticket {
-                let failed = |error: Error| error.context(member.device.info().id.clone());
-                member.queue.wait(ticket, timeout).map_err(failed)?;
+            let Some(ticket) = ticket else { continue };
+            match member.wait(ticket, timeout, kv) {
+                Ok(()) => {}
+                // another member, which says why, has ended the meeting
+                Err(error) if error.kind == ErrorKind::Closed && self.meeting.is_some() => ended = Err(error),
+                other => return other,
             }
         }
-        Ok(())
+        ended
+    }
+
+    /// Waits until its only member has done a layer.
+    fn wait_for(&mut self, layer: usize, timeout: Duration, kv: &mut dyn LayerKv) -> Result<()> {
+        let ticket = self.tickets.get(layer).copied().flatten();
+        ticket.map_or(Ok(()), |ticket| self.members[0].wait(ticket, timeout, kv))
     }
 
     fn exchange(&self, phase: usize, exchange: &mut dyn Collective) -> Result<()> {
         let (members, passes) = (&*self.members, self.passes);
         let logits = 2 * self.layers();
+        let phase = match (&self.meeting, self.has_logits()) {
+            (None, _) => phase,
+            (Some(_), false) => return Ok(()),
+            (Some(_), true) => logits + phase,
+        };
         if phase < logits {
             return exchange.sum(&slices(members, passes, Forward::step_residual));
         }

@@ -314,16 +314,6 @@ impl Forward {
         self.attention.as_ref().map_or(&[], Attention::windows)
     }
 
-    /// The KV slots of `tokens` rows of a step, from `row` on.
-    ///
-    /// # Errors
-    /// `Unsupported` on a member that keeps no KV.
-    pub fn slots(&self, step: &Pass, row: u32, tokens: u32) -> Result<Slice> {
-        let inputs = step.inputs.attention.as_ref();
-        let inputs = inputs.ok_or_else(|| Error::unsupported("this member keeps no KV"))?;
-        Ok(inputs.slots.range(u64::from(row) * 4, u64::from(tokens) * 4))
-    }
-
     /// The drawn tokens of a step; none if the device cannot draw.
     pub fn drawn<'a>(&self, step: &'a Pass) -> Option<&'a DrawOutputs> {
         step.inputs.draws.as_ref()

@@ -15,6 +15,7 @@ mod fields;
 pub mod graph;
 mod header;
 mod held;
+pub mod leaving;
 pub mod load;
 pub mod meeting;
 mod names;

@@ -19,6 +19,7 @@ use mixfleet_runtime::model::divided::MicroBatch;
 use mixfleet_runtime::model::draws::DrawInput;
 use mixfleet_runtime::model::exchange::ThroughHost;
 use mixfleet_runtime::model::graph::{Forward, StepInput, StepShape};
+use mixfleet_runtime::model::leaving::KvStays;
 use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_runtime::model::{Checkpoint, Oracle};
 use mixfleet_scheduler::cost::{
@@ -172,12 +173,10 @@ impl Apart {
             let outputs = forward.drawn(pass).expect("the first member draws");
             device.read(outputs.drawn(), bytemuck::cast_slice_mut(&mut drawn))?;
             let rows = logits.chunks_exact(vocab).map(<[f32]>::to_vec).zip(drawn);
-            ran.extend(
-                pieces[which].drawing.iter().zip(rows).map(|(part, (row, drawn))| (*part, row, drawn.id)),
-            );
+            ran.extend(pieces[which].drawing().zip(rows).map(|(part, (row, drawn))| (part, row, drawn.id)));
             Ok(())
         };
-        run_apart(&mut queues, &batches, exchange, TIMEOUT, &mut read).unwrap();
+        run_apart(&mut queues, &batches, exchange, TIMEOUT, &mut KvStays, &mut read).unwrap();
         let crossed = exchange.crossed;
         assert_eq!(crossed, self.expected_bytes(parts));
         ran.sort_by_key(|(part, ..)| *part);
@@ -409,6 +408,48 @@ fn steps_decode_in_two_batches_where_that_is_predicted_to_take_less_and_give_the
             assert_eq!(decodes.max(), Some(together), "by {split} with {seconds_per_key} s per key");
             assert_eq!(fleet.panics(), 0);
         }
+    }
+}
+
+/// One token of each prompt is not in any cache, so that all are decodes, of which each batch has two.
+#[test]
+fn of_two_batches_in_flight_each_hands_over_the_kv_of_its_own_prompts() {
+    let (_, checkpoint) = tiny_variants().remove(0);
+    let checkpoint = checkpoint.load().unwrap();
+    let prompts: Vec<Vec<u32>> = (0..4).map(|at| prompt(9, 40 + at, &checkpoint.config)).collect();
+    let expected: Vec<_> = prompts.iter().map(|prompt| greedy(&checkpoint, prompt, 8)).collect();
+    for split in AttnSplit::ALL {
+        let seen: Vec<Seen> = (0..2).map(|_| Seen::default()).collect();
+        let partition = checkpoint.config.with_attention(1, split).unwrap();
+        let fleet = TestFleet::new(checkpoint.clone())
+            .with_partition((Role::Prefill, 8, DType::F32), seen.iter().map(seeing).collect(), partition)
+            .with(Role::Decode)
+            .attending_slowly(1e-3);
+        let env = SeededEnv::new(6);
+        let handle = fleet.start(Arc::new(env.clone()));
+        let (prompts, attends) = (prompts.clone(), seen[1].clone());
+        let answers = env.run(async move {
+            for prompt in &prompts {
+                ask(&handle, "first".into(), prompt.clone(), 2, None).await;
+            }
+            attends.lock().unwrap().clear();
+            let asked = prompts.into_iter().enumerate();
+            let asked = asked.map(|(at, prompt)| ask(&handle, format!("r{at}"), prompt, 8, None));
+            futures_util::future::join_all(asked).await
+        });
+        for (answer, expected) in answers.iter().zip(&expected) {
+            assert_eq!((&answer.tokens, &answer.cached_tokens), (expected, &8), "by {split}");
+        }
+        let seen = seen[1].lock().unwrap();
+        let decodes = seen.iter().filter_map(|sig| match sig {
+            OpSig::AttnDecode { sequences, .. } => Some(*sequences),
+            _ => None,
+        });
+        let gathers = seen.iter().filter(|sig| matches!(sig, OpSig::KvGather { tokens: 1, .. }));
+        let layers = checkpoint.config.layers as usize;
+        assert_eq!(decodes.max(), Some(2), "by {split}");
+        // what found no slot is gathered again from the pages
+        assert!(gathers.count() >= 4 * layers, "by {split}");
     }
 }
 

@@ -27,7 +27,7 @@ fn part(env: &SeededEnv, at: usize, flops: f64) -> Arc<dyn Device> {
 }
 
 /// The times of a request's tokens since it was submitted, in seconds.
-async fn times(env: &SeededEnv, updates: &mut mpsc::Receiver<Update>, count: usize) -> Vec<f64> {
+pub(super) async fn times(env: &SeededEnv, updates: &mut mpsc::Receiver<Update>, count: usize) -> Vec<f64> {
     let begun = env.now();
     let mut times = Vec::new();
     while times.len() < count {
@@ -76,12 +76,12 @@ fn kv_of_many_more_pieces_than_slots_lands_within_about_one_step_of_its_receiver
 
 /// What runs on the queues of one device.
 #[derive(Default)]
-struct Running {
+pub(super) struct Running {
     /// Pages that the batches which were not waited for use, by queue.
     pages: BTreeMap<usize, Vec<(Ticket, BTreeSet<u32>)>>,
     queues: usize,
     /// Number of pieces that were scattered while another queue's batch ran.
-    beside: usize,
+    pub(super) beside: usize,
 }
 
 /// A queue that checks what is scattered against the batches of other queues.
@@ -165,7 +165,7 @@ impl Queue for Checked {
 }
 
 /// A part whose queues are checked, and what runs on them.
-fn checked(device: Arc<dyn Device>) -> (Arc<dyn Device>, Arc<Mutex<Running>>) {
+pub(super) fn checked(device: Arc<dyn Device>) -> (Arc<dyn Device>, Arc<Mutex<Running>>) {
     let running: Arc<Mutex<Running>> = Arc::default();
     let (inner, all) = (device.clone(), running.clone());
     let queue = move |queue| -> Box<dyn Queue> {

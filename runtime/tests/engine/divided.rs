@@ -15,6 +15,7 @@ use mixfleet_runtime::model::divided::{MemberRun, MicroBatch, run_stages};
 use mixfleet_runtime::model::draws::DrawInput;
 use mixfleet_runtime::model::exchange::ThroughHost;
 use mixfleet_runtime::model::graph::{Forward, Pass, StepInput, StepShape};
+use mixfleet_runtime::model::leaving::KvStays;
 use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_runtime::model::{Checkpoint, Oracle};
 use mixfleet_scheduler::cost::{MemberShare, Pieces, Prefill};
@@ -85,20 +86,21 @@ impl Divided {
         let mut ran = Vec::new();
         let mut read = |last: &MemberRun<'_>, pass: &Pass, batch: &MicroBatch<'_>| {
             let count = pass.rows() as usize;
-            assert_eq!(count, batch.drawing.len());
+            assert_eq!(count, batch.drawing().count());
             let mut logits = vec![0f32; count * vocab];
             last.device.read(&last.forward.logits(pass), bytemuck::cast_slice_mut(&mut logits))?;
             let mut drawn = vec![Drawn::zeroed(); count];
             if let Some(outputs) = last.forward.drawn(pass) {
                 last.device.read(outputs.drawn(), bytemuck::cast_slice_mut(&mut drawn))?;
             }
-            for ((part, row), drawn) in batch.drawing.iter().zip(logits.chunks_exact(vocab)).zip(drawn) {
-                ran.push((*part, row.to_vec(), drawn.id));
+            for ((part, row), drawn) in batch.drawing().zip(logits.chunks_exact(vocab)).zip(drawn) {
+                ran.push((part, row.to_vec(), drawn.id));
             }
             Ok(())
         };
         let exchange = &mut ThroughHost::default();
-        run_stages(&mut stages, exchange, &batches, Duration::from_secs(60), &mut read).unwrap();
+        run_stages(&mut stages, exchange, &batches, Duration::from_secs(60), &mut KvStays, &mut read)
+            .unwrap();
         ran.sort_by_key(|(part, ..)| *part);
         ran.into_iter().map(|(_, row, id)| (row, id)).unzip()
     }

@@ -16,21 +16,36 @@ use mixfleet_simulated::TimeOnlyDevice;
 use mixfleet_wire::InProcessTransport;
 use serde_json::json;
 use std::collections::BTreeMap;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
-const LAYERS: u32 = 12;
+pub(super) const LAYERS: u32 = 12;
+pub(super) const FLOPS: f64 = 2e7;
 /// Five chunks of the 24 tokens that the fleet's steps have.
-const PROMPT_TOKENS: u32 = 120;
+pub(super) const PROMPT_TOKENS: u32 = 120;
 
 /// A transport with a transmission time, which does not depend on the sender. Bytes are copied at once, but
 /// are not read before the sender reports them.
-struct Paced {
+pub(super) struct Paced {
     memory: InProcessTransport,
     env: SeededEnv,
     bytes_per_s: f64,
     /// Time from which every transfer fails, if the link breaks.
     breaks_at: Arc<OnceLock<Seconds>>,
+    /// When pieces of so many bytes began to leave.
+    left: Arc<Mutex<Vec<(Seconds, u64)>>>,
+}
+
+impl Paced {
+    pub(super) fn new(env: &SeededEnv, bytes_per_s: f64) -> Self {
+        let (memory, env) = (InProcessTransport::new(), env.clone());
+        Paced { memory, env, bytes_per_s, breaks_at: Arc::default(), left: Arc::default() }
+    }
+
+    /// The pieces that have left so far, with times.
+    pub(super) fn left(&self) -> Arc<Mutex<Vec<(Seconds, u64)>>> {
+        self.left.clone()
+    }
 }
 
 impl Transport for Paced {
@@ -48,10 +63,10 @@ impl Transport for Paced {
 
     fn connect(&self, local: Arc<dyn SharedMemory>, region: &Descriptor) -> Result<Box<dyn Endpoint>> {
         let inner = self.memory.connect(local, region)?;
-        let Paced { env, bytes_per_s, breaks_at, .. } = self;
+        let Paced { env, bytes_per_s, breaks_at, left, .. } = self;
         let (env, bytes_per_s, breaks_at) = (env.clone(), *bytes_per_s, breaks_at.clone());
-        let (free_at, landing) = (Seconds::ZERO, BTreeMap::new());
-        Ok(Box::new(PacedWay { inner, env, bytes_per_s, breaks_at, free_at, landing }))
+        let (left, free_at, landing) = (left.clone(), Seconds::ZERO, BTreeMap::new());
+        Ok(Box::new(PacedWay { inner, env, bytes_per_s, breaks_at, left, free_at, landing }))
     }
 }
 
@@ -60,6 +75,7 @@ struct PacedWay {
     env: SeededEnv,
     bytes_per_s: f64,
     breaks_at: Arc<OnceLock<Seconds>>,
+    left: Arc<Mutex<Vec<(Seconds, u64)>>>,
     /// Time at which all started transfers have landed.
     free_at: Seconds,
     landing: BTreeMap<u64, Seconds>,
@@ -69,6 +85,7 @@ impl Endpoint for PacedWay {
     fn write(&mut self, pieces: &[Piece]) -> Result<TransferId> {
         let transfer = self.inner.write(pieces)?;
         let bytes: u64 = pieces.iter().map(|piece| piece.bytes).sum();
+        self.left.lock().unwrap().push((self.env.now(), bytes));
         self.free_at = self.free_at.max(self.env.now()) + Seconds(bytes as f64 / self.bytes_per_s);
         self.landing.insert(transfer.0, self.free_at);
         Ok(transfer)
@@ -98,18 +115,20 @@ impl Endpoint for PacedWay {
     }
 }
 
-fn checkpoint() -> Checkpoint {
+pub(super) fn checkpoint() -> Checkpoint {
     let (_, mut random) = tiny_variants().remove(1);
     random.config.insert("num_hidden_layers".into(), json!(LAYERS));
     random.load().unwrap()
 }
 
 /// The measured times of one request.
-struct Met {
-    tokens: Vec<u32>,
-    ttft_s: f64,
-    exposed_s: f64,
-    retries: u64,
+pub(super) struct Met {
+    pub(super) tokens: Vec<u32>,
+    pub(super) ttft_s: f64,
+    /// When the first token came.
+    pub(super) first_at: Seconds,
+    pub(super) exposed_s: f64,
+    pub(super) retries: u64,
 }
 
 /// Sends one prompt over a link of this rate, with a `timeout` per piece.
@@ -124,55 +143,64 @@ fn hand_off_until(
     timeout: Duration,
     breaks_after: Option<Seconds>,
 ) -> Met {
-    let breaks_at = Arc::new(OnceLock::new());
     let env = SeededEnv::with_blocking_workers(5);
     let device = |at: usize| -> Arc<dyn Device> {
-        let rates = [DType::F32, DType::Bf16].map(|dtype| (dtype, FlopPerSecond(2e7)));
-        let profile = DeviceProfile::roof(rates.to_vec(), BytesPerSecond(1e9), Bytes(1e9));
         let clock = Arc::new(WorldClock(env.clone()));
-        Arc::new(TimeOnlyDevice::new(&format!("device{at}"), profile, clock).unwrap())
+        Arc::new(TimeOnlyDevice::new(&format!("device{at}"), part(FLOPS), clock).unwrap())
     };
+    let link = Paced::new(&env, bytes_per_s);
+    let breaks_at = link.breaks_at.clone();
     let fleet = TestFleet::new(checkpoint.clone())
         .with_device(Role::Prefill, device(0))
         .with_device(Role::Decode, device(1))
-        .transport(Arc::new(Paced {
-            memory: InProcessTransport::new(),
-            env: env.clone(),
-            bytes_per_s,
-            breaks_at: breaks_at.clone(),
-        }))
+        .transport(Arc::new(link))
         .hand_off_timeout(timeout);
-    let handle = fleet.start(Arc::new(env.clone()));
-    let prompt = prompt(PROMPT_TOKENS, 3, &checkpoint.config);
-    let world = env.clone();
-    let (tokens, ttft_s) = env.run(async move {
-        let begun = world.now();
+    ask(&fleet, &env, prompt(PROMPT_TOKENS, 3, &checkpoint.config), move |now| {
         if let Some(after) = breaks_after {
-            breaks_at.set(begun + after).expect("one request is sent");
+            breaks_at.set(now + after).expect("one request is sent");
         }
+    })
+}
+
+/// A part of which arithmetic takes most of the time.
+pub(super) fn part(flops: f64) -> DeviceProfile {
+    let rates = [DType::F32, DType::Bf16].map(|dtype| (dtype, FlopPerSecond(flops)));
+    DeviceProfile::roof(rates.to_vec(), BytesPerSecond(1e9), Bytes(1e9))
+}
+
+/// Asks a fleet for the answer to one prompt; `begun` is told when.
+pub(super) fn ask(
+    fleet: &TestFleet,
+    env: &SeededEnv,
+    prompt: Vec<u32>,
+    begun: impl FnOnce(Seconds) + Send + 'static,
+) -> Met {
+    let handle = fleet.start(Arc::new(env.clone()));
+    let world = env.clone();
+    let (tokens, times) = env.run(async move {
+        let (mut tokens, mut times) = (Vec::new(), vec![world.now()]);
+        begun(times[0]);
         let mut updates = handle.submit(request("one".into(), prompt, 6, None)).await.expect("admitted");
-        let (mut tokens, mut ttft_s) = (Vec::new(), f64::NAN);
         while let Some(update) = updates.recv().await {
             match update {
                 Update::Token { id, .. } => {
-                    if tokens.is_empty() {
-                        ttft_s = (world.now() - begun).0;
-                    }
+                    times.push(world.now());
                     tokens.push(id);
                 }
                 Update::Failed(failure) => panic!("{failure}"),
                 _ => {}
             }
         }
-        (tokens, ttft_s)
+        (tokens, times)
     });
     env.end();
     let (exposed_s, requests) = fleet.exposed_s();
     assert_eq!(requests, 1, "one request was handed off");
-    Met { tokens, ttft_s, exposed_s, retries: fleet.transfer_troubles().0 }
+    let (first_at, retries) = (times[1], fleet.transfer_troubles().0);
+    Met { tokens, ttft_s: (first_at - times[0]).0, first_at, exposed_s, retries }
 }
 
-const PATIENT: Duration = Duration::from_secs(1000);
+pub(super) const PATIENT: Duration = Duration::from_secs(1000);
 
 #[test]
 fn a_link_of_twice_the_need_hides_all_but_the_last_layer_and_one_of_half_shows_what_is_left() {

@@ -15,6 +15,7 @@ mod events;
 mod exposed;
 mod kv_nodes;
 mod learns;
+mod leaving;
 mod moved;
 mod overlap;
 mod parts;

@@ -113,7 +113,7 @@ pub(crate) struct TestFleet {
     members: Vec<Member>,
     blocks: u32,
     transport: Arc<dyn Transport>,
-    hand_off_timeout: Duration,
+    pub(crate) hand_off: HandOffLimits,
     /// What attention to a key is predicted to take.
     seconds_per_key: f64,
     /// Whether devices among which pages are divided have unlike room for them.
@@ -125,9 +125,9 @@ pub(crate) struct TestFleet {
     log: Option<Log>,
     /// Number of blocks in host memory, and the disk with its size in bytes.
     lower: Option<(u64, Option<(SimDisk, u64)>)>,
-    /// When it is known whose blocks on the disk may be used, if not at once.
     /// Bits of host memory flip when blocks below devices are looked at.
     rots: Arc<AtomicBool>,
+    /// When it is known whose blocks on the disk may be used, if not at once.
     disk_known: Mutex<Option<BoxFuture<'static, Option<u64>>>>,
     /// The names of the instances, once they are started.
     names: Mutex<Vec<String>>,
@@ -145,7 +145,7 @@ impl TestFleet {
             members: Vec::new(),
             blocks: 64,
             transport: Arc::new(InProcessTransport::new()),
-            hand_off_timeout: HandOffLimits::default().timeout,
+            hand_off: HandOffLimits { slot_bytes: 2048, slots: 3, ..HandOffLimits::default() },
             seconds_per_key: 0.0,
             unlike_rooms: false,
             metrics: Metrics::new(),
@@ -338,7 +338,7 @@ impl TestFleet {
     }
 
     pub(crate) fn hand_off_timeout(mut self, timeout: Duration) -> Self {
-        self.hand_off_timeout = timeout;
+        self.hand_off.timeout = timeout;
         self
     }
 
@@ -464,7 +464,7 @@ impl TestFleet {
             env,
             config,
             limits: EngineConfig {
-                hand_off: HandOffLimits { slot_bytes: 2048, slots: 3, timeout: self.hand_off_timeout },
+                hand_off: self.hand_off,
                 fleet: FleetConfig {
                     policy: self.policy,
                     pull: self.copies.is_none(),

@@ -1,0 +1,71 @@
+//! What leaves the members of an instance while they run a step.
+
+use mixfleet_hal::{Cmd, ErrorKind, Queue, Result, Ticket};
+use std::time::Duration;
+
+/// KV that leaves layer by layer while members run a step. Members, the batches of the step and the layers of
+/// each member have numbers from 0 on.
+pub trait LayerKv {
+    /// Whether KV of a batch leaves.
+    fn leaves(&self, batch: usize) -> bool;
+
+    /// Returns the commands that gather the KV of a layer on a member: they run behind those that write it,
+    /// and those of the layer before have left.
+    ///
+    /// # Errors
+    /// Those of the member's device.
+    fn gather(&mut self, member: usize, batch: usize, layer: usize) -> Result<Vec<Cmd>>;
+
+    /// Begins to send what was gathered of a layer, which all members that run it have done. The first of these
+    /// is named.
+    ///
+    /// # Errors
+    /// Those of the members' devices.
+    fn leave(&mut self, member: usize, batch: usize, layer: usize) -> Result<()>;
+
+    /// Goes on while members run, for which was `waited` so long, as far as nobody else must be waited for;
+    /// returns the time after which there may be more to do, if there may.
+    ///
+    /// # Errors
+    /// Those of the members' devices.
+    fn go_on(&mut self, waited: Duration) -> Result<Option<Duration>>;
+}
+
+/// Waits until `ticket` is done, for `timeout` at most; KV leaves meanwhile.
+pub(super) fn wait_beside(
+    queue: &mut dyn Queue,
+    ticket: Ticket,
+    timeout: Duration,
+    kv: &mut dyn LayerKv,
+) -> Result<()> {
+    let mut waited = Duration::ZERO;
+    loop {
+        let left = timeout.saturating_sub(waited);
+        let patience = kv.go_on(waited)?.map_or(left, |soon| soon.min(left));
+        match queue.wait(ticket, patience) {
+            Err(error) if error.kind == ErrorKind::Timeout && patience < left => waited += patience,
+            ended => return ended.map(drop),
+        }
+    }
+}
+
+/// No KV leaves.
+pub struct KvStays;
+
+impl LayerKv for KvStays {
+    fn leaves(&self, _: usize) -> bool {
+        false
+    }
+
+    fn gather(&mut self, _: usize, _: usize, _: usize) -> Result<Vec<Cmd>> {
+        Ok(Vec::new())
+    }
+
+    fn leave(&mut self, _: usize, _: usize, _: usize) -> Result<()> {
+        Ok(())
+    }
+
+    fn go_on(&mut self, _: Duration) -> Result<Option<Duration>> {
+        Ok(None)
+    }
+}
