@@ -129,13 +129,13 @@ case $qemu in "$root"*) data=(-L "$root/usr/share/qemu" -L "$root/usr/share/seab
 accelerate=(-accel "tcg,thread=multi" -cpu max)
 if [ -w /dev/kvm ] && grep -qEw 'vmx|svm' /proc/cpuinfo; then accelerate=(-accel kvm -cpu host); fi
 
-initrd="$cache/initrd.gz" memory_mib=1024
+initrd="$cache/initrd.gz" memory_mib=1024 limit_s=150
 
 # boot NAME PROCESSORS ROLE ADDRESS [QEMU ARGUMENTS]: runs a guest; its log is the cache's NAME.log.
 boot() {
     local name=$1 processors=$2 role=$3 address=$4
     shift 4
-    run timeout 150 "$qemu" -M q35 "${accelerate[@]}" -m "$memory_mib" -smp "$processors" -display none -vga none -serial stdio \
+    run timeout "$limit_s" "$qemu" -M q35 "${accelerate[@]}" -m "$memory_mib" -smp "$processors" -display none -vga none -serial stdio \
         -monitor none -no-reboot "${data[@]}" -kernel "$(ls "$root"/boot/vmlinuz-*)" -initrd "$initrd" \
         -append "console=ttyS0 panic=-1 quiet guest.role=$role guest.address=$address" -pidfile "$cache/$name.pid" "$@" \
         </dev/null 2>&1 | tr -cd '\11\12\40-\176' >"$cache/$name.log" || true
@@ -221,7 +221,7 @@ if [ -n "$serve" ] && ! command -v etcd >/dev/null; then
     echo "SKIPPED: RDMA: serving: no etcd on PATH (Debian: etcd-server)"
 elif [ -n "$serve" ]; then
     pack_fleet
-    initrd="$cache/fleet.gz" memory_mib=2048
+    initrd="$cache/fleet.gz" memory_mib=2048 limit_s=400
     pair decode prefill 2
 fi
 logs=()
