@@ -6,7 +6,7 @@
 
 use super::pages::{InstanceKv, Keeper, KvSpan, OwnSpan};
 use crate::model::graph::StepShape;
-use mixfleet_hal::cast::to_u32;
+use mixfleet_hal::cast::{to_u32, to_usize};
 use mixfleet_hal::{BufferUsage, Cmd, DType, Error, Result, Slice};
 use std::ops::Range;
 
@@ -132,7 +132,7 @@ impl InstanceKv {
         if layer == 0 {
             let mut slots: Vec<u32> = Vec::new();
             for (_, place) in its.clone() {
-                slots.resize((place.slot - first.slot) as usize, 0);
+                slots.resize(to_usize(place.slot - first.slot), 0);
                 slots.extend(&place.own.slots);
             }
             let at = memory.slot_ids.range(first.slot * 4, slots.len() as u64 * 4);
