@@ -6,15 +6,15 @@ use std::time::Duration;
 /// KV that leaves layer by layer while members run a step. Members, the batches of the step and the layers of
 /// each member have numbers from 0 on.
 pub trait LayerKv {
-    /// Returns the commands that gather the KV of a layer on a member: they run behind those that write it,
-    /// and those of the layer before have left.
+    /// Returns the commands that gather the KV of a layer on a member, to be run behind those that write it.
+    /// They may write to where an earlier layer, which has been reported by `leave`, was gathered.
     ///
     /// # Errors
     /// Those of the member's device.
     fn gather(&mut self, member: usize, batch: usize, layer: usize) -> Result<Vec<Cmd>>;
 
-    /// Begins to send what was gathered of a layer, which all members that run it have done. The first of these
-    /// is named.
+    /// Begins to send what was gathered of a layer, which all members that run it have done. The first of
+    /// these is named.
     ///
     /// # Errors
     /// Those of the members' devices.
