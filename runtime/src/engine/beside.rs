@@ -2,8 +2,8 @@
 //!
 //! A device that copies beside a step has a second queue for it, and the worker handles peers' messages while
 //! it waits for a step that sends nothing itself. Slots thus return to senders during a long step, not once
-//! per step. Each of several devices has such a queue, and messages are handled whenever one of them is waited
-//! for, in steps that send too (`sender.rs`).
+//! per step. Each of several devices has such a queue, and messages are handled whenever one of them is
+//! waited for, in steps that send too (`sender.rs`).
 //!
 //! Steps and copies are not ordered against each other, which is right because they touch different pages:
 //!

@@ -1,7 +1,7 @@
 //! KV that leaves the devices of an instance while a step runs.
 //!
-//! Behind the commands of a layer, each device gathers what it has of the tokens that leave into memory of its
-//! own. While later layers run, the parts are read from there and put together. What finds no slot of its
+//! Behind the commands of a layer, each device gathers what it has of the tokens that leave into memory of
+//! its own. While later layers run, the parts are read from there and put together. What finds no slot of its
 //! receiver meanwhile is read from the pages later, as all other KV (`pages.rs`).
 
 use super::pages::{InstanceKv, Keeper, KvSpan, OwnSpan};

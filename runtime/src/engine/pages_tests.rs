@@ -65,8 +65,8 @@ impl Rig {
         place
     }
 
-    /// All layers of a sequence of this length, which each device gathers layer by layer into memory for some of
-    /// them: of the tokens before `middle` and of the others as two parts of a step, in pieces.
+    /// All layers of a sequence of this length, which each device gathers layer by layer into memory for some
+    /// of them: of the tokens before `middle` and of the others as two parts of a step, in pieces.
     fn gathered(
         &mut self,
         (pages, length): (&[u32], u32),

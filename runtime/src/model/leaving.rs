@@ -9,15 +9,15 @@ pub trait LayerKv {
     /// Whether KV of a batch leaves.
     fn leaves(&self, batch: usize) -> bool;
 
-    /// Returns the commands that gather the KV of a layer on a member: they run behind those that write it,
-    /// and those of the layer before have left.
+    /// Returns the commands that gather the KV of a layer on a member, to be run behind those that write it.
+    /// They may write to where an earlier layer, which has been reported by `leave`, was gathered.
     ///
     /// # Errors
     /// Those of the member's device.
     fn gather(&mut self, member: usize, batch: usize, layer: usize) -> Result<Vec<Cmd>>;
 
-    /// Begins to send what was gathered of a layer, which all members that run it have done. The first of these
-    /// is named.
+    /// Begins to send what was gathered of a layer, which all members that run it have done. The first of
+    /// these is named.
     ///
     /// # Errors
     /// Those of the members' devices.

@@ -1,5 +1,5 @@
-//! KV that leaves several devices and comes to them while they run a step: simulated parts that compute, and a
-//! link of a known rate, in virtual time.
+//! KV that leaves several devices and comes to them while they run a step: simulated parts that compute, and
+//! a link of a known rate, in virtual time.
 
 use super::beside::{checked, times};
 use super::divided::core;

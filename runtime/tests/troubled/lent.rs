@@ -161,7 +161,8 @@ impl Device for LentMember {
     fn queue(&self) -> Result<Box<dyn Queue>> {
         let connection = self.0.renew()?;
         let inner = self.0.inner.queue()?;
-        Ok(Box::new(LentQueue { inner, lender: self.0.clone(), connection, broken: None }))
+        let (lender, broken, running) = (self.0.clone(), None, Vec::new());
+        Ok(Box::new(LentQueue { inner, lender, connection, broken, running }))
     }
 }
 
@@ -171,6 +172,8 @@ struct LentQueue {
     connection: u64,
     /// The first batch that does not end as it should, and how.
     broken: Option<(Ticket, Trouble)>,
+    /// Batches that are not known to have ended.
+    running: Vec<Ticket>,
 }
 
 #[derive(Clone, Copy)]
@@ -180,6 +183,16 @@ enum Trouble {
 }
 
 impl LentQueue {
+    /// Counts the batches up to one as ended.
+    fn ended(&mut self, until: Ticket) {
+        let before = self.running.len();
+        self.running.retain(|ticket| *ticket > until);
+        let mut state = self.lender.state();
+        if state.connection == self.connection {
+            state.running = state.running.saturating_sub(before - self.running.len());
+        }
+    }
+
     /// What befalls a batch.
     fn trouble(&self) -> Option<Trouble> {
         let Lender { world, is_other, .. } = &*self.lender;
@@ -199,6 +212,12 @@ impl LentQueue {
     }
 }
 
+impl Drop for LentQueue {
+    fn drop(&mut self) {
+        self.ended(Ticket(u64::MAX));
+    }
+}
+
 impl Queue for LentQueue {
     fn submit(&mut self, cmds: &[Cmd]) -> Result<Ticket> {
         self.lender.check(self.connection)?;
@@ -209,6 +228,7 @@ impl Queue for LentQueue {
         if let Some(trouble) = trouble {
             self.broken = Some((ticket, trouble));
         }
+        self.running.push(ticket);
         self.lender.state().running += 1;
         Ok(ticket)
     }
@@ -225,9 +245,9 @@ impl Queue for LentQueue {
         };
         // whoever was lost meanwhile tells nothing any more
         self.lender.check(self.connection)?;
-        let mut state = self.lender.state();
-        state.running = state.running.saturating_sub(1);
-        drop(state);
+        if waited.is_ok() {
+            self.ended(ticket);
+        }
         waited
     }
 
