@@ -25,6 +25,7 @@ pub mod fault;
 pub mod format;
 pub mod memory;
 pub mod op;
+pub mod outside;
 pub mod profile;
 pub mod random;
 pub mod sample;

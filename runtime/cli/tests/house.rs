@@ -99,6 +99,12 @@ const ROOMS: &[Room] = &[
             "zstd",
         ]),
     },
+    Room {
+        name: "mixfleet-engines",
+        directory: "runtime/engines",
+        rooms: &[HAL, SCHEDULER],
+        outside: Some(&["http-body-util", "hyper", "hyper-util", "serde", "serde_json", "tokio"]),
+    },
     Room { name: "mixfleet-hwtests", directory: "hwtests", rooms: &[HAL], outside: None },
     Room { name: "mixfleet-runtime", directory: "runtime", rooms: &[HAL, SCHEDULER], outside: None },
     Room {
@@ -125,6 +131,7 @@ const ROOMS: &[Room] = &[
             "mixfleet-cpu",
             "mixfleet-cuda",
             "mixfleet-discover",
+            "mixfleet-engines",
             "mixfleet-opencl",
             "mixfleet-remote",
             "mixfleet-simulated",
@@ -301,6 +308,8 @@ fn forbidden_edges_are_seen() {
         ("mixfleet-cpu", "ocl"),
         ("mixfleet-hwtests", "mixfleet-cpu"),
         ("mixfleet-runtime", "mixfleet-wire"),
+        ("mixfleet-runtime", "mixfleet-engines"),
+        ("mixfleet-engines", "mixfleet-runtime"),
         ("mixfleet-runtime", "mixfleet"),
         ("mixfleet-new", HAL),
     ] {
