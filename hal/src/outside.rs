@@ -1,7 +1,7 @@
 //! Engines of others (vLLM, llama.cpp) that answer OpenAI's bodies, as the runtime drives them.
 //!
-//! An engine is asked with the client's own body, and what it answers is passed on as it is. What is read of it
-//! here is what the runtime must know: whether it is an answer, where it ends, and how long it got.
+//! An engine is asked with the client's own body, and what it answers is passed on as it is. What is read of
+//! it here is what the runtime must know: whether it is an answer, where it ends, and how long it got.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -96,7 +96,7 @@ pub struct EngineChunk {
     pub data: Option<Vec<u8>>,
     /// What it adds to the text of the first choice.
     pub text: String,
-    /// Whether it adds to the answer in another way too, so that the text alone does not say what the client has.
+    /// Whether it adds to the answer in another way too, which the text does not say.
     pub adds_other: bool,
     /// Whether it ends a choice.
     pub ends_choice: bool,

@@ -18,14 +18,11 @@ use mixfleet_hal::outside::{
 };
 use serde::Deserialize;
 use std::collections::VecDeque;
-use std::time::Duration;
 
 /// Maximum size of a whole answer.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
 /// Maximum size of the document of an error.
 const ERROR_BYTES_MAX: usize = 1 << 20;
-/// Time for the end of a connection's stream behind the last event, so that the connection can be used again.
-const END_TIMEOUT: Duration = Duration::from_millis(50);
 
 impl OutsideEngine for HttpEngine {
     fn name(&self) -> &str {
@@ -185,7 +182,7 @@ impl HttpStream {
     async fn read_next(&mut self) -> Option<Result<EngineChunk, EngineFault>> {
         loop {
             match self.events.pop_front() {
-                Some(SseEvent::Data(data)) if data == b"[DONE]" => return self.done().await.map(Err),
+                Some(SseEvent::Data(data)) if data == b"[DONE]" => return self.done().map(Err),
                 Some(SseEvent::Data(data)) => return Some(self.chunk(data)),
                 Some(SseEvent::Error(data)) => {
                     return Some(Err(EngineFault::new(EngineFaultKind::Failed, chunk::error_text(&data))));
@@ -223,12 +220,11 @@ impl HttpStream {
     }
 
     /// Nothing comes any more: a fault if no choice has ended.
-    async fn done(&mut self) -> Option<EngineFault> {
+    fn done(&self) -> Option<EngineFault> {
         if !self.ended_choice {
             let detail = "its answer ended, and no choice of it did";
             return Some(EngineFault::new(EngineFaultKind::Malformed, detail));
         }
-        let _ = tokio::time::timeout(END_TIMEOUT, self.body.frame()).await;
         None
     }
 }

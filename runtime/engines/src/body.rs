@@ -16,7 +16,8 @@ pub(crate) struct PreparedBody {
 }
 
 /// Rewrites what must differ in `object`: the model's name, `max_tokens` where the client gives none and
-/// `tokens_max` is a bound, and what a stream tells. `original` is the body if nothing in it was replaced yet.
+/// `tokens_max` is a bound, and what a stream tells. `original` is the body if nothing in it was replaced
+/// yet.
 ///
 /// # Errors
 /// What is wrong with the body.

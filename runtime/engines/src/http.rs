@@ -8,7 +8,7 @@ use hyper::http::uri::{Authority, Scheme};
 use hyper::{Method, Request, Response, StatusCode, Uri};
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
-use hyper_util::rt::{TokioExecutor, TokioTimer};
+use hyper_util::rt::TokioExecutor;
 use mixfleet_hal::outside::{EngineFault, EngineFaultKind};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -17,8 +17,6 @@ use std::time::Duration;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time for a short document.
 const SHORT_TIMEOUT: Duration = Duration::from_secs(10);
-/// Time that an idle connection is kept: llama.cpp's server closes it after 5 s.
-const IDLE_TIMEOUT: Duration = Duration::from_secs(4);
 /// Maximum size of a short document.
 const SHORT_BYTES_MAX: usize = 8 << 20;
 
@@ -71,8 +69,8 @@ impl std::fmt::Debug for HttpEngine {
 }
 
 impl HttpEngine {
-    /// An engine of this kind. `key` is sent as bearer token; `model` is what it calls the model, where that is
-    /// not the name that clients use.
+    /// An engine of this kind. `key` is sent as bearer token; `model` is what it calls the model, where that
+    /// is not the name that clients use.
     ///
     /// # Errors
     /// When the key has characters that no header may have.
@@ -92,8 +90,8 @@ impl HttpEngine {
         connector.set_connect_timeout(Some(CONNECT_TIMEOUT));
         connector.set_nodelay(true);
         let client = Client::builder(TokioExecutor::new())
-            .pool_timer(TokioTimer::new())
-            .pool_idle_timeout(IDLE_TIMEOUT)
+            // A connection that the engine closes just then would break a request that may have begun.
+            .pool_max_idle_per_host(0)
             .build(connector);
         Ok(HttpEngine {
             name: format!("{kind}:{}{}", address.authority, address.prefix),

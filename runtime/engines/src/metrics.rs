@@ -31,8 +31,8 @@ impl<'a> Exposition<'a> {
         self.samples(name).map(|(_, value)| value).reduce(f64::max)
     }
 
-    /// The sum over label sets of the products of these labels' numbers, of a sample that carries facts in its
-    /// labels.
+    /// The sum over label sets of the products of these labels' numbers, of a sample that carries facts in
+    /// its labels.
     pub(crate) fn label_products(&self, name: &str, factors: &[&str]) -> Option<f64> {
         let product =
             |labels: &str| factors.iter().map(|factor| label(labels, factor)?.parse::<f64>().ok()).product();
