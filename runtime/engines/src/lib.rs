@@ -19,6 +19,7 @@ mod chunk;
 mod continued;
 mod http;
 mod kind;
+pub mod kv_events;
 mod metrics;
 mod object;
 mod probe;
