@@ -22,7 +22,7 @@ use super::{Api, Seat, body};
 use crate::budget::HeldBytes;
 use crate::gateway::{Gateway, Opening, Passage, RelayError, RelayRequest, relay};
 use mixfleet_hal::cast::{to_i64, to_u32};
-use mixfleet_hal::outside::{EngineChunk, EngineEndpoint, EngineFault, EngineFaultKind, EngineUsage};
+use mixfleet_hal::outside::{EngineChunk, EngineEndpoint, EngineFault, EngineFaultKind};
 use mixfleet_hal::units::Seconds;
 
 /// What is read of a body.
@@ -219,7 +219,7 @@ impl RelayedStream {
             }
             None => {
                 self.ended = true;
-                self.tally.told(self.passage.usage().unwrap_or(EngineUsage::default()));
+                self.tally.told(self.passage.usage().unwrap_or_default());
                 self.tally.succeeded();
                 Some(event(b"[DONE]"))
             }
