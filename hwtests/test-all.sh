@@ -78,6 +78,8 @@ step "deployment files"
 hwtests/deploy.sh 2>&1 | tee -a "$log" || [ "${PIPESTATUS[0]}" = 3 ]
 step "tests"
 run_tests 2>&1 | tee -a "$log"
+step "engines of others"
+MIXFLEET=${MIXFLEET:-${CARGO_TARGET_DIR:-target}/debug/mixfleet} hwtests/engines.sh llamacpp 2>&1 | tee -a "$log" || [ "${PIPESTATUS[0]}" = 3 ]
 step "RDMA in emulated machines"
 hwtests/rdma.sh 2>&1 | tee -a "$log" || [ "${PIPESTATUS[0]}" = 3 ]
 

@@ -26,6 +26,7 @@ pub mod format;
 pub mod meeting;
 pub mod memory;
 pub mod op;
+pub mod outside;
 pub mod profile;
 pub mod random;
 pub mod sample;

@@ -1,8 +1,9 @@
 //! Carries decisions to devices and answers to clients.
 //!
 //! [`api`] parses and tokenises a request, and the [`engine`] asks the scheduler where to place it, runs
-//! prefill and decode on the devices and streams tokens back. [`model`] turns a checkpoint into commands.
-//! Time, spawning, network and randomness come from [`mod@env`] alone.
+//! prefill and decode on the devices and streams tokens back; the [`gateway`] has engines of others do that.
+//! [`model`] turns a checkpoint into commands. Time, spawning, network and randomness come from [`mod@env`]
+//! alone.
 //!
 //! Absent: choices of placement or batch (those are the scheduler's), backend names (devices and transports
 //! come in as hal traits), clocks or threads that `env` did not provide.
@@ -18,9 +19,11 @@ pub mod budget;
 pub mod engine;
 pub mod env;
 pub mod fleet;
+pub mod gateway;
 pub mod mailbox;
 pub mod metrics;
 pub mod model;
+mod placements;
 pub mod pool;
 pub mod request;
 pub mod sampling;

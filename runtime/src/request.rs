@@ -1,7 +1,9 @@
 //! What the API submits to the engine, and what the engine reports back.
 
+use mixfleet_hal::cast::to_u64;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::RequestId;
+use mixfleet_scheduler::fleet::RejectReason;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use tokio::sync::mpsc;
@@ -251,6 +253,25 @@ pub enum Rejection {
     /// The engine is draining or not ready: status 503.
     #[error("{0}")]
     Unavailable(String),
+}
+
+impl Rejection {
+    /// A rejection for a reason of the fleet machine's.
+    pub(crate) fn new(reason: &RejectReason, retry_after: Option<Seconds>) -> Self {
+        let overloaded = |seconds: f64| Rejection::Overloaded {
+            reason: reason.to_string(),
+            retry_after_s: to_u64(seconds.ceil().clamp(1.0, 3600.0)),
+        };
+        match reason {
+            RejectReason::TooLarge { .. } => Rejection::TooLarge(reason.to_string()),
+            RejectReason::QueueFull { .. } | RejectReason::TtftSlo { .. } | RejectReason::TbtSlo { .. } => {
+                overloaded(retry_after.map_or(1.0, |after| after.0))
+            }
+            // A retry gets as much time again, and by then some of the work ahead is done.
+            RejectReason::Deadline { ends_s, deadline_s } => overloaded(ends_s - deadline_s),
+            _ => Rejection::Unavailable(reason.to_string()),
+        }
+    }
 }
 
 /// Updates of a request that are sent once each, besides its tokens: its placement, its start and its end.

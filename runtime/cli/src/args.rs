@@ -1,9 +1,10 @@
 //! The command line.
 
 use crate::connections::ConnectionArgs;
-use crate::numbers::{CHUNK_MAX, SEQUENCES_MAX, gib, requests, seconds};
+use crate::numbers::{CHUNK_MAX, SEQUENCES_MAX, USD_PER_HOUR_MIN, gib, requests, seconds};
 use crate::remote::RemoteArgs;
 use crate::scheduling::SchedulingArgs;
+use crate::worker_engines::WorkerEngine;
 use clap::Args;
 use mixfleet_hal::DType;
 use mixfleet_scheduler::cost::AttnSplit;
@@ -101,9 +102,6 @@ pub(crate) fn worker_role(text: &str) -> Result<Role, String> {
     if text == "kv" { Ok(Role::Kv) } else { role(text).map_err(|error| error + ", and kv") }
 }
 
-/// Minimum plausible price, so that what a dollar buys stays finite.
-pub(crate) const USD_PER_HOUR_MIN: f64 = 1e-6;
-
 /// The rent of a device, written as `DEV=USD`.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct DevicePrice {
@@ -134,6 +132,9 @@ pub(crate) struct ServeArgs {
     pub(crate) model: ModelArgs,
     #[command(flatten)]
     pub(crate) instances: InstanceArgs,
+    /// vLLM or llama.cpp for devices: docs/serving.md
+    #[arg(long, value_name = "KIND:URL", conflicts_with_all = OF_DEVICES)]
+    pub(crate) worker_engine: Vec<WorkerEngine>,
     #[command(flatten)]
     pub(crate) front: FrontArgs,
     #[command(flatten)]
@@ -145,6 +146,25 @@ pub(crate) struct ServeArgs {
     #[arg(long)]
     pub(crate) dry_run: bool,
 }
+
+/// Options that mean nothing for engines of others.
+const OF_DEVICES: [&str; 15] = [
+    "model",
+    "activations",
+    "kv_dtype",
+    "kv_memory",
+    "chunk",
+    "device",
+    "usd_per_hour",
+    "sequences",
+    "attn_split",
+    "kv_dram",
+    "kv_ssd",
+    "profile",
+    "recalibrate",
+    "hide_cached_tokens",
+    "flexible",
+];
 
 /// The devices that serve.
 #[derive(Debug, Args)]
@@ -201,7 +221,7 @@ pub(crate) struct FrontArgs {
     #[arg(long, value_name = "FILE.toml", conflicts_with = "api_key")]
     pub(crate) api_keys: Option<PathBuf>,
     /// Omit cached tokens from usage
-    #[arg(long)]
+    #[arg(long, hide = true)]
     pub(crate) hide_cached_tokens: bool,
     #[command(flatten)]
     pub(crate) connections: ConnectionArgs,

@@ -48,6 +48,7 @@ mod token;
 mod topo;
 mod trace;
 mod validate;
+mod worker_engines;
 
 use anyhow::Context;
 use command_line::{Cli, CliCommand};

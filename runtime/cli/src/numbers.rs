@@ -2,6 +2,9 @@
 
 use std::num::NonZeroUsize;
 
+/// Minimum plausible price, so that what a dollar buys stays finite.
+pub(crate) const USD_PER_HOUR_MIN: f64 = 1e-6;
+
 /// Maximum prompt tokens of one step: the longest context of any model. Like the other limits it is well
 /// above useful values, and low enough that nothing computed from it overflows.
 pub(crate) const CHUNK_MAX: i64 = 1 << 20;

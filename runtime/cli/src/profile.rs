@@ -5,8 +5,8 @@ mod import;
 mod links;
 pub(crate) mod machine;
 
-use crate::args::USD_PER_HOUR_MIN;
 use crate::interrupt::cancel_on_interrupt;
+use crate::numbers::USD_PER_HOUR_MIN;
 use crate::{Failed, Usage, backends, writable};
 use anyhow::{Context, Result, bail};
 use clap::{Args, Subcommand};

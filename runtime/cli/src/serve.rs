@@ -7,14 +7,18 @@ use crate::remote::RemoteArgs;
 use crate::settings::ServeSettings;
 use crate::start::{self, Choice, Instances};
 use crate::tiers::Pools;
+use crate::worker_engines::WorkerEngine;
 use crate::{Usage, backends};
 use anyhow::{Context, Result};
 use mixfleet_hal::cast::to_u64;
 use mixfleet_hal::units::Seconds;
-use mixfleet_runtime::api::{Access, Api, KeysFile, Limits, Placements, ServedModel, Shutdown, observe_api};
+use mixfleet_runtime::api::{
+    Access, Api, KeysFile, Limits, Placements, ServedModel, Serving, Shutdown, observe_api,
+};
 use mixfleet_runtime::engine::EngineConfig;
 use mixfleet_runtime::engine::events::{EventLog, Writer};
 use mixfleet_runtime::env::{RealEnv, SharedEnv, Task};
+use mixfleet_runtime::gateway::{Gateway, GatewayParts};
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::request::{EngineHandle, Sampling};
 use mixfleet_scheduler::fleet::{FleetConfig, Rebalance, Replicate, Role};
@@ -36,7 +40,14 @@ pub(crate) fn run(args: ServeArgs, settings: &ServeSettings) -> Result<()> {
     log(args.front.json);
     check(&args.front)?;
     settings.say_unused();
-    let ServeArgs { model, instances, front: options, remote, .. } = args;
+    let ServeArgs { model, instances, worker_engine, front: options, remote, .. } = args;
+    if !worker_engine.is_empty() {
+        return run_server(async {
+            let load =
+                move |around: Around, options: &FrontArgs| load_engines(&worker_engine, options, around);
+            front(options, &mut Signals::new()?, load).await.map(drop)
+        });
+    }
     let load =
         move |around: Around, options: &FrontArgs| load(&model, (&instances, &remote), options, around);
     run_server(async {
@@ -125,10 +136,10 @@ pub(crate) fn check(args: &FrontArgs) -> Result<()> {
 }
 
 /// Listens, answers once `load` is done, and ends at a signal. Returns what `load` keeps beside the model.
-pub(crate) async fn front<K: Send + 'static>(
+pub(crate) async fn front<M: Into<Serving> + Send + 'static, K: Send + 'static>(
     args: FrontArgs,
     signals: &mut Signals,
-    load: impl FnOnce(Around, &FrontArgs) -> Result<(ServedModel, K)> + Send + 'static,
+    load: impl FnOnce(Around, &FrontArgs) -> Result<(M, K)> + Send + 'static,
 ) -> Result<Option<K>> {
     let real = RealEnv::new(tokio::runtime::Handle::current());
     let env: SharedEnv = Arc::new(real);
@@ -229,6 +240,15 @@ fn load(
     let choice = Choice { instances, engine: engine_config(args)?, events };
     let engine = start::engine(&model, model_args, choice, &env, metrics, placements)?;
     Ok((served(model, args, engine.handle, engine.context, &env), engine.pools))
+}
+
+/// Waits for the first engine that answers.
+fn load_engines(engines: &[WorkerEngine], args: &FrontArgs, around: Around) -> Result<(Arc<Gateway>, ())> {
+    let specs = engines.iter().map(WorkerEngine::open).collect::<Result<Vec<_>>>()?;
+    let Around { env, metrics, placements, events } = around;
+    let limits = engine_config(args)?;
+    let parts = GatewayParts { env, name: args.name.clone(), limits, events, placements, metrics };
+    Ok((tokio::runtime::Handle::current().block_on(parts.start(specs)), ()))
 }
 
 pub(crate) fn load_model(args: &ModelArgs, env: &SharedEnv) -> Result<Model> {

@@ -33,12 +33,13 @@ const SCHEDULING: [&str; 7] =
     ["policy", "threshold", "admit", "drop-late", "wait-usd-per-s", "kv-weight", "seed"];
 
 /// Flags of `serve` alone, which are keys of `[serve]`.
-const SERVE: [&str; 31] = [
+const SERVE: [&str; 32] = [
     "model",
     "activations",
     "kv-dtype",
     "kv-memory",
     "device",
+    "worker-engine",
     "usd-per-hour",
     "attn-split",
     "kv-dram",

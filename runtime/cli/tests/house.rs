@@ -99,6 +99,20 @@ const ROOMS: &[Room] = &[
             "zstd",
         ]),
     },
+    Room {
+        name: "mixfleet-engines",
+        directory: "runtime/engines",
+        rooms: &[HAL, SCHEDULER],
+        outside: Some(&[
+            "http-body-util",
+            "hyper",
+            "hyper-util",
+            "rmp-serde",
+            "serde",
+            "serde_json",
+            "tokio",
+        ]),
+    },
     Room { name: "mixfleet-hwtests", directory: "hwtests", rooms: &[HAL], outside: None },
     Room { name: "mixfleet-runtime", directory: "runtime", rooms: &[HAL, SCHEDULER], outside: None },
     Room {
@@ -125,6 +139,7 @@ const ROOMS: &[Room] = &[
             "mixfleet-cpu",
             "mixfleet-cuda",
             "mixfleet-discover",
+            "mixfleet-engines",
             "mixfleet-opencl",
             "mixfleet-remote",
             "mixfleet-simulated",
@@ -301,6 +316,8 @@ fn forbidden_edges_are_seen() {
         ("mixfleet-cpu", "ocl"),
         ("mixfleet-hwtests", "mixfleet-cpu"),
         ("mixfleet-runtime", "mixfleet-wire"),
+        ("mixfleet-runtime", "mixfleet-engines"),
+        ("mixfleet-engines", "mixfleet-runtime"),
         ("mixfleet-runtime", "mixfleet"),
         ("mixfleet-new", HAL),
     ] {

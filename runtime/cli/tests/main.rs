@@ -6,6 +6,9 @@ mod compare;
 mod connections;
 #[cfg(feature = "fleet")]
 mod deploy;
+mod engines;
+#[path = "../../engines/tests/fake.rs"]
+mod fake;
 #[cfg(feature = "fleet")]
 mod fleet;
 mod generate;

@@ -141,6 +141,11 @@ impl ApiError {
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, "server_error", "internal_error", message)
     }
 
+    /// Status 502: the engines that were asked gave no answer.
+    pub(crate) fn engine(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::BAD_GATEWAY, "server_error", "engine_failed", message)
+    }
+
     /// Status 503: the service is unavailable for now.
     pub(crate) fn unavailable(code: &'static str, message: impl Into<String>, retry_after_s: u64) -> Self {
         let error = Self::new(StatusCode::SERVICE_UNAVAILABLE, "service_unavailable", code, message);

@@ -27,8 +27,8 @@ mod logprobs;
 mod observe;
 mod origins;
 mod parameters;
-mod placements;
 mod refused;
+mod relay;
 mod routes;
 mod server;
 mod shapes;
@@ -47,12 +47,14 @@ pub use auth::Access;
 pub use keys::KeysFile;
 pub use observe::{observe, observe_api};
 pub use origins::Origins;
-pub use placements::Placements;
 pub use server::{Shutdown, serve};
 pub use text::{Marked, TextDecoder, TextModel};
 
+pub use crate::placements::Placements;
+
 use crate::budget::{self, ByteBudget, Connections};
 use crate::env::SharedEnv;
+use crate::gateway::Gateway;
 use crate::metrics::Metrics;
 use crate::request::{EngineHandle, Sampling};
 use auth::Tenant;
@@ -142,10 +144,41 @@ impl std::fmt::Debug for ServedModel {
     }
 }
 
+/// What answers.
+#[derive(Clone, Debug)]
+pub enum Serving {
+    /// A model on devices of this fleet.
+    Model(Arc<ServedModel>),
+    /// Engines of others.
+    Engines(Arc<Gateway>),
+}
+
+impl From<ServedModel> for Serving {
+    fn from(model: ServedModel) -> Self {
+        Serving::Model(Arc::new(model))
+    }
+}
+
+impl From<Arc<Gateway>> for Serving {
+    fn from(gateway: Arc<Gateway>) -> Self {
+        Serving::Engines(gateway)
+    }
+}
+
+impl Serving {
+    /// The model's name for clients, when it began, and its context.
+    fn described(&self) -> (&str, u64, u32) {
+        match self {
+            Serving::Model(model) => (&model.name, model.created, model.context),
+            Serving::Engines(gateway) => (gateway.name(), gateway.created(), gateway.context()),
+        }
+    }
+}
+
 #[derive(Clone)]
 enum Phase {
     Loading,
-    Ready(Arc<ServedModel>),
+    Ready(Serving),
     Draining,
 }
 
@@ -204,11 +237,11 @@ impl Api {
         })
     }
 
-    /// Starts to answer with `model`; without effect once draining.
-    pub fn ready(&self, model: ServedModel) {
+    /// Starts to answer with `serving`; without effect once draining.
+    pub fn ready(&self, serving: impl Into<Serving>) {
         let mut phase = self.lock();
         if !matches!(*phase, Phase::Draining) {
-            *phase = Phase::Ready(Arc::new(model));
+            *phase = Phase::Ready(serving.into());
         }
     }
 
@@ -222,9 +255,9 @@ impl Api {
         self.lock().clone()
     }
 
-    fn model(&self) -> Result<Arc<ServedModel>, ApiError> {
+    fn serving(&self) -> Result<Serving, ApiError> {
         match self.phase() {
-            Phase::Ready(model) => Ok(model),
+            Phase::Ready(serving) => Ok(serving),
             Phase::Loading => {
                 Err(ApiError::unavailable("loading", "the model is still loading", RETRY_AFTER_S))
             }

@@ -19,7 +19,7 @@ use super::fields::Fields;
 use super::generate::Plan;
 use super::observe::{document, exposition, is_open, live};
 use super::shapes::Endpoint;
-use super::{Api, Phase, ServedModel, body, chat, completions, generate};
+use super::{Api, Phase, ServedModel, Serving, body, chat, completions, generate, relay};
 use crate::budget::Party;
 use crate::metrics::HttpLabels;
 
@@ -60,9 +60,9 @@ pub(super) struct Holder(pub(super) IpAddr);
 
 /// A request's tenant, and the party it is accounted to.
 #[derive(Clone)]
-struct Caller {
-    tenant: Arc<Tenant>,
-    party: Party,
+pub(super) struct Caller {
+    pub(super) tenant: Arc<Tenant>,
+    pub(super) party: Party,
 }
 
 /// Wraps every request: checks the key, sets the request id, counts the response.
@@ -116,14 +116,14 @@ async fn metrics(State(api): State<Arc<Api>>) -> Response {
 }
 
 async fn models(State(api): State<Arc<Api>>) -> Result<Response, ApiError> {
-    let list = json!({ "object": "list", "data": [describe(&*api.model()?)] });
+    let list = json!({ "object": "list", "data": [describe(&api.serving()?)] });
     Ok(document(StatusCode::OK, &list))
 }
 
 async fn model(State(api): State<Arc<Api>>, name: Segment) -> Result<Response, ApiError> {
-    let model = api.model()?;
-    check_name(&one(name)?, &model)?;
-    Ok(document(StatusCode::OK, &describe(&model)))
+    let serving = api.serving()?;
+    check_name(&one(name)?, serving.described().0)?;
+    Ok(document(StatusCode::OK, &describe(&serving)))
 }
 
 /// A path segment that holds a name.
@@ -134,13 +134,14 @@ fn one(segment: Segment) -> Result<String, ApiError> {
     segment.map(|Path(name)| name).map_err(wrong)
 }
 
-fn describe(model: &ServedModel) -> Value {
+fn describe(serving: &Serving) -> Value {
+    let (name, created, context) = serving.described();
     json!({
-        "id": model.name,
+        "id": name,
         "object": "model",
-        "created": model.created,
+        "created": created,
         "owned_by": "mixfleet",
-        "max_model_len": model.context,
+        "max_model_len": context,
     })
 }
 
@@ -179,13 +180,19 @@ async fn chat_complete(
 
 async fn answer(
     api: &Api,
-    Caller { tenant, party }: Caller,
+    caller: Caller,
     endpoint: Endpoint,
     headers: &HeaderMap,
     body: Body,
 ) -> Result<Response, ApiError> {
     let arrived_s = api.env.now().0;
-    let model = api.model()?;
+    let model = match api.serving()? {
+        Serving::Model(model) => model,
+        Serving::Engines(gateway) => {
+            return relay::answer(api, gateway, caller, endpoint, headers, body).await;
+        }
+    };
+    let Caller { tenant, party } = caller;
     let seat = api.seat(tenant)?;
     let (body, held) = body::read_json(api, party.clone(), headers, body).await?;
     let (served, choices_max) = (model.clone(), api.limits.choices_max);
@@ -207,17 +214,17 @@ fn plan(
     let mut fields = Fields::parse(body)?;
     let name = fields.string("model")?;
     let missing = || ApiError::field("model", "missing_parameter", "'model' is missing");
-    check_name(&name.ok_or_else(missing)?, model)?;
+    check_name(&name.ok_or_else(missing)?, &model.name)?;
     match endpoint {
         Endpoint::Completions => completions::plan(fields, model, choices_max, stopped),
         Endpoint::Chat => chat::plan(fields, model, stopped),
     }
 }
 
-fn check_name(wanted: &str, model: &ServedModel) -> Result<(), ApiError> {
-    if wanted == model.name {
+pub(super) fn check_name(wanted: &str, served: &str) -> Result<(), ApiError> {
+    if wanted == served {
         return Ok(());
     }
     let wanted: String = wanted.chars().take(128).collect();
-    Err(ApiError::unknown_model(&wanted, &model.name))
+    Err(ApiError::unknown_model(&wanted, served))
 }

@@ -90,11 +90,16 @@ pub(crate) fn response(stream: Stream) -> Response {
         let events = stream.next().await?;
         Some((Ok::<_, Infallible>(Bytes::from(events)), stream))
     });
+    of_events(Body::from_stream(events))
+}
+
+/// The HTTP response whose body is a stream of events.
+pub(super) fn of_events(body: Body) -> Response {
     let headers = [
         (header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8")),
         (header::CACHE_CONTROL, HeaderValue::from_static("no-cache")),
         // Without this, nginx buffers the stream before passing it on.
         (header::HeaderName::from_static("x-accel-buffering"), HeaderValue::from_static("no")),
     ];
-    (headers, Body::from_stream(events)).into_response()
+    (headers, body).into_response()
 }

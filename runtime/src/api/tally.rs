@@ -3,6 +3,8 @@
 use super::shapes::Endpoint;
 use crate::env::SharedEnv;
 use crate::metrics::{Metrics, RequestLabels, RequestOutcome};
+use mixfleet_hal::cast::to_u32;
+use mixfleet_hal::outside::EngineUsage;
 
 /// Counts and times of a request so far. If it is dropped before an outcome is known, the client has left.
 pub(crate) struct Tally {
@@ -71,6 +73,17 @@ impl Tally {
     pub(crate) fn choice_done(&mut self, generated: u32, cached: Option<u32>) {
         self.metrics.request_generation_tokens.observe(generated.into());
         self.metrics.cached_tokens.inc_by(cached.unwrap_or(0).into());
+    }
+
+    /// Records the lengths of a whole answer, of which this process did not see each token.
+    pub(crate) fn told(&mut self, usage: EngineUsage) {
+        let EngineUsage { prompt_tokens, completion_tokens, cached_tokens } = usage;
+        self.metrics.prompt_tokens.inc_by(prompt_tokens.into());
+        self.metrics.request_prompt_tokens.observe(prompt_tokens.into());
+        let unseen = u64::from(completion_tokens).saturating_sub(self.tokens);
+        self.tokens += unseen;
+        self.metrics.generation_tokens.inc_by(unseen);
+        self.choice_done(to_u32(self.tokens), cached_tokens);
     }
 
     /// Records that all choices are complete.

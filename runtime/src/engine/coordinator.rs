@@ -9,16 +9,16 @@ use super::identity::Identity;
 use super::messages::{FromWorker, Job, Order, Report, Source};
 use super::transfers;
 use super::watch::KvLinks;
-use crate::api::Placements;
 use crate::env::SharedEnv;
 use crate::mailbox::MessageReceiver;
 use crate::metrics::Metrics;
+use crate::placements::Placements;
 use crate::request::{
     Deadline, Failure, GenerateRequest, Hints, Rejection, ServiceTier, Submission, UPDATES_BESIDE_TOKENS,
     Update,
 };
 use mixfleet_hal::DType;
-use mixfleet_hal::cast::{to_u32, to_u64};
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::{BatchLoad, RequestId, Urgency};
 use mixfleet_scheduler::fleet::{
@@ -514,18 +514,5 @@ fn refuse(
     reason: &RejectReason,
     retry_after: Option<Seconds>,
 ) {
-    let overloaded = |seconds: f64| Rejection::Overloaded {
-        reason: reason.to_string(),
-        retry_after_s: to_u64(seconds.ceil().clamp(1.0, 3600.0)),
-    };
-    let rejection = match reason {
-        RejectReason::TooLarge { .. } => Rejection::TooLarge(reason.to_string()),
-        RejectReason::QueueFull { .. } | RejectReason::TtftSlo { .. } | RejectReason::TbtSlo { .. } => {
-            overloaded(retry_after.map_or(1.0, |after| after.0))
-        }
-        // A retry gets as much time again, and by then some of the work ahead is done.
-        RejectReason::Deadline { ends_s, deadline_s } => overloaded(ends_s - deadline_s),
-        _ => Rejection::Unavailable(reason.to_string()),
-    };
-    let _ = admitted.send(Err(rejection));
+    let _ = admitted.send(Err(Rejection::new(reason, retry_after)));
 }

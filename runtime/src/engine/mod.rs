@@ -53,11 +53,11 @@ pub use messages::Held;
 pub use pages::{Pages, check_piece};
 pub use tiers::LowerTiers;
 
-use crate::api::Placements;
 use crate::env::SharedEnv;
 use crate::mailbox::{MessageReceiver, REPORTS_MAX, mailbox};
 use crate::metrics::Metrics;
 use crate::model::ModelConfig;
+use crate::placements::Placements;
 use crate::request::EngineHandle;
 use coordinator::{CLIENTS_LEAVING_MAX, Coordinator};
 use directory::Directory;

@@ -90,12 +90,12 @@ impl Router {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::api::Placements;
     use crate::engine::messages::{Job, Order};
     use crate::engine::{EngineConfig, Identity};
     use crate::env::{Env, Listener, SeededEnv, Task};
     use crate::metrics::Metrics;
     use crate::model::random::tiny_variants;
+    use crate::placements::Placements;
     use crate::request::{FinishReason, GenerateRequest, Hints, Sampling, Update};
     use futures_util::future::BoxFuture;
     use mixfleet_hal::units::Seconds;

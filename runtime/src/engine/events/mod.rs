@@ -50,13 +50,13 @@ fn json(value: &impl Serialize) -> Vec<u8> {
 }
 
 /// The fleet's machine, with a log of what it is told and answers where one is wanted.
-pub(super) struct LoggedFleet {
+pub(crate) struct LoggedFleet {
     machine: Fleet,
     log: Option<EventLog>,
 }
 
 impl LoggedFleet {
-    pub(super) fn new(config: FleetConfig, mut log: Option<EventLog>) -> Self {
+    pub(crate) fn new(config: FleetConfig, mut log: Option<EventLog>) -> Self {
         if let Some(log) = &mut log {
             let (schema, version) = (SCHEMA.into(), env!("CARGO_PKG_VERSION").into());
             log.write(&Head { schema, version, fleet: Cow::Borrowed(&config) });
@@ -65,12 +65,12 @@ impl LoggedFleet {
     }
 
     /// The machine, to be asked.
-    pub(super) fn machine(&self) -> &Fleet {
+    pub(crate) fn machine(&self) -> &Fleet {
         &self.machine
     }
 
     /// What the machine answers to `event`.
-    pub(super) fn step(&mut self, now: Seconds, event: Event) -> Vec<Action> {
+    pub(crate) fn step(&mut self, now: Seconds, event: Event) -> Vec<Action> {
         let mut actions = Vec::new();
         let logged = self.log.as_mut().map(|log| (log, event.clone()));
         self.machine.step(now, event, &mut actions);

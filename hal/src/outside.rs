@@ -1,0 +1,213 @@
+//! Engines of others (vLLM, llama.cpp) that answer OpenAI's bodies, as the runtime drives them.
+//!
+//! An engine is asked with the client's own body, and what it answers is passed on as it is. What is read of
+//! it here is what the runtime must know: whether it is an answer, where it ends, and how long it got.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// What an engine will say, awaited by any executor.
+pub type EngineFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
+
+/// The two addresses of OpenAI's interface that generate.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum EngineEndpoint {
+    /// `/v1/chat/completions`.
+    Chat,
+    /// `/v1/completions`.
+    Completions,
+}
+
+impl EngineEndpoint {
+    /// The path of the address.
+    pub fn path(self) -> &'static str {
+        match self {
+            EngineEndpoint::Chat => "/v1/chat/completions",
+            EngineEndpoint::Completions => "/v1/completions",
+        }
+    }
+}
+
+/// A request to an engine.
+#[derive(Clone, Debug)]
+pub struct EngineCall {
+    /// Where it goes.
+    pub endpoint: EngineEndpoint,
+    /// The client's body, a JSON object.
+    pub body: Arc<[u8]>,
+    /// Whether the answer is streamed.
+    pub stream: bool,
+    /// The part of the answer that the client has already, if another engine began it.
+    pub begun: Option<BegunAnswer>,
+    /// Maximum number of tokens to generate, if the body gives none.
+    pub tokens_max: Option<u32>,
+}
+
+/// The beginning of a streamed answer.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct BegunAnswer {
+    /// Its text.
+    pub text: String,
+    /// The `id` of its chunks, as JSON.
+    pub id: String,
+    /// The `created` of its chunks, as JSON.
+    pub created: String,
+}
+
+/// What an engine answers to a call.
+pub enum EngineAnswer {
+    /// A complete answer, in one document.
+    Whole(WholeAnswer),
+    /// An answer that is being streamed. Dropping it ends it at the engine.
+    Stream(Box<dyn EngineStream>),
+    /// The engine says that the request is at fault: a status from 400 to 499, and its document.
+    Refused {
+        /// The status.
+        status: u16,
+        /// The document, JSON.
+        body: Vec<u8>,
+    },
+}
+
+/// An answer in one document.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WholeAnswer {
+    /// The document, as the client gets it.
+    pub body: Vec<u8>,
+    /// Lengths, if the engine told them.
+    pub usage: Option<EngineUsage>,
+}
+
+/// An answer that comes in chunks.
+pub trait EngineStream: Send {
+    /// The next chunk, or `None` behind the last one of a complete answer.
+    ///
+    /// # Errors
+    /// Why there is no further chunk, and the answer is not complete.
+    fn next(&mut self) -> EngineFuture<'_, Option<Result<EngineChunk, EngineFault>>>;
+}
+
+/// One chunk of a streamed answer.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct EngineChunk {
+    /// The chunk as the client gets it, JSON; none if the client did not ask for what it says.
+    pub data: Option<Vec<u8>>,
+    /// What it adds to the text of the first choice.
+    pub text: String,
+    /// Whether it adds to the answer in another way too, which the text does not say.
+    pub adds_other: bool,
+    /// Whether it ends a choice.
+    pub ends_choice: bool,
+    /// Lengths, if it tells them.
+    pub usage: Option<EngineUsage>,
+    /// The `id` of the answer, as JSON; empty if the chunk has none.
+    pub id: String,
+    /// The `created` of the answer, as JSON; empty if the chunk has none.
+    pub created: String,
+}
+
+impl EngineChunk {
+    /// Whether a token came with it.
+    pub fn has_token(&self) -> bool {
+        self.adds_other || !self.text.is_empty()
+    }
+}
+
+/// Lengths of a request and its answer, in tokens.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct EngineUsage {
+    /// Tokens of the prompt.
+    pub prompt_tokens: u32,
+    /// Tokens of the answer, all choices together.
+    pub completion_tokens: u32,
+    /// Tokens of the prompt whose KV was reused, if that is told.
+    pub cached_tokens: Option<u32>,
+}
+
+/// What is wrong when an engine gives no answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EngineFaultKind {
+    /// It cannot be reached, or its connection broke.
+    Unreachable,
+    /// It has too much to do, or is not ready.
+    Busy,
+    /// It says that it failed.
+    Failed,
+    /// What it says is not an answer to what it was asked.
+    Malformed,
+    /// The answer ended before it was complete.
+    Cut,
+    /// An answer that another engine began cannot be continued by any.
+    NotContinued,
+}
+
+/// Why an engine gives no answer.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{detail}")]
+pub struct EngineFault {
+    /// What is wrong.
+    pub kind: EngineFaultKind,
+    /// The cause, for clients and operators; no address and no key.
+    pub detail: String,
+    /// When it may be asked again, if the engine says so.
+    pub retry_after: Option<Duration>,
+}
+
+impl EngineFault {
+    /// A fault of this kind.
+    pub fn new(kind: EngineFaultKind, detail: impl Into<String>) -> Self {
+        EngineFault { kind, detail: detail.into(), retry_after: None }
+    }
+}
+
+/// What an engine tells of itself.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct EngineState {
+    /// Its version, in its own words.
+    pub version: Option<String>,
+    /// The models that it serves, by the names by which it is asked.
+    pub models: Vec<EngineModel>,
+    /// Tokens that fit into its KV memory.
+    pub kv_tokens: Option<u64>,
+    /// Tokens of a KV block.
+    pub block_tokens: Option<u32>,
+    /// Sequences that it runs at a time.
+    pub sequences_max: Option<u32>,
+    /// Requests that it runs now.
+    pub running: Option<u32>,
+    /// Requests that wait there now.
+    pub waiting: Option<u32>,
+    /// Share of its KV memory that is in use, from 0 to 1.
+    pub kv_usage: Option<f64>,
+    /// What it does not tell, and what follows from that, a sentence each.
+    pub missing: Vec<String>,
+}
+
+/// A model that an engine serves.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EngineModel {
+    /// Its name there.
+    pub name: String,
+    /// Tokens of prompt and answer together, if that is told.
+    pub context: Option<u32>,
+}
+
+/// An engine of others.
+pub trait OutsideEngine: Send + Sync {
+    /// Kind and address for display, without keys; unique in a fleet.
+    fn name(&self) -> &str;
+
+    /// Asks for its health, then for what it tells of itself.
+    ///
+    /// # Errors
+    /// Why it cannot serve now.
+    fn probe(&self) -> EngineFuture<'_, Result<EngineState, EngineFault>>;
+
+    /// Has a request answered. Dropping the future, or the stream in its answer, cancels the request.
+    ///
+    /// # Errors
+    /// Why there is no answer; nothing of it has been passed on then.
+    fn ask<'a>(&'a self, call: &'a EngineCall) -> EngineFuture<'a, Result<EngineAnswer, EngineFault>>;
+}

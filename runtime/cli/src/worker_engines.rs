@@ -1,0 +1,198 @@
+//! Engines of others on the command line: `KIND:http://HOST:PORT`, and what is known of them.
+
+use crate::numbers::USD_PER_HOUR_MIN;
+use crate::{Usage, profiles};
+use anyhow::{Context, Result};
+use mixfleet_engines::{EngineAddress, EngineKind, HttpEngine};
+use mixfleet_hal::catalog;
+use mixfleet_hal::profile::DeviceProfile;
+use mixfleet_hal::units::UsdPerHour;
+use mixfleet_hal::{DType, StoredAs};
+use mixfleet_runtime::gateway::EngineSpec;
+use mixfleet_scheduler::cost::{AllReduce, CostModel, ProfileCost};
+use mixfleet_scheduler::{engines, models};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Prompt tokens of a step, as engines have them by default.
+const CHUNK_TOKENS: u32 = 2048;
+
+/// An engine as it is written: `KIND:URL[,WORD=VALUE...]`.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct WorkerEngine {
+    kind: EngineKind,
+    address: EngineAddress,
+    usd_per_hour: Option<f64>,
+    /// A part of the catalog.
+    part: Option<String>,
+    /// Parts that share the model.
+    tp: u32,
+    /// A known model, whose shape the engine's has.
+    shape: Option<String>,
+    stored: StoredAs,
+    profile: Option<PathBuf>,
+    model: Option<String>,
+    key_file: Option<PathBuf>,
+}
+
+impl std::str::FromStr for WorkerEngine {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let mut words = text.split(',');
+        let first = words.next().unwrap_or_default();
+        let (kind, address) = first.split_once(':').ok_or("expected KIND:http://HOST:PORT")?;
+        let (address, role) = address.split_once('=').unwrap_or((address, "auto"));
+        match role {
+            "auto" => {}
+            "prefill" | "decode" => {
+                return Err(format!(
+                    "the role {role} needs KV to go from engine to engine, which it cannot yet: write auto, or nothing"
+                ));
+            }
+            other => return Err(format!("unknown role '{other}'; known: auto")),
+        }
+        let mut engine = WorkerEngine {
+            kind: kind.parse()?,
+            address: address.parse()?,
+            usd_per_hour: None,
+            part: None,
+            tp: 1,
+            shape: None,
+            stored: StoredAs::Plain(DType::Bf16),
+            profile: None,
+            model: None,
+            key_file: None,
+        };
+        for word in words {
+            let (name, value) = word.split_once('=').ok_or_else(|| format!("'{word}' is not WORD=VALUE"))?;
+            match name {
+                "usd" => engine.usd_per_hour = Some(usd(value)?),
+                "part" => engine.part = Some(value.to_owned()),
+                "tp" => engine.tp = value.parse().map_err(|_| format!("'{value}' is no number of parts"))?,
+                "shape" => engine.shape = Some(value.to_owned()),
+                "stored" => engine.stored = value.parse()?,
+                "profile" => engine.profile = Some(value.into()),
+                "model" => engine.model = Some(value.to_owned()),
+                "key-file" => engine.key_file = Some(value.into()),
+                _ => {
+                    let known = "usd, part, tp, shape, stored, profile, model, key-file";
+                    return Err(format!("unknown word '{name}'; known: {known}"));
+                }
+            }
+        }
+        if engine.part.is_some() && engine.profile.is_some() {
+            return Err("part and profile both say what it is: give one".into());
+        }
+        let is_known = engine.part.is_some() || engine.profile.is_some();
+        if is_known != engine.shape.is_some() {
+            return Err("a prediction needs part or profile, and shape, the name of a known model".into());
+        }
+        Ok(engine)
+    }
+}
+
+fn usd(text: &str) -> Result<f64, String> {
+    let value = text.parse().ok().filter(|usd: &f64| usd.is_finite());
+    let value = value.filter(|usd| *usd == 0.0 || *usd >= USD_PER_HOUR_MIN);
+    value.ok_or_else(|| format!("'{text}' is no price in dollars per hour"))
+}
+
+impl WorkerEngine {
+    /// The engine, ready to be asked.
+    ///
+    /// # Errors
+    /// What of it is not known, or cannot be read.
+    pub(crate) fn open(&self) -> Result<EngineSpec> {
+        let key = self.key_file.as_deref().map(read_key).transpose()?;
+        let engine = HttpEngine::new(self.kind, self.address.clone(), key.as_deref(), self.model.clone());
+        Ok(EngineSpec {
+            engine: Arc::new(engine.map_err(Usage)?),
+            model: self.model.clone(),
+            price: self.usd_per_hour.map(UsdPerHour),
+            cost: self.cost()?,
+        })
+    }
+
+    /// What predicts it; none if nothing is said of its parts.
+    fn cost(&self) -> Result<Option<CostModel>> {
+        let Some(shape) = &self.shape else { return Ok(None) };
+        let known = models::find(shape).map_err(|error| Usage(format!("shape={shape}: {error}")))?;
+        let (profile, all_reduce): (DeviceProfile, _) = match (&self.part, &self.profile) {
+            (Some(name), _) => {
+                let part = catalog::part(name).ok_or_else(|| {
+                    let near = catalog::closest(name).join(", ");
+                    Usage(format!("part={name}: the catalog has no such part; near it: {near}"))
+                })?;
+                let several = AllReduce::of(part, self.tp);
+                (part.reached_profile().unwrap_or_else(|| part.profile()), several)
+            }
+            (None, Some(file)) => (profiles::read(file)?, None),
+            (None, None) => return Ok(None),
+        };
+        if self.tp != 1 && all_reduce.is_none() {
+            return Err(Usage(format!("tp={}: what so many exchange takes is not known", self.tp)).into());
+        }
+        let whole = known.shape_as(self.stored);
+        whole.check_split(self.tp).map_err(|cause| Usage(format!("tp={}: {cause}", self.tp)))?;
+        let name = if self.kind == EngineKind::Vllm { "vllm" } else { "mixfleet" };
+        let engine = engines::find(name).map_err(Usage)?.cost;
+        let shape = whole.on(&profile);
+        let cost = ProfileCost { profile, shape, chunk_tokens: CHUNK_TOKENS, all_reduce, engine };
+        Ok(Some(CostModel::Profile(Box::new(cost)).compiled()))
+    }
+}
+
+fn read_key(file: &Path) -> Result<String> {
+    let text = std::fs::read_to_string(file);
+    let text = text.with_context(|| format!("cannot read the key of an engine in {}", file.display()))?;
+    Ok(text.trim().to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(text: &str) -> Result<WorkerEngine, String> {
+        text.parse()
+    }
+
+    #[test]
+    fn an_engine_is_read_with_what_is_known_of_it() {
+        let engine =
+            read("vllm:http://h:8000=auto,usd=2.5,part=H100-SXM-80GB,tp=2,shape=llama-3.1-8b").unwrap();
+        assert_eq!((engine.kind, engine.usd_per_hour, engine.tp), (EngineKind::Vllm, Some(2.5), 2));
+        let CostModel::Tables(_) = engine.cost().unwrap().unwrap() else { panic!("not compiled") };
+        let spec = read("llamacpp:http://[::1]:8080,model=a.gguf").unwrap().open().unwrap();
+        assert_eq!((spec.engine.name(), spec.model.as_deref()), ("llamacpp:[::1]:8080", Some("a.gguf")));
+        assert!(spec.cost.is_none() && spec.price.is_none());
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        for (text, part) in [
+            ("vllm", "KIND:http"),
+            ("ollama:http://h", "unknown kind of engine 'ollama'"),
+            ("vllm:h:8000", "http://"),
+            ("vllm:https://h", "http://"),
+            ("vllm:http://h=prefill", "role prefill"),
+            ("vllm:http://h=x", "unknown role"),
+            ("vllm:http://h,usd=x", "no price"),
+            ("vllm:http://h,colour=red", "unknown word 'colour'"),
+            ("vllm:http://h,part=H100-SXM-80GB", "shape"),
+            ("vllm:http://h,shape=llama-3.1-8b", "part or profile"),
+        ] {
+            let error = read(text).unwrap_err();
+            assert!(error.contains(part), "{text}: {error}");
+        }
+        for (text, part) in [
+            ("vllm:http://h,part=H1000,shape=llama-3.1-8b", "part=H1000"),
+            ("vllm:http://h,part=H100-SXM-80GB,shape=llama-0", "shape=llama-0"),
+            ("vllm:http://h,part=H100-SXM-80GB,shape=llama-3.1-8b,tp=3", "tp=3"),
+            ("vllm:http://h,key-file=/no/such/file", "/no/such/file"),
+        ] {
+            let error = format!("{:#}", read(text).unwrap().open().err().unwrap());
+            assert!(error.contains(part), "{text}: {error}");
+        }
+    }
+}

@@ -1,0 +1,248 @@
+//! Engines of others behind `mixfleet serve`, as clients meet them.
+
+use crate::common;
+use crate::common::server::Server;
+use crate::fake::{FakeEngine, Mood};
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader, Write};
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+/// A server in front of these engines, with the words given for each.
+fn gateway(engines: &[(&FakeEngine, &str, &str)], more: &[&str]) -> Server {
+    let written: Vec<String> = engines
+        .iter()
+        .map(|(fake, kind, words)| format!("--worker-engine={kind}:{}{words}", fake.url()))
+        .collect();
+    let words: Vec<&str> = written.iter().map(String::as_str).chain(more.iter().copied()).collect();
+    Server::with(&words)
+}
+
+fn chat(tokens: usize, stream: bool) -> Value {
+    json!({"model": "m", "messages": [{"role": "user", "content": "count for me"}], "max_tokens": tokens, "stream": stream})
+}
+
+fn counted(tokens: usize) -> String {
+    (0..tokens).map(|at| format!("w{at} ")).collect()
+}
+
+/// The data of all events of a stream.
+fn events(body: &str) -> Vec<&str> {
+    body.lines().filter_map(|line| line.strip_prefix("data: ")).collect()
+}
+
+/// The text of a streamed answer, which is complete.
+fn streamed_text(body: &str) -> String {
+    let events = events(body);
+    assert_eq!(events.last(), Some(&"[DONE]"), "{body}");
+    let chunks = events[..events.len() - 1].iter().map(|data| serde_json::from_str::<Value>(data).unwrap());
+    let mut text = String::new();
+    for chunk in chunks {
+        let choice = &chunk["choices"][0];
+        text += choice["delta"]["content"].as_str().or(choice["text"].as_str()).unwrap_or_default();
+    }
+    text
+}
+
+/// Decodes a chunked body.
+fn unchunked(body: &str) -> String {
+    let (mut text, mut rest) = (String::new(), body);
+    while let Some((length, after)) = rest.split_once("\r\n") {
+        let length = usize::from_str_radix(length.trim(), 16).unwrap();
+        if length == 0 {
+            break;
+        }
+        text += &after[..length];
+        rest = &after[length + 2..];
+    }
+    text
+}
+
+fn stream(server: &Server, body: &Value) -> (u16, String) {
+    let (status, text) = server.call("POST", "/v1/chat/completions", "", &body.to_string());
+    (status, if status == 200 { unchunked(&text) } else { text })
+}
+
+/// A stream whose events are read one by one.
+fn open_stream(server: &Server, body: &Value) -> BufReader<std::net::TcpStream> {
+    let (mut connection, body) = (server.connect(), body.to_string());
+    let head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n";
+    write!(connection, "{head}content-length: {}\r\n\r\n{body}", body.len()).unwrap();
+    BufReader::new(connection)
+}
+
+fn read_until(reader: &mut impl BufRead, words: &str) -> String {
+    let mut seen = String::new();
+    while !seen.contains(words) {
+        assert!(reader.read_line(&mut seen).unwrap() > 0, "it ended without '{words}': {seen}");
+    }
+    seen
+}
+
+fn metric(server: &Server, name: &str) -> f64 {
+    let (_, text) = server.call("GET", "/metrics", "", "");
+    text.lines().find_map(|line| line.strip_prefix(name)?.trim().parse().ok()).unwrap_or(f64::NAN)
+}
+
+#[test]
+fn bodies_pass_to_engines_and_placement_is_explained_in_dollars() {
+    let (dear, cheap) = (FakeEngine::start("vllm", "m"), FakeEngine::start("llamacpp", "file.gguf"));
+    let words = ["part=L4,shape=llama-3.1-8b,usd=90", "part=L4,shape=llama-3.1-8b,usd=0.1,model=file.gguf"];
+    let [dear_words, cheap_words] = words.map(|words| format!(",{words}"));
+    let server =
+        gateway(&[(&dear, "vllm", &dear_words), (&cheap, "llamacpp", &cheap_words)], &["--name", "m"]);
+    let (_, models) = server.call("GET", "/v1/models", "", "");
+    assert!(models.contains("\"id\":\"m\""), "{models}");
+
+    let mut body = chat(3, false);
+    body["tools"] = json!([{"type": "function", "function": {"name": "f"}}]);
+    body["response_format"] = json!({"type": "json_object"});
+    body["odd"] = json!([1.5, null]);
+    let (head, text) = server.exchange("POST", "/v1/chat/completions", "", &body.to_string());
+    let answer: Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(answer["choices"][0]["message"]["content"], counted(3), "{text}");
+    assert_eq!((&answer["model"], &answer["usage"]["total_tokens"]), (&json!("m"), &json!(6)));
+    let came = cheap.asked().pop().expect("the cheap one is asked, since it is as fast");
+    body["model"] = json!("file.gguf");
+    assert_eq!(came.body, body);
+
+    let id = head.lines().find_map(|line| line.strip_prefix("x-request-id: ")).unwrap();
+    let (status, explanation) = server.call("GET", &format!("/debug/placement/{id}"), "", "");
+    let explanation: Value = serde_json::from_str(&explanation).unwrap();
+    assert_eq!((status, &explanation["score_unit"]), (200, &json!("usd")), "{explanation}");
+    let outcomes: Vec<&Value> =
+        explanation["candidates"].as_array().unwrap().iter().map(|c| &c["outcome"]["outcome"]).collect();
+    assert!(
+        outcomes.contains(&&json!("chosen")) && outcomes.contains(&&json!("higher_score")),
+        "{explanation}"
+    );
+    assert_eq!(metric(&server, "mixfleet_instances "), 2.0);
+    assert_eq!(metric(&server, "mixfleet_generation_tokens_total "), 3.0);
+}
+
+#[test]
+fn an_engine_that_fails_before_a_byte_is_replaced_and_nobody_notices() {
+    let (bad, good) = (FakeEngine::start("vllm", "m"), FakeEngine::start("vllm", "m"));
+    let server =
+        gateway(&[(&bad, "vllm", ",usd=0.1"), (&good, "vllm", ",usd=9")], &["--policy", "round-robin"]);
+    let measured = bad.asked().len();
+    let say = |text: &str| Mood::Say(text.into());
+    let nonsense = [
+        Mood::Status(500, "{}".into()),
+        say("<html>"),
+        Mood::WrongModel,
+        Mood::CutAfter(0),
+        Mood::EndAfter(0),
+    ];
+    for mood in nonsense {
+        bad.set(mood.clone());
+        for turn in 0..2 {
+            let (status, answer) = server.post("/v1/chat/completions", &chat(4, false));
+            assert_eq!(
+                (status, &answer["choices"][0]["message"]["content"]),
+                (200, &json!(counted(4))),
+                "{mood:?} {turn}"
+            );
+            let (status, body) = stream(&server, &chat(4, true));
+            assert_eq!((status, streamed_text(&body)), (200, counted(4)), "{mood:?} {turn}");
+        }
+    }
+    let tried = bad.asked().len() - measured;
+    assert!(tried >= 10, "it was tried {tried} times");
+}
+
+#[test]
+fn an_engine_that_dies_in_mid_stream_is_continued_by_another() {
+    let (first, second) = (FakeEngine::start("vllm", "m"), FakeEngine::start("llamacpp", "m"));
+    let server = gateway(&[(&first, "vllm", ""), (&second, "llamacpp", "")], &["--policy", "round-robin"]);
+    let mut body = chat(6, true);
+    body["stream_options"] = json!({"include_usage": true});
+    for mood in [Mood::CutAfter(3), Mood::EndAfter(2), Mood::ErrorAfter(1)] {
+        for fake in [&first, &second] {
+            [&first, &second].into_iter().for_each(|fake| fake.set(Mood::Well));
+            fake.set(mood.clone());
+            // in turn, so that one of the two begins at it
+            for _ in 0..2 {
+                let (status, answer) = stream(&server, &body);
+                assert_eq!((status, streamed_text(&answer)), (200, counted(6)), "{mood:?}: {answer}");
+                let chunks: Vec<Value> =
+                    events(&answer).iter().filter_map(|d| serde_json::from_str(d).ok()).collect();
+                assert!(chunks.iter().all(|chunk| chunk["id"] == chunks[0]["id"]), "{answer}");
+                let usage = &chunks.last().unwrap()["usage"];
+                assert_eq!(
+                    (&usage["prompt_tokens"], &usage["completion_tokens"]),
+                    (&json!(3), &json!(6)),
+                    "{answer}"
+                );
+            }
+        }
+    }
+    [&first, &second].into_iter().for_each(|fake| fake.set(Mood::CutAfter(2)));
+    let mut seeded = chat(6, true);
+    seeded["seed"] = json!(3);
+    let (status, answer) = stream(&server, &seeded);
+    let last = *events(&answer).last().unwrap();
+    assert_eq!(status, 200);
+    assert!(last.contains("engine_failed") && last.contains("'seed'"), "{answer}");
+    assert!(!answer.contains("[DONE]"), "an answer that is not complete does not look so: {answer}");
+}
+
+#[test]
+fn where_no_engine_answers_the_client_is_told_so() {
+    let only = FakeEngine::start("vllm", "m");
+    let mut server = gateway(&[(&only, "vllm", "")], &[]);
+    only.set(Mood::Status(500, json!({"error": {"message": "cuda is gone"}}).to_string()));
+    for stream in [false, true] {
+        let (status, answer) = server.post("/v1/chat/completions", &chat(4, stream));
+        let message = answer["error"]["message"].as_str().unwrap();
+        assert!(status == 502 && message.contains("cuda is gone"), "{answer}");
+    }
+    only.set(Mood::Status(429, "{}".into()));
+    assert_eq!(server.post("/v1/chat/completions", &chat(4, false)).0, 429);
+    only.set(Mood::Status(400, json!({"error": {"message": "too long", "code": 400}}).to_string()));
+    let (status, answer) = server.post("/v1/chat/completions", &chat(4, false));
+    assert_eq!((status, &answer["error"]["message"]), (400, &json!("too long")));
+    let other = json!({"model": "x", "messages": []});
+    assert_eq!(server.post("/v1/chat/completions", &other).0, 404);
+
+    only.die();
+    server.wait_for("engine lost");
+    assert_eq!(server.post("/v1/chat/completions", &chat(4, false)).0, 503);
+    let (status, _) = server.call("GET", "/health", "", "");
+    assert_eq!(status, 503);
+    only.set(Mood::Well);
+    only.live();
+    server.seen.clear();
+    server.wait_for("engine up");
+    assert_eq!(server.post("/v1/chat/completions", &chat(4, false)).0, 200);
+}
+
+#[test]
+fn a_client_that_leaves_cancels_its_request_at_the_engine() {
+    let only = FakeEngine::start("vllm", "m");
+    let server = gateway(&[(&only, "vllm", "")], &[]);
+    only.set(Mood::StallAfter(2));
+    let mut reader = open_stream(&server, &chat(9, true));
+    read_until(&mut reader, "w1 ");
+    assert_eq!(only.shared.left.load(Ordering::SeqCst), 0);
+    drop(reader);
+    while only.shared.left.load(Ordering::SeqCst) == 0 {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn options_of_devices_are_refused_beside_engines() {
+    let engine = "--worker-engine=vllm:http://127.0.0.1:1";
+    for (more, expected) in [
+        (&["--device", "cpu"][..], "--device"),
+        (&["--model", "x"], "--model"),
+        (&["--hide-cached-tokens"], "--hide-cached-tokens"),
+        (&["--worker-engine", "vllm:http://h=decode"], "role decode"),
+    ] {
+        let output = common::mixfleet().args(["serve", engine]).args(more).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        assert!(said.contains(expected), "{more:?}: {said}");
+    }
+}

@@ -1,0 +1,230 @@
+//! Has a request answered by an engine.
+
+use crate::body::{self, PreparedBody};
+use crate::chunk::{self, Beginning, ModelNames};
+use crate::continued;
+use crate::http::{HttpEngine, causes, read, retry_after};
+use crate::kind::EngineKind;
+use crate::object::RawObject;
+use crate::sse::{SseDecoder, SseEvent};
+use http_body_util::BodyExt;
+use hyper::body::Incoming;
+use hyper::header::CONTENT_TYPE;
+use hyper::{Method, Response, StatusCode};
+use mixfleet_hal::cast::to_u32;
+use mixfleet_hal::outside::{
+    BegunAnswer, EngineAnswer, EngineCall, EngineChunk, EngineFault, EngineFaultKind, EngineFuture,
+    EngineState, EngineStream, OutsideEngine, WholeAnswer,
+};
+use serde::Deserialize;
+use std::collections::VecDeque;
+
+/// Maximum size of a whole answer.
+const ANSWER_BYTES_MAX: usize = 64 << 20;
+/// Maximum size of the document of an error.
+const ERROR_BYTES_MAX: usize = 1 << 20;
+
+impl OutsideEngine for HttpEngine {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn probe(&self) -> EngineFuture<'_, Result<EngineState, EngineFault>> {
+        Box::pin(self.ask_state())
+    }
+
+    fn ask<'a>(&'a self, call: &'a EngineCall) -> EngineFuture<'a, Result<EngineAnswer, EngineFault>> {
+        Box::pin(self.answer(call))
+    }
+}
+
+#[derive(Deserialize)]
+struct Tokens {
+    tokens: Vec<u32>,
+}
+
+impl HttpEngine {
+    async fn answer(&self, call: &EngineCall) -> Result<EngineAnswer, EngineFault> {
+        let (prepared, begun) = self.prepare(call).await?;
+        let PreparedBody { body, client_model, engine_model, usage_asked } = prepared;
+        let response = self.send(Method::POST, call.endpoint.path(), body).await?;
+        let is_continued = call.begun.is_some();
+        if response.status() != StatusCode::OK {
+            return refused(response, is_continued).await;
+        }
+        let mut accepted = if self.kind.names_itself() { self.listed() } else { Vec::new() };
+        accepted.push(engine_model);
+        let is_stream = response.headers().get(CONTENT_TYPE).and_then(|value| value.to_str().ok());
+        let is_stream = is_stream.is_some_and(|kind| kind.starts_with("text/event-stream"));
+        match (call.stream, is_stream) {
+            (true, true) => Ok(EngineAnswer::Stream(Box::new(HttpStream {
+                body: response.into_body(),
+                decoder: SseDecoder::default(),
+                events: VecDeque::new(),
+                accepted,
+                client_model,
+                usage_asked,
+                begun,
+                ended_choice: false,
+                over: false,
+            }))),
+            (false, false) => {
+                let text = read(response.into_body(), ANSWER_BYTES_MAX).await?;
+                let names = ModelNames { accepted: &accepted, client: &client_model };
+                let (body, usage) = chunk::whole(text, &names)?;
+                Ok(EngineAnswer::Whole(WholeAnswer { body, usage }))
+            }
+            (asked, _) => {
+                let (asked, got) =
+                    if asked { ("a stream", "one document") } else { ("one document", "a stream") };
+                let detail = format!("it was asked for {asked} and answers with {got}");
+                Err(EngineFault::new(EngineFaultKind::Malformed, detail))
+            }
+        }
+    }
+
+    /// The body for this engine, and the beginning of the answer with its tokens.
+    async fn prepare(
+        &self,
+        call: &EngineCall,
+    ) -> Result<(PreparedBody, Option<(BegunAnswer, u32)>), EngineFault> {
+        let wrong = |cause: String| {
+            EngineFault::new(EngineFaultKind::Failed, format!("the body cannot be sent: {cause}"))
+        };
+        let mut object = RawObject::parse(&call.body).map_err(|error| wrong(error.to_string()))?;
+        let (own_model, shape) = (self.model.as_deref(), (call.stream, call.tokens_max));
+        let Some(begun) = call.begun.as_ref().filter(|begun| !begun.text.is_empty()) else {
+            let prepared = body::prepare(object, Some(&call.body), shape, own_model).map_err(wrong)?;
+            return Ok((prepared, call.begun.clone().map(|begun| (begun, 0))));
+        };
+        let not = |cause: String| EngineFault::new(EngineFaultKind::NotContinued, cause);
+        continued::check(call.endpoint, &object, &begun.text).map_err(not)?;
+        let model: String = object.read("model").unwrap_or_default();
+        let ids = self.tokens(own_model.unwrap_or(&model), &begun.text).await?;
+        continued::rewrite((self.kind, call.endpoint), &mut object, &begun.text, &ids).map_err(not)?;
+        let prepared = body::prepare(object, None, shape, own_model).map_err(wrong)?;
+        Ok((prepared, Some((begun.clone(), to_u32(ids.len())))))
+    }
+
+    /// The tokens of a text, by the engine's tokenizer.
+    async fn tokens(&self, model: &str, text: &str) -> Result<Vec<u32>, EngineFault> {
+        let body = match self.kind {
+            EngineKind::LlamaCpp => serde_json::json!({"content": text, "add_special": false}),
+            EngineKind::Vllm => {
+                serde_json::json!({"model": model, "prompt": text, "add_special_tokens": false})
+            }
+        };
+        let (status, document) = self.short(Method::POST, "/tokenize", body.to_string().into_bytes()).await?;
+        let read = (status == StatusCode::OK).then(|| serde_json::from_slice(&document).ok()).flatten();
+        read.map(|Tokens { tokens }| tokens).ok_or_else(|| {
+            let detail = format!("/tokenize (status {}) gives no tokens of the text so far", status.as_u16());
+            EngineFault::new(EngineFaultKind::Malformed, detail)
+        })
+    }
+}
+
+/// What an answer with another status than 200 says.
+async fn refused(response: Response<Incoming>, is_continued: bool) -> Result<EngineAnswer, EngineFault> {
+    let (status, after) = (response.status(), retry_after(&response));
+    let body = read(response.into_body(), ERROR_BYTES_MAX).await?;
+    let words = chunk::error_text(&body);
+    let fault = |kind| EngineFault {
+        retry_after: after,
+        ..EngineFault::new(kind, format!("status {}: {words}", status.as_u16()))
+    };
+    let status = status.as_u16();
+    match status {
+        429 | 503 => Err(fault(EngineFaultKind::Busy)),
+        // these concern how this engine is set up, and another one may be set up otherwise
+        401 | 403 | 404 | 405 | 408 => Err(fault(EngineFaultKind::Failed)),
+        400..=499 if is_continued => Err(fault(EngineFaultKind::NotContinued)),
+        400..=499 if RawObject::parse(&body).is_ok() => Ok(EngineAnswer::Refused { status, body }),
+        400..=499 => {
+            let document = serde_json::json!({
+                "error": {"message": words, "type": "invalid_request_error", "param": null, "code": "refused_by_engine"}
+            });
+            Ok(EngineAnswer::Refused { status, body: document.to_string().into_bytes() })
+        }
+        500..=599 => Err(fault(EngineFaultKind::Failed)),
+        _ => Err(fault(EngineFaultKind::Malformed)),
+    }
+}
+
+/// An answer that comes as server-sent events.
+struct HttpStream {
+    body: Incoming,
+    decoder: SseDecoder,
+    events: VecDeque<SseEvent>,
+    accepted: Vec<String>,
+    client_model: String,
+    usage_asked: bool,
+    begun: Option<(BegunAnswer, u32)>,
+    /// Whether a choice ended.
+    ended_choice: bool,
+    /// Whether nothing more comes.
+    over: bool,
+}
+
+impl EngineStream for HttpStream {
+    fn next(&mut self) -> EngineFuture<'_, Option<Result<EngineChunk, EngineFault>>> {
+        Box::pin(async move {
+            if self.over {
+                return None;
+            }
+            let next = self.read_next().await;
+            self.over = !matches!(next, Some(Ok(_)));
+            next
+        })
+    }
+}
+
+impl HttpStream {
+    async fn read_next(&mut self) -> Option<Result<EngineChunk, EngineFault>> {
+        loop {
+            match self.events.pop_front() {
+                Some(SseEvent::Data(data)) if data == b"[DONE]" => return self.done().map(Err),
+                Some(SseEvent::Data(data)) => return Some(self.chunk(data)),
+                Some(SseEvent::Error(data)) => {
+                    return Some(Err(EngineFault::new(EngineFaultKind::Failed, chunk::error_text(&data))));
+                }
+                None => {}
+            }
+            let cut = |detail: String| Some(Err(EngineFault::new(EngineFaultKind::Cut, detail)));
+            match self.body.frame().await {
+                None if self.decoder.is_within() => return cut("its answer ended within an event".into()),
+                None => return cut("its answer ended before it was complete".into()),
+                Some(Err(error)) => return cut(format!("its answer broke off: {}", causes(&error))),
+                Some(Ok(frame)) => {
+                    let Some(piece) = frame.data_ref() else { continue };
+                    let mut events = Vec::new();
+                    if self.decoder.push(piece, &mut events).is_err() {
+                        let detail = "an event of its answer is too long";
+                        return Some(Err(EngineFault::new(EngineFaultKind::Malformed, detail)));
+                    }
+                    self.events.extend(events);
+                }
+            }
+        }
+    }
+
+    fn chunk(&mut self, data: Vec<u8>) -> Result<EngineChunk, EngineFault> {
+        let names = ModelNames { accepted: &self.accepted, client: &self.client_model };
+        let beginning = self.begun.as_ref().map(|(begun, tokens)| Beginning {
+            id: &begun.id,
+            created: &begun.created,
+            tokens: *tokens,
+        });
+        let read = chunk::chunk(data, &names, self.usage_asked, beginning.as_ref())?;
+        self.ended_choice |= read.ends_choice;
+        Ok(read)
+    }
+
+    /// Nothing comes any more: a fault if no choice has ended.
+    fn done(&self) -> Option<EngineFault> {
+        if !self.ended_choice {
+            let detail = "its answer ended, and no choice of it did";
+            return Some(EngineFault::new(EngineFaultKind::Malformed, detail));
+        }
+        None
+    }
+}

@@ -1,0 +1,213 @@
+//! The connection to an engine: HTTP/1, with limits on what it may make this process wait for or hold.
+
+use crate::kind::EngineKind;
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::body::{Bytes, Incoming};
+use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HeaderValue, RETRY_AFTER};
+use hyper::http::uri::{Authority, Scheme};
+use hyper::{Method, Request, Response, StatusCode, Uri};
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::TokioExecutor;
+use mixfleet_hal::outside::{EngineFault, EngineFaultKind};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+/// Time for a connection.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Time for a short document.
+const SHORT_TIMEOUT: Duration = Duration::from_secs(10);
+/// Maximum size of a short document.
+const SHORT_BYTES_MAX: usize = 8 << 20;
+
+/// How an engine is reached.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EngineAddress {
+    authority: Authority,
+    /// What stands before the paths of the API; without a slash at its end.
+    prefix: String,
+}
+
+impl std::str::FromStr for EngineAddress {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = |cause: &str| format!("'{text}' {cause}; write http://HOST:PORT");
+        let uri: Uri = text.parse().map_err(|error| wrong(&format!("is no address: {error}")))?;
+        if uri.scheme() != Some(&Scheme::HTTP) {
+            return Err(wrong("does not begin with http://, the only scheme by which engines are reached"));
+        }
+        if uri.query().is_some() {
+            return Err(wrong("has a query"));
+        }
+        let authority = uri.authority().cloned().ok_or_else(|| wrong("names no host"))?;
+        if authority.as_str().contains('@') {
+            return Err(wrong("has a user in it: keys are read from a file"));
+        }
+        let prefix = uri.path().trim_end_matches('/').trim_end_matches("/v1").to_owned();
+        Ok(EngineAddress { authority, prefix })
+    }
+}
+
+/// An engine that is reached over HTTP.
+pub struct HttpEngine {
+    pub(crate) name: String,
+    pub(crate) kind: EngineKind,
+    address: EngineAddress,
+    authorization: Option<HeaderValue>,
+    /// The engine's own name of the model, where that is not the one that clients use.
+    pub(crate) model: Option<String>,
+    /// Names by which it last said that it is asked.
+    pub(crate) listed: Mutex<Vec<String>>,
+    client: Client<HttpConnector, Full<Bytes>>,
+}
+
+impl std::fmt::Debug for HttpEngine {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("HttpEngine").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+impl HttpEngine {
+    /// An engine of this kind. `key` is sent as bearer token; `model` is what it calls the model, where that
+    /// is not the name that clients use.
+    ///
+    /// # Errors
+    /// When the key has characters that no header may have.
+    pub fn new(
+        kind: EngineKind,
+        address: EngineAddress,
+        key: Option<&str>,
+        model: Option<String>,
+    ) -> Result<Self, String> {
+        let bearer = |key: &str| {
+            let mut value = HeaderValue::from_str(&format!("Bearer {key}"))
+                .map_err(|_| "the key of an engine has characters that no header may have".to_owned())?;
+            value.set_sensitive(true);
+            Ok::<_, String>(value)
+        };
+        let mut connector = HttpConnector::new();
+        connector.set_connect_timeout(Some(CONNECT_TIMEOUT));
+        connector.set_nodelay(true);
+        let client = Client::builder(TokioExecutor::new())
+            // A connection that the engine closes just then would break a request that may have begun.
+            .pool_max_idle_per_host(0)
+            .build(connector);
+        Ok(HttpEngine {
+            name: format!("{kind}:{}{}", address.authority, address.prefix),
+            kind,
+            authorization: key.map(bearer).transpose()?,
+            address,
+            model,
+            listed: Mutex::default(),
+            client,
+        })
+    }
+
+    pub(crate) fn listed(&self) -> Vec<String> {
+        self.listed.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Sends a request and waits for the head of the answer.
+    pub(crate) async fn send(
+        &self,
+        method: Method,
+        path: &str,
+        body: Vec<u8>,
+    ) -> Result<Response<Incoming>, EngineFault> {
+        let uri = format!("http://{}{}{path}", self.address.authority, self.address.prefix);
+        let mut request = Request::builder().method(method).uri(uri);
+        if !body.is_empty() {
+            request = request.header(CONTENT_TYPE, "application/json");
+        }
+        if let Some(authorization) = &self.authorization {
+            request = request.header(AUTHORIZATION, authorization);
+        }
+        let request = request.body(Full::new(Bytes::from(body)));
+        let request = request.map_err(|error| {
+            EngineFault::new(EngineFaultKind::Failed, format!("its address cannot be used: {error}"))
+        })?;
+        self.client.request(request).await.map_err(|error| {
+            let cause = if error.is_connect() { "it cannot be reached" } else { "its connection broke" };
+            EngineFault::new(EngineFaultKind::Unreachable, format!("{cause}: {}", causes(&error)))
+        })
+    }
+
+    /// Asks for a short document.
+    pub(crate) async fn short(
+        &self,
+        method: Method,
+        path: &str,
+        body: Vec<u8>,
+    ) -> Result<(StatusCode, Vec<u8>), EngineFault> {
+        let asked = async {
+            let response = self.send(method, path, body).await?;
+            let status = response.status();
+            Ok((status, read(response.into_body(), SHORT_BYTES_MAX).await?))
+        };
+        let late = |_| {
+            let detail = format!("{path} was not answered within {} s", SHORT_TIMEOUT.as_secs());
+            EngineFault::new(EngineFaultKind::Unreachable, detail)
+        };
+        tokio::time::timeout(SHORT_TIMEOUT, asked).await.map_err(late)?
+    }
+}
+
+/// The body of an answer, of limited size.
+pub(crate) async fn read(body: Incoming, bytes_max: usize) -> Result<Vec<u8>, EngineFault> {
+    let collected = Limited::new(body, bytes_max).collect().await.map_err(|error| {
+        if error.is::<http_body_util::LengthLimitError>() {
+            let detail = format!("its answer is longer than {bytes_max} bytes");
+            return EngineFault::new(EngineFaultKind::Malformed, detail);
+        }
+        EngineFault::new(EngineFaultKind::Cut, format!("its answer broke off: {}", causes(&*error)))
+    })?;
+    Ok(collected.to_bytes().into())
+}
+
+/// When the engine wants to be asked again.
+pub(crate) fn retry_after(response: &Response<Incoming>) -> Option<Duration> {
+    let seconds = response.headers().get(RETRY_AFTER)?.to_str().ok()?.trim().parse().ok()?;
+    Some(Duration::from_secs(seconds))
+}
+
+/// An error with its causes, each once.
+pub(crate) fn causes(error: &dyn std::error::Error) -> String {
+    let (mut text, mut next) = (error.to_string(), error.source());
+    while let Some(cause) = next {
+        let words = cause.to_string();
+        if !text.contains(&words) {
+            text = format!("{text}: {words}");
+        }
+        next = cause.source();
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_is_a_host_and_perhaps_a_path() {
+        let address = |text: &str| text.parse::<EngineAddress>();
+        let plain = address("http://10.0.0.3:8000").unwrap();
+        assert_eq!((plain.authority.as_str(), plain.prefix.as_str()), ("10.0.0.3:8000", ""));
+        assert_eq!(address("http://10.0.0.3:8000/v1/"), Ok(plain));
+        assert_eq!(address("http://[::1]:8000/a/v1").unwrap().prefix, "/a");
+        for wrong in
+            ["10.0.0.3:8000", "https://h", "ftp://h", "http://u:p@h", "http://h/?q", "http://", "x y"]
+        {
+            assert!(address(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_key_is_not_shown() {
+        let address: EngineAddress = "http://h:1".parse().unwrap();
+        let engine = HttpEngine::new(EngineKind::Vllm, address.clone(), Some("secret-key"), None).unwrap();
+        assert!(!format!("{engine:?}").contains("secret"));
+        assert_eq!(engine.name, "vllm:h:1");
+        assert!(HttpEngine::new(EngineKind::Vllm, address, Some("a\nb"), None).is_err());
+    }
+}

@@ -1,0 +1,79 @@
+//! What engines of one kind do in their own way.
+
+use std::fmt;
+use std::str::FromStr;
+
+/// A kind of engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum EngineKind {
+    /// llama.cpp's server.
+    LlamaCpp,
+    /// vLLM's.
+    Vllm,
+}
+
+/// Names of metrics that tell an engine's load.
+pub(crate) struct LoadNames {
+    pub(crate) running: &'static str,
+    pub(crate) waiting: &'static str,
+    /// Share of KV memory in use, under any of these names.
+    pub(crate) kv_usage: &'static [&'static str],
+}
+
+impl EngineKind {
+    /// All kinds.
+    pub const ALL: [EngineKind; 2] = [EngineKind::LlamaCpp, EngineKind::Vllm];
+
+    /// The kind's name on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            EngineKind::LlamaCpp => "llamacpp",
+            EngineKind::Vllm => "vllm",
+        }
+    }
+
+    pub(crate) fn load_names(self) -> LoadNames {
+        match self {
+            EngineKind::LlamaCpp => LoadNames {
+                running: "llamacpp:requests_processing",
+                waiting: "llamacpp:requests_deferred",
+                kv_usage: &["llamacpp:kv_cache_usage_ratio"],
+            },
+            EngineKind::Vllm => LoadNames {
+                running: "vllm:num_requests_running",
+                waiting: "vllm:num_requests_waiting",
+                kv_usage: &["vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"],
+            },
+        }
+    }
+
+    /// Whether it answers by its own name of the model, whatever it was asked for.
+    pub(crate) fn names_itself(self) -> bool {
+        self == EngineKind::LlamaCpp
+    }
+
+    /// What is to be switched on there for `/metrics`.
+    pub(crate) fn metrics_hint(self) -> &'static str {
+        match self {
+            EngineKind::LlamaCpp => "start llama-server with --metrics",
+            EngineKind::Vllm => "do not start vLLM with --disable-log-stats",
+        }
+    }
+}
+
+impl fmt::Display for EngineKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for EngineKind {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        EngineKind::ALL.into_iter().find(|kind| kind.name() == name).ok_or_else(|| {
+            let known = EngineKind::ALL.map(EngineKind::name).join(", ");
+            format!("unknown kind of engine '{name}'; known: {known}")
+        })
+    }
+}

@@ -1,0 +1,29 @@
+//! Engines of others as instances of a fleet: vLLM and llama.cpp over HTTP/1.
+//!
+//! [`HttpEngine`] is an [`OutsideEngine`](mixfleet_hal::outside::OutsideEngine). A client's body goes to the
+//! engine as it is, but for the few fields that must differ there (`body`, `continued`). What comes back is
+//! checked to be an answer, cut into events (`sse`), and passed on; of an event only the envelope is read
+//! (`chunk`). [`EngineKind`] has what the kinds do not have in common.
+//!
+//! Absent: placement, retries, knowledge of clients, clocks other than limits on waiting for an engine.
+
+#![cfg_attr(
+    not(test),
+    warn(clippy::cast_possible_truncation, clippy::cast_possible_wrap, clippy::cast_sign_loss)
+)]
+#![forbid(unsafe_code)]
+
+mod ask;
+mod body;
+mod chunk;
+mod continued;
+mod http;
+mod kind;
+pub mod kv_events;
+mod metrics;
+mod object;
+mod probe;
+mod sse;
+
+pub use http::{EngineAddress, HttpEngine};
+pub use kind::EngineKind;

@@ -1,0 +1,234 @@
+//! What an engine's answers become, good ones and bad ones.
+
+use crate::fake::{FakeEngine, Mood};
+use mixfleet_engines::{EngineKind, HttpEngine};
+use mixfleet_hal::outside::{
+    BegunAnswer, EngineAnswer, EngineCall, EngineChunk, EngineEndpoint, EngineFault, EngineFaultKind,
+    EngineUsage, OutsideEngine,
+};
+use serde_json::{Value, json};
+use std::sync::atomic::Ordering;
+
+fn run<T>(future: impl Future<Output = T>) -> T {
+    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(future)
+}
+
+fn engine(kind: EngineKind, fake: &FakeEngine, model: Option<&str>) -> HttpEngine {
+    HttpEngine::new(kind, fake.url().parse().unwrap(), Some("k3y"), model.map(str::to_owned)).unwrap()
+}
+
+fn call(body: &Value, endpoint: EngineEndpoint) -> EngineCall {
+    let stream = body["stream"] == true;
+    EngineCall { endpoint, body: body.to_string().into_bytes().into(), stream, begun: None, tokens_max: None }
+}
+
+fn chat(stream: bool) -> Value {
+    json!({"model": "m", "messages": [{"role": "user", "content": "a b c"}], "max_tokens": 5, "stream": stream})
+}
+
+/// All chunks up to the end or a fault.
+async fn drained(
+    engine: &HttpEngine,
+    call: &EngineCall,
+) -> Result<(Vec<EngineChunk>, Option<EngineFault>), EngineFault> {
+    let mut stream = match engine.ask(call).await? {
+        EngineAnswer::Stream(stream) => stream,
+        EngineAnswer::Whole(_) | EngineAnswer::Refused { .. } => panic!("not a stream"),
+    };
+    let mut chunks = Vec::new();
+    loop {
+        match stream.next().await {
+            Some(Ok(chunk)) => chunks.push(chunk),
+            Some(Err(fault)) => {
+                assert!(stream.next().await.is_none(), "nothing comes after a fault");
+                return Ok((chunks, Some(fault)));
+            }
+            None => return Ok((chunks, None)),
+        }
+    }
+}
+
+fn text(chunks: &[EngineChunk]) -> String {
+    chunks.iter().map(|chunk| chunk.text.as_str()).collect()
+}
+
+#[test]
+fn an_engine_tells_of_itself() {
+    let fake = FakeEngine::start("vllm", "m");
+    *fake.shared.queue.lock().unwrap() = (3, 2);
+    let state = run(engine(EngineKind::Vllm, &fake, None).probe()).unwrap();
+    assert_eq!((state.version.as_deref(), state.running, state.waiting), (Some("0.32.0"), Some(3), Some(2)));
+    assert_eq!((state.kv_tokens, state.block_tokens, state.kv_usage), (Some(16_000), Some(16), Some(0.25)));
+    assert_eq!((state.models[0].name.as_str(), state.models[0].context), ("m", Some(4096)));
+    assert!(state.missing.is_empty(), "{:?}", state.missing);
+    assert!(fake.shared.came.lock().unwrap().iter().all(|came| came.headers.contains("Bearer k3y")));
+
+    let fake = FakeEngine::start("llamacpp", "file.gguf");
+    let state = run(engine(EngineKind::LlamaCpp, &fake, None).probe()).unwrap();
+    assert_eq!(
+        (state.kv_tokens, state.sequences_max, state.models[0].context),
+        (Some(2048), Some(4), Some(512))
+    );
+    let missing = run(engine(EngineKind::Vllm, &fake, None).probe()).unwrap().missing;
+    assert_eq!(missing.len(), 2, "{missing:?}");
+    fake.die();
+    let fault = run(engine(EngineKind::LlamaCpp, &fake, None).probe()).unwrap_err();
+    assert_eq!(fault.kind, EngineFaultKind::Unreachable);
+}
+
+#[test]
+fn bodies_and_answers_pass_through() {
+    let fake = FakeEngine::start("llamacpp", "file.gguf");
+    let engine = engine(EngineKind::LlamaCpp, &fake, Some("file.gguf"));
+    let mut body = chat(false);
+    body["tools"] = json!([{"type": "function", "function": {"name": "f"}}]);
+    body["response_format"] = json!({"type": "json_schema", "json_schema": {"schema": {}}});
+    body["never_seen"] = json!({"deep": [1, 2.5]});
+    let EngineAnswer::Whole(answer) = run(engine.ask(&call(&body, EngineEndpoint::Chat))).unwrap() else {
+        panic!("not a whole answer")
+    };
+    let document: Value = serde_json::from_slice(&answer.body).unwrap();
+    assert_eq!(document["choices"][0]["message"]["content"], "w0 w1 w2 w3 w4 ");
+    assert_eq!((&document["model"], &document["odd"]), (&json!("m"), &json!(1.5)));
+    let usage = EngineUsage { prompt_tokens: 3, completion_tokens: 5, cached_tokens: None };
+    assert_eq!(answer.usage, Some(usage));
+    body["model"] = json!("file.gguf");
+    assert_eq!(fake.asked()[0].body, body, "only the model's name is another one");
+}
+
+#[test]
+fn a_stream_comes_in_order_and_ends() {
+    let fake = FakeEngine::start("vllm", "m");
+    let engine = engine(EngineKind::Vllm, &fake, None);
+    for (endpoint, body) in [
+        (EngineEndpoint::Chat, chat(true)),
+        (
+            EngineEndpoint::Completions,
+            json!({"model": "m", "prompt": "a b", "max_tokens": 5, "stream": true}),
+        ),
+    ] {
+        let (chunks, fault) = run(drained(&engine, &call(&body, endpoint))).unwrap();
+        assert_eq!((text(&chunks).as_str(), fault), ("w0 w1 w2 w3 w4 ", None));
+        let last = chunks.last().unwrap();
+        assert!(last.usage.is_some() && last.data.is_none(), "the client did not ask for lengths");
+        assert!(chunks.iter().any(|chunk| chunk.ends_choice));
+    }
+}
+
+#[test]
+fn a_bad_answer_is_a_fault_and_never_an_answer() {
+    use EngineFaultKind::{Busy, Cut, Failed, Malformed};
+    let fake = FakeEngine::start("vllm", "m");
+    let engine = engine(EngineKind::Vllm, &fake, None);
+    let error = json!({"error": {"message": "cuda is gone", "type": "x", "code": 500}}).to_string();
+    let say = |text: &str| Mood::Say(text.into());
+    for (mood, whole, streamed) in [
+        (Mood::Status(500, error.clone()), Failed, Failed),
+        (Mood::Status(503, String::new()), Busy, Busy),
+        (Mood::Status(429, String::new()), Busy, Busy),
+        (Mood::Status(404, error.clone()), Failed, Failed),
+        (Mood::Status(302, String::new()), Malformed, Malformed),
+        (say("<html>"), Malformed, Malformed),
+        (say("[]"), Malformed, Malformed),
+        (say(r#"{"model":"m","choices":[]}"#), Malformed, Cut),
+        (say(&error), Failed, Failed),
+        (Mood::WrongModel, Malformed, Malformed),
+        (Mood::CutAfter(2), EngineFaultKind::Unreachable, Cut),
+        (Mood::EndAfter(2), EngineFaultKind::Unreachable, Cut),
+        (Mood::ErrorAfter(2), EngineFaultKind::Unreachable, Failed),
+    ] {
+        fake.set(mood.clone());
+        for (stream, expected) in [(false, whole), (true, streamed)] {
+            let call = call(&chat(stream), EngineEndpoint::Chat);
+            let fault = match run(engine.ask(&call)) {
+                Err(fault) => fault,
+                Ok(EngineAnswer::Stream(_)) => run(drained(&engine, &call)).unwrap().1.expect("a fault"),
+                Ok(_) => panic!("{mood:?} became an answer"),
+            };
+            assert_eq!(fault.kind, expected, "{mood:?}, stream {stream}: {fault}");
+        }
+    }
+    fake.set(Mood::Status(500, error));
+    let fault = run(engine.ask(&call(&chat(false), EngineEndpoint::Chat))).err().unwrap();
+    assert_eq!(fault.detail, "status 500: cuda is gone");
+}
+
+#[test]
+fn a_client_at_fault_is_told_in_the_engines_words() {
+    let fake = FakeEngine::start("vllm", "m");
+    let engine = engine(EngineKind::Vllm, &fake, None);
+    let words = json!({"error": {"message": "too long", "code": 400}}).to_string();
+    for (said, expected) in [(words.clone(), "too long"), ("<nope>".into(), "<nope>")] {
+        fake.set(Mood::Status(400, said));
+        match run(engine.ask(&call(&chat(true), EngineEndpoint::Chat))).unwrap() {
+            EngineAnswer::Refused { status, body } => {
+                let document: Value = serde_json::from_slice(&body).unwrap();
+                assert_eq!((status, &document["error"]["message"]), (400, &json!(expected)));
+            }
+            _ => panic!("not refused"),
+        }
+    }
+}
+
+#[test]
+fn what_another_engine_began_is_continued() {
+    let fake = FakeEngine::start("vllm", "m");
+    let engine = engine(EngineKind::Vllm, &fake, None);
+    let begun = BegunAnswer { text: "w0 w1 w2 ".into(), id: "\"first\"".into(), created: "1".into() };
+    let mut body = chat(true);
+    body["stream_options"] = json!({"include_usage": true});
+    let mut call = call(&body, EngineEndpoint::Chat);
+    call.begun = Some(begun.clone());
+    let (chunks, fault) = run(drained(&engine, &call)).unwrap();
+    assert_eq!((text(&chunks).as_str(), fault), ("w3 w4 ", None));
+    let shown: Vec<Value> =
+        chunks.iter().filter_map(|c| serde_json::from_slice(c.data.as_deref()?).ok()).collect();
+    assert!(shown.iter().all(|chunk| chunk["id"] == "first" && chunk["created"] == 1), "{shown:?}");
+    assert!(shown.iter().all(|chunk| chunk["choices"][0]["delta"]["role"].is_null()), "{shown:?}");
+    let usage = &shown.last().unwrap()["usage"];
+    assert_eq!((&usage["prompt_tokens"], &usage["completion_tokens"]), (&json!(3), &json!(5)));
+
+    call.begun = Some(BegunAnswer { text: String::new(), ..begun });
+    let (chunks, _) = run(drained(&engine, &call)).unwrap();
+    assert_eq!(text(&chunks), "w0 w1 w2 w3 w4 ", "nothing was said yet");
+
+    let mut seeded = chat(true);
+    seeded["seed"] = json!(7);
+    call.body = seeded.to_string().into_bytes().into();
+    call.begun = Some(BegunAnswer { text: "w0 ".into(), ..BegunAnswer::default() });
+    let refused = run(drained(&engine, &call)).unwrap_err();
+    assert_eq!(refused.kind, EngineFaultKind::NotContinued);
+    assert!(refused.detail.contains("'seed'"), "{refused}");
+}
+
+#[test]
+fn dropping_an_answer_cancels_it() {
+    let fake = FakeEngine::start("vllm", "m");
+    fake.set(Mood::StallAfter(1));
+    let engine = engine(EngineKind::Vllm, &fake, None);
+    run(async {
+        let call = call(&chat(true), EngineEndpoint::Chat);
+        let Ok(EngineAnswer::Stream(mut stream)) = engine.ask(&call).await else { panic!("no stream") };
+        assert!(stream.next().await.unwrap().is_ok());
+        drop(stream);
+        while fake.shared.left.load(Ordering::SeqCst) == 0 {
+            tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+        }
+    });
+}
+
+#[test]
+fn a_bound_is_set_where_the_client_gives_none() {
+    let fake = FakeEngine::start("vllm", "m");
+    let engine = engine(EngineKind::Vllm, &fake, None);
+    for (given, expected) in [(None, json!(3)), (Some("max_completion_tokens"), Value::Null)] {
+        let mut body = json!({"model": "m", "messages": [{"role": "user", "content": "a"}]});
+        if let Some(name) = given {
+            body[name] = json!(2);
+        }
+        let mut call = call(&body, EngineEndpoint::Chat);
+        call.tokens_max = Some(3);
+        assert!(run(engine.ask(&call)).is_ok());
+        assert_eq!(fake.asked().last().unwrap().body["max_tokens"], expected);
+    }
+}

@@ -1,0 +1,4 @@
+//! Engines over real sockets, against one that can die, stall, lie and cut.
+
+mod answers;
+mod fake;

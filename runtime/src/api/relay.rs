@@ -1,0 +1,275 @@
+//! Requests that engines of others answer: reads of a body what placement needs, and passes the rest on.
+
+use axum::body::{Body, Bytes};
+use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use serde_json::value::RawValue;
+use std::convert::Infallible;
+use std::ops::ControlFlow;
+use std::sync::Arc;
+
+use super::auth::Tenant;
+use super::encode::Stopped;
+use super::errors::ApiError;
+use super::fields::Fields;
+use super::hints::ParsedHints;
+use super::json::{self, kind};
+use super::routes::{Caller, check_name};
+use super::shapes::Endpoint;
+use super::sse;
+use super::tally::Tally;
+use super::{Api, Seat, body};
+use crate::budget::HeldBytes;
+use crate::gateway::{Gateway, Opening, Passage, RelayError, RelayRequest, relay};
+use mixfleet_hal::cast::{to_i64, to_u32};
+use mixfleet_hal::outside::{EngineChunk, EngineEndpoint, EngineFault, EngineFaultKind};
+use mixfleet_hal::units::Seconds;
+
+/// What is read of a body.
+struct Outline {
+    stream: bool,
+    choices: u32,
+    max_tokens: Option<u32>,
+    prompt_bytes: usize,
+    prompt_ids: Option<u32>,
+    hints: ParsedHints,
+}
+
+/// Answers a request by an engine.
+pub(super) async fn answer(
+    api: &Api,
+    gateway: Arc<Gateway>,
+    Caller { tenant, party }: Caller,
+    endpoint: Endpoint,
+    headers: &HeaderMap,
+    body: Body,
+) -> Result<Response, ApiError> {
+    let arrived_s = api.env.now().0;
+    let seat = api.seat(tenant)?;
+    if seat.tenant().hide_cached_tokens {
+        let message = "this key may not see cached tokens, and the engines that answer here tell them";
+        return Err(ApiError::unavailable("cached_tokens_not_hidden", message, 3600));
+    }
+    let (text, held) = body::read_json(api, party.clone(), headers, body).await?;
+    let (read, name) = (text.clone(), gateway.name().to_owned());
+    let outlined = move |_: Stopped<'_>| outline(&read, endpoint, &name);
+    let (outline, (seat, held)) = api.readers.run(held.bytes(), party, (seat, held), outlined).await?;
+    let (outline, tenant) = (outline?, seat.tenant());
+    check_limits(api, &outline, tenant)?;
+    let id = format!("{}{}", endpoint.id_prefix(), api.random_id());
+    if !tenant.name.is_empty() {
+        api.placements.claim(&id, &tenant.name);
+    }
+    let wanted = RelayRequest {
+        id: id.clone(),
+        endpoint: match endpoint {
+            Endpoint::Chat => EngineEndpoint::Chat,
+            Endpoint::Completions => EngineEndpoint::Completions,
+        },
+        body: Arc::from(&text[..]),
+        stream: outline.stream,
+        prompt_bytes: outline.prompt_bytes,
+        prompt_ids: outline.prompt_ids,
+        choices: outline.choices,
+        max_tokens: outline.max_tokens,
+        granted_tokens: tenant.max_tokens,
+        hints: outline.hints.hints(Seconds(arrived_s), api.env.unix_time())?,
+    };
+    drop(text);
+    let mut tally = Tally::new(api.metrics.clone(), api.env.clone(), endpoint, id.clone(), arrived_s);
+    tally.accepted(std::iter::empty(), 1);
+    let mut response = match relay(&gateway, wanted).await {
+        Ok(Opening::Whole(answer)) => {
+            tally.told(answer.usage.unwrap_or_default());
+            tally.succeeded();
+            json_response(StatusCode::OK, answer.body)
+        }
+        Ok(Opening::Refused(status, document)) => {
+            tally.rejected();
+            json_response(StatusCode::from_u16(status).unwrap_or(StatusCode::BAD_REQUEST), document)
+        }
+        Ok(Opening::Stream(passage, first)) => {
+            let relayed =
+                RelayedStream { passage, first: Some(first), tally, ended: false, _held: (seat, held) };
+            relayed.response()
+        }
+        Err(RelayError::Rejected(rejection)) => {
+            tally.rejected();
+            return Err(rejection.into());
+        }
+        Err(RelayError::Failed(fault)) => {
+            tally.failed(&fault.detail);
+            return Err(failed(&fault));
+        }
+    };
+    let value = HeaderValue::from_str(&id).expect("ids are hexadecimal");
+    response.headers_mut().insert("x-request-id", value);
+    Ok(response)
+}
+
+fn failed(fault: &EngineFault) -> ApiError {
+    match fault.kind {
+        EngineFaultKind::Busy => {
+            let after = fault.retry_after.map_or(1, |after| after.as_secs());
+            ApiError::overloaded(format!("the engine is busy: {fault}"), after)
+        }
+        _ => ApiError::engine(format!("no engine gave an answer; the last one: {fault}")),
+    }
+}
+
+fn json_response(status: StatusCode, document: Vec<u8>) -> Response {
+    (status, [(header::CONTENT_TYPE, HeaderValue::from_static("application/json"))], document).into_response()
+}
+
+/// Reads of a body what placement needs.
+fn outline(body: &[u8], endpoint: Endpoint, name: &str) -> Result<Outline, ApiError> {
+    let mut fields = Fields::parse(body)?;
+    let model = fields.string("model")?;
+    let missing = || ApiError::field("model", "missing_parameter", "'model' is missing");
+    check_name(&model.ok_or_else(missing)?, name)?;
+    let field = match endpoint {
+        Endpoint::Chat => "messages",
+        Endpoint::Completions => "prompt",
+    };
+    let missing = || ApiError::field(field, "missing_parameter", format!("'{field}' is missing"));
+    let prompt = fields.take(field).ok_or_else(missing)?;
+    let most = |fields: &mut Fields<'_>, name| fields.integer(name, 1..=to_i64(u32::MAX));
+    let max_tokens = match most(&mut fields, "max_completion_tokens")? {
+        Some(most) => Some(most),
+        None => most(&mut fields, "max_tokens")?,
+    };
+    Ok(Outline {
+        stream: fields.boolean("stream")?.unwrap_or(false),
+        choices: to_u32(fields.integer("n", 1..=128)?.unwrap_or(1)),
+        max_tokens: max_tokens.map(to_u32),
+        prompt_bytes: prompt.get().len(),
+        prompt_ids: ids(prompt)?,
+        hints: ParsedHints::parse(&mut fields)?,
+    })
+}
+
+/// Number of ids of a prompt that is an array of them.
+fn ids(prompt: &RawValue) -> Result<Option<u32>, ApiError> {
+    if kind(prompt) != "an array" {
+        return Ok(None);
+    }
+    let mut count = Some(0_u32);
+    let walked = json::elements(prompt.get(), |element| {
+        count = count.filter(|_| kind(element) == "a number").map(|count| count.saturating_add(1));
+        if count.is_some() { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
+    });
+    walked.map_err(|error| ApiError::body(format!("the prompt is not valid JSON: {error}")))?;
+    Ok(count.filter(|count| *count > 0))
+}
+
+fn check_limits(api: &Api, outline: &Outline, tenant: &Tenant) -> Result<(), ApiError> {
+    if outline.choices as usize > api.limits.choices_max {
+        let most = api.limits.choices_max;
+        return Err(ApiError::value("n", format!("'n' is {}; at most {most} are taken", outline.choices)));
+    }
+    let granted = tenant.max_tokens.unwrap_or(u32::MAX);
+    match outline.max_tokens.filter(|wanted| *wanted > granted) {
+        Some(wanted) => {
+            let message = format!("'max_tokens' is {wanted}; this key is given {granted} at most");
+            Err(ApiError::value("max_tokens", message))
+        }
+        None => Ok(()),
+    }
+}
+
+/// A stream on its way from an engine to the client. Dropping it cancels the request.
+struct RelayedStream {
+    passage: Box<Passage>,
+    first: Option<EngineChunk>,
+    tally: Tally,
+    ended: bool,
+    /// The request's place and the memory of its body, which may be sent again.
+    _held: (Seat, HeldBytes),
+}
+
+impl RelayedStream {
+    fn response(self) -> Response {
+        let events = futures_util::stream::unfold(self, async |mut stream| {
+            let event = stream.next().await?;
+            Some((Ok::<_, Infallible>(Bytes::from(event)), stream))
+        });
+        sse::of_events(Body::from_stream(events))
+    }
+
+    /// The next event, or `None` after the last.
+    async fn next(&mut self) -> Option<Vec<u8>> {
+        if self.ended {
+            return None;
+        }
+        let next = match self.first.take() {
+            Some(chunk) => Some(Ok(chunk)),
+            None => self.passage.next().await,
+        };
+        match next {
+            Some(Ok(chunk)) => {
+                if chunk.has_token() {
+                    self.tally.token(0);
+                }
+                Some(event(&chunk.data.unwrap_or_default()))
+            }
+            Some(Err(fault)) => {
+                self.ended = true;
+                self.tally.failed(&fault.detail);
+                Some(event(ApiError::engine(fault.detail).to_json().as_bytes()))
+            }
+            None => {
+                self.ended = true;
+                self.tally.told(self.passage.usage().unwrap_or_default());
+                self.tally.succeeded();
+                Some(event(b"[DONE]"))
+            }
+        }
+    }
+}
+
+/// An event with this data; each line of it has a field of its own.
+fn event(data: &[u8]) -> Vec<u8> {
+    let mut event = Vec::with_capacity(data.len() + 8);
+    for line in data.split(|byte| *byte == b'\n') {
+        event.extend_from_slice(b"data: ");
+        event.extend_from_slice(line);
+        event.push(b'\n');
+    }
+    event.push(b'\n');
+    event
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn outlined(body: &str) -> Result<Outline, ApiError> {
+        outline(body.as_bytes(), Endpoint::Completions, "m")
+    }
+
+    #[test]
+    fn of_a_body_only_what_placement_needs_is_read() {
+        let body = r#"{"model":"m","prompt":[1,2,3],"stream":true,"max_tokens":9,"tools":[],"odd":{"a":1},"logit_bias":7}"#;
+        let outline = outlined(body).unwrap();
+        assert_eq!((outline.stream, outline.choices, outline.max_tokens), (true, 1, Some(9)));
+        assert_eq!((outline.prompt_ids, outline.prompt_bytes), (Some(3), 7));
+        assert_eq!(outlined(r#"{"model":"m","prompt":["a","b"]}"#).unwrap().prompt_ids, None);
+        assert_eq!(outlined(r#"{"model":"m","prompt":"abc"}"#).unwrap().prompt_bytes, 5);
+        for wrong in [
+            r#"{"model":"x","prompt":"a"}"#,
+            r#"{"prompt":"a"}"#,
+            r#"{"model":"m"}"#,
+            r#"{"model":"m","prompt":"a","max_tokens":0}"#,
+            r#"{"model":"m","prompt":"a","stream":"yes"}"#,
+            "[]",
+        ] {
+            assert!(outlined(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn an_event_has_all_lines_of_its_data() {
+        assert_eq!(event(b"{}"), b"data: {}\n\n");
+        assert_eq!(event(b"{\n}"), b"data: {\ndata: }\n\n");
+    }
+}

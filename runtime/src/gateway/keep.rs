@@ -1,0 +1,156 @@
+//! Keeps an eye on an engine: whether it answers, what it serves, how much it has to do.
+
+use super::calibrate::calibrate;
+use super::{BLOCK_TOKENS, CONTEXT, Gateway, OTHERS_MAX, SEQUENCES};
+use crate::metrics::DeviceLabels;
+use mixfleet_hal::DType;
+use mixfleet_hal::cast::{to_i64, to_u32};
+use mixfleet_hal::outside::{EngineFault, EngineFaultKind, EngineState};
+use mixfleet_scheduler::cost::CostModel;
+use mixfleet_scheduler::fleet::{Event, Instance, InstanceId, Role};
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+/// Interval between probes of an engine that is up, and of one that is not.
+const PROBE_EVERY: Duration = Duration::from_secs(2);
+const PROBE_AGAIN: Duration = Duration::from_secs(1);
+/// Prompt tokens of a step, as engines have them by default.
+const STEP_TOKENS: u32 = 2048;
+
+/// Probes an engine until the gateway is gone.
+pub(super) async fn keep(gateway: Weak<Gateway>, at: usize) {
+    loop {
+        let Some(strong) = gateway.upgrade() else { return };
+        let is_up = *strong.members[at].up.borrow();
+        let wait = strong.env.sleep(if is_up { PROBE_EVERY } else { PROBE_AGAIN });
+        let look = strong.members[at].look.clone();
+        drop(strong);
+        tokio::select! {
+            () = wait => {}
+            () = look.notified() => {}
+        }
+        let Some(strong) = gateway.upgrade() else { return };
+        strong.look_at(at).await;
+    }
+}
+
+impl Gateway {
+    /// Probes an engine once.
+    pub(super) async fn look_at(&self, at: usize) {
+        match self.engine(at).probe().await {
+            Ok(state) => self.answered(at, &state).await,
+            Err(fault) => self.engine_down(at, &fault),
+        }
+    }
+
+    async fn answered(&self, at: usize, state: &EngineState) {
+        let (spec, engine) = (&self.members[at].spec, self.engine(at).name());
+        let wanted = spec.model.as_deref().unwrap_or(&self.name);
+        let Some(model) = state.models.iter().find(|model| model.name == wanted) else {
+            let listed: Vec<&str> = state.models.iter().map(|model| model.name.as_str()).collect();
+            let detail = format!("it serves {}, and not {wanted}", listed.join(", "));
+            return self.engine_down(at, &EngineFault::new(EngineFaultKind::Malformed, detail));
+        };
+        let context = model.context.unwrap_or(CONTEXT).max(2);
+        if !*self.members[at].up.borrow() {
+            let cost = match &spec.cost {
+                Some(cost) => cost.clone(),
+                None => match calibrate(&*self.env, self.engine(at), &self.name, context).await {
+                    Ok(measured) => {
+                        tracing::info!(engine, ?measured, "measured");
+                        CostModel::Coefficients(measured)
+                    }
+                    Err(fault) => {
+                        let detail = format!("it cannot be measured: {fault}");
+                        return self.engine_down(at, &EngineFault::new(fault.kind, detail));
+                    }
+                },
+            };
+            for missing in &state.missing {
+                tracing::warn!(engine, missing, "an engine does not tell everything");
+            }
+            let version = state.version.as_deref();
+            tracing::info!(engine, version, model = wanted, context, "engine up");
+            self.engine_up(at, state, context, cost);
+        }
+        self.update(at, state);
+    }
+
+    fn engine_up(&self, at: usize, told: &EngineState, context: u32, cost: CostModel) {
+        let spec = &self.members[at].spec;
+        let sequences = told.sequences_max.unwrap_or(SEQUENCES);
+        let instance = Instance {
+            id: InstanceId(to_u32(at)),
+            device: self.engine(at).name().into(),
+            role: Role::Auto,
+            pool: 0,
+            cost: Arc::new(cost),
+            price: spec.price,
+            kv_capacity_tokens: told.kv_tokens.unwrap_or(u64::from(context) * u64::from(sequences)),
+            nic: None,
+            kv_block_tokens: told.block_tokens.unwrap_or(BLOCK_TOKENS),
+            kv_dtype: DType::F16,
+            prefill_tokens_beside_decode_max: None,
+            step_tokens_max: STEP_TOKENS,
+            kv_copies: mixfleet_scheduler::cost::KvCopyCost::default(),
+        };
+        let now = self.env.now();
+        let mut state = self.lock();
+        let seat = &mut state.seats[at];
+        (seat.instance, seat.context, seat.rests) = (Some(instance.clone()), context, false);
+        (seat.others, seat.others_seen) = (0, 0);
+        state.fleet.step(now, Event::InstanceUp(instance));
+        self.count_instances(&state);
+        drop(state);
+        self.members[at].up.send_replace(true);
+    }
+
+    /// Takes what a probe of an engine that is up tells.
+    fn update(&self, at: usize, told: &EngineState) {
+        let now = self.env.now();
+        let mut state = self.lock();
+        if std::mem::take(&mut state.seats[at].rests) {
+            state.tell_role(now, at, Role::Auto);
+            self.count_instances(&state);
+        }
+        let seat = &mut state.seats[at];
+        let all = told.running.zip(told.waiting).map(|(running, waiting)| running.saturating_add(waiting));
+        let seen = all.map_or(0, |all| all.saturating_sub(seat.own)).min(OTHERS_MAX);
+        // One probe alone may have met requests that ended, or came, meanwhile.
+        let others = seen.min(std::mem::replace(&mut seat.others_seen, seen));
+        let (own, decoding) = (seat.own, seat.decoding);
+        state.tell_others(now, at, others);
+        drop(state);
+        let labels = DeviceLabels { device: self.engine(at).name().to_owned() };
+        let running = told.running.unwrap_or(decoding);
+        let waiting = told.waiting.unwrap_or(own.saturating_sub(decoding));
+        self.metrics.requests_running.get_or_create(&labels).set(to_i64(running));
+        self.metrics.requests_waiting.get_or_create(&labels).set(to_i64(waiting));
+        if let Some(usage) = told.kv_usage {
+            self.metrics.kv_cache_usage.get_or_create(&labels).set(usage);
+        }
+    }
+
+    /// Handles an engine that does not serve: its requests go on elsewhere.
+    fn engine_down(&self, at: usize, fault: &EngineFault) {
+        let engine = self.engine(at).name();
+        let now = self.env.now();
+        let mut state = self.lock();
+        let seat = &mut state.seats[at];
+        let words = fault.to_string();
+        let is_said = std::mem::replace(&mut seat.said, words.clone()) == words;
+        if seat.instance.take().is_none() {
+            drop(state);
+            if !is_said {
+                tracing::warn!(engine, %fault, "an engine does not serve");
+            }
+            return;
+        }
+        state.fleet.step(now, Event::InstanceDown { instance: InstanceId(to_u32(at)) });
+        self.count_instances(&state);
+        drop(state);
+        tracing::error!(engine, %fault, "engine lost; its requests go on elsewhere");
+        self.metrics.unload(engine);
+        self.members[at].up.send_replace(false);
+    }
+}

@@ -1,0 +1,435 @@
+//! Requests that engines of others answer: a fleet machine says which, and bodies are relayed whole.
+//!
+//! Each client's request runs in the task of its connection (`relay`). It takes the machine's lock to be
+//! placed and to report its first token, its growth and its end, and never while it waits. One task per
+//! engine (`keep`) probes it, measures it once, and tells the machine when it comes and goes.
+//!
+//! Absent: tokens, tokenizers, templates, vendors' fields, HTTP.
+
+mod calibrate;
+mod keep;
+mod relay;
+#[cfg(test)]
+mod tests;
+
+pub(crate) use relay::{Opening, Passage, RelayError, relay};
+
+use crate::engine::EngineConfig;
+use crate::engine::events::{EventLog, LoggedFleet};
+use crate::env::SharedEnv;
+use crate::metrics::Metrics;
+use crate::placements::Placements;
+use crate::request::{Deadline, Hints, ServiceTier};
+use mixfleet_hal::cast::{to_i64, to_u32, to_u64};
+use mixfleet_hal::outside::{
+    EngineEndpoint, EngineFault, EngineFaultKind, EngineState, EngineUsage, OutsideEngine,
+};
+use mixfleet_hal::units::{Seconds, UsdPerHour};
+use mixfleet_scheduler::batch::RequestId;
+use mixfleet_scheduler::cost::CostModel;
+use mixfleet_scheduler::fleet::{
+    Action, Arrival, Event, FleetConfig, Instance, InstanceId, Objective, OthersWork, RejectReason, Role,
+};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+use tokio::sync::{Notify, watch};
+
+/// Tokens in a byte of a prompt until answers have shown how many.
+const TOKENS_PER_BYTE: f64 = 0.25;
+/// The weight of the latest prompt in that ratio.
+const RATIO_FOLLOWS: f64 = 0.1;
+/// Context of a model that does not tell it.
+const CONTEXT: u32 = 4096;
+/// Sequences of an engine that does not tell how many it runs.
+const SEQUENCES: u32 = 64;
+/// Tokens of a block of an engine that does not tell.
+const BLOCK_TOKENS: u32 = 16;
+/// Requests of others at an engine that are counted at most.
+const OTHERS_MAX: u32 = 256;
+/// Prompt and answer that a request of others is assumed to have.
+const OTHERS_TOKENS: u32 = 512;
+/// Ids from here on are of others' requests.
+const OTHERS_FROM: RequestId = 1 << 63;
+/// Time that a request waits for an engine that rests, and between two attempts to place it.
+const PATIENCE: Seconds = Seconds(3.0);
+const RETRY_WAIT: Duration = Duration::from_millis(20);
+/// Interval between two looks for a first engine.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+
+/// An engine and what the operator says of it.
+pub struct EngineSpec {
+    /// How it is driven.
+    pub engine: Arc<dyn OutsideEngine>,
+    /// What it calls the model, where that is not the name that clients use.
+    pub model: Option<String>,
+    /// Its rent. Prices count only if every engine has one.
+    pub price: Option<UsdPerHour>,
+    /// What predicts it; without, it is measured once it answers.
+    pub cost: Option<CostModel>,
+}
+
+/// What a gateway needs besides its engines.
+pub struct GatewayParts {
+    /// The environment.
+    pub env: SharedEnv,
+    /// The model's name for clients; by default the first one that an engine lists.
+    pub name: Option<String>,
+    /// Limits of the fleet. Values of the model are not used.
+    pub limits: EngineConfig,
+    /// The log of the fleet machine's events and actions, if wanted.
+    pub events: Option<EventLog>,
+    /// Where decisions are kept for display.
+    pub placements: Arc<Placements>,
+    /// The process's metrics.
+    pub metrics: Metrics,
+}
+
+/// A client's request.
+#[derive(Clone, Debug)]
+pub(crate) struct RelayRequest {
+    /// The key of `/debug/placement/{id}` and of the log.
+    pub(crate) id: String,
+    pub(crate) endpoint: EngineEndpoint,
+    pub(crate) body: Arc<[u8]>,
+    pub(crate) stream: bool,
+    /// Length of the prompt's text.
+    pub(crate) prompt_bytes: usize,
+    /// Length of the prompt, if it came as token ids.
+    pub(crate) prompt_ids: Option<u32>,
+    pub(crate) choices: u32,
+    pub(crate) max_tokens: Option<u32>,
+    /// What the client is granted at most.
+    pub(crate) granted_tokens: Option<u32>,
+    pub(crate) hints: Hints,
+}
+
+/// Engines of others behind one fleet machine.
+pub struct Gateway {
+    env: SharedEnv,
+    metrics: Metrics,
+    placements: Arc<Placements>,
+    name: String,
+    created: u64,
+    flex_deadline: Seconds,
+    members: Vec<Member>,
+    state: Mutex<Fleetwide>,
+}
+
+impl std::fmt::Debug for Gateway {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Gateway").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+/// An engine, by its position.
+struct Member {
+    spec: EngineSpec,
+    up: watch::Sender<bool>,
+    /// Has it probed at once.
+    look: Arc<Notify>,
+}
+
+/// What the lock guards.
+struct Fleetwide {
+    fleet: LoggedFleet,
+    next: RequestId,
+    tokens_per_byte: f64,
+    seats: Vec<EngineSeat>,
+}
+
+/// What is known of an engine now.
+#[derive(Default)]
+struct EngineSeat {
+    /// As the machine has it; none while it is not up.
+    instance: Option<Instance>,
+    context: u32,
+    /// Whether it gets no work until it answers a probe.
+    rests: bool,
+    /// Requests from here in work there.
+    own: u32,
+    /// Of them, those whose first token has come.
+    decoding: u32,
+    /// Requests of others that the machine was told of.
+    others: u32,
+    /// How many there were at the last probe.
+    others_seen: u32,
+    /// Why it did not serve when it was last probed in vain.
+    said: String,
+}
+
+/// Where a request is placed.
+struct EnginePlace {
+    at: usize,
+    due: Seconds,
+    /// Predicted time to the first token.
+    ttft: Seconds,
+}
+
+impl GatewayParts {
+    /// Waits for the first engine that answers, and starts.
+    pub async fn start(self, specs: Vec<EngineSpec>) -> Arc<Gateway> {
+        let GatewayParts { env, name, limits, events, placements, metrics } = self;
+        let name = first_name(&env, name, &specs).await;
+        let fleet = FleetConfig {
+            drop_at_decode: false,
+            pull: false,
+            kv_bytes_per_token: 0,
+            layers: 1,
+            ..limits.fleet
+        };
+        let seats = specs.iter().map(|_| EngineSeat::default()).collect();
+        let member = |spec| Member { spec, up: watch::Sender::new(false), look: Arc::default() };
+        let state = Fleetwide {
+            fleet: LoggedFleet::new(fleet, events),
+            next: 0,
+            tokens_per_byte: TOKENS_PER_BYTE,
+            seats,
+        };
+        let gateway = Arc::new(Gateway {
+            created: to_u64(env.unix_time().0),
+            env,
+            metrics,
+            placements,
+            name,
+            flex_deadline: limits.flex_deadline,
+            members: specs.into_iter().map(member).collect(),
+            state: Mutex::new(state),
+        });
+        // Those that answer now are up when clients are told that this serves.
+        let probes = (0..gateway.members.len()).map(|at| gateway.look_at(at));
+        futures_util::future::join_all(probes).await;
+        for at in 0..gateway.members.len() {
+            gateway.env.spawn(Box::pin(keep::keep(Arc::downgrade(&gateway), at)));
+        }
+        gateway
+    }
+}
+
+/// The model's name for clients, once an engine answers.
+async fn first_name(env: &SharedEnv, given: Option<String>, specs: &[EngineSpec]) -> String {
+    let mut said = vec![String::new(); specs.len()];
+    loop {
+        let probes = specs.iter().map(|spec| spec.engine.probe());
+        for (at, probe) in futures_util::future::join_all(probes).await.into_iter().enumerate() {
+            let listed = match probe {
+                Ok(EngineState { models, .. }) => models.into_iter().next().map(|model| model.name),
+                Err(fault) => {
+                    let words = fault.to_string();
+                    if said[at] != words {
+                        tracing::warn!(
+                            engine = specs[at].engine.name(),
+                            fault = words,
+                            "an engine does not answer yet"
+                        );
+                        said[at] = words;
+                    }
+                    continue;
+                }
+            };
+            if let Some(name) = given.clone().or_else(|| specs[at].model.clone()).or(listed) {
+                return name;
+            }
+        }
+        env.sleep(LOOK_EVERY).await;
+    }
+}
+
+impl Gateway {
+    /// The model's name for clients.
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Seconds since 1970 at which this began.
+    pub(crate) fn created(&self) -> u64 {
+        self.created
+    }
+
+    /// The longest prompt and answer that an engine takes together.
+    pub(crate) fn context(&self) -> u32 {
+        self.lock().context()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Fleetwide> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn engine(&self, at: usize) -> &Arc<dyn OutsideEngine> {
+        &self.members[at].spec.engine
+    }
+
+    fn objective(&self, hints: &Hints) -> Objective {
+        let flex = || Deadline { at: self.env.now() + self.flex_deadline, requests_left: 1 };
+        match hints.deadline.or_else(|| (hints.tier == ServiceTier::Flex).then(flex)) {
+            Some(Deadline { at, requests_left }) => Objective::Deadline { at, requests_left },
+            None => Objective::Fleet,
+        }
+    }
+
+    /// The next request's id.
+    fn next_request(&self) -> RequestId {
+        let mut state = self.lock();
+        state.next += 1;
+        state.next
+    }
+
+    /// Places a request on an engine that is none of `avoided`. `generated` tokens of its answer are there
+    /// already; `due` is that of its first placement.
+    fn place(
+        &self,
+        (request, wanted): (RequestId, &RelayRequest),
+        generated: u32,
+        due: Option<Seconds>,
+        avoided: &[usize],
+    ) -> Result<EnginePlace, (RejectReason, Option<Seconds>)> {
+        let (objective, now) = (self.objective(&wanted.hints), self.env.now());
+        let mut state = self.lock();
+        let (prompt_tokens, max_tokens) = state.lengths(wanted);
+        let arrival = Arrival {
+            request,
+            prompt_tokens: prompt_tokens + generated,
+            max_tokens: max_tokens.saturating_sub(generated).max(1),
+            output_tokens_hint: wanted.hints.output_tokens,
+            chains: Vec::new(),
+            replay: due,
+            class: wanted.hints.tier as u32,
+            objective,
+            head_start: wanted.hints.whole_head_start(),
+        };
+        // The machine knows no engine to avoid: those that compute nothing are no candidates.
+        avoided.iter().for_each(|&at| state.tell_role(now, at, Role::Kv));
+        let decided = state.fleet.step(now, Event::Arrived(arrival)).pop();
+        avoided.iter().for_each(|&at| state.tell_role(now, at, Role::Auto));
+        let placed = match decided {
+            Some(Action::Place { prefill, urgency, explanation, .. }) => {
+                let at = prefill.0 as usize;
+                state.seats[at].own += 1;
+                let place = EnginePlace { at, due: urgency.due, ttft: explanation.ready_in() };
+                (Ok(place), explanation)
+            }
+            Some(Action::Reject { reason, retry_after, explanation, .. }) => {
+                (Err((reason, retry_after)), explanation)
+            }
+            other => unreachable!("an arrival is placed or rejected, not {other:?}"),
+        };
+        drop(state);
+        let (placed, explanation) = placed;
+        let value = serde_json::to_value(&explanation).expect("an explanation is plain data");
+        self.placements.record(&wanted.id, value);
+        if let (Ok(place), Some(terms)) =
+            (&placed, explanation.chosen().and_then(|chosen| chosen.terms.as_ref()))
+        {
+            let engine = self.engine(place.at).name();
+            tracing::info!(id = %wanted.id, engine, ttft_s = terms.ttft_s, tbt_s = terms.tbt_s, score = terms.score, "placed");
+        }
+        placed
+    }
+
+    /// The same, but waits for a moment while an engine that could take it rests.
+    async fn place_patiently(
+        &self,
+        asked: (RequestId, &RelayRequest),
+        generated: u32,
+        due: Option<Seconds>,
+        avoided: &[usize],
+    ) -> Result<EnginePlace, (RejectReason, Option<Seconds>)> {
+        let until = self.env.now() + PATIENCE;
+        loop {
+            let placed = self.place(asked, generated, due, avoided);
+            let is_hopeful = matches!(placed, Err((RejectReason::NoInstance, _)))
+                && self.env.now() < until
+                && self.lock().some_rest(avoided);
+            if !is_hopeful {
+                return placed;
+            }
+            self.env.sleep(RETRY_WAIT).await;
+        }
+    }
+
+    /// Tells the machine something.
+    fn tell(&self, event: Event) {
+        let now = self.env.now();
+        self.lock().fleet.step(now, event);
+    }
+
+    /// Handles a fault of an engine: one that cannot be reached rests until it answers a probe.
+    fn fault(&self, at: usize, id: &str, fault: &EngineFault) {
+        tracing::warn!(id, engine = self.engine(at).name(), kind = ?fault.kind, %fault, "an engine gave no answer");
+        if matches!(fault.kind, EngineFaultKind::Unreachable | EngineFaultKind::Cut) {
+            let now = self.env.now();
+            let mut state = self.lock();
+            state.seats[at].rests = true;
+            state.tell_role(now, at, Role::Kv);
+            self.count_instances(&state);
+            drop(state);
+            self.members[at].look.notify_one();
+        }
+    }
+
+    /// Learns from the lengths of a request that is done.
+    fn learn_lengths(&self, wanted: &RelayRequest, usage: &EngineUsage) {
+        if wanted.prompt_ids.is_none() && wanted.prompt_bytes > 0 && usage.prompt_tokens > 0 {
+            let ratio = f64::from(usage.prompt_tokens) / wanted.prompt_bytes as f64;
+            let mut state = self.lock();
+            state.tokens_per_byte += (ratio.clamp(0.001, 4.0) - state.tokens_per_byte) * RATIO_FOLLOWS;
+        }
+    }
+
+    fn count_instances(&self, state: &Fleetwide) {
+        let up = state.seats.iter().filter(|seat| seat.instance.is_some()).count();
+        self.metrics.instances.set(to_i64(up));
+        self.metrics.serves.set(state.fleet.machine().can_serve().into());
+    }
+}
+
+impl Fleetwide {
+    fn context(&self) -> u32 {
+        self.seats.iter().map(|seat| seat.context).max().filter(|context| *context > 0).unwrap_or(CONTEXT)
+    }
+
+    /// Assumed tokens of the prompt, and the maximum of the answer. Both are held within the model's context:
+    /// whether the real ones are, the engine says.
+    fn lengths(&self, wanted: &RelayRequest) -> (u32, u32) {
+        let context = self.context().max(2);
+        let by_bytes = || to_u32(to_u64(wanted.prompt_bytes as f64 * self.tokens_per_byte));
+        let prompt = wanted.prompt_ids.unwrap_or_else(by_bytes).clamp(1, context - 1);
+        let most = wanted.max_tokens.unwrap_or(context).min(wanted.granted_tokens.unwrap_or(context));
+        (prompt, most.clamp(1, context - prompt))
+    }
+
+    /// Whether an engine that is none of `avoided` rests, and may soon take work again.
+    fn some_rest(&self, avoided: &[usize]) -> bool {
+        let resting = |seat: &EngineSeat| seat.rests && seat.instance.is_some();
+        self.seats.iter().enumerate().any(|(at, seat)| resting(seat) && !avoided.contains(&at))
+    }
+
+    /// Gives an engine another role in the eyes of the machine; one that rests keeps computing nothing.
+    fn tell_role(&mut self, now: Seconds, at: usize, role: Role) {
+        let seat = &self.seats[at];
+        let Some(instance) = &seat.instance else { return };
+        let role = if seat.rests { Role::Kv } else { role };
+        let instance = Instance { role, ..instance.clone() };
+        self.fleet.step(now, Event::InstanceUp(instance));
+    }
+
+    /// Tells the machine how many requests of others an engine has.
+    fn tell_others(&mut self, now: Seconds, at: usize, others: u32) {
+        let known = self.seats[at].others;
+        let id = |k: u32| OTHERS_FROM + ((at as RequestId) << 32) + RequestId::from(k);
+        let came = (known..others).map(|k| OthersWork::Answer {
+            request: id(k),
+            prompt_tokens: OTHERS_TOKENS,
+            max_tokens: OTHERS_TOKENS,
+            ready_in: Seconds::ZERO,
+            class: 0,
+            output_tokens_hint: None,
+            generated: 1,
+        });
+        let gone = (others..known).map(|k| OthersWork::AnswerGone { request: id(k), length: None });
+        let works: Vec<OthersWork> = came.chain(gone).collect();
+        self.seats[at].others = others;
+        if !works.is_empty() {
+            self.fleet.step(now, Event::Others { instance: InstanceId(to_u32(at)), works });
+        }
+    }
+}

@@ -1,0 +1,410 @@
+//! One client's request on its way: placed, asked, relayed, and placed again where an engine fails.
+
+use super::{EnginePlace, Gateway, RelayRequest};
+use crate::request::Rejection;
+use mixfleet_hal::cast::{to_u32, to_u64};
+use mixfleet_hal::outside::{
+    BegunAnswer, EngineAnswer, EngineCall, EngineChunk, EngineFault, EngineFaultKind, EngineStream,
+    EngineUsage, WholeAnswer,
+};
+use mixfleet_hal::units::Seconds;
+use mixfleet_scheduler::batch::RequestId;
+use mixfleet_scheduler::cost::{MeasuredSteps, Prefill};
+use mixfleet_scheduler::fleet::{Event, InstanceId};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Engines that are tried for one request: what fails on three may be the request's fault.
+const ATTEMPTS_MAX: usize = 3;
+/// Time in which nothing comes of a stream that has begun, after which it is given up.
+const SILENCE_MAX: Duration = Duration::from_secs(60);
+/// The same before its first token; an engine that is down is noticed by its probe.
+const QUEUE_MAX: Duration = Duration::from_secs(1800);
+/// Fewest further tokens whose time is learned from.
+const STEPS_LEARNED_MIN: u32 = 8;
+
+/// How a request begins to be answered.
+pub(crate) enum Opening {
+    /// With a whole answer.
+    Whole(WholeAnswer),
+    /// With the engine's refusal: its status and document.
+    Refused(u16, Vec<u8>),
+    /// With the first chunk of a stream.
+    Stream(Box<Passage>, EngineChunk),
+}
+
+/// Why a request is not answered.
+#[derive(Debug)]
+pub(crate) enum RelayError {
+    /// The machine turned it away.
+    Rejected(Rejection),
+    /// No engine gave an answer; what the last one said.
+    Failed(EngineFault),
+}
+
+/// A request in work. Dropping it cancels it, here and at its engine.
+pub(crate) struct Passage {
+    gateway: Arc<Gateway>,
+    request: RequestId,
+    wanted: RelayRequest,
+    /// The engine that it is placed on; none while it has none.
+    at: Option<usize>,
+    /// Engines that failed it.
+    avoided: Vec<usize>,
+    due: Seconds,
+    ttft: Seconds,
+    stream: Option<Box<dyn EngineStream>>,
+    /// What the client has of the answer, once it has any.
+    begun: Option<BegunAnswer>,
+    adds_other: bool,
+    /// Choices that have ended.
+    ended: u32,
+    /// Chunks with tokens of this answer.
+    chunks: u32,
+    usage: Option<EngineUsage>,
+    times: Times,
+}
+
+/// What is measured of an attempt.
+#[derive(Default)]
+struct Times {
+    asked: Seconds,
+    first: Option<Seconds>,
+    last: Seconds,
+    /// Whether nothing else was at the engine until its first token.
+    alone: bool,
+    /// Sum over chunks of the answers that were in progress there.
+    batch_sum: u64,
+    chunks: u32,
+}
+
+/// Places a request and waits for the beginning of its answer.
+///
+/// # Errors
+/// Why there is none; the client has nothing of it then.
+pub(crate) async fn relay(gateway: &Arc<Gateway>, wanted: RelayRequest) -> Result<Opening, RelayError> {
+    let request = gateway.next_request();
+    let placed = gateway.place_patiently((request, &wanted), 0, None, &[]).await;
+    let place =
+        placed.map_err(|(reason, retry_after)| RelayError::Rejected(Rejection::new(&reason, retry_after)))?;
+    let mut passage = Box::new(Passage {
+        gateway: gateway.clone(),
+        request,
+        wanted,
+        at: None,
+        avoided: Vec::new(),
+        due: place.due,
+        ttft: Seconds::ZERO,
+        stream: None,
+        begun: None,
+        adds_other: false,
+        ended: 0,
+        chunks: 0,
+        usage: None,
+        times: Times::default(),
+    });
+    passage.take_place(&place);
+    loop {
+        match passage.ask().await {
+            Ok(EngineAnswer::Whole(answer)) => {
+                passage.usage = answer.usage;
+                passage.finish();
+                return Ok(Opening::Whole(answer));
+            }
+            Ok(EngineAnswer::Refused { status, body }) => return Ok(Opening::Refused(status, body)),
+            Ok(EngineAnswer::Stream(stream)) => {
+                passage.stream = Some(stream);
+                match passage.next().await {
+                    Some(Ok(chunk)) => return Ok(Opening::Stream(passage, chunk)),
+                    Some(Err(fault)) => return Err(RelayError::Failed(fault)),
+                    None => {
+                        let fault = EngineFault::new(EngineFaultKind::Malformed, "its answer is empty");
+                        return Err(RelayError::Failed(fault));
+                    }
+                }
+            }
+            Err(fault) => passage.place_again(fault).await?,
+        }
+    }
+}
+
+impl Passage {
+    /// The next chunk that the client gets, or `None` behind the last one of a complete answer.
+    ///
+    /// # Errors
+    /// Why the answer ends before it is complete.
+    pub(crate) async fn next(&mut self) -> Option<Result<EngineChunk, EngineFault>> {
+        loop {
+            match self.next_of_engine().await {
+                Some(Ok(chunk)) => {
+                    self.account(&chunk);
+                    if chunk.data.is_some() {
+                        return Some(Ok(chunk));
+                    }
+                }
+                None => {
+                    self.finish();
+                    return None;
+                }
+                // What is lost behind the end of the last choice is only its lengths.
+                Some(Err(fault)) if self.ended >= self.wanted.choices => {
+                    tracing::warn!(id = %self.wanted.id, %fault, "an answer lost what came behind its end");
+                    self.finish();
+                    return None;
+                }
+                Some(Err(fault)) => {
+                    if let Err(fault) = self.go_on(fault).await {
+                        self.leave();
+                        return Some(Err(fault));
+                    }
+                }
+            }
+        }
+    }
+
+    /// Lengths, as far as they are known.
+    pub(crate) fn usage(&self) -> Option<EngineUsage> {
+        self.usage
+    }
+
+    async fn next_of_engine(&mut self) -> Option<Result<EngineChunk, EngineFault>> {
+        let (at, gateway) = (self.at?, self.gateway.clone());
+        let stream = self.stream.as_mut()?;
+        let limit = if self.times.first.is_some() { SILENCE_MAX } else { QUEUE_MAX };
+        tokio::select! {
+            biased;
+            chunk = stream.next() => chunk,
+            () = gateway.lost(at) => Some(Err(lost())),
+            () = gateway.env.sleep(limit) => {
+                let detail = format!("nothing came for {} s", limit.as_secs());
+                Some(Err(EngineFault::new(EngineFaultKind::Cut, detail)))
+            }
+        }
+    }
+
+    /// Has the answer continued by another engine.
+    async fn go_on(&mut self, fault: EngineFault) -> Result<(), EngineFault> {
+        self.stream = None;
+        let mut fault = fault;
+        loop {
+            if self.adds_other {
+                return Err(not_continued(&fault, "it is not text alone"));
+            }
+            match self.place_again(fault).await {
+                Ok(()) => {}
+                Err(RelayError::Failed(fault)) => {
+                    return Err(not_continued(&fault, "no other engine takes it"));
+                }
+                Err(RelayError::Rejected(rejection)) => {
+                    return Err(EngineFault::new(EngineFaultKind::Busy, rejection.to_string()));
+                }
+            }
+            fault = match self.ask().await {
+                Ok(EngineAnswer::Stream(stream)) => {
+                    self.stream = Some(stream);
+                    return Ok(());
+                }
+                Ok(EngineAnswer::Refused { status, .. }) => EngineFault::new(
+                    EngineFaultKind::NotContinued,
+                    format!("it was refused with status {status}"),
+                ),
+                Ok(EngineAnswer::Whole(_)) => {
+                    EngineFault::new(EngineFaultKind::Malformed, "it does not stream")
+                }
+                Err(fault) => fault,
+            };
+        }
+    }
+
+    /// Asks the engine that it is placed on.
+    async fn ask(&mut self) -> Result<EngineAnswer, EngineFault> {
+        let Some(at) = self.at else { return Err(lost()) };
+        let call = EngineCall {
+            endpoint: self.wanted.endpoint,
+            body: self.wanted.body.clone(),
+            stream: self.wanted.stream,
+            begun: self.begun.clone(),
+            tokens_max: self.wanted.granted_tokens,
+        };
+        let (gateway, engine) = (self.gateway.clone(), self.gateway.engine(at).clone());
+        let mut asked = engine.ask(&call);
+        let mut lost_now = std::pin::pin!(gateway.lost(at));
+        // Of a whole answer nothing tells when the prompt is done: it is taken to be when that was predicted.
+        let mut prompt_done =
+            gateway.env.sleep(Duration::try_from_secs_f64(self.ttft.0).unwrap_or(QUEUE_MAX));
+        let mut is_waiting = !self.wanted.stream;
+        loop {
+            tokio::select! {
+                biased;
+                answer = &mut asked => return answer,
+                () = &mut lost_now => return Err(lost()),
+                () = &mut prompt_done, if is_waiting => {
+                    is_waiting = false;
+                    self.first_token(at);
+                }
+            }
+        }
+    }
+
+    /// Places the request again, on an engine that has not failed it.
+    async fn place_again(&mut self, fault: EngineFault) -> Result<(), RelayError> {
+        if let Some(at) = self.at {
+            self.gateway.fault(at, &self.wanted.id, &fault);
+            self.avoided.push(at);
+        }
+        self.leave();
+        if fault.kind == EngineFaultKind::NotContinued || self.avoided.len() >= ATTEMPTS_MAX {
+            return Err(RelayError::Failed(fault));
+        }
+        let gateway = self.gateway.clone();
+        let asked = (self.request, &self.wanted);
+        let again = gateway.place_patiently(asked, self.chunks, Some(self.due), &self.avoided).await;
+        match again {
+            Ok(place) => {
+                self.take_place(&place);
+                Ok(())
+            }
+            Err(_) if fault.kind == EngineFaultKind::Busy => {
+                let after = fault.retry_after.map_or(1, |after| after.as_secs()).max(1);
+                let reason = format!("every engine that could take it is busy: {fault}");
+                Err(RelayError::Rejected(Rejection::Overloaded { reason, retry_after_s: after }))
+            }
+            Err(_) => Err(RelayError::Failed(fault)),
+        }
+    }
+
+    fn take_place(&mut self, place: &EnginePlace) {
+        self.at = Some(place.at);
+        self.ttft = place.ttft;
+        let seat_is_alone = {
+            let state = self.gateway.lock();
+            let seat = &state.seats[place.at];
+            seat.own == 1 && seat.others_seen == 0
+        };
+        self.times = Times { asked: self.gateway.env.now(), alone: seat_is_alone, ..Times::default() };
+    }
+
+    /// Reports that the prompt is done, once for each placement.
+    fn first_token(&mut self, at: usize) {
+        let now = self.gateway.env.now();
+        if self.times.first.replace(now).is_some() {
+            return;
+        }
+        let (request, instance) = (self.request, InstanceId(to_u32(at)));
+        let mut state = self.gateway.lock();
+        let seat = &mut state.seats[at];
+        seat.decoding += 1;
+        self.times.alone &= seat.own == 1;
+        state.fleet.step(now, Event::PrefillDone { request, instance });
+    }
+
+    fn account(&mut self, chunk: &EngineChunk) {
+        self.usage = chunk.usage.or(self.usage);
+        self.adds_other |= chunk.adds_other;
+        self.ended += u32::from(chunk.ends_choice);
+        if chunk.data.is_some() {
+            let begun = self.begun.get_or_insert_with(|| BegunAnswer {
+                id: chunk.id.clone(),
+                created: chunk.created.clone(),
+                ..BegunAnswer::default()
+            });
+            begun.text.push_str(&chunk.text);
+        }
+        let Some(at) = self.at.filter(|_| chunk.has_token()) else { return };
+        self.chunks += 1;
+        self.times.chunks += 1;
+        let now = self.gateway.env.now();
+        self.times.last = now;
+        if self.times.first.is_none() {
+            return self.first_token(at);
+        }
+        let step =
+            Event::DecodeStep { instance: InstanceId(to_u32(at)), requests: vec![self.request], tokens: 1 };
+        let mut state = self.gateway.lock();
+        self.times.batch_sum += u64::from(state.seats[at].decoding);
+        state.fleet.step(now, step);
+    }
+
+    /// Reports that the answer is complete, and what it took.
+    fn finish(&mut self) {
+        let Some(at) = self.at else { return };
+        if let Some(usage) = self.usage {
+            self.gateway.learn_lengths(&self.wanted, &usage);
+            let instance = InstanceId(to_u32(at));
+            for steps in self.measured(&usage) {
+                self.gateway.tell(Event::Measured { instance, steps });
+            }
+            let learned = self.gateway.lock().fleet.machine().learned(instance);
+            if let Some((corrections, errors)) = learned {
+                self.gateway.metrics.learned(self.gateway.engine(at).name(), corrections, errors);
+            }
+        }
+        self.gateway.tell(Event::Finished { request: self.request });
+        self.leave();
+    }
+
+    /// What an answer in one piece tells of the engine's steps.
+    fn measured(&self, usage: &EngineUsage) -> Vec<MeasuredSteps> {
+        let (Some(first), true) = (self.times.first, self.wanted.stream && self.avoided.is_empty()) else {
+            return Vec::new();
+        };
+        let mut all = Vec::new();
+        let cached = usage.cached_tokens.unwrap_or(0).min(usage.prompt_tokens);
+        if self.times.alone && usage.prompt_tokens > cached {
+            let part = Prefill { context: cached, tokens: usage.prompt_tokens - cached, last: true };
+            let time = first - self.times.asked;
+            all.push(MeasuredSteps { parts: vec![part], sequences: 0, kv_tokens: 0, steps: 1, time });
+        }
+        let steps = usage.completion_tokens.saturating_sub(1);
+        let further = self.times.chunks.saturating_sub(1);
+        if steps >= STEPS_LEARNED_MIN && further > 0 && self.wanted.choices == 1 {
+            let sequences = (self.times.batch_sum as f64 / f64::from(further)).round().max(1.0);
+            let length = u64::from(usage.prompt_tokens) + u64::from(usage.completion_tokens / 2);
+            let (sequences, time) = (to_u32(to_u64(sequences)), self.times.last - first);
+            let kv_tokens = length * u64::from(sequences);
+            all.push(MeasuredSteps { parts: Vec::new(), sequences, kv_tokens, steps, time });
+        }
+        all
+    }
+
+    /// Takes it from its engine, if it has one.
+    fn leave(&mut self) {
+        let Some(at) = self.at.take() else { return };
+        self.stream = None;
+        let now = self.gateway.env.now();
+        let mut state = self.gateway.lock();
+        let seat = &mut state.seats[at];
+        seat.own -= 1;
+        seat.decoding -= u32::from(self.times.first.is_some());
+        // without effect if it is finished
+        state.fleet.step(now, Event::Cancelled { request: self.request });
+    }
+}
+
+impl Drop for Passage {
+    fn drop(&mut self) {
+        self.leave();
+    }
+}
+
+impl Gateway {
+    /// Completes when the engine is not up any more.
+    async fn lost(&self, at: usize) {
+        let mut up = self.members[at].up.subscribe();
+        let _ = up.wait_for(|up| !up).await;
+    }
+}
+
+fn lost() -> EngineFault {
+    EngineFault::new(EngineFaultKind::Unreachable, "it does not answer any more")
+}
+
+fn not_continued(fault: &EngineFault, why: &str) -> EngineFault {
+    let detail = match fault.kind {
+        EngineFaultKind::NotContinued => {
+            format!("its engine was lost in the middle of the answer, which cannot go on elsewhere: {fault}")
+        }
+        _ => format!("its engine failed in the middle of the answer ({fault}), and {why}"),
+    };
+    EngineFault::new(EngineFaultKind::Cut, detail)
+}

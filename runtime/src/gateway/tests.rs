@@ -1,0 +1,272 @@
+//! A gateway in the seeded environment, with engines that do as a script says.
+
+use super::*;
+use crate::env::{Env, SeededEnv};
+use mixfleet_hal::outside::{
+    EngineAnswer, EngineCall, EngineChunk, EngineFuture, EngineModel, EngineStream, WholeAnswer,
+};
+use mixfleet_scheduler::cost::{Coefficients, DecodeCoefficients, PrefillCoefficients};
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// What an engine does with requests.
+#[derive(Clone, Debug)]
+enum Habit {
+    /// It answers with so many tokens, each after this time.
+    Answers(usize, f64),
+    /// So many tokens come at once, and then nothing.
+    StallsAfter(usize),
+    /// It gives this fault.
+    Faults(EngineFaultKind),
+}
+
+struct Scripted {
+    name: String,
+    env: Arc<SeededEnv>,
+    habit: Mutex<Habit>,
+    state: Mutex<Result<EngineState, EngineFault>>,
+    asked: AtomicUsize,
+    begun: Mutex<Vec<Option<String>>>,
+}
+
+impl OutsideEngine for Scripted {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn probe(&self) -> EngineFuture<'_, Result<EngineState, EngineFault>> {
+        Box::pin(async { self.state.lock().unwrap().clone() })
+    }
+
+    fn ask<'a>(&'a self, call: &'a EngineCall) -> EngineFuture<'a, Result<EngineAnswer, EngineFault>> {
+        Box::pin(async move {
+            self.asked.fetch_add(1, Ordering::Relaxed);
+            self.begun.lock().unwrap().push(call.begun.as_ref().map(|begun| begun.text.clone()));
+            let habit = self.habit.lock().unwrap().clone();
+            let (tokens, pace, stalls) = match habit {
+                Habit::Faults(kind) => return Err(EngineFault::new(kind, "as the script says")),
+                Habit::Answers(tokens, pace) => (tokens, pace, false),
+                Habit::StallsAfter(tokens) => (tokens, 0.0, true),
+            };
+            let usage =
+                EngineUsage { prompt_tokens: 10, completion_tokens: to_u32(tokens), cached_tokens: Some(0) };
+            if !call.stream {
+                self.env.sleep(Duration::from_secs_f64(pace * tokens as f64)).await;
+                return Ok(EngineAnswer::Whole(WholeAnswer { body: b"{}".to_vec(), usage: Some(usage) }));
+            }
+            let chunk = |text: &str| EngineChunk {
+                data: Some(text.into()),
+                text: text.into(),
+                ..EngineChunk::default()
+            };
+            let mut chunks: VecDeque<EngineChunk> = (0..tokens).map(|_| chunk("x")).collect();
+            if !stalls {
+                chunks.push_back(EngineChunk { ends_choice: true, usage: Some(usage), ..chunk("") });
+            }
+            Ok(EngineAnswer::Stream(Box::new(ScriptedStream { env: self.env.clone(), chunks, pace, stalls })))
+        })
+    }
+}
+
+struct ScriptedStream {
+    env: Arc<SeededEnv>,
+    chunks: VecDeque<EngineChunk>,
+    pace: f64,
+    stalls: bool,
+}
+
+impl EngineStream for ScriptedStream {
+    fn next(&mut self) -> EngineFuture<'_, Option<Result<EngineChunk, EngineFault>>> {
+        Box::pin(async move {
+            if self.stalls && self.chunks.is_empty() {
+                std::future::pending::<()>().await;
+            }
+            self.env.sleep(Duration::from_secs_f64(self.pace)).await;
+            self.chunks.pop_front().map(Ok)
+        })
+    }
+}
+
+fn told() -> EngineState {
+    let models = vec![EngineModel { name: "m".into(), context: Some(1000) }];
+    EngineState {
+        models,
+        running: Some(0),
+        waiting: Some(0),
+        sequences_max: Some(8),
+        ..EngineState::default()
+    }
+}
+
+/// A gateway with engines of these habits, all alike in cost.
+async fn gateway(env: &Arc<SeededEnv>, habits: &[Habit]) -> (Arc<Gateway>, Vec<Arc<Scripted>>) {
+    let engine = |(at, habit): (usize, &Habit)| {
+        Arc::new(Scripted {
+            name: format!("e{at}"),
+            env: env.clone(),
+            habit: Mutex::new(habit.clone()),
+            state: Mutex::new(Ok(told())),
+            asked: AtomicUsize::new(0),
+            begun: Mutex::default(),
+        })
+    };
+    let engines: Vec<Arc<Scripted>> = habits.iter().enumerate().map(engine).collect();
+    let cost = CostModel::Coefficients(Coefficients {
+        prefill_s: PrefillCoefficients { overhead: 0.01, per_token: 0.001, per_token_squared: 0.0 },
+        decode_s: DecodeCoefficients { base: 0.01, per_sequence: 0.001, per_kv_token: 0.0 },
+    });
+    let spec = |engine: &Arc<Scripted>| EngineSpec {
+        engine: engine.clone(),
+        model: None,
+        price: None,
+        cost: Some(cost.clone()),
+    };
+    let parts = GatewayParts {
+        env: env.clone(),
+        name: None,
+        limits: EngineConfig::default(),
+        events: None,
+        placements: Arc::new(Placements::new(8)),
+        metrics: Metrics::new(),
+    };
+    let gateway = parts.start(engines.iter().map(spec).collect()).await;
+    (gateway, engines)
+}
+
+fn wanted(id: &str, stream: bool) -> RelayRequest {
+    RelayRequest {
+        id: id.into(),
+        endpoint: EngineEndpoint::Chat,
+        body: Arc::from(&b"{}"[..]),
+        stream,
+        prompt_bytes: 40,
+        prompt_ids: None,
+        choices: 1,
+        max_tokens: Some(100),
+        granted_tokens: None,
+        hints: Hints::default(),
+    }
+}
+
+/// The text of a streamed answer, and the fault that ends it.
+async fn streamed(gateway: &Arc<Gateway>, id: &str) -> (String, Option<EngineFault>) {
+    let (mut passage, first) = match relay(gateway, wanted(id, true)).await {
+        Ok(Opening::Stream(passage, first)) => (passage, first),
+        Ok(_) => panic!("not a stream"),
+        Err(RelayError::Failed(fault)) => return (String::new(), Some(fault)),
+        Err(error) => panic!("{error:?}"),
+    };
+    let mut text = first.text;
+    loop {
+        match passage.next().await {
+            Some(Ok(chunk)) => text += &chunk.text,
+            Some(Err(fault)) => return (text, Some(fault)),
+            None => return (text, None),
+        }
+    }
+}
+
+fn seeded<T: Send + 'static, F: Future<Output = T> + Send + 'static>(
+    main: impl FnOnce(Arc<SeededEnv>) -> F,
+) -> T {
+    let env = Arc::new(SeededEnv::new(1));
+    env.run(main(env.clone()))
+}
+
+#[test]
+fn an_engine_that_falls_silent_is_given_up_and_another_goes_on() {
+    seeded(async |env| {
+        let (gateway, engines) = gateway(&env, &[Habit::StallsAfter(3), Habit::Answers(4, 0.01)]).await;
+        let began = env.now();
+        let (text, fault) = streamed(&gateway, "a").await;
+        assert_eq!((text.as_str(), fault), ("xxxxxxx", None));
+        assert!((env.now() - began).0 > 59.0, "it was waited for");
+        assert_eq!(*engines[1].begun.lock().unwrap(), [Some("xxx".to_owned())]);
+        assert_eq!(gateway.lock().seats.iter().map(|seat| seat.own + seat.decoding).sum::<u32>(), 0);
+        assert_eq!(gateway.lock().fleet.machine().requests(), 0);
+    });
+}
+
+#[test]
+fn an_engine_that_is_lost_in_the_middle_is_replaced_before_it_is_silent_for_long() {
+    seeded(async |env| {
+        let (gateway, engines) = gateway(&env, &[Habit::StallsAfter(1), Habit::Answers(2, 0.01)]).await;
+        *engines[0].state.lock().unwrap() = Err(EngineFault::new(EngineFaultKind::Unreachable, "gone"));
+        let (text, fault) = streamed(&gateway, "a").await;
+        assert_eq!((text.as_str(), fault), ("xxx", None));
+        assert!(env.now().0 < 10.0, "{:?}", env.now());
+        assert_eq!(gateway.metrics.instances.get(), 1);
+        *engines[0].state.lock().unwrap() = Ok(told());
+        env.sleep(Duration::from_secs(3)).await;
+        assert_eq!(gateway.metrics.instances.get(), 2);
+    });
+}
+
+#[test]
+fn what_fails_everywhere_is_tried_three_times_and_then_told() {
+    seeded(async |env| {
+        let habits = vec![Habit::Faults(EngineFaultKind::Failed); 5];
+        let (gateway, engines) = gateway(&env, &habits).await;
+        let (_, fault) = streamed(&gateway, "a").await;
+        assert_eq!(fault.map(|fault| fault.kind), Some(EngineFaultKind::Failed));
+        let asked: Vec<usize> = engines.iter().map(|engine| engine.asked.load(Ordering::Relaxed)).collect();
+        assert_eq!((asked.iter().sum::<usize>(), asked.iter().max()), (3, Some(&1)), "{asked:?}");
+        // They failed one request, and others may do better there.
+        assert!(gateway.lock().fleet.machine().can_serve());
+        assert!(gateway.lock().fleet.machine().instances().all(|instance| instance.role == Role::Auto));
+    });
+}
+
+#[test]
+fn work_of_others_at_an_engine_sends_requests_elsewhere() {
+    seeded(async |env| {
+        let (gateway, engines) = gateway(&env, &[Habit::Answers(2, 0.01), Habit::Answers(2, 0.01)]).await;
+        assert_eq!(streamed(&gateway, "a").await.1, None);
+        assert_eq!(engines[0].asked.load(Ordering::Relaxed), 1, "of equals the first one");
+        *engines[0].state.lock().unwrap() = Ok(EngineState { running: Some(40), ..told() });
+        env.sleep(Duration::from_secs(5)).await;
+        assert_eq!(gateway.lock().seats[0].others, 40);
+        assert_eq!(streamed(&gateway, "b").await.1, None);
+        assert_eq!(engines[1].asked.load(Ordering::Relaxed), 1);
+        *engines[0].state.lock().unwrap() = Ok(told());
+        env.sleep(Duration::from_secs(5)).await;
+        assert_eq!(gateway.lock().seats[0].others, 0);
+        assert_eq!(streamed(&gateway, "c").await.1, None);
+        assert_eq!(engines[0].asked.load(Ordering::Relaxed), 2);
+    });
+}
+
+#[test]
+fn lengths_are_learned_and_an_engine_slower_than_predicted_is_corrected() {
+    seeded(async |env| {
+        let (gateway, _) = gateway(&env, &[Habit::Answers(50, 0.03)]).await;
+        for _ in 0..8 {
+            assert_eq!(streamed(&gateway, "a").await.1, None);
+        }
+        let ratio = gateway.lock().tokens_per_byte;
+        assert!(
+            (ratio - TOKENS_PER_BYTE).abs() < 1e-9,
+            "10 tokens in 40 bytes are what was assumed: {ratio}"
+        );
+        let (corrections, _) = gateway.lock().fleet.machine().learned(InstanceId(0)).unwrap();
+        assert!(corrections.step > 1.5, "a step takes 30 ms and was predicted to take 11: {corrections:?}");
+    });
+}
+
+#[test]
+fn a_whole_answer_is_given_and_a_client_that_leaves_frees_its_place() {
+    seeded(async |env| {
+        let (gateway, _) = gateway(&env, &[Habit::Answers(5, 1.0)]).await;
+        let Ok(Opening::Whole(answer)) = relay(&gateway, wanted("a", false)).await else {
+            panic!("not whole")
+        };
+        assert_eq!(answer.usage.unwrap().completion_tokens, 5);
+        let left = tokio::select! {
+            biased;
+            _ = relay(&gateway, wanted("b", false)) => false,
+            () = env.sleep(Duration::from_secs(2)) => true,
+        };
+        assert!(left && gateway.lock().fleet.machine().requests() == 0);
+        assert_eq!(gateway.lock().seats[0].own, 0);
+    });
+}
