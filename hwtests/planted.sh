@@ -103,13 +103,13 @@ plant "what a silent watch does not tell is never read" runtime/src/fleet/regist
 plant "a router takes any number of requests" scheduler/src/fleet/place/mod.rs \
     's/if requests >= requests_max \&\& arrival/if requests >= requests_max.max(usize::MAX) \&\& arrival/'
 plant "how a batch of a member ended is not looked at" runtime/src/model/divided.rs \
-    's/member.queue.wait(ticket, timeout).map_err(failed)?;/let _ = member.queue.wait(ticket, timeout).map_err(failed);/' \
+    's/wait_beside(self.queue, ticket, timeout, kv).map_err(failed)/wait_beside(self.queue, ticket, timeout, kv).map_err(failed).or(Ok(()))/' \
     chaos members_that
 plant "how attention on another device ended is not looked at" runtime/src/model/apart.rs \
     's/wait(at.device, &mut \*\*queue, ticket))$/wait(at.device, \&mut **queue, ticket).or(Ok(())))/' \
     chaos members_that
 plant "a group that is opened again uses what its members had before" runtime/src/engine/renew.rs \
-    's/self.machine = Instance::new(self.limits).predicted_by(self.cost.clone());/if self.others.is_none() { self.machine = Instance::new(self.limits).predicted_by(self.cost.clone()); }/' \
+    's/self.machine = Instance::new(self.limits.clone()).predicted_by(self.cost.clone());/if self.others.is_none() { self.machine = Instance::new(self.limits.clone()).predicted_by(self.cost.clone()); }/' \
     chaos members_that
 plant "queues of members are not opened again" runtime/src/engine/renew.rs \
     's/self.others.as_mut().map_or(Ok(()), OtherMembers::renew_queues)/Ok(())/' \
@@ -118,7 +118,7 @@ plant "of pages that devices divide one is not given back" scheduler/src/batch/m
     's/pages).into_iter().rev() {/pages).into_iter().rev().skip(usize::from(self.limits.page_devices.count > 1)) {/' \
     chaos members_that
 plant "KV of a prompt is still sent to a receiver that was lost" runtime/src/engine/handoff.rs \
-    's/self.outgoing.retain(|_, outgoing| outgoing.to.to != peer);//' \
+    's/self.sender.outgoing.retain(|_, outgoing| outgoing.to.to != peer);//' \
     chaos members_that
 plant "names are not synced" runtime/src/pool/journal.rs \
     's/if sync { disk.sync_names() } else { Ok(()) }/Ok(())/' pool crash::
