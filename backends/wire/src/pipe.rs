@@ -92,8 +92,8 @@ pub(crate) fn between(written: u64, read: u64) -> io::Result<usize> {
     Ok(bytes)
 }
 
-/// Calls `each` with the parts of `bytes` bytes that begin with a ring's `number`th one: there are one or two,
-/// each by its place in the ring, its place in the whole, and its length.
+/// Calls `each` with the parts of `bytes` bytes that begin with a ring's `number`th one: one or two, each by
+/// its place in the ring, its place in the whole, and its length.
 pub(crate) fn parts(number: u64, bytes: usize, mut each: impl FnMut(usize, usize, usize)) {
     let at = to_usize(number % RING_BYTES as u64);
     let first = bytes.min(RING_BYTES - at);

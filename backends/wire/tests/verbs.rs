@@ -43,8 +43,8 @@ fn take(from: &Duplex, bytes: usize) -> Vec<u8> {
     all
 }
 
-/// Each message waits for the one before, so that each end sleeps, and there are many more of them than writes
-/// that may be open.
+/// Each message waits for the one before, so that each end sleeps, and there are many more of them than
+/// writes that may be open.
 #[test]
 fn small_messages_go_back_and_forth_and_the_end_is_noticed() {
     let (a, b) = ends();

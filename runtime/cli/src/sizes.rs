@@ -16,8 +16,8 @@ const SHARE_MIN: f64 = 0.9;
 const CLOCK_SHARE_MIN: f64 = 0.95;
 
 /// The size of an instance of `model` on `device`, on which its weights are already, and which has `share` of
-/// the model. Of what is free there the instance will take `taken` for another share, and `sharing` instances,
-/// itself included, have an equal part of the rest. Says what was chosen and why.
+/// the model. Of what is free there the instance will take `taken` for another share, and `sharing`
+/// instances, itself included, have an equal part of the rest. Says what was chosen and why.
 ///
 /// # Errors
 /// When nothing is left for KV.

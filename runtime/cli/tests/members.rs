@@ -157,7 +157,10 @@ fn what_no_member_can_be_is_refused_in_words() {
     let nowhere = ["attn:cpu@0,remote:unix:/nowhere/member"];
     says(&[&generate[..], &nowhere].concat(), "remote:unix:/nowhere/member: connect");
     says(&[&generate[..], &["attn:cpu@0,remote:127.0.0.1:1"]].concat(), "remote:127.0.0.1:1: connect");
-    says(&[&generate[..], &["tp:cpu@0,remote:nowhere"]].concat(), "expected HOST:PORT or unix:PATH");
+    says(
+        &[&generate[..], &["tp:cpu@0,remote:nowhere"]].concat(),
+        "expected HOST:PORT, rdma:HOST:PORT or unix:PATH",
+    );
     says(&[&generate[..], &["tp:remote:127.0.0.1:1,remote:127.0.0.1:1"]].concat(), "named twice");
 }
 

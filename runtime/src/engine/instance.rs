@@ -237,13 +237,10 @@ impl Loaded {
         let mut rooms = room.collect::<Result<Vec<_>>>()?;
         let holders = partition.page_holders();
         rooms.iter_mut().for_each(|room| *room = (*room).min(u32::MAX / block_tokens / holders));
+        let together = partition.split() != Some(AttnSplit::Range);
         let page_devices = match holders {
             1 => PageDevices::ONE,
-            _ => PageDevices {
-                count: holders,
-                together: partition.split() != Some(AttnSplit::Range),
-                rooms: Some(rooms.as_slice().into()),
-            },
+            count => PageDevices { count, together, rooms: Some(rooms.as_slice().into()) },
         };
         let most = if holders == 1 { rooms.iter().min() } else { rooms.iter().max() };
         // page numbers go up to this, wherever there is room

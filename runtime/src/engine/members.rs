@@ -158,8 +158,8 @@ impl OtherMembers {
         }
     }
 
-    /// Whether products of one batch may run beside attention to another: `first`, the device with the weights,
-    /// is none of those that attend.
+    /// Whether products of one batch may run beside attention to another: `first`, the device with the
+    /// weights, is none of those that attend.
     pub(super) fn may_stagger(&self, first: &dyn Device) -> bool {
         self.devices().iter().all(|device| !std::ptr::addr_eq(Arc::as_ptr(device), first))
     }

@@ -5,8 +5,8 @@
 //! receiver looks at its completion queue for a while before it sleeps on it. The ends meet over a socket,
 //! which stays open: its end is the connection's.
 //!
-//! What the peer says is used only after it was compared with the ring's length, and what it writes only after
-//! it was copied. Nothing that crosses is encrypted.
+//! What the peer says is used only after it was compared with the ring's length, and what it writes only
+//! after it was copied. Nothing that crosses is encrypted.
 
 use super::offer::{ConnectReply, ConnectRequest};
 use super::{Accepted, Verbs, VerbsEndpoint, VerbsOptions, key};
@@ -47,7 +47,7 @@ const LAST: Duration = Duration::from_secs(1);
 /// A line of those by which the ends meet.
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-enum Line {
+enum RdmaLine {
     /// The ring into which the other end writes.
     Ring(Descriptor),
     Offer(ConnectRequest),
@@ -113,7 +113,7 @@ struct Lines {
 }
 
 impl Lines {
-    fn send(&mut self, line: &Line) -> io::Result<()> {
+    fn send(&mut self, line: &RdmaLine) -> io::Result<()> {
         let mut text = serde_json::to_vec(line)?;
         text.push(b'\n');
         self.stream.socket().set_write_timeout(Some(remaining(self.deadline)?))?;
@@ -121,7 +121,7 @@ impl Lines {
         self.stream.flush()
     }
 
-    fn receive(&mut self) -> io::Result<Line> {
+    fn receive(&mut self) -> io::Result<RdmaLine> {
         let end = loop {
             if let Some(end) = self.came.iter().position(|byte| *byte == b'\n') {
                 break end;
@@ -141,7 +141,7 @@ impl Lines {
         };
         let line = self.came.drain(..=end).collect::<Vec<u8>>();
         match serde_json::from_slice(&line).map_err(|error| unfit(format!("no offer of RDMA: {error}")))? {
-            Line::Refused(why) => Err(io::Error::other(format!("the peer says: {why}"))),
+            RdmaLine::Refused(why) => Err(io::Error::other(format!("the peer says: {why}"))),
             line => Ok(line),
         }
     }
@@ -150,7 +150,7 @@ impl Lines {
     fn or_refuse<T>(&mut self, found: Result<T, String>) -> io::Result<T> {
         found.map_err(|why| {
             // the peer may have gone already
-            let _ = self.send(&Line::Refused(why.clone()));
+            let _ = self.send(&RdmaLine::Refused(why.clone()));
             io::Error::other(why)
         })
     }
@@ -167,9 +167,9 @@ impl VerbsPipe {
         let (ring, staged) = (lines.or_refuse(memory())?, lines.or_refuse(memory())?);
         let own = verbs.register(ring.clone(), RemoteAccess::Write).map_err(|error| error.to_string());
         let own = lines.or_refuse(own)?;
-        lines.send(&Line::Ring(own.clone()))?;
+        lines.send(&RdmaLine::Ring(own.clone()))?;
         let unexpected = || unfit("another line of the offer of RDMA was expected".into());
-        let Line::Ring(theirs) = lines.receive()? else { return Err(unexpected()) };
+        let RdmaLine::Ring(theirs) = lines.receive()? else { return Err(unexpected()) };
         if theirs.bytes != to_u64(RING_BYTES) {
             let detail = format!("the peer has a ring of {} bytes: run one release on both", theirs.bytes);
             return Err(unfit(detail));
@@ -179,12 +179,12 @@ impl VerbsPipe {
         // of one NIC, for the same reason
         half.halves.truncate(1);
         half.offer.rails.truncate(1);
-        lines.send(&Line::Offer(half.offer.clone()))?;
-        let Line::Offer(offer) = lines.receive()? else { return Err(unexpected()) };
+        lines.send(&RdmaLine::Offer(half.offer.clone()))?;
+        let RdmaLine::Offer(offer) = lines.receive()? else { return Err(unexpected()) };
         let accepted = verbs.accept(&offer).map_err(|error| error.to_string());
         let (answer, accepted) = lines.or_refuse(accepted)?;
-        lines.send(&Line::Answer(answer))?;
-        let Line::Answer(answer) = lines.receive()? else { return Err(unexpected()) };
+        lines.send(&RdmaLine::Answer(answer))?;
+        let RdmaLine::Answer(answer) = lines.receive()? else { return Err(unexpected()) };
         let endpoint = half.join(&answer).map_err(other)?;
         let stream = lines.stream;
         let socket = stream.socket().try_clone()?;

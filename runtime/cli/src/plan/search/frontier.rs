@@ -18,8 +18,8 @@ use mixfleet_sim::repair::FleetTrial;
 
 /// Fleets that are simulated to the end to say how near they come, where none holds.
 const NEAREST: usize = 4;
-/// How much further through the load more instances must get a fleet, as a factor, or its next run is with the
-/// other policy.
+/// How much further through the load more instances must get a fleet, as a factor, or its next run is with
+/// the other policy.
 const HELPED: f64 = 1.02;
 
 /// A fleet that has not held yet.
