@@ -225,8 +225,18 @@ impl Way {
         crate::verbs::VerbsPipe::meet(stream, deadline).map(|pipe| Way::Pipe(Box::new(pipe)))
     }
 
+    #[cfg(all(feature = "verbs", target_os = "linux"))]
+    fn check_rdma() -> io::Result<()> {
+        crate::verbs::VerbsPipe::check()
+    }
+
     #[cfg(not(all(feature = "verbs", target_os = "linux")))]
     fn rdma(_: SecureStream, _: Instant) -> io::Result<Self> {
+        Way::check_rdma().and(Err(IoKind::Unsupported.into()))
+    }
+
+    #[cfg(not(all(feature = "verbs", target_os = "linux")))]
+    fn check_rdma() -> io::Result<()> {
         let detail = "this build has no RDMA: build with the feature verbs";
         Err(io::Error::new(IoKind::Unsupported, detail))
     }
@@ -323,6 +333,9 @@ impl DuplexListener {
                 let listener = TcpListener::bind(port).map_err(failed)?;
                 let port = listener.local_addr().map_err(failed)?;
                 let by_rdma = matches!(address, LinkAddress::Rdma(_));
+                if by_rdma {
+                    Way::check_rdma().map_err(failed)?;
+                }
                 (Listener::Port(listener, by_rdma), at_port(port, by_rdma))
             }
             LinkAddress::Unix(path) => {

@@ -156,13 +156,24 @@ impl Lines {
     }
 }
 
+/// The options of each end: one queue pair, since there is no order between several.
+fn options() -> VerbsOptions {
+    VerbsOptions { queue_pairs: 1, ..VerbsOptions::default() }
+}
+
 impl VerbsPipe {
+    /// Whether this host could be an end.
+    ///
+    /// # Errors
+    /// Why it has no RDMA.
+    pub(crate) fn check() -> io::Result<()> {
+        Verbs::open(options()).map(drop).map_err(|absent| io::Error::other(absent.reason))
+    }
+
     /// Meets the other end, which does the same, over `stream` until `deadline`.
     pub(crate) fn meet(stream: SecureStream, deadline: Instant) -> io::Result<Self> {
         let mut lines = Lines { stream, came: Vec::new(), deadline };
-        // one queue pair, since there is no order between several
-        let options = VerbsOptions { queue_pairs: 1, ..VerbsOptions::default() };
-        let verbs = lines.or_refuse(Verbs::open(options).map_err(|absent| absent.reason))?;
+        let verbs = lines.or_refuse(Verbs::open(options()).map_err(|absent| absent.reason))?;
         let memory = || HostRegion::new(RING_BYTES).map(Arc::new).map_err(|error| error.to_string());
         let (ring, staged) = (lines.or_refuse(memory())?, lines.or_refuse(memory())?);
         let own = verbs.register(ring.clone(), RemoteAccess::Write).map_err(|error| error.to_string());
