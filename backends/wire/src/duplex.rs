@@ -423,7 +423,12 @@ impl DuplexCaller {
 }
 
 #[cfg(test)]
+#[path = "../tests/ends/mod.rs"]
+mod ends;
+
+#[cfg(test)]
 mod tests {
+    use super::ends::{both_send, take};
     use super::*;
 
     const IDLE: Duration = Duration::from_secs(30);
@@ -459,15 +464,6 @@ mod tests {
         addresses.iter().map(pair).collect()
     }
 
-    fn take(from: &Duplex, bytes: usize) -> Vec<u8> {
-        let (mut all, mut part) = (Vec::new(), vec![0; 64 << 10]);
-        while all.len() < bytes {
-            let came = from.receive(&mut part, Some(Instant::now() + IDLE)).unwrap().expect("in time");
-            all.extend_from_slice(&part[..came]);
-        }
-        all
-    }
-
     #[test]
     fn parts_arrive_in_order_and_a_deadline_ends_a_wait() {
         for (a, b) in pairs("order") {
@@ -484,25 +480,8 @@ mod tests {
 
     #[test]
     fn two_ends_that_both_send_more_than_there_is_room_for_do_not_wait_for_each_other() {
-        let much: Vec<u8> = (0..64u32 << 20).map(|i| (i % 251) as u8).collect();
         for (a, b) in pairs("much") {
-            let mut came = Vec::new();
-            std::thread::scope(|scope| {
-                scope.spawn(|| {
-                    b.send(&[&much], IDLE, &mut || Ok(false)).unwrap();
-                    assert!(take(&b, much.len()) == much);
-                });
-                let mut part = vec![0; 1 << 20];
-                let mut drain = || {
-                    let received = a.receive(&mut part, Some(Instant::now()))?;
-                    came.extend_from_slice(&part[..received.unwrap_or(0)]);
-                    Ok(received.is_some())
-                };
-                a.send(&[&much], IDLE, &mut drain).unwrap();
-                let rest = take(&a, much.len() - came.len());
-                came.extend(rest);
-            });
-            assert!(came == much, "{a:?}");
+            both_send(&a, &b, 64 << 20);
         }
     }
 

@@ -2,15 +2,15 @@
 //! `hwtests/rdma.sh` runs this.
 
 mod conformance;
+mod ends;
 
 use conformance::Pair;
+use ends::{LONG, both_send, take};
 use mixfleet_wire::verbs::{Verbs, VerbsOptions};
 use mixfleet_wire::{Duplex, DuplexListener, LinkAddress, Security};
 use std::io::ErrorKind as IoKind;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
-
-const LONG: Duration = Duration::from_secs(60);
 
 fn pair() -> Pair {
     let listen = Some(SocketAddr::from(([127, 0, 0, 1], 0)));
@@ -21,7 +21,7 @@ fn pair() -> Pair {
 conformance!(verbs, super::pair);
 
 /// Connected ends of a connection of bytes: the calling one and the called one.
-fn ends() -> (Duplex, Duplex) {
+fn ends_by_rdma() -> (Duplex, Duplex) {
     let address = LinkAddress::Rdma(SocketAddr::from(([127, 0, 0, 1], 0)));
     let listener = DuplexListener::bind(&address, Security::LoopbackOnly, LONG).unwrap();
     let deadline = Instant::now() + LONG;
@@ -33,21 +33,11 @@ fn ends() -> (Duplex, Duplex) {
     })
 }
 
-fn take(from: &Duplex, bytes: usize) -> Vec<u8> {
-    let (mut all, mut part) = (Vec::new(), vec![0; 50_001]);
-    while all.len() < bytes {
-        let room = part.len().min(bytes - all.len());
-        let came = from.receive(&mut part[..room], Some(Instant::now() + LONG)).unwrap().expect("in time");
-        all.extend_from_slice(&part[..came]);
-    }
-    all
-}
-
 /// Each message waits for the one before, so that each end sleeps, and there are many more of them than
 /// writes that may be open.
 #[test]
 fn small_messages_go_back_and_forth_and_the_end_is_noticed() {
-    let (a, b) = ends();
+    let (a, b) = ends_by_rdma();
     std::thread::scope(|scope| {
         scope.spawn(|| {
             for round in 0..300u32 {
@@ -70,43 +60,24 @@ fn small_messages_go_back_and_forth_and_the_end_is_noticed() {
     assert_eq!(a.receive(&mut [0; 8], None).unwrap_err().kind(), IoKind::UnexpectedEof);
 }
 
-/// Nobody reads at first, so that the ring is full of writes, and then of bytes.
+/// Nobody reads at first, so that as many writes are open as may be, and then the ring is full.
 #[test]
 fn writes_and_bytes_that_nobody_reads_are_held_back() {
-    let (a, b) = ends();
-    let many: Vec<u8> = (0..200u8).collect();
+    let (a, b) = ends_by_rdma();
+    let mut send = |bytes: &[u8]| a.send(&[bytes], Duration::ZERO, &mut || Ok(false));
+    let sent = (0..200u8).take_while(|byte| send(&[*byte]).is_ok()).collect::<Vec<u8>>();
+    assert!((8..64).contains(&sent.len()), "{} writes of 64 that the other end has room for", sent.len());
+    assert_eq!(send(b"x").unwrap_err().kind(), IoKind::TimedOut);
+    assert!(take(&b, sent.len()) == sent);
     let much: Vec<u8> = (0..2u32 << 20).map(|i| (i % 251) as u8).collect();
     std::thread::scope(|scope| {
-        scope.spawn(|| {
-            many.iter().for_each(|byte| a.send(&[&[*byte]], LONG, &mut || Ok(false)).unwrap());
-            a.send(&[&much], LONG, &mut || Ok(false)).unwrap();
-        });
-        std::thread::sleep(Duration::from_millis(200));
-        assert!(take(&b, many.len()) == many);
-        std::thread::sleep(Duration::from_millis(200));
+        scope.spawn(|| a.send(&[&much], LONG, &mut || Ok(false)).unwrap());
         assert!(take(&b, much.len()) == much);
     });
 }
 
 #[test]
 fn two_ends_that_both_send_more_than_there_is_room_for_do_not_wait_for_each_other() {
-    let much: Vec<u8> = (0..4u32 << 20).map(|i| (i % 251) as u8).collect();
-    let (a, b) = ends();
-    let mut came = Vec::new();
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            b.send(&[&much], LONG, &mut || Ok(false)).unwrap();
-            assert!(take(&b, much.len()) == much);
-        });
-        let mut part = vec![0; 1 << 20];
-        let mut drain = || {
-            let received = a.receive(&mut part, Some(Instant::now()))?;
-            came.extend_from_slice(&part[..received.unwrap_or(0)]);
-            Ok(received.is_some())
-        };
-        a.send(&[&much], LONG, &mut drain).unwrap();
-        let rest = take(&a, much.len() - came.len());
-        came.extend(rest);
-    });
-    assert!(came == much);
+    let (a, b) = ends_by_rdma();
+    both_send(&a, &b, 4 << 20);
 }

@@ -40,7 +40,7 @@ pub(crate) struct Came {
     pub(crate) body: Value,
 }
 
-pub(crate) struct Shared {
+pub(crate) struct FakeState {
     kind: &'static str,
     model: String,
     pub(crate) mood: Mutex<Mood>,
@@ -58,14 +58,14 @@ pub(crate) struct Shared {
 
 pub(crate) struct FakeEngine {
     pub(crate) address: String,
-    pub(crate) shared: Arc<Shared>,
+    pub(crate) shared: Arc<FakeState>,
 }
 
 impl FakeEngine {
     pub(crate) fn start(kind: &'static str, model: &str) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap().to_string();
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(FakeState {
             kind,
             model: model.into(),
             mood: Mutex::new(Mood::Well),
@@ -125,7 +125,7 @@ impl Drop for FakeEngine {
     }
 }
 
-fn serve(shared: &Shared, mut stream: TcpStream) -> std::io::Result<()> {
+fn serve(shared: &FakeState, mut stream: TcpStream) -> std::io::Result<()> {
     stream.set_nodelay(true)?;
     let mut reader = BufReader::new(stream.try_clone()?);
     loop {
@@ -168,7 +168,7 @@ fn serve(shared: &Shared, mut stream: TcpStream) -> std::io::Result<()> {
     }
 }
 
-fn metrics(shared: &Shared) -> String {
+fn metrics(shared: &FakeState) -> String {
     let (running, waiting) = *shared.queue.lock().unwrap();
     match shared.kind {
         "vllm" => format!(
@@ -205,7 +205,7 @@ fn before(body: &Value) -> (String, usize) {
 }
 
 /// Answers; false if the connection is over.
-fn generate(shared: &Shared, stream: &mut TcpStream, path: &str, body: &Value) -> std::io::Result<bool> {
+fn generate(shared: &FakeState, stream: &mut TcpStream, path: &str, body: &Value) -> std::io::Result<bool> {
     let mood = shared.mood.lock().unwrap().clone();
     let (is_chat, is_stream) = (path.contains("chat"), body["stream"] == true);
     let model = match (&mood, shared.kind) {
@@ -297,7 +297,7 @@ fn generate(shared: &Shared, stream: &mut TcpStream, path: &str, body: &Value) -
 }
 
 /// Says nothing until the client has left, or breaks the connection.
-fn stall(shared: &Shared, stream: &mut TcpStream, wait: bool) {
+fn stall(shared: &FakeState, stream: &mut TcpStream, wait: bool) {
     if wait && matches!(stream.read(&mut [0]), Ok(0) | Err(_)) {
         shared.left.fetch_add(1, Ordering::SeqCst);
     }

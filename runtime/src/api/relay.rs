@@ -14,13 +14,13 @@ use super::errors::ApiError;
 use super::fields::Fields;
 use super::hints::ParsedHints;
 use super::json::{self, kind};
-use super::routes::{Caller, check_name};
+use super::routes::{TenantCaller, check_name};
 use super::shapes::Endpoint;
 use super::sse;
 use super::tally::Tally;
 use super::{Api, Seat, body};
 use crate::budget::HeldBytes;
-use crate::gateway::{Gateway, Opening, Passage, RelayError, RelayRequest, relay};
+use crate::gateway::{Gateway, Passage, RelayError, RelayOpening, RelayRequest, relay};
 use mixfleet_hal::cast::{to_i64, to_u32};
 use mixfleet_hal::outside::{EngineChunk, EngineEndpoint, EngineFault, EngineFaultKind};
 use mixfleet_hal::units::Seconds;
@@ -39,7 +39,7 @@ struct Outline {
 pub(super) async fn answer(
     api: &Api,
     gateway: Arc<Gateway>,
-    Caller { tenant, party }: Caller,
+    TenantCaller { tenant, party }: TenantCaller,
     endpoint: Endpoint,
     headers: &HeaderMap,
     body: Body,
@@ -79,16 +79,16 @@ pub(super) async fn answer(
     let mut tally = Tally::new(api.metrics.clone(), api.env.clone(), endpoint, id.clone(), arrived_s);
     tally.accepted(std::iter::empty(), 1);
     let mut response = match relay(&gateway, wanted).await {
-        Ok(Opening::Whole(answer)) => {
+        Ok(RelayOpening::Whole(answer)) => {
             tally.told(answer.usage.unwrap_or_default());
             tally.succeeded();
             json_response(StatusCode::OK, answer.body)
         }
-        Ok(Opening::Refused(status, document)) => {
+        Ok(RelayOpening::Refused(status, document)) => {
             tally.rejected();
             json_response(StatusCode::from_u16(status).unwrap_or(StatusCode::BAD_REQUEST), document)
         }
-        Ok(Opening::Stream(passage, first)) => {
+        Ok(RelayOpening::Stream(passage, first)) => {
             let relayed =
                 RelayedStream { passage, first: Some(first), tally, ended: false, _held: (seat, held) };
             relayed.response()

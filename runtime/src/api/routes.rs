@@ -60,7 +60,7 @@ pub(super) struct Holder(pub(super) IpAddr);
 
 /// A request's tenant, and the party it is accounted to.
 #[derive(Clone)]
-pub(super) struct Caller {
+pub(super) struct TenantCaller {
     pub(super) tenant: Arc<Tenant>,
     pub(super) party: Party,
 }
@@ -76,7 +76,7 @@ async fn around(State(api): State<Arc<Api>>, mut request: Request, next: Next) -
         None if !open => ApiError::unauthorized().into_response(),
         None => next.run(request).await,
         Some(tenant) => {
-            request.extensions_mut().insert(Caller { party: tenant.party(address), tenant });
+            request.extensions_mut().insert(TenantCaller { party: tenant.party(address), tenant });
             next.run(request).await
         }
     };
@@ -145,14 +145,14 @@ fn describe(serving: &Serving) -> Value {
     })
 }
 
-async fn placements(State(api): State<Arc<Api>>, Extension(caller): Extension<Caller>) -> Response {
+async fn placements(State(api): State<Arc<Api>>, Extension(caller): Extension<TenantCaller>) -> Response {
     let ids = api.placements.recent(|owner| caller.tenant.may_see(owner));
     document(StatusCode::OK, &json!({ "object": "list", "data": ids }))
 }
 
 async fn placement(
     State(api): State<Arc<Api>>,
-    Extension(caller): Extension<Caller>,
+    Extension(caller): Extension<TenantCaller>,
     id: Segment,
 ) -> Result<Response, ApiError> {
     let gone = || ApiError::not_found("no placement of that request is remembered");
@@ -162,7 +162,7 @@ async fn placement(
 
 async fn complete(
     State(api): State<Arc<Api>>,
-    Extension(caller): Extension<Caller>,
+    Extension(caller): Extension<TenantCaller>,
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, ApiError> {
@@ -171,7 +171,7 @@ async fn complete(
 
 async fn chat_complete(
     State(api): State<Arc<Api>>,
-    Extension(caller): Extension<Caller>,
+    Extension(caller): Extension<TenantCaller>,
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, ApiError> {
@@ -180,7 +180,7 @@ async fn chat_complete(
 
 async fn answer(
     api: &Api,
-    caller: Caller,
+    caller: TenantCaller,
     endpoint: Endpoint,
     headers: &HeaderMap,
     body: Body,
@@ -192,7 +192,7 @@ async fn answer(
             return relay::answer(api, gateway, caller, endpoint, headers, body).await;
         }
     };
-    let Caller { tenant, party } = caller;
+    let TenantCaller { tenant, party } = caller;
     let seat = api.seat(tenant)?;
     let (body, held) = body::read_json(api, party.clone(), headers, body).await?;
     let (served, choices_max) = (model.clone(), api.limits.choices_max);

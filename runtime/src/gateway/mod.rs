@@ -12,7 +12,7 @@ mod relay;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use relay::{Opening, Passage, RelayError, relay};
+pub(crate) use relay::{Passage, RelayError, RelayOpening, relay};
 
 use crate::engine::EngineConfig;
 use crate::engine::events::{EventLog, LoggedFleet};

@@ -24,7 +24,7 @@ const QUEUE_MAX: Duration = Duration::from_secs(1800);
 const STEPS_LEARNED_MIN: u32 = 8;
 
 /// How a request begins to be answered.
-pub(crate) enum Opening {
+pub(crate) enum RelayOpening {
     /// With a whole answer.
     Whole(WholeAnswer),
     /// With the engine's refusal: its status and document.
@@ -82,7 +82,7 @@ struct Times {
 ///
 /// # Errors
 /// Why there is none; the client has nothing of it then.
-pub(crate) async fn relay(gateway: &Arc<Gateway>, wanted: RelayRequest) -> Result<Opening, RelayError> {
+pub(crate) async fn relay(gateway: &Arc<Gateway>, wanted: RelayRequest) -> Result<RelayOpening, RelayError> {
     let request = gateway.next_request();
     let placed = gateway.place_patiently((request, &wanted), 0, None, &[]).await;
     let place =
@@ -109,13 +109,13 @@ pub(crate) async fn relay(gateway: &Arc<Gateway>, wanted: RelayRequest) -> Resul
             Ok(EngineAnswer::Whole(answer)) => {
                 passage.usage = answer.usage;
                 passage.finish();
-                return Ok(Opening::Whole(answer));
+                return Ok(RelayOpening::Whole(answer));
             }
-            Ok(EngineAnswer::Refused { status, body }) => return Ok(Opening::Refused(status, body)),
+            Ok(EngineAnswer::Refused { status, body }) => return Ok(RelayOpening::Refused(status, body)),
             Ok(EngineAnswer::Stream(stream)) => {
                 passage.stream = Some(stream);
                 match passage.next().await {
-                    Some(Ok(chunk)) => return Ok(Opening::Stream(passage, chunk)),
+                    Some(Ok(chunk)) => return Ok(RelayOpening::Stream(passage, chunk)),
                     Some(Err(fault)) => return Err(RelayError::Failed(fault)),
                     None => {
                         let fault = EngineFault::new(EngineFaultKind::Malformed, "its answer is empty");

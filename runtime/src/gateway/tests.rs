@@ -151,7 +151,7 @@ fn wanted(id: &str, stream: bool) -> RelayRequest {
 /// The text of a streamed answer, and the fault that ends it.
 async fn streamed(gateway: &Arc<Gateway>, id: &str) -> (String, Option<EngineFault>) {
     let (mut passage, first) = match relay(gateway, wanted(id, true)).await {
-        Ok(Opening::Stream(passage, first)) => (passage, first),
+        Ok(RelayOpening::Stream(passage, first)) => (passage, first),
         Ok(_) => panic!("not a stream"),
         Err(RelayError::Failed(fault)) => return (String::new(), Some(fault)),
         Err(error) => panic!("{error:?}"),
@@ -257,7 +257,7 @@ fn lengths_are_learned_and_an_engine_slower_than_predicted_is_corrected() {
 fn a_whole_answer_is_given_and_a_client_that_leaves_frees_its_place() {
     seeded(async |env| {
         let (gateway, _) = gateway(&env, &[Habit::Answers(5, 1.0)]).await;
-        let Ok(Opening::Whole(answer)) = relay(&gateway, wanted("a", false)).await else {
+        let Ok(RelayOpening::Whole(answer)) = relay(&gateway, wanted("a", false)).await else {
             panic!("not whole")
         };
         assert_eq!(answer.usage.unwrap().completion_tokens, 5);

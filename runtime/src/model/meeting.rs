@@ -93,7 +93,9 @@ impl Gate {
 
     fn pass(&self) -> Result<()> {
         let seen = self.times.load(Ordering::SeqCst);
-        if self.came.fetch_add(1, Ordering::AcqRel) + 1 == self.members {
+        if self.is_ended.load(Ordering::SeqCst) {
+            // who waited has left, and is not to be counted
+        } else if self.came.fetch_add(1, Ordering::AcqRel) + 1 == self.members {
             self.came.store(0, Ordering::Relaxed);
             self.times.fetch_add(1, Ordering::SeqCst);
             self.wake();
@@ -240,6 +242,10 @@ mod tests {
         assert_eq!(queue.wait(ticket, Duration::from_millis(20)).unwrap_err().kind, ErrorKind::Timeout);
         meeting.end();
         assert_eq!(queue.wait(ticket, LONG).unwrap_err().kind, ErrorKind::Closed);
+        // nor does it let on who comes when it is over, as the other one did
+        let mut late = members[1].0.queue().unwrap();
+        let ticket = late.submit_then_meet(&[], MeetingSeat { meeting, member: 1 }).unwrap();
+        assert_eq!(late.wait(ticket, LONG).unwrap_err().kind, ErrorKind::Closed);
     }
 
     #[test]

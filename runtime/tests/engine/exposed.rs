@@ -122,7 +122,7 @@ pub(super) fn checkpoint() -> Checkpoint {
 }
 
 /// The measured times of one request.
-pub(super) struct Met {
+pub(super) struct HandedOff {
     pub(super) tokens: Vec<u32>,
     pub(super) ttft_s: f64,
     /// When the first token came.
@@ -132,7 +132,7 @@ pub(super) struct Met {
 }
 
 /// Sends one prompt over a link of this rate, with a `timeout` per piece.
-fn hand_off(checkpoint: &Checkpoint, bytes_per_s: f64, timeout: Duration) -> Met {
+fn hand_off(checkpoint: &Checkpoint, bytes_per_s: f64, timeout: Duration) -> HandedOff {
     hand_off_until(checkpoint, bytes_per_s, timeout, None)
 }
 
@@ -142,7 +142,7 @@ fn hand_off_until(
     bytes_per_s: f64,
     timeout: Duration,
     breaks_after: Option<Seconds>,
-) -> Met {
+) -> HandedOff {
     let env = SeededEnv::with_blocking_workers(5);
     let device = |at: usize| -> Arc<dyn Device> {
         let clock = Arc::new(WorldClock(env.clone()));
@@ -174,7 +174,7 @@ pub(super) fn ask(
     env: &SeededEnv,
     prompt: Vec<u32>,
     begun: impl FnOnce(Seconds) + Send + 'static,
-) -> Met {
+) -> HandedOff {
     let handle = fleet.start(Arc::new(env.clone()));
     let world = env.clone();
     let (tokens, times) = env.run(async move {
@@ -197,7 +197,7 @@ pub(super) fn ask(
     let (exposed_s, requests) = fleet.exposed_s();
     assert_eq!(requests, 1, "one request was handed off");
     let (first_at, retries) = (times[1], fleet.transfer_troubles().0);
-    Met { tokens, ttft_s: (first_at - times[0]).0, first_at, exposed_s, retries }
+    HandedOff { tokens, ttft_s: (first_at - times[0]).0, first_at, exposed_s, retries }
 }
 
 pub(super) const PATIENT: Duration = Duration::from_secs(1000);

@@ -3,7 +3,7 @@
 
 use super::beside::{checked, times};
 use super::divided::core;
-use super::exposed::{FLOPS, LAYERS, Met, PATIENT, PROMPT_TOKENS, Paced, ask, checkpoint, part};
+use super::exposed::{FLOPS, HandedOff, LAYERS, PATIENT, PROMPT_TOKENS, Paced, ask, checkpoint, part};
 use crate::fleet::clock::WorldClock;
 use crate::fleet::{TestFleet, greedy, pressure, prompt, request};
 use mixfleet_hal::units::Seconds;
@@ -48,7 +48,7 @@ fn hand_off(
     group: Group,
     (tokens, slots): (u32, u32),
     bytes_per_s: f64,
-) -> (Met, Vec<Piece>) {
+) -> (HandedOff, Vec<Piece>) {
     let env = SeededEnv::with_blocking_workers(5);
     let device = |id: String| computing(&env, id, FLOPS);
     let link = Paced::new(&env, bytes_per_s);
