@@ -18,9 +18,6 @@ use mixfleet_sim::repair::FleetTrial;
 
 /// Fleets that are simulated to the end to say how near they come, where none holds.
 const NEAREST: usize = 4;
-/// How much further through the load more instances must get a fleet, as a factor, or its next run is with
-/// the other policy.
-const HELPED: f64 = 1.02;
 
 /// A fleet that has not held yet.
 struct Growing<'a> {
@@ -39,10 +36,6 @@ struct Simulated {
     policy: Policy,
     /// The last run.
     trial: FleetTrial,
-    /// The policy of the next one.
-    next_policy: Policy,
-    /// Whether these instances were simulated under each policy.
-    under_each: bool,
 }
 
 impl PlanSearch<'_> {
@@ -103,7 +96,7 @@ impl PlanSearch<'_> {
     }
 
     /// Simulates a fleet with the instances that it has got to, at first under each policy: that which gets
-    /// further stays until more instances do not help under it. `None` if the run did not come to its end.
+    /// further stays. `None` if the run did not come to its end.
     fn simulate(&self, of: &Growing<'_>) -> Result<Option<Box<Simulated>>> {
         let run = |file: &FleetFile, growth: &Growth, policy: Policy| -> Result<Option<FleetTrial>> {
             let trial = self.under(policy).trial(file, growth.counts(), false, &|| self.goes_on())?;
@@ -114,17 +107,13 @@ impl PlanSearch<'_> {
             Ok(trial)
         };
         if let (Some(growth), Some(known)) = (&of.next, &of.simulated) {
-            let policy = known.next_policy;
-            let trial = run(&known.file, growth, policy)?;
-            return Ok(trial.map(|trial| {
-                let further = HELPED * known.trial.results.requests as f64;
-                let helped = trial.results.requests as f64 >= further;
-                let other = POLICIES.into_iter().find(|other| *other != policy).unwrap_or(policy);
-                let (file, growth) = (known.file.clone(), growth.clone());
-                let next_policy = if helped { policy } else { other };
-                let under_each = known.growth.counts() == growth.counts();
-                Box::new(Simulated { file, growth, policy, trial, next_policy, under_each })
-            }));
+            let Simulated { file, policy, .. } = &**known;
+            let trial = run(file, growth, *policy)?;
+            let simulated = |trial| {
+                let (file, growth) = (file.clone(), growth.clone());
+                Box::new(Simulated { file, growth, policy: *policy, trial })
+            };
+            return Ok(trial.map(simulated));
         }
         let file = self.parsed(of.fleet, &PlannedTiers::default())?;
         let growth = Growth::of(&file);
@@ -136,26 +125,18 @@ impl PlanSearch<'_> {
                 best = Some((policy, trial));
             }
         }
-        let simulated = |(policy, trial)| Simulated {
-            file,
-            growth,
-            policy,
-            trial,
-            next_policy: policy,
-            under_each: true,
-        };
-        Ok(best.map(|best| Box::new(simulated(best))))
+        Ok(best.map(|(policy, trial)| Box::new(Simulated { file, growth, policy, trial })))
     }
 
     /// A fleet that held, whose fewest instances are sought.
     fn tried<'a>(&self, fleet: &'a FormedFleet, simulated: Box<Simulated>) -> FleetTried<'a> {
-        let Simulated { mut file, growth, policy, trial, .. } = *simulated;
+        let Simulated { mut file, growth, policy, trial } = *simulated;
         file.pools.iter_mut().zip(growth.counts()).for_each(|(pool, count)| pool.count = *count);
         FleetTried { held: Some((policy, trial)), ..FleetTried::new(fleet, file, f64::INFINITY) }
     }
 
-    /// A fleet that missed the objective, with more instances that cost less than `most_usd`. If these are
-    /// seen not to help it or are not in stock, it is simulated once more under the other policy.
+    /// A fleet that missed the objective, with more instances that cost less than `most_usd`, unless these
+    /// are seen not to help it or are not in stock.
     fn grown<'a>(
         &self,
         fleet: &'a FormedFleet,
@@ -175,14 +156,7 @@ impl PlanSearch<'_> {
                 let usd_per_hour = rent(next.counts());
                 Ok(Growing { fleet, usd_per_hour, next: Some(next), simulated: Some(simulated) })
             }
-            false if simulated.under_each || rent(simulated.growth.counts()) >= most_usd => Err(simulated),
-            false => {
-                let other = POLICIES.into_iter().find(|other| *other != simulated.policy);
-                let next_policy = other.unwrap_or(simulated.policy);
-                let (next, usd_per_hour) = (simulated.growth.clone(), rent(simulated.growth.counts()));
-                let simulated = Some(Box::new(Simulated { next_policy, ..*simulated }));
-                Ok(Growing { fleet, usd_per_hour, next: Some(next), simulated })
-            }
+            false => Err(simulated),
         }
     }
 
