@@ -6,7 +6,7 @@ use crate::fake::{FakeEngine, Mood};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Write};
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// A server in front of these engines, with the words given for each.
 fn gateway(engines: &[(&FakeEngine, &str, &str)], more: &[&str]) -> Server {
@@ -226,7 +226,9 @@ fn a_client_that_leaves_cancels_its_request_at_the_engine() {
     read_until(&mut reader, "w1 ");
     assert_eq!(only.shared.left.load(Ordering::SeqCst), 0);
     drop(reader);
+    let begun = Instant::now();
     while only.shared.left.load(Ordering::SeqCst) == 0 {
+        assert!(begun.elapsed() < Duration::from_secs(60), "the engine still answers a client that has left");
         std::thread::sleep(Duration::from_millis(5));
     }
 }
