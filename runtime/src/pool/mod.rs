@@ -450,6 +450,6 @@ impl State {
         if self.dram.get(hash).is_some() {
             return Some(Tier::Dram);
         }
-        self.ssd.as_ref()?.slot(hash).map(|_| Tier::Ssd)
+        self.ssd.as_ref()?.place(hash).map(|_| Tier::Ssd)
     }
 }

@@ -102,9 +102,17 @@ impl Frames {
 }
 
 struct Held {
-    slot: u32,
+    place: FramePlace,
     /// Whether its frame is written. Until then only the task that writes it uses it.
     ready: bool,
+}
+
+/// Where a block is, and since which write: a slot may be given to other blocks and then to this one again
+/// while somebody reads it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct FramePlace {
+    pub(super) slot: u32,
+    write: u64,
 }
 
 /// Which block is in which slot.
@@ -113,6 +121,8 @@ pub(super) struct Ssd {
     pub(super) cache: BlockCache,
     held: IdMap<Held>,
     free: Vec<u32>,
+    /// Number of writes begun.
+    writes: u64,
     journal: Journal,
     paused: Option<String>,
     skipped: u32,
@@ -165,6 +175,7 @@ pub(super) fn open(config: SsdConfig, layout: Layout) -> Result<(Ssd, u64), Pool
         cache: BlockCache::new(slots as usize, CachePolicy::Lru),
         held: IdMap::default(),
         free: Vec::new(),
+        writes: 0,
         journal,
         paused: None,
         skipped: 0,
@@ -184,14 +195,14 @@ impl Ssd {
             used[slot as usize] = true;
             self.cache.insert_pinned(hash, 0, &mut Vec::new());
             self.cache.unpin(&[hash]);
-            self.held.insert(hash.0, Held { slot, ready: true });
+            self.held.insert(hash.0, Held { place: FramePlace { slot, write: 0 }, ready: true });
         }
         self.free = (0..slots).rev().filter(|&slot| !used[slot as usize]).collect();
     }
 
-    /// The slot of a block that can be read.
-    pub(super) fn slot(&self, hash: BlockHash) -> Option<u32> {
-        self.held.get(hash.0).filter(|held| held.ready).map(|held| held.slot)
+    /// The place of a block that can be read.
+    pub(super) fn place(&self, hash: BlockHash) -> Option<FramePlace> {
+        self.held.get(hash.0).filter(|held| held.ready).map(|held| held.place)
     }
 
     /// Assigns a slot to a new block. The eviction of the block in it is reported at once, and recorded in
@@ -216,13 +227,14 @@ impl Ssd {
         }
         let left = evicted.pop().and_then(|victim| {
             events.add(victim, Tier::Ssd, false);
-            self.held.remove(victim.0).map(|held| held.slot)
+            self.held.remove(victim.0).map(|held| held.place.slot)
         });
         let Some(slot) = left.or_else(|| self.free.pop()) else {
             self.cache.remove(hash);
             return SlotDecision::Lost;
         };
-        self.held.insert(hash.0, Held { slot, ready: false });
+        self.writes += 1;
+        self.held.insert(hash.0, Held { place: FramePlace { slot, write: self.writes }, ready: false });
         if left.is_some()
             && let Err(error) = self.journal.freed(&self.frames.access, slot)
         {
@@ -234,7 +246,7 @@ impl Ssd {
 
     /// Records the result of the write that [`begin`](Self::begin) asked for. True if the block is stored.
     pub(super) fn finish(&mut self, hash: BlockHash, written: io::Result<()>, events: &mut Events) -> bool {
-        let Some(&Held { slot, .. }) = self.held.get(hash.0) else { return false };
+        let Some(slot) = self.held.get(hash.0).map(|held| held.place.slot) else { return false };
         let told = written.and_then(|()| self.journal.stored(&self.frames.access, Stored { slot, hash }));
         if let Err(error) = told {
             self.fail(hash, &error);
@@ -252,14 +264,14 @@ impl Ssd {
         true
     }
 
-    /// Drops a block whose frame in `slot` could not be read. True if it was still there.
-    pub(super) fn drop_bad(&mut self, hash: BlockHash, slot: u32, events: &mut Events) -> bool {
-        if self.slot(hash) != Some(slot) {
+    /// Drops a block whose frame in `place` could not be read. True if it was still there.
+    pub(super) fn drop_bad(&mut self, hash: BlockHash, place: FramePlace, events: &mut Events) -> bool {
+        if self.place(hash) != Some(place) {
             return false;
         }
         self.release(hash);
         events.add(hash, Tier::Ssd, false);
-        if let Err(error) = self.journal.freed(&self.frames.access, slot) {
+        if let Err(error) = self.journal.freed(&self.frames.access, place.slot) {
             self.pause(&error);
         }
         self.compact_if_long();
@@ -279,8 +291,8 @@ impl Ssd {
     /// Rewrites the journal, in the order of the blocks' worth.
     pub(super) fn compact(&mut self, sync: bool) -> io::Result<()> {
         let block = |hash: BlockHash| {
-            let &Held { slot, ready } = self.held.get(hash.0)?;
-            ready.then_some(Stored { slot, hash })
+            let FramePlace { slot, .. } = self.place(hash)?;
+            Some(Stored { slot, hash })
         };
         let blocks: Vec<Stored> = self.cache.by_worth().filter_map(block).collect();
         self.journal.rewrite(&self.frames.access, &blocks, sync)
@@ -305,7 +317,7 @@ impl Ssd {
 
     fn release(&mut self, hash: BlockHash) {
         self.cache.remove(hash);
-        self.free.extend(self.held.remove(hash.0).map(|held| held.slot));
+        self.free.extend(self.held.remove(hash.0).map(|held| held.place.slot));
     }
 
     fn fail(&mut self, hash: BlockHash, error: &io::Error) {

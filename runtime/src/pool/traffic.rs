@@ -2,7 +2,7 @@
 
 use super::check::{Refusal, check_tokens};
 use super::dram::Held;
-use super::ssd::{Frames, ReadError, SlotDecision};
+use super::ssd::{FramePlace, Frames, ReadError, SlotDecision};
 use super::{Shared, State, WrittenBack};
 use mixfleet_hal::Result;
 use mixfleet_scheduler::kv::{BlockHash, Tier};
@@ -139,12 +139,12 @@ impl Shared {
 
     /// Loads a block from the disk.
     pub(super) fn promote(&self, wanted: Wanted) -> Result<Arrival> {
-        let place =
-            self.state().ssd.as_ref().and_then(|ssd| Some((ssd.slot(wanted.hash)?, ssd.frames.clone())));
-        let Some((slot, frames)) = place.filter(|(_, frames)| frames.access.has_time()) else {
+        let there =
+            self.state().ssd.as_ref().and_then(|ssd| Some((ssd.place(wanted.hash)?, ssd.frames.clone())));
+        let Some((place, frames)) = there.filter(|(_, frames)| frames.access.has_time()) else {
             return Ok(Arrival::Missing);
         };
-        match frames.read(slot, wanted.hash, wanted.tokens) {
+        match frames.read(place.slot, wanted.hash, wanted.tokens) {
             Ok((frame, digest)) => {
                 let arrival = self.store(wanted, &mut |place| {
                     place.copy_from_slice(&frame[..self.layout.block_bytes]);
@@ -158,18 +158,18 @@ impl Shared {
                 Ok(Arrival::Collision)
             }
             Err(error) => {
-                self.drop_bad(wanted.hash, slot, &error);
+                self.drop_bad(wanted.hash, place, &error);
                 Ok(Arrival::Missing)
             }
         }
     }
 
-    fn drop_bad(&self, hash: BlockHash, slot: u32, error: &ReadError) {
+    fn drop_bad(&self, hash: BlockHash, place: FramePlace, error: &ReadError) {
         let State { ssd, events, counts, .. } = &mut *self.state();
-        // If the slot was given to another block meanwhile, the requested one is merely gone.
-        if ssd.as_mut().is_some_and(|ssd| ssd.drop_bad(hash, slot, events)) {
+        // If the slot was written anew meanwhile, the frame that was read is merely gone.
+        if ssd.as_mut().is_some_and(|ssd| ssd.drop_bad(hash, place, events)) {
             counts.bad += 1;
-            tracing::warn!(hash = hash.0, slot, %error, "a KV block on the disk is bad, and dropped");
+            tracing::warn!(hash = hash.0, slot = place.slot, %error, "a KV block on the disk is bad, and dropped");
         }
     }
 
@@ -232,7 +232,7 @@ impl Shared {
         let Some(ssd) = ssd else { return WrittenBack::default() };
         // The block that came first is to be evicted last.
         worth.iter().for_each(|&hash| ssd.cache.touch(&[hash]));
-        let there = worth.iter().filter(|&&hash| ssd.slot(hash).is_some());
+        let there = worth.iter().filter(|&&hash| ssd.place(hash).is_some());
         WrittenBack { blocks: there.count() as u64, of: worth.len() as u64 }
     }
 

@@ -9,7 +9,8 @@ use mixfleet_runtime::pool::disk::{Disk, SimDisk};
 use mixfleet_runtime::pool::{Kept, Pool, PoolConfig, Snapshot};
 use mixfleet_scheduler::kv::{BlockHash, Tier};
 use std::io;
-use std::sync::{Arc, Barrier, Mutex};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Barrier, Mutex, OnceLock};
 
 #[test]
 fn a_prompt_with_anothers_hash_gets_nothing_from_either_tier() {
@@ -136,10 +137,13 @@ fn a_block_that_rots_in_host_memory_alone_is_gone_and_its_room_is_used_again() {
     assert_eq!(pool.stats().bad, 5);
 }
 
-/// A disk that completes reads only in pairs.
-struct Meeting(SimDisk, Barrier);
+type Read<'a> = dyn FnMut() -> io::Result<usize> + 'a;
+type Around = dyn Fn(&mut Read) -> io::Result<usize> + Send + Sync;
 
-impl Disk for Meeting {
+/// A disk whose reads of blocks are made by a function, which may do other things before and after.
+struct AroundReads(SimDisk, Box<Around>);
+
+impl Disk for AroundReads {
     fn names(&self) -> io::Result<Vec<String>> {
         self.0.names()
     }
@@ -147,10 +151,8 @@ impl Disk for Meeting {
         self.0.len(file)
     }
     fn read_at(&self, file: &str, offset: u64, data: &mut [u8]) -> io::Result<usize> {
-        if file == "blocks" {
-            self.1.wait();
-        }
-        self.0.read_at(file, offset, data)
+        let mut read = || self.0.read_at(file, offset, data);
+        if file == "blocks" { self.1(&mut read) } else { read() }
     }
     fn write_at(&self, file: &str, offset: u64, data: &[u8]) -> io::Result<()> {
         self.0.write_at(file, offset, data)
@@ -174,7 +176,12 @@ impl Disk for Meeting {
 
 #[test]
 fn reads_overlap() {
-    let disk = Meeting(SimDisk::default(), Barrier::new(2));
+    let both = Barrier::new(2);
+    let in_pairs = move |read: &mut Read| {
+        both.wait();
+        read()
+    };
+    let disk = AroundReads(SimDisk::default(), Box::new(in_pairs));
     let pool = open(config(4, Some(ssd(disk, 8)))).expect("a new pool");
     (0..8).for_each(|key| {
         put(&pool, key);
@@ -188,6 +195,34 @@ fn reads_overlap() {
         });
         assert!(readers.into_iter().all(|reader| reader.join().expect("it ends")));
     });
+}
+
+#[test]
+fn a_block_that_moves_back_into_its_slot_during_a_read_is_not_taken_for_a_bad_one() {
+    let shared: Arc<OnceLock<Pool>> = Arc::default();
+    let away_and_back = {
+        let shared = shared.clone();
+        let first = AtomicBool::new(true);
+        move |read: &mut Read| {
+            let pool = shared.get().expect("it is open by now");
+            if !first.swap(false, Ordering::Relaxed) {
+                return read();
+            }
+            put(pool, 3);
+            // The one slot of the disk holds block 2 now.
+            let bytes = read();
+            put(pool, 1);
+            put(pool, 4);
+            bytes
+        }
+    };
+    let disk = AroundReads(SimDisk::default(), Box::new(away_and_back));
+    let pool = shared.get_or_init(|| open(config(1, Some(ssd(disk, 1)))).expect("a new pool"));
+    put(pool, 1);
+    put(pool, 2);
+    assert!(get(pool, BlockHash(1), &tokens(1)).is_none(), "block 2 was read");
+    assert_eq!((pool.stats().bad, tier(pool, 1)), (0, Some(Tier::Ssd)));
+    assert!(served(pool, 1));
 }
 
 #[test]
