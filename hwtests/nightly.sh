@@ -26,6 +26,7 @@ part seeds env MIXFLEET_SIM_SEEDS=3 cargo test -p mixfleet-sim --test all -- --n
 part golden env MIXFLEET_GOLDEN=full MIXFLEET_WGPU_LEVEL=full cargo test -p mixfleet --features full --test all -- --nocapture golden::
 # what a clone has that lies beside no shared data
 part alone env MIXFLEET_FIXTURES=nowhere cargo test -p mixfleet --features full --test all -- --nocapture golden:: fleet:: tiers:: compare::
+part page hwtests/page.sh "$logs/page"
 part laws cargo run --quiet --release -p mixfleet-hal --example laws -- --check
 part truth cargo run --quiet --release -p mixfleet-sim --example truth -- --check
 part planted hwtests/planted.sh

@@ -26,6 +26,7 @@ mod keys;
 mod logprobs;
 mod observe;
 mod origins;
+mod page;
 mod parameters;
 mod refused;
 mod relay;
@@ -215,8 +216,8 @@ impl std::fmt::Debug for Api {
 }
 
 impl Api {
-    /// An interface without a model yet. With keys, all routes but `/live`, `/health` and `/metrics` require
-    /// one.
+    /// An interface without a model yet. With keys, all routes but `/`, `/live`, `/health` and `/metrics`
+    /// require one.
     pub fn new(
         env: SharedEnv,
         metrics: Metrics,

@@ -57,9 +57,9 @@ async fn serve_until_exit(
     serve_routes(listener, served, told, || {}).await;
 }
 
-/// Whether a path is a monitoring route, which needs no key.
+/// Whether a path needs no key: those for monitoring, and the page.
 pub(super) fn is_open(path: &str) -> bool {
-    matches!(path, "/live" | "/health" | "/metrics")
+    matches!(path, "/" | "/live" | "/health" | "/metrics")
 }
 
 /// Answers whether the process is alive, whatever else it can do.

@@ -3,7 +3,8 @@
 //! A browser inside a private network sends whatever a page from outside tells it to send. A page cannot
 //! choose two of its headers: `Host` is the name under which the server was looked up, which exposes a name
 //! that an attacker resolves to this address (DNS rebinding); `Origin` is the origin of the page. Programs
-//! other than browsers send no `Origin`.
+//! other than browsers send no `Origin`. This server's own page is one whose origin is the host that it asks,
+//! under an address or a name that no stranger can have pointed here.
 
 use axum::http::uri::Authority;
 use axum::http::{HeaderMap, HeaderValue, Method, Request, StatusCode, header};
@@ -52,7 +53,7 @@ impl Origins {
             return Err(ApiError::foreign_host(&host.chars().take(128).collect::<String>()));
         }
         let Some(origin) = request.headers().get(header::ORIGIN) else { return Ok(None) };
-        if !self.admits_page(origin) {
+        if !self.admits_page(origin) && !self.is_own_page(origin, request.headers()) {
             return Err(ApiError::foreign_origin());
         }
         let asks = request.headers().contains_key(header::ACCESS_CONTROL_REQUEST_METHOD);
@@ -71,6 +72,21 @@ impl Origins {
         let Ok(authority) = host.parse::<Authority>() else { return false };
         let name = bare(authority.host());
         is_own(&name) || allowed.contains(&name)
+    }
+
+    /// Whether a page came from this server.
+    fn is_own_page(&self, origin: &HeaderValue, headers: &HeaderMap) -> bool {
+        let mut hosts = headers.get_all(header::HOST).into_iter();
+        let (Some(Ok(host)), None) = (hosts.next().map(HeaderValue::to_str), hosts.next()) else {
+            return false;
+        };
+        let Some((_, page)) = origin.to_str().ok().and_then(|origin| origin.split_once("://")) else {
+            return false;
+        };
+        let Ok(authority) = host.parse::<Authority>() else { return false };
+        let name = bare(authority.host());
+        let is_listed = self.hosts.as_ref().is_some_and(|listed| listed.contains(&name));
+        page.eq_ignore_ascii_case(host) && (is_own(&name) || is_listed || name.parse::<IpAddr>().is_ok())
     }
 
     fn admits_page(&self, origin: &HeaderValue) -> bool {

@@ -19,7 +19,7 @@ use super::fields::Fields;
 use super::generate::Plan;
 use super::observe::{document, exposition, is_open, live};
 use super::shapes::Endpoint;
-use super::{Api, Phase, ServedModel, Serving, body, chat, completions, generate, relay};
+use super::{Api, Phase, ServedModel, Serving, body, chat, completions, generate, page, relay};
 use crate::budget::Party;
 use crate::metrics::HttpLabels;
 
@@ -27,10 +27,11 @@ const REQUEST_ID: &str = "x-request-id";
 const REQUEST_ID_BYTES_MAX: usize = 128;
 
 impl Api {
-    /// The service. `/live`, `/health` and `/metrics` are open; everything else requires the API key if one
-    /// is set.
+    /// The service. `/`, `/live`, `/health` and `/metrics` are open; everything else requires the API key if
+    /// one is set.
     pub fn router(self: &Arc<Self>) -> Router {
         open()
+            .route("/", get(page::page))
             .route("/v1/models", get(models))
             .route("/v1/models/{*name}", get(model))
             .route("/v1/completions", post(complete))

@@ -264,7 +264,7 @@ fn a_failure_in_the_engine_is_a_500() {
 }
 
 #[test]
-fn the_key_guards_all_but_health_and_metrics() {
+fn the_key_guards_all_but_health_metrics_and_the_page() {
     let setup = Setup { api_key: Some("k3y".into()), ..Setup::play(Play::say("")) };
     run(setup, |server| async move {
         for path in ["/v1/models", "/debug/placement", "/debug/placement/x", "/nowhere"] {
@@ -272,7 +272,7 @@ fn the_key_guards_all_but_health_and_metrics() {
             assert_eq!((response.status, response.error().3.as_str()), (401, "invalid_api_key"), "{path}");
             assert_eq!(response.headers["www-authenticate"], "Bearer");
         }
-        for path in ["/health", "/metrics"] {
+        for path in ["/health", "/metrics", "/"] {
             assert_eq!(server.get(path).await.status, 200, "{path}");
         }
         let with = |key: &str| request("GET", "/v1/models", &format!("authorization: Bearer {key}\r\n"), b"");

@@ -79,6 +79,42 @@ fn a_page_cannot_generate_without_leave() {
 }
 
 #[test]
+fn the_servers_own_page_may_ask_unless_a_stranger_could_have_named_it() {
+    let asked = |hosts: &'static [&str], headers: &'static str| {
+        let hosts: Vec<String> = hosts.iter().map(|host| host.to_string()).collect();
+        let origins = Origins::new(false, &hosts, &[]).unwrap();
+        let setup = Setup { origins, api_key: None, ..Setup::play(Play::say("hi")) };
+        run(setup, move |server| async move {
+            let status = server.with_headers("GET", "/v1/models", headers).await.status;
+            let page = server.with_headers("GET", "/", headers).await;
+            assert_eq!(page.status, status, "{headers}");
+            assert!(status != 200 || page.headers["content-security-policy"].contains("connect-src 'self'"));
+            let wanted = if headers.contains("own") { 200 } else { 403 };
+            assert_eq!(status, wanted, "{headers}");
+        });
+    };
+    for own in [
+        "host: localhost:8000\r\norigin: http://localhost:8000\r\nx-is: own\r\n",
+        "host: 10.1.2.3:8000\r\norigin: http://10.1.2.3:8000\r\nx-is: own\r\n",
+        "host: [fd00::7]\r\norigin: https://[FD00::7]\r\nx-is: own\r\n",
+    ] {
+        asked(&[], own);
+    }
+    asked(&["models.example"], "host: models.example\r\norigin: https://models.example\r\nx-is: own\r\n");
+    for strange in [
+        // a name that its owner may have pointed here
+        "host: evil.example\r\norigin: http://evil.example\r\n",
+        "host: localhost:8000\r\norigin: http://localhost:9000\r\n",
+        "host: localhost\r\norigin: null\r\n",
+        "host: localhost\r\norigin: localhost\r\n",
+        "host: 10.1.2.3\r\nhost: evil.example\r\norigin: http://evil.example\r\n",
+        "origin: http://localhost\r\n",
+    ] {
+        asked(&[], strange);
+    }
+}
+
+#[test]
 fn a_browser_may_ask_beforehand_and_needs_no_key_for_that() {
     let setup = Setup { api_key: Some("secret".into()), ..setup(&[], &["https://chat.example"]) };
     run(setup, |server| async move {
