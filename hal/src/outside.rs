@@ -129,7 +129,7 @@ pub struct EngineUsage {
 /// What is wrong when an engine gives no answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EngineFaultKind {
-    /// It cannot be reached, or its connection broke.
+    /// It cannot be reached.
     Unreachable,
     /// It has too much to do, or is not ready.
     Busy,
@@ -137,10 +137,24 @@ pub enum EngineFaultKind {
     Failed,
     /// What it says is not an answer to what it was asked.
     Malformed,
-    /// The answer ended before it was complete.
+    /// Its connection broke, or the answer ended before it was complete.
     Cut,
     /// An answer that another engine began cannot be continued by any.
     NotContinued,
+}
+
+impl EngineFaultKind {
+    /// The kind's name in metrics.
+    pub fn name(self) -> &'static str {
+        match self {
+            EngineFaultKind::Unreachable => "unreachable",
+            EngineFaultKind::Busy => "busy",
+            EngineFaultKind::Failed => "failed",
+            EngineFaultKind::Malformed => "malformed",
+            EngineFaultKind::Cut => "cut",
+            EngineFaultKind::NotContinued => "not_continued",
+        }
+    }
 }
 
 /// Why an engine gives no answer.

@@ -4,6 +4,7 @@
 //! fields are handles on the same numbers. Callers read the clock.
 
 use mixfleet_hal::cast::to_i64;
+use mixfleet_hal::outside::EngineFaultKind;
 use mixfleet_scheduler::batch::BatchLoad;
 use mixfleet_scheduler::cost::Corrections;
 use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue, LabelValueEncoder};
@@ -99,6 +100,15 @@ pub struct PredictionLabels {
     pub kind: &'static str,
 }
 
+/// Labels of [`Metrics::engine_faults`].
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct EngineFaultLabels {
+    /// The engine's name.
+    pub device: String,
+    /// `unreachable`, `busy`, `failed`, `malformed`, `cut` or `not_continued`.
+    pub kind: &'static str,
+}
+
 /// A gauge with a fractional value.
 pub type FractionGauge = Gauge<f64, AtomicU64>;
 
@@ -145,6 +155,14 @@ pub struct Metrics {
     pub instances_silent: Counter,
     /// `mixfleet_worker_panics_total`: instances lost to a panic of their worker, by the engine.
     pub worker_panics: Counter,
+    /// `mixfleet_engine_faults_total{device,kind}`: requests that an engine of others did not answer, by kind of
+    /// fault, by the gateway.
+    pub engine_faults: Family<EngineFaultLabels, Counter>,
+    /// `mixfleet_engine_resting{device}`: 1 while an engine of others gets no requests because it failed several
+    /// in a row, by the gateway.
+    pub engine_resting: Family<DeviceLabels, Gauge>,
+    /// `mixfleet_engine_rests_total{device}`: number of such rests, by the gateway.
+    pub engine_rests: Family<DeviceLabels, Counter>,
     /// `mixfleet_requests_running{device}`: sequences in the running batch, by the engine.
     pub requests_running: Family<DeviceLabels, Gauge>,
     /// `mixfleet_requests_waiting{device}`: sequences accepted but not running, by the engine.
@@ -245,6 +263,9 @@ impl Metrics {
             serves: plain(to, "serves", "Whether some pair of instances can prefill and decode"),
             instances_silent: plain(to, "instances_silent", "Instances lost because they said nothing"),
             worker_panics: plain(to, "worker_panics", "Instances lost to a mistake in this program"),
+            engine_faults: plain(to, "engine_faults", "Requests that an engine did not answer"),
+            engine_resting: plain(to, "engine_resting", "Whether an engine rests because it fails"),
+            engine_rests: plain(to, "engine_rests", "Rests of an engine because it failed"),
             requests_running: plain(to, "requests_running", "Sequences in the running batch"),
             requests_waiting: plain(to, "requests_waiting", "Sequences accepted and not running"),
             kv_cache_usage: with_unit(to, "kv_cache_usage", Unit::Ratios, "KV pages referenced over all"),
@@ -325,6 +346,24 @@ impl Metrics {
 }
 
 impl Metrics {
+    /// Counts a request that an engine did not answer.
+    pub(crate) fn engine_failed(&self, engine: &str, kind: EngineFaultKind) {
+        let labels = EngineFaultLabels { device: engine.into(), kind: kind.name() };
+        self.engine_faults.get_or_create(&labels).inc();
+    }
+
+    /// Counts a rest of an engine.
+    pub(crate) fn engine_rested(&self, engine: &str) {
+        self.engine_rests.get_or_create(&DeviceLabels { device: engine.into() }).inc();
+    }
+
+    /// Records whether an engine rests.
+    pub(crate) fn engine_rests_now(&self, engine: &str, rests: bool) {
+        let labels = DeviceLabels { device: engine.into() };
+        self.engine_resting.get_or_create(&labels).set(rests.into());
+        drop(self.engine_rests.get_or_create(&labels));
+    }
+
     /// Records that nothing runs on a device, because it cannot be reached.
     pub(crate) fn unload(&self, device: &str) {
         let labels = DeviceLabels { device: device.into() };
