@@ -1,9 +1,9 @@
 //! Rests an engine that fails one request after the other, and has one request try it after each pause.
 //!
-//! A failure counts once it is the engine's own: when another engine has begun to answer the same request, when
-//! the answer had begun, or when the request was the one that tries. A request that no engine answers counts
-//! against none of them, so that a bad request rests nobody and an engine alone never rests. Where only
-//! resting engines could take a request, it goes to one of them.
+//! A failure counts once it is the engine's own: when another engine has begun to answer the same request,
+//! when the answer had begun, or when the request was the one that tries. A request that no engine answers
+//! counts against none of them, so that a bad request rests nobody and an engine alone never rests. Where
+//! only resting engines could take a request, it goes to one of them.
 
 use super::{Fleetwide, Gateway};
 use mixfleet_hal::outside::EngineFault;

@@ -11,10 +11,12 @@ mod breaker;
 mod breaker_tests;
 mod calibrate;
 mod keep;
+mod pass;
 mod relay;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use pass::pass;
 pub(crate) use relay::{Passage, RelayError, RelayOpening, relay};
 
 use crate::engine::EngineConfig;
@@ -94,7 +96,7 @@ pub(crate) struct RelayRequest {
     /// The key of `/debug/placement/{id}` and of the log.
     pub(crate) id: String,
     pub(crate) endpoint: EngineEndpoint,
-    pub(crate) body: Arc<[u8]>,
+    pub(crate) body: Arc<Vec<u8>>,
     pub(crate) stream: bool,
     /// Length of the prompt's text.
     pub(crate) prompt_bytes: usize,
@@ -186,7 +188,7 @@ impl GatewayParts {
         let seats = specs.iter().map(|_| EngineSeat::default()).collect();
         let member = |spec| Member { spec, up: watch::Sender::new(false), look: Arc::default() };
         let state = Fleetwide {
-            fleet: LoggedFleet::new(fleet, events),
+            fleet: LoggedFleet::new(fleet, events, metrics.clone()),
             next: 0,
             tokens_per_byte: TOKENS_PER_BYTE,
             seats,

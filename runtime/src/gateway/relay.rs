@@ -68,6 +68,8 @@ pub(crate) struct Passage {
     chunks: u32,
     usage: Option<EngineUsage>,
     times: Times,
+    /// What it has cost, in dollars, if engines have prices.
+    usd: Option<f64>,
 }
 
 /// What is measured of an attempt.
@@ -111,6 +113,7 @@ pub(crate) async fn relay(gateway: &Arc<Gateway>, wanted: RelayRequest) -> Resul
         chunks: 0,
         usage: None,
         times: Times::default(),
+        usd: None,
     });
     passage.take_place(&place);
     loop {
@@ -250,6 +253,7 @@ impl Passage {
                 () = &mut too_late => return Err(silent(QUEUE_MAX)),
                 () = &mut prompt_done, if is_waiting => {
                     is_waiting = false;
+                    gateway.metrics.guess_first_token(self.request);
                     self.first_token(at);
                 }
             }
@@ -286,6 +290,7 @@ impl Passage {
             self.avoided.push(at);
             self.breaks += usize::from(fault.kind == EngineFaultKind::Cut);
             self.suspect(at, fault);
+            self.count_cost();
         }
         self.leave();
     }
@@ -383,6 +388,10 @@ impl Passage {
             }
         }
         self.gateway.note_answered(at);
+        self.count_cost();
+        if let Some(usd) = self.usd {
+            self.gateway.placements.cost(&self.wanted.id, usd);
+        }
         self.gateway.tell(Event::Finished { request: self.request });
         self.leave();
     }
@@ -411,6 +420,12 @@ impl Passage {
         all
     }
 
+    /// Adds what it cost at this engine.
+    fn count_cost(&mut self) {
+        let more = self.gateway.metrics.usd(self.request, self.gateway.env.now());
+        self.usd = more.map(|more| self.usd.unwrap_or(0.0) + more).or(self.usd);
+    }
+
     /// Takes it from its engine, if it has one.
     fn leave(&mut self) {
         let Some(at) = self.at.take() else { return };
@@ -434,7 +449,7 @@ impl Drop for Passage {
 
 impl Gateway {
     /// Completes when the engine is not up any more.
-    async fn lost(&self, at: usize) {
+    pub(super) async fn lost(&self, at: usize) {
         let mut up = self.members[at].up.subscribe();
         let _ = up.wait_for(|up| !up).await;
     }

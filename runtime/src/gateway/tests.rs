@@ -52,7 +52,12 @@ impl OutsideEngine for Scripted {
                 EngineUsage { prompt_tokens: 10, completion_tokens: to_u32(tokens), cached_tokens: Some(0) };
             if !call.stream {
                 self.env.sleep(Duration::from_secs_f64(pace * tokens as f64)).await;
-                return Ok(EngineAnswer::Whole(WholeAnswer { body: b"{}".to_vec(), usage: Some(usage) }));
+                return Ok(EngineAnswer::Whole(WholeAnswer {
+                    body: b"{}".to_vec(),
+                    usage: Some(usage),
+                    choices: 1,
+                    at_limit: 1,
+                }));
             }
             let chunk = |text: &str| EngineChunk {
                 data: Some(text.into()),
@@ -137,7 +142,7 @@ fn wanted(id: &str, stream: bool) -> RelayRequest {
     RelayRequest {
         id: id.into(),
         endpoint: EngineEndpoint::Chat,
-        body: Arc::from(&b"{}"[..]),
+        body: Arc::new(b"{}".to_vec()),
         stream,
         prompt_bytes: 40,
         prompt_ids: None,
