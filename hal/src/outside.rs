@@ -30,13 +30,59 @@ impl EngineEndpoint {
     }
 }
 
+/// Addresses whose requests and answers are passed on unread.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum PassedPath {
+    /// `/v1/embeddings`.
+    Embeddings,
+    /// `/v1/responses`.
+    Responses,
+}
+
+impl PassedPath {
+    /// The path of the address.
+    pub fn path(self) -> &'static str {
+        match self {
+            PassedPath::Embeddings => "/v1/embeddings",
+            PassedPath::Responses => "/v1/responses",
+        }
+    }
+
+    /// Its name in metrics and ids.
+    pub fn name(self) -> &'static str {
+        match self {
+            PassedPath::Embeddings => "embeddings",
+            PassedPath::Responses => "responses",
+        }
+    }
+}
+
+/// What an engine answers to a request that is passed on unread, whatever its status.
+pub struct PassedAnswer {
+    /// The status.
+    pub status: u16,
+    /// What kind of document it is, in the engine's words.
+    pub content_type: Option<String>,
+    /// Its bytes. Dropping it ends it at the engine.
+    pub body: Box<dyn PassedBody>,
+}
+
+/// The bytes of an answer, in the pieces in which they come.
+pub trait PassedBody: Send {
+    /// The next piece, or `None` behind the last.
+    ///
+    /// # Errors
+    /// Why there is no further piece, and the answer is not complete.
+    fn next(&mut self) -> EngineFuture<'_, Option<Result<Vec<u8>, EngineFault>>>;
+}
+
 /// A request to an engine.
 #[derive(Clone, Debug)]
 pub struct EngineCall {
     /// Where it goes.
     pub endpoint: EngineEndpoint,
     /// The client's body, a JSON object.
-    pub body: Arc<[u8]>,
+    pub body: Arc<Vec<u8>>,
     /// Whether the answer is streamed.
     pub stream: bool,
     /// The part of the answer that the client has already, if another engine began it.
@@ -78,6 +124,10 @@ pub struct WholeAnswer {
     pub body: Vec<u8>,
     /// Lengths, if the engine told them.
     pub usage: Option<EngineUsage>,
+    /// Number of its choices.
+    pub choices: u32,
+    /// Of them, those that ended because they reached their bound of tokens.
+    pub at_limit: u32,
 }
 
 /// An answer that comes in chunks.
@@ -100,6 +150,8 @@ pub struct EngineChunk {
     pub adds_other: bool,
     /// Whether it ends a choice.
     pub ends_choice: bool,
+    /// Whether that choice reached its bound of tokens.
+    pub at_limit: bool,
     /// Lengths, if it tells them.
     pub usage: Option<EngineUsage>,
     /// The `id` of the answer, as JSON; empty if the chunk has none.
@@ -129,7 +181,7 @@ pub struct EngineUsage {
 /// What is wrong when an engine gives no answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EngineFaultKind {
-    /// It cannot be reached, or its connection broke.
+    /// It cannot be reached.
     Unreachable,
     /// It has too much to do, or is not ready.
     Busy,
@@ -137,10 +189,27 @@ pub enum EngineFaultKind {
     Failed,
     /// What it says is not an answer to what it was asked.
     Malformed,
-    /// The answer ended before it was complete.
+    /// Its connection broke, or the answer ended before it was complete.
     Cut,
     /// An answer that another engine began cannot be continued by any.
     NotContinued,
+    /// It does not take requests of this kind.
+    NotTaken,
+}
+
+impl EngineFaultKind {
+    /// The kind's name in metrics.
+    pub fn name(self) -> &'static str {
+        match self {
+            EngineFaultKind::Unreachable => "unreachable",
+            EngineFaultKind::Busy => "busy",
+            EngineFaultKind::Failed => "failed",
+            EngineFaultKind::Malformed => "malformed",
+            EngineFaultKind::Cut => "cut",
+            EngineFaultKind::NotContinued => "not_continued",
+            EngineFaultKind::NotTaken => "not_taken",
+        }
+    }
 }
 
 /// Why an engine gives no answer.
@@ -210,4 +279,19 @@ pub trait OutsideEngine: Send + Sync {
     /// # Errors
     /// Why there is no answer; nothing of it has been passed on then.
     fn ask<'a>(&'a self, call: &'a EngineCall) -> EngineFuture<'a, Result<EngineAnswer, EngineFault>>;
+
+    /// Passes a body on, in which at most the model's name is replaced, and the answer back as it is.
+    /// Dropping the future, or the answer's body, cancels the request.
+    ///
+    /// # Errors
+    /// Why there is no answer. By default no such request is taken.
+    fn pass<'a>(
+        &'a self,
+        path: PassedPath,
+        body: &'a [u8],
+    ) -> EngineFuture<'a, Result<PassedAnswer, EngineFault>> {
+        let _ = body;
+        let detail = format!("it does not take {}", path.path());
+        Box::pin(async { Err(EngineFault::new(EngineFaultKind::NotTaken, detail)) })
+    }
 }

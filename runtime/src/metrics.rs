@@ -1,19 +1,31 @@
 //! Prometheus metrics: `mixfleet_<what>_<unit>`, in seconds and bytes, counters ending in `_total`.
 //!
+//! The names of vLLM that boards expect stand beside them (`metrics/vllm.rs`).
+//!
 //! The API records what a client observes, the engine what happens inside. Both hold a [`Metrics`], whose
 //! fields are handles on the same numbers. Callers read the clock.
 
+mod meter;
+mod vllm;
+
+pub(crate) use meter::Noted;
+
+use crate::request::FinishReason;
+use meter::Meter;
 use mixfleet_hal::cast::to_i64;
-use mixfleet_scheduler::batch::BatchLoad;
+use mixfleet_hal::outside::EngineFaultKind;
+use mixfleet_hal::units::Seconds;
+use mixfleet_scheduler::batch::{BatchLoad, RequestId};
 use mixfleet_scheduler::cost::Corrections;
+use mixfleet_scheduler::fleet::Action;
 use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue, LabelValueEncoder};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Metric, Registry, Unit};
-use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// Content type of [`Metrics::encode`], which Prometheus reads since 2.5.
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -99,13 +111,42 @@ pub struct PredictionLabels {
     pub kind: &'static str,
 }
 
+/// Label of metrics by class of requests.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct ClassLabels {
+    /// The service tier: `default`, `flex` or `priority`.
+    pub class: &'static str,
+}
+
+/// Label of [`Metrics::request_success`].
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct SuccessLabels {
+    /// `stop` or `length`.
+    pub finished_reason: &'static str,
+}
+
+/// Labels of [`Metrics::engine_faults`].
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct EngineFaultLabels {
+    /// The engine's name.
+    pub device: String,
+    /// `unreachable`, `busy`, `failed`, `malformed`, `cut`, `not_continued` or `not_taken`.
+    pub kind: &'static str,
+}
+
 /// A gauge with a fractional value.
 pub type FractionGauge = Gauge<f64, AtomicU64>;
+
+/// A counter of dollars.
+pub type UsdCounter = Counter<f64, AtomicU64>;
 
 /// Handles on all metrics of this process; clones share the numbers.
 #[derive(Clone, Debug)]
 pub struct Metrics {
     registry: Arc<Registry>,
+    /// The second names, once the model is known.
+    vllm: Arc<OnceLock<Registry>>,
+    meter: Arc<Mutex<Meter>>,
     /// `mixfleet_http_responses_total{route,status}`: responses begun, by the API.
     pub http_responses: Family<HttpLabels, Counter>,
     /// `mixfleet_http_refused_total{code}`: requests refused by the server for their origin or connection,
@@ -123,10 +164,13 @@ pub struct Metrics {
     /// `mixfleet_e2e_request_latency_seconds`: request received to answer complete, successes only, by
     /// the API.
     pub e2e_request_latency_s: Histogram,
-    /// `mixfleet_prompt_tokens_total`: prompt tokens of accepted requests, once per prompt, by the API.
-    pub prompt_tokens: Counter,
-    /// `mixfleet_generation_tokens_total`: tokens generated, by the API.
-    pub generation_tokens: Counter,
+    /// `mixfleet_prompt_tokens_total{class}`: prompt tokens of accepted requests, once per prompt, by the
+    /// API.
+    pub prompt_tokens: Family<ClassLabels, Counter>,
+    /// `mixfleet_generation_tokens_total{class}`: tokens generated, by the API.
+    pub generation_tokens: Family<ClassLabels, Counter>,
+    /// `vllm:request_success_total{finished_reason}`: choices answered in full, by the API.
+    pub request_success: Family<SuccessLabels, Counter>,
     /// `mixfleet_cached_tokens_total`: prompt tokens whose KV was reused, over engine requests that
     /// finished, by the API.
     pub cached_tokens: Counter,
@@ -136,6 +180,28 @@ pub struct Metrics {
     pub request_generation_tokens: Histogram,
     /// `mixfleet_request_queue_time_seconds`: engine request accepted to first scheduled, by the engine.
     pub request_queue_time_s: Histogram,
+    /// `mixfleet_request_prefill_time_seconds`: first scheduled (behind the gateway: placed) to first token,
+    /// where that was seen, per engine request.
+    pub request_prefill_time_s: Histogram,
+    /// `mixfleet_request_decode_time_seconds`: first token to the end, where both were seen, per engine
+    /// request.
+    pub request_decode_time_s: Histogram,
+    /// `mixfleet_predicted_time_to_first_token_seconds`: what was predicted at the placement of each request
+    /// whose first token was seen, from placement on.
+    pub predicted_ttft_s: Histogram,
+    /// `mixfleet_predicted_inter_token_latency_seconds`: the same of the mean time of a further token.
+    pub predicted_tbt_s: Histogram,
+    /// `mixfleet_prompt_usd_total{class}`: rent of devices for the prompts of requests that ended; a device's
+    /// rent is shared equally by the requests in work there.
+    pub prompt_usd: Family<ClassLabels, UsdCounter>,
+    /// `mixfleet_generation_usd_total{class}`: the same for their answers, from the first token on.
+    pub generation_usd: Family<ClassLabels, UsdCounter>,
+    /// `mixfleet_request_usd{class}`: both, per engine request that was answered in full.
+    pub request_usd: Family<ClassLabels, Histogram, fn() -> Histogram>,
+    /// `mixfleet_device_busy_usd_total{device}`: rent of a device while it had requests from here.
+    pub device_busy_usd: Family<DeviceLabels, UsdCounter>,
+    /// `mixfleet_device_idle_usd_total{device}`: its rent while it was up and had none.
+    pub device_idle_usd: Family<DeviceLabels, UsdCounter>,
     /// `mixfleet_instances`: instances that accept requests, by the engine.
     pub instances: Gauge,
     /// `mixfleet_serves`: 1 while some pair of instances can prefill and decode, else 0, by the engine.
@@ -145,6 +211,14 @@ pub struct Metrics {
     pub instances_silent: Counter,
     /// `mixfleet_worker_panics_total`: instances lost to a panic of their worker, by the engine.
     pub worker_panics: Counter,
+    /// `mixfleet_engine_faults_total{device,kind}`: requests that an engine of others did not answer, by kind
+    /// of fault, by the gateway.
+    pub engine_faults: Family<EngineFaultLabels, Counter>,
+    /// `mixfleet_engine_resting{device}`: 1 while an engine of others gets no requests because it failed
+    /// several in a row, by the gateway.
+    pub engine_resting: Family<DeviceLabels, Gauge>,
+    /// `mixfleet_engine_rests_total{device}`: number of such rests, by the gateway.
+    pub engine_rests: Family<DeviceLabels, Counter>,
     /// `mixfleet_requests_running{device}`: sequences in the running batch, by the engine.
     pub requests_running: Family<DeviceLabels, Gauge>,
     /// `mixfleet_requests_waiting{device}`: sequences accepted but not running, by the engine.
@@ -222,6 +296,10 @@ const LENGTH_TOKENS: [f64; 18] = [
     32768.0, 65536.0, 131072.0,
 ];
 
+/// Histogram bounds for the dollars of a request.
+const REQUEST_USD: [f64; 16] =
+    [1e-7, 3e-7, 1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0];
+
 impl Metrics {
     /// Registers all metrics under the prefix `mixfleet`.
     pub fn new() -> Self {
@@ -241,10 +319,38 @@ impl Metrics {
             request_prompt_tokens: lengths(to, "request_prompt_tokens", "Prompt length in tokens"),
             request_generation_tokens: lengths(to, "request_generation_tokens", "Answer length in tokens"),
             request_queue_time_s: seconds(to, "request_queue_time", "Accepted to scheduled", &LATENCY_S),
+            request_success: Family::default(),
+            request_prefill_time_s: seconds(
+                to,
+                "request_prefill_time",
+                "Scheduled to first token",
+                &LATENCY_S,
+            ),
+            request_decode_time_s: seconds(to, "request_decode_time", "First token to the end", &LATENCY_S),
+            predicted_ttft_s: seconds(
+                to,
+                "predicted_time_to_first_token",
+                "Predicted time from placement to first token",
+                &LATENCY_S,
+            ),
+            predicted_tbt_s: seconds(
+                to,
+                "predicted_inter_token_latency",
+                "Predicted mean time between two tokens",
+                &TOKEN_S,
+            ),
+            prompt_usd: plain(to, "prompt_usd", "Rent of devices for prompts"),
+            generation_usd: plain(to, "generation_usd", "Rent of devices for answers"),
+            request_usd: dollars(to, "request_usd", "Rent of devices for a request"),
+            device_busy_usd: plain(to, "device_busy_usd", "Rent of a device while it had requests"),
+            device_idle_usd: plain(to, "device_idle_usd", "Rent of a device while it had none"),
             instances: plain(to, "instances", "Instances that take requests"),
             serves: plain(to, "serves", "Whether some pair of instances can prefill and decode"),
             instances_silent: plain(to, "instances_silent", "Instances lost because they said nothing"),
             worker_panics: plain(to, "worker_panics", "Instances lost to a mistake in this program"),
+            engine_faults: plain(to, "engine_faults", "Requests that an engine did not answer"),
+            engine_resting: plain(to, "engine_resting", "Whether an engine rests because it fails"),
+            engine_rests: plain(to, "engine_rests", "Rests of an engine because it failed"),
             requests_running: plain(to, "requests_running", "Sequences in the running batch"),
             requests_waiting: plain(to, "requests_waiting", "Sequences accepted and not running"),
             kv_cache_usage: with_unit(to, "kv_cache_usage", Unit::Ratios, "KV pages referenced over all"),
@@ -284,15 +390,74 @@ impl Metrics {
             kv_tier_outages: plain(to, "kv_tier_outages", "Times that a disk below the device went out"),
             kv_tier_bad: plain(to, "kv_tier_bad", "KV blocks found damaged below the device"),
             registry: Arc::new(registry),
+            vllm: Arc::default(),
+            meter: Arc::default(),
         }
     }
 
     /// All metrics as OpenMetrics text.
     pub fn encode(&self) -> String {
+        use prometheus_client::encoding::text::{encode_eof, encode_registry};
         let mut text = String::new();
-        prometheus_client::encoding::text::encode(&mut text, &self.registry)
+        let registries = std::iter::once(&*self.registry).chain(self.vllm.get());
+        registries
+            .into_iter()
+            .try_for_each(|registry| encode_registry(&mut text, registry))
+            .and_then(|()| encode_eof(&mut text))
             .expect("a string takes all text");
         text
+    }
+
+    /// Gives the metrics that boards for vLLM expect those names too, for this model; the first call counts.
+    pub fn name_model(&self, model: &str) {
+        self.vllm.get_or_init(|| vllm::registry(self, model));
+        // what has not happened yet is 0 and not absent
+        for class in 0..3 {
+            let labels = ClassLabels::of(class);
+            drop(self.prompt_tokens.get_or_create(&labels));
+            drop(self.generation_tokens.get_or_create(&labels));
+        }
+        for finished_reason in ["stop", "length"] {
+            drop(self.request_success.get_or_create(&SuccessLabels { finished_reason }));
+        }
+    }
+
+    /// Shares out the rent of devices until now, so that what is idle is counted too.
+    pub fn settle(&self, now: Seconds) {
+        self.meter().settle(now, self);
+    }
+
+    /// Takes what an event told the fleet machine, and what it answered.
+    pub(crate) fn note(&self, now: Seconds, noted: Noted, actions: &[Action]) {
+        self.meter().note(now, noted, actions, self);
+    }
+
+    /// Work on a request begins.
+    pub(crate) fn request_began(&self, request: RequestId, now: Seconds) {
+        self.meter().began(request, now);
+    }
+
+    /// The time of a request's first token is only assumed.
+    pub(crate) fn guess_first_token(&self, request: RequestId) {
+        self.meter().guess(request);
+    }
+
+    /// Dollars that a request has cost since it was last placed.
+    pub(crate) fn usd(&self, request: RequestId, now: Seconds) -> Option<f64> {
+        self.meter().usd(request, now, self)
+    }
+
+    /// Counts choices that were answered in full.
+    pub(crate) fn succeeded(&self, reason: FinishReason, choices: u32) {
+        let finished_reason = match reason {
+            FinishReason::Length => "length",
+            _ => "stop",
+        };
+        self.request_success.get_or_create(&SuccessLabels { finished_reason }).inc_by(choices.into());
+    }
+
+    fn meter(&self) -> MutexGuard<'_, Meter> {
+        self.meter.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -325,6 +490,24 @@ impl Metrics {
 }
 
 impl Metrics {
+    /// Counts a request that an engine did not answer.
+    pub(crate) fn engine_failed(&self, engine: &str, kind: EngineFaultKind) {
+        let labels = EngineFaultLabels { device: engine.into(), kind: kind.name() };
+        self.engine_faults.get_or_create(&labels).inc();
+    }
+
+    /// Counts a rest of an engine.
+    pub(crate) fn engine_rested(&self, engine: &str) {
+        self.engine_rests.get_or_create(&DeviceLabels { device: engine.into() }).inc();
+    }
+
+    /// Records whether an engine rests.
+    pub(crate) fn engine_rests_now(&self, engine: &str, rests: bool) {
+        let labels = DeviceLabels { device: engine.into() };
+        self.engine_resting.get_or_create(&labels).set(rests.into());
+        drop(self.engine_rests.get_or_create(&labels));
+    }
+
     /// Records that nothing runs on a device, because it cannot be reached.
     pub(crate) fn unload(&self, device: &str) {
         let labels = DeviceLabels { device: device.into() };
@@ -355,6 +538,17 @@ fn with_unit<M: Metric + Clone + Default>(registry: &mut Registry, name: &str, u
 fn seconds(registry: &mut Registry, name: &str, help: &str, buckets: &[f64]) -> Histogram {
     let metric = Histogram::new(buckets.iter().copied());
     registry.register_with_unit(name, help, Unit::Seconds, metric.clone());
+    metric
+}
+
+fn dollars(
+    registry: &mut Registry,
+    name: &str,
+    help: &str,
+) -> Family<ClassLabels, Histogram, fn() -> Histogram> {
+    let metric: Family<_, _, fn() -> Histogram> =
+        Family::new_with_constructor(|| Histogram::new(REQUEST_USD));
+    registry.register(name, help, metric.clone());
     metric
 }
 

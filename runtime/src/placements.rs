@@ -1,14 +1,22 @@
 //! The most recent placement decisions with their explanations, for `/debug/placement`.
 
 use serde_json::Value;
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Explanations of placements by request id; the newest `capacity` are kept.
 #[derive(Debug)]
 pub struct Placements {
     capacity: usize,
-    entries: Mutex<VecDeque<Entry>>,
+    kept: Mutex<Kept>,
+}
+
+#[derive(Debug, Default)]
+struct Kept {
+    /// By number; the largest is the newest.
+    entries: BTreeMap<u64, Entry>,
+    numbers: HashMap<String, u64>,
+    next: u64,
 }
 
 #[derive(Debug)]
@@ -19,10 +27,16 @@ struct Entry {
     explanation: Option<Value>,
 }
 
+impl Kept {
+    fn get(&self, id: &str) -> Option<&Entry> {
+        self.entries.get(self.numbers.get(id)?)
+    }
+}
+
 impl Placements {
     /// Keeps the newest `capacity` explanations.
     pub fn new(capacity: usize) -> Self {
-        Placements { capacity, entries: Mutex::default() }
+        Placements { capacity, kept: Mutex::default() }
     }
 
     /// Sets the owner of a future engine request.
@@ -35,35 +49,57 @@ impl Placements {
         self.put(Entry { id: id.to_string(), owner: None, explanation: Some(explanation) });
     }
 
+    /// Adds what a request cost, in dollars, to what is shown of it.
+    pub(crate) fn cost(&self, id: &str, usd: f64) {
+        let mut kept = self.lock();
+        let Some(number) = kept.numbers.get(id).copied() else { return };
+        let known = kept.entries.get_mut(&number).and_then(|known| known.explanation.as_mut());
+        if let Some(explanation) = known {
+            explanation["cost_usd"] = usd.into();
+        }
+    }
+
+    /// What a response cost, all of its choices together, in dollars.
+    pub(crate) fn usd(&self, id: &str) -> Option<f64> {
+        let kept = self.lock();
+        let of = |entry: &Entry| entry.explanation.as_ref()?.get("cost_usd")?.as_f64();
+        let choices = (0..).map_while(|choice| kept.get(&format!("{id}-{choice}")));
+        kept.get(id).into_iter().chain(choices).filter_map(of).reduce(|a, b| a + b)
+    }
+
     fn put(&self, mut entry: Entry) {
-        let mut entries = self.lock();
-        if let Some(at) = entries.iter().position(|known| known.id == entry.id)
-            && let Some(known) = entries.remove(at)
+        let mut kept = self.lock();
+        let number = kept.next;
+        kept.next += 1;
+        if let Some(old) = kept.numbers.insert(entry.id.clone(), number)
+            && let Some(known) = kept.entries.remove(&old)
         {
             entry.owner = entry.owner.or(known.owner);
         }
-        entries.push_back(entry);
-        while entries.len() > self.capacity {
-            entries.pop_front();
+        kept.entries.insert(number, entry);
+        while kept.entries.len() > self.capacity {
+            if let Some((_, oldest)) = kept.entries.pop_first() {
+                kept.numbers.remove(&oldest.id);
+            }
         }
     }
 
     /// The explanation of an engine request, or of a response's first choice, if `shown` allows its owner.
     pub(crate) fn explain(&self, id: &str, shown: impl Fn(Option<&str>) -> bool) -> Option<Value> {
-        let entries = self.lock();
-        let find = |id: &str| entries.iter().find(|known| known.id == id && shown(known.owner.as_deref()));
+        let kept = self.lock();
+        let find = |id: &str| kept.get(id).filter(|known| shown(known.owner.as_deref()));
         find(id).or_else(|| find(&format!("{id}-0")))?.explanation.clone()
     }
 
     /// Ids of the explanations kept, newest first, of owners that `shown` allows.
     pub(crate) fn recent(&self, shown: impl Fn(Option<&str>) -> bool) -> Vec<String> {
-        let entries = self.lock();
-        let entries = entries.iter().rev().filter(|known| known.explanation.is_some());
+        let kept = self.lock();
+        let entries = kept.entries.values().rev().filter(|known| known.explanation.is_some());
         entries.filter(|known| shown(known.owner.as_deref())).map(|known| known.id.clone()).collect()
     }
 
-    fn lock(&self) -> MutexGuard<'_, VecDeque<Entry>> {
-        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Kept> {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -82,6 +118,9 @@ mod tests {
         assert_eq!(placements.explain("a", all), Some(3.into()));
         assert_eq!(placements.explain("c-0", all), Some(4.into()));
         assert_eq!(placements.explain("b-0", all), None);
+        placements.record("d", serde_json::json!({}));
+        placements.cost("d", 0.5);
+        assert_eq!((placements.usd("d"), placements.usd("c")), (Some(0.5), None));
     }
 
     #[test]

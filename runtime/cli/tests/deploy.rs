@@ -32,7 +32,8 @@ fn commands() -> Vec<(String, Vec<String>)> {
         (directory().join("compose.yaml"), "command:"),
     ] {
         let text = std::fs::read_to_string(&file).unwrap();
-        let ours = lists(&text, key).into_iter().filter(|list| list[0] != "etcd");
+        let ours =
+            lists(&text, key).into_iter().filter(|list| list[0] != "etcd" && !list[0].starts_with("--"));
         found.extend(ours.map(|list| (file.display().to_string(), list)));
     }
     found

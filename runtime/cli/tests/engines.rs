@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 /// A server in front of these engines, with the words given for each.
-fn gateway(engines: &[(&FakeEngine, &str, &str)], more: &[&str]) -> Server {
+pub(crate) fn gateway(engines: &[(&FakeEngine, &str, &str)], more: &[&str]) -> Server {
     let written: Vec<String> = engines
         .iter()
         .map(|(fake, kind, words)| format!("--worker-engine={kind}:{}{words}", fake.url()))
@@ -117,15 +117,11 @@ fn bodies_pass_to_engines_and_placement_is_explained_in_dollars() {
         "{explanation}"
     );
     assert_eq!(metric(&server, "mixfleet_instances "), 2.0);
-    assert_eq!(metric(&server, "mixfleet_generation_tokens_total "), 3.0);
+    assert_eq!(metric(&server, "mixfleet_generation_tokens_total{class=\"default\"} "), 3.0);
 }
 
 #[test]
 fn an_engine_that_fails_before_a_byte_is_replaced_and_nobody_notices() {
-    let (bad, good) = (FakeEngine::start("vllm", "m"), FakeEngine::start("vllm", "m"));
-    let server =
-        gateway(&[(&bad, "vllm", ",usd=0.1"), (&good, "vllm", ",usd=9")], &["--policy", "round-robin"]);
-    let measured = bad.asked().len();
     let say = |text: &str| Mood::Say(text.into());
     let nonsense = [
         Mood::Status(500, "{}".into()),
@@ -135,6 +131,10 @@ fn an_engine_that_fails_before_a_byte_is_replaced_and_nobody_notices() {
         Mood::EndAfter(0),
     ];
     for mood in nonsense {
+        let (bad, good) = (FakeEngine::start("vllm", "m"), FakeEngine::start("vllm", "m"));
+        let engines = [(&bad, "vllm", ",usd=0.1"), (&good, "vllm", ",usd=9")];
+        let server = gateway(&engines, &["--policy", "round-robin"]);
+        let measured = bad.asked().len();
         bad.set(mood.clone());
         for turn in 0..2 {
             let (status, answer) = server.post("/v1/chat/completions", &chat(4, false));
@@ -146,9 +146,87 @@ fn an_engine_that_fails_before_a_byte_is_replaced_and_nobody_notices() {
             let (status, body) = stream(&server, &chat(4, true));
             assert_eq!((status, streamed_text(&body)), (200, counted(4)), "{mood:?} {turn}");
         }
+        let tried = bad.asked().len() - measured;
+        assert!(tried >= 2, "{mood:?}: it was tried {tried} times");
     }
-    let tried = bad.asked().len() - measured;
-    assert!(tried >= 10, "it was tried {tried} times");
+}
+
+#[test]
+fn an_engine_that_fails_again_and_again_rests_and_that_is_shown() {
+    let (bad, good) = (FakeEngine::start("vllm", "m"), FakeEngine::start("llamacpp", "m"));
+    let engines = [(&bad, "vllm", ",usd=1"), (&good, "llamacpp", ",usd=1")];
+    let mut server = gateway(&engines, &["--policy", "round-robin"]);
+    bad.set(Mood::Status(500, "{}".into()));
+    let rests = format!("mixfleet_engine_resting{{device=\"vllm:{}\"}} ", bad.address);
+    let mut last = String::new();
+    while metric(&server, &rests) != 1.0 {
+        let (head, answer) = server.exchange("POST", "/v1/chat/completions", "", &chat(2, false).to_string());
+        assert!(answer.contains(&counted(2)), "{answer}");
+        last = head.lines().find_map(|line| line.strip_prefix("x-request-id: ")).unwrap().to_owned();
+    }
+    server.wait_for("fails again and again");
+    let (_, explanation) = server.call("GET", &format!("/debug/placement/{last}"), "", "");
+    let explanation: Value = serde_json::from_str(&explanation).unwrap();
+    assert_eq!(explanation["failed"], json!([format!("vllm:{}", bad.address)]), "{explanation}");
+    let cost = explanation["cost_usd"].as_f64().unwrap();
+    assert!(cost > 0.0 && cost < 0.1, "{explanation}");
+    bad.set(Mood::Well);
+    while metric(&server, &rests) != 0.0 {
+        assert_eq!(server.post("/v1/chat/completions", &chat(2, false)).0, 200);
+    }
+    server.wait_for("answers again");
+}
+
+#[test]
+fn embeddings_and_responses_pass_untouched_to_engines_that_take_them() {
+    let (without, with) = (FakeEngine::start("vllm", "m"), FakeEngine::start("llamacpp", "file.gguf"));
+    let engines = [(&without, "vllm", ",usd=1"), (&with, "llamacpp", ",usd=1,model=file.gguf")];
+    let mut server = gateway(&engines, &["--name", "m", "--policy", "round-robin"]);
+    without.set(Mood::Status(404, json!({"detail": "Not Found"}).to_string()));
+    let document = json!({"data": [{"embedding": [0.5, 1.0]}], "odd": 1});
+    with.set(Mood::Status(200, document.to_string()));
+    let mut body = json!({"model": "m", "input": ["a", {"deep": [1.5]}], "odd": null});
+    for path in ["/v1/embeddings", "/v1/responses"] {
+        for _ in 0..2 {
+            let (status, answer) = server.post(path, &body);
+            assert_eq!((status, answer), (200, document.clone()), "{path}");
+        }
+    }
+    body["model"] = json!("file.gguf");
+    let came = with
+        .shared
+        .came
+        .lock()
+        .unwrap()
+        .iter()
+        .filter(|came| came.path.ends_with("embeddings"))
+        .cloned()
+        .collect::<Vec<_>>();
+    assert!(
+        came.len() == 2 && came.iter().all(|came| came.body == body),
+        "only the model's name is another one"
+    );
+    // an engine's own refusal is the client's to see
+    with.set(Mood::Status(400, json!({"error": {"message": "no such input"}}).to_string()));
+    body["model"] = json!("m");
+    let (status, answer) = server.post("/v1/embeddings", &body);
+    assert_eq!((status, &answer["error"]["message"]), (400, &json!("no such input")));
+    with.set(Mood::Status(501, "{}".into()));
+    let (status, answer) = server.post("/v1/responses", &body);
+    assert_eq!(status, 404);
+    assert!(
+        answer["error"]["message"].as_str().unwrap().contains("no engine here answers /v1/responses"),
+        "{answer}"
+    );
+    body["model"] = json!("x");
+    assert_eq!(server.post("/v1/embeddings", &body).0, 404);
+    server.wait_for("request passed on");
+
+    let own = Server::start(&[]);
+    let (status, answer) = own.post("/v1/embeddings", &body);
+    assert!(status == 404 && answer.to_string().contains("--worker-engine"), "{answer}");
+    let (status, version) = own.call("GET", "/version", "", "");
+    assert_eq!((status, version), (200, json!({"version": env!("CARGO_PKG_VERSION")}).to_string()));
 }
 
 #[test]

@@ -1,5 +1,7 @@
 //! The binary from outside.
 
+mod api_page;
+mod board;
 mod checkpoints;
 mod common;
 mod compare;

@@ -14,7 +14,7 @@ use hyper::{Method, Response, StatusCode};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::outside::{
     BegunAnswer, EngineAnswer, EngineCall, EngineChunk, EngineFault, EngineFaultKind, EngineFuture,
-    EngineState, EngineStream, OutsideEngine, WholeAnswer,
+    EngineState, EngineStream, OutsideEngine, PassedAnswer, PassedBody, PassedPath,
 };
 use serde::Deserialize;
 use std::collections::VecDeque;
@@ -36,6 +36,14 @@ impl OutsideEngine for HttpEngine {
     fn ask<'a>(&'a self, call: &'a EngineCall) -> EngineFuture<'a, Result<EngineAnswer, EngineFault>> {
         Box::pin(self.answer(call))
     }
+
+    fn pass<'a>(
+        &'a self,
+        path: PassedPath,
+        body: &'a [u8],
+    ) -> EngineFuture<'a, Result<PassedAnswer, EngineFault>> {
+        Box::pin(self.pass_on(path, body))
+    }
 }
 
 #[derive(Deserialize)]
@@ -43,7 +51,49 @@ struct Tokens {
     tokens: Vec<u32>,
 }
 
+/// The rest of an answer that nobody here reads.
+struct PassedIncoming(Incoming);
+
+impl PassedBody for PassedIncoming {
+    fn next(&mut self) -> EngineFuture<'_, Option<Result<Vec<u8>, EngineFault>>> {
+        Box::pin(async move {
+            loop {
+                match self.0.frame().await? {
+                    Ok(frame) => {
+                        let Ok(piece) = frame.into_data() else { continue };
+                        return Some(Ok(piece.into()));
+                    }
+                    Err(error) => {
+                        let detail = format!("its answer broke off: {}", causes(&error));
+                        return Some(Err(EngineFault::new(EngineFaultKind::Cut, detail)));
+                    }
+                }
+            }
+        })
+    }
+}
+
 impl HttpEngine {
+    async fn pass_on(&self, path: PassedPath, body: &[u8]) -> Result<PassedAnswer, EngineFault> {
+        let body = match &self.model {
+            None => body.to_vec(),
+            Some(own) => {
+                let mut object = RawObject::parse(body).map_err(|error| {
+                    EngineFault::new(EngineFaultKind::Failed, format!("the body cannot be sent: {error}"))
+                })?;
+                object.set("model", own);
+                object.write()
+            }
+        };
+        let response = self.send(Method::POST, path.path(), body).await?;
+        let content_type = response.headers().get(CONTENT_TYPE).and_then(|value| value.to_str().ok());
+        Ok(PassedAnswer {
+            status: response.status().as_u16(),
+            content_type: content_type.map(str::to_owned),
+            body: Box::new(PassedIncoming(response.into_body())),
+        })
+    }
+
     async fn answer(&self, call: &EngineCall) -> Result<EngineAnswer, EngineFault> {
         let (prepared, begun) = self.prepare(call).await?;
         let PreparedBody { body, client_model, engine_model, usage_asked } = prepared;
@@ -71,8 +121,7 @@ impl HttpEngine {
             (false, false) => {
                 let text = read(response.into_body(), ANSWER_BYTES_MAX).await?;
                 let names = ModelNames { accepted: &accepted, client: &client_model };
-                let (body, usage) = chunk::whole(text, &names)?;
-                Ok(EngineAnswer::Whole(WholeAnswer { body, usage }))
+                Ok(EngineAnswer::Whole(chunk::whole(text, &names)?))
             }
             (asked, _) => {
                 let (asked, got) =

@@ -1,6 +1,7 @@
 //! Reads the envelope of an answer or of a chunk of one, and replaces values in it in place.
 
-use mixfleet_hal::outside::{EngineChunk, EngineFault, EngineFaultKind, EngineUsage};
+use mixfleet_hal::cast::to_u32;
+use mixfleet_hal::outside::{EngineChunk, EngineFault, EngineFaultKind, EngineUsage, WholeAnswer};
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 use serde_json::value::RawValue;
@@ -179,10 +180,7 @@ fn cut(reason: &str) -> EngineFault {
 }
 
 /// Reads a whole answer, and calls its model by the client's name.
-pub(crate) fn whole(
-    text: Vec<u8>,
-    names: &ModelNames<'_>,
-) -> Result<(Vec<u8>, Option<EngineUsage>), EngineFault> {
+pub(crate) fn whole(text: Vec<u8>, names: &ModelNames<'_>) -> Result<WholeAnswer, EngineFault> {
     let envelope = parse(&text, "its answer")?;
     let choices = envelope.choices.unwrap_or_default();
     if choices.is_empty() {
@@ -196,8 +194,10 @@ pub(crate) fn whole(
         }
     }
     let usage = usage(envelope.usage);
+    let at_limit = choices.iter().filter(|choice| choice.finish_reason.as_deref() == Some("length")).count();
+    let (choices, at_limit) = (to_u32(choices.len()), to_u32(at_limit));
     let edits: Vec<Edit> = model_edit(&text, envelope.model, names)?.into_iter().collect();
-    Ok((apply(text, edits), usage))
+    Ok(WholeAnswer { body: apply(text, edits), usage, choices, at_limit })
 }
 
 /// Reads a chunk, and makes of it what the client gets.
@@ -229,6 +229,7 @@ pub(crate) fn chunk(
                 return Err(cut(reason));
             }
             read.ends_choice = true;
+            read.at_limit = reason == "length";
         }
     }
     let mut edits: Vec<Edit> = model_edit(&text, envelope.model, names)?.into_iter().collect();
@@ -358,9 +359,9 @@ mod tests {
         let accepted = ["f.gguf".to_owned()];
         let names = ModelNames { accepted: &accepted, client: "m" };
         let text = r#"{"id":"a","model":"f.gguf","choices":[{"index":0,"message":{"content":"x"},"finish_reason":"stop"}],"usage":{"prompt_tokens":1,"completion_tokens":2}}"#;
-        let (body, usage) = whole(text.into(), &names).unwrap();
-        assert_eq!(String::from_utf8(body).unwrap(), text.replace("f.gguf", "m"));
-        assert_eq!(usage.unwrap().completion_tokens, 2);
+        let answer = whole(text.into(), &names).unwrap();
+        assert_eq!(String::from_utf8(answer.body).unwrap(), text.replace("f.gguf", "m"));
+        assert_eq!((answer.usage.unwrap().completion_tokens, answer.choices, answer.at_limit), (2, 1, 0));
         for wrong in [
             r#"{"model":"m","choices":[]}"#,
             r#"{"model":"m","choices":[{"index":0}]}"#,

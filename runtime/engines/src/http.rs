@@ -128,8 +128,11 @@ impl HttpEngine {
             EngineFault::new(EngineFaultKind::Failed, format!("its address cannot be used: {error}"))
         })?;
         self.client.request(request).await.map_err(|error| {
-            let cause = if error.is_connect() { "it cannot be reached" } else { "its connection broke" };
-            EngineFault::new(EngineFaultKind::Unreachable, format!("{cause}: {}", causes(&error)))
+            let (kind, cause) = match error.is_connect() {
+                true => (EngineFaultKind::Unreachable, "it cannot be reached"),
+                false => (EngineFaultKind::Cut, "its connection broke"),
+            };
+            EngineFault::new(kind, format!("{cause}: {}", causes(&error)))
         })
     }
 

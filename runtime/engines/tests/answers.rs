@@ -133,9 +133,9 @@ fn a_bad_answer_is_a_fault_and_never_an_answer() {
         (say(r#"{"model":"m","choices":[]}"#), Malformed, Cut),
         (say(&error), Failed, Failed),
         (Mood::WrongModel, Malformed, Malformed),
-        (Mood::CutAfter(2), EngineFaultKind::Unreachable, Cut),
-        (Mood::EndAfter(2), EngineFaultKind::Unreachable, Cut),
-        (Mood::ErrorAfter(2), EngineFaultKind::Unreachable, Failed),
+        (Mood::CutAfter(2), Cut, Cut),
+        (Mood::EndAfter(2), Cut, Cut),
+        (Mood::ErrorAfter(2), Cut, Failed),
     ] {
         fake.set(mood.clone());
         for (stream, expected) in [(false, whole), (true, streamed)] {

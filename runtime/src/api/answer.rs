@@ -156,8 +156,9 @@ impl Answer {
         };
         match &delta {
             Ok(Delta { finish: None, .. }) => {}
-            Ok(_) => {
+            Ok(Delta { finish: Some(reason), .. }) => {
                 *updates = None;
+                self.tally.finished(*reason, 1);
                 self.tally.choice_done(choice.generated, choice.cached);
                 if self.running.iter().all(|(_, updates)| updates.is_none()) {
                     self.tally.succeeded();

@@ -10,6 +10,8 @@ use super::Api;
 use super::errors::ApiError;
 use crate::budget::{BudgetError, HeldBytes, Party};
 
+/// Bytes for which room is made at once for a body that announces them.
+const ANNOUNCED_BYTES_MAX: usize = 1 << 20;
 /// Bytes of an oversized body that are read and discarded, as a multiple of the limit: a client that is still
 /// sending when the connection closes would lose the error that explains it.
 const DISCARD_FACTOR: usize = 4;
@@ -28,7 +30,9 @@ pub(crate) async fn read_json(
     if too_large && headers.contains_key(header::EXPECT) {
         return Err(ApiError::body_too_large(limit_bytes));
     }
-    let read = pin!(read(body.into_data_stream(), limit_bytes, api.bodies.holder(party)));
+    let room = announced.and_then(|bytes| bytes.try_into().ok()).unwrap_or(0).min(ANNOUNCED_BYTES_MAX);
+    let room = Vec::with_capacity(room.min(limit_bytes));
+    let read = pin!(read(body.into_data_stream(), limit_bytes, room, api.bodies.holder(party)));
     match select(read, api.env.sleep(api.limits.body_read_timeout)).await {
         Either::Left((result, _)) => result,
         Either::Right(_) => Err(ApiError::slow_body()),
@@ -38,9 +42,9 @@ pub(crate) async fn read_json(
 async fn read(
     mut stream: BodyDataStream,
     limit_bytes: usize,
+    mut collected: Vec<u8>,
     mut held: HeldBytes,
 ) -> Result<(Bytes, HeldBytes), ApiError> {
-    let mut collected = Vec::new();
     let mut total_bytes = 0;
     while let Some(piece) = stream.next().await {
         let piece = piece.map_err(|error| ApiError::body(format!("the body broke off: {error}")))?;

@@ -49,7 +49,12 @@ pub(crate) async fn respond(
     let stream = plan.parameters.stream;
     let with_logprobs = plan.logprobs.is_some();
     let requests = requests(api, &model, &plan, &id, (seat.tenant(), Seconds(arrived_s)))?;
-    let tally = Tally::new(api.metrics.clone(), api.env.clone(), plan.endpoint, id.clone(), arrived_s);
+    let tally = Tally::new(
+        api.counted(),
+        (plan.endpoint, plan.parameters.asked.tier.unwrap_or_default()),
+        id.clone(),
+        arrived_s,
+    );
     let answer = submit(&model, &plan, requests, tally, seat).await?;
     let mut response = match stream {
         Some(options) => sse::response(Stream::new(answer, head, options, model.text.clone())),

@@ -28,6 +28,7 @@ mod observe;
 mod origins;
 mod page;
 mod parameters;
+mod pass;
 mod refused;
 mod relay;
 mod routes;
@@ -240,9 +241,11 @@ impl Api {
 
     /// Starts to answer with `serving`; without effect once draining.
     pub fn ready(&self, serving: impl Into<Serving>) {
+        let serving = serving.into();
+        self.metrics.name_model(serving.described().0);
         let mut phase = self.lock();
         if !matches!(*phase, Phase::Draining) {
-            *phase = Phase::Ready(serving.into());
+            *phase = Phase::Ready(serving);
         }
     }
 
@@ -276,6 +279,11 @@ impl Api {
         };
         let permit = self.requests.clone().try_acquire_owned().map_err(full)?;
         Ok(Seat { _tenants: tenant.seat()?, tenant, _permit: permit })
+    }
+
+    /// Where a request is counted.
+    fn counted(&self) -> (Metrics, SharedEnv, Arc<Placements>) {
+        (self.metrics.clone(), self.env.clone(), self.placements.clone())
     }
 
     /// 128 random bits in hexadecimal.

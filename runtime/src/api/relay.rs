@@ -21,6 +21,7 @@ use super::tally::Tally;
 use super::{Api, Seat, body};
 use crate::budget::HeldBytes;
 use crate::gateway::{Gateway, Passage, RelayError, RelayOpening, RelayRequest, relay};
+use crate::request::FinishReason;
 use mixfleet_hal::cast::{to_i64, to_u32};
 use mixfleet_hal::outside::{EngineChunk, EngineEndpoint, EngineFault, EngineFaultKind};
 use mixfleet_hal::units::Seconds;
@@ -66,7 +67,7 @@ pub(super) async fn answer(
             Endpoint::Chat => EngineEndpoint::Chat,
             Endpoint::Completions => EngineEndpoint::Completions,
         },
-        body: Arc::from(&text[..]),
+        body: Arc::new(text.into()),
         stream: outline.stream,
         prompt_bytes: outline.prompt_bytes,
         prompt_ids: outline.prompt_ids,
@@ -75,12 +76,13 @@ pub(super) async fn answer(
         granted_tokens: tenant.max_tokens,
         hints: outline.hints.hints(Seconds(arrived_s), api.env.unix_time())?,
     };
-    drop(text);
-    let mut tally = Tally::new(api.metrics.clone(), api.env.clone(), endpoint, id.clone(), arrived_s);
+    let mut tally = Tally::new(api.counted(), (endpoint, wanted.hints.tier), id.clone(), arrived_s);
     tally.accepted(std::iter::empty(), 1);
     let mut response = match relay(&gateway, wanted).await {
         Ok(RelayOpening::Whole(answer)) => {
             tally.told(answer.usage.unwrap_or_default());
+            tally.finished(FinishReason::Length, answer.at_limit);
+            tally.finished(FinishReason::Stop, answer.choices.saturating_sub(answer.at_limit));
             tally.succeeded();
             json_response(StatusCode::OK, answer.body)
         }
@@ -107,7 +109,7 @@ pub(super) async fn answer(
     Ok(response)
 }
 
-fn failed(fault: &EngineFault) -> ApiError {
+pub(super) fn failed(fault: &EngineFault) -> ApiError {
     match fault.kind {
         EngineFaultKind::Busy => {
             let after = fault.retry_after.map_or(1, |after| after.as_secs());
@@ -143,7 +145,10 @@ fn outline(body: &[u8], endpoint: Endpoint, name: &str) -> Result<Outline, ApiEr
         choices: to_u32(fields.integer("n", 1..=128)?.unwrap_or(1)),
         max_tokens: max_tokens.map(to_u32),
         prompt_bytes: prompt.get().len(),
-        prompt_ids: ids(prompt)?,
+        prompt_ids: match endpoint {
+            Endpoint::Chat => None,
+            Endpoint::Completions => ids(prompt)?,
+        },
         hints: ParsedHints::parse(&mut fields)?,
     })
 }
@@ -209,6 +214,10 @@ impl RelayedStream {
             Some(Ok(chunk)) => {
                 if chunk.has_token() {
                     self.tally.token(0);
+                }
+                if chunk.ends_choice {
+                    let reason = if chunk.at_limit { FinishReason::Length } else { FinishReason::Stop };
+                    self.tally.finished(reason, 1);
                 }
                 Some(event(&chunk.data.unwrap_or_default()))
             }

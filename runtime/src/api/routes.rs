@@ -19,9 +19,10 @@ use super::fields::Fields;
 use super::generate::Plan;
 use super::observe::{document, exposition, is_open, live};
 use super::shapes::Endpoint;
-use super::{Api, Phase, ServedModel, Serving, body, chat, completions, generate, page, relay};
+use super::{Api, Phase, ServedModel, Serving, body, chat, completions, generate, page, pass, relay};
 use crate::budget::Party;
 use crate::metrics::HttpLabels;
+use mixfleet_hal::outside::PassedPath;
 
 const REQUEST_ID: &str = "x-request-id";
 const REQUEST_ID_BYTES_MAX: usize = 128;
@@ -36,6 +37,9 @@ impl Api {
             .route("/v1/models/{*name}", get(model))
             .route("/v1/completions", post(complete))
             .route("/v1/chat/completions", post(chat_complete))
+            .route("/v1/embeddings", post(embed))
+            .route("/v1/responses", post(respond))
+            .route("/version", get(version))
             .route("/debug/placement", get(placements))
             .route("/debug/placement/{id}", get(placement))
             .fallback(async || ApiError::not_found("there is nothing at this address"))
@@ -113,6 +117,7 @@ async fn health(State(api): State<Arc<Api>>) -> Response {
 }
 
 async fn metrics(State(api): State<Arc<Api>>) -> Response {
+    api.metrics.settle(api.env.now());
     exposition(&api.metrics)
 }
 
@@ -177,6 +182,28 @@ async fn chat_complete(
     body: Body,
 ) -> Result<Response, ApiError> {
     answer(&api, caller, Endpoint::Chat, &headers, body).await
+}
+
+async fn embed(
+    State(api): State<Arc<Api>>,
+    Extension(caller): Extension<TenantCaller>,
+    headers: HeaderMap,
+    body: Body,
+) -> Result<Response, ApiError> {
+    pass::answer(&api, caller, PassedPath::Embeddings, &headers, body).await
+}
+
+async fn respond(
+    State(api): State<Arc<Api>>,
+    Extension(caller): Extension<TenantCaller>,
+    headers: HeaderMap,
+    body: Body,
+) -> Result<Response, ApiError> {
+    pass::answer(&api, caller, PassedPath::Responses, &headers, body).await
+}
+
+async fn version() -> Response {
+    document(StatusCode::OK, &json!({ "version": env!("CARGO_PKG_VERSION") }))
 }
 
 async fn answer(

@@ -2,20 +2,27 @@
 
 use super::shapes::Endpoint;
 use crate::env::SharedEnv;
-use crate::metrics::{Metrics, RequestLabels, RequestOutcome};
+use crate::metrics::{ClassLabels, Metrics, RequestLabels, RequestOutcome};
+use crate::placements::Placements;
+use crate::request::{FinishReason, ServiceTier};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::outside::EngineUsage;
+use std::sync::Arc;
 
 /// Counts and times of a request so far. If it is dropped before an outcome is known, the client has left.
 pub(crate) struct Tally {
     metrics: Metrics,
     env: SharedEnv,
+    placements: Arc<Placements>,
     endpoint: Endpoint,
+    class: ClassLabels,
     id: String,
     arrived_s: f64,
     /// The time of the last token of each choice.
     last_token_s: Vec<Option<f64>>,
     first_token_s: Option<f64>,
+    prompt_tokens: u64,
+    cached_tokens: u64,
     tokens: u64,
     outcome: RequestOutcome,
 }
@@ -23,9 +30,8 @@ pub(crate) struct Tally {
 impl Tally {
     /// A request that arrived at `arrived_s` of the environment's clock.
     pub(crate) fn new(
-        metrics: Metrics,
-        env: SharedEnv,
-        endpoint: Endpoint,
+        (metrics, env, placements): (Metrics, SharedEnv, Arc<Placements>),
+        (endpoint, tier): (Endpoint, ServiceTier),
         id: String,
         arrived_s: f64,
     ) -> Self {
@@ -33,11 +39,15 @@ impl Tally {
         Tally {
             metrics,
             env,
+            placements,
             endpoint,
+            class: ClassLabels::of(tier as u32),
             id,
             arrived_s,
             last_token_s: Vec::new(),
             first_token_s: None,
+            prompt_tokens: 0,
+            cached_tokens: 0,
             tokens: 0,
             outcome,
         }
@@ -46,10 +56,13 @@ impl Tally {
     /// Records that the engine accepted the request.
     pub(crate) fn accepted(&mut self, prompt_tokens: impl Iterator<Item = u32>, choices: usize) {
         self.last_token_s = vec![None; choices];
-        for tokens in prompt_tokens {
-            self.metrics.prompt_tokens.inc_by(tokens.into());
-            self.metrics.request_prompt_tokens.observe(tokens.into());
-        }
+        prompt_tokens.for_each(|tokens| self.prompt(tokens));
+    }
+
+    fn prompt(&mut self, tokens: u32) {
+        self.prompt_tokens += u64::from(tokens);
+        self.metrics.prompt_tokens.get_or_create(&self.class).inc_by(tokens.into());
+        self.metrics.request_prompt_tokens.observe(tokens.into());
     }
 
     /// Records that the engine rejected the request.
@@ -66,23 +79,28 @@ impl Tally {
         }
         self.first_token_s.get_or_insert(now_s);
         self.tokens += 1;
-        self.metrics.generation_tokens.inc();
+        self.metrics.generation_tokens.get_or_create(&self.class).inc();
     }
 
     /// Records that a choice is complete.
     pub(crate) fn choice_done(&mut self, generated: u32, cached: Option<u32>) {
+        self.cached_tokens += u64::from(cached.unwrap_or(0));
         self.metrics.request_generation_tokens.observe(generated.into());
         self.metrics.cached_tokens.inc_by(cached.unwrap_or(0).into());
+    }
+
+    /// Records why choices ended that are complete.
+    pub(crate) fn finished(&mut self, reason: FinishReason, choices: u32) {
+        self.metrics.succeeded(reason, choices);
     }
 
     /// Records the lengths of a whole answer, of which this process did not see each token.
     pub(crate) fn told(&mut self, usage: EngineUsage) {
         let EngineUsage { prompt_tokens, completion_tokens, cached_tokens } = usage;
-        self.metrics.prompt_tokens.inc_by(prompt_tokens.into());
-        self.metrics.request_prompt_tokens.observe(prompt_tokens.into());
+        self.prompt(prompt_tokens);
         let unseen = u64::from(completion_tokens).saturating_sub(self.tokens);
         self.tokens += unseen;
-        self.metrics.generation_tokens.inc_by(unseen);
+        self.metrics.generation_tokens.get_or_create(&self.class).inc_by(unseen);
         self.choice_done(to_u32(self.tokens), cached_tokens);
     }
 
@@ -110,9 +128,13 @@ impl Drop for Tally {
             id = %self.id,
             endpoint = labels.endpoint,
             outcome = self.outcome.name(),
+            class = self.class.class,
+            prompt_tokens = self.prompt_tokens,
+            cached_tokens = self.cached_tokens,
             tokens = self.tokens,
             ttft_s = self.first_token_s.map(|first_s| first_s - self.arrived_s),
             took_s,
+            usd = self.placements.usd(&self.id),
             "request ended"
         );
     }

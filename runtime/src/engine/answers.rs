@@ -85,6 +85,10 @@ impl Coordinator {
             return;
         };
         let tracked = self.requests.remove(&request).expect("still there");
+        // before the client can ask for it
+        if let Some(usd) = self.metrics.usd(request, self.env.now()) {
+            self.placements.cost(&tracked.wanted.id, usd);
+        }
         tracked.tell(Update::Finished { reason });
         self.offer(request, &tracked);
         self.fleet_step(Event::Finished { request });

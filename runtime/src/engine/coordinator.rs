@@ -473,6 +473,7 @@ impl Coordinator {
             tracked.started = true;
             tracked.tell(Update::Started { cached_tokens: tokens_cached });
             self.metrics.request_queue_time_s.observe((now - tracked.placed_at).0);
+            self.metrics.request_began(request, now);
         }
     }
 

@@ -159,7 +159,7 @@ impl EngineParts {
         let (leave, left) = mpsc::channel(CLIENTS_LEAVING_MAX);
         let (tick, ticks) = mpsc::channel(1);
         let mut coordinator = Coordinator {
-            fleet: LoggedFleet::new(fleet, events),
+            fleet: LoggedFleet::new(fleet, events, metrics.clone()),
             instances: BTreeMap::new(),
             directory,
             identity,

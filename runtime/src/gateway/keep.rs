@@ -97,9 +97,10 @@ impl Gateway {
         let now = self.env.now();
         let mut state = self.lock();
         let seat = &mut state.seats[at];
-        (seat.instance, seat.context, seat.rests) = (Some(instance.clone()), context, false);
+        (seat.instance, seat.context, seat.rests) = (Some(instance), context, false);
         (seat.others, seat.others_seen) = (0, 0);
-        state.fleet.step(now, Event::InstanceUp(instance));
+        seat.breaker.restarted(now);
+        state.tell_role(now, at, Role::Auto);
         self.count_instances(&state);
         drop(state);
         self.members[at].up.send_replace(true);

@@ -6,12 +6,17 @@
 //!
 //! Absent: tokens, tokenizers, templates, vendors' fields, HTTP.
 
+mod breaker;
+#[cfg(test)]
+mod breaker_tests;
 mod calibrate;
 mod keep;
+mod pass;
 mod relay;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use pass::pass;
 pub(crate) use relay::{Passage, RelayError, RelayOpening, relay};
 
 use crate::engine::EngineConfig;
@@ -20,6 +25,7 @@ use crate::env::SharedEnv;
 use crate::metrics::Metrics;
 use crate::placements::Placements;
 use crate::request::{Deadline, Hints, ServiceTier};
+use breaker::Breaker;
 use mixfleet_hal::cast::{to_i64, to_u32, to_u64};
 use mixfleet_hal::outside::{
     EngineEndpoint, EngineFault, EngineFaultKind, EngineState, EngineUsage, OutsideEngine,
@@ -90,7 +96,7 @@ pub(crate) struct RelayRequest {
     /// The key of `/debug/placement/{id}` and of the log.
     pub(crate) id: String,
     pub(crate) endpoint: EngineEndpoint,
-    pub(crate) body: Arc<[u8]>,
+    pub(crate) body: Arc<Vec<u8>>,
     pub(crate) stream: bool,
     /// Length of the prompt's text.
     pub(crate) prompt_bytes: usize,
@@ -145,6 +151,8 @@ struct EngineSeat {
     context: u32,
     /// Whether it gets no work until it answers a probe.
     rests: bool,
+    /// Whether it gets none because it fails.
+    breaker: Breaker,
     /// Requests from here in work there.
     own: u32,
     /// Of them, those whose first token has come.
@@ -180,7 +188,7 @@ impl GatewayParts {
         let seats = specs.iter().map(|_| EngineSeat::default()).collect();
         let member = |spec| Member { spec, up: watch::Sender::new(false), look: Arc::default() };
         let state = Fleetwide {
-            fleet: LoggedFleet::new(fleet, events),
+            fleet: LoggedFleet::new(fleet, events, metrics.clone()),
             next: 0,
             tokens_per_byte: TOKENS_PER_BYTE,
             seats,
@@ -298,12 +306,21 @@ impl Gateway {
         };
         // The machine knows no engine to avoid: those that compute nothing are no candidates.
         avoided.iter().for_each(|&at| state.tell_role(now, at, Role::Kv));
-        let decided = state.fleet.step(now, Event::Arrived(arrival)).pop();
+        let resting = state.resting(now, avoided, false);
+        let mut decided = state.decide(now, arrival.clone(), &resting);
+        // No request is turned away for an engine's failures: without another one it gets what that one says.
+        if is_for_lack_of_engines(&decided) {
+            let resting = state.resting(now, avoided, true);
+            if !resting.is_empty() {
+                decided = state.decide(now, arrival, &resting);
+            }
+        }
         avoided.iter().for_each(|&at| state.tell_role(now, at, Role::Auto));
         let placed = match decided {
             Some(Action::Place { prefill, urgency, explanation, .. }) => {
                 let at = prefill.0 as usize;
                 state.seats[at].own += 1;
+                self.note_placed(&mut state, at, now, request);
                 let place = EnginePlace { at, due: urgency.due, ttft: explanation.ready_in() };
                 (Ok(place), explanation)
             }
@@ -314,7 +331,9 @@ impl Gateway {
         };
         drop(state);
         let (placed, explanation) = placed;
-        let value = serde_json::to_value(&explanation).expect("an explanation is plain data");
+        let mut value = serde_json::to_value(&explanation).expect("an explanation is plain data");
+        value["resting"] = self.resting_engines().into();
+        value["failed"] = avoided.iter().map(|&at| self.engine(at).name()).collect();
         self.placements.record(&wanted.id, value);
         if let (Ok(place), Some(terms)) =
             (&placed, explanation.chosen().and_then(|chosen| chosen.terms.as_ref()))
@@ -354,7 +373,9 @@ impl Gateway {
 
     /// Handles a fault of an engine: one that cannot be reached rests until it answers a probe.
     fn fault(&self, at: usize, id: &str, fault: &EngineFault) {
-        tracing::warn!(id, engine = self.engine(at).name(), kind = ?fault.kind, %fault, "an engine gave no answer");
+        let engine = self.engine(at).name();
+        tracing::warn!(id, engine, kind = ?fault.kind, %fault, "an engine gave no answer");
+        self.metrics.engine_failed(engine, fault.kind);
         if matches!(fault.kind, EngineFaultKind::Unreachable | EngineFaultKind::Cut) {
             let now = self.env.now();
             let mut state = self.lock();
@@ -378,7 +399,12 @@ impl Gateway {
     fn count_instances(&self, state: &Fleetwide) {
         let up = state.seats.iter().filter(|seat| seat.instance.is_some()).count();
         self.metrics.instances.set(to_i64(up));
-        self.metrics.serves.set(state.fleet.machine().can_serve().into());
+        let opened = |seat: &EngineSeat| seat.instance.is_some() && !seat.rests && seat.breaker.is_open();
+        let can_serve = state.fleet.machine().can_serve() || state.seats.iter().any(opened);
+        self.metrics.serves.set(can_serve.into());
+        for (at, seat) in state.seats.iter().enumerate() {
+            self.metrics.engine_rests_now(self.engine(at).name(), seat.breaker.is_open());
+        }
     }
 }
 
@@ -403,11 +429,24 @@ impl Fleetwide {
         self.seats.iter().enumerate().any(|(at, seat)| resting(seat) && !avoided.contains(&at))
     }
 
-    /// Gives an engine another role in the eyes of the machine; one that rests keeps computing nothing.
+    /// Has the machine place a request, for which engines that rest are candidates too.
+    fn decide(&mut self, now: Seconds, arrival: Arrival, resting: &[usize]) -> Option<Action> {
+        resting.iter().for_each(|&at| self.set_role(now, at, Role::Auto));
+        let decided = self.fleet.step(now, Event::Arrived(arrival)).pop();
+        resting.iter().for_each(|&at| self.tell_role(now, at, Role::Auto));
+        decided
+    }
+
+    /// Gives an engine another role in the eyes of the machine; one that rests keeps
+    /// computing nothing.
     fn tell_role(&mut self, now: Seconds, at: usize, role: Role) {
         let seat = &self.seats[at];
-        let Some(instance) = &seat.instance else { return };
-        let role = if seat.rests { Role::Kv } else { role };
+        let role = if seat.rests || seat.breaker.is_open() { Role::Kv } else { role };
+        self.set_role(now, at, role);
+    }
+
+    fn set_role(&mut self, now: Seconds, at: usize, role: Role) {
+        let Some(instance) = &self.seats[at].instance else { return };
         let instance = Instance { role, ..instance.clone() };
         self.fleet.step(now, Event::InstanceUp(instance));
     }
@@ -432,4 +471,13 @@ impl Fleetwide {
             self.fleet.step(now, Event::Others { instance: InstanceId(to_u32(at)), works });
         }
     }
+}
+
+/// Whether a request is turned away because no engine that gets requests could ever take it.
+fn is_for_lack_of_engines(decided: &Option<Action>) -> bool {
+    let reason = match decided {
+        Some(Action::Reject { reason, .. }) => reason,
+        _ => return false,
+    };
+    matches!(reason, RejectReason::NoInstance | RejectReason::TooLarge { .. })
 }

@@ -14,8 +14,9 @@ use mixfleet_scheduler::fleet::{Event, InstanceId};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Engines that are tried for one request: what fails on three may be the request's fault.
-const ATTEMPTS_MAX: usize = 3;
+/// Engines that may break off one request: what breaks so many may be the request's doing. Those that refuse
+/// or say that they failed are tried each once.
+const BREAKS_MAX: usize = 3;
 /// Time in which nothing comes of a stream that has begun, after which it is given up.
 const SILENCE_MAX: Duration = Duration::from_secs(60);
 /// The same before its first token; an engine that is down is noticed by its probe.
@@ -51,6 +52,10 @@ pub(crate) struct Passage {
     at: Option<usize>,
     /// Engines that failed it.
     avoided: Vec<usize>,
+    /// Of them, those that are at fault if another one answers it, and how they failed.
+    suspects: Vec<(usize, EngineFault)>,
+    /// How many of them broke it off.
+    breaks: usize,
     due: Seconds,
     ttft: Seconds,
     stream: Option<Box<dyn EngineStream>>,
@@ -63,6 +68,8 @@ pub(crate) struct Passage {
     chunks: u32,
     usage: Option<EngineUsage>,
     times: Times,
+    /// What it has cost, in dollars, if engines have prices.
+    usd: Option<f64>,
 }
 
 /// What is measured of an attempt.
@@ -71,6 +78,8 @@ struct Times {
     asked: Seconds,
     first: Option<Seconds>,
     last: Seconds,
+    /// Whether something of the answer came.
+    came: bool,
     /// Whether nothing else was at the engine until its first token.
     alone: bool,
     /// Sum over chunks of the answers that were in progress there.
@@ -93,6 +102,8 @@ pub(crate) async fn relay(gateway: &Arc<Gateway>, wanted: RelayRequest) -> Resul
         wanted,
         at: None,
         avoided: Vec::new(),
+        suspects: Vec::new(),
+        breaks: 0,
         due: place.due,
         ttft: Seconds::ZERO,
         stream: None,
@@ -102,12 +113,14 @@ pub(crate) async fn relay(gateway: &Arc<Gateway>, wanted: RelayRequest) -> Resul
         chunks: 0,
         usage: None,
         times: Times::default(),
+        usd: None,
     });
     passage.take_place(&place);
     loop {
         match passage.ask().await {
             Ok(EngineAnswer::Whole(answer)) => {
                 passage.usage = answer.usage;
+                passage.clear();
                 passage.finish();
                 return Ok(RelayOpening::Whole(answer));
             }
@@ -175,10 +188,7 @@ impl Passage {
             biased;
             chunk = stream.next() => chunk,
             () = gateway.lost(at) => Some(Err(lost())),
-            () = gateway.env.sleep(limit) => {
-                let detail = format!("nothing came for {} s", limit.as_secs());
-                Some(Err(EngineFault::new(EngineFaultKind::Cut, detail)))
-            }
+            () = gateway.env.sleep(limit) => Some(Err(silent(limit))),
         }
     }
 
@@ -188,6 +198,7 @@ impl Passage {
         let mut fault = fault;
         loop {
             if self.adds_other {
+                self.failed(&fault);
                 return Err(not_continued(&fault, "it is not text alone"));
             }
             match self.place_again(fault).await {
@@ -233,13 +244,16 @@ impl Passage {
         let mut prompt_done =
             gateway.env.sleep(Duration::try_from_secs_f64(self.ttft.0).unwrap_or(QUEUE_MAX));
         let mut is_waiting = !self.wanted.stream;
+        let mut too_late = gateway.env.sleep(QUEUE_MAX);
         loop {
             tokio::select! {
                 biased;
                 answer = &mut asked => return answer,
                 () = &mut lost_now => return Err(lost()),
+                () = &mut too_late => return Err(silent(QUEUE_MAX)),
                 () = &mut prompt_done, if is_waiting => {
                     is_waiting = false;
+                    gateway.metrics.guess_first_token(self.request);
                     self.first_token(at);
                 }
             }
@@ -248,12 +262,8 @@ impl Passage {
 
     /// Places the request again, on an engine that has not failed it.
     async fn place_again(&mut self, fault: EngineFault) -> Result<(), RelayError> {
-        if let Some(at) = self.at {
-            self.gateway.fault(at, &self.wanted.id, &fault);
-            self.avoided.push(at);
-        }
-        self.leave();
-        if fault.kind == EngineFaultKind::NotContinued || self.avoided.len() >= ATTEMPTS_MAX {
+        self.failed(&fault);
+        if fault.kind == EngineFaultKind::NotContinued || self.breaks >= BREAKS_MAX {
             return Err(RelayError::Failed(fault));
         }
         let gateway = self.gateway.clone();
@@ -270,6 +280,43 @@ impl Passage {
                 Err(RelayError::Rejected(Rejection::Overloaded { reason, retry_after_s: after }))
             }
             Err(_) => Err(RelayError::Failed(fault)),
+        }
+    }
+
+    /// Takes it from the engine that failed it.
+    fn failed(&mut self, fault: &EngineFault) {
+        if let Some(at) = self.at {
+            self.gateway.fault(at, &self.wanted.id, fault);
+            self.avoided.push(at);
+            self.breaks += usize::from(fault.kind == EngineFaultKind::Cut);
+            self.suspect(at, fault);
+            self.count_cost();
+        }
+        self.leave();
+    }
+
+    /// Takes an engine's failure as its own, or holds it until another one answers.
+    fn suspect(&mut self, at: usize, fault: &EngineFault) {
+        if fault.kind == EngineFaultKind::NotContinued
+            || self.gateway.note_failed_try(at, self.request, fault)
+        {
+            return;
+        }
+        if self.times.came {
+            self.gateway.note_failed(at, fault);
+        } else {
+            self.suspects.push((at, fault.clone()));
+        }
+    }
+
+    /// An engine answers: it is in order, and those that failed before it are not.
+    fn clear(&mut self) {
+        for (at, fault) in std::mem::take(&mut self.suspects) {
+            self.gateway.note_failed(at, &fault);
+        }
+        if let Some(at) = self.at.filter(|_| !self.times.came) {
+            self.times.came = true;
+            self.gateway.note_began(at, self.times.asked);
         }
     }
 
@@ -311,6 +358,7 @@ impl Passage {
             begun.text.push_str(&chunk.text);
         }
         let Some(at) = self.at.filter(|_| chunk.has_token()) else { return };
+        self.clear();
         self.chunks += 1;
         self.times.chunks += 1;
         let now = self.gateway.env.now();
@@ -338,6 +386,11 @@ impl Passage {
             if let Some((corrections, errors)) = learned {
                 self.gateway.metrics.learned(self.gateway.engine(at).name(), corrections, errors);
             }
+        }
+        self.gateway.note_answered(at);
+        self.count_cost();
+        if let Some(usd) = self.usd {
+            self.gateway.placements.cost(&self.wanted.id, usd);
         }
         self.gateway.tell(Event::Finished { request: self.request });
         self.leave();
@@ -367,6 +420,12 @@ impl Passage {
         all
     }
 
+    /// Adds what it cost at this engine.
+    fn count_cost(&mut self) {
+        let more = self.gateway.metrics.usd(self.request, self.gateway.env.now());
+        self.usd = more.map(|more| self.usd.unwrap_or(0.0) + more).or(self.usd);
+    }
+
     /// Takes it from its engine, if it has one.
     fn leave(&mut self) {
         let Some(at) = self.at.take() else { return };
@@ -376,6 +435,7 @@ impl Passage {
         let seat = &mut state.seats[at];
         seat.own -= 1;
         seat.decoding -= u32::from(self.times.first.is_some());
+        Gateway::note_left(&mut state, at, now, self.request);
         // without effect if it is finished
         state.fleet.step(now, Event::Cancelled { request: self.request });
     }
@@ -389,14 +449,18 @@ impl Drop for Passage {
 
 impl Gateway {
     /// Completes when the engine is not up any more.
-    async fn lost(&self, at: usize) {
+    pub(super) async fn lost(&self, at: usize) {
         let mut up = self.members[at].up.subscribe();
         let _ = up.wait_for(|up| !up).await;
     }
 }
 
 fn lost() -> EngineFault {
-    EngineFault::new(EngineFaultKind::Unreachable, "it does not answer any more")
+    EngineFault::new(EngineFaultKind::Cut, "it does not answer any more")
+}
+
+fn silent(time: Duration) -> EngineFault {
+    EngineFault::new(EngineFaultKind::Cut, format!("nothing came for {} s", time.as_secs()))
 }
 
 fn not_continued(fault: &EngineFault, why: &str) -> EngineFault {

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// What an engine does with requests.
 #[derive(Clone, Debug)]
-enum Habit {
+pub(super) enum Habit {
     /// It answers with so many tokens, each after this time.
     Answers(usize, f64),
     /// So many tokens come at once, and then nothing.
@@ -20,10 +20,10 @@ enum Habit {
     Faults(EngineFaultKind),
 }
 
-struct Scripted {
+pub(super) struct Scripted {
     name: String,
     env: Arc<SeededEnv>,
-    habit: Mutex<Habit>,
+    pub(super) habit: Mutex<Habit>,
     state: Mutex<Result<EngineState, EngineFault>>,
     asked: AtomicUsize,
     begun: Mutex<Vec<Option<String>>>,
@@ -52,7 +52,12 @@ impl OutsideEngine for Scripted {
                 EngineUsage { prompt_tokens: 10, completion_tokens: to_u32(tokens), cached_tokens: Some(0) };
             if !call.stream {
                 self.env.sleep(Duration::from_secs_f64(pace * tokens as f64)).await;
-                return Ok(EngineAnswer::Whole(WholeAnswer { body: b"{}".to_vec(), usage: Some(usage) }));
+                return Ok(EngineAnswer::Whole(WholeAnswer {
+                    body: b"{}".to_vec(),
+                    usage: Some(usage),
+                    choices: 1,
+                    at_limit: 1,
+                }));
             }
             let chunk = |text: &str| EngineChunk {
                 data: Some(text.into()),
@@ -99,7 +104,7 @@ fn told() -> EngineState {
 }
 
 /// A gateway with engines of these habits, all alike in cost.
-async fn gateway(env: &Arc<SeededEnv>, habits: &[Habit]) -> (Arc<Gateway>, Vec<Arc<Scripted>>) {
+pub(super) async fn gateway(env: &Arc<SeededEnv>, habits: &[Habit]) -> (Arc<Gateway>, Vec<Arc<Scripted>>) {
     let engine = |(at, habit): (usize, &Habit)| {
         Arc::new(Scripted {
             name: format!("e{at}"),
@@ -137,7 +142,7 @@ fn wanted(id: &str, stream: bool) -> RelayRequest {
     RelayRequest {
         id: id.into(),
         endpoint: EngineEndpoint::Chat,
-        body: Arc::from(&b"{}"[..]),
+        body: Arc::new(b"{}".to_vec()),
         stream,
         prompt_bytes: 40,
         prompt_ids: None,
@@ -148,8 +153,13 @@ fn wanted(id: &str, stream: bool) -> RelayRequest {
     }
 }
 
+/// How often each engine was asked.
+pub(super) fn asked(engines: &[Arc<Scripted>]) -> Vec<usize> {
+    engines.iter().map(|engine| engine.asked.load(Ordering::Relaxed)).collect()
+}
+
 /// The text of a streamed answer, and the fault that ends it.
-async fn streamed(gateway: &Arc<Gateway>, id: &str) -> (String, Option<EngineFault>) {
+pub(super) async fn streamed(gateway: &Arc<Gateway>, id: &str) -> (String, Option<EngineFault>) {
     let (mut passage, first) = match relay(gateway, wanted(id, true)).await {
         Ok(RelayOpening::Stream(passage, first)) => (passage, first),
         Ok(_) => panic!("not a stream"),
@@ -166,7 +176,7 @@ async fn streamed(gateway: &Arc<Gateway>, id: &str) -> (String, Option<EngineFau
     }
 }
 
-fn seeded<T: Send + 'static, F: Future<Output = T> + Send + 'static>(
+pub(super) fn seeded<T: Send + 'static, F: Future<Output = T> + Send + 'static>(
     main: impl FnOnce(Arc<SeededEnv>) -> F,
 ) -> T {
     let env = Arc::new(SeededEnv::new(1));
@@ -203,18 +213,19 @@ fn an_engine_that_is_lost_in_the_middle_is_replaced_before_it_is_silent_for_long
 }
 
 #[test]
-fn what_fails_everywhere_is_tried_three_times_and_then_told() {
-    seeded(async |env| {
-        let habits = vec![Habit::Faults(EngineFaultKind::Failed); 5];
-        let (gateway, engines) = gateway(&env, &habits).await;
-        let (_, fault) = streamed(&gateway, "a").await;
-        assert_eq!(fault.map(|fault| fault.kind), Some(EngineFaultKind::Failed));
-        let asked: Vec<usize> = engines.iter().map(|engine| engine.asked.load(Ordering::Relaxed)).collect();
-        assert_eq!((asked.iter().sum::<usize>(), asked.iter().max()), (3, Some(&1)), "{asked:?}");
-        // They failed one request, and others may do better there.
-        assert!(gateway.lock().fleet.machine().can_serve());
-        assert!(gateway.lock().fleet.machine().instances().all(|instance| instance.role == Role::Auto));
-    });
+fn what_fails_everywhere_is_tried_on_each_engine_and_what_breaks_them_on_three() {
+    for (kind, tries) in [(EngineFaultKind::Failed, 5), (EngineFaultKind::Cut, 3)] {
+        seeded(async move |env| {
+            let (gateway, engines) = gateway(&env, &vec![Habit::Faults(kind); 5]).await;
+            let (_, fault) = streamed(&gateway, "a").await;
+            assert_eq!(fault.map(|fault| fault.kind), Some(kind));
+            let asked = asked(&engines);
+            assert_eq!((asked.iter().sum::<usize>(), asked.iter().max()), (tries, Some(&1)), "{asked:?}");
+            // They failed one request, and others may do better there.
+            env.sleep(Duration::from_secs(3)).await;
+            assert!(gateway.lock().fleet.machine().instances().all(|instance| instance.role == Role::Auto));
+        });
+    }
 }
 
 #[test]

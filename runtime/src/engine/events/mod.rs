@@ -17,6 +17,7 @@ mod replay;
 pub use log::{EventLog, Writer};
 pub use replay::{Difference, Replay, ReplayError};
 
+use crate::metrics::{Metrics, Noted};
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::fleet::{Action, Event, Fleet, FleetConfig};
 use serde::{Deserialize, Serialize};
@@ -49,19 +50,20 @@ fn json(value: &impl Serialize) -> Vec<u8> {
     serde_json::to_vec(value).expect("plain data, in memory")
 }
 
-/// The fleet's machine, with a log of what it is told and answers where one is wanted.
+/// The fleet's machine, with a log of what it is told and answers where one is wanted, and what that costs.
 pub(crate) struct LoggedFleet {
     machine: Fleet,
     log: Option<EventLog>,
+    metrics: Metrics,
 }
 
 impl LoggedFleet {
-    pub(crate) fn new(config: FleetConfig, mut log: Option<EventLog>) -> Self {
+    pub(crate) fn new(config: FleetConfig, mut log: Option<EventLog>, metrics: Metrics) -> Self {
         if let Some(log) = &mut log {
             let (schema, version) = (SCHEMA.into(), env!("CARGO_PKG_VERSION").into());
             log.write(&Head { schema, version, fleet: Cow::Borrowed(&config) });
         }
-        LoggedFleet { machine: Fleet::new(config), log }
+        LoggedFleet { machine: Fleet::new(config), log, metrics }
     }
 
     /// The machine, to be asked.
@@ -73,7 +75,11 @@ impl LoggedFleet {
     pub(crate) fn step(&mut self, now: Seconds, event: Event) -> Vec<Action> {
         let mut actions = Vec::new();
         let logged = self.log.as_mut().map(|log| (log, event.clone()));
+        let noted = Noted::of(&event);
         self.machine.step(now, event, &mut actions);
+        if let Some(noted) = noted {
+            self.metrics.note(now, noted, &actions);
+        }
         if let Some((log, event)) = logged {
             log.write(&LoggedStep { now, event: &event, actions: &actions });
         }

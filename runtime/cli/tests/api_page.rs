@@ -1,0 +1,46 @@
+//! docs/api.md lists the addresses that are routed, and the fields that are read.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+fn read(file: &str) -> String {
+    std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(file)).unwrap()
+}
+
+/// Method and path of each route in the source, as in `.route("/live", get(live))`.
+fn routed() -> BTreeSet<(String, String)> {
+    let source = read("runtime/src/api/routes.rs");
+    let routes = source.split(".route(\"").skip(1).map(|rest| {
+        let (path, rest) = rest.split_once("\", ").expect("a path and a handler");
+        let (method, _) = rest.split_once('(').expect("a method");
+        let path = path.replace("{*name}", "{name}");
+        (method.to_uppercase(), path)
+    });
+    routes.collect()
+}
+
+#[test]
+fn the_page_lists_the_addresses_that_are_routed() {
+    let page = read("docs/api.md");
+    let rows = page.lines().filter_map(|line| line.strip_prefix("| `")?.split_once('`'));
+    let listed: BTreeSet<(String, String)> = rows
+        .filter_map(|(address, _)| address.split_once(" /"))
+        .map(|(method, path)| (method.to_owned(), format!("/{path}")))
+        .collect();
+    assert!(listed.len() > 8, "{listed:?}");
+    assert_eq!(listed, routed());
+}
+
+#[test]
+fn the_page_names_every_field_that_is_refused() {
+    let source = read("runtime/src/api/refused.rs");
+    let page = read("docs/api.md");
+    let fields =
+        source.lines().filter_map(|line| line.trim().strip_prefix("(\"")?.split_once("\", Neutral::"));
+    let mut count = 0;
+    for (field, _) in fields {
+        assert!(page.contains(&format!("`{field}`")), "docs/api.md does not say what is done with {field}");
+        count += 1;
+    }
+    assert!(count > 40, "{count}");
+}
