@@ -263,6 +263,57 @@ pub struct EngineModel {
     pub context: Option<u32>,
 }
 
+/// A change of what a part of an engine has in its KV cache, for instance that of one data-parallel rank.
+/// Only blocks on the device count whose KV follows from the model and the tokens alone.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum EngineKvChange {
+    /// Blocks are there, one behind the other. A block that was stored several times is there until it was
+    /// removed as often.
+    Stored {
+        /// The part.
+        part: u32,
+        /// The block before the first one; none at the beginning of a prompt. Where it is not known to be
+        /// there, nothing is known of these.
+        parent: Option<EngineBlock>,
+        /// The blocks.
+        blocks: Vec<EngineBlock>,
+        /// Their tokens, `block_tokens` for each block.
+        tokens: Vec<u32>,
+        /// Tokens of a block, at least 1.
+        block_tokens: u32,
+    },
+    /// Blocks are gone.
+    Removed {
+        /// The part.
+        part: u32,
+        /// The blocks.
+        blocks: Vec<EngineBlock>,
+    },
+    /// All blocks are gone.
+    Cleared {
+        /// The part.
+        part: u32,
+    },
+    /// Changes were missed: what is there is not known any more.
+    Lost {
+        /// The part.
+        part: u32,
+        /// What happened.
+        cause: String,
+    },
+}
+
+/// A name that an engine gives to a KV block and everything before it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct EngineBlock(pub u64);
+
+/// Follows what an engine has cached. Dropping it ends that.
+pub trait EngineKvFeed: Send {
+    /// The next changes, in order. Connections that break are opened again, so that this ends only when
+    /// there is a change.
+    fn next(&mut self) -> EngineFuture<'_, Vec<EngineKvChange>>;
+}
+
 /// An engine of others.
 pub trait OutsideEngine: Send + Sync {
     /// Kind and address for display, without keys; unique in a fleet.
@@ -273,6 +324,22 @@ pub trait OutsideEngine: Send + Sync {
     /// # Errors
     /// Why it cannot serve now.
     fn probe(&self) -> EngineFuture<'_, Result<EngineState, EngineFault>>;
+
+    /// Begins to follow what its KV cache holds.
+    ///
+    /// # Errors
+    /// Why it does not tell.
+    fn follow_kv(&self) -> EngineFuture<'_, Result<Box<dyn EngineKvFeed>, EngineFault>>;
+
+    /// The token ids of a request's prompt, by its own tokenizer and template; none if blocks that hold
+    /// other things than these tokens, such as images, would be reused for it.
+    ///
+    /// # Errors
+    /// Why it gives none.
+    fn prompt_tokens<'a>(
+        &'a self,
+        call: &'a EngineCall,
+    ) -> EngineFuture<'a, Result<Option<Vec<u32>>, EngineFault>>;
 
     /// Has a request answered. Dropping the future, or the stream in its answer, cancels the request.
     ///

@@ -1,40 +1,19 @@
-"""Two llama.cpp servers behind `mixfleet serve`; see ../engines.sh. Plain HTTP by the standard library."""
+"""Two llama.cpp servers behind `mixfleet serve`; see ../engines.sh."""
 
-import http.client
 import json
 import pathlib
 import signal
-import socket
 import statistics
 import subprocess
 import sys
 import threading
 import time
 
+from common import WAIT_S, Gateway, Stream, call, check, free_port
+
 HERE = pathlib.Path(__file__).parent
 TOKENS = 1500
 STREAMS = 6
-WAIT_S = 60
-
-
-def check(holds, what):
-    print(("ok      " if holds else "FAILED  ") + what, flush=True)
-    if not holds:
-        sys.exit(1)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def call(address, method, path, body=None):
-    connection = http.client.HTTPConnection(address, timeout=WAIT_S)
-    text = None if body is None else json.dumps(body)
-    connection.request(method, path, text, {"content-type": "application/json"})
-    response = connection.getresponse()
-    return response.status, dict(response.getheaders()), response.read().decode()
 
 
 class Engine:
@@ -58,65 +37,9 @@ class Engine:
         self.process.wait()
 
 
-class Gateway:
-    def __init__(self, program, engines):
-        command = [program, "serve", "--listen", "127.0.0.1:0", "--policy", "round-robin"]
-        command += [f"--worker-engine=llamacpp:http://{engine.address}" for engine in engines]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        self.log = []
-        for line in self.process.stderr:
-            self.log.append(line)
-            if "ready: http://" in line:
-                self.address = line.split("ready: http://")[1].strip().removesuffix("/v1")
-                threading.Thread(target=lambda: self.log.extend(self.process.stderr), daemon=True).start()
-                return
-        sys.exit("mixfleet serve does not start:\n" + "".join(self.log))
-
-    def metric(self, name):
-        text = call(self.address, "GET", "/metrics")[2]
-        values = [float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name)]
-        return sum(values)
-
-    def wait_for(self, name, value):
-        until = time.monotonic() + WAIT_S
-        while self.metric(name) != value and time.monotonic() < until:
-            time.sleep(0.1)
-        return self.metric(name) == value
-
-
 def chat(tokens, **more):
     messages = [{"role": "user", "content": "What is a fleet?"}]
     return {"model": "m", "messages": messages, "max_tokens": tokens, "temperature": 0.8, **more}
-
-
-class Stream(threading.Thread):
-    def __init__(self, address, body, started):
-        super().__init__(daemon=True)
-        self.address, self.body, self.started = address, body, started
-        self.text, self.finish, self.usage, self.done, self.ids, self.error = "", None, None, False, set(), None
-        self.start()
-
-    def run(self):
-        connection = http.client.HTTPConnection(self.address, timeout=WAIT_S)
-        connection.request("POST", "/v1/chat/completions", json.dumps(self.body), {"content-type": "application/json"})
-        response = connection.getresponse()
-        for line in response:
-            data = line.decode().strip().removeprefix("data: ")
-            if data == "[DONE]":
-                self.done = True
-            elif data:
-                chunk = json.loads(data)
-                if "error" in chunk:
-                    self.error = chunk["error"]["message"]
-                    break
-                self.ids.add(chunk["id"])
-                self.usage = chunk.get("usage") or self.usage
-                for choice in chunk["choices"]:
-                    self.text += choice["delta"].get("content") or ""
-                    self.finish = choice["finish_reason"] or self.finish
-                if self.text:
-                    self.started.release()
-        self.started.release()
 
 
 def characters_only(address):
@@ -142,7 +65,8 @@ def added_ms(direct, gateway):
 
 def main(program, model):
     engines = [Engine(model, free_port()) for _ in range(2)]
-    gateway = Gateway(program, engines)
+    words = [f"llamacpp:http://{engine.address}" for engine in engines]
+    gateway = Gateway(program, words, "--policy", "round-robin")
     try:
         run(engines, gateway, model)
     except BaseException:

@@ -3,7 +3,7 @@
 use crate::numbers::USD_PER_HOUR_MIN;
 use crate::{Usage, profiles};
 use anyhow::{Context, Result};
-use mixfleet_engines::{EngineAddress, EngineKind, HttpEngine};
+use mixfleet_engines::{EngineAddress, EngineKind, HttpEngine, KvEventsAt};
 use mixfleet_hal::catalog;
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::UsdPerHour;
@@ -33,6 +33,10 @@ pub(crate) struct WorkerEngine {
     profile: Option<PathBuf>,
     model: Option<String>,
     key_file: Option<PathBuf>,
+    /// Where its KV events come from, as its own configuration says; by default it is asked.
+    kv_events: Option<String>,
+    kv_replay: Option<String>,
+    kv_ranks: u32,
 }
 
 impl std::str::FromStr for WorkerEngine {
@@ -63,6 +67,9 @@ impl std::str::FromStr for WorkerEngine {
             profile: None,
             model: None,
             key_file: None,
+            kv_events: None,
+            kv_replay: None,
+            kv_ranks: 1,
         };
         for word in words {
             let (name, value) = word.split_once('=').ok_or_else(|| format!("'{word}' is not WORD=VALUE"))?;
@@ -75,8 +82,14 @@ impl std::str::FromStr for WorkerEngine {
                 "profile" => engine.profile = Some(value.into()),
                 "model" => engine.model = Some(value.to_owned()),
                 "key-file" => engine.key_file = Some(value.into()),
+                "kv-events" => engine.kv_events = Some(value.to_owned()),
+                "kv-replay" => engine.kv_replay = Some(value.to_owned()),
+                "kv-ranks" => {
+                    engine.kv_ranks =
+                        value.parse().map_err(|_| format!("'{value}' is no number of ranks"))?;
+                }
                 _ => {
-                    let known = "usd, part, tp, shape, stored, profile, model, key-file";
+                    let known = "usd, part, tp, shape, stored, profile, model, key-file, kv-events, kv-replay, kv-ranks";
                     return Err(format!("unknown word '{name}'; known: {known}"));
                 }
             }
@@ -88,6 +101,7 @@ impl std::str::FromStr for WorkerEngine {
         if is_known != engine.shape.is_some() {
             return Err("a prediction needs part or profile, and shape, the name of a known model".into());
         }
+        engine.kv_events_at()?;
         Ok(engine)
     }
 }
@@ -106,12 +120,26 @@ impl WorkerEngine {
     pub(crate) fn open(&self) -> Result<EngineSpec> {
         let key = self.key_file.as_deref().map(read_key).transpose()?;
         let engine = HttpEngine::new(self.kind, self.address.clone(), key.as_deref(), self.model.clone());
+        let engine = engine.map_err(Usage)?.with_kv_events(self.kv_events_at().map_err(Usage)?);
         Ok(EngineSpec {
-            engine: Arc::new(engine.map_err(Usage)?),
+            engine: Arc::new(engine),
             model: self.model.clone(),
             price: self.usd_per_hour.map(UsdPerHour),
             cost: self.cost()?,
         })
+    }
+
+    /// Where its KV events come from.
+    fn kv_events_at(&self) -> Result<KvEventsAt, String> {
+        match &self.kv_events {
+            Some(events) => {
+                KvEventsAt::given(self.address.host(), events, self.kv_replay.as_deref(), self.kv_ranks)
+            }
+            None if self.kv_replay.is_some() || self.kv_ranks != 1 => {
+                Err("kv-replay and kv-ranks go with kv-events".into())
+            }
+            None => Ok(KvEventsAt::Asked),
+        }
     }
 
     /// What predicts it; none if nothing is said of its parts.
@@ -166,6 +194,10 @@ mod tests {
         let spec = read("llamacpp:http://[::1]:8080,model=a.gguf").unwrap().open().unwrap();
         assert_eq!((spec.engine.name(), spec.model.as_deref()), ("llamacpp:[::1]:8080", Some("a.gguf")));
         assert!(spec.cost.is_none() && spec.price.is_none());
+        let told = read("vllm:http://h:1,kv-events=tcp://*:5557,kv-replay=tcp://*:5558").unwrap();
+        let expected = KvEventsAt::given("h", "tcp://*:5557", Some("tcp://*:5558"), 1);
+        assert_eq!(told.kv_events_at(), expected);
+        assert_eq!(read("vllm:http://h,kv-events=off").unwrap().kv_events_at(), Ok(KvEventsAt::Off));
     }
 
     #[test]
@@ -180,6 +212,9 @@ mod tests {
             ("vllm:http://h,usd=x", "no price"),
             ("vllm:http://h,colour=red", "unknown word 'colour'"),
             ("vllm:http://h,part=H100-SXM-80GB", "shape"),
+            ("vllm:http://h,kv-events=5557", "tcp://HOST:PORT"),
+            ("vllm:http://h,kv-replay=tcp://*:5558", "go with kv-events"),
+            ("vllm:http://h,kv-events=tcp://*:5557,kv-ranks=0", "kv-ranks"),
             ("vllm:http://h,shape=llama-3.1-8b", "part or profile"),
         ] {
             let error = read(text).unwrap_err();

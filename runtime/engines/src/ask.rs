@@ -14,7 +14,7 @@ use hyper::{Method, Response, StatusCode};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::outside::{
     BegunAnswer, EngineAnswer, EngineCall, EngineChunk, EngineFault, EngineFaultKind, EngineFuture,
-    EngineState, EngineStream, OutsideEngine, PassedAnswer, PassedBody, PassedPath,
+    EngineKvFeed, EngineState, EngineStream, OutsideEngine, PassedAnswer, PassedBody, PassedPath,
 };
 use serde::Deserialize;
 use std::collections::VecDeque;
@@ -33,6 +33,17 @@ impl OutsideEngine for HttpEngine {
         Box::pin(self.ask_state())
     }
 
+    fn follow_kv(&self) -> EngineFuture<'_, Result<Box<dyn EngineKvFeed>, EngineFault>> {
+        Box::pin(self.feed())
+    }
+
+    fn prompt_tokens<'a>(
+        &'a self,
+        call: &'a EngineCall,
+    ) -> EngineFuture<'a, Result<Option<Vec<u32>>, EngineFault>> {
+        Box::pin(self.read_prompt(call))
+    }
+
     fn ask<'a>(&'a self, call: &'a EngineCall) -> EngineFuture<'a, Result<EngineAnswer, EngineFault>> {
         Box::pin(self.answer(call))
     }
@@ -47,8 +58,8 @@ impl OutsideEngine for HttpEngine {
 }
 
 #[derive(Deserialize)]
-struct Tokens {
-    tokens: Vec<u32>,
+pub(crate) struct Tokens {
+    pub(crate) tokens: Vec<u32>,
 }
 
 /// The rest of an answer that nobody here reads.

@@ -1,6 +1,7 @@
 //! The connection to an engine: HTTP/1, with limits on what it may make this process wait for or hold.
 
 use crate::kind::EngineKind;
+use crate::kv_source::KvEventsAt;
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::{Bytes, Incoming};
 use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HeaderValue, RETRY_AFTER};
@@ -10,6 +11,7 @@ use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
 use mixfleet_hal::outside::{EngineFault, EngineFaultKind};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
@@ -49,16 +51,28 @@ impl std::str::FromStr for EngineAddress {
     }
 }
 
+impl EngineAddress {
+    /// The host, as it stands before a port.
+    pub fn host(&self) -> &str {
+        self.authority.host()
+    }
+}
+
 /// An engine that is reached over HTTP.
 pub struct HttpEngine {
     pub(crate) name: String,
     pub(crate) kind: EngineKind,
-    address: EngineAddress,
+    pub(crate) address: EngineAddress,
     authorization: Option<HeaderValue>,
     /// The engine's own name of the model, where that is not the one that clients use.
     pub(crate) model: Option<String>,
     /// Names by which it last said that it is asked.
     pub(crate) listed: Mutex<Vec<String>>,
+    /// Those that are adapters of another model, whose KV they do not share.
+    pub(crate) adapters: Mutex<Vec<String>>,
+    pub(crate) kv_events: KvEventsAt,
+    /// Whether it said that it does not tell token ids by the paths that are meant for that.
+    pub(crate) renders_not: AtomicBool,
     client: Client<HttpConnector, Full<Bytes>>,
 }
 
@@ -100,8 +114,17 @@ impl HttpEngine {
             address,
             model,
             listed: Mutex::default(),
+            adapters: Mutex::default(),
+            kv_events: KvEventsAt::default(),
+            renders_not: AtomicBool::new(false),
             client,
         })
+    }
+
+    /// The same engine, with what is known of where its KV events come from.
+    #[must_use]
+    pub fn with_kv_events(self, kv_events: KvEventsAt) -> Self {
+        HttpEngine { kv_events, ..self }
     }
 
     pub(crate) fn listed(&self) -> Vec<String> {

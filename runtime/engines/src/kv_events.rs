@@ -43,6 +43,8 @@ pub enum KvEvent {
         hashes: Vec<EngineHash>,
         /// Where they were, in the engine's word; none is its device.
         medium: Option<String>,
+        /// The group of layers whose KV they held; 0 if that is not told.
+        group: u32,
     },
     /// No block is there any more.
     Cleared,
@@ -65,8 +67,11 @@ pub struct StoredKv {
     pub medium: Option<String>,
     /// The LoRA adapter that computed them.
     pub lora: Option<String>,
-    /// Whether something beside tokens and adapter is in their hashes, such as images or a salt.
-    pub has_extra_keys: bool,
+    /// How many of the first ones have nothing beside tokens and adapter in their hashes, such as images or a
+    /// salt.
+    pub plain_blocks: usize,
+    /// The group of layers whose KV they hold; 0 if that is not told.
+    pub group: u32,
 }
 
 /// An engine's hash of a block and all before it.
@@ -104,7 +109,7 @@ impl KvEventBatch {
 }
 
 /// Names of fields in the order in which arrays have them, behind the type.
-const STORED: [&str; 8] = [
+const STORED: [&str; 10] = [
     "block_hashes",
     "parent_block_hash",
     "token_ids",
@@ -113,8 +118,13 @@ const STORED: [&str; 8] = [
     "medium",
     "lora_name",
     "extra_keys",
+    "group_idx",
+    "kv_cache_spec_kind",
 ];
-const REMOVED: [&str; 2] = ["block_hashes", "medium"];
+const REMOVED: [&str; 3] = ["block_hashes", "medium", "group_idx"];
+/// Kinds of layers that see all tokens before. What is stored of others says nothing of a prefix, and may be
+/// only some of its blocks.
+const SEE_ALL: [&str; 3] = ["full_attention", "mla_attention", "sink_full_attention"];
 
 impl KvEvent {
     fn read(event: Packed) -> Result<Self, String> {
@@ -134,16 +144,30 @@ impl KvEvent {
         };
         let Some(Packed::Text(kind)) = kind else { return Err("an event does not say what it is".into()) };
         match kind.as_str() {
-            "BlockStored" => Ok(KvEvent::Stored(StoredKv::read(&mut fields)?)),
+            "BlockStored" => {
+                let layers = fields.take("kv_cache_spec_kind", &STORED).and_then(Packed::text);
+                match layers.filter(|layers| !SEE_ALL.contains(&layers.as_str())) {
+                    Some(layers) => Ok(KvEvent::Other(short(&layers))),
+                    None => Ok(KvEvent::Stored(StoredKv::read(&mut fields)?)),
+                }
+            }
             "BlockRemoved" => {
                 let hashes = hashes(fields.take("block_hashes", &REMOVED))?;
                 let medium = fields.take("medium", &REMOVED).and_then(Packed::text);
-                Ok(KvEvent::Removed { hashes, medium })
+                Ok(KvEvent::Removed { hashes, medium, group: group(fields.take("group_idx", &REMOVED)) })
             }
             "AllBlocksCleared" => Ok(KvEvent::Cleared),
-            _ => Ok(KvEvent::Other(kind.chars().take(64).collect())),
+            _ => Ok(KvEvent::Other(short(&kind))),
         }
     }
+}
+
+fn short(name: &str) -> String {
+    name.chars().take(64).collect()
+}
+
+fn group(value: Option<Packed>) -> u32 {
+    value.and_then(Packed::unsigned).and_then(|group| u32::try_from(group).ok()).unwrap_or(0)
 }
 
 impl StoredKv {
@@ -170,13 +194,16 @@ impl StoredKv {
         let lora_id = take("lora_id").and_then(Packed::unsigned).map(|id| id.to_string());
         let medium = take("medium").and_then(Packed::text);
         let lora = take("lora_name").and_then(Packed::text).or(lora_id);
-        let has_extra_keys = match take("extra_keys") {
-            Some(Packed::List(keys)) => keys.iter().any(|key| *key != Packed::Nothing),
-            None | Some(Packed::Nothing) => false,
-            Some(_) => true,
+        let plain_blocks = match take("extra_keys") {
+            Some(Packed::List(keys)) => {
+                keys.iter().position(|key| *key != Packed::Nothing).unwrap_or(hashes.len()).min(hashes.len())
+            }
+            None | Some(Packed::Nothing) => hashes.len(),
+            Some(_) => 0,
         };
+        let group = group(take("group_idx"));
         let block_tokens = u32::try_from(size).map_err(|error| error.to_string())?;
-        Ok(StoredKv { hashes, parent, token_ids, block_tokens, medium, lora, has_extra_keys })
+        Ok(StoredKv { hashes, parent, token_ids, block_tokens, medium, lora, plain_blocks, group })
     }
 }
 
@@ -317,40 +344,6 @@ impl<'de> Deserialize<'de> for Packed {
     }
 }
 
-/// The order of the batches of one rank: what was missed is noticed by their numbers.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct KvEventOrder {
-    next: u64,
-}
-
-/// What a batch's number says.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum KvEventGap {
-    /// It is the next one.
-    None,
-    /// It is one that was there already.
-    Repeated,
-    /// Those from this number on are missing before it: they are to be replayed, or all blocks forgotten.
-    MissingFrom(u64),
-}
-
-impl KvEventOrder {
-    /// Takes note of batch number `sequence`; the first one of an engine has the number 0.
-    pub fn note(&mut self, sequence: u64) -> KvEventGap {
-        let expected = self.next;
-        if sequence < expected {
-            return KvEventGap::Repeated;
-        }
-        self.next = sequence.saturating_add(1);
-        if sequence == expected { KvEventGap::None } else { KvEventGap::MissingFrom(expected) }
-    }
-
-    /// Begins anew, with an engine that was started anew.
-    pub fn restart(&mut self) {
-        self.next = 0;
-    }
-}
-
 /// Reads the three frames of a message: its number and payload.
 ///
 /// # Errors
@@ -385,7 +378,8 @@ mod tests {
             block_tokens: 2,
             medium: Some("GPU".into()),
             lora: None,
-            has_extra_keys: false,
+            plain_blocks: 2,
+            group: 0,
         }
     }
 
@@ -412,15 +406,20 @@ mod tests {
         let bare = StoredKv { parent: None, medium: None, ..stored() };
         assert_eq!(event(short), Ok(KvEvent::Stored(bare.clone())));
         let lora = json!({"type": "BlockStored", "block_hashes": [7, -1], "token_ids": [1, 2, 3, 4], "block_size": 2,
-            "lora_id": 3, "lora_name": "fr", "extra_keys": [null, ["salt"]]});
-        let of_lora = StoredKv { lora: Some("fr".into()), has_extra_keys: true, ..bare };
+            "lora_id": 3, "lora_name": "fr", "extra_keys": [null, ["salt"]], "kv_cache_spec_kind": "mla_attention"});
+        let of_lora = StoredKv { lora: Some("fr".into()), plain_blocks: 1, ..bare };
         assert_eq!(event(lora), Ok(KvEvent::Stored(of_lora)));
-        let removed = KvEvent::Removed { hashes: vec![EngineHash::Number(9)], medium: Some("CPU".into()) };
+        let removed =
+            KvEvent::Removed { hashes: vec![EngineHash::Number(9)], medium: Some("CPU".into()), group: 1 };
         assert_eq!(
-            event(json!({"type": "BlockRemoved", "block_hashes": [9], "medium": "CPU"})),
+            event(json!({"type": "BlockRemoved", "block_hashes": [9], "medium": "CPU", "group_idx": 1})),
             Ok(removed.clone())
         );
-        assert_eq!(event(json!(["BlockRemoved", [9], "CPU"])), Ok(removed));
+        assert_eq!(event(json!(["BlockRemoved", [9], "CPU", 1])), Ok(removed));
+        // layers with a window store only some blocks
+        let window = json!({"type": "BlockStored", "block_hashes": [7], "token_ids": [1, 2, 3, 4], "block_size": 2,
+            "kv_cache_spec_kind": "sliding_window"});
+        assert_eq!(event(window), Ok(KvEvent::Other("sliding_window".into())));
         for cleared in
             [json!({"type": "AllBlocksCleared"}), json!(["AllBlocksCleared"]), json!("AllBlocksCleared")]
         {
@@ -439,7 +438,10 @@ mod tests {
         payload.extend_from_slice(&[0x91, 0xc4, 2, 0xab, 0xcd]);
         let batch = KvEventBatch::decode(&payload).unwrap();
         let hashes = vec![EngineHash::Bytes([0xab, 0xcd].into())];
-        assert_eq!((batch.rank, batch.events), (None, vec![KvEvent::Removed { hashes, medium: None }]));
+        assert_eq!(
+            (batch.rank, batch.events),
+            (None, vec![KvEvent::Removed { hashes, medium: None, group: 0 }])
+        );
     }
 
     #[test]
@@ -463,16 +465,6 @@ mod tests {
         assert!(KvEventBatch::decode(&deep).is_err());
         // a list that says that it has 4 billion elements
         assert!(KvEventBatch::decode(&[0xdd, 0xff, 0xff, 0xff, 0xff]).is_err());
-    }
-
-    #[test]
-    fn missing_batches_are_noticed() {
-        let mut order = KvEventOrder::default();
-        let noted = [0, 1, 1, 5, 3, 6].map(|number| order.note(number));
-        use KvEventGap::{MissingFrom, None, Repeated};
-        assert_eq!(noted, [None, None, Repeated, MissingFrom(2), Repeated, None]);
-        order.restart();
-        assert_eq!([order.note(0), order.note(u64::MAX), order.note(3)], [None, MissingFrom(1), Repeated]);
     }
 
     #[test]
@@ -501,13 +493,14 @@ mod tests {
             };
             let batch = KvEventBatch::decode(&packed(&json!([2.0, [written], rank]))).unwrap();
             let expected = StoredKv {
+                plain_blocks: hashes.len(),
+                group: 0,
                 hashes: hashes.into_iter().map(EngineHash::Number).collect(),
                 parent: parent.map(EngineHash::Number),
                 token_ids: tokens,
                 block_tokens: block,
                 medium: None,
                 lora: None,
-                has_extra_keys: false,
             };
             prop_assert_eq!(batch, KvEventBatch { sent_at_s: 2.0, events: vec![KvEvent::Stored(expected)], rank });
         }

@@ -3,7 +3,9 @@
 //! [`HttpEngine`] is an [`OutsideEngine`](mixfleet_hal::outside::OutsideEngine). A client's body goes to the
 //! engine as it is, but for the few fields that must differ there (`body`, `continued`). What comes back is
 //! checked to be an answer, cut into events (`sse`), and passed on; of an event only the envelope is read
-//! (`chunk`). [`EngineKind`] has what the kinds do not have in common.
+//! (`chunk`). What an engine has cached is followed by its KV events (`kv_follow`), over a connection of our
+//! own (`zmtp`), and `prompt` has it say the token ids of a request. [`EngineKind`] has what the kinds do not
+//! have in common.
 //!
 //! Absent: placement, retries, knowledge of clients, clocks other than limits on waiting for an engine.
 
@@ -20,10 +22,15 @@ mod continued;
 mod http;
 mod kind;
 pub mod kv_events;
+mod kv_follow;
+mod kv_source;
 mod metrics;
 mod object;
 mod probe;
+mod prompt;
 mod sse;
+mod zmtp;
 
 pub use http::{EngineAddress, HttpEngine};
 pub use kind::EngineKind;
+pub use kv_source::{KvEventsAt, KvSource};

@@ -25,6 +25,8 @@ struct Model {
     /// vLLM's.
     max_model_len: Option<u32>,
     meta: Option<ModelFacts>,
+    /// The model that this one is an adapter of, at vLLM.
+    parent: Option<String>,
 }
 
 /// llama.cpp's.
@@ -85,6 +87,9 @@ impl HttpEngine {
             let detail = format!("/v1/models (status {}) lists no model", status.as_u16());
             return Err(EngineFault::new(EngineFaultKind::Malformed, detail));
         };
+        let adapters = data.iter().filter(|model| model.parent.is_some()).take(MODELS_MAX);
+        let adapters = adapters.map(|model| model.id.clone()).collect();
+        *self.adapters.lock().unwrap_or_else(PoisonError::into_inner) = adapters;
         let named = data.into_iter().take(MODELS_MAX).flat_map(|model| {
             let context = model.max_model_len.or(model.meta.and_then(|meta| meta.n_ctx));
             let others = model.aliases.into_iter().filter(|alias| *alias != model.id).collect::<Vec<_>>();

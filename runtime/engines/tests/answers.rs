@@ -77,6 +77,40 @@ fn an_engine_tells_of_itself() {
 }
 
 #[test]
+fn an_engine_says_the_ids_of_prompts_that_are_text_alone() {
+    let fake = FakeEngine::start("vllm", "own");
+    let asked = |body: Value, endpoint| {
+        run(engine(EngineKind::Vllm, &fake, Some("own")).prompt_tokens(&call(&body, endpoint)))
+    };
+    let completion = |body: Value| asked(body, EngineEndpoint::Completions);
+    assert_eq!(completion(json!({"model": "m", "prompt": "a b c", "odd": 7})), Ok(Some(vec![0, 1, 2])));
+    let came = fake.shared.came.lock().unwrap().clone();
+    let paths: Vec<&str> = came.iter().map(|came| came.path.as_str()).collect();
+    assert_eq!(paths, ["/v1/completions/render", "/tokenize"]);
+    assert_eq!((&came[0].body["odd"], &came[0].body["model"]), (&json!(7), &json!("own")));
+    assert_eq!(came[1].body, json!({"model": "own", "prompt": "a b c"}));
+    assert_eq!(completion(json!({"model": "m", "prompt": [5, 6]})), Ok(Some(vec![5, 6])));
+    for other in [
+        json!({"model": "m", "prompt": ["a", "b"]}),
+        json!({"model": "m", "prompt": "a", "cache_salt": "s"}),
+        json!({"model": "m"}),
+    ] {
+        assert_eq!(completion(other), Ok(None));
+    }
+    let image = json!([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]);
+    assert_eq!(asked(json!({"model": "m", "messages": image}), EngineEndpoint::Chat), Ok(None));
+    // an adapter's KV is not that of the tokens alone
+    let engine = engine(EngineKind::Vllm, &fake, None);
+    *fake.shared.parent.lock().unwrap() = json!("base");
+    let body = json!({"model": "own", "prompt": "a"});
+    let ids = run(async {
+        engine.probe().await.unwrap();
+        engine.prompt_tokens(&call(&body, EngineEndpoint::Completions)).await
+    });
+    assert_eq!(ids, Ok(None));
+}
+
+#[test]
 fn bodies_and_answers_pass_through() {
     let fake = FakeEngine::start("llamacpp", "file.gguf");
     let engine = engine(EngineKind::LlamaCpp, &fake, Some("file.gguf"));

@@ -53,6 +53,8 @@ pub(crate) struct FakeState {
     pub(crate) queue: Mutex<(u32, u32)>,
     /// Time before each word.
     pub(crate) pace: Mutex<Duration>,
+    /// The model that its own is an adapter of.
+    pub(crate) parent: Mutex<Value>,
     open: Mutex<Vec<TcpStream>>,
 }
 
@@ -74,6 +76,7 @@ impl FakeEngine {
             dead: Mutex::new(false),
             queue: Mutex::new((0, 0)),
             pace: Mutex::new(Duration::ZERO),
+            parent: Mutex::default(),
             open: Mutex::default(),
         });
         let of_thread = shared.clone();
@@ -147,9 +150,12 @@ fn serve(shared: &FakeState, mut stream: TcpStream) -> std::io::Result<()> {
         shared.came.lock().unwrap().push(came);
         match path.as_str() {
             "/health" => document(&mut stream, 200, "{}")?,
+            "/kv_event_sources" => document(&mut stream, 404, "{}")?,
+            path if path.ends_with("/render") => document(&mut stream, 403, "{}")?,
             "/version" => document(&mut stream, 200, r#"{"version":"0.32.0"}"#)?,
             "/v1/models" => {
-                let model = json!({"id": shared.model, "max_model_len": 4096, "meta": {"n_ctx": 512}});
+                let parent = shared.parent.lock().unwrap().clone();
+                let model = json!({"id": shared.model, "max_model_len": 4096, "meta": {"n_ctx": 512}, "parent": parent});
                 document(&mut stream, 200, &json!({"object": "list", "data": [model]}).to_string())?;
             }
             "/props" => {

@@ -2,3 +2,6 @@
 
 mod answers;
 mod fake;
+mod kv_follow;
+mod publisher;
+mod recorded;

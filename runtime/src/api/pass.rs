@@ -50,6 +50,7 @@ pub(super) async fn answer(
         body: Arc::new(text.into()),
         stream: false,
         prompt_ids: None,
+        chains: Vec::new(),
         choices: 1,
         max_tokens: Some(1),
         granted_tokens: None,

@@ -71,6 +71,7 @@ pub(super) async fn answer(
         stream: outline.stream,
         prompt_bytes: outline.prompt_bytes,
         prompt_ids: outline.prompt_ids,
+        chains: Vec::new(),
         choices: outline.choices,
         max_tokens: outline.max_tokens,
         granted_tokens: tenant.max_tokens,

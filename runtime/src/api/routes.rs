@@ -42,6 +42,7 @@ impl Api {
             .route("/version", get(version))
             .route("/debug/placement", get(placements))
             .route("/debug/placement/{id}", get(placement))
+            .route("/debug/kv", get(caches))
             .fallback(async || ApiError::not_found("there is nothing at this address"))
             .method_not_allowed_fallback(async || ApiError::method())
             .layer(middleware::from_fn_with_state(self.clone(), around))
@@ -164,6 +165,19 @@ async fn placement(
     let gone = || ApiError::not_found("no placement of that request is remembered");
     let explanation = api.placements.explain(&one(id)?, |owner| caller.tenant.may_see(owner));
     Ok(document(StatusCode::OK, &explanation.ok_or_else(gone)?))
+}
+
+/// What is known of the caches of engines, to whom everything is shown.
+async fn caches(
+    State(api): State<Arc<Api>>,
+    Extension(caller): Extension<TenantCaller>,
+) -> Result<Response, ApiError> {
+    match api.serving()? {
+        Serving::Engines(gateway) if caller.tenant.may_see(None) => {
+            Ok(document(StatusCode::OK, &json!({ "object": "list", "data": gateway.caches() })))
+        }
+        _ => Err(ApiError::not_found("no engine's cache is shown here")),
+    }
 }
 
 async fn complete(

@@ -1,9 +1,9 @@
 //! Keeps an eye on an engine: whether it answers, what it serves, how much it has to do.
 
+use super::cached::KV_DTYPE;
 use super::calibrate::calibrate;
 use super::{BLOCK_TOKENS, CONTEXT, Gateway, OTHERS_MAX, SEQUENCES};
 use crate::metrics::DeviceLabels;
-use mixfleet_hal::DType;
 use mixfleet_hal::cast::{to_i64, to_u32};
 use mixfleet_hal::outside::{EngineFault, EngineFaultKind, EngineState};
 use mixfleet_scheduler::cost::CostModel;
@@ -79,6 +79,7 @@ impl Gateway {
     fn engine_up(&self, at: usize, told: &EngineState, context: u32, cost: CostModel) {
         let spec = &self.members[at].spec;
         let sequences = told.sequences_max.unwrap_or(SEQUENCES);
+        let block_tokens = told.block_tokens.unwrap_or(BLOCK_TOKENS);
         let instance = Instance {
             id: InstanceId(to_u32(at)),
             device: self.engine(at).name().into(),
@@ -88,8 +89,8 @@ impl Gateway {
             price: spec.price,
             kv_capacity_tokens: told.kv_tokens.unwrap_or(u64::from(context) * u64::from(sequences)),
             nic: None,
-            kv_block_tokens: told.block_tokens.unwrap_or(BLOCK_TOKENS),
-            kv_dtype: DType::F16,
+            kv_block_tokens: block_tokens,
+            kv_dtype: KV_DTYPE,
             prefill_tokens_beside_decode_max: None,
             step_tokens_max: STEP_TOKENS,
             kv_copies: mixfleet_scheduler::cost::KvCopyCost::default(),
@@ -100,7 +101,9 @@ impl Gateway {
         (seat.instance, seat.context, seat.rests) = (Some(instance), context, false);
         (seat.others, seat.others_seen) = (0, 0);
         seat.breaker.restarted(now);
+        seat.cache.set_block_tokens(block_tokens);
         state.tell_role(now, at, Role::Auto);
+        state.tell_cache(now, at);
         self.count_instances(&state);
         drop(state);
         self.members[at].up.send_replace(true);

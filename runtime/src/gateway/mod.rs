@@ -2,13 +2,15 @@
 //!
 //! Each client's request runs in the task of its connection (`relay`). It takes the machine's lock to be
 //! placed and to report its first token, its growth and its end, and never while it waits. One task per
-//! engine (`keep`) probes it, measures it once, and tells the machine when it comes and goes.
+//! engine (`keep`) probes it, measures it once, and tells the machine when it comes and goes; another one
+//! (`cached`) follows what it has cached.
 //!
-//! Absent: tokens, tokenizers, templates, vendors' fields, HTTP.
+//! Absent: the text of tokens, tokenizers, templates, vendors' fields, HTTP.
 
 mod breaker;
 #[cfg(test)]
 mod breaker_tests;
+mod cached;
 mod calibrate;
 mod keep;
 mod pass;
@@ -34,8 +36,10 @@ use mixfleet_hal::units::{Seconds, UsdPerHour};
 use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::cost::CostModel;
 use mixfleet_scheduler::fleet::{
-    Action, Arrival, Event, FleetConfig, Instance, InstanceId, Objective, OthersWork, RejectReason, Role,
+    Action, Arrival, Event, FleetConfig, Instance, InstanceId, Objective, OthersWork, PromptChain,
+    RejectReason, Role,
 };
+use mixfleet_scheduler::kv::hash::PrefixHasher;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::sync::{Notify, watch};
@@ -102,6 +106,8 @@ pub(crate) struct RelayRequest {
     pub(crate) prompt_bytes: usize,
     /// Length of the prompt, if it came as token ids.
     pub(crate) prompt_ids: Option<u32>,
+    /// The keys of its blocks, for each size of blocks, as far as they are known.
+    pub(crate) chains: Vec<PromptChain>,
     pub(crate) choices: u32,
     pub(crate) max_tokens: Option<u32>,
     /// What the client is granted at most.
@@ -117,6 +123,7 @@ pub struct Gateway {
     name: String,
     created: u64,
     flex_deadline: Seconds,
+    hasher: PrefixHasher,
     members: Vec<Member>,
     state: Mutex<Fleetwide>,
 }
@@ -140,6 +147,9 @@ struct Fleetwide {
     fleet: LoggedFleet,
     next: RequestId,
     tokens_per_byte: f64,
+    /// How often token ids were asked for, and when they may be again.
+    reads: usize,
+    read_from: Seconds,
     seats: Vec<EngineSeat>,
 }
 
@@ -163,6 +173,7 @@ struct EngineSeat {
     others_seen: u32,
     /// Why it did not serve when it was last probed in vain.
     said: String,
+    cache: cached::EngineCache,
 }
 
 /// Where a request is placed.
@@ -171,6 +182,8 @@ struct EnginePlace {
     due: Seconds,
     /// Predicted time to the first token.
     ttft: Seconds,
+    /// Prompt tokens that were taken to be cached there.
+    cached: u32,
 }
 
 impl GatewayParts {
@@ -191,10 +204,13 @@ impl GatewayParts {
             fleet: LoggedFleet::new(fleet, events, metrics.clone()),
             next: 0,
             tokens_per_byte: TOKENS_PER_BYTE,
+            reads: 0,
+            read_from: Seconds::ZERO,
             seats,
         };
         let gateway = Arc::new(Gateway {
             created: to_u64(env.unix_time().0),
+            hasher: cached::hasher(&*env, &name),
             env,
             metrics,
             placements,
@@ -208,6 +224,7 @@ impl GatewayParts {
         futures_util::future::join_all(probes).await;
         for at in 0..gateway.members.len() {
             gateway.env.spawn(Box::pin(keep::keep(Arc::downgrade(&gateway), at)));
+            gateway.env.spawn(Box::pin(cached::follow(Arc::downgrade(&gateway), at)));
         }
         gateway
     }
@@ -298,7 +315,7 @@ impl Gateway {
             prompt_tokens: prompt_tokens + generated,
             max_tokens: max_tokens.saturating_sub(generated).max(1),
             output_tokens_hint: wanted.hints.output_tokens,
-            chains: Vec::new(),
+            chains: wanted.chains.clone(),
             replay: due,
             class: wanted.hints.tier as u32,
             objective,
@@ -321,7 +338,9 @@ impl Gateway {
                 let at = prefill.0 as usize;
                 state.seats[at].own += 1;
                 self.note_placed(&mut state, at, now, request);
-                let place = EnginePlace { at, due: urgency.due, ttft: explanation.ready_in() };
+                let terms = explanation.chosen().and_then(|chosen| chosen.terms.as_ref());
+                let cached = terms.map_or(0, |terms| terms.cached_tokens);
+                let place = EnginePlace { at, due: urgency.due, ttft: explanation.ready_in(), cached };
                 (Ok(place), explanation)
             }
             Some(Action::Reject { reason, retry_after, explanation, .. }) => {
@@ -339,7 +358,7 @@ impl Gateway {
             (&placed, explanation.chosen().and_then(|chosen| chosen.terms.as_ref()))
         {
             let engine = self.engine(place.at).name();
-            tracing::info!(id = %wanted.id, engine, ttft_s = terms.ttft_s, tbt_s = terms.tbt_s, score = terms.score, "placed");
+            tracing::info!(id = %wanted.id, engine, cached_tokens = terms.cached_tokens, ttft_s = terms.ttft_s, tbt_s = terms.tbt_s, score = terms.score, "placed");
         }
         placed
     }

@@ -58,6 +58,8 @@ pub(crate) struct Passage {
     breaks: usize,
     due: Seconds,
     ttft: Seconds,
+    /// Prompt tokens that were taken to be cached there.
+    cached: u32,
     stream: Option<Box<dyn EngineStream>>,
     /// What the client has of the answer, once it has any.
     begun: Option<BegunAnswer>,
@@ -92,6 +94,7 @@ struct Times {
 /// # Errors
 /// Why there is none; the client has nothing of it then.
 pub(crate) async fn relay(gateway: &Arc<Gateway>, wanted: RelayRequest) -> Result<RelayOpening, RelayError> {
+    let wanted = gateway.read_prompt(wanted).await;
     let request = gateway.next_request();
     let placed = gateway.place_patiently((request, &wanted), 0, None, &[]).await;
     let place =
@@ -106,6 +109,7 @@ pub(crate) async fn relay(gateway: &Arc<Gateway>, wanted: RelayRequest) -> Resul
         breaks: 0,
         due: place.due,
         ttft: Seconds::ZERO,
+        cached: 0,
         stream: None,
         begun: None,
         adds_other: false,
@@ -322,7 +326,7 @@ impl Passage {
 
     fn take_place(&mut self, place: &EnginePlace) {
         self.at = Some(place.at);
-        self.ttft = place.ttft;
+        (self.ttft, self.cached) = (place.ttft, place.cached);
         let seat_is_alone = {
             let state = self.gateway.lock();
             let seat = &state.seats[place.at];
@@ -402,7 +406,7 @@ impl Passage {
             return Vec::new();
         };
         let mut all = Vec::new();
-        let cached = usage.cached_tokens.unwrap_or(0).min(usage.prompt_tokens);
+        let cached = usage.cached_tokens.unwrap_or(self.cached).min(usage.prompt_tokens);
         if self.times.alone && usage.prompt_tokens > cached {
             let part = Prefill { context: cached, tokens: usage.prompt_tokens - cached, last: true };
             let time = first - self.times.asked;

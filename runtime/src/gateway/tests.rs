@@ -3,7 +3,8 @@
 use super::*;
 use crate::env::{Env, SeededEnv};
 use mixfleet_hal::outside::{
-    EngineAnswer, EngineCall, EngineChunk, EngineFuture, EngineModel, EngineStream, WholeAnswer,
+    EngineAnswer, EngineBlock, EngineCall, EngineChunk, EngineFuture, EngineKvChange, EngineKvFeed,
+    EngineModel, EngineStream, WholeAnswer,
 };
 use mixfleet_scheduler::cost::{Coefficients, DecodeCoefficients, PrefillCoefficients};
 use std::collections::VecDeque;
@@ -27,6 +28,23 @@ pub(super) struct Scripted {
     state: Mutex<Result<EngineState, EngineFault>>,
     asked: AtomicUsize,
     begun: Mutex<Vec<Option<String>>>,
+    /// What it will tell of its cache, if it does.
+    feed: Mutex<Option<tokio::sync::mpsc::UnboundedReceiver<EngineKvChange>>>,
+    /// The ids of every prompt, and how long it takes to say them.
+    ids: Mutex<(Vec<u32>, f64)>,
+}
+
+struct ScriptedFeed(tokio::sync::mpsc::UnboundedReceiver<EngineKvChange>);
+
+impl EngineKvFeed for ScriptedFeed {
+    fn next(&mut self) -> EngineFuture<'_, Vec<EngineKvChange>> {
+        Box::pin(async {
+            match self.0.recv().await {
+                Some(change) => vec![change],
+                None => std::future::pending().await,
+            }
+        })
+    }
 }
 
 impl OutsideEngine for Scripted {
@@ -36,6 +54,25 @@ impl OutsideEngine for Scripted {
 
     fn probe(&self) -> EngineFuture<'_, Result<EngineState, EngineFault>> {
         Box::pin(async { self.state.lock().unwrap().clone() })
+    }
+
+    fn follow_kv(&self) -> EngineFuture<'_, Result<Box<dyn EngineKvFeed>, EngineFault>> {
+        Box::pin(async {
+            let feed = self.feed.lock().unwrap().take();
+            let feed = feed.ok_or_else(|| EngineFault::new(EngineFaultKind::Failed, "it does not tell"))?;
+            Ok(Box::new(ScriptedFeed(feed)) as Box<dyn EngineKvFeed>)
+        })
+    }
+
+    fn prompt_tokens<'a>(
+        &'a self,
+        _: &'a EngineCall,
+    ) -> EngineFuture<'a, Result<Option<Vec<u32>>, EngineFault>> {
+        Box::pin(async {
+            let (ids, wait) = self.ids.lock().unwrap().clone();
+            self.env.sleep(Duration::from_secs_f64(wait)).await;
+            Ok(Some(ids))
+        })
     }
 
     fn ask<'a>(&'a self, call: &'a EngineCall) -> EngineFuture<'a, Result<EngineAnswer, EngineFault>> {
@@ -105,6 +142,15 @@ fn told() -> EngineState {
 
 /// A gateway with engines of these habits, all alike in cost.
 pub(super) async fn gateway(env: &Arc<SeededEnv>, habits: &[Habit]) -> (Arc<Gateway>, Vec<Arc<Scripted>>) {
+    gateway_with(env, habits, |_, _| {}).await
+}
+
+/// The same, after `change` was made to each engine.
+async fn gateway_with(
+    env: &Arc<SeededEnv>,
+    habits: &[Habit],
+    mut change: impl FnMut(usize, &Scripted),
+) -> (Arc<Gateway>, Vec<Arc<Scripted>>) {
     let engine = |(at, habit): (usize, &Habit)| {
         Arc::new(Scripted {
             name: format!("e{at}"),
@@ -113,9 +159,12 @@ pub(super) async fn gateway(env: &Arc<SeededEnv>, habits: &[Habit]) -> (Arc<Gate
             state: Mutex::new(Ok(told())),
             asked: AtomicUsize::new(0),
             begun: Mutex::default(),
+            feed: Mutex::default(),
+            ids: Mutex::default(),
         })
     };
     let engines: Vec<Arc<Scripted>> = habits.iter().enumerate().map(engine).collect();
+    engines.iter().enumerate().for_each(|(at, engine)| change(at, engine));
     let cost = CostModel::Coefficients(Coefficients {
         prefill_s: PrefillCoefficients { overhead: 0.01, per_token: 0.001, per_token_squared: 0.0 },
         decode_s: DecodeCoefficients { base: 0.01, per_sequence: 0.001, per_kv_token: 0.0 },
@@ -146,6 +195,7 @@ fn wanted(id: &str, stream: bool) -> RelayRequest {
         stream,
         prompt_bytes: 40,
         prompt_ids: None,
+        chains: Vec::new(),
         choices: 1,
         max_tokens: Some(100),
         granted_tokens: None,
@@ -279,5 +329,77 @@ fn a_whole_answer_is_given_and_a_client_that_leaves_frees_its_place() {
         };
         assert!(left && gateway.lock().fleet.machine().requests() == 0);
         assert_eq!(gateway.lock().seats[0].own, 0);
+    });
+}
+
+/// Tells that the engine has the blocks of these tokens.
+fn has(feed: &tokio::sync::mpsc::UnboundedSender<EngineKvChange>, tokens: &[u32]) {
+    let blocks = (0..tokens.len() as u64 / 16).map(EngineBlock).collect();
+    let (tokens, block_tokens) = (tokens.to_vec(), 16);
+    feed.send(EngineKvChange::Stored { part: 0, parent: None, blocks, tokens, block_tokens }).unwrap();
+}
+
+/// The cached tokens that each engine is predicted to have for the next request, and who gets it.
+async fn predicted(gateway: &Arc<Gateway>, id: &str) -> (Vec<u64>, usize) {
+    assert_eq!(streamed(gateway, id).await.1, None);
+    let explanation = gateway.placements.explain(id, |_| true).unwrap();
+    let candidates = explanation["candidates"].as_array().unwrap();
+    let cached = candidates.iter().map(|one| one["terms"]["cached_tokens"].as_u64().unwrap()).collect();
+    let chosen = candidates.iter().position(|one| one["outcome"]["outcome"] == "chosen").unwrap();
+    (cached, chosen)
+}
+
+#[test]
+fn a_request_goes_where_its_prefix_is_cached() {
+    seeded(async |env| {
+        let habits = vec![Habit::Answers(2, 0.01); 2];
+        let (feed, told_by) = tokio::sync::mpsc::unbounded_channel();
+        let mut told_by = Some(told_by);
+        let (gateway, engines) = gateway_with(&env, &habits, |at, engine| {
+            *engine.ids.lock().unwrap() = ((0..100).collect(), 0.0);
+            if at == 1 {
+                *engine.feed.lock().unwrap() = told_by.take();
+            }
+        })
+        .await;
+        assert_eq!(predicted(&gateway, "before").await, (vec![0, 0], 0));
+        let tokens: Vec<u32> = (0..80).collect();
+        has(&feed, &tokens);
+        env.sleep(Duration::from_millis(1)).await;
+        // what is not followed counts as empty
+        assert_eq!(predicted(&gateway, "there").await, (vec![0, 80], 1));
+        let views = serde_json::to_value(gateway.caches()).unwrap();
+        assert_eq!((&views[1]["keys"], views[1]["blocks"].as_array().unwrap().len()), (&5.into(), 5));
+
+        // an engine that comes back has what it tells then, and nothing before
+        feed.send(EngineKvChange::Removed { part: 0, blocks: vec![EngineBlock(3)] }).unwrap();
+        env.sleep(Duration::from_millis(1)).await;
+        assert_eq!(predicted(&gateway, "gap").await, (vec![0, 48], 1));
+        // a slow tokenizer holds no request up
+        *engines[1].ids.lock().unwrap() = ((0..100).collect(), 100.0);
+        let began = env.now();
+        assert_eq!(predicted(&gateway, "slow").await, (vec![0, 0], 0));
+        assert!((env.now() - began).0 < 0.5, "{:?}", env.now() - began);
+        let began = env.now();
+        assert_eq!(predicted(&gateway, "slow again").await, (vec![0, 0], 0));
+        assert!((env.now() - began).0 < 0.1, "it is not asked again so soon");
+        *engines[1].ids.lock().unwrap() = ((0..100).collect(), 0.0);
+        env.sleep(Duration::from_secs(2)).await;
+        assert_eq!(predicted(&gateway, "again").await, (vec![0, 48], 1));
+
+        *engines[1].state.lock().unwrap() = Err(EngineFault::new(EngineFaultKind::Unreachable, "gone"));
+        env.sleep(Duration::from_secs(5)).await;
+        let (feed, told_by) = tokio::sync::mpsc::unbounded_channel();
+        *engines[1].feed.lock().unwrap() = Some(told_by);
+        *engines[1].state.lock().unwrap() = Ok(told());
+        env.sleep(Duration::from_secs(5)).await;
+        assert_eq!(predicted(&gateway, "back").await, (vec![0, 0], 0));
+        has(&feed, &tokens);
+        env.sleep(Duration::from_millis(1)).await;
+        assert_eq!(predicted(&gateway, "back again").await, (vec![0, 80], 1));
+        let lost = EngineKvChange::Lost { part: 0, cause: "as the script says".into() };
+        feed.send(lost).unwrap();
+        env.sleep(Duration::from_millis(1)).await;
+        assert_eq!(predicted(&gateway, "lost").await, (vec![0, 0], 0));
     });
 }

@@ -1,0 +1,414 @@
+"""Two vLLM servers behind `mixfleet serve`; see ../engines.sh. It runs in vLLM's own environment.
+
+What is known of the engines' caches comes to mixfleet through a relay, which can be cut, and is compared with a replay
+of all events from the engine itself. `record` in place of the program writes the test data of runtime/engines/tests.
+"""
+
+import json
+import os
+import pathlib
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import zmq
+
+from common import Gateway, Stream, call, check, free_port
+
+START_S = 420
+BLOCK = 32
+REQUESTS = int(os.environ.get("REQUESTS", "300"))
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONHASHSEED": "0", "VLLM_SERVER_DEV_MODE": "1",
+}
+
+
+class Engine:
+    def __init__(self, model, log, events=None, blocks=512, context=4096):
+        self.address = f"127.0.0.1:{free_port()}"
+        self.events, self.replay = events or f"tcp://*:{free_port()}", f"tcp://127.0.0.1:{free_port()}"
+        publish = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self.events,
+                   "replay_endpoint": self.replay, "topic": "kv-events"}
+        host, port = self.address.split(":")
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--host", host, "--port", port]
+        command += ["--served-model-name", "m", "--enforce-eager", "--dtype", "float32", "--max-model-len", str(context)]
+        command += ["--max-num-seqs", "8", "--block-size", str(BLOCK), "--num-gpu-blocks-override", str(blocks)]
+        command += ["--enable-prompt-tokens-details", "--kv-events-config", json.dumps(publish)]
+        self.log = log
+        with open(log, "w") as file:
+            self.process = subprocess.Popen(
+                command, stdout=file, stderr=file, env=os.environ | ENVIRONMENT, start_new_session=True)
+
+    def wait(self):
+        until = time.monotonic() + START_S
+        while time.monotonic() < until and self.process.poll() is None:
+            try:
+                if call(self.address, "GET", "/health")[0] == 200:
+                    return
+            except OSError:
+                pass
+            time.sleep(0.5)
+        sys.exit(f"a vLLM server does not start:\n{pathlib.Path(self.log).read_text()[-3000:]}")
+
+    def kill(self):
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def held(self):
+        """Its cache as all its events tell it: blocks of tokens alone, each as often as it was stored."""
+        held = {}
+        for payload in self.replayed():
+            for event in msgspec.msgpack.decode(payload)[1]:
+                if event["type"] == "AllBlocksCleared":
+                    held = {}
+                elif event["type"] == "BlockRemoved":
+                    for block in event["block_hashes"]:
+                        if held.get(block):
+                            held[block] -= 1
+                elif event["parent_block_hash"] is None or held.get(event["parent_block_hash"]):
+                    keys = event.get("extra_keys") or [None] * len(event["block_hashes"])
+                    for block, key in zip(event["block_hashes"], keys):
+                        if key is not None:
+                            break
+                        held[block] = held.get(block, 0) + 1
+        return {block for block, times in held.items() if times}
+
+    def replayed(self):
+        """The payloads of all events. The engine's queue holds a thousand, so that it is asked until all have come."""
+        payloads = []
+        while True:
+            asked = zmq.Context.instance().socket(zmq.DEALER)
+            asked.setsockopt(zmq.LINGER, 0)
+            asked.set_hwm(0)
+            asked.connect(self.replay)
+            asked.send_multipart([b"", len(payloads).to_bytes(8, "big")])
+            is_whole = True
+            while True:
+                if not asked.poll(10_000):
+                    is_whole = False
+                    break
+                _, _, number, payload = asked.recv_multipart()
+                if number == b"\xff" * 8:
+                    break
+                number = int.from_bytes(number, "big")
+                is_whole &= number <= len(payloads)
+                if number == len(payloads):
+                    payloads.append(payload)
+            asked.close()
+            if is_whole:
+                return payloads
+
+
+class Relay:
+    """Passes bytes on between whoever connects and a port, until it is cut."""
+
+    def __init__(self, port, record=None):
+        self.port, self.record, self.is_cut, self.open, self.refused = port, record, False, [], 0
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.own_port = self.listener.getsockname()[1]
+        threading.Thread(target=self.accept, daemon=True).start()
+
+    def accept(self):
+        while True:
+            near, _ = self.listener.accept()
+            if self.is_cut:
+                near.close()
+                self.refused += 1
+                continue
+            far = socket.create_connection(("127.0.0.1", self.port))
+            self.open += [near, far]
+            threading.Thread(target=self.carry, args=(near, far, None), daemon=True).start()
+            threading.Thread(target=self.carry, args=(far, near, self.record), daemon=True).start()
+            self.record = None
+
+    def carry(self, source, sink, record):
+        try:
+            while data := source.recv(65536):
+                if record:
+                    with open(record, "ab") as file:
+                        file.write(data)
+                sink.sendall(data)
+        except OSError:
+            pass
+        for end in (source, sink):
+            try:
+                end.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+
+    def cut(self):
+        self.is_cut = True
+        for end in self.open:
+            try:
+                end.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+        self.open = []
+
+    def heal(self):
+        self.is_cut = False
+
+
+def words(source, count):
+    return " ".join("".join(source.choices("abcdefghijklmnopqrstuvwxyz", k=5)) for _ in range(count))
+
+
+def chat(text, tokens, **more):
+    messages = text if isinstance(text, list) else [{"role": "user", "content": text}]
+    return {"model": "m", "messages": messages, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, **more}
+
+
+def known(gateway):
+    """Of each engine the blocks that mixfleet knows of, and how many keys its machine has of them."""
+    data = json.loads(call(gateway.address, "GET", "/debug/kv")[2])["data"]
+    return [({block for _, block in one["blocks"]}, one["keys"]) for one in data]
+
+
+def same(gateway, engines):
+    """Waits until nothing comes any more, and compares what is known with what the engines have."""
+    until = time.monotonic() + 30
+    while True:
+        knows, has = known(gateway), [engine.held() for engine in engines]
+        is_same = all(blocks == held and keys == len(held) for (blocks, keys), held in zip(knows, has))
+        if is_same or time.monotonic() > until:
+            counts = [f"{len(blocks)} known, {keys} keys, {len(held)} there" for (blocks, keys), held in zip(knows, has)]
+            return is_same, "; ".join(counts)
+        time.sleep(1)
+
+
+def mixed(gateway, cut):
+    """Several hundred requests of several kinds, six at a time; `cut` is called with how many are done."""
+    source = random.Random(1)
+    systems = [words(source, 60) for _ in range(4)]
+    bodies = []
+    for _ in range(REQUESTS):
+        kind = source.randrange(10)
+        text = source.choice(systems) + words(source, source.randrange(5, 60))
+        if kind < 6:
+            bodies.append(("chat/completions", chat(text, source.randrange(1, 40))))
+        elif kind < 8:
+            prompt = [source.randrange(5, 500) for _ in range(source.randrange(1, 400))]
+            body = {"model": "m", "prompt": prompt, "max_tokens": 3, "temperature": 0}
+            bodies.append(("completions", body))
+        elif kind < 9:
+            bodies.append(("chat/completions", chat(text, 8, cache_salt=words(source, 1))))
+        else:
+            # the same at once, so that an engine computes it twice
+            bodies += [("chat/completions", chat(text, 4))] * 3
+    done, failed = 0, []
+    with ThreadPoolExecutor(6) as pool:
+        asked = [pool.submit(call, gateway.address, "POST", f"/v1/{path}", body, 120) for path, body in bodies]
+        for answer in asked:
+            status, _, text = answer.result()
+            if status != 200:
+                failed.append((status, text))
+            done += 1
+            cut(done / len(bodies))
+    return len(bodies), failed
+
+
+def predictions(gateway):
+    """Of conversations, one turn after the other: the cached tokens that were predicted, and those that were told."""
+    source = random.Random(2)
+    pairs = []
+    for _ in range(4):
+        messages = []
+        for _ in range(4):
+            messages.append({"role": "user", "content": words(source, 40)})
+            _, headers, text = call(gateway.address, "POST", "/v1/chat/completions", chat(messages, 20))
+            answer = json.loads(text)
+            messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
+            explained = json.loads(call(gateway.address, "GET", "/debug/placement/" + headers["x-request-id"])[2])
+            chosen = next(one for one in explained["candidates"] if one["outcome"]["outcome"] == "chosen")
+            pairs.append((chosen["terms"]["cached_tokens"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]))
+            # the engine tells of the answer's blocks in its next step
+            time.sleep(0.3)
+    return pairs
+
+
+def conversations(gateway, seed):
+    """Times to the first token of all turns, and the cached share of their prompts; two conversations at a time."""
+    source = random.Random(seed)
+    texts = [[words(source, 250)] + [words(source, 25) for _ in range(4)] for _ in range(8)]
+    order = random.Random(7)
+
+    def converse(turns):
+        messages, times = [], []
+        for text in turns:
+            messages.append({"role": "user", "content": text})
+            stream = Stream(gateway.address, chat(messages, 12, stream=True, stream_options={"include_usage": True}),
+                            threading.Semaphore(0))
+            stream.join(timeout=120)
+            check_quietly(stream.done, f"an answer is not complete: {stream.error}")
+            messages.append({"role": "assistant", "content": stream.text})
+            usage = stream.usage
+            times.append((stream.first_s, usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]))
+            time.sleep(0.2 * order.random())
+        return times
+
+    with ThreadPoolExecutor(2) as pool:
+        return [turn for turns in pool.map(converse, texts) for turn in turns]
+
+
+def check_quietly(holds, what):
+    if not holds:
+        check(False, what)
+
+
+def record(model, folder):
+    """Writes what a server with a small cache sends to a subscriber and as a replay, and what it holds at the end."""
+    engine = Engine(model, f"{folder}/vllm.log", blocks=8, context=160)
+    try:
+        engine.wait()
+        port = lambda words: int(words.rsplit(":", 1)[1])
+        relays = [Relay(port(engine.events), f"{folder}/events.bin"), Relay(port(engine.replay), f"{folder}/replay.bin")]
+        sub = zmq.Context.instance().socket(zmq.SUB)
+        sub.connect(f"tcp://127.0.0.1:{relays[0].own_port}")
+        sub.subscribe(b"")
+        time.sleep(1)
+
+        def ask(prompt, tokens, **more):
+            body = {"model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, **more}
+            check(call(engine.address, "POST", "/v1/completions", body)[0] == 200, "a request is answered")
+
+        ask(list(range(10, 60)), 40)
+        ask(list(range(10, 60)), 4, cache_salt="pepper")
+        for first in (100, 200, 300):
+            ask(list(range(first, first + 70)), 2)
+        call(engine.address, "POST", "/reset_prefix_cache")
+        ask(list(range(10, 110)), 2)
+        ask(list(range(10, 80)) + list(range(300, 340)), 2)
+        payloads = engine.replayed()
+        heard = 0
+        while sub.poll(2000):
+            sub.recv_multipart()
+            heard += 1
+        sub.close(linger=0)
+        check(heard == len(payloads), f"{heard} batches were recorded")
+        engine.replay = f"tcp://127.0.0.1:{relays[1].own_port}"
+        check(engine.replayed() == payloads, "and their replay")
+        text = json.dumps({"batches": len(payloads), "held": sorted(engine.held())})
+        pathlib.Path(f"{folder}/held.json").write_text(text + "\n")
+    finally:
+        engine.kill()
+
+
+def main(program, model, folder):
+    if program == "record":
+        return record(model, folder)
+    engines = [Engine(model, f"{folder}/vllm-0.log"),
+               # this one connects to whoever listens
+               Engine(model, f"{folder}/vllm-1.log", f"tcp://127.0.0.1:{free_port()}")]
+    gateways = []
+    try:
+        for engine in engines:
+            engine.wait()
+        run(program, engines, gateways)
+    except BaseException:
+        if gateways:
+            print("".join(gateways[-1].log[-40:]), file=sys.stderr)
+        raise
+    finally:
+        for process in gateways + engines:
+            process.stop() if isinstance(process, Gateway) else process.kill()
+
+
+def run(program, engines, gateways):
+    port = lambda words: int(words.rsplit(":", 1)[1])
+    events, replay = Relay(port(engines[0].events)), Relay(port(engines[0].replay))
+    relayed = f",kv-events=tcp://*:{events.own_port},kv-replay=tcp://127.0.0.1:{replay.own_port}"
+    names = [f"vllm:http://{engine.address}" for engine in engines]
+
+    def serve(*words, is_blind=False):
+        for gateway in gateways:
+            gateway.stop()
+        asked = [name + ",kv-events=off" for name in names] if is_blind else [names[0] + relayed, names[1]]
+        gateways.append(Gateway(program, asked, *words))
+        check_quietly(gateways[-1].wait_for("mixfleet_instances ", 2), "two engines do not serve")
+        return gateways[-1]
+
+    gateway = serve()
+    status, _, text = call(gateway.address, "POST", "/v1/chat/completions", chat("What is a fleet?", 12))
+    check(status == 200 and json.loads(text)["usage"]["completion_tokens"] == 12, "a chat is answered")
+    stream = Stream(gateway.address, chat("And a fleet of fleets?", 12, stream=True), threading.Semaphore(0))
+    stream.join(timeout=60)
+    check(stream.done and stream.finish == "length", "a chat is streamed")
+
+    def cut(share):
+        if 0.3 <= share < 0.6 and not events.is_cut:
+            events.cut()
+            replay.cut()
+        elif share >= 0.6 and events.is_cut:
+            events.heal()
+            replay.heal()
+
+    count, failed = mixed(gateway, cut)
+    check(not failed, f"{count} mixed requests are answered {failed[:1]}")
+    is_same, counts = same(gateway, engines)
+    check(is_same and events.refused > 0, f"what is known equals what a replay of all events tells, after a cut: {counts}")
+    lost = [line for line in gateway.log if "is not known for now" in line]
+    check(not lost, f"nothing had to be forgotten for that {lost[:1]}")
+    pairs = predictions(gateway)
+    right = sum(predicted == told for predicted, told in pairs)
+    check(right == len(pairs), f"cached tokens are predicted as the engine tells them, {right} of {len(pairs)}: {pairs}")
+    for engine in engines:
+        call(engine.address, "POST", "/reset_prefix_cache")
+    call(engines[0].address, "POST", "/v1/chat/completions", chat(words(random.Random(3), 60), 2))
+    call(engines[1].address, "POST", "/v1/chat/completions", chat(words(random.Random(4), 60), 2))
+    is_same, counts = same(gateway, engines)
+    check(is_same, f"and after both caches were cleared: {counts}")
+
+    asked = {"model": "m", "messages": [{"role": "user", "content": words(random.Random(5), 300)}]}
+    times = []
+    for _ in range(50):
+        began = time.perf_counter()
+        tokens = json.loads(call(engines[0].address, "POST", "/tokenize", asked)[2])["count"]
+        times.append(1e3 * (time.perf_counter() - began))
+    print(f"        an engine says the ids of {tokens} tokens in {statistics.median(times):.1f} ms (median of 50)", flush=True)
+
+    means, shares = {}, {}
+    arms = [("round-robin", "round-robin", False), ("by cost, blind", "per-dollar", True), ("by cost", "per-dollar", False)]
+    for turn, (arm, policy, is_blind) in enumerate(arms * 2):
+        gateway = serve("--policy", policy, is_blind=is_blind)
+        for engine in engines:
+            call(engine.address, "POST", "/reset_prefix_cache")
+        turns = conversations(gateway, 10 + turn)
+        mean = statistics.mean(first for first, _, _ in turns)
+        share = sum(cached for _, cached, _ in turns) / sum(length for _, _, length in turns)
+        means.setdefault(arm, []).append(mean)
+        shares.setdefault(arm, []).append(share)
+        print(f"        {arm}: mean TTFT {1e3 * mean:.0f} ms over {len(turns)} turns, {100 * share:.0f} % of prompts cached", flush=True)
+    robin, blind, aware = (statistics.mean(means[arm]) for arm, _, _ in arms)
+    most = max(share for arm in shares if arm != "by cost" for share in shares[arm])
+    check(min(shares["by cost"]) > most, "more of the prompts is cached where requests are placed by what is known")
+    words_of = f"{1e3 * aware:.0f} ms against {1e3 * robin:.0f} ms in turn ({1e3 * blind:.0f} ms by cost without events)"
+    check(aware < robin, f"and their mean TTFT is shorter: {words_of}")
+
+    gateway = serve("--policy", "round-robin")
+    started = threading.Semaphore(0)
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    streams = [Stream(gateway.address, chat(f"Count for me, number {at}.", 200, **options), started) for at in range(4)]
+    for _ in range(40):
+        started.acquire(timeout=60)
+    running = sum(not stream.done for stream in streams)
+    engines[0].kill()
+    for stream in streams:
+        stream.join(timeout=180)
+    check(running == len(streams), "an engine was killed while all answers ran")
+    for stream in streams:
+        whole = stream.done and stream.finish == "length" and stream.usage["completion_tokens"] == 200
+        check(whole and len(stream.ids) == 1, f"a whole answer: {stream.usage} {stream.error or ''}")
+    check(gateway.wait_for("mixfleet_instances ", 1), "one engine is left")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
