@@ -63,6 +63,8 @@ pub struct PassedAnswer {
     pub status: u16,
     /// What kind of document it is, in the engine's words.
     pub content_type: Option<String>,
+    /// Bytes of the whole answer, if that is told at its beginning.
+    pub length: Option<u64>,
     /// Its bytes. Dropping it ends it at the engine.
     pub body: Box<dyn PassedBody>,
 }

@@ -8,7 +8,7 @@ use crate::kind::EngineKind;
 use crate::object::RawObject;
 use crate::sse::{SseDecoder, SseEvent};
 use http_body_util::BodyExt;
-use hyper::body::Incoming;
+use hyper::body::{Body as _, Incoming};
 use hyper::header::CONTENT_TYPE;
 use hyper::{Method, Response, StatusCode};
 use mixfleet_hal::cast::to_u32;
@@ -101,6 +101,7 @@ impl HttpEngine {
         Ok(PassedAnswer {
             status: response.status().as_u16(),
             content_type: content_type.map(str::to_owned),
+            length: response.body().size_hint().exact(),
             body: Box::new(PassedIncoming(response.into_body())),
         })
     }

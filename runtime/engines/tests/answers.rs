@@ -4,7 +4,7 @@ use crate::fake::{FakeEngine, Mood};
 use mixfleet_engines::{EngineKind, HttpEngine};
 use mixfleet_hal::outside::{
     BegunAnswer, EngineAnswer, EngineCall, EngineChunk, EngineEndpoint, EngineFault, EngineFaultKind,
-    EngineUsage, OutsideEngine,
+    EngineUsage, OutsideEngine, PassedPath,
 };
 use serde_json::{Value, json};
 use std::sync::atomic::Ordering;
@@ -128,6 +128,31 @@ fn bodies_and_answers_pass_through() {
     assert_eq!(answer.usage, Some(usage));
     body["model"] = json!("file.gguf");
     assert_eq!(fake.asked()[0].body, body, "only the model's name is another one");
+}
+
+#[test]
+fn what_is_passed_on_is_not_read() {
+    let fake = FakeEngine::start("llamacpp", "file.gguf");
+    let engine = engine(EngineKind::LlamaCpp, &fake, Some("file.gguf"));
+    let body = json!({"model": "m", "input": [1, {"deep": 1.5}]});
+    for (status, document) in [(200, "{\"odd\": 1.50}"), (422, "not JSON")] {
+        fake.set(Mood::Status(status, document.into()));
+        let bytes = body.to_string().into_bytes();
+        let (answer, pieces) = run(async {
+            let mut answer = engine.pass(PassedPath::Embeddings, &bytes).await.unwrap();
+            let mut pieces = Vec::new();
+            while let Some(piece) = answer.body.next().await {
+                pieces.extend(piece.unwrap());
+            }
+            (answer, pieces)
+        });
+        assert_eq!((answer.status, answer.length), (status, Some(document.len() as u64)));
+        assert_eq!(answer.content_type.as_deref(), Some("application/json"));
+        assert_eq!(pieces, document.as_bytes());
+    }
+    let came = fake.shared.came.lock().unwrap();
+    assert_eq!((came[0].path.as_str(), &came[0].body["model"]), ("/v1/embeddings", &json!("file.gguf")));
+    assert_eq!(came[0].body["input"], body["input"]);
 }
 
 #[test]

@@ -77,6 +77,7 @@ pub(super) async fn answer(
     let status = StatusCode::from_u16(passed.answer.status).unwrap_or(StatusCode::BAD_GATEWAY);
     let kind = passed.answer.content_type.as_deref().and_then(|kind| HeaderValue::from_str(kind).ok());
     let kind = kind.unwrap_or(HeaderValue::from_static("application/octet-stream"));
+    let length = passed.answer.length;
     let pieces = futures_util::stream::unfold(Some((passed, seat, held)), async |state| {
         let mut state = state?;
         let piece = state.0.answer.body.next().await?;
@@ -86,6 +87,9 @@ pub(super) async fn answer(
     let mut response = (status, [(header::CONTENT_TYPE, kind)], Body::from_stream(pieces)).into_response();
     let value = HeaderValue::from_str(&id).expect("ids are hexadecimal");
     response.headers_mut().insert("x-request-id", value);
+    if let Some(length) = length {
+        response.headers_mut().insert(header::CONTENT_LENGTH, length.into());
+    }
     Ok(response)
 }
 
