@@ -42,10 +42,13 @@ class Engine:
         command += ["--served-model-name", "m", "--enforce-eager", "--dtype", "float32", "--max-model-len", str(context)]
         command += ["--max-num-seqs", "8", "--block-size", str(BLOCK), "--num-gpu-blocks-override", str(blocks)]
         command += ["--enable-prompt-tokens-details", "--kv-events-config", json.dumps(publish)]
-        self.log = log
-        with open(log, "w") as file:
+        self.command, self.log = command, log
+        self.start()
+
+    def start(self):
+        with open(self.log, "w") as file:
             self.process = subprocess.Popen(
-                command, stdout=file, stderr=file, env=os.environ | ENVIRONMENT, start_new_session=True)
+                self.command, stdout=file, stderr=file, env=os.environ | ENVIRONMENT, start_new_session=True)
 
     def wait(self):
         until = time.monotonic() + START_S
@@ -408,6 +411,13 @@ def run(program, engines, gateways):
         whole = stream.done and stream.finish == "length" and stream.usage["completion_tokens"] == 200
         check(whole and len(stream.ids) == 1, f"a whole answer: {stream.usage} {stream.error or ''}")
     check(gateway.wait_for("mixfleet_instances ", 1), "one engine is left")
+    engines[0].start()
+    engines[0].wait()
+    check(gateway.wait_for("mixfleet_instances ", 2), "the killed one is started again and serves")
+    for at in range(10):
+        call(gateway.address, "POST", "/v1/chat/completions", chat(words(random.Random(at), 40), 8))
+    is_same, counts = same(gateway, engines)
+    check(is_same, f"and what it has since then is known: {counts}")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 use crate::common;
 use crate::common::server::Server;
 use crate::fake::{FakeEngine, Mood};
+use crate::publisher::Publisher;
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Write};
 use std::sync::atomic::Ordering;
@@ -125,6 +126,49 @@ fn bodies_pass_to_engines_and_placement_is_explained_in_dollars() {
     );
     assert_eq!(metric(&server, "mixfleet_instances "), 2.0);
     assert_eq!(metric(&server, "mixfleet_generation_tokens_total{class=\"default\"} "), 3.0);
+}
+
+#[test]
+fn a_prompt_goes_to_the_engine_that_tells_that_it_has_its_beginning() {
+    let (other, holder) = (FakeEngine::start("vllm", "m"), FakeEngine::start("vllm", "m"));
+    let publisher = Publisher::start();
+    let tokens: Vec<u32> = (0..64).collect();
+    let stored = json!({"type": "BlockStored", "block_hashes": [7, 8, 9, u64::MAX], "parent_block_hash": null,
+        "token_ids": tokens, "block_size": 16, "medium": "GPU"});
+    publisher.lose(&rmp_serde::to_vec(&json!([1.5, [stored], 0])).unwrap());
+    let words = format!(",kv-events={},kv-replay={}", publisher.events, publisher.replay);
+    let server = gateway(&[(&other, "vllm", ""), (&holder, "vllm", &words)], &["--policy", "cache-aware"]);
+    let until = Instant::now() + Duration::from_secs(30);
+    let known = loop {
+        let (_, text) = server.call("GET", "/debug/kv", "", "");
+        let known: Value = serde_json::from_str(&text).unwrap();
+        if known["data"][1]["keys"] == 4 {
+            break known;
+        }
+        assert!(Instant::now() < until, "{known}");
+        std::thread::sleep(Duration::from_millis(20));
+    };
+    let blocks = json!([[0, 7], [0, 8], [0, 9], [0, u64::MAX]]);
+    assert_eq!((&known["data"][1]["blocks"], &known["data"][0]["is_followed"]), (&blocks, &json!(false)));
+
+    // the ids of this engine's tokens are their positions
+    let prompt = (0..70).map(|at| format!("p{at}")).collect::<Vec<_>>().join(" ");
+    loop {
+        let body = json!({"model": "m", "prompt": prompt, "max_tokens": 2});
+        let (head, _) = server.exchange("POST", "/v1/completions", "", &body.to_string());
+        let id = head.lines().find_map(|line| line.strip_prefix("x-request-id: ")).unwrap();
+        let (_, explanation) = server.call("GET", &format!("/debug/placement/{id}"), "", "");
+        let explanation: Value = serde_json::from_str(&explanation).unwrap();
+        let candidates = explanation["candidates"].as_array().unwrap();
+        let chosen = candidates.iter().find(|one| one["outcome"]["outcome"] == "chosen").unwrap();
+        if chosen["terms"]["cached_tokens"] == 64 {
+            assert_eq!(chosen["decode_device"], format!("vllm:{}", holder.address));
+            break;
+        }
+        // on a busy machine an engine may be slow to say the ids, and is not asked again for a while
+        assert!(Instant::now() < until, "{explanation}");
+        std::thread::sleep(Duration::from_millis(500));
+    }
 }
 
 #[test]

@@ -25,6 +25,8 @@ mod import;
 mod members;
 mod plan;
 mod profile;
+#[path = "../../engines/tests/publisher.rs"]
+mod publisher;
 mod serve;
 mod simulate;
 mod simulated;

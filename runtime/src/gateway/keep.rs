@@ -69,9 +69,9 @@ impl Gateway {
             for missing in &state.missing {
                 tracing::warn!(engine, missing, "an engine does not tell everything");
             }
+            self.engine_up(at, state, context, cost);
             let version = state.version.as_deref();
             tracing::info!(engine, version, model = wanted, context, "engine up");
-            self.engine_up(at, state, context, cost);
         }
         self.update(at, state);
     }
