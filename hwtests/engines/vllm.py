@@ -127,7 +127,11 @@ class Relay:
                 near.close()
                 self.refused += 1
                 continue
-            far = socket.create_connection(("127.0.0.1", self.port))
+            try:
+                far = socket.create_connection(("127.0.0.1", self.port))
+            except OSError:
+                near.close()
+                continue
             self.open += [near, far]
             threading.Thread(target=self.carry, args=(near, far, None), daemon=True).start()
             threading.Thread(target=self.carry, args=(far, near, self.record), daemon=True).start()
