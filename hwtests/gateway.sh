@@ -32,10 +32,9 @@ for peer in "${peers[@]}"; do
     [ -e "$packages/$name/complete" ] && continue
     rm -rf "${packages:?}/$name"
     mkdir -p "$packages/$name"
-    # the packages' other dependencies are for what is not used here
-    if python3 -m pip install --quiet --disable-pip-version-check --root-user-action=ignore --target "$packages/$name" \
-        --no-deps "$peer" setproctitle requests urllib3 idna certifi charset-normalizer aiohttp aiosignal aiohappyeyeballs \
-        attrs frozenlist multidict propcache yarl orjson PyYAML 2>"$packages/$name/log"; then
+    # what a package asks for besides is for what is not used here; these its launcher imports
+    get() { python3 -m pip install --quiet --disable-pip-version-check --root-user-action=ignore --target "$packages/$name" "$@"; }
+    if { get --no-deps "$peer" && get setproctitle requests aiohttp orjson uvicorn fastapi PyYAML; } 2>"$packages/$name/log"; then
         touch "$packages/$name/complete"
     else
         echo "not measured: $peer cannot be installed: $(tail -n 1 "$packages/$name/log")" >&2

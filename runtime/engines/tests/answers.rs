@@ -73,7 +73,7 @@ fn an_engine_tells_of_itself() {
     assert_eq!(missing.len(), 2, "{missing:?}");
     fake.die();
     let fault = run(engine(EngineKind::LlamaCpp, &fake, None).probe()).unwrap_err();
-    assert_eq!(fault.kind, EngineFaultKind::Unreachable);
+    assert_eq!(fault.kind, EngineFaultKind::Cut, "its port takes connections and closes them");
 }
 
 #[test]

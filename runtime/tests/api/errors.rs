@@ -191,7 +191,10 @@ fn unknown_models_addresses_and_methods() {
     let error = completion("model", json!("gpt-x"));
     assert_eq!((error.0, error.2.as_deref(), error.3.as_str()), (404, Some("model"), "model_not_found"));
     run(Setup::play(Play::say("")), |server| async move {
-        assert_eq!(server.get("/v1/embeddings").await.error().0, 404);
+        assert_eq!(server.get("/v1/nothing").await.error().0, 404);
+        let embeddings = json!({"model": MODEL, "input": "a"});
+        let error = server.post("/v1/embeddings", &embeddings).await.error();
+        assert_eq!((error.0, error.3.as_str()), (404, "not_found"), "{}", error.1);
         let wrong_method = server.get("/v1/completions").await;
         assert_eq!(wrong_method.error().0, 405);
         assert_eq!(wrong_method.headers["allow"], "POST");
