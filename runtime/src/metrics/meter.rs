@@ -66,9 +66,10 @@ struct RequestMeter {
     began: Seconds,
     first: Option<Seconds>,
     decode: InstanceId,
-    /// Where it is now, and what a request owed there when it came.
+    /// Where it is now, and what a request owed there when it came; none while it is at work nowhere, since
+    /// that instance was lost.
     on: InstanceId,
-    came_at: f64,
+    came_at: Option<f64>,
     prompt_usd: f64,
     generation_usd: f64,
     /// Predicted time to the first token, and mean time of a further one.
@@ -113,17 +114,24 @@ impl Meter {
                     }
                     _ => None,
                 });
-                let Some((prefill, decode, explanation)) = placed else { return };
+                let Some((prefill, decode, explanation)) = placed else {
+                    return self.ended(request, false, now, metrics);
+                };
                 let terms = explanation.chosen().and_then(|chosen| chosen.terms);
+                // what it cost where it was before it had to be placed again
+                self.go(request, now, metrics);
+                let before = self.requests.remove(&request);
+                let [prompt_usd, generation_usd] =
+                    before.map_or([0.0; 2], |met| [met.prompt_usd, met.generation_usd]);
                 let met = RequestMeter {
                     class: ClassLabels::of(class),
                     began: now,
                     first: None,
                     decode: *decode,
                     on: *prefill,
-                    came_at: 0.0,
-                    prompt_usd: 0.0,
-                    generation_usd: 0.0,
+                    came_at: None,
+                    prompt_usd,
+                    generation_usd,
                     predicted: terms.map(|terms| (terms.ttft_s, terms.tbt_s)),
                     is_guessed: false,
                 };
@@ -164,13 +172,14 @@ impl Meter {
         }
     }
 
-    /// Dollars that a request has cost since it was last placed; none if its devices have no prices.
+    /// Dollars that a request has cost; none if its device has no price, or is lost.
     pub(crate) fn usd(&mut self, request: RequestId, now: Seconds, metrics: &Metrics) -> Option<f64> {
         let met = self.requests.get(&request)?;
         let device = self.devices.get_mut(&met.on)?;
         device.usd_per_s?;
         device.settle(now, metrics);
-        Some(met.prompt_usd + met.generation_usd + device.owed - met.came_at)
+        let owed = met.came_at.map_or(0.0, |came_at| device.owed - came_at);
+        Some(met.prompt_usd + met.generation_usd + owed)
     }
 
     fn come(&mut self, request: RequestId, now: Seconds, metrics: &Metrics) {
@@ -178,16 +187,17 @@ impl Meter {
         let Some(device) = self.devices.get_mut(&met.on) else { return };
         device.settle(now, metrics);
         device.requests += 1;
-        met.came_at = device.owed;
+        met.came_at = Some(device.owed);
     }
 
     fn go(&mut self, request: RequestId, now: Seconds, metrics: &Metrics) {
         let Some(met) = self.requests.get_mut(&request) else { return };
+        // a device of which it is not at work may be another one of the same name
+        let Some(came_at) = met.came_at.take() else { return };
         let Some(device) = self.devices.get_mut(&met.on) else { return };
         device.settle(now, metrics);
         device.requests -= 1;
-        met.owe(device.owed - met.came_at);
-        met.came_at = device.owed;
+        met.owe(device.owed - came_at);
     }
 
     fn prompt_done(&mut self, request: RequestId, now: Seconds, metrics: &Metrics) {
@@ -334,5 +344,25 @@ mod tests {
         at(9.0, Event::Cancelled { request: 1 });
         let owed = metrics.prompt_usd.get_or_create(&ClassLabels::of(0)).get();
         assert!((owed - 0.01).abs() < 1e-9, "{owed}");
+    }
+
+    #[test]
+    fn a_request_owes_what_it_did_before_it_had_to_be_placed_again_and_nothing_of_a_namesake() {
+        let metrics = Metrics::new();
+        let mut fleet = Fleet::new(FleetConfig::new(1, 1));
+        let mut at = |seconds: f64, event: Event| step(&mut fleet, &metrics, seconds, event);
+        at(0.0, instance(0, Role::Auto));
+        at(0.0, arrival(1, 0));
+        at(0.0, arrival(2, 0));
+        at(4.0, Event::InstanceDown { instance: InstanceId(0) });
+        at(6.0, instance(0, Role::Auto));
+        at(7.0, Event::Cancelled { request: 2 });
+        at(8.0, arrival(1, 0));
+        at(9.0, Event::Cancelled { request: 1 });
+        let owed = metrics.prompt_usd.get_or_create(&ClassLabels::of(0)).get();
+        assert!((owed - 0.002 * 5.0).abs() < 1e-9, "{owed}");
+        let device = DeviceLabels { device: "d0".into() };
+        let busy = metrics.device_busy_usd.get_or_create(&device).get();
+        assert!((busy - owed).abs() < 1e-9, "{busy} {owed}");
     }
 }
