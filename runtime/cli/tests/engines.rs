@@ -9,6 +9,9 @@ use std::io::{BufRead, BufReader, Write};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+/// Words of an engine whose times are predicted, and which so is up at the first look.
+const UNMEASURED: &str = ",part=H100-SXM-80GB,shape=llama-3.1-8b";
+
 /// A server in front of these engines, with the words given for each.
 pub(crate) fn gateway(engines: &[(&FakeEngine, &str, &str)], more: &[&str]) -> Server {
     let written: Vec<String> = engines
@@ -136,10 +139,10 @@ fn a_prompt_goes_to_the_engine_that_tells_that_it_has_its_beginning() {
     let stored = json!({"type": "BlockStored", "block_hashes": [7, 8, 9, u64::MAX], "parent_block_hash": null,
         "token_ids": tokens, "block_size": 16, "medium": "GPU"});
     publisher.lose(&rmp_serde::to_vec(&json!([1.5, [stored], 0])).unwrap());
-    // alike, and not measured: on a busy machine one could seem so slow that the other one is better without the prefix
-    let alike = ",part=H100-SXM-80GB,shape=llama-3.1-8b";
-    let words = format!("{alike},kv-events={},kv-replay={}", publisher.events, publisher.replay);
-    let server = gateway(&[(&other, "vllm", alike), (&holder, "vllm", &words)], &["--policy", "cache-aware"]);
+    // on a busy machine one that is measured could seem so slow that the other one is better without the prefix
+    let words = format!("{UNMEASURED},kv-events={},kv-replay={}", publisher.events, publisher.replay);
+    let server =
+        gateway(&[(&other, "vllm", UNMEASURED), (&holder, "vllm", &words)], &["--policy", "cache-aware"]);
     let until = Instant::now() + Duration::from_secs(30);
     let known = loop {
         let (_, text) = server.call("GET", "/debug/kv", "", "");
@@ -199,12 +202,15 @@ fn an_engine_that_fails_before_a_byte_is_replaced_and_nobody_notices() {
 #[test]
 fn an_engine_that_fails_again_and_again_rests_and_that_is_shown() {
     let (bad, good) = (FakeEngine::start("vllm", "m"), FakeEngine::start("llamacpp", "m"));
-    let engines = [(&bad, "vllm", ",usd=1"), (&good, "llamacpp", ",usd=1")];
+    let words = format!("{UNMEASURED},usd=1");
+    let engines = [(&bad, "vllm", &*words), (&good, "llamacpp", &*words)];
     let mut server = gateway(&engines, &["--policy", "round-robin"]);
     bad.set(Mood::Status(500, "{}".into()));
     let rests = format!("mixfleet_engine_resting{{device=\"vllm:{}\"}} ", bad.address);
-    let mut last = String::new();
+    let (mut last, mut asked) = (String::new(), 0);
     while metric(&server, &rests) != 1.0 {
+        asked += 1;
+        assert!(asked <= 20, "every other request goes to it, and three failures are enough");
         let (head, answer) = server.exchange("POST", "/v1/chat/completions", "", &chat(2, false).to_string());
         assert!(answer.contains(&counted(2)), "{answer}");
         last = head.lines().find_map(|line| line.strip_prefix("x-request-id: ")).unwrap().to_owned();
@@ -216,8 +222,12 @@ fn an_engine_that_fails_again_and_again_rests_and_that_is_shown() {
     let cost = explanation["cost_usd"].as_f64().unwrap();
     assert!(cost > 0.0 && cost < 0.1, "{explanation}");
     bad.set(Mood::Well);
+    let until = Instant::now() + Duration::from_secs(60);
     while metric(&server, &rests) != 0.0 {
+        assert!(Instant::now() < until, "it rests for a second, and no request has tried it since");
         assert_eq!(server.post("/v1/chat/completions", &chat(2, false)).0, 200);
+        // nobody reads the log meanwhile, and a pipe that is full would hold the server up
+        std::thread::sleep(Duration::from_millis(50));
     }
     server.wait_for("answers again");
 }
