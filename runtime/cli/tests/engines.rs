@@ -139,7 +139,8 @@ fn a_prompt_goes_to_the_engine_that_tells_that_it_has_its_beginning() {
     let stored = json!({"type": "BlockStored", "block_hashes": [7, 8, 9, u64::MAX], "parent_block_hash": null,
         "token_ids": tokens, "block_size": 16, "medium": "GPU"});
     publisher.lose(&rmp_serde::to_vec(&json!([1.5, [stored], 0])).unwrap());
-    // on a busy machine one that is measured could seem so slow that the other one is better without the prefix
+    // on a busy machine one that is measured could seem so slow that the other one is better without
+    // the prefix
     let words = format!("{UNMEASURED},kv-events={},kv-replay={}", publisher.events, publisher.replay);
     let server =
         gateway(&[(&other, "vllm", UNMEASURED), (&holder, "vllm", &words)], &["--policy", "cache-aware"]);
