@@ -32,4 +32,5 @@ if [ ! -e "$packages/complete" ]; then
     touch "$packages/complete"
 fi
 mkdir -p "$pictures"
-PYTHONPATH="$packages" exec python3 -B hwtests/page/look.py "$program" "$browser" "$pictures"
+# what tests of engines share is of use here too
+PYTHONPATH="$packages:hwtests/engines" exec python3 -B hwtests/page/look.py "$program" "$browser" "$pictures"

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from pathlib import Path
@@ -48,13 +49,17 @@ def resident_mib(pid):
     return float("nan")
 
 
+def log_of(name):
+    return Path(tempfile.gettempdir()) / f"gateway-bench-{name}.log"
+
+
 class Contestant:
     """A server between clients and engines, or none."""
 
     def __init__(self, name, command, urls, environment=None):
         self.name, self.urls, self.process = name, urls, None
         if command:
-            log = open(f"/tmp/gateway-bench-{name}.log", "w")  # noqa: SIM115
+            log = open(log_of(name), "w")  # noqa: SIM115
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True,
                                             env={**os.environ, **(environment or {})})
 
@@ -163,7 +168,7 @@ def main():
                 contestant = make()
                 try:
                     if not contestant.serves():
-                        print(f"{name} does not serve; see /tmp/gateway-bench-{name}.log", file=sys.stderr)
+                        print(f"{name} does not serve; see {log_of(name)}", file=sys.stderr)
                         failed |= name == "mixfleet"
                         continue
                     for kind, many, shape in loads:

@@ -3,29 +3,16 @@
 import json
 import pathlib
 import re
-import socket
 import subprocess
 import sys
 import time
 import urllib.request
 
+from common import WAIT_S, check, free_port
 from playwright.sync_api import expect, sync_playwright
 
 PROGRAM, BROWSER, PICTURES = sys.argv[1], sys.argv[2], pathlib.Path(sys.argv[3])
 KEY = "a key of the page's test"
-WAIT_S = 60
-
-
-def check(holds, what):
-    print(("ok      " if holds else "FAILED  ") + what, flush=True)
-    if not holds:
-        sys.exit(1)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Server:

@@ -286,6 +286,26 @@ fn embeddings_and_responses_pass_untouched_to_engines_that_take_them() {
 }
 
 #[test]
+fn what_passes_untouched_keeps_no_bound_and_hides_nothing_so_keys_that_need_it_are_refused() {
+    let fake = FakeEngine::start("vllm", "m");
+    let keys = common::scratch("engines-keys").join("keys.toml");
+    let tenants = "[[tenant]]\nname = 'bounded'\nkey = 'a-key'\nmax_tokens = 8\n\
+                   [[tenant]]\nname = 'blind'\nkey = 'b-key'\nhide_cached_tokens = true\n";
+    std::fs::write(&keys, tenants).unwrap();
+    let server = gateway(&[(&fake, "vllm", UNMEASURED)], &["--api-keys", keys.to_str().unwrap()]);
+    let body = json!({"model": "m", "input": "x"}).to_string();
+    let asked =
+        |key: &str, path: &str| server.call("POST", path, &format!("authorization: Bearer {key}\r\n"), &body);
+    let (status, answer) = asked("a-key", "/v1/responses");
+    assert!(status == 400 && answer.contains("ask /v1/chat/completions"), "{answer}");
+    assert_eq!(asked("a-key", "/v1/embeddings").0, 200);
+    for path in ["/v1/responses", "/v1/embeddings"] {
+        let (status, answer) = asked("b-key", path);
+        assert!(status == 503 && answer.contains("may not see cached tokens"), "{answer}");
+    }
+}
+
+#[test]
 fn an_engine_that_dies_in_mid_stream_is_continued_by_another() {
     let (first, second) = (FakeEngine::start("vllm", "m"), FakeEngine::start("llamacpp", "m"));
     let server = gateway(&[(&first, "vllm", ""), (&second, "llamacpp", "")], &["--policy", "round-robin"]);

@@ -33,6 +33,12 @@ pub(super) async fn answer(
         }
     };
     let seat = api.seat(tenant)?;
+    relay::check_shown(seat.tenant())?;
+    if matches!(path, PassedPath::Responses) && seat.tenant().max_tokens.is_some() {
+        let message = "this key's answers have a longest length, which is not kept at /v1/responses: \
+                       ask /v1/chat/completions";
+        return Err(ApiError::field("max_output_tokens", "length_not_bounded", message));
+    }
     let (text, held) = body::read_json(api, party.clone(), headers, body).await?;
     let (read, name) = (text.clone(), gateway.name().to_owned());
     let checked = move |_: Stopped<'_>| check(&read, &name);

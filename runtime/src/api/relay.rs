@@ -36,6 +36,15 @@ struct Outline {
     hints: ParsedHints,
 }
 
+/// Refuses a tenant what engines tell with their answers.
+pub(super) fn check_shown(tenant: &Tenant) -> Result<(), ApiError> {
+    if !tenant.hide_cached_tokens {
+        return Ok(());
+    }
+    let message = "this key may not see cached tokens, and the engines that answer here tell them";
+    Err(ApiError::unavailable("cached_tokens_not_hidden", message, 3600))
+}
+
 /// Answers a request by an engine.
 pub(super) async fn answer(
     api: &Api,
@@ -47,10 +56,7 @@ pub(super) async fn answer(
 ) -> Result<Response, ApiError> {
     let arrived_s = api.env.now().0;
     let seat = api.seat(tenant)?;
-    if seat.tenant().hide_cached_tokens {
-        let message = "this key may not see cached tokens, and the engines that answer here tell them";
-        return Err(ApiError::unavailable("cached_tokens_not_hidden", message, 3600));
-    }
+    check_shown(seat.tenant())?;
     let (text, held) = body::read_json(api, party.clone(), headers, body).await?;
     let (read, name) = (text.clone(), gateway.name().to_owned());
     let outlined = move |_: Stopped<'_>| outline(&read, endpoint, &name);

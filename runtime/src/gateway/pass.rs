@@ -9,7 +9,7 @@ use mixfleet_scheduler::fleet::Event;
 use std::sync::Arc;
 
 /// An answer on its way, with the place that its request has at its engine. Dropping it ends both.
-pub(crate) struct Passed {
+pub(crate) struct PassedOn {
     pub(crate) answer: PassedAnswer,
     _stay: Stay,
 }
@@ -45,7 +45,7 @@ pub(crate) async fn pass(
     gateway: &Arc<Gateway>,
     path: PassedPath,
     wanted: &RelayRequest,
-) -> Result<Passed, RelayError> {
+) -> Result<PassedOn, RelayError> {
     let (mut avoided, mut last) = (Vec::new(), None);
     loop {
         // what an engine answered keeps its place while another one is tried
@@ -70,12 +70,12 @@ pub(crate) async fn pass(
         };
         avoided.push(place.at);
         last = Some(match answered {
-            Ok(answer) if !is_for_another(answer.status) => return Ok(Passed { answer, _stay: stay }),
+            Ok(answer) if !is_for_another(answer.status) => return Ok(PassedOn { answer, _stay: stay }),
             Ok(PassedAnswer { status: 404 | 405 | 501, .. }) => {
                 let detail = format!("no engine here answers {}", path.path());
                 Err(EngineFault::new(EngineFaultKind::NotTaken, detail))
             }
-            Ok(answer) => Ok(Passed { answer, _stay: stay }),
+            Ok(answer) => Ok(PassedOn { answer, _stay: stay }),
             Err(fault) => {
                 gateway.fault(place.at, &wanted.id, &fault);
                 Err(fault)
