@@ -13,6 +13,8 @@ use mixfleet_hal::sample::{
 
 /// Result of a row that holds something else than numbers.
 const NAN_BITS: u32 = 0x7FC0_0000;
+/// What lowers the logit of a token that must not be drawn.
+const FORBIDDEN_LOSS: f32 = 3e38;
 /// What is listed where there is no token.
 const NOTHING: [u32; 2] = [NO_TOKEN, f32::NEG_INFINITY.to_bits()];
 
@@ -212,8 +214,8 @@ pub(crate) fn parameters(rows: u32, cols: u32, seed: u64, stream: &mut Stream) -
     words
 }
 
-/// Returns where each row's entries of the history begin, and the entries. Some rows have none, some ids have
-/// no logit, some entries belong to no row, and the last row may claim more than there are.
+/// Returns where each row's entries of the history begin, and the entries. Some rows have none, some lower
+/// logits so far that they weigh nothing, some ids have no logit, some entries belong to no row, and the last row may claim more than there are.
 pub(crate) fn history(case: &Case) -> (Vec<f64>, Vec<f64>) {
     let OpSig::Sample { rows, cols, history, .. } = case.sig else {
         unreachable!("only a draw has a history");
@@ -231,6 +233,7 @@ pub(crate) fn history(case: &Case) -> (Vec<f64>, Vec<f64>) {
         for i in 0..count {
             let id = if i == 3 { u32::MAX } else { (first + i * step) % (cols + 1) };
             let less = [0.0f32, 0.5, 2.0, -1.0][to_usize(stream.below(4))];
+            let less = if r % 6 == 5 { FORBIDDEN_LOSS } else { less };
             let entry = 2 * (at + i) as usize;
             (entries[entry], entries[entry + 1]) = (f64::from(id), f64::from(less.to_bits()));
         }

@@ -20,6 +20,7 @@ pub mod engine;
 pub mod env;
 pub mod fleet;
 pub mod gateway;
+pub mod grammar;
 pub mod mailbox;
 pub mod metrics;
 pub mod model;

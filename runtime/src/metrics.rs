@@ -451,7 +451,7 @@ impl Metrics {
     pub(crate) fn succeeded(&self, reason: FinishReason, choices: u32) {
         let finished_reason = match reason {
             FinishReason::Length => "length",
-            _ => "stop",
+            FinishReason::Stop | FinishReason::ToolCalls => "stop",
         };
         self.request_success.get_or_create(&SuccessLabels { finished_reason }).inc_by(choices.into());
     }

@@ -1,5 +1,6 @@
 //! What the API submits to the engine, and what the engine reports back.
 
+use crate::grammar::Grammar;
 use mixfleet_hal::cast::to_u64;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::RequestId;
@@ -44,6 +45,8 @@ pub struct GenerateRequest {
     pub sampling: Sampling,
     /// Whether to report log-probabilities, and of how many best tokens besides the chosen one.
     pub logprobs: Option<u32>,
+    /// What the answer must be, if anything; it ends with one of `eos_ids`.
+    pub grammar: Option<Grammar>,
     /// Separates tenants in the prefix cache.
     pub cache_salt: Option<String>,
     /// What it says of itself.
@@ -113,6 +116,8 @@ pub struct Sampling {
     pub presence_penalty: f32,
     /// Subtracted per occurrence from the logits of tokens already generated.
     pub frequency_penalty: f32,
+    /// Added to the logits of some tokens, each of which is named once; not beside a repetition penalty.
+    pub logit_bias: Arc<[(u32, f32)]>,
     /// Key of the counter-based generator: token i is drawn with (seed, i).
     pub seed: u64,
 }
@@ -127,6 +132,7 @@ impl Default for Sampling {
             repetition_penalty: 1.0,
             presence_penalty: 0.0,
             frequency_penalty: 0.0,
+            logit_bias: Arc::default(),
             seed: 0,
         }
     }
@@ -142,10 +148,12 @@ impl Sampling {
             repetition_penalty,
             presence_penalty,
             frequency_penalty,
+            ref logit_bias,
             ..
         } = *self;
         [temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty]
             .iter()
+            .chain(logit_bias.iter().map(|(_, bias)| bias))
             .all(|parameter| parameter.is_finite())
     }
 }
@@ -158,6 +166,8 @@ pub enum FinishReason {
     Stop,
     /// `max_tokens` was reached.
     Length,
+    /// Set by the API: it ended, and calls tools.
+    ToolCalls,
 }
 
 /// Log-probabilities (natural log) at one output position, of the model's raw distribution

@@ -1,7 +1,8 @@
 //! From logits to a token: pure functions, so that a stream of tokens can continue on another machine.
 //!
 //! Order of processing, as in transformers and vLLM:
-//! 1. repetition penalty (over prompt and output), then presence and frequency penalties (over the output);
+//! 1. repetition penalty (over prompt and output), then presence and frequency penalties (over the output),
+//!    biases of single tokens, and tokens that are forbidden;
 //! 2. at temperature 0 the largest logit wins (the lowest id on a tie) and nothing below matters;
 //! 3. division by the temperature;
 //! 4. `top_k`, then `top_p` over what is left of the distribution, then `min_p` relative to its best token;
@@ -67,11 +68,12 @@ impl Sampling {
     }
 }
 
-/// The tokens whose logits penalties change, kept up to date as tokens are drawn.
+/// The tokens whose logits penalties and biases change, kept up to date as tokens are drawn.
 #[derive(Debug)]
 pub struct Penalties {
     presence: f32,
     frequency: f32,
+    bias: HashMap<u32, f32>,
     /// Each token with the bits of the f32 that its logit loses.
     entries: Vec<[u32; 2]>,
     /// Where a token's entry is, and how often the token was drawn.
@@ -81,15 +83,18 @@ pub struct Penalties {
 }
 
 impl Penalties {
-    /// The penalties of a request whose output is empty; none if nothing is penalised.
+    /// The penalties of a request whose output is empty; none if no logit changes.
     pub fn new(sampling: &Sampling, prompt: &[u32]) -> Option<Self> {
-        let &Sampling { repetition_penalty, presence_penalty, frequency_penalty, .. } = sampling;
-        if repetition_penalty == 1.0 && presence_penalty == 0.0 && frequency_penalty == 0.0 {
+        let &Sampling { repetition_penalty, presence_penalty, frequency_penalty, ref logit_bias, .. } =
+            sampling;
+        let over_output = presence_penalty != 0.0 || frequency_penalty != 0.0;
+        if repetition_penalty == 1.0 && !over_output && logit_bias.is_empty() {
             return None;
         }
         let mut penalties = Penalties {
             presence: presence_penalty,
             frequency: frequency_penalty,
+            bias: logit_bias.iter().copied().collect(),
             entries: Vec::new(),
             counts: HashMap::new(),
             drawn: 0,
@@ -97,6 +102,7 @@ impl Penalties {
         if repetition_penalty != 1.0 {
             prompt.iter().for_each(|&id| penalties.count(id, 0));
         }
+        logit_bias.iter().for_each(|&(id, _)| penalties.count(id, 0));
         Some(penalties)
     }
 
@@ -120,11 +126,12 @@ impl Penalties {
         });
         *count += more;
         let loss = if *count > 0 { self.presence + self.frequency * *count as f32 } else { 0.0 };
-        self.entries[*at][1] = loss.to_bits();
+        let bias = self.bias.get(&id).copied().unwrap_or(0.0);
+        self.entries[*at][1] = (loss - bias).to_bits();
     }
 }
 
-/// Draws the next token from `logits [vocab]`. `logprobs` asks for log-probabilities under the raw
+/// Draws the next token from `logits [vocab]`, but none of `forbidden`. `logprobs` asks for log-probabilities under the raw
 /// distribution: the drawn token's and that many best ones'.
 ///
 /// # Errors
@@ -133,10 +140,11 @@ pub fn sample(
     logits: &[f32],
     sampling: &Sampling,
     history: History<'_>,
+    forbidden: &[u32],
     logprobs: Option<u32>,
 ) -> Result<SampledToken, SamplingError> {
     let best = argmax(logits)?;
-    let penalised = penalise(logits, sampling, history);
+    let penalised = penalise(logits, sampling, history, forbidden);
     let id = match &penalised {
         None if sampling.temperature <= 0.0 => best,
         Some(penalised) if sampling.temperature <= 0.0 => argmax(penalised)?,
@@ -163,12 +171,18 @@ fn argmax(logits: &[f32]) -> Result<u32, SamplingError> {
     best.map(|(id, _)| to_u32(id)).ok_or(SamplingError::Empty)
 }
 
-/// The logits after penalties, or `None` if the penalties change nothing.
-fn penalise(logits: &[f32], sampling: &Sampling, history: History<'_>) -> Option<Vec<f32>> {
+/// The logits after penalties and without the forbidden tokens, or `None` if nothing changes.
+fn penalise(
+    logits: &[f32],
+    sampling: &Sampling,
+    history: History<'_>,
+    forbidden: &[u32],
+) -> Option<Vec<f32>> {
     let repetition = sampling.repetition_penalty;
     let (presence, frequency) = (sampling.presence_penalty, sampling.frequency_penalty);
     let over_output = presence != 0.0 || frequency != 0.0;
-    if repetition == 1.0 && !over_output {
+    let is_plain = repetition == 1.0 && !over_output && sampling.logit_bias.is_empty();
+    if is_plain && forbidden.is_empty() {
         return None;
     }
     let mut counts: HashMap<u32, u32> = HashMap::new();
@@ -184,6 +198,16 @@ fn penalise(logits: &[f32], sampling: &Sampling, history: History<'_>) -> Option
         *logit = if *logit > 0.0 { *logit / repetition } else { *logit * repetition };
         if count > 0 {
             *logit -= presence + frequency * count as f32;
+        }
+    }
+    for (id, bias) in sampling.logit_bias.iter() {
+        if let Some(logit) = penalised.get_mut(*id as usize) {
+            *logit += bias;
+        }
+    }
+    for id in forbidden {
+        if let Some(logit) = penalised.get_mut(*id as usize) {
+            *logit = f32::NEG_INFINITY;
         }
     }
     Some(penalised)

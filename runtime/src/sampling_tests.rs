@@ -1,6 +1,7 @@
 use super::*;
 use mixfleet_hal::random::Stream;
 use proptest::prelude::*;
+use std::sync::Arc;
 
 fn property(cases: u32) -> ProptestConfig {
     let rng_seed = proptest::test_runner::RngSeed::Fixed(20_261_120);
@@ -12,11 +13,11 @@ fn greedy() -> Sampling {
 }
 
 fn id(logits: &[f32], sampling: &Sampling, output: &[u32]) -> u32 {
-    sample(logits, sampling, History { prompt: &[], output }, None).expect("a token").id
+    sample(logits, sampling, History { prompt: &[], output }, &[], None).expect("a token").id
 }
 
 /// The probability of each token by the documented rules, with a sort and whole distributions.
-fn naive(logits: &[f32], s: &Sampling, history: History) -> Vec<f64> {
+fn naive(logits: &[f32], s: &Sampling, history: History, forbidden: &[u32]) -> Vec<f64> {
     let mut l: Vec<f64> = logits.iter().map(|l| f64::from(*l)).collect();
     for (id, logit) in l.iter_mut().enumerate() {
         let id = id as u32;
@@ -27,6 +28,11 @@ fn naive(logits: &[f32], s: &Sampling, history: History) -> Vec<f64> {
         }
         if count > 0 {
             *logit -= f64::from(s.presence_penalty) + f64::from(s.frequency_penalty) * count as f64;
+        }
+        let bias = s.logit_bias.iter().find(|(token, _)| *token == id);
+        *logit += bias.map_or(0.0, |(_, bias)| f64::from(*bias));
+        if forbidden.contains(&id) {
+            *logit = f64::NEG_INFINITY;
         }
     }
     let mut order: Vec<usize> = (0..l.len()).collect();
@@ -78,6 +84,7 @@ fn some_sampling() -> impl Strategy<Value = Sampling> {
             repetition_penalty: r,
             presence_penalty: p,
             frequency_penalty: f,
+            logit_bias: Arc::default(),
             seed,
         },
     )
@@ -92,10 +99,20 @@ proptest! {
         sampling in some_sampling(),
         prompt in prop::collection::vec(0u32..220, 0..20),
         output in prop::collection::vec(0u32..220, 0..20),
+        bias in prop_oneof![Just(Vec::new()), prop::collection::vec((0u32..220, -5f32..5.0), 0..10)],
+        forbidden in prop_oneof![Just(Vec::new()), prop::collection::vec(0u32..220, 0..250)],
     ) {
         let history = History { prompt: &prompt, output: &output };
-        let p = naive(&logits, &sampling, history);
-        let sampled = sample(&logits, &sampling, history, None).expect("a token");
+        let bias: std::collections::BTreeMap<u32, f32> = bias.into_iter().collect();
+        let sampling = Sampling { logit_bias: bias.into_iter().collect(), ..sampling };
+        let sampled = sample(&logits, &sampling, history, &forbidden, None);
+        if (0..logits.len() as u32).all(|id| forbidden.contains(&id)) {
+            prop_assert_eq!(sampled, Err(SamplingError::Empty));
+            return Ok(());
+        }
+        let p = naive(&logits, &sampling, history, &forbidden);
+        let sampled = sampled.expect("a token");
+        prop_assert!(!forbidden.contains(&sampled.id), "{} is forbidden", sampled.id);
         // The draw, by hand: the token's interval of the cumulated distribution holds the uniform number.
         let below: f64 = p[..sampled.id as usize].iter().sum();
         let above = below + p[sampled.id as usize];
@@ -109,7 +126,7 @@ proptest! {
     #[test]
     fn logprobs_are_of_the_raw_distribution(logits in prop::collection::vec(-30f32..30.0, 1..100), top in 0u32..120, seed: u64) {
         let sampling = Sampling { temperature: 0.3, top_k: 2, repetition_penalty: 1.5, seed, ..Sampling::default() };
-        let sampled = sample(&logits, &sampling, History { prompt: &[0, 1], output: &[2] }, Some(top)).expect("a token");
+        let sampled = sample(&logits, &sampling, History { prompt: &[0, 1], output: &[2] }, &[], Some(top)).expect("a token");
         let logprobs = sampled.logprobs.expect("asked for");
         let sum: f64 = logits.iter().map(|l| f64::from(*l).exp()).sum();
         let exact = |id: u32| f64::from(logits[id as usize]) - sum.ln();
@@ -131,7 +148,7 @@ proptest! {
         let wild = Sampling { temperature: odd[0], top_p: odd[1], min_p: odd[2], repetition_penalty: odd[3],
             presence_penalty: odd[4], frequency_penalty: odd[5], ..sampling.clone() };
         for sampling in [sampling, wild] {
-            if let Ok(sampled) = sample(&logits, &sampling, History { prompt: &[1], output: &[2] }, Some(3)) {
+            if let Ok(sampled) = sample(&logits, &sampling, History { prompt: &[1], output: &[2] }, &[], Some(3)) {
                 prop_assert!((sampled.id as usize) < logits.len());
             }
         }
@@ -192,7 +209,7 @@ fn large_vocabularies_agree_with_the_sorted_rules() {
     let logits: Vec<f32> = (0..128_256).map(|_| random.next_normal() as f32 * 2.0).collect();
     for (seed, (top_k, top_p)) in (0..).zip([(0, 0.9), (0, 0.1), (40, 1.0), (1000, 0.5), (0, 1.0)]) {
         let sampling = Sampling { top_k, top_p, seed, ..Sampling::default() };
-        let p = naive(&logits, &sampling, History::default());
+        let p = naive(&logits, &sampling, History::default(), &[]);
         let drawn = id(&logits, &sampling, &[]) as usize;
         let below: f64 = p[..drawn].iter().sum();
         let uniform = unit(seed, 0);
@@ -202,7 +219,7 @@ fn large_vocabularies_agree_with_the_sorted_rules() {
 
 #[test]
 fn garbage_is_an_error() {
-    let draw = |logits: &[f32]| sample(logits, &Sampling::default(), History::default(), None);
+    let draw = |logits: &[f32]| sample(logits, &Sampling::default(), History::default(), &[], None);
     assert_eq!(draw(&[0.0, f32::NAN]), Err(SamplingError::NotFinite(1)));
     assert_eq!(draw(&[f32::INFINITY]), Err(SamplingError::NotFinite(0)));
     assert_eq!(draw(&[f32::NEG_INFINITY; 3]), Err(SamplingError::Empty));

@@ -2,9 +2,11 @@
 
 use crate::api::{Marked, TextDecoder, TextModel};
 use crate::env::SharedEnv;
-use crate::model::{ChatMessage, ChatTemplate, TokenStream, Tokenizer};
+use crate::grammar::{Grammar, Grammars};
+use crate::model::{ChatMessage, ChatTemplate, TokenStream, Tokenizer, ToolStyle};
 use mixfleet_hal::cast::to_u64;
 use serde_json::{Map, Value};
+use std::sync::Arc;
 
 /// The tokenizer and chat template of a loaded model.
 pub struct LoadedText {
@@ -16,6 +18,16 @@ pub struct LoadedText {
     pub env: SharedEnv,
     /// The size of the model's vocabulary: every token id is below it.
     pub vocab: u32,
+    /// What compiles the grammars of answers.
+    pub grammars: Arc<Grammars>,
+}
+
+impl LoadedText {
+    /// The tokenizer and chat template of a model whose vocabulary has `vocab` tokens.
+    pub fn new(tokenizer: Tokenizer, template: Option<ChatTemplate>, env: SharedEnv, vocab: u32) -> Self {
+        let grammars = Arc::new(Grammars::new(tokenizer.clone(), vocab));
+        LoadedText { tokenizer, template, env, vocab, grammars }
+    }
 }
 
 impl TextModel for LoadedText {
@@ -52,8 +64,16 @@ impl TextModel for LoadedText {
         rendered.map_err(|error| error.to_string())
     }
 
+    fn tool_style(&self) -> Option<ToolStyle> {
+        self.template.as_ref()?.tool_style()
+    }
+
     fn decoder(&self) -> Box<dyn TextDecoder> {
         Box::new(Decoder(Some(self.tokenizer.stream())))
+    }
+
+    fn check_grammar(&self, grammar: &Grammar) -> Result<(), String> {
+        self.grammars.begin(grammar, Arc::default()).map(drop)
     }
 
     fn token_bytes(&self, id: u32) -> Vec<u8> {

@@ -108,12 +108,8 @@ fn eight_large_bodies_at_once_cost_their_bytes_and_no_more() {
 fn with_a_template() -> Setup {
     let tokenizer = builtin::tokenizer().unwrap();
     let vocab = tokenizer.vocab() as u32;
-    let text = LoadedText {
-        tokenizer,
-        template: Some(builtin::chat_template().unwrap()),
-        env: Arc::new(SeededEnv::new(1)),
-        vocab,
-    };
+    let template = Some(builtin::chat_template().unwrap());
+    let text = LoadedText::new(tokenizer, template, Arc::new(SeededEnv::new(1)), vocab);
     Setup { text: Arc::new(text), context: 1 << 30, ..Setup::play(Play::say("")) }
 }
 

@@ -177,6 +177,7 @@ impl Ready {
                 ..Sampling::default()
             },
             logprobs: None,
+            grammar: None,
             // copies would share their prompt's KV, which other prompts do not
             cache_salt: (copy > 0).then(|| copy.to_string()),
             hints: Hints::default(),

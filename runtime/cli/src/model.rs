@@ -51,7 +51,7 @@ impl Model {
         Ok(Model {
             name,
             shape_digest: checkpoint.shape_digest(),
-            text: Arc::new(LoadedText { tokenizer, template, env: env.clone(), vocab }),
+            text: Arc::new(LoadedText::new(tokenizer, template, env.clone(), vocab)),
             activations,
             kv: args.kv_dtype.unwrap_or(activations),
             checkpoint,

@@ -248,6 +248,7 @@ pub(crate) fn instances(
             1 => Loaded::new(&config, spec)?,
             _ => Loaded::divided(&config, &partition, spec, placed.collect())?,
         };
+        let loaded = loaded.with_grammars(model.text.grammars.clone());
         instances.push(match tiers::of(&choice.tiers, selector, namespace(identity, model, digest))? {
             Some(tiers) => loaded.with_lower_tiers(tiers, &region)?,
             None => loaded,

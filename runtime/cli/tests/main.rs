@@ -13,6 +13,7 @@ mod engines;
 mod fake;
 #[cfg(feature = "fleet")]
 mod fleet;
+mod forms;
 mod generate;
 mod golden;
 #[cfg(target_os = "linux")]

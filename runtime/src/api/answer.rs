@@ -9,6 +9,7 @@ use super::Seat;
 use super::stop::StopFilter;
 use super::tally::Tally;
 use super::text::TextDecoder;
+use super::tools::{ToolCall, ToolPieces, ToolReader};
 use crate::request::{FinishReason, Logprobs, Update};
 
 /// A generated token with the values that `logprobs` asks for.
@@ -23,8 +24,11 @@ pub(crate) struct TokenLogprobs {
 /// How one update changes a choice.
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct Delta {
-    /// Text to send; often empty while a character or a stop string may still be completed.
+    /// Text to send; often empty while a character, a stop string or a call may still be completed.
     pub(crate) text: String,
+    /// Calls of tools, and how many of the choice came before them.
+    pub(crate) calls: Vec<ToolCall>,
+    pub(crate) calls_before: usize,
     /// Log-probabilities of the token, if the request asked for them and the update carries a token.
     pub(crate) logprobs: Option<TokenLogprobs>,
     /// Set once, on the last delta.
@@ -35,6 +39,8 @@ pub(crate) struct Delta {
 pub(crate) struct Choice {
     decoder: Box<dyn TextDecoder>,
     filter: StopFilter,
+    /// Finds calls of tools, if there are tools.
+    tools: Option<ToolReader>,
     /// Tokens that end the answer and produce no text.
     end_ids: Arc<[u32]>,
     with_logprobs: bool,
@@ -47,11 +53,37 @@ impl Choice {
     pub(crate) fn new(
         decoder: Box<dyn TextDecoder>,
         stops: Vec<String>,
+        tools: Option<ToolReader>,
         end_ids: Arc<[u32]>,
         with_logprobs: bool,
     ) -> Self {
         let filter = StopFilter::new(stops);
-        Choice { decoder, filter, end_ids, with_logprobs, characters: 0, generated: 0, cached: None }
+        Choice { decoder, filter, tools, end_ids, with_logprobs, characters: 0, generated: 0, cached: None }
+    }
+
+    /// A change by text that was let through, and by the end of the answer, if this is it.
+    fn delta(
+        &mut self,
+        text: String,
+        logprobs: Option<TokenLogprobs>,
+        mut finish: Option<FinishReason>,
+    ) -> Delta {
+        let Some(tools) = &mut self.tools else {
+            return Delta { text, logprobs, finish, ..Delta::default() };
+        };
+        let calls_before = tools.calls();
+        let ToolPieces { mut text, mut calls, ended } = tools.push(&text);
+        if finish.is_some() {
+            let rest = tools.finish();
+            text.push_str(&rest.text);
+            calls.extend(rest.calls);
+        } else if ended {
+            finish = Some(FinishReason::Stop);
+        }
+        if finish == Some(FinishReason::Stop) && tools.calls() > 0 {
+            finish = Some(FinishReason::ToolCalls);
+        }
+        Delta { text, calls, calls_before, logprobs, finish }
     }
 
     /// Applies the next update. The error is a message for the client, and ends the answer.
@@ -67,10 +99,10 @@ impl Choice {
                 let tail = self.decoder.finish()?;
                 let mut passed = self.filter.push(&tail);
                 if passed.stopped {
-                    return Ok(Delta { text: passed.text, logprobs: None, finish: Some(FinishReason::Stop) });
+                    return Ok(self.delta(passed.text, None, Some(FinishReason::Stop)));
                 }
                 passed.text.push_str(&self.filter.finish());
-                Ok(Delta { text: passed.text, logprobs: None, finish: Some(reason) })
+                Ok(self.delta(passed.text, None, Some(reason)))
             }
             Update::Failed(failure) => Err(failure.message),
         }
@@ -90,7 +122,7 @@ impl Choice {
         let text = self.decoder.push(id)?;
         self.characters += text.chars().count();
         let passed = self.filter.push(&text);
-        Ok(Delta { text: passed.text, logprobs, finish: passed.stopped.then_some(FinishReason::Stop) })
+        Ok(self.delta(passed.text, logprobs, passed.stopped.then_some(FinishReason::Stop)))
     }
 }
 

@@ -7,12 +7,14 @@ use super::ServedModel;
 use super::encode::{Encoder, Stopped};
 use super::errors::ApiError;
 use super::fields::{Fields, each, text, wrong_type};
+use super::format::Format;
 use super::generate::Plan;
 use super::parameters::{self, Parameters};
 use super::refused;
 use super::shapes::Endpoint;
 use super::text::{Marked, mark};
-use crate::model::ChatMessage;
+use super::tools::{self, Tools};
+use crate::model::{ChatMessage, ToolStyle};
 
 /// Maximum number of messages in a chat, and of parts in one message: a template's view of a message takes
 /// 1.5 KB.
@@ -27,17 +29,22 @@ pub(crate) fn plan(
     let encoder = Encoder { model, field: "messages", stopped };
     let mut messages = messages(&mut fields, &encoder)?;
     let logprobs = parameters::chat_logprobs(&mut fields)?;
-    let parameters = Parameters::parse(&mut fields, &model.defaults, model.text.vocabulary_size())?;
+    let mut parameters = Parameters::parse(&mut fields, &model.defaults, model.text.vocabulary_size())?;
     let add_generation_prompt = fields.boolean("add_generation_prompt")?.unwrap_or(true);
     let mut arguments = fields.object("chat_template_kwargs")?.unwrap_or_default();
+    let tools = tools(&mut fields, &mut parameters, model)?;
     refused::check(&fields)?;
+    parameters.check_format(model)?;
+    if let Some((tools, _)) = &tools {
+        arguments.insert("tools".into(), tools.given.clone());
+    }
     let failed = |error: String| encoder.failed(&error);
     let mark = match parameters.split_special_tokens.unwrap_or(true) {
         true => {
             let mut said = ClientText::of(&mut messages, &mut arguments);
             if said.keys.iter().any(|key| !model.text.special_places(key).is_empty()) {
-                let message = "a key in 'chat_template_kwargs' holds the text of a special token";
-                return Err(ApiError::value("chat_template_kwargs", message));
+                let message = "a key in 'messages', 'tools' or 'chat_template_kwargs' holds the text of a special token";
+                return Err(ApiError::value("messages", message));
             }
             mark(&mut said.strings, model.text.as_ref()).map_err(failed)?
         }
@@ -54,8 +61,26 @@ pub(crate) fn plan(
         prompt_field: "messages",
         max_tokens_default: None,
         logprobs,
+        tools,
         parameters,
     })
+}
+
+/// Reads the tools that may be called. Those that must be called decide the form of the answer.
+fn tools(
+    fields: &mut Fields<'_>,
+    parameters: &mut Parameters,
+    model: &ServedModel,
+) -> Result<Option<(Tools, ToolStyle)>, ApiError> {
+    let Some(tools) = Tools::parse(fields)? else { return Ok(None) };
+    let hint = "the template of this model knows no tools, or not how they are called";
+    let style = model.text.tool_style().ok_or_else(|| ApiError::unsupported("tools", hint))?;
+    if parameters.format.is_some() {
+        let hint = "a form of the answer beside 'tools' is not implemented";
+        return Err(ApiError::unsupported("response_format", hint));
+    }
+    parameters.format = tools.grammar(style).map(|grammar| Format::new("tools", grammar));
+    Ok(Some((tools, style)))
 }
 
 /// All text that the client wrote and that a template can print. Roles are a few fixed words; names of
@@ -122,7 +147,7 @@ fn message(index: usize, raw: &RawValue) -> Result<ChatMessage, ApiError> {
     let mut fields = Fields::within(raw)?.ok_or_else(|| wrong_type(&name(""), "an object", raw))?;
     let unsupported =
         |field: &str| ApiError::unsupported(&name(&format!(".{field}")), "messages carry text only");
-    for field in ["tool_calls", "function_call", "tool_call_id", "audio", "refusal"] {
+    for field in ["function_call", "audio", "refusal"] {
         let empty = |raw: &RawValue| matches!(raw.get(), "[]" | "\"\"");
         if fields.take(field).is_some_and(|raw| !empty(raw)) {
             return Err(unsupported(field));
@@ -130,20 +155,31 @@ fn message(index: usize, raw: &RawValue) -> Result<ChatMessage, ApiError> {
     }
     let role =
         match fields.take("role").map(|raw| text(&name(".role"), raw)).transpose()?.flatten().as_deref() {
-            Some(role @ ("system" | "user" | "assistant")) => role.to_string(),
+            Some(role @ ("system" | "user" | "assistant" | "tool")) => role.to_string(),
             // OpenAI's later name for the same role; templates know only the older one.
             Some("developer") => "system".into(),
             Some(other) => {
                 let other: String = other.chars().take(32).collect();
-                let message = format!("role {other:?} is not one of system, developer, user, assistant");
+                let message =
+                    format!("role {other:?} is not one of system, developer, user, assistant, tool");
                 return Err(ApiError::value(name(".role"), message));
             }
             None => {
                 return Err(ApiError::field(name(".role"), "missing_parameter", "a message needs a 'role'"));
             }
         };
-    let mut message = ChatMessage::new(role, content(&name(".content"), fields.take("content"))?);
-    for field in ["name", "reasoning_content"] {
+    let calls =
+        fields.take("tool_calls").map(|raw| tools::past_calls(&name(".tool_calls"), raw)).transpose()?;
+    let calls = calls.filter(|calls| !calls.is_empty());
+    let said = match (fields.take("content"), &calls) {
+        (None, Some(_)) => String::new(),
+        (raw, _) => content(&name(".content"), raw)?,
+    };
+    let mut message = ChatMessage::new(role, said);
+    if let Some(calls) = calls {
+        message.extra.insert("tool_calls".into(), calls.into());
+    }
+    for field in ["name", "reasoning_content", "tool_call_id"] {
         let Some(raw) = fields.take(field) else { continue };
         let value = text(&name(&format!(".{field}")), raw)?;
         let value = value.ok_or_else(|| wrong_type(&name(&format!(".{field}")), "a string", raw))?;

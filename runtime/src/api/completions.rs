@@ -36,6 +36,7 @@ pub(crate) fn plan(
     let logprobs = parameters::completion_logprobs(&mut fields)?;
     let parameters = Parameters::parse(&mut fields, &model.defaults, vocabulary_size)?;
     refused::check(&fields)?;
+    parameters.check_format(model)?;
     let add_special = parameters.add_special_tokens.unwrap_or(true);
     let split = parameters.split_special_tokens.unwrap_or(false);
     let encode = |prompt| match prompt {
@@ -56,6 +57,7 @@ pub(crate) fn plan(
         prompt_field: "prompt",
         max_tokens_default: Some(MAX_TOKENS),
         logprobs,
+        tools: None,
         parameters,
     })
 }

@@ -136,8 +136,16 @@ mod tests {
             unreachable!("no chats here")
         }
 
+        fn tool_style(&self) -> Option<crate::model::ToolStyle> {
+            None
+        }
+
         fn decoder(&self) -> Box<dyn TextDecoder> {
             unreachable!("no answers here")
+        }
+
+        fn check_grammar(&self, _: &crate::grammar::Grammar) -> Result<(), String> {
+            Err("there is no grammar of bytes".into())
         }
 
         fn token_bytes(&self, id: u32) -> Vec<u8> {

@@ -12,7 +12,9 @@ use super::parameters::Parameters;
 use super::shapes::{Collected, Endpoint, Head};
 use super::sse::{self, Stream};
 use super::tally::Tally;
+use super::tools::Tools;
 use super::{Api, Seat, ServedModel};
+use crate::model::ToolStyle;
 use crate::request::GenerateRequest;
 use mixfleet_hal::cast::{to_u32, to_u64};
 use mixfleet_hal::units::Seconds;
@@ -26,6 +28,8 @@ pub(crate) struct Plan {
     /// The default for `max_tokens`; none means all that the context leaves.
     pub(crate) max_tokens_default: Option<u32>,
     pub(crate) logprobs: Option<u32>,
+    /// Tools that may be called, and how the model does that.
+    pub(crate) tools: Option<(Tools, ToolStyle)>,
     pub(crate) parameters: Parameters,
 }
 
@@ -97,6 +101,7 @@ fn requests(
                 eos_ids: end_ids.clone(),
                 sampling,
                 logprobs: plan.logprobs,
+                grammar: parameters.format.as_ref().map(|format| format.grammar.clone()),
                 cache_salt: cache_salt.clone(),
                 hints,
             });
@@ -106,6 +111,14 @@ fn requests(
         requests.iter().for_each(|request| api.placements.claim(&request.id, &tenant.name));
     }
     Ok(requests)
+}
+
+impl Parameters {
+    /// Refuses a form that no answer of the model can have.
+    pub(crate) fn check_format(&self, model: &ServedModel) -> Result<(), ApiError> {
+        let ends = !end_ids(model, self).is_empty();
+        self.format.as_ref().map_or(Ok(()), |format| format.check(model, ends))
+    }
 }
 
 fn end_ids(model: &ServedModel, parameters: &Parameters) -> Arc<[u32]> {
@@ -164,7 +177,9 @@ async fn submit(
     tally.accepted(lengths(), receivers.len());
     let choice = |updates| {
         let decoder = model.text.decoder();
-        (Choice::new(decoder, parameters.stops.clone(), end_ids.clone(), plan.logprobs.is_some()), updates)
+        let tools = plan.tools.as_ref().map(|(tools, style)| tools.reader(*style));
+        let (stops, with_logprobs) = (parameters.stops.clone(), plan.logprobs.is_some());
+        (Choice::new(decoder, stops, tools, end_ids.clone(), with_logprobs), updates)
     };
     let running = receivers.into_iter().map(choice).collect();
     Ok(Answer::new(running, lengths().sum(), parameters.choices as usize, tally, seat))
@@ -181,6 +196,7 @@ async fn collect(
         let (index, delta) = step.map_err(ApiError::server)?;
         let choice = &mut choices[index];
         choice.text.push_str(&delta.text);
+        choice.calls.extend(delta.calls);
         choice.logprobs.extend(delta.logprobs);
         choice.finish = delta.finish;
     }

@@ -19,6 +19,7 @@ mod completions;
 mod encode;
 mod errors;
 mod fields;
+mod format;
 mod generate;
 mod hints;
 mod json;
@@ -39,6 +40,7 @@ mod stall;
 mod stop;
 mod tally;
 mod text;
+mod tools;
 mod work;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

@@ -5,6 +5,7 @@ use serde_json::value::RawValue;
 
 use super::errors::ApiError;
 use super::fields::{Fields, each, text, token_id, wrong_type};
+use super::format::Format;
 use super::hints::ParsedHints;
 use crate::request::Sampling;
 
@@ -16,6 +17,8 @@ const STOPS_MAX: usize = 16;
 const STOP_BYTES_MAX: usize = 1024;
 const STOP_TOKENS_MAX: usize = 64;
 const CACHE_SALT_BYTES_MAX: usize = 256;
+/// Maximum number of tokens with a bias.
+const BIASES_MAX: usize = 1024;
 /// OpenAI's limit on choices per prompt.
 const CHOICES_MAX: i64 = 128;
 
@@ -37,6 +40,8 @@ pub(crate) struct Parameters {
     /// the endpoint.
     pub(crate) split_special_tokens: Option<bool>,
     pub(crate) cache_salt: Option<String>,
+    /// What the answer must be.
+    pub(crate) format: Option<Format>,
     /// What the request says of itself.
     pub(crate) asked: ParsedHints,
     /// Options of a stream; none for one document at the end.
@@ -64,7 +69,7 @@ impl Parameters {
         let ends_at_max_only = ignore_eos && stops.is_empty() && stop_token_ids.is_empty();
         check_min_tokens(fields, ends_at_max_only, max_tokens)?;
         Ok(Parameters {
-            sampling: sampling(fields, defaults)?,
+            sampling: sampling(fields, defaults, vocabulary_size)?,
             seed: fields.bits("seed")?,
             choices: to_u32(fields.integer("n", 1..=CHOICES_MAX)?.unwrap_or(1)),
             stops,
@@ -74,13 +79,18 @@ impl Parameters {
             add_special_tokens: fields.boolean("add_special_tokens")?,
             split_special_tokens: fields.boolean("split_special_tokens")?,
             cache_salt: cache_salt(fields)?,
+            format: Format::parse(fields)?,
             asked: ParsedHints::parse(fields)?,
             stream: stream(fields)?,
         })
     }
 }
 
-fn sampling(fields: &mut Fields<'_>, defaults: &Sampling) -> Result<Sampling, ApiError> {
+fn sampling(
+    fields: &mut Fields<'_>,
+    defaults: &Sampling,
+    vocabulary_size: u32,
+) -> Result<Sampling, ApiError> {
     let mut number = |name: &str, low: f64, high: f64, default: f32| -> Result<f32, ApiError> {
         Ok(fields.number(name, low..=high)?.map_or(default, to_f32))
     };
@@ -97,6 +107,11 @@ fn sampling(fields: &mut Fields<'_>, defaults: &Sampling) -> Result<Sampling, Ap
         Some(count) => to_u32(count),
         None => defaults.top_k,
     };
+    let logit_bias = logit_bias(fields, vocabulary_size)?;
+    if !logit_bias.is_empty() && repetition_penalty != 1.0 {
+        let hint = "it is not implemented beside a 'repetition_penalty' other than 1";
+        return Err(ApiError::unsupported("logit_bias", hint));
+    }
     Ok(Sampling {
         temperature,
         top_p,
@@ -105,8 +120,39 @@ fn sampling(fields: &mut Fields<'_>, defaults: &Sampling) -> Result<Sampling, Ap
         repetition_penalty,
         presence_penalty,
         frequency_penalty,
+        logit_bias: logit_bias.into(),
         seed: 0,
     })
+}
+
+/// Reads `logit_bias`: an object of token ids, as strings, and what is added to their logits.
+fn logit_bias(fields: &mut Fields<'_>, vocabulary_size: u32) -> Result<Vec<(u32, f32)>, ApiError> {
+    const FIELD: &str = "logit_bias";
+    let biases = fields.object(FIELD)?.unwrap_or_default();
+    if biases.len() > BIASES_MAX {
+        let message = format!("'{FIELD}' has {} tokens; at most {BIASES_MAX} are taken", biases.len());
+        return Err(ApiError::value(FIELD, message));
+    }
+    let read = |(id, bias): (&String, &serde_json::Value)| {
+        let id: String = id.chars().take(32).collect();
+        let token = id.parse().ok().filter(|id| *id < vocabulary_size).ok_or_else(|| {
+            ApiError::value(FIELD, format!("'{FIELD}': {id:?} is no token id below {vocabulary_size}"))
+        })?;
+        let bias = bias.as_f64().filter(|bias| (-100.0..=100.0).contains(bias));
+        let bias = bias.ok_or_else(|| {
+            ApiError::value(
+                FIELD,
+                format!("'{FIELD}': what is added to token {token} is a number from -100 to 100"),
+            )
+        })?;
+        Ok((token, to_f32(bias)))
+    };
+    let mut biases: Vec<(u32, f32)> = biases.iter().map(read).collect::<Result<_, ApiError>>()?;
+    biases.sort_by_key(|(token, _)| *token);
+    if let Some(twice) = biases.windows(2).find(|pair| pair[0].0 == pair[1].0) {
+        return Err(ApiError::value(FIELD, format!("'{FIELD}' names token {} twice", twice[0].0)));
+    }
+    Ok(biases)
 }
 
 /// Reads the number of alternatives per position of a completion.
@@ -254,6 +300,7 @@ mod tests {
             repetition_penalty: 1.5,
             presence_penalty: -1.0,
             frequency_penalty: 2.0,
+            logit_bias: Default::default(),
             seed: 0,
         };
         assert_eq!(parameters.sampling, expected);
@@ -261,6 +308,24 @@ mod tests {
         assert_eq!((parameters.choices, parameters.max_tokens), (3, Some(9)));
         assert_eq!(parse(json!({"top_k": -1})).unwrap().sampling.top_k, 0);
         assert!(parse(json!({"top_p": 0})).unwrap().sampling.top_p > 0.0);
+    }
+
+    #[test]
+    fn a_bias_of_logits_names_tokens_once_and_stands_alone() {
+        let parameters = parse(json!({"logit_bias": {"200": -100, "3": 0.5}})).unwrap();
+        assert_eq!(*parameters.sampling.logit_bias, [(3, 0.5), (200, -100.0)]);
+        assert!(parse(json!({"logit_bias": {}, "repetition_penalty": 1.1})).is_ok());
+        for body in [
+            json!({"logit_bias": {"256": 1}}),
+            json!({"logit_bias": {"x": 1}}),
+            json!({"logit_bias": {"1": 101}}),
+            json!({"logit_bias": {"1": "1"}}),
+            json!({"logit_bias": {"1": 1, "01": 1}}),
+            json!({"logit_bias": [1]}),
+            json!({"logit_bias": {"1": 1}, "repetition_penalty": 1.1}),
+        ] {
+            assert!(parse(body.clone()).is_err(), "{body}");
+        }
     }
 
     #[test]

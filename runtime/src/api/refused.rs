@@ -23,25 +23,17 @@ enum Neutral {
     True,
 }
 
-const NO_TOOLS: &str = "tool calls are not implemented";
-const NO_GRAMMAR: &str = "constrained output is not implemented";
+const NO_TOOLS: &str = "use 'tools'";
+const NO_GRAMMAR: &str = "use 'response_format' or 'structured_outputs'";
 const NO_MEDIA: &str = "the models served here read and write text only";
 const NO_SEARCH: &str = "only plain sampling is implemented";
 const TEMPLATE: &str = "pass it to the template with 'chat_template_kwargs' if the template knows it";
 const NOT_YET: &str = "it is not implemented";
 
 const REFUSED: &[(&str, Neutral, &str)] = &[
-    ("tools", Neutral::Empty, NO_TOOLS),
-    ("tool_choice", Neutral::Word("none"), NO_TOOLS),
     ("functions", Neutral::Empty, NO_TOOLS),
     ("function_call", Neutral::Word("none"), NO_TOOLS),
     ("web_search_options", Neutral::None, NO_TOOLS),
-    ("structured_outputs", Neutral::Empty, NO_GRAMMAR),
-    ("guided_json", Neutral::Empty, NO_GRAMMAR),
-    ("guided_regex", Neutral::Empty, NO_GRAMMAR),
-    ("guided_choice", Neutral::Empty, NO_GRAMMAR),
-    ("guided_grammar", Neutral::Empty, NO_GRAMMAR),
-    ("guided_json_object", Neutral::Empty, NO_GRAMMAR),
     ("guided_decoding_backend", Neutral::None, NO_GRAMMAR),
     ("guided_whitespace_pattern", Neutral::None, NO_GRAMMAR),
     ("structural_tag", Neutral::None, NO_GRAMMAR),
@@ -51,7 +43,6 @@ const REFUSED: &[(&str, Neutral, &str)] = &[
     ("grammar", Neutral::Empty, NO_GRAMMAR),
     ("audio", Neutral::Empty, NO_MEDIA),
     ("mm_processor_kwargs", Neutral::Empty, NO_MEDIA),
-    ("logit_bias", Neutral::Empty, NOT_YET),
     ("bad_words", Neutral::Empty, NOT_YET),
     ("allowed_token_ids", Neutral::None, NOT_YET),
     ("logits_processors", Neutral::Empty, NOT_YET),
@@ -101,9 +92,6 @@ pub(crate) fn check(fields: &Fields<'_>) -> Result<(), ApiError> {
         if !look(name, &|value| is_neutral(value, neutral)) {
             return Err(ApiError::unsupported(name, hint));
         }
-    }
-    if !look("response_format", &|format| format.get("type").and_then(Value::as_str) == Some("text")) {
-        return Err(ApiError::unsupported("response_format", NO_GRAMMAR));
     }
     let text_only =
         |value: &Value| value.as_array().is_some_and(|list| list.iter().all(|mode| mode == "text"));

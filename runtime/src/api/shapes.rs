@@ -5,6 +5,7 @@ use serde::Serialize;
 use super::answer::{Delta, TokenLogprobs, Usage};
 use super::logprobs::{ChatLogprobs, TextLogprobs};
 use super::text::TextModel;
+use super::tools::ToolCall;
 use crate::request::{FinishReason, ServiceTier};
 
 /// One of the two generation endpoints.
@@ -50,6 +51,7 @@ pub(crate) struct Head {
 #[derive(Debug, Default)]
 pub(crate) struct Collected {
     pub(crate) text: String,
+    pub(crate) calls: Vec<ToolCall>,
     pub(crate) logprobs: Vec<TokenLogprobs>,
     pub(crate) finish: Option<FinishReason>,
 }
@@ -77,7 +79,13 @@ impl Head {
             Endpoint::Chat => {
                 let choices = choices.iter().enumerate().map(|(index, choice)| ChatChoice {
                     index,
-                    message: ChatMessage { role: "assistant", content: &choice.text, refusal: None },
+                    message: ChatMessage {
+                        role: "assistant",
+                        content: (choice.calls.is_empty() || !choice.text.is_empty())
+                            .then_some(&*choice.text),
+                        refusal: None,
+                        tool_calls: self.calls(index, &choice.calls, 0),
+                    },
                     logprobs: with_logprobs.then(|| ChatLogprobs::new(&choice.logprobs, model)),
                     finish_reason: choice.finish,
                 });
@@ -88,7 +96,7 @@ impl Head {
 
     /// The chunk that opens a choice of a chat; completions have none.
     pub(crate) fn opening(&self, index: usize, usage: Option<Option<Usage>>) -> Option<String> {
-        let delta = ChatDelta { role: Some("assistant"), content: Some("") };
+        let delta = ChatDelta { role: Some("assistant"), content: Some(""), ..ChatDelta::default() };
         let choice = ChatChunkChoice { index, delta, logprobs: None, finish_reason: None };
         (self.endpoint == Endpoint::Chat).then(|| self.chunk(vec![choice], usage))
     }
@@ -110,10 +118,29 @@ impl Head {
             }
             Endpoint::Chat => {
                 let logprobs = (!entries.is_empty()).then(|| ChatLogprobs::new(entries, model));
-                let delta = ChatDelta { role: None, content: Some(&delta.text) };
+                let delta = ChatDelta { content: Some(&delta.text), ..ChatDelta::default() };
                 self.chunk(vec![ChatChunkChoice { index, delta, logprobs, finish_reason: None }], usage)
             }
         }
+    }
+
+    /// A chunk with calls of tools, each of them whole.
+    pub(crate) fn called(&self, index: usize, delta: &Delta, usage: Option<Option<Usage>>) -> String {
+        let tool_calls = self.calls(index, &delta.calls, delta.calls_before);
+        let delta = ChatDelta { tool_calls, ..ChatDelta::default() };
+        self.chunk(vec![ChatChunkChoice { index, delta, logprobs: None, finish_reason: None }], usage)
+    }
+
+    /// The calls of a choice behind the first `before` ones.
+    fn calls<'a>(&self, choice: usize, calls: &'a [ToolCall], before: usize) -> Vec<CallBody<'a>> {
+        let of_response = self.id.trim_start_matches(Endpoint::Chat.id_prefix());
+        let bodies = (before..).zip(calls).map(|(index, call)| CallBody {
+            index,
+            id: format!("call_{of_response}_{choice}_{index}"),
+            kind: "function",
+            function: call,
+        });
+        bodies.collect()
     }
 
     /// The chunk that closes a choice.
@@ -124,7 +151,7 @@ impl Head {
                 self.chunk(vec![TextChoice { index, text: "", logprobs: None, finish_reason }], usage)
             }
             Endpoint::Chat => {
-                let delta = ChatDelta { role: None, content: None };
+                let delta = ChatDelta::default();
                 self.chunk(vec![ChatChunkChoice { index, delta, logprobs: None, finish_reason }], usage)
             }
         }
@@ -189,8 +216,19 @@ struct ChatChoice<'a> {
 #[derive(Serialize)]
 struct ChatMessage<'a> {
     role: &'static str,
-    content: &'a str,
+    content: Option<&'a str>,
     refusal: Option<&'a str>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    tool_calls: Vec<CallBody<'a>>,
+}
+
+#[derive(Serialize)]
+struct CallBody<'a> {
+    index: usize,
+    id: String,
+    #[serde(rename = "type")]
+    kind: &'static str,
+    function: &'a ToolCall,
 }
 
 #[derive(Serialize)]
@@ -201,12 +239,14 @@ struct ChatChunkChoice<'a> {
     finish_reason: Option<FinishReason>,
 }
 
-#[derive(Serialize)]
+#[derive(Default, Serialize)]
 struct ChatDelta<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     role: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     content: Option<&'a str>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    tool_calls: Vec<CallBody<'a>>,
 }
 
 #[derive(Serialize)]

@@ -67,6 +67,9 @@ impl Stream {
         if !delta.text.is_empty() || delta.logprobs.is_some() {
             add(&self.head.content(index, delta, usage, self.model.as_ref()), events);
         }
+        if !delta.calls.is_empty() {
+            add(&self.head.called(index, delta, usage), events);
+        }
         if let Some(reason) = delta.finish {
             add(&self.head.closing(index, reason, usage), events);
         }

@@ -46,7 +46,7 @@ impl StopFilter {
 }
 
 /// Length in bytes of the longest suffix of `text` that is a proper prefix of `stop`.
-fn overlap(text: &str, stop: &str) -> usize {
+pub(super) fn overlap(text: &str, stop: &str) -> usize {
     let longest = text.len().min(stop.len() - 1);
     let fits = |bytes: &usize| text.as_bytes().ends_with(&stop.as_bytes()[..*bytes]);
     // Both are UTF-8 and the match ends at the end of a character, so it starts at the start of one.

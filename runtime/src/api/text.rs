@@ -1,6 +1,7 @@
 //! The interface to a tokenizer and chat template.
 
-use crate::model::ChatMessage;
+use crate::grammar::Grammar;
+use crate::model::{ChatMessage, ToolStyle};
 use serde_json::{Map, Value};
 use std::borrow::Cow;
 
@@ -85,8 +86,17 @@ pub trait TextModel: Send + Sync {
         stopped: &dyn Fn() -> bool,
     ) -> Result<String, String>;
 
+    /// How the model calls tools; none if its template knows none.
+    fn tool_style(&self) -> Option<ToolStyle>;
+
     /// A decoder for one answer. It skips special tokens.
     fn decoder(&self) -> Box<dyn TextDecoder>;
+
+    /// Whether an answer can follow a grammar.
+    ///
+    /// # Errors
+    /// What is wrong with the grammar.
+    fn check_grammar(&self, grammar: &Grammar) -> Result<(), String>;
 
     /// The bytes that one token stands for, for `logprobs` (a special token's name); empty for an unknown id.
     fn token_bytes(&self, id: u32) -> Vec<u8>;

@@ -4,6 +4,7 @@
 
 use super::messages::{HandOff, Job, Source};
 use super::worker::Worker;
+use crate::grammar::GRAMMAR_BYTES_MAX;
 use mixfleet_hal::{DType, Error, Result};
 use mixfleet_scheduler::batch::Urgency;
 use mixfleet_scheduler::fleet::InstanceId;
@@ -58,6 +59,11 @@ impl Worker {
         let (ends, logprobs) = (wanted.eos_ids.len(), wanted.logprobs.unwrap_or(0));
         let is_useful = ends <= EOS_IDS_MAX && logprobs <= LOGPROBS_MAX;
         require!(is_useful, "more end tokens or log-probabilities than any answer has use for");
+        let grammar_bytes = wanted.grammar.as_ref().map_or(0, |grammar| grammar.text().len());
+        require!(
+            grammar_bytes <= GRAMMAR_BYTES_MAX,
+            "a grammar of {grammar_bytes} bytes is longer than any answer"
+        );
         Ok(())
     }
 

@@ -54,6 +54,7 @@ impl Coordinator {
                 prompt_ids: prefix.into(),
                 max_tokens: 1,
                 logprobs: None,
+                grammar: None,
                 hints: Hints { tier: ServiceTier::Flex, ..Hints::default() },
                 ..wanted.clone()
             });

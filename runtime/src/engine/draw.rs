@@ -1,10 +1,11 @@
 //! Drawing the tokens of a step: on the device where it can, else here.
 
+use super::shaping::Shaping;
 use super::worker::{Active, Worker};
 use crate::model::draws::DrawInput;
 use crate::model::graph::{Forward, Pass};
 use crate::request::Logprobs;
-use crate::sampling::{self, History, Penalties, SamplingError};
+use crate::sampling::{self, History, SamplingError};
 use bytemuck::Zeroable;
 use mixfleet_hal::cast::to_f32;
 use mixfleet_hal::sample::{Drawn, NO_TOKEN};
@@ -51,15 +52,13 @@ pub(super) fn read_rows(device: &dyn Device, forward: &Forward, pass: &Pass) -> 
 }
 
 impl Worker {
-    /// Tells the penalties of a step's sequences which tokens were drawn since they were needed last.
-    pub(super) fn follow_penalties(&mut self, step: &Step) {
+    /// Tells what shapes the logits of a step's sequences which tokens were drawn since it was needed last.
+    pub(super) fn follow_drawn(&mut self, step: &Step) {
         for sequence in step.sequences.iter().filter(|s| s.sample) {
             let Some(active) = self.active.get_mut(&sequence.request) else { continue };
             let prompt_tokens = active.wanted.prompt_ids.len();
-            if let (Some(penalties), Some(text)) =
-                (&mut active.penalties, self.machine.text(sequence.request))
-            {
-                penalties.follow(&text.ids()[prompt_tokens..]);
+            if let (Some(shaping), Some(text)) = (&mut active.shaping, self.machine.text(sequence.request)) {
+                shaping.follow(&text.ids()[prompt_tokens..]);
             }
         }
     }
@@ -68,13 +67,19 @@ impl Worker {
     pub(super) fn draw(&self, step: &Step, rows: Vec<LogitsRow>) -> Result<Vec<Draw>> {
         let sampled = step.sequences.iter().filter(|s| s.sample);
         let draws = sampled.zip(rows).map(|(sequence, row)| {
+            let failed = self.shaping(sequence.request).and_then(Shaping::failed);
             let token = match row {
+                _ if failed.is_some() => Err(failed.unwrap_or_default().to_owned()),
                 LogitsRow::Drawn(drawn, tops) => self.drawn_there(sequence, drawn, &tops)?,
                 LogitsRow::Logits(logits) => self.draw_here(sequence, &logits),
             };
             Ok((sequence.request, token))
         });
         draws.collect()
+    }
+
+    fn shaping(&self, request: RequestId) -> Option<&Shaping> {
+        self.active.get(&request)?.shaping.as_ref()
     }
 
     /// The token that the device drew.
@@ -104,7 +109,8 @@ impl Worker {
         let wanted = &active.wanted;
         let (prompt, output) = self.ids(s.request).split_at(wanted.prompt_ids.len());
         let history = History { prompt, output };
-        let drawn = sampling::sample(logits, &wanted.sampling, history, wanted.logprobs);
+        let forbidden = active.shaping.as_ref().map_or(&[][..], Shaping::forbidden);
+        let drawn = sampling::sample(logits, &wanted.sampling, history, forbidden, wanted.logprobs);
         drawn.map(|d| (d.id, d.logprobs)).map_err(|error| error.to_string())
     }
 }
@@ -133,7 +139,7 @@ pub(super) fn draw_input<'a>(active: Option<&'a Active>, ids: &[u32]) -> DrawInp
     let index = ids.len() - wanted.prompt_ids.len();
     DrawInput {
         parameters: wanted.sampling.parameters(index as u64, wanted.logprobs.is_some()),
-        history: active.penalties.as_ref().map_or(&[], Penalties::entries),
+        history: active.shaping.as_ref().map_or(&[], Shaping::entries),
         tops: wanted.logprobs.unwrap_or(0),
     }
 }

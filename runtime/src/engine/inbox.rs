@@ -3,11 +3,11 @@
 use super::fault::{self, Fault, Outcome, Scope};
 use super::handoff::Outgoing;
 use super::messages::{FromWorker, HandOff, Job, KvMessage, Order, Source, ToWorker, Transfer};
+use super::shaping::Shaping;
 use super::tiers::InstanceTiers;
 use super::worker::{Active, Event, Worker};
 use crate::request::Failure;
 use crate::request::RouterId;
-use crate::sampling::Penalties;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{Error, ErrorKind, Result};
 use mixfleet_scheduler::batch::{After, RequestId, TokenIds, Urgency};
@@ -210,8 +210,8 @@ impl Worker {
         let urgency = job.urgency;
         let text = TokenIds::new(job.tokens(), job.hasher, self.limits.block_tokens);
         let Job { request, attempt, wanted, .. } = job;
-        let penalties = Penalties::new(&wanted.sampling, &wanted.prompt_ids);
-        self.active.insert(request, Active { attempt, wanted, penalties, sender });
+        let shaping = Shaping::new(&wanted, self.grammars.as_deref());
+        self.active.insert(request, Active { attempt, wanted, shaping, sender });
         (urgency, text)
     }
 }

@@ -1,7 +1,6 @@
 //! A device with the model loaded, which becomes an instance of the fleet.
 
 use super::beside::Postponed;
-use super::calibrate;
 use super::courier::{Courier, HandOffLimits, Links};
 use super::directory::{Directory, Inboxes};
 use super::handoff::LAYERS_IN_FLIGHT;
@@ -16,33 +15,25 @@ use super::sender::Sender;
 use super::support::{check_attention, check_products, check_support};
 use super::tiers::{InstanceTiers, LowerTiers, PendingDisk};
 use super::worker::Worker;
-use crate::env::{Env, SharedEnv, no_thread};
+use crate::env::{SharedEnv, no_thread};
+use crate::grammar::Grammars;
 use crate::mailbox::{INBOX_MAX, MessageSender, mailbox};
 use crate::metrics::Metrics;
 use crate::model::apart::AttentionMember;
 use crate::model::graph::{Forward, StepShape};
 use crate::model::{ModelConfig, Weights};
 use crate::pool::{MakeRegion, Pool};
-use mixfleet_hal::cast::to_u32;
-use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::{Seconds, UsdPerHour};
 use mixfleet_hal::{BufferUsage, DType, Device, Error, OpSig, Result};
 use mixfleet_scheduler::batch::{BatchLimits, Instance as BatchMachine, PageDevices};
-use mixfleet_scheduler::cost::{
-    Attending, AttnSplit, Coefficients, CostModel, EngineCost, KvCopyCost, LinkCost, LockstepCost, Partition,
-    PipelineCost, Prefill, ProfileCost,
-};
+use mixfleet_scheduler::cost::{AttnSplit, Coefficients, CostModel, KvCopyCost, Partition};
 use mixfleet_scheduler::fleet::{Instance, InstanceId, Role};
 use mixfleet_scheduler::kv::CachePolicy;
 use std::cell::Cell;
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::Duration;
 
-/// The timeout of a step as a multiple of its predicted time, with bounds.
-const STEP_TIMEOUT_FACTOR: f64 = 20.0;
-const STEP_TIMEOUT_MIN: Duration = Duration::from_secs(60);
-const STEP_TIMEOUT_MAX: Duration = Duration::from_secs(600);
+mod predicted;
 
 /// Time that an instance may take between two steps, in addition to the steps.
 const SILENCE_SPARE: Seconds = Seconds(30.0);
@@ -110,6 +101,7 @@ pub struct Loaded {
     batch: BatchLimits,
     below: Option<Pool>,
     pending_disk: Option<PendingDisk>,
+    grammars: Option<Arc<Grammars>>,
 }
 
 /// The environment of an instance.
@@ -319,8 +311,19 @@ impl Loaded {
             page_devices,
         };
         let config = config.clone();
-        let (below, pending_disk) = (None, None);
-        Loaded { config, spec_device, forward, others, kv_parts, role, price, batch, below, pending_disk }
+        Loaded {
+            config,
+            spec_device,
+            forward,
+            others,
+            kv_parts,
+            role,
+            price,
+            batch,
+            below: None,
+            pending_disk: None,
+            grammars: None,
+        }
     }
 
     /// Adds lower tiers, for KV that the memory of its device or devices evicts: host memory, and a disk.
@@ -332,6 +335,12 @@ impl Loaded {
         let (pool, pending_disk) = tiers.open((&self.config, self.forward.shape()), make_region)?;
         (self.below, self.pending_disk) = (Some(pool), pending_disk);
         Ok(self)
+    }
+
+    /// Compiles the grammars of answers by `grammars`; without it no answer follows one.
+    pub fn with_grammars(mut self, grammars: Arc<Grammars>) -> Self {
+        self.grammars = Some(grammars);
+        self
     }
 
     /// The lower tiers.
@@ -451,7 +460,7 @@ impl Loaded {
         let name = format!("worker {own_name}");
         let block_bytes = self.block_bytes();
         let mut kv = self.kv(hand_off.slot_bytes.max(if self.below.is_some() { block_bytes } else { 0 }))?;
-        let Loaded { spec_device: device, forward, others, batch, below, pending_disk, .. } = self;
+        let Loaded { spec_device: device, forward, others, batch, below, pending_disk, grammars, .. } = self;
         let alone = || vec![LAYERS_IN_FLIGHT];
         let layers = others.as_ref().map_or_else(alone, |others| others.layers_leaving(&forward));
         kv.leaves_in_steps(forward.shape(), &layers)?;
@@ -483,6 +492,7 @@ impl Loaded {
             incoming: HashMap::new(),
             sender: Sender::new(id, Courier::new(links.clone(), *hand_off, pinner), surroundings),
             kv,
+            grammars,
             below,
             orders,
             words,
@@ -498,103 +508,5 @@ impl Loaded {
         // is no longer needed.
         let _ = reports.send((id, up));
         env.spawn_worker(&name, Box::pin(worker.run())).map_err(no_thread)
-    }
-
-    /// The timeout after which the device counts as hung: many times the predicted time of the largest step.
-    fn step_timeout(&self, cost: &CostModel) -> Duration {
-        let (tokens, sequences) = (self.step_tokens_max(), self.forward.shape().sequences_max);
-        let context = self.forward.config().context_max.saturating_sub(tokens);
-        let largest = Prefill { context, tokens, last: true };
-        step_timeout(cost.step_s(&[largest], sequences, self.kv_capacity_tokens()))
-    }
-
-    /// The cost model of steps here by what was measured ([`Loaded::calibrate`]): stages take a share each of
-    /// what all take one after the other, hops included, and of two batches one is attended to beside the
-    /// products of the other.
-    pub fn predicted_by_steps(&self, measured: Coefficients) -> CostModel {
-        let device = &*self.spec_device;
-        let staggers = |others: &OtherMembers| others.partition().is_some() && others.may_stagger(device);
-        if self.others.as_ref().is_some_and(staggers) {
-            return CostModel::Lockstep(Arc::new(LockstepCost::measured(measured)));
-        }
-        let whole = CostModel::Coefficients(measured);
-        let Some((stages, chunk_tokens)) = self.others.as_ref().and_then(OtherMembers::stages) else {
-            return whole;
-        };
-        CostModel::Pipeline(Arc::new(PipelineCost {
-            whole,
-            stages: to_u32(stages),
-            chunk_tokens,
-            hop: LinkCost::default(),
-            bytes_per_token: 0.0,
-            step_tokens: Some(self.step_tokens_max()),
-        }))
-    }
-
-    /// Measures the cost of steps; only before serving.
-    ///
-    /// # Errors
-    /// Errors of the device.
-    pub fn calibrate(&mut self, env: &dyn Env) -> Result<Coefficients> {
-        match &mut self.others {
-            None => calibrate::measure(&*self.spec_device, &self.forward),
-            Some(others) => {
-                let others = (others, &self.batch.page_devices);
-                calibrate::measure_divided(&*self.spec_device, &self.forward, others, env)
-            }
-        }
-    }
-
-    /// The cost model of steps here by existing profiles of its devices, in their order, where all but the
-    /// first one attend. Measures what crosses between them; only before serving.
-    ///
-    /// # Errors
-    /// Errors of the devices, and `Unsupported` for other instances.
-    pub fn predicted_by_members(&mut self, profiles: &[DeviceProfile], env: &dyn Env) -> Result<CostModel> {
-        let attending = self.others.as_mut().and_then(|others| Some((others.partition()?.clone(), others)));
-        let Some((partition, others)) = attending else {
-            return Err(Error::unsupported(
-                "only devices that attend are predicted by the profiles of several",
-            ));
-        };
-        let device = &*self.spec_device;
-        let exchange = others.exchange_cost((device, &self.forward), env)?;
-        let how = Attending { staggered: others.may_stagger(device), ..Attending::ENGINE };
-        let shape = self.forward.shape();
-        let cost_shape = self.forward.config().cost_shape(shape.activations, shape.kv, shape.block_tokens);
-        CostModel::lockstep(&partition, &cost_shape, profiles, (exchange, how), shape.tokens_max)
-            .map_err(Error::invalid)
-    }
-
-    /// The cost model of steps here by an existing profile of the only device.
-    pub fn predicted_by(&self, profile: DeviceProfile) -> CostModel {
-        let shape = self.forward.shape();
-        let cost = ProfileCost {
-            profile,
-            shape: self.forward.config().cost_shape(shape.activations, shape.kv, shape.block_tokens),
-            chunk_tokens: shape.tokens_max,
-            all_reduce: None,
-            engine: EngineCost::OURS,
-        };
-        CostModel::Profile(Box::new(cost))
-    }
-}
-
-fn step_timeout(predicted: Seconds) -> Duration {
-    let bounds = (STEP_TIMEOUT_MIN.as_secs_f64(), STEP_TIMEOUT_MAX.as_secs_f64());
-    let timeout_s = (STEP_TIMEOUT_FACTOR * predicted.0).clamp(bounds.0, bounds.1);
-    Duration::from_secs_f64(if timeout_s.is_finite() { timeout_s } else { bounds.1 })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_step_may_take_some_times_what_is_predicted_and_a_minute_at_least() {
-        let of = |predicted_s| step_timeout(Seconds(predicted_s)).as_secs();
-        assert_eq!([0.0, 1e-3, 3.0].map(of), [60; 3], "a machine may be busy");
-        assert_eq!([5.0, 10.0, 30.0].map(of), [100, 200, 600]);
-        assert_eq!([31.0, 1e9, f64::INFINITY, f64::NAN].map(of), [600; 4]);
     }
 }

@@ -16,14 +16,15 @@ use super::messages::{FromPeer, FromWorker, KvMessage, Report, Source, ToWorker,
 use super::pages::InstanceKv;
 use super::recordings::Recordings;
 use super::sender::{LayersLeaving, Sender};
+use super::shaping::Shaping;
 use super::tiers::InstanceTiers;
 use crate::env::{SharedEnv, yield_now};
+use crate::grammar::Grammars;
 use crate::mailbox::{MessageReceiver, MessageSender};
 use crate::metrics::{DeviceLabels, Metrics};
 use crate::model::divided::{MemberRun, MicroBatch};
 use crate::model::graph::{Forward, StepInput};
 use crate::request::{Failure, FinishReason, GenerateRequest};
-use crate::sampling::Penalties;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Device, Queue, Result, Slice, Ticket};
@@ -54,8 +55,8 @@ pub(super) type Action = mixfleet_scheduler::batch::Action<Box<[u32]>>;
 pub(super) struct Active {
     pub(super) attempt: u32,
     pub(super) wanted: Arc<GenerateRequest>,
-    /// The tokens that penalties concern; none if nothing is penalised.
-    pub(super) penalties: Option<Penalties>,
+    /// What changes its logits; none if nothing does.
+    pub(super) shaping: Option<Shaping>,
     /// The instance that will send KV of it.
     pub(super) sender: Option<(Transfer, Source)>,
 }
@@ -90,6 +91,8 @@ pub(super) struct Worker {
     pub(super) kv: InstanceKv,
     /// Memory on the device for what it is probed with.
     pub(super) probed: Slice,
+    /// What compiles the grammars of answers, if it knows the tokens' texts.
+    pub(super) grammars: Option<Arc<Grammars>>,
     /// The tiers that store evicted KV.
     pub(super) below: Option<InstanceTiers>,
     pub(super) orders: MessageReceiver<ToWorker>,
@@ -311,7 +314,7 @@ impl Worker {
 
     /// Runs one forward pass and samples; the KV of handed-off prompts is sent layer by layer meanwhile.
     async fn run_step(&mut self, step: &Step) -> Result<Vec<Draw>> {
-        self.follow_penalties(step);
+        self.follow_drawn(step);
         let (machine, active, block_tokens) = (&self.machine, &self.active, self.limits.block_tokens);
         let part = |part| input_of(machine, active, part, block_tokens);
         let parts: Vec<StepInput<'_>> = step.sequences.iter().map(part).collect();

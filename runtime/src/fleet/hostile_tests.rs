@@ -82,6 +82,7 @@ impl Rogue {
             eos_ids: [].into(),
             sampling: Sampling { temperature: 0.0, ..Sampling::default() },
             logprobs: None,
+            grammar: None,
             cache_salt: None,
             hints: Hints::default(),
         };

@@ -165,6 +165,7 @@ mod tests {
             eos_ids: [].into(),
             sampling: Sampling::default(),
             logprobs: None,
+            grammar: None,
             cache_salt: None,
             hints: Hints::default(),
         }

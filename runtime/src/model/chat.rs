@@ -40,7 +40,7 @@ pub struct ChatMessage {
     /// The text. In JSON it may also be a list of `{"type": "text", "text": ...}`, which are joined by
     /// newlines.
     pub content: String,
-    /// Further fields such as `name` and `reasoning_content`, which some templates print.
+    /// Further fields such as `name`, `reasoning_content` and `tool_calls`, which some templates print.
     #[serde(flatten)]
     pub extra: Map<String, Json>,
 }
@@ -89,12 +89,52 @@ fn content_text(content: Json) -> std::result::Result<String, String> {
     }
 }
 
+/// How a model writes calls of tools, as its template shows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ToolStyle {
+    /// Each call between `<tool_call>` and `</tool_call>`, a JSON object with `name` and `arguments` (Hermes,
+    /// Qwen).
+    Tagged,
+    /// The whole answer is a JSON object with `name` and arguments, several separated by `;`, or an array of
+    /// such objects (Llama, Mistral).
+    Bare {
+        /// Whether arguments are called `parameters`, and not `arguments`.
+        parameters: bool,
+    },
+}
+
+impl ToolStyle {
+    /// The key of a call's arguments.
+    pub fn arguments(self) -> &'static str {
+        match self {
+            ToolStyle::Bare { parameters: true } => "parameters",
+            ToolStyle::Tagged | ToolStyle::Bare { .. } => "arguments",
+        }
+    }
+
+    /// The style of a template; none if it knows no tools.
+    fn of(source: &str) -> Option<Self> {
+        if !source.contains("tools") {
+            None
+        } else if source.contains("<tool_call>") {
+            Some(ToolStyle::Tagged)
+        } else if source.contains("[TOOL_CALLS]") {
+            Some(ToolStyle::Bare { parameters: false })
+        } else if source.contains("\"parameters\":") {
+            Some(ToolStyle::Bare { parameters: true })
+        } else {
+            None
+        }
+    }
+}
+
 /// A compiled chat template with the special tokens that it may print. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct ChatTemplate {
     environment: Arc<Environment<'static>>,
     bos_token: Option<String>,
     eos_token: Option<String>,
+    tool_style: Option<ToolStyle>,
 }
 
 impl ChatTemplate {
@@ -133,9 +173,15 @@ impl ChatTemplate {
         environment.add_filter("join", join);
         environment.add_filter("replace", replace);
         check_depth(source)?;
+        let tool_style = ToolStyle::of(source);
         let source = without_generation_tags(source);
         environment.add_template_owned("chat_template", source).map_err(template_error)?;
-        Ok(ChatTemplate { environment: Arc::new(environment), bos_token, eos_token })
+        Ok(ChatTemplate { environment: Arc::new(environment), bos_token, eos_token, tool_style })
+    }
+
+    /// How the model calls tools; none if its template knows none.
+    pub fn tool_style(&self) -> Option<ToolStyle> {
+        self.tool_style
     }
 
     /// Renders `messages`. With `add_generation_prompt` the text ends where the assistant's answer begins.

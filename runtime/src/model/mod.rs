@@ -32,7 +32,7 @@ mod strftime;
 pub mod tokenizer;
 pub mod weights;
 
-pub use chat::{ChatMessage, ChatTemplate};
+pub use chat::{ChatMessage, ChatTemplate, ToolStyle};
 pub use config::ModelConfig;
 pub use error::{Error, Result};
 pub use load::{Checkpoint, HostTensor};

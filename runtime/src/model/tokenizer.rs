@@ -165,6 +165,12 @@ impl Tokenizer {
         }
     }
 
+    /// Whether a token stands for no text, as the beginning of a prompt or the end of a turn does.
+    pub fn is_special(&self, id: u32) -> bool {
+        let added = self.inner.get_added_vocabulary().get_added_tokens_decoder();
+        added.get(&id).is_some_and(|token| token.special)
+    }
+
     /// [`token_bytes`](Self::token_bytes) as text; parts of characters show as U+FFFD.
     pub fn token_text(&self, id: u32) -> String {
         String::from_utf8_lossy(&self.token_bytes(id)).into_owned()

@@ -19,12 +19,8 @@ fn with_a_token_too_many() -> LoadedText {
         "normalized": false, "special": false
     }));
     let tokenizer = tokenizers::Tokenizer::from_bytes(file.to_string()).unwrap();
-    LoadedText {
-        tokenizer: Tokenizer::new(tokenizer).unwrap(),
-        template: Some(builtin::chat_template().unwrap()),
-        env: Arc::new(SeededEnv::new(1)),
-        vocab,
-    }
+    let template = Some(builtin::chat_template().unwrap());
+    LoadedText::new(Tokenizer::new(tokenizer).unwrap(), template, Arc::new(SeededEnv::new(1)), vocab)
 }
 
 fn with(text: LoadedText) -> Setup {

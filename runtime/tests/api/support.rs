@@ -77,8 +77,16 @@ impl TextModel for ByteModel {
         Ok(text)
     }
 
+    fn tool_style(&self) -> Option<mixfleet_runtime::model::ToolStyle> {
+        Some(mixfleet_runtime::model::ToolStyle::Tagged)
+    }
+
     fn decoder(&self) -> Box<dyn TextDecoder> {
         Box::new(ByteDecoder(Vec::new()))
+    }
+
+    fn check_grammar(&self, _: &mixfleet_runtime::grammar::Grammar) -> Result<(), String> {
+        Err("there is no grammar of bytes".into())
     }
 
     fn token_bytes(&self, id: u32) -> Vec<u8> {

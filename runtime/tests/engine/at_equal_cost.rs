@@ -326,6 +326,7 @@ async fn answers_of(
             eos_ids: Arc::new([]),
             sampling: Sampling { temperature: 0.0, ..Sampling::default() },
             logprobs: None,
+            grammar: None,
             cache_salt: None,
             hints: Hints::default(),
         };

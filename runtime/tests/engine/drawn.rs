@@ -48,15 +48,26 @@ fn on_device(
     history: History<'_>,
 ) -> Vec<u32> {
     let entries = penalties(sampling, history);
+    drawn_with(device, logits, sampling, first, (history.output.len() as u64, &entries))
+}
+
+/// The same for token number `index`, whose logits `entries` change.
+fn drawn_with(
+    device: &dyn Device,
+    logits: &[f32],
+    sampling: &Sampling,
+    first: u64,
+    (index, entries): (u64, &[[u32; 2]]),
+) -> Vec<u32> {
     let parameters: Vec<_> = (0..ROWS as u64)
         .map(|row| Parameters {
-            scale: LOG2_E / sampling.temperature,
+            scale: if sampling.temperature > 0.0 { LOG2_E / sampling.temperature } else { 0.0 },
             top_k: sampling.top_k,
             top_p: fraction(sampling.top_p.into()),
             min_p: sampling.min_p,
             repetition: sampling.repetition_penalty,
             repetition_inverse: 1.0 / sampling.repetition_penalty,
-            uniform: (bits(first + row, history.output.len() as u64) >> 32) as u32,
+            uniform: (bits(first + row, index) >> 32) as u32,
             logprobs: 0,
         })
         .collect();
@@ -160,7 +171,7 @@ fn a_device_draws_the_tokens_that_the_host_draws_but_at_boundaries() {
                 for (row, id) in drawn.into_iter().enumerate() {
                     let logits = &logits[row * VOCAB..][..VOCAB];
                     let sampling = Sampling { seed: (first + row) as u64, ..sampling.clone() };
-                    let host = sample(logits, &sampling, history, None).unwrap().id;
+                    let host = sample(logits, &sampling, history, &[], None).unwrap().id;
                     if host != id {
                         unlike += 1;
                         let margin = margin(logits, &sampling, history);
@@ -174,6 +185,40 @@ fn a_device_draws_the_tokens_that_the_host_draws_but_at_boundaries() {
             }
             println!("{name}{with}: {unlike} of {SEEDS} draws differ");
             assert!(unlike <= UNLIKE_MAX, "{name}{with}: {unlike}");
+        }
+    }
+}
+
+/// What a grammar forbids, as a worker tells a device: entries that lower logits so far that nothing is left.
+#[test]
+fn a_device_draws_as_the_host_does_where_most_tokens_are_forbidden() {
+    let device = CpuBackend.open("cpu").unwrap();
+    let mut stream = Stream::new(18);
+    let logits: Vec<f32> = (0..ROWS * VOCAB).map(|_| (2.5 * stream.next_normal()) as f32).collect();
+    for allowed in [1, 3, 500, VOCAB - 1] {
+        let mut forbidden: Vec<u32> = (0..VOCAB as u32).collect();
+        while forbidden.len() > VOCAB - allowed {
+            forbidden.remove(stream.below(forbidden.len() as u64) as usize);
+        }
+        let entries: Vec<_> = forbidden.iter().map(|id| [*id, 3e38f32.to_bits()]).collect();
+        for filter in [
+            Sampling::default(),
+            Sampling { temperature: 0.0, ..Sampling::default() },
+            Sampling { top_k: 40, top_p: 0.9, min_p: 0.01, ..Sampling::default() },
+        ] {
+            let drawn = drawn_with(&*device, &logits, &filter, 0, (0, &entries));
+            let mut unlike = 0;
+            for (row, id) in drawn.into_iter().enumerate() {
+                assert!(
+                    forbidden.binary_search(&id).is_err(),
+                    "{allowed} allowed, {filter:?}: {id} is forbidden"
+                );
+                let logits = &logits[row * VOCAB..][..VOCAB];
+                let sampling = Sampling { seed: row as u64, ..filter.clone() };
+                let host = sample(logits, &sampling, History::default(), &forbidden, None).unwrap().id;
+                unlike += usize::from(host != id);
+            }
+            assert!(unlike <= 1, "{allowed} allowed, {filter:?}: {unlike} of {ROWS} draws differ");
         }
     }
 }

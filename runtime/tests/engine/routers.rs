@@ -107,6 +107,7 @@ fn play(routers: u16, slo: bool, seed: u64, per_s: f64) -> Fared {
                 eos_ids: Arc::new([]),
                 sampling: Sampling { temperature: 0.0, ..Sampling::default() },
                 logprobs: None,
+                grammar: None,
                 cache_salt: None,
                 hints: Hints::default(),
             };

@@ -204,6 +204,7 @@ impl Scene {
                     eos_ids: Arc::new([]),
                     sampling: Sampling { temperature: 0.0, ..Sampling::default() },
                     logprobs: None,
+                    grammar: None,
                     cache_salt: None,
                     hints: Hints::default(),
                 });

@@ -541,6 +541,7 @@ pub(crate) fn request(
         eos_ids: Arc::new([]),
         sampling: Sampling { temperature: 0.0, ..Sampling::default() },
         logprobs: None,
+        grammar: None,
         cache_salt,
         hints: Hints { tier, ..Hints::default() },
     }

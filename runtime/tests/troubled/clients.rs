@@ -186,6 +186,7 @@ fn request(id: String, prompt: &[u32], tokens_max: u32, logprobs: Option<u32>) -
         eos_ids: Arc::new([]),
         sampling: Sampling { temperature: 0.0, ..Sampling::default() },
         logprobs,
+        grammar: None,
         cache_salt: None,
         hints: Hints::default(),
     }

@@ -82,6 +82,7 @@ fn tokens(prefill: &str, decode: &str) -> Result<Vec<u32>> {
             eos_ids: Arc::new([]),
             sampling: Sampling { temperature: 0.0, ..Sampling::default() },
             logprobs: None,
+            grammar: None,
             cache_salt: None,
             hints: Hints::default(),
         };

@@ -61,8 +61,16 @@ impl TextModel for Text {
         rendered.map_err(|error| error.to_string())
     }
 
+    fn tool_style(&self) -> Option<mixfleet_runtime::model::ToolStyle> {
+        None
+    }
+
     fn decoder(&self) -> Box<dyn TextDecoder> {
         Box::new(Decoder(Some(self.tokenizer.stream())))
+    }
+
+    fn check_grammar(&self, _: &mixfleet_runtime::grammar::Grammar) -> Result<(), String> {
+        Err("there is no grammar of bytes".into())
     }
 
     fn token_bytes(&self, id: u32) -> Vec<u8> {

@@ -240,6 +240,7 @@ pub(super) fn served(scene: &Scene) -> (FleetConfig, Vec<Step>, SceneCounts) {
                 eos_ids: Arc::new([]),
                 sampling: Sampling { temperature: 0.0, ..Sampling::default() },
                 logprobs: None,
+                grammar: None,
                 cache_salt: None,
                 hints: Hints { tier: wanted.tier, ..Hints::default() },
             };

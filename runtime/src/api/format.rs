@@ -1,0 +1,214 @@
+//! What form an answer must have: `response_format`, and vLLM's fields for structured outputs.
+
+use serde_json::value::RawValue;
+use serde_json::{Value, json};
+
+use super::errors::ApiError;
+use super::fields::{Fields, each, text, wrong_type};
+use super::refused::asks_for_nothing;
+use super::{ServedModel, fields};
+use crate::grammar::Grammar;
+
+/// Maximum number of texts to choose from.
+const CHOICES_MAX: usize = 4096;
+
+/// vLLM's older names of what `structured_outputs` holds, and the newer ones.
+const GUIDED: [(&str, &str); 5] = [
+    ("guided_json", "json"),
+    ("guided_json_object", "json_object"),
+    ("guided_regex", "regex"),
+    ("guided_choice", "choice"),
+    ("guided_grammar", "grammar"),
+];
+
+/// A grammar, and the field that asked for it.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Format {
+    field: String,
+    pub(crate) grammar: Grammar,
+}
+
+impl Format {
+    /// A form that a field asks for.
+    pub(crate) fn new(field: &str, grammar: Grammar) -> Self {
+        Format { field: field.into(), grammar }
+    }
+
+    /// Reads the fields that say what an answer must be; none if it may be anything.
+    pub(crate) fn parse(fields: &mut Fields<'_>) -> Result<Option<Self>, ApiError> {
+        let mut found: Vec<Format> = Vec::new();
+        found.extend(response_format(fields)?);
+        if let Some(mut inner) = fields.fields("structured_outputs")? {
+            for (_, name) in GUIDED {
+                let field = format!("structured_outputs.{name}");
+                found
+                    .extend(inner.take(name).map(|raw| constraint(&field, name, raw)).transpose()?.flatten());
+            }
+            let names: Vec<String> = inner.unread().map(str::to_owned).collect();
+            for name in names {
+                let raw = inner.take(&name);
+                let has_effect = |raw: &RawValue| fields::value(&name, raw).map(|v| !asks_for_nothing(&v));
+                if raw.map(has_effect).transpose()?.unwrap_or(false) {
+                    let name: String = name.chars().take(64).collect();
+                    let field = format!("structured_outputs.{name}");
+                    return Err(ApiError::unsupported(&field, "it is not implemented"));
+                }
+            }
+        }
+        for (field, name) in GUIDED {
+            found.extend(fields.take(field).map(|raw| constraint(field, name, raw)).transpose()?.flatten());
+        }
+        if let [first, second, ..] = &found[..] {
+            let message = format!("an answer follows '{}' or '{}', not both", first.field, second.field);
+            return Err(ApiError::value(second.field.clone(), message));
+        }
+        Ok(found.pop())
+    }
+
+    /// Refuses what no answer of this model can follow; `ends` says whether a token ends it.
+    pub(crate) fn check(&self, model: &ServedModel, ends: bool) -> Result<(), ApiError> {
+        if !ends {
+            let message = format!("'{}' needs an end token: send it without 'ignore_eos'", self.field);
+            return Err(ApiError::value(self.field.clone(), message));
+        }
+        let wrong = |cause: String| ApiError::value(self.field.clone(), format!("'{}': {cause}", self.field));
+        model.text.check_grammar(&self.grammar).map_err(wrong)
+    }
+}
+
+fn response_format(fields: &mut Fields<'_>) -> Result<Option<Format>, ApiError> {
+    const FIELD: &str = "response_format";
+    let Some(mut inner) = fields.fields(FIELD)? else { return Ok(None) };
+    let grammar = match inner.string("type")?.as_deref() {
+        Some("text") => return Ok(None),
+        Some("json_object") => any_object(),
+        Some("json_schema") => {
+            let schema = inner.fields("json_schema")?.and_then(|mut inner| inner.take("schema"));
+            let Some(schema) = schema else {
+                let message = "'response_format.json_schema.schema' is missing";
+                return Err(ApiError::field(
+                    "response_format.json_schema.schema",
+                    "missing_parameter",
+                    message,
+                ));
+            };
+            Grammar::JsonSchema(schema.get().into())
+        }
+        Some(other) => {
+            let other: String = other.chars().take(32).collect();
+            let message =
+                format!("'response_format.type' is one of text, json_object, json_schema, not {other:?}");
+            return Err(ApiError::value("response_format.type", message));
+        }
+        None => {
+            let message = "'response_format.type' is missing";
+            return Err(ApiError::field("response_format.type", "missing_parameter", message));
+        }
+    };
+    Ok(Some(Format::new(FIELD, grammar)))
+}
+
+fn any_object() -> Grammar {
+    Grammar::JsonSchema(json!({"type": "object"}).to_string().into())
+}
+
+/// One of vLLM's constraints; none if it constrains nothing.
+fn constraint(field: &str, kind: &str, raw: &RawValue) -> Result<Option<Format>, ApiError> {
+    let string = |wanted| text(field, raw)?.ok_or_else(|| wrong_type(field, wanted, raw));
+    let grammar = match kind {
+        "json" => match text(field, raw)? {
+            Some(schema) if schema.is_empty() => return Ok(None),
+            Some(schema) => Grammar::JsonSchema(schema.into()),
+            None => Grammar::JsonSchema(raw.get().into()),
+        },
+        "json_object" => match fields::value(field, raw)? {
+            Value::Bool(true) => any_object(),
+            Value::Bool(false) => return Ok(None),
+            _ => return Err(wrong_type(field, "true or false", raw)),
+        },
+        "choice" => {
+            let mut texts: Vec<String> = Vec::new();
+            let take = |item| {
+                if texts.len() == CHOICES_MAX {
+                    let message = format!("'{field}' holds more than {CHOICES_MAX} texts");
+                    return Err(ApiError::value(field, message));
+                }
+                texts.push(text(field, item)?.ok_or_else(|| wrong_type(field, "an array of strings", item))?);
+                Ok(())
+            };
+            each(raw, take).ok_or_else(|| wrong_type(field, "an array of strings", raw))??;
+            if texts.is_empty() {
+                return Ok(None);
+            }
+            Grammar::one_of(texts.iter().map(String::as_str))
+        }
+        "regex" => Grammar::Regex(string("a string")?.into()),
+        _ => Grammar::Lark(string("a string")?.into()),
+    };
+    let constrains = !grammar.text().is_empty();
+    Ok(constrains.then(|| Format::new(field, grammar)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(body: &Value) -> Result<Option<Format>, ApiError> {
+        let body = body.to_string();
+        Format::parse(&mut Fields::parse(body.as_bytes()).unwrap())
+    }
+
+    #[test]
+    fn every_way_to_ask_for_a_form_gives_its_grammar() {
+        let schema = json!({"type": "object", "properties": {"z": {}, "a": {}}});
+        let of_schema = Grammar::JsonSchema(schema.to_string().into());
+        let object = Grammar::JsonSchema(r#"{"type":"object"}"#.into());
+        let cases = [
+            (json!({"response_format": {"type": "json_object"}}), object.clone()),
+            (json!({"guided_json_object": true}), object),
+            (
+                json!({"response_format": {"type": "json_schema", "json_schema":
+                    {"name": "x", "strict": true, "schema": schema}}}),
+                of_schema.clone(),
+            ),
+            (json!({"structured_outputs": {"json": schema}}), of_schema.clone()),
+            (json!({"structured_outputs": {"json": schema.to_string(), "regex": null}}), of_schema.clone()),
+            (json!({"guided_json": schema}), of_schema),
+            (json!({"guided_regex": "a+"}), Grammar::Regex("a+".into())),
+            (json!({"structured_outputs": {"choice": ["a.b", "c"]}}), Grammar::Regex(r"(a\.b|c)".into())),
+            (json!({"guided_grammar": "start: \"a\""}), Grammar::Lark("start: \"a\"".into())),
+        ];
+        for (body, grammar) in cases {
+            assert_eq!(parse(&body).unwrap().map(|format| format.grammar), Some(grammar), "{body}");
+        }
+        for body in [
+            json!({"response_format": {"type": "text"}}),
+            json!({"response_format": null, "guided_choice": [], "guided_regex": ""}),
+            json!({"structured_outputs": {"json_object": false, "disable_any_whitespace": false}}),
+        ] {
+            assert_eq!(parse(&body).unwrap(), None, "{body}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_form_is_refused_by_the_name_of_the_field() {
+        let refused = |body: &Value| parse(body).unwrap_err().to_json();
+        let cases = [
+            (json!({"response_format": {"type": "xml"}}), "response_format.type"),
+            (json!({"response_format": {}}), "response_format.type"),
+            (json!({"response_format": 1}), "response_format"),
+            (json!({"response_format": {"type": "json_schema"}}), "response_format.json_schema.schema"),
+            (json!({"guided_choice": [1]}), "guided_choice"),
+            (json!({"guided_regex": 1}), "guided_regex"),
+            (
+                json!({"structured_outputs": {"whitespace_pattern": "x"}}),
+                "structured_outputs.whitespace_pattern",
+            ),
+            (json!({"guided_regex": "a", "structured_outputs": {"regex": "b"}}), "guided_regex"),
+        ];
+        for (body, field) in cases {
+            let error: Value = serde_json::from_str(&refused(&body)).unwrap();
+            assert_eq!(error["error"]["param"], field, "{body}: {error}");
+        }
+    }
+}

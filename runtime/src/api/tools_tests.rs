@@ -1,0 +1,220 @@
+use super::*;
+use proptest::prelude::*;
+use proptest::test_runner::RngSeed;
+
+const BARE: ToolStyle = ToolStyle::Bare { parameters: true };
+
+fn parse(body: &Value) -> Result<Option<Tools>, ApiError> {
+    let body = body.to_string();
+    Tools::parse(&mut Fields::parse(body.as_bytes()).unwrap())
+}
+
+fn tool(name: &str) -> Value {
+    json!({"type": "function", "function": {"name": name, "parameters":
+        {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}}})
+}
+
+fn tools(further: &Value) -> Tools {
+    let mut body = json!({"tools": [tool("look"), tool("add")]});
+    body.as_object_mut().unwrap().extend(further.as_object().unwrap().clone());
+    parse(&body).unwrap().unwrap()
+}
+
+/// Text and calls of an answer that comes in these pieces.
+fn read(tools: &Tools, style: ToolStyle, pieces: &[&str]) -> (String, Vec<ToolCall>) {
+    let mut reader = tools.reader(style);
+    let (mut text, mut calls) = (String::new(), Vec::new());
+    let mut take = |pieces: ToolPieces| {
+        text.push_str(&pieces.text);
+        calls.extend(pieces.calls);
+        pieces.ended
+    };
+    for piece in pieces {
+        if take(reader.push(piece)) {
+            break;
+        }
+    }
+    take(reader.finish());
+    assert_eq!(reader.calls(), calls.len());
+    (text, calls)
+}
+
+fn called(name: &str, arguments: &str) -> ToolCall {
+    ToolCall { name: name.into(), arguments: arguments.into() }
+}
+
+#[test]
+fn calls_are_found_and_all_else_stays_text() {
+    let tools = tools(&json!({}));
+    let look = "<tool_call>\n{\"name\": \"look\", \"arguments\": {\"x\": 1}}\n</tool_call>";
+    let add = "<tool_call>{\"name\": \"add\", \"arguments\": {}}</tool_call>";
+    let (one, two) = (called("look", "{\"x\": 1}"), called("add", "{}"));
+    let of = |text: &str| read(&tools, ToolStyle::Tagged, &[text]);
+    assert_eq!(of(look), (String::new(), vec![one.clone()]));
+    assert_eq!(of(&format!("\n{look}\n{add}\n")), (String::new(), vec![one.clone(), two.clone()]));
+    assert_eq!(of(&format!("I look. {look}")), ("I look. ".into(), vec![one.clone()]));
+    for text in ["\n\n no call \n", "a <tool_call", "<tool_call>{\"name\": \"look\"", " ", "", "x\n\n"] {
+        assert_eq!(of(text), (text.into(), vec![]), "{text:?}");
+    }
+    for inner in
+        ["{\"name\": \"other\", \"arguments\": {}}", "{", "{\"name\": \"look\", \"arguments\": \"x\"}", "[]"]
+    {
+        let text = format!("<tool_call>{inner}</tool_call>");
+        assert_eq!(of(&text), (text.clone(), vec![]));
+    }
+    let of = |text: &str| read(&tools, BARE, &[text]);
+    let bare = "{\"name\": \"look\", \"parameters\": {\"x\": 1}}";
+    assert_eq!(of(bare), (String::new(), vec![one.clone()]));
+    assert_eq!(of(&format!(" {bare}; {{\"name\": \"add\"}}")), (String::new(), vec![one.clone(), two]));
+    assert_eq!(of(&format!("[{bare}]")), (String::new(), vec![one]));
+    for text in ["a {}", "{\"a\": 1}", "{\"name\": \"look\"} and more", "[]", "{", " ", ""] {
+        assert_eq!(of(text), (text.into(), vec![]), "{text:?}");
+    }
+}
+
+#[test]
+fn one_call_ends_an_answer_that_may_have_no_other() {
+    let tools = tools(&json!({"parallel_tool_calls": false}));
+    let call = "<tool_call>{\"name\": \"add\", \"arguments\": {}}</tool_call>";
+    let mut reader = tools.reader(ToolStyle::Tagged);
+    let pieces = reader.push(&format!("{call}{call}"));
+    assert_eq!((pieces.calls.len(), pieces.ended, pieces.text), (1, true, String::new()));
+    assert_eq!(read(&tools, BARE, &["{\"name\":\"add\"};{\"name\":\"add\"}"]).1.len(), 1);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig {
+        cases: 2000,
+        failure_persistence: None,
+        rng_seed: RngSeed::Fixed(20_261_126),
+        ..ProptestConfig::default()
+    })]
+
+    #[test]
+    fn what_is_found_does_not_depend_on_the_pieces(
+        parts in prop::collection::vec(
+            prop::sample::select(vec![
+                "<tool_call>", "</tool_call>", "{\"name\": \"add\", \"arguments\": {}}", "\n", " ", "text", "<tool", "{", ";", "é",
+            ]),
+            0..12,
+        ),
+        cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..8),
+        bare: bool,
+    ) {
+        let tools = tools(&json!({}));
+        let style = if bare { BARE } else { ToolStyle::Tagged };
+        let text: String = parts.concat();
+        let mut at: Vec<usize> = cuts.iter().map(|cut| cut.index(text.len() + 1)).collect();
+        at.retain(|at| text.is_char_boundary(*at));
+        at.extend([0, text.len()]);
+        at.sort_unstable();
+        let pieces: Vec<&str> = at.windows(2).map(|cut| &text[cut[0]..cut[1]]).collect();
+        let whole = read(&tools, style, &[&text]);
+        let cut = read(&tools, style, &pieces);
+        prop_assert_eq!(&cut.1, &whole.1, "{:?} in {:?}", text, pieces);
+        prop_assert_eq!(cut.0.trim(), whole.0.trim(), "{:?} in {:?}", text, pieces);
+        if whole.1.is_empty() {
+            prop_assert_eq!(&whole.0, &text, "text is lost");
+        }
+    }
+}
+
+#[test]
+fn what_must_be_called_is_a_grammar_and_the_rest_is_not() {
+    let grammar = |further: Value, style| tools(&further).grammar(style);
+    assert_eq!(grammar(json!({}), ToolStyle::Tagged), None);
+    assert_eq!(grammar(json!({"tool_choice": "auto"}), BARE), None);
+    assert_eq!(parse(&json!({"tools": [tool("a")], "tool_choice": "none"})).unwrap(), None);
+    assert_eq!(parse(&json!({"tools": [], "parallel_tool_calls": true})).unwrap(), None);
+    let named = json!({"tool_choice": {"type": "function", "function": {"name": "add"}}});
+    let Some(Grammar::Lark(text)) = grammar(named, BARE) else { panic!("no grammar") };
+    assert!(text.contains("\"add\"") && !text.contains("\"look\"") && text.contains("parameters"), "{text}");
+    for style in [ToolStyle::Tagged, BARE, ToolStyle::Bare { parameters: false }] {
+        let Some(Grammar::Lark(text)) = grammar(json!({"tool_choice": "required"}), style) else {
+            panic!("no grammar")
+        };
+        assert!(text.contains("\"add\"") && text.contains("\"look\""), "{text}");
+    }
+}
+
+#[test]
+fn what_is_no_tool_is_refused_by_its_place() {
+    let cases = [
+        (json!({"tools": 1}), "tools"),
+        (json!({"tools": [{"type": "retrieval"}]}), "tools[0]"),
+        (json!({"tools": [tool("a"), {"type": "function"}]}), "tools[1]"),
+        (json!({"tools": [tool("a b")]}), "tools[0]"),
+        (json!({"tools": [{"type": "function", "function": {"name": "a", "parameters": 1}}]}), "tools[0]"),
+        (json!({"tools": vec![tool("a"); 129]}), "tools"),
+        (json!({"tools": [tool("a")], "tool_choice": "maybe"}), "tool_choice"),
+        (
+            json!({"tools": [tool("a")], "tool_choice": {"type": "function", "function": {"name": "b"}}}),
+            "tool_choice",
+        ),
+        (json!({"tool_choice": "required"}), "tool_choice"),
+        (json!({"tools": [tool("a")], "parallel_tool_calls": 1}), "parallel_tool_calls"),
+    ];
+    for (body, field) in cases {
+        let error: Value = serde_json::from_str(&parse(&body).unwrap_err().to_json()).unwrap();
+        assert_eq!(error["error"]["param"], field, "{error}");
+    }
+}
+
+#[test]
+fn calls_of_earlier_messages_are_read_for_the_template() {
+    let read = |value: Value| past_calls("calls", &serde_json::value::to_raw_value(&value).unwrap());
+    let call = |arguments: Value| json!([{"id": "1", "type": "function", "function": {"name": "a", "arguments": arguments}}]);
+    assert_eq!(read(call(json!("{\"x\": 1}"))).unwrap()[0]["function"]["arguments"], json!({"x": 1}));
+    assert_eq!(read(call(json!({"x": 1}))).unwrap()[0]["function"]["arguments"], json!({"x": 1}));
+    assert_eq!(read(json!([])).unwrap(), Vec::<Value>::new());
+    for wrong in [json!(1), json!([{}]), json!([{"function": {"name": 1}}]), call(json!("{"))] {
+        assert!(read(wrong.clone()).is_err(), "{wrong}");
+    }
+}
+
+#[test]
+fn whatever_a_grammar_of_calls_lets_through_is_calls() {
+    use crate::grammar::Grammars;
+    use mixfleet_hal::random::Stream;
+    const END: u32 = 1;
+    let tokenizer = crate::model::builtin::tokenizer().unwrap();
+    let vocab = u32::try_from(tokenizer.vocab()).unwrap();
+    let grammars = Grammars::new(tokenizer.clone(), vocab);
+    for style in [ToolStyle::Tagged, BARE, ToolStyle::Bare { parameters: false }] {
+        for further in [
+            json!({"tool_choice": "required"}),
+            json!({"tool_choice": "required", "parallel_tool_calls": false}),
+        ] {
+            let tools = tools(&further);
+            let grammar = tools.grammar(style).unwrap();
+            let mut ended = 0;
+            for seed in 0..10 {
+                let mut run = grammars.begin(&grammar, [END].into()).unwrap();
+                let mut stream = Stream::new(seed);
+                let mut output = Vec::new();
+                while output.len() < 2000 && output.last() != Some(&END) {
+                    run.follow(&output).unwrap();
+                    let forbidden = run.forbidden().unwrap();
+                    let allowed: Vec<u32> =
+                        (0..vocab).filter(|id| forbidden.binary_search(id).is_err()).collect();
+                    output.push(allowed[stream.below(allowed.len() as u64) as usize]);
+                }
+                if output.pop() != Some(END) {
+                    continue; // white space within JSON has no bound
+                }
+                ended += 1;
+                let bytes: Vec<u8> = output.iter().flat_map(|id| tokenizer.token_bytes(*id)).collect();
+                let answer = String::from_utf8(bytes).unwrap();
+                let (text, calls) = read(&tools, style, &[&answer]);
+                assert!(
+                    text.is_empty() && !calls.is_empty(),
+                    "{style:?}, seed {seed}: {answer:?} leaves {text:?}"
+                );
+                for call in calls {
+                    assert!(call.arguments.contains("\"x\""), "{style:?}, seed {seed}: {answer:?}");
+                }
+            }
+            assert!(ended > 2, "{style:?}, {further}: {ended} of 10 ended");
+        }
+    }
+}

@@ -1,0 +1,83 @@
+//! What a request changes of its logits before a token is drawn: penalties, and tokens that its grammar
+//! forbids.
+
+use crate::grammar::{GrammarRun, Grammars};
+use crate::request::GenerateRequest;
+use crate::sampling::Penalties;
+
+/// Subtracted from the logit of a forbidden token, so that it weighs nothing. It is finite, since shaders
+/// need not know infinity.
+const FORBIDDEN_LOSS: f32 = 3e38;
+
+/// What changes the logits of a request, kept up to date as tokens are drawn.
+pub(super) struct Shaping {
+    penalties: Option<Penalties>,
+    grammar: Option<GrammarRun>,
+    /// The tokens that must not come next.
+    forbidden: Vec<u32>,
+    /// Each token once, with the bits of the f32 that its logit loses, where a grammar forbids some.
+    entries: Vec<[u32; 2]>,
+    /// Why no token can be drawn.
+    failed: Option<String>,
+}
+
+impl Shaping {
+    /// What changes the logits of a request whose output is empty; none if nothing does.
+    pub(super) fn new(wanted: &GenerateRequest, grammars: Option<&Grammars>) -> Option<Self> {
+        let penalties = Penalties::new(&wanted.sampling, &wanted.prompt_ids);
+        let (mut grammar, mut failed) = (None, None);
+        if let Some(asked) = &wanted.grammar {
+            let run = match grammars {
+                Some(grammars) => grammars.begin(asked, wanted.eos_ids.clone()),
+                None => Err("this instance has no tokenizer, so that its answers follow no grammar".into()),
+            };
+            match run {
+                Ok(run) => grammar = Some(run),
+                Err(cause) => failed = Some(cause),
+            }
+        }
+        if penalties.is_none() && wanted.grammar.is_none() {
+            return None;
+        }
+        Some(Shaping { penalties, grammar, forbidden: Vec::new(), entries: Vec::new(), failed })
+    }
+
+    /// Follows the tokens of `output`, the whole answer so far, that are new since the last time.
+    pub(super) fn follow(&mut self, output: &[u32]) {
+        if let Some(penalties) = &mut self.penalties {
+            penalties.follow(output);
+        }
+        let Some(grammar) = self.grammar.as_mut().filter(|_| self.failed.is_none()) else { return };
+        match grammar.follow(output).and_then(|()| grammar.forbidden()) {
+            Ok(forbidden) => self.forbidden = forbidden,
+            Err(cause) => {
+                self.failed = Some(format!("the answer cannot follow its grammar any further: {cause}"));
+                return;
+            }
+        }
+        self.entries.clear();
+        let loss = FORBIDDEN_LOSS.to_bits();
+        let penalised = self.penalties.iter().flat_map(Penalties::entries);
+        self.entries.extend(penalised.filter(|entry| self.forbidden.binary_search(&entry[0]).is_err()));
+        self.entries.extend(self.forbidden.iter().map(|id| [*id, loss]));
+    }
+
+    /// Each token whose logit changes, once, with the bits of the f32 that it loses after the repetition
+    /// penalty.
+    pub(super) fn entries(&self) -> &[[u32; 2]] {
+        match &self.grammar {
+            Some(_) => &self.entries,
+            None => self.penalties.as_ref().map_or(&[], Penalties::entries),
+        }
+    }
+
+    /// The tokens that must not come next, in order.
+    pub(super) fn forbidden(&self) -> &[u32] {
+        &self.forbidden
+    }
+
+    /// Why no token can be drawn, if none can.
+    pub(super) fn failed(&self) -> Option<&str> {
+        self.failed.as_deref()
+    }
+}

@@ -1,0 +1,188 @@
+use super::*;
+use crate::model::builtin;
+use mixfleet_hal::cast::to_u32;
+use mixfleet_hal::random::Stream;
+use serde_json::{Value, json};
+
+fn grammars() -> (Grammars, Tokenizer) {
+    let tokenizer = builtin::tokenizer().unwrap();
+    let vocab = to_u32(tokenizer.vocab());
+    (Grammars::new(tokenizer.clone(), vocab), tokenizer)
+}
+
+const END: u32 = 1;
+
+/// A text of at most `tokens_max` tokens, each of which is drawn from those that are allowed, and whether
+/// it ended.
+fn drawn(run: &mut GrammarRun, tokenizer: &Tokenizer, seed: u64, tokens_max: usize) -> (String, bool) {
+    let mut stream = Stream::new(seed);
+    let mut output = Vec::new();
+    while output.len() < tokens_max {
+        run.follow(&output).unwrap();
+        let forbidden = run.forbidden().unwrap();
+        assert!(forbidden.is_sorted(), "seed {seed}");
+        let allowed: Vec<u32> =
+            (0..to_u32(tokenizer.vocab())).filter(|id| forbidden.binary_search(id).is_err()).collect();
+        assert!(!allowed.is_empty(), "seed {seed}: nothing can follow {output:?}");
+        let id = allowed[stream.below(allowed.len() as u64) as usize];
+        if id == END {
+            return (text(tokenizer, &output), true);
+        }
+        output.push(id);
+    }
+    (text(tokenizer, &output), false)
+}
+
+fn text(tokenizer: &Tokenizer, ids: &[u32]) -> String {
+    let bytes: Vec<u8> = ids.iter().flat_map(|id| tokenizer.token_bytes(*id)).collect();
+    String::from_utf8(bytes).expect("only whole characters are allowed")
+}
+
+fn schema(value: &Value) -> Grammar {
+    Grammar::JsonSchema(value.to_string().into())
+}
+
+#[test]
+fn whatever_is_drawn_from_the_allowed_tokens_is_of_the_grammar() {
+    let (grammars, tokenizer) = grammars();
+    let kinds = json!({"type": "object", "properties": {"kind": {"enum": ["cat", "dog"]}, "legs": {"type": "integer",
+        "minimum": 0, "maximum": 99}, "good": {"type": "boolean"}}, "required": ["kind", "legs", "good"],
+        "additionalProperties": false});
+    let mut ended = 0;
+    for seed in 0..50 {
+        let mut run = grammars.begin(&schema(&kinds), [END].into()).unwrap();
+        let (text, whole) = drawn(&mut run, &tokenizer, seed, 400);
+        if !whole {
+            continue; // white space between parts has no bound
+        }
+        ended += 1;
+        let value: Value = serde_json::from_str(&text).unwrap_or_else(|e| panic!("seed {seed}: {e}: {text}"));
+        let object = value.as_object().unwrap();
+        assert_eq!(object.keys().collect::<Vec<_>>(), ["kind", "legs", "good"], "seed {seed}: {text}");
+        assert!(["cat", "dog"].contains(&value["kind"].as_str().unwrap()), "seed {seed}: {text}");
+        assert!(value["legs"].as_u64().unwrap() < 100 && value["good"].is_boolean(), "seed {seed}: {text}");
+    }
+    assert!(ended > 10, "{ended} of 50 answers ended");
+    let texts = ["a.b", "a|b (c)", "naïve\n\"x\"\\", ""];
+    for seed in 0..50 {
+        let mut run = grammars.begin(&Grammar::one_of(texts), [END].into()).unwrap();
+        let (text, whole) = drawn(&mut run, &tokenizer, seed, 100);
+        assert!(whole && texts.contains(&text.as_str()), "seed {seed}: {text:?}");
+    }
+    for seed in 0..50 {
+        let mut run = grammars.begin(&Grammar::Regex("[0-9]{3}-[a-c]+x".into()), [END].into()).unwrap();
+        let (text, whole) = drawn(&mut run, &tokenizer, seed, 200);
+        assert!(
+            whole && text.len() >= 6 && text.as_bytes()[3] == b'-' && text.ends_with('x'),
+            "seed {seed}: {text:?}"
+        );
+    }
+    let lark = Grammar::Lark("start: \"(\" start \")\" | \"()\"".into());
+    for seed in 0..20 {
+        let mut run = grammars.begin(&lark, [END].into()).unwrap();
+        let (text, whole) = drawn(&mut run, &tokenizer, seed, 500);
+        let open = text.matches('(').count();
+        assert!(whole && text == "(".repeat(open) + &")".repeat(open), "seed {seed}: {text:?}");
+    }
+}
+
+#[test]
+fn an_answer_goes_on_from_its_tokens_and_grammars_do_not_mix() {
+    let (grammars, tokenizer) = grammars();
+    let grammar = Grammar::one_of(["abcabc", "abd"]);
+    let mut first = grammars.begin(&grammar, [END].into()).unwrap();
+    let begun: Vec<u32> = tokenizer.encode_chat("ab").unwrap();
+    first.follow(&begun).unwrap();
+    // another request with the same grammar is at its own place
+    let mut second = grammars.begin(&grammar, [END].into()).unwrap();
+    assert_ne!(second.forbidden().unwrap(), first.forbidden().unwrap());
+    second.follow(&begun).unwrap();
+    assert_eq!(second.forbidden().unwrap(), first.forbidden().unwrap());
+    let mut whole = begun.clone();
+    whole.extend(tokenizer.encode_chat("d").unwrap());
+    first.follow(&whole).unwrap();
+    let only_the_end: Vec<u32> = (0..to_u32(tokenizer.vocab())).filter(|id| *id != END).collect();
+    assert_eq!(first.forbidden().unwrap(), only_the_end, "the answer is complete");
+    // a token that is not of the grammar is told, and does not panic
+    let wrong = tokenizer.encode_chat("z").unwrap();
+    assert!(second.follow(&[&begun[..], &wrong[..]].concat()).is_err());
+    assert!(second.forbidden().is_err());
+}
+
+#[test]
+fn special_tokens_are_never_text() {
+    let (grammars, tokenizer) = grammars();
+    let mut run = grammars.begin(&Grammar::Regex("(.|\n)*".into()), [END].into()).unwrap();
+    let forbidden = run.forbidden().unwrap();
+    for id in 0..to_u32(tokenizer.vocab()) {
+        let is_text = !tokenizer.is_special(id) && std::str::from_utf8(&tokenizer.token_bytes(id)).is_ok();
+        if is_text || id == END {
+            assert!(!forbidden.contains(&id), "{id}: {:?}", tokenizer.token_text(id));
+        } else if tokenizer.is_special(id) {
+            assert!(forbidden.contains(&id), "{id}: {:?}", tokenizer.token_text(id));
+        }
+    }
+}
+
+#[test]
+fn what_is_no_grammar_is_told_in_a_line() {
+    let (grammars, _) = grammars();
+    let long = format!("{{\"const\": \"{}\"}}", "x".repeat(GRAMMAR_BYTES_MAX));
+    for grammar in [
+        Grammar::JsonSchema("{".into()),
+        Grammar::JsonSchema("[]".into()),
+        schema(&json!({"type": "elephant"})),
+        schema(&json!({"$ref": "#/nowhere"})),
+        schema(&json!({"type": "string", "minLength": 5, "maxLength": 2})),
+        Grammar::Regex("(a".into()),
+        Grammar::Regex("(?=x)".into()),
+        Grammar::Lark("start: nothing".into()),
+        Grammar::Lark("".into()),
+        Grammar::JsonSchema(long.into()),
+    ] {
+        let said = grammars.begin(&grammar, [END].into()).map(drop).err();
+        let said = said.unwrap_or_else(|| panic!("a grammar: {grammar:.100?}"));
+        assert!(!said.is_empty() && said.len() <= 600 && !said.contains('\n'), "{said}");
+        assert!(!said.contains("panic"), "{said}");
+    }
+}
+
+#[test]
+fn random_schemas_and_texts_end_in_an_answer_or_an_error() {
+    let (grammars, _) = grammars();
+    let words = [
+        "{",
+        "}",
+        "\"type\":",
+        "\"object\"",
+        "[",
+        "]",
+        ",",
+        "(",
+        ")",
+        "*",
+        "+",
+        "|",
+        "a",
+        "start:",
+        "\\",
+        "^",
+        "\"",
+    ];
+    for seed in 0..200 {
+        let mut stream = Stream::new(seed);
+        let mut text = String::new();
+        for _ in 0..stream.below(30) {
+            text.push_str(words[stream.below(words.len() as u64) as usize]);
+        }
+        for grammar in [
+            Grammar::JsonSchema(text.as_str().into()),
+            Grammar::Regex(text.as_str().into()),
+            Grammar::Lark(text.as_str().into()),
+        ] {
+            if let Ok(mut run) = grammars.begin(&grammar, [END].into()) {
+                run.forbidden().unwrap_or_else(|e| panic!("seed {seed}: {grammar:?}: {e}"));
+            }
+        }
+    }
+}
