@@ -1,0 +1,19 @@
+//! Backends of others, in shared libraries, through the C interface of [`abi`] (`include/mixfleet.h`).
+//!
+//! A library is code of this process: what it breaks here is broken. What it says is checked all the same, so that
+//! one that is only wrong gives an error.
+
+#![cfg_attr(
+    not(test),
+    warn(clippy::cast_possible_truncation, clippy::cast_possible_wrap, clippy::cast_sign_loss)
+)]
+#![allow(unsafe_code)]
+
+pub mod abi;
+mod device;
+mod library;
+mod memory;
+mod operation;
+mod queue;
+
+pub use library::PluginBackend;

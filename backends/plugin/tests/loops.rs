@@ -1,0 +1,20 @@
+//! The example in C against the suite that checks all devices.
+
+use crate::libraries;
+use mixfleet_hal::{Backend, OpSig, Support};
+use mixfleet_hwtests::{SuiteLevel, SuiteOptions, SuiteVerdict, run};
+use mixfleet_plugin::PluginBackend;
+
+#[test]
+fn a_library_in_plain_c_conforms() {
+    let Some(folder) = libraries() else { return };
+    let backend = PluginBackend::load(&folder.join("loops.so")).unwrap();
+    assert_eq!(backend.name(), "loops");
+    let found = backend.probe().unwrap();
+    assert_eq!((found.len(), found[0].id.as_str(), found[0].name.as_str()), (1, "loops:0", "loops in C"));
+    let device = backend.open("loops").unwrap();
+    assert_eq!(device.support(&OpSig::Sample { rows: 1, cols: 9, history: 0, tops: 0 }), Support::No);
+    let report = run(&*device, &SuiteOptions::new(SuiteLevel::Quick), &mut |_| {});
+    assert_eq!(report.verdict(), SuiteVerdict::Pass, "{report}");
+    println!("{report}");
+}
