@@ -1,6 +1,6 @@
 //! A library that lies gives errors, each of which says what is wrong.
 
-use crate::libraries;
+use crate::made::libraries;
 use mixfleet_hal::{Backend, BufferUsage, Cmd, ErrorKind, OpSig};
 use mixfleet_plugin::PluginBackend;
 use std::process::Command;
@@ -52,7 +52,7 @@ fn met(fault: &str) -> (String, bool) {
     let output = Command::new(test)
         .args(["--exact", "hostile::one_fault", "--nocapture", "--include-ignored"])
         .env(FAULT, fault)
-        .env(crate::MADE_BY_PARENT, libraries().unwrap())
+        .env(crate::made::MADE_BY_PARENT, libraries().unwrap())
         .output()
         .unwrap();
     (String::from_utf8_lossy(&output.stdout).into_owned(), output.status.success())

@@ -1,6 +1,6 @@
 //! The example in C against the suite that checks all devices.
 
-use crate::libraries;
+use crate::made::libraries;
 use mixfleet_hal::{Backend, OpSig, Support};
 use mixfleet_hwtests::{SuiteLevel, SuiteOptions, SuiteVerdict, run};
 use mixfleet_plugin::PluginBackend;

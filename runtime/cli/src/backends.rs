@@ -10,17 +10,79 @@ use crate::remote::{self, OpenDevice, RemoteArgs};
 use anyhow::{Context, Result, bail};
 use mixfleet_discover::{Topology, Tree, same_part};
 use mixfleet_hal::{Absent, Backend, Device, DeviceInfo};
-use std::sync::Arc;
+use mixfleet_plugin::PluginBackend;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
 
-/// Every backend of this build.
+/// Backends of others that this process has loaded, and the files that they are in.
+static LOADED: OnceLock<Vec<(PluginBackend, PathBuf)>> = OnceLock::new();
+
+/// The end of the names of shared libraries.
+const LIBRARY: &str = std::env::consts::DLL_EXTENSION;
+
+/// Loads backends of others from libraries and folders of libraries, once.
+///
+/// # Errors
+/// When one cannot be loaded, or has the name of another one.
+pub(crate) fn load(paths: &[PathBuf]) -> Result<()> {
+    let mut files = Vec::new();
+    for path in paths.iter().filter(|path| !path.as_os_str().is_empty()) {
+        if !path.is_dir() {
+            files.push(path.clone());
+            continue;
+        }
+        let listed = std::fs::read_dir(path).with_context(|| format!("cannot read {}", path.display()))?;
+        let mut found: Vec<PathBuf> = listed.filter_map(|entry| Some(entry.ok()?.path())).collect();
+        found.retain(|file| file.extension().is_some_and(|end| end == LIBRARY));
+        if found.is_empty() {
+            bail!(Usage(format!("--backend {}: no file there ends with .{LIBRARY}", path.display())));
+        }
+        found.sort();
+        files.extend(found);
+    }
+    let mut names: Vec<&str> = all().iter().map(|backend| backend.name()).collect();
+    let mut loaded = Vec::new();
+    for file in files {
+        // a name without a folder would be searched for among the system's libraries
+        let found = std::path::absolute(&file).unwrap_or_else(|_| file.clone());
+        let backend =
+            PluginBackend::load(&found).map_err(|absent| Usage(format!("--backend {}", absent.reason)))?;
+        if names.contains(&backend.name()) || backend.name() == remote::PREFIX.trim_end_matches(':') {
+            let name = backend.name();
+            bail!(Usage(format!("--backend {}: there is another backend named '{name}'", file.display())));
+        }
+        names.push(backend.name());
+        loaded.push((backend, file));
+    }
+    // this is called once
+    let _ = LOADED.set(loaded);
+    Ok(())
+}
+
+/// The files of backends of others that this process has loaded.
+pub(crate) fn loaded() -> impl Iterator<Item = &'static Path> {
+    LOADED.get().into_iter().flatten().map(|(_, file)| file.as_path())
+}
+
+/// Logs whose code runs in this process.
+pub(crate) fn say_loaded() {
+    for file in loaded() {
+        tracing::info!(library = %file.display(), "code of others runs in this process, trusted as its own");
+    }
+}
+
+/// Every backend of this build, and those that it has loaded.
 pub(crate) fn all() -> Vec<Box<dyn Backend>> {
-    vec![
+    let mut all: Vec<Box<dyn Backend>> = vec![
         Box::new(mixfleet_cpu::CpuBackend),
         Box::new(mixfleet_cuda::CudaBackend),
         Box::new(mixfleet_opencl::OpenClBackend),
         Box::new(mixfleet_wgpu::WgpuBackend),
         Box::new(mixfleet_simulated::SimBackend::new(Box::new(files::FromDisk))),
-    ]
+    ];
+    let loaded = LOADED.get().into_iter().flatten();
+    all.extend(loaded.map(|(backend, _)| Box::new(backend.clone()) as Box<dyn Backend>));
+    all
 }
 
 /// The devices that each backend found, or why it found none.

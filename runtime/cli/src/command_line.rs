@@ -12,11 +12,21 @@ use crate::simulate::SimulateArgs;
 use crate::trace::TraceArgs;
 use crate::validate::ValidateArgs;
 use clap::{Parser, Subcommand};
+use std::path::PathBuf;
 
 /// Serve large language models on the cheapest mix of hardware.
 #[derive(Debug, Parser)]
 #[command(version, max_term_width = 100)]
 pub(crate) struct Cli {
+    /// Load a backend of others, a shared library, or all of a folder; repeatable. It runs in this process
+    #[arg(
+        long,
+        value_name = "FILE",
+        env = "MIXFLEET_BACKENDS",
+        value_delimiter = ':',
+        hide_env_values = true
+    )]
+    pub(crate) backend: Vec<PathBuf>,
     #[command(subcommand)]
     pub(crate) command: CliCommand,
 }

@@ -103,6 +103,7 @@ pub(crate) fn with_causes(error: &anyhow::Error) -> String {
 }
 
 fn run(cli: Cli, settings: &settings::ServeSettings) -> anyhow::Result<()> {
+    backends::load(&cli.backend)?;
     match cli.command {
         CliCommand::Devices(args) => devices::run(&args),
         CliCommand::Topo(args) => topo::run(&args),

@@ -119,6 +119,7 @@ pub(crate) fn log(json: bool) {
     } else {
         builder.with_target(false).with_ansi(std::io::stderr().is_terminal()).init();
     }
+    backends::say_loaded();
 }
 
 pub(crate) fn check(args: &FrontArgs) -> Result<()> {

@@ -172,6 +172,11 @@ fn child_command() -> Command {
     // If its own path is unknown, it is found by name.
     let program = std::env::current_exe().unwrap_or_else(|_| PathBuf::from("mixfleet"));
     let mut command = Command::new(program);
+    backends::loaded().for_each(|file| {
+        command.arg("--backend").arg(file);
+    });
+    // they are named already
+    command.env_remove("MIXFLEET_BACKENDS");
     command.args(["validate", "--child"]);
     command
 }

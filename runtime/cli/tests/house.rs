@@ -52,6 +52,12 @@ const ROOMS: &[Room] = &[
         outside: Some(&["hwloc2", "ibverbs", "serde", "tracing"]),
     },
     Room {
+        name: "mixfleet-plugin",
+        directory: "backends/plugin",
+        rooms: &[HAL],
+        outside: Some(&["libloading"]),
+    },
+    Room {
         name: "mixfleet-remote",
         directory: "backends/remote",
         rooms: &[HAL, "mixfleet-wire"],
@@ -141,6 +147,7 @@ const ROOMS: &[Room] = &[
             "mixfleet-discover",
             "mixfleet-engines",
             "mixfleet-opencl",
+            "mixfleet-plugin",
             "mixfleet-remote",
             "mixfleet-simulated",
             "mixfleet-wgpu",

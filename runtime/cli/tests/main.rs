@@ -22,9 +22,12 @@ mod gpu;
 mod hollow;
 mod house;
 mod import;
+#[path = "../../../backends/plugin/tests/made.rs"]
+mod made;
 #[cfg(feature = "fleet")]
 mod members;
 mod plan;
+mod plugin;
 mod profile;
 #[path = "../../engines/tests/publisher.rs"]
 mod publisher;

@@ -1,0 +1,40 @@
+//! Has `make` compile the libraries in C of `hwtests/plugin`, once a process.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+
+/// Names that folder to a process that a test starts.
+pub(crate) const MADE_BY_PARENT: &str = "MIXFLEET_PLUGIN_LIBRARIES";
+
+/// The folder with the compiled libraries; none where there is no C compiler.
+pub(crate) fn libraries() -> Option<&'static Path> {
+    static MADE: OnceLock<Option<PathBuf>> = OnceLock::new();
+    MADE.get_or_init(make).as_deref()
+}
+
+/// Has `make` compile them, without cargo on its path.
+fn make() -> Option<PathBuf> {
+    if let Some(made) = std::env::var_os(MADE_BY_PARENT) {
+        return Some(made.into());
+    }
+    if Command::new("cc").arg("--version").output().is_err()
+        || Command::new("make").arg("-v").output().is_err()
+    {
+        println!("SKIPPED: no C compiler and make");
+        return None;
+    }
+    let out = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("plugin-{}", std::process::id()));
+    std::fs::create_dir_all(&out).unwrap();
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../hwtests/plugin");
+    let output = Command::new("make")
+        .arg("-C")
+        .arg(source)
+        .arg(format!("OUT={}", out.display()))
+        .env("PATH", "/usr/bin:/bin")
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(output.stderr.is_empty(), "warnings: {}", String::from_utf8_lossy(&output.stderr));
+    Some(out)
+}

@@ -1,0 +1,85 @@
+//! A backend in C through the binary: listed, validated and served on.
+
+use crate::common::mixfleet;
+use crate::common::server::Server;
+use crate::made::libraries;
+use serde_json::{Value, json};
+use std::path::Path;
+use std::process::{Output, Stdio};
+
+fn with(library: &Path, words: &[&str]) -> Output {
+    mixfleet().arg("--backend").arg(library).args(words).output().unwrap()
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+#[test]
+fn a_library_in_c_is_a_device_like_any_other() {
+    let Some(folder) = libraries() else { return };
+    let loops = folder.join("loops.so");
+    let listed = with(&loops, &["devices", "--json"]);
+    assert!(listed.status.success(), "{}", text(&listed.stderr));
+    let listed: Value = serde_json::from_slice(&listed.stdout).unwrap();
+    let device = listed["devices"].as_array().unwrap().iter().find(|device| device["id"] == "loops:0");
+    let device = device.unwrap_or_else(|| panic!("{listed}"));
+    assert_eq!((&device["backend"], &device["name"]), (&json!("loops"), &json!("loops in C")));
+
+    // by the environment, and a folder of libraries, of which the other one is not run unless it is asked
+    let listed =
+        mixfleet().env("MIXFLEET_BACKENDS", folder).env("MIXFLEET_HOSTILE", "none").arg("devices").output();
+    let listed = text(&listed.unwrap().stdout);
+    assert!(listed.contains("loops:0") && listed.contains("no card is plugged in"), "{listed}");
+
+    let mut serve = mixfleet();
+    serve.arg("--backend").arg(&loops).args(["serve", "--listen", "127.0.0.1:0", "--kv-memory", "0.02"]);
+    let served = serve.args(["--device", "loops:0"]).stderr(Stdio::piped()).spawn().unwrap();
+    let served = Server::spawned(served);
+    assert!(served.seen.contains("loops.so"), "whose code runs here is not said: {}", served.seen);
+    let own = Server::start(&["--device", "cpu"]);
+    let request = json!({"model": "mixfleet-random", "prompt": "a fleet of", "max_tokens": 12, "temperature": 0,
+        "ignore_eos": true});
+    let answers = [&served, &own].map(|server| server.post("/v1/completions", &request));
+    assert_eq!((answers[0].0, answers[1].0), (200, 200), "{answers:?}");
+    assert_eq!(answers[0].1["choices"][0]["text"], answers[1].1["choices"][0]["text"]);
+}
+
+#[test]
+fn a_library_is_validated_as_parts_are() {
+    let Some(folder) = libraries() else { return };
+    let out = crate::common::scratch("plugin-report").join("report");
+    let words = ["validate", "--device", "loops:0", "--level", "1", "--out", out.to_str().unwrap()];
+    let valid = with(&folder.join("loops.so"), &words);
+    assert!(valid.status.success(), "{}{}", text(&valid.stdout), text(&valid.stderr));
+    let report: Value = serde_json::from_slice(&std::fs::read(out.join("report.json")).unwrap()).unwrap();
+    assert_eq!(report["verdict"], "pass", "{}", text(&valid.stdout));
+}
+
+#[test]
+fn a_library_that_lies_takes_nothing_down() {
+    let Some(folder) = libraries() else { return };
+    let hostile = folder.join("hostile.so");
+    let validated = |fault: &str| {
+        let words = ["validate", "--device", "hostile:0", "--level", "1", "--only", "gemm", "--timeout", "2"];
+        let output =
+            mixfleet().env("MIXFLEET_HOSTILE", fault).arg("--backend").arg(&hostile).args(words).output();
+        let output = output.unwrap();
+        (output.status.code(), text(&output.stdout) + &text(&output.stderr))
+    };
+    let (code, said) = validated("honest");
+    assert_eq!(code, Some(0), "{said}");
+    for fault in ["garbage", "crash", "hang", "silent"] {
+        let (code, said) = validated(fault);
+        assert!(matches!(code, Some(1 | 3)), "{fault}: {code:?}: {said}");
+    }
+    let output =
+        mixfleet().env("MIXFLEET_HOSTILE", "short").arg("--backend").arg(&hostile).arg("devices").output();
+    let output = output.unwrap();
+    assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
+    assert!(text(&output.stderr).contains("24 bytes"), "{}", text(&output.stderr));
+    let twice =
+        mixfleet().args(["--backend"]).arg(&hostile).arg("--backend").arg(&hostile).arg("devices").output();
+    let twice = twice.unwrap();
+    assert!(text(&twice.stderr).contains("another backend named 'hostile'"), "{}", text(&twice.stderr));
+}
