@@ -56,6 +56,11 @@ impl VllmFleet<'_> {
             "# {}\n# MODEL is the checkpoint; run each line on the part that stands above it.\n",
             self.header
         );
+        if self.pools.iter().any(|pool| pool.duty != Duty::Whole) {
+            text.push_str(
+                "# KV goes from host to host: give each VLLM_NIXL_SIDE_CHANNEL_HOST=its own address.\n",
+            );
+        }
         let mut gateway = self.serve();
         let mut number = 1;
         for pool in self.pools {
