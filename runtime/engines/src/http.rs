@@ -152,12 +152,13 @@ impl HttpEngine {
         self.listed.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Sends a request and waits for the head of the answer.
+    /// Sends a request, as part of the span that `trace` names, and waits for the head of the answer.
     pub(crate) async fn send(
         &self,
         method: Method,
         path: &str,
         body: Vec<u8>,
+        trace: Option<&str>,
     ) -> Result<Response<Incoming>, EngineFault> {
         let EngineAddress { scheme, authority, prefix, .. } = &self.address;
         let uri = format!("{scheme}://{authority}{prefix}{path}");
@@ -167,6 +168,9 @@ impl HttpEngine {
         }
         if let Some(authorization) = &self.authorization {
             request = request.header(AUTHORIZATION, authorization);
+        }
+        if let Some(trace) = trace {
+            request = request.header("traceparent", trace);
         }
         let request = request.body(Full::new(Bytes::from(body)));
         let request = request.map_err(|error| {
@@ -190,7 +194,7 @@ impl HttpEngine {
         body: Vec<u8>,
     ) -> Result<(StatusCode, Vec<u8>), EngineFault> {
         let asked = async {
-            let response = self.send(method, path, body).await?;
+            let response = self.send(method, path, body, None).await?;
             let status = response.status();
             Ok((status, read(response.into_body(), SHORT_BYTES_MAX).await?))
         };

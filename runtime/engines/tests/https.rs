@@ -82,6 +82,7 @@ async fn an_engine_behind_tls_answers_who_believes_its_authority() {
             stream: true,
             begun: None,
             tokens_max: None,
+            trace: None,
         };
         let Ok(EngineAnswer::Stream(mut stream)) = engine.ask(&call).await else { panic!("no stream") };
         let mut text = String::new();

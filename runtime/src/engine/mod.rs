@@ -37,6 +37,7 @@ mod pinning;
 mod recordings;
 mod renew;
 mod sender;
+mod spans;
 pub mod speed;
 mod support;
 mod tiers;
