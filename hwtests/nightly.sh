@@ -31,6 +31,7 @@ part laws cargo run --quiet --release -p mixfleet-hal --example laws -- --check
 part truth cargo run --quiet --release -p mixfleet-sim --example truth -- --check
 part planted hwtests/planted.sh
 part fuzz hwtests/fuzz.sh
+part restarts hwtests/engines.sh soak --minutes 30
 # 3 is a skip with its reason, which the log has
 part vllm bash -c 'hwtests/engines.sh vllm || [ $? = 3 ]'
 printf '%s' "$summary"

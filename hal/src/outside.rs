@@ -91,6 +91,8 @@ pub struct EngineCall {
     pub begun: Option<BegunAnswer>,
     /// Maximum number of tokens to generate, if the body gives none.
     pub tokens_max: Option<u32>,
+    /// The span that the answer is part of, as W3C's `traceparent` has it.
+    pub trace: Option<String>,
 }
 
 /// The beginning of a streamed answer.

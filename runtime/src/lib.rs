@@ -29,3 +29,4 @@ pub mod pool;
 pub mod request;
 pub mod sampling;
 pub mod text;
+pub mod trace;

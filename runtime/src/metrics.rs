@@ -11,6 +11,7 @@ mod vllm;
 pub(crate) use meter::Noted;
 
 use crate::request::FinishReason;
+use crate::trace::Traces;
 use meter::Meter;
 use mixfleet_hal::cast::to_i64;
 use mixfleet_hal::outside::EngineFaultKind;
@@ -147,6 +148,8 @@ pub struct Metrics {
     /// The second names, once the model is known.
     vllm: Arc<OnceLock<Registry>>,
     meter: Arc<Mutex<Meter>>,
+    /// Where spans of the same requests go.
+    pub traces: Traces,
     /// `mixfleet_http_responses_total{route,status}`: responses begun, by the API.
     pub http_responses: Family<HttpLabels, Counter>,
     /// `mixfleet_http_refused_total{code}`: requests refused by the server for their origin or connection,
@@ -392,6 +395,7 @@ impl Metrics {
             registry: Arc::new(registry),
             vllm: Arc::default(),
             meter: Arc::default(),
+            traces: Traces::default(),
         }
     }
 

@@ -1,6 +1,7 @@
 //! What the API submits to the engine, and what the engine reports back.
 
 use crate::grammar::Grammar;
+use crate::trace::TraceParent;
 use mixfleet_hal::cast::to_u64;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::RequestId;
@@ -64,6 +65,8 @@ pub struct Hints {
     pub deadline: Option<Deadline>,
     /// Tokens that it will probably generate.
     pub output_tokens: Option<u32>,
+    /// The span that what is done for it is part of.
+    pub trace: Option<TraceParent>,
 }
 
 impl Hints {

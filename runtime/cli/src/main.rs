@@ -28,6 +28,8 @@ mod model;
 mod models;
 mod notation;
 mod numbers;
+#[cfg_attr(not(feature = "otlp"), path = "otlp_absent.rs")]
+mod otlp;
 mod parts;
 mod plan;
 mod prices;

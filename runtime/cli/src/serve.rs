@@ -8,7 +8,7 @@ use crate::settings::ServeSettings;
 use crate::start::{self, Choice, Instances};
 use crate::tiers::Pools;
 use crate::worker_engines::WorkerEngine;
-use crate::{Usage, backends};
+use crate::{Usage, backends, otlp};
 use anyhow::{Context, Result};
 use mixfleet_hal::cast::to_u64;
 use mixfleet_hal::units::Seconds;
@@ -145,6 +145,7 @@ pub(crate) async fn front<M: Into<Serving> + Send + 'static, K: Send + 'static>(
     let real = RealEnv::new(tokio::runtime::Handle::current());
     let env: SharedEnv = Arc::new(real);
     let metrics = Metrics::new();
+    let traces = otlp::begin(&metrics)?;
     let placements = Arc::new(Placements::new(PLACEMENTS_KEPT));
     let limits = Limits {
         requests_max: args.requests.get(),
@@ -187,6 +188,7 @@ pub(crate) async fn front<M: Into<Serving> + Send + 'static, K: Send + 'static>(
                     // An error was reported when it occurred, and clients got their answers all the same.
                     let _ = writer.close().await;
                 }
+                otlp::end(traces).await;
                 return Ok(kept);
             }
         }

@@ -1,4 +1,4 @@
-//! Engines of others on the command line: `KIND:http://HOST:PORT`, and what is known of them.
+//! Engines of others on the command line: `KIND:http://HOST:PORT` (or https), and what is known of them.
 
 use crate::numbers::USD_PER_HOUR_MIN;
 use crate::{Usage, profiles};
@@ -33,6 +33,8 @@ pub(crate) struct WorkerEngine {
     profile: Option<PathBuf>,
     model: Option<String>,
     key_file: Option<PathBuf>,
+    /// The authorities that its certificate is believed from; by default the system's.
+    ca: Option<PathBuf>,
     /// Where its KV events come from, as its own configuration says; by default it is asked.
     kv_events: Option<String>,
     kv_replay: Option<String>,
@@ -45,7 +47,8 @@ impl std::str::FromStr for WorkerEngine {
     fn from_str(text: &str) -> Result<Self, String> {
         let mut words = text.split(',');
         let first = words.next().unwrap_or_default();
-        let (kind, address) = first.split_once(':').ok_or("expected KIND:http://HOST:PORT")?;
+        let (kind, address) =
+            first.split_once(':').ok_or("expected KIND:http://HOST:PORT or KIND:https://HOST:PORT")?;
         let (address, role) = address.split_once('=').unwrap_or((address, "auto"));
         match role {
             "auto" => {}
@@ -67,6 +70,7 @@ impl std::str::FromStr for WorkerEngine {
             profile: None,
             model: None,
             key_file: None,
+            ca: None,
             kv_events: None,
             kv_replay: None,
             kv_ranks: 1,
@@ -82,6 +86,7 @@ impl std::str::FromStr for WorkerEngine {
                 "profile" => engine.profile = Some(value.into()),
                 "model" => engine.model = Some(value.to_owned()),
                 "key-file" => engine.key_file = Some(value.into()),
+                "ca" => engine.ca = Some(value.into()),
                 "kv-events" => engine.kv_events = Some(value.to_owned()),
                 "kv-replay" => engine.kv_replay = Some(value.to_owned()),
                 "kv-ranks" => {
@@ -89,7 +94,7 @@ impl std::str::FromStr for WorkerEngine {
                         value.parse().map_err(|_| format!("'{value}' is no number of ranks"))?;
                 }
                 _ => {
-                    let known = "usd, part, tp, shape, stored, profile, model, key-file, kv-events, kv-replay, kv-ranks";
+                    let known = "usd, part, tp, shape, stored, profile, model, key-file, ca, kv-events, kv-replay, kv-ranks";
                     return Err(format!("unknown word '{name}'; known: {known}"));
                 }
             }
@@ -119,8 +124,18 @@ impl WorkerEngine {
     /// What of it is not known, or cannot be read.
     pub(crate) fn open(&self) -> Result<EngineSpec> {
         let key = self.key_file.as_deref().map(read_key).transpose()?;
-        let engine = HttpEngine::new(self.kind, self.address.clone(), key.as_deref(), self.model.clone());
-        let engine = engine.map_err(Usage)?.with_kv_events(self.kv_events_at().map_err(Usage)?);
+        let mut address = self.address.clone();
+        if let Some(file) = &self.ca {
+            let pem = std::fs::read_to_string(file);
+            let pem = pem.with_context(|| format!("cannot read ca={}", file.display()))?;
+            address = address.believed_from(pem).map_err(Usage)?;
+        }
+        let wrong = |why: String| match &self.ca {
+            Some(file) => Usage(format!("ca={}: {why}", file.display())),
+            None => Usage(why),
+        };
+        let engine = HttpEngine::new(self.kind, address, key.as_deref(), self.model.clone());
+        let engine = engine.map_err(wrong)?.with_kv_events(self.kv_events_at().map_err(Usage)?);
         Ok(EngineSpec {
             engine: Arc::new(engine),
             model: self.model.clone(),
@@ -206,7 +221,7 @@ mod tests {
             ("vllm", "KIND:http"),
             ("ollama:http://h", "unknown kind of engine 'ollama'"),
             ("vllm:h:8000", "http://"),
-            ("vllm:https://h", "http://"),
+            ("vllm:ftp://h", "https://"),
             ("vllm:http://h=prefill", "role prefill"),
             ("vllm:http://h=x", "unknown role"),
             ("vllm:http://h,usd=x", "no price"),
@@ -225,6 +240,8 @@ mod tests {
             ("vllm:http://h,part=H100-SXM-80GB,shape=llama-0", "shape=llama-0"),
             ("vllm:http://h,part=H100-SXM-80GB,shape=llama-3.1-8b,tp=3", "tp=3"),
             ("vllm:http://h,key-file=/no/such/file", "/no/such/file"),
+            ("vllm:http://h,ca=/no/such/file", "ca=/no/such/file"),
+            ("vllm:http://h,ca=/etc/hostname", "https://"),
         ] {
             let error = format!("{:#}", read(text).unwrap().open().err().unwrap());
             assert!(error.contains(part), "{text}: {error}");

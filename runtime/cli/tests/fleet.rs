@@ -6,6 +6,8 @@ pub(crate) mod authority;
 mod kv_node;
 mod planned;
 mod process;
+#[cfg(feature = "otlp")]
+mod traced;
 
 use crate::common;
 use process::{LONG, Process, etcd, etcd_anywhere};
@@ -23,6 +25,8 @@ struct ProcessFleet {
     model: PathBuf,
     /// Of every member.
     flags: Vec<String>,
+    /// Of every member.
+    environment: Vec<(String, String)>,
 }
 
 impl ProcessFleet {
@@ -35,7 +39,7 @@ impl ProcessFleet {
         }
         let data = common::scratch(name);
         let (etcd, port) = etcd_anywhere(&data);
-        Some(ProcessFleet { etcd, port, data, model, flags: Vec::new() })
+        Some(ProcessFleet { etcd, port, data, model, flags: Vec::new(), environment: Vec::new() })
     }
 
     fn command(&self, model: &Path, name: &str, arguments: &[&str]) -> Command {
@@ -46,6 +50,7 @@ impl ProcessFleet {
             command.args(["--kv-memory", "0.02"]);
         }
         command.arg("--model").arg(model).args(arguments).args(&self.flags);
+        command.envs(self.environment.iter().map(|(name, value)| (name, value)));
         command
     }
 

@@ -112,8 +112,11 @@ const ROOMS: &[Room] = &[
         outside: Some(&[
             "http-body-util",
             "hyper",
+            "hyper-rustls",
             "hyper-util",
             "rmp-serde",
+            "rustls",
+            "rustls-native-certs",
             "serde",
             "serde_json",
             "tokio",

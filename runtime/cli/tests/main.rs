@@ -37,5 +37,7 @@ mod simulated;
 mod tiers;
 mod topo;
 mod trace;
+#[cfg(feature = "otlp")]
+mod traces;
 mod validate;
 mod verdicts;

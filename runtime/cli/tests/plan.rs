@@ -1,5 +1,6 @@
 //! `mixfleet plan` from outside.
 
+mod engines;
 mod instances;
 
 use crate::common::{mixfleet, scratch};
@@ -187,9 +188,11 @@ pub(crate) fn lists(text: &str, key: &str) -> Vec<Vec<String>> {
     let heads = (0..lines.len()).filter(|at| lines[*at].trim() == key);
     let item = |line: &&str| line.trim_start().starts_with("- ");
     let list = |at: usize| lines[at + 1..].iter().copied().take_while(item);
-    heads
-        .map(|at| list(at).map(|line| line.trim_start()[2..].trim_matches('"').to_owned()).collect())
-        .collect()
+    let word = |line: &str| {
+        let text = &line.trim_start()[2..];
+        serde_json::from_str(text).unwrap_or_else(|_| text.to_owned())
+    };
+    heads.map(|at| list(at).map(word).collect()).collect()
 }
 
 fn started_by_compose_and_kubernetes(out: &Path, fleet: &Value) {
@@ -253,7 +256,9 @@ fn a_trace_is_planned_for_and_the_written_fleet_holds_on_it() {
     let document = planned(&of_trace, &files);
     let first = &document["fleets"][0];
     let launch = std::fs::read_to_string(out.join("vllm.sh")).unwrap();
-    let lines = launch.lines().filter(|line| line.starts_with("vllm serve \"$MODEL\" --dtype bfloat16"));
+    let lines = launch
+        .lines()
+        .filter(|line| line.starts_with("vllm serve \"$MODEL\" ") && line.contains("--dtype bfloat16"));
     assert_eq!(lines.count(), pools(first).len(), "{launch}");
     let split = pools(first).iter().filter(|pool| pool["role"] != "auto").count();
     assert_eq!(launch.matches("NixlConnector").count(), split, "{launch}");

@@ -96,7 +96,7 @@ impl HttpEngine {
                 object.write()
             }
         };
-        let response = self.send(Method::POST, path.path(), body).await?;
+        let response = self.send(Method::POST, path.path(), body, None).await?;
         let content_type = response.headers().get(CONTENT_TYPE).and_then(|value| value.to_str().ok());
         Ok(PassedAnswer {
             status: response.status().as_u16(),
@@ -109,7 +109,8 @@ impl HttpEngine {
     async fn answer(&self, call: &EngineCall) -> Result<EngineAnswer, EngineFault> {
         let (prepared, begun) = self.prepare(call).await?;
         let PreparedBody { body, client_model, engine_model, usage_asked } = prepared;
-        let response = self.send(Method::POST, call.endpoint.path(), body).await?;
+        let trace = call.trace.as_deref();
+        let response = self.send(Method::POST, call.endpoint.path(), body, trace).await?;
         let is_continued = call.begun.is_some();
         if response.status() != StatusCode::OK {
             return refused(response, is_continued).await;

@@ -2,6 +2,7 @@
 
 use crate::kind::EngineKind;
 use crate::kv_source::KvEventsAt;
+use crate::tls;
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::{Bytes, Incoming};
 use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HeaderValue, RETRY_AFTER};
@@ -25,19 +26,24 @@ const SHORT_BYTES_MAX: usize = 8 << 20;
 /// How an engine is reached.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EngineAddress {
+    scheme: Scheme,
     authority: Authority,
     /// What stands before the paths of the API; without a slash at its end.
     prefix: String,
+    /// The certificates of the authorities that its own is believed from, as PEM; by default the system's.
+    authorities: Option<String>,
 }
 
 impl std::str::FromStr for EngineAddress {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let wrong = |cause: &str| format!("'{text}' {cause}; write http://HOST:PORT");
+        let wrong = |cause: &str| format!("'{text}' {cause}; write http://HOST:PORT or https://HOST:PORT");
         let uri: Uri = text.parse().map_err(|error| wrong(&format!("is no address: {error}")))?;
-        if uri.scheme() != Some(&Scheme::HTTP) {
-            return Err(wrong("does not begin with http://, the only scheme by which engines are reached"));
+        let scheme = uri.scheme().filter(|scheme| [&Scheme::HTTP, &Scheme::HTTPS].contains(scheme));
+        let scheme = scheme.ok_or_else(|| wrong("begins with neither http:// nor https://"))?;
+        if *scheme == Scheme::HTTPS {
+            tls::is_built()?;
         }
         if uri.query().is_some() {
             return Err(wrong("has a query"));
@@ -47,7 +53,7 @@ impl std::str::FromStr for EngineAddress {
             return Err(wrong("has a user in it: keys are read from a file"));
         }
         let prefix = uri.path().trim_end_matches('/').trim_end_matches("/v1").to_owned();
-        Ok(EngineAddress { authority, prefix })
+        Ok(EngineAddress { scheme: scheme.clone(), authority, prefix, authorities: None })
     }
 }
 
@@ -55,6 +61,21 @@ impl EngineAddress {
     /// The host, as it stands before a port.
     pub fn host(&self) -> &str {
         self.authority.host()
+    }
+
+    /// The same address, whose certificate is believed from these authorities alone, PEM.
+    ///
+    /// # Errors
+    /// When it is not reached by https, which authorities are for.
+    pub fn believed_from(self, authorities: String) -> Result<Self, String> {
+        match self.is_https() {
+            true => Ok(EngineAddress { authorities: Some(authorities), ..self }),
+            false => Err("certificates are for engines that are reached by https://".into()),
+        }
+    }
+
+    fn is_https(&self) -> bool {
+        self.scheme == Scheme::HTTPS
     }
 }
 
@@ -73,7 +94,7 @@ pub struct HttpEngine {
     pub(crate) kv_events: KvEventsAt,
     /// Whether it said that it does not tell token ids by the paths that are meant for that.
     pub(crate) renders_not: AtomicBool,
-    client: Client<HttpConnector, Full<Bytes>>,
+    client: Client<tls::Connector, Full<Bytes>>,
 }
 
 impl std::fmt::Debug for HttpEngine {
@@ -87,7 +108,7 @@ impl HttpEngine {
     /// is not the name that clients use.
     ///
     /// # Errors
-    /// When the key has characters that no header may have.
+    /// When the key has characters that no header may have, or there are no certificates of authorities.
     pub fn new(
         kind: EngineKind,
         address: EngineAddress,
@@ -106,7 +127,7 @@ impl HttpEngine {
         let client = Client::builder(TokioExecutor::new())
             // A connection that the engine closes just then would break a request that may have begun.
             .pool_max_idle_per_host(0)
-            .build(connector);
+            .build(tls::connector(connector, address.is_https(), address.authorities.as_deref())?);
         Ok(HttpEngine {
             name: format!("{kind}:{}{}", address.authority, address.prefix),
             kind,
@@ -131,20 +152,25 @@ impl HttpEngine {
         self.listed.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Sends a request and waits for the head of the answer.
+    /// Sends a request, as part of the span that `trace` names, and waits for the head of the answer.
     pub(crate) async fn send(
         &self,
         method: Method,
         path: &str,
         body: Vec<u8>,
+        trace: Option<&str>,
     ) -> Result<Response<Incoming>, EngineFault> {
-        let uri = format!("http://{}{}{path}", self.address.authority, self.address.prefix);
+        let EngineAddress { scheme, authority, prefix, .. } = &self.address;
+        let uri = format!("{scheme}://{authority}{prefix}{path}");
         let mut request = Request::builder().method(method).uri(uri);
         if !body.is_empty() {
             request = request.header(CONTENT_TYPE, "application/json");
         }
         if let Some(authorization) = &self.authorization {
             request = request.header(AUTHORIZATION, authorization);
+        }
+        if let Some(trace) = trace {
+            request = request.header("traceparent", trace);
         }
         let request = request.body(Full::new(Bytes::from(body)));
         let request = request.map_err(|error| {
@@ -155,7 +181,8 @@ impl HttpEngine {
                 true => (EngineFaultKind::Unreachable, "it cannot be reached"),
                 false => (EngineFaultKind::Cut, "its connection broke"),
             };
-            EngineFault::new(kind, format!("{cause}: {}", causes(&error)))
+            let why = tls::words(&error, self.address.host()).unwrap_or_else(|| causes(&error));
+            EngineFault::new(kind, format!("{cause}: {why}"))
         })
     }
 
@@ -167,7 +194,7 @@ impl HttpEngine {
         body: Vec<u8>,
     ) -> Result<(StatusCode, Vec<u8>), EngineFault> {
         let asked = async {
-            let response = self.send(method, path, body).await?;
+            let response = self.send(method, path, body, None).await?;
             let status = response.status();
             Ok((status, read(response.into_body(), SHORT_BYTES_MAX).await?))
         };
@@ -221,10 +248,14 @@ mod tests {
         assert_eq!((plain.authority.as_str(), plain.prefix.as_str()), ("10.0.0.3:8000", ""));
         assert_eq!(address("http://10.0.0.3:8000/v1/"), Ok(plain));
         assert_eq!(address("http://[::1]:8000/a/v1").unwrap().prefix, "/a");
-        for wrong in
-            ["10.0.0.3:8000", "https://h", "ftp://h", "http://u:p@h", "http://h/?q", "http://", "x y"]
-        {
+        for wrong in ["10.0.0.3:8000", "ftp://h", "http://u:p@h", "http://h/?q", "http://", "x y"] {
             assert!(address(wrong).is_err(), "{wrong}");
+        }
+        let told = address("http://h").unwrap().believed_from(String::new());
+        assert!(told.unwrap_err().contains("https://"));
+        match address("https://h:1/v1") {
+            Ok(secure) => assert!(cfg!(feature = "tls") && secure.is_https() && secure.host() == "h"),
+            Err(why) => assert!(!cfg!(feature = "tls") && why.contains("the feature tls"), "{why}"),
         }
     }
 

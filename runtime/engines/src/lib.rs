@@ -29,6 +29,8 @@ mod object;
 mod probe;
 mod prompt;
 mod sse;
+#[cfg_attr(not(feature = "tls"), path = "tls_absent.rs")]
+mod tls;
 mod zmtp;
 
 pub use http::{EngineAddress, HttpEngine};

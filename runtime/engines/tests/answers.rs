@@ -19,7 +19,14 @@ fn engine(kind: EngineKind, fake: &FakeEngine, model: Option<&str>) -> HttpEngin
 
 fn call(body: &Value, endpoint: EngineEndpoint) -> EngineCall {
     let stream = body["stream"] == true;
-    EngineCall { endpoint, body: body.to_string().into_bytes().into(), stream, begun: None, tokens_max: None }
+    EngineCall {
+        endpoint,
+        body: body.to_string().into_bytes().into(),
+        stream,
+        begun: None,
+        tokens_max: None,
+        trace: None,
+    }
 }
 
 fn chat(stream: bool) -> Value {

@@ -15,7 +15,8 @@ use super::tally::Tally;
 use super::tools::Tools;
 use super::{Api, Seat, ServedModel};
 use crate::model::ToolStyle;
-use crate::request::GenerateRequest;
+use crate::request::{GenerateRequest, Hints};
+use crate::trace::RequestTrace;
 use mixfleet_hal::cast::{to_u32, to_u64};
 use mixfleet_hal::units::Seconds;
 
@@ -34,13 +35,14 @@ pub(crate) struct Plan {
 }
 
 /// Runs a plan. The response's headers, and a stream's first byte, are sent after the engine has accepted
-/// every choice. `arrived_s` is the time of arrival by the environment's clock.
+/// every choice. `arrived_s` is the time of arrival by the environment's clock, `trace` the request's own
+/// span.
 pub(crate) async fn respond(
     api: &Api,
     model: Arc<ServedModel>,
     plan: Plan,
     seat: Seat,
-    arrived_s: f64,
+    (arrived_s, trace): (f64, Option<RequestTrace>),
 ) -> Result<Response, ApiError> {
     let id = format!("{}{}", plan.endpoint.id_prefix(), api.random_id());
     let head = Head {
@@ -52,12 +54,13 @@ pub(crate) async fn respond(
     };
     let stream = plan.parameters.stream;
     let with_logprobs = plan.logprobs.is_some();
-    let requests = requests(api, &model, &plan, &id, (seat.tenant(), Seconds(arrived_s)))?;
+    let requests = requests(api, &model, &plan, &id, (seat.tenant(), Seconds(arrived_s), trace))?;
     let tally = Tally::new(
         api.counted(),
         (plan.endpoint, plan.parameters.asked.tier.unwrap_or_default()),
         id.clone(),
         arrived_s,
+        trace,
     );
     let answer = submit(&model, &plan, requests, tally, seat).await?;
     let mut response = match stream {
@@ -75,7 +78,7 @@ fn requests(
     model: &ServedModel,
     plan: &Plan,
     id: &str,
-    (tenant, arrived): (&Tenant, Seconds),
+    (tenant, arrived, trace): (&Tenant, Seconds, Option<RequestTrace>),
 ) -> Result<Vec<GenerateRequest>, ApiError> {
     let parameters = &plan.parameters;
     let count = plan.prompts.len() * parameters.choices as usize;
@@ -85,6 +88,7 @@ fn requests(
     }
     let seed = parameters.seed.unwrap_or_else(|| api.env.random());
     let hints = parameters.asked.hints(arrived, api.env.unix_time())?;
+    let hints = Hints { trace: trace.map(|trace| trace.own), ..hints };
     let end_ids = end_ids(model, parameters);
     let cache_salt = tenant.salted(parameters.cache_salt.as_deref());
     let mut requests = Vec::with_capacity(count);

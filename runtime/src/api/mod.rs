@@ -43,6 +43,7 @@ mod text;
 mod tools;
 mod work;
 
+use axum::http::HeaderMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
@@ -61,6 +62,7 @@ use crate::env::SharedEnv;
 use crate::gateway::Gateway;
 use crate::metrics::Metrics;
 use crate::request::{EngineHandle, Sampling};
+use crate::trace::{self, RequestTrace};
 use auth::Tenant;
 use errors::ApiError;
 use work::WorkPool;
@@ -286,6 +288,12 @@ impl Api {
     /// Where a request is counted.
     fn counted(&self) -> (Metrics, SharedEnv, Arc<Placements>) {
         (self.metrics.clone(), self.env.clone(), self.placements.clone())
+    }
+
+    /// Begins the span of a request with these headers.
+    fn trace(&self, headers: &HeaderMap) -> Option<RequestTrace> {
+        let header = headers.get(trace::TRACEPARENT).and_then(|value| value.to_str().ok());
+        self.metrics.traces.begin(&*self.env, header)
     }
 
     /// 128 random bits in hexadecimal.

@@ -21,7 +21,7 @@ use super::tally::Tally;
 use super::{Api, Seat, body};
 use crate::budget::HeldBytes;
 use crate::gateway::{Gateway, Passage, RelayError, RelayOpening, RelayRequest, relay};
-use crate::request::FinishReason;
+use crate::request::{FinishReason, Hints};
 use mixfleet_hal::cast::{to_i64, to_u32};
 use mixfleet_hal::outside::{EngineChunk, EngineEndpoint, EngineFault, EngineFaultKind};
 use mixfleet_hal::units::Seconds;
@@ -63,6 +63,8 @@ pub(super) async fn answer(
     let (outline, (seat, held)) = api.readers.run(held.bytes(), party, (seat, held), outlined).await?;
     let (outline, tenant) = (outline?, seat.tenant());
     check_limits(api, &outline, tenant)?;
+    let trace = api.trace(headers);
+    let hints = outline.hints.hints(Seconds(arrived_s), api.env.unix_time())?;
     let id = format!("{}{}", endpoint.id_prefix(), api.random_id());
     if !tenant.name.is_empty() {
         api.placements.claim(&id, &tenant.name);
@@ -81,9 +83,9 @@ pub(super) async fn answer(
         choices: outline.choices,
         max_tokens: outline.max_tokens,
         granted_tokens: tenant.max_tokens,
-        hints: outline.hints.hints(Seconds(arrived_s), api.env.unix_time())?,
+        hints: Hints { trace: trace.map(|trace| trace.own), ..hints },
     };
-    let mut tally = Tally::new(api.counted(), (endpoint, wanted.hints.tier), id.clone(), arrived_s);
+    let mut tally = Tally::new(api.counted(), (endpoint, wanted.hints.tier), id.clone(), arrived_s, trace);
     tally.accepted(std::iter::empty(), 1);
     let mut response = match relay(&gateway, wanted).await {
         Ok(RelayOpening::Whole(answer)) => {

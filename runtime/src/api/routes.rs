@@ -242,7 +242,7 @@ async fn answer(
     let bytes = held.bytes();
     let (plan, (seat, held)) = api.readers.run(bytes, party, (seat, held), read).await?;
     drop(held);
-    generate::respond(api, model, plan?, seat, arrived_s).await
+    generate::respond(api, model, plan?, seat, (arrived_s, api.trace(headers))).await
 }
 
 /// Reads a body and tokenises it.

@@ -5,8 +5,10 @@ use crate::env::SharedEnv;
 use crate::metrics::{ClassLabels, Metrics, RequestLabels, RequestOutcome};
 use crate::placements::Placements;
 use crate::request::{FinishReason, ServiceTier};
+use crate::trace::{RequestTrace, SpanFact};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::outside::EngineUsage;
+use mixfleet_hal::units::Seconds;
 use std::sync::Arc;
 
 /// Counts and times of a request so far. If it is dropped before an outcome is known, the client has left.
@@ -25,6 +27,9 @@ pub(crate) struct Tally {
     cached_tokens: u64,
     tokens: u64,
     outcome: RequestOutcome,
+    trace: Option<RequestTrace>,
+    /// Why it failed, of a request that is traced.
+    failed: Option<String>,
 }
 
 impl Tally {
@@ -34,6 +39,7 @@ impl Tally {
         (endpoint, tier): (Endpoint, ServiceTier),
         id: String,
         arrived_s: f64,
+        trace: Option<RequestTrace>,
     ) -> Self {
         let outcome = RequestOutcome::Cancelled;
         Tally {
@@ -50,6 +56,8 @@ impl Tally {
             cached_tokens: 0,
             tokens: 0,
             outcome,
+            trace,
+            failed: None,
         }
     }
 
@@ -112,6 +120,7 @@ impl Tally {
     /// Records that the engine could not complete the request.
     pub(crate) fn failed(&mut self, reason: &str) {
         self.outcome = RequestOutcome::Failed;
+        self.failed = self.trace.map(|_| reason.to_owned());
         tracing::warn!(id = %self.id, reason, "request failed");
     }
 }
@@ -124,6 +133,20 @@ impl Drop for Tally {
         }
         let labels = RequestLabels { endpoint: self.endpoint.name(), outcome: self.outcome };
         self.metrics.requests.get_or_create(&labels).inc();
+        let ended = (labels.endpoint, Seconds(self.arrived_s));
+        let facts = || {
+            let text = |text: &str| SpanFact::Text(text.to_owned());
+            let mut facts = vec![
+                ("mixfleet.request.id", text(&self.id)),
+                ("mixfleet.outcome", text(self.outcome.name())),
+                ("mixfleet.class", text(self.class.class)),
+                ("gen_ai.usage.input_tokens", SpanFact::Count(self.prompt_tokens)),
+                ("gen_ai.usage.output_tokens", SpanFact::Count(self.tokens)),
+            ];
+            facts.extend(self.placements.usd(&self.id).map(|usd| ("mixfleet.usd", SpanFact::Real(usd))));
+            facts
+        };
+        self.metrics.traces.end(&*self.env, self.trace, ended, self.failed.take(), facts);
         tracing::info!(
             id = %self.id,
             endpoint = labels.endpoint,

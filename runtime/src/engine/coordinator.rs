@@ -474,6 +474,8 @@ impl Coordinator {
             tracked.tell(Update::Started { cached_tokens: tokens_cached });
             self.metrics.request_queue_time_s.observe((now - tracked.placed_at).0);
             self.metrics.request_began(request, now);
+            let (env, trace) = (&*self.env, tracked.wanted.hints.trace);
+            self.metrics.traces.phase(env, trace, "queue", (tracked.placed_at, now), Vec::new);
         }
     }
 

@@ -323,6 +323,7 @@ impl Worker {
     fn complete_outgoing(&mut self, request: RequestId) -> Result<()> {
         if let Some(started) = self.sender.outgoing.get(&request).and_then(|outgoing| outgoing.started) {
             self.metrics.kv_transfer_s.observe((self.env.now() - started).0);
+            self.tell_handed_off(request, started);
         }
         self.end_outgoing(request)
     }

@@ -4,6 +4,7 @@ use super::fault::{self, Fault, Outcome, Scope};
 use super::handoff::Outgoing;
 use super::messages::{FromWorker, HandOff, Job, KvMessage, Order, Source, ToWorker, Transfer};
 use super::shaping::Shaping;
+use super::spans::WorkPhase;
 use super::tiers::InstanceTiers;
 use super::worker::{Active, Event, Worker};
 use crate::request::Failure;
@@ -211,7 +212,8 @@ impl Worker {
         let text = TokenIds::new(job.tokens(), job.hasher, self.limits.block_tokens);
         let Job { request, attempt, wanted, .. } = job;
         let shaping = Shaping::new(&wanted, self.grammars.as_deref());
-        self.active.insert(request, Active { attempt, wanted, shaping, sender });
+        let phase = WorkPhase::Prompt(self.env.now());
+        self.active.insert(request, Active { attempt, wanted, shaping, sender, phase });
         (urgency, text)
     }
 }

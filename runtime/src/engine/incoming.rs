@@ -238,6 +238,7 @@ impl Worker {
         if next.is_some() {
             self.sender.directory.tell(sender, self.id, KvMessage::TakenOver { request, attempt });
             self.report(FromWorker::Joined { request });
+            self.decode_begins(request);
         }
         self.machine_step(Event::Landed { request, tokens_valid, next: next.is_some() })
     }

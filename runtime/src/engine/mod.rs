@@ -38,6 +38,7 @@ mod recordings;
 mod renew;
 mod sender;
 mod shaping;
+mod spans;
 pub mod speed;
 mod support;
 mod tiers;

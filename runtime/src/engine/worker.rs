@@ -17,6 +17,7 @@ use super::pages::InstanceKv;
 use super::recordings::Recordings;
 use super::sender::{LayersLeaving, Sender};
 use super::shaping::Shaping;
+use super::spans::WorkPhase;
 use super::tiers::InstanceTiers;
 use crate::env::{SharedEnv, yield_now};
 use crate::grammar::Grammars;
@@ -59,6 +60,8 @@ pub(super) struct Active {
     pub(super) shaping: Option<Shaping>,
     /// The instance that will send KV of it.
     pub(super) sender: Option<(Transfer, Source)>,
+    /// What is done for it now.
+    pub(super) phase: WorkPhase,
 }
 
 /// The instance's worker.
@@ -220,6 +223,7 @@ impl Worker {
                         let attempt = active.attempt;
                         self.report(FromWorker::Admitted { request, attempt, tokens_cached });
                     }
+                    self.prompt_begins(request);
                     self.queue_cached(request, tokens_cached);
                 }
                 Action::Reserved { request, tokens_cached } => {
@@ -271,7 +275,9 @@ impl Worker {
     /// Stops tracking a request and waiting for its KV.
     pub(super) fn remove(&mut self, request: RequestId) -> Option<Active> {
         self.incoming.remove(&request);
-        self.active.remove(&request)
+        let active = self.active.remove(&request)?;
+        self.tell_decoded(&active);
+        Some(active)
     }
 
     /// Runs a step. If the device rejects it, each sequence is run alone, so that only those fail that the
@@ -417,6 +423,7 @@ impl Worker {
             sampled.push(Sampled { request, finished: finish.is_some() });
             after.push((request, finish.is_none().then_some(token)));
             self.report(FromWorker::Drawn { request, attempt, index, token, logprobs, finish });
+            self.prompt_done(request);
         }
         for part in step.sequences.iter().filter(|s| !s.sample || s.tokens > 1) {
             let tokens = part.start + part.tokens;

@@ -255,6 +255,7 @@ impl Gateway {
             stream: wanted.stream,
             begun: None,
             tokens_max: None,
+            trace: None,
         };
         let asked = tokio::select! {
             biased;

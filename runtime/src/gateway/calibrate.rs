@@ -87,6 +87,7 @@ async fn timed(
         stream: true,
         begun: None,
         tokens_max: None,
+        trace: None,
     };
     let asked = env.now();
     let wrong = |detail: &str| EngineFault::new(EngineFaultKind::Malformed, detail);

@@ -2,6 +2,7 @@
 
 use super::{EnginePlace, Gateway, RelayRequest};
 use crate::request::Rejection;
+use crate::trace::{SpanFact, SpanFacts};
 use mixfleet_hal::cast::{to_u32, to_u64};
 use mixfleet_hal::outside::{
     BegunAnswer, EngineAnswer, EngineCall, EngineChunk, EngineFault, EngineFaultKind, EngineStream,
@@ -72,6 +73,8 @@ pub(crate) struct Passage {
     times: Times,
     /// What it has cost, in dollars, if engines have prices.
     usd: Option<f64>,
+    /// Since when it waits for an engine, if it has none.
+    idle_since: Seconds,
 }
 
 /// What is measured of an attempt.
@@ -94,6 +97,7 @@ struct Times {
 /// # Errors
 /// Why there is none; the client has nothing of it then.
 pub(crate) async fn relay(gateway: &Arc<Gateway>, wanted: RelayRequest) -> Result<RelayOpening, RelayError> {
+    let came = gateway.env.now();
     let wanted = gateway.read_prompt(wanted).await;
     let request = gateway.next_request();
     let placed = gateway.place_patiently((request, &wanted), 0, None, &[]).await;
@@ -118,6 +122,7 @@ pub(crate) async fn relay(gateway: &Arc<Gateway>, wanted: RelayRequest) -> Resul
         usage: None,
         times: Times::default(),
         usd: None,
+        idle_since: came,
     });
     passage.take_place(&place);
     loop {
@@ -240,6 +245,7 @@ impl Passage {
             stream: self.wanted.stream,
             begun: self.begun.clone(),
             tokens_max: self.wanted.granted_tokens,
+            trace: self.wanted.hints.trace.map(String::from),
         };
         let (gateway, engine) = (self.gateway.clone(), self.gateway.engine(at).clone());
         let mut asked = engine.ask(&call);
@@ -333,6 +339,7 @@ impl Passage {
             seat.own == 1 && seat.others_seen == 0
         };
         self.times = Times { asked: self.gateway.env.now(), alone: seat_is_alone, ..Times::default() };
+        self.span("queue", (self.idle_since, self.times.asked), Vec::new);
     }
 
     /// Reports that the prompt is done, once for each placement.
@@ -435,6 +442,8 @@ impl Passage {
         let Some(at) = self.at.take() else { return };
         self.stream = None;
         let now = self.gateway.env.now();
+        self.idle_since = now;
+        self.tell_spans(at, now);
         let mut state = self.gateway.lock();
         let seat = &mut state.seats[at];
         seat.own -= 1;
@@ -442,6 +451,29 @@ impl Passage {
         Gateway::note_left(&mut state, at, now, self.request);
         // without effect if it is finished
         state.fleet.step(now, Event::Cancelled { request: self.request });
+    }
+}
+
+impl Passage {
+    /// Tells what was done for it at an engine that it leaves, for who records traces.
+    fn tell_spans(&self, at: usize, now: Seconds) {
+        let facts = |cached: Option<u32>, tokens: Option<u32>| {
+            let mut facts =
+                vec![("mixfleet.instance", SpanFact::Text(self.gateway.engine(at).name().into()))];
+            facts.extend(cached.map(|cached| ("mixfleet.cached_tokens", SpanFact::Count(cached.into()))));
+            facts.extend(tokens.map(|tokens| ("gen_ai.usage.output_tokens", SpanFact::Count(tokens.into()))));
+            facts
+        };
+        let (asked, first) = (self.times.asked, self.times.first);
+        self.span("prefill", (asked, first.unwrap_or(now)), || facts(Some(self.cached), None));
+        if let Some(first) = first {
+            self.span("decode", (first, now), || facts(None, Some(self.times.chunks)));
+        }
+    }
+
+    fn span(&self, name: &'static str, times: (Seconds, Seconds), facts: impl FnOnce() -> SpanFacts) {
+        let gateway = &self.gateway;
+        gateway.metrics.traces.phase(&*gateway.env, self.wanted.hints.trace, name, times, facts);
     }
 }
 

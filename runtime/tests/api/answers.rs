@@ -83,7 +83,7 @@ fn what_a_request_says_of_itself_reaches_the_engine() {
         (server.post("/v1/chat/completions", &body).await.status, server.submissions())
     });
     assert_eq!(status, 200);
-    let Hints { tier, head_start, deadline, output_tokens } = submitted[0].hints;
+    let Hints { tier, head_start, deadline, output_tokens, .. } = submitted[0].hints;
     assert_eq!((tier, head_start.0, output_tokens), (ServiceTier::Default, 7.0, Some(12)));
     let Some(Deadline { at, requests_left: 3 }) = deadline else { panic!("{deadline:?}") };
     assert!((30.0..31.0).contains(&at.0), "{at:?}");

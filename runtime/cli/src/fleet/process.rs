@@ -153,6 +153,7 @@ async fn work(args: WorkerArgs, control: SocketAddr, data: SocketAddr) -> Result
     let mut signals = Signals::new()?;
     raise_descriptors();
     let metrics = Metrics::new();
+    let traces = crate::otlp::begin(&metrics)?;
     let (ready, is_ready) = tokio::sync::watch::channel(false);
     if let Some(address) = &args.listen_http {
         let (flag, metrics) = ("--listen-http", metrics.clone());
@@ -181,6 +182,7 @@ async fn work(args: WorkerArgs, control: SocketAddr, data: SocketAddr) -> Result
     let last = async {
         leave(membership).await;
         pools.write_back().await;
+        crate::otlp::end(traces).await;
     };
     signals.or_until_next(last).await;
     Ok(())

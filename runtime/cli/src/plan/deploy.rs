@@ -1,19 +1,19 @@
-//! A planned fleet as files that start it: Compose and Kubernetes, or the launch lines of vLLM.
+//! A planned fleet as files that start it: Compose and Kubernetes, for mixfleet's engine and for vLLM.
 
 mod instances;
+mod vllm;
 
 use super::Planned;
 use super::found::ProvenFleet;
 use crate::simulate::word;
 use instances::{WorkerDevice, backend, next_instance, pool_name, sharing_word};
 use mixfleet_hal::units::{Bytes, GIB};
-use mixfleet_hal::{StoredAs, WeightFormat};
 use mixfleet_scheduler::plan::market::PlannedPool;
-use mixfleet_scheduler::plan::program::Duty;
 use mixfleet_sim::fleet_file::role_of;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::path::Path;
+use vllm::VllmFleet;
 
 /// The workers of Kubernetes that others are made after.
 const WORKER: &str = include_str!("../../../../docs/deploy/kubernetes/worker.yaml");
@@ -30,8 +30,29 @@ pub(super) fn write(planned: &Planned<'_>, fleet: &ProvenFleet, directory: &Path
             Ok(format!("no files that start it: {engine} has no devices that attend for others"))
         }
         "vllm" => {
-            std::fs::write(directory.join("vllm.sh"), vllm(planned, fleet))?;
-            Ok("vllm.sh".into())
+            let vllm = VllmFleet {
+                parts: &planned.offers.parts,
+                pools: &fleet.pools,
+                model: planned.model.name,
+                stored: fleet.stored,
+                header: header(planned, fleet),
+                gateway: router_flags(planned, fleet),
+            };
+            std::fs::write(directory.join("vllm.sh"), vllm.lines())?;
+            let written = [("compose.yaml", vllm.compose()), ("engines.yaml", vllm.kubernetes())];
+            let mut said = "vllm.sh".to_owned();
+            for (name, text) in written {
+                match text {
+                    Ok(text) => {
+                        std::fs::write(directory.join(name), text)?;
+                        let _ = write!(said, ", {name}");
+                    }
+                    Err(why) => {
+                        let _ = write!(said, "; no {name}: {why}");
+                    }
+                }
+            }
+            Ok(said)
         }
         "mixfleet" => {
             let services = match compose(planned, fleet) {
@@ -193,54 +214,6 @@ fn compose(planned: &Planned<'_>, fleet: &ProvenFleet) -> Result<String, String>
     }
     text.push_str("\nvolumes:\n  etcd:\n  shared:\n");
     Ok(text)
-}
-
-/// The lines that start vLLM with the same split, one for each instance of a pool.
-fn vllm(planned: &Planned<'_>, fleet: &ProvenFleet) -> String {
-    let mut text = format!(
-        "# {}\n# MODEL is the checkpoint; run each line on the part that stands above it.\n",
-        header(planned, fleet)
-    );
-    let stored = match fleet.stored {
-        StoredAs::Plain(dtype) => {
-            format!(" --dtype {}", if word(&dtype) == "bf16" { "bfloat16" } else { "float16" })
-        }
-        StoredAs::Quantised(WeightFormat::Fp8) => " --quantization fp8".into(),
-        // the checkpoint says how its weights are stored
-        StoredAs::Quantised(_) => String::new(),
-    };
-    for pool in &fleet.pools {
-        let PlannedPool { layout, count, duty, .. } = pool;
-        let name = planned.offers.parts[pool.part].name();
-        let kv = |role: &str| {
-            format!(" --kv-transfer-config '{{\"kv_connector\":\"NixlConnector\",\"kv_role\":\"{role}\"}}'")
-        };
-        let kv = match duty {
-            Duty::Prefill => kv("kv_producer"),
-            Duty::Decode => kv("kv_consumer"),
-            _ => String::new(),
-        };
-        let parallel = match (layout.per_stage(), layout.expert_parallel) {
-            (1, _) => String::new(),
-            (devices, false) => format!(" --tensor-parallel-size {devices}"),
-            // sequences are divided too
-            (devices, true) => format!(" --data-parallel-size {devices} --enable-expert-parallel"),
-        };
-        let stages = match layout.stages {
-            1 => String::new(),
-            stages => format!(" --pipeline-parallel-size {stages}"),
-        };
-        let _ = write!(
-            text,
-            "\n# {count} times, each on {} x {name}: {}\nvllm serve \"$MODEL\"{stored}{parallel}{stages}{kv}\n",
-            layout.devices,
-            match role_of(*duty) {
-                "auto" => "prompts and decoding",
-                role => role,
-            }
-        );
-    }
-    text
 }
 
 fn header(planned: &Planned<'_>, fleet: &ProvenFleet) -> String {

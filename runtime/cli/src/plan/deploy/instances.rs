@@ -17,7 +17,7 @@ pub(super) fn backend(vendor: &str) -> Option<(&'static str, &'static str)> {
 }
 
 /// Devices in a host, beyond which an instance has members in others.
-const HOST_DEVICES_MAX: u32 = 8;
+pub(super) const HOST_DEVICES_MAX: u32 = 8;
 
 /// An instance as a worker is told of it.
 #[derive(Debug, PartialEq)]

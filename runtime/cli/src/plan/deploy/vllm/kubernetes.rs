@@ -1,0 +1,198 @@
+//! Planned instances of vLLM as pods.
+
+use super::{EngineAt, VllmFleet, image};
+use crate::plan::deploy::instances::{pool_name, sharing_word};
+use mixfleet_scheduler::plan::market::PlannedPool;
+use mixfleet_sim::fleet_file::role_of;
+use serde_json::json;
+use std::fmt::Write as _;
+
+/// The router of Kubernetes, which the gateway is made after.
+const ROUTER: &str = include_str!("../../../../../../docs/deploy/kubernetes/router.yaml");
+/// The port of an instance's API; the others follow it as they do on one machine.
+const PORT: u32 = 8000;
+
+/// What reaches pods by their names, and lets only the gateway and each other do so.
+const ENGINES: &str = "---
+apiVersion: v1
+kind: Service
+metadata:
+  name: mixfleet-engines
+spec:
+  clusterIP: None
+  publishNotReadyAddresses: true
+  selector:
+    app.kubernetes.io/name: mixfleet
+    app.kubernetes.io/component: engine
+  ports:
+    - name: http
+      port: 8000
+---
+# Neither vLLM's API nor its KV events ask who is there.
+apiVersion: networking.k8s.io/v1
+kind: NetworkPolicy
+metadata:
+  name: mixfleet-engines
+spec:
+  podSelector:
+    matchLabels:
+      app.kubernetes.io/name: mixfleet
+      app.kubernetes.io/component: engine
+  policyTypes: [Ingress]
+  ingress:
+    - from:
+        - podSelector:
+            matchLabels:
+              app.kubernetes.io/name: mixfleet
+";
+
+/// A set of pods for each pool, and the gateway before them.
+pub(super) fn write(fleet: &VllmFleet<'_>) -> Result<String, String> {
+    let mut arguments = fleet.serve();
+    let mut text = format!(
+        "# {}\n# Instead of the files in docs/deploy/kubernetes, which say how images, models, nodes and the key are made.\n",
+        fleet.header
+    );
+    let mut sets = String::new();
+    for pool in fleet.pools {
+        let name = format!("mixfleet-{}", pool_name(fleet.parts, pool));
+        let known = fleet.known(pool);
+        for number in 0..pool.count {
+            let at = EngineAt { host: format!("{name}-{number}.mixfleet-engines"), port: PORT };
+            arguments.extend(fleet.worker_engine(pool, &known, &at));
+        }
+        sets.push_str(&set(fleet, pool, &name)?);
+    }
+    arguments.extend(["--listen".into(), "0.0.0.0:8000".into(), "--json".into()]);
+    text.push_str(&gateway(&arguments)?);
+    text.push_str(ENGINES);
+    text.push_str(&sets);
+    Ok(text)
+}
+
+/// The router with other arguments, without a model and certificates.
+fn gateway(arguments: &[String]) -> Result<String, String> {
+    // a part of the file, from the line that begins so to the one before that which begins so
+    let cut = |text: &str, from: &str, to: &str, instead: &str| {
+        let missing = |word: &str| format!("the router of docs/deploy/kubernetes has no '{}'", word.trim());
+        let start = text.find(from).ok_or_else(|| missing(from))?;
+        let end = text[start..].find(to).ok_or_else(|| missing(to))? + start;
+        Ok::<_, String>(format!("{}{instead}{}", &text[..start], &text[end..]))
+    };
+    let arguments: String = arguments.iter().map(|word| format!("            - {}\n", json!(word))).collect();
+    let mut text = format!("---\n{}", ROUTER.trim_start_matches("---\n"));
+    for (from, to, instead) in [
+        ("            - router\n", "          env:\n", arguments.as_str()),
+        ("          volumeMounts:\n", "---\n", ""),
+        ("      nodeSelector:\n", "      topologySpreadConstraints:\n", ""),
+        // counts of what is under way are each gateway's own
+        ("  replicas: 2\n", "  selector:\n", "  replicas: 1\n"),
+    ] {
+        text = cut(&text, from, to, instead)?;
+    }
+    let text = text
+        .replace("mixfleet-router", "mixfleet-gateway")
+        .replace("component: router", "component: gateway");
+    Ok(text.replace("- name: router\n", "- name: gateway\n"))
+}
+
+/// The pods of a pool, whose names their numbers are part of.
+fn set(fleet: &VllmFleet<'_>, pool: &PlannedPool, name: &str) -> Result<String, String> {
+    let part = &fleet.parts[pool.part];
+    let image = image(part.part.vendor)?;
+    let (devices, role, word) = (pool.layout.devices, role_of(pool.duty), part.word());
+    let sharing = sharing_word(fleet.parts, pool).unwrap_or_else(|| "one".into());
+    let labels = |indent: &str| {
+        let all = [
+            ("app.kubernetes.io/name", "mixfleet"),
+            ("app.kubernetes.io/component", "engine"),
+            ("mixfleet/part", &word),
+            ("mixfleet/role", role),
+            ("mixfleet/devices", &sharing),
+        ];
+        all.map(|(key, value)| format!("{indent}{key}: {value}\n")).concat()
+    };
+    let command = fleet.command(pool, "0.0.0.0", PORT);
+    let arguments: String = command.iter().map(|word| format!("            - {}\n", json!(word))).collect();
+    let mut text = String::new();
+    let _ = write!(
+        text,
+        "---
+apiVersion: apps/v1
+kind: StatefulSet
+metadata:
+  name: {name}
+spec:
+  serviceName: mixfleet-engines
+  replicas: {}
+  podManagementPolicy: Parallel
+  selector:
+    matchLabels:
+{}  template:
+    metadata:
+      labels:
+{}    spec:
+      nodeSelector:
+        mixfleet/part: {word}
+      tolerations:
+        - key: {resource}
+          operator: Exists
+          effect: NoSchedule
+      containers:
+        - name: vllm
+          image: {}
+          command: [vllm, serve]
+          args:
+{arguments}          env:
+            - name: VLLM_NIXL_SIDE_CHANNEL_HOST
+              valueFrom:
+                fieldRef:
+                  fieldPath: status.podIP
+            - name: VLLM_NIXL_SIDE_CHANNEL_PORT
+              value: \"{}\"
+          ports:
+            - name: http
+              containerPort: {PORT}
+          # Weights are read first, which may take long.
+          startupProbe:
+            httpGet:
+              path: /health
+              port: http
+            periodSeconds: 10
+            failureThreshold: 360
+          livenessProbe:
+            httpGet:
+              path: /health
+              port: http
+            periodSeconds: 10
+            timeoutSeconds: 10
+            failureThreshold: 6
+          resources:
+            limits:
+              {resource}: \"{devices}\"
+          volumeMounts:
+            - name: model
+              mountPath: /model
+              readOnly: true
+            - name: shm
+              mountPath: /dev/shm
+      volumes:
+        - name: model
+          hostPath:
+            path: /var/lib/mixfleet/model
+            type: Directory
+        # Between the processes of an instance.
+        - name: shm
+          emptyDir:
+            medium: Memory
+            sizeLimit: 16Gi
+",
+        pool.count,
+        labels("      "),
+        labels("        "),
+        image.name(),
+        PORT + 1,
+        resource = image.resource,
+    );
+    Ok(text)
+}
