@@ -30,7 +30,8 @@ install() {
         skip "$what cannot be had here"
     fi
 }
-quiet=(--quiet --disable-pip-version-check --root-user-action=ignore)
+quiet=(--quiet --disable-pip-version-check)
+export PIP_ROOT_USER_ACTION=ignore
 
 llamacpp() {
     local model=${GGUF:-../shared/fixtures/llama-gguf/model-q8_0.gguf} packages=target/engines/llamacpp

@@ -130,8 +130,24 @@ pub struct SuccessLabels {
 pub struct EngineFaultLabels {
     /// The engine's name.
     pub device: String,
-    /// `unreachable`, `busy`, `failed`, `malformed`, `cut`, `not_continued` or `not_taken`.
+    /// `unreachable`, `busy`, `failed`, `malformed`, `cut`, `not_continued`, `not_taken` or `not_handed_off`.
     pub kind: &'static str,
+}
+
+/// Labels of [`Metrics::hand_offs`].
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct HandOffLabels {
+    /// The engine that computed the prompt.
+    pub from: String,
+    /// The one that answered.
+    pub to: String,
+}
+
+/// Label of [`Metrics::hand_off_failures`].
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct HandOffFailureLabels {
+    /// `not_handed_over`, `not_taken_over` or `cut`.
+    pub cause: &'static str,
 }
 
 /// A gauge with a fractional value.
@@ -219,6 +235,12 @@ pub struct Metrics {
     pub engine_resting: Family<DeviceLabels, Gauge>,
     /// `mixfleet_engine_rests_total{device}`: number of such rests, by the gateway.
     pub engine_rests: Family<DeviceLabels, Counter>,
+    /// `mixfleet_hand_offs_total{from,to}`: answers of engines of others that began with a prompt's KV from
+    /// another one, by the gateway.
+    pub hand_offs: Family<HandOffLabels, Counter>,
+    /// `mixfleet_hand_off_failures_total{cause}`: prompts' KV that was not handed over, or not taken over, so
+    /// that the prompt was computed again, by the gateway.
+    pub hand_off_failures: Family<HandOffFailureLabels, Counter>,
     /// `mixfleet_requests_running{device}`: sequences in the running batch, by the engine.
     pub requests_running: Family<DeviceLabels, Gauge>,
     /// `mixfleet_requests_waiting{device}`: sequences accepted but not running, by the engine.
@@ -351,6 +373,8 @@ impl Metrics {
             engine_faults: plain(to, "engine_faults", "Requests that an engine did not answer"),
             engine_resting: plain(to, "engine_resting", "Whether an engine rests because it fails"),
             engine_rests: plain(to, "engine_rests", "Rests of an engine because it failed"),
+            hand_offs: plain(to, "hand_offs", "Answers that began with another engine's KV"),
+            hand_off_failures: plain(to, "hand_off_failures", "KV of prompts that did not go over"),
             requests_running: plain(to, "requests_running", "Sequences in the running batch"),
             requests_waiting: plain(to, "requests_waiting", "Sequences accepted and not running"),
             kv_cache_usage: with_unit(to, "kv_cache_usage", Unit::Ratios, "KV pages referenced over all"),
@@ -506,6 +530,16 @@ impl Metrics {
         let labels = DeviceLabels { device: engine.into() };
         self.engine_resting.get_or_create(&labels).set(rests.into());
         drop(self.engine_rests.get_or_create(&labels));
+    }
+
+    /// Counts a prompt's KV that another engine took over.
+    pub(crate) fn handed_off(&self, from: &str, to: &str) {
+        self.hand_offs.get_or_create(&HandOffLabels { from: from.into(), to: to.into() }).inc();
+    }
+
+    /// Counts one that none did.
+    pub(crate) fn not_handed_off(&self, cause: &'static str) {
+        self.hand_off_failures.get_or_create(&HandOffFailureLabels { cause }).inc();
     }
 
     /// Records that nothing runs on a device, because it cannot be reached.
