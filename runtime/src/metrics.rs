@@ -5,15 +5,16 @@
 //! The API records what a client observes, the engine what happens inside. Both hold a [`Metrics`], whose
 //! fields are handles on the same numbers. Callers read the clock.
 
+mod engines;
 mod meter;
 mod vllm;
 
+pub use engines::{EngineFaultLabels, HandOffFailureLabels, HandOffLabels};
 pub(crate) use meter::Noted;
 
 use crate::request::FinishReason;
 use meter::Meter;
 use mixfleet_hal::cast::to_i64;
-use mixfleet_hal::outside::EngineFaultKind;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::{BatchLoad, RequestId};
 use mixfleet_scheduler::cost::Corrections;
@@ -123,31 +124,6 @@ pub struct ClassLabels {
 pub struct SuccessLabels {
     /// `stop` or `length`.
     pub finished_reason: &'static str,
-}
-
-/// Labels of [`Metrics::engine_faults`].
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct EngineFaultLabels {
-    /// The engine's name.
-    pub device: String,
-    /// `unreachable`, `busy`, `failed`, `malformed`, `cut`, `not_continued`, `not_taken` or `not_handed_off`.
-    pub kind: &'static str,
-}
-
-/// Labels of [`Metrics::hand_offs`].
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct HandOffLabels {
-    /// The engine that computed the prompt.
-    pub from: String,
-    /// The one that answered.
-    pub to: String,
-}
-
-/// Label of [`Metrics::hand_off_failures`].
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct HandOffFailureLabels {
-    /// `not_handed_over`, `not_taken_over` or `cut`.
-    pub cause: &'static str,
 }
 
 /// A gauge with a fractional value.
@@ -514,34 +490,6 @@ impl Metrics {
 }
 
 impl Metrics {
-    /// Counts a request that an engine did not answer.
-    pub(crate) fn engine_failed(&self, engine: &str, kind: EngineFaultKind) {
-        let labels = EngineFaultLabels { device: engine.into(), kind: kind.name() };
-        self.engine_faults.get_or_create(&labels).inc();
-    }
-
-    /// Counts a rest of an engine.
-    pub(crate) fn engine_rested(&self, engine: &str) {
-        self.engine_rests.get_or_create(&DeviceLabels { device: engine.into() }).inc();
-    }
-
-    /// Records whether an engine rests.
-    pub(crate) fn engine_rests_now(&self, engine: &str, rests: bool) {
-        let labels = DeviceLabels { device: engine.into() };
-        self.engine_resting.get_or_create(&labels).set(rests.into());
-        drop(self.engine_rests.get_or_create(&labels));
-    }
-
-    /// Counts a prompt's KV that another engine took over.
-    pub(crate) fn handed_off(&self, from: &str, to: &str) {
-        self.hand_offs.get_or_create(&HandOffLabels { from: from.into(), to: to.into() }).inc();
-    }
-
-    /// Counts one that none did.
-    pub(crate) fn not_handed_off(&self, cause: &'static str) {
-        self.hand_off_failures.get_or_create(&HandOffFailureLabels { cause }).inc();
-    }
-
     /// Records that nothing runs on a device, because it cannot be reached.
     pub(crate) fn unload(&self, device: &str) {
         let labels = DeviceLabels { device: device.into() };

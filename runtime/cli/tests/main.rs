@@ -27,6 +27,7 @@ mod plan;
 mod profile;
 #[path = "../../engines/tests/publisher.rs"]
 mod publisher;
+mod roles;
 mod serve;
 mod simulate;
 mod simulated;

@@ -215,7 +215,8 @@ impl HttpEngine {
         let is_continued = begun.as_ref().is_some_and(|(begun, _)| !begun.text.is_empty());
         let is_as_it_was = !is_continued && call.share == EngineShare::Whole;
         let original = is_as_it_was.then_some(call.body.as_slice());
-        let prepared = body::prepare(object, original, (stream, call.tokens_max), own_model).map_err(wrong)?;
+        let prepared =
+            body::prepare(object, original, (stream, call.tokens_max), own_model).map_err(wrong)?;
         Ok((prepared, begun))
     }
 

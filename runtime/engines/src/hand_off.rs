@@ -1,9 +1,9 @@
-//! One request on two vLLM engines: what its body says to the one that computes the prompt, and to the one that
-//! answers.
+//! One request on two vLLM engines: what its body says to the one that computes the prompt, and to the one
+//! that answers.
 //!
-//! The first one keeps the prompt's KV for the other one (a connector such as NIXL), and tells in its answer where
-//! it is. That goes to the second one unchanged: addresses, ids and sizes in it are between the engines. It is
-//! only checked to be complete, since vLLM 0.32 dies of parameters that are not.
+//! The first one keeps the prompt's KV for the other one (a connector such as NIXL), and tells in its answer
+//! where it is. That goes to the second one unchanged: addresses, ids and sizes in it are between the engines.
+//! It is only checked to be complete, since vLLM 0.32 dies of parameters that are not.
 
 use crate::object::RawObject;
 use mixfleet_hal::outside::{EngineFault, EngineFaultKind, HandOff};
@@ -32,8 +32,8 @@ struct Parameters {
     _port: IgnoredAny,
 }
 
-/// Fields that let two engines share a request only with these values: others ask for several answers, for what
-/// the prompt's computation tells, or for another division.
+/// Fields that let two engines share a request only with these values: others ask for several answers, or for
+/// what the prompt's computation tells.
 const UNDIVIDED: [(&str, &[&str]); 7] = [
     ("best_of", &["1"]),
     ("echo", &["false"]),
@@ -44,8 +44,8 @@ const UNDIVIDED: [(&str, &[&str]); 7] = [
     ("use_beam_search", &["false"]),
 ];
 
-/// Fields that concern only the end of an answer: with them, the first token might end it, of which vLLM keeps no
-/// KV for others.
+/// Fields that concern only the end of an answer: with them, the first token might end it, and of such answers
+/// earlier versions of vLLM keep no KV for others.
 const OF_THE_END: [&str; 4] = ["min_tokens", "stop", "stop_token_ids", "stream_options"];
 
 /// Whether two engines can share a request.
@@ -71,8 +71,8 @@ pub(crate) fn check(object: &RawObject<'_>) -> Result<(), String> {
     Ok(())
 }
 
-/// Why a client's request is refused, if it is: a client that names KV to be taken over reads that of others, and
-/// what is wrong there ends the engine.
+/// Why a client's request is refused, if it is: a client that names KV to be taken over reads that of others,
+/// and what is wrong there ends the engine.
 pub(crate) fn refusal(object: &RawObject<'_>) -> Option<String> {
     let is_there = object.get(PARAMETERS).is_some();
     is_there.then(|| format!("'{PARAMETERS}' is between engines, and not taken from clients"))
@@ -106,9 +106,12 @@ pub(crate) fn of_answer(object: &mut RawObject<'_>, hand_off: &HandOff) -> Resul
 /// When it does not say.
 pub(crate) fn read(document: &[u8]) -> Result<HandOff, EngineFault> {
     let not = |cause: String| EngineFault::new(EngineFaultKind::NotHandedOff, cause);
-    let object = RawObject::parse(document).map_err(|error| not(format!("its answer is no object: {error}")))?;
+    let object =
+        RawObject::parse(document).map_err(|error| not(format!("its answer is no object: {error}")))?;
     let given = object.given(PARAMETERS).ok_or_else(|| {
-        not(format!("its answer has no {PARAMETERS}: it was started without a connector for KV, or kept none"))
+        not(format!(
+            "its answer has no {PARAMETERS}: it was started without a connector for KV, or kept none"
+        ))
     })?;
     if given.len() > PARAMETERS_BYTES_MAX {
         return Err(not(format!("{PARAMETERS} in its answer have more than {PARAMETERS_BYTES_MAX} bytes")));

@@ -4,7 +4,7 @@ use crate::fake::{FakeEngine, Mood};
 use mixfleet_engines::{EngineKind, HttpEngine};
 use mixfleet_hal::outside::{
     BegunAnswer, EngineAnswer, EngineCall, EngineChunk, EngineEndpoint, EngineFault, EngineFaultKind,
-    EngineUsage, OutsideEngine, PassedPath,
+    EngineShare, EngineUsage, OutsideEngine, PassedPath,
 };
 use serde_json::{Value, json};
 use std::sync::atomic::Ordering;
@@ -19,7 +19,8 @@ fn engine(kind: EngineKind, fake: &FakeEngine, model: Option<&str>) -> HttpEngin
 
 fn call(body: &Value, endpoint: EngineEndpoint) -> EngineCall {
     let stream = body["stream"] == true;
-    EngineCall { endpoint, body: body.to_string().into_bytes().into(), stream, begun: None, tokens_max: None }
+    let body = body.to_string().into_bytes().into();
+    EngineCall { endpoint, body, stream, begun: None, tokens_max: None, share: EngineShare::Whole }
 }
 
 fn chat(stream: bool) -> Value {
@@ -33,7 +34,7 @@ async fn drained(
 ) -> Result<(Vec<EngineChunk>, Option<EngineFault>), EngineFault> {
     let mut stream = match engine.ask(call).await? {
         EngineAnswer::Stream(stream) => stream,
-        EngineAnswer::Whole(_) | EngineAnswer::Refused { .. } => panic!("not a stream"),
+        _ => panic!("not a stream"),
     };
     let mut chunks = Vec::new();
     loop {

@@ -5,3 +5,4 @@ mod fake;
 mod kv_follow;
 mod publisher;
 mod recorded;
+mod shared;

@@ -1,15 +1,13 @@
 //! One request on two engines: one computes its prompt, another one takes the KV over and answers.
 //!
 //! Whatever becomes of a hand-off, a request ends as one that was never divided would: where the KV is not
-//! handed over, or not taken over in time, an engine computes the prompt anew and answers. The engine that had
-//! the KV keeps it until it is taken, or until its own lease of it ends: it cannot be told to drop it.
+//! handed over, or not taken over in time, an engine computes the prompt anew and answers. The engine that
+//! had the KV keeps it until it is taken, or until its own lease of it ends: it cannot be told to drop it.
 
 use super::relay::{Passage, QUEUE_MAX, lost, silent};
 use super::{Gateway, RelayRequest};
 use mixfleet_hal::cast::to_u32;
-use mixfleet_hal::outside::{
-    EngineAnswer, EngineFault, EngineFaultKind, EngineShare, EngineUsage, HandOff,
-};
+use mixfleet_hal::outside::{EngineAnswer, EngineFault, EngineFaultKind, EngineShare, EngineUsage, HandOff};
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::cost::{MeasuredSteps, Prefill};
 use mixfleet_scheduler::fleet::{Event, InstanceId};
@@ -66,9 +64,8 @@ impl Passage {
         let now = gateway.env.now();
         gateway.note_began(from, asked);
         gateway.note_answered(from);
-        if self.times.alone
-            && let Some(usage) = usage
-        {
+        let is_alone = self.times.alone && gateway.lock().seats[from].own == 1;
+        if let Some(usage) = usage.filter(|_| is_alone) {
             gateway.learn_prompt(from, &usage, self.cached, now - asked);
         }
         self.leave_prompt();
@@ -101,10 +98,10 @@ impl Passage {
         Gateway::note_left(&mut state, from, now, self.request);
     }
 
-    /// Whether it is the division that failed, and not the engine as such. Then it is taken from both engines,
-    /// to be done by one.
+    /// Whether it is the division that failed, and not the engine as such. Then it is taken from both
+    /// engines, to be done by one.
     pub(super) fn is_hand_off(&mut self, fault: &EngineFault) -> bool {
-        use EngineFaultKind::{Busy, Cut, Failed, Malformed, NotContinued, NotHandedOff, NotTaken, Unreachable};
+        use EngineFaultKind::{Cut, Failed, Malformed, NotHandedOff, NotTaken};
         let (why, from) = match (self.prompt_at, &self.taken, fault.kind) {
             (Some(_), _, NotTaken) => ("two engines cannot share it", None),
             (Some(from), _, NotHandedOff) => {
@@ -122,13 +119,12 @@ impl Passage {
                 self.gateway.hand_off_failed(&ends, "cut");
                 return false;
             }
-            (_, _, Busy | Unreachable | NotContinued | Failed | Malformed | NotTaken | NotHandedOff | Cut) => {
-                return false;
-            }
+            _ => return false,
         };
         if fault.kind != NotTaken || self.taken.is_some() {
             let id = &self.wanted.id;
-            let engines: Vec<&str> = from.into_iter().chain(self.at).map(|at| self.gateway.engine(at).name()).collect();
+            let engines: Vec<&str> =
+                from.into_iter().chain(self.at).map(|at| self.gateway.engine(at).name()).collect();
             tracing::warn!(id, ?engines, %fault, why, "a request goes on undivided");
         }
         self.undivided = Some(why);

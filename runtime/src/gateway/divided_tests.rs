@@ -19,7 +19,10 @@ fn shares(engines: &[Arc<Scripted>]) -> Vec<String> {
         EngineShare::Prompt => 'p',
         EngineShare::Answer(_) => 'a',
     };
-    engines.iter().map(|engine| engine.shares.lock().unwrap().drain(..).map(|s| letter(&s)).collect()).collect()
+    engines
+        .iter()
+        .map(|engine| engine.shares.lock().unwrap().drain(..).map(|s| letter(&s)).collect())
+        .collect()
 }
 
 /// Nothing is left of any request.
@@ -52,8 +55,13 @@ fn one_engine_computes_the_prompt_and_another_one_answers() {
         let told = explained(&gateway, "a");
         let chosen = &told["candidates"][0];
         assert_eq!((&chosen["prefill_device"], &chosen["decode_device"]), (&"e0".into(), &"e1".into()));
-        assert!(chosen["terms"]["transfer_s"].as_f64().unwrap() > 0.0 && told["undivided"].is_null(), "{told}");
-        let Ok(RelayOpening::Whole(answer)) = relay(&gateway, wanted("b", false)).await else { panic!("not whole") };
+        assert!(
+            chosen["terms"]["transfer_s"].as_f64().unwrap() > 0.0 && told["undivided"].is_null(),
+            "{told}"
+        );
+        let Ok(RelayOpening::Whole(answer)) = relay(&gateway, wanted("b", false)).await else {
+            panic!("not whole")
+        };
         assert_eq!(answer.usage.unwrap().completion_tokens, 2);
         assert_eq!(shares(&engines), ["pp", "aa"]);
         assert!(counted(&gateway, "mixfleet_hand_offs_total{from=\"e0\",to=\"e1\"} 2"));
@@ -106,10 +114,12 @@ fn what_is_not_handed_over_or_not_taken_over_is_computed_by_one_engine() {
                 let mut shares = shares(&engines);
                 // any engine may compute all of it: of equals the first one does, unless it had the KV
                 if expected[1] == "w" {
-                    shares = vec![shares[0].replace('w', ""), "w".repeat(shares.concat().matches('w').count())];
+                    shares =
+                        vec![shares[0].replace('w', ""), "w".repeat(shares.concat().matches('w').count())];
                 }
                 assert_eq!(shares, expected);
-                let count = failures.map(|cause| format!("mixfleet_hand_off_failures_total{{cause=\"{cause}\"}} 1"));
+                let count =
+                    failures.map(|cause| format!("mixfleet_hand_off_failures_total{{cause=\"{cause}\"}} 1"));
                 assert!(count.is_none_or(|line| counted(&gateway, &line)), "{}", gateway.metrics.encode());
                 assert!(explained(&gateway, "a")["undivided"].is_string());
                 assert_idle(&gateway);
@@ -127,7 +137,8 @@ fn a_pull_that_hangs_ends_in_time_and_sooner_where_the_engine_with_the_kv_is_los
             let (gateway, engines) = roles(&env, &[Role::Prefill, Role::Decode]).await;
             *engines[1].sharing.lock().unwrap() = Sharing::Hangs;
             if is_lost {
-                *engines[0].state.lock().unwrap() = Err(EngineFault::new(EngineFaultKind::Unreachable, "gone"));
+                *engines[0].state.lock().unwrap() =
+                    Err(EngineFault::new(EngineFaultKind::Unreachable, "gone"));
             }
             let began = env.now();
             if stream {

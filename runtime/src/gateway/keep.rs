@@ -1,8 +1,8 @@
 //! Keeps an eye on an engine: whether it answers, what it serves, how much it has to do.
 
+use super::breaker::Breaker;
 use super::cached::KV_DTYPE;
 use super::calibrate::calibrate;
-use super::breaker::Breaker;
 use super::{BLOCK_TOKENS, CONTEXT, Gateway, OTHERS_MAX, SEQUENCES};
 use crate::metrics::DeviceLabels;
 use mixfleet_hal::cast::{to_i64, to_u32};

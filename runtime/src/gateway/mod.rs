@@ -513,8 +513,8 @@ impl Fleetwide {
         self.seats.iter().enumerate().any(|(at, seat)| resting(seat) && !avoided.contains(&at))
     }
 
-    /// Has the machine place a request, for which engines that rest are candidates too. If it is `whole`, each
-    /// engine that is not avoided counts as able to do all of it, and none as able to share it.
+    /// Has the machine place a request, for which engines that rest are candidates too. If it is `whole`,
+    /// each engine that is not avoided counts as able to do all of it, and none as able to share it.
     fn decide(
         &mut self,
         now: Seconds,

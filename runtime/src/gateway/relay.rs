@@ -68,8 +68,8 @@ pub(crate) struct Passage {
     /// How many of them broke it off.
     breaks: usize,
     due: Seconds,
-    /// Predicted times: to the first token once the engine that answers is asked; of the prompt and of the way
-    /// of its KV where they are divided; of a further token.
+    /// Predicted times: until the prompt is computed, or, once it is elsewhere, until its KV has landed; of
+    /// that way of its KV; of a further token.
     pub(super) ttft: Seconds,
     pub(super) transfer: Seconds,
     pub(super) tbt: Seconds,
@@ -111,8 +111,7 @@ pub(super) struct Times {
 pub(crate) async fn relay(gateway: &Arc<Gateway>, wanted: RelayRequest) -> Result<RelayOpening, RelayError> {
     let wanted = gateway.read_prompt(wanted).await;
     let request = gateway.next_request();
-    let asked =
-        Asked { request, wanted: &wanted, generated: 0, due: None, avoided: &[], undivided: None };
+    let asked = Asked { request, wanted: &wanted, generated: 0, due: None, avoided: &[], undivided: None };
     let placed = gateway.place_patiently(&asked).await;
     let place =
         placed.map_err(|(reason, retry_after)| RelayError::Rejected(Rejection::new(&reason, retry_after)))?;
@@ -291,8 +290,10 @@ impl Passage {
 
     /// Asks the engine that answers.
     async fn ask_answer(&mut self, at: usize) -> Result<EngineAnswer, EngineFault> {
-        let share =
-            self.taken.as_ref().map_or(EngineShare::Whole, |taken| EngineShare::Answer(taken.hand_off.clone()));
+        let share = self
+            .taken
+            .as_ref()
+            .map_or(EngineShare::Whole, |taken| EngineShare::Answer(taken.hand_off.clone()));
         let call = self.call(share);
         let (gateway, engine) = (self.gateway.clone(), self.gateway.engine(at).clone());
         let mut overdue = std::pin::pin!(gateway.overdue(self.taken.as_ref()));
@@ -350,8 +351,7 @@ impl Passage {
     async fn placed_again(&mut self) -> Result<EnginePlace, (RejectReason, Option<Seconds>)> {
         let Passage { request, wanted, undivided, .. } = self;
         let (request, undivided, due) = (*request, *undivided, Some(self.due));
-        let asked =
-            Asked { request, wanted, generated: self.chunks, due, avoided: &self.avoided, undivided };
+        let asked = Asked { request, wanted, generated: self.chunks, due, avoided: &self.avoided, undivided };
         self.gateway.place_patiently(&asked).await
     }
 
@@ -400,7 +400,7 @@ impl Passage {
         self.cached = place.cached;
         let seat_is_alone = {
             let state = self.gateway.lock();
-            let seat = &state.seats[place.at];
+            let seat = &state.seats[place.prompt_at.unwrap_or(place.at)];
             seat.own == 1 && seat.others_seen == 0
         };
         self.times = Times { asked: self.gateway.env.now(), alone: seat_is_alone, ..Times::default() };
