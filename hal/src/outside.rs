@@ -93,7 +93,25 @@ pub struct EngineCall {
     pub tokens_max: Option<u32>,
     /// The span that the answer is part of, as W3C's `traceparent` has it.
     pub trace: Option<String>,
+    /// What of it this engine does.
+    pub share: EngineShare,
 }
+
+/// What of a request an engine does.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum EngineShare {
+    /// All of it.
+    #[default]
+    Whole,
+    /// It computes the prompt, keeps its KV for another engine, and answers with a [`HandOff`].
+    Prompt,
+    /// It answers, with the KV of the prompt from where this says.
+    Answer(HandOff),
+}
+
+/// Where an engine keeps a prompt's KV for another one: JSON that only engines read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HandOff(pub Arc<str>);
 
 /// The beginning of a streamed answer.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -112,6 +130,13 @@ pub enum EngineAnswer {
     Whole(WholeAnswer),
     /// An answer that is being streamed. Dropping it ends it at the engine.
     Stream(Box<dyn EngineStream>),
+    /// The prompt is computed ([`EngineShare::Prompt`]).
+    HandedOff {
+        /// What the engine that answers needs.
+        hand_off: HandOff,
+        /// Lengths, if the engine told them.
+        usage: Option<EngineUsage>,
+    },
     /// The engine says that the request is at fault: a status from 400 to 499, and its document.
     Refused {
         /// The status.
@@ -199,6 +224,8 @@ pub enum EngineFaultKind {
     NotContinued,
     /// It does not take requests of this kind.
     NotTaken,
+    /// It computed a prompt, and does not hand its KV over.
+    NotHandedOff,
 }
 
 impl EngineFaultKind {
@@ -212,6 +239,7 @@ impl EngineFaultKind {
             EngineFaultKind::Cut => "cut",
             EngineFaultKind::NotContinued => "not_continued",
             EngineFaultKind::NotTaken => "not_taken",
+            EngineFaultKind::NotHandedOff => "not_handed_off",
         }
     }
 }
@@ -254,6 +282,8 @@ pub struct EngineState {
     pub waiting: Option<u32>,
     /// Share of its KV memory that is in use, from 0 to 1.
     pub kv_usage: Option<f64>,
+    /// Whether it shows that it can hand KV over to another engine, and take it over.
+    pub hands_off: bool,
     /// What it does not tell, and what follows from that, a sentence each.
     pub missing: Vec<String>,
 }
@@ -345,7 +375,9 @@ pub trait OutsideEngine: Send + Sync {
         call: &'a EngineCall,
     ) -> EngineFuture<'a, Result<Option<Vec<u32>>, EngineFault>>;
 
-    /// Has a request answered. Dropping the future, or the stream in its answer, cancels the request.
+    /// Has a request answered, or its share of one done. Dropping the future, or the stream in its answer,
+    /// cancels the request. A request that two engines cannot share is a fault of the kind
+    /// [`EngineFaultKind::NotTaken`], which costs nothing.
     ///
     /// # Errors
     /// Why there is no answer; nothing of it has been passed on then.

@@ -32,7 +32,7 @@ ENVIRONMENT = {
 
 
 class Engine:
-    def __init__(self, model, log, events=None, blocks=512, context=4096):
+    def __init__(self, model, log, events=None, blocks=512, context=4096, hands_off=False):
         self.address = f"127.0.0.1:{free_port()}"
         self.events, self.replay = events or f"tcp://*:{free_port()}", f"tcp://127.0.0.1:{free_port()}"
         publish = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self.events,
@@ -42,13 +42,18 @@ class Engine:
         command += ["--served-model-name", "m", "--enforce-eager", "--dtype", "float32", "--max-model-len", str(context)]
         command += ["--max-num-seqs", "8", "--block-size", str(BLOCK), "--num-gpu-blocks-override", str(blocks)]
         command += ["--enable-prompt-tokens-details", "--kv-events-config", json.dumps(publish)]
-        self.command, self.log = command, log
+        self.command, self.log, self.environment = command, log, os.environ | ENVIRONMENT
+        if hands_off:
+            connector = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+            command += ["--kv-transfer-config", json.dumps(connector)]
+            self.environment |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "UCX_TLS": "tcp,shm,self",
+                                 "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
         self.start()
 
     def start(self):
         with open(self.log, "w") as file:
             self.process = subprocess.Popen(
-                self.command, stdout=file, stderr=file, env=os.environ | ENVIRONMENT, start_new_session=True)
+                self.command, stdout=file, stderr=file, env=self.environment, start_new_session=True)
 
     def wait(self):
         until = time.monotonic() + START_S
@@ -60,6 +65,13 @@ class Engine:
                 pass
             time.sleep(0.5)
         sys.exit(f"a vLLM server does not start:\n{pathlib.Path(self.log).read_text()[-3000:]}")
+
+    def metric(self, name):
+        lines = call(self.address, "GET", "/metrics")[2].splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((name + " ", name + "{")))
+
+    def signal(self, number):
+        os.killpg(self.process.pid, number)
 
     def kill(self):
         if self.process.poll() is None:
@@ -114,8 +126,10 @@ class Engine:
 class Relay:
     """Passes bytes on between whoever connects and a port, until it is cut."""
 
-    def __init__(self, port, record=None):
+    def __init__(self, port, record=None, before=lambda data: None):
         self.port, self.record, self.is_cut, self.open, self.refused = port, record, False, [], 0
+        # called with what is sent to the port, before it is sent on
+        self.before = before
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.own_port = self.listener.getsockname()[1]
         threading.Thread(target=self.accept, daemon=True).start()
@@ -134,12 +148,14 @@ class Relay:
                 continue
             self.open += [near, far]
             threading.Thread(target=self.carry, args=(near, far, None), daemon=True).start()
-            threading.Thread(target=self.carry, args=(far, near, self.record), daemon=True).start()
+            threading.Thread(target=self.carry, args=(far, near, self.record or False), daemon=True).start()
             self.record = None
 
     def carry(self, source, sink, record):
         try:
             while data := source.recv(65536):
+                if record is None:
+                    self.before(data)
                 if record:
                     with open(record, "ab") as file:
                         file.write(data)
@@ -309,17 +325,23 @@ def record(model, folder):
         engine.kill()
 
 
-def main(program, model, folder):
+def main(program, model, folder, *steps):
     if program == "record":
         return record(model, folder)
-    engines = [Engine(model, f"{folder}/vllm-0.log"),
+    if not steps or "events" in steps:
+        alive([Engine(model, f"{folder}/vllm-0.log"),
                # this one connects to whoever listens
-               Engine(model, f"{folder}/vllm-1.log", f"tcp://127.0.0.1:{free_port()}")]
+               Engine(model, f"{folder}/vllm-1.log", f"tcp://127.0.0.1:{free_port()}")], program, run)
+    if not steps or "pd" in steps:
+        alive([Engine(model, f"{folder}/vllm-{at}.log", hands_off=True) for at in (2, 3)], program, run_divided)
+
+
+def alive(engines, program, steps):
     gateways = []
     try:
         for engine in engines:
             engine.wait()
-        run(program, engines, gateways)
+        steps(program, engines, gateways)
     except BaseException:
         if gateways:
             print("".join(gateways[-1].log[-40:]), file=sys.stderr)
@@ -422,6 +444,142 @@ def run(program, engines, gateways):
         call(gateway.address, "POST", "/v1/chat/completions", chat(words(random.Random(at), 40), 8))
     is_same, counts = same(gateway, engines)
     check(is_same, f"and what it has since then is known: {counts}")
+
+
+def run_divided(program, engines, gateways):
+    """One engine computes prompts, the other one pulls their KV (NIXL) and answers."""
+    first, second = engines
+    armed = []
+
+    def before(data):
+        # the answer is asked for: its prompt's KV is not pulled yet
+        if armed and b'"do_remote_prefill":true' in data.replace(b" ", b""):
+            first.signal(armed.pop())
+
+    way = Relay(int(second.address.rsplit(":", 1)[1]), before=before)
+    names = [f"vllm:http://{first.address}=prefill", f"vllm:http://127.0.0.1:{way.own_port}=decode"]
+    gateways.append(Gateway(program, names))
+    gateway = gateways[0]
+    check(gateway.wait_for("mixfleet_instances ", 2), "an engine for prompts and one for answers serve")
+    source = random.Random(20)
+
+    def clear():
+        for engine in engines:
+            call(engine.address, "POST", "/reset_prefix_cache")
+
+    def completion(length):
+        prompt = [source.randrange(5, 500) for _ in range(length)]
+        return {"model": "m", "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True,
+                "return_token_ids": True}
+
+    def ids(address, body):
+        began = time.perf_counter()
+        status, headers, text = call(address, "POST", "/v1/completions", body, 300)
+        check_quietly(status == 200, f"a completion is not answered: {status} {text}")
+        choice = json.loads(text)["choices"][0]
+        check_quietly(len(choice["token_ids"]) == 24, f"an answer is not whole: {text}")
+        return choice["token_ids"], time.perf_counter() - began, headers
+
+    # alone, on one engine; what it has cached is forgotten, so that all of it is computed and pulled again
+    bodies = [completion(source.randrange(40, 900)) for _ in range(20)]
+    chats = [chat(words(source, source.randrange(10, 120)), 24, stream_options={"include_usage": True}) for _ in range(20)]
+    clear()
+    alone = [ids(first.address, body)[0] for body in bodies]
+
+    def streamed(address):
+        streams = [Stream(address, {**body, "stream": True}, threading.Semaphore(0)) for body in chats]
+        for stream in streams:
+            stream.join(timeout=300)
+            check_quietly(stream.done, f"a stream is not complete: {stream.error}")
+        return [(stream.text, stream.usage["completion_tokens"], stream.usage["prompt_tokens"]) for stream in streams]
+
+    spoken = streamed(first.address)
+    clear()
+    pulled, tokens = second.metric("vllm:nixl_bytes_transferred_sum"), second.metric("vllm:external_prefix_cache_hits_total")
+    divided = [ids(gateway.address, body)[0] for body in bodies]
+    equal = sum(one == other for one, other in zip(alone, divided))
+    check(equal == 20, f"{equal} of 20 answers to prompts of 40 to 900 tokens, divided, have the tokens of one engine's")
+    equal = sum(one == other for one, other in zip(spoken, streamed(gateway.address)))
+    check(equal == 20, f"{equal} of 20 streams at once, divided, have the text and lengths of one engine's")
+    count = gateway.metric("mixfleet_hand_offs_total")
+    check(count == 40, f"{count:.0f} of 40 answers began with the other engine's KV")
+    failures = gateway.metric("mixfleet_hand_off_failures_total") + second.metric("vllm:nixl_num_failed_transfers_total")
+    check(failures == 0, "no hand-off failed")
+    pulled = second.metric("vllm:nixl_bytes_transferred_sum") - pulled
+    tokens = second.metric("vllm:external_prefix_cache_hits_total") - tokens
+    check(pulled > 0 and tokens > 0, f"the second engine pulled {pulled / 1e6:.1f} MB, the KV of {tokens:.0f} tokens")
+    transfers = second.metric("vllm:nixl_xfer_time_seconds_count")
+    mean = second.metric("vllm:nixl_xfer_time_seconds_sum") / transfers
+    print(f"        a pull takes {1e3 * mean:.1f} ms (mean of {transfers:.0f}, as vLLM tells)", flush=True)
+    is_same, counts = same(gateway, engines)
+    check(is_same, f"what is known of both caches equals what they tell: {counts}")
+    body = {**completion(600), "max_tokens": 24}
+    clear()
+    times = {"divided": [], "one engine": []}
+    for _ in range(5):
+        for arm, address in (("divided", gateway.address), ("one engine", second.address)):
+            clear()
+            times[arm].append(ids(address, body)[1])
+    print("        600 tokens and 24 more: " + ", ".join(
+        f"{1e3 * statistics.median(took):.0f} ms {arm}" for arm, took in times.items()) + " (medians of 5)", flush=True)
+
+    def fails(number, stream, what):
+        """The first engine gets a signal once it has answered, before its KV is pulled."""
+        clear()
+        armed.append(number)
+        began = time.perf_counter()
+        if stream:
+            body = chat(words(source, 60), 24, stream=True, stream_options={"include_usage": True})
+            said = Stream(gateway.address, body, threading.Semaphore(0))
+            said.join(timeout=300)
+            got, wanted = said.text, None
+            check_quietly(said.done and said.usage["completion_tokens"] == 24, f"a stream is not whole: {said.error}")
+        else:
+            body = completion(300)
+            got = ids(gateway.address, body)[0]
+        took = time.perf_counter() - began
+        check_quietly(not armed, "the prompt's KV was not handed over")
+        if stream:
+            again = Stream(second.address, body, threading.Semaphore(0))
+            again.join(timeout=300)
+            wanted = again.text
+        else:
+            wanted = ids(second.address, body)[0]
+        check(got == wanted and took < 100, f"{what}: the whole answer, as of one engine, in {took:.1f} s")
+
+    def back():
+        check_quietly(gateway.wait_for("mixfleet_instances ", 2), "the first engine is not back")
+        until = time.monotonic() + 120
+        before = gateway.metric("mixfleet_hand_offs_total")
+        while gateway.metric("mixfleet_hand_offs_total") == before and time.monotonic() < until:
+            ids(gateway.address, completion(100))
+        check(gateway.metric("mixfleet_hand_offs_total") > before, "once it is back, requests are divided again")
+
+    for stream in (True, False):
+        form = "stream" if stream else "whole answer"
+        fails(signal.SIGSTOP, stream, f"the first engine is stopped before its KV is pulled ({form})")
+        first.signal(signal.SIGCONT)
+        back()
+    fails(signal.SIGKILL, False, "it is killed before its KV is pulled")
+    got = ids(gateway.address, bodies[0])[0]
+    check(got == alone[0], "without it, the second engine computes prompts too")
+    first.kill()
+    first.start()
+    first.wait()
+    back()
+    started = threading.Semaphore(0)
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    streams = [Stream(gateway.address, chat(f"Count for me, number {at}.", 200, **options), started) for at in range(3)]
+    for _ in range(30):
+        started.acquire(timeout=60)
+    running = sum(not stream.done for stream in streams)
+    second.kill()
+    for stream in streams:
+        stream.join(timeout=300)
+    check(running == 3, "the second engine is killed while three answers run")
+    for stream in streams:
+        whole = stream.done and stream.finish == "length" and stream.usage["completion_tokens"] == 200
+        check(whole and len(stream.ids) == 1, f"a whole answer: {stream.usage} {stream.error or ''}")
 
 
 if __name__ == "__main__":

@@ -5,16 +5,17 @@
 //! The API records what a client observes, the engine what happens inside. Both hold a [`Metrics`], whose
 //! fields are handles on the same numbers. Callers read the clock.
 
+mod engines;
 mod meter;
 mod vllm;
 
+pub use engines::{EngineFaultLabels, HandOffFailureLabels, HandOffLabels};
 pub(crate) use meter::Noted;
 
 use crate::request::FinishReason;
 use crate::trace::Traces;
 use meter::Meter;
 use mixfleet_hal::cast::to_i64;
-use mixfleet_hal::outside::EngineFaultKind;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::{BatchLoad, RequestId};
 use mixfleet_scheduler::cost::Corrections;
@@ -126,15 +127,6 @@ pub struct SuccessLabels {
     pub finished_reason: &'static str,
 }
 
-/// Labels of [`Metrics::engine_faults`].
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct EngineFaultLabels {
-    /// The engine's name.
-    pub device: String,
-    /// `unreachable`, `busy`, `failed`, `malformed`, `cut`, `not_continued` or `not_taken`.
-    pub kind: &'static str,
-}
-
 /// A gauge with a fractional value.
 pub type FractionGauge = Gauge<f64, AtomicU64>;
 
@@ -222,6 +214,12 @@ pub struct Metrics {
     pub engine_resting: Family<DeviceLabels, Gauge>,
     /// `mixfleet_engine_rests_total{device}`: number of such rests, by the gateway.
     pub engine_rests: Family<DeviceLabels, Counter>,
+    /// `mixfleet_hand_offs_total{from,to}`: answers of engines of others that began with a prompt's KV from
+    /// another one, by the gateway.
+    pub hand_offs: Family<HandOffLabels, Counter>,
+    /// `mixfleet_hand_off_failures_total{cause}`: prompts' KV that was not handed over, or not taken over, so
+    /// that the prompt was computed again, by the gateway.
+    pub hand_off_failures: Family<HandOffFailureLabels, Counter>,
     /// `mixfleet_requests_running{device}`: sequences in the running batch, by the engine.
     pub requests_running: Family<DeviceLabels, Gauge>,
     /// `mixfleet_requests_waiting{device}`: sequences accepted but not running, by the engine.
@@ -354,6 +352,8 @@ impl Metrics {
             engine_faults: plain(to, "engine_faults", "Requests that an engine did not answer"),
             engine_resting: plain(to, "engine_resting", "Whether an engine rests because it fails"),
             engine_rests: plain(to, "engine_rests", "Rests of an engine because it failed"),
+            hand_offs: plain(to, "hand_offs", "Answers that began with another engine's KV"),
+            hand_off_failures: plain(to, "hand_off_failures", "KV of prompts that did not go over"),
             requests_running: plain(to, "requests_running", "Sequences in the running batch"),
             requests_waiting: plain(to, "requests_waiting", "Sequences accepted and not running"),
             kv_cache_usage: with_unit(to, "kv_cache_usage", Unit::Ratios, "KV pages referenced over all"),
@@ -494,24 +494,6 @@ impl Metrics {
 }
 
 impl Metrics {
-    /// Counts a request that an engine did not answer.
-    pub(crate) fn engine_failed(&self, engine: &str, kind: EngineFaultKind) {
-        let labels = EngineFaultLabels { device: engine.into(), kind: kind.name() };
-        self.engine_faults.get_or_create(&labels).inc();
-    }
-
-    /// Counts a rest of an engine.
-    pub(crate) fn engine_rested(&self, engine: &str) {
-        self.engine_rests.get_or_create(&DeviceLabels { device: engine.into() }).inc();
-    }
-
-    /// Records whether an engine rests.
-    pub(crate) fn engine_rests_now(&self, engine: &str, rests: bool) {
-        let labels = DeviceLabels { device: engine.into() };
-        self.engine_resting.get_or_create(&labels).set(rests.into());
-        drop(self.engine_rests.get_or_create(&labels));
-    }
-
     /// Records that nothing runs on a device, because it cannot be reached.
     pub(crate) fn unload(&self, device: &str) {
         let labels = DeviceLabels { device: device.into() };

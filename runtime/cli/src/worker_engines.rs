@@ -6,16 +6,21 @@ use anyhow::{Context, Result};
 use mixfleet_engines::{EngineAddress, EngineKind, HttpEngine, KvEventsAt};
 use mixfleet_hal::catalog;
 use mixfleet_hal::profile::DeviceProfile;
-use mixfleet_hal::units::UsdPerHour;
+use mixfleet_hal::units::{Seconds, UsdPerHour};
 use mixfleet_hal::{DType, StoredAs};
 use mixfleet_runtime::gateway::EngineSpec;
-use mixfleet_scheduler::cost::{AllReduce, CostModel, ProfileCost};
+use mixfleet_scheduler::cost::{AllReduce, CostModel, LinkCost, ModelShape, ProfileCost};
+use mixfleet_scheduler::fleet::Role;
 use mixfleet_scheduler::{engines, models};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Prompt tokens of a step, as engines have them by default.
 const CHUNK_TOKENS: u32 = 2048;
+/// The network of an engine that does not tell: 100 Gbit/s.
+const NIC_GB_PER_S: f64 = 12.5;
+/// What a hand-off of KV takes besides its bytes: two requests, and the pull's own messages.
+const HAND_OFF_LATENCY: Seconds = Seconds(0.01);
 
 /// An engine as it is written: `KIND:URL[,WORD=VALUE...]`.
 #[derive(Clone, Debug, PartialEq)]
@@ -39,6 +44,9 @@ pub(crate) struct WorkerEngine {
     kv_events: Option<String>,
     kv_replay: Option<String>,
     kv_ranks: u32,
+    role: Role,
+    /// The network of the engine, each way.
+    nic_gb_per_s: f64,
 }
 
 impl std::str::FromStr for WorkerEngine {
@@ -50,17 +58,18 @@ impl std::str::FromStr for WorkerEngine {
         let (kind, address) =
             first.split_once(':').ok_or("expected KIND:http://HOST:PORT or KIND:https://HOST:PORT")?;
         let (address, role) = address.split_once('=').unwrap_or((address, "auto"));
-        match role {
-            "auto" => {}
-            "prefill" | "decode" => {
-                return Err(format!(
-                    "the role {role} needs KV to go from engine to engine, which it cannot yet: write auto, or nothing"
-                ));
-            }
-            other => return Err(format!("unknown role '{other}'; known: auto")),
+        let role = match role {
+            "auto" => Role::Auto,
+            "prefill" => Role::Prefill,
+            "decode" => Role::Decode,
+            other => return Err(format!("unknown role '{other}'; known: prefill, decode, auto")),
+        };
+        let kind: EngineKind = kind.parse()?;
+        if role != Role::Auto && !kind.hands_off() {
+            return Err(format!("{kind} hands no KV to other engines, so that it has no role: leave it out"));
         }
         let mut engine = WorkerEngine {
-            kind: kind.parse()?,
+            kind,
             address: address.parse()?,
             usd_per_hour: None,
             part: None,
@@ -74,6 +83,8 @@ impl std::str::FromStr for WorkerEngine {
             kv_events: None,
             kv_replay: None,
             kv_ranks: 1,
+            role,
+            nic_gb_per_s: NIC_GB_PER_S,
         };
         for word in words {
             let (name, value) = word.split_once('=').ok_or_else(|| format!("'{word}' is not WORD=VALUE"))?;
@@ -89,12 +100,13 @@ impl std::str::FromStr for WorkerEngine {
                 "ca" => engine.ca = Some(value.into()),
                 "kv-events" => engine.kv_events = Some(value.to_owned()),
                 "kv-replay" => engine.kv_replay = Some(value.to_owned()),
+                "nic-gb-per-s" => engine.nic_gb_per_s = gb_per_s(value)?,
                 "kv-ranks" => {
                     engine.kv_ranks =
                         value.parse().map_err(|_| format!("'{value}' is no number of ranks"))?;
                 }
                 _ => {
-                    let known = "usd, part, tp, shape, stored, profile, model, key-file, ca, kv-events, kv-replay, kv-ranks";
+                    let known = "usd, part, tp, shape, stored, profile, model, key-file, ca, kv-events, kv-replay, kv-ranks, nic-gb-per-s";
                     return Err(format!("unknown word '{name}'; known: {known}"));
                 }
             }
@@ -115,6 +127,11 @@ fn usd(text: &str) -> Result<f64, String> {
     let value = text.parse().ok().filter(|usd: &f64| usd.is_finite());
     let value = value.filter(|usd| *usd == 0.0 || *usd >= USD_PER_HOUR_MIN);
     value.ok_or_else(|| format!("'{text}' is no price in dollars per hour"))
+}
+
+fn gb_per_s(text: &str) -> Result<f64, String> {
+    let value = text.parse().ok().filter(|rate: &f64| rate.is_finite() && *rate > 0.0);
+    value.ok_or_else(|| format!("'{text}' is no rate in GB/s"))
 }
 
 impl WorkerEngine {
@@ -141,6 +158,13 @@ impl WorkerEngine {
             model: self.model.clone(),
             price: self.usd_per_hour.map(UsdPerHour),
             cost: self.cost()?,
+            role: self.role,
+            nic: LinkCost {
+                latency: HAND_OFF_LATENCY * 0.5,
+                seconds_per_byte: 1e-9 / self.nic_gb_per_s,
+                usd_per_byte: 0.0,
+            },
+            kv_bytes_per_token: self.known_shape()?.map(|shape| shape.kv_bytes_per_token()),
         })
     }
 
@@ -157,10 +181,16 @@ impl WorkerEngine {
         }
     }
 
-    /// What predicts it; none if nothing is said of its parts.
-    fn cost(&self) -> Result<Option<CostModel>> {
+    /// The model's shape, if it is known.
+    fn known_shape(&self) -> Result<Option<ModelShape>> {
         let Some(shape) = &self.shape else { return Ok(None) };
         let known = models::find(shape).map_err(|error| Usage(format!("shape={shape}: {error}")))?;
+        Ok(Some(known.shape_as(self.stored)))
+    }
+
+    /// What predicts it; none if nothing is said of its parts.
+    fn cost(&self) -> Result<Option<CostModel>> {
+        let Some(whole) = self.known_shape()? else { return Ok(None) };
         let (profile, all_reduce): (DeviceProfile, _) = match (&self.part, &self.profile) {
             (Some(name), _) => {
                 let part = catalog::part(name).ok_or_else(|| {
@@ -176,7 +206,6 @@ impl WorkerEngine {
         if self.tp != 1 && all_reduce.is_none() {
             return Err(Usage(format!("tp={}: what so many exchange takes is not known", self.tp)).into());
         }
-        let whole = known.shape_as(self.stored);
         whole.check_split(self.tp).map_err(|cause| Usage(format!("tp={}: {cause}", self.tp)))?;
         let name = if self.kind == EngineKind::Vllm { "vllm" } else { "mixfleet" };
         let engine = engines::find(name).map_err(Usage)?.cost;
@@ -222,8 +251,9 @@ mod tests {
             ("ollama:http://h", "unknown kind of engine 'ollama'"),
             ("vllm:h:8000", "http://"),
             ("vllm:ftp://h", "https://"),
-            ("vllm:http://h=prefill", "role prefill"),
+            ("llamacpp:http://h=prefill", "hands no KV"),
             ("vllm:http://h=x", "unknown role"),
+            ("vllm:http://h,nic-gb-per-s=0", "GB/s"),
             ("vllm:http://h,usd=x", "no price"),
             ("vllm:http://h,colour=red", "unknown word 'colour'"),
             ("vllm:http://h,part=H100-SXM-80GB", "shape"),

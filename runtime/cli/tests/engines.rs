@@ -394,7 +394,7 @@ fn options_of_devices_are_refused_beside_engines() {
         (&["--device", "cpu"][..], "--device"),
         (&["--model", "x"], "--model"),
         (&["--hide-cached-tokens"], "--hide-cached-tokens"),
-        (&["--worker-engine", "vllm:http://h=decode"], "role decode"),
+        (&["--worker-engine", "llamacpp:http://h=decode"], "hands no KV"),
     ] {
         let output = common::mixfleet().args(["serve", engine]).args(more).output().unwrap();
         let said = String::from_utf8_lossy(&output.stderr);

@@ -31,6 +31,7 @@ mod plugin;
 mod profile;
 #[path = "../../engines/tests/publisher.rs"]
 mod publisher;
+mod roles;
 mod serve;
 mod simulate;
 mod simulated;

@@ -3,6 +3,7 @@
 use crate::body::{self, PreparedBody};
 use crate::chunk::{self, Beginning, ModelNames};
 use crate::continued;
+use crate::hand_off;
 use crate::http::{HttpEngine, causes, read, retry_after};
 use crate::kind::EngineKind;
 use crate::object::RawObject;
@@ -14,7 +15,8 @@ use hyper::{Method, Response, StatusCode};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::outside::{
     BegunAnswer, EngineAnswer, EngineCall, EngineChunk, EngineFault, EngineFaultKind, EngineFuture,
-    EngineKvFeed, EngineState, EngineStream, OutsideEngine, PassedAnswer, PassedBody, PassedPath,
+    EngineKvFeed, EngineShare, EngineState, EngineStream, OutsideEngine, PassedAnswer, PassedBody,
+    PassedPath,
 };
 use serde::Deserialize;
 use std::collections::VecDeque;
@@ -62,6 +64,16 @@ pub(crate) struct Tokens {
     pub(crate) tokens: Vec<u32>,
 }
 
+/// An answer in one piece.
+struct PassedDocument(Option<Vec<u8>>);
+
+impl PassedBody for PassedDocument {
+    fn next(&mut self) -> EngineFuture<'_, Option<Result<Vec<u8>, EngineFault>>> {
+        let piece = self.0.take();
+        Box::pin(async move { piece.map(Ok) })
+    }
+}
+
 /// The rest of an answer that nobody here reads.
 struct PassedIncoming(Incoming);
 
@@ -86,6 +98,17 @@ impl PassedBody for PassedIncoming {
 
 impl HttpEngine {
     async fn pass_on(&self, path: PassedPath, body: &[u8]) -> Result<PassedAnswer, EngineFault> {
+        if self.kind.hands_off()
+            && let Some(message) = RawObject::parse(body).ok().and_then(|body| hand_off::refusal(&body))
+        {
+            let document = refusal(&message);
+            return Ok(PassedAnswer {
+                status: 400,
+                content_type: Some("application/json".into()),
+                length: Some(document.len() as u64),
+                body: Box::new(PassedDocument(Some(document))),
+            });
+        }
         let body = match &self.model {
             None => body.to_vec(),
             Some(own) => {
@@ -107,6 +130,11 @@ impl HttpEngine {
     }
 
     async fn answer(&self, call: &EngineCall) -> Result<EngineAnswer, EngineFault> {
+        if self.kind.hands_off()
+            && let Some(message) = RawObject::parse(&call.body).ok().and_then(|body| hand_off::refusal(&body))
+        {
+            return Ok(EngineAnswer::Refused { status: 400, body: refusal(&message) });
+        }
         let (prepared, begun) = self.prepare(call).await?;
         let PreparedBody { body, client_model, engine_model, usage_asked } = prepared;
         let trace = call.trace.as_deref();
@@ -119,7 +147,7 @@ impl HttpEngine {
         accepted.push(engine_model);
         let is_stream = response.headers().get(CONTENT_TYPE).and_then(|value| value.to_str().ok());
         let is_stream = is_stream.is_some_and(|kind| kind.starts_with("text/event-stream"));
-        match (call.stream, is_stream) {
+        match (call.stream && call.share != EngineShare::Prompt, is_stream) {
             (true, true) => Ok(EngineAnswer::Stream(Box::new(HttpStream {
                 body: response.into_body(),
                 decoder: SseDecoder::default(),
@@ -134,7 +162,12 @@ impl HttpEngine {
             (false, false) => {
                 let text = read(response.into_body(), ANSWER_BYTES_MAX).await?;
                 let names = ModelNames { accepted: &accepted, client: &client_model };
-                Ok(EngineAnswer::Whole(chunk::whole(text, &names)?))
+                let answer = chunk::whole(text, &names)?;
+                if call.share != EngineShare::Prompt {
+                    return Ok(EngineAnswer::Whole(answer));
+                }
+                let hand_off = hand_off::read(&answer.body)?;
+                Ok(EngineAnswer::HandedOff { hand_off, usage: answer.usage })
             }
             (asked, _) => {
                 let (asked, got) =
@@ -154,18 +187,38 @@ impl HttpEngine {
             EngineFault::new(EngineFaultKind::Failed, format!("the body cannot be sent: {cause}"))
         };
         let mut object = RawObject::parse(&call.body).map_err(|error| wrong(error.to_string()))?;
-        let (own_model, shape) = (self.model.as_deref(), (call.stream, call.tokens_max));
-        let Some(begun) = call.begun.as_ref().filter(|begun| !begun.text.is_empty()) else {
-            let prepared = body::prepare(object, Some(&call.body), shape, own_model).map_err(wrong)?;
-            return Ok((prepared, call.begun.clone().map(|begun| (begun, 0))));
-        };
-        let not = |cause: String| EngineFault::new(EngineFaultKind::NotContinued, cause);
-        continued::check(call.endpoint, &object, &begun.text).map_err(not)?;
-        let model: String = object.read("model").unwrap_or_default();
-        let ids = self.tokens(own_model.unwrap_or(&model), &begun.text).await?;
-        continued::rewrite((self.kind, call.endpoint), &mut object, &begun.text, &ids).map_err(not)?;
-        let prepared = body::prepare(object, None, shape, own_model).map_err(wrong)?;
-        Ok((prepared, Some((begun.clone(), to_u32(ids.len())))))
+        if call.share != EngineShare::Whole {
+            let not = |cause: String| EngineFault::new(EngineFaultKind::NotTaken, cause);
+            if !self.kind.hands_off() {
+                return Err(not(format!("{} hands no KV over", self.kind)));
+            }
+            hand_off::check(&object).map_err(not)?;
+        }
+        let own_model = self.model.as_deref();
+        let mut begun = call.begun.clone().map(|begun| (begun, 0));
+        if let Some((begun, tokens)) = begun.as_mut().filter(|(begun, _)| !begun.text.is_empty()) {
+            let not = |cause: String| EngineFault::new(EngineFaultKind::NotContinued, cause);
+            continued::check(call.endpoint, &object, &begun.text).map_err(not)?;
+            let model: String = object.read("model").unwrap_or_default();
+            let ids = self.tokens(own_model.unwrap_or(&model), &begun.text).await?;
+            continued::rewrite((self.kind, call.endpoint), &mut object, &begun.text, &ids).map_err(not)?;
+            *tokens = to_u32(ids.len());
+        }
+        let mut stream = call.stream;
+        match &call.share {
+            EngineShare::Whole => {}
+            EngineShare::Prompt => {
+                hand_off::of_prompt(&mut object);
+                stream = false;
+            }
+            EngineShare::Answer(hand_off) => hand_off::of_answer(&mut object, hand_off).map_err(wrong)?,
+        }
+        let is_continued = begun.as_ref().is_some_and(|(begun, _)| !begun.text.is_empty());
+        let is_as_it_was = !is_continued && call.share == EngineShare::Whole;
+        let original = is_as_it_was.then_some(call.body.as_slice());
+        let prepared =
+            body::prepare(object, original, (stream, call.tokens_max), own_model).map_err(wrong)?;
+        Ok((prepared, begun))
     }
 
     /// The tokens of a text, by the engine's tokenizer.
@@ -185,6 +238,14 @@ impl HttpEngine {
     }
 }
 
+/// The document of a refusal.
+fn refusal(message: &str) -> Vec<u8> {
+    let error = serde_json::json!({
+        "message": message, "type": "invalid_request_error", "param": null, "code": "refused_by_engine"
+    });
+    serde_json::json!({ "error": error }).to_string().into_bytes()
+}
+
 /// What an answer with another status than 200 says.
 async fn refused(response: Response<Incoming>, is_continued: bool) -> Result<EngineAnswer, EngineFault> {
     let (status, after) = (response.status(), retry_after(&response));
@@ -201,12 +262,7 @@ async fn refused(response: Response<Incoming>, is_continued: bool) -> Result<Eng
         401 | 403 | 404 | 405 | 408 => Err(fault(EngineFaultKind::Failed)),
         400..=499 if is_continued => Err(fault(EngineFaultKind::NotContinued)),
         400..=499 if RawObject::parse(&body).is_ok() => Ok(EngineAnswer::Refused { status, body }),
-        400..=499 => {
-            let document = serde_json::json!({
-                "error": {"message": words, "type": "invalid_request_error", "param": null, "code": "refused_by_engine"}
-            });
-            Ok(EngineAnswer::Refused { status, body: document.to_string().into_bytes() })
-        }
+        400..=499 => Ok(EngineAnswer::Refused { status, body: refusal(&words) }),
         500..=599 => Err(fault(EngineFaultKind::Failed)),
         _ => Err(fault(EngineFaultKind::Malformed)),
     }

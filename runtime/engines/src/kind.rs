@@ -32,6 +32,11 @@ impl EngineKind {
         }
     }
 
+    /// Whether its engines hand KV over to each other.
+    pub fn hands_off(self) -> bool {
+        self == EngineKind::Vllm
+    }
+
     pub(crate) fn load_names(self) -> LoadNames {
         match self {
             EngineKind::LlamaCpp => LoadNames {

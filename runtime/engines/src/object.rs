@@ -45,6 +45,11 @@ impl<'a> RawObject<'a> {
         }
     }
 
+    /// Removes a field, if it is there.
+    pub(crate) fn remove(&mut self, name: &str) {
+        self.0.retain(|(known, _)| known != name);
+    }
+
     /// The object as JSON.
     pub(crate) fn write(&self) -> Vec<u8> {
         let bytes = self.0.iter().map(|(name, value)| name.len() + value.get().len() + 4).sum::<usize>();

@@ -4,7 +4,7 @@ use crate::fake::{FakeEngine, Mood};
 use mixfleet_engines::{EngineKind, HttpEngine};
 use mixfleet_hal::outside::{
     BegunAnswer, EngineAnswer, EngineCall, EngineChunk, EngineEndpoint, EngineFault, EngineFaultKind,
-    EngineUsage, OutsideEngine, PassedPath,
+    EngineShare, EngineUsage, OutsideEngine, PassedPath,
 };
 use serde_json::{Value, json};
 use std::sync::atomic::Ordering;
@@ -26,6 +26,7 @@ fn call(body: &Value, endpoint: EngineEndpoint) -> EngineCall {
         begun: None,
         tokens_max: None,
         trace: None,
+        share: EngineShare::Whole,
     }
 }
 
@@ -40,7 +41,7 @@ async fn drained(
 ) -> Result<(Vec<EngineChunk>, Option<EngineFault>), EngineFault> {
     let mut stream = match engine.ask(call).await? {
         EngineAnswer::Stream(stream) => stream,
-        EngineAnswer::Whole(_) | EngineAnswer::Refused { .. } => panic!("not a stream"),
+        _ => panic!("not a stream"),
     };
     let mut chunks = Vec::new();
     loop {

@@ -55,6 +55,10 @@ pub(crate) struct FakeState {
     pub(crate) pace: Mutex<Duration>,
     /// The model that its own is an adapter of.
     pub(crate) parent: Mutex<Value>,
+    /// Where it says that it keeps a prompt's KV for others; null if it keeps none.
+    pub(crate) hands_over: Mutex<Value>,
+    /// What happens to answers that begin with others' KV.
+    pub(crate) taking: Mutex<Mood>,
     open: Mutex<Vec<TcpStream>>,
 }
 
@@ -77,6 +81,8 @@ impl FakeEngine {
             queue: Mutex::new((0, 0)),
             pace: Mutex::new(Duration::ZERO),
             parent: Mutex::default(),
+            hands_over: Mutex::default(),
+            taking: Mutex::new(Mood::Well),
             open: Mutex::default(),
         });
         let of_thread = shared.clone();
@@ -176,12 +182,17 @@ fn serve(shared: &FakeState, mut stream: TcpStream) -> std::io::Result<()> {
 
 fn metrics(shared: &FakeState) -> String {
     let (running, waiting) = *shared.queue.lock().unwrap();
+    let has_connector = !shared.hands_over.lock().unwrap().is_null();
+    let nixl = if has_connector { "vllm:nixl_xfer_time_seconds_count{engine=\"0\"} 0.0\n" } else { "" };
     match shared.kind {
-        "vllm" => format!(
-            "vllm:num_requests_running{{engine=\"0\"}} {running}.0\nvllm:num_requests_waiting{{engine=\"0\"}} {waiting}.0\n\
+        "vllm" => {
+            nixl.to_owned()
+                + &format!(
+                    "vllm:num_requests_running{{engine=\"0\"}} {running}.0\nvllm:num_requests_waiting{{engine=\"0\"}} {waiting}.0\n\
              vllm:kv_cache_usage_perc{{engine=\"0\"}} 0.25\n\
              vllm:cache_config_info{{block_size=\"16\",num_gpu_blocks=\"1000\"}} 1.0\n"
-        ),
+                )
+        }
         _ => format!("llamacpp:requests_processing {running}\nllamacpp:requests_deferred {waiting}\n"),
     }
 }
@@ -212,7 +223,9 @@ fn before(body: &Value) -> (String, usize) {
 
 /// Answers; false if the connection is over.
 fn generate(shared: &FakeState, stream: &mut TcpStream, path: &str, body: &Value) -> std::io::Result<bool> {
-    let mood = shared.mood.lock().unwrap().clone();
+    let parameters = &body["kv_transfer_params"];
+    let mood = if parameters["do_remote_prefill"] == true { &shared.taking } else { &shared.mood };
+    let mood = mood.lock().unwrap().clone();
     let (is_chat, is_stream) = (path.contains("chat"), body["stream"] == true);
     let model = match (&mood, shared.kind) {
         (Mood::WrongModel, _) => "another".into(),
@@ -253,8 +266,11 @@ fn generate(shared: &FakeState, stream: &mut TcpStream, path: &str, body: &Value
         std::thread::sleep(pace * most as u32);
         let text: String = (first..first + most).map(|at| format!("w{at} ")).collect();
         let choices = [choice(text, "length".into(), true)];
-        let answer =
+        let mut answer =
             json!({"id": "a", "created": 5, "model": model, "choices": choices, "usage": usage, "odd": 1.50});
+        if parameters["do_remote_decode"] == true {
+            answer["kv_transfer_params"] = shared.hands_over.lock().unwrap().clone();
+        }
         document(stream, 200, &answer.to_string())?;
         return Ok(true);
     }

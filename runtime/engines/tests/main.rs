@@ -10,3 +10,4 @@ mod https;
 mod kv_follow;
 mod publisher;
 mod recorded;
+mod shared;

@@ -9,7 +9,6 @@ use super::{Fleetwide, Gateway};
 use mixfleet_hal::outside::EngineFault;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::RequestId;
-use mixfleet_scheduler::fleet::Role;
 use serde_json::{Value, json};
 use std::time::Duration;
 
@@ -84,14 +83,14 @@ impl Breaker {
     }
 
     /// A request was answered in full.
-    fn answered(&mut self) {
+    pub(super) fn answered(&mut self) {
         if !self.is_open() {
             *self = Breaker::default();
         }
     }
 
     /// A failure that is the engine's own; the length of the pause that begins, if one does.
-    fn failed(&mut self, now: Seconds, fault: &EngineFault) -> Option<Seconds> {
+    pub(super) fn failed(&mut self, now: Seconds, fault: &EngineFault) -> Option<Seconds> {
         if self.is_open() {
             return None;
         }
@@ -127,6 +126,15 @@ impl Breaker {
         }
     }
 
+    /// Ends the rest if the pause is over; one more failure begins it again. True if it ended.
+    pub(super) fn try_again(&mut self, now: Seconds) -> bool {
+        let is_due = self.is_due(now);
+        if is_due {
+            (self.phase, self.failures) = (BreakerPhase::Closed, FAILURES_MAX - 1);
+        }
+        is_due
+    }
+
     /// Lets a request try it at once if it rests: it was started anew.
     pub(super) fn restarted(&mut self, now: Seconds) {
         if let BreakerPhase::Open { since, .. } | BreakerPhase::HalfOpen { since, .. } = self.phase {
@@ -147,6 +155,13 @@ impl Breaker {
 }
 
 impl Fleetwide {
+    /// Whether an engine that is not avoided gets requests, or is one of `resting`.
+    pub(super) fn may_take(&self, at: usize, avoided: &[usize], resting: &[usize]) -> bool {
+        let seat = &self.seats[at];
+        let is_there = seat.instance.is_some() && !seat.rests && !avoided.contains(&at);
+        is_there && (!seat.breaker.is_open() || resting.contains(&at))
+    }
+
     /// Engines that rest and may take this request now: those whose pause is over, or all.
     pub(super) fn resting(&self, now: Seconds, avoided: &[usize], all: bool) -> Vec<usize> {
         let may = |at: usize| {
@@ -171,7 +186,7 @@ impl Gateway {
         let now = self.env.now();
         let mut state = self.lock();
         if state.seats[at].breaker.began(asked) {
-            state.tell_role(now, at, Role::Auto);
+            state.stand(now, at);
             self.count_instances(&state);
             tracing::info!(engine = self.engine(at).name(), "an engine that rested answers again");
         }
@@ -196,7 +211,7 @@ impl Gateway {
         let mut state = self.lock();
         let pause = state.seats[at].breaker.failed(now, fault);
         if pause.is_some() {
-            state.tell_role(now, at, Role::Auto);
+            state.stand(now, at);
             self.count_instances(&state);
         }
         drop(state);

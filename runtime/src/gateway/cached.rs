@@ -8,7 +8,9 @@ use super::{EngineSpec, Gateway, RelayRequest};
 use crate::env::Env;
 use mixfleet_hal::DType;
 use mixfleet_hal::cast::to_u32;
-use mixfleet_hal::outside::{EngineBlock, EngineCall, EngineFaultKind, EngineKvChange, OutsideEngine};
+use mixfleet_hal::outside::{
+    EngineBlock, EngineCall, EngineFaultKind, EngineKvChange, EngineShare, OutsideEngine,
+};
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::fleet::{Event, InstanceId, PromptChain};
 use mixfleet_scheduler::kv::hash::{Namespace, PrefixHasher};
@@ -256,6 +258,7 @@ impl Gateway {
             begun: None,
             tokens_max: None,
             trace: None,
+            share: EngineShare::Whole,
         };
         let asked = tokio::select! {
             biased;

@@ -2,7 +2,7 @@
 
 use crate::env::Env;
 use mixfleet_hal::outside::{
-    EngineAnswer, EngineCall, EngineEndpoint, EngineFault, EngineFaultKind, OutsideEngine,
+    EngineAnswer, EngineCall, EngineEndpoint, EngineFault, EngineFaultKind, EngineShare, OutsideEngine,
 };
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::cost::{Coefficients, DecodeCoefficients, PrefillCoefficients};
@@ -88,12 +88,13 @@ async fn timed(
         begun: None,
         tokens_max: None,
         trace: None,
+        share: EngineShare::Whole,
     };
     let asked = env.now();
     let wrong = |detail: &str| EngineFault::new(EngineFaultKind::Malformed, detail);
     let mut stream = match engine.ask(&call).await? {
         EngineAnswer::Stream(stream) => stream,
-        EngineAnswer::Whole(_) => return Err(wrong("it does not stream")),
+        EngineAnswer::Whole(_) | EngineAnswer::HandedOff { .. } => return Err(wrong("it does not stream")),
         EngineAnswer::Refused { status, .. } => {
             return Err(wrong(&format!("it refuses a completion with status {status}")));
         }

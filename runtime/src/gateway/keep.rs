@@ -1,5 +1,6 @@
 //! Keeps an eye on an engine: whether it answers, what it serves, how much it has to do.
 
+use super::breaker::Breaker;
 use super::cached::KV_DTYPE;
 use super::calibrate::calibrate;
 use super::{BLOCK_TOKENS, CONTEXT, Gateway, OTHERS_MAX, SEQUENCES};
@@ -66,6 +67,10 @@ impl Gateway {
                     }
                 },
             };
+            if spec.role != Role::Auto && !state.hands_off {
+                let role = spec.role;
+                tracing::warn!(engine, ?role, "it does not show that it hands KV over, as its role needs");
+            }
             for missing in &state.missing {
                 tracing::warn!(engine, missing, "an engine does not tell everything");
             }
@@ -83,12 +88,13 @@ impl Gateway {
         let instance = Instance {
             id: InstanceId(to_u32(at)),
             device: self.engine(at).name().into(),
-            role: Role::Auto,
+            role: spec.role,
             pool: 0,
             cost: Arc::new(cost),
             price: spec.price,
             kv_capacity_tokens: told.kv_tokens.unwrap_or(u64::from(context) * u64::from(sequences)),
-            nic: None,
+            // one with a role is taken at its operator's word
+            nic: (told.hands_off || spec.role != Role::Auto).then_some(spec.nic),
             kv_block_tokens: block_tokens,
             kv_dtype: KV_DTYPE,
             prefill_tokens_beside_decode_max: None,
@@ -101,8 +107,9 @@ impl Gateway {
         (seat.instance, seat.context, seat.rests) = (Some(instance), context, false);
         (seat.others, seat.others_seen) = (0, 0);
         seat.breaker.restarted(now);
+        seat.hand_offs = Breaker::default();
         seat.cache.set_block_tokens(block_tokens);
-        state.tell_role(now, at, Role::Auto);
+        state.stand(now, at);
         state.tell_cache(now, at);
         self.count_instances(&state);
         drop(state);
@@ -113,8 +120,10 @@ impl Gateway {
     fn update(&self, at: usize, told: &EngineState) {
         let now = self.env.now();
         let mut state = self.lock();
-        if std::mem::take(&mut state.seats[at].rests) {
-            state.tell_role(now, at, Role::Auto);
+        let seat = &mut state.seats[at];
+        let is_back = std::mem::take(&mut seat.rests);
+        if seat.hand_offs.try_again(now) || is_back {
+            state.stand(now, at);
             self.count_instances(&state);
         }
         let seat = &mut state.seats[at];

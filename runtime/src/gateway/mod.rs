@@ -3,7 +3,8 @@
 //! Each client's request runs in the task of its connection (`relay`). It takes the machine's lock to be
 //! placed and to report its first token, its growth and its end, and never while it waits. One task per
 //! engine (`keep`) probes it, measures it once, and tells the machine when it comes and goes; another one
-//! (`cached`) follows what it has cached.
+//! (`cached`) follows what it has cached. Where the machine divides a request, one engine computes the
+//! prompt and another one takes its KV over and answers (`divided`).
 //!
 //! Absent: the text of tokens, tokenizers, templates, vendors' fields, HTTP.
 
@@ -12,6 +13,9 @@ mod breaker;
 mod breaker_tests;
 mod cached;
 mod calibrate;
+mod divided;
+#[cfg(test)]
+mod divided_tests;
 mod keep;
 mod pass;
 mod relay;
@@ -34,10 +38,10 @@ use mixfleet_hal::outside::{
 };
 use mixfleet_hal::units::{Seconds, UsdPerHour};
 use mixfleet_scheduler::batch::RequestId;
-use mixfleet_scheduler::cost::CostModel;
+use mixfleet_scheduler::cost::{CostModel, LinkCost};
 use mixfleet_scheduler::fleet::{
     Action, Arrival, Event, FleetConfig, Instance, InstanceId, Objective, OthersWork, PromptChain,
-    RejectReason, Role,
+    RejectReason, Role, Terms,
 };
 use mixfleet_scheduler::kv::hash::PrefixHasher;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -58,6 +62,8 @@ const BLOCK_TOKENS: u32 = 16;
 const OTHERS_MAX: u32 = 256;
 /// Prompt and answer that a request of others is assumed to have.
 const OTHERS_TOKENS: u32 = 512;
+/// KV bytes of a token where no engine's shape tells them: those of 8 billion weights with 8 KV heads, bf16.
+const KV_BYTES_PER_TOKEN: u64 = 131_072;
 /// Ids from here on are of others' requests.
 const OTHERS_FROM: RequestId = 1 << 63;
 /// Time that a request waits for an engine that rests, and between two attempts to place it.
@@ -76,6 +82,12 @@ pub struct EngineSpec {
     pub price: Option<UsdPerHour>,
     /// What predicts it; without, it is measured once it answers.
     pub cost: Option<CostModel>,
+    /// Whether it computes prompts, generates, or both.
+    pub role: Role,
+    /// The way of KV out of it, or into it.
+    pub nic: LinkCost,
+    /// KV bytes of a token, where the model's shape is known.
+    pub kv_bytes_per_token: Option<u64>,
 }
 
 /// What a gateway needs besides its engines.
@@ -171,18 +183,51 @@ struct EngineSeat {
     others: u32,
     /// How many there were at the last probe.
     others_seen: u32,
+    /// Whether hand-offs of KV to it, or from it, fail.
+    hand_offs: Breaker,
     /// Why it did not serve when it was last probed in vain.
     said: String,
     cache: cached::EngineCache,
 }
 
+/// What an engine is in the eyes of the machine.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Stand {
+    /// What the operator says.
+    Own,
+    /// It gets no requests.
+    Out,
+    /// It gets requests that no other engine has a share in.
+    Alone,
+}
+
+/// What is to be placed.
+struct Asked<'a> {
+    request: RequestId,
+    wanted: &'a RelayRequest,
+    /// Tokens of its answer that are there already.
+    generated: u32,
+    /// That of its first placement.
+    due: Option<Seconds>,
+    /// Engines that do not get it.
+    avoided: &'a [usize],
+    /// Why no two engines share it, if so.
+    undivided: Option<&'static str>,
+}
+
 /// Where a request is placed.
 struct EnginePlace {
+    /// The engine that answers.
     at: usize,
+    /// The one that computes its prompt, if that is another.
+    prompt_at: Option<usize>,
     due: Seconds,
-    /// Predicted time to the first token.
+    /// Predicted time until the prompt is computed, and from then until its KV has landed.
     ttft: Seconds,
-    /// Prompt tokens that were taken to be cached there.
+    transfer: Seconds,
+    /// Predicted time of a further token.
+    tbt: Seconds,
+    /// Prompt tokens that were taken to be cached where it is computed.
     cached: u32,
 }
 
@@ -191,11 +236,16 @@ impl GatewayParts {
     pub async fn start(self, specs: Vec<EngineSpec>) -> Arc<Gateway> {
         let GatewayParts { env, name, limits, events, placements, metrics } = self;
         let name = first_name(&env, name, &specs).await;
+        let kv_bytes_per_token = specs.iter().filter_map(|spec| spec.kv_bytes_per_token).max();
         let fleet = FleetConfig {
             drop_at_decode: false,
             pull: false,
-            kv_bytes_per_token: 0,
+            rebalance: None,
+            replicate: None,
+            kv_bytes_per_token: kv_bytes_per_token.unwrap_or(KV_BYTES_PER_TOKEN),
+            // KV leaves when all of the prompt is computed, and the first token is drawn where it lands
             layers: 1,
+            first_token_at_decode: true,
             ..limits.fleet
         };
         let seats = specs.iter().map(|_| EngineSeat::default()).collect();
@@ -298,15 +348,9 @@ impl Gateway {
         state.next
     }
 
-    /// Places a request on an engine that is none of `avoided`. `generated` tokens of its answer are there
-    /// already; `due` is that of its first placement.
-    fn place(
-        &self,
-        (request, wanted): (RequestId, &RelayRequest),
-        generated: u32,
-        due: Option<Seconds>,
-        avoided: &[usize],
-    ) -> Result<EnginePlace, (RejectReason, Option<Seconds>)> {
+    /// Places a request on an engine, or on two, none of which is avoided.
+    fn place(&self, asked: &Asked<'_>) -> Result<EnginePlace, (RejectReason, Option<Seconds>)> {
+        let &Asked { request, wanted, generated, due, avoided, mut undivided } = asked;
         let (objective, now) = (self.objective(&wanted.hints), self.env.now());
         let mut state = self.lock();
         let (prompt_tokens, max_tokens) = state.lengths(wanted);
@@ -322,25 +366,41 @@ impl Gateway {
             head_start: wanted.hints.whole_head_start(),
         };
         // The machine knows no engine to avoid: those that compute nothing are no candidates.
-        avoided.iter().for_each(|&at| state.tell_role(now, at, Role::Kv));
-        let resting = state.resting(now, avoided, false);
-        let mut decided = state.decide(now, arrival.clone(), &resting);
+        avoided.iter().for_each(|&at| state.set_stand(now, at, Stand::Out));
+        let divides = state.divides();
+        let is_whole = divides && undivided.is_some();
+        let due_again = state.resting(now, avoided, false);
+        let mut decided = state.decide(now, &arrival, (avoided, &due_again), is_whole);
         // No request is turned away for an engine's failures: without another one it gets what that one says.
-        if is_for_lack_of_engines(&decided) {
-            let resting = state.resting(now, avoided, true);
-            if !resting.is_empty() {
-                decided = state.decide(now, arrival, &resting);
-            }
+        let resting = state.resting(now, avoided, true);
+        if is_for_lack_of_engines(&decided) && !resting.is_empty() {
+            decided = state.decide(now, &arrival, (avoided, &resting), is_whole);
         }
-        avoided.iter().for_each(|&at| state.tell_role(now, at, Role::Auto));
+        // Nor for a role: any engine can compute prompts and answer.
+        if is_for_lack_of_engines(&decided) && divides && !is_whole {
+            undivided = Some("no two engines with these roles can take it");
+            decided = state.decide(now, &arrival, (avoided, &resting), true);
+        }
+        avoided.iter().for_each(|&at| state.stand(now, at));
         let placed = match decided {
-            Some(Action::Place { prefill, urgency, explanation, .. }) => {
-                let at = prefill.0 as usize;
-                state.seats[at].own += 1;
-                self.note_placed(&mut state, at, now, request);
-                let terms = explanation.chosen().and_then(|chosen| chosen.terms.as_ref());
-                let cached = terms.map_or(0, |terms| terms.cached_tokens);
-                let place = EnginePlace { at, due: urgency.due, ttft: explanation.ready_in(), cached };
+            Some(Action::Place { prefill, decode, urgency, explanation, .. }) => {
+                let (at, prompt_at) = (decode.0 as usize, prefill.0 as usize);
+                let prompt_at = (prompt_at != at).then_some(prompt_at);
+                for at in prompt_at.into_iter().chain([at]) {
+                    state.seats[at].own += 1;
+                    self.note_placed(&mut state, at, now, request);
+                }
+                let terms = explanation.chosen().and_then(|chosen| chosen.terms);
+                let time = |of: fn(&Terms) -> f64| Seconds(terms.as_ref().map_or(0.0, of));
+                let place = EnginePlace {
+                    at,
+                    prompt_at,
+                    due: urgency.due,
+                    ttft: time(|terms| terms.ttft_s),
+                    transfer: time(|terms| terms.transfer_s),
+                    tbt: time(|terms| terms.tbt_s),
+                    cached: terms.map_or(0, |terms| terms.cached_tokens),
+                };
                 (Ok(place), explanation)
             }
             Some(Action::Reject { reason, retry_after, explanation, .. }) => {
@@ -353,12 +413,14 @@ impl Gateway {
         let mut value = serde_json::to_value(&explanation).expect("an explanation is plain data");
         value["resting"] = self.resting_engines().into();
         value["failed"] = avoided.iter().map(|&at| self.engine(at).name()).collect();
+        value["undivided"] = undivided.into();
         self.placements.record(&wanted.id, value);
         if let (Ok(place), Some(terms)) =
             (&placed, explanation.chosen().and_then(|chosen| chosen.terms.as_ref()))
         {
             let engine = self.engine(place.at).name();
-            tracing::info!(id = %wanted.id, engine, cached_tokens = terms.cached_tokens, ttft_s = terms.ttft_s, tbt_s = terms.tbt_s, score = terms.score, "placed");
+            let prompt_at = place.prompt_at.map(|at| self.engine(at).name());
+            tracing::info!(id = %wanted.id, engine, prompt_at, cached_tokens = terms.cached_tokens, ttft_s = terms.ttft_s, tbt_s = terms.tbt_s, score = terms.score, "placed");
         }
         placed
     }
@@ -366,17 +428,14 @@ impl Gateway {
     /// The same, but waits for a moment while an engine that could take it rests.
     async fn place_patiently(
         &self,
-        asked: (RequestId, &RelayRequest),
-        generated: u32,
-        due: Option<Seconds>,
-        avoided: &[usize],
+        asked: &Asked<'_>,
     ) -> Result<EnginePlace, (RejectReason, Option<Seconds>)> {
         let until = self.env.now() + PATIENCE;
         loop {
-            let placed = self.place(asked, generated, due, avoided);
+            let placed = self.place(asked);
             let is_hopeful = matches!(placed, Err((RejectReason::NoInstance, _)))
                 && self.env.now() < until
-                && self.lock().some_rest(avoided);
+                && self.lock().some_rest(asked.avoided);
             if !is_hopeful {
                 return placed;
             }
@@ -399,7 +458,7 @@ impl Gateway {
             let now = self.env.now();
             let mut state = self.lock();
             state.seats[at].rests = true;
-            state.tell_role(now, at, Role::Kv);
+            state.stand(now, at);
             self.count_instances(&state);
             drop(state);
             self.members[at].look.notify_one();
@@ -418,9 +477,9 @@ impl Gateway {
     fn count_instances(&self, state: &Fleetwide) {
         let up = state.seats.iter().filter(|seat| seat.instance.is_some()).count();
         self.metrics.instances.set(to_i64(up));
-        let opened = |seat: &EngineSeat| seat.instance.is_some() && !seat.rests && seat.breaker.is_open();
-        let can_serve = state.fleet.machine().can_serve() || state.seats.iter().any(opened);
-        self.metrics.serves.set(can_serve.into());
+        // whatever its role is, and even if it is known to fail
+        let serves = |seat: &EngineSeat| seat.instance.is_some() && !seat.rests;
+        self.metrics.serves.set(state.seats.iter().any(serves).into());
         for (at, seat) in state.seats.iter().enumerate() {
             self.metrics.engine_rests_now(self.engine(at).name(), seat.breaker.is_open());
         }
@@ -442,31 +501,55 @@ impl Fleetwide {
         (prompt, most.clamp(1, context - prompt))
     }
 
+    /// Whether the machine may divide requests, or holds some back from engines with roles.
+    fn divides(&self) -> bool {
+        let has_part = |own: &Instance| own.role != Role::Auto || own.nic.is_some();
+        self.seats.iter().filter_map(|seat| seat.instance.as_ref()).any(has_part)
+    }
+
     /// Whether an engine that is none of `avoided` rests, and may soon take work again.
     fn some_rest(&self, avoided: &[usize]) -> bool {
         let resting = |seat: &EngineSeat| seat.rests && seat.instance.is_some();
         self.seats.iter().enumerate().any(|(at, seat)| resting(seat) && !avoided.contains(&at))
     }
 
-    /// Has the machine place a request, for which engines that rest are candidates too.
-    fn decide(&mut self, now: Seconds, arrival: Arrival, resting: &[usize]) -> Option<Action> {
-        resting.iter().for_each(|&at| self.set_role(now, at, Role::Auto));
-        let decided = self.fleet.step(now, Event::Arrived(arrival)).pop();
-        resting.iter().for_each(|&at| self.tell_role(now, at, Role::Auto));
+    /// Has the machine place a request, for which engines that rest are candidates too. If it is `whole`,
+    /// each engine that is not avoided counts as able to do all of it, and none as able to share it.
+    fn decide(
+        &mut self,
+        now: Seconds,
+        arrival: &Arrival,
+        (avoided, resting): (&[usize], &[usize]),
+        whole: bool,
+    ) -> Option<Action> {
+        let changed: Vec<usize> = match whole {
+            true => (0..self.seats.len()).filter(|at| self.may_take(*at, avoided, resting)).collect(),
+            false => resting.to_vec(),
+        };
+        let stand = if whole { Stand::Alone } else { Stand::Own };
+        changed.iter().for_each(|&at| self.set_stand(now, at, stand));
+        let decided = self.fleet.step(now, Event::Arrived(arrival.clone())).pop();
+        changed.iter().for_each(|&at| self.stand(now, at));
         decided
     }
 
-    /// Gives an engine another role in the eyes of the machine; one that rests keeps
-    /// computing nothing.
-    fn tell_role(&mut self, now: Seconds, at: usize, role: Role) {
+    /// Tells the machine what an engine is: nothing, while it rests.
+    fn stand(&mut self, now: Seconds, at: usize) {
         let seat = &self.seats[at];
-        let role = if seat.rests || seat.breaker.is_open() { Role::Kv } else { role };
-        self.set_role(now, at, role);
+        let stand = if seat.rests || seat.breaker.is_open() { Stand::Out } else { Stand::Own };
+        self.set_stand(now, at, stand);
     }
 
-    fn set_role(&mut self, now: Seconds, at: usize, role: Role) {
-        let Some(instance) = &self.seats[at].instance else { return };
-        let instance = Instance { role, ..instance.clone() };
+    fn set_stand(&mut self, now: Seconds, at: usize, stand: Stand) {
+        let seat = &self.seats[at];
+        let Some(own) = &seat.instance else { return };
+        let role = match stand {
+            Stand::Own => own.role,
+            Stand::Out => Role::Kv,
+            Stand::Alone => Role::Auto,
+        };
+        let nic = own.nic.filter(|_| stand == Stand::Own && !seat.hand_offs.is_open());
+        let instance = Instance { role, nic, ..own.clone() };
         self.fleet.step(now, Event::InstanceUp(instance));
     }
 

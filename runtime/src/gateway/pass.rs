@@ -1,6 +1,6 @@
 //! Requests that one engine answers and nobody here reads: embeddings, responses.
 
-use super::{Gateway, RelayError, RelayRequest};
+use super::{Asked, Gateway, RelayError, RelayRequest};
 use crate::request::Rejection;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::outside::{EngineFault, EngineFaultKind, PassedAnswer, PassedPath};
@@ -50,7 +50,9 @@ pub(crate) async fn pass(
     loop {
         // what an engine answered keeps its place while another one is tried
         let request = gateway.next_request();
-        let placed = gateway.place_patiently((request, wanted), 0, None, &avoided).await;
+        let undivided = Some("it passes unread");
+        let asked = Asked { request, wanted, generated: 0, due: None, avoided: &avoided, undivided };
+        let placed = gateway.place_patiently(&asked).await;
         let place = match (placed, last) {
             (Ok(place), _) => place,
             (Err(_), Some(Ok(passed))) => return Ok(passed),

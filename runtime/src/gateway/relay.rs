@@ -1,17 +1,18 @@
 //! One client's request on its way: placed, asked, relayed, and placed again where an engine fails.
 
-use super::{EnginePlace, Gateway, RelayRequest};
+use super::divided::Taken;
+use super::{Asked, EnginePlace, Gateway, RelayRequest};
 use crate::request::Rejection;
 use crate::trace::{SpanFact, SpanFacts};
 use mixfleet_hal::cast::{to_u32, to_u64};
 use mixfleet_hal::outside::{
-    BegunAnswer, EngineAnswer, EngineCall, EngineChunk, EngineFault, EngineFaultKind, EngineStream,
-    EngineUsage, WholeAnswer,
+    BegunAnswer, EngineAnswer, EngineCall, EngineChunk, EngineFault, EngineFaultKind, EngineShare,
+    EngineStream, EngineUsage, WholeAnswer,
 };
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::cost::{MeasuredSteps, Prefill};
-use mixfleet_scheduler::fleet::{Event, InstanceId};
+use mixfleet_scheduler::fleet::{Event, InstanceId, RejectReason};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -21,7 +22,7 @@ const BREAKS_MAX: usize = 3;
 /// Time in which nothing comes of a stream that has begun, after which it is given up.
 const SILENCE_MAX: Duration = Duration::from_secs(60);
 /// The same before its first token; an engine that is down is noticed by its probe.
-const QUEUE_MAX: Duration = Duration::from_secs(1800);
+pub(super) const QUEUE_MAX: Duration = Duration::from_secs(1800);
 /// Fewest further tokens whose time is learned from.
 const STEPS_LEARNED_MIN: u32 = 8;
 
@@ -46,31 +47,45 @@ pub(crate) enum RelayError {
 
 /// A request in work. Dropping it cancels it, here and at its engine.
 pub(crate) struct Passage {
-    gateway: Arc<Gateway>,
-    request: RequestId,
-    wanted: RelayRequest,
-    /// The engine that it is placed on; none while it has none.
-    at: Option<usize>,
+    pub(super) gateway: Arc<Gateway>,
+    pub(super) request: RequestId,
+    pub(super) wanted: RelayRequest,
+    /// The engine that it is placed on, to be answered there; none while it has none.
+    pub(super) at: Option<usize>,
+    /// Another one, while that one computes the prompt.
+    pub(super) prompt_at: Option<usize>,
+    /// The KV that the answer begins with, until it has begun.
+    pub(super) taken: Option<Taken>,
+    /// Whether another engine computed the prompt.
+    pub(super) is_divided: bool,
+    /// Why no two engines share it any more, if so.
+    pub(super) undivided: Option<&'static str>,
     /// Engines that failed it.
-    avoided: Vec<usize>,
+    pub(super) avoided: Vec<usize>,
+    /// Of them, those that only a hand-off failed at: they are tried again before there is no answer.
+    pub(super) doubted: Vec<usize>,
     /// Of them, those that are at fault if another one answers it, and how they failed.
     suspects: Vec<(usize, EngineFault)>,
     /// How many of them broke it off.
     breaks: usize,
     due: Seconds,
-    ttft: Seconds,
-    /// Prompt tokens that were taken to be cached there.
-    cached: u32,
+    /// Predicted times: until the prompt is computed, or, once it is elsewhere, until its KV has landed; of
+    /// that way of its KV; of a further token.
+    pub(super) ttft: Seconds,
+    pub(super) transfer: Seconds,
+    pub(super) tbt: Seconds,
+    /// Prompt tokens that were taken to be cached where it is computed.
+    pub(super) cached: u32,
     stream: Option<Box<dyn EngineStream>>,
     /// What the client has of the answer, once it has any.
-    begun: Option<BegunAnswer>,
+    pub(super) begun: Option<BegunAnswer>,
     adds_other: bool,
     /// Choices that have ended.
     ended: u32,
     /// Chunks with tokens of this answer.
     chunks: u32,
-    usage: Option<EngineUsage>,
-    times: Times,
+    pub(super) usage: Option<EngineUsage>,
+    pub(super) times: Times,
     /// What it has cost, in dollars, if engines have prices.
     usd: Option<f64>,
     /// Since when it waits for an engine, if it has none.
@@ -79,14 +94,14 @@ pub(crate) struct Passage {
 
 /// What is measured of an attempt.
 #[derive(Default)]
-struct Times {
-    asked: Seconds,
+pub(super) struct Times {
+    pub(super) asked: Seconds,
     first: Option<Seconds>,
     last: Seconds,
     /// Whether something of the answer came.
     came: bool,
     /// Whether nothing else was at the engine until its first token.
-    alone: bool,
+    pub(super) alone: bool,
     /// Sum over chunks of the answers that were in progress there.
     batch_sum: u64,
     chunks: u32,
@@ -100,7 +115,8 @@ pub(crate) async fn relay(gateway: &Arc<Gateway>, wanted: RelayRequest) -> Resul
     let came = gateway.env.now();
     let wanted = gateway.read_prompt(wanted).await;
     let request = gateway.next_request();
-    let placed = gateway.place_patiently((request, &wanted), 0, None, &[]).await;
+    let asked = Asked { request, wanted: &wanted, generated: 0, due: None, avoided: &[], undivided: None };
+    let placed = gateway.place_patiently(&asked).await;
     let place =
         placed.map_err(|(reason, retry_after)| RelayError::Rejected(Rejection::new(&reason, retry_after)))?;
     let mut passage = Box::new(Passage {
@@ -108,11 +124,18 @@ pub(crate) async fn relay(gateway: &Arc<Gateway>, wanted: RelayRequest) -> Resul
         request,
         wanted,
         at: None,
+        prompt_at: None,
+        taken: None,
+        is_divided: false,
+        undivided: None,
         avoided: Vec::new(),
+        doubted: Vec::new(),
         suspects: Vec::new(),
         breaks: 0,
         due: place.due,
         ttft: Seconds::ZERO,
+        transfer: Seconds::ZERO,
+        tbt: Seconds::ZERO,
         cached: 0,
         stream: None,
         begun: None,
@@ -145,6 +168,7 @@ pub(crate) async fn relay(gateway: &Arc<Gateway>, wanted: RelayRequest) -> Resul
                     }
                 }
             }
+            Ok(EngineAnswer::HandedOff { .. }) => passage.place_again(not_an_answer()).await?,
             Err(fault) => passage.place_again(fault).await?,
         }
     }
@@ -191,12 +215,14 @@ impl Passage {
 
     async fn next_of_engine(&mut self) -> Option<Result<EngineChunk, EngineFault>> {
         let (at, gateway) = (self.at?, self.gateway.clone());
+        let overdue = gateway.overdue(self.taken.as_ref());
         let stream = self.stream.as_mut()?;
         let limit = if self.times.first.is_some() { SILENCE_MAX } else { QUEUE_MAX };
         tokio::select! {
             biased;
             chunk = stream.next() => chunk,
             () = gateway.lost(at) => Some(Err(lost())),
+            fault = overdue => Some(Err(fault)),
             () = gateway.env.sleep(limit) => Some(Err(silent(limit))),
         }
     }
@@ -228,7 +254,7 @@ impl Passage {
                     EngineFaultKind::NotContinued,
                     format!("it was refused with status {status}"),
                 ),
-                Ok(EngineAnswer::Whole(_)) => {
+                Ok(EngineAnswer::Whole(_) | EngineAnswer::HandedOff { .. }) => {
                     EngineFault::new(EngineFaultKind::Malformed, "it does not stream")
                 }
                 Err(fault) => fault,
@@ -236,18 +262,47 @@ impl Passage {
         }
     }
 
-    /// Asks the engine that it is placed on.
-    async fn ask(&mut self) -> Result<EngineAnswer, EngineFault> {
-        let Some(at) = self.at else { return Err(lost()) };
-        let call = EngineCall {
+    /// Its request to an engine.
+    pub(super) fn call(&self, share: EngineShare) -> EngineCall {
+        EngineCall {
             endpoint: self.wanted.endpoint,
             body: self.wanted.body.clone(),
             stream: self.wanted.stream,
             begun: self.begun.clone(),
             tokens_max: self.wanted.granted_tokens,
             trace: self.wanted.hints.trace.map(String::from),
-        };
+            share,
+        }
+    }
+
+    /// Asks the engines that it is placed on.
+    async fn ask(&mut self) -> Result<EngineAnswer, EngineFault> {
+        let Some(at) = self.at else { return Err(lost()) };
+        if let Some(prompt_at) = self.prompt_at
+            && let Some(refused) = self.ask_prompt(prompt_at, at).await?
+        {
+            return Ok(refused);
+        }
+        let answer = self.ask_answer(at).await?;
+        match answer {
+            // the other one took the same body, without this parameter
+            EngineAnswer::Refused { status, .. } if self.taken.is_some() => {
+                let detail = format!("it refuses what was handed over with status {status}");
+                Err(EngineFault::new(EngineFaultKind::NotTaken, detail))
+            }
+            answer => Ok(answer),
+        }
+    }
+
+    /// Asks the engine that answers.
+    async fn ask_answer(&mut self, at: usize) -> Result<EngineAnswer, EngineFault> {
+        let share = self
+            .taken
+            .as_ref()
+            .map_or(EngineShare::Whole, |taken| EngineShare::Answer(taken.hand_off.clone()));
+        let call = self.call(share);
         let (gateway, engine) = (self.gateway.clone(), self.gateway.engine(at).clone());
+        let mut overdue = std::pin::pin!(gateway.overdue(self.taken.as_ref()));
         let mut asked = engine.ask(&call);
         let mut lost_now = std::pin::pin!(gateway.lost(at));
         // Of a whole answer nothing tells when the prompt is done: it is taken to be when that was predicted.
@@ -260,6 +315,7 @@ impl Passage {
                 biased;
                 answer = &mut asked => return answer,
                 () = &mut lost_now => return Err(lost()),
+                fault = &mut overdue => return Err(fault),
                 () = &mut too_late => return Err(silent(QUEUE_MAX)),
                 () = &mut prompt_done, if is_waiting => {
                     is_waiting = false;
@@ -272,13 +328,18 @@ impl Passage {
 
     /// Places the request again, on an engine that has not failed it.
     async fn place_again(&mut self, fault: EngineFault) -> Result<(), RelayError> {
-        self.failed(&fault);
+        if !self.is_hand_off(&fault) {
+            self.failed(&fault);
+        }
         if fault.kind == EngineFaultKind::NotContinued || self.breaks >= BREAKS_MAX {
             return Err(RelayError::Failed(fault));
         }
-        let gateway = self.gateway.clone();
-        let asked = (self.request, &self.wanted);
-        let again = gateway.place_patiently(asked, self.chunks, Some(self.due), &self.avoided).await;
+        let mut again = self.placed_again().await;
+        if again.is_err() && !self.doubted.is_empty() {
+            let doubted = std::mem::take(&mut self.doubted);
+            self.avoided.retain(|at| !doubted.contains(at));
+            again = self.placed_again().await;
+        }
         match again {
             Ok(place) => {
                 self.take_place(&place);
@@ -293,9 +354,17 @@ impl Passage {
         }
     }
 
+    async fn placed_again(&mut self) -> Result<EnginePlace, (RejectReason, Option<Seconds>)> {
+        let Passage { request, wanted, undivided, .. } = self;
+        let (request, undivided, due) = (*request, *undivided, Some(self.due));
+        let asked = Asked { request, wanted, generated: self.chunks, due, avoided: &self.avoided, undivided };
+        self.gateway.place_patiently(&asked).await
+    }
+
     /// Takes it from the engine that failed it.
     fn failed(&mut self, fault: &EngineFault) {
-        if let Some(at) = self.at {
+        // while it computes the prompt, only that one was asked
+        if let Some(at) = self.prompt_at.or(self.at) {
             self.gateway.fault(at, &self.wanted.id, fault);
             self.avoided.push(at);
             self.breaks += usize::from(fault.kind == EngineFaultKind::Cut);
@@ -306,7 +375,7 @@ impl Passage {
     }
 
     /// Takes an engine's failure as its own, or holds it until another one answers.
-    fn suspect(&mut self, at: usize, fault: &EngineFault) {
+    pub(super) fn suspect(&mut self, at: usize, fault: &EngineFault) {
         if fault.kind == EngineFaultKind::NotContinued
             || self.gateway.note_failed_try(at, self.request, fault)
         {
@@ -321,6 +390,7 @@ impl Passage {
 
     /// An engine answers: it is in order, and those that failed before it are not.
     fn clear(&mut self) {
+        self.took_over();
         for (at, fault) in std::mem::take(&mut self.suspects) {
             self.gateway.note_failed(at, &fault);
         }
@@ -331,11 +401,12 @@ impl Passage {
     }
 
     fn take_place(&mut self, place: &EnginePlace) {
-        self.at = Some(place.at);
-        (self.ttft, self.cached) = (place.ttft, place.cached);
+        (self.at, self.prompt_at, self.is_divided) = (Some(place.at), place.prompt_at, false);
+        (self.ttft, self.transfer, self.tbt) = (place.ttft, place.transfer, place.tbt);
+        self.cached = place.cached;
         let seat_is_alone = {
             let state = self.gateway.lock();
-            let seat = &state.seats[place.at];
+            let seat = &state.seats[place.prompt_at.unwrap_or(place.at)];
             seat.own == 1 && seat.others_seen == 0
         };
         self.times = Times { asked: self.gateway.env.now(), alone: seat_is_alone, ..Times::default() };
@@ -353,7 +424,11 @@ impl Passage {
         let seat = &mut state.seats[at];
         seat.decoding += 1;
         self.times.alone &= seat.own == 1;
-        state.fleet.step(now, Event::PrefillDone { request, instance });
+        let event = match self.is_divided {
+            true => Event::TransferDone { request, instance },
+            false => Event::PrefillDone { request, instance },
+        };
+        state.fleet.step(now, event);
     }
 
     fn account(&mut self, chunk: &EngineChunk) {
@@ -414,7 +489,7 @@ impl Passage {
         };
         let mut all = Vec::new();
         let cached = usage.cached_tokens.unwrap_or(self.cached).min(usage.prompt_tokens);
-        if self.times.alone && usage.prompt_tokens > cached {
+        if self.times.alone && !self.is_divided && usage.prompt_tokens > cached {
             let part = Prefill { context: cached, tokens: usage.prompt_tokens - cached, last: true };
             let time = first - self.times.asked;
             all.push(MeasuredSteps { parts: vec![part], sequences: 0, kv_tokens: 0, steps: 1, time });
@@ -432,13 +507,15 @@ impl Passage {
     }
 
     /// Adds what it cost at this engine.
-    fn count_cost(&mut self) {
+    pub(super) fn count_cost(&mut self) {
         let more = self.gateway.metrics.usd(self.request, self.gateway.env.now());
         self.usd = more.map(|more| self.usd.unwrap_or(0.0) + more).or(self.usd);
     }
 
     /// Takes it from its engine, if it has one.
-    fn leave(&mut self) {
+    pub(super) fn leave(&mut self) {
+        self.leave_prompt();
+        self.taken = None;
         let Some(at) = self.at.take() else { return };
         self.stream = None;
         let now = self.gateway.env.now();
@@ -491,11 +568,15 @@ impl Gateway {
     }
 }
 
-fn lost() -> EngineFault {
+fn not_an_answer() -> EngineFault {
+    EngineFault::new(EngineFaultKind::Malformed, "it was asked for an answer and hands KV over")
+}
+
+pub(super) fn lost() -> EngineFault {
     EngineFault::new(EngineFaultKind::Cut, "it does not answer any more")
 }
 
-fn silent(time: Duration) -> EngineFault {
+pub(super) fn silent(time: Duration) -> EngineFault {
     EngineFault::new(EngineFaultKind::Cut, format!("nothing came for {} s", time.as_secs()))
 }
 

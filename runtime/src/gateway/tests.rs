@@ -4,7 +4,7 @@ use super::*;
 use crate::env::{Env, SeededEnv};
 use mixfleet_hal::outside::{
     EngineAnswer, EngineBlock, EngineCall, EngineChunk, EngineFuture, EngineKvChange, EngineKvFeed,
-    EngineModel, EngineStream, WholeAnswer,
+    EngineModel, EngineShare, EngineStream, HandOff, WholeAnswer,
 };
 use mixfleet_scheduler::cost::{Coefficients, DecodeCoefficients, PrefillCoefficients};
 use std::collections::VecDeque;
@@ -21,11 +21,30 @@ pub(super) enum Habit {
     Faults(EngineFaultKind),
 }
 
+/// What an engine does with its share of a request that it shares with another one.
+#[derive(Clone, Debug)]
+pub(super) enum Sharing {
+    /// A prompt takes so long; what is handed over is taken.
+    Well(f64),
+    /// Nothing comes of it.
+    Hangs,
+    /// It gives this fault.
+    Faults(EngineFaultKind),
+    /// It refuses it as a client's fault.
+    Refuses,
+}
+
 pub(super) struct Scripted {
     name: String,
     env: Arc<SeededEnv>,
     pub(super) habit: Mutex<Habit>,
-    state: Mutex<Result<EngineState, EngineFault>>,
+    pub(super) sharing: Mutex<Sharing>,
+    pub(super) role: Mutex<Role>,
+    /// The shares that it was asked for.
+    pub(super) shares: Mutex<Vec<EngineShare>>,
+    /// Prompts that it computes now.
+    pub(super) prompts: AtomicUsize,
+    pub(super) state: Mutex<Result<EngineState, EngineFault>>,
     asked: AtomicUsize,
     begun: Mutex<Vec<Option<String>>>,
     /// What it will tell of its cache, if it does.
@@ -79,6 +98,24 @@ impl OutsideEngine for Scripted {
         Box::pin(async move {
             self.asked.fetch_add(1, Ordering::Relaxed);
             self.begun.lock().unwrap().push(call.begun.as_ref().map(|begun| begun.text.clone()));
+            self.shares.lock().unwrap().push(call.share.clone());
+            if call.share != EngineShare::Whole {
+                let sharing = self.sharing.lock().unwrap().clone();
+                match (sharing, &call.share) {
+                    (Sharing::Well(time), EngineShare::Prompt) => {
+                        let _at_work = AtWork::begin(&self.prompts);
+                        self.env.sleep(Duration::from_secs_f64(time)).await;
+                        let hand_off = HandOff(format!("{{\"of\":\"{}\"}}", self.name).into());
+                        return Ok(EngineAnswer::HandedOff { hand_off, usage: None });
+                    }
+                    (Sharing::Well(_), _) => {}
+                    (Sharing::Hangs, _) => std::future::pending().await,
+                    (Sharing::Faults(kind), _) => return Err(EngineFault::new(kind, "as the script says")),
+                    (Sharing::Refuses, _) => {
+                        return Ok(EngineAnswer::Refused { status: 400, body: b"{}".to_vec() });
+                    }
+                }
+            }
             let habit = self.habit.lock().unwrap().clone();
             let (tokens, pace, stalls) = match habit {
                 Habit::Faults(kind) => return Err(EngineFault::new(kind, "as the script says")),
@@ -110,6 +147,22 @@ impl OutsideEngine for Scripted {
     }
 }
 
+/// Counts what is in work until it is dropped.
+struct AtWork<'a>(&'a AtomicUsize);
+
+impl<'a> AtWork<'a> {
+    fn begin(count: &'a AtomicUsize) -> Self {
+        count.fetch_add(1, Ordering::Relaxed);
+        AtWork(count)
+    }
+}
+
+impl Drop for AtWork<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
 struct ScriptedStream {
     env: Arc<SeededEnv>,
     chunks: VecDeque<EngineChunk>,
@@ -129,7 +182,7 @@ impl EngineStream for ScriptedStream {
     }
 }
 
-fn told() -> EngineState {
+pub(super) fn told() -> EngineState {
     let models = vec![EngineModel { name: "m".into(), context: Some(1000) }];
     EngineState {
         models,
@@ -146,7 +199,7 @@ pub(super) async fn gateway(env: &Arc<SeededEnv>, habits: &[Habit]) -> (Arc<Gate
 }
 
 /// The same, after `change` was made to each engine.
-async fn gateway_with(
+pub(super) async fn gateway_with(
     env: &Arc<SeededEnv>,
     habits: &[Habit],
     mut change: impl FnMut(usize, &Scripted),
@@ -156,6 +209,10 @@ async fn gateway_with(
             name: format!("e{at}"),
             env: env.clone(),
             habit: Mutex::new(habit.clone()),
+            sharing: Mutex::new(Sharing::Well(0.0)),
+            role: Mutex::default(),
+            shares: Mutex::default(),
+            prompts: AtomicUsize::new(0),
             state: Mutex::new(Ok(told())),
             asked: AtomicUsize::new(0),
             begun: Mutex::default(),
@@ -174,6 +231,9 @@ async fn gateway_with(
         model: None,
         price: None,
         cost: Some(cost.clone()),
+        role: *engine.role.lock().unwrap(),
+        nic: LinkCost { seconds_per_byte: 1e-9, ..LinkCost::default() },
+        kv_bytes_per_token: Some(1000),
     };
     let parts = GatewayParts {
         env: env.clone(),
@@ -187,7 +247,7 @@ async fn gateway_with(
     (gateway, engines)
 }
 
-fn wanted(id: &str, stream: bool) -> RelayRequest {
+pub(super) fn wanted(id: &str, stream: bool) -> RelayRequest {
     RelayRequest {
         id: id.into(),
         endpoint: EngineEndpoint::Chat,

@@ -36,6 +36,8 @@ pub(super) struct Objectives {
     /// The prompt's due time on the fleet's clock.
     pub(super) due: Seconds,
     admission: Admission,
+    /// Whether the first token waits for the KV's transfer.
+    waits_for_transfer: bool,
 }
 
 /// The deadline of an answer.
@@ -54,7 +56,11 @@ impl Objectives {
     }
 
     fn timely(&self, terms: &Terms) -> bool {
-        terms.ttft_s <= self.ttft_s
+        self.first_token_s(terms) <= self.ttft_s
+    }
+
+    fn first_token_s(&self, terms: &Terms) -> f64 {
+        terms.ttft_s + if self.waits_for_transfer { terms.transfer_s } else { 0.0 }
     }
 
     /// The urgency, for the instances.
@@ -66,7 +72,7 @@ impl Objectives {
     pub(super) fn missed(&self, terms: &Terms) -> Option<Outcome> {
         let tbt_s = self.tbt_slo.map_or(f64::INFINITY, |slo| slo.0);
         if !self.timely(terms) {
-            Some(Outcome::MissesTtftSlo { by_s: terms.ttft_s - self.ttft_s })
+            Some(Outcome::MissesTtftSlo { by_s: self.first_token_s(terms) - self.ttft_s })
         } else if self.tbt(terms) > tbt_s {
             Some(Outcome::MissesTbtSlo { by_s: self.tbt(terms) - tbt_s })
         } else if terms.overrun_s > 0.0 {
@@ -94,6 +100,7 @@ impl Fleet {
             ends: None,
             due: due(now + ttft_slo.unwrap_or(Seconds::ZERO)),
             admission: self.config.admission,
+            waits_for_transfer: self.config.first_token_at_decode,
         };
         match arrival.objective {
             Objective::Fleet => read(self.config.ttft_slo, self.config.tbt_slo),
@@ -126,7 +133,7 @@ impl Fleet {
             };
         let takes_all = question.arrival.replay.is_some() || self.config.admission == Admission::None;
         let chosen = lowest(candidates, &|t| t.score, &|t| objectives.missed(t).is_none());
-        let late = |t: &Terms| if objectives.ends.is_some() { t.ends_s } else { t.ttft_s };
+        let late = |t: &Terms| if objectives.ends.is_some() { t.ends_s } else { objectives.first_token_s(t) };
         let fastest = chosen.is_none().then(|| lowest(candidates, &late, &|_| true)).flatten();
         let verdict = match (chosen, fastest, objectives.ends) {
             (Some((i, _)), ..) => Ok(i),

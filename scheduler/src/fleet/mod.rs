@@ -86,6 +86,10 @@ pub struct FleetConfig {
     /// Whether instances can pull prefixes from others.
     #[serde(default)]
     pub pull: bool,
+    /// Whether the first token is drawn where the answer is generated, once its KV has landed; by default it
+    /// is where the prompt is computed.
+    #[serde(default)]
+    pub first_token_at_decode: bool,
     /// Whether a decode instance that has become too busy for the objective drops a request whose prompt is
     /// computed.
     #[serde(default)]
@@ -119,6 +123,7 @@ impl FleetConfig {
             policy: Policy::default(),
             admission: Admission::default(),
             pull: false,
+            first_token_at_decode: false,
             drop_at_decode: false,
             rebalance: None,
             replicate: None,

@@ -70,3 +70,31 @@ fn kv_that_lands_while_an_answer_decodes_makes_its_steps_longer() {
     // What lands of its own takes 20 ms of the first one's steps.
     close(with.delay_s - without.delay_s, 0.02);
 }
+
+#[test]
+fn a_first_token_that_is_drawn_where_kv_lands_waits_for_it() {
+    let terms = |first_token_at_decode, slo_s: f64| {
+        let instances = vec![instance(1, Role::Prefill, 1e-3, 1e-2), instance(2, Role::Decode, 1e-3, 1e-2)];
+        let slos = (Some(Seconds(slo_s)), Some(Seconds(0.2)));
+        let config = FleetConfig { first_token_at_decode, ttft_slo: slos.0, tbt_slo: slos.1, ..config() };
+        let mut f = fleet(config, instances);
+        // a token takes 1 ms to compute and 4 ms to send
+        let seconds_per_byte = 4e-3 / f.config.kv_bytes_per_token as f64;
+        let cost = LinkCost { latency: Seconds(0.0), seconds_per_byte, usd_per_byte: 0.0 };
+        act(&mut f, 0.0, Event::LinkUp(Link { from: InstanceId(1), to: InstanceId(2), cost }));
+        match arrive(&mut f, 0.0, arrival(1, 100, 1)) {
+            Action::Place { explanation, .. } => Ok(explanation.chosen().unwrap().terms.unwrap()),
+            Action::Reject { reason, .. } => Err(reason),
+            other => panic!("{other:?}"),
+        }
+    };
+    let there = terms(false, 0.2).unwrap();
+    assert!(there.ttft_s < 0.2 && there.ttft_s + there.transfer_s > 0.4, "{there:?}");
+    match terms(true, 0.2).unwrap_err() {
+        RejectReason::TtftSlo { ttft_s, .. } => close(ttft_s, there.ttft_s + there.transfer_s),
+        other => panic!("{other:?}"),
+    }
+    // and then it is no gap between tokens
+    let here = terms(true, 1.0).unwrap();
+    assert!(here.tbt_peak_s < there.tbt_peak_s, "{here:?} {there:?}");
+}

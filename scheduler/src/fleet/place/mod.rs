@@ -351,7 +351,8 @@ impl Fleet {
         });
         let gaps_counted = (self.config.tbt_share * f64::from(output_tokens)).max(1.0);
         // If no request is rejected, a late second token is better than a late first one on a slower prefill.
-        let transfer_s = if takes_all { 0.0 } else { terms.transfer_s };
+        let delays_first = self.config.first_token_at_decode;
+        let transfer_s = if takes_all || delays_first { 0.0 } else { terms.transfer_s };
         let landing = forecast.landing(then, alone * f64::from(output_tokens));
         let tbt = landing.beside(alone, f64::from(output_tokens.max(1)));
         let largest = peak.map_or(alone, |peak| step(peak).max(alone));

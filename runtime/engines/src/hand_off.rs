@@ -1,0 +1,207 @@
+//! One request on two vLLM engines: what its body says to the one that computes the prompt, and to the one
+//! that answers.
+//!
+//! The first one keeps the prompt's KV for the other one (a connector such as NIXL), and tells in its answer
+//! where it is. That goes to the second one unchanged: addresses, ids and sizes in it are between the engines.
+//! It is only checked to be complete, since vLLM 0.32 dies of parameters that are not.
+
+use crate::object::RawObject;
+use mixfleet_hal::outside::{EngineFault, EngineFaultKind, HandOff};
+use serde::Deserialize;
+use serde::de::IgnoredAny;
+use serde_json::value::RawValue;
+
+/// Where vLLM's bodies and answers have it.
+const PARAMETERS: &str = "kv_transfer_params";
+/// Longest description of where KV is; a block of a prompt takes some 7 bytes of it.
+const PARAMETERS_BYTES_MAX: usize = 4 << 20;
+
+/// What is needed of it.
+#[derive(Deserialize)]
+struct Parameters {
+    do_remote_prefill: bool,
+    /// By groups of layers.
+    remote_block_ids: Vec<Vec<u64>>,
+    #[serde(rename = "remote_engine_id")]
+    _engine: String,
+    #[serde(rename = "remote_request_id")]
+    _request: String,
+    #[serde(rename = "remote_host")]
+    _host: String,
+    #[serde(rename = "remote_port")]
+    _port: IgnoredAny,
+}
+
+/// Fields that let two engines share a request only with these values: others ask for several answers, or for
+/// what the prompt's computation tells.
+const UNDIVIDED: [(&str, &[&str]); 7] = [
+    ("best_of", &["1"]),
+    ("echo", &["false"]),
+    ("max_completion_tokens", &[]),
+    ("max_tokens", &[]),
+    ("n", &["1"]),
+    ("prompt_logprobs", &[]),
+    ("use_beam_search", &["false"]),
+];
+
+/// Fields that concern only the end of an answer: with them, the first token might end it, and of such answers
+/// earlier versions of vLLM keep no KV for others.
+const OF_THE_END: [&str; 4] = ["min_tokens", "stop", "stop_token_ids", "stream_options"];
+
+/// Whether two engines can share a request.
+///
+/// # Errors
+/// What rules it out.
+pub(crate) fn check(object: &RawObject<'_>) -> Result<(), String> {
+    for (name, values) in UNDIVIDED {
+        let Some(text) = object.given(name) else { continue };
+        let is_fine = match name {
+            // one token is there when the prompt is
+            "max_tokens" | "max_completion_tokens" => object.read::<f64>(name).is_some_and(|most| most > 1.0),
+            _ => values.contains(&text),
+        };
+        if !is_fine {
+            return Err(format!("two engines cannot share it: '{name}' is in the request"));
+        }
+    }
+    let prompts = object.given("prompt").unwrap_or("\"\"");
+    if prompts.starts_with('[') && object.read::<Vec<u32>>("prompt").is_none() {
+        return Err("two engines cannot share it: it has several prompts".into());
+    }
+    Ok(())
+}
+
+/// Why a client's request is refused, if it is: a client that names KV to be taken over reads that of others,
+/// and what is wrong there ends the engine.
+pub(crate) fn refusal(object: &RawObject<'_>) -> Option<String> {
+    let is_there = object.get(PARAMETERS).is_some();
+    is_there.then(|| format!("'{PARAMETERS}' is between engines, and not taken from clients"))
+}
+
+/// Rewrites the request so that only its prompt is computed, and its KV kept.
+pub(crate) fn of_prompt(object: &mut RawObject<'_>) {
+    object.set("stream", &false);
+    object.set("max_tokens", &1);
+    if object.given("max_completion_tokens").is_some() {
+        object.set("max_completion_tokens", &1);
+    }
+    OF_THE_END.iter().for_each(|name| object.remove(name));
+    object.set("ignore_eos", &true);
+    object.set(PARAMETERS, &serde_json::json!({"do_remote_decode": true, "do_remote_prefill": false}));
+}
+
+/// Rewrites the request so that the KV of its prompt comes from where `hand_off` says.
+///
+/// # Errors
+/// When that is not JSON.
+pub(crate) fn of_answer(object: &mut RawObject<'_>, hand_off: &HandOff) -> Result<(), String> {
+    let raw: &RawValue = serde_json::from_str(&hand_off.0).map_err(|error| error.to_string())?;
+    object.set(PARAMETERS, &raw);
+    Ok(())
+}
+
+/// Where the KV of a prompt is, by the answer of the engine that computed it.
+///
+/// # Errors
+/// When it does not say.
+pub(crate) fn read(document: &[u8]) -> Result<HandOff, EngineFault> {
+    let not = |cause: String| EngineFault::new(EngineFaultKind::NotHandedOff, cause);
+    let object =
+        RawObject::parse(document).map_err(|error| not(format!("its answer is no object: {error}")))?;
+    let given = object.given(PARAMETERS).ok_or_else(|| {
+        not(format!(
+            "its answer has no {PARAMETERS}: it was started without a connector for KV, or kept none"
+        ))
+    })?;
+    if given.len() > PARAMETERS_BYTES_MAX {
+        return Err(not(format!("{PARAMETERS} in its answer have more than {PARAMETERS_BYTES_MAX} bytes")));
+    }
+    let read: Parameters = serde_json::from_str(given)
+        .map_err(|error| not(format!("{PARAMETERS} in its answer are not complete: {error}")))?;
+    if !read.do_remote_prefill || read.remote_block_ids.iter().all(Vec::is_empty) {
+        return Err(not(format!("{PARAMETERS} in its answer name no KV")));
+    }
+    Ok(HandOff(given.into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn object(text: &str) -> RawObject<'_> {
+        RawObject::parse(text.as_bytes()).unwrap()
+    }
+
+    fn text(object: &RawObject<'_>) -> String {
+        String::from_utf8(object.write()).unwrap()
+    }
+
+    #[test]
+    fn what_two_engines_cannot_share_is_named() {
+        for fine in [
+            r#"{"messages":[]}"#,
+            r#"{"prompt":"a","n":1,"best_of":null,"max_tokens":2}"#,
+            r#"{"prompt":[1,2],"echo":false,"tools":[{}],"odd":7}"#,
+            r#"{"prompt":["a"]}"#,
+        ] {
+            assert_eq!(check(&object(fine)).is_ok(), !fine.contains("[\"a"), "{fine}");
+        }
+        for (name, body) in [
+            ("n", r#"{"n":2}"#),
+            ("best_of", r#"{"best_of":3}"#),
+            ("echo", r#"{"echo":true}"#),
+            ("prompt_logprobs", r#"{"prompt_logprobs":0}"#),
+            ("max_tokens", r#"{"max_tokens":1}"#),
+            ("max_completion_tokens", r#"{"max_completion_tokens":"x"}"#),
+            ("several prompts", r#"{"prompt":[[1],[2]]}"#),
+        ] {
+            let refused = check(&object(body)).unwrap_err();
+            assert!(refused.contains(name), "{body}: {refused}");
+        }
+    }
+
+    #[test]
+    fn only_the_prompt_is_asked_for_and_where_it_is_passes_unread() {
+        let body = r#"{"model":"m","prompt":"a","max_completion_tokens":9,"stop":["x"],"min_tokens":4,"stream":true,"stream_options":{"include_usage":true},"odd":1.50}"#;
+        let mut first = object(body);
+        of_prompt(&mut first);
+        let expected = r#"{"model":"m","prompt":"a","max_completion_tokens":1,"stream":false,"odd":1.50,"max_tokens":1,"ignore_eos":true,"kv_transfer_params":{"do_remote_decode":true,"do_remote_prefill":false}}"#;
+        assert_eq!(text(&first), expected);
+        let told = TOLD.replace("1.0,", "5601, ");
+        let given = told.split_once("params\": ").unwrap().1.strip_suffix('}').unwrap();
+        let hand_off = read(told.as_bytes()).unwrap();
+        let mut second = object(r#"{"prompt":"a"}"#);
+        of_answer(&mut second, &hand_off).unwrap();
+        assert_eq!(text(&second), format!(r#"{{"prompt":"a","kv_transfer_params":{given}}}"#));
+    }
+
+    const TOLD: &str = r#"{"choices":[],"kv_transfer_params": {"do_remote_prefill":true, "remote_block_ids":[[1, 2]],"remote_engine_id":"e", "remote_request_id":"r","remote_host":"h","remote_port":1.0,"more":[null]}}"#;
+
+    #[test]
+    fn what_an_engine_would_die_of_is_not_handed_over() {
+        assert!(read(TOLD.as_bytes()).is_ok());
+        for (good, bad) in [
+            ("[[1, 2]]", "[[]]"),
+            ("[[1, 2]]", "[]"),
+            ("[[1, 2]]", "\"x\""),
+            ("[[1, 2]]", "null"),
+            ("true", "false"),
+            ("\"e\"", "7"),
+            ("\"remote_request_id\":\"r\",", ""),
+            ("\"remote_host\":\"h\",", ""),
+            ("\"remote_port\":1.0,", ""),
+            ("kv_transfer_params", "other"),
+            ("}}", "}"),
+        ] {
+            let wrong = TOLD.replacen(good, bad, 1);
+            assert_ne!(wrong, TOLD);
+            let fault = read(wrong.as_bytes()).unwrap_err();
+            assert_eq!(fault.kind, EngineFaultKind::NotHandedOff, "{wrong}");
+        }
+        for wrong in ["{}", "[]", r#"{"kv_transfer_params":null}"#, r#"{"kv_transfer_params":[7]}"#, "x"] {
+            assert_eq!(read(wrong.as_bytes()).unwrap_err().kind, EngineFaultKind::NotHandedOff, "{wrong}");
+        }
+        let asks = |body: &str| refusal(&object(body)).is_some();
+        assert!(asks(r#"{"kv_transfer_params":{"do_remote_prefill":true}}"#) && !asks(r#"{"prompt":"a"}"#));
+    }
+}
