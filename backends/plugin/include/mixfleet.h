@@ -42,30 +42,32 @@
 // `shape.embed`. Operands: ids `[tokens]` u32, table `[vocab, hidden]`, out `[tokens, hidden]`.
 #define MIXFLEET_EMBED 0
 
-// `shape.rms_norm`. Operands: x `[rows, cols]`, weight `[cols]`, out `[rows, cols]` = x / sqrt(mean(x^2) + eps)
-// * weight.
+// `shape.rms_norm`. Operands: x `[rows, cols]`, weight `[cols]`, out `[rows, cols]` = x / sqrt(mean(x^2) +
+// eps) * weight.
 #define MIXFLEET_RMS_NORM 1
 
 // `shape.gemm`. Operands: x `[m, k]`, weight `[n, k]`, with `bias` bias `[n]`, out `[m, n]` = x weight^T (+
 // bias) (+ out with `accumulate`), accumulated in f32.
 #define MIXFLEET_GEMM 2
 
-// `shape.rope`. Operands: x `[tokens, heads, head_dim]` in place, cos_sin `[tokens, head_dim]` f32 (head_dim/2
-// cosines, then as many sines): pairs (i, i + head_dim/2) become (a cos - b sin, b cos + a sin).
+// `shape.rope`. Operands: x `[tokens, heads, head_dim]` in place, cos_sin `[tokens, head_dim]` f32
+// (head_dim/2 cosines, then as many sines): pairs (i, i + head_dim/2) become (a cos - b sin, b cos + a
+// sin).
 #define MIXFLEET_ROPE 3
 
-// `shape.kv_write`. Operands: k, v `[tokens, kv_heads, head_dim]`, slots `[tokens]` u32, k_pool, v_pool. A slot
-// is page * page_tokens + offset in the page; the layout in a page is the library's own.
+// `shape.kv_write`. Operands: k, v `[tokens, kv_heads, head_dim]`, slots `[tokens]` u32, k_pool, v_pool. A
+// slot is page * page_tokens + offset in the page; the layout in a page is the library's own.
 #define MIXFLEET_KV_WRITE 4
 
 // `shape.attn_prefill`. Operands: q `[tokens, heads, head_dim]`, query_start `[sequences + 1]` u32, context
-// `[sequences]` u32 (keys that the last query sees), pages `[sequences, pages_max]` u32, k_pool, v_pool, out
-// `[tokens, heads, head_dim]`. Causal, scaled by 1/sqrt(head_dim).
+// `[sequences]` u32 (keys that the last query sees), pages `[sequences, pages_max]` u32, k_pool, v_pool,
+// out `[tokens, heads, head_dim]`. Causal, scaled by 1/sqrt(head_dim).
 #define MIXFLEET_ATTN_PREFILL 5
 
-// `shape.attn_decode`. Operands: q `[sequences, heads, head_dim]`, range `[sequences, 2]` u32 (first and one
-// past the last key), pages `[sequences, pages_max]` u32, k_pool, v_pool, acc `[sequences, heads, head_dim]`
-// f32 = sum of exp(score - max) v, stat `[sequences, heads, 2]` f32 = max, sum. An empty range gives 0, -inf, 0.
+// `shape.attn_decode`. Operands: q `[sequences, heads, head_dim]`, range `[sequences, 2]` u32 (first and
+// one past the last key), pages `[sequences, pages_max]` u32, k_pool, v_pool, acc `[sequences, heads,
+// head_dim]` f32 = sum of exp(score - max) v, stat `[sequences, heads, 2]` f32 = max, sum. An empty range
+// gives 0, -inf, 0.
 #define MIXFLEET_ATTN_DECODE 6
 
 // `shape.attn_merge`. Operands: acc `[parts, rows, head_dim]` f32, stat `[parts, rows, 2]` f32, out `[rows,

@@ -1,9 +1,9 @@
 //! The C interface, version 1. The header `include/mixfleet.h` is made of this file.
 //!
-//! A library exports one function, `mixfleet_backend`, which returns a table of functions that stays valid for
-//! as long as the process runs. Functions may be called by several threads at a time, but for one device at
-//! most one of `run`, `write` and `read` is in progress. Each returns a status, 0 or an error's; what it then
-//! says in `error` is shown to people.
+//! A library exports one function, `mixfleet_backend`, which returns a table of functions that stays valid
+//! for as long as the process runs. Functions may be called by several threads at a time, but for one device
+//! at most one of `run`, `write` and `read` is in progress. Each returns a status, 0 or an error's; what it
+//! then says in `error` is shown to people.
 //!
 //! Structures grow at their ends only. Each begins with its size in bytes as the writer knows it; what lies
 //! beyond that is not read, and counts as 0.
@@ -39,25 +39,27 @@ pub const MIXFLEET_U32: u32 = 4;
 
 /// `shape.embed`. Operands: ids `[tokens]` u32, table `[vocab, hidden]`, out `[tokens, hidden]`.
 pub const MIXFLEET_EMBED: u32 = 0;
-/// `shape.rms_norm`. Operands: x `[rows, cols]`, weight `[cols]`, out `[rows, cols]` = x / sqrt(mean(x^2) + eps)
-/// * weight.
+/// `shape.rms_norm`. Operands: x `[rows, cols]`, weight `[cols]`, out `[rows, cols]` = x / sqrt(mean(x^2) +
+/// eps) * weight.
 pub const MIXFLEET_RMS_NORM: u32 = 1;
 /// `shape.gemm`. Operands: x `[m, k]`, weight `[n, k]`, with `bias` bias `[n]`, out `[m, n]` = x weight^T (+
 /// bias) (+ out with `accumulate`), accumulated in f32.
 pub const MIXFLEET_GEMM: u32 = 2;
-/// `shape.rope`. Operands: x `[tokens, heads, head_dim]` in place, cos_sin `[tokens, head_dim]` f32 (head_dim/2
-/// cosines, then as many sines): pairs (i, i + head_dim/2) become (a cos - b sin, b cos + a sin).
+/// `shape.rope`. Operands: x `[tokens, heads, head_dim]` in place, cos_sin `[tokens, head_dim]` f32
+/// (head_dim/2 cosines, then as many sines): pairs (i, i + head_dim/2) become (a cos - b sin, b cos + a
+/// sin).
 pub const MIXFLEET_ROPE: u32 = 3;
-/// `shape.kv_write`. Operands: k, v `[tokens, kv_heads, head_dim]`, slots `[tokens]` u32, k_pool, v_pool. A slot
-/// is page * page_tokens + offset in the page; the layout in a page is the library's own.
+/// `shape.kv_write`. Operands: k, v `[tokens, kv_heads, head_dim]`, slots `[tokens]` u32, k_pool, v_pool. A
+/// slot is page * page_tokens + offset in the page; the layout in a page is the library's own.
 pub const MIXFLEET_KV_WRITE: u32 = 4;
 /// `shape.attn_prefill`. Operands: q `[tokens, heads, head_dim]`, query_start `[sequences + 1]` u32, context
-/// `[sequences]` u32 (keys that the last query sees), pages `[sequences, pages_max]` u32, k_pool, v_pool, out
-/// `[tokens, heads, head_dim]`. Causal, scaled by 1/sqrt(head_dim).
+/// `[sequences]` u32 (keys that the last query sees), pages `[sequences, pages_max]` u32, k_pool, v_pool,
+/// out `[tokens, heads, head_dim]`. Causal, scaled by 1/sqrt(head_dim).
 pub const MIXFLEET_ATTN_PREFILL: u32 = 5;
-/// `shape.attn_decode`. Operands: q `[sequences, heads, head_dim]`, range `[sequences, 2]` u32 (first and one
-/// past the last key), pages `[sequences, pages_max]` u32, k_pool, v_pool, acc `[sequences, heads, head_dim]`
-/// f32 = sum of exp(score - max) v, stat `[sequences, heads, 2]` f32 = max, sum. An empty range gives 0, -inf, 0.
+/// `shape.attn_decode`. Operands: q `[sequences, heads, head_dim]`, range `[sequences, 2]` u32 (first and
+/// one past the last key), pages `[sequences, pages_max]` u32, k_pool, v_pool, acc `[sequences, heads,
+/// head_dim]` f32 = sum of exp(score - max) v, stat `[sequences, heads, 2]` f32 = max, sum. An empty range
+/// gives 0, -inf, 0.
 pub const MIXFLEET_ATTN_DECODE: u32 = 6;
 /// `shape.attn_merge`. Operands: acc `[parts, rows, head_dim]` f32, stat `[parts, rows, 2]` f32, out `[rows,
 /// head_dim]`: joined by maxima and sums, and normalised. A row whose parts are all empty gives 0.

@@ -1,115 +1,15 @@
 //! A device of a library.
 
-use crate::abi::{MixfleetBuffer, MixfleetDevice, MixfleetHealth, MixfleetOp, MixfleetSlice};
-use crate::library::{Library, no_error, status};
-use crate::memory::{PluginBuffer, raw};
-use crate::operation;
+use crate::library::Library;
+use crate::opened::OpenDevice;
 use crate::queue::PluginQueue;
-use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::units::Bytes;
 use mixfleet_hal::{
-    BufferUsage, Cmd, Device, DeviceInfo, DeviceLimits, Error, ErrorKind, Export, Health, HostMemory, OpSig,
+    BufferUsage, Device, DeviceInfo, DeviceLimits, Error, ErrorKind, Export, Health, HostMemory, OpSig,
     Queue, Result, Slice, Support,
 };
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
-
-/// How long a copy waits for a batch that runs.
-const BATCH_MAX: Duration = Duration::from_secs(60);
-
-/// An open device.
-pub(crate) struct OpenDevice {
-    library: Arc<Library>,
-    raw: *mut MixfleetDevice,
-    id: String,
-    /// Whether one of `run`, `write` and `read` is in progress.
-    is_busy: Mutex<bool>,
-    is_free: Condvar,
-}
-
-// SAFETY: the pointer is only handed to the library, whose functions any thread may call.
-unsafe impl Send for OpenDevice {}
-// SAFETY: as above; what may not run at a time is excluded by `is_busy`.
-unsafe impl Sync for OpenDevice {}
-
-/// Holds a device for one call.
-struct Turn<'a>(&'a OpenDevice);
-
-impl Drop for Turn<'_> {
-    fn drop(&mut self) {
-        *self.0.busy() = false;
-        self.0.is_free.notify_one();
-    }
-}
-
-/// The function of a table that `checked` has seen to be there.
-macro_rules! function {
-    ($device:expr, $name:ident) => {
-        $device.library.table.0.$name.ok_or_else(|| Error::invalid(concat!("no '", stringify!($name), "'")))
-    };
-}
-
-impl OpenDevice {
-    fn busy(&self) -> MutexGuard<'_, bool> {
-        self.is_busy.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Waits until nothing else runs; as long as it takes without `limit`.
-    fn turn(&self, limit: Option<Duration>) -> Result<Turn<'_>> {
-        let began = Instant::now();
-        let mut busy = self.busy();
-        while *busy {
-            let left = limit.map(|limit| limit.saturating_sub(began.elapsed()));
-            if left.is_some_and(|left| left.is_zero()) {
-                let message =
-                    format!("{}: a batch runs for {} s and does not end", self.id, BATCH_MAX.as_secs());
-                return Err(Error::new(ErrorKind::Timeout, message));
-            }
-            let wait = left.unwrap_or(BATCH_MAX);
-            busy = self.is_free.wait_timeout(busy, wait).unwrap_or_else(PoisonError::into_inner).0;
-        }
-        *busy = true;
-        Ok(Turn(self))
-    }
-
-    /// Runs a batch.
-    pub(crate) fn run(self: &Arc<Self>, cmds: &[Cmd]) -> Result<()> {
-        let args = cmds.iter().map(|cmd| cmd.args().iter().map(|arg| raw(self, arg)).collect());
-        let args = args.collect::<Result<Vec<Vec<MixfleetSlice>>>>()?;
-        let ops: Vec<MixfleetOp> = cmds
-            .iter()
-            .zip(&args)
-            .map(|(cmd, args)| MixfleetOp {
-                args: args.as_ptr(),
-                arg_count: to_u32(args.len()),
-                ..operation::of(cmd.sig())
-            })
-            .collect();
-        let (run, mut error) = (function!(self, run)?, no_error());
-        let _turn = self.turn(None)?;
-        // SAFETY: operations and operands live until the call returns, and were checked against each other; the
-        // buffers are of this device and live as long as the commands.
-        let code = unsafe { run(self.raw, ops.as_ptr(), to_u32(ops.len()), &raw mut error) };
-        status(&self.id, code, &error)
-    }
-
-    pub(crate) fn free(&self, buffer: *mut MixfleetBuffer) {
-        if let Some(free) = self.library.table.0.free {
-            // SAFETY: the library allocated it, and nothing refers to it any more.
-            unsafe { free(self.raw, buffer) };
-        }
-    }
-}
-
-impl Drop for OpenDevice {
-    fn drop(&mut self) {
-        if let Some(close) = self.library.table.0.close {
-            // SAFETY: buffers and queues hold the device, so that none is left.
-            unsafe { close(self.raw) };
-        }
-    }
-}
+use std::sync::Arc;
 
 /// A device of a library, with what it says of itself.
 pub(crate) struct PluginDevice {
@@ -121,27 +21,8 @@ pub(crate) struct PluginDevice {
 impl PluginDevice {
     pub(crate) fn open(library: Arc<Library>, index: u32) -> Result<Self> {
         let (info, limits) = library.describe(index)?;
-        let (mut device, mut error) = (std::ptr::null_mut(), no_error());
-        let open = library.table.0.open.ok_or_else(|| Error::invalid("no 'open'"))?;
-        // SAFETY: both pointers are ours.
-        let code = unsafe { open(index, &raw mut device, &raw mut error) };
-        status(&info.id, code, &error)?;
-        if device.is_null() {
-            return Err(Error::invalid(format!("{}: the library opens it and gives nothing", info.id)));
-        }
-        let (is_busy, is_free) = (Mutex::new(false), Condvar::new());
-        let open = Arc::new(OpenDevice { library, raw: device, id: info.id.clone(), is_busy, is_free });
+        let open = OpenDevice::open(library, index, &info.id)?;
         Ok(PluginDevice { open, info, limits })
-    }
-
-    fn check_length(&self, slice: &Slice, bytes: usize) -> Result<()> {
-        let inside =
-            slice.offset.checked_add(slice.bytes).is_some_and(|end| end <= slice.buffer.size_bytes());
-        if slice.bytes == bytes as u64 && inside {
-            return Ok(());
-        }
-        let id = &self.info.id;
-        Err(Error::invalid(format!("{id}: {bytes} bytes are not those of a slice of {}", slice.bytes)))
     }
 }
 
@@ -155,31 +36,16 @@ impl Device for PluginDevice {
     }
 
     fn support(&self, sig: &OpSig) -> Support {
-        let Some(support) = self.open.library.table.0.support else { return Support::No };
-        let op = operation::of(sig);
-        // SAFETY: the operation is ours and has the size that it names.
-        match unsafe { support(self.open.raw, &raw const op) } {
-            1 => Support::Native,
-            2 => Support::Emulated,
-            _ => Support::No,
-        }
+        self.open.support(sig)
     }
 
     fn alloc(&self, bytes: u64, _: BufferUsage) -> Result<Slice> {
-        if bytes > self.limits.allocation_bytes_max {
-            let most = self.limits.allocation_bytes_max;
+        let most = self.limits.allocation_bytes_max;
+        if bytes > most {
             let message = format!("{}: {bytes} bytes are more than a buffer has, {most}", self.info.id);
             return Err(Error::new(ErrorKind::OutOfMemory, message));
         }
-        let (mut buffer, mut error) = (std::ptr::null_mut(), no_error());
-        let alloc = function!(self.open, alloc)?;
-        // SAFETY: both pointers are ours.
-        let code = unsafe { alloc(self.open.raw, bytes, &raw mut buffer, &raw mut error) };
-        status(&self.info.id, code, &error)?;
-        if buffer.is_null() {
-            return Err(Error::invalid(format!("{}: the library allocates and gives nothing", self.info.id)));
-        }
-        Ok(Slice::whole(Arc::new(PluginBuffer { device: self.open.clone(), raw: buffer, bytes })))
+        self.open.alloc(bytes)
     }
 
     fn import(&self, _: Arc<dyn HostMemory>) -> Result<Slice> {
@@ -191,23 +57,11 @@ impl Device for PluginDevice {
     }
 
     fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
-        self.check_length(to, data.len())?;
-        let (slice, mut error) = (raw(&self.open, to)?, no_error());
-        let write = function!(self.open, write)?;
-        let _turn = self.open.turn(Some(BATCH_MAX))?;
-        // SAFETY: `data` has as many bytes as the slice, which is inside its buffer.
-        let code = unsafe { write(self.open.raw, &raw const slice, data.as_ptr().cast(), &raw mut error) };
-        status(&self.info.id, code, &error)
+        self.open.write(to, data)
     }
 
     fn read(&self, from: &Slice, data: &mut [u8]) -> Result<()> {
-        self.check_length(from, data.len())?;
-        let (slice, mut error) = (raw(&self.open, from)?, no_error());
-        let read = function!(self.open, read)?;
-        let _turn = self.open.turn(Some(BATCH_MAX))?;
-        // SAFETY: `data` has as many bytes as the slice, which is inside its buffer.
-        let code = unsafe { read(self.open.raw, &raw const slice, data.as_mut_ptr().cast(), &raw mut error) };
-        status(&self.info.id, code, &error)
+        self.open.read(from, data)
     }
 
     fn pin(&self, _: Arc<dyn SharedMemory>) -> Result<Option<Pinned>> {
@@ -219,29 +73,11 @@ impl Device for PluginDevice {
     }
 
     fn memory_free(&self) -> Option<Bytes> {
-        let free = self.open.library.table.0.memory_free?;
-        // SAFETY: the library's function, called as the interface says.
-        let bytes = unsafe { free(self.open.raw) };
+        let bytes = self.open.memory_free()?;
         Some(Bytes((bytes as f64).min(self.info.memory.0)))
     }
 
     fn health(&self) -> Health {
-        let Some(read) = self.open.library.table.0.health else { return Health::default() };
-        let mut health = MixfleetHealth {
-            struct_bytes: to_u32(size_of::<MixfleetHealth>()),
-            reserved: 0,
-            temperature_c: f64::NAN,
-            power_w: f64::NAN,
-            clock_mhz: f64::NAN,
-        };
-        // SAFETY: the structure is ours and has the size that it names.
-        unsafe { read(self.open.raw, &raw mut health) };
-        let told = |value: f64| value.is_finite().then_some(value);
-        Health {
-            temperature_c: told(health.temperature_c),
-            power_w: told(health.power_w),
-            clock_mhz: told(health.clock_mhz),
-            ..Health::default()
-        }
+        self.open.health()
     }
 }

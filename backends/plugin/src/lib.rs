@@ -10,10 +10,11 @@
 #![allow(unsafe_code)]
 
 pub mod abi;
+mod backend;
 mod device;
 mod library;
-mod memory;
+mod opened;
 mod operation;
 mod queue;
 
-pub use library::PluginBackend;
+pub use backend::PluginBackend;

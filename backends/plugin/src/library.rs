@@ -4,13 +4,11 @@ use crate::abi::{
     MIXFLEET_ABI, MIXFLEET_DEVICE_LOST, MIXFLEET_INVALID, MIXFLEET_OK, MIXFLEET_OUT_OF_MEMORY,
     MIXFLEET_UNSUPPORTED, MixfleetBackend, MixfleetEntry, MixfleetError, MixfleetInfo,
 };
-use crate::device::PluginDevice;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::Bytes;
-use mixfleet_hal::{Absent, Backend, Device, DeviceInfo, DeviceKind, DeviceLimits, Error, ErrorKind, Result};
+use mixfleet_hal::{Absent, DeviceInfo, DeviceKind, DeviceLimits, Error, ErrorKind, Result};
 use std::ffi::{CStr, c_char};
 use std::path::Path;
-use std::sync::Arc;
 
 /// The function that a library exports.
 const ENTRY: &[u8] = b"mixfleet_backend";
@@ -41,46 +39,6 @@ unsafe impl Sync for Table {}
 impl std::fmt::Debug for Table {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("Table")
-    }
-}
-
-/// A backend in a shared library.
-#[derive(Clone, Debug)]
-pub struct PluginBackend(Arc<Library>);
-
-impl PluginBackend {
-    /// Loads a library. It runs in this process from then on, and is never unloaded.
-    ///
-    /// # Errors
-    /// When the file is no library of this interface, or what it says cannot be.
-    pub fn load(path: &Path) -> std::result::Result<Self, Absent> {
-        let wrong = |cause: String| Absent::new(format!("{}: {cause}", path.display()));
-        // SAFETY: this runs the library's initialisers; whoever names a library trusts it.
-        let library = unsafe { libloading::Library::new(path) };
-        let library = library.map_err(|error| wrong(format!("it cannot be loaded: {error}")))?;
-        // a device may be in use until the process ends
-        let library = Box::leak(Box::new(library));
-        // SAFETY: the interface says what the function of this name is.
-        let entry = unsafe { library.get::<MixfleetEntry>(ENTRY) };
-        let entry =
-            entry.map_err(|_| wrong("it exports no 'mixfleet_backend', so it is no backend".into()))?;
-        // SAFETY: the library's function, called as the interface says.
-        let table = unsafe { entry(MIXFLEET_ABI) };
-        if table.is_null() {
-            let cause =
-                format!("it has nothing for version {MIXFLEET_ABI} of the interface; build it for that");
-            return Err(wrong(cause));
-        }
-        let table = checked(table).map_err(wrong)?;
-        // SAFETY: a string that ends with a zero and stays, as the interface says; `checked` saw that it is there.
-        let name = unsafe { CStr::from_ptr(table.name) }.to_string_lossy().into_owned();
-        let fits = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_';
-        if name.is_empty() || name.len() > NAME_BYTES_MAX || !name.bytes().all(fits) {
-            let cause = format!("its name {name:?} is not of 1 to {NAME_BYTES_MAX} of a-z, 0-9 and _");
-            return Err(wrong(cause));
-        }
-        let name = Box::leak(name.into_boxed_str());
-        Ok(PluginBackend(Arc::new(Library { name, table: Table(table) })))
     }
 }
 
@@ -154,6 +112,40 @@ fn text(bytes: &[c_char]) -> String {
 }
 
 impl Library {
+    /// Loads a library, which stays loaded.
+    ///
+    /// # Errors
+    /// When the file is no library of this interface, or what it says cannot be.
+    pub(crate) fn load(path: &Path) -> std::result::Result<Self, Absent> {
+        let wrong = |cause: String| Absent::new(format!("{}: {cause}", path.display()));
+        // SAFETY: this runs the library's initialisers; whoever names a library trusts it.
+        let library = unsafe { libloading::Library::new(path) };
+        let library = library.map_err(|error| wrong(format!("it cannot be loaded: {error}")))?;
+        // a device may be in use until the process ends
+        let library = Box::leak(Box::new(library));
+        // SAFETY: the interface says what the function of this name is.
+        let entry = unsafe { library.get::<MixfleetEntry>(ENTRY) };
+        let entry =
+            entry.map_err(|_| wrong("it exports no 'mixfleet_backend', so it is no backend".into()))?;
+        // SAFETY: the library's function, called as the interface says.
+        let table = unsafe { entry(MIXFLEET_ABI) };
+        if table.is_null() {
+            let cause =
+                format!("it has nothing for version {MIXFLEET_ABI} of the interface; build it for that");
+            return Err(wrong(cause));
+        }
+        let table = checked(table).map_err(wrong)?;
+        // SAFETY: a string that ends with a zero and stays, as the interface says; `checked` saw that it is there.
+        let name = unsafe { CStr::from_ptr(table.name) }.to_string_lossy().into_owned();
+        let fits = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_';
+        if name.is_empty() || name.len() > NAME_BYTES_MAX || !name.bytes().all(fits) {
+            let cause = format!("its name {name:?} is not of 1 to {NAME_BYTES_MAX} of a-z, 0-9 and _");
+            return Err(wrong(cause));
+        }
+        let name = Box::leak(name.into_boxed_str());
+        Ok(Library { name, table: Table(table) })
+    }
+
     /// What a device is, and its limits.
     pub(crate) fn describe(&self, index: u32) -> Result<(DeviceInfo, DeviceLimits)> {
         let selector = format!("{}:{index}", self.name);
@@ -204,7 +196,8 @@ impl Library {
         Ok((info, limits))
     }
 
-    fn count(&self) -> std::result::Result<u32, Absent> {
+    /// Number of devices, or why there are none.
+    pub(crate) fn count(&self) -> std::result::Result<u32, Absent> {
         let mut error = no_error();
         let Some(count) = self.table.0.count else { return Err(Absent::new("no 'count'")) };
         // SAFETY: the error is ours and has the size that it names.
@@ -218,32 +211,5 @@ impl Library {
                 Err(Absent::new(said))
             }
         }
-    }
-}
-
-impl Backend for PluginBackend {
-    fn name(&self) -> &'static str {
-        self.0.name
-    }
-
-    fn probe(&self) -> std::result::Result<Vec<DeviceInfo>, Absent> {
-        let described = (0..self.0.count()?).map(|index| self.0.describe(index).map(|(info, _)| info));
-        described.collect::<Result<_>>().map_err(|error| Absent::new(error.to_string()))
-    }
-
-    fn open(&self, selector: &str) -> Result<Arc<dyn Device>> {
-        let name = self.0.name;
-        let index = match selector.strip_prefix(name).map(|rest| rest.strip_prefix(':').unwrap_or(rest)) {
-            Some("") => Ok(0),
-            Some(index) => index.parse::<u32>().map_err(|_| ()),
-            None => Err(()),
-        };
-        let index =
-            index.map_err(|()| Error::invalid(format!("'{selector}' is no device; write '{name}:0'")))?;
-        let count = self.0.count().map_err(|absent| Error::unsupported(absent.reason))?;
-        if index >= count {
-            return Err(Error::invalid(format!("there is no '{selector}'; {name} has {count} devices")));
-        }
-        Ok(Arc::new(PluginDevice::open(self.0.clone(), index)?))
     }
 }

@@ -1,6 +1,6 @@
 //! A queue: a thread that has the library run batches.
 
-use crate::device::OpenDevice;
+use crate::opened::OpenDevice;
 use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Cmd, Elapsed, Error, ErrorKind, Graph, Queue, Result, Ticket};

@@ -4,7 +4,7 @@ use crate::authority::Authority;
 use crate::fake::FakeEngine;
 use mixfleet_engines::{EngineAddress, EngineKind, HttpEngine};
 use mixfleet_hal::outside::{
-    EngineAnswer, EngineCall, EngineEndpoint, EngineFaultKind, EngineState, OutsideEngine,
+    EngineAnswer, EngineCall, EngineEndpoint, EngineFaultKind, EngineShare, EngineState, OutsideEngine,
 };
 use serde_json::json;
 use std::sync::Arc;
@@ -83,6 +83,7 @@ async fn an_engine_behind_tls_answers_who_believes_its_authority() {
             begun: None,
             tokens_max: None,
             trace: None,
+            share: EngineShare::Whole,
         };
         let Ok(EngineAnswer::Stream(mut stream)) = engine.ask(&call).await else { panic!("no stream") };
         let mut text = String::new();

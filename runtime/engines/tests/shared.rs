@@ -26,6 +26,7 @@ fn call(body: &Value, share: EngineShare) -> EngineCall {
         stream: body["stream"] == true,
         begun: None,
         tokens_max: None,
+        trace: None,
         share,
     }
 }

@@ -39,6 +39,7 @@ impl Api {
             .route("/v1/chat/completions", post(chat_complete))
             .route("/v1/embeddings", post(embed))
             .route("/v1/responses", post(respond))
+            .route("/tokenize", post(tokenize))
             .route("/version", get(version))
             .route("/debug/placement", get(placements))
             .route("/debug/placement/{id}", get(placement))
@@ -243,6 +244,33 @@ async fn answer(
     let (plan, (seat, held)) = api.readers.run(bytes, party, (seat, held), read).await?;
     drop(held);
     generate::respond(api, model, plan?, seat, (arrived_s, api.trace(headers))).await
+}
+
+/// The ids of one prompt, or of the messages of a chat, whose body is checked as if it generated.
+async fn tokenize(
+    State(api): State<Arc<Api>>,
+    Extension(caller): Extension<TenantCaller>,
+    headers: HeaderMap,
+    body: Body,
+) -> Result<Response, ApiError> {
+    let Serving::Model(model) = api.serving()? else {
+        return Err(ApiError::not_found("engines of others tokenise at their own addresses"));
+    };
+    let TenantCaller { tenant, party } = caller;
+    let seat = api.seat(tenant)?;
+    let (body, held) = body::read_json(&api, party.clone(), &headers, body).await?;
+    let served = model.clone();
+    let read = move |stopped: Stopped<'_>| {
+        let is_chat = Fields::parse(&body)?.get("messages").is_some();
+        let endpoint = if is_chat { Endpoint::Chat } else { Endpoint::Completions };
+        plan(&body, endpoint, &served, 1, stopped)
+    };
+    let bytes = held.bytes();
+    let (plan, held) = api.readers.run(bytes, party, (seat, held), read).await?;
+    drop(held);
+    let tokens = plan?.prompts.into_iter().next().unwrap_or_default();
+    let told = json!({ "count": tokens.len(), "max_model_len": model.context, "tokens": tokens });
+    Ok(document(StatusCode::OK, &told))
 }
 
 /// Reads a body and tokenises it.

@@ -255,3 +255,29 @@ fn a_bad_percent_escape_is_an_error_in_openais_shape() {
         }
     });
 }
+
+#[test]
+fn a_prompt_and_a_chat_are_told_as_tokens() {
+    run(with(with_a_token_too_many()), |server| async move {
+        let ask = async |body: Value| {
+            let answer = server.post("/tokenize", &body).await;
+            (answer.status, answer.json())
+        };
+        let tokenizer = builtin::tokenizer().unwrap();
+        let (status, told) = ask(json!({"model": MODEL, "prompt": "a fleet"})).await;
+        let ids = tokenizer.encode("a fleet").unwrap();
+        assert_eq!(
+            (status, &told["tokens"], &told["count"]),
+            (200, &json!(ids), &json!(ids.len())),
+            "{told}"
+        );
+        assert!(told["max_model_len"].as_u64().unwrap() > 0);
+        let (status, told) = ask(chat("a fleet")).await;
+        assert!(status == 200 && told["count"].as_u64().unwrap() > ids.len() as u64, "{told}");
+        for wrong in
+            [json!({"model": MODEL}), json!({"model": MODEL, "prompt": ["a", "b"]}), json!({"prompt": "a"})]
+        {
+            assert_eq!(ask(wrong.clone()).await.0, 400, "{wrong}");
+        }
+    });
+}
