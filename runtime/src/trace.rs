@@ -237,7 +237,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_written_is_read_again(trace in 1.., span in 1.., sampled: bool) {
+        fn what_is_written_is_read_again(trace in 1_u128.., span in 1_u64.., sampled: bool) {
             let parent = TraceParent { trace, span, sampled };
             prop_assert_eq!(TraceParent::read(&parent.to_string()), Some(parent));
         }
