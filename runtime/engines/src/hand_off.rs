@@ -2,8 +2,8 @@
 //! that answers.
 //!
 //! The first one keeps the prompt's KV for the other one (a connector such as NIXL), and tells in its answer
-//! where it is. That goes to the second one unchanged: addresses, ids and sizes in it are between the engines.
-//! It is only checked to be complete, since vLLM 0.32 dies of parameters that are not.
+//! where it is. That goes to the second one unchanged: addresses, ids and sizes in it are between engines. It
+//! is only checked to be complete, since vLLM 0.32 dies of parameters that are not.
 
 use crate::object::RawObject;
 use mixfleet_hal::outside::{EngineFault, EngineFaultKind, HandOff};
@@ -44,8 +44,8 @@ const UNDIVIDED: [(&str, &[&str]); 7] = [
     ("use_beam_search", &["false"]),
 ];
 
-/// Fields that concern only the end of an answer: with them, the first token might end it, and of such answers
-/// earlier versions of vLLM keep no KV for others.
+/// Fields that concern only the end of an answer: with them, the first token might end it, and of such
+/// answers earlier versions of vLLM keep no KV for others.
 const OF_THE_END: [&str; 4] = ["min_tokens", "stop", "stop_token_ids", "stream_options"];
 
 /// Whether two engines can share a request.

@@ -199,6 +199,10 @@ pub(super) async fn follow(gateway: Weak<Gateway>, at: usize) {
                     _ = up.wait_for(|up| !up) => {}
                     () = env.sleep(FOLLOW_AGAIN), if !is_final => {}
                 }
+                // what it last said stays when the sender is gone
+                if gateway.strong_count() == 0 {
+                    return;
+                }
             }
         }
     }

@@ -179,10 +179,10 @@ fn an_answer_that_breaks_goes_on_divided_and_prompts_and_answers_end_with_their_
         let left = tokio::select! {
             biased;
             _ = relay(&gateway, wanted("b", true)) => false,
-            () = env.sleep(Duration::from_secs(5)) => {
-                assert_eq!(engines[0].prompts.load(std::sync::atomic::Ordering::Relaxed), 1);
-                true
-            }
+            prompts = async {
+                env.sleep(Duration::from_secs(5)).await;
+                engines[0].prompts.load(std::sync::atomic::Ordering::Relaxed)
+            } => prompts == 1,
         };
         assert!(left && engines[0].prompts.load(std::sync::atomic::Ordering::Relaxed) == 0);
         assert_idle(&gateway);
