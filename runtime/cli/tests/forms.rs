@@ -49,7 +49,7 @@ fn answers_follow_their_grammar_on_every_kind_of_device() {
     for devices in devices() {
         let server = started(&devices);
         let mut seen = std::collections::BTreeSet::new();
-        for seed in 0..4 {
+        for seed in 0..2 {
             for (form, fits) in [
                 (
                     &json_schema,
@@ -80,7 +80,7 @@ fn answers_follow_their_grammar_on_every_kind_of_device() {
                 }
             }
         }
-        assert!(seen.len() > 12, "{devices:?}: the model chooses nothing: {seen:?}");
+        assert!(seen.len() > 6, "{devices:?}: the model chooses nothing: {seen:?}");
     }
 }
 
