@@ -81,3 +81,53 @@ impl Shaping {
         self.failed.as_deref()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::grammar::Grammar;
+    use crate::model::builtin;
+    use crate::request::{Hints, Sampling};
+    use std::collections::BTreeMap;
+
+    #[test]
+    fn what_is_forbidden_weighs_nothing_and_other_penalties_stay() {
+        let tokenizer = builtin::tokenizer().unwrap();
+        let vocab = u32::try_from(tokenizer.vocab()).unwrap();
+        let grammars = Grammars::new(tokenizer.clone(), vocab);
+        let first = |text: &str| tokenizer.encode_chat(text).unwrap()[0];
+        let (yes, no, other) = (first("y"), first("n"), first("z"));
+        let wanted = GenerateRequest {
+            id: String::new(),
+            prompt_ids: [other].into(),
+            max_tokens: 8,
+            eos_ids: [1].into(),
+            sampling: Sampling { logit_bias: [(no, 2.0), (other, 5.0)].into(), ..Sampling::default() },
+            logprobs: None,
+            grammar: Some(Grammar::one_of(["y", "n"])),
+            cache_salt: None,
+            hints: Hints::default(),
+        };
+        let mut shaping = Shaping::new(&wanted, Some(&grammars)).unwrap();
+        shaping.follow(&[]);
+        let losses: BTreeMap<u32, f32> =
+            shaping.entries().iter().map(|[id, loss]| (*id, f32::from_bits(*loss))).collect();
+        assert_eq!(losses.len(), shaping.entries().len(), "a token is named once");
+        assert_eq!((losses.get(&yes), losses.get(&no)), (None, Some(&-2.0)));
+        // logits are far below this
+        assert!((0..vocab).filter(|id| ![yes, no].contains(id)).all(|id| losses[&id] > 1e30));
+        assert!(!shaping.forbidden().contains(&yes) && shaping.forbidden().contains(&other));
+        shaping.follow(&[yes]);
+        assert_eq!(
+            (shaping.failed(), shaping.entries().len() as u32),
+            (None, vocab - 1),
+            "only the end is left"
+        );
+        shaping.follow(&[yes, other]);
+        assert!(shaping.failed().is_some_and(|cause| cause.contains("grammar")));
+        let alone = Shaping::new(&wanted, None).unwrap();
+        assert!(alone.failed().is_some_and(|cause| cause.contains("tokenizer")));
+        let plain = GenerateRequest { grammar: None, sampling: Sampling::default(), ..wanted };
+        assert!(Shaping::new(&plain, None).is_none());
+    }
+}
