@@ -103,15 +103,15 @@ pub enum EngineShare {
     /// All of it.
     #[default]
     Whole,
-    /// It computes the prompt, keeps its KV for another engine, and answers with a [`HandOff`].
+    /// It computes the prompt, keeps its KV for another engine, and answers with a [`EngineHandOff`].
     Prompt,
     /// It answers, with the KV of the prompt from where this says.
-    Answer(HandOff),
+    Answer(EngineHandOff),
 }
 
 /// Where an engine keeps a prompt's KV for another one: JSON that only engines read.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct HandOff(pub Arc<str>);
+pub struct EngineHandOff(pub Arc<str>);
 
 /// The beginning of a streamed answer.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -133,7 +133,7 @@ pub enum EngineAnswer {
     /// The prompt is computed ([`EngineShare::Prompt`]).
     HandedOff {
         /// What the engine that answers needs.
-        hand_off: HandOff,
+        hand_off: EngineHandOff,
         /// Lengths, if the engine told them.
         usage: Option<EngineUsage>,
     },

@@ -328,11 +328,14 @@ def record(model, folder):
 def main(program, model, folder, *steps):
     if program == "record":
         return record(model, folder)
-    if not steps or "events" in steps:
+    steps = steps or ("events", "pd")
+    if not {"events", "pd"}.issuperset(steps):
+        sys.exit(f"unknown steps: {' '.join(steps)}; known: events pd")
+    if "events" in steps:
         alive([Engine(model, f"{folder}/vllm-0.log"),
                # this one connects to whoever listens
                Engine(model, f"{folder}/vllm-1.log", f"tcp://127.0.0.1:{free_port()}")], program, run)
-    if not steps or "pd" in steps:
+    if "pd" in steps:
         alive([Engine(model, f"{folder}/vllm-{at}.log", hands_off=True) for at in (2, 3)], program, run_divided)
 
 

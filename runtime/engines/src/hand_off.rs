@@ -6,7 +6,7 @@
 //! is only checked to be complete, since vLLM 0.32 dies of parameters that are not.
 
 use crate::object::RawObject;
-use mixfleet_hal::outside::{EngineFault, EngineFaultKind, HandOff};
+use mixfleet_hal::outside::{EngineFault, EngineFaultKind, EngineHandOff};
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 use serde_json::value::RawValue;
@@ -94,7 +94,7 @@ pub(crate) fn of_prompt(object: &mut RawObject<'_>) {
 ///
 /// # Errors
 /// When that is not JSON.
-pub(crate) fn of_answer(object: &mut RawObject<'_>, hand_off: &HandOff) -> Result<(), String> {
+pub(crate) fn of_answer(object: &mut RawObject<'_>, hand_off: &EngineHandOff) -> Result<(), String> {
     let raw: &RawValue = serde_json::from_str(&hand_off.0).map_err(|error| error.to_string())?;
     object.set(PARAMETERS, &raw);
     Ok(())
@@ -104,7 +104,7 @@ pub(crate) fn of_answer(object: &mut RawObject<'_>, hand_off: &HandOff) -> Resul
 ///
 /// # Errors
 /// When it does not say.
-pub(crate) fn read(document: &[u8]) -> Result<HandOff, EngineFault> {
+pub(crate) fn read(document: &[u8]) -> Result<EngineHandOff, EngineFault> {
     let not = |cause: String| EngineFault::new(EngineFaultKind::NotHandedOff, cause);
     let object =
         RawObject::parse(document).map_err(|error| not(format!("its answer is no object: {error}")))?;
@@ -121,7 +121,7 @@ pub(crate) fn read(document: &[u8]) -> Result<HandOff, EngineFault> {
     if !read.do_remote_prefill || read.remote_block_ids.iter().all(Vec::is_empty) {
         return Err(not(format!("{PARAMETERS} in its answer name no KV")));
     }
-    Ok(HandOff(given.into()))
+    Ok(EngineHandOff(given.into()))
 }
 
 #[cfg(test)]

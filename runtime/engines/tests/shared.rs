@@ -3,7 +3,7 @@
 use crate::fake::{FakeEngine, Mood};
 use mixfleet_engines::{EngineKind, HttpEngine};
 use mixfleet_hal::outside::{
-    BegunAnswer, EngineAnswer, EngineCall, EngineEndpoint, EngineFaultKind, EngineShare, HandOff,
+    BegunAnswer, EngineAnswer, EngineCall, EngineEndpoint, EngineFaultKind, EngineHandOff, EngineShare,
     OutsideEngine, PassedPath,
 };
 use serde_json::{Value, json};
@@ -42,7 +42,7 @@ fn parameters() -> Value {
     recorded["kv_transfer_params"].clone()
 }
 
-fn handed_off(engine: &HttpEngine, call: &EngineCall) -> HandOff {
+fn handed_off(engine: &HttpEngine, call: &EngineCall) -> EngineHandOff {
     match run(engine.ask(call)).unwrap() {
         EngineAnswer::HandedOff { hand_off, usage } => {
             assert!(usage.is_some());

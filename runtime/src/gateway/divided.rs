@@ -7,7 +7,9 @@
 use super::relay::{Passage, QUEUE_MAX, lost, silent};
 use super::{Gateway, RelayRequest};
 use mixfleet_hal::cast::to_u32;
-use mixfleet_hal::outside::{EngineAnswer, EngineFault, EngineFaultKind, EngineShare, EngineUsage, HandOff};
+use mixfleet_hal::outside::{
+    EngineAnswer, EngineFault, EngineFaultKind, EngineHandOff, EngineShare, EngineUsage,
+};
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::cost::{MeasuredSteps, Prefill};
 use mixfleet_scheduler::fleet::{Event, InstanceId};
@@ -25,7 +27,7 @@ const LOST_LATE: Seconds = Seconds(20.0);
 pub(super) struct Taken {
     /// The engine that has it.
     pub(super) from: usize,
-    pub(super) hand_off: HandOff,
+    pub(super) hand_off: EngineHandOff,
     /// When the answer should have begun, or be there if it comes whole.
     until: Seconds,
     /// How long a whole answer is predicted to take from its first token on.

@@ -8,8 +8,7 @@ use mixfleet_hal::outside::EngineShare;
 /// Engines with these roles, which answer with two tokens.
 async fn roles(env: &Arc<SeededEnv>, roles: &[Role]) -> (Arc<Gateway>, Vec<Arc<Scripted>>) {
     let habits = vec![Habit::Answers(2, 0.01); roles.len()];
-    let made = gateway_with(env, &habits, |at, engine| *engine.role.lock().unwrap() = roles[at]).await;
-    made
+    gateway_with(env, &habits, |at, engine| *engine.role.lock().unwrap() = roles[at]).await
 }
 
 /// What each engine was asked for: `w`hole requests, `p`rompts and `a`nswers.

@@ -3,8 +3,8 @@
 use super::*;
 use crate::env::{Env, SeededEnv};
 use mixfleet_hal::outside::{
-    EngineAnswer, EngineBlock, EngineCall, EngineChunk, EngineFuture, EngineKvChange, EngineKvFeed,
-    EngineModel, EngineShare, EngineStream, HandOff, WholeAnswer,
+    EngineAnswer, EngineBlock, EngineCall, EngineChunk, EngineFuture, EngineHandOff, EngineKvChange,
+    EngineKvFeed, EngineModel, EngineShare, EngineStream, WholeAnswer,
 };
 use mixfleet_scheduler::cost::{Coefficients, DecodeCoefficients, PrefillCoefficients};
 use std::collections::VecDeque;
@@ -105,7 +105,7 @@ impl OutsideEngine for Scripted {
                     (Sharing::Well(time), EngineShare::Prompt) => {
                         let _at_work = AtWork::begin(&self.prompts);
                         self.env.sleep(Duration::from_secs_f64(time)).await;
-                        let hand_off = HandOff(format!("{{\"of\":\"{}\"}}", self.name).into());
+                        let hand_off = EngineHandOff(format!("{{\"of\":\"{}\"}}", self.name).into());
                         return Ok(EngineAnswer::HandedOff { hand_off, usage: None });
                     }
                     (Sharing::Well(_), _) => {}
