@@ -215,7 +215,8 @@ pub(crate) fn parameters(rows: u32, cols: u32, seed: u64, stream: &mut Stream) -
 }
 
 /// Returns where each row's entries of the history begin, and the entries. Some rows have none, some lower
-/// logits so far that they weigh nothing, some ids have no logit, some entries belong to no row, and the last row may claim more than there are.
+/// logits so far that they weigh nothing, some ids have no logit, some entries belong to no row, and the last
+/// row may claim more than there are.
 pub(crate) fn history(case: &Case) -> (Vec<f64>, Vec<f64>) {
     let OpSig::Sample { rows, cols, history, .. } = case.sig else {
         unreachable!("only a draw has a history");

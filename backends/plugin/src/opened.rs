@@ -181,8 +181,8 @@ impl OpenDevice {
             .collect();
         let (run, mut error) = (function!(self, run)?, no_error());
         let _turn = self.turn(None)?;
-        // SAFETY: operations and operands live until the call returns, and were checked against each other; the
-        // buffers are of this device and live as long as the commands.
+        // SAFETY: operations and operands live until the call returns, and were checked against each other;
+        // the buffers are of this device and live as long as the commands.
         let code = unsafe { run(self.raw, ops.as_ptr(), to_u32(ops.len()), &raw mut error) };
         status(&self.id, code, &error)
     }

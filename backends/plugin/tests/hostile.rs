@@ -85,7 +85,7 @@ fn tried(path: &std::path::Path) -> Result<(), String> {
         OpSig::Gemm { m: 1, n: 4, k: 4, x: f32, weight: f32, out: f32, bias: false, accumulate: false };
     let mut queue = device.queue().map_err(|error| error.to_string())?;
     let cmd = Cmd::new(product, &[x, weight, out]).map_err(|error| error.to_string())?;
-    let ticket = queue.submit(&[cmd.clone()]).map_err(|error| error.to_string())?;
+    let ticket = queue.submit(std::slice::from_ref(&cmd)).map_err(|error| error.to_string())?;
     let limit =
         Duration::from_millis(if std::env::var(FAULT).is_ok_and(|f| f == "hang") { 300 } else { 60_000 });
     queue.wait(ticket, limit).map_err(|error| error.to_string())?;

@@ -44,7 +44,7 @@ pub(crate) fn plan(
             let mut said = ClientText::of(&mut messages, &mut arguments);
             if said.keys.iter().any(|key| !model.text.special_places(key).is_empty()) {
                 let message = "a key in 'messages', 'tools' or 'chat_template_kwargs' holds the text of a special token";
-                return Err(ApiError::value("messages", message));
+                return Err(ApiError::value("chat_template_kwargs", message));
             }
             mark(&mut said.strings, model.text.as_ref()).map_err(failed)?
         }

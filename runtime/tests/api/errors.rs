@@ -109,8 +109,7 @@ fn fields_that_would_change_the_output_are_refused() {
         assert_eq!(completion(field, value), expected);
     }
     for (field, value) in [
-        ("tools", json!([{"type": "function"}])),
-        ("tool_choice", json!("auto")),
+        ("function_call", json!("auto")),
         ("functions", json!([{}])),
         ("modalities", json!(["text", "audio"])),
         ("audio", json!({"voice": "x"})),
@@ -151,7 +150,7 @@ fn chats_that_are_no_chats_are_refused() {
         (json!("hi"), "messages"),
         (json!(["hi"]), "messages[0]"),
         (json!([{"content": "x"}]), "messages[0].role"),
-        (json!([{"role": "tool", "content": "x"}]), "messages[0].role"),
+        (json!([{"role": "function", "content": "x"}]), "messages[0].role"),
         (json!([{"role": "user"}]), "messages[0].content"),
         (user(json!(5)), "messages[0].content"),
         (user(json!([{"type": "image_url", "image_url": {"url": "x"}}])), "messages[0].content"),
