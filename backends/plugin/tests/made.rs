@@ -1,5 +1,7 @@
 //! Has `make` compile the libraries in C of `hwtests/plugin`, once a process.
 
+#![allow(clippy::print_stdout, reason = "a skip is said aloud")]
+
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
