@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 const PROMPT: &str = include_str!("../../engines/tests/data/vllm-0.32.0/prompt.json");
 const WORDS: &str = ",part=H100-SXM-80GB,shape=llama-3.1-8b,usd=2";
 
-fn parameters() -> Value {
+pub(crate) fn parameters() -> Value {
     serde_json::from_str::<Value>(PROMPT).unwrap()["kv_transfer_params"].clone()
 }
 

@@ -172,6 +172,27 @@ fn a_request_to_an_engine_is_one_trace_with_the_clients_and_the_engines() {
 }
 
 #[test]
+fn a_request_that_two_engines_share_has_its_hand_off_in_its_trace() {
+    let collector = Collector::start();
+    let (first, second) = (FakeEngine::start("vllm", "m"), FakeEngine::start("vllm", "m"));
+    let engine = |fake: &FakeEngine, role: &str| {
+        *fake.shared.hands_over.lock().unwrap() = crate::roles::parameters();
+        format!("--worker-engine=vllm:{}={role},part=H100-SXM-80GB,shape=llama-3.1-8b", fake.url())
+    };
+    let server = collector.serve(&[&engine(&first, "prefill"), &engine(&second, "decode")]);
+    let body = json!({"model": "m", "messages": [{"role": "user", "content": "count"}], "max_tokens": 4, "stream": true});
+    let header = format!("traceparent: {CLIENT}\r\n");
+    assert_eq!(server.call("POST", "/v1/chat/completions", &header, &body.to_string()).0, 200);
+    let phases = ["queue", "prefill", "hand-off", "decode"];
+    let spans = collector.spans(&[&["chat_completions"][..], &phases].concat());
+    request_of(&spans, &phases);
+    let instance =
+        |name: &str| fact(spans.iter().find(|span| span.name == name).unwrap(), "mixfleet.instance");
+    assert!(instance("prefill").contains(&first.address) && instance("hand-off").contains(&second.address));
+    assert_eq!(instance("hand-off"), instance("decode"));
+}
+
+#[test]
 fn without_a_collector_a_clients_trace_passes_to_the_engine_as_it_came() {
     let fake = FakeEngine::start("vllm", "m");
     let server = gateway(&[(&fake, "vllm", ",part=H100-SXM-80GB,shape=llama-3.1-8b")], &[]);

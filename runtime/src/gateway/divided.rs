@@ -71,6 +71,7 @@ impl Passage {
             gateway.learn_prompt(from, &usage, self.cached, now - asked);
         }
         self.leave_prompt();
+        self.tell_spans(from, now);
         let instance = InstanceId(to_u32(from));
         gateway.tell(Event::PrefillDone { request: self.request, instance });
         self.is_divided = true;

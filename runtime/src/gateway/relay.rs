@@ -514,13 +514,14 @@ impl Passage {
 
     /// Takes it from its engine, if it has one.
     pub(super) fn leave(&mut self) {
+        let asked = self.prompt_at.or(self.at);
         self.leave_prompt();
         self.taken = None;
         let Some(at) = self.at.take() else { return };
         self.stream = None;
         let now = self.gateway.env.now();
         self.idle_since = now;
-        self.tell_spans(at, now);
+        self.tell_spans(asked.unwrap_or(at), now);
         let mut state = self.gateway.lock();
         let seat = &mut state.seats[at];
         seat.own -= 1;
@@ -533,7 +534,7 @@ impl Passage {
 
 impl Passage {
     /// Tells what was done for it at an engine that it leaves, for who records traces.
-    fn tell_spans(&self, at: usize, now: Seconds) {
+    pub(super) fn tell_spans(&self, at: usize, now: Seconds) {
         let facts = |cached: Option<u32>, tokens: Option<u32>| {
             let mut facts =
                 vec![("mixfleet.instance", SpanFact::Text(self.gateway.engine(at).name().into()))];
@@ -542,7 +543,8 @@ impl Passage {
             facts
         };
         let (asked, first) = (self.times.asked, self.times.first);
-        self.span("prefill", (asked, first.unwrap_or(now)), || facts(Some(self.cached), None));
+        let before = if self.is_divided { "hand-off" } else { "prefill" };
+        self.span(before, (asked, first.unwrap_or(now)), || facts(Some(self.cached), None));
         if let Some(first) = first {
             self.span("decode", (first, now), || facts(None, Some(self.times.chunks)));
         }
