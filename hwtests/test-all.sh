@@ -12,6 +12,8 @@ packages="$packages pkg-config libhwloc-dev cmake libclang-dev libibverbs-dev li
 packages="$packages etcd-server protobuf-compiler libprotobuf-dev"
 # Mesa's lavapipe, which runs Vulkan on the CPU.
 packages="$packages mesa-vulkan-drivers libvulkan1"
+# A BLAS for the example of a backend in C.
+packages="$packages make libopenblas-dev"
 # g++ compiles the CUDA kernels for the CPU; pip fetches NVIDIA's compiler for them.
 packages="$packages g++ python3 python3-pip"
 missing=""

@@ -1,6 +1,11 @@
 /* A backend in plain C: loops over host memory, for every operation but drawing tokens, which the host then does.
- * It shows what a library has to have, and nothing of how to be fast. */
+ * It shows what a library has to have, and nothing of how to be fast. With MIXFLEET_BLAS matrix products go to
+ * somebody's BLAS, which is what most parts bring. */
 #include "mixfleet.h"
+
+#ifdef MIXFLEET_BLAS
+#include <cblas.h>
+#endif
 
 #include <math.h>
 #include <stdio.h>
@@ -118,18 +123,55 @@ static void rms_norm(const struct MixfleetOp *op) {
     }
 }
 
-static void gemm(const struct MixfleetOp *op) {
+#ifdef MIXFLEET_BLAS
+/* A matrix as floats, to be freed. */
+static float *floats(const unsigned char *from, size_t count, uint32_t dtype) {
+    float *all = malloc(count * sizeof *all);
+    for (size_t i = 0; all && i < count; i++) all[i] = load(from, i, dtype);
+    return all;
+}
+
+/* x weight^T, to be freed; null where the host has no memory. */
+static float *product(const struct MixfleetOp *op) {
+    struct MixfleetGemm s = op->shape.gemm;
+    float *x = floats(arg(op, 0), (size_t)s.m * s.k, s.x), *weight = floats(arg(op, 1), (size_t)s.n * s.k, s.weight);
+    float *sums = malloc((size_t)s.m * s.n * sizeof *sums);
+    if (x && weight && sums)
+        cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, (int)s.m, (int)s.n, (int)s.k, 1, x, (int)s.k, weight,
+                    (int)s.k, 0, sums, (int)s.n);
+    int done = x && weight;
+    free(x);
+    free(weight);
+    if (done) return sums;
+    free(sums);
+    return NULL;
+}
+#else
+static float *product(const struct MixfleetOp *op) {
+    struct MixfleetGemm s = op->shape.gemm;
+    float *sums = calloc((size_t)s.m * s.n, sizeof *sums);
+    for (size_t m = 0; sums && m < s.m; m++)
+        for (size_t n = 0; n < s.n; n++)
+            for (size_t k = 0; k < s.k; k++)
+                sums[m * s.n + n] += load(arg(op, 0), m * s.k + k, s.x) * load(arg(op, 1), n * s.k + k, s.weight);
+    return sums;
+}
+#endif
+
+static int gemm(const struct MixfleetOp *op, struct MixfleetError *error) {
     struct MixfleetGemm s = op->shape.gemm;
     unsigned char *out = arg(op, s.bias ? 3 : 2);
+    float *sums = product(op);
+    if (!sums) return fail(error, MIXFLEET_OUT_OF_MEMORY, "the host has no memory");
     for (size_t m = 0; m < s.m; m++)
         for (size_t n = 0; n < s.n; n++) {
-            float sum = 0;
-            for (size_t k = 0; k < s.k; k++)
-                sum += load(arg(op, 0), m * s.k + k, s.x) * load(arg(op, 1), n * s.k + k, s.weight);
+            float sum = sums[m * s.n + n];
             if (s.bias) sum += load(arg(op, 2), n, s.weight);
             if (s.accumulate) sum += load(out, m * s.n + n, s.out);
             store(out, m * s.n + n, s.out, sum);
         }
+    free(sums);
+    return MIXFLEET_OK;
 }
 
 static void rope(const struct MixfleetOp *op) {
@@ -293,7 +335,7 @@ static int run_one(const struct MixfleetOp *op, struct MixfleetError *error) {
     switch (op->kind) {
     case MIXFLEET_EMBED: return embed(op, error);
     case MIXFLEET_RMS_NORM: return rms_norm(op), MIXFLEET_OK;
-    case MIXFLEET_GEMM: return gemm(op), MIXFLEET_OK;
+    case MIXFLEET_GEMM: return gemm(op, error);
     case MIXFLEET_ROPE: return rope(op), MIXFLEET_OK;
     case MIXFLEET_KV_WRITE: return kv_write(op, error);
     case MIXFLEET_ATTN_PREFILL: return attn_prefill(op, acc, error);
@@ -397,7 +439,11 @@ static int32_t copy_out(struct MixfleetDevice *device, const struct MixfleetSlic
 static const struct MixfleetBackend table = {
     .struct_bytes = sizeof table,
     .abi = MIXFLEET_ABI,
+#ifdef MIXFLEET_BLAS
+    .name = "blas",
+#else
     .name = "loops",
+#endif
     .count = count,
     .info = info,
     .open = open_device,

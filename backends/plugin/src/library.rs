@@ -135,8 +135,8 @@ impl Library {
             return Err(wrong(cause));
         }
         let table = checked(table).map_err(wrong)?;
-        // SAFETY: a string that ends with a zero and stays, as the interface says, and `checked` saw that it is
-        // there.
+        // SAFETY: a string that ends with a zero and stays, as the interface says, and `checked` saw that it
+        // is there.
         let name = unsafe { CStr::from_ptr(table.name) }.to_string_lossy().into_owned();
         let fits = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_';
         if name.is_empty() || name.len() > NAME_BYTES_MAX || !name.bytes().all(fits) {

@@ -1,6 +1,6 @@
 //! The example in C against the suite that checks all devices.
 
-use crate::made::libraries;
+use crate::made::{blas, libraries};
 use mixfleet_hal::{Backend, OpSig, Support};
 use mixfleet_hwtests::{SuiteLevel, SuiteOptions, SuiteVerdict, run};
 use mixfleet_plugin::PluginBackend;
@@ -17,4 +17,12 @@ fn a_library_in_plain_c_conforms() {
     let report = run(&*device, &SuiteOptions::new(SuiteLevel::Quick), &mut |_| {});
     assert_eq!(report.verdict(), SuiteVerdict::Pass, "{report}");
     println!("{report}");
+}
+
+#[test]
+fn the_same_with_a_blas_conforms_too() {
+    let Some(library) = blas() else { return };
+    let device = PluginBackend::load(&library).unwrap().open("blas:0").unwrap();
+    let report = run(&*device, &SuiteOptions::new(SuiteLevel::Quick), &mut |_| {});
+    assert_eq!(report.verdict(), SuiteVerdict::Pass, "{report}");
 }

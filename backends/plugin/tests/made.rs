@@ -3,7 +3,7 @@
 #![allow(clippy::print_stdout, reason = "a skip is said aloud")]
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Output};
 use std::sync::OnceLock;
 
 /// Names that folder to a process that a test starts.
@@ -13,6 +13,18 @@ pub(crate) const MADE_BY_PARENT: &str = "MIXFLEET_PLUGIN_LIBRARIES";
 pub(crate) fn libraries() -> Option<&'static Path> {
     static MADE: OnceLock<Option<PathBuf>> = OnceLock::new();
     MADE.get_or_init(make).as_deref()
+}
+
+/// The library whose matrix products go to a BLAS; none where there is no BLAS, or no compiler.
+#[allow(dead_code, reason = "one of the two crates that have this file asks for it")]
+pub(crate) fn blas() -> Option<PathBuf> {
+    let out = libraries()?;
+    let made = made_in(out, &["blas"]);
+    if !made.status.success() {
+        println!("SKIPPED: no BLAS (Debian: libopenblas-dev): {}", String::from_utf8_lossy(&made.stderr));
+        return None;
+    }
+    Some(out.join("blas.so"))
 }
 
 /// Has `make` compile them, without cargo on its path.
@@ -28,15 +40,19 @@ fn make() -> Option<PathBuf> {
     }
     let out = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("plugin-{}", std::process::id()));
     std::fs::create_dir_all(&out).unwrap();
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../hwtests/plugin");
-    let output = Command::new("make")
-        .arg("-C")
-        .arg(source)
-        .arg(format!("OUT={}", out.display()))
-        .env("PATH", "/usr/bin:/bin")
-        .output()
-        .unwrap();
+    let output = made_in(&out, &[]);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     assert!(output.stderr.is_empty(), "warnings: {}", String::from_utf8_lossy(&output.stderr));
     Some(out)
+}
+
+fn made_in(out: &Path, targets: &[&str]) -> Output {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../hwtests/plugin");
+    let mut make = Command::new("make");
+    make.arg("-C")
+        .arg(source)
+        .arg(format!("OUT={}", out.display()))
+        .args(targets)
+        .env("PATH", "/usr/bin:/bin");
+    make.output().unwrap()
 }

@@ -57,6 +57,9 @@ fn a_library_is_validated_as_parts_are() {
     assert!(failed.is_empty(), "{failed:?}");
     let passed = report["cases"].as_array().unwrap().iter().filter(|c| c["status"] == "pass").count();
     assert!(passed > 100, "{passed} cases passed");
+    let words = ["validate", "--device", "loops:0", "--level", "6", "--only", "l6", "--json"];
+    let served = with(&folder.join("loops.so"), &words);
+    assert!(served.status.success(), "{}{}", text(&served.stdout), text(&served.stderr));
 }
 
 #[test]

@@ -123,7 +123,7 @@ fn messages(fields: &mut Fields<'_>, encoder: &Encoder<'_>) -> Result<Vec<ChatMe
         return Err(ApiError::field("messages", "missing_parameter", "'messages' is missing"));
     };
     let context = encoder.model.context as usize;
-    let mut messages = Vec::new();
+    let (mut messages, mut call_bytes) = (Vec::new(), 0);
     let take = |item| {
         if messages.len() == context {
             return Err(encoder.too_long(context + 1));
@@ -131,7 +131,7 @@ fn messages(fields: &mut Fields<'_>, encoder: &Encoder<'_>) -> Result<Vec<ChatMe
         if messages.len() == MESSAGES_MAX {
             return Err(ApiError::value("messages", format!("'messages' holds more than {MESSAGES_MAX}")));
         }
-        messages.push(message(messages.len(), item)?);
+        messages.push(message(messages.len(), item, &mut call_bytes)?);
         Ok(())
     };
     each(raw, take).ok_or_else(|| wrong_type("messages", "an array", raw))??;
@@ -142,7 +142,7 @@ fn messages(fields: &mut Fields<'_>, encoder: &Encoder<'_>) -> Result<Vec<ChatMe
 }
 
 /// Converts a message for the template: a known role, and its content as one string.
-fn message(index: usize, raw: &RawValue) -> Result<ChatMessage, ApiError> {
+fn message(index: usize, raw: &RawValue, call_bytes: &mut usize) -> Result<ChatMessage, ApiError> {
     let name = |field: &str| format!("messages[{index}]{field}");
     let mut fields = Fields::within(raw)?.ok_or_else(|| wrong_type(&name(""), "an object", raw))?;
     let unsupported =
@@ -168,8 +168,8 @@ fn message(index: usize, raw: &RawValue) -> Result<ChatMessage, ApiError> {
                 return Err(ApiError::field(name(".role"), "missing_parameter", "a message needs a 'role'"));
             }
         };
-    let calls =
-        fields.take("tool_calls").map(|raw| tools::past_calls(&name(".tool_calls"), raw)).transpose()?;
+    let calls = fields.take("tool_calls").map(|raw| tools::past_calls(&name(".tool_calls"), raw, call_bytes));
+    let calls = calls.transpose()?;
     let calls = calls.filter(|calls| !calls.is_empty());
     let said = match (fields.take("content"), &calls) {
         (None, Some(_)) => String::new(),

@@ -12,6 +12,9 @@ use crate::model::ToolStyle;
 
 /// Maximum number of tools; OpenAI's.
 const TOOLS_MAX: usize = 128;
+/// Maximum length of all tools, and of all calls in earlier messages: parsed they take up to 30 times as
+/// much memory.
+const TOOLS_BYTES_MAX: usize = 1 << 20;
 /// Maximum length of a tool's name; OpenAI's.
 const NAME_BYTES_MAX: usize = 64;
 
@@ -55,6 +58,10 @@ impl Tools {
                 )),
             };
         };
+        if raw.get().len() > TOOLS_BYTES_MAX {
+            let message = format!("'tools' is larger than {TOOLS_BYTES_MAX} bytes");
+            return Err(ApiError::value("tools", message));
+        }
         let given: Value = serde_json::from_str(raw.get())
             .map_err(|error| ApiError::value("tools", format!("'tools' cannot be read: {error}")))?;
         let tools = given.as_array().ok_or_else(|| wrong_type("tools", "an array", raw))?;
@@ -158,8 +165,13 @@ fn function(at: usize, tool: &Value) -> Result<(String, Value), ApiError> {
 }
 
 /// Reads the calls of an earlier message, for the template: their arguments, JSON in a string, as JSON.
-pub(super) fn past_calls(name: &str, raw: &RawValue) -> Result<Vec<Value>, ApiError> {
+/// `bytes` counts those of all messages.
+pub(super) fn past_calls(name: &str, raw: &RawValue, bytes: &mut usize) -> Result<Vec<Value>, ApiError> {
     let wrong = |what: String| ApiError::value(name, format!("'{name}': {what}"));
+    *bytes += raw.get().len();
+    if *bytes > TOOLS_BYTES_MAX {
+        return Err(wrong(format!("the calls of all messages are larger than {TOOLS_BYTES_MAX} bytes")));
+    }
     let mut calls: Vec<Value> = match serde_json::from_str(raw.get()) {
         Ok(Value::Array(calls)) => calls,
         Ok(_) => return Err(wrong_type(name, "an array", raw)),

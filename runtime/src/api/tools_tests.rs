@@ -162,7 +162,7 @@ fn what_is_no_tool_is_refused_by_its_place() {
 
 #[test]
 fn calls_of_earlier_messages_are_read_for_the_template() {
-    let read = |value: Value| past_calls("calls", &serde_json::value::to_raw_value(&value).unwrap());
+    let read = |value: Value| past_calls("calls", &serde_json::value::to_raw_value(&value).unwrap(), &mut 0);
     let call = |arguments: Value| json!([{"id": "1", "type": "function", "function": {"name": "a", "arguments": arguments}}]);
     assert_eq!(read(call(json!("{\"x\": 1}"))).unwrap()[0]["function"]["arguments"], json!({"x": 1}));
     assert_eq!(read(call(json!({"x": 1}))).unwrap()[0]["function"]["arguments"], json!({"x": 1}));
@@ -217,4 +217,15 @@ fn whatever_a_grammar_of_calls_lets_through_is_calls() {
             assert!(ended > 2, "{style:?}, {further}: {ended} of 10 ended");
         }
     }
+}
+
+#[test]
+fn tools_and_calls_take_no_more_memory_than_they_may() {
+    let long = "x".repeat(TOOLS_BYTES_MAX);
+    let tools = json!({"tools": [{"type": "function", "function": {"name": "a", "description": long}}]});
+    assert!(parse(&tools).unwrap_err().to_json().contains("larger than"));
+    let calls = json!([{"function": {"name": "a", "arguments": {"x": "y".repeat(TOOLS_BYTES_MAX / 2)}}}]);
+    let (calls, mut bytes) = (serde_json::value::to_raw_value(&calls).unwrap(), 0);
+    assert!(past_calls("calls", &calls, &mut bytes).is_ok());
+    assert!(past_calls("calls", &calls, &mut bytes).unwrap_err().to_json().contains("larger than"));
 }
