@@ -1,10 +1,11 @@
 //! One trace through the processes of a fleet.
 
-use super::ProcessFleet;
+use super::{ProcessFleet, get};
 use crate::traces::{CLIENT, Collector, request_of, service_of};
 use serde_json::json;
 use std::io::{Read, Write};
 use std::net::TcpStream;
+use std::time::{Duration, Instant};
 
 #[test]
 fn a_request_is_one_trace_through_router_and_workers() {
@@ -15,6 +16,11 @@ fn a_request_is_one_trace_through_router_and_workers() {
     let _prefill = fleet.joined("cpu@0", "prefill", &[]);
     let _decode = fleet.joined("cpu@1", "decode", &[]);
     let (_router, address) = fleet.router();
+    let until = Instant::now() + Duration::from_secs(60);
+    while !get(&address, "/health").starts_with("HTTP/1.1 200") {
+        assert!(Instant::now() < until, "the router finds no pair of workers");
+        std::thread::sleep(Duration::from_millis(10));
+    }
     let body = json!({"model": "llama-gqa-f32", "messages": [{"role": "user", "content": "count for me"}],
         "max_tokens": 6, "ignore_eos": true})
     .to_string();
