@@ -287,6 +287,24 @@ def check_quietly(holds, what):
         check(False, what)
 
 
+def killed_in_streams(gateway, engine, count, limit_s, what):
+    """Kills an engine in the middle of `count` streams, each of which must be whole all the same."""
+    started = threading.Semaphore(0)
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    texts = [f"Count for me, number {at}." for at in range(count)]
+    streams = [Stream(gateway.address, chat(text, 200, **options), started) for text in texts]
+    for _ in range(10 * count):
+        started.acquire(timeout=60)
+    running = sum(not stream.done for stream in streams)
+    engine.kill()
+    for stream in streams:
+        stream.join(timeout=limit_s)
+    check(running == count, what)
+    for stream in streams:
+        whole = stream.done and stream.finish == "length" and stream.usage["completion_tokens"] == 200
+        check(whole and len(stream.ids) == 1, f"a whole answer: {stream.usage} {stream.error or ''}")
+
+
 def record(model, folder):
     """Writes what a server with a small cache sends to a subscriber and as a replay, and what it holds at the end."""
     engine = Engine(model, f"{folder}/vllm.log", blocks=8, context=160)
@@ -426,19 +444,7 @@ def run(program, engines, gateways):
     check(aware < robin, f"and their mean TTFT is shorter: {words_of}")
 
     gateway = serve("--policy", "round-robin")
-    started = threading.Semaphore(0)
-    options = {"stream": True, "stream_options": {"include_usage": True}}
-    streams = [Stream(gateway.address, chat(f"Count for me, number {at}.", 200, **options), started) for at in range(4)]
-    for _ in range(40):
-        started.acquire(timeout=60)
-    running = sum(not stream.done for stream in streams)
-    engines[0].kill()
-    for stream in streams:
-        stream.join(timeout=180)
-    check(running == len(streams), "an engine was killed while all answers ran")
-    for stream in streams:
-        whole = stream.done and stream.finish == "length" and stream.usage["completion_tokens"] == 200
-        check(whole and len(stream.ids) == 1, f"a whole answer: {stream.usage} {stream.error or ''}")
+    killed_in_streams(gateway, engines[0], 4, 180, "an engine was killed while all answers ran")
     check(gateway.wait_for("mixfleet_instances ", 1), "one engine is left")
     engines[0].start()
     engines[0].wait()
@@ -570,19 +576,7 @@ def run_divided(program, engines, gateways):
     first.start()
     first.wait()
     back()
-    started = threading.Semaphore(0)
-    options = {"stream": True, "stream_options": {"include_usage": True}}
-    streams = [Stream(gateway.address, chat(f"Count for me, number {at}.", 200, **options), started) for at in range(3)]
-    for _ in range(30):
-        started.acquire(timeout=60)
-    running = sum(not stream.done for stream in streams)
-    second.kill()
-    for stream in streams:
-        stream.join(timeout=300)
-    check(running == 3, "the second engine is killed while three answers run")
-    for stream in streams:
-        whole = stream.done and stream.finish == "length" and stream.usage["completion_tokens"] == 200
-        check(whole and len(stream.ids) == 1, f"a whole answer: {stream.usage} {stream.error or ''}")
+    killed_in_streams(gateway, second, 3, 300, "the second engine is killed while three answers run")
 
 
 if __name__ == "__main__":

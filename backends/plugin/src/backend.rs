@@ -1,14 +1,14 @@
 //! A backend in a library.
 
 use crate::device::PluginDevice;
-use crate::library::Library;
+use crate::library::PluginLibrary;
 use mixfleet_hal::{Absent, Backend, Device, DeviceInfo, Error, Result};
 use std::path::Path;
 use std::sync::Arc;
 
 /// A backend in a shared library.
 #[derive(Clone, Debug)]
-pub struct PluginBackend(Arc<Library>);
+pub struct PluginBackend(Arc<PluginLibrary>);
 
 impl PluginBackend {
     /// Loads a library. It runs in this process from then on, and is never unloaded.
@@ -16,7 +16,7 @@ impl PluginBackend {
     /// # Errors
     /// When the file is no library of this interface, or what it says cannot be.
     pub fn load(path: &Path) -> std::result::Result<Self, Absent> {
-        Library::load(path).map(|library| PluginBackend(Arc::new(library)))
+        PluginLibrary::load(path).map(|library| PluginBackend(Arc::new(library)))
     }
 }
 
@@ -41,7 +41,9 @@ impl Backend for PluginBackend {
             index.map_err(|()| Error::invalid(format!("'{selector}' is no device; write '{name}:0'")))?;
         let count = self.0.count().map_err(|absent| Error::unsupported(absent.reason))?;
         if index >= count {
-            return Err(Error::invalid(format!("there is no '{selector}'; {name} has {count} devices")));
+            return Err(Error::invalid(format!(
+                "there is no '{selector}'; {name} counts its devices from 0 and has {count}"
+            )));
         }
         Ok(Arc::new(PluginDevice::open(self.0.clone(), index)?))
     }

@@ -1,7 +1,7 @@
 //! A device of a library.
 
-use crate::library::Library;
-use crate::opened::OpenDevice;
+use crate::library::PluginLibrary;
+use crate::opened::OpenedDevice;
 use crate::queue::PluginQueue;
 use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::units::Bytes;
@@ -13,15 +13,15 @@ use std::sync::Arc;
 
 /// A device of a library, with what it says of itself.
 pub(crate) struct PluginDevice {
-    open: Arc<OpenDevice>,
+    open: Arc<OpenedDevice>,
     info: DeviceInfo,
     limits: DeviceLimits,
 }
 
 impl PluginDevice {
-    pub(crate) fn open(library: Arc<Library>, index: u32) -> Result<Self> {
+    pub(crate) fn open(library: Arc<PluginLibrary>, index: u32) -> Result<Self> {
         let (info, limits) = library.describe(index)?;
-        let open = OpenDevice::open(library, index, &info.id)?;
+        let open = OpenedDevice::open(library, index, &info.id)?;
         Ok(PluginDevice { open, info, limits })
     }
 }

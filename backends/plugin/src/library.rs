@@ -4,7 +4,7 @@ use crate::abi::{
     MIXFLEET_ABI, MIXFLEET_DEVICE_LOST, MIXFLEET_INVALID, MIXFLEET_OK, MIXFLEET_OUT_OF_MEMORY,
     MIXFLEET_UNSUPPORTED, MixfleetBackend, MixfleetEntry, MixfleetError, MixfleetInfo,
 };
-use mixfleet_hal::cast::to_u32;
+use mixfleet_hal::cast::{to_u32, to_usize};
 use mixfleet_hal::units::Bytes;
 use mixfleet_hal::{Absent, DeviceInfo, DeviceKind, DeviceLimits, Error, ErrorKind, Result};
 use std::ffi::{CStr, c_char};
@@ -22,23 +22,56 @@ const ALIGNMENT_MAX: u64 = 4096;
 
 /// The functions of a loaded library, which stays loaded.
 #[derive(Debug)]
-pub(crate) struct Library {
+pub(crate) struct PluginLibrary {
     pub(crate) name: &'static str,
-    pub(crate) table: Table,
+    pub(crate) table: FunctionTable,
 }
 
 /// A table all of whose functions that are not optional are there.
 #[derive(Clone, Copy)]
-pub(crate) struct Table(pub(crate) MixfleetBackend);
+pub(crate) struct FunctionTable(pub(crate) MixfleetBackend);
 
 // SAFETY: the name is a text that stays as it is, and functions may be called by any thread.
-unsafe impl Send for Table {}
+unsafe impl Send for FunctionTable {}
 // SAFETY: as above.
-unsafe impl Sync for Table {}
+unsafe impl Sync for FunctionTable {}
 
-impl std::fmt::Debug for Table {
+impl std::fmt::Debug for FunctionTable {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Table")
+        f.write_str("FunctionTable")
+    }
+}
+
+/// Refuses a file that was cut, which ends the process that loads it. Only 64-bit ELF is looked at.
+fn check_whole(path: &Path) -> std::result::Result<(), String> {
+    let Ok(file) = std::fs::read(path) else { return Ok(()) };
+    let bytes = |from: usize, count: usize| file.get(from..from.checked_add(count)?);
+    let number = |from: usize, count: usize| {
+        let bytes = bytes(from, count)?.iter().rev();
+        Some(bytes.fold(0u64, |all, byte| all << 8 | u64::from(*byte)))
+    };
+    if bytes(0, 6) != Some(b"\x7fELF\x02\x01") {
+        return Ok(());
+    }
+    // where segments are described, how long a description is, and how many there are
+    let ends = || -> Option<bool> {
+        let (at, each, count) = (number(0x20, 8)?, number(0x36, 2)?, number(0x38, 2)?);
+        for index in 0..count {
+            let segment = to_usize(at.checked_add(index * each)?);
+            // PT_LOAD: bytes of the file that are mapped
+            if number(segment, 4)? == 1 {
+                let end = number(segment.checked_add(0x08)?, 8)?
+                    .checked_add(number(segment.checked_add(0x20)?, 8)?)?;
+                if end > file.len() as u64 {
+                    return Some(false);
+                }
+            }
+        }
+        Some(true)
+    };
+    match ends() {
+        Some(true) => Ok(()),
+        _ => Err("the file is cut off; copy or build it again".into()),
     }
 }
 
@@ -111,13 +144,14 @@ fn text(bytes: &[c_char]) -> String {
     String::from_utf8_lossy(&bytes).trim().to_owned()
 }
 
-impl Library {
+impl PluginLibrary {
     /// Loads a library, which stays loaded.
     ///
     /// # Errors
     /// When the file is no library of this interface, or what it says cannot be.
     pub(crate) fn load(path: &Path) -> std::result::Result<Self, Absent> {
         let wrong = |cause: String| Absent::new(format!("{}: {cause}", path.display()));
+        check_whole(path).map_err(wrong)?;
         // SAFETY: this runs the library's initialisers; whoever names a library trusts it.
         let library = unsafe { libloading::Library::new(path) };
         let library = library.map_err(|error| wrong(format!("it cannot be loaded: {error}")))?;
@@ -144,7 +178,7 @@ impl Library {
             return Err(wrong(cause));
         }
         let name = Box::leak(name.into_boxed_str());
-        Ok(Library { name, table: Table(table) })
+        Ok(PluginLibrary { name, table: FunctionTable(table) })
     }
 
     /// What a device is, and its limits.

@@ -1,7 +1,7 @@
 //! An open device of a library, and its memory.
 
 use crate::abi::{MixfleetBuffer, MixfleetDevice, MixfleetHealth, MixfleetOp, MixfleetSlice};
-use crate::library::{Library, no_error, status};
+use crate::library::{PluginLibrary, no_error, status};
 use crate::operation;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{Buffer, Cmd, Error, ErrorKind, Health, OpSig, Result, Slice, Support};
@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 const BATCH_MAX: Duration = Duration::from_secs(60);
 
 /// An open device.
-pub(crate) struct OpenDevice {
-    library: Arc<Library>,
+pub(crate) struct OpenedDevice {
+    library: Arc<PluginLibrary>,
     raw: *mut MixfleetDevice,
     id: String,
     /// Whether one of `run`, `write` and `read` is in progress.
@@ -23,12 +23,12 @@ pub(crate) struct OpenDevice {
 }
 
 // SAFETY: the pointer is only handed to the library, whose functions any thread may call.
-unsafe impl Send for OpenDevice {}
+unsafe impl Send for OpenedDevice {}
 // SAFETY: as above; what may not run at a time is excluded by `is_busy`.
-unsafe impl Sync for OpenDevice {}
+unsafe impl Sync for OpenedDevice {}
 
 /// Holds a device for one call.
-struct Turn<'a>(&'a OpenDevice);
+struct Turn<'a>(&'a OpenedDevice);
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
@@ -44,9 +44,9 @@ macro_rules! function {
     };
 }
 
-impl OpenDevice {
+impl OpenedDevice {
     /// Opens a device, which is called `id`.
-    pub(crate) fn open(library: Arc<Library>, index: u32, id: &str) -> Result<Arc<Self>> {
+    pub(crate) fn open(library: Arc<PluginLibrary>, index: u32, id: &str) -> Result<Arc<Self>> {
         let (mut device, mut error) = (std::ptr::null_mut(), no_error());
         let open = library.table.0.open.ok_or_else(|| Error::invalid("no 'open'"))?;
         // SAFETY: both pointers are ours.
@@ -56,7 +56,7 @@ impl OpenDevice {
             return Err(Error::invalid(format!("{id}: the library opens it and gives nothing")));
         }
         let (is_busy, is_free) = (Mutex::new(false), Condvar::new());
-        Ok(Arc::new(OpenDevice { library, raw: device, id: id.to_owned(), is_busy, is_free }))
+        Ok(Arc::new(OpenedDevice { library, raw: device, id: id.to_owned(), is_busy, is_free }))
     }
 
     /// Whether it can run an operation.
@@ -195,7 +195,7 @@ impl OpenDevice {
     }
 }
 
-impl Drop for OpenDevice {
+impl Drop for OpenedDevice {
     fn drop(&mut self) {
         if let Some(close) = self.library.table.0.close {
             // SAFETY: buffers and queues hold the device, so that none is left.
@@ -206,7 +206,7 @@ impl Drop for OpenDevice {
 
 /// A buffer, freed with the last slice of it.
 struct PluginBuffer {
-    device: Arc<OpenDevice>,
+    device: Arc<OpenedDevice>,
     raw: *mut MixfleetBuffer,
     bytes: u64,
 }
@@ -242,7 +242,7 @@ impl Drop for PluginBuffer {
 ///
 /// # Errors
 /// `Invalid` if it is of another device.
-fn raw(device: &Arc<OpenDevice>, slice: &Slice) -> Result<MixfleetSlice> {
+fn raw(device: &Arc<OpenedDevice>, slice: &Slice) -> Result<MixfleetSlice> {
     let buffer = slice.buffer.as_any().downcast_ref::<PluginBuffer>();
     let buffer = buffer.filter(|buffer| Arc::ptr_eq(&buffer.device, device));
     let buffer = buffer.ok_or_else(|| Error::invalid("the slice belongs to another device"))?;

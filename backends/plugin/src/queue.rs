@@ -1,6 +1,6 @@
 //! A queue: a thread that has the library run batches.
 
-use crate::opened::OpenDevice;
+use crate::opened::OpenedDevice;
 use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Cmd, Elapsed, Error, ErrorKind, Graph, Queue, Result, Ticket};
@@ -57,7 +57,7 @@ impl Graph for Recorded {
 }
 
 impl PluginQueue {
-    pub(crate) fn start(device: Arc<OpenDevice>, id: &str) -> Result<Self> {
+    pub(crate) fn start(device: Arc<OpenedDevice>, id: &str) -> Result<Self> {
         let (batches, incoming) = channel();
         let progress = Arc::new(Progress::default());
         let told = progress.clone();
@@ -69,7 +69,7 @@ impl PluginQueue {
 }
 
 /// Runs batches until the queue is dropped. One that never ends keeps its thread, and nothing else.
-fn run(device: &Arc<OpenDevice>, batches: &Receiver<Vec<Cmd>>, progress: &Progress) {
+fn run(device: &Arc<OpenedDevice>, batches: &Receiver<Vec<Cmd>>, progress: &Progress) {
     while let Ok(cmds) = batches.recv() {
         let began = Instant::now();
         let failed = progress.lock().failed.is_some();

@@ -101,6 +101,14 @@ fn what_is_no_library_is_told() {
     std::fs::write(&text, "no library").unwrap();
     let told = |path: &std::path::Path| PluginBackend::load(path).map(drop).unwrap_err().reason;
     assert!(told(&text).contains("cannot be loaded"), "{}", told(&text));
+    if let Some(made) = libraries() {
+        // where the dynamic linker would end this process
+        let whole = std::fs::read(made.join("loops.so")).unwrap();
+        for bytes in [70, 500, 3000, whole.len() / 2] {
+            std::fs::write(&text, &whole[..bytes]).unwrap();
+            assert!(told(&text).contains("cut off"), "{bytes}: {}", told(&text));
+        }
+    }
     std::fs::remove_file(&text).unwrap();
     assert!(told(&text).contains("cannot be loaded"), "{}", told(&text));
 }

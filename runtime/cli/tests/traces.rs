@@ -17,12 +17,12 @@ use std::time::{Duration, Instant};
 pub(crate) const CLIENT: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
 
 /// A collector of OTLP over HTTP.
-pub(crate) struct Collector {
+pub(crate) struct FakeCollector {
     pub(crate) address: String,
     came: Arc<Mutex<Vec<ExportTraceServiceRequest>>>,
 }
 
-impl Collector {
+impl FakeCollector {
     pub(crate) fn start() -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = format!("http://{}", listener.local_addr().unwrap());
@@ -56,7 +56,7 @@ impl Collector {
                 });
             }
         });
-        Collector { address, came }
+        FakeCollector { address, came }
     }
 
     /// A server whose spans it gets.
@@ -88,7 +88,7 @@ impl Collector {
 }
 
 /// The service that told a span of this name.
-pub(crate) fn service_of(collector: &Collector, name: &str) -> String {
+pub(crate) fn service_of(collector: &FakeCollector, name: &str) -> String {
     let came = collector.came.lock().unwrap();
     let has =
         |of: &&ResourceSpans| of.scope_spans.iter().flat_map(|of| &of.spans).any(|span| span.name == name);
@@ -129,7 +129,7 @@ pub(crate) fn request_of<'a>(spans: &'a [Span], phases: &[&str]) -> &'a Span {
 
 #[test]
 fn a_request_to_an_engine_is_one_trace_with_the_clients_and_the_engines() {
-    let (collector, fake) = (Collector::start(), FakeEngine::start("vllm", "m"));
+    let (collector, fake) = (FakeCollector::start(), FakeEngine::start("vllm", "m"));
     *fake.shared.pace.lock().unwrap() = Duration::from_millis(20);
     let engine = format!("--worker-engine=vllm:{},part=H100-SXM-80GB,shape=llama-3.1-8b", fake.url());
     let server = collector.serve(&[&engine]);
@@ -173,7 +173,7 @@ fn a_request_to_an_engine_is_one_trace_with_the_clients_and_the_engines() {
 
 #[test]
 fn a_request_that_two_engines_share_has_its_hand_off_in_its_trace() {
-    let collector = Collector::start();
+    let collector = FakeCollector::start();
     let (first, second) = (FakeEngine::start("vllm", "m"), FakeEngine::start("vllm", "m"));
     let engine = |fake: &FakeEngine, role: &str| {
         *fake.shared.hands_over.lock().unwrap() = crate::roles::parameters();
@@ -208,7 +208,7 @@ fn without_a_collector_a_clients_trace_passes_to_the_engine_as_it_came() {
 
 #[test]
 fn a_request_on_two_devices_has_its_hand_off_in_its_trace() {
-    let collector = Collector::start();
+    let collector = FakeCollector::start();
     let devices = ["--device", "cpu@0=prefill", "--device", "cpu@1=decode", "--kv-memory", "0.02"];
     let server = collector.serve(&devices);
     let (_, models) = server.call("GET", "/v1/models", "", "");

@@ -7,7 +7,7 @@ use super::ServedModel;
 use super::encode::{Encoder, Stopped};
 use super::errors::ApiError;
 use super::fields::{Fields, each, text, wrong_type};
-use super::format::Format;
+use super::format::AnswerForm;
 use super::generate::Plan;
 use super::parameters::{self, Parameters};
 use super::refused;
@@ -79,7 +79,7 @@ fn tools(
         let hint = "a form of the answer beside 'tools' is not implemented";
         return Err(ApiError::unsupported("response_format", hint));
     }
-    parameters.format = tools.grammar(style).map(|grammar| Format::new("tools", grammar));
+    parameters.format = tools.grammar(style).map(|grammar| AnswerForm::new("tools", grammar));
     Ok(Some((tools, style)))
 }
 

@@ -23,20 +23,20 @@ const GUIDED: [(&str, &str); 5] = [
 
 /// A grammar, and the field that asked for it.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Format {
+pub(crate) struct AnswerForm {
     field: String,
     pub(crate) grammar: Grammar,
 }
 
-impl Format {
+impl AnswerForm {
     /// A form that a field asks for.
     pub(crate) fn new(field: &str, grammar: Grammar) -> Self {
-        Format { field: field.into(), grammar }
+        AnswerForm { field: field.into(), grammar }
     }
 
     /// Reads the fields that say what an answer must be; none if it may be anything.
     pub(crate) fn parse(fields: &mut Fields<'_>) -> Result<Option<Self>, ApiError> {
-        let mut found: Vec<Format> = Vec::new();
+        let mut found: Vec<AnswerForm> = Vec::new();
         found.extend(response_format(fields)?);
         if let Some(mut inner) = fields.fields("structured_outputs")? {
             for (_, name) in GUIDED {
@@ -76,7 +76,7 @@ impl Format {
     }
 }
 
-fn response_format(fields: &mut Fields<'_>) -> Result<Option<Format>, ApiError> {
+fn response_format(fields: &mut Fields<'_>) -> Result<Option<AnswerForm>, ApiError> {
     const FIELD: &str = "response_format";
     let Some(mut inner) = fields.fields(FIELD)? else { return Ok(None) };
     let grammar = match inner.string("type")?.as_deref() {
@@ -105,7 +105,7 @@ fn response_format(fields: &mut Fields<'_>) -> Result<Option<Format>, ApiError> 
             return Err(ApiError::field("response_format.type", "missing_parameter", message));
         }
     };
-    Ok(Some(Format::new(FIELD, grammar)))
+    Ok(Some(AnswerForm::new(FIELD, grammar)))
 }
 
 fn any_object() -> Grammar {
@@ -113,7 +113,7 @@ fn any_object() -> Grammar {
 }
 
 /// One of vLLM's constraints; none if it constrains nothing.
-fn constraint(field: &str, kind: &str, raw: &RawValue) -> Result<Option<Format>, ApiError> {
+fn constraint(field: &str, kind: &str, raw: &RawValue) -> Result<Option<AnswerForm>, ApiError> {
     let string = |wanted| text(field, raw)?.ok_or_else(|| wrong_type(field, wanted, raw));
     let grammar = match kind {
         "json" => match text(field, raw)? {
@@ -146,16 +146,16 @@ fn constraint(field: &str, kind: &str, raw: &RawValue) -> Result<Option<Format>,
         _ => Grammar::Lark(string("a string")?.into()),
     };
     let constrains = !grammar.text().is_empty();
-    Ok(constrains.then(|| Format::new(field, grammar)))
+    Ok(constrains.then(|| AnswerForm::new(field, grammar)))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn parse(body: &Value) -> Result<Option<Format>, ApiError> {
+    fn parse(body: &Value) -> Result<Option<AnswerForm>, ApiError> {
         let body = body.to_string();
-        Format::parse(&mut Fields::parse(body.as_bytes()).unwrap())
+        AnswerForm::parse(&mut Fields::parse(body.as_bytes()).unwrap())
     }
 
     #[test]

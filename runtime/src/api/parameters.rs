@@ -5,7 +5,7 @@ use serde_json::value::RawValue;
 
 use super::errors::ApiError;
 use super::fields::{Fields, each, text, token_id, wrong_type};
-use super::format::Format;
+use super::format::AnswerForm;
 use super::hints::ParsedHints;
 use crate::request::Sampling;
 
@@ -41,7 +41,7 @@ pub(crate) struct Parameters {
     pub(crate) split_special_tokens: Option<bool>,
     pub(crate) cache_salt: Option<String>,
     /// What the answer must be.
-    pub(crate) format: Option<Format>,
+    pub(crate) format: Option<AnswerForm>,
     /// What the request says of itself.
     pub(crate) asked: ParsedHints,
     /// Options of a stream; none for one document at the end.
@@ -79,7 +79,7 @@ impl Parameters {
             add_special_tokens: fields.boolean("add_special_tokens")?,
             split_special_tokens: fields.boolean("split_special_tokens")?,
             cache_salt: cache_salt(fields)?,
-            format: Format::parse(fields)?,
+            format: AnswerForm::parse(fields)?,
             asked: ParsedHints::parse(fields)?,
             stream: stream(fields)?,
         })

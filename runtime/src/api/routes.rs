@@ -19,7 +19,7 @@ use super::fields::Fields;
 use super::generate::Plan;
 use super::observe::{document, exposition, is_open, live};
 use super::shapes::Endpoint;
-use super::{Api, Phase, ServedModel, Serving, body, chat, completions, generate, page, pass, relay};
+use super::{Api, Phase, Seat, ServedModel, Serving, body, chat, completions, generate, page, pass, relay};
 use crate::budget::Party;
 use crate::metrics::HttpLabels;
 use mixfleet_hal::outside::PassedPath;
@@ -235,15 +235,9 @@ async fn answer(
             return relay::answer(api, gateway, caller, endpoint, headers, body).await;
         }
     };
-    let TenantCaller { tenant, party } = caller;
-    let seat = api.seat(tenant)?;
-    let (body, held) = body::read_json(api, party.clone(), headers, body).await?;
-    let (served, choices_max) = (model.clone(), api.limits.choices_max);
-    let read = move |stopped: Stopped<'_>| plan(&body, endpoint, &served, choices_max, stopped);
-    let bytes = held.bytes();
-    let (plan, (seat, held)) = api.readers.run(bytes, party, (seat, held), read).await?;
-    drop(held);
-    generate::respond(api, model, plan?, seat, (arrived_s, api.trace(headers))).await
+    let (plan, seat) =
+        planned(api, caller, (&model, Some(endpoint), api.limits.choices_max), headers, body).await?;
+    generate::respond(api, model, plan, seat, (arrived_s, api.trace(headers))).await
 }
 
 /// The ids of one prompt, or of the messages of a chat, whose body is checked as if it generated.
@@ -256,21 +250,37 @@ async fn tokenize(
     let Serving::Model(model) = api.serving()? else {
         return Err(ApiError::not_found("engines of others tokenise at their own addresses"));
     };
-    let TenantCaller { tenant, party } = caller;
-    let seat = api.seat(tenant)?;
-    let (body, held) = body::read_json(&api, party.clone(), &headers, body).await?;
-    let served = model.clone();
-    let read = move |stopped: Stopped<'_>| {
-        let is_chat = Fields::parse(&body)?.get("messages").is_some();
-        let endpoint = if is_chat { Endpoint::Chat } else { Endpoint::Completions };
-        plan(&body, endpoint, &served, 1, stopped)
-    };
-    let bytes = held.bytes();
-    let (plan, held) = api.readers.run(bytes, party, (seat, held), read).await?;
-    drop(held);
-    let tokens = plan?.prompts.into_iter().next().unwrap_or_default();
+    let (plan, _seat) = planned(&api, caller, (&model, None, 1), &headers, body).await?;
+    let tokens = plan.prompts.into_iter().next().unwrap_or_default();
     let told = json!({ "count": tokens.len(), "max_model_len": model.context, "tokens": tokens });
     Ok(document(StatusCode::OK, &told))
+}
+
+/// Reads and tokenises a body of at most so many prompts on a thread for that, for an endpoint, or the one
+/// that it looks like.
+async fn planned(
+    api: &Api,
+    caller: TenantCaller,
+    (model, endpoint, prompts_max): (&Arc<ServedModel>, Option<Endpoint>, usize),
+    headers: &HeaderMap,
+    body: Body,
+) -> Result<(Plan, Seat), ApiError> {
+    let TenantCaller { tenant, party } = caller;
+    let seat = api.seat(tenant)?;
+    let (body, held) = body::read_json(api, party.clone(), headers, body).await?;
+    let served = model.clone();
+    let read = move |stopped: Stopped<'_>| {
+        let endpoint = match endpoint {
+            Some(endpoint) => endpoint,
+            None if Fields::parse(&body)?.get("messages").is_some() => Endpoint::Chat,
+            None => Endpoint::Completions,
+        };
+        plan(&body, endpoint, &served, prompts_max, stopped)
+    };
+    let bytes = held.bytes();
+    let (plan, (seat, held)) = api.readers.run(bytes, party, (seat, held), read).await?;
+    drop(held);
+    Ok((plan?, seat))
 }
 
 /// Reads a body and tokenises it.

@@ -68,10 +68,10 @@ impl Worker {
         let sampled = step.sequences.iter().filter(|s| s.sample);
         let draws = sampled.zip(rows).map(|(sequence, row)| {
             let failed = self.shaping(sequence.request).and_then(Shaping::failed);
-            let token = match row {
-                _ if failed.is_some() => Err(failed.unwrap_or_default().to_owned()),
-                LogitsRow::Drawn(drawn, tops) => self.drawn_there(sequence, drawn, &tops)?,
-                LogitsRow::Logits(logits) => self.draw_here(sequence, &logits),
+            let token = match (failed, row) {
+                (Some(cause), _) => Err(cause.to_owned()),
+                (None, LogitsRow::Drawn(drawn, tops)) => self.drawn_there(sequence, drawn, &tops)?,
+                (None, LogitsRow::Logits(logits)) => self.draw_here(sequence, &logits),
             };
             Ok((sequence.request, token))
         });

@@ -24,7 +24,7 @@ const LOST_LATE: Seconds = Seconds(20.0);
 
 /// KV that an answer begins with.
 #[derive(Debug)]
-pub(super) struct Taken {
+pub(super) struct TakenKv {
     /// The engine that has it.
     pub(super) from: usize,
     pub(super) hand_off: EngineHandOff,
@@ -82,7 +82,7 @@ impl Passage {
             false => self.tbt * f64::from(gateway.longest_answer(&self.wanted)),
         };
         let until = now + SHARE_LATE + (self.transfer + answer) * SHARE_TIMES;
-        self.taken = Some(Taken { from, hand_off, until, answer });
+        self.taken = Some(TakenKv { from, hand_off, until, answer });
         Ok(None)
     }
 
@@ -143,7 +143,7 @@ impl Passage {
 
 impl Gateway {
     /// Completes when an answer that begins with handed over KV should have come.
-    pub(super) fn overdue(&self, taken: Option<&Taken>) -> impl Future<Output = EngineFault> + use<'_> {
+    pub(super) fn overdue(&self, taken: Option<&TakenKv>) -> impl Future<Output = EngineFault> + use<'_> {
         let watched = taken.map(|taken| (taken.from, taken.until, taken.answer));
         async move {
             let Some((from, until, answer)) = watched else { return std::future::pending().await };

@@ -1,6 +1,6 @@
 //! Requests that two engines share, and what becomes of them when one of the two fails.
 
-use super::tests::{Habit, Scripted, Sharing, asked, gateway_with, seeded, streamed, told, wanted};
+use super::tests::{Habit, Scripted, ShareHabit, asked, gateway_with, seeded, streamed, told, wanted};
 use super::*;
 use crate::env::{Env, SeededEnv};
 use mixfleet_hal::outside::EngineShare;
@@ -43,7 +43,7 @@ fn counted(gateway: &Gateway, line: &str) -> bool {
 fn one_engine_computes_the_prompt_and_another_one_answers() {
     seeded(async |env| {
         let (gateway, engines) = roles(&env, &[Role::Prefill, Role::Decode]).await;
-        *engines[0].sharing.lock().unwrap() = Sharing::Well(0.5);
+        *engines[0].sharing.lock().unwrap() = ShareHabit::Well(0.5);
         let began = env.now();
         assert_eq!(streamed(&gateway, "a").await, ("xx".to_owned(), None));
         assert!((env.now() - began).0 > 0.5);
@@ -74,11 +74,11 @@ fn an_engine_that_fails_a_prompt_is_replaced_and_without_another_one_who_answers
     for kind in [Unreachable, Busy, Failed, Malformed, Cut] {
         seeded(async move |env| {
             let (gateway, engines) = roles(&env, &[Role::Prefill, Role::Prefill, Role::Decode]).await;
-            *engines[0].sharing.lock().unwrap() = Sharing::Faults(kind);
+            *engines[0].sharing.lock().unwrap() = ShareHabit::Faults(kind);
             assert_eq!(streamed(&gateway, "a").await.1, None);
             assert_eq!(shares(&engines), ["p", "p", "a"], "{kind:?}");
             assert_eq!(explained(&gateway, "a")["failed"], serde_json::json!(["e0"]));
-            *engines[1].sharing.lock().unwrap() = Sharing::Faults(kind);
+            *engines[1].sharing.lock().unwrap() = ShareHabit::Faults(kind);
             assert_eq!(streamed(&gateway, "b").await.1, None);
             let [first, second, last] = &shares(&engines)[..] else { panic!("three engines") };
             assert!(first.len() <= 1 && second == "p" && last == "w", "{first} {second} {last}");
@@ -91,13 +91,13 @@ fn an_engine_that_fails_a_prompt_is_replaced_and_without_another_one_who_answers
 #[test]
 fn what_is_not_handed_over_or_not_taken_over_is_computed_by_one_engine() {
     use EngineFaultKind::{Failed, Malformed, NotHandedOff, NotTaken};
-    let faults = |kind| Sharing::Faults(kind);
+    let faults = |kind| ShareHabit::Faults(kind);
     for (prompt, answer, expected, failures) in [
-        (faults(NotTaken), Sharing::Well(0.0), ["p", "w"], None),
-        (faults(NotHandedOff), Sharing::Well(0.0), ["p", "w"], Some("not_handed_over")),
-        (Sharing::Well(0.0), faults(Failed), ["p", "aw"], Some("not_taken_over")),
-        (Sharing::Well(0.0), faults(Malformed), ["p", "aw"], Some("not_taken_over")),
-        (Sharing::Well(0.0), Sharing::Refuses, ["p", "aw"], Some("not_taken_over")),
+        (faults(NotTaken), ShareHabit::Well(0.0), ["p", "w"], None),
+        (faults(NotHandedOff), ShareHabit::Well(0.0), ["p", "w"], Some("not_handed_over")),
+        (ShareHabit::Well(0.0), faults(Failed), ["p", "aw"], Some("not_taken_over")),
+        (ShareHabit::Well(0.0), faults(Malformed), ["p", "aw"], Some("not_taken_over")),
+        (ShareHabit::Well(0.0), ShareHabit::Refuses, ["p", "aw"], Some("not_taken_over")),
     ] {
         seeded(async move |env| {
             for stream in [true, false] {
@@ -134,7 +134,7 @@ fn a_pull_that_hangs_ends_in_time_and_sooner_where_the_engine_with_the_kv_is_los
     {
         seeded(async move |env| {
             let (gateway, engines) = roles(&env, &[Role::Prefill, Role::Decode]).await;
-            *engines[1].sharing.lock().unwrap() = Sharing::Hangs;
+            *engines[1].sharing.lock().unwrap() = ShareHabit::Hangs;
             if is_lost {
                 *engines[0].state.lock().unwrap() =
                     Err(EngineFault::new(EngineFaultKind::Unreachable, "gone"));
@@ -158,7 +158,7 @@ fn a_pull_that_hangs_ends_in_time_and_sooner_where_the_engine_with_the_kv_is_los
 fn an_engine_that_had_the_kv_is_asked_before_there_is_no_answer() {
     seeded(async |env| {
         let (gateway, engines) = roles(&env, &[Role::Prefill, Role::Decode]).await;
-        *engines[1].sharing.lock().unwrap() = Sharing::Faults(EngineFaultKind::Failed);
+        *engines[1].sharing.lock().unwrap() = ShareHabit::Faults(EngineFaultKind::Failed);
         *engines[1].habit.lock().unwrap() = Habit::Faults(EngineFaultKind::Failed);
         assert_eq!(streamed(&gateway, "a").await, ("xx".to_owned(), None));
         assert_eq!(shares(&engines), ["pw", "aw"]);
@@ -174,7 +174,7 @@ fn an_answer_that_breaks_goes_on_divided_and_prompts_and_answers_end_with_their_
         assert_eq!(streamed(&gateway, "a").await, ("xxxxx".to_owned(), None));
         assert_eq!(shares(&engines), ["pp", "a", "a"]);
         assert_idle(&gateway);
-        *engines[0].sharing.lock().unwrap() = Sharing::Well(10.0);
+        *engines[0].sharing.lock().unwrap() = ShareHabit::Well(10.0);
         let left = tokio::select! {
             biased;
             _ = relay(&gateway, wanted("b", true)) => false,
@@ -192,7 +192,7 @@ fn an_answer_that_breaks_goes_on_divided_and_prompts_and_answers_end_with_their_
 fn engines_at_which_hand_offs_fail_have_no_part_in_any_for_a_while() {
     seeded(async |env| {
         let (gateway, engines) = roles(&env, &[Role::Prefill, Role::Decode]).await;
-        *engines[1].sharing.lock().unwrap() = Sharing::Faults(EngineFaultKind::Failed);
+        *engines[1].sharing.lock().unwrap() = ShareHabit::Faults(EngineFaultKind::Failed);
         for _ in 0..3 {
             assert_eq!(streamed(&gateway, "a").await.1, None);
         }
@@ -202,7 +202,7 @@ fn engines_at_which_hand_offs_fail_have_no_part_in_any_for_a_while() {
         }
         assert!(!shares(&engines).concat().contains('p'), "hand-offs rest");
         assert!(gateway.lock().seats.iter().all(|seat| !seat.breaker.is_open()), "and the engines do not");
-        *engines[1].sharing.lock().unwrap() = Sharing::Well(0.0);
+        *engines[1].sharing.lock().unwrap() = ShareHabit::Well(0.0);
         env.sleep(Duration::from_secs(5)).await;
         assert_eq!(streamed(&gateway, "c").await.1, None);
         assert_eq!(shares(&engines), ["p", "a"]);

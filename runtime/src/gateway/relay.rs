@@ -1,6 +1,6 @@
 //! One client's request on its way: placed, asked, relayed, and placed again where an engine fails.
 
-use super::divided::Taken;
+use super::divided::TakenKv;
 use super::{Asked, EnginePlace, Gateway, RelayRequest};
 use crate::request::Rejection;
 use crate::trace::{SpanFact, SpanFacts};
@@ -55,7 +55,7 @@ pub(crate) struct Passage {
     /// Another one, while that one computes the prompt.
     pub(super) prompt_at: Option<usize>,
     /// The KV that the answer begins with, until it has begun.
-    pub(super) taken: Option<Taken>,
+    pub(super) taken: Option<TakenKv>,
     /// Whether another engine computed the prompt.
     pub(super) is_divided: bool,
     /// Why no two engines share it any more, if so.

@@ -23,7 +23,7 @@ pub(super) enum Habit {
 
 /// What an engine does with its share of a request that it shares with another one.
 #[derive(Clone, Debug)]
-pub(super) enum Sharing {
+pub(super) enum ShareHabit {
     /// A prompt takes so long; what is handed over is taken.
     Well(f64),
     /// Nothing comes of it.
@@ -38,7 +38,7 @@ pub(super) struct Scripted {
     name: String,
     env: Arc<SeededEnv>,
     pub(super) habit: Mutex<Habit>,
-    pub(super) sharing: Mutex<Sharing>,
+    pub(super) sharing: Mutex<ShareHabit>,
     pub(super) role: Mutex<Role>,
     /// The shares that it was asked for.
     pub(super) shares: Mutex<Vec<EngineShare>>,
@@ -102,16 +102,18 @@ impl OutsideEngine for Scripted {
             if call.share != EngineShare::Whole {
                 let sharing = self.sharing.lock().unwrap().clone();
                 match (sharing, &call.share) {
-                    (Sharing::Well(time), EngineShare::Prompt) => {
+                    (ShareHabit::Well(time), EngineShare::Prompt) => {
                         let _at_work = AtWork::begin(&self.prompts);
                         self.env.sleep(Duration::from_secs_f64(time)).await;
                         let hand_off = EngineHandOff(format!("{{\"of\":\"{}\"}}", self.name).into());
                         return Ok(EngineAnswer::HandedOff { hand_off, usage: None });
                     }
-                    (Sharing::Well(_), _) => {}
-                    (Sharing::Hangs, _) => std::future::pending().await,
-                    (Sharing::Faults(kind), _) => return Err(EngineFault::new(kind, "as the script says")),
-                    (Sharing::Refuses, _) => {
+                    (ShareHabit::Well(_), _) => {}
+                    (ShareHabit::Hangs, _) => std::future::pending().await,
+                    (ShareHabit::Faults(kind), _) => {
+                        return Err(EngineFault::new(kind, "as the script says"));
+                    }
+                    (ShareHabit::Refuses, _) => {
                         return Ok(EngineAnswer::Refused { status: 400, body: b"{}".to_vec() });
                     }
                 }
@@ -209,7 +211,7 @@ pub(super) async fn gateway_with(
             name: format!("e{at}"),
             env: env.clone(),
             habit: Mutex::new(habit.clone()),
-            sharing: Mutex::new(Sharing::Well(0.0)),
+            sharing: Mutex::new(ShareHabit::Well(0.0)),
             role: Mutex::default(),
             shares: Mutex::default(),
             prompts: AtomicUsize::new(0),

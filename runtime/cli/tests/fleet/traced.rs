@@ -1,7 +1,7 @@
 //! One trace through the processes of a fleet.
 
 use super::{ProcessFleet, get};
-use crate::traces::{CLIENT, Collector, request_of, service_of};
+use crate::traces::{CLIENT, FakeCollector, request_of, service_of};
 use serde_json::json;
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 #[test]
 fn a_request_is_one_trace_through_router_and_workers() {
     let Some(mut fleet) = ProcessFleet::new("traced") else { return };
-    let collector = Collector::start();
+    let collector = FakeCollector::start();
     let variables = [("OTEL_EXPORTER_OTLP_ENDPOINT", &*collector.address), ("OTEL_BSP_SCHEDULE_DELAY", "50")];
     fleet.environment = variables.map(|(name, value)| (name.into(), value.into())).into();
     let _prefill = fleet.joined("cpu@0", "prefill", &[]);
