@@ -212,6 +212,8 @@ pub struct EngineUsage {
 pub enum EngineFaultKind {
     /// It cannot be reached.
     Unreachable,
+    /// There is none.
+    Vacant,
     /// It has too much to do, or is not ready.
     Busy,
     /// It says that it failed.
@@ -233,6 +235,7 @@ impl EngineFaultKind {
     pub fn name(self) -> &'static str {
         match self {
             EngineFaultKind::Unreachable => "unreachable",
+            EngineFaultKind::Vacant => "vacant",
             EngineFaultKind::Busy => "busy",
             EngineFaultKind::Failed => "failed",
             EngineFaultKind::Malformed => "malformed",
@@ -284,6 +287,8 @@ pub struct EngineState {
     pub kv_usage: Option<f64>,
     /// Whether it shows that it can hand KV over to another engine, and take it over.
     pub hands_off: bool,
+    /// Whether it will end, and takes no further requests.
+    pub leaving: bool,
     /// What it does not tell, and what follows from that, a sentence each.
     pub missing: Vec<String>,
 }

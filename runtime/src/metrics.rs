@@ -19,7 +19,7 @@ use mixfleet_hal::cast::to_i64;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::{BatchLoad, RequestId};
 use mixfleet_scheduler::cost::Corrections;
-use mixfleet_scheduler::fleet::Action;
+use mixfleet_scheduler::fleet::{Action, Instance};
 use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue, LabelValueEncoder};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -226,6 +226,11 @@ pub struct Metrics {
     pub requests_waiting: Family<DeviceLabels, Gauge>,
     /// `mixfleet_kv_cache_usage_ratios{device}`: KV pages referenced / all pages, by the engine.
     pub kv_cache_usage: Family<DeviceLabels, FractionGauge>,
+    /// `mixfleet_kv_capacity_tokens{device}`: tokens that fit into the KV memory of a device that is up, by
+    /// the engine.
+    pub kv_capacity_tokens: Family<DeviceLabels, Gauge>,
+    /// `mixfleet_kv_block_tokens{device}`: tokens of a KV block there, by the engine.
+    pub kv_block_tokens: Family<DeviceLabels, Gauge>,
     /// `mixfleet_preemptions_total{device}`: sequences that lost their KV pages, by the engine.
     pub preemptions: Family<DeviceLabels, Counter>,
     /// `mixfleet_device_tokens_total{device}`: tokens of prompts and answers that the model computed on the
@@ -357,6 +362,8 @@ impl Metrics {
             requests_running: plain(to, "requests_running", "Sequences in the running batch"),
             requests_waiting: plain(to, "requests_waiting", "Sequences accepted and not running"),
             kv_cache_usage: with_unit(to, "kv_cache_usage", Unit::Ratios, "KV pages referenced over all"),
+            kv_capacity_tokens: plain(to, "kv_capacity_tokens", "Tokens that fit into KV memory"),
+            kv_block_tokens: plain(to, "kv_block_tokens", "Tokens of a KV block"),
             preemptions: plain(to, "preemptions", "Sequences that lost their KV pages"),
             device_tokens: plain(to, "device_tokens", "Tokens that went through the model"),
             device_steps: plain(to, "device_steps", "Forward passes"),
@@ -494,12 +501,20 @@ impl Metrics {
 }
 
 impl Metrics {
+    /// Records the KV memory of an instance that has come.
+    pub(crate) fn loaded(&self, instance: &Instance) {
+        let labels = DeviceLabels { device: instance.device.to_string() };
+        self.kv_capacity_tokens.get_or_create(&labels).set(to_i64(instance.kv_capacity_tokens));
+        self.kv_block_tokens.get_or_create(&labels).set(to_i64(instance.kv_block_tokens));
+    }
+
     /// Records that nothing runs on a device, because it cannot be reached.
     pub(crate) fn unload(&self, device: &str) {
         let labels = DeviceLabels { device: device.into() };
         self.requests_running.get_or_create(&labels).set(0);
         self.requests_waiting.get_or_create(&labels).set(0);
         self.kv_cache_usage.get_or_create(&labels).set(0.0);
+        self.kv_capacity_tokens.get_or_create(&labels).set(0);
     }
 }
 

@@ -248,6 +248,7 @@ fn load(
 /// Waits for the first engine that answers.
 fn load_engines(engines: &[WorkerEngine], args: &FrontArgs, around: Around) -> Result<(Arc<Gateway>, ())> {
     let specs = engines.iter().map(WorkerEngine::open).collect::<Result<Vec<_>>>()?;
+    let specs = specs.into_iter().flatten().collect();
     let Around { env, metrics, placements, events } = around;
     let limits = engine_config(args)?;
     let parts = GatewayParts { env, name: args.name.clone(), limits, events, placements, metrics };

@@ -3,7 +3,7 @@
 use crate::numbers::USD_PER_HOUR_MIN;
 use crate::{Usage, profiles};
 use anyhow::{Context, Result};
-use mixfleet_engines::{EngineAddress, EngineKind, HttpEngine, KvEventsAt};
+use mixfleet_engines::{EngineAddress, EngineKind, HttpEngine, KvEventsAt, system_lookup};
 use mixfleet_hal::catalog;
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::{Seconds, UsdPerHour};
@@ -19,6 +19,8 @@ use std::sync::Arc;
 const CHUNK_TOKENS: u32 = 2048;
 /// The network of an engine that does not tell: 100 Gbit/s.
 const NIC_GB_PER_S: f64 = 12.5;
+/// Engines behind one name at most.
+const INSTANCES_MAX: u32 = 256;
 /// What a hand-off of KV takes besides its bytes: two requests, and the pull's own messages.
 const HAND_OFF_LATENCY: Seconds = Seconds(0.01);
 
@@ -47,6 +49,8 @@ pub(crate) struct WorkerEngine {
     role: Role,
     /// The network of the engine, each way.
     nic_gb_per_s: f64,
+    /// Engines behind its name at most; none if the name is that of one engine.
+    instances: Option<u32>,
 }
 
 impl std::str::FromStr for WorkerEngine {
@@ -85,6 +89,7 @@ impl std::str::FromStr for WorkerEngine {
             kv_ranks: 1,
             role,
             nic_gb_per_s: NIC_GB_PER_S,
+            instances: None,
         };
         for word in words {
             let (name, value) = word.split_once('=').ok_or_else(|| format!("'{word}' is not WORD=VALUE"))?;
@@ -101,12 +106,13 @@ impl std::str::FromStr for WorkerEngine {
                 "kv-events" => engine.kv_events = Some(value.to_owned()),
                 "kv-replay" => engine.kv_replay = Some(value.to_owned()),
                 "nic-gb-per-s" => engine.nic_gb_per_s = gb_per_s(value)?,
+                "instances" => engine.instances = Some(instances(value)?),
                 "kv-ranks" => {
                     engine.kv_ranks =
                         value.parse().map_err(|_| format!("'{value}' is no number of ranks"))?;
                 }
                 _ => {
-                    let known = "usd, part, tp, shape, stored, profile, model, key-file, ca, kv-events, kv-replay, kv-ranks, nic-gb-per-s";
+                    let known = "usd, part, tp, shape, stored, profile, model, key-file, ca, kv-events, kv-replay, kv-ranks, nic-gb-per-s, instances";
                     return Err(format!("unknown word '{name}'; known: {known}"));
                 }
             }
@@ -117,6 +123,12 @@ impl std::str::FromStr for WorkerEngine {
         let is_known = engine.part.is_some() || engine.profile.is_some();
         if is_known != engine.shape.is_some() {
             return Err("a prediction needs part or profile, and shape, the name of a known model".into());
+        }
+        if engine.instances.is_some() && engine.kv_events.as_deref().is_some_and(|events| events != "off") {
+            return Err(
+                "engines behind one name are asked where their KV events come from: leave kv-events out"
+                    .into(),
+            );
         }
         engine.kv_events_at()?;
         Ok(engine)
@@ -129,17 +141,22 @@ fn usd(text: &str) -> Result<f64, String> {
     value.ok_or_else(|| format!("'{text}' is no price in dollars per hour"))
 }
 
+fn instances(text: &str) -> Result<u32, String> {
+    let count = text.parse().ok().filter(|count| (1..=INSTANCES_MAX).contains(count));
+    count.ok_or_else(|| format!("'{text}' is no number of engines from 1 to {INSTANCES_MAX}"))
+}
+
 fn gb_per_s(text: &str) -> Result<f64, String> {
     let value = text.parse().ok().filter(|rate: &f64| rate.is_finite() && *rate > 0.0);
     value.ok_or_else(|| format!("'{text}' is no rate in GB/s"))
 }
 
 impl WorkerEngine {
-    /// The engine, ready to be asked.
+    /// The engine, or those behind its name, ready to be asked.
     ///
     /// # Errors
     /// What of it is not known, or cannot be read.
-    pub(crate) fn open(&self) -> Result<EngineSpec> {
+    pub(crate) fn open(&self) -> Result<Vec<EngineSpec>> {
         let key = self.key_file.as_deref().map(read_key).transpose()?;
         let mut address = self.address.clone();
         if let Some(file) = &self.ca {
@@ -151,21 +168,30 @@ impl WorkerEngine {
             Some(file) => Usage(format!("ca={}: {why}", file.display())),
             None => Usage(why),
         };
-        let engine = HttpEngine::new(self.kind, address, key.as_deref(), self.model.clone());
-        let engine = engine.map_err(wrong)?.with_kv_events(self.kv_events_at().map_err(Usage)?);
-        Ok(EngineSpec {
-            engine: Arc::new(engine),
+        let (key, model) = (key.as_deref(), self.model.as_deref());
+        let engines = match self.instances {
+            Some(count) => {
+                let places = (count as usize, system_lookup());
+                HttpEngine::behind_name(self.kind, &address, (key, model), places)
+            }
+            None => HttpEngine::new(self.kind, address, key, self.model.clone()).map(|engine| vec![engine]),
+        };
+        let (kv_events, cost) = (self.kv_events_at().map_err(Usage)?, self.cost()?);
+        let kv_bytes_per_token = self.known_shape()?.map(|shape| shape.kv_bytes_per_token());
+        let spec = |engine: HttpEngine| EngineSpec {
+            engine: Arc::new(engine.with_kv_events(kv_events.clone())),
             model: self.model.clone(),
             price: self.usd_per_hour.map(UsdPerHour),
-            cost: self.cost()?,
+            cost: cost.clone(),
             role: self.role,
             nic: LinkCost {
                 latency: HAND_OFF_LATENCY * 0.5,
                 seconds_per_byte: 1e-9 / self.nic_gb_per_s,
                 usd_per_byte: 0.0,
             },
-            kv_bytes_per_token: self.known_shape()?.map(|shape| shape.kv_bytes_per_token()),
-        })
+            kv_bytes_per_token,
+        };
+        Ok(engines.map_err(wrong)?.into_iter().map(spec).collect())
     }
 
     /// Where its KV events come from.
@@ -235,9 +261,14 @@ mod tests {
             read("vllm:http://h:8000=auto,usd=2.5,part=H100-SXM-80GB,tp=2,shape=llama-3.1-8b").unwrap();
         assert_eq!((engine.kind, engine.usd_per_hour, engine.tp), (EngineKind::Vllm, Some(2.5), 2));
         let CostModel::Tables(_) = engine.cost().unwrap().unwrap() else { panic!("not compiled") };
-        let spec = read("llamacpp:http://[::1]:8080,model=a.gguf").unwrap().open().unwrap();
+        let specs = read("llamacpp:http://[::1]:8080,model=a.gguf").unwrap().open().unwrap();
+        let [spec] = &specs[..] else { panic!("not one engine") };
         assert_eq!((spec.engine.name(), spec.model.as_deref()), ("llamacpp:[::1]:8080", Some("a.gguf")));
         assert!(spec.cost.is_none() && spec.price.is_none());
+        let specs = read("mixfleet:http://own.default.svc:8000,instances=3,usd=1").unwrap().open().unwrap();
+        let names: Vec<&str> = specs.iter().map(|spec| spec.engine.name()).collect();
+        let expected = [1, 2, 3].map(|k| format!("mixfleet:own.default.svc:8000#{k}"));
+        assert_eq!(names, expected);
         let told = read("vllm:http://h:1,kv-events=tcp://*:5557,kv-replay=tcp://*:5558").unwrap();
         let expected = KvEventsAt::given("h", "tcp://*:5557", Some("tcp://*:5558"), 1);
         assert_eq!(told.kv_events_at(), expected);
@@ -254,7 +285,10 @@ mod tests {
             ("llamacpp:http://h=prefill", "hands no KV"),
             ("vllm:http://h=x", "unknown role"),
             ("vllm:http://h,nic-gb-per-s=0", "GB/s"),
+            ("mixfleet:http://h=decode", "hands no KV"),
             ("vllm:http://h,usd=x", "no price"),
+            ("vllm:http://h,instances=0", "from 1 to 256"),
+            ("vllm:http://h,instances=2,kv-events=tcp://*:5557", "are asked"),
             ("vllm:http://h,colour=red", "unknown word 'colour'"),
             ("vllm:http://h,part=H100-SXM-80GB", "shape"),
             ("vllm:http://h,kv-events=5557", "tcp://HOST:PORT"),

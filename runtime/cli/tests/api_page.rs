@@ -1,5 +1,6 @@
 //! docs/api.md lists the addresses that are routed, and the fields that are read.
 
+use serde_json::Value;
 use std::collections::BTreeSet;
 use std::path::Path;
 
@@ -29,6 +30,35 @@ fn the_page_lists_the_addresses_that_are_routed() {
         .collect();
     assert!(listed.len() > 8, "{listed:?}");
     assert_eq!(listed, routed());
+}
+
+#[test]
+fn the_description_for_programs_has_the_same_addresses_and_fields() {
+    let document: Value = serde_json::from_str(&read("runtime/src/api/openapi.json")).unwrap();
+    let paths = document["paths"].as_object().unwrap().iter();
+    let described: BTreeSet<(String, String)> = paths
+        .flat_map(|(path, methods)| {
+            methods.as_object().unwrap().keys().map(|method| (method.to_uppercase(), path.clone()))
+        })
+        .collect();
+    assert_eq!(described, routed());
+    let page = read("docs/api.md");
+    let (_, table) = page.split_once("## Fields on devices of this fleet").unwrap();
+    let (table, _) = table.split_once("Refused with a 400").unwrap();
+    let first_cells = table.lines().filter_map(|line| line.strip_prefix("| `")?.split_once('|'));
+    let on_the_page: BTreeSet<&str> = first_cells
+        .flat_map(|(cell, _)| cell.split(|c: char| !c.is_ascii_alphanumeric() && c != '_'))
+        .filter(|word| {
+            !["", "chat", "completions", "or", "and", "fields", "that", "nobody", "knows"].contains(word)
+        })
+        .collect();
+    let schemas = &document["components"]["schemas"];
+    let fields: BTreeSet<&str> = ["ChatRequest", "CompletionRequest"]
+        .into_iter()
+        .flat_map(|name| schemas[name]["properties"].as_object().unwrap().keys().map(String::as_str))
+        .collect();
+    assert_eq!(fields, on_the_page);
+    assert!(fields.len() > 40, "{fields:?}");
 }
 
 #[test]

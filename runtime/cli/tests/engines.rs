@@ -342,6 +342,36 @@ fn an_engine_that_dies_in_mid_stream_is_continued_by_another() {
 }
 
 #[test]
+fn own_devices_stand_beside_engines_of_others_and_go_on_with_their_answers() {
+    const TOKENS: u64 = 300;
+    let own = || Server::start(&["--name", "m", "--device", "cpu"]);
+    let [mut first, second] = [own(), own()];
+    let words = |server: &Server| format!("--worker-engine=mixfleet:http://{}{UNMEASURED}", server.address);
+    let server = Server::with(&[&words(&first), &words(&second)]);
+    let body = json!({"model": "m", "messages": [{"role": "user", "content": "count"}], "max_tokens": TOKENS,
+        "temperature": 0, "stream": true, "ignore_eos": true, "stream_options": {"include_usage": true}});
+    let (status, whole) = stream(&server, &body);
+    assert_eq!(status, 200, "{whole}");
+    // of equals the first one answers
+    let mut reader = open_stream(&server, &body);
+    let begun = read_until(&mut reader, "content");
+    first.child.kill().unwrap();
+    let cut = begun + &read_until(&mut reader, "[DONE]");
+    let usage = |answer: &str| {
+        let last =
+            events(answer).iter().rev().find_map(|data| serde_json::from_str::<Value>(data).ok()).unwrap();
+        last["usage"].clone()
+    };
+    let told = |answer: &str| usage(answer)["completion_tokens"].as_u64();
+    assert_eq!((told(&whole), told(&cut)), (Some(TOKENS), Some(TOKENS)), "{cut}");
+    let (whole, cut) = (streamed_text(&whole), streamed_text(&cut));
+    // the text of random weights has near ties, and holds no special tokens, so that it may differ later
+    let alike = whole.chars().zip(cut.chars()).take_while(|(a, b)| a == b).count();
+    assert!(alike >= 5 && cut.len() > alike, "{cut:?} begins otherwise than {whole:?}");
+    assert_eq!(metric(&server, "mixfleet_instances "), 1.0);
+}
+
+#[test]
 fn where_no_engine_answers_the_client_is_told_so() {
     let only = FakeEngine::start("vllm", "m");
     let mut server = gateway(&[(&only, "vllm", "")], &[]);

@@ -32,7 +32,7 @@ impl OutsideEngine for HttpEngine {
     }
 
     fn probe(&self) -> EngineFuture<'_, Result<EngineState, EngineFault>> {
-        Box::pin(self.ask_state())
+        Box::pin(self.look())
     }
 
     fn follow_kv(&self) -> EngineFuture<'_, Result<Box<dyn EngineKvFeed>, EngineFault>> {
@@ -225,7 +225,7 @@ impl HttpEngine {
     async fn tokens(&self, model: &str, text: &str) -> Result<Vec<u32>, EngineFault> {
         let body = match self.kind {
             EngineKind::LlamaCpp => serde_json::json!({"content": text, "add_special": false}),
-            EngineKind::Vllm => {
+            EngineKind::Mixfleet | EngineKind::Vllm => {
                 serde_json::json!({"model": model, "prompt": text, "add_special_tokens": false})
             }
         };

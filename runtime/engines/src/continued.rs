@@ -125,7 +125,7 @@ pub(crate) fn rewrite(
             let text = Value::from(text);
             let raw = format!("{before},{{\"role\":\"assistant\",\"content\":{text}}}]");
             object.set("messages", &raw_value(raw)?);
-            if kind == EngineKind::Vllm {
+            if kind.is_like_vllm() {
                 object.set("add_generation_prompt", &false);
                 object.set("continue_final_message", &true);
             }

@@ -2,6 +2,7 @@
 
 use crate::kind::EngineKind;
 use crate::kv_source::KvEventsAt;
+use crate::replicas::{NameLookup, Seat};
 use crate::tls;
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::{Bytes, Incoming};
@@ -92,6 +93,8 @@ pub struct HttpEngine {
     /// Those that are adapters of another model, whose KV they do not share.
     pub(crate) adapters: Mutex<Vec<String>>,
     pub(crate) kv_events: KvEventsAt,
+    /// Its place behind a name that stands for several engines.
+    pub(crate) seat: Option<Seat>,
     /// Whether it said that it does not tell token ids by the paths that are meant for that.
     pub(crate) renders_not: AtomicBool,
     client: Client<tls::Connector, Full<Bytes>>,
@@ -137,9 +140,47 @@ impl HttpEngine {
             listed: Mutex::default(),
             adapters: Mutex::default(),
             kv_events: KvEventsAt::default(),
+            seat: None,
             renders_not: AtomicBool::new(false),
             client,
         })
+    }
+
+    /// Engines of this kind behind one name, which `lookup` says whom it stands for: so many at most, those
+    /// that are there when they are probed. Otherwise as [`new`](Self::new).
+    ///
+    /// # Errors
+    /// As [`new`](Self::new), and when they are reached by https, whose certificates are for names.
+    pub fn behind_name(
+        kind: EngineKind,
+        address: &EngineAddress,
+        (key, model): (Option<&str>, Option<&str>),
+        (count, lookup): (usize, NameLookup),
+    ) -> Result<Vec<Self>, String> {
+        if address.is_https() {
+            return Err("engines behind one name are reached by http:// alone: name each".into());
+        }
+        let port = address.authority.port_u16().unwrap_or(80);
+        let name = format!("{}:{port}", address.host());
+        let seats = Seat::all(&name, count, lookup).into_iter();
+        let engine = |seat: Seat| {
+            let engine = HttpEngine::new(kind, address.clone(), key, model.map(str::to_owned))?;
+            Ok(HttpEngine { name: format!("{}#{}", engine.name, seat.number()), seat: Some(seat), ..engine })
+        };
+        seats.map(engine).collect()
+    }
+
+    /// The host and port that it is reached at.
+    fn authority(&self) -> Result<Authority, EngineFault> {
+        let Some(seat) = &self.seat else { return Ok(self.address.authority.clone()) };
+        let wrong = |cause: &str| EngineFault::new(EngineFaultKind::Vacant, cause);
+        let address = seat.address().ok_or_else(|| wrong("no engine has this place"))?;
+        address.to_string().parse().map_err(|_| wrong("its address cannot be used"))
+    }
+
+    /// Its host, as it stands before a port.
+    pub(crate) fn host(&self) -> String {
+        self.authority().map_or_else(|_| self.address.host().to_owned(), |at| at.host().to_owned())
     }
 
     /// The same engine, with what is known of where its KV events come from.
@@ -160,7 +201,7 @@ impl HttpEngine {
         body: Vec<u8>,
         trace: Option<&str>,
     ) -> Result<Response<Incoming>, EngineFault> {
-        let EngineAddress { scheme, authority, prefix, .. } = &self.address;
+        let (EngineAddress { scheme, prefix, .. }, authority) = (&self.address, self.authority()?);
         let uri = format!("{scheme}://{authority}{prefix}{path}");
         let mut request = Request::builder().method(method).uri(uri);
         if !body.is_empty() {

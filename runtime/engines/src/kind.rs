@@ -8,6 +8,8 @@ use std::str::FromStr;
 pub enum EngineKind {
     /// llama.cpp's server.
     LlamaCpp,
+    /// This program's own: `serve` or `router`, with devices of their own or with engines.
+    Mixfleet,
     /// vLLM's.
     Vllm,
 }
@@ -22,12 +24,13 @@ pub(crate) struct LoadNames {
 
 impl EngineKind {
     /// All kinds.
-    pub const ALL: [EngineKind; 2] = [EngineKind::LlamaCpp, EngineKind::Vllm];
+    pub const ALL: [EngineKind; 3] = [EngineKind::LlamaCpp, EngineKind::Mixfleet, EngineKind::Vllm];
 
     /// The kind's name on the command line.
     pub fn name(self) -> &'static str {
         match self {
             EngineKind::LlamaCpp => "llamacpp",
+            EngineKind::Mixfleet => "mixfleet",
             EngineKind::Vllm => "vllm",
         }
     }
@@ -44,12 +47,18 @@ impl EngineKind {
                 waiting: "llamacpp:requests_deferred",
                 kv_usage: &["llamacpp:kv_cache_usage_ratio"],
             },
-            EngineKind::Vllm => LoadNames {
+            // both under vLLM's names
+            EngineKind::Mixfleet | EngineKind::Vllm => LoadNames {
                 running: "vllm:num_requests_running",
                 waiting: "vllm:num_requests_waiting",
                 kv_usage: &["vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"],
             },
         }
+    }
+
+    /// Whether it is asked, and tells of itself, as vLLM is and does.
+    pub(crate) fn is_like_vllm(self) -> bool {
+        matches!(self, EngineKind::Mixfleet | EngineKind::Vllm)
     }
 
     /// Whether it answers by its own name of the model, whatever it was asked for.
@@ -61,6 +70,7 @@ impl EngineKind {
     pub(crate) fn metrics_hint(self) -> &'static str {
         match self {
             EngineKind::LlamaCpp => "start llama-server with --metrics",
+            EngineKind::Mixfleet => "is it another program?",
             EngineKind::Vllm => "do not start vLLM with --disable-log-stats",
         }
     }

@@ -1,11 +1,12 @@
-//! Engines of others as instances of a fleet: vLLM and llama.cpp over HTTP/1.
+//! Engines of others as instances of a fleet: vLLM, llama.cpp and this program itself, over HTTP/1.
 //!
 //! [`HttpEngine`] is an [`OutsideEngine`](mixfleet_hal::outside::OutsideEngine). A client's body goes to the
 //! engine as it is, but for the few fields that must differ there (`body`, `continued`). What comes back is
 //! checked to be an answer, cut into events (`sse`), and passed on; of an event only the envelope is read
 //! (`chunk`). Two engines share a request by what `hand_off` writes and reads. What an engine has cached is
 //! followed by its KV events (`kv_follow`), over a connection of our own (`zmtp`), and `prompt` has it say
-//! the token ids of a request. [`EngineKind`] has what the kinds do not have in common.
+//! the token ids of a request. Engines behind one name have seats (`replicas`). [`EngineKind`] has what the
+//! kinds do not have in common.
 //!
 //! Absent: placement, retries, knowledge of clients, clocks other than limits on waiting for an engine.
 
@@ -29,6 +30,7 @@ mod metrics;
 mod object;
 mod probe;
 mod prompt;
+mod replicas;
 mod sse;
 #[cfg_attr(not(feature = "tls"), path = "tls_absent.rs")]
 mod tls;
@@ -37,3 +39,4 @@ mod zmtp;
 pub use http::{EngineAddress, HttpEngine};
 pub use kind::EngineKind;
 pub use kv_source::{KvEventsAt, KvSource};
+pub use replicas::{NameLookup, system_lookup};

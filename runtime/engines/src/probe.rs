@@ -54,8 +54,25 @@ struct SlotFacts {
 }
 
 impl HttpEngine {
+    /// Looks who has its seat, if it has one, and asks for its state.
+    pub(crate) async fn look(&self) -> Result<EngineState, EngineFault> {
+        let Some(seat) = &self.seat else { return self.ask_state().await };
+        let is_listed = seat.look().await?;
+        match self.ask_state().await {
+            Ok(mut state) => {
+                state.leaving = !is_listed;
+                state.missing.extend(seat.left_out().await);
+                Ok(state)
+            }
+            Err(fault) => {
+                seat.fail().await;
+                Err(fault)
+            }
+        }
+    }
+
     /// Asks for health, models, version, memory and load.
-    pub(crate) async fn ask_state(&self) -> Result<EngineState, EngineFault> {
+    async fn ask_state(&self) -> Result<EngineState, EngineFault> {
         let (status, _) = self.short(Method::GET, "/health", Vec::new()).await?;
         if status != StatusCode::OK {
             let kind = match status {
@@ -68,7 +85,7 @@ impl HttpEngine {
         let names = state.models.iter().map(|model| model.name.clone()).collect();
         *self.listed.lock().unwrap_or_else(PoisonError::into_inner) = names;
         match self.kind {
-            EngineKind::Vllm => self.version(&mut state).await?,
+            EngineKind::Mixfleet | EngineKind::Vllm => self.version(&mut state).await?,
             EngineKind::LlamaCpp => self.properties(&mut state).await?,
         }
         self.load(&mut state).await?;
@@ -138,6 +155,12 @@ impl HttpEngine {
             let sentence = format!("/metrics tells no queue: only requests from here are counted ({hint})");
             state.missing.push(sentence);
         }
+        if self.kind == EngineKind::Mixfleet {
+            let tokens = exposition.sum("mixfleet_kv_capacity_tokens");
+            state.kv_tokens = tokens.filter(|tokens| *tokens >= 1.0).map(to_u64);
+            let block = exposition.largest("mixfleet_kv_block_tokens").map(|tokens| to_u32(to_u64(tokens)));
+            state.block_tokens = block.filter(|tokens| *tokens > 0);
+        }
         if self.kind == EngineKind::Vllm {
             const FACTS: &str = "vllm:cache_config_info";
             let tokens = exposition.label_products(FACTS, &["block_size", "num_gpu_blocks"]);
@@ -145,11 +168,11 @@ impl HttpEngine {
             let block = exposition.label(FACTS, "block_size").and_then(|tokens| tokens.parse().ok());
             state.block_tokens = block.filter(|tokens| *tokens > 0);
             state.hands_off = exposition.sum("vllm:nixl_xfer_time_seconds_count").is_some();
-            if state.kv_tokens.is_none() {
-                state
-                    .missing
-                    .push("/metrics tells no KV memory: only the model's context limits requests".into());
-            }
+        }
+        if self.kind.is_like_vllm() && state.kv_tokens.is_none() {
+            state
+                .missing
+                .push("/metrics tells no KV memory: only the model's context limits requests".into());
         }
         Ok(())
     }

@@ -51,15 +51,15 @@ impl HttpEngine {
     pub(crate) async fn feed(&self) -> Result<Box<dyn EngineKvFeed>, EngineFault> {
         let not = |cause: String| EngineFault::new(EngineFaultKind::Failed, cause);
         let sources = match (self.kind, &self.kv_events) {
-            (EngineKind::LlamaCpp, _) => {
-                return Err(not("llama.cpp does not tell what it has cached".into()));
+            (EngineKind::LlamaCpp | EngineKind::Mixfleet, _) => {
+                return Err(not(format!("{} does not tell what it has cached", self.kind)));
             }
             (EngineKind::Vllm, KvEventsAt::Off) => return Err(not("its KV events are not wanted".into())),
             (EngineKind::Vllm, KvEventsAt::Given(sources)) => sources.clone(),
             (EngineKind::Vllm, KvEventsAt::Asked) => {
                 let (status, document) = self.short(Method::GET, "/kv_event_sources", Vec::new()).await?;
                 let told = match status {
-                    StatusCode::OK => kv_source::told(self.address.host(), &document),
+                    StatusCode::OK => kv_source::told(&self.host(), &document),
                     _ => Err(format!("/kv_event_sources answers {}", status.as_u16())),
                 };
                 told.map_err(|cause| {
@@ -73,7 +73,7 @@ impl HttpEngine {
     /// The token ids of a prompt that is one text, or one chat of texts.
     pub(crate) async fn read_prompt(&self, call: &EngineCall) -> Result<Option<Vec<u32>>, EngineFault> {
         let wrong = |cause: &str| EngineFault::new(EngineFaultKind::Malformed, cause);
-        if self.kind != EngineKind::Vllm {
+        if !self.kind.is_like_vllm() {
             return Err(wrong("it is not asked for token ids"));
         }
         let mut object = RawObject::parse(&call.body).map_err(|_| wrong("the body is no object"))?;

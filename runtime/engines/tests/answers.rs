@@ -1,13 +1,16 @@
 //! What an engine's answers become, good ones and bad ones.
 
 use crate::fake::{FakeEngine, Mood};
-use mixfleet_engines::{EngineKind, HttpEngine};
+use mixfleet_engines::{EngineAddress, EngineKind, HttpEngine, NameLookup, system_lookup};
 use mixfleet_hal::outside::{
     BegunAnswer, EngineAnswer, EngineCall, EngineChunk, EngineEndpoint, EngineFault, EngineFaultKind,
     EngineShare, EngineUsage, OutsideEngine, PassedPath,
 };
 use serde_json::{Value, json};
+use std::net::SocketAddr;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 fn run<T>(future: impl Future<Output = T>) -> T {
     tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(future)
@@ -82,6 +85,70 @@ fn an_engine_tells_of_itself() {
     fake.die();
     let fault = run(engine(EngineKind::LlamaCpp, &fake, None).probe()).unwrap_err();
     assert_eq!(fault.kind, EngineFaultKind::Cut, "its port takes connections and closes them");
+}
+
+#[test]
+fn this_program_is_an_engine_too() {
+    let fake = FakeEngine::start("mixfleet", "m");
+    *fake.shared.queue.lock().unwrap() = (3, 2);
+    let state = run(engine(EngineKind::Mixfleet, &fake, None).probe()).unwrap();
+    assert_eq!((state.version.as_deref(), state.running, state.waiting), (Some("0.32.0"), Some(3), Some(2)));
+    assert_eq!((state.kv_tokens, state.block_tokens, state.hands_off), (Some(4096), Some(16), false));
+    assert!(state.missing.is_empty(), "{:?}", state.missing);
+}
+
+#[test]
+fn each_address_that_a_name_stands_for_is_an_engine() {
+    let fakes = [1, 2].map(|last| FakeEngine::at("vllm", "m", &format!("127.0.0.{last}:0")));
+    let addresses = fakes.each_ref().map(|fake| fake.address.parse::<SocketAddr>().unwrap());
+    let listed = Arc::new(Mutex::new(Ok::<_, &str>(vec![addresses[0]])));
+    let told = listed.clone();
+    let lookup: NameLookup = Arc::new(move |name| {
+        assert_eq!(name, "engines.test:80");
+        let told = told.lock().unwrap().clone();
+        Box::pin(async move { told.map_err(std::io::Error::other) })
+    });
+    let address: EngineAddress = "http://engines.test".parse().unwrap();
+    let keyed = (Some("k3y"), None);
+    let engines = HttpEngine::behind_name(EngineKind::Vllm, &address, keyed, (2, lookup)).unwrap();
+    assert_eq!(engines[1].name(), "vllm:engines.test#2");
+    let tell = |now: Result<Vec<SocketAddr>, &'static str>| {
+        *listed.lock().unwrap() = now;
+        // longer than an answer is used
+        std::thread::sleep(Duration::from_secs(1));
+    };
+    let engines: &[HttpEngine; 2] = engines.as_slice().try_into().unwrap();
+    let kinds = || {
+        engines
+            .each_ref()
+            .map(|engine| run(engine.probe()).map(|state| state.leaving).map_err(|fault| fault.kind))
+    };
+    assert_eq!(kinds(), [Ok(false), Err(EngineFaultKind::Vacant)]);
+    let body = json!({"model": "m", "prompt": "a", "max_tokens": 2});
+    let asked = run(engines[0].ask(&call(&body, EngineEndpoint::Completions)));
+    assert!(matches!(asked, Ok(EngineAnswer::Whole(_))) && fakes[0].asked().len() == 1);
+    assert_eq!(
+        run(engines[1].ask(&call(&body, EngineEndpoint::Completions))).err().unwrap().kind,
+        EngineFaultKind::Vacant
+    );
+    tell(Ok(addresses.to_vec()));
+    assert_eq!(kinds(), [Ok(false), Ok(false)]);
+    tell(Err("no such name"));
+    assert_eq!(kinds(), [Ok(false), Ok(false)], "a name that is not answered for ends no engine");
+    tell(Ok(vec![addresses[1]]));
+    assert_eq!(kinds(), [Ok(true), Ok(false)], "it ends its answers and gets no more");
+    fakes[0].die();
+    assert_eq!(kinds()[0], Err(EngineFaultKind::Cut));
+    assert_eq!(kinds(), [Err(EngineFaultKind::Vacant), Ok(false)]);
+    let third = FakeEngine::at("vllm", "m", "127.0.0.3:0");
+    tell(Ok(vec![addresses[1], third.address.parse().unwrap(), "127.0.0.9:9".parse().unwrap()]));
+    let missing = run(engines[0].probe()).unwrap().missing;
+    assert!(missing[0].contains("stands for 1 engines more than instances=2"), "{missing:?}");
+    let secure = "https://engines.test".parse::<EngineAddress>();
+    if let Ok(secure) = secure {
+        let none = || system_lookup();
+        assert!(HttpEngine::behind_name(EngineKind::Vllm, &secure, keyed, (2, none())).is_err());
+    }
 }
 
 #[test]

@@ -69,7 +69,12 @@ pub(crate) struct FakeEngine {
 
 impl FakeEngine {
     pub(crate) fn start(kind: &'static str, model: &str) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        FakeEngine::at(kind, model, "127.0.0.1:0")
+    }
+
+    /// One at this address of this machine.
+    pub(crate) fn at(kind: &'static str, model: &str, at: &str) -> Self {
+        let listener = TcpListener::bind(at).unwrap();
         let address = listener.local_addr().unwrap().to_string();
         let shared = Arc::new(FakeState {
             kind,
@@ -193,6 +198,11 @@ fn metrics(shared: &FakeState) -> String {
              vllm:cache_config_info{{block_size=\"16\",num_gpu_blocks=\"1000\"}} 1.0\n"
                 )
         }
+        "mixfleet" => format!(
+            "vllm:num_requests_running{{device=\"cpu\"}} {running}\nvllm:num_requests_waiting{{device=\"cpu\"}} {waiting}\n\
+             mixfleet_kv_capacity_tokens{{device=\"cpu\"}} 4000\nmixfleet_kv_capacity_tokens{{device=\"cuda:0\"}} 96\n\
+             mixfleet_kv_block_tokens{{device=\"cpu\"}} 16\n"
+        ),
         _ => format!("llamacpp:requests_processing {running}\nllamacpp:requests_deferred {waiting}\n"),
     }
 }

@@ -19,6 +19,9 @@ use crate::model::{ChatMessage, ToolStyle};
 /// Maximum number of messages in a chat, and of parts in one message: a template's view of a message takes
 /// 1.5 KB.
 const MESSAGES_MAX: usize = 16 << 10;
+/// Stands behind a message that the answer goes on with, so that its end is found in what a template makes
+/// of it. Unicode assigns no meaning to it.
+const END: char = '\u{FFFE}';
 
 /// Reads a request, renders the chat template and tokenises the result.
 pub(crate) fn plan(
@@ -30,7 +33,13 @@ pub(crate) fn plan(
     let mut messages = messages(&mut fields, &encoder)?;
     let logprobs = parameters::chat_logprobs(&mut fields)?;
     let mut parameters = Parameters::parse(&mut fields, &model.defaults, model.text.vocabulary_size())?;
-    let add_generation_prompt = fields.boolean("add_generation_prompt")?.unwrap_or(true);
+    let goes_on = continued(&mut fields, &messages)?;
+    let add_generation_prompt = fields.boolean("add_generation_prompt")?.unwrap_or(!goes_on);
+    if goes_on && add_generation_prompt {
+        let message =
+            "'continue_final_message' goes on with the last message, and so excludes 'add_generation_prompt'";
+        return Err(ApiError::value("continue_final_message", message));
+    }
     let mut arguments = fields.object("chat_template_kwargs")?.unwrap_or_default();
     let tools = tools(&mut fields, &mut parameters, model)?;
     refused::check(&fields)?;
@@ -51,8 +60,17 @@ pub(crate) fn plan(
         false => None,
     };
     encoder.check_stopped()?;
+    if let Some(last) = messages.last_mut().filter(|_| goes_on) {
+        last.content.push(END);
+    }
     let rendered = model.text.render_chat(&messages, add_generation_prompt, &arguments, stopped);
-    let prompt = Marked { text: rendered.map_err(failed)?, mark };
+    let mut text = rendered.map_err(failed)?;
+    if goes_on {
+        let message = "the template of this model leaves the last message out";
+        let end = text.rfind(END).ok_or_else(|| ApiError::value("continue_final_message", message))?;
+        text.truncate(end);
+    }
+    let prompt = Marked { text, mark };
     drop((messages, arguments));
     let add_special = parameters.add_special_tokens.unwrap_or(false);
     Ok(Plan {
@@ -64,6 +82,25 @@ pub(crate) fn plan(
         tools,
         parameters,
     })
+}
+
+/// Whether the answer goes on with the last message.
+///
+/// # Errors
+/// When that message is not the beginning of an answer.
+fn continued(fields: &mut Fields<'_>, messages: &[ChatMessage]) -> Result<bool, ApiError> {
+    if !fields.boolean("continue_final_message")?.unwrap_or(false) {
+        return Ok(false);
+    }
+    let is_answer = |last: &ChatMessage| {
+        last.role == "assistant" && !last.content.trim().is_empty() && !last.extra.contains_key("tool_calls")
+    };
+    let message =
+        "'continue_final_message' needs a last message of the assistant, with text and without calls";
+    match messages.last().is_some_and(is_answer) {
+        true => Ok(true),
+        false => Err(ApiError::value("continue_final_message", message)),
+    }
 }
 
 /// Reads the tools that may be called. Those that must be called decide the form of the answer.

@@ -59,7 +59,7 @@ async fn serve_until_exit(
 
 /// Whether a path needs no key: those for monitoring, and the page.
 pub(super) fn is_open(path: &str) -> bool {
-    matches!(path, "/" | "/live" | "/health" | "/metrics")
+    matches!(path, "/" | "/openapi.json" | "/live" | "/health" | "/metrics")
 }
 
 /// Answers whether the process is alive, whatever else it can do.

@@ -73,7 +73,6 @@ const REFUSED: &[(&str, Neutral, &str)] = &[
     ("xtc_probability", Neutral::Number(0.0), NO_SEARCH),
     ("dry_multiplier", Neutral::Number(0.0), NO_SEARCH),
     ("chat_template", Neutral::None, "the model's own template is used"),
-    ("continue_final_message", Neutral::Empty, NOT_YET),
     ("documents", Neutral::Empty, TEMPLATE),
     ("enable_thinking", Neutral::None, TEMPLATE),
     ("thinking", Neutral::None, TEMPLATE),

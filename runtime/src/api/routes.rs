@@ -28,8 +28,8 @@ const REQUEST_ID: &str = "x-request-id";
 const REQUEST_ID_BYTES_MAX: usize = 128;
 
 impl Api {
-    /// The service. `/`, `/live`, `/health` and `/metrics` are open; everything else requires the API key if
-    /// one is set.
+    /// The service. `/`, `/openapi.json`, `/live`, `/health` and `/metrics` are open; everything else
+    /// requires the API key if one is set.
     pub fn router(self: &Arc<Self>) -> Router {
         open()
             .route("/", get(page::page))
@@ -41,6 +41,7 @@ impl Api {
             .route("/v1/responses", post(respond))
             .route("/tokenize", post(tokenize))
             .route("/version", get(version))
+            .route("/openapi.json", get(page::interface))
             .route("/debug/placement", get(placements))
             .route("/debug/placement/{id}", get(placement))
             .route("/debug/kv", get(caches))

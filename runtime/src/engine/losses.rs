@@ -47,6 +47,7 @@ impl Coordinator {
         tracing::debug!(instance = %instance.id, %device, "instance up");
         let handle = InstanceHandle { device, kv, block_tokens, silence_max, heard_at };
         self.instances.insert(instance.id, handle);
+        self.metrics.loaded(&instance);
         self.fleet_step(Event::InstanceUp(instance));
         self.count_instances();
     }

@@ -101,6 +101,7 @@ impl Gateway {
             step_tokens_max: STEP_TOKENS,
             kv_copies: mixfleet_scheduler::cost::KvCopyCost::default(),
         };
+        self.metrics.loaded(&instance);
         let now = self.env.now();
         let mut state = self.lock();
         let seat = &mut state.seats[at];
@@ -121,8 +122,8 @@ impl Gateway {
         let now = self.env.now();
         let mut state = self.lock();
         let seat = &mut state.seats[at];
-        let is_back = std::mem::take(&mut seat.rests);
-        if seat.hand_offs.try_again(now) || is_back {
+        let is_other = std::mem::replace(&mut seat.rests, told.leaving) != told.leaving;
+        if seat.hand_offs.try_again(now) || is_other {
             state.stand(now, at);
             self.count_instances(&state);
         }
@@ -154,7 +155,7 @@ impl Gateway {
         let is_said = std::mem::replace(&mut seat.said, words.clone()) == words;
         if seat.instance.take().is_none() {
             drop(state);
-            if !is_said {
+            if !is_said && fault.kind != EngineFaultKind::Vacant {
                 tracing::warn!(engine, %fault, "an engine does not serve");
             }
             return;

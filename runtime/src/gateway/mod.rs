@@ -290,7 +290,7 @@ async fn first_name(env: &SharedEnv, given: Option<String>, specs: &[EngineSpec]
                 Ok(EngineState { models, .. }) => models.into_iter().next().map(|model| model.name),
                 Err(fault) => {
                     let words = fault.to_string();
-                    if said[at] != words {
+                    if said[at] != words && fault.kind != EngineFaultKind::Vacant {
                         tracing::warn!(
                             engine = specs[at].engine.name(),
                             fault = words,

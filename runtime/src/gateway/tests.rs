@@ -360,6 +360,27 @@ fn work_of_others_at_an_engine_sends_requests_elsewhere() {
 }
 
 #[test]
+fn an_engine_that_is_to_leave_ends_its_answers_and_gets_no_more() {
+    seeded(async |env| {
+        let (gateway, engines) = gateway(&env, &[Habit::Answers(40, 0.5), Habit::Answers(2, 0.01)]).await;
+        let (begun, ()) = futures_util::future::join(streamed(&gateway, "a"), async {
+            env.sleep(Duration::from_secs(1)).await;
+            *engines[0].state.lock().unwrap() = Ok(EngineState { leaving: true, ..told() });
+            env.sleep(Duration::from_secs(5)).await;
+            assert_eq!(streamed(&gateway, "b").await.1, None);
+        })
+        .await;
+        assert_eq!(begun.1, None, "its answer is complete");
+        let asked = || [0, 1].map(|at: usize| engines[at].asked.load(Ordering::Relaxed));
+        assert_eq!(asked(), [1, 1]);
+        *engines[0].state.lock().unwrap() = Ok(told());
+        env.sleep(Duration::from_secs(5)).await;
+        assert_eq!(streamed(&gateway, "c").await.1, None);
+        assert_eq!(asked(), [2, 1], "it is back");
+    });
+}
+
+#[test]
 fn lengths_are_learned_and_an_engine_slower_than_predicted_is_corrected() {
     seeded(async |env| {
         let (gateway, _) = gateway(&env, &[Habit::Answers(50, 0.03)]).await;

@@ -117,7 +117,6 @@ fn fields_that_would_change_the_output_are_refused() {
         ("web_search_options", json!({})),
         ("reasoning_effort", json!("low")),
         ("chat_template", json!("{{ x }}")),
-        ("continue_final_message", json!(true)),
     ] {
         let expected =
             (400, "invalid_request_error".into(), Some(field.into()), "unsupported_parameter".into());

@@ -144,6 +144,47 @@ fn what_the_client_gives_beside_contents_stays_text_too() {
 }
 
 #[test]
+fn an_answer_goes_on_with_the_last_message() {
+    let template = "{% for message in messages %}[{{ message.role }}]{{ message.content | trim }}{{ eos_token }}\
+                    {% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}";
+    let say = |content: &str, last: Value| {
+        let messages = json!([{"role": "user", "content": content}, last]);
+        json!({"model": MODEL, "messages": messages, "continue_final_message": true})
+    };
+    for (begun, text) in [
+        // white space at the end is the answer's own
+        (" Well, \n", "Well, \n"),
+        // found behind everything that is like it
+        ("e", "e"),
+        ("<|end|>", "<|end|>"),
+        ("a\u{FFFE}b", "a\u{FFFE}b"),
+    ] {
+        let body = say("e Well, ", json!({"role": "assistant", "content": begun}));
+        let ids = prompts(Some(template), vec![("/v1/chat/completions", body)]);
+        let expected = [bytes("[user]e Well,"), vec![END], bytes(&format!("[assistant]{text}"))].concat();
+        assert_eq!(ids, [expected], "{begun:?}");
+    }
+    let mut text = with_a_token_too_many();
+    text.template = Some(ChatTemplate::new("{{ messages[0].content }}", None, None).unwrap());
+    run(with(text), move |server| async move {
+        let mut both = say("x", json!({"role": "assistant", "content": "y"}));
+        both["add_generation_prompt"] = json!(true);
+        let call = json!({"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}});
+        for (body, words) in [
+            (both, "excludes 'add_generation_prompt'"),
+            (say("x", json!({"role": "user", "content": "y"})), "a last message of the assistant"),
+            (say("x", json!({"role": "assistant", "content": " \n"})), "with text"),
+            (say("x", json!({"role": "assistant", "content": "y", "tool_calls": [call]})), "without calls"),
+            (say("x", json!({"role": "assistant", "content": "y"})), "leaves the last message out"),
+        ] {
+            let refused = server.post("/v1/chat/completions", &body).await;
+            assert_eq!(refused.error().0, 400, "{}", refused.body);
+            assert!(refused.body.contains(words), "{}", refused.body);
+        }
+    });
+}
+
+#[test]
 fn characters_that_stand_for_nothing_are_kept() {
     let odd = "\u{FDD0}<|end|>\u{FDD1}";
     let ids = prompts(Some("{{ messages[0].content }}"), vec![("/v1/chat/completions", chat(odd))]);

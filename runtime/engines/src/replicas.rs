@@ -1,0 +1,172 @@
+//! Engines behind one name: each address that the name stands for is one of them.
+//!
+//! The name of a headless Service of Kubernetes, of a service of Compose, or any other with several
+//! addresses. A fleet has a fixed number of *seats* for its engines. An address takes a free seat when the
+//! name first stands for it, and keeps it until its engine does not answer any more and the name no longer
+//! stands for it, so that an engine which is told to stop ends its answers.
+use mixfleet_hal::outside::{EngineFault, EngineFaultKind, EngineFuture};
+use std::collections::BTreeSet;
+use std::io;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// What a name stands for, asked of the system or of whoever else knows. Given `HOST:PORT`.
+pub type NameLookup = Arc<dyn Fn(String) -> EngineFuture<'static, io::Result<Vec<SocketAddr>>> + Send + Sync>;
+
+/// For so long an answer is not asked for again.
+const LOOK_EVERY: Duration = Duration::from_millis(900);
+/// Time for an answer.
+const LOOK_MAX: Duration = Duration::from_secs(5);
+
+/// What the system says.
+pub fn system_lookup() -> NameLookup {
+    Arc::new(|name| Box::pin(async move { Ok(tokio::net::lookup_host(name).await?.collect()) }))
+}
+
+/// A name, and who sits where.
+pub(crate) struct Replicas {
+    /// `HOST:PORT`.
+    name: String,
+    lookup: NameLookup,
+    table: tokio::sync::Mutex<Table>,
+}
+
+#[derive(Default)]
+struct Table {
+    looked: Option<Instant>,
+    listed: BTreeSet<SocketAddr>,
+    /// Why nothing newer is known.
+    failure: Option<String>,
+    seats: Vec<Option<SocketAddr>>,
+}
+
+impl Table {
+    /// The address of a seat, which a free one takes of those that have none, and whether the name still
+    /// stands for it.
+    fn sit(&mut self, seat: usize) -> Option<(SocketAddr, bool)> {
+        if self.seats[seat].is_none() {
+            self.seats[seat] =
+                self.listed.iter().find(|address| !self.seats.contains(&Some(**address))).copied();
+        }
+        self.seats[seat].map(|address| (address, self.listed.contains(&address)))
+    }
+
+    /// The engine of a seat does not answer.
+    fn fail(&mut self, seat: usize) {
+        if self.seats[seat].is_some_and(|address| !self.listed.contains(&address)) {
+            self.seats[seat] = None;
+        }
+    }
+
+    /// Addresses for which there is no seat.
+    fn left_out(&self) -> usize {
+        self.listed.iter().filter(|address| !self.seats.contains(&Some(**address))).count()
+    }
+}
+
+/// One of several engines behind a name.
+pub(crate) struct Seat {
+    replicas: Arc<Replicas>,
+    number: usize,
+    address: Mutex<Option<SocketAddr>>,
+}
+
+impl Seat {
+    /// So many seats behind the name `HOST:PORT`.
+    pub(crate) fn all(name: &str, count: usize, lookup: NameLookup) -> Vec<Seat> {
+        let table = Table { seats: vec![None; count], ..Table::default() };
+        let replicas = Arc::new(Replicas { name: name.to_owned(), lookup, table: table.into() });
+        let seat = |number| Seat { replicas: replicas.clone(), number, address: Mutex::default() };
+        (0..count).map(seat).collect()
+    }
+
+    /// Its number, from 1 on.
+    pub(crate) fn number(&self) -> usize {
+        self.number + 1
+    }
+
+    /// Its engine's address, if it has one.
+    pub(crate) fn address(&self) -> Option<SocketAddr> {
+        *self.address.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn set(&self, address: Option<SocketAddr>) {
+        *self.address.lock().unwrap_or_else(PoisonError::into_inner) = address;
+    }
+
+    /// Looks whom the name stands for; whether it stands for the engine that has this seat.
+    ///
+    /// # Errors
+    /// `Vacant` if there is none for it.
+    pub(crate) async fn look(&self) -> Result<bool, EngineFault> {
+        let Replicas { name, lookup, table } = &*self.replicas;
+        // who comes second uses what the first one is told
+        let mut table = table.lock().await;
+        if table.looked.is_none_or(|looked| looked.elapsed() >= LOOK_EVERY) {
+            let told = tokio::time::timeout(LOOK_MAX, lookup(name.clone())).await;
+            table.looked = Some(Instant::now());
+            match told {
+                Ok(Ok(addresses)) => {
+                    (table.listed, table.failure) = (addresses.into_iter().collect(), None);
+                }
+                // what was known stays: engines are there even if no name says so
+                Ok(Err(error)) => table.failure = Some(format!("{name} is not known: {error}")),
+                Err(_) => table.failure = Some(format!("nobody says what {name} stands for")),
+            }
+        }
+        let seated = table.sit(self.number);
+        self.set(seated.map(|(address, _)| address));
+        seated.map(|(_, is_listed)| is_listed).ok_or_else(|| match &table.failure {
+            Some(failure) => EngineFault::new(EngineFaultKind::Unreachable, failure.clone()),
+            None => EngineFault::new(EngineFaultKind::Vacant, format!("{name} stands for no further engine")),
+        })
+    }
+
+    /// Its engine does not answer.
+    pub(crate) async fn fail(&self) {
+        let mut table = self.replicas.table.lock().await;
+        table.fail(self.number);
+        self.set(table.seats[self.number]);
+    }
+
+    /// What is to be said of engines for which there is no seat.
+    pub(crate) async fn left_out(&self) -> Option<String> {
+        let Replicas { name, table, .. } = &*self.replicas;
+        let table = table.lock().await;
+        let (left, seats) = (table.left_out(), table.seats.len());
+        (left > 0 && self.number == 0).then(|| {
+            format!("{name} stands for {left} engines more than instances={seats} has room for: raise it")
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(last: u8) -> SocketAddr {
+        SocketAddr::from(([10, 0, 0, last], 8000))
+    }
+
+    #[test]
+    fn an_address_keeps_its_seat_until_its_engine_has_ended() {
+        let mut table = Table { seats: vec![None; 3], ..Table::default() };
+        assert_eq!(table.sit(0), None);
+        table.listed = [at(1), at(2)].into();
+        assert_eq!(
+            (table.sit(0), table.sit(1), table.sit(2)),
+            (Some((at(1), true)), Some((at(2), true)), None)
+        );
+        // another order, and one in place of another, which still ends its answers
+        table.listed = [at(2), at(3)].into();
+        assert_eq!(table.sit(2), Some((at(3), true)));
+        assert_eq!((table.sit(0), table.sit(1)), (Some((at(1), false)), Some((at(2), true))));
+        table.fail(1);
+        assert_eq!(table.sit(1), Some((at(2), true)), "it may come back");
+        table.listed.insert(at(4));
+        assert_eq!((table.sit(0), table.left_out()), (Some((at(1), false)), 1));
+        table.fail(0);
+        assert_eq!((table.sit(0), table.left_out()), (Some((at(4), true)), 0));
+    }
+}
