@@ -4,6 +4,7 @@
 //! addresses. A fleet has a fixed number of *seats* for its engines. An address takes a free seat when the
 //! name first stands for it, and keeps it until its engine does not answer any more and the name no longer
 //! stands for it, so that an engine which is told to stop ends its answers.
+
 use mixfleet_hal::outside::{EngineFault, EngineFaultKind, EngineFuture};
 use std::collections::BTreeSet;
 use std::io;
