@@ -5,6 +5,7 @@ use crate::schema;
 use mixfleet_hal::{BufferUsage, Device, Error, ErrorKind, OpSig, Result, Slice, Support};
 use mixfleet_hwtests::reference::ReferenceDevice;
 use mixfleet_hwtests::validate::document::DeviceRecord;
+use mixfleet_hwtests::validate::protocol::ChildMessage;
 use mixfleet_hwtests::validate::{
     CaseStatus, Environment, MemoryAsked, PartFile, Plan, Processes, Record, RunOutcome, Settings, Start,
     StartInProcess, Validation, ValidationVerdict, child, package, runner,
@@ -86,6 +87,7 @@ fn processes() -> Processes {
                 .env(CHILD, "1");
             command
         }),
+        cancelled: Arc::default(),
     }
 }
 
@@ -146,6 +148,27 @@ fn a_hang_costs_one_case() {
 }
 
 #[test]
+fn a_run_that_is_cancelled_ends_its_child_and_can_be_carried_on() {
+    let plan = plan("hang", &["l1.fill", "l2.random"]);
+    let start = processes();
+    let (cancelled, mut journal) = (start.cancelled.clone(), Vec::new());
+    let trapped = Record::Line { group: "l1.fill".to_owned(), line: ChildMessage::Begin(TRAPPED.to_owned()) };
+    let outcome = runner::run(&plan, &start, &[], &mut |record| {
+        cancelled.fetch_or(*record == trapped, Ordering::Relaxed);
+        journal.push(record.clone());
+    });
+    assert_eq!(statuses(&outcome)[1..], [(TRAPPED, CaseStatus::NotRun), ("l2.random", CaseStatus::NotRun)]);
+    assert!(!journal.iter().any(|record| matches!(record, Record::Done { .. })), "{journal:?}");
+    let report = Validation::new(&plan, outcome, None, "2026-11-20");
+    assert_eq!(report.verdict, ValidationVerdict::Incomplete);
+    // the same device, which has been mended
+    let plan = Plan { device: "well".to_owned(), ..plan };
+    let rest = runner::run(&plan, &in_process(), &journal, &mut |_| {});
+    let whole = run(&plan, &in_process()).0;
+    assert_eq!(statuses(&rest), statuses(&whole));
+}
+
+#[test]
 fn a_lost_device_costs_one_case() {
     let (statuses, reason) = trapped("lose", PATIENT);
     assert_eq!(statuses, [Pass, DeviceLost, Pass, Pass]);
@@ -162,7 +185,8 @@ fn what_cannot_be_opened_or_started_never_passes() {
         let verdict = if want == Crash { ValidationVerdict::Fail } else { ValidationVerdict::Incomplete };
         assert_eq!(report.verdict, verdict, "{:?}", report.remarks);
     }
-    let none = Processes { command: Box::new(|| Command::new("/no/such/program")) };
+    let none =
+        Processes { command: Box::new(|| Command::new("/no/such/program")), cancelled: Arc::default() };
     let (outcome, _) = run(&plan("reference", &["l1.fill"]), &none);
     assert_eq!(statuses(&outcome), [("l1.fill", CaseStatus::NotRun)]);
 }

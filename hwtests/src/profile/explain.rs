@@ -25,7 +25,9 @@ pub fn explain(name: &str) -> Option<&'static Metric> {
 
 /// Returns every metric, group, flag and verdict.
 pub fn metrics() -> impl Iterator<Item = &'static Metric> {
-    [MEASURED, words::OPERATIONS, words::PARTS, words::FLAGS, words::OTHERS].into_iter().flatten()
+    [MEASURED, words::OPERATIONS, words::PARTS, words::FLAGS, words::OTHERS, words::SERVING]
+        .into_iter()
+        .flatten()
 }
 
 const MEASURED: &[Metric] = &[

@@ -7,6 +7,7 @@ use super::mustpass;
 use super::page;
 use super::protocol::DeviceFact;
 use super::{CaseResult, CaseStatus};
+use crate::files::write_whole;
 use quick_junit::{NonSuccessKind, Report, TestCase, TestCaseStatus, TestSuite};
 use serde::{Deserialize, Serialize};
 use std::io;
@@ -87,7 +88,7 @@ pub fn write(folder: &Path, report: &Validation, environment: &Environment) -> i
         ("report.html", page::page(report, environment).into_bytes()),
     ];
     for (name, bytes) in &files {
-        std::fs::write(folder.join(name), bytes).map_err(|error| named(name, error))?;
+        write_whole(&folder.join(name), bytes).map_err(|error| named(name, error))?;
     }
     let mut sums = String::new();
     for name in files.iter().map(|(name, _)| *name).chain([JOURNAL]) {
@@ -97,7 +98,7 @@ pub fn write(folder: &Path, report: &Validation, environment: &Environment) -> i
         };
         sums.push_str(&format!("{}  {name}\n", sha256(&bytes)));
     }
-    std::fs::write(folder.join("SHA256SUMS"), sums).map_err(|error| named("SHA256SUMS", error))
+    write_whole(&folder.join("SHA256SUMS"), sums.as_bytes()).map_err(|error| named("SHA256SUMS", error))
 }
 
 /// Renders the report for JUnit tools, with a suite per level. What could not run is an error there, since

@@ -136,7 +136,8 @@ pub fn header(plan: &Plan) -> Record {
 }
 
 /// Runs `plan`, passing every event to `journal` as it comes. `earlier` is the journal of an interrupted run,
-/// whose results are not repeated.
+/// whose results are not repeated. A run that is cancelled has what was not run as such in its outcome, and
+/// not in its journal.
 pub fn run(
     plan: &Plan,
     start: &dyn Start,
@@ -144,12 +145,22 @@ pub fn run(
     journal: &mut dyn FnMut(&Record),
 ) -> RunOutcome {
     let mut outcome = RunOutcome::default();
+    let mut cancelled = false;
     for group in groups(plan) {
         let mut state = Group::new(&group, plan);
         earlier.iter().for_each(|record| state.recall(record));
         if !state.done {
-            state.run(start, journal);
-            journal(&Record::Done { group: group.clone() });
+            cancelled = cancelled || state.run(start, journal);
+            if cancelled {
+                let id = state.current.take().unwrap_or_else(|| group.clone());
+                state.cases.push(CaseResult::new(
+                    id,
+                    CaseStatus::NotRun,
+                    "the run was interrupted".to_owned(),
+                ));
+            } else {
+                journal(&Record::Done { group: group.clone() });
+            }
         }
         if group == "l5.soak" {
             let set_up_s = state.baseline.as_ref().map(|baseline| baseline.set_up_s);
@@ -184,6 +195,8 @@ enum End {
     DeviceGone,
     /// The child died or was killed; the flag says whether it had opened the device.
     Lost(CaseStatus, String, bool),
+    /// The run is to end.
+    Cancelled,
 }
 
 impl<'a> Group<'a> {
@@ -226,11 +239,13 @@ impl<'a> Group<'a> {
         }
     }
 
-    fn run(&mut self, start: &dyn Start, journal: &mut dyn FnMut(&Record)) {
+    /// Runs the group; whether the run is to end.
+    fn run(&mut self, start: &dyn Start, journal: &mut dyn FnMut(&Record)) -> bool {
         loop {
             journal(&Record::Start { group: self.name.to_owned(), losses: self.losses });
             match self.child(start, journal) {
-                End::Complete => return,
+                End::Complete => return false,
+                End::Cancelled => return true,
                 End::DeviceGone => {}
                 End::Lost(status, how, opened) => {
                     journal(&Record::Lost { group: self.name.to_owned(), how: how.clone() });
@@ -238,7 +253,7 @@ impl<'a> Group<'a> {
                     let place = if opened { "" } else { "while the device was opened: " };
                     self.settle(CaseResult::new(id, status, format!("{place}{how}")), journal);
                     if !opened {
-                        return;
+                        return false;
                     }
                 }
             }
@@ -247,7 +262,7 @@ impl<'a> Group<'a> {
                 let reason = format!("the rest was abandoned after {LOSSES_MAX} lost processes");
                 let id = format!("{}.rest", self.name);
                 self.settle(CaseResult::new(id, CaseStatus::NotRun, reason), journal);
-                return;
+                return false;
             }
         }
     }
@@ -292,6 +307,7 @@ impl<'a> Group<'a> {
                         opened,
                     );
                 }
+                Heard::Cancelled => return End::Cancelled,
                 Heard::Gone(_) if device_gone => return End::DeviceGone,
                 Heard::Gone(how) => return End::Lost(CaseStatus::Crash, how, opened),
             };

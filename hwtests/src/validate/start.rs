@@ -6,10 +6,11 @@ use mixfleet_hal::Device;
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Opens the device that a selector names, or returns why it cannot.
 pub type Open = dyn Fn(&str) -> Result<Arc<dyn Device>, String>;
@@ -23,6 +24,8 @@ pub enum Heard {
     Silence,
     /// The child is gone; the text says how, and what it last wrote to standard error.
     Gone(String),
+    /// Nothing more, since the run is to end.
+    Cancelled,
 }
 
 /// Starts children.
@@ -45,7 +48,12 @@ pub trait ChildProcess {
 pub struct Processes {
     /// Creates the command for each child.
     pub command: Box<dyn Fn() -> Command>,
+    /// Whether the run is to end at once.
+    pub cancelled: Arc<AtomicBool>,
 }
+
+/// Time between two looks whether the run is to end.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 /// Bytes of a child's standard error kept from its beginning and from its end, since a panic prints its cause
 /// before its stack.
@@ -78,6 +86,7 @@ impl Said {
 
 struct Process {
     child: Child,
+    cancelled: Arc<AtomicBool>,
     lines: Receiver<String>,
     stderr: Arc<Mutex<Said>>,
     listeners: Vec<JoinHandle<()>>,
@@ -87,6 +96,9 @@ impl Start for Processes {
     fn start(&self, assignment: &Assignment) -> std::io::Result<Box<dyn ChildProcess>> {
         let mut command = (self.command)();
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        // an interrupt from the terminal is for the parent, which ends its children
+        #[cfg(unix)]
+        std::os::unix::process::CommandExt::process_group(&mut command, 0);
         let mut child = command.spawn()?;
         let (send, lines) = channel();
         let mut listeners = Vec::new();
@@ -109,7 +121,8 @@ impl Start for Processes {
             // a child that dies before it has read is reported as gone
             let _ = writeln!(input, "{}", serde_json::to_string(assignment)?);
         }
-        Ok(Box::new(Process { child, lines, stderr, listeners }))
+        let cancelled = self.cancelled.clone();
+        Ok(Box::new(Process { child, cancelled, lines, stderr, listeners }))
     }
 }
 
@@ -125,15 +138,21 @@ fn keep(mut from: impl Read, said: &Mutex<Said>) {
 
 impl ChildProcess for Process {
     fn next(&mut self, patience: Duration) -> Heard {
+        let until = Instant::now() + patience;
         loop {
-            match self.lines.recv_timeout(patience) {
+            if self.cancelled.load(Ordering::Relaxed) {
+                return Heard::Cancelled;
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            match self.lines.recv_timeout(left.min(LOOK_EVERY)) {
                 Ok(text) => {
                     // a driver may print to standard output
                     if let Ok(line) = serde_json::from_str(&text) {
                         return Heard::Line(Box::new(line));
                     }
                 }
-                Err(RecvTimeoutError::Timeout) => return Heard::Silence,
+                Err(RecvTimeoutError::Timeout) if left <= LOOK_EVERY => return Heard::Silence,
+                Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => break,
             }
         }

@@ -272,7 +272,7 @@ pub(crate) struct GenerateArgs {
     pub(crate) model: ModelArgs,
     #[command(flatten)]
     pub(crate) remote: RemoteArgs,
-    /// The prompt
+    /// The prompt; - reads it from standard input
     #[arg(long, value_name = "TEXT", required_unless_present_any = ["prompt_ids", "each"], conflicts_with = "prompt_ids")]
     pub(crate) prompt: Option<String>,
     /// The prompt as token ids
@@ -314,6 +314,29 @@ pub(crate) struct GenerateArgs {
     pub(crate) json: bool,
 }
 
+impl GenerateArgs {
+    /// Those of a model on devices, without a prompt.
+    pub(crate) fn of_devices(model: ModelArgs, remote: RemoteArgs, device: Vec<DeviceRole>) -> Self {
+        GenerateArgs {
+            model,
+            remote,
+            prompt: None,
+            prompt_ids: Vec::new(),
+            max_tokens: 1,
+            temperature: 0.0,
+            seed: 0,
+            ignore_eos: false,
+            device,
+            attn_split: None,
+            prefill: None,
+            decode: None,
+            batch: 1,
+            each: None,
+            json: false,
+        }
+    }
+}
+
 /// Copies that an engine takes at once.
 const BATCH_MAX: i64 = 1024;
 
@@ -322,7 +345,7 @@ fn above_zero(text: &str) -> Result<f64, String> {
     value.ok_or_else(|| "expected a number above 0".into())
 }
 
-fn temperature(text: &str) -> Result<f32, String> {
+pub(crate) fn temperature(text: &str) -> Result<f32, String> {
     let value = text.parse().ok().filter(|t: &f32| t.is_finite() && *t >= 0.0);
     value.ok_or_else(|| "expected a number from 0 on".into())
 }

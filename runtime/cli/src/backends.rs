@@ -9,7 +9,7 @@ use crate::notation::{Sharing, Written, WrittenGroup};
 use crate::remote::{self, OpenDevice, RemoteArgs};
 use anyhow::{Context, Result, bail};
 use mixfleet_discover::{Topology, Tree, same_part};
-use mixfleet_hal::{Absent, Backend, Device, DeviceInfo};
+use mixfleet_hal::{Absent, Backend, Device, DeviceInfo, ErrorKind};
 use mixfleet_plugin::PluginBackend;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
@@ -108,9 +108,19 @@ fn open_here(selector: &str) -> Result<Arc<dyn Device>> {
     let backends = all();
     let Some(backend) = backends.iter().find(|b| b.name() == name) else {
         let known: Vec<_> = backends.iter().map(|b| b.name()).collect();
-        bail!("unknown device '{selector}': this build knows {}; see 'mixfleet devices'", known.join(", "));
+        let known = known.join(", ");
+        bail!(Usage(format!(
+            "unknown device '{selector}': this build knows {known}; see 'mixfleet devices'"
+        )));
     };
-    backend.open(selector).with_context(|| format!("cannot open device '{selector}'"))
+    backend.open(selector).map_err(|error| {
+        let is_usage = error.kind == ErrorKind::Invalid;
+        let said = format!("cannot open device '{selector}'");
+        match is_usage {
+            true => Usage(format!("{said}: {error}")).into(),
+            false => anyhow::Error::from(error).context(said),
+        }
+    })
 }
 
 /// Opens host memory as a device that only keeps KV.

@@ -73,6 +73,26 @@ pub(crate) enum CliCommand {
     Replay(ReplayLogArgs),
     /// Complete one prompt on standard output
     Generate(GenerateArgs),
+    /// Measure how fast a model answers, here or at a server, alone or under load
+    Bench(crate::bench::BenchArgs),
+    /// Talk with a model in the terminal
+    Chat(crate::chat::ChatArgs),
+    /// Print what completes commands and options in a shell
+    Completions(crate::shells::CompletionsArgs),
+    /// Write manual pages
+    Man(crate::shells::ManArgs),
+}
+
+impl CliCommand {
+    /// Whether it runs until it is told to end, whoever reads its output.
+    pub(crate) fn serves(&self) -> bool {
+        match self {
+            CliCommand::Serve(_) => true,
+            #[cfg(feature = "fleet")]
+            CliCommand::Router(_) | CliCommand::Worker(_) | CliCommand::Member(_) => true,
+            _ => false,
+        }
+    }
 }
 
 #[cfg(test)]
@@ -86,8 +106,10 @@ mod tests {
     /// Checks at the width that clap uses without a terminal.
     #[test]
     fn help_fits_a_screen() {
-        let mut names =
-            vec!["serve", "generate", "profile", "compare", "parts", "models", "explain", "plan", "simulate"];
+        let mut names = vec![
+            "serve", "generate", "profile", "compare", "parts", "models", "explain", "plan", "simulate",
+            "chat", "bench",
+        ];
         if cfg!(feature = "fleet") {
             names.extend(["router", "worker", "fleet", "member"]);
         }

@@ -16,6 +16,7 @@ use mixfleet_hal::catalog::{self, Part};
 use mixfleet_hal::economics::{Pick, Selection};
 use mixfleet_hal::units::{Ordered, Seconds};
 use mixfleet_hal::{DType, StoredAs};
+use mixfleet_hwtests::files::write_whole;
 use mixfleet_runtime::model::ModelConfig;
 use mixfleet_scheduler::classes::{Classified, Demand, Job, PricedDevice, classify};
 use mixfleet_scheduler::cost::ModelShape;
@@ -221,7 +222,7 @@ pub(crate) fn run(args: &CompareArgs) -> Result<()> {
     }
     if let Some(path) = &args.html {
         let cannot_write = || format!("cannot write {}", path.display());
-        std::fs::write(path, page::page(&comparison)).with_context(cannot_write)?;
+        write_whole(path, page::page(&comparison).as_bytes()).with_context(cannot_write)?;
     }
     let mut out = std::io::stdout().lock();
     if args.json {

@@ -3,6 +3,7 @@
 use crate::Usage;
 use anyhow::Result;
 use clap::Args;
+use mixfleet_hal::catalog::closest_names;
 use mixfleet_hwtests::profile::explain::{explain, metrics};
 use std::io::Write;
 
@@ -21,8 +22,12 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
         return Ok(());
     };
     let known: Vec<&str> = metrics().map(|metric| metric.name).collect();
-    let metric = explain(name)
-        .ok_or_else(|| Usage(format!("there is no metric '{name}'; known: {}", known.join(", "))))?;
+    let unknown = || {
+        let near = closest_names(name, known.iter().copied());
+        let near = if near.is_empty() { known.clone() } else { near };
+        Usage(format!("there is no metric '{name}'; near it: {}; all: mixfleet explain", near.join(", ")))
+    };
+    let metric = explain(name).ok_or_else(unknown)?;
     write!(out, "{metric}")?;
     Ok(())
 }

@@ -1,6 +1,6 @@
 //! Implements `mixfleet generate`.
 
-mod answer;
+pub(crate) mod answer;
 
 use crate::args::{DeviceRole, GenerateArgs};
 use crate::model::Model;
@@ -28,7 +28,10 @@ const END_TIME_MAX: Duration = Duration::from_secs(10);
 /// Name and version of the document.
 const SCHEMA: &str = "mixfleet.generate/1";
 
-pub(crate) fn run(args: GenerateArgs) -> Result<()> {
+pub(crate) fn run(mut args: GenerateArgs) -> Result<()> {
+    if let Some(prompt) = args.prompt.as_mut().filter(|prompt| *prompt == "-") {
+        *prompt = std::io::read_to_string(std::io::stdin()).context("cannot read the prompt")?;
+    }
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     runtime.block_on(async {
         let Some(file) = &args.each else {
@@ -36,7 +39,11 @@ pub(crate) fn run(args: GenerateArgs) -> Result<()> {
             let document = ready.generate(&args).await;
             ready.end().await;
             let document = document?;
-            return print(if args.json { document.to_string() } else { String::new() });
+            print(if args.json { document.to_string() } else { String::new() })?;
+            if !args.json {
+                eprintln!("{}", in_words(&document));
+            }
+            return Ok(());
         };
         each(runs(file)?).await
     })
@@ -100,6 +107,21 @@ async fn each(runs: Vec<GenerateArgs>) -> Result<()> {
     Ok(())
 }
 
+/// How much was generated, and how fast.
+fn in_words(document: &Value) -> String {
+    let tokens = document["ids"].as_array().map_or(0, Vec::len);
+    let textless = document["text"].as_str().is_some_and(str::is_empty) && tokens > 0;
+    let mut words = format!("{tokens} tokens");
+    words += if textless { ", which have no text (--json has their ids)" } else { "" };
+    if let Some(ttft_s) = document["ttft_s"].as_f64() {
+        words += &format!(", the first after {ttft_s:.3} s");
+    }
+    if let Some(rate) = document["tokens_per_s"].as_f64() {
+        words += &format!(", {rate:.1} tokens/s");
+    }
+    words
+}
+
 fn print(line: String) -> Result<()> {
     let mut out = std::io::stdout().lock();
     writeln!(out, "{line}")?;
@@ -117,16 +139,21 @@ fn devices(args: &GenerateArgs) -> Vec<DeviceRole> {
 }
 
 /// A model on its devices.
-struct Ready {
+pub(crate) struct Ready {
     /// The arguments that it was made for.
     args: GenerateArgs,
-    model: Model,
-    engine: Started,
-    env: Arc<RealEnv>,
+    pub(crate) model: Model,
+    pub(crate) engine: Started,
+    pub(crate) env: Arc<RealEnv>,
 }
 
 impl Ready {
     fn new(args: &GenerateArgs) -> Result<Self> {
+        Ready::checked(args, |model| prompt_ids(args, model).map(drop))
+    }
+
+    /// Loads the model, checks something of it, and opens its devices.
+    pub(crate) fn checked(args: &GenerateArgs, check: impl FnOnce(&Model) -> Result<()>) -> Result<Self> {
         let real = Arc::new(RealEnv::new(tokio::runtime::Handle::current()));
         let env: SharedEnv = real.clone();
         if args.model.model.is_none() {
@@ -135,7 +162,7 @@ impl Ready {
             );
         }
         let model = Model::load(&args.model, &env)?;
-        prompt_ids(args, &model)?;
+        check(&model)?;
         let instances = Instances {
             attn_split: args.attn_split,
             remote: args.remote.clone(),
@@ -148,7 +175,7 @@ impl Ready {
     }
 
     /// Waits until its devices are free. A device that hangs is left alone.
-    async fn end(self) {
+    pub(crate) async fn end(self) {
         let Ready { model, engine, env, .. } = self;
         drop((model, engine));
         let _ = tokio::time::timeout(END_TIME_MAX, env.workers_ended()).await;

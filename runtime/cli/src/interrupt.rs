@@ -1,14 +1,21 @@
-//! Ctrl-C: the first one asks the work to end, the second one ends the process.
+//! Ctrl-C and the like: the first one asks the work to end, the second one ends the process.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Sets `cancelled` at the first interrupt, and says `what` is stopping.
 pub(crate) fn cancel_on_interrupt(cancelled: Arc<AtomicBool>, what: &'static str) {
+    let Ok(runtime) = tokio::runtime::Builder::new_current_thread().enable_io().build() else { return };
+    // caught from now on, and not from when the thread runs
+    let caught = {
+        let _within = runtime.enter();
+        Signals::new()
+    };
+    let Ok(mut signals) = caught else { return };
     std::thread::spawn(move || {
-        let Ok(runtime) = tokio::runtime::Builder::new_current_thread().enable_io().build() else { return };
         runtime.block_on(async {
-            while tokio::signal::ctrl_c().await.is_ok() {
+            loop {
+                signals.next().await;
                 if cancelled.swap(true, Ordering::Relaxed) {
                     std::process::exit(130);
                 }
@@ -16,4 +23,43 @@ pub(crate) fn cancel_on_interrupt(cancelled: Arc<AtomicBool>, what: &'static str
             }
         });
     });
+}
+
+/// An interrupt, the end of the terminal, or the wish of whoever started this that it ends.
+#[cfg(unix)]
+struct Signals([tokio::signal::unix::Signal; 3]);
+
+#[cfg(unix)]
+impl Signals {
+    fn new() -> std::io::Result<Self> {
+        use tokio::signal::unix::{SignalKind, signal};
+        let [interrupt, hangup, terminate] =
+            [SignalKind::interrupt(), SignalKind::hangup(), SignalKind::terminate()].map(signal);
+        Ok(Signals([interrupt?, hangup?, terminate?]))
+    }
+
+    async fn next(&mut self) {
+        let Signals([interrupt, hangup, terminate]) = self;
+        tokio::select! {
+            _ = interrupt.recv() => {}
+            _ = hangup.recv() => {}
+            _ = terminate.recv() => {}
+        }
+    }
+}
+
+#[cfg(not(unix))]
+struct Signals;
+
+#[cfg(not(unix))]
+impl Signals {
+    fn new() -> std::io::Result<Self> {
+        Ok(Signals)
+    }
+
+    async fn next(&mut self) {
+        if tokio::signal::ctrl_c().await.is_err() {
+            std::future::pending::<()>().await;
+        }
+    }
 }

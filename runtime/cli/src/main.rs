@@ -10,8 +10,10 @@
 
 mod args;
 mod backends;
+mod bench;
 mod cache;
 mod calibration;
+mod chat;
 mod command_line;
 mod compare;
 mod connections;
@@ -40,6 +42,7 @@ mod replay;
 mod scheduling;
 mod serve;
 mod settings;
+mod shells;
 mod simulate;
 mod sizes;
 mod start;
@@ -53,6 +56,7 @@ mod validate;
 mod worker_engines;
 
 use anyhow::Context;
+use clap::CommandFactory;
 use command_line::{Cli, CliCommand};
 use std::process::ExitCode;
 
@@ -104,7 +108,41 @@ pub(crate) fn with_causes(error: &anyhow::Error) -> String {
     })
 }
 
+/// Ends this process when the reader of its output has gone, as `head` does: printing would panic then.
+fn end_with_the_reader() {
+    let usual = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |info| {
+        let text = info.payload().downcast_ref::<String>().map_or("", String::as_str);
+        if text.starts_with("failed printing to std") && text.contains("Broken pipe") {
+            std::process::exit(0);
+        }
+        usual(info);
+    }));
+}
+
+/// Starts this program again with `XDG_RUNTIME_DIR`, if it is not set: Mesa, in whatever uses Vulkan, writes
+/// to standard error that it is not, also where nothing is to be displayed.
+#[cfg(unix)]
+fn keep_mesa_quiet() {
+    use std::os::unix::process::CommandExt;
+    const NAME: &str = "XDG_RUNTIME_DIR";
+    let is_there = |value: std::ffi::OsString| std::path::Path::new(&value).is_absolute();
+    if std::env::var_os(NAME).is_some_and(is_there) {
+        return;
+    }
+    let mut words = std::env::args_os();
+    let (Ok(program), Some(name)) = (std::env::current_exe(), words.next()) else { return };
+    // returns only where it cannot be started; then it goes on as it is
+    let _ = std::process::Command::new(program).arg0(name).args(words).env(NAME, "/nonexistent").exec();
+}
+
+#[cfg(not(unix))]
+fn keep_mesa_quiet() {}
+
 fn run(cli: Cli, settings: &settings::ServeSettings) -> anyhow::Result<()> {
+    if !cli.command.serves() {
+        end_with_the_reader();
+    }
     backends::load(&cli.backend)?;
     match cli.command {
         CliCommand::Devices(args) => devices::run(&args),
@@ -129,10 +167,15 @@ fn run(cli: Cli, settings: &settings::ServeSettings) -> anyhow::Result<()> {
         CliCommand::Member(args) => fleet::member(&args),
         CliCommand::Replay(args) => replay::run(&args),
         CliCommand::Generate(args) => generate::run(args),
+        CliCommand::Bench(args) => bench::run(&args),
+        CliCommand::Chat(args) => chat::run(args),
+        CliCommand::Completions(args) => shells::completions(&args, Cli::command()),
+        CliCommand::Man(args) => shells::man(&args, Cli::command()),
     }
 }
 
 fn main() -> ExitCode {
+    keep_mesa_quiet();
     let parsed = settings::parse(std::env::args_os().collect());
     let result = parsed.and_then(|(cli, settings)| run(cli, &settings));
     let Err(error) = result else { return ExitCode::SUCCESS };

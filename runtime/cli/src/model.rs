@@ -5,7 +5,10 @@ use crate::args::ModelArgs;
 use anyhow::{Context, Result};
 use mixfleet_hal::DType;
 use mixfleet_runtime::env::SharedEnv;
-use mixfleet_runtime::model::{ChatTemplate, Checkpoint, RandomCheckpoint, Tokenizer, builtin};
+use mixfleet_runtime::model::{
+    ChatTemplate, Checkpoint, GenerationDefaults, RandomCheckpoint, Tokenizer, builtin,
+};
+use mixfleet_runtime::request::Sampling;
 use mixfleet_runtime::text::LoadedText;
 use std::path::Path;
 use std::sync::Arc;
@@ -21,6 +24,8 @@ pub(crate) struct Model {
     /// What its weights are drawn from, if they are random: devices that compute nothing need none.
     pub(crate) random: Option<RandomCheckpoint>,
     pub(crate) text: Arc<LoadedText>,
+    /// How it asks to be sampled from.
+    pub(crate) defaults: GenerationDefaults,
     pub(crate) activations: DType,
     pub(crate) kv: DType,
     /// Digest of the configuration and the tensors' shapes, but not of their content.
@@ -44,6 +49,10 @@ impl Model {
                 Some(builtin::chat_template()?),
             ),
         };
+        let defaults = match &args.model {
+            Some(directory) => GenerationDefaults::open(directory)?,
+            None => GenerationDefaults::default(),
+        };
         let activations = args.activations.unwrap_or(checkpoint.config.dtype);
         let tokenizer_digest =
             format!("{:032x}", xxh3_128(tokenizer.to_json().unwrap_or_default().as_bytes()));
@@ -52,12 +61,28 @@ impl Model {
             name,
             shape_digest: checkpoint.shape_digest(),
             text: Arc::new(LoadedText::new(tokenizer, template, env.clone(), vocab)),
+            defaults,
             activations,
             kv: args.kv_dtype.unwrap_or(activations),
             checkpoint,
             random,
             tokenizer_digest,
         })
+    }
+}
+
+impl Model {
+    /// How a request is sampled that does not say.
+    pub(crate) fn sampling(&self) -> Sampling {
+        let (given, plain) = (&self.defaults, Sampling::default());
+        Sampling {
+            temperature: given.temperature.unwrap_or(plain.temperature),
+            top_p: given.top_p.unwrap_or(plain.top_p),
+            top_k: given.top_k.unwrap_or(plain.top_k),
+            min_p: given.min_p.unwrap_or(plain.min_p),
+            repetition_penalty: given.repetition_penalty.unwrap_or(plain.repetition_penalty),
+            ..plain
+        }
     }
 }
 
@@ -79,7 +104,27 @@ fn has_no_weights(directory: &Path) -> bool {
         && !files.into_iter().any(|file| file.path().extension().is_some_and(|end| end == "safetensors"))
 }
 
+/// Why nothing there can be a checkpoint, if so, and what to do.
+fn misnamed(path: &Path) -> Option<String> {
+    let shown = path.display();
+    if path.is_file() {
+        let folder = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        return Some(format!("{shown} is a file: name the directory that it is in, {}", folder.display()));
+    }
+    let text = path.to_str()?;
+    let is_hub_id = !path.exists() && !text.starts_with(['.', '/', '~']) && text.split('/').count() == 2;
+    is_hub_id.then(|| {
+        format!(
+            "there is no directory {shown}: nothing is downloaded here; if it is a model of the Hugging Face Hub, \
+             get it with 'hf download {shown} --local-dir DIR' and give --model DIR"
+        )
+    })
+}
+
 fn open(directory: &Path) -> Result<Loading> {
+    if let Some(why) = misnamed(directory) {
+        return Err(Usage(why).into());
+    }
     let failed = || format!("cannot load the checkpoint in {}", directory.display());
     let (checkpoint, random) = match has_no_weights(directory) {
         false => (Checkpoint::open(directory, &mixfleet_cpu::host::Mapper).with_context(failed)?, None),

@@ -1,23 +1,36 @@
 //! Implements `mixfleet parts`: the catalog.
 
-use anyhow::Result;
+use crate::Usage;
+use anyhow::{Result, bail};
 use clap::Args;
-use mixfleet_hal::catalog::{Part, parts};
+use mixfleet_hal::catalog::{self, Part, parts};
 use mixfleet_hal::economics::reference_offer;
 use serde_json::{Value, json};
 use std::io::Write;
 
 #[derive(Debug, Args)]
 pub(crate) struct PartsArgs {
+    /// Only parts whose name, memory or note has this text, in whatever case
+    filter: Option<String>,
     /// Print JSON, with links, power, sources and notes
     #[arg(long)]
     json: bool,
 }
 
 pub(crate) fn run(args: &PartsArgs) -> Result<()> {
+    let wanted = args.filter.as_deref().unwrap_or_default().to_lowercase();
+    let has_it = |part: &&Part| {
+        let words = [part.id, part.memory.technology, part.note];
+        words.iter().any(|words| words.to_lowercase().contains(&wanted))
+    };
+    let found: Vec<&Part> = parts().iter().filter(has_it).collect();
+    if found.is_empty() {
+        let near = catalog::closest(&wanted).join(", ");
+        bail!(Usage(format!("no part has '{wanted}' in its name, memory or note; near it: {near}")));
+    }
     let mut out = std::io::stdout().lock();
     if args.json {
-        let parts: Vec<Value> = parts().iter().map(document).collect();
+        let parts: Vec<Value> = found.into_iter().map(document).collect();
         writeln!(out, "{:#}", json!({"schema": "mixfleet.parts/1", "parts": parts}))?;
         return Ok(());
     }
@@ -34,7 +47,7 @@ pub(crate) fn run(args: &PartsArgs) -> Result<()> {
         "{:<16}{:>6}{:>9}{:>9}{:>8}{:>7} {:<16}{:>6}{:>4}  note",
         "part", "year", "bf16 TF", "fp8 TF", "GB/s", "GB", "memory", "$/h", ""
     )?;
-    for part in parts() {
+    for part in found {
         write_part(&mut out, part)?;
     }
     Ok(())

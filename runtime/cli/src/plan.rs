@@ -25,6 +25,7 @@ use hours::HourPlan;
 use load::{LoadSource, PlanLoad};
 use mixfleet_hal::units::{BytesPerSecond, GB, Seconds};
 use mixfleet_hal::{DType, StoredAs};
+use mixfleet_hwtests::files::write_whole;
 use mixfleet_scheduler::engines::KnownEngine;
 use mixfleet_scheduler::models::{KnownModel, find};
 use mixfleet_scheduler::plan::break_even::BreakEven;
@@ -255,9 +256,10 @@ fn write_files(planned: &Planned<'_>, market: &Market) -> Result<Option<String>>
     let Some(best) = planned.outcome.fleets.first() else { return Ok(None) };
     if let Some(directory) = planned.out {
         let cannot_write = || format!("cannot write to {}", directory.display());
-        std::fs::write(directory.join("FLEET.toml"), &best.text).with_context(cannot_write)?;
+        write_whole(&directory.join("FLEET.toml"), best.text.as_bytes()).with_context(cannot_write)?;
         if let Some(one) = planned.outcome.dearer_homogeneous() {
-            std::fs::write(directory.join("homogeneous.toml"), &one.text).with_context(cannot_write)?;
+            write_whole(&directory.join("homogeneous.toml"), one.text.as_bytes())
+                .with_context(cannot_write)?;
         }
         if args.trace.is_empty() {
             planned.load.write_log(&directory.join("load.jsonl")).with_context(cannot_write)?;
@@ -266,7 +268,7 @@ fn write_files(planned: &Planned<'_>, market: &Market) -> Result<Option<String>>
     }
     if let Some(path) = &args.html {
         let page = page::page(planned, market);
-        std::fs::write(path, page).with_context(|| format!("cannot write {}", path.display()))?;
+        write_whole(path, page.as_bytes()).with_context(|| format!("cannot write {}", path.display()))?;
     }
     Ok(started)
 }

@@ -12,6 +12,7 @@ use anyhow::{Context, Result, bail};
 use clap::{Args, Subcommand};
 use indicatif::{ProgressBar, ProgressStyle};
 use mixfleet_hal::{DType, Device, DeviceKind, cast};
+use mixfleet_hwtests::files::write_whole;
 use mixfleet_hwtests::profile::compare::Comparison;
 use mixfleet_hwtests::profile::{
     Group, ModelShapes, PointResult, PointStatus, ProfileDocument, ProfileLevel, ProfileOptions,
@@ -147,7 +148,7 @@ fn profile(args: &MeasureArgs) -> Result<()> {
 
 fn write_files(args: &MeasureArgs, document: &ProfileDocument) -> Result<()> {
     let write = |file: &Path, text: String| {
-        std::fs::write(file, text).with_context(|| format!("cannot write {}", file.display()))
+        write_whole(file, text.as_bytes()).with_context(|| format!("cannot write {}", file.display()))
     };
     if let Some(file) = &args.out {
         write(file, serde_json::to_string_pretty(document)? + "\n")?;

@@ -20,7 +20,7 @@ use mixfleet_runtime::engine::events::{EventLog, Writer};
 use mixfleet_runtime::env::{RealEnv, SharedEnv, Task};
 use mixfleet_runtime::gateway::{Gateway, GatewayParts};
 use mixfleet_runtime::metrics::Metrics;
-use mixfleet_runtime::request::{EngineHandle, Sampling};
+use mixfleet_runtime::request::EngineHandle;
 use mixfleet_scheduler::fleet::{FleetConfig, Rebalance, Replicate, Role};
 use mixfleet_sim::simulate::Choices;
 use std::fs::File;
@@ -340,6 +340,7 @@ pub(crate) fn served(
     context: u32,
     env: &SharedEnv,
 ) -> ServedModel {
+    let defaults = model.sampling();
     ServedModel {
         name: args.name.clone().unwrap_or(model.name),
         created: to_u64(env.unix_time().0),
@@ -347,6 +348,6 @@ pub(crate) fn served(
         text: model.text,
         context,
         eos_ids: model.checkpoint.config.eos_ids.clone().into(),
-        defaults: Sampling::default(),
+        defaults,
     }
 }

@@ -22,6 +22,7 @@ use anyhow::{Context, Result};
 use clap::Args;
 use closed_loop::ClosedLoopArgs;
 use history::History;
+use mixfleet_hwtests::files::write_whole;
 use mixfleet_scheduler::engines::KnownEngine;
 use mixfleet_sim::against::RunErrors;
 use mixfleet_sim::bottleneck::Bottleneck;
@@ -215,7 +216,7 @@ fn one(fleet: &OpenedFleet<'_>) -> Result<()> {
             simulated: &fleet.simulated,
             additions: additions.as_ref(),
         };
-        std::fs::write(path, page(&subject)).with_context(|| cannot_write(path))?;
+        write_whole(path, page(&subject).as_bytes()).with_context(|| cannot_write(path))?;
     }
     let mut out = std::io::stdout().lock();
     if args.json {

@@ -3,6 +3,7 @@
 use crate::args::TopoArgs;
 use anyhow::{Context, Result};
 use mixfleet_discover::{Here, HostConditions, PciKind, Recording, Topology, Tree};
+use mixfleet_hwtests::files::write_whole;
 use serde_json::json;
 use std::io::Write;
 use std::path::Path;
@@ -54,7 +55,7 @@ fn open(path: &Path) -> Result<Tree> {
 
 fn record(path: &Path, recording: &Recording) -> Result<()> {
     let text = serde_json::to_string_pretty(recording)?;
-    std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))?;
+    write_whole(path, text.as_bytes()).with_context(|| format!("cannot write {}", path.display()))?;
     let (files, links) = (recording.files.len(), recording.links.len());
     eprintln!("recorded {files} files and {links} links of this machine in {}", path.display());
     if recording.files.keys().any(|file| file.contains("/gids/")) {

@@ -72,8 +72,16 @@ impl ReplayArgs {
 
     /// Opens the trace at `path`.
     pub(crate) fn open(&self, path: &Path) -> Result<Trace, TraceError> {
-        let session_every = Seconds(self.session_every);
-        Trace::open(path, ReadOptions { block_tokens: self.block_tokens, session_every })
+        Trace::open(path, self.reading())
+    }
+
+    /// Reads a trace from standard input, which can be played once.
+    pub(crate) fn open_stdin(&self) -> Result<Trace, TraceError> {
+        Trace::from_reader("standard input", std::io::stdin(), self.reading())
+    }
+
+    fn reading(&self) -> ReadOptions {
+        ReadOptions { block_tokens: self.block_tokens, session_every: Seconds(self.session_every) }
     }
 
     /// The requests of `trace` to be replayed, with jitter drawn by `seed`.

@@ -7,6 +7,7 @@ mod selftest;
 mod serving;
 mod summary;
 
+use crate::interrupt::cancel_on_interrupt;
 use crate::profile::machine;
 use crate::{Failed, Usage, backends};
 use anyhow::{Context, Result, bail};
@@ -20,9 +21,12 @@ use mixfleet_hwtests::validate::{
     CaseStatus, Environment, MemoryAsked, PartFile, Plan, Processes, Record, Settings, Validation,
     ValidationEffort, ValidationVerdict, child, groups,
 };
+use std::cell::Cell;
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 #[derive(Debug, Args)]
@@ -48,7 +52,8 @@ pub(crate) struct ValidateArgs {
     /// The vendor's claims and waivers
     #[arg(long, value_name = "part.toml")]
     part: Option<PathBuf>,
-    /// Folder for the report: JSON, JUnit, HTML, environment, log, checksums
+    /// Folder for the report: JSON, JUnit, HTML, environment, log, checksums [default: a new one among
+    /// this user's data]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
     /// Resume the run whose log is in --out
@@ -71,6 +76,9 @@ pub(crate) struct ValidateArgs {
 pub(crate) fn run(args: &ValidateArgs) -> Result<()> {
     if args.child {
         let open = |selector: &str| backends::open(selector).map_err(|error| format!("{error:#}"));
+        // whatever ends the parent, no child holds the device after it
+        #[cfg(target_os = "linux")]
+        rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
         let (input, output) = (&mut std::io::stdin().lock(), &mut std::io::stdout().lock());
         child::serve(input, output, &open, &beyond::run)?;
         return Ok(());
@@ -86,10 +94,19 @@ fn validate(args: &ValidateArgs) -> Result<()> {
     let part = args.part.as_deref().map(read_part).transpose()?;
     let mut plan = plan(args, part.as_ref())?;
     let earlier = earlier(args, &plan)?;
-    let start = Processes { command: Box::new(child_command) };
+    let cancelled = Arc::<AtomicBool>::default();
+    let start = Processes { command: Box::new(child_command), cancelled: cancelled.clone() };
     // A child opens the device first, so that a driver that crashes does not end this process.
     let identity = Plan { level: 0, only: vec!["l0.identity".to_owned()], ..plan.clone() };
-    let looked = runner::run(&identity, &start, &[], &mut |_| {}).device;
+    let looked = runner::run(&identity, &start, &[], &mut |_| {});
+    if let (None, [case]) = (&looked.device, &looked.cases[..])
+        && case.status == CaseStatus::NotRun
+        // a child has seen that this does not crash, and why is told here in its own kind
+        && let Err(error) = backends::open(&plan.device)
+    {
+        return Err(error);
+    }
+    let looked = looked.device;
     let here = facts::Here::read();
     if let Some(info) = &looked {
         if groups(&plan).iter().any(|group| group != "l0.discover") {
@@ -100,8 +117,13 @@ fn validate(args: &ValidateArgs) -> Result<()> {
             part.is_about(&info.name, here.pci_id(info).as_deref()).map_err(Usage)?;
         }
     }
-    let mut journal = Journal::open(args.out.as_deref(), &plan, earlier.is_empty())?;
+    let folder = args.out.clone().or_else(|| default_folder(&plan.device, &began_at));
+    if let Some(folder) = folder.as_deref().filter(|_| args.out.is_none()) {
+        eprintln!("the report goes to {}", folder.display());
+    }
+    let mut journal = Journal::open(folder.as_deref(), &plan, earlier.is_empty())?;
     let progress = Bar::new(&plan);
+    cancel_on_interrupt(cancelled.clone(), "stopping, with a report of what was run");
     let outcome = runner::run(&plan, &start, &earlier, &mut |record| {
         progress.see(record);
         journal.add(record);
@@ -110,7 +132,7 @@ fn validate(args: &ValidateArgs) -> Result<()> {
     journal.finish()?;
     let today = began_at.get(..10).unwrap_or_default();
     let report = Validation::new(&plan, outcome, part.as_ref(), today);
-    if let Some(folder) = &args.out {
+    if let Some(folder) = &folder {
         let environment = environment(&report, &here, looked.as_ref(), began_at.clone());
         package::write(folder, &report, &environment).context("cannot write the report")?;
     }
@@ -118,9 +140,13 @@ fn validate(args: &ValidateArgs) -> Result<()> {
     if args.json {
         writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?;
     } else {
-        write!(out, "{}", summary::text(&report, args.out.as_deref()))?;
+        write!(out, "{}", summary::text(&report, folder.as_deref()))?;
     }
     out.flush()?;
+    if cancelled.load(Ordering::Relaxed) {
+        let more = folder.map(|folder| format!(": it goes on with --resume --out {}", folder.display()));
+        bail!("the run was interrupted{}", more.unwrap_or_default());
+    }
     match report.verdict {
         ValidationVerdict::Pass | ValidationVerdict::PassedWithWaivers | ValidationVerdict::Partial => Ok(()),
         ValidationVerdict::Fail => bail!(Failed(format!("validation failed: {}", report.remarks.join("; ")))),
@@ -165,6 +191,15 @@ fn plan(args: &ValidateArgs, part: Option<&PartFile>) -> Result<Plan> {
         )));
     }
     Ok(plan)
+}
+
+/// A folder of its own for a run without --out; none where this user has no place for data.
+fn default_folder(device: &str, began_at: &str) -> Option<PathBuf> {
+    let base = std::env::var_os("XDG_DATA_HOME").map(PathBuf::from);
+    let base = base.or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".local/share")))?;
+    let plain = |c: char| if c.is_ascii_alphanumeric() || c == '-' { c } else { '_' };
+    let name: String = format!("{device}-{began_at}").chars().map(plain).collect();
+    Some(base.join("mixfleet/reports").join(name))
 }
 
 /// The command that runs this program as a child.
@@ -261,22 +296,31 @@ impl Journal {
 struct Bar {
     bar: ProgressBar,
     terminal: bool,
+    /// Cases of the group at hand that have ended.
+    cases: Cell<u64>,
 }
 
 impl Bar {
     fn new(plan: &Plan) -> Bar {
         let terminal = std::io::stderr().is_terminal();
         let bar = if terminal { ProgressBar::new(groups(plan).len() as u64) } else { ProgressBar::hidden() };
-        let style = ProgressStyle::with_template("{bar:30} {pos}/{len} {elapsed} {msg}");
+        let style = ProgressStyle::with_template("{bar:30} {pos}/{len} {elapsed} {wide_msg}");
         bar.set_style(style.expect("a fixed template"));
-        Bar { bar, terminal }
+        Bar { bar, terminal, cases: Cell::new(0) }
     }
 
     fn see(&self, record: &Record) {
         match record {
+            Record::Start { .. } => self.cases.set(0),
+            Record::Line { line: ChildMessage::Case(_), .. } => self.cases.set(self.cases.get() + 1),
+            _ => {}
+        }
+        match record {
             Record::Start { group, .. } if !self.terminal => eprintln!("validate: {group}"),
             Record::Start { group, .. } => self.bar.set_message(group.clone()),
-            Record::Line { line: ChildMessage::Begin(id), .. } => self.bar.set_message(id.clone()),
+            Record::Line { line: ChildMessage::Begin(id), .. } => {
+                self.bar.set_message(format!("{id} (after {} of its group)", self.cases.get()));
+            }
             Record::Line { line: ChildMessage::Case(case), .. }
                 if case.status.is_wrong() || case.status == CaseStatus::NotRun =>
             {

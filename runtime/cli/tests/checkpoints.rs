@@ -57,6 +57,26 @@ fn status(server: &Server, path: &str) -> u16 {
 }
 
 #[test]
+fn a_checkpoint_says_how_it_is_sampled_from_where_a_request_does_not() {
+    let checkpoint = checkpoint("generation-config");
+    let draw = |server: &Server, more: Value| {
+        let mut request = json!({"model": "m", "prompt": [5, 6, 7], "max_tokens": 24, "ignore_eos": true});
+        request.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        let (status, answer) = server.post("/v1/completions", &request);
+        assert_eq!(status, 200, "{answer}");
+        text(&answer)
+    };
+    let server = start(&checkpoint, &[]);
+    let greedy = draw(&server, json!({"temperature": 0}));
+    assert_ne!(draw(&server, json!({"seed": 1})), greedy, "by default the temperature is 1");
+    drop(server);
+    fs::write(checkpoint.join("generation_config.json"), r#"{"temperature": 0.0, "top_k": 20}"#).unwrap();
+    let server = start(&checkpoint, &[]);
+    assert_eq!(draw(&server, json!({"seed": 1})), greedy);
+    assert_ne!(draw(&server, json!({"seed": 1, "temperature": 1, "top_k": -1})), greedy);
+}
+
+#[test]
 fn a_checkpoint_cut_under_a_server_ends_requests_with_an_error_and_not_the_server() {
     let model = checkpoint("cut");
     let mut server = start(&model, &[]);

@@ -24,6 +24,8 @@ mod house;
 mod import;
 #[path = "../../../backends/plugin/tests/made.rs"]
 mod made;
+#[cfg(unix)]
+mod manners;
 #[cfg(feature = "fleet")]
 mod members;
 mod plan;

@@ -215,3 +215,32 @@ pub(super) const OTHERS: &[Metric] = &[
         "0.97 to 1.03 for the same part on a quiet machine.",
     ),
 ];
+
+pub(super) const SERVING: &[Metric] = &[
+    word(
+        "ttft",
+        "Time to first token: from the arrival of a request to the first token of its answer.",
+        "By serve, from the first byte of the request to the first token sent (time_to_first_token); by simulate and \
+         plan, waiting + the prompt's computation or the pull of its KV + what of a hand-off is not hidden.",
+        "Whether --ttft-slo is kept: a request whose predicted TTFT is over it is turned away early. Arithmetic \
+         decides it (gemm at large m, attn_prefill), and waiting under load.",
+        "Objectives of 1 to 30 s at the 90th or 99th percentile, by the length of prompts.",
+    ),
+    word(
+        "tbt",
+        "Time between tokens: from one token of an answer to the next one; the time of a decode step.",
+        "By serve, of every pair of tokens (inter_token_latency); by simulate and plan, of the steps that the batcher \
+         forms, with prompts computed beside decodes.",
+        "Whether --tbt-slo is kept. Bandwidth decides it: weights are read once a step, KV once a sequence \
+         (gemm at small m, attn_decode).",
+        "Objectives of 20 to 100 ms. TPOT is the same as the mean over an answer.",
+    ),
+    word(
+        "goodput",
+        "Requests per second, or tokens, that are answered within all objectives.",
+        "By simulate and bench: those with a TTFT within --ttft-slo, and a TBT within --tbt-slo at the percentile that \
+         is asked for, over the time of the load. A request that is turned away counts as missed.",
+        "What a fleet is worth: plan minimises dollars per hour at a given goodput.",
+        "Beyond the load that a fleet sustains it falls, where throughput goes on rising.",
+    ),
+];

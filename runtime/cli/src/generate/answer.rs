@@ -11,25 +11,25 @@ use std::sync::Arc;
 use tokio::sync::mpsc;
 
 /// One copy's answer.
-pub(super) struct Answer {
+pub(crate) struct Answer {
     stream: Option<TokenStream>,
     /// Whether its text is printed as it comes.
     shown: bool,
-    text: String,
-    ids: Vec<u32>,
+    pub(crate) text: String,
+    pub(crate) ids: Vec<u32>,
     placement: Value,
     /// When each token came.
-    times_s: Vec<f64>,
+    pub(crate) times_s: Vec<f64>,
 }
 
 impl Answer {
-    pub(super) fn new(stream: TokenStream, shown: bool) -> Self {
+    pub(crate) fn new(stream: TokenStream, shown: bool) -> Self {
         let (text, ids, times_s) = Default::default();
         Answer { stream: Some(stream), shown, text, ids, placement: Value::Null, times_s }
     }
 
     /// Collects the answer to its end.
-    pub(super) async fn collect(
+    pub(crate) async fn collect(
         mut self,
         mut updates: mpsc::Receiver<Update>,
         env: Arc<impl Env>,
@@ -67,10 +67,10 @@ impl Answer {
 }
 
 /// The answers to all copies of a prompt.
-pub(super) struct Answers {
-    pub(super) answers: Vec<Answer>,
-    pub(super) start_s: f64,
-    pub(super) energy_j: Option<f64>,
+pub(crate) struct Answers {
+    pub(crate) answers: Vec<Answer>,
+    pub(crate) start_s: f64,
+    pub(crate) energy_j: Option<f64>,
 }
 
 impl Answers {
@@ -87,7 +87,7 @@ impl Answers {
         (end > begin && tokens > 0).then_some((end - begin, tokens))
     }
 
-    pub(super) fn document(&self, prompt_ids: &[u32]) -> Value {
+    pub(crate) fn document(&self, prompt_ids: &[u32]) -> Value {
         let batch = self.answers.len();
         let tokens: usize = self.answers.iter().map(|answer| answer.ids.len()).sum();
         let first = &self.answers[0];

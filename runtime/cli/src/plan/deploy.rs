@@ -8,6 +8,7 @@ use super::found::ProvenFleet;
 use crate::simulate::word;
 use instances::{WorkerDevice, backend, next_instance, pool_name, sharing_word};
 use mixfleet_hal::units::{Bytes, GIB};
+use mixfleet_hwtests::files::write_whole;
 use mixfleet_scheduler::plan::market::PlannedPool;
 use mixfleet_sim::fleet_file::role_of;
 use std::collections::{BTreeMap, BTreeSet};
@@ -38,13 +39,13 @@ pub(super) fn write(planned: &Planned<'_>, fleet: &ProvenFleet, directory: &Path
                 header: header(planned, fleet),
                 gateway: router_flags(planned, fleet),
             };
-            std::fs::write(directory.join("vllm.sh"), vllm.lines())?;
+            write_whole(&directory.join("vllm.sh"), vllm.lines().as_bytes())?;
             let written = [("compose.yaml", vllm.compose()), ("engines.yaml", vllm.kubernetes())];
             let mut said = "vllm.sh".to_owned();
             for (name, text) in written {
                 match text {
                     Ok(text) => {
-                        std::fs::write(directory.join(name), text)?;
+                        write_whole(&directory.join(name), text.as_bytes())?;
                         let _ = write!(said, ", {name}");
                     }
                     Err(why) => {
@@ -59,10 +60,10 @@ pub(super) fn write(planned: &Planned<'_>, fleet: &ProvenFleet, directory: &Path
                 Ok(services) => services,
                 Err(why) => return Ok(format!("no files that start it: {why}")),
             };
-            std::fs::write(directory.join("compose.yaml"), services)?;
+            write_whole(&directory.join("compose.yaml"), services.as_bytes())?;
             match kubernetes(planned, fleet) {
                 Ok(workers) => {
-                    std::fs::write(directory.join("workers.yaml"), workers)?;
+                    write_whole(&directory.join("workers.yaml"), workers.as_bytes())?;
                     Ok("compose.yaml, and workers.yaml for Kubernetes".into())
                 }
                 Err(why) => Ok(format!("compose.yaml, and none for Kubernetes: {why}")),

@@ -7,6 +7,7 @@ use mixfleet_hal::DType;
 use mixfleet_hal::catalog::{self, Part};
 use mixfleet_hal::profile::{DeviceProfile, Point};
 use mixfleet_hal::units::{Bytes, GIB};
+use mixfleet_hwtests::files::write_whole;
 use mixfleet_scheduler::models;
 use mixfleet_sim::engine_profile::{EngineProfile, TableDirectory};
 use mixfleet_sim::import::{
@@ -94,7 +95,7 @@ pub(super) fn run(args: &ImportArgs) -> Result<()> {
         (Source::Llmservingsim, kind) => engine(args, kind.unwrap_or(Kind::Engine))?,
     };
     writable(&args.out)?;
-    std::fs::write(&args.out, &imported.text).with_context(|| format!("cannot write {out}"))?;
+    write_whole(&args.out, imported.text.as_bytes()).with_context(|| format!("cannot write {out}"))?;
     let mut stdout = std::io::stdout().lock();
     if args.json {
         let Imported { device, engine, rows, errors, left_out, not_read, schema, .. } = &imported;

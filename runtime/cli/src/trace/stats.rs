@@ -13,7 +13,8 @@ use std::path::PathBuf;
 
 #[derive(Debug, Args)]
 pub(crate) struct StatsArgs {
-    /// Mooncake or agentic JSONL, Azure or ServeGen CSV, or a vLLM request log; also as .zst or .gz
+    /// Mooncake or agentic JSONL, Azure or ServeGen CSV, or a vLLM request log; also as .zst or .gz; - reads
+    /// standard input
     #[arg(value_name = "FILE")]
     file: PathBuf,
     #[command(flatten)]
@@ -60,13 +61,21 @@ pub(crate) fn run(args: &StatsArgs) -> Result<()> {
     if args.json {
         writeln!(out, "{}", serde_json::to_string_pretty(&stats)?)?;
     } else {
-        write!(out, "{}", Table { name: args.file.display().to_string(), stats: &stats })?;
+        let name = if is_stdin(args) { "standard input".to_owned() } else { args.file.display().to_string() };
+        write!(out, "{}", Table { name, stats: &stats })?;
     }
     Ok(())
 }
 
+fn is_stdin(args: &StatsArgs) -> bool {
+    args.file.as_os_str() == "-"
+}
+
 fn count(args: &StatsArgs) -> Result<Stats> {
-    let mut trace = args.replay.open(&args.file)?;
+    let mut trace = match is_stdin(args) {
+        true => args.replay.open_stdin()?,
+        false => args.replay.open(&args.file)?,
+    };
     let from = trace.block_tokens();
     let to = args.rechain.filter(|_| from.is_some()).or(from);
     let mut capacities: Vec<usize> = args.capacity.iter().map(|&blocks| blocks as usize).collect();

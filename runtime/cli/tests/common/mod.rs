@@ -86,8 +86,9 @@ pub(crate) fn scratch(name: &str) -> PathBuf {
 /// The binary, with calibrations kept for this test run alone.
 pub(crate) fn mixfleet() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_mixfleet"));
-    command
-        .env("XDG_CACHE_HOME", std::env::temp_dir().join(format!("mixfleet-cache-{}", std::process::id())));
+    for (name, kind) in [("XDG_CACHE_HOME", "cache"), ("XDG_DATA_HOME", "data")] {
+        command.env(name, std::env::temp_dir().join(format!("mixfleet-{kind}-{}", std::process::id())));
+    }
     command.env_remove("MIXFLEET_API_KEY");
     command
 }

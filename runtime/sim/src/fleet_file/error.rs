@@ -39,7 +39,11 @@ impl FleetFileError {
         let mut names = error.message().split('`').skip(1).step_by(2);
         let unknown = error.message().starts_with("unknown ").then(|| names.next()).flatten();
         let nearest = unknown.and_then(|unknown| closest_names(unknown, names).first().copied());
+        let is_table = error.message().contains("invalid type: map, expected a sequence");
         FleetFileError::Syntax(match nearest {
+            None if is_table => {
+                format!("{}; a table of which there may be several is [[written so]]", text.trim_end())
+            }
             Some(nearest) => format!("{}; did you mean `{nearest}`?", text.trim_end()),
             None => text.trim_end().to_owned(),
         })

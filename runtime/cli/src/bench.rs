@@ -1,0 +1,282 @@
+//! Implements `mixfleet bench`: how fast a model answers, here or at any server with OpenAI's interface.
+
+mod load;
+mod target;
+
+use crate::Usage;
+use crate::args::{DeviceRole, GenerateArgs, ModelArgs};
+use crate::generate::Ready;
+use crate::remote::RemoteArgs;
+use crate::trace::{ReplayArgs, positive};
+use anyhow::{Context, Result};
+use clap::Args;
+use indicatif::ProgressBar;
+use load::{BenchLoad, LoadOutcome, Objectives};
+use mixfleet_engines::EngineAddress;
+use mixfleet_hwtests::files::write_whole;
+use mixfleet_hwtests::html::{Cell, Html, page};
+use serde_json::{Value, json};
+use std::io::Write;
+use std::path::PathBuf;
+use std::sync::Arc;
+use target::Target;
+
+/// Name and version of the document.
+const SCHEMA: &str = "mixfleet.bench/1";
+/// Tokens of the prompt of a test that generates.
+const SHORT: u32 = 16;
+
+#[derive(Debug, Args)]
+pub(crate) struct BenchArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    #[command(flatten)]
+    remote: RemoteArgs,
+    /// A device, or DEV=prefill, DEV=decode; repeatable [default: auto]
+    #[arg(long, value_name = "DEV[=ROLE]")]
+    device: Vec<DeviceRole>,
+    /// A server with OpenAI's interface, http://HOST:PORT; alone, or with --model or --device in turns
+    #[arg(long, value_name = "URL")]
+    against: Option<EngineAddress>,
+    /// What the server calls the model [default: the first that it lists]
+    #[arg(long, value_name = "NAME", requires = "against")]
+    served_model: Option<String>,
+    /// File with the key that the server wants
+    #[arg(long, value_name = "FILE", requires = "against")]
+    key_file: Option<PathBuf>,
+    /// Lengths of prompts
+    #[arg(long, value_name = "N,N", value_delimiter = ',', default_value = "512", value_parser = tokens())]
+    prompt_tokens: Vec<u32>,
+    /// Lengths of answers
+    #[arg(long, value_name = "N,N", value_delimiter = ',', default_value = "128", value_parser = tokens())]
+    answer_tokens: Vec<u32>,
+    /// Repetitions of each test
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    repeat: u32,
+    /// Load by so many clients, each of which asks again when it is answered
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    clients: Option<u32>,
+    /// Requests of all clients together
+    #[arg(long, value_name = "N", default_value_t = 64, requires = "clients")]
+    requests: u32,
+    /// Load by a trace's requests, at their times, with its lengths and shared prefixes
+    #[arg(long, value_name = "FILE", conflicts_with = "clients")]
+    trace: Option<PathBuf>,
+    #[command(flatten)]
+    replay: ReplayArgs,
+    /// Objective for the time to the first token of an answer, in seconds, of what counts as goodput
+    #[arg(long, value_name = "SECONDS", value_parser = positive)]
+    ttft_slo: Option<f64>,
+    /// Objective for an answer's mean time between tokens
+    #[arg(long, value_name = "SECONDS", value_parser = positive)]
+    tbt_slo: Option<f64>,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+    /// Write a self-contained HTML page
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
+}
+
+fn tokens() -> clap::builder::RangedI64ValueParser<u32> {
+    clap::value_parser!(u32).range(1..=1 << 20)
+}
+
+/// A test of one target: prompts (`pp512`) or answers (`tg128`) of so many tokens.
+struct Tested {
+    target: String,
+    test: String,
+    tokens_per_s: Vec<f64>,
+}
+
+impl Tested {
+    fn mean(&self) -> f64 {
+        self.tokens_per_s.iter().sum::<f64>() / self.tokens_per_s.len() as f64
+    }
+
+    /// The standard deviation of a sample, as llama-bench has it.
+    fn deviation(&self) -> f64 {
+        let (mean, count) = (self.mean(), self.tokens_per_s.len() as f64);
+        let squares = self.tokens_per_s.iter().map(|rate| (rate - mean).powi(2)).sum::<f64>();
+        if count > 1.0 { (squares / (count - 1.0)).sqrt() } else { 0.0 }
+    }
+}
+
+/// What was measured.
+#[derive(Default)]
+struct BenchOutcome {
+    tested: Vec<Tested>,
+    loads: Vec<LoadOutcome>,
+}
+
+pub(crate) fn run(args: &BenchArgs) -> Result<()> {
+    if let Some(file) = &args.html {
+        crate::writable(file)?;
+    }
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let measured = runtime.block_on(async {
+        let targets = targets(args).await?;
+        let measured = measure(args, &targets).await;
+        for target in targets {
+            Arc::into_inner(target).context("all answers have ended")?.end().await;
+        }
+        measured
+    });
+    let outcome = measured.inspect_err(|_| crate::leave_no_empty(args.html.as_deref()))?;
+    if let Some(file) = &args.html {
+        let text = page("mixfleet bench", &outcome.subtitle(), &outcome.html());
+        write_whole(file, text.as_bytes()).with_context(|| format!("cannot write {}", file.display()))?;
+    }
+    let mut out = std::io::stdout().lock();
+    match args.json {
+        true => writeln!(out, "{:#}", outcome.document())?,
+        false => write!(out, "{}", outcome.text())?,
+    }
+    Ok(())
+}
+
+/// The model on devices of this process, and the server: whichever is asked for.
+async fn targets(args: &BenchArgs) -> Result<Vec<Arc<Target>>> {
+    let mut targets = Vec::new();
+    if args.against.is_none() || args.model.model.is_some() || !args.device.is_empty() {
+        let mut generate =
+            GenerateArgs::of_devices(args.model.clone(), args.remote.clone(), args.device.clone());
+        generate.batch = args.clients.unwrap_or(generate.batch);
+        targets.push(Arc::new(Target::Here(Box::new(Ready::checked(&generate, |_| Ok(()))?))));
+    }
+    if let Some(address) = &args.against {
+        let key = args.key_file.as_ref().map(std::fs::read_to_string).transpose();
+        let key = key.context("cannot read --key-file")?;
+        let model = args.served_model.clone();
+        targets.push(Arc::new(Target::there(address, key.as_deref().map(str::trim), model).await?));
+    }
+    Ok(targets)
+}
+
+async fn measure(args: &BenchArgs, targets: &[Arc<Target>]) -> Result<BenchOutcome> {
+    let objectives = Objectives { ttft_s: args.ttft_slo, tbt_s: args.tbt_slo };
+    let load = match (&args.trace, args.clients) {
+        (Some(file), _) => {
+            let mut trace = args.replay.open(file)?;
+            let block_tokens = trace.block_tokens().unwrap_or(1).max(1);
+            let requests: Result<Vec<_>, _> = args.replay.play(&mut trace, 0).collect();
+            BenchLoad::of_trace(requests?, block_tokens)
+        }
+        (None, Some(clients)) => {
+            let lengths = (args.prompt_tokens[0], args.answer_tokens[0]);
+            BenchLoad::of_clients(clients, args.requests, lengths)
+        }
+        (None, None) => {
+            let tested = test(args, targets).await?;
+            return Ok(BenchOutcome { tested, loads: Vec::new() });
+        }
+    };
+    let mut loads = Vec::new();
+    for target in targets {
+        loads.push(load.put_on(target, &objectives).await?);
+    }
+    Ok(BenchOutcome { tested: Vec::new(), loads })
+}
+
+/// Runs each test on each target, in turns, so that what disturbs one disturbs the other as well.
+async fn test(args: &BenchArgs, targets: &[Arc<Target>]) -> Result<Vec<Tested>> {
+    let prompts = args.prompt_tokens.iter().map(|&tokens| (format!("pp{tokens}"), tokens, 1));
+    let answers = args.answer_tokens.iter().map(|&tokens| (format!("tg{tokens}"), SHORT, tokens + 1));
+    let bar = ProgressBar::new(u64::from(args.repeat));
+    let mut all = Vec::new();
+    for (name, prompt_tokens, answer_tokens) in prompts.chain(answers) {
+        let empty = |target: &Arc<Target>| Tested {
+            target: target.name(),
+            test: name.clone(),
+            tokens_per_s: Vec::new(),
+        };
+        let mut tested: Vec<Tested> = targets.iter().map(empty).collect();
+        bar.reset();
+        // the first of each is not counted: pages are cold then, and buffers are allocated
+        for repetition in 0..=args.repeat {
+            for (target, tested) in targets.iter().zip(&mut tested) {
+                let timed = target.answer(target.prompt(prompt_tokens), answer_tokens).await?;
+                let rate = match answer_tokens {
+                    1 => f64::from(prompt_tokens) / timed.first_s()?,
+                    _ => timed.tokens_per_s().context("an answer ended at its first token")?,
+                };
+                if repetition > 0 {
+                    tested.tokens_per_s.push(rate);
+                }
+            }
+            bar.inc(1);
+        }
+        all.extend(tested);
+    }
+    bar.finish_and_clear();
+    Ok(all)
+}
+
+impl BenchOutcome {
+    fn subtitle(&self) -> String {
+        let names =
+            self.tested.iter().map(|tested| &tested.target).chain(self.loads.iter().map(|of| &of.target));
+        let mut names: Vec<&str> = names.map(String::as_str).collect();
+        names.dedup();
+        names.join(", ")
+    }
+
+    fn rows(&self) -> impl Iterator<Item = [String; 3]> {
+        self.tested.iter().map(|tested| {
+            let rate = format!("{:.2} ± {:.2}", tested.mean(), tested.deviation());
+            [tested.target.clone(), tested.test.clone(), rate]
+        })
+    }
+
+    fn text(&self) -> String {
+        let mut text = String::new();
+        if !self.tested.is_empty() {
+            text += "| target | test | tokens/s |\n| --- | --- | ---: |\n";
+        }
+        for row in self.rows() {
+            text += &format!("| {} |\n", row.join(" | "));
+        }
+        for load in &self.loads {
+            text += &load.text();
+        }
+        text
+    }
+
+    fn document(&self) -> Value {
+        let test = |tested: &Tested| {
+            json!({
+                "target": tested.target, "test": tested.test, "tokens_per_s": tested.mean(),
+                "deviation": tested.deviation(), "samples": tested.tokens_per_s,
+            })
+        };
+        let tests: Vec<Value> = self.tested.iter().map(test).collect();
+        let loads: Vec<Value> = self.loads.iter().map(LoadOutcome::document).collect();
+        json!({"schema": SCHEMA, "tests": tests, "loads": loads})
+    }
+
+    fn html(&self) -> Html {
+        let mut html = Html::default();
+        let rows: Vec<Vec<Cell>> = self
+            .rows()
+            .map(|[target, test, rate]| vec![Cell::text(target), Cell::text(test), Cell::number(rate)])
+            .collect();
+        if !rows.is_empty() {
+            html.paragraph(
+                "pp: tokens of a prompt until the first token; tg: tokens of an answer behind its first.",
+            );
+            html.table(&["target", "test", "tokens/s"], &rows);
+        }
+        for load in &self.loads {
+            html.heading(2, &load.target);
+            let rows =
+                load.rows().into_iter().map(|[name, value]| vec![Cell::text(name), Cell::number(value)]);
+            html.table(&["", "value"], &rows.collect::<Vec<_>>());
+        }
+        html
+    }
+}
+
+/// A mistake in what is to be measured.
+fn wrong(why: impl Into<String>) -> anyhow::Error {
+    Usage(why.into()).into()
+}

@@ -1,0 +1,173 @@
+//! What is measured: a model on devices of this process, or a server.
+
+use super::wrong;
+use crate::generate::Ready;
+use crate::generate::answer::Answer;
+use anyhow::{Context, Result, bail};
+use mixfleet_engines::{EngineAddress, EngineKind, HttpEngine};
+use mixfleet_hal::outside::{EngineAnswer, EngineCall, EngineEndpoint, EngineShare, OutsideEngine};
+use mixfleet_hal::random::mix;
+use mixfleet_runtime::env::Env;
+use mixfleet_runtime::request::{GenerateRequest, Hints, Sampling};
+use serde_json::json;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+/// Token ids that any vocabulary has, and that are hardly special ones.
+const ANY_VOCABULARY: std::ops::Range<u32> = 10..250;
+
+/// Numbers prompts, so that no two are alike.
+static PROMPTS: AtomicU64 = AtomicU64::new(0);
+
+pub(super) enum Target {
+    /// Devices of this process.
+    Here(Box<Ready>),
+    /// A server and its model's name.
+    There(Box<HttpEngine>, String),
+}
+
+/// When the tokens of an answer came.
+pub(super) struct Timed {
+    /// Seconds from the request to each piece of the answer.
+    pub(super) times_s: Vec<f64>,
+    /// Tokens of the answer, some of which may have come together.
+    pub(super) tokens: u32,
+}
+
+impl Timed {
+    /// Time to the first token.
+    ///
+    /// # Errors
+    /// When the answer has none.
+    pub(super) fn first_s(&self) -> Result<f64> {
+        self.times_s.first().copied().context("an answer has no tokens")
+    }
+
+    /// Tokens per second behind the first one.
+    pub(super) fn tokens_per_s(&self) -> Option<f64> {
+        let [first, .., last] = self.times_s[..] else { return None };
+        (self.tokens > 1 && last > first).then(|| f64::from(self.tokens - 1) / (last - first))
+    }
+}
+
+impl Target {
+    /// The server at this address.
+    ///
+    /// # Errors
+    /// When it does not answer, or lists no model.
+    pub(super) async fn there(
+        address: &EngineAddress,
+        key: Option<&str>,
+        model: Option<String>,
+    ) -> Result<Target> {
+        // any server answers as vLLM does to what is asked of it here
+        let engine = HttpEngine::new(EngineKind::Vllm, address.clone(), key, None).map_err(wrong)?;
+        let model = match model {
+            Some(model) => model,
+            None => {
+                let models = engine.probe().await.context("--against")?.models;
+                models.into_iter().next().context("--against: it lists no model")?.name
+            }
+        };
+        Ok(Target::There(Box::new(engine), model))
+    }
+
+    pub(super) fn name(&self) -> String {
+        match self {
+            Target::Here(ready) => ready.model.name.clone(),
+            Target::There(engine, model) => {
+                format!("{model} at {}", engine.name().trim_start_matches("vllm:"))
+            }
+        }
+    }
+
+    /// The id that stands for a number.
+    pub(super) fn id(&self, number: u64) -> u32 {
+        let ids = match self {
+            Target::Here(ready) => 0..ready.model.checkpoint.config.vocab,
+            Target::There(..) => ANY_VOCABULARY,
+        };
+        let span = u64::from(ids.end - ids.start);
+        ids.start + mixfleet_hal::cast::to_u32(mix(number) % span)
+    }
+
+    /// A prompt that nothing was asked before.
+    pub(super) fn prompt(&self, tokens: u32) -> Vec<u32> {
+        let prompt = PROMPTS.fetch_add(1, Ordering::Relaxed);
+        (0..u64::from(tokens)).map(|token| self.id((prompt << 24) + token + 1)).collect()
+    }
+
+    /// Has a prompt answered with so many tokens.
+    ///
+    /// # Errors
+    /// Why there is no such answer.
+    pub(super) async fn answer(&self, prompt: Vec<u32>, tokens: u32) -> Result<Timed> {
+        match self {
+            Target::Here(ready) => here(ready, prompt, tokens).await,
+            Target::There(engine, model) => there(engine, model, &prompt, tokens).await,
+        }
+    }
+
+    /// Waits until its devices are free.
+    pub(super) async fn end(self) {
+        if let Target::Here(ready) = self {
+            ready.end().await;
+        }
+    }
+}
+
+async fn here(ready: &Ready, prompt: Vec<u32>, tokens: u32) -> Result<Timed> {
+    let number = PROMPTS.fetch_add(1, Ordering::Relaxed);
+    let request = GenerateRequest {
+        id: format!("bench-{number}"),
+        prompt_ids: prompt.into(),
+        max_tokens: tokens,
+        eos_ids: Arc::new([]),
+        sampling: Sampling { temperature: 0.0, ..Sampling::default() },
+        logprobs: None,
+        grammar: None,
+        cache_salt: None,
+        hints: Hints::default(),
+    };
+    let asked_s = ready.env.now().0;
+    let updates = ready.engine.handle.submit(request).await?;
+    let answer = Answer::new(ready.model.text.tokenizer.stream(), false);
+    let answer = answer.collect(updates, ready.env.clone()).await?;
+    let times_s: Vec<f64> = answer.times_s.iter().map(|time_s| time_s - asked_s).collect();
+    Ok(Timed { tokens: mixfleet_hal::cast::to_u32(times_s.len()), times_s })
+}
+
+async fn there(engine: &HttpEngine, model: &str, prompt: &[u32], tokens: u32) -> Result<Timed> {
+    let body = json!({
+        "model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": true,
+        "stream": true,
+    });
+    let call = EngineCall {
+        endpoint: EngineEndpoint::Completions,
+        body: body.to_string().into_bytes().into(),
+        stream: true,
+        begun: None,
+        tokens_max: None,
+        trace: None,
+        share: EngineShare::Whole,
+    };
+    let asked = Instant::now();
+    let mut stream = match engine.ask(&call).await? {
+        EngineAnswer::Stream(stream) => stream,
+        EngineAnswer::Refused { status, body, .. } => {
+            bail!("the server refuses with status {status}: {}", String::from_utf8_lossy(&body))
+        }
+        _ => bail!("the server does not stream"),
+    };
+    let (mut times_s, mut usage) = (Vec::new(), None);
+    while let Some(chunk) = stream.next().await {
+        let chunk = chunk?;
+        if chunk.has_token() || (chunk.data.is_some() && !chunk.ends_choice && chunk.usage.is_none()) {
+            times_s.push(asked.elapsed().as_secs_f64());
+        }
+        usage = chunk.usage.or(usage);
+    }
+    let seen = mixfleet_hal::cast::to_u32(times_s.len());
+    Ok(Timed { times_s, tokens: usage.map_or(seen, |usage| usage.completion_tokens) })
+}
