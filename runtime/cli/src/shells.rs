@@ -31,6 +31,7 @@ pub(crate) fn man(args: &ManArgs, program: Command) -> Result<()> {
     let cannot = || format!("cannot write {}", args.folder.display());
     std::fs::create_dir_all(&args.folder).with_context(cannot)?;
     clap_mangen::generate_to(program, &args.folder).with_context(cannot)?;
-    println!("{} and one page of each command are there", args.folder.join("mixfleet.1").display());
+    let first = args.folder.join("mixfleet.1");
+    writeln!(std::io::stdout().lock(), "{} and one page of each command are there", first.display())?;
     Ok(())
 }
