@@ -16,7 +16,7 @@ use std::path::PathBuf;
 
 /// Serve large language models on the cheapest mix of hardware.
 #[derive(Debug, Parser)]
-#[command(version, max_term_width = 100)]
+#[command(version, long_version = crate::built::version(), max_term_width = 100)]
 pub(crate) struct Cli {
     /// Load a backend of others, a shared library, or all of a folder; repeatable. It runs in this process
     #[arg(

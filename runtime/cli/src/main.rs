@@ -11,6 +11,7 @@
 mod args;
 mod backends;
 mod bench;
+mod built;
 mod cache;
 mod calibration;
 mod chat;

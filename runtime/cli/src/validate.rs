@@ -9,7 +9,7 @@ mod summary;
 
 use crate::interrupt::cancel_on_interrupt;
 use crate::profile::machine;
-use crate::{Failed, Usage, backends};
+use crate::{Failed, Usage, backends, built};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -342,16 +342,11 @@ fn environment(
     device: Option<&DeviceInfo>,
     began_at: String,
 ) -> Environment {
-    let commit = option_env!("MIXFLEET_COMMIT");
-    let features = [
-        ("opencl", cfg!(feature = "opencl")),
-        ("hwloc", cfg!(feature = "hwloc")),
-        ("verbs", cfg!(feature = "verbs")),
-    ];
+    let commit = built::COMMIT;
     Environment {
         commit: commit.map(|commit| commit.trim_end_matches("-dirty").to_owned()),
         dirty: commit.map(|commit| commit.ends_with("-dirty")),
-        features: features.iter().filter(|(_, on)| *on).map(|(name, _)| (*name).to_owned()).collect(),
+        features: built::features().into_iter().map(str::to_owned).collect(),
         command: std::env::args().collect(),
         began_at,
         ended_at: machine::now(),

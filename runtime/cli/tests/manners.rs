@@ -251,6 +251,17 @@ fn a_model_is_measured_here_and_at_a_server_alike() {
 }
 
 #[test]
+fn a_version_says_what_was_built() {
+    let (code, out, _) = ended(&["--version"], "");
+    assert_eq!(code, Some(0));
+    for words in ["mixfleet ", "commit: ", "features: ", "build: "] {
+        assert!(out.contains(words), "{out}");
+    }
+    assert_eq!(out.contains("opencl"), cfg!(feature = "opencl"), "{out}");
+    assert_eq!(ended(&["-V"], "").1.lines().count(), 1);
+}
+
+#[test]
 fn shells_and_man_know_the_commands() {
     for shell in ["bash", "zsh", "fish"] {
         let (code, out, _) = ended(&["completions", shell], "");

@@ -9,6 +9,7 @@ use super::errors::ApiError;
 use super::fields::{Fields, each, text, wrong_type};
 use super::format::AnswerForm;
 use super::generate::Plan;
+use super::interface;
 use super::parameters::{self, Parameters};
 use super::refused;
 use super::shapes::Endpoint;
@@ -43,6 +44,7 @@ pub(crate) fn plan(
     let mut arguments = fields.object("chat_template_kwargs")?.unwrap_or_default();
     let tools = tools(&mut fields, &mut parameters, model)?;
     refused::check(&fields)?;
+    let warning = interface::unknown_fields(&fields);
     parameters.check_format(model)?;
     if let Some((tools, _)) = &tools {
         arguments.insert("tools".into(), tools.given.clone());
@@ -81,6 +83,7 @@ pub(crate) fn plan(
         logprobs,
         tools,
         parameters,
+        warning,
     })
 }
 

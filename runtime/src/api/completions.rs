@@ -7,6 +7,7 @@ use super::encode::{Encoder, Stopped};
 use super::errors::ApiError;
 use super::fields::{Fields, each, text, token_id, wrong_type};
 use super::generate::Plan;
+use super::interface;
 use super::json::kind;
 use super::parameters::{self, Parameters};
 use super::refused;
@@ -36,6 +37,7 @@ pub(crate) fn plan(
     let logprobs = parameters::completion_logprobs(&mut fields)?;
     let parameters = Parameters::parse(&mut fields, &model.defaults, vocabulary_size)?;
     refused::check(&fields)?;
+    let warning = interface::unknown_fields(&fields);
     parameters.check_format(model)?;
     let add_special = parameters.add_special_tokens.unwrap_or(true);
     let split = parameters.split_special_tokens.unwrap_or(false);
@@ -59,6 +61,7 @@ pub(crate) fn plan(
         logprobs,
         tools: None,
         parameters,
+        warning,
     })
 }
 

@@ -32,6 +32,8 @@ pub(crate) struct Plan {
     /// Tools that may be called, and how the model does that.
     pub(crate) tools: Option<(Tools, ToolStyle)>,
     pub(crate) parameters: Parameters,
+    /// What the client is told of fields that nobody knows.
+    pub(crate) warning: Option<HeaderValue>,
 }
 
 /// Runs a plan. The response's headers, and a stream's first byte, are sent after the engine has accepted
@@ -52,7 +54,7 @@ pub(crate) async fn respond(
         model: model.name.clone(),
         tier: plan.parameters.asked.tier,
     };
-    let stream = plan.parameters.stream;
+    let (stream, warning) = (plan.parameters.stream, plan.warning.clone());
     let with_logprobs = plan.logprobs.is_some();
     let requests = requests(api, &model, &plan, &id, (seat.tenant(), Seconds(arrived_s), trace))?;
     let tally = Tally::new(
@@ -69,6 +71,9 @@ pub(crate) async fn respond(
     };
     let value = HeaderValue::from_str(&id).expect("ids are hexadecimal");
     response.headers_mut().insert("x-request-id", value);
+    if let Some(warning) = warning {
+        response.headers_mut().insert(header::WARNING, warning);
+    }
     Ok(response)
 }
 

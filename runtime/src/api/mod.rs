@@ -22,6 +22,7 @@ mod fields;
 mod format;
 mod generate;
 mod hints;
+mod interface;
 mod json;
 mod keys;
 mod logprobs;

@@ -5,7 +5,6 @@ use axum::http::{HeaderValue, header};
 use axum::response::{Html, IntoResponse, Response};
 
 const PAGE: &str = include_str!("page.html");
-const INTERFACE: &str = include_str!("openapi.json");
 /// The page loads nothing from elsewhere, talks to its own server alone, and stands in no other page.
 const POLICY: &str = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; \
                       base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
@@ -19,13 +18,6 @@ pub(super) async fn page() -> Response {
         (header::CACHE_CONTROL, HeaderValue::from_static("no-cache")),
     ];
     (headers, Html(PAGE)).into_response()
-}
-
-/// Answers with the description of this interface in the form of OpenAPI, which holds nothing of this server
-/// either.
-pub(super) async fn interface() -> Response {
-    let text = INTERFACE.replacen("VERSION", env!("CARGO_PKG_VERSION"), 1);
-    ([(header::CONTENT_TYPE, HeaderValue::from_static("application/json"))], text).into_response()
 }
 
 #[cfg(test)]

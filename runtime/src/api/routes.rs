@@ -19,7 +19,9 @@ use super::fields::Fields;
 use super::generate::Plan;
 use super::observe::{document, exposition, is_open, live};
 use super::shapes::Endpoint;
-use super::{Api, Phase, Seat, ServedModel, Serving, body, chat, completions, generate, page, pass, relay};
+use super::{
+    Api, Phase, Seat, ServedModel, Serving, body, chat, completions, generate, interface, page, pass, relay,
+};
 use crate::budget::Party;
 use crate::metrics::HttpLabels;
 use mixfleet_hal::outside::PassedPath;
@@ -41,7 +43,7 @@ impl Api {
             .route("/v1/responses", post(respond))
             .route("/tokenize", post(tokenize))
             .route("/version", get(version))
-            .route("/openapi.json", get(page::interface))
+            .route("/openapi.json", get(interface::interface))
             .route("/debug/placement", get(placements))
             .route("/debug/placement/{id}", get(placement))
             .route("/debug/kv", get(caches))

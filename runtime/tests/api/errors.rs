@@ -282,3 +282,26 @@ fn the_key_guards_all_but_health_metrics_and_the_page() {
         assert_eq!(server.exchange(&with("k3x")).await.status, 401);
     });
 }
+
+#[test]
+fn a_field_that_is_hardly_meant_so_is_told_in_a_header() {
+    run(Setup::play(Play::say("x")), |server| async move {
+        let told = async |path: &'static str, mut body: Value, more: &str| {
+            body["model"] = json!(MODEL);
+            body[more] = json!(3);
+            let response = server.post(path, &body).await;
+            assert_eq!(response.status, 200, "{}", response.body);
+            response.headers.get("warning").cloned()
+        };
+        let chat = json!({"messages": [{"role": "user", "content": "x"}]});
+        let warned = told("/v1/completions", json!({"prompt": "ab"}), "max_token").await;
+        assert_eq!(
+            warned.as_deref(),
+            Some("299 mixfleet \"'max_token' has no effect; did you mean 'max_tokens'?\"")
+        );
+        assert!(
+            told("/v1/chat/completions", chat.clone(), "temprature").await.unwrap().contains("'temperature'")
+        );
+        assert_eq!(told("/v1/chat/completions", chat, "max_tokens").await, None);
+    });
+}

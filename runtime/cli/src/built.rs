@@ -1,0 +1,37 @@
+//! What this program was built from, and how.
+
+use std::sync::LazyLock;
+
+/// The commit, with `-dirty` at its end if there was more than it, where the build was told.
+pub(crate) const COMMIT: Option<&str> = option_env!("MIXFLEET_COMMIT");
+
+/// Features that are built in, beside those that always are.
+pub(crate) fn features() -> Vec<&'static str> {
+    let all = [
+        ("fleet", cfg!(feature = "fleet")),
+        ("hwloc", cfg!(feature = "hwloc")),
+        ("opencl", cfg!(feature = "opencl")),
+        ("otlp", cfg!(feature = "otlp")),
+        ("tls", cfg!(feature = "tls")),
+        ("verbs", cfg!(feature = "verbs")),
+    ];
+    all.into_iter().filter(|(_, is_built)| *is_built).map(|(name, _)| name).collect()
+}
+
+/// Version, commit, features and kind of build, for `--version`.
+pub(crate) fn version() -> &'static str {
+    static TEXT: LazyLock<String> = LazyLock::new(|| {
+        let commit = COMMIT.unwrap_or("not told to the build");
+        let features = features();
+        let features = if features.is_empty() { "the default ones".to_owned() } else { features.join(", ") };
+        let checks = if cfg!(debug_assertions) { ", with debug assertions" } else { "" };
+        let target = (std::env::consts::ARCH, std::env::consts::OS);
+        format!(
+            "{}\ncommit: {commit}\nfeatures: {features}\nbuild: {} {}{checks}",
+            env!("CARGO_PKG_VERSION"),
+            target.0,
+            target.1
+        )
+    });
+    &TEXT
+}
