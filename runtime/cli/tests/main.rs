@@ -26,6 +26,8 @@ mod import;
 mod made;
 #[cfg(feature = "fleet")]
 mod members;
+#[cfg(target_os = "linux")]
+mod peers;
 mod plan;
 mod plugin;
 mod profile;
