@@ -3,7 +3,7 @@
 
     hwtests/golden.py --fixtures ../shared/fixtures cuda cuda,cpu cpu,cuda
 
-Each argument is a device, or a device that prefills and one that decodes. One process of the binary runs every case of
+Each argument is a device, several as one instance (tp:A,B), or a device that prefills and one that decodes. One process of the binary runs every case of
 every fixture, in f32, so that a device compiles its kernels once; each result is printed as it comes. A fixture whose
 family is not served is skipped. Exit code 1 if one token differs, 3 if nothing could be run.
 """
@@ -36,14 +36,16 @@ def equal_tokens(found, wanted):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("devices", nargs="+", help="DEV or PREFILL,DECODE")
+    parser.add_argument("devices", nargs="+", help="DEV, tp:DEV,DEV or PREFILL,DECODE")
     parser.add_argument("--fixtures", type=pathlib.Path, default="../shared/fixtures")
     parser.add_argument("--mixfleet", type=pathlib.Path, default="target/release/mixfleet")
     args = parser.parse_args()
     runs = []
     for golden in sorted(args.fixtures.glob("*/golden.json")):
         for devices in args.devices:
-            prefill, _, decode = devices.partition(",")
+            # the commas of `tp:A,B` are those of one instance
+            is_group = devices.startswith(("tp:", "pp:", "attn:"))
+            prefill, _, decode = (devices, "", "") if is_group else devices.partition(",")
             for case in json.loads(golden.read_text())["cases"]:
                 runs.append((golden.parent, devices, case, run_of(golden.parent, prefill, decode or prefill, case)))
     if not runs:

@@ -6,7 +6,7 @@
 #   DIR/hwtests/gpu.sh 1         devices conformance sanitizer golden
 #   DIR/hwtests/gpu.sh 2         peers goals
 #   DIR/hwtests/gpu.sh 3         profile decode report
-#   DIR/hwtests/gpu.sh STEP...   some steps; beside those above: links others
+#   DIR/hwtests/gpu.sh STEP...   some steps; beside those above: links others members
 #   hwtests/gpu.sh plan          the steps of each call and their limits in seconds
 #
 # A call ends with one archive, $OUT/gpu-CALL.tar.gz, which is written after each step, and every few seconds
@@ -23,6 +23,7 @@
 # and for a device slower than a GPU, such as the tests' driver in host memory:
 #   CONFORMANCE, SANITIZED (cases of `validate --only`), GOLDEN (placements), GOALS (points), PROFILE (options),
 #   DECODE_MODEL, DECODE_BATCHES, DECODE_PROMPT, DECODE_TOKENS, DECODE_KV_GIB, VALIDATE_TIMEOUT
+# and for a machine with several GPUs: MEMBERS=tp:cuda:0,cuda:1
 set -uo pipefail
 script=$(cd "$(dirname "$0")" && pwd)/$(basename "$0")
 cd "$(dirname "$script")/.." || exit 3
@@ -42,7 +43,7 @@ steps_of() {
         1) echo "devices:20 conformance:180 sanitizer:240 golden:100" ;;
         2) echo "peers:240 goals:300" ;;
         3) echo "profile:310 decode:200 report:20" ;;
-        more) echo "links:60 others:180" ;;
+        more) echo "links:60 others:180 members:240" ;;
     esac
 }
 
@@ -278,22 +279,44 @@ step_profile() {
         --html "$raw/profile.html"
 }
 
-# A model of random weights, which the device fills. The largest batch comes first, so that all share an engine.
-step_decode() {
-    local model=${DECODE_MODEL:-random:llama-3.1-8b} batches=${DECODE_BATCHES:-64 8 1} tokens=${DECODE_TOKENS:-384}
-    local temperature name batch ids
+# runs DEVICE TEMPERATURE TOKENS: decodes on it of a model of random weights, which the device fills. The largest batch
+# comes first, so that all share an engine.
+runs() {
+    local batch ids
     ids=$(seq -s, 5 $((${DECODE_PROMPT:-512} + 4)))
+    for batch in ${DECODE_BATCHES:-64 8 1}; do
+        printf '["--model","%s","--device","%s","--prompt-ids","%s","--max-tokens","%s","--batch","%s",' \
+            "${DECODE_MODEL:-random:llama-3.1-8b}" "$1" "$ids" "$3" "$batch"
+        printf '"--temperature","%s","--kv-memory","%s","--ignore-eos"]\n' "$2" "${DECODE_KV_GIB:-8}"
+    done
+}
+
+step_decode() {
+    local temperature name
     for name in greedy sampled; do
         temperature=0
         [ $name = greedy ] || temperature=1
-        for batch in $batches; do
-            printf '["--model","%s","--device","%s","--prompt-ids","%s","--max-tokens","%s","--batch","%s",' \
-                "$model" "$device" "$ids" "$tokens" "$batch"
-            printf '"--temperature","%s","--kv-memory","%s","--ignore-eos"]\n' $temperature "${DECODE_KV_GIB:-8}"
-        done >"$raw/decode-$name.runs"
-        echo "$model" >"$raw/decode-model.txt"
+        runs "$device" $temperature "${DECODE_TOKENS:-384}" >"$raw/decode-$name.runs"
+        echo "${DECODE_MODEL:-random:llama-3.1-8b}" >"$raw/decode-model.txt"
         limited $(($1 / 2)) "decode-$name" "$mixfleet" generate --each "$raw/decode-$name.runs"
     done
+}
+
+# Two members on one GPU (`cuda` and `cuda:0` are one), or on those that MEMBERS names, beside one device: what the
+# exchange between members takes, and that their tokens are the golden ones.
+step_members() {
+    local members=${MEMBERS:-tp:cuda,cuda:0} one
+    if [ -n "$python" ]; then
+        limited $(($1 / 3)) members-golden "$python" hwtests/golden.py --mixfleet "$mixfleet" --fixtures "$fixtures" \
+            "$members"
+        tail -n 2 "$raw/members-golden.log"
+    else
+        skip members-golden "there is no Python"
+    fi
+    for one in "$device" "$members"; do
+        runs "$one" 0 $((${DECODE_TOKENS:-384} / 3))
+    done >"$raw/members.runs"
+    limited $(($1 * 2 / 3)) members "$mixfleet" generate --each "$raw/members.runs"
 }
 
 step_report() {

@@ -22,10 +22,12 @@ fi
 
 missed=0
 
-# plant NAME FILE SED-EXPRESSION [MODULE FILTER]: the tests whose name holds FILTER, of the unit tests where MODULE is lib
+# plant NAME FILE SED-EXPRESSION [MODULE FILTER [CRATE]]: the tests whose name holds FILTER, of the unit tests where MODULE is
+# lib, of the runtime unless another crate is named
 plant() {
     test=${4:-chaos}
     filter=${5:-every_request}
+    crate=${6:-mixfleet-runtime}
     if [ "$applies" = --applies ]; then
         if [ ! -f "$2" ] || sed "$3" "$2" | cmp --quiet - "$2"; then
             echo "planted: '$1' no longer applies to $2" >&2
@@ -41,12 +43,12 @@ plant() {
     fi
     of=(--test all)
     [ "$test" = lib ] && of=(--lib)
-    if ! cargo test --quiet -p mixfleet-runtime "${of[@]}" --no-run; then
+    if ! cargo test --quiet -p "$crate" "${of[@]}" --no-run; then
         echo "planted: '$1' does not compile"
         missed=$((missed + 1))
         return
     fi
-    if found=$(cargo test -p mixfleet-runtime "${of[@]}" "$filter" 2>&1); then
+    if found=$(cargo test -p "$crate" "${of[@]}" "$filter" 2>&1); then
         echo "planted: '$1' was NOT found"
         missed=$((missed + 1))
         return
@@ -126,6 +128,33 @@ plant "of pages that devices divide one is not given back" scheduler/src/batch/m
 plant "KV of a prompt is still sent to a receiver that was lost" runtime/src/engine/handoff.rs \
     's/self.sender.outgoing.retain(|_, outgoing| outgoing.to.to != peer);//' \
     chaos members_that
+plant "members add in another order" runtime/src/model/peers.rs \
+    's/let parts = self.parts(member).iter().map/let parts = self.parts(member).iter().rev().map/' \
+    peers members_that mixfleet-cuda
+plant "who adds does not wait for those who push" runtime/src/model/peers.rs \
+    's/others.try_for_each(|(_, end)| queue.follow(&\*\*end))?;/let _ = (others.next(), \&queue);/' \
+    peers members_that mixfleet-cuda
+plant "members push before they have computed" runtime/src/model/peers.rs \
+    's/list.push(copy(own, &self.parts(other)/list.insert(0, copy(own, \&self.parts(other)/' \
+    peers members_that mixfleet-cuda
+plant "members push to where others still add" runtime/src/model/peers.rs \
+    's/parts\[self.pieces % TURNS\]/parts[self.pieces % TURNS * 0]/' \
+    peers members_that mixfleet-cuda
+plant "logits are pushed to where the first member has some that it has not moved" runtime/src/model/peers.rs \
+    's/queues\[at\].follow(&\*spread)?;/let _ = \&spread;/' \
+    peers members_that mixfleet-cuda
+plant "the draw does not wait for logits of other members" runtime/src/model/peers.rs \
+    's/queues\[0\].follow(&\*pushed)?;/let _ = pushed;/' \
+    peers members_that mixfleet-cuda
+plant "a stage does not wait for what it is handed" runtime/src/model/peers.rs \
+    's/to.iter_mut().try_for_each(|queue| queue.follow(&\*end))?;/let _ = (to, end);/' \
+    peers members_that mixfleet-cuda
+plant "how a copy to the next stage ended is not looked at" runtime/src/model/divided.rs \
+    's/stages\[stage\]\[0\].wait(ticket, timeout, kv)?;/let _ = (stage, ticket);/' \
+    peers a_stage_that mixfleet-cuda
+plant "that bytes came is not looked at" runtime/src/model/peers.rs \
+    's/if got == sent {/if got.len() == sent.len() {/' \
+    peers devices_that mixfleet-cuda
 plant "names are not synced" runtime/src/pool/journal.rs \
     's/if sync { disk.sync_names() } else { Ok(()) }/Ok(())/' pool crash::
 plant "a symbolic link is followed" runtime/src/pool/disk/private.rs \

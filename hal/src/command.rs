@@ -106,6 +106,12 @@ pub trait Graph: Send + Sync {
     fn memory_bytes(&self) -> u64;
 }
 
+/// A point on a queue's timeline that queues of other devices can wait for; valid for as long as it exists.
+pub trait QueuePoint: Send + Sync {
+    /// Allows a backend to downcast to its own type.
+    fn as_any(&self) -> &dyn Any;
+}
+
 /// An in-order stream of work on one device.
 ///
 /// Commands of one queue run in the order of submission and each sees what the earlier ones wrote. Two queues
@@ -135,6 +141,27 @@ pub trait Queue: Send {
     fn submit_then_meet(&mut self, cmds: &[Cmd], seat: MeetingSeat) -> Result<Ticket> {
         let _ = (cmds, seat);
         Err(Error::unsupported("no thread of this process runs this queue's batches"))
+    }
+
+    /// Returns the end of what was submitted so far, for queues of other devices to [`follow`](Self::follow).
+    ///
+    /// # Errors
+    /// Those of the device, and `Unsupported` where [`Device::reaches`](crate::Device::reaches) is never
+    /// true.
+    fn end(&mut self) -> Result<Arc<dyn QueuePoint>> {
+        Err(Error::unsupported("no other device can wait for this queue"))
+    }
+
+    /// Has what is submitted from now on begin once `point` of another device's queue is reached, and returns
+    /// at once: devices wait for each other, and the host for neither. What fails before `point` is not told
+    /// here, and what follows then runs on whatever is there; so whoever uses its results waits for the
+    /// tickets of both queues.
+    ///
+    /// # Errors
+    /// Those of the device, and `Unsupported` for a point that is not one of its backend.
+    fn follow(&mut self, point: &dyn QueuePoint) -> Result<()> {
+        let _ = point;
+        Err(Error::unsupported("this queue can wait for no other device"))
     }
 
     /// Blocks until everything up to `ticket` is done or `timeout` has passed, and returns the time of

@@ -2,7 +2,7 @@
 
 use crate::memory::{Pinned, SharedMemory};
 use crate::units::Bytes;
-use crate::{BufferUsage, Export, HostMemory, OpSig, Queue, Result, Slice};
+use crate::{BufferUsage, HostMemory, OpSig, Queue, Result, Slice};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
@@ -157,8 +157,11 @@ pub trait Device: Send + Sync {
     /// Uses host memory in place, read-only; returns `Unsupported` if `limits` says so.
     fn import(&self, memory: Arc<dyn HostMemory>) -> Result<Slice>;
 
-    /// Returns how a third party can access `slice` without a copy, if it can.
-    fn export(&self, slice: &Slice) -> Option<Export>;
+    /// Whether queues here may be given an [`OpSig::Copy`] into `memory` of another device of this process.
+    /// It may take what such copies need, and says no if it cannot have it. A queue of the one device can
+    /// then [follow](Queue::follow) one of the other. That bytes arrive is for the caller to try: drivers
+    /// promise it where they do not.
+    fn reaches(&self, memory: &Slice) -> bool;
 
     /// Copies `data` into `to` (same length). Waits for commands in flight that use the buffer.
     fn write(&self, to: &Slice, data: &[u8]) -> Result<()>;
@@ -221,9 +224,9 @@ macro_rules! forward_device {
             $inner.import(memory)
         }
     };
-    (@ export $this:ident $inner:expr) => {
-        fn export(&$this, slice: &$crate::Slice) -> Option<$crate::Export> {
-            $inner.export(slice)
+    (@ reaches $this:ident $inner:expr) => {
+        fn reaches(&$this, memory: &$crate::Slice) -> bool {
+            $inner.reaches(memory)
         }
     };
     (@ write $this:ident $inner:expr) => {

@@ -35,11 +35,11 @@ pub mod transport;
 pub mod units;
 
 pub use collective::{AttendedPart, Collective, MatrixPart, MemberSlice};
-pub use command::{Cmd, Elapsed, Graph, Queue, Ticket};
+pub use command::{Cmd, Elapsed, Graph, Queue, QueuePoint, Ticket};
 pub use device::{Absent, Backend, Device, DeviceInfo, DeviceKind, DeviceLimits, Health, Support};
 pub use dtype::DType;
 pub use error::{Error, ErrorKind, Result};
 pub use format::{StoredAs, WeightFormat};
 pub use meeting::{BatchMemory, Meeting, MeetingSeat};
-pub use memory::{Buffer, BufferUsage, Export, FileMapper, HostMemory, Slice};
+pub use memory::{Buffer, BufferUsage, FileMapper, HostMemory, Slice};
 pub use op::{KvShape, OpSig, Operand, OperandAccess, Scalar};

@@ -120,23 +120,6 @@ pub trait FileMapper: Send + Sync {
     fn map(&self, path: &Path) -> std::io::Result<Arc<dyn HostMemory>>;
 }
 
-/// How another party can access a slice without a copy through the host.
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub enum Export {
-    /// Host memory, which can be read in place once the tickets that write it are done.
-    Host(Arc<dyn HostMemory>),
-    /// A DMA-BUF file descriptor, for RDMA registration.
-    DmaBuf {
-        /// The descriptor, owned by the buffer.
-        fd: i32,
-        /// Offset of the slice in it, in bytes.
-        offset: u64,
-    },
-    /// An opaque handle for another process on this host.
-    Ipc(Vec<u8>),
-}
-
 /// Host memory that both ends of a transport can access: staging buffers and the pages of the KV pool.
 ///
 /// Calls within this process are mutually exclusive. A peer that writes through shared pages or a NIC is not

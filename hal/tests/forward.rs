@@ -3,8 +3,8 @@
 use mixfleet_hal::memory::{Mapping, Pinned, SharedMemory};
 use mixfleet_hal::units::Bytes;
 use mixfleet_hal::{
-    Buffer, BufferUsage, Device, DeviceInfo, DeviceKind, DeviceLimits, Error, Export, Health, HostMemory,
-    OpSig, Queue, Result, Slice, Support,
+    Buffer, BufferUsage, Device, DeviceInfo, DeviceKind, DeviceLimits, Error, Health, HostMemory, OpSig,
+    Queue, Result, Slice, Support,
 };
 use std::any::Any;
 use std::sync::{Arc, Mutex};
@@ -80,9 +80,9 @@ impl Device for Noting {
         self.note("import");
         Ok(nothing())
     }
-    fn export(&self, _: &Slice) -> Option<Export> {
-        self.note("export");
-        Some(Export::Ipc(vec![1]))
+    fn reaches(&self, _: &Slice) -> bool {
+        self.note("reaches");
+        true
     }
     fn write(&self, _: &Slice, _: &[u8]) -> Result<()> {
         self.note("write");
@@ -114,7 +114,7 @@ struct Around(Noting);
 
 impl Device for Around {
     mixfleet_hal::forward_device!(self => self.0;
-        info, limits, support, alloc, import, export, write, read, pin, queue, memory_free, health);
+        info, limits, support, alloc, import, reaches, write, read, pin, queue, memory_free, health);
 }
 
 #[test]
@@ -135,7 +135,7 @@ fn a_wrapper_forwards_each_method_with_its_answer() {
     assert_eq!(around.support(&OpSig::Fill { bytes: 4, word: 0 }), Support::Native);
     around.alloc(4, BufferUsage::Kv).unwrap();
     around.import(Arc::new(vec![1u8])).unwrap();
-    assert!(matches!(around.export(&nothing()), Some(Export::Ipc(_))));
+    assert!(around.reaches(&nothing()));
     around.write(&nothing(), &[]).unwrap();
     around.read(&nothing(), &mut []).unwrap();
     assert!(around.pin(Arc::new(Empty)).unwrap().is_some());
@@ -149,7 +149,7 @@ fn a_wrapper_forwards_each_method_with_its_answer() {
         "support",
         "alloc",
         "import",
-        "export",
+        "reaches",
         "write",
         "read",
         "pin",

@@ -187,6 +187,25 @@ class Report:
             print(row)
         print()
 
+    def members(self):
+        """Several devices as one instance beside one; nothing where the step was not asked for."""
+        runs, answers = (lines(self.files.get(f"members.{kind}", "")) for kind in ("runs", "log"))
+        if not answers:
+            return
+        print("## Several devices as one instance\n")
+        golden = self.files.get("members-golden.log", "").splitlines()
+        print(f"Golden tokens: {golden[-1] if golden else 'not measured'}.\n")
+        print("| devices | batch | tokens/s | time between tokens, ms | first token, ms |\n|---|---|---|---|---|")
+        for run, answer in zip(runs, answers):
+            device, batch = (run[run.index(flag) + 1] for flag in ("--device", "--batch"))
+            if "error" in answer:
+                print(f"| `{device}` | {batch} | {answer['error']} | | |")
+                continue
+            tbt_s, ttft_s = answer["tbt_s"], answer["ttft_s"]
+            rates = f"{number(answer['tokens_per_s'])} | {number(tbt_s and tbt_s * 1e3, 2)} | {number(ttft_s and ttft_s * 1e3)}"
+            print(f"| `{device}` | {batch} | {rates} |")
+        print()
+
     def profile(self):
         print("## Profile\n")
         document = self.json("profile.json")
@@ -210,6 +229,7 @@ def main():
     report.head()
     report.correctness()
     report.decode(report.reached())
+    report.members()
     report.profile()
 
 

@@ -10,8 +10,8 @@ use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::units::{Bytes, Seconds};
 use mixfleet_hal::{
-    Buffer, BufferUsage, Cmd, Device, DeviceInfo, DeviceKind, DeviceLimits, Elapsed, Error, Export, Graph,
-    Health, HostMemory, OpSig, OperandAccess, Queue, Result, Slice, Support, Ticket,
+    Buffer, BufferUsage, Cmd, Device, DeviceInfo, DeviceKind, DeviceLimits, Elapsed, Error, Graph, Health,
+    HostMemory, OpSig, OperandAccess, Queue, Result, Slice, Support, Ticket,
 };
 use std::any::Any;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -127,8 +127,8 @@ impl Device for ReferenceDevice {
         Ok(Slice::whole(Arc::new(Memory::Imported(memory))))
     }
 
-    fn export(&self, _: &Slice) -> Option<Export> {
-        None
+    fn reaches(&self, _: &Slice) -> bool {
+        false
     }
 
     fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {

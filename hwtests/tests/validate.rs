@@ -29,7 +29,7 @@ struct Misbehaving {
 }
 
 impl Device for Misbehaving {
-    mixfleet_hal::forward_device!(self => self.inner; info, limits, import, export, write, read, pin, queue, memory_free, health);
+    mixfleet_hal::forward_device!(self => self.inner; info, limits, import, reaches, write, read, pin, queue, memory_free, health);
 
     fn support(&self, sig: &OpSig) -> Support {
         if *sig == TRAP {

@@ -53,7 +53,7 @@ struct Touched(Arc<dyn Device>);
 impl Device for Touched {
     mixfleet_hal::forward_device!(
         self => self.0;
-        info, limits, support, import, export, write, read, pin, queue, memory_free, health
+        info, limits, support, import, reaches, write, read, pin, queue, memory_free, health
     );
     fn alloc(&self, bytes: u64, usage: BufferUsage) -> Result<Slice> {
         let slice = self.0.alloc(bytes, usage)?;

@@ -11,7 +11,7 @@ use mixfleet_hal::cast::{to_u32, to_u64};
 use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::units::Bytes;
 use mixfleet_hal::{
-    Absent, Backend, BufferUsage, DType, Device, DeviceInfo, DeviceKind, DeviceLimits, Error, Export, Health,
+    Absent, Backend, BufferUsage, DType, Device, DeviceInfo, DeviceKind, DeviceLimits, Error, Health,
     HostMemory, OpSig, Queue, Result, Slice, Support,
 };
 use std::sync::Arc;
@@ -138,8 +138,8 @@ impl Device for CpuDevice {
         Ok(Slice::whole(Arc::new(CpuBuffer::imported(memory))))
     }
 
-    fn export(&self, _slice: &Slice) -> Option<Export> {
-        None
+    fn reaches(&self, _: &Slice) -> bool {
+        false
     }
 
     fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {

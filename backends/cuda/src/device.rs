@@ -2,7 +2,7 @@
 
 use crate::blas::Blas;
 use crate::compile::{self, Architecture};
-use crate::driver::{At, Context, EventPool, Function, Module};
+use crate::driver::{At, Context, EventPool, Function, Module, can_reach};
 use crate::health::Monitor;
 use crate::kernels::{DEVICE, KernelProgram};
 use crate::libraries::{Library, guarded};
@@ -15,12 +15,11 @@ use mixfleet_hal::cast::{to_i32, to_u64, to_usize};
 use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::units::Bytes;
 use mixfleet_hal::{
-    Absent, BufferUsage, Device, DeviceInfo, DeviceKind, DeviceLimits, Error, ErrorKind, Export, Health,
-    HostMemory, OpSig, Queue, Result, Slice, Support,
+    Absent, BufferUsage, Device, DeviceInfo, DeviceKind, DeviceLimits, Error, ErrorKind, Health, HostMemory,
+    OpSig, Queue, Result, Slice, Support,
 };
 use std::collections::{HashMap, HashSet};
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 /// Minimum capability; older tensor cores have no bf16 and no asynchronous copies.
 const CAPABILITY_MIN: u32 = 80;
@@ -69,6 +68,8 @@ struct Facts {
     pci: String,
     uuid: String,
     driver: String,
+    /// What is said of the other devices that it can copy to, if there are others.
+    peers: Option<String>,
 }
 
 impl Facts {
@@ -94,6 +95,7 @@ impl Facts {
             pci: pci(device)?,
             uuid: uuid(device)?,
             driver: format!("{}.{}", version / 1000, version % 1000 / 10),
+            peers: peers(index, device)?,
         })
     }
 
@@ -115,16 +117,31 @@ impl Facts {
             compute_units: count,
             fingerprint: format!("cuda/{name}/{count}sm/{capability}/{driver}/{with_blas}/kernels-{kernels}"),
             notes: [
-                ("pci", self.pci.clone()),
-                ("uuid", self.uuid.clone()),
-                ("compute capability", capability),
-                ("driver", driver.clone()),
-                ("cublaslt", blas),
+                ("pci", Some(self.pci.clone())),
+                ("uuid", Some(self.uuid.clone())),
+                ("compute capability", Some(capability)),
+                ("driver", Some(driver.clone())),
+                ("cublaslt", Some(blas)),
+                ("peers", self.peers.clone()),
             ]
-            .map(|(key, value)| (key.to_owned(), value))
-            .into(),
+            .into_iter()
+            .filter_map(|(key, value)| Some((key.to_owned(), value?)))
+            .collect(),
         }
     }
+}
+
+/// Names the other devices that the driver says a device can copy to.
+fn peers(index: usize, device: sys::CUdevice) -> Result<Option<String>> {
+    let count = to_usize(result::device::get_count().at("cuDeviceGetCount")?.max(0));
+    let mut reached = Vec::new();
+    for other in (0..count).filter(|other| *other != index) {
+        let peer = result::device::get(to_i32(other)).at("cuDeviceGet")?;
+        // what is only told must not hide a device
+        reached.extend(can_reach(device, peer).unwrap_or(false).then(|| format!("cuda:{other}")));
+    }
+    let named = if reached.is_empty() { "none".to_owned() } else { reached.join(" ") };
+    Ok(Some(named).filter(|_| count > 1))
 }
 
 /// Formats a PCI address as `0000:17:00.0`.
@@ -162,6 +179,8 @@ pub(crate) struct Shared {
     functions: Mutex<Functions>,
     /// Kinds of products and attention whose slowness was logged.
     pub(crate) told_slow: Mutex<HashSet<String>>,
+    /// Contexts of other devices whose memory streams here may write to.
+    peers: Mutex<Vec<Weak<Context>>>,
     /// The failure after which every call fails.
     lost: OnceLock<Error>,
 }
@@ -200,6 +219,24 @@ impl Shared {
         Ok(module)
     }
 
+    /// Whether streams here may write to memory of `peer`.
+    pub(crate) fn has_peer(&self, peer: &Arc<Context>) -> bool {
+        let peers = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
+        peers.iter().any(|known| std::ptr::eq(known.as_ptr(), Arc::as_ptr(peer)))
+    }
+
+    /// Lets streams here write to memory of `peer`; false where they cannot.
+    fn reach(&self, peer: &Arc<Context>) -> Result<bool> {
+        self.enter()?;
+        let reached = self.context.reach(peer)?;
+        if reached && !self.has_peer(peer) {
+            let mut peers = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
+            peers.retain(|known| known.strong_count() > 0);
+            peers.push(Arc::downgrade(peer));
+        }
+        Ok(reached)
+    }
+
     /// Binds the context, unless the device is lost.
     pub(crate) fn enter(&self) -> Result<()> {
         match self.lost.get() {
@@ -236,7 +273,6 @@ pub(crate) struct CudaDevice {
     shared: Arc<Shared>,
     transfers: Arc<Mutex<Transfers>>,
     monitor: Option<Monitor>,
-    queues: AtomicU64,
 }
 
 impl CudaDevice {
@@ -280,15 +316,10 @@ impl CudaDevice {
                 architecture,
                 functions: Mutex::default(),
                 told_slow: Mutex::default(),
+                peers: Mutex::default(),
                 lost: OnceLock::new(),
             };
-            Ok(CudaDevice {
-                info,
-                shared: Arc::new(shared),
-                transfers,
-                monitor: Monitor::new(&facts.pci),
-                queues: AtomicU64::new(0),
-            })
+            Ok(CudaDevice { info, shared: Arc::new(shared), transfers, monitor: Monitor::new(&facts.pci) })
         })
     }
 
@@ -346,8 +377,14 @@ impl Device for CudaDevice {
         Err(Error::unsupported("cuda: this device has a memory of its own; copy into it"))
     }
 
-    fn export(&self, _: &Slice) -> Option<Export> {
-        None
+    fn reaches(&self, memory: &Slice) -> bool {
+        let Some(memory) = Memory::of(memory).ok().filter(|memory| memory.is_on_device()) else {
+            return false;
+        };
+        let reached = self.shared.reach(memory.context());
+        reached
+            .inspect_err(|error| tracing::warn!(device = %self.info.id, %error, "no copies to a peer"))
+            .unwrap_or(false)
     }
 
     fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
@@ -366,8 +403,7 @@ impl Device for CudaDevice {
 
     fn queue(&self) -> Result<Box<dyn Queue>> {
         self.shared.enter()?;
-        let number = self.queues.fetch_add(1, Ordering::Relaxed);
-        Ok(Box::new(self.shared.note(CudaQueue::new(self.shared.clone(), number))?))
+        Ok(Box::new(self.shared.note(CudaQueue::new(self.shared.clone()))?))
     }
 
     fn memory_free(&self) -> Option<Bytes> {

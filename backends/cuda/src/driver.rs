@@ -70,11 +70,40 @@ impl Context {
         Ok(context)
     }
 
+    /// Whether it is the context of the same device, which has one for all that open it.
+    pub(crate) fn is(&self, other: &Context) -> bool {
+        self.raw == other.raw
+    }
+
+    /// Lets streams here write to the memory of `peer`; false where the driver says that the devices cannot.
+    pub(crate) fn reach(&self, peer: &Context) -> Result<bool> {
+        if self.is(peer) {
+            return Ok(true);
+        }
+        if !can_reach(self.device, peer.device)? {
+            return Ok(false);
+        }
+        self.bind()?;
+        // SAFETY: both contexts are retained; the calling thread's is the one that gets access.
+        match unsafe { sys::cuCtxEnablePeerAccess(peer.raw, 0) } {
+            CUresult::CUDA_SUCCESS | CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED => Ok(true),
+            code => Err(failure("cuCtxEnablePeerAccess", DriverError(code))),
+        }
+    }
+
     /// Makes it the calling thread's context, which every later call requires.
     pub(crate) fn bind(&self) -> Result<()> {
         // SAFETY: the context is retained until `self` is dropped.
         unsafe { result::ctx::set_current(self.raw) }.at("cuCtxSetCurrent")
     }
+}
+
+/// Whether the driver says that `device` can access memory of `peer`, another one.
+pub(crate) fn can_reach(device: sys::CUdevice, peer: sys::CUdevice) -> Result<bool> {
+    let mut can = 0;
+    // SAFETY: both devices came from the driver; the call writes one number.
+    unsafe { sys::cuDeviceCanAccessPeer(&mut can, device, peer) }.result().at("cuDeviceCanAccessPeer")?;
+    Ok(can != 0)
 }
 
 impl Drop for Context {
@@ -152,6 +181,33 @@ impl Stream {
         context.bind()?;
         let raw = result::stream::create(StreamKind::NonBlocking).at("cuStreamCreate")?;
         Ok(Stream { context: context.clone(), raw })
+    }
+
+    /// Has later work on the stream begin once `event`, of any device's stream, is reached. The driver takes
+    /// the event as it is recorded now: it may be recorded again at once.
+    pub(crate) fn follow(&self, event: &Event) -> Result<()> {
+        if event.reached.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+        // SAFETY: both are alive; they may be of two contexts.
+        unsafe { result::stream::wait_event(self.raw, event.raw, flags) }.at("cuStreamWaitEvent")
+    }
+
+    /// Enqueues a copy of `bytes` bytes from here to the memory of `peer`, which this context reaches.
+    ///
+    /// # Safety
+    /// Both ranges are allocated, and stay so until the copy is done.
+    pub(crate) unsafe fn copy_to_peer(
+        &self,
+        from: u64,
+        (peer, to): (&Context, u64),
+        bytes: u64,
+    ) -> Result<()> {
+        let own = self.context.raw;
+        // SAFETY: the caller's promise; both contexts are retained.
+        unsafe { result::memcpy_peer_async(peer.raw, to, own, from, to_usize(bytes), self.raw) }
+            .at("a copy to another device")
     }
 
     /// Waits for all work on the stream.

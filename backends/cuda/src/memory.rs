@@ -21,7 +21,7 @@ pub(crate) struct Memory {
     storage: Storage,
     address: u64,
     bytes: u64,
-    /// For each queue, the end of its last batch that uses the buffer.
+    /// For each queue, of whatever device, the end of its last batch that uses the buffer.
     users: Mutex<Vec<(u64, Arc<Event>)>>,
 }
 
@@ -67,13 +67,22 @@ impl Memory {
         Ok(DeviceRange { address: Memory::of(slice)?.address + slice.offset, bytes: slice.bytes })
     }
 
-    /// Whether it belongs to `context`.
-    pub(crate) fn is_in(&self, context: &Arc<Context>) -> bool {
-        let own = match &self.storage {
+    /// Returns the context that it belongs to.
+    pub(crate) fn context(&self) -> &Arc<Context> {
+        match &self.storage {
             Storage::Device(memory) => &memory.context,
             Storage::Host(memory) => &memory.context,
-        };
-        Arc::ptr_eq(own, context)
+        }
+    }
+
+    /// Whether it belongs to `context`.
+    pub(crate) fn is_in(&self, context: &Arc<Context>) -> bool {
+        Arc::ptr_eq(self.context(), context)
+    }
+
+    /// Whether it is memory of the device itself.
+    pub(crate) fn is_on_device(&self) -> bool {
+        matches!(self.storage, Storage::Device(_))
     }
 
     /// Records that the batch of `queue` that ends with `event` uses the buffer. Batches of a queue end in

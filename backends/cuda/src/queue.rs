@@ -10,10 +10,13 @@ use cudarc::driver::{result, sys};
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::units::Seconds;
-use mixfleet_hal::{Cmd, Elapsed, Error, ErrorKind, Graph, KvShape, OpSig, Queue, Result, Slice, Ticket};
+use mixfleet_hal::{
+    Cmd, Elapsed, Error, ErrorKind, Graph, KvShape, OpSig, Queue, QueuePoint, Result, Slice, Ticket,
+};
 use std::any::Any;
 use std::collections::VecDeque;
 use std::ffi::c_void;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -29,9 +32,14 @@ const NAP: Duration = Duration::from_micros(50);
 
 /// A step with its driver objects.
 enum Work {
-    Kernel { function: Arc<Function>, launch: KernelLaunch },
+    Kernel {
+        function: Arc<Function>,
+        launch: KernelLaunch,
+    },
     Matmul(Matmul),
     Copy(u64, u64, u64),
+    /// From here to memory of another device: source, destination, bytes.
+    PeerCopy(u64, (Arc<Context>, u64), u64),
     Fill(u64, u64, u32),
 }
 
@@ -56,6 +64,15 @@ impl Graph for Recorded {
     }
 }
 
+/// The end of a queue's batches; none if it is behind them already.
+struct BatchesEnd(Option<Arc<Event>>);
+
+impl QueuePoint for BatchesEnd {
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
 /// A submitted batch.
 enum Batch {
     /// In flight: the events around it (none if it had nothing to do), and the graph that it runs.
@@ -69,6 +86,7 @@ enum Batch {
 /// A queue of one device.
 pub(crate) struct CudaQueue {
     shared: Arc<Shared>,
+    /// Its own among the queues of all devices: memory of one may be used by queues of others.
     number: u64,
     stream: Stream,
     /// Memory for intermediate results, from the first operation on that needs it.
@@ -82,7 +100,9 @@ pub(crate) struct CudaQueue {
 }
 
 impl CudaQueue {
-    pub(crate) fn new(shared: Arc<Shared>, number: u64) -> Result<CudaQueue> {
+    pub(crate) fn new(shared: Arc<Shared>) -> Result<CudaQueue> {
+        static QUEUES: AtomicU64 = AtomicU64::new(0);
+        let number = QUEUES.fetch_add(1, Ordering::Relaxed);
         let stream = Stream::new(&shared.context)?;
         let target = shared.target;
         Ok(CudaQueue {
@@ -116,14 +136,26 @@ impl CudaQueue {
         let mut buffers: Vec<Slice> = Vec::new();
         for cmd in cmds {
             let mut places = Vec::with_capacity(cmd.args().len());
-            for slice in cmd.args() {
-                if !Memory::of(slice)?.is_in(&self.shared.context) {
-                    return Err(Error::invalid("cuda: the slice belongs to another device"));
+            let mut peer = None;
+            for (number, slice) in cmd.args().iter().enumerate() {
+                let memory = Memory::of(slice)?;
+                if !memory.is_in(&self.shared.context) {
+                    let is_target = matches!(cmd.sig(), OpSig::Copy { .. }) && number == 1;
+                    if !is_target || !self.shared.has_peer(memory.context()) {
+                        return Err(Error::invalid("cuda: the slice belongs to another device"));
+                    }
+                    peer = Some(memory.context());
                 }
                 places.push(Memory::place(slice)?);
             }
             for step in self.steps(cmd, &places)? {
-                works.push(self.work(step)?);
+                works.push(match (step, peer) {
+                    // a device that was opened twice has one context
+                    (PlanStep::Copy(from, to, bytes), Some(peer)) if !peer.is(&self.shared.context) => {
+                        Work::PeerCopy(from, (peer.clone(), to), bytes)
+                    }
+                    (step, _) => self.work(step)?,
+                });
             }
             buffers.extend(cmd.args().iter().cloned());
         }
@@ -186,6 +218,11 @@ impl CudaQueue {
             Work::Copy(from, to, bytes) => {
                 // SAFETY: both ranges are operands that `Cmd` checked; their buffers outlive the batch.
                 unsafe { result::memcpy_dtod_async(*to, *from, to_usize(*bytes), self.stream.raw) }.at("copy")
+            }
+            Work::PeerCopy(from, (peer, to), bytes) => {
+                // SAFETY: as for a copy here; the buffers of both devices know the batch as one that uses
+                // them.
+                unsafe { self.stream.copy_to_peer(*from, (peer, *to), *bytes) }
             }
             Work::Fill(to, words, word) => {
                 // SAFETY: the range is an operand that `Cmd` checked; its buffer outlives the batch.
@@ -256,11 +293,16 @@ impl CudaQueue {
         Ok((instance, before.saturating_sub(free())))
     }
 
+    /// The ticket of the next batch.
+    fn next(&self) -> u64 {
+        self.first + self.batches.len() as u64
+    }
+
     fn run(&mut self, recorded: &Recorded, graph: Option<Arc<dyn Graph>>) -> Result<Ticket> {
         if let Some((_, error)) = &self.failed {
             return Err(error.clone());
         }
-        let ticket = self.first + self.batches.len() as u64;
+        let ticket = self.next();
         let ends = match self.start(recorded) {
             Ok(ends) => ends,
             Err(error) => {
@@ -344,6 +386,32 @@ impl Queue for CudaQueue {
         self.run(&recorded, None)
     }
 
+    fn end(&mut self) -> Result<Arc<dyn QueuePoint>> {
+        if let Some((_, error)) = &self.failed {
+            return Err(error.clone());
+        }
+        // an empty batch ends with the ones before it
+        let last = self.batches.iter().rfind(|batch| !matches!(batch, Batch::Running(None, _)));
+        let end = match last {
+            Some(Batch::Running(Some((_, end)), _)) => Some(end.clone()),
+            _ => None,
+        };
+        Ok(Arc::new(BatchesEnd(end)))
+    }
+
+    fn follow(&mut self, point: &dyn QueuePoint) -> Result<()> {
+        self.shared.enter()?;
+        let point = point.as_any().downcast_ref::<BatchesEnd>();
+        let point = point.ok_or_else(|| Error::unsupported("cuda: a point of another backend"))?;
+        let Some(event) = &point.0 else { return Ok(()) };
+        let followed = self.shared.note(self.stream.follow(event));
+        if let Err(error) = &followed {
+            // what is submitted next would not wait
+            self.failed.get_or_insert((self.next(), error.clone()));
+        }
+        followed
+    }
+
     fn wait(&mut self, ticket: Ticket, timeout: Duration) -> Result<Elapsed> {
         if let Some((from, error)) = &self.failed
             && ticket.0 >= *from
@@ -399,18 +467,9 @@ impl Queue for CudaQueue {
     fn replay(&mut self, graph: &Arc<dyn Graph>) -> Result<Ticket> {
         self.shared.enter()?;
         let recorded = graph.as_any().downcast_ref::<Recorded>();
-        let recorded = recorded.filter(|recorded| recorded.queue == self.number && self.owns(recorded));
+        let recorded = recorded.filter(|recorded| recorded.queue == self.number);
         let recorded = recorded.ok_or_else(|| Error::invalid("cuda: the graph belongs to another queue"))?;
         self.run(recorded, Some(graph.clone()))
-    }
-}
-
-impl CudaQueue {
-    /// Whether a recording was made on this device, since queue numbers start anew on each.
-    fn owns(&self, recorded: &Recorded) -> bool {
-        let in_context =
-            |context: &Arc<Context>, slice: &Slice| Memory::of(slice).is_ok_and(|m| m.is_in(context));
-        recorded.buffers.iter().all(|slice| in_context(&self.shared.context, slice))
     }
 }
 

@@ -8,6 +8,7 @@
 
 mod counts;
 mod libraries;
+mod peers;
 mod pinned;
 mod products;
 

@@ -7,8 +7,8 @@ use mixfleet_hal::cast::{to_u32, to_usize};
 use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::units::Bytes;
 use mixfleet_hal::{
-    Absent, BufferUsage, DType, Device, DeviceInfo, DeviceKind, DeviceLimits, Error, ErrorKind, Export,
-    Health, HostMemory, KvShape, OpSig, Queue, Result, Slice, Support,
+    Absent, BufferUsage, DType, Device, DeviceInfo, DeviceKind, DeviceLimits, Error, ErrorKind, Health,
+    HostMemory, KvShape, OpSig, Queue, Result, Slice, Support,
 };
 use ocl::core::{
     self, CommandQueue, CommandQueueProperties, Context, ContextProperties, DeviceId, DeviceInfo as Ask,
@@ -338,8 +338,8 @@ impl Device for OpenClDevice {
         Ok(Slice::whole(Arc::new(imported)))
     }
 
-    fn export(&self, _: &Slice) -> Option<Export> {
-        None
+    fn reaches(&self, _: &Slice) -> bool {
+        false
     }
 
     fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {

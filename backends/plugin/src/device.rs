@@ -6,8 +6,8 @@ use crate::queue::PluginQueue;
 use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::units::Bytes;
 use mixfleet_hal::{
-    BufferUsage, Device, DeviceInfo, DeviceLimits, Error, ErrorKind, Export, Health, HostMemory, OpSig,
-    Queue, Result, Slice, Support,
+    BufferUsage, Device, DeviceInfo, DeviceLimits, Error, ErrorKind, Health, HostMemory, OpSig, Queue,
+    Result, Slice, Support,
 };
 use std::sync::Arc;
 
@@ -52,8 +52,8 @@ impl Device for PluginDevice {
         Err(Error::unsupported(format!("{} does not use memory of the host in place", self.info.id)))
     }
 
-    fn export(&self, _: &Slice) -> Option<Export> {
-        None
+    fn reaches(&self, _: &Slice) -> bool {
+        false
     }
 
     fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {

@@ -10,8 +10,8 @@ use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::units::Bytes;
 use mixfleet_hal::{
-    Buffer, BufferUsage, Device, DeviceInfo, DeviceLimits, Error, ErrorKind, Export, Health, HostMemory,
-    OpSig, Queue, Result, Slice, Support, forward_device,
+    Buffer, BufferUsage, Device, DeviceInfo, DeviceLimits, Error, ErrorKind, Health, HostMemory, OpSig,
+    Queue, Result, Slice, Support, forward_device,
 };
 use mixfleet_wire::LinkAddress;
 use std::any::Any;
@@ -245,7 +245,7 @@ impl RemoteDevice {
 }
 
 impl Device for RemoteDevice {
-    forward_device!(self => self.view(); limits, support, alloc, import, export, write, read, pin, memory_free, health);
+    forward_device!(self => self.view(); limits, support, alloc, import, reaches, write, read, pin, memory_free, health);
 
     fn info(&self) -> &DeviceInfo {
         &self.0.info
@@ -334,8 +334,8 @@ impl Device for View<'_> {
         Err(Error::unsupported("a device of another process uses no memory of this one"))
     }
 
-    fn export(&self, _: &Slice) -> Option<Export> {
-        None
+    fn reaches(&self, _: &Slice) -> bool {
+        false
     }
 
     fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {

@@ -37,7 +37,7 @@ impl Watched {
 }
 
 impl Device for Watched {
-    forward_device!(self => self.inner; info, limits, support, import, export, write, read, pin, queue, memory_free, health);
+    forward_device!(self => self.inner; info, limits, support, import, reaches, write, read, pin, queue, memory_free, health);
 
     fn alloc(&self, bytes: u64, role: BufferUsage) -> Result<Slice> {
         let slice = self.inner.alloc(bytes, role)?;
@@ -174,7 +174,7 @@ impl Queue for Hung {
 struct Hanging(Arc<dyn Device>);
 
 impl Device for Hanging {
-    forward_device!(self => self.0; info, limits, support, alloc, import, export, write, read, pin, memory_free, health);
+    forward_device!(self => self.0; info, limits, support, alloc, import, reaches, write, read, pin, memory_free, health);
 
     fn queue(&self) -> Result<Box<dyn Queue>> {
         Ok(Box::new(Hung))

@@ -10,8 +10,8 @@ use mixfleet_cpu::CpuBackend;
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::{Bytes, Seconds};
 use mixfleet_hal::{
-    Backend, Buffer, BufferUsage, Cmd, DType, Device, DeviceInfo, DeviceLimits, Error, Export, Health,
-    HostMemory, OpSig, Queue, Result, Scalar, Slice, Support, Ticket,
+    Backend, Buffer, BufferUsage, Cmd, DType, Device, DeviceInfo, DeviceLimits, Error, Health, HostMemory,
+    OpSig, Queue, Result, Scalar, Slice, Support, Ticket,
 };
 use std::any::Any;
 use std::sync::Arc;
@@ -168,8 +168,8 @@ impl Device for ComputeDevice {
         Ok(self.wrap(self.inner.import(memory)?, BufferUsage::Weights, charge))
     }
 
-    fn export(&self, _: &Slice) -> Option<Export> {
-        None
+    fn reaches(&self, _: &Slice) -> bool {
+        false
     }
 
     fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {

@@ -10,8 +10,8 @@ use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::profile::{CopyCost, DeviceProfile};
 use mixfleet_hal::units::{Bytes, FlopPerSecond, GB};
 use mixfleet_hal::{
-    BufferUsage, DType, Device, DeviceInfo, DeviceKind, DeviceLimits, Error, Export, Health, HostMemory,
-    KvShape, OpSig, Queue, Result, Slice, Support,
+    BufferUsage, DType, Device, DeviceInfo, DeviceKind, DeviceLimits, Error, Health, HostMemory, KvShape,
+    OpSig, Queue, Result, Slice, Support,
 };
 use std::sync::Arc;
 
@@ -186,8 +186,8 @@ impl Device for TimeOnlyDevice {
         Ok(Store::import(&self.store, memory, charge))
     }
 
-    fn export(&self, _: &Slice) -> Option<Export> {
-        None
+    fn reaches(&self, _: &Slice) -> bool {
+        false
     }
 
     fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {

@@ -133,7 +133,7 @@ impl FaultyDevice {
 
 impl Device for FaultyDevice {
     mixfleet_hal::forward_device!(self => self.inner;
-        info, limits, support, alloc, import, export, pin, memory_free, health);
+        info, limits, support, alloc, import, reaches, pin, memory_free, health);
 
     fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
         self.ordered.remember(&*self.inner, to)?;

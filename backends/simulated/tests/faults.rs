@@ -163,7 +163,7 @@ impl Queue for MetronomeQueue {
 
 impl Device for Metronome {
     mixfleet_hal::forward_device!(self => self.0;
-        info, limits, support, alloc, import, export, write, read, pin, memory_free, health);
+        info, limits, support, alloc, import, reaches, write, read, pin, memory_free, health);
 
     fn queue(&self) -> Result<Box<dyn Queue>> {
         Ok(Box::new(MetronomeQueue { inner: self.0.queue()?, commands: Vec::new() }))
@@ -227,7 +227,7 @@ enum Bug {
 }
 
 impl Device for Buggy {
-    mixfleet_hal::forward_device!(self => self.inner; info, limits, alloc, import, export, memory_free, health);
+    mixfleet_hal::forward_device!(self => self.inner; info, limits, alloc, import, reaches, memory_free, health);
 
     fn support(&self, sig: &OpSig) -> Support {
         match self.bug {

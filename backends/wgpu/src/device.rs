@@ -8,8 +8,8 @@ use crate::queue::WgpuQueue;
 use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::units::Bytes;
 use mixfleet_hal::{
-    Absent, BufferUsage, DType, Device, DeviceInfo, DeviceKind, DeviceLimits, Error, ErrorKind, Export,
-    Health, HostMemory, KvShape, OpSig, Queue, Result, Slice, Support,
+    Absent, BufferUsage, DType, Device, DeviceInfo, DeviceKind, DeviceLimits, Error, ErrorKind, Health,
+    HostMemory, KvShape, OpSig, Queue, Result, Slice, Support,
 };
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, OnceLock};
@@ -287,8 +287,8 @@ impl Device for WgpuDevice {
         Err(Error::unsupported("wgpu: host memory cannot be used in place; copy it in"))
     }
 
-    fn export(&self, _: &Slice) -> Option<Export> {
-        None
+    fn reaches(&self, _: &Slice) -> bool {
+        false
     }
 
     fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {

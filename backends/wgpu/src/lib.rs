@@ -4,7 +4,7 @@
 //! Nothing is linked: drivers are loaded at run time, and without any the backend says what to install.
 //!
 //! **What wgpu cannot do.** It has no tensor cores (cooperative matrices are experimental), no copies between
-//! devices, no pinned or imported host memory, no export of a buffer, and no counters of health: weights are
+//! devices, no pinned or imported host memory, and no counters of health: weights are
 //! copied in, KV crosses a link through the host, arithmetic runs on the vector units. It serves GPUs that
 //! have nothing better, and shows on one machine what a mixed fleet does. One queue carries all of a device's
 //! commands and transfers, in the order of submission.

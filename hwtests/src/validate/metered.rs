@@ -38,7 +38,7 @@ impl Graph for Recorded {
 }
 
 impl Device for Metered {
-    mixfleet_hal::forward_device!(self => self.0; info, limits, support, alloc, import, export, write, read, pin, memory_free, health);
+    mixfleet_hal::forward_device!(self => self.0; info, limits, support, alloc, import, reaches, write, read, pin, memory_free, health);
 
     fn queue(&self) -> Result<Box<dyn Queue>> {
         Ok(Box::new(MeteredQueue { inner: self.0.queue()?, times: BTreeMap::new() }))

@@ -95,7 +95,7 @@ pub(crate) fn cached(sig: &OpSig) -> f64 {
 }
 
 impl Device for LawDevice {
-    mixfleet_hal::forward_device!(self => self.inner; limits, alloc, import, export, pin, memory_free);
+    mixfleet_hal::forward_device!(self => self.inner; limits, alloc, import, reaches, pin, memory_free);
 
     fn info(&self) -> &DeviceInfo {
         &self.info

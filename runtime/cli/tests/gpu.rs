@@ -200,6 +200,20 @@ fn three_calls_measure_everything_and_leave_archives_for_a_report() {
     }
 }
 
+#[test]
+fn two_members_on_one_gpu_are_timed_beside_one_device() {
+    let Some(machine) = Machine::new("gpu-members") else { return };
+    machine.pack();
+    let said = text(&machine.call(&["members"]).output().unwrap());
+    let table = machine.archived("steps", "steps.tsv").unwrap();
+    assert_eq!(steps(&table), [("members-golden", "passed"), ("members", "passed")], "{said}");
+    assert!(said.contains("1 good, 0 close, 0 bad, 0 skipped, 0 not run"), "{said}");
+    let report = report(&[machine.home.join("out/gpu-steps.tar.gz")]);
+    for expected in ["| `cuda:0` | 2 | ", "| `tp:cuda,cuda:0` | 1 | ", "Golden tokens: 1 good"] {
+        assert!(report.contains(expected), "no '{expected}' in\n{report}");
+    }
+}
+
 fn report(paths: &[PathBuf]) -> String {
     text(&Command::new("python3").arg(root().join("hwtests/gpu/report.py")).args(paths).output().unwrap())
 }

@@ -28,6 +28,8 @@ mod made;
 mod manners;
 #[cfg(feature = "fleet")]
 mod members;
+#[cfg(target_os = "linux")]
+mod peers;
 mod plan;
 mod plugin;
 mod profile;

@@ -37,7 +37,7 @@ pub(super) fn unknown_fields(fields: &Fields<'_>) -> Option<HeaderValue> {
     let unknown = fields.unread().filter(is_plain).filter(|name| !KNOWN.contains(*name)).take(TOLD_MAX);
     let told: Vec<String> = unknown
         .filter_map(|name| {
-            let near = closest_names(name, KNOWN.iter().map(String::as_str));
+            let near = closest_names(name, KNOWN.iter().map(String::as_str).filter(|known| known.len() > 3));
             Some(format!("'{name}' has no effect; did you mean '{}'?", near.first()?))
         })
         .collect();

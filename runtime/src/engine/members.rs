@@ -11,6 +11,7 @@ use crate::model::divided::{MemberRun, MicroBatch, run_stages};
 use crate::model::exchange::ThroughHost;
 use crate::model::graph::{Forward, Pass, StepInput};
 use crate::model::leaving::LayerKv;
+use crate::model::peers::{Carriers, PeerCopies};
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Collective, Device, Error, Queue, Result, Slice};
 use mixfleet_scheduler::cost::{AttnSplit, LinkCost, Partition, Pieces};
@@ -62,6 +63,8 @@ struct Stages {
 pub(super) struct OtherMembers {
     group: Group,
     exchange: Box<dyn Collective>,
+    /// What devices exchange without the host.
+    peers: PeerCopies,
 }
 
 impl OtherMembers {
@@ -94,7 +97,16 @@ impl OtherMembers {
             }
             _ => return Err(Error::invalid("members either divide a model or attend for the first one")),
         };
-        Ok(OtherMembers { group, exchange: Box::new(ThroughHost::default()) })
+        let peers = match &group {
+            Group::Divide(stages, members) => {
+                let others = members.iter().map(|member| (&*member.device, &*member.model));
+                let mut all = std::iter::once(first).chain(others);
+                let of_stage = |&count: &usize| all.by_ref().take(count).collect();
+                PeerCopies::open(&stages.members.iter().map(of_stage).collect::<Vec<_>>())
+            }
+            Group::Attend(..) => PeerCopies::default(),
+        };
+        Ok(OtherMembers { group, exchange: Box::new(ThroughHost::default()), peers })
     }
 
     /// The devices, in the order of members.
@@ -261,7 +273,8 @@ impl OtherMembers {
                     rows.extend(batch.drawing().zip(drawn));
                     Ok(())
                 };
-                run_stages(&mut of_stages, exchange, batches, timeout, kv, &mut read)?;
+                let carriers = Carriers { host: exchange, peers: &mut self.peers };
+                run_stages(&mut of_stages, carriers, batches, timeout, kv, &mut read)?;
             }
             Group::Attend(_, members, second) => {
                 let (mut models, mut attending) = (Vec::new(), Vec::<&mut dyn Queue>::new());

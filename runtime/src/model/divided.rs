@@ -8,6 +8,7 @@
 use super::graph::{Forward, Pass, StepInput};
 use super::leaving::{LayerKv, wait_beside};
 use super::meeting::SumMeeting;
+use super::peers::{self, Carriers, Columns, PeerSums};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{
     Cmd, Collective, Device, Error, ErrorKind, MatrixPart, Meeting, MeetingSeat, MemberSlice, Queue, Result,
@@ -83,8 +84,26 @@ struct Busy<'s, 'a> {
     passes: &'s [Pass],
     /// Those of all members; of an only one those of all layers, and of what follows.
     tickets: Vec<Option<Ticket>>,
-    /// Where the threads of the members' devices take all sums of the layers, if they do.
-    meeting: Option<StepMeeting>,
+    sums: Sums<'s>,
+}
+
+/// Who takes the sums of the residual stream in the layers of a stage.
+enum Sums<'s> {
+    /// The thread that submits, between two phases.
+    Submitter,
+    /// The threads of the members' devices.
+    Meeting(StepMeeting),
+    /// The members' devices.
+    Peers(AmongPeers<'s>),
+}
+
+/// Sums by the members' devices.
+struct AmongPeers<'s> {
+    sums: &'s mut PeerSums,
+    /// Whether KV leaves, for which the host waits in each layer.
+    leaves: bool,
+    /// What each member must run next: the end of the last sum.
+    next: Vec<Vec<Cmd>>,
 }
 
 /// A meeting that nobody waits at once the step is over, however it ends.
@@ -104,7 +123,7 @@ impl Drop for StepMeeting {
 /// Those of the devices and of the exchange, of `kv` and of `drawn`.
 pub fn run_stages(
     stages: &mut [Vec<MemberRun<'_>>],
-    exchange: &mut dyn Collective,
+    mut carriers: Carriers<'_>,
     batches: &[MicroBatch<'_>],
     timeout: Duration,
     kv: &mut dyn LayerKv,
@@ -114,6 +133,7 @@ pub fn run_stages(
         return Err(Error::invalid("a step needs members that run it"));
     }
     let mut passes: Vec<Vec<Pass>> = stages.iter().map(|_| Vec::new()).collect();
+    let mut handed = Vec::new();
     for turn in 0..batches.len() + stages.len() - 1 {
         // the last stage first, since each takes the residual stream that the one before still has
         for at in (0..stages.len()).rev() {
@@ -125,12 +145,16 @@ pub fn run_stages(
                 }
             };
             if at > 0 && !passes[at].is_empty() {
-                let from = slices(&stages[at - 1][..1], &passes[at - 1], Forward::step_residual);
-                let to = slices(&stages[at], &passes[at], Forward::step_residual);
-                hand_on(exchange, &from[0], to, passes[at][0].tokens())?;
+                let (before, after) = stages.split_at_mut(at);
+                let from = (&mut before[at - 1][0], &passes[at - 1][0]);
+                let ticket = hand_on(&mut carriers, at - 1, from, (&mut after[0], &passes[at]))?;
+                handed.extend(ticket.map(|ticket| (at - 1, ticket)));
             }
         }
-        run_turn(stages, exchange, (turn, &passes), timeout, kv)?;
+        run_turn(stages, &mut carriers, (turn, &passes), timeout, kv)?;
+        for (stage, ticket) in handed.drain(..) {
+            stages[stage][0].wait(ticket, timeout, kv)?;
+        }
         let (last, number) = (stages.len() - 1, turn + 1);
         if let Some(batch) = number.checked_sub(stages.len()).and_then(|number| batches.get(number)) {
             drawn(&stages[last][0], &passes[last][0], batch)?;
@@ -139,34 +163,44 @@ pub fn run_stages(
     Ok(())
 }
 
-/// Copies the residual stream to all members of a stage.
+/// Copies the residual stream of a stage to all members of the next one; returns a ticket of the stage's
+/// first member to be waited for if the devices do it.
 fn hand_on(
-    exchange: &mut dyn Collective,
-    from: &MemberSlice<'_>,
-    to: Vec<MemberSlice<'_>>,
-    rows: u32,
-) -> Result<()> {
-    let columns = 0..from.slice.bytes / u64::from(rows.max(1));
+    carriers: &mut Carriers<'_>,
+    stage: usize,
+    (first, pass): (&mut MemberRun<'_>, &Pass),
+    (members, passes): (&mut [MemberRun<'_>], &[Pass]),
+) -> Result<Option<Ticket>> {
+    let from = first.forward.step_residual(pass);
+    if carriers.peers.hands_on(stage) {
+        let to = residuals(members, passes);
+        return peers::hand_on((&mut *first.queue, &from), &mut queues(members), &to).map(Some);
+    }
+    let columns = 0..from.bytes / u64::from(pass.tokens().max(1));
+    let to = slices(members, passes, Forward::step_residual);
     let whole = |at| MatrixPart { at, rows: None, columns: columns.clone() };
-    exchange.deal(from, rows, &to.into_iter().map(whole).collect::<Vec<_>>())
+    let to: Vec<_> = to.into_iter().map(whole).collect();
+    carriers.host.deal(&MemberSlice { device: first.device, slice: from }, pass.tokens(), &to)?;
+    Ok(None)
 }
 
 /// Runs on every stage the micro-batch whose passes on it these are, if there is one: in each turn a stage
 /// runs the one that the stage before has run.
 fn run_turn(
     stages: &mut [Vec<MemberRun<'_>>],
-    exchange: &mut dyn Collective,
+    Carriers { host, peers }: &mut Carriers<'_>,
     (turn, passes): (usize, &[Vec<Pass>]),
     timeout: Duration,
     kv: &mut dyn LayerKv,
 ) -> Result<()> {
     let mut first = 0;
     let mut busy: Vec<Busy<'_, '_>> = Vec::new();
-    for (at, (members, passes)) in stages.iter_mut().zip(passes).enumerate() {
+    for (at, ((members, passes), sums)) in stages.iter_mut().zip(passes).zip(peers.sums()).enumerate() {
         let count = members.len();
         if !passes.is_empty() {
-            let stage = Busy { members, first, batch: turn - at, passes, tickets: Vec::new(), meeting: None };
-            busy.push(stage.meeting(kv)?);
+            let (batch, tickets) = (turn - at, Vec::new());
+            let stage = Busy { members, first, batch, passes, tickets, sums: Sums::Submitter };
+            busy.push(stage.summed_by(sums, kv)?);
         }
         first += count;
     }
@@ -178,11 +212,11 @@ fn run_turn(
         // a stage of one device exchanges nothing, and runs beside all phases of the others
         for stage in running.iter_mut().filter(|stage| stage.members.len() > 1) {
             // beside the MLP
-            if stage.meeting.is_none() && phase < 2 * stage.layers() && !phase.is_multiple_of(2) {
+            if !stage.meets() && phase < 2 * stage.layers() && !phase.is_multiple_of(2) {
                 kv.leave(stage.first, stage.batch, phase / 2)?;
             }
             stage.wait(timeout, kv)?;
-            stage.exchange(phase, exchange)?;
+            stage.exchange(phase, &mut **host)?;
         }
     }
     let alone = || busy.iter().filter(|stage| stage.members.len() == 1);
@@ -195,38 +229,100 @@ fn run_turn(
     busy.iter_mut().try_for_each(|stage| stage.wait(timeout, kv))
 }
 
-impl Busy<'_, '_> {
+impl<'s> Busy<'s, '_> {
     fn layers(&self) -> usize {
         self.members[0].forward.config().layers as usize
     }
 
-    /// The same, with a meeting of its members if their devices can go to one and nothing leaves meanwhile.
-    fn meeting(mut self, kv: &dyn LayerKv) -> Result<Self> {
+    /// The same, with sums by its devices if they can take them; else with a meeting of its members if these
+    /// can go to one and nothing leaves meanwhile.
+    fn summed_by(mut self, peers: Option<&'s mut PeerSums>, kv: &dyn LayerKv) -> Result<Self> {
+        if let Some(sums) = peers {
+            let next = vec![Vec::new(); self.members.len()];
+            self.sums = Sums::Peers(AmongPeers { sums, leaves: kv.leaves(self.batch), next });
+            return Ok(self);
+        }
         let slices = slices(self.members, self.passes, Forward::step_residual);
         let is_small = slices[0].slice.bytes <= MEETING_BYTES_MAX;
         let can_meet = self.members.len() > 1 && self.members.iter().all(|member| member.queue.can_meet());
         if can_meet && is_small && !kv.leaves(self.batch) {
             let meeting = SumMeeting::new(slices.into_iter().map(|member| member.slice).collect())?;
-            self.meeting = Some(StepMeeting(Arc::new(meeting)));
+            self.sums = Sums::Meeting(StepMeeting(Arc::new(meeting)));
         }
         Ok(self)
+    }
+
+    fn meets(&self) -> bool {
+        matches!(self.sums, Sums::Meeting(_))
     }
 
     fn has_logits(&self) -> bool {
         self.members[0].forward.has_head() && self.passes[0].rows() > 0
     }
 
-    /// What it runs between exchanges by the thread that submits: all at once if it is one device; all layers
-    /// with the logits, and the draw, if the devices exchange the rest; else attention and MLP of each layer,
-    /// logits, and the draw.
+    /// What it runs between exchanges by the thread that submits: all at once if it is one device, or if its
+    /// devices exchange everything; all layers with the logits, and the draw, if their threads exchange the
+    /// rest; else attention and MLP of each layer, logits, and the draw. Devices that exchange everything
+    /// have these phases too where KV leaves, but for the draw.
     fn phases(&self) -> usize {
-        let layers = if self.meeting.is_some() { 1 } else { 2 * self.layers() };
-        match (self.members.len(), self.has_logits()) {
-            (1, _) => 1,
-            (_, false) => layers,
-            (_, true) if self.meeting.is_some() => 2,
-            (_, true) => layers + 2,
+        let halves = 2 * self.layers();
+        match (&self.sums, self.has_logits()) {
+            _ if self.members.len() == 1 => 1,
+            (Sums::Peers(AmongPeers { leaves: false, .. }), _) | (Sums::Meeting(_), false) => 1,
+            (Sums::Meeting(_), true) => 2,
+            (_, false) => halves,
+            (Sums::Peers(_), true) => halves + 1,
+            (Sums::Submitter, true) => halves + 2,
         }
+    }
+
+    /// The commands of a member in half a layer, and before the first one.
+    fn half(forward: &Forward, pass: &Pass, half: usize) -> Result<Vec<Cmd>> {
+        let mut list = if half == 0 { forward.embed(pass)? } else { Vec::new() };
+        list.extend(match half.is_multiple_of(2) {
+            true => forward.attention_block(half / 2, pass)?,
+            false => forward.mlp_block(half / 2, pass)?,
+        });
+        Ok(list)
+    }
+
+    /// Submits a phase of devices that exchange everything among themselves, or all of it if no KV leaves.
+    fn submit_among_peers(&mut self, phase: usize, kv: &mut dyn LayerKv) -> Result<()> {
+        let (halves, is_last) = (2 * self.layers(), phase + 1 == self.phases());
+        let has_logits = self.has_logits();
+        let (members, passes) = (&mut *self.members, self.passes);
+        let Sums::Peers(AmongPeers { sums, leaves, next }) = &mut self.sums else { return Ok(()) };
+        let now = if *leaves { phase.min(halves)..(phase + 1).min(halves) } else { 0..halves };
+        let mut tickets = Vec::new();
+        for half in now {
+            for (at, ((member, pass), list)) in members.iter().zip(passes).zip(&mut *next).enumerate() {
+                list.extend(Self::half(member.forward, pass, half)?);
+                if half.is_multiple_of(2) {
+                    list.extend(kv.gather(self.first + at, self.batch, half / 2)?);
+                }
+            }
+            let slices = residuals(members, passes);
+            (tickets, *next) = sums.submit(&mut queues(members), std::mem::take(next), &slices)?;
+        }
+        if is_last {
+            let mut lists = std::mem::take(next);
+            tickets = match has_logits {
+                false => peers::submit_all(&mut queues(members), &lists)?,
+                true => {
+                    for ((member, pass), list) in members.iter().zip(passes).zip(&mut lists) {
+                        list.extend(member.forward.logits_block(pass)?);
+                    }
+                    let (first, pass) = (members[0].forward, &passes[0]);
+                    let parts = slices(members, passes, Forward::own_logits);
+                    let parts: Vec<Slice> = parts.into_iter().map(|part| part.slice).collect();
+                    let columns = Columns { whole: first.logits(pass), rows: pass.rows(), parts: &parts };
+                    let draw = Vec::from_iter(first.draw_block(pass)?);
+                    columns.join(&mut queues(members), lists, &draw)?
+                }
+            };
+        }
+        self.tickets = tickets.into_iter().map(Some).collect();
+        Ok(())
     }
 
     /// Submits all layers, after each half of which the members meet, and the logits behind them.
@@ -237,11 +333,7 @@ impl Busy<'_, '_> {
             for half in 0..2 {
                 for (at, (member, pass)) in self.members.iter_mut().zip(self.passes).enumerate() {
                     let MemberRun { forward, queue, .. } = member;
-                    let mut list = if layer + half == 0 { forward.embed(pass)? } else { Vec::new() };
-                    list.extend(match half {
-                        0 => forward.attention_block(layer, pass)?,
-                        _ => forward.mlp_block(layer, pass)?,
-                    });
+                    let list = Self::half(forward, pass, 2 * layer + half)?;
                     let ticket = queue.submit_then_meet(&list, seat(at))?;
                     if let Some(last) = self.tickets.get_mut(at) {
                         *last = Some(ticket)
@@ -277,20 +369,17 @@ impl Busy<'_, '_> {
             }
             return Ok(());
         }
-        let meeting = self.meeting.as_ref().map(|StepMeeting(meeting)| meeting.clone());
-        let phase = match meeting {
-            Some(meeting) if phase == 0 => return self.submit_meeting(&meeting),
-            Some(_) => 2 * layers + phase,
-            None => phase,
+        let phase = match &self.sums {
+            Sums::Peers(_) => return self.submit_among_peers(phase, kv),
+            Sums::Meeting(StepMeeting(meeting)) if phase == 0 => {
+                let meeting = meeting.clone();
+                return self.submit_meeting(&meeting);
+            }
+            Sums::Meeting(_) => 2 * layers + phase,
+            Sums::Submitter => phase,
         };
         let list = |forward: &Forward, pass: &Pass| match phase {
-            0 => {
-                let mut list = forward.embed(pass)?;
-                list.extend(forward.attention_block(0, pass)?);
-                Ok(list)
-            }
-            _ if phase < 2 * layers && phase.is_multiple_of(2) => forward.attention_block(phase / 2, pass),
-            _ if phase < 2 * layers => forward.mlp_block(phase / 2, pass),
+            _ if phase < 2 * layers => Self::half(forward, pass, phase),
             _ if phase == 2 * layers => forward.logits_block(pass),
             _ => Ok(Vec::from_iter(forward.draw_block(pass)?)),
         };
@@ -318,13 +407,13 @@ impl Busy<'_, '_> {
             let last = self.tickets.drain(..).next_back().flatten();
             return last.map_or(Ok(()), |last| member.wait(last, timeout, kv));
         }
-        let mut ended = Ok(());
+        let (mut ended, meets) = (Ok(()), self.meets());
         for (member, ticket) in self.members.iter_mut().zip(self.tickets.drain(..)) {
             let Some(ticket) = ticket else { continue };
             match member.wait(ticket, timeout, kv) {
                 Ok(()) => {}
                 // another member, which says why, has ended the meeting
-                Err(error) if error.kind == ErrorKind::Closed && self.meeting.is_some() => ended = Err(error),
+                Err(error) if error.kind == ErrorKind::Closed && meets => ended = Err(error),
                 other => return other,
             }
         }
@@ -340,10 +429,10 @@ impl Busy<'_, '_> {
     fn exchange(&self, phase: usize, exchange: &mut dyn Collective) -> Result<()> {
         let (members, passes) = (&*self.members, self.passes);
         let logits = 2 * self.layers();
-        let phase = match (&self.meeting, self.has_logits()) {
-            (None, _) => phase,
-            (Some(_), false) => return Ok(()),
-            (Some(_), true) => logits + phase,
+        let phase = match (&self.sums, self.has_logits()) {
+            (Sums::Submitter, _) => phase,
+            (Sums::Peers(_), _) | (Sums::Meeting(_), false) => return Ok(()),
+            (Sums::Meeting(_), true) => logits + phase,
         };
         if phase < logits {
             return exchange.sum(&slices(members, passes, Forward::step_residual));
@@ -361,6 +450,15 @@ impl Busy<'_, '_> {
         });
         exchange.join(&columns.collect::<Vec<_>>(), rows, &to)
     }
+}
+
+fn queues<'m>(members: &'m mut [MemberRun<'_>]) -> Vec<&'m mut dyn Queue> {
+    members.iter_mut().map(|member| &mut *member.queue as &mut dyn Queue).collect()
+}
+
+/// The residual streams of all members.
+fn residuals(members: &[MemberRun<'_>], passes: &[Pass]) -> Vec<Slice> {
+    members.iter().zip(passes).map(|(member, pass)| member.forward.step_residual(pass)).collect()
 }
 
 fn slices<'a>(

@@ -309,6 +309,11 @@ impl Forward {
         self.residual(step.sizes.rows.tokens)
     }
 
+    /// The memory of the residual streams of all steps.
+    pub(super) fn residual_memory(&self) -> &Slice {
+        &self.arena.residual
+    }
+
     /// The distinct windows of the layers whose KV is here.
     fn windows(&self) -> &[Option<u32>] {
         self.attention.as_ref().map_or(&[], Attention::windows)

@@ -22,6 +22,7 @@ pub mod meeting;
 mod names;
 pub mod oracle;
 mod parse;
+pub mod peers;
 mod place;
 mod product;
 pub mod random;

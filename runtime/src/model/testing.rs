@@ -3,8 +3,8 @@
 use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::units::Bytes;
 use mixfleet_hal::{
-    Buffer, BufferUsage, Device, DeviceInfo, DeviceKind, DeviceLimits, Export, FileMapper, Health,
-    HostMemory, OpSig, Queue, Slice, Support,
+    Buffer, BufferUsage, Device, DeviceInfo, DeviceKind, DeviceLimits, FileMapper, Health, HostMemory, OpSig,
+    Queue, Slice, Support,
 };
 use proptest::prelude::ProptestConfig;
 use serde_json::Value;
@@ -150,8 +150,8 @@ impl Device for MemoryDevice {
         Ok(Slice::whole(Arc::new(MemoryBuffer(Mutex::new(memory.as_bytes().to_vec())))))
     }
 
-    fn export(&self, _: &Slice) -> Option<Export> {
-        None
+    fn reaches(&self, _: &Slice) -> bool {
+        false
     }
 
     fn write(&self, to: &Slice, data: &[u8]) -> mixfleet_hal::Result<()> {

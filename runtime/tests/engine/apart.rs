@@ -297,7 +297,7 @@ struct Watched(ReferenceDevice, Allocated);
 impl Device for Watched {
     mixfleet_hal::forward_device!(
         self => self.0;
-        info, limits, support, export, pin, write, read, queue, memory_free, health
+        info, limits, support, reaches, pin, write, read, queue, memory_free, health
     );
     fn alloc(&self, bytes: u64, usage: BufferUsage) -> Result<Slice> {
         self.1.lock().unwrap().push(Some(usage));

@@ -16,6 +16,7 @@ use mixfleet_runtime::model::draws::DrawInput;
 use mixfleet_runtime::model::exchange::ThroughHost;
 use mixfleet_runtime::model::graph::{Forward, Pass, StepInput, StepShape};
 use mixfleet_runtime::model::leaving::KvStays;
+use mixfleet_runtime::model::peers::{Carriers, PeerCopies};
 use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_runtime::model::{Checkpoint, Oracle};
 use mixfleet_scheduler::cost::{MemberShare, Pieces, Prefill};
@@ -98,8 +99,8 @@ impl Divided {
             }
             Ok(())
         };
-        let exchange = &mut ThroughHost::default();
-        run_stages(&mut stages, exchange, &batches, Duration::from_secs(60), &mut KvStays, &mut read)
+        let carriers = Carriers { host: &mut ThroughHost::default(), peers: &mut PeerCopies::default() };
+        run_stages(&mut stages, carriers, &batches, Duration::from_secs(60), &mut KvStays, &mut read)
             .unwrap();
         ran.sort_by_key(|(part, ..)| *part);
         ran.into_iter().map(|(_, row, id)| (row, id)).unzip()

@@ -63,7 +63,7 @@ impl Pinning {
 }
 
 impl Device for Pinning {
-    mixfleet_hal::forward_device!(self => self.inner; info, limits, support, import, export, queue, memory_free, health);
+    mixfleet_hal::forward_device!(self => self.inner; info, limits, support, import, reaches, queue, memory_free, health);
 
     fn alloc(&self, bytes: u64, role: BufferUsage) -> Result<Slice> {
         let slice = self.inner.alloc(bytes, role)?;

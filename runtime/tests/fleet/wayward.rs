@@ -64,7 +64,7 @@ impl Wayward {
 }
 
 impl Device for Wayward {
-    mixfleet_hal::forward_device!(self => self.inner; info, support, alloc, import, export, pin, memory_free, health);
+    mixfleet_hal::forward_device!(self => self.inner; info, support, alloc, import, reaches, pin, memory_free, health);
 
     fn limits(&self) -> DeviceLimits {
         self.limits

@@ -137,7 +137,7 @@ impl Lender {
 }
 
 impl Device for LentMember {
-    mixfleet_hal::forward_device!(self => self.0.inner; info, limits, support, import, export, pin, memory_free, health);
+    mixfleet_hal::forward_device!(self => self.0.inner; info, limits, support, import, reaches, pin, memory_free, health);
 
     fn alloc(&self, bytes: u64, usage: BufferUsage) -> Result<Slice> {
         self.0.check_now()?;

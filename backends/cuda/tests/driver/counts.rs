@@ -27,7 +27,7 @@ pub(super) fn calls(library: &str) -> Calls {
 }
 
 /// What `work` calls in the driver.
-fn calls_of(work: impl FnOnce()) -> Calls {
+pub(super) fn calls_of(work: impl FnOnce()) -> Calls {
     let before = calls("libcuda.so.1");
     work();
     let now = calls("libcuda.so.1").into_iter();

@@ -1,4 +1,4 @@
-// A libcuda, a libnvrtc, a libcublasLt and a libnvidia-ml for tests: one device of 2 multiprocessors in host memory, whose
+// A libcuda, a libnvrtc, a libcublasLt and a libnvidia-ml for tests: devices of 2 multiprocessors in host memory, whose
 // kernels are compiled by g++ over shim.h. What is put on a stream runs when an event behind it is asked for the second time or
 // waited for, and not before: whoever forgets to wait sees old bytes. Copies that are asynchronous take pinned memory of
 // the host alone: the real ones would wait for others. Only what the backend calls is here.
@@ -24,9 +24,16 @@
 typedef unsigned long long Address;
 enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_FOUND = 500, NOT_READY = 600, ILLEGAL_ADDRESS = 700 };
 enum { ALREADY_REGISTERED = 712, NOT_REGISTERED = 713, REFUSED = 801 };
+enum { INVALID_CONTEXT = 201, NO_PEER = 217, INVALID_HANDLE = 400, PEER_ENABLED = 704 };
 
 static std::recursive_mutex lock;
-static int sticky = SUCCESS; // after a fault, the answer to everything
+static const int DEVICES_MAX = 8;
+// The context of a device is a place among these.
+static char contexts[DEVICES_MAX];
+static thread_local int current = 0; // the device whose context is the calling thread's
+static int device_of(const void* context) { return (int)((const char*)context - contexts); }
+static int faults[DEVICES_MAX]; // after a fault, the answer to everything that a device is asked
+#define sticky faults[current]
 static std::map<std::string, unsigned long long> calls;
 #define COUNTED                                                                                                  \
     std::lock_guard<std::recursive_mutex> entered(lock);                                                         \
@@ -38,14 +45,15 @@ static std::map<std::string, unsigned long long> calls;
 struct Graph {
     std::vector<std::function<void()>> steps;
     bool uploaded = false;
+    int device = 0;
 };
 struct Stream {
+    int device;
     std::deque<std::function<void()>> steps;
     Graph* capture = nullptr;
     unsigned long long issued = 0, done = 0;
 };
-struct Event { Stream* stream = nullptr; unsigned long long at = 0; bool asked = false; };
-static std::vector<Stream*> streams;
+struct Event { int device; Stream* stream = nullptr; unsigned long long at = 0; bool asked = false; };
 
 // What a test may choose by the environment: the device's name, its memory and how much of it a context takes, whether it
 // is hollow, whether kernels are told of, whether cuBLASLt starts.
@@ -62,13 +70,29 @@ static void tell(const char* what, const char* name) {
     if (getenv("FAKE_CUDA_TELL")) fprintf(stderr, "fake driver: %s %s\n", what, name);
 }
 
+static std::vector<Stream*> streams;
+static void run(Stream* stream, unsigned long long until);
+
+// FAKE_CUDA_ORDER=others: before work of a device is waited for, the other devices do all that does not wait for it.
+static void run_others(int device) {
+    static const bool first = !strcmp(choice("FAKE_CUDA_ORDER", ""), "others");
+    for (size_t i = 0; first && i < streams.size(); ++i)
+        if (streams[i]->device != device) run(streams[i], streams[i]->issued);
+}
+
 static void run(Stream* stream, unsigned long long until) {
     while (stream->done < until) {
         auto step = stream->steps.front();
         stream->steps.pop_front();
         ++stream->done;
-        if (!sticky && !hollow()) step();
+        if (!faults[stream->device] && !hollow()) step();
     }
+}
+
+// What was recorded last is reached, or ends with its device's fault.
+static int reach(const Event& event) {
+    if (event.stream) run(event.stream, event.at);
+    return faults[event.device];
 }
 
 static int put(Stream* stream, std::function<void()> step) {
@@ -124,19 +148,20 @@ API int cuDeviceGetAttribute(int* value, int which, int) {
     *value = which == 75 ? 9 : which == 76 ? 0 : which == 16 ? 2 : which == 97 ? 232448 : 0;
     return SUCCESS;
 }
-API int cuDevicePrimaryCtxRetain(void** context, int device) { *context = (char*)&lock + device; return SUCCESS; }
+API int cuDevicePrimaryCtxRetain(void** context, int device) { *context = &contexts[device]; return SUCCESS; }
 API int cuDevicePrimaryCtxRelease_v2(int) { return SUCCESS; }
-API int cuCtxSetCurrent(void*) { ENTER; return sticky; }
+API int cuCtxSetCurrent(void* context) { COUNTED; current = device_of(context); return sticky; }
 
 API int cuStreamCreate(Stream** stream, unsigned) {
     ENTER;
-    streams.push_back(*stream = new Stream);
+    streams.push_back(*stream = new Stream{current});
     return SUCCESS;
 }
 API int cuStreamSynchronize(Stream* stream) {
     ENTER;
+    run_others(stream->device);
     run(stream, stream->issued);
-    return sticky;
+    return faults[stream->device];
 }
 API int cuStreamDestroy_v2(Stream* stream) {
     COUNTED;
@@ -144,25 +169,34 @@ API int cuStreamDestroy_v2(Stream* stream) {
     return SUCCESS; // never freed: events still name it
 }
 
-API int cuEventCreate(Event** event, unsigned) { ENTER; *event = new Event; return SUCCESS; }
+API int cuEventCreate(Event** event, unsigned) { ENTER; *event = new Event{current}; return SUCCESS; }
 API int cuEventRecord(Event* event, Stream* stream) {
     ENTER;
-    *event = {stream, stream->issued, false};
+    if (event->device != stream->device) return INVALID_HANDLE;
+    *event = {event->device, stream, stream->issued, false};
     return SUCCESS;
 }
+// These are asked of events of any device, whichever is the calling thread's.
 API int cuEventQuery(Event* event) {
     ENTER;
-    if (!event->asked && event->stream->done < event->at) {
+    if (!event->asked && event->stream && event->stream->done < event->at) {
         event->asked = true;
         return NOT_READY;
     }
-    run(event->stream, event->at);
-    return sticky;
+    run_others(event->device);
+    return reach(*event);
 }
 API int cuEventSynchronize(Event* event) {
     ENTER;
-    run(event->stream, event->at);
-    return sticky;
+    run_others(event->device);
+    return reach(*event);
+}
+// A stream waits for what is recorded now; a fault before that is not its own.
+API int cuStreamWaitEvent(Stream* stream, Event* event, unsigned flags) {
+    ENTER;
+    if (flags) return INVALID_VALUE;
+    const Event recorded = *event;
+    return put(stream, [=] { reach(recorded); });
 }
 // since 12.8 by another name; the older one stays
 #ifdef OLD_DRIVER
@@ -177,22 +211,34 @@ API int cuEventElapsedTime_v2(float* milliseconds, Event* start, Event* end) {
 }
 API int cuEventDestroy_v2(Event* event) { COUNTED; delete event; return SUCCESS; }
 
-static std::map<Address, size_t> allocated;
-static size_t allocated_bytes = strtoull(choice("FAKE_CUDA_CONTEXT_BYTES", "0"), nullptr, 10);
+struct Allocation { size_t bytes; int device; };
+static std::map<Address, Allocation> allocated;
+static size_t allocated_of[DEVICES_MAX]; // beside the context
+static size_t free_bytes(int device) {
+    static const size_t context_bytes = strtoull(choice("FAKE_CUDA_CONTEXT_BYTES", "0"), nullptr, 10);
+    return memory_bytes() - context_bytes - allocated_of[device];
+}
+// The device that has these bytes; -1 if they are the host's, or not all of one allocation.
+static int device_with(Address first, size_t bytes) {
+    auto after = allocated.upper_bound(first);
+    if (after == allocated.begin()) return -1;
+    auto& [start, allocation] = *--after;
+    return first + bytes <= start + allocation.bytes ? allocation.device : -1;
+}
 
 static const size_t SMALL_BYTES = 64 << 20;
 
 // What is small is filled, so that a read of what was not written is seen; the rest takes pages as they are touched.
 API int cuMemAlloc_v2(Address* address, size_t bytes) {
     ENTER;
-    if (bytes > memory_bytes() - allocated_bytes) return OUT_OF_MEMORY;
+    if (bytes > free_bytes(current)) return OUT_OF_MEMORY;
     const bool small = bytes <= SMALL_BYTES && !hollow();
     void* memory = small ? aligned_alloc(256, (bytes + 255) / 256 * 256)
                          : mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (!memory || memory == MAP_FAILED) return OUT_OF_MEMORY;
     if (small) memset(memory, 0xFF, bytes);
     *address = (Address)memory;
-    allocated[*address] = bytes, allocated_bytes += bytes;
+    allocated[*address] = {bytes, current}, allocated_of[current] += bytes;
     return SUCCESS;
 }
 // The real one waits for the device; here memory must not be in use, nor is its address given back, so that a late
@@ -201,14 +247,15 @@ API int cuMemFree_v2(Address address) {
     COUNTED;
     auto found = allocated.find(address);
     if (found == allocated.end()) return INVALID_VALUE;
-    if (found->second > SMALL_BYTES || hollow()) madvise((void*)address, found->second, MADV_DONTNEED);
-    allocated_bytes -= found->second;
+    const auto [bytes, device] = found->second;
+    if (bytes > SMALL_BYTES || hollow()) madvise((void*)address, bytes, MADV_DONTNEED);
+    allocated_of[device] -= bytes;
     allocated.erase(found);
     return SUCCESS;
 }
 API int cuMemGetInfo_v2(size_t* free, size_t* total) {
     ENTER;
-    *total = memory_bytes(), *free = *total - allocated_bytes;
+    *total = memory_bytes(), *free = free_bytes(current);
     return SUCCESS;
 }
 
@@ -278,6 +325,41 @@ static int copy(void* to, const void* from, size_t bytes, Stream* stream) {
     ENTER;
     return put(stream, [=] { memcpy(to, from, bytes); });
 }
+
+// Which devices may access which, what FAKE_CUDA_PEERS says of that ("none": no two of them; "lost": they may, but what is
+// copied does not arrive, as behind some IOMMUs; a number: that copy fails), and bytes that crossed: from device to device,
+// from the host to a device, and back.
+static bool enabled[DEVICES_MAX][DEVICES_MAX];
+static unsigned long long crossed[3], peer_copies;
+
+API int fake_crossed(unsigned long long bytes[3]) {
+    std::lock_guard<std::recursive_mutex> entered(lock);
+    return memcpy(bytes, crossed, sizeof crossed), SUCCESS;
+}
+API int cuDeviceCanAccessPeer(int* can, int device, int peer) {
+    COUNTED;
+    *can = device != peer && strcmp(choice("FAKE_CUDA_PEERS", ""), "none");
+    return SUCCESS;
+}
+API int cuCtxEnablePeerAccess(void* peer, unsigned flags) {
+    ENTER;
+    if (flags || device_of(peer) == current) return INVALID_VALUE;
+    if (!strcmp(choice("FAKE_CUDA_PEERS", ""), "none")) return NO_PEER;
+    bool& is = enabled[current][device_of(peer)];
+    return is ? PEER_ENABLED : (is = true, SUCCESS);
+}
+// The real one goes through the host where access is not enabled. Here it must be, on the stream's device.
+API int cuMemcpyPeerAsync(Address to, void* to_context, Address from, void* from_context, size_t n, Stream* s) {
+    ENTER;
+    const int target = device_of(to_context), source = device_of(from_context);
+    if (device_with(to, n) != target || device_with(from, n) != source) return INVALID_VALUE;
+    if (source != s->device || !enabled[source][target]) return INVALID_CONTEXT;
+    crossed[0] += n;
+    const char* how = choice("FAKE_CUDA_PEERS", "");
+    if (!strcmp(how, "lost")) return put(s, [] {});
+    if (++peer_copies == strtoull(how, nullptr, 10)) return put(s, [=] { faults[source] = ILLEGAL_ADDRESS; });
+    return put(s, [=] { memcpy((void*)to, (void*)from, n); });
+}
 static int copy_host(void* to, const void* from, const void* host, size_t bytes, Stream* stream) {
     ENTER;
     Pinned* range = pinned_around(host, bytes);
@@ -288,19 +370,25 @@ static int copy_host(void* to, const void* from, const void* host, size_t bytes,
     return code;
 }
 API int cuMemcpyHtoDAsync_v2(Address to, const void* from, size_t n, Stream* s) {
+    crossed[1] += n;
     return copy_host((void*)to, from, from, n, s);
 }
 API int cuMemcpyDtoHAsync_v2(void* to, Address from, size_t n, Stream* s) {
     if (hollow()) memset(to, 0, n);
+    crossed[2] += n;
     return copy_host(to, (void*)from, to, n, s);
 }
 API int cuMemcpyDtoDAsync_v2(Address to, Address from, size_t n, Stream* s) {
+    for (Address operand : {to, from}) {
+        const int device = device_with(operand, n);
+        if (device >= 0 && device != s->device) return INVALID_VALUE;
+    }
     return copy((void*)to, (void*)from, n, s);
 }
 API int cuMemsetD32Async(Address to, unsigned word, size_t words, Stream* stream) {
     ENTER;
     return put(stream, [=] {
-        if (word == 0x0BADADD7u) sticky = ILLEGAL_ADDRESS; // a fault to order
+        if (word == 0x0BADADD7u) faults[stream->device] = ILLEGAL_ADDRESS; // a fault to order
         for (size_t i = 0; i < words; ++i) ((unsigned*)to)[i] = word;
     });
 }
@@ -335,6 +423,7 @@ API int cuLaunchKernel(Function* function, unsigned gx, unsigned gy, unsigned gz
     ENTER;
     if (!gx || !gy || !gz || gy > 65535 || gz > 65535 || !bx || bx > 1024 || by != 1 || bz != 1) return INVALID_VALUE;
     if (shared_bytes > function->shared_bytes_max) return INVALID_VALUE;
+    if (stream->device != current) return INVALID_HANDLE;
     std::vector<Address> values;
     for (int i = 0; i < function->count; ++i) values.push_back(*(Address*)params[i]);
     return put(stream, [=]() mutable {
@@ -343,7 +432,7 @@ API int cuLaunchKernel(Function* function, unsigned gx, unsigned gy, unsigned gz
         const Launch launch = {{gx, gy, gz}, bx, shared_bytes, args.data()};
         if (const char* error = function->emulate(&launch)) {
             fprintf(stderr, "fake driver: %s\n", error);
-            sticky = ILLEGAL_ADDRESS;
+            faults[stream->device] = ILLEGAL_ADDRESS;
         }
     });
 }
@@ -368,16 +457,17 @@ API int cuGraphInstantiateWithFlags(Graph** exec, Graph* graph, unsigned long lo
     *exec = new Graph(*graph);
     return SUCCESS;
 }
-API int cuGraphUpload(Graph* exec, Stream*) {
+API int cuGraphUpload(Graph* exec, Stream* stream) {
     ENTER;
-    if (!exec->uploaded) allocated_bytes += exec->steps.size() * STEP_BYTES;
+    exec->device = stream->device;
+    if (!exec->uploaded) allocated_of[exec->device] += exec->steps.size() * STEP_BYTES;
     exec->uploaded = true;
     return SUCCESS;
 }
 API int cuGraphDestroy(Graph* graph) { COUNTED; delete graph; return SUCCESS; }
 API int cuGraphExecDestroy(Graph* exec) {
     COUNTED;
-    if (exec->uploaded) allocated_bytes -= exec->steps.size() * STEP_BYTES;
+    if (exec->uploaded) allocated_of[exec->device] -= exec->steps.size() * STEP_BYTES;
     delete exec;
     return SUCCESS;
 }

@@ -11,8 +11,8 @@ use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::units::{Bytes, Seconds};
 use mixfleet_hal::{
-    Buffer, BufferUsage, Cmd, Device, DeviceInfo, DeviceKind, DeviceLimits, Elapsed, Error, ErrorKind,
-    Export, Graph, Health, HostMemory, OpSig, Queue, Result, Slice, Support, Ticket,
+    Buffer, BufferUsage, Cmd, Device, DeviceInfo, DeviceKind, DeviceLimits, Elapsed, Error, ErrorKind, Graph,
+    Health, HostMemory, OpSig, Queue, Result, Slice, Support, Ticket,
 };
 use std::any::Any;
 use std::collections::HashMap;
@@ -235,8 +235,8 @@ impl Device for EmulatedDevice {
         Err(Error::unsupported("no imports"))
     }
 
-    fn export(&self, _: &Slice) -> Option<Export> {
-        None
+    fn reaches(&self, _: &Slice) -> bool {
+        false
     }
 
     fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
