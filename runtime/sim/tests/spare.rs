@@ -3,14 +3,27 @@
 #![allow(clippy::print_stdout)]
 
 use crate::common::{at_random, fleet_from};
+use mixfleet_hal::catalog::part;
+use mixfleet_hal::economics::Price;
 use mixfleet_hal::random::Stream;
-use mixfleet_hal::units::Seconds;
-use mixfleet_scheduler::cost::CostModel;
-use mixfleet_scheduler::fleet::Admission;
+use mixfleet_hal::units::{Bytes, BytesPerSecond, Seconds, UsdPerHour};
+use mixfleet_hal::{DType, StoredAs};
+use mixfleet_scheduler::cost::{CostModel, Lending};
+use mixfleet_scheduler::engines;
+use mixfleet_scheduler::fleet::{Admission, Policy};
+use mixfleet_scheduler::models::find;
+use mixfleet_scheduler::plan::candidates::{InstanceKind, PartKernels, RequestSize, ServiceLevel};
+use mixfleet_scheduler::plan::layouts::InstanceLayout;
+use mixfleet_scheduler::plan::load::SizeClass;
+use mixfleet_scheduler::plan::market::{Market, MarketAsk, PlannedPool, PlannedSpare};
+use mixfleet_scheduler::plan::offer::OfferedPart;
+use mixfleet_scheduler::plan::program::Duty;
+use mixfleet_scheduler::plan::tiers::PlannedTiers;
 use mixfleet_sim::capacity::{Goal, Probe, search};
-use mixfleet_sim::fleet_file::FleetFile;
+use mixfleet_sim::fleet_file::{FleetFile, PlannedText};
 use mixfleet_sim::simulate::{Choices, Observer, Results, Setup, run};
 use mixfleet_sim::trace::{Request, Requests, TraceError};
+use std::path::Path;
 
 const H100: &str = "H100-SXM-80GB";
 
@@ -126,6 +139,70 @@ fn it_gains_where_whole_instances_divide_badly_and_loses_where_they_divide_well(
             rates[0], rates[1]
         );
         assert!(if wins { gain > 1.05 } else { gain < 0.95 }, "{part} {size:?}: {rates:?}");
+    }
+}
+
+/// A plan of so many instances that compute prompts and attend, and so many that decode, of H100.
+fn planned(counts: [u32; 2], share: f64) -> (Market, Vec<PlannedPool>) {
+    let size = RequestSize { input_tokens: 4000, output_tokens: 400, cached_share: 0.0 };
+    let market = Market::new(MarketAsk {
+        model: find("llama-3.1-8b").unwrap(),
+        stored: vec![StoredAs::Plain(DType::Bf16)],
+        engine: engines::find("vllm").unwrap(),
+        parts: vec![OfferedPart::new(part(H100).unwrap(), UsdPerHour(2.69))],
+        classes: vec![SizeClass { size, slowest: size, rate: 1.0 }],
+        answer_tokens_max: 0,
+        level: ServiceLevel { ttft: Seconds(5.0), tbt: Seconds(0.1) },
+        attain: 0.99,
+        confidence: 0.5,
+        nic: BytesPerSecond(50e9),
+        links: Vec::new(),
+    });
+    let layout = InstanceLayout::of(1);
+    let lends = PlannedSpare { part: 0, layout, share };
+    let pool = |duty, count, spare| PlannedPool { part: 0, layout, attends: None, spare, duty, count };
+    let pools = vec![pool(Duty::Prefill, counts[0], None), pool(Duty::Decode, counts[1], Some(lends))];
+    (market, pools)
+}
+
+#[test]
+fn what_a_plan_writes_lends_as_the_plan_has_it() {
+    let none = |path: &Path| Err(format!("{} is not read", path.display()));
+    let kernels = PartKernels::of(part(H100).unwrap());
+    for (counts, share) in [([1, 1], 0.5), ([3, 1], 0.25), ([1, 2], 0.75)] {
+        let (market, pools) = planned(counts, share);
+        let prices = [Price { usd_per_hour: UsdPerHour(2.69), basis: "a list".into() }];
+        let text = PlannedText { market: &market, prices: &prices };
+        let write = |pools: &[PlannedPool]| {
+            let stored = StoredAs::Plain(DType::Bf16);
+            text.of(pools, stored, &PlannedTiers::default(), Policy::default())
+        };
+        let file = FleetFile::parse(&write(&pools), Path::new(""), &none).unwrap();
+        let spare = file.pools[1].spare.as_ref().unwrap();
+        assert_eq!((spare.pool.as_str(), spare.share), (file.pools[0].name.as_str(), Some(share)));
+        assert!(!write(&pools[1..]).contains("attn_pool"), "who lends is not in the fleet");
+
+        // room and times are those by which the plan counts
+        let lending = Lending::of(counts[0], counts[1]);
+        let ask = market.ask();
+        let own = (part(H100).unwrap(), &kernels);
+        let layout = InstanceLayout::of(1);
+        let model = (ask.model, ask.stored[0]);
+        let kind = InstanceKind::with_others(own, &kernels, layout, model, ask.engine, ask.nic).unwrap();
+        let borrowed = share * kind.room().0 * f64::from(lending.lenders) / f64::from(lending.borrowers);
+        let kind = kind.borrowing(lending.lenders, lending.borrowers + 1, Bytes(borrowed));
+        let pool = &file.lent()[1];
+        let tokens = (kind.room().0 + borrowed) / file.model.kv_bytes_per_token;
+        let ratio = pool.cache_tokens as f64 / tokens;
+        assert!((ratio - 1.0).abs() < 0.01, "{counts:?}: {ratio}");
+        for batch in [8, 64, 200] {
+            let keys = batch * 4200;
+            let steps = [&kind.cost, &pool.cost].map(|cost| cost.decode_step_s(batch as u32, keys).0);
+            assert!((steps[0] / steps[1] - 1.0).abs() < 0.02, "{counts:?}, {batch}: {steps:?}");
+            let taken = kind.takes_of_others(&ask.classes[0].size, batch as u32);
+            let share = pool.cost.spare_share(batch as u32, keys);
+            assert!((taken / share - 1.0).abs() < 0.03, "{counts:?}, {batch}: {taken} {share}");
+        }
     }
 }
 
