@@ -19,6 +19,7 @@ mod replicate;
 mod roles;
 mod routers;
 mod simulate;
+mod spare;
 mod stats;
 mod tiers;
 mod timeline;

@@ -68,13 +68,13 @@ impl Attending {
 }
 
 /// What a batch takes of each side and of the link between them, all layers.
-struct BatchTimes {
-    products: f64,
-    attention: f64,
+pub(super) struct BatchTimes {
+    pub(super) products: f64,
+    pub(super) attention: f64,
     /// What it waits for the link.
-    waits: f64,
+    pub(super) waits: f64,
     /// What it takes of the link.
-    link: f64,
+    pub(super) link: f64,
 }
 
 impl BatchTimes {
@@ -237,7 +237,17 @@ impl LockstepCost {
         Some(one.round(&other))
     }
 
+    /// The same where so many devices, all alike, divide the requests.
+    pub(super) fn with_holders(self, holders: u32) -> Self {
+        LockstepCost { holders, ..self }
+    }
+
     fn of_batch(&self, parts: &[Prefill], batch: u32, kv_tokens: u64) -> BatchTimes {
+        self.sides(parts, batch, (batch, kv_tokens))
+    }
+
+    /// What a batch of so many sequences takes, of which others attend to some, with their tokens of context.
+    pub(super) fn sides(&self, parts: &[Prefill], rows: u32, (batch, kv_tokens): (u32, u64)) -> BatchTimes {
         let prompt_rows = f64::from(parts.iter().map(|part| part.tokens).sum::<u32>());
         let (rows_apart, kv_alone) = match self.attending_to.prompts_with_weights {
             true => (f64::from(batch), prompt_rows),
@@ -251,7 +261,7 @@ impl LockstepCost {
         let waits = if rows_apart > 0.0 { crossing(rows_apart * self.row_bytes, true) } else { 0.0 };
         let attends = |cost: &CostModel| self.attends(cost, parts, batch, kv_tokens).0;
         BatchTimes {
-            products: self.products.step_s(parts, batch, 0).0,
+            products: self.products.step_s(parts, rows, 0).0,
             attention: self.attending.iter().map(attends).fold(0.0, f64::max),
             waits,
             link: waits + crossing(kv_alone * self.kv_bytes, false),

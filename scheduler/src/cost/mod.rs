@@ -17,6 +17,7 @@ mod partition;
 mod pipeline;
 mod profiled;
 mod shape;
+mod spare;
 mod stored;
 mod tables;
 
@@ -36,6 +37,7 @@ pub use partition::{MemberShare, Partition};
 pub use pipeline::{Pieces, PipelineCost};
 pub use profiled::ProfileCost;
 pub use shape::{ModelShape, OpCounts};
+pub use spare::{Lending, SpareCost, SpareDevices};
 pub use tables::{Grid, StepParts, StepTables};
 
 use mixfleet_hal::profile::Predictor;
@@ -60,6 +62,8 @@ pub enum CostModel {
     Scaled(f64, Arc<CostModel>),
     /// Attention on devices of its own.
     Lockstep(Arc<LockstepCost>),
+    /// Attention of some sequences on devices of other instances.
+    Spare(Arc<SpareCost>),
 }
 
 /// A piece of a prompt in a step.
@@ -131,6 +135,7 @@ impl CostModel {
             CostModel::Pipeline(cost) => cost.prefill_s(context_before, new_tokens),
             CostModel::Scaled(times, cost) => cost.prefill_s(context_before, new_tokens) * *times,
             CostModel::Lockstep(cost) => cost.prefill_s(context_before, new_tokens),
+            CostModel::Spare(cost) => cost.prefill_s(context_before, new_tokens),
         }
     }
 
@@ -160,6 +165,7 @@ impl CostModel {
             CostModel::Pipeline(cost) => cost.step_s(parts, batch, kv_tokens),
             CostModel::Scaled(times, cost) => cost.step_s(parts, batch, kv_tokens) * *times,
             CostModel::Lockstep(cost) => cost.step_s(parts, batch, kv_tokens),
+            CostModel::Spare(cost) => cost.step_s(parts, batch, kv_tokens),
         }
     }
 
@@ -188,6 +194,7 @@ impl CostModel {
             }
             CostModel::Scaled(times, cost) => CostModel::Scaled(*times, Arc::new(cost.compiled())),
             CostModel::Lockstep(cost) => CostModel::Lockstep(Arc::new(LockstepCost::clone(cost).computed())),
+            CostModel::Spare(cost) => CostModel::Spare(Arc::new(SpareCost::clone(cost).computed())),
             other => other.clone(),
         }
     }

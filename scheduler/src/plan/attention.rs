@@ -162,6 +162,7 @@ impl Market {
             part: of.part,
             layout: of.instance.layout,
             attends: of.attention(),
+            spare: None,
             duty: DUTIES[duty],
             count,
         };

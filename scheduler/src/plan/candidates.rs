@@ -18,7 +18,7 @@ use super::layouts::InstanceLayout;
 use super::program::Duty;
 use crate::cost::{
     AllReduce, Attending, AttnSplit, Coefficients, CostModel, LockstepCost, ModelShape, Partition,
-    PipelineCost, Prefill, ProfileCost, StepTables,
+    PipelineCost, Prefill, ProfileCost, SpareCost, SpareDevices, StepTables,
 };
 use crate::engines::KnownEngine;
 use crate::models::KnownModel;
@@ -115,6 +115,8 @@ pub struct InstanceKind {
     pub layout: InstanceLayout,
     /// The devices that attend, if others do.
     pub attending: Option<AttendingKind>,
+    /// Memory for KV on devices of other instances, which attend to it.
+    pub borrowed: Bytes,
     /// The time of steps.
     pub cost: CostModel,
     /// The model.
@@ -161,12 +163,48 @@ impl InstanceKind {
             profile: cost.profile.clone(),
             layout,
             attending: None,
+            borrowed: Bytes(0.0),
             cost: CostModel::Coefficients(Coefficients::default()),
             weights: cost.shape.weight_bytes(model.tied_embeddings),
             shape: cost.shape.clone(),
             sequences_max: engine.sequences,
             step_tokens_max: engine.step_tokens,
         }
+    }
+
+    /// Devices of a part that share all layers and keep a part of the KV, the rest of which will be on
+    /// devices `others` of other instances; what crosses between them has the bandwidth of `network`.
+    ///
+    /// # Errors
+    /// Why the model cannot be divided so.
+    pub fn with_others(
+        (part, kernels): (&Part, &PartKernels),
+        others: &PartKernels,
+        layout: InstanceLayout,
+        (model, stored): (&KnownModel, StoredAs),
+        engine: &KnownEngine,
+        network: BytesPerSecond,
+    ) -> Result<Self, String> {
+        let (cost, layout) = stage((part, kernels), layout, model, stored, engine)?;
+        let instance = InstanceKind::with(&cost, layout, model, engine);
+        let link = LockstepCost::network(network);
+        let by = (&cost, &kernels.predictor);
+        let cost = SpareCost::new(by, &others.predictor, link, SpareDevices::default())?;
+        Ok(InstanceKind { cost: CostModel::Spare(Arc::new(cost)), ..instance })
+    }
+
+    /// The same with devices of other instances that have `room` for its KV, and `tenants` that work there.
+    #[must_use]
+    pub fn borrowing(&self, devices: u32, tenants: u32, room: Bytes) -> Self {
+        let lent = room.0 / (self.room().0 + room.0).max(1.0);
+        let cost = self.cost.on_spare(SpareDevices { devices, lent, tenants });
+        InstanceKind { cost, borrowed: room, ..self.clone() }
+    }
+
+    /// Memory beside the weights, for the KV of each head once.
+    pub fn room(&self) -> Bytes {
+        let beside = self.memory(&self.profile, self.layout.devices) - self.weights.0;
+        Bytes(beside.max(0.0) / self.shape.kv_copies(self.layout.per_stage()))
     }
 
     /// As many stages of such devices, which send each other activations over `network`.
@@ -200,6 +238,12 @@ impl InstanceKind {
                 self.steps(size, level.tbt, &|batch| self.mixed_s(size, batch))
             }
         }
+    }
+
+    /// The share of its time that each device of others which attends for it spends on that, while it decodes
+    /// as many requests of a size as [`InstanceKind::carries`] says.
+    pub fn takes_of_others(&self, size: &RequestSize, batch: u32) -> f64 {
+        self.cost.spare_share(batch, u64::from(batch) * u64::from(size.context()))
     }
 
     /// Whether its memory holds a sequence of `tokens` tokens.
@@ -280,7 +324,9 @@ impl InstanceKind {
             None => (beside, self.shape.kv_copies(self.layout.per_stage())),
         };
         let each = self.shape.sequence_bytes(tokens) as f64 * copies;
-        to_u32(to_u64((room / each).floor().max(0.0)).min(self.sequences_max.into()))
+        let borrowed = (self.borrowed.0 / self.shape.sequence_bytes(tokens) as f64).floor();
+        let all = (room / each).floor().max(0.0) + borrowed;
+        to_u32(to_u64(all).min(self.sequences_max.into()))
     }
 
     fn memory(&self, profile: &DeviceProfile, devices: u32) -> f64 {

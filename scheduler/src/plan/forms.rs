@@ -116,7 +116,7 @@ impl Market {
             let Some(duty) = DUTIES.iter().position(|duty| *duty == pool.duty) else { continue };
             for &(kind, _) in &self.of_part(stored, pool.part, duty).all {
                 let layout = self.kinds[kind].instance.layout;
-                let other = PlannedPool { layout, attends: None, count: 0, ..pool.clone() };
+                let other = PlannedPool { layout, attends: None, spare: None, count: 0, ..pool.clone() };
                 if fleet.pools.iter().chain(&found).all(|known| own(known) != own(&other)) {
                     found.push(other);
                 }

@@ -81,10 +81,23 @@ pub struct PlannedPool {
     pub layout: InstanceLayout,
     /// The devices of an instance that attend, if they are others.
     pub attends: Option<PlannedAttention>,
+    /// The instances of others whose devices attend to a part of the requests, if they do.
+    pub spare: Option<PlannedSpare>,
     /// What the instances do.
     pub duty: Duty,
     /// Number of instances.
     pub count: u32,
+}
+
+/// Instances that compute prompts, whose devices attend to a part of what others decode.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct PlannedSpare {
+    /// Index of their part among those on offer.
+    pub part: usize,
+    /// Their devices.
+    pub layout: InstanceLayout,
+    /// Share of their room for KV that they lend.
+    pub share: f64,
 }
 
 /// Devices of an instance that keep its KV and attend, beside those with the weights.
@@ -331,8 +344,8 @@ impl Market {
         (1.0 - self.ask.attain + 1e-9) * self.rate()
     }
 
-    /// The cheapest fleets of different forms, cheapest first: up to `each` of every sort of form, and those
-    /// whose attention has devices of its own.
+    /// The cheapest fleets of different forms, cheapest first: up to `each` of every sort of form, those
+    /// whose attention has devices of its own, and that in which devices that compute prompts attend.
     pub fn rank(&self, solver: &dyn Solver, each: usize) -> Vec<FormedFleet> {
         let mut found: Vec<FormedFleet> = Vec::new();
         for forms in self.forms() {
@@ -343,6 +356,7 @@ impl Market {
         self.add_free(solver, &mut found, f64::INFINITY);
         let apart = self.attention_apart(solver).unwrap_or_default();
         apart.into_iter().for_each(|fleet| add(&mut found, fleet));
+        self.spare_attention(solver).into_iter().for_each(|fleet| add(&mut found, fleet));
         self.sort(&mut found);
         found
     }
@@ -409,7 +423,7 @@ impl Market {
         {
             let of = &self.kinds[kind];
             let (part, layout, duty) = (of.part, of.instance.layout, DUTIES[duty]);
-            let pool = PlannedPool { part, layout, attends: None, duty, count };
+            let pool = PlannedPool { part, layout, attends: None, spare: None, duty, count };
             let same = |known: &&mut PlannedPool| PlannedPool { count, ..PlannedPool::clone(known) } == pool;
             match pools.iter_mut().find(same) {
                 Some(known) => known.count += count,

@@ -7,8 +7,8 @@
 //! stand, [`market`] puts these together, fleet by fleet of the [`forms`] that there are, [`bound`] says what
 //! no fleet costs less than, [`break_even`] at which price a part would be in the fleet, and [`shortfall`]
 //! why there is none. [`apart`] prices the attention of decode steps on devices of its own, [`attention`]
-//! finds the cheapest fleets that have such devices, and [`remote`] divides prompts by length between two
-//! clusters.
+//! finds the cheapest fleets that have such devices, [`spare`] the cheapest in which devices that compute
+//! prompts attend too, and [`remote`] divides prompts by length between two clusters.
 //!
 //! What is absent: clocks, limits of time, a solver of its own, simulation. A plan is as good as the rates
 //! that it is given.
@@ -32,6 +32,7 @@ pub mod program;
 pub mod regions;
 pub mod remote;
 pub mod shortfall;
+pub mod spare;
 pub mod tiers;
 
 #[cfg(test)]
@@ -42,3 +43,5 @@ mod layouts_tests;
 mod market_tests;
 #[cfg(test)]
 mod program_tests;
+#[cfg(test)]
+mod spare_tests;

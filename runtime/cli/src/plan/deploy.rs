@@ -27,7 +27,7 @@ pub(super) fn write(planned: &Planned<'_>, fleet: &ProvenFleet, directory: &Path
         return Ok(format!("no files that start it: {why}"));
     }
     match planned.args.engine.name {
-        engine if engine != "mixfleet" && fleet.is_apart() => {
+        engine if engine != "mixfleet" && (fleet.is_apart() || fleet.has_spare()) => {
             Ok(format!("no files that start it: {engine} has no devices that attend for others"))
         }
         "vllm" => {

@@ -58,7 +58,8 @@ pub(super) fn of(planned: &Planned<'_>) -> Value {
         "lower_bound_usd_per_hour": outcome.lower_bound,
         "runner_up_lost": super::table::why_lost(planned),
         "most_robust": outcome.most_robust(),
-        "attention_apart": attention_apart(planned),
+        "attention_apart": elsewhere(planned, &outcome.apart, ProvenFleet::is_apart),
+        "attention_spare": elsewhere(planned, &outcome.spare, ProvenFleet::has_spare),
         "repriced": repriced,
         "break_evens": break_evens,
         "hours": planned.hours.iter().map(|hour| self::hour(planned, hour)).collect::<Vec<_>>(),
@@ -128,6 +129,13 @@ fn pool(planned: &Planned<'_>, pool: &PlannedPool, less: &Option<FleetTrial>) ->
         "pipeline_stages": pool.layout.stages,
         "expert_parallel": pool.layout.expert_parallel,
         "attention": attention(planned, pool),
+        "attention_spare": pool.spare.map(|spare| {
+            json!({
+                "part": planned.offers.parts[spare.part].part.id,
+                "devices_per_instance": spare.layout.devices,
+                "share": spare.share,
+            })
+        }),
         "usd_per_hour_of_device": offer.usd_per_hour,
         "price_from": planned.offers.prices[pool.part].basis,
         "attained_at_most_with_one_less": less.as_ref().map(|trial| trial.attained),
@@ -147,10 +155,10 @@ fn attention(planned: &Planned<'_>, pool: &PlannedPool) -> Value {
     })
 }
 
-/// What became of the cheapest fleet whose attention has devices of its own, or why there is none.
-fn attention_apart(planned: &Planned<'_>) -> Value {
-    let place = planned.outcome.fleets.iter().position(ProvenFleet::is_apart);
-    match &planned.outcome.apart {
+/// What became of the cheapest fleet of those that `is` is true of, or why there is none.
+fn elsewhere(planned: &Planned<'_>, found: &ApartFound, is: fn(&ProvenFleet) -> bool) -> Value {
+    let place = planned.outcome.fleets.iter().position(is);
+    match found {
         ApartFound::Planned(fleet) => json!({
             "usd_per_hour_by_rates": fleet.usd_per_hour.0,
             "fleet": place,

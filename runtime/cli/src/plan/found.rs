@@ -62,6 +62,11 @@ impl ProvenFleet {
         is_apart(&self.pools)
     }
 
+    /// Whether devices that compute prompts attend to a part of what others decode.
+    pub(super) fn has_spare(&self) -> bool {
+        has_spare(&self.pools)
+    }
+
     /// Whether its price does not tell it from a cheaper one.
     pub(super) fn ties_with(&self, cheaper: &ProvenFleet) -> bool {
         let errors = [self, cheaper].map(|fleet| (fleet.usd_per_hour, fleet.likely_error));
@@ -73,6 +78,10 @@ pub(super) fn is_apart(pools: &[PlannedPool]) -> bool {
     pools.iter().any(|pool| pool.attends.is_some())
 }
 
+pub(super) fn has_spare(pools: &[PlannedPool]) -> bool {
+    pools.iter().any(|pool| pool.spare.is_some())
+}
+
 /// Whether a price is not told from a lower one, each with the likely error of its times. The errors of the
 /// same parts in one dtype are common to both.
 fn tie([(usd, error), (cheaper, its_error)]: [(f64, Option<f64>); 2], same_parts: bool) -> bool {
@@ -81,12 +90,18 @@ fn tie([(usd, error), (cheaper, its_error)]: [(f64, Option<f64>); 2], same_parts
     usd <= cheaper * (1.0 + error)
 }
 
-/// What became of the cheapest fleet whose attention has devices of its own.
+/// What became of the cheapest fleet of those whose attention is not where the weights are.
 pub(super) enum ApartFound {
     /// There is none, for this reason.
     None(String),
     /// The cheapest by rates; among those that hold is it, or one with prompts on instances of their own.
     Planned(FormedFleet),
+}
+
+impl From<Result<FormedFleet, String>> for ApartFound {
+    fn from(found: Result<FormedFleet, String>) -> Self {
+        found.map_or_else(ApartFound::None, ApartFound::Planned)
+    }
 }
 
 /// What a search found.
@@ -100,6 +115,8 @@ pub(super) struct PlanFound {
     pub(super) shortfall: Vec<Shortfall>,
     /// The cheapest fleet whose attention has devices of its own.
     pub(super) apart: ApartFound,
+    /// The cheapest fleet in which devices that compute prompts attend.
+    pub(super) spare: ApartFound,
     /// Number of fleets that the program ranked.
     pub(super) ranked: usize,
     /// Number of fleets that were tried with host memory or disks for KV.
@@ -153,12 +170,13 @@ fn pool_words(parts: &[OfferedPart], pool: &PlannedPool) -> String {
     let attends = pool.attends.map_or_else(String::new, |others| {
         format!(" with {} {} for attention", others.devices, parts[others.part].name())
     });
+    let spare = pool.spare.map_or("", |_| " with attention on those for prompts");
     let duty = match pool.duty {
         Duty::Whole => "",
         Duty::Prefill => " prefill",
         Duty::Decode => " decode",
     };
-    format!("{} x {devices}{name}{}{attends}{duty}", pool.count, pool.layout.words())
+    format!("{} x {devices}{name}{}{attends}{duty}{spare}", pool.count, pool.layout.words())
 }
 
 #[cfg(test)]

@@ -116,10 +116,10 @@ impl<'a> PlanSearch<'a> {
             nearest: None,
             lower_bound,
             shortfall,
-            apart: match self.market.attention_apart(&Microlp) {
-                Ok(mut fleets) => ApartFound::Planned(fleets.swap_remove(0)),
-                Err(why) => ApartFound::None(why),
-            },
+            apart: ApartFound::from(
+                self.market.attention_apart(&Microlp).map(|mut fleets| fleets.swap_remove(0)),
+            ),
+            spare: ApartFound::from(self.market.spare_attention(&Microlp)),
             ranked: ranked.len(),
             with_tiers: 0,
             complete: true,

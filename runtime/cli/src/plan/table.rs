@@ -83,14 +83,19 @@ fn fleets(text: &mut String, planned: &Planned<'_>) {
     );
 }
 
-/// What became of the cheapest fleet whose attention has devices of its own.
-fn attention_apart(planned: &Planned<'_>, best: &ProvenFleet) -> String {
+/// What became of the cheapest fleet of those that `is` is true of.
+fn attention(
+    planned: &Planned<'_>,
+    best: &ProvenFleet,
+    found: &ApartFound,
+    is: fn(&ProvenFleet) -> bool,
+) -> String {
     let fleets = &planned.outcome.fleets;
-    let fleet = match &planned.outcome.apart {
+    let fleet = match found {
         ApartFound::None(why) => return format!("none: {why}"),
         ApartFound::Planned(fleet) => fleet,
     };
-    match fleets.iter().position(ProvenFleet::is_apart) {
+    match fleets.iter().position(is) {
         Some(0) => "the first has it".into(),
         Some(at) => {
             let own = &fleets[at];
@@ -128,7 +133,13 @@ fn below(text: &mut String, planned: &Planned<'_>, best: &ProvenFleet, started: 
     }
     if let Some(bound) = outcome.lower_bound {
         let gap = 100.0 * (best.usd_per_hour / bound - 1.0);
-        let above = if bound > 0.0 { format!("; the first is {gap:.1} % above it") } else { String::new() };
+        let above = match bound > 0.0 {
+            true if best.has_spare() => format!(
+                "; it counts no attention on those for prompts, which puts the first {gap:+.1} % from it"
+            ),
+            true => format!("; the first is {gap:.1} % above it"),
+            false => String::new(),
+        };
         line("lower bound", format!("${bound:.2}/h by rates, without waiting{above}"));
     }
     if let Some(why) = why_lost(planned) {
@@ -137,7 +148,8 @@ fn below(text: &mut String, planned: &Planned<'_>, best: &ProvenFleet, started: 
     if outcome.with_tiers > 0 && !outcome.fleets.iter().any(|fleet| fleet.tiers.dram.0 > 0.0) {
         line("tiers", "none of --dram and --ssd makes one of the two cheapest fleets cheaper".into());
     }
-    line("attention apart", attention_apart(planned, best));
+    line("attention apart", attention(planned, best, &outcome.apart, ProvenFleet::is_apart));
+    line("attention spare", attention(planned, best, &outcome.spare, ProvenFleet::has_spare));
     if let Some(robust) = outcome.most_robust() {
         let stress = outcome.fleets[robust].stress;
         let [load, times] = [stress.load, stress.times].map(|of| 100.0 * of[0].unwrap_or(0.0));

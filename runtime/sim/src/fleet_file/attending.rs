@@ -36,7 +36,7 @@ pub(super) fn names(pool: &raw::RawPool) -> Result<Option<[&str; 2]>, FleetFileE
             ("attn_devices", pool.attn_devices.is_some()),
             ("attn_split", pool.attn_split.is_some()),
             ("attn_batches", pool.attn_batches.is_some()),
-            ("attn_link", pool.attn_link.is_some()),
+            ("attn_link", pool.attn_link.is_some() && pool.attn_pool.is_none()),
         ];
         return match keys.into_iter().find(|(_, given)| *given) {
             Some((key, _)) => Err(wrong(key, format!("needs device = \"{WORD}A,B\" beside it"))),
@@ -54,6 +54,22 @@ pub(super) fn names(pool: &raw::RawPool) -> Result<Option<[&str; 2]>, FleetFileE
             Err(wrong("device", cause))
         }
     }
+}
+
+/// The link to those that attend, where the file states one.
+pub(super) fn link(pool: &raw::RawPool) -> Result<Option<LinkCost>, FleetFileError> {
+    let link = pool.attn_link.as_ref().map(|link| match link.gb_per_s > 0.0 && link.latency_s >= 0.0 {
+        true => Ok(LinkCost {
+            latency: Seconds(link.latency_s),
+            seconds_per_byte: 1.0 / (link.gb_per_s * GB),
+            usd_per_byte: 0.0,
+        }),
+        false => {
+            let cause = "needs gb_per_s above 0 and latency_s of 0 or more";
+            Err(FleetFileError::value(format!("pool '{}': attn_link", pool.name), cause))
+        }
+    });
+    link.transpose()
 }
 
 /// The devices that attend in the instances of a pool.
@@ -95,16 +111,8 @@ impl AttendingHardware {
             2 => true,
             other => return Err(wrong("attn_batches", format!("is {other}; known are 1 and 2"))),
         };
-        let link = pool.attn_link.as_ref().map(|link| match link.gb_per_s > 0.0 && link.latency_s >= 0.0 {
-            true => Ok(LinkCost {
-                latency: Seconds(link.latency_s),
-                seconds_per_byte: 1.0 / (link.gb_per_s * GB),
-                usd_per_byte: 0.0,
-            }),
-            false => Err(wrong("attn_link", "needs gb_per_s above 0 and latency_s of 0 or more".into())),
-        });
         let hardware = Hardware::named(pool, Some(name), directory, read_profile)?;
-        Ok(Some(AttendingHardware { hardware, count, split, staggered, link: link.transpose()? }))
+        Ok(Some(AttendingHardware { hardware, count, split, staggered, link: link(pool)? }))
     }
 
     fn split(&self, shape: &ModelShape) -> AttnSplit {

@@ -16,6 +16,7 @@ mod rebalance;
 mod resolve;
 mod routing;
 mod slowdown;
+mod spare;
 
 pub use attending::AttentionDevices;
 pub use class::{Class, ClassMembers, Promise};
@@ -23,6 +24,7 @@ pub use error::FleetFileError;
 pub use planned::{PlannedText, role_of};
 pub use routing::Routing;
 pub use slowdown::PoolSlowdown;
+pub use spare::SparePool;
 
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::Bytes;
@@ -158,6 +160,9 @@ pub struct InstancePool {
     pub devices_per_instance: u32,
     /// Devices that keep the KV and attend, if they are others than those above.
     pub attention: Option<AttentionDevices>,
+    /// The pool whose devices attend to a part of the requests, if one does; [`FleetFile::lent`] has what
+    /// follows.
+    pub spare: Option<SparePool>,
     /// Number of pipeline stages, each on that many devices; 1 means that all layers are together.
     pub pipeline_stages: u32,
     /// The time of steps; fast to evaluate and cheap to clone.
@@ -310,5 +315,7 @@ fn parse(text: &str) -> Result<raw::File, FleetFileError> {
 
 #[cfg(test)]
 mod attending_tests;
+#[cfg(test)]
+mod spare_tests;
 #[cfg(test)]
 mod tests;

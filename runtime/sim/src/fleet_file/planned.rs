@@ -5,7 +5,7 @@ use mixfleet_hal::StoredAs;
 use mixfleet_hal::economics::Price;
 use mixfleet_hal::units::GB;
 use mixfleet_scheduler::fleet::Policy;
-use mixfleet_scheduler::plan::market::{Market, PlannedPool};
+use mixfleet_scheduler::plan::market::{Market, PlannedPool, PlannedSpare};
 use mixfleet_scheduler::plan::program::Duty;
 use mixfleet_scheduler::plan::tiers::PlannedTiers;
 use std::fmt::Write as _;
@@ -58,8 +58,7 @@ impl PlannedText<'_> {
         for pool in pools.iter().filter(|pool| pool.count > 0) {
             let (offer, role) = (&market.parts()[pool.part], role_of(pool.duty));
             let layout = pool.layout;
-            let as_one = layout.words().replace(' ', "-");
-            let mut name = format!("{role}-x{}{as_one}-{}", layout.devices, offer.word());
+            let mut name = self.name(pool);
             let (mut id, mut basis) = (offer.part.id.to_owned(), prices[pool.part].basis.clone());
             if let Some(others) = pool.attends {
                 let attends = &market.parts()[others.part];
@@ -81,6 +80,14 @@ impl PlannedText<'_> {
             if let Some(others) = pool.attends {
                 let _ = writeln!(text, "attn_devices = {}", others.devices);
             }
+            let lends = |spare: &PlannedSpare| {
+                let is = |own: &&PlannedPool| (own.part, own.layout) == (spare.part, spare.layout);
+                let own = pools.iter().filter(|own| own.duty == Duty::Prefill && own.count > 0);
+                own.clone().find(is).map(|own| (self.name(own), spare.share))
+            };
+            if let Some((lender, share)) = pool.spare.as_ref().and_then(lends) {
+                let _ = write!(text, "attn_pool = \"{lender}\"\nattn_pool_share = {share:?}\n");
+            }
             memory(&mut text, &below);
             if layout.stages > 1 {
                 let _ = writeln!(text, "pipeline_stages = {}", layout.stages);
@@ -99,6 +106,13 @@ impl PlannedText<'_> {
         }
         self.links(&mut text, pools);
         text
+    }
+
+    /// The name of a pool whose attention has no part of its own.
+    fn name(&self, pool: &PlannedPool) -> String {
+        let (layout, offer) = (pool.layout, &self.market.parts()[pool.part]);
+        let as_one = layout.words().replace(' ', "-");
+        format!("{}-x{}{as_one}-{}", role_of(pool.duty), layout.devices, offer.word())
     }
 
     /// The links between the regions of some pools; where there is none, so little bandwidth that nothing

@@ -130,6 +130,8 @@ pub(super) struct RawPool {
     pub(super) attn_split: Option<String>,
     pub(super) attn_batches: Option<u32>,
     pub(super) attn_link: Option<StatedLink>,
+    pub(super) attn_pool: Option<String>,
+    pub(super) attn_pool_share: Option<f64>,
     pub(super) usd_per_hour: Option<f64>,
     pub(super) usd_per_gib_hour: Option<f64>,
     pub(super) cache_tokens: Option<u64>,

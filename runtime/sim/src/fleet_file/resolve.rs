@@ -5,6 +5,7 @@ use super::attending::AttendingHardware;
 use super::cost::Hardware;
 use super::error::suggestion;
 use super::limits::TIER_TOKENS_MAX;
+use super::spare::SpareHardware;
 use super::{
     Engine, FleetFile, FleetFileError, InstancePool, Kv, Model, PoolLink, ReadProfile, TierSize, VERSION,
     class, keeping, model, pipeline, raw, rebalance, slowdown,
@@ -46,6 +47,8 @@ pub(super) fn file(
         raw.pool.iter().map(|pool| Hardware::of(pool, directory, read_profile)).collect::<Result<_, _>>()?;
     let attending = raw.pool.iter().map(|pool| AttendingHardware::of(pool, directory, read_profile));
     let attending: Vec<Option<AttendingHardware>> = attending.collect::<Result<_, _>>()?;
+    let spare = raw.pool.iter().map(|pool| SpareHardware::of(pool, &raw.pool, &hardware));
+    let spare: Vec<Option<SpareHardware<'_>>> = spare.collect::<Result<_, _>>()?;
     let measured = hardware.iter().find_map(|hardware| hardware.engine()?.limits.block_tokens);
     let block_tokens = raw.kv.block_tokens.or(measured).unwrap_or(BatchLimits::BLOCK_TOKENS);
     at_least_one("[kv] block_tokens", block_tokens)?;
@@ -55,14 +58,18 @@ pub(super) fn file(
     }
     let kv = Kv { block_tokens, policy: raw.kv.policy, replicate_gb_per_s };
     let mut pools: Vec<InstancePool> = Vec::new();
-    for (pool, (hardware, attending)) in raw.pool.iter().zip(hardware.iter().zip(&attending)) {
+    let devices = hardware.iter().zip(&attending).zip(&spare);
+    for (pool, ((first, attending), spare)) in raw.pool.iter().zip(devices) {
         let place = format!("pool '{}'", pool.name);
         if pool.name.is_empty() || pools.iter().any(|other| other.name == pool.name) {
             return Err(wrong(place, "pools have names, and no two the same"));
         }
         pools.push(match pool.role.keeps() {
             true => keeping::pool(pool, &model, kv, &place)?,
-            false => self::pool(pool, (hardware, attending.as_ref()), &raw.engine, &model, kv, &place)?,
+            false => {
+                let devices = PoolHardware { first, attending: attending.as_ref(), spare: spare.as_ref() };
+                self::pool(pool, &devices, &raw.engine, &model, kv, &place)?
+            }
         });
     }
     let rebalance = rebalance::resolve(raw.rebalance.as_ref(), &raw.pool)?;
@@ -77,9 +84,19 @@ pub(super) fn file(
     Ok(FleetFile { model, slo, kv, pools, links, classes, rebalance, slowdowns, routers })
 }
 
+/// The devices of a pool's instances.
+struct PoolHardware<'a> {
+    /// Those with the weights.
+    first: &'a Hardware,
+    /// Those that attend.
+    attending: Option<&'a AttendingHardware>,
+    /// Those of others that attend to a part of the requests.
+    spare: Option<&'a SpareHardware<'a>>,
+}
+
 fn pool(
     raw: &raw::RawPool,
-    (hardware, attending): (&Hardware, Option<&AttendingHardware>),
+    &PoolHardware { first: hardware, attending, spare }: &PoolHardware<'_>,
     shared: &raw::Engine,
     model: &Model,
     kv: Kv,
@@ -109,9 +126,10 @@ fn pool(
     let nic_gb_per_s = raw.nic_gb_per_s.unwrap_or(InstancePool::NIC_GB_PER_S);
     positive(&key("nic_gb_per_s"), nic_gb_per_s)?;
     let tokens_max = engine.max_batched_tokens;
-    let cost = match attending {
-        Some(attending) => attending.cost(hardware, (raw, model), tokens_max, known, nic_gb_per_s),
-        None => hardware.cost(raw, model, tokens_max, known),
+    let cost = match (attending, spare) {
+        (Some(attending), _) => attending.cost(hardware, (raw, model), tokens_max, known, nic_gb_per_s),
+        (None, Some(spare)) => spare.cost(hardware, (raw, model), tokens_max, known, nic_gb_per_s),
+        (None, None) => hardware.cost(raw, model, tokens_max, known),
     };
     let (cost, cost_basis) = cost.map_err(|(name, cause)| wrong(key(name), cause))?;
     let (usd_per_hour, price_basis) = price(raw, hardware, attending, place)?;
@@ -129,7 +147,8 @@ fn pool(
         None => (cost, cost_basis),
     };
     // each side may be the one that a step waits for
-    let errors = std::iter::once(hardware).chain(attending.map(|attending| &attending.hardware));
+    let others = attending.map(|attending| &attending.hardware).or(spare.map(SpareHardware::hardware));
+    let errors = std::iter::once(hardware).chain(others);
     let errors = errors.map(|hardware| hardware.likely_error(raw, model, known));
     let likely_error = errors.collect::<Option<Vec<f64>>>().and_then(|all| all.into_iter().reduce(f64::max));
     Ok(InstancePool {
@@ -139,6 +158,7 @@ fn pool(
         device: hardware.part.map(|part| part.id.to_owned()),
         devices_per_instance: raw.devices_per_instance,
         attention: attending.map(|attending| attending.devices(model)),
+        spare: spare.map(SpareHardware::pool),
         pipeline_stages: raw.stages(),
         cost,
         cost_basis,

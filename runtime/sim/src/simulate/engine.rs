@@ -167,7 +167,7 @@ impl Engine {
         Engine {
             pool: instance.spec.pool,
             cost: instance.spec.cost.clone(),
-            measures: !setup.slowdowns.is_empty(),
+            measures: !setup.slowdowns.is_empty() || setup.shares(),
             block_tokens,
             machine: Instance::new(instance.limits.clone()).predicted_by(instance.spec.cost.clone()),
             lower: Tiers::new(
@@ -327,6 +327,24 @@ impl Engine {
     /// Whether the instance is idle.
     pub(super) fn is_idle(&self) -> bool {
         self.at.is_none()
+    }
+
+    /// Steps have this cost from the next one on, before which the instance is idle.
+    pub(super) fn takes(&mut self, cost: Arc<CostModel>) {
+        self.cost = cost;
+    }
+
+    /// The share of its time that each device of another instance that attends for this one spends on that
+    /// now.
+    pub(super) fn spare_share(&self) -> f64 {
+        match &self.at {
+            Some(Plan::Run(run)) => self.cost.spare_share(to_u32(run.parts.len()), run.tokens_done()),
+            Some(Plan::Step { parts, .. }) => {
+                let (_, sequences, kv_tokens) = self.shape(parts);
+                self.cost.spare_share(sequences, kv_tokens)
+            }
+            Some(Plan::Load { .. }) | None => 0.0,
+        }
     }
 
     /// Starts a plan if the instance is idle and has work.

@@ -18,6 +18,7 @@ mod results;
 mod routers;
 mod setup;
 mod slowdown;
+mod spare;
 mod tiers;
 mod timeline;
 
@@ -47,6 +48,7 @@ use network::Network;
 use occupancy::Occupancy;
 use results::Ledger;
 use routers::RouterMachines;
+use spare::Sharing;
 use timeline::Timeline;
 
 /// Largest fleet in which every step is reported before a decision. In larger ones decisions use what
@@ -66,6 +68,8 @@ pub struct InstanceSetup {
     pub limits: BatchLimits,
     /// The tiers below its devices.
     pub tiers: Vec<TierSetup>,
+    /// The instances whose devices attend to a part of what it decodes, by index.
+    pub lenders: Vec<u32>,
 }
 
 /// The setup of a fleet.
@@ -144,6 +148,7 @@ struct World<'a> {
     ledger: Ledger,
     timeline: Timeline,
     occupancy: Occupancy,
+    sharing: Sharing,
     observer: &'a mut dyn Observer,
     actions: Vec<Action>,
     outcomes: Vec<Outcome>,
@@ -184,6 +189,7 @@ impl<'a> World<'a> {
             ledger: Ledger::new(setup),
             timeline: Timeline::new(observer.interval_s(), setup.pools.len()),
             occupancy: Occupancy::new(setup.pools.len()),
+            sharing: Sharing::new(setup),
             observer,
             actions,
             outcomes: Vec::new(),
@@ -418,9 +424,11 @@ impl<'a> World<'a> {
 
     /// Lets an instance start work; a run of steps is cut short after the current one.
     fn turn(&mut self, instance: u32) {
+        self.shares(instance);
         self.engines[instance as usize].turn(self.now_s, &mut self.outcomes);
         self.schedule_end(instance);
         self.settle(instance);
+        self.shared(instance);
     }
 
     /// Schedules the end of an instance's plan, which may be new or cut short.

@@ -52,13 +52,20 @@ impl PoolBasis {
 }
 
 impl Setup {
+    /// Whether instances attend for others.
+    pub fn shares(&self) -> bool {
+        self.instances.iter().any(|instance| !instance.lenders.is_empty())
+    }
+
     /// Default `max_tokens` of requests.
     pub const MAX_TOKENS: u32 = 4096;
 
     /// The fleet that `file` describes.
     pub fn new(file: &FleetFile, choices: Choices) -> Self {
         let mut instances = Vec::new();
-        for (at, pool) in file.pools.iter().enumerate() {
+        let (pools, mut first) = (file.lent(), Vec::new());
+        for (at, pool) in pools.iter().enumerate() {
+            first.push(to_u32(instances.len()));
             let nic = LinkCost { seconds_per_byte: 1e-9 / pool.nic_gb_per_s, ..LinkCost::default() };
             let limits = limits(file, pool);
             let spec = Instance {
@@ -76,8 +83,15 @@ impl Setup {
                 step_tokens_max: limits.step_tokens_max,
                 kv_copies: pool.kv_copies,
             };
-            let instance = InstanceSetup { spec, limits, tiers: tiers(pool) };
+            let instance = InstanceSetup { spec, limits, tiers: tiers(pool), lenders: Vec::new() };
             instances.extend(std::iter::repeat_n(instance, pool.count as usize));
+        }
+        for (borrowing, pool) in pools.iter().enumerate() {
+            let Some((lending, who)) = file.lending(borrowing) else { continue };
+            let own = instances.iter_mut().skip(first[borrowing] as usize).take(pool.count as usize);
+            for (number, instance) in (0..).zip(own) {
+                instance.lenders = who.lenders_of(number).map(|lender| first[lending] + lender).collect();
+            }
         }
         let mut pool_links = Vec::new();
         for (from, a) in file.pools.iter().enumerate() {

@@ -23,6 +23,7 @@ impl World<'_> {
         for (_, at) in (0..).zip(of_pool).filter(|(number, _)| instance.is_none_or(|one| one == *number)) {
             let usual = setup.instances[at as usize].spec.cost.clone();
             let cost = Arc::new(CostModel::Scaled(times, usual));
+            self.sharing.is_usually(at, &cost);
             self.send(at, Message::Cost(cost.clone()));
             let known = self.routers.first().instances().find(|known| known.id == InstanceId(at)).cloned();
             if let Some(mut known) = known.filter(|_| told) {

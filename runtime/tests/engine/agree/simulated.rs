@@ -32,6 +32,7 @@ pub(super) fn simulated(scene: &Scene, fleet: FleetConfig, steps: &[Step]) -> Se
                     page_devices: PageDevices::ONE,
                 },
                 tiers: Vec::new(),
+                lenders: Vec::new(),
                 spec: Instance { pool: up.id.0, nic: None, step_tokens_max: STEP_TOKENS_MAX, ..up },
             }),
             Event::LinkUp(link) if known.insert((link.from, link.to)) => {

@@ -37,6 +37,11 @@ pub(super) fn next_instance(
     if layout.expert_parallel {
         return Err("mixfleet's own engine divides no model by experts".into());
     }
+    if pool.spare.is_some() {
+        let why = "devices that compute prompts attend to a part of what others decode: docs/serving.md says \
+                   how one --device names both";
+        return Err(why.into());
+    }
     let devices: u32 = pool.takes().map(|(_, devices)| devices).sum();
     if devices > HOST_DEVICES_MAX {
         return Err(format!(
@@ -126,7 +131,7 @@ mod tests {
 
     fn pool(part: usize, layout: InstanceLayout, attends: Option<(usize, u32)>) -> PlannedPool {
         let attends = attends.map(|(part, devices)| PlannedAttention { part, devices });
-        PlannedPool { part, layout, attends, duty: Duty::Decode, count: 2 }
+        PlannedPool { part, layout, attends, spare: None, duty: Duty::Decode, count: 2 }
     }
 
     fn stages(devices: u32, stages: u32) -> InstanceLayout {

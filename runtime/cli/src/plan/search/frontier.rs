@@ -5,12 +5,12 @@
 //! simulated that costs more, whatever rates promised of it.
 
 use super::{FleetTried, POLICIES, PlanSearch, WAVE, ended_missing};
-use crate::plan::found::{PlanFound, is_apart};
+use crate::plan::found::{PlanFound, has_spare, is_apart};
 use crate::plan::on_all_cores;
 use anyhow::Result;
 use mixfleet_hal::units::Ordered;
 use mixfleet_scheduler::fleet::Policy;
-use mixfleet_scheduler::plan::market::FormedFleet;
+use mixfleet_scheduler::plan::market::{FormedFleet, PlannedPool};
 use mixfleet_scheduler::plan::tiers::PlannedTiers;
 use mixfleet_sim::fleet_file::FleetFile;
 use mixfleet_sim::growth::Growth;
@@ -40,7 +40,7 @@ struct Simulated {
 
 impl PlanSearch<'_> {
     /// Simulates ranked fleets and adds those that hold: the cheapest, a few to compare it with, the cheapest
-    /// of one part, and the cheapest with attention apart.
+    /// of one part, the cheapest with attention apart, and one in which devices that compute prompts attend.
     pub(super) fn prove_ranked(&self, ranked: &[FormedFleet], outcome: &mut PlanFound) -> Result<()> {
         let planned =
             |fleet| Growing { fleet, usd_per_hour: fleet.usd_per_hour.0, next: None, simulated: None };
@@ -86,10 +86,13 @@ impl PlanSearch<'_> {
         Ok(())
     }
 
-    /// The rent from which on a fleet is not worth a run. That attention apart costs more is said with what
-    /// it costs.
+    /// The rent from which on a fleet is not worth a run. That attention elsewhere than at the weights costs
+    /// more is said with what it costs.
     fn most_usd(&self, fleet: &FormedFleet, outcome: &PlanFound) -> f64 {
-        match is_apart(&fleet.pools) && !outcome.fleets.iter().any(|known| known.is_apart()) {
+        let first = |is: fn(&[PlannedPool]) -> bool| {
+            is(&fleet.pools) && !outcome.fleets.iter().any(|known| is(&known.pools))
+        };
+        match first(is_apart) || first(has_spare) {
             true => f64::INFINITY,
             false => outcome.most_usd(self.is_of_one_part(fleet)),
         }

@@ -62,10 +62,11 @@ impl PlanSearch<'_> {
         Ok(())
     }
 
-    /// Leaves the cheapest fleets, the cheapest of one part, and the cheapest with attention apart.
+    /// Leaves the cheapest fleets, the cheapest of one part, the cheapest with attention apart, and the
+    /// cheapest in which devices that compute prompts attend.
     pub(super) fn keep_the_cheapest(&self, outcome: &mut PlanFound) {
         let first = |of: fn(&ProvenFleet) -> bool| outcome.fleets.iter().position(of);
-        let kept = [first(ProvenFleet::is_homogeneous), first(ProvenFleet::is_apart)];
+        let kept = [ProvenFleet::is_homogeneous, ProvenFleet::is_apart, ProvenFleet::has_spare].map(first);
         let mut at = 0..;
         outcome.fleets.retain(|_| {
             let at = at.next();

@@ -40,6 +40,11 @@ impl Run {
         cost.decode_step_s(sequences, kv_tokens).0 * self.slower
     }
 
+    /// KV tokens of the first step that was not told of.
+    pub(super) fn tokens_done(&self) -> u64 {
+        self.kv_tokens + u64::from(to_u32(self.parts.len())) * u64::from(self.done)
+    }
+
     /// Number of steps that are done or in progress at `now_s`.
     pub(super) fn steps_by(&self, cost: &CostModel, now_s: f64) -> u32 {
         let elapsed_s = now_s - self.began_s;
