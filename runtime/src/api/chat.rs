@@ -10,10 +10,10 @@ use super::fields::{Fields, each, text, wrong_type};
 use super::format::AnswerForm;
 use super::generate::Plan;
 use super::parameters::{self, Parameters};
-use super::refused;
 use super::shapes::Endpoint;
 use super::text::{Marked, mark};
 use super::tools::{self, Tools};
+use super::{hand_over, refused};
 use crate::model::{ChatMessage, ToolStyle};
 
 /// Maximum number of messages in a chat, and of parts in one message: a template's view of a message takes
@@ -33,6 +33,7 @@ pub(crate) fn plan(
     let add_generation_prompt = fields.boolean("add_generation_prompt")?.unwrap_or(true);
     let mut arguments = fields.object("chat_template_kwargs")?.unwrap_or_default();
     let tools = tools(&mut fields, &mut parameters, model)?;
+    let keeps_kv = hand_over::parse(&mut fields, model)?;
     refused::check(&fields)?;
     parameters.check_format(model)?;
     if let Some((tools, _)) = &tools {
@@ -63,6 +64,7 @@ pub(crate) fn plan(
         logprobs,
         tools,
         parameters,
+        keeps_kv,
     })
 }
 

@@ -9,9 +9,9 @@ use super::fields::{Fields, each, text, token_id, wrong_type};
 use super::generate::Plan;
 use super::json::kind;
 use super::parameters::{self, Parameters};
-use super::refused;
 use super::shapes::Endpoint;
 use super::text::{Marked, mark};
+use super::{hand_over, refused};
 
 /// OpenAI's default for `max_tokens`.
 const MAX_TOKENS: u32 = 16;
@@ -35,6 +35,7 @@ pub(crate) fn plan(
     let prompts = prompts(&mut fields, &encoder, prompts_max)?;
     let logprobs = parameters::completion_logprobs(&mut fields)?;
     let parameters = Parameters::parse(&mut fields, &model.defaults, vocabulary_size)?;
+    let keeps_kv = hand_over::parse(&mut fields, model)?;
     refused::check(&fields)?;
     parameters.check_format(model)?;
     let add_special = parameters.add_special_tokens.unwrap_or(true);
@@ -59,6 +60,7 @@ pub(crate) fn plan(
         logprobs,
         tools: None,
         parameters,
+        keeps_kv,
     })
 }
 

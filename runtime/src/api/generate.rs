@@ -32,6 +32,8 @@ pub(crate) struct Plan {
     /// Tools that may be called, and how the model does that.
     pub(crate) tools: Option<(Tools, ToolStyle)>,
     pub(crate) parameters: Parameters,
+    /// Whether the KV of the prompt is for another engine.
+    pub(crate) keeps_kv: bool,
 }
 
 /// Runs a plan. The response's headers, and a stream's first byte, are sent after the engine has accepted
@@ -51,6 +53,7 @@ pub(crate) async fn respond(
         created: to_u64(api.env.unix_time().0),
         model: model.name.clone(),
         tier: plan.parameters.asked.tier,
+        handed_over: plan.hand_over(&model)?,
     };
     let stream = plan.parameters.stream;
     let with_logprobs = plan.logprobs.is_some();
@@ -88,7 +91,7 @@ fn requests(
     }
     let seed = parameters.seed.unwrap_or_else(|| api.env.random());
     let hints = parameters.asked.hints(arrived, api.env.unix_time())?;
-    let hints = Hints { trace: trace.map(|trace| trace.own), ..hints };
+    let hints = Hints { trace: trace.map(|trace| trace.own), keeps_kv: plan.keeps_kv, ..hints };
     let end_ids = end_ids(model, parameters);
     let cache_salt = tenant.salted(parameters.cache_salt.as_deref());
     let mut requests = Vec::with_capacity(count);

@@ -19,7 +19,9 @@ use super::fields::Fields;
 use super::generate::Plan;
 use super::observe::{document, exposition, is_open, live};
 use super::shapes::Endpoint;
-use super::{Api, Phase, Seat, ServedModel, Serving, body, chat, completions, generate, page, pass, relay};
+use super::{
+    Api, Phase, Seat, ServedModel, Serving, body, chat, completions, generate, kv, page, pass, relay,
+};
 use crate::budget::Party;
 use crate::metrics::HttpLabels;
 use mixfleet_hal::outside::PassedPath;
@@ -39,6 +41,9 @@ impl Api {
             .route("/v1/chat/completions", post(chat_complete))
             .route("/v1/embeddings", post(embed))
             .route("/v1/responses", post(respond))
+            .route("/v1/kv", get(kv::describe))
+            .route("/v1/kv/read", post(kv::read))
+            .route("/v1/kv/write", post(kv::write))
             .route("/tokenize", post(tokenize))
             .route("/version", get(version))
             .route("/debug/placement", get(placements))
