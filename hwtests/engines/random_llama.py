@@ -1,6 +1,6 @@
-"""Writes a small Llama with random weights (float32, head size 64), with the tokenizer of another model.
+"""Writes a small Llama with random weights (float32), with the tokenizer of another model.
 
-    random_llama.py TOKENIZER_DIR OUT_DIR
+    random_llama.py TOKENIZER_DIR OUT_DIR [HEAD_DIM, default 64]
 
 Tokens that are not plain characters have the logit 0, which some other token always exceeds: a greedy answer can be
 cut anywhere, and its text tokenised again.
@@ -14,10 +14,11 @@ import sys
 import torch
 from safetensors.torch import save_file
 
-HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD, MLP = 512, 4, 8, 4, 64, 1408
+HIDDEN, LAYERS, HEADS, KV_HEADS, MLP = 512, 4, 8, 4, 1408
 
 
-def main(source, out):
+def main(source, out, head_dim="64"):
+    head_dim = int(head_dim)
     source, out = pathlib.Path(source), pathlib.Path(out)
     out.mkdir(parents=True, exist_ok=True)
     for name in ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"]:
@@ -27,7 +28,7 @@ def main(source, out):
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32", "hidden_act": "silu",
         "hidden_size": HIDDEN, "intermediate_size": MLP, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS, "head_dim": HEAD, "vocab_size": vocabulary, "max_position_embeddings": 8192,
+        "num_key_value_heads": KV_HEADS, "head_dim": head_dim, "vocab_size": vocabulary, "max_position_embeddings": 8192,
         "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False, "attention_bias": False,
         "mlp_bias": False, "bos_token_id": old["bos_token_id"], "eos_token_id": old["eos_token_id"],
     }
@@ -46,8 +47,8 @@ def main(source, out):
     for layer in range(LAYERS):
         at = f"model.layers.{layer}"
         for name, rows, columns in [
-            ("self_attn.q_proj", HEADS * HEAD, HIDDEN), ("self_attn.k_proj", KV_HEADS * HEAD, HIDDEN),
-            ("self_attn.v_proj", KV_HEADS * HEAD, HIDDEN), ("self_attn.o_proj", HIDDEN, HEADS * HEAD),
+            ("self_attn.q_proj", HEADS * head_dim, HIDDEN), ("self_attn.k_proj", KV_HEADS * head_dim, HIDDEN),
+            ("self_attn.v_proj", KV_HEADS * head_dim, HIDDEN), ("self_attn.o_proj", HIDDEN, HEADS * head_dim),
             ("mlp.gate_proj", MLP, HIDDEN), ("mlp.up_proj", MLP, HIDDEN), ("mlp.down_proj", HIDDEN, MLP),
         ]:
             tensors[f"{at}.{name}.weight"] = random(rows, columns)

@@ -32,7 +32,7 @@ ENVIRONMENT = {
 
 
 class Engine:
-    def __init__(self, model, log, events=None, blocks=512, context=4096, hands_off=False):
+    def __init__(self, model, log, events=None, blocks=512, context=4096, hands_off=False, connector=None):
         self.address = f"127.0.0.1:{free_port()}"
         self.events, self.replay = events or f"tcp://*:{free_port()}", f"tcp://127.0.0.1:{free_port()}"
         publish = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self.events,
@@ -48,6 +48,9 @@ class Engine:
             command += ["--kv-transfer-config", json.dumps(connector)]
             self.environment |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "UCX_TLS": "tcp,shm,self",
                                  "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+        if connector:
+            command += ["--kv-transfer-config", json.dumps(connector)]
+            self.environment["PYTHONPATH"] = str(pathlib.Path(__file__).parents[2] / "runtime/engines/vllm")
         self.start()
 
     def start(self):

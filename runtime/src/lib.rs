@@ -21,6 +21,7 @@ pub mod env;
 pub mod fleet;
 pub mod gateway;
 pub mod grammar;
+pub mod kv_exchange;
 pub mod mailbox;
 pub mod metrics;
 pub mod model;

@@ -6,10 +6,12 @@
 //! fields are handles on the same numbers. Callers read the clock.
 
 mod engines;
+mod exchange;
 mod meter;
 mod vllm;
 
 pub use engines::{EngineFaultLabels, HandOffFailureLabels, HandOffLabels};
+pub use exchange::ExchangeLabels;
 pub(crate) use meter::Noted;
 
 use crate::request::FinishReason;
@@ -283,6 +285,10 @@ pub struct Metrics {
     pub kv_tier_out: Family<TierLabels, Gauge>,
     /// `mixfleet_kv_tier_outages_total{device,tier}`: number of such outages, by the engine.
     pub kv_tier_outages: Family<TierLabels, Counter>,
+    /// `mixfleet_kv_exchange_blocks_total{direction,outcome}`: blocks from and for engines of others.
+    pub kv_exchange_blocks: Family<ExchangeLabels, Counter>,
+    /// `mixfleet_kv_exchange_bytes_total{direction,outcome}`: the same in bytes.
+    pub kv_exchange_bytes: Family<ExchangeLabels, Counter>,
     /// `mixfleet_kv_tier_bad_total{device}`: blocks that could not be read or did not match their checksum,
     /// and were dropped and recomputed, by the engine.
     pub kv_tier_bad: Family<DeviceLabels, Counter>,
@@ -398,6 +404,8 @@ impl Metrics {
             kv_tier_blocks: plain(to, "kv_tier_blocks", "KV blocks held below the device"),
             kv_tier_out: plain(to, "kv_tier_out", "Whether a disk below the device is out"),
             kv_tier_outages: plain(to, "kv_tier_outages", "Times that a disk below the device went out"),
+            kv_exchange_blocks: plain(to, "kv_exchange_blocks", "KV blocks from and for engines of others"),
+            kv_exchange_bytes: plain(to, "kv_exchange_bytes", "The same in bytes"),
             kv_tier_bad: plain(to, "kv_tier_bad", "KV blocks found damaged below the device"),
             registry: Arc::new(registry),
             vllm: Arc::default(),

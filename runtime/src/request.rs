@@ -65,6 +65,10 @@ pub struct Hints {
     pub deadline: Option<Deadline>,
     /// Tokens that it will probably generate.
     pub output_tokens: Option<u32>,
+    /// Whether the KV of its prompt is copied to host memory before its first token is told, for an engine of
+    /// others that asks for it.
+    #[serde(default)]
+    pub keeps_kv: bool,
     /// The span that what is done for it is part of.
     pub trace: Option<TraceParent>,
 }

@@ -132,6 +132,9 @@ pub(crate) struct ServeArgs {
     pub(crate) model: ModelArgs,
     #[command(flatten)]
     pub(crate) instances: InstanceArgs,
+    /// Let engines of others read and write KV, which reach this server at URL
+    #[arg(long, value_name = "URL", requires = "kv_dram", value_parser = address, hide = true)]
+    pub(crate) kv_exchange: Option<String>,
     /// vLLM or llama.cpp for devices: docs/serving.md
     #[arg(long, value_name = "KIND:URL", conflicts_with_all = OF_DEVICES)]
     pub(crate) worker_engine: Vec<WorkerEngine>,
@@ -148,7 +151,7 @@ pub(crate) struct ServeArgs {
 }
 
 /// Options that mean nothing for engines of others.
-const OF_DEVICES: [&str; 15] = [
+const OF_DEVICES: [&str; 16] = [
     "model",
     "activations",
     "kv_dtype",
@@ -160,6 +163,7 @@ const OF_DEVICES: [&str; 15] = [
     "attn_split",
     "kv_dram",
     "kv_ssd",
+    "kv_exchange",
     "profile",
     "recalibrate",
     "hide_cached_tokens",
@@ -339,6 +343,15 @@ impl GenerateArgs {
 
 /// Copies that an engine takes at once.
 const BATCH_MAX: i64 = 1024;
+
+/// The address of a server, without a path.
+fn address(text: &str) -> Result<String, String> {
+    let host = text.strip_prefix("http://").or_else(|| text.strip_prefix("https://"));
+    let is_one = host.is_some_and(|host| {
+        !host.is_empty() && host.bytes().all(|byte| byte.is_ascii_graphic() && byte != b'/')
+    });
+    if is_one { Ok(text.into()) } else { Err("expected http://HOST:PORT or https://HOST:PORT".into()) }
+}
 
 fn above_zero(text: &str) -> Result<f64, String> {
     let value = text.parse().ok().filter(|number: &f64| number.is_finite() && *number > 0.0);

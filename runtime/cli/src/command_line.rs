@@ -56,7 +56,7 @@ pub(crate) enum CliCommand {
     /// Find the cheapest fleet for a model, a load and objectives
     Plan(PlanArgs),
     /// Serve a model over the OpenAI HTTP API
-    Serve(ServeArgs),
+    Serve(Box<ServeArgs>),
     /// Run a router of a fleet, which serves clients and places their requests on workers
     #[cfg(feature = "fleet")]
     Router(crate::fleet::RouterArgs),

@@ -168,7 +168,7 @@ impl Ready {
             remote: args.remote.clone(),
             ..Instances::plain(devices(args), args.batch)
         };
-        let choice = Choice { instances, engine: EngineConfig::default(), events: None };
+        let choice = Choice { instances, engine: EngineConfig::default(), events: None, kv_exchange: None };
         let placements = Arc::new(Placements::new(1));
         let engine = start::engine(&model, &args.model, choice, &env, Metrics::new(), placements)?;
         Ok(Ready { args: args.clone(), model, engine, env: real })

@@ -157,7 +157,7 @@ fn run(cli: Cli, settings: &settings::ServeSettings) -> anyhow::Result<()> {
         CliCommand::Trace(args) => trace::run(&args),
         CliCommand::Simulate(args) => simulate::run(&args),
         CliCommand::Plan(args) => plan::run(&args),
-        CliCommand::Serve(args) => serve::run(args, settings),
+        CliCommand::Serve(args) => serve::run(*args, settings),
         #[cfg(feature = "fleet")]
         CliCommand::Router(args) => fleet::router(args),
         #[cfg(feature = "fleet")]

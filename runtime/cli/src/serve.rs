@@ -40,7 +40,7 @@ pub(crate) fn run(args: ServeArgs, settings: &ServeSettings) -> Result<()> {
     log(args.front.json);
     check(&args.front)?;
     settings.say_unused();
-    let ServeArgs { model, instances, worker_engine, front: options, remote, .. } = args;
+    let ServeArgs { model, instances, kv_exchange, worker_engine, front: options, remote, .. } = args;
     if !worker_engine.is_empty() {
         return run_server(async {
             let load =
@@ -48,8 +48,9 @@ pub(crate) fn run(args: ServeArgs, settings: &ServeSettings) -> Result<()> {
             front(options, &mut Signals::new()?, load).await.map(drop)
         });
     }
-    let load =
-        move |around: Around, options: &FrontArgs| load(&model, (&instances, &remote), options, around);
+    let load = move |around: Around, options: &FrontArgs| {
+        load(&model, (&instances, &remote, kv_exchange), options, around)
+    };
     run_server(async {
         let mut signals = Signals::new()?;
         if let Some(pools) = front(options, &mut signals, load).await? {
@@ -233,16 +234,17 @@ fn stop(shutdown: &watch::Sender<Shutdown>, drain_s: f64) {
 
 fn load(
     model_args: &ModelArgs,
-    (instances, remote): (&InstanceArgs, &RemoteArgs),
+    (instances, remote, kv_exchange): (&InstanceArgs, &RemoteArgs, Option<String>),
     args: &FrontArgs,
     around: Around,
 ) -> Result<(ServedModel, Pools)> {
     let model = load_model(model_args, &around.env)?;
     let Around { env, metrics, placements, events } = around;
     let instances = Instances { remote: remote.clone(), ..chosen(instances) };
-    let choice = Choice { instances, engine: engine_config(args)?, events };
+    let choice = Choice { instances, engine: engine_config(args)?, events, kv_exchange };
     let engine = start::engine(&model, model_args, choice, &env, metrics, placements)?;
-    Ok((served(model, args, engine.handle, engine.context, &env), engine.pools))
+    let served = served(model, args, engine.handle, engine.context, &env);
+    Ok((ServedModel { exchange: engine.exchange, ..served }, engine.pools))
 }
 
 /// Waits for the first engine that answers.
@@ -349,5 +351,6 @@ pub(crate) fn served(
         context,
         eos_ids: model.checkpoint.config.eos_ids.clone().into(),
         defaults,
+        exchange: None,
     }
 }

@@ -33,7 +33,7 @@ const SCHEDULING: [&str; 7] =
     ["policy", "threshold", "admit", "drop-late", "wait-usd-per-s", "kv-weight", "seed"];
 
 /// Flags of `serve` alone, which are keys of `[serve]`.
-const SERVE: [&str; 32] = [
+const SERVE: [&str; 33] = [
     "model",
     "activations",
     "kv-dtype",
@@ -45,6 +45,7 @@ const SERVE: [&str; 32] = [
     "kv-dram",
     "kv-ssd",
     "kv-ssd-gib",
+    "kv-exchange",
     "profile",
     "token-file",
     "tls-ca",

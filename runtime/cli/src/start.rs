@@ -10,8 +10,9 @@ use crate::tiers::{self, Pools};
 use crate::{backends, calibration, profiles, sizes};
 use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressStyle};
-use mixfleet_hal::cast::{to_u64, to_usize};
+use mixfleet_hal::cast::{to_u32, to_u64, to_usize};
 use mixfleet_hal::memory::SharedMemory;
+use mixfleet_hal::op::KvShape;
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::transport::Transport;
 use mixfleet_hal::units::{Bytes, GIB, UsdPerHour};
@@ -22,7 +23,9 @@ use mixfleet_runtime::engine::{
     EngineConfig, EngineParts, Identity, InstanceLimits, InstanceSpec, Links, Loaded, MemberSpec,
 };
 use mixfleet_runtime::env::SharedEnv;
+use mixfleet_runtime::kv_exchange::{KvExchange, KvExchangeParts};
 use mixfleet_runtime::metrics::Metrics;
+use mixfleet_runtime::pool::Pool;
 use mixfleet_runtime::request::EngineHandle;
 use mixfleet_scheduler::cost::{AttnSplit, Coefficients, CostModel, MemberShare};
 use mixfleet_scheduler::fleet::Role;
@@ -73,6 +76,8 @@ pub(crate) struct Choice {
     pub(crate) instances: Instances,
     pub(crate) engine: EngineConfig,
     pub(crate) events: Option<EventLog>,
+    /// The address at which engines of others exchange KV with this process, if they may.
+    pub(crate) kv_exchange: Option<String>,
 }
 
 /// A running engine, and the longest sequence that it can hold.
@@ -80,6 +85,7 @@ pub(crate) struct Started {
     pub(crate) handle: EngineHandle,
     pub(crate) context: u32,
     pub(crate) pools: Pools,
+    pub(crate) exchange: Option<Arc<KvExchange>>,
     devices: Vec<Arc<dyn Device>>,
 }
 
@@ -112,6 +118,10 @@ pub(crate) fn engine(
     let context = context(model, &instances);
     let pools = Pools::of(&instances);
     let devices = instances.iter().flat_map(|(loaded, _)| loaded.devices().cloned()).collect();
+    let exchange = match choice.kv_exchange {
+        Some(url) => Some(exchange(url, model, &identity, &instances, &metrics)?),
+        None => None,
+    };
     let parts = EngineParts {
         env: env.clone(),
         identity,
@@ -122,10 +132,48 @@ pub(crate) fn engine(
         metrics,
     };
     let handle = parts.start(instances, links(vec![Arc::new(InProcessTransport::new())]))?;
-    if has_disk {
+    if let Some(exchange) = exchange.clone() {
+        let known = digest.wait();
+        env.spawn(Box::pin(async move {
+            if let Some(digest) = known.await {
+                exchange.know(digest);
+                tracing::info!("the weights have their digest: engines of others may read and write KV");
+            }
+        }));
+    }
+    if has_disk || exchange.is_some() {
         digest.begin(model.checkpoint.clone());
     }
-    Ok(Started { handle, context, pools, devices })
+    Ok(Started { handle, context, pools, exchange, devices })
+}
+
+/// What engines of others read and write: the host memory below those that compute prompts, and below others.
+fn exchange(
+    url: String,
+    model: &Model,
+    identity: &Identity,
+    instances: &[(Loaded, CostModel)],
+    metrics: &Metrics,
+) -> Result<Arc<KvExchange>> {
+    let mut with_pools: Vec<(Role, &Pool)> =
+        instances.iter().filter_map(|(loaded, _)| Some((loaded.role(), loaded.pool()?))).collect();
+    with_pools.sort_by_key(|(role, _)| !role.prefills());
+    let pools: Vec<Pool> = with_pools.into_iter().map(|(_, pool)| pool.clone()).collect();
+    let config = &model.checkpoint.config;
+    let parts = KvExchangeParts {
+        url,
+        identity: identity.clone(),
+        layers: config.layers,
+        kv: KvShape {
+            kv_heads: config.kv_heads,
+            head_dim: config.head_dim,
+            page_tokens: pools.first().map_or(0, |pool| to_u32(pool.block_size().1)),
+            dtype: model.kv,
+        },
+        pools,
+        metrics: metrics.clone(),
+    };
+    parts.open().map(Arc::new).map_err(|error| Usage(format!("--kv-exchange: {error}")).into())
 }
 
 /// Links over memory that all of `transports` can access.

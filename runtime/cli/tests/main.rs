@@ -22,6 +22,7 @@ mod gpu;
 mod hollow;
 mod house;
 mod import;
+mod kv_exchange;
 #[path = "../../../backends/plugin/tests/made.rs"]
 mod made;
 #[cfg(unix)]

@@ -65,7 +65,7 @@ async fn read(
     Ok((collected.into(), held))
 }
 
-fn too_many_bytes(spent: BudgetError) -> ApiError {
+pub(super) fn too_many_bytes(spent: BudgetError) -> ApiError {
     let whose = match spent {
         BudgetError::Budget => "the requests in work",
         BudgetError::Share => "the requests of this key or address that are in work",

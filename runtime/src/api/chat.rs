@@ -11,10 +11,10 @@ use super::format::AnswerForm;
 use super::generate::Plan;
 use super::interface;
 use super::parameters::{self, Parameters};
-use super::refused;
 use super::shapes::Endpoint;
 use super::text::{Marked, mark};
 use super::tools::{self, Tools};
+use super::{hand_over, refused};
 use crate::model::{ChatMessage, ToolStyle};
 
 /// Maximum number of messages in a chat, and of parts in one message: a template's view of a message takes
@@ -43,6 +43,7 @@ pub(crate) fn plan(
     }
     let mut arguments = fields.object("chat_template_kwargs")?.unwrap_or_default();
     let tools = tools(&mut fields, &mut parameters, model)?;
+    let keeps_kv = hand_over::parse(&mut fields, model)?;
     refused::check(&fields)?;
     let warning = interface::unknown_fields(&fields);
     parameters.check_format(model)?;
@@ -84,6 +85,7 @@ pub(crate) fn plan(
         tools,
         parameters,
         warning,
+        keeps_kv,
     })
 }
 

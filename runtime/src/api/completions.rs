@@ -10,9 +10,9 @@ use super::generate::Plan;
 use super::interface;
 use super::json::kind;
 use super::parameters::{self, Parameters};
-use super::refused;
 use super::shapes::Endpoint;
 use super::text::{Marked, mark};
+use super::{hand_over, refused};
 
 /// OpenAI's default for `max_tokens`.
 const MAX_TOKENS: u32 = 16;
@@ -36,6 +36,7 @@ pub(crate) fn plan(
     let prompts = prompts(&mut fields, &encoder, prompts_max)?;
     let logprobs = parameters::completion_logprobs(&mut fields)?;
     let parameters = Parameters::parse(&mut fields, &model.defaults, vocabulary_size)?;
+    let keeps_kv = hand_over::parse(&mut fields, model)?;
     refused::check(&fields)?;
     let warning = interface::unknown_fields(&fields);
     parameters.check_format(model)?;
@@ -62,6 +63,7 @@ pub(crate) fn plan(
         tools: None,
         parameters,
         warning,
+        keeps_kv,
     })
 }
 

@@ -172,6 +172,7 @@ mod tests {
             context: CONTEXT as u32,
             eos_ids: [].into(),
             defaults: Sampling::default(),
+            exchange: None,
         };
         let encoder = Encoder { model: &model, field: "prompt", stopped };
         let ids = encoder.encode(&Marked::plain(text.into()), true);

@@ -34,6 +34,8 @@ pub(crate) struct Plan {
     pub(crate) parameters: Parameters,
     /// What the client is told of fields that nobody knows.
     pub(crate) warning: Option<HeaderValue>,
+    /// Whether the KV of the prompt is for another engine.
+    pub(crate) keeps_kv: bool,
 }
 
 /// Runs a plan. The response's headers, and a stream's first byte, are sent after the engine has accepted
@@ -53,6 +55,7 @@ pub(crate) async fn respond(
         created: to_u64(api.env.unix_time().0),
         model: model.name.clone(),
         tier: plan.parameters.asked.tier,
+        handed_over: plan.hand_over(&model)?,
     };
     let (stream, warning) = (plan.parameters.stream, plan.warning.clone());
     let with_logprobs = plan.logprobs.is_some();
@@ -93,7 +96,7 @@ fn requests(
     }
     let seed = parameters.seed.unwrap_or_else(|| api.env.random());
     let hints = parameters.asked.hints(arrived, api.env.unix_time())?;
-    let hints = Hints { trace: trace.map(|trace| trace.own), ..hints };
+    let hints = Hints { trace: trace.map(|trace| trace.own), keeps_kv: plan.keeps_kv, ..hints };
     let end_ids = end_ids(model, parameters);
     let cache_salt = tenant.salted(parameters.cache_salt.as_deref());
     let mut requests = Vec::with_capacity(count);

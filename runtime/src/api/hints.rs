@@ -98,6 +98,7 @@ impl ParsedHints {
                 requests_left: self.requests_left,
             }),
             output_tokens: self.output_tokens,
+            keeps_kv: false,
             trace: None,
         })
     }

@@ -21,10 +21,12 @@ mod errors;
 mod fields;
 mod format;
 mod generate;
+mod hand_over;
 mod hints;
 mod interface;
 mod json;
 mod keys;
+mod kv;
 mod logprobs;
 mod observe;
 mod origins;
@@ -61,6 +63,7 @@ pub use crate::placements::Placements;
 use crate::budget::{self, ByteBudget, Connections};
 use crate::env::SharedEnv;
 use crate::gateway::Gateway;
+use crate::kv_exchange::KvExchange;
 use crate::metrics::Metrics;
 use crate::request::{EngineHandle, Sampling};
 use crate::trace::{self, RequestTrace};
@@ -143,6 +146,8 @@ pub struct ServedModel {
     pub eos_ids: Arc<[u32]>,
     /// Sampling parameters where the request gives none; the seed is not used.
     pub defaults: Sampling,
+    /// Where engines of others read and write KV, if they may.
+    pub exchange: Option<Arc<KvExchange>>,
 }
 
 impl std::fmt::Debug for ServedModel {

@@ -241,7 +241,7 @@ fn check_min_tokens(
     Err(ApiError::unsupported("min_tokens", "use 'ignore_eos' with 'max_tokens' for a fixed length"))
 }
 
-fn cache_salt(fields: &mut Fields<'_>) -> Result<Option<String>, ApiError> {
+pub(crate) fn cache_salt(fields: &mut Fields<'_>) -> Result<Option<String>, ApiError> {
     let salt = fields.string("cache_salt")?;
     if salt.as_ref().is_some_and(|salt| salt.is_empty() || salt.len() > CACHE_SALT_BYTES_MAX) {
         let message = format!("'cache_salt' has 1 to {CACHE_SALT_BYTES_MAX} bytes");

@@ -28,6 +28,7 @@ const NO_GRAMMAR: &str = "use 'response_format' or 'structured_outputs'";
 const NO_MEDIA: &str = "the models served here read and write text only";
 const NO_SEARCH: &str = "only plain sampling is implemented";
 const TEMPLATE: &str = "pass it to the template with 'chat_template_kwargs' if the template knows it";
+const NO_EXCHANGE: &str = "this server was started without --kv-exchange";
 const NOT_YET: &str = "it is not implemented";
 
 const REFUSED: &[(&str, Neutral, &str)] = &[
@@ -54,7 +55,7 @@ const REFUSED: &[(&str, Neutral, &str)] = &[
     ("lora", Neutral::Empty, NOT_YET),
     ("lora_name", Neutral::Empty, NOT_YET),
     ("lora_path", Neutral::Empty, NOT_YET),
-    ("kv_transfer_params", Neutral::Empty, NOT_YET),
+    ("kv_transfer_params", Neutral::Empty, NO_EXCHANGE),
     ("return_token_ids", Neutral::Empty, NOT_YET),
     ("return_tokens_as_token_ids", Neutral::Empty, NOT_YET),
     ("skip_special_tokens", Neutral::True, "special tokens are always left out of the text"),

@@ -20,7 +20,8 @@ use super::generate::Plan;
 use super::observe::{document, exposition, is_open, live};
 use super::shapes::Endpoint;
 use super::{
-    Api, Phase, Seat, ServedModel, Serving, body, chat, completions, generate, interface, page, pass, relay,
+    Api, Phase, Seat, ServedModel, Serving, body, chat, completions, generate, interface, kv, page, pass,
+    relay,
 };
 use crate::budget::Party;
 use crate::metrics::HttpLabels;
@@ -41,6 +42,9 @@ impl Api {
             .route("/v1/chat/completions", post(chat_complete))
             .route("/v1/embeddings", post(embed))
             .route("/v1/responses", post(respond))
+            .route("/v1/kv", get(kv::describe))
+            .route("/v1/kv/read", post(kv::read))
+            .route("/v1/kv/write", post(kv::write))
             .route("/tokenize", post(tokenize))
             .route("/version", get(version))
             .route("/openapi.json", get(interface::interface))

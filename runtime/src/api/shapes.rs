@@ -1,6 +1,7 @@
 //! The JSON documents of responses, whole and in chunks, with OpenAI's fields.
 
 use serde::Serialize;
+use serde_json::Value;
 
 use super::answer::{Delta, TokenLogprobs, Usage};
 use super::logprobs::{ChatLogprobs, TextLogprobs};
@@ -45,6 +46,8 @@ pub(crate) struct Head {
     pub(crate) model: String,
     /// The tier that the request is served as; only where the client asked.
     pub(crate) tier: Option<ServiceTier>,
+    /// Where another engine finds the KV of the prompt; only where the client asked.
+    pub(crate) handed_over: Option<Value>,
 }
 
 /// A complete choice.
@@ -176,9 +179,10 @@ impl Head {
         choices: Vec<C>,
         usage: Option<Option<UsageBody>>,
     ) -> String {
-        let Head { id, created, model, tier, .. } = self;
-        let (created, service_tier) = (*created, *tier);
-        let document = Document { id, object, created, model, service_tier, choices, usage };
+        let Head { id, created, model, tier, handed_over, .. } = self;
+        let (created, service_tier, kv_transfer_params) = (*created, *tier, handed_over.as_ref());
+        let document =
+            Document { id, object, created, model, service_tier, choices, usage, kv_transfer_params };
         serde_json::to_string(&document).expect("strings and finite numbers serialise")
     }
 }
@@ -195,6 +199,8 @@ struct Document<'a, C> {
     /// With `include_usage`, null in every chunk but the last.
     #[serde(skip_serializing_if = "Option::is_none")]
     usage: Option<Option<UsageBody>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    kv_transfer_params: Option<&'a Value>,
 }
 
 #[derive(Serialize)]

@@ -24,7 +24,7 @@ use mixfleet_scheduler::batch::{BatchLoad, RequestId, Urgency};
 use mixfleet_scheduler::fleet::{
     Action, Arrival, Event, Explanation, InstanceId, Objective, PromptChain, RejectReason,
 };
-use mixfleet_scheduler::kv::hash::{Namespace, PrefixHasher};
+use mixfleet_scheduler::kv::hash::PrefixHasher;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use tokio::sync::mpsc::error::TrySendError;
@@ -198,14 +198,7 @@ impl Coordinator {
     }
 
     pub(super) fn hasher(&self, wanted: &GenerateRequest, kv: DType) -> PrefixHasher {
-        let Identity { model_digest, tokenizer_digest, secret } = &self.identity;
-        let namespace = Namespace {
-            model_digest: model_digest.clone(),
-            tokenizer_digest: tokenizer_digest.clone(),
-            kv_dtype: kv,
-            cache_salt: wanted.cache_salt.clone(),
-        };
-        PrefixHasher::new(secret, &namespace)
+        self.identity.hasher(kv, wanted.cache_salt.clone())
     }
 
     /// The objective of a request that arrives now.

@@ -1,6 +1,7 @@
 //! The identity of KV: model, tokenizer and the fleet's secret.
 
 use mixfleet_hal::{DType, random};
+use mixfleet_scheduler::kv::hash::{Namespace, PrefixHasher};
 use xxhash_rust::xxh3::xxh3_64;
 
 /// The part of the identity that does not depend on the device.
@@ -25,11 +26,31 @@ impl Identity {
 
     /// Digest of everything that two processes must have in common to use each other's KV of dtype `kv`.
     pub fn namespace(&self, kv: DType) -> u64 {
+        self.digest(kv, &self.secret)
+    }
+
+    /// The same without the secret, for processes that have none in common.
+    pub fn open_namespace(&self, kv: DType) -> u64 {
+        self.digest(kv, &[])
+    }
+
+    fn digest(&self, kv: DType, secret: &[u8]) -> u64 {
         let kv = kv.to_string();
-        let fields =
-            [self.model_digest.as_bytes(), self.tokenizer_digest.as_bytes(), kv.as_bytes(), &self.secret];
+        let fields = [self.model_digest.as_bytes(), self.tokenizer_digest.as_bytes(), kv.as_bytes(), secret];
         let length = |field: &&[u8]| (field.len() as u64).to_le_bytes();
         xxh3_64(&fields.iter().flat_map(|field| [&length(field), *field].concat()).collect::<Vec<u8>>())
+    }
+
+    /// Hashes the blocks of KV of dtype `kv` for those who name the same salt.
+    pub(crate) fn hasher(&self, kv_dtype: DType, cache_salt: Option<String>) -> PrefixHasher {
+        let Identity { model_digest, tokenizer_digest, secret } = self;
+        let namespace = Namespace {
+            model_digest: model_digest.clone(),
+            tokenizer_digest: tokenizer_digest.clone(),
+            kv_dtype,
+            cache_salt,
+        };
+        PrefixHasher::new(secret, &namespace)
     }
 }
 
@@ -45,5 +66,9 @@ mod tests {
         assert_ne!(one, of("a", "bc", 0).namespace(DType::F32));
         assert_ne!(one, of("ab", "c", 1).namespace(DType::F32));
         assert_ne!(one, of("ab", "c", 0).namespace(DType::Bf16));
+        let open = of("ab", "c", 0).open_namespace(DType::F32);
+        assert_eq!(open, of("ab", "c", 1).open_namespace(DType::F32), "the secret does not count there");
+        assert_ne!(open, of("a", "bc", 0).open_namespace(DType::F32));
+        assert_ne!(open, of("ab", "c", 0).open_namespace(DType::Bf16));
     }
 }

@@ -25,7 +25,7 @@ use futures_util::future::BoxFuture;
 use mixfleet_hal::cast::{to_i64, to_u32, to_usize};
 use mixfleet_hal::memory::Pinned;
 use mixfleet_hal::{Error, Result};
-use mixfleet_scheduler::batch::{Evicted, RequestId};
+use mixfleet_scheduler::batch::{Evicted, RequestId, Text};
 use mixfleet_scheduler::cost::LinkCost;
 use mixfleet_scheduler::kv::{BlockHash, Tier};
 use std::future::{pending, ready};
@@ -142,10 +142,11 @@ impl InstanceTiers {
         dram.chain(ssd.into_iter().map(|hash| (Tier::Ssd, hash)))
     }
 
-    /// Completes when a disk was added or lost; never for an instance without lower tiers.
+    /// Completes when a disk was added or lost, or others left KV here; never for an instance without lower
+    /// tiers.
     pub(super) fn changed(below: Option<&InstanceTiers>) -> BoxFuture<'static, ()> {
         match below.map(|below| below.pool.clone()) {
-            Some(pool) => Box::pin(async move { pool.disk_changed().await }),
+            Some(pool) => Box::pin(async move { pool.changed().await }),
             None => Box::pin(pending()),
         }
     }
@@ -275,6 +276,27 @@ impl Worker {
             if keep(block)? == Kept::Full && below.pool.has_disk() && lease.take().is_some() {
                 keep(block)?;
             }
+        }
+        self.report_tiers();
+        Ok(())
+    }
+
+    /// Copies the whole blocks of a request's prompt, whose KV is in its pages, to host memory for engines of
+    /// others, as far as there is room.
+    pub(super) fn keep_prompt(&mut self, request: RequestId) -> Result<()> {
+        let Worker { below: Some(below), kv, queue, copies, machine, active, limits, .. } = self else {
+            return Ok(());
+        };
+        let Some(active) = active.get(&request) else { return Ok(()) };
+        let blocks = active.wanted.prompt_ids.len() / limits.block_tokens as usize;
+        let pages: Vec<u32> = machine.pages(request).iter().copied().take(blocks).collect();
+        let Some(text) = machine.text_mut(request) else { return Ok(()) };
+        let mut queues = queues(queue, copies);
+        // the last one first, so that it leaves host memory first
+        for (at, page) in pages.iter().enumerate().take(below.dram_blocks).rev() {
+            let at = to_u32(at);
+            let (hash, tokens, span) = (text.hash(at), text.block(at), block(kv, page));
+            below.pool.keep(hash, &tokens, &mut |place| kv.read(&mut queues, &span, place))?;
         }
         self.report_tiers();
         Ok(())

@@ -26,6 +26,7 @@ use crate::metrics::{DeviceLabels, Metrics};
 use crate::model::divided::{MemberRun, MicroBatch};
 use crate::model::graph::{Forward, StepInput};
 use crate::request::{Failure, FinishReason, GenerateRequest};
+use futures_util::FutureExt;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Device, Queue, Result, Slice, Ticket};
@@ -154,7 +155,7 @@ impl Worker {
                 continue;
             }
             let due = self.sends_due();
-            let disk_changed = InstanceTiers::changed(self.below.as_ref());
+            let tiers_changed = InstanceTiers::changed(self.below.as_ref());
             tokio::select! {
                 biased;
                 Some((peer, word)) = self.words.recv() => self.handle_kv_message(peer, word)?,
@@ -164,7 +165,7 @@ impl Worker {
                 },
                 () = self.reports.closed() => return Ok(()),
                 () = due => self.settle_sends(SEND_POLL_INTERVAL)?,
-                () = disk_changed => self.report_tiers(),
+                () = tiers_changed => self.report_tiers(),
             }
         }
     }
@@ -173,6 +174,9 @@ impl Worker {
     async fn turn(&mut self) -> Result<bool> {
         if let Some(below) = &self.below {
             below.begin_turn();
+            if InstanceTiers::changed(self.below.as_ref()).now_or_never().is_some() {
+                self.report_tiers();
+            }
         }
         let step = self.carry_out(Event::Idle)?;
         // Cached KV is sent before computed KV.
@@ -411,7 +415,11 @@ impl Worker {
                     continue;
                 }
             };
-            let (attempt, wanted) = (active.attempt, &active.wanted);
+            let (attempt, wanted) = (active.attempt, active.wanted.clone());
+            if wanted.hints.keeps_kv && matches!(active.phase, WorkPhase::Prompt(_)) {
+                // before the client hears that it is there
+                self.keep_prompt(request)?;
+            }
             let Some(text) = self.machine.text_mut(request) else { continue };
             let index = to_u32(text.ids().len() - wanted.prompt_ids.len());
             text.push(token);

@@ -1,4 +1,5 @@
-//! The format of a block on the disk, and the only code that decides whether bytes may be served as a block.
+//! The format of a block on the disk and between engines, and the only code that decides whether bytes may be
+//! served as a block.
 //!
 //! A frame is the payload, then a trailer of 48 bytes plus 4 per token, little endian: magic (8), version
 //! (4), tokens (4), namespace (8), block hash (8), XXH3-64 of the payload (8), token ids (4 each), XXH3-64 of
@@ -18,15 +19,15 @@ const DIGEST_BYTES: usize = 8;
 
 /// What all blocks of a pool have in common.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Layout {
-    pub(super) block_bytes: usize,
-    pub(super) block_tokens: usize,
-    pub(super) namespace: u64,
+pub(crate) struct Layout {
+    pub(crate) block_bytes: usize,
+    pub(crate) block_tokens: usize,
+    pub(crate) namespace: u64,
 }
 
 /// Why bytes may not be served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Refusal {
+pub(crate) enum Refusal {
     /// They are not what was stored: torn, corrupted, or another block's. The block must be dropped.
     Damaged(&'static str),
     /// They are intact but belong to another prompt with the same hash.
@@ -43,12 +44,12 @@ pub(super) fn check_tokens(held: &[u32], asked: &[u32]) -> Result<(), Refusal> {
 }
 
 impl Layout {
-    pub(super) fn frame_bytes(&self) -> usize {
+    pub(crate) fn frame_bytes(&self) -> usize {
         self.block_bytes + FIXED_BYTES + 4 * self.block_tokens + DIGEST_BYTES
     }
 
     /// Appends the trailer to a payload whose XXH3-64 is `digest`.
-    pub(super) fn add_trailer(&self, frame: &mut Vec<u8>, hash: BlockHash, tokens: &[u32], digest: u64) {
+    pub(crate) fn add_trailer(&self, frame: &mut Vec<u8>, hash: BlockHash, tokens: &[u32], digest: u64) {
         let start = frame.len();
         frame.extend_from_slice(MAGIC);
         frame.extend_from_slice(&VERSION.to_le_bytes());
@@ -67,24 +68,24 @@ impl Layout {
     /// # Errors
     /// A [`Refusal`]. Damage takes precedence over other tokens, since the token ids of damaged bytes mean
     /// nothing.
-    pub(super) fn check(&self, frame: &[u8], hash: BlockHash, tokens: &[u32]) -> Result<u64, Refusal> {
+    pub(crate) fn check(&self, frame: &[u8], hash: BlockHash, tokens: &[u32]) -> Result<u64, Refusal> {
         if frame.len() != self.frame_bytes() {
-            return Err(Refusal::Damaged("shorter than a block"));
+            return Err(Refusal::Damaged("it has not the length of a block"));
         }
         let (payload, trailer) = frame.split_at(self.block_bytes);
         let (trailer, own) = trailer.split_at(trailer.len() - DIGEST_BYTES);
         if own != xxh3_64(trailer).to_le_bytes() {
             return Err(Refusal::Damaged("its trailer does not match its checksum"));
         }
-        let mut expected = Vec::with_capacity(FIXED_BYTES);
-        expected.extend_from_slice(MAGIC);
-        expected.extend_from_slice(&VERSION.to_le_bytes());
-        expected.extend_from_slice(&to_u32(self.block_tokens).to_le_bytes());
-        expected.extend_from_slice(&self.namespace.to_le_bytes());
-        expected.extend_from_slice(&hash.0.to_le_bytes());
-        let (named, rest) = trailer.split_at(expected.len());
-        if named != expected {
-            return Err(Refusal::Damaged("another block lies in its place"));
+        let mut rest = trailer;
+        for (expected, why) in [
+            (&MAGIC[..], "it is no block of this format"),
+            (&VERSION.to_le_bytes(), "it has another version of the format"),
+            (&to_u32(self.block_tokens).to_le_bytes(), "it has another number of tokens"),
+            (&self.namespace.to_le_bytes(), "it is of another namespace"),
+            (&hash.0.to_le_bytes(), "another block lies in its place"),
+        ] {
+            rest = rest.strip_prefix(expected).ok_or(Refusal::Damaged(why))?;
         }
         let (digest, ids) = rest.split_at(DIGEST_BYTES);
         let actual = xxh3_64(payload);

@@ -22,12 +22,12 @@ mod lease;
 mod ssd;
 mod traffic;
 
+pub(crate) use check::{Layout, Refusal};
 pub use events::{PoolEvent, Snapshot};
 pub use lease::Lease;
 pub use traffic::Kept;
 
 use crate::env::SharedEnv;
-use check::Layout;
 use disk::Disk;
 use dram::{Dram, Slab};
 use events::Events;
@@ -172,8 +172,8 @@ struct Shared {
     layout: Layout,
     slab: Slab,
     state: Mutex<State>,
-    /// Notified when the disk is opened or goes out.
-    disk_changed: Notify,
+    /// Notified when the disk is opened or goes out, and by [`Pool::announce`].
+    changed: Notify,
 }
 
 impl Shared {
@@ -181,7 +181,7 @@ impl Shared {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         // Checked here, so that every user of the state sees that the disk is out.
         if state.give_up_disk() {
-            self.disk_changed.notify_one();
+            self.changed.notify_one();
         }
         state
     }
@@ -241,8 +241,8 @@ impl Pool {
             state.counts.journal_damaged = damaged;
             state.ssd = Some(opened);
         }
-        let (state, disk_changed) = (Mutex::new(state), Notify::new());
-        Ok(Pool(Arc::new(Shared { layout, slab, state, disk_changed })))
+        let (state, changed) = (Mutex::new(state), Notify::new());
+        Ok(Pool(Arc::new(Shared { layout, slab, state, changed })))
     }
 
     /// Opens or creates the files of a disk for a pool without one, while the pool is in use. Blocks found
@@ -285,7 +285,7 @@ impl Pool {
         state.counts.ssd_out = None;
         state.ssd = Some(opened);
         drop(state);
-        self.0.disk_changed.notify_one();
+        self.0.changed.notify_one();
         Ok(begun)
     }
 
@@ -323,13 +323,28 @@ impl Pool {
         state.counts.ssd_out = Some(why.into());
         state.counts.ssd_outages += 1;
         drop(state);
-        self.0.disk_changed.notify_one();
+        self.0.changed.notify_one();
     }
 
-    /// Completes when a disk was opened or went out since this last completed: there are events, and
-    /// [`has_disk`](Self::has_disk) may have changed.
-    pub async fn disk_changed(&self) {
-        self.0.disk_changed.notified().await;
+    /// Completes when a disk was opened or went out, or others [announced](Self::announce) something, since
+    /// this last completed: there are events, and [`has_disk`](Self::has_disk) may have changed.
+    pub async fn changed(&self) {
+        self.0.changed.notified().await;
+    }
+
+    /// Wakes whoever takes the events, for another user of the pool that has left some.
+    pub fn announce(&self) {
+        self.0.changed.notify_one();
+    }
+
+    /// Bytes and tokens of a block.
+    pub fn block_size(&self) -> (usize, usize) {
+        (self.0.layout.block_bytes, self.0.layout.block_tokens)
+    }
+
+    /// Blocks that fit into host memory.
+    pub fn dram_slots(&self) -> usize {
+        self.0.state().dram.cache.capacity()
     }
 
     /// A reference to the pool that does not keep it alive.

@@ -324,6 +324,7 @@ impl Server {
             context: self.context,
             eos_ids: [EOS].into(),
             defaults: Sampling::default(),
+            exchange: None,
         });
     }
 

@@ -223,9 +223,9 @@ fn a_disk_that_cannot_be_opened_later_is_left_out_and_tried_again() {
             assert!(served(&pool, 1) && !pool.has_disk());
             assert!(stats.ssd_outages > 0 && stats.ssd_out.is_some(), "{stats:?}");
             disk.set_plan(FaultPlan::default());
-            pool.disk_changed().await;
+            pool.changed().await;
             while !pool.has_disk() {
-                pool.disk_changed().await;
+                pool.changed().await;
             }
             assert!(pool.stats().ssd_out.is_none() && env.now().0 < 60.0);
         })

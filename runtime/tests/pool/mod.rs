@@ -5,6 +5,7 @@ mod attached;
 mod crash;
 mod directory;
 mod ended;
+mod exchange;
 mod faults;
 mod hung;
 mod killed;

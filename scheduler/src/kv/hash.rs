@@ -58,6 +58,11 @@ impl PrefixHasher {
         PrefixHasher { seed: xxh3_64_with_seed(&framed, 0) }
     }
 
+    /// The hasher of an open namespace: whoever is told its number computes the same keys.
+    pub fn open(namespace: u64) -> Self {
+        PrefixHasher { seed: namespace }
+    }
+
     /// Keys of the full blocks of `tokens`; key i covers blocks 0..=i. A partial last block has none.
     ///
     /// # Panics

@@ -72,7 +72,7 @@ fn tokens(prefill: &str, decode: &str) -> Result<Vec<u32>> {
         let vocab = model.checkpoint.config.vocab;
         let prompt: Vec<u32> = (0..PROMPT_TOKENS).map(|i| (i * 7919 + 11) % vocab).collect();
         let instances = Instances::plain(DeviceRole::pair(prefill, decode), 1);
-        let choice = Choice { instances, engine: EngineConfig::default(), events: None };
+        let choice = Choice { instances, engine: EngineConfig::default(), events: None, kv_exchange: None };
         let engine =
             start::engine(&model, &args, choice, &env, Metrics::new(), Arc::new(Placements::new(1)))?;
         let request = GenerateRequest {

@@ -6,6 +6,7 @@ use mixfleet_runtime::api::{
     Access, Api, Limits, Marked, Origins, Placements, ServedModel, Shutdown, TextDecoder, TextModel, serve,
 };
 use mixfleet_runtime::env::{Env, SeededEnv};
+use mixfleet_runtime::kv_exchange::KvExchange;
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::model::{ChatMessage, ChatTemplate, TokenStream, Tokenizer, builtin};
 use mixfleet_runtime::request::{
@@ -18,7 +19,7 @@ use tokio::sync::{mpsc, watch};
 
 const CONTEXT: u32 = 256;
 const ADDRESS: &str = "api:80";
-const MODEL: &str = "m";
+pub(super) const MODEL: &str = "m";
 
 /// The built-in model, which needs no checkpoint.
 struct Text {
@@ -127,6 +128,11 @@ async fn answer(mut submissions: mpsc::Receiver<Submission>) {
 /// The answer of a new server on a connection that receives `bytes` and is then closed if it `ends`.
 /// Afterwards the server must still be alive.
 fn exchange(bytes: &[u8], ends: bool) -> Vec<u8> {
+    exchange_with(bytes, ends, None)
+}
+
+/// The same of a server that exchanges KV.
+pub(super) fn exchange_with(bytes: &[u8], ends: bool, kv: Option<Arc<KvExchange>>) -> Vec<u8> {
     let env = SeededEnv::new(1);
     let (engine, submissions) = EngineHandle::channel(1024);
     let metrics = Metrics::new();
@@ -141,6 +147,7 @@ fn exchange(bytes: &[u8], ends: bool) -> Vec<u8> {
         context: CONTEXT,
         eos_ids: [1].into(),
         defaults: Sampling::default(),
+        exchange: kv,
     });
     env.spawn(Box::pin(answer(submissions)));
     let (bytes, world) = (bytes.to_vec(), env.clone());
@@ -169,7 +176,7 @@ fn exchange(bytes: &[u8], ends: bool) -> Vec<u8> {
 }
 
 /// Status and body of the only answer.
-fn split(answer: &[u8]) -> (u16, String) {
+pub(super) fn split(answer: &[u8]) -> (u16, String) {
     let text = String::from_utf8_lossy(answer);
     let (head, body) = text.split_once("\r\n\r\n").unwrap_or_else(|| panic!("no answer: {text:?}"));
     let status = head.split(' ').nth(1).and_then(|status| status.parse().ok());
@@ -177,7 +184,7 @@ fn split(answer: &[u8]) -> (u16, String) {
 }
 
 /// Checks that the response is an answer, or an error in OpenAI's shape with a client error status.
-fn check_answer(answer: &[u8]) -> u16 {
+pub(super) fn check_answer(answer: &[u8]) -> u16 {
     let (status, body) = split(answer);
     match status {
         200 => assert!(!body.is_empty()),

@@ -3,6 +3,7 @@
 mod devices;
 mod fleet;
 mod http;
+mod kv;
 mod model;
 mod pool;
 mod remote;
@@ -31,6 +32,7 @@ pub(crate) const ALL: &[Target] = &[
     of("fleet_file", simulator::fleet_file, 300),
     of("http_address", http::address, 300),
     of("http_connection", http::connection, 500),
+    of("kv_write", kv::write, 500),
     of("part_file", devices::part_file, 1000),
     of("pool_files", pool::files, 1000),
     of("registry_record", fleet::registry_record, 3000),
