@@ -13,7 +13,8 @@ fn generate(devices: &[&str]) -> Result<Value, String> {
     if output.status.success() {
         return Ok(serde_json::from_slice(&output.stdout).unwrap());
     }
-    assert_eq!(output.status.code(), Some(3));
+    // a part that is not known is a mistake, one that fails is not
+    assert!(matches!(output.status.code(), Some(2 | 3)), "{:?}", output.status);
     Err(String::from_utf8_lossy(&output.stderr).into_owned())
 }
 
