@@ -11,7 +11,7 @@
 
 use crate::engine::Identity;
 use crate::metrics::{ExchangeLabels, Metrics};
-use crate::pool::{Kept, Layout, Pool, Refusal};
+use crate::pool::{FrameRefusal, Kept, Layout, Pool};
 use mixfleet_hal::op::KvShape;
 use mixfleet_scheduler::kv::BlockHash;
 use mixfleet_scheduler::kv::hash::PrefixHasher;
@@ -102,11 +102,11 @@ pub enum KvRefusal {
     Failed(String),
 }
 
-impl From<Refusal> for KvRefusal {
-    fn from(refusal: Refusal) -> Self {
+impl From<FrameRefusal> for KvRefusal {
+    fn from(refusal: FrameRefusal) -> Self {
         match refusal {
-            Refusal::Damaged(why) => KvRefusal::Damaged(why),
-            Refusal::OtherTokens => KvRefusal::OtherTokens,
+            FrameRefusal::Damaged(why) => KvRefusal::Damaged(why),
+            FrameRefusal::OtherTokens => KvRefusal::OtherTokens,
         }
     }
 }

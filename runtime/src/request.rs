@@ -54,6 +54,23 @@ pub struct GenerateRequest {
     pub hints: Hints,
 }
 
+impl GenerateRequest {
+    /// A request for the most likely tokens behind a prompt, exactly so many.
+    pub fn greedy(id: impl Into<String>, prompt_ids: impl Into<Arc<[u32]>>, max_tokens: u32) -> Self {
+        GenerateRequest {
+            id: id.into(),
+            prompt_ids: prompt_ids.into(),
+            max_tokens,
+            eos_ids: Arc::new([]),
+            sampling: Sampling { temperature: 0.0, ..Sampling::default() },
+            logprobs: None,
+            grammar: None,
+            cache_salt: None,
+            hints: Hints::default(),
+        }
+    }
+}
+
 /// What a request says of itself: how soon its answer is wanted, and how long that will be.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Hints {

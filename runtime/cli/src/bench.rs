@@ -11,7 +11,7 @@ use crate::trace::{ReplayArgs, positive};
 use anyhow::{Context, Result};
 use clap::Args;
 use indicatif::ProgressBar;
-use load::{BenchLoad, LoadOutcome, Objectives};
+use load::{BenchLoad, BenchObjectives, LoadOutcome};
 use mixfleet_engines::EngineAddress;
 use mixfleet_hwtests::files::write_whole;
 use mixfleet_hwtests::html::{Cell, Html, page};
@@ -19,7 +19,7 @@ use serde_json::{Value, json};
 use std::io::Write;
 use std::path::PathBuf;
 use std::sync::Arc;
-use target::Target;
+use target::BenchTarget;
 
 /// Name and version of the document.
 const SCHEMA: &str = "mixfleet.bench/1";
@@ -136,25 +136,28 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
 }
 
 /// The model on devices of this process, and the server: whichever is asked for.
-async fn targets(args: &BenchArgs) -> Result<Vec<Arc<Target>>> {
+async fn targets(args: &BenchArgs) -> Result<Vec<Arc<BenchTarget>>> {
     let mut targets = Vec::new();
     if args.against.is_none() || args.model.model.is_some() || !args.device.is_empty() {
         let mut generate =
             GenerateArgs::of_devices(args.model.clone(), args.remote.clone(), args.device.clone());
         generate.batch = args.clients.unwrap_or(generate.batch);
-        targets.push(Arc::new(Target::Here(Box::new(Ready::checked(&generate, |_| Ok(()))?))));
+        targets.push(Arc::new(BenchTarget::Here(Box::new(Ready::checked(&generate, |_| Ok(()))?))));
     }
     if let Some(address) = &args.against {
-        let key = args.key_file.as_ref().map(std::fs::read_to_string).transpose();
-        let key = key.context("cannot read --key-file")?;
+        let read = |file: &PathBuf| {
+            std::fs::read_to_string(file)
+                .with_context(|| format!("cannot read the key in {}", file.display()))
+        };
+        let key = args.key_file.as_ref().map(read).transpose()?;
         let model = args.served_model.clone();
-        targets.push(Arc::new(Target::there(address, key.as_deref().map(str::trim), model).await?));
+        targets.push(Arc::new(BenchTarget::there(address, key.as_deref().map(str::trim), model).await?));
     }
     Ok(targets)
 }
 
-async fn measure(args: &BenchArgs, targets: &[Arc<Target>]) -> Result<BenchOutcome> {
-    let objectives = Objectives { ttft_s: args.ttft_slo, tbt_s: args.tbt_slo };
+async fn measure(args: &BenchArgs, targets: &[Arc<BenchTarget>]) -> Result<BenchOutcome> {
+    let objectives = BenchObjectives { ttft_s: args.ttft_slo, tbt_s: args.tbt_slo };
     let load = match (&args.trace, args.clients) {
         (Some(file), _) => {
             let mut trace = args.replay.open(file)?;
@@ -179,13 +182,13 @@ async fn measure(args: &BenchArgs, targets: &[Arc<Target>]) -> Result<BenchOutco
 }
 
 /// Runs each test on each target, in turns, so that what disturbs one disturbs the other as well.
-async fn test(args: &BenchArgs, targets: &[Arc<Target>]) -> Result<Vec<Tested>> {
+async fn test(args: &BenchArgs, targets: &[Arc<BenchTarget>]) -> Result<Vec<Tested>> {
     let prompts = args.prompt_tokens.iter().map(|&tokens| (format!("pp{tokens}"), tokens, 1));
     let answers = args.answer_tokens.iter().map(|&tokens| (format!("tg{tokens}"), SHORT, tokens + 1));
     let bar = ProgressBar::new(u64::from(args.repeat));
     let mut all = Vec::new();
     for (name, prompt_tokens, answer_tokens) in prompts.chain(answers) {
-        let empty = |target: &Arc<Target>| Tested {
+        let empty = |target: &Arc<BenchTarget>| Tested {
             target: target.name(),
             test: name.clone(),
             tokens_per_s: Vec::new(),

@@ -3,7 +3,7 @@
 use crate::Usage;
 use crate::args::{DeviceRole, GenerateArgs, ModelArgs};
 use crate::generate::Ready;
-use crate::generate::answer::Answer;
+use crate::generate::answer::CollectedAnswer;
 use crate::remote::RemoteArgs;
 use anyhow::{Result, bail};
 use clap::Args;
@@ -11,7 +11,7 @@ use mixfleet_hal::cast::to_u32;
 use mixfleet_runtime::api::TextModel;
 use mixfleet_runtime::env::Env;
 use mixfleet_runtime::model::ChatMessage;
-use mixfleet_runtime::request::{GenerateRequest, Hints, Sampling};
+use mixfleet_runtime::request::{GenerateRequest, Sampling};
 use std::io::{BufRead, IsTerminal, Write};
 
 /// What is said about the conversation itself.
@@ -111,22 +111,17 @@ async fn answer(args: &ChatArgs, ready: &Ready, messages: &[ChatMessage], turn: 
     }
     let (asked_s, sampling) = (ready.env.now().0, model.sampling());
     let request = GenerateRequest {
-        id: format!("chat-{turn}"),
-        prompt_ids: prompt.into(),
-        max_tokens: args.max_tokens.clamp(1, left),
         eos_ids: config.eos_ids.clone().into(),
         sampling: Sampling {
             temperature: args.temperature.unwrap_or(sampling.temperature),
             seed: args.seed.wrapping_add(turn),
             ..sampling
         },
-        logprobs: None,
-        grammar: None,
-        cache_salt: None,
-        hints: Hints::default(),
+        ..GenerateRequest::greedy(format!("chat-{turn}"), prompt, args.max_tokens.clamp(1, left))
     };
     let updates = ready.engine.handle.submit(request).await?;
-    let answer = Answer::new(model.text.tokenizer.stream(), true).collect(updates, ready.env.clone()).await?;
+    let answer =
+        CollectedAnswer::new(model.text.tokenizer.stream(), true).collect(updates, ready.env.clone()).await?;
     writeln!(std::io::stdout().lock())?;
     if let (true, [first, .., last]) = (std::io::stderr().is_terminal(), &answer.times_s[..]) {
         let (ttft_s, rate) = (first - asked_s, (answer.times_s.len() - 1) as f64 / (last - first).max(1e-9));

@@ -6,7 +6,7 @@ use crate::args::{DeviceRole, GenerateArgs};
 use crate::model::Model;
 use crate::start::{self, Choice, Instances, Started};
 use crate::{Failed, Usage, backends, with_causes};
-use answer::{Answer, Answers};
+use answer::{Answers, CollectedAnswer};
 use anyhow::{Context, Result};
 use clap::Parser;
 use mixfleet_hal::cast::to_u32;
@@ -14,7 +14,7 @@ use mixfleet_runtime::api::Placements;
 use mixfleet_runtime::engine::EngineConfig;
 use mixfleet_runtime::env::{Env, RealEnv, SharedEnv};
 use mixfleet_runtime::metrics::Metrics;
-use mixfleet_runtime::request::{GenerateRequest, Hints, Sampling};
+use mixfleet_runtime::request::{GenerateRequest, Sampling};
 use mixfleet_scheduler::fleet::Role;
 use serde_json::{Value, json};
 use std::io::Write;
@@ -194,20 +194,15 @@ impl Ready {
         let prompt_ids = prompt_ids(args, &self.model)?;
         let config = &self.model.checkpoint.config;
         let request = |copy: u32| GenerateRequest {
-            id: format!("generate-{copy}"),
-            prompt_ids: prompt_ids.clone().into(),
-            max_tokens: args.max_tokens,
             eos_ids: if args.ignore_eos { Arc::new([]) } else { config.eos_ids.clone().into() },
             sampling: Sampling {
                 temperature: args.temperature,
                 seed: args.seed.wrapping_add(u64::from(copy)),
                 ..Sampling::default()
             },
-            logprobs: None,
-            grammar: None,
             // copies would share their prompt's KV, which other prompts do not
             cache_salt: (copy > 0).then(|| copy.to_string()),
-            hints: Hints::default(),
+            ..GenerateRequest::greedy(format!("generate-{copy}"), prompt_ids.clone(), args.max_tokens)
         };
         let energy_before_j = self.engine.energy_j();
         let start_s = self.env.now().0;
@@ -215,7 +210,7 @@ impl Ready {
         for copy in 0..args.batch {
             let updates = self.engine.handle.submit(request(copy)).await?;
             let shown = copy == 0 && !args.json;
-            let answer = Answer::new(self.model.text.tokenizer.stream(), shown);
+            let answer = CollectedAnswer::new(self.model.text.tokenizer.stream(), shown);
             copies.push(tokio::spawn(answer.collect(updates, self.env.clone())));
         }
         let mut answers = Vec::new();

@@ -26,7 +26,8 @@ pub(crate) fn run(args: &PartsArgs) -> Result<()> {
     let found: Vec<&Part> = parts().iter().filter(has_it).collect();
     if found.is_empty() {
         let near = catalog::closest(&wanted).join(", ");
-        bail!(Usage(format!("no part has '{wanted}' in its name, memory or note; near it: {near}")));
+        let near = if near.is_empty() { "all: mixfleet parts".into() } else { format!("near it: {near}") };
+        bail!(Usage(format!("no part has '{wanted}' in its name, memory or note; {near}")));
     }
     let mut out = std::io::stdout().lock();
     if args.json {

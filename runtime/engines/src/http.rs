@@ -2,7 +2,7 @@
 
 use crate::kind::EngineKind;
 use crate::kv_source::KvEventsAt;
-use crate::replicas::{NameLookup, Seat};
+use crate::replicas::{NameLookup, ReplicaSeat};
 use crate::tls;
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::{Bytes, Incoming};
@@ -94,7 +94,7 @@ pub struct HttpEngine {
     pub(crate) adapters: Mutex<Vec<String>>,
     pub(crate) kv_events: KvEventsAt,
     /// Its place behind a name that stands for several engines.
-    pub(crate) seat: Option<Seat>,
+    pub(crate) seat: Option<ReplicaSeat>,
     /// Whether it said that it does not tell token ids by the paths that are meant for that.
     pub(crate) renders_not: AtomicBool,
     client: Client<tls::Connector, Full<Bytes>>,
@@ -162,8 +162,8 @@ impl HttpEngine {
         }
         let port = address.authority.port_u16().unwrap_or(80);
         let name = format!("{}:{port}", address.host());
-        let seats = Seat::all(&name, count, lookup).into_iter();
-        let engine = |seat: Seat| {
+        let seats = ReplicaSeat::all(&name, count, lookup).into_iter();
+        let engine = |seat: ReplicaSeat| {
             let engine = HttpEngine::new(kind, address.clone(), key, model.map(str::to_owned))?;
             Ok(HttpEngine { name: format!("{}#{}", engine.name, seat.number()), seat: Some(seat), ..engine })
         };

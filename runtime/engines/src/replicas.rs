@@ -26,7 +26,7 @@ pub fn system_lookup() -> NameLookup {
 }
 
 /// A name, and who sits where.
-pub(crate) struct Replicas {
+pub(crate) struct NamedEngines {
     /// `HOST:PORT`.
     name: String,
     lookup: NameLookup,
@@ -67,18 +67,18 @@ impl Table {
 }
 
 /// One of several engines behind a name.
-pub(crate) struct Seat {
-    replicas: Arc<Replicas>,
+pub(crate) struct ReplicaSeat {
+    replicas: Arc<NamedEngines>,
     number: usize,
     address: Mutex<Option<SocketAddr>>,
 }
 
-impl Seat {
+impl ReplicaSeat {
     /// So many seats behind the name `HOST:PORT`.
-    pub(crate) fn all(name: &str, count: usize, lookup: NameLookup) -> Vec<Seat> {
+    pub(crate) fn all(name: &str, count: usize, lookup: NameLookup) -> Vec<ReplicaSeat> {
         let table = Table { seats: vec![None; count], ..Table::default() };
-        let replicas = Arc::new(Replicas { name: name.to_owned(), lookup, table: table.into() });
-        let seat = |number| Seat { replicas: replicas.clone(), number, address: Mutex::default() };
+        let replicas = Arc::new(NamedEngines { name: name.to_owned(), lookup, table: table.into() });
+        let seat = |number| ReplicaSeat { replicas: replicas.clone(), number, address: Mutex::default() };
         (0..count).map(seat).collect()
     }
 
@@ -101,7 +101,7 @@ impl Seat {
     /// # Errors
     /// `Vacant` if there is none for it.
     pub(crate) async fn look(&self) -> Result<bool, EngineFault> {
-        let Replicas { name, lookup, table } = &*self.replicas;
+        let NamedEngines { name, lookup, table } = &*self.replicas;
         // who comes second uses what the first one is told
         let mut table = table.lock().await;
         if table.looked.is_none_or(|looked| looked.elapsed() >= LOOK_EVERY) {
@@ -133,7 +133,7 @@ impl Seat {
 
     /// What is to be said of engines for which there is no seat.
     pub(crate) async fn left_out(&self) -> Option<String> {
-        let Replicas { name, table, .. } = &*self.replicas;
+        let NamedEngines { name, table, .. } = &*self.replicas;
         let table = table.lock().await;
         let (left, seats) = (table.left_out(), table.seats.len());
         (left > 0 && self.number == 0).then(|| {

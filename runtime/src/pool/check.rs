@@ -27,7 +27,7 @@ pub(crate) struct Layout {
 
 /// Why bytes may not be served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Refusal {
+pub(crate) enum FrameRefusal {
     /// They are not what was stored: torn, corrupted, or another block's. The block must be dropped.
     Damaged(&'static str),
     /// They are intact but belong to another prompt with the same hash.
@@ -38,9 +38,9 @@ pub(crate) enum Refusal {
 /// `asked` in its place.
 ///
 /// # Errors
-/// [`Refusal::OtherTokens`].
-pub(super) fn check_tokens(held: &[u32], asked: &[u32]) -> Result<(), Refusal> {
-    if held == asked { Ok(()) } else { Err(Refusal::OtherTokens) }
+/// [`FrameRefusal::OtherTokens`].
+pub(super) fn check_tokens(held: &[u32], asked: &[u32]) -> Result<(), FrameRefusal> {
+    if held == asked { Ok(()) } else { Err(FrameRefusal::OtherTokens) }
 }
 
 impl Layout {
@@ -66,16 +66,16 @@ impl Layout {
     /// returns the XXH3-64 of the payload.
     ///
     /// # Errors
-    /// A [`Refusal`]. Damage takes precedence over other tokens, since the token ids of damaged bytes mean
-    /// nothing.
-    pub(crate) fn check(&self, frame: &[u8], hash: BlockHash, tokens: &[u32]) -> Result<u64, Refusal> {
+    /// A [`FrameRefusal`]. Damage takes precedence over other tokens, since the token ids of damaged bytes
+    /// mean nothing.
+    pub(crate) fn check(&self, frame: &[u8], hash: BlockHash, tokens: &[u32]) -> Result<u64, FrameRefusal> {
         if frame.len() != self.frame_bytes() {
-            return Err(Refusal::Damaged("it has not the length of a block"));
+            return Err(FrameRefusal::Damaged("it has not the length of a block"));
         }
         let (payload, trailer) = frame.split_at(self.block_bytes);
         let (trailer, own) = trailer.split_at(trailer.len() - DIGEST_BYTES);
         if own != xxh3_64(trailer).to_le_bytes() {
-            return Err(Refusal::Damaged("its trailer does not match its checksum"));
+            return Err(FrameRefusal::Damaged("its trailer does not match its checksum"));
         }
         let mut rest = trailer;
         for (expected, why) in [
@@ -85,12 +85,12 @@ impl Layout {
             (&self.namespace.to_le_bytes(), "it is of another namespace"),
             (&hash.0.to_le_bytes(), "another block lies in its place"),
         ] {
-            rest = rest.strip_prefix(expected).ok_or(Refusal::Damaged(why))?;
+            rest = rest.strip_prefix(expected).ok_or(FrameRefusal::Damaged(why))?;
         }
         let (digest, ids) = rest.split_at(DIGEST_BYTES);
         let actual = xxh3_64(payload);
         if digest != actual.to_le_bytes() {
-            return Err(Refusal::Damaged("its payload does not match its checksum"));
+            return Err(FrameRefusal::Damaged("its payload does not match its checksum"));
         }
         let held: Vec<u32> =
             ids.chunks_exact(4).map(|id| u32::from_le_bytes([id[0], id[1], id[2], id[3]])).collect();
@@ -117,10 +117,10 @@ mod tests {
         let whole = frame(&payload, BlockHash(9), &[1, 2, 3]);
         assert_eq!(whole.len(), LAYOUT.frame_bytes());
         assert_eq!(LAYOUT.check(&whole, BlockHash(9), &[1, 2, 3]), Ok(xxh3_64(&payload)));
-        assert_eq!(LAYOUT.check(&whole, BlockHash(9), &[1, 2, 4]), Err(Refusal::OtherTokens));
-        assert!(matches!(LAYOUT.check(&whole, BlockHash(8), &[1, 2, 3]), Err(Refusal::Damaged(_))));
+        assert_eq!(LAYOUT.check(&whole, BlockHash(9), &[1, 2, 4]), Err(FrameRefusal::OtherTokens));
+        assert!(matches!(LAYOUT.check(&whole, BlockHash(8), &[1, 2, 3]), Err(FrameRefusal::Damaged(_))));
         let other = Layout { namespace: 8, ..LAYOUT };
-        assert!(matches!(other.check(&whole, BlockHash(9), &[1, 2, 3]), Err(Refusal::Damaged(_))));
+        assert!(matches!(other.check(&whole, BlockHash(9), &[1, 2, 3]), Err(FrameRefusal::Damaged(_))));
     }
 
     #[test]
@@ -130,7 +130,7 @@ mod tests {
             let mut rotten = whole.clone();
             rotten[bit / 8] ^= 1 << (bit % 8);
             assert!(
-                matches!(LAYOUT.check(&rotten, BlockHash(9), &[1, 2, 3]), Err(Refusal::Damaged(_))),
+                matches!(LAYOUT.check(&rotten, BlockHash(9), &[1, 2, 3]), Err(FrameRefusal::Damaged(_))),
                 "bit {bit}"
             );
         }
@@ -144,7 +144,7 @@ mod tests {
                 let torn = [&new[..cut], &before[cut..]].concat();
                 // The old bytes may have been the same.
                 prop_assume!(torn != new);
-                prop_assert!(matches!(LAYOUT.check(&torn, BlockHash(9), &[1, 2, 3]), Err(Refusal::Damaged(_))));
+                prop_assert!(matches!(LAYOUT.check(&torn, BlockHash(9), &[1, 2, 3]), Err(FrameRefusal::Damaged(_))));
             }
             prop_assert!(LAYOUT.check(&new[..cut], BlockHash(9), &[1, 2, 3]).is_err());
         }

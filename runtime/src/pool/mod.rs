@@ -22,7 +22,7 @@ mod lease;
 mod ssd;
 mod traffic;
 
-pub(crate) use check::{Layout, Refusal};
+pub(crate) use check::{FrameRefusal, Layout};
 pub use events::{PoolEvent, Snapshot};
 pub use lease::Lease;
 pub use traffic::Kept;

@@ -3,7 +3,7 @@
 //! Writes are not synced. Whatever a crash or a loss of power leaves behind, every frame is checked when it
 //! is read.
 
-use super::check::{Layout, Refusal};
+use super::check::{FrameRefusal, Layout};
 use super::directory;
 use super::events::Events;
 use super::journal::{self, Journal, Stored};
@@ -34,15 +34,15 @@ pub(super) struct Frames {
 
 /// Why a block could not be read.
 pub(super) enum ReadError {
-    Refused(Refusal),
+    Refused(FrameRefusal),
     Io(io::Error),
 }
 
 impl std::fmt::Display for ReadError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            ReadError::Refused(Refusal::Damaged(why)) => f.write_str(why),
-            ReadError::Refused(Refusal::OtherTokens) => f.write_str("it is another prompt's"),
+            ReadError::Refused(FrameRefusal::Damaged(why)) => f.write_str(why),
+            ReadError::Refused(FrameRefusal::OtherTokens) => f.write_str("it is another prompt's"),
             ReadError::Io(error) => error.fmt(f),
         }
     }

@@ -1,6 +1,6 @@
 //! Movement of blocks: into host memory, from there to the disk, and back.
 
-use super::check::{Refusal, check_tokens};
+use super::check::{FrameRefusal, check_tokens};
 use super::dram::Held;
 use super::ssd::{FramePlace, Frames, ReadError, SlotDecision};
 use super::{Shared, State, WrittenBack};
@@ -153,7 +153,7 @@ impl Shared {
                 frames.give_back(frame);
                 arrival
             }
-            Err(ReadError::Refused(Refusal::OtherTokens)) => {
+            Err(ReadError::Refused(FrameRefusal::OtherTokens)) => {
                 self.state().counts.collisions += 1;
                 Ok(Arrival::Collision)
             }

@@ -1,6 +1,6 @@
 //! Load on a target: by clients that wait for their answers, or by a trace that does not.
 
-use super::target::{Target, Timed};
+use super::target::{BenchTarget, Timed};
 use super::wrong;
 use anyhow::Result;
 use indicatif::ProgressBar;
@@ -20,7 +20,7 @@ pub(super) enum BenchLoad {
 }
 
 /// What an answer must keep to count as goodput.
-pub(super) struct Objectives {
+pub(super) struct BenchObjectives {
     pub(super) ttft_s: Option<f64>,
     pub(super) tbt_s: Option<f64>,
 }
@@ -52,7 +52,11 @@ impl BenchLoad {
     ///
     /// # Errors
     /// When there is nothing to ask.
-    pub(super) async fn put_on(&self, target: &Arc<Target>, objectives: &Objectives) -> Result<LoadOutcome> {
+    pub(super) async fn put_on(
+        &self,
+        target: &Arc<BenchTarget>,
+        objectives: &BenchObjectives,
+    ) -> Result<LoadOutcome> {
         let count = match self {
             BenchLoad::Clients(_, requests, _) => *requests as usize,
             BenchLoad::Trace(requests, _) => requests.len(),
@@ -74,7 +78,7 @@ impl BenchLoad {
 }
 
 async fn by_clients(
-    target: &Arc<Target>,
+    target: &Arc<BenchTarget>,
     (clients, requests): (u32, u32),
     (prompt_tokens, answer_tokens): (u32, u32),
     bar: &ProgressBar,
@@ -100,7 +104,7 @@ async fn by_clients(
 }
 
 async fn by_trace(
-    target: &Arc<Target>,
+    target: &Arc<BenchTarget>,
     requests: &[Request],
     block_tokens: u32,
     bar: &ProgressBar,
@@ -125,7 +129,7 @@ async fn by_trace(
 }
 
 /// A prompt of a request's length that shares its beginning with others as the request does.
-fn prompt_of(target: &Target, request: &Request, block_tokens: u32) -> Vec<u32> {
+fn prompt_of(target: &BenchTarget, request: &Request, block_tokens: u32) -> Vec<u32> {
     let mut ids = target.prompt(request.prompt_tokens);
     for (block, tokens) in request.chain.iter().zip(ids.chunks_mut(to_usize(u64::from(block_tokens)))) {
         for (at, id) in tokens.iter_mut().enumerate() {
@@ -136,7 +140,12 @@ fn prompt_of(target: &Target, request: &Request, block_tokens: u32) -> Vec<u32> 
 }
 
 impl LoadOutcome {
-    fn of(target: String, took: Duration, answers: Vec<Result<Timed>>, wanted: &Objectives) -> LoadOutcome {
+    fn of(
+        target: String,
+        took: Duration,
+        answers: Vec<Result<Timed>>,
+        wanted: &BenchObjectives,
+    ) -> LoadOutcome {
         let (mut ttft_s, mut tbt_s) = (Quantiles::default(), Quantiles::default());
         let (mut answered, mut within, mut tokens) = (0, 0, 0);
         let mut failures: Vec<(String, usize)> = Vec::new();

@@ -2,15 +2,14 @@
 
 use super::wrong;
 use crate::generate::Ready;
-use crate::generate::answer::Answer;
+use crate::generate::answer::CollectedAnswer;
 use anyhow::{Context, Result, bail};
 use mixfleet_engines::{EngineAddress, EngineKind, HttpEngine};
 use mixfleet_hal::outside::{EngineAnswer, EngineCall, EngineEndpoint, EngineShare, OutsideEngine};
 use mixfleet_hal::random::mix;
 use mixfleet_runtime::env::Env;
-use mixfleet_runtime::request::{GenerateRequest, Hints, Sampling};
+use mixfleet_runtime::request::GenerateRequest;
 use serde_json::json;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
@@ -20,7 +19,7 @@ const ANY_VOCABULARY: std::ops::Range<u32> = 10..250;
 /// Numbers prompts, so that no two are alike.
 static PROMPTS: AtomicU64 = AtomicU64::new(0);
 
-pub(super) enum Target {
+pub(super) enum BenchTarget {
     /// Devices of this process.
     Here(Box<Ready>),
     /// A server and its model's name.
@@ -51,7 +50,7 @@ impl Timed {
     }
 }
 
-impl Target {
+impl BenchTarget {
     /// The server at this address.
     ///
     /// # Errors
@@ -60,23 +59,25 @@ impl Target {
         address: &EngineAddress,
         key: Option<&str>,
         model: Option<String>,
-    ) -> Result<Target> {
+    ) -> Result<BenchTarget> {
         // any server answers as vLLM does to what is asked of it here
         let engine = HttpEngine::new(EngineKind::Vllm, address.clone(), key, None).map_err(wrong)?;
         let model = match model {
             Some(model) => model,
             None => {
-                let models = engine.probe().await.context("--against")?.models;
-                models.into_iter().next().context("--against: it lists no model")?.name
+                let server = engine.name().trim_start_matches("vllm:").to_owned();
+                let told = engine.probe().await.with_context(|| format!("--against {server}"))?;
+                let first = told.models.into_iter().next();
+                first.with_context(|| format!("--against {server}: it lists no model"))?.name
             }
         };
-        Ok(Target::There(Box::new(engine), model))
+        Ok(BenchTarget::There(Box::new(engine), model))
     }
 
     pub(super) fn name(&self) -> String {
         match self {
-            Target::Here(ready) => ready.model.name.clone(),
-            Target::There(engine, model) => {
+            BenchTarget::Here(ready) => ready.model.name.clone(),
+            BenchTarget::There(engine, model) => {
                 format!("{model} at {}", engine.name().trim_start_matches("vllm:"))
             }
         }
@@ -85,8 +86,8 @@ impl Target {
     /// The id that stands for a number.
     pub(super) fn id(&self, number: u64) -> u32 {
         let ids = match self {
-            Target::Here(ready) => 0..ready.model.checkpoint.config.vocab,
-            Target::There(..) => ANY_VOCABULARY,
+            BenchTarget::Here(ready) => 0..ready.model.checkpoint.config.vocab,
+            BenchTarget::There(..) => ANY_VOCABULARY,
         };
         let span = u64::from(ids.end - ids.start);
         ids.start + mixfleet_hal::cast::to_u32(mix(number) % span)
@@ -104,14 +105,14 @@ impl Target {
     /// Why there is no such answer.
     pub(super) async fn answer(&self, prompt: Vec<u32>, tokens: u32) -> Result<Timed> {
         match self {
-            Target::Here(ready) => here(ready, prompt, tokens).await,
-            Target::There(engine, model) => there(engine, model, &prompt, tokens).await,
+            BenchTarget::Here(ready) => here(ready, prompt, tokens).await,
+            BenchTarget::There(engine, model) => there(engine, model, &prompt, tokens).await,
         }
     }
 
     /// Waits until its devices are free.
     pub(super) async fn end(self) {
-        if let Target::Here(ready) = self {
+        if let BenchTarget::Here(ready) = self {
             ready.end().await;
         }
     }
@@ -119,20 +120,10 @@ impl Target {
 
 async fn here(ready: &Ready, prompt: Vec<u32>, tokens: u32) -> Result<Timed> {
     let number = PROMPTS.fetch_add(1, Ordering::Relaxed);
-    let request = GenerateRequest {
-        id: format!("bench-{number}"),
-        prompt_ids: prompt.into(),
-        max_tokens: tokens,
-        eos_ids: Arc::new([]),
-        sampling: Sampling { temperature: 0.0, ..Sampling::default() },
-        logprobs: None,
-        grammar: None,
-        cache_salt: None,
-        hints: Hints::default(),
-    };
+    let request = GenerateRequest::greedy(format!("bench-{number}"), prompt, tokens);
     let asked_s = ready.env.now().0;
     let updates = ready.engine.handle.submit(request).await?;
-    let answer = Answer::new(ready.model.text.tokenizer.stream(), false);
+    let answer = CollectedAnswer::new(ready.model.text.tokenizer.stream(), false);
     let answer = answer.collect(updates, ready.env.clone()).await?;
     let times_s: Vec<f64> = answer.times_s.iter().map(|time_s| time_s - asked_s).collect();
     Ok(Timed { tokens: mixfleet_hal::cast::to_u32(times_s.len()), times_s })

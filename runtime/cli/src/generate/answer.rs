@@ -11,7 +11,7 @@ use std::sync::Arc;
 use tokio::sync::mpsc;
 
 /// One copy's answer.
-pub(crate) struct Answer {
+pub(crate) struct CollectedAnswer {
     stream: Option<TokenStream>,
     /// Whether its text is printed as it comes.
     shown: bool,
@@ -22,10 +22,10 @@ pub(crate) struct Answer {
     pub(crate) times_s: Vec<f64>,
 }
 
-impl Answer {
+impl CollectedAnswer {
     pub(crate) fn new(stream: TokenStream, shown: bool) -> Self {
         let (text, ids, times_s) = Default::default();
-        Answer { stream: Some(stream), shown, text, ids, placement: Value::Null, times_s }
+        CollectedAnswer { stream: Some(stream), shown, text, ids, placement: Value::Null, times_s }
     }
 
     /// Collects the answer to its end.
@@ -68,7 +68,7 @@ impl Answer {
 
 /// The answers to all copies of a prompt.
 pub(crate) struct Answers {
-    pub(crate) answers: Vec<Answer>,
+    pub(crate) answers: Vec<CollectedAnswer>,
     pub(crate) start_s: f64,
     pub(crate) energy_j: Option<f64>,
 }
@@ -77,8 +77,8 @@ impl Answers {
     /// Time and tokens between the last copy's first token and the first copy's last: all copies decode then,
     /// and none computes its prompt.
     fn together(&self) -> Option<(f64, usize)> {
-        let first = |answer: &Answer| answer.times_s.first().copied();
-        let last = |answer: &Answer| answer.times_s.last().copied();
+        let first = |answer: &CollectedAnswer| answer.times_s.first().copied();
+        let last = |answer: &CollectedAnswer| answer.times_s.last().copied();
         let begin =
             self.answers.iter().map(first).collect::<Option<Vec<_>>>()?.into_iter().reduce(f64::max)?;
         let end = self.answers.iter().map(last).collect::<Option<Vec<_>>>()?.into_iter().reduce(f64::min)?;
@@ -110,7 +110,7 @@ mod tests {
     use super::*;
 
     fn answers(times_s: &[&[f64]]) -> Answers {
-        let answer = |times_s: &&[f64]| Answer {
+        let answer = |times_s: &&[f64]| CollectedAnswer {
             stream: None,
             shown: false,
             text: String::new(),

@@ -10,7 +10,7 @@ use mixfleet_runtime::api::Placements;
 use mixfleet_runtime::engine::EngineConfig;
 use mixfleet_runtime::env::{RealEnv, SharedEnv};
 use mixfleet_runtime::metrics::Metrics;
-use mixfleet_runtime::request::{GenerateRequest, Hints, Sampling, Update};
+use mixfleet_runtime::request::{GenerateRequest, Update};
 use std::sync::Arc;
 
 /// A prompt of several chunks and several pages.
@@ -75,17 +75,7 @@ fn tokens(prefill: &str, decode: &str) -> Result<Vec<u32>> {
         let choice = Choice { instances, engine: EngineConfig::default(), events: None, kv_exchange: None };
         let engine =
             start::engine(&model, &args, choice, &env, Metrics::new(), Arc::new(Placements::new(1)))?;
-        let request = GenerateRequest {
-            id: "validate".into(),
-            prompt_ids: prompt.into(),
-            max_tokens: TOKENS,
-            eos_ids: Arc::new([]),
-            sampling: Sampling { temperature: 0.0, ..Sampling::default() },
-            logprobs: None,
-            grammar: None,
-            cache_salt: None,
-            hints: Hints::default(),
-        };
+        let request = GenerateRequest::greedy("validate", prompt, TOKENS);
         let (mut updates, mut ids) = (engine.handle.submit(request).await?, Vec::new());
         while let Some(update) = updates.recv().await {
             match update {

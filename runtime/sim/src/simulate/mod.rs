@@ -48,7 +48,7 @@ use network::Network;
 use occupancy::Occupancy;
 use results::Ledger;
 use routers::RouterMachines;
-use spare::Sharing;
+use spare::SpareSharing;
 use timeline::Timeline;
 
 /// Largest fleet in which every step is reported before a decision. In larger ones decisions use what
@@ -148,7 +148,7 @@ struct World<'a> {
     ledger: Ledger,
     timeline: Timeline,
     occupancy: Occupancy,
-    sharing: Sharing,
+    sharing: SpareSharing,
     observer: &'a mut dyn Observer,
     actions: Vec<Action>,
     outcomes: Vec<Outcome>,
@@ -189,7 +189,7 @@ impl<'a> World<'a> {
             ledger: Ledger::new(setup),
             timeline: Timeline::new(observer.interval_s(), setup.pools.len()),
             occupancy: Occupancy::new(setup.pools.len()),
-            sharing: Sharing::new(setup),
+            sharing: SpareSharing::new(setup),
             observer,
             actions,
             outcomes: Vec::new(),

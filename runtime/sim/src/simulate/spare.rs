@@ -25,14 +25,14 @@ struct Sharer {
 
 /// Who attends for whom; nobody in most fleets.
 #[derive(Debug, Default)]
-pub(super) struct Sharing {
+pub(super) struct SpareSharing {
     all: Vec<Sharer>,
 }
 
-impl Sharing {
+impl SpareSharing {
     pub(super) fn new(setup: &Setup) -> Self {
         if !setup.shares() {
-            return Sharing::default();
+            return SpareSharing::default();
         }
         let of = |instance: &super::InstanceSetup| Sharer {
             lenders: instance.lenders.clone(),
@@ -46,7 +46,7 @@ impl Sharing {
                 all[lender as usize].borrowers.push(borrower);
             }
         }
-        Sharing { all }
+        SpareSharing { all }
     }
 
     /// Changes what an instance's steps cost, whoever shares its devices.
