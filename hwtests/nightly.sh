@@ -33,6 +33,8 @@ part planted hwtests/planted.sh
 part fuzz hwtests/fuzz.sh
 part restarts hwtests/engines.sh soak --minutes 30
 # 3 is a skip with its reason, which the log has
+part package hwtests/package.sh deb
+part static bash -c 'hwtests/package.sh static || [ $? = 3 ]'
 part vllm bash -c 'hwtests/engines.sh vllm || [ $? = 3 ]'
 printf '%s' "$summary"
 exit "$status"

@@ -110,6 +110,9 @@ pub struct Health {
     /// Energy used so far in joules. The counter never decreases, and only differences are meaningful.
     #[serde(default)]
     pub energy_j: Option<f64>,
+    /// Share of the time since the last reading in which it had work, 0 to 1.
+    #[serde(default)]
+    pub busy: Option<f64>,
     /// Clock in MHz.
     pub clock_mhz: Option<f64>,
     /// The highest clock that the device is built for, in MHz.

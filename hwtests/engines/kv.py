@@ -204,6 +204,36 @@ def run(pair):
     check(len(pair.lines("is not taken by")) == 2, "and before KV is written: vLLM answers, and leaves it alone for a while")
 
 
+def run_divided(pair, program):
+    """A gateway has one compute the prompt and the other one answer."""
+    for prefill, decode in (("mixfleet", "vllm"), ("vllm", "mixfleet")):
+        names = [f"{kind}:http://{getattr(pair, kind).address}={role}" for kind, role in ((prefill, "prefill"), (decode, "decode"))]
+        gateway = Gateway(program, names)
+        try:
+            check(gateway.wait_for("mixfleet_instances ", 2), f"{prefill} for prompts and {decode} for answers stand behind a gateway")
+            right, hits, used, lengths, asked = 0, external(pair), 0, 0, 0
+            while asked < EACH:
+                prompt = pair.prompt(pair.source.randrange(70, 700))
+                alone = pair.by_vllm(prompt)
+                if margin(alone) < MARGIN:
+                    continue
+                call(pair.vllm.address, "POST", "/reset_prefix_cache")
+                body = {"model": "m", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "logprobs": 2}
+                if decode == "vllm":
+                    body["return_tokens_as_token_ids"] = True
+                status, _, text = call(gateway.address, "POST", "/v1/completions", body, 120)
+                check_quietly(status == 200, f"a completion is not answered: {status} {text}")
+                answer = json.loads(text)
+                right, used, asked = right + (ids(pair, answer) == ids(pair, alone)), used + cached(answer), asked + 1
+                lengths += (len(prompt) - 1) // BLOCK * BLOCK
+            used = external(pair) - hits if decode == "vllm" else used
+            check(right == EACH, f"  {right} of {EACH} divided answers have the {TOKENS} tokens of one engine's")
+            count = gateway.metric("mixfleet_hand_offs_total")
+            check(count == EACH and used == lengths, f"  {count:.0f} began with the other's KV: {used:.0f} of {lengths} tokens")
+        finally:
+            gateway.stop()
+
+
 def run_close(pair):
     """A model whose tokens are close together: log-probabilities are compared."""
     for what, first, second in WAYS:
@@ -233,6 +263,8 @@ def main(program, model, close_model, folder):
         pair = Pair(program, its, folder, name)
         try:
             pair.vllm.wait()
+            if steps is run:
+                run_divided(pair, program)
             steps(pair)
         except BaseException:
             print("".join(pair.mixfleet.log[-20:]), file=sys.stderr)

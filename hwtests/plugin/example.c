@@ -365,6 +365,48 @@ static int32_t run(struct MixfleetDevice *device, const struct MixfleetOp *ops, 
     return MIXFLEET_OK;
 }
 
+/* A batch to run again: copies of the operations and of their operands' lists. */
+struct MixfleetGraph {
+    uint32_t count;
+    struct MixfleetOp *ops;
+    struct MixfleetSlice *args;
+};
+
+static void forget(struct MixfleetDevice *device, struct MixfleetGraph *graph) {
+    (void)device;
+    free(graph->ops);
+    free(graph->args);
+    free(graph);
+}
+
+static int32_t record(struct MixfleetDevice *device, const struct MixfleetOp *ops, uint32_t count,
+                      struct MixfleetGraph **graph, struct MixfleetError *error) {
+    size_t args = 0;
+    for (uint32_t i = 0; i < count; i++) args += ops[i].arg_count;
+    struct MixfleetGraph *made = calloc(1, sizeof *made);
+    if (!made) return fail(error, MIXFLEET_OUT_OF_MEMORY, "the host has no memory");
+    made->count = count;
+    made->ops = calloc(count ? count : 1, sizeof *made->ops);
+    made->args = calloc(args ? args : 1, sizeof *made->args);
+    if (!made->ops || !made->args) {
+        forget(device, made);
+        return fail(error, MIXFLEET_OUT_OF_MEMORY, "the host has no memory");
+    }
+    struct MixfleetSlice *next = made->args;
+    for (uint32_t i = 0; i < count; i++) {
+        made->ops[i] = ops[i];
+        memcpy(next, ops[i].args, ops[i].arg_count * sizeof *next);
+        made->ops[i].args = next;
+        next += ops[i].arg_count;
+    }
+    *graph = made;
+    return MIXFLEET_OK;
+}
+
+static int32_t replay(struct MixfleetDevice *device, struct MixfleetGraph *graph, struct MixfleetError *error) {
+    return run(device, graph->ops, graph->count, error);
+}
+
 static int32_t support(struct MixfleetDevice *device, const struct MixfleetOp *op) {
     (void)device;
     uint32_t none = MIXFLEET_F8E4M3;
@@ -454,6 +496,9 @@ static const struct MixfleetBackend table = {
     .write = copy_in,
     .read = copy_out,
     .run = run,
+    .record = record,
+    .replay = replay,
+    .forget = forget,
 };
 
 const struct MixfleetBackend *mixfleet_backend(uint32_t abi) { return abi == MIXFLEET_ABI ? &table : NULL; }

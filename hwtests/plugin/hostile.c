@@ -1,5 +1,7 @@
 /* The example with a fault, which MIXFLEET_HOSTILE names. */
 #define mixfleet_backend honest_backend
+#include <stddef.h>
+
 #include "example.c"
 #undef mixfleet_backend
 
@@ -43,6 +45,11 @@ static int32_t hostile_alloc(struct MixfleetDevice *device, uint64_t bytes, stru
     return is("nothing") ? MIXFLEET_OK : alloc(device, bytes, buffer, error);
 }
 
+static int32_t hostile_record(struct MixfleetDevice *device, const struct MixfleetOp *ops, uint32_t count,
+                              struct MixfleetGraph **graph, struct MixfleetError *error) {
+    return is("unrecorded") ? MIXFLEET_OK : record(device, ops, count, graph, error);
+}
+
 const struct MixfleetBackend *mixfleet_backend(uint32_t abi) {
     static struct MixfleetBackend lies;
     lies = *honest_backend(abi);
@@ -51,6 +58,10 @@ const struct MixfleetBackend *mixfleet_backend(uint32_t abi) {
     lies.info = hostile_info;
     lies.alloc = hostile_alloc;
     lies.run = is("incomplete") ? NULL : hostile_run;
+    lies.record = hostile_record;
+    if (is("half")) lies.replay = NULL;
+    /* as of a library that was built before there were recorded batches */
+    if (is("older")) lies.struct_bytes = offsetof(struct MixfleetBackend, record);
     if (is("short")) lies.struct_bytes = 24;
     if (is("version")) lies.abi = 9;
     return is("null") ? NULL : &lies;

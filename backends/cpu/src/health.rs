@@ -12,11 +12,20 @@ use std::time::Instant;
 /// Sensor drivers of processors.
 const SENSORS: [&str; 4] = ["coretemp", "k10temp", "zenpower", "cpu_thermal"];
 
-/// Reads health repeatedly and remembers the energy counters, which wrap.
+/// Reads health repeatedly and remembers the energy counters, which wrap, and the time that cores were busy.
 pub(crate) struct HealthReader {
     root: PathBuf,
     cores: Vec<usize>,
     meters: Mutex<Meters>,
+    /// Ticks of all cores at the last reading.
+    ticks: Mutex<Ticks>,
+}
+
+/// Time of cores since start, in ticks of the kernel.
+#[derive(Clone, Copy, Default)]
+struct Ticks {
+    busy: u64,
+    all: u64,
 }
 
 /// The state of the energy counters.
@@ -31,7 +40,12 @@ struct Meters {
 impl HealthReader {
     /// Creates a reader for `cores` of the machine under `root`.
     pub(crate) fn new(root: impl Into<PathBuf>, cores: &[usize]) -> HealthReader {
-        HealthReader { root: root.into(), cores: cores.to_vec(), meters: Mutex::default() }
+        HealthReader {
+            root: root.into(),
+            cores: cores.to_vec(),
+            meters: Mutex::default(),
+            ticks: Mutex::default(),
+        }
     }
 
     /// Reads the current state. Power is the mean since the previous reading, so the first reading has none
@@ -43,12 +57,30 @@ impl HealthReader {
             temperature_c: self.temperature_c(),
             power_w: self.sensor_power_w().or_else(|| self.mean_power_w(energy_j)),
             energy_j,
+            busy: self.busy(),
             clock_mhz: self.clock_mhz(),
             clock_mhz_max: None,
             clock_mhz_allowed: None,
             errors_corrected: sum_of(&memory, "mc", "ce_count"),
             errors_uncorrected: sum_of(&memory, "mc", "ue_count"),
         }
+    }
+
+    /// Returns the share of the time since the last reading in which the cores worked, for whomever; of the
+    /// first reading, since the machine started.
+    fn busy(&self) -> Option<f64> {
+        let stat = std::fs::read_to_string(self.root.join("proc/stat")).ok()?;
+        let of_core = |line: &str| {
+            let (core, counts) = line.strip_prefix("cpu")?.split_once(' ')?;
+            self.cores.contains(&core.parse().ok()?).then(|| ticks(counts)).flatten()
+        };
+        let now = stat.lines().filter_map(of_core).reduce(|sum, core| Ticks {
+            busy: sum.busy.saturating_add(core.busy),
+            all: sum.all.saturating_add(core.all),
+        })?;
+        let last = std::mem::replace(&mut *self.ticks.lock().unwrap_or_else(PoisonError::into_inner), now);
+        let passed = now.all.checked_sub(last.all).filter(|&passed| passed > 0)?;
+        Some(now.busy.saturating_sub(last.busy).min(passed) as f64 / passed as f64)
     }
 
     /// Returns the mean clock of the cores, from the clock driver or else from the kernel's own estimate.
@@ -153,6 +185,15 @@ impl HealthReader {
     }
 }
 
+/// Reads the counts of a core in `/proc/stat`: user, nice, system, idle, waiting for input, then others; what
+/// guests used is part of the first two.
+fn ticks(counts: &str) -> Option<Ticks> {
+    let counts: Vec<u64> = counts.split_whitespace().take(8).map_while(|count| count.parse().ok()).collect();
+    let all = counts.iter().copied().fold(0, u64::saturating_add);
+    let idle = counts.get(3)?.saturating_add(counts.get(4).copied().unwrap_or(0));
+    Some(Ticks { busy: all.saturating_sub(idle), all })
+}
+
 fn text(path: &Path) -> Option<String> {
     std::fs::read_to_string(path).ok().map(|text| text.trim().to_owned())
 }
@@ -238,11 +279,13 @@ mod tests {
             ("sys/devices/system/edac/mc/mc0/ce_count", "3\n"),
             ("sys/devices/system/edac/mc/mc1/ce_count", "4\n"),
             ("sys/devices/system/edac/mc/mc0/ue_count", "0\n"),
+            ("proc/stat", "cpu  9 9 9 9\ncpu0 20 10 10 50 10 0 0 0 15 0\ncpu1 10 0 0 90\ncpu10 7 7 7 7\n"),
         ]);
         let expected = Health {
             temperature_c: Some(63.125),
             power_w: Some(123.5),
             energy_j: Some(0.0),
+            busy: Some(0.25),
             clock_mhz: Some(3250.0),
             clock_mhz_max: None,
             clock_mhz_allowed: None,
@@ -258,6 +301,22 @@ mod tests {
         let cpu = |n: u32, mhz: u32| format!("processor\t: {n}\ncpu MHz\t\t: {mhz}.500\n\n");
         scratch.write(&[("proc/cpuinfo", &(cpu(0, 1000) + &cpu(1, 2000) + &cpu(2, 4000)))]);
         assert_eq!(HealthReader::new(&scratch.0, &[1, 2]).read().clock_mhz, Some(3000.5));
+    }
+
+    #[test]
+    fn cores_are_busy_since_the_last_reading() {
+        let scratch = Scratch::new("busy");
+        let reader = HealthReader::new(&scratch.0, &[1]);
+        let read = |stat: &str| {
+            scratch.write(&[("proc/stat", stat)]);
+            reader.read().busy
+        };
+        assert_eq!(read("cpu1 100 0 0 300\n"), Some(0.25));
+        assert_eq!(read("cpu0 900 0 0 300\ncpu1 190 0 0 310\n"), Some(0.9));
+        assert_eq!(read("cpu1 190 0 0 310\n"), None, "no time passed");
+        assert_eq!(read("cpu1 10 0 0 10\n"), None, "counted anew");
+        assert_eq!(read("cpu1 10 0 0 110\n"), Some(0.0));
+        assert_eq!([read("cpu1 10 0\n"), read("cpu2 1 1 1 1\n"), read("rubbish")], [None; 3]);
     }
 
     #[test]

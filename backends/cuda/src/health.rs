@@ -108,6 +108,22 @@ impl Monitor {
         [lowered, held].into_iter().flatten().fold(max, f64::min)
     }
 
+    /// The share of the driver's last sampling period, up to a second, in which a kernel ran.
+    fn busy(&self) -> Option<f64> {
+        let mut percents: [c_uint; 2] = [0; 2]; // of compute, then of memory
+        // SAFETY: nvml.h's structure for this function is two unsigned integers.
+        let code = unsafe {
+            let ask = self
+                .library
+                .get::<unsafe extern "C" fn(Handle, *mut [c_uint; 2]) -> c_int>(
+                    b"nvmlDeviceGetUtilizationRates\0",
+                )
+                .ok()?;
+            ask(self.handle, &mut percents)
+        };
+        (code == SUCCESS).then(|| f64::from(percents[0]) / 100.0)
+    }
+
     fn memory_errors(&self, kind: c_int) -> Option<u64> {
         let mut value: c_ulonglong = 0;
         // SAFETY: as in `number`.
@@ -132,6 +148,7 @@ impl Monitor {
             energy_j: self
                 .wide(b"nvmlDeviceGetTotalEnergyConsumption\0")
                 .map(|millijoules| millijoules as f64 * 1e-3),
+            busy: self.busy(),
             clock_mhz: self.choice(b"nvmlDeviceGetClockInfo\0", CLOCK_SM),
             clock_mhz_max,
             clock_mhz_allowed: clock_mhz_max.map(|max| self.clock_mhz_allowed(max)),

@@ -101,6 +101,9 @@ struct MixfleetBuffer;
 // A device of the library, which alone knows what it is.
 struct MixfleetDevice;
 
+// A batch that a library has prepared for many runs, which alone knows what it is.
+struct MixfleetGraph;
+
 // What went wrong, for people: text that ends with a zero.
 struct MixfleetError {
   // Size of this structure in bytes.
@@ -418,6 +421,18 @@ struct MixfleetBackend {
   uint64_t (*memory_free)(struct MixfleetDevice *device);
   // Optional: reads the device's health.
   void (*health)(struct MixfleetDevice *device, struct MixfleetHealth *health);
+  // Optional, as `replay` and `forget` are; all three or none. Prepares operations for many runs, for
+  // which a library copies what it needs of them: `ops` and their operands' lists end with the call, and
+  // the buffers stay. What buffers hold changes between runs.
+  int32_t (*record)(struct MixfleetDevice *device,
+                    const struct MixfleetOp *ops,
+                    uint32_t count,
+                    struct MixfleetGraph **graph,
+                    struct MixfleetError *error);
+  // Runs a prepared batch as `run` would.
+  int32_t (*replay)(struct MixfleetDevice *device, struct MixfleetGraph *graph, struct MixfleetError *error);
+  // Frees a prepared batch, which does not run.
+  void (*forget)(struct MixfleetDevice *device, struct MixfleetGraph *graph);
 };
 
 #endif  /* MIXFLEET_H */

@@ -2,8 +2,8 @@
 //!
 //! A library exports one function, `mixfleet_backend`, which returns a table of functions that stays valid
 //! for as long as the process runs. Functions may be called by several threads at a time, but for one device
-//! at most one of `run`, `write` and `read` is in progress. Each returns a status, 0 or an error's; what it
-//! then says in `error` is shown to people.
+//! at most one of `run`, `replay`, `write` and `read` is in progress. Each returns a status, 0 or an error's;
+//! what it then says in `error` is shown to people.
 //!
 //! Structures grow at their ends only. Each begins with its size in bytes as the writer knows it; what lies
 //! beyond that is not read, and counts as 0.
@@ -88,6 +88,12 @@ pub struct MixfleetDevice {
 /// Memory of a device, of which only the library knows what it is.
 #[derive(Debug)]
 pub struct MixfleetBuffer {
+    _private: [u8; 0],
+}
+
+/// A batch that a library has prepared for many runs, which alone knows what it is.
+#[derive(Debug)]
+pub struct MixfleetGraph {
     _private: [u8; 0],
 }
 
@@ -464,6 +470,28 @@ pub struct MixfleetBackend {
     pub memory_free: Option<unsafe extern "C" fn(device: *mut MixfleetDevice) -> u64>,
     /// Optional: reads the device's health.
     pub health: Option<unsafe extern "C" fn(device: *mut MixfleetDevice, health: *mut MixfleetHealth)>,
+    /// Optional, as `replay` and `forget` are; all three or none. Prepares operations for many runs, for
+    /// which a library copies what it needs of them: `ops` and their operands' lists end with the call, and
+    /// the buffers stay. What buffers hold changes between runs.
+    pub record: Option<
+        unsafe extern "C" fn(
+            device: *mut MixfleetDevice,
+            ops: *const MixfleetOp,
+            count: u32,
+            graph: *mut *mut MixfleetGraph,
+            error: *mut MixfleetError,
+        ) -> i32,
+    >,
+    /// Runs a prepared batch as `run` would.
+    pub replay: Option<
+        unsafe extern "C" fn(
+            device: *mut MixfleetDevice,
+            graph: *mut MixfleetGraph,
+            error: *mut MixfleetError,
+        ) -> i32,
+    >,
+    /// Frees a prepared batch, which does not run.
+    pub forget: Option<unsafe extern "C" fn(device: *mut MixfleetDevice, graph: *mut MixfleetGraph)>,
 }
 
 /// What a library exports as `mixfleet_backend`: its table for a version of the interface, or null if it has

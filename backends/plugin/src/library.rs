@@ -111,9 +111,12 @@ fn checked(table: *const MixfleetBackend) -> std::result::Result<MixfleetBackend
         ("read", copy.read.is_none()),
         ("run", copy.run.is_none()),
     ];
-    match missing.iter().find(|(_, missing)| *missing) {
-        Some((name, _)) => Err(format!("its table has no '{name}'")),
-        None => Ok(copy),
+    if let Some((name, _)) = missing.iter().find(|(_, missing)| *missing) {
+        return Err(format!("its table has no '{name}'"));
+    }
+    match [copy.record.is_some(), copy.replay.is_some(), copy.forget.is_some()] {
+        [true, true, true] | [false, false, false] => Ok(copy),
+        _ => Err("its table has some of 'record', 'replay' and 'forget'; all three or none".into()),
     }
 }
 
@@ -225,7 +228,7 @@ impl PluginLibrary {
             alignment_bytes,
             imports_host_memory: false,
             kv_page_tokens,
-            replay_pays: false,
+            replay_pays: self.table.0.record.is_some(),
             copies_beside: false,
         };
         Ok((info, limits))

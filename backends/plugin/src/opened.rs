@@ -1,6 +1,6 @@
 //! An open device of a library, and its memory.
 
-use crate::abi::{MixfleetBuffer, MixfleetDevice, MixfleetHealth, MixfleetOp, MixfleetSlice};
+use crate::abi::{MixfleetBuffer, MixfleetDevice, MixfleetGraph, MixfleetHealth, MixfleetOp, MixfleetSlice};
 use crate::library::{PluginLibrary, no_error, status};
 use crate::operation;
 use mixfleet_hal::cast::to_u32;
@@ -168,6 +168,47 @@ impl OpenedDevice {
 
     /// Runs a batch.
     pub(crate) fn run(self: &Arc<Self>, cmds: &[Cmd]) -> Result<()> {
+        let run = function!(self, run)?;
+        self.with_ops(cmds, |ops| {
+            let (_turn, mut error) = (self.turn(None)?, no_error());
+            // SAFETY: operations and operands live until the call returns, and were checked against each
+            // other; the buffers are of this device and live as long as the commands.
+            let code = unsafe { run(self.raw, ops.as_ptr(), to_u32(ops.len()), &raw mut error) };
+            status(&self.id, code, &error)
+        })
+    }
+
+    /// Prepares a batch for many runs; none if the library prepares nothing.
+    pub(crate) fn record(self: &Arc<Self>, cmds: &[Cmd]) -> Result<Option<PluginGraph>> {
+        let Some(record) = self.library.table.0.record else { return Ok(None) };
+        self.with_ops(cmds, |ops| {
+            let (mut graph, mut error) = (std::ptr::null_mut(), no_error());
+            let count = to_u32(ops.len());
+            // SAFETY: as in `run`, and the commands are kept as long as the graph.
+            let code = unsafe { record(self.raw, ops.as_ptr(), count, &raw mut graph, &raw mut error) };
+            status(&self.id, code, &error)?;
+            if graph.is_null() {
+                return Err(Error::invalid(format!("{}: the library records and gives nothing", self.id)));
+            }
+            Ok(Some(PluginGraph { device: self.clone(), raw: graph, _cmds: cmds.to_vec() }))
+        })
+    }
+
+    /// Runs a batch that this device has prepared.
+    pub(crate) fn replay(&self, graph: &PluginGraph) -> Result<()> {
+        let replay = function!(self, replay)?;
+        let (_turn, mut error) = (self.turn(None)?, no_error());
+        // SAFETY: the library made the graph, whose commands keep their buffers.
+        let code = unsafe { replay(self.raw, graph.raw, &raw mut error) };
+        status(&self.id, code, &error)
+    }
+
+    /// Calls `with` with the commands as the library gets them.
+    fn with_ops<T>(
+        self: &Arc<Self>,
+        cmds: &[Cmd],
+        with: impl FnOnce(&[MixfleetOp]) -> Result<T>,
+    ) -> Result<T> {
         let args = cmds.iter().map(|cmd| cmd.args().iter().map(|arg| raw(self, arg)).collect());
         let args = args.collect::<Result<Vec<Vec<MixfleetSlice>>>>()?;
         let ops: Vec<MixfleetOp> = cmds
@@ -179,12 +220,7 @@ impl OpenedDevice {
                 ..operation::of(cmd.sig())
             })
             .collect();
-        let (run, mut error) = (function!(self, run)?, no_error());
-        let _turn = self.turn(None)?;
-        // SAFETY: operations and operands live until the call returns, and were checked against each other;
-        // the buffers are of this device and live as long as the commands.
-        let code = unsafe { run(self.raw, ops.as_ptr(), to_u32(ops.len()), &raw mut error) };
-        status(&self.id, code, &error)
+        with(&ops)
     }
 
     fn free(&self, buffer: *mut MixfleetBuffer) {
@@ -200,6 +236,34 @@ impl Drop for OpenedDevice {
         if let Some(close) = self.library.table.0.close {
             // SAFETY: buffers and queues hold the device, so that none is left.
             unsafe { close(self.raw) };
+        }
+    }
+}
+
+/// A batch that the library has prepared, and its commands, which hold the buffers.
+pub(crate) struct PluginGraph {
+    device: Arc<OpenedDevice>,
+    raw: *mut MixfleetGraph,
+    _cmds: Vec<Cmd>,
+}
+
+// SAFETY: the pointer is only handed to the library, whose functions any thread may call.
+unsafe impl Send for PluginGraph {}
+// SAFETY: as above; what may not run at a time is excluded by the device.
+unsafe impl Sync for PluginGraph {}
+
+impl PluginGraph {
+    /// Whether that device has prepared it.
+    pub(crate) fn is_of(&self, device: &Arc<OpenedDevice>) -> bool {
+        Arc::ptr_eq(&self.device, device)
+    }
+}
+
+impl Drop for PluginGraph {
+    fn drop(&mut self) {
+        if let Some(forget) = self.device.library.table.0.forget {
+            // SAFETY: the library made it, and a run of it would hold it.
+            unsafe { forget(self.device.raw, self.raw) };
         }
     }
 }

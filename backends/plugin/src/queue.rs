@@ -1,6 +1,6 @@
 //! A queue: a thread that has the library run batches.
 
-use crate::opened::OpenedDevice;
+use crate::opened::{OpenedDevice, PluginGraph};
 use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Cmd, Elapsed, Error, ErrorKind, Graph, Queue, Result, Ticket};
@@ -37,14 +37,24 @@ impl Progress {
 
 /// A queue of a library's device.
 pub(crate) struct PluginQueue {
-    batches: Sender<Vec<Cmd>>,
+    device: Arc<OpenedDevice>,
+    batches: Sender<Batch>,
     submitted: u64,
     progress: Arc<Progress>,
     id: String,
 }
 
-/// A batch to run again.
-struct Recorded(Vec<Cmd>);
+/// What the thread of a queue has to run.
+enum Batch {
+    New(Vec<Cmd>),
+    Prepared(Arc<PluginGraph>),
+}
+
+/// A batch to run again: as the library has prepared it, or as it was given.
+enum Recorded {
+    Commands(Vec<Cmd>),
+    Graph(Arc<PluginGraph>),
+}
 
 impl Graph for Recorded {
     fn as_any(&self) -> &dyn Any {
@@ -60,23 +70,34 @@ impl PluginQueue {
     pub(crate) fn start(device: Arc<OpenedDevice>, id: &str) -> Result<Self> {
         let (batches, incoming) = channel();
         let progress = Arc::new(Progress::default());
-        let told = progress.clone();
-        let work = move || run(&device, &incoming, &told);
+        let (told, opened) = (progress.clone(), device.clone());
+        let work = move || run(&opened, &incoming, &told);
         let thread = std::thread::Builder::new().name(format!("queue {id}")).spawn(work);
         thread.map_err(|error| Error::new(ErrorKind::Other, format!("{id}: no thread: {error}")))?;
-        Ok(PluginQueue { batches, submitted: 0, progress, id: id.to_owned() })
+        Ok(PluginQueue { device, batches, submitted: 0, progress, id: id.to_owned() })
+    }
+
+    fn send(&mut self, batch: Batch) -> Result<Ticket> {
+        let gone = |_| Error::new(ErrorKind::DeviceLost, format!("{}: its thread is gone", self.id));
+        self.batches.send(batch).map_err(gone)?;
+        self.submitted += 1;
+        Ok(Ticket(self.submitted))
     }
 }
 
 /// Runs batches until the queue is dropped. One that never ends keeps its thread, and nothing else.
-fn run(device: &Arc<OpenedDevice>, batches: &Receiver<Vec<Cmd>>, progress: &Progress) {
-    while let Ok(cmds) = batches.recv() {
+fn run(device: &Arc<OpenedDevice>, batches: &Receiver<Batch>, progress: &Progress) {
+    while let Ok(batch) = batches.recv() {
         let began = Instant::now();
         let failed = progress.lock().failed.is_some();
-        let result = if failed { Ok(()) } else { device.run(&cmds) };
+        let result = match &batch {
+            _ if failed => Ok(()),
+            Batch::New(cmds) => device.run(cmds),
+            Batch::Prepared(graph) => device.replay(graph),
+        };
         let time = Seconds(began.elapsed().as_secs_f64());
         // buffers are freed before it is said that the batch is done
-        drop(cmds);
+        drop(batch);
         let mut done = progress.lock();
         done.count += 1;
         done.times.push_back(time);
@@ -93,10 +114,7 @@ fn run(device: &Arc<OpenedDevice>, batches: &Receiver<Vec<Cmd>>, progress: &Prog
 
 impl Queue for PluginQueue {
     fn submit(&mut self, cmds: &[Cmd]) -> Result<Ticket> {
-        let gone = |_| Error::new(ErrorKind::DeviceLost, format!("{}: its thread is gone", self.id));
-        self.batches.send(cmds.to_vec()).map_err(gone)?;
-        self.submitted += 1;
-        Ok(Ticket(self.submitted))
+        self.send(Batch::New(cmds.to_vec()))
     }
 
     fn wait(&mut self, ticket: Ticket, timeout: Duration) -> Result<Elapsed> {
@@ -120,13 +138,19 @@ impl Queue for PluginQueue {
     }
 
     fn record(&mut self, cmds: &[Cmd]) -> Result<Arc<dyn Graph>> {
-        Ok(Arc::new(Recorded(cmds.to_vec())))
+        Ok(Arc::new(match self.device.record(cmds)? {
+            Some(graph) => Recorded::Graph(Arc::new(graph)),
+            None => Recorded::Commands(cmds.to_vec()),
+        }))
     }
 
     fn replay(&mut self, graph: &Arc<dyn Graph>) -> Result<Ticket> {
-        let recorded = graph.as_any().downcast_ref::<Recorded>();
-        let Recorded(cmds) =
-            recorded.ok_or_else(|| Error::invalid("the batch was recorded by another queue"))?;
-        self.submit(cmds)
+        match graph.as_any().downcast_ref::<Recorded>() {
+            Some(Recorded::Graph(graph)) if graph.is_of(&self.device) => {
+                self.send(Batch::Prepared(graph.clone()))
+            }
+            Some(Recorded::Commands(cmds)) => self.submit(cmds),
+            _ => Err(Error::invalid("the batch was recorded by another device")),
+        }
     }
 }

@@ -10,7 +10,7 @@ use std::time::Duration;
 const FAULT: &str = "MIXFLEET_HOSTILE";
 
 /// Every fault that does not end the process, and words of what is said of it.
-const FAULTS: [(&str, &str); 15] = [
+const FAULTS: [(&str, &str); 18] = [
     ("null", "version 1"),
     ("version", "version 9"),
     ("short", "24 bytes"),
@@ -26,6 +26,9 @@ const FAULTS: [(&str, &str); 15] = [
     ("silent", "no reason"),
     ("unended", "xxxx"),
     ("hang", "not done"),
+    ("half", "all three or none"),
+    ("unrecorded", "records and gives nothing"),
+    ("older", "met: nothing is wrong"),
 ];
 
 #[test]
@@ -89,8 +92,11 @@ fn tried(path: &std::path::Path) -> Result<(), String> {
     let limit =
         Duration::from_millis(if std::env::var(FAULT).is_ok_and(|f| f == "hang") { 300 } else { 60_000 });
     queue.wait(ticket, limit).map_err(|error| error.to_string())?;
-    let later = queue.submit(&[cmd]).map_err(|error| error.to_string())?;
+    let graph = queue.record(&[cmd]).map_err(|error| error.to_string())?;
+    let later = queue.replay(&graph).map_err(|error| error.to_string())?;
     queue.wait(later, limit).map_err(|error| error.to_string())?;
+    let mut other = backend.open("hostile:0").and_then(|device| device.queue()).map_err(|e| e.to_string())?;
+    assert_eq!(other.replay(&graph).is_err(), device.limits().replay_pays, "a graph of another device");
     Ok(())
 }
 

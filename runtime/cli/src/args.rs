@@ -16,6 +16,18 @@ pub(crate) struct DevicesArgs {
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
+    /// Open the devices and show memory, load, temperature, power and clock until stopped
+    #[arg(long)]
+    pub(crate) watch: bool,
+    /// Time between readings, in seconds
+    #[arg(long, value_name = "S", default_value = "1", requires = "watch", value_parser = seconds)]
+    pub(crate) every: f64,
+    /// End after so many readings
+    #[arg(long, value_name = "N", requires = "watch", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) count: Option<u64>,
+    /// Watch this device alone, repeatable
+    #[arg(long = "device", value_name = "DEV", requires = "watch")]
+    pub(crate) devices: Vec<String>,
 }
 
 #[derive(Debug, Args)]

@@ -85,9 +85,18 @@ pub(crate) fn all() -> Vec<Box<dyn Backend>> {
     all
 }
 
+/// Whether this build can load no libraries, and so no drivers.
+const IS_STATIC: bool = cfg!(target_feature = "crt-static");
+
 /// The devices that each backend found, or why it found none.
 pub(crate) fn probe() -> Vec<(&'static str, Result<Vec<DeviceInfo>, Absent>)> {
-    all().iter().map(|backend| (backend.name(), backend.probe())).collect()
+    let found = |backend: &dyn Backend| match backend.probe() {
+        Err(_) if IS_STATIC && backend.name() != "sim" => {
+            Err(Absent::new("this build is static and loads no drivers: it computes on processors alone"))
+        }
+        found => found,
+    };
+    all().iter().map(|backend| (backend.name(), found(backend.as_ref()))).collect()
 }
 
 /// Opens the device of `selector`.

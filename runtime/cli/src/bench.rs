@@ -7,6 +7,7 @@ use crate::Usage;
 use crate::args::{DeviceRole, GenerateArgs, ModelArgs};
 use crate::generate::Ready;
 use crate::remote::RemoteArgs;
+use crate::screen;
 use crate::trace::{ReplayArgs, positive};
 use anyhow::{Context, Result};
 use clap::Args;
@@ -127,7 +128,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
         let text = page("mixfleet bench", &outcome.subtitle(), &outcome.html());
         write_whole(file, text.as_bytes()).with_context(|| format!("cannot write {}", file.display()))?;
     }
-    let mut out = std::io::stdout().lock();
+    let mut out = screen::output(args.json);
     match args.json {
         true => writeln!(out, "{:#}", outcome.document())?,
         false => write!(out, "{}", outcome.text())?,

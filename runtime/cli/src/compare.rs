@@ -9,6 +9,7 @@ use crate::Usage;
 use crate::args::DevicePrice;
 use crate::numbers::seconds;
 use crate::prices;
+use crate::screen;
 use anyhow::{Context, Result};
 use clap::Args;
 use devices::Compared;
@@ -224,7 +225,7 @@ pub(crate) fn run(args: &CompareArgs) -> Result<()> {
         let cannot_write = || format!("cannot write {}", path.display());
         write_whole(path, page::page(&comparison).as_bytes()).with_context(cannot_write)?;
     }
-    let mut out = std::io::stdout().lock();
+    let mut out = screen::output(args.json);
     if args.json {
         writeln!(out, "{:#}", json::document(&comparison))?;
         return Ok(());

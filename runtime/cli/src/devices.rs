@@ -1,7 +1,10 @@
 //! Implements `mixfleet devices`.
 
+mod watch;
+
 use crate::args::DevicesArgs;
 use crate::backends;
+use crate::screen;
 use anyhow::Result;
 use mixfleet_discover::{Here, PciDevice, SamePart, Topology, pci_of, same_part};
 use mixfleet_hal::DeviceInfo;
@@ -10,6 +13,9 @@ use serde_json::{Value, json};
 use std::io::Write;
 
 pub(crate) fn run(args: &DevicesArgs) -> Result<()> {
+    if args.watch {
+        return watch::run(args);
+    }
     let mut found = Vec::new();
     let mut absent: Vec<(String, String)> = Vec::new();
     for (backend, devices) in backends::probe() {
@@ -21,7 +27,7 @@ pub(crate) fn run(args: &DevicesArgs) -> Result<()> {
     let here = Here::read();
     absent.extend(here.absent.iter().map(|(name, why)| ((*name).into(), why.reason.clone())));
     let same = same_part(&found, &here.topology);
-    let mut out = std::io::stdout().lock();
+    let mut out = screen::output(args.json);
     if args.json {
         let absent: Vec<_> = absent.iter().map(|(what, why)| json!({"what": what, "reason": why})).collect();
         let devices: Vec<_> = found.iter().map(|device| document(device, &here.topology)).collect();
@@ -31,6 +37,7 @@ pub(crate) fn run(args: &DevicesArgs) -> Result<()> {
         writeln!(out, "{document:#}")?;
         return Ok(());
     }
+    writeln!(out, "{:<14} name, compute units, memory", "device")?;
     for (index, device) in found.iter().enumerate() {
         write_device(&mut out, device)?;
         write_place(&mut out, device, &here.topology)?;

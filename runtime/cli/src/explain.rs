@@ -1,6 +1,7 @@
 //! Implements `mixfleet explain`.
 
 use crate::Usage;
+use crate::screen;
 use anyhow::Result;
 use clap::Args;
 use mixfleet_hal::catalog::closest_names;
@@ -14,7 +15,7 @@ pub(crate) struct ExplainArgs {
 }
 
 pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
-    let mut out = std::io::stdout().lock();
+    let mut out = screen::output(false);
     let Some(name) = &args.metric else {
         for metric in metrics() {
             writeln!(out, "  {:<13} {}", metric.name, metric.meaning)?;

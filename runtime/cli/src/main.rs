@@ -41,6 +41,7 @@ mod profiles;
 mod remote;
 mod replay;
 mod scheduling;
+mod screen;
 mod serve;
 mod settings;
 mod shells;

@@ -1,6 +1,7 @@
 //! Implements `mixfleet models`: the shapes of known models.
 
 use crate::Usage;
+use crate::screen;
 use anyhow::Result;
 use clap::Args;
 use mixfleet_hal::units::GB;
@@ -21,7 +22,7 @@ pub(crate) struct ModelsArgs {
 
 pub(crate) fn run(args: &ModelsArgs) -> Result<()> {
     let found = args.name.as_deref().map(find).transpose().map_err(|error| Usage(error.to_string()))?;
-    let mut out = std::io::stdout().lock();
+    let mut out = screen::output(args.json);
     if args.json {
         let chosen: Vec<Value> = match found {
             Some(model) => vec![document(model)],

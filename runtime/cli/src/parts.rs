@@ -1,6 +1,7 @@
 //! Implements `mixfleet parts`: the catalog.
 
 use crate::Usage;
+use crate::screen;
 use anyhow::{Result, bail};
 use clap::Args;
 use mixfleet_hal::catalog::{self, Part, parts};
@@ -29,7 +30,7 @@ pub(crate) fn run(args: &PartsArgs) -> Result<()> {
         let near = if near.is_empty() { "all: mixfleet parts".into() } else { format!("near it: {near}") };
         bail!(Usage(format!("no part has '{wanted}' in its name, memory or note; {near}")));
     }
-    let mut out = std::io::stdout().lock();
+    let mut out = screen::output(args.json);
     if args.json {
         let parts: Vec<Value> = found.into_iter().map(document).collect();
         writeln!(out, "{:#}", json!({"schema": "mixfleet.parts/1", "parts": parts}))?;

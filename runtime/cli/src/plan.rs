@@ -15,6 +15,7 @@ mod table;
 mod tiers;
 
 use crate::numbers::seconds;
+use crate::screen;
 use crate::simulate::share;
 use crate::trace::{ReplayArgs, positive};
 use crate::{Failed, Usage, leave_no_empty, writable};
@@ -354,7 +355,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
         last => return several::run(args, wanted.into_iter().chain(last).collect(), &offers),
     };
     let printed = plan(args, one, &offers)?;
-    let mut out = std::io::stdout().lock();
+    let mut out = screen::output(args.json);
     if args.json {
         writeln!(out, "{:#}", printed.document)?;
     } else {

@@ -7,6 +7,7 @@ pub(crate) mod machine;
 
 use crate::interrupt::cancel_on_interrupt;
 use crate::numbers::USD_PER_HOUR_MIN;
+use crate::screen;
 use crate::{Failed, Usage, backends, writable};
 use anyhow::{Context, Result, bail};
 use clap::{Args, Subcommand};
@@ -128,7 +129,7 @@ fn profile(args: &MeasureArgs) -> Result<()> {
         options.other_load = machine::busy();
     }
     let document = with_progress(&*device, &options);
-    let mut out = std::io::stdout().lock();
+    let mut out = screen::output(args.json);
     if args.json {
         writeln!(out, "{}", serde_json::to_string_pretty(&document)?)?;
     } else {
@@ -284,7 +285,7 @@ fn read(file: &Path) -> Result<ProfileDocument> {
 
 fn compare(args: &CompareArgs) -> Result<()> {
     let comparison = Comparison::new(&read(&args.a)?, &read(&args.b)?);
-    let mut out = std::io::stdout().lock();
+    let mut out = screen::output(args.json);
     if args.json {
         writeln!(out, "{}", serde_json::to_string_pretty(&comparison)?)?;
     } else {

@@ -1,6 +1,7 @@
 //! Implements `mixfleet replay`: runs the events that `mixfleet serve` logged through a new fleet machine.
 
 use crate::Failed;
+use crate::screen;
 use anyhow::{Context, Result};
 use clap::Args;
 use mixfleet_runtime::engine::events::Replay;
@@ -27,7 +28,7 @@ pub(crate) fn run(args: &ReplayLogArgs) -> Result<()> {
     let path = args.log.display();
     let log = File::open(&args.log).with_context(|| format!("cannot open {path}"))?;
     let replay = Replay::of(BufReader::new(log), args.request).with_context(|| path.to_string())?;
-    let mut out = std::io::stdout().lock();
+    let mut out = screen::output(args.json);
     if args.json {
         writeln!(out, "{:#}", document(&replay))?;
     } else {

@@ -7,7 +7,7 @@ use crate::remote::RemoteArgs;
 use crate::settings::ServeSettings;
 use crate::start::{self, Choice, Instances};
 use crate::tiers::Pools;
-use crate::worker_engines::WorkerEngine;
+use crate::worker_engines::{WorkerEngine, check_roles};
 use crate::{Usage, backends, otlp};
 use anyhow::{Context, Result};
 use mixfleet_hal::cast::to_u64;
@@ -249,6 +249,7 @@ fn load(
 
 /// Waits for the first engine that answers.
 fn load_engines(engines: &[WorkerEngine], args: &FrontArgs, around: Around) -> Result<(Arc<Gateway>, ())> {
+    check_roles(engines)?;
     let specs = engines.iter().map(WorkerEngine::open).collect::<Result<Vec<_>>>()?;
     let specs = specs.into_iter().flatten().collect();
     let Around { env, metrics, placements, events } = around;

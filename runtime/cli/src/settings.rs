@@ -5,6 +5,7 @@
 
 use crate::command_line::{Cli, CliCommand};
 use crate::scheduling::SchedulingArgs;
+use crate::screen;
 use crate::{Usage, profiles};
 use anyhow::{Context, Result};
 use clap::parser::ValueSource;
@@ -313,7 +314,7 @@ fn read_text(text: &str) -> Json {
 impl ServeSettings {
     /// Prints every setting in force with its origin.
     pub(crate) fn print(&self, as_json: bool) -> Result<()> {
-        let mut out = std::io::stdout().lock();
+        let mut out = screen::output(as_json);
         if as_json {
             let settings: Vec<Json> = self
                 .all

@@ -15,6 +15,7 @@ mod unmet;
 mod watch;
 
 use crate::scheduling::SchedulingArgs;
+use crate::screen;
 use crate::trace::{FileBar, ReplayArgs, clock, positive};
 use crate::{Failed, Usage, leave_no_empty, prices, writable};
 use additions::Additions;
@@ -218,7 +219,7 @@ fn one(fleet: &OpenedFleet<'_>) -> Result<()> {
         };
         write_whole(path, page(&subject).as_bytes()).with_context(|| cannot_write(path))?;
     }
-    let mut out = std::io::stdout().lock();
+    let mut out = screen::output(args.json);
     if args.json {
         let mut document = document(fleet, &results)?;
         // Whole seconds, rounded up, so that documents of equal runs can be compared.

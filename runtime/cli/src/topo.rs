@@ -1,6 +1,7 @@
 //! Implements `mixfleet topo`.
 
 use crate::args::TopoArgs;
+use crate::screen;
 use anyhow::{Context, Result};
 use mixfleet_discover::{Here, HostConditions, PciKind, Recording, Topology, Tree};
 use mixfleet_hwtests::files::write_whole;
@@ -23,7 +24,7 @@ pub(crate) fn run(args: &TopoArgs) -> Result<()> {
     if let Some(path) = &args.record {
         record(path, &tree.kept())?;
     }
-    let mut out = std::io::stdout().lock();
+    let mut out = screen::output(args.json);
     if args.json {
         let nics: Vec<_> = topology.nic_of_gpus().into_iter().collect();
         let nics: Vec<_> = nics.iter().map(|(gpu, nic)| json!({"gpu": gpu, "nic": nic})).collect();

@@ -9,6 +9,7 @@ mod summary;
 
 use crate::interrupt::cancel_on_interrupt;
 use crate::profile::machine;
+use crate::screen;
 use crate::{Failed, Usage, backends, built};
 use anyhow::{Context, Result, bail};
 use clap::Args;
@@ -136,7 +137,7 @@ fn validate(args: &ValidateArgs) -> Result<()> {
         let environment = environment(&report, &here, looked.as_ref(), began_at.clone());
         package::write(folder, &report, &environment).context("cannot write the report")?;
     }
-    let mut out = std::io::stdout().lock();
+    let mut out = screen::output(args.json);
     if args.json {
         writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?;
     } else {

@@ -135,6 +135,30 @@ impl std::str::FromStr for WorkerEngine {
     }
 }
 
+/// Checks that engines with roles can take KV from each other. vLLM's can among themselves; this program's
+/// can from vLLM's and the other way round.
+///
+/// # Errors
+/// What of their roles cannot be.
+pub(crate) fn check_roles(engines: &[WorkerEngine]) -> Result<(), Usage> {
+    let own = |engine: &&WorkerEngine| engine.kind == EngineKind::Mixfleet && engine.role != Role::Auto;
+    let Some(first) = engines.iter().find(own) else { return Ok(()) };
+    let (this, role) = (&first.address, format!("{:?}", first.role).to_lowercase());
+    let is_wrong = |engine: &&WorkerEngine| match engine.kind {
+        EngineKind::Mixfleet => engine.role != Role::Auto && engine.role != first.role,
+        EngineKind::Vllm => engine.role == Role::Auto || engine.role == first.role,
+        EngineKind::LlamaCpp => false,
+    };
+    match engines.iter().find(is_wrong) {
+        None => Ok(()),
+        Some(engine) => Err(Usage(format!(
+            "--worker-engine mixfleet:{this}={role}: KV goes between mixfleet and vLLM, so that each vllm engine needs the \
+             other role and each mixfleet engine the same one; {}:{} does not have it",
+            engine.kind, engine.address
+        ))),
+    }
+}
+
 fn usd(text: &str) -> Result<f64, String> {
     let value = text.parse().ok().filter(|usd: &f64| usd.is_finite());
     let value = value.filter(|usd| *usd == 0.0 || *usd >= USD_PER_HOUR_MIN);
@@ -276,6 +300,29 @@ mod tests {
     }
 
     #[test]
+    fn engines_with_roles_can_take_kv_from_each_other() {
+        let checked = |words: &[&str]| {
+            let engines: Vec<WorkerEngine> = words.iter().map(|word| read(word).unwrap()).collect();
+            check_roles(&engines).map_err(|wrong| wrong.to_string())
+        };
+        for fine in [
+            &["mixfleet:http://a=prefill", "vllm:http://b=decode", "mixfleet:http://c=prefill"][..],
+            &["vllm:http://a=prefill", "mixfleet:http://b=decode", "llamacpp:http://c"],
+            &["vllm:http://a=prefill", "vllm:http://b=decode", "mixfleet:http://c"],
+        ] {
+            assert_eq!(checked(fine), Ok(()), "{fine:?}");
+        }
+        for wrong in [
+            ["mixfleet:http://a=prefill", "mixfleet:http://b=decode"],
+            ["mixfleet:http://a=prefill", "vllm:http://b"],
+            ["mixfleet:http://a=decode", "vllm:http://b=decode"],
+        ] {
+            let said = checked(&wrong).unwrap_err();
+            assert!(said.contains("://b does"), "{said}");
+        }
+    }
+
+    #[test]
     fn what_is_wrong_is_named() {
         for (text, part) in [
             ("vllm", "KIND:http"),
@@ -285,7 +332,6 @@ mod tests {
             ("llamacpp:http://h=prefill", "hands no KV"),
             ("vllm:http://h=x", "unknown role"),
             ("vllm:http://h,nic-gb-per-s=0", "GB/s"),
-            ("mixfleet:http://h=decode", "hands no KV"),
             ("vllm:http://h,usd=x", "no price"),
             ("vllm:http://h,instances=0", "from 1 to 256"),
             ("vllm:http://h,instances=2,kv-events=tcp://*:5557", "are asked"),

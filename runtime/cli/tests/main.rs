@@ -37,6 +37,8 @@ mod profile;
 #[path = "../../engines/tests/publisher.rs"]
 mod publisher;
 mod roles;
+#[cfg(all(feature = "fleet", feature = "otlp"))]
+mod screens;
 mod serve;
 mod simulate;
 mod simulated;

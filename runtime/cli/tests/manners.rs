@@ -131,6 +131,41 @@ fn libraries_do_not_write_to_the_terminal() {
 }
 
 #[test]
+fn devices_are_watched_as_often_as_asked() {
+    let words = ["devices", "--watch", "--device", "cpu", "--every", "0.05", "--count", "2"];
+    let (code, out, said) = ended(&words, "");
+    assert_eq!((code, out.matches("memory GiB").count()), (Some(0), 2), "{out}{said}");
+    assert!(out.lines().all(|line| line.chars().count() <= 80), "{out}");
+    let (code, out, said) = ended(&[&words[..], &["--json"]].concat(), "");
+    assert_eq!((code, out.lines().count()), (Some(0), 2), "{out}{said}");
+    for line in out.lines() {
+        let devices = &serde_json::from_str::<Value>(line).unwrap()["devices"];
+        assert_eq!(devices[0]["id"], "cpu", "{line}");
+        let (all, used) = (&devices[0]["memory_bytes"], &devices[0]["memory_used_bytes"]);
+        assert!(used.as_f64().unwrap() > 0.0 && used.as_f64() < all.as_f64(), "{line}");
+    }
+    refused(&["devices", "--every", "1"], "--watch");
+    refused(&["devices", "--watch", "--device", "nope:0"], "nope:0");
+}
+
+#[test]
+fn the_faults_of_the_manual_are_found() {
+    let page = include_str!("../../../docs/validating-your-part.md");
+    let plan = page.split("```json\n").nth(1).and_then(|rest| rest.split("```").next()).unwrap();
+    let folder = scratch("manners-faults");
+    let written = folder.join("plan.json");
+    std::fs::write(&written, plan).unwrap();
+    let device =
+        page.split("--device 'sim:rtx-4090").nth(1).and_then(|rest| rest.split('\'').next()).unwrap();
+    let device = format!("sim:rtx-4090{}", device.replace("plan.json", written.to_str().unwrap()));
+    let report = folder.join("report");
+    let words = ["validate", "--only", "l1.gemm", "--device", &device, "--out", report.to_str().unwrap()];
+    let (code, out, said) = ended(&words, "");
+    assert_eq!(code, Some(1), "{out}{said}");
+    assert!(out.contains("FAIL"), "{out}");
+}
+
+#[test]
 fn mistakes_are_told_with_what_to_do() {
     refused(&["generate", "--model", "Qwen/Qwen3-0.6B", "--prompt", "x"], "hf download Qwen/Qwen3-0.6B");
     let file = fixture("llama-gqa-f32").join("model.safetensors");

@@ -1,9 +1,10 @@
-//! One request on two vLLM engines: what its body says to the one that computes the prompt, and to the one
-//! that answers.
+//! One request on two engines: what its body says to the one that computes the prompt, and to the one that
+//! answers.
 //!
-//! The first one keeps the prompt's KV for the other one (a connector such as NIXL), and tells in its answer
-//! where it is. That goes to the second one unchanged: addresses, ids and sizes in it are between engines. It
-//! is only checked to be complete, since vLLM 0.32 dies of parameters that are not.
+//! The first one keeps the prompt's KV for the other one (vLLM with a connector such as NIXL, or this program
+//! and vLLM with a connector of ours), and tells in its answer where it is. That goes to the second one
+//! unchanged: addresses, ids and sizes in it are between engines. It is only checked to be complete, since
+//! vLLM 0.32 dies of parameters that are not.
 
 use crate::object::RawObject;
 use mixfleet_hal::outside::{EngineFault, EngineFaultKind, EngineHandOff};
@@ -16,10 +17,24 @@ const PARAMETERS: &str = "kv_transfer_params";
 /// Longest description of where KV is; a block of a prompt takes some 7 bytes of it.
 const PARAMETERS_BYTES_MAX: usize = 4 << 20;
 
-/// What is needed of it.
+/// Which of the two forms it has.
 #[derive(Deserialize)]
-struct Parameters {
+struct Form {
     do_remote_prefill: bool,
+    remote_url: Option<IgnoredAny>,
+}
+
+/// What is needed of it where KV is exchanged with this program, which checks all that comes.
+#[derive(Deserialize)]
+struct ExchangeParameters {
+    #[serde(rename = "remote_url")]
+    _url: String,
+    remote_num_tokens: u64,
+}
+
+/// What is needed of it where vLLM's engines pull KV from each other.
+#[derive(Deserialize)]
+struct PullParameters {
     /// By groups of layers.
     remote_block_ids: Vec<Vec<u64>>,
     #[serde(rename = "remote_engine_id")]
@@ -116,12 +131,24 @@ pub(crate) fn read(document: &[u8]) -> Result<EngineHandOff, EngineFault> {
     if given.len() > PARAMETERS_BYTES_MAX {
         return Err(not(format!("{PARAMETERS} in its answer have more than {PARAMETERS_BYTES_MAX} bytes")));
     }
-    let read: Parameters = serde_json::from_str(given)
-        .map_err(|error| not(format!("{PARAMETERS} in its answer are not complete: {error}")))?;
-    if !read.do_remote_prefill || read.remote_block_ids.iter().all(Vec::is_empty) {
-        return Err(not(format!("{PARAMETERS} in its answer name no KV")));
+    match names_kv(given) {
+        Ok(true) => Ok(EngineHandOff(given.into())),
+        Ok(false) => Err(not(format!("{PARAMETERS} in its answer name no KV"))),
+        Err(error) => Err(not(format!("{PARAMETERS} in its answer are not complete: {error}"))),
     }
-    Ok(EngineHandOff(given.into()))
+}
+
+/// Whether there is KV to be had.
+fn names_kv(given: &str) -> serde_json::Result<bool> {
+    let Form { do_remote_prefill, remote_url } = serde_json::from_str(given)?;
+    let is_there = match remote_url {
+        Some(_) => serde_json::from_str::<ExchangeParameters>(given)?.remote_num_tokens > 0,
+        None => {
+            let blocks = serde_json::from_str::<PullParameters>(given)?.remote_block_ids;
+            !blocks.iter().all(Vec::is_empty)
+        }
+    };
+    Ok(do_remote_prefill && is_there)
 }
 
 #[cfg(test)]
@@ -176,6 +203,15 @@ mod tests {
     }
 
     const TOLD: &str = r#"{"choices":[],"kv_transfer_params": {"do_remote_prefill":true, "remote_block_ids":[[1, 2]],"remote_engine_id":"e", "remote_request_id":"r","remote_host":"h","remote_port":1.0,"more":[null]}}"#;
+
+    #[test]
+    fn kv_in_an_exchange_is_named_by_its_address_and_length() {
+        let told = r#"{"kv_transfer_params":{"do_remote_prefill":true,"do_remote_decode":false,"remote_url":"http://h:1","remote_num_tokens":64}}"#;
+        assert!(read(told.as_bytes()).is_ok());
+        for (good, bad) in [("64", "0"), ("64", "-1"), ("\"http://h:1\"", "7"), ("true", "false")] {
+            assert!(read(told.replacen(good, bad, 1).as_bytes()).is_err(), "{bad}");
+        }
+    }
 
     #[test]
     fn what_an_engine_would_die_of_is_not_handed_over() {

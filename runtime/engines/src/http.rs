@@ -58,6 +58,12 @@ impl std::str::FromStr for EngineAddress {
     }
 }
 
+impl std::fmt::Display for EngineAddress {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}://{}{}", self.scheme, self.authority, self.prefix)
+    }
+}
+
 impl EngineAddress {
     /// The host, as it stands before a port.
     pub fn host(&self) -> &str {

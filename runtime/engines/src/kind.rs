@@ -35,9 +35,9 @@ impl EngineKind {
         }
     }
 
-    /// Whether its engines hand KV over to each other.
+    /// Whether its engines hand KV over to others: vLLM's to each other, and to and from this program's own.
     pub fn hands_off(self) -> bool {
-        self == EngineKind::Vllm
+        matches!(self, EngineKind::Mixfleet | EngineKind::Vllm)
     }
 
     pub(crate) fn load_names(self) -> LoadNames {

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
 use super::errors::ApiError;
+use super::usage::Account;
 use crate::budget::Party;
 
 /// Maximum number of tenants in one file.
@@ -39,6 +40,7 @@ pub(crate) struct Tenant {
     pub(crate) max_tokens: Option<u32>,
     pub(crate) debug: Debug,
     pub(crate) hide_cached_tokens: bool,
+    pub(super) account: Arc<Account>,
     in_work: Arc<AtomicUsize>,
 }
 
@@ -53,7 +55,7 @@ impl Drop for Seat {
 
 impl Tenant {
     /// The tenant of all requests where there is no list of tenants.
-    fn anyone() -> Self {
+    fn anyone(account: Arc<Account>) -> Self {
         Tenant {
             name: String::new(),
             salt: None,
@@ -61,6 +63,7 @@ impl Tenant {
             max_tokens: None,
             debug: Debug::All,
             hide_cached_tokens: false,
+            account,
             in_work: Arc::default(),
         }
     }
@@ -167,6 +170,8 @@ fn from_hexadecimal(text: &str) -> Option<Hash> {
 pub struct Access {
     /// None if no key is required.
     keys: Option<RwLock<Vec<Known>>>,
+    /// That of all requests if no key is required.
+    account: Arc<Account>,
     /// Whether cached tokens are hidden from all tenants.
     hide_cached_tokens: bool,
 }
@@ -180,8 +185,9 @@ impl fmt::Debug for Access {
 impl From<Option<String>> for Access {
     /// Accepts one key, or requires none.
     fn from(key: Option<String>) -> Self {
-        let keys = key.map(|key| RwLock::new(vec![(hash(key.as_bytes()), Arc::new(Tenant::anyone()))]));
-        Access { keys, hide_cached_tokens: false }
+        let keys = key
+            .map(|key| RwLock::new(vec![(hash(key.as_bytes()), Arc::new(Tenant::anyone(Arc::default())))]));
+        Access { keys, ..Access::default() }
     }
 }
 
@@ -191,7 +197,7 @@ impl Access {
     /// # Errors
     /// A description of the problem that contains no key.
     pub fn tenants(text: &str) -> Result<Self, String> {
-        let access = Access { keys: Some(RwLock::default()), hide_cached_tokens: false };
+        let access = Access { keys: Some(RwLock::default()), ..Access::default() };
         access.replace(text)?;
         Ok(access)
     }
@@ -202,8 +208,8 @@ impl Access {
         Access { hide_cached_tokens: hide, ..self }
     }
 
-    /// Replaces the tenants by those of a changed file, keeping the counts of requests in work. Returns the
-    /// number of tenants.
+    /// Replaces the tenants by those of a changed file, keeping their accounts and counts of requests in
+    /// work. Returns the number of tenants.
     ///
     /// # Errors
     /// A description of the problem that contains no key; the old tenants stay in place.
@@ -221,7 +227,7 @@ impl Access {
     /// The tenant that sends a request, or `None` without a valid key.
     pub(crate) fn tenant(&self, headers: &HeaderMap) -> Option<Arc<Tenant>> {
         let tenant = match &self.keys {
-            None => Arc::new(Tenant::anyone()),
+            None => Arc::new(Tenant::anyone(self.account.clone())),
             Some(keys) => {
                 let presented = hash(bearer(headers)?);
                 let keys = keys.read().unwrap_or_else(PoisonError::into_inner);
@@ -235,6 +241,17 @@ impl Access {
             false => Some(tenant),
         }
     }
+
+    /// The tenants whose accounts are shown to `caller`: all, or itself alone.
+    pub(crate) fn seen_by(&self, caller: &Arc<Tenant>) -> Vec<Arc<Tenant>> {
+        match &self.keys {
+            Some(keys) if caller.debug == Debug::All => {
+                let keys = keys.read().unwrap_or_else(PoisonError::into_inner);
+                keys.iter().map(|(_, tenant)| tenant.clone()).collect()
+            }
+            _ => vec![caller.clone()],
+        }
+    }
 }
 
 /// The key in the `Authorization` header.
@@ -243,7 +260,8 @@ fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
     scheme.eq_ignore_ascii_case(b"Bearer ").then_some(key.trim_ascii())
 }
 
-/// Checks a file's entries. A tenant that was there before keeps its count of requests in work.
+/// Checks a file's entries. A tenant that was there before keeps its account and its count of requests
+/// in work.
 fn read(file: File, known: &[Arc<Tenant>]) -> Result<Vec<Known>, String> {
     if file.tenant.is_empty() || file.tenant.len() > TENANTS_MAX {
         return Err(format!("it names {} tenants; expected 1 to {TENANTS_MAX}", file.tenant.len()));
@@ -265,9 +283,11 @@ fn read(file: File, known: &[Arc<Tenant>]) -> Result<Vec<Known>, String> {
         // Two tenants share a cache only if both name the same salt.
         let salt = Some(cache_salt.map_or_else(|| format!("tenant {name}"), |salt| format!("salt {salt}")));
         let before = known.iter().find(|tenant| tenant.name == name);
-        let in_work = before.map_or_else(Arc::default, |tenant| tenant.in_work.clone());
+        let (account, in_work) =
+            before.map_or_else(Default::default, |tenant| (tenant.account.clone(), tenant.in_work.clone()));
         let requests_max = requests;
-        let tenant = Tenant { name, salt, requests_max, max_tokens, debug, hide_cached_tokens, in_work };
+        let tenant =
+            Tenant { name, salt, requests_max, max_tokens, debug, hide_cached_tokens, account, in_work };
         tenants.push((hash, Arc::new(tenant)));
     }
     Ok(tenants)

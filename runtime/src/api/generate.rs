@@ -62,7 +62,7 @@ pub(crate) async fn respond(
     let requests = requests(api, &model, &plan, &id, (seat.tenant(), Seconds(arrived_s), trace))?;
     let tally = Tally::new(
         api.counted(),
-        (plan.endpoint, plan.parameters.asked.tier.unwrap_or_default()),
+        (plan.endpoint, plan.parameters.asked.tier.unwrap_or_default(), seat.tenant()),
         id.clone(),
         arrived_s,
         trace,

@@ -44,6 +44,7 @@ mod stop;
 mod tally;
 mod text;
 mod tools;
+mod usage;
 mod work;
 
 use axum::http::HeaderMap;

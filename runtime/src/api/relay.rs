@@ -85,7 +85,8 @@ pub(super) async fn answer(
         granted_tokens: tenant.max_tokens,
         hints: Hints { trace: trace.map(|trace| trace.own), ..hints },
     };
-    let mut tally = Tally::new(api.counted(), (endpoint, wanted.hints.tier), id.clone(), arrived_s, trace);
+    let mut tally =
+        Tally::new(api.counted(), (endpoint, wanted.hints.tier, &tenant), id.clone(), arrived_s, trace);
     tally.accepted(std::iter::empty(), 1);
     let mut response = match relay(&gateway, wanted).await {
         Ok(RelayOpening::Whole(answer)) => {

@@ -48,6 +48,7 @@ impl Api {
             .route("/tokenize", post(tokenize))
             .route("/version", get(version))
             .route("/openapi.json", get(interface::interface))
+            .route("/usage", get(accounts))
             .route("/debug/placement", get(placements))
             .route("/debug/placement/{id}", get(placement))
             .route("/debug/kv", get(caches))
@@ -158,6 +159,13 @@ fn describe(serving: &Serving) -> Value {
         "owned_by": "mixfleet",
         "max_model_len": context,
     })
+}
+
+/// The accounts that a tenant may see: its own, or all.
+async fn accounts(State(api): State<Arc<Api>>, Extension(caller): Extension<TenantCaller>) -> Response {
+    let shown = api.access.seen_by(&caller.tenant);
+    let data: Vec<_> = shown.iter().map(|tenant| tenant.account.document(&tenant.name)).collect();
+    document(StatusCode::OK, &json!({ "object": "list", "data": data }))
 }
 
 async fn placements(State(api): State<Arc<Api>>, Extension(caller): Extension<TenantCaller>) -> Response {

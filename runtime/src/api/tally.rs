@@ -1,6 +1,8 @@
 //! Counts and times one request for metrics and log.
 
+use super::auth::Tenant;
 use super::shapes::Endpoint;
+use super::usage::{Account, Spent};
 use crate::env::SharedEnv;
 use crate::metrics::{ClassLabels, Metrics, RequestLabels, RequestOutcome};
 use crate::placements::Placements;
@@ -18,6 +20,7 @@ pub(crate) struct Tally {
     placements: Arc<Placements>,
     endpoint: Endpoint,
     class: ClassLabels,
+    account: Arc<Account>,
     id: String,
     arrived_s: f64,
     /// The time of the last token of each choice.
@@ -36,7 +39,7 @@ impl Tally {
     /// A request that arrived at `arrived_s` of the environment's clock.
     pub(crate) fn new(
         (metrics, env, placements): (Metrics, SharedEnv, Arc<Placements>),
-        (endpoint, tier): (Endpoint, ServiceTier),
+        (endpoint, tier, tenant): (Endpoint, ServiceTier, &Tenant),
         id: String,
         arrived_s: f64,
         trace: Option<RequestTrace>,
@@ -48,6 +51,7 @@ impl Tally {
             placements,
             endpoint,
             class: ClassLabels::of(tier as u32),
+            account: tenant.account.clone(),
             id,
             arrived_s,
             last_token_s: Vec::new(),
@@ -133,6 +137,14 @@ impl Drop for Tally {
         }
         let labels = RequestLabels { endpoint: self.endpoint.name(), outcome: self.outcome };
         self.metrics.requests.get_or_create(&labels).inc();
+        let usd = self.placements.usd(&self.id);
+        self.account.add(&Spent {
+            requests: 1,
+            prompt_tokens: self.prompt_tokens,
+            cached_tokens: self.cached_tokens,
+            completion_tokens: self.tokens,
+            usd: usd.unwrap_or(0.0),
+        });
         let ended = (labels.endpoint, Seconds(self.arrived_s));
         let facts = || {
             let text = |text: &str| SpanFact::Text(text.to_owned());
@@ -143,7 +155,7 @@ impl Drop for Tally {
                 ("gen_ai.usage.input_tokens", SpanFact::Count(self.prompt_tokens)),
                 ("gen_ai.usage.output_tokens", SpanFact::Count(self.tokens)),
             ];
-            facts.extend(self.placements.usd(&self.id).map(|usd| ("mixfleet.usd", SpanFact::Real(usd))));
+            facts.extend(usd.map(|usd| ("mixfleet.usd", SpanFact::Real(usd))));
             facts
         };
         self.metrics.traces.end(&*self.env, self.trace, ended, self.failed.take(), facts);
@@ -157,7 +169,7 @@ impl Drop for Tally {
             tokens = self.tokens,
             ttft_s = self.first_token_s.map(|first_s| first_s - self.arrived_s),
             took_s,
-            usd = self.placements.usd(&self.id),
+            usd,
             "request ended"
         );
     }

@@ -59,6 +59,33 @@ fn each_key_has_a_cache_of_its_own() {
 }
 
 #[test]
+fn each_tenant_has_an_account_and_sees_its_own() {
+    run(setup(Play::say("ab")), |server| async move {
+        for key in ["a-key", "b-key", "b-key"] {
+            assert_eq!(complete(&server, key, json!({"max_tokens": 2})).await.status, 200);
+        }
+        let seen = async |key: &str| {
+            let answer = ask(&server, key, "GET", "/usage", Value::Null).await;
+            let accounts = answer.json()["data"].as_array().unwrap().clone();
+            let of = |account: &Value| {
+                let count = |field: &str| account[field].as_u64().unwrap();
+                let (requests, tokens) = (count("requests"), count("prompt_tokens"));
+                (account["tenant"].as_str().unwrap().to_owned(), requests, tokens, count("completion_tokens"))
+            };
+            accounts.iter().map(of).collect::<Vec<_>>()
+        };
+        // a prompt has a token in front, and an answer of two ends with one
+        let (alpha, beta) = (("alpha".to_owned(), 1, 2, 3), ("beta".to_owned(), 2, 4, 6));
+        assert_eq!(seen("a-key").await, [alpha.clone()]);
+        assert_eq!(seen("b-key").await, [beta.clone()]);
+        let nothing = |name: &str| (name.to_owned(), 0, 0, 0);
+        assert_eq!(seen("w-key").await, [alpha, beta, nothing("watcher"), nothing("blind")]);
+        assert_eq!(seen("x-key").await, [nothing("blind")]);
+        assert_eq!(ask(&server, "c-key", "GET", "/usage", Value::Null).await.status, 401);
+    });
+}
+
+#[test]
 fn a_tenant_has_so_many_requests_in_work_and_then_a_429() {
     run(setup(Play::Hang(vec![97])), |server| async move {
         let headers = "authorization: Bearer a-key\r\n";

@@ -2,6 +2,7 @@
 
 use super::offers::Offers;
 use super::{ModelWanted, PlanArgs, Printed, document, market, plan};
+use crate::screen;
 use crate::{Failed, Usage};
 use anyhow::Result;
 use mixfleet_scheduler::plan::branching::Microlp;
@@ -40,7 +41,7 @@ pub(super) fn run(args: &PlanArgs, wanted: Vec<ModelWanted>, offers: &Offers) ->
     printed.sort_by_key(|(at, _)| *at);
     let printed: Vec<Printed> = printed.into_iter().map(|(_, printed)| printed).collect();
     let usd: Option<f64> = printed.iter().map(|printed| printed.usd_per_hour).sum();
-    let mut out = std::io::stdout().lock();
+    let mut out = screen::output(args.json);
     if args.json {
         let plans: Vec<_> = printed.iter().map(|printed| &printed.document).collect();
         let all = json!({ "schema": document::SEVERAL, "usd_per_hour": usd, "plans": plans });

@@ -1,6 +1,7 @@
 //! Implements `mixfleet profile check`: whether a file is a profile, and what is wrong with it if not.
 
 use crate::Failed;
+use crate::screen;
 use anyhow::{Context, Result};
 use clap::Args;
 use mixfleet_hal::profile::DeviceProfile;
@@ -36,7 +37,7 @@ pub(super) fn run(args: &CheckArgs) -> Result<()> {
     let file = args.file.display();
     let text = std::fs::read_to_string(&args.file).with_context(|| format!("cannot read {file}"))?;
     let Verdict { schema, errors, warnings, holds } = judge(&text);
-    let mut out = std::io::stdout().lock();
+    let mut out = screen::output(args.json);
     if args.json {
         let document = json!({
             "schema": "mixfleet.profile-check/1",

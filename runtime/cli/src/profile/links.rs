@@ -1,6 +1,7 @@
 //! Implements `mixfleet profile --links`: the links of this host, or those to another host.
 
 use super::machine;
+use crate::screen;
 use crate::tls::TlsArgs;
 use crate::{Failed, Usage, backends, links};
 use anyhow::{Context, Result};
@@ -52,7 +53,7 @@ pub(super) fn run(args: &LinksArgs, json: bool, quick: bool) -> Result<()> {
         Some(address) => to(args, parse("--to", address)?, &effort, &mut document)?,
         None => of_this_host(&effort, &mut document),
     }
-    let mut out = std::io::stdout().lock();
+    let mut out = screen::output(json);
     if json {
         writeln!(out, "{}", serde_json::to_string_pretty(&document)?)?;
     } else {

@@ -6,6 +6,7 @@ use super::subject::Simulated;
 use super::unmet::Unmet;
 use super::watch::Watch;
 use crate::Failed;
+use crate::screen;
 use crate::trace::FileBar;
 use anyhow::Result;
 use mixfleet_sim::capacity::{Goal, PRECISION, Probe, SPEEDUP_MAX, SPEEDUP_MIN, search};
@@ -67,7 +68,7 @@ pub(super) fn run(fleet: &OpenedFleet<'_>, share: f64) -> Result<()> {
         simulated: &fleet.simulated,
         probes: &capacity.probes,
     };
-    let mut out = std::io::stdout().lock();
+    let mut out = screen::output(fleet.args.json);
     if fleet.args.json {
         writeln!(out, "{}", serde_json::to_string_pretty(&document)?)?;
     } else {

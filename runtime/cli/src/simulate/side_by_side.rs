@@ -6,6 +6,7 @@ use super::watch::Watch;
 use super::{SimulateArgs, check_served, document, good_per_usd};
 use crate::Usage;
 use crate::prices::PriceList;
+use crate::screen;
 use crate::trace::FileBar;
 use anyhow::{Context, Result};
 use mixfleet_sim::bottleneck::Bottleneck;
@@ -40,7 +41,7 @@ pub(super) fn run(args: &SimulateArgs, list: Option<&PriceList>) -> Result<()> {
             .with_context(|| format!("the fleet {}", fleet.simulated.fleet))?;
         runs.push(results);
     }
-    let mut out = std::io::stdout().lock();
+    let mut out = screen::output(args.json);
     if args.json {
         let documents: Result<Vec<Value>> =
             fleets.iter().zip(&runs).map(|(fleet, run)| document(fleet, run)).collect();

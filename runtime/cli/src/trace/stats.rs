@@ -1,6 +1,7 @@
 //! Implements `mixfleet trace stats`.
 
 use super::{FileBar, ReplayArgs};
+use crate::screen;
 use anyhow::Result;
 use clap::Args;
 use mixfleet_scheduler::kv::CachePolicy;
@@ -57,7 +58,7 @@ fn fit(text: &str) -> Result<PrefillFit, String> {
 
 pub(crate) fn run(args: &StatsArgs) -> Result<()> {
     let stats = count(args)?;
-    let mut out = std::io::stdout().lock();
+    let mut out = screen::output(args.json);
     if args.json {
         writeln!(out, "{}", serde_json::to_string_pretty(&stats)?)?;
     } else {

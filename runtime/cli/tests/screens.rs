@@ -1,0 +1,98 @@
+//! What commands show on screens of 80 and 120 columns, kept in `screens/`. Where a change is meant, run the
+//! test with `MIXFLEET_UPDATE_SCREENS=1` and read what git says has changed.
+
+use crate::common::{mixfleet, scratch};
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+
+/// Commands whose words depend on nothing but the program, the files below, and the one before.
+const SHOWN: [&str; 15] = [
+    "parts h100",
+    "models llama-3.1-8b",
+    "explain",
+    "explain ttft",
+    "compare --model llama-3.1-8b H100-SXM-80GB RTX-4090",
+    "trace generate --requests 40 --seed 1 --out trace.jsonl",
+    "trace stats trace.jsonl",
+    "simulate --fleet fleet.toml --trace trace.jsonl",
+    "plan --model llama-3.1-8b --ttft 2 --tbt 0.05 --trace trace.jsonl --parts rtx-4090",
+    "topo --from machine.json",
+    "profile check trace.jsonl",
+    "profile --device nope",
+    "explain ttfd",
+    "simulate --fleet absent.toml --trace trace.jsonl",
+    "serve --polcy per-dollar",
+];
+
+fn screen(words: &[&str], columns: usize, folder: &Path) -> String {
+    let mut command = mixfleet();
+    command.args(words).current_dir(folder).env("COLUMNS", columns.to_string()).env_remove("RUST_LOG");
+    let output = command.output().unwrap();
+    let text = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).unwrap();
+    let mut shown = format!("$ mixfleet {}\n", words.join(" "));
+    let printed = text(&output.stdout);
+    for line in printed.lines() {
+        // a word cannot be folded, and clap folds no usage
+        let is_whole = !line.trim_start().contains(' ') || line.starts_with("Usage: ");
+        assert!(line.chars().count() <= columns || is_whole, "{columns} columns: {line}");
+    }
+    shown.push_str(&printed);
+    shown.push_str(&text(&output.stderr));
+    if let Some(code) = output.status.code().filter(|code| *code != 0) {
+        let _ = writeln!(shown, "[exit status {code}]");
+    }
+    shown
+}
+
+/// The commands that a command's help lists.
+fn subcommands(help: &str) -> Vec<String> {
+    let listed = help.lines().skip_while(|line| *line != "Commands:").skip(1);
+    let listed = listed.take_while(|line| !line.is_empty());
+    let name = |line: &str| Some(line.strip_prefix("  ")?.split(' ').next()?.to_owned());
+    listed.filter_map(name).filter(|name| !name.is_empty() && name != "help").collect()
+}
+
+/// The help of a command and of those below it.
+fn help(words: &[&str], columns: usize, folder: &Path, all: &mut Vec<String>) {
+    let shown = screen(&[words, &["--help"]].concat(), columns, folder);
+    let below = subcommands(&shown);
+    all.push(shown);
+    for name in &below {
+        help(&[words, &[name]].concat(), columns, folder, all);
+    }
+}
+
+fn holds(columns: usize) {
+    let folder = scratch(&format!("screens-{columns}"));
+    let repository = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    std::fs::copy(repository.join("docs/results/fleets/mixed-8b.toml"), folder.join("fleet.toml")).unwrap();
+    let machine = r#"{"schema": "mixfleet.machine/1", "files": {}, "links": {}}"#;
+    std::fs::write(folder.join("machine.json"), machine).unwrap();
+    let mut screens = Vec::new();
+    help(&[], columns, &folder, &mut screens);
+    assert!(screens.len() > 20, "{screens:?}");
+    let words = |line: &'static str| line.split(' ').collect::<Vec<_>>();
+    screens.extend(SHOWN.iter().map(|line| screen(&words(line), columns, &folder)));
+    let shown = screens.join("\n");
+    let file = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(format!("tests/screens/{columns}.txt"));
+    if std::env::var_os("MIXFLEET_UPDATE_SCREENS").is_some() {
+        std::fs::create_dir_all(file.parent().unwrap()).unwrap();
+        std::fs::write(&file, &shown).unwrap();
+    }
+    let kept = std::fs::read_to_string(&file).unwrap_or_default();
+    let differs = shown.lines().zip(kept.lines()).position(|(shown, kept)| shown != kept);
+    let at = differs.unwrap_or_else(|| shown.lines().count().min(kept.lines().count()));
+    let line = |text: &str| text.lines().nth(at).map(str::to_owned);
+    let (is, was) = (line(&shown), line(&kept));
+    assert!(shown == kept, "{}:{}: shown {is:?}, kept {was:?}", file.display(), at + 1);
+}
+
+#[test]
+fn commands_show_what_they_showed_on_80_columns() {
+    holds(80);
+}
+
+#[test]
+fn commands_show_what_they_showed_on_120_columns() {
+    holds(120);
+}
