@@ -208,7 +208,7 @@ impl HttpEngine {
         match &call.share {
             EngineShare::Whole => {}
             EngineShare::Prompt => {
-                hand_off::of_prompt(&mut object);
+                hand_off::of_prompt(self.kind, &mut object);
                 stream = false;
             }
             EngineShare::Answer(hand_off) => hand_off::of_answer(&mut object, hand_off).map_err(wrong)?,

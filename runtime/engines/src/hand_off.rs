@@ -6,6 +6,7 @@
 //! unchanged: addresses, ids and sizes in it are between engines. It is only checked to be complete, since
 //! vLLM 0.32 dies of parameters that are not.
 
+use crate::kind::EngineKind;
 use crate::object::RawObject;
 use mixfleet_hal::outside::{EngineFault, EngineFaultKind, EngineHandOff};
 use serde::Deserialize;
@@ -63,6 +64,23 @@ const UNDIVIDED: [(&str, &[&str]); 7] = [
 /// answers earlier versions of vLLM keep no KV for others.
 const OF_THE_END: [&str; 4] = ["min_tokens", "stop", "stop_token_ids", "stream_options"];
 
+/// Fields that decide what tokens a prompt has and whose they are, by their names here: all others are for the
+/// engine that answers, and may not be known where the prompt is computed.
+const OF_THE_PROMPT: [&str; 12] = [
+    "add_generation_prompt",
+    "add_special_tokens",
+    "cache_salt",
+    "chat_template",
+    "chat_template_kwargs",
+    "continue_final_message",
+    "documents",
+    "messages",
+    "model",
+    "prompt",
+    "reasoning_effort",
+    "tools",
+];
+
 /// Whether two engines can share a request.
 ///
 /// # Errors
@@ -93,8 +111,11 @@ pub(crate) fn refusal(object: &RawObject<'_>) -> Option<String> {
     is_there.then(|| format!("'{PARAMETERS}' is between engines, and not taken from clients"))
 }
 
-/// Rewrites the request so that only its prompt is computed, and its KV kept.
-pub(crate) fn of_prompt(object: &mut RawObject<'_>) {
+/// Rewrites the request so that an engine of that kind computes only its prompt, and keeps its KV.
+pub(crate) fn of_prompt(kind: EngineKind, object: &mut RawObject<'_>) {
+    if kind == EngineKind::Mixfleet {
+        object.keep(&OF_THE_PROMPT);
+    }
     object.set("stream", &false);
     object.set("max_tokens", &1);
     if object.given("max_completion_tokens").is_some() {
@@ -191,7 +212,7 @@ mod tests {
     fn only_the_prompt_is_asked_for_and_where_it_is_passes_unread() {
         let body = r#"{"model":"m","prompt":"a","max_completion_tokens":9,"stop":["x"],"min_tokens":4,"stream":true,"stream_options":{"include_usage":true},"odd":1.50}"#;
         let mut first = object(body);
-        of_prompt(&mut first);
+        of_prompt(EngineKind::Vllm, &mut first);
         let expected = r#"{"model":"m","prompt":"a","max_completion_tokens":1,"stream":false,"odd":1.50,"max_tokens":1,"ignore_eos":true,"kv_transfer_params":{"do_remote_decode":true,"do_remote_prefill":false}}"#;
         assert_eq!(text(&first), expected);
         let told = TOLD.replace("1.0,", "5601, ");
@@ -203,6 +224,15 @@ mod tests {
     }
 
     const TOLD: &str = r#"{"choices":[],"kv_transfer_params": {"do_remote_prefill":true, "remote_block_ids":[[1, 2]],"remote_engine_id":"e", "remote_request_id":"r","remote_host":"h","remote_port":1.0,"more":[null]}}"#;
+
+    #[test]
+    fn of_another_kind_only_what_makes_a_prompt_is_asked() {
+        let mut first =
+            object(r#"{"model":"m","top_k":-1,"messages":[],"tools":[1],"min_tokens":3,"odd":1}"#);
+        of_prompt(EngineKind::Mixfleet, &mut first);
+        let expected = r#"{"model":"m","messages":[],"tools":[1],"stream":false,"max_tokens":1,"ignore_eos":true,"kv_transfer_params":{"do_remote_decode":true,"do_remote_prefill":false}}"#;
+        assert_eq!(text(&first), expected);
+    }
 
     #[test]
     fn kv_in_an_exchange_is_named_by_its_address_and_length() {

@@ -50,6 +50,11 @@ impl<'a> RawObject<'a> {
         self.0.retain(|(known, _)| known != name);
     }
 
+    /// Removes all fields but these.
+    pub(crate) fn keep(&mut self, names: &[&str]) {
+        self.0.retain(|(known, _)| names.contains(&&**known));
+    }
+
     /// The object as JSON.
     pub(crate) fn write(&self) -> Vec<u8> {
         let bytes = self.0.iter().map(|(name, value)| name.len() + value.get().len() + 4).sum::<usize>();

@@ -12,6 +12,7 @@ use mixfleet_runtime::model::{ChatMessage, ChatTemplate, TokenStream, Tokenizer,
 use mixfleet_runtime::request::{
     EngineHandle, FinishReason, GenerateRequest, Logprobs, Sampling, Submission, Update,
 };
+use mixfleet_runtime::trace::TraceParent;
 use serde_json::{Map, Value};
 use std::sync::{Arc, LazyLock};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -263,4 +264,14 @@ pub(super) fn api_keys(bytes: &[u8]) -> bool {
             refused(&error)
         }
     }
+}
+
+/// The value of a `traceparent` header. What is read is written as it was, but for a later version's more.
+pub(super) fn trace_parent(bytes: &[u8]) -> bool {
+    let Ok(text) = std::str::from_utf8(bytes) else { return false };
+    let Some(parent) = TraceParent::read(text) else { return false };
+    let written = parent.to_string();
+    assert_eq!(TraceParent::read(&written), Some(parent), "{text}");
+    assert_eq!(written[2..53], text[2..53], "the ids and the separators are those of {text}");
+    true
 }

@@ -44,6 +44,7 @@ pub(crate) const ALL: &[Target] = &[
     of("tokenizer_config", model::tokenizer_config, 500),
     of("tokenizer_json", model::tokenizer_json, 300),
     of("trace", simulator::trace, 1000),
+    of("traceparent", http::trace_parent, 5000),
     of("wire_words", wire::words, 5000),
 ];
 
