@@ -202,6 +202,14 @@ impl MemberShare {
                 OpSig::Gemm { bias, accumulate, .. } if *accumulate && !self.is_first() => {
                     (*bias, *accumulate) = (false, false);
                 }
+                // what comes first replaces the residual: the shared experts, where there are some
+                OpSig::Combine { active, accumulate, .. } if !self.is_first() => {
+                    let shared = shape.experts.filter(|experts| experts.shared > 0);
+                    *accumulate = shared.is_some_and(|experts| !experts.shared_gate || *active > 1);
+                }
+                OpSig::GroupedGemm { grouped, bias, .. } if grouped.fan == 1 && !self.is_first() => {
+                    *bias = false
+                }
                 _ => {}
             }
         }
