@@ -1,5 +1,5 @@
-// add, silu_mul, clamped_swiglu, combine, rope, embed: one thread per VEC elements (rope: per VEC pairs), `count` threads in all.
-// X, TABLE for embed, and VEC, which divides rows.
+// add, silu_mul, clamped_swiglu, combine, rope, embed: one thread per VEC elements (rope: per VEC pairs),
+// `count` threads in all. X, TABLE for embed, and VEC, which divides rows.
 
 KERNEL(GROUP) add(READS(X, a), READS(X, b), WRITES(X, out), ulong count) {
     START(a);

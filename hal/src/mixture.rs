@@ -18,12 +18,12 @@ pub enum Scoring {
 
 /// How a token chooses experts.
 ///
-/// A token takes the `active` experts with the highest keys; of equal ones those of lower numbers, best first.
-/// The key is the score plus the correction bias; without a bias and without groups it is the logit itself,
-/// which orders experts as scores do and is exact. With groups (DeepSeek-AI 2024, arXiv 2412.19437, section
-/// 2.1.2), which are `groups` runs of experts of equal length, only experts of the `groups_active` best groups
-/// can be chosen; a group is as good as the sum of its `group_best` highest keys, added from the highest on.
-/// Keys are computed in f32; a NaN is never above another key.
+/// A token takes the `active` experts with the highest keys; of equal ones those of lower numbers, best
+/// first. The key is the score plus the correction bias; without a bias and without groups it is the logit
+/// itself, which orders experts as scores do and is exact. With groups (DeepSeek-AI 2024, arXiv 2412.19437,
+/// section 2.1.2), which are `groups` runs of experts of equal length, only experts of the `groups_active`
+/// best groups can be chosen; a group is as good as the sum of its `group_best` highest keys, added from
+/// the highest on. Keys are computed in f32; a NaN is never above another key.
 ///
 /// The weight of a choice is its score without bias, with `normalise` divided by the sum of the token's
 /// choices (plus 1e-20 for `Sigmoid`), and times `scale`.

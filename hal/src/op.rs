@@ -186,8 +186,8 @@ pub enum OpSig {
     /// Chooses experts for each token ([`ExpertRouting`] says how), and sorts the choices by expert.
     /// `logits [tokens, experts]` f32, with `bias`: `bias [experts]` f32, which is added to scores for the
     /// choice alone; `chosen [tokens, active]` u32, best first; `weights [tokens, active]` f32; `order
-    /// [tokens * active]` u32: the choices, as token * active + its place, by expert and then by their number;
-    /// `starts [experts + 1]` u32: where each expert's choices begin in `order`.
+    /// [tokens * active]` u32: the choices, as token * active + its place, by expert and then by their
+    /// number; `starts [experts + 1]` u32: where each expert's choices begin in `order`.
     Route {
         /// Tokens.
         tokens: u32,

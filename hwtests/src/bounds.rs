@@ -165,9 +165,9 @@ fn grouped_gemm(sig: &OpSig, before: &[Vec<f64>], want: &[f64]) -> Vec<f64> {
     want.iter().enumerate().map(bound).collect()
 }
 
-/// Which experts are chosen is exact. A score is a quotient: of exponentials of differences to a maximum, whose
-/// arguments err by a difference and a change to base 2, or of 1 and 1 + exp. The errors of a token's scores
-/// add up in the sum that normalises them, weighted by the scores.
+/// Which experts are chosen is exact. A score is a quotient: of exponentials of differences to a maximum,
+/// whose arguments err by a difference and a change to base 2, or of 1 and 1 + exp. The errors of a token's
+/// scores add up in the sum that normalises them, weighted by the scores.
 fn route(sig: &OpSig, before: &[Vec<f64>], want: &[Vec<f64>]) -> Vec<Vec<f64>> {
     let OpSig::Route { bias, routing, .. } = *sig else { unreachable!("called for route") };
     let at = 1 + usize::from(bias);

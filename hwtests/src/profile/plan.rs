@@ -279,9 +279,9 @@ impl Plan {
         }
     }
 
-    /// Adds the operations of a layer of small experts, of which there are fewer than in a model, so that they
-    /// fit: what costs time is how many of them have rows, and how many rows. Once with every touched expert
-    /// at an even load, and once with the rows of four experts.
+    /// Adds the operations of a layer of small experts, of which there are fewer than in a model, so that
+    /// they fit: what costs time is how many of them have rows, and how many rows. Once with every touched
+    /// expert at an even load, and once with the rows of four experts.
     fn experts(&mut self) {
         let (x, experts, active, inner, hidden) = (DType::Bf16, 32, 8, 768, 2048);
         let tokens =

@@ -68,8 +68,8 @@ impl ExpertNames {
 pub(super) const SHARED: &str = "mlp.shared_expert";
 pub(super) const SHARED_GATE: &str = "mlp.shared_expert_gate";
 
-/// The name of all experts' matrices of a kind together, and the number of the expert, of a tensor that belongs
-/// to one of several: `model.layers.1.mlp.experts.7.up_proj.weight` is the eighth of
+/// The name of all experts' matrices of a kind together, and the number of the expert, of a tensor that
+/// belongs to one of several: `model.layers.1.mlp.experts.7.up_proj.weight` is the eighth of
 /// `model.layers.1.mlp.experts.up_proj.weight`.
 pub(super) fn packed(name: &str) -> Option<(String, u32)> {
     let (before, rest) = name.split_once(".experts.")?;

@@ -31,9 +31,9 @@ impl MlpStep<'_> {
         Ok(())
     }
 
-    /// Appends the commands of layer `at` with experts: the shared one first, if there is one, then those that
-    /// rows choose. What comes first is added to the residual or, on members that are not the first, replaces
-    /// it.
+    /// Appends the commands of layer `at` with experts: the shared one first, if there is one, then those
+    /// that rows choose. What comes first is added to the residual or, on members that are not the first,
+    /// replaces it.
     pub(super) fn experts(
         &self,
         at: usize,

@@ -2,9 +2,9 @@
 //!
 //! Each row chooses `active` of `count` experts. Were choices independent and even, b rows would touch
 //! `count (1 - (1 - active / count)^b)` of them, and each of these has its weights read once. Where no
-//! product by experts was measured, its time is that of a plain product of equal arithmetic, weights and results
-//! ([`OpSig::equivalent`]). Skewed choices touch fewer experts and make the busiest one slower; neither is
-//! counted.
+//! product by experts was measured, its time is that of a plain product of equal arithmetic, weights and
+//! results ([`OpSig::equivalent`]). Skewed choices touch fewer experts and make the busiest one slower;
+//! neither is counted.
 
 use super::ModelShape;
 use super::shape::{LayerWork, push};
@@ -35,8 +35,8 @@ pub struct Experts {
     /// Whether a gate of its own scales what the shared experts make of a row (Qwen2-MoE).
     #[serde(default)]
     pub shared_gate: bool,
-    /// Whether an expert's gate and up are one matrix, all of its matrices and the router have biases, and its
-    /// function is clamped (gpt-oss).
+    /// Whether an expert's gate and up are one matrix, all of its matrices and the router have biases, and
+    /// its function is clamped (gpt-oss).
     #[serde(default)]
     pub clamped: bool,
     /// How rows choose, if not by a normalised softmax.
@@ -89,8 +89,8 @@ impl Experts {
         f64::from(self.count) * (1.0 - missed.max(0.0).powf(rows))
     }
 
-    /// The rows of a product by experts of `tokens` rows of one device: of choices whose rows of `x` are their
-    /// tokens', or their own. An expert is touched or not, and at least one is.
+    /// The rows of a product by experts of `tokens` rows of one device: of choices whose rows of `x` are
+    /// their tokens', or their own. An expert is touched or not, and at least one is.
     pub fn grouped(&self, tokens: u32, of_tokens: bool) -> GroupedRows {
         let spread = self.spread.max(1);
         let experts = (self.count / spread).max(1);
@@ -145,8 +145,8 @@ impl ModelShape {
         })
     }
 
-    /// Bytes of what a row needs beside inner layers to go through experts: logits, choices, and what each makes
-    /// of it.
+    /// Bytes of what a row needs beside inner layers to go through experts: logits, choices, and what each
+    /// makes of it.
     pub(super) fn expert_activation_bytes(&self, experts: &Experts) -> u64 {
         let n = u64::from;
         let choices = n(experts.active);

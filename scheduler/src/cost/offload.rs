@@ -108,8 +108,8 @@ impl Partition {
                         device run the whole model"
                 .into());
         }
-        if shape.linear.is_some() || shape.experts.is_some() {
-            return Err("linear attention and experts are not divided over devices yet".into());
+        if shape.linear.is_some() || shape.spread() > 1 {
+            return Err("linear attention and whole experts are not divided over devices yet".into());
         }
         if workers == 0 {
             return Err("attention on devices of its own needs a device".into());
@@ -324,7 +324,7 @@ mod tests {
         let refused =
             |name, workers| Partition::attention(&shape(name), workers, AttnSplit::Head).unwrap_err();
         assert!(refused("deepseek-v3", 2).contains("per byte of KV"));
-        assert!(refused("qwen3-30b-a3b", 2).contains("experts"));
+        assert!(refused("qwen3-next-80b-a3b", 2).contains("linear attention"));
         assert!(refused("llama-3.1-8b", 0).contains("needs a device"));
         assert!(refused("llama-3.1-8b", 33).contains("32 heads"));
         assert!("layer".parse::<AttnSplit>().unwrap_err().contains("head"));

@@ -4,8 +4,8 @@ use super::{DeviceRange, KernelArg, PlanStep, launch, vector};
 use crate::kernels::{KernelProgram, KernelSource, Macro};
 use mixfleet_hal::{OpSig, Result, Scoring};
 
-/// Rows of an expert, on average, up to which reading its weights once per few rows is faster than a mostly empty
-/// tile.
+/// Rows of an expert, on average, up to which reading its weights once per few rows is faster than a mostly
+/// empty tile.
 const FEW_ROWS_MAX: u32 = 16;
 /// Rows per block in `grouped_few`, and its threads.
 const ROWS: u32 = 4;

@@ -1,4 +1,5 @@
-// add, silu_mul, clamped_swiglu, combine, narrow, fill, embed: a thread per word of the output; rope: per UNIT pairs.
+// add, silu_mul, clamped_swiglu, combine, narrow, fill, embed: a thread per word of the output; rope: per
+// UNIT pairs.
 
 struct Shape { count: u32, width: u32, heads: u32, first: u32, end: u32, word: u32 }
 
