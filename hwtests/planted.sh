@@ -164,6 +164,19 @@ plant "a symbolic link is followed" runtime/src/pool/disk/private.rs \
     's/OFlags::RDWR | OFlags::NOFOLLOW/OFlags::RDWR/' pool private::
 plant "whose file it is is not looked at" runtime/src/pool/disk/private.rs \
     's/if owner != own {/if owner != own \&\& own == u32::MAX {/' pool private::
+# kernels of mixtures of experts, by the conformance cases
+experts=backends/cpu/src/kernels/experts.rs
+plant "of equal experts the higher number is chosen" $experts \
+    's/best.iter().rposition(|other| other.0 >= key)/best.iter().rposition(|other| other.0 > key)/' \
+    conformance one_core_conforms mixfleet-cpu
+plant "the last choice of an expert is left out" $experts \
+    's/let rows = rows.start + row..(rows.start + row + down).min(rows.end);/let rows = rows.start + row..(rows.start + row + down).min(rows.end - 1).max(rows.start + row + 1);/' \
+    conformance one_core_conforms mixfleet-cpu
+plant "the weight of another choice is taken" $experts \
+    's/weights.at(DType::F32, choice)/weights.at(DType::F32, token * active)/' \
+    conformance one_core_conforms mixfleet-cpu
+plant "up is not limited" backends/cpu/src/kernels/elementwise.rs \
+    's/pair\[1\].clamp(-limit, limit)/pair[1].max(-limit)/' conformance one_core_conforms mixfleet-cpu
 if [ "$missed" != 0 ]; then
     [ "$applies" = --applies ] && what='do not apply' || what='not found'
     echo "planted: $missed of them $what" >&2

@@ -1,5 +1,5 @@
-// add, silu_mul, rope, embed: one thread per VEC elements (rope: per VEC pairs), `count` threads in all.
-// X, TABLE for embed, and VEC, which divides rows.
+// add, silu_mul, clamped_swiglu, combine, rope, embed: one thread per VEC elements (rope: per VEC pairs),
+// `count` threads in all. X, TABLE for embed, and VEC, which divides rows.
 
 KERNEL(GROUP) add(READS(X, a), READS(X, b), WRITES(X, out), ulong count) {
     START(a);
@@ -25,6 +25,47 @@ KERNEL(GROUP) silu_mul(READS(X, gate), READS(X, up), WRITES(X, out), ulong count
     LOAD_VEC(X, up, i * VEC, u);
     for (uint j = 0; j < VEC; ++j) u[j] *= g[j] / (1.0f + EXP(-g[j]));
     STORE_VEC(X, out, i * VEC, u);
+}
+
+// gate_up [count, VEC, 2]
+KERNEL(GROUP) clamped_swiglu(READS(X, gate_up), WRITES(X, out), float alpha, float limit, ulong count) {
+    START(gate_up);
+    START(out);
+    const ulong i = EACH;
+    if (i >= count) return;
+    float pairs[2 * VEC], v[VEC];
+    LOAD_VEC(X, gate_up, 2 * i * VEC, pairs);
+    LOAD_VEC(X, gate_up, (2 * i + 1) * VEC, pairs + VEC);
+    for (uint j = 0; j < VEC; ++j) {
+        const float gate = -FMAX(-pairs[2 * j], -limit), up = -FMAX(-FMAX(pairs[2 * j + 1], -limit), -limit);
+        v[j] = (up + 1.0f) * (gate / (1.0f + EXP(-alpha * gate)));
+    }
+    STORE_VEC(X, out, i * VEC, v);
+}
+
+// x [tokens, active, cols], weights [tokens, active], out [tokens, cols]
+KERNEL(GROUP) combine(
+    READS(X, x), READS(f32, weights), WRITES(f32, out), uint active, uint cols, uint accumulate, ulong count
+) {
+    START(x);
+    START(weights);
+    START(out);
+    const ulong i = EACH;
+    if (i >= count) return;
+    const uint vectors = cols / VEC;
+    const ulong token = i / vectors, col = i % vectors * VEC;
+    float sum[VEC], v[VEC];
+    for (uint j = 0; j < VEC; ++j) sum[j] = 0.0f;
+    for (ulong choice = token * active; choice < (token + 1) * active; ++choice) {
+        const float weight = weights[choice];
+        LOAD_VEC(X, x, choice * cols + col, v);
+        for (uint j = 0; j < VEC; ++j) sum[j] = MAD(weight, v[j], sum[j]);
+    }
+    if (accumulate) {
+        LOAD_VEC(f32, out, i * VEC, v);
+        for (uint j = 0; j < VEC; ++j) sum[j] += v[j];
+    }
+    STORE_VEC(f32, out, i * VEC, sum);
 }
 
 // x [tokens, heads, head_dim], cos_sin [tokens, head_dim]

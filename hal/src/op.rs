@@ -19,69 +19,12 @@
 //! range) recombines exactly in `AttnMerge`: flash-decoding and attention offload are the same operator.
 
 use crate::DType;
+pub use crate::mixture::{ExpertRouting, GroupedRows, Scoring};
+use crate::operand::product;
+pub use crate::operand::{Extent, KvShape, Operand, OperandAccess};
 use crate::sample::{DRAWN_WORDS, PARAMETER_WORDS};
 pub use crate::scalar::Scalar;
 use serde::{Deserialize, Serialize};
-
-/// How a command uses an operand.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum OperandAccess {
-    /// The operand is only read.
-    Read,
-    /// Every element is overwritten, whatever it held before.
-    Write,
-    /// The operand is updated in place or in part, like paged KV.
-    ReadWrite,
-}
-
-/// The number of elements of an operand.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Extent {
-    /// Exactly this many elements.
-    Exactly(u64),
-    /// Paged KV: any non-zero, whole number of pages of this many elements.
-    PagesOf(u64),
-}
-
-/// One operand that a command takes, in order.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Operand {
-    /// The operand's name, for messages.
-    pub name: &'static str,
-    /// How the command uses it.
-    pub access: OperandAccess,
-    /// Its element type.
-    pub dtype: DType,
-    /// Its size.
-    pub extent: Extent,
-}
-
-/// The shape of paged KV: what the pages of one layer hold, however a backend lays them out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-pub struct KvShape {
-    /// KV heads.
-    pub kv_heads: u32,
-    /// Length of a head.
-    pub head_dim: u32,
-    /// Tokens in a page.
-    pub page_tokens: u32,
-    /// Dtype of the paged KV.
-    #[serde(rename = "kv")]
-    pub dtype: DType,
-}
-
-impl KvShape {
-    /// Elements of a token's keys, or of its values.
-    pub fn row(&self) -> u64 {
-        product(&[self.kv_heads, self.head_dim])
-    }
-
-    /// Bytes of a token's keys and values of one layer, in the wire layout of this dtype.
-    pub fn wire_token_bytes(&self, wire: DType) -> u64 {
-        2 * self.row() * wire.size_bytes()
-    }
-}
 
 /// An operation: its kind, shape and dtypes. The [module](self) documentation lists the conventions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -228,6 +171,68 @@ pub enum OpSig {
         /// Dtype of all three.
         x: DType,
     },
+    /// `out = (min(max(up, -limit), limit) + 1) * g / (1 + exp(-alpha g))` with `g = min(gate, limit)`
+    /// (gpt-oss). `gate_up [elements, 2]`: each gate before its up; `out [elements]`.
+    ClampedSwiglu {
+        /// Elements of `out`.
+        elements: u64,
+        /// Factor of the gate in the sigmoid.
+        alpha: Scalar,
+        /// Largest gate and largest magnitude of up.
+        limit: Scalar,
+        /// Dtype of both.
+        x: DType,
+    },
+    /// Chooses experts for each token ([`ExpertRouting`] says how), and sorts the choices by expert.
+    /// `logits [tokens, experts]` f32, with `bias`: `bias [experts]` f32, which is added to scores for the
+    /// choice alone; `chosen [tokens, active]` u32, best first; `weights [tokens, active]` f32; `order
+    /// [tokens * active]` u32: the choices, as token * active + its place, by expert and then by their
+    /// number; `starts [experts + 1]` u32: where each expert's choices begin in `order`.
+    Route {
+        /// Tokens.
+        tokens: u32,
+        /// Whether a correction bias follows the logits.
+        bias: bool,
+        /// How experts are chosen.
+        #[serde(flatten)]
+        routing: ExpertRouting,
+    },
+    /// Each choice's product with the matrix of its expert, accumulated in f32: `out[c] = x[c / fan] .
+    /// weight[e]^T (+ bias[e])` for every choice c in `order[starts[e] .. starts[e + 1]]`. `x [choices / fan,
+    /// k]`, `weight [experts, n, k]`, with `bias`: `bias [experts, n]`, `order [choices]` u32, `starts
+    /// [experts + 1]` u32, `out [choices, n]`.
+    GroupedGemm {
+        /// Rows, and how experts share them.
+        #[serde(flatten)]
+        grouped: GroupedRows,
+        /// Rows of an expert's matrix: output features.
+        n: u32,
+        /// Inner dimension: input features.
+        k: u32,
+        /// Dtype of `x`.
+        x: DType,
+        /// Dtype of `weight` and `bias`.
+        weight: DType,
+        /// Dtype of `out`.
+        out: DType,
+        /// Whether a bias operand follows the weight.
+        bias: bool,
+    },
+    /// Sums up what each token's experts made of it, in the order of its choices, in f32:
+    /// `out[t] (+)= sum of weights[t, i] * x[t, i]`. `x [tokens, active, cols]`, `weights [tokens, active]`
+    /// f32, `out [tokens, cols]` f32.
+    Combine {
+        /// Tokens.
+        tokens: u32,
+        /// Choices of a token.
+        active: u32,
+        /// Row length.
+        cols: u32,
+        /// Dtype of `x`.
+        x: DType,
+        /// Whether the result is added to `out` (the residual stream) instead of overwriting it.
+        accumulate: bool,
+    },
     /// `out = a + b`. `a`, `b`, `out [elements]`.
     Add {
         /// Elements.
@@ -291,12 +296,6 @@ pub enum OpSig {
     },
 }
 
-/// Dimensions come from other processes too: a product that does not fit is the largest number, of which no
-/// memory has so many elements.
-fn product(dims: &[u32]) -> u64 {
-    dims.iter().fold(1, |all: u64, &dim| all.saturating_mul(u64::from(dim)))
-}
-
 impl OpSig {
     /// Returns the operation's name in snake case, without its shape.
     pub const fn name(&self) -> &'static str {
@@ -310,6 +309,10 @@ impl OpSig {
             OpSig::AttnDecode { .. } => "attn_decode",
             OpSig::AttnMerge { .. } => "attn_merge",
             OpSig::SiluMul { .. } => "silu_mul",
+            OpSig::ClampedSwiglu { .. } => "clamped_swiglu",
+            OpSig::Route { .. } => "route",
+            OpSig::GroupedGemm { .. } => "grouped_gemm",
+            OpSig::Combine { .. } => "combine",
             OpSig::Add { .. } => "add",
             OpSig::Sample { .. } => "sample",
             OpSig::Copy { .. } => "copy",
@@ -398,6 +401,19 @@ impl OpSig {
                 exactly("up", Read, x, elements),
                 exactly("out", Write, x, elements),
             ],
+            OpSig::ClampedSwiglu { elements, x, .. } => vec![
+                exactly("gate_up", Read, x, elements.saturating_mul(2)),
+                exactly("out", Write, x, elements),
+            ],
+            OpSig::Route { tokens, bias, routing } => routing.operands(tokens, bias),
+            OpSig::GroupedGemm { grouped, n, k, x, weight, out, bias } => {
+                grouped.operands([n, k], [x, weight, out], bias)
+            }
+            OpSig::Combine { tokens, active, cols, x, accumulate } => vec![
+                exactly("x", Read, x, product(&[tokens, active, cols])),
+                exactly("weights", Read, F32, product(&[tokens, active])),
+                exactly("out", if accumulate { ReadWrite } else { Write }, F32, product(&[tokens, cols])),
+            ],
             OpSig::Add { elements, x } => vec![
                 exactly("a", Read, x, elements),
                 exactly("b", Read, x, elements),
@@ -466,6 +482,12 @@ impl OpSig {
             OpSig::RmsNorm { rows, cols, .. } => 4.0 * f64::from(rows) * f64::from(cols),
             OpSig::Rope { tokens, heads, head_dim, .. } => 3.0 * product(&[tokens, heads, head_dim]) as f64,
             OpSig::SiluMul { elements, .. } => 4.0 * elements as f64,
+            OpSig::ClampedSwiglu { elements, .. } => 6.0 * elements as f64,
+            OpSig::Route { tokens, routing, .. } => routing.flops(tokens),
+            OpSig::GroupedGemm { grouped, n, k, .. } => {
+                2.0 * f64::from(grouped.choices) * f64::from(n) * f64::from(k)
+            }
+            OpSig::Combine { tokens, active, cols, .. } => 2.0 * product(&[tokens, active, cols]) as f64,
             OpSig::Add { elements, .. } => elements as f64,
             OpSig::Embed { .. }
             | OpSig::KvWrite { .. }
@@ -494,6 +516,10 @@ impl OpSig {
             OpSig::Embed { tokens, vocab, hidden, table, .. } => {
                 dense
                     - (product(&[vocab, hidden]) - product(&[tokens.min(vocab), hidden])) * table.size_bytes()
+            }
+            OpSig::GroupedGemm { grouped, n, k, weight, bias, .. } => {
+                let of_expert = product(&[n, k]) + if bias { u64::from(n) } else { 0 };
+                dense - u64::from(grouped.idle()) * of_expert * weight.size_bytes()
             }
             // only penalties write
             OpSig::Sample { rows, cols, history, .. } => {
@@ -528,6 +554,8 @@ impl OpSig {
             OpSig::AttnPrefill { heads, kv, .. } | OpSig::AttnDecode { heads, kv, .. } => {
                 heads_divide(heads, kv.kv_heads)
             }
+            OpSig::Route { routing, .. } => routing.check(),
+            OpSig::GroupedGemm { grouped, .. } => grouped.check(),
             OpSig::Copy { bytes } | OpSig::Fill { bytes, .. } if bytes % 4 != 0 => {
                 Err(format!("{}: {bytes} bytes are not a multiple of 4", self.name()))
             }
@@ -537,43 +565,5 @@ impl OpSig {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const F32: DType = DType::F32;
-    const GEMM: OpSig =
-        OpSig::Gemm { m: 2, n: 3, k: 5, x: F32, weight: DType::Bf16, out: F32, bias: true, accumulate: true };
-
-    #[test]
-    fn gemm_counts_operands_flops_and_bytes() {
-        assert!(GEMM.operands().iter().map(|o| o.name).eq(["x", "weight", "bias", "out"]));
-        assert_eq!(GEMM.flops(), 60.0);
-        assert_eq!(GEMM.bytes(), f64::from(2 * 5 * 4 + 3 * 5 * 2 + 3 * 2 + 2 * (2 * 3 * 4)));
-    }
-
-    #[test]
-    fn the_shape_of_paged_kv_is_written_as_fields_of_its_operation() {
-        let kv = KvShape { kv_heads: 2, head_dim: 16, page_tokens: 8, dtype: DType::Bf16 };
-        let sig = OpSig::KvGather { tokens: 3, kv, wire: DType::F32 };
-        let json = serde_json::json!({
-            "op": "kv_gather", "tokens": 3, "kv_heads": 2, "head_dim": 16, "page_tokens": 8, "kv": "bf16",
-            "wire": "f32",
-        });
-        assert_eq!(serde_json::to_value(sig).unwrap(), json);
-        assert_eq!(serde_json::from_value::<OpSig>(json).unwrap(), sig);
-        assert_eq!((sig.kv(), GEMM.kv(), kv.wire_token_bytes(DType::F32)), (Some(kv), None, 2 * 2 * 16 * 4));
-    }
-
-    #[test]
-    fn only_rows_in_use_of_a_table_are_counted() {
-        let sig = OpSig::Embed { tokens: 4, vocab: 1000, hidden: 8, table: DType::Bf16, out: DType::F32 };
-        assert_eq!(sig.bytes(), f64::from(4 * 4 + 4 * 8 * 2 + 4 * 8 * 4));
-    }
-
-    #[test]
-    fn a_signature_survives_json_and_wrong_shapes_are_named() {
-        assert_eq!(serde_json::from_value::<OpSig>(serde_json::json!(GEMM)).unwrap(), GEMM);
-        let rope = OpSig::Rope { tokens: 1, heads: 1, head_dim: 3, x: DType::F32 };
-        assert!(rope.check().unwrap_err().contains("odd"));
-    }
-}
+#[path = "op_tests.rs"]
+mod tests;

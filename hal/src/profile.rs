@@ -289,7 +289,7 @@ impl DeviceProfile {
     /// Returns the dtype of the weights, keys or input of the first point of a kind.
     fn dtype_of(&self, op: &str) -> DType {
         let of = |sig: &OpSig| match *sig {
-            OpSig::Gemm { weight, .. } => weight,
+            OpSig::Gemm { weight, .. } | OpSig::GroupedGemm { weight, .. } => weight,
             OpSig::AttnPrefill { kv, .. } | OpSig::AttnDecode { kv, .. } => kv.dtype,
             _ => input_dtype(sig),
         };
@@ -315,7 +315,10 @@ impl DeviceProfile {
 /// Returns the dtype whose arithmetic rate bounds the operation.
 fn input_dtype(sig: &OpSig) -> DType {
     match *sig {
-        OpSig::Gemm { x, .. } | OpSig::AttnPrefill { x, .. } | OpSig::AttnDecode { x, .. } => x,
+        OpSig::Gemm { x, .. }
+        | OpSig::GroupedGemm { x, .. }
+        | OpSig::AttnPrefill { x, .. }
+        | OpSig::AttnDecode { x, .. } => x,
         _ => DType::F32,
     }
 }

@@ -6,8 +6,9 @@
 //! 3.1). Functions may err as OpenCL's full profile allows: exp 3 ulp, division 2.5 ulp, square root 3 ulp,
 //! with 1 ulp = 2u; the constants below round these up.
 
-use crate::oracle;
-use mixfleet_hal::{DType, KvShape, OpSig, OperandAccess};
+use crate::{experts, oracle};
+use mixfleet_hal::cast::to_usize;
+use mixfleet_hal::{DType, KvShape, OpSig, OperandAccess, Scoring};
 
 /// Unit round-off of the arithmetic.
 const U: f64 = DType::F32.unit_roundoff();
@@ -46,6 +47,8 @@ pub fn bounds(sig: &OpSig, before: &[Vec<f64>], want: &[Vec<f64>]) -> Vec<Option
         OpSig::AttnDecode { .. } => decode(sig, before),
         OpSig::AttnMerge { .. } => vec![merge(sig, before, &want[2])],
         OpSig::Gemm { .. } => vec![gemm(sig, before, &want[want.len() - 1])],
+        OpSig::GroupedGemm { .. } => vec![grouped_gemm(sig, before, &want[want.len() - 1])],
+        OpSig::Route { .. } => route(sig, before, want),
         _ => {
             let operands = sig.operands();
             let written =
@@ -91,11 +94,31 @@ fn elementwise(sig: &OpSig, before: &[Vec<f64>], want: f64, i: usize) -> f64 {
             let relative = EXP + 2.0 * U * gate + DIVIDE + gamma(2);
             rounded(x, want, relative * want.abs() + FLUSH * (1.0 + gate) * (1.0 + up))
         }
+        // as `SiluMul`, with one more rounding of exp's argument and a sum
+        OpSig::ClampedSwiglu { alpha, limit, x, .. } => {
+            let limit = f64::from(limit.0);
+            let (gate, up) = (before[0][2 * i].min(limit).abs(), before[0][2 * i + 1].abs().min(limit));
+            let relative = EXP + 4.0 * U * f64::from(alpha.0).abs() * gate + DIVIDE + gamma(3);
+            rounded(x, want, relative * want.abs() + FLUSH * (1.0 + gate) * (2.0 + up))
+        }
+        // a product and at most as many sums as terms, one more onto the old value
+        OpSig::Combine { active, cols, accumulate, .. } => {
+            let (active, cols) = (active as usize, cols as usize);
+            let choices = i / cols * active..(i / cols + 1) * active;
+            let mut terms: f64 =
+                choices.map(|choice| (before[1][choice] * before[0][choice * cols + i % cols]).abs()).sum();
+            if accumulate {
+                terms += before[2][i].abs();
+            }
+            rounded(DType::F32, want, gamma(active + 1) * terms + (active + 1) as f64 * FLUSH)
+        }
         // one rounding in f32, and one to a narrower output
         OpSig::Add { x: DType::F32, .. } => rounded(DType::F32, want, 0.0),
         OpSig::Add { x, .. } => rounded(x, want, U * want.abs()),
         OpSig::Sample { .. } | OpSig::Copy { .. } | OpSig::Fill { .. } => 0.0,
         OpSig::Gemm { .. }
+        | OpSig::GroupedGemm { .. }
+        | OpSig::Route { .. }
         | OpSig::AttnPrefill { .. }
         | OpSig::AttnDecode { .. }
         | OpSig::AttnMerge { .. } => unreachable!("bounded over whole rows"),
@@ -120,6 +143,67 @@ fn gemm(sig: &OpSig, before: &[Vec<f64>], want: &[f64]) -> Vec<f64> {
         rounded(out, want, gamma(k + 2) * terms + (k + 2) as f64 * FLUSH)
     };
     want.iter().enumerate().map(bound).collect()
+}
+
+/// As `gemm`, with the matrix of each row's expert.
+fn grouped_gemm(sig: &OpSig, before: &[Vec<f64>], want: &[f64]) -> Vec<f64> {
+    let OpSig::GroupedGemm { grouped, n, k, out, bias, .. } = *sig else {
+        unreachable!("called for grouped_gemm")
+    };
+    let (n, k) = (n as usize, k as usize);
+    let of_choice = experts::of_choices(sig, before).expect("the oracle ran on these operands");
+    let bound = |(i, &want): (usize, &f64)| {
+        let (choice, feature) = (i / n, i % n);
+        let line = of_choice[choice] * n + feature;
+        let x = &before[0][choice / grouped.fan as usize * k..][..k];
+        let mut terms: f64 = x.iter().zip(&before[1][line * k..][..k]).map(|(x, w)| (x * w).abs()).sum();
+        if bias {
+            terms += before[2][line].abs();
+        }
+        rounded(out, want, gamma(k + 1) * terms + (k + 1) as f64 * FLUSH)
+    };
+    want.iter().enumerate().map(bound).collect()
+}
+
+/// Which experts are chosen is exact. A score is a quotient: of exponentials of differences to a maximum,
+/// whose arguments err by a difference and a change to base 2, or of 1 and 1 + exp. The errors of a token's
+/// scores add up in the sum that normalises them, weighted by the scores.
+fn route(sig: &OpSig, before: &[Vec<f64>], want: &[Vec<f64>]) -> Vec<Vec<f64>> {
+    let OpSig::Route { bias, routing, .. } = *sig else { unreachable!("called for route") };
+    let at = 1 + usize::from(bias);
+    let (experts, active) = (routing.experts as usize, routing.active as usize);
+    let (chosen, weights) = (&want[at], &want[at + 1]);
+    let mut errors = Vec::with_capacity(weights.len());
+    for (token, logits) in before[0].chunks(experts).enumerate() {
+        let scores = experts::scores(&routing, logits);
+        let max = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let relative = |expert: usize| match routing.scoring {
+            Scoring::Softmax => {
+                let of = |logit: f64| EXP + 4.0 * U * (logit - max).abs();
+                let of_sum: f64 = logits.iter().zip(&scores).map(|(&logit, score)| score * of(logit)).sum();
+                of(logits[expert]) + of_sum + gamma(experts) + DIVIDE
+            }
+            Scoring::Sigmoid => EXP + 2.0 * U * logits[expert].abs() + DIVIDE + gamma(2),
+        };
+        let own: Vec<usize> =
+            chosen[token * active..][..active].iter().map(|&expert| to_usize(expert)).collect();
+        let total: f64 = own.iter().map(|&expert| scores[expert]).sum();
+        let of_total: f64 = own.iter().map(|&expert| scores[expert] * relative(expert)).sum();
+        for (i, &expert) in own.iter().enumerate() {
+            let weight = weights[token * active + i].abs();
+            let (mut error, mut lost) = (relative(expert) + U, (experts + 2) as f64 * FLUSH);
+            if routing.normalise {
+                error += of_total / total + gamma(active) + DIVIDE;
+                lost /= total;
+            }
+            errors.push(rounded(
+                DType::F32,
+                weight,
+                weight * error + lost * f64::from(routing.scale.0.abs()),
+            ));
+        }
+    }
+    vec![vec![0.0; chosen.len()], errors, vec![0.0; want[at + 2].len()], vec![0.0; want[at + 3].len()]]
 }
 
 /// Error bounds of one head's un-normalised attention, with the exact sum.

@@ -6,7 +6,7 @@
 //! only repeat itself.
 
 use mixfleet_hal::cast::to_u32;
-use mixfleet_hal::{DType, DeviceLimits, KvShape, OpSig, Scalar};
+use mixfleet_hal::{DType, DeviceLimits, ExpertRouting, GroupedRows, KvShape, OpSig, Scalar, Scoring};
 use serde::{Deserialize, Serialize};
 
 /// How thorough a conformance run is.
@@ -29,6 +29,8 @@ pub enum TokenSpread {
     Queries(Vec<(u32, u32)>),
     /// For `AttnDecode`: (first, one past the last) key of each sequence.
     Ranges(Vec<(u32, u32)>),
+    /// For `GroupedGemm`: rows of each expert.
+    Experts(Vec<u32>),
 }
 
 /// One test case, from whose fields the operands follow.
@@ -62,6 +64,9 @@ pub fn cases(level: SuiteLevel, limits: &DeviceLimits) -> Vec<Case> {
     b.prefill();
     b.decode();
     b.merge();
+    b.routes();
+    b.grouped();
+    b.combine();
     b.cases
 }
 
@@ -172,6 +177,8 @@ impl Builder {
         for x in DType::FLOATS {
             for &n in self.sweep().iter().chain(&[1009, 4096]) {
                 self.even(OpSig::SiluMul { elements: u64::from(n), x });
+                let (alpha, limit) = (Scalar(1.702), Scalar(7.0));
+                self.even(OpSig::ClampedSwiglu { elements: u64::from(n), alpha, limit, x });
                 self.even(OpSig::Add { elements: u64::from(n), x });
             }
             for &head_dim in self.head_dims() {
@@ -376,6 +383,115 @@ impl Builder {
         }
         for &head_dim in self.head_dims() {
             self.even(OpSig::AttnMerge { parts: 4, rows: 5, head_dim, out: Bf16 });
+        }
+    }
+}
+
+impl Builder {
+    fn routes(&mut self) {
+        let softmax = ExpertRouting::softmax;
+        let grouped = |experts, active, groups, groups_active, group_best| ExpertRouting {
+            scoring: Scoring::Sigmoid,
+            groups,
+            groups_active,
+            group_best,
+            scale: Scalar(2.5),
+            ..softmax(experts, active, true)
+        };
+        for &n in self.sweep() {
+            for normalise in [false, true] {
+                self.even(OpSig::Route { tokens: n, bias: false, routing: softmax(8, 2, normalise) });
+                self.even(OpSig::Route { tokens: 5, bias: false, routing: softmax(n, n.min(3), normalise) });
+            }
+            self.even(OpSig::Route { tokens: n, bias: true, routing: grouped(8, 2, 1, 1, 1) });
+            self.even(OpSig::Route { tokens: n, bias: true, routing: grouped(16, 4, 4, 2, 2) });
+        }
+        // every expert, and one of one, as the gate of a shared expert
+        self.even(OpSig::Route { tokens: 9, bias: false, routing: softmax(7, 7, false) });
+        let gate = ExpertRouting { scoring: Scoring::Sigmoid, ..softmax(1, 1, false) };
+        self.even(OpSig::Route { tokens: 9, bias: false, routing: gate });
+        // as published: Qwen3-30B-A3B, gpt-oss-120b, DeepSeek-V2-Lite, DeepSeek-V3
+        let large = [
+            (false, softmax(128, 8, true)),
+            (false, softmax(128, 4, true)),
+            (false, softmax(64, 6, false)),
+            (true, grouped(256, 8, 8, 4, 2)),
+        ];
+        for (bias, routing) in large {
+            for tokens in [1, 3, 70] {
+                self.even(OpSig::Route { tokens, bias, routing });
+            }
+        }
+        let by_best =
+            ExpertRouting { scoring: Scoring::Softmax, scale: Scalar(16.0), ..grouped(160, 6, 8, 3, 1) };
+        self.even(OpSig::Route {
+            tokens: 5,
+            bias: false,
+            routing: ExpertRouting { normalise: false, ..by_best },
+        });
+    }
+
+    fn grouped_gemm(
+        &mut self,
+        rows: &[u32],
+        fan: u32,
+        (n, k): (u32, u32),
+        (x, weight, out): (DType, DType, DType),
+        bias: bool,
+    ) {
+        let touched = to_u32(rows.iter().filter(|&&rows| rows > 0).count());
+        let grouped = GroupedRows { choices: rows.iter().sum(), fan, experts: to_u32(rows.len()), touched };
+        let sig = OpSig::GroupedGemm { grouped, n, k, x, weight, out, bias };
+        self.push(sig, TokenSpread::Experts(rows.to_vec()));
+    }
+
+    fn grouped(&mut self) {
+        for (x, weight) in two_dtypes() {
+            for out in DType::FLOATS {
+                self.grouped_gemm(&[2, 0, 3, 1], 2, (19, 40), (x, weight, out), true);
+            }
+        }
+        let own = (F32, Bf16, F32);
+        // all rows with one expert, first and last; none with most; more than a tile, and one more than that
+        let skewed: [&[u32]; 7] = [
+            &[12, 0, 0],
+            &[0, 0, 12],
+            &[0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1],
+            &[1, 1, 1, 1, 1, 1, 1, 1],
+            &[65, 3, 0, 64],
+            &[1, 16, 17, 15, 1],
+            &[200, 0, 2],
+        ];
+        for rows in skewed {
+            for dtypes in [own, (Bf16, Bf16, Bf16)] {
+                self.grouped_gemm(rows, 1, (33, 65), dtypes, false);
+                self.grouped_gemm(rows, 2, (32, 64), dtypes, true);
+            }
+        }
+        for &e in self.sweep() {
+            for (n, k) in [(e, 37), (19, e), (e, e)] {
+                self.grouped_gemm(&[3, 0, 1, 2], 2, (n, k), own, false);
+            }
+            self.grouped_gemm(&[e, 0, 1], 1, (19, 37), own, false);
+        }
+        for rows in [&[0, 1, 0, 1][..], &[30, 7, 0, 35]] {
+            self.grouped_gemm(rows, 2, (130, 515), own, false);
+            self.grouped_gemm(rows, 1, (67, 1024), (Bf16, Bf16, Bf16), true);
+        }
+    }
+
+    fn combine(&mut self) {
+        for x in DType::FLOATS {
+            for &n in self.sweep() {
+                for accumulate in [false, true] {
+                    self.even(OpSig::Combine { tokens: n, active: 2, cols: 33, x, accumulate });
+                    if n <= 9 {
+                        self.even(OpSig::Combine { tokens: 3, active: n, cols: 16, x, accumulate });
+                    }
+                }
+                self.even(OpSig::Combine { tokens: 2, active: 3, cols: n, x, accumulate: true });
+            }
+            self.even(OpSig::Combine { tokens: 3, active: 8, cols: 2048, x, accumulate: true });
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::cases::{Case, TokenSpread};
 use crate::suite::Entry;
-use mixfleet_hal::{KvShape, OpSig};
+use mixfleet_hal::{ExpertRouting, KvShape, OpSig, Scoring};
 use std::collections::HashMap;
 
 /// Returns the entries with their ids, which begin with `l1.`. Cases that differ only in their seed are
@@ -75,6 +75,30 @@ pub(crate) fn of(case: &Case) -> String {
             let tops = if tops > 0 { format!(".top{tops}") } else { String::new() };
             format!("r{rows}.c{cols}{history}{tops}")
         }
+        OpSig::ClampedSwiglu { elements, alpha, limit, x } => {
+            format!("{x}.n{elements}.alpha{}.limit{}", alpha.0, limit.0)
+        }
+        OpSig::Route { tokens, bias, routing } => {
+            let ExpertRouting { experts, active, groups, groups_active, group_best, .. } = routing;
+            let scoring = match routing.scoring {
+                Scoring::Softmax => "softmax",
+                Scoring::Sigmoid => "sigmoid",
+            };
+            let groups =
+                if groups > 1 { format!(".g{groups}-{groups_active}-{group_best}") } else { String::new() };
+            let bias = if bias { ".bias" } else { "" };
+            let normalise = if routing.normalise { ".normalise" } else { "" };
+            let scale = if routing.scale.0 == 1.0 { String::new() } else { format!(".x{}", routing.scale.0) };
+            format!("{scoring}.t{tokens}.e{experts}.a{active}{groups}{bias}{normalise}{scale}")
+        }
+        OpSig::GroupedGemm { grouped, n, k, x, weight, out, bias } => {
+            let bias = if bias { ".bias" } else { "" };
+            format!("{x}.{weight}.{out}.f{}.n{n}.k{k}{bias}.{}", grouped.fan, spread(&case.spread))
+        }
+        OpSig::Combine { tokens, active, cols, x, accumulate } => {
+            let accumulate = if accumulate { ".accumulate" } else { "" };
+            format!("{x}.t{tokens}.a{active}.c{cols}{accumulate}")
+        }
         OpSig::Copy { bytes } => format!("b{bytes}"),
         OpSig::Fill { bytes, word } => format!("b{bytes}.w{word:x}"),
     };
@@ -83,10 +107,15 @@ pub(crate) fn of(case: &Case) -> String {
 
 /// Formats sequences as `first-second`, joined by `_`, counting equal ones.
 fn spread(spread: &TokenSpread) -> String {
-    let (TokenSpread::Queries(pairs) | TokenSpread::Ranges(pairs)) = spread else { return "even".to_owned() };
+    let each: Vec<String> = match spread {
+        TokenSpread::Even => return "even".to_owned(),
+        TokenSpread::Queries(pairs) | TokenSpread::Ranges(pairs) => {
+            pairs.iter().map(|(a, b)| format!("{a}-{b}")).collect()
+        }
+        TokenSpread::Experts(rows) => rows.iter().map(u32::to_string).collect(),
+    };
     let mut words: Vec<(String, u32)> = Vec::new();
-    for (a, b) in pairs {
-        let word = format!("{a}-{b}");
+    for word in each {
         match words.last_mut() {
             Some((last, count)) if *last == word => *count += 1,
             _ => words.push((word, 1)),

@@ -1,7 +1,7 @@
 //! Operands for a case: random values, valid indices, and shuffled page tables.
 
 use crate::cases::{Case, TokenSpread};
-use crate::draws;
+use crate::{draws, experts};
 use mixfleet_hal::cast::{to_u32, to_usize};
 use mixfleet_hal::op::Extent;
 use mixfleet_hal::random::Stream;
@@ -64,6 +64,14 @@ fn floats(case: &Case, operand: &Operand, n: usize, stream: &mut Stream) -> Vec<
                 *v = [100.0, -100.0, 0.0, -30_000.0, -20.0][i / 5 % 5];
             }
         }
+        // beyond the limits, where exp overflows, and where a sum with 1 cancels
+        (OpSig::ClampedSwiglu { .. }, "gate_up") => {
+            for (i, v) in values.iter_mut().enumerate().filter(|(i, _)| i % 5 == 3) {
+                *v = [100.0, -100.0, 0.0, -1.0, 7.0][i / 5 % 5];
+            }
+        }
+        (OpSig::Route { .. }, "logits") => return experts::logits(case, stream),
+        (OpSig::Route { .. }, "bias") => return experts::correction(case),
         // angles of real tables, scaled as YaRN does
         (OpSig::Rope { head_dim, .. }, "cos_sin") => {
             let (dim, half) = (*head_dim as usize, *head_dim as usize / 2);
@@ -110,6 +118,8 @@ fn indices(case: &Case, operand: &Operand, pages: &Pages, n: u64, stream: &mut S
         (OpSig::Sample { rows, cols, .. }, _, "parameters") => {
             draws::parameters(*rows, *cols, case.seed, stream)
         }
+        (OpSig::GroupedGemm { .. }, _, "order") => experts::grouping(case).0,
+        (OpSig::GroupedGemm { .. }, _, "starts") => experts::grouping(case).1,
         (OpSig::Sample { .. }, _, "history_start") => draws::history(case).0,
         (OpSig::Sample { .. }, _, "history") => draws::history(case).1,
         // reading a slot twice is allowed, writing it twice is not

@@ -26,6 +26,7 @@ pub mod cases;
 mod checked;
 mod checks;
 mod draws;
+mod experts;
 pub mod files;
 pub mod html;
 mod ids;

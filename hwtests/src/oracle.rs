@@ -5,7 +5,7 @@
 //! of pages is private to a device. `Sample` alone is in the arithmetic that it
 //! prescribes, which leaves nothing open. Nothing here is fast, and no code is shared with any backend.
 
-use crate::draws;
+use crate::{draws, experts};
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::{KvShape, OpSig};
 
@@ -120,6 +120,24 @@ pub fn run(sig: &OpSig, operands: &mut [Vec<f64>]) -> Result<(), String> {
                 out[i] = gate[i] / (1.0 + (-gate[i]).exp()) * up[i];
             }
         }
+        (OpSig::ClampedSwiglu { alpha, limit, .. }, [gate_up, out]) => {
+            let (alpha, limit) = (f64::from(alpha.0), f64::from(limit.0));
+            for (pair, out) in gate_up.chunks(2).zip(out) {
+                let (gate, up) = (pair[0].min(limit), pair[1].clamp(-limit, limit));
+                *out = (up + 1.0) * gate / (1.0 + (-alpha * gate).exp());
+            }
+        }
+        (OpSig::Route { .. }, operands) => experts::route(sig, operands)?,
+        (OpSig::GroupedGemm { .. }, operands) => experts::grouped_gemm(sig, operands)?,
+        (OpSig::Combine { active, cols, accumulate, .. }, [x, weights, out]) => {
+            let (active, cols) = (active as usize, cols as usize);
+            for (i, out) in out.iter_mut().enumerate() {
+                let (token, column) = (i / cols, i % cols);
+                let choices = token * active..(token + 1) * active;
+                let sum: f64 = choices.map(|choice| weights[choice] * x[choice * cols + column]).sum();
+                *out = sum + if accumulate { *out } else { 0.0 };
+            }
+        }
         (OpSig::Add { .. }, [a, b, out]) => {
             for i in 0..out.len() {
                 out[i] = a[i] + b[i];
@@ -133,7 +151,7 @@ pub fn run(sig: &OpSig, operands: &mut [Vec<f64>]) -> Result<(), String> {
     Ok(())
 }
 
-fn dot(a: &[f64], b: &[f64]) -> f64 {
+pub(crate) fn dot(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
 

@@ -137,7 +137,10 @@ fn note(buffers: &mut Vec<(Arc<dyn Buffer>, bool)>, slice: &Slice, write: bool) 
 pub(crate) fn check_sig(sig: &OpSig) -> Result<()> {
     sig.check().map_err(Error::invalid)?;
     let counted = matches!(sig, OpSig::Sample { .. } | OpSig::Copy { .. } | OpSig::Fill { .. });
-    let is_index = |name| matches!(name, "ids" | "slots" | "query_start" | "context" | "pages" | "range");
+    let is_index = |name| {
+        let steps = matches!(name, "ids" | "slots" | "query_start" | "context" | "pages" | "range");
+        steps || matches!(name, "chosen" | "order" | "starts")
+    };
     for operand in sig.operands() {
         let stored = matches!(operand.dtype, DType::F32 | DType::Bf16 | DType::F16);
         if !counted && !is_index(operand.name) && !stored {
@@ -161,22 +164,26 @@ impl Builder {
         let (phases, words) = kernels::phases(sig, &args[..access.len()], self.isa, self.workers);
         self.shared_words = self.shared_words.max(words);
         let whole = phases == [Phase::Whole];
-        let solo = self.workers == 1 || (whole && sig.bytes() < SOLO_BYTES && sig.flops() < SOLO_FLOPS);
+        // sorting comes after a barrier, whatever its size
+        let is_route = matches!(sig, OpSig::Route { .. });
+        let solo = self.workers == 1
+            || (whole && is_route)
+            || (whole && sig.bytes() < SOLO_BYTES && sig.flops() < SOLO_FLOPS);
         for &phase in phases {
             if phase == Phase::PackX && self.is_packed(sig, args[0]) {
                 continue;
             }
             let mut touches: Vec<Touch> = Vec::with_capacity(access.len() + 1);
-            for (i, access) in access.iter().enumerate() {
-                if touches_operand(phase, i, *access) {
+            for (i, kind) in access.iter().enumerate() {
+                if touches_operand(phase, (i, access.len()), *kind) {
                     touches.push(Touch {
                         what: Place::Memory(args[i]),
-                        write: *access != OperandAccess::Read,
+                        write: *kind != OperandAccess::Read,
                         solo,
                     });
                 }
             }
-            if !whole {
+            if !matches!(phase, Phase::Whole | Phase::Choose | Phase::Sort) {
                 let write = matches!(phase, Phase::PackX | Phase::Chunks);
                 touches.push(Touch { what: Place::Shared, write, solo });
                 if write {
@@ -213,9 +220,11 @@ impl Builder {
 }
 
 /// Whether a phase accesses operand `index`.
-fn touches_operand(phase: Phase, index: usize, access: OperandAccess) -> bool {
+fn touches_operand(phase: Phase, (index, count): (usize, usize), access: OperandAccess) -> bool {
     match phase {
         Phase::Whole => true,
+        Phase::Choose => index + 2 < count,
+        Phase::Sort => index + 2 >= count || index + 4 == count,
         Phase::PackX => index == 0,
         Phase::MultiplyPacked => index != 0,
         Phase::Chunks => access == OperandAccess::Read,

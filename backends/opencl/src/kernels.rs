@@ -3,7 +3,7 @@
 use crate::device::KernelTuning;
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::op::Extent;
-use mixfleet_hal::{Cmd, DType, KvShape, OpSig, Slice};
+use mixfleet_hal::{Cmd, DType, KvShape, OpSig, Scoring, Slice};
 
 /// Threads per group, in kernels with and without barriers; `common.h` repeats the former.
 const GROUP: usize = 64;
@@ -46,6 +46,9 @@ impl ProgramKey {
             "rows.c" => &[portable!("rows.c")],
             "sample.c" => &[portable!("sample.c")],
             "rows.cl" => &[WIDE, include_str!("kernels/rows.cl")],
+            "route.c" => &[portable!("route.c")],
+            "grouped.c" => &[portable!("grouped.h"), portable!("grouped.c")],
+            "grouped.cl" => &[WIDE, portable!("grouped.h"), include_str!("kernels/grouped.cl")],
             "gemm.c" => &[portable!("gemm.h"), portable!("gemm.c")],
             "gemm.cl" => &[WIDE, portable!("gemm.h"), include_str!("kernels/gemm.cl")],
             "attention.c" => &[portable!("keys.h"), portable!("attention.c")],
@@ -132,10 +135,23 @@ fn each(count: u64) -> ([usize; 3], [usize; 3]) {
     ([to_usize(count).next_multiple_of(GROUP), 1, 1], [GROUP, 1, 1])
 }
 
-/// Plans `cmd` for a device with this tuning; `None` if there is nothing to do.
-pub(crate) fn plan(cmd: &Cmd, tuning: KernelTuning) -> Option<Work> {
+/// Plans `cmd` for a device with this tuning, as work in order; nothing if there is nothing to do.
+pub(crate) fn plan(cmd: &Cmd, tuning: KernelTuning) -> Vec<Work> {
+    let works = match cmd.sig() {
+        OpSig::Route { .. } => route(cmd.sig(), &operands(cmd), tuning).into(),
+        _ => vec![single(cmd, tuning)],
+    };
+    let is_empty = |work: &Work| match work {
+        Work::Launch { global, .. } => global.contains(&0),
+        Work::Copy { to, .. } | Work::Fill { to, .. } => to.bytes == 0,
+    };
+    works.into_iter().filter(|work| !is_empty(work)).collect()
+}
+
+/// Plans an operation that is one kernel.
+fn single(cmd: &Cmd, tuning: KernelTuning) -> Work {
     let mut args = operands(cmd);
-    let work = match *cmd.sig() {
+    match *cmd.sig() {
         OpSig::Sample { rows, cols, history, tops } => {
             // what is absent is not used
             if history == 0 {
@@ -155,6 +171,18 @@ pub(crate) fn plan(cmd: &Cmd, tuning: KernelTuning) -> Option<Work> {
             let vec = vector(elements, tuning);
             args.push(Arg::U64(elements / vec));
             launch("elements.c", cmd.sig().name(), element_options(x, x, vec), args, each(elements / vec))
+        }
+        OpSig::ClampedSwiglu { elements, alpha, limit, x } => {
+            let vec = vector(elements, tuning);
+            args.extend([Arg::F32(alpha.0), Arg::F32(limit.0), Arg::U64(elements / vec)]);
+            launch("elements.c", "clamped_swiglu", element_options(x, x, vec), args, each(elements / vec))
+        }
+        OpSig::Combine { tokens, active, cols, x, accumulate } => {
+            let vec = vector(cols.into(), tuning);
+            let count = u64::from(tokens) * u64::from(cols) / vec;
+            args.extend([active, cols, accumulate.into()].map(Arg::U32));
+            args.push(Arg::U64(count));
+            launch("elements.c", "combine", element_options(x, x, vec), args, each(count))
         }
         OpSig::Rope { tokens, heads, head_dim, x } => {
             let vec = vector(u64::from(head_dim / 2), tuning);
@@ -196,13 +224,76 @@ pub(crate) fn plan(cmd: &Cmd, tuning: KernelTuning) -> Option<Work> {
             launch("merge.c", "attn_merge", options(&[("OUT", &out), ("VEC", &vec)]), args, each(count))
         }
         OpSig::Gemm { .. } => gemm(cmd.sig(), args, tuning),
+        OpSig::GroupedGemm { .. } => grouped(cmd.sig(), args, tuning),
         OpSig::AttnPrefill { .. } | OpSig::AttnDecode { .. } => attention(cmd.sig(), args, tuning),
+        OpSig::Route { .. } => unreachable!("planned as two kernels"),
+    }
+}
+
+/// Returns the choice, one group per token, and its order by expert.
+fn route(sig: &OpSig, args: &[Arg], tuning: KernelTuning) -> [Work; 2] {
+    let OpSig::Route { tokens, bias, routing } = *sig else { unreachable!("called for route") };
+    let at = 1 + usize::from(bias);
+    let [chosen, weights, order, starts] = [0, 1, 2, 3].map(|i| args[at + i].clone());
+    // a bias that is absent is not read
+    let correction = args[usize::from(bias)].clone();
+    let mut choice = vec![args[0].clone(), correction, chosen.clone(), weights];
+    let by_sigmoid = u32::from(routing.scoring == Scoring::Sigmoid);
+    let flags =
+        [bias.into(), by_sigmoid, routing.groups_active, routing.group_best, routing.normalise.into()];
+    choice.extend(flags.map(Arg::U32));
+    choice.push(Arg::F32(routing.scale.0));
+    let work = |kernel, group: usize, groups: u32, args| {
+        let macros = options(&[
+            ("EXPERTS", &routing.experts),
+            ("ACTIVE", &routing.active),
+            ("GROUPS", &routing.groups),
+            ("GROUP", &group),
+        ]);
+        launch("route.c", kernel, macros, args, ([groups as usize * group, 1, 1], [group, 1, 1]))
     };
-    let empty = match &work {
-        Work::Launch { global, .. } => global.contains(&0),
-        Work::Copy { to, .. } | Work::Fill { to, .. } => to.bytes == 0,
+    let (few, many) = if tuning == KernelTuning::Cpu { (1, 1) } else { (GROUP, TILE_THREADS) };
+    let choices = Arg::U32(tokens * routing.active);
+    let groups = tokens.min(1);
+    [
+        work("route", few, tokens, choice),
+        work("route_order", many, groups, vec![chosen, order, starts, choices]),
+    ]
+}
+
+fn grouped(sig: &OpSig, mut args: Vec<Arg>, tuning: KernelTuning) -> Work {
+    let OpSig::GroupedGemm { grouped, n, k, x, weight, out, bias } = *sig else {
+        unreachable!("called for grouped_gemm")
     };
-    (!empty).then_some(work)
+    if !bias {
+        args.insert(2, args[1].clone()); // never read
+    }
+    let choices = grouped.choices;
+    args.extend([choices, grouped.fan, grouped.experts, n, k, u32::from(bias)].map(Arg::U32));
+    let few = choices <= GEMV_ROWS_MAX.saturating_mul(grouped.touched);
+    // while experts have a row each, a group has one too
+    let rows = if choices <= 2 * grouped.touched { 1 } else { ROWS };
+    let (file, kernel, grid) = match tuning {
+        KernelTuning::Cpu => {
+            let (across, down) = (n.div_ceil(COLS) as usize, choices.div_ceil(BAND) as usize);
+            ("grouped.cl", "grouped", ([across, down, 1], [1, 1, 1]))
+        }
+        KernelTuning::Gpu if few => {
+            let down = choices.div_ceil(rows) as usize;
+            ("grouped.c", "grouped_few", ([n as usize * GROUP, down, 1], [GROUP, 1, 1]))
+        }
+        KernelTuning::Gpu => {
+            let tiles = (choices / TILE + grouped.experts.min(choices)) as usize;
+            let across = n.div_ceil(TILE) as usize;
+            ("grouped.c", "grouped_many", ([across * TILE_THREADS, tiles, 1], [TILE_THREADS, 1, 1]))
+        }
+    };
+    let dtypes = options(&[("X", &x), ("WEIGHT", &weight), ("OUT", &out)]);
+    let shape = match tuning {
+        KernelTuning::Cpu => options(&[("BAND", &BAND)]),
+        KernelTuning::Gpu => options(&[("VEC", &vector(k.into(), tuning)), ("ROWS", &rows)]),
+    };
+    launch(file, kernel, dtypes + &shape, args, grid)
 }
 
 fn element_options(x: DType, table: DType, vec: u64) -> String {

@@ -84,11 +84,12 @@ impl OpenClQueue {
                     memory.writable()?;
                 }
             }
-            let Some(work) = kernels::plan(cmd, self.shared.tuning) else { continue };
-            if let Work::Launch { program, kernel, .. } = &work {
-                self.kernel(program, kernel)?;
+            for work in kernels::plan(cmd, self.shared.tuning) {
+                if let Work::Launch { program, kernel, .. } = &work {
+                    self.kernel(program, kernel)?;
+                }
+                recorded.works.push(work);
             }
-            recorded.works.push(work);
             recorded.buffers.extend(cmd.args().iter().cloned());
         }
         recorded.buffers.sort_by_key(|slice| Arc::as_ptr(&slice.buffer).cast::<u8>() as usize);

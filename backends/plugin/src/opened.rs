@@ -62,7 +62,7 @@ impl OpenedDevice {
     /// Whether it can run an operation.
     pub(crate) fn support(&self, sig: &OpSig) -> Support {
         let Some(support) = self.library.table.0.support else { return Support::No };
-        let op = operation::of(sig);
+        let Some(op) = operation::of(sig) else { return Support::No };
         // SAFETY: the operation is ours and has the size that it names.
         match unsafe { support(self.raw, &raw const op) } {
             1 => Support::Native,
@@ -211,15 +211,13 @@ impl OpenedDevice {
     ) -> Result<T> {
         let args = cmds.iter().map(|cmd| cmd.args().iter().map(|arg| raw(self, arg)).collect());
         let args = args.collect::<Result<Vec<Vec<MixfleetSlice>>>>()?;
-        let ops: Vec<MixfleetOp> = cmds
-            .iter()
-            .zip(&args)
-            .map(|(cmd, args)| MixfleetOp {
-                args: args.as_ptr(),
-                arg_count: to_u32(args.len()),
-                ..operation::of(cmd.sig())
-            })
-            .collect();
+        let op = |(cmd, args): (&Cmd, &Vec<MixfleetSlice>)| {
+            let name = cmd.sig().name();
+            let unknown = || Error::unsupported(format!("{}: plugins have no operation '{name}'", self.id));
+            let op = operation::of(cmd.sig()).ok_or_else(unknown)?;
+            Ok(MixfleetOp { args: args.as_ptr(), arg_count: to_u32(args.len()), ..op })
+        };
+        let ops = cmds.iter().zip(&args).map(op).collect::<Result<Vec<MixfleetOp>>>()?;
         with(&ops)
     }
 

@@ -5,7 +5,10 @@
 
 use mixfleet_hal::cast::{low_u8, to_u8, to_usize};
 use mixfleet_hal::op::Extent;
-use mixfleet_hal::{BufferUsage, Cmd, DType, Error, ErrorKind, KvShape, OpSig, Result, Scalar, Slice};
+use mixfleet_hal::{
+    BufferUsage, Cmd, DType, Error, ErrorKind, ExpertRouting, GroupedRows, KvShape, OpSig, Result, Scalar,
+    Scoring, Slice,
+};
 
 /// The longest text of an error.
 const TEXT_BYTES_MAX: usize = 4096;
@@ -157,6 +160,23 @@ trait Fields {
         Ok(())
     }
 
+    fn routing(&mut self, value: &mut ExpertRouting) -> Result<()> {
+        let ExpertRouting { experts, active, scoring, groups, groups_active, group_best, normalise, scale } =
+            value;
+        [experts, active, groups, groups_active, group_best].into_iter().try_for_each(|dim| self.dim(dim))?;
+        let mut by_sigmoid = *scoring == Scoring::Sigmoid;
+        self.flag(&mut by_sigmoid)?;
+        *scoring = if by_sigmoid { Scoring::Sigmoid } else { Scoring::Softmax };
+        self.flag(normalise)?;
+        self.scalar(scale)
+    }
+
+    fn grouped(&mut self, value: &mut GroupedRows) -> Result<()> {
+        let GroupedRows { choices, fan, experts, touched } = value;
+        [choices, fan, experts].into_iter().try_for_each(|dim| self.dim(dim))?;
+        self.number(touched)
+    }
+
     fn kv(&mut self, value: &mut KvShape) -> Result<()> {
         let KvShape { kv_heads, head_dim, page_tokens, dtype } = value;
         self.dim(kv_heads)?;
@@ -223,8 +243,10 @@ impl Fields for Taker<'_> {
 const F32: DType = DType::F32;
 const KV: KvShape = KvShape { kv_heads: 0, head_dim: 0, page_tokens: 0, dtype: F32 };
 
+const GROUPED: GroupedRows = GroupedRows { choices: 0, fan: 0, experts: 0, touched: 0 };
+
 /// An operation of each kind, in the order of their numbers.
-const BLANK: [OpSig; 15] = [
+const BLANK: [OpSig; 19] = [
     OpSig::Embed { tokens: 0, vocab: 0, hidden: 0, table: F32, out: F32 },
     OpSig::RmsNorm { rows: 0, cols: 0, eps: Scalar(0.0), x: F32, weight: F32, out: F32 },
     OpSig::Gemm { m: 0, n: 0, k: 0, x: F32, weight: F32, out: F32, bias: false, accumulate: false },
@@ -250,6 +272,10 @@ const BLANK: [OpSig; 15] = [
     OpSig::Fill { bytes: 0, word: 0 },
     OpSig::KvGather { tokens: 0, kv: KV, wire: F32 },
     OpSig::KvScatter { tokens: 0, kv: KV, wire: F32 },
+    OpSig::ClampedSwiglu { elements: 0, alpha: Scalar(0.0), limit: Scalar(0.0), x: F32 },
+    OpSig::Route { tokens: 0, bias: false, routing: ExpertRouting::softmax(0, 0, false) },
+    OpSig::GroupedGemm { grouped: GROUPED, n: 0, k: 0, x: F32, weight: F32, out: F32, bias: false },
+    OpSig::Combine { tokens: 0, active: 0, cols: 0, x: F32, accumulate: false },
 ];
 
 /// The fields of an operation in their order.
@@ -302,6 +328,27 @@ fn fields(sig: &mut OpSig, by: &mut impl Fields) -> Result<()> {
         OpSig::SiluMul { elements, x } | OpSig::Add { elements, x } => {
             by.long(elements)?;
             by.dtype(x)
+        }
+        OpSig::ClampedSwiglu { elements, alpha, limit, x } => {
+            by.long(elements)?;
+            [alpha, limit].into_iter().try_for_each(|scalar| by.scalar(scalar))?;
+            by.dtype(x)
+        }
+        OpSig::Route { tokens, bias, routing } => {
+            by.dim(tokens)?;
+            by.flag(bias)?;
+            by.routing(routing)
+        }
+        OpSig::GroupedGemm { grouped, n, k, x, weight, out, bias } => {
+            by.grouped(grouped)?;
+            [n, k].into_iter().try_for_each(|dim| by.dim(dim))?;
+            [x, weight, out].into_iter().try_for_each(|dtype| by.dtype(dtype))?;
+            by.flag(bias)
+        }
+        OpSig::Combine { tokens, active, cols, x, accumulate } => {
+            [tokens, active, cols].into_iter().try_for_each(|dim| by.dim(dim))?;
+            by.dtype(x)?;
+            by.flag(accumulate)
         }
         OpSig::Sample { rows, cols, history, tops } => {
             [rows, cols].into_iter().try_for_each(|dim| by.dim(dim))?;
@@ -449,6 +496,31 @@ mod tests {
             OpSig::Fill { bytes: 4, word: u32::MAX },
             OpSig::KvGather { tokens: 1, kv: KV, wire: F16 },
             OpSig::KvScatter { tokens: 1, kv: KV, wire: F32 },
+            OpSig::ClampedSwiglu { elements: 1 << 33, alpha: Scalar(1.702), limit: Scalar(7.0), x: Bf16 },
+            OpSig::Route {
+                tokens: 3,
+                bias: true,
+                routing: ExpertRouting {
+                    experts: 256,
+                    active: 8,
+                    scoring: Scoring::Sigmoid,
+                    groups: 8,
+                    groups_active: 4,
+                    group_best: 2,
+                    normalise: true,
+                    scale: Scalar(2.5),
+                },
+            },
+            OpSig::GroupedGemm {
+                grouped: GroupedRows { choices: 24, fan: 8, experts: 256, touched: 0 },
+                n: 768,
+                k: 2048,
+                x: Bf16,
+                weight: Bf16,
+                out: F32,
+                bias: true,
+            },
+            OpSig::Combine { tokens: 3, active: 8, cols: 2048, x: Bf16, accumulate: true },
         ]
     }
 

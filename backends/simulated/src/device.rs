@@ -89,10 +89,11 @@ impl SimulatedPart {
     pub(crate) fn support(&self, sig: &OpSig) -> Support {
         let operands = sig.operands();
         let floats = operands.iter().all(|operand| {
-            let index = ["ids", "slots", "pages", "range", "query_start", "context", "from", "to"];
+            let steps = ["ids", "slots", "pages", "range", "query_start", "context", "from", "to"];
+            let choices = ["chosen", "order", "starts"];
             let integers = match sig {
                 OpSig::Sample { .. } => operand.name != "logits",
-                _ => index.contains(&operand.name),
+                _ => steps.contains(&operand.name) || choices.contains(&operand.name),
             };
             (operand.dtype == DType::U32) == integers
         });
@@ -102,7 +103,10 @@ impl SimulatedPart {
         let rates = &self.costs.profile().compute;
         let has = |dtype: DType| rates.is_empty() || rates.iter().any(|(known, _)| *known == dtype);
         let x = match *sig {
-            OpSig::Gemm { x, .. } | OpSig::AttnPrefill { x, .. } | OpSig::AttnDecode { x, .. } => x,
+            OpSig::Gemm { x, .. }
+            | OpSig::GroupedGemm { x, .. }
+            | OpSig::AttnPrefill { x, .. }
+            | OpSig::AttnDecode { x, .. } => x,
             _ => return Support::Native,
         };
         match (has(x), x) {

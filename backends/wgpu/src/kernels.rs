@@ -17,11 +17,22 @@ pub(crate) enum File {
     Kv,
     Attention,
     Merge,
+    Route,
+    Grouped,
 }
 
 impl File {
-    const ALL: [File; 7] =
-        [File::Elements, File::Rows, File::Sample, File::Gemm, File::Kv, File::Attention, File::Merge];
+    const ALL: [File; 9] = [
+        File::Elements,
+        File::Rows,
+        File::Sample,
+        File::Gemm,
+        File::Kv,
+        File::Attention,
+        File::Merge,
+        File::Route,
+        File::Grouped,
+    ];
 
     const fn text(self) -> &'static str {
         match self {
@@ -32,6 +43,8 @@ impl File {
             File::Kv => include_str!("kernels/kv.wgsl"),
             File::Attention => include_str!("kernels/attention.wgsl"),
             File::Merge => include_str!("kernels/merge.wgsl"),
+            File::Route => include_str!("kernels/route.wgsl"),
+            File::Grouped => include_str!("kernels/grouped.wgsl"),
         }
     }
 
@@ -39,6 +52,7 @@ impl File {
     const fn defaults(self) -> &'static [(&'static str, &'static str)] {
         match self {
             File::Elements => &[("UNIT", "1u")],
+            File::Grouped => &[("WIDE", "false")],
             File::Gemm => &[("WIDE", "false"), ("ROWS", "1u")],
             _ => &[],
         }

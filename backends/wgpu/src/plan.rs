@@ -19,6 +19,7 @@
 //! rows to groups leave such results in scratch memory as f32, and `narrow` rounds them, a thread per word.
 
 mod attention;
+mod experts;
 mod gemm;
 mod kv;
 mod sample;
@@ -215,6 +216,10 @@ impl Planner {
             }
             (OpSig::Gemm { .. }, _) => self.gemm(sig, operands)?,
             (OpSig::Sample { .. }, _) => self.sample(sig, operands)?,
+            (OpSig::Route { .. }, _) => self.route(sig, operands)?,
+            (OpSig::GroupedGemm { .. }, _) => self.grouped(sig, operands)?,
+            (OpSig::Combine { .. }, _) => self.combine(sig, operands)?,
+            (OpSig::ClampedSwiglu { .. }, _) => self.clamped_swiglu(sig, operands)?,
             (OpSig::AttnPrefill { .. } | OpSig::AttnDecode { .. }, _) => self.attention(sig, operands)?,
             (sig, _) => return Err(Error::invalid(format!("{}: wrong number of operands", sig.name()))),
         }
@@ -272,7 +277,7 @@ impl Planner {
             return;
         }
         let views: &[u32] = match kernel.file {
-            File::Gemm => &[0, 1],
+            File::Gemm | File::Grouped => &[0, 1],
             File::Attention => &[4],
             _ => &[],
         };

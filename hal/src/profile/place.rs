@@ -24,7 +24,7 @@ pub(super) struct KernelClass {
 impl KernelClass {
     pub(super) fn of(sig: &OpSig) -> Self {
         let dtypes = match *sig {
-            OpSig::Gemm { x, weight, .. } => [x, weight],
+            OpSig::Gemm { x, weight, .. } | OpSig::GroupedGemm { x, weight, .. } => [x, weight],
             OpSig::AttnPrefill { x, kv: KvShape { dtype: kv, .. }, .. }
             | OpSig::AttnDecode { x, kv: KvShape { dtype: kv, .. }, .. } => [x, kv],
             _ => [narrowest(sig); 2],
@@ -82,7 +82,19 @@ pub(super) fn coordinates(sig: &OpSig) -> [f64; DIMENSIONS] {
             [n(tokens), n(kv_heads), n(head_dim), 0.0, 0.0]
         }
         OpSig::AttnMerge { parts, rows, head_dim, .. } => [n(parts), n(rows), n(head_dim), 0.0, 0.0],
-        OpSig::SiluMul { .. } | OpSig::Add { .. } | OpSig::Copy { .. } | OpSig::Fill { .. } => [0.0; 5],
+        OpSig::Route { tokens, routing, .. } => {
+            [n(tokens), n(routing.experts), n(routing.active), n(routing.groups), 0.0]
+        }
+        // rows of a touched expert, as of a product
+        OpSig::GroupedGemm { grouped, n: columns, k, .. } => {
+            [per(grouped.choices.into(), grouped.touched), n(columns), n(k), n(grouped.touched), 0.0]
+        }
+        OpSig::Combine { tokens, active, cols, .. } => [n(tokens), n(active), n(cols), 0.0, 0.0],
+        OpSig::SiluMul { .. }
+        | OpSig::ClampedSwiglu { .. }
+        | OpSig::Add { .. }
+        | OpSig::Copy { .. }
+        | OpSig::Fill { .. } => [0.0; 5],
     };
     [log(sig.bytes()), shape[0], shape[1], shape[2], shape[3], shape[4]]
 }
@@ -97,6 +109,9 @@ pub(super) fn mismatch(a: &OpSig, b: &OpSig) -> f64 {
             OpSig::Gemm { out: out2, bias: bias2, accumulate: accumulate2, .. },
         ) => {
             unlike(out != out2, 0.25) + unlike(accumulate != accumulate2, 0.25) + unlike(bias != bias2, 0.25)
+        }
+        (OpSig::GroupedGemm { out, bias, .. }, OpSig::GroupedGemm { out: out2, bias: bias2, .. }) => {
+            unlike(out != out2, 0.25) + unlike(bias != bias2, 0.25)
         }
         (
             OpSig::AttnPrefill { window, kv: KvShape { page_tokens, .. }, .. },
@@ -127,6 +142,8 @@ fn narrowest(sig: &OpSig) -> DType {
         }
         OpSig::Rope { x, .. }
         | OpSig::SiluMul { x, .. }
+        | OpSig::ClampedSwiglu { x, .. }
+        | OpSig::Combine { x, .. }
         | OpSig::Add { x, .. }
         | OpSig::AttnMerge { out: x, .. } => x,
         _ => DType::F32,

@@ -71,7 +71,11 @@ impl Predictor {
         let own = self.groups.get(&class).or_else(stand_in);
         let own = own.map(|group| group.seconds(&self.profile, sig, 0.0));
         let mixed = self.lent.mixed(&self.profile, sig, class, own);
-        mixed.map_or_else(|| self.profile.roofline(sig), Seconds)
+        let unlike = || match sig.equivalent() {
+            Some(plain) => self.time(&plain),
+            None => self.profile.roofline(sig),
+        };
+        mixed.map_or_else(unlike, Seconds)
     }
 
     /// Predicts a batch on an idle queue, including its launch; see [`DeviceProfile::batch_time`].
@@ -159,5 +163,9 @@ pub(super) fn time(profile: &DeviceProfile, sig: &OpSig) -> Seconds {
     let groups = classes.groups(profile);
     let stand_in = || groups.get(classes.largest().get(class.name)?);
     let group = groups.get(&class).or_else(stand_in);
-    group.map_or_else(|| profile.roofline(sig), |group| Seconds(group.seconds(profile, sig, 0.0)))
+    match (group, sig.equivalent()) {
+        (Some(group), _) => Seconds(group.seconds(profile, sig, 0.0)),
+        (None, Some(plain)) => time(profile, &plain),
+        (None, None) => profile.roofline(sig),
+    }
 }

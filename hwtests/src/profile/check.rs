@@ -84,7 +84,7 @@ fn in_words(entry: &Entry, outcome: &CheckOutcome) -> String {
 }
 
 fn needs_spread(sig: &OpSig) -> bool {
-    matches!(sig, OpSig::AttnDecode { .. } | OpSig::AttnPrefill { .. })
+    matches!(sig, OpSig::AttnDecode { .. } | OpSig::AttnPrefill { .. } | OpSig::GroupedGemm { .. })
 }
 
 /// Returns the same kind of operation, small enough for the oracle and large enough for blocked kernels.
@@ -110,6 +110,13 @@ fn shrunk(sig: &OpSig) -> OpSig {
             history: history.min(300),
             tops: tops.min(20),
         },
+        OpSig::ClampedSwiglu { elements, alpha, limit, x } => {
+            OpSig::ClampedSwiglu { elements: elements.min(1009), alpha, limit, x }
+        }
+        OpSig::Route { tokens, bias, routing } => OpSig::Route { tokens: tokens.min(17), bias, routing },
+        OpSig::Combine { tokens, active, cols, x, accumulate } => {
+            OpSig::Combine { tokens: tokens.min(17), active, cols: cols.min(257), x, accumulate }
+        }
         OpSig::Copy { bytes } => OpSig::Copy { bytes: bytes.min(4004) },
         OpSig::Fill { bytes, word } => OpSig::Fill { bytes: bytes.min(4004), word },
         OpSig::AttnMerge { parts, rows, head_dim, out } => {

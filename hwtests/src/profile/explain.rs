@@ -42,6 +42,14 @@ const MEASURED: &[Metric] = &[
                   the datasheet's dense rate.",
     },
     Metric {
+        name: "grouped_gemm",
+        meaning: "Time of r rows (choices of all tokens) through the matrices, of n x k, of their experts: `touched` \
+                  of e experts have rows, each as many; `fan` rows in turn share a row of x.",
+        method: "As a matrix product. Once with all experts and once with four of them, for an even and a skewed load.",
+        decides: "The MLP's part of a mixture of experts.",
+        typical: "While few rows meet an expert, the touched weights stream as those of a plain product do.",
+    },
+    Metric {
         name: "memory_read",
         meaning: "Bytes read per second over a working set that is touched over and over.",
         method: "A matrix product of one row (bf16, else f16, else f32): the plainest read that every backend has and \

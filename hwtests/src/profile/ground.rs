@@ -289,6 +289,13 @@ fn contents(sig: &OpSig, operand: &Operand) -> Option<Vec<u8>> {
                 bytemuck::cast::<_, [u32; PARAMETER_WORDS as usize]>(row)
             })))
         }
+        // every touched expert has as many rows, and which choices they are is random
+        (OpSig::GroupedGemm { grouped, .. }, "order") => Some(words(shuffled(grouped.choices.into()))),
+        (OpSig::GroupedGemm { grouped, .. }, "starts") => {
+            let touched = u64::from(grouped.touched.max(1));
+            let start = |expert: u64| u64::from(grouped.choices) * expert.min(touched) / touched;
+            Some(words((0..=u64::from(grouped.experts)).map(|expert| to_u32(start(expert)))))
+        }
         // rotations preserve length, however often they are repeated
         (OpSig::Rope { tokens, head_dim, .. }, "cos_sin") => {
             let mut bytes = Vec::new();
@@ -340,6 +347,10 @@ mod tests {
             "sample.f32.t3.v130",
             "attn_merge.bf16.p2.t4.d16",
             "silu_mul.bf16.e64",
+            "clamped_swiglu.bf16.e64",
+            "route.f32.t3.e8.a2",
+            "grouped_gemm.bf16.r6.fan2.e4.touched3.n16.k32",
+            "combine.bf16.t3.a2.h16",
         ] {
             let Some(Work::Op(sig)) = Work::parse(id, 8) else { panic!("{id}") };
             let commands = ground.commands(&sig).unwrap();

@@ -101,6 +101,7 @@ fn roofline(body: &mut Html, document: &ProfileDocument) {
     for (p, seconds) in measured(document).filter(|(p, _)| p.flops > 0.0 && p.bytes > 0.0) {
         let kind = match p.group {
             Group::Gemm => "matrix products",
+            Group::Experts => "mixtures of experts",
             Group::Decode => "decode attention",
             Group::Prefill => "prefill attention",
             Group::Small => "small operations",

@@ -5,10 +5,12 @@
 //! families, of hidden size 1024, 2048 (TinyLlama 1.1B), 4096 (Llama 3 8B) and 8192 (Llama 3 70B), stand for
 //! the ones in between.
 
-use super::work::{Heads, LaunchCase, SustainedLoad, Work, attn_decode, attn_prefill, gemm, matches};
+use super::work::{
+    Heads, LaunchCase, SustainedLoad, Work, attn_decode, attn_prefill, gemm, grouped_gemm, matches, route,
+};
 use mixfleet_hal::profile::Traffic;
 use mixfleet_hal::units::{GIB, MIB};
-use mixfleet_hal::{DType, KvShape, OpSig, Scalar};
+use mixfleet_hal::{DType, GroupedRows, KvShape, OpSig, Scalar};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -77,6 +79,7 @@ pub fn plan(
     p.small(2048, 5632, 32, NARROW, 32_000);
     p.kv();
     p.gemms();
+    p.experts();
     p.attention();
     if level != ProfileLevel::Quick {
         p.small(4096, 14_336, 32, WIDE, 128_256);
@@ -272,6 +275,25 @@ impl Plan {
         for &m in square {
             for dtype in [DType::Bf16, DType::F16, DType::F32, DType::F8E4m3] {
                 self.op(gemm(dtype, (m, 4096, 4096), false, false));
+            }
+        }
+    }
+
+    /// Adds the operations of a layer of small experts, of which there are fewer than in a model, so that
+    /// they fit: what costs time is how many of them have rows, and how many rows. Once with every touched
+    /// expert at an even load, and once with the rows of four experts.
+    fn experts(&mut self) {
+        let (x, experts, active, inner, hidden) = (DType::Bf16, 32, 8, 768, 2048);
+        let tokens =
+            self.by_level(&[1, 32], &[1, 8, 64, 512], &[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048]);
+        for &tokens in tokens {
+            self.op(route(tokens, 128, active));
+            self.op(OpSig::Combine { tokens, active, cols: hidden, x, accumulate: true });
+            let choices = tokens * active;
+            for touched in [experts.min(choices), 4] {
+                let by = |fan| GroupedRows { choices, fan, experts, touched };
+                self.op(grouped_gemm(x, by(active), (inner, hidden)));
+                self.op(grouped_gemm(x, by(1), (hidden, inner)));
             }
         }
     }

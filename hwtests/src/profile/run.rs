@@ -247,7 +247,7 @@ fn failed(work: &Work, problem: Problem) -> PointResult {
 fn deadlines(works: &[Work], now: f64, budget: f64, long_s: f64) -> Vec<(Group, f64)> {
     let share = |group: Group| match group {
         Group::Launch => 1.0,
-        Group::Links | Group::Kv => 4.0,
+        Group::Links | Group::Kv | Group::Experts => 4.0,
         Group::Memory | Group::Small => 8.0,
         Group::Gemm => 40.0,
         Group::Decode | Group::Prefill => 17.5,

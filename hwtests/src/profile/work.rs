@@ -7,7 +7,7 @@
 
 use crate::numbers::size;
 use mixfleet_hal::profile::Traffic;
-use mixfleet_hal::{DType, KvShape, OpSig, Scalar};
+use mixfleet_hal::{DType, ExpertRouting, GroupedRows, KvShape, OpSig, Scalar};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -28,6 +28,8 @@ pub enum Group {
     Kv,
     /// Matrix products.
     Gemm,
+    /// Mixtures of experts: choices, products by expert, and their sum.
+    Experts,
     /// Attention of one new token per sequence.
     Decode,
     /// Attention of many new tokens.
@@ -38,13 +40,14 @@ pub enum Group {
 
 impl Group {
     /// All groups, in the order in which they are measured.
-    pub const ALL: [Group; 9] = [
+    pub const ALL: [Group; 10] = [
         Group::Launch,
         Group::Memory,
         Group::Links,
         Group::Small,
         Group::Kv,
         Group::Gemm,
+        Group::Experts,
         Group::Decode,
         Group::Prefill,
         Group::Sustained,
@@ -59,6 +62,7 @@ impl Group {
             Group::Small => "small",
             Group::Kv => "kv",
             Group::Gemm => "gemm",
+            Group::Experts => "experts",
             Group::Decode => "decode",
             Group::Prefill => "prefill",
             Group::Sustained => "sustained",
@@ -123,6 +127,7 @@ impl Work {
             Work::Sustained(_) => Group::Sustained,
             Work::Op(sig) => match sig {
                 OpSig::Gemm { .. } => Group::Gemm,
+                OpSig::Route { .. } | OpSig::GroupedGemm { .. } | OpSig::Combine { .. } => Group::Experts,
                 OpSig::AttnDecode { .. } => Group::Decode,
                 OpSig::AttnPrefill { .. } => Group::Prefill,
                 OpSig::KvWrite { .. } | OpSig::KvGather { .. } | OpSig::KvScatter { .. } => Group::Kv,
@@ -256,7 +261,18 @@ fn op_id(sig: &OpSig) -> String {
         OpSig::AttnMerge { parts, rows, head_dim, out } => {
             format!("{name}.{out}.p{parts}.t{rows}.d{head_dim}")
         }
-        OpSig::SiluMul { elements, x } | OpSig::Add { elements, x } => format!("{name}.{x}.e{elements}"),
+        OpSig::SiluMul { elements, x }
+        | OpSig::Add { elements, x }
+        | OpSig::ClampedSwiglu { elements, x, .. } => {
+            format!("{name}.{x}.e{elements}")
+        }
+        OpSig::Route { tokens, routing, .. } => {
+            format!("{name}.f32.t{tokens}.e{}.a{}", routing.experts, routing.active)
+        }
+        OpSig::GroupedGemm { grouped: GroupedRows { choices, fan, experts, touched }, n, k, x, .. } => {
+            format!("{name}.{x}.r{choices}.fan{fan}.e{experts}.touched{touched}.n{n}.k{k}")
+        }
+        OpSig::Combine { tokens, active, cols, x, .. } => format!("{name}.{x}.t{tokens}.a{active}.h{cols}"),
         OpSig::Sample { rows, cols, .. } => format!("{name}.f32.t{rows}.v{cols}"),
         OpSig::Copy { bytes } | OpSig::Fill { bytes, .. } => format!("{name}.u32.e{}", bytes / 4),
     }
@@ -316,6 +332,11 @@ fn parse_op(kind: &str, rest: &str, page_tokens: u32) -> Option<OpSig> {
                 Heads { ratio, kv: f.take("kv").unwrap_or(KV_HEADS), dim: f.take("d").unwrap_or(HEAD_DIM) };
             attn_prefill(dtype, (tokens, before), heads, page_tokens)?
         }
+        "grouped_gemm" => {
+            let (choices, fan, experts) = (f.take("r")?, f.take("fan")?, f.take("e")?);
+            let grouped = GroupedRows { choices, fan, experts, touched: f.take("touched")? };
+            grouped_gemm(dtype, grouped, (f.take("n")?, f.take("k")?))
+        }
         _ => small_op(kind, dtype, &mut f, page_tokens)?,
     };
     (f.0.is_empty() && sig.check().is_ok()).then_some(sig)
@@ -352,6 +373,17 @@ fn small_op(kind: &str, dtype: DType, f: &mut Fields, page_tokens: u32) -> Optio
         }
         "silu_mul" => OpSig::SiluMul { elements: f.long("e")?, x: dtype },
         "add" => OpSig::Add { elements: f.long("e")?, x: dtype },
+        "clamped_swiglu" => OpSig::ClampedSwiglu {
+            elements: f.long("e")?,
+            alpha: Scalar(1.702),
+            limit: Scalar(7.0),
+            x: dtype,
+        },
+        "route" => route(f.take("t")?, f.take("e")?, f.take("a")?),
+        "combine" => {
+            let (tokens, active, cols) = (f.take("t")?, f.take("a")?, f.take("h")?);
+            OpSig::Combine { tokens, active, cols, x: dtype, accumulate: true }
+        }
         "sample" => OpSig::Sample { rows: f.take("t")?, cols: f.take("v")?, history: 0, tops: 0 },
         _ => return None,
     })
@@ -362,6 +394,16 @@ fn small_op(kind: &str, dtype: DType, f: &mut Fields, page_tokens: u32) -> Optio
 pub(crate) fn gemm(dtype: DType, (m, n, k): (u32, u32, u32), accumulate: bool, logits: bool) -> OpSig {
     let out = if accumulate || logits { DType::F32 } else { gemm_out(dtype) };
     OpSig::Gemm { m, n, k, x: dtype, weight: dtype, out, bias: false, accumulate }
+}
+
+/// Returns a product by experts as the engine runs it.
+pub(crate) fn grouped_gemm(x: DType, grouped: GroupedRows, (n, k): (u32, u32)) -> OpSig {
+    OpSig::GroupedGemm { grouped, n, k, x, weight: x, out: gemm_out(x), bias: false }
+}
+
+/// Returns the choice of `active` of `experts` for each of `tokens`.
+pub(crate) fn route(tokens: u32, experts: u32, active: u32) -> OpSig {
+    OpSig::Route { tokens, bias: false, routing: ExpertRouting::softmax(experts, active, true) }
 }
 
 /// Head configuration of an attention operation.
@@ -439,7 +481,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const NAMES: [&str; 20] = [
+    const NAMES: [&str; 24] = [
         "gemm.bf16.m512.n4096.k4096",
         "gemm.f32.m1.n2048.k5632.acc",
         "gemm.bf16.m1.n32000.k2048.logits",
@@ -452,6 +494,10 @@ mod tests {
         "embed.bf16.t8.v32000.h2048",
         "kv_gather.bf16.t16.kv8.d128",
         "silu_mul.bf16.e4096",
+        "clamped_swiglu.bf16.e4096",
+        "route.f32.t8.e128.a8",
+        "grouped_gemm.bf16.r64.fan8.e16.touched2.n768.k2048",
+        "combine.bf16.t8.a8.h2048",
         "sample.f32.t8.v128256",
         "attn_merge.bf16.p1.t32.d64",
         "memory_read.512MiB",

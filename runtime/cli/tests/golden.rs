@@ -46,6 +46,9 @@ fn open(directory: &Path) -> Checkpoint {
 /// In f32 a logit is off by less than this on every device.
 const LOGIT_ERROR_MAX: f64 = 5e-5;
 
+/// Where two experts' logits are closer than this, rounding may choose another one.
+const ROUTER_MARGIN_MIN: f64 = 2.0 * LOGIT_ERROR_MAX;
+
 /// Whether every case is to run on every placement, as at night. Otherwise the cases share the placements
 /// out, so that each fixture meets each placement once: every case starts a process for every placement.
 fn all_pairs() -> bool {
@@ -257,6 +260,9 @@ struct Close {
 
 impl Close {
     fn of(fixture: &Path, case: &Value) -> Option<Self> {
+        if let Some(gap) = case["min_router_margin"].as_f64().filter(|gap| *gap < ROUTER_MARGIN_MIN) {
+            println!("NEAR TIE of experts: {}: {}: {gap:e}", fixture.display(), case["text"]);
+        }
         if case["min_margin"].as_f64().unwrap() > 2.0 * LOGIT_ERROR_MAX {
             return None;
         }

@@ -1,7 +1,8 @@
 //! Whether a device supports what a model needs of it.
 
+use crate::model::experts::Mixture;
 use crate::model::graph::StepShape;
-use crate::model::{ModelConfig, Weights};
+use crate::model::{ExpertWeights, ModelConfig, Tensor, Weights};
 use mixfleet_hal::{DType, Device, Error, OpSig, Result, Scalar, Support};
 
 /// Checks that the device supports the operations with weights that differ between models.
@@ -39,7 +40,27 @@ pub(super) fn check_products(
         OpSig::Rope { tokens: 1, heads, head_dim, x },
         OpSig::SiluMul { elements: 1, x },
     ];
-    check_support(device, &needed)
+    check_support(device, &needed)?;
+    let layers = weights.layers.iter().filter_map(|layer| layer.experts.as_ref());
+    match (&c.experts, layers.into_iter().next()) {
+        (Some(experts), Some(weights)) => check_support(device, &of_experts(c, experts, weights, x)),
+        _ => Ok(()),
+    }
+}
+
+/// The operations of a layer with experts.
+fn of_experts(c: &ModelConfig, experts: &Mixture, weights: &ExpertWeights, x: DType) -> Vec<OpSig> {
+    let (routing, cost) = (experts.routing, experts.cost());
+    let product = |of_tokens, n, k, weight: &Tensor| {
+        let grouped = cost.grouped(1, of_tokens);
+        OpSig::GroupedGemm { grouped, n, k, x, weight: weight.dtype, out: x, bias: false }
+    };
+    vec![
+        OpSig::Route { tokens: 1, bias: false, routing },
+        product(true, experts.intermediate, c.hidden, &weights.gate),
+        product(false, c.hidden, experts.intermediate, &weights.down),
+        OpSig::Combine { tokens: 1, active: routing.active, cols: c.hidden, x, accumulate: true },
+    ]
 }
 
 /// Checks that the device supports a model's attention.

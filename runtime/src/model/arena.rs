@@ -2,6 +2,7 @@
 
 use super::ModelConfig;
 use super::attention::{AttentionArena, distinct_windows};
+use super::experts::Mixture;
 use super::graph::StepShape;
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::sample::PARAMETER_WORDS;
@@ -15,13 +16,43 @@ pub(super) struct Arena {
     pub(super) residual: Slice, // [tokens, hidden] f32
     pub(super) normed: Slice,   // [tokens, hidden]
     pub(super) attention: AttentionArena,
-    pub(super) k_raw: Slice,   // [tokens, kv_heads, head_dim] before its norm
-    pub(super) gate: Slice,    // [tokens, intermediate]
-    pub(super) up: Slice,      // [tokens, intermediate]
-    pub(super) inner: Slice,   // [tokens, intermediate]
+    pub(super) k_raw: Slice, // [tokens, kv_heads, head_dim] before its norm
+    pub(super) gate: Slice,  // [tokens, intermediate], or [choices, an expert's] where that is longer
+    pub(super) up: Slice,    // likewise
+    pub(super) inner: Slice, // likewise
+    pub(super) experts: Option<ExpertArena>,
     pub(super) picked: Slice,  // [sequences, hidden] f32
     pub(super) logits: Slice,  // [sequences, vocab] f32
     pub(super) cos_sin: Slice, // [tokens, head_dim] f32
+}
+
+/// What a step needs to go through experts.
+#[derive(Debug)]
+pub(super) struct ExpertArena {
+    pub(super) logits: Slice,  // [tokens, experts] f32
+    pub(super) chosen: Slice,  // [tokens, active] u32
+    pub(super) weights: Slice, // [tokens, active] f32
+    pub(super) order: Slice,   // [tokens * active] u32
+    pub(super) starts: Slice,  // [experts + 1] u32
+    pub(super) made: Slice,    // [tokens, active, hidden]
+}
+
+impl ExpertArena {
+    fn new(
+        experts: &Mixture,
+        (tokens, hidden_bytes): (u64, u64),
+        alloc: &dyn Fn(u64) -> Result<Slice>,
+    ) -> Result<Self> {
+        let (count, active) = (u64::from(experts.routing.experts), u64::from(experts.routing.active));
+        Ok(ExpertArena {
+            logits: alloc(tokens * count * 4)?,
+            chosen: alloc(tokens * active * 4)?,
+            weights: alloc(tokens * active * 4)?,
+            order: alloc(tokens * active * 4)?,
+            starts: alloc((count + 1) * 4)?,
+            made: alloc(tokens * active * hidden_bytes)?,
+        })
+    }
 }
 
 impl Arena {
@@ -34,7 +65,9 @@ impl Arena {
     ) -> Result<Self> {
         let (tokens, sequences) = (u64::from(shape.tokens_max), u64::from(shape.sequences_max));
         let x = shape.activations.size_bytes();
-        let (hidden, inner, vocab) = (u64::from(c.hidden), u64::from(c.intermediate), u64::from(c.vocab));
+        let (hidden, vocab) = (u64::from(c.hidden), u64::from(c.vocab));
+        let inner =
+            c.experts.as_ref().map_or(c.intermediate.into(), |experts| experts.inner_length(c.intermediate));
         let kv_cols = u64::from(c.kv_heads * c.head_dim);
         let draw_words = sequences * (u64::from(PARAMETER_WORDS) + 1) + 1;
         let inputs = (2 * tokens + sequences + draw_words) * 4
@@ -51,6 +84,11 @@ impl Arena {
             gate: alloc(tokens * inner * x)?,
             up: alloc(tokens * inner * x)?,
             inner: alloc(tokens * inner * x)?,
+            experts: c
+                .experts
+                .as_ref()
+                .map(|experts| ExpertArena::new(experts, (tokens, hidden * x), &alloc))
+                .transpose()?,
             picked: alloc(sequences * hidden * 4)?,
             logits: alloc(sequences * vocab * 4)?,
             cos_sin: alloc(tokens * u64::from(c.head_dim) * 4)?,

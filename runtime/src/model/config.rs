@@ -1,11 +1,12 @@
 //! The shape of a decoder-only transformer, whatever family it comes from.
 
+use super::experts::Mixture;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{DType, KvShape};
 use mixfleet_scheduler::cost::{AttnSplit, MemberShare, ModelShape, Partition};
 
 /// A decoder of the Llama family: pre-norm blocks of grouped-query attention and SwiGLU, with the
-/// differences between Llama, Mistral, Qwen2 and Qwen3 as fields.
+/// differences between Llama, Mistral, Qwen2 and Qwen3, and mixtures of experts, as fields.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
     /// `model_type` of the checkpoint, for display.
@@ -36,6 +37,8 @@ pub struct ModelConfig {
     pub mlp_bias: bool,
     /// Whether q and k are normalised per head before rope (Qwen3).
     pub qk_norm: bool,
+    /// Experts, if some layers have them instead of an MLP.
+    pub experts: Option<Mixture>,
     /// Whether the LM head is the embedding.
     pub tied_embeddings: bool,
     /// Sliding window of each layer; `layers` entries.
@@ -94,8 +97,17 @@ impl ModelConfig {
             heads: to_u32(share.heads.len()),
             kv_heads: to_u32(share.kv_heads.len()),
             intermediate: to_u32(share.inner.len()),
+            experts: self
+                .experts
+                .as_ref()
+                .map(|experts| experts.of_member(&share.layers, &share.inner, self.intermediate)),
             ..self.clone()
         }
+    }
+
+    /// The experts of a layer; none where it has an MLP.
+    pub fn experts_of(&self, layer: usize) -> Option<&Mixture> {
+        self.experts.as_ref().filter(|experts| experts.layers.get(layer) == Some(&true))
     }
 
     /// The model's shape for cost prediction, with these dtypes and this page size.
@@ -117,7 +129,7 @@ impl ModelConfig {
             mlp_bias: self.mlp_bias,
             qk_norm: self.qk_norm,
             format: None,
-            experts: None,
+            experts: self.experts.as_ref().map(Mixture::cost),
             latent: None,
             linear: None,
         }

@@ -132,6 +132,14 @@ impl<'a> Fields<'a> {
         ids.map(Some).ok_or_else(|| self.wrong(field, value, "a token id or a list of token ids"))
     }
 
+    /// Reads a list of whole numbers.
+    pub(super) fn numbers(&self, field: &str) -> Result<Option<Vec<u32>>> {
+        let Some(value) = self.get(field) else { return Ok(None) };
+        let one = |value: &Value| value.as_u64().and_then(|number| u32::try_from(number).ok());
+        let list = value.as_array().and_then(|list| list.iter().map(one).collect());
+        list.map(Some).ok_or_else(|| self.wrong(field, value, "a list of whole numbers"))
+    }
+
     pub(super) fn object(&self, field: &str) -> Result<Option<&'a Map<String, Value>>> {
         match self.get(field) {
             None => Ok(None),

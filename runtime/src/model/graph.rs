@@ -7,6 +7,7 @@
 use super::arena::{Arena, Packer, rows_of, table_row};
 use super::attention::{Attention, AttentionArena, AttentionInputs, AttentionSizes, AttentionTables, zeros};
 use super::draws::{DrawArena, DrawInput, DrawOutputs, DrawSizes};
+use super::mixture::MlpStep;
 use super::product::{Out, gemm};
 use super::reach::visible;
 use super::rope_table::RopeTable;
@@ -448,14 +449,14 @@ impl Forward {
         let residual = self.residual(tokens);
         let normed = rows_of(&arena.normed, tokens, c.hidden, x);
         list.push(self.norm(tokens, c.hidden, (&residual, DType::F32), &w.mlp_norm, &normed)?);
-        let [gate, up, inner] =
-            [&arena.gate, &arena.up, &arena.inner].map(|s| rows_of(s, tokens, c.intermediate, x));
-        let (n, k) = (c.intermediate, c.hidden);
-        list.push(gemm(tokens, &normed, x, &w.gate, w.gate_bias.as_ref(), n, k, Out::Set(&gate, x))?);
-        list.push(gemm(tokens, &normed, x, &w.up, w.up_bias.as_ref(), n, k, Out::Set(&up, x))?);
-        let elements = u64::from(tokens) * u64::from(c.intermediate);
-        list.push(Cmd::new(OpSig::SiluMul { elements, x }, &[gate, up, inner.clone()])?);
-        list.push(gemm(tokens, &inner, x, &w.down, w.down_bias.as_ref(), k, n, self.back(&residual))?);
+        let step = MlpStep { config: c, arena, tokens, x, normed: &normed };
+        match (&w.mlp, &w.experts) {
+            (Some(mlp), None) => step.mlp(mlp, c.intermediate, self.back(&residual), &mut list)?,
+            (shared, Some(experts)) => {
+                step.experts(at, (shared.as_ref(), experts), (&residual, self.adds), &mut list)?;
+            }
+            (None, None) => {}
+        }
         Ok(list)
     }
 

@@ -11,6 +11,7 @@ pub mod divided;
 pub mod draws;
 pub mod error;
 pub mod exchange;
+pub mod experts;
 mod fields;
 pub mod generation;
 pub mod graph;
@@ -19,6 +20,7 @@ mod held;
 pub mod leaving;
 pub mod load;
 pub mod meeting;
+mod mixture;
 mod names;
 pub mod oracle;
 mod parse;
@@ -42,7 +44,7 @@ pub use load::{Checkpoint, HostTensor};
 pub use oracle::Oracle;
 pub use random::RandomCheckpoint;
 pub use tokenizer::{TokenStream, Tokenizer};
-pub use weights::{HeadWeights, LayerWeights, Tensor, Weights};
+pub use weights::{ExpertWeights, HeadWeights, LayerWeights, MlpWeights, Tensor, Weights};
 
 #[cfg(test)]
 mod testing;

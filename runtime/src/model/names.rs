@@ -2,7 +2,8 @@
 //! has of them.
 
 use super::config::ModelConfig;
-use mixfleet_scheduler::cost::MemberShare;
+use super::experts::{Mixture, SHARED, SHARED_GATE, packed};
+use mixfleet_scheduler::cost::{Experts, MemberShare};
 use std::ops::Range;
 
 pub(super) const EMBED: &str = "model.embed_tokens.weight";
@@ -42,6 +43,10 @@ pub(super) fn shapes(config: &ModelConfig) -> Vec<(String, Vec<u64>)> {
             add("self_attn.k_norm.weight", &[head_dim]);
         }
         add("post_attention_layernorm.weight", &[hidden]);
+        if let Some(experts) = config.experts_of(layer) {
+            add_experts(experts, hidden, &mut add);
+            continue;
+        }
         add("mlp.gate_proj.weight", &[inner, hidden]);
         add("mlp.up_proj.weight", &[inner, hidden]);
         add("mlp.down_proj.weight", &[hidden, inner]);
@@ -56,6 +61,27 @@ pub(super) fn shapes(config: &ModelConfig) -> Vec<(String, Vec<u64>)> {
         all.push((LM_HEAD.to_owned(), vec![vocab, hidden]));
     }
     all
+}
+
+/// The tensors of a layer's experts: all matrices of a kind one after the other.
+fn add_experts(experts: &Mixture, hidden: u64, add: &mut dyn FnMut(&str, &[u64])) {
+    let (count, inner, shared) =
+        (experts.routing.experts, u64::from(experts.intermediate), u64::from(experts.shared));
+    add(&format!("{}.weight", experts.names.router()), &[u64::from(count), hidden]);
+    let [gate, up, down] = experts.names.matrices();
+    for (matrix, shape) in [(gate, [inner, hidden]), (up, [inner, hidden]), (down, [hidden, inner])] {
+        for expert in 0..count {
+            add(&format!("{}.{expert}.{matrix}.weight", experts.names.experts()), &shape);
+        }
+    }
+    if shared > 0 {
+        add(&format!("{SHARED}.gate_proj.weight"), &[shared, hidden]);
+        add(&format!("{SHARED}.up_proj.weight"), &[shared, hidden]);
+        add(&format!("{SHARED}.down_proj.weight"), &[hidden, shared]);
+    }
+    if experts.shared_gate {
+        add(&format!("{SHARED_GATE}.weight"), &[1, hidden]);
+    }
 }
 
 /// A part of a tensor `[rows, columns]`; a vector is a column.
@@ -85,16 +111,23 @@ pub(super) fn cut(config: &ModelConfig, share: &MemberShare, name: &str) -> Opti
         false => cut(range(of, each)),
     };
     let (heads, kv_heads, inner) = (config.heads, config.kv_heads, config.intermediate);
+    // the inner layer of what it belongs to, and the share of it
+    let of_expert = |length: u32| (Experts::share(length, &share.inner, inner), length);
+    let (part_of_inner, inner) = match &config.experts {
+        Some(experts) if packed(name).is_some() => of_expert(experts.intermediate),
+        Some(experts) if name.contains(SHARED) => of_expert(experts.shared),
+        _ => (share.inner.clone(), inner),
+    };
     let (stem, kind) = name.rsplit_once('.').unwrap_or((name, ""));
     let module = stem.rsplit('.').next().unwrap_or(stem);
     Some(match (module, kind) {
         ("q_proj", _) => part(Cut::Rows, &share.heads, heads, config.head_dim),
         ("k_proj" | "v_proj", _) => part(Cut::Rows, &share.kv_heads, kv_heads, config.head_dim),
-        ("gate_proj" | "up_proj", _) => part(Cut::Rows, &share.inner, inner, 1),
+        ("gate_proj" | "up_proj" | "w1" | "w3", _) => part(Cut::Rows, &part_of_inner, inner, 1),
         // it is added once
         ("o_proj" | "down_proj", "bias") => return share.is_first().then_some(Cut::Whole),
         ("o_proj", _) => part(Cut::Columns, &share.heads, heads, config.head_dim),
-        ("down_proj", _) => part(Cut::Columns, &share.inner, inner, 1),
+        ("down_proj" | "w2", _) => part(Cut::Columns, &part_of_inner, inner, 1),
         ("embed_tokens", _) if !share.embeds() => return None,
         ("norm" | "lm_head", _) if !share.has_head() => return None,
         ("lm_head", _) => part(Cut::Rows, &share.vocab, config.vocab, 1),

@@ -2,6 +2,7 @@
 //! no code in common with the engine but the loader and the rope table.
 
 use super::config::ModelConfig;
+use super::experts::{Mixture, SHARED, SHARED_GATE};
 use super::load::Checkpoint;
 use super::names;
 use mixfleet_hal::cast::to_u32;
@@ -84,12 +85,50 @@ impl Oracle {
     }
 
     fn mlp(&self, layer: usize, x: &[f64]) -> Vec<f64> {
-        let hidden = self.config.hidden as usize;
         let x = self.norm(x, &names::in_layer(layer, "post_attention_layernorm.weight"));
-        let gate = self.linear(layer, "mlp.gate_proj", &x, hidden); // [tokens, intermediate]
-        let up = self.linear(layer, "mlp.up_proj", &x, hidden);
+        match self.config.experts_of(layer) {
+            None => self.swiglu(layer, "mlp", ["gate_proj", "up_proj", "down_proj"], &x),
+            Some(experts) => self.mixture(layer, experts, &x),
+        }
+    }
+
+    /// `down(silu(gate(x)) * up(x))` with the layer's matrices of these names.
+    fn swiglu(&self, layer: usize, stem: &str, names: [&str; 3], x: &[f64]) -> Vec<f64> {
+        let hidden = self.config.hidden as usize;
+        let [gate, up, down] = names.map(|name| format!("{stem}.{name}"));
+        let gate = self.linear(layer, &gate, x, hidden); // [tokens, inner]
+        let up = self.linear(layer, &up, x, hidden);
         let inner: Vec<f64> = gate.iter().zip(&up).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
-        self.linear(layer, "mlp.down_proj", &inner, self.config.intermediate as usize)
+        self.linear(layer, &down, &inner, inner.len() / (x.len() / hidden))
+    }
+
+    /// The experts that each token chooses, and the shared one.
+    fn mixture(&self, layer: usize, experts: &Mixture, x: &[f64]) -> Vec<f64> {
+        let hidden = self.config.hidden as usize;
+        let names = experts.names.matrices();
+        let mut out = Vec::with_capacity(x.len());
+        for token in x.chunks(hidden) {
+            let logits = self.linear(layer, experts.names.router(), token, hidden);
+            let scores = softmax(logits);
+            let mut order: Vec<usize> = (0..scores.len()).collect();
+            order.sort_by(|&a, &b| scores[b].total_cmp(&scores[a]));
+            order.truncate(experts.routing.active as usize);
+            let sum: f64 = order.iter().map(|&expert| scores[expert]).sum();
+            let mut row = vec![0.0; hidden];
+            for expert in order {
+                let weight = scores[expert] / if experts.routing.normalise { sum } else { 1.0 };
+                let made = self.swiglu(layer, &format!("{}.{expert}", experts.names.experts()), names, token);
+                row.iter_mut().zip(made).for_each(|(to, made)| *to += weight * made);
+            }
+            if experts.shared > 0 {
+                let made = self.swiglu(layer, SHARED, ["gate_proj", "up_proj", "down_proj"], token);
+                let gate = self.linear(layer, SHARED_GATE, token, hidden);
+                let weight = if experts.shared_gate { 1.0 / (1.0 + (-gate[0]).exp()) } else { 1.0 };
+                row.iter_mut().zip(made).for_each(|(to, made)| *to += weight * made);
+            }
+            out.extend(row);
+        }
+        out
     }
 
     fn attention(&self, layer: usize, x: &[f64]) -> Vec<f64> {

@@ -5,6 +5,7 @@
 
 use super::config::ModelConfig;
 use super::error::{Error, Result};
+use super::experts::Mixture;
 use super::fields::{Fields, read_object, read_object_if_present};
 use super::rope;
 use mixfleet_hal::DType;
@@ -33,7 +34,7 @@ struct Family {
     head_dim: Option<u32>,
 }
 
-const FAMILIES: [Family; 4] = [
+const FAMILIES: [Family; 7] = [
     Family {
         model_type: "llama",
         architecture: "LlamaForCausalLM",
@@ -61,6 +62,27 @@ const FAMILIES: [Family; 4] = [
         context_max: 32_768,
         kv_heads: Some(32),
         head_dim: Some(128),
+    },
+    Family {
+        model_type: "qwen2_moe",
+        architecture: "Qwen2MoeForCausalLM",
+        context_max: 32_768,
+        kv_heads: Some(16),
+        head_dim: None,
+    },
+    Family {
+        model_type: "qwen3_moe",
+        architecture: "Qwen3MoeForCausalLM",
+        context_max: 32_768,
+        kv_heads: Some(4),
+        head_dim: None,
+    },
+    Family {
+        model_type: "mixtral",
+        architecture: "MixtralForCausalLM",
+        context_max: 131_072,
+        kv_heads: Some(8),
+        head_dim: None,
     },
 ];
 
@@ -100,12 +122,14 @@ impl ModelConfig {
         let context_max = fields.count("max_position_embeddings", CONTEXT_MAX)?;
         let context_max = context_max.unwrap_or(family.context_max);
         let biased = fields.flag("attention_bias", false)?;
-        let (llama, qwen2, qwen3) =
-            (family.model_type == "llama", family.model_type == "qwen2", family.model_type == "qwen3");
+        let is = |model_types: &[&str]| model_types.contains(&family.model_type);
+        let (llama, qwen3) = (is(&["llama"]), is(&["qwen3", "qwen3_moe"]));
+        let qwen2 = is(&["qwen2"]) || (is(&["qwen2_moe"]) && fields.flag("qkv_bias", true)?);
+        let intermediate = fields.count_required("intermediate_size", HIDDEN_MAX)?;
         Ok(ModelConfig {
             family: family.model_type.into(),
             hidden,
-            intermediate: fields.count_required("intermediate_size", HIDDEN_MAX)?,
+            intermediate,
             layers,
             heads,
             kv_heads,
@@ -117,6 +141,7 @@ impl ModelConfig {
             o_bias: (llama || qwen3) && biased,
             mlp_bias: llama && fields.flag("mlp_bias", false)?,
             qk_norm: qwen3,
+            experts: Mixture::parse(&fields, family.model_type, layers, intermediate)?,
             tied_embeddings: fields.flag("tie_word_embeddings", false)?,
             windows: windows(&fields, family, layers)?,
             rope: rope::parse(&fields, head_dim, context_max)?,
@@ -221,6 +246,21 @@ fn windows(fields: &Fields, family: &Family, layers: u32) -> Result<Vec<Option<u
     match family.model_type {
         // Llama has no window, whatever the fields say; Mistral has one in every layer.
         "llama" => Ok(vec![None; layers as usize]),
+        // one in every layer if at all
+        "mixtral" => {
+            let window = if fields.has("sliding_window") { window } else { None };
+            Ok(vec![window; layers as usize])
+        }
+        "qwen2_moe" | "qwen3_moe" => {
+            if fields.flag("use_sliding_window", false)? {
+                let problem = "true is not supported with experts; supported: false";
+                return Err(fields.error("use_sliding_window", problem));
+            }
+            match types {
+                Some(types) => layer_windows(fields, &types, None, layers),
+                None => Ok(vec![None; layers as usize]),
+            }
+        }
         "mistral" => {
             let uniform = if window.is_some() { "sliding_attention" } else { "full_attention" };
             if types.is_some_and(|types| types.iter().any(|kind| *kind != uniform)) {

@@ -2,15 +2,17 @@
 
 use super::config::ModelConfig;
 use super::error::{Error, Result};
+use super::experts::{self, Mixture, SHARED, SHARED_GATE};
 use super::load::{Checkpoint, Location};
 use super::names::{self, Cut};
 use super::random::RandomCheckpoint;
-use super::weights::{HeadWeights, LayerWeights, Tensor, Weights};
+use super::weights::{ExpertWeights, HeadWeights, LayerWeights, MlpWeights, Tensor, Weights};
 use mixfleet_hal::{
     BufferUsage, Cmd, DType, Device, DeviceLimits, ErrorKind, HostMemory, OpSig, Queue, Slice,
 };
 use mixfleet_scheduler::cost::{MemberShare, MemberWork};
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -81,6 +83,26 @@ impl Checkpoint {
             let (stored, location) = self.stored(&name);
             let bytes = location.bytes_of(&cut);
             let dtype = self.dtype_on_device(&name, location);
+            if let Some((all, number)) = experts::packed(&name) {
+                // experts are stored apart and are one operand
+                let count = self.config.experts.as_ref().map_or(0, |experts| experts.routing.experts);
+                let tensor = match placed.entry(all) {
+                    Entry::Occupied(known) => known.into_mut(),
+                    Entry::Vacant(free) => {
+                        let slice = device.alloc(bytes * u64::from(count), BufferUsage::Weights);
+                        let failed = |error: mixfleet_hal::Error| error.context(format!("tensor '{name}'"));
+                        free.insert(Tensor { slice: slice.map_err(failed)?, dtype })
+                    }
+                };
+                if tensor.dtype != dtype {
+                    let problem = format!("{dtype}, and other experts have {}", tensor.dtype);
+                    return Err(Error::tensor(Path::new("(device)"), &name, problem));
+                }
+                let to = tensor.slice.range(u64::from(number) * bytes, bytes);
+                self.write(device, (stored, &cut), (dtype, &to), &mut |part| progress(done + part, total))?;
+                done += bytes;
+                continue;
+            }
             let from = location.in_place(&cut).filter(|_| dtype == location.dtype);
             let import = imports[location.shard].as_ref().zip(from);
             let slice = match import.filter(|(i, from)| self.is_addressable(i, location, *from, &limits)) {
@@ -152,8 +174,24 @@ impl Checkpoint {
         progress: &mut dyn FnMut(u64),
     ) -> Result<Slice> {
         let location = &self.tensors[name];
+        let elements = location.bytes_of(cut) / location.dtype.size_bytes();
+        let slice = device.alloc(elements * dtype.size_bytes(), BufferUsage::Weights);
+        let slice = slice.map_err(|error| error.context(format!("tensor '{name}'")))?;
+        self.write(device, (name, cut), (dtype, &slice), progress)?;
+        Ok(slice)
+    }
+
+    /// Writes a part of a tensor to memory of a device, in this dtype.
+    fn write(
+        &self,
+        device: &dyn Device,
+        (name, cut): (&str, &Cut),
+        (dtype, to): (DType, &Slice),
+        progress: &mut dyn FnMut(u64),
+    ) -> Result<()> {
+        let location = &self.tensors[name];
         let whole = self.bytes(name).unwrap_or_default();
-        let packed = (*cut != Cut::Whole).then(|| location.packed(whole, cut));
+        let packed = (*cut != Cut::Whole || location.repeats()).then(|| location.packed(whole, cut));
         let stored = packed.as_deref().unwrap_or(whole);
         let mut converted = Vec::new();
         let bytes = if dtype == location.dtype {
@@ -165,14 +203,13 @@ impl Checkpoint {
             &converted
         };
         let failed = |error: mixfleet_hal::Error| error.context(format!("tensor '{name}'"));
-        let slice = device.alloc(bytes.len() as u64, BufferUsage::Weights).map_err(failed)?;
         let mut at = 0;
         for chunk in bytes.chunks(CHUNK_BYTES) {
-            device.write(&slice.range(at, chunk.len() as u64), chunk).map_err(failed)?;
+            device.write(&to.range(at, chunk.len() as u64), chunk).map_err(failed)?;
             at += chunk.len() as u64;
             progress(at);
         }
-        Ok(slice)
+        Ok(())
     }
 
     /// Uploads what a tensor repeats, and lets the device copy it.
@@ -209,7 +246,13 @@ impl RandomCheckpoint {
         let (config, dtype) = (self.model_config()?, self.dtype);
         let mut placed = HashMap::new();
         for (name, shape) in names::shapes(&config) {
-            let bytes = shape.iter().product::<u64>() * dtype.size_bytes();
+            // the first of several experts takes the room of all
+            let (name, copies) = match (experts::packed(&name), &config.experts) {
+                (Some((_, 1..)), _) => continue,
+                (Some((all, 0)), Some(experts)) => (all, u64::from(experts.routing.experts)),
+                _ => (name, 1),
+            };
+            let bytes = copies * shape.iter().product::<u64>() * dtype.size_bytes();
             placed.insert(name, Tensor { slice: device.alloc(bytes, BufferUsage::Weights)?, dtype });
         }
         assemble(&config, &Stage::whole(&config), &mut placed)
@@ -229,6 +272,14 @@ impl Stage {
     }
 }
 
+fn expert_weights(experts: &Mixture, part: &mut dyn FnMut(&str) -> Result<Tensor>) -> Result<ExpertWeights> {
+    let [gate, up, down] =
+        experts.names.matrices().map(|matrix| part(&format!("{}.{matrix}.weight", experts.names.experts())));
+    let shared_gate = experts.shared_gate.then(|| part(&format!("{SHARED_GATE}.weight"))).transpose()?;
+    let router = part(&format!("{}.weight", experts.names.router()))?;
+    Ok(ExpertWeights { router, gate: gate?, up: up?, down: down?, shared_gate })
+}
+
 fn assemble(config: &ModelConfig, stage: &Stage, placed: &mut HashMap<String, Tensor>) -> Result<Weights> {
     let missing = |name: &str| Error::tensor(Path::new("(device)"), name, "was not placed");
     let mut take = |name: &str| placed.remove(name).ok_or_else(|| missing(name));
@@ -243,10 +294,24 @@ fn assemble(config: &ModelConfig, stage: &Stage, placed: &mut HashMap<String, Te
         let o_bias = optional("self_attn.o_proj.bias");
         let q_norm = optional("self_attn.q_norm.weight");
         let k_norm = optional("self_attn.k_norm.weight");
-        let gate_bias = optional("mlp.gate_proj.bias");
-        let up_bias = optional("mlp.up_proj.bias");
-        let down_bias = optional("mlp.down_proj.bias");
+        let mlp = |stem: &str, optional: &mut dyn FnMut(&str) -> Option<Tensor>| -> Result<MlpWeights> {
+            let mut of = |name: &str| optional(&format!("{stem}.{name}"));
+            let [gate_bias, up_bias, down_bias] =
+                ["gate_proj.bias", "up_proj.bias", "down_proj.bias"].map(&mut of);
+            let mut part = |name: &str| {
+                of(name).ok_or_else(|| missing(&names::in_layer(layer, &format!("{stem}.{name}"))))
+            };
+            let (gate, up) = (part("gate_proj.weight")?, part("up_proj.weight")?);
+            Ok(MlpWeights { gate, up, down: part("down_proj.weight")?, gate_bias, up_bias, down_bias })
+        };
+        let experts = config.experts_of(layer);
+        let mlp = match experts {
+            None => Some(mlp("mlp", &mut optional)?),
+            Some(experts) if experts.shared > 0 => Some(mlp(SHARED, &mut optional)?),
+            Some(_) => None,
+        };
         let mut part = |name: &str| optional(name).ok_or_else(|| missing(&names::in_layer(layer, name)));
+        let experts = experts.map(|experts| expert_weights(experts, &mut part)).transpose()?;
         layers.push(LayerWeights {
             attn_norm: part("input_layernorm.weight")?,
             q: part("self_attn.q_proj.weight")?,
@@ -254,18 +319,14 @@ fn assemble(config: &ModelConfig, stage: &Stage, placed: &mut HashMap<String, Te
             v: part("self_attn.v_proj.weight")?,
             o: part("self_attn.o_proj.weight")?,
             mlp_norm: part("post_attention_layernorm.weight")?,
-            gate: part("mlp.gate_proj.weight")?,
-            up: part("mlp.up_proj.weight")?,
-            down: part("mlp.down_proj.weight")?,
             q_bias,
             k_bias,
             v_bias,
             o_bias,
             q_norm,
             k_norm,
-            gate_bias,
-            up_bias,
-            down_bias,
+            mlp,
+            experts,
         });
     }
     // a tied head that is not a part of the embedding is all of it

@@ -232,6 +232,7 @@ pub fn tiny_variants() -> Vec<(&'static str, RandomCheckpoint)> {
     let llama = || common("llama", "LlamaForCausalLM");
     let qwen2 = || common("qwen2", "Qwen2ForCausalLM");
     let qwen3 = || common("qwen3", "Qwen3ForCausalLM");
+    let mixture = json!({"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40});
     let llama3 = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
         "high_freq_factor": 4.0, "original_max_position_embeddings": 64});
     let mut nested = llama3.clone();
@@ -278,6 +279,24 @@ pub fn tiny_variants() -> Vec<(&'static str, RandomCheckpoint)> {
             DType::F32,
         ),
         ("qwen3", qwen3(), json!({"head_dim": 32}), DType::Bf16),
+        (
+            "qwen3-experts",
+            with(common("qwen3_moe", "Qwen3MoeForCausalLM"), mixture.clone()),
+            json!({"norm_topk_prob": true, "mlp_only_layers": [0], "head_dim": 16}),
+            DType::Bf16,
+        ),
+        (
+            "qwen2-experts",
+            with(common("qwen2_moe", "Qwen2MoeForCausalLM"), mixture),
+            json!({"shared_expert_intermediate_size": 56, "decoder_sparse_step": 2}),
+            DType::F32,
+        ),
+        (
+            "mixtral",
+            common("mixtral", "MixtralForCausalLM"),
+            json!({"num_local_experts": 4, "num_experts_per_tok": 3}),
+            DType::Bf16,
+        ),
         (
             "qwen3-layer-types",
             qwen3(),

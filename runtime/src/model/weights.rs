@@ -38,6 +38,15 @@ pub struct LayerWeights {
     pub k_norm: Option<Tensor>,
     /// RMS norm before the MLP, `[hidden]`.
     pub mlp_norm: Tensor,
+    /// The MLP, or the shared expert; none where only chosen experts are.
+    pub mlp: Option<MlpWeights>,
+    /// Experts, where the layer has some.
+    pub experts: Option<ExpertWeights>,
+}
+
+/// The matrices of an MLP.
+#[derive(Clone, Debug)]
+pub struct MlpWeights {
     /// Gate projection, `[intermediate, hidden]`.
     pub gate: Tensor,
     /// Up projection, `[intermediate, hidden]`.
@@ -50,6 +59,21 @@ pub struct LayerWeights {
     pub up_bias: Option<Tensor>,
     /// Down bias, `[hidden]`, with `mlp_bias`.
     pub down_bias: Option<Tensor>,
+}
+
+/// The experts of a layer.
+#[derive(Clone, Debug)]
+pub struct ExpertWeights {
+    /// What gives experts' logits, `[experts, hidden]`.
+    pub router: Tensor,
+    /// Gate projections, `[experts, intermediate, hidden]`.
+    pub gate: Tensor,
+    /// Up projections, `[experts, intermediate, hidden]`.
+    pub up: Tensor,
+    /// Down projections, `[experts, hidden, intermediate]`.
+    pub down: Tensor,
+    /// The gate of the shared expert, `[1, hidden]`, with `shared_gate`.
+    pub shared_gate: Option<Tensor>,
 }
 
 /// The parameters of a model, or of a stage of its layers, on one device.

@@ -1,17 +1,17 @@
 //! Mixtures of experts: what the experts of a model cost in a step.
 //!
 //! Each row chooses `active` of `count` experts. Were choices independent and even, b rows would touch
-//! `count (1 - (1 - active / count)^b)` of them, and each of these has its weights read once. The product of
-//! all touched experts, which engines run as one grouped kernel, is described as one plain product of equal
-//! arithmetic, weights and results: as many rows as a touched expert has, and the columns of all touched
-//! experts side by side. Skewed choices touch fewer experts and make the busiest one slower; neither is
-//! counted.
+//! `count (1 - (1 - active / count)^b)` of them, and each of these has its weights read once. Where no
+//! product by experts was measured, its time is that of a plain product of equal arithmetic, weights and
+//! results ([`OpSig::equivalent`]). Skewed choices touch fewer experts and make the busiest one slower;
+//! neither is counted.
 
 use super::ModelShape;
 use super::shape::{LayerWork, push};
 use mixfleet_hal::cast::{to_u32, to_u64};
-use mixfleet_hal::{DType, OpSig};
+use mixfleet_hal::{DType, ExpertRouting, GroupedRows, OpSig, Scalar, Scoring};
 use serde::{Deserialize, Serialize};
+use std::ops::Range;
 
 /// The experts that take the place of the MLP in some layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -32,11 +32,27 @@ pub struct Experts {
     /// Whether quantised formats apply to the experts alone, as in the published weights of gpt-oss.
     #[serde(default)]
     pub quantised_alone: bool,
+    /// Whether a gate of its own scales what the shared experts make of a row (Qwen2-MoE).
+    #[serde(default)]
+    pub shared_gate: bool,
+    /// Whether an expert's gate and up are one matrix, all of its matrices and the router have biases, and
+    /// its function is clamped (gpt-oss).
+    #[serde(default)]
+    pub clamped: bool,
+    /// How rows choose, if not by a normalised softmax.
+    #[serde(default)]
+    pub routing: Option<ExpertRouting>,
+    /// Whether a bias corrects the choice.
+    #[serde(default)]
+    pub correction: bool,
     /// Devices of an instance over which whole experts are divided (expert parallelism): each computes the
     /// rest of the model for its share of the sequences. 1 where devices share everything evenly.
     #[serde(default = "one")]
     pub spread: u32,
 }
+
+/// Alpha and limit of gpt-oss, which affect no cost.
+const CLAMP: (Scalar, Scalar) = (Scalar(1.702), Scalar(7.0));
 
 const fn one() -> u32 {
     1
@@ -53,6 +69,10 @@ impl Experts {
             dense_layers: 0,
             every: 1,
             quantised_alone: false,
+            shared_gate: false,
+            clamped: false,
+            routing: None,
+            correction: false,
             spread: 1,
         }
     }
@@ -69,6 +89,39 @@ impl Experts {
         f64::from(self.count) * (1.0 - missed.max(0.0).powf(rows))
     }
 
+    /// The rows of a product by experts of `tokens` rows of one device: of choices whose rows of `x` are
+    /// their tokens', or their own. An expert is touched or not, and at least one is.
+    pub fn grouped(&self, tokens: u32, of_tokens: bool) -> GroupedRows {
+        let spread = self.spread.max(1);
+        let experts = (self.count / spread).max(1);
+        // the rows of all devices choose among the experts that this one holds
+        let touched = self.touched(f64::from(tokens) * f64::from(spread)) / f64::from(spread);
+        GroupedRows {
+            choices: tokens.saturating_mul(self.active),
+            fan: if of_tokens { self.active } else { 1 },
+            experts,
+            touched: to_u32(touched.round()).clamp(1, experts),
+        }
+    }
+
+    /// What a member that has `part` of `whole` columns of the MLP's inner layer has of an inner layer of
+    /// experts.
+    pub fn share(inner: u32, part: &Range<u32>, whole: u32) -> Range<u32> {
+        let at = |column: u32| to_u32(u64::from(inner) * u64::from(column) / u64::from(whole.max(1)));
+        at(part.start)..at(part.end)
+    }
+
+    /// The same of a run of layers and of a part of the inner layers.
+    pub(super) fn of_share(self, layers: &Range<u32>, part: &Range<u32>, whole: u32) -> Self {
+        let count = |range: Range<u32>| range.end - range.start;
+        Experts {
+            dense_layers: self.dense_layers.min(layers.end).saturating_sub(layers.start),
+            intermediate: count(Experts::share(self.intermediate, part, whole)),
+            shared: count(Experts::share(self.shared, part, whole)),
+            ..self
+        }
+    }
+
     /// Other devices to which a row is sent on average, where whole experts are divided over devices.
     pub(super) fn peers(&self) -> f64 {
         let devices = f64::from(self.spread.max(1));
@@ -81,6 +134,23 @@ impl ModelShape {
     pub fn mlp_layers(&self) -> [u32; 2] {
         let mixed = self.experts.map_or(0, |experts| experts.layers(self.layers()));
         [self.layers() - mixed, mixed]
+    }
+
+    /// The longest inner layer of a row over all layers: of all experts that it goes through together.
+    pub(super) fn inner_length(&self) -> u64 {
+        let n = u64::from;
+        let plain = if self.mlp_layers()[0] > 0 { n(self.intermediate) } else { 0 };
+        self.experts.map_or(plain, |experts| {
+            plain.max(n(experts.shared)).max(n(experts.active) * n(experts.intermediate))
+        })
+    }
+
+    /// Bytes of what a row needs beside inner layers to go through experts: logits, choices, and what each
+    /// makes of it.
+    pub(super) fn expert_activation_bytes(&self, experts: &Experts) -> u64 {
+        let n = u64::from;
+        let choices = n(experts.active);
+        4 * n(experts.count) + 12 * choices + choices * n(self.hidden) * self.activation.size_bytes()
     }
 
     /// Devices over which whole experts are divided; 1 without expert parallelism.
@@ -101,11 +171,37 @@ impl ModelShape {
             self.plain_mlp(work, tokens, self.intermediate, plain);
         }
         if let Some(experts) = self.experts.filter(|_| mixed > 0) {
-            self.route(work, &experts, tokens, mixed);
-            if experts.shared > 0 {
+            if experts.shared > 0 && experts.shared_gate {
+                self.gated_mlp(work, tokens, experts.shared, mixed);
+            } else if experts.shared > 0 {
                 self.plain_mlp(work, tokens, experts.shared, mixed);
             }
+            self.route(work, &experts, tokens, mixed);
         }
+    }
+
+    /// An MLP whose result a gate scales: the choice of one of one.
+    fn gated_mlp(&self, work: &mut LayerWork, tokens: u32, intermediate: u32, layers: u64) {
+        let (x, hidden) = (self.activation, self.hidden);
+        let (join, times) = if work.fused { (2, 1) } else { (1, 2) };
+        push(&mut work.plain, self.router(tokens, 1, false), layers);
+        let routing = ExpertRouting { scoring: Scoring::Sigmoid, ..ExpertRouting::softmax(1, 1, false) };
+        push(&mut work.plain, OpSig::Route { tokens, bias: false, routing }, layers);
+        self.product(work, [tokens, join * intermediate, hidden], false, times * layers);
+        push(
+            &mut work.plain,
+            OpSig::SiluMul { elements: u64::from(tokens) * u64::from(intermediate), x },
+            layers,
+        );
+        self.product(work, [tokens, hidden, intermediate], false, layers);
+        let sum = OpSig::Combine { tokens, active: 1, cols: hidden, x, accumulate: true };
+        push(&mut work.plain, sum, layers);
+    }
+
+    /// The product that gives experts' logits.
+    fn router(&self, m: u32, n: u32, bias: bool) -> OpSig {
+        let (x, weight, out) = (self.activation, self.weight, DType::F32);
+        OpSig::Gemm { m, n, k: self.hidden, x, weight, out, bias, accumulate: false }
     }
 
     fn plain_mlp(&self, work: &mut LayerWork, tokens: u32, intermediate: u32, layers: u64) {
@@ -117,46 +213,29 @@ impl ModelShape {
         self.sum(work, [tokens, self.hidden, intermediate], self.mlp_bias, layers);
     }
 
-    /// The routed experts: the gate, the choice (which reads each row of the gate's results as a draw does),
-    /// the rows' way to their experts, three products, and the way back.
+    /// The routed experts: the gate, the choice, three products by experts, and the sum of what they make.
     fn route(&self, work: &mut LayerWork, experts: &Experts, tokens: u32, layers: u64) {
-        let (x, weight) = (self.activation, self.weight);
-        let gate = OpSig::Gemm {
-            m: tokens,
-            n: experts.count,
-            k: self.hidden,
-            x,
-            weight,
-            out: DType::F32,
-            bias: false,
-            accumulate: false,
-        };
-        push(&mut work.plain, gate, layers);
-        push(
-            &mut work.plain,
-            OpSig::Sample { rows: tokens, cols: experts.count, history: 0, tops: 0 },
-            layers,
-        );
+        let (x, weight, bias) = (self.activation, self.weight, experts.clamped);
+        push(&mut work.plain, self.router(tokens, experts.count, bias), layers);
+        let routing = experts.routing.unwrap_or(ExpertRouting::softmax(experts.count, experts.active, true));
+        push(&mut work.plain, OpSig::Route { tokens, bias: experts.correction, routing }, layers);
 
-        // the rows of all devices choose among the experts that this one holds
-        let spread = experts.spread.max(1);
-        let rows = f64::from(tokens) * f64::from(spread);
-        let touched = experts.touched(rows) / f64::from(spread);
-        let choices = to_u32(f64::from(tokens) * f64::from(experts.active));
-        let moved = |vocab| OpSig::Embed { tokens: choices, vocab, hidden: self.hidden, table: x, out: x };
-        push(&mut work.plain, moved(tokens), layers);
-        // at least one row each; what is touched in part, on average, has its part of the columns
-        let m = to_u32((f64::from(choices) / touched).max(1.0).round());
-        let grouped = |columns: u32, k: u32| {
-            let n = to_u32((touched * f64::from(columns)).round()).max(1);
-            OpSig::Gemm { m, n, k, x, weight, out: x, bias: false, accumulate: false }
+        let product = |of_tokens, n, k| {
+            let grouped = experts.grouped(tokens, of_tokens);
+            OpSig::GroupedGemm { grouped, n, k, x, weight, out: x, bias }
         };
-        let (join, times) = if work.fused { (2, 1) } else { (1, 2) };
-        push(&mut work.stored, grouped(join * experts.intermediate, self.hidden), times * layers);
-        let elements = u64::from(choices) * u64::from(experts.intermediate);
-        push(&mut work.plain, OpSig::SiluMul { elements, x }, layers);
-        push(&mut work.stored, grouped(self.hidden, experts.intermediate), layers);
-        push(&mut work.plain, moved(choices), layers);
+        let (join, times) = if work.fused || experts.clamped { (2, 1) } else { (1, 2) };
+        let (inner, hidden) = (experts.intermediate, self.hidden);
+        push(&mut work.stored, product(true, join * inner, hidden), times * layers);
+        let elements = u64::from(tokens) * u64::from(experts.active) * u64::from(inner);
+        let activation = match experts.clamped {
+            true => OpSig::ClampedSwiglu { elements, alpha: CLAMP.0, limit: CLAMP.1, x },
+            false => OpSig::SiluMul { elements, x },
+        };
+        push(&mut work.plain, activation, layers);
+        push(&mut work.stored, product(false, hidden, inner), layers);
+        let sum = OpSig::Combine { tokens, active: experts.active, cols: hidden, x, accumulate: true };
+        push(&mut work.plain, sum, layers);
     }
 
     /// Bytes that one device sends to its peers in a step of `rows` rows of all devices, for all layers with
@@ -235,6 +314,10 @@ mod tests {
             OpSig::Gemm { n, k, weight, .. } => {
                 *runs as f64 * f64::from(n) * f64::from(k) * weight.size_bytes() as f64
             }
+            OpSig::GroupedGemm { grouped, n, k, weight, .. } => {
+                let matrices = f64::from(grouped.touched) * f64::from(n) * f64::from(k);
+                *runs as f64 * matrices * weight.size_bytes() as f64
+            }
             _ => 0.0,
         };
         shape.dense_ops(rows, false).stored.iter().map(bytes).sum()
@@ -269,7 +352,7 @@ mod tests {
             let work = shape.dense_ops(rows, true);
             let all = work.plain.iter().chain(&work.stored);
             let flops: f64 = all
-                .filter(|(sig, _)| matches!(sig, OpSig::Gemm { .. }))
+                .filter(|(sig, _)| matches!(sig, OpSig::Gemm { .. } | OpSig::GroupedGemm { .. }))
                 .map(|(sig, runs)| sig.flops() * *runs as f64)
                 .sum();
             let ratio = flops / (2.0 * f64::from(rows) * active as f64);

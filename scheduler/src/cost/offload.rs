@@ -108,8 +108,8 @@ impl Partition {
                         device run the whole model"
                 .into());
         }
-        if shape.linear.is_some() || shape.experts.is_some() {
-            return Err("linear attention and experts are not divided over devices yet".into());
+        if shape.linear.is_some() || shape.spread() > 1 {
+            return Err("linear attention and whole experts are not divided over devices yet".into());
         }
         if workers == 0 {
             return Err("attention on devices of its own needs a device".into());
@@ -201,6 +201,14 @@ impl MemberShare {
                 OpSig::Sample { cols, .. } => *cols = shape.vocab,
                 OpSig::Gemm { bias, accumulate, .. } if *accumulate && !self.is_first() => {
                     (*bias, *accumulate) = (false, false);
+                }
+                // what comes first replaces the residual: the shared experts, where there are some
+                OpSig::Combine { active, accumulate, .. } if !self.is_first() => {
+                    let shared = shape.experts.filter(|experts| experts.shared > 0);
+                    *accumulate = shared.is_some_and(|experts| !experts.shared_gate || *active > 1);
+                }
+                OpSig::GroupedGemm { grouped, bias, .. } if grouped.fan == 1 && !self.is_first() => {
+                    *bias = false
                 }
                 _ => {}
             }
@@ -316,7 +324,7 @@ mod tests {
         let refused =
             |name, workers| Partition::attention(&shape(name), workers, AttnSplit::Head).unwrap_err();
         assert!(refused("deepseek-v3", 2).contains("per byte of KV"));
-        assert!(refused("qwen3-30b-a3b", 2).contains("experts"));
+        assert!(refused("qwen3-next-80b-a3b", 2).contains("linear attention"));
         assert!(refused("llama-3.1-8b", 0).contains("needs a device"));
         assert!(refused("llama-3.1-8b", 33).contains("32 heads"));
         assert!("layer".parse::<AttnSplit>().unwrap_err().contains("head"));

@@ -8,7 +8,7 @@
 //!   residual stream goes from each stage to the next; the first one embeds, the last one has the LM head.
 //! - Attention on devices of its own (Lamina, arXiv 2405.01814): see [`Partition::attention`].
 
-use super::{AttnSplit, MemberWork, ModelShape};
+use super::{AttnSplit, Experts, MemberWork, ModelShape};
 use mixfleet_hal::cast::to_u32;
 use std::ops::Range;
 
@@ -81,6 +81,9 @@ impl MemberShare {
             kv_heads: count(&self.kv_heads),
             intermediate: count(&self.inner),
             vocab: count(&self.vocab),
+            experts: shape
+                .experts
+                .map(|experts| experts.of_share(&self.layers, &self.inner, shape.intermediate)),
             ..shape.clone()
         }
     }
@@ -120,8 +123,12 @@ impl Partition {
     /// # Errors
     /// As of [`Partition::in_proportion`].
     pub fn in_stages(shape: &ModelShape, stages: &[Vec<f64>]) -> Result<Self, String> {
-        if shape.latent.is_some() || shape.linear.is_some() || shape.experts.is_some() {
-            return Err("latent or linear attention and experts are not divided over devices yet".into());
+        if shape.latent.is_some() || shape.linear.is_some() {
+            return Err("latent or linear attention is not divided over devices yet".into());
+        }
+        let whole = |experts: &Experts| experts.spread > 1 || (experts.every > 1 && stages.len() > 1);
+        if shape.experts.as_ref().is_some_and(whole) {
+            return Err("whole experts and layers that have them in turn are not divided yet".into());
         }
         let weights = stages.concat();
         let all_positive = weights.iter().all(|weight| weight.is_finite() && *weight > 0.0);
@@ -154,6 +161,17 @@ impl Partition {
         let heads = heads(shape, weights)?;
         let group = shape.heads / shape.kv_heads.max(1);
         let inner = ranges(&in_runs(shape.intermediate, weights, "columns of the MLP")?);
+        for (inner_layer, what) in shape
+            .experts
+            .iter()
+            .flat_map(|experts| [(experts.intermediate, "an expert"), (experts.shared, "the shared experts")])
+        {
+            let empty = |part| Experts::share(inner_layer, part, shape.intermediate).is_empty();
+            if inner_layer > 0 && inner.iter().any(empty) {
+                let members = weights.len();
+                return Err(format!("{inner_layer} columns of {what} leave one of {members} members none"));
+            }
+        }
         let vocab = match layers.end == shape.layers() {
             true => ranges(&in_runs(shape.vocab, weights, "rows of the vocabulary")?),
             false => vec![0..0; weights.len()],
@@ -295,7 +313,10 @@ mod tests {
         assert!(error(&shape(4, 2, 160, 512), &[1.0, 0.0]).contains("positive"));
         assert!(error(&shape(4, 2, 160, 512), &[]).contains("positive"));
         let mixture = models::find("qwen3-30b-a3b").unwrap().shape(DType::Bf16);
-        assert!(error(&mixture, &[1.0; 2]).contains("experts"));
+        assert!(error(&mixture.with_whole_experts(2).unwrap(), &[1.0; 2]).contains("whole experts"));
+        let shares = Partition::in_stages(&mixture, &[vec![1.0; 2], vec![1.0]]).unwrap();
+        let of: Vec<_> = shares.shares().iter().map(|share| share.of(&mixture).experts.unwrap()).collect();
+        assert_eq!([0, 1, 2].map(|member: usize| of[member].intermediate), [384, 384, 768]);
     }
 
     fn covers(parts: &[Range<u32>], total: u32) -> bool {

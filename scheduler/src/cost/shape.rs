@@ -164,10 +164,12 @@ impl ModelShape {
         let (q_cols, kv_cols) = (n(self.heads) * n(self.head_dim), n(self.kv_heads) * n(self.head_dim));
         let x = self.activation.size_bytes();
         let k_raw = if self.qk_norm { kv_cols } else { 0 };
-        let of_token = x * (n(self.hidden) + 2 * q_cols + 2 * kv_cols + k_raw + 3 * n(self.intermediate))
+        let of_token = x * (n(self.hidden) + 2 * q_cols + 2 * kv_cols + k_raw + 3 * self.inner_length())
             + 4 * (n(self.hidden) + n(self.head_dim));
+        let of_token = of_token + self.experts.map_or(0, |experts| self.expert_activation_bytes(&experts));
         let of_sequence = 4 * (q_cols + 2 * n(self.heads) + n(self.hidden) + n(self.vocab));
-        n(tokens) * of_token + n(sequences) * of_sequence
+        let starts = self.experts.map_or(0, |experts| 4 * (n(experts.count) + 1));
+        n(tokens) * of_token + n(sequences) * of_sequence + starts
     }
 
     /// Operations of one chunk of a prompt: `new_tokens` of one sequence after `context_before`. With `head`,

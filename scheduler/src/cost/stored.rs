@@ -18,9 +18,12 @@ pub(super) fn stored_time(
     sig: &OpSig,
     time: impl Fn(&OpSig) -> Seconds,
 ) -> Seconds {
-    let (Some(format), OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate }) = (format, *sig) else {
+    // products by experts were measured in plain dtypes at most
+    let plain = if format.is_some() { sig.equivalent().unwrap_or(*sig) } else { *sig };
+    let (Some(format), OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate }) = (format, plain) else {
         return time(sig);
     };
+    let sig = &plain;
     let rate = |dtype| profile.compute.iter().find(|(known, _)| *known == dtype).map(|(_, rate)| *rate);
     if format == WeightFormat::Fp8 && rate(DType::F8E4m3).is_some() {
         let eight = DType::F8E4m3;

@@ -202,12 +202,47 @@ impl Task for Elements {
     }
 }
 
+/// `(clamp(up) + 1) * g / (1 + exp(-alpha g))` with `g = min(gate, limit)`, of pairs of gate and up.
+pub(crate) struct ClampedSwiglu {
+    pub(crate) gate_up: Span,
+    pub(crate) out: Span,
+    pub(crate) range: Range<usize>,
+    pub(crate) alpha: f32,
+    pub(crate) limit: f32,
+    pub(crate) dtype: DType,
+}
+
+impl Task for ClampedSwiglu {
+    type Out = ();
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let ClampedSwiglu { gate_up, out, range, alpha, limit, dtype } = self;
+        let mut i = range.start;
+        while i < range.end {
+            let n = (range.end - i).min(S::LANES);
+            let (mut pairs, mut gates, mut ups) = ([0f32; 2 * PAD], [0f32; PAD], [0f32; PAD]);
+            // SAFETY: the operands hold 2 and 1 elements for each of the range, vectors at most `PAD`.
+            unsafe {
+                widen::<S>(dtype, gate_up.at(dtype, 2 * i), pairs.as_mut_ptr(), 2 * n);
+                for (at, pair) in pairs.as_chunks::<2>().0.iter().enumerate() {
+                    (gates[at], ups[at]) = (pair[0].min(limit), pair[1].clamp(-limit, limit));
+                }
+                let (gate, up) = (S::load(gates.as_ptr()), S::load(ups.as_ptr()));
+                let e = exp::<S>(S::mul(S::splat(-alpha), gate));
+                let glu = S::div(gate, S::add(S::splat(1.0), e));
+                store_n::<S>(dtype, out.at(dtype, i), S::mul(S::add(up, S::splat(1.0)), glu), n);
+            }
+            i += S::LANES;
+        }
+    }
+}
+
 /// Loads `n <= LANES` elements.
 ///
 /// # Safety
 /// `from` holds them.
 #[inline(always)]
-unsafe fn load_n<S: Simd>(dtype: DType, from: *const u8, n: usize) -> S::V {
+pub(crate) unsafe fn load_n<S: Simd>(dtype: DType, from: *const u8, n: usize) -> S::V {
     // SAFETY: the caller's promise.
     unsafe { if n == S::LANES { load::<S>(dtype, from) } else { load_part::<S>(dtype, from, n) } }
 }
@@ -217,7 +252,7 @@ unsafe fn load_n<S: Simd>(dtype: DType, from: *const u8, n: usize) -> S::V {
 /// # Safety
 /// `to` has room for them.
 #[inline(always)]
-unsafe fn store_n<S: Simd>(dtype: DType, to: *mut u8, v: S::V, n: usize) {
+pub(crate) unsafe fn store_n<S: Simd>(dtype: DType, to: *mut u8, v: S::V, n: usize) {
     // SAFETY: the caller's promise.
     unsafe { if n == S::LANES { store::<S>(dtype, to, v) } else { store_part::<S>(dtype, to, v, n) } }
 }

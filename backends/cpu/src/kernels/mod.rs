@@ -3,6 +3,7 @@
 pub(crate) mod attention;
 pub(crate) mod convert;
 pub(crate) mod elementwise;
+pub(crate) mod experts;
 pub(crate) mod gemm;
 pub(crate) mod kv;
 pub(crate) mod panel;
@@ -16,7 +17,8 @@ use crate::isa::Isa;
 use attention::decode::Decode;
 use attention::merge::Merge;
 use attention::prefill::Prefill;
-use elementwise::{Binary, Elements, RmsNorm, Rope};
+use elementwise::{Binary, ClampedSwiglu, Elements, RmsNorm, Rope};
+use experts::{Combine, GroupedGemm, Route};
 use gemm::packed::{PackX, PanelOut};
 use gemm::rows::Rows;
 use gemm::{Operands, Shape};
@@ -26,6 +28,9 @@ use mixfleet_hal::{DType, KvShape, OpSig, Result};
 use sample::Sample;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Arithmetic of a `Route` below which one worker does all of it.
+const ROUTE_ALONE_FLOPS: f64 = 100e3;
 
 /// Rounds `n` up to a multiple of `to`.
 #[inline(always)]
@@ -75,6 +80,10 @@ pub(crate) enum Phase {
     PackX,
     /// Multiplication with packed `x`.
     MultiplyPacked,
+    /// Choosing experts.
+    Choose,
+    /// Sorting choices by expert.
+    Sort,
     /// Attention over chunks, into shared scratch.
     Chunks,
     /// Summation of the chunks.
@@ -128,6 +137,32 @@ pub(crate) unsafe fn run(sig: &OpSig, args: &[Span], phase: Phase, worker: &mut 
             unsafe { isa.run(Merge { acc, stat, out, parts, rows, range, head_dim, dtype }) };
         }
         OpSig::SiluMul { elements, x } => elements_of(Binary::SiluMul, args, elements, x, worker),
+        OpSig::ClampedSwiglu { elements, alpha, limit, x: dtype } => {
+            let range = worker.share_in(to_usize(elements), 1024);
+            let (gate_up, out, alpha, limit) = (args[0], args[1], alpha.0, limit.0);
+            // SAFETY: the caller's promise.
+            unsafe { isa.run(ClampedSwiglu { gate_up, out, range, alpha, limit, dtype }) };
+        }
+        OpSig::Route { .. } => {
+            let route = route(sig, args);
+            // SAFETY: the caller's promise; one worker sorts, after a barrier.
+            unsafe {
+                if phase != Phase::Sort {
+                    route.choose(worker);
+                }
+                if phase != Phase::Choose && worker.index == 0 {
+                    route.sort();
+                }
+            }
+        }
+        // SAFETY: the caller's promise.
+        OpSig::GroupedGemm { .. } => return unsafe { grouped_gemm(sig, args).run(worker) },
+        OpSig::Combine { tokens, active, cols, x: dtype, accumulate } => {
+            let (tokens, active, cols) = (worker.share(tokens as usize), active as usize, cols as usize);
+            let args = [args[0], args[1], args[2]];
+            // SAFETY: the caller's promise.
+            unsafe { isa.run(Combine { args, tokens, active, cols, dtype, accumulate }) };
+        }
         OpSig::Add { elements, x } => elements_of(Binary::Add, args, elements, x, worker),
         OpSig::Sample { .. } => return sample(sig, args).run(worker),
         OpSig::Copy { bytes } => {
@@ -260,6 +295,40 @@ fn sample(sig: &OpSig, args: &[Span]) -> Sample {
     }
 }
 
+fn route(sig: &OpSig, args: &[Span]) -> Route {
+    let OpSig::Route { tokens, bias, routing } = *sig else { unreachable!("only called for Route") };
+    let at = 1 + usize::from(bias);
+    Route {
+        logits: args[0],
+        bias: bias.then(|| args[1]),
+        chosen: args[at],
+        weights: args[at + 1],
+        order: args[at + 2],
+        starts: args[at + 3],
+        tokens: tokens as usize,
+        routing,
+    }
+}
+
+fn grouped_gemm(sig: &OpSig, args: &[Span]) -> GroupedGemm {
+    let OpSig::GroupedGemm { grouped, n, k, x, weight, out, bias } = *sig else {
+        unreachable!("only called for GroupedGemm");
+    };
+    let (m, n, k) = (grouped.choices as usize, n as usize, k as usize);
+    let at = 2 + usize::from(bias);
+    GroupedGemm {
+        shape: Shape { m, n, k, x, weight, out, bias, accumulate: false },
+        x: args[0],
+        weight: args[1],
+        bias: bias.then(|| args[2]),
+        order: args[at],
+        starts: args[at + 1],
+        out: args[at + 2],
+        fan: grouped.fan as usize,
+        experts: grouped.experts as usize,
+    }
+}
+
 fn move_kv(sig: &OpSig, args: &[Span], worker: &mut Worker<'_>) -> Result<()> {
     match *sig {
         OpSig::KvWrite { tokens, x, kv } => {
@@ -295,6 +364,9 @@ pub(crate) fn phases(sig: &OpSig, args: &[Span], isa: Isa, workers: usize) -> (&
                 let words = gemm::packed::packed_words(&shape, shape.word_dtype(isa));
                 return (&[Phase::PackX, Phase::MultiplyPacked], words);
             }
+        }
+        OpSig::Route { .. } if workers > 1 && sig.flops() > ROUTE_ALONE_FLOPS => {
+            return (&[Phase::Choose, Phase::Sort], 0);
         }
         OpSig::AttnDecode { .. } => {
             let decode = decode(sig, args);

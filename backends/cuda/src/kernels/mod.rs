@@ -18,7 +18,7 @@ const DECODE: &str = concat!(portable!("keys.h"), include_str!("decode.h"));
 /// A source file, without macros and prologue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum KernelSource {
-    /// `add`, `silu_mul`, `rope`, `embed`.
+    /// `add`, `silu_mul`, `clamped_swiglu`, `combine`, `rope`, `embed`.
     Elements,
     /// `kv_write`, `kv_gather`, `kv_scatter`.
     Kv,
@@ -30,6 +30,10 @@ pub enum KernelSource {
     Sample,
     /// `gemv` and `gemm` for any dtypes and shapes.
     Gemm,
+    /// `route` and `route_order`.
+    Route,
+    /// `grouped_few` and `grouped_many` for any dtypes and shapes.
+    Grouped,
     /// `gemm_few_rows` on tensor cores.
     FewRows,
     /// `attn_prefill` for any dtypes and shapes.
@@ -54,6 +58,8 @@ impl KernelSource {
             KernelSource::Rows => "rows.c",
             KernelSource::Sample => "sample.c",
             KernelSource::Gemm => "gemm.c",
+            KernelSource::Route => "route.c",
+            KernelSource::Grouped => "grouped.c",
             KernelSource::FewRows => "few_rows.cu",
             KernelSource::Attention => "attention.c",
             KernelSource::PrefillMma => "prefill_mma.cu",
@@ -71,6 +77,8 @@ impl KernelSource {
             KernelSource::Rows => &[portable!("rows.c")],
             KernelSource::Sample => &[portable!("sample.c")],
             KernelSource::Gemm => &[portable!("gemm.h"), portable!("gemm.c")],
+            KernelSource::Route => &[portable!("route.c")],
+            KernelSource::Grouped => &[portable!("grouped.h"), portable!("grouped.c")],
             KernelSource::FewRows => &[portable!("gemm.h"), include_str!("few_rows.cu")],
             KernelSource::Attention => &[portable!("keys.h"), portable!("attention.c")],
             KernelSource::PrefillMma => &[portable!("keys.h"), include_str!("prefill_mma.cu")],

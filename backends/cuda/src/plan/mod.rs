@@ -4,6 +4,7 @@
 //! plan on a GPU, and a test runs the same plan on a CPU.
 
 mod attention;
+mod experts;
 mod gemm;
 
 use crate::kernels::{KernelProgram, KernelSource, Macro};
@@ -178,6 +179,8 @@ pub fn plan(sig: &OpSig, operands: &[DeviceRange], target: &PlanTarget) -> Resul
         OpSig::Copy { bytes } => vec![PlanStep::Copy(operands[0].address, operands[1].address, bytes)],
         OpSig::Fill { bytes, word } => vec![PlanStep::Fill(operands[0].address, bytes / 4, word)],
         OpSig::Gemm { .. } => gemm::plan(sig, operands, args, target)?,
+        OpSig::Route { .. } => experts::route(sig, &args)?,
+        OpSig::GroupedGemm { .. } => vec![experts::grouped(sig, operands, args)?],
         OpSig::AttnPrefill { .. } => vec![attention::prefill(sig, operands, args, target)?],
         OpSig::AttnDecode { .. } => attention::decode(sig, operands, args, target)?,
         _ => vec![simple(sig, operands, args)?],
@@ -199,6 +202,18 @@ fn simple(sig: &OpSig, operands: &[DeviceRange], mut args: Vec<KernelArg>) -> Re
             args.push(KernelArg::U64(elements / vec));
             let program = elements_program(x, x, vec);
             launch(program, sig.name(), each(elements / vec), args)
+        }
+        OpSig::ClampedSwiglu { elements, alpha, limit, x } => {
+            let vec = vector(elements, operands);
+            args.extend([KernelArg::F32(alpha.0), KernelArg::F32(limit.0), KernelArg::U64(elements / vec)]);
+            launch(elements_program(x, x, vec), "clamped_swiglu", each(elements / vec), args)
+        }
+        OpSig::Combine { tokens, active, cols, x, accumulate } => {
+            let vec = vector(cols.into(), &[operands[0], operands[2]]);
+            let count = u64::from(tokens) * u64::from(cols) / vec;
+            args.extend([active, cols, accumulate.into()].map(KernelArg::U32));
+            args.push(KernelArg::U64(count));
+            launch(elements_program(x, x, vec), "combine", each(count), args)
         }
         OpSig::Rope { tokens, heads, head_dim, x } => {
             let half = u64::from(head_dim / 2);
@@ -309,9 +324,12 @@ pub fn slow(sig: &OpSig, operands: &[DeviceRange], target: &PlanTarget) -> Optio
 pub fn support(sig: &OpSig, target: &PlanTarget) -> Support {
     // shared memory holds a head of q and one of sums for each warp of a block
     const HEAD_DIM_MAX: u32 = 512;
+    const EXPERTS_MAX: u32 = 4096;
     let eight_bits = |operand: &mixfleet_hal::Operand| operand.dtype == DType::F8E4m3;
     match *sig {
         _ if sig.check().is_err() => Support::No,
+        // a token's list of experts is in shared memory
+        OpSig::Route { routing, .. } if routing.experts > EXPERTS_MAX => Support::No,
         OpSig::Gemm { x, weight, out, .. } => {
             if out == DType::F8E4m3 || [x, weight, out].contains(&DType::U32) {
                 return Support::No;

@@ -2,6 +2,7 @@
 //! answer is a hash.
 
 mod attention;
+mod experts;
 mod kv;
 mod logits;
 mod rows;
@@ -22,6 +23,9 @@ enum Tag {
     Key,
     Value,
     Attention,
+    Swiglu,
+    Route,
+    Combine,
 }
 
 /// Runs one command.
@@ -37,6 +41,10 @@ pub(crate) fn run(store: &mut Store, cmd: &Cmd) -> Result<()> {
         OpSig::Rope { .. } => rows::rope(store, cmd),
         OpSig::SiluMul { x, .. } => rows::elementwise(store, Tag::SiluMul, args, x),
         OpSig::Add { x, .. } => rows::elementwise(store, Tag::Add, args, x),
+        OpSig::ClampedSwiglu { .. } => experts::swiglu(store, cmd),
+        OpSig::Route { .. } => experts::route(store, cmd),
+        OpSig::GroupedGemm { .. } => experts::grouped_gemm(store, cmd),
+        OpSig::Combine { .. } => experts::combine(store, cmd),
         OpSig::Sample { .. } => logits::sample(store, cmd),
         OpSig::KvWrite { .. } => kv::write(store, cmd),
         OpSig::KvGather { .. } => kv::gather(store, cmd),

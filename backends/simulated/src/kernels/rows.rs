@@ -11,7 +11,7 @@ use std::ops::Range;
 /// Bytes read of a weight: enough to distinguish models without reading gigabytes.
 const WEIGHT_BYTES: usize = 64;
 
-fn head(bytes: &[u8]) -> &[u8] {
+pub(super) fn head(bytes: &[u8]) -> &[u8] {
     &bytes[..bytes.len().min(WEIGHT_BYTES)]
 }
 

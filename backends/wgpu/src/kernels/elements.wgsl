@@ -1,4 +1,5 @@
-// add, silu_mul, narrow, fill, embed: a thread per word of the output; rope: per UNIT pairs.
+// add, silu_mul, clamped_swiglu, combine, narrow, fill, embed: a thread per word of the output; rope: per
+// UNIT pairs.
 
 struct Shape { count: u32, width: u32, heads: u32, first: u32, end: u32, word: u32 }
 
@@ -22,6 +23,34 @@ fn silu_mul(thread: Thread) {
     let more = i + 1u < p.s.count && PER_WORD == 2u;
     let j = select(i, i + 1u, more);
     put_word(i, silu_times(in0(i), in1(i)), true, silu_times(in0(j), in1(j)), more);
+}
+
+// `first` and `end` are the bits of alpha and the limit.
+fn swiglu(i: u32) -> f32 {
+    let limit = bitcast<f32>(p.s.end);
+    let gate = min(in0(2u * i), limit);
+    let up = clamp(in0(2u * i + 1u), -limit, limit);
+    return (up + 1.0) * (gate / (1.0 + exp(-bitcast<f32>(p.s.first) * gate)));
+}
+
+@compute @workgroup_size(GROUP)
+fn clamped_swiglu(thread: Thread) {
+    let i = thread_of(thread) * PER_WORD;
+    if i >= p.s.count { return; }
+    let more = i + 1u < p.s.count && PER_WORD == 2u;
+    put_word(i, swiglu(i), true, swiglu(select(i, i + 1u, more)), more);
+}
+
+// x [tokens, heads (choices of a token), width], weights [tokens, heads], out f32; `word`: adds to the old one.
+@compute @workgroup_size(GROUP)
+fn combine(thread: Thread) {
+    let i = thread_of(thread);
+    if i >= p.s.count { return; }
+    let first = i / p.s.width * p.s.heads;
+    var sum = 0.0;
+    for (var c = first; c < first + p.s.heads; c++) { sum += in1(c) * in0(c * p.s.width + i % p.s.width); }
+    if p.s.word != 0u { sum += old(i); }
+    put(i, sum);
 }
 
 // Rounds f32 results of rows whose words no thread of the kernel before owns; `word`: adds to the old ones.

@@ -17,6 +17,27 @@ const PLACE: &str =
 const SMALL: &str = "A small part of each layer; at few rows the launch and not the work decides.";
 
 pub(super) const OPERATIONS: &[Metric] = &[
+    Metric {
+        name: "route",
+        meaning: "Time for each of t tokens to choose a of e experts, and for the choices to be sorted by expert.",
+        method: "As rms_norm.",
+        decides: "A small part of every layer with experts.",
+        typical: "A few microseconds for a decode step.",
+    },
+    Metric {
+        name: "combine",
+        meaning: "Time to add up what a experts made of each of t tokens, h elements each, into the residual stream.",
+        method: "As rms_norm.",
+        decides: "A small part of every layer with experts.",
+        typical: "The rate of memory_copy.",
+    },
+    Metric {
+        name: "clamped_swiglu",
+        meaning: "Time of gpt-oss's activation over e elements.",
+        method: "As silu_mul.",
+        decides: "A small part of every layer with experts.",
+        typical: "As silu_mul.",
+    },
     word(
         "rms_norm",
         "Time to norm t rows of the f32 residual stream, of length h, into activations.",
@@ -72,6 +93,13 @@ const ONLY: &str =
     "A part of the profile and a word of --only; `mixfleet explain POINT` tells of one of its points.";
 
 pub(super) const PARTS: &[Metric] = &[
+    Metric {
+        name: "experts",
+        meaning: "Group of grouped_gemm, route and combine.",
+        method: "Each point says how many experts have rows.",
+        decides: "What the MLP of a mixture of experts costs.",
+        typical: "See grouped_gemm.",
+    },
     word(
         "memory",
         "Bandwidth over working sets from 64 KiB on: memory_read, memory_write, memory_copy. The card shows the largest.",

@@ -76,7 +76,7 @@ fn what_cannot_be_apart_is_refused_with_the_key_and_the_reason() {
         assert!(words.iter().all(|word| error.contains(word)), "{error}");
     };
     says("deepseek-v3", "device = 'attn:H200-SXM-141GB,H20-96GB'", &["pool 'a': device", "per byte of KV"]);
-    says("qwen3-30b-a3b", "device = 'attn:H100-SXM-80GB,L4'", &["experts"]);
+    says("qwen3-next-80b-a3b", "device = 'attn:H100-SXM-80GB,L4'", &["linear attention"]);
     says("llama-3.1-8b", "device = 'attn:H100-SXM-80GB'", &["device", "two parts"]);
     says("llama-3.1-8b", "device = 'attn:L4,L4,L4'", &["two parts", "attn_devices"]);
     says("llama-3.1-8b", "device = 'attn:L4,L5'", &["no 'L5'"]);

@@ -1,0 +1,93 @@
+//! Mixtures of experts: which experts a token goes through follows from its digest, and what they make of it
+//! from theirs.
+
+use super::Tag;
+use super::rows::{digests, head, put};
+use crate::digest::{mix, of_bytes};
+use crate::memory::{Edit, Store};
+use mixfleet_hal::cast::{low_u32, to_u32, to_usize};
+use mixfleet_hal::{Cmd, DType, Error, OpSig, Result};
+
+/// Writes words.
+fn put_words(store: &mut Store, cmd: &Cmd, at: usize, words: &[u32]) -> Result<()> {
+    let to = store.edit(&cmd.args()[at], Edit::Any)?;
+    to.as_chunks_mut::<4>().0.iter_mut().zip(words).for_each(|(to, word)| *to = word.to_le_bytes());
+    Ok(())
+}
+
+/// A row's pairs have no order here.
+pub(super) fn swiglu(store: &mut Store, cmd: &Cmd) -> Result<()> {
+    let OpSig::ClampedSwiglu { elements, x, .. } = *cmd.sig() else { unreachable!("dispatched by kind") };
+    let (bytes, element) = (store.bytes(&cmd.args()[0])?.to_vec(), to_usize(x.size_bytes()));
+    let out = store.edit(&cmd.args()[1], Edit::Any)?;
+    for at in 0..to_usize(elements) {
+        let pair = &bytes[2 * at * element..][..2 * element];
+        let is_zero = pair.iter().all(|&byte| byte == 0);
+        let digest = if is_zero { 0 } else { of_bytes(Tag::Swiglu as u64, pair) };
+        crate::digest::write(x, &mut out[at * element..][..element], digest);
+    }
+    Ok(())
+}
+
+/// The experts of a token are those after one that its digest says.
+pub(super) fn route(store: &mut Store, cmd: &Cmd) -> Result<()> {
+    let OpSig::Route { tokens, bias, routing } = *cmd.sig() else { unreachable!("dispatched by kind") };
+    let (experts, active) = (routing.experts, routing.active);
+    let of = digests(store, &cmd.args()[0], tokens, DType::F32)?;
+    let first = |digest: u64| low_u32(mix(Tag::Route as u64, digest)) % experts;
+    let each = |digest: u64| (0..active).map(move |i| (first(digest) + i) % experts);
+    let chosen: Vec<u32> = of.into_iter().flat_map(each).collect();
+    let mut order: Vec<u32> = (0..to_u32(chosen.len())).collect();
+    order.sort_by_key(|&choice| chosen[choice as usize]);
+    let below = |expert: u32| to_u32(order.partition_point(|&choice| chosen[choice as usize] < expert));
+    let starts: Vec<u32> = (0..=experts).map(below).collect();
+    let at = 1 + usize::from(bias);
+    put_words(store, cmd, at, &chosen)?;
+    let share = (1.0f32 / active as f32).to_bits();
+    put_words(store, cmd, at + 1, &vec![share; chosen.len()])?;
+    put_words(store, cmd, at + 2, &order)?;
+    put_words(store, cmd, at + 3, &starts)
+}
+
+pub(super) fn grouped_gemm(store: &mut Store, cmd: &Cmd) -> Result<()> {
+    let OpSig::GroupedGemm { grouped, n, k, x, weight, out, bias } = *cmd.sig() else {
+        unreachable!("dispatched by kind")
+    };
+    let args = cmd.args();
+    let at = 2 + usize::from(bias);
+    let (order, starts) = (store.words(&args[at])?, store.words(&args[at + 1])?);
+    let rows = digests(store, &args[0], grouped.choices / grouped.fan, x)?;
+    let mut results = vec![0; grouped.choices as usize];
+    for (expert, ends) in starts.windows(2).enumerate() {
+        let line_bytes = to_usize(weight.size_bytes()) * n as usize;
+        let matrix = &store.bytes(&args[1])?[expert * line_bytes * k as usize..];
+        let mut seed = mix(of_bytes(Tag::Gemm as u64, head(matrix)), u64::from(n));
+        if bias {
+            seed = of_bytes(seed, head(&store.bytes(&args[2])?[expert * line_bytes..]));
+        }
+        seed = mix(seed, u64::from(k));
+        let outside = || Error::invalid(format!("grouped_gemm: expert {expert} has rows {ends:?}"));
+        for &choice in order.get(ends[0] as usize..ends[1] as usize).ok_or_else(outside)? {
+            let row = rows.get((choice / grouped.fan) as usize).ok_or_else(outside)?;
+            results[choice as usize] = mix(seed, *row);
+        }
+    }
+    put(store, &args[at + 2], out, &results)
+}
+
+pub(super) fn combine(store: &mut Store, cmd: &Cmd) -> Result<()> {
+    let OpSig::Combine { tokens, active, x, accumulate, .. } = *cmd.sig() else {
+        unreachable!("dispatched by kind")
+    };
+    let args = cmd.args();
+    let of = digests(store, &args[0], tokens * active, x)?;
+    let sum = |choices: &[u64]| choices.iter().fold(Tag::Combine as u64, |sum, choice| mix(sum, *choice));
+    let mut results: Vec<u64> = of.chunks(active.max(1) as usize).map(sum).collect();
+    if accumulate {
+        let before = digests(store, &args[2], tokens, DType::F32)?;
+        for (result, before) in results.iter_mut().zip(before) {
+            *result = mix(mix(Tag::Accumulate as u64, before), *result);
+        }
+    }
+    put(store, &args[2], DType::F32, &results)
+}

@@ -1,0 +1,191 @@
+//! Mixtures of experts: their shape, how checkpoints describe it, and what their tensors are called.
+
+use super::error::Result;
+use super::fields::Fields;
+use mixfleet_hal::cast::to_u32;
+use mixfleet_hal::{ExpertRouting, Scalar};
+use mixfleet_scheduler::cost::Experts;
+
+/// Bounds well above any real model.
+const EXPERTS_MAX: u32 = 1 << 12;
+const INNER_MAX: u32 = 1 << 20;
+
+/// The experts that take the place of the MLP in some layers.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Mixture {
+    /// How tokens choose among them.
+    pub routing: ExpertRouting,
+    /// Length of an expert's inner layer.
+    pub intermediate: u32,
+    /// Length of the shared expert's inner layer, which every token goes through; 0 without one.
+    pub shared: u32,
+    /// Whether a gate of its own scales what the shared expert makes of a token (Qwen2-MoE).
+    pub shared_gate: bool,
+    /// Whether each layer has experts; the others have an MLP.
+    pub layers: Vec<bool>,
+    /// Alpha and limit of a clamped function over gate and up in one matrix, with biases (gpt-oss).
+    pub clamped: Option<[Scalar; 2]>,
+    /// What tensors are called.
+    pub names: ExpertNames,
+}
+
+/// What the tensors of experts are called.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExpertNames {
+    /// `mlp.experts.0.gate_proj` and so on, and a router `mlp.gate`.
+    Projections,
+    /// `block_sparse_moe.experts.0.w1` and so on, and a router `block_sparse_moe.gate` (Mixtral).
+    Numbered,
+}
+
+impl ExpertNames {
+    /// The router, within a layer.
+    pub(super) const fn router(self) -> &'static str {
+        match self {
+            ExpertNames::Projections => "mlp.gate",
+            ExpertNames::Numbered => "block_sparse_moe.gate",
+        }
+    }
+
+    /// Where the experts of a layer are.
+    pub(super) const fn experts(self) -> &'static str {
+        match self {
+            ExpertNames::Projections => "mlp.experts",
+            ExpertNames::Numbered => "block_sparse_moe.experts",
+        }
+    }
+
+    /// Gate, up and down of an expert.
+    pub(super) const fn matrices(self) -> [&'static str; 3] {
+        match self {
+            ExpertNames::Projections => ["gate_proj", "up_proj", "down_proj"],
+            ExpertNames::Numbered => ["w1", "w3", "w2"],
+        }
+    }
+}
+
+/// The shared expert and its gate, within a layer.
+pub(super) const SHARED: &str = "mlp.shared_expert";
+pub(super) const SHARED_GATE: &str = "mlp.shared_expert_gate";
+
+/// The name of all experts' matrices of a kind together, and the number of the expert, of a tensor that
+/// belongs to one of several: `model.layers.1.mlp.experts.7.up_proj.weight` is the eighth of
+/// `model.layers.1.mlp.experts.up_proj.weight`.
+pub(super) fn packed(name: &str) -> Option<(String, u32)> {
+    let (before, rest) = name.split_once(".experts.")?;
+    let (number, matrix) = rest.split_once('.')?;
+    Some((format!("{before}.experts.{matrix}"), number.parse().ok()?))
+}
+
+impl Mixture {
+    /// Reads the experts of a family that has some; none of others.
+    ///
+    /// # Errors
+    /// The error names the field.
+    pub(super) fn parse(
+        fields: &Fields,
+        family: &str,
+        layers: u32,
+        intermediate: u32,
+    ) -> Result<Option<Self>> {
+        let names = if family == "mixtral" { ExpertNames::Numbered } else { ExpertNames::Projections };
+        let (count, active, inner) = match family {
+            "mixtral" => (8, 2, intermediate),
+            "qwen2_moe" => (60, 4, 1408),
+            "qwen3_moe" => (128, 8, 768),
+            _ => return Ok(None),
+        };
+        // transformers 4 and 5 spell it differently
+        let count = match fields.count("num_experts", EXPERTS_MAX)? {
+            Some(count) => count,
+            None => fields.count("num_local_experts", EXPERTS_MAX)?.unwrap_or(count),
+        };
+        let active = fields.count("num_experts_per_tok", EXPERTS_MAX)?.unwrap_or(active);
+        if active > count {
+            let problem = format!("{active}, expected at most num_experts ({count})");
+            return Err(fields.error("num_experts_per_tok", problem));
+        }
+        let mixtral = family == "mixtral";
+        let intermediate = match mixtral {
+            true => inner,
+            false => fields.count("moe_intermediate_size", INNER_MAX)?.unwrap_or(inner),
+        };
+        let normalise = mixtral || fields.flag("norm_topk_prob", false)?;
+        let qwen2 = family == "qwen2_moe";
+        let shared = match qwen2 {
+            true => fields.count("shared_expert_intermediate_size", INNER_MAX)?.unwrap_or(5632),
+            false => 0,
+        };
+        Ok(Some(Mixture {
+            routing: ExpertRouting::softmax(count, active, normalise),
+            intermediate,
+            shared,
+            shared_gate: qwen2,
+            layers: if mixtral { vec![true; layers as usize] } else { sparse_layers(fields, layers)? },
+            clamped: None,
+            names,
+        }))
+    }
+
+    /// Its share on a member that has `part` of `whole` columns of inner layers, and these layers.
+    pub(super) fn of_member(
+        &self,
+        layers: &std::ops::Range<u32>,
+        part: &std::ops::Range<u32>,
+        whole: u32,
+    ) -> Self {
+        let count = |inner| to_u32(Experts::share(inner, part, whole).len());
+        Mixture {
+            intermediate: count(self.intermediate),
+            shared: count(self.shared),
+            layers: self.layers[layers.start as usize..layers.end as usize].to_vec(),
+            ..self.clone()
+        }
+    }
+
+    /// Its shape for cost prediction.
+    pub fn cost(&self) -> Experts {
+        let dense = self.layers.iter().filter(|has_experts| !**has_experts).count();
+        Experts {
+            shared: self.shared,
+            dense_layers: to_u32(dense),
+            quantised_alone: self.clamped.is_some(),
+            shared_gate: self.shared_gate,
+            clamped: self.clamped.is_some(),
+            routing: Some(self.routing),
+            ..Experts::new(self.routing.experts, self.routing.active, self.intermediate)
+        }
+    }
+
+    /// The longest inner layer of a token.
+    pub(super) fn inner_length(&self, plain: u32) -> u64 {
+        let plain = if self.layers.iter().all(|has_experts| *has_experts) { 0 } else { plain };
+        let all = u64::from(self.routing.active) * u64::from(self.intermediate);
+        all.max(u64::from(self.shared)).max(u64::from(plain))
+    }
+}
+
+/// Which layers have experts, as Qwen's configurations say it.
+fn sparse_layers(fields: &Fields, layers: u32) -> Result<Vec<bool>> {
+    let step = fields.count("decoder_sparse_step", 1 << 12)?.unwrap_or(1);
+    let plain = fields.numbers("mlp_only_layers")?.unwrap_or_default();
+    if let Some(beyond) = plain.iter().find(|layer| **layer >= layers) {
+        let problem = format!("{beyond}, expected numbers below num_hidden_layers ({layers})");
+        return Err(fields.error("mlp_only_layers", problem));
+    }
+    Ok((0..layers).map(|layer| !plain.contains(&layer) && (layer + 1).is_multiple_of(step)).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn experts_of_one_matrix_are_named_together() {
+        let all = "model.layers.1.mlp.experts.up_proj.weight".to_owned();
+        assert_eq!(packed("model.layers.1.mlp.experts.7.up_proj.weight"), Some((all, 7)));
+        for other in ["model.layers.1.mlp.gate.weight", "model.layers.1.mlp.experts.up_proj_bias"] {
+            assert_eq!(packed(other), None);
+        }
+    }
+}

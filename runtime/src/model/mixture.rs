@@ -1,0 +1,148 @@
+//! The commands of a layer after attention: an MLP, or experts.
+
+use super::arena::{Arena, ExpertArena, rows_of};
+use super::experts::Mixture;
+use super::product::{Out, gemm};
+use super::{ExpertWeights, MlpWeights, ModelConfig, Tensor};
+use mixfleet_hal::{Cmd, DType, Error, ExpertRouting, GroupedRows, OpSig, Result, Scoring, Slice};
+
+/// A step's rows on their way through an MLP or experts.
+pub(super) struct MlpStep<'a> {
+    pub(super) config: &'a ModelConfig,
+    pub(super) arena: &'a Arena,
+    pub(super) tokens: u32,
+    /// Dtype of activations.
+    pub(super) x: DType,
+    /// The normed rows, `[tokens, hidden]`.
+    pub(super) normed: &'a Slice,
+}
+
+impl MlpStep<'_> {
+    /// Appends the commands of an MLP whose inner layer has this length.
+    pub(super) fn mlp(&self, w: &MlpWeights, inner: u32, out: Out<'_>, list: &mut Vec<Cmd>) -> Result<()> {
+        let MlpStep { arena, tokens, x, normed, .. } = *self;
+        let [gate, up, result] = [&arena.gate, &arena.up, &arena.inner].map(|s| rows_of(s, tokens, inner, x));
+        let (n, k) = (inner, self.config.hidden);
+        list.push(gemm(tokens, normed, x, &w.gate, w.gate_bias.as_ref(), n, k, Out::Set(&gate, x))?);
+        list.push(gemm(tokens, normed, x, &w.up, w.up_bias.as_ref(), n, k, Out::Set(&up, x))?);
+        let elements = u64::from(tokens) * u64::from(inner);
+        list.push(Cmd::new(OpSig::SiluMul { elements, x }, &[gate, up, result.clone()])?);
+        list.push(gemm(tokens, &result, x, &w.down, w.down_bias.as_ref(), k, n, out)?);
+        Ok(())
+    }
+
+    /// Appends the commands of layer `at` with experts: the shared one first, if there is one, then those
+    /// that rows choose. What comes first is added to the residual or, on members that are not the first,
+    /// replaces it.
+    pub(super) fn experts(
+        &self,
+        at: usize,
+        (shared, w): (Option<&MlpWeights>, &ExpertWeights),
+        (residual, adds): (&Slice, bool),
+        list: &mut Vec<Cmd>,
+    ) -> Result<()> {
+        let none = || Error::invalid(format!("layer {at} has no experts"));
+        let experts = self.config.experts_of(at).ok_or_else(none)?;
+        let memory = self.arena.experts.as_ref().ok_or_else(none)?;
+        let mut adds = adds;
+        if let Some(shared) = shared {
+            match &w.shared_gate {
+                Some(gate) => self.gated(experts.shared, (shared, gate), memory, (residual, adds), list)?,
+                None => {
+                    let out = if adds { Out::Add(residual) } else { Out::Set(residual, DType::F32) };
+                    self.mlp(shared, experts.shared, out, list)?;
+                }
+            }
+            adds = true;
+        }
+        self.routed(experts, w, memory, (residual, adds), list)
+    }
+
+    /// The shared expert, scaled by its gate.
+    fn gated(
+        &self,
+        inner: u32,
+        (shared, gate): (&MlpWeights, &Tensor),
+        memory: &ExpertArena,
+        (residual, adds): (&Slice, bool),
+        list: &mut Vec<Cmd>,
+    ) -> Result<()> {
+        let routing = ExpertRouting { scoring: Scoring::Sigmoid, ..ExpertRouting::softmax(1, 1, false) };
+        let made = rows_of(&memory.made, self.tokens, self.config.hidden, self.x);
+        self.choose(&routing, gate, memory, list)?;
+        self.mlp(shared, inner, Out::Set(&made, self.x), list)?;
+        list.push(self.combine(1, memory, (residual, adds))?);
+        Ok(())
+    }
+
+    fn routed(
+        &self,
+        experts: &Mixture,
+        w: &ExpertWeights,
+        memory: &ExpertArena,
+        (residual, adds): (&Slice, bool),
+        list: &mut Vec<Cmd>,
+    ) -> Result<()> {
+        let MlpStep { arena, tokens, x, .. } = *self;
+        let (hidden, inner, active) = (self.config.hidden, experts.intermediate, experts.routing.active);
+        self.choose(&experts.routing, &w.router, memory, list)?;
+        let choices = tokens * active;
+        let cost = experts.cost();
+        let product = |of_tokens, (from, weight, to): (&Slice, &Tensor, &Slice), n, k| {
+            let grouped: GroupedRows = cost.grouped(tokens, of_tokens);
+            let sig = OpSig::GroupedGemm { grouped, n, k, x, weight: weight.dtype, out: x, bias: false };
+            let order = rows_of(&memory.order, choices, 1, DType::U32);
+            let starts = rows_of(&memory.starts, experts.routing.experts + 1, 1, DType::U32);
+            let args = [from.clone(), weight.slice.clone(), order, starts, to.clone()];
+            Cmd::new(sig, &args)
+        };
+        let [gate, up, result] =
+            [&arena.gate, &arena.up, &arena.inner].map(|s| rows_of(s, choices, inner, x));
+        let made = rows_of(&memory.made, choices, hidden, x);
+        list.push(product(true, (self.normed, &w.gate, &gate), inner, hidden)?);
+        list.push(product(true, (self.normed, &w.up, &up), inner, hidden)?);
+        let elements = u64::from(choices) * u64::from(inner);
+        list.push(Cmd::new(OpSig::SiluMul { elements, x }, &[gate, up, result.clone()])?);
+        list.push(product(false, (&result, &w.down, &made), hidden, inner)?);
+        list.push(self.combine(active, memory, (residual, adds))?);
+        Ok(())
+    }
+
+    /// The router's product, and the choice.
+    fn choose(
+        &self,
+        routing: &ExpertRouting,
+        router: &Tensor,
+        memory: &ExpertArena,
+        list: &mut Vec<Cmd>,
+    ) -> Result<()> {
+        let (tokens, count) = (self.tokens, routing.experts);
+        let logits = rows_of(&memory.logits, tokens, count, DType::F32);
+        let out = Out::Set(&logits, DType::F32);
+        list.push(gemm(tokens, self.normed, self.x, router, None, count, self.config.hidden, out)?);
+        let choices = |slice: &Slice, dtype| rows_of(slice, tokens, routing.active, dtype);
+        let args = [
+            logits.clone(),
+            choices(&memory.chosen, DType::U32),
+            choices(&memory.weights, DType::F32),
+            choices(&memory.order, DType::U32),
+            rows_of(&memory.starts, count + 1, 1, DType::U32),
+        ];
+        list.push(Cmd::new(OpSig::Route { tokens, bias: false, routing: *routing }, &args)?);
+        Ok(())
+    }
+
+    /// The sum of what a row's choices made of it.
+    fn combine(
+        &self,
+        active: u32,
+        memory: &ExpertArena,
+        (residual, accumulate): (&Slice, bool),
+    ) -> Result<Cmd> {
+        let (tokens, cols, x) = (self.tokens, self.config.hidden, self.x);
+        let made = rows_of(&memory.made, tokens * active, cols, x);
+        let weights = rows_of(&memory.weights, tokens, active, DType::F32);
+        let sig = OpSig::Combine { tokens, active, cols, x, accumulate };
+        Cmd::new(sig, &[made, weights, residual.clone()])
+    }
+}
