@@ -18,9 +18,10 @@
 //! its running maximum and sum, so that attention over any partition of the KV (by head, by request, by token
 //! range) recombines exactly in `AttnMerge`: flash-decoding and attention offload are the same operator.
 
-use crate::DType;
+use crate::quantised::QuantisedPart;
 use crate::sample::{DRAWN_WORDS, PARAMETER_WORDS};
 pub use crate::scalar::Scalar;
+use crate::{DType, Quantised};
 use serde::{Deserialize, Serialize};
 
 /// How a command uses an operand.
@@ -134,6 +135,41 @@ pub enum OpSig {
         /// Dtype of `out`.
         out: DType,
         /// Whether a bias operand follows the weight.
+        bias: bool,
+        /// Whether the result is added to `out` (the residual stream) instead of overwriting it.
+        accumulate: bool,
+    },
+    /// `Embed` from a quantised table: `ids [tokens]`, the arrays of [`Quantised::parts`] of a matrix `[vocab,
+    /// hidden]`, `out [tokens, hidden]`.
+    QuantisedEmbed {
+        /// Number of rows to fetch.
+        tokens: u32,
+        /// Number of rows in the table; an id at or above it is an error.
+        vocab: u32,
+        /// Row length.
+        hidden: u32,
+        /// How the table is quantised.
+        table: Quantised,
+        /// Dtype of the result.
+        out: DType,
+    },
+    /// `Gemm` with quantised weights: `x [m, k]`, the arrays of [`Quantised::parts`] of a matrix `[n, k]`, with
+    /// `bias`: `bias [n]` f32, `out [m, n]`. A device with activations of 16 bits may round a weight to their
+    /// dtype.
+    QuantisedGemm {
+        /// Rows of `x`: tokens.
+        m: u32,
+        /// Rows of the weights: output features.
+        n: u32,
+        /// Inner dimension: input features.
+        k: u32,
+        /// Dtype of `x`.
+        x: DType,
+        /// How the weights are quantised.
+        weight: Quantised,
+        /// Dtype of `out`.
+        out: DType,
+        /// Whether a bias operand follows the weights.
         bias: bool,
         /// Whether the result is added to `out` (the residual stream) instead of overwriting it.
         accumulate: bool,
@@ -304,6 +340,8 @@ impl OpSig {
             OpSig::Embed { .. } => "embed",
             OpSig::RmsNorm { .. } => "rms_norm",
             OpSig::Gemm { .. } => "gemm",
+            OpSig::QuantisedEmbed { .. } => "quantised_embed",
+            OpSig::QuantisedGemm { .. } => "quantised_gemm",
             OpSig::Rope { .. } => "rope",
             OpSig::KvWrite { .. } => "kv_write",
             OpSig::AttnPrefill { .. } => "attn_prefill",
@@ -336,6 +374,7 @@ impl OpSig {
             dtype,
             extent: Extent::PagesOf(product(&[page_tokens, kv_heads, head_dim])),
         };
+        let part = |part: &QuantisedPart| exactly(part.name, Read, part.dtype, part.elements());
         match *self {
             OpSig::Embed { tokens, vocab, hidden, table, out } => vec![
                 exactly("ids", Read, U32, u64::from(tokens)),
@@ -354,6 +393,22 @@ impl OpSig {
                 ];
                 if bias {
                     operands.push(exactly("bias", Read, weight, u64::from(n)));
+                }
+                let access = if accumulate { ReadWrite } else { Write };
+                operands.push(exactly("out", access, out, product(&[m, n])));
+                operands
+            }
+            OpSig::QuantisedEmbed { tokens, vocab, hidden, table, out } => {
+                let mut operands = vec![exactly("ids", Read, U32, u64::from(tokens))];
+                operands.extend(table.parts(1, vocab, hidden).iter().map(part));
+                operands.push(exactly("out", Write, out, product(&[tokens, hidden])));
+                operands
+            }
+            OpSig::QuantisedGemm { m, n, k, x, weight, out, bias, accumulate } => {
+                let mut operands = vec![exactly("x", Read, x, product(&[m, k]))];
+                operands.extend(weight.parts(1, n, k).iter().map(part));
+                if bias {
+                    operands.push(exactly("bias", Read, F32, u64::from(n)));
                 }
                 let access = if accumulate { ReadWrite } else { Write };
                 operands.push(exactly("out", access, out, product(&[m, n])));
@@ -452,7 +507,9 @@ impl OpSig {
     /// Counts floating-point operations: two for a multiply-add, one for an exponential or a division.
     pub fn flops(&self) -> f64 {
         match *self {
-            OpSig::Gemm { m, n, k, .. } => 2.0 * f64::from(m) * f64::from(n) * f64::from(k),
+            OpSig::Gemm { m, n, k, .. } | OpSig::QuantisedGemm { m, n, k, .. } => {
+                2.0 * f64::from(m) * f64::from(n) * f64::from(k)
+            }
             // q.k and p.v for each visible pair and head, and the exponential
             OpSig::AttnPrefill { pairs, heads, kv, .. } => {
                 pairs as f64 * f64::from(heads) * (4.0 * f64::from(kv.head_dim) + 1.0)
@@ -468,6 +525,7 @@ impl OpSig {
             OpSig::SiluMul { elements, .. } => 4.0 * elements as f64,
             OpSig::Add { elements, .. } => elements as f64,
             OpSig::Embed { .. }
+            | OpSig::QuantisedEmbed { .. }
             | OpSig::KvWrite { .. }
             | OpSig::Sample { .. }
             | OpSig::Copy { .. }
@@ -494,6 +552,9 @@ impl OpSig {
             OpSig::Embed { tokens, vocab, hidden, table, .. } => {
                 dense
                     - (product(&[vocab, hidden]) - product(&[tokens.min(vocab), hidden])) * table.size_bytes()
+            }
+            OpSig::QuantisedEmbed { tokens, vocab, hidden, table, .. } => {
+                dense - table.bytes(1, vocab, hidden) + table.bytes(1, tokens.min(vocab), hidden)
             }
             // only penalties write
             OpSig::Sample { rows, cols, history, .. } => {
@@ -527,6 +588,10 @@ impl OpSig {
             }
             OpSig::AttnPrefill { heads, kv, .. } | OpSig::AttnDecode { heads, kv, .. } => {
                 heads_divide(heads, kv.kv_heads)
+            }
+            OpSig::QuantisedEmbed { hidden: columns, table: quantised, .. }
+            | OpSig::QuantisedGemm { k: columns, weight: quantised, .. } => {
+                quantised.check(columns).map_err(|problem| format!("{}: {problem}", self.name()))
             }
             OpSig::Copy { bytes } | OpSig::Fill { bytes, .. } if bytes % 4 != 0 => {
                 Err(format!("{}: {bytes} bytes are not a multiple of 4", self.name()))
@@ -562,6 +627,30 @@ mod tests {
         assert_eq!(serde_json::to_value(sig).unwrap(), json);
         assert_eq!(serde_json::from_value::<OpSig>(json).unwrap(), sig);
         assert_eq!((sig.kv(), GEMM.kv(), kv.wire_token_bytes(DType::F32)), (Some(kv), None, 2 * 2 * 16 * 4));
+    }
+
+    #[test]
+    fn quantised_weights_are_operands_between_x_and_the_bias() {
+        let weight = Quantised::NVFP4;
+        let sig = OpSig::QuantisedGemm {
+            m: 2,
+            n: 3,
+            k: 32,
+            x: F32,
+            weight,
+            out: F32,
+            bias: true,
+            accumulate: false,
+        };
+        assert!(sig.operands().iter().map(|o| o.name).eq(["x", "codes", "scales", "outer", "bias", "out"]));
+        assert_eq!(sig.flops(), 2.0 * 2.0 * 3.0 * 32.0);
+        assert_eq!(sig.bytes(), f64::from(2 * 32 * 4 + 3 * 16 + 3 * 2 + 4 + 3 * 4 + 2 * 3 * 4));
+        assert_eq!(serde_json::from_value::<OpSig>(serde_json::json!(sig)).unwrap(), sig);
+        let table = OpSig::QuantisedEmbed { tokens: 2, vocab: 100, hidden: 24, table: weight, out: F32 };
+        assert!(table.check().is_ok());
+        assert_eq!(table.bytes(), f64::from(2 * 4 + 2 * 12 + 2 * 2 + 4 + 2 * 24 * 4));
+        let odd = OpSig::QuantisedEmbed { tokens: 2, vocab: 100, hidden: 23, table: weight, out: F32 };
+        assert!(odd.check().unwrap_err().contains("quantised_embed: 23 columns"));
     }
 
     #[test]

@@ -290,6 +290,7 @@ impl DeviceProfile {
     fn dtype_of(&self, op: &str) -> DType {
         let of = |sig: &OpSig| match *sig {
             OpSig::Gemm { weight, .. } => weight,
+            OpSig::QuantisedGemm { x, .. } => x,
             OpSig::AttnPrefill { kv, .. } | OpSig::AttnDecode { kv, .. } => kv.dtype,
             _ => input_dtype(sig),
         };
@@ -315,7 +316,10 @@ impl DeviceProfile {
 /// Returns the dtype whose arithmetic rate bounds the operation.
 fn input_dtype(sig: &OpSig) -> DType {
     match *sig {
-        OpSig::Gemm { x, .. } | OpSig::AttnPrefill { x, .. } | OpSig::AttnDecode { x, .. } => x,
+        OpSig::Gemm { x, .. }
+        | OpSig::QuantisedGemm { x, .. }
+        | OpSig::AttnPrefill { x, .. }
+        | OpSig::AttnDecode { x, .. } => x,
         _ => DType::F32,
     }
 }

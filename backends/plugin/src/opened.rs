@@ -62,7 +62,7 @@ impl OpenedDevice {
     /// Whether it can run an operation.
     pub(crate) fn support(&self, sig: &OpSig) -> Support {
         let Some(support) = self.library.table.0.support else { return Support::No };
-        let op = operation::of(sig);
+        let Some(op) = operation::of(sig) else { return Support::No };
         // SAFETY: the operation is ours and has the size that it names.
         match unsafe { support(self.raw, &raw const op) } {
             1 => Support::Native,
@@ -173,12 +173,13 @@ impl OpenedDevice {
         let ops: Vec<MixfleetOp> = cmds
             .iter()
             .zip(&args)
-            .map(|(cmd, args)| MixfleetOp {
-                args: args.as_ptr(),
-                arg_count: to_u32(args.len()),
-                ..operation::of(cmd.sig())
+            .map(|(cmd, args)| {
+                let op = operation::of(cmd.sig()).ok_or_else(|| {
+                    Error::unsupported(format!("{}: the library cannot run {}", self.id, cmd.sig().name()))
+                })?;
+                Ok(MixfleetOp { args: args.as_ptr(), arg_count: to_u32(args.len()), ..op })
             })
-            .collect();
+            .collect::<Result<_>>()?;
         let (run, mut error) = (function!(self, run)?, no_error());
         let _turn = self.turn(None)?;
         // SAFETY: operations and operands live until the call returns, and were checked against each other;

@@ -5,11 +5,11 @@ use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::op::KvShape;
 use mixfleet_hal::{DType, OpSig};
 
-/// An operation without its operands.
-pub(crate) fn of(sig: &OpSig) -> MixfleetOp {
-    let (kind, shape) = shape(sig);
+/// An operation without its operands; none for those that the interface has not.
+pub(crate) fn of(sig: &OpSig) -> Option<MixfleetOp> {
+    let (kind, shape) = shape(sig)?;
     let struct_bytes = to_u32(size_of::<MixfleetOp>());
-    MixfleetOp { struct_bytes, kind, shape, args: std::ptr::null(), arg_count: 0, reserved: 0 }
+    Some(MixfleetOp { struct_bytes, kind, shape, args: std::ptr::null(), arg_count: 0, reserved: 0 })
 }
 
 fn dtype(of: DType) -> u32 {
@@ -36,8 +36,9 @@ macro_rules! shape {
     }};
 }
 
-fn shape(sig: &OpSig) -> (u32, MixfleetShape) {
-    match *sig {
+fn shape(sig: &OpSig) -> Option<(u32, MixfleetShape)> {
+    Some(match *sig {
+        OpSig::QuantisedEmbed { .. } | OpSig::QuantisedGemm { .. } => return None,
         OpSig::Embed { tokens, vocab, hidden, table, out } => {
             let (table, out) = (dtype(table), dtype(out));
             (MIXFLEET_EMBED, shape!(embed: MixfleetEmbed { tokens, vocab, hidden, table, out }))
@@ -91,5 +92,5 @@ fn shape(sig: &OpSig) -> (u32, MixfleetShape) {
             let kv_move = MixfleetKvMove { tokens, wire: dtype(wire), kv: pages(kv) };
             (MIXFLEET_KV_SCATTER, shape!(kv_move: kv_move))
         }
-    }
+    })
 }

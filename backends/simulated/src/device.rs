@@ -92,6 +92,8 @@ impl SimulatedPart {
             let index = ["ids", "slots", "pages", "range", "query_start", "context", "from", "to"];
             let integers = match sig {
                 OpSig::Sample { .. } => operand.name != "logits",
+                // codes, and scales that are integers, are packed in words
+                OpSig::QuantisedEmbed { .. } | OpSig::QuantisedGemm { .. } => operand.dtype == DType::U32,
                 _ => index.contains(&operand.name),
             };
             (operand.dtype == DType::U32) == integers
@@ -102,7 +104,10 @@ impl SimulatedPart {
         let rates = &self.costs.profile().compute;
         let has = |dtype: DType| rates.is_empty() || rates.iter().any(|(known, _)| *known == dtype);
         let x = match *sig {
-            OpSig::Gemm { x, .. } | OpSig::AttnPrefill { x, .. } | OpSig::AttnDecode { x, .. } => x,
+            OpSig::Gemm { x, .. }
+            | OpSig::QuantisedGemm { x, .. }
+            | OpSig::AttnPrefill { x, .. }
+            | OpSig::AttnDecode { x, .. } => x,
             _ => return Support::Native,
         };
         match (has(x), x) {

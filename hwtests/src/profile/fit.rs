@@ -111,7 +111,10 @@ fn largest(document: &ProfileDocument, prefix: &str) -> Option<ReachedRate> {
 /// Returns the dtype whose arithmetic rate bounds the operation.
 pub(crate) fn input_dtype(sig: &OpSig) -> DType {
     match *sig {
-        OpSig::Gemm { x, .. } | OpSig::AttnPrefill { x, .. } | OpSig::AttnDecode { x, .. } => x,
+        OpSig::Gemm { x, .. }
+        | OpSig::QuantisedGemm { x, .. }
+        | OpSig::AttnPrefill { x, .. }
+        | OpSig::AttnDecode { x, .. } => x,
         _ => DType::F32,
     }
 }
