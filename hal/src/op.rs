@@ -18,12 +18,13 @@
 //! its running maximum and sum, so that attention over any partition of the KV (by head, by request, by token
 //! range) recombines exactly in `AttnMerge`: flash-decoding and attention offload are the same operator.
 
-use crate::DType;
 pub use crate::mixture::{ExpertRouting, GroupedRows, Scoring};
 use crate::operand::product;
 pub use crate::operand::{Extent, KvShape, Operand, OperandAccess};
+use crate::quantised::QuantisedPart;
 use crate::sample::{DRAWN_WORDS, PARAMETER_WORDS};
 pub use crate::scalar::Scalar;
+use crate::{DType, Quantised};
 use serde::{Deserialize, Serialize};
 
 /// An operation: its kind, shape and dtypes. The [module](self) documentation lists the conventions.
@@ -77,6 +78,41 @@ pub enum OpSig {
         /// Dtype of `out`.
         out: DType,
         /// Whether a bias operand follows the weight.
+        bias: bool,
+        /// Whether the result is added to `out` (the residual stream) instead of overwriting it.
+        accumulate: bool,
+    },
+    /// `Embed` from a quantised table: `ids [tokens]`, the arrays of [`Quantised::parts`] of a matrix `[vocab,
+    /// hidden]`, `out [tokens, hidden]`.
+    QuantisedEmbed {
+        /// Number of rows to fetch.
+        tokens: u32,
+        /// Number of rows in the table; an id at or above it is an error.
+        vocab: u32,
+        /// Row length.
+        hidden: u32,
+        /// How the table is quantised.
+        table: Quantised,
+        /// Dtype of the result.
+        out: DType,
+    },
+    /// `Gemm` with quantised weights: `x [m, k]`, the arrays of [`Quantised::parts`] of a matrix `[n, k]`, with
+    /// `bias`: `bias [n]` f32, `out [m, n]`. A device with activations of 16 bits may round a weight to their
+    /// dtype.
+    QuantisedGemm {
+        /// Rows of `x`: tokens.
+        m: u32,
+        /// Rows of the weights: output features.
+        n: u32,
+        /// Inner dimension: input features.
+        k: u32,
+        /// Dtype of `x`.
+        x: DType,
+        /// How the weights are quantised.
+        weight: Quantised,
+        /// Dtype of `out`.
+        out: DType,
+        /// Whether a bias operand follows the weights.
         bias: bool,
         /// Whether the result is added to `out` (the residual stream) instead of overwriting it.
         accumulate: bool,
@@ -303,6 +339,8 @@ impl OpSig {
             OpSig::Embed { .. } => "embed",
             OpSig::RmsNorm { .. } => "rms_norm",
             OpSig::Gemm { .. } => "gemm",
+            OpSig::QuantisedEmbed { .. } => "quantised_embed",
+            OpSig::QuantisedGemm { .. } => "quantised_gemm",
             OpSig::Rope { .. } => "rope",
             OpSig::KvWrite { .. } => "kv_write",
             OpSig::AttnPrefill { .. } => "attn_prefill",
@@ -339,6 +377,7 @@ impl OpSig {
             dtype,
             extent: Extent::PagesOf(product(&[page_tokens, kv_heads, head_dim])),
         };
+        let part = |part: &QuantisedPart| exactly(part.name, Read, part.dtype, part.elements());
         match *self {
             OpSig::Embed { tokens, vocab, hidden, table, out } => vec![
                 exactly("ids", Read, U32, u64::from(tokens)),
@@ -357,6 +396,22 @@ impl OpSig {
                 ];
                 if bias {
                     operands.push(exactly("bias", Read, weight, u64::from(n)));
+                }
+                let access = if accumulate { ReadWrite } else { Write };
+                operands.push(exactly("out", access, out, product(&[m, n])));
+                operands
+            }
+            OpSig::QuantisedEmbed { tokens, vocab, hidden, table, out } => {
+                let mut operands = vec![exactly("ids", Read, U32, u64::from(tokens))];
+                operands.extend(table.parts(1, vocab, hidden).iter().map(part));
+                operands.push(exactly("out", Write, out, product(&[tokens, hidden])));
+                operands
+            }
+            OpSig::QuantisedGemm { m, n, k, x, weight, out, bias, accumulate } => {
+                let mut operands = vec![exactly("x", Read, x, product(&[m, k]))];
+                operands.extend(weight.parts(1, n, k).iter().map(part));
+                if bias {
+                    operands.push(exactly("bias", Read, F32, u64::from(n)));
                 }
                 let access = if accumulate { ReadWrite } else { Write };
                 operands.push(exactly("out", access, out, product(&[m, n])));
@@ -468,7 +523,9 @@ impl OpSig {
     /// Counts floating-point operations: two for a multiply-add, one for an exponential or a division.
     pub fn flops(&self) -> f64 {
         match *self {
-            OpSig::Gemm { m, n, k, .. } => 2.0 * f64::from(m) * f64::from(n) * f64::from(k),
+            OpSig::Gemm { m, n, k, .. } | OpSig::QuantisedGemm { m, n, k, .. } => {
+                2.0 * f64::from(m) * f64::from(n) * f64::from(k)
+            }
             // q.k and p.v for each visible pair and head, and the exponential
             OpSig::AttnPrefill { pairs, heads, kv, .. } => {
                 pairs as f64 * f64::from(heads) * (4.0 * f64::from(kv.head_dim) + 1.0)
@@ -490,6 +547,7 @@ impl OpSig {
             OpSig::Combine { tokens, active, cols, .. } => 2.0 * product(&[tokens, active, cols]) as f64,
             OpSig::Add { elements, .. } => elements as f64,
             OpSig::Embed { .. }
+            | OpSig::QuantisedEmbed { .. }
             | OpSig::KvWrite { .. }
             | OpSig::Sample { .. }
             | OpSig::Copy { .. }
@@ -520,6 +578,9 @@ impl OpSig {
             OpSig::GroupedGemm { grouped, n, k, weight, bias, .. } => {
                 let of_expert = product(&[n, k]) + if bias { u64::from(n) } else { 0 };
                 dense - u64::from(grouped.idle()) * of_expert * weight.size_bytes()
+            }
+            OpSig::QuantisedEmbed { tokens, vocab, hidden, table, .. } => {
+                dense - table.bytes(1, vocab, hidden) + table.bytes(1, tokens.min(vocab), hidden)
             }
             // only penalties write
             OpSig::Sample { rows, cols, history, .. } => {
@@ -556,6 +617,10 @@ impl OpSig {
             }
             OpSig::Route { routing, .. } => routing.check(),
             OpSig::GroupedGemm { grouped, .. } => grouped.check(),
+            OpSig::QuantisedEmbed { hidden: columns, table: quantised, .. }
+            | OpSig::QuantisedGemm { k: columns, weight: quantised, .. } => {
+                quantised.check(columns).map_err(|problem| format!("{}: {problem}", self.name()))
+            }
             OpSig::Copy { bytes } | OpSig::Fill { bytes, .. } if bytes % 4 != 0 => {
                 Err(format!("{}: {bytes} bytes are not a multiple of 4", self.name()))
             }

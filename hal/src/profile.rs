@@ -290,6 +290,7 @@ impl DeviceProfile {
     fn dtype_of(&self, op: &str) -> DType {
         let of = |sig: &OpSig| match *sig {
             OpSig::Gemm { weight, .. } | OpSig::GroupedGemm { weight, .. } => weight,
+            OpSig::QuantisedGemm { x, .. } => x,
             OpSig::AttnPrefill { kv, .. } | OpSig::AttnDecode { kv, .. } => kv.dtype,
             _ => input_dtype(sig),
         };
@@ -317,6 +318,7 @@ fn input_dtype(sig: &OpSig) -> DType {
     match *sig {
         OpSig::Gemm { x, .. }
         | OpSig::GroupedGemm { x, .. }
+        | OpSig::QuantisedGemm { x, .. }
         | OpSig::AttnPrefill { x, .. }
         | OpSig::AttnDecode { x, .. } => x,
         _ => DType::F32,

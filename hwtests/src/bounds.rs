@@ -6,7 +6,7 @@
 //! 3.1). Functions may err as OpenCL's full profile allows: exp 3 ulp, division 2.5 ulp, square root 3 ulp,
 //! with 1 ulp = 2u; the constants below round these up.
 
-use crate::{experts, oracle};
+use crate::{experts, oracle, quantised};
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::{DType, KvShape, OpSig, OperandAccess, Scoring};
 
@@ -49,6 +49,8 @@ pub fn bounds(sig: &OpSig, before: &[Vec<f64>], want: &[Vec<f64>]) -> Vec<Option
         OpSig::Gemm { .. } => vec![gemm(sig, before, &want[want.len() - 1])],
         OpSig::GroupedGemm { .. } => vec![grouped_gemm(sig, before, &want[want.len() - 1])],
         OpSig::Route { .. } => route(sig, before, want),
+        OpSig::QuantisedGemm { .. } => vec![quantised_gemm(sig, before, &want[want.len() - 1])],
+        OpSig::QuantisedEmbed { .. } => vec![quantised_embed(sig, before, &want[want.len() - 1])],
         _ => {
             let operands = sig.operands();
             let written =
@@ -119,6 +121,8 @@ fn elementwise(sig: &OpSig, before: &[Vec<f64>], want: f64, i: usize) -> f64 {
         OpSig::Gemm { .. }
         | OpSig::GroupedGemm { .. }
         | OpSig::Route { .. }
+        | OpSig::QuantisedGemm { .. }
+        | OpSig::QuantisedEmbed { .. }
         | OpSig::AttnPrefill { .. }
         | OpSig::AttnDecode { .. }
         | OpSig::AttnMerge { .. } => unreachable!("bounded over whole rows"),
@@ -165,6 +169,43 @@ fn grouped_gemm(sig: &OpSig, before: &[Vec<f64>], want: &[f64]) -> Vec<f64> {
     want.iter().enumerate().map(bound).collect()
 }
 
+/// Roundings between a code and its weight: of an integer scale by its factor, of the outer scale, of the
+/// product, of the minimum by its factor and of the difference, or of a scaled zero point.
+const DECODING: usize = 5;
+
+/// As for [`gemm`], but a term is as large as what a weight is the difference of: a device may sum codes and
+/// zero points apart. With activations of 16 bits it may round a weight to their dtype, and below f16's range
+/// lose half of its least subnormal.
+fn quantised_gemm(sig: &OpSig, before: &[Vec<f64>], want: &[f64]) -> Vec<f64> {
+    let OpSig::QuantisedGemm { n, k, x: dtype, out, bias, accumulate, .. } = *sig else {
+        unreachable!("called for quantised_gemm")
+    };
+    let (n, k, last) = (n as usize, k as usize, before.len() - 1);
+    let (narrow, tiny) = match dtype {
+        DType::F32 => (0.0, 0.0),
+        DType::F16 => (dtype.unit_roundoff(), f64::powi(2.0, -25)),
+        _ => (dtype.unit_roundoff(), 0.0),
+    };
+    let weights = quantised::decoded(sig, before);
+    let bound = |(i, &want): (usize, &f64)| {
+        let (x, weight) = (&before[0][i / n * k..][..k], &weights[i % n * k..][..k]);
+        let (mut terms, mut rounding) = (0.0, 0.0);
+        for (x, (value, magnitude)) in x.iter().zip(weight) {
+            terms += (x * magnitude).abs();
+            rounding += x.abs() * (value.abs() * narrow + tiny);
+        }
+        if bias {
+            terms += before[last - 1][i % n].abs();
+        }
+        if accumulate {
+            terms += before[last][i].abs();
+        }
+        let error = gamma(k + 2 + DECODING) * terms + rounding * (1.0 + gamma(k)) + (k + 2) as f64 * FLUSH;
+        rounded(out, want, error)
+    };
+    want.iter().enumerate().map(bound).collect()
+}
+
 /// Which experts are chosen is exact. A score is a quotient: of exponentials of differences to a maximum,
 /// whose arguments err by a difference and a change to base 2, or of 1 and 1 + exp. The errors of a token's
 /// scores add up in the sum that normalises them, weighted by the scores.
@@ -204,6 +245,17 @@ fn route(sig: &OpSig, before: &[Vec<f64>], want: &[Vec<f64>]) -> Vec<Vec<f64>> {
         }
     }
     vec![vec![0.0; chosen.len()], errors, vec![0.0; want[at + 2].len()], vec![0.0; want[at + 3].len()]]
+}
+
+fn quantised_embed(sig: &OpSig, before: &[Vec<f64>], want: &[f64]) -> Vec<f64> {
+    let OpSig::QuantisedEmbed { hidden, out, .. } = *sig else { unreachable!("called for quantised_embed") };
+    let weights = quantised::decoded(sig, before);
+    let hidden = hidden as usize;
+    let bound = |(i, &want): (usize, &f64)| {
+        let (_, magnitude) = weights[to_usize(before[0][i / hidden]) * hidden + i % hidden];
+        rounded(out, want, gamma(DECODING) * magnitude + FLUSH)
+    };
+    want.iter().enumerate().map(bound).collect()
 }
 
 /// Error bounds of one head's un-normalised attention, with the exact sum.

@@ -47,9 +47,9 @@ pub struct Case {
 const EDGES: [u32; 18] = [1, 2, 3, 5, 7, 8, 9, 13, 15, 16, 17, 31, 32, 33, 61, 63, 64, 65];
 use DType::{Bf16, F16, F32};
 
-struct Builder {
+pub(crate) struct Builder {
     cases: Vec<Case>,
-    full: bool,
+    pub(crate) full: bool,
     page_tokens: u32,
 }
 
@@ -59,6 +59,7 @@ pub fn cases(level: SuiteLevel, limits: &DeviceLimits) -> Vec<Case> {
     let mut b = Builder { cases: Vec::new(), full: level == SuiteLevel::Full, page_tokens };
     b.rows();
     b.gemm();
+    crate::quantised::cases(&mut b);
     b.elements();
     b.kv();
     b.prefill();
@@ -94,7 +95,7 @@ impl Builder {
         self.cases.push(Case { sig, spread, seed });
     }
 
-    fn even(&mut self, sig: OpSig) {
+    pub(crate) fn even(&mut self, sig: OpSig) {
         self.push(sig, TokenSpread::Even);
     }
 

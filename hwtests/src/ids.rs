@@ -36,6 +36,14 @@ pub(crate) fn of(case: &Case) -> String {
             let accumulate = if accumulate { ".accumulate" } else { "" };
             format!("{x}.{weight}.{out}.m{m}.n{n}.k{k}{bias}{accumulate}")
         }
+        OpSig::QuantisedEmbed { tokens, vocab, hidden, table, out } => {
+            format!("{table}.{out}.t{tokens}.v{vocab}.h{hidden}")
+        }
+        OpSig::QuantisedGemm { m, n, k, x, weight, out, bias, accumulate } => {
+            let bias = if bias { ".bias" } else { "" };
+            let accumulate = if accumulate { ".accumulate" } else { "" };
+            format!("{x}.{weight}.{out}.m{m}.n{n}.k{k}{bias}{accumulate}")
+        }
         OpSig::Rope { tokens, heads, head_dim, x } => format!("{x}.t{tokens}.h{heads}.d{head_dim}"),
         OpSig::KvWrite { tokens, x: other, kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv } }
         | OpSig::KvGather {

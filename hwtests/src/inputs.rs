@@ -1,7 +1,7 @@
 //! Operands for a case: random values, valid indices, and shuffled page tables.
 
 use crate::cases::{Case, TokenSpread};
-use crate::{draws, experts};
+use crate::{draws, experts, quantised};
 use mixfleet_hal::cast::{to_u32, to_usize};
 use mixfleet_hal::op::Extent;
 use mixfleet_hal::random::Stream;
@@ -40,6 +40,11 @@ fn operands(case: &Case) -> Vec<Vec<f64>> {
             let values = match operand.extent {
                 Extent::PagesOf(page) => pages.pool(&case.sig, page, &mut stream),
                 Extent::Exactly(n) if operand.access == OperandAccess::Write => vec![f64::NAN; to_usize(n)],
+                Extent::Exactly(n)
+                    if let Some(values) = quantised::values(&case.sig, operand, to_usize(n), &mut stream) =>
+                {
+                    values
+                }
                 Extent::Exactly(n) if operand.dtype == DType::U32 => {
                     indices(case, operand, &pages, n, &mut stream)
                 }
@@ -110,7 +115,7 @@ fn merge_stats(values: &mut [f64], rows: usize) {
 
 fn indices(case: &Case, operand: &Operand, pages: &Pages, n: u64, stream: &mut Stream) -> Vec<f64> {
     match (&case.sig, &case.spread, operand.name) {
-        (OpSig::Embed { vocab, .. }, ..) => {
+        (OpSig::Embed { vocab, .. } | OpSig::QuantisedEmbed { vocab, .. }, ..) => {
             let mut ids: Vec<f64> = (0..n).map(|_| stream.below(u64::from(*vocab)) as f64).collect();
             ids[0] = f64::from(*vocab - 1);
             ids

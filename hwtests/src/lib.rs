@@ -36,6 +36,7 @@ pub mod numbers;
 pub mod oracle;
 mod paged;
 pub mod profile;
+mod quantised;
 pub mod reference;
 pub mod report;
 mod suite;

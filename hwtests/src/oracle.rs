@@ -5,7 +5,7 @@
 //! of pages is private to a device. `Sample` alone is in the arithmetic that it
 //! prescribes, which leaves nothing open. Nothing here is fast, and no code is shared with any backend.
 
-use crate::{draws, experts};
+use crate::{draws, experts, quantised};
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::{KvShape, OpSig};
 
@@ -142,6 +142,9 @@ pub fn run(sig: &OpSig, operands: &mut [Vec<f64>]) -> Result<(), String> {
             for i in 0..out.len() {
                 out[i] = a[i] + b[i];
             }
+        }
+        (OpSig::QuantisedEmbed { .. } | OpSig::QuantisedGemm { .. }, operands) => {
+            quantised::run(sig, operands)?
         }
         (OpSig::Sample { .. }, operands) => draws::run(sig, operands)?,
         (OpSig::Copy { .. }, [from, to]) => to.clone_from(from),

@@ -147,6 +147,9 @@ fn first_row(sig: &OpSig, operands: &[Vec<f64>]) -> Option<(OpSig, Vec<Vec<f64>>
         OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate } if m > 1 => {
             OpSig::Gemm { m: 1, n, k, x, weight, out, bias, accumulate }
         }
+        OpSig::QuantisedGemm { m, n, k, x, weight, out, bias, accumulate } if m > 1 => {
+            OpSig::QuantisedGemm { m: 1, n, k, x, weight, out, bias, accumulate }
+        }
         OpSig::RmsNorm { rows, cols, eps, x, weight, out } if rows > 1 => {
             OpSig::RmsNorm { rows: 1, cols, eps, x, weight, out }
         }

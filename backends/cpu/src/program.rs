@@ -143,7 +143,8 @@ pub(crate) fn check_sig(sig: &OpSig) -> Result<()> {
     };
     for operand in sig.operands() {
         let stored = matches!(operand.dtype, DType::F32 | DType::Bf16 | DType::F16);
-        if !counted && !is_index(operand.name) && !stored {
+        let packed = matches!(operand.name, "codes" | "high" | "scales" | "zeros");
+        if !packed && !counted && !is_index(operand.name) && !stored {
             let message = format!("{}: operand '{}' cannot be {}", sig.name(), operand.name, operand.dtype);
             return Err(Error::unsupported(message));
         }
@@ -239,6 +240,7 @@ fn packed_form(sig: &OpSig, isa: Isa) -> Option<Packed> {
             let pairs = isa.has_dot_bf16() && x == DType::Bf16 && weight == x;
             Some((m as usize, k as usize, x, pairs))
         }
+        OpSig::QuantisedGemm { m, k, x, .. } => Some((m as usize, k as usize, x, false)),
         _ => None,
     }
 }

@@ -41,7 +41,9 @@ fn shape(sig: &OpSig) -> Option<(u32, MixfleetShape)> {
         OpSig::ClampedSwiglu { .. }
         | OpSig::Route { .. }
         | OpSig::GroupedGemm { .. }
-        | OpSig::Combine { .. } => return None,
+        | OpSig::Combine { .. }
+        | OpSig::QuantisedEmbed { .. }
+        | OpSig::QuantisedGemm { .. } => return None,
         OpSig::Embed { tokens, vocab, hidden, table, out } => {
             let (table, out) = (dtype(table), dtype(out));
             (MIXFLEET_EMBED, shape!(embed: MixfleetEmbed { tokens, vocab, hidden, table, out }))

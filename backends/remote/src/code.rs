@@ -6,8 +6,8 @@
 use mixfleet_hal::cast::{low_u8, to_u8, to_usize};
 use mixfleet_hal::op::Extent;
 use mixfleet_hal::{
-    BufferUsage, Cmd, DType, Error, ErrorKind, ExpertRouting, GroupedRows, KvShape, OpSig, Result, Scalar,
-    Scoring, Slice,
+    BufferUsage, Cmd, CodeKind, DType, Error, ErrorKind, ExpertRouting, GroupedRows, KvShape, OpSig,
+    Quantised, Result, Scalar, ScaleKind, Scoring, Slice, ZeroKind,
 };
 
 /// The longest text of an error.
@@ -60,6 +60,8 @@ const USAGES: [BufferUsage; 4] =
 pub(crate) fn usage_code(usage: BufferUsage) -> u64 {
     USAGES.iter().position(|other| *other == usage).unwrap_or_default() as u64
 }
+
+const ZEROS: [ZeroKind; 3] = [ZeroKind::Middle, ZeroKind::Points, ZeroKind::Minima];
 
 const DTYPES: [DType; 5] = [DType::F32, DType::Bf16, DType::F16, DType::F8E4m3, DType::U32];
 
@@ -143,7 +145,19 @@ trait Fields {
     fn long(&mut self, value: &mut u64) -> Result<()>;
     fn bits(&mut self, value: &mut u32) -> Result<()>;
     fn flag(&mut self, value: &mut bool) -> Result<()>;
-    fn dtype(&mut self, value: &mut DType) -> Result<()>;
+
+    /// One of a few, as its number among them.
+    fn choice<T: Copy + PartialEq>(&mut self, value: &mut T, of: &[T]) -> Result<()>;
+
+    fn quantised(&mut self, value: &mut Quantised) -> Result<()> {
+        let Quantised { code, group_rows, group_columns, scale, zero, outer } = value;
+        self.choice(code, &CodeKind::ALL)?;
+        self.dim(group_rows)?;
+        self.dim(group_columns)?;
+        self.choice(scale, &ScaleKind::ALL)?;
+        self.choice(zero, &ZEROS)?;
+        self.flag(outer)
+    }
 
     fn scalar(&mut self, value: &mut Scalar) -> Result<()> {
         let mut bits = value.0.to_bits();
@@ -177,6 +191,10 @@ trait Fields {
         self.number(touched)
     }
 
+    fn dtype(&mut self, value: &mut DType) -> Result<()> {
+        self.choice(value, &DTYPES)
+    }
+
     fn kv(&mut self, value: &mut KvShape) -> Result<()> {
         let KvShape { kv_heads, head_dim, page_tokens, dtype } = value;
         self.dim(kv_heads)?;
@@ -206,8 +224,8 @@ impl Fields for Vec<u8> {
         self.push(u8::from(*value));
         Ok(())
     }
-    fn dtype(&mut self, value: &mut DType) -> Result<()> {
-        self.push(to_u8(DTYPES.iter().position(|dtype| dtype == value).unwrap_or_default()));
+    fn choice<T: Copy + PartialEq>(&mut self, value: &mut T, of: &[T]) -> Result<()> {
+        self.push(to_u8(of.iter().position(|one| one == value).unwrap_or_default()));
         Ok(())
     }
 }
@@ -233,9 +251,9 @@ impl Fields for Taker<'_> {
         *value = self.byte()? != 0;
         Ok(())
     }
-    fn dtype(&mut self, value: &mut DType) -> Result<()> {
-        let dtype = DTYPES.get(usize::from(self.byte()?));
-        *value = *dtype.ok_or_else(|| malformed("there is no such dtype"))?;
+    fn choice<T: Copy + PartialEq>(&mut self, value: &mut T, of: &[T]) -> Result<()> {
+        let one = of.get(usize::from(self.byte()?));
+        *value = *one.ok_or_else(|| malformed("there is no such dtype"))?;
         Ok(())
     }
 }
@@ -246,7 +264,7 @@ const KV: KvShape = KvShape { kv_heads: 0, head_dim: 0, page_tokens: 0, dtype: F
 const GROUPED: GroupedRows = GroupedRows { choices: 0, fan: 0, experts: 0, touched: 0 };
 
 /// An operation of each kind, in the order of their numbers.
-const BLANK: [OpSig; 19] = [
+const BLANK: [OpSig; 21] = [
     OpSig::Embed { tokens: 0, vocab: 0, hidden: 0, table: F32, out: F32 },
     OpSig::RmsNorm { rows: 0, cols: 0, eps: Scalar(0.0), x: F32, weight: F32, out: F32 },
     OpSig::Gemm { m: 0, n: 0, k: 0, x: F32, weight: F32, out: F32, bias: false, accumulate: false },
@@ -276,6 +294,17 @@ const BLANK: [OpSig; 19] = [
     OpSig::Route { tokens: 0, bias: false, routing: ExpertRouting::softmax(0, 0, false) },
     OpSig::GroupedGemm { grouped: GROUPED, n: 0, k: 0, x: F32, weight: F32, out: F32, bias: false },
     OpSig::Combine { tokens: 0, active: 0, cols: 0, x: F32, accumulate: false },
+    OpSig::QuantisedEmbed { tokens: 0, vocab: 0, hidden: 0, table: Quantised::MXFP4, out: F32 },
+    OpSig::QuantisedGemm {
+        m: 0,
+        n: 0,
+        k: 0,
+        x: F32,
+        weight: Quantised::MXFP4,
+        out: F32,
+        bias: false,
+        accumulate: false,
+    },
 ];
 
 /// The fields of an operation in their order.
@@ -293,6 +322,18 @@ fn fields(sig: &mut OpSig, by: &mut impl Fields) -> Result<()> {
         OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate } => {
             [m, n, k].into_iter().try_for_each(|dim| by.dim(dim))?;
             [x, weight, out].into_iter().try_for_each(|dtype| by.dtype(dtype))?;
+            by.flag(bias)?;
+            by.flag(accumulate)
+        }
+        OpSig::QuantisedEmbed { tokens, vocab, hidden, table, out } => {
+            [tokens, vocab, hidden].into_iter().try_for_each(|dim| by.dim(dim))?;
+            by.quantised(table)?;
+            by.dtype(out)
+        }
+        OpSig::QuantisedGemm { m, n, k, x, weight, out, bias, accumulate } => {
+            [m, n, k].into_iter().try_for_each(|dim| by.dim(dim))?;
+            by.quantised(weight)?;
+            [x, out].into_iter().try_for_each(|dtype| by.dtype(dtype))?;
             by.flag(bias)?;
             by.flag(accumulate)
         }
@@ -521,6 +562,24 @@ mod tests {
                 bias: true,
             },
             OpSig::Combine { tokens: 3, active: 8, cols: 2048, x: Bf16, accumulate: true },
+            OpSig::QuantisedEmbed { tokens: 1, vocab: 2, hidden: 3, table: Quantised::NVFP4, out: F16 },
+            OpSig::QuantisedGemm {
+                m: 1,
+                n: 2,
+                k: 3,
+                x: F16,
+                weight: Quantised {
+                    code: CodeKind::U5,
+                    group_rows: 128,
+                    group_columns: 1 << 20,
+                    scale: ScaleKind::I8,
+                    zero: ZeroKind::Minima,
+                    outer: false,
+                },
+                out: F32,
+                bias: false,
+                accumulate: true,
+            },
         ]
     }
 

@@ -93,6 +93,8 @@ impl SimulatedPart {
             let choices = ["chosen", "order", "starts"];
             let integers = match sig {
                 OpSig::Sample { .. } => operand.name != "logits",
+                // codes, and scales that are integers, are packed in words
+                OpSig::QuantisedEmbed { .. } | OpSig::QuantisedGemm { .. } => operand.dtype == DType::U32,
                 _ => steps.contains(&operand.name) || choices.contains(&operand.name),
             };
             (operand.dtype == DType::U32) == integers
@@ -105,6 +107,7 @@ impl SimulatedPart {
         let x = match *sig {
             OpSig::Gemm { x, .. }
             | OpSig::GroupedGemm { x, .. }
+            | OpSig::QuantisedGemm { x, .. }
             | OpSig::AttnPrefill { x, .. }
             | OpSig::AttnDecode { x, .. } => x,
             _ => return Support::Native,

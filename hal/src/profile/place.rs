@@ -1,6 +1,6 @@
 //! Feature coordinates of operations, and distances between them.
 
-use crate::{DType, KvShape, OpSig};
+use crate::{DType, KvShape, OpSig, Quantised};
 
 /// Number of coordinates: log2 of the operation's bytes, then of its shape; unused ones are 0.
 pub(super) const DIMENSIONS: usize = 6;
@@ -19,17 +19,25 @@ pub(super) struct KernelClass {
     /// Whether several query heads share a KV head in decode attention, for which engines have a separate
     /// kernel.
     pub(super) grouped: bool,
+    /// How the weights are quantised, if they are.
+    pub(super) quantised: Option<Quantised>,
 }
 
 impl KernelClass {
     pub(super) fn of(sig: &OpSig) -> Self {
         let dtypes = match *sig {
             OpSig::Gemm { x, weight, .. } | OpSig::GroupedGemm { x, weight, .. } => [x, weight],
+            OpSig::QuantisedGemm { x, .. } => [x, x],
             OpSig::AttnPrefill { x, kv: KvShape { dtype: kv, .. }, .. }
             | OpSig::AttnDecode { x, kv: KvShape { dtype: kv, .. }, .. } => [x, kv],
             _ => [narrowest(sig); 2],
         };
-        KernelClass { name: sig.name(), dtypes, grouped: grouped(sig) }
+        let quantised = match *sig {
+            OpSig::QuantisedGemm { weight, .. } => Some(weight),
+            OpSig::QuantisedEmbed { table, .. } => Some(table),
+            _ => None,
+        };
+        KernelClass { name: sig.name(), dtypes, grouped: grouped(sig), quantised }
     }
 }
 
@@ -50,7 +58,9 @@ pub(super) fn coordinates(sig: &OpSig) -> [f64; DIMENSIONS] {
     let n = |value: u32| log(f64::from(value));
     let per = |a: u64, b: u32| log(a as f64 / f64::from(b.max(1)));
     let shape: [f64; 5] = match *sig {
-        OpSig::Gemm { m, n: columns, k, .. } => [n(m), n(columns), n(k), 0.0, 0.0],
+        OpSig::Gemm { m, n: columns, k, .. } | OpSig::QuantisedGemm { m, n: columns, k, .. } => {
+            [n(m), n(columns), n(k), 0.0, 0.0]
+        }
         OpSig::AttnPrefill {
             tokens,
             sequences,
@@ -72,7 +82,9 @@ pub(super) fn coordinates(sig: &OpSig) -> [f64; DIMENSIONS] {
             n(kv_heads),
             n(head_dim),
         ],
-        OpSig::Embed { tokens, hidden, .. } => [n(tokens), n(hidden), 0.0, 0.0, 0.0],
+        OpSig::Embed { tokens, hidden, .. } | OpSig::QuantisedEmbed { tokens, hidden, .. } => {
+            [n(tokens), n(hidden), 0.0, 0.0, 0.0]
+        }
         OpSig::RmsNorm { rows, cols, .. } => [n(rows), n(cols), 0.0, 0.0, 0.0],
         OpSig::Sample { rows, cols, history, tops } => [n(rows), n(cols), n(history), n(tops), 0.0],
         OpSig::Rope { tokens, heads, head_dim, .. } => [n(tokens), n(heads), n(head_dim), 0.0, 0.0],

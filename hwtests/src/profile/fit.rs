@@ -113,6 +113,7 @@ pub(crate) fn input_dtype(sig: &OpSig) -> DType {
     match *sig {
         OpSig::Gemm { x, .. }
         | OpSig::GroupedGemm { x, .. }
+        | OpSig::QuantisedGemm { x, .. }
         | OpSig::AttnPrefill { x, .. }
         | OpSig::AttnDecode { x, .. } => x,
         _ => DType::F32,

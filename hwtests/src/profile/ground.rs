@@ -251,7 +251,7 @@ fn shuffled(n: u64) -> Vec<u32> {
 fn contents(sig: &OpSig, operand: &Operand) -> Option<Vec<u8>> {
     let mut stream = Stream::new(SEED);
     match (*sig, operand.name) {
-        (OpSig::Embed { tokens, vocab, .. }, "ids") => {
+        (OpSig::Embed { tokens, vocab, .. } | OpSig::QuantisedEmbed { tokens, vocab, .. }, "ids") => {
             Some(words((0..tokens).map(|_| to_u32(stream.below(u64::from(vocab))))))
         }
         // whole pages in random order, as a prefix cache allocates them

@@ -126,7 +126,7 @@ impl Work {
             Work::Launch(_) => Group::Launch,
             Work::Sustained(_) => Group::Sustained,
             Work::Op(sig) => match sig {
-                OpSig::Gemm { .. } => Group::Gemm,
+                OpSig::Gemm { .. } | OpSig::QuantisedGemm { .. } => Group::Gemm,
                 OpSig::Route { .. } | OpSig::GroupedGemm { .. } | OpSig::Combine { .. } => Group::Experts,
                 OpSig::AttnDecode { .. } => Group::Decode,
                 OpSig::AttnPrefill { .. } => Group::Prefill,
@@ -249,6 +249,10 @@ fn op_id(sig: &OpSig) -> String {
         OpSig::Embed { tokens, vocab, hidden, table, .. } => {
             format!("{name}.{table}.t{tokens}.v{vocab}.h{hidden}")
         }
+        OpSig::QuantisedEmbed { tokens, vocab, hidden, table, .. } => {
+            format!("{name}.{table}.t{tokens}.v{vocab}.h{hidden}")
+        }
+        OpSig::QuantisedGemm { m, n, k, x, weight, .. } => format!("{name}.{x}.{weight}.m{m}.n{n}.k{k}"),
         OpSig::RmsNorm { rows, cols, out, .. } => format!("{name}.{out}.t{rows}.h{cols}"),
         OpSig::Rope { tokens, heads, head_dim, x } => {
             format!("{name}.{x}.t{tokens}.heads{heads}.d{head_dim}")

@@ -7,6 +7,7 @@ pub(crate) mod experts;
 pub(crate) mod gemm;
 pub(crate) mod kv;
 pub(crate) mod panel;
+pub(crate) mod quantised;
 pub(crate) mod sample;
 pub(crate) mod simd;
 pub(crate) mod span;
@@ -20,11 +21,13 @@ use attention::prefill::Prefill;
 use elementwise::{Binary, ClampedSwiglu, Elements, RmsNorm, Rope};
 use experts::{Combine, GroupedGemm, Route};
 use gemm::packed::{PackX, PanelOut};
+use gemm::quantised::QuantisedFewRows;
 use gemm::rows::Rows;
 use gemm::{Operands, Shape};
 use kv::{Dense, PagedKv};
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::{DType, KvShape, OpSig, Result};
+use quantised::QuantisedRows;
 use sample::Sample;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -109,10 +112,14 @@ pub(crate) unsafe fn run(sig: &OpSig, args: &[Span], phase: Phase, worker: &mut 
             // SAFETY: the caller's promise.
             unsafe { isa.run(task) };
         }
-        OpSig::Gemm { .. } => {
-            let (shape, operands) = gemm_parts(sig, args);
+        OpSig::QuantisedEmbed { tokens, vocab, hidden, table, out } => {
+            let shape = (tokens as usize, vocab, hidden as usize);
+            return quantised::embed(worker, args, shape, (table, out));
+        }
+        OpSig::Gemm { .. } | OpSig::QuantisedGemm { .. } => {
+            let (shape, operands, weights) = gemm_parts(sig, args);
             // SAFETY: the caller's promise.
-            unsafe { run_gemm(shape, operands, phase, worker) };
+            unsafe { run_gemm(shape, operands, weights, phase, worker) };
         }
         OpSig::Rope { tokens, heads, head_dim, x: dtype } => {
             let (heads, head_dim, tokens) =
@@ -192,18 +199,33 @@ fn elements_of(function: Binary, args: &[Span], elements: u64, dtype: DType, wor
     unsafe { worker.isa.run(Elements { function, args, range, dtype }) };
 }
 
-fn gemm_parts(sig: &OpSig, args: &[Span]) -> (Shape, Operands) {
-    let OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate } = *sig else {
-        unreachable!("only called for a Gemm");
-    };
-    let (m, n, k) = (m as usize, n as usize, k as usize);
-    let shape = Shape { m, n, k, x, weight, out, bias, accumulate };
-    (shape, Operands::new(&shape, args))
+/// Shape and operands of a product, and its weights if they are quantised.
+fn gemm_parts(sig: &OpSig, args: &[Span]) -> (Shape, Operands, Option<QuantisedRows>) {
+    match *sig {
+        OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate } => {
+            let (m, n, k) = (m as usize, n as usize, k as usize);
+            let shape = Shape { m, n, k, x, weight, out, bias, accumulate };
+            (shape, Operands::new(&shape, args), None)
+        }
+        OpSig::QuantisedGemm { m, n, k, x, weight, out, bias, accumulate } => {
+            let (m, n, k) = (m as usize, n as usize, k as usize);
+            let shape = Shape { m, n, k, x, weight: DType::F32, out, bias, accumulate };
+            let (weights, rest) = QuantisedRows::of(weight, k, &args[1..]);
+            (shape, Operands::quantised(&shape, args[0], rest), Some(weights))
+        }
+        _ => unreachable!("only called for a product"),
+    }
 }
 
 /// # Safety
 /// As for [`run`].
-unsafe fn run_gemm(shape: Shape, operands: Operands, phase: Phase, worker: &mut Worker<'_>) {
+unsafe fn run_gemm(
+    shape: Shape,
+    operands: Operands,
+    quantised: Option<QuantisedRows>,
+    phase: Phase,
+    worker: &mut Worker<'_>,
+) {
     let (isa, packed, dtype) = (worker.isa, worker.shared, shape.word_dtype(worker.isa));
     // SAFETY: the caller's promise, and scratch is as large as each task says.
     unsafe {
@@ -221,12 +243,16 @@ unsafe fn run_gemm(shape: Shape, operands: Operands, phase: Phase, worker: &mut 
                     if panel >= panels {
                         break;
                     }
-                    isa.run(PanelOut { shape, operands, dtype, panel, packed, scratch });
+                    isa.run(PanelOut { shape, operands, dtype, panel, quantised, packed, scratch });
                 }
             }
             _ => {
-                let scratch = worker.scratch.words(Rows::scratch_words(&shape));
                 let columns = worker.share_in(shape.n, 8);
+                if let Some(weights) = quantised {
+                    let scratch = worker.scratch.words(QuantisedFewRows::scratch_words(&shape, &weights));
+                    return isa.run(QuantisedFewRows { shape, operands, weights, columns, scratch });
+                }
+                let scratch = worker.scratch.words(Rows::scratch_words(&shape));
                 isa.run(Rows { shape, operands, columns, scratch });
             }
         }
@@ -358,8 +384,8 @@ fn wire_rows(wire: Span, dtype: DType, kv_heads: u32) -> Dense {
 /// Returns the phases of an operation in order, and the words of shared scratch that they need.
 pub(crate) fn phases(sig: &OpSig, args: &[Span], isa: Isa, workers: usize) -> (&'static [Phase], usize) {
     match sig {
-        OpSig::Gemm { .. } => {
-            let (shape, _) = gemm_parts(sig, args);
+        OpSig::Gemm { .. } | OpSig::QuantisedGemm { .. } => {
+            let (shape, ..) = gemm_parts(sig, args);
             if shape.is_packed(isa) {
                 let words = gemm::packed::packed_words(&shape, shape.word_dtype(isa));
                 return (&[Phase::PackX, Phase::MultiplyPacked], words);

@@ -37,7 +37,8 @@ pub(crate) fn run(store: &mut Store, cmd: &Cmd) -> Result<()> {
     match *cmd.sig() {
         OpSig::Embed { .. } => rows::embed(store, cmd),
         OpSig::RmsNorm { .. } => rows::rms_norm(store, cmd),
-        OpSig::Gemm { .. } => rows::gemm(store, cmd),
+        OpSig::QuantisedEmbed { .. } => rows::quantised_embed(store, cmd),
+        OpSig::Gemm { .. } | OpSig::QuantisedGemm { .. } => rows::gemm(store, cmd),
         OpSig::Rope { .. } => rows::rope(store, cmd),
         OpSig::SiluMul { x, .. } => rows::elementwise(store, Tag::SiluMul, args, x),
         OpSig::Add { x, .. } => rows::elementwise(store, Tag::Add, args, x),

@@ -62,6 +62,22 @@ pub(super) fn embed(store: &mut Store, cmd: &Cmd) -> Result<()> {
     Ok(())
 }
 
+/// As [`embed`] from weights: of a row its first codes count.
+pub(super) fn quantised_embed(store: &mut Store, cmd: &Cmd) -> Result<()> {
+    let OpSig::QuantisedEmbed { vocab, out, .. } = *cmd.sig() else { unreachable!("dispatched by kind") };
+    let args = cmd.args();
+    let ids = store.words(&args[0])?;
+    if let Some(id) = ids.iter().find(|&&id| id >= vocab) {
+        return Err(Error::invalid(format!("embed: id {id} is outside a table of {vocab} rows")));
+    }
+    let codes = store.bytes(&args[1])?;
+    let row_bytes = codes.len() / vocab.max(1) as usize;
+    let row = |id: u32| head(&codes[id as usize * row_bytes..][..row_bytes]);
+    let digest = |&id: &u32| mix(of_bytes(Tag::Embed as u64, row(id)), u64::from(id));
+    let digests: Vec<u64> = ids.iter().map(digest).collect();
+    put(store, &args[args.len() - 1], out, &digests)
+}
+
 pub(super) fn rms_norm(store: &mut Store, cmd: &Cmd) -> Result<()> {
     let OpSig::RmsNorm { rows, cols, x, out, .. } = *cmd.sig() else { unreachable!("dispatched by kind") };
     let args = cmd.args();
@@ -71,14 +87,16 @@ pub(super) fn rms_norm(store: &mut Store, cmd: &Cmd) -> Result<()> {
 }
 
 pub(super) fn gemm(store: &mut Store, cmd: &Cmd) -> Result<()> {
-    let OpSig::Gemm { m, n, k, x, out, bias, accumulate, .. } = *cmd.sig() else {
+    let (OpSig::Gemm { m, n, k, x, out, bias, accumulate, .. }
+    | OpSig::QuantisedGemm { m, n, k, x, out, bias, accumulate, .. }) = *cmd.sig()
+    else {
         unreachable!("dispatched by kind")
     };
     let args = cmd.args();
     let target = &args[args.len() - 1];
     let mut seed = mix(of_bytes(Tag::Gemm as u64, head(store.bytes(&args[1])?)), u64::from(n));
     if bias {
-        seed = of_bytes(seed, head(store.bytes(&args[2])?));
+        seed = of_bytes(seed, head(store.bytes(&args[args.len() - 2])?));
     }
     seed = mix(seed, u64::from(k));
     let mut results: Vec<u64> =

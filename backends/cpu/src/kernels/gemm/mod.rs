@@ -2,6 +2,7 @@
 //! run a blocked kernel over packed operands ([`packed`]).
 
 pub(crate) mod packed;
+pub(crate) mod quantised;
 pub(crate) mod rows;
 
 use super::Span;
@@ -18,6 +19,7 @@ pub(crate) struct Shape {
     pub(crate) n: usize,
     pub(crate) k: usize,
     pub(crate) x: DType,
+    /// Dtype of the weight, and of the bias; f32 where the weights are quantised.
     pub(crate) weight: DType,
     pub(crate) out: DType,
     pub(crate) bias: bool,
@@ -57,6 +59,12 @@ pub(crate) struct Operands {
 }
 
 impl Operands {
+    /// From the operands of a product with quantised weights, of which `rest` follow the weights.
+    pub(crate) fn quantised(shape: &Shape, x: Span, rest: &[Span]) -> Self {
+        let bias = shape.bias.then(|| rest[0]);
+        Operands { x, weight: Span::EMPTY, bias, out: rest[usize::from(shape.bias)] }
+    }
+
     /// From the operand list of the op.
     pub(crate) fn new(shape: &Shape, args: &[Span]) -> Self {
         let bias = shape.bias.then(|| args[2]);

@@ -7,6 +7,7 @@
 use super::{Operands, Shape, finish};
 use crate::kernels::convert::widen;
 use crate::kernels::panel::{DotBf16, Left, Panel, WordF32, tile, tile_rows, tile_rows_max, with_rows};
+use crate::kernels::quantised::QuantisedRows;
 use crate::kernels::round_up;
 use crate::kernels::simd::{Simd, Task};
 use mixfleet_hal::DType;
@@ -50,6 +51,8 @@ struct Source {
     elements: usize,
     /// Dtype of the words.
     word: DType,
+    /// Where the rows are quantised weights, and the first of them.
+    quantised: Option<(QuantisedRows, usize)>,
 }
 
 /// `to[word * width + row]` = word `word` of source row `row`, for `rows <= width` rows and words
@@ -65,7 +68,7 @@ unsafe fn transpose<S: Simd>(
 ) {
     let per_word = if source.word == DType::Bf16 { 2 } else { 1 };
     let size = to_usize(source.dtype.size_bytes());
-    let direct = source.word == source.dtype;
+    let direct = source.word == source.dtype && source.quantised.is_none();
     // scratch: LANES rows of CHUNK words, then one block of LANES * LANES
     let (staged, block) = (scratch, scratch.wrapping_add(S::LANES * CHUNK));
     let mut group = 0;
@@ -84,7 +87,9 @@ unsafe fn transpose<S: Simd>(
                 if !(direct && complete && present == S::LANES) {
                     for r in 0..S::LANES {
                         let row = staged.add(r * CHUNK);
-                        if r < present {
+                        if r < present && source.quantised.is_some() {
+                            stage_quantised(source, group + r, element, row, count);
+                        } else if r < present {
                             stage::<S>(source, from.wrapping_add(r * source.row_bytes), element, row, count);
                         } else {
                             std::ptr::write_bytes(row, 0, round_up(count, S::LANES));
@@ -136,6 +141,18 @@ unsafe fn stage<S: Simd>(source: &Source, from: *const u8, element: usize, to: *
     }
 }
 
+/// As [`stage`], from row `row` of quantised weights, in f32.
+#[inline(always)]
+unsafe fn stage_quantised(source: &Source, row: usize, element: usize, to: *mut f32, count: usize) {
+    let Some((weights, first)) = source.quantised else { return };
+    let elements = (source.elements - element).min(count);
+    // SAFETY: as for `stage`.
+    unsafe {
+        std::ptr::write_bytes(to.add(elements), 0, CHUNK - elements);
+        weights.widen(first + row, (element, elements), to);
+    }
+}
+
 /// Words of scratch that [`transpose`] needs at any level.
 const TRANSPOSE_WORDS: usize = 16 * CHUNK + 256;
 
@@ -171,6 +188,7 @@ impl Task for PackX {
                 dtype: x,
                 elements: k,
                 word: self.dtype,
+                quantised: None,
             };
             // SAFETY: tiles lie one behind the other, each `depth` words deep; x has rows first..first +
             // rows.
@@ -188,6 +206,8 @@ pub(crate) struct PanelOut {
     pub(crate) operands: Operands,
     pub(crate) dtype: DType,
     pub(crate) panel: usize,
+    /// The weights, if they are quantised.
+    pub(crate) quantised: Option<QuantisedRows>,
     pub(crate) packed: *const f32,
     /// Scratch memory of [`PanelOut::scratch_words`] words.
     pub(crate) scratch: *mut f32,
@@ -210,11 +230,15 @@ impl Task for PanelOut {
         let columns = (n - column).min(width);
         let depth = words(self.dtype, k);
         let source = Source {
-            start: self.operands.weight.at(weight, column * k),
+            start: match self.quantised {
+                Some(_) => std::ptr::null(),
+                None => self.operands.weight.at(weight, column * k),
+            },
             row_bytes: k * to_usize(weight.size_bytes()),
             dtype: weight,
             elements: k,
             word: self.dtype,
+            quantised: self.quantised.map(|weights| (weights, column)),
         };
         // SAFETY: scratch is laid out as `scratch_words` counts it; operands are as the shape says.
         unsafe {

@@ -17,6 +17,10 @@ pub(super) unsafe fn run<T: Task>(task: T) -> T::Out {
 
 const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
 
+/// The magnitudes of E2M1.
+const E2M1: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+const LANE_NUMBERS: [u32; 8] = [0, 1, 2, 3, 4, 5, 6, 7];
+
 // SAFETY (all blocks below): the level is present and pointers are valid, by the trait's contract.
 impl Simd for Avx2 {
     const LANES: usize = 8;
@@ -177,6 +181,65 @@ impl Simd for Avx2 {
             let high = _mm256_srli_epi32::<16>(_mm256_castps_si256(words));
             let halves = _mm256_permute4x64_epi64::<0b1000>(_mm256_packus_epi32(high, high));
             _mm256_cvtph_ps(_mm256_castsi256_si128(halves))
+        }
+    }
+    #[inline(always)]
+    unsafe fn shifted(words: __m256, bits: u32) -> __m256 {
+        // SAFETY: see above.
+        unsafe {
+            let count = _mm256_set1_epi32(bits.cast_signed());
+            _mm256_castsi256_ps(_mm256_srlv_epi32(_mm256_castps_si256(words), count))
+        }
+    }
+    #[inline(always)]
+    unsafe fn shifted_left(words: __m256, bits: u32) -> __m256 {
+        // SAFETY: see above.
+        unsafe {
+            let count = _mm256_set1_epi32(bits.cast_signed());
+            _mm256_castsi256_ps(_mm256_sllv_epi32(_mm256_castps_si256(words), count))
+        }
+    }
+    #[inline(always)]
+    unsafe fn masked(words: __m256, mask: u32) -> __m256 {
+        // SAFETY: see above.
+        unsafe { _mm256_and_ps(words, _mm256_castsi256_ps(_mm256_set1_epi32(mask.cast_signed()))) }
+    }
+    #[inline(always)]
+    unsafe fn or(a: __m256, b: __m256) -> __m256 {
+        // SAFETY: see above.
+        unsafe { _mm256_or_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn number(words: __m256) -> __m256 {
+        // SAFETY: see above.
+        unsafe { _mm256_cvtepi32_ps(_mm256_castps_si256(words)) }
+    }
+    #[inline(always)]
+    unsafe fn byte(words: __m256, byte: u32) -> __m256 {
+        // SAFETY: see above.
+        unsafe {
+            let count = _mm256_set1_epi32((24 - 8 * byte).cast_signed());
+            let top = _mm256_sllv_epi32(_mm256_castps_si256(words), count);
+            _mm256_cvtepi32_ps(_mm256_srai_epi32::<24>(top))
+        }
+    }
+    #[inline(always)]
+    unsafe fn e2m1(words: __m256) -> __m256 {
+        // SAFETY: see above; the lookup takes the lowest three bits.
+        unsafe {
+            let words = _mm256_castps_si256(words);
+            let magnitude = _mm256_permutevar8x32_ps(_mm256_loadu_ps(E2M1.as_ptr()), words);
+            let sign = _mm256_slli_epi32::<28>(_mm256_and_si256(words, _mm256_set1_epi32(8)));
+            _mm256_or_ps(magnitude, _mm256_castsi256_ps(sign))
+        }
+    }
+    #[inline(always)]
+    unsafe fn spread(from: *const f32, log2: u32) -> __m256 {
+        // SAFETY: see above.
+        unsafe {
+            let lanes = _mm256_loadu_si256(LANE_NUMBERS.as_ptr().cast());
+            let of = _mm256_srlv_epi32(lanes, _mm256_set1_epi32(log2.cast_signed()));
+            _mm256_permutevar8x32_ps(_mm256_loadu_ps(from), of)
         }
     }
     #[inline(always)]

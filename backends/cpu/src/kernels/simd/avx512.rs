@@ -25,6 +25,14 @@ pub(super) unsafe fn run_bf16<T: Task>(task: T) -> T::Out {
 
 const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
 
+/// The numbers of codes of four bits.
+const NIBBLES: [f32; 16] =
+    [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0];
+/// The numbers of E2M1.
+const E2M1: [f32; 16] =
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
+const LANE_NUMBERS: [u32; 16] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15];
+
 // SAFETY (all blocks below): the level is present and pointers are valid, by the trait's contract.
 impl<const BF16: bool> Simd for Avx512<BF16> {
     const LANES: usize = 16;
@@ -191,6 +199,68 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
                 let low = Self::fma(Self::bf16_low(a), Self::bf16_low(b), acc);
                 Self::fma(Self::bf16_high(a), Self::bf16_high(b), low)
             }
+        }
+    }
+    #[inline(always)]
+    unsafe fn shifted(words: __m512, bits: u32) -> __m512 {
+        // SAFETY: see above.
+        unsafe {
+            let count = _mm512_set1_epi32(bits.cast_signed());
+            _mm512_castsi512_ps(_mm512_srlv_epi32(_mm512_castps_si512(words), count))
+        }
+    }
+    #[inline(always)]
+    unsafe fn shifted_left(words: __m512, bits: u32) -> __m512 {
+        // SAFETY: see above.
+        unsafe {
+            let count = _mm512_set1_epi32(bits.cast_signed());
+            _mm512_castsi512_ps(_mm512_sllv_epi32(_mm512_castps_si512(words), count))
+        }
+    }
+    #[inline(always)]
+    unsafe fn masked(words: __m512, mask: u32) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_and_ps(words, _mm512_castsi512_ps(_mm512_set1_epi32(mask.cast_signed()))) }
+    }
+    #[inline(always)]
+    unsafe fn or(a: __m512, b: __m512) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_or_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn number(words: __m512) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_cvtepi32_ps(_mm512_castps_si512(words)) }
+    }
+    #[inline(always)]
+    unsafe fn byte(words: __m512, byte: u32) -> __m512 {
+        // SAFETY: see above.
+        unsafe {
+            let count = _mm512_set1_epi32((24 - 8 * byte).cast_signed());
+            let top = _mm512_sllv_epi32(_mm512_castps_si512(words), count);
+            _mm512_cvtepi32_ps(_mm512_srai_epi32::<24>(top))
+        }
+    }
+    #[inline(always)]
+    unsafe fn nibble<const MIDDLE: u32>(words: __m512) -> __m512 {
+        // SAFETY: see above; the lookup takes the lowest four bits.
+        unsafe {
+            let table = _mm512_sub_ps(_mm512_loadu_ps(NIBBLES.as_ptr()), _mm512_set1_ps(MIDDLE as f32));
+            _mm512_permutexvar_ps(_mm512_castps_si512(words), table)
+        }
+    }
+    #[inline(always)]
+    unsafe fn e2m1(words: __m512) -> __m512 {
+        // SAFETY: see above; the lookup takes the lowest four bits.
+        unsafe { _mm512_permutexvar_ps(_mm512_castps_si512(words), _mm512_loadu_ps(E2M1.as_ptr())) }
+    }
+    #[inline(always)]
+    unsafe fn spread(from: *const f32, log2: u32) -> __m512 {
+        // SAFETY: see above.
+        unsafe {
+            let lanes = _mm512_loadu_si512(LANE_NUMBERS.as_ptr().cast());
+            let of = _mm512_srlv_epi32(lanes, _mm512_set1_epi32(log2.cast_signed()));
+            _mm512_permutexvar_ps(of, _mm512_loadu_ps(from))
         }
     }
     #[inline(always)]

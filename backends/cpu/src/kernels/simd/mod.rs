@@ -78,6 +78,42 @@ pub(crate) trait Simd: Copy + 'static {
         }
     }
 
+    /// Every word shifted right by `bits`, with zeros from the left.
+    unsafe fn shifted(words: Self::V, bits: u32) -> Self::V;
+    /// Every word shifted left by `bits`.
+    unsafe fn shifted_left(words: Self::V, bits: u32) -> Self::V;
+    /// The bits of every word that are in `mask`.
+    unsafe fn masked(words: Self::V, mask: u32) -> Self::V;
+    /// The bits of either word.
+    unsafe fn or(a: Self::V, b: Self::V) -> Self::V;
+    /// Every word, a signed integer, as a float.
+    unsafe fn number(words: Self::V) -> Self::V;
+    /// Byte `byte` of every word, a signed integer, as a float.
+    unsafe fn byte(words: Self::V, byte: u32) -> Self::V;
+    /// The lowest four bits of every word less `MIDDLE`, as a float.
+    #[inline(always)]
+    unsafe fn nibble<const MIDDLE: u32>(words: Self::V) -> Self::V {
+        // SAFETY: as for the caller.
+        unsafe {
+            let number = Self::number(Self::masked(words, 15));
+            if MIDDLE == 0 { number } else { Self::sub(number, Self::splat(MIDDLE as f32)) }
+        }
+    }
+    /// The lowest four bits of every word, which are E2M1, as a float.
+    unsafe fn e2m1(words: Self::V) -> Self::V;
+    /// Lane i is number `i >> log2` in memory, which holds `LANES` of them.
+    #[inline(always)]
+    unsafe fn spread(from: *const f32, log2: u32) -> Self::V {
+        let mut lanes = [0f32; 16];
+        // SAFETY: as for the caller; no level has more than 16 lanes.
+        unsafe {
+            for (i, lane) in lanes.iter_mut().enumerate().take(Self::LANES) {
+                *lane = *from.add(i >> log2);
+            }
+            Self::load(lanes.as_ptr())
+        }
+    }
+
     /// Transposes a block of `LANES` by `LANES` words. Strides in bytes.
     unsafe fn transpose(from: *const u8, from_stride: usize, to: *mut u8, to_stride: usize);
     /// Hints that the line at `at` is needed soon; any address is allowed.

@@ -145,6 +145,39 @@ impl Simd for Portable {
         each(|i| f16::from_bits((words[i].to_bits() >> 16) as u16).to_f32())
     }
     #[inline(always)]
+    unsafe fn shifted(words: V, bits: u32) -> V {
+        each(|i| f32::from_bits(words[i].to_bits() >> bits))
+    }
+    #[inline(always)]
+    unsafe fn shifted_left(words: V, bits: u32) -> V {
+        each(|i| f32::from_bits(words[i].to_bits() << bits))
+    }
+    #[inline(always)]
+    unsafe fn masked(words: V, mask: u32) -> V {
+        each(|i| f32::from_bits(words[i].to_bits() & mask))
+    }
+    #[inline(always)]
+    unsafe fn or(a: V, b: V) -> V {
+        each(|i| f32::from_bits(a[i].to_bits() | b[i].to_bits()))
+    }
+    #[inline(always)]
+    unsafe fn number(words: V) -> V {
+        each(|i| words[i].to_bits().cast_signed() as f32)
+    }
+    #[inline(always)]
+    unsafe fn byte(words: V, byte: u32) -> V {
+        each(|i| f32::from(words[i].to_bits().to_le_bytes()[byte as usize].cast_signed()))
+    }
+    #[inline(always)]
+    unsafe fn e2m1(words: V) -> V {
+        const MAGNITUDES: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+        each(|i| {
+            let bits = words[i].to_bits();
+            let magnitude = MAGNITUDES[(bits & 7) as usize];
+            if bits & 8 == 0 { magnitude } else { -magnitude }
+        })
+    }
+    #[inline(always)]
     unsafe fn transpose(from: *const u8, from_stride: usize, to: *mut u8, to_stride: usize) {
         for i in 0..LANES {
             for j in 0..LANES {

@@ -1,0 +1,452 @@
+//! Few rows of `x` with quantised weights: every code is read once, turned into a number in a register, and
+//! meets all rows of `x` there.
+//!
+//! A vector of words holds a code of each bit position for neighbouring columns `codes per word` apart. So
+//! `x` is put in that order once, and code j of all words is one shift away. Scales multiply the sum of a
+//! vector's products, and zero points or minima the sum of its `x`.
+
+use super::{Operands, Shape, finish};
+use crate::kernels::convert::{load_part, widen};
+use crate::kernels::quantised::QuantisedRows;
+use crate::kernels::round_up;
+use crate::kernels::simd::{Simd, Task};
+use mixfleet_hal::{CodeKind, DType, Quantised, ZeroKind};
+use std::ops::Range;
+
+/// Weight rows whose sums are kept before they are written.
+const BLOCK: usize = 64;
+/// Weight rows read side by side.
+const STREAMS: usize = 4;
+/// Rows of `x` that meet a number at a time, unless there is only one.
+const X_ROWS: usize = 4;
+/// Lanes of the widest vector, to which scratch is padded.
+const PAD: usize = 16;
+/// A group of this many words, as a power of two, is the whole row.
+const WHOLE_ROW: u32 = 31;
+
+/// A task that computes the output columns `columns` of all rows.
+pub(crate) struct QuantisedFewRows {
+    pub(crate) shape: Shape,
+    pub(crate) operands: Operands,
+    pub(crate) weights: QuantisedRows,
+    pub(crate) columns: Range<usize>,
+    /// Scratch memory of [`QuantisedFewRows::scratch_words`] words.
+    pub(crate) scratch: *mut f32,
+}
+
+/// The words of a group as a power of two; none for a length that is no power of two.
+fn group_words_log2(kind: &Quantised, columns: usize) -> Option<u32> {
+    let group = kind.group_columns as usize;
+    let per_word = (32 / kind.code.low_bits()) as usize;
+    match group {
+        _ if group >= columns => Some(WHOLE_ROW),
+        _ if group.is_multiple_of(per_word) && (group / per_word).is_power_of_two() => {
+            Some((group / per_word).trailing_zeros())
+        }
+        _ => None,
+    }
+}
+
+/// Sizes of the parts of scratch, in words.
+struct Layout {
+    x_row: usize,
+    sums_row: usize,
+    scales: usize,
+}
+
+impl Layout {
+    fn of(weights: &QuantisedRows) -> Self {
+        let words = round_up(weights.row_words().max(1), PAD);
+        let per_word = (32 / weights.kind.code.low_bits()) as usize;
+        Layout {
+            x_row: (words * per_word).max(round_up(weights.columns, PAD)),
+            sums_row: words,
+            scales: round_up(weights.row_groups(), PAD) + PAD,
+        }
+    }
+}
+
+impl QuantisedFewRows {
+    /// Returns the scratch words required: `x` in order, its sums, scales and zeros of some rows, sums of
+    /// products, and a row in f32.
+    pub(crate) fn scratch_words(shape: &Shape, weights: &QuantisedRows) -> usize {
+        let Layout { x_row, sums_row, scales } = Layout::of(weights);
+        padded_rows(shape.m) * (x_row + sums_row + BLOCK) + 2 * STREAMS * scales + x_row
+    }
+}
+
+/// Rows of `x` with those of zeros that fill the last ones up.
+fn padded_rows(m: usize) -> usize {
+    if m == 1 { 1 } else { round_up(m, X_ROWS) }
+}
+
+/// How codes become numbers.
+trait CodeWords<S: Simd> {
+    /// Codes in a word.
+    const PER_WORD: usize;
+    /// Bits of a code in the plane of high bits.
+    const HIGH_BITS: usize;
+    /// The number of code `j` of each word, whose high bits lie in the same lane of `high`.
+    unsafe fn number(words: S::V, high: S::V, j: usize) -> S::V;
+}
+
+/// Codes of four bits less `MIDDLE`.
+struct Nibbles<const MIDDLE: u32>;
+/// Codes of five bits.
+struct FiveBits;
+/// Codes of six bits.
+struct SixBits;
+/// Signed bytes.
+struct Bytes;
+/// E2M1.
+struct FloatNibbles;
+/// E4M3.
+struct FloatBytes;
+
+#[inline(always)]
+fn bits(count: usize) -> u32 {
+    mixfleet_hal::cast::to_u32(count)
+}
+
+// SAFETY (all blocks): register arithmetic only; the level is present by the callers' promise.
+impl<S: Simd, const MIDDLE: u32> CodeWords<S> for Nibbles<MIDDLE> {
+    const PER_WORD: usize = 8;
+    const HIGH_BITS: usize = 0;
+    #[inline(always)]
+    unsafe fn number(words: S::V, _high: S::V, j: usize) -> S::V {
+        // SAFETY: see above.
+        unsafe { S::nibble::<MIDDLE>(S::shifted(words, bits(4 * j))) }
+    }
+}
+
+/// `low | high << 4`.
+#[inline(always)]
+unsafe fn two_planes<S: Simd>(low: S::V, high: S::V) -> S::V {
+    // SAFETY: see above.
+    unsafe { S::number(S::or(S::masked(low, 15), S::shifted_left(high, 4))) }
+}
+
+// SAFETY (all blocks): register arithmetic only; the level is present by the callers' promise.
+impl<S: Simd> CodeWords<S> for FiveBits {
+    const PER_WORD: usize = 8;
+    const HIGH_BITS: usize = 1;
+    #[inline(always)]
+    unsafe fn number(words: S::V, high: S::V, j: usize) -> S::V {
+        // SAFETY: see above.
+        unsafe {
+            let high = S::masked(S::shifted(high, bits(j)), 1);
+            two_planes::<S>(S::shifted(words, bits(4 * j)), high)
+        }
+    }
+}
+
+// SAFETY (all blocks): register arithmetic only; the level is present by the callers' promise.
+impl<S: Simd> CodeWords<S> for SixBits {
+    const PER_WORD: usize = 8;
+    const HIGH_BITS: usize = 2;
+    #[inline(always)]
+    unsafe fn number(words: S::V, high: S::V, j: usize) -> S::V {
+        // SAFETY: see above.
+        unsafe {
+            let high = S::masked(S::shifted(high, bits(2 * j)), 3);
+            two_planes::<S>(S::shifted(words, bits(4 * j)), high)
+        }
+    }
+}
+
+// SAFETY (all blocks): register arithmetic only; the level is present by the callers' promise.
+impl<S: Simd> CodeWords<S> for Bytes {
+    const PER_WORD: usize = 4;
+    const HIGH_BITS: usize = 0;
+    #[inline(always)]
+    unsafe fn number(words: S::V, _high: S::V, j: usize) -> S::V {
+        // SAFETY: see above.
+        unsafe { S::byte(words, bits(j)) }
+    }
+}
+
+// SAFETY (all blocks): register arithmetic only; the level is present by the callers' promise.
+impl<S: Simd> CodeWords<S> for FloatNibbles {
+    const PER_WORD: usize = 8;
+    const HIGH_BITS: usize = 0;
+    #[inline(always)]
+    unsafe fn number(words: S::V, _high: S::V, j: usize) -> S::V {
+        // SAFETY: see above.
+        unsafe { S::e2m1(S::shifted(words, bits(4 * j))) }
+    }
+}
+
+// SAFETY (all blocks): register arithmetic only; the level is present by the callers' promise.
+impl<S: Simd> CodeWords<S> for FloatBytes {
+    const PER_WORD: usize = 4;
+    const HIGH_BITS: usize = 0;
+    #[inline(always)]
+    unsafe fn number(words: S::V, _high: S::V, j: usize) -> S::V {
+        const SHIFT: f32 = 1.329_228e36; // 2^120, by which the exponent of these bits is too small
+        // SAFETY: see above.
+        unsafe {
+            let code = S::shifted(words, bits(8 * j));
+            let sign = S::shifted_left(S::masked(code, 0x80), 24);
+            let magnitude = S::shifted_left(S::masked(code, 0x7F), 20);
+            S::mul(S::or(sign, magnitude), S::splat(SHIFT))
+        }
+    }
+}
+
+impl Task for QuantisedFewRows {
+    type Out = ();
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let kind = self.weights.kind;
+        let Some(group_log2) = group_words_log2(&kind, self.weights.columns) else {
+            // SAFETY: who made the task answers for its operands.
+            return unsafe { row_by_row::<S>(&self) };
+        };
+        let centred = kind.zero == ZeroKind::Middle;
+        // SAFETY: who made the task answers for its operands.
+        unsafe {
+            match (kind.code, centred) {
+                (CodeKind::U4, true) => stream::<S, Nibbles<8>>(&self, group_log2),
+                (CodeKind::U4, false) => stream::<S, Nibbles<0>>(&self, group_log2),
+                (CodeKind::U5, _) => stream::<S, FiveBits>(&self, group_log2),
+                (CodeKind::U6, _) => stream::<S, SixBits>(&self, group_log2),
+                (CodeKind::I8, _) => stream::<S, Bytes>(&self, group_log2),
+                (CodeKind::E2m1, _) => stream::<S, FloatNibbles>(&self, group_log2),
+                (CodeKind::E4m3, _) => stream::<S, FloatBytes>(&self, group_log2),
+            }
+        }
+    }
+}
+
+/// The addresses of the parts of scratch.
+struct Parts {
+    x: *mut f32,
+    x_sums: *mut f32,
+    scales: *mut f32,
+    zeros: *mut f32,
+    sums: *mut f32,
+    /// Room for a row in f32.
+    row: *mut f32,
+    layout: Layout,
+}
+
+impl Parts {
+    unsafe fn of(task: &QuantisedFewRows) -> Self {
+        let layout = Layout::of(&task.weights);
+        let m = padded_rows(task.shape.m);
+        // SAFETY: scratch is as large as `scratch_words` says.
+        unsafe {
+            let x = task.scratch;
+            let x_sums = x.add(m * layout.x_row);
+            let scales = x_sums.add(m * layout.sums_row);
+            let zeros = scales.add(STREAMS * layout.scales);
+            let sums = zeros.add(STREAMS * layout.scales);
+            Parts { x, x_sums, scales, zeros, sums, row: sums.add(m * BLOCK), layout }
+        }
+    }
+}
+
+/// Widened rows and plain products, for groups of odd lengths.
+#[inline(always)]
+unsafe fn row_by_row<S: Simd>(task: &QuantisedFewRows) {
+    let Shape { m, k, x, .. } = task.shape;
+    // SAFETY: scratch is laid out as `Parts` says; operands are as the shape says.
+    unsafe {
+        let parts = Parts::of(task);
+        let padded = round_up(k, PAD);
+        for i in 0..m {
+            let to = parts.x.add(i * parts.layout.x_row);
+            std::ptr::write_bytes(to.add(k), 0, padded - k);
+            widen::<S>(x, task.operands.x.at(x, i * k), to, k);
+        }
+        std::ptr::write_bytes(parts.row.add(k), 0, padded - k);
+        for n in task.columns.clone() {
+            task.weights.widen(n, (0, k), parts.row);
+            for i in 0..m {
+                let x = parts.x.add(i * parts.layout.x_row);
+                let (mut acc, mut c) = (S::splat(0.0), 0);
+                while c < k {
+                    acc = S::fma(S::load(x.add(c)), S::load(parts.row.add(c)), acc);
+                    c += S::LANES;
+                }
+                let mut sums = [0f32; PAD];
+                sums[0] = S::sum(acc);
+                finish::<S>(&task.shape, &task.operands, sums.as_ptr(), i, n, 1);
+            }
+        }
+    }
+}
+
+/// Computes all columns of the task.
+#[inline(always)]
+unsafe fn stream<S: Simd, C: CodeWords<S>>(task: &QuantisedFewRows, group_log2: u32) {
+    let m = task.shape.m;
+    // SAFETY: scratch is laid out as `Parts` says; operands are as the shape says.
+    unsafe {
+        let parts = Parts::of(task);
+        order_x::<S, C>(task, &parts);
+        let mut block = task.columns.start;
+        while block < task.columns.end {
+            let count = (task.columns.end - block).min(BLOCK);
+            let mut j = 0;
+            while j < count {
+                let rows = (count - j).min(STREAMS);
+                for r in 0..rows {
+                    let at = r * parts.layout.scales;
+                    task.weights.scales_of(block + j + r, parts.scales.add(at), parts.zeros.add(at));
+                }
+                let at = (block + j, rows, group_log2);
+                if m == 1 {
+                    products::<S, C, 1>(task, &parts, at, 0, parts.sums.add(j));
+                } else {
+                    for i in (0..m).step_by(X_ROWS) {
+                        products::<S, C, X_ROWS>(task, &parts, at, i, parts.sums.add(i * BLOCK + j));
+                    }
+                }
+                j += rows;
+            }
+            for i in 0..m {
+                finish::<S>(&task.shape, &task.operands, parts.sums.add(i * BLOCK), i, block, count);
+            }
+            block += count;
+        }
+    }
+}
+
+/// Puts `x` in the order in which codes come, in f32 and padded with zeros, and sums it for zero points.
+#[inline(always)]
+unsafe fn order_x<S: Simd, C: CodeWords<S>>(task: &QuantisedFewRows, parts: &Parts) {
+    let Shape { m, k, x, .. } = task.shape;
+    let span = S::LANES * C::PER_WORD;
+    // SAFETY: as in `stream`.
+    unsafe {
+        for i in 0..padded_rows(m) {
+            if i < m {
+                widen::<S>(x, task.operands.x.at(x, i * k), parts.row, k);
+            } else {
+                std::ptr::write_bytes(parts.row, 0, k);
+            }
+            let (to, sums) =
+                (parts.x.add(i * parts.layout.x_row), parts.x_sums.add(i * parts.layout.sums_row));
+            let mut from = 0;
+            while from < k {
+                let whole = from + span <= k;
+                for j in 0..C::PER_WORD {
+                    for lane in 0..S::LANES {
+                        let column = from + lane * C::PER_WORD + j;
+                        let value = if whole || column < k { *parts.row.add(column) } else { 0.0 };
+                        *to.add(from + j * S::LANES + lane) = value;
+                    }
+                }
+                let mut sum = S::splat(0.0);
+                for j in 0..C::PER_WORD {
+                    sum = S::add(sum, S::load(to.add(from + j * S::LANES)));
+                }
+                S::store(sums.add(from / C::PER_WORD), sum);
+                from += span;
+            }
+        }
+    }
+}
+
+/// `sums[i * BLOCK + r]` = weight row `first + r` times row `row + i` of `x`, for `X` rows of `x` and
+/// [`STREAMS`] of the weights, of which the last stands for those that are not there.
+#[inline(always)]
+unsafe fn products<S: Simd, C: CodeWords<S>, const X: usize>(
+    task: &QuantisedFewRows,
+    parts: &Parts,
+    (first, rows, group_log2): (usize, usize, u32),
+    row: usize,
+    sums: *mut f32,
+) {
+    const R: usize = STREAMS;
+    let weights = &task.weights;
+    let (words, has_zeros) = (weights.row_words(), weights.has_zeros());
+    let codes = weights.codes.start.cast::<f32>();
+    // SAFETY: as in `stream`; a row of codes has `words` words.
+    unsafe {
+        let x = parts.x.add(row * parts.layout.x_row);
+        let x_sums = parts.x_sums.add(row * parts.layout.sums_row);
+        let mut acc = [[S::splat(0.0); X]; R];
+        let mut word = 0;
+        while word < words {
+            let left = words - word;
+            let (mut loaded, mut high) = ([S::splat(0.0); R], [S::splat(0.0); R]);
+            for r in 0..R {
+                let weight_row = first + r.min(rows - 1);
+                let from = codes.add(weight_row * words + word);
+                loaded[r] = if left >= S::LANES {
+                    S::load(from)
+                } else {
+                    load_part::<S>(DType::F32, from.cast(), left)
+                };
+                if C::HIGH_BITS > 0 {
+                    high[r] = high_words::<S>(weights, weight_row, word, C::HIGH_BITS);
+                }
+            }
+            let mut part = [[S::splat(0.0); X]; R];
+            let x = x.add(word * C::PER_WORD);
+            for j in 0..C::PER_WORD {
+                let mut xs = [S::splat(0.0); X];
+                for (i, v) in xs.iter_mut().enumerate() {
+                    *v = S::load(x.add(i * parts.layout.x_row + j * S::LANES));
+                }
+                for r in 0..R {
+                    let number = C::number(loaded[r], high[r], j);
+                    for i in 0..X {
+                        part[r][i] = S::fma(number, xs[i], part[r][i]);
+                    }
+                }
+            }
+            let group = word >> group_log2;
+            for r in 0..R {
+                let at = r * parts.layout.scales + group;
+                let scale = spread::<S>(parts.scales.add(at), group_log2);
+                for i in 0..X {
+                    acc[r][i] = S::fma(part[r][i], scale, acc[r][i]);
+                }
+                if has_zeros {
+                    let zero = spread::<S>(parts.zeros.add(at), group_log2);
+                    for i in 0..X {
+                        let sum = S::load(x_sums.add(i * parts.layout.sums_row + word));
+                        acc[r][i] = S::sub(acc[r][i], S::mul(zero, sum));
+                    }
+                }
+            }
+            word += S::LANES;
+        }
+        for r in 0..R {
+            for i in 0..X {
+                *sums.add(i * BLOCK + r) = S::sum(acc[r][i]);
+            }
+        }
+    }
+}
+
+/// The numbers of the groups of a vector of words, each in the lanes of its group.
+#[inline(always)]
+unsafe fn spread<S: Simd>(from: *const f32, group_log2: u32) -> S::V {
+    // SAFETY: the caller's promise: there are as many numbers as groups, and room for a vector of them.
+    unsafe { if 1usize << group_log2 >= S::LANES { S::splat(*from) } else { S::spread(from, group_log2) } }
+}
+
+/// The high bits of the codes of a vector of words, in the low bits of the same lane.
+#[inline(always)]
+unsafe fn high_words<S: Simd>(weights: &QuantisedRows, row: usize, word: usize, high_bits: usize) -> S::V {
+    // eight codes of a word have a byte or two here
+    let (per, width) = (4 / high_bits, 8 * high_bits);
+    let row_words = weights.high_row_words();
+    let first = word / per;
+    let mut lanes = [0u32; PAD];
+    // SAFETY: the row has `row_words` words from here on.
+    unsafe {
+        let from = weights.high.start.cast::<u32>().add(row * row_words);
+        for (lane, to) in lanes.iter_mut().enumerate().take(S::LANES) {
+            let at = first + lane / per;
+            if at < row_words {
+                *to = from.add(at).read_unaligned() >> (width * (lane % per));
+            }
+        }
+        S::load(lanes.as_ptr().cast())
+    }
+}

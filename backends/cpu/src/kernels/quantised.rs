@@ -1,0 +1,265 @@
+//! Quantised weights as the kernels see them, and rows of them in f32.
+
+use super::convert::narrow;
+use super::simd::{Simd, Task};
+use super::{Span, Worker, round_up};
+use half::{bf16, f16};
+use mixfleet_hal::quantised::SUPER_COLUMNS;
+use mixfleet_hal::{CodeKind, DType, Error, Quantised, Result, ScaleKind, ZeroKind};
+
+/// The arrays of quantised weights `[rows, columns]`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct QuantisedRows {
+    pub(crate) kind: Quantised,
+    pub(crate) columns: usize,
+    pub(crate) codes: Span,
+    pub(crate) high: Span,
+    scales: Span,
+    zeros: Span,
+    supers: Span,
+    outer: Span,
+}
+
+/// Numbers of E2M1 codes.
+const E2M1: [f32; 16] =
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
+
+impl QuantisedRows {
+    /// From the operands that are its arrays, and those that follow them.
+    pub(crate) fn of(kind: Quantised, columns: usize, args: &[Span]) -> (Self, &[Span]) {
+        let mut rest = args;
+        let mut take = |present: bool| match rest.split_first() {
+            Some((first, after)) if present => {
+                rest = after;
+                *first
+            }
+            _ => Span::EMPTY,
+        };
+        let codes = take(true);
+        let high = take(kind.code.high_bits() > 0);
+        let scales = take(true);
+        let zeros = take(kind.zero != ZeroKind::Middle);
+        let supers = take(kind.supers() > 0);
+        let outer = take(kind.outer);
+        (QuantisedRows { kind, columns, codes, high, scales, zeros, supers, outer }, rest)
+    }
+
+    /// Words of a row of codes.
+    pub(crate) fn row_words(&self) -> usize {
+        self.columns * self.kind.code.low_bits() as usize / 32
+    }
+
+    /// Words of a row of high bits.
+    pub(crate) fn high_row_words(&self) -> usize {
+        self.columns * self.kind.code.high_bits() as usize / 32
+    }
+
+    /// Groups of a row.
+    pub(crate) fn row_groups(&self) -> usize {
+        self.columns.div_ceil(self.kind.group_columns as usize)
+    }
+
+    /// The middle of codes from which it is not subtracted one by one.
+    #[inline(always)]
+    fn middle(&self) -> f32 {
+        match self.kind.code {
+            CodeKind::U5 | CodeKind::U6 => f32_of(self.kind.code.middle()),
+            _ => 0.0,
+        }
+    }
+
+    /// Whether something is subtracted from scaled codes.
+    pub(crate) fn has_zeros(&self) -> bool {
+        self.kind.zero != ZeroKind::Middle || self.middle() != 0.0
+    }
+
+    /// Writes the scale of each group of a row, and what to subtract from each of its scaled codes: a scaled
+    /// zero point or a minimum, or nothing where the middle is zero.
+    ///
+    /// # Safety
+    /// The arrays are as large as their description says; both targets have room for the groups of a row.
+    #[inline(always)]
+    pub(crate) unsafe fn scales_of(&self, row: usize, scales: *mut f32, zeros: *mut f32) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            for group in 0..self.row_groups() {
+                (*scales.add(group), *zeros.add(group)) = self.scale_of(row, group);
+            }
+        }
+    }
+
+    /// Writes weights of a row from column `from` on in f32, with their scales read on the way.
+    ///
+    /// # Safety
+    /// As for [`scales_of`](Self::scales_of), and `to` has room for `count` numbers.
+    #[inline(always)]
+    pub(crate) unsafe fn widen(&self, row: usize, (from, count): (usize, usize), to: *mut f32) {
+        let group_columns = self.kind.group_columns as usize;
+        let mut column = from;
+        // SAFETY: the caller's promise.
+        unsafe {
+            while column < from + count {
+                let group = column / group_columns;
+                let end = ((group + 1).saturating_mul(group_columns)).min(from + count);
+                let (scale, zero) = self.scale_of(row, group);
+                while column < end {
+                    *to.add(column - from) = self.number(row, column) * scale - zero;
+                    column += 1;
+                }
+            }
+        }
+    }
+
+    /// The scale of a group of a row, and what to subtract from each of its scaled codes.
+    #[inline(always)]
+    unsafe fn scale_of(&self, row: usize, group: usize) -> (f32, f32) {
+        let groups = self.row_groups();
+        // SAFETY: the caller's promise.
+        unsafe {
+            let outer = if self.kind.outer { read_f32(self.outer, 0) } else { 1.0 };
+            if self.kind.scale == ScaleKind::I8 {
+                let supers = self.kind.supers() as usize;
+                let blocks = self.columns / SUPER_COLUMNS as usize;
+                let block = group / (SUPER_COLUMNS / self.kind.group_columns) as usize;
+                let at = (row * blocks + block) * supers;
+                let integer = |span: Span| {
+                    f32::from(span.start.add(row * groups.next_multiple_of(4) + group).cast::<i8>().read())
+                };
+                let scale = integer(self.scales) * (read_f16(self.supers, at) * outer);
+                let zero = match supers {
+                    1 => scale * self.middle(),
+                    _ => integer(self.zeros) * (read_f16(self.supers, at + 1) * outer),
+                };
+                return (scale, zero);
+            }
+            let at = row / self.kind.group_rows as usize * groups + group;
+            let scale = read_scale(self.kind.scale, self.scales, at) * outer;
+            let zero = match self.kind.zero {
+                ZeroKind::Middle => scale * self.middle(),
+                ZeroKind::Points => read_scale(self.kind.scale, self.zeros, at) * scale,
+                ZeroKind::Minima => read_scale(self.kind.scale, self.zeros, at) * outer,
+            };
+            (scale, zero)
+        }
+    }
+
+    /// The number that a code stands for, less the middle where that is zero and the code has four bits: of
+    /// wider ones it is subtracted as a zero point is.
+    ///
+    /// # Safety
+    /// As for [`scales_of`](Self::scales_of).
+    #[inline(always)]
+    unsafe fn number(&self, row: usize, column: usize) -> f32 {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let (codes, words) = (self.codes.start, self.row_words());
+            let nibble = |word: u32| word >> (4 * (column % 8)) & 15;
+            let low = |span: Span| span.start.cast::<u32>().add(row * words + column / 8).read_unaligned();
+            let high = |bits: usize| {
+                let per = 32 / bits;
+                let word = self.high.u32(row * self.high_row_words() + column / per);
+                (word >> (bits * (column % per)) & ((1 << bits) - 1)) << 4
+            };
+            let byte = || codes.add(row * self.columns + column).read();
+            match self.kind.code {
+                CodeKind::U4 if self.kind.zero == ZeroKind::Middle => f32_of(nibble(low(self.codes))) - 8.0,
+                CodeKind::U4 => f32_of(nibble(low(self.codes))),
+                CodeKind::U5 => f32_of(nibble(low(self.codes)) | high(1)),
+                CodeKind::U6 => f32_of(nibble(low(self.codes)) | high(2)),
+                CodeKind::I8 => f32::from(byte().cast_signed()),
+                CodeKind::E2m1 => E2M1[nibble(low(self.codes)) as usize],
+                CodeKind::E4m3 => e4m3(byte()),
+            }
+        }
+    }
+}
+
+/// A code as a float; exact, since codes are small.
+#[inline(always)]
+#[expect(clippy::cast_precision_loss, reason = "at most 63")]
+fn f32_of(code: u32) -> f32 {
+    code as f32
+}
+
+/// The number that an E4M3 code stands for: its bits as those of an f32 whose exponent is 120 too small.
+#[inline(always)]
+pub(crate) fn e4m3(code: u8) -> f32 {
+    const SHIFT: f32 = 1.329_228e36; // 2^120
+    if code & 0x7F == 0x7F {
+        return f32::NAN;
+    }
+    let code = u32::from(code);
+    f32::from_bits((code & 0x80) << 24 | (code & 0x7F) << 20) * SHIFT
+}
+
+unsafe fn read_f32(span: Span, index: usize) -> f32 {
+    // SAFETY: the caller's promise that the span has the element.
+    unsafe { span.at(DType::F32, index).cast::<f32>().read_unaligned() }
+}
+
+unsafe fn read_f16(span: Span, index: usize) -> f32 {
+    // SAFETY: the caller's promise that the span has the element.
+    f16::from_bits(unsafe { span.at(DType::F16, index).cast::<u16>().read_unaligned() }).to_f32()
+}
+
+#[inline(always)]
+unsafe fn read_scale(kind: ScaleKind, span: Span, index: usize) -> f32 {
+    // SAFETY: the caller's promise that the span has the element.
+    unsafe {
+        match kind {
+            ScaleKind::F32 => read_f32(span, index),
+            ScaleKind::F16 => read_f16(span, index),
+            ScaleKind::Bf16 => {
+                bf16::from_bits(span.at(DType::Bf16, index).cast::<u16>().read_unaligned()).to_f32()
+            }
+            ScaleKind::E4m3 => e4m3(span.at(DType::F8E4m3, index).read()),
+            ScaleKind::I8 => 0.0,
+        }
+    }
+}
+
+/// Copies rows of a quantised table by index.
+pub(crate) fn embed(
+    worker: &mut Worker<'_>,
+    args: &[Span],
+    (tokens, vocab, hidden): (usize, u32, usize),
+    (table, to): (Quantised, DType),
+) -> Result<()> {
+    let (table, rest) = QuantisedRows::of(table, hidden, &args[1..]);
+    for token in worker.share(tokens) {
+        // SAFETY: `ids` holds `tokens` elements.
+        let id = unsafe { args[0].u32(token) };
+        if id >= vocab {
+            return Err(Error::invalid(format!(
+                "embed: id {id} at position {token}, but the table has {vocab} rows"
+            )));
+        }
+        let scratch = worker.scratch.words(round_up(hidden, 16));
+        let target = rest[0].at(to, token * hidden);
+        let row = EmbedRow { table, row: id as usize, scratch, to, target };
+        // SAFETY: the table has `vocab` rows, `out` a row for each token, and scratch what a row needs.
+        unsafe { worker.isa.run(row) };
+    }
+    Ok(())
+}
+
+struct EmbedRow {
+    table: QuantisedRows,
+    row: usize,
+    scratch: *mut f32,
+    to: DType,
+    target: *mut u8,
+}
+
+impl Task for EmbedRow {
+    type Out = ();
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let columns = self.table.columns;
+        // SAFETY: `embed` made the pointers.
+        unsafe {
+            self.table.widen(self.row, (0, columns), self.scratch);
+            narrow::<S>(self.to, self.scratch, self.target, columns);
+        }
+    }
+}
