@@ -26,6 +26,7 @@ pub mod format;
 pub mod meeting;
 pub mod memory;
 pub mod op;
+mod operand;
 pub mod outside;
 pub mod profile;
 pub mod quantised;

@@ -18,44 +18,12 @@
 //! its running maximum and sum, so that attention over any partition of the KV (by head, by request, by token
 //! range) recombines exactly in `AttnMerge`: flash-decoding and attention offload are the same operator.
 
+pub use crate::operand::{Extent, Operand, OperandAccess};
 use crate::quantised::QuantisedPart;
 use crate::sample::{DRAWN_WORDS, PARAMETER_WORDS};
 pub use crate::scalar::Scalar;
 use crate::{DType, Quantised};
 use serde::{Deserialize, Serialize};
-
-/// How a command uses an operand.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum OperandAccess {
-    /// The operand is only read.
-    Read,
-    /// Every element is overwritten, whatever it held before.
-    Write,
-    /// The operand is updated in place or in part, like paged KV.
-    ReadWrite,
-}
-
-/// The number of elements of an operand.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Extent {
-    /// Exactly this many elements.
-    Exactly(u64),
-    /// Paged KV: any non-zero, whole number of pages of this many elements.
-    PagesOf(u64),
-}
-
-/// One operand that a command takes, in order.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Operand {
-    /// The operand's name, for messages.
-    pub name: &'static str,
-    /// How the command uses it.
-    pub access: OperandAccess,
-    /// Its element type.
-    pub dtype: DType,
-    /// Its size.
-    pub extent: Extent,
-}
 
 /// The shape of paged KV: what the pages of one layer hold, however a backend lays them out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -139,8 +107,8 @@ pub enum OpSig {
         /// Whether the result is added to `out` (the residual stream) instead of overwriting it.
         accumulate: bool,
     },
-    /// `Embed` from a quantised table: `ids [tokens]`, the arrays of [`Quantised::parts`] of a matrix `[vocab,
-    /// hidden]`, `out [tokens, hidden]`.
+    /// `Embed` from a quantised table: `ids [tokens]`, the arrays of [`Quantised::parts`] of a matrix
+    /// `[vocab, hidden]`, `out [tokens, hidden]`.
     QuantisedEmbed {
         /// Number of rows to fetch.
         tokens: u32,
@@ -153,9 +121,9 @@ pub enum OpSig {
         /// Dtype of the result.
         out: DType,
     },
-    /// `Gemm` with quantised weights: `x [m, k]`, the arrays of [`Quantised::parts`] of a matrix `[n, k]`, with
-    /// `bias`: `bias [n]` f32, `out [m, n]`. A device with activations of 16 bits may round a weight to their
-    /// dtype.
+    /// `Gemm` with quantised weights: `x [m, k]`, the arrays of [`Quantised::parts`] of a matrix `[n, k]`,
+    /// with `bias`: `bias [n]` f32, `out [m, n]`. A device with activations of 16 bits may round a weight to
+    /// their dtype.
     QuantisedGemm {
         /// Rows of `x`: tokens.
         m: u32,
@@ -602,67 +570,5 @@ impl OpSig {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const F32: DType = DType::F32;
-    const GEMM: OpSig =
-        OpSig::Gemm { m: 2, n: 3, k: 5, x: F32, weight: DType::Bf16, out: F32, bias: true, accumulate: true };
-
-    #[test]
-    fn gemm_counts_operands_flops_and_bytes() {
-        assert!(GEMM.operands().iter().map(|o| o.name).eq(["x", "weight", "bias", "out"]));
-        assert_eq!(GEMM.flops(), 60.0);
-        assert_eq!(GEMM.bytes(), f64::from(2 * 5 * 4 + 3 * 5 * 2 + 3 * 2 + 2 * (2 * 3 * 4)));
-    }
-
-    #[test]
-    fn the_shape_of_paged_kv_is_written_as_fields_of_its_operation() {
-        let kv = KvShape { kv_heads: 2, head_dim: 16, page_tokens: 8, dtype: DType::Bf16 };
-        let sig = OpSig::KvGather { tokens: 3, kv, wire: DType::F32 };
-        let json = serde_json::json!({
-            "op": "kv_gather", "tokens": 3, "kv_heads": 2, "head_dim": 16, "page_tokens": 8, "kv": "bf16",
-            "wire": "f32",
-        });
-        assert_eq!(serde_json::to_value(sig).unwrap(), json);
-        assert_eq!(serde_json::from_value::<OpSig>(json).unwrap(), sig);
-        assert_eq!((sig.kv(), GEMM.kv(), kv.wire_token_bytes(DType::F32)), (Some(kv), None, 2 * 2 * 16 * 4));
-    }
-
-    #[test]
-    fn quantised_weights_are_operands_between_x_and_the_bias() {
-        let weight = Quantised::NVFP4;
-        let sig = OpSig::QuantisedGemm {
-            m: 2,
-            n: 3,
-            k: 32,
-            x: F32,
-            weight,
-            out: F32,
-            bias: true,
-            accumulate: false,
-        };
-        assert!(sig.operands().iter().map(|o| o.name).eq(["x", "codes", "scales", "outer", "bias", "out"]));
-        assert_eq!(sig.flops(), 2.0 * 2.0 * 3.0 * 32.0);
-        assert_eq!(sig.bytes(), f64::from(2 * 32 * 4 + 3 * 16 + 3 * 2 + 4 + 3 * 4 + 2 * 3 * 4));
-        assert_eq!(serde_json::from_value::<OpSig>(serde_json::json!(sig)).unwrap(), sig);
-        let table = OpSig::QuantisedEmbed { tokens: 2, vocab: 100, hidden: 24, table: weight, out: F32 };
-        assert!(table.check().is_ok());
-        assert_eq!(table.bytes(), f64::from(2 * 4 + 2 * 12 + 2 * 2 + 4 + 2 * 24 * 4));
-        let odd = OpSig::QuantisedEmbed { tokens: 2, vocab: 100, hidden: 23, table: weight, out: F32 };
-        assert!(odd.check().unwrap_err().contains("quantised_embed: 23 columns"));
-    }
-
-    #[test]
-    fn only_rows_in_use_of_a_table_are_counted() {
-        let sig = OpSig::Embed { tokens: 4, vocab: 1000, hidden: 8, table: DType::Bf16, out: DType::F32 };
-        assert_eq!(sig.bytes(), f64::from(4 * 4 + 4 * 8 * 2 + 4 * 8 * 4));
-    }
-
-    #[test]
-    fn a_signature_survives_json_and_wrong_shapes_are_named() {
-        assert_eq!(serde_json::from_value::<OpSig>(serde_json::json!(GEMM)).unwrap(), GEMM);
-        let rope = OpSig::Rope { tokens: 1, heads: 1, head_dim: 3, x: DType::F32 };
-        assert!(rope.check().unwrap_err().contains("odd"));
-    }
-}
+#[path = "op_tests.rs"]
+mod tests;

@@ -14,14 +14,23 @@ pub(crate) enum File {
     Rows,
     Sample,
     Gemm,
+    Quantised,
     Kv,
     Attention,
     Merge,
 }
 
 impl File {
-    const ALL: [File; 7] =
-        [File::Elements, File::Rows, File::Sample, File::Gemm, File::Kv, File::Attention, File::Merge];
+    const ALL: [File; 8] = [
+        File::Elements,
+        File::Rows,
+        File::Sample,
+        File::Gemm,
+        File::Quantised,
+        File::Kv,
+        File::Attention,
+        File::Merge,
+    ];
 
     const fn text(self) -> &'static str {
         match self {
@@ -29,6 +38,7 @@ impl File {
             File::Rows => include_str!("kernels/rows.wgsl"),
             File::Sample => include_str!("kernels/sample.wgsl"),
             File::Gemm => include_str!("kernels/gemm.wgsl"),
+            File::Quantised => include_str!("kernels/quantised.wgsl"),
             File::Kv => include_str!("kernels/kv.wgsl"),
             File::Attention => include_str!("kernels/attention.wgsl"),
             File::Merge => include_str!("kernels/merge.wgsl"),

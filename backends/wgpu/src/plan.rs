@@ -21,6 +21,7 @@
 mod attention;
 mod gemm;
 mod kv;
+mod quantised;
 mod sample;
 #[cfg(test)]
 mod tests;
@@ -214,6 +215,8 @@ impl Planner {
                 self.kv(sig, operands)?;
             }
             (OpSig::Gemm { .. }, _) => self.gemm(sig, operands)?,
+            (OpSig::QuantisedGemm { .. }, _) => self.quantised_gemm(sig, operands)?,
+            (OpSig::QuantisedEmbed { .. }, _) => self.quantised_embed(sig, operands)?,
             (OpSig::Sample { .. }, _) => self.sample(sig, operands)?,
             (OpSig::AttnPrefill { .. } | OpSig::AttnDecode { .. }, _) => self.attention(sig, operands)?,
             (sig, _) => return Err(Error::invalid(format!("{}: wrong number of operands", sig.name()))),

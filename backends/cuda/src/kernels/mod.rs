@@ -30,6 +30,8 @@ pub enum KernelSource {
     Sample,
     /// `gemv` and `gemm` for any dtypes and shapes.
     Gemm,
+    /// `quantised_gemm` and `quantised_embed` for any format.
+    Quantised,
     /// `gemm_few_rows` on tensor cores.
     FewRows,
     /// `attn_prefill` for any dtypes and shapes.
@@ -54,6 +56,7 @@ impl KernelSource {
             KernelSource::Rows => "rows.c",
             KernelSource::Sample => "sample.c",
             KernelSource::Gemm => "gemm.c",
+            KernelSource::Quantised => "quantised.c",
             KernelSource::FewRows => "few_rows.cu",
             KernelSource::Attention => "attention.c",
             KernelSource::PrefillMma => "prefill_mma.cu",
@@ -71,6 +74,7 @@ impl KernelSource {
             KernelSource::Rows => &[portable!("rows.c")],
             KernelSource::Sample => &[portable!("sample.c")],
             KernelSource::Gemm => &[portable!("gemm.h"), portable!("gemm.c")],
+            KernelSource::Quantised => &[portable!("gemm.h"), portable!("quantised.c")],
             KernelSource::FewRows => &[portable!("gemm.h"), include_str!("few_rows.cu")],
             KernelSource::Attention => &[portable!("keys.h"), portable!("attention.c")],
             KernelSource::PrefillMma => &[portable!("keys.h"), include_str!("prefill_mma.cu")],
@@ -124,7 +128,7 @@ impl Macro for u64 {
 }
 
 /// Maximum number of a program's macros.
-const MACROS_MAX: usize = 7;
+const MACROS_MAX: usize = 9;
 
 /// A source file with its macros, which is compiled once and cached. It holds no text, so that it is cheap to
 /// make and to look up for every launch.

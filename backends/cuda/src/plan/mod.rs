@@ -5,6 +5,7 @@
 
 mod attention;
 mod gemm;
+mod quantised;
 
 use crate::kernels::{KernelProgram, KernelSource, Macro};
 use mixfleet_hal::cast::to_u32;
@@ -178,6 +179,7 @@ pub fn plan(sig: &OpSig, operands: &[DeviceRange], target: &PlanTarget) -> Resul
         OpSig::Copy { bytes } => vec![PlanStep::Copy(operands[0].address, operands[1].address, bytes)],
         OpSig::Fill { bytes, word } => vec![PlanStep::Fill(operands[0].address, bytes / 4, word)],
         OpSig::Gemm { .. } => gemm::plan(sig, operands, args, target)?,
+        OpSig::QuantisedGemm { .. } | OpSig::QuantisedEmbed { .. } => vec![quantised::plan(sig, args)?],
         OpSig::AttnPrefill { .. } => vec![attention::prefill(sig, operands, args, target)?],
         OpSig::AttnDecode { .. } => attention::decode(sig, operands, args, target)?,
         _ => vec![simple(sig, operands, args)?],
@@ -300,6 +302,7 @@ fn sample(sig: &OpSig, operands: &[DeviceRange], mut args: Vec<KernelArg>) -> Re
 pub fn slow(sig: &OpSig, operands: &[DeviceRange], target: &PlanTarget) -> Option<&'static str> {
     match sig {
         OpSig::Gemm { .. } => gemm::slow(sig, operands, target),
+        OpSig::QuantisedGemm { m, .. } if *m > 16 => Some("quantised weights, without tensor cores"),
         OpSig::AttnPrefill { .. } => attention::slow_prefill(sig, operands, target),
         _ => None,
     }
@@ -318,6 +321,9 @@ pub fn support(sig: &OpSig, target: &PlanTarget) -> Support {
             }
             gemm::support(sig, target)
         }
+        // it does not use what the part is made for
+        OpSig::QuantisedGemm { m, .. } if m > 16 => Support::Emulated,
+        OpSig::QuantisedGemm { .. } | OpSig::QuantisedEmbed { .. } => Support::Native,
         _ if sig.operands().iter().any(eight_bits) => Support::No,
         OpSig::AttnPrefill { kv: KvShape { head_dim, .. }, .. }
         | OpSig::AttnDecode { kv: KvShape { head_dim, .. }, .. }
