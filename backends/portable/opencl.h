@@ -43,15 +43,26 @@
 #define TYPE_f32 float
 #define TYPE_bf16 ushort
 #define TYPE_f16 half
+#define TYPE_f8e4m3 uchar
 #define TYPE_u32 uint
 
 #define LOAD_f32(p, i) ((p)[i])
 #define LOAD_bf16(p, i) as_float((uint)(p)[i] << 16)
 #define LOAD_f16(p, i) vload_half(i, p)
+#define LOAD_f8e4m3(p, i) f8_to_float((p)[i])
 
 #define STORE_f32(p, i, v) ((p)[i] = (v))
 #define STORE_bf16(p, i, v) ((p)[i] = bf16_of(v))
 #define STORE_f16(p, i, v) vstore_half_rte(v, i, p)
+
+// The code's exponent is 120 too small for an f32; below it, units of 2^-9. 0x7F is NaN.
+float f8_to_float(uint code) {
+    const uint magnitude = code & 0x7Fu;
+    const float small = (float)magnitude * as_float(0x3B000000u);
+    const float v = magnitude < 8u ? small : as_float((magnitude << 20) + 0x3C000000u);
+    const uint bits = magnitude == 0x7Fu ? 0x7FC00000u : as_uint(v);
+    return as_float(bits | (code & 0x80u) << 24);
+}
 
 // round to nearest, ties to even; a NaN stays one
 ushort bf16_of(float v) {

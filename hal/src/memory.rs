@@ -3,6 +3,7 @@
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::any::Any;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -79,6 +80,12 @@ pub trait HostMemory: Send + Sync + std::fmt::Debug {
     /// `DeviceLost` if the bytes changed, in which case their content is meaningless.
     fn check(&self) -> Result<()> {
         Ok(())
+    }
+
+    /// Says that these bytes were copied elsewhere and are not read again soon, so that those of a file need
+    /// not stay in memory.
+    fn unneeded(&self, range: Range<usize>) {
+        let _ = range;
     }
 
     /// Returns which file this is and when it last changed; `None` for memory that is not a file.

@@ -82,8 +82,8 @@ pub enum OpSig {
         /// Whether the result is added to `out` (the residual stream) instead of overwriting it.
         accumulate: bool,
     },
-    /// `Embed` from a quantised table: `ids [tokens]`, the arrays of [`Quantised::parts`] of a matrix `[vocab,
-    /// hidden]`, `out [tokens, hidden]`.
+    /// `Embed` from a quantised table: `ids [tokens]`, the arrays of [`Quantised::parts`] of a matrix
+    /// `[vocab, hidden]`, `out [tokens, hidden]`.
     QuantisedEmbed {
         /// Number of rows to fetch.
         tokens: u32,
@@ -96,9 +96,9 @@ pub enum OpSig {
         /// Dtype of the result.
         out: DType,
     },
-    /// `Gemm` with quantised weights: `x [m, k]`, the arrays of [`Quantised::parts`] of a matrix `[n, k]`, with
-    /// `bias`: `bias [n]` f32, `out [m, n]`. A device with activations of 16 bits may round a weight to their
-    /// dtype.
+    /// `Gemm` with quantised weights: `x [m, k]`, the arrays of [`Quantised::parts`] of a matrix `[n, k]`,
+    /// with `bias`: `bias [n]` f32, `out [m, n]`. A device with activations of 16 bits may round a weight to
+    /// their dtype.
     QuantisedGemm {
         /// Rows of `x`: tokens.
         m: u32,

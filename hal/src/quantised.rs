@@ -7,8 +7,9 @@
 //! - Codes lie row by row, neighbouring columns next to each other, the first one in the low bits of a 32-bit
 //!   word. Those of 5 and 6 bits are apart in a plane of their low four bits and one of the others. That is
 //!   the order of compressed-tensors, of the OCP Microscaling formats and of NVFP4, which are used in place.
-//! - Scales are `[matrices, groups of rows, groups of columns]` numbers of a dtype, or 8-bit integers, four to
-//!   a word, to be multiplied by an f16 for each [`SUPER_COLUMNS`] columns of a row (the K formats of GGUF).
+//! - Scales are `[matrices, groups of rows, groups of columns]` numbers of a dtype, or 8-bit integers, four
+//!   to a word, to be multiplied by an f16 for each [`SUPER_COLUMNS`] columns of a row (the K formats of
+//!   GGUF).
 //! - Zero points are numbers of the scales' dtype, which is exact. Scales of eight bits of exponent alone
 //!   (E8M0) are stored as bf16, which is exact too.
 
@@ -350,8 +351,8 @@ impl Quantised {
     }
 
     /// The weights of `parts`, the decoded arrays of [`parts`](Self::parts), each with the largest term of
-    /// the sum that it is: `(value, magnitude)`, `[matrices, rows, columns]`. A device may round in proportion
-    /// to the magnitude. This is the oracle: slow, and no backend uses it.
+    /// the sum that it is: `(value, magnitude)`, `[matrices, rows, columns]`. A device may round in
+    /// proportion to the magnitude. This is the oracle: slow, and no backend uses it.
     pub fn decode(&self, parts: &[&[f64]], matrices: u32, rows: u32, columns: u32) -> Vec<(f64, f64)> {
         let kinds = self.parts(matrices, rows, columns);
         let of = |name: &str| {

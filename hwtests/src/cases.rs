@@ -6,7 +6,10 @@
 //! only repeat itself.
 
 use mixfleet_hal::cast::to_u32;
-use mixfleet_hal::{DType, DeviceLimits, ExpertRouting, GroupedRows, KvShape, OpSig, Scalar, Scoring};
+use mixfleet_hal::{
+    CodeKind, DType, DeviceLimits, ExpertRouting, GroupedRows, KvShape, OpSig, Quantised, Scalar, ScaleKind,
+    Scoring, ZeroKind,
+};
 use serde::{Deserialize, Serialize};
 
 /// How thorough a conformance run is.
@@ -47,9 +50,9 @@ pub struct Case {
 const EDGES: [u32; 18] = [1, 2, 3, 5, 7, 8, 9, 13, 15, 16, 17, 31, 32, 33, 61, 63, 64, 65];
 use DType::{Bf16, F16, F32};
 
-pub(crate) struct Builder {
+struct Builder {
     cases: Vec<Case>,
-    pub(crate) full: bool,
+    full: bool,
     page_tokens: u32,
 }
 
@@ -59,7 +62,7 @@ pub fn cases(level: SuiteLevel, limits: &DeviceLimits) -> Vec<Case> {
     let mut b = Builder { cases: Vec::new(), full: level == SuiteLevel::Full, page_tokens };
     b.rows();
     b.gemm();
-    crate::quantised::cases(&mut b);
+    b.quantised();
     b.elements();
     b.kv();
     b.prefill();
@@ -89,13 +92,56 @@ struct Heads {
 
 const SMALL: Heads = Heads { ratio: 2, kv_heads: 2, head_dim: 16 };
 
+/// Whole rows share a scale.
+const WHOLE: u32 = 1 << 20;
+
+/// The formats that checkpoints have, and the other combinations of codes, scales and zeros.
+fn kinds() -> Vec<Quantised> {
+    use CodeKind::{E2m1, E4m3, I8, U4, U5, U6};
+    use ScaleKind as Scale;
+    use ZeroKind::{Middle, Minima, Points};
+    let of = |code, group_columns, scale, zero| Quantised {
+        code,
+        group_rows: 1,
+        group_columns,
+        scale,
+        zero,
+        outer: false,
+    };
+    vec![
+        of(U4, 32, Scale::Bf16, Middle),
+        of(U4, 32, Scale::Bf16, Points),
+        of(U4, 64, Scale::F16, Points),
+        of(U4, 128, Scale::F32, Middle),
+        of(U4, 32, Scale::F16, Middle),
+        of(U4, 32, Scale::F16, Minima),
+        of(U4, WHOLE, Scale::F32, Points),
+        of(U4, 32, Scale::I8, Minima),
+        of(U5, 32, Scale::I8, Minima),
+        of(U6, 16, Scale::I8, Middle),
+        of(U5, 32, Scale::F16, Points),
+        of(U6, 32, Scale::Bf16, Middle),
+        of(I8, 32, Scale::F16, Middle),
+        of(I8, WHOLE, Scale::Bf16, Middle),
+        of(I8, 64, Scale::F32, Points),
+        of(I8, 32, Scale::F16, Minima),
+        of(E4m3, WHOLE, Scale::Bf16, Middle),
+        Quantised { group_rows: 128, ..of(E4m3, 128, Scale::F32, Middle) },
+        Quantised { group_rows: 16, ..of(E4m3, 24, Scale::F32, Middle) },
+        Quantised { group_rows: WHOLE, ..of(I8, WHOLE, Scale::F32, Middle) },
+        of(E2m1, 32, Scale::F32, Middle),
+        Quantised::MXFP4,
+        Quantised::NVFP4,
+    ]
+}
+
 impl Builder {
     fn push(&mut self, sig: OpSig, spread: TokenSpread) {
         let seed = self.cases.len() as u64 + 1;
         self.cases.push(Case { sig, spread, seed });
     }
 
-    pub(crate) fn even(&mut self, sig: OpSig) {
+    fn even(&mut self, sig: OpSig) {
         self.push(sig, TokenSpread::Even);
     }
 
@@ -170,6 +216,54 @@ impl Builder {
             }
             for shape in [(1, 67, 4096), (2, 130, 515), (70, 129, 257)] {
                 self.even(sig(shape, dtypes, (false, false)));
+            }
+        }
+    }
+
+    /// Products and lookups with quantised weights.
+    fn quantised(&mut self) {
+        let gemm = |(m, n, k), weight, (x, out), (bias, accumulate)| OpSig::QuantisedGemm {
+            m,
+            n,
+            k,
+            x,
+            weight,
+            out,
+            bias,
+            accumulate,
+        };
+        for (index, weight) in kinds().into_iter().enumerate() {
+            // a kernel is compiled for each kind and dtypes
+            let narrow = self.full || index % 6 == 1;
+            let (one, more) = if weight.scale == ScaleKind::I8 { (256, 768) } else { (32, 160) };
+            for (k, other) in [(one, more), (more, one)] {
+                self.even(gemm((1, 35, k), weight, (F32, F32), (true, true)));
+                self.even(gemm((3, 19, other), weight, (F32, F32), (false, false)));
+                self.even(gemm((17, 33, k), weight, (F32, F32), (false, true)));
+                if narrow {
+                    self.even(gemm((2, 9, other), weight, (Bf16, Bf16), (true, false)));
+                    self.even(gemm((9, 21, k), weight, (Bf16, F32), (false, true)));
+                    self.even(gemm((1, 5, k), weight, (F16, F16), (false, false)));
+                }
+                self.even(OpSig::QuantisedEmbed { tokens: 5, vocab: 37, hidden: k, table: weight, out: F32 });
+            }
+            if narrow {
+                self.even(OpSig::QuantisedEmbed {
+                    tokens: 3,
+                    vocab: 19,
+                    hidden: one,
+                    table: weight,
+                    out: Bf16,
+                });
+            }
+            if self.full {
+                for m in [2, 4, 5, 6, 7, 8, 9, 16, 31, 65] {
+                    self.even(gemm((m, 18, more), weight, (F32, F32), (false, false)));
+                    self.even(gemm((m, 40, more), weight, (Bf16, Bf16), (false, false)));
+                }
+                self.even(gemm((1, 131, 4 * more), weight, (F32, F32), (false, false)));
+                self.even(gemm((70, 129, more), weight, (F32, F32), (true, true)));
+                self.even(gemm((70, 129, more), weight, (F16, F32), (true, true)));
             }
         }
     }

@@ -1,10 +1,9 @@
-//! Operations with quantised weights: their meaning, operands and cases. The weights themselves are decoded by
+//! Operations with quantised weights: their meaning and operands. The weights themselves are decoded by
 //! the description ([`Quantised::decode`]), which no backend uses.
 
-use crate::cases::Builder;
 use mixfleet_hal::cast::{to_u32, to_usize};
 use mixfleet_hal::random::Stream;
-use mixfleet_hal::{CodeKind, DType, OpSig, Operand, Quantised, ScaleKind, ZeroKind};
+use mixfleet_hal::{CodeKind, DType, OpSig, Operand, Quantised, ZeroKind};
 
 /// The quantised weights of an operation: how, rows and columns. None for other operations.
 pub(crate) fn weights_of(sig: &OpSig) -> Option<(Quantised, u32, u32)> {
@@ -89,84 +88,4 @@ fn signed_below(code: CodeKind) -> f64 {
 
 fn sign(stream: &mut Stream) -> f64 {
     if stream.below(4) == 0 { -1.0 } else { 1.0 }
-}
-
-/// Whole rows share a scale.
-const WHOLE: u32 = 1 << 20;
-
-/// The formats that checkpoints have, and the other combinations of codes, scales and zeros.
-fn kinds() -> Vec<Quantised> {
-    use CodeKind::{E2m1, E4m3, I8, U4, U5, U6};
-    use ScaleKind as Scale;
-    use ZeroKind::{Middle, Minima, Points};
-    let of = |code, group_columns, scale, zero| Quantised {
-        code,
-        group_rows: 1,
-        group_columns,
-        scale,
-        zero,
-        outer: false,
-    };
-    vec![
-        of(U4, 32, Scale::Bf16, Middle),
-        of(U4, 32, Scale::Bf16, Points),
-        of(U4, 64, Scale::F16, Points),
-        of(U4, 128, Scale::F32, Middle),
-        of(U4, 32, Scale::F16, Middle),
-        of(U4, 32, Scale::F16, Minima),
-        of(U4, WHOLE, Scale::F32, Points),
-        of(U4, 32, Scale::I8, Minima),
-        of(U5, 32, Scale::I8, Minima),
-        of(U6, 16, Scale::I8, Middle),
-        of(U5, 32, Scale::F16, Points),
-        of(U6, 32, Scale::Bf16, Middle),
-        of(I8, 32, Scale::F16, Middle),
-        of(I8, WHOLE, Scale::Bf16, Middle),
-        of(I8, 64, Scale::F32, Points),
-        of(I8, 32, Scale::F16, Minima),
-        of(E4m3, WHOLE, Scale::Bf16, Middle),
-        Quantised { group_rows: 128, ..of(E4m3, 128, Scale::F32, Middle) },
-        Quantised { group_rows: 16, ..of(E4m3, 24, Scale::F32, Middle) },
-        Quantised { group_rows: WHOLE, ..of(I8, WHOLE, Scale::F32, Middle) },
-        of(E2m1, 32, Scale::F32, Middle),
-        Quantised::MXFP4,
-        Quantised::NVFP4,
-    ]
-}
-
-/// All cases with quantised weights.
-pub(crate) fn cases(b: &mut Builder) {
-    use DType::{Bf16, F16, F32};
-    let gemm = |(m, n, k), weight, (x, out), (bias, accumulate)| OpSig::QuantisedGemm {
-        m,
-        n,
-        k,
-        x,
-        weight,
-        out,
-        bias,
-        accumulate,
-    };
-    for weight in kinds() {
-        let (one, more) = if weight.scale == ScaleKind::I8 { (256, 768) } else { (32, 160) };
-        for (k, other) in [(one, more), (more, one)] {
-            b.even(gemm((1, 35, k), weight, (F32, F32), (true, true)));
-            b.even(gemm((3, 19, other), weight, (F32, F32), (false, false)));
-            b.even(gemm((17, 33, k), weight, (F32, F32), (false, true)));
-            b.even(gemm((2, 9, other), weight, (Bf16, Bf16), (true, false)));
-            b.even(gemm((9, 21, k), weight, (Bf16, F32), (false, true)));
-            b.even(gemm((1, 5, k), weight, (F16, F16), (false, false)));
-            b.even(OpSig::QuantisedEmbed { tokens: 5, vocab: 37, hidden: k, table: weight, out: F32 });
-        }
-        b.even(OpSig::QuantisedEmbed { tokens: 3, vocab: 19, hidden: one, table: weight, out: Bf16 });
-        if b.full {
-            for m in [2, 4, 5, 6, 7, 8, 9, 16, 31, 65] {
-                b.even(gemm((m, 18, more), weight, (F32, F32), (false, false)));
-                b.even(gemm((m, 40, more), weight, (Bf16, Bf16), (false, false)));
-            }
-            b.even(gemm((1, 131, 4 * more), weight, (F32, F32), (false, false)));
-            b.even(gemm((70, 129, more), weight, (F32, F32), (true, true)));
-            b.even(gemm((70, 129, more), weight, (F16, F32), (true, true)));
-        }
-    }
 }

@@ -1,13 +1,17 @@
 //! What the kernels reach, as ratios to this machine's limits measured in the same run:
-//! `cargo run --release -p mixfleet-cpu --example throughput [cpu@0 [gemm|attention|model|launch]]`.
-//! Limits: a plain read of 2 GiB by one thread per core, and the bf16 dot product in registers. Shapes:
-//! the projections of a 1.1 B model (hidden 2048, intermediate 5632, 32 heads, 4 KV heads of 64). Every
-//! figure is the best of several runs; GEMM weights are cycled through 400 MB so that no cache holds them.
+//! `cargo run --release -p mixfleet-cpu --example throughput [cpu@0
+//! [gemm|quantised|attention|model|launch]]`. Limits: a plain read of 2 GiB by one thread per core, and the
+//! bf16 dot product in registers. Shapes: the projections of a 1.1 B model (hidden 2048, intermediate 5632,
+//! 32 heads, 4 KV heads of 64). Every figure is the best of several runs; GEMM weights are cycled through 400
+//! MB so that no cache holds them.
 
 #![allow(unsafe_code, clippy::print_stdout)]
 
 use mixfleet_cpu::CpuBackend;
-use mixfleet_hal::{Backend, BufferUsage, Cmd, DType, Device, KvShape, OpSig, Queue, Scalar, Slice};
+use mixfleet_hal::{
+    Backend, BufferUsage, Cmd, CodeKind, DType, Device, KvShape, OpSig, Quantised, Queue, Scalar, ScaleKind,
+    Slice, ZeroKind,
+};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -42,6 +46,16 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             }
         }
     }
+    if wanted("quantised") {
+        for (name, weight) in formats() {
+            for (m, n, k) in
+                [(1, 2048, 2048), (1, 5632, 2048), (1, 2048, 5632), (8, 5632, 2048), (128, 5632, 2048)]
+            {
+                bench.quantised(name, weight, (m, n, k), DType::F32)?;
+            }
+            bench.quantised(name, weight, (512, 5632, 2048), DType::Bf16)?;
+        }
+    }
     if wanted("attention") {
         for (sequences, context) in [(1, 512), (1, 4096), (8, 512), (8, 4096)] {
             bench.decode(sequences, context)?;
@@ -64,7 +78,63 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
+/// Formats of weights by the name that files give them.
+fn formats() -> [(&'static str, Quantised); 6] {
+    let of = |code, group_columns, scale, zero| Quantised {
+        code,
+        group_rows: 1,
+        group_columns,
+        scale,
+        zero,
+        outer: false,
+    };
+    [
+        ("Q4_0", of(CodeKind::U4, 32, ScaleKind::F16, ZeroKind::Middle)),
+        ("int4 g32 bf16", of(CodeKind::U4, 32, ScaleKind::Bf16, ZeroKind::Points)),
+        ("Q4_K", of(CodeKind::U4, 32, ScaleKind::I8, ZeroKind::Minima)),
+        ("Q6_K", of(CodeKind::U6, 16, ScaleKind::I8, ZeroKind::Middle)),
+        ("Q8_0", of(CodeKind::I8, 32, ScaleKind::F16, ZeroKind::Middle)),
+        ("MXFP4", Quantised::MXFP4),
+    ]
+}
+
 impl Bench {
+    fn quantised(
+        &mut self,
+        name: &str,
+        weight: Quantised,
+        (m, n, k): (u32, u32, u32),
+        x: DType,
+    ) -> mixfleet_hal::Result<()> {
+        let sig = OpSig::QuantisedGemm { m, n, k, x, weight, out: x, bias: false, accumulate: false };
+        let bytes = weight.bytes(1, n, k);
+        let count = if m <= 32 { (WEIGHTS_BYTES / bytes).max(1) } else { 2 };
+        let input = self.alloc(u64::from(m) * u64::from(k) * x.size_bytes())?;
+        let output = self.alloc(u64::from(m) * u64::from(n) * x.size_bytes())?;
+        let mut commands = Vec::new();
+        for _ in 0..count {
+            let mut args = vec![input.clone()];
+            for part in weight.parts(1, n, k) {
+                args.push(self.alloc(part.elements() * part.dtype.size_bytes())?);
+            }
+            args.push(output.clone());
+            commands.push(Cmd::new(sig, &args)?);
+        }
+        let group =
+            if m <= 32 { usize::try_from((100_000_000 / bytes).clamp(1, count)).unwrap_or(1) } else { 1 };
+        let batches: Vec<Vec<Cmd>> = commands.chunks_exact(group).map(<[Cmd]>::to_vec).collect();
+        let seconds = self.best(&batches)? / group as f64;
+        let (rate, flops) = (bytes as f64 / seconds, sig.flops() / seconds);
+        println!(
+            "{name} {x} m {m:4} n {n:5} k {k}: {:7.1} us {:6.1} GB/s ({:3.0} % of read) {:6.1} GFLOP/s",
+            seconds * 1e6,
+            rate / 1e9,
+            100.0 * rate / self.read_rate,
+            flops / 1e9,
+        );
+        Ok(())
+    }
+
     /// Seconds of the fastest of several runs of `cmds`; repeated runs cycle through the batches.
     fn best(&mut self, batches: &[Vec<Cmd>]) -> mixfleet_hal::Result<f64> {
         let (mut best, start, mut runs) = (f64::INFINITY, Instant::now(), 0);

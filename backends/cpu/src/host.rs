@@ -68,6 +68,19 @@ impl HostMemory for MappedFile {
     }
 
     #[cfg(unix)]
+    fn unneeded(&self, range: std::ops::Range<usize>) {
+        let inside = |map: &&memmap2::Mmap| range.start < range.end && range.end <= map.len();
+        if let Some(map) = self.map.as_ref().filter(inside) {
+            // SAFETY: the mapping is of a file and never written to, so that the same bytes are read again.
+            let told = unsafe {
+                map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, range.start, range.len())
+            };
+            // else they stay until memory is short
+            let _ = told;
+        }
+    }
+
+    #[cfg(unix)]
     fn stamp(&self) -> Option<FileStamp> {
         use std::os::unix::fs::MetadataExt;
         let now = self.file.metadata().ok()?;

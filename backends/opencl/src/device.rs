@@ -315,6 +315,7 @@ impl Device for OpenClDevice {
             // a thread per row would leave a GPU idle; the host draws faster
             OpSig::Sample { .. } if self.shared.tuning == KernelTuning::Gpu => Support::No,
             _ if sig.check().is_err() => Support::No,
+            OpSig::QuantisedEmbed { .. } | OpSig::QuantisedGemm { .. } => Support::Native,
             _ if sig.operands().iter().any(|operand| operand.dtype == DType::F8E4m3) => Support::No,
             _ => Support::Native,
         }

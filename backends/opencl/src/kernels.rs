@@ -3,7 +3,7 @@
 use crate::device::KernelTuning;
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::op::Extent;
-use mixfleet_hal::{Cmd, DType, KvShape, OpSig, Scoring, Slice};
+use mixfleet_hal::{Cmd, CodeKind, DType, KvShape, OpSig, Quantised, Scoring, Slice, ZeroKind};
 
 /// Threads per group, in kernels with and without barriers; `common.h` repeats the former.
 const GROUP: usize = 64;
@@ -45,6 +45,7 @@ impl ProgramKey {
             "merge.c" => &[portable!("merge.c")],
             "rows.c" => &[portable!("rows.c")],
             "sample.c" => &[portable!("sample.c")],
+            "quantised.c" => &[portable!("gemm.h"), portable!("quantised.c")],
             "rows.cl" => &[WIDE, include_str!("kernels/rows.cl")],
             "route.c" => &[portable!("route.c")],
             "grouped.c" => &[portable!("grouped.h"), portable!("grouped.c")],
@@ -225,6 +226,7 @@ fn single(cmd: &Cmd, tuning: KernelTuning) -> Work {
         }
         OpSig::Gemm { .. } => gemm(cmd.sig(), args, tuning),
         OpSig::GroupedGemm { .. } => grouped(cmd.sig(), args, tuning),
+        OpSig::QuantisedGemm { .. } | OpSig::QuantisedEmbed { .. } => quantised(cmd.sig(), args),
         OpSig::AttnPrefill { .. } | OpSig::AttnDecode { .. } => attention(cmd.sig(), args, tuning),
         OpSig::Route { .. } => unreachable!("planned as two kernels"),
     }
@@ -345,6 +347,63 @@ fn gemm(sig: &OpSig, mut args: Vec<Arg>, tuning: KernelTuning) -> Work {
         KernelTuning::Gpu => options(&[("VEC", &vector(k.into(), tuning))]),
     };
     launch(file, kernel, dtypes + &shape, args, grid)
+}
+
+/// The operands of quantised weights as the kernels take them: of each kind one, repeated where the format
+/// has none.
+fn all_parts(quantised: &Quantised, columns: u32, args: &mut Vec<Arg>) {
+    let there: Vec<&str> = quantised.parts(1, 1, columns).iter().map(|part| part.name).collect();
+    let names = ["codes", "high", "scales", "zeros", "supers", "outer"];
+    let mut given = args.splice(1..=there.len(), []).collect::<Vec<_>>().into_iter();
+    let first = args[0].clone();
+    let all = names.map(|name| there.contains(&name).then(|| given.next()).flatten());
+    let all = all.map(|arg| arg.unwrap_or_else(|| first.clone()));
+    args.splice(1..1, all);
+}
+
+fn quantised_options(quantised: &Quantised) -> String {
+    let code = CodeKind::ALL.iter().position(|code| *code == quantised.code).unwrap_or_default();
+    let scale = quantised.scale.dtype().unwrap_or(DType::U32);
+    let zero = match quantised.zero {
+        ZeroKind::Middle => 0,
+        ZeroKind::Points => 1,
+        ZeroKind::Minima => 2,
+    };
+    let (supers, outer) = (quantised.supers(), u32::from(quantised.outer));
+    let macros: [(&str, &dyn std::fmt::Display); 6] = [
+        ("CODE", &code),
+        ("SCALE", &scale),
+        ("ZERO", &zero),
+        ("SUPERS", &supers),
+        ("OUTER", &outer),
+        ("WEIGHT", &DType::F32),
+    ];
+    options(&macros)
+}
+
+fn quantised(sig: &OpSig, mut args: Vec<Arg>) -> Work {
+    match *sig {
+        OpSig::QuantisedGemm { m, n, k, x, weight, out, bias, accumulate } => {
+            all_parts(&weight, k, &mut args);
+            if !bias {
+                args.insert(7, args[0].clone()); // never read
+            }
+            args.extend([m, n, k, u32::from(bias), u32::from(accumulate)].map(Arg::U32));
+            args.extend([weight.group_rows, weight.group_columns].map(Arg::U32));
+            let macros = options(&[("X", &x), ("OUT", &out)]) + &quantised_options(&weight);
+            let grid = ([n as usize * GROUP, m.div_ceil(ROWS) as usize, 1], [GROUP, 1, 1]);
+            launch("quantised.c", "quantised_gemm", macros, args, grid)
+        }
+        OpSig::QuantisedEmbed { tokens, vocab, hidden, table, out } => {
+            all_parts(&table, hidden, &mut args);
+            let count = u64::from(tokens) * u64::from(hidden);
+            args.extend([Arg::U32(vocab), Arg::U32(hidden), Arg::U64(count)]);
+            args.extend([table.group_rows, table.group_columns].map(Arg::U32));
+            let macros = options(&[("X", &DType::F32), ("OUT", &out)]) + &quantised_options(&table);
+            launch("quantised.c", "quantised_embed", macros, args, each(count))
+        }
+        _ => unreachable!("called for quantised weights"),
+    }
 }
 
 fn attention(sig: &OpSig, mut args: Vec<Arg>, tuning: KernelTuning) -> Work {

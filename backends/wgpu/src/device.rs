@@ -264,7 +264,10 @@ impl Device for WgpuDevice {
             }
             _ => true,
         };
-        let known = sig.operands().iter().all(|operand| operand.dtype != DType::F8E4m3);
+        let known = sig.operands().iter().all(|operand| {
+            // scales of quantised weights are read byte by byte
+            operand.dtype != DType::F8E4m3 || matches!(operand.name, "scales" | "zeros")
+        });
         if supported && known && Planner::supports(self.shared.demands, sig) {
             Support::Native
         } else {

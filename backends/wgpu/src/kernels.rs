@@ -14,6 +14,7 @@ pub(crate) enum File {
     Rows,
     Sample,
     Gemm,
+    Quantised,
     Kv,
     Attention,
     Merge,
@@ -22,11 +23,12 @@ pub(crate) enum File {
 }
 
 impl File {
-    const ALL: [File; 9] = [
+    const ALL: [File; 10] = [
         File::Elements,
         File::Rows,
         File::Sample,
         File::Gemm,
+        File::Quantised,
         File::Kv,
         File::Attention,
         File::Merge,
@@ -40,6 +42,7 @@ impl File {
             File::Rows => include_str!("kernels/rows.wgsl"),
             File::Sample => include_str!("kernels/sample.wgsl"),
             File::Gemm => include_str!("kernels/gemm.wgsl"),
+            File::Quantised => include_str!("kernels/quantised.wgsl"),
             File::Kv => include_str!("kernels/kv.wgsl"),
             File::Attention => include_str!("kernels/attention.wgsl"),
             File::Merge => include_str!("kernels/merge.wgsl"),

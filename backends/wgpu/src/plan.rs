@@ -22,6 +22,7 @@ mod attention;
 mod experts;
 mod gemm;
 mod kv;
+mod quantised;
 mod sample;
 #[cfg(test)]
 mod tests;
@@ -215,6 +216,8 @@ impl Planner {
                 self.kv(sig, operands)?;
             }
             (OpSig::Gemm { .. }, _) => self.gemm(sig, operands)?,
+            (OpSig::QuantisedGemm { .. }, _) => self.quantised_gemm(sig, operands)?,
+            (OpSig::QuantisedEmbed { .. }, _) => self.quantised_embed(sig, operands)?,
             (OpSig::Sample { .. }, _) => self.sample(sig, operands)?,
             (OpSig::Route { .. }, _) => self.route(sig, operands)?,
             (OpSig::GroupedGemm { .. }, _) => self.grouped(sig, operands)?,

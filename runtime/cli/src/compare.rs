@@ -282,10 +282,12 @@ fn compare(args: &CompareArgs) -> Result<Comparison> {
 /// The demand of a known model, or of the shape in a directory's `config.json`.
 fn model_demand(args: &CompareArgs) -> Result<Demand> {
     let directory = Path::new(&args.model);
-    let (shape, tied_embeddings) = if directory.is_dir() {
+    let is_gguf = directory.is_file() && directory.extension().is_some_and(|end| end == "gguf");
+    let (shape, tied_embeddings) = if directory.is_dir() || is_gguf {
         let config = ModelConfig::open(directory)
             .with_context(|| format!("cannot read the model's shape in {}", directory.display()))?;
-        let stored = args.dtype.unwrap_or(StoredAs::Plain(config.dtype));
+        let stored =
+            args.dtype.unwrap_or(config.format.map_or(StoredAs::Plain(config.dtype), StoredAs::Quantised));
         let shape = config.cost_shape(stored.plain(), stored.kv(), PAGE_TOKENS);
         let weight = stored.plain();
         (ModelShape { weight, ..shape.stored_as(stored.format()) }, config.tied_embeddings)

@@ -107,9 +107,13 @@ fn has_no_weights(directory: &Path) -> bool {
 /// Why nothing there can be a checkpoint, if so, and what to do.
 fn misnamed(path: &Path) -> Option<String> {
     let shown = path.display();
-    if path.is_file() {
+    let is_gguf = path.extension().is_some_and(|end| end.eq_ignore_ascii_case("gguf"));
+    if path.is_file() && !is_gguf {
         let folder = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        return Some(format!("{shown} is a file: name the directory that it is in, {}", folder.display()));
+        return Some(format!(
+            "{shown} is a file and no GGUF file: name the directory that it is in, {}",
+            folder.display()
+        ));
     }
     let text = path.to_str()?;
     let is_hub_id = !path.exists() && !text.starts_with(['.', '/', '~']) && text.split('/').count() == 2;
@@ -149,6 +153,7 @@ fn open(directory: &Path) -> Result<Loading> {
         .context("mixfleet needs the checkpoint's fast tokenizer, the file tokenizer.json")?;
     let template = ChatTemplate::open(directory)?;
     let absolute = directory.canonicalize().unwrap_or_else(|_| directory.to_path_buf());
-    let name = absolute.file_name().map_or_else(|| "model".into(), |n| n.to_string_lossy().into_owned());
+    let named = if directory.is_file() { absolute.file_stem() } else { absolute.file_name() };
+    let name = named.map_or_else(|| "model".into(), |n| n.to_string_lossy().into_owned());
     Ok((name, checkpoint, random, tokenizer, template))
 }

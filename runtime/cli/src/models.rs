@@ -1,4 +1,6 @@
-//! Implements `mixfleet models`: the shapes of known models.
+//! Implements `mixfleet models`: the shapes of known models, and whether a checkpoint would be served.
+
+mod check;
 
 use crate::Usage;
 use crate::screen;
@@ -9,18 +11,25 @@ use mixfleet_hal::{DType, StoredAs, WeightFormat};
 use mixfleet_scheduler::models::{KnownModel, find, models};
 use serde_json::{Map, Value, json};
 use std::io::Write;
+use std::path::PathBuf;
 
 #[derive(Debug, Args)]
 pub(crate) struct ModelsArgs {
     /// Show one model in full
     #[arg(value_name = "NAME")]
     name: Option<String>,
+    /// Say whether a checkpoint directory or GGUF file would be served, and what memory it takes
+    #[arg(long, value_name = "PATH", conflicts_with = "name")]
+    check: Option<PathBuf>,
     /// Print JSON
     #[arg(long)]
     json: bool,
 }
 
 pub(crate) fn run(args: &ModelsArgs) -> Result<()> {
+    if let Some(path) = &args.check {
+        return check::run(path, args.json);
+    }
     let found = args.name.as_deref().map(find).transpose().map_err(|error| Usage(error.to_string()))?;
     let mut out = screen::output(args.json);
     if args.json {

@@ -37,8 +37,8 @@ macro_rules! tests {
 
 tests! {
     api_keys certificates chat_body chat_template completion_body config_json descriptor device_profile
-    engine_profile event_log fleet_file http_address http_connection kv_write part_file pool_files registry_record
-    remote_device rpc_message safetensors safetensors_index tcp_stream tokenizer_config tokenizer_json trace
+    engine_profile event_log fleet_file gguf http_address http_connection kv_write part_file pool_files
+    registry_record remote_device rpc_message safetensors safetensors_index tcp_stream tokenizer_config tokenizer_json trace
     traceparent wire_words
 }
 

@@ -2,8 +2,9 @@
 
 use crate::model::experts::Mixture;
 use crate::model::graph::StepShape;
-use crate::model::{ExpertWeights, ModelConfig, Tensor, Weights};
-use mixfleet_hal::{DType, Device, Error, OpSig, Result, Scalar, Support};
+use crate::model::product::{embedding, product};
+use crate::model::{ExpertWeights, MlpWeights, ModelConfig, Tensor, Weights};
+use mixfleet_hal::{DType, Device, Error, MatrixKind, OpSig, Result, Scalar, Support};
 
 /// Checks that the device supports the operations with weights that differ between models.
 pub(super) fn check_products(
@@ -14,21 +15,16 @@ pub(super) fn check_products(
 ) -> Result<()> {
     let (x, heads, head_dim) = (shape.activations, c.heads, c.head_dim);
     let layer = &weights.layers[0];
-    let gemm = |weight, out| {
-        let (m, n, k) = (1, c.hidden, c.hidden);
-        OpSig::Gemm { m, n, k, x, weight, out, bias: c.qkv_bias, accumulate: false }
-    };
-    let needed = [
+    let gemm = |weight: &Tensor, shape, out| product(1, shape, (x, weight.kind(), out), c.qkv_bias, false);
+    let q_cols = heads * head_dim;
+    let plain = MatrixKind::Plain(DType::F32);
+    let mut needed = vec![
         // that of the embedding, or of rows of the rope table
-        OpSig::Embed {
-            tokens: 1,
-            vocab: c.vocab,
-            hidden: c.hidden,
-            table: weights.embed.as_ref().map_or(DType::F32, |embed| embed.dtype),
-            out: DType::F32,
-        },
-        gemm(layer.q.dtype, x),
-        gemm(weights.head.as_ref().map_or(layer.q.dtype, |head| head.lm_head.dtype), DType::F32),
+        embedding(1, c.vocab, c.hidden, weights.embed.as_ref().map_or(plain, Tensor::kind)),
+        gemm(&layer.q, (q_cols, c.hidden), x),
+        gemm(&layer.k, (c.kv_heads * head_dim, c.hidden), x),
+        gemm(&layer.v, (c.kv_heads * head_dim, c.hidden), x),
+        gemm(&layer.o, (c.hidden, q_cols), DType::F32),
         OpSig::RmsNorm {
             rows: 1,
             cols: c.hidden,
@@ -40,6 +36,13 @@ pub(super) fn check_products(
         OpSig::Rope { tokens: 1, heads, head_dim, x },
         OpSig::SiluMul { elements: 1, x },
     ];
+    if let Some(MlpWeights { gate, up, down, .. }) = &layer.mlp {
+        let inner = c.experts_of(0).map_or(c.intermediate, |experts| experts.shared);
+        needed.extend([gate, up].map(|weight| gemm(weight, (inner, c.hidden), x)));
+        needed.push(gemm(down, (c.hidden, inner), DType::F32));
+    }
+    needed.extend(weights.head.as_ref().map(|head| gemm(&head.lm_head, (c.vocab, c.hidden), DType::F32)));
+    needed.dedup();
     check_support(device, &needed)?;
     let layers = weights.layers.iter().filter_map(|layer| layer.experts.as_ref());
     match (&c.experts, layers.into_iter().next()) {

@@ -3,6 +3,7 @@
 
 use super::error::{Error, Result};
 use super::fields::{Fields, read_object_if_present};
+use super::gguf::{self, GgufFile, is_gguf};
 use super::strftime::strftime;
 use minijinja::value::{Kwargs, Serde, StringInput, ValueKind};
 use minijinja::{Environment, ErrorKind, State, Value, context};
@@ -138,13 +139,16 @@ pub struct ChatTemplate {
 }
 
 impl ChatTemplate {
-    /// Reads the template of a checkpoint directory: `chat_template.jinja`, or else `chat_template` of
-    /// `tokenizer_config.json` (a string, or a list of named ones, of which `default` counts). `None` if
-    /// there is neither: such a model completes text but does not chat.
+    /// Reads the template of a GGUF file or of a checkpoint directory: `chat_template.jinja`, or else
+    /// `chat_template` of `tokenizer_config.json` (a string, or a list of named ones, of which `default`
+    /// counts). `None` if there is neither: such a model completes text but does not chat.
     ///
     /// # Errors
     /// When a file cannot be read, or the template is not valid Jinja.
     pub fn open(directory: &Path) -> Result<Option<Self>> {
+        if is_gguf(directory) {
+            return gguf::template(&GgufFile::open(directory)?);
+        }
         let config_file = directory.join(CONFIG_FILE);
         let object = read_object_if_present(&config_file)?.unwrap_or_default();
         let fields = Fields::new(&config_file, &object);

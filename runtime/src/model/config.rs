@@ -2,7 +2,7 @@
 
 use super::experts::Mixture;
 use mixfleet_hal::cast::to_u32;
-use mixfleet_hal::{DType, KvShape};
+use mixfleet_hal::{DType, KvShape, WeightFormat};
 use mixfleet_scheduler::cost::{AttnSplit, MemberShare, ModelShape, Partition};
 
 /// A decoder of the Llama family: pre-norm blocks of grouped-query attention and SwiGLU, with the
@@ -45,8 +45,10 @@ pub struct ModelConfig {
     pub windows: Vec<Option<u32>>,
     /// Rotary position embedding.
     pub rope: Rope,
-    /// The dtype that most weights are stored in.
+    /// The dtype that most weights are stored in that are not quantised.
     pub dtype: DType,
+    /// The format of the layers' matrices, if they are quantised.
+    pub format: Option<WeightFormat>,
     /// Ids that end an answer (`generation_config.json`, else `config.json`).
     pub eos_ids: Vec<u32>,
     /// Id that the tokenizer's own rules put in front of a prompt, if the checkpoint names one.
@@ -128,7 +130,7 @@ impl ModelConfig {
             o_bias: self.o_bias,
             mlp_bias: self.mlp_bias,
             qk_norm: self.qk_norm,
-            format: None,
+            format: self.format,
             experts: self.experts.as_ref().map(Mixture::cost),
             latent: None,
             linear: None,

@@ -6,7 +6,9 @@
 use super::config::ModelConfig;
 use super::error::Result;
 use super::load::Checkpoint;
+use super::made::MadePart;
 use mixfleet_hal::memory::FileStamp;
+use std::ops::Range;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use xxhash_rust::xxh3::{Xxh3, xxh3_128};
@@ -24,6 +26,8 @@ pub struct Digesting<'a> {
 struct Piece<'a> {
     bytes: &'a [u8],
     digest: OnceLock<u128>,
+    /// The shard and the bytes of it, if a copy of them in another order is what is used.
+    copied: Option<(usize, Range<usize>)>,
 }
 
 impl Checkpoint {
@@ -57,14 +61,35 @@ impl Checkpoint {
         for (name, dtype, shape) in self.directory() {
             hash.update(format!("{name} {dtype} {shape:?};").as_bytes());
         }
+        for (name, made) in &self.made {
+            hash.update(format!("{name} {} {} {};", made.kind, made.rows, made.columns).as_bytes());
+        }
         hash
     }
 
     /// Begins a digest of configuration and weights.
     pub fn digesting(&self) -> Digesting<'_> {
         let tensors = self.directory().into_iter().filter_map(|(name, ..)| self.bytes(name));
-        let pieces = tensors.flat_map(|tensor| tensor.chunks(PIECE_BYTES));
-        let pieces = pieces.map(|bytes| Piece { bytes, digest: OnceLock::new() }).collect();
+        let mut pieces: Vec<Piece<'_>> = tensors
+            .flat_map(|tensor| tensor.chunks(PIECE_BYTES))
+            .map(|bytes| Piece { bytes, digest: OnceLock::new(), copied: None })
+            .collect();
+        for made in self.made.values() {
+            let mut parts: Vec<&MadePart> = made.parts.iter().collect();
+            parts.dedup_by(|a, b| {
+                let (a, b) = (a.source(), b.source());
+                (a.shard, &a.range) == (b.shard, &b.range)
+            });
+            for part in parts {
+                let (source, copied) = (part.source(), matches!(part, MadePart::Made(..)));
+                let chunks = source.bytes(&self.shards).chunks(PIECE_BYTES).enumerate();
+                pieces.extend(chunks.map(|(at, bytes)| {
+                    let start = source.range.start + at * PIECE_BYTES;
+                    let copied = copied.then(|| (source.shard, start..start + bytes.len()));
+                    Piece { bytes, digest: OnceLock::new(), copied }
+                }));
+            }
+        }
         Digesting { checkpoint: self, pieces, next: AtomicUsize::new(0) }
     }
 }
@@ -79,6 +104,9 @@ impl Digesting<'_> {
     pub fn work(&self, done: &dyn Fn(u64)) {
         while let Some(piece) = self.pieces.get(self.next.fetch_add(1, Ordering::Relaxed)) {
             let _ = piece.digest.set(xxh3_128(piece.bytes));
+            if let Some((shard, range)) = &piece.copied {
+                self.checkpoint.shards[*shard].unneeded(range.clone());
+            }
             done(piece.bytes.len() as u64);
         }
     }
@@ -101,7 +129,7 @@ impl Digesting<'_> {
 
     fn value(&self) -> String {
         let mut hash = self.checkpoint.shape();
-        for Piece { bytes, digest } in &self.pieces {
+        for Piece { bytes, digest, .. } in &self.pieces {
             hash.update(&digest.get_or_init(|| xxh3_128(bytes)).to_le_bytes());
         }
         format!("{:032x}", hash.digest128())

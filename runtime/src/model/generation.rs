@@ -2,6 +2,7 @@
 
 use super::error::Result;
 use super::fields::{Fields, read_object_if_present};
+use super::gguf::is_gguf;
 use mixfleet_hal::cast::to_f32;
 use std::path::Path;
 
@@ -22,11 +23,14 @@ pub struct GenerationDefaults {
 }
 
 impl GenerationDefaults {
-    /// Those of a checkpoint directory; none without the file.
+    /// Those of a checkpoint directory; none without the file, and none of a GGUF file.
     ///
     /// # Errors
     /// The error names the file and the field.
     pub fn open(directory: &Path) -> Result<Self> {
+        if is_gguf(directory) {
+            return Ok(GenerationDefaults::default());
+        }
         let file = directory.join("generation_config.json");
         let object = read_object_if_present(&file)?.unwrap_or_default();
         let fields = Fields::new(&file, &object);

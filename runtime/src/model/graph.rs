@@ -8,7 +8,7 @@ use super::arena::{Arena, Packer, rows_of, table_row};
 use super::attention::{Attention, AttentionArena, AttentionInputs, AttentionSizes, AttentionTables, zeros};
 use super::draws::{DrawArena, DrawInput, DrawOutputs, DrawSizes};
 use super::mixture::MlpStep;
-use super::product::{Out, gemm};
+use super::product::{Out, embedding, gemm};
 use super::reach::visible;
 use super::rope_table::RopeTable;
 use super::{HeadWeights, ModelConfig, Tensor, Weights};
@@ -386,11 +386,13 @@ impl Forward {
     /// The commands for the token embedding, where the first layers are, and for the rows of the rope table.
     pub fn embed(&self, Pass { sizes, inputs, .. }: &Pass) -> Result<Vec<Cmd>> {
         let (vocab, hidden, tokens) = (self.config.vocab, self.config.hidden, sizes.rows.tokens);
-        let embedding = self.weights()?.embed.as_ref().map(|table| {
-            let sig = OpSig::Embed { tokens, vocab, hidden, table: table.dtype, out: DType::F32 };
-            Cmd::new(sig, &[inputs.ids.clone(), table.slice.clone(), self.residual(tokens)])
+        let lookup = self.weights()?.embed.as_ref().map(|table| {
+            let mut args = vec![inputs.ids.clone()];
+            args.extend(table.arrays().cloned());
+            args.push(self.residual(tokens));
+            Cmd::new(embedding(tokens, vocab, hidden, table.kind()), &args)
         });
-        let mut list = Vec::from_iter(embedding.transpose()?);
+        let mut list = Vec::from_iter(lookup.transpose()?);
         list.push(self.rope.rows(&inputs.positions, tokens, &self.cos_sin(tokens))?);
         Ok(list)
     }

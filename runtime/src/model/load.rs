@@ -3,7 +3,11 @@
 use super::config::ModelConfig;
 use super::error::{Error, Result};
 use super::fields::{Fields, check_regular, read_object_if_present};
+use super::gguf::{self, is_gguf};
+use super::made::{MadeMatrix, SourceTensor};
 use super::names::Cut;
+use super::quantisation::{Quantisation, float_dtype, side};
+use super::schemes::FoundTensor;
 use super::{header, names};
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::{DType, FileMapper, HostMemory};
@@ -25,6 +29,8 @@ pub struct Checkpoint {
     pub config: ModelConfig,
     pub(super) shards: Vec<Arc<dyn HostMemory>>,
     pub(super) tensors: HashMap<String, Location>,
+    /// Matrices that are quantised, or stored in another order.
+    pub(super) made: BTreeMap<String, MadeMatrix>,
 }
 
 /// The position of a tensor. If its range is shorter than the tensor, its elements are those of the range
@@ -119,12 +125,16 @@ struct Shard {
 }
 
 impl Checkpoint {
-    /// Loads the checkpoint in `directory`: `config.json`, `generation_config.json` where present, and
-    /// `model.safetensors` or the shards of `model.safetensors.index.json`. Nothing is copied.
+    /// Loads the checkpoint in `directory`, which may also be a GGUF file: `config.json`,
+    /// `generation_config.json` where present, and `model.safetensors` or the shards of
+    /// `model.safetensors.index.json`. Nothing is copied.
     ///
     /// # Errors
     /// The error names the file, and the field or tensor, that is missing, damaged or unsupported.
     pub fn open(directory: &Path, mapper: &dyn FileMapper) -> Result<Self> {
+        if is_gguf(directory) {
+            return gguf::open(directory, mapper);
+        }
         OTHER_FILES.iter().try_for_each(|name| check_regular(&directory.join(name)))?;
         let mut config = ModelConfig::open(directory)?;
         let shards = open_shards(directory, mapper)?;
@@ -137,8 +147,24 @@ impl Checkpoint {
                 }
             }
         }
-        let mut tensors = HashMap::new();
+        let quantisation = Quantisation::open(directory)?;
+        let find = |name: &str| {
+            let (shard, entry) = found.get(name)?;
+            let source = SourceTensor { shard: *shard, range: entry.range.clone() };
+            Some(FoundTensor { source, dtype: entry.dtype.clone(), shape: entry.shape.clone() })
+        };
+        let (mut tensors, mut made) = (HashMap::new(), BTreeMap::new());
         for (name, shape) in names::shapes(&config) {
+            let plain =
+                found.get(name.as_str()).is_some_and(|(_, entry)| float_dtype(&entry.dtype).is_some());
+            let module = name.strip_suffix(".weight").filter(|_| !plain && shape.len() == 2);
+            if let Some((module, scheme)) = module.and_then(|m| Some((m, quantisation.scheme(m)?))) {
+                let matrix = scheme.matrix(module, (side(shape[0]), side(shape[1])), &find);
+                let matrix =
+                    matrix.map_err(|(tensor, problem)| Error::tensor(directory, &tensor, problem))?;
+                made.insert(name, matrix);
+                continue;
+            }
             let Some(&(shard, entry)) = found.get(name.as_str()) else {
                 let problem = format!("missing, expected {shape:?} for this {}", config.family);
                 return Err(Error::tensor(directory, &name, problem));
@@ -150,7 +176,7 @@ impl Checkpoint {
             config.dtype = dtype;
         }
         let shards = shards.into_iter().map(|shard| shard.memory).collect();
-        Ok(Checkpoint { config, shards, tensors })
+        Ok(Checkpoint { config, shards, tensors, made })
     }
 
     /// A checkpoint of tensors in memory.
@@ -181,16 +207,17 @@ impl Checkpoint {
             let range = arena.append(&part.bytes);
             tensors.insert(name, Location { dtype: part.dtype, shape, shard: 0, range });
         }
-        Ok(Checkpoint { config, shards: vec![Arc::new(arena)], tensors })
+        Ok(Checkpoint { config, shards: vec![Arc::new(arena)], tensors, made: BTreeMap::new() })
     }
 
     /// Bytes of all parameters as stored.
     pub fn size_bytes(&self) -> u64 {
-        self.tensors.values().map(Location::bytes).sum()
+        let made: u64 = self.made.values().map(MadeMatrix::size_bytes).sum();
+        self.tensors.values().map(Location::bytes).sum::<u64>() + made
     }
 
-    /// The stored elements of a tensor, or `None` where the model has no such tensor. They are all of them,
-    /// except in a [repeating](super::RandomCheckpoint::repeating) checkpoint.
+    /// The stored elements of a tensor, or `None` where the model has no such tensor or makes it of others.
+    /// They are all of them, except in a [repeating](super::RandomCheckpoint::repeating) checkpoint.
     pub fn bytes(&self, name: &str) -> Option<&[u8]> {
         let tensor = self.tensors.get(name)?;
         self.shards[tensor.shard].as_bytes().get(tensor.range.clone())
@@ -198,6 +225,9 @@ impl Checkpoint {
 
     /// A tensor as `f64`, for the oracle; `None` where the model has no such tensor.
     pub fn values(&self, name: &str) -> Option<Vec<f64>> {
+        if let Some(made) = self.made.get(name) {
+            return made.values(&self.shards);
+        }
         let location = self.tensors.get(name)?;
         let mut values = location.dtype.decode(self.bytes(name)?);
         if location.repeats() {
@@ -207,7 +237,7 @@ impl Checkpoint {
         Some(values)
     }
 
-    /// Name, dtype and shape of every tensor, sorted by name.
+    /// Name, dtype and shape of every tensor that is stored as it is used, sorted by name.
     pub fn directory(&self) -> Vec<(&str, DType, &[u64])> {
         let mut all: Vec<_> =
             self.tensors.iter().map(|(name, t)| (name.as_str(), t.dtype, t.shape.as_slice())).collect();
@@ -258,14 +288,9 @@ fn open_shards(directory: &Path, mapper: &dyn FileMapper) -> Result<Vec<Shard>> 
 
 /// The dtype of a tensor that must have `shape`.
 fn check(file: &Path, name: &str, entry: &header::Entry, shape: &[u64]) -> Result<DType> {
-    let dtype = match entry.dtype.as_str() {
-        "F32" => DType::F32,
-        "BF16" => DType::Bf16,
-        "F16" => DType::F16,
-        other => {
-            let problem = format!("dtype {other} is not supported; supported: F32, BF16, F16");
-            return Err(Error::tensor(file, name, problem));
-        }
+    let Some(dtype) = float_dtype(&entry.dtype) else {
+        let problem = format!("dtype {} is not supported; supported: F32, BF16, F16", entry.dtype);
+        return Err(Error::tensor(file, name, problem));
     };
     if entry.shape != shape {
         let problem = format!("shape {:?}, expected {shape:?} by config.json", entry.shape);

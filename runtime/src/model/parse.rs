@@ -7,7 +7,10 @@ use super::config::ModelConfig;
 use super::error::{Error, Result};
 use super::experts::Mixture;
 use super::fields::{Fields, read_object, read_object_if_present};
+use super::gguf::{self, GgufFile, is_gguf};
+use super::quantisation::Quantisation;
 use super::rope;
+use super::schemes::Scheme;
 use mixfleet_hal::DType;
 use mixfleet_hal::cast::to_f32;
 use serde_json::{Map, Value};
@@ -87,14 +90,18 @@ const FAMILIES: [Family; 7] = [
 ];
 
 impl ModelConfig {
-    /// Reads `config.json` and, if present, `generation_config.json` of a checkpoint directory.
+    /// Reads `config.json` and, if present, `generation_config.json` of a checkpoint directory, or the header
+    /// of a GGUF file.
     ///
     /// # Errors
     /// The error names the file and the field, and says what is supported.
     pub fn open(directory: &Path) -> Result<Self> {
+        if is_gguf(directory) {
+            return gguf::config(&GgufFile::open(directory)?, None);
+        }
         let file = directory.join("config.json");
         if !file.exists() && holds_gguf(directory) {
-            let problem = "GGUF is not supported; supported: a directory with config.json and safetensors";
+            let problem = "there is no config.json, and a GGUF file: name that file";
             return Err(Error::file(directory, problem));
         }
         let mut config = Self::parse(&file, &read_object(&file)?)?;
@@ -146,17 +153,17 @@ impl ModelConfig {
             windows: windows(&fields, family, layers)?,
             rope: rope::parse(&fields, head_dim, context_max)?,
             dtype: dtype(&fields)?,
+            format: Quantisation::parse(&fields)?.first().map(Scheme::format),
             eos_ids: fields.token_ids("eos_token_id")?.unwrap_or_default(),
             bos_id: fields.token_ids("bos_token_id")?.and_then(|ids| ids.first().copied()),
         })
     }
 }
 
-/// Whether the path is a GGUF file, or a directory that contains one.
+/// Whether a directory contains a GGUF file.
 fn holds_gguf(path: &Path) -> bool {
-    let is_gguf = |path: &Path| path.extension().is_some_and(|kind| kind == "gguf");
     let mut inside = std::fs::read_dir(path).into_iter().flatten().flatten();
-    is_gguf(path) || inside.any(|entry| is_gguf(&entry.path()))
+    inside.any(|entry| is_gguf(&entry.path()))
 }
 
 fn family(fields: &Fields) -> Result<&'static Family> {
@@ -186,10 +193,6 @@ fn family(fields: &Fields) -> Result<&'static Family> {
 fn reject_unsupported(fields: &Fields) -> Result<()> {
     if let Some(activation) = fields.text("hidden_act")?.filter(|name| *name != "silu" && *name != "swish") {
         return Err(fields.error("hidden_act", format!("'{activation}' is not supported; supported: silu")));
-    }
-    if fields.get("quantization_config").is_some() {
-        let problem = "quantized weights are not supported; supported: float32, bfloat16 and float16 weights";
-        return Err(fields.error("quantization_config", problem));
     }
     Ok(())
 }

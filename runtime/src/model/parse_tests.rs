@@ -167,7 +167,7 @@ fn what_is_not_supported_is_named_with_what_is() {
         (json!({"model_type": null}), "field 'model_type': missing; supported: llama"),
         (json!({"architectures": ["LlamaForSequenceClassification"]}), "field 'architectures'"),
         (json!({"hidden_act": "gelu"}), "field 'hidden_act': 'gelu' is not supported; supported: silu"),
-        (json!({"quantization_config": {"bits": 4}}), "field 'quantization_config'"),
+        (json!({"quantization_config": {"bits": 4}}), "field 'quantization_config.quant_method'"),
         (json!({"hidden_size": null}), "field 'hidden_size': missing"),
         (json!({"hidden_size": 0}), "field 'hidden_size': 0, expected a whole number from 1 to"),
         (json!({"hidden_size": 1u64 << 40}), "field 'hidden_size'"),

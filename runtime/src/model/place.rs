@@ -4,11 +4,13 @@ use super::config::ModelConfig;
 use super::error::{Error, Result};
 use super::experts::{self, Mixture, SHARED, SHARED_GATE};
 use super::load::{Checkpoint, Location};
+use super::made::{MadeMatrix, MadePart};
 use super::names::{self, Cut};
 use super::random::RandomCheckpoint;
 use super::weights::{ExpertWeights, HeadWeights, LayerWeights, MlpWeights, Tensor, Weights};
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::{
-    BufferUsage, Cmd, DType, Device, DeviceLimits, ErrorKind, HostMemory, OpSig, Queue, Slice,
+    BufferUsage, Cmd, DType, Device, DeviceLimits, ErrorKind, HostMemory, MatrixKind, OpSig, Queue, Slice,
 };
 use mixfleet_scheduler::cost::{MemberShare, MemberWork};
 use std::collections::HashMap;
@@ -75,11 +77,25 @@ impl Checkpoint {
     ) -> Result<Weights> {
         let limits = device.limits();
         let imports = self.import(device, &limits)?;
-        let total = cuts.iter().map(|(name, cut)| self.stored(name).1.bytes_of(cut)).sum();
+        let mut total = 0;
+        for (name, cut) in &cuts {
+            total += match self.made_for(name) {
+                Some((_, made)) => made.cut(cut).map_err(|problem| self.trouble(name, problem))?.size_bytes(),
+                None => self.stored(name).1.bytes_of(cut),
+            };
+        }
         let mut done = 0;
         let mut placed = HashMap::with_capacity(cuts.len());
         let mut queue = None;
         for (name, cut) in cuts {
+            if let Some((stored, made)) = self.made_for(&name) {
+                let mut part = |part| progress(done + part, total);
+                let (tensor, bytes) = self.place_made(device, (stored, made, &cut), &imports, &mut part)?;
+                done += bytes;
+                progress(done, total);
+                placed.insert(name, tensor);
+                continue;
+            }
             let (stored, location) = self.stored(&name);
             let bytes = location.bytes_of(&cut);
             let dtype = self.dtype_on_device(&name, location);
@@ -91,7 +107,7 @@ impl Checkpoint {
                     Entry::Vacant(free) => {
                         let slice = device.alloc(bytes * u64::from(count), BufferUsage::Weights);
                         let failed = |error: mixfleet_hal::Error| error.context(format!("tensor '{name}'"));
-                        free.insert(Tensor { slice: slice.map_err(failed)?, dtype })
+                        free.insert(Tensor::plain(slice.map_err(failed)?, dtype))
                     }
                 };
                 if tensor.dtype != dtype {
@@ -105,7 +121,8 @@ impl Checkpoint {
             }
             let from = location.in_place(&cut).filter(|_| dtype == location.dtype);
             let import = imports[location.shard].as_ref().zip(from);
-            let slice = match import.filter(|(i, from)| self.is_addressable(i, location, *from, &limits)) {
+            let place = (location.shard, location.dtype.size_bytes());
+            let slice = match import.filter(|(i, from)| self.is_addressable(i, place, *from, &limits)) {
                 _ if location.repeats() && cut == Cut::Whole => self.repeat(device, &mut queue, stored)?,
                 Some((import, from)) => import.range(from as u64, bytes),
                 None => {
@@ -115,7 +132,7 @@ impl Checkpoint {
             };
             done += bytes;
             progress(done, total);
-            placed.insert(name, Tensor { slice, dtype });
+            placed.insert(name, Tensor::plain(slice, dtype));
         }
         // Tensors copied after a file was truncated may be zeros.
         self.check()?;
@@ -149,21 +166,92 @@ impl Checkpoint {
     fn is_addressable(
         &self,
         import: &Slice,
-        location: &Location,
+        (shard, element_bytes): (usize, u64),
         from: usize,
         limits: &DeviceLimits,
     ) -> bool {
-        let element_bytes = location.dtype.size_bytes();
         let offset = import.offset + from as u64;
-        let address = self.shards[location.shard].as_bytes().as_ptr().addr() + from;
+        let address = self.shards[shard].as_bytes().as_ptr().addr() + from;
         offset.is_multiple_of(limits.alignment_bytes.max(element_bytes))
             && (address as u64).is_multiple_of(element_bytes)
     }
 
     /// The dtype of a tensor on the device: a bias takes its matrix's, everything else keeps its own.
     fn dtype_on_device(&self, name: &str, location: &Location) -> DType {
-        let matrix = name.strip_suffix(".bias").and_then(|stem| self.tensors.get(&format!("{stem}.weight")));
-        matrix.map_or(location.dtype, |matrix| matrix.dtype)
+        let Some(matrix) = name.strip_suffix(".bias").map(|stem| format!("{stem}.weight")) else {
+            return location.dtype;
+        };
+        match self.made.get(&matrix).map(|made| made.kind) {
+            Some(MatrixKind::Quantised(_)) => DType::F32,
+            Some(MatrixKind::Plain(dtype)) => dtype,
+            None => self.tensors.get(&matrix).map_or(location.dtype, |matrix| matrix.dtype),
+        }
+    }
+
+    /// The matrix that is made for `name`; a tied LM head is the embedding.
+    fn made_for<'a>(&'a self, name: &'a str) -> Option<(&'a str, &'a MadeMatrix)> {
+        let known = |name: &str| self.tensors.contains_key(name) || self.made.contains_key(name);
+        let stored = if known(name) { name } else { names::EMBED };
+        self.made.get(stored).map(|made| (stored, made))
+    }
+
+    fn trouble(&self, name: &str, problem: String) -> Error {
+        Error::tensor(Path::new("(checkpoint)"), name, problem)
+    }
+
+    /// Places a matrix that is made: arrays that are stored as they are used in place, where the device can.
+    fn place_made(
+        &self,
+        device: &dyn Device,
+        (name, made, cut): (&str, &MadeMatrix, &Cut),
+        imports: &[Option<Slice>],
+        progress: &mut dyn FnMut(u64),
+    ) -> Result<(Tensor, u64)> {
+        let limits = device.limits();
+        let part = made.cut(cut).map_err(|problem| self.trouble(name, problem))?;
+        let (mut slices, mut done) = (Vec::new(), 0);
+        for (at, (kind, cut)) in
+            made.kind.parts(1, made.rows, made.columns).iter().zip(&part.cuts).enumerate()
+        {
+            let source = made.parts[at].source();
+            let rows = to_usize(kind.rows);
+            let piece = match &made.parts[at] {
+                MadePart::InPlace(source) => cut.piece(source.range.len(), rows),
+                MadePart::Made(..) => None,
+            };
+            let import = imports[source.shard].as_ref().zip(piece);
+            let place = (source.shard, kind.dtype.size_bytes());
+            let usable = import.filter(|(import, piece)| {
+                self.is_addressable(import, place, source.range.start + piece.start, &limits)
+            });
+            let slice = match usable {
+                Some((import, piece)) => {
+                    import.range((source.range.start + piece.start) as u64, piece.len() as u64)
+                }
+                None => {
+                    let array =
+                        made.array(at, &self.shards).map_err(|problem| self.trouble(name, problem))?;
+                    let mut part = |part| progress(done + part);
+                    write_all(device, name, &cut.of(&array, rows), &mut part)?
+                }
+            };
+            done += slice.bytes;
+            slices.push(slice);
+        }
+        for part in &made.parts {
+            if let MadePart::Made(source, _) = part {
+                self.shards[source.shard].unneeded(source.range.clone());
+            }
+        }
+        let mut slices = slices.into_iter();
+        let first = slices.next().ok_or_else(|| self.trouble(name, "no arrays".to_owned()))?;
+        Ok(match part.kind {
+            MatrixKind::Plain(dtype) => (Tensor::plain(first, dtype), done),
+            MatrixKind::Quantised(quantised) => {
+                let quantised = Some((quantised, slices.collect()));
+                (Tensor { slice: first, dtype: DType::U32, quantised }, done)
+            }
+        })
     }
 
     fn upload(
@@ -202,14 +290,7 @@ impl Checkpoint {
             }
             &converted
         };
-        let failed = |error: mixfleet_hal::Error| error.context(format!("tensor '{name}'"));
-        let mut at = 0;
-        for chunk in bytes.chunks(CHUNK_BYTES) {
-            device.write(&to.range(at, chunk.len() as u64), chunk).map_err(failed)?;
-            at += chunk.len() as u64;
-            progress(at);
-        }
-        Ok(())
+        write_to(device, name, to, bytes, progress)
     }
 
     /// Uploads what a tensor repeats, and lets the device copy it.
@@ -237,6 +318,32 @@ impl Checkpoint {
     }
 }
 
+/// Copies bytes to memory of their own.
+fn write_all(device: &dyn Device, name: &str, bytes: &[u8], progress: &mut dyn FnMut(u64)) -> Result<Slice> {
+    let failed = |error: mixfleet_hal::Error| error.context(format!("tensor '{name}'"));
+    let slice = device.alloc(bytes.len() as u64, BufferUsage::Weights).map_err(failed)?;
+    write_to(device, name, &slice, bytes, progress)?;
+    Ok(slice)
+}
+
+/// Copies bytes to memory of as many.
+fn write_to(
+    device: &dyn Device,
+    name: &str,
+    to: &Slice,
+    bytes: &[u8],
+    progress: &mut dyn FnMut(u64),
+) -> Result<()> {
+    let failed = |error: mixfleet_hal::Error| error.context(format!("tensor '{name}'"));
+    let mut at = 0;
+    for chunk in bytes.chunks(CHUNK_BYTES) {
+        device.write(&to.range(at, chunk.len() as u64), chunk).map_err(failed)?;
+        at += chunk.len() as u64;
+        progress(at);
+    }
+    Ok(())
+}
+
 impl RandomCheckpoint {
     /// Weights that nobody writes, for a device that takes time only: they take no host memory.
     ///
@@ -253,7 +360,7 @@ impl RandomCheckpoint {
                 _ => (name, 1),
             };
             let bytes = copies * shape.iter().product::<u64>() * dtype.size_bytes();
-            placed.insert(name, Tensor { slice: device.alloc(bytes, BufferUsage::Weights)?, dtype });
+            placed.insert(name, Tensor::plain(device.alloc(bytes, BufferUsage::Weights)?, dtype));
         }
         assemble(&config, &Stage::whole(&config), &mut placed)
     }

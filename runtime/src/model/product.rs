@@ -1,7 +1,7 @@
 //! The command of a matrix product.
 
 use super::Tensor;
-use mixfleet_hal::{Cmd, DType, OpSig, Result, Slice};
+use mixfleet_hal::{Cmd, DType, MatrixKind, OpSig, Result, Slice};
 
 /// What a Gemm does with its output.
 pub(super) enum Out<'a> {
@@ -25,18 +25,33 @@ pub(super) fn gemm(
         Out::Set(slice, dtype) => (slice, dtype, false),
         Out::Add(slice) => (slice, DType::F32, true),
     };
-    let sig = OpSig::Gemm {
-        m,
-        n,
-        k,
-        x: x_dtype,
-        weight: weight.dtype,
-        out: out_dtype,
-        bias: bias.is_some(),
-        accumulate,
-    };
-    let mut args = vec![x.clone(), weight.slice.clone()];
+    let sig = product(m, (n, k), (x_dtype, weight.kind(), out_dtype), bias.is_some(), accumulate);
+    let mut args = vec![x.clone()];
+    args.extend(weight.arrays().cloned());
     args.extend(bias.map(|b| b.slice.clone()));
     args.push(out.clone());
     Cmd::new(sig, &args)
+}
+
+/// The operation of a product with weights of any kind.
+pub(crate) fn product(
+    m: u32,
+    (n, k): (u32, u32),
+    (x, weight, out): (DType, MatrixKind, DType),
+    bias: bool,
+    accumulate: bool,
+) -> OpSig {
+    match weight {
+        MatrixKind::Plain(weight) => OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate },
+        MatrixKind::Quantised(weight) => OpSig::QuantisedGemm { m, n, k, x, weight, out, bias, accumulate },
+    }
+}
+
+/// The operation of a lookup of embeddings in a table of any kind, to f32.
+pub(crate) fn embedding(tokens: u32, vocab: u32, hidden: u32, table: MatrixKind) -> OpSig {
+    let out = DType::F32;
+    match table {
+        MatrixKind::Plain(table) => OpSig::Embed { tokens, vocab, hidden, table, out },
+        MatrixKind::Quantised(table) => OpSig::QuantisedEmbed { tokens, vocab, hidden, table, out },
+    }
 }

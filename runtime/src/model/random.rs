@@ -39,7 +39,7 @@ impl RandomCheckpoint {
     /// When `config` is invalid; the error names the field.
     pub fn model_config(&self) -> Result<ModelConfig> {
         let mut config = ModelConfig::parse(Path::new("config.json"), &self.config)?;
-        config.dtype = self.dtype;
+        (config.dtype, config.format) = (self.dtype, None);
         Ok(config)
     }
 
@@ -127,7 +127,7 @@ impl RandomCheckpoint {
             let range = start..start + bytes.min(period_bytes);
             tensors.insert(name, Location { dtype: self.dtype, shape, shard, range });
         }
-        Ok(Checkpoint { config, shards: patterns, tensors })
+        Ok(Checkpoint { config, shards: patterns, tensors, made: BTreeMap::new() })
     }
 
     /// Writes the checkpoint as transformers would: `config.json`, safetensors (with an index if `shards` is

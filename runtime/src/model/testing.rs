@@ -32,9 +32,22 @@ pub(super) fn fixtures() -> Vec<PathBuf> {
     found
 }
 
+/// The directories of these names among the fixtures, or none, with a message.
+pub(super) fn fixtures_named(names: &[&str]) -> Vec<PathBuf> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/fixtures");
+    let (found, absent): (Vec<_>, Vec<_>) =
+        names.iter().map(|name| root.join(name)).partition(|dir| dir.is_dir());
+    absent.iter().for_each(|dir| eprintln!("SKIPPED: no fixture at {}", dir.display()));
+    found
+}
+
 pub(super) fn golden(fixture: &Path) -> Value {
-    let text = std::fs::read(fixture.join("golden.json")).expect("golden.json");
-    serde_json::from_slice(&text).expect("golden.json is JSON")
+    golden_at(&fixture.join("golden.json"))
+}
+
+pub(super) fn golden_at(file: &Path) -> Value {
+    let text = std::fs::read(file).expect("a golden file");
+    serde_json::from_slice(&text).expect("a golden file is JSON")
 }
 
 pub(super) fn ids(value: &Value) -> Vec<u32> {

@@ -1,6 +1,7 @@
 //! Converts text to token ids and back, by the checkpoint's `tokenizer.json`.
 
 use super::error::{Error, Result};
+use super::gguf::{self, GgufFile, is_gguf};
 use super::specials::Specials;
 use mixfleet_hal::cast::to_u32;
 use std::path::Path;
@@ -25,11 +26,14 @@ pub struct Tokenizer {
 }
 
 impl Tokenizer {
-    /// Reads `tokenizer.json` of a checkpoint directory.
+    /// Reads `tokenizer.json` of a checkpoint directory, or what a GGUF file says of its tokens.
     ///
     /// # Errors
     /// When the file is missing or not a tokenizer.
     pub fn open(directory: &Path) -> Result<Self> {
+        if is_gguf(directory) {
+            return gguf::tokenizer(&GgufFile::open(directory)?);
+        }
         let file = directory.join("tokenizer.json");
         let bytes = std::fs::read(&file).map_err(|e| Error::read(&file, e))?;
         let inner = parse(&bytes).map_err(|e| Error::file(&file, format!("not a tokenizer: {e}")))?;

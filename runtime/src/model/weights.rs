@@ -1,14 +1,36 @@
 //! A model's parameters in a device's memory.
 
-use mixfleet_hal::{DType, Slice};
+use mixfleet_hal::{DType, MatrixKind, Quantised, Slice};
 
 /// A matrix or vector on a device.
 #[derive(Clone, Debug)]
 pub struct Tensor {
-    /// The elements on the device.
+    /// The elements on the device; of a quantised matrix its codes.
     pub slice: Slice,
-    /// Stored dtype.
+    /// Stored dtype; that of words for codes.
     pub dtype: DType,
+    /// How the matrix is quantised, and its arrays behind the codes.
+    pub quantised: Option<(Quantised, Vec<Slice>)>,
+}
+
+impl Tensor {
+    /// Elements of a dtype.
+    pub fn plain(slice: Slice, dtype: DType) -> Self {
+        Tensor { slice, dtype, quantised: None }
+    }
+
+    /// How it is stored.
+    pub fn kind(&self) -> MatrixKind {
+        match &self.quantised {
+            Some((quantised, _)) => MatrixKind::Quantised(*quantised),
+            None => MatrixKind::Plain(self.dtype),
+        }
+    }
+
+    /// Its arrays, in the order of [`MatrixKind::parts`].
+    pub fn arrays(&self) -> impl Iterator<Item = &Slice> {
+        std::iter::once(&self.slice).chain(self.quantised.iter().flat_map(|(_, others)| others))
+    }
 }
 
 /// One decoder layer. Matrices are `[out features, in features]`, as stored.

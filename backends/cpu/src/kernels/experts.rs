@@ -323,7 +323,15 @@ impl GroupedGemm {
                 let tiles = 0..tiles(m, worker.isa.lanes());
                 worker.isa.run(PackX { shape, operands, dtype, tiles, packed, scratch });
                 for panel in 0..columns.div_ceil(2 * worker.isa.lanes()) {
-                    worker.isa.run(PanelOut { shape, operands, dtype, panel, packed, scratch, quantised: None });
+                    worker.isa.run(PanelOut {
+                        shape,
+                        operands,
+                        dtype,
+                        panel,
+                        packed,
+                        scratch,
+                        quantised: None,
+                    });
                 }
             } else {
                 worker.isa.run(Rows { shape, operands, columns: 0..columns, scratch });

@@ -102,10 +102,60 @@ impl QuantisedRows {
                 let group = column / group_columns;
                 let end = ((group + 1).saturating_mul(group_columns)).min(from + count);
                 let (scale, zero) = self.scale_of(row, group);
-                while column < end {
-                    *to.add(column - from) = self.number(row, column) * scale - zero;
-                    column += 1;
+                self.widen_group((row, column), end - column, (scale, zero), to.add(column - from));
+                column = end;
+            }
+        }
+    }
+
+    /// Writes `count` weights of a row from a column on, which share a scale.
+    #[inline(always)]
+    unsafe fn widen_group(
+        &self,
+        (row, column): (usize, usize),
+        count: usize,
+        (scale, zero): (f32, f32),
+        to: *mut f32,
+    ) {
+        let mut done = 0;
+        // SAFETY: the caller's promise.
+        unsafe {
+            match self.kind.code {
+                CodeKind::I8 | CodeKind::E4m3 => {
+                    let codes = self.codes.start.add(row * self.columns + column);
+                    let signed = self.kind.code == CodeKind::I8;
+                    for i in 0..count {
+                        let code = codes.add(i).read();
+                        let number = if signed { f32::from(code.cast_signed()) } else { e4m3(code) };
+                        *to.add(i) = number * scale - zero;
+                    }
+                    return;
                 }
+                CodeKind::U4 if column.is_multiple_of(8) => {
+                    let middle = if self.kind.zero == ZeroKind::Middle { 8.0 } else { 0.0 };
+                    let words = self.codes.start.cast::<u32>().add(row * self.row_words() + column / 8);
+                    while done + 8 <= count {
+                        let word = words.add(done / 8).read_unaligned();
+                        for j in 0..8 {
+                            *to.add(done + j) = (f32_of(word >> (4 * j) & 15) - middle) * scale - zero;
+                        }
+                        done += 8;
+                    }
+                }
+                CodeKind::E2m1 if column.is_multiple_of(8) => {
+                    let words = self.codes.start.cast::<u32>().add(row * self.row_words() + column / 8);
+                    while done + 8 <= count {
+                        let word = words.add(done / 8).read_unaligned();
+                        for j in 0..8 {
+                            *to.add(done + j) = E2M1[(word >> (4 * j) & 15) as usize] * scale - zero;
+                        }
+                        done += 8;
+                    }
+                }
+                _ => {}
+            }
+            for i in done..count {
+                *to.add(i) = self.number(row, column + i) * scale - zero;
             }
         }
     }

@@ -6,6 +6,7 @@
 mod attention;
 mod experts;
 mod gemm;
+mod quantised;
 
 use crate::kernels::{KernelProgram, KernelSource, Macro};
 use mixfleet_hal::cast::to_u32;
@@ -181,6 +182,7 @@ pub fn plan(sig: &OpSig, operands: &[DeviceRange], target: &PlanTarget) -> Resul
         OpSig::Gemm { .. } => gemm::plan(sig, operands, args, target)?,
         OpSig::Route { .. } => experts::route(sig, &args)?,
         OpSig::GroupedGemm { .. } => vec![experts::grouped(sig, operands, args)?],
+        OpSig::QuantisedGemm { .. } | OpSig::QuantisedEmbed { .. } => vec![quantised::plan(sig, args)?],
         OpSig::AttnPrefill { .. } => vec![attention::prefill(sig, operands, args, target)?],
         OpSig::AttnDecode { .. } => attention::decode(sig, operands, args, target)?,
         _ => vec![simple(sig, operands, args)?],
@@ -315,6 +317,7 @@ fn sample(sig: &OpSig, operands: &[DeviceRange], mut args: Vec<KernelArg>) -> Re
 pub fn slow(sig: &OpSig, operands: &[DeviceRange], target: &PlanTarget) -> Option<&'static str> {
     match sig {
         OpSig::Gemm { .. } => gemm::slow(sig, operands, target),
+        OpSig::QuantisedGemm { m, .. } if *m > 16 => Some("quantised weights, without tensor cores"),
         OpSig::AttnPrefill { .. } => attention::slow_prefill(sig, operands, target),
         _ => None,
     }
@@ -336,6 +339,9 @@ pub fn support(sig: &OpSig, target: &PlanTarget) -> Support {
             }
             gemm::support(sig, target)
         }
+        // it does not use what the part is made for
+        OpSig::QuantisedGemm { m, .. } if m > 16 => Support::Emulated,
+        OpSig::QuantisedGemm { .. } | OpSig::QuantisedEmbed { .. } => Support::Native,
         _ if sig.operands().iter().any(eight_bits) => Support::No,
         OpSig::AttnPrefill { kv: KvShape { head_dim, .. }, .. }
         | OpSig::AttnDecode { kv: KvShape { head_dim, .. }, .. }

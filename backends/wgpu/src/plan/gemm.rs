@@ -51,7 +51,14 @@ impl Planner {
 }
 
 /// Returns the kernel for `rows` rows and `cols` columns, and its workgroups.
-fn kernel(x: &Operand, weight: &Operand, out: &Operand, rows: u64, cols: u64, k: u32) -> (Kernel, u64) {
+pub(super) fn kernel(
+    x: &Operand,
+    weight: &Operand,
+    out: &Operand,
+    rows: u64,
+    cols: u64,
+    k: u32,
+) -> (Kernel, u64) {
     // rows of eight elements begin at multiples of 16 bytes if the operand does
     let aligned = |operand: &Operand| operand.window.offset.is_multiple_of(16);
     let wide = k.is_multiple_of(8) && aligned(x) && aligned(weight);

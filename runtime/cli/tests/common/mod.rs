@@ -52,13 +52,30 @@ fn all_fixtures() -> Vec<PathBuf> {
         standin::directory()
     });
     let entries = std::fs::read_dir(root).unwrap();
-    let mut found: Vec<_> = entries.map(|entry| entry.unwrap().path()).filter(|path| path.is_dir()).collect();
+    let directories = entries.map(|entry| entry.unwrap().path()).filter(|path| path.is_dir());
+    let mut found: Vec<_> = directories.flat_map(gguf_files_or_itself).collect();
     found.sort();
     found
 }
 
+/// The GGUF files in a directory, each of which is a checkpoint, or the directory if there are none.
+fn gguf_files_or_itself(directory: PathBuf) -> Vec<PathBuf> {
+    let inside = std::fs::read_dir(&directory).unwrap().map(|entry| entry.unwrap().path());
+    let files: Vec<_> = inside.filter(|path| path.extension().is_some_and(|end| end == "gguf")).collect();
+    if files.is_empty() { vec![directory] } else { files }
+}
+
+/// The golden outputs of a checkpoint; those of `model-NAME.gguf` are in `golden-NAME.json`.
 pub(crate) fn golden(fixture: &Path) -> Value {
-    serde_json::from_slice(&std::fs::read(fixture.join("golden.json")).unwrap()).unwrap()
+    let file = match fixture
+        .file_stem()
+        .and_then(|stem| stem.to_str())
+        .and_then(|stem| stem.strip_prefix("model"))
+    {
+        Some(name) if fixture.is_file() => fixture.with_file_name(format!("golden{name}.json")),
+        _ => fixture.join("golden.json"),
+    };
+    serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap()
 }
 
 pub(crate) fn ids(value: &Value) -> Vec<u32> {

@@ -30,6 +30,7 @@ pub(crate) const ALL: &[Target] = &[
     of("engine_profile", simulator::engine_profile, 1000),
     of("event_log", fleet::event_log, 1000),
     of("fleet_file", simulator::fleet_file, 300),
+    of("gguf", model::gguf, 10_000),
     of("http_address", http::address, 300),
     of("http_connection", http::connection, 500),
     of("kv_write", kv::write, 500),

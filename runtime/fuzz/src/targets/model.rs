@@ -41,6 +41,25 @@ pub(super) fn safetensors(bytes: &[u8]) -> bool {
     }
 }
 
+/// Opens a GGUF file, and reads the tokenizer and the template in it.
+pub(super) fn gguf(bytes: &[u8]) -> bool {
+    let directory = Scratch::with(&[("model.gguf", bytes)]);
+    let file = directory.path().join("model.gguf");
+    if let Ok(tokenizer) = Tokenizer::open(&file) {
+        let _ = tokenizer.encode("ab!<s> a");
+    }
+    let _ = ChatTemplate::open(&file).is_ok();
+    match Checkpoint::open(&file, &Bytes(bytes.to_vec())) {
+        Ok(checkpoint) => {
+            let config = &checkpoint.config;
+            let embedding = checkpoint.values("model.embed_tokens.weight").map(|values| values.len() as u64);
+            assert_eq!(embedding, Some(u64::from(config.vocab) * u64::from(config.hidden)));
+            check(&checkpoint)
+        }
+        Err(error) => refused(&error),
+    }
+}
+
 /// Parses the index of shards, with a shard that has all tensors.
 pub(super) fn safetensors_index(bytes: &[u8]) -> bool {
     let whole = include_bytes!("../../corpus/safetensors/whole");

@@ -1,0 +1,91 @@
+//! `mixfleet models --check PATH`: whether a checkpoint would be served, and what memory it takes, before it
+//! is loaded.
+
+use crate::{Failed, with_causes};
+use anyhow::Result;
+use mixfleet_hal::units::GB;
+use mixfleet_runtime::model::{ChatTemplate, Checkpoint, GenerationDefaults, Tokenizer};
+use serde_json::{Value, json};
+use std::io::Write;
+use std::path::Path;
+
+/// What was looked at, and what is there or why it is not supported.
+type Finding = (&'static str, Result<String, String>);
+
+/// Looks at every part of a checkpoint and says what is not supported.
+///
+/// # Errors
+/// `Failed` if something is not.
+pub(super) fn run(path: &Path, as_json: bool) -> Result<()> {
+    let (findings, memory) = findings(path);
+    let served = findings.iter().all(|(_, found)| found.is_ok());
+    let mut out = std::io::stdout().lock();
+    if as_json {
+        let parts: Vec<Value> = findings.iter().map(|(part, found)| document(part, found)).collect();
+        let document = json!({"schema": "mixfleet.model_check/1", "path": path, "served": served,
+            "parts": parts, "memory": memory});
+        writeln!(out, "{document:#}")?;
+    } else {
+        for (part, found) in &findings {
+            match found {
+                Ok(text) => writeln!(out, "{part:<16}{text}")?,
+                Err(problem) => writeln!(out, "{part:<16}NOT SUPPORTED: {problem}")?,
+            }
+        }
+    }
+    if served { Ok(()) } else { Err(Failed(format!("{} would not be served", path.display())).into()) }
+}
+
+fn document(part: &str, found: &Result<String, String>) -> Value {
+    match found {
+        Ok(text) => json!({"part": part, "supported": true, "found": text}),
+        Err(problem) => json!({"part": part, "supported": false, "problem": problem}),
+    }
+}
+
+fn findings(path: &Path) -> (Vec<Finding>, Value) {
+    let words = |error: mixfleet_runtime::model::Error| with_causes(&anyhow::Error::from(error));
+    let mut findings = Vec::new();
+    let mut memory = Value::Null;
+    match Checkpoint::open(path, &mixfleet_cpu::host::Mapper) {
+        Ok(checkpoint) => {
+            let (config, bytes) = (&checkpoint.config, checkpoint.size_bytes());
+            let stored = config.format.map_or(config.dtype.name(), |format| format.name());
+            let kv = config.kv_bytes_per_token(config.dtype);
+            findings.push((
+                "model",
+                Ok(format!(
+                    "{}, {} layers, hidden {}, {} heads, {} KV heads of {}, vocabulary {}, context {}",
+                    config.family,
+                    config.layers,
+                    config.hidden,
+                    config.heads,
+                    config.kv_heads,
+                    config.head_dim,
+                    config.vocab,
+                    config.context_max
+                )),
+            ));
+            findings.push(("weights", Ok(format!("{:.3} GB, {stored}", bytes as f64 / GB))));
+            let context = kv * u64::from(config.context_max);
+            let text = format!(
+                "{kv} B per token in {}, {:.3} GB for the whole context",
+                config.dtype,
+                context as f64 / GB
+            );
+            findings.push(("KV", Ok(text)));
+            memory = json!({"weight_bytes": bytes, "kv_bytes_per_token": kv, "context": config.context_max,
+                "stored": stored, "activations": config.dtype});
+        }
+        Err(error) => findings.push(("weights", Err(words(error)))),
+    }
+    let tokenizer = Tokenizer::open(path);
+    findings.push(("tokenizer", tokenizer.map(|t| format!("{} tokens", t.vocab())).map_err(words)));
+    let template = ChatTemplate::open(path);
+    let template =
+        template.map(|t| t.map_or("none: it completes text but does not chat", |_| "there is one"));
+    findings.push(("chat template", template.map(str::to_owned).map_err(words)));
+    let sampling = GenerationDefaults::open(path);
+    findings.push(("sampling", sampling.map(|_| "understood".to_owned()).map_err(words)));
+    (findings, memory)
+}

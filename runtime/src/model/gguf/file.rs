@@ -1,0 +1,352 @@
+//! The header of a GGUF file: metadata and the places of tensors, each checked against the file's length
+//! before it is used.
+
+use super::super::error::{Error, Result};
+use super::super::fields::check_regular;
+use mixfleet_hal::cast::to_usize;
+use std::collections::HashMap;
+use std::io::Read;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+/// The largest header that is read: a vocabulary of 256,000 tokens takes less than 16 MiB.
+const HEADER_BYTES_MAX: u64 = 128 << 20;
+/// The shortest key or tensor in a header, which bounds how many there can be.
+const ENTRY_BYTES_MIN: u64 = 12;
+const DIMENSIONS_MAX: u32 = 4;
+const MAGIC: &[u8; 4] = b"GGUF";
+
+/// Whether a path is that of a GGUF file.
+pub(in super::super) fn is_gguf(path: &Path) -> bool {
+    path.extension().is_some_and(|kind| kind.eq_ignore_ascii_case("gguf"))
+}
+
+/// A value of the metadata.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum GgufValue {
+    Unsigned(u64),
+    Signed(i64),
+    Float(f64),
+    Flag(bool),
+    Text(String),
+    /// Texts of an array.
+    Texts(Vec<String>),
+    /// Numbers of an array.
+    Numbers(Vec<f64>),
+}
+
+/// A tensor in the file.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct GgufTensor {
+    /// The number of its type in ggml.
+    pub(super) kind: u32,
+    /// Rows and columns; a vector is a row.
+    pub(super) rows: u64,
+    pub(super) columns: u64,
+    /// Its bytes in the file.
+    pub(super) range: Range<usize>,
+}
+
+/// What a GGUF file says of itself.
+#[derive(Clone, Debug)]
+pub(in super::super) struct GgufFile {
+    pub(super) file: PathBuf,
+    values: HashMap<String, GgufValue>,
+    pub(super) tensors: HashMap<String, GgufTensor>,
+}
+
+/// Weights in a block of a type of ggml, and the block's bytes.
+pub(super) fn block_of(kind: u32) -> Option<(u64, u64)> {
+    match kind {
+        0 => Some((1, 4)),
+        1 | 30 => Some((1, 2)),
+        2 => Some((32, 18)),
+        8 => Some((32, 34)),
+        12 => Some((256, 144)),
+        13 => Some((256, 176)),
+        14 => Some((256, 210)),
+        _ => None,
+    }
+}
+
+/// The types that [`block_of`] knows, in words.
+pub(super) const KINDS: &str = "F32, F16, BF16, Q4_0, Q8_0, Q4_K, Q5_K, Q6_K";
+
+/// A header that is being read.
+struct Reader<'a> {
+    file: &'a Path,
+    bytes: &'a [u8],
+    at: usize,
+}
+
+impl<'a> Reader<'a> {
+    fn error(&self, problem: impl Into<String>) -> Error {
+        Error::file(self.file, problem)
+    }
+
+    fn left(&self) -> u64 {
+        (self.bytes.len() - self.at) as u64
+    }
+
+    fn take(&mut self, bytes: u64) -> Result<&'a [u8]> {
+        if bytes > self.left() {
+            let (at, left) = (self.at, self.left());
+            return Err(self.error(format!(
+                "{bytes} bytes at byte {at} of the header, where {left} are left: truncated?"
+            )));
+        }
+        let taken = &self.bytes[self.at..self.at + to_usize(bytes)];
+        self.at += taken.len();
+        Ok(taken)
+    }
+
+    fn array<const N: usize>(&mut self) -> Result<[u8; N]> {
+        let taken = self.take(N as u64)?;
+        Ok(taken.first_chunk().copied().unwrap_or([0; N]))
+    }
+
+    fn u32(&mut self) -> Result<u32> {
+        self.array().map(u32::from_le_bytes)
+    }
+
+    fn u64(&mut self) -> Result<u64> {
+        self.array().map(u64::from_le_bytes)
+    }
+
+    fn text(&mut self) -> Result<String> {
+        let length = self.u64()?;
+        let at = self.at;
+        let bytes = self.take(length)?;
+        match std::str::from_utf8(bytes) {
+            Ok(text) => Ok(text.to_owned()),
+            Err(_) => Err(self.error(format!("text at byte {at} of the header is not UTF-8"))),
+        }
+    }
+
+    /// A number of entries, each of at least so many bytes.
+    fn count(&mut self, what: &str, least: u64) -> Result<usize> {
+        let count = self.u64()?;
+        if count > self.left() / least {
+            return Err(
+                self.error(format!("{count} {what} in a header of which {} bytes are left", self.left()))
+            );
+        }
+        Ok(to_usize(count))
+    }
+
+    fn value(&mut self, key: &str, kind: u32) -> Result<GgufValue> {
+        Ok(match kind {
+            0 => GgufValue::Unsigned(u64::from(self.array::<1>()?[0])),
+            1 => GgufValue::Signed(i64::from(i8::from_le_bytes(self.array()?))),
+            2 => GgufValue::Unsigned(u64::from(u16::from_le_bytes(self.array()?))),
+            3 => GgufValue::Signed(i64::from(i16::from_le_bytes(self.array()?))),
+            4 => GgufValue::Unsigned(u64::from(self.u32()?)),
+            5 => GgufValue::Signed(i64::from(i32::from_le_bytes(self.array()?))),
+            6 => GgufValue::Float(f64::from(f32::from_le_bytes(self.array()?))),
+            7 => GgufValue::Flag(self.array::<1>()?[0] != 0),
+            8 => GgufValue::Text(self.text()?),
+            9 => self.list(key)?,
+            10 => GgufValue::Unsigned(self.u64()?),
+            11 => GgufValue::Signed(i64::from_le_bytes(self.array()?)),
+            12 => GgufValue::Float(f64::from_le_bytes(self.array()?)),
+            other => return Err(self.error(format!("key '{key}' has a value of the unknown type {other}"))),
+        })
+    }
+
+    fn list(&mut self, key: &str) -> Result<GgufValue> {
+        let kind = self.u32()?;
+        let least = match kind {
+            0 | 1 | 7 => 1,
+            2 | 3 => 2,
+            4..=6 => 4,
+            8 | 10..=12 => 8,
+            other => return Err(self.error(format!("key '{key}' is an array of the unknown type {other}"))),
+        };
+        let count = self.count("entries of an array", least)?;
+        if kind == 8 {
+            return (0..count).map(|_| self.text()).collect::<Result<_>>().map(GgufValue::Texts);
+        }
+        let number = |reader: &mut Self| {
+            Ok(match reader.value(key, kind)? {
+                GgufValue::Unsigned(value) => value as f64,
+                GgufValue::Signed(value) => value as f64,
+                GgufValue::Float(value) => value,
+                GgufValue::Flag(value) => f64::from(u8::from(value)),
+                GgufValue::Text(_) | GgufValue::Texts(_) | GgufValue::Numbers(_) => 0.0,
+            })
+        };
+        (0..count).map(|_| number(self)).collect::<Result<_>>().map(GgufValue::Numbers)
+    }
+}
+
+impl GgufFile {
+    /// Reads the header of a file.
+    ///
+    /// # Errors
+    /// As [`parse`](Self::parse), and when the file cannot be read.
+    pub(in super::super) fn open(file: &Path) -> Result<Self> {
+        check_regular(file)?;
+        let failed = |e| Error::read(file, e);
+        let opened = std::fs::File::open(file).map_err(failed)?;
+        let length = opened.metadata().map_err(failed)?.len();
+        let mut bytes = Vec::new();
+        opened.take(HEADER_BYTES_MAX).read_to_end(&mut bytes).map_err(failed)?;
+        Self::parse(file, &bytes, length)
+    }
+
+    /// Reads the header at the beginning of `bytes`, of a file of so many bytes.
+    ///
+    /// # Errors
+    /// When the header is damaged or lies, when a tensor exceeds the file or has a type that is not
+    /// supported.
+    pub(in super::super) fn parse(file: &Path, bytes: &[u8], length: u64) -> Result<Self> {
+        let bytes = &bytes[..bytes.len().min(to_usize(HEADER_BYTES_MAX))];
+        let mut reader = Reader { file, bytes, at: 0 };
+        if reader.take(4)? != MAGIC {
+            return Err(reader.error("not a GGUF file: it does not begin with 'GGUF'"));
+        }
+        let version = reader.u32()?;
+        if !(2..=3).contains(&version) {
+            return Err(reader.error(format!("version {version} of GGUF is not supported; supported: 2, 3")));
+        }
+        let tensor_count = reader.count("tensors", ENTRY_BYTES_MIN)?;
+        let value_count = reader.count("keys", ENTRY_BYTES_MIN)?;
+        let mut values = HashMap::new();
+        for _ in 0..value_count {
+            let key = reader.text()?;
+            let kind = reader.u32()?;
+            let value = reader.value(&key, kind)?;
+            if values.insert(key.clone(), value).is_some() {
+                return Err(reader.error(format!("key '{key}' stands in the header twice")));
+            }
+        }
+        let mut infos = Vec::new();
+        for _ in 0..tensor_count {
+            infos.push(info(&mut reader)?);
+        }
+        let mut gguf = GgufFile { file: file.to_owned(), values, tensors: HashMap::new() };
+        let alignment = gguf.number("general.alignment")?.unwrap_or(32);
+        if !alignment.is_power_of_two() || alignment > 1 << 20 {
+            return Err(gguf.error("general.alignment", format!("{alignment}, expected a power of two")));
+        }
+        let start = (reader.at as u64).next_multiple_of(alignment);
+        for (name, mut tensor, offset) in infos {
+            let bytes = tensor.range.len() as u64;
+            let from = start.checked_add(offset).filter(|_| offset.is_multiple_of(alignment));
+            let end = from.and_then(|from| from.checked_add(bytes)).filter(|end| *end <= length);
+            let (Some(from), Some(end)) = (from, end) else {
+                let problem =
+                    format!("{bytes} bytes at {offset} of the data, which begin at byte {start} of {length}");
+                return Err(Error::tensor(file, &name, format!("{problem}: truncated?")));
+            };
+            tensor.range = to_usize(from)..to_usize(end);
+            if gguf.tensors.insert(name.clone(), tensor).is_some() {
+                return Err(Error::tensor(file, &name, "stands in the header twice"));
+            }
+        }
+        Ok(gguf)
+    }
+
+    /// The first byte of the first tensor.
+    #[cfg(test)]
+    pub(super) fn tensors_start(&self) -> usize {
+        self.tensors.values().map(|tensor| tensor.range.start).min().unwrap_or(0)
+    }
+
+    /// An error about a key.
+    pub(super) fn error(&self, key: &str, problem: impl Into<String>) -> Error {
+        Error::Field { file: self.file.clone(), field: key.to_owned(), problem: problem.into() }
+    }
+
+    fn wrong(&self, key: &str, expected: &str) -> Error {
+        self.error(key, format!("expected {expected}"))
+    }
+
+    pub(super) fn number(&self, key: &str) -> Result<Option<u64>> {
+        match self.values.get(key) {
+            None => Ok(None),
+            Some(GgufValue::Unsigned(value)) => Ok(Some(*value)),
+            Some(GgufValue::Signed(value)) if *value >= 0 => Ok(Some(value.unsigned_abs())),
+            Some(_) => Err(self.wrong(key, "a whole number from 0 on")),
+        }
+    }
+
+    pub(super) fn token(&self, key: &str) -> Result<Option<u32>> {
+        let number = self.number(key)?;
+        number.map(|id| u32::try_from(id).map_err(|_| self.wrong(key, "a token id"))).transpose()
+    }
+
+    pub(super) fn float(&self, key: &str) -> Result<Option<f64>> {
+        match self.values.get(key) {
+            None => Ok(None),
+            Some(GgufValue::Float(value)) => Ok(Some(*value)),
+            Some(_) => Err(self.wrong(key, "a number")),
+        }
+    }
+
+    pub(super) fn flag(&self, key: &str) -> Result<Option<bool>> {
+        match self.values.get(key) {
+            None => Ok(None),
+            Some(GgufValue::Flag(value)) => Ok(Some(*value)),
+            Some(_) => Err(self.wrong(key, "true or false")),
+        }
+    }
+
+    pub(super) fn text(&self, key: &str) -> Result<Option<&str>> {
+        match self.values.get(key) {
+            None => Ok(None),
+            Some(GgufValue::Text(value)) => Ok(Some(value)),
+            Some(_) => Err(self.wrong(key, "a text")),
+        }
+    }
+
+    pub(super) fn texts(&self, key: &str) -> Result<Option<&[String]>> {
+        match self.values.get(key) {
+            None => Ok(None),
+            Some(GgufValue::Texts(values)) => Ok(Some(values)),
+            Some(_) => Err(self.wrong(key, "a list of texts")),
+        }
+    }
+
+    pub(super) fn numbers(&self, key: &str) -> Result<Option<&[f64]>> {
+        match self.values.get(key) {
+            None => Ok(None),
+            Some(GgufValue::Numbers(values)) => Ok(Some(values)),
+            Some(_) => Err(self.wrong(key, "a list of numbers")),
+        }
+    }
+}
+
+/// Reads a tensor's entry: its name, what it is with as many bytes as it needs, and its offset in the data.
+fn info(reader: &mut Reader) -> Result<(String, GgufTensor, u64)> {
+    let name = reader.text()?;
+    let dimensions = reader.u32()?;
+    if !(1..=DIMENSIONS_MAX).contains(&dimensions) {
+        return Err(Error::tensor(reader.file, &name, format!("{dimensions} dimensions, expected 1 to 4")));
+    }
+    let mut lengths = Vec::with_capacity(dimensions as usize);
+    for _ in 0..dimensions {
+        lengths.push(reader.u64()?);
+    }
+    let kind = reader.u32()?;
+    let offset = reader.u64()?;
+    let wrong = |problem: String| Error::tensor(reader.file, &name, problem);
+    let (columns, rest) = (lengths[0], &lengths[1..]);
+    let Some(rows) = rest.iter().try_fold(1u64, |all, length| all.checked_mul(*length)) else {
+        return Err(wrong(format!("more than 2^64 rows: {lengths:?}")));
+    };
+    if rows > u64::from(u32::MAX) || columns > u64::from(u32::MAX) {
+        return Err(wrong(format!("{rows} x {columns} weights are more than any model has")));
+    }
+    let Some((weights, block_bytes)) = block_of(kind) else {
+        return Err(wrong(format!("type {kind} of ggml is not supported; supported: {KINDS}")));
+    };
+    if !columns.is_multiple_of(weights) {
+        return Err(wrong(format!("rows of {columns} weights are no whole number of blocks of {weights}")));
+    }
+    let bytes = (columns / weights).checked_mul(block_bytes).and_then(|row| row.checked_mul(rows));
+    let Some(bytes) = bytes.and_then(|bytes| usize::try_from(bytes).ok()) else {
+        return Err(wrong(format!("{rows} x {columns} weights are more than any file holds")));
+    };
+    Ok((name, GgufTensor { kind, rows, columns, range: 0..bytes }, offset))
+}

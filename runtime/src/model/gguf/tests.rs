@@ -1,0 +1,86 @@
+use super::super::testing::{ReadFiles, fixtures_named, golden_at, ids};
+use super::super::{ChatMessage, Checkpoint, Oracle, Tokenizer};
+use super::*;
+use mixfleet_hal::random::Stream;
+use std::path::{Path, PathBuf};
+
+fn files() -> Vec<PathBuf> {
+    let directories = fixtures_named(&["llama-gguf"]);
+    let kinds = ["q4_0", "q4_k", "q8_0"];
+    directories.iter().flat_map(|d| kinds.map(|kind| d.join(format!("model-{kind}.gguf")))).collect()
+}
+
+/// The golden outputs of a file.
+fn golden_of(file: &Path) -> serde_json::Value {
+    let stem = file.file_stem().expect("a name").to_string_lossy().replace("model", "golden");
+    golden_at(&file.with_file_name(format!("{stem}.json")))
+}
+
+#[test]
+fn the_oracle_follows_the_golden_tokens_of_each_file() {
+    for file in files() {
+        let checkpoint = Checkpoint::open(&file, &ReadFiles).unwrap();
+        let oracle = Oracle::new(&checkpoint);
+        for case in golden_of(&file)["cases"].as_array().expect("cases") {
+            let (prompt, greedy) = (ids(&case["prompt_ids"]), ids(&case["greedy_ids"]));
+            let sequence = [prompt.clone(), greedy.clone()].concat();
+            let logits = oracle.logits(&sequence[..sequence.len() - 1]);
+            let vocab = checkpoint.config.vocab as usize;
+            for (at, &token) in greedy.iter().enumerate() {
+                let row = &logits[(prompt.len() - 1 + at) * vocab..][..vocab];
+                let best = (0..vocab).max_by(|a, b| row[*a].total_cmp(&row[*b])).expect("a token");
+                assert_eq!(best, token as usize, "{} token {at}", file.display());
+            }
+        }
+    }
+}
+
+#[test]
+fn texts_and_chats_of_each_file_have_their_golden_tokens() {
+    for file in files() {
+        let golden = golden_of(&file);
+        let tokenizer = Tokenizer::open(&file).unwrap();
+        let template = super::super::ChatTemplate::open(&file).unwrap().expect("a template");
+        for case in golden["cases"].as_array().expect("cases") {
+            let text = case["text"].as_str().expect("text");
+            assert_eq!(tokenizer.encode(text).unwrap(), ids(&case["prompt_ids"]), "{text}");
+        }
+        let chat = &golden["chat"];
+        let messages: Vec<ChatMessage> = serde_json::from_value(chat["messages"].clone()).unwrap();
+        let rendered = template.render(&messages, true, &serde_json::Map::new(), 0).unwrap();
+        assert_eq!(rendered, chat["rendered"].as_str().expect("text"));
+        assert_eq!(tokenizer.encode_chat(&rendered).unwrap(), ids(&chat["ids"]));
+    }
+}
+
+#[test]
+fn damaged_headers_are_refused_or_read_and_nothing_panics() {
+    for file in files() {
+        let whole = std::fs::read(&file).unwrap();
+        let header = GgufFile::parse(&file, &whole, whole.len() as u64).unwrap();
+        let end = header.tensors_start();
+        let (mut refused, mut random) = (0, Stream::new(7));
+        for _ in 0..2000 {
+            let mut bytes = whole[..end].to_vec();
+            for _ in 0..=random.below(3) {
+                let at = random.below(end as u64) as usize;
+                bytes[at] = random.next_u64() as u8;
+            }
+            if random.below(4) == 0 {
+                bytes.truncate(random.below(end as u64) as usize);
+            }
+            match GgufFile::parse(&file, &bytes, whole.len() as u64) {
+                Ok(gguf) => {
+                    let _ = (config(&gguf, Some(&whole)), tokenizer(&gguf).is_ok(), template(&gguf).is_ok());
+                }
+                Err(error) => {
+                    assert!(error.to_string().contains("gguf"), "{error}");
+                    refused += 1;
+                }
+            }
+        }
+        assert!(refused > 500, "{refused} of 2000 refused");
+        let error = GgufFile::parse(&file, &whole, whole.len() as u64 - 1).unwrap_err().to_string();
+        assert!(error.contains("truncated"), "{error}");
+    }
+}

@@ -1,0 +1,304 @@
+//! Matrices that a checkpoint has in another form than a plain array: quantised, or made of what is stored.
+
+use super::names::Cut;
+use mixfleet_hal::cast::{to_u32, to_usize};
+use mixfleet_hal::quantised::{QuantisedPart, SUPER_COLUMNS};
+use mixfleet_hal::{HostMemory, MatrixKind, Quantised, ScaleKind};
+use std::borrow::Cow;
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// A stored tensor that weights are made of.
+#[derive(Clone, Debug)]
+pub(super) struct SourceTensor {
+    pub(super) shard: usize,
+    /// Its bytes in the shard.
+    pub(super) range: Range<usize>,
+}
+
+impl SourceTensor {
+    pub(super) fn bytes<'a>(&self, shards: &'a [Arc<dyn HostMemory>]) -> &'a [u8] {
+        shards.get(self.shard).and_then(|shard| shard.as_bytes().get(self.range.clone())).unwrap_or_default()
+    }
+}
+
+/// Makes an array of what is stored.
+pub(super) type Recipe = Arc<dyn Fn(&[u8]) -> Vec<u8> + Send + Sync>;
+
+/// One array of a matrix.
+#[derive(Clone)]
+pub(super) enum MadePart {
+    /// It is stored as it is used.
+    InPlace(SourceTensor),
+    /// It is made when it is placed.
+    Made(SourceTensor, Recipe),
+}
+
+impl MadePart {
+    pub(super) fn made(
+        source: &SourceTensor,
+        how: impl Fn(&[u8]) -> Vec<u8> + Send + Sync + 'static,
+    ) -> Self {
+        MadePart::Made(source.clone(), Arc::new(how))
+    }
+
+    /// What it is made of.
+    pub(super) fn source(&self) -> &SourceTensor {
+        match self {
+            MadePart::InPlace(source) | MadePart::Made(source, _) => source,
+        }
+    }
+}
+
+impl fmt::Debug for MadePart {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let how = if matches!(self, MadePart::InPlace(_)) { "in place" } else { "made" };
+        write!(f, "{how} of {:?}", self.source())
+    }
+}
+
+/// A matrix and where its arrays come from.
+#[derive(Clone, Debug)]
+pub(super) struct MadeMatrix {
+    pub(super) kind: MatrixKind,
+    pub(super) rows: u32,
+    pub(super) columns: u32,
+    /// In the order of [`MatrixKind::parts`].
+    pub(super) parts: Vec<MadePart>,
+}
+
+/// A part of a matrix, and how each of its arrays is cut out of the whole one.
+pub(super) struct CutMatrix {
+    pub(super) kind: MatrixKind,
+    pub(super) rows: u32,
+    pub(super) columns: u32,
+    pub(super) cuts: Vec<PartCut>,
+}
+
+/// How an array is cut: all of it, some whole rows, or elements one by one.
+pub(super) enum PartCut {
+    Whole,
+    Rows(Range<usize>),
+    /// Bytes of each of some rows.
+    Bytes {
+        rows: Range<usize>,
+        bytes: Range<usize>,
+    },
+    /// The row and the byte of each element, and an element's bytes.
+    Elements {
+        rows: Vec<usize>,
+        starts: Vec<usize>,
+        bytes: usize,
+    },
+}
+
+fn part_bytes(part: &QuantisedPart) -> usize {
+    to_usize(part.elements().saturating_mul(part.dtype.size_bytes()))
+}
+
+impl MadeMatrix {
+    /// Checks that the arrays are those of the description and that what is used in place has its size.
+    ///
+    /// # Errors
+    /// A message that says what is wrong.
+    pub(super) fn new(
+        kind: MatrixKind,
+        (rows, columns): (u32, u32),
+        parts: Vec<MadePart>,
+    ) -> Result<Self, String> {
+        if let MatrixKind::Quantised(quantised) = kind {
+            quantised.check(columns)?;
+        }
+        let matrix = MadeMatrix { kind, rows, columns, parts };
+        for (kind, part) in matrix.described().iter().zip(&matrix.parts) {
+            if let MadePart::InPlace(source) = part
+                && source.range.len() != part_bytes(kind)
+            {
+                let (found, needed) = (source.range.len(), part_bytes(kind));
+                return Err(format!("{found} bytes of {}, expected {needed}", kind.name));
+            }
+        }
+        Ok(matrix)
+    }
+
+    fn described(&self) -> Vec<QuantisedPart> {
+        self.kind.parts(1, self.rows, self.columns)
+    }
+
+    /// The bytes of an array.
+    ///
+    /// # Errors
+    /// When what is stored makes another number of bytes than the description says.
+    pub(super) fn array<'a>(
+        &self,
+        at: usize,
+        shards: &'a [Arc<dyn HostMemory>],
+    ) -> Result<Cow<'a, [u8]>, String> {
+        let bytes = match &self.parts[at] {
+            MadePart::InPlace(source) => Cow::Borrowed(source.bytes(shards)),
+            MadePart::Made(source, how) => Cow::Owned(how(source.bytes(shards))),
+        };
+        let part = self.described()[at];
+        if bytes.len() == part_bytes(&part) {
+            return Ok(bytes);
+        }
+        Err(format!("its {} have {} bytes, expected {}", part.name, bytes.len(), part_bytes(&part)))
+    }
+
+    /// All weights, for the oracle; none where what is stored is damaged.
+    pub(super) fn values(&self, shards: &[Arc<dyn HostMemory>]) -> Option<Vec<f64>> {
+        let kinds = self.described();
+        let mut arrays = Vec::with_capacity(kinds.len());
+        for (at, kind) in kinds.iter().enumerate() {
+            arrays.push(kind.dtype.decode(&self.array(at, shards).ok()?));
+        }
+        match self.kind {
+            MatrixKind::Plain(_) => arrays.pop(),
+            MatrixKind::Quantised(quantised) => {
+                let arrays: Vec<&[f64]> = arrays.iter().map(|array| array.as_slice()).collect();
+                let decoded = quantised.decode(&arrays, 1, self.rows, self.columns);
+                Some(decoded.into_iter().map(|(value, _)| value).collect())
+            }
+        }
+    }
+
+    /// Bytes of all arrays.
+    pub(super) fn size_bytes(&self) -> u64 {
+        self.described().iter().map(|part| part_bytes(part) as u64).sum()
+    }
+
+    /// A part of it. Where scales of several rows or columns are cut through, the part has scales of fewer.
+    ///
+    /// # Errors
+    /// When codes or scales cannot be cut there.
+    pub(super) fn cut(&self, cut: &Cut) -> Result<CutMatrix, String> {
+        let (rows, columns) = match cut {
+            Cut::Whole => (0..self.rows, 0..self.columns),
+            Cut::Rows(rows) => (to_u32(rows.start)..to_u32(rows.end), 0..self.columns),
+            Cut::Columns(columns) => (0..self.rows, to_u32(columns.start)..to_u32(columns.end)),
+        };
+        let whole_rows = columns == (0..self.columns);
+        let described = self.described();
+        let of_rows = |part: &QuantisedPart| match (cut, whole_rows) {
+            (Cut::Whole, _) => PartCut::Whole,
+            (_, true) => PartCut::Rows(rows.start as usize..rows.end as usize),
+            (_, false) => {
+                let each = part.columns * part.dtype.size_bytes();
+                let byte = |column: u32| to_usize(each * u64::from(column) / u64::from(self.columns));
+                let bytes = byte(columns.start)..byte(columns.end);
+                PartCut::Bytes { rows: rows.start as usize..rows.end as usize, bytes }
+            }
+        };
+        let len = |range: &Range<u32>| range.end - range.start;
+        let (kind, cuts) = match self.kind {
+            MatrixKind::Plain(_) => (self.kind, described.iter().map(of_rows).collect()),
+            MatrixKind::Quantised(quantised) => {
+                let part = cut_of(&quantised, &rows, &columns)?;
+                let cuts = described.iter().map(|array| match array.name {
+                    _ if *cut == Cut::Whole => PartCut::Whole,
+                    "outer" => PartCut::Whole,
+                    "scales" | "zeros" => elements(&quantised, &part, (&rows, &columns), array),
+                    _ => of_rows(array),
+                });
+                (MatrixKind::Quantised(part), cuts.collect())
+            }
+        };
+        Ok(CutMatrix { kind, rows: len(&rows), columns: len(&columns), cuts })
+    }
+}
+
+fn gcd(a: u32, b: u32) -> u32 {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+/// The description of a part.
+fn cut_of(whole: &Quantised, rows: &Range<u32>, columns: &Range<u32>) -> Result<Quantised, String> {
+    let group = |range: &Range<u32>, group: u32| {
+        let inside = range.is_empty() || range.start / group == (range.end - 1) / group;
+        if range.start.is_multiple_of(group) || inside { group } else { gcd(range.start, group) }
+    };
+    let part = Quantised {
+        group_rows: group(rows, whole.group_rows),
+        group_columns: group(columns, whole.group_columns),
+        ..*whole
+    };
+    let step = match whole.scale {
+        ScaleKind::I8 => SUPER_COLUMNS,
+        _ if whole.code.high_bits() > 0 => 32 / whole.code.high_bits(),
+        _ => 32 / whole.code.low_bits(),
+    };
+    if !columns.start.is_multiple_of(step) {
+        let start = columns.start;
+        return Err(format!(
+            "{whole} weights cannot be divided at column {start}: it is no multiple of {step}"
+        ));
+    }
+    part.check(columns.end - columns.start)?;
+    Ok(part)
+}
+
+/// Where the scales of a part are among those of the whole.
+fn elements(
+    whole: &Quantised,
+    part: &Quantised,
+    (rows, columns): (&Range<u32>, &Range<u32>),
+    array: &QuantisedPart,
+) -> PartCut {
+    let bytes = whole.scale.dtype().map_or(1, |dtype| to_usize(dtype.size_bytes()));
+    let row_bytes = to_usize(array.columns * array.dtype.size_bytes());
+    let (group_rows, group_columns) = part.groups(rows.end - rows.start, columns.end - columns.start);
+    let at = |start: u32, group: u32, of: u32, whole: u32| ((start + group * of) / whole) as usize;
+    let rows = (0..group_rows).map(|group| at(rows.start, group, part.group_rows, whole.group_rows));
+    let starts = (0..group_columns)
+        .map(|group| bytes * at(columns.start, group, part.group_columns, whole.group_columns));
+    PartCut::Elements { rows: rows.map(|row| row * row_bytes).collect(), starts: starts.collect(), bytes }
+}
+
+impl CutMatrix {
+    /// Bytes of all arrays.
+    pub(super) fn size_bytes(&self) -> u64 {
+        self.kind.parts(1, self.rows, self.columns).iter().map(|part| part_bytes(part) as u64).sum()
+    }
+}
+
+impl PartCut {
+    /// The bytes of an array that are in the part, if they are one piece.
+    pub(super) fn piece(&self, all: usize, array_rows: usize) -> Option<Range<usize>> {
+        let row_bytes = all / array_rows.max(1);
+        match self {
+            PartCut::Whole => Some(0..all),
+            PartCut::Rows(rows) => Some(rows.start * row_bytes..rows.end * row_bytes),
+            PartCut::Bytes { .. } | PartCut::Elements { .. } => None,
+        }
+    }
+
+    /// The part of an array of so many rows.
+    pub(super) fn of<'a>(&self, array: &'a [u8], array_rows: usize) -> Cow<'a, [u8]> {
+        if let Some(piece) = self.piece(array.len(), array_rows) {
+            return Cow::Borrowed(&array[piece]);
+        }
+        let row_bytes = array.len() / array_rows.max(1);
+        let mut part = Vec::new();
+        match self {
+            PartCut::Bytes { rows, bytes } => {
+                for row in rows.clone() {
+                    part.extend_from_slice(&array[row * row_bytes..][bytes.clone()]);
+                }
+            }
+            PartCut::Elements { rows, starts, bytes } => {
+                for row in rows {
+                    for start in starts {
+                        part.extend_from_slice(&array[row + start..][..*bytes]);
+                    }
+                }
+            }
+            PartCut::Whole | PartCut::Rows(_) => {}
+        }
+        Cow::Owned(part)
+    }
+}
+
+#[cfg(test)]
+#[path = "made_tests.rs"]
+mod tests;
