@@ -1,6 +1,6 @@
 //! Quantised weights as the kernels see them, and rows of them in f32.
 
-use super::convert::narrow;
+use super::convert::{narrow, widen};
 use super::simd::{Simd, Task};
 use super::{Span, Worker, round_up};
 use half::{bf16, f16};
@@ -77,13 +77,74 @@ impl QuantisedRows {
     /// zero point or a minimum, or nothing where the middle is zero.
     ///
     /// # Safety
-    /// The arrays are as large as their description says; both targets have room for the groups of a row.
+    /// The arrays are as large as their description says; `scales` and `zeros` have room for the groups of a
+    /// row, and `spare` for the factors of its super-blocks, each rounded up to a vector.
     #[inline(always)]
-    pub(crate) unsafe fn scales_of(&self, row: usize, scales: *mut f32, zeros: *mut f32) {
+    pub(crate) unsafe fn scales_of<S: Simd>(
+        &self,
+        row: usize,
+        scales: *mut f32,
+        zeros: *mut f32,
+        spare: *mut f32,
+    ) {
+        let groups = self.row_groups();
+        let at = row / self.kind.group_rows as usize * groups;
         // SAFETY: the caller's promise.
         unsafe {
-            for group in 0..self.row_groups() {
-                (*scales.add(group), *zeros.add(group)) = self.scale_of(row, group);
+            match self.kind.scale.dtype() {
+                None => self.integer_scales::<S>(row, scales, zeros, spare),
+                Some(dtype) => {
+                    read_scales::<S>(dtype, self.scales.at(dtype, at), scales, groups);
+                    if self.kind.zero != ZeroKind::Middle {
+                        read_scales::<S>(dtype, self.zeros.at(dtype, at), zeros, groups);
+                    }
+                }
+            }
+            if self.kind.outer {
+                let outer = read_f32(self.outer, 0);
+                let minima = self.kind.zero == ZeroKind::Minima;
+                for group in 0..groups {
+                    *scales.add(group) *= outer;
+                    *zeros.add(group) *= if minima { outer } else { 1.0 };
+                }
+            }
+            match self.kind.zero {
+                ZeroKind::Minima => {}
+                ZeroKind::Points => {
+                    for group in 0..groups {
+                        *zeros.add(group) *= *scales.add(group);
+                    }
+                }
+                ZeroKind::Middle => {
+                    for group in 0..groups {
+                        *zeros.add(group) = *scales.add(group) * self.middle();
+                    }
+                }
+            }
+        }
+    }
+
+    /// The scales and minima of the K formats, before the outer scale.
+    #[inline(always)]
+    unsafe fn integer_scales<S: Simd>(&self, row: usize, scales: *mut f32, zeros: *mut f32, spare: *mut f32) {
+        let row_bytes = self.row_groups().next_multiple_of(4);
+        let (supers, per) = (self.kind.supers() as usize, (SUPER_COLUMNS / self.kind.group_columns) as usize);
+        let blocks = self.columns / SUPER_COLUMNS as usize;
+        // SAFETY: the caller's promise.
+        unsafe {
+            widen::<S>(DType::F16, self.supers.at(DType::F16, row * blocks * supers), spare, blocks * supers);
+            for block in 0..blocks {
+                let numbers = |span: Span, which: usize, to: *mut f32| {
+                    let (from, factor) =
+                        (span.start.add(row * row_bytes), *spare.add(block * supers + which));
+                    for group in block * per..(block + 1) * per {
+                        *to.add(group) = f32::from(from.add(group).cast::<i8>().read()) * factor;
+                    }
+                };
+                numbers(self.scales, 0, scales);
+                if supers > 1 {
+                    numbers(self.zeros, 1, zeros);
+                }
             }
         }
     }
@@ -250,6 +311,21 @@ unsafe fn read_f32(span: Span, index: usize) -> f32 {
 unsafe fn read_f16(span: Span, index: usize) -> f32 {
     // SAFETY: the caller's promise that the span has the element.
     f16::from_bits(unsafe { span.at(DType::F16, index).cast::<u16>().read_unaligned() }).to_f32()
+}
+
+/// Widens scales, of which E4M3 is not read by vectors.
+#[inline(always)]
+unsafe fn read_scales<S: Simd>(dtype: DType, from: *const u8, to: *mut f32, count: usize) {
+    // SAFETY: the caller's promise that both have as many elements.
+    unsafe {
+        if dtype == DType::F8E4m3 {
+            for i in 0..count {
+                *to.add(i) = e4m3(from.add(i).read());
+            }
+        } else {
+            widen::<S>(dtype, from, to, count);
+        }
+    }
 }
 
 #[inline(always)]

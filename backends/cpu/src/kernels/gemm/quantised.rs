@@ -293,7 +293,8 @@ unsafe fn stream<S: Simd, C: CodeWords<S>>(task: &QuantisedFewRows, group_log2: 
                 let rows = (count - j).min(STREAMS);
                 for r in 0..rows {
                     let at = r * parts.layout.scales;
-                    task.weights.scales_of(block + j + r, parts.scales.add(at), parts.zeros.add(at));
+                    let (scales, zeros) = (parts.scales.add(at), parts.zeros.add(at));
+                    task.weights.scales_of::<S>(block + j + r, scales, zeros, parts.row);
                 }
                 let at = (block + j, rows, group_log2);
                 if m == 1 {
@@ -434,19 +435,13 @@ unsafe fn spread<S: Simd>(from: *const f32, group_log2: u32) -> S::V {
 #[inline(always)]
 unsafe fn high_words<S: Simd>(weights: &QuantisedRows, row: usize, word: usize, high_bits: usize) -> S::V {
     // eight codes of a word have a byte or two here
-    let (per, width) = (4 / high_bits, 8 * high_bits);
-    let row_words = weights.high_row_words();
-    let first = word / per;
-    let mut lanes = [0u32; PAD];
-    // SAFETY: the row has `row_words` words from here on.
+    let log2 = if high_bits == 1 { 2 } else { 1 };
+    let (row_words, first) = (weights.high_row_words(), word >> log2);
+    let count = (S::LANES >> log2).min(row_words - first);
+    // SAFETY: the row has `row_words` words.
     unsafe {
-        let from = weights.high.start.cast::<u32>().add(row * row_words);
-        for (lane, to) in lanes.iter_mut().enumerate().take(S::LANES) {
-            let at = first + lane / per;
-            if at < row_words {
-                *to = from.add(at).read_unaligned() >> (width * (lane % per));
-            }
-        }
-        S::load(lanes.as_ptr().cast())
+        let from = weights.high.start.cast::<u32>().add(row * row_words + first);
+        let words = load_part::<S>(DType::F32, from.cast(), count);
+        S::spread_words(words, log2, bits(8 * high_bits))
     }
 }

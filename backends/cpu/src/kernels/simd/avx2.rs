@@ -234,6 +234,18 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
+    unsafe fn spread_words(words: __m256, log2: u32, width: u32) -> __m256 {
+        // SAFETY: see above.
+        unsafe {
+            let lanes = _mm256_loadu_si256(LANE_NUMBERS.as_ptr().cast());
+            let of = _mm256_srlv_epi32(lanes, _mm256_set1_epi32(log2.cast_signed()));
+            let left = _mm256_and_si256(lanes, _mm256_set1_epi32((1 << log2) - 1));
+            let count = _mm256_mullo_epi32(left, _mm256_set1_epi32(width.cast_signed()));
+            let spread = _mm256_permutevar8x32_ps(words, of);
+            _mm256_castsi256_ps(_mm256_srlv_epi32(_mm256_castps_si256(spread), count))
+        }
+    }
+    #[inline(always)]
     unsafe fn spread(from: *const f32, log2: u32) -> __m256 {
         // SAFETY: see above.
         unsafe {

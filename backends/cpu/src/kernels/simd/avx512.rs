@@ -255,6 +255,18 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         unsafe { _mm512_permutexvar_ps(_mm512_castps_si512(words), _mm512_loadu_ps(E2M1.as_ptr())) }
     }
     #[inline(always)]
+    unsafe fn spread_words(words: __m512, log2: u32, width: u32) -> __m512 {
+        // SAFETY: see above.
+        unsafe {
+            let lanes = _mm512_loadu_si512(LANE_NUMBERS.as_ptr().cast());
+            let of = _mm512_srlv_epi32(lanes, _mm512_set1_epi32(log2.cast_signed()));
+            let left = _mm512_and_si512(lanes, _mm512_set1_epi32((1 << log2) - 1));
+            let count = _mm512_mullo_epi32(left, _mm512_set1_epi32(width.cast_signed()));
+            let spread = _mm512_permutexvar_ps(of, words);
+            _mm512_castsi512_ps(_mm512_srlv_epi32(_mm512_castps_si512(spread), count))
+        }
+    }
+    #[inline(always)]
     unsafe fn spread(from: *const f32, log2: u32) -> __m512 {
         // SAFETY: see above.
         unsafe {

@@ -114,6 +114,22 @@ pub(crate) trait Simd: Copy + 'static {
         }
     }
 
+    /// Lane i is word `i >> log2`, shifted right by `width` times what is left of i.
+    #[inline(always)]
+    unsafe fn spread_words(words: Self::V, log2: u32, width: u32) -> Self::V {
+        let (mut from, mut lanes) = ([0u32; 16], [0u32; 16]);
+        // SAFETY: as for the caller; no level has more than 16 lanes.
+        unsafe {
+            Self::store(from.as_mut_ptr().cast(), words);
+            let mut left = 0;
+            for (i, lane) in lanes.iter_mut().enumerate().take(Self::LANES) {
+                *lane = from[i >> log2] >> (width * left);
+                left = (left + 1) & ((1 << log2) - 1);
+            }
+            Self::load(lanes.as_ptr().cast())
+        }
+    }
+
     /// Transposes a block of `LANES` by `LANES` words. Strides in bytes.
     unsafe fn transpose(from: *const u8, from_stride: usize, to: *mut u8, to_stride: usize);
     /// Hints that the line at `at` is needed soon; any address is allowed.
