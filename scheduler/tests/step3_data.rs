@@ -19,7 +19,11 @@ fn flop(shape: &ModelShape, batch: u32, context: u64, counts: impl Fn(&OpSig) ->
 /// Arithmetic of the layers' matrices without the gates of experts, which the authors leave out.
 fn matrices(model: &KnownModel, shape: &ModelShape) -> f64 {
     let gate = model.experts.map_or(0, |experts| experts.count);
-    flop(shape, BATCH, 1, |sig| matches!(sig, OpSig::Gemm { n, .. } if *n != model.vocab && *n != gate))
+    flop(shape, BATCH, 1, |sig| match sig {
+        OpSig::Gemm { n, .. } => *n != model.vocab && *n != gate,
+        OpSig::GroupedGemm { .. } => true,
+        _ => false,
+    })
 }
 
 fn attention(model: &KnownModel, shape: &ModelShape, context: u64) -> f64 {

@@ -1,10 +1,11 @@
 use super::super::random::{RandomCheckpoint, tiny_variants};
 use super::super::testing::{MemoryDevice, ReadFiles, fixtures, scratch};
-use super::super::weights::{HeadWeights, Tensor, Weights};
+use super::super::weights::{HeadWeights, MlpWeights, Tensor, Weights};
 use super::*;
 use mixfleet_hal::Device;
 use mixfleet_hal::random::Stream;
 use mixfleet_hwtests::reference::ReferenceDevice;
+use mixfleet_scheduler::cost::Experts;
 use serde_json::{Map, Value, json};
 use std::collections::HashSet;
 
@@ -208,12 +209,30 @@ fn assert_placed(checkpoint: &Checkpoint, device: &dyn Device) -> Weights {
         optional(&layer.q_norm, c.qk_norm, "self_attn.q_norm.weight");
         optional(&layer.k_norm, c.qk_norm, "self_attn.k_norm.weight");
         part(&layer.mlp_norm, "post_attention_layernorm.weight");
-        part(&layer.gate, "mlp.gate_proj.weight");
-        part(&layer.up, "mlp.up_proj.weight");
-        part(&layer.down, "mlp.down_proj.weight");
-        optional(&layer.gate_bias, c.mlp_bias, "mlp.gate_proj.bias");
-        optional(&layer.up_bias, c.mlp_bias, "mlp.up_proj.bias");
-        optional(&layer.down_bias, c.mlp_bias, "mlp.down_proj.bias");
+        let mlp = |mlp: &MlpWeights, stem: &str| {
+            part(&mlp.gate, &format!("{stem}.gate_proj.weight"));
+            part(&mlp.up, &format!("{stem}.up_proj.weight"));
+            part(&mlp.down, &format!("{stem}.down_proj.weight"));
+            optional(&mlp.gate_bias, c.mlp_bias, &format!("{stem}.gate_proj.bias"));
+            optional(&mlp.up_bias, c.mlp_bias, &format!("{stem}.up_proj.bias"));
+            optional(&mlp.down_bias, c.mlp_bias, &format!("{stem}.down_proj.bias"));
+        };
+        let (Some(experts), Some(placed)) = (c.experts_of(i), &layer.experts) else {
+            mlp(layer.mlp.as_ref().expect("an MLP"), "mlp");
+            continue;
+        };
+        assert_eq!(layer.mlp.is_some(), experts.shared > 0);
+        layer.mlp.iter().for_each(|shared| mlp(shared, "mlp.shared_expert"));
+        optional(&placed.shared_gate, experts.shared_gate, "mlp.shared_expert_gate.weight");
+        part(&placed.router, &format!("{}.weight", experts.names.router()));
+        let matrices = [&placed.gate, &placed.up, &placed.down];
+        for (tensor, matrix) in matrices.into_iter().zip(experts.names.matrices()) {
+            let each = (0..experts.routing.experts).flat_map(|expert| {
+                let name = format!("model.layers.{i}.{}.{expert}.{matrix}.weight", experts.names.experts());
+                checkpoint.values(&name).expect("an expert")
+            });
+            assert_eq!(read(device, tensor), each.collect::<Vec<f64>>(), "{matrix}");
+        }
     }
     weights
 }
@@ -431,25 +450,46 @@ fn a_member_gets_its_share_of_the_weights_and_no_more() {
                     same(&layer.k, "self_attn.k_proj.weight", kv.clone(), None);
                     same(&layer.v, "self_attn.v_proj.weight", kv.clone(), None);
                     same(&layer.o, "self_attn.o_proj.weight", 0..hidden, Some(q.clone()));
-                    same(&layer.gate, "mlp.gate_proj.weight", share.inner.clone(), None);
-                    same(&layer.up, "mlp.up_proj.weight", share.inner.clone(), None);
-                    same(&layer.down, "mlp.down_proj.weight", 0..hidden, Some(share.inner.clone()));
+                    let mlp = layer.mlp.as_ref().filter(|_| c.experts_of(1).is_none());
+                    for mlp in mlp {
+                        same(&mlp.gate, "mlp.gate_proj.weight", share.inner.clone(), None);
+                        same(&mlp.up, "mlp.up_proj.weight", share.inner.clone(), None);
+                        same(&mlp.down, "mlp.down_proj.weight", 0..hidden, Some(share.inner.clone()));
+                        let once = c.mlp_bias && share.is_first();
+                        assert_eq!(mlp.down_bias.is_some(), once, "{name}: added once");
+                    }
+                    if let (Some(experts), Some(placed)) = (c.experts_of(1), &layer.experts) {
+                        let inner = Experts::share(experts.intermediate, &share.inner, c.intermediate);
+                        let [gate, up, down] = experts.names.matrices();
+                        for (tensor, matrix, rows, columns) in [
+                            (&placed.gate, gate, inner.clone(), None),
+                            (&placed.up, up, inner.clone(), None),
+                            (&placed.down, down, 0..hidden, Some(inner.clone())),
+                        ] {
+                            let stem = format!("model.layers.1.{}", experts.names.experts());
+                            let of = |expert| {
+                                let one = format!("{stem}.{expert}.{matrix}.weight");
+                                part_of(&checkpoint, &one, rows.clone(), columns.clone())
+                            };
+                            let all: Vec<f64> = (0..experts.routing.experts).flat_map(of).collect();
+                            assert_eq!(read(device, tensor), all, "{name} {matrix}");
+                        }
+                    }
+                    let up_bias = mlp.and_then(|mlp| mlp.up_bias.clone());
                     for (bias, part, rows) in [
                         (&layer.q_bias, "self_attn.q_proj.bias", q.clone()),
                         (&layer.v_bias, "self_attn.v_proj.bias", kv.clone()),
-                        (&layer.up_bias, "mlp.up_proj.bias", share.inner.clone()),
+                        (&up_bias, "mlp.up_proj.bias", share.inner.clone()),
                     ] {
                         bias.iter().for_each(|bias| same(bias, part, rows.clone(), None));
                     }
                     assert_eq!(layer.o_bias.is_some(), c.o_bias && share.is_first(), "{name}: added once");
-                    assert_eq!(
-                        layer.down_bias.is_some(),
-                        c.mlp_bias && share.is_first(),
-                        "{name}: added once"
-                    );
                     let head = if c.tied_embeddings { "model.embed_tokens.weight" } else { "lm_head.weight" };
                     let rows = part_of(&checkpoint, head, share.vocab.clone(), None);
                     assert_eq!(read(device, &weights.head.expect("a head").lm_head), rows, "{name}");
+                }
+                if c.experts.is_some() {
+                    continue; // experts are copied, whatever the device can
                 }
                 let allocated =
                     |device: &MemoryDevice| device.allocations.lock().expect("a lock").iter().sum::<u64>();
@@ -492,7 +532,7 @@ fn a_share_of_a_repeating_checkpoint_is_that_of_the_whole() {
     let columns = share.inner.start as usize * element..share.inner.end as usize * element;
     let expected: Vec<u8> =
         cyclic.chunks_exact(width * element).flat_map(|row| row[columns.clone()].to_vec()).collect();
-    let tensor = &weights.layers[0].down;
+    let tensor = &weights.layers[0].mlp.as_ref().expect("an MLP").down;
     let mut bytes = vec![0; tensor.slice.bytes as usize];
     whole.read(&tensor.slice, &mut bytes).expect("read");
     assert!(bytes == expected);

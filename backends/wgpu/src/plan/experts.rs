@@ -52,8 +52,8 @@ impl Planner {
         let aligned = |operand: &Operand| operand.window.offset.is_multiple_of(16);
         let few = grouped.choices <= FEW_ROWS_MAX.saturating_mul(grouped.touched);
         let of_expert = n64 * k64;
-        // an expert's bias begins with a word
-        let unit = if bias.is_some() && n % 2 == 1 { 2 } else { 1 };
+        // an expert's matrix and bias begin with a word
+        let unit = if of_expert % 2 == 1 || (bias.is_some() && n % 2 == 1) { 2 } else { 1 };
         for (first, count) in
             self.runs_of(sig, grouped.experts.into(), of_expert * weight.dtype.size_bytes(), unit)?
         {

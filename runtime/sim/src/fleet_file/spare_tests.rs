@@ -103,7 +103,6 @@ fn what_cannot_lend_is_refused_with_the_key_and_the_reason() {
     says(llama, &format!("{prefill}{decode}"), &["no pool of role \"prefill\""]);
     let decode_apart = decode.replace("device = 'H100-SXM-80GB'", apart);
     says(llama, &format!("{PREFILL}{decode_apart}"), &["attn_pool", "beside device"]);
-    says("qwen3-next-80b-a3b", &format!("{PREFILL}{decode}"), &["attn_pool", "linear attention"]);
     let calibrated = "calibration = { prefill_s = { overhead = 0.1, per_token = 1e-4, per_token_squared = 0.0 }, \
                       decode_s = { base = 0.01, per_sequence = 1e-4, per_kv_token = 1e-8 } }\n";
     let prefill =
