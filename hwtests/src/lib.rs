@@ -20,6 +20,7 @@
 )]
 #![forbid(unsafe_code)]
 
+pub mod bars;
 mod bench;
 pub mod bounds;
 pub mod cases;
@@ -37,6 +38,7 @@ mod paged;
 pub mod profile;
 pub mod reference;
 pub mod report;
+mod roofline;
 mod suite;
 pub mod svg;
 pub mod validate;
