@@ -52,12 +52,13 @@ pub struct Cell {
     tone: Tone,
     number: bool,
     badge: bool,
+    link: Option<String>,
 }
 
 impl Cell {
     /// Creates a cell of text.
     pub fn text(text: impl Into<String>) -> Cell {
-        Cell { text: text.into(), tone: Tone::Plain, number: false, badge: false }
+        Cell { text: text.into(), tone: Tone::Plain, number: false, badge: false, link: None }
     }
 
     /// Creates a cell with a formatted number, right-aligned with tabular digits.
@@ -68,6 +69,11 @@ impl Cell {
     /// Creates a cell with a coloured badge.
     pub fn badge(text: impl Into<String>, tone: Tone) -> Cell {
         Cell { tone, badge: true, ..Cell::text(text) }
+    }
+
+    /// Creates a cell with a link to a file beside the page.
+    pub fn link(text: impl Into<String>, to: impl Into<String>) -> Cell {
+        Cell { link: Some(to.into()), ..Cell::text(text) }
     }
 
     /// Returns the cell in another colour.
@@ -173,7 +179,9 @@ impl Html {
     fn cell(&mut self, cell: &Cell) {
         let (tone, text) = (cell.tone.class(), escape(&cell.text));
         let number = if cell.number { "number " } else { "" };
-        let _ = if cell.badge {
+        let _ = if let Some(to) = &cell.link {
+            write!(self.0, "<td><a href=\"{}\">{text}</a></td>", escape(to))
+        } else if cell.badge {
             write!(self.0, "<td><span class=\"badge {tone}\">{text}</span></td>")
         } else {
             write!(self.0, "<td class=\"{number}{tone}\">{text}</td>")
@@ -260,6 +268,7 @@ body { margin: 0 auto; max-width: 70rem; padding: 1.5rem; background: var(--grou
 header p { color: var(--soft); margin: 0 0 1rem; }
 h1 { font-size: 1.5rem; margin: 0; overflow-wrap: anywhere; }
 p { overflow-wrap: anywhere; }
+a { color: var(--s0); }
 h2 { font-size: 1.15rem; margin: 2rem 0 .6rem; padding-top: .8rem; border-top: 1px solid var(--line); }
 h3 { font-size: 1rem; margin: 1.2rem 0 .4rem; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: .7rem; }
@@ -300,7 +309,8 @@ svg .roof { stroke: var(--ink); fill: none; stroke-width: 2; }
 @media print { :root { color-scheme: light; } body { max-width: none; padding: 0; font-size: 11px; }
   h2, figure, tr, .tiles div { break-inside: avoid; } h2 { break-after: avoid; }
   details::details-content { content-visibility: visible; } .data { display: none; }
-  .scroll { overflow: visible; } .drawing svg { min-width: 0; } td { overflow-wrap: anywhere; }
+  .scroll { overflow: visible; } .drawing svg { min-width: 0; } table { font-size: 9px; }
+  th, td, .number, .badge { white-space: normal; overflow-wrap: anywhere; } th, td { padding: .15rem .3rem; }
   .badge, .tiles div, .note { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
 ";
 

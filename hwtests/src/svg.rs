@@ -348,7 +348,8 @@ impl Legend {
         if series.mark != Mark::Line || series.points.len() == 1 {
             svg.push_str(&marker(i, (x + 14.0, y), 4.0, ""));
         }
-        let room = to_usize(to_u32((self.width - ENTRY.0) / CHARACTER));
+        // the width was made of whole characters, and rounding is not to take one
+        let room = to_usize(to_u32((self.width - ENTRY.0) / CHARACTER + 1e-6));
         let name = shortened(&series.name, room);
         let _ = write!(svg, "<text x=\"{:.1}\" y=\"{:.1}\">{}</text></g>", x + 34.0, y + 4.0, escape(&name));
     }
@@ -459,7 +460,7 @@ mod tests {
         let series = [Series { name: "read <b>".into(), points, mark: Mark::Both }];
         let svg = chart(BYTES, RATE, &series, &[]);
         assert!(svg.starts_with("<svg") && svg.ends_with("</svg>") && svg.contains("read &lt;b&gt;"));
-        assert_eq!(svg.matches("<circle").count(), 3);
+        assert_eq!(svg.matches("<circle").count(), 4, "three points, and one in the legend");
         for coordinate in svg.split("cx=\"").skip(1) {
             let x: f64 = coordinate.split('"').next().unwrap().parse().unwrap();
             assert!((LEFT..=WIDTH - RIGHT).contains(&x), "{x}");
@@ -514,6 +515,7 @@ mod tests {
                 assert!(x + CHARACTER * name.chars().count() as f64 <= WIDTH && y < height, "{x} {y} {name}");
             }
             assert_eq!(drawing.rows.len(), series.len(), "each point is in the table");
+            assert_eq!(svg.contains('…'), series.len() == 1, "only what has no room is cut");
         }
     }
 

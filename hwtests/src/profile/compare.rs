@@ -40,8 +40,8 @@ impl ComparisonVerdict {
     }
 }
 
-/// Returns the noise of a ratio of two measurements, each with its spread as a share of it. Independent errors
-/// add in squares.
+/// Returns the noise of a ratio of two measurements, each with its spread as a share of it. Independent
+/// errors add in squares.
 pub(crate) fn noise(a: f64, b: f64) -> f64 {
     a.hypot(b).max(LEAST)
 }

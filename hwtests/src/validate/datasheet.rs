@@ -111,6 +111,6 @@ mod tests {
         assert_eq!(told, [("memory read", 50.0), ("products in bf16", 60.0)]);
         assert_eq!(super::shares("no such part", &cases), None);
         assert_eq!(super::shares("RTX-4090", &cases[4..]), None);
-        assert_eq!(catalog_part("simulated RTX-4090").map(|part| part.id), Some("RTX-4090"));
+        assert_eq!(catalog_part("simulated NVIDIA GeForce RTX 4090").map(|part| part.id), Some("RTX-4090"));
     }
 }

@@ -21,6 +21,9 @@ use std::path::Path;
 /// Number of entries of a list that are printed; JSON has all.
 const SHOWN_MAX: usize = 20;
 
+/// Facts that differ between any two runs, since they are of the moment.
+const PASSING: [&str; 4] = ["load average", "memory available", "other runnable threads", "other_load"];
+
 /// A report as it was read from its folder.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ReadReport {
@@ -82,8 +85,7 @@ impl ReadReport {
             facts.insert("features".to_owned(), environment.features.join(", "));
             facts.insert("build".to_owned(), environment.build.clone());
         }
-        // what other work there was differs between any two runs
-        facts.remove("other_load");
+        PASSING.iter().for_each(|name| drop(facts.remove(*name)));
         facts
     }
 }

@@ -154,10 +154,10 @@ fn of_profile(profile: &ProfileDocument) -> Vec<Sketch> {
 
 fn sketch(point: &str, rate: f64, quantity: Quantity, source: &str) -> Sketch {
     let units = match quantity {
-        Quantity::BytesPerSecond => [("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6)],
-        _ => [("TFLOP/s", 1e12), ("GFLOP/s", 1e9), ("FLOP/s", 1.0)],
+        Quantity::BytesPerSecond => [("TB/s", 1e12), ("GB/s", 1e9)],
+        _ => [("TFLOP/s", 1e12), ("GFLOP/s", 1e9)],
     };
-    let (unit, scale) = units.into_iter().find(|(_, scale)| rate >= *scale).unwrap_or(units[2]);
+    let (unit, scale) = units.into_iter().find(|(_, scale)| rate >= *scale).unwrap_or(units[1]);
     Sketch {
         point: point.to_owned(),
         value: rounded(rate / scale),
