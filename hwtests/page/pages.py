@@ -74,7 +74,7 @@ FINDINGS = """
         found.push(`chart '${name}': ${where(part)} is cut off`);
     }
     if (!svg.querySelector('title')) found.push(`chart '${name}' tells no values`);
-    const rows = svg.closest('figure').querySelectorAll('details.data tbody tr').length;
+    const rows = svg.closest('figure')?.querySelectorAll('details.data tbody tr').length;
     if (!rows) found.push(`chart '${name}' has no table`);
   }
 
