@@ -14,6 +14,8 @@ packages="$packages etcd-server protobuf-compiler libprotobuf-dev"
 packages="$packages mesa-vulkan-drivers libvulkan1"
 # A BLAS for the example of a backend in C.
 packages="$packages make libopenblas-dev"
+# A browser, which looks at the pages that commands write.
+packages="$packages chromium"
 # g++ compiles the CUDA kernels for the CPU; pip fetches NVIDIA's compiler for them.
 packages="$packages g++ python3 python3-pip"
 missing=""
@@ -80,6 +82,8 @@ step "deployment files"
 hwtests/deploy.sh 2>&1 | tee -a "$log" || [ "${PIPESTATUS[0]}" = 3 ]
 step "tests"
 run_tests 2>&1 | tee -a "$log"
+step "pages in a browser"
+MIXFLEET=${MIXFLEET:-${CARGO_TARGET_DIR:-target}/debug/mixfleet} hwtests/pages.sh 2>&1 | tee -a "$log" || [ "${PIPESTATUS[0]}" = 3 ]
 step "engines of others"
 MIXFLEET=${MIXFLEET:-${CARGO_TARGET_DIR:-target}/debug/mixfleet} hwtests/engines.sh llamacpp 2>&1 | tee -a "$log" || [ "${PIPESTATUS[0]}" = 3 ]
 step "RDMA in emulated machines"

@@ -20,6 +20,8 @@ pub(crate) enum Trouble {
     NotRun(String),
     /// The case was tried and went wrong.
     Failed(String),
+    /// Results were out of their bounds: how, and the largest error as a share of its bound.
+    OutOfBounds(String, f64),
     /// The batch never completed; the device cannot be used any further.
     Hung(String),
     /// The device is gone.

@@ -25,9 +25,10 @@ pub(crate) fn checked(bench: &Bench<'_>, sig: &OpSig, operands: &[Vec<f64>]) -> 
     Ok(Checked { done, ratio })
 }
 
-/// Returns the largest error as a share of its bound, or the first element out of bounds.
+/// Returns the largest error as a share of its bound, or the first element out of bounds and the worst.
 fn compare(sig: &OpSig, before: &[Vec<f64>], got: &[Vec<f64>], want: &[Vec<f64>]) -> Result<f64, Trouble> {
     let (kinds, mut worst) = (sig.operands(), 0.0f64);
+    let (mut first, mut wrong) = (None, 0u64);
     for (o, bounds) in bounds::bounds(sig, before, want).into_iter().enumerate() {
         for (i, bound) in bounds.into_iter().flatten().enumerate() {
             let (got, want) = (got[o][i], want[o][i]);
@@ -41,12 +42,22 @@ fn compare(sig: &OpSig, before: &[Vec<f64>], got: &[Vec<f64>], want: &[Vec<f64>]
             };
             if ratio > 1.0 {
                 let name = kinds[o].name;
-                return Err(Trouble::Failed(format!(
-                    "{name}[{i}] is {got:e}, must be {want:e} within {bound:.2e}: {ratio:.3} times that"
-                )));
+                wrong += 1;
+                first.get_or_insert_with(|| {
+                    format!(
+                        "{name}[{i}] is {got:e}, must be {want:e} within {bound:.2e}: {ratio:.3} times that"
+                    )
+                });
             }
             worst = worst.max(ratio);
         }
     }
-    Ok(worst)
+    match first {
+        None => Ok(worst),
+        Some(first) if wrong == 1 => Err(Trouble::OutOfBounds(first, worst)),
+        Some(first) => {
+            let all = format!("{first}; {wrong} elements are out of bounds, the worst {worst:.3} times");
+            Err(Trouble::OutOfBounds(all, worst))
+        }
+    }
 }

@@ -52,12 +52,13 @@ pub struct Cell {
     tone: Tone,
     number: bool,
     badge: bool,
+    link: Option<String>,
 }
 
 impl Cell {
     /// Creates a cell of text.
     pub fn text(text: impl Into<String>) -> Cell {
-        Cell { text: text.into(), tone: Tone::Plain, number: false, badge: false }
+        Cell { text: text.into(), tone: Tone::Plain, number: false, badge: false, link: None }
     }
 
     /// Creates a cell with a formatted number, right-aligned with tabular digits.
@@ -70,10 +71,28 @@ impl Cell {
         Cell { tone, badge: true, ..Cell::text(text) }
     }
 
+    /// Creates a cell with a link to a file beside the page.
+    pub fn link(text: impl Into<String>, to: impl Into<String>) -> Cell {
+        Cell { link: Some(to.into()), ..Cell::text(text) }
+    }
+
     /// Returns the cell in another colour.
     pub fn tone(self, tone: Tone) -> Cell {
         Cell { tone, ..self }
     }
+}
+
+/// A drawing with its numbers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Drawing {
+    /// Markup of the drawing.
+    pub svg: String,
+    /// What it shows, for those who do not see it.
+    pub label: String,
+    /// Header of the table of its numbers.
+    pub header: Vec<String>,
+    /// The numbers that it shows.
+    pub rows: Vec<Vec<Cell>>,
 }
 
 /// Markup under construction.
@@ -129,11 +148,15 @@ impl Html {
 
     /// Appends a table; rows may be shorter than the header.
     pub fn table(&mut self, header: &[&str], rows: &[Vec<Cell>]) {
-        self.0.push_str("<div class=\"scroll\"><table>\n<thead><tr>");
+        self.begin_scroll("", &format!("table of {}", header.join(", ")));
+        self.0.push_str("<table>\n<thead><tr>");
         for (column, name) in header.iter().enumerate() {
             let numeric = rows.first().and_then(|row| row.get(column)).is_some_and(|cell| cell.number);
             let class = if numeric { " class=\"number\"" } else { "" };
-            let _ = write!(self.0, "<th{class}>{}</th>", escape(name));
+            let _ = match *name {
+                "" => write!(self.0, "<td></td>"),
+                name => write!(self.0, "<th scope=\"col\"{class}>{}</th>", escape(name)),
+            };
         }
         self.0.push_str("</tr></thead>\n<tbody>\n");
         for row in rows {
@@ -144,18 +167,28 @@ impl Html {
         self.0.push_str("</tbody></table></div>\n");
     }
 
+    /// Opens a box with a bar of its own for what is wider than the window, which the keyboard reaches.
+    fn begin_scroll(&mut self, class: &str, label: &str) {
+        let label = escape(label);
+        let _ = write!(
+            self.0,
+            "<div class=\"scroll {class}\" tabindex=\"0\" role=\"group\" aria-label=\"{label}\">"
+        );
+    }
+
     fn cell(&mut self, cell: &Cell) {
         let (tone, text) = (cell.tone.class(), escape(&cell.text));
         let number = if cell.number { "number " } else { "" };
-        let _ = if cell.badge {
+        let _ = if let Some(to) = &cell.link {
+            write!(self.0, "<td><a href=\"{}\">{text}</a></td>", escape(to))
+        } else if cell.badge {
             write!(self.0, "<td><span class=\"badge {tone}\">{text}</span></td>")
         } else {
             write!(self.0, "<td class=\"{number}{tone}\">{text}</td>")
         };
     }
 
-    /// Opens a collapsible section, which [`Html::end_details`] closes. In print it is expanded only if
-    /// `open`.
+    /// Opens a collapsible section, which [`Html::end_details`] closes. In print it is expanded.
     pub fn begin_details(&mut self, summary: &str, open: bool) {
         let open = if open { " open" } else { "" };
         let _ = writeln!(self.0, "<details{open}><summary>{}</summary>", escape(summary));
@@ -166,9 +199,19 @@ impl Html {
         self.0.push_str("</details>\n");
     }
 
-    /// Appends a drawing, whose `svg` is markup, with its caption.
-    pub fn figure(&mut self, svg: &str, caption: &str) {
-        let _ = writeln!(self.0, "<figure>{svg}<figcaption>{}</figcaption></figure>", escape(caption));
+    /// Appends a drawing with its caption, and its numbers in a table that is closed and not printed.
+    pub fn figure(&mut self, drawing: &Drawing, caption: &str) {
+        let Drawing { svg, label, header, rows } = drawing;
+        self.0.push_str("<figure>");
+        self.begin_scroll("drawing", &format!("chart of {label}"));
+        let _ = writeln!(self.0, "{svg}</div><figcaption>{}</figcaption>", escape(caption));
+        let _ = writeln!(
+            self.0,
+            "<details class=\"data\"><summary>Numbers of this chart: {}</summary>",
+            escape(label)
+        );
+        self.table(&header.iter().map(String::as_str).collect::<Vec<_>>(), rows);
+        self.0.push_str("</details></figure>\n");
     }
 
     /// Returns the markup so far.
@@ -215,7 +258,7 @@ const STYLE: &str = "\
   --panel: #f6f7f9; --good: #18794e; --warn: #8a5a00; --bad: #c62a2f; --good-bg: #e3f5ec; --warn-bg: #fff3d6;
   --bad-bg: #ffe7e7; --muted-bg: #eceef1; --s0: #0072b2; --s1: #d55e00; --s2: #009e73; --s3: #a3478f;
   --s4: #8a6d00; --s5: #3f7fbf; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e8eb; --soft: #9ba1a8; --line: #33383f;
+@media screen and (prefers-color-scheme: dark) { :root { --ink: #e6e8eb; --soft: #9ba1a8; --line: #33383f;
   --ground: #14171a; --panel: #1c2024; --good: #57d9a3; --warn: #ffca5c; --bad: #ff8a8a; --good-bg: #10301f;
   --warn-bg: #362a08; --bad-bg: #3b1517; --muted-bg: #282d33; --s0: #56b4e9; --s1: #ff9a52; --s2: #3fd6a8;
   --s3: #e08fd0; --s4: #f0d24a; --s5: #9fc5ee; } }
@@ -223,7 +266,9 @@ const STYLE: &str = "\
 body { margin: 0 auto; max-width: 70rem; padding: 1.5rem; background: var(--ground); color: var(--ink);
   font: 15px/1.5 system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif; }
 header p { color: var(--soft); margin: 0 0 1rem; }
-h1 { font-size: 1.5rem; margin: 0; }
+h1 { font-size: 1.5rem; margin: 0; overflow-wrap: anywhere; }
+p { overflow-wrap: anywhere; }
+a { color: var(--s0); }
 h2 { font-size: 1.15rem; margin: 2rem 0 .6rem; padding-top: .8rem; border-top: 1px solid var(--line); }
 h3 { font-size: 1rem; margin: 1.2rem 0 .4rem; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: .7rem; }
@@ -251,14 +296,21 @@ td.muted { color: var(--soft); }
 details { margin: .5rem 0; }
 summary { cursor: pointer; color: var(--soft); }
 figure { margin: 1rem 0; }
-figcaption { color: var(--soft); font-size: .87rem; }
+figcaption, .data { color: var(--soft); font-size: .87rem; }
 svg { display: block; width: 100%; height: auto; font: 12px system-ui, sans-serif; }
+.drawing svg { min-width: 40rem; }
 svg text { fill: var(--soft); }
+svg .spot { fill: transparent; }
+svg .ground { fill: var(--panel); } svg .good { fill: var(--good); } svg .warn { fill: var(--warn); }
+svg .bad { fill: var(--bad); } svg .plain { fill: var(--s0); } svg .muted { fill: var(--soft); }
 svg .axis { stroke: var(--soft); fill: none; }
 svg .grid { stroke: var(--line); fill: none; }
 svg .roof { stroke: var(--ink); fill: none; stroke-width: 2; }
 @media print { :root { color-scheme: light; } body { max-width: none; padding: 0; font-size: 11px; }
   h2, figure, tr, .tiles div { break-inside: avoid; } h2 { break-after: avoid; }
+  details::details-content { content-visibility: visible; } .data { display: none; }
+  .scroll { overflow: visible; } .drawing svg { min-width: 0; } table { font-size: 9px; }
+  th, td, .number, .badge { white-space: normal; overflow-wrap: anywhere; } th, td { padding: .15rem .3rem; }
   .badge, .tiles div, .note { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
 ";
 
@@ -278,7 +330,8 @@ mod tests {
         body.tiles(&[(hostile.into(), hostile.into(), hostile.into())]);
         body.begin_details(hostile, true);
         body.end_details();
-        body.figure("<svg></svg>", hostile);
+        let (header, rows) = (vec![hostile.to_owned()], vec![vec![Cell::text(hostile)]]);
+        body.figure(&Drawing { svg: "<svg></svg>".into(), label: hostile.into(), header, rows }, hostile);
         let text = page(hostile, hostile, &body);
         assert!(!text.contains("<script") && !text.contains("alert('") && !text.contains('\u{1}'));
         assert_eq!(text.matches("<table>").count(), text.matches("</table>").count());
@@ -296,7 +349,7 @@ mod tests {
     fn numbers_align_with_their_header() {
         let mut body = Html::default();
         body.table(&["name", "us"], &[vec![Cell::text("a"), Cell::number("1").tone(Tone::Good)]]);
-        assert!(body.as_str().contains("<th class=\"number\">us</th>"));
+        assert!(body.as_str().contains("<th scope=\"col\" class=\"number\">us</th>"));
         assert!(body.as_str().contains("<td class=\"number good\">1</td>"));
     }
 }

@@ -20,6 +20,7 @@
 )]
 #![forbid(unsafe_code)]
 
+pub mod bars;
 mod bench;
 pub mod bounds;
 pub mod cases;
@@ -39,6 +40,7 @@ pub mod profile;
 mod quantised;
 pub mod reference;
 pub mod report;
+mod roofline;
 mod suite;
 pub mod svg;
 pub mod validate;

@@ -108,14 +108,18 @@ impl Trial {
 
 impl From<Trouble> for Trial {
     fn from(trouble: Trouble) -> Self {
+        let ratio_max = match &trouble {
+            Trouble::OutOfBounds(_, ratio) => Some(*ratio),
+            _ => None,
+        };
         let outcome = match trouble {
             Trouble::Unsupported => CheckOutcome::Unsupported,
             Trouble::NotRun(reason) => CheckOutcome::NotRun { reason },
-            Trouble::Failed(reason) => CheckOutcome::Fail { reason },
+            Trouble::Failed(reason) | Trouble::OutOfBounds(reason, _) => CheckOutcome::Fail { reason },
             Trouble::Hung(reason) => CheckOutcome::Timeout { reason: format!("no answer in time: {reason}") },
             Trouble::Lost(reason) => CheckOutcome::DeviceLost { reason },
         };
-        Trial { outcome, ..Trial::pass() }
+        Trial { outcome, ratio_max, ..Trial::pass() }
     }
 }
 

@@ -5,23 +5,35 @@
 //! let load = Series { name: "load".into(), points: vec![(0.0, 0.2), (60.0, 1.4)], mark: Mark::Line };
 //! let x = Axis { label: "time in s", unit: "", scale: Scale::Linear };
 //! let y = Axis { label: "load", ..x };
-//! let svg = Chart { x, y, series: &[load], roof: &[], limits: &[Limit::Y(1.0, "objective")] }.svg();
-//! assert!(svg.starts_with("<svg") && svg.contains("objective"));
+//! let chart = Chart { x, y, series: &[load], roof: &[], limits: &[Limit::Y(1.0, "objective")] };
+//! let drawing = chart.drawing().expect("there is something to draw");
+//! assert!(drawing.svg.starts_with("<svg") && drawing.svg.contains("objective"));
 //! ```
 
-use crate::html::escape;
+use crate::html::{Cell, Drawing, Html, escape};
 use crate::numbers::{scaled, size};
 use mixfleet_hal::cast::{to_i32, to_u32, to_u64, to_usize};
 use std::fmt::Write as _;
 
 const WIDTH: f64 = 860.0;
+/// Height without the legend, which is below.
 const HEIGHT: f64 = 330.0;
 const LEFT: f64 = 94.0;
-const RIGHT: f64 = 190.0;
+const RIGHT: f64 = 20.0;
 const TOP: f64 = 14.0;
 const BOTTOM: f64 = 44.0;
 /// Colours of the style sheet.
 const COLOURS: usize = 6;
+/// Number of series that differ from each other in their marks and lines.
+pub const DISTINCT_MAX: usize = COLOURS * COLOURS;
+/// Line patterns, one for each round of colours.
+const DASHES: [&str; COLOURS] = ["", "7 3", "2 3", "9 3 2 3", "14 4", "9 3 2 3 2 3"];
+/// Upper estimate of the width of a character of the legend's font.
+const CHARACTER: f64 = 7.6;
+/// Width of a legend entry beside its name, and the height of a row of entries.
+const ENTRY: (f64, f64) = (44.0, 18.0);
+/// Number of points of a series that tell their values, in the drawing and in the table.
+const TOLD_MAX: usize = 60;
 
 /// How a curve is drawn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -76,7 +88,7 @@ pub enum Limit {
     Y(f64, &'static str),
 }
 
-/// Curves on a pair of axes, with a legend on the right.
+/// Curves on a pair of axes, with a legend below.
 #[derive(Clone, Copy, Debug)]
 pub struct Chart<'a> {
     /// The horizontal axis.
@@ -157,19 +169,27 @@ fn shows(scale: Scale, value: f64) -> bool {
 }
 
 impl Chart<'_> {
-    /// Renders the chart as SVG; empty if there is nothing to draw.
-    pub fn svg(&self) -> String {
+    /// Appends the chart with its caption and its numbers, or nothing if there is nothing to draw.
+    pub fn draw(&self, body: &mut Html, caption: &str) {
+        if let Some(drawing) = self.drawing() {
+            body.figure(&drawing, caption);
+        }
+    }
+
+    /// Renders the chart as SVG and as a table; `None` if there is nothing to draw.
+    pub fn drawing(&self) -> Option<Drawing> {
         let Chart { x, y, series, roof, limits } = *self;
         let shown: Vec<Vec<(f64, f64)>> = series.iter().map(|s| self.shown(&s.points)).collect();
         let roof = self.shown(roof);
         let all = || shown.iter().flatten().chain(&roof);
-        let horizontal = Span::over(x.scale, all().map(|p| p.0), LEFT, WIDTH - RIGHT);
-        let vertical = Span::over(y.scale, all().map(|p| p.1), HEIGHT - BOTTOM, TOP);
-        let (Some(horizontal), Some(vertical)) = (horizontal, vertical) else { return String::new() };
+        let horizontal = Span::over(x.scale, all().map(|p| p.0), LEFT, WIDTH - RIGHT)?;
+        let vertical = Span::over(y.scale, all().map(|p| p.1), HEIGHT - BOTTOM, TOP)?;
+        let legend = Legend::of(series);
+        let label = format!("{} over {}", y.label, x.label);
         let mut svg = format!(
-            "<svg viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" aria-label=\"{} over {}\">",
-            escape(y.label),
-            escape(x.label)
+            "<svg viewBox=\"0 0 {WIDTH} {:.0}\" role=\"img\" aria-label=\"{}\">",
+            HEIGHT + legend.height(series.len()),
+            escape(&label)
         );
         axes(&mut svg, (x, &horizontal), (y, &vertical));
         if roof.len() > 1 {
@@ -178,11 +198,13 @@ impl Chart<'_> {
         }
         for (i, (series, points)) in series.iter().zip(&shown).enumerate() {
             self.curve(&mut svg, (i, series), points, (&horizontal, &vertical));
+            legend.entry(&mut svg, i, series);
         }
         for limit in limits {
             line(&mut svg, *limit, &horizontal, &vertical);
         }
-        svg + "</svg>"
+        svg.push_str("</svg>");
+        Some(Drawing { svg, label, header: self.header(), rows: self.rows(&shown) })
     }
 
     fn shown(&self, points: &[(f64, f64)]) -> Vec<(f64, f64)> {
@@ -190,7 +212,24 @@ impl Chart<'_> {
         points.iter().filter(inside).copied().collect()
     }
 
-    /// Draws the `i`th curve and its legend entry.
+    fn header(&self) -> Vec<String> {
+        vec!["series".to_owned(), self.x.label.to_owned(), self.y.label.to_owned()]
+    }
+
+    fn rows(&self, shown: &[Vec<(f64, f64)>]) -> Vec<Vec<Cell>> {
+        let mut rows = Vec::new();
+        for (series, points) in self.series.iter().zip(shown) {
+            rows.extend(told(points).map(|p| {
+                let numbers = [tick_text(self.x, p.0), tick_text(self.y, p.1)];
+                let mut row = vec![Cell::text(&series.name)];
+                row.extend(numbers.map(Cell::number));
+                row
+            }));
+        }
+        rows
+    }
+
+    /// Draws the `i`th curve. Every point that is told has its values as a title, which browsers show.
     fn curve(
         &self,
         svg: &mut String,
@@ -198,41 +237,130 @@ impl Chart<'_> {
         points: &[(f64, f64)],
         (horizontal, vertical): (&Span, &Span),
     ) {
-        let colour = format!("var(--s{})", i % COLOURS);
-        let dash = if i >= COLOURS { " stroke-dasharray=\"5 3\"" } else { "" };
-        let name = escape(&series.name);
+        let (colour, name) = (colour(i), escape(&series.name));
         if series.mark != Mark::Dots && points.len() > 1 {
             let path = path(points, horizontal, vertical);
             let _ = write!(
                 svg,
-                "<polyline points=\"{path}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"2\"{dash}>\
-                 <title>{name}</title></polyline>"
+                "<polyline points=\"{path}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"2\"{}>\
+                 <title>{name}</title></polyline>",
+                dash(i)
             );
         }
-        // a single point needs a marker
-        let dots = if series.mark == Mark::Line && points.len() > 1 { &[] } else { points };
-        for p in dots {
-            let (cx, cy) = (horizontal.at(p.0), vertical.at(p.1));
-            let (at_x, at_y) = (tick_text(self.x, p.0), tick_text(self.y, p.1));
-            let _ = write!(
-                svg,
-                "<circle cx=\"{cx:.1}\" cy=\"{cy:.1}\" r=\"2.8\" fill=\"{colour}\">\
-                 <title>{name}: {}, {}</title></circle>",
-                escape(&at_x),
-                escape(&at_y)
+        let values = |p: &(f64, f64)| {
+            let (x, y) = (tick_text(self.x, p.0), tick_text(self.y, p.1));
+            format!("<title>{name}: {}, {}</title>", escape(&x), escape(&y))
+        };
+        let place = |p: &(f64, f64)| (horizontal.at(p.0), vertical.at(p.1));
+        if series.mark == Mark::Line && points.len() > 1 {
+            for p in told(points) {
+                let (cx, cy) = place(p);
+                let _ = write!(
+                    svg,
+                    "<circle class=\"spot\" cx=\"{cx:.1}\" cy=\"{cy:.1}\" r=\"6\">{}</circle>",
+                    values(p)
+                );
+            }
+        } else {
+            // a point on its own is no part of a curve that shows where to look
+            let radius = if points.len() == 1 { 5.0 } else { 3.2 };
+            for p in points {
+                svg.push_str(&marker(i, place(p), radius, &values(p)));
+            }
+        }
+    }
+}
+
+/// Returns points at even distances, the first and the last one among them.
+fn told(points: &[(f64, f64)]) -> impl Iterator<Item = &(f64, f64)> {
+    let every = points.len().div_ceil(TOLD_MAX).max(1);
+    let last = points.len().saturating_sub(1);
+    points.iter().enumerate().filter(move |(i, _)| i % every == 0 || *i == last).map(|(_, p)| p)
+}
+
+fn colour(i: usize) -> String {
+    format!("var(--s{})", i % COLOURS)
+}
+
+fn dash(i: usize) -> String {
+    match DASHES[i / COLOURS % COLOURS] {
+        "" => String::new(),
+        dashes => format!(" stroke-dasharray=\"{dashes}\""),
+    }
+}
+
+/// Returns the mark of the `i`th series. Neighbours differ in form too, for those who see no colours.
+fn marker(i: usize, (x, y): (f64, f64), r: f64, inside: &str) -> String {
+    let colour = colour(i);
+    let outline = match (i + i / COLOURS) % COLOURS {
+        0 => {
+            return format!(
+                "<circle cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"{r}\" fill=\"{colour}\">{inside}</circle>"
             );
         }
-        let row = TOP + 10.0 + 17.0 * i as f64;
-        let from = WIDTH - RIGHT + 14.0;
+        1 => vec![(-0.9, -0.9), (0.9, -0.9), (0.9, 0.9), (-0.9, 0.9)],
+        2 => vec![(0.0, -1.3), (1.2, 0.9), (-1.2, 0.9)],
+        3 => vec![(0.0, -1.4), (1.4, 0.0), (0.0, 1.4), (-1.4, 0.0)],
+        4 => vec![(0.0, 1.3), (1.2, -0.9), (-1.2, -0.9)],
+        _ => {
+            let arm = [(-0.4, -1.4), (0.4, -1.4), (0.4, -0.4), (1.4, -0.4), (1.4, 0.4), (0.4, 0.4)];
+            arm.into_iter().chain(arm.map(|(x, y)| (-x, -y))).collect()
+        }
+    };
+    let corners = outline.iter().map(|(dx, dy)| format!("{:.1},{:.1}", x + dx * r, y + dy * r));
+    let corners: Vec<String> = corners.collect();
+    format!("<polygon points=\"{}\" fill=\"{colour}\">{inside}</polygon>", corners.join(" "))
+}
+
+/// Where the names of series stand: in columns that are as wide as the longest of them.
+struct Legend {
+    columns: usize,
+    width: f64,
+}
+
+impl Legend {
+    fn of(series: &[Series]) -> Legend {
+        let longest = series.iter().map(|series| series.name.chars().count()).max().unwrap_or(0);
+        let all = WIDTH - LEFT - RIGHT;
+        let width = (ENTRY.0 + CHARACTER * longest as f64).min(all);
+        Legend { columns: to_usize(to_u32((all / width).floor()).max(1)), width }
+    }
+
+    fn height(&self, entries: usize) -> f64 {
+        ENTRY.1 * entries.div_ceil(self.columns) as f64
+    }
+
+    fn entry(&self, svg: &mut String, i: usize, series: &Series) {
+        let (x, y) = (
+            LEFT + self.width * (i % self.columns) as f64,
+            HEIGHT + 4.0 + ENTRY.1 * (i / self.columns) as f64,
+        );
         let _ = write!(
             svg,
-            "<line x1=\"{from}\" x2=\"{}\" y1=\"{row}\" y2=\"{row}\" stroke=\"{colour}\" stroke-width=\"3\"{dash}/>\
-             <text x=\"{}\" y=\"{}\">{name}</text>",
-            from + 18.0,
-            from + 24.0,
-            row + 4.0
+            "<g><title>{}</title><line x1=\"{x:.1}\" x2=\"{:.1}\" y1=\"{y:.1}\" y2=\"{y:.1}\" stroke=\"{}\" \
+             stroke-width=\"{}\"{}/>",
+            escape(&series.name),
+            x + 28.0,
+            colour(i),
+            if series.mark == Mark::Dots { 0 } else { 2 },
+            dash(i)
         );
+        if series.mark != Mark::Line || series.points.len() == 1 {
+            svg.push_str(&marker(i, (x + 14.0, y), 4.0, ""));
+        }
+        // the width was made of whole characters, and rounding is not to take one
+        let room = to_usize(to_u32((self.width - ENTRY.0) / CHARACTER + 1e-6));
+        let name = shortened(&series.name, room);
+        let _ = write!(svg, "<text x=\"{:.1}\" y=\"{:.1}\">{}</text></g>", x + 34.0, y + 4.0, escape(&name));
     }
+}
+
+/// Returns a name of at most `room` characters, which ends with an ellipsis if it was longer.
+pub(crate) fn shortened(name: &str, room: usize) -> String {
+    if name.chars().count() <= room {
+        return name.to_owned();
+    }
+    name.chars().take(room.saturating_sub(1)).chain(['…']).collect()
 }
 
 fn path(points: &[(f64, f64)], horizontal: &Span, vertical: &Span) -> String {
@@ -248,7 +376,9 @@ fn line(svg: &mut String, limit: Limit, horizontal: &Span, vertical: &Span) {
             let at = horizontal.at(x);
             let _ =
                 write!(svg, "<path class=\"roof\" stroke-dasharray=\"2 4\" d=\"M{at:.1},{TOP} V{bottom}\"/>");
-            ((at + 4.0, TOP + 10.0), name)
+            let width = CHARACTER * name.chars().count() as f64;
+            let at = if at + 4.0 + width > right { (at - 4.0 - width).max(0.0) } else { at + 4.0 };
+            ((at, TOP + 10.0), name)
         }
         Limit::Y(y, name) if vertical.contains(y) => {
             let at = vertical.at(y);
@@ -305,7 +435,8 @@ fn tick_text(axis: Axis, value: f64) -> String {
         return size(to_u64(value.round()));
     }
     if axis.unit.is_empty() {
-        return format!("{}", (value * 1e4).round() / 1e4);
+        let rounded = (value * 1e4).round() / 1e4;
+        return if rounded == 0.0 && value != 0.0 { format!("{value:.2e}") } else { format!("{rounded}") };
     }
     scaled(value, axis.unit).replace(".00 ", " ").replace(".0 ", " ")
 }
@@ -319,7 +450,8 @@ mod tests {
     const TIME: Axis = Axis { label: "time", unit: "", scale: Scale::Linear };
 
     fn chart(x: Axis, y: Axis, series: &[Series], limits: &[Limit]) -> String {
-        Chart { x, y, series, roof: &[], limits }.svg()
+        let drawing = Chart { x, y, series, roof: &[], limits }.drawing();
+        drawing.map(|drawing| drawing.svg).unwrap_or_default()
     }
 
     #[test]
@@ -328,7 +460,7 @@ mod tests {
         let series = [Series { name: "read <b>".into(), points, mark: Mark::Both }];
         let svg = chart(BYTES, RATE, &series, &[]);
         assert!(svg.starts_with("<svg") && svg.ends_with("</svg>") && svg.contains("read &lt;b&gt;"));
-        assert_eq!(svg.matches("<circle").count(), 3);
+        assert_eq!(svg.matches("<circle").count(), 4, "three points, and one in the legend");
         for coordinate in svg.split("cx=\"").skip(1) {
             let x: f64 = coordinate.split('"').next().unwrap().parse().unwrap();
             assert!((LEFT..=WIDTH - RIGHT).contains(&x), "{x}");
@@ -346,13 +478,55 @@ mod tests {
         let svg =
             chart(TIME, TIME, &series, &[Limit::Y(1.0, "in"), Limit::Y(9.0, "out"), Limit::X(-1.0, "left")]);
         assert!(svg.contains(&format!("points=\"{LEFT:.1},{:.1} ", HEIGHT - BOTTOM)), "{svg}");
-        assert_eq!((svg.matches("<circle").count(), svg.matches("NaN").count()), (0, 0));
+        let spots = svg.matches("<circle class=\"spot\"").count();
+        assert_eq!((svg.matches("<circle").count() - spots, spots, svg.matches("NaN").count()), (0, 2, 0));
         assert!(svg.contains(">in<") && !svg.contains(">out<") && !svg.contains(">left<"));
         for tick in ["100", "600", "0.5", "3.5"] {
             assert!(svg.contains(&format!(">{tick}<")), "{tick}: {svg}");
         }
         let still = [Series { name: "none".into(), points: vec![(1.0, 0.0), (2.0, 0.0)], mark: Mark::Line }];
         assert!(chart(TIME, TIME, &still, &[]).contains("<polyline"));
+    }
+
+    #[test]
+    fn as_many_series_are_told_apart_as_there_may_be() {
+        let looks = |i: usize| (marker(i, (0.0, 0.0), 3.0, ""), colour(i) + &dash(i));
+        for i in 0..DISTINCT_MAX {
+            for j in 0..i {
+                assert!(looks(i).0 != looks(j).0 && looks(i).1 != looks(j).1, "{i} and {j}");
+            }
+        }
+    }
+
+    #[test]
+    fn legends_lie_inside_whatever_their_names() {
+        let series = |name: &str| Series { name: name.into(), points: vec![(1.0, 1.0)], mark: Mark::Both };
+        let some: Vec<Series> = (0..20).map(|i| series(&format!("a curve of some length {i}"))).collect();
+        for series in [&some[..], &[series(&"x".repeat(300))]] {
+            let drawing = Chart { x: TIME, y: TIME, series, roof: &[], limits: &[] }.drawing().unwrap();
+            let svg = &drawing.svg;
+            let height: f64 =
+                svg.split("viewBox=\"0 0 860 ").nth(1).unwrap().split('"').next().unwrap().parse().unwrap();
+            for entry in svg.split("<g>").skip(1) {
+                let text = entry.split("<text x=\"").nth(1).unwrap();
+                let number = |text: &str| text.split('"').next().unwrap().parse::<f64>().unwrap();
+                let (x, y) = (number(text), number(text.split("y=\"").nth(1).unwrap()));
+                let name = text.split('>').nth(1).unwrap().trim_end_matches("</text");
+                assert!(x + CHARACTER * name.chars().count() as f64 <= WIDTH && y < height, "{x} {y} {name}");
+            }
+            assert_eq!(drawing.rows.len(), series.len(), "each point is in the table");
+            assert_eq!(svg.contains('…'), series.len() == 1, "only what has no room is cut");
+        }
+    }
+
+    #[test]
+    fn a_point_alone_is_larger_and_long_curves_tell_some_of_their_points() {
+        let one = [Series { name: "one".into(), points: vec![(1.0, 1.0)], mark: Mark::Line }];
+        assert!(chart(TIME, TIME, &one, &[]).contains("r=\"5\""));
+        let points: Vec<(f64, f64)> = (0..1000).map(|i| (f64::from(i), 2.0)).collect();
+        let some: Vec<_> = told(&points).collect();
+        assert!(some.len() <= TOLD_MAX + 1, "{}", some.len());
+        assert_eq!((some[0].0, some[some.len() - 1].0), (0.0, 999.0));
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Validation over the reference device and over devices that crash, hang and get lost, in real child
 //! processes: this test's own binary, started again.
 
+use crate::folder::Folder;
 use crate::schema;
 use mixfleet_hal::{BufferUsage, Device, Error, ErrorKind, OpSig, Result, Slice, Support};
 use mixfleet_hwtests::reference::ReferenceDevice;
@@ -10,7 +11,6 @@ use mixfleet_hwtests::validate::{
     CaseStatus, Environment, MemoryAsked, PartFile, Plan, Processes, Record, RunOutcome, Settings, Start,
     StartInProcess, Validation, ValidationVerdict, child, package, runner,
 };
-use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -313,23 +313,6 @@ fn waivers_let_through_until_their_day_and_are_told() {
     assert_eq!(expired.verdict, ValidationVerdict::Fail);
     assert!(expired.remarks.iter().any(|remark| remark.contains("expired on 2026-12-31")));
     assert_eq!((expired.waivers[0].expired, expired.waivers[0].used), (true, 0));
-}
-
-/// A folder that is gone when the test is.
-struct Folder(PathBuf);
-
-impl Folder {
-    fn new(name: &str) -> Folder {
-        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}", std::process::id()));
-        std::fs::create_dir_all(&folder).unwrap();
-        Folder(folder)
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
 }
 
 #[test]

@@ -27,6 +27,25 @@ pub enum ComparisonVerdict {
 /// Smallest difference that counts: clocks and alignment vary by as much between runs.
 const LEAST: f64 = 0.03;
 
+impl ComparisonVerdict {
+    /// Judges a ratio of speeds whose `noise` and `drift` are shares.
+    pub(crate) fn of(ratio: f64, noise: f64, drift: f64) -> ComparisonVerdict {
+        let beyond = |margin: f64| ratio > 1.0 + margin || ratio < 1.0 / (1.0 + margin);
+        match ratio {
+            _ if !beyond(noise) => ComparisonVerdict::Same,
+            _ if !beyond(noise.max(drift)) => ComparisonVerdict::Drifted,
+            r if r > 1.0 => ComparisonVerdict::Faster,
+            _ => ComparisonVerdict::Slower,
+        }
+    }
+}
+
+/// Returns the noise of a ratio of two measurements, each with its spread as a share of it. Independent
+/// errors add in squares.
+pub(crate) fn noise(a: f64, b: f64) -> f64 {
+    a.hypot(b).max(LEAST)
+}
+
 /// One point measured in both profiles.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct PointPair {
@@ -168,15 +187,8 @@ fn pair(
         return None;
     }
     let ratio = a.median / b.median;
-    // independent errors add in squares
-    let noise = spread(a).hypot(spread(b)).max(LEAST);
-    let beyond = |margin: f64| ratio > 1.0 + margin || ratio < 1.0 / (1.0 + margin);
-    let verdict = match ratio {
-        _ if !beyond(noise) => ComparisonVerdict::Same,
-        _ if !beyond(noise.max(drift)) => ComparisonVerdict::Drifted,
-        r if r > 1.0 => ComparisonVerdict::Faster,
-        _ => ComparisonVerdict::Slower,
-    };
+    let noise = noise(spread(a), spread(b));
+    let verdict = ComparisonVerdict::of(ratio, noise, drift);
     let ratio_per_dollar = cheaper.map(|cheaper| ratio * cheaper);
     Some(PointPair {
         id: id.to_owned(),

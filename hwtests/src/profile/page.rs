@@ -5,7 +5,8 @@ use super::text::{gibibytes, rate};
 use super::work::{Group, Work};
 use crate::html::{Cell, Html, Tone};
 use crate::numbers::scaled;
-use crate::svg::{Axis, Chart, Mark, Scale, Series};
+use crate::roofline::Roofline;
+use crate::svg::{Axis, Chart, DISTINCT_MAX, Mark, Scale, Series};
 use mixfleet_hal::profile::Traffic;
 use mixfleet_hal::{KvShape, OpSig};
 use std::collections::BTreeMap;
@@ -109,24 +110,8 @@ fn roofline(body: &mut Html, document: &ProfileDocument) {
         };
         by_kind.entry(kind).or_default().push((p.flops / p.bytes, p.flops / seconds));
     }
-    let series: Vec<Series> = by_kind
-        .into_iter()
-        .map(|(name, points)| Series { name: name.to_owned(), points, mark: Mark::Dots })
-        .collect();
-    let ridge = compute.reached.rate / read.rate;
-    let intensities = series.iter().flat_map(|s| &s.points).map(|p| p.0);
-    let (least, most) = intensities.fold((ridge, ridge), |(l, m), x| (l.min(x), m.max(x)));
-    let roof = [(least, least * read.rate), (ridge, compute.reached.rate), (most, compute.reached.rate)];
-    let x = Axis { label: "FLOP per byte", unit: "", scale: Scale::Decimal };
-    let y = Axis { label: "arithmetic rate", unit: "FLOP/s", scale: Scale::Decimal };
-    let caption = format!(
-        "The roof is measured: plain read of the largest working set, {}, and the best product, {} in {}. \
-         Points above the slope were fed by caches.",
-        scaled(read.rate, "B/s"),
-        scaled(compute.reached.rate, "FLOP/s"),
-        compute.dtype
-    );
-    body.figure(&Chart { x, y, series: &series, roof: &roof, limits: &[] }.svg(), &caption);
+    let best = (compute.reached.rate, compute.dtype.as_str());
+    Roofline { read: read.rate, compute: best, points: by_kind }.draw(body);
 }
 
 fn measured(document: &ProfileDocument) -> impl Iterator<Item = (&PointResult, f64)> {
@@ -153,7 +138,7 @@ fn gather(
     }
     // the curves with the most points; the table has all
     curves.sort_by_key(|curve| std::cmp::Reverse(curve.points.len()));
-    curves.truncate(12);
+    curves.truncate(DISTINCT_MAX);
     curves.sort_by(|a, b| a.name.cmp(&b.name));
     curves
 }
@@ -233,10 +218,7 @@ fn curves(body: &mut Html, document: &ProfileDocument) {
 }
 
 fn figure(body: &mut Html, x: Axis, y: Axis, series: &[Series], caption: &str) {
-    let svg = Chart { x, y, series, roof: &[], limits: &[] }.svg();
-    if !svg.is_empty() {
-        body.figure(&svg, caption);
-    }
+    Chart { x, y, series, roof: &[], limits: &[] }.draw(body, caption);
 }
 
 fn facts(body: &mut Html, document: &ProfileDocument) {

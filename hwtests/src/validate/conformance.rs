@@ -55,7 +55,8 @@ fn result(id: &str, report: CaseReport) -> CaseResult {
     };
     let mut result = CaseResult::new(id, status, reason);
     if let Some(ratio) = report.ratio_max {
-        result = result.fact("error_of_bound_max", ratio);
+        // JSON has no infinity, which is the ratio of what is no number
+        result = result.fact("error_of_bound_max", ratio.min(f64::MAX));
     }
     if let Some(invariant) = report.batch_invariant {
         result = result.fact("batch_invariant", invariant);

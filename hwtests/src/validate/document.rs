@@ -2,6 +2,7 @@
 //! fields keep the version, so readers must ignore unknown ones.
 
 use super::case::{CaseResult, CaseStatus, level_of};
+use super::datasheet::{self, DatasheetShares};
 use super::mustpass::{self, Met};
 use super::part::{Claim, PartFile, Waiver};
 use super::performance;
@@ -13,6 +14,10 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
+/// Number of characters of a reason in the headline.
+const REASON_MAX: usize = 240;
+/// Shares from here on are told in powers of ten.
+const SHARE_MAX: f64 = 1e6;
 /// The highest level required of a whole report; a soak is optional.
 const LEVEL_MAX: u8 = 3;
 
@@ -158,6 +163,9 @@ pub struct Validation {
     pub claims: Vec<Claim>,
     /// The vendor's waivers.
     pub waivers: Vec<WaiverUse>,
+    /// What share of its datasheet a part of the catalog reached; `None` for other parts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub datasheet: Option<DatasheetShares>,
     /// Results of all cases.
     pub cases: Vec<CaseResult>,
     /// Readings of the soak, phase by phase.
@@ -203,9 +211,26 @@ impl Validation {
             levels: levels(&cases),
             claims,
             waivers: uses,
+            datasheet: device.as_ref().and_then(|device| datasheet::shares(&device.name, &cases)),
             cases,
             soak: samples,
         }
+    }
+
+    /// Returns the first case that is wrong, with its reason in a line, and how many more there are.
+    pub fn first_failure(&self) -> Option<String> {
+        let mut wrong = self.cases.iter().filter(|case| case.status.is_wrong());
+        let first = wrong.next()?;
+        let reason = first.reason.as_deref().unwrap_or(first.status.word());
+        let mut line: String = reason.lines().next().unwrap_or_default().chars().take(REASON_MAX).collect();
+        if line.len() < reason.trim_end().len() {
+            line.push('…');
+        }
+        let others = match wrong.count() {
+            0 => String::new(),
+            others => format!(" (and {others} more)"),
+        };
+        Some(format!("{}: {line}{others}", first.id))
     }
 
     /// Returns the JSON Schema of this document, as in `docs/schema/validation-1.json`.
@@ -216,6 +241,10 @@ impl Validation {
 
 /// Formats an error as a share of its bound, to three decimals, never rounded up or down to the bound itself.
 pub fn share_in_words(share: f64) -> String {
+    if share >= SHARE_MAX {
+        let times = format!("{share:.0e} times");
+        return if share < f64::MAX { times } else { "beyond any multiple".to_owned() };
+    }
     let thousandths = if share < 1.0 { (share * 1e3).floor() } else { (share * 1e3).ceil() };
     format!("{:.3}", thousandths / 1e3)
 }
@@ -316,7 +345,15 @@ mod tests {
 
     #[test]
     fn an_error_within_its_bound_never_reads_as_all_of_it() {
-        for (share, words) in [(0.0, "0.000"), (0.9964, "0.996"), (0.99999, "0.999"), (1.0001, "1.001")] {
+        for (share, words) in [
+            (0.0, "0.000"),
+            (0.9964, "0.996"),
+            (0.99999, "0.999"),
+            (1.0001, "1.001"),
+            (72_886.4, "72886.400"),
+            (3e7, "3e7 times"),
+            (f64::MAX, "beyond any multiple"),
+        ] {
             assert_eq!(share_in_words(share), words);
         }
     }

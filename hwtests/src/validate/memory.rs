@@ -100,7 +100,9 @@ fn troubled(id: String, trouble: Trouble) -> CaseResult {
     match trouble {
         Trouble::Unsupported => CaseResult::new(id, CaseStatus::Unsupported, "needs Fill and Copy"),
         Trouble::NotRun(reason) => CaseResult::new(id, CaseStatus::NotRun, reason),
-        Trouble::Failed(reason) => CaseResult::new(id, CaseStatus::Fail, reason),
+        Trouble::Failed(reason) | Trouble::OutOfBounds(reason, _) => {
+            CaseResult::new(id, CaseStatus::Fail, reason)
+        }
         Trouble::Hung(reason) => CaseResult::new(id, CaseStatus::Timeout, reason),
         Trouble::Lost(reason) => CaseResult::new(id, CaseStatus::DeviceLost, reason),
     }

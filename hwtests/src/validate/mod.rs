@@ -17,12 +17,17 @@
 //! What is absent: any backend, any network, any opinion on what a part should cost.
 
 pub mod case;
+mod charts;
 pub mod child;
 mod conformance;
+mod datasheet;
 pub mod detect;
+pub mod diff;
+mod diff_page;
 mod digest;
 mod discover;
 pub mod document;
+pub mod levels;
 mod memory;
 pub mod metered;
 pub mod mustpass;
@@ -34,9 +39,14 @@ pub mod protocol;
 pub mod runner;
 mod soak;
 pub mod start;
+mod template;
+mod turns;
 
 pub use case::{CaseResult, CaseStatus};
+pub use datasheet::{DatasheetRow, DatasheetShares, catalog_part};
 pub use detect::{Detection, FaultyTrial, Trial, detect};
+pub use diff::{ReadReport, ValidationDiff};
+pub use diff_page::diff_page;
 pub use digest::sha256;
 pub use document::{Validation, ValidationVerdict};
 pub use package::Environment;
@@ -45,3 +55,5 @@ pub use protocol::{DeviceFact, MemoryAsked, Settings, ValidationEffort};
 pub use runner::{Plan, Record, RunOutcome, groups};
 pub use soak::{Baseline, SoakPhase, SoakSample};
 pub use start::{Open, Processes, Start, StartInProcess};
+pub use template::{PartSketch, part_template};
+pub use turns::MeasuringTurns;

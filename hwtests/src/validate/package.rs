@@ -29,6 +29,9 @@ pub struct Environment {
     pub dirty: Option<bool>,
     /// Cargo features of the build.
     pub features: Vec<String>,
+    /// What it was built for, and with which checks.
+    #[serde(default)]
+    pub build: String,
     /// The command line.
     pub command: Vec<String>,
     /// Seed of everything random.
@@ -60,6 +63,7 @@ impl Environment {
             commit: None,
             dirty: None,
             features: Vec::new(),
+            build: String::new(),
             command: Vec::new(),
             seed: report.asked.seed,
             began_at: String::new(),

@@ -1,15 +1,20 @@
 //! The report as one self-contained HTML page.
 
 use super::case::{CaseResult, CaseStatus};
+use super::charts;
 use super::document::{Validation, ValidationVerdict, share_in_words};
+use super::levels::{meaning, purpose};
 use super::package::Environment;
 use super::protocol::DeviceFact;
 use crate::html::{Cell, Html, Tone, page as frame};
+use crate::numbers::scaled;
 use serde::Deserialize;
 use serde_json::Value;
 
 /// Number of cases listed one by one, beyond which the page refers to `results.json`.
 const LISTED_MAX: usize = 200;
+/// The same, of cases of one level that passed.
+const PASSED_MAX: usize = 1000;
 
 fn tone(status: CaseStatus) -> Tone {
     match status {
@@ -25,15 +30,24 @@ pub(crate) fn page(report: &Validation, environment: &Environment) -> String {
     let mut body = Html::default();
     verdict(&mut body, report);
     levels(&mut body, report);
-    claims(&mut body, report);
     listed(&mut body, report);
+    claims(&mut body, report);
+    if let Some(shares) = &report.datasheet {
+        body.heading(2, "Beside the datasheet");
+        charts::datasheet(&mut body, shares);
+    }
+    charts::roofline(&mut body, report);
+    charts::soak(&mut body, &report.soak);
+    charts::errors(&mut body, report);
+    passed(&mut body, report);
     waivers(&mut body, report);
     mandatory(&mut body, report);
     measured(&mut body, report);
     surroundings(&mut body, report, environment);
     let (name, id) =
         report.device.as_ref().map_or(("unopened device", &report.asked.device), |d| (&d.name, &d.id));
-    frame(&format!("Validation of {name}"), &format!("{id}, {}", report.date), &body)
+    let subtitle = format!("{id}, {}, by {}", report.date, suite(environment));
+    frame(&format!("Validation of {name}"), &subtitle, &body)
 }
 
 fn verdict(body: &mut Html, report: &Validation) {
@@ -56,7 +70,12 @@ fn verdict(body: &mut Html, report: &Validation) {
             (Tone::Warn, "PARTIAL: nothing is wrong, but only a part was asked for.")
         }
     };
-    body.note(tone, words);
+    match report.first_failure() {
+        Some(first) if report.verdict == ValidationVerdict::Fail => {
+            body.note(tone, &format!("FAIL: {first}"));
+        }
+        _ => body.note(tone, words),
+    }
     report.remarks.iter().for_each(|remark| body.paragraph(remark));
 }
 
@@ -77,20 +96,6 @@ fn levels(body: &mut Html, report: &Validation) {
     };
     let rows: Vec<Vec<Cell>> = report.levels.iter().map(row).collect();
     body.table(&header, &rows);
-}
-
-/// Returns what a level is about.
-pub(crate) fn purpose(level: u8) -> &'static str {
-    match level {
-        0 => "discovery",
-        1 => "conformance",
-        2 => "memory",
-        3 => "performance",
-        4 => "links",
-        5 => "soak",
-        6 => "serving",
-        _ => "",
-    }
 }
 
 fn claims(body: &mut Html, report: &Validation) {
@@ -115,10 +120,13 @@ fn claims(body: &mut Html, report: &Validation) {
                 Cell::number(percent(number("share"))),
                 Cell::number(percent(number("at_least"))),
                 Cell::text(word("source")),
+                Cell::text(word("remark").trim_start_matches('-')).tone(Tone::Warn),
             ]);
         }
     }
-    body.table(&["point", "status", "measured", "claimed", "of claim", "asked for", "source"], &rows);
+    let header = ["point", "status", "measured", "claimed", "of claim", "asked for", "source", "remark"];
+    body.table(&header, &rows);
+    charts::claims(body, report);
 }
 
 /// Lists every case that is neither a plain pass nor plainly unsupported.
@@ -139,6 +147,49 @@ fn listed(body: &mut Html, report: &Validation) {
     if cases.len() > LISTED_MAX {
         body.paragraph(&format!("and {} more, in results.json", cases.len() - LISTED_MAX));
     }
+}
+
+/// Lists what passed, by level, with what that means.
+fn passed(body: &mut Html, report: &Validation) {
+    let all = |level| report.cases.iter().filter(move |case| case.level() == Some(level));
+    let passed = |case: &&CaseResult| case.status == CaseStatus::Pass;
+    if !report.cases.iter().any(|case| passed(&case)) {
+        return;
+    }
+    body.heading(2, "What passed");
+    for level in report.levels.iter().map(|counts| counts.level) {
+        let cases: Vec<&CaseResult> = all(level).filter(passed).collect();
+        if cases.is_empty() {
+            continue;
+        }
+        body.begin_details(&format!("L{level} {}: {} passed", purpose(level), cases.len()), false);
+        body.paragraph(meaning(level));
+        let row = |case: &&CaseResult| vec![Cell::text(&case.id), Cell::text(found(case))];
+        body.table(&["case", "found"], &cases.iter().take(PASSED_MAX).map(row).collect::<Vec<_>>());
+        if cases.len() > PASSED_MAX {
+            body.paragraph(&format!("and {} more, in results.json", cases.len() - PASSED_MAX));
+        }
+        body.end_details();
+    }
+}
+
+/// What is to be said of a case that passed.
+fn found(case: &CaseResult) -> String {
+    let number = |name: &str| case.facts.get(name).and_then(Value::as_f64);
+    let of_its_bound = |share| format!("largest error {} of its bound", share_in_words(share));
+    let median_rate = |way: &str| case.facts.get(way)?.get("bytes_per_s_median")?.as_f64();
+    let known = [
+        number("error_of_bound_max").map(of_its_bound),
+        number("seconds").filter(|_| case.level() == Some(3)).map(|seconds| scaled(seconds, "s")),
+        number("flop_per_s").map(|rate| scaled(rate, "FLOP/s")),
+        number("bytes_per_s").map(|rate| scaled(rate, "B/s")),
+        number("bytes_covered").map(|bytes| format!("{} tried", scaled(bytes, "B"))),
+        number("checks").map(|checks| format!("{checks} results")),
+        median_rate("there").map(|rate| format!("{} there", scaled(rate, "B/s"))),
+        median_rate("back").map(|rate| format!("{} back", scaled(rate, "B/s"))),
+        case.facts.get("value").and_then(Value::as_str).map(str::to_owned),
+    ];
+    known.into_iter().flatten().collect::<Vec<_>>().join(", ")
 }
 
 fn waivers(body: &mut Html, report: &Validation) {
@@ -229,9 +280,15 @@ fn surroundings(body: &mut Html, report: &Validation, environment: &Environment)
     body.facts(&facts);
 }
 
+/// The program that made the report, as `mixfleet --version` tells it.
 fn suite(environment: &Environment) -> String {
     let commit = environment.commit.as_deref().unwrap_or("unknown");
     let dirty = if environment.dirty == Some(true) { ", with changes" } else { "" };
-    let features = environment.features.join(", ");
-    format!("mixfleet {}, commit {commit}{dirty}, features: {features}", environment.version)
+    let features = match &environment.features[..] {
+        [] => "the default ones".to_owned(),
+        features => features.join(", "),
+    };
+    let Environment { version, build, .. } = environment;
+    let build = if build.is_empty() { "unknown" } else { build };
+    format!("mixfleet {version}, commit {commit}{dirty}, features: {features}, build: {build}")
 }

@@ -72,8 +72,12 @@ fn result(point: &PointResult) -> CaseResult {
         profile::PointStatus::Ok => {
             let seconds = point.seconds.as_ref().map_or(f64::NAN, |stats| stats.median);
             let result = measured(&point.id, seconds, point.flops, point.bytes);
-            let cv = point.seconds.as_ref().map(|stats| stats.cv);
-            return result.fact("coefficient_of_variation", cv).fact("flags", &point.flags);
+            let of = |value: fn(&profile::SampleStats) -> f64| point.seconds.as_ref().map(value);
+            return result
+                .fact("coefficient_of_variation", of(|stats| stats.cv))
+                .fact("seconds_p5", of(|stats| stats.p5))
+                .fact("seconds_p95", of(|stats| stats.p95))
+                .fact("flags", &point.flags);
         }
         profile::PointStatus::Unsupported => CaseStatus::Unsupported,
         profile::PointStatus::Skipped => CaseStatus::NotRun,

@@ -201,7 +201,9 @@ fn first_golden(
         match checked(bench, &case.sig, &case.operands()) {
             Ok(checked) => drop(golden.insert(id.clone(), digest(&checked.done.written))),
             Err(Trouble::Unsupported | Trouble::NotRun(_)) => {}
-            Err(Trouble::Failed(reason)) => return Err(Trouble::Failed(format!("{id}: {reason}"))),
+            Err(Trouble::Failed(reason) | Trouble::OutOfBounds(reason, _)) => {
+                return Err(Trouble::Failed(format!("{id}: {reason}")));
+            }
             Err(trouble) => return Err(trouble),
         }
     }
@@ -221,7 +223,7 @@ fn again(
     for (id, case) in cases {
         let same = match bench.execute(&case.sig, &case.operands(), SubmitMode::Submit) {
             Ok(done) => golden.get(id) == Some(&digest(&done.written)),
-            Err(Trouble::Failed(_)) => false,
+            Err(Trouble::Failed(_) | Trouble::OutOfBounds(..)) => false,
             Err(trouble) => return Err(trouble),
         };
         if !same {
@@ -432,7 +434,7 @@ pub(crate) fn broken(trouble: Trouble) -> CaseResult {
     let (status, reason) = match trouble {
         Trouble::Unsupported => (CaseStatus::NotRun, "the device lacks an operation of the load".to_owned()),
         Trouble::NotRun(reason) => (CaseStatus::NotRun, reason),
-        Trouble::Failed(reason) => (CaseStatus::Fail, reason),
+        Trouble::Failed(reason) | Trouble::OutOfBounds(reason, _) => (CaseStatus::Fail, reason),
         Trouble::Hung(reason) => (CaseStatus::Timeout, reason),
         Trouble::Lost(reason) => (CaseStatus::DeviceLost, reason),
     };

@@ -47,7 +47,7 @@ pub trait ChildProcess {
 /// messages to standard output ([`child::serve`]).
 pub struct Processes {
     /// Creates the command for each child.
-    pub command: Box<dyn Fn() -> Command>,
+    pub command: Box<dyn Fn() -> Command + Send>,
     /// Whether the run is to end at once.
     pub cancelled: Arc<AtomicBool>,
 }

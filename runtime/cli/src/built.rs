@@ -18,20 +18,19 @@ pub(crate) fn features() -> Vec<&'static str> {
     all.into_iter().filter(|(_, is_built)| *is_built).map(|(name, _)| name).collect()
 }
 
+/// What was built for, and with which checks.
+pub(crate) fn build() -> String {
+    let checks = if cfg!(debug_assertions) { ", with debug assertions" } else { "" };
+    format!("{} {}{checks}", std::env::consts::ARCH, std::env::consts::OS)
+}
+
 /// Version, commit, features and kind of build, for `--version`.
 pub(crate) fn version() -> &'static str {
     static TEXT: LazyLock<String> = LazyLock::new(|| {
         let commit = COMMIT.unwrap_or("not told to the build");
         let features = features();
         let features = if features.is_empty() { "the default ones".to_owned() } else { features.join(", ") };
-        let checks = if cfg!(debug_assertions) { ", with debug assertions" } else { "" };
-        let target = (std::env::consts::ARCH, std::env::consts::OS);
-        format!(
-            "{}\ncommit: {commit}\nfeatures: {features}\nbuild: {} {}{checks}",
-            env!("CARGO_PKG_VERSION"),
-            target.0,
-            target.1
-        )
+        format!("{}\ncommit: {commit}\nfeatures: {features}\nbuild: {}", env!("CARGO_PKG_VERSION"), build())
     });
     &TEXT
 }

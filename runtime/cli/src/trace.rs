@@ -1,6 +1,7 @@
 //! Implements `mixfleet trace`: statistics of traces, and synthetic traces.
 
 mod generate;
+mod page;
 mod stats;
 
 use crate::Usage;

@@ -1,29 +1,30 @@
-//! Implements `mixfleet validate`.
+//! Implements `mixfleet validate` and its subcommands.
 
+mod all;
 mod beyond;
+mod diff;
+mod examine;
 mod facts;
+mod init;
+mod journal;
 mod options;
+mod progress;
 mod selftest;
 mod serving;
+mod sign;
 mod summary;
 
 use crate::interrupt::cancel_on_interrupt;
 use crate::profile::machine;
 use crate::screen;
-use crate::{Failed, Usage, backends, built};
+use crate::{Failed, Usage, backends};
 use anyhow::{Context, Result, bail};
-use clap::Args;
-use indicatif::{ProgressBar, ProgressStyle};
-use mixfleet_hal::DeviceInfo;
-use mixfleet_hwtests::validate::package::{self, JOURNAL};
-use mixfleet_hwtests::validate::protocol::ChildMessage;
-use mixfleet_hwtests::validate::runner::{self, header};
+use clap::{Args, Subcommand};
+use examine::{Examination, Examined};
 use mixfleet_hwtests::validate::{
-    CaseStatus, Environment, MemoryAsked, PartFile, Plan, Processes, Record, Settings, Validation,
-    ValidationEffort, ValidationVerdict, child, groups,
+    MemoryAsked, PartFile, Plan, Processes, Settings, ValidationEffort, ValidationVerdict, child, groups,
 };
-use std::cell::Cell;
-use std::io::{IsTerminal, Write};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
@@ -31,10 +32,30 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 #[derive(Debug, Args)]
+#[command(args_conflicts_with_subcommands = true)]
 pub(crate) struct ValidateArgs {
+    #[command(subcommand)]
+    command: Option<ValidateCommand>,
+    #[command(flatten)]
+    run: RunArgs,
+}
+
+#[derive(Debug, Subcommand)]
+enum ValidateCommand {
+    /// Compare two reports: what passed and fails now, what moved beyond its spread
+    Diff(diff::DiffArgs),
+    /// Check that a signed report is as it was signed
+    Verify(sign::VerifyArgs),
+}
+
+#[derive(Debug, Args)]
+struct RunArgs {
     /// The device ('mixfleet devices' lists them) [default: the first that would serve]
     #[arg(long, value_name = "DEV")]
     device: Option<String>,
+    /// All devices at once, a report each and a summary
+    #[arg(long, conflicts_with_all = ["device", "part", "resume", "self_test", "init_part"])]
+    all_devices: bool,
     /// Highest level: 0 discovery, 1 conformance, 2 memory, 3 performance, 4 links, 6 serving; 5 is --soak
     #[arg(long, value_name = "N", default_value = "3", value_parser = options::level)]
     level: u8,
@@ -53,6 +74,15 @@ pub(crate) struct ValidateArgs {
     /// The vendor's claims and waivers
     #[arg(long, value_name = "part.toml")]
     part: Option<PathBuf>,
+    /// Write a part.toml to start from, of what is detected or of --profile, and end
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["part", "out", "resume", "soak", "full", "only", "sign"])]
+    init_part: Option<PathBuf>,
+    /// With --init-part: a profile of the part ('mixfleet profile --out')
+    #[arg(long, value_name = "FILE", requires = "init_part")]
+    profile: Option<PathBuf>,
+    /// Sign the report's checksums with this minisign key
+    #[arg(long, value_name = "KEYFILE")]
+    sign: Option<PathBuf>,
     /// Folder for the report: JSON, JUnit, HTML, environment, log, checksums [default: a new one among
     /// this user's data]
     #[arg(long, value_name = "DIR")]
@@ -67,7 +97,7 @@ pub(crate) struct ValidateArgs {
     #[arg(long)]
     json: bool,
     /// Inject faults into a device and show how many each level catches [default: the oracle]
-    #[arg(long, conflicts_with_all = ["out", "part", "soak", "only", "full", "resume"])]
+    #[arg(long, conflicts_with_all = ["out", "part", "soak", "only", "full", "resume", "sign", "init_part"])]
     self_test: bool,
     /// Be a child: an assignment comes on standard input
     #[arg(long, hide = true)]
@@ -75,6 +105,12 @@ pub(crate) struct ValidateArgs {
 }
 
 pub(crate) fn run(args: &ValidateArgs) -> Result<()> {
+    match &args.command {
+        Some(ValidateCommand::Diff(args)) => return diff::run(args),
+        Some(ValidateCommand::Verify(args)) => return sign::verify(args),
+        None => {}
+    }
+    let args = &args.run;
     if args.child {
         let open = |selector: &str| backends::open(selector).map_err(|error| format!("{error:#}"));
         // whatever ends the parent, no child holds the device after it
@@ -87,61 +123,48 @@ pub(crate) fn run(args: &ValidateArgs) -> Result<()> {
     if args.self_test {
         return selftest::run(args.device.as_deref(), args.json);
     }
-    validate(args)
+    if let Some(file) = &args.init_part {
+        return init::run(file, args.device.as_deref(), args.profile.as_deref());
+    }
+    if args.all_devices { all::run(args) } else { validate(args) }
 }
 
-fn validate(args: &ValidateArgs) -> Result<()> {
+/// The device that is named, or the first that would serve.
+fn device_of(named: Option<&str>) -> Result<String> {
+    match named {
+        Some(device) => Ok(device.to_owned()),
+        None => backends::default_selectors().into_iter().next().context("no device was found"),
+    }
+}
+
+fn validate(args: &RunArgs) -> Result<()> {
     let began_at = machine::now();
     let part = args.part.as_deref().map(read_part).transpose()?;
-    let mut plan = plan(args, part.as_ref())?;
-    let earlier = earlier(args, &plan)?;
+    // a password is asked for before the run, and not hours later
+    let signer = args.sign.as_deref().map(sign::Signer::open).transpose()?;
+    let device = device_of(args.device.as_deref())?;
+    let plan = plan(args, &device, part.as_ref())?;
+    let earlier = journal::earlier(args, &plan)?;
     let cancelled = Arc::<AtomicBool>::default();
     let start = Processes { command: Box::new(child_command), cancelled: cancelled.clone() };
-    // A child opens the device first, so that a driver that crashes does not end this process.
-    let identity = Plan { level: 0, only: vec!["l0.identity".to_owned()], ..plan.clone() };
-    let looked = runner::run(&identity, &start, &[], &mut |_| {});
-    if let (None, [case]) = (&looked.device, &looked.cases[..])
-        && case.status == CaseStatus::NotRun
-        // a child has seen that this does not crash, and why is told here in its own kind
-        && let Err(error) = backends::open(&plan.device)
-    {
-        return Err(error);
-    }
-    let looked = looked.device;
     let here = facts::Here::read();
-    if let Some(info) = &looked {
-        if groups(&plan).iter().any(|group| group != "l0.discover") {
-            backends::must_compute(info)?;
-        }
-        plan.settings.facts = here.about(info);
-        if let Some(part) = &part {
-            part.is_about(&info.name, here.pci_id(info).as_deref()).map_err(Usage)?;
-        }
-    }
-    let folder = args.out.clone().or_else(|| default_folder(&plan.device, &began_at));
+    let (part, signer) = (part.as_ref(), signer.as_ref());
+    let examination = Examination { part, signer, here: &here, began_at: &began_at, one_of_several: false };
+    let device = examination.look(plan, &start)?;
+    let folder = args.out.clone().or_else(|| default_folder(&device.plan.device, &began_at));
     if let Some(folder) = folder.as_deref().filter(|_| args.out.is_none()) {
         eprintln!("the report goes to {}", folder.display());
     }
-    let mut journal = Journal::open(folder.as_deref(), &plan, earlier.is_empty())?;
-    let progress = Bar::new(&plan);
     cancel_on_interrupt(cancelled.clone(), "stopping, with a report of what was run");
-    let outcome = runner::run(&plan, &start, &earlier, &mut |record| {
-        progress.see(record);
-        journal.add(record);
-    });
-    progress.bar.finish_and_clear();
-    journal.finish()?;
-    let today = began_at.get(..10).unwrap_or_default();
-    let report = Validation::new(&plan, outcome, part.as_ref(), today);
-    if let Some(folder) = &folder {
-        let environment = environment(&report, &here, looked.as_ref(), began_at.clone());
-        package::write(folder, &report, &environment).context("cannot write the report")?;
-    }
+    let Examined { report, signature } = examination.examine(&device, &start, &earlier, folder.as_deref())?;
     let mut out = screen::output(args.json);
     if args.json {
         writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?;
     } else {
         write!(out, "{}", summary::text(&report, folder.as_deref()))?;
+        if let Some(signature) = signature {
+            writeln!(out, "signature: {}", signature.display())?;
+        }
     }
     out.flush()?;
     if cancelled.load(Ordering::Relaxed) {
@@ -160,11 +183,7 @@ fn read_part(file: &Path) -> Result<PartFile> {
     PartFile::parse(&text).map_err(|error| Usage(format!("{}: {error}", file.display())).into())
 }
 
-fn plan(args: &ValidateArgs, part: Option<&PartFile>) -> Result<Plan> {
-    let device = match &args.device {
-        Some(device) => device.clone(),
-        None => backends::default_selectors().into_iter().next().context("no device was found")?,
-    };
+fn plan(args: &RunArgs, device: &str, part: Option<&PartFile>) -> Result<Plan> {
     let (effort, memory) = match args.full {
         true => (ValidationEffort::Full, MemoryAsked::Share(0.8)),
         false => (ValidationEffort::Quick, Settings::quick().memory),
@@ -181,7 +200,7 @@ fn plan(args: &ValidateArgs, part: Option<&PartFile>) -> Result<Plan> {
     };
     // A case is a few batches.
     let patience = Duration::from_secs_f64(4.0 * args.timeout);
-    let plan = Plan { level: args.level, only: args.only.clone(), settings, patience, ..Plan::new(&device) };
+    let plan = Plan { level: args.level, only: args.only.clone(), settings, patience, ..Plan::new(device) };
     if groups(&plan).is_empty() {
         let all = groups(&Plan { only: Vec::new(), ..plan });
         bail!(Usage(format!(
@@ -198,9 +217,13 @@ fn plan(args: &ValidateArgs, part: Option<&PartFile>) -> Result<Plan> {
 fn default_folder(device: &str, began_at: &str) -> Option<PathBuf> {
     let base = std::env::var_os("XDG_DATA_HOME").map(PathBuf::from);
     let base = base.or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".local/share")))?;
+    Some(base.join("mixfleet/reports").join(folder_name(&format!("{device}-{began_at}"))))
+}
+
+/// A name of a folder that every file system takes.
+fn folder_name(text: &str) -> String {
     let plain = |c: char| if c.is_ascii_alphanumeric() || c == '-' { c } else { '_' };
-    let name: String = format!("{device}-{began_at}").chars().map(plain).collect();
-    Some(base.join("mixfleet/reports").join(name))
+    text.chars().map(plain).collect()
 }
 
 /// The command that runs this program as a child.
@@ -215,144 +238,4 @@ fn child_command() -> Command {
     command.env_remove("MIXFLEET_BACKENDS");
     command.args(["validate", "--child"]);
     command
-}
-
-/// The log of the run that is resumed; empty for a new run.
-fn earlier(args: &ValidateArgs, plan: &Plan) -> Result<Vec<Record>> {
-    let Some(folder) = &args.out else { return Ok(Vec::new()) };
-    let file = folder.join(JOURNAL);
-    if !args.resume {
-        if file.exists() {
-            let what = format!(
-                "{} is there already: carry it on with --resume, or name another folder",
-                file.display()
-            );
-            bail!(Usage(what));
-        }
-        return Ok(Vec::new());
-    }
-    let text = std::fs::read_to_string(&file).with_context(|| format!("cannot read {}", file.display()))?;
-    let mut records = Vec::new();
-    for line in text.lines() {
-        match serde_json::from_str(line) {
-            Ok(record) => records.push(record),
-            // The last line may be incomplete.
-            Err(_) => break,
-        }
-    }
-    if records.first() != Some(&header(plan)) {
-        let what = format!(
-            "{} is of another device, version or other settings: it cannot be carried on",
-            file.display()
-        );
-        bail!(Usage(what));
-    }
-    Ok(records)
-}
-
-/// The log on disk, written line by line, so that a crash of the machine loses one line.
-struct Journal {
-    file: Option<std::fs::File>,
-    error: Option<std::io::Error>,
-}
-
-impl Journal {
-    fn open(folder: Option<&Path>, plan: &Plan, fresh: bool) -> Result<Journal> {
-        let Some(folder) = folder else { return Ok(Journal { file: None, error: None }) };
-        std::fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
-        let path = folder.join(JOURNAL);
-        let file = std::fs::OpenOptions::new().create(true).append(true).open(&path);
-        let file = file.with_context(|| format!("cannot write {}", path.display()))?;
-        let mut journal = Journal { file: Some(file), error: None };
-        if fresh {
-            journal.add(&header(plan));
-        } else {
-            // This ends an incomplete line.
-            journal.write("");
-        }
-        Ok(journal)
-    }
-
-    fn add(&mut self, record: &Record) {
-        match serde_json::to_string(record) {
-            Ok(text) => self.write(&text),
-            Err(error) => self.error = Some(error.into()),
-        }
-    }
-
-    fn write(&mut self, text: &str) {
-        if let Some(file) = &mut self.file
-            && let Err(error) = writeln!(file, "{text}")
-        {
-            self.error = Some(error);
-        }
-    }
-
-    fn finish(self) -> Result<()> {
-        self.error.map_or(Ok(()), |error| Err(error).context("the log could not be written in full"))
-    }
-}
-
-/// The progress of a run, on standard error.
-struct Bar {
-    bar: ProgressBar,
-    terminal: bool,
-    /// Cases of the group at hand that have ended.
-    cases: Cell<u64>,
-}
-
-impl Bar {
-    fn new(plan: &Plan) -> Bar {
-        let terminal = std::io::stderr().is_terminal();
-        let bar = if terminal { ProgressBar::new(groups(plan).len() as u64) } else { ProgressBar::hidden() };
-        let style = ProgressStyle::with_template("{bar:30} {pos}/{len} {elapsed} {wide_msg}");
-        bar.set_style(style.expect("a fixed template"));
-        Bar { bar, terminal, cases: Cell::new(0) }
-    }
-
-    fn see(&self, record: &Record) {
-        match record {
-            Record::Start { .. } => self.cases.set(0),
-            Record::Line { line: ChildMessage::Case(_), .. } => self.cases.set(self.cases.get() + 1),
-            _ => {}
-        }
-        match record {
-            Record::Start { group, .. } if !self.terminal => eprintln!("validate: {group}"),
-            Record::Start { group, .. } => self.bar.set_message(group.clone()),
-            Record::Line { line: ChildMessage::Begin(id), .. } => {
-                self.bar.set_message(format!("{id} (after {} of its group)", self.cases.get()));
-            }
-            Record::Line { line: ChildMessage::Case(case), .. }
-                if case.status.is_wrong() || case.status == CaseStatus::NotRun =>
-            {
-                let reason = case.reason.as_deref().unwrap_or_default();
-                self.bar.suspend(|| eprintln!("{} {}: {reason}", case.status.word(), case.id));
-            }
-            Record::Line { line: ChildMessage::Sample(sample), .. } => {
-                self.bar.set_message(format!("soak, {:.0} s", sample.t_s));
-            }
-            Record::Done { .. } => self.bar.inc(1),
-            _ => {}
-        }
-    }
-}
-
-fn environment(
-    report: &Validation,
-    here: &facts::Here,
-    device: Option<&DeviceInfo>,
-    began_at: String,
-) -> Environment {
-    let commit = built::COMMIT;
-    Environment {
-        commit: commit.map(|commit| commit.trim_end_matches("-dirty").to_owned()),
-        dirty: commit.map(|commit| commit.ends_with("-dirty")),
-        features: built::features().into_iter().map(str::to_owned).collect(),
-        command: std::env::args().collect(),
-        began_at,
-        ended_at: machine::now(),
-        host: here.host(),
-        device: device.map(|info| here.about(info)).unwrap_or_default(),
-        ..Environment::of(report)
-    }
 }

@@ -36,6 +36,7 @@ mod plugin;
 mod profile;
 #[path = "../../engines/tests/publisher.rs"]
 mod publisher;
+mod reports;
 mod roles;
 #[cfg(all(feature = "fleet", feature = "otlp"))]
 mod screens;

@@ -1,11 +1,13 @@
 //! A backend in C through the binary: listed, validated and served on.
 
-use crate::common::mixfleet;
+#![allow(clippy::print_stdout, reason = "a skip is said aloud")]
+
 use crate::common::server::Server;
+use crate::common::{mixfleet, scratch};
 use crate::made::libraries;
 use serde_json::{Value, json};
 use std::path::Path;
-use std::process::{Output, Stdio};
+use std::process::{Command, Output, Stdio};
 
 fn with(library: &Path, words: &[&str]) -> Output {
     mixfleet().arg("--backend").arg(library).args(words).output().unwrap()
@@ -89,4 +91,23 @@ fn a_library_that_lies_takes_nothing_down() {
         mixfleet().args(["--backend"]).arg(&hostile).arg("--backend").arg(&hostile).arg("devices").output();
     let twice = twice.unwrap();
     assert!(text(&twice.stderr).contains("another backend named 'hostile'"), "{}", text(&twice.stderr));
+}
+
+/// The script has each step of docs/validating-your-part.md as a command.
+#[test]
+fn the_way_of_a_vendor() {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../hwtests/walkthrough.sh");
+    let out = scratch("walkthrough");
+    let mut command = Command::new("bash");
+    let walked =
+        command.arg(script).arg(&out).env("MIXFLEET", env!("CARGO_BIN_EXE_mixfleet")).output().unwrap();
+    let said = text(&walked.stdout) + &text(&walked.stderr);
+    if walked.status.code() == Some(3) {
+        println!("{said}");
+        return;
+    }
+    assert!(walked.status.success(), "{said}");
+    for page in ["profile.html", "report-1/report.html", "diff-2.html", "diff-3.html", "compare.html"] {
+        assert!(out.join(page).is_file(), "{page}: {said}");
+    }
 }

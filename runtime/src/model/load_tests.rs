@@ -451,7 +451,7 @@ fn a_member_gets_its_share_of_the_weights_and_no_more() {
                     same(&layer.v, "self_attn.v_proj.weight", kv.clone(), None);
                     same(&layer.o, "self_attn.o_proj.weight", 0..hidden, Some(q.clone()));
                     let mlp = layer.mlp.as_ref().filter(|_| c.experts_of(1).is_none());
-                    for mlp in mlp {
+                    if let Some(mlp) = mlp {
                         same(&mlp.gate, "mlp.gate_proj.weight", share.inner.clone(), None);
                         same(&mlp.up, "mlp.up_proj.weight", share.inner.clone(), None);
                         same(&mlp.down, "mlp.down_proj.weight", 0..hidden, Some(share.inner.clone()));

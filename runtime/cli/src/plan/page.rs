@@ -66,13 +66,6 @@ fn fleets(body: &mut Html, planned: &Planned<'_>) {
     body.table(&header, &rows);
 }
 
-fn draw(body: &mut Html, chart: Chart<'_>, caption: &str) {
-    let svg = chart.svg();
-    if !svg.is_empty() {
-        body.figure(&svg, caption);
-    }
-}
-
 /// Rent against TTFT, TBT and attainment, a dot for each fleet.
 fn rents(body: &mut Html, planned: &Planned<'_>) {
     let x = Axis { label: "rent in $/h", unit: "", scale: Scale::Linear };
@@ -85,7 +78,7 @@ fn rents(body: &mut Html, planned: &Planned<'_>) {
             Series { name: format!("fleet {number}"), points, mark: Mark::Dots }
         };
         let series: Vec<Series> = (1..).zip(fleets).map(dot).collect();
-        draw(body, Chart { x, y, series: &series, roof: &[], limits: &[limit] }, caption);
+        Chart { x, y, series: &series, roof: &[], limits: &[limit] }.draw(body, caption);
     };
     let mut times = |label, objective, of: &dyn Fn(&ProvenFleet) -> f64| {
         figure(seconds(label), Limit::Y(objective, "objective"), of, &format!("Rent and {label}."));
@@ -149,7 +142,7 @@ fn prices(body: &mut Html, planned: &Planned<'_>, market: &Market, [one, other]:
         "The cheapest fleet by the program, not simulated, of the parts above; the first part is {}, the second {}.",
         ids[0], ids[1]
     );
-    draw(body, chart, &caption);
+    chart.draw(body, &caption);
 }
 
 fn hours(body: &mut Html, planned: &Planned<'_>) {
@@ -162,12 +155,12 @@ fn hours(body: &mut Html, planned: &Planned<'_>) {
     let hour = |at: usize| &planned.hours[at];
     let load = [line("requests", &|at| Some(hour(at).requests_per_s))];
     let y = Axis { label: "requests per second", ..x };
-    draw(body, Chart { x, y, series: &load, roof: &[], limits: &[] }, "Requests per second.");
+    Chart { x, y, series: &load, roof: &[], limits: &[] }.draw(body, "Requests per second.");
     let usd = [
         line("cheapest fleet", &|at| hour(at).usd_per_hour()),
         line("lower bound", &|at| hour(at).lower_bound),
     ];
     let y = Axis { label: "rent in $/h", ..x };
     let caption = "Rent of the cheapest fleet for each hour by the program, not simulated.";
-    draw(body, Chart { x, y, series: &usd, roof: &[], limits: &[] }, caption);
+    Chart { x, y, series: &usd, roof: &[], limits: &[] }.draw(body, caption);
 }

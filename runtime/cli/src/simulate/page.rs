@@ -5,14 +5,9 @@ use super::history::{History, Point, Quantity};
 use super::subject::Simulated;
 use super::table::{NONE, per_million, used};
 use mixfleet_hwtests::html::{Cell, Html, Tone};
-use mixfleet_hwtests::svg::{Axis, Chart, Limit, Mark, Scale, Series};
+use mixfleet_hwtests::svg::{Axis, Chart, DISTINCT_MAX, Limit, Mark, Scale, Series};
 use mixfleet_sim::bottleneck::Bottleneck;
 use mixfleet_sim::simulate::{Distribution, Quantiles, Results, Setup};
-
-/// Number of curves that fit into a legend.
-const CURVES_MAX: usize = 12;
-/// Number of characters of a name that fit into a legend.
-const NAME_MAX: usize = 24;
 
 /// The content of a page.
 pub(super) struct Subject<'a> {
@@ -84,13 +79,6 @@ fn time_axis(ended_s: f64) -> (f64, Axis) {
     (unit_s, Axis { label, unit: "", scale: Scale::Linear })
 }
 
-fn short(name: &str) -> String {
-    if name.chars().count() <= NAME_MAX {
-        return name.to_owned();
-    }
-    name.chars().take(NAME_MAX - 1).chain(['…']).collect()
-}
-
 /// What a curve shows of each pool: a word before the pool's name, and the value.
 type Reading<'a> = (&'a str, &'a dyn Fn(&Point) -> f64);
 
@@ -153,30 +141,23 @@ fn figure(
                 pool.points().iter().map(|p| (p.time_s / unit_s, value(p))).collect();
             let sum: f64 = points.iter().map(|point| point.1).sum();
             if sum > 0.0 {
-                let name = short(&format!("{word}: {name}"));
+                let name = format!("{word}: {name}");
                 curves.push((sum, Series { name, points, mark: Mark::Line }));
             }
         }
     }
     let all = curves.len();
-    if all > CURVES_MAX {
+    if all > DISTINCT_MAX {
         curves.sort_by(|a, b| b.0.total_cmp(&a.0));
-        curves.truncate(CURVES_MAX);
+        curves.truncate(DISTINCT_MAX);
     }
     let series: Vec<Series> = curves.into_iter().map(|(_, series)| series).collect();
-    let left_out = match all.saturating_sub(CURVES_MAX) {
+    let left_out = match all.saturating_sub(DISTINCT_MAX) {
         0 => String::new(),
         some => format!(" The {some} lowest curves are left out."),
     };
     let y = Axis { label, unit: "", scale: Scale::Linear };
-    draw(body, Chart { x, y, series: &series, roof: &[], limits }, &format!("{caption}{left_out}"));
-}
-
-fn draw(body: &mut Html, chart: Chart<'_>, caption: &str) {
-    let svg = chart.svg();
-    if !svg.is_empty() {
-        body.figure(&svg, caption);
-    }
+    Chart { x, y, series: &series, roof: &[], limits }.draw(body, &format!("{caption}{left_out}"));
 }
 
 /// Draws requests per second of all pools together.
@@ -200,7 +181,8 @@ fn rates(body: &mut Html, subject: &Subject<'_>) {
         curve("dropped", &sum(Quantity::Dropped)),
     ];
     let y = Axis { label: "requests per second", unit: "", scale: Scale::Linear };
-    draw(body, Chart { x, y, series: &series, roof: &[], limits: &[] }, "Requests per second, whole fleet.");
+    let chart = Chart { x, y, series: &series, roof: &[], limits: &[] };
+    chart.draw(body, "Requests per second, whole fleet.");
 }
 
 fn latencies(body: &mut Html, subject: &Subject<'_>) {
@@ -210,13 +192,12 @@ fn latencies(body: &mut Html, subject: &Subject<'_>) {
     let to_end = [cumulative("TTFT", &history.ttft_s), cumulative("last token", &history.e2e_s)];
     let limits = [Limit::X(slo.ttft_s, "objective for TTFT")];
     let chart = Chart { x: x("time since arrival"), y, series: &to_end, roof: &[], limits: &limits };
-    draw(body, chart, "Share of the completed requests whose first, and last, token came within this time.");
+    chart.draw(body, "Share of the completed requests whose first, and last, token came within this time.");
     let between = [cumulative("TBT", &history.tbt_s)];
     let limits = [Limit::X(slo.tbt_s, "objective for TBT")];
     let chart = Chart { x: x("time between tokens"), y, series: &between, roof: &[], limits: &limits };
-    draw(
+    chart.draw(
         body,
-        chart,
         "Share of the completed requests whose time between tokens, by the SLO's metric, is within this.",
     );
     let r = subject.results;

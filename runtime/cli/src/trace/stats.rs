@@ -1,9 +1,10 @@
 //! Implements `mixfleet trace stats`.
 
-use super::{FileBar, ReplayArgs};
+use super::{FileBar, ReplayArgs, page};
 use crate::screen;
-use anyhow::Result;
+use anyhow::{Context, Result};
 use clap::Args;
+use mixfleet_hwtests::files::write_whole;
 use mixfleet_scheduler::kv::CachePolicy;
 use mixfleet_sim::trace::Repairs;
 use mixfleet_sim::trace::stats::{
@@ -35,6 +36,9 @@ pub(crate) struct StatsArgs {
     /// Also report mean prefill time: a (n - p) + b (n^2 - p^2) seconds for n tokens, p reused
     #[arg(long, value_name = "A,B", num_args = 0..=1, require_equals = true, default_missing_value = "1.19e-4,7.467e-10", value_parser = fit)]
     prefill: Option<PrefillFit>,
+    /// Write an HTML page
+    #[arg(long, value_name = "FILE.html")]
+    html: Option<PathBuf>,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -58,11 +62,15 @@ fn fit(text: &str) -> Result<PrefillFit, String> {
 
 pub(crate) fn run(args: &StatsArgs) -> Result<()> {
     let stats = count(args)?;
+    let name = if is_stdin(args) { "standard input".to_owned() } else { args.file.display().to_string() };
+    if let Some(file) = &args.html {
+        let cannot_write = || format!("cannot write {}", file.display());
+        write_whole(file, page::page(&name, &stats).as_bytes()).with_context(cannot_write)?;
+    }
     let mut out = screen::output(args.json);
     if args.json {
         writeln!(out, "{}", serde_json::to_string_pretty(&stats)?)?;
     } else {
-        let name = if is_stdin(args) { "standard input".to_owned() } else { args.file.display().to_string() };
         write!(out, "{}", Table { name, stats: &stats })?;
     }
     Ok(())
@@ -165,13 +173,7 @@ impl Table<'_> {
     }
 
     fn repairs(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Repairs { reordered, empty_outputs, unknown_thinks } = self.stats.repairs;
-        let repairs = [
-            (reordered, "requests were out of order and put in place"),
-            (empty_outputs, "answers of no token count as one token"),
-            (unknown_thinks, "think times are not told and taken from the gap between arrivals"),
-        ];
-        let needed: Vec<_> = repairs.iter().filter(|(count, _)| *count > 0).collect();
+        let needed = repairs(self.stats);
         if !needed.is_empty() {
             writeln!(f)?;
         }
@@ -180,4 +182,16 @@ impl Table<'_> {
         }
         Ok(())
     }
+}
+
+/// What had to be repaired of a trace, as counts and words.
+pub(super) fn repairs(stats: &Stats) -> Vec<(u64, &'static str)> {
+    let Repairs { reordered, empty_outputs, unknown_thinks } = stats.repairs;
+    let mut repairs = vec![
+        (reordered, "requests were out of order and put in place"),
+        (empty_outputs, "answers of no token count as one token"),
+        (unknown_thinks, "think times are not told and taken from the gap between arrivals"),
+    ];
+    repairs.retain(|(count, _)| *count > 0);
+    repairs
 }

@@ -1,7 +1,9 @@
 //! The report on the terminal.
 
+use mixfleet_hwtests::numbers::scaled;
 use mixfleet_hwtests::validate::document::share_in_words;
-use mixfleet_hwtests::validate::{CaseResult, CaseStatus, Validation};
+use mixfleet_hwtests::validate::levels::purpose;
+use mixfleet_hwtests::validate::{CaseResult, CaseStatus, Validation, ValidationVerdict};
 use std::fmt::Write;
 use std::path::Path;
 
@@ -19,7 +21,11 @@ fn write_all(text: &mut String, report: &Validation, folder: Option<&Path>) -> s
     let asked = &report.asked;
     let (id, name) =
         report.device.as_ref().map_or((&asked.device, "could not be opened"), |d| (&d.id, &d.name));
-    writeln!(text, "{id} ({name}): {}", report.verdict.word().to_uppercase().replace('-', " "))?;
+    let verdict = report.verdict.word().to_uppercase().replace('-', " ");
+    match report.first_failure().filter(|_| report.verdict == ValidationVerdict::Fail) {
+        Some(first) => writeln!(text, "{id} ({name}): {verdict}: {first}")?,
+        None => writeln!(text, "{id} ({name}): {verdict}")?,
+    }
     for level in &report.levels {
         let counts: Vec<String> = CaseStatus::ALL
             .iter()
@@ -27,8 +33,7 @@ fn write_all(text: &mut String, report: &Validation, folder: Option<&Path>) -> s
             .collect();
         let ratio =
             level.error_of_bound_max.map(|r| format!("; largest error {} of its bound", share_in_words(r)));
-        let purpose = ["discovery", "conformance", "memory", "performance", "links", "soak", "serving"];
-        let purpose = purpose.get(usize::from(level.level)).unwrap_or(&"");
+        let purpose = purpose(level.level);
         writeln!(
             text,
             "  L{} {purpose:<12} {}{}",
@@ -41,6 +46,15 @@ fn write_all(text: &mut String, report: &Validation, folder: Option<&Path>) -> s
     let met = list.lines.iter().filter(|line| line.problem.is_none()).count();
     writeln!(text, "  mustpass {}: {met} of {} lines met", list.version, list.lines.len())?;
     claims(text, report)?;
+    for row in report.datasheet.iter().flat_map(|shares| &shares.rows) {
+        let (percent, measured) = (100.0 * row.share, scaled(row.measured, &row.unit));
+        writeln!(
+            text,
+            "  datasheet {}: {measured}, {percent:.1} % of {}",
+            row.what,
+            scaled(row.claimed, &row.unit)
+        )?;
+    }
     let worth = |case: &&CaseResult| !matches!(case.status, CaseStatus::Pass | CaseStatus::Unsupported);
     let mut cases: Vec<&CaseResult> = report.cases.iter().filter(worth).collect();
     cases.sort_by_key(|case| std::cmp::Reverse(case.status));

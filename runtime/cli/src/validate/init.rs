@@ -1,0 +1,40 @@
+//! Implements `mixfleet validate --init-part`.
+
+use super::{device_of, facts};
+use crate::{Usage, backends};
+use anyhow::{Context, Result, bail};
+use mixfleet_hwtests::files::write_whole;
+use mixfleet_hwtests::profile::ProfileDocument;
+use mixfleet_hwtests::validate::{PartSketch, part_template};
+use std::path::Path;
+
+/// Writes a template of a part file about a device, or about the part of a profile.
+pub(super) fn run(file: &Path, device: Option<&str>, profile: Option<&Path>) -> Result<()> {
+    if file.exists() {
+        bail!(Usage(format!("{} is there already: name another file", file.display())));
+    }
+    let profile = profile.map(read).transpose()?;
+    // a profile needs no device, unless one is named
+    let info = match (&profile, device) {
+        (Some(_), None) => None,
+        (_, device) => Some(backends::open(&device_of(device)?)?.info().clone()),
+    };
+    let name = match (&info, &profile) {
+        (Some(info), Some(profile)) if info.name != profile.device.name => {
+            let (device, profiled) = (&info.name, &profile.device.name);
+            bail!(Usage(format!("the profile is of '{profiled}', the device is '{device}'")));
+        }
+        (Some(info), _) => info.name.clone(),
+        (None, profile) => profile.as_ref().map(|profile| profile.device.name.clone()).unwrap_or_default(),
+    };
+    let pci = info.as_ref().and_then(|info| facts::Here::read().pci_id(info));
+    let text = part_template(&PartSketch { name: &name, pci: pci.as_deref(), profile: profile.as_ref() });
+    write_whole(file, text.as_bytes()).with_context(|| format!("cannot write {}", file.display()))?;
+    eprintln!("{} is about '{name}': edit it, then mixfleet validate --part {0}", file.display());
+    Ok(())
+}
+
+fn read(file: &Path) -> Result<ProfileDocument> {
+    let text = std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
+    ProfileDocument::from_json(&text).map_err(|why| Usage(format!("{}: {why}", file.display())).into())
+}
