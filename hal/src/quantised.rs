@@ -13,6 +13,7 @@
 //! - Zero points are numbers of the scales' dtype, which is exact. Scales of eight bits of exponent alone
 //!   (E8M0) are stored as bf16, which is exact too.
 
+use crate::cast::to_usize;
 use crate::{DType, WeightFormat};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -357,7 +358,7 @@ impl Quantised {
         let kinds = self.parts(matrices, rows, columns);
         let of = |name: &str| {
             let at = kinds.iter().position(|part| part.name == name);
-            at.map(|at| (parts[at], kinds[at].columns as usize))
+            at.map(|at| (parts[at], to_usize(kinds[at].columns)))
         };
         let (codes, high, scales, zeros, supers, outer) =
             (of("codes"), of("high"), of("scales"), of("zeros"), of("supers"), of("outer"));

@@ -2,7 +2,7 @@
 
 use crate::cases::{Case, TokenSpread};
 use crate::oracle::dot;
-use mixfleet_hal::cast::to_usize;
+use mixfleet_hal::cast::{to_f32, to_usize};
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::{ExpertRouting, OpSig, Scoring};
 
@@ -158,7 +158,7 @@ pub(crate) fn logits(case: &Case, stream: &mut Stream) -> Vec<f64> {
                 _ => stream.next_normal() * if routing.by_logits(bias.is_some()) { 40.0 } else { 1.0 },
             };
             // to f32, as the device gets them
-            let own: Vec<f64> = (0..routing.experts).map(|_| f64::from(one(stream) as f32)).collect();
+            let own: Vec<f64> = (0..routing.experts).map(|_| f64::from(to_f32(one(stream)))).collect();
             if is_clear(&routing, &own, bias.as_deref()) {
                 break own;
             }

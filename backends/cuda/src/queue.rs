@@ -31,6 +31,7 @@ const AWAKE: Duration = Duration::from_millis(20);
 const NAP: Duration = Duration::from_micros(50);
 
 /// A step with its driver objects.
+#[expect(clippy::large_enum_variant, reason = "almost every step is a launch")]
 enum Work {
     Kernel {
         function: Arc<Function>,

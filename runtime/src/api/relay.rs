@@ -86,7 +86,7 @@ pub(super) async fn answer(
         hints: Hints { trace: trace.map(|trace| trace.own), ..hints },
     };
     let mut tally =
-        Tally::new(api.counted(), (endpoint, wanted.hints.tier, &tenant), id.clone(), arrived_s, trace);
+        Tally::new(api.counted(), (endpoint, wanted.hints.tier, tenant), id.clone(), arrived_s, trace);
     tally.accepted(std::iter::empty(), 1);
     let mut response = match relay(&gateway, wanted).await {
         Ok(RelayOpening::Whole(answer)) => {

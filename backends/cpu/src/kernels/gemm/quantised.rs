@@ -403,22 +403,22 @@ unsafe fn products<S: Simd, C: CodeWords<S>, const X: usize>(
             for r in 0..R {
                 let at = r * parts.layout.scales + group;
                 let scale = spread::<S>(parts.scales.add(at), group_log2);
-                for i in 0..X {
-                    acc[r][i] = S::fma(part[r][i], scale, acc[r][i]);
+                for (sum, part) in acc[r].iter_mut().zip(part[r]) {
+                    *sum = S::fma(part, scale, *sum);
                 }
                 if has_zeros {
                     let zero = spread::<S>(parts.zeros.add(at), group_log2);
-                    for i in 0..X {
+                    for (i, acc) in acc[r].iter_mut().enumerate() {
                         let sum = S::load(x_sums.add(i * parts.layout.sums_row + word));
-                        acc[r][i] = S::sub(acc[r][i], S::mul(zero, sum));
+                        *acc = S::sub(*acc, S::mul(zero, sum));
                     }
                 }
             }
             word += S::LANES;
         }
-        for r in 0..R {
-            for i in 0..X {
-                *sums.add(i * BLOCK + r) = S::sum(acc[r][i]);
+        for (r, row) in acc.into_iter().enumerate() {
+            for (i, sum) in row.into_iter().enumerate() {
+                *sums.add(i * BLOCK + r) = S::sum(sum);
             }
         }
     }
