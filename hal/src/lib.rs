@@ -27,6 +27,7 @@ pub mod meeting;
 pub mod memory;
 mod mixture;
 pub mod op;
+mod op_counts;
 mod operand;
 pub mod outside;
 pub mod profile;

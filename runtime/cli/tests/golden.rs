@@ -115,10 +115,17 @@ fn divided() -> Vec<(String, Option<&'static str>)> {
     all
 }
 
+/// Whether a fixture's turn has come on a placement of several devices: on each every fourth one's, and at
+/// night all.
+fn takes_turn(fixture: usize, placement: usize) -> bool {
+    all_pairs() || (fixture + placement).is_multiple_of(4)
+}
+
 #[test]
 fn fixtures_give_their_golden_tokens_on_several_devices_as_one_instance() {
-    for fixture in fixtures() {
-        for (turn, (devices, split)) in divided().into_iter().enumerate() {
+    for (at, fixture) in fixtures().into_iter().enumerate() {
+        let placements = divided().into_iter().enumerate();
+        for (turn, (devices, split)) in placements.filter(|(turn, _)| takes_turn(at, *turn)) {
             gives_golden_tokens(&fixture, (turn, 2), (&devices, &devices), split);
         }
     }
@@ -178,12 +185,15 @@ fn fixtures_give_their_golden_tokens_with_members_in_processes_of_their_own() {
         _ => Vec::new(),
     };
     let placements: Vec<_> = placements.into_iter().chain(over_pages).collect();
-    for fixture in fixtures() {
-        for (turn, (devices, split)) in placements.iter().enumerate() {
+    for (at, fixture) in fixtures().into_iter().enumerate() {
+        let turns = placements.iter().enumerate().filter(|(turn, _)| takes_turn(at, *turn));
+        for (turn, (devices, split)) in turns {
             gives_golden_tokens(&fixture, (turn, 1), (devices, devices), *split);
         }
         // another instance computes the prompt
-        gives_golden_tokens(&fixture, (0, 1), ("cpu@0", &both), Some("range"));
+        if takes_turn(at, 0) {
+            gives_golden_tokens(&fixture, (0, 1), ("cpu@0", &both), Some("range"));
+        }
     }
     std::fs::remove_dir_all(data).unwrap();
 }
@@ -428,6 +438,13 @@ fn bf16_logits_of_the_fixtures_stay_within_the_bound() {
     let (mut decided, mut ratio_max) = (0, 0.0f64);
     for fixture in fixtures() {
         let checkpoint = open(&fixture);
+        if checkpoint.config.experts.is_some() {
+            println!(
+                "SKIPPED: {}: in bf16 a token may choose other experts, which no bound covers",
+                fixture.display()
+            );
+            continue;
+        }
         let vocab = checkpoint.config.vocab as usize;
         let bound = bf16_bound(&checkpoint);
         let oracle = Oracle::new(&checkpoint);

@@ -170,7 +170,7 @@ fn mistakes_are_told_with_what_to_do() {
     refused(&["generate", "--model", "Qwen/Qwen3-0.6B", "--prompt", "x"], "hf download Qwen/Qwen3-0.6B");
     let file = fixture("llama-gqa-f32").join("model.safetensors");
     let file = file.to_str().unwrap();
-    refused(&["generate", "--model", file, "--prompt", "x"], "is a file: name the directory");
+    refused(&["generate", "--model", file, "--prompt", "x"], "name the directory that it is in");
     refused(&["profile", "--links", "--device", "cpu"], "cannot be used with");
     refused(&["profile", "--links", "--html", "x.html"], "cannot be used with");
     refused(&["explain", "tfft"], "near it: ttft");

@@ -64,8 +64,8 @@ const UNDIVIDED: [(&str, &[&str]); 7] = [
 /// answers earlier versions of vLLM keep no KV for others.
 const OF_THE_END: [&str; 4] = ["min_tokens", "stop", "stop_token_ids", "stream_options"];
 
-/// Fields that decide what tokens a prompt has and whose they are, by their names here: all others are for the
-/// engine that answers, and may not be known where the prompt is computed.
+/// Fields that decide what tokens a prompt has and whose they are: all others are for the engine that
+/// answers, and may not be known where the prompt is computed.
 const OF_THE_PROMPT: [&str; 12] = [
     "add_generation_prompt",
     "add_special_tokens",

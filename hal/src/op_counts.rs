@@ -1,0 +1,83 @@
+//! The arithmetic and the traffic of operations.
+
+use crate::op::{Extent, KvShape, OpSig, OperandAccess};
+use crate::operand::product;
+
+impl OpSig {
+    /// Counts floating-point operations: two for a multiply-add, one for an exponential or a division.
+    pub fn flops(&self) -> f64 {
+        match *self {
+            OpSig::Gemm { m, n, k, .. } | OpSig::QuantisedGemm { m, n, k, .. } => {
+                2.0 * f64::from(m) * f64::from(n) * f64::from(k)
+            }
+            // q.k and p.v for each visible pair and head, and the exponential
+            OpSig::AttnPrefill { pairs, heads, kv, .. } => {
+                pairs as f64 * f64::from(heads) * (4.0 * f64::from(kv.head_dim) + 1.0)
+            }
+            OpSig::AttnDecode { kv_tokens, heads, kv, .. } => {
+                kv_tokens as f64 * f64::from(heads) * (4.0 * f64::from(kv.head_dim) + 1.0)
+            }
+            OpSig::AttnMerge { parts, rows, head_dim, .. } => {
+                2.0 * f64::from(parts) * f64::from(rows) * f64::from(head_dim)
+            }
+            OpSig::RmsNorm { rows, cols, .. } => 4.0 * f64::from(rows) * f64::from(cols),
+            OpSig::Rope { tokens, heads, head_dim, .. } => 3.0 * product(&[tokens, heads, head_dim]) as f64,
+            OpSig::SiluMul { elements, .. } => 4.0 * elements as f64,
+            OpSig::ClampedSwiglu { elements, .. } => 6.0 * elements as f64,
+            OpSig::Route { tokens, routing, .. } => routing.flops(tokens),
+            OpSig::GroupedGemm { grouped, n, k, .. } => {
+                2.0 * f64::from(grouped.choices) * f64::from(n) * f64::from(k)
+            }
+            OpSig::Combine { tokens, active, cols, .. } => 2.0 * product(&[tokens, active, cols]) as f64,
+            OpSig::Add { elements, .. } => elements as f64,
+            OpSig::Embed { .. }
+            | OpSig::QuantisedEmbed { .. }
+            | OpSig::KvWrite { .. }
+            | OpSig::Sample { .. }
+            | OpSig::Copy { .. }
+            | OpSig::Fill { .. }
+            | OpSig::KvGather { .. }
+            | OpSig::KvScatter { .. } => 0.0,
+        }
+    }
+
+    /// Counts the bytes that must cross the device's memory at least once: every operand once, but only the
+    /// rows in use of a table or of paged KV.
+    pub fn bytes(&self) -> f64 {
+        let dense: u64 = self
+            .operands()
+            .iter()
+            .map(|operand| match (operand.extent, operand.access) {
+                (Extent::Exactly(n), OperandAccess::ReadWrite) => 2 * n * operand.dtype.size_bytes(),
+                (Extent::Exactly(n), _) => n * operand.dtype.size_bytes(),
+                (Extent::PagesOf(_), _) => 0,
+            })
+            .sum();
+        let rows = |tokens: u64, kv: KvShape| 2 * tokens * kv.row() * kv.dtype.size_bytes();
+        let total = match *self {
+            OpSig::Embed { tokens, vocab, hidden, table, .. } => {
+                dense
+                    - (product(&[vocab, hidden]) - product(&[tokens.min(vocab), hidden])) * table.size_bytes()
+            }
+            OpSig::GroupedGemm { grouped, n, k, weight, bias, .. } => {
+                let of_expert = product(&[n, k]) + if bias { u64::from(n) } else { 0 };
+                dense - u64::from(grouped.idle()) * of_expert * weight.size_bytes()
+            }
+            OpSig::QuantisedEmbed { tokens, vocab, hidden, table, .. } => {
+                dense - table.bytes(1, vocab, hidden) + table.bytes(1, tokens.min(vocab), hidden)
+            }
+            // only penalties write
+            OpSig::Sample { rows, cols, history, .. } => {
+                dense - product(&[rows, cols]) * 4 + u64::from(history) * 4
+            }
+            OpSig::KvWrite { tokens, kv, .. }
+            | OpSig::KvGather { tokens, kv, .. }
+            | OpSig::KvScatter { tokens, kv, .. } => dense + rows(u64::from(tokens), kv),
+            OpSig::AttnPrefill { kv_tokens, kv, .. } | OpSig::AttnDecode { kv_tokens, kv, .. } => {
+                dense + rows(kv_tokens, kv)
+            }
+            _ => dense,
+        };
+        total as f64
+    }
+}
