@@ -6,6 +6,9 @@ use mixfleet_runtime::model::{Checkpoint, Oracle};
 use serde_json::{Map, Value};
 use std::f64::consts::TAU;
 
+/// Names of an MLP's matrices, in the order of their use.
+const MATRICES: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
+
 struct Naive<'a> {
     config: &'a Map<String, Value>,
     checkpoint: &'a Checkpoint,
@@ -123,10 +126,10 @@ impl<'a> Naive<'a> {
     fn attention(&mut self, layer: usize, x: &[f64]) -> Vec<f64> {
         let (at, dim) = (format!("model.layers.{layer}.self_attn"), self.head_dim());
         let all = self.says("attention_bias");
-        let biased = all || self.is("qwen2");
+        let biased = all || self.is("qwen2") || self.is("qwen2_moe");
         let [mut query, mut key, value] =
             ["q_proj", "k_proj", "v_proj"].map(|part| self.linear(&format!("{at}.{part}"), x, biased));
-        if self.is("qwen3") {
+        if self.is("qwen3") || self.is("qwen3_moe") {
             query = self.norm(&format!("{at}.q_norm"), &query);
             key = self.norm(&format!("{at}.k_norm"), &key);
         }
@@ -154,6 +157,51 @@ impl<'a> Naive<'a> {
         self.linear(&format!("{at}.o_proj"), &out, all && !self.is("qwen2"))
     }
 
+    fn mlp(&self, at: &str, [gate, up, down]: [&str; 3], x: &[f64]) -> Vec<f64> {
+        let biased = self.says("mlp_bias");
+        let part = |part: &str, x: &[f64]| self.linear(&format!("{at}.{part}"), x, biased);
+        let (gate, up) = (part(gate, x), part(up, x));
+        let inner: Vec<f64> = gate.iter().zip(up).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
+        part(down, &inner)
+    }
+
+    fn has_experts(&self, layer: usize) -> bool {
+        let is_plain = |layers: &Value| layers.as_array().unwrap().contains(&layer.into());
+        let plain = self.config.get("mlp_only_layers").is_some_and(is_plain);
+        let step = self.number("decoder_sparse_step").map_or(1, |step| step as usize);
+        let mixed = ["mixtral", "qwen2_moe", "qwen3_moe"].iter().any(|family| self.is(family));
+        mixed && !plain && (layer + 1).is_multiple_of(step)
+    }
+
+    /// What the experts that a row chooses make of it, and the shared one.
+    fn experts(&self, at: &str, x: &[f64]) -> Vec<f64> {
+        let mixtral = self.is("mixtral");
+        let (at, matrices) = match mixtral {
+            true => (format!("{at}.block_sparse_moe"), ["w1", "w3", "w2"]),
+            false => (format!("{at}.mlp"), MATRICES),
+        };
+        let powers: Vec<f64> =
+            self.linear(&format!("{at}.gate"), x, false).iter().map(|logit| logit.exp()).collect();
+        let mut best: Vec<usize> = (0..powers.len()).collect();
+        best.sort_by(|a, b| powers[*b].total_cmp(&powers[*a]));
+        best.truncate(self.count("num_experts_per_tok"));
+        let of_all: f64 = powers.iter().sum();
+        let of_best: f64 = best.iter().map(|expert| powers[*expert]).sum();
+        let whole = if mixtral || self.says("norm_topk_prob") { of_best } else { of_all };
+        let mut out = vec![0.0; x.len()];
+        let mut add = |made: Vec<f64>, share: f64| {
+            out.iter_mut().zip(made).for_each(|(sum, value)| *sum += value * share);
+        };
+        for expert in best {
+            add(self.mlp(&format!("{at}.experts.{expert}"), matrices, x), powers[expert] / whole);
+        }
+        if self.is("qwen2_moe") {
+            let gate = self.linear(&format!("{at}.shared_expert_gate"), x, false)[0];
+            add(self.mlp(&format!("{at}.shared_expert"), matrices, x), 1.0 / (1.0 + (-gate).exp()));
+        }
+        out
+    }
+
     /// Takes the next token and gives the logits after it.
     fn step(&mut self, token: u32) -> Vec<f64> {
         let hidden = self.count("hidden_size");
@@ -165,11 +213,11 @@ impl<'a> Naive<'a> {
             let attended = self.attention(layer, &normed);
             x.iter_mut().zip(attended).for_each(|(x, more)| *x += more);
             let normed = self.norm(&format!("{at}.post_attention_layernorm"), &x);
-            let biased = self.says("mlp_bias");
-            let part = |part: &str, x: &[f64]| self.linear(&format!("{at}.mlp.{part}"), x, biased);
-            let (gate, up) = (part("gate_proj", &normed), part("up_proj", &normed));
-            let inner: Vec<f64> = gate.iter().zip(up).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
-            x.iter_mut().zip(part("down_proj", &inner)).for_each(|(x, more)| *x += more);
+            let made = match self.has_experts(layer) {
+                true => self.experts(&at, &normed),
+                false => self.mlp(&format!("{at}.mlp"), MATRICES, &normed),
+            };
+            x.iter_mut().zip(made).for_each(|(x, more)| *x += more);
         }
         let tied = self.says("tie_word_embeddings");
         let head = if tied { "model.embed_tokens" } else { "lm_head" };
@@ -199,5 +247,5 @@ fn the_oracle_agrees_with_a_naive_forward_pass_on_every_family() {
         }
         compared += 1;
     }
-    assert_eq!(compared, 10);
+    assert_eq!(compared, 13);
 }
