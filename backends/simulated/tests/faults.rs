@@ -86,8 +86,8 @@ fn a_stale_input_is_seen() {
             strikes += device.struck();
             let seen = report.verdict() == SuiteVerdict::Fail;
             sights += u64::from(seen);
-            // dead slots of a pool may be stale
-            let can_hide = ON_POOLS.contains(&name) && name != "order";
+            // dead slots of a pool may be stale, and from other logits the same tokens may be drawn
+            let can_hide = ON_POOLS.contains(&name) && name != "order" || name == "sample";
             assert!(seen || device.struck() == 0 || can_hide, "stale at command {n} of {name} was not seen");
         }
         assert!(strikes > 0 && 2 * sights >= strikes, "{name}: {sights} of {strikes} were seen");

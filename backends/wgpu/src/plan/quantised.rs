@@ -12,12 +12,14 @@ const TILE_BYTES: u64 = 16 << 20;
 /// Columns of a product come in multiples of this.
 const COLUMNS: u64 = 4;
 
-/// The arrays of weights, each once: `high` may be the outer scale, and what is absent repeats the codes.
+/// The arrays of weights.
 struct Arrays {
     codes: Operand,
-    high: Operand,
-    others: [Operand; 3],
+    /// The high bits of codes, or the outer scale.
+    high: Option<Operand>,
     has_high: bool,
+    /// Scales, zeros and supers.
+    others: [Option<Operand>; 3],
 }
 
 impl Arrays {
@@ -32,25 +34,24 @@ impl Arrays {
             at.and_then(|at| operands.get(at)).cloned()
         };
         let codes = named("codes").ok_or_else(|| Error::invalid("wgpu: no codes"))?;
-        let or_codes = |name: &str| named(name).unwrap_or_else(|| codes.clone());
-        let high = if quantised.outer { or_codes("outer") } else { or_codes("high") };
-        let others = ["scales", "zeros", "supers"].map(or_codes);
-        Ok(Arrays { codes, high, others, has_high })
+        let high = named(if quantised.outer { "outer" } else { "high" });
+        let others = ["scales", "zeros", "supers"].map(named);
+        Ok(Arrays { codes, high, has_high, others })
     }
 
-    /// The arrays of which codes begin with a row, of so many.
+    /// The arrays, of which codes begin with a row and are of so many; what is absent repeats these.
     fn rows(&self, quantised: &Quantised, columns: u32, first: u64, count: u64) -> [Operand; 5] {
         let part = |operand: &Operand, bits: u32| {
             let row = u64::from(columns) * u64::from(bits) / 32;
             operand.part(first * row, count * row)
         };
         let codes = part(&self.codes, quantised.code.low_bits());
-        let high = match self.has_high {
-            true => part(&self.high, quantised.code.high_bits()),
-            false if quantised.outer => self.high.clone(),
-            false => codes.clone(),
+        let high = match &self.high {
+            Some(high) if self.has_high => part(high, quantised.code.high_bits()),
+            Some(outer) => outer.clone(),
+            None => codes.clone(),
         };
-        let [scales, zeros, supers] = self.others.clone();
+        let [scales, zeros, supers] = self.others.clone().map(|own| own.unwrap_or_else(|| codes.clone()));
         [codes, high, scales, zeros, supers]
     }
 }
