@@ -27,10 +27,9 @@ KERNEL(GROUP) gemv(OPERANDS) {
     }
 }
 
-// Many rows: 64 x 64 tiles through local memory, 4 x 4 sums for each of 256 threads.
-#define TILE 64
-#define DEPTH 16
-#define SIDE 16
+// Many rows: tiles.
+#define ROW_AT(line) (row0 + (line) < m ? row0 + (line) : m - 1)
+#define LINE_AT(line) (col0 + (line) < n ? col0 + (line) : n - 1)
 
 KERNEL(256) gemm(OPERANDS) {
     LOCAL float xs[DEPTH][TILE + 1];
@@ -38,28 +37,7 @@ KERNEL(256) gemm(OPERANDS) {
     START_OPERANDS;
     const uint lid = THREAD, tx = lid % SIDE, ty = lid / SIDE;
     const uint col0 = GROUP_X * TILE, row0 = GROUP_Y * TILE;
-    float acc[4][4];
-    for (uint r = 0; r < 4; ++r)
-        for (uint c = 0; c < 4; ++c) acc[r][c] = 0.0f;
-    for (uint k0 = 0; k0 < k; k0 += DEPTH) {
-        for (uint i = lid; i < TILE * DEPTH; i += SIDE * SIDE) {
-            const uint line = i / DEPTH, d = i % DEPTH;
-            const uint at = k0 + d < k ? k0 + d : k - 1;
-            const uint row = row0 + line < m ? row0 + line : m - 1, col = col0 + line < n ? col0 + line : n - 1;
-            const float a = LOAD(X, x, (ulong)row * k + at);
-            const float b = LOAD(WEIGHT, weight, (ulong)col * k + at);
-            xs[d][line] = k0 + d < k ? a : 0.0f;
-            ws[d][line] = k0 + d < k ? b : 0.0f;
-        }
-        BARRIER();
-        for (uint d = 0; d < DEPTH; ++d) {
-            for (uint r = 0; r < 4; ++r) {
-                const float v = xs[d][ty + SIDE * r];
-                for (uint c = 0; c < 4; ++c) acc[r][c] = MAD(v, ws[d][tx + SIDE * c], acc[r][c]);
-            }
-        }
-        BARRIER();
-    }
+    SUM_TILES(k, ROW_AT, LINE_AT);
     for (uint r = 0; r < 4; ++r) {
         for (uint c = 0; c < 4; ++c) {
             const uint row = row0 + ty + SIDE * r, col = col0 + tx + SIDE * c;

@@ -41,11 +41,10 @@ KERNEL(GROUP) grouped_few(OPERANDS) {
     }
 }
 
-// Many rows: 64 x 64 tiles of one expert through local memory, 4 x 4 sums for each of 256 threads. There are as
-// many groups as tiles there can be; those beyond the tiles there are compute nothing.
-#define TILE 64
-#define DEPTH 16
-#define SIDE 16
+// Many rows: tiles of one expert each. There are as many groups as tiles there can be; those beyond the tiles
+// there are compute nothing.
+#define ROW_AT(line) (own[line] < choices ? own[line] / fan : 0)
+#define LINE_AT(line) (lines + (col0 + (line) < n ? col0 + (line) : n - 1))
 
 KERNEL(256) grouped_many(OPERANDS) {
     LOCAL float xs[DEPTH][TILE + 1];
@@ -67,30 +66,8 @@ KERNEL(256) grouped_many(OPERANDS) {
     const uint depth = row0 < end ? k : 0;
     const ulong lines = (ulong)(expert < experts ? expert : 0) * n;
     if (lid < TILE) own[lid] = row0 + lid < end ? order[row0 + lid] : choices;
-    float acc[4][4];
-    for (uint r = 0; r < 4; ++r)
-        for (uint c = 0; c < 4; ++c) acc[r][c] = 0.0f;
     BARRIER();
-    for (uint k0 = 0; k0 < depth; k0 += DEPTH) {
-        for (uint i = lid; i < TILE * DEPTH; i += SIDE * SIDE) {
-            const uint line = i / DEPTH, d = i % DEPTH;
-            const uint at = k0 + d < k ? k0 + d : k - 1;
-            const uint row = own[line] < choices ? own[line] / fan : 0;
-            const uint col = col0 + line < n ? col0 + line : n - 1;
-            const float a = LOAD(X, x, (ulong)row * k + at);
-            const float b = LOAD(WEIGHT, weight, (lines + col) * k + at);
-            xs[d][line] = k0 + d < k ? a : 0.0f;
-            ws[d][line] = k0 + d < k ? b : 0.0f;
-        }
-        BARRIER();
-        for (uint d = 0; d < DEPTH; ++d) {
-            for (uint r = 0; r < 4; ++r) {
-                const float v = xs[d][ty + SIDE * r];
-                for (uint c = 0; c < 4; ++c) acc[r][c] = MAD(v, ws[d][tx + SIDE * c], acc[r][c]);
-            }
-        }
-        BARRIER();
-    }
+    SUM_TILES(depth, ROW_AT, LINE_AT);
     for (uint r = 0; r < 4; ++r) {
         for (uint c = 0; c < 4; ++c) {
             const uint choice = own[ty + SIDE * r], col = col0 + tx + SIDE * c;

@@ -229,24 +229,16 @@ impl QuantisedPart {
 
 impl Quantised {
     /// Microscaling FP4: E2M1 with a power of two for each 32 columns of a row.
-    pub const MXFP4: Quantised = Quantised {
-        code: CodeKind::E2m1,
-        group_rows: 1,
-        group_columns: 32,
-        scale: ScaleKind::Bf16,
-        zero: ZeroKind::Middle,
-        outer: false,
-    };
+    pub const MXFP4: Quantised = Self::in_rows(CodeKind::E2m1, 32, ScaleKind::Bf16, ZeroKind::Middle);
 
     /// E2M1 with an E4M3 scale for each 16 columns of a row, below an f32.
-    pub const NVFP4: Quantised = Quantised {
-        code: CodeKind::E2m1,
-        group_rows: 1,
-        group_columns: 16,
-        scale: ScaleKind::E4m3,
-        zero: ZeroKind::Middle,
-        outer: true,
-    };
+    pub const NVFP4: Quantised =
+        Quantised { outer: true, ..Self::in_rows(CodeKind::E2m1, 16, ScaleKind::E4m3, ZeroKind::Middle) };
+
+    /// Codes with a scale for each `group_columns` columns of each row.
+    pub const fn in_rows(code: CodeKind, group_columns: u32, scale: ScaleKind, zero: ZeroKind) -> Self {
+        Quantised { code, group_rows: 1, group_columns, scale, zero, outer: false }
+    }
 
     /// The format as which cost models price it.
     pub const fn format(&self) -> WeightFormat {

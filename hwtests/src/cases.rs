@@ -100,14 +100,7 @@ fn kinds() -> Vec<Quantised> {
     use CodeKind::{E2m1, E4m3, I8, U4, U5, U6};
     use ScaleKind as Scale;
     use ZeroKind::{Middle, Minima, Points};
-    let of = |code, group_columns, scale, zero| Quantised {
-        code,
-        group_rows: 1,
-        group_columns,
-        scale,
-        zero,
-        outer: false,
-    };
+    let of = Quantised::in_rows;
     vec![
         of(U4, 32, Scale::Bf16, Middle),
         of(U4, 32, Scale::Bf16, Points),

@@ -44,9 +44,8 @@ fn compare(sig: &OpSig, before: &[Vec<f64>], got: &[Vec<f64>], want: &[Vec<f64>]
                 let name = kinds[o].name;
                 wrong += 1;
                 first.get_or_insert_with(|| {
-                    format!(
-                        "{name}[{i}] is {got:e}, must be {want:e} within {bound:.2e}: {ratio:.3} times that"
-                    )
+                    let times = times(ratio);
+                    format!("{name}[{i}] is {got:e}, must be {want:e} within {bound:.2e}: {times} times that")
                 });
             }
             worst = worst.max(ratio);
@@ -56,8 +55,14 @@ fn compare(sig: &OpSig, before: &[Vec<f64>], got: &[Vec<f64>], want: &[Vec<f64>]
         None => Ok(worst),
         Some(first) if wrong == 1 => Err(Trouble::OutOfBounds(first, worst)),
         Some(first) => {
-            let all = format!("{first}; {wrong} elements are out of bounds, the worst {worst:.3} times");
+            let all =
+                format!("{first}; {wrong} elements are out of bounds, the worst {} times", times(worst));
             Err(Trouble::OutOfBounds(all, worst))
         }
     }
+}
+
+/// How many times its bound an error is, in digits that say something.
+fn times(ratio: f64) -> String {
+    if ratio < 1e3 { format!("{ratio:.3}") } else { format!("{ratio:.2e}") }
 }

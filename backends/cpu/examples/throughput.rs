@@ -80,14 +80,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
 /// Formats of weights by the name that files give them.
 fn formats() -> [(&'static str, Quantised); 6] {
-    let of = |code, group_columns, scale, zero| Quantised {
-        code,
-        group_rows: 1,
-        group_columns,
-        scale,
-        zero,
-        outer: false,
-    };
+    let of = Quantised::in_rows;
     [
         ("Q4_0", of(CodeKind::U4, 32, ScaleKind::F16, ZeroKind::Middle)),
         ("int4 g32 bf16", of(CodeKind::U4, 32, ScaleKind::Bf16, ZeroKind::Points)),

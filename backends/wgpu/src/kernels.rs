@@ -6,6 +6,7 @@ use std::fmt::{Display, Write};
 const COMMON: &str = include_str!("kernels/common.wgsl");
 const REDUCE_GROUPS: &str = include_str!("kernels/reduce_groups.wgsl");
 const REDUCE_SUBGROUPS: &str = include_str!("kernels/reduce_subgroups.wgsl");
+const TILES: &str = include_str!("kernels/tiles.wgsl");
 
 /// A source file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -36,18 +37,19 @@ impl File {
         File::Grouped,
     ];
 
-    const fn text(self) -> &'static str {
+    /// Its text, and what it has in common with others before that.
+    const fn texts(self) -> [&'static str; 2] {
         match self {
-            File::Elements => include_str!("kernels/elements.wgsl"),
-            File::Rows => include_str!("kernels/rows.wgsl"),
-            File::Sample => include_str!("kernels/sample.wgsl"),
-            File::Gemm => include_str!("kernels/gemm.wgsl"),
-            File::Quantised => include_str!("kernels/quantised.wgsl"),
-            File::Kv => include_str!("kernels/kv.wgsl"),
-            File::Attention => include_str!("kernels/attention.wgsl"),
-            File::Merge => include_str!("kernels/merge.wgsl"),
-            File::Route => include_str!("kernels/route.wgsl"),
-            File::Grouped => include_str!("kernels/grouped.wgsl"),
+            File::Elements => ["", include_str!("kernels/elements.wgsl")],
+            File::Rows => ["", include_str!("kernels/rows.wgsl")],
+            File::Sample => ["", include_str!("kernels/sample.wgsl")],
+            File::Gemm => [TILES, include_str!("kernels/gemm.wgsl")],
+            File::Quantised => ["", include_str!("kernels/quantised.wgsl")],
+            File::Kv => ["", include_str!("kernels/kv.wgsl")],
+            File::Attention => ["", include_str!("kernels/attention.wgsl")],
+            File::Merge => ["", include_str!("kernels/merge.wgsl")],
+            File::Route => ["", include_str!("kernels/route.wgsl")],
+            File::Grouped => [TILES, include_str!("kernels/grouped.wgsl")],
         }
     }
 
@@ -143,13 +145,15 @@ impl Kernel {
             }
         }
         let reduce = if subgroups && self.sums > 0 { REDUCE_SUBGROUPS } else { REDUCE_GROUPS };
-        [text.as_str(), COMMON, reduce, self.file.text()].join("\n")
+        let [shared, own] = self.file.texts();
+        [text.as_str(), COMMON, reduce, shared, own].join("\n")
     }
 }
 
 /// Returns a digest of all sources (FNV-1a).
 pub(crate) fn digest() -> u64 {
-    let texts = [COMMON, REDUCE_GROUPS, REDUCE_SUBGROUPS].into_iter().chain(File::ALL.map(File::text));
+    let own = File::ALL.into_iter().flat_map(File::texts);
+    let texts = [COMMON, REDUCE_GROUPS, REDUCE_SUBGROUPS].into_iter().chain(own);
     let bytes = texts.flat_map(str::bytes);
     bytes.fold(0xCBF2_9CE4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3))
 }

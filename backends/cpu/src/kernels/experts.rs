@@ -17,7 +17,7 @@ const PACKED_COLUMNS: usize = 256;
 const PACKED_ROWS: usize = 128;
 
 /// Choices of experts.
-pub(crate) struct Route {
+pub(crate) struct ExpertChoice {
     pub(crate) logits: Span,
     pub(crate) bias: Option<Span>,
     pub(crate) chosen: Span,
@@ -45,7 +45,7 @@ fn sigmoid(logit: f32) -> f32 {
     1.0 / (1.0 + (-logit).exp())
 }
 
-impl Route {
+impl ExpertChoice {
     /// Chooses for this worker's tokens.
     ///
     /// # Safety
@@ -117,7 +117,7 @@ impl Route {
     /// Writes a token's choices and their weights.
     ///
     /// # Safety
-    /// As for [`Route::choose`].
+    /// As for [`ExpertChoice::choose`].
     unsafe fn put(&self, token: usize, best: &[(f32, u32)], logits: &[f32], score: impl Fn(usize) -> f32) {
         let of = |expert: u32| logits[expert as usize];
         let ExpertRouting { normalise, scoring, scale, .. } = self.routing;
@@ -147,7 +147,7 @@ impl Route {
     /// Sorts all choices by expert.
     ///
     /// # Safety
-    /// As for [`Route::choose`], which is done.
+    /// As for [`ExpertChoice::choose`], which is done.
     pub(crate) unsafe fn sort(&self) {
         let (experts, active) = (self.routing.experts as usize, self.routing.active as usize);
         let choices = self.tokens * active;

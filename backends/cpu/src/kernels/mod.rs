@@ -19,7 +19,7 @@ use attention::decode::Decode;
 use attention::merge::Merge;
 use attention::prefill::Prefill;
 use elementwise::{Binary, ClampedSwiglu, Elements, RmsNorm, Rope};
-use experts::{Combine, GroupedGemm, Route};
+use experts::{Combine, ExpertChoice, GroupedGemm};
 use gemm::packed::{PackX, PanelOut};
 use gemm::quantised::QuantisedFewRows;
 use gemm::rows::Rows;
@@ -321,10 +321,10 @@ fn sample(sig: &OpSig, args: &[Span]) -> Sample {
     }
 }
 
-fn route(sig: &OpSig, args: &[Span]) -> Route {
+fn route(sig: &OpSig, args: &[Span]) -> ExpertChoice {
     let OpSig::Route { tokens, bias, routing } = *sig else { unreachable!("only called for Route") };
     let at = 1 + usize::from(bias);
-    Route {
+    ExpertChoice {
         logits: args[0],
         bias: bias.then(|| args[1]),
         chosen: args[at],

@@ -9,29 +9,6 @@ struct Shape { choices: u32, fan: u32, experts: u32, first: u32, bound: u32, n: 
 fn choice_at(place: u32) -> u32 { return b3[p.at3 + place]; }
 fn start_of(expert: u32) -> u32 { return b4[p.at4 + expert]; }
 
-// Elements i .. i + 8 of row `row`; past the row's end, 0.
-fn x8(row: u32, i: u32) -> Octet {
-    let at = p.at0 + row * p.s.k + i;
-    if WIDE {
-        if D0 == F32 { return Octet(bitcast<vec4<f32>>(v0[at / 4u]), bitcast<vec4<f32>>(v0[at / 4u + 1u])); }
-        return octet(D0, v0[at / 8u]);
-    }
-    var v: array<f32, 8>;
-    for (var j = 0u; j < min(8u, p.s.k - i); j++) { v[j] = in0(at - p.at0 + j); }
-    return Octet(vec4(v[0], v[1], v[2], v[3]), vec4(v[4], v[5], v[6], v[7]));
-}
-
-fn w8(line: u32, i: u32) -> Octet {
-    let at = p.at1 + line * p.s.k + i;
-    if WIDE {
-        if D1 == F32 { return Octet(bitcast<vec4<f32>>(v1[at / 4u]), bitcast<vec4<f32>>(v1[at / 4u + 1u])); }
-        return octet(D1, v1[at / 8u]);
-    }
-    var v: array<f32, 8>;
-    for (var j = 0u; j < min(8u, p.s.k - i); j++) { v[j] = in1(at - p.at1 + j); }
-    return Octet(vec4(v[0], v[1], v[2], v[3]), vec4(v[4], v[5], v[6], v[7]));
-}
-
 fn finished(line: u32, sum: f32) -> f32 {
     if p.s.bias != 0u { return sum + in2(line); }
     return sum;
@@ -81,18 +58,7 @@ fn grouped_few(thread: Thread) {
     }
 }
 
-// For many rows: tiles of 64 x 64 of one expert through shared memory, 4 x 4 sums for each of 256 threads, as in
-// gemm.wgsl. There are as many groups as tiles there can be.
-const TILE = 64u;
-const DEPTH4 = 4u; // of a tile, in vectors of 4 along k
-const SIDE = 16u;
-const STRIDE = 5u;
-
-var<workgroup> xs: array<vec4<f32>, TILE * STRIDE>;
-var<workgroup> ws: array<vec4<f32>, TILE * STRIDE>;
-
-fn place_of(col: u32) -> u32 { return (col % 32u) / 2u + SIDE * (col % 2u + col / 32u * 2u); }
-
+// For many rows: tiles of one expert each. There are as many groups as tiles there can be.
 @compute @workgroup_size(GROUP)
 fn grouped_many(thread: Thread) {
     let across = (p.s.n + TILE - 1u) / TILE;
@@ -131,23 +97,7 @@ fn grouped_many(thread: Thread) {
                 v = w8(lines + min(col0 + line, p.s.n - 1u), i);
             }
         }
-        workgroupBarrier();
-        if thread.id < 2u * TILE {
-            xs[line * STRIDE + side * 2u] = v.lo;
-            xs[line * STRIDE + side * 2u + 1u] = v.hi;
-        } else {
-            ws[place_of(line) * STRIDE + side * 2u] = v.lo;
-            ws[place_of(line) * STRIDE + side * 2u + 1u] = v.hi;
-        }
-        workgroupBarrier();
-        for (var d = 0u; d < DEPTH4; d++) {
-            var w: array<vec4<f32>, 4>;
-            for (var c = 0u; c < 4u; c++) { w[c] = ws[(tx + SIDE * c) * STRIDE + d]; }
-            for (var r = 0u; r < 4u; r++) {
-                let x = xs[(ty + SIDE * r) * STRIDE + d];
-                for (var c = 0u; c < 4u; c++) { acc[r][c] += dot(x, w[c]); }
-            }
-        }
+        add_tiles(thread, v, &acc);
     }
     for (var r = 0u; r < 4u; r++) {
         let place = row0 + ty + SIDE * r;

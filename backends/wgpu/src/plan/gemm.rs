@@ -35,12 +35,7 @@ impl Planner {
             let adds = accumulate && !wide;
             for &(col, cols) in &columns {
                 let weight = weight.part(col * k64, cols * k64);
-                // a kernel without a bias never reads what is bound in its place
-                let bias_part = bias.map_or_else(|| x.clone(), |bias| bias.part(col, cols));
-                let (kernel, groups) = kernel(&x, &weight, &target, rows, cols, k);
-                let flags = [u32::from(bias.is_some()), u32::from(adds)];
-                let shape = [to_u32(rows), to_u32(cols), k, n, to_u32(col), flags[0], flags[1]];
-                self.dispatch(&kernel, &[&x, &weight, &bias_part], &[&target], &shape, groups);
+                self.columns((&x, &weight, bias, &target), (rows, col, cols), (n, k), adds);
             }
             if wide {
                 self.narrow(&target, &out, accumulate);
@@ -48,17 +43,27 @@ impl Planner {
         }
         Ok(())
     }
+
+    /// Adds the product of `rows` rows of `x` with `cols` rows of the weights, of which `weight` holds no
+    /// others, to the columns of `out` [rows, n] from `col` on. `bias` is that of all columns.
+    pub(super) fn columns(
+        &mut self,
+        (x, weight, bias, out): (&Operand, &Operand, Option<&Operand>, &Operand),
+        (rows, col, cols): (u64, u64, u64),
+        (n, k): (u32, u32),
+        accumulate: bool,
+    ) {
+        // a kernel without a bias never reads what is bound in its place
+        let bias_part = bias.map_or_else(|| x.clone(), |bias| bias.part(col, cols));
+        let (kernel, groups) = kernel(x, weight, out, rows, cols, k);
+        let flags = [u32::from(bias.is_some()), u32::from(accumulate)];
+        let shape = [to_u32(rows), to_u32(cols), k, n, to_u32(col), flags[0], flags[1]];
+        self.dispatch(&kernel, &[x, weight, &bias_part], &[out], &shape, groups);
+    }
 }
 
 /// Returns the kernel for `rows` rows and `cols` columns, and its workgroups.
-pub(super) fn kernel(
-    x: &Operand,
-    weight: &Operand,
-    out: &Operand,
-    rows: u64,
-    cols: u64,
-    k: u32,
-) -> (Kernel, u64) {
+fn kernel(x: &Operand, weight: &Operand, out: &Operand, rows: u64, cols: u64, k: u32) -> (Kernel, u64) {
     // rows of eight elements begin at multiples of 16 bytes if the operand does
     let aligned = |operand: &Operand| operand.window.offset.is_multiple_of(16);
     let wide = k.is_multiple_of(8) && aligned(x) && aligned(weight);

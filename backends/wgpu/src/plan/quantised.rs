@@ -1,7 +1,6 @@
 //! Products and lookups with quantised weights. Some columns of the weights at a time become f32 in scratch
 //! memory, with which the product runs as with any others.
 
-use super::gemm::kernel;
 use super::{GROUP, NAN, Operand, Planner, words};
 use crate::kernels::{File, Kernel};
 use mixfleet_hal::cast::to_u32;
@@ -105,11 +104,7 @@ impl Planner {
                 let cols = tile.min(n64 - col);
                 let made = decoded.part(0, cols * k64);
                 self.dequantise(&weight, k, &arrays, (col, cols), &made);
-                let bias_part = bias.map_or_else(|| x.clone(), |bias| bias.part(col, cols));
-                let (kernel, groups) = kernel(&x, &made, &target, rows, cols, k);
-                let flags = [u32::from(bias.is_some()), u32::from(adds)];
-                let shape = [to_u32(rows), to_u32(cols), k, n, to_u32(col), flags[0], flags[1]];
-                self.dispatch(&kernel, &[&x, &made, &bias_part], &[&target], &shape, groups);
+                self.columns((&x, &made, bias, &target), (rows, col, cols), (n, k), adds);
             }
             if wide {
                 self.narrow(&target, &out, accumulate);

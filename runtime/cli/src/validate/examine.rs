@@ -1,8 +1,8 @@
 //! One device from its first look to its report.
 
 use super::facts;
-use super::journal::Journal;
 use super::progress::Bar;
+use super::run_log::RunLog;
 use super::sign::Signer;
 use crate::profile::machine;
 use crate::{Usage, backends, built};
@@ -69,14 +69,14 @@ impl Examination<'_> {
         folder: Option<&Path>,
     ) -> Result<Examined> {
         let plan = &device.plan;
-        let mut journal = Journal::open(folder, plan, earlier.is_empty())?;
+        let mut log = RunLog::open(folder, plan, earlier.is_empty())?;
         let progress = Bar::new(plan, self.one_of_several);
         let outcome = runner::run(plan, start, earlier, &mut |record| {
             progress.see(record);
-            journal.add(record);
+            log.add(record);
         });
         progress.finish();
-        journal.finish()?;
+        log.finish()?;
         let today = self.began_at.get(..10).unwrap_or_default();
         let report = Validation::new(plan, outcome, self.part, today);
         let mut signature = None;

@@ -141,14 +141,7 @@ fn plain_of(kind: u32) -> Option<DType> {
 
 /// The block and the description of quantised types of ggml.
 fn kind_of(kind: u32) -> Option<(GgufBlock, Quantised)> {
-    let of = |code, group_columns, scale, zero| Quantised {
-        code,
-        group_rows: 1,
-        group_columns,
-        scale,
-        zero,
-        outer: false,
-    };
+    let of = Quantised::in_rows;
     match kind {
         2 => Some((GgufBlock::Q4_0, of(CodeKind::U4, 32, ScaleKind::F16, ZeroKind::Middle))),
         8 => Some((GgufBlock::Q8_0, of(CodeKind::I8, 32, ScaleKind::F16, ZeroKind::Middle))),

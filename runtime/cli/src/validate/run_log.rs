@@ -43,26 +43,26 @@ pub(super) fn earlier(args: &RunArgs, plan: &Plan) -> Result<Vec<Record>> {
 }
 
 /// The log on disk, written line by line, so that a crash of the machine loses one line.
-pub(super) struct Journal {
+pub(super) struct RunLog {
     file: Option<std::fs::File>,
     error: Option<std::io::Error>,
 }
 
-impl Journal {
-    pub(super) fn open(folder: Option<&Path>, plan: &Plan, fresh: bool) -> Result<Journal> {
-        let Some(folder) = folder else { return Ok(Journal { file: None, error: None }) };
+impl RunLog {
+    pub(super) fn open(folder: Option<&Path>, plan: &Plan, fresh: bool) -> Result<RunLog> {
+        let Some(folder) = folder else { return Ok(RunLog { file: None, error: None }) };
         std::fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
         let path = folder.join(JOURNAL);
         let file = std::fs::OpenOptions::new().create(true).append(true).open(&path);
         let file = file.with_context(|| format!("cannot write {}", path.display()))?;
-        let mut journal = Journal { file: Some(file), error: None };
+        let mut log = RunLog { file: Some(file), error: None };
         if fresh {
-            journal.add(&header(plan));
+            log.add(&header(plan));
         } else {
             // This ends an incomplete line.
-            journal.write("");
+            log.write("");
         }
-        Ok(journal)
+        Ok(log)
     }
 
     pub(super) fn add(&mut self, record: &Record) {
