@@ -3,7 +3,7 @@
 
 #define READS(T, p) const TYPE(T)* __restrict__ p
 #define WRITES(T, p) TYPE(T)* p
-#define START(p)
+#define START(p) FOLLOW(p)
 
 #define KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads)
 // With at least `blocks` blocks on a multiprocessor, which bounds the registers.

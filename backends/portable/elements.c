@@ -78,18 +78,7 @@ KERNEL(GROUP) rope(WRITES(X, x), READS(f32, cos_sin), uint heads, uint half_dim,
     const ulong head = i / vectors;
     const ulong d = i % vectors * VEC;
     const ulong at = head * 2 * half_dim + d, table = head / heads * 2 * half_dim + d;
-    float a[VEC], b[VEC], c[VEC], s[VEC];
-    LOAD_VEC(X, x, at, a);
-    LOAD_VEC(X, x, at + half_dim, b);
-    LOAD_VEC(f32, cos_sin, table, c);
-    LOAD_VEC(f32, cos_sin, table + half_dim, s);
-    for (uint j = 0; j < VEC; ++j) {
-        const float v = a[j] * c[j] - b[j] * s[j];
-        b[j] = b[j] * c[j] + a[j] * s[j];
-        a[j] = v;
-    }
-    STORE_VEC(X, x, at, a);
-    STORE_VEC(X, x, at + half_dim, b);
+    rotate(x, at, cos_sin, table, half_dim);
 }
 
 // out [tokens, hidden]; a row whose id is not in the table becomes NaN, which no later step can hide

@@ -17,6 +17,13 @@ pub enum Architecture {
 }
 
 impl Architecture {
+    /// Whether its kernels wait for the launch before theirs (FOLLOW in device.h), so that they may be launched early.
+    pub(crate) fn follows(&self) -> bool {
+        let number = self.option().trim_start_matches(|c: char| !c.is_ascii_digit());
+        let number = number.trim_end_matches(|c: char| !c.is_ascii_digit());
+        number.parse::<u32>().is_ok_and(|capability| capability >= 90)
+    }
+
     fn option(&self) -> &str {
         let (Architecture::Machine(target) | Architecture::Ptx(target)) = self;
         target
@@ -215,6 +222,16 @@ unsafe fn code(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn kernels_wait_for_the_launch_before_from_9_0_on() {
+        let follows = |target: &str| Architecture::Machine(target.to_owned()).follows();
+        assert_eq!(
+            ["sm_80", "sm_89", "sm_90", "sm_90a", "sm_120"].map(follows),
+            [false, false, true, true, true]
+        );
+        assert!(!Architecture::Ptx("compute_80".to_owned()).follows());
+    }
 
     #[test]
     fn the_assemblers_log_tells_what_each_kernel_takes() {

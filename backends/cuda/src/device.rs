@@ -175,7 +175,7 @@ pub(crate) struct Shared {
     pub(crate) blas: Option<Blas>,
     pub(crate) target: PlanTarget,
     pub(crate) events: Arc<EventPool>,
-    architecture: Architecture,
+    pub(crate) architecture: Architecture,
     functions: Mutex<Functions>,
     /// Kinds of products and attention whose slowness was logged.
     pub(crate) told_slow: Mutex<HashSet<String>>,

@@ -194,6 +194,42 @@ impl Stream {
         unsafe { result::stream::wait_event(self.raw, event.raw, flags) }.at("cuStreamWaitEvent")
     }
 
+    /// Enqueues a kernel that may start while the one before it ends, for which it waits itself (programmatic dependent
+    /// launch); `bytes` is its dynamic shared memory.
+    ///
+    /// # Safety
+    /// As for a launch; every thread of the kernel waits before it touches memory or ends.
+    pub(crate) unsafe fn launch_early(
+        &self,
+        function: &Function,
+        ([x, y, z], threads): ([u32; 3], u32),
+        bytes: u32,
+        args: &mut [*mut c_void],
+    ) -> std::result::Result<(), DriverError> {
+        let mut attribute = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let config = sys::CUlaunchConfig {
+            gridDimX: x,
+            gridDimY: y,
+            gridDimZ: z,
+            blockDimX: threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: bytes,
+            hStream: self.raw,
+            attrs: &raw mut attribute,
+            numAttrs: 1,
+        };
+        // SAFETY: the caller's promise; the configuration is read before the call returns.
+        unsafe {
+            sys::cuLaunchKernelEx(&raw const config, function.raw, args.as_mut_ptr(), std::ptr::null_mut())
+        }
+        .result()
+    }
+
     /// Enqueues a copy of `bytes` bytes from here to the memory of `peer`, which this context reaches.
     ///
     /// # Safety

@@ -133,8 +133,9 @@ impl CudaQueue {
             self.target.scratch = DeviceRange { address: scratch.raw, bytes: SCRATCH_BYTES };
             self.scratch = Some(scratch);
         }
-        let mut works = Vec::with_capacity(cmds.len());
         let mut buffers: Vec<Slice> = Vec::new();
+        let mut ops = Vec::with_capacity(cmds.len());
+        let mut peers = Vec::with_capacity(cmds.len());
         for cmd in cmds {
             let mut places = Vec::with_capacity(cmd.args().len());
             let mut peer = None;
@@ -149,8 +150,22 @@ impl CudaQueue {
                 }
                 places.push(Memory::place(slice)?);
             }
-            for step in self.steps(cmd, &places)? {
-                works.push(match (step, peer) {
+            ops.push((*cmd.sig(), places));
+            peers.push(peer);
+            buffers.extend(cmd.args().iter().cloned());
+        }
+        let mut works = Vec::with_capacity(cmds.len());
+        let mut at = 0;
+        while let Some((sig, places)) = ops.get(at) {
+            if let Some((count, steps)) = plan::fused(&ops[at..], &self.target)? {
+                for step in steps {
+                    works.push(self.work(step)?);
+                }
+                at += count;
+                continue;
+            }
+            for step in self.steps(sig, places)? {
+                works.push(match (step, peers[at]) {
                     // a device that was opened twice has one context
                     (PlanStep::Copy(from, to, bytes), Some(peer)) if !peer.is(&self.shared.context) => {
                         Work::PeerCopy(from, (peer.clone(), to), bytes)
@@ -158,7 +173,7 @@ impl CudaQueue {
                     (step, _) => self.work(step)?,
                 });
             }
-            buffers.extend(cmd.args().iter().cloned());
+            at += 1;
         }
         buffers.sort_by_key(|slice| Arc::as_ptr(&slice.buffer).cast::<u8>() as usize);
         buffers.dedup_by(|a, b| Arc::ptr_eq(&a.buffer, &b.buffer));
@@ -166,8 +181,8 @@ impl CudaQueue {
     }
 
     /// Returns the plan, avoiding cuBLASLt where it turns out to have no algorithm.
-    fn steps(&self, cmd: &Cmd, places: &[DeviceRange]) -> Result<Vec<PlanStep>> {
-        let steps = plan::plan(cmd.sig(), places, &self.target)?;
+    fn steps(&self, sig: &OpSig, places: &[DeviceRange]) -> Result<Vec<PlanStep>> {
+        let steps = plan::plan(sig, places, &self.target)?;
         let missing = |step: &PlanStep| match (step, &self.shared.blas) {
             (PlanStep::Matmul(product), Some(blas)) => blas.prepare(product).is_err(),
             (PlanStep::Matmul(_), None) => true,
@@ -175,10 +190,10 @@ impl CudaQueue {
         };
         let without = steps.iter().any(missing);
         let target = PlanTarget { blas: self.target.blas && !without, ..self.target };
-        if let Some(reason) = plan::slow(cmd.sig(), places, &target) {
-            self.tell_slow(cmd.sig(), reason);
+        if let Some(reason) = plan::slow(sig, places, &target) {
+            self.tell_slow(sig, reason);
         }
-        if without { plan::plan(cmd.sig(), places, &target) } else { Ok(steps) }
+        if without { plan::plan(sig, places, &target) } else { Ok(steps) }
     }
 
     /// Logs once what of a model is slow, and why.
@@ -246,20 +261,25 @@ impl CudaQueue {
             .collect();
         // little endian: a 32-bit argument is the first half of its word
         let mut args: Vec<*mut c_void> = values.iter_mut().map(|value| (&raw mut *value).cast()).collect();
-        let [x, y, z] = launch.grid;
+        let KernelLaunch { grid: [x, y, z], threads, shared_bytes, .. } = *launch;
         // SAFETY: the arguments match the kernel's signature (the plan and the kernels are written side by
         // side, and a test runs the same plans through the kernels' own types); `Cmd` checked that each
         // operand lies inside its buffer, kernels check every index that they load, and buffers outlive the
-        // batch.
+        // batch. Kernels begin with START of every operand, which a test checks.
         unsafe {
-            result::launch_kernel(
-                function.raw,
-                (x, y, z),
-                (launch.threads, 1, 1),
-                launch.shared_bytes,
-                self.stream.raw,
-                &mut args,
-            )
+            if self.shared.architecture.follows() {
+                self.stream.launch_early(function, (launch.grid, threads), shared_bytes, &mut args)
+            } else {
+                let threads = (threads, 1, 1);
+                result::launch_kernel(
+                    function.raw,
+                    (x, y, z),
+                    threads,
+                    shared_bytes,
+                    self.stream.raw,
+                    &mut args,
+                )
+            }
         }
         .at(launch.kernel)
     }

@@ -40,7 +40,7 @@ impl ProgramKey {
     /// Returns the whole source text.
     pub(crate) fn source(&self) -> String {
         let body: &[&str] = match self.file {
-            "elements.c" => &[portable!("elements.c")],
+            "elements.c" => &[portable!("rotate.h"), portable!("elements.c")],
             "kv.c" => &[portable!("kv.c")],
             "merge.c" => &[portable!("merge.c")],
             "rows.c" => &[portable!("rows.c")],

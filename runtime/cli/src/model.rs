@@ -105,7 +105,7 @@ fn has_no_weights(directory: &Path) -> bool {
 }
 
 /// Why nothing there can be a checkpoint, if so, and what to do.
-fn misnamed(path: &Path) -> Option<String> {
+pub(crate) fn misnamed(path: &Path) -> Option<String> {
     let shown = path.display();
     let is_gguf = path.extension().is_some_and(|end| end.eq_ignore_ascii_case("gguf"));
     if path.is_file() && !is_gguf {

@@ -33,6 +33,7 @@ use tokio::sync::watch;
 const PLACEMENTS_KEPT: usize = 1000;
 
 pub(crate) fn run(args: ServeArgs, settings: &ServeSettings) -> Result<()> {
+    check_roles(&args.worker_engine)?;
     if args.dry_run {
         check(&args.front)?;
         return settings.print(args.front.json);
@@ -249,7 +250,6 @@ fn load(
 
 /// Waits for the first engine that answers.
 fn load_engines(engines: &[WorkerEngine], args: &FrontArgs, around: Around) -> Result<(Arc<Gateway>, ())> {
-    check_roles(engines)?;
     let specs = engines.iter().map(WorkerEngine::open).collect::<Result<Vec<_>>>()?;
     let specs = specs.into_iter().flatten().collect();
     let Around { env, metrics, placements, events } = around;

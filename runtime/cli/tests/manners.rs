@@ -182,6 +182,27 @@ fn mistakes_are_told_with_what_to_do() {
 }
 
 #[test]
+fn a_checkpoint_is_looked_at_before_it_is_loaded() {
+    let served = fixture("llama-gqa-f32");
+    let served = served.to_str().unwrap();
+    let (code, out, said) = ended(&["models", "--check", served], "");
+    assert_eq!((code, out.contains("NOT SUPPORTED")), (Some(0), false), "{out}{said}");
+    let (_, out, _) = ended(&["models", "--check", served, "--json"], "");
+    let document: Value = serde_json::from_str(&out).unwrap();
+    assert_eq!(
+        (&document["served"], document["parts"].as_array().unwrap().is_empty()),
+        (&json!(true), false)
+    );
+    let folder = scratch("manners-check");
+    std::fs::write(folder.join("config.json"), r#"{"model_type": "gpt5"}"#).unwrap();
+    let (code, out, said) = ended(&["models", "--check", folder.to_str().unwrap()], "");
+    assert_eq!(code, Some(1), "{out}{said}");
+    assert!(out.contains("'gpt5' is not supported") && said.contains("would not be served"), "{out}{said}");
+    refused(&["models", "--check", "/no/such/checkpoint"], "cannot read /no/such/checkpoint");
+    refused(&["models", "--check", "Qwen/Qwen3-0.6B"], "hf download Qwen/Qwen3-0.6B");
+}
+
+#[test]
 fn words_and_parts_are_found_by_name() {
     for (word, told) in
         [("ttft", "first token"), ("tbt", "Time between"), ("goodput", "objectives"), ("ridge", "arithmetic")]

@@ -212,6 +212,9 @@ fn gcd(a: u32, b: u32) -> u32 {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 
+/// What divides a model whose rows cannot be.
+const INSTEAD: &str = "divide the layers instead (pp:)";
+
 /// The description of a part.
 fn cut_of(whole: &Quantised, rows: &Range<u32>, columns: &Range<u32>) -> Result<Quantised, String> {
     let group = |range: &Range<u32>, group: u32| {
@@ -231,10 +234,11 @@ fn cut_of(whole: &Quantised, rows: &Range<u32>, columns: &Range<u32>) -> Result<
     if !columns.start.is_multiple_of(step) {
         let start = columns.start;
         return Err(format!(
-            "{whole} weights cannot be divided at column {start}: it is no multiple of {step}"
+            "{whole} weights cannot be divided at column {start}, which is no multiple of {step}: {INSTEAD}"
         ));
     }
-    part.check(columns.end - columns.start)?;
+    let fits = part.check(columns.end - columns.start);
+    fits.map_err(|problem| format!("{problem}: {INSTEAD}"))?;
     Ok(part)
 }
 

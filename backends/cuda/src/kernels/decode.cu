@@ -21,6 +21,9 @@ DEVICE void load_weights(const float* p, float* w) {
 }
 
 KERNEL(32 * WARPS) attn_decode(DECODE_OPERANDS, DECODE_EXTRA) {
+    START_DECODE;
+    START(part_acc);
+    START(part_stat);
     LOCAL __align__(16) float query[HEADS][HEAD_DIM];
     LOCAL __align__(16) float weights[WARPS][32][HEADS];
     LOCAL uint places[WARPS][32];

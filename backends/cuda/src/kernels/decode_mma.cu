@@ -37,6 +37,9 @@ DEVICE void split(float a, float b, uint* parts) {
 }
 
 KERNEL_OF(32 * WARPS, SPLIT == 3 ? 2 : 3) attn_decode_mma(DECODE_OPERANDS, DECODE_EXTRA) {
+    START_DECODE;
+    START(part_acc);
+    START(part_stat);
     LOCAL float sums[WARPS][HEADS][HEAD_DIM];
     LOCAL float stats[WARPS][HEADS][2];
     const uint lane = THREAD % 32, warp = THREAD / 32, g = lane / 4, t = lane % 4, sequence = blockIdx.z;

@@ -105,8 +105,18 @@ INTRINSIC void copy16(void* to, const void* from, bool present) {
                  "r"(present ? 16 : 0)
                  : "memory");
 }
+// Starts to bring the line of 128 bytes around an address into the second cache.
+INTRINSIC void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 // Closes a group of copies; waits until at most `pending` groups of this thread are under way.
 INTRINSIC void copies_close() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int pending> INTRINSIC void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory"); }
+
+// From 9.0 on a kernel may be launched while the one before it ends (programmatic dependent launch): waits until
+// that one is done and its memory is visible, and lets the next one be launched. Uses of the pointer stay behind it.
+#if __CUDA_ARCH__ >= 900
+#define FOLLOW(p) asm volatile("griddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;" : "+l"(p) : : "memory")
+#else
+#define FOLLOW(p)
+#endif
 
 #endif

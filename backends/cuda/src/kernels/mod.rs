@@ -13,6 +13,7 @@ macro_rules! portable {
 /// Device intrinsics that kernels use beyond C; a test replaces this text by functions for the CPU.
 pub const DEVICE: &str = include_str!("device.h");
 
+const FEW_ROWS: &str = include_str!("few_rows.h");
 const DECODE: &str = concat!(portable!("keys.h"), include_str!("decode.h"));
 
 /// A source file, without macros and prologue.
@@ -22,6 +23,8 @@ pub enum KernelSource {
     Elements,
     /// `kv_write`, `kv_gather`, `kv_scatter`.
     Kv,
+    /// `rope_kv`: rope of queries and keys, and `kv_write` of those keys and their values.
+    RopeKv,
     /// `attn_merge`.
     Merge,
     /// `rms_norm`.
@@ -38,6 +41,10 @@ pub enum KernelSource {
     Quantised,
     /// `gemm_few_rows` on tensor cores.
     FewRows,
+    /// `gemm_few_rows_of_one_x`: several products of the same rows.
+    FewRowsOfOneX,
+    /// `gemm_few_rows_gated`: a gate, its up and `silu_mul` of them.
+    FewRowsGated,
     /// `attn_prefill` for any dtypes and shapes.
     Attention,
     /// `attn_prefill_mma` on tensor cores.
@@ -46,7 +53,7 @@ pub enum KernelSource {
     Decode,
     /// `attn_decode_mma` on tensor cores.
     DecodeMma,
-    /// `attn_combine`, after either decode kernel.
+    /// `attn_combine`, after either decode kernel, or with `attn_merge` in it.
     Combine,
 }
 
@@ -56,6 +63,7 @@ impl KernelSource {
         match self {
             KernelSource::Elements => "elements.c",
             KernelSource::Kv => "kv.c",
+            KernelSource::RopeKv => "rope_kv.cu",
             KernelSource::Merge => "merge.c",
             KernelSource::Rows => "rows.c",
             KernelSource::Sample => "sample.c",
@@ -64,6 +72,8 @@ impl KernelSource {
             KernelSource::Grouped => "grouped.c",
             KernelSource::Quantised => "quantised.c",
             KernelSource::FewRows => "few_rows.cu",
+            KernelSource::FewRowsOfOneX => "few_rows_of_one_x.cu",
+            KernelSource::FewRowsGated => "few_rows_gated.cu",
             KernelSource::Attention => "attention.c",
             KernelSource::PrefillMma => "prefill_mma.cu",
             KernelSource::Decode => "decode.cu",
@@ -74,8 +84,9 @@ impl KernelSource {
 
     fn texts(self) -> &'static [&'static str] {
         match self {
-            KernelSource::Elements => &[portable!("elements.c")],
+            KernelSource::Elements => &[portable!("rotate.h"), portable!("elements.c")],
             KernelSource::Kv => &[portable!("kv.c")],
+            KernelSource::RopeKv => &[portable!("rotate.h"), portable!("kv.c"), include_str!("rope_kv.cu")],
             KernelSource::Merge => &[portable!("merge.c")],
             KernelSource::Rows => &[portable!("rows.c")],
             KernelSource::Sample => &[portable!("sample.c")],
@@ -83,7 +94,11 @@ impl KernelSource {
             KernelSource::Route => &[portable!("route.c")],
             KernelSource::Grouped => &[portable!("grouped.h"), portable!("tiles.h"), portable!("grouped.c")],
             KernelSource::Quantised => &[portable!("gemm.h"), portable!("quantised.c")],
-            KernelSource::FewRows => &[portable!("gemm.h"), include_str!("few_rows.cu")],
+            KernelSource::FewRows => &[portable!("gemm.h"), FEW_ROWS, include_str!("few_rows.cu")],
+            KernelSource::FewRowsOfOneX => {
+                &[portable!("gemm.h"), FEW_ROWS, include_str!("few_rows_of_one_x.cu")]
+            }
+            KernelSource::FewRowsGated => &[portable!("gemm.h"), FEW_ROWS, include_str!("few_rows_gated.cu")],
             KernelSource::Attention => &[portable!("keys.h"), portable!("attention.c")],
             KernelSource::PrefillMma => &[portable!("keys.h"), include_str!("prefill_mma.cu")],
             KernelSource::Decode => &[DECODE, include_str!("decode.cu")],
@@ -169,5 +184,67 @@ impl KernelProgram {
         let mut texts = vec![device, &macros, portable!("cuda.h"), portable!("common.h")];
         texts.extend(self.body.texts());
         texts.join("\n")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ALL: [KernelSource; 18] = [
+        KernelSource::Elements,
+        KernelSource::Kv,
+        KernelSource::RopeKv,
+        KernelSource::Merge,
+        KernelSource::Rows,
+        KernelSource::Sample,
+        KernelSource::Gemm,
+        KernelSource::Route,
+        KernelSource::Grouped,
+        KernelSource::Quantised,
+        KernelSource::FewRows,
+        KernelSource::FewRowsOfOneX,
+        KernelSource::FewRowsGated,
+        KernelSource::Attention,
+        KernelSource::PrefillMma,
+        KernelSource::Decode,
+        KernelSource::DecodeMma,
+        KernelSource::Combine,
+    ];
+
+    /// A kernel that is launched early must wait in every thread: before it ends, and before it uses an operand.
+    #[test]
+    fn every_kernel_starts_all_its_operands_before_it_can_end() {
+        let mut kernels = 0;
+        for source in ALL {
+            let text = source.texts().concat();
+            for kernel in text.split("\nKERNEL").skip(1) {
+                let (head, body) = kernel.split_once(" {\n").expect("a body");
+                let body = body.split("\n}").next().expect("an end");
+                let started = body.split("return").next().unwrap_or(body);
+                let names = head.split(['(', ')', ',']).map(str::trim).filter(|word| !word.is_empty());
+                let operands: Vec<&str> = head
+                    .match_indices("READS(")
+                    .chain(head.match_indices("WRITES("))
+                    .filter_map(|(at, _)| head[at..].split([',', ')']).nth(1))
+                    .map(str::trim)
+                    .collect();
+                for operand in &operands {
+                    let start = format!("START({operand})");
+                    assert!(started.contains(&start), "{}: {head}: no {start} first", source.name());
+                }
+                for (list, start) in [
+                    ("OPERANDS", "START_OPERANDS;"),
+                    ("PREFILL_OPERANDS", "START_PREFILL;"),
+                    ("DECODE_OPERANDS", "START_DECODE;"),
+                ] {
+                    let has = names.clone().any(|name| name == list);
+                    assert!(!has || started.contains(start), "{}: {head}: no {start} first", source.name());
+                }
+                assert!(started.contains("START"), "{}: {head}", source.name());
+                kernels += 1;
+            }
+        }
+        assert!(kernels >= 28, "{kernels}");
     }
 }

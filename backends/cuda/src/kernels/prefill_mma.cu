@@ -43,6 +43,7 @@ DEVICE void fetch(ushort* to, const ushort* pool, const uint* lines) {
 }
 
 KERNEL(32 * PREFILL_WARPS) attn_prefill_mma(PREFILL_OPERANDS) {
+    START_PREFILL;
     SHARED_BYTES(memory);
     ushort* const queries = (ushort*)memory;            // [BLOCK_ROWS, ROW]
     ushort* const k_tiles = queries + BLOCK_ROWS * ROW; // [2, TILE, ROW]

@@ -1,6 +1,6 @@
 //! Selects the attention kernel, and how decode attention is split into parts.
 
-use super::{DeviceRange, KernelArg, PlanStep, PlanTarget, VEC_BYTES, launch};
+use super::{DeviceRange, KernelArg, PlanStep, PlanTarget, PlannedOp, VEC_BYTES, apart, arguments, launch};
 use crate::kernels::{KernelProgram, KernelSource, Macro};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{DType, KvShape, OpSig, Result, Support};
@@ -18,7 +18,7 @@ const CHUNK_FULL: u64 = 512;
 /// Query heads per block.
 const HEADS_MAX: u32 = 8;
 /// Maximum number of blocks that may be idle, at about a nanosecond each.
-const IDLE_BLOCKS_MAX: u64 = 8192;
+const IDLE_BLOCKS_MAX: u64 = 1024;
 
 fn aligned(operands: &[DeviceRange]) -> bool {
     operands.iter().all(|place| place.address.is_multiple_of(VEC_BYTES))
@@ -169,10 +169,31 @@ fn lane_elements(head_dim: u32) -> u32 {
     spans.or_else(|| [4, 2, 1].into_iter().find(divides)).unwrap_or(1)
 }
 
+/// Plans decode attention in several parts with its merge, if `merge` is that and there are several.
+pub(super) fn decode_merged(
+    (sig, operands): &PlannedOp,
+    (merge, merged): &PlannedOp,
+    target: &PlanTarget,
+) -> Result<Option<Vec<PlanStep>>> {
+    let OpSig::AttnDecode { sequences, heads, kv: KvShape { head_dim, .. }, .. } = *sig else {
+        return Ok(None);
+    };
+    let OpSig::AttnMerge { parts: 1, rows, head_dim: merged_dim, out } = *merge else { return Ok(None) };
+    let whole = u64::from(rows) == u64::from(sequences) * u64::from(heads) && merged_dim == head_dim;
+    let of_it = operands[5..] == merged[..2];
+    if !whole || !of_it || !operands.iter().all(|place| apart(place, &merged[2])) {
+        return Ok(None);
+    }
+    let steps = decode(sig, operands, arguments(sig, operands), Some((out, merged[2])), target)?;
+    Ok((steps.len() == 2).then_some(steps))
+}
+
+/// Plans decode attention, with its merge into `merged` where there are several parts.
 pub(super) fn decode(
     sig: &OpSig,
     operands: &[DeviceRange],
     mut args: Vec<KernelArg>,
+    merged: Option<(DType, DeviceRange)>,
     target: &PlanTarget,
 ) -> Result<Vec<PlanStep>> {
     let OpSig::AttnDecode {
@@ -225,11 +246,12 @@ pub(super) fn decode(
     if parts > 1 {
         let [acc_part, stat_part] = scratch;
         let mut args = vec![range, acc, stat, acc_part, stat_part];
+        args.extend(merged.map(|(_, place)| KernelArg::Address(place.address)));
         args.extend([heads, page_tokens, pages_max, parts, chunk].map(KernelArg::U32));
-        let program = KernelProgram::new(
-            KernelSource::Combine,
-            &[("X", &DType::F32), ("KV", &DType::F32), ("HEAD_DIM", &head_dim), ("HEADS", &1u32)],
-        );
+        let mut macros: Vec<(&'static str, &dyn Macro)> =
+            vec![("X", &DType::F32), ("KV", &DType::F32), ("HEAD_DIM", &head_dim), ("HEADS", &1u32)];
+        macros.extend(merged.as_ref().map(|(out, _)| ("OUT", out as &dyn Macro)));
+        let program = KernelProgram::new(KernelSource::Combine, &macros);
         let rows = u64::from(sequences) * u64::from(heads);
         steps.push(launch(program, "attn_combine", ([rows, 1, 1], THREADS), args)?);
     }

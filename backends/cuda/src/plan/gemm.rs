@@ -10,13 +10,12 @@
 //!
 //! cuBLASLt adds to a bias of another dtype than the output, which `gemm` over no columns puts there before.
 
+use super::few_rows::{ALONE, FEW_ROWS_MAX, FewRows};
 use super::{DeviceRange, KernelArg, Matmul, PlanStep, PlanTarget, VEC_BYTES, launch, vector};
 use crate::kernels::{KernelProgram, KernelSource, Macro};
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::{DType, OpSig, Result, Support};
 
-/// Rows above which the weights' traffic no longer dominates and cuBLASLt's tiles win.
-const FEW_ROWS_MAX: u32 = 16;
 /// Rows per block in `gemv`, up to which it reads the weights once.
 const GEMV_ROWS: u32 = 4;
 const GEMV_THREADS: u32 = 128;
@@ -43,6 +42,14 @@ fn few_rows_split(x: DType, weight: DType) -> Option<u32> {
     match (x, weight) {
         (DType::Bf16, DType::Bf16) | (DType::F16, DType::F16) => Some(1),
         (DType::F32, DType::Bf16) => Some(3),
+        _ => None,
+    }
+}
+
+/// The parts that `x` is cut into, if `sig` is a product that `gemm_few_rows` takes in one launch.
+pub(super) fn few_rows_split_of(sig: &OpSig, operands: &[DeviceRange], target: &PlanTarget) -> Option<u32> {
+    match (sig, way(sig, aligned(operands), target)) {
+        (OpSig::Gemm { m, .. }, GemmPath::FewRows { split }) if *m <= FEW_ROWS_MAX => Some(split),
         _ => None,
     }
 }
@@ -78,8 +85,8 @@ fn blas_takes(sig: &OpSig, aligned: bool, target: &PlanTarget) -> Option<bool> {
         DType::U32 => false,
     };
     let bias_before = bias && (out != weight || weight == DType::F8E4m3);
-    // an f8 is a bf16 as it is; its sum with what is there may be none
-    let exact = !bias_before || out == DType::F32 || !accumulate;
+    // it rounds a product to the output's dtype before it adds what is there, seen with bf16 on Hopper (CUDA 13.0)
+    let exact = out == DType::F32 || !accumulate;
     let takes = target.blas && aligned && x == weight && dtypes && exact && vectors(k, x) && vectors(n, out);
     takes.then_some(bias_before)
 }
@@ -148,7 +155,8 @@ pub(super) fn plan(
                 args[3] = to.further(u64::from(row) * u64::from(n) * out.size_bytes());
                 args.push(KernelArg::U32(rows));
                 args.extend(last);
-                few_rows((rows, n), split, &dtypes, args, target)
+                let kernel = FewRows::new(rows, u64::from(n), split, target);
+                kernel.launch(ALONE, &dtypes, (kernel.blocks(n), args))
             });
             blocks.collect()
         }
@@ -179,30 +187,6 @@ fn tiles(
     let macros = [dtypes, &[("VEC", &1u32), ("GROUP", &GEMV_THREADS)]].concat();
     let grid = [n.div_ceil(TILE).into(), m.div_ceil(TILE).into(), 1];
     launch(KernelProgram::new(KernelSource::Gemm, &macros), "gemm", (grid, TILE_THREADS), args)
-}
-
-/// Blocks with two tiles of weight rows read `x` half as often, if there are enough blocks; with few blocks,
-/// more warps share k.
-fn few_rows(
-    (m, n): (u32, u32),
-    split: u32,
-    dtypes: &[(&'static str, &dyn Macro)],
-    args: Vec<KernelArg>,
-    target: &PlanTarget,
-) -> Result<PlanStep> {
-    let row_tiles = if n.div_ceil(32) >= target.multiprocessors { 2 } else { 1 };
-    let blocks = n.div_ceil(16 * row_tiles);
-    let warps: u32 = if blocks >= 2 * target.multiprocessors { 8 } else { 16 };
-    let tiles = m.div_ceil(8);
-    let macros =
-        [dtypes, &[("ROW_TILES", &row_tiles), ("TILES", &tiles), ("SPLIT", &split), ("WARPS", &warps)]]
-            .concat();
-    launch(
-        KernelProgram::new(KernelSource::FewRows, &macros),
-        "gemm_few_rows",
-        ([blocks.into(), 1, 1], 32 * warps),
-        args,
-    )
 }
 
 #[cfg(test)]

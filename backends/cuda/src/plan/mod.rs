@@ -5,6 +5,7 @@
 
 mod attention;
 mod experts;
+mod few_rows;
 mod gemm;
 mod quantised;
 
@@ -185,7 +186,7 @@ pub fn plan(sig: &OpSig, operands: &[DeviceRange], target: &PlanTarget) -> Resul
         OpSig::GroupedGemm { .. } => vec![experts::grouped(sig, operands, args)?],
         OpSig::QuantisedGemm { .. } | OpSig::QuantisedEmbed { .. } => vec![quantised::plan(sig, args)?],
         OpSig::AttnPrefill { .. } => vec![attention::prefill(sig, operands, args, target)?],
-        OpSig::AttnDecode { .. } => attention::decode(sig, operands, args, target)?,
+        OpSig::AttnDecode { .. } => attention::decode(sig, operands, args, None, target)?,
         _ => vec![simple(sig, operands, args)?],
     };
     let empty = |step: &PlanStep| match step {
@@ -195,6 +196,67 @@ pub fn plan(sig: &OpSig, operands: &[DeviceRange], target: &PlanTarget) -> Resul
         PlanStep::Fill(_, words, _) => *words == 0,
     };
     Ok(steps.into_iter().filter(|step| !empty(step)).collect())
+}
+
+/// A command as plans see it: the operation, and where its operands are.
+pub type PlannedOp = (OpSig, Vec<DeviceRange>);
+
+/// Whether two ranges share no byte.
+fn apart(a: &DeviceRange, b: &DeviceRange) -> bool {
+    a.address + a.bytes <= b.address || b.address + b.bytes <= a.address
+}
+
+/// Plans what the front of a batch does in fewer launches than one by one, bit by bit the same, and returns how many
+/// operations that are: products of few rows of one `x`, also with their gating; rope of queries and keys with the
+/// write of those keys; decode attention in parts with its merge.
+///
+/// # Errors
+/// As [`plan`].
+pub fn fused(ops: &[PlannedOp], target: &PlanTarget) -> Result<Option<(usize, Vec<PlanStep>)>> {
+    let fused = match ops {
+        [(OpSig::Gemm { .. }, _), ..] => {
+            few_rows::together(ops, target)?.map(|(count, step)| (count, vec![step]))
+        }
+        [queries, keys, write, ..] if matches!(queries.0, OpSig::Rope { .. }) => {
+            rope_kv(queries, keys, write)?.map(|step| (3, vec![step]))
+        }
+        [decode, merge, ..] if matches!(decode.0, OpSig::AttnDecode { .. }) => {
+            attention::decode_merged(decode, merge, target)?.map(|steps| (2, steps))
+        }
+        _ => None,
+    };
+    Ok(fused)
+}
+
+/// Plans rope of queries and of keys, and the write of those keys with their values, as one launch, if they are that.
+fn rope_kv(queries: &PlannedOp, keys: &PlannedOp, write: &PlannedOp) -> Result<Option<PlanStep>> {
+    let (OpSig::Rope { tokens, heads, head_dim, x }, [q, cos_sin]) = (queries.0, &queries.1[..]) else {
+        return Ok(None);
+    };
+    let (OpSig::KvWrite { kv, .. }, [k, v, slots, k_pool, v_pool]) = (write.0, &write.1[..]) else {
+        return Ok(None);
+    };
+    let of_keys = (OpSig::Rope { tokens, heads: kv.kv_heads, head_dim, x }, vec![*k, *cos_sin]);
+    let same = *keys == of_keys && write.0 == OpSig::KvWrite { tokens, x, kv } && kv.head_dim == head_dim;
+    let all = [q, k, v, cos_sin, slots, k_pool, v_pool];
+    let written = [q, k, k_pool, v_pool];
+    let alone = |one: &&DeviceRange| all.iter().all(|other| std::ptr::eq(*one, *other) || apart(one, other));
+    if !same || tokens == 0 || !written.iter().all(alone) {
+        return Ok(None);
+    }
+    let (half, places) = (head_dim / 2, all.map(|place| *place));
+    let vec = vector(half.into(), &places);
+    let count = u64::from(tokens) * u64::from(heads + 2 * kv.kv_heads) * (u64::from(half) / vec);
+    let mut args = vec![KernelArg::Address(q.address)];
+    let of_write = arguments(&write.0, &write.1);
+    args.extend_from_slice(&of_write[..2]);
+    args.push(KernelArg::Address(cos_sin.address));
+    args.extend_from_slice(&of_write[2..]);
+    args.extend([heads, kv.kv_heads, half, kv.page_tokens].map(KernelArg::U32));
+    args.push(KernelArg::U64(count));
+    let macros: [(&'static str, &dyn Macro); 4] =
+        [("X", &x), ("KV", &kv.dtype), ("VEC", &vec), ("GROUP", &THREADS)];
+    launch(KernelProgram::new(KernelSource::RopeKv, &macros), "rope_kv", each(count), args).map(Some)
 }
 
 /// Plans the operations that map to one portable kernel.

@@ -436,6 +436,18 @@ API int cuLaunchKernel(Function* function, unsigned gx, unsigned gy, unsigned gz
         }
     });
 }
+struct LaunchConfig {
+    unsigned gx, gy, gz, bx, by, bz, shared_bytes;
+    Stream* stream;
+    void* attributes;
+    unsigned count;
+};
+API int cuLaunchKernelEx(const LaunchConfig* config, Function* function, void** params, void** extra) {
+    const int programmatic_stream_serialization = 6;
+    if (config->count != 1 || *(int*)config->attributes != programmatic_stream_serialization) return INVALID_VALUE;
+    return cuLaunchKernel(function, config->gx, config->gy, config->gz, config->bx, config->by, config->bz,
+                          config->shared_bytes, config->stream, params, extra);
+}
 
 API int cuStreamBeginCapture_v2(Stream* stream, int) {
     ENTER;

@@ -6,7 +6,7 @@
 
 use libloading::Library;
 use mixfleet_cuda::kernels::KernelProgram;
-use mixfleet_cuda::plan::{self, DeviceRange, KernelArg, KernelLaunch, PlanStep, PlanTarget};
+use mixfleet_cuda::plan::{self, DeviceRange, KernelArg, KernelLaunch, PlanStep, PlanTarget, PlannedOp};
 use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::units::{Bytes, Seconds};
@@ -19,7 +19,7 @@ use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_void};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -171,6 +171,8 @@ pub(crate) struct EmulatedDevice {
     target: PlanTarget,
     _scratch: Memory,
     programs: Arc<Mutex<Programs>>,
+    /// Steps that its queues have planned.
+    pub(crate) launched: Arc<AtomicUsize>,
 }
 
 impl EmulatedDevice {
@@ -203,7 +205,8 @@ impl EmulatedDevice {
             notes: Vec::new(),
         };
         let programs = Programs { directory, loaded: HashMap::new() };
-        Some(EmulatedDevice { info, target, _scratch: scratch, programs: Arc::new(Mutex::new(programs)) })
+        let (programs, launched) = (Arc::new(Mutex::new(programs)), Arc::default());
+        Some(EmulatedDevice { info, target, _scratch: scratch, programs, launched })
     }
 }
 
@@ -262,7 +265,8 @@ impl Device for EmulatedDevice {
     }
 
     fn queue(&self) -> Result<Box<dyn Queue>> {
-        Ok(Box::new(EmulatedQueue { target: self.target, programs: self.programs.clone(), done: 0 }))
+        let (programs, launched) = (self.programs.clone(), self.launched.clone());
+        Ok(Box::new(EmulatedQueue { target: self.target, programs, launched, done: 0 }))
     }
 
     fn memory_free(&self) -> Option<Bytes> {
@@ -277,6 +281,7 @@ impl Device for EmulatedDevice {
 struct EmulatedQueue {
     target: PlanTarget,
     programs: Arc<Mutex<Programs>>,
+    launched: Arc<AtomicUsize>,
     done: u64,
 }
 
@@ -295,11 +300,19 @@ impl Graph for Recorded {
 
 impl EmulatedQueue {
     fn plan(&self, cmds: &[Cmd]) -> Result<Recorded> {
-        let mut steps = Vec::new();
-        for cmd in cmds {
-            let places = cmd.args().iter().map(Memory::place).collect::<Result<Vec<_>>>()?;
-            steps.extend(plan::plan(cmd.sig(), &places, &self.target)?);
+        let place =
+            |cmd: &Cmd| Ok((*cmd.sig(), cmd.args().iter().map(Memory::place).collect::<Result<_>>()?));
+        let ops = cmds.iter().map(place).collect::<Result<Vec<PlannedOp>>>()?;
+        let (mut steps, mut rest) = (Vec::new(), &ops[..]);
+        while let Some((sig, places)) = rest.first() {
+            let (count, more) = match plan::fused(rest, &self.target)? {
+                Some(fused) => fused,
+                None => (1, plan::plan(sig, places, &self.target)?),
+            };
+            steps.extend(more);
+            rest = &rest[count..];
         }
+        self.launched.fetch_add(steps.len(), Ordering::Relaxed);
         Ok(Recorded(steps, cmds.to_vec()))
     }
 

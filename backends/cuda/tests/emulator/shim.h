@@ -3,6 +3,7 @@
 // before. Threads run in an order that turns round at every pass, so that a forgotten barrier shows.
 
 #define EMULATED
+#define FOLLOW(p)
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -21,6 +22,7 @@ typedef unsigned long ulong; // as the C library has it
 #define __shared__ static
 #define __align__(n) __attribute__((aligned(n)))
 #define INTRINSIC static inline
+INTRINSIC void prefetch(const void*) {}
 
 struct __align__(8) float2 { float x, y; };
 struct __align__(16) float4 { float x, y, z, w; };

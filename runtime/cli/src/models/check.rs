@@ -1,8 +1,8 @@
 //! `mixfleet models --check PATH`: whether a checkpoint would be served, and what memory it takes, before it
 //! is loaded.
 
-use crate::{Failed, with_causes};
-use anyhow::Result;
+use crate::{Failed, Usage, model, screen, with_causes};
+use anyhow::{Result, bail};
 use mixfleet_hal::units::GB;
 use mixfleet_runtime::model::{ChatTemplate, Checkpoint, GenerationDefaults, Tokenizer};
 use serde_json::{Value, json};
@@ -15,11 +15,17 @@ type Finding = (&'static str, Result<String, String>);
 /// Looks at every part of a checkpoint and says what is not supported.
 ///
 /// # Errors
-/// `Failed` if something is not.
+/// `Failed` if something is not, `Usage` if there is nothing.
 pub(super) fn run(path: &Path, as_json: bool) -> Result<()> {
+    if let Some(why) = model::misnamed(path) {
+        bail!(Usage(why));
+    }
+    if let Err(error) = path.metadata() {
+        bail!(Usage(format!("cannot read {}: {error}", path.display())));
+    }
     let (findings, memory) = findings(path);
     let served = findings.iter().all(|(_, found)| found.is_ok());
-    let mut out = std::io::stdout().lock();
+    let mut out = screen::output(as_json);
     if as_json {
         let parts: Vec<Value> = findings.iter().map(|(part, found)| document(part, found)).collect();
         let document = json!({"schema": "mixfleet.model_check/1", "path": path, "served": served,

@@ -1,0 +1,151 @@
+// What the products of a few rows share; they run on tensor cores and are bound by the weights' bandwidth: out [m, n] = x [m, k] . weight [n, k]^T.
+// X, WEIGHT (bf16 or f16), OUT; m <= 8 TILES. k is a multiple of 8 and rows are aligned to 16 bytes.
+//
+// The weights are the left operand, 16 rows of them to an instruction: the order of k is free as long as both operands
+// agree, so a lane takes 8 neighbours along k of its two rows for two instructions. A block is ROW_TILES * 16 weight
+// rows; its warps share k, and their sums meet in shared memory, in a fixed order.
+//
+// A lane copies what it will multiply to a place of its own in shared memory, STAGES steps ahead: so many bytes are
+// under way without a register for each, and no thread waits for another.
+//
+// An f32 x is the exact sum of three bf16 (8 + 8 + 8 bits of fraction), each multiplied exactly: SPLIT 3.
+
+#define STEPS 4 // steps of 32 along k that a warp takes from each of its rows together: 256 bytes
+#define ROWS (16 * ROW_TILES)
+#define COLS (8 * TILES)
+#define X_VECTORS (SPLIT == 3 ? 2 : 1)                    // of 16 bytes, for 8 elements of a row of x
+#define SLOT (2 * ROW_TILES + TILES * X_VECTORS)          // vectors of a lane for a step
+
+#if SPLIT == 3
+// v = hi + mid + low, two neighbours to a register
+DEVICE void split(float a, float b, uint* parts) {
+    for (uint i = 0; i < 3; ++i) {
+        float pair[2];
+        parts[i] = pack_bf16(a, b);
+        unpack_bf16(parts[i], pair);
+        a -= pair[0];
+        b -= pair[1];
+    }
+}
+#endif
+
+// The 8 elements of a row of x for two instructions: [SPLIT][4 registers].
+DEVICE void load_x(const uint4* from, uint parts[SPLIT][4]) {
+#if SPLIT == 3
+    const uint4 halves[2] = {from[0], from[32]};
+    float v[8];
+    for (uint i = 0; i < 2; ++i) {
+        v[4 * i] = bits_to_float(halves[i].x); v[4 * i + 1] = bits_to_float(halves[i].y);
+        v[4 * i + 2] = bits_to_float(halves[i].z); v[4 * i + 3] = bits_to_float(halves[i].w);
+    }
+    for (uint i = 0; i < 4; ++i) {
+        uint three[3];
+        split(v[2 * i], v[2 * i + 1], three);
+        for (uint s = 0; s < 3; ++s) parts[s][i] = three[s];
+    }
+#else
+    const uint4 v = from[0];
+    parts[0][0] = v.x; parts[0][1] = v.y; parts[0][2] = v.z; parts[0][3] = v.w;
+#endif
+}
+
+// Begins to copy a lane's part of the step at `at` along k: two rows of weights for each row tile, and TILES rows of x.
+DEVICE void fetch(uint4* slot, const TYPE(WEIGHT)* const* lines, const TYPE(X)* x, uint m, uint k, uint at) {
+    const uint g = THREAD % 32 / 4;
+    const bool inside = at < k;
+#pragma unroll
+    for (uint r = 0; r < 2 * ROW_TILES; ++r) copy16(slot + 32 * r, lines[r] + (inside ? at : 0), inside);
+#pragma unroll
+    for (uint c = 0; c < TILES; ++c) {
+        const uint row = 8 * c + g;
+        const bool present = inside && row < m;
+        const TYPE(X)* from = x + (present ? (ulong)row * k + at : 0);
+#pragma unroll
+        for (uint i = 0; i < X_VECTORS; ++i)
+            copy16(slot + 32 * (2 * ROW_TILES + X_VECTORS * c + i), from + 4 * i, present);
+    }
+}
+
+// The sums of a block over k: [WARPS][COLS][ROWS] in `memory`, which the copies use before. lines: rows g and g + 8 of
+// each row tile of the weights.
+DEVICE float* multiply(uchar* memory, const TYPE(WEIGHT)* const* lines, const TYPE(X)* x, uint m, uint k) {
+    const uint lane = THREAD % 32, warp = THREAD / 32, g = lane / 4, t = lane % 4;
+    float acc[ROW_TILES][TILES][4]; // C fragments: rows g, g + 8 of the weights, columns 2t, 2t + 1 of x's rows
+    for (uint r = 0; r < ROW_TILES; ++r)
+        for (uint c = 0; c < TILES; ++c)
+            for (uint i = 0; i < 4; ++i) acc[r][c][i] = 0.0f;
+    uint4* const ring = (uint4*)memory + warp * STAGES * SLOT * 32 + lane;
+    const uint chunks = (k + 32 * STEPS - 1) / (32 * STEPS);
+    const uint count = chunks > warp ? (chunks - warp + WARPS - 1) / WARPS * STEPS : 0;
+    uint next = warp * 32 * STEPS + 8 * t, fetched = 0; // of the copies: where along k, and how many steps
+    uint into = 0, from = 0;                            // places in the ring
+#define FETCH_NEXT()                                                                                            \
+    do {                                                                                                        \
+        if (fetched < count) fetch(ring + into * SLOT * 32, lines, x, m, k, next);                              \
+        copies_close();                                                                                         \
+        ++fetched;                                                                                              \
+        next += fetched % STEPS == 0 ? 32 * (STEPS * (WARPS - 1) + 1) : 32;                                     \
+        into = into + 1 == STAGES ? 0 : into + 1;                                                               \
+    } while (0)
+#pragma unroll
+    for (uint i = 0; i < STAGES - 1; ++i) FETCH_NEXT();
+    for (uint step = 0; step < count; ++step) {
+        copies_wait<STAGES - 2>();
+        const uint4* slot = ring + from * SLOT * 32;
+        from = from + 1 == STAGES ? 0 : from + 1;
+        uint4 w[2 * ROW_TILES];
+        uint parts[TILES][SPLIT][4];
+#pragma unroll
+        for (uint r = 0; r < 2 * ROW_TILES; ++r) w[r] = slot[32 * r];
+#pragma unroll
+        for (uint c = 0; c < TILES; ++c) load_x(slot + 32 * (2 * ROW_TILES + X_VECTORS * c), parts[c]);
+        FETCH_NEXT();
+#pragma unroll
+        for (uint c = 0; c < TILES; ++c)
+#pragma unroll
+            for (uint r = 0; r < ROW_TILES; ++r) {
+                const uint4 upper = w[2 * r], lower = w[2 * r + 1];
+                const uint first[4] = {upper.x, lower.x, upper.y, lower.y};
+                const uint second[4] = {upper.z, lower.z, upper.w, lower.w};
+#pragma unroll
+                for (uint p = 0; p < SPLIT; ++p) {
+                    CAT(mma_, WEIGHT)(acc[r][c], first, parts[c][p]);
+                    CAT(mma_, WEIGHT)(acc[r][c], second, parts[c][p] + 2);
+                }
+            }
+    }
+    copies_wait<0>();
+    BARRIER();
+    float* const sums = (float*)memory;
+    for (uint r = 0; r < ROW_TILES; ++r)
+        for (uint c = 0; c < TILES; ++c)
+            for (uint i = 0; i < 4; ++i)
+                sums[(warp * COLS + 8 * c + 2 * t + i % 2) * ROWS + 16 * r + g + i / 2 * 8] = acc[r][c][i];
+    BARRIER();
+    return sums;
+}
+
+// The product of a row of x and a row of the block's weights.
+DEVICE float total_of(const float* sums, uint row, uint weight_row) {
+    float sum = 0.0f;
+    for (uint v = 0; v < WARPS; ++v) sum += sums[(v * COLS + row) * ROWS + weight_row];
+    return sum;
+}
+
+// Starts to bring a row's part of a warp's first steps near, which no other launch needs to end for.
+DEVICE void approach(const TYPE(WEIGHT)* line, uint k) {
+    const uint at = THREAD / 32 * 32 * STEPS;
+    for (uint i = 0; i < STEPS; i += 2)
+        if (at + 32 * i < k) prefetch(line + at + 32 * i);
+}
+
+DEVICE const TYPE(WEIGHT)* row_of(const TYPE(WEIGHT)* weight, uint row, uint n, uint k) {
+    return weight + (ulong)(row < n ? row : n - 1) * k;
+}
+
+// Writes a block's rows of a product, as FINISH does.
+#define FINISH_ALL(sums)                                                                                        \
+    for (uint i = THREAD; i < ROWS * COLS; i += 32 * WARPS) {                                                   \
+        const uint row = i / ROWS, col = row0 + i % ROWS;                                                       \
+        if (row < m && col < n) FINISH(row, col, total_of(sums, row, i % ROWS));                                \
+    }
