@@ -105,8 +105,18 @@ INTRINSIC void copy16(void* to, const void* from, bool present) {
                  "r"(present ? 16 : 0)
                  : "memory");
 }
-// Starts to bring the line of 128 bytes around an address into the second cache.
-INTRINSIC void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+// The same of weights: the rest of its line of 128 bytes is wanted soon.
+INTRINSIC void copy16_of_line(void* to, const void* from, bool present) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"((uint)__cvta_generic_to_shared(to)),
+                 "l"(from), "r"(present ? 16 : 0)
+                 : "memory");
+}
+// Starts to bring bytes into the second cache, a multiple of 16 of them at such an address.
+INTRINSIC void prefetch(const void* p, uint bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes));
+#endif
+}
 // Closes a group of copies; waits until at most `pending` groups of this thread are under way.
 INTRINSIC void copies_close() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int pending> INTRINSIC void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory"); }

@@ -3,10 +3,11 @@
 KERNEL_OF(32 * WARPS, 1) gemm_few_rows(OPERANDS) {
     SHARED_BYTES(memory);
     const uint lane = THREAD % 32, g = lane / 4, row0 = GROUP_X * ROWS;
-    if (lane < ROWS) approach(row_of(weight, row0 + lane, n, k), k);
+    const TYPE(WEIGHT)* const line = row_of(weight, row0 + lane % ROWS, n, k);
+    if (THREAD < 32) approach(line, 0, k); // no other launch needs to end for that
     START_OPERANDS;
     const TYPE(WEIGHT)* lines[2 * ROW_TILES];
     for (uint r = 0; r < 2 * ROW_TILES; ++r) lines[r] = row_of(weight, row0 + 8 * r + g, n, k);
-    const float* sums = multiply(memory, lines, x, m, k);
+    const float* sums = multiply(memory, lines, line, x, m, k);
     FINISH_ALL(sums);
 }

@@ -5,12 +5,16 @@
 // agree, so a lane takes 8 neighbours along k of its two rows for two instructions. A block is ROW_TILES * 16 weight
 // rows; its warps share k, and their sums meet in shared memory, in a fixed order.
 //
-// A lane copies what it will multiply to a place of its own in shared memory, STAGES steps ahead: so many bytes are
-// under way without a register for each, and no thread waits for another.
+// A lane copies what it will multiply to a place of its own in shared memory, STAGES pairs of steps ahead: so many bytes
+// are under way without a register for each, and no thread waits for another. Rows are brought near in long pieces
+// before, of ROUND elements, which all warps take together, since memory likes them better than 128 bytes of many rows.
 //
 // An f32 x is the exact sum of three bf16 (8 + 8 + 8 bits of fraction), each multiplied exactly: SPLIT 3.
 
-#define STEPS 4 // steps of 32 along k that a warp takes from each of its rows together: 256 bytes
+#define STEPS 4 // steps of 32 along k that a warp takes of each round: 256 bytes of each of its rows
+#define PAIR 2  // steps whose copies are waited for together: 128 bytes of a row, a line of the cache
+#define ROUND (32 * STEPS * WARPS)
+#define ROUNDS_AHEAD 1
 #define ROWS (16 * ROW_TILES)
 #define COLS (8 * TILES)
 #define X_VECTORS (SPLIT == 3 ? 2 : 1)                    // of 16 bytes, for 8 elements of a row of x
@@ -54,7 +58,7 @@ DEVICE void fetch(uint4* slot, const TYPE(WEIGHT)* const* lines, const TYPE(X)* 
     const uint g = THREAD % 32 / 4;
     const bool inside = at < k;
 #pragma unroll
-    for (uint r = 0; r < 2 * ROW_TILES; ++r) copy16(slot + 32 * r, lines[r] + (inside ? at : 0), inside);
+    for (uint r = 0; r < 2 * ROW_TILES; ++r) copy16_of_line(slot + 32 * r, lines[r] + (inside ? at : 0), inside);
 #pragma unroll
     for (uint c = 0; c < TILES; ++c) {
         const uint row = 8 * c + g;
@@ -66,53 +70,67 @@ DEVICE void fetch(uint4* slot, const TYPE(WEIGHT)* const* lines, const TYPE(X)* 
     }
 }
 
+// Starts to bring a round of a row near, for all warps.
+DEVICE void approach(const TYPE(WEIGHT)* line, uint round, uint k) {
+    const uint at = round * ROUND;
+    if (THREAD % 32 < ROWS && at < k) prefetch(line + at, 2 * (k - at < ROUND ? k - at : ROUND));
+}
+
 // The sums of a block over k: [WARPS][COLS][ROWS] in `memory`, which the copies use before. lines: rows g and g + 8 of
-// each row tile of the weights.
-DEVICE float* multiply(uchar* memory, const TYPE(WEIGHT)* const* lines, const TYPE(X)* x, uint m, uint k) {
+// each row tile of the weights; line: the one of them that this lane brings near.
+DEVICE float* multiply(uchar* memory, const TYPE(WEIGHT)* const* lines, const TYPE(WEIGHT)* line, const TYPE(X)* x, uint m,
+                       uint k) {
     const uint lane = THREAD % 32, warp = THREAD / 32, g = lane / 4, t = lane % 4;
     float acc[ROW_TILES][TILES][4]; // C fragments: rows g, g + 8 of the weights, columns 2t, 2t + 1 of x's rows
     for (uint r = 0; r < ROW_TILES; ++r)
         for (uint c = 0; c < TILES; ++c)
             for (uint i = 0; i < 4; ++i) acc[r][c][i] = 0.0f;
-    uint4* const ring = (uint4*)memory + warp * STAGES * SLOT * 32 + lane;
+    uint4* const ring = (uint4*)memory + warp * STAGES * PAIR * SLOT * 32 + lane;
     const uint chunks = (k + 32 * STEPS - 1) / (32 * STEPS);
     const uint count = chunks > warp ? (chunks - warp + WARPS - 1) / WARPS * STEPS : 0;
     uint next = warp * 32 * STEPS + 8 * t, fetched = 0; // of the copies: where along k, and how many steps
     uint into = 0, from = 0;                            // places in the ring
 #define FETCH_NEXT()                                                                                            \
     do {                                                                                                        \
-        if (fetched < count) fetch(ring + into * SLOT * 32, lines, x, m, k, next);                              \
+        for (uint i = 0; i < PAIR; ++i)                                                                         \
+            if (fetched < count) fetch(ring + (into * PAIR + i) * SLOT * 32, lines, x, m, k, next + 32 * i);    \
         copies_close();                                                                                         \
-        ++fetched;                                                                                              \
-        next += fetched % STEPS == 0 ? 32 * (STEPS * (WARPS - 1) + 1) : 32;                                     \
+        fetched += PAIR;                                                                                        \
+        next += fetched % STEPS == 0 ? ROUND - 32 * (STEPS - PAIR) : 32 * PAIR;                                 \
         into = into + 1 == STAGES ? 0 : into + 1;                                                               \
     } while (0)
 #pragma unroll
     for (uint i = 0; i < STAGES - 1; ++i) FETCH_NEXT();
-    for (uint step = 0; step < count; ++step) {
+    for (uint step = 0; step < count; step += PAIR) {
         copies_wait<STAGES - 2>();
-        const uint4* slot = ring + from * SLOT * 32;
+        const uint4* const stage = ring + from * PAIR * SLOT * 32;
         from = from + 1 == STAGES ? 0 : from + 1;
-        uint4 w[2 * ROW_TILES];
-        uint parts[TILES][SPLIT][4];
-#pragma unroll
-        for (uint r = 0; r < 2 * ROW_TILES; ++r) w[r] = slot[32 * r];
-#pragma unroll
-        for (uint c = 0; c < TILES; ++c) load_x(slot + 32 * (2 * ROW_TILES + X_VECTORS * c), parts[c]);
+        // the place before this one, whose elements are in registers by now
         FETCH_NEXT();
+        if (step % STEPS == 0 && step / STEPS % WARPS == warp) approach(line, step / STEPS + ROUNDS_AHEAD, k);
 #pragma unroll
-        for (uint c = 0; c < TILES; ++c)
+        for (uint i = 0; i < PAIR; ++i) {
+            const uint4* const slot = stage + i * SLOT * 32;
+            uint4 w[2 * ROW_TILES];
+            uint parts[TILES][SPLIT][4];
 #pragma unroll
-            for (uint r = 0; r < ROW_TILES; ++r) {
-                const uint4 upper = w[2 * r], lower = w[2 * r + 1];
-                const uint first[4] = {upper.x, lower.x, upper.y, lower.y};
-                const uint second[4] = {upper.z, lower.z, upper.w, lower.w};
+            for (uint r = 0; r < 2 * ROW_TILES; ++r) w[r] = slot[32 * r];
 #pragma unroll
-                for (uint p = 0; p < SPLIT; ++p) {
-                    CAT(mma_, WEIGHT)(acc[r][c], first, parts[c][p]);
-                    CAT(mma_, WEIGHT)(acc[r][c], second, parts[c][p] + 2);
+            for (uint c = 0; c < TILES; ++c) load_x(slot + 32 * (2 * ROW_TILES + X_VECTORS * c), parts[c]);
+#pragma unroll
+            for (uint c = 0; c < TILES; ++c)
+#pragma unroll
+                for (uint r = 0; r < ROW_TILES; ++r) {
+                    const uint4 upper = w[2 * r], lower = w[2 * r + 1];
+                    const uint first[4] = {upper.x, lower.x, upper.y, lower.y};
+                    const uint second[4] = {upper.z, lower.z, upper.w, lower.w};
+#pragma unroll
+                    for (uint p = 0; p < SPLIT; ++p) {
+                        CAT(mma_, WEIGHT)(acc[r][c], first, parts[c][p]);
+                        CAT(mma_, WEIGHT)(acc[r][c], second, parts[c][p] + 2);
+                    }
                 }
-            }
+        }
     }
     copies_wait<0>();
     BARRIER();
@@ -130,13 +148,6 @@ DEVICE float total_of(const float* sums, uint row, uint weight_row) {
     float sum = 0.0f;
     for (uint v = 0; v < WARPS; ++v) sum += sums[(v * COLS + row) * ROWS + weight_row];
     return sum;
-}
-
-// Starts to bring a row's part of a warp's first steps near, which no other launch needs to end for.
-DEVICE void approach(const TYPE(WEIGHT)* line, uint k) {
-    const uint at = THREAD / 32 * 32 * STEPS;
-    for (uint i = 0; i < STEPS; i += 2)
-        if (at + 32 * i < k) prefetch(line + at + 32 * i);
 }
 
 DEVICE const TYPE(WEIGHT)* row_of(const TYPE(WEIGHT)* weight, uint row, uint n, uint k) {

@@ -7,10 +7,11 @@ use mixfleet_hal::{DType, OpSig, Result};
 /// Rows above which the weights' traffic no longer dominates and cuBLASLt's tiles win.
 pub(super) const FEW_ROWS_MAX: u32 = 16;
 const WARPS: u32 = 8;
-/// Steps along k whose copies are under way together: as many as leave room for three blocks on a multiprocessor of
-/// Hopper, of which more than a latency's worth of its share of the bandwidth is under way then.
-const STAGES: std::ops::RangeInclusive<u32> = 3..=8;
-const RING_BYTES: u32 = 72 << 10;
+/// Shared memory of a block for copies that are under way: two blocks fit a multiprocessor of Hopper, and one those with
+/// 99 KiB for a block.
+const RING_BYTES: u32 = 96 << 10;
+/// Pairs of steps along k that it holds.
+const STAGES: std::ops::RangeInclusive<u32> = 2..=4;
 /// Maximum number of products of a launch.
 const PRODUCTS_MAX: usize = 3;
 
@@ -33,16 +34,19 @@ impl FewRows {
     /// For `m` rows of `x` in `split` parts, and `n` rows of weights.
     pub(super) fn new(m: u32, n: u64, split: u32, target: &PlanTarget) -> FewRows {
         // blocks with two tiles read `x` half as often, where there are enough of them
-        let row_tiles = if n.div_ceil(32) >= 3 * u64::from(target.multiprocessors) { 2 } else { 1 };
-        FewRows::with_row_tiles(m, row_tiles, split)
+        let enough = n.div_ceil(32) >= 3 * u64::from(target.multiprocessors);
+        let large = FewRows::with_row_tiles(m, 2, split).filter(|_| enough);
+        large.or_else(|| FewRows::with_row_tiles(m, 1, split)).expect("one tile fits")
     }
 
-    fn with_row_tiles(m: u32, row_tiles: u32, split: u32) -> FewRows {
+    /// None if the copies that have to be under way take more than their shared memory.
+    fn with_row_tiles(m: u32, row_tiles: u32, split: u32) -> Option<FewRows> {
         let tiles = m.div_ceil(8);
         let slot = 2 * row_tiles + tiles * if split == 3 { 2 } else { 1 };
-        let stage_bytes = slot * 16 * 32 * WARPS;
-        let stages = (RING_BYTES / stage_bytes).clamp(*STAGES.start(), *STAGES.end());
-        FewRows { row_tiles, tiles, split, stages, shared_bytes: stages * stage_bytes }
+        let stage_bytes = 2 * slot * 16 * 32 * WARPS;
+        let stages = (RING_BYTES / stage_bytes).min(*STAGES.end());
+        let fits = stages >= *STAGES.start();
+        fits.then_some(FewRows { row_tiles, tiles, split, stages, shared_bytes: stages * stage_bytes })
     }
 
     /// Blocks for `n` rows of weights.
@@ -161,7 +165,7 @@ fn gated(gate: &Product<'_>, up: &Product<'_>, op: &PlannedOp) -> Result<Option<
     if !fits || !others.all(|place| apart(place, &places[2])) {
         return Ok(None);
     }
-    let kernel = FewRows::with_row_tiles(m, 2, gate.split);
+    let Some(kernel) = FewRows::with_row_tiles(m, 2, gate.split) else { return Ok(None) };
     let addresses = [&gate.places[0], &gate.places[1], &up.places[1], gate.out(), up.out(), &places[2]];
     let mut args: Vec<KernelArg> = addresses.map(|place| KernelArg::Address(place.address)).to_vec();
     args.extend([m, n, k].map(KernelArg::U32));
