@@ -111,12 +111,6 @@ INTRINSIC void copy16_of_line(void* to, const void* from, bool present) {
                  "l"(from), "r"(present ? 16 : 0)
                  : "memory");
 }
-// Starts to bring bytes into the second cache, a multiple of 16 of them at such an address.
-INTRINSIC void prefetch(const void* p, uint bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes));
-#endif
-}
 // Closes a group of copies; waits until at most `pending` groups of this thread are under way.
 INTRINSIC void copies_close() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int pending> INTRINSIC void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory"); }

@@ -2,12 +2,10 @@
 
 KERNEL_OF(32 * WARPS, 1) gemm_few_rows(OPERANDS) {
     SHARED_BYTES(memory);
-    const uint lane = THREAD % 32, g = lane / 4, row0 = GROUP_X * ROWS;
-    const TYPE(WEIGHT)* const line = row_of(weight, row0 + lane % ROWS, n, k);
-    if (THREAD < 32) approach(line, 0, k); // no other launch needs to end for that
+    const uint g = THREAD % 32 / 4, row0 = GROUP_X * ROWS;
     START_OPERANDS;
     const TYPE(WEIGHT)* lines[2 * ROW_TILES];
     for (uint r = 0; r < 2 * ROW_TILES; ++r) lines[r] = row_of(weight, row0 + 8 * r + g, n, k);
-    const float* sums = multiply(memory, lines, line, x, m, k);
+    const float* sums = multiply(memory, lines, x, m, k);
     FINISH_ALL(sums);
 }

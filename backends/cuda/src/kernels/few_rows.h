@@ -1,20 +1,18 @@
-// What the products of a few rows share; they run on tensor cores and are bound by the weights' bandwidth: out [m, n] = x [m, k] . weight [n, k]^T.
-// X, WEIGHT (bf16 or f16), OUT; m <= 8 TILES. k is a multiple of 8 and rows are aligned to 16 bytes.
+// What the products of a few rows share: out [m, n] = x [m, k] . weight [n, k]^T on tensor cores, bound by the weights'
+// bandwidth. X, WEIGHT (bf16 or f16), OUT; m <= 8 TILES. k is a multiple of 8 and rows are aligned to 16 bytes.
 //
 // The weights are the left operand, 16 rows of them to an instruction: the order of k is free as long as both operands
 // agree, so a lane takes 8 neighbours along k of its two rows for two instructions. A block is ROW_TILES * 16 weight
 // rows; its warps share k, and their sums meet in shared memory, in a fixed order.
 //
 // A lane copies what it will multiply to a place of its own in shared memory, STAGES pairs of steps ahead: so many bytes
-// are under way without a register for each, and no thread waits for another. Rows are brought near in long pieces
-// before, of ROUND elements, which all warps take together, since memory likes them better than 128 bytes of many rows.
+// are under way without a register for each, and no thread waits for another. On an H200 it was slower with rows brought
+// to the second cache before, and with a warp to each row of weights.
 //
 // An f32 x is the exact sum of three bf16 (8 + 8 + 8 bits of fraction), each multiplied exactly: SPLIT 3.
 
-#define STEPS 4 // steps of 32 along k that a warp takes of each round: 256 bytes of each of its rows
+#define STEPS 4 // steps of 32 along k that a warp takes of its rows together: 256 bytes of each
 #define PAIR 2  // steps whose copies are waited for together: 128 bytes of a row, a line of the cache
-#define ROUND (32 * STEPS * WARPS)
-#define ROUNDS_AHEAD 1
 #define ROWS (16 * ROW_TILES)
 #define COLS (8 * TILES)
 #define X_VECTORS (SPLIT == 3 ? 2 : 1)                    // of 16 bytes, for 8 elements of a row of x
@@ -70,16 +68,9 @@ DEVICE void fetch(uint4* slot, const TYPE(WEIGHT)* const* lines, const TYPE(X)* 
     }
 }
 
-// Starts to bring a round of a row near, for all warps.
-DEVICE void approach(const TYPE(WEIGHT)* line, uint round, uint k) {
-    const uint at = round * ROUND;
-    if (THREAD % 32 < ROWS && at < k) prefetch(line + at, 2 * (k - at < ROUND ? k - at : ROUND));
-}
-
 // The sums of a block over k: [WARPS][COLS][ROWS] in `memory`, which the copies use before. lines: rows g and g + 8 of
-// each row tile of the weights; line: the one of them that this lane brings near.
-DEVICE float* multiply(uchar* memory, const TYPE(WEIGHT)* const* lines, const TYPE(WEIGHT)* line, const TYPE(X)* x, uint m,
-                       uint k) {
+// each row tile of the weights.
+DEVICE float* multiply(uchar* memory, const TYPE(WEIGHT)* const* lines, const TYPE(X)* x, uint m, uint k) {
     const uint lane = THREAD % 32, warp = THREAD / 32, g = lane / 4, t = lane % 4;
     float acc[ROW_TILES][TILES][4]; // C fragments: rows g, g + 8 of the weights, columns 2t, 2t + 1 of x's rows
     for (uint r = 0; r < ROW_TILES; ++r)
@@ -96,7 +87,7 @@ DEVICE float* multiply(uchar* memory, const TYPE(WEIGHT)* const* lines, const TY
             if (fetched < count) fetch(ring + (into * PAIR + i) * SLOT * 32, lines, x, m, k, next + 32 * i);    \
         copies_close();                                                                                         \
         fetched += PAIR;                                                                                        \
-        next += fetched % STEPS == 0 ? ROUND - 32 * (STEPS - PAIR) : 32 * PAIR;                                 \
+        next += fetched % STEPS == 0 ? 32 * (STEPS * (WARPS - 1) + PAIR) : 32 * PAIR;                                 \
         into = into + 1 == STAGES ? 0 : into + 1;                                                               \
     } while (0)
 #pragma unroll
@@ -107,7 +98,6 @@ DEVICE float* multiply(uchar* memory, const TYPE(WEIGHT)* const* lines, const TY
         from = from + 1 == STAGES ? 0 : from + 1;
         // the place before this one, whose elements are in registers by now
         FETCH_NEXT();
-        if (step % STEPS == 0 && step / STEPS % WARPS == warp) approach(line, step / STEPS + ROUNDS_AHEAD, k);
 #pragma unroll
         for (uint i = 0; i < PAIR; ++i) {
             const uint4* const slot = stage + i * SLOT * 32;

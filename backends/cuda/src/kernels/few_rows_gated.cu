@@ -4,9 +4,7 @@
 KERNEL_OF(32 * WARPS, 1) gemm_few_rows_gated(READS(X, x), READS(WEIGHT, gate_weight), READS(WEIGHT, up_weight),
                                              WRITES(X, gate), WRITES(X, up), WRITES(X, out), uint m, uint n, uint k) {
     SHARED_BYTES(memory);
-    const uint lane = THREAD % 32, g = lane / 4, row0 = GROUP_X * 16;
-    const TYPE(WEIGHT)* const line = row_of(lane < 16 ? gate_weight : up_weight, row0 + lane % 16, n, k);
-    if (THREAD < 32) approach(line, 0, k); // no other launch needs to end for that
+    const uint g = THREAD % 32 / 4, row0 = GROUP_X * 16;
     START(x);
     START(gate_weight);
     START(up_weight);
@@ -15,7 +13,7 @@ KERNEL_OF(32 * WARPS, 1) gemm_few_rows_gated(READS(X, x), READS(WEIGHT, gate_wei
     START(out);
     const TYPE(WEIGHT)* lines[4];
     for (uint r = 0; r < 4; ++r) lines[r] = row_of(r < 2 ? gate_weight : up_weight, row0 + r % 2 * 8 + g, n, k);
-    const float* sums = multiply(memory, lines, line, x, m, k);
+    const float* sums = multiply(memory, lines, x, m, k);
     for (uint i = THREAD; i < 16 * COLS; i += 32 * WARPS) {
         const uint row = i / 16, col = row0 + i % 16;
         if (row >= m || col >= n) continue;

@@ -8,15 +8,12 @@
 
 KERNEL_OF(32 * WARPS, 1) gemm_few_rows_of_one_x(READS(X, x), uint m, uint k, ONE_OF(0), ONE_OF(1), ONE_OF(2)) {
     SHARED_BYTES(memory);
-    const uint lane = THREAD % 32, g = lane / 4;
+    const uint g = THREAD % 32 / 4;
     // blocks of each product, one after another
     const uint end0 = (n0 + ROWS - 1) / ROWS, end1 = end0 + (n1 + ROWS - 1) / ROWS;
     const uint which = GROUP_X < end0 ? 0 : GROUP_X < end1 ? 1 : 2;
     const uint row0 = (GROUP_X - (which == 0 ? 0 : which == 1 ? end0 : end1)) * ROWS;
     const uint n = which == 0 ? n0 : which == 1 ? n1 : n2;
-    const TYPE(WEIGHT)* const early = which == 0 ? weight0 : which == 1 ? weight1 : weight2;
-    const TYPE(WEIGHT)* const line = row_of(early, row0 + lane % ROWS, n, k);
-    if (THREAD < 32) approach(line, 0, k); // no other launch needs to end for that
     START(x);
     START_ONE(0);
     START_ONE(1);
@@ -28,6 +25,6 @@ KERNEL_OF(32 * WARPS, 1) gemm_few_rows_of_one_x(READS(X, x), uint m, uint k, ONE
     const uint has_bias = flags % 2, accumulate = flags / 2;
     const TYPE(WEIGHT)* lines[2 * ROW_TILES];
     for (uint r = 0; r < 2 * ROW_TILES; ++r) lines[r] = row_of(weight, row0 + 8 * r + g, n, k);
-    const float* sums = multiply(memory, lines, line, x, m, k);
+    const float* sums = multiply(memory, lines, x, m, k);
     FINISH_ALL(sums);
 }

@@ -22,7 +22,6 @@ typedef unsigned long ulong; // as the C library has it
 #define __shared__ static
 #define __align__(n) __attribute__((aligned(n)))
 #define INTRINSIC static inline
-INTRINSIC void prefetch(const void*, uint) {}
 #define copy16_of_line copy16
 
 struct __align__(8) float2 { float x, y; };
