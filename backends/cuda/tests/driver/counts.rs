@@ -178,3 +178,48 @@ fn a_mixed_step_looks_up_no_kernel_after_the_first() {
         }
     });
 }
+
+/// A layer of a decode step over memory that its operations share, as a model's do.
+fn shared_layer(device: &dyn Device, tokens: u32) -> Vec<Cmd> {
+    let sigs = layer(tokens, tokens);
+    let alone: Vec<Vec<Slice>> = sigs.iter().map(|&sig| command(device, sig).args().to_vec()).collect();
+    let of = |op: usize, operand: usize| alone[op][operand].clone();
+    let (normed, q, k, v, cos_sin) = (of(0, 2), of(1, 2), of(2, 2), of(3, 2), of(4, 1));
+    let (residual, attended) = (of(0, 0), of(8, 2));
+    let args: [Vec<Slice>; 15] = [
+        vec![residual.clone(), of(0, 1), normed.clone()],
+        vec![normed.clone(), of(1, 1), q.clone()],
+        vec![normed.clone(), of(2, 1), k.clone()],
+        vec![normed.clone(), of(3, 1), v.clone()],
+        vec![q.clone(), cos_sin.clone()],
+        vec![k.clone(), cos_sin],
+        vec![k, v, of(6, 2), of(6, 3), of(6, 4)],
+        vec![q, of(7, 1), of(7, 2), of(6, 3), of(6, 4), of(7, 5), of(7, 6)],
+        vec![of(7, 5), of(7, 6), attended.clone()],
+        vec![attended, of(9, 1), residual.clone()],
+        vec![residual.clone(), of(10, 1), normed.clone()],
+        vec![normed.clone(), of(11, 1), of(11, 2)],
+        vec![normed, of(12, 1), of(12, 2)],
+        vec![of(11, 2), of(12, 2), of(13, 2)],
+        vec![of(13, 2), of(14, 1), residual],
+    ];
+    sigs.iter().zip(args).map(|(&sig, args)| Cmd::new(sig, &args).unwrap()).collect()
+}
+
+#[test]
+fn a_layer_of_a_decode_step_is_nine_launches() {
+    with_fake_driver("counts::a_layer_of_a_decode_step_is_nine_launches", |device: Arc<dyn Device>| {
+        let mut queue = device.queue().unwrap();
+        let list = shared_layer(&*device, 4);
+        let mut launches = |lists: &[&[Cmd]]| {
+            let made = calls_of(|| {
+                let ticket = lists.iter().map(|list| queue.submit(list).unwrap()).last().unwrap();
+                queue.wait(ticket, LONG).unwrap();
+            });
+            eprintln!("{} operations: {made:?}", list.len());
+            count(&made, "cuLaunchKernel")
+        };
+        let one_by_one: Vec<&[Cmd]> = list.chunks(1).collect();
+        assert_eq!((launches(&one_by_one), launches(&[&list])), (15, 9));
+    });
+}
