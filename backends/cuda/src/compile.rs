@@ -24,6 +24,11 @@ impl Architecture {
         number.parse::<u32>().is_ok_and(|capability| capability >= 90)
     }
 
+    /// Whether code for it may have Hopper's products of warpgroups (wgmma).
+    pub fn has_wgmma(&self) -> bool {
+        self.option() == "sm_90a"
+    }
+
     fn option(&self) -> &str {
         let (Architecture::Machine(target) | Architecture::Ptx(target)) = self;
         target
@@ -50,11 +55,12 @@ fn known() -> &'static [c_int] {
 }
 
 /// Selects machine code if NVRTC knows the device, since that needs no second compiler of another version, or
-/// else PTX of the nearest older capability.
+/// else PTX of the nearest older capability. Machine code for 9.0 has what only that capability has.
 pub fn architecture(capability: u32) -> Architecture {
     let known = known();
     if known.contains(&to_i32(capability)) {
-        return Architecture::Machine(format!("sm_{capability}"));
+        let features = if capability == 90 && major().is_some_and(|major| major >= 12) { "a" } else { "" };
+        return Architecture::Machine(format!("sm_{capability}{features}"));
     }
     let nearest = known.iter().copied().filter(|&c| c <= to_i32(capability)).max();
     Architecture::Ptx(format!("compute_{}", nearest.unwrap_or(80)))
@@ -82,6 +88,11 @@ pub fn cached(name: &str, source: &str, architecture: &Architecture) -> Result<V
         tracing::debug!(%error, directory = %directory.display(), "a compiled kernel is not kept");
     }
     Ok(code)
+}
+
+/// Returns NVRTC's major version; `None` if it does not say.
+fn major() -> Option<u32> {
+    version()?.strip_prefix("nvrtc ")?.split('.').next()?.parse().ok()
 }
 
 /// Returns NVRTC's version; `None` if it does not say.

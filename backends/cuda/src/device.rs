@@ -297,8 +297,10 @@ impl CudaDevice {
             }
             let context = Context::retain(facts.device)?;
             let blas = open_blas(&context);
+            let architecture = compile::architecture(facts.capability);
             let target = PlanTarget {
                 capability: facts.capability,
+                wgmma: architecture.has_wgmma(),
                 multiprocessors: facts.multiprocessors,
                 shared_bytes_max: facts.shared_bytes_max,
                 blas: blas.is_some(),
@@ -307,7 +309,6 @@ impl CudaDevice {
             let events = EventPool::new(&context);
             let transfers = Arc::new(Mutex::new(Transfers::new(&context, &events)?));
             let info = facts.info(index, blas.is_some());
-            let architecture = compile::architecture(facts.capability);
             let shared = Shared {
                 context,
                 blas,

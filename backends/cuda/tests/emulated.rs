@@ -4,10 +4,14 @@ use crate::emulator::EmulatedDevice;
 use mixfleet_hal::{DType, KvShape, OpSig, Support};
 use mixfleet_hwtests::cases::{Case, TokenSpread};
 use mixfleet_hwtests::{CheckOutcome, Entry, SuiteLevel, SuiteOptions, SuiteVerdict, attempt, run};
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 fn device(multiprocessors: u32) -> Option<EmulatedDevice> {
-    let device = EmulatedDevice::new(multiprocessors);
+    told(EmulatedDevice::new(multiprocessors, false))
+}
+
+fn told(device: Option<EmulatedDevice>) -> Option<EmulatedDevice> {
     if device.is_none() {
         eprintln!("SKIPPED: the emulator needs g++ on x86-64 Linux");
     }
@@ -105,6 +109,26 @@ fn prefill_attention_conforms_on_tensor_cores() {
             for window in [None, Some(1), Some(40), Some(100)] {
                 let sig = prefill(&spread, shape, window, dtype);
                 try_case(&device, sig, TokenSpread::Queries(spread.to_vec()));
+            }
+        }
+    }
+}
+
+/// Hopper's kernel, over tiles of 128 keys and blocks of 128 rows: each number of heads that share KV, contexts
+/// below, at and above a tile, sequences that begin inside a tile, more tiles than buffers, windows.
+#[test]
+fn prefill_attention_conforms_on_warpgroups() {
+    // few blocks, which go through several tiles each
+    let Some(device) = told(EmulatedDevice::new(3, true)) else { return };
+    let mixed = [(1, 1), (5, 128), (0, 9), (129, 129), (33, 200), (2, 130), (30, 140), (47, 700)];
+    let shapes = [1, 2, 3, 4, 5, 6, 7, 8].map(|ratio| (ratio, 1 + ratio % 2));
+    for (i, (ratio, kv_heads)) in shapes.into_iter().enumerate() {
+        for (head_dim, dtype) in [(128, DType::Bf16), (64, DType::F16), (128, DType::F16), (64, DType::Bf16)]
+        {
+            let window = [None, Some(1), Some(40), Some(100), Some(300)][(i + head_dim as usize / 64) % 5];
+            for window in BTreeSet::from([None, window]) {
+                let sig = prefill(&mixed, (ratio, kv_heads, head_dim), window, dtype);
+                try_case(&device, sig, TokenSpread::Queries(mixed.to_vec()));
             }
         }
     }

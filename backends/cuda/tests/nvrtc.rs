@@ -32,14 +32,15 @@ fn launches(sig: &OpSig) -> Vec<KernelLaunch> {
             place
         })
         .collect();
-    let target = |multiprocessors, blas| PlanTarget {
+    let target = |(multiprocessors, blas, wgmma)| PlanTarget {
         capability: 90,
+        wgmma,
         multiprocessors,
         shared_bytes_max: 232_448,
         blas,
         scratch: DeviceRange { address: 1 << 40, bytes: 64 << 20 },
     };
-    let targets = [(1, false), (132, false), (132, true)].map(|(count, blas)| target(count, blas));
+    let targets = [(1, false, false), (1, false, true), (132, false, true), (132, true, true)].map(target);
     let steps = targets.iter().flat_map(|target| plan(sig, &places, target).expect("a plan"));
     let launch = |step| match step {
         PlanStep::Launch(launch) => Some(launch),
@@ -304,7 +305,7 @@ fn what_models_use_compiles() {
     let programs: BTreeSet<KernelProgram> = models().iter().flat_map(programs).collect();
     let programs: Vec<KernelProgram> = programs.into_iter().collect();
     let ptx = ["compute_80", "compute_89", "compute_100"].map(|a| Architecture::Ptx(a.to_owned()));
-    compile_all(&programs, &[&[Architecture::Machine("sm_90".to_owned())], &ptx[..]].concat());
+    compile_all(&programs, &[&[Architecture::Machine("sm_90a".to_owned())], &ptx[..]].concat());
 }
 
 /// PTX of every variant of the conformance cases: their syntax and types.

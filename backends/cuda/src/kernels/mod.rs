@@ -15,6 +15,7 @@ pub const DEVICE: &str = include_str!("device.h");
 
 const FEW_ROWS: &str = include_str!("few_rows.h");
 const DECODE: &str = concat!(portable!("keys.h"), include_str!("decode.h"));
+const PREFILL: &str = concat!(portable!("keys.h"), include_str!("prefill.h"));
 
 /// A source file, without macros and prologue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -49,6 +50,8 @@ pub enum KernelSource {
     Attention,
     /// `attn_prefill_mma` on tensor cores.
     PrefillMma,
+    /// `attn_prefill_wgmma` on Hopper's tensor cores.
+    PrefillWgmma,
     /// `attn_decode` for any dtypes and shapes.
     Decode,
     /// `attn_decode_mma` on tensor cores.
@@ -76,6 +79,7 @@ impl KernelSource {
             KernelSource::FewRowsGated => "few_rows_gated.cu",
             KernelSource::Attention => "attention.c",
             KernelSource::PrefillMma => "prefill_mma.cu",
+            KernelSource::PrefillWgmma => "prefill_wgmma.cu",
             KernelSource::Decode => "decode.cu",
             KernelSource::DecodeMma => "decode_mma.cu",
             KernelSource::Combine => "combine.cu",
@@ -100,7 +104,8 @@ impl KernelSource {
             }
             KernelSource::FewRowsGated => &[portable!("gemm.h"), FEW_ROWS, include_str!("few_rows_gated.cu")],
             KernelSource::Attention => &[portable!("keys.h"), portable!("attention.c")],
-            KernelSource::PrefillMma => &[portable!("keys.h"), include_str!("prefill_mma.cu")],
+            KernelSource::PrefillMma => &[PREFILL, include_str!("prefill_mma.cu")],
+            KernelSource::PrefillWgmma => &[PREFILL, include_str!("prefill_wgmma.cu")],
             KernelSource::Decode => &[DECODE, include_str!("decode.cu")],
             KernelSource::DecodeMma => &[DECODE, include_str!("decode_mma.cu")],
             KernelSource::Combine => &[DECODE, include_str!("combine.cu")],

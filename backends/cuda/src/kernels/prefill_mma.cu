@@ -12,19 +12,9 @@
 #define WARP_ROWS (16 * ROW_TILES)
 #define BLOCK_ROWS (PREFILL_WARPS * WARP_ROWS)
 #define TILE_WARPS (TILE / 32)
-#define CHUNKS (HEAD_DIM / 8)
 #define ROW ((HEAD_DIM + 63) / 64 * 64)
-#define NOWHERE 0xFFFFFFFFu
-#define LOG2E 1.4426950408889634f
 
 DEVICE ushort* chunk_at(ushort* rows, uint row, uint chunk) { return rows + row * ROW + (chunk ^ row % 8) * 8; }
-
-DEVICE uint line_of(const Keys* keys, uint t, uint first, uint end) {
-    if (t < first || t >= end) return NOWHERE;
-    const uint page = keys->pages[t / keys->page_tokens];
-    if (page >= keys->page_count) return NOWHERE;
-    return (page * keys->kv_heads + keys->kv_head) * keys->page_tokens + t % keys->page_tokens;
-}
 
 // Looks up a lane's key, and tells whether any of the warp's keys is absent.
 DEVICE void find(const Keys* keys, uint t, uint first, uint end, uint* line, bool* absent) {

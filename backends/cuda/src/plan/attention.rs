@@ -60,6 +60,25 @@ impl PrefillBlock {
     }
 }
 
+/// Threads per block in `attn_prefill_wgmma`: two warpgroups that compute, and one that copies.
+const WGMMA_THREADS: u32 = 384;
+/// Rows that a block of `attn_prefill_wgmma` takes at a time, and keys per tile.
+const WGMMA_ROWS: u32 = 128;
+/// Buffers each of keys and values in `attn_prefill_wgmma`.
+const WGMMA_STAGES: u32 = 3;
+
+/// Dynamic shared memory of a block of `attn_prefill_wgmma`: queries, keys, values, from a multiple of 1024.
+fn wgmma_shared_bytes(head_dim: u32) -> u32 {
+    (WGMMA_ROWS + 2 * WGMMA_STAGES * WGMMA_ROWS) * head_dim * 2 + 1024
+}
+
+/// Whether `attn_prefill_wgmma` takes heads of this length, of whose rows there are `tiles` tiles: fewer would
+/// leave multiprocessors idle that the smaller blocks of `attn_prefill_mma` use.
+fn on_warpgroups(head_dim: u32, tiles: u64, target: &PlanTarget) -> bool {
+    let fits = wgmma_shared_bytes(head_dim) + 1024 <= target.shared_bytes_max;
+    target.wgmma && matches!(head_dim, 64 | 128) && fits && 2 * tiles >= u64::from(target.multiprocessors)
+}
+
 /// An operand list that is aligned, for what is asked before there are operands.
 const ALIGNED: &[DeviceRange] = &[];
 
@@ -111,14 +130,29 @@ pub(super) fn prefill(
     let blocks = rows.div_ceil(large.rows.into()) * u64::from(kv_heads);
     let fills = blocks >= 2 * u64::from(target.multiprocessors) && head_dim <= 128 && large.fits(target);
     let (row_tiles, block) = if fills { (2u32, large) } else { (1, PrefillBlock::new(1, head_dim)) };
-    if slow_prefill(sig, operands, target).is_none() {
+    // a sequence's last block may be short, so each has one more at most
+    let tiles =
+        |rows_of: u32| if rows == 0 { 0 } else { rows.div_ceil(rows_of.into()) + u64::from(sequences) };
+    let tensor_cores = slow_prefill(sig, operands, target).is_none();
+    let full_tiles = rows / u64::from(WGMMA_ROWS) * u64::from(kv_heads);
+    if tensor_cores && on_warpgroups(head_dim, full_tiles.max(1), target) {
+        let stages: (&'static str, &dyn Macro) = ("STAGES", &WGMMA_STAGES);
+        let program = KernelProgram::new(KernelSource::PrefillWgmma, &[&macros[..], &[stages]].concat());
+        // a block for each multiprocessor, which goes through the tiles
+        let blocks = (tiles(WGMMA_ROWS) * u64::from(kv_heads)).min(target.multiprocessors.into());
+        let mut step = launch(program, "attn_prefill_wgmma", ([blocks, 1, 1], WGMMA_THREADS), args)?;
+        if let PlanStep::Launch(launch) = &mut step {
+            launch.shared_bytes = wgmma_shared_bytes(head_dim);
+        }
+        return Ok(step);
+    }
+    if tensor_cores {
         let program = KernelProgram::new(
             KernelSource::PrefillMma,
             &[&macros[..], &[("ROW_TILES", &row_tiles), ("TILE", &block.tile)]].concat(),
         );
-        // a sequence's last block may be short, so each has one more at most
-        let tiles = if rows == 0 { 0 } else { rows.div_ceil(block.rows.into()) + u64::from(sequences) };
-        let mut step = launch(program, "attn_prefill_mma", ([tiles, kv_heads.into(), 1], THREADS), args)?;
+        let mut step =
+            launch(program, "attn_prefill_mma", ([tiles(block.rows), kv_heads.into(), 1], THREADS), args)?;
         if let PlanStep::Launch(launch) = &mut step {
             launch.shared_bytes = block.shared_bytes;
         }
@@ -264,6 +298,7 @@ mod tests {
 
     const TARGET: PlanTarget = PlanTarget {
         capability: 90,
+        wgmma: true,
         multiprocessors: 132,
         shared_bytes_max: 232_448,
         blas: true,

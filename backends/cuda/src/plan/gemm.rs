@@ -197,6 +197,7 @@ mod tests {
     fn way_of((m, n, k): (u32, u32, u32), (x, weight, out): (DType, DType, DType), bias: bool) -> GemmPath {
         let target = PlanTarget {
             capability: 90,
+            wgmma: true,
             multiprocessors: 132,
             shared_bytes_max: 232_448,
             blas: true,

@@ -28,6 +28,8 @@ pub struct DeviceRange {
 pub struct PlanTarget {
     /// Compute capability, times ten: 90 for 9.0.
     pub capability: u32,
+    /// Whether kernels are compiled with Hopper's products of warpgroups (wgmma).
+    pub wgmma: bool,
     /// Number of multiprocessors.
     pub multiprocessors: u32,
     /// Maximum shared memory of a block in bytes.

@@ -176,9 +176,9 @@ pub(crate) struct EmulatedDevice {
 }
 
 impl EmulatedDevice {
-    /// A device of `multiprocessors`, which decides between variants of kernels. `None` where there is no
-    /// g++, or the shim does not know the processor.
-    pub(crate) fn new(multiprocessors: u32) -> Option<EmulatedDevice> {
+    /// A device of `multiprocessors`, with Hopper's products of warpgroups or without, which decides between
+    /// variants of kernels. `None` where there is no g++, or the shim does not know the processor.
+    pub(crate) fn new(multiprocessors: u32, wgmma: bool) -> Option<EmulatedDevice> {
         if !cfg!(all(target_arch = "x86_64", target_os = "linux"))
             || Command::new("g++").arg("-v").output().is_err()
         {
@@ -189,6 +189,7 @@ impl EmulatedDevice {
         let scratch = Memory::new(SCRATCH_BYTES);
         let target = PlanTarget {
             capability: 90,
+            wgmma,
             multiprocessors,
             shared_bytes_max: 232_448,
             blas: false,

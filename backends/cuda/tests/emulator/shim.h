@@ -37,15 +37,44 @@ static Dim threadIdx, blockIdx, blockDim, gridDim;
 namespace emulator {
 
 enum { THREADS_MAX = 1024, STACK_BYTES = 128 << 10, SLOT_BYTES = 32, COPIES_MAX = 256 };
-enum State { READY, AT_BLOCK_BARRIER, AT_WARP_BARRIER, DONE };
+enum { PRODUCTS_MAX = 64, ARRIVALS_MAX = 16, PHASES_MAX = 32, NAMED_MAX = 16, SHARED_MAX = 256 << 10 };
+enum State { READY, AT_BLOCK_BARRIER, AT_WARP_BARRIER, AT_PHASE, AT_NAMED_BARRIER, DONE };
 
+// A barrier of shared memory, 8 bytes; `number` counts them from 1.
+struct Phases { ushort count, missing, phase, number; };
+// An arrival that waits for the copies before it.
+struct Arrival { Phases* barrier; ulong copies; };
+// How many phases of each barrier.
+struct Seen { ushort phases[PHASES_MAX]; };
+// What the last copy to 16 bytes of shared memory arrived at; 0 while it is under way.
+struct Written { ushort number, phase; };
 struct Copy { void* to; const void* from; bool present; uint group; };
+// A product of a warpgroup that was begun; `first` of its group to change `d`, which held `saved`.
+struct Product {
+    float* d;
+    const uint* a_registers;
+    ulong a, b;
+    uint n, group;
+    Seen shown;
+    bool add, first;
+    float (*element)(uint, uint);
+    float saved[64];
+};
 struct Fiber {
     void* stack_pointer;
     char* stack;
     State state;
     uint exchanges, closed, copies;
     Copy pending[COPIES_MAX];
+    ulong copies_done;
+    uint arrivals;
+    Arrival arrival[ARRIVALS_MAX];
+    Phases* barrier; // and its parity, which this thread waits for
+    uint parity;
+    Seen waited, shown; // phases that this thread waited for, and those before `products_see_shared`
+    uint products, products_closed;
+    bool products_open;
+    Product* product;
 };
 struct Warp {
     int operation;
@@ -57,7 +86,10 @@ static Fiber fibers[THREADS_MAX];
 static Warp warps[THREADS_MAX / 32];
 static void* scheduler;
 static uint current, at_barrier, live;
-static uchar* dynamic;
+static uchar *allocation, *dynamic;
+static uint dynamic_bytes;
+static Written written[SHARED_MAX / 16];
+static uint named[NAMED_MAX], phases_begun;
 static char error[256];
 static void (*body)();
 
@@ -109,9 +141,72 @@ static char (*exchange(int operation, const void* mine, uint bytes))[SLOT_BYTES]
     return slots;
 }
 
+static void arrive(Phases* barrier) {
+    if (barrier->missing == 0) return fail("a barrier of phases that nobody began");
+    if (--barrier->missing > 0) return;
+    barrier->missing = barrier->count;
+    ++barrier->phase;
+}
+
+// Arrivals of a thread whose copies are done.
+static void arrive_after_copies(Fiber& fiber) {
+    uint kept = 0;
+    for (uint i = 0; i < fiber.arrivals; ++i) {
+        const Arrival arrival = fiber.arrival[i];
+        if (arrival.copies <= fiber.copies_done)
+            arrive(arrival.barrier);
+        else
+            fiber.arrival[kept++] = arrival;
+    }
+    fiber.arrivals = kept;
+}
+
+static Written* written_at(const void* to) {
+    const size_t at = (uchar*)to - allocation;
+    return at < dynamic_bytes ? &written[at / 16] : nullptr;
+}
+
+static void land(const Copy& copy) {
+    if (copy.present)
+        memcpy(copy.to, copy.from, 16);
+    else
+        memset(copy.to, 0, 16);
+}
+
+// Lands the `count` oldest copies of a thread.
+static void land(Fiber& fiber, uint count) {
+    for (uint i = 0; i < count; ++i) {
+        const Copy& copy = fiber.pending[i];
+        land(copy);
+        // the first arrival behind it
+        uint a = 0;
+        while (a < fiber.arrivals && fiber.arrival[a].copies <= fiber.copies_done + i) ++a;
+        const Phases* barrier = a < fiber.arrivals ? fiber.arrival[a].barrier : nullptr;
+        const Written arrived = barrier ? Written{barrier->number, barrier->phase} : Written{};
+        if (Written* at = written_at(copy.to)) *at = arrived;
+    }
+    memmove(fiber.pending, fiber.pending + count, (fiber.copies - count) * sizeof(Copy));
+    fiber.copies -= count;
+    fiber.copies_done += count;
+    arrive_after_copies(fiber);
+}
+
+// Lands what the oldest arrival of each thread waits for; false if there is none.
+static bool land_some() {
+    bool any = false;
+    for (uint i = 0; i < blockDim.x; ++i) {
+        Fiber& fiber = fibers[i];
+        if (fiber.arrivals == 0) continue;
+        any = true;
+        land(fiber, (uint)(fiber.arrival[0].copies - fiber.copies_done));
+    }
+    return any;
+}
+
 static void entry() {
     body();
     Fiber& fiber = fibers[current];
+    if (fiber.products) fail("a thread ended before its products");
     Warp& warp = warps[current / 32];
     if (warp.arrived) fail("a lane ended while others of its warp wait for it");
     --warp.live;
@@ -131,12 +226,18 @@ static void start(Fiber& fiber) {
     for (int i = 0; i < 6; ++i) *--top = nullptr;
     fiber.stack_pointer = top;
     fiber.state = READY;
-    fiber.exchanges = fiber.closed = fiber.copies = 0;
+    fiber.exchanges = fiber.closed = fiber.copies = fiber.arrivals = 0;
+    fiber.copies_done = 0;
+    fiber.waited = fiber.shown = {};
+    fiber.products = fiber.products_closed = fiber.products_open = 0;
 }
 
 static void run_block() {
     live = blockDim.x;
     at_barrier = 0;
+    phases_begun = 0;
+    memset(written, 0, sizeof written);
+    memset(named, 0, sizeof named);
     for (uint w = 0; w < (blockDim.x + 31) / 32; ++w) {
         const uint rest = blockDim.x - 32 * w;
         warps[w].arrived = 0;
@@ -147,13 +248,16 @@ static void run_block() {
         bool ran = false;
         for (uint i = 0; i < blockDim.x && !error[0]; ++i) {
             const uint next = pass % 2 == 0 ? i : blockDim.x - 1 - i;
+            if (fibers[next].state == AT_PHASE && (fibers[next].barrier->phase & 1) != fibers[next].parity)
+                fibers[next].state = READY;
             if (fibers[next].state != READY) continue;
             ran = true;
             current = next;
             threadIdx = {next, 0, 0};
             emulator_switch(&scheduler, fibers[next].stack_pointer);
         }
-        if (!ran && live > 0) fail("deadlock: not all threads reach a barrier");
+        // copies behind a thread's back end when nobody can go on without them
+        if (!ran && live > 0 && !land_some()) fail("deadlock: not all threads reach a barrier");
     }
 }
 
@@ -178,7 +282,10 @@ template <class... A> static const char* run(void (*kernel)(A...), const Launch*
     error[0] = 0;
     gridDim = {launch->grid[0], launch->grid[1], launch->grid[2]};
     blockDim = {launch->threads, 1, 1};
-    dynamic = (uchar*)aligned_alloc(16, (launch->shared_bytes + 31) / 16 * 16);
+    // at an odd multiple of 16 bytes
+    dynamic_bytes = 16 + launch->shared_bytes;
+    allocation = (uchar*)aligned_alloc(1024, (dynamic_bytes + 1023) / 1024 * 1024);
+    dynamic = allocation + 16;
     for (uint z = 0; z < gridDim.z; ++z)
         for (uint y = 0; y < gridDim.y; ++y)
             for (uint x = 0; x < gridDim.x && !error[0]; ++x) {
@@ -186,7 +293,7 @@ template <class... A> static const char* run(void (*kernel)(A...), const Launch*
                 memset(dynamic, 0xFF, launch->shared_bytes); // NaN in every type
                 run_block();
             }
-    free(dynamic);
+    free(allocation);
     return error[0] ? error : nullptr;
 }
 
@@ -194,8 +301,8 @@ template <class... A> static const char* run(void (*kernel)(A...), const Launch*
 
 // What a kernel is found by: how many arguments it has, and its launch.
 #define EXPORT extern "C" __attribute__((visibility("default")))
-#define EMULATE(kernel)                                                                                          \
-    EXPORT int count_##kernel() { return emulator::count_of(kernel); }                                           \
+#define EMULATE(kernel)                                                                                      \
+    EXPORT int count_##kernel() { return emulator::count_of(kernel); }                                       \
     EXPORT const char* emulate_##kernel(const emulator::Launch* launch) { return emulator::run(kernel, launch); }
 
 #define SHARED_BYTES(name) uchar* const name = emulator::dynamic
@@ -290,20 +397,166 @@ INTRINSIC void copy16(void* to, const void* from, bool present) {
     if (fiber.copies == emulator::COPIES_MAX) return emulator::fail("too many copies under way");
     if ((size_t)to % 16 || (size_t)from % 16) return emulator::fail("a copy that is not aligned");
     fiber.pending[fiber.copies++] = {to, from, present, fiber.closed};
+    if (emulator::Written* at = emulator::written_at(to)) *at = {};
 }
 INTRINSIC void copies_close() { ++emulator::fibers[emulator::current].closed; }
 template <int pending> INTRINSIC void copies_wait() {
     emulator::Fiber& fiber = emulator::fibers[emulator::current];
-    uint kept = 0;
-    for (uint i = 0; i < fiber.copies; ++i) {
-        const emulator::Copy copy = fiber.pending[i];
-        if (copy.group + pending >= fiber.closed) {
-            fiber.pending[kept++] = copy;
-        } else if (copy.present) {
-            memcpy(copy.to, copy.from, 16);
-        } else {
-            memset(copy.to, 0, 16);
+    uint done = 0;
+    while (done < fiber.copies && fiber.pending[done].group + pending < fiber.closed) ++done;
+    emulator::land(fiber, done);
+}
+
+#define WGMMA
+#define GROWTH_MAX 0.25f // of prefill_wgmma.cu: so little that the tests' scores exceed it
+INTRINSIC uint shared_address(const void* p) { return (uint)((const uchar*)p - emulator::allocation); }
+INTRINSIC void copy16_at(uint to, const void* from, bool present) {
+    copy16(emulator::allocation + to, from, present);
+}
+INTRINSIC const uchar* settled(const uchar* p) { return p; }
+INTRINSIC uint lanes_where(bool v) {
+    char(*all)[emulator::SLOT_BYTES] = emulator::exchange(VOTE, &v, sizeof v);
+    uint bits = 0;
+    for (uint i = 0; i < 32; ++i) bits |= (uint)*(bool*)all[i] << i;
+    return bits;
+}
+template <int count> INTRINSIC void registers_fewer() {}
+template <int count> INTRINSIC void registers_more() {}
+
+INTRINSIC void phases_begin(ulong* barrier, uint count) {
+    if (++emulator::phases_begun == emulator::PHASES_MAX) return emulator::fail("too many barriers of phases");
+    *(emulator::Phases*)barrier = {(ushort)count, (ushort)count, 0, (ushort)emulator::phases_begun};
+}
+INTRINSIC void phase_arrive(ulong* barrier) { emulator::arrive((emulator::Phases*)barrier); }
+INTRINSIC void phase_arrive_after_copies(ulong* barrier) {
+    emulator::Fiber& fiber = emulator::fibers[emulator::current];
+    if (fiber.arrivals == emulator::ARRIVALS_MAX) return emulator::fail("too many arrivals under way");
+    fiber.arrival[fiber.arrivals++] = {(emulator::Phases*)barrier, fiber.copies_done + fiber.copies};
+}
+INTRINSIC void phase_wait(ulong* barrier, uint parity) {
+    emulator::Fiber& fiber = emulator::fibers[emulator::current];
+    fiber.barrier = (emulator::Phases*)barrier;
+    fiber.parity = parity;
+    if ((fiber.barrier->phase & 1) == parity) emulator::yield(emulator::AT_PHASE);
+    fiber.waited.phases[fiber.barrier->number] = fiber.barrier->phase;
+}
+
+INTRINSIC void turn_give(uint barrier, uint threads) {
+    if (barrier == 0 || barrier >= emulator::NAMED_MAX) return emulator::fail("no such barrier");
+    if (++emulator::named[barrier] < threads) return;
+    emulator::named[barrier] = 0;
+    for (uint i = 0; i < blockDim.x; ++i) {
+        emulator::Fiber& fiber = emulator::fibers[i];
+        if (fiber.state == emulator::AT_NAMED_BARRIER && fiber.parity == barrier) fiber.state = emulator::READY;
+    }
+}
+INTRINSIC void turn_wait(uint barrier, uint threads) {
+    emulator::Fiber& fiber = emulator::fibers[emulator::current];
+    fiber.parity = barrier;
+    fiber.state = emulator::AT_NAMED_BARRIER;
+    turn_give(barrier, threads);
+    if (fiber.state == emulator::AT_NAMED_BARRIER) emulator::yield(emulator::AT_NAMED_BARRIER);
+}
+
+// Products read shared memory as late as they may, when a thread waits for them, and fail unless what they read
+// are copies with an arrival that the thread waited for, then `products_see_shared`, then the product, and no copy
+// to there since. What they change is NaN until then.
+INTRINSIC void products_see_shared() {
+    emulator::Fiber& fiber = emulator::fibers[emulator::current];
+    fiber.shown = fiber.waited;
+}
+INTRINSIC void products_open() { emulator::fibers[emulator::current].products_open = true; }
+INTRINSIC void products_close() {
+    emulator::Fiber& fiber = emulator::fibers[emulator::current];
+    fiber.products_open = false;
+    ++fiber.products_closed;
+}
+template <int count> INTRINSIC void hold(float (&v)[count]) {}
+
+namespace emulator {
+
+static void begin(float* d, const uint* a_registers, ulong a, ulong b, uint n, bool add,
+                  float (*element)(uint, uint)) {
+    Fiber& fiber = fibers[current];
+    if (!fiber.products_open) return fail("a product of a group that was not opened");
+    if (fiber.products == PRODUCTS_MAX) return fail("too many products under way");
+    if (!fiber.product) fiber.product = (Product*)malloc(PRODUCTS_MAX * sizeof(Product));
+    Product& product = fiber.product[fiber.products];
+    product = {d, a_registers, a, b, n, fiber.products_closed, fiber.shown, add, true, element};
+    for (uint i = 0; i < fiber.products; ++i) product.first &= fiber.product[i].d != d;
+    if (product.first) {
+        memcpy(product.saved, d, n / 2 * sizeof(float));
+        for (uint i = 0; i < n / 2; ++i) d[i] = bits_of<float>(0x7FC00000u);
+    }
+    ++fiber.products;
+}
+
+// PTX ISA, "Asynchronous Warpgroup Level Matrix Shared Memory Layout" and "Matrix Descriptor Format", for 16-bit
+// elements in panels of 128 bytes, swizzled: element `k` of row `row`, whose rows lie along k, or across it.
+static uint element_of(const Product& product, ulong matrix, uint row, uint k, bool across) {
+    const uint start = (matrix & 0x3FFF) << 4, leading = (matrix >> 16 & 0x3FFF) << 4;
+    const uint stride = (matrix >> 32 & 0x3FFF) << 4;
+    const uint linear = across ? start + row / 64 * leading + row % 64 * 2 + k / 8 * stride + k % 8 * 128
+                               : start + row / 8 * stride + row % 8 * 128 + k * 2;
+    const uint at = linear ^ (linear >> 7 & 7) << 4;
+    if (at + 2 > dynamic_bytes) {
+        fail("a product reads outside of the shared memory");
+        return 0;
+    }
+    const Written last = written[at / 16];
+    if (last.number == 0 || last.phase >= product.shown.phases[last.number])
+        fail("a product reads shared memory that it was not shown");
+    return *(const ushort*)(allocation + at);
+}
+
+static void land(const Product& product) {
+    for (const ulong matrix : {product.a, product.b})
+        if (matrix && (matrix >> 62 != 1 || (matrix >> 49 & 7) != 0))
+            fail("a matrix that is not swizzled by 128 bytes");
+    const uint lane = current % 32, g = lane / 4, t = lane % 4, row0 = current / 32 % 4 * 16;
+    float left[2][16]; // rows g and g + 8
+    if (product.a_registers) {
+        char(*all)[SLOT_BYTES] = exchange(MMA, product.a_registers, 16);
+        for (uint i = 0; i < 2; ++i)
+            for (uint k = 0; k < 16; ++k)
+                left[i][k] = product.element(((const uint*)all[4 * g + k % 8 / 2])[i + k / 8 * 2], k % 2);
+    } else {
+        for (uint i = 0; i < 2; ++i)
+            for (uint k = 0; k < 16; ++k)
+                left[i][k] = product.element(element_of(product, product.a, row0 + 8 * i + g, k, false), 0);
+    }
+    if (product.first) memcpy(product.d, product.saved, product.n / 2 * sizeof(float));
+    for (uint n = 0; n < product.n; ++n) {
+        if (n % 8 / 2 != t) continue;
+        float sums[2] = {0.0f, 0.0f};
+        for (uint k = 0; k < 16; ++k) {
+            const uint right = element_of(product, product.b, n, k, product.a_registers != nullptr);
+            for (uint i = 0; i < 2; ++i) sums[i] += left[i][k] * product.element(right, 0);
+        }
+        for (uint i = 0; i < 2; ++i) {
+            float& d = product.d[n / 8 * 4 + 2 * i + n % 2];
+            d = product.add ? d + sums[i] : sums[i];
         }
     }
-    fiber.copies = kept;
 }
+
+} // namespace emulator
+
+template <int pending> INTRINSIC void products_wait() {
+    emulator::Fiber& fiber = emulator::fibers[emulator::current];
+    uint done = 0;
+    while (done < fiber.products && fiber.product[done].group + pending < fiber.products_closed)
+        emulator::land(fiber.product[done++]);
+    fiber.products -= done;
+    memmove(fiber.product, fiber.product + done, fiber.products * sizeof(emulator::Product));
+}
+
+#define PRODUCTS(T)                                                                                          \
+    template <int count> INTRINSIC void product_of_shared_##T(float (&d)[count], ulong a, ulong b, bool add) { \
+        emulator::begin(d, nullptr, a, b, 2 * count, add, element_##T);                                      \
+    }                                                                                                        \
+    template <int count> INTRINSIC void product_of_registers_##T(float (&d)[count], const uint* a, ulong b) { \
+        emulator::begin(d, a, 0, b, 2 * count, true, element_##T);                                           \
+    }
+PRODUCTS(bf16)
+PRODUCTS(f16)
