@@ -155,6 +155,8 @@ pub struct KernelResources {
     pub stack_bytes: u32,
     /// Bytes of spilled registers that are stored and loaded.
     pub spill_bytes: u32,
+    /// Whether the assembler made products of warpgroups wait for each other, which costs most of their speed.
+    pub serialized: bool,
 }
 
 /// Compiles a program to machine code and returns what each of its kernels takes.
@@ -177,10 +179,13 @@ fn resources_in(log: &str) -> Vec<KernelResources> {
         before.split_whitespace().next_back()?.parse::<u32>().ok()
     };
     let mut kernels: Vec<KernelResources> = Vec::new();
+    let serialized = |line: &&str| line.contains("wgmma.mma_async instructions are serialized");
+    let serialized: Vec<&str> = log.lines().filter(serialized).collect();
     for line in log.lines() {
         if let Some((_, rest)) = line.split_once("Compiling entry function '") {
             let kernel = rest.split('\'').next().unwrap_or_default().to_owned();
-            kernels.push(KernelResources { kernel, ..KernelResources::default() });
+            let serialized = serialized.iter().any(|line| line.contains(&format!("'{kernel}'")));
+            kernels.push(KernelResources { kernel, serialized, ..KernelResources::default() });
         }
         let Some(kernel) = kernels.last_mut() else { continue };
         let fields = [
@@ -247,6 +252,7 @@ mod tests {
     #[test]
     fn the_assemblers_log_tells_what_each_kernel_takes() {
         let log = "\
+ptxas info    : (C7518) Potential Performance Loss: wgmma.mma_async instructions are serialized in the function 'second'
 ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function 'first' for 'sm_90a'
 ptxas info    : Function properties for first
@@ -263,6 +269,7 @@ ptxas info    : Used 19 registers, used 0 barriers, 364 bytes cmem[0]
             shared_bytes,
             stack_bytes,
             spill_bytes,
+            serialized: kernel == "second",
         };
         assert_eq!(resources_in(log), [kernel("first", 255, 1200, 24, 24), kernel("second", 19, 0, 0, 0)]);
     }

@@ -308,6 +308,30 @@ fn what_models_use_compiles() {
     compile_all(&programs, &[&[Architecture::Machine("sm_90a".to_owned())], &ptx[..]].concat());
 }
 
+/// Hopper's prefill attention keeps all in registers, and its products run beside the rest. A branch that the
+/// assembler cannot tell to be the same for all lanes of a warp is enough to lose the latter.
+#[test]
+fn products_of_warpgroups_are_not_serialized() {
+    if !nvrtc_is_here() {
+        return;
+    }
+    let sigs =
+        [(DType::Bf16, 64), (DType::Bf16, 128), (DType::F16, 64), (DType::F16, 128)].map(|(x, head_dim)| {
+            let kv = KvShape { kv_heads: 8, head_dim, page_tokens: KV_PAGE_TOKENS, dtype: x };
+            let (tokens, sequences, pairs, kv_tokens, heads, pages_max) = (4096, 1, 0, 4096, 32, 256);
+            OpSig::AttnPrefill { tokens, sequences, pairs, kv_tokens, heads, pages_max, window: None, x, kv }
+        });
+    let launches = sigs.iter().flat_map(launches).filter(|launch| launch.kernel == "attn_prefill_wgmma");
+    let programs: BTreeSet<KernelProgram> = launches.map(|launch| launch.program).collect();
+    assert_eq!(programs.len(), sigs.len());
+    for program in programs {
+        let target = Architecture::Machine("sm_90a".to_owned());
+        for taken in resources(program.body.name(), &program.source(DEVICE), &target).unwrap() {
+            assert!(!taken.serialized && taken.spill_bytes == 0, "{taken:?}\n{}", program.macros());
+        }
+    }
+}
+
 /// PTX of every variant of the conformance cases: their syntax and types.
 #[test]
 fn every_variant_compiles() {
