@@ -19,8 +19,8 @@
 #define TILE_BYTES (PANELS * PANEL_BYTES(TILE))
 #define QUERY_BYTES (PANELS * PANEL_BYTES(GROUP_ROWS))
 // of a thread: 65536 in all, in steps of 8
-#define PRODUCER_REGISTERS 56
-#define CONSUMER_REGISTERS 224
+#define PRODUCER_REGISTERS 72
+#define CONSUMER_REGISTERS 216
 // Weights are 2^GROWTH_MAX at most: the maximum that they are relative to follows only scores further above it.
 #ifndef GROWTH_MAX
 #define GROWTH_MAX 8.0f
@@ -92,43 +92,39 @@ KERNEL_OF(WARPGROUP * (CONSUMERS + 1), 1) attn_prefill_wgmma(PREFILL_OPERANDS) {
     uchar* const v_tiles = k_tiles + STAGES * TILE_BYTES;     // [STAGES]
     const uint lane = THREAD % 32, warp = shuffle_uint(THREAD / 32, 0), group = warp / 4;
     const uint ratio = heads / kv_heads;
-    const uint tiles_max = (uint)(((ulong)tokens * ratio + BLOCK_ROWS - 1) / BLOCK_ROWS) + sequences;
+    const auto rows_of = [&](uint s) {
+        const uint start = query_start[s], stop = query_start[s + 1];
+        const bool sane = start <= stop && stop <= tokens && stop - start <= context[s];
+        return sane ? (stop - start) * ratio : 0;
+    };
+    uint tiles = 0;
+#pragma unroll 4
+    for (uint s = 0; s < sequences; ++s) tiles += (rows_of(s) + BLOCK_ROWS - 1) / BLOCK_ROWS;
 
-    // the rows of the next tile of this block, the longest rows first; false if there are no more
-    uint round = 0;
+    // the next rows of this block, the longest rows first; false if there are no more
+    uint round = 0, s = sequences, tiles_before = tiles;
     const auto next_rows = [&](Rows* rows) {
-        for (; (ulong)round * gridDim.x < (ulong)tiles_max * kv_heads;) {
-            // every other round runs backwards, so that all blocks have as much to do
-            const uint item = round * gridDim.x + (round % 2 == 0 ? GROUP_X : gridDim.x - 1 - GROUP_X);
-            ++round;
-            if (item >= tiles_max * kv_heads) continue;
-            uint tile = tiles_max - 1 - item / kv_heads, s = 0, count = 0;
-            for (; s < sequences; ++s) {
-                const uint start = query_start[s], stop = query_start[s + 1];
-                const bool sane = start <= stop && stop <= tokens && stop - start <= context[s];
-                count = sane ? (stop - start) * ratio : 0;
-                const uint tiles = (count + BLOCK_ROWS - 1) / BLOCK_ROWS;
-                if (tile < tiles) break;
-                tile -= tiles;
-            }
-            if (s == sequences) continue;
-            rows->s = s;
-            rows->kv_head = item % kv_heads;
-            rows->row0 = tile * BLOCK_ROWS;
-            rows->count = count;
-            rows->token0 = query_start[s];
-            rows->position0 = context[s] - count / ratio;
-            const uint last_row = (rows->row0 + BLOCK_ROWS < count ? rows->row0 + BLOCK_ROWS : count) - 1;
-            const uint first_end = rows->position0 + rows->row0 / ratio + 1;
-            const uint last_end = rows->position0 + last_row / ratio + 1;
-            rows->first_min = first_end > window ? first_end - window : 0;
-            rows->key_first = rows->first_min / TILE * TILE;
-            rows->key_end = last_end < KEYS_MAX ? last_end : (uint)KEYS_MAX;
-            const bool any = rows->key_first < rows->key_end;
-            rows->steps = any ? (rows->key_end - rows->key_first + TILE - 1) / TILE : 0;
-            return true;
-        }
-        return false;
+        // every other round runs backwards, so that all blocks have as much to do
+        const uint item = round * gridDim.x + (round % 2 == 0 ? GROUP_X : gridDim.x - 1 - GROUP_X);
+        if (item >= tiles * kv_heads) return false;
+        ++round;
+        const uint tile = tiles - 1 - item / kv_heads;
+        while (tile < tiles_before) tiles_before -= (rows_of(--s) + BLOCK_ROWS - 1) / BLOCK_ROWS;
+        rows->s = s;
+        rows->kv_head = item % kv_heads;
+        rows->row0 = (tile - tiles_before) * BLOCK_ROWS;
+        rows->count = rows_of(s);
+        rows->token0 = query_start[s];
+        rows->position0 = context[s] - rows->count / ratio;
+        const uint end = rows->row0 + BLOCK_ROWS, last_row = (end < rows->count ? end : rows->count) - 1;
+        const uint first_end = rows->position0 + rows->row0 / ratio + 1;
+        const uint last_end = rows->position0 + last_row / ratio + 1;
+        rows->first_min = first_end > window ? first_end - window : 0;
+        rows->key_first = rows->first_min / TILE * TILE;
+        rows->key_end = last_end < KEYS_MAX ? last_end : (uint)KEYS_MAX;
+        const bool any = rows->key_first < rows->key_end;
+        rows->steps = any ? (rows->key_end - rows->key_first + TILE - 1) / TILE : 0;
+        return true;
     };
 
     if (THREAD == 0) {
