@@ -176,9 +176,18 @@ pub(crate) struct EmulatedDevice {
 }
 
 impl EmulatedDevice {
-    /// A device of `multiprocessors`, with Hopper's products of warpgroups or without, which decides between
-    /// variants of kernels. `None` where there is no g++, or the shim does not know the processor.
-    pub(crate) fn new(multiprocessors: u32, wgmma: bool) -> Option<EmulatedDevice> {
+    /// A device of `multiprocessors`, which decides between variants of kernels. `None` where there is no
+    /// g++, or the shim does not know the processor.
+    pub(crate) fn new(multiprocessors: u32) -> Option<EmulatedDevice> {
+        EmulatedDevice::of(multiprocessors, false)
+    }
+
+    /// The same with Hopper's products of warpgroups.
+    pub(crate) fn with_wgmma(multiprocessors: u32) -> Option<EmulatedDevice> {
+        EmulatedDevice::of(multiprocessors, true)
+    }
+
+    fn of(multiprocessors: u32, wgmma: bool) -> Option<EmulatedDevice> {
         if !cfg!(all(target_arch = "x86_64", target_os = "linux"))
             || Command::new("g++").arg("-v").output().is_err()
         {
