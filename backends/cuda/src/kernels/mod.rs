@@ -196,7 +196,7 @@ impl KernelProgram {
 mod tests {
     use super::*;
 
-    const ALL: [KernelSource; 18] = [
+    const ALL: [KernelSource; 19] = [
         KernelSource::Elements,
         KernelSource::Kv,
         KernelSource::RopeKv,
@@ -212,6 +212,7 @@ mod tests {
         KernelSource::FewRowsGated,
         KernelSource::Attention,
         KernelSource::PrefillMma,
+        KernelSource::PrefillWgmma,
         KernelSource::Decode,
         KernelSource::DecodeMma,
         KernelSource::Combine,
