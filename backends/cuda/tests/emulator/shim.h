@@ -236,7 +236,7 @@ static void run_block() {
     live = blockDim.x;
     at_barrier = 0;
     phases_begun = 0;
-    memset(written, 0, sizeof written);
+    memset(written, 0, (dynamic_bytes + 15) / 16 * sizeof(Written));
     memset(named, 0, sizeof named);
     for (uint w = 0; w < (blockDim.x + 31) / 32; ++w) {
         const uint rest = blockDim.x - 32 * w;
