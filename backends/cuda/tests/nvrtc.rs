@@ -5,7 +5,7 @@ use mixfleet_cuda::Library;
 use mixfleet_cuda::compile::{Architecture, KernelResources, compile, resources};
 use mixfleet_cuda::kernels::{DEVICE, KernelProgram};
 use mixfleet_cuda::plan::{
-    ALIGNMENT_BYTES, DeviceRange, KV_PAGE_TOKENS, KernelLaunch, PlanStep, PlanTarget, plan,
+    self, ALIGNMENT_BYTES, DeviceRange, KV_PAGE_TOKENS, KernelLaunch, PlanStep, PlanTarget, PlannedOp,
 };
 use mixfleet_hal::op::Extent;
 use mixfleet_hal::{DType, DeviceLimits, KvShape, OpSig, Scalar};
@@ -17,21 +17,26 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// The launches that `sig` needs at aligned addresses, on a small device, and on a large one without cuBLASLt
 /// and with it.
 fn launches(sig: &OpSig) -> Vec<KernelLaunch> {
-    let mut address = 1 << 20;
-    let places: Vec<DeviceRange> = sig
-        .operands()
-        .iter()
-        .map(|operand| {
-            let elements = match operand.extent {
-                Extent::Exactly(n) => n,
-                Extent::PagesOf(page) => 4 * page,
-            };
-            let bytes = elements * operand.dtype.size_bytes();
-            let place = DeviceRange { address, bytes };
-            address += bytes.next_multiple_of(ALIGNMENT_BYTES);
-            place
-        })
-        .collect();
+    launches_of(&[(*sig, apart(sig, 1 << 20))])
+}
+
+/// Aligned places for the operands of `sig` from `address` on.
+fn apart(sig: &OpSig, mut address: u64) -> Vec<DeviceRange> {
+    let place = |operand: &mixfleet_hal::op::Operand| {
+        let elements = match operand.extent {
+            Extent::Exactly(n) => n,
+            Extent::PagesOf(page) => 4 * page,
+        };
+        let bytes = elements * operand.dtype.size_bytes();
+        let place = DeviceRange { address, bytes };
+        address += bytes.next_multiple_of(ALIGNMENT_BYTES);
+        place
+    };
+    sig.operands().iter().map(place).collect()
+}
+
+/// The launches of `ops`, each alone or joined with what follows it.
+fn launches_of(ops: &[PlannedOp]) -> Vec<KernelLaunch> {
     let target = |(multiprocessors, blas, wgmma)| PlanTarget {
         capability: 90,
         wgmma,
@@ -41,12 +46,50 @@ fn launches(sig: &OpSig) -> Vec<KernelLaunch> {
         scratch: DeviceRange { address: 1 << 40, bytes: 64 << 20 },
     };
     let targets = [(1, false, false), (1, false, true), (132, false, true), (132, true, true)].map(target);
-    let steps = targets.iter().flat_map(|target| plan(sig, &places, target).expect("a plan"));
+    let steps = targets.iter().flat_map(|target| match plan::fused(ops, target).expect("a plan") {
+        Some((_, steps)) => steps,
+        None => plan::plan(&ops[0].0, &ops[0].1, target).expect("a plan"),
+    });
     let launch = |step| match step {
         PlanStep::Launch(launch) => Some(launch),
         _ => None,
     };
     steps.filter_map(launch).collect()
+}
+
+/// What a decode step of a model joins.
+fn joined() -> Vec<Vec<PlannedOp>> {
+    let mut lists = Vec::new();
+    let at = |number: u64| (number + 1) << 32;
+    for (x, weight) in [(DType::Bf16, DType::Bf16), (DType::F16, DType::F16), (DType::F32, DType::Bf16)] {
+        for m in [1, 9] {
+            let (n, k, out) = (4096, 4096, x);
+            let sig = OpSig::Gemm { m, n, k, x, weight, out, bias: false, accumulate: false };
+            let mut products: Vec<PlannedOp> = (0..3).map(|number| (sig, apart(&sig, at(number)))).collect();
+            let rows = products[0].1[0];
+            products.iter_mut().for_each(|product| product.1[0] = rows);
+            lists.push(products.clone());
+            let sig = OpSig::SiluMul { elements: u64::from(m * n), x };
+            let mut places = apart(&sig, at(3));
+            places[..2].copy_from_slice(&[products[0].1[2], products[1].1[2]]);
+            lists.push(vec![products[0].clone(), products[1].clone(), (sig, places)]);
+        }
+        let kv = KvShape { kv_heads: 8, head_dim: 128, page_tokens: KV_PAGE_TOKENS, dtype: weight };
+        let rope = |heads| OpSig::Rope { tokens: 4, heads, head_dim: 128, x };
+        let (queries, mut keys) = (apart(&rope(32), at(0)), apart(&rope(8), at(1)));
+        keys[1] = queries[1];
+        let write = OpSig::KvWrite { tokens: 4, x, kv };
+        let mut places = apart(&write, at(2));
+        places[0] = keys[0];
+        lists.push(vec![(rope(32), queries), (rope(8), keys), (write, places)]);
+        let (sequences, heads, pages_max, kv_tokens) = (4, 32, 256, 16_000);
+        let decode = OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, x, kv };
+        let merge = OpSig::AttnMerge { parts: 1, rows: sequences * heads, head_dim: 128, out: x };
+        let (decoded, mut merged) = (apart(&decode, at(0)), apart(&merge, at(1)));
+        merged[..2].copy_from_slice(&decoded[5..]);
+        lists.push(vec![(decode, decoded), (merge, merged)]);
+    }
+    lists
 }
 
 fn programs(sig: &OpSig) -> Vec<KernelProgram> {
@@ -182,10 +225,11 @@ impl Row {
 /// Compiles what `sigs` launch for every architecture.
 fn rows(sigs: &[OpSig]) -> Vec<Row> {
     let mut wanted: BTreeMap<_, bool> = BTreeMap::new();
-    for sig in sigs {
-        for launch in launches(sig) {
-            *wanted.entry((launch.kernel, launch.program, launch.shared_bytes)).or_default() |=
-                serves_bf16(sig);
+    let alone = sigs.iter().map(|sig| (serves_bf16(sig), launches(sig)));
+    let joined = joined().into_iter().map(|ops| (ops.iter().all(|op| serves_bf16(&op.0)), launches_of(&ops)));
+    for (is_of_bf16, launches) in alone.chain(joined) {
+        for launch in launches {
+            *wanted.entry((launch.kernel, launch.program, launch.shared_bytes)).or_default() |= is_of_bf16;
         }
     }
     let programs: BTreeSet<KernelProgram> = wanted.keys().map(|&(_, program, _)| program).collect();
@@ -302,7 +346,8 @@ fn what_models_use_compiles() {
     if !nvrtc_is_here() {
         return;
     }
-    let programs: BTreeSet<KernelProgram> = models().iter().flat_map(programs).collect();
+    let joined = joined().into_iter().flat_map(|ops| launches_of(&ops)).map(|launch| launch.program);
+    let programs: BTreeSet<KernelProgram> = models().iter().flat_map(programs).chain(joined).collect();
     let programs: Vec<KernelProgram> = programs.into_iter().collect();
     let ptx = ["compute_80", "compute_89", "compute_100"].map(|a| Architecture::Ptx(a.to_owned()));
     compile_all(&programs, &[&[Architecture::Machine("sm_90a".to_owned())], &ptx[..]].concat());
