@@ -93,7 +93,18 @@ fn attention(x: DType, kv: DType) -> Vec<OpSig> {
         let (tokens, pairs, window) = (1000, 0, None);
         [
             OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, x, kv },
-            OpSig::AttnPrefill { tokens, sequences, pairs, kv_tokens, heads, pages_max, window, x, kv },
+            OpSig::AttnPrefill {
+                tokens,
+                sequences,
+                pairs,
+                kv_tokens,
+                heads,
+                pages_max,
+                window,
+                sinks: false,
+                x,
+                kv,
+            },
         ]
     };
     shapes.flat_map(both).collect()
@@ -113,7 +124,7 @@ fn others() -> Vec<OpSig> {
             OpSig::Rope { tokens, heads: 32, head_dim, x },
             OpSig::SiluMul { elements: 64 * 14_336, x },
             OpSig::Add { elements: 64 * 4096, x },
-            OpSig::AttnMerge { parts: 1, rows: 64, head_dim, out: x },
+            OpSig::AttnMerge { parts: 1, rows: 64, head_dim, sinks: 0, out: x },
         ]);
         for other in DType::FLOATS {
             let kv = KvShape { kv_heads, head_dim, page_tokens, dtype: other };

@@ -225,7 +225,7 @@ fn assert_placed(checkpoint: &Checkpoint, device: &dyn Device) -> Weights {
         layer.mlp.iter().for_each(|shared| mlp(shared, "mlp.shared_expert"));
         optional(&placed.shared_gate, experts.shared_gate, "mlp.shared_expert_gate.weight");
         part(&placed.router, &format!("{}.weight", experts.names.router()));
-        let matrices = [&placed.gate, &placed.up, &placed.down];
+        let matrices = [&placed.gate, placed.up.as_ref().unwrap(), &placed.down];
         for (tensor, matrix) in matrices.into_iter().zip(experts.names.matrices()) {
             let each = (0..experts.routing.experts).flat_map(|expert| {
                 let name = format!("model.layers.{i}.{}.{expert}.{matrix}.weight", experts.names.experts());
@@ -463,7 +463,7 @@ fn a_member_gets_its_share_of_the_weights_and_no_more() {
                         let [gate, up, down] = experts.names.matrices();
                         for (tensor, matrix, rows, columns) in [
                             (&placed.gate, gate, inner.clone(), None),
-                            (&placed.up, up, inner.clone(), None),
+                            (placed.up.as_ref().unwrap(), up, inner.clone(), None),
                             (&placed.down, down, 0..hidden, Some(inner.clone())),
                         ] {
                             let stem = format!("model.layers.1.{}", experts.names.experts());

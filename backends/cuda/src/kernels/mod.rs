@@ -34,6 +34,8 @@ pub enum KernelSource {
     Route,
     /// `grouped_few` and `grouped_many` for any dtypes and shapes.
     Grouped,
+    /// `grouped_few` and `grouped_many` with quantised weights of any format.
+    GroupedCodes,
     /// `quantised_gemm` and `quantised_embed` for any format.
     Quantised,
     /// `gemm_few_rows` on tensor cores.
@@ -61,7 +63,7 @@ impl KernelSource {
             KernelSource::Sample => "sample.c",
             KernelSource::Gemm => "gemm.c",
             KernelSource::Route => "route.c",
-            KernelSource::Grouped => "grouped.c",
+            KernelSource::Grouped | KernelSource::GroupedCodes => "grouped.c",
             KernelSource::Quantised => "quantised.c",
             KernelSource::FewRows => "few_rows.cu",
             KernelSource::Attention => "attention.c",
@@ -82,7 +84,10 @@ impl KernelSource {
             KernelSource::Gemm => &[portable!("gemm.h"), portable!("tiles.h"), portable!("gemm.c")],
             KernelSource::Route => &[portable!("route.c")],
             KernelSource::Grouped => &[portable!("grouped.h"), portable!("tiles.h"), portable!("grouped.c")],
-            KernelSource::Quantised => &[portable!("gemm.h"), portable!("quantised.c")],
+            KernelSource::GroupedCodes => {
+                &[portable!("codes.h"), portable!("grouped.h"), portable!("tiles.h"), portable!("grouped.c")]
+            }
+            KernelSource::Quantised => &[portable!("gemm.h"), portable!("codes.h"), portable!("quantised.c")],
             KernelSource::FewRows => &[portable!("gemm.h"), include_str!("few_rows.cu")],
             KernelSource::Attention => &[portable!("keys.h"), portable!("attention.c")],
             KernelSource::PrefillMma => &[portable!("keys.h"), include_str!("prefill_mma.cu")],
@@ -136,7 +141,7 @@ impl Macro for u64 {
 }
 
 /// Maximum number of a program's macros.
-const MACROS_MAX: usize = 9;
+const MACROS_MAX: usize = 11;
 
 /// A source file with its macros, which is compiled once and cached. It holds no text, so that it is cheap to
 /// make and to look up for every launch.
