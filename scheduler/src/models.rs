@@ -150,7 +150,6 @@ impl KnownModel {
             let Windows { tokens, period } = self.windows?;
             (!(layer + 1).is_multiple_of(period)).then_some(tokens)
         };
-        let is_gpt_oss = self.experts.is_some_and(|experts| experts.clamped);
         ModelShape {
             hidden: self.hidden,
             intermediate: self.intermediate,
@@ -164,10 +163,10 @@ impl KnownModel {
             kv: dtype,
             page_tokens: PAGE_TOKENS,
             qkv_bias: self.qkv_bias,
-            o_bias: is_gpt_oss,
+            o_bias: false,
             mlp_bias: false,
             qk_norm: self.qk_norm,
-            sinks: is_gpt_oss,
+            sinks: false,
             format,
             experts: self.experts,
             latent: self.latent,

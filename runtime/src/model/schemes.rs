@@ -156,15 +156,15 @@ pub(super) fn fused_experts(
     (experts, rows, columns): (u32, u32, u32),
     find: &dyn Fn(&str) -> Option<FoundTensor>,
 ) -> Result<MadeMatrix, Trouble> {
-    let suffixed = |suffix: &str| find(&format!("{name}{}", suffix.strip_prefix("weight").unwrap_or(suffix)));
-    let own = |tensor: &str| suffixed(tensor.rsplit('.').next().unwrap_or(tensor));
-    let module = Module { name, find: &own };
+    let (at, matrix) = name.rsplit_once('.').unwrap_or(("", name));
+    let module = Module { name: at, find };
     let [count, of_each, wide] = [experts, rows / experts.max(1), columns].map(u64::from);
     let (kind, parts) = match scheme {
         Some(Scheme::Mxfp4) => {
             let groups = wide.div_ceil(32);
-            let codes = module.take("_blocks", &["U8"], &[&[count, of_each, groups, 16]])?;
-            let scales = module.take("_scales", &["U8"], &[&[count, of_each, groups]])?;
+            let codes =
+                module.take(&format!("{matrix}_blocks"), &["U8"], &[&[count, of_each, groups, 16]])?;
+            let scales = module.take(&format!("{matrix}_scales"), &["U8"], &[&[count, of_each, groups]])?;
             let parts = vec![MadePart::InPlace(codes.source), MadePart::made(&scales.source, repack::powers)];
             (MatrixKind::Quantised(Quantised::MXFP4), parts)
         }
@@ -173,7 +173,7 @@ pub(super) fn fused_experts(
             return Err((name.to_owned(), problem.to_owned()));
         }
         None => {
-            let stored = module.floats("weight", &[&[count, wide, of_each]])?;
+            let stored = module.floats(matrix, &[&[count, wide, of_each]])?;
             let (element, rows) = (to_usize(stored.dtype.size_bytes()), to_usize(wide));
             let each = to_usize(wide * of_each) * element;
             let how = move |bytes: &[u8]| {

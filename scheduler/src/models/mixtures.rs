@@ -21,7 +21,7 @@ const KIMI_K2: KnownModel = dense("kimi-k2", 1026.41, [61, 7168, 18432, 64, 64, 
 
 /// The experts of gpt-oss, the only part of it that is published in mxfp4.
 const fn gpt_oss(count: u32) -> Experts {
-    Experts { quantised_alone: true, clamped: true, ..Experts::new(count, 4, 2880) }
+    Experts { quantised_alone: true, ..Experts::new(count, 4, 2880) }
 }
 
 /// Linear attention as in Qwen3-Next, in three layers of four.
