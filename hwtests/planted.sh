@@ -177,6 +177,15 @@ plant "the weight of another choice is taken" $experts \
     conformance one_core_conforms mixfleet-cpu
 plant "up is not limited" backends/cpu/src/kernels/elementwise.rs \
     's/pair\[1\].clamp(-limit, limit)/pair[1].max(-limit)/' conformance one_core_conforms mixfleet-cpu
+plant "a sink has no weight where parts are merged" backends/cpu/src/kernels/attention/merge.rs \
+    's/let mut sum = scalar_exp::<S>(sink - base);/let mut sum = 0.0;/' conformance one_core_conforms mixfleet-cpu
+plant "a prompt's weights are not rescaled to a larger sink" backends/cpu/src/kernels/attention/prefill.rs \
+    's/let keep = scalar_exp::<S>(max - max.max(sink));/let keep = 1.0;/' conformance one_core_conforms mixfleet-cpu
+plant "the first expert's scales serve all" backends/cpu/src/kernels/quantised.rs \
+    's/let group = which \* rows.div_ceil(group_rows) + first/let group = first/' conformance one_core_conforms mixfleet-cpu
+plant "sinks join each part of a divided sequence" runtime/src/model/attention.rs \
+    's/let bare = if sinks.is_some() { sizes.partial \* heads } else { rows };/let bare = if sinks.is_some() { 0 } else { rows };/' \
+    apart every_family_gives
 if [ "$missed" != 0 ]; then
     [ "$applies" = --applies ] && what='do not apply' || what='not found'
     echo "planted: $missed of them $what" >&2

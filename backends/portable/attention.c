@@ -58,9 +58,10 @@ KERNEL(GROUP) attn_prefill(PREFILL_OPERANDS) {
     const uint s = visible(query_start, context, row, sequences, window, KEYS_MAX, &first, &end);
     const Keys keys = KEYS(s, head);
     attend(query, &keys, first, end, &max, &sum, acc, scratch, weights, lines);
+    const float keep = join_sink(max, &sum, sinks, head, has_sinks);
     for (uint i = 0; i < DIMS; ++i) {
         const uint d = lid + i * GROUP;
-        if (d < HEAD_DIM) STORE(X, out, line + d, acc[i] / sum);
+        if (d < HEAD_DIM) STORE(X, out, line + d, acc[i] * keep / sum);
     }
 }
 

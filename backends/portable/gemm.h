@@ -13,6 +13,8 @@
     START(bias);                                                                                                \
     START(out)
 
+#define ELEMENT(line, at) LOAD(WEIGHT, weight, (ulong)(line)*k + (at))
+
 #define FINISH(row, col, sum)                                                                                   \
     do {                                                                                                        \
         const ulong at = (ulong)(row)*n + (col);                                                                \

@@ -25,7 +25,7 @@ KERNEL(GROUP) grouped_few(OPERANDS) {
             own[r] = place + r < last ? order[place + r] : choices;
         }
         for (uint i = THREAD * VEC; i < k; i += GROUP * VEC) {
-            LOAD_VEC(WEIGHT, weight, line * k + i, w);
+            LOAD_LINE(line, i, w);
             for (uint r = 0; r < ROWS; ++r) {
                 if (own[r] < choices) {
                     LOAD_VEC(X, x, (ulong)(own[r] / fan) * k + i, v);

@@ -5,8 +5,8 @@
 #define SHAPE uint sequences, uint heads, uint kv_heads, uint page_tokens, uint pages_max
 
 #define PREFILL_OPERANDS                                                                                         \
-    READS(X, q), READS(u32, query_start), READS(u32, context), READS(u32, pages), POOLS, WRITES(X, out), SHAPE,  \
-        uint tokens, uint window
+    READS(X, q), READS(u32, query_start), READS(u32, context), READS(u32, pages), POOLS, READS(f32, sinks),      \
+        WRITES(X, out), SHAPE, uint tokens, uint window, uint has_sinks
 
 #define START_PREFILL                                                                                            \
     START(q);                                                                                                    \
@@ -15,6 +15,7 @@
     START(pages);                                                                                                \
     START(k_pool);                                                                                               \
     START(v_pool);                                                                                               \
+    START(sinks);                                                                                                \
     START(out)
 
 #define DECODE_OPERANDS                                                                                          \
@@ -66,6 +67,14 @@ DEVICE uint visible(GLOBAL const uint* query_start, GLOBAL const uint* context, 
     *end = (uint)(seen < keys_max ? seen : keys_max);
     *first = *end > window ? *end - window : 0;
     return s;
+}
+
+// Adds the weight of a head's sink to the sum of the others, and returns what these are rescaled by.
+DEVICE float join_sink(float max, float* sum, GLOBAL const float* sinks, uint head, uint has_sinks) {
+    if (!has_sinks) return 1.0f;
+    const float all = FMAX(max, sinks[head]), keep = EXP(max - all);
+    *sum = MAD(*sum, keep, EXP(sinks[head] - all));
+    return keep;
 }
 
 // One past the last key of a decode's sequence.

@@ -4,7 +4,8 @@
 #define SIDE 16
 
 // Defines the sums `acc [4][4]` of thread `lid`, (`tx`, `ty`), over the first `depth` of k columns, by tiles `xs`
-// and `ws` [DEPTH][TILE + 1]: their line i is row ROW_AT(i) of x, or line LINE_AT(i) of the weight.
+// and `ws` [DEPTH][TILE + 1]: their line i is row ROW_AT(i) of x, or line LINE_AT(i) of the weight,
+// of which ELEMENT has the elements.
 #define SUM_TILES(depth, ROW_AT, LINE_AT)                                                                       \
     float acc[4][4];                                                                                            \
     for (uint r = 0; r < 4; ++r)                                                                                \
@@ -14,7 +15,7 @@
             const uint line = i / DEPTH, d = i % DEPTH;                                                         \
             const uint at = k0 + d < k ? k0 + d : k - 1;                                                        \
             const float a = LOAD(X, x, (ulong)ROW_AT(line) * k + at);                                           \
-            const float b = LOAD(WEIGHT, weight, (ulong)LINE_AT(line) * k + at);                                \
+            const float b = ELEMENT(LINE_AT(line), at);                                                         \
             xs[d][line] = k0 + d < k ? a : 0.0f;                                                                \
             ws[d][line] = k0 + d < k ? b : 0.0f;                                                                \
         }                                                                                                       \

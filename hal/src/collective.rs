@@ -62,7 +62,8 @@ pub trait Collective: Send {
 
     /// Puts together what members attended to of `rows` rows of `heads` heads of `dtype`: a row that has
     /// maxima and sums is the mean of its parts, weighted by these, as
-    /// [`OpSig::AttnMerge`](crate::OpSig::AttnMerge) does, and summed in f32 in the order of members.
+    /// [`OpSig::AttnMerge`](crate::OpSig::AttnMerge) does, and summed in f32 in the order of members. `sinks`
+    /// has the sink of each head, which join such rows here, or nothing.
     ///
     /// # Errors
     /// Those of the devices and of what carries the values, and `Invalid` for parts that do not cover the
@@ -72,6 +73,7 @@ pub trait Collective: Send {
         from: &[AttendedPart<'_>],
         shape: (u32, u32),
         dtype: DType,
+        sinks: &[f32],
         to: &MemberSlice<'_>,
     ) -> Result<()>;
 }

@@ -2,7 +2,8 @@
 
 use crate::cast::to_u32;
 use crate::operand::{Extent, Operand, OperandAccess, product};
-use crate::{DType, OpSig, Scalar};
+use crate::quantised::QuantisedPart;
+use crate::{DType, MatrixKind, OpSig, Scalar};
 use serde::{Deserialize, Serialize};
 
 /// What an expert's logit becomes as a score.
@@ -135,16 +136,15 @@ impl GroupedRows {
     pub(crate) fn operands(
         &self,
         [n, k]: [u32; 2],
-        [x, weight, out]: [DType; 3],
+        (x, weight, out): (DType, MatrixKind, DType),
         bias: bool,
     ) -> Vec<Operand> {
         let GroupedRows { choices, fan, experts, .. } = *self;
-        let mut operands = vec![
-            of("x", OperandAccess::Read, x, product(&[choices / fan.max(1), k])),
-            of("weight", OperandAccess::Read, weight, product(&[experts, n, k])),
-        ];
+        let mut operands = vec![of("x", OperandAccess::Read, x, product(&[choices / fan.max(1), k]))];
+        let part = |part: &QuantisedPart| of(part.name, OperandAccess::Read, part.dtype, part.elements());
+        operands.extend(weight.parts(experts, n, k).iter().map(part));
         if bias {
-            operands.push(of("bias", OperandAccess::Read, weight, product(&[experts, n])));
+            operands.push(of("bias", OperandAccess::Read, weight.bias(), product(&[experts, n])));
         }
         operands.push(of("order", OperandAccess::Read, DType::U32, u64::from(choices)));
         operands.push(of("starts", OperandAccess::Read, DType::U32, u64::from(experts) + 1));
@@ -153,7 +153,10 @@ impl GroupedRows {
     }
 
     /// Checks what the type cannot express.
-    pub(crate) fn check(&self) -> Result<(), String> {
+    pub(crate) fn check(&self, weight: MatrixKind, columns: u32) -> Result<(), String> {
+        if let MatrixKind::Quantised(quantised) = weight {
+            quantised.check(columns).map_err(|problem| format!("grouped_gemm: {problem}"))?;
+        }
         let GroupedRows { choices, fan, experts, touched } = *self;
         if fan == 0 || !choices.is_multiple_of(fan) {
             return Err(format!("grouped_gemm: {choices} choices do not divide into rows of {fan}"));
@@ -175,7 +178,13 @@ impl OpSig {
             OpSig::GroupedGemm { grouped, n, k, x, weight, out, bias } => {
                 let touched = grouped.touched.max(1);
                 let m = to_u32((f64::from(grouped.choices) / f64::from(touched)).max(1.0).round());
-                OpSig::Gemm { m, n: n.saturating_mul(touched), k, x, weight, out, bias, accumulate: false }
+                let (n, accumulate) = (n.saturating_mul(touched), false);
+                match weight {
+                    MatrixKind::Plain(weight) => OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate },
+                    MatrixKind::Quantised(weight) => {
+                        OpSig::QuantisedGemm { m, n, k, x, weight, out, bias, accumulate }
+                    }
+                }
             }
             OpSig::Route { tokens, routing, .. } => {
                 OpSig::Sample { rows: tokens, cols: routing.experts, history: 0, tops: 0 }
@@ -204,12 +213,19 @@ mod tests {
     #[test]
     fn a_product_by_experts_reads_the_weights_of_touched_ones_alone() {
         let grouped = GroupedRows { choices: 6, fan: 2, experts: 8, touched: 3 };
-        let (x, weight, out) = (DType::F32, DType::Bf16, DType::F32);
+        let (x, weight, out) = (DType::F32, MatrixKind::Plain(DType::Bf16), DType::F32);
         let sig = OpSig::GroupedGemm { grouped, n: 5, k: 7, x, weight, out, bias: true };
         assert!(sig.operands().iter().map(|o| o.name).eq(["x", "weight", "bias", "order", "starts", "out"]));
         assert_eq!(sig.bytes(), f64::from(3 * 7 * 4 + 3 * 5 * 8 * 2 + 6 * 4 + 9 * 4 + 6 * 5 * 4));
         assert_eq!(sig.flops(), f64::from(2 * 6 * 5 * 7));
         assert_eq!(serde_json::from_value::<OpSig>(serde_json::json!(sig)).unwrap(), sig);
+        let weight = MatrixKind::Quantised(crate::Quantised::MXFP4);
+        let packed = OpSig::GroupedGemm { grouped, n: 5, k: 32, x, weight, out, bias: true };
+        let names = ["x", "codes", "scales", "bias", "order", "starts", "out"];
+        assert!(packed.operands().iter().map(|o| o.name).eq(names));
+        let of_expert = 5 * (32 / 2 + 2 + 4);
+        assert_eq!(packed.bytes(), f64::from(3 * 32 * 4 + 3 * of_expert + 6 * 4 + 9 * 4 + 6 * 5 * 4));
+        assert_eq!(serde_json::from_value::<OpSig>(serde_json::json!(packed)).unwrap(), packed);
         let odd = GroupedRows { fan: 4, ..grouped };
         assert!(OpSig::GroupedGemm { grouped: odd, n: 5, k: 7, x, weight, out, bias: true }.check().is_err());
     }

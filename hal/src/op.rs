@@ -16,12 +16,14 @@
 //! **Attention.** Scores are scaled by `1/sqrt(head_dim)`. With `window = Some(w)` a query at position p sees
 //! keys p-w+1 ..= p. `AttnDecode` covers any token range of a sequence and returns un-normalised output with
 //! its running maximum and sum, so that attention over any partition of the KV (by head, by request, by token
-//! range) recombines exactly in `AttnMerge`: flash-decoding and attention offload are the same operator.
+//! range) recombines exactly in `AttnMerge`: flash-decoding and attention offload are the same operator. A
+//! *sink* (gpt-oss) is a logit that a head learned: a key of this score, with a value of zero, that every query
+//! sees once. Where attention is normalised, `exp(sink - max)` joins the sum of a row's weights.
 
 pub use crate::mixture::{ExpertRouting, GroupedRows, Scoring};
 use crate::operand::product;
 pub use crate::operand::{Extent, KvShape, Operand, OperandAccess};
-use crate::quantised::QuantisedPart;
+use crate::quantised::{MatrixKind, QuantisedPart};
 use crate::sample::{DRAWN_WORDS, PARAMETER_WORDS};
 pub use crate::scalar::Scalar;
 use crate::{DType, Quantised};
@@ -144,8 +146,8 @@ pub enum OpSig {
     /// Causal attention of many new tokens per sequence over their sequences' pages. `q [tokens, heads,
     /// head_dim]`, `query_start [sequences + 1]` (row of each sequence's first query; the last entry is
     /// `tokens`), `context [sequences]` (keys visible to the *last* query, itself included; the KV of the new
-    /// tokens is already written), `pages [sequences, pages_max]`, `k_pool`, `v_pool`, `out [tokens, heads,
-    /// head_dim]`.
+    /// tokens is already written), `pages [sequences, pages_max]`, `k_pool`, `v_pool`, with `sinks`: `sinks
+    /// [heads]` f32, `out [tokens, heads, head_dim]`.
     AttnPrefill {
         /// New tokens over all sequences.
         tokens: u32,
@@ -161,6 +163,9 @@ pub enum OpSig {
         pages_max: u32,
         /// The sliding window in tokens, if the layer has one.
         window: Option<u32>,
+        /// Whether a sink of each head joins the sum of its weights.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        sinks: bool,
         /// Dtype of `q` and `out`.
         x: DType,
         /// The paged KV.
@@ -188,8 +193,8 @@ pub enum OpSig {
         kv: KvShape,
     },
     /// Recombines the parts of `AttnDecode` (Dao et al. 2023, flash-decoding) and normalises.
-    /// `acc [parts, rows, head_dim]` f32, `stat [parts, rows, 2]` f32, `out [rows, head_dim]`.
-    /// A row whose parts are all empty gives 0.
+    /// `acc [parts, rows, head_dim]` f32, `stat [parts, rows, 2]` f32, with `sinks`: `sinks [sinks]` f32,
+    /// `out [rows, head_dim]`. A row whose parts are all empty gives 0.
     AttnMerge {
         /// Number of parts that the KV was split into.
         parts: u32,
@@ -197,6 +202,10 @@ pub enum OpSig {
         rows: u32,
         /// Length of a head.
         head_dim: u32,
+        /// Heads, each of whose sinks joins the sums of its rows, which are those of a number that leaves its
+        /// own as the remainder; 0 without sinks.
+        #[serde(default, skip_serializing_if = "is_zero")]
+        sinks: u32,
         /// Dtype of `out`.
         out: DType,
     },
@@ -235,8 +244,8 @@ pub enum OpSig {
     },
     /// Each choice's product with the matrix of its expert, accumulated in f32: `out[c] = x[c / fan] .
     /// weight[e]^T (+ bias[e])` for every choice c in `order[starts[e] .. starts[e + 1]]`. `x [choices / fan,
-    /// k]`, `weight [experts, n, k]`, with `bias`: `bias [experts, n]`, `order [choices]` u32, `starts
-    /// [experts + 1]` u32, `out [choices, n]`.
+    /// k]`, `weight [experts, n, k]` or the arrays of [`Quantised::parts`], with `bias`: `bias [experts, n]`,
+    /// f32 if the weights are quantised, `order [choices]` u32, `starts [experts + 1]` u32, `out [choices, n]`.
     GroupedGemm {
         /// Rows, and how experts share them.
         #[serde(flatten)]
@@ -247,11 +256,11 @@ pub enum OpSig {
         k: u32,
         /// Dtype of `x`.
         x: DType,
-        /// Dtype of `weight` and `bias`.
-        weight: DType,
+        /// How the weights are stored.
+        weight: MatrixKind,
         /// Dtype of `out`.
         out: DType,
-        /// Whether a bias operand follows the weight.
+        /// Whether a bias operand follows the weights.
         bias: bool,
     },
     /// Sums up what each token's experts made of it, in the order of its choices, in f32:
@@ -330,6 +339,11 @@ pub enum OpSig {
         /// Dtype of the input.
         wire: DType,
     },
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "as serde calls it")]
+const fn is_zero(count: &u32) -> bool {
+    *count == 0
 }
 
 impl OpSig {
@@ -428,15 +442,21 @@ impl OpSig {
                 pool("k_pool", ReadWrite, kv),
                 pool("v_pool", ReadWrite, kv),
             ],
-            OpSig::AttnPrefill { tokens, sequences, heads, pages_max, x, kv, .. } => vec![
-                exactly("q", Read, x, product(&[tokens, heads, kv.head_dim])),
-                exactly("query_start", Read, U32, u64::from(sequences) + 1),
-                exactly("context", Read, U32, u64::from(sequences)),
-                exactly("pages", Read, U32, product(&[sequences, pages_max])),
-                pool("k_pool", Read, kv),
-                pool("v_pool", Read, kv),
-                exactly("out", Write, x, product(&[tokens, heads, kv.head_dim])),
-            ],
+            OpSig::AttnPrefill { tokens, sequences, heads, pages_max, sinks, x, kv, .. } => {
+                let mut operands = vec![
+                    exactly("q", Read, x, product(&[tokens, heads, kv.head_dim])),
+                    exactly("query_start", Read, U32, u64::from(sequences) + 1),
+                    exactly("context", Read, U32, u64::from(sequences)),
+                    exactly("pages", Read, U32, product(&[sequences, pages_max])),
+                    pool("k_pool", Read, kv),
+                    pool("v_pool", Read, kv),
+                ];
+                if sinks {
+                    operands.push(exactly("sinks", Read, F32, u64::from(heads)));
+                }
+                operands.push(exactly("out", Write, x, product(&[tokens, heads, kv.head_dim])));
+                operands
+            }
             OpSig::AttnDecode { sequences, heads, pages_max, x, kv, .. } => vec![
                 exactly("q", Read, x, product(&[sequences, heads, kv.head_dim])),
                 exactly("range", Read, U32, product(&[sequences, 2])),
@@ -446,11 +466,17 @@ impl OpSig {
                 exactly("acc", Write, F32, product(&[sequences, heads, kv.head_dim])),
                 exactly("stat", Write, F32, product(&[sequences, heads, 2])),
             ],
-            OpSig::AttnMerge { parts, rows, head_dim, out } => vec![
-                exactly("acc", Read, F32, product(&[parts, rows, head_dim])),
-                exactly("stat", Read, F32, product(&[parts, rows, 2])),
-                exactly("out", Write, out, product(&[rows, head_dim])),
-            ],
+            OpSig::AttnMerge { parts, rows, head_dim, sinks, out } => {
+                let mut operands = vec![
+                    exactly("acc", Read, F32, product(&[parts, rows, head_dim])),
+                    exactly("stat", Read, F32, product(&[parts, rows, 2])),
+                ];
+                if sinks > 0 {
+                    operands.push(exactly("sinks", Read, F32, u64::from(sinks)));
+                }
+                operands.push(exactly("out", Write, out, product(&[rows, head_dim])));
+                operands
+            }
             OpSig::SiluMul { elements, x } => vec![
                 exactly("gate", Read, x, elements),
                 exactly("up", Read, x, elements),
@@ -462,7 +488,7 @@ impl OpSig {
             ],
             OpSig::Route { tokens, bias, routing } => routing.operands(tokens, bias),
             OpSig::GroupedGemm { grouped, n, k, x, weight, out, bias } => {
-                grouped.operands([n, k], [x, weight, out], bias)
+                grouped.operands([n, k], (x, weight, out), bias)
             }
             OpSig::Combine { tokens, active, cols, x, accumulate } => vec![
                 exactly("x", Read, x, product(&[tokens, active, cols])),
@@ -539,7 +565,10 @@ impl OpSig {
                 heads_divide(heads, kv.kv_heads)
             }
             OpSig::Route { routing, .. } => routing.check(),
-            OpSig::GroupedGemm { grouped, .. } => grouped.check(),
+            OpSig::AttnMerge { rows, sinks, .. } if sinks > 0 && !rows.is_multiple_of(sinks) => {
+                Err(format!("attn_merge: {rows} rows are no whole number of {sinks} heads"))
+            }
+            OpSig::GroupedGemm { grouped, k, weight, .. } => grouped.check(weight, k),
             OpSig::QuantisedEmbed { hidden: columns, table: quantised, .. }
             | OpSig::QuantisedGemm { k: columns, weight: quantised, .. } => {
                 quantised.check(columns).map_err(|problem| format!("{}: {problem}", self.name()))

@@ -60,8 +60,8 @@ impl OpSig {
                     - (product(&[vocab, hidden]) - product(&[tokens.min(vocab), hidden])) * table.size_bytes()
             }
             OpSig::GroupedGemm { grouped, n, k, weight, bias, .. } => {
-                let of_expert = product(&[n, k]) + if bias { u64::from(n) } else { 0 };
-                dense - u64::from(grouped.idle()) * of_expert * weight.size_bytes()
+                let bias = if bias { u64::from(n) * weight.bias().size_bytes() } else { 0 };
+                dense - weight.bytes(grouped.idle(), n, k) - u64::from(grouped.idle()) * bias
             }
             OpSig::QuantisedEmbed { tokens, vocab, hidden, table, .. } => {
                 dense - table.bytes(1, vocab, hidden) + table.bytes(1, tokens.min(vocab), hidden)

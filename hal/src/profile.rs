@@ -16,7 +16,7 @@ pub use predict::Predictor;
 pub use select::worth_measuring;
 
 use crate::units::{Bytes, BytesPerSecond, Flop, FlopPerSecond, Seconds};
-use crate::{DType, OpSig, WeightFormat};
+use crate::{DType, MatrixKind, OpSig, WeightFormat};
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
 
@@ -289,8 +289,10 @@ impl DeviceProfile {
     /// Returns the dtype of the weights, keys or input of the first point of a kind.
     fn dtype_of(&self, op: &str) -> DType {
         let of = |sig: &OpSig| match *sig {
-            OpSig::Gemm { weight, .. } | OpSig::GroupedGemm { weight, .. } => weight,
-            OpSig::QuantisedGemm { x, .. } => x,
+            OpSig::Gemm { weight, .. } | OpSig::GroupedGemm { weight: MatrixKind::Plain(weight), .. } => {
+                weight
+            }
+            OpSig::QuantisedGemm { x, .. } | OpSig::GroupedGemm { x, .. } => x,
             OpSig::AttnPrefill { kv, .. } | OpSig::AttnDecode { kv, .. } => kv.dtype,
             _ => input_dtype(sig),
         };

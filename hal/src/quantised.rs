@@ -307,9 +307,7 @@ impl Quantised {
 
     /// Bytes of so many matrices of this size.
     pub fn bytes(&self, matrices: u32, rows: u32, columns: u32) -> u64 {
-        let parts = self.parts(matrices, rows, columns);
-        let bytes = |part: &QuantisedPart| part.elements().saturating_mul(part.dtype.size_bytes());
-        parts.iter().map(bytes).fold(0, u64::saturating_add)
+        MatrixKind::Quantised(*self).bytes(matrices, rows, columns)
     }
 
     /// Checks that the description makes sense, and that rows of so many columns can be stored by it.
@@ -428,6 +426,21 @@ impl MatrixKind {
                 vec![QuantisedPart { name: "weight", dtype: *dtype, columns, rows }]
             }
             MatrixKind::Quantised(quantised) => quantised.parts(matrices, rows, columns),
+        }
+    }
+
+    /// Bytes of so many matrices of this size.
+    pub fn bytes(&self, matrices: u32, rows: u32, columns: u32) -> u64 {
+        let parts = self.parts(matrices, rows, columns);
+        let bytes = |part: &QuantisedPart| part.elements().saturating_mul(part.dtype.size_bytes());
+        parts.iter().map(bytes).fold(0, u64::saturating_add)
+    }
+
+    /// Dtype of a bias of a product with it.
+    pub const fn bias(&self) -> DType {
+        match self {
+            MatrixKind::Plain(dtype) => *dtype,
+            MatrixKind::Quantised(_) => DType::F32,
         }
     }
 

@@ -43,9 +43,9 @@ fn moved(from: DType, to: DType, want: f64) -> f64 {
 /// exact value.
 pub fn bounds(sig: &OpSig, before: &[Vec<f64>], want: &[Vec<f64>]) -> Vec<Option<Vec<f64>>> {
     let mut written: Vec<Vec<f64>> = match *sig {
-        OpSig::AttnPrefill { .. } => vec![prefill(sig, before, &want[6])],
+        OpSig::AttnPrefill { .. } => vec![prefill(sig, before, &want[want.len() - 1])],
         OpSig::AttnDecode { .. } => decode(sig, before),
-        OpSig::AttnMerge { .. } => vec![merge(sig, before, &want[2])],
+        OpSig::AttnMerge { .. } => vec![merge(sig, before, &want[want.len() - 1])],
         OpSig::Gemm { .. } => vec![gemm(sig, before, &want[want.len() - 1])],
         OpSig::GroupedGemm { .. } => vec![grouped_gemm(sig, before, &want[want.len() - 1])],
         OpSig::Route { .. } => route(sig, before, want),
@@ -149,13 +149,25 @@ fn gemm(sig: &OpSig, before: &[Vec<f64>], want: &[f64]) -> Vec<f64> {
     want.iter().enumerate().map(bound).collect()
 }
 
-/// As `gemm`, with the matrix of each row's expert.
+/// As `gemm` or `quantised_gemm`, with the matrix of each row's expert.
 fn grouped_gemm(sig: &OpSig, before: &[Vec<f64>], want: &[f64]) -> Vec<f64> {
-    let OpSig::GroupedGemm { grouped, n, k, out, bias, .. } = *sig else {
+    let OpSig::GroupedGemm { grouped, n, k, x: dtype, weight, out, bias } = *sig else {
         unreachable!("called for grouped_gemm")
     };
     let (n, k) = (n as usize, k as usize);
     let of_choice = experts::of_choices(sig, before).expect("the oracle ran on these operands");
+    let at = 1 + weight.part_count();
+    if weight.quantised().is_some() {
+        let weights = quantised::decoded(sig, before);
+        let bound = |(i, &want): (usize, &f64)| {
+            let (choice, feature) = (i / n, i % n);
+            let line = of_choice[choice] * n + feature;
+            let x = &before[0][choice / grouped.fan as usize * k..][..k];
+            let added = if bias { before[at][line] } else { 0.0 };
+            rounded(out, want, quantised_error(dtype, (x, &weights[line * k..][..k]), added.abs()))
+        };
+        return want.iter().enumerate().map(bound).collect();
+    }
     let bound = |(i, &want): (usize, &f64)| {
         let (choice, feature) = (i / n, i % n);
         let line = of_choice[choice] * n + feature;
@@ -181,29 +193,34 @@ fn quantised_gemm(sig: &OpSig, before: &[Vec<f64>], want: &[f64]) -> Vec<f64> {
         unreachable!("called for quantised_gemm")
     };
     let (n, k, last) = (n as usize, k as usize, before.len() - 1);
+    let weights = quantised::decoded(sig, before);
+    let bound = |(i, &want): (usize, &f64)| {
+        let (x, weight) = (&before[0][i / n * k..][..k], &weights[i % n * k..][..k]);
+        let mut added = 0.0;
+        if bias {
+            added += before[last - 1][i % n].abs();
+        }
+        if accumulate {
+            added += before[last][i].abs();
+        }
+        rounded(out, want, quantised_error(dtype, (x, weight), added))
+    };
+    want.iter().enumerate().map(bound).collect()
+}
+
+/// The error of a row's product with weights, to which something of a size is added.
+fn quantised_error(dtype: DType, (x, weight): (&[f64], &[(f64, f64)]), added: f64) -> f64 {
     let (narrow, tiny) = match dtype {
         DType::F32 => (0.0, 0.0),
         DType::F16 => (dtype.unit_roundoff(), f64::powi(2.0, -25)),
         _ => (dtype.unit_roundoff(), 0.0),
     };
-    let weights = quantised::decoded(sig, before);
-    let bound = |(i, &want): (usize, &f64)| {
-        let (x, weight) = (&before[0][i / n * k..][..k], &weights[i % n * k..][..k]);
-        let (mut terms, mut rounding) = (0.0, 0.0);
-        for (x, (value, magnitude)) in x.iter().zip(weight) {
-            terms += (x * magnitude).abs();
-            rounding += x.abs() * (value.abs() * narrow + tiny);
-        }
-        if bias {
-            terms += before[last - 1][i % n].abs();
-        }
-        if accumulate {
-            terms += before[last][i].abs();
-        }
-        let error = gamma(k + 2 + DECODING) * terms + rounding * (1.0 + gamma(k)) + (k + 2) as f64 * FLUSH;
-        rounded(out, want, error)
-    };
-    want.iter().enumerate().map(bound).collect()
+    let (k, mut terms, mut rounding) = (x.len(), added, 0.0);
+    for (x, (value, magnitude)) in x.iter().zip(weight) {
+        terms += (x * magnitude).abs();
+        rounding += x.abs() * (value.abs() * narrow + tiny);
+    }
+    gamma(k + 2 + DECODING) * terms + rounding * (1.0 + gamma(k)) + (k + 2) as f64 * FLUSH
 }
 
 /// Which experts are chosen is exact. A score is a quotient: of exponentials of differences to a maximum,
@@ -260,10 +277,12 @@ fn quantised_embed(sig: &OpSig, before: &[Vec<f64>], want: &[f64]) -> Vec<f64> {
 
 /// Error bounds of one head's un-normalised attention, with the exact sum.
 struct Attention {
+    max: f64,
     max_error: f64,
     sum: f64,
     sum_error: f64,
     acc_error: Vec<f64>, // [head_dim]
+    acc_size: Vec<f64>,  // [head_dim] of sums of magnitudes
 }
 
 /// Score j errs by `delta_j = gamma(head_dim + 3) * scale * sum |q||k|` (products, sums, the scale and
@@ -294,15 +313,17 @@ fn attention((q, keys): oracle::HeadView<'_>, x: DType) -> Attention {
         _ => (x.unit_roundoff(), 0.0),
     };
     let summing = gamma(2 * n + 2) + n as f64 * EXP;
-    let mut out = Attention { max_error: delta_max, sum: 0.0, sum_error: 0.0, acc_error: vec![0.0; q.len()] };
+    let [acc_error, acc_size] = [(); 2].map(|()| vec![0.0; q.len()]);
+    let mut out = Attention { max, max_error: delta_max, sum: 0.0, sum_error: 0.0, acc_error, acc_size };
     for (&(score, delta), (_, v)) in scores.iter().zip(&keys) {
         let p = (score - max).exp();
         let argument = delta + delta_max + 8.0 * U * (score.abs() + max.abs());
         let p_error = p * ((argument.exp_m1() + EXP + u_x) * (1.0 + summing) + summing) + tiny_x + FLUSH;
         out.sum += p;
         out.sum_error += p_error;
-        for (error, v) in out.acc_error.iter_mut().zip(*v) {
+        for ((error, size), v) in out.acc_error.iter_mut().zip(&mut out.acc_size).zip(*v) {
             *error += p_error * v.abs() + FLUSH;
+            *size += p * v.abs();
         }
     }
     out
@@ -322,7 +343,8 @@ fn decode(sig: &OpSig, before: &[Vec<f64>]) -> Vec<Vec<f64>> {
 }
 
 /// Bounds a quotient of inexact numbers: `(acc_error + |out| sum_error) / (sum - sum_error)`, plus the error
-/// of the division.
+/// of the division. A sink's weight errs as a key's does, whose score is exact, and what comes to the
+/// maximum of both is rescaled once more.
 fn prefill(sig: &OpSig, before: &[Vec<f64>], want: &[f64]) -> Vec<f64> {
     let OpSig::AttnPrefill { heads, x, kv: KvShape { head_dim, .. }, .. } = *sig else {
         unreachable!("called for attn_prefill")
@@ -333,9 +355,21 @@ fn prefill(sig: &OpSig, before: &[Vec<f64>], want: &[f64]) -> Vec<f64> {
         for head in 0..heads {
             let part = attention(oracle::head_view(sig, before, &query, head), x);
             let at = (query.row * heads + head) * dim;
+            let sink = oracle::sink(sig, before, head);
+            let (max, sum) = oracle::with_sink((part.max, part.sum), sink);
+            let keep = oracle::share(part.max, max);
+            let (mut rescaled, mut sum_error) = (0.0, part.sum_error);
+            if sink > f64::NEG_INFINITY {
+                let argument = part.max_error + 8.0 * U * (sink.abs() + part.max.abs());
+                let relative = argument.exp_m1() + EXP + gamma(3);
+                rescaled = keep * relative + FLUSH;
+                let of_sink = oracle::share(sink, max) * relative + FLUSH;
+                sum_error = keep * sum_error + part.sum * rescaled + of_sink;
+            }
             for d in 0..dim {
                 let out = want[at + d];
-                let error = (part.acc_error[d] + out.abs() * part.sum_error) / (part.sum - part.sum_error);
+                let acc_error = keep * part.acc_error[d] + part.acc_size[d] * rescaled;
+                let error = (acc_error + out.abs() * sum_error) / (sum - sum_error);
                 bounds[at + d] = rounded(x, out, error + (DIVIDE + U) * out.abs());
             }
         }
@@ -346,12 +380,14 @@ fn prefill(sig: &OpSig, before: &[Vec<f64>], want: &[f64]) -> Vec<f64> {
 /// Like `attention`, with the parts as keys: a share errs by exp and by its argument's rounding, a
 /// product and at most `parts` sums follow; then the quotient.
 fn merge(sig: &OpSig, before: &[Vec<f64>], want: &[f64]) -> Vec<f64> {
-    let OpSig::AttnMerge { parts, rows, head_dim, out } = *sig else { unreachable!("called for attn_merge") };
+    let OpSig::AttnMerge { parts, rows, head_dim, out, .. } = *sig else {
+        unreachable!("called for attn_merge")
+    };
     let (parts, rows, dim) = (parts as usize, rows as usize, head_dim as usize);
     let (acc, stat) = (&before[0], &before[1]);
     let bound = |(i, &want): (usize, &f64)| {
         let (r, d) = (i / dim, i % dim);
-        let (max, sum) = oracle::merged_stat(stat, parts, rows, r);
+        let (max, sum) = oracle::merged_stat(sig, before, r);
         if sum == 0.0 {
             return 0.0;
         }
@@ -364,6 +400,11 @@ fn merge(sig: &OpSig, before: &[Vec<f64>], want: &[f64]) -> Vec<f64> {
             let relative = EXP + 4.0 * U * (stat[part * 2].abs() + max.abs()) + gamma(parts + 1);
             acc_error += (share * relative + FLUSH) * acc[part * dim + d].abs() + FLUSH;
             sum_error += (share * relative + FLUSH) * stat[part * 2 + 1].abs();
+        }
+        let sink = oracle::sink(sig, before, r);
+        if sink > f64::NEG_INFINITY {
+            let weight = oracle::share(sink, max);
+            sum_error += weight * (EXP + 4.0 * U * (sink.abs() + max.abs()) + gamma(parts + 1)) + FLUSH;
         }
         let error = (acc_error + want.abs() * sum_error) / (sum - sum_error);
         rounded(out, want, error + (DIVIDE + U) * want.abs())

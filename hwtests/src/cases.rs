@@ -5,11 +5,10 @@
 //! combinations are crossed with a few shapes, and shapes with a few combinations; the full product would
 //! only repeat itself.
 
+mod experts;
+
 use mixfleet_hal::cast::to_u32;
-use mixfleet_hal::{
-    CodeKind, DType, DeviceLimits, ExpertRouting, GroupedRows, KvShape, OpSig, Quantised, Scalar, ScaleKind,
-    Scoring, ZeroKind,
-};
+use mixfleet_hal::{CodeKind, DType, DeviceLimits, KvShape, OpSig, Quantised, Scalar, ScaleKind, ZeroKind};
 use serde::{Deserialize, Serialize};
 
 /// How thorough a conformance run is.
@@ -359,7 +358,7 @@ impl Builder {
         spread: &[(u32, u32)],
         shape: Heads,
         page_tokens: u32,
-        window: Option<u32>,
+        (window, sinks): (Option<u32>, bool),
         (x, kv): (DType, DType),
     ) {
         let longest = spread.iter().map(|s| s.1).max().unwrap_or(0);
@@ -371,6 +370,7 @@ impl Builder {
             heads: shape.ratio * shape.kv_heads,
             pages_max: longest.div_ceil(page_tokens) + 1,
             window,
+            sinks,
             x,
             kv: KvShape { kv_heads: shape.kv_heads, head_dim: shape.head_dim, page_tokens, dtype: kv },
         };
@@ -381,34 +381,56 @@ impl Builder {
         let p = self.page_tokens;
         let unlike = [(1, 1), (5, 9), (3, (p + 1).max(3)), (1, 40), (17, 17)];
         for dtypes in two_dtypes() {
-            self.attn_prefill(&unlike, SMALL, p, None, dtypes);
+            self.attn_prefill(&unlike, SMALL, p, (None, false), dtypes);
+            self.attn_prefill(&unlike, SMALL, p, (Some(8), true), dtypes);
         }
         let own = (F32, Bf16);
         for (ratio, kv_heads) in (1..=8).map(|ratio| (ratio, 2)).chain([(3, 1), (1, 5)]) {
             if self.full || ratio % 3 == 1 {
-                self.attn_prefill(&[(2, 2), (3, 11)], Heads { ratio, kv_heads, head_dim: 16 }, p, None, own);
+                self.attn_prefill(
+                    &[(2, 2), (3, 11)],
+                    Heads { ratio, kv_heads, head_dim: 16 },
+                    p,
+                    (None, false),
+                    own,
+                );
             }
         }
         for &head_dim in self.head_dims() {
             let shape = Heads { ratio: 3, kv_heads: 2, head_dim };
-            self.attn_prefill(&[(7, 7), (4, 30)], shape, p, None, own);
-            self.attn_prefill(&[(7, 7), (4, 30)], shape, p, Some(6), (Bf16, Bf16));
+            self.attn_prefill(&[(7, 7), (4, 30)], shape, p, (None, false), own);
+            self.attn_prefill(&[(9, 9), (3, 20)], shape, p, (None, true), own);
+            self.attn_prefill(&[(5, 70)], shape, p, (Some(33), true), (Bf16, Bf16));
+            self.attn_prefill(&[(7, 7), (4, 30)], shape, p, (Some(6), false), (Bf16, Bf16));
         }
         for page_tokens in self.page_sizes() {
             for context in [page_tokens - 1, page_tokens, page_tokens + 1, 2 * page_tokens + 1] {
                 if context > 0 {
-                    self.attn_prefill(&[(1, context), (context, context)], SMALL, page_tokens, None, own);
+                    self.attn_prefill(
+                        &[(1, context), (context, context)],
+                        SMALL,
+                        page_tokens,
+                        (None, false),
+                        own,
+                    );
                 }
             }
         }
         // windows below, at and above the context, and at the edge of a page
         for window in [1, 2, p, 19, 20, 21] {
-            self.attn_prefill(&[(20, 20), (3, 45), (1, 20)], SMALL, p, Some(window), own);
+            self.attn_prefill(&[(20, 20), (3, 45), (1, 20)], SMALL, p, (Some(window), false), own);
+            self.attn_prefill(&[(20, 20), (3, 45)], SMALL, p, (Some(window), true), own);
         }
         // a sequence without new tokens between two that have some
-        self.attn_prefill(&[(2, 5), (0, 3), (4, 4)], SMALL, p, None, own);
+        self.attn_prefill(&[(2, 5), (0, 3), (4, 4)], SMALL, p, (None, false), own);
         for &e in self.sweep() {
-            self.attn_prefill(&[(e, e + 2)], Heads { ratio: 2, kv_heads: 1, head_dim: 16 }, p, None, own);
+            self.attn_prefill(
+                &[(e, e + 2)],
+                Heads { ratio: 2, kv_heads: 1, head_dim: 16 },
+                p,
+                (None, e % 2 == 0),
+                own,
+            );
         }
     }
 
@@ -463,123 +485,17 @@ impl Builder {
     fn merge(&mut self) {
         for out in DType::FLOATS {
             for parts in [1, 2, 3, 7, 16] {
-                self.even(OpSig::AttnMerge { parts, rows: 6, head_dim: 16, out });
+                self.even(OpSig::AttnMerge { parts, rows: 6, head_dim: 16, sinks: 0, out });
+                self.even(OpSig::AttnMerge { parts, rows: 12, head_dim: 16, sinks: 6, out });
             }
         }
         for &n in self.sweep() {
-            self.even(OpSig::AttnMerge { parts: 3, rows: n, head_dim: 80, out: F32 });
+            self.even(OpSig::AttnMerge { parts: 3, rows: n, head_dim: 80, sinks: 0, out: F32 });
+            self.even(OpSig::AttnMerge { parts: 1, rows: 2 * n, head_dim: 24, sinks: n, out: F32 });
         }
         for &head_dim in self.head_dims() {
-            self.even(OpSig::AttnMerge { parts: 4, rows: 5, head_dim, out: Bf16 });
-        }
-    }
-}
-
-impl Builder {
-    fn routes(&mut self) {
-        let softmax = ExpertRouting::softmax;
-        let grouped = |experts, active, groups, groups_active, group_best| ExpertRouting {
-            scoring: Scoring::Sigmoid,
-            groups,
-            groups_active,
-            group_best,
-            scale: Scalar(2.5),
-            ..softmax(experts, active, true)
-        };
-        for &n in self.sweep() {
-            for normalise in [false, true] {
-                self.even(OpSig::Route { tokens: n, bias: false, routing: softmax(8, 2, normalise) });
-                self.even(OpSig::Route { tokens: 5, bias: false, routing: softmax(n, n.min(3), normalise) });
-            }
-            self.even(OpSig::Route { tokens: n, bias: true, routing: grouped(8, 2, 1, 1, 1) });
-            self.even(OpSig::Route { tokens: n, bias: true, routing: grouped(16, 4, 4, 2, 2) });
-        }
-        // every expert, and one of one, as the gate of a shared expert
-        self.even(OpSig::Route { tokens: 9, bias: false, routing: softmax(7, 7, false) });
-        let gate = ExpertRouting { scoring: Scoring::Sigmoid, ..softmax(1, 1, false) };
-        self.even(OpSig::Route { tokens: 9, bias: false, routing: gate });
-        // as published: Qwen3-30B-A3B, gpt-oss-120b, DeepSeek-V2-Lite, DeepSeek-V3
-        let large = [
-            (false, softmax(128, 8, true)),
-            (false, softmax(128, 4, true)),
-            (false, softmax(64, 6, false)),
-            (true, grouped(256, 8, 8, 4, 2)),
-        ];
-        for (bias, routing) in large {
-            for tokens in [1, 3, 70] {
-                self.even(OpSig::Route { tokens, bias, routing });
-            }
-        }
-        let by_best =
-            ExpertRouting { scoring: Scoring::Softmax, scale: Scalar(16.0), ..grouped(160, 6, 8, 3, 1) };
-        self.even(OpSig::Route {
-            tokens: 5,
-            bias: false,
-            routing: ExpertRouting { normalise: false, ..by_best },
-        });
-    }
-
-    fn grouped_gemm(
-        &mut self,
-        rows: &[u32],
-        fan: u32,
-        (n, k): (u32, u32),
-        (x, weight, out): (DType, DType, DType),
-        bias: bool,
-    ) {
-        let touched = to_u32(rows.iter().filter(|&&rows| rows > 0).count());
-        let grouped = GroupedRows { choices: rows.iter().sum(), fan, experts: to_u32(rows.len()), touched };
-        let sig = OpSig::GroupedGemm { grouped, n, k, x, weight, out, bias };
-        self.push(sig, TokenSpread::Experts(rows.to_vec()));
-    }
-
-    fn grouped(&mut self) {
-        for (x, weight) in two_dtypes() {
-            for out in DType::FLOATS {
-                self.grouped_gemm(&[2, 0, 3, 1], 2, (19, 40), (x, weight, out), true);
-            }
-        }
-        let own = (F32, Bf16, F32);
-        // all rows with one expert, first and last; none with most; more than a tile, and one more than that
-        let skewed: [&[u32]; 7] = [
-            &[12, 0, 0],
-            &[0, 0, 12],
-            &[0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1],
-            &[1, 1, 1, 1, 1, 1, 1, 1],
-            &[65, 3, 0, 64],
-            &[1, 16, 17, 15, 1],
-            &[200, 0, 2],
-        ];
-        for rows in skewed {
-            for dtypes in [own, (Bf16, Bf16, Bf16)] {
-                self.grouped_gemm(rows, 1, (33, 65), dtypes, false);
-                self.grouped_gemm(rows, 2, (32, 64), dtypes, true);
-            }
-        }
-        for &e in self.sweep() {
-            for (n, k) in [(e, 37), (19, e), (e, e)] {
-                self.grouped_gemm(&[3, 0, 1, 2], 2, (n, k), own, false);
-            }
-            self.grouped_gemm(&[e, 0, 1], 1, (19, 37), own, false);
-        }
-        for rows in [&[0, 1, 0, 1][..], &[30, 7, 0, 35]] {
-            self.grouped_gemm(rows, 2, (130, 515), own, false);
-            self.grouped_gemm(rows, 1, (67, 1024), (Bf16, Bf16, Bf16), true);
-        }
-    }
-
-    fn combine(&mut self) {
-        for x in DType::FLOATS {
-            for &n in self.sweep() {
-                for accumulate in [false, true] {
-                    self.even(OpSig::Combine { tokens: n, active: 2, cols: 33, x, accumulate });
-                    if n <= 9 {
-                        self.even(OpSig::Combine { tokens: 3, active: n, cols: 16, x, accumulate });
-                    }
-                }
-                self.even(OpSig::Combine { tokens: 2, active: 3, cols: n, x, accumulate: true });
-            }
-            self.even(OpSig::Combine { tokens: 3, active: 8, cols: 2048, x, accumulate: true });
+            self.even(OpSig::AttnMerge { parts: 4, rows: 5, head_dim, sinks: 0, out: Bf16 });
+            self.even(OpSig::AttnMerge { parts: 2, rows: 9, head_dim, sinks: 3, out: Bf16 });
         }
     }
 }

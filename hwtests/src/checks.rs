@@ -226,6 +226,7 @@ fn merged(bench: &Bench<'_>, pieces: Vec<Piece>, rows: usize) -> Result<Vec<f64>
         parts: to_u32(parts),
         rows: to_u32(rows),
         head_dim: to_u32(HEAD_DIM),
+        sinks: 0,
         out: DType::F32,
     };
     let out = vec![f64::NAN; rows * HEAD_DIM];

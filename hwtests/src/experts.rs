@@ -2,6 +2,7 @@
 
 use crate::cases::{Case, TokenSpread};
 use crate::oracle::dot;
+use crate::quantised;
 use mixfleet_hal::cast::{to_f32, to_usize};
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::{ExpertRouting, OpSig, Scoring};
@@ -100,10 +101,10 @@ fn by_expert(chosen: &[f64], experts: usize) -> (Vec<f64>, Vec<f64>) {
 
 /// The expert of each choice of a `GroupedGemm`.
 pub(crate) fn of_choices(sig: &OpSig, operands: &[Vec<f64>]) -> Result<Vec<usize>, String> {
-    let OpSig::GroupedGemm { grouped, bias, .. } = *sig else {
+    let OpSig::GroupedGemm { grouped, weight, bias, .. } = *sig else {
         return Err(format!("{} has no experts", sig.name()));
     };
-    let at = 2 + usize::from(bias);
+    let at = 1 + weight.part_count() + usize::from(bias);
     let (order, starts) = (&operands[at], &operands[at + 1]);
     let mut of_choice = vec![None; grouped.choices as usize];
     for (expert, ends) in starts.windows(2).enumerate() {
@@ -119,16 +120,19 @@ pub(crate) fn of_choices(sig: &OpSig, operands: &[Vec<f64>]) -> Result<Vec<usize
 
 /// Runs `GroupedGemm`.
 pub(crate) fn grouped_gemm(sig: &OpSig, operands: &mut [Vec<f64>]) -> Result<(), String> {
-    let OpSig::GroupedGemm { grouped, n, k, bias, .. } = *sig else {
+    let OpSig::GroupedGemm { grouped, n, k, weight, bias, .. } = *sig else {
         return Err(format!("{} has no experts", sig.name()));
     };
     let (n, k) = (n as usize, k as usize);
     let mut out = Vec::with_capacity(grouped.choices as usize * n);
+    let decoded: Vec<f64> = quantised::decoded(sig, operands).into_iter().map(|(value, _)| value).collect();
+    let weights = if weight.quantised().is_some() { &decoded } else { &operands[1] };
+    let biases = &operands[1 + weight.part_count()];
     for (choice, expert) in of_choices(sig, operands)?.into_iter().enumerate() {
         let x = &operands[0][choice / grouped.fan as usize * k..][..k];
         for line in expert * n..(expert + 1) * n {
-            let added = if bias { operands[2][line] } else { 0.0 };
-            out.push(dot(x, &operands[1][line * k..][..k]) + added);
+            let added = if bias { biases[line] } else { 0.0 };
+            out.push(dot(x, &weights[line * k..][..k]) + added);
         }
     }
     if let Some(last) = operands.last_mut() {

@@ -61,13 +61,15 @@ pub(crate) fn of(case: &Case) -> String {
         OpSig::AttnPrefill {
             heads,
             window,
+            sinks,
             x,
             kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
             ..
         } => {
             let window = window.map(|w| format!(".w{w}")).unwrap_or_default();
+            let sinks = if sinks { ".sinks" } else { "" };
             format!(
-                "{x}.{kv}.h{heads}.kv{kv_heads}.d{head_dim}.p{page_tokens}{window}.{}",
+                "{x}.{kv}.h{heads}.kv{kv_heads}.d{head_dim}.p{page_tokens}{window}{sinks}.{}",
                 spread(&case.spread)
             )
         }
@@ -76,7 +78,10 @@ pub(crate) fn of(case: &Case) -> String {
         } => {
             format!("{x}.{kv}.h{heads}.kv{kv_heads}.d{head_dim}.p{page_tokens}.{}", spread(&case.spread))
         }
-        OpSig::AttnMerge { parts, rows, head_dim, out } => format!("{out}.parts{parts}.r{rows}.d{head_dim}"),
+        OpSig::AttnMerge { parts, rows, head_dim, sinks, out } => {
+            let sinks = if sinks > 0 { format!(".sinks{sinks}") } else { String::new() };
+            format!("{out}.parts{parts}.r{rows}.d{head_dim}{sinks}")
+        }
         OpSig::SiluMul { elements, x } | OpSig::Add { elements, x } => format!("{x}.n{elements}"),
         OpSig::Sample { rows, cols, history, tops } => {
             let history = if history > 0 { format!(".history{history}") } else { String::new() };

@@ -88,6 +88,12 @@ fn floats(case: &Case, operand: &Operand, n: usize, stream: &mut Stream) -> Vec<
             }
         }
         (OpSig::Sample { cols, .. }, _) => draws::logits(&mut values, *cols as usize, case.seed, stream),
+        // beside scores, and far from them
+        (OpSig::AttnPrefill { .. } | OpSig::AttnMerge { .. }, "sinks") => {
+            for (i, v) in values.iter_mut().enumerate() {
+                *v = if i % 4 == 3 { [100.0, -100.0][i / 4 % 2] } else { *v * 6.0 };
+            }
+        }
         (OpSig::AttnMerge { rows, .. }, "stat") => merge_stats(&mut values, *rows as usize),
         (OpSig::AttnMerge { parts, rows, head_dim, .. }, "acc") => {
             let (rows, dim) = (*rows as usize, *head_dim as usize);

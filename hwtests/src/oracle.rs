@@ -79,17 +79,19 @@ pub fn run(sig: &OpSig, operands: &mut [Vec<f64>]) -> Result<(), String> {
             }
         }
         (OpSig::AttnPrefill { heads, kv: KvShape { head_dim, .. }, .. }, operands) => {
-            let mut out = vec![0.0; operands[6].len()]; // [tokens, heads, head_dim]
+            let last = operands.len() - 1;
+            let mut out = vec![0.0; operands[last].len()]; // [tokens, heads, head_dim]
             for query in queries(sig, operands)? {
                 for head in 0..heads as usize {
                     let part = attend(sig, operands, &query, head);
+                    let (max, sum) = with_sink((part.max, part.sum), sink(sig, operands, head));
                     let at = (query.row * heads as usize + head) * head_dim as usize;
                     for (out, acc) in out[at..].iter_mut().zip(&part.acc) {
-                        *out = acc / part.sum;
+                        *out = acc * share(part.max, max) / sum;
                     }
                 }
             }
-            operands[6] = out;
+            operands[last] = out;
         }
         (OpSig::AttnDecode { heads, .. }, operands) => {
             let (mut acc, mut stat) = (Vec::new(), Vec::new());
@@ -103,16 +105,21 @@ pub fn run(sig: &OpSig, operands: &mut [Vec<f64>]) -> Result<(), String> {
             operands[5] = acc; // [sequences, heads, head_dim]
             operands[6] = stat; // [sequences, heads, 2]
         }
-        (OpSig::AttnMerge { parts, rows, head_dim, .. }, [acc, stat, out]) => {
+        (OpSig::AttnMerge { parts, rows, head_dim, .. }, operands) => {
             let (parts, rows, dim) = (parts as usize, rows as usize, head_dim as usize);
-            for (r, out) in out.chunks_mut(dim).enumerate() {
-                let (max, total) = merged_stat(stat, parts, rows, r);
-                for (d, out) in out.iter_mut().enumerate() {
+            let mut out = Vec::with_capacity(rows * dim);
+            for r in 0..rows {
+                let (max, total) = merged_stat(sig, operands, r);
+                let (acc, stat) = (&operands[0], &operands[1]);
+                for d in 0..dim {
                     let weighted =
                         |p: usize| share(stat[(p * rows + r) * 2], max) * acc[(p * rows + r) * dim + d];
                     let sum: f64 = (0..parts).map(weighted).sum();
-                    *out = if total == 0.0 { 0.0 } else { sum / total };
+                    out.push(if total == 0.0 { 0.0 } else { sum / total });
                 }
+            }
+            if let Some(last) = operands.last_mut() {
+                *last = out;
             }
         }
         (OpSig::SiluMul { .. }, [gate, up, out]) => {
@@ -304,10 +311,27 @@ pub(crate) fn share(part_max: f64, max: f64) -> f64 {
     if part_max == f64::NEG_INFINITY { 0.0 } else { (part_max - max).exp() }
 }
 
-/// Returns the common maximum and sum of row `r` over all parts of `stat [parts, rows, 2]`.
-pub(crate) fn merged_stat(stat: &[f64], parts: usize, rows: usize, r: usize) -> (f64, f64) {
+/// The sink of a head of `AttnPrefill`, or of a row of `AttnMerge`; -inf without sinks.
+pub(crate) fn sink(sig: &OpSig, operands: &[Vec<f64>], row: usize) -> f64 {
+    match *sig {
+        OpSig::AttnPrefill { sinks: true, .. } => operands[6][row],
+        OpSig::AttnMerge { sinks, .. } if sinks > 0 => operands[2][row % sinks as usize],
+        _ => f64::NEG_INFINITY,
+    }
+}
+
+/// Adds the weight of a sink to a maximum and the sum that is relative to it.
+pub(crate) fn with_sink((max, sum): (f64, f64), sink: f64) -> (f64, f64) {
+    let all = max.max(sink);
+    (all, sum * share(max, all) + share(sink, all))
+}
+
+/// Returns the common maximum and sum of row `r` of `AttnMerge` over all parts, and the sink.
+pub(crate) fn merged_stat(sig: &OpSig, operands: &[Vec<f64>], r: usize) -> (f64, f64) {
+    let OpSig::AttnMerge { parts, rows, .. } = *sig else { unreachable!("only it has parts") };
+    let (parts, rows, stat) = (parts as usize, rows as usize, &operands[1]);
     let of = |p: usize| (stat[(p * rows + r) * 2], stat[(p * rows + r) * 2 + 1]);
     let max = (0..parts).map(|p| of(p).0).fold(f64::NEG_INFINITY, f64::max);
     let sum = (0..parts).map(|p| share(of(p).0, max) * of(p).1).sum();
-    (max, sum)
+    with_sink((max, sum), sink(sig, operands, r))
 }

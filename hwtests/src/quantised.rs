@@ -3,23 +3,27 @@
 
 use mixfleet_hal::cast::{to_u32, to_usize};
 use mixfleet_hal::random::Stream;
-use mixfleet_hal::{CodeKind, DType, OpSig, Operand, Quantised, ZeroKind};
+use mixfleet_hal::{CodeKind, DType, MatrixKind, OpSig, Operand, Quantised, ZeroKind};
 
-/// The quantised weights of an operation: how, rows and columns. None for other operations.
-pub(crate) fn weights_of(sig: &OpSig) -> Option<(Quantised, u32, u32)> {
+/// The quantised weights of an operation: how, matrices, rows and columns. None for other operations.
+pub(crate) fn weights_of(sig: &OpSig) -> Option<(Quantised, [u32; 3])> {
     match *sig {
-        OpSig::QuantisedGemm { n, k, weight, .. } => Some((weight, n, k)),
-        OpSig::QuantisedEmbed { vocab, hidden, table, .. } => Some((table, vocab, hidden)),
+        OpSig::QuantisedGemm { n, k, weight, .. } => Some((weight, [1, n, k])),
+        OpSig::QuantisedEmbed { vocab, hidden, table, .. } => Some((table, [1, vocab, hidden])),
+        OpSig::GroupedGemm { grouped, n, k, weight: MatrixKind::Quantised(weight), .. } => {
+            Some((weight, [grouped.experts, n, k]))
+        }
         _ => None,
     }
 }
 
-/// The weights of an operation and how large the terms are that each is the sum of, `[rows, columns]`.
+/// The weights of an operation and how large the terms are that each is the sum of, `[matrices, rows,
+/// columns]`.
 pub(crate) fn decoded(sig: &OpSig, operands: &[Vec<f64>]) -> Vec<(f64, f64)> {
-    let Some((quantised, rows, columns)) = weights_of(sig) else { return Vec::new() };
+    let Some((quantised, [matrices, rows, columns])) = weights_of(sig) else { return Vec::new() };
     let parts: Vec<&[f64]> =
         operands[1..=quantised.part_count()].iter().map(|part| part.as_slice()).collect();
-    quantised.decode(&parts, 1, rows, columns)
+    quantised.decode(&parts, matrices, rows, columns)
 }
 
 /// Replaces the written operand by the correct result.
@@ -54,7 +58,7 @@ pub(crate) fn run(sig: &OpSig, operands: &mut [Vec<f64>]) -> Result<(), String> 
 
 /// The values of one of the arrays of quantised weights; `None` for other operands.
 pub(crate) fn values(sig: &OpSig, operand: &Operand, n: usize, stream: &mut Stream) -> Option<Vec<f64>> {
-    let (quantised, _, _) = weights_of(sig)?;
+    let (quantised, _) = weights_of(sig)?;
     let mut words = |byte: &mut dyn FnMut(u8) -> u8| {
         let word = |_| {
             let bytes = to_u32(stream.next_u64() >> 32).to_le_bytes();

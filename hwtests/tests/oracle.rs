@@ -123,6 +123,7 @@ fn prefill_sees_pages_window_and_groups() {
         heads: 2,
         pages_max: 2,
         window: Some(2),
+        sinks: false,
         x: F32,
         kv: KvShape { kv_heads: 1, head_dim: 1, page_tokens: 2, dtype: F32 },
     };
@@ -154,6 +155,7 @@ fn decode_over_any_cut_merges_to_prefill() {
             heads,
             pages_max,
             window: None,
+            sinks: false,
             x: F32,
             kv: KvShape { kv_heads, head_dim: dim, page_tokens, dtype: F32 },
         };
@@ -171,7 +173,7 @@ fn decode_over_any_cut_merges_to_prefill() {
             run(sig, &[&q, &[f64::from(first), f64::from(end)], &pages, &k, &v, &out, &[0.0; 8]])
         };
         let (a, b) = (part(0, cut), part(cut, context));
-        let merge = OpSig::AttnMerge { parts: 2, rows: heads, head_dim: dim, out: F32 };
+        let merge = OpSig::AttnMerge { parts: 2, rows: heads, head_dim: dim, sinks: 0, out: F32 };
         let merged = run(merge, &[&[&a[5][..], &b[5]].concat(), &[&a[6][..], &b[6]].concat(), &out]);
         for (merged, whole) in merged[2].iter().zip(&whole[6]) {
             prop_assert!((merged - whole).abs() < 1e-12, "{merged} {whole}");

@@ -118,6 +118,7 @@ impl<'a> Naive<'a> {
         let slides = match self.config.get("layer_types") {
             Some(types) => types[layer] == "sliding_attention",
             None if self.is("mistral") => true,
+            None if self.is("gpt_oss") => layer.is_multiple_of(2),
             None => self.says("use_sliding_window") && layer >= self.count("max_window_layers"),
         };
         if slides { self.number("sliding_window").map_or(usize::MAX, |w| w as usize) } else { usize::MAX }
@@ -125,7 +126,8 @@ impl<'a> Naive<'a> {
 
     fn attention(&mut self, layer: usize, x: &[f64]) -> Vec<f64> {
         let (at, dim) = (format!("model.layers.{layer}.self_attn"), self.head_dim());
-        let all = self.says("attention_bias");
+        let all = self.says("attention_bias") || self.is("gpt_oss");
+        let sinks = self.checkpoint.values(&format!("{at}.sinks"));
         let biased = all || self.is("qwen2") || self.is("qwen2_moe");
         let [mut query, mut key, value] =
             ["q_proj", "k_proj", "v_proj"].map(|part| self.linear(&format!("{at}.{part}"), x, biased));
@@ -148,7 +150,8 @@ impl<'a> Naive<'a> {
                 (dot / (dim as f64).sqrt()).exp()
             };
             let scores: Vec<f64> = self.keys[layer][first..].iter().map(score).collect();
-            let sum: f64 = scores.iter().sum();
+            let sink = sinks.as_ref().map_or(0.0, |sinks| sinks[head].exp());
+            let sum = scores.iter().sum::<f64>() + sink;
             out.extend(of_head.clone().map(|i| {
                 let values = self.values[layer][first..].iter();
                 values.zip(&scores).map(|(value, score)| value[i] * score / sum).sum::<f64>()
@@ -169,31 +172,61 @@ impl<'a> Naive<'a> {
         let is_plain = |layers: &Value| layers.as_array().unwrap().contains(&layer.into());
         let plain = self.config.get("mlp_only_layers").is_some_and(is_plain);
         let step = self.number("decoder_sparse_step").map_or(1, |step| step as usize);
-        let mixed = ["mixtral", "qwen2_moe", "qwen3_moe"].iter().any(|family| self.is(family));
+        let mixed = ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"].iter().any(|family| self.is(family));
         mixed && !plain && (layer + 1).is_multiple_of(step)
+    }
+
+    /// Gate and up of an inner element are neighbouring rows.
+    fn gpt_oss_expert(&self, at: &str, expert: usize, x: &[f64]) -> Vec<f64> {
+        let product = |matrix: &str, x: &[f64], rows: usize| {
+            let values = |name: String| self.checkpoint.values(&name).unwrap();
+            let weight = values(format!("{at}.experts.{matrix}"));
+            let bias = values(format!("{at}.experts.{matrix}_bias"));
+            let rows = expert * rows..(expert + 1) * rows;
+            let of = |row: usize| {
+                let terms =
+                    x.iter().enumerate().map(|(column, value)| weight[row * x.len() + column] * value);
+                terms.sum::<f64>() + bias[row]
+            };
+            rows.map(of).collect::<Vec<f64>>()
+        };
+        let inner = self.count("intermediate_size");
+        let both = product("gate_up_proj", x, 2 * inner);
+        let of = |i: usize| {
+            let (gate, up) = (both[2 * i].min(7.0), both[2 * i + 1].clamp(-7.0, 7.0));
+            (up + 1.0) * gate / (1.0 + (-1.702 * gate).exp())
+        };
+        product("down_proj", &(0..inner).map(of).collect::<Vec<f64>>(), x.len())
     }
 
     /// What the experts that a row chooses make of it, and the shared one.
     fn experts(&self, at: &str, x: &[f64]) -> Vec<f64> {
-        let mixtral = self.is("mixtral");
+        let (mixtral, gpt_oss) = (self.is("mixtral"), self.is("gpt_oss"));
         let (at, matrices) = match mixtral {
             true => (format!("{at}.block_sparse_moe"), ["w1", "w3", "w2"]),
             false => (format!("{at}.mlp"), MATRICES),
         };
-        let powers: Vec<f64> =
-            self.linear(&format!("{at}.gate"), x, false).iter().map(|logit| logit.exp()).collect();
+        let powers: Vec<f64> = self
+            .linear(&format!("{at}.{}", if gpt_oss { "router" } else { "gate" }), x, gpt_oss)
+            .iter()
+            .map(|logit| logit.exp())
+            .collect();
         let mut best: Vec<usize> = (0..powers.len()).collect();
         best.sort_by(|a, b| powers[*b].total_cmp(&powers[*a]));
         best.truncate(self.count("num_experts_per_tok"));
         let of_all: f64 = powers.iter().sum();
         let of_best: f64 = best.iter().map(|expert| powers[*expert]).sum();
-        let whole = if mixtral || self.says("norm_topk_prob") { of_best } else { of_all };
+        let whole = if mixtral || gpt_oss || self.says("norm_topk_prob") { of_best } else { of_all };
         let mut out = vec![0.0; x.len()];
         let mut add = |made: Vec<f64>, share: f64| {
             out.iter_mut().zip(made).for_each(|(sum, value)| *sum += value * share);
         };
         for expert in best {
-            add(self.mlp(&format!("{at}.experts.{expert}"), matrices, x), powers[expert] / whole);
+            let made = match gpt_oss {
+                true => self.gpt_oss_expert(&at, expert, x),
+                false => self.mlp(&format!("{at}.experts.{expert}"), matrices, x),
+            };
+            add(made, powers[expert] / whole);
         }
         if self.is("qwen2_moe") {
             let gate = self.linear(&format!("{at}.shared_expert_gate"), x, false)[0];
@@ -247,5 +280,5 @@ fn the_oracle_agrees_with_a_naive_forward_pass_on_every_family() {
         }
         compared += 1;
     }
-    assert_eq!(compared, 13);
+    assert_eq!(compared, 14);
 }

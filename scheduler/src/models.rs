@@ -166,6 +166,7 @@ impl KnownModel {
             o_bias: false,
             mlp_bias: false,
             qk_norm: self.qk_norm,
+            sinks: false,
             format,
             experts: self.experts,
             latent: self.latent,

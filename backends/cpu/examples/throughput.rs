@@ -245,6 +245,7 @@ impl Bench {
             heads,
             pages_max,
             window,
+            sinks: false,
             x,
             kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
         };
@@ -332,7 +333,7 @@ impl Bench {
                     kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
                 };
                 add(sig, &[&q, &range, &pages, &k_pool, &v_pool, &acc, &stat])?;
-                let merge = OpSig::AttnMerge { parts: 1, rows: tokens * heads, head_dim, out: x };
+                let merge = OpSig::AttnMerge { parts: 1, rows: tokens * heads, head_dim, sinks: 0, out: x };
                 add(merge, &[&acc, &stat, &attended])?;
             } else {
                 let pairs = u64::from(tokens) * u64::from(tokens + 1) / 2;
@@ -344,6 +345,7 @@ impl Bench {
                     heads,
                     pages_max,
                     window: None,
+                    sinks: false,
                     x,
                     kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
                 };

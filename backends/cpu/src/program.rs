@@ -7,11 +7,11 @@
 use crate::isa::Isa;
 use crate::kernels::{self, Phase, Span};
 use crate::memory::{CpuBuffer, buffer_of};
-use mixfleet_hal::{Buffer, Cmd, DType, Error, KvShape, OpSig, OperandAccess, Result, Slice};
+use mixfleet_hal::{Buffer, Cmd, DType, Error, KvShape, MatrixKind, OpSig, OperandAccess, Result, Slice};
 use std::sync::Arc;
 
 /// Maximum number of operands of any operation.
-const OPERANDS_MAX: usize = 8;
+const OPERANDS_MAX: usize = 11;
 
 /// Bytes below which waking the other workers does not pay: about 2 us on one core.
 const SOLO_BYTES: f64 = 48e3;
@@ -141,6 +141,13 @@ pub(crate) fn check_sig(sig: &OpSig) -> Result<()> {
         let steps = matches!(name, "ids" | "slots" | "query_start" | "context" | "pages" | "range");
         steps || matches!(name, "chosen" | "order" | "starts")
     };
+    if let OpSig::GroupedGemm { n, weight: MatrixKind::Quantised(kind), .. } = *sig
+        && !kind.group_rows.is_power_of_two()
+        && kind.group_rows < n
+    {
+        let message = format!("grouped_gemm: groups of {} rows; supported: powers of two", kind.group_rows);
+        return Err(Error::unsupported(message));
+    }
     for operand in sig.operands() {
         let stored = matches!(operand.dtype, DType::F32 | DType::Bf16 | DType::F16);
         let packed = matches!(operand.name, "codes" | "high" | "scales" | "zeros");

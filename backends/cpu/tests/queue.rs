@@ -131,6 +131,7 @@ fn indices_out_of_range_fail_the_ticket_and_all_later_ones() {
                 heads: 1,
                 pages_max: 2,
                 window: None,
+                sinks: false,
                 x: DType::F32,
                 kv: KvShape { kv_heads: 1, head_dim: 4, page_tokens: 2, dtype: DType::F32 },
             };

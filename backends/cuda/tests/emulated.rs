@@ -84,6 +84,8 @@ fn prefill(
         heads: ratio * kv_heads,
         pages_max: spread.iter().map(|s| s.1).max().unwrap_or(0).div_ceil(16) + 1,
         window,
+        // with windows, as where they come from
+        sinks: window.is_some(),
         x: dtype,
         kv: KvShape { kv_heads, head_dim, page_tokens: 16, dtype },
     }

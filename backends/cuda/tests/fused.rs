@@ -200,7 +200,7 @@ fn decode_attention_in_parts_and_its_merge_are_two_launches() {
         let kv_tokens = contexts.iter().map(|&context| u64::from(context)).sum();
         let sig = OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, x: out, kv: shape };
         let decode = Cmd::new(sig, &[q, ranges, pages, k_pool, v_pool, acc.clone(), stat.clone()]).unwrap();
-        let sig = OpSig::AttnMerge { parts: 1, rows: sequences * heads, head_dim, out };
+        let sig = OpSig::AttnMerge { parts: 1, rows: sequences * heads, head_dim, sinks: 0, out };
         let merge = Cmd::new(sig, &[acc, stat, merged]).unwrap();
         assert_eq!(scene.compare(&[decode, merge]), (3, 2));
     }

@@ -84,7 +84,7 @@ fn joined() -> Vec<Vec<PlannedOp>> {
         lists.push(vec![(rope(32), queries), (rope(8), keys), (write, places)]);
         let (sequences, heads, pages_max, kv_tokens) = (4, 32, 256, 16_000);
         let decode = OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, x, kv };
-        let merge = OpSig::AttnMerge { parts: 1, rows: sequences * heads, head_dim: 128, out: x };
+        let merge = OpSig::AttnMerge { parts: 1, rows: sequences * heads, head_dim: 128, sinks: 0, out: x };
         let (decoded, mut merged) = (apart(&decode, at(0)), apart(&merge, at(1)));
         merged[..2].copy_from_slice(&decoded[5..]);
         lists.push(vec![(decode, decoded), (merge, merged)]);
@@ -137,7 +137,18 @@ fn attention(x: DType, kv: DType) -> Vec<OpSig> {
         let (tokens, pairs, window) = (1000, 0, None);
         [
             OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, x, kv },
-            OpSig::AttnPrefill { tokens, sequences, pairs, kv_tokens, heads, pages_max, window, x, kv },
+            OpSig::AttnPrefill {
+                tokens,
+                sequences,
+                pairs,
+                kv_tokens,
+                heads,
+                pages_max,
+                window,
+                sinks: false,
+                x,
+                kv,
+            },
         ]
     };
     shapes.flat_map(both).collect()
@@ -157,7 +168,7 @@ fn others() -> Vec<OpSig> {
             OpSig::Rope { tokens, heads: 32, head_dim, x },
             OpSig::SiluMul { elements: 64 * 14_336, x },
             OpSig::Add { elements: 64 * 4096, x },
-            OpSig::AttnMerge { parts: 1, rows: 64, head_dim, out: x },
+            OpSig::AttnMerge { parts: 1, rows: 64, head_dim, sinks: 0, out: x },
         ]);
         for other in DType::FLOATS {
             let kv = KvShape { kv_heads, head_dim, page_tokens, dtype: other };
@@ -364,7 +375,18 @@ fn products_of_warpgroups_are_not_serialized() {
         [(DType::Bf16, 64), (DType::Bf16, 128), (DType::F16, 64), (DType::F16, 128)].map(|(x, head_dim)| {
             let kv = KvShape { kv_heads: 8, head_dim, page_tokens: KV_PAGE_TOKENS, dtype: x };
             let (tokens, sequences, pairs, kv_tokens, heads, pages_max) = (4096, 1, 0, 4096, 32, 256);
-            OpSig::AttnPrefill { tokens, sequences, pairs, kv_tokens, heads, pages_max, window: None, x, kv }
+            OpSig::AttnPrefill {
+                tokens,
+                sequences,
+                pairs,
+                kv_tokens,
+                heads,
+                pages_max,
+                window: None,
+                sinks: false,
+                x,
+                kv,
+            }
         });
     let launches = sigs.iter().flat_map(launches).filter(|launch| launch.kernel == "attn_prefill_wgmma");
     let programs: BTreeSet<KernelProgram> = launches.map(|launch| launch.program).collect();

@@ -87,6 +87,7 @@ fn main() -> Result<()> {
             heads,
             pages_max,
             window: None,
+            sinks: false,
             x: F32,
             kv: KvShape { kv_heads, head_dim, page_tokens, dtype: Bf16 },
         };

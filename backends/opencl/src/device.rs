@@ -8,7 +8,7 @@ use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::units::Bytes;
 use mixfleet_hal::{
     Absent, BufferUsage, DType, Device, DeviceInfo, DeviceKind, DeviceLimits, Error, ErrorKind, Health,
-    HostMemory, KvShape, OpSig, Queue, Result, Slice, Support,
+    HostMemory, KvShape, MatrixKind, OpSig, Queue, Result, Slice, Support,
 };
 use ocl::core::{
     self, CommandQueue, CommandQueueProperties, Context, ContextProperties, DeviceId, DeviceInfo as Ask,
@@ -316,6 +316,10 @@ impl Device for OpenClDevice {
             OpSig::Sample { .. } if self.shared.tuning == KernelTuning::Gpu => Support::No,
             _ if sig.check().is_err() => Support::No,
             OpSig::QuantisedEmbed { .. } | OpSig::QuantisedGemm { .. } => Support::Native,
+            // groups of rows end with matrices
+            OpSig::GroupedGemm { n, weight: MatrixKind::Quantised(kind), .. } => {
+                if n.is_multiple_of(kind.group_rows) { Support::Native } else { Support::No }
+            }
             _ if sig.operands().iter().any(|operand| operand.dtype == DType::F8E4m3) => Support::No,
             _ => Support::Native,
         }

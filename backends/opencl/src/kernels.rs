@@ -19,6 +19,8 @@ const TILE: u32 = 64;
 const TILE_THREADS: usize = 256;
 /// Rows up to which reading the weights once per four rows is faster than a mostly empty tile.
 const GEMV_ROWS_MAX: u32 = 16;
+/// Where the sinks are among the arguments of prefill: behind the pools and the number of their pages.
+const SINKS_AT: usize = 7;
 /// Elements per vector in the portable kernels.
 const VEC: u32 = 8;
 
@@ -45,10 +47,13 @@ impl ProgramKey {
             "merge.c" => &[portable!("merge.c")],
             "rows.c" => &[portable!("rows.c")],
             "sample.c" => &[portable!("sample.c")],
-            "quantised.c" => &[portable!("gemm.h"), portable!("quantised.c")],
+            "quantised.c" => &[portable!("gemm.h"), portable!("codes.h"), portable!("quantised.c")],
             "rows.cl" => &[WIDE, include_str!("kernels/rows.cl")],
             "route.c" => &[portable!("route.c")],
             "grouped.c" => &[portable!("grouped.h"), portable!("tiles.h"), portable!("grouped.c")],
+            GROUPED_CODES => {
+                &[portable!("codes.h"), portable!("grouped.h"), portable!("tiles.h"), portable!("grouped.c")]
+            }
             "grouped.cl" => &[WIDE, portable!("grouped.h"), include_str!("kernels/grouped.cl")],
             "gemm.c" => &[portable!("gemm.h"), portable!("tiles.h"), portable!("gemm.c")],
             "gemm.cl" => &[WIDE, portable!("gemm.h"), include_str!("kernels/gemm.cl")],
@@ -58,6 +63,9 @@ impl ProgramKey {
         [&[portable!("opencl.h"), portable!("common.h")], body].concat().join("\n")
     }
 }
+
+/// The name of grouped.c with quantised weights.
+const GROUPED_CODES: &str = "grouped.c, codes.h";
 
 const WIDE: &str = include_str!("kernels/wide.cl");
 
@@ -218,10 +226,14 @@ fn single(cmd: &Cmd, tuning: KernelTuning) -> Work {
             let macros = options(&[("X", &other), ("KV", &kv), ("VEC", &vec)]);
             launch("kv.c", cmd.sig().name(), macros, args, each(count))
         }
-        OpSig::AttnMerge { parts, rows, head_dim, out } => {
+        OpSig::AttnMerge { parts, rows, head_dim, sinks, out } => {
+            if sinks == 0 {
+                args.insert(2, args[1].clone()); // never read
+            }
             let vec = vector(head_dim.into(), tuning);
             let count = u64::from(rows) * u64::from(head_dim) / vec;
-            args.extend([Arg::U32(parts), Arg::U32(head_dim), Arg::U64(count)]);
+            args.extend([parts, head_dim, sinks].map(Arg::U32));
+            args.push(Arg::U64(count));
             launch("merge.c", "attn_merge", options(&[("OUT", &out), ("VEC", &vec)]), args, each(count))
         }
         OpSig::Gemm { .. } => gemm(cmd.sig(), args, tuning),
@@ -267,34 +279,45 @@ fn grouped(sig: &OpSig, mut args: Vec<Arg>, tuning: KernelTuning) -> Work {
     let OpSig::GroupedGemm { grouped, n, k, x, weight, out, bias } = *sig else {
         unreachable!("called for grouped_gemm")
     };
+    let quantised = weight.quantised();
+    if let Some(quantised) = &quantised {
+        all_parts(quantised, k, &mut args);
+    }
+    let matrices = if quantised.is_some() { ALL_PARTS } else { 1 };
     if !bias {
-        args.insert(2, args[1].clone()); // never read
+        args.insert(1 + matrices, args[0].clone()); // never read
     }
     let choices = grouped.choices;
     args.extend([choices, grouped.fan, grouped.experts, n, k, u32::from(bias)].map(Arg::U32));
+    args.extend(quantised.iter().flat_map(|q| [q.group_rows, q.group_columns]).map(Arg::U32));
     let few = choices <= GEMV_ROWS_MAX.saturating_mul(grouped.touched);
     // while experts have a row each, a group has one too
     let rows = if choices <= 2 * grouped.touched { 1 } else { ROWS };
     let (file, kernel, grid) = match tuning {
-        KernelTuning::Cpu => {
+        KernelTuning::Cpu if quantised.is_none() => {
             let (across, down) = (n.div_ceil(COLS) as usize, choices.div_ceil(BAND) as usize);
             ("grouped.cl", "grouped", ([across, down, 1], [1, 1, 1]))
         }
-        KernelTuning::Gpu if few => {
+        _ if few => {
             let down = choices.div_ceil(rows) as usize;
             ("grouped.c", "grouped_few", ([n as usize * GROUP, down, 1], [GROUP, 1, 1]))
         }
-        KernelTuning::Gpu => {
+        _ => {
             let tiles = (choices / TILE + grouped.experts.min(choices)) as usize;
             let across = n.div_ceil(TILE) as usize;
             ("grouped.c", "grouped_many", ([across * TILE_THREADS, tiles, 1], [TILE_THREADS, 1, 1]))
         }
     };
-    let dtypes = options(&[("X", &x), ("WEIGHT", &weight), ("OUT", &out)]);
-    let shape = match tuning {
-        KernelTuning::Cpu => options(&[("BAND", &BAND)]),
-        KernelTuning::Gpu => options(&[("VEC", &vector(k.into(), tuning)), ("ROWS", &rows)]),
+    let shape = match (tuning, &quantised) {
+        (_, Some(format)) => {
+            let vec = vector(k.into(), KernelTuning::Gpu);
+            let own = options(&[("X", &x), ("OUT", &out), ("VEC", &vec), ("ROWS", &rows)]);
+            return launch(GROUPED_CODES, kernel, own + &quantised_options(format), args, grid);
+        }
+        (KernelTuning::Cpu, None) => options(&[("BAND", &BAND)]),
+        (KernelTuning::Gpu, None) => options(&[("VEC", &vector(k.into(), tuning)), ("ROWS", &rows)]),
     };
+    let dtypes = options(&[("X", &x), ("WEIGHT", &weight), ("OUT", &out)]);
     launch(file, kernel, dtypes + &shape, args, grid)
 }
 
@@ -349,11 +372,14 @@ fn gemm(sig: &OpSig, mut args: Vec<Arg>, tuning: KernelTuning) -> Work {
     launch(file, kernel, dtypes + &shape, args, grid)
 }
 
+/// Arrays of weights in a kernel's arguments.
+const ALL_PARTS: usize = 6;
+
 /// The operands of quantised weights as the kernels take them: of each kind one, repeated where the format
 /// has none.
 fn all_parts(quantised: &Quantised, columns: u32, args: &mut Vec<Arg>) {
     let there: Vec<&str> = quantised.parts(1, 1, columns).iter().map(|part| part.name).collect();
-    let names = ["codes", "high", "scales", "zeros", "supers", "outer"];
+    let names: [&str; ALL_PARTS] = ["codes", "high", "scales", "zeros", "supers", "outer"];
     let mut given = args.splice(1..=there.len(), []).collect::<Vec<_>>().into_iter();
     let first = args[0].clone();
     let all = names.map(|name| there.contains(&name).then(|| given.next()).flatten());
@@ -414,12 +440,16 @@ fn attention(sig: &OpSig, mut args: Vec<Arg>, tuning: KernelTuning) -> Work {
             heads,
             pages_max,
             window,
+            sinks,
             x,
             kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
             ..
         } => {
+            if !sinks {
+                args.insert(SINKS_AT, args[0].clone()); // never read
+            }
             args.extend([sequences, heads, kv_heads, page_tokens, pages_max].map(Arg::U32));
-            args.extend([tokens, window.unwrap_or(u32::MAX)].map(Arg::U32));
+            args.extend([tokens, window.unwrap_or(u32::MAX), sinks.into()].map(Arg::U32));
             ("attn_prefill", tokens, heads, head_dim, x, kv)
         }
         OpSig::AttnDecode {

@@ -42,6 +42,8 @@ fn shape(sig: &OpSig) -> Option<(u32, MixfleetShape)> {
         | OpSig::Route { .. }
         | OpSig::GroupedGemm { .. }
         | OpSig::Combine { .. }
+        | OpSig::AttnPrefill { sinks: true, .. }
+        | OpSig::AttnMerge { sinks: 1.., .. }
         | OpSig::QuantisedEmbed { .. }
         | OpSig::QuantisedGemm { .. } => return None,
         OpSig::Embed { tokens, vocab, hidden, table, out } => {
@@ -63,7 +65,18 @@ fn shape(sig: &OpSig) -> Option<(u32, MixfleetShape)> {
         OpSig::KvWrite { tokens, x, kv } => {
             (MIXFLEET_KV_WRITE, shape!(kv_write: MixfleetKvWrite { tokens, x: dtype(x), kv: pages(kv) }))
         }
-        OpSig::AttnPrefill { tokens, sequences, pairs, kv_tokens, heads, pages_max, window, x, kv } => {
+        OpSig::AttnPrefill {
+            tokens,
+            sequences,
+            pairs,
+            kv_tokens,
+            heads,
+            pages_max,
+            window,
+            sinks: false,
+            x,
+            kv,
+        } => {
             let (window, x, kv) = (window.unwrap_or(0), dtype(x), pages(kv));
             let attention =
                 MixfleetAttnPrefill { pairs, kv_tokens, tokens, sequences, heads, pages_max, window, x, kv };
@@ -74,7 +87,7 @@ fn shape(sig: &OpSig) -> Option<(u32, MixfleetShape)> {
             let attention = MixfleetAttnDecode { kv_tokens, sequences, heads, pages_max, x, kv };
             (MIXFLEET_ATTN_DECODE, shape!(attn_decode: attention))
         }
-        OpSig::AttnMerge { parts, rows, head_dim, out } => (
+        OpSig::AttnMerge { parts, rows, head_dim, sinks: 0, out } => (
             MIXFLEET_ATTN_MERGE,
             shape!(attn_merge: MixfleetAttnMerge { parts, rows, head_dim, out: dtype(out) }),
         ),

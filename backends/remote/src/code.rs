@@ -6,8 +6,8 @@
 use mixfleet_hal::cast::{low_u8, to_u8, to_usize};
 use mixfleet_hal::op::Extent;
 use mixfleet_hal::{
-    BufferUsage, Cmd, CodeKind, DType, Error, ErrorKind, ExpertRouting, GroupedRows, KvShape, OpSig,
-    Quantised, Result, Scalar, ScaleKind, Scoring, Slice, ZeroKind,
+    BufferUsage, Cmd, CodeKind, DType, Error, ErrorKind, ExpertRouting, GroupedRows, KvShape, MatrixKind,
+    OpSig, Quantised, Result, Scalar, ScaleKind, Scoring, Slice, ZeroKind,
 };
 
 /// The longest text of an error.
@@ -159,6 +159,21 @@ trait Fields {
         self.flag(outer)
     }
 
+    /// Weights that are quantised or not.
+    fn stored(&mut self, value: &mut MatrixKind) -> Result<()> {
+        let mut quantised = value.quantised().is_some();
+        self.flag(&mut quantised)?;
+        *value = match (quantised, *value) {
+            (true, MatrixKind::Plain(_)) => MatrixKind::Quantised(Quantised::MXFP4),
+            (false, MatrixKind::Quantised(_)) => PLAIN,
+            (_, same) => same,
+        };
+        match value {
+            MatrixKind::Plain(dtype) => self.dtype(dtype),
+            MatrixKind::Quantised(how) => self.quantised(how),
+        }
+    }
+
     fn scalar(&mut self, value: &mut Scalar) -> Result<()> {
         let mut bits = value.0.to_bits();
         self.bits(&mut bits)?;
@@ -259,6 +274,7 @@ impl Fields for Taker<'_> {
 }
 
 const F32: DType = DType::F32;
+const PLAIN: MatrixKind = MatrixKind::Plain(F32);
 const KV: KvShape = KvShape { kv_heads: 0, head_dim: 0, page_tokens: 0, dtype: F32 };
 
 const GROUPED: GroupedRows = GroupedRows { choices: 0, fan: 0, experts: 0, touched: 0 };
@@ -278,11 +294,12 @@ const BLANK: [OpSig; 21] = [
         heads: 0,
         pages_max: 0,
         window: None,
+        sinks: false,
         x: F32,
         kv: KV,
     },
     OpSig::AttnDecode { sequences: 0, kv_tokens: 0, heads: 0, pages_max: 0, x: F32, kv: KV },
-    OpSig::AttnMerge { parts: 0, rows: 0, head_dim: 0, out: F32 },
+    OpSig::AttnMerge { parts: 0, rows: 0, head_dim: 0, sinks: 0, out: F32 },
     OpSig::SiluMul { elements: 0, x: F32 },
     OpSig::Add { elements: 0, x: F32 },
     OpSig::Sample { rows: 0, cols: 0, history: 0, tops: 0 },
@@ -292,7 +309,7 @@ const BLANK: [OpSig; 21] = [
     OpSig::KvScatter { tokens: 0, kv: KV, wire: F32 },
     OpSig::ClampedSwiglu { elements: 0, alpha: Scalar(0.0), limit: Scalar(0.0), x: F32 },
     OpSig::Route { tokens: 0, bias: false, routing: ExpertRouting::softmax(0, 0, false) },
-    OpSig::GroupedGemm { grouped: GROUPED, n: 0, k: 0, x: F32, weight: F32, out: F32, bias: false },
+    OpSig::GroupedGemm { grouped: GROUPED, n: 0, k: 0, x: F32, weight: PLAIN, out: F32, bias: false },
     OpSig::Combine { tokens: 0, active: 0, cols: 0, x: F32, accumulate: false },
     OpSig::QuantisedEmbed { tokens: 0, vocab: 0, hidden: 0, table: Quantised::MXFP4, out: F32 },
     OpSig::QuantisedGemm {
@@ -346,12 +363,24 @@ fn fields(sig: &mut OpSig, by: &mut impl Fields) -> Result<()> {
             by.dtype(x)?;
             by.kv(kv)
         }
-        OpSig::AttnPrefill { tokens, sequences, pairs, kv_tokens, heads, pages_max, window, x, kv } => {
+        OpSig::AttnPrefill {
+            tokens,
+            sequences,
+            pairs,
+            kv_tokens,
+            heads,
+            pages_max,
+            window,
+            sinks,
+            x,
+            kv,
+        } => {
             [tokens, sequences, heads].into_iter().try_for_each(|dim| by.dim(dim))?;
             by.number(pages_max)?;
             by.long(pairs)?;
             by.long(kv_tokens)?;
             by.window(window)?;
+            by.flag(sinks)?;
             by.dtype(x)?;
             by.kv(kv)
         }
@@ -362,8 +391,9 @@ fn fields(sig: &mut OpSig, by: &mut impl Fields) -> Result<()> {
             by.dtype(x)?;
             by.kv(kv)
         }
-        OpSig::AttnMerge { parts, rows, head_dim, out } => {
+        OpSig::AttnMerge { parts, rows, head_dim, sinks, out } => {
             [parts, rows, head_dim].into_iter().try_for_each(|dim| by.dim(dim))?;
+            by.number(sinks)?;
             by.dtype(out)
         }
         OpSig::SiluMul { elements, x } | OpSig::Add { elements, x } => {
@@ -383,7 +413,8 @@ fn fields(sig: &mut OpSig, by: &mut impl Fields) -> Result<()> {
         OpSig::GroupedGemm { grouped, n, k, x, weight, out, bias } => {
             by.grouped(grouped)?;
             [n, k].into_iter().try_for_each(|dim| by.dim(dim))?;
-            [x, weight, out].into_iter().try_for_each(|dtype| by.dtype(dtype))?;
+            by.stored(weight)?;
+            [x, out].into_iter().try_for_each(|dtype| by.dtype(dtype))?;
             by.flag(bias)
         }
         OpSig::Combine { tokens, active, cols, x, accumulate } => {

@@ -11,7 +11,7 @@ use mixfleet_hal::profile::{CopyCost, DeviceProfile};
 use mixfleet_hal::units::{Bytes, FlopPerSecond, GB};
 use mixfleet_hal::{
     BufferUsage, DType, Device, DeviceInfo, DeviceKind, DeviceLimits, Error, Health, HostMemory, KvShape,
-    OpSig, Queue, Result, Slice, Support,
+    MatrixKind, OpSig, Queue, Result, Slice, Support,
 };
 use std::sync::Arc;
 
@@ -94,7 +94,9 @@ impl SimulatedPart {
             let integers = match sig {
                 OpSig::Sample { .. } => operand.name != "logits",
                 // codes, and scales that are integers, are packed in words
-                OpSig::QuantisedEmbed { .. } | OpSig::QuantisedGemm { .. } => operand.dtype == DType::U32,
+                OpSig::QuantisedEmbed { .. }
+                | OpSig::QuantisedGemm { .. }
+                | OpSig::GroupedGemm { weight: MatrixKind::Quantised(_), .. } => operand.dtype == DType::U32,
                 _ => steps.contains(&operand.name) || choices.contains(&operand.name),
             };
             (operand.dtype == DType::U32) == integers

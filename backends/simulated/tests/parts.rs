@@ -92,7 +92,7 @@ impl Bench {
             self.run(sig, &[self.q.clone(), range, self.pages.clone(), k, v, acc, stat]);
         }
         let out = self.alloc(HEADS * head_dim);
-        let sig = OpSig::AttnMerge { parts, rows: HEADS, head_dim, out: DType::F32 };
+        let sig = OpSig::AttnMerge { parts, rows: HEADS, head_dim, sinks: 0, out: DType::F32 };
         self.run(sig, &[acc, stat, out.clone()]);
         self.bytes(&out)
     }
@@ -108,6 +108,7 @@ impl Bench {
             heads: HEADS,
             pages_max: PAGES,
             window: Some(end - first),
+            sinks: false,
             x: DType::F32,
             kv: KvShape { kv_heads: KV_HEADS, head_dim, page_tokens: PAGE, dtype: self.kv },
         };

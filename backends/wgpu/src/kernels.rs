@@ -6,6 +6,10 @@ use std::fmt::{Display, Write};
 const COMMON: &str = include_str!("kernels/common.wgsl");
 const REDUCE_GROUPS: &str = include_str!("kernels/reduce_groups.wgsl");
 const REDUCE_SUBGROUPS: &str = include_str!("kernels/reduce_subgroups.wgsl");
+const CODES: &str = include_str!("kernels/codes.wgsl");
+const CODE_WEIGHTS: &str = include_str!("kernels/code_weights.wgsl");
+const GROUPED: &str = include_str!("kernels/grouped.wgsl");
+const WEIGHTS: &str = include_str!("kernels/weights.wgsl");
 const TILES: &str = include_str!("kernels/tiles.wgsl");
 
 /// A source file.
@@ -21,10 +25,11 @@ pub(crate) enum File {
     Merge,
     Route,
     Grouped,
+    GroupedCodes,
 }
 
 impl File {
-    const ALL: [File; 10] = [
+    const ALL: [File; 11] = [
         File::Elements,
         File::Rows,
         File::Sample,
@@ -35,21 +40,23 @@ impl File {
         File::Merge,
         File::Route,
         File::Grouped,
+        File::GroupedCodes,
     ];
 
     /// Its text, and what it has in common with others before that.
-    const fn texts(self) -> [&'static str; 2] {
+    const fn texts(self) -> &'static [&'static str] {
         match self {
-            File::Elements => ["", include_str!("kernels/elements.wgsl")],
-            File::Rows => ["", include_str!("kernels/rows.wgsl")],
-            File::Sample => ["", include_str!("kernels/sample.wgsl")],
-            File::Gemm => [TILES, include_str!("kernels/gemm.wgsl")],
-            File::Quantised => ["", include_str!("kernels/quantised.wgsl")],
-            File::Kv => ["", include_str!("kernels/kv.wgsl")],
-            File::Attention => ["", include_str!("kernels/attention.wgsl")],
-            File::Merge => ["", include_str!("kernels/merge.wgsl")],
-            File::Route => ["", include_str!("kernels/route.wgsl")],
-            File::Grouped => [TILES, include_str!("kernels/grouped.wgsl")],
+            File::Elements => &[include_str!("kernels/elements.wgsl")],
+            File::Rows => &[include_str!("kernels/rows.wgsl")],
+            File::Sample => &[include_str!("kernels/sample.wgsl")],
+            File::Gemm => &[WEIGHTS, TILES, include_str!("kernels/gemm.wgsl")],
+            File::Quantised => &[CODES, include_str!("kernels/quantised.wgsl")],
+            File::Kv => &[include_str!("kernels/kv.wgsl")],
+            File::Attention => &[include_str!("kernels/attention.wgsl")],
+            File::Merge => &[include_str!("kernels/merge.wgsl")],
+            File::Route => &[include_str!("kernels/route.wgsl")],
+            File::Grouped => &[WEIGHTS, TILES, GROUPED],
+            File::GroupedCodes => &[CODES, CODE_WEIGHTS, TILES, GROUPED],
         }
     }
 
@@ -57,7 +64,7 @@ impl File {
     const fn defaults(self) -> &'static [(&'static str, &'static str)] {
         match self {
             File::Elements => &[("UNIT", "1u")],
-            File::Grouped => &[("WIDE", "false")],
+            File::Grouped | File::GroupedCodes => &[("WIDE", "false")],
             File::Gemm => &[("WIDE", "false"), ("ROWS", "1u")],
             _ => &[],
         }
@@ -145,14 +152,15 @@ impl Kernel {
             }
         }
         let reduce = if subgroups && self.sums > 0 { REDUCE_SUBGROUPS } else { REDUCE_GROUPS };
-        let [shared, own] = self.file.texts();
-        [text.as_str(), COMMON, reduce, shared, own].join("\n")
+        let mut all = vec![text.as_str(), COMMON, reduce];
+        all.extend(self.file.texts());
+        all.join("\n")
     }
 }
 
 /// Returns a digest of all sources (FNV-1a).
 pub(crate) fn digest() -> u64 {
-    let own = File::ALL.into_iter().flat_map(File::texts);
+    let own = File::ALL.into_iter().flat_map(|file| file.texts()).copied();
     let texts = [COMMON, REDUCE_GROUPS, REDUCE_SUBGROUPS].into_iter().chain(own);
     let bytes = texts.flat_map(str::bytes);
     bytes.fold(0xCBF2_9CE4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3))

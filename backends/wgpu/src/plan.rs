@@ -210,7 +210,10 @@ impl Planner {
             (OpSig::Embed { .. }, [ids, table, out]) => self.embed(sig, ids, table, out)?,
             (OpSig::RmsNorm { .. }, [x, weight, out]) => self.rms_norm(sig, x, weight, out)?,
             (OpSig::AttnMerge { parts, rows, head_dim, .. }, [acc, stat, out]) => {
-                self.merge(sig, (parts, rows, head_dim), [acc, stat], out, None)?;
+                self.merge(sig, (parts, rows, head_dim), [acc, stat], out, Merged::Normalised)?;
+            }
+            (OpSig::AttnMerge { parts, rows, head_dim, sinks: heads, .. }, [acc, stat, sinks, out]) => {
+                self.merge(sig, (parts, rows, head_dim), [acc, stat], out, Merged::Joined(sinks, heads))?;
             }
             (OpSig::KvWrite { .. } | OpSig::KvGather { .. } | OpSig::KvScatter { .. }, _) => {
                 self.kv(sig, operands)?;
@@ -281,6 +284,7 @@ impl Planner {
         }
         let views: &[u32] = match kernel.file {
             File::Gemm | File::Grouped => &[0, 1],
+            File::GroupedCodes => &[0],
             File::Attention => &[4],
             _ => &[],
         };
@@ -425,27 +429,42 @@ impl Planner {
         Ok(())
     }
 
-    /// Adds an `attn_merge` of `[parts, rows, dim]`; with `stat_out` the result is a part again, otherwise it
-    /// is normalised.
+    /// Adds an `attn_merge` of `[parts, rows, dim]`.
     fn merge(
         &mut self,
         sig: &OpSig,
         (parts, rows, dim): (u32, u32, u32),
         [acc, stat]: [&Operand; 2],
         out: &Operand,
-        stat_out: Option<&Operand>,
+        how: Merged<'_>,
     ) -> Result<()> {
         // parts are not contiguous, so all of them must fit one binding
         self.runs_of(sig, 1, acc.window.bytes.max(stat.window.bytes), 1)?;
         let kernel = Kernel::new(File::Merge, "attn_merge", GROUP)
             .dtype("OUT", out.dtype)
-            .flag("NORMALISED", stat_out.is_none());
-        let shape = [parts, rows, dim, rows];
+            .flag("NORMALISED", !matches!(how, Merged::Part(_)));
+        let (sinks, heads, stat_out) = match how {
+            // what is absent must be bound anyway
+            Merged::Normalised => (stat, 0, out),
+            Merged::Joined(sinks, heads) => (sinks, heads, out),
+            Merged::Part(stat_out) => (stat, 0, stat_out),
+        };
+        let shape = [parts, rows, dim, rows, heads];
         let groups = words(u64::from(rows) * u64::from(dim), out.dtype).div_ceil(GROUP.into());
         // a normalising kernel never writes its second output, which must be bound anyway
-        self.dispatch(&kernel, &[acc, stat], &[out, stat_out.unwrap_or(out)], &shape, groups);
+        self.dispatch(&kernel, &[acc, stat, sinks], &[out, stat_out], &shape, groups);
         Ok(())
     }
+}
+
+/// What becomes of parts.
+enum Merged<'a> {
+    /// Their mean.
+    Normalised,
+    /// The same with the sinks of so many heads.
+    Joined(&'a Operand, u32),
+    /// A part again, with this maximum and sum.
+    Part(&'a Operand),
 }
 
 /// Returns the number of words that `count` elements take.

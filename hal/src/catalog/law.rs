@@ -67,6 +67,7 @@ impl LawKind {
                     heads,
                     pages_max: all.div_ceil(PAGE_TOKENS),
                     window: None,
+                    sinks: false,
                     x,
                     kv: kv(kv_heads),
                 })

@@ -184,7 +184,18 @@ fn alike(point: &Point) -> Vec<Point> {
             };
             also.map(decode).into()
         }
-        OpSig::AttnPrefill { tokens, sequences, pairs, kv_tokens, heads, pages_max, window, kv, .. } => {
+        OpSig::AttnPrefill {
+            tokens,
+            sequences,
+            pairs,
+            kv_tokens,
+            heads,
+            pages_max,
+            window,
+            sinks,
+            kv,
+            ..
+        } => {
             let also =
                 [(Bf16, Bf16), (F16, F16), (F8E4m3, Bf16), (Bf16, F8E4m3), (F16, F8E4m3), (F8E4m3, F8E4m3)];
             let prefill = |(x, dtype)| {
@@ -197,6 +208,7 @@ fn alike(point: &Point) -> Vec<Point> {
                     heads,
                     pages_max,
                     window,
+                    sinks,
                     x,
                     kv,
                 })

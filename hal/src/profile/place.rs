@@ -1,6 +1,6 @@
 //! Feature coordinates of operations, and distances between them.
 
-use crate::{DType, KvShape, OpSig, Quantised};
+use crate::{DType, KvShape, MatrixKind, OpSig, Quantised};
 
 /// Number of coordinates: log2 of the operation's bytes, then of its shape; unused ones are 0.
 pub(super) const DIMENSIONS: usize = 6;
@@ -26,14 +26,16 @@ pub(super) struct KernelClass {
 impl KernelClass {
     pub(super) fn of(sig: &OpSig) -> Self {
         let dtypes = match *sig {
-            OpSig::Gemm { x, weight, .. } | OpSig::GroupedGemm { x, weight, .. } => [x, weight],
-            OpSig::QuantisedGemm { x, .. } => [x, x],
+            OpSig::Gemm { x, weight, .. }
+            | OpSig::GroupedGemm { x, weight: MatrixKind::Plain(weight), .. } => [x, weight],
+            OpSig::QuantisedGemm { x, .. } | OpSig::GroupedGemm { x, .. } => [x, x],
             OpSig::AttnPrefill { x, kv: KvShape { dtype: kv, .. }, .. }
             | OpSig::AttnDecode { x, kv: KvShape { dtype: kv, .. }, .. } => [x, kv],
             _ => [narrowest(sig); 2],
         };
         let quantised = match *sig {
-            OpSig::QuantisedGemm { weight, .. } => Some(weight),
+            OpSig::QuantisedGemm { weight, .. }
+            | OpSig::GroupedGemm { weight: MatrixKind::Quantised(weight), .. } => Some(weight),
             OpSig::QuantisedEmbed { table, .. } => Some(table),
             _ => None,
         };

@@ -119,8 +119,8 @@ fn shrunk(sig: &OpSig) -> OpSig {
         }
         OpSig::Copy { bytes } => OpSig::Copy { bytes: bytes.min(4004) },
         OpSig::Fill { bytes, word } => OpSig::Fill { bytes: bytes.min(4004), word },
-        OpSig::AttnMerge { parts, rows, head_dim, out } => {
-            OpSig::AttnMerge { parts, rows: rows.min(6), head_dim, out }
+        OpSig::AttnMerge { parts, rows, head_dim, out, .. } => {
+            OpSig::AttnMerge { parts, rows: rows.min(6), head_dim, sinks: 0, out }
         }
         other => other,
     }

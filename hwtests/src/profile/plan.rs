@@ -210,10 +210,10 @@ impl Plan {
             // a step has as many rows of logits and of merges as sequences
             if tokens <= 64 {
                 self.op(OpSig::Sample { rows: tokens, cols: vocab, history: 0, tops: 0 });
-                self.op(OpSig::AttnMerge { parts: 1, rows: tokens * heads, head_dim, out: x });
+                self.op(OpSig::AttnMerge { parts: 1, rows: tokens * heads, head_dim, sinks: 0, out: x });
             }
         }
-        self.op(OpSig::AttnMerge { parts: 4, rows: 8 * heads, head_dim: of.dim, out: x });
+        self.op(OpSig::AttnMerge { parts: 4, rows: 8 * heads, head_dim: of.dim, sinks: 0, out: x });
     }
 
     fn kv(&mut self) {

@@ -7,7 +7,7 @@
 
 use crate::numbers::size;
 use mixfleet_hal::profile::Traffic;
-use mixfleet_hal::{DType, ExpertRouting, GroupedRows, KvShape, OpSig, Scalar};
+use mixfleet_hal::{DType, ExpertRouting, GroupedRows, KvShape, MatrixKind, OpSig, Scalar};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -262,7 +262,7 @@ fn op_id(sig: &OpSig) -> String {
         | OpSig::KvScatter { tokens, kv: KvShape { kv_heads, head_dim, dtype: kv, .. }, .. } => {
             format!("{name}.{kv}.t{tokens}.kv{kv_heads}.d{head_dim}")
         }
-        OpSig::AttnMerge { parts, rows, head_dim, out } => {
+        OpSig::AttnMerge { parts, rows, head_dim, out, .. } => {
             format!("{name}.{out}.p{parts}.t{rows}.d{head_dim}")
         }
         OpSig::SiluMul { elements, x }
@@ -372,9 +372,13 @@ fn small_op(kind: &str, dtype: DType, f: &mut Fields, page_tokens: u32) -> Optio
             let (tokens, kv_heads, head_dim) = kv_op(f)?;
             OpSig::KvScatter { tokens, wire: dtype, kv: KvShape { kv_heads, head_dim, page_tokens, dtype } }
         }
-        "attn_merge" => {
-            OpSig::AttnMerge { parts: f.take("p")?, rows: f.take("t")?, head_dim: f.take("d")?, out: dtype }
-        }
+        "attn_merge" => OpSig::AttnMerge {
+            parts: f.take("p")?,
+            rows: f.take("t")?,
+            head_dim: f.take("d")?,
+            sinks: 0,
+            out: dtype,
+        },
         "silu_mul" => OpSig::SiluMul { elements: f.long("e")?, x: dtype },
         "add" => OpSig::Add { elements: f.long("e")?, x: dtype },
         "clamped_swiglu" => OpSig::ClampedSwiglu {
@@ -402,7 +406,7 @@ pub(crate) fn gemm(dtype: DType, (m, n, k): (u32, u32, u32), accumulate: bool, l
 
 /// Returns a product by experts as the engine runs it.
 pub(crate) fn grouped_gemm(x: DType, grouped: GroupedRows, (n, k): (u32, u32)) -> OpSig {
-    OpSig::GroupedGemm { grouped, n, k, x, weight: x, out: gemm_out(x), bias: false }
+    OpSig::GroupedGemm { grouped, n, k, x, weight: MatrixKind::Plain(x), out: gemm_out(x), bias: false }
 }
 
 /// Returns the choice of `active` of `experts` for each of `tokens`.
@@ -455,6 +459,7 @@ pub(crate) fn attn_prefill(
         heads: heads.ratio.checked_mul(heads.kv)?,
         pages_max: context.div_ceil(page_tokens.max(1)),
         window: None,
+        sinks: false,
         x: dtype,
         kv: KvShape { kv_heads: heads.kv, head_dim: heads.dim, page_tokens, dtype },
     })

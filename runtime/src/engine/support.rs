@@ -54,14 +54,21 @@ pub(super) fn check_products(
 /// The operations of a layer with experts.
 fn of_experts(c: &ModelConfig, experts: &Mixture, weights: &ExpertWeights, x: DType) -> Vec<OpSig> {
     let (routing, cost) = (experts.routing, experts.cost());
-    let product = |of_tokens, n, k, weight: &Tensor| {
+    let [_, gate_bias, down_bias] = weights.biases.each_ref().map(Option::is_some);
+    let product = |of_tokens, n, k, (weight, bias): (&Tensor, bool)| {
         let grouped = cost.grouped(1, of_tokens);
-        OpSig::GroupedGemm { grouped, n, k, x, weight: weight.dtype, out: x, bias: false }
+        OpSig::GroupedGemm { grouped, n, k, x, weight: weight.kind(), out: x, bias }
+    };
+    let inner = experts.intermediate;
+    let (rows, function) = match experts.clamped {
+        Some([alpha, limit]) => (2 * inner, OpSig::ClampedSwiglu { elements: 1, alpha, limit, x }),
+        None => (inner, OpSig::SiluMul { elements: 1, x }),
     };
     vec![
+        function,
         OpSig::Route { tokens: 1, bias: false, routing },
-        product(true, experts.intermediate, c.hidden, &weights.gate),
-        product(false, c.hidden, experts.intermediate, &weights.down),
+        product(true, rows, c.hidden, (&weights.gate, gate_bias)),
+        product(false, c.hidden, inner, (&weights.down, down_bias)),
         OpSig::Combine { tokens: 1, active: routing.active, cols: c.hidden, x, accumulate: true },
     ]
 }
@@ -71,14 +78,21 @@ pub(super) fn check_attention(device: &dyn Device, c: &ModelConfig, shape: &Step
     let (x, kv, heads) = (shape.activations, shape.kv_shape(c), c.heads);
     let wire = kv.dtype;
     let window = c.windows.iter().flatten().next().copied();
+    let sinks = c.sinks.is_some();
     let (tokens, sequences, pairs, kv_tokens, pages_max) = (1, 1, 1, 1, 1);
     let needed = [
         OpSig::KvGather { tokens, wire, kv },
         OpSig::KvScatter { tokens, wire, kv },
         OpSig::KvWrite { tokens, x, kv },
-        OpSig::AttnPrefill { tokens, sequences, pairs, kv_tokens, heads, pages_max, window, x, kv },
+        OpSig::AttnPrefill { tokens, sequences, pairs, kv_tokens, heads, pages_max, window, sinks, x, kv },
         OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, x, kv },
-        OpSig::AttnMerge { parts: 1, rows: 1, head_dim: c.head_dim, out: x },
+        OpSig::AttnMerge {
+            parts: 1,
+            rows: heads,
+            head_dim: c.head_dim,
+            sinks: if sinks { heads } else { 0 },
+            out: x,
+        },
     ];
     check_support(device, &needed)
 }

@@ -257,7 +257,7 @@ impl<'a> ApartBatch<'a> {
     /// # Errors
     /// Those of the devices and of the exchange.
     pub fn exchange_layer(&self, exchange: &mut dyn Collective) -> Result<u64> {
-        Ok(self.send(exchange)? + self.collect(exchange)?)
+        Ok(self.send(exchange)? + self.collect(exchange, 0)?)
     }
 
     /// A matrix of activations on the first member, with a row of so many heads per token.
@@ -282,14 +282,15 @@ impl<'a> ApartBatch<'a> {
         Ok(bytes)
     }
 
-    /// Puts together on the first member what the others attended to; returns the bytes of it.
-    fn collect(&self, exchange: &mut dyn Collective) -> Result<u64> {
+    /// Puts together on the first member what the others attended to in a layer; returns the bytes of it.
+    fn collect(&self, exchange: &mut dyn Collective, layer: usize) -> Result<u64> {
         let (heads, tokens) = (self.forward.config().heads, self.pass.tokens());
         let attended: Vec<AttendedPart<'_>> = self.attending.iter().map(Attends::attended).collect();
         let to = self.matrix(&self.forward.attention_arena().attended, heads);
         let bytes = attended.iter().map(|part| part.rows.at.slice.bytes + part.stat.slice.bytes).sum();
         if self.attending.iter().any(|at| at.pass.held.partial > 0) {
-            exchange.merge(&attended, (tokens, heads), self.forward.shape().activations, &to)?;
+            let (dtype, sinks) = (self.forward.shape().activations, self.forward.config().sinks_in(layer));
+            exchange.merge(&attended, (tokens, heads), dtype, sinks, &to)?;
         } else {
             let parts: Vec<_> = attended.into_iter().map(|part| part.rows).collect();
             exchange.join(&parts, tokens, &to)?;
@@ -389,7 +390,7 @@ impl InFlight<'_, '_> {
                 UnderWay::Attention(tickets.collect::<Result<_>>()?)
             }
             UnderWay::Attention(_) => {
-                batch.collect(exchange)?;
+                batch.collect(exchange, self.layer)?;
                 self.layer += 1;
                 let products = queues.first.submit(&batch.products(self.layer)?)?;
                 kv.leave(FIRST_ATTENDING, number, self.layer - 1)?;

@@ -17,8 +17,8 @@ pub(super) struct Arena {
     pub(super) normed: Slice,   // [tokens, hidden]
     pub(super) attention: AttentionArena,
     pub(super) k_raw: Slice, // [tokens, kv_heads, head_dim] before its norm
-    pub(super) gate: Slice,  // [tokens, intermediate], or [choices, an expert's] where that is longer
-    pub(super) up: Slice,    // likewise
+    pub(super) gate: Slice, // [tokens, intermediate], or [choices, an expert's] where that is longer; or with up
+    pub(super) up: Slice,   // likewise, or nothing
     pub(super) inner: Slice, // likewise
     pub(super) experts: Option<ExpertArena>,
     pub(super) picked: Slice,  // [sequences, hidden] f32
@@ -68,6 +68,7 @@ impl Arena {
         let (hidden, vocab) = (u64::from(c.hidden), u64::from(c.vocab));
         let inner =
             c.experts.as_ref().map_or(c.intermediate.into(), |experts| experts.inner_length(c.intermediate));
+        let joined = c.experts.as_ref().is_some_and(|experts| experts.clamped.is_some());
         let kv_cols = u64::from(c.kv_heads * c.head_dim);
         let draw_words = sequences * (u64::from(PARAMETER_WORDS) + 1) + 1;
         let inputs = (2 * tokens + sequences + draw_words) * 4
@@ -81,8 +82,8 @@ impl Arena {
             normed: alloc(tokens.max(sequences) * hidden * x)?,
             attention: AttentionArena::new(c, shape.activations, (tokens, decodes), &alloc)?,
             k_raw: alloc(if c.qk_norm { tokens * kv_cols * x } else { 0 })?,
-            gate: alloc(tokens * inner * x)?,
-            up: alloc(tokens * inner * x)?,
+            gate: alloc(tokens * inner * x * if joined { 2 } else { 1 })?,
+            up: alloc(if joined { 0 } else { tokens * inner * x })?,
             inner: alloc(tokens * inner * x)?,
             experts: c
                 .experts

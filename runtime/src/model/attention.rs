@@ -5,7 +5,7 @@ use super::arena::{Packer, rows_of};
 use super::graph::{StepInput, StepShape};
 use super::reach::{KvSizes, visible};
 use mixfleet_hal::cast::to_u32;
-use mixfleet_hal::{BufferUsage, Cmd, DType, Device, KvShape, OpSig, Result, Slice};
+use mixfleet_hal::{BufferUsage, Cmd, DType, Device, Error, KvShape, OpSig, Result, Slice};
 
 /// The KV of a model, or of some of its heads, on a device. A clone is the same KV.
 #[derive(Clone)]
@@ -19,6 +19,9 @@ pub(super) struct Attention {
     window_of: Vec<usize>,
     /// The distinct windows of the layers.
     windows: Vec<Option<u32>>,
+    /// The sinks of each layer's heads; none where they are not known.
+    sinks: Option<Vec<Slice>>, // [heads] f32
+    has_sinks: bool,
 }
 
 /// What attention reads and writes beside KV; the rows of decodes come first.
@@ -38,6 +41,8 @@ pub(super) struct AttentionSizes {
     /// Rows whose keys and values are written here.
     pub(super) written: u32,
     pub(super) decodes: u32,
+    /// The first so many of the decodes, whose other keys are elsewhere.
+    pub(super) partial: u32,
     pub(super) prefills: u32,
     pub(super) decode_pages_max: u32,
     pub(super) prefill_pages_max: u32,
@@ -100,6 +105,7 @@ impl AttentionSizes {
             tokens: to_u32(tokens),
             written: to_u32(tokens),
             decodes: to_u32(decode.len()),
+            partial: 0,
             prefills: to_u32(prefill.len()),
             decode_pages_max: pages_max(decode),
             prefill_pages_max: pages_max(prefill),
@@ -199,6 +205,8 @@ impl Attention {
             x: shape.activations,
             window_of: config.windows.iter().map(place).collect(),
             windows,
+            sinks: upload_sinks(device, config)?,
+            has_sinks: config.sinks.is_some(),
         })
     }
 
@@ -223,6 +231,10 @@ impl Attention {
     ) -> Result<()> {
         let (x, kv, heads, tokens) = (self.x, self.kv, self.heads, sizes.tokens);
         let head_dim = kv.head_dim;
+        let sinks = self.sinks.as_ref().map(|sinks| &sinks[at]);
+        if self.has_sinks && sinks.is_none() {
+            return Err(Error::unsupported("the sinks of this model's attention were not loaded here"));
+        }
         let (k_pool, v_pool) = self.pools[at].clone();
         if sizes.written > 0 {
             let k = rows_of(&arena.k, sizes.written, kv.kv_heads * head_dim, x);
@@ -246,8 +258,26 @@ impl Attention {
             let q = arena.q.range(0, split);
             let (k_pool, v_pool) = (k_pool.clone(), v_pool.clone());
             list.push(Cmd::new(sig, &[q, range, pages, k_pool, v_pool, acc.clone(), stat.clone()])?);
-            let sig = OpSig::AttnMerge { parts: 1, rows, head_dim, out: x };
-            list.push(Cmd::new(sig, &[acc, stat, arena.attended.range(0, split)])?);
+            // sinks of rows that others attend to as well join where all parts are
+            let bare = if sinks.is_some() { sizes.partial * heads } else { rows };
+            let mut merge = |from: u32, rows: u32, sinks: Option<&Slice>| -> Result<()> {
+                let part = |slice: &Slice, columns: u32, dtype: DType| {
+                    let row = u64::from(columns) * dtype.size_bytes();
+                    slice.range(u64::from(from) * row, u64::from(rows) * row)
+                };
+                let mut args = vec![part(&acc, head_dim, DType::F32), part(&stat, 2, DType::F32)];
+                args.extend(sinks.cloned());
+                args.push(part(&arena.attended, head_dim, x));
+                let sinks = if sinks.is_some() { heads } else { 0 };
+                list.push(Cmd::new(OpSig::AttnMerge { parts: 1, rows, head_dim, sinks, out: x }, &args)?);
+                Ok(())
+            };
+            if bare > 0 {
+                merge(0, bare, None)?;
+            }
+            if bare < rows {
+                merge(bare, rows - bare, sinks)?;
+            }
         }
         if sizes.prefills > 0 {
             let sig = OpSig::AttnPrefill {
@@ -258,16 +288,34 @@ impl Attention {
                 heads,
                 pages_max: sizes.prefill_pages_max,
                 window,
+                sinks: sinks.is_some(),
                 x,
                 kv,
             };
             let (query_start, context) = (inputs.query_start.clone(), inputs.context.clone());
             let (q, out) = (arena.q.range(split, rest), arena.attended.range(split, rest));
             let pages = inputs.prefill_pages.clone();
-            list.push(Cmd::new(sig, &[q, query_start, context, pages, k_pool, v_pool, out])?);
+            let mut args = vec![q, query_start, context, pages, k_pool, v_pool];
+            args.extend(sinks.cloned());
+            args.push(out);
+            list.push(Cmd::new(sig, &args)?);
         }
         Ok(())
     }
+}
+
+/// Puts the sinks of each layer on a device, if they are known.
+fn upload_sinks(device: &dyn Device, config: &ModelConfig) -> Result<Option<Vec<Slice>>> {
+    let (layers, heads) = (config.layers as usize, config.heads as usize);
+    let Some(sinks) = config.sinks.as_ref().filter(|sinks| sinks.len() == layers * heads) else {
+        return Ok(None);
+    };
+    let one = |layer: &[f32]| {
+        let slice = device.alloc(layer.len() as u64 * 4, BufferUsage::Weights)?;
+        device.write(&slice, bytemuck::cast_slice(layer))?;
+        Ok(slice)
+    };
+    sinks.chunks(heads).map(one).collect::<Result<_>>().map(Some)
 }
 
 pub(super) fn zeros(count: usize) -> impl Iterator<Item = u32> {

@@ -4,6 +4,7 @@ use super::experts::Mixture;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{DType, KvShape, WeightFormat};
 use mixfleet_scheduler::cost::{AttnSplit, MemberShare, ModelShape, Partition};
+use std::sync::Arc;
 
 /// A decoder of the Llama family: pre-norm blocks of grouped-query attention and SwiGLU, with the
 /// differences between Llama, Mistral, Qwen2 and Qwen3, and mixtures of experts, as fields.
@@ -37,6 +38,9 @@ pub struct ModelConfig {
     pub mlp_bias: bool,
     /// Whether q and k are normalised per head before rope (Qwen3).
     pub qk_norm: bool,
+    /// The sink of each head of each layer, if heads have some (gpt-oss): `[layers, heads]`, and none of them
+    /// before tensors were read.
+    pub sinks: Option<Arc<[f32]>>,
     /// Experts, if some layers have them instead of an MLP.
     pub experts: Option<Mixture>,
     /// Whether the LM head is the embedding.
@@ -99,12 +103,26 @@ impl ModelConfig {
             heads: to_u32(share.heads.len()),
             kv_heads: to_u32(share.kv_heads.len()),
             intermediate: to_u32(share.inner.len()),
+            sinks: self.sinks.as_ref().map(|all| self.sinks_of(all, share)),
             experts: self
                 .experts
                 .as_ref()
                 .map(|experts| experts.of_member(&share.layers, &share.inner, self.intermediate)),
             ..self.clone()
         }
+    }
+
+    /// The sinks of a layer's heads; nothing without sinks.
+    pub(super) fn sinks_in(&self, layer: usize) -> &[f32] {
+        let all: &[f32] = self.sinks.as_deref().unwrap_or_default();
+        all.chunks(self.heads as usize).nth(layer).unwrap_or_default()
+    }
+
+    fn sinks_of(&self, all: &[f32], share: &MemberShare) -> Arc<[f32]> {
+        let heads = share.heads.start as usize..share.heads.end as usize;
+        let of_layer = |layer: &[f32]| layer.get(heads.clone()).unwrap_or_default().to_vec();
+        let layers = all.chunks(self.heads as usize).skip(share.layers.start as usize);
+        layers.take(share.layers.len()).flat_map(of_layer).collect()
     }
 
     /// The experts of a layer; none where it has an MLP.
@@ -130,6 +148,7 @@ impl ModelConfig {
             o_bias: self.o_bias,
             mlp_bias: self.mlp_bias,
             qk_norm: self.qk_norm,
+            sinks: self.sinks.is_some(),
             format: self.format,
             experts: self.experts.as_ref().map(Mixture::cost),
             latent: None,

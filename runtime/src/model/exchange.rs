@@ -132,6 +132,7 @@ impl Collective for ThroughHost {
         from: &[AttendedPart<'_>],
         (rows, heads): (u32, u32),
         dtype: DType,
+        sinks: &[f32],
         to: &MemberSlice<'_>,
     ) -> Result<()> {
         let shape = Shape::of(to, rows)?;
@@ -147,6 +148,7 @@ impl Collective for ThroughHost {
         });
         let parts = parts.collect::<Result<Vec<_>>>()?;
         merged.check()?;
+        merged.join(sinks);
         let mut sum = vec![0f32; to_usize(to.slice.bytes / dtype.size_bytes())];
         let head = sum.len() / (rows as usize * heads as usize);
         for (part, (numbers, stat)) in from.iter().zip(&parts) {
@@ -221,6 +223,19 @@ impl Merge {
             }
         }
         Ok(())
+    }
+
+    /// Adds the sinks of heads to the rows that have maxima.
+    fn join(&mut self, sinks: &[f32]) {
+        for row in self.all.chunks_mut(self.heads) {
+            for ((largest, sum), &sink) in row.iter_mut().zip(sinks) {
+                if *largest > f32::NEG_INFINITY {
+                    let most = largest.max(sink);
+                    *sum = *sum * (*largest - most).exp() + (sink - most).exp();
+                    *largest = most;
+                }
+            }
+        }
     }
 
     fn check(&self) -> Result<()> {
@@ -323,14 +338,14 @@ mod tests {
             let second = of(&[1], &[1.0, 4.0, 5.0, 6.0], &[2.0, 2.0, 1.0, 3.0]);
             let parts = [first, second];
             let to = slice(&device, &vec![0; 8 * dtype.size_bytes() as usize]);
-            ThroughHost::default().merge(&parts, (2, 2), dtype, &to).unwrap();
+            ThroughHost::default().merge(&parts, (2, 2), dtype, &[], &to).unwrap();
             let merged = floats(&bytes(&to), dtype);
             assert_eq!(merged, [9.0, 8.0, 7.0, 6.0, 2.0, 3.0, 5.0, 6.0], "{dtype}");
         }
         let of = |rows, stat: &[f32]| attended(&device, (rows, &[0.0; 4]), stat, DType::F32);
         let to = slice(&device, &[0; 32]);
         for parts in [vec![of(&[0], &[])], vec![of(&[0], &[]), of(&[0], &[]), of(&[1], &[])]] {
-            let error = ThroughHost::default().merge(&parts, (2, 2), DType::F32, &to).unwrap_err();
+            let error = ThroughHost::default().merge(&parts, (2, 2), DType::F32, &[], &to).unwrap_err();
             assert!(error.to_string().contains("every row once"), "{error}");
         }
     }

@@ -2,7 +2,7 @@
 
 use super::error::Result;
 use super::fields::Fields;
-use mixfleet_hal::cast::to_u32;
+use mixfleet_hal::cast::{to_f32, to_u32};
 use mixfleet_hal::{ExpertRouting, Scalar};
 use mixfleet_scheduler::cost::Experts;
 
@@ -36,6 +36,9 @@ pub enum ExpertNames {
     Projections,
     /// `block_sparse_moe.experts.0.w1` and so on, and a router `block_sparse_moe.gate` (Mixtral).
     Numbered,
+    /// `mlp.experts.gate_up_proj` and `mlp.experts.down_proj` of all experts, and a router `mlp.router`
+    /// (gpt-oss).
+    Fused,
 }
 
 impl ExpertNames {
@@ -44,13 +47,14 @@ impl ExpertNames {
         match self {
             ExpertNames::Projections => "mlp.gate",
             ExpertNames::Numbered => "block_sparse_moe.gate",
+            ExpertNames::Fused => "mlp.router",
         }
     }
 
     /// Where the experts of a layer are.
     pub(super) const fn experts(self) -> &'static str {
         match self {
-            ExpertNames::Projections => "mlp.experts",
+            ExpertNames::Projections | ExpertNames::Fused => "mlp.experts",
             ExpertNames::Numbered => "block_sparse_moe.experts",
         }
     }
@@ -60,8 +64,20 @@ impl ExpertNames {
         match self {
             ExpertNames::Projections => ["gate_proj", "up_proj", "down_proj"],
             ExpertNames::Numbered => ["w1", "w3", "w2"],
+            ExpertNames::Fused => [GATE_UP, GATE_UP, DOWN],
         }
     }
+}
+
+/// The matrices of all experts together, within `mlp.experts`: of gate and up, rows of each in turn, and down.
+/// Their biases have the same names with [`BIAS`] behind them.
+pub(super) const GATE_UP: &str = "gate_up_proj";
+pub(super) const DOWN: &str = "down_proj";
+pub(super) const BIAS: &str = "_bias";
+
+/// Whether a tensor is one of the matrices of all experts together.
+pub(super) fn is_fused(name: &str) -> bool {
+    [GATE_UP, DOWN].iter().any(|matrix| name.ends_with(&format!(".experts.{matrix}")))
 }
 
 /// The shared expert and its gate, within a layer.
@@ -88,9 +104,14 @@ impl Mixture {
         layers: u32,
         intermediate: u32,
     ) -> Result<Option<Self>> {
-        let names = if family == "mixtral" { ExpertNames::Numbered } else { ExpertNames::Projections };
+        let names = match family {
+            "mixtral" => ExpertNames::Numbered,
+            "gpt_oss" => ExpertNames::Fused,
+            _ => ExpertNames::Projections,
+        };
         let (count, active, inner) = match family {
             "mixtral" => (8, 2, intermediate),
+            "gpt_oss" => (128, 4, intermediate),
             "qwen2_moe" => (60, 4, 1408),
             "qwen3_moe" => (128, 8, 768),
             _ => return Ok(None),
@@ -105,12 +126,13 @@ impl Mixture {
             let problem = format!("{active}, expected at most num_experts ({count})");
             return Err(fields.error("num_experts_per_tok", problem));
         }
-        let mixtral = family == "mixtral";
-        let intermediate = match mixtral {
+        let gpt_oss = family == "gpt_oss";
+        let uniform = family == "mixtral" || gpt_oss;
+        let intermediate = match uniform {
             true => inner,
             false => fields.count("moe_intermediate_size", INNER_MAX)?.unwrap_or(inner),
         };
-        let normalise = mixtral || fields.flag("norm_topk_prob", false)?;
+        let normalise = uniform || fields.flag("norm_topk_prob", false)?;
         let qwen2 = family == "qwen2_moe";
         let shared = match qwen2 {
             true => fields.count("shared_expert_intermediate_size", INNER_MAX)?.unwrap_or(5632),
@@ -121,8 +143,8 @@ impl Mixture {
             intermediate,
             shared,
             shared_gate: qwen2,
-            layers: if mixtral { vec![true; layers as usize] } else { sparse_layers(fields, layers)? },
-            clamped: None,
+            layers: if uniform { vec![true; layers as usize] } else { sparse_layers(fields, layers)? },
+            clamped: if gpt_oss { Some(clamp(fields)?) } else { None },
             names,
         }))
     }
@@ -163,6 +185,12 @@ impl Mixture {
         let all = u64::from(self.routing.active) * u64::from(self.intermediate);
         all.max(u64::from(self.shared)).max(u64::from(plain))
     }
+}
+
+/// Alpha and limit of gpt-oss.
+fn clamp(fields: &Fields) -> Result<[Scalar; 2]> {
+    let (alpha, limit) = (fields.positive("swiglu_alpha")?, fields.positive("swiglu_limit")?);
+    Ok([alpha.unwrap_or(1.702), limit.unwrap_or(7.0)].map(|number| Scalar(to_f32(number))))
 }
 
 /// Which layers have experts, as Qwen's configurations say it.

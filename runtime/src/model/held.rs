@@ -108,6 +108,7 @@ impl HeldRows {
         sizes.tokens = to_u32(rows.len());
         sizes.written = to_u32(written.len());
         sizes.decodes = to_u32(ones.len());
+        sizes.partial = partial_rows;
         sizes.decode_pages_max = ones.iter().map(|one| to_u32(pages[one.pages].len())).max().unwrap_or(0);
         for (which, kv) in sizes.kv.iter_mut().enumerate() {
             let keys = ones.iter().map(|one| u64::from(one.ranges[which][1] - one.ranges[which][0])).sum();

@@ -7,9 +7,9 @@ use super::gguf::{self, is_gguf};
 use super::made::{MadeMatrix, SourceTensor};
 use super::names::Cut;
 use super::quantisation::{Quantisation, float_dtype, side};
-use super::schemes::FoundTensor;
+use super::schemes::{FoundTensor, fused_experts};
 use super::{experts, header, names};
-use mixfleet_hal::cast::to_usize;
+use mixfleet_hal::cast::{to_f32, to_usize};
 use mixfleet_hal::{DType, FileMapper, HostMemory};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
@@ -65,6 +65,7 @@ impl Location {
             Cut::Whole => self.bytes(),
             Cut::Rows(rows) => len(rows) * self.row_bytes(),
             Cut::Columns(columns) => self.shape[0] * len(columns) * self.dtype.size_bytes(),
+            Cut::RowsOfEach(rows, of) => self.shape[0] / of * len(rows) * self.row_bytes(),
         }
     }
 
@@ -75,7 +76,7 @@ impl Location {
             Cut::Rows(rows) if !self.repeats() => {
                 Some(self.range.start + to_usize(rows.start * self.row_bytes()))
             }
-            Cut::Rows(_) | Cut::Columns(_) => None,
+            Cut::Rows(_) | Cut::Columns(_) | Cut::RowsOfEach(..) => None,
         }
     }
 
@@ -98,6 +99,10 @@ impl Location {
                 let bytes = (columns.end - columns.start) * element_bytes;
                 let first = columns.start * element_bytes;
                 (0..self.shape[0]).for_each(|row| copy(row * self.row_bytes() + first, bytes));
+            }
+            Cut::RowsOfEach(rows, of) => {
+                let bytes = (rows.end - rows.start) * self.row_bytes();
+                (0..self.shape[0] / of).for_each(|i| copy((i * of + rows.start) * self.row_bytes(), bytes));
             }
         }
         packed
@@ -155,6 +160,18 @@ impl Checkpoint {
         };
         let (mut tensors, mut made) = (HashMap::new(), BTreeMap::new());
         for (name, shape) in names::shapes(&config) {
+            if experts::is_fused(&name)
+                && let Some(experts) = &config.experts
+                && found.get(name.as_str()).is_none_or(|(_, entry)| entry.shape != shape)
+            {
+                let (rows, columns) = (side(shape[0]), side(shape[1]));
+                let scheme = quantisation.scheme(&name);
+                let matrix = fused_experts(scheme, &name, (experts.routing.experts, rows, columns), &find);
+                let matrix =
+                    matrix.map_err(|(tensor, problem)| Error::tensor(directory, &tensor, problem))?;
+                made.insert(name, matrix);
+                continue;
+            }
             let plain =
                 found.get(name.as_str()).is_some_and(|(_, entry)| float_dtype(&entry.dtype).is_some());
             let module = name.strip_suffix(".weight").filter(|_| !plain && shape.len() == 2);
@@ -181,7 +198,7 @@ impl Checkpoint {
             config.dtype = dtype;
         }
         let shards = shards.into_iter().map(|shard| shard.memory).collect();
-        Ok(Checkpoint { config, shards, tensors, made })
+        Ok(Checkpoint { config, shards, tensors, made }.with_sinks())
     }
 
     /// A checkpoint of tensors in memory.
@@ -212,7 +229,18 @@ impl Checkpoint {
             let range = arena.append(&part.bytes);
             tensors.insert(name, Location { dtype: part.dtype, shape, shard: 0, range });
         }
-        Ok(Checkpoint { config, shards: vec![Arc::new(arena)], tensors, made: BTreeMap::new() })
+        let shards: Vec<Arc<dyn HostMemory>> = vec![Arc::new(arena)];
+        Ok(Checkpoint { config, shards, tensors, made: BTreeMap::new() }.with_sinks())
+    }
+
+    /// Reads the sinks of attention, which are a part of the configuration.
+    pub(super) fn with_sinks(mut self) -> Self {
+        if self.config.sinks.is_some() {
+            let of_layer = |layer| self.values(&names::in_layer(layer, names::SINKS)).unwrap_or_default();
+            let all = (0..self.config.layers as usize).flat_map(of_layer).map(to_f32);
+            self.config.sinks = Some(all.collect());
+        }
+        self
     }
 
     /// Bytes of all parameters as stored.

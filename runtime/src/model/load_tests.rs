@@ -225,7 +225,15 @@ fn assert_placed(checkpoint: &Checkpoint, device: &dyn Device) -> Weights {
         layer.mlp.iter().for_each(|shared| mlp(shared, "mlp.shared_expert"));
         optional(&placed.shared_gate, experts.shared_gate, "mlp.shared_expert_gate.weight");
         part(&placed.router, &format!("{}.weight", experts.names.router()));
-        let matrices = [&placed.gate, &placed.up, &placed.down];
+        optional(&placed.biases[0], experts.clamped.is_some(), "mlp.router.bias");
+        let Some(up) = &placed.up else {
+            part(&placed.gate, "mlp.experts.gate_up_proj");
+            part(&placed.down, "mlp.experts.down_proj");
+            optional(&placed.biases[1], true, "mlp.experts.gate_up_proj_bias");
+            optional(&placed.biases[2], true, "mlp.experts.down_proj_bias");
+            continue;
+        };
+        let matrices = [&placed.gate, up, &placed.down];
         for (tensor, matrix) in matrices.into_iter().zip(experts.names.matrices()) {
             let each = (0..experts.routing.experts).flat_map(|expert| {
                 let name = format!("model.layers.{i}.{}.{expert}.{matrix}.weight", experts.names.experts());
@@ -461,9 +469,27 @@ fn a_member_gets_its_share_of_the_weights_and_no_more() {
                     if let (Some(experts), Some(placed)) = (c.experts_of(1), &layer.experts) {
                         let inner = Experts::share(experts.intermediate, &share.inner, c.intermediate);
                         let [gate, up, down] = experts.names.matrices();
+                        let Some(up_placed) = &placed.up else {
+                            let stem = "model.layers.1.mlp.experts";
+                            let both = 2 * experts.intermediate;
+                            let of = |expert: u32| {
+                                let rows = expert * both + 2 * inner.start..expert * both + 2 * inner.end;
+                                part_of(&checkpoint, &format!("{stem}.gate_up_proj"), rows, None)
+                            };
+                            let all: Vec<f64> = (0..experts.routing.experts).flat_map(of).collect();
+                            assert_eq!(read(device, &placed.gate), all, "{name}");
+                            let rows = 0..experts.routing.experts * hidden;
+                            same(&placed.down, "mlp.experts.down_proj", rows, Some(inner.clone()));
+                            let (rows, columns) =
+                                (0..experts.routing.experts, 2 * inner.start..2 * inner.end);
+                            let bias = placed.biases[1].as_ref().unwrap();
+                            same(bias, "mlp.experts.gate_up_proj_bias", rows, Some(columns));
+                            assert_eq!(placed.biases[2].is_some(), share.is_first(), "{name}: added once");
+                            continue;
+                        };
                         for (tensor, matrix, rows, columns) in [
                             (&placed.gate, gate, inner.clone(), None),
-                            (&placed.up, up, inner.clone(), None),
+                            (up_placed, up, inner.clone(), None),
                             (&placed.down, down, 0..hidden, Some(inner.clone())),
                         ] {
                             let stem = format!("model.layers.1.{}", experts.names.experts());

@@ -177,6 +177,7 @@ impl MadeMatrix {
             Cut::Whole => (0..self.rows, 0..self.columns),
             Cut::Rows(rows) => (to_u32(rows.start)..to_u32(rows.end), 0..self.columns),
             Cut::Columns(columns) => (0..self.rows, to_u32(columns.start)..to_u32(columns.end)),
+            Cut::RowsOfEach(rows, of) => return self.cut_rows_of_each(rows, *of),
         };
         let whole_rows = columns == (0..self.columns);
         let described = self.described();
@@ -205,6 +206,30 @@ impl MadeMatrix {
             }
         };
         Ok(CutMatrix { kind, rows: len(&rows), columns: len(&columns), cuts })
+    }
+}
+
+impl MadeMatrix {
+    /// Some rows of each of the matrices of so many rows that it consists of.
+    fn cut_rows_of_each(&self, rows: &Range<u64>, of: u64) -> Result<CutMatrix, String> {
+        let kind = self.kind;
+        if let MatrixKind::Quantised(quantised) = kind
+            && (quantised.group_rows != 1 || quantised.outer)
+        {
+            return Err(format!("{quantised} weights of several matrices cannot be divided by rows"));
+        }
+        let all = (0..u64::from(self.rows) / of.max(1)).flat_map(|matrix| {
+            let first = matrix * of;
+            first + rows.start..first + rows.end
+        });
+        let all: Vec<usize> = all.map(to_usize).collect();
+        let of_part = |part: &QuantisedPart| {
+            let row_bytes = to_usize(part.columns * part.dtype.size_bytes());
+            let rows = all.iter().map(|row| row * row_bytes).collect();
+            PartCut::Elements { rows, starts: vec![0], bytes: row_bytes }
+        };
+        let cuts = self.described().iter().map(of_part).collect();
+        Ok(CutMatrix { kind, rows: to_u32(all.len()), columns: self.columns, cuts })
     }
 }
 

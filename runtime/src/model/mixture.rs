@@ -6,6 +6,9 @@ use super::product::{Out, gemm};
 use super::{ExpertWeights, MlpWeights, ModelConfig, Tensor};
 use mixfleet_hal::{Cmd, DType, Error, ExpertRouting, GroupedRows, OpSig, Result, Scoring, Slice};
 
+/// A matrix, and its bias if it has one.
+type Biased<'a> = (&'a Tensor, Option<&'a Tensor>);
+
 /// A step's rows on their way through an MLP or experts.
 pub(super) struct MlpStep<'a> {
     pub(super) config: &'a ModelConfig,
@@ -69,7 +72,7 @@ impl MlpStep<'_> {
     ) -> Result<()> {
         let routing = ExpertRouting { scoring: Scoring::Sigmoid, ..ExpertRouting::softmax(1, 1, false) };
         let made = rows_of(&memory.made, self.tokens, self.config.hidden, self.x);
-        self.choose(&routing, gate, memory, list)?;
+        self.choose(&routing, (gate, None), memory, list)?;
         self.mlp(shared, inner, Out::Set(&made, self.x), list)?;
         list.push(self.combine(1, memory, (residual, adds))?);
         Ok(())
@@ -85,25 +88,41 @@ impl MlpStep<'_> {
     ) -> Result<()> {
         let MlpStep { arena, tokens, x, .. } = *self;
         let (hidden, inner, active) = (self.config.hidden, experts.intermediate, experts.routing.active);
-        self.choose(&experts.routing, &w.router, memory, list)?;
+        let [router_bias, gate_bias, down_bias] = w.biases.each_ref().map(Option::as_ref);
+        self.choose(&experts.routing, (&w.router, router_bias), memory, list)?;
         let choices = tokens * active;
         let cost = experts.cost();
-        let product = |of_tokens, (from, weight, to): (&Slice, &Tensor, &Slice), n, k| {
-            let grouped: GroupedRows = cost.grouped(tokens, of_tokens);
-            let sig = OpSig::GroupedGemm { grouped, n, k, x, weight: weight.dtype, out: x, bias: false };
-            let order = rows_of(&memory.order, choices, 1, DType::U32);
-            let starts = rows_of(&memory.starts, experts.routing.experts + 1, 1, DType::U32);
-            let args = [from.clone(), weight.slice.clone(), order, starts, to.clone()];
+        let product = |of_tokens, (from, to): (&Slice, &Slice), (weight, bias): Biased<'_>, n, k| {
+            let (grouped, has_bias): (GroupedRows, bool) = (cost.grouped(tokens, of_tokens), bias.is_some());
+            let sig = OpSig::GroupedGemm { grouped, n, k, x, weight: weight.kind(), out: x, bias: has_bias };
+            let mut args = vec![from.clone()];
+            args.extend(weight.arrays().cloned());
+            args.extend(bias.map(|bias| bias.slice.clone()));
+            args.push(rows_of(&memory.order, choices, 1, DType::U32));
+            args.push(rows_of(&memory.starts, experts.routing.experts + 1, 1, DType::U32));
+            args.push(to.clone());
             Cmd::new(sig, &args)
         };
-        let [gate, up, result] =
-            [&arena.gate, &arena.up, &arena.inner].map(|s| rows_of(s, choices, inner, x));
-        let made = rows_of(&memory.made, choices, hidden, x);
-        list.push(product(true, (self.normed, &w.gate, &gate), inner, hidden)?);
-        list.push(product(true, (self.normed, &w.up, &up), inner, hidden)?);
+        let of = |slice: &Slice| rows_of(slice, choices, inner, x);
+        let (result, made) = (of(&arena.inner), rows_of(&memory.made, choices, hidden, x));
         let elements = u64::from(choices) * u64::from(inner);
-        list.push(Cmd::new(OpSig::SiluMul { elements, x }, &[gate, up, result.clone()])?);
-        list.push(product(false, (&result, &w.down, &made), hidden, inner)?);
+        match (&w.up, experts.clamped) {
+            (None, Some([alpha, limit])) => {
+                let both = rows_of(&arena.gate, choices, 2 * inner, x);
+                let weight = (&w.gate, gate_bias);
+                list.push(product(true, (self.normed, &both), weight, 2 * inner, hidden)?);
+                let sig = OpSig::ClampedSwiglu { elements, alpha, limit, x };
+                list.push(Cmd::new(sig, &[both, result.clone()])?);
+            }
+            (Some(up_weight), None) => {
+                let (gate, up) = (of(&arena.gate), of(&arena.up));
+                list.push(product(true, (self.normed, &gate), (&w.gate, None), inner, hidden)?);
+                list.push(product(true, (self.normed, &up), (up_weight, None), inner, hidden)?);
+                list.push(Cmd::new(OpSig::SiluMul { elements, x }, &[gate, up, result.clone()])?);
+            }
+            _ => return Err(Error::invalid("gate and up of experts are neither apart nor clamped")),
+        }
+        list.push(product(false, (&result, &made), (&w.down, down_bias), hidden, inner)?);
         list.push(self.combine(active, memory, (residual, adds))?);
         Ok(())
     }
@@ -112,14 +131,14 @@ impl MlpStep<'_> {
     fn choose(
         &self,
         routing: &ExpertRouting,
-        router: &Tensor,
+        (router, bias): Biased<'_>,
         memory: &ExpertArena,
         list: &mut Vec<Cmd>,
     ) -> Result<()> {
         let (tokens, count) = (self.tokens, routing.experts);
         let logits = rows_of(&memory.logits, tokens, count, DType::F32);
         let out = Out::Set(&logits, DType::F32);
-        list.push(gemm(tokens, self.normed, self.x, router, None, count, self.config.hidden, out)?);
+        list.push(gemm(tokens, self.normed, self.x, router, bias, count, self.config.hidden, out)?);
         let choices = |slice: &Slice, dtype| rows_of(slice, tokens, routing.active, dtype);
         let args = [
             logits.clone(),

@@ -2,13 +2,15 @@
 //! has of them.
 
 use super::config::ModelConfig;
-use super::experts::{Mixture, SHARED, SHARED_GATE, packed};
+use super::experts::{BIAS, DOWN, ExpertNames, GATE_UP, Mixture, SHARED, SHARED_GATE, packed};
 use mixfleet_scheduler::cost::{Experts, MemberShare};
 use std::ops::Range;
 
 pub(super) const EMBED: &str = "model.embed_tokens.weight";
 pub(super) const NORM: &str = "model.norm.weight";
 pub(super) const LM_HEAD: &str = "lm_head.weight";
+/// The sinks of attention, within a layer. They are a part of the configuration, and no tensor on a device.
+pub(super) const SINKS: &str = "self_attn.sinks";
 
 /// The name of a layer's tensor.
 pub(super) fn in_layer(layer: usize, part: &str) -> String {
@@ -37,6 +39,9 @@ pub(super) fn shapes(config: &ModelConfig) -> Vec<(String, Vec<u64>)> {
         }
         if config.o_bias {
             add("self_attn.o_proj.bias", &[hidden]);
+        }
+        if config.sinks.is_some() {
+            add(SINKS, &[wide(config.heads)]);
         }
         if config.qk_norm {
             add("self_attn.q_norm.weight", &[head_dim]);
@@ -68,6 +73,15 @@ fn add_experts(experts: &Mixture, hidden: u64, add: &mut dyn FnMut(&str, &[u64])
     let (count, inner, shared) =
         (experts.routing.experts, u64::from(experts.intermediate), u64::from(experts.shared));
     add(&format!("{}.weight", experts.names.router()), &[u64::from(count), hidden]);
+    if experts.names == ExpertNames::Fused {
+        let (at, count) = (experts.names.experts(), u64::from(count));
+        add(&format!("{}.bias", experts.names.router()), &[count]);
+        for (matrix, rows, columns) in [(GATE_UP, 2 * inner, hidden), (DOWN, hidden, inner)] {
+            add(&format!("{at}.{matrix}"), &[count * rows, columns]);
+            add(&format!("{at}.{matrix}{BIAS}"), &[count, rows]);
+        }
+        return;
+    }
     let [gate, up, down] = experts.names.matrices();
     for (matrix, shape) in [(gate, [inner, hidden]), (up, [inner, hidden]), (down, [hidden, inner])] {
         for expert in 0..count {
@@ -90,6 +104,8 @@ pub(super) enum Cut {
     Whole,
     Rows(Range<u64>),
     Columns(Range<u64>),
+    /// These rows of each of the matrices that it consists of, which have so many rows.
+    RowsOfEach(Range<u64>, u64),
 }
 
 /// The layer of a tensor, by its name.
@@ -114,13 +130,27 @@ pub(super) fn cut(config: &ModelConfig, share: &MemberShare, name: &str) -> Opti
     // the inner layer of what it belongs to, and the share of it
     let of_expert = |length: u32| (Experts::share(length, &share.inner, inner), length);
     let (part_of_inner, inner) = match &config.experts {
-        Some(experts) if packed(name).is_some() => of_expert(experts.intermediate),
+        Some(experts) if packed(name).is_some() || experts.names == ExpertNames::Fused => {
+            of_expert(experts.intermediate)
+        }
         Some(experts) if name.contains(SHARED) => of_expert(experts.shared),
         _ => (share.inner.clone(), inner),
     };
     let (stem, kind) = name.rsplit_once('.').unwrap_or((name, ""));
     let module = stem.rsplit('.').next().unwrap_or(stem);
+    if module == "experts" {
+        let all = part_of_inner == (0..inner);
+        let gates = range(&part_of_inner, 2);
+        return Some(match kind.strip_suffix(BIAS).unwrap_or(kind) {
+            DOWN if kind.ends_with(BIAS) => return share.is_first().then_some(Cut::Whole),
+            _ if all => Cut::Whole,
+            DOWN => Cut::Columns(range(&part_of_inner, 1)),
+            _ if kind.ends_with(BIAS) => Cut::Columns(gates),
+            _ => Cut::RowsOfEach(gates, 2 * u64::from(inner)),
+        });
+    }
     Some(match (module, kind) {
+        ("self_attn", "sinks") => return None,
         ("q_proj", _) => part(Cut::Rows, &share.heads, heads, config.head_dim),
         ("k_proj" | "v_proj", _) => part(Cut::Rows, &share.kv_heads, kv_heads, config.head_dim),
         ("gate_proj" | "up_proj" | "w1" | "w3", _) => part(Cut::Rows, &part_of_inner, inner, 1),

@@ -2,9 +2,10 @@
 //! no code in common with the engine but the loader and the rope table.
 
 use super::config::ModelConfig;
-use super::experts::{Mixture, SHARED, SHARED_GATE};
+use super::experts::{BIAS, DOWN, GATE_UP, Mixture, SHARED, SHARED_GATE};
 use super::load::Checkpoint;
 use super::names;
+use mixfleet_hal::Scalar;
 use mixfleet_hal::cast::to_u32;
 use std::collections::HashMap;
 
@@ -117,7 +118,13 @@ impl Oracle {
             let mut row = vec![0.0; hidden];
             for expert in order {
                 let weight = scores[expert] / if experts.routing.normalise { sum } else { 1.0 };
-                let made = self.swiglu(layer, &format!("{}.{expert}", experts.names.experts()), names, token);
+                let made = match experts.clamped {
+                    Some(clamp) => self.clamped(layer, (expert, experts.intermediate as usize), clamp, token),
+                    None => {
+                        let stem = format!("{}.{expert}", experts.names.experts());
+                        self.swiglu(layer, &stem, names, token)
+                    }
+                };
                 row.iter_mut().zip(made).for_each(|(to, made)| *to += weight * made);
             }
             if experts.shared > 0 {
@@ -129,6 +136,31 @@ impl Oracle {
             out.extend(row);
         }
         out
+    }
+
+    /// What an expert with a clamped function makes of a token.
+    fn clamped(
+        &self,
+        layer: usize,
+        (expert, inner): (usize, usize),
+        [alpha, limit]: [Scalar; 2],
+        token: &[f64],
+    ) -> Vec<f64> {
+        let (alpha, limit) = (f64::from(alpha.0), f64::from(limit.0));
+        let product = |matrix: &str, x: &[f64], outputs: usize| {
+            let all = names::in_layer(layer, &format!("mlp.experts.{matrix}"));
+            let weight = &self.weights[&all][expert * outputs * x.len()..][..outputs * x.len()];
+            let mut out = matmul(x, weight, x.len());
+            add(&mut out, &self.weights[&(all + BIAS)][expert * outputs..][..outputs]);
+            out
+        };
+        let both = product(GATE_UP, token, 2 * inner);
+        let one = |pair: &[f64]| {
+            let (gate, up) = (pair[0].min(limit), pair[1].clamp(-limit, limit));
+            gate / (1.0 + (-alpha * gate).exp()) * (up + 1.0)
+        };
+        let inner: Vec<f64> = both.chunks(2).map(one).collect();
+        product(DOWN, &inner, token.len())
     }
 
     fn attention(&self, layer: usize, x: &[f64]) -> Vec<f64> {
@@ -155,7 +187,9 @@ impl Oracle {
                 let kv_head = head / (heads / kv_heads);
                 let score =
                     |t| dot(query, head_of(&k, head_dim, kv_heads, t, kv_head)) / (head_dim as f64).sqrt();
-                let weights = softmax((first..=token).map(score).collect());
+                let mut scores: Vec<f64> = (first..=token).map(score).collect();
+                scores.extend(c.sinks_in(layer).get(head).map(|sink| f64::from(*sink)));
+                let weights = softmax(scores); // a sink has no value
                 let place = (token * heads + head) * head_dim;
                 for (t, weight) in (first..=token).zip(weights) {
                     let value = head_of(&v, head_dim, kv_heads, t, kv_head);

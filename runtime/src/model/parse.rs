@@ -15,6 +15,7 @@ use mixfleet_hal::DType;
 use mixfleet_hal::cast::to_f32;
 use serde_json::{Map, Value};
 use std::path::Path;
+use std::sync::Arc;
 
 // Bounds well above any real model; with them no product of two dimensions and an element size exceeds 64
 // bits, and none of heads and head length exceeds 32.
@@ -37,7 +38,7 @@ struct Family {
     head_dim: Option<u32>,
 }
 
-const FAMILIES: [Family; 7] = [
+const FAMILIES: [Family; 8] = [
     Family {
         model_type: "llama",
         architecture: "LlamaForCausalLM",
@@ -87,6 +88,13 @@ const FAMILIES: [Family; 7] = [
         kv_heads: Some(8),
         head_dim: None,
     },
+    Family {
+        model_type: "gpt_oss",
+        architecture: "GptOssForCausalLM",
+        context_max: 131_072,
+        kv_heads: Some(8),
+        head_dim: Some(64),
+    },
 ];
 
 impl ModelConfig {
@@ -128,8 +136,9 @@ impl ModelConfig {
         let head_dim = head_dim(&fields, family, hidden, heads)?;
         let context_max = fields.count("max_position_embeddings", CONTEXT_MAX)?;
         let context_max = context_max.unwrap_or(family.context_max);
-        let biased = fields.flag("attention_bias", false)?;
         let is = |model_types: &[&str]| model_types.contains(&family.model_type);
+        let gpt_oss = is(&["gpt_oss"]);
+        let biased = fields.flag("attention_bias", gpt_oss)?;
         let (llama, qwen3) = (is(&["llama"]), is(&["qwen3", "qwen3_moe"]));
         let qwen2 = is(&["qwen2"]) || (is(&["qwen2_moe"]) && fields.flag("qkv_bias", true)?);
         let intermediate = fields.count_required("intermediate_size", HIDDEN_MAX)?;
@@ -144,10 +153,11 @@ impl ModelConfig {
             vocab: fields.count_required("vocab_size", VOCAB_MAX)?,
             context_max,
             norm_eps: norm_eps(&fields)?,
-            qkv_bias: qwen2 || ((llama || qwen3) && biased),
-            o_bias: (llama || qwen3) && biased,
+            qkv_bias: qwen2 || ((llama || qwen3 || gpt_oss) && biased),
+            o_bias: (llama || qwen3 || gpt_oss) && biased,
             mlp_bias: llama && fields.flag("mlp_bias", false)?,
             qk_norm: qwen3,
+            sinks: gpt_oss.then(|| Arc::new([]) as Arc<[f32]>),
             experts: Mixture::parse(&fields, family.model_type, layers, intermediate)?,
             tied_embeddings: fields.flag("tie_word_embeddings", false)?,
             windows: windows(&fields, family, layers)?,
@@ -249,6 +259,14 @@ fn windows(fields: &Fields, family: &Family, layers: u32) -> Result<Vec<Option<u
     match family.model_type {
         // Llama has no window, whatever the fields say; Mistral has one in every layer.
         "llama" => Ok(vec![None; layers as usize]),
+        // by default in every second layer from the first on
+        "gpt_oss" => {
+            let window = if fields.has("sliding_window") { window } else { Some(128) };
+            match types {
+                Some(types) => layer_windows(fields, &types, window, layers),
+                None => Ok((0..layers).map(|layer| window.filter(|_| layer % 2 == 0)).collect()),
+            }
+        }
         // one in every layer if at all
         "mixtral" => {
             let window = if fields.has("sliding_window") { window } else { None };

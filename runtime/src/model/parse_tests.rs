@@ -223,6 +223,52 @@ fn what_is_not_supported_is_named_with_what_is() {
     }
 }
 
+fn gpt_oss(more: Value) -> Value {
+    let own = json!({"model_type": "gpt_oss", "head_dim": 24, "num_key_value_heads": 2});
+    with(with(llama(), own), more)
+}
+
+#[test]
+fn absent_fields_of_gpt_oss_are_as_in_transformers() {
+    let config = good(gpt_oss(json!({})));
+    assert_eq!(config.windows, [Some(128), None, Some(128), None]);
+    assert!(config.qkv_bias && config.o_bias && !config.mlp_bias && config.sinks.is_some());
+    let experts = config.experts.unwrap();
+    assert_eq!((experts.routing.experts, experts.routing.active, experts.intermediate), (128, 4, 200));
+    assert_eq!(experts.clamped.map(|clamp| clamp.map(|number| number.0)), Some([1.702, 7.0]));
+    assert!(experts.routing.normalise && experts.layers == [true; 4]);
+    let mxfp4 =
+        json!({"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}});
+    assert_eq!(good(gpt_oss(mxfp4)).format, Some(mixfleet_hal::WeightFormat::Mxfp4));
+}
+
+#[test]
+fn what_is_not_supported_of_gpt_oss_is_named() {
+    for (more, expected) in [
+        (json!({"architectures": ["GptOssForSequenceClassification"]}), "field 'architectures'"),
+        (json!({"hidden_act": "gelu"}), "field 'hidden_act'"),
+        (json!({"num_experts_per_tok": 200}), "field 'num_experts_per_tok': 200, expected at most"),
+        (json!({"swiglu_limit": 0}), "field 'swiglu_limit'"),
+        (json!({"swiglu_alpha": "x"}), "field 'swiglu_alpha'"),
+        (json!({"layer_types": (["chunked_attention"; 4])}), "field 'layer_types': 'chunked_attention'"),
+        (
+            json!({"sliding_window": null, "layer_types": (["sliding_attention"; 4])}),
+            "field 'layer_types': 'sliding_attention' without",
+        ),
+        (
+            json!({"quantization_config": {"quant_method": "mxfp4", "dequantize": true}}),
+            "field 'quantization_config.dequantize': true is not supported; supported: false",
+        ),
+        (
+            json!({"quantization_config": {"quant_method": "mxfp4", "packing": 2}}),
+            "field 'quantization_config.packing': this field is not supported",
+        ),
+    ] {
+        let error = parse(gpt_oss(more)).expect_err(expected).to_string();
+        assert!(error.contains(expected), "{error}\nlacks: {expected}");
+    }
+}
+
 #[test]
 fn numbers_that_no_model_has_are_refused_by_name() {
     for (field, wrong) in [

@@ -2,7 +2,7 @@
 
 use super::config::ModelConfig;
 use super::error::{Error, Result};
-use super::experts::{self, Mixture, SHARED, SHARED_GATE};
+use super::experts::{self, BIAS, ExpertNames, Mixture, SHARED, SHARED_GATE, is_fused};
 use super::load::{Checkpoint, Location};
 use super::made::{MadeMatrix, MadePart};
 use super::names::{self, Cut};
@@ -37,7 +37,9 @@ impl Checkpoint {
     /// # Errors
     /// When the device has too little memory or fails.
     pub fn place(&self, device: &dyn Device, progress: &mut dyn FnMut(u64, u64)) -> Result<Weights> {
-        let cuts = names::shapes(&self.config).into_iter().map(|(name, _)| (name, Cut::Whole)).collect();
+        let names = names::shapes(&self.config).into_iter().map(|(name, _)| name);
+        let cuts =
+            names.filter(|name| !name.ends_with(names::SINKS)).map(|name| (name, Cut::Whole)).collect();
         self.place_cuts(device, cuts, Stage::whole(&self.config), progress)
     }
 
@@ -178,9 +180,9 @@ impl Checkpoint {
 
     /// The dtype of a tensor on the device: a bias takes its matrix's, everything else keeps its own.
     fn dtype_on_device(&self, name: &str, location: &Location) -> DType {
-        let Some(matrix) = name.strip_suffix(".bias").map(|stem| format!("{stem}.weight")) else {
-            return location.dtype;
-        };
+        let of_experts = name.strip_suffix(BIAS).filter(|matrix| is_fused(matrix)).map(str::to_owned);
+        let matrix = of_experts.or_else(|| Some(format!("{}.weight", name.strip_suffix(".bias")?)));
+        let Some(matrix) = matrix else { return location.dtype };
         match self.made.get(&matrix).map(|made| made.kind) {
             Some(MatrixKind::Quantised(_)) => DType::F32,
             Some(MatrixKind::Plain(dtype)) => dtype,
@@ -353,6 +355,9 @@ impl RandomCheckpoint {
         let (config, dtype) = (self.model_config()?, self.dtype);
         let mut placed = HashMap::new();
         for (name, shape) in names::shapes(&config) {
+            if name.ends_with(names::SINKS) {
+                continue;
+            }
             // the first of several experts takes the room of all
             let (name, copies) = match (experts::packed(&name), &config.experts) {
                 (Some((_, 1..)), _) => continue,
@@ -379,12 +384,30 @@ impl Stage {
     }
 }
 
-fn expert_weights(experts: &Mixture, part: &mut dyn FnMut(&str) -> Result<Tensor>) -> Result<ExpertWeights> {
-    let [gate, up, down] =
-        experts.names.matrices().map(|matrix| part(&format!("{}.{matrix}.weight", experts.names.experts())));
-    let shared_gate = experts.shared_gate.then(|| part(&format!("{SHARED_GATE}.weight"))).transpose()?;
-    let router = part(&format!("{}.weight", experts.names.router()))?;
-    Ok(ExpertWeights { router, gate: gate?, up: up?, down: down?, shared_gate })
+/// The experts of a layer, whose tensors `take` has by their names within it.
+fn expert_weights(
+    experts: &Mixture,
+    take: &mut dyn FnMut(&str) -> Option<Tensor>,
+    missing: &dyn Fn(&str) -> Error,
+) -> Result<ExpertWeights> {
+    let fused = experts.names == ExpertNames::Fused;
+    let matrix = |matrix: &str| match fused {
+        true => format!("{}.{matrix}", experts.names.experts()),
+        false => format!("{}.{matrix}.weight", experts.names.experts()),
+    };
+    let [gate, up, down] = experts.names.matrices();
+    let router = experts.names.router();
+    let biases = [format!("{router}.bias"), matrix(gate) + BIAS, matrix(down) + BIAS];
+    let biases = biases.map(|name| if fused { take(&name) } else { None });
+    let mut part = |name: String| take(&name).ok_or_else(|| missing(&name));
+    Ok(ExpertWeights {
+        router: part(format!("{router}.weight"))?,
+        gate: part(matrix(gate))?,
+        up: if fused { None } else { Some(part(matrix(up))?) },
+        down: part(matrix(down))?,
+        biases,
+        shared_gate: experts.shared_gate.then(|| part(format!("{SHARED_GATE}.weight"))).transpose()?,
+    })
 }
 
 fn assemble(config: &ModelConfig, stage: &Stage, placed: &mut HashMap<String, Tensor>) -> Result<Weights> {
@@ -417,8 +440,9 @@ fn assemble(config: &ModelConfig, stage: &Stage, placed: &mut HashMap<String, Te
             Some(experts) if experts.shared > 0 => Some(mlp(SHARED, &mut optional)?),
             Some(_) => None,
         };
-        let mut part = |name: &str| optional(name).ok_or_else(|| missing(&names::in_layer(layer, name)));
-        let experts = experts.map(|experts| expert_weights(experts, &mut part)).transpose()?;
+        let unplaced = |name: &str| missing(&names::in_layer(layer, name));
+        let experts = experts.map(|experts| expert_weights(experts, &mut optional, &unplaced)).transpose()?;
+        let mut part = |name: &str| optional(name).ok_or_else(|| unplaced(name));
         layers.push(LayerWeights {
             attn_norm: part("input_layernorm.weight")?,
             q: part("self_attn.q_proj.weight")?,

@@ -69,9 +69,11 @@ impl Quantisation {
             "awq" => awq(&fields),
             "gptq" => gptq(&fields),
             "compressed-tensors" => compressed_tensors(&fields),
+            "mxfp4" => mxfp4(&fields),
             other => {
                 let problem = format!(
-                    "'{other}' is not supported; supported: fp8, compressed-tensors, awq, gptq, and GGUF files"
+                    "'{other}' is not supported; supported: fp8, mxfp4, compressed-tensors, awq, gptq, \
+                     and GGUF files"
                 );
                 Err(fields.error("quant_method", problem))
             }
@@ -178,6 +180,14 @@ fn fp8(fields: &Fields) -> Result<Quantisation> {
         None => Scheme::Float8 { granularity: Granularity::Channel, scale: "weight_scale" },
     };
     Ok(Quantisation::of_all(scheme, ignored))
+}
+
+/// The experts of gpt-oss.
+fn mxfp4(fields: &Fields) -> Result<Quantisation> {
+    check_known(fields, &["quant_method", "modules_to_not_convert", "dequantize"])?;
+    check_is(fields, "dequantize", &[false.into()])?;
+    let ignored = targets(fields, "modules_to_not_convert", fields.texts("modules_to_not_convert")?)?;
+    Ok(Quantisation::of_all(Scheme::Mxfp4, ignored))
 }
 
 /// The columns of a group; -1 is a whole row.

@@ -40,6 +40,9 @@ impl RandomCheckpoint {
     pub fn model_config(&self) -> Result<ModelConfig> {
         let mut config = ModelConfig::parse(Path::new("config.json"), &self.config)?;
         (config.dtype, config.format) = (self.dtype, None);
+        // those of weights that nobody writes
+        let heads = config.layers as usize * config.heads as usize;
+        config.sinks = config.sinks.map(|_| std::iter::repeat_n(0.0, heads).collect());
         Ok(config)
     }
 
@@ -127,7 +130,7 @@ impl RandomCheckpoint {
             let range = start..start + bytes.min(period_bytes);
             tensors.insert(name, Location { dtype: self.dtype, shape, shard, range });
         }
-        Ok(Checkpoint { config, shards: patterns, tensors, made: BTreeMap::new() })
+        Ok(Checkpoint { config, shards: patterns, tensors, made: BTreeMap::new() }.with_sinks())
     }
 
     /// Writes the checkpoint as transformers would: `config.json`, safetensors (with an index if `shards` is
@@ -175,6 +178,7 @@ impl Spread {
             [_, _] if name == names::EMBED => (0.0, 1.0),
             [_, inputs] => (0.0, (1.0 / *inputs as f64).sqrt()),
             _ if name.ends_with(".bias") => (0.0, 0.2),
+            _ if name.ends_with(names::SINKS) => (0.0, 1.0),
             _ => (1.0, 0.1),
         };
         Spread { middle, deviation }
@@ -290,6 +294,13 @@ pub fn tiny_variants() -> Vec<(&'static str, RandomCheckpoint)> {
             with(common("qwen2_moe", "Qwen2MoeForCausalLM"), mixture),
             json!({"shared_expert_intermediate_size": 56, "decoder_sparse_step": 2}),
             DType::F32,
+        ),
+        (
+            "gpt-oss",
+            common("gpt_oss", "GptOssForCausalLM"),
+            json!({"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 40, "head_dim": 16,
+            "sliding_window": 6, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}),
+            DType::Bf16,
         ),
         (
             "mixtral",

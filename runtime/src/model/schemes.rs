@@ -145,6 +145,46 @@ impl Scheme {
     }
 }
 
+/// The matrices of all experts together, one below the other: `[rows, columns]` in all, of so many experts.
+/// Quantised ones are stored as they are used, in `NAME_blocks` and `NAME_scales`; others transposed.
+///
+/// # Errors
+/// The tensor that is missing or unlike what the format says, and why.
+pub(super) fn fused_experts(
+    scheme: Option<&Scheme>,
+    name: &str,
+    (experts, rows, columns): (u32, u32, u32),
+    find: &dyn Fn(&str) -> Option<FoundTensor>,
+) -> Result<MadeMatrix, Trouble> {
+    let (at, matrix) = name.rsplit_once('.').unwrap_or(("", name));
+    let module = Module { name: at, find };
+    let [count, of_each, wide] = [experts, rows / experts.max(1), columns].map(u64::from);
+    let (kind, parts) = match scheme {
+        Some(Scheme::Mxfp4) => {
+            let groups = wide.div_ceil(32);
+            let codes =
+                module.take(&format!("{matrix}_blocks"), &["U8"], &[&[count, of_each, groups, 16]])?;
+            let scales = module.take(&format!("{matrix}_scales"), &["U8"], &[&[count, of_each, groups]])?;
+            let parts = vec![MadePart::InPlace(codes.source), MadePart::made(&scales.source, repack::powers)];
+            (MatrixKind::Quantised(Quantised::MXFP4), parts)
+        }
+        Some(_) => {
+            let problem = "experts with weights of this format are not supported; supported: mxfp4";
+            return Err((name.to_owned(), problem.to_owned()));
+        }
+        None => {
+            let stored = module.floats(matrix, &[&[count, wide, of_each]])?;
+            let (element, rows) = (to_usize(stored.dtype.size_bytes()), to_usize(wide));
+            let each = to_usize(wide * of_each) * element;
+            let how = move |bytes: &[u8]| {
+                bytes.chunks(each.max(1)).flat_map(|one| repack::transposed(one, rows, element)).collect()
+            };
+            (MatrixKind::Plain(stored.dtype), vec![MadePart::made(&stored.source, how)])
+        }
+    };
+    MadeMatrix::new(kind, (rows, columns), parts).map_err(|problem| (name.to_owned(), problem))
+}
+
 type Made = (Quantised, Vec<MadePart>);
 
 fn kind(code: CodeKind, [group_rows, group_columns]: [u32; 2], scale: DType, zero: ZeroKind) -> Quantised {

@@ -1,7 +1,11 @@
 use super::super::testing::{MemoryDevice, ReadFiles, fixtures_named, golden, ids, scratch};
 use super::super::{Checkpoint, Oracle};
+use super::*;
+use mixfleet_hal::{Device, HostMemory, Slice};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
+const GPT_OSS: &str = "gpt-oss-mxfp4";
 const FIXTURES: [&str; 5] =
     ["llama-fp8-block", "llama-w4a16-ct", "llama-awq", "llama-gptq", "llama-nvfp4-ct"];
 
@@ -11,7 +15,7 @@ fn open(directory: &Path) -> Checkpoint {
 
 #[test]
 fn the_oracle_follows_the_golden_tokens_of_each_format() {
-    for fixture in fixtures_named(&FIXTURES) {
+    for fixture in fixtures_named(&[&FIXTURES[..], &[GPT_OSS]].concat()) {
         let checkpoint = open(&fixture);
         let (oracle, vocab) = (Oracle::new(&checkpoint), checkpoint.config.vocab as usize);
         for case in golden(&fixture)["cases"].as_array().expect("cases") {
@@ -64,15 +68,16 @@ fn what_is_missing_or_of_another_shape_is_named() {
         std::fs::remove_dir_all(&directory).unwrap();
         error
     };
-    let module = "model.layers.0.mlp.up_proj";
     let needed = [
         ("llama-fp8-block", vec!["weight_scale_inv"]),
         ("llama-w4a16-ct", vec!["weight_packed", "weight_scale", "weight_zero_point"]),
         ("llama-awq", vec!["qweight", "qzeros", "scales"]),
         ("llama-gptq", vec!["qweight", "qzeros", "scales"]),
         ("llama-nvfp4-ct", vec!["weight_packed", "weight_scale", "weight_global_scale"]),
+        (GPT_OSS, vec!["down_proj_blocks", "gate_up_proj_scales", "gate_up_proj_bias"]),
     ];
     for (name, tensors) in needed {
+        let module = format!("model.layers.0.mlp.{}", if name == GPT_OSS { "experts" } else { "up_proj" });
         for fixture in fixtures_named(&[name]) {
             for tensor in &tensors {
                 let name = format!("{module}.{tensor}");
@@ -84,4 +89,80 @@ fn what_is_missing_or_of_another_shape_is_named() {
             }
         }
     }
+}
+
+/// Codes of experts stay where they are; scales and biases are the only ones that become something else.
+#[test]
+fn experts_in_mxfp4_take_little_beside_the_file_and_their_shares_are_disjoint() {
+    for fixture in fixtures_named(&[GPT_OSS]) {
+        let checkpoint = open(&fixture);
+        let device = MemoryDevice::new(true, 1);
+        checkpoint.place(&device, &mut |_, _| {}).unwrap();
+        let allocated: u64 = device.allocations.lock().unwrap().iter().sum();
+        let stored = std::fs::metadata(fixture.join("model.safetensors")).unwrap().len();
+        assert!(allocated * 10 < stored, "{allocated} of {stored}");
+        let weights = |share| {
+            let device = MemoryDevice::new(false, 64);
+            let placed = checkpoint.place_share(&device, share, &mut |_, _| {}).unwrap().unwrap();
+            let experts = placed.layers[1].experts.clone().unwrap();
+            [experts.gate, experts.down].map(|matrix| {
+                let arrays: Vec<Vec<f64>> = matrix.arrays().map(|array| words(&device, array)).collect();
+                arrays.into_iter().next().unwrap()
+            })
+        };
+        let shares = checkpoint.config.divided(2).unwrap();
+        let [first, second] = [0, 1].map(|at| weights(&shares.shares()[at]));
+        let all = |name: &str| checkpoint.made[name].array(0, &checkpoint.shards).unwrap().to_vec();
+        let [gate_up, down] =
+            ["gate_up_proj", "down_proj"].map(|m| all(&format!("model.layers.1.mlp.experts.{m}")));
+        // 8 experts with 64 inner elements of 64: rows of 32 bytes, of which a member has 64 of each expert
+        let halves = gate_up.chunks(128 * 32).map(|expert| expert.split_at(64 * 32));
+        let [one, other]: [Vec<u8>; 2] = [
+            halves.clone().flat_map(|h| h.0.to_vec()).collect(),
+            halves.flat_map(|h| h.1.to_vec()).collect(),
+        ];
+        assert_eq!((as_words(&one), as_words(&other)), (first[0].clone(), second[0].clone()));
+        let rows = down.chunks(32).map(|row| row.split_at(16));
+        let [one, other]: [Vec<u8>; 2] =
+            [rows.clone().flat_map(|h| h.0.to_vec()).collect(), rows.flat_map(|h| h.1.to_vec()).collect()];
+        assert_eq!((as_words(&one), as_words(&other)), (first[1].clone(), second[1].clone()));
+    }
+}
+
+fn as_words(bytes: &[u8]) -> Vec<f64> {
+    DType::U32.decode(bytes)
+}
+
+fn words(device: &MemoryDevice, slice: &Slice) -> Vec<f64> {
+    let mut bytes = vec![0; slice.bytes as usize];
+    device.read(slice, &mut bytes).unwrap();
+    as_words(&bytes)
+}
+
+/// Experts that were not quantised are stored with inputs as rows.
+#[test]
+fn plain_experts_are_transposed() {
+    let (experts, rows, columns) = (2u32, 6u32, 4u32);
+    let value = |expert: u32, row: u32, column: u32| f64::from(expert * 100 + row * 10 + column);
+    let mut bytes = Vec::new();
+    for expert in 0..experts {
+        for column in 0..columns {
+            (0..rows).for_each(|row| DType::F32.encode(value(expert, row, column), &mut bytes));
+        }
+    }
+    let range = 0..bytes.len();
+    let shards: Vec<Arc<dyn HostMemory>> = vec![Arc::new(bytes)];
+    let stored = FoundTensor {
+        source: SourceTensor { shard: 0, range },
+        dtype: "F32".to_owned(),
+        shape: vec![2, 4, 6],
+    };
+    let find = |name: &str| (name == "m.experts.down_proj").then(|| stored.clone());
+    let made = fused_experts(None, "m.experts.down_proj", (experts, experts * rows, columns), &find).unwrap();
+    let expected =
+        (0..experts).flat_map(|e| (0..rows).flat_map(move |r| (0..columns).map(move |c| value(e, r, c))));
+    assert_eq!(made.values(&shards).unwrap(), expected.collect::<Vec<f64>>());
+    let (tensor, problem) =
+        fused_experts(Some(&Scheme::Nvfp4), "m.experts.down_proj", (2, 12, 4), &find).unwrap_err();
+    assert!(tensor.ends_with("down_proj") && problem.contains("supported: mxfp4"), "{problem}");
 }

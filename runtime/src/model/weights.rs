@@ -88,12 +88,15 @@ pub struct MlpWeights {
 pub struct ExpertWeights {
     /// What gives experts' logits, `[experts, hidden]`.
     pub router: Tensor,
-    /// Gate projections, `[experts, intermediate, hidden]`.
+    /// Gate projections, `[experts, intermediate, hidden]`, or each row before that of up: `[experts,
+    /// intermediate, 2, hidden]`.
     pub gate: Tensor,
-    /// Up projections, `[experts, intermediate, hidden]`.
-    pub up: Tensor,
+    /// Up projections, `[experts, intermediate, hidden]`, if they are apart.
+    pub up: Option<Tensor>,
     /// Down projections, `[experts, hidden, intermediate]`.
     pub down: Tensor,
+    /// Biases of router, gate with up, and down; the first member of several has the last.
+    pub biases: [Option<Tensor>; 3],
     /// The gate of the shared expert, `[1, hidden]`, with `shared_gate`.
     pub shared_gate: Option<Tensor>,
 }

@@ -64,11 +64,12 @@ impl Collective for Counting {
         from: &[AttendedPart<'_>],
         shape: (u32, u32),
         dtype: DType,
+        sinks: &[f32],
         to: &MemberSlice<'_>,
     ) -> Result<()> {
         let bytes = |part: &AttendedPart<'_>| part.rows.at.slice.bytes + part.stat.slice.bytes;
         self.crossed.back += from.iter().map(bytes).sum::<u64>();
-        self.inner.merge(from, shape, dtype, to)
+        self.inner.merge(from, shape, dtype, sinks, to)
     }
 }
 

@@ -123,7 +123,11 @@ impl ModelShape {
             layers,
         );
         let rows = batch * self.heads;
-        push(&mut work.plain, OpSig::AttnMerge { parts: 1, rows, head_dim: latent.kv_rank, out: x }, layers);
+        push(
+            &mut work.plain,
+            OpSig::AttnMerge { parts: 1, rows, head_dim: latent.kv_rank, sinks: 0, out: x },
+            layers,
+        );
     }
 }
 

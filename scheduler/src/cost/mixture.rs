@@ -9,7 +9,7 @@
 use super::ModelShape;
 use super::shape::{LayerWork, push};
 use mixfleet_hal::cast::{to_u32, to_u64};
-use mixfleet_hal::{DType, ExpertRouting, GroupedRows, OpSig, Scalar, Scoring};
+use mixfleet_hal::{DType, ExpertRouting, GroupedRows, MatrixKind, OpSig, Scalar, Scoring};
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
@@ -222,7 +222,7 @@ impl ModelShape {
 
         let product = |of_tokens, n, k| {
             let grouped = experts.grouped(tokens, of_tokens);
-            OpSig::GroupedGemm { grouped, n, k, x, weight, out: x, bias }
+            OpSig::GroupedGemm { grouped, n, k, x, weight: MatrixKind::Plain(weight), out: x, bias }
         };
         let (join, times) = if work.fused || experts.clamped { (2, 1) } else { (1, 2) };
         let (inner, hidden) = (experts.intermediate, self.hidden);
@@ -314,7 +314,7 @@ mod tests {
             OpSig::Gemm { n, k, weight, .. } => {
                 *runs as f64 * f64::from(n) * f64::from(k) * weight.size_bytes() as f64
             }
-            OpSig::GroupedGemm { grouped, n, k, weight, .. } => {
+            OpSig::GroupedGemm { grouped, n, k, weight: MatrixKind::Plain(weight), .. } => {
                 let matrices = f64::from(grouped.touched) * f64::from(n) * f64::from(k);
                 *runs as f64 * matrices * weight.size_bytes() as f64
             }

@@ -222,8 +222,11 @@ impl MemberShare {
     pub fn partial_ops(&self, shape: &ModelShape, rows: u32, kv_tokens: u64, written: u32) -> OpCounts {
         let mut ops = self.step_ops(shape, &[], rows, kv_tokens);
         for (sig, _) in &mut ops {
-            if let OpSig::KvWrite { tokens, .. } = sig {
-                *tokens = written;
+            match sig {
+                OpSig::KvWrite { tokens, .. } => *tokens = written,
+                // they join where parts are put together
+                OpSig::AttnMerge { sinks, .. } => *sinks = 0,
+                _ => {}
             }
         }
         ops.retain(|(sig, _)| written > 0 || !matches!(sig, OpSig::KvWrite { .. }));

@@ -44,6 +44,9 @@ pub struct ModelShape {
     /// Whether q and k are normalised per head before rope (Qwen3).
     #[serde(default)]
     pub qk_norm: bool,
+    /// Whether each head of attention has a sink (gpt-oss).
+    #[serde(default)]
+    pub sinks: bool,
     /// The format of the layers' matrices, if they are not stored in `weight`.
     #[serde(default)]
     pub format: Option<WeightFormat>,
@@ -301,6 +304,7 @@ impl ModelShape {
             tokens: parts.iter().map(|part| part.tokens).sum(),
             sequences: to_u32(parts.len()),
             pairs: parts.iter().map(|part| visible_pairs(part.context, part.tokens, window)).sum(),
+            sinks: self.sinks,
             kv_tokens: parts.iter().map(reach).sum(),
             heads: self.heads,
             pages_max: parts.iter().map(|part| self.pages(context(part))).max().unwrap_or(0),
@@ -308,6 +312,11 @@ impl ModelShape {
             x: self.activation,
             kv,
         }
+    }
+
+    /// Heads that have a sink.
+    fn sink_heads(&self) -> u32 {
+        if self.sinks { self.heads } else { 0 }
     }
 
     fn decode_attention(&self, ops: &mut OpCounts, batch: u32, kv_tokens: u64) {
@@ -324,7 +333,8 @@ impl ModelShape {
             };
             push(ops, sig, layers);
             let rows = batch * self.heads;
-            let merge = OpSig::AttnMerge { parts: 1, rows, head_dim: self.head_dim, out: self.activation };
+            let (head_dim, sinks, out) = (self.head_dim, self.sink_heads(), self.activation);
+            let merge = OpSig::AttnMerge { parts: 1, rows, head_dim, sinks, out };
             push(ops, merge, layers);
         }
     }
@@ -484,6 +494,7 @@ pub(crate) mod tests {
             o_bias: false,
             mlp_bias: false,
             qk_norm: false,
+            sinks: false,
             format: None,
             experts: None,
             latent: None,

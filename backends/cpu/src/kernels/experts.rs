@@ -2,8 +2,10 @@
 
 use super::elementwise::{load_n, store_n};
 use super::gemm::packed::{PackX, PanelOut, packed_words, tiles};
+use super::gemm::quantised::QuantisedFewRows;
 use super::gemm::rows::Rows;
 use super::gemm::{Operands, Shape};
+use super::quantised::QuantisedRows;
 use super::simd::{Simd, Task};
 use super::{Span, Worker, round_up};
 use mixfleet_hal::cast::{to_u32, to_usize};
@@ -185,6 +187,8 @@ pub(crate) struct GroupedGemm {
     pub(crate) shape: Shape,
     pub(crate) x: Span,
     pub(crate) weight: Span,
+    /// The weights of all experts, if they are quantised.
+    pub(crate) quantised: Option<QuantisedRows>,
     pub(crate) bias: Option<Span>,
     pub(crate) order: Span,
     pub(crate) starts: Span,
@@ -288,10 +292,12 @@ impl GroupedGemm {
             round_up((elements * to_usize(dtype.size_bytes())).div_ceil(4), 16)
         };
         let (x_words, out_words) = (words(m * k, x), words(m * columns, out));
+        let weights = self.quantised.map(|all| all.part(n, (piece.expert, piece.columns.start)));
         let packed_words = if piece.packed { round_up(packed_words(&shape, dtype), 16) } else { 0 };
-        let own = match piece.packed {
-            true => PanelOut::scratch_words(&shape, dtype).max(PackX::SCRATCH_WORDS),
-            false => Rows::scratch_words(&shape),
+        let own = match (piece.packed, &weights) {
+            (true, _) => PanelOut::scratch_words(&shape, dtype).max(PackX::SCRATCH_WORDS),
+            (false, Some(weights)) => QuantisedFewRows::scratch_words(&shape, weights),
+            (false, None) => Rows::scratch_words(&shape),
         };
         let gathered = worker.scratch.words(x_words + out_words + packed_words + own);
         let made = gathered.wrapping_add(x_words);
@@ -313,7 +319,10 @@ impl GroupedGemm {
         let scratch_span = |at: *mut f32, words: usize| Span { start: at.cast(), bytes: words * 4 };
         let operands = Operands {
             x: if alone { row(chosen[0]) } else { scratch_span(gathered, x_words) },
-            weight: part(self.weight, weight, line * k, columns * k),
+            weight: match weights {
+                Some(_) => Span::EMPTY,
+                None => part(self.weight, weight, line * k, columns * k),
+            },
             bias: self.bias.map(|bias| part(bias, weight, line, columns)),
             out: if alone { target(chosen[0]) } else { scratch_span(made, out_words) },
         };
@@ -330,9 +339,11 @@ impl GroupedGemm {
                         panel,
                         packed,
                         scratch,
-                        quantised: None,
+                        quantised: weights,
                     });
                 }
+            } else if let Some(weights) = weights {
+                worker.isa.run(QuantisedFewRows { shape, operands, weights, columns: 0..columns, scratch });
             } else {
                 worker.isa.run(Rows { shape, operands, columns: 0..columns, scratch });
             }

@@ -136,12 +136,14 @@ pub(crate) unsafe fn run(sig: &OpSig, args: &[Span], phase: Phase, worker: &mut 
                 _ => decode.run(worker),
             };
         }
-        OpSig::AttnMerge { parts, rows, head_dim, out: dtype } => {
+        OpSig::AttnMerge { parts, rows, head_dim, sinks, out: dtype } => {
+            let (sinks, heads) = ((sinks > 0).then(|| args[2]), sinks as usize);
             let (parts, rows, head_dim) = (parts as usize, rows as usize, head_dim as usize);
             let range = worker.share(rows);
-            let (acc, stat, out) = (args[0], args[1], args[2]);
+            let (acc, stat, out) = (args[0], args[1], args[2 + usize::from(sinks.is_some())]);
+            let sinks = sinks.map(|sinks| (sinks, heads));
             // SAFETY: the caller's promise.
-            unsafe { isa.run(Merge { acc, stat, out, parts, rows, range, head_dim, dtype }) };
+            unsafe { isa.run(Merge { acc, stat, sinks, out, parts, rows, range, head_dim, dtype }) };
         }
         OpSig::SiluMul { elements, x } => elements_of(Binary::SiluMul, args, elements, x, worker),
         OpSig::ClampedSwiglu { elements, alpha, limit, x: dtype } => {
@@ -266,7 +268,7 @@ fn pools(k: Span, v: Span, shape: KvShape) -> PagedKv {
 }
 
 fn prefill(sig: &OpSig, args: &[Span]) -> Prefill {
-    let OpSig::AttnPrefill { tokens, sequences, heads, pages_max, window, x, kv, .. } = *sig else {
+    let OpSig::AttnPrefill { tokens, sequences, heads, pages_max, window, sinks, x, kv, .. } = *sig else {
         unreachable!("only called for AttnPrefill");
     };
     Prefill {
@@ -275,7 +277,8 @@ fn prefill(sig: &OpSig, args: &[Span]) -> Prefill {
         context: args[2],
         pages: args[3],
         pools: pools(args[4], args[5], kv),
-        out: args[6],
+        sinks: sinks.then(|| args[6]),
+        out: args[6 + usize::from(sinks)],
         tokens: tokens as usize,
         sequences: sequences as usize,
         heads: heads as usize,
@@ -341,12 +344,15 @@ fn grouped_gemm(sig: &OpSig, args: &[Span]) -> GroupedGemm {
         unreachable!("only called for GroupedGemm");
     };
     let (m, n, k) = (grouped.choices as usize, n as usize, k as usize);
-    let at = 2 + usize::from(bias);
+    let first = 1 + weight.part_count();
+    let at = first + usize::from(bias);
+    let quantised = weight.quantised().map(|kind| QuantisedRows::of(kind, k, &args[1..]).0);
     GroupedGemm {
-        shape: Shape { m, n, k, x, weight, out, bias, accumulate: false },
+        shape: Shape { m, n, k, x, weight: weight.bias(), out, bias, accumulate: false },
         x: args[0],
         weight: args[1],
-        bias: bias.then(|| args[2]),
+        quantised,
+        bias: bias.then(|| args[first]),
         order: args[at],
         starts: args[at + 1],
         out: args[at + 2],

@@ -4,6 +4,7 @@ use super::convert::{narrow, widen};
 use super::simd::{Simd, Task};
 use super::{Span, Worker, round_up};
 use half::{bf16, f16};
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::quantised::SUPER_COLUMNS;
 use mixfleet_hal::{CodeKind, DType, Error, Quantised, Result, ScaleKind, ZeroKind};
 
@@ -42,6 +43,32 @@ impl QuantisedRows {
         let supers = take(kind.supers() > 0);
         let outer = take(kind.outer);
         (QuantisedRows { kind, columns, codes, high, scales, zeros, supers, outer }, rest)
+    }
+
+    /// The weights from row `first` of matrix `which` of matrices of so many rows. Row `first` begins a group
+    /// of rows, or the rows that are read from there on end with the group.
+    pub(crate) fn part(&self, rows: usize, (which, first): (usize, usize)) -> Self {
+        let row = which * rows + first;
+        let group_rows = self.kind.group_rows as usize;
+        let group = which * rows.div_ceil(group_rows) + first / group_rows;
+        let from = |span: Span, bytes: usize| match span.bytes {
+            0 => span,
+            _ => Span { start: span.start.wrapping_add(bytes), bytes: span.bytes - bytes },
+        };
+        let scale_bytes = match self.kind.scale.dtype() {
+            Some(dtype) => self.row_groups() * to_usize(dtype.size_bytes()),
+            None => self.row_groups().next_multiple_of(4),
+        };
+        let super_bytes = self.columns.div_ceil(SUPER_COLUMNS as usize) * self.kind.supers() as usize * 2;
+        QuantisedRows {
+            codes: from(self.codes, row * self.row_words() * 4),
+            high: from(self.high, row * self.high_row_words() * 4),
+            scales: from(self.scales, group * scale_bytes),
+            zeros: from(self.zeros, group * scale_bytes),
+            supers: from(self.supers, row * super_bytes),
+            outer: from(self.outer, which * 4),
+            ..*self
+        }
     }
 
     /// Words of a row of codes.

@@ -120,6 +120,7 @@ pub fn prefill(rig: &Rig, case: &Case, sequences: &[(u32, u32)], window: Option<
         heads,
         pages_max: filled.pages_max,
         window,
+        sinks: false,
         x,
         kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
     };
@@ -235,8 +236,13 @@ fn run_decode(rig: &Rig, case: &Case, filled: &Filled, q: &[u8], ranges: &[(u32,
 fn recombines(rig: &Rig, case: &Case, filled: &Filled, q: &[u8], ranges: &[(u32, u32)], whole: &Partial) {
     let rows = ranges.len() as u32 * case.heads;
     let merge = |parts: &[Partial]| {
-        let sig =
-            OpSig::AttnMerge { parts: parts.len() as u32, rows, head_dim: case.head_dim, out: DType::F32 };
+        let sig = OpSig::AttnMerge {
+            parts: parts.len() as u32,
+            rows,
+            head_dim: case.head_dim,
+            sinks: 0,
+            out: DType::F32,
+        };
         let (acc, stat): (Vec<_>, Vec<_>) = parts.iter().cloned().unzip();
         let out = vec![0xFF; (rows * case.head_dim * 4) as usize];
         f64s(DType::F32, &rig.run(&sig, &[acc.concat(), stat.concat(), out]).unwrap()[2])

@@ -38,6 +38,8 @@ pub enum KernelSource {
     Route,
     /// `grouped_few` and `grouped_many` for any dtypes and shapes.
     Grouped,
+    /// `grouped_few` and `grouped_many` with quantised weights of any format.
+    GroupedCodes,
     /// `quantised_gemm` and `quantised_embed` for any format.
     Quantised,
     /// `gemm_few_rows` on tensor cores.
@@ -72,7 +74,7 @@ impl KernelSource {
             KernelSource::Sample => "sample.c",
             KernelSource::Gemm => "gemm.c",
             KernelSource::Route => "route.c",
-            KernelSource::Grouped => "grouped.c",
+            KernelSource::Grouped | KernelSource::GroupedCodes => "grouped.c",
             KernelSource::Quantised => "quantised.c",
             KernelSource::FewRows => "few_rows.cu",
             KernelSource::FewRowsOfOneX => "few_rows_of_one_x.cu",
@@ -97,7 +99,10 @@ impl KernelSource {
             KernelSource::Gemm => &[portable!("gemm.h"), portable!("tiles.h"), portable!("gemm.c")],
             KernelSource::Route => &[portable!("route.c")],
             KernelSource::Grouped => &[portable!("grouped.h"), portable!("tiles.h"), portable!("grouped.c")],
-            KernelSource::Quantised => &[portable!("gemm.h"), portable!("quantised.c")],
+            KernelSource::GroupedCodes => {
+                &[portable!("codes.h"), portable!("grouped.h"), portable!("tiles.h"), portable!("grouped.c")]
+            }
+            KernelSource::Quantised => &[portable!("gemm.h"), portable!("codes.h"), portable!("quantised.c")],
             KernelSource::FewRows => &[portable!("gemm.h"), FEW_ROWS, include_str!("few_rows.cu")],
             KernelSource::FewRowsOfOneX => {
                 &[portable!("gemm.h"), FEW_ROWS, include_str!("few_rows_of_one_x.cu")]
@@ -156,7 +161,7 @@ impl Macro for u64 {
 }
 
 /// Maximum number of a program's macros.
-const MACROS_MAX: usize = 9;
+const MACROS_MAX: usize = 11;
 
 /// A source file with its macros, which is compiled once and cached. It holds no text, so that it is cheap to
 /// make and to look up for every launch.
@@ -196,7 +201,7 @@ impl KernelProgram {
 mod tests {
     use super::*;
 
-    const ALL: [KernelSource; 19] = [
+    const ALL: [KernelSource; 20] = [
         KernelSource::Elements,
         KernelSource::Kv,
         KernelSource::RopeKv,
@@ -206,6 +211,7 @@ mod tests {
         KernelSource::Gemm,
         KernelSource::Route,
         KernelSource::Grouped,
+        KernelSource::GroupedCodes,
         KernelSource::Quantised,
         KernelSource::FewRows,
         KernelSource::FewRowsOfOneX,

@@ -210,7 +210,9 @@ KERNEL(32 * PREFILL_WARPS) attn_prefill_mma(PREFILL_OPERANDS) {
             const uint row = row0 + warp * WARP_ROWS + r * 16 + i * 8 + g;
             if (row >= count) continue;
             const ulong line = (ulong)(token0 + row / ratio) * heads + kv_head * ratio + row % ratio;
-            const float scale = 1.0f / sum[r][i];
+            const uint head = kv_head * ratio + row % ratio;
+            const float keep = join_sink(max[r][i], &sum[r][i], sinks, head, has_sinks);
+            const float scale = keep / sum[r][i];
 #pragma unroll
             for (uint n = 0; n < HEAD_DIM / 8; ++n)
                 *(uint*)(out + line * HEAD_DIM + 8 * n + 2 * t) =

@@ -15,6 +15,8 @@ const RESIDENT: u64 = 3;
 /// results and block starts than they gain once all multiprocessors are busy.
 const CHUNK_STEP: u64 = 64;
 const CHUNK_FULL: u64 = 512;
+/// Where the sinks are among the arguments of prefill: behind the pools and the number of their pages.
+const SINKS_AT: usize = 7;
 /// Query heads per block.
 const HEADS_MAX: u32 = 8;
 /// Maximum number of blocks that may be idle, at about a nanosecond each.
@@ -114,6 +116,7 @@ pub(super) fn prefill(
         heads,
         pages_max,
         window,
+        sinks,
         x,
         kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
         ..
@@ -121,8 +124,11 @@ pub(super) fn prefill(
     else {
         unreachable!("called for attn_prefill")
     };
+    if !sinks {
+        args.insert(SINKS_AT, args[0]); // never read
+    }
     args.extend([sequences, heads, kv_heads, page_tokens, pages_max].map(KernelArg::U32));
-    args.extend([tokens, window.unwrap_or(u32::MAX)].map(KernelArg::U32));
+    args.extend([tokens, window.unwrap_or(u32::MAX), sinks.into()].map(KernelArg::U32));
     let macros: [(&'static str, &dyn Macro); 3] = [("X", &x), ("KV", &kv), ("HEAD_DIM", &head_dim)];
     let rows = u64::from(tokens) * u64::from(heads / kv_heads.max(1));
     // smaller blocks if larger ones would leave multiprocessors idle, or their sums the registers
@@ -212,7 +218,9 @@ pub(super) fn decode_merged(
     let OpSig::AttnDecode { sequences, heads, kv: KvShape { head_dim, .. }, .. } = *sig else {
         return Ok(None);
     };
-    let OpSig::AttnMerge { parts: 1, rows, head_dim: merged_dim, out } = *merge else { return Ok(None) };
+    let OpSig::AttnMerge { parts: 1, rows, head_dim: merged_dim, sinks: 0, out } = *merge else {
+        return Ok(None);
+    };
     let whole = u64::from(rows) == u64::from(sequences) * u64::from(heads) && merged_dim == head_dim;
     let of_it = operands[5..] == merged[..2];
     if !whole || !of_it || !operands.iter().all(|place| apart(place, &merged[2])) {
@@ -318,7 +326,18 @@ mod tests {
 
     fn prefill_sig(kv: KvShape, x: DType) -> OpSig {
         let (tokens, sequences, pairs, kv_tokens, heads, pages_max) = (2048, 1, 0, 2048, 8, 128);
-        OpSig::AttnPrefill { tokens, sequences, pairs, kv_tokens, heads, pages_max, window: None, x, kv }
+        OpSig::AttnPrefill {
+            tokens,
+            sequences,
+            pairs,
+            kv_tokens,
+            heads,
+            pages_max,
+            window: None,
+            sinks: false,
+            x,
+            kv,
+        }
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! Mixtures of experts: the portable kernels.
 
+use super::quantised::{ALL_PARTS, CodeMacros, all_parts};
 use super::{DeviceRange, KernelArg, PlanStep, launch, vector};
 use crate::kernels::{KernelProgram, KernelSource, Macro};
 use mixfleet_hal::{OpSig, Result, Scoring};
@@ -47,23 +48,37 @@ pub(super) fn grouped(sig: &OpSig, operands: &[DeviceRange], mut args: Vec<Kerne
     let OpSig::GroupedGemm { grouped, n, k, x, weight, out, bias } = *sig else {
         unreachable!("called for grouped_gemm")
     };
+    let quantised = weight.quantised();
+    if let Some(quantised) = &quantised {
+        all_parts(quantised, k, &mut args);
+    }
+    let matrices = if quantised.is_some() { ALL_PARTS } else { 1 };
     if !bias {
-        args.insert(2, args[1]); // never read
+        args.insert(1 + matrices, args[0]); // never read
     }
     let choices = grouped.choices;
     args.extend([choices, grouped.fan, grouped.experts, n, k, u32::from(bias)].map(KernelArg::U32));
-    let dtypes: [(&'static str, &dyn Macro); 3] = [("X", &x), ("WEIGHT", &weight), ("OUT", &out)];
+    args.extend(quantised.iter().flat_map(|q| [q.group_rows, q.group_columns]).map(KernelArg::U32));
+    let format = quantised.as_ref().map(CodeMacros::of);
+    let weight = weight.bias();
+    let mut dtypes: Vec<(&'static str, &dyn Macro)> = vec![("X", &x), ("WEIGHT", &weight), ("OUT", &out)];
+    dtypes.extend(format.iter().flat_map(CodeMacros::list));
+    let source = if quantised.is_some() { KernelSource::GroupedCodes } else { KernelSource::Grouped };
     if choices <= FEW_ROWS_MAX.saturating_mul(grouped.touched) {
         // while experts have a row each, a block has one too
         let rows = if choices <= 2 * grouped.touched { 1 } else { ROWS };
-        let vec = vector(k.into(), &operands[..2]);
+        let vec = if format.is_some() {
+            vector(k.into(), &operands[..1])
+        } else {
+            vector(k.into(), &operands[..2])
+        };
         let macros = [&dtypes[..], &[("VEC", &vec), ("GROUP", &FEW_THREADS), ("ROWS", &rows)]].concat();
         let grid = [n.into(), choices.div_ceil(rows).into(), 1];
-        let program = KernelProgram::new(KernelSource::Grouped, &macros);
+        let program = KernelProgram::new(source, &macros);
         return launch(program, "grouped_few", (grid, FEW_THREADS), args);
     }
     let macros = [&dtypes[..], &[("VEC", &1u32), ("GROUP", &FEW_THREADS), ("ROWS", &ROWS)]].concat();
     let tiles = u64::from(choices / TILE) + u64::from(grouped.experts.min(choices));
     let grid = [n.div_ceil(TILE).into(), tiles, 1];
-    launch(KernelProgram::new(KernelSource::Grouped, &macros), "grouped_many", (grid, TILE_THREADS), args)
+    launch(KernelProgram::new(source, &macros), "grouped_many", (grid, TILE_THREADS), args)
 }

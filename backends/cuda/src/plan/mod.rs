@@ -12,7 +12,7 @@ mod quantised;
 use crate::kernels::{KernelProgram, KernelSource, Macro};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::op::Extent;
-use mixfleet_hal::{DType, Error, KvShape, OpSig, Result, Support};
+use mixfleet_hal::{DType, Error, KvShape, MatrixKind, OpSig, Result, Support};
 
 /// A range of device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -324,10 +324,14 @@ fn simple(sig: &OpSig, operands: &[DeviceRange], mut args: Vec<KernelArg>) -> Re
                 [("X", &other), ("KV", &kv), ("VEC", &vec), ("GROUP", &THREADS)];
             launch(KernelProgram::new(KernelSource::Kv, &macros), sig.name(), each(count), args)
         }
-        OpSig::AttnMerge { parts, rows, head_dim, out } => {
+        OpSig::AttnMerge { parts, rows, head_dim, sinks, out } => {
+            if sinks == 0 {
+                args.insert(2, args[1]); // never read
+            }
             let vec = vector(head_dim.into(), operands);
             let count = u64::from(rows) * u64::from(head_dim) / vec;
-            args.extend([KernelArg::U32(parts), KernelArg::U32(head_dim), KernelArg::U64(count)]);
+            args.extend([parts, head_dim, sinks].map(KernelArg::U32));
+            args.push(KernelArg::U64(count));
             let program =
                 KernelProgram::new(KernelSource::Merge, &[("OUT", &out), ("VEC", &vec), ("GROUP", &THREADS)]);
             launch(program, "attn_merge", each(count), args)
@@ -407,6 +411,10 @@ pub fn support(sig: &OpSig, target: &PlanTarget) -> Support {
         // it does not use what the part is made for
         OpSig::QuantisedGemm { m, .. } if m > 16 => Support::Emulated,
         OpSig::QuantisedGemm { .. } | OpSig::QuantisedEmbed { .. } => Support::Native,
+        OpSig::GroupedGemm { n, weight: MatrixKind::Quantised(kind), .. } => {
+            // groups of rows end with matrices
+            if n.is_multiple_of(kind.group_rows) { Support::Emulated } else { Support::No }
+        }
         _ if sig.operands().iter().any(eight_bits) => Support::No,
         OpSig::AttnPrefill { kv: KvShape { head_dim, .. }, .. }
         | OpSig::AttnDecode { kv: KvShape { head_dim, .. }, .. }

@@ -10,6 +10,9 @@ const GEMV_THREADS: u32 = 128;
 /// Rows per block.
 const GEMV_ROWS: u32 = 4;
 
+/// Arrays of weights in a kernel's arguments.
+pub(super) const ALL_PARTS: usize = 6;
+
 /// Plans a product or a lookup.
 pub(super) fn plan(sig: &OpSig, mut args: Vec<KernelArg>) -> Result<PlanStep> {
     match *sig {
@@ -37,34 +40,53 @@ pub(super) fn plan(sig: &OpSig, mut args: Vec<KernelArg>) -> Result<PlanStep> {
 
 /// The operands of quantised weights as the kernels take them: of each kind one, repeated where the format
 /// has none.
-fn all_parts(quantised: &Quantised, columns: u32, args: &mut Vec<KernelArg>) {
+pub(super) fn all_parts(quantised: &Quantised, columns: u32, args: &mut Vec<KernelArg>) {
     let there: Vec<&str> = quantised.parts(1, 1, columns).iter().map(|part| part.name).collect();
     let mut given = args.splice(1..=there.len(), []).collect::<Vec<_>>().into_iter();
     let first = args[0];
-    let names = ["codes", "high", "scales", "zeros", "supers", "outer"];
+    let names: [&str; ALL_PARTS] = ["codes", "high", "scales", "zeros", "supers", "outer"];
     let all = names.map(|name| there.contains(&name).then(|| given.next()).flatten().unwrap_or(first));
     args.splice(1..1, all);
 }
 
+/// What a kernel knows of a format.
+pub(super) struct CodeMacros {
+    code: u32,
+    scale: DType,
+    zero: u32,
+    supers: u32,
+    outer: u32,
+}
+
+impl CodeMacros {
+    pub(super) fn of(quantised: &Quantised) -> Self {
+        CodeMacros {
+            code: CodeKind::ALL.iter().position(|code| *code == quantised.code).map_or(0, to_u32),
+            scale: quantised.scale.dtype().unwrap_or(DType::U32),
+            zero: match quantised.zero {
+                ZeroKind::Middle => 0,
+                ZeroKind::Points => 1,
+                ZeroKind::Minima => 2,
+            },
+            supers: quantised.supers(),
+            outer: u32::from(quantised.outer),
+        }
+    }
+
+    pub(super) fn list(&self) -> [(&'static str, &dyn Macro); 5] {
+        [
+            ("CODE", &self.code),
+            ("SCALE", &self.scale),
+            ("ZERO", &self.zero),
+            ("SUPERS", &self.supers),
+            ("OUTER", &self.outer),
+        ]
+    }
+}
+
 fn program(quantised: &Quantised, (x, out): (DType, DType), threads: u32) -> KernelProgram {
-    let code = CodeKind::ALL.iter().position(|code| *code == quantised.code).map_or(0, to_u32);
-    let scale = quantised.scale.dtype().unwrap_or(DType::U32);
-    let zero: u32 = match quantised.zero {
-        ZeroKind::Middle => 0,
-        ZeroKind::Points => 1,
-        ZeroKind::Minima => 2,
-    };
-    let (supers, outer) = (quantised.supers(), u32::from(quantised.outer));
-    let macros: [(&'static str, &dyn Macro); 9] = [
-        ("X", &x),
-        ("OUT", &out),
-        ("WEIGHT", &DType::F32),
-        ("CODE", &code),
-        ("SCALE", &scale),
-        ("ZERO", &zero),
-        ("SUPERS", &supers),
-        ("OUTER", &outer),
-        ("GROUP", &threads),
-    ];
-    KernelProgram::new(KernelSource::Quantised, &macros)
+    let format = CodeMacros::of(quantised);
+    let others: [(&'static str, &dyn Macro); 4] =
+        [("X", &x), ("OUT", &out), ("WEIGHT", &DType::F32), ("GROUP", &threads)];
+    KernelProgram::new(KernelSource::Quantised, &[&others[..], &format.list()].concat())
 }

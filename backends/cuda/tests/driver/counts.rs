@@ -63,7 +63,13 @@ fn layer(tokens: u32, decodes: u32) -> Vec<OpSig> {
     if decodes > 0 {
         let kv_tokens = u64::from(decodes) * 100;
         sigs.push(OpSig::AttnDecode { sequences: decodes, kv_tokens, heads, pages_max: 8, x, kv: KV });
-        sigs.push(OpSig::AttnMerge { parts: 1, rows: decodes * heads, head_dim: KV.head_dim, out: x });
+        sigs.push(OpSig::AttnMerge {
+            parts: 1,
+            rows: decodes * heads,
+            head_dim: KV.head_dim,
+            sinks: 0,
+            out: x,
+        });
     }
     if tokens > decodes {
         sigs.push(OpSig::AttnPrefill {
@@ -74,6 +80,7 @@ fn layer(tokens: u32, decodes: u32) -> Vec<OpSig> {
             heads,
             pages_max: 8,
             window: None,
+            sinks: false,
             x,
             kv: KV,
         });

@@ -54,8 +54,9 @@ kernel void attn_prefill(PREFILL_OPERANDS) {
     for (uint d = 0; d < VECTORS; ++d) query[d] = LOADW(X, q, at + d * W) * SCALE;
     float max, sum;
     attend(query, &keys, first, end, &max, &sum, acc);
+    const float keep = join_sink(max, &sum, sinks, head, has_sinks);
     float result[HEAD_DIM];
-    for (uint d = 0; d < VECTORS; ++d) STOREW_f32(result, d * W, acc[d] / sum);
+    for (uint d = 0; d < VECTORS; ++d) STOREW_f32(result, d * W, acc[d] * keep / sum);
     for (uint d = 0; d < HEAD_DIM; ++d) STORE(X, out, at + d, result[d]);
 }
 

@@ -8,7 +8,7 @@
 //! tokens or requests, but not heads.
 
 use super::{Tag, rows};
-use crate::digest::mix;
+use crate::digest::{mix, of_bytes};
 use crate::memory::{Edit, Store};
 use crate::slots::{Division, SlotPools, Slots};
 use mixfleet_hal::cast::{low_u32, to_u32, to_usize};
@@ -83,6 +83,7 @@ pub(super) fn prefill(store: &mut Store, cmd: &Cmd) -> Result<()> {
         heads,
         pages_max,
         window,
+        sinks,
         x,
         kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
         ..
@@ -119,7 +120,18 @@ pub(super) fn prefill(store: &mut Store, cmd: &Cmd) -> Result<()> {
         }
         Ok(results)
     })?;
-    put_heads(store, &args[6], x, &results, heads)
+    let mut results = results;
+    if sinks {
+        let sink = sink(store, &args[6])?;
+        results.iter_mut().for_each(|result| *result = mix(sink, *result));
+    }
+    put_heads(store, &args[6 + usize::from(sinks)], x, &results, heads)
+}
+
+/// The digest of sinks, which is that of the first head's, as a token's is.
+fn sink(store: &Store, sinks: &Slice) -> Result<u64> {
+    let bytes = store.bytes(sinks)?;
+    Ok(of_bytes(Tag::Attention as u64, bytes.get(..4).unwrap_or(bytes)))
 }
 
 /// Writes each token's digest to all of its heads.
@@ -203,7 +215,7 @@ fn part(row: &[u8], head_dim: u32) -> (u64, u64) {
 }
 
 pub(super) fn merge(store: &mut Store, cmd: &Cmd) -> Result<()> {
-    let OpSig::AttnMerge { parts, rows, head_dim, out } = *cmd.sig() else {
+    let OpSig::AttnMerge { parts, rows, head_dim, sinks, out } = *cmd.sig() else {
         unreachable!("dispatched by kind")
     };
     let args = cmd.args();
@@ -227,7 +239,11 @@ pub(super) fn merge(store: &mut Store, cmd: &Cmd) -> Result<()> {
         }
         results.push(merged.map(|(query, sum)| attended(query, sum, head_dim)));
     }
-    put_merged(store, &args[2], out, &results)
+    if sinks > 0 {
+        let sink = sink(store, &args[2])?;
+        results.iter_mut().flatten().for_each(|result| *result = mix(sink, *result));
+    }
+    put_merged(store, &args[2 + usize::from(sinks > 0)], out, &results)
 }
 
 /// A row whose parts are all empty gives 0.

@@ -54,16 +54,20 @@ pub(super) fn grouped_gemm(store: &mut Store, cmd: &Cmd) -> Result<()> {
         unreachable!("dispatched by kind")
     };
     let args = cmd.args();
-    let at = 2 + usize::from(bias);
+    let (bias_at, at) = (1 + weight.part_count(), 1 + weight.part_count() + usize::from(bias));
     let (order, starts) = (store.words(&args[at])?, store.words(&args[at + 1])?);
     let rows = digests(store, &args[0], grouped.choices / grouped.fan, x)?;
     let mut results = vec![0; grouped.choices as usize];
     for (expert, ends) in starts.windows(2).enumerate() {
-        let line_bytes = to_usize(weight.size_bytes()) * n as usize;
-        let matrix = &store.bytes(&args[1])?[expert * line_bytes * k as usize..];
-        let mut seed = mix(of_bytes(Tag::Gemm as u64, head(matrix)), u64::from(n));
+        let mut seed = Tag::Gemm as u64;
+        for (array, of_one) in args[1..].iter().zip(weight.parts(1, n, k)) {
+            let bytes = to_usize(of_one.elements() * of_one.dtype.size_bytes());
+            seed = of_bytes(seed, head(&store.bytes(array)?[expert * bytes..]));
+        }
+        seed = mix(seed, u64::from(n));
         if bias {
-            seed = of_bytes(seed, head(&store.bytes(&args[2])?[expert * line_bytes..]));
+            let bytes = to_usize(weight.bias().size_bytes()) * n as usize;
+            seed = of_bytes(seed, head(&store.bytes(&args[bias_at])?[expert * bytes..]));
         }
         seed = mix(seed, u64::from(k));
         let outside = || Error::invalid(format!("grouped_gemm: expert {expert} has rows {ends:?}"));

@@ -4,7 +4,8 @@
 //
 // A thread stores pairs of columns that begin with an even one: whole words, as n is even where OUT has 16 bits.
 
-struct Shape { choices: u32, fan: u32, experts: u32, first: u32, bound: u32, n: u32, k: u32, bias: u32 }
+struct Shape { choices: u32, fan: u32, experts: u32, first: u32, bound: u32, n: u32, k: u32, bias: u32,
+    group_rows: u32, group_cols: u32 } // of quantised weights
 
 fn choice_at(place: u32) -> u32 { return b3[p.at3 + place]; }
 fn start_of(expert: u32) -> u32 { return b4[p.at4 + expert]; }

@@ -1,7 +1,8 @@
 // out0 [rows, dim] from acc [parts, rows, dim] and stat [parts, rows, 2]: normalised, or with out1 [rows, 2] a
 // part again. A thread per word of out0.
 
-struct Shape { parts: u32, rows: u32, dim: u32, stride: u32 } // stride: rows from a part to the next
+// stride: rows from a part to the next; heads: those that have sinks (b2), or 0
+struct Shape { parts: u32, rows: u32, dim: u32, stride: u32, heads: u32 }
 
 const NONE = 0xFF800000u; // -inf: the maximum of an empty part
 
@@ -16,6 +17,12 @@ fn stat_of(row: u32) -> Stat {
         let part_max = bitcast<f32>(bits);
         all.max = select(max(all.max, part_max), part_max, all.empty);
         all.empty = false;
+    }
+    if p.s.heads > 0u {
+        let sink = bitcast<f32>(b2[p.at2 + row % p.s.heads]);
+        all.max = select(max(all.max, sink), sink, all.empty);
+        all.empty = false;
+        all.sum = exp(sink - all.max);
     }
     for (var part = 0u; part < p.s.parts; part++) {
         let at = 2u * (part * p.s.stride + row);

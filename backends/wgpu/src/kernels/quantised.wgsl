@@ -2,15 +2,9 @@
 // rows by index. b0 codes, b1 high bits or the outer scale, b2 scales, b3 zeros, b4 supers, b5 ids; codes and
 // high bits begin with row `first`, the others with row 0. What a format has not is not read.
 //
-// CODE: 0 to 5 for u4, u5, u6, i8, e2m1, e4m3. SCALE: 0 to 4 for f32, bf16, f16, e4m3, i8. ZERO: 0 middle, 1
-// points, 2 minima. SUPERS: f16 factors of 256 columns. OUTER: whether b1 is the outer scale.
+// ZERO: 0 middle, 1 points, 2 minima. SUPERS: f16 factors of 256 columns. OUTER: whether b1 is the outer scale.
 
 struct Shape { count: u32, k: u32, first: u32, end: u32, rows: u32, group_rows: u32, group_cols: u32, nan: u32 }
-
-fn field(word: u32, col: u32, bits: u32) -> u32 {
-    let per_word = 32u / bits;
-    return (word >> (bits * (col % per_word))) & ((1u << bits) - 1u);
-}
 
 fn code_field(row: u32, col: u32, bits: u32) -> u32 {
     let per_word = 32u / bits;
@@ -20,21 +14,6 @@ fn code_field(row: u32, col: u32, bits: u32) -> u32 {
 fn high_field(row: u32, col: u32, bits: u32) -> u32 {
     let per_word = 32u / bits;
     return field(b1[p.at1 + row * (p.s.k / per_word) + col / per_word], col, bits) << 4u;
-}
-
-fn signed_byte(byte: u32) -> f32 { return f32(byte & 127u) - f32(byte & 128u); }
-
-// No product of a subnormal: a device may take it for zero.
-fn e4m3(code: u32) -> f32 {
-    let size = code & 127u;
-    let v = select(bitcast<f32>((size << 20u) + 0x3C000000u), f32(size) * bitcast<f32>(0x3B000000u), size < 8u);
-    return select(v, -v, (code & 128u) != 0u);
-}
-
-fn e2m1(code: u32) -> f32 {
-    let size = code & 7u;
-    let v = select(bitcast<f32>((size << 22u) + 0x3F000000u), 0.5 * f32(size), size < 2u);
-    return select(v, -v, (code & 8u) != 0u);
 }
 
 // The number of a code, less the middle where that is zero.
@@ -55,19 +34,6 @@ fn code_number(row: u32, col: u32) -> f32 {
     if CODE == 3u { return signed_byte(code_field(row, col, 8u)); }
     if CODE == 4u { return e2m1(code_field(row, col, 4u)); }
     return e4m3(code_field(row, col, 8u));
-}
-
-// The word that element i of scales or zeros is in; elements of less than 32 bits begin at `i` in it.
-fn scale_word(i: u32) -> u32 {
-    if SCALE == 0u { return i; }
-    if SCALE >= 3u { return i / 4u; }
-    return i / 2u;
-}
-
-fn scale_number(word: u32, i: u32) -> f32 {
-    if SCALE == 3u { return e4m3(field(word, i, 8u)); }
-    if SCALE == 4u { return signed_byte(field(word, i, 8u)); }
-    return number(SCALE, word, i);
 }
 
 fn super_number(row: u32, col: u32, which: u32) -> f32 {

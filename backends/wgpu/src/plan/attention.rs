@@ -1,7 +1,7 @@
 //! Plans attention: the shape of a workgroup's work, and the recombination of parts.
 
 use super::kv::Part;
-use super::{Operand, Planner};
+use super::{Merged, Operand, Planner};
 use crate::kernels::{File, Kernel};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{DType, KvShape, OpSig, Result};
@@ -115,11 +115,17 @@ impl Planner {
                     kv: KvShape { kv_heads, head_dim, page_tokens, .. },
                     ..
                 },
-                [q, query_start, context, pages, k_pool, v_pool, out],
+                [q, query_start, context, pages, k_pool, v_pool, sinks @ .., out],
             ) => {
                 let window = window.unwrap_or(u32::MAX);
                 let heads = Heads { heads, kv_heads, head_dim, page_tokens, pages_max, window };
-                self.prefill(sig, &heads, [q, query_start, context, pages], [k_pool, v_pool], out)
+                self.prefill(
+                    sig,
+                    &heads,
+                    [q, query_start, context, pages],
+                    [k_pool, v_pool],
+                    (sinks.first(), out),
+                )
             }
             (
                 OpSig::AttnDecode {
@@ -143,13 +149,14 @@ impl Planner {
         heads: &Heads,
         [q, query_start, context, pages]: [&Operand; 4],
         pools: [&Operand; 2],
-        out: &Operand,
+        (sinks, out): (Option<&Operand>, &Operand),
     ) -> Result<()> {
         let OpSig::AttnPrefill { tokens, sequences, .. } = *sig else { return Ok(()) };
         let (parts, _) = self.parts(sig, pools, heads.page())?;
         let tile = power_below(TILE_ELEMENTS / heads.head_dim.max(1));
         let (rows, keys) = (tile.clamp(2, PREFILL_ROWS_MAX), tile.clamp(2, PREFILL_ROWS_MAX));
-        let whole = parts.len() == 1;
+        // sinks join where parts are merged
+        let whole = parts.len() == 1 && sinks.is_none();
         // each of several parts leaves f32 results for all queries
         let row_bytes =
             if whole { heads.row() * q.dtype.size_bytes() } else { heads.row() * 4 * parts.len() as u64 };
@@ -178,7 +185,8 @@ impl Planner {
             }
             if let Some([acc, stat]) = &partial {
                 let shape = (to_u32(parts.len()), to_u32(lines), heads.head_dim);
-                self.merge(sig, shape, [acc, stat], &out, None)?;
+                let how = sinks.map_or(Merged::Normalised, |sinks| Merged::Joined(sinks, heads.heads));
+                self.merge(sig, shape, [acc, stat], &out, how)?;
             }
         }
         Ok(())
@@ -231,7 +239,7 @@ impl Planner {
             }
             if let Some([acc_parts, stat_parts]) = &partial {
                 let shape = (to_u32(partials), to_u32(lines), heads.head_dim);
-                self.merge(sig, shape, [acc_parts, stat_parts], &acc, Some(&stat))?;
+                self.merge(sig, shape, [acc_parts, stat_parts], &acc, Merged::Part(&stat))?;
             }
         }
         Ok(())

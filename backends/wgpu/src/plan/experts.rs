@@ -1,9 +1,10 @@
 //! Mixtures of experts. The matrices of experts are cut between experts.
 
+use super::quantised::numbers_of;
 use super::{GROUP, Operand, Planner, element_shape, words};
 use crate::kernels::{File, Kernel};
 use mixfleet_hal::cast::to_u32;
-use mixfleet_hal::{DType, Error, OpSig, Result, Scoring};
+use mixfleet_hal::{CodeKind, DType, Error, OpSig, Quantised, Result, Scoring, ZeroKind};
 
 /// Rows of an expert, on average, up to which each is computed alone.
 const FEW_ROWS_MAX: u32 = 8;
@@ -12,6 +13,19 @@ const COLS: u32 = 4;
 /// Edge length of a tile in `grouped_many`, and its threads.
 const TILE: u64 = 64;
 const TILE_GROUP: u32 = 256;
+
+/// The numbers of code and scale of weights that `code_weights.wgsl` reads: codes of whole bytes or nibbles with a
+/// scale, whose groups end with matrices and octets of columns.
+fn scaled_codes(format: &Quantised, n: u32, k: u32) -> Result<[u32; 2]> {
+    let codes = matches!(format.code, CodeKind::U4 | CodeKind::I8 | CodeKind::E2m1 | CodeKind::E4m3);
+    let scaled = format.zero == ZeroKind::Middle && format.supers() == 0 && !format.outer;
+    let columns = format.group_columns >= k || format.group_columns.is_multiple_of(8);
+    let whole = k.is_multiple_of(8) && columns && n.is_multiple_of(format.group_rows);
+    match codes && scaled && whole {
+        true => Ok(numbers_of(format)),
+        false => Err(Error::unsupported(format!("wgpu: experts with {format} weights of {n} x {k}"))),
+    }
+}
 
 impl Planner {
     pub(super) fn route(&mut self, sig: &OpSig, operands: &[Operand]) -> Result<()> {
@@ -37,13 +51,13 @@ impl Planner {
     }
 
     pub(super) fn grouped(&mut self, sig: &OpSig, operands: &[Operand]) -> Result<()> {
-        let OpSig::GroupedGemm { grouped, n, k, .. } = *sig else { return Ok(()) };
-        let (x, weight, bias, order, starts, out) = match operands {
-            [x, weight, bias, order, starts, out] => (x, weight, Some(bias), order, starts, out),
-            [x, weight, order, starts, out] => (x, weight, None, order, starts, out),
-            _ => return Err(Error::invalid("grouped_gemm: wrong number of operands")),
+        let OpSig::GroupedGemm { grouped, n, k, weight: kind, bias, .. } = *sig else { return Ok(()) };
+        let ([x, weights @ .., order, starts, out], arrays) = (operands, kind.part_count()) else {
+            return Err(Error::invalid("grouped_gemm: wrong number of operands"));
         };
-        let (n64, k64, choices) = (u64::from(n), u64::from(k), u64::from(grouped.choices));
+        let (weights, bias) = (&weights[..arrays], weights.get(arrays).filter(|_| bias));
+        let format = kind.quantised().map(|format| scaled_codes(&format, n, k)).transpose()?;
+        let (n64, choices) = (u64::from(n), u64::from(grouped.choices));
         let wide = out.dtype != DType::F32 && n % 2 == 1;
         let results = if wide { choices * n64 * 4 } else { out.window.bytes };
         let whole = [x.window.bytes, order.window.bytes, starts.window.bytes, results];
@@ -51,34 +65,46 @@ impl Planner {
         let target = if wide { self.scratch(choices * n64) } else { out.clone() };
         let aligned = |operand: &Operand| operand.window.offset.is_multiple_of(16);
         let few = grouped.choices <= FEW_ROWS_MAX.saturating_mul(grouped.touched);
-        let of_expert = n64 * k64;
+        let of_expert = |which: usize| weights[which].elements() / u64::from(grouped.experts.max(1));
         // an expert's matrix and bias begin with a word
-        let unit = if of_expert % 2 == 1 || (bias.is_some() && n % 2 == 1) { 2 } else { 1 };
-        for (first, count) in
-            self.runs_of(sig, grouped.experts.into(), of_expert * weight.dtype.size_bytes(), unit)?
-        {
-            let weight = weight.part(first * of_expert, count * of_expert);
+        let whole_words = |elements: u64, dtype: DType| (elements * dtype.size_bytes()).is_multiple_of(4);
+        let even = (0..arrays).all(|which| whole_words(of_expert(which), weights[which].dtype))
+            && bias.is_none_or(|bias| whole_words(n64, bias.dtype));
+        let unit = if even { 1 } else { 4 };
+        let matrix_bytes = of_expert(0) * weights[0].dtype.size_bytes();
+        for (first, count) in self.runs_of(sig, grouped.experts.into(), matrix_bytes, unit)? {
+            let part = |which: usize| weights[which].part(first * of_expert(which), count * of_expert(which));
+            let weight = part(0);
+            let scales = if format.is_some() { part(1) } else { x.clone() };
             let bias_part = bias.map_or_else(|| x.clone(), |bias| bias.part(first * n64, count * n64));
+            let file = if format.is_some() { File::GroupedCodes } else { File::Grouped };
             let kernel = if few {
-                Kernel::new(File::Grouped, "grouped_few", GROUP).summing(COLS)
+                Kernel::new(file, "grouped_few", GROUP).summing(COLS)
             } else {
-                Kernel::new(File::Grouped, "grouped_many", TILE_GROUP)
+                Kernel::new(file, "grouped_many", TILE_GROUP)
             };
+            let kernel = match format {
+                Some([code, scale]) => kernel.number("CODE", code).number("SCALE", scale),
+                None => kernel.dtype("D1", weight.dtype),
+            };
+            let wide = k.is_multiple_of(8) && aligned(x) && (format.is_some() || aligned(&weight));
             let kernel = kernel
-                .flag("WIDE", k.is_multiple_of(8) && aligned(x) && aligned(&weight))
+                .flag("WIDE", wide)
                 .dtype("D0", x.dtype)
-                .dtype("D1", weight.dtype)
-                .dtype("D2", weight.dtype)
+                .dtype("D2", kind.bias())
                 .dtype("OUT", target.dtype);
             let groups = match few {
                 true => n64.div_ceil(COLS.into()) * choices,
                 false => n64.div_ceil(TILE) * (choices / TILE + count.min(choices)),
             };
             let (first, count) = (to_u32(first), to_u32(count));
-            let shape =
-                [grouped.choices, grouped.fan, grouped.experts, first, count, n, k, bias.is_some().into()];
-            let inputs = [x, &weight, &bias_part, order, starts];
-            self.dispatch(&kernel, &inputs, &[&target], &shape, groups);
+            let groups_of =
+                kind.quantised().map_or([1, 1], |format| [format.group_rows, format.group_columns]);
+            let (bias, [rows, cols]) = (u32::from(bias.is_some()), groups_of);
+            let shape = [grouped.choices, grouped.fan, grouped.experts, first, count, n, k, bias, rows, cols];
+            let inputs = [x, &weight, &bias_part, order, starts, &scales];
+            let inputs = &inputs[..if format.is_some() { 6 } else { 5 }];
+            self.dispatch(&kernel, inputs, &[&target], &shape, groups);
         }
         if wide {
             self.narrow(&target, out, false);

@@ -55,7 +55,8 @@ impl Arrays {
     }
 }
 
-fn decoding(entry: &'static str, quantised: &Quantised) -> Kernel {
+/// The numbers that kernels have for code and scale.
+pub(super) fn numbers_of(quantised: &Quantised) -> [u32; 2] {
     let code = CodeKind::ALL.iter().position(|code| *code == quantised.code).map_or(0, to_u32);
     let scale = match quantised.scale {
         ScaleKind::F32 => 0,
@@ -64,6 +65,11 @@ fn decoding(entry: &'static str, quantised: &Quantised) -> Kernel {
         ScaleKind::E4m3 => 3,
         ScaleKind::I8 => 4,
     };
+    [code, scale]
+}
+
+fn decoding(entry: &'static str, quantised: &Quantised) -> Kernel {
+    let [code, scale] = numbers_of(quantised);
     let zero = match quantised.zero {
         ZeroKind::Middle => 0,
         ZeroKind::Points => 1,

@@ -86,6 +86,6 @@ fn what_cannot_be_cut_is_unsupported() {
     let sample = |cols| OpSig::Sample { rows: 100, cols, history: 0, tops: 0 };
     assert!(Planner::supports(demands, &sample(500)));
     assert!(!Planner::supports(demands, &sample(1000)));
-    let merge = |parts| OpSig::AttnMerge { parts, rows: 4, head_dim: 16, out: DType::F32 };
+    let merge = |parts| OpSig::AttnMerge { parts, rows: 4, head_dim: 16, sinks: 0, out: DType::F32 };
     assert!(Planner::supports(demands, &merge(10)) && !Planner::supports(demands, &merge(20)));
 }

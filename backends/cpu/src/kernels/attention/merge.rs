@@ -11,6 +11,8 @@ use std::ops::Range;
 pub(crate) struct Merge {
     pub(crate) acc: Span,
     pub(crate) stat: Span,
+    /// The sinks of so many heads.
+    pub(crate) sinks: Option<(Span, usize)>,
     pub(crate) out: Span,
     pub(crate) parts: usize,
     pub(crate) rows: usize,
@@ -27,6 +29,15 @@ impl Merge {
         // SAFETY: stat holds [parts, rows, 2].
         unsafe { self.stat.at(DType::F32, index).cast::<f32>().read_unaligned() }
     }
+
+    /// The sink of a row; -inf without sinks.
+    #[inline(always)]
+    unsafe fn sink(&self, row: usize) -> f32 {
+        // SAFETY: sinks hold an element for each head.
+        self.sinks.map_or(f32::NEG_INFINITY, |(sinks, heads)| unsafe {
+            sinks.at(DType::F32, row % heads).cast::<f32>().read_unaligned()
+        })
+    }
 }
 
 impl Task for Merge {
@@ -37,12 +48,13 @@ impl Task for Merge {
         for row in self.range.clone() {
             // SAFETY: acc holds [parts, rows, dim], out [rows, dim].
             unsafe {
-                let mut max = f32::NEG_INFINITY;
+                let sink = self.sink(row);
+                let mut max = sink;
                 for part in 0..self.parts {
                     max = max.max(self.stat(part, row, 0));
                 }
                 let base = if max == f32::NEG_INFINITY { 0.0 } else { max };
-                let mut sum = 0.0;
+                let mut sum = scalar_exp::<S>(sink - base);
                 for part in 0..self.parts {
                     sum += self.stat(part, row, 1) * scalar_exp::<S>(self.stat(part, row, 0) - base);
                 }

@@ -1,6 +1,6 @@
 //! Causal attention of many new tokens per sequence.
 
-use super::{ROWS_MAX, Room, SoftmaxStats, Tile, attend};
+use super::{ROWS_MAX, Room, SoftmaxStats, Tile, attend, scalar_exp};
 use crate::isa::Isa;
 use crate::kernels::convert::{store, store_part};
 use crate::kernels::kv::PagedKv;
@@ -17,6 +17,8 @@ pub(crate) struct Prefill {
     pub(crate) context: Span,
     pub(crate) pages: Span,
     pub(crate) pools: PagedKv,
+    /// The sink of each head.
+    pub(crate) sinks: Option<Span>,
     pub(crate) out: Span,
     pub(crate) tokens: usize,
     pub(crate) sequences: usize,
@@ -117,6 +119,7 @@ impl Prefill {
         let mut ranges = [(0, 0); ROWS_MAX];
         let mut queries = [std::ptr::null(); ROWS_MAX];
         let mut outputs = [std::ptr::null_mut(); ROWS_MAX];
+        let mut sinks = [f32::NEG_INFINITY; ROWS_MAX];
         for i in 0..rows {
             let (query, head) = ((first + i) / group, kv_head * group + (first + i) % group);
             let end = sequence.context - sequence.queries + query + 1;
@@ -124,6 +127,10 @@ impl Prefill {
             let element = ((sequence.first_row + query) * self.heads + head) * self.pools.head_dim;
             queries[i] = self.q.at(self.x, element).cast_const();
             outputs[i] = self.out.at(self.x, element);
+            if let Some(all) = self.sinks {
+                // SAFETY: sinks hold an element for each head.
+                sinks[i] = unsafe { all.at(DType::F32, head).cast::<f32>().read_unaligned() };
+            }
         }
         let row_bytes = self.pages_max * 4;
         let table =
@@ -142,7 +149,7 @@ impl Prefill {
         unsafe {
             let stats = attend(isa, &tile, room)?;
             let (dim, dtype) = (self.pools.head_dim, self.x);
-            isa.run(Normalise { stats: &stats, room, dim, dtype, outputs: &outputs[..rows] });
+            isa.run(Normalise { stats: &stats, sinks: &sinks, room, dim, dtype, outputs: &outputs[..rows] });
         }
         Ok(())
     }
@@ -151,6 +158,7 @@ impl Prefill {
 /// Writes a tile's rows, divided by their sums.
 struct Normalise<'a> {
     stats: &'a SoftmaxStats,
+    sinks: &'a [f32],
     room: Room,
     dim: usize,
     dtype: DType,
@@ -163,10 +171,17 @@ impl Task for Normalise<'_> {
     unsafe fn run<S: Simd>(self) {
         let (dim, dtype, size) = (self.dim, self.dtype, to_usize(self.dtype.size_bytes()));
         for (row, &out) in self.outputs.iter().enumerate() {
-            let sum = self.stats.sum[row];
+            let (sum, max, sink) = (self.stats.sum[row], self.stats.max[row], self.sinks[row]);
             // SAFETY: the maker's promise: outputs hold `dim` elements, the room's rows whole vectors.
             unsafe {
-                let inverse = S::splat(if sum == 0.0 { 0.0 } else { 1.0 / sum });
+                let inverse = S::splat(match (sum, sink) {
+                    (0.0, _) => 0.0,
+                    (_, f32::NEG_INFINITY) => 1.0 / sum,
+                    _ => {
+                        let keep = scalar_exp::<S>(max - max.max(sink));
+                        keep / (sum * keep + scalar_exp::<S>(sink - max.max(sink)))
+                    }
+                });
                 let from = self.room.out.add(row * round_up(dim, S::LANES));
                 let mut d = 0;
                 while d < dim {
