@@ -123,22 +123,51 @@ static void rms_norm(const struct MixfleetOp *op) {
     }
 }
 
-#ifdef MIXFLEET_BLAS
-/* A matrix as floats, to be freed. */
-static float *floats(const unsigned char *from, size_t count, uint32_t dtype) {
-    float *all = malloc(count * sizeof *all);
-    for (size_t i = 0; all && i < count; i++) all[i] = load(from, i, dtype);
-    return all;
+/* A row as floats, and the product of two: sums side by side, which a compiler makes vectors of. */
+static void floats(float *to, const unsigned char *from, size_t first, size_t count, uint32_t dtype) {
+    if (dtype == MIXFLEET_BF16)
+        for (size_t i = 0; i < count; i++) {
+            uint16_t two;
+            memcpy(&two, from + 2 * (first + i), 2);
+            to[i] = from_bits((uint32_t)two << 16);
+        }
+    else
+        for (size_t i = 0; i < count; i++) to[i] = load(from, first + i, dtype);
+}
+
+static float dot(const float *a, const float *b, size_t count) {
+    float sums[16] = {0}, sum = 0;
+    size_t i = 0;
+    for (; i + 16 <= count; i += 16)
+        for (size_t j = 0; j < 16; j++) sums[j] += a[i + j] * b[i + j];
+    for (; i < count; i++) sum += a[i] * b[i];
+    for (size_t j = 0; j < 16; j++) sum += sums[j];
+    return sum;
 }
 
 /* x weight^T, to be freed; null where the host has no memory. */
 static float *product(const struct MixfleetOp *op) {
     struct MixfleetGemm s = op->shape.gemm;
-    float *x = floats(arg(op, 0), (size_t)s.m * s.k, s.x), *weight = floats(arg(op, 1), (size_t)s.n * s.k, s.weight);
-    float *sums = malloc((size_t)s.m * s.n * sizeof *sums);
-    if (x && weight && sums)
+    float *x = malloc((size_t)s.m * s.k * sizeof *x), *sums = malloc((size_t)s.m * s.n * sizeof *sums);
+#ifdef MIXFLEET_BLAS
+    size_t rows = s.n;
+#else
+    size_t rows = 1; /* of the weights at a time */
+#endif
+    float *weight = malloc(rows * s.k * sizeof *weight);
+    if (x && weight && sums) {
+        floats(x, arg(op, 0), 0, (size_t)s.m * s.k, s.x);
+#ifdef MIXFLEET_BLAS
+        floats(weight, arg(op, 1), 0, rows * s.k, s.weight);
         cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, (int)s.m, (int)s.n, (int)s.k, 1, x, (int)s.k, weight,
                     (int)s.k, 0, sums, (int)s.n);
+#else
+        for (size_t n = 0; n < s.n; n++) {
+            floats(weight, arg(op, 1), n * s.k, s.k, s.weight);
+            for (size_t m = 0; m < s.m; m++) sums[m * s.n + n] = dot(x + m * s.k, weight, s.k);
+        }
+#endif
+    }
     int done = x && weight;
     free(x);
     free(weight);
@@ -146,17 +175,6 @@ static float *product(const struct MixfleetOp *op) {
     free(sums);
     return NULL;
 }
-#else
-static float *product(const struct MixfleetOp *op) {
-    struct MixfleetGemm s = op->shape.gemm;
-    float *sums = calloc((size_t)s.m * s.n, sizeof *sums);
-    for (size_t m = 0; sums && m < s.m; m++)
-        for (size_t n = 0; n < s.n; n++)
-            for (size_t k = 0; k < s.k; k++)
-                sums[m * s.n + n] += load(arg(op, 0), m * s.k + k, s.x) * load(arg(op, 1), n * s.k + k, s.weight);
-    return sums;
-}
-#endif
 
 static int gemm(const struct MixfleetOp *op, struct MixfleetError *error) {
     struct MixfleetGemm s = op->shape.gemm;
@@ -239,6 +257,8 @@ static int attend(const struct Attention *a, size_t query, size_t sequence, size
                   double *acc, double stat[2], struct MixfleetError *error) {
     const struct MixfleetKv kv = a->kv;
     size_t dim = kv.head_dim, kv_head = head / (a->heads / kv.kv_heads), most = slots_of(a->op, a->k_pool, kv);
+    float own[4096], row[4096];
+    floats(own, arg(a->op, 0), (query * a->heads + head) * dim, dim, a->x);
     stat[0] = -INFINITY;
     stat[1] = 0;
     memset(acc, 0, dim * sizeof *acc);
@@ -248,16 +268,18 @@ static int attend(const struct Attention *a, size_t query, size_t sequence, size
         size_t page = word(arg(a->op, a->pages), sequence * a->pages_max + key / kv.page_tokens);
         size_t slot = page * kv.page_tokens + key % kv.page_tokens, at = (slot * kv.kv_heads + kv_head) * dim;
         if (slot >= most) return fail(error, MIXFLEET_INVALID, "attention: a page is beyond the pool");
-        double score = 0;
-        for (size_t i = 0; i < dim; i++)
-            score += (double)load(arg(a->op, 0), (query * a->heads + head) * dim + i, a->x) *
-                     load(arg(a->op, a->k_pool), at + i, kv.dtype);
-        score /= sqrt((double)dim);
-        double max = score > stat[0] ? score : stat[0], old = exp(stat[0] - max), weight = exp(score - max);
-        for (size_t i = 0; i < dim; i++)
-            acc[i] = acc[i] * old + weight * load(arg(a->op, a->k_pool + 1), at + i, kv.dtype);
-        stat[1] = stat[1] * old + weight;
-        stat[0] = max;
+        floats(row, arg(a->op, a->k_pool), at, dim, kv.dtype);
+        double score = dot(own, row, dim) / sqrt((double)dim);
+        if (score > stat[0]) { /* what was summed so far is relative to a smaller maximum */
+            double old = exp(stat[0] - score);
+            for (size_t i = 0; i < dim; i++) acc[i] *= old;
+            stat[1] *= old;
+            stat[0] = score;
+        }
+        double weight = exp(score - stat[0]);
+        floats(row, arg(a->op, a->k_pool + 1), at, dim, kv.dtype);
+        for (size_t i = 0; i < dim; i++) acc[i] += weight * row[i];
+        stat[1] += weight;
     }
     return MIXFLEET_OK;
 }

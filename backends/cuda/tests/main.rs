@@ -4,4 +4,5 @@ mod absence;
 mod driver;
 mod emulated;
 mod emulator;
+mod hip;
 mod nvrtc;

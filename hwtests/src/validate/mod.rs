@@ -43,7 +43,7 @@ mod template;
 mod turns;
 
 pub use case::{CaseResult, CaseStatus};
-pub use datasheet::{DatasheetRow, DatasheetShares, catalog_part};
+pub use datasheet::{DatasheetRow, DatasheetShares};
 pub use detect::{Detection, FaultyTrial, Trial, detect};
 pub use diff::{ReadReport, ValidationDiff};
 pub use diff_page::diff_page;

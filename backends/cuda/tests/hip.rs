@@ -1,0 +1,62 @@
+//! The portable kernels, and those of CUDA that need no tensor cores, compiled by AMD's compiler: what a HIP
+//! backend would be made of. Needs no GPU, but hipcc (Debian: hipcc).
+
+use crate::nvrtc::{in_parallel, models, others, programs};
+use mixfleet_cuda::kernels::{KernelProgram, KernelSource};
+use std::collections::{BTreeMap, BTreeSet};
+use std::process::Command;
+
+/// In the place of device.h.
+const DEVICE: &str = include_str!("hip/device.h");
+/// RDNA 2 and 3, whose waves have 32 lanes as the kernels expect.
+const ARCHITECTURES: [&str; 2] = ["gfx1030", "gfx1100"];
+/// Variants of each source that are compiled, spread over all of them.
+const VARIANTS: usize = 4;
+
+fn is_ported(source: KernelSource) -> bool {
+    !matches!(source, KernelSource::FewRows | KernelSource::PrefillMma | KernelSource::DecodeMma)
+}
+
+/// What the compiler says of a program; nothing if it compiles.
+fn refused(program: &KernelProgram, architecture: &str, at: usize) -> Option<String> {
+    let folder = std::path::Path::new(env!("CARGO_TARGET_TMPDIR"));
+    let file = folder.join(format!("hip-{}-{at}.hip", std::process::id()));
+    std::fs::write(&file, program.source(DEVICE)).unwrap();
+    let object = file.with_extension("o");
+    let mut hipcc = Command::new("hipcc");
+    hipcc.arg(format!("--offload-arch={architecture}")).args(["--cuda-device-only", "-Werror", "-O2", "-c"]);
+    let done = hipcc.arg(&file).arg("-o").arg(&object).output().unwrap();
+    let bytes = std::fs::metadata(&object).map_or(0, |object| object.len());
+    let _ = (std::fs::remove_file(&file), std::fs::remove_file(&object));
+    let is_right = done.status.success() && bytes > 0;
+    (!is_right).then(|| {
+        let (name, macros) = (program.body.name(), program.macros());
+        format!("{name} for {architecture}: {macros}{}", String::from_utf8_lossy(&done.stderr))
+    })
+}
+
+#[test]
+fn what_needs_no_tensor_cores_compiles_for_amd() {
+    if Command::new("hipcc").arg("--version").output().is_err() {
+        eprintln!("SKIPPED: kernels are not compiled for AMD devices: no hipcc (Debian: hipcc)");
+        return;
+    }
+    let all: BTreeSet<KernelProgram> = models().iter().chain(&others()).flat_map(programs).collect();
+    let mut by_source: BTreeMap<KernelSource, Vec<KernelProgram>> = BTreeMap::new();
+    for program in all.into_iter().filter(|program| is_ported(program.body)) {
+        by_source.entry(program.body).or_default().push(program);
+    }
+    assert!(by_source.len() >= 8, "{:?}", by_source.keys());
+    let some = by_source.values().flat_map(|of| of.iter().step_by(of.len().div_ceil(VARIANTS)));
+    let work: Vec<_> =
+        some.flat_map(|program| ARCHITECTURES.map(|architecture| (*program, architecture))).collect();
+    let numbered: Vec<_> = work.iter().enumerate().collect();
+    let said = in_parallel(&numbered, |(at, (program, architecture))| refused(program, architecture, *at));
+    let said: Vec<String> = said.into_iter().flatten().collect();
+    assert!(said.is_empty(), "{} of {} fail:\n{}", said.len(), work.len(), said.join("\n"));
+    eprintln!(
+        "{} programs of {:?}",
+        work.len(),
+        by_source.keys().map(|source| source.name()).collect::<Vec<_>>()
+    );
+}
