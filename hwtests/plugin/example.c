@@ -254,7 +254,7 @@ struct Attention {
 };
 
 static int attend(const struct Attention *a, size_t query, size_t sequence, size_t head, size_t first, size_t end,
-                  double *acc, double stat[2], struct MixfleetError *error) {
+                  float *acc, float stat[2], struct MixfleetError *error) {
     const struct MixfleetKv kv = a->kv;
     size_t dim = kv.head_dim, kv_head = head / (a->heads / kv.kv_heads), most = slots_of(a->op, a->k_pool, kv);
     float own[4096], row[4096];
@@ -269,14 +269,14 @@ static int attend(const struct Attention *a, size_t query, size_t sequence, size
         size_t slot = page * kv.page_tokens + key % kv.page_tokens, at = (slot * kv.kv_heads + kv_head) * dim;
         if (slot >= most) return fail(error, MIXFLEET_INVALID, "attention: a page is beyond the pool");
         floats(row, arg(a->op, a->k_pool), at, dim, kv.dtype);
-        double score = dot(own, row, dim) / sqrt((double)dim);
+        float score = dot(own, row, dim) / sqrtf((float)dim);
         if (score > stat[0]) { /* what was summed so far is relative to a smaller maximum */
-            double old = exp(stat[0] - score);
+            float old = expf(stat[0] - score);
             for (size_t i = 0; i < dim; i++) acc[i] *= old;
             stat[1] *= old;
             stat[0] = score;
         }
-        double weight = exp(score - stat[0]);
+        float weight = expf(score - stat[0]);
         floats(row, arg(a->op, a->k_pool + 1), at, dim, kv.dtype);
         for (size_t i = 0; i < dim; i++) acc[i] += weight * row[i];
         stat[1] += weight;
@@ -284,10 +284,10 @@ static int attend(const struct Attention *a, size_t query, size_t sequence, size
     return MIXFLEET_OK;
 }
 
-static int attn_prefill(const struct MixfleetOp *op, double *acc, struct MixfleetError *error) {
+static int attn_prefill(const struct MixfleetOp *op, float *acc, struct MixfleetError *error) {
     struct MixfleetAttnPrefill s = op->shape.attn_prefill;
     struct Attention a = {op, 3, 4, s.heads, s.pages_max, s.x, s.kv};
-    double stat[2];
+    float stat[2];
     for (size_t q = 0; q < s.sequences; q++) {
         size_t begin = word(arg(op, 1), q), end = word(arg(op, 1), q + 1), context = word(arg(op, 2), q);
         if (begin > end || end > s.tokens || end - begin > context)
@@ -299,26 +299,26 @@ static int attn_prefill(const struct MixfleetOp *op, double *acc, struct Mixflee
                 int status = attend(&a, t, q, h, first, last, acc, stat, error);
                 if (status) return status;
                 for (size_t i = 0; i < s.kv.head_dim; i++)
-                    store(arg(op, 6), (t * s.heads + h) * s.kv.head_dim + i, s.x, (float)(acc[i] / stat[1]));
+                    store(arg(op, 6), (t * s.heads + h) * s.kv.head_dim + i, s.x, acc[i] / stat[1]);
             }
         }
     }
     return MIXFLEET_OK;
 }
 
-static int attn_decode(const struct MixfleetOp *op, double *acc, struct MixfleetError *error) {
+static int attn_decode(const struct MixfleetOp *op, float *acc, struct MixfleetError *error) {
     struct MixfleetAttnDecode s = op->shape.attn_decode;
     struct Attention a = {op, 2, 3, s.heads, s.pages_max, s.x, s.kv};
-    double stat[2];
+    float stat[2];
     for (size_t q = 0; q < s.sequences; q++)
         for (size_t h = 0; h < s.heads; h++) {
             size_t first = word(arg(op, 1), 2 * q), end = word(arg(op, 1), 2 * q + 1), at = q * s.heads + h;
             int status = attend(&a, q, q, h, first, end, acc, stat, error);
             if (status) return status;
             for (size_t i = 0; i < s.kv.head_dim; i++)
-                store(arg(op, 5), at * s.kv.head_dim + i, MIXFLEET_F32, (float)acc[i]);
-            store(arg(op, 6), 2 * at, MIXFLEET_F32, (float)stat[0]);
-            store(arg(op, 6), 2 * at + 1, MIXFLEET_F32, (float)stat[1]);
+                store(arg(op, 5), at * s.kv.head_dim + i, MIXFLEET_F32, acc[i]);
+            store(arg(op, 6), 2 * at, MIXFLEET_F32, stat[0]);
+            store(arg(op, 6), 2 * at + 1, MIXFLEET_F32, stat[1]);
         }
     return MIXFLEET_OK;
 }
@@ -353,7 +353,7 @@ static void elements(const struct MixfleetOp *op) {
 }
 
 static int run_one(const struct MixfleetOp *op, struct MixfleetError *error) {
-    double acc[4096];
+    float acc[4096];
     switch (op->kind) {
     case MIXFLEET_EMBED: return embed(op, error);
     case MIXFLEET_RMS_NORM: return rms_norm(op), MIXFLEET_OK;
