@@ -41,11 +41,9 @@ static uint32_t to_bits(float value) {
 }
 
 static float half(uint16_t h) {
-    int exponent = h >> 10 & 31, fraction = h & 1023;
-    float value = exponent == 31 ? (fraction ? NAN : INFINITY)
-                : exponent      ? ldexpf((float)(1024 + fraction), exponent - 25)
-                                : ldexpf((float)fraction, -24);
-    return h >> 15 ? -value : value;
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = h >> 10 & 31, fraction = h & 1023;
+    if (!exponent) return from_bits(sign | to_bits((float)fraction * 0x1p-24f));
+    return from_bits(sign | (exponent == 31 ? 255 : exponent + 112) << 23 | fraction << 13);
 }
 
 static uint16_t to_half(float value) {
@@ -131,8 +129,14 @@ static void floats(float *to, const unsigned char *from, size_t first, size_t co
             memcpy(&two, from + 2 * (first + i), 2);
             to[i] = from_bits((uint32_t)two << 16);
         }
+    else if (dtype == MIXFLEET_F16)
+        for (size_t i = 0; i < count; i++) {
+            uint16_t two;
+            memcpy(&two, from + 2 * (first + i), 2);
+            to[i] = half(two);
+        }
     else
-        for (size_t i = 0; i < count; i++) to[i] = load(from, first + i, dtype);
+        memcpy(to, from + 4 * first, 4 * count);
 }
 
 static float dot(const float *a, const float *b, size_t count) {

@@ -13,6 +13,7 @@ use crate::{Failed, Usage, backends, writable};
 use anyhow::{Context, Result, bail};
 use clap::{Args, Subcommand};
 use indicatif::{ProgressBar, ProgressStyle};
+use mixfleet_hal::catalog::closest_names;
 use mixfleet_hal::{DType, Device, DeviceKind, cast};
 use mixfleet_hwtests::files::write_whole;
 use mixfleet_hwtests::profile::compare::Comparison;
@@ -218,8 +219,11 @@ fn options(args: &MeasureArgs) -> Result<ProfileOptions> {
         let one = std::slice::from_ref(name);
         if mixfleet_hwtests::profile::plan(ProfileLevel::Full, 16, options.model.as_ref(), one).is_empty() {
             let parts: Vec<&str> = Group::ALL.iter().map(|group| group.name()).collect();
+            let near = closest_names(name, parts.iter().copied());
+            let near =
+                if near.is_empty() { String::new() } else { format!("near it: {}; ", near.join(", ")) };
             bail!(Usage(format!(
-                "--only {name} names nothing; parts: {}, attention; points: 'mixfleet explain'",
+                "--only {name} names nothing; {near}parts: {}, attention; points: 'mixfleet explain'",
                 parts.join(", ")
             )));
         }

@@ -21,6 +21,7 @@ use crate::{Failed, Usage, backends};
 use anyhow::{Context, Result, bail};
 use clap::{Args, Subcommand};
 use examine::{Examination, Examined};
+use mixfleet_hal::catalog::closest_names;
 use mixfleet_hwtests::validate::{
     MemoryAsked, PartFile, Plan, Processes, Settings, ValidationEffort, ValidationVerdict, child, groups,
 };
@@ -229,11 +230,13 @@ fn plan(args: &RunArgs, device: &str, part: Option<&PartFile>) -> Result<Plan> {
     let patience = Duration::from_secs_f64(4.0 * args.timeout);
     let plan = Plan { level: args.level, only: args.only.clone(), settings, patience, ..Plan::new(device) };
     if groups(&plan).is_empty() {
+        let (only, level) = (args.only.join(","), args.level);
         let all = groups(&Plan { only: Vec::new(), ..plan });
+        let near = args.only.iter().flat_map(|name| closest_names(name, all.iter().map(String::as_str)));
+        let near: Vec<&str> = near.collect();
+        let near = if near.is_empty() { String::new() } else { format!("near it: {}; ", near.join(", ")) };
         bail!(Usage(format!(
-            "--only {} names nothing up to level {}; groups: {}",
-            args.only.join(","),
-            args.level,
+            "--only {only} names nothing up to level {level}; {near}groups: {}",
             all.join(", ")
         )));
     }
