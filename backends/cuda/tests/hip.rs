@@ -8,8 +8,8 @@ use std::process::Command;
 
 /// In the place of device.h.
 const DEVICE: &str = include_str!("hip/device.h");
-/// RDNA 2 and 3, whose waves have 32 lanes as the kernels expect.
-const ARCHITECTURES: [&str; 2] = ["gfx1030", "gfx1100"];
+/// RDNA 2, whose waves have 32 lanes as the kernels expect; Debian 12 has no device library of RDNA 3.
+const ARCHITECTURE: &str = "gfx1030";
 /// Variants of each source that are compiled, spread over all of them.
 const VARIANTS: usize = 4;
 
@@ -18,20 +18,20 @@ fn is_ported(source: KernelSource) -> bool {
 }
 
 /// What the compiler says of a program; nothing if it compiles.
-fn refused(program: &KernelProgram, architecture: &str, at: usize) -> Option<String> {
+fn refused(program: &KernelProgram, at: usize) -> Option<String> {
     let folder = std::path::Path::new(env!("CARGO_TARGET_TMPDIR"));
     let file = folder.join(format!("hip-{}-{at}.hip", std::process::id()));
     std::fs::write(&file, program.source(DEVICE)).unwrap();
     let object = file.with_extension("o");
     let mut hipcc = Command::new("hipcc");
-    hipcc.arg(format!("--offload-arch={architecture}")).args(["--cuda-device-only", "-Werror", "-O2", "-c"]);
+    hipcc.arg(format!("--offload-arch={ARCHITECTURE}")).args(["--cuda-device-only", "-Werror", "-O2", "-c"]);
     let done = hipcc.arg(&file).arg("-o").arg(&object).output().unwrap();
     let bytes = std::fs::metadata(&object).map_or(0, |object| object.len());
     let _ = (std::fs::remove_file(&file), std::fs::remove_file(&object));
     let is_right = done.status.success() && bytes > 0;
     (!is_right).then(|| {
         let (name, macros) = (program.body.name(), program.macros());
-        format!("{name} for {architecture}: {macros}{}", String::from_utf8_lossy(&done.stderr))
+        format!("{name}: {macros}{}", String::from_utf8_lossy(&done.stderr))
     })
 }
 
@@ -48,10 +48,8 @@ fn what_needs_no_tensor_cores_compiles_for_amd() {
     }
     assert!(by_source.len() >= 8, "{:?}", by_source.keys());
     let some = by_source.values().flat_map(|of| of.iter().step_by(of.len().div_ceil(VARIANTS)));
-    let work: Vec<_> =
-        some.flat_map(|program| ARCHITECTURES.map(|architecture| (*program, architecture))).collect();
-    let numbered: Vec<_> = work.iter().enumerate().collect();
-    let said = in_parallel(&numbered, |(at, (program, architecture))| refused(program, architecture, *at));
+    let work: Vec<_> = some.enumerate().collect();
+    let said = in_parallel(&work, |(at, program)| refused(program, *at));
     let said: Vec<String> = said.into_iter().flatten().collect();
     assert!(said.is_empty(), "{} of {} fail:\n{}", said.len(), work.len(), said.join("\n"));
     eprintln!(

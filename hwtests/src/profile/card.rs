@@ -92,8 +92,8 @@ impl Card<'_> {
         self.line("measured", format!("{day} {text}").trim_start());
     }
 
-    /// Renders rows of a section, the fastest first, each with what its datasheet promises: bars are shares of
-    /// that, or of the best row for a part without one.
+    /// Renders rows of a section, the fastest first, each with what its datasheet promises: bars are shares
+    /// of that, or of the best row for a part without one.
     fn bars(&mut self, section: &str, unit: &str, mut rows: Vec<(&str, &ReachedRate, Option<f64>)>) {
         rows.sort_by(|(_, a, _), (_, b, _)| b.rate.total_cmp(&a.rate));
         let best = rows.iter().map(|(_, reached, _)| reached.rate).fold(0.0, f64::max);
