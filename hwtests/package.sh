@@ -80,12 +80,16 @@ installed() {
 
 static() {
     local target=x86_64-unknown-linux-musl
-    rustc --target "$target" --print target-libdir >/dev/null 2>&1 &&
-        [ -d "$(rustc --target "$target" --print target-libdir)" ] || skip "no $target; run: rustup target add $target"
-    command -v musl-gcc >/dev/null || skip "no musl-gcc (Debian: musl-tools)"
-    cargo build --locked --profile dist --target "$target" -p mixfleet
     mkdir -p "$to"
-    cp "$built/$target/dist/mixfleet" "$to/mixfleet-static"
+    if [ -n "${MIXFLEET:-}" ]; then
+        cp "$MIXFLEET" "$to/mixfleet-static"
+    else
+        rustc --target "$target" --print target-libdir >/dev/null 2>&1 &&
+            [ -d "$(rustc --target "$target" --print target-libdir)" ] || skip "no $target; run: rustup target add $target"
+        command -v musl-gcc >/dev/null || skip "no musl-gcc (Debian: musl-tools)"
+        cargo build --locked --profile dist --target "$target" -p mixfleet
+        cp "$built/$target/dist/mixfleet" "$to/mixfleet-static"
+    fi
     echo "$to/mixfleet-static: $(stat -c %s "$to/mixfleet-static") bytes"
     ldd "$to/mixfleet-static" 2>&1 | grep -q 'statically linked\|not a dynamic' || wrong "it is not static"
     "$to/mixfleet-static" devices | grep -q 'this build is static' || wrong "'devices' does not say that it is static"
