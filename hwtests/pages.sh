@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Makes each page that `mixfleet` writes and opens it in a browser: light, dark, narrow and as print. Checks that nothing is
-# wider than its window, that no chart is blank, that charts, tables and links have names, and that text stands out from its
-# ground (4.5:1). Writes pictures. Exit status: 0 passed, 1 failed, 2 usage, 3 could not run (says SKIPPED and why).
+# wider than its window, that no chart is blank, that charts, tables and links have names, that text stands out from its ground
+# (4.5:1), and that axe-core finds no violation of its rules. Writes pictures. Exit status: 0 passed, 1 failed, 2 usage, 3
+# could not run (says SKIPPED and why).
 #
 #   hwtests/pages.sh [DIRECTORY for pages and pictures; default target/pages]
 #
@@ -11,7 +12,7 @@ cd "$(dirname "$0")/.."
 
 skip() { echo "SKIPPED: pages: $1" >&2; exit 3; }
 case ${1:-} in
--*) sed -n '2,9s/^# \{0,1\}//p' "$0"; [ "$1" = --help ] && exit 0; exit 2 ;;
+-*) sed -n '2,10s/^# \{0,1\}//p' "$0"; [ "$1" = --help ] && exit 0; exit 2 ;;
 esac
 pages=${1:-target/pages}
 program=${MIXFLEET:-target/release/mixfleet}

@@ -1,5 +1,6 @@
 """The pages that commands write, in a browser; see ../pages.sh."""
 
+import importlib.resources
 import json
 import pathlib
 import random
@@ -114,6 +115,13 @@ FINDINGS = """
 }
 """
 
+# The rules of axe-core, by itself; runs in the page, after its text.
+AXE = importlib.resources.files("axe_playwright_python").joinpath("axe.min.js").read_text(encoding="utf-8")
+VIOLATIONS = """
+async () => (await axe.run(document, {resultTypes: ['violations']})).violations.map(
+  (rule) => `axe ${rule.id}: ${rule.help}: ${rule.nodes.map((node) => node.target.join(' ')).slice(0, 3).join(', ')}`)
+"""
+
 
 def made(words, codes=(0,)):
     done = subprocess.run([PROGRAM, *map(str, words)], capture_output=True, text=True)
@@ -173,6 +181,7 @@ def look(playwright, pages):
     page.on("request", lambda request: asked.append(request.url))
     for name, file in pages:
         page.goto(file.as_uri())
+        page.evaluate(AXE)
         for look, width, scheme, medium in LOOKS:
             page.emulate_media(color_scheme=scheme, media=medium)
             page.set_viewport_size({"width": width, "height": 1000})
@@ -180,7 +189,7 @@ def look(playwright, pages):
             for opened in [False, True] if medium == "screen" else [False]:
                 if opened:
                     page.evaluate("document.querySelectorAll('details').forEach((details) => details.open = true)")
-                findings = page.evaluate(f"({FINDINGS})({CONTRAST})")
+                findings = page.evaluate(f"({FINDINGS})({CONTRAST})") + page.evaluate(VIOLATIONS)
                 wrong += len(findings)
                 for finding in findings:
                     print(f"FAILED  {name}, {look}: {finding}", flush=True)
@@ -197,8 +206,9 @@ def look(playwright, pages):
     check(not wrong, "nothing is cut off, blank, nameless or pale")
     # the check itself must be able to fail
     page.set_content("<html><body><h3 style='color:#bbb;width:3000px'>pale and wide</h3><svg role='img'></svg></body></html>")
-    planted = page.evaluate(f"({FINDINGS})({CONTRAST})")
-    for words in ["wider than", "contrast", "without a name", "no language", "level 3"]:
+    page.evaluate(AXE)
+    planted = page.evaluate(f"({FINDINGS})({CONTRAST})") + page.evaluate(VIOLATIONS)
+    for words in ["wider than", "contrast", "without a name", "no language", "level 3", "axe html-has-lang", "axe color-contrast"]:
         check(any(words in finding for finding in planted), f"a planted mistake is found: {words}")
     browser.close()
 

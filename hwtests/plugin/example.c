@@ -41,11 +41,9 @@ static uint32_t to_bits(float value) {
 }
 
 static float half(uint16_t h) {
-    int exponent = h >> 10 & 31, fraction = h & 1023;
-    float value = exponent == 31 ? (fraction ? NAN : INFINITY)
-                : exponent      ? ldexpf((float)(1024 + fraction), exponent - 25)
-                                : ldexpf((float)fraction, -24);
-    return h >> 15 ? -value : value;
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = h >> 10 & 31, fraction = h & 1023;
+    if (!exponent) return from_bits(sign | to_bits((float)fraction * 0x1p-24f));
+    return from_bits(sign | (exponent == 31 ? 255 : exponent + 112) << 23 | fraction << 13);
 }
 
 static uint16_t to_half(float value) {
@@ -123,22 +121,57 @@ static void rms_norm(const struct MixfleetOp *op) {
     }
 }
 
-#ifdef MIXFLEET_BLAS
-/* A matrix as floats, to be freed. */
-static float *floats(const unsigned char *from, size_t count, uint32_t dtype) {
-    float *all = malloc(count * sizeof *all);
-    for (size_t i = 0; all && i < count; i++) all[i] = load(from, i, dtype);
-    return all;
+/* A row as floats, and the product of two: sums side by side, which a compiler makes vectors of. */
+static void floats(float *to, const unsigned char *from, size_t first, size_t count, uint32_t dtype) {
+    if (dtype == MIXFLEET_BF16)
+        for (size_t i = 0; i < count; i++) {
+            uint16_t two;
+            memcpy(&two, from + 2 * (first + i), 2);
+            to[i] = from_bits((uint32_t)two << 16);
+        }
+    else if (dtype == MIXFLEET_F16)
+        for (size_t i = 0; i < count; i++) {
+            uint16_t two;
+            memcpy(&two, from + 2 * (first + i), 2);
+            to[i] = half(two);
+        }
+    else
+        memcpy(to, from + 4 * first, 4 * count);
+}
+
+static float dot(const float *a, const float *b, size_t count) {
+    float sums[16] = {0}, sum = 0;
+    size_t i = 0;
+    for (; i + 16 <= count; i += 16)
+        for (size_t j = 0; j < 16; j++) sums[j] += a[i + j] * b[i + j];
+    for (; i < count; i++) sum += a[i] * b[i];
+    for (size_t j = 0; j < 16; j++) sum += sums[j];
+    return sum;
 }
 
 /* x weight^T, to be freed; null where the host has no memory. */
 static float *product(const struct MixfleetOp *op) {
     struct MixfleetGemm s = op->shape.gemm;
-    float *x = floats(arg(op, 0), (size_t)s.m * s.k, s.x), *weight = floats(arg(op, 1), (size_t)s.n * s.k, s.weight);
-    float *sums = malloc((size_t)s.m * s.n * sizeof *sums);
-    if (x && weight && sums)
+    float *x = malloc((size_t)s.m * s.k * sizeof *x), *sums = malloc((size_t)s.m * s.n * sizeof *sums);
+#ifdef MIXFLEET_BLAS
+    size_t rows = s.n;
+#else
+    size_t rows = 1; /* of the weights at a time */
+#endif
+    float *weight = malloc(rows * s.k * sizeof *weight);
+    if (x && weight && sums) {
+        floats(x, arg(op, 0), 0, (size_t)s.m * s.k, s.x);
+#ifdef MIXFLEET_BLAS
+        floats(weight, arg(op, 1), 0, rows * s.k, s.weight);
         cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, (int)s.m, (int)s.n, (int)s.k, 1, x, (int)s.k, weight,
                     (int)s.k, 0, sums, (int)s.n);
+#else
+        for (size_t n = 0; n < s.n; n++) {
+            floats(weight, arg(op, 1), n * s.k, s.k, s.weight);
+            for (size_t m = 0; m < s.m; m++) sums[m * s.n + n] = dot(x + m * s.k, weight, s.k);
+        }
+#endif
+    }
     int done = x && weight;
     free(x);
     free(weight);
@@ -146,17 +179,6 @@ static float *product(const struct MixfleetOp *op) {
     free(sums);
     return NULL;
 }
-#else
-static float *product(const struct MixfleetOp *op) {
-    struct MixfleetGemm s = op->shape.gemm;
-    float *sums = calloc((size_t)s.m * s.n, sizeof *sums);
-    for (size_t m = 0; sums && m < s.m; m++)
-        for (size_t n = 0; n < s.n; n++)
-            for (size_t k = 0; k < s.k; k++)
-                sums[m * s.n + n] += load(arg(op, 0), m * s.k + k, s.x) * load(arg(op, 1), n * s.k + k, s.weight);
-    return sums;
-}
-#endif
 
 static int gemm(const struct MixfleetOp *op, struct MixfleetError *error) {
     struct MixfleetGemm s = op->shape.gemm;
@@ -236,9 +258,11 @@ struct Attention {
 };
 
 static int attend(const struct Attention *a, size_t query, size_t sequence, size_t head, size_t first, size_t end,
-                  double *acc, double stat[2], struct MixfleetError *error) {
+                  float *acc, float stat[2], struct MixfleetError *error) {
     const struct MixfleetKv kv = a->kv;
     size_t dim = kv.head_dim, kv_head = head / (a->heads / kv.kv_heads), most = slots_of(a->op, a->k_pool, kv);
+    float own[4096], row[4096];
+    floats(own, arg(a->op, 0), (query * a->heads + head) * dim, dim, a->x);
     stat[0] = -INFINITY;
     stat[1] = 0;
     memset(acc, 0, dim * sizeof *acc);
@@ -248,24 +272,26 @@ static int attend(const struct Attention *a, size_t query, size_t sequence, size
         size_t page = word(arg(a->op, a->pages), sequence * a->pages_max + key / kv.page_tokens);
         size_t slot = page * kv.page_tokens + key % kv.page_tokens, at = (slot * kv.kv_heads + kv_head) * dim;
         if (slot >= most) return fail(error, MIXFLEET_INVALID, "attention: a page is beyond the pool");
-        double score = 0;
-        for (size_t i = 0; i < dim; i++)
-            score += (double)load(arg(a->op, 0), (query * a->heads + head) * dim + i, a->x) *
-                     load(arg(a->op, a->k_pool), at + i, kv.dtype);
-        score /= sqrt((double)dim);
-        double max = score > stat[0] ? score : stat[0], old = exp(stat[0] - max), weight = exp(score - max);
-        for (size_t i = 0; i < dim; i++)
-            acc[i] = acc[i] * old + weight * load(arg(a->op, a->k_pool + 1), at + i, kv.dtype);
-        stat[1] = stat[1] * old + weight;
-        stat[0] = max;
+        floats(row, arg(a->op, a->k_pool), at, dim, kv.dtype);
+        float score = dot(own, row, dim) / sqrtf((float)dim);
+        if (score > stat[0]) { /* what was summed so far is relative to a smaller maximum */
+            float old = expf(stat[0] - score);
+            for (size_t i = 0; i < dim; i++) acc[i] *= old;
+            stat[1] *= old;
+            stat[0] = score;
+        }
+        float weight = expf(score - stat[0]);
+        floats(row, arg(a->op, a->k_pool + 1), at, dim, kv.dtype);
+        for (size_t i = 0; i < dim; i++) acc[i] += weight * row[i];
+        stat[1] += weight;
     }
     return MIXFLEET_OK;
 }
 
-static int attn_prefill(const struct MixfleetOp *op, double *acc, struct MixfleetError *error) {
+static int attn_prefill(const struct MixfleetOp *op, float *acc, struct MixfleetError *error) {
     struct MixfleetAttnPrefill s = op->shape.attn_prefill;
     struct Attention a = {op, 3, 4, s.heads, s.pages_max, s.x, s.kv};
-    double stat[2];
+    float stat[2];
     for (size_t q = 0; q < s.sequences; q++) {
         size_t begin = word(arg(op, 1), q), end = word(arg(op, 1), q + 1), context = word(arg(op, 2), q);
         if (begin > end || end > s.tokens || end - begin > context)
@@ -277,26 +303,26 @@ static int attn_prefill(const struct MixfleetOp *op, double *acc, struct Mixflee
                 int status = attend(&a, t, q, h, first, last, acc, stat, error);
                 if (status) return status;
                 for (size_t i = 0; i < s.kv.head_dim; i++)
-                    store(arg(op, 6), (t * s.heads + h) * s.kv.head_dim + i, s.x, (float)(acc[i] / stat[1]));
+                    store(arg(op, 6), (t * s.heads + h) * s.kv.head_dim + i, s.x, acc[i] / stat[1]);
             }
         }
     }
     return MIXFLEET_OK;
 }
 
-static int attn_decode(const struct MixfleetOp *op, double *acc, struct MixfleetError *error) {
+static int attn_decode(const struct MixfleetOp *op, float *acc, struct MixfleetError *error) {
     struct MixfleetAttnDecode s = op->shape.attn_decode;
     struct Attention a = {op, 2, 3, s.heads, s.pages_max, s.x, s.kv};
-    double stat[2];
+    float stat[2];
     for (size_t q = 0; q < s.sequences; q++)
         for (size_t h = 0; h < s.heads; h++) {
             size_t first = word(arg(op, 1), 2 * q), end = word(arg(op, 1), 2 * q + 1), at = q * s.heads + h;
             int status = attend(&a, q, q, h, first, end, acc, stat, error);
             if (status) return status;
             for (size_t i = 0; i < s.kv.head_dim; i++)
-                store(arg(op, 5), at * s.kv.head_dim + i, MIXFLEET_F32, (float)acc[i]);
-            store(arg(op, 6), 2 * at, MIXFLEET_F32, (float)stat[0]);
-            store(arg(op, 6), 2 * at + 1, MIXFLEET_F32, (float)stat[1]);
+                store(arg(op, 5), at * s.kv.head_dim + i, MIXFLEET_F32, acc[i]);
+            store(arg(op, 6), 2 * at, MIXFLEET_F32, stat[0]);
+            store(arg(op, 6), 2 * at + 1, MIXFLEET_F32, stat[1]);
         }
     return MIXFLEET_OK;
 }
@@ -331,7 +357,7 @@ static void elements(const struct MixfleetOp *op) {
 }
 
 static int run_one(const struct MixfleetOp *op, struct MixfleetError *error) {
-    double acc[4096];
+    float acc[4096];
     switch (op->kind) {
     case MIXFLEET_EMBED: return embed(op, error);
     case MIXFLEET_RMS_NORM: return rms_norm(op), MIXFLEET_OK;

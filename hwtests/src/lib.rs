@@ -26,6 +26,7 @@ pub mod bounds;
 pub mod cases;
 mod checked;
 mod checks;
+mod datasheet;
 mod draws;
 mod experts;
 pub mod files;

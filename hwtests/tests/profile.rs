@@ -442,10 +442,10 @@ fn the_schema_of_device_profiles_and_their_reader_refuse_the_same_documents() {
 fn card_and_page_show_the_numbers_and_ask_for_nothing_from_outside() {
     let document = profile(Flaw::None, &POINTS);
     let card = card(&document);
-    for word in ["compute", "bf16", "memory", "read", "|####", "per $/h", "links", "launch", "a law"] {
+    for word in ["compute", "bf16", "memory", "read", "|####", "1 $/h", "links", "launch", "a law"] {
         assert!(card.contains(word), "{word}\n{card}");
     }
-    assert!(card.lines().all(|line| line.len() <= 100), "{card}");
+    assert!(card.lines().all(|line| line.chars().count() <= 100), "{card}");
     let mut odd = document.clone();
     let reached = odd.summary.memory_read.clone().unwrap().point;
     let noisy = odd.points.iter_mut().find(|point| point.id == reached).unwrap();
@@ -454,8 +454,19 @@ fn card_and_page_show_the_numbers_and_ask_for_nothing_from_outside() {
     odd.fits.host_to_device[0].fixed_s = 0.0;
     let odd = mixfleet_hwtests::profile::card(&odd);
     let line = odd.lines().find(|line| line.contains("read ")).unwrap();
-    assert!(line.contains("(noisy: CV 68 %)"), "{odd}");
+    assert!(line.contains("noisy 68 %"), "{odd}");
     assert!(card.contains("+ ") && !odd.contains("+ 0.00"), "{odd}");
+    let mut known = document.clone();
+    known.device.name = "NVIDIA GeForce RTX 4090".into();
+    known.summary.memory_read.as_mut().unwrap().rate = 504e9;
+    let known = mixfleet_hwtests::profile::card(&known);
+    let line = known.lines().find(|line| line.contains("read ")).unwrap();
+    assert!(line.contains("|#########.........|  50 %") && known.contains("of RTX-4090"), "{known}");
+    assert!(!card.contains(" of RTX-4090"), "{card}");
+    let listed = mixfleet_hwtests::profile::points(&document);
+    let measured = document.points.iter().filter(|point| point.seconds.is_some()).count();
+    let rows = listed.lines().filter(|line| line.contains(['\u{2588}']));
+    assert_eq!(rows.count(), measured, "a distribution each: {listed}");
     let page = page(&document);
     assert!(page.matches("<svg").count() >= 4, "{}", page.matches("<svg").count());
     for word in ["http:", "https:", "<script", "src=", "NaN", "inf\""] {

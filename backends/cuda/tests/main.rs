@@ -5,4 +5,5 @@ mod driver;
 mod emulated;
 mod emulator;
 mod fused;
+mod hip;
 mod nvrtc;

@@ -92,13 +92,13 @@ fn joined() -> Vec<Vec<PlannedOp>> {
     lists
 }
 
-fn programs(sig: &OpSig) -> Vec<KernelProgram> {
+pub(crate) fn programs(sig: &OpSig) -> Vec<KernelProgram> {
     launches(sig).into_iter().map(|launch| launch.program).collect()
 }
 
 /// Matrix products and attention of real models, whose variants the conformance cases do not all have: in
 /// each dtype of activations, weights and KV that an instance may be given.
-fn models() -> Vec<OpSig> {
+pub(crate) fn models() -> Vec<OpSig> {
     let mut sigs = Vec::new();
     for x in DType::FLOATS {
         for weight in DType::FLOATS.into_iter().chain((x == DType::Bf16).then_some(DType::F8E4m3)) {
@@ -155,7 +155,7 @@ fn attention(x: DType, kv: DType) -> Vec<OpSig> {
 }
 
 /// What models are served by, beside [`models`].
-fn others() -> Vec<OpSig> {
+pub(crate) fn others() -> Vec<OpSig> {
     use DType::F32;
     let (tokens, page_tokens, kv_heads, hidden, head_dim) = (64, KV_PAGE_TOKENS, 8, 4096, 128);
     let (rows, eps) = (8, Scalar(1e-5));
@@ -311,7 +311,7 @@ fn the_kernels_of_all_models_fit_every_architecture() {
 }
 
 /// Applies `f` to all of `work` on all cores.
-fn in_parallel<T: Sync, R: Send>(work: &[T], f: impl Fn(&T) -> R + Sync) -> Vec<R> {
+pub(crate) fn in_parallel<T: Sync, R: Send>(work: &[T], f: impl Fn(&T) -> R + Sync) -> Vec<R> {
     let next = AtomicUsize::new(0);
     let done = Mutex::new(Vec::new());
     let threads = std::thread::available_parallelism().map_or(1, usize::from);

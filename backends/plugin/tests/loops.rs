@@ -1,6 +1,6 @@
 //! The example in C against the suite that checks all devices.
 
-use crate::made::{blas, libraries};
+use crate::made::{blas, libraries, released};
 use mixfleet_hal::{Backend, OpSig, Support};
 use mixfleet_hwtests::{SuiteLevel, SuiteOptions, SuiteVerdict, run};
 use mixfleet_plugin::PluginBackend;
@@ -17,6 +17,16 @@ fn a_library_in_plain_c_conforms() {
     let report = run(&*device, &SuiteOptions::new(SuiteLevel::Quick), &mut |_| {});
     assert_eq!(report.verdict(), SuiteVerdict::Pass, "{report}");
     println!("{report}");
+}
+
+/// What was compiled before goes on working: its header is kept, and is never to be edited. An interface that
+/// breaks it has another number, and another header beside it.
+#[test]
+fn a_library_that_was_compiled_against_the_first_header_conforms() {
+    let Some(library) = released(1) else { return };
+    let device = PluginBackend::load(&library).unwrap().open("loops:0").unwrap();
+    let report = run(&*device, &SuiteOptions::new(SuiteLevel::Quick), &mut |_| {});
+    assert_eq!(report.verdict(), SuiteVerdict::Pass, "{report}");
 }
 
 #[test]

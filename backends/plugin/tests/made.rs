@@ -27,6 +27,18 @@ pub(crate) fn blas() -> Option<PathBuf> {
     Some(out.join("blas.so"))
 }
 
+/// A library that was compiled against the header of an earlier interface, which is kept as it was.
+#[allow(dead_code, reason = "one of the two crates that have this file asks for it")]
+pub(crate) fn released(abi: u32) -> Option<PathBuf> {
+    let out = libraries()?.join(format!("released-{abi}"));
+    std::fs::create_dir_all(&out).unwrap();
+    let header = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/released/{abi}"));
+    let loops = out.join("loops.so");
+    let made = made_in(&out, &[&format!("HEADER={}", header.display()), loops.to_str().unwrap()]);
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    Some(loops)
+}
+
 /// Has `make` compile them, without cargo on its path.
 fn make() -> Option<PathBuf> {
     if let Some(made) = std::env::var_os(MADE_BY_PARENT) {

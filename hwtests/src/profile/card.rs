@@ -1,28 +1,64 @@
 //! A profile as a card for the terminal.
 
-use super::document::{Flag, ProfileDocument, ReachedRate, Unit};
-use super::text::{bar, gibibytes};
+use super::document::{Flag, PointResult, ProfileDocument, ReachedRate};
+use super::text::{bar, gibibytes, histogram, rate};
+use super::work::Group;
+use crate::datasheet::catalog_part;
 use crate::numbers::scaled;
+use mixfleet_hal::DType;
+use mixfleet_hal::catalog::Part;
 use std::fmt::Write as _;
 
-const BAR: usize = 20;
+const BAR: usize = 18;
+/// Bars of a histogram of samples.
+const BINS: usize = 6;
 
-/// Renders the card: name, bars for compute, bandwidth and links, and what a dollar buys.
+/// Renders the card: name, bars for compute and bandwidth beside the datasheet of a known part, the samples
+/// behind each, links, and what a dollar buys.
 pub fn card(document: &ProfileDocument) -> String {
-    let mut card = Card { document, out: String::new() };
+    let mut card = Card { document, part: catalog_part(&document.device.name), out: String::new() };
     card.head();
     card.compute();
     card.memory();
     card.attention();
     card.links();
     card.long_runs();
+    card.dollar();
     card.expected();
     card.remarks();
     card.out
 }
 
+/// Renders every measured point in a section for each group, the fastest first, with the distribution of
+/// its samples.
+pub fn points(document: &ProfileDocument) -> String {
+    let mut out = String::new();
+    for group in Group::ALL {
+        let of_group = || document.points.iter().filter(|point| point.group == group);
+        let mut measured: Vec<&PointResult> = of_group().filter(|point| point.seconds.is_some()).collect();
+        if measured.is_empty() {
+            continue;
+        }
+        let speed = |point: &PointResult| point.rate().map_or(0.0, |rate| rate.value);
+        measured.sort_by(|a, b| speed(b).total_cmp(&speed(a)).then_with(|| a.id.cmp(&b.id)));
+        let _ = writeln!(out, "\n  {}: {} of {} measured", group.name(), measured.len(), of_group().count());
+        let names = measured.iter().map(|point| point.id.len()).max().unwrap_or(0).max("point".len());
+        let _ = writeln!(out, "  {:<names$}  {:>7}  {:>11}  {:>6}  samples", "point", "median", "rate", "CV");
+        for point in measured {
+            let Some(seconds) = &point.seconds else { continue };
+            let (median, cv) = (scaled(seconds.median, "s"), format!("{:.1} %", 100.0 * seconds.cv));
+            let rate = point.rate().map_or_else(|| "-".to_owned(), rate);
+            let samples = histogram(&seconds.samples, BINS);
+            let _ = writeln!(out, "  {:<names$}  {median:>7}  {rate:>11}  {cv:>6}  {samples}", point.id);
+        }
+    }
+    out
+}
+
 struct Card<'a> {
     document: &'a ProfileDocument,
+    /// The part of the catalog that it is, if it is one.
+    part: Option<&'static Part>,
     out: String,
 }
 
@@ -56,19 +92,37 @@ impl Card<'_> {
         self.line("measured", format!("{day} {text}").trim_start());
     }
 
-    /// Renders a rate with its bar, and the rate per dollar.
-    fn bar_line(&mut self, label: &str, what: &str, reached: &ReachedRate, best: f64, unit: Unit) {
-        let name = match unit {
-            Unit::Flop => "FLOP/s",
-            Unit::Byte => "B/s",
-        };
-        let per_dollar = match &self.document.economics {
-            Some(price) => format!("  per $/h {}", scaled(reached.rate / price.usd_per_hour, name)),
-            None => String::new(),
-        };
-        let (rate, bar) = (scaled(reached.rate, name), bar(reached.rate / best, BAR));
-        let doubt = self.doubt(reached);
-        self.line(label, &format!("{what:<7}{rate:>14}  |{bar}|{per_dollar}{doubt}"));
+    /// Renders rows of a section, the fastest first, each with what its datasheet promises: bars are shares
+    /// of that, or of the best row for a part without one.
+    fn bars(&mut self, section: &str, unit: &str, mut rows: Vec<(&str, &ReachedRate, Option<f64>)>) {
+        rows.sort_by(|(_, a, _), (_, b, _)| b.rate.total_cmp(&a.rate));
+        let best = rows.iter().map(|(_, reached, _)| reached.rate).fold(0.0, f64::max);
+        let (mut label, known) = (section, rows.iter().any(|(_, _, claim)| claim.is_some()));
+        if let (Some(part), true) = (self.part, known) {
+            self.line(label, &format!("{:<21}  of the datasheet of {}", "", part.id));
+            label = "";
+        }
+        for (what, reached, claim) in rows {
+            let share = claim.map(|claim| reached.rate / claim);
+            let bar = match (share, known) {
+                (None, true) => " ".repeat(BAR + 2),
+                (share, _) => format!("|{}|", bar(share.unwrap_or(reached.rate / best), BAR)),
+            };
+            let share = share.map(|share| format!("{:>3.0} %", 100.0 * share)).unwrap_or_default();
+            let share = if known { format!(" {share:>5}") } else { share };
+            let (rate, samples) = (scaled(reached.rate, unit), self.samples(reached));
+            self.line(label, &format!("{what:<7}{rate:>14}  {bar}{share}  {samples}"));
+            label = "";
+        }
+    }
+
+    /// The samples behind a number, from fast to slow, and how much they vary.
+    fn samples(&self, reached: &ReachedRate) -> String {
+        let Some(point) = self.document.point(&reached.point) else { return String::new() };
+        let Some(seconds) = &point.seconds else { return String::new() };
+        let word = if point.flags.contains(&Flag::Noisy) { "noisy" } else { "CV" };
+        let digits = usize::from(seconds.cv < 0.0995);
+        format!("{} {word} {:.digits$} %", histogram(&seconds.samples, BINS), 100.0 * seconds.cv)
     }
 
     /// Returns the spread of the samples behind a number, if it is too wide to trust.
@@ -79,28 +133,33 @@ impl Card<'_> {
     }
 
     fn compute(&mut self) {
+        let claim = |name: &str| self.part?.rates.of(name.parse::<DType>().ok()?).map(|rate| rate.0);
         let compute = &self.document.summary.compute;
-        let best = compute.iter().map(|c| c.reached.rate).fold(0.0, f64::max);
-        for (i, c) in compute.iter().enumerate() {
-            self.bar_line(if i == 0 { "compute" } else { "" }, &c.dtype, &c.reached, best, Unit::Flop);
-        }
+        let rows = compute.iter().map(|c| (c.dtype.as_str(), &c.reached, claim(&c.dtype))).collect();
+        self.bars("compute", "FLOP/s", rows);
     }
 
     fn memory(&mut self) {
         let s = &self.document.summary;
-        let rows = [("read", &s.memory_read), ("write", &s.memory_write), ("copy", &s.memory_copy)];
-        let best = rows.iter().filter_map(|(_, r)| r.as_ref().map(|r| r.rate)).fold(0.0, f64::max);
-        let mut label = "memory";
-        for (what, reached) in rows {
-            if let Some(reached) = reached {
-                self.bar_line(label, what, reached, best, Unit::Byte);
-                label = "";
-            }
+        let claim = self.part.map(|part| part.bandwidth().0);
+        let all = [("read", &s.memory_read), ("write", &s.memory_write), ("copy", &s.memory_copy)];
+        let rows = all.into_iter().filter_map(|(what, reached)| Some((what, reached.as_ref()?, claim)));
+        self.bars("memory", "B/s", rows.collect());
+    }
+
+    fn dollar(&mut self) {
+        let Some(price) = &self.document.economics else { return };
+        let (usd, s) = (price.usd_per_hour, &self.document.summary);
+        let mut parts: Vec<(f64, String)> = Vec::new();
+        for c in &s.compute {
+            let rate = c.reached.rate / usd;
+            parts.push((rate, format!("{} {}", c.dtype, scaled(rate, "FLOP/s"))));
         }
-        if let Some(price) = &self.document.economics {
-            let (bytes, usd) = (gibibytes(price.bytes), price.usd_per_hour);
-            self.line("capacity", &format!("{bytes} per $/h, at {usd} $/h ({})", price.source));
-        }
+        parts.sort_by(|(a, _), (b, _)| b.total_cmp(a));
+        let mut parts: Vec<String> = parts.into_iter().map(|(_, words)| words).collect();
+        parts.extend(s.memory_read.iter().map(|read| format!("read {}", scaled(read.rate / usd, "B/s"))));
+        parts.push(gibibytes(price.bytes));
+        self.line("1 $/h", &format!("buys {}; at {usd} $/h ({})", parts.join(", "), price.source));
     }
 
     fn attention(&mut self) {

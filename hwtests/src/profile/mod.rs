@@ -36,7 +36,7 @@ mod stats;
 pub mod text;
 pub mod work;
 
-pub use card::card;
+pub use card::{card, points};
 pub use conform::{Conformance, conform, device_profile_schema};
 pub use document::{Fact, Flag, PointResult, PointStatus, ProfileDocument, Tool};
 pub use measured::measured;

@@ -1,9 +1,9 @@
 //! What share of its datasheet a part of the catalog reaches.
 
 use super::case::CaseResult;
+use crate::datasheet::catalog_part;
 use crate::profile::Work;
 use mixfleet_hal::OpSig;
-use mixfleet_hal::catalog::{Part, part, part_of_driver};
 use mixfleet_hal::profile::Traffic;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -35,11 +35,6 @@ pub struct DatasheetShares {
     pub sources: String,
     /// The numbers, memory first.
     pub rows: Vec<DatasheetRow>,
-}
-
-/// Returns the part of the catalog that a driver calls `name`, or that a simulated device stands for.
-pub fn catalog_part(name: &str) -> Option<&'static Part> {
-    part_of_driver(name).or_else(|| part_of_driver(name.strip_prefix("simulated ")?)).or_else(|| part(name))
 }
 
 /// Returns the shares that the points of level 3 reach; `None` for a part that the catalog lacks, or if
@@ -111,6 +106,5 @@ mod tests {
         assert_eq!(told, [("memory read", 50.0), ("products in bf16", 60.0)]);
         assert_eq!(super::shares("no such part", &cases), None);
         assert_eq!(super::shares("RTX-4090", &cases[4..]), None);
-        assert_eq!(catalog_part("simulated NVIDIA GeForce RTX 4090").map(|part| part.id), Some("RTX-4090"));
     }
 }

@@ -43,7 +43,7 @@ mod template;
 mod turns;
 
 pub use case::{CaseResult, CaseStatus};
-pub use datasheet::{DatasheetRow, DatasheetShares, catalog_part};
+pub use datasheet::{DatasheetRow, DatasheetShares};
 pub use detect::{Detection, FaultyTrial, Trial, detect};
 pub use diff::{ReadReport, ValidationDiff};
 pub use diff_page::diff_page;
@@ -52,7 +52,7 @@ pub use document::{Validation, ValidationVerdict};
 pub use package::Environment;
 pub use part::PartFile;
 pub use protocol::{DeviceFact, MemoryAsked, Settings, ValidationEffort};
-pub use runner::{Plan, Record, RunOutcome, groups};
+pub use runner::{Plan, Record, RunOutcome, cases_of, groups};
 pub use soak::{Baseline, SoakPhase, SoakSample};
 pub use start::{Open, Processes, Start, StartInProcess};
 pub use template::{PartSketch, part_template};

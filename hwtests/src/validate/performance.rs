@@ -19,18 +19,26 @@ pub(crate) fn run(
     wanted: &dyn Fn(&str) -> bool,
     emit: &mut dyn FnMut(ChildMessage),
 ) -> bool {
+    let (level, open, points) = planned(settings, device.limits().kv_page_tokens, wanted);
+    // a claim is worth more samples, and more time for a slow point
+    pass(device, level, open, emit) && pass(device, profile::ProfileLevel::Default, points, emit)
+}
+
+/// The level of points without a claim, those points, and the claimed ones.
+pub(crate) fn planned(
+    settings: &Settings,
+    page_tokens: u32,
+    wanted: &dyn Fn(&str) -> bool,
+) -> (profile::ProfileLevel, Vec<String>, Vec<String>) {
     let level = match settings.effort {
         ValidationEffort::Quick => profile::ProfileLevel::Quick,
         ValidationEffort::Full => profile::ProfileLevel::Default,
     };
-    let page_tokens = device.limits().kv_page_tokens;
-    let planned = profile::plan(level, page_tokens, None, &[]).into_iter().map(|work| work.id());
+    let all = profile::plan(level, page_tokens, None, &[]).into_iter().map(|work| work.id());
     let claimed = |id: &String| settings.points.contains(id);
-    let open: Vec<String> = planned.filter(|id| !claimed(id) && wanted(&format!("l3.{id}"))).collect();
-    let points: Vec<String> =
-        settings.points.iter().filter(|id| wanted(&format!("l3.{id}"))).cloned().collect();
-    // a claim is worth more samples, and more time for a slow point
-    pass(device, level, open, emit) && pass(device, profile::ProfileLevel::Default, points, emit)
+    let open: Vec<String> = all.filter(|id| !claimed(id) && wanted(&format!("l3.{id}"))).collect();
+    let points = settings.points.iter().filter(|id| wanted(&format!("l3.{id}"))).cloned().collect();
+    (level, open, points)
 }
 
 /// Measures the points `only`; returns whether the device is still usable.

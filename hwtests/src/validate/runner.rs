@@ -4,7 +4,7 @@ use super::case::{CaseResult, CaseStatus, selects};
 use super::protocol::{Assignment, ChildMessage, Settings};
 use super::soak::{self, Baseline, SoakSample};
 use super::start::{Heard, Start};
-use super::{conformance, memory};
+use super::{conformance, memory, performance};
 use mixfleet_hal::DeviceInfo;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -117,6 +117,15 @@ pub fn groups(plan: &Plan) -> Vec<String> {
     }
     all.retain(|group| plan.only.is_empty() || plan.only.iter().any(|only| may_hold(only, group)));
     all
+}
+
+/// Returns how many cases the group that takes longest has, `l3.profile`; `None` for others.
+pub fn cases_of(plan: &Plan, group: &str) -> Option<usize> {
+    // how large pages are changes no number of points
+    const PAGE_TOKENS: u32 = 16;
+    let wanted = |id: &str| plan.only.is_empty() || plan.only.iter().any(|only| selects(only, id));
+    let (_, open, claimed) = performance::planned(&plan.settings, PAGE_TOKENS, &wanted);
+    (group == "l3.profile").then_some(open.len() + claimed.len())
 }
 
 /// Whether a group may contain cases that `pattern` selects. Levels 0, 3, 5 and 6 have one group each.

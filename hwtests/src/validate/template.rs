@@ -1,7 +1,7 @@
 //! A `part.toml` to start from: what is known of a part, with a word on each line that its vendor fills in.
 
-use super::datasheet::catalog_part;
 use super::part::Quantity;
+use crate::datasheet::catalog_part;
 use crate::profile::{PointResult, ProfileDocument};
 use mixfleet_hal::catalog::Part;
 use mixfleet_hal::{DType, OpSig};

@@ -11,12 +11,13 @@ use crate::replay::ReplayLogArgs;
 use crate::simulate::SimulateArgs;
 use crate::trace::TraceArgs;
 use crate::validate::ValidateArgs;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Parser, Subcommand};
 use std::path::PathBuf;
 
 /// Serve large language models on the cheapest mix of hardware.
 #[derive(Debug, Parser)]
-#[command(version, long_version = crate::built::version(), max_term_width = 100)]
+#[command(version, long_version = crate::built::version(), max_term_width = 100, after_help = guides())]
 pub(crate) struct Cli {
     /// Load a backend of others, a shared library, or all of a folder; repeatable. It runs in this process
     #[arg(
@@ -31,27 +32,68 @@ pub(crate) struct Cli {
     pub(crate) command: CliCommand,
 }
 
+/// Where the repository is, if its manifest says so.
+const REPOSITORY: &str = env!("CARGO_PKG_REPOSITORY");
+
+/// Where all pages of documentation are.
+fn guides() -> String {
+    let place = if REPOSITORY.is_empty() { "the source" } else { REPOSITORY };
+    format!("Guides: docs/ of {place}; the Debian package has them in /usr/share/doc/mixfleet/docs")
+}
+
+/// Where the page of a command is.
+fn guide(page: &str) -> String {
+    match REPOSITORY {
+        "" => format!("Guide: docs/{page}"),
+        place => format!("Guide: docs/{page} of {place}"),
+    }
+}
+
+/// Adds to an error of clap what would be right, where it cannot know.
+pub(crate) fn with_hint(mut error: clap::Error) -> clap::Error {
+    let is_backend =
+        |value: &ContextValue| matches!(value, ContextValue::String(word) if word == "--backend");
+    if error.kind() == ErrorKind::UnknownArgument
+        && error.get(ContextKind::InvalidArg).is_some_and(is_backend)
+    {
+        let hint = "'--backend FILE' goes before the command: mixfleet --backend FILE devices";
+        error.remove(ContextKind::SuggestedArg);
+        error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![hint.into()]));
+    }
+    error
+}
+
 #[derive(Debug, Subcommand)]
 pub(crate) enum CliCommand {
     /// List the devices of this machine, and why others were not found
+    #[command(after_help = guide("adding-a-backend.md"))]
     Devices(DevicesArgs),
     /// Show sockets, memory, PCI links, and the distance from each GPU to each NIC
+    #[command(after_help = guide("links.md"))]
     Topo(TopoArgs),
     /// Measure a device: matrix products, attention, memory, copies, launches, long runs
+    #[command(after_help = guide("measuring.md"))]
     Profile(ProfileArgs),
     /// Explain a measured number: meaning, method and what depends on it
+    #[command(after_help = guide("measuring.md"))]
     Explain(ExplainArgs),
     /// Test a device for conformance, memory, vendor claims and soak, and write a report
+    #[command(after_help = guide("validating-your-part.md"))]
     Validate(ValidateArgs),
     /// Compare parts: what a dollar buys, what each is cheapest at, and break-even prices
+    #[command(after_help = guide("comparing-parts.md"))]
     Compare(CompareArgs),
     /// List the parts of the catalog
+    #[command(after_help = guide("comparing-parts.md"))]
     Parts(PartsArgs),
     /// List known models: parameters, KV, weights by dtype, sources
+    #[command(after_help = guide("models.md"))]
     Models(ModelsArgs),
     /// Analyse a request trace, or generate one
+    #[command(after_help = guide("traces.md"))]
     Trace(TraceArgs),
     /// Simulate a trace on a fleet: latencies, hits, cost
+    #[command(after_help = guide("simulator.md"))]
     Simulate(SimulateArgs),
     /// Find the cheapest fleet for a model, a load and objectives
     Plan(PlanArgs),
@@ -59,23 +101,31 @@ pub(crate) enum CliCommand {
     Serve(Box<ServeArgs>),
     /// Run a router of a fleet, which serves clients and places their requests on workers
     #[cfg(feature = "fleet")]
+    #[command(after_help = guide("fleet.md"))]
     Router(crate::fleet::RouterArgs),
     /// Run a worker of a fleet, which serves routers with this machine's devices
     #[cfg(feature = "fleet")]
+    #[command(after_help = guide("fleet.md"))]
     Worker(crate::fleet::WorkerArgs),
     /// Inspect a fleet
     #[cfg(feature = "fleet")]
+    #[command(after_help = guide("fleet.md"))]
     Fleet(crate::fleet::FleetArgs),
     /// Lend a device to an instance of another process, which names it as remote:HOST:PORT
     #[cfg(feature = "fleet")]
+    #[command(after_help = guide("serving.md"))]
     Member(crate::fleet::MemberArgs),
     /// Replay a log of 'serve --events' and compare the decisions, or explain one
+    #[command(after_help = guide("scheduling.md"))]
     Replay(ReplayLogArgs),
     /// Complete one prompt on standard output
+    #[command(after_help = guide("serving.md"))]
     Generate(GenerateArgs),
     /// Measure how fast a model answers, here or at a server, alone or under load
+    #[command(after_help = guide("measuring.md"))]
     Bench(crate::bench::BenchArgs),
     /// Talk with a model in the terminal
+    #[command(after_help = guide("serving.md"))]
     Chat(crate::chat::ChatArgs),
     /// Print what completes commands and options in a shell
     Completions(crate::shells::CompletionsArgs),
@@ -121,6 +171,20 @@ mod tests {
         }
         let generate = error(&["generate", "--help"]);
         assert!(generate.contains("schema") && generate.contains("joules_per_token"), "{generate}");
+    }
+
+    #[test]
+    fn each_command_names_a_guide_that_is_there() {
+        let docs = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs");
+        let of_none = ["completions", "man"];
+        for mut command in <Cli as clap::CommandFactory>::command().get_subcommands().cloned() {
+            let help = command.render_long_help().to_string();
+            let page = help.rsplit("docs/").next().filter(|rest| *rest != help).unwrap_or_default();
+            let page: String =
+                page.chars().take_while(|c| c.is_ascii_alphanumeric() || ".-".contains(*c)).collect();
+            let is_there = !page.is_empty() && docs.join(page.trim_end_matches('.')).is_file();
+            assert!(is_there || of_none.contains(&command.get_name()), "{page:?}: {help}");
+        }
     }
 
     #[test]

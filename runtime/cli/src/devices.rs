@@ -37,10 +37,21 @@ pub(crate) fn run(args: &DevicesArgs) -> Result<()> {
         writeln!(out, "{document:#}")?;
         return Ok(());
     }
+    write_table(&mut out, &found, &same, &absent, &here.topology)
+}
+
+/// Devices with where they are, then what was not found and why.
+fn write_table(
+    out: &mut impl Write,
+    found: &[DeviceInfo],
+    same: &[SamePart],
+    absent: &[(String, String)],
+    topology: &Topology,
+) -> Result<()> {
     writeln!(out, "{:<14} name, compute units, memory", "device")?;
     for (index, device) in found.iter().enumerate() {
-        write_device(&mut out, device)?;
-        write_place(&mut out, device, &here.topology)?;
+        write_device(out, device)?;
+        write_place(out, device, topology)?;
         let first = same.iter().find(|part| part.devices[1..].contains(&index));
         if let Some(part) = first {
             let first = &found[part.devices[0]].id;
@@ -48,7 +59,7 @@ pub(crate) fn run(args: &DevicesArgs) -> Result<()> {
         }
     }
     writeln!(out, "\nnot found")?;
-    for (what, why) in &absent {
+    for (what, why) in absent {
         writeln!(out, "  {what:<12} {why}")?;
     }
     Ok(())
@@ -120,24 +131,74 @@ mod tests {
     use mixfleet_hal::DeviceKind;
     use mixfleet_hal::units::Bytes;
 
+    fn device(id: &str, name: &str, compute_units: u32) -> DeviceInfo {
+        DeviceInfo {
+            id: id.into(),
+            backend: id.split(':').next().unwrap().into(),
+            name: name.into(),
+            kind: DeviceKind::Gpu,
+            memory: Bytes(8.0 * GIB as f64),
+            compute_units,
+            fingerprint: "f".into(),
+            notes: Vec::new(),
+        }
+    }
+
     #[test]
     fn a_count_of_units_that_is_not_known_is_left_out() {
         let shown = |compute_units| {
-            let device = DeviceInfo {
-                id: "wgpu:0".into(),
-                backend: "wgpu".into(),
-                name: "Acme X1".into(),
-                kind: DeviceKind::Gpu,
-                memory: Bytes(8.0 * GIB as f64),
-                compute_units,
-                fingerprint: "f".into(),
-                notes: Vec::new(),
-            };
             let mut out = Vec::new();
-            write_device(&mut out, &device).unwrap();
+            write_device(&mut out, &device("wgpu:0", "Acme X1", compute_units)).unwrap();
             String::from_utf8(out).unwrap()
         };
         assert_eq!(shown(0).trim_end(), "wgpu:0         Acme X1, 8.0 GiB");
         assert_eq!(shown(14).trim_end(), "wgpu:0         Acme X1, 14 units, 8.0 GiB");
+    }
+
+    /// The screen of a made-up machine: what this one has would be another one on each.
+    #[test]
+    fn devices_show_what_they_showed_on_80_and_120_columns() {
+        let mut first =
+            device("cuda:0", "Acme X1 with a name that its vendor made as long as it could be", 128);
+        first.notes.push(("driver".into(), "570.1".into()));
+        let found = [first, device("wgpu:0", "Acme X1", 0)];
+        let same = [SamePart { devices: vec![0, 1], reason: "PCI 0000:01:00.0".into() }];
+        let why = "no platform: install the driver of the part, or name its directory in OCL_ICD_VENDORS for the loader";
+        let absent = [("opencl".to_owned(), why.to_owned())];
+        let shown = |columns: usize| {
+            let mut shown = Vec::new();
+            let mut out = screen::Folding::new(&mut shown, Some(columns));
+            write_table(&mut out, &found, &same, &absent, &Topology::default()).unwrap();
+            drop(out);
+            String::from_utf8(shown).unwrap()
+        };
+        assert_eq!(
+            shown(80),
+            "\
+device         name, compute units, memory
+cuda:0         Acme X1 with a name that its vendor made as long as it could be,
+               128 units, 8.0 GiB
+               driver: 570.1
+wgpu:0         Acme X1, 8.0 GiB
+               the same part as cuda:0: PCI 0000:01:00.0
+
+not found
+  opencl       no platform: install the driver of the part, or name its
+               directory in OCL_ICD_VENDORS for the loader
+"
+        );
+        assert_eq!(
+            shown(120),
+            "\
+device         name, compute units, memory
+cuda:0         Acme X1 with a name that its vendor made as long as it could be, 128 units, 8.0 GiB
+               driver: 570.1
+wgpu:0         Acme X1, 8.0 GiB
+               the same part as cuda:0: PCI 0000:01:00.0
+
+not found
+  opencl       no platform: install the driver of the part, or name its directory in OCL_ICD_VENDORS for the loader
+"
+        );
     }
 }

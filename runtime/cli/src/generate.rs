@@ -246,3 +246,18 @@ fn prompt_ids(args: &GenerateArgs, model: &Model) -> Result<Vec<u32>> {
     }
     Ok(ids)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn ids_without_text_are_told_with_how_fast_they_came() {
+        let document = json!({"ids": [1, 2, 3], "text": "", "ttft_s": 0.25, "tokens_per_s": 12.34});
+        let told =
+            "3 tokens, which have no text (--json has their ids), the first after 0.250 s, 12.3 tokens/s";
+        assert_eq!(in_words(&document), told);
+        assert_eq!(in_words(&json!({"ids": [1], "text": "a", "ttft_s": null})), "1 tokens");
+    }
+}

@@ -4,6 +4,7 @@ mod check;
 mod import;
 mod links;
 pub(crate) mod machine;
+mod show;
 
 use crate::interrupt::cancel_on_interrupt;
 use crate::numbers::USD_PER_HOUR_MIN;
@@ -12,12 +13,13 @@ use crate::{Failed, Usage, backends, writable};
 use anyhow::{Context, Result, bail};
 use clap::{Args, Subcommand};
 use indicatif::{ProgressBar, ProgressStyle};
+use mixfleet_hal::catalog::closest_names;
 use mixfleet_hal::{DType, Device, DeviceKind, cast};
 use mixfleet_hwtests::files::write_whole;
 use mixfleet_hwtests::profile::compare::Comparison;
 use mixfleet_hwtests::profile::{
     Group, ModelShapes, PointResult, PointStatus, ProfileDocument, ProfileLevel, ProfileOptions,
-    ProfileProgress, card, page, run as measure,
+    ProfileProgress, page, run as measure,
 };
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -37,13 +39,15 @@ enum ProfileCommand {
     Compare(CompareArgs),
     /// Turn published tables of kernel times into a profile
     Import(import::ImportArgs),
+    /// Show the card of a profile that was measured before
+    Show(show::ShowArgs),
     /// Check a profile's file against its schema
     Check(check::CheckArgs),
 }
 
 #[derive(Debug, Args)]
 struct MeasureArgs {
-    /// The device ('mixfleet devices' lists them) [default: the first that would serve]
+    /// The device, of 'mixfleet devices' [default: the first that would serve]
     #[arg(long, value_name = "DEV")]
     device: Option<String>,
     /// Measure less, in under a minute [default: under five minutes]
@@ -52,8 +56,7 @@ struct MeasureArgs {
     /// Measure everything, in up to half an hour
     #[arg(long)]
     full: bool,
-    /// Measure only the N products and attention steps that tell most (32, say), predict the others, and say
-    /// how far off
+    /// Measure the N points that tell most (32, say), predict the rest
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(8..=10_000))]
     budget: Option<u32>,
     /// Groups (launch, memory, links, small, kv, gemm, decode, prefill, attention, sustained) or points (*
@@ -66,13 +69,16 @@ struct MeasureArgs {
     /// Rent of the device, to show what a dollar buys
     #[arg(long, value_name = "USD", allow_negative_numbers = true)]
     usd_per_hour: Option<f64>,
-    /// Print the JSON document instead of the card
+    /// List every point below the card, with its samples' distribution
     #[arg(long)]
+    points: bool,
+    /// Print the JSON document instead of the card
+    #[arg(long, conflicts_with = "points")]
     json: bool,
     /// Write the JSON document to a file
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
-    /// Write the device profile for the scheduler and simulated devices, as JSON
+    /// Write the device profile for schedulers and simulated devices
     #[arg(long, value_name = "FILE")]
     device_profile: Option<PathBuf>,
     /// Write a self-contained HTML page
@@ -105,6 +111,7 @@ pub(crate) fn run(args: &ProfileArgs) -> Result<()> {
     match &args.command {
         Some(ProfileCommand::Compare(args)) => compare(args),
         Some(ProfileCommand::Import(args)) => import::run(args),
+        Some(ProfileCommand::Show(args)) => show::run(args),
         Some(ProfileCommand::Check(args)) => check::run(args),
         None if args.measure.links.links => {
             links::run(&args.measure.links, args.measure.json, args.measure.quick)
@@ -133,7 +140,7 @@ fn profile(args: &MeasureArgs) -> Result<()> {
     if args.json {
         writeln!(out, "{}", serde_json::to_string_pretty(&document)?)?;
     } else {
-        write!(out, "{}", card(&document))?;
+        write!(out, "{}", show::text(&document, args.points))?;
     }
     write_files(args, &document)?;
     let missing = document.missing(&args.only);
@@ -212,8 +219,11 @@ fn options(args: &MeasureArgs) -> Result<ProfileOptions> {
         let one = std::slice::from_ref(name);
         if mixfleet_hwtests::profile::plan(ProfileLevel::Full, 16, options.model.as_ref(), one).is_empty() {
             let parts: Vec<&str> = Group::ALL.iter().map(|group| group.name()).collect();
+            let near = closest_names(name, parts.iter().copied());
+            let near =
+                if near.is_empty() { String::new() } else { format!("near it: {}; ", near.join(", ")) };
             bail!(Usage(format!(
-                "--only {name} names nothing; parts: {}, attention; points: 'mixfleet explain'",
+                "--only {name} names nothing; {near}parts: {}, attention; points: 'mixfleet explain'",
                 parts.join(", ")
             )));
         }

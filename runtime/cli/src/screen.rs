@@ -6,7 +6,7 @@ use std::io::{self, IsTerminal, StdoutLock, Write};
 /// left alone in a pipe; those of documents for programs are never folded.
 pub(crate) fn output(is_document: bool) -> Folding<StdoutLock<'static>> {
     let columns = if is_document { None } else { columns() };
-    Folding { to: io::stdout().lock(), columns, line: Vec::new() }
+    Folding::new(io::stdout().lock(), columns)
 }
 
 /// The width to fold at: that of the terminal, unless `COLUMNS` says another one; none in a pipe.
@@ -28,6 +28,13 @@ pub(crate) struct Folding<W: Write> {
     columns: Option<usize>,
     /// What was written since the last end of a line.
     line: Vec<u8>,
+}
+
+impl<W: Write> Folding<W> {
+    /// Folds at so many columns, or nowhere.
+    pub(crate) fn new(to: W, columns: Option<usize>) -> Self {
+        Folding { to, columns, line: Vec::new() }
+    }
 }
 
 impl<W: Write> Write for Folding<W> {
@@ -93,7 +100,7 @@ mod tests {
     use super::*;
 
     fn shown(text: &str, columns: usize) -> String {
-        let mut folding = Folding { to: Vec::new(), columns: Some(columns), line: Vec::new() };
+        let mut folding = Folding::new(Vec::new(), Some(columns));
         // in pieces, as formatted text comes
         for piece in text.as_bytes().chunks(3) {
             folding.write_all(piece).unwrap();

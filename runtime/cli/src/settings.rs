@@ -3,7 +3,7 @@
 //! A key of the file is turned into the words of its flag, so that each value is parsed, checked and
 //! defaulted in one place.
 
-use crate::command_line::{Cli, CliCommand};
+use crate::command_line::{Cli, CliCommand, with_hint};
 use crate::scheduling::SchedulingArgs;
 use crate::screen;
 use crate::{Usage, profiles};
@@ -121,7 +121,8 @@ struct Setting {
 
 /// Parses the command line, and fills in from the fleet file what it leaves open.
 pub(crate) fn parse(words: Vec<OsString>) -> Result<(Cli, ServeSettings)> {
-    let matches = Cli::command().get_matches_from(&words);
+    let matches = Cli::command().try_get_matches_from(&words);
+    let matches = matches.unwrap_or_else(|error| with_hint(error).exit());
     let mut each = Vec::new();
     let (matches, from_file) = match matches.subcommand() {
         Some((command @ ("serve" | "simulate"), given)) => {

@@ -21,6 +21,7 @@ use crate::{Failed, Usage, backends};
 use anyhow::{Context, Result, bail};
 use clap::{Args, Subcommand};
 use examine::{Examination, Examined};
+use mixfleet_hal::catalog::closest_names;
 use mixfleet_hwtests::validate::{
     MemoryAsked, PartFile, Plan, Processes, Settings, ValidationEffort, ValidationVerdict, child, groups,
 };
@@ -50,10 +51,11 @@ enum ValidateCommand {
 
 #[derive(Debug, Args)]
 struct RunArgs {
-    /// The device ('mixfleet devices' lists them) [default: the first that would serve]
+    /// The device ('mixfleet devices' lists them), repeatable: several at once, a report each and a summary
+    /// [default: the first that would serve]
     #[arg(long, value_name = "DEV")]
-    device: Option<String>,
-    /// All devices at once, a report each and a summary
+    device: Vec<String>,
+    /// All devices at once, each part once
     #[arg(long, conflicts_with_all = ["device", "part", "resume", "self_test", "init_part"])]
     all_devices: bool,
     /// Highest level: 0 discovery, 1 conformance, 2 memory, 3 performance, 4 links, 6 serving; 5 is --soak
@@ -120,13 +122,39 @@ pub(crate) fn run(args: &ValidateArgs) -> Result<()> {
         child::serve(input, output, &open, &beyond::run)?;
         return Ok(());
     }
+    let device = match &args.device[..] {
+        [] => None,
+        [device] => Some(device.as_str()),
+        several => {
+            of_one_device(args)?;
+            return all::run(args, several.to_vec());
+        }
+    };
     if args.self_test {
-        return selftest::run(args.device.as_deref(), args.json);
+        return selftest::run(device, args.json);
     }
     if let Some(file) = &args.init_part {
-        return init::run(file, args.device.as_deref(), args.profile.as_deref());
+        return init::run(file, device, args.profile.as_deref());
     }
-    if args.all_devices { all::run(args) } else { validate(args) }
+    if args.all_devices { all::run(args, backends::default_selectors()) } else { validate(args, device) }
+}
+
+/// Refuses what concerns one device where several are named.
+fn of_one_device(args: &RunArgs) -> Result<(), Usage> {
+    let given = [
+        ("--part", args.part.is_some()),
+        ("--resume", args.resume),
+        ("--self-test", args.self_test),
+        ("--init-part", args.init_part.is_some()),
+    ];
+    if let Some((option, _)) = given.iter().find(|(_, is_given)| *is_given) {
+        return Err(Usage(format!("{option} is for one device: name one --device")));
+    }
+    let again = args.device.iter().enumerate().find(|(at, device)| args.device[..*at].contains(device));
+    match again {
+        Some((_, device)) => Err(Usage(format!("device '{device}' is named twice"))),
+        None => Ok(()),
+    }
 }
 
 /// The device that is named, or the first that would serve.
@@ -137,12 +165,12 @@ fn device_of(named: Option<&str>) -> Result<String> {
     }
 }
 
-fn validate(args: &RunArgs) -> Result<()> {
+fn validate(args: &RunArgs, named: Option<&str>) -> Result<()> {
     let began_at = machine::now();
     let part = args.part.as_deref().map(read_part).transpose()?;
     // a password is asked for before the run, and not hours later
     let signer = args.sign.as_deref().map(sign::Signer::open).transpose()?;
-    let device = device_of(args.device.as_deref())?;
+    let device = device_of(named)?;
     let plan = plan(args, &device, part.as_ref())?;
     let earlier = run_log::earlier(args, &plan)?;
     let cancelled = Arc::<AtomicBool>::default();
@@ -202,11 +230,13 @@ fn plan(args: &RunArgs, device: &str, part: Option<&PartFile>) -> Result<Plan> {
     let patience = Duration::from_secs_f64(4.0 * args.timeout);
     let plan = Plan { level: args.level, only: args.only.clone(), settings, patience, ..Plan::new(device) };
     if groups(&plan).is_empty() {
+        let (only, level) = (args.only.join(","), args.level);
         let all = groups(&Plan { only: Vec::new(), ..plan });
+        let near = args.only.iter().flat_map(|name| closest_names(name, all.iter().map(String::as_str)));
+        let near: Vec<&str> = near.collect();
+        let near = if near.is_empty() { String::new() } else { format!("near it: {}; ", near.join(", ")) };
         bail!(Usage(format!(
-            "--only {} names nothing up to level {}; groups: {}",
-            args.only.join(","),
-            args.level,
+            "--only {only} names nothing up to level {level}; {near}groups: {}",
             all.join(", ")
         )));
     }

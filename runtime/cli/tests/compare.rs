@@ -224,6 +224,8 @@ fn the_comparison_is_a_page_too() {
     assert!(page.starts_with("<!doctype html>"));
     for word in [
         "decode, $/Mtoken out",
+        "aria-label=\"cost of decode\"",
+        "the rent below which it decodes",
         "built-in median of smaller clouds, 2026-09-25",
         "steps within 0.1 s",
         "L40S",

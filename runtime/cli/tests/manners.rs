@@ -173,7 +173,11 @@ fn mistakes_are_told_with_what_to_do() {
     refused(&["generate", "--model", file, "--prompt", "x"], "name the directory that it is in");
     refused(&["profile", "--links", "--device", "cpu"], "cannot be used with");
     refused(&["profile", "--links", "--html", "x.html"], "cannot be used with");
+    refused(&["devices", "--backend", "loops.so"], "goes before the command");
     refused(&["explain", "tfft"], "near it: ttft");
+    refused(&["validate", "--device", "cpu", "--only", "l1.gem"], "near it: l1.gemm");
+    refused(&["profile", "--device", "cpu", "--only", "lunch"], "near it: launch");
+    refused(&["serve", "--devise", "cpu"], "a similar argument exists: '--device'");
     refused(&["parts", "no such part"], "no part has 'no such part'");
     let fleet = scratch("manners-fleet").join("FLEET.toml");
     std::fs::write(&fleet, "[pool]\nname = 'a'\n").unwrap();

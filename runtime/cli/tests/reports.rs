@@ -1,6 +1,8 @@
 //! Reports of `validate` from outside: their first line, compared, signed, of all devices, and what to start
 //! from.
 
+#![allow(clippy::print_stdout, reason = "a skip is said aloud")]
+
 use crate::common::{mixfleet, scratch};
 use minisign::KeyPair;
 use serde_json::Value;
@@ -130,6 +132,50 @@ fn all_devices_have_a_report_each_and_a_summary() {
     }
     let (code, _, said) = ended(&["validate", "--all-devices", "--device", "cpu"]);
     assert!(code == Some(2) && said.contains("cannot be used with"), "{said}");
+}
+
+/// The cores by each backend that drives them here: three drivers at once.
+#[test]
+fn devices_that_are_named_have_a_report_each() {
+    let (_, told, _) = ended(&["devices", "--json"]);
+    let found: Value = serde_json::from_str(&told).unwrap();
+    let found: Vec<&str> =
+        found["devices"].as_array().unwrap().iter().map(|device| device["id"].as_str().unwrap()).collect();
+    let mut devices = vec!["cpu"];
+    for device in ["opencl:0", "wgpu:0"] {
+        match found.contains(&device) {
+            true => devices.push(device),
+            false => println!("SKIPPED: no {device} here"),
+        }
+    }
+    // one more, so that there are several anywhere
+    devices.push("sim:rtx-4090,compute,dilation:1");
+    let folder = scratch("reports-several").join("all");
+    let mut words =
+        vec!["validate", "--only", "l1.fill,l2.random", "--memory", "1MiB", "--out", text(&folder)];
+    words.extend(devices.iter().flat_map(|device| ["--device", device]));
+    let (code, told, said) = ended(&words);
+    assert_eq!(code, Some(0), "{told}{said}");
+    let summary: Value = serde_json::from_slice(&fs::read(folder.join("summary.json")).unwrap()).unwrap();
+    let reported: Vec<(&str, &str)> = summary["devices"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|device| (device["device"].as_str().unwrap(), device["verdict"].as_str().unwrap()))
+        .collect();
+    assert_eq!(reported, devices.iter().map(|device| (*device, "partial")).collect::<Vec<_>>());
+    for device in summary["devices"].as_array().unwrap() {
+        let report: Value =
+            serde_json::from_slice(&fs::read(folder.join(device["report"].as_str().unwrap())).unwrap())
+                .unwrap();
+        let passed =
+            report["cases"].as_array().unwrap().iter().filter(|case| case["status"] == "pass").count();
+        assert!(passed >= 4, "{device}: {passed} cases passed");
+    }
+    let twice = ended(&["validate", "--device", "cpu", "--device", "cpu"]);
+    assert!(twice.0 == Some(2) && twice.2.contains("named twice"), "{}", twice.2);
+    let claims = ended(&["validate", "--device", "cpu", "--device", "cpu@0", "--part", "part.toml"]);
+    assert!(claims.0 == Some(2) && claims.2.contains("--part is for one device"), "{}", claims.2);
 }
 
 #[test]

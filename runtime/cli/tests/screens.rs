@@ -6,7 +6,7 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
 /// Commands whose words depend on nothing but the program, the files below, and the one before.
-const SHOWN: [&str; 15] = [
+const SHOWN: [&str; 22] = [
     "parts h100",
     "models llama-3.1-8b",
     "explain",
@@ -22,7 +22,40 @@ const SHOWN: [&str; 15] = [
     "explain ttfd",
     "simulate --fleet absent.toml --trace trace.jsonl",
     "serve --polcy per-dollar",
+    "devices --backend loops.so",
+    "profile show profile.json",
+    "profile show --points profile.json",
+    "profile compare profile.json profile.json",
+    "validate --init-part part.toml --profile profile.json",
+    "validate --device sim:rtx-4090,compute,dilation:1 --only l1.fill,l2.random --memory 1MiB --out good",
+    "validate --device sim:rtx-4090,compute,dilation:1,faults:plan.json --only l1.fill --out bad",
 ];
+
+/// Commands whose numbers depend on the machine or the day, and are masked.
+const MASKED: [&str; 4] = [
+    "validate diff good bad",
+    "generate --device cpu --activations f32 --prompt hello --max-tokens 8",
+    "bench --device cpu --prompt-tokens 8 --answer-tokens 4 --repeat 2",
+    "bench --device cpu --prompt-tokens 8 --answer-tokens 4 --clients 2 --requests 4",
+];
+
+/// Text in which every number is a `#`.
+fn masked(text: &str) -> String {
+    let mut shown = String::new();
+    let mut chars = text.chars().peekable();
+    while let Some(char) = chars.next() {
+        // digits of a name stay, those of a date do not
+        let is_of_name = shown.ends_with(|before: char| before.is_alphanumeric())
+            || shown.ends_with('-') && !shown.ends_with("#-");
+        if !char.is_ascii_digit() || is_of_name {
+            shown.push(char);
+            continue;
+        }
+        while chars.next_if(|char| char.is_ascii_digit() || *char == '.').is_some() {}
+        shown.push('#');
+    }
+    shown
+}
 
 fn screen(words: &[&str], columns: usize, folder: &Path) -> String {
     let mut command = mixfleet();
@@ -68,11 +101,19 @@ fn holds(columns: usize) {
     std::fs::copy(repository.join("docs/results/fleets/mixed-8b.toml"), folder.join("fleet.toml")).unwrap();
     let machine = r#"{"schema": "mixfleet.machine/1", "files": {}, "links": {}}"#;
     std::fs::write(folder.join("machine.json"), machine).unwrap();
+    std::fs::write(folder.join("profile.json"), include_str!("screens/profile.json")).unwrap();
+    let plan = r#"{"seed": 1, "rules": [{"fault": "bit_flip", "probability": 1.0}]}"#;
+    std::fs::write(folder.join("plan.json"), plan).unwrap();
     let mut screens = Vec::new();
     help(&[], columns, &folder, &mut screens);
     assert!(screens.len() > 20, "{screens:?}");
     let words = |line: &'static str| line.split(' ').collect::<Vec<_>>();
     screens.extend(SHOWN.iter().map(|line| screen(&words(line), columns, &folder)));
+    for line in MASKED {
+        let shown = screen(&words(line), columns, &folder);
+        let (command, rest) = shown.split_once('\n').unwrap();
+        screens.push(format!("{command}\n{}", masked(rest)));
+    }
     let shown = screens.join("\n");
     let file = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(format!("tests/screens/{columns}.txt"));
     if std::env::var_os("MIXFLEET_UPDATE_SCREENS").is_some() {

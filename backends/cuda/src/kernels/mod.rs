@@ -251,7 +251,13 @@ mod tests {
                     ("DECODE_OPERANDS", "START_DECODE;"),
                 ] {
                     let has = names.clone().any(|name| name == list);
-                    assert!(!has || started.contains(start), "{}: {head}: no {start} first", source.name());
+                    // which starts what the compiler could load early, and has assembly for the rest
+                    let apart = source == KernelSource::PrefillMma && started.contains("START(query_start)");
+                    assert!(
+                        !has || apart || started.contains(start),
+                        "{}: {head}: no {start}",
+                        source.name()
+                    );
                 }
                 assert!(started.contains("START"), "{}: {head}", source.name());
                 kernels += 1;

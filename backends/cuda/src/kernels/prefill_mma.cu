@@ -33,7 +33,11 @@ DEVICE void fetch(ushort* to, const ushort* pool, const uint* lines) {
 }
 
 KERNEL(32 * PREFILL_WARPS) attn_prefill_mma(PREFILL_OPERANDS) {
-    START_PREFILL;
+    // what else there is is used by instructions that stay behind these, and an address of the launch takes no register
+    START(query_start);
+    START(context);
+    START(pages);
+    START(sinks);
     SHARED_BYTES(memory);
     ushort* const queries = (ushort*)memory;            // [BLOCK_ROWS, ROW]
     ushort* const k_tiles = queries + BLOCK_ROWS * ROW; // [2, TILE, ROW]

@@ -1,15 +1,21 @@
 //! The comparison as one self-contained HTML page.
 
 use super::Comparison;
-use super::table::{DTYPES, cost_row, rate, words};
+use super::table::{DTYPES, cost_row, rate, significant, words};
 use mixfleet_hal::units::GB;
+use mixfleet_hwtests::bars::{BarRow, Bars};
 use mixfleet_hwtests::html::{Cell, Html, Tone};
+use mixfleet_scheduler::classes::{Classified, Job};
+
+/// Bars of a chart: those of the cheapest parts; the table has all.
+const BARS_MAX: usize = 24;
 
 /// Renders the page.
 pub(super) fn page(comparison: &Comparison) -> String {
     let mut body = Html::default();
     body.facts(&facts(comparison));
     body.heading(2, "What a token costs");
+    charts(&mut body, comparison);
     costs(&mut body, comparison);
     body.heading(2, "What 1 $/h buys");
     per_dollar(&mut body, comparison);
@@ -46,6 +52,42 @@ fn facts(comparison: &Comparison) -> Vec<(&'static str, String)> {
     }
     facts.extend(comparison.warnings.iter().map(|warning| ("warning", warning.clone())));
     facts
+}
+
+/// What a token of each job costs on each part, and at which rent a part would decode for the least.
+fn charts(body: &mut Html, comparison: &Comparison) {
+    for (job, what) in [(Job::Decode, "output"), (Job::Prefill, "input")] {
+        let cost = |device: &Classified| Some(device.standing(job)?.cost?.0 * 1e6);
+        let words = |cost: f64| format!("{} $", significant(cost));
+        let rows = bars(comparison, cost, words, |_| None);
+        let caption = format!("{}: dollars for a million tokens of {what}, the cheapest first.", job.name());
+        Bars { label: &format!("cost of {}", job.name()), full: None, rows: &rows }.draw(body, &caption);
+    }
+    let rent = |device: &Classified| Some(device.price?.0);
+    let below = |device: &Classified| Some(device.standing(Job::Decode)?.break_even?.0);
+    let rows = bars(comparison, rent, |rent| format!("{rent:.2} $/h"), below);
+    let caption = "Rent of each part; the line is the rent below which it decodes for less than all others.";
+    Bars { label: "rent and break-even rent of decode", full: None, rows: &rows }.draw(body, caption);
+}
+
+/// A bar for each part that has a value, the least first.
+fn bars(
+    comparison: &Comparison,
+    value: impl Fn(&Classified) -> Option<f64>,
+    words: impl Fn(f64) -> String,
+    mark: impl Fn(&Classified) -> Option<f64>,
+) -> Vec<BarRow> {
+    let known = comparison.classified.iter().enumerate();
+    let mut rows: Vec<BarRow> = known
+        .filter_map(|(at, device)| {
+            let value = value(device).filter(|value| value.is_finite())?;
+            let tone = if comparison.is_in_doubt(at) { Tone::Warn } else { Tone::Plain };
+            Some(BarRow { name: device.name.clone(), value, words: words(value), tone, mark: mark(device) })
+        })
+        .collect();
+    rows.sort_by(|a, b| a.value.total_cmp(&b.value));
+    rows.truncate(BARS_MAX);
+    rows
 }
 
 fn costs(body: &mut Html, comparison: &Comparison) {

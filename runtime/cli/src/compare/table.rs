@@ -101,7 +101,7 @@ pub(super) fn rate(line: &PerDollarRow, dtype: DType) -> String {
 }
 
 /// A number with about three significant digits.
-fn significant(value: f64) -> String {
+pub(super) fn significant(value: f64) -> String {
     if value > 0.0 && value < 0.01 {
         return format!("{value:.1e}");
     }

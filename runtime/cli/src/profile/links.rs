@@ -24,7 +24,7 @@ const TIMEOUT: Duration = Duration::from_secs(30);
 #[derive(Debug, Args)]
 pub(crate) struct LinksArgs {
     /// Measure links: of this host's memory, devices and NICs, or to another host
-    #[arg(long, conflicts_with_all = ["device", "full", "budget", "only", "model", "usd_per_hour", "out", "device_profile", "html"])]
+    #[arg(long, conflicts_with_all = ["device", "full", "budget", "only", "model", "usd_per_hour", "points", "out", "device_profile", "html"])]
     pub(super) links: bool,
     /// With --links: share memory at this address until interrupted
     #[arg(long, value_name = "HOST:PORT", requires = "links", conflicts_with = "to")]

@@ -1,11 +1,11 @@
-//! Implements `mixfleet validate --all-devices`.
+//! Implements `mixfleet validate` of several devices.
 
 use super::examine::{Examination, Examined};
 use super::{RunArgs, child_command, default_folder, facts, folder_name, plan, sign};
+use crate::Failed;
 use crate::interrupt::cancel_on_interrupt;
 use crate::profile::machine;
 use crate::screen;
-use crate::{Failed, backends};
 use anyhow::{Context, Result, bail};
 use mixfleet_hwtests::files::write_whole;
 use mixfleet_hwtests::html::{Cell, Html, Tone, page};
@@ -46,10 +46,9 @@ impl Row {
     }
 }
 
-pub(super) fn run(args: &RunArgs) -> Result<()> {
+pub(super) fn run(args: &RunArgs, devices: Vec<String>) -> Result<()> {
     let began_at = machine::now();
     let signer = args.sign.as_deref().map(sign::Signer::open).transpose()?;
-    let devices = backends::default_selectors();
     if devices.is_empty() {
         bail!("no device was found");
     }
