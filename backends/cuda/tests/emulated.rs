@@ -1,7 +1,8 @@
 //! The conformance suite on the CUDA kernels, run on the CPU.
 
 use crate::emulator::EmulatedDevice;
-use mixfleet_hal::{DType, KvShape, OpSig, Support};
+use crate::fused::Scene;
+use mixfleet_hal::{Cmd, DType, KvShape, OpSig, Support};
 use mixfleet_hwtests::cases::{Case, TokenSpread};
 use mixfleet_hwtests::{CheckOutcome, Entry, SuiteLevel, SuiteOptions, SuiteVerdict, attempt, run};
 use std::collections::BTreeSet;
@@ -163,4 +164,37 @@ fn eight_bit_weights_conform() {
             try_case(&device, sig, TokenSpread::Even);
         }
     }
+}
+
+/// Keys of pages that the pool does not have are seen by no query, on warpgroups as on tensor cores of any part.
+#[test]
+fn absent_pages_are_seen_by_no_query() {
+    let spread = [(200, 450), (70, 70)];
+    let sig = prefill(&spread, (4, 1, 128), None, DType::Bf16);
+    let OpSig::AttnPrefill { tokens, heads, pages_max, kv, .. } = sig else { unreachable!("as made") };
+    let outputs: Vec<Vec<f32>> = [EmulatedDevice::with_wgmma(1), EmulatedDevice::new(1)]
+        .into_iter()
+        .filter_map(|device| {
+            let mut scene = Scene::on(device)?;
+            let q = scene.numbers(DType::Bf16, tokens * heads * kv.head_dim);
+            let query_start = scene.words(&[0, 200, 270]);
+            let context = scene.words(&[450, 70]);
+            // of the first sequence, pages at the start of a tile, inside and at its end are absent
+            let absent = [0, 5, 7, 9, 20];
+            let page = |at: u32| if absent.contains(&at) { u32::MAX - at } else { at };
+            let pages = scene.words(&(0..2 * pages_max).map(page).collect::<Vec<_>>());
+            let [k_pool, v_pool] = [2 * pages_max * kv.page_tokens * kv.head_dim; 2]
+                .map(|count| scene.numbers(DType::Bf16, count));
+            let out = scene.numbers(DType::Bf16, tokens * heads * kv.head_dim);
+            let cmd = Cmd::new(sig, &[q, query_start, context, pages, k_pool, v_pool, out]).unwrap();
+            let (memory, _) = scene.run(&[&[cmd]]);
+            let bits = |pair: &[u8]| f32::from_bits(u32::from(u16::from_le_bytes([pair[0], pair[1]])) << 16);
+            Some(memory.last().unwrap().chunks(2).map(bits).collect())
+        })
+        .collect();
+    let [found, expected] = &outputs[..] else { return };
+    for (at, (found, expected)) in found.iter().zip(expected).enumerate() {
+        assert!((found - expected).abs() <= 0.02, "{at}: {found} must be {expected}");
+    }
+    assert!(expected.iter().any(|v| v.abs() > 0.05), "something was attended to");
 }

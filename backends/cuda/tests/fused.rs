@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 /// Memory that commands share, with contents that are reset before each run.
-struct Scene {
+pub(crate) struct Scene {
     device: EmulatedDevice,
     memory: Vec<(Slice, Vec<u8>)>,
     state: u64,
@@ -15,7 +15,11 @@ struct Scene {
 
 impl Scene {
     fn new(multiprocessors: u32) -> Option<Scene> {
-        let Some(device) = EmulatedDevice::new(multiprocessors) else {
+        Scene::on(EmulatedDevice::new(multiprocessors))
+    }
+
+    pub(crate) fn on(device: Option<EmulatedDevice>) -> Option<Scene> {
+        let Some(device) = device else {
             eprintln!("SKIPPED: the emulator needs g++ on x86-64 Linux");
             return None;
         };
@@ -28,12 +32,12 @@ impl Scene {
         slice
     }
 
-    fn words(&mut self, words: &[u32]) -> Slice {
+    pub(crate) fn words(&mut self, words: &[u32]) -> Slice {
         self.put(words.iter().flat_map(|word| word.to_le_bytes()).collect())
     }
 
     /// `count` numbers between -1 and 1.
-    fn numbers(&mut self, dtype: DType, count: u32) -> Slice {
+    pub(crate) fn numbers(&mut self, dtype: DType, count: u32) -> Slice {
         let mut draw = || {
             self.state =
                 self.state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -48,7 +52,7 @@ impl Scene {
     }
 
     /// Runs `lists` one after another from the same memory: what is in it then, and the launches.
-    fn run(&self, lists: &[&[Cmd]]) -> (Vec<Vec<u8>>, usize) {
+    pub(crate) fn run(&self, lists: &[&[Cmd]]) -> (Vec<Vec<u8>>, usize) {
         for (slice, bytes) in &self.memory {
             self.device.write(slice, bytes).unwrap();
         }
