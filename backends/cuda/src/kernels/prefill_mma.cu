@@ -215,8 +215,8 @@ KERNEL(32 * PREFILL_WARPS) attn_prefill_mma(PREFILL_OPERANDS) {
             if (row >= count) continue;
             const ulong line = (ulong)(token0 + row / ratio) * heads + kv_head * ratio + row % ratio;
             const uint head = kv_head * ratio + row % ratio;
-            const float keep = join_sink(max[r][i], &sum[r][i], sinks, head, has_sinks);
-            const float scale = keep / sum[r][i];
+            float all = sum[r][i];
+            const float keep = join_sink(max[r][i], &all, sinks, head, has_sinks), scale = keep / all;
 #pragma unroll
             for (uint n = 0; n < HEAD_DIM / 8; ++n)
                 *(uint*)(out + line * HEAD_DIM + 8 * n + 2 * t) =

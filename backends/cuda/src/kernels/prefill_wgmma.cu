@@ -367,8 +367,8 @@ KERNEL_OF(WARPGROUP * (CONSUMERS + 1), 1) attn_prefill_wgmma(PREFILL_OPERANDS) {
             if (row >= rows.count) continue;
             const uint head = rows.kv_head * ratio + row % ratio;
             const ulong line = (ulong)(rows.token0 + row / ratio) * heads + head;
-            const float keep_all = join_sink(max[i] * SCALE, &sum[i], sinks, head, has_sinks);
-            const float scale = keep_all / sum[i];
+            float all = sum[i];
+            const float joined = join_sink(max[i] * SCALE, &all, sinks, head, has_sinks), scale = joined / all;
 #pragma unroll
             for (uint n = 0; n < HEAD_DIM / 8; ++n)
                 *(uint*)(out + line * HEAD_DIM + 8 * n + 2 * t) =
