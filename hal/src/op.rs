@@ -15,10 +15,11 @@
 //!
 //! **Attention.** Scores are scaled by `1/sqrt(head_dim)`. With `window = Some(w)` a query at position p sees
 //! keys p-w+1 ..= p. `AttnDecode` covers any token range of a sequence and returns un-normalised output with
-//! its running maximum and sum, so that attention over any partition of the KV (by head, by request, by token
-//! range) recombines exactly in `AttnMerge`: flash-decoding and attention offload are the same operator. A
-//! *sink* (gpt-oss) is a logit that a head learned: a key of this score, with a value of zero, that every query
-//! sees once. Where attention is normalised, `exp(sink - max)` joins the sum of a row's weights.
+//! its running maximum and sum, so that attention over any partition of the KV (by head, by request, by
+//! token range) recombines exactly in `AttnMerge`: flash-decoding and attention offload are the same
+//! operator. A *sink* (gpt-oss) is a logit that a head learned: a key of this score, with a value of zero,
+//! that every query sees once. Where attention is normalised, `exp(sink - max)` joins the sum of a row's
+//! weights.
 
 pub use crate::mixture::{ExpertRouting, GroupedRows, Scoring};
 use crate::operand::product;
@@ -243,9 +244,10 @@ pub enum OpSig {
         routing: ExpertRouting,
     },
     /// Each choice's product with the matrix of its expert, accumulated in f32: `out[c] = x[c / fan] .
-    /// weight[e]^T (+ bias[e])` for every choice c in `order[starts[e] .. starts[e + 1]]`. `x [choices / fan,
-    /// k]`, `weight [experts, n, k]` or the arrays of [`Quantised::parts`], with `bias`: `bias [experts, n]`,
-    /// f32 if the weights are quantised, `order [choices]` u32, `starts [experts + 1]` u32, `out [choices, n]`.
+    /// weight[e]^T (+ bias[e])` for every choice c in `order[starts[e] .. starts[e + 1]]`. `x [choices /
+    /// fan, k]`, `weight [experts, n, k]` or the arrays of [`Quantised::parts`], with `bias`: `bias
+    /// [experts, n]`, f32 if the weights are quantised, `order [choices]` u32, `starts [experts + 1]` u32,
+    /// `out [choices, n]`.
     GroupedGemm {
         /// Rows, and how experts share them.
         #[serde(flatten)]

@@ -17,7 +17,8 @@ pub enum Architecture {
 }
 
 impl Architecture {
-    /// Whether its kernels wait for the launch before theirs (FOLLOW in device.h), so that they may be launched early.
+    /// Whether its kernels wait for the launch before theirs (FOLLOW in device.h), so that they may be
+    /// launched early.
     pub(crate) fn follows(&self) -> bool {
         let number = self.option().trim_start_matches(|c: char| !c.is_ascii_digit());
         let number = number.trim_end_matches(|c: char| !c.is_ascii_digit());
@@ -155,7 +156,8 @@ pub struct KernelResources {
     pub stack_bytes: u32,
     /// Bytes of spilled registers that are stored and loaded.
     pub spill_bytes: u32,
-    /// Whether the assembler made products of warpgroups wait for each other, which costs most of their speed.
+    /// Whether the assembler made products of warpgroups wait for each other, which costs most of their
+    /// speed.
     pub serialized: bool,
 }
 

@@ -194,8 +194,8 @@ impl Stream {
         unsafe { result::stream::wait_event(self.raw, event.raw, flags) }.at("cuStreamWaitEvent")
     }
 
-    /// Enqueues a kernel that may start while the one before it ends, for which it waits itself (programmatic dependent
-    /// launch); `bytes` is its dynamic shared memory.
+    /// Enqueues a kernel that may start while the one before it ends, for which it waits itself
+    /// (programmatic dependent launch); `bytes` is its dynamic shared memory.
     ///
     /// # Safety
     /// As for a launch; every thread of the kernel waits before it touches memory or ends.

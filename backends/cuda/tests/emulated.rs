@@ -117,8 +117,9 @@ fn prefill_attention_conforms_on_tensor_cores() {
     }
 }
 
-/// Hopper's kernel, over tiles of 128 keys and blocks of 128 rows: each number of heads that share KV, contexts
-/// below, at and above a tile, sequences that begin inside a tile, more tiles than buffers, windows.
+/// Hopper's kernel, over tiles of 128 keys and blocks of 128 rows: each number of heads that share KV,
+/// contexts below, at and above a tile, sequences that begin inside a tile, more tiles than buffers,
+/// windows.
 #[test]
 fn prefill_attention_conforms_on_warpgroups() {
     // few blocks, which go through several tiles each
@@ -166,7 +167,8 @@ fn eight_bit_weights_conform() {
     }
 }
 
-/// Keys of pages that the pool does not have are seen by no query, on warpgroups as on tensor cores of any part.
+/// Keys of pages that the pool does not have are seen by no query, on warpgroups as on tensor cores of any
+/// part.
 #[test]
 fn absent_pages_are_seen_by_no_query() {
     let spread = [(200, 450), (70, 70)];

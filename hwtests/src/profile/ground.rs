@@ -277,7 +277,8 @@ fn contents(sig: &OpSig, operand: &Operand) -> Option<Vec<u8>> {
             let context = to_u32(kv_tokens / u64::from(sequences.max(1)));
             Some(words((0..sequences).map(|_| context)))
         }
-        // logits as a model makes them, drawn at temperature 1 and top-p 0.95, which leaves some tens of tokens
+        // logits as a model makes them, drawn at temperature 1 and top-p 0.95, which leaves some tens of
+        // tokens
         (OpSig::Sample { rows, cols, .. }, "logits") => {
             let row: Vec<f32> = (0..cols).map(|_| to_f32(6.0 * stream.next_normal())).collect();
             Some(bytemuck::cast_slice(&row).repeat(rows as usize))

@@ -69,8 +69,8 @@ impl ExpertNames {
     }
 }
 
-/// The matrices of all experts together, within `mlp.experts`: of gate and up, rows of each in turn, and down.
-/// Their biases have the same names with [`BIAS`] behind them.
+/// The matrices of all experts together, within `mlp.experts`: of gate and up, rows of each in turn, and
+/// down. Their biases have the same names with [`BIAS`] behind them.
 pub(super) const GATE_UP: &str = "gate_up_proj";
 pub(super) const DOWN: &str = "down_proj";
 pub(super) const BIAS: &str = "_bias";

@@ -224,7 +224,8 @@ mod tests {
         KernelSource::Combine,
     ];
 
-    /// A kernel that is launched early must wait in every thread: before it ends, and before it uses an operand.
+    /// A kernel that is launched early must wait in every thread: before it ends, and before it uses an
+    /// operand.
     #[test]
     fn every_kernel_starts_all_its_operands_before_it_can_end() {
         let mut kernels = 0;

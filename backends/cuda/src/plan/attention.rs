@@ -74,8 +74,8 @@ fn wgmma_shared_bytes(head_dim: u32) -> u32 {
     (WGMMA_ROWS + 2 * WGMMA_STAGES * WGMMA_ROWS) * head_dim * 2 + 1024
 }
 
-/// Whether `attn_prefill_wgmma` takes heads of this length, of whose rows there are `tiles` tiles: fewer would
-/// leave multiprocessors idle that the smaller blocks of `attn_prefill_mma` use.
+/// Whether `attn_prefill_wgmma` takes heads of this length, of whose rows there are `tiles` tiles: fewer
+/// would leave multiprocessors idle that the smaller blocks of `attn_prefill_mma` use.
 fn on_warpgroups(head_dim: u32, tiles: u64, target: &PlanTarget) -> bool {
     let fits = wgmma_shared_bytes(head_dim) + 1024 <= target.shared_bytes_max;
     target.wgmma && matches!(head_dim, 64 | 128) && fits && 2 * tiles >= u64::from(target.multiprocessors)

@@ -7,8 +7,8 @@ use mixfleet_hal::{DType, OpSig, Result};
 /// Rows above which the weights' traffic no longer dominates and cuBLASLt's tiles win.
 pub(super) const FEW_ROWS_MAX: u32 = 16;
 const WARPS: u32 = 8;
-/// Shared memory of a block for copies that are under way: two blocks fit a multiprocessor of Hopper, and one those with
-/// 99 KiB for a block.
+/// Shared memory of a block for copies that are under way: two blocks fit a multiprocessor of Hopper, and
+/// one those with 99 KiB for a block.
 const RING_BYTES: u32 = 96 << 10;
 /// Pairs of steps along k that it holds.
 const STAGES: std::ops::RangeInclusive<u32> = 2..=4;
@@ -111,7 +111,8 @@ impl Product<'_> {
     }
 }
 
-/// Plans the products of one `x` at the front of `ops` as one launch, with the gating of the two if that is next.
+/// Plans the products of one `x` at the front of `ops` as one launch, with the gating of the two if that is
+/// next.
 pub(super) fn together(ops: &[PlannedOp], target: &PlanTarget) -> Result<Option<(usize, PlanStep)>> {
     let mut products: Vec<Product<'_>> = Vec::new();
     for op in ops.iter().take(PRODUCTS_MAX) {

@@ -85,7 +85,8 @@ fn blas_takes(sig: &OpSig, aligned: bool, target: &PlanTarget) -> Option<bool> {
         DType::U32 => false,
     };
     let bias_before = bias && (out != weight || weight == DType::F8E4m3);
-    // it rounds a product to the output's dtype before it adds what is there, seen with bf16 on Hopper (CUDA 13.0)
+    // it rounds a product to the output's dtype before it adds what is there, seen with bf16 on Hopper (CUDA
+    // 13.0)
     let exact = out == DType::F32 || !accumulate;
     let takes = target.blas && aligned && x == weight && dtypes && exact && vectors(k, x) && vectors(n, out);
     takes.then_some(bias_before)

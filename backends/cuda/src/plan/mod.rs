@@ -208,9 +208,9 @@ fn apart(a: &DeviceRange, b: &DeviceRange) -> bool {
     a.address + a.bytes <= b.address || b.address + b.bytes <= a.address
 }
 
-/// Plans what the front of a batch does in fewer launches than one by one, bit by bit the same, and returns how many
-/// operations that are: products of few rows of one `x`, also with their gating; rope of queries and keys with the
-/// write of those keys; decode attention in parts with its merge.
+/// Plans what the front of a batch does in fewer launches than one by one, bit by bit the same, and returns
+/// how many operations that are: products of few rows of one `x`, also with their gating; rope of queries
+/// and keys with the write of those keys; decode attention in parts with its merge.
 ///
 /// # Errors
 /// As [`plan`].
@@ -230,7 +230,8 @@ pub fn fused(ops: &[PlannedOp], target: &PlanTarget) -> Result<Option<(usize, Ve
     Ok(fused)
 }
 
-/// Plans rope of queries and of keys, and the write of those keys with their values, as one launch, if they are that.
+/// Plans rope of queries and of keys, and the write of those keys with their values, as one launch, if they
+/// are that.
 fn rope_kv(queries: &PlannedOp, keys: &PlannedOp, write: &PlannedOp) -> Result<Option<PlanStep>> {
     let (OpSig::Rope { tokens, heads, head_dim, x }, [q, cos_sin]) = (queries.0, &queries.1[..]) else {
         return Ok(None);

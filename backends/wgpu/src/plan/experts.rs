@@ -14,8 +14,8 @@ const COLS: u32 = 4;
 const TILE: u64 = 64;
 const TILE_GROUP: u32 = 256;
 
-/// The numbers of code and scale of weights that `code_weights.wgsl` reads: codes of whole bytes or nibbles with a
-/// scale, whose groups end with matrices and octets of columns.
+/// The numbers of code and scale of weights that `code_weights.wgsl` reads: codes of whole bytes or nibbles
+/// with a scale, whose groups end with matrices and octets of columns.
 fn scaled_codes(format: &Quantised, n: u32, k: u32) -> Result<[u32; 2]> {
     let codes = matches!(format.code, CodeKind::U4 | CodeKind::I8 | CodeKind::E2m1 | CodeKind::E4m3);
     let scaled = format.zero == ZeroKind::Middle && format.supers() == 0 && !format.outer;
