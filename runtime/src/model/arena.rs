@@ -156,8 +156,8 @@ mod tests {
                 let all: u64 = device.allocations.lock().unwrap().iter().sum();
                 let taken = all - arena.inputs.buffer.size_bytes();
                 let counted = config.cost_shape(x, x, 8).activation_bytes(tokens_max, sequences_max);
-                // nothing is allocated as 4 bytes
-                assert!((counted..=counted + 4).contains(&taken), "{name} in {x}: {taken} for {counted}");
+                // nothing is allocated as 4 bytes, at most twice
+                assert!((counted..=counted + 8).contains(&taken), "{name} in {x}: {taken} for {counted}");
             }
         }
     }
