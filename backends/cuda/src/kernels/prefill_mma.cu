@@ -207,7 +207,9 @@ KERNEL(32 * PREFILL_WARPS) attn_prefill_mma(PREFILL_OPERANDS) {
     }
     copies_wait<0>();
 
+#pragma unroll
     for (uint r = 0; r < ROW_TILES; ++r)
+#pragma unroll
         for (uint i = 0; i < 2; ++i) {
             sum[r][i] += shuffle_xor(sum[r][i], 1);
             sum[r][i] += shuffle_xor(sum[r][i], 2);
