@@ -217,8 +217,9 @@ fn who_answers_without_the_token_is_no_device() {
     let address = listener.local_addr().unwrap();
     let open =
         move || RemoteDevice::open("remote:x", address.into(), access("word")).err().unwrap().to_string();
-    // version, and then an answer that anybody could give
-    let answers: [(u32, &str); 2] = [(2, "another token"), (7, "version 7")];
+    // version, and with the right one then an answer that anybody could give
+    const SPOKEN: u32 = 2;
+    let answers: [(u32, &str); 2] = [(SPOKEN, "another token"), (7, "version 7")];
     for (version, expected) in answers {
         let caller = std::thread::spawn(open);
         let (mut socket, _) = listener.accept().unwrap();
@@ -228,7 +229,7 @@ fn who_answers_without_the_token_is_no_device() {
         hello.extend(version.to_le_bytes());
         hello.extend([0; 16]);
         socket.write_all(&hello).unwrap();
-        if version == 1 {
+        if version == SPOKEN {
             let mut length = [0; 4];
             socket.read_exact(&mut length).unwrap();
             let mut rest = vec![0; u32::from_le_bytes(length) as usize];
