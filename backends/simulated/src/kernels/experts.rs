@@ -3,7 +3,7 @@
 
 use super::Tag;
 use super::rows::{digests, head, put};
-use crate::digest::{mix, of_bytes};
+use crate::digest::{mix, of_bytes, of_values};
 use crate::memory::{Edit, Store};
 use mixfleet_hal::cast::{low_u32, to_u32, to_usize};
 use mixfleet_hal::{Cmd, DType, Error, OpSig, Result};
@@ -23,7 +23,7 @@ pub(super) fn swiglu(store: &mut Store, cmd: &Cmd) -> Result<()> {
     for at in 0..to_usize(elements) {
         let pair = &bytes[2 * at * element..][..2 * element];
         let is_zero = pair.iter().all(|&byte| byte == 0);
-        let digest = if is_zero { 0 } else { of_bytes(Tag::Swiglu as u64, pair) };
+        let digest = if is_zero { 0 } else { of_values(Tag::Swiglu as u64, x, pair) };
         crate::digest::write(x, &mut out[at * element..][..element], digest);
     }
     Ok(())
