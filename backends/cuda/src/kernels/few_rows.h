@@ -87,7 +87,7 @@ DEVICE float* multiply(uchar* memory, const TYPE(WEIGHT)* const* lines, const TY
             if (fetched < count) fetch(ring + (into * PAIR + i) * SLOT * 32, lines, x, m, k, next + 32 * i);    \
         copies_close();                                                                                         \
         fetched += PAIR;                                                                                        \
-        next += fetched % STEPS == 0 ? 32 * (STEPS * (WARPS - 1) + PAIR) : 32 * PAIR;                                 \
+        next += fetched % STEPS == 0 ? 32 * (STEPS * (WARPS - 1) + PAIR) : 32 * PAIR;                           \
         into = into + 1 == STAGES ? 0 : into + 1;                                                               \
     } while (0)
 #pragma unroll
