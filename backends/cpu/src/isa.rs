@@ -16,9 +16,12 @@ pub enum Isa {
     /// AVX-512 with AVX512-BF16.
     #[cfg(target_arch = "x86_64")]
     Avx512Bf16,
+    /// The same, and AMX with tiles of bf16.
+    #[cfg(target_arch = "x86_64")]
+    Amx,
 }
 
-/// Environment variable that lowers the level: `portable`, `avx2`, `avx512` or `avx512bf16`.
+/// Environment variable that lowers the level: `portable`, `avx2`, `avx512`, `avx512bf16` or `amx`.
 pub const ISA_VARIABLE: &str = "MIXFLEET_CPU_ISA";
 
 impl Isa {
@@ -31,8 +34,13 @@ impl Isa {
             use std::is_x86_feature_detected as has;
             let avx2 = has!("avx2") && has!("fma") && has!("f16c");
             let avx512 = avx2 && has!("avx512f") && has!("avx512bw") && has!("avx512vl") && has!("avx512dq");
-            let present =
-                [(avx2, Isa::Avx2), (avx512, Isa::Avx512), (avx512 && has!("avx512bf16"), Isa::Avx512Bf16)];
+            let bf16 = avx512 && has!("avx512bf16");
+            let present = [
+                (avx2, Isa::Avx2),
+                (avx512, Isa::Avx512),
+                (bf16, Isa::Avx512Bf16),
+                (bf16 && has_amx_bf16(), Isa::Amx),
+            ];
             levels.extend(present.into_iter().filter(|(has, _)| *has).map(|(_, isa)| isa));
         }
         levels
@@ -58,14 +66,19 @@ impl Isa {
     pub(crate) const fn lanes(self) -> usize {
         match self {
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 | Isa::Avx512Bf16 => 16,
+            Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx => 16,
             _ => 8,
         }
     }
 
     /// Whether the bf16 dot product is a single instruction.
     pub(crate) fn has_dot_bf16(self) -> bool {
-        self.name() == "avx512bf16"
+        matches!(self.name(), "avx512bf16" | "amx")
+    }
+
+    /// Whether there are tiles of bf16.
+    pub(crate) fn has_tiles(self) -> bool {
+        self.name() == "amx"
     }
 
     /// Returns the lower-case name.
@@ -78,6 +91,8 @@ impl Isa {
             Isa::Avx512 => "avx512",
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512Bf16 => "avx512bf16",
+            #[cfg(target_arch = "x86_64")]
+            Isa::Amx => "amx",
         }
     }
 }
@@ -86,4 +101,31 @@ impl std::fmt::Display for Isa {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(self.name())
     }
+}
+
+/// Whether the processor has AMX with bf16, and the system lets this process use it: Linux gives a process
+/// the state of tiles (8 KiB a thread) only if it asks.
+#[cfg(target_arch = "x86_64")]
+fn has_amx_bf16() -> bool {
+    /// CPUID leaf 7, EDX (Intel's manual, volume 2A): AMX-BF16 and AMX-TILE.
+    const BITS: u32 = 1 << 22 | 1 << 24;
+    static HAS: std::sync::LazyLock<bool> = std::sync::LazyLock::new(|| {
+        let leaves = std::arch::x86_64::__cpuid(0).eax;
+        leaves >= 7 && std::arch::x86_64::__cpuid_count(7, 0).edx & BITS == BITS && may_use_tiles()
+    });
+    *HAS
+}
+
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+fn may_use_tiles() -> bool {
+    /// `arch_prctl` of Linux 5.16: asks for a part of the state of a thread; tiles are part 18.
+    const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
+    const TILES: libc::c_long = 18;
+    // SAFETY: the call takes two numbers and changes no memory of ours.
+    unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILES) == 0 }
+}
+
+#[cfg(all(target_arch = "x86_64", not(target_os = "linux")))]
+fn may_use_tiles() -> bool {
+    false
 }

@@ -5,6 +5,7 @@
 //! needs no barrier at all.
 
 use crate::isa::Isa;
+use crate::kernels::gemm::PackedForm;
 use crate::kernels::{self, Phase, Span};
 use crate::memory::{CpuBuffer, buffer_of};
 use mixfleet_hal::{Buffer, Cmd, DType, Error, KvShape, MatrixKind, OpSig, OperandAccess, Result, Slice};
@@ -68,7 +69,7 @@ impl Touch {
 }
 
 /// The `x` that is packed in shared scratch, and its form.
-type Packed = (usize, usize, DType, bool);
+type Packed = (usize, usize, DType, PackedForm);
 
 /// Collects steps and determines where barriers are needed.
 struct Builder {
@@ -242,12 +243,6 @@ fn touches_operand(phase: Phase, (index, count): (usize, usize), access: Operand
 
 /// Returns what determines the bytes of packed `x` besides `x` itself.
 fn packed_form(sig: &OpSig, isa: Isa) -> Option<Packed> {
-    match *sig {
-        OpSig::Gemm { m, k, x, weight, .. } => {
-            let pairs = isa.has_dot_bf16() && x == DType::Bf16 && weight == x;
-            Some((m as usize, k as usize, x, pairs))
-        }
-        OpSig::QuantisedGemm { m, k, x, .. } => Some((m as usize, k as usize, x, false)),
-        _ => None,
-    }
+    let shape = kernels::gemm_shape(sig)?;
+    Some((shape.m, shape.k, shape.x, shape.packed_form(isa)?))
 }

@@ -3,7 +3,11 @@
 use crate::common::reference::bad_decode;
 use crate::common::{LONG, Rig, levels};
 use mixfleet_cpu::{CpuBackend, isa::Isa};
-use mixfleet_hal::{Backend, BufferUsage, Cmd, DType, Device, ErrorKind, KvShape, OpSig, Slice, Ticket};
+use mixfleet_hal::op::Extent;
+use mixfleet_hal::{
+    Backend, BufferUsage, Cmd, CodeKind, DType, Device, ErrorKind, KvShape, OpSig, Quantised, ScaleKind,
+    Slice, Ticket, ZeroKind,
+};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -58,6 +62,45 @@ fn steps_of_a_batch_see_what_earlier_ones_wrote_on_any_worker() {
                 assert_eq!(&got, expected, "{}", rig.isa);
             }
         }
+    }
+}
+
+#[test]
+fn products_that_pack_one_input_unlike_stay_right() {
+    for rig in levels("cpu") {
+        let (m, n, k, x) = (60, 70, 64, DType::Bf16);
+        let plain = OpSig::Gemm { m, n, k, x, weight: DType::F32, out: x, bias: false, accumulate: false };
+        let halves = OpSig::Gemm { m, n, k, x, weight: x, out: x, bias: false, accumulate: false };
+        let weight = Quantised::in_rows(CodeKind::I8, 32, ScaleKind::F32, ZeroKind::Middle);
+        let codes = OpSig::QuantisedGemm { m, n, k, x, weight, out: x, bias: false, accumulate: false };
+        let input = rig.upload(x, &rig.random(x, m * k));
+        let products = [plain, codes, halves, codes, plain].map(|sig| {
+            let mut slices = vec![input.clone()];
+            for operand in &sig.operands()[1..] {
+                let Extent::Exactly(count) = operand.extent else { panic!("of no fixed size") };
+                let count = u32::try_from(count).unwrap();
+                let words =
+                    || (0..count).map(|_| u32::try_from(rig.below(1 << 32)).unwrap()).collect::<Vec<_>>();
+                let data = match operand.dtype {
+                    DType::U32 => rig.u32s(&words()),
+                    dtype => rig.random(dtype, count),
+                };
+                slices.push(rig.upload(operand.dtype, &data));
+            }
+            (sig, slices)
+        });
+        let command = |(sig, slices): &(OpSig, Vec<Slice>)| Cmd::new(*sig, slices).unwrap();
+        let outs = || products.each_ref().map(|(_, slices)| bytes(&rig, slices.last().unwrap()));
+        let mut queue = rig.device.queue().unwrap();
+        for product in &products {
+            let ticket = queue.submit(&[command(product)]).unwrap();
+            queue.wait(ticket, LONG).unwrap();
+        }
+        let apart = outs();
+        let ticket = queue.submit(&products.each_ref().map(command)).unwrap();
+        queue.wait(ticket, LONG).unwrap();
+        assert_eq!(outs(), apart, "{}", rig.isa);
+        assert_ne!(apart[0], apart[4], "other weights give something else");
     }
 }
 

@@ -345,7 +345,7 @@ impl GroupedGemm {
             } else if let Some(weights) = weights {
                 worker.isa.run(QuantisedFewRows { shape, operands, weights, columns: 0..columns, scratch });
             } else {
-                worker.isa.run(Rows { shape, operands, columns: 0..columns, scratch });
+                worker.isa.run(Rows { shape, operands, columns: 0..columns, next: columns, scratch });
             }
             if !alone {
                 for (i, &choice) in chosen.iter().enumerate() {

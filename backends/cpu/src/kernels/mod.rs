@@ -23,7 +23,9 @@ use experts::{Combine, ExpertChoice, GroupedGemm};
 use gemm::packed::{PackX, PanelOut};
 use gemm::quantised::QuantisedFewRows;
 use gemm::rows::Rows;
-use gemm::{Operands, Shape};
+#[cfg(target_arch = "x86_64")]
+use gemm::tiles::{self, TilePanel, TileX};
+use gemm::{Operands, PackedForm, Shape};
 use kv::{Dense, PagedKv};
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::{DType, KvShape, OpSig, Result};
@@ -34,6 +36,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Arithmetic of a `Route` below which one worker does all of it.
 const ROUTE_ALONE_FLOPS: f64 = 100e3;
+
+/// Bytes of weights that a worker claims at a time where they stream through it once.
+const PIECE_BYTES: usize = 512 << 10;
 
 /// Rounds `n` up to a multiple of `to`.
 #[inline(always)]
@@ -71,6 +76,11 @@ impl Worker<'_> {
     /// Claims the next piece of the step.
     pub(crate) fn claim(&self) -> usize {
         self.claims.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Claims the next piece of a step in which each worker begins with the piece of its index.
+    fn claim_after_first(&self) -> usize {
+        self.count + self.claim()
     }
 }
 
@@ -201,22 +211,39 @@ fn elements_of(function: Binary, args: &[Span], elements: u64, dtype: DType, wor
     unsafe { worker.isa.run(Elements { function, args, range, dtype }) };
 }
 
+/// The shape of a product.
+pub(crate) fn gemm_shape(sig: &OpSig) -> Option<Shape> {
+    let (m, n, k, x, out, bias, accumulate, weight, is_quantised) = match *sig {
+        OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate } => {
+            (m, n, k, x, out, bias, accumulate, weight, false)
+        }
+        OpSig::QuantisedGemm { m, n, k, x, out, bias, accumulate, .. } => {
+            (m, n, k, x, out, bias, accumulate, DType::F32, true)
+        }
+        _ => return None,
+    };
+    let (m, n, k) = (m as usize, n as usize, k as usize);
+    Some(Shape { m, n, k, x, weight, is_quantised, out, bias, accumulate })
+}
+
 /// Shape and operands of a product, and its weights if they are quantised.
 fn gemm_parts(sig: &OpSig, args: &[Span]) -> (Shape, Operands, Option<QuantisedRows>) {
-    match *sig {
-        OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate } => {
-            let (m, n, k) = (m as usize, n as usize, k as usize);
-            let shape = Shape { m, n, k, x, weight, out, bias, accumulate };
-            (shape, Operands::new(&shape, args), None)
-        }
-        OpSig::QuantisedGemm { m, n, k, x, weight, out, bias, accumulate } => {
-            let (m, n, k) = (m as usize, n as usize, k as usize);
-            let shape = Shape { m, n, k, x, weight: DType::F32, out, bias, accumulate };
-            let (weights, rest) = QuantisedRows::of(weight, k, &args[1..]);
-            (shape, Operands::quantised(&shape, args[0], rest), Some(weights))
-        }
-        _ => unreachable!("only called for a product"),
-    }
+    let Some(shape) = gemm_shape(sig) else { unreachable!("only called for a product") };
+    let OpSig::QuantisedGemm { weight, .. } = *sig else {
+        return (shape, Operands::new(&shape, args), None);
+    };
+    let (weights, rest) = QuantisedRows::of(weight, shape.k, &args[1..]);
+    (shape, Operands::quantised(&shape, args[0], rest), Some(weights))
+}
+
+/// Weight rows that a worker claims at a time: so many that a new stream is nothing beside them, and so few
+/// that no worker waits long for another one that the system held up.
+fn rows_of_a_piece(shape: &Shape, quantised: Option<&QuantisedRows>, workers: usize) -> usize {
+    let row_bytes = match quantised {
+        Some(weights) => 4 * weights.row_words(),
+        None => shape.k * to_usize(shape.weight.size_bytes()),
+    };
+    round_up(PIECE_BYTES.div_ceil(row_bytes.max(1)).min(shape.n.div_ceil(workers)), 8)
 }
 
 /// # Safety
@@ -229,9 +256,28 @@ unsafe fn run_gemm(
     worker: &mut Worker<'_>,
 ) {
     let (isa, packed, dtype) = (worker.isa, worker.shared, shape.word_dtype(worker.isa));
+    let form = shape.packed_form(isa);
     // SAFETY: the caller's promise, and scratch is as large as each task says.
     unsafe {
         match phase {
+            #[cfg(target_arch = "x86_64")]
+            Phase::PackX if form == Some(PackedForm::Tiles) => {
+                let scratch = worker.scratch.words(TileX::SCRATCH_WORDS);
+                let tiles = worker.share(tiles::x_tiles(shape.m));
+                isa.run(TileX { shape, operands, tiles, packed, scratch });
+            }
+            #[cfg(target_arch = "x86_64")]
+            Phase::MultiplyPacked if form == Some(PackedForm::Tiles) => {
+                let rows = tiles::panel_rows(&shape, worker.count);
+                let scratch = worker.scratch.words(TilePanel::scratch_words(&shape, rows));
+                let mut column = worker.index * rows;
+                while column < shape.n {
+                    let columns = column..(column + rows).min(shape.n);
+                    let next = worker.claim_after_first() * rows;
+                    isa.run(TilePanel { shape, operands, quantised, columns, next, packed, scratch });
+                    column = next;
+                }
+            }
             Phase::PackX => {
                 let scratch = worker.scratch.words(PackX::SCRATCH_WORDS);
                 let tiles = worker.share(gemm::packed::tiles(shape.m, isa.lanes()));
@@ -249,13 +295,24 @@ unsafe fn run_gemm(
                 }
             }
             _ => {
-                let columns = worker.share_in(shape.n, 8);
-                if let Some(weights) = quantised {
-                    let scratch = worker.scratch.words(QuantisedFewRows::scratch_words(&shape, &weights));
-                    return isa.run(QuantisedFewRows { shape, operands, weights, columns, scratch });
+                let words = match &quantised {
+                    Some(weights) => QuantisedFewRows::scratch_words(&shape, weights),
+                    None => Rows::scratch_words(&shape),
+                };
+                let scratch = worker.scratch.words(words);
+                let rows = rows_of_a_piece(&shape, quantised.as_ref(), worker.count);
+                let mut first = worker.index * rows;
+                while first < shape.n {
+                    let columns = first..(first + rows).min(shape.n);
+                    let next = worker.claim_after_first() * rows;
+                    match quantised {
+                        Some(weights) => {
+                            isa.run(QuantisedFewRows { shape, operands, weights, columns, scratch });
+                        }
+                        None => isa.run(Rows { shape, operands, columns, next, scratch }),
+                    }
+                    first = next;
                 }
-                let scratch = worker.scratch.words(Rows::scratch_words(&shape));
-                isa.run(Rows { shape, operands, columns, scratch });
             }
         }
     }
@@ -347,8 +404,9 @@ fn grouped_gemm(sig: &OpSig, args: &[Span]) -> GroupedGemm {
     let first = 1 + weight.part_count();
     let at = first + usize::from(bias);
     let quantised = weight.quantised().map(|kind| QuantisedRows::of(kind, k, &args[1..]).0);
+    let is_quantised = quantised.is_some();
     GroupedGemm {
-        shape: Shape { m, n, k, x, weight: weight.bias(), out, bias, accumulate: false },
+        shape: Shape { m, n, k, x, weight: weight.bias(), is_quantised, out, bias, accumulate: false },
         x: args[0],
         weight: args[1],
         quantised,
@@ -391,9 +449,15 @@ fn wire_rows(wire: Span, dtype: DType, kv_heads: u32) -> Dense {
 pub(crate) fn phases(sig: &OpSig, args: &[Span], isa: Isa, workers: usize) -> (&'static [Phase], usize) {
     match sig {
         OpSig::Gemm { .. } | OpSig::QuantisedGemm { .. } => {
-            let (shape, ..) = gemm_parts(sig, args);
-            if shape.is_packed(isa) {
-                let words = gemm::packed::packed_words(&shape, shape.word_dtype(isa));
+            let Some(shape) = gemm_shape(sig) else { unreachable!("it is a product") };
+            if let Some(form) = shape.packed_form(isa) {
+                let words = match form {
+                    PackedForm::Words(dtype) => gemm::packed::packed_words(&shape, dtype),
+                    #[cfg(target_arch = "x86_64")]
+                    PackedForm::Tiles => tiles::packed_words(&shape),
+                    #[cfg(not(target_arch = "x86_64"))]
+                    PackedForm::Tiles => unreachable!("only a level with tiles"),
+                };
                 return (&[Phase::PackX, Phase::MultiplyPacked], words);
             }
         }

@@ -1,9 +1,11 @@
 //! `out = x . weight^T (+ bias) (+ out)`: few rows of `x` stream the weight once ([`rows`]), many rows
-//! run a blocked kernel over packed operands ([`packed`]).
+//! run a blocked kernel over packed operands ([`packed`]), on tiles where there are some (`tiles`).
 
 pub(crate) mod packed;
 pub(crate) mod quantised;
 pub(crate) mod rows;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod tiles;
 
 use super::Span;
 use super::convert::{load, load_part, store, store_part};
@@ -21,20 +23,47 @@ pub(crate) struct Shape {
     pub(crate) x: DType,
     /// Dtype of the weight, and of the bias; f32 where the weights are quantised.
     pub(crate) weight: DType,
+    pub(crate) is_quantised: bool,
     pub(crate) out: DType,
     pub(crate) bias: bool,
     pub(crate) accumulate: bool,
+}
+
+/// How packed `x` lies in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum PackedForm {
+    /// Tiles of words for the registers, of elements of this dtype.
+    Words(DType),
+    /// Tiles for the processor's own.
+    Tiles,
 }
 
 /// Maximum number of rows of `x` for which streaming the weight beats packing. Measured on Zen 4; f32 packs
 /// twice the bytes for half the arithmetic rate, so packing pays later.
 const STREAMED_ROWS_DOT: usize = 24;
 const STREAMED_ROWS_F32: usize = 48;
+/// The same for tiles, measured on Sapphire Rapids.
+const STREAMED_ROWS_TILES: usize = 4;
 
 impl Shape {
     /// Whether the blocked kernel runs it.
     pub(crate) fn is_packed(&self, isa: Isa) -> bool {
         self.m > if self.is_dot(isa) { STREAMED_ROWS_DOT } else { STREAMED_ROWS_F32 }
+    }
+
+    /// Whether tiles multiply it: `x` is bf16, and so are the weights, or they are rounded to it as they are
+    /// read.
+    fn is_tiled(&self, isa: Isa) -> bool {
+        let is_bf16 = self.x == DType::Bf16 && (self.is_quantised || self.weight == DType::Bf16);
+        isa.has_tiles() && is_bf16 && self.m > STREAMED_ROWS_TILES && self.k > 0
+    }
+
+    /// Returns how `x` is packed for it, unless weights stream past it as it is.
+    pub(crate) fn packed_form(&self, isa: Isa) -> Option<PackedForm> {
+        match self.is_tiled(isa) {
+            true => Some(PackedForm::Tiles),
+            false => self.is_packed(isa).then(|| PackedForm::Words(self.word_dtype(isa))),
+        }
     }
 
     /// Whether both inputs enter as pairs of bf16 in one dot instruction. Otherwise both are widened to

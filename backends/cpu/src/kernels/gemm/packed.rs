@@ -43,22 +43,22 @@ pub(crate) fn tiles(m: usize, lanes: usize) -> usize {
 }
 
 /// Rows of words to transpose: f32 or pairs, direct or widened first.
-struct Source {
-    start: *const u8,
-    row_bytes: usize,
-    dtype: DType,
+pub(super) struct Source {
+    pub(super) start: *const u8,
+    pub(super) row_bytes: usize,
+    pub(super) dtype: DType,
     /// Number of elements per row.
-    elements: usize,
+    pub(super) elements: usize,
     /// Dtype of the words.
-    word: DType,
+    pub(super) word: DType,
     /// Where the rows are quantised weights, and the first of them.
-    quantised: Option<(QuantisedRows, usize)>,
+    pub(super) quantised: Option<(QuantisedRows, usize)>,
 }
 
 /// `to[word * width + row]` = word `word` of source row `row`, for `rows <= width` rows and words
 /// `range`; missing rows and elements are zero. `width` is at most `2 * LANES`.
 #[inline(always)]
-unsafe fn transpose<S: Simd>(
+pub(super) unsafe fn transpose<S: Simd>(
     source: &Source,
     rows: usize,
     width: usize,
@@ -154,7 +154,7 @@ unsafe fn stage_quantised(source: &Source, row: usize, element: usize, to: *mut 
 }
 
 /// Words of scratch that [`transpose`] needs at any level.
-const TRANSPOSE_WORDS: usize = 16 * CHUNK + 256;
+pub(super) const TRANSPOSE_WORDS: usize = 16 * CHUNK + 256;
 
 /// A task that packs the tiles `tiles` of `x`.
 pub(crate) struct PackX {

@@ -10,6 +10,11 @@ use std::ops::Range;
 
 /// Number of weight rows read side by side, enough streams to keep the memory busy.
 const STREAMS: usize = 8;
+/// Vectors of a weight row that are summed apart, and fetched at once, for a single row of `x`.
+const VECTORS: usize = 8;
+/// How far ahead a single row of `x` has weights fetched into the L1. Measured on Sapphire Rapids, where rows
+/// read one behind the other like this come 1.17 times as fast as eight rows side by side.
+pub(super) const AHEAD_BYTES: usize = 3072;
 /// Number of weight rows per call of the epilogue.
 const BLOCK: usize = 64;
 
@@ -18,6 +23,8 @@ pub(crate) struct Rows {
     pub(crate) shape: Shape,
     pub(crate) operands: Operands,
     pub(crate) columns: Range<usize>,
+    /// First of the columns that the worker computes next, whose weights are fetched in time.
+    pub(crate) next: usize,
     /// Scratch memory of [`Rows::scratch_words`] words.
     pub(crate) scratch: *mut f32,
 }
@@ -179,7 +186,8 @@ impl Rows {
 unsafe fn stream<S: Simd, L: LoadVectors<S>>(task: &Rows, x: *const u8) {
     let Rows { shape, operands, columns, scratch: sums, .. } = task;
     let row_bytes = shape.k * L::W_BYTES;
-    let end = operands.weight.start.wrapping_add(columns.end * row_bytes);
+    let row = |row: usize| operands.weight.start.wrapping_add(row * row_bytes).cast_const();
+    let (end, next) = (row(columns.end), row(if task.next < shape.n { task.next } else { columns.start }));
     let mut block = columns.start;
     while block < columns.end {
         let count = (columns.end - block).min(BLOCK);
@@ -189,7 +197,11 @@ unsafe fn stream<S: Simd, L: LoadVectors<S>>(task: &Rows, x: *const u8) {
             while j < count {
                 let w = operands.weight.start.add((block + j) * row_bytes);
                 let sums = sums.add(j);
-                if count - j >= STREAMS {
+                if shape.m == 1 {
+                    let rows = (count - j).min(4);
+                    single::<S, L>(shape, x, (w, end, next), rows, sums);
+                    j += rows;
+                } else if count - j >= STREAMS {
                     octet::<S, L>(shape, x, w, end, sums);
                     j += STREAMS;
                 } else {
@@ -206,6 +218,62 @@ unsafe fn stream<S: Simd, L: LoadVectors<S>>(task: &Rows, x: *const u8) {
             }
         }
         block += count;
+    }
+}
+
+/// `sums[r] = w[r] . x` for up to four weight rows and the only row of `x`. Rows are read one behind the
+/// other, as they lie in memory up to `end`, whereafter the worker reads from `next` on.
+#[inline(always)]
+unsafe fn single<S: Simd, L: LoadVectors<S>>(
+    shape: &Shape,
+    x: *const u8,
+    (w, end, next): (*const u8, *const u8, *const u8),
+    rows: usize,
+    sums: *mut f32,
+) {
+    let step = VECTORS * L::ELEMENTS;
+    let lines = step * L::W_BYTES / 64;
+    let (even, whole) = (shape.k - shape.k % step, shape.k - shape.k % L::ELEMENTS);
+    // SAFETY: the caller's promise: as many rows of weight, and x of k elements; sums has room for the rows.
+    unsafe {
+        let mut four = [S::splat(0.0); 4];
+        for (r, total) in four.iter_mut().enumerate().take(rows) {
+            let w = w.add(r * shape.k * L::W_BYTES);
+            let mut acc = [S::splat(0.0); VECTORS];
+            let mut c = 0;
+            while c < even {
+                let (x, w) = (x.add(c * L::X_BYTES), w.add(c * L::W_BYTES));
+                let ahead = w.wrapping_add(AHEAD_BYTES);
+                let behind = (ahead as usize).wrapping_sub(end as usize);
+                let ahead = if ahead < end { ahead } else { next.wrapping_add(behind) };
+                for line in 0..lines {
+                    S::prefetch_near(ahead.wrapping_add(line * 64));
+                }
+                for (i, acc) in acc.iter_mut().enumerate() {
+                    let at = i * L::ELEMENTS;
+                    *acc = L::mac(*acc, L::x(x.add(at * L::X_BYTES)), L::w(w.add(at * L::W_BYTES)));
+                }
+                c += step;
+            }
+            while c < whole {
+                acc[0] = L::mac(acc[0], L::x(x.add(c * L::X_BYTES)), L::w(w.add(c * L::W_BYTES)));
+                c += L::ELEMENTS;
+            }
+            if c < shape.k {
+                let rest = shape.k - c;
+                let (x, w) = (x.add(c * L::X_BYTES), w.add(c * L::W_BYTES));
+                acc[1] = L::mac(acc[1], L::x_part(x, rest), L::w_part(w, rest));
+            }
+            for half in [4, 2, 1] {
+                for i in 0..half {
+                    acc[i] = S::add(acc[i], acc[i + half]);
+                }
+            }
+            *total = acc[0];
+        }
+        let mut totals = [0f32; 4];
+        S::store_sums(totals.as_mut_ptr(), four);
+        std::ptr::copy_nonoverlapping(totals.as_ptr(), sums, rows);
     }
 }
 
@@ -230,7 +298,7 @@ unsafe fn octet<S: Simd, L: LoadVectors<S>>(
     let (x_row, w_row) = (shape.k * L::X_BYTES, shape.k * L::W_BYTES);
     let next = w.wrapping_add(STREAMS * w_row);
     let wide = if S::LANES == 16 { 4 } else { 2 };
-    let calls = if shape.m == 1 { 1 } else { 2 * shape.m.div_ceil(wide) };
+    let calls = 2 * shape.m.div_ceil(wide);
     let lines = (STREAMS * L::ELEMENTS * L::W_BYTES / 64 / calls).max(1);
     // nothing belongs to this weight behind the last whole octet
     let lines = if next.wrapping_add(STREAMS * w_row) <= end { lines } else { 0 };
@@ -238,9 +306,6 @@ unsafe fn octet<S: Simd, L: LoadVectors<S>>(
     let part = lines * 64 * (shape.k / L::ELEMENTS);
     // SAFETY: the caller's promise: eight rows of weight, m rows of x, sums [m, BLOCK].
     unsafe {
-        if shape.m == 1 {
-            return dot::<S, L, STREAMS, 1>(shape, x, w, ahead, sums);
-        }
         // four weight rows stay in the L1 while all rows of x pass
         for r in (0..STREAMS).step_by(4) {
             let (w, mut i) = (w.add(r * w_row), 0);

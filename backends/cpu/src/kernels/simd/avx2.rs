@@ -287,4 +287,9 @@ impl Simd for Avx2 {
         // SAFETY: see above; a prefetch never faults.
         unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
     }
+    #[inline(always)]
+    unsafe fn prefetch_near(at: *const u8) {
+        // SAFETY: see above; a prefetch never faults.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+    }
 }

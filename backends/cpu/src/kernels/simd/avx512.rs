@@ -317,4 +317,9 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         // SAFETY: see above; a prefetch never faults.
         unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
     }
+    #[inline(always)]
+    unsafe fn prefetch_near(at: *const u8) {
+        // SAFETY: see above; a prefetch never faults.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+    }
 }

@@ -132,8 +132,10 @@ pub(crate) trait Simd: Copy + 'static {
 
     /// Transposes a block of `LANES` by `LANES` words. Strides in bytes.
     unsafe fn transpose(from: *const u8, from_stride: usize, to: *mut u8, to_stride: usize);
-    /// Hints that the line at `at` is needed soon; any address is allowed.
+    /// Hints that the line at `at` is needed in the L2; any address is allowed.
     unsafe fn prefetch(at: *const u8);
+    /// Hints that the line at `at` is needed in the L1 soon; any address is allowed.
+    unsafe fn prefetch_near(at: *const u8);
 }
 
 /// A kernel body, generic over the level.
@@ -162,7 +164,7 @@ impl Isa {
                 #[cfg(target_arch = "x86_64")]
                 Isa::Avx512 => avx512::run(task),
                 #[cfg(target_arch = "x86_64")]
-                Isa::Avx512Bf16 => avx512::run_bf16(task),
+                Isa::Avx512Bf16 | Isa::Amx => avx512::run_bf16(task),
             }
         }
     }

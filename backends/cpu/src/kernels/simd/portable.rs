@@ -191,4 +191,6 @@ impl Simd for Portable {
     }
     #[inline(always)]
     unsafe fn prefetch(_at: *const u8) {}
+    #[inline(always)]
+    unsafe fn prefetch_near(_at: *const u8) {}
 }
