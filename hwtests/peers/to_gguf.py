@@ -1,9 +1,9 @@
-"""Writes a bf16 Llama checkpoint as GGUF, without a vocabulary, for llama-bench.
+"""Writes a bf16 Llama checkpoint as GGUF, with a made-up vocabulary, for llama-bench and mixfleet.
 
     python to_gguf.py CHECKPOINT_DIR OUT.gguf
 
 llama.cpp's own converter refuses a checkpoint whose tokenizer does not cover its vocabulary, as with random
-weights. llama-bench only needs the number of tokens. Needs `numpy` and `gguf` (PyPI).
+weights. Both measure with token ids alone. Needs `numpy` and `gguf` (PyPI).
 """
 
 import json
@@ -67,6 +67,19 @@ def renamed(name):
     return f"blk.{layer}.{LAYER[part]}.weight"
 
 
+def add_vocabulary(writer, size):
+    """Byte-level BPE of a word for every id and one pair to merge."""
+    letters = [chr(code) for code in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x144))]
+    words = [*letters, "ab", *(f"t{token}" for token in range(len(letters) + 1, size))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(words)
+    writer.add_token_types([gguf.TokenType.NORMAL] * size)
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+
+
 def main():
     if len(sys.argv) != 3:
         sys.exit(__doc__)
@@ -87,8 +100,7 @@ def main():
     writer.add_rope_dimension_count(config["hidden_size"] // heads)
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")
+    add_vocabulary(writer, config["vocab_size"])
     for name, bits in tensors(folder):
         if "q_proj" in name:
             bits = interleaved(bits, heads)

@@ -5,9 +5,10 @@
 //! `x` is put in that order once, and code j of all words is one shift away. Scales multiply the sum of a
 //! vector's products, and zero points or minima the sum of its `x`.
 
+use super::rows::AHEAD_BYTES;
 use super::{Operands, Shape, finish};
 use crate::kernels::convert::{load_part, widen};
-use crate::kernels::quantised::QuantisedRows;
+use crate::kernels::quantised::{E2M1, QuantisedRows};
 use crate::kernels::round_up;
 use crate::kernels::simd::{Simd, Task};
 use mixfleet_hal::{CodeKind, DType, Quantised, ZeroKind};
@@ -86,8 +87,18 @@ trait CodeWords<S: Simd> {
     const PER_WORD: usize;
     /// Bits of a code in the plane of high bits.
     const HIGH_BITS: usize;
-    /// The number of code `j` of each word, whose high bits lie in the same lane of `high`.
+    /// What the sum of products is multiplied with beside its scale.
+    const FACTOR: f32 = 1.0;
+    /// Whether [`pair`](Self::pair) has two numbers at a time.
+    const HAS_PAIRS: bool = false;
+    /// The number of code `j` of each word over [`FACTOR`](Self::FACTOR), whose high bits lie in the same lane
+    /// of `high`.
     unsafe fn number(words: S::V, high: S::V, j: usize) -> S::V;
+    /// The numbers of codes `j` and `j + PER_WORD / 2` of each word, as two bf16.
+    #[inline(always)]
+    unsafe fn pair(words: S::V, _j: usize) -> S::V {
+        words
+    }
 }
 
 /// Codes of four bits less `MIDDLE`.
@@ -103,6 +114,23 @@ struct FloatNibbles;
 /// E4M3.
 struct FloatBytes;
 
+/// Numbers of codes of four bits as bf16, twice, so that a fifth bit does not matter.
+const fn pair_table(numbers: [f32; 16]) -> [u16; 32] {
+    let (mut table, mut i) = ([0; 32], 0);
+    while i < 32 {
+        table[i] = (numbers[i % 16].to_bits() >> 16) as u16;
+        i += 1;
+    }
+    table
+}
+
+static E2M1_PAIRS: [u16; 32] = pair_table(E2M1);
+/// Codes as they are, and less 8.
+static NIBBLE_PAIRS: [[u16; 32]; 2] = [
+    pair_table([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0]),
+    pair_table([-8.0, -7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]),
+];
+
 #[inline(always)]
 fn bits(count: usize) -> u32 {
     mixfleet_hal::cast::to_u32(count)
@@ -116,6 +144,12 @@ impl<S: Simd, const MIDDLE: u32> CodeWords<S> for Nibbles<MIDDLE> {
     unsafe fn number(words: S::V, _high: S::V, j: usize) -> S::V {
         // SAFETY: see above.
         unsafe { S::nibble::<MIDDLE>(S::shifted(words, bits(4 * j))) }
+    }
+    const HAS_PAIRS: bool = S::DOT_BF16;
+    #[inline(always)]
+    unsafe fn pair(words: S::V, j: usize) -> S::V {
+        // SAFETY: see above.
+        unsafe { S::nibble_pair(S::shifted(words, bits(4 * j)), &NIBBLE_PAIRS[(MIDDLE / 8) as usize]) }
     }
 }
 
@@ -158,10 +192,11 @@ impl<S: Simd> CodeWords<S> for SixBits {
 impl<S: Simd> CodeWords<S> for Bytes {
     const PER_WORD: usize = 4;
     const HIGH_BITS: usize = 0;
+    const FACTOR: f32 = 1.0 / 16_777_216.0;
     #[inline(always)]
     unsafe fn number(words: S::V, _high: S::V, j: usize) -> S::V {
         // SAFETY: see above.
-        unsafe { S::byte(words, bits(j)) }
+        unsafe { S::byte_on_top(words, bits(j)) }
     }
 }
 
@@ -173,6 +208,12 @@ impl<S: Simd> CodeWords<S> for FloatNibbles {
     unsafe fn number(words: S::V, _high: S::V, j: usize) -> S::V {
         // SAFETY: see above.
         unsafe { S::e2m1(S::shifted(words, bits(4 * j))) }
+    }
+    const HAS_PAIRS: bool = S::DOT_BF16;
+    #[inline(always)]
+    unsafe fn pair(words: S::V, j: usize) -> S::V {
+        // SAFETY: see above.
+        unsafe { S::nibble_pair(S::shifted(words, bits(4 * j)), &E2M1_PAIRS) }
     }
 }
 
@@ -284,24 +325,31 @@ unsafe fn stream<S: Simd, C: CodeWords<S>>(task: &QuantisedFewRows, group_log2: 
     // SAFETY: scratch is laid out as `Parts` says; operands are as the shape says.
     unsafe {
         let parts = Parts::of(task);
-        order_x::<S, C>(task, &parts);
+        let in_pairs = C::HAS_PAIRS && task.shape.x == DType::Bf16;
+        order_x::<S, C>(task, &parts, in_pairs);
         let mut block = task.columns.start;
         while block < task.columns.end {
             let count = (task.columns.end - block).min(BLOCK);
             let mut j = 0;
             while j < count {
-                let rows = (count - j).min(STREAMS);
+                // a single row of `x` meets rows one behind the other, as they lie in memory
+                let rows = if m == 1 { 1 } else { (count - j).min(STREAMS) };
                 for r in 0..rows {
                     let at = r * parts.layout.scales;
                     let (scales, zeros) = (parts.scales.add(at), parts.zeros.add(at));
                     task.weights.scales_of::<S>(block + j + r, scales, zeros, parts.row);
                 }
                 let at = (block + j, rows, group_log2);
-                if m == 1 {
-                    products::<S, C, 1>(task, &parts, at, 0, parts.sums.add(j));
-                } else {
-                    for i in (0..m).step_by(X_ROWS) {
-                        products::<S, C, X_ROWS>(task, &parts, at, i, parts.sums.add(i * BLOCK + j));
+                if m == 1 && in_pairs {
+                    products::<S, C, 1, 1, true>(task, &parts, at, 0, parts.sums.add(j));
+                } else if m == 1 {
+                    products::<S, C, 1, 1, false>(task, &parts, at, 0, parts.sums.add(j));
+                }
+                for i in (0..if m == 1 { 0 } else { m }).step_by(X_ROWS) {
+                    let sums = parts.sums.add(i * BLOCK + j);
+                    match in_pairs {
+                        true => products::<S, C, STREAMS, X_ROWS, true>(task, &parts, at, i, sums),
+                        false => products::<S, C, STREAMS, X_ROWS, false>(task, &parts, at, i, sums),
                     }
                 }
                 j += rows;
@@ -314,14 +362,17 @@ unsafe fn stream<S: Simd, C: CodeWords<S>>(task: &QuantisedFewRows, group_log2: 
     }
 }
 
-/// Puts `x` in the order in which codes come, in f32 and padded with zeros, and sums it for zero points.
+/// Puts `x` in the order in which codes come, in f32 or in pairs of bf16 and padded with zeros, and sums it for
+/// zero points.
 #[inline(always)]
-unsafe fn order_x<S: Simd, C: CodeWords<S>>(task: &QuantisedFewRows, parts: &Parts) {
+unsafe fn order_x<S: Simd, C: CodeWords<S>>(task: &QuantisedFewRows, parts: &Parts, in_pairs: bool) {
     let Shape { m, k, x, .. } = task.shape;
     let span = S::LANES * C::PER_WORD;
-    // SAFETY: as in `stream`.
+    let padded = round_up(k, span);
+    // SAFETY: as in `stream`; a row of ordered `x`, and the stage for one, hold whole spans.
     unsafe {
         for i in 0..padded_rows(m) {
+            std::ptr::write_bytes(parts.row.add(k), 0, padded - k);
             if i < m {
                 widen::<S>(x, task.operands.x.at(x, i * k), parts.row, k);
             } else {
@@ -329,38 +380,39 @@ unsafe fn order_x<S: Simd, C: CodeWords<S>>(task: &QuantisedFewRows, parts: &Par
             }
             let (to, sums) =
                 (parts.x.add(i * parts.layout.x_row), parts.x_sums.add(i * parts.layout.sums_row));
-            let mut from = 0;
-            while from < k {
-                let whole = from + span <= k;
-                for j in 0..C::PER_WORD {
-                    for lane in 0..S::LANES {
-                        let column = from + lane * C::PER_WORD + j;
-                        let value = if whole || column < k { *parts.row.add(column) } else { 0.0 };
-                        *to.add(from + j * S::LANES + lane) = value;
+            for from in (0..padded).step_by(span) {
+                let row = parts.row.add(from);
+                for lane in 0..S::LANES {
+                    let mut sum = 0.0;
+                    for j in 0..C::PER_WORD {
+                        let value = *row.add(lane * C::PER_WORD + j);
+                        sum += value;
+                        if in_pairs {
+                            let (pair, half) = (j % (C::PER_WORD / 2), j / (C::PER_WORD / 2));
+                            let at = 2 * (pair * S::LANES + lane) + half;
+                            let upper = (value.to_bits() >> 16) as u16; // all of it: it was bf16
+                            *to.add(from / 2).cast::<u16>().add(at) = upper;
+                        } else {
+                            *to.add(from + j * S::LANES + lane) = value;
+                        }
                     }
+                    *sums.add(from / C::PER_WORD + lane) = sum;
                 }
-                let mut sum = S::splat(0.0);
-                for j in 0..C::PER_WORD {
-                    sum = S::add(sum, S::load(to.add(from + j * S::LANES)));
-                }
-                S::store(sums.add(from / C::PER_WORD), sum);
-                from += span;
             }
         }
     }
 }
 
 /// `sums[i * BLOCK + r]` = weight row `first + r` times row `row + i` of `x`, for `X` rows of `x` and
-/// [`STREAMS`] of the weights, of which the last stands for those that are not there.
+/// `R` of the weights, of which the last stands for those that are not there.
 #[inline(always)]
-unsafe fn products<S: Simd, C: CodeWords<S>, const X: usize>(
+unsafe fn products<S: Simd, C: CodeWords<S>, const R: usize, const X: usize, const PAIRS: bool>(
     task: &QuantisedFewRows,
     parts: &Parts,
     (first, rows, group_log2): (usize, usize, u32),
     row: usize,
     sums: *mut f32,
 ) {
-    const R: usize = STREAMS;
     let weights = &task.weights;
     let (words, has_zeros) = (weights.row_words(), weights.has_zeros());
     let codes = weights.codes.start.cast::<f32>();
@@ -372,6 +424,10 @@ unsafe fn products<S: Simd, C: CodeWords<S>, const X: usize>(
         let mut word = 0;
         while word < words {
             let left = words - word;
+            // what is read after these rows lies behind them
+            let ahead = if R == 1 { AHEAD_BYTES } else { 4 * R * words };
+            let ahead = codes.wrapping_add(first * words + R * word).cast::<u8>().wrapping_add(ahead);
+            (0..R).for_each(|line| S::prefetch_near(ahead.wrapping_add(line * 64)));
             let (mut loaded, mut high) = ([S::splat(0.0); R], [S::splat(0.0); R]);
             for r in 0..R {
                 let weight_row = first + r.min(rows - 1);
@@ -386,16 +442,23 @@ unsafe fn products<S: Simd, C: CodeWords<S>, const X: usize>(
                 }
             }
             let mut part = [[S::splat(0.0); X]; R];
-            let x = x.add(word * C::PER_WORD);
-            for j in 0..C::PER_WORD {
+            let steps = if PAIRS { C::PER_WORD / 2 } else { C::PER_WORD };
+            let x = x.add(word * steps);
+            for j in 0..steps {
                 let mut xs = [S::splat(0.0); X];
                 for (i, v) in xs.iter_mut().enumerate() {
                     *v = S::load(x.add(i * parts.layout.x_row + j * S::LANES));
                 }
                 for r in 0..R {
-                    let number = C::number(loaded[r], high[r], j);
+                    let number = match PAIRS {
+                        true => C::pair(loaded[r], j),
+                        false => C::number(loaded[r], high[r], j),
+                    };
                     for i in 0..X {
-                        part[r][i] = S::fma(number, xs[i], part[r][i]);
+                        part[r][i] = match PAIRS {
+                            true => S::dot_bf16(part[r][i], number, xs[i]),
+                            false => S::fma(number, xs[i], part[r][i]),
+                        };
                     }
                 }
             }
@@ -404,6 +467,8 @@ unsafe fn products<S: Simd, C: CodeWords<S>, const X: usize>(
                 let at = r * parts.layout.scales + group;
                 let scale = spread::<S>(parts.scales.add(at), group_log2);
                 for (sum, part) in acc[r].iter_mut().zip(part[r]) {
+                    let is_whole = PAIRS || C::FACTOR == 1.0;
+                    let part = if is_whole { part } else { S::mul(part, S::splat(C::FACTOR)) };
                     *sum = S::fma(part, scale, *sum);
                 }
                 if has_zeros {

@@ -215,12 +215,13 @@ impl Simd for Avx2 {
         unsafe { _mm256_cvtepi32_ps(_mm256_castps_si256(words)) }
     }
     #[inline(always)]
-    unsafe fn byte(words: __m256, byte: u32) -> __m256 {
+    unsafe fn byte_on_top(words: __m256, byte: u32) -> __m256 {
         // SAFETY: see above.
         unsafe {
             let count = _mm256_set1_epi32((24 - 8 * byte).cast_signed());
             let top = _mm256_sllv_epi32(_mm256_castps_si256(words), count);
-            _mm256_cvtepi32_ps(_mm256_srai_epi32::<24>(top))
+            let mask = _mm256_set1_epi32(0xFF00_0000_u32.cast_signed());
+            _mm256_cvtepi32_ps(_mm256_and_si256(top, mask))
         }
     }
     #[inline(always)]

@@ -31,6 +31,16 @@ const NIBBLES: [f32; 16] =
 /// The numbers of E2M1.
 const E2M1: [f32; 16] =
     [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
+/// For a shuffle of the bytes of four words: zeros, and byte 0 on top.
+const TOP_BYTES: [u32; 16] = {
+    const FOUR: [u32; 4] = [0x0080_8080, 0x0480_8080, 0x0880_8080, 0x0C80_8080];
+    let (mut words, mut i) = ([0; 16], 0);
+    while i < 16 {
+        words[i] = FOUR[i % 4];
+        i += 1;
+    }
+    words
+};
 const LANE_NUMBERS: [u32; 16] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15];
 
 // SAFETY (all blocks below): the level is present and pointers are valid, by the trait's contract.
@@ -233,12 +243,20 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         unsafe { _mm512_cvtepi32_ps(_mm512_castps_si512(words)) }
     }
     #[inline(always)]
-    unsafe fn byte(words: __m512, byte: u32) -> __m512 {
+    unsafe fn byte_on_top(words: __m512, byte: u32) -> __m512 {
         // SAFETY: see above.
         unsafe {
-            let count = _mm512_set1_epi32((24 - 8 * byte).cast_signed());
-            let top = _mm512_sllv_epi32(_mm512_castps_si512(words), count);
-            _mm512_cvtepi32_ps(_mm512_srai_epi32::<24>(top))
+            let first = _mm512_loadu_si512(TOP_BYTES.as_ptr().cast());
+            let bytes = _mm512_add_epi32(first, _mm512_set1_epi32((byte << 24).cast_signed()));
+            _mm512_cvtepi32_ps(_mm512_shuffle_epi8(_mm512_castps_si512(words), bytes))
+        }
+    }
+    #[inline(always)]
+    unsafe fn nibble_pair(words: __m512, table: &[u16; 32]) -> __m512 {
+        // SAFETY: see above; the lookup takes the lowest five bits of 16.
+        unsafe {
+            let table = _mm512_loadu_si512(table.as_ptr().cast());
+            _mm512_castsi512_ps(_mm512_permutexvar_epi16(_mm512_castps_si512(words), table))
         }
     }
     #[inline(always)]

@@ -88,8 +88,8 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn or(a: Self::V, b: Self::V) -> Self::V;
     /// Every word, a signed integer, as a float.
     unsafe fn number(words: Self::V) -> Self::V;
-    /// Byte `byte` of every word, a signed integer, as a float.
-    unsafe fn byte(words: Self::V, byte: u32) -> Self::V;
+    /// Byte `byte` of every word, a signed integer, times 2^24, as a float.
+    unsafe fn byte_on_top(words: Self::V, byte: u32) -> Self::V;
     /// The lowest four bits of every word less `MIDDLE`, as a float.
     #[inline(always)]
     unsafe fn nibble<const MIDDLE: u32>(words: Self::V) -> Self::V {
@@ -101,6 +101,20 @@ pub(crate) trait Simd: Copy + 'static {
     }
     /// The lowest four bits of every word, which are E2M1, as a float.
     unsafe fn e2m1(words: Self::V) -> Self::V;
+    /// Entry `bits % 32` of `table` for either half of every word. Entries 16 on are as those before them.
+    #[inline(always)]
+    unsafe fn nibble_pair(words: Self::V, table: &[u16; 32]) -> Self::V {
+        let mut lanes = [0u32; 16];
+        // SAFETY: as for the caller; no level has more than 16 lanes.
+        unsafe {
+            Self::store(lanes.as_mut_ptr().cast(), words);
+            for lane in &mut lanes {
+                let (low, high) = (table[(*lane % 32) as usize], table[(*lane >> 16) as usize % 32]);
+                *lane = u32::from(high) << 16 | u32::from(low);
+            }
+            Self::load(lanes.as_ptr().cast())
+        }
+    }
     /// Lane i is number `i >> log2` in memory, which holds `LANES` of them.
     #[inline(always)]
     unsafe fn spread(from: *const f32, log2: u32) -> Self::V {

@@ -165,8 +165,8 @@ impl Simd for Portable {
         each(|i| words[i].to_bits().cast_signed() as f32)
     }
     #[inline(always)]
-    unsafe fn byte(words: V, byte: u32) -> V {
-        each(|i| f32::from(words[i].to_bits().to_le_bytes()[byte as usize].cast_signed()))
+    unsafe fn byte_on_top(words: V, byte: u32) -> V {
+        each(|i| 16_777_216.0 * f32::from(words[i].to_bits().to_le_bytes()[byte as usize].cast_signed()))
     }
     #[inline(always)]
     unsafe fn e2m1(words: V) -> V {
