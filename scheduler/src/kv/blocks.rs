@@ -3,8 +3,8 @@
 //!
 //! A lookup tries the positions next to the previous block, and uses the hash table only where the chain
 //! continues elsewhere: two cache misses for each such position, and one for five adjacent blocks. To keep
-//! chains together, new blocks fill a chunk in order, and a chunk is refilled only when an eighth of it is
-//! free.
+//! chains together, new blocks fill a chunk in order, a chunk is refilled only when an eighth of it is free,
+//! and long chains leave short holes to short ones.
 
 use super::BlockHash;
 use super::sets::EMPTY;
@@ -22,6 +22,8 @@ const CHUNK: usize = CHUNK_BLOCKS as usize;
 const PIECE: usize = 1 << 10;
 /// Free positions from which a chunk is refilled.
 const CHUNK_FREE: u32 = CHUNK_BLOCKS / 8;
+/// Free positions in a row that a chain of at least as many new blocks looks for.
+const FIT: usize = 32;
 /// Blocks looked up in the table together, so that their cache misses overlap.
 const AHEAD: usize = 8;
 /// Positions after a block that are searched for the next block.
@@ -44,6 +46,20 @@ fn set(&[_, _, set]: &Block) -> u32 {
 
 fn is(block: &Block, searched: BlockHash) -> bool {
     key(block) == searched && set(block) != EMPTY
+}
+
+/// The first of `want` free positions in a row, from `from` on; those that follow `from` itself need not be
+/// so many, since they continue what is there.
+fn hole(blocks: &[Block], from: usize, want: usize) -> Option<usize> {
+    let mut at = from;
+    loop {
+        at += blocks[at..].iter().position(|block| set(block) == EMPTY)?;
+        let free = blocks[at..].iter().take(want).take_while(|block| set(block) == EMPTY).count();
+        if free == want || at <= from + 1 {
+            return Some(at);
+        }
+        at += free;
+    }
 }
 
 #[derive(Clone)]
@@ -147,7 +163,7 @@ impl Blocks {
     /// Replaces the set of each of `keys` by the result of `change`; EMPTY stands for absence on both sides.
     /// `removes` means that most will be absent afterwards.
     pub(super) fn update(&mut self, keys: &[BlockHash], removes: bool, mut change: impl FnMut(u32) -> u32) {
-        let mut near = NONE;
+        let (mut near, mut left) = (NONE, keys.len());
         for keys in keys.chunks(AHEAD) {
             // The table is queried only for blocks that are not adjacent, and updated for those that come or
             // go.
@@ -155,13 +171,20 @@ impl Blocks {
                 self.touch(keys);
             }
             for &key in keys {
-                near = self.update_one(key, near, &mut change);
+                near = self.update_one(key, near, left, &mut change);
+                left -= 1;
             }
         }
     }
 
-    /// Updates `key`, which may be adjacent to `near`; returns its position.
-    fn update_one(&mut self, key: BlockHash, near: u32, mut change: impl FnMut(u32) -> u32) -> u32 {
+    /// Updates `key`, which may be adjacent to `near` and is the first of `left`; returns its position.
+    fn update_one(
+        &mut self,
+        key: BlockHash,
+        near: u32,
+        left: usize,
+        mut change: impl FnMut(u32) -> u32,
+    ) -> u32 {
         match self.beside(near, key).or_else(|| self.find(key)) {
             Some(place) => {
                 let set = change(set(&self.at(place)));
@@ -170,7 +193,7 @@ impl Blocks {
             }
             None => match change(EMPTY) {
                 EMPTY => near,
-                set => self.insert(key, set),
+                set => self.insert(key, set, left),
             },
         }
     }
@@ -208,8 +231,8 @@ impl Blocks {
         }
     }
 
-    fn insert(&mut self, key: BlockHash, set: u32) -> u32 {
-        let place = self.next_free();
+    fn insert(&mut self, key: BlockHash, set: u32, left: usize) -> u32 {
+        let place = self.next_free(left.min(FIT));
         let chunk = &mut self.chunks[place as usize / CHUNK];
         chunk.free -= 1;
         chunk.blocks[place as usize % CHUNK] = [(key.0 >> 32) as u32, low_u32(key.0), set];
@@ -218,17 +241,22 @@ impl Blocks {
         place
     }
 
-    /// The first free position from `fill` on in its chunk, or the first one of another chunk.
-    fn next_free(&mut self) -> u32 {
+    /// The first free position from `fill` on in its chunk with `want` in a row, or the first one of another
+    /// chunk, where any will do if none has so many.
+    fn next_free(&mut self, want: usize) -> u32 {
         let mut from = self.fill as usize % CHUNK;
         let mut number = self.fill as usize / CHUNK;
+        let mut chosen = false;
         loop {
             let free = self.chunks.get(number).filter(|chunk| chunk.free > 0);
-            let step =
-                free.and_then(|chunk| chunk.blocks[from..].iter().position(|block| set(block) == EMPTY));
-            if let Some(step) = step {
-                return to_u32(number * CHUNK + from + step);
+            let at = free.and_then(|chunk| {
+                let fits = hole(&chunk.blocks, from, want);
+                if chosen { fits.or_else(|| hole(&chunk.blocks, from, 1)) } else { fits }
+            });
+            if let Some(at) = at {
+                return to_u32(number * CHUNK + at);
             }
+            chosen = true;
             from = 0;
             let left = number;
             number = match self.refill.pop() {
