@@ -1,5 +1,5 @@
-/* first.c with what it leaves out: floats of 16 bits, matrix products whose operands are made floats once, and batches to
- * run again. With MIXFLEET_BLAS matrix products go to somebody's BLAS, which is what most parts bring. */
+/* first.c with what it leaves out: floats of 16 bits, matrix products whose operands are made floats once, and
+ * batches to run again. With MIXFLEET_BLAS matrix products go to somebody's BLAS, which is what most parts bring. */
 #define MIXFLEET_DTYPES
 
 #include <math.h>

@@ -1,6 +1,6 @@
-/* A backend in plain C: loops over host memory, for every operation but drawing tokens, which the host then does. It
- * shows what a library has to have, and nothing of how to be fast. Alone it knows 32-bit floats; example.c includes it
- * and adds 16-bit ones, quicker matrix products, and batches to run again. */
+/* A backend in plain C: loops over host memory, for every operation but drawing tokens, which the host then
+ * does. It shows what a library has to have. Alone it knows 32-bit floats; example.c includes it and adds those of
+ * 16 bits, quicker matrix products, and batches to run again. */
 #include "mixfleet.h"
 
 #include <math.h>
@@ -86,7 +86,7 @@ static float load(const unsigned char *at, size_t i, uint32_t dtype) {
 static void store(unsigned char *at, size_t i, uint32_t dtype, float value) { memcpy(at + 4 * i, &value, 4); }
 #endif
 
-/* The products of two rows, which begin at elements `i` and `j`: sums side by side, which a compiler makes vectors of. */
+/* The sum of products of two rows, which begin at `i` and `j`, in 16 parts, which make a vector. */
 static float dot(const unsigned char *a, size_t i, uint32_t a_dtype, const unsigned char *b, size_t j, uint32_t b_dtype,
                  size_t count) {
     float sums[16] = {0}, sum = 0;
@@ -161,7 +161,7 @@ static size_t slots_of(const struct MixfleetOp *op, int pool, struct MixfleetKv 
     return op->args[pool].bytes / ((size_t)kv.kv_heads * kv.head_dim * element(kv.dtype));
 }
 
-/* K and V of tokens between their slots and a matrix each, or one in which the V of a token is behind its K. */
+/* K and V of tokens between slots and a matrix each, or one in which a token has its V behind its K. */
 static int kv_move(const struct MixfleetOp *op, struct MixfleetError *error) {
     int writes = op->kind == MIXFLEET_KV_WRITE, gathers = op->kind == MIXFLEET_KV_GATHER;
     struct MixfleetKvMove s = op->shape.kv_move; /* that of writing is the same */
@@ -180,8 +180,8 @@ static int kv_move(const struct MixfleetOp *op, struct MixfleetError *error) {
 
 #define HEAD_MAX 4096
 
-/* A query over keys first..end of its sequence: acc = sum of exp(score - max) v, and stat = max, sum. attn_decode gives
- * these for one query of each sequence, attn_prefill acc / sum for all. The pools follow the pages. */
+/* A query over keys first..end of its sequence: acc = sum of exp(score - max) v, and stat = max, sum. attn_decode
+ * gives these for one query of each sequence, attn_prefill acc / sum for all. The pools follow the pages. */
 static int attention(const struct MixfleetOp *op, int decodes, struct MixfleetError *error) {
     struct MixfleetAttnPrefill s = op->shape.attn_prefill;
     struct MixfleetAttnDecode d = op->shape.attn_decode;
@@ -207,7 +207,7 @@ static int attention(const struct MixfleetOp *op, int decodes, struct MixfleetEr
                 if (slot >= slots) return fail(error, MIXFLEET_INVALID, "attention: a page is beyond the pool");
                 size_t at = (slot * s.kv.kv_heads + kv_head) * dim;
                 float score = dot(arg(op, 0), row * dim, s.x, keys, at, s.kv.dtype, dim) / sqrtf((float)dim);
-                float old = score > stat[0] ? expf(stat[0] - score) : 1; /* what was summed is by the old maximum */
+                float old = score > stat[0] ? expf(stat[0] - score) : 1; /* rescales what is summed */
                 if (score > stat[0]) stat[0] = score;
                 float weight = expf(score - stat[0]);
                 for (size_t i = 0; i < dim; i++) acc[i] = acc[i] * old + weight * load(values, at + i, s.kv.dtype);
