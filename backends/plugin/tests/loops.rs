@@ -19,6 +19,18 @@ fn a_library_in_plain_c_conforms() {
     println!("{report}");
 }
 
+/// It has every operation in 32-bit floats, and parts are cut and recombined in those.
+#[test]
+fn the_first_library_conforms() {
+    let Some(folder) = libraries() else { return };
+    let device = PluginBackend::load(&folder.join("first.so")).unwrap().open("first:0").unwrap();
+    let report = run(&*device, &SuiteOptions::new(SuiteLevel::Quick), &mut |_| {});
+    assert_eq!(report.verdict(), SuiteVerdict::Pass, "{report}");
+    for check in ["partition_by_tokens", "partition_by_heads", "partition_by_requests"] {
+        assert_eq!(report.summary()[check].pass, 1, "{check}: {report}");
+    }
+}
+
 /// What was compiled before goes on working: its header is kept, and is never to be edited. An interface that
 /// breaks it has another number, and another header beside it.
 #[test]

@@ -40,23 +40,29 @@ pub(crate) fn wait(entries: &mut [libc::pollfd], timeout: Option<Duration>) -> i
 /// (docs/results/wire.md), which is longer than 64 KiB take from one process to another.
 pub(crate) const SPIN: Duration = Duration::from_micros(50);
 /// Maximum number of consecutive short waits required before the next spin.
-const SHORT_NEEDED_MAX: u32 = 1024;
+const SHORT_NEEDED_MAX: u32 = 1 << 14;
+/// Number of consecutive spins that must have paid before fewer short waits are required. A busy core is
+/// shared in turns of milliseconds, in which about a hundred spins pay before one takes as long as a turn.
+const PAID_NEEDED: u32 = 1024;
 
 /// Repeated waits for the same peer, which spin while its answers come quickly and sleep otherwise.
 ///
-/// A wait spins once enough previous waits were short that it is likely to pay. A spin in vain doubles that
-/// number, and a successful one lowers it by one. A spin also counts as in vain if other threads needed the
-/// core meanwhile, which they get between two polls: on a busy machine a sleeper is woken sooner than a
-/// spinner gets its core back. On a single core nothing spins.
+/// A wait spins once enough previous waits were short that it is likely to pay. A spin in vain multiplies
+/// that number by eight, and many successful ones in a row halve it. A spin is in vain too if other threads
+/// got the core meanwhile: a spinner uses up its share of a busy core and then waits for its next turn, while
+/// a sleeper has some of its share left and gets the core when it is woken. It does not yield, which would
+/// hand the core to any work that waits, of whatever priority. On a single core nothing spins.
 pub(crate) struct Patience {
     /// Number of short waits since the last spin in vain.
     short: u32,
     short_needed: u32,
+    /// Number of spins that paid since `short_needed` changed.
+    paid: u32,
 }
 
 impl Patience {
     pub(crate) fn new() -> Self {
-        Patience { short: 0, short_needed: 1 }
+        Patience { short: 0, short_needed: 1, paid: 0 }
     }
 
     /// Waits as [`wait`] does.
@@ -80,7 +86,7 @@ impl Patience {
                 break;
             }
             spun = true;
-            std::thread::yield_now();
+            std::hint::spin_loop();
         }
         if !is_here {
             is_here = awaited.sleep(timeout.map(|timeout| timeout.saturating_sub(start.elapsed())))?;
@@ -95,10 +101,11 @@ impl Patience {
         let limit = if spun { SPIN } else { 2 * SPIN };
         let short = took.is_some_and(|took| took <= limit);
         self.short = if short { self.short.saturating_add(1) } else { 0 };
-        self.short_needed = match (spun, short) {
-            (true, true) => self.short_needed.saturating_sub(1).max(1),
-            (true, false) => (2 * self.short_needed).min(SHORT_NEEDED_MAX),
-            (false, _) => self.short_needed,
+        (self.short_needed, self.paid) = match (spun, short) {
+            (true, true) if self.paid + 1 >= PAID_NEEDED => ((self.short_needed / 2).max(1), 0),
+            (true, true) => (self.short_needed, self.paid + 1),
+            (true, false) => ((8 * self.short_needed).min(SHORT_NEEDED_MAX), 0),
+            (false, _) => (self.short_needed, self.paid),
         };
     }
 }
@@ -193,11 +200,11 @@ mod tests {
             let short = u32::from(spinning);
             let mut entries = [readable(&to)];
             let begun = Instant::now();
-            let mut patience = Patience { short, short_needed: 1 };
+            let mut patience = Patience { short, ..Patience::new() };
             patience.wait(&mut entries, Some(Duration::from_millis(3))).unwrap();
             assert!(!is_ready(&entries) && begun.elapsed() >= Duration::from_millis(3));
             from.write_all(&[1]).unwrap();
-            let mut patience = Patience { short, short_needed: 1 };
+            let mut patience = Patience { short, ..Patience::new() };
             patience.wait(&mut entries, None).unwrap();
             assert!(is_ready(&entries));
             io::Read::read_exact(&mut (&to), &mut [0]).unwrap();

@@ -64,6 +64,30 @@ fn a_library_is_validated_as_parts_are() {
     assert!(served.status.success(), "{}{}", text(&served.stdout), text(&served.stderr));
 }
 
+/// docs/adding-a-backend.md says how few lines of C a first PASS of level 1 takes.
+#[test]
+fn the_first_library_passes_level_1_in_300_lines() {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../hwtests/plugin/first.c");
+    let lines = std::fs::read_to_string(source).unwrap().lines().count();
+    assert!(lines <= 300, "first.c has {lines} lines");
+    let Some(folder) = libraries() else { return };
+    let words = ["validate", "--device", "first:0", "--level", "1", "--json"];
+    let valid = with(&folder.join("first.so"), &words);
+    assert_eq!(valid.status.code(), Some(0), "{}{}", text(&valid.stdout), text(&valid.stderr));
+    let report: Value = serde_json::from_slice(&valid.stdout).unwrap();
+    let cases = report["cases"].as_array().unwrap();
+    let count = |status: &str| cases.iter().filter(|case| case["status"] == status).count();
+    // everything that 32-bit floats have, and none of what it refuses counts against it
+    assert_eq!(count("fail"), 0, "{report}");
+    assert!(count("pass") > 45 && count("unsupported") > 300, "{} pass", count("pass"));
+    // an operation that it lacks would be missed
+    for kind in ["gemm", "attn_prefill", "attn_decode", "attn_merge", "kv_scatter", "partition_by_tokens"] {
+        let of_kind = |id: &str| id.strip_prefix("l1.").is_some_and(|id| id.starts_with(kind));
+        let passed = |case: &&Value| of_kind(case["id"].as_str().unwrap()) && case["status"] == "pass";
+        assert!(cases.iter().any(|case| passed(&case)), "no {kind} passed");
+    }
+}
+
 #[test]
 fn a_library_that_lies_takes_nothing_down() {
     let Some(folder) = libraries() else { return };

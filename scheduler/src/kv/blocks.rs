@@ -3,8 +3,8 @@
 //!
 //! A lookup tries the positions next to the previous block, and uses the hash table only where the chain
 //! continues elsewhere: two cache misses for each such position, and one for five adjacent blocks. To keep
-//! chains together, new blocks fill a chunk in order, and a chunk is refilled only when a sixteenth of it is
-//! free.
+//! chains together, new blocks fill a chunk in order, a chunk is refilled only when an eighth of it is free,
+//! and long chains leave short holes to short ones.
 
 use super::BlockHash;
 use super::sets::EMPTY;
@@ -21,7 +21,9 @@ const CHUNK: usize = CHUNK_BLOCKS as usize;
 /// Positions per piece, which [`Blocks::update_piece`] processes in microseconds.
 const PIECE: usize = 1 << 10;
 /// Free positions from which a chunk is refilled.
-const CHUNK_FREE: u32 = CHUNK_BLOCKS / 16;
+const CHUNK_FREE: u32 = CHUNK_BLOCKS / 8;
+/// Free positions in a row that a chain of at least as many new blocks looks for.
+const FIT: usize = 32;
 /// Blocks looked up in the table together, so that their cache misses overlap.
 const AHEAD: usize = 8;
 /// Positions after a block that are searched for the next block.
@@ -44,6 +46,20 @@ fn set(&[_, _, set]: &Block) -> u32 {
 
 fn is(block: &Block, searched: BlockHash) -> bool {
     key(block) == searched && set(block) != EMPTY
+}
+
+/// The first of `want` free positions in a row, from `from` on; those that follow `from` itself need not be
+/// so many, since they continue what is there.
+fn hole(blocks: &[Block], from: usize, want: usize) -> Option<usize> {
+    let mut at = from;
+    loop {
+        at += blocks[at..].iter().position(|block| set(block) == EMPTY)?;
+        let free = blocks[at..].iter().take(want).take_while(|block| set(block) == EMPTY).count();
+        if free == want || at <= from + 1 {
+            return Some(at);
+        }
+        at += free;
+    }
 }
 
 #[derive(Clone)]
@@ -108,8 +124,8 @@ impl Blocks {
 
     /// Calls `visit` with the set of each of `keys` in turn, until it returns false or a key is absent.
     pub(super) fn walk(&self, keys: &[BlockHash], mut visit: impl FnMut(u32) -> bool) {
-        let (mut near, mut stray, mut touched) = (NONE, 0, 0);
-        for (i, &key) in keys.iter().enumerate() {
+        let (mut near, mut stray, mut touched, mut i) = (NONE, 0, 0, 0);
+        while let Some(&key) = keys.get(i) {
             let place = self.beside(near, key).or_else(|| {
                 // Where one block was not adjacent to the previous, the next ones rarely are.
                 if i > 0 && i <= stray + 2 && i >= touched {
@@ -120,10 +136,20 @@ impl Blocks {
                 self.find(key)
             });
             let Some(place) = place else { return };
-            if !visit(set(&self.at(place))) {
-                return;
+            // The run that begins here. Where its next block is depends on nothing that was read, so that
+            // cache misses overlap.
+            let run = &self.chunks[place as usize / CHUNK].blocks[place as usize % CHUNK..];
+            let first = i;
+            for (block, &key) in run.iter().zip(&keys[first..]) {
+                if !is(block, key) {
+                    break;
+                }
+                if !visit(set(block)) {
+                    return;
+                }
+                i += 1;
             }
-            near = place;
+            near = place + to_u32(i - first) - 1;
         }
     }
 
@@ -137,7 +163,7 @@ impl Blocks {
     /// Replaces the set of each of `keys` by the result of `change`; EMPTY stands for absence on both sides.
     /// `removes` means that most will be absent afterwards.
     pub(super) fn update(&mut self, keys: &[BlockHash], removes: bool, mut change: impl FnMut(u32) -> u32) {
-        let mut near = NONE;
+        let (mut near, mut left) = (NONE, keys.len());
         for keys in keys.chunks(AHEAD) {
             // The table is queried only for blocks that are not adjacent, and updated for those that come or
             // go.
@@ -145,13 +171,20 @@ impl Blocks {
                 self.touch(keys);
             }
             for &key in keys {
-                near = self.update_one(key, near, &mut change);
+                near = self.update_one(key, near, left, &mut change);
+                left -= 1;
             }
         }
     }
 
-    /// Updates `key`, which may be adjacent to `near`; returns its position.
-    fn update_one(&mut self, key: BlockHash, near: u32, mut change: impl FnMut(u32) -> u32) -> u32 {
+    /// Updates `key`, which may be adjacent to `near` and is the first of `left`; returns its position.
+    fn update_one(
+        &mut self,
+        key: BlockHash,
+        near: u32,
+        left: usize,
+        mut change: impl FnMut(u32) -> u32,
+    ) -> u32 {
         match self.beside(near, key).or_else(|| self.find(key)) {
             Some(place) => {
                 let set = change(set(&self.at(place)));
@@ -160,7 +193,7 @@ impl Blocks {
             }
             None => match change(EMPTY) {
                 EMPTY => near,
-                set => self.insert(key, set),
+                set => self.insert(key, set, left),
             },
         }
     }
@@ -198,8 +231,8 @@ impl Blocks {
         }
     }
 
-    fn insert(&mut self, key: BlockHash, set: u32) -> u32 {
-        let place = self.next_free();
+    fn insert(&mut self, key: BlockHash, set: u32, left: usize) -> u32 {
+        let place = self.next_free(left.min(FIT));
         let chunk = &mut self.chunks[place as usize / CHUNK];
         chunk.free -= 1;
         chunk.blocks[place as usize % CHUNK] = [(key.0 >> 32) as u32, low_u32(key.0), set];
@@ -208,17 +241,22 @@ impl Blocks {
         place
     }
 
-    /// The first free position from `fill` on in its chunk, or the first one of another chunk.
-    fn next_free(&mut self) -> u32 {
+    /// The first free position from `fill` on in its chunk with `want` in a row, or the first one of another
+    /// chunk, where any will do if none has so many.
+    fn next_free(&mut self, want: usize) -> u32 {
         let mut from = self.fill as usize % CHUNK;
         let mut number = self.fill as usize / CHUNK;
+        let mut chosen = false;
         loop {
             let free = self.chunks.get(number).filter(|chunk| chunk.free > 0);
-            let step =
-                free.and_then(|chunk| chunk.blocks[from..].iter().position(|block| set(block) == EMPTY));
-            if let Some(step) = step {
-                return to_u32(number * CHUNK + from + step);
+            let at = free.and_then(|chunk| {
+                let fits = hole(&chunk.blocks, from, want);
+                if chosen { fits.or_else(|| hole(&chunk.blocks, from, 1)) } else { fits }
+            });
+            if let Some(at) = at {
+                return to_u32(number * CHUNK + at);
             }
+            chosen = true;
             from = 0;
             let left = number;
             number = match self.refill.pop() {
