@@ -8,7 +8,7 @@ use crate::paged::Paged;
 use mixfleet_hal::cast::{low_u8, to_u32, to_u64, to_usize};
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::random::{self, Stream};
-use mixfleet_hal::{BufferUsage, Cmd, DType, ErrorKind, KvShape, OpSig, Slice};
+use mixfleet_hal::{BufferUsage, Cmd, DType, ErrorKind, KvShape, OpSig, Slice, Support};
 use std::sync::Arc;
 
 /// A check, which returns the largest error as a share of its bound if it compares numbers.
@@ -177,7 +177,7 @@ fn partition(
     let page_tokens = bench.device.limits().kv_page_tokens.max(1);
     let rows = CONTEXTS.len() * HEADS;
     let mut worst = 0.0f64;
-    for (seed, kv) in DType::FLOATS.into_iter().enumerate() {
+    for (seed, kv) in DType::KV.into_iter().enumerate() {
         let sig = OpSig::AttnDecode {
             sequences: to_u32(CONTEXTS.len()),
             kv_tokens: CONTEXTS.iter().map(|r| u64::from(r.1 - r.0)).sum(),
@@ -186,6 +186,9 @@ fn partition(
             x: DType::F32,
             kv: KvShape { kv_heads: to_u32(KV_HEADS), head_dim: to_u32(HEAD_DIM), page_tokens, dtype: kv },
         };
+        if kv.is_scaled() && bench.device.support(&sig) == Support::No {
+            continue; // its cases say so
+        }
         let case = Case { sig, spread: TokenSpread::Ranges(CONTEXTS.to_vec()), seed: 1000 + seed as u64 };
         let operands = case.operands();
         let all = Piece { rows: (0..rows).collect(), sig, operands: operands.clone() };
