@@ -186,6 +186,23 @@ plant "the first expert's scales serve all" backends/cpu/src/kernels/quantised.r
 plant "sinks join each part of a divided sequence" runtime/src/model/attention.rs \
     's/let bare = if sinks.is_some() { sizes.partial \* heads } else { rows };/let bare = if sinks.is_some() { 0 } else { rows };/' \
     apart every_family_gives
+# KV of eight bits: by the conformance cases, whose codes are exact, and by hand-overs of the runtime
+plant "a code is cut off and not rounded" hal/src/scaled.rs \
+    's/(magnitude + 0x7_FFFF + (magnitude >> 20 & 1)) >> 20/magnitude >> 20/' conformance one_core_conforms mixfleet-cpu
+plant "a scale is too small for the largest element" hal/src/scaled.rs \
+    's/(0x01_FFFF, 6) } else { (0x1F_FFFF, 8) }/(0, 6) } else { (0, 8) }/' conformance one_core_conforms mixfleet-cpu
+plant "all tokens of a page have the first one's scale" backends/cpu/src/kernels/kv.rs \
+    's/self.page_tokens \* self.head_dim + token \* SCALE_BYTES/self.page_tokens * self.head_dim + token * 0/' \
+    conformance one_core_conforms mixfleet-cpu
+plant "values have the scales of keys" backends/cpu/src/kernels/attention/page.rs \
+    's/let scale = scale(v, t);/let scale = scale(k, t);/' conformance one_core_conforms mixfleet-cpu
+plant "scores are without their keys' scales" backends/opencl/src/kernels/attention.cl \
+    's/SUMW(dot) \* scale_at(keys, keys->k_pool, at + j \* HEAD_DIM, t - count + j)/SUMW(dot)/' \
+    conformance kernels_for_cpus_conform mixfleet-opencl
+plant "heads of eight bits are counted without their scales" runtime/src/engine/pages.rs \
+    's/let head = to_usize(whole.head_elements(span.wire)/let head = to_usize(u64::from(whole.head_dim)/' lib kv_of_any_devices
+plant "KV crosses in the sender's dtype where the receiver keeps codes" runtime/src/engine/handoff.rs \
+    's/(_, b) if b.is_scaled() \&\& codes => b,/(a, b) if b.is_scaled() \&\& codes => a,/' engine eight_bits::kv_of_a_wider
 if [ "$missed" != 0 ]; then
     [ "$applies" = --applies ] && what='do not apply' || what='not found'
     echo "planted: $missed of them $what" >&2

@@ -16,13 +16,14 @@ DEVICE void attend(IN_LOCAL const float* q, const Keys* keys, uint first, uint e
         if (present) {
             score = 0.0f;
             for (uint d = 0; d < HEAD_DIM; ++d) score = MAD(q[d], LOAD(KV, keys->k_pool, at + d), score);
+            score *= scale_at(keys, keys->k_pool, at, base + lid);
         }
         const float new_max = FMAX(*max, group_max(score, scratch));
         const float p = present && new_max > -INFINITY ? EXP(score - new_max) : 0.0f;
         const float keep = *max > -INFINITY ? EXP(*max - new_max) : 0.0f;
         *max = new_max;
         *sum = *sum * keep + group_sum(p, scratch);
-        weights[lid] = p;
+        weights[lid] = p > 0.0f ? p * scale_at(keys, keys->v_pool, at, base + lid) : 0.0f;
         rows[lid] = at;
         BARRIER();
         for (uint i = 0; i < DIMS; ++i) {
@@ -30,7 +31,7 @@ DEVICE void attend(IN_LOCAL const float* q, const Keys* keys, uint first, uint e
             acc[i] *= keep;
             // a weight of 0 may stand for no key: what lies there may be NaN
             for (uint j = 0; j < GROUP && d < HEAD_DIM; ++j)
-                if (weights[j] > 0.0f) acc[i] = MAD(weights[j], LOAD(KV, keys->v_pool, rows[j] + d), acc[i]);
+                if (weights[j] != 0.0f) acc[i] = MAD(weights[j], LOAD(KV, keys->v_pool, rows[j] + d), acc[i]);
         }
         BARRIER();
     }

@@ -41,12 +41,14 @@
 #define TYPE_bf16 ushort
 #define TYPE_f16 ushort
 #define TYPE_f8e4m3 uchar
+#define TYPE_i8 signed char
 #define TYPE_u32 uint
 
 #define LOAD_f32(p, i) ((p)[i])
 #define LOAD_bf16(p, i) bits_to_float((uint)(p)[i] << 16)
 #define LOAD_f16(p, i) half_to_float((p)[i])
 #define LOAD_f8e4m3(p, i) f8_to_float((p)[i])
+#define LOAD_i8(p, i) ((float)(p)[i])
 
 #define STORE_f32(p, i, v) ((p)[i] = (v))
 #define STORE_bf16(p, i, v) ((p)[i] = (ushort)pack_bf16(v, 0.0f))
@@ -92,6 +94,13 @@ DEVICE void load8_f8e4m3(const uchar* p, float* v) {
         v[4 + i] = f8_to_float(a.y >> 8 * i & 0xFFu);
     }
 }
+DEVICE void load8_i8(const signed char* p, float* v) {
+    const uint2 a = *(const uint2*)p;
+    for (uint i = 0; i < 4; ++i) {
+        v[i] = (float)(signed char)(a.x >> 8 * i);
+        v[4 + i] = (float)(signed char)(a.y >> 8 * i);
+    }
+}
 DEVICE void store8_f32(float* p, const float* v) {
     ((float4*)p)[0] = make_float4(v[0], v[1], v[2], v[3]);
     ((float4*)p)[1] = make_float4(v[4], v[5], v[6], v[7]);
@@ -114,6 +123,17 @@ DEVICE void store8_f16(ushort* p, const float* v) {
     }
 LOAD_SMALL(bf16, unpack_bf16)
 LOAD_SMALL(f16, unpack_f16)
+// Of codes the compiler joins the loads, whose alignment it does not know, where it can.
+#define LOAD_FEW(T, N)                                                                                            \
+    DEVICE void load##N##_##T(const TYPE_##T* p, float* v) {                                                      \
+        for (uint i = 0; i < N; ++i) v[i] = LOAD_##T(p, i);                                                       \
+    }
+LOAD_FEW(f8e4m3, 1)
+LOAD_FEW(f8e4m3, 2)
+LOAD_FEW(f8e4m3, 4)
+LOAD_FEW(i8, 1)
+LOAD_FEW(i8, 2)
+LOAD_FEW(i8, 4)
 DEVICE void load1_f32(const float* p, float* v) { v[0] = p[0]; }
 DEVICE void load2_f32(const float* p, float* v) {
     const float2 a = *(const float2*)p;

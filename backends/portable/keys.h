@@ -1,5 +1,5 @@
-// What every attention kernel shares: X, KV and HEAD_DIM; where keys lie (pages as in kv.c), and who sees
-// them. A page outside the pool, and a token past the page table, count as absent.
+// What every attention kernel shares: X, KV and HEAD_DIM; where keys lie (pages as in kv.c or kv_scaled.c),
+// and who sees them. A page outside the pool, and a token past the page table, count as absent.
 
 #define POOLS READS(KV, k_pool), uint page_count, READS(KV, v_pool)
 #define SHAPE uint sequences, uint heads, uint kv_heads, uint page_tokens, uint pages_max
@@ -48,11 +48,32 @@ typedef struct {
     { k_pool, v_pool, pages + (ulong)(sequence)*pages_max, page_count, page_tokens, kv_heads,                    \
       (head) / (heads / kv_heads) }
 
+// Element of line `line` in the pools, which have a line for each token of each KV head of each page.
+DEVICE ulong line_at(const Keys* keys, ulong line) {
+#if KIND(KV)
+    const uint page_tokens = keys->page_tokens, token = (uint)(line % page_tokens);
+    return (line - token) * HEAD_ELEMENTS(KV, HEAD_DIM) + token * HEAD_DIM;
+#else
+    return line * HEAD_DIM;
+#endif
+}
+
+// The scale of token `t`'s row, which begins at element `at` of the pool.
+DEVICE float scale_at(const Keys* keys, GLOBAL const TYPE(KV)* pool, ulong at, uint t) {
+#if KIND(KV)
+    const ulong behind = (ulong)keys->page_tokens * HEAD_DIM;
+    const uint token = t % keys->page_tokens;
+    return load_scale((GLOBAL const uchar*)(pool + (at - token * HEAD_DIM) + behind + token * SCALE_BYTES));
+#else
+    return 1.0f;
+#endif
+}
+
 // Element of token `t`'s row in the pools; false if it is nowhere.
 DEVICE bool key_at(const Keys* keys, uint t, ulong* at) {
     const uint page = keys->pages[t / keys->page_tokens];
     const ulong line = ((ulong)page * keys->kv_heads + keys->kv_head) * keys->page_tokens + t % keys->page_tokens;
-    *at = line * HEAD_DIM;
+    *at = line_at(keys, line);
     return page < keys->page_count;
 }
 

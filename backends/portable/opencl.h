@@ -44,12 +44,14 @@
 #define TYPE_bf16 ushort
 #define TYPE_f16 half
 #define TYPE_f8e4m3 uchar
+#define TYPE_i8 char
 #define TYPE_u32 uint
 
 #define LOAD_f32(p, i) ((p)[i])
 #define LOAD_bf16(p, i) as_float((uint)(p)[i] << 16)
 #define LOAD_f16(p, i) vload_half(i, p)
 #define LOAD_f8e4m3(p, i) f8_to_float((p)[i])
+#define LOAD_i8(p, i) ((float)(p)[i])
 
 #define STORE_f32(p, i, v) ((p)[i] = (v))
 #define STORE_bf16(p, i, v) ((p)[i] = bf16_of(v))

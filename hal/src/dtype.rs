@@ -1,6 +1,6 @@
 //! Element types that travel between host, device and wire.
 
-use crate::cast::{to_f32, to_u32};
+use crate::cast::{to_f32, to_i32, to_u32};
 use serde::{Deserialize, Serialize};
 
 /// The type of one element. Floating-point types store weights, activations and KV; `U32` stores
@@ -16,9 +16,11 @@ pub enum DType {
     /// IEEE 754 half precision.
     F16,
     /// An 8-bit float with 4 exponent and 3 fraction bits, no infinities and a maximum of 448 (Micikevicius
-    /// et al. 2022, "FP8 formats for deep learning"). Used for weights, and for arithmetic on parts that
-    /// support it.
+    /// et al. 2022, "FP8 formats for deep learning"). Used for weights, for KV with a scale for each head
+    /// (module `scaled`), and for arithmetic on parts that support it.
     F8E4m3,
+    /// An integer from -127 to 127. Used for KV with a scale for each head (module `scaled`).
+    I8,
     /// Unsigned 32-bit integer, for indices.
     U32,
 }
@@ -26,13 +28,20 @@ pub enum DType {
 impl DType {
     /// The floating-point types that every backend can store and compute with.
     pub const FLOATS: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
+    /// The types that KV can be stored and sent as.
+    pub const KV: [DType; 5] = [DType::F32, DType::Bf16, DType::F16, DType::F8E4m3, DType::I8];
+
+    /// Whether KV of this type has a scale for each head ([`scaled`](crate::scaled)).
+    pub const fn is_scaled(self) -> bool {
+        matches!(self, DType::F8E4m3 | DType::I8)
+    }
 
     /// Bytes of one element.
     pub const fn size_bytes(self) -> u64 {
         match self {
             DType::F32 | DType::U32 => 4,
             DType::Bf16 | DType::F16 => 2,
-            DType::F8E4m3 => 1,
+            DType::F8E4m3 | DType::I8 => 1,
         }
     }
 
@@ -43,6 +52,7 @@ impl DType {
             DType::Bf16 => "bf16",
             DType::F16 => "f16",
             DType::F8E4m3 => "f8e4m3",
+            DType::I8 => "i8",
             DType::U32 => "u32",
         }
     }
@@ -55,7 +65,7 @@ impl DType {
             DType::Bf16 => 1.0 / (1u64 << 8) as f64,
             DType::F16 => 1.0 / (1u64 << 11) as f64,
             DType::F8E4m3 => 1.0 / 16.0,
-            DType::U32 => 0.0,
+            DType::I8 | DType::U32 => 0.0,
         }
     }
 
@@ -66,6 +76,7 @@ impl DType {
             DType::Bf16 => bytes.extend(half::bf16::from_f64(value).to_le_bytes()),
             DType::F16 => bytes.extend(half::f16::from_f64(value).to_le_bytes()),
             DType::F8E4m3 => bytes.push(f8e4m3_from_f64(value)),
+            DType::I8 => bytes.extend(i8_from_f64(value).to_le_bytes()),
             DType::U32 => bytes.extend(to_u32(value).to_le_bytes()),
         }
     }
@@ -80,6 +91,7 @@ impl DType {
                 bytes.as_chunks::<4>().0.iter().map(|&b| f64::from(u32::from_le_bytes(b))).collect()
             }
             DType::F8E4m3 => bytes.iter().map(|&bits| f8e4m3_to_f64(bits)).collect(),
+            DType::I8 => bytes.iter().map(|&bits| f64::from(bits.cast_signed())).collect(),
             DType::Bf16 => {
                 bytes.as_chunks::<2>().0.iter().map(|&b| half::bf16::from_le_bytes(b).to_f64()).collect()
             }
@@ -121,6 +133,11 @@ fn f8e4m3_from_f64(value: f64) -> u8 {
     sign | (below + u8::from(up))
 }
 
+/// Rounds to nearest, ties to even, and saturates at 127 of either sign.
+fn i8_from_f64(value: f64) -> i8 {
+    i8::try_from(to_i32(value.round_ties_even())).unwrap_or(if value < 0.0 { -127 } else { 127 }).max(-127)
+}
+
 impl std::fmt::Display for DType {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(self.name())
@@ -136,8 +153,9 @@ impl std::str::FromStr for DType {
             "bf16" | "bfloat16" => Ok(DType::Bf16),
             "f16" | "float16" | "half" => Ok(DType::F16),
             "f8e4m3" | "fp8" => Ok(DType::F8E4m3),
+            "i8" | "int8" => Ok(DType::I8),
             "u32" => Ok(DType::U32),
-            other => Err(format!("unknown dtype '{other}'; known: f32, bf16, f16")),
+            other => Err(format!("unknown dtype '{other}'; known: f32, bf16, f16, fp8, int8")),
         }
     }
 }
@@ -179,7 +197,7 @@ mod tests {
 
     #[test]
     fn names_parse_back() {
-        for dtype in DType::FLOATS.into_iter().chain([DType::F8E4m3, DType::U32]) {
+        for dtype in DType::FLOATS.into_iter().chain([DType::F8E4m3, DType::I8, DType::U32]) {
             assert_eq!(dtype.name().parse::<DType>(), Ok(dtype));
         }
         assert!("int4".parse::<DType>().unwrap_err().contains("known"));

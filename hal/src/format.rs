@@ -114,7 +114,7 @@ impl FromStr for StoredAs {
         match (format, text.parse()) {
             (Some(format), _) => Ok(StoredAs::Quantised(format)),
             (None, Ok(DType::F8E4m3)) => Ok(StoredAs::Quantised(WeightFormat::Fp8)),
-            (None, Ok(dtype)) if dtype != DType::U32 => Ok(StoredAs::Plain(dtype)),
+            (None, Ok(dtype)) if DType::FLOATS.contains(&dtype) => Ok(StoredAs::Plain(dtype)),
             _ => Err(format!("unknown dtype '{text}'; known: {}", StoredAs::NAMES.join(", "))),
         }
     }

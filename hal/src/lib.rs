@@ -35,6 +35,7 @@ pub mod quantised;
 pub mod random;
 pub mod sample;
 mod scalar;
+pub mod scaled;
 pub mod transport;
 pub mod units;
 

@@ -11,7 +11,8 @@
 //! `kv_heads`. A *slot* is `page * page_tokens + offset in the page`. The layout inside a page is private to
 //! the backend, because only operations touch it. What crosses a link is the *wire layout* of
 //! `KvGather`/`KvScatter`, `[tokens, 2 (K, V), kv_heads, head_dim]`, which is the same everywhere, so that
-//! devices with different page sizes or dtypes can exchange KV.
+//! devices with different page sizes or dtypes can exchange KV. KV of eight bits has a scale behind each head's
+//! codes ([`scaled`](crate::scaled)).
 //!
 //! **Attention.** Scores are scaled by `1/sqrt(head_dim)`. With `window = Some(w)` a query at position p sees
 //! keys p-w+1 ..= p. `AttnDecode` covers any token range of a sequence and returns un-normalised output with
@@ -387,11 +388,11 @@ impl OpSig {
             dtype,
             extent: Extent::Exactly(elements),
         };
-        let pool = |name, access, KvShape { kv_heads, head_dim, page_tokens, dtype }: KvShape| Operand {
+        let pool = |name, access, kv: KvShape| Operand {
             name,
             access,
-            dtype,
-            extent: Extent::PagesOf(product(&[page_tokens, kv_heads, head_dim])),
+            dtype: kv.dtype,
+            extent: Extent::PagesOf(kv.row().saturating_mul(kv.page_tokens.into())),
         };
         let part = |part: &QuantisedPart| exactly(part.name, Read, part.dtype, part.elements());
         match *self {
@@ -525,10 +526,10 @@ impl OpSig {
                 exactly("slots", Read, U32, u64::from(tokens)),
                 pool("k_pool", Read, kv),
                 pool("v_pool", Read, kv),
-                exactly("out", Write, wire, product(&[tokens, 2, kv.kv_heads, kv.head_dim])),
+                exactly("out", Write, wire, kv.wire_elements(tokens, wire)),
             ],
             OpSig::KvScatter { tokens, kv, wire } => vec![
-                exactly("wire", Read, wire, product(&[tokens, 2, kv.kv_heads, kv.head_dim])),
+                exactly("wire", Read, wire, kv.wire_elements(tokens, wire)),
                 exactly("slots", Read, U32, u64::from(tokens)),
                 pool("k_pool", ReadWrite, kv),
                 pool("v_pool", ReadWrite, kv),
@@ -559,6 +560,7 @@ impl OpSig {
             }
             Ok(())
         };
+        self.check_kv().map_err(|problem| format!("{}: {problem}", self.name()))?;
         match *self {
             OpSig::Rope { head_dim, .. } if head_dim % 2 != 0 => {
                 Err(format!("rope: head_dim {head_dim} is odd"))

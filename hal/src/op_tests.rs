@@ -25,6 +25,23 @@ fn the_shape_of_paged_kv_is_written_as_fields_of_its_operation() {
 }
 
 #[test]
+fn kv_of_eight_bits_has_the_bytes_of_its_codes_and_scales() {
+    let kv = KvShape { kv_heads: 2, head_dim: 16, page_tokens: 8, dtype: DType::I8 };
+    assert_eq!(kv.wire_token_bytes(DType::F8E4m3), 2 * 2 * (16 + 4));
+    let gather = OpSig::KvGather { tokens: 3, kv, wire: DType::F8E4m3 };
+    let extents = gather.operands().iter().map(|operand| operand.extent).collect::<Vec<_>>();
+    let page = Extent::PagesOf(8 * 2 * 20);
+    assert_eq!(extents, [Extent::Exactly(3), page, page, Extent::Exactly(3 * 2 * 2 * 20)]);
+    assert_eq!(gather.bytes(), f64::from(3 * 4 + 3 * 80 + 3 * 80));
+    let scales = gather.operands().iter().map(|operand| gather.has_scales(operand)).collect::<Vec<_>>();
+    assert_eq!(scales, [false, true, true, true]);
+    let write = |kv| OpSig::KvWrite { tokens: 1, x: F32, kv };
+    assert!(write(kv).check().is_ok());
+    assert!(write(KvShape { head_dim: 18, ..kv }).check().unwrap_err().contains("heads of 18"));
+    assert!(write(KvShape { dtype: DType::U32, ..kv }).check().unwrap_err().contains("cannot be u32"));
+}
+
+#[test]
 fn quantised_weights_are_operands_between_x_and_the_bias() {
     let weight = Quantised::NVFP4;
     let sig =

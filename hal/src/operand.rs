@@ -1,6 +1,7 @@
 //! What an operation reads and writes: operands, their sizes, and the shape of paged KV.
 
-use crate::DType;
+use crate::scaled::SCALE_BYTES;
+use crate::{DType, OpSig};
 use serde::{Deserialize, Serialize};
 
 /// How a command uses an operand.
@@ -52,14 +53,51 @@ pub struct KvShape {
 }
 
 impl KvShape {
-    /// Elements of a token's keys, or of its values.
+    /// Elements that a head of one token takes as `dtype`: its own and, behind codes of eight bits, the four
+    /// bytes of their scale ([`scaled`](crate::scaled)).
+    pub const fn head_elements(&self, dtype: DType) -> u64 {
+        self.head_dim as u64 + if dtype.is_scaled() { SCALE_BYTES as u64 } else { 0 }
+    }
+
+    /// Elements of a token's keys, or of its values, as they are stored.
     pub fn row(&self) -> u64 {
-        product(&[self.kv_heads, self.head_dim])
+        u64::from(self.kv_heads).saturating_mul(self.head_elements(self.dtype))
     }
 
     /// Bytes of a token's keys and values of one layer, in the wire layout of this dtype.
     pub fn wire_token_bytes(&self, wire: DType) -> u64 {
-        2 * self.row() * wire.size_bytes()
+        self.wire_elements(1, wire).saturating_mul(wire.size_bytes())
+    }
+
+    /// Elements of so many tokens' keys and values of one layer, in the wire layout of this dtype.
+    pub(crate) fn wire_elements(&self, tokens: u32, wire: DType) -> u64 {
+        product(&[tokens, 2, self.kv_heads]).saturating_mul(self.head_elements(wire))
+    }
+}
+
+impl OpSig {
+    /// Whether an operand of it holds heads of KV with scales ([`scaled`](crate::scaled)).
+    pub fn has_scales(&self, operand: &Operand) -> bool {
+        let of_gather = matches!(self, OpSig::KvGather { .. }) && operand.name == "out";
+        operand.dtype.is_scaled() && (of_gather || matches!(operand.name, "k_pool" | "v_pool" | "wire"))
+    }
+
+    /// Checks that KV can be stored and sent as it says.
+    pub(crate) fn check_kv(&self) -> Result<(), String> {
+        let Some(kv) = self.kv() else { return Ok(()) };
+        let wire = match *self {
+            OpSig::KvGather { wire, .. } | OpSig::KvScatter { wire, .. } => wire,
+            _ => kv.dtype,
+        };
+        match [kv.dtype, wire].into_iter().find(|dtype| !DType::KV.contains(dtype)) {
+            Some(dtype) => return Err(format!("KV cannot be {dtype}")),
+            None if kv.head_dim.is_multiple_of(4) => return Ok(()),
+            None => {}
+        }
+        match kv.dtype.is_scaled() || wire.is_scaled() {
+            true => Err(format!("heads of {} elements, behind which no scale is at a word", kv.head_dim)),
+            false => Ok(()),
+        }
     }
 }
 

@@ -149,7 +149,7 @@ impl ScaleKind {
             DType::Bf16 => Some(ScaleKind::Bf16),
             DType::F16 => Some(ScaleKind::F16),
             DType::F8E4m3 => Some(ScaleKind::E4m3),
-            DType::U32 => None,
+            DType::I8 | DType::U32 => None,
         }
     }
 

@@ -1,6 +1,6 @@
 //! Places one operation's operands on a device between guards, runs it, and reads the results.
 
-use crate::inputs::encoded;
+use crate::scaled::{decoded, encoded};
 use mixfleet_hal::cast::{low_u8, to_i64, to_u32, to_usize};
 use mixfleet_hal::op::Extent;
 use mixfleet_hal::{
@@ -113,7 +113,7 @@ fn live_slots(pool: &[f64], width: usize) -> Vec<f64> {
 struct Pools {
     /// Index of the operand `k_pool`; `v_pool` follows it.
     at: usize,
-    /// Number of elements per slot.
+    /// Number of values per slot.
     width: usize,
     live: Vec<f64>,
     scatter: OpSig,
@@ -124,7 +124,7 @@ impl Pools {
     fn of(sig: &OpSig, operands: &[Vec<f64>]) -> Option<Pools> {
         let at = sig.operands().iter().position(|operand| operand.name == "k_pool")?;
         let (kv, wire) = sig.kv().map(|kv| (kv, kv.dtype))?;
-        let width = to_usize(kv.row());
+        let width = (kv.kv_heads * kv.head_dim) as usize;
         let live = live_slots(&operands[at], width);
         let tokens = to_u32(live.len());
         let (scatter, gather) = (OpSig::KvScatter { tokens, wire, kv }, OpSig::KvGather { tokens, wire, kv });
@@ -166,7 +166,7 @@ impl Bench<'_> {
         let kinds = sig.operands();
         let mut placed = Vec::with_capacity(kinds.len());
         for (operand, values) in kinds.iter().zip(operands) {
-            placed.push(self.place(operand, &encoded(operand.dtype, values), placed.len() as u64)?);
+            placed.push(self.place(operand, &encoded(sig, operand, values), placed.len() as u64)?);
         }
         let args: Vec<Slice> = placed.iter().map(|p| p.inner.clone()).collect();
         let mut cmds = vec![Cmd::new(*sig, &args)?];
@@ -181,14 +181,14 @@ impl Bench<'_> {
         for (i, operand) in kinds.iter().enumerate() {
             let bytes = placed[i].read(self.device, operand)?;
             if let (Extent::Exactly(_), true) = (operand.extent, operand.access != OperandAccess::Read) {
-                after[i] = operand.dtype.decode(&bytes);
+                after[i] = decoded(sig, operand, &bytes);
                 written.push(bytes);
             }
         }
         if let (Some(pools), Some(gathered)) = (&pools, &gathered) {
             let operand = pools.gather.operands()[3];
             let bytes = gathered.read(self.device, &operand)?;
-            pools.unwire(&operand.dtype.decode(&bytes), &mut after);
+            pools.unwire(&decoded(&pools.gather, &operand, &bytes), &mut after);
             written.push(bytes);
         }
         Ok(Done { operands: after, written })
@@ -210,8 +210,8 @@ impl Bench<'_> {
         }
         let [wire, slots, ..] = &pools.scatter.operands()[..] else { unreachable!("scatter has 4 operands") };
         let (k_pool, v_pool) = (&args[pools.at], &args[pools.at + 1]);
-        let wire = self.place(wire, &encoded(wire.dtype, &pools.wire(operands)), 1)?;
-        let slots = self.place(slots, &encoded(slots.dtype, &pools.live), 2)?;
+        let wire = self.place(wire, &encoded(&pools.scatter, wire, &pools.wire(operands)), 1)?;
+        let slots = self.place(slots, &encoded(&pools.scatter, slots, &pools.live), 2)?;
         let out = &pools.gather.operands()[3];
         let gathered = self.place(out, &vec![0xFF; to_usize(wire.inner.bytes)], 0)?;
         let scatter = [wire.inner, slots.inner.clone(), k_pool.clone(), v_pool.clone()];

@@ -33,9 +33,10 @@ fn rounded(dtype: DType, want: f64, error: f64) -> f64 {
     error + dtype.unit_roundoff() * (want.abs() + error) + underflow
 }
 
-/// Returns the rounding error of a moved value, which is zero between equal dtypes or to f32.
+/// Returns the rounding error of a moved value, which is zero between equal dtypes, to f32, and to codes of
+/// eight bits, which are prescribed.
 fn moved(from: DType, to: DType, want: f64) -> f64 {
-    if from == to || to == DType::F32 { 0.0 } else { rounded(to, want, 0.0) }
+    if from == to || to == DType::F32 || to.is_scaled() { 0.0 } else { rounded(to, want, 0.0) }
 }
 
 /// Returns the bound for each element of each written operand of `sig`, and `None` for operands that are only

@@ -6,6 +6,7 @@
 //! only repeat itself.
 
 mod experts;
+mod scaled;
 
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{CodeKind, DType, DeviceLimits, KvShape, OpSig, Quantised, Scalar, ScaleKind, ZeroKind};
@@ -70,6 +71,7 @@ pub fn cases(level: SuiteLevel, limits: &DeviceLimits) -> Vec<Case> {
     b.routes();
     b.grouped();
     b.combine();
+    b.scaled();
     b.cases
 }
 

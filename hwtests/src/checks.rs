@@ -177,7 +177,7 @@ fn partition(
     let page_tokens = bench.device.limits().kv_page_tokens.max(1);
     let rows = CONTEXTS.len() * HEADS;
     let mut worst = None;
-    for (seed, kv) in DType::FLOATS.into_iter().enumerate() {
+    for (seed, kv) in DType::KV.into_iter().enumerate() {
         let sig = OpSig::AttnDecode {
             sequences: to_u32(CONTEXTS.len()),
             kv_tokens: CONTEXTS.iter().map(|r| u64::from(r.1 - r.0)).sum(),

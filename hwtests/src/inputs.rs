@@ -1,7 +1,7 @@
 //! Operands for a case: random values, valid indices, and shuffled page tables.
 
 use crate::cases::{Case, TokenSpread};
-use crate::{draws, experts, quantised};
+use crate::{draws, experts, quantised, scaled};
 use mixfleet_hal::cast::{to_u32, to_usize};
 use mixfleet_hal::op::Extent;
 use mixfleet_hal::random::Stream;
@@ -38,7 +38,14 @@ fn operands(case: &Case) -> Vec<Vec<f64>> {
         .iter()
         .map(|operand| {
             let values = match operand.extent {
-                Extent::PagesOf(page) => pages.pool(&case.sig, page, &mut stream),
+                Extent::PagesOf(page) => {
+                    pages.pool(&case.sig, scaled::values_of(&case.sig, operand, page), &mut stream)
+                }
+                Extent::Exactly(n) if case.sig.has_scales(operand) => {
+                    let n = to_usize(scaled::values_of(&case.sig, operand, n));
+                    let is_written = operand.access == OperandAccess::Write;
+                    if is_written { vec![f64::NAN; n] } else { floats(case, operand, n, &mut stream) }
+                }
                 Extent::Exactly(n) if operand.access == OperandAccess::Write => vec![f64::NAN; to_usize(n)],
                 Extent::Exactly(n)
                     if let Some(values) = quantised::values(&case.sig, operand, to_usize(n), &mut stream) =>
@@ -50,7 +57,7 @@ fn operands(case: &Case) -> Vec<Vec<f64>> {
                 }
                 Extent::Exactly(n) => floats(case, operand, to_usize(n), &mut stream),
             };
-            rounded(operand.dtype, &values)
+            scaled::decoded(&case.sig, operand, &scaled::encoded(&case.sig, operand, &values))
         })
         .collect()
 }

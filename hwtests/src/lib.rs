@@ -42,6 +42,7 @@ mod quantised;
 pub mod reference;
 pub mod report;
 mod roofline;
+mod scaled;
 mod suite;
 pub mod svg;
 pub mod validate;

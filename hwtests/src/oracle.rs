@@ -2,9 +2,10 @@
 //!
 //! Operands are decoded, in the order of [`OpSig::operands`]; written ones are replaced by the exact result,
 //! not rounded to their dtype. Paged KV is the logical array `[slots, kv_heads, head_dim]`, since the layout
-//! of pages is private to a device. `Sample` alone is in the arithmetic that it
-//! prescribes, which leaves nothing open. Nothing here is fast, and no code is shared with any backend.
+//! of pages is private to a device. `Sample` and KV of eight bits are in the arithmetic that they
+//! prescribe, which leaves nothing open. Nothing here is fast, and no code is shared with any backend.
 
+use crate::scaled::stored;
 use crate::{draws, experts, quantised};
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::{KvShape, OpSig};
@@ -57,25 +58,36 @@ pub fn run(sig: &OpSig, operands: &mut [Vec<f64>]) -> Result<(), String> {
                 }
             }
         }
-        (OpSig::KvWrite { kv: KvShape { kv_heads, head_dim, .. }, .. }, [k, v, slots, k_pool, v_pool]) => {
+        (
+            OpSig::KvWrite { kv: KvShape { kv_heads, head_dim, dtype, .. }, .. },
+            [k, v, slots, k_pool, v_pool],
+        ) => {
             let width = (kv_heads * head_dim) as usize;
             for (t, &slot) in slots.iter().enumerate() {
-                row_mut(k_pool, slot, width)?.copy_from_slice(&k[t * width..][..width]);
-                row_mut(v_pool, slot, width)?.copy_from_slice(&v[t * width..][..width]);
+                let [k, v] = [&k, &v].map(|x| stored(dtype, head_dim, &x[t * width..][..width]));
+                row_mut(k_pool, slot, width)?.copy_from_slice(&k);
+                row_mut(v_pool, slot, width)?.copy_from_slice(&v);
             }
         }
-        (OpSig::KvScatter { kv: KvShape { kv_heads, head_dim, .. }, .. }, [wire, slots, k_pool, v_pool]) => {
+        (
+            OpSig::KvScatter { kv: KvShape { kv_heads, head_dim, dtype, .. }, .. },
+            [wire, slots, k_pool, v_pool],
+        ) => {
             let width = (kv_heads * head_dim) as usize;
             for (token, &slot) in wire.chunks(2 * width).zip(slots.iter()) {
+                let token = stored(dtype, head_dim, token);
                 row_mut(k_pool, slot, width)?.copy_from_slice(&token[..width]);
                 row_mut(v_pool, slot, width)?.copy_from_slice(&token[width..]);
             }
         }
-        (OpSig::KvGather { kv: KvShape { kv_heads, head_dim, .. }, .. }, [slots, k_pool, v_pool, out]) => {
+        (
+            OpSig::KvGather { kv: KvShape { kv_heads, head_dim, .. }, wire, .. },
+            [slots, k_pool, v_pool, out],
+        ) => {
             let width = (kv_heads * head_dim) as usize;
             for (token, &slot) in out.chunks_mut(2 * width).zip(slots.iter()) {
-                token[..width].copy_from_slice(row(k_pool, slot, width)?);
-                token[width..].copy_from_slice(row(v_pool, slot, width)?);
+                token[..width].copy_from_slice(&stored(wire, head_dim, row(k_pool, slot, width)?));
+                token[width..].copy_from_slice(&stored(wire, head_dim, row(v_pool, slot, width)?));
             }
         }
         (OpSig::AttnPrefill { heads, kv: KvShape { head_dim, .. }, .. }, operands) => {

@@ -1,10 +1,10 @@
 //! A device that runs the oracle over plain host memory: slow, safe and correct.
 //!
 //! It tests the suite without hardware, and it is the smallest complete example of a [`Device`]. Its paged KV
-//! is laid out as `[slots, kv_heads, head_dim]`; `submit` does all work before it returns.
+//! is laid out as `[slots, kv_heads, head_dim]`, as on the wire; `submit` does all work before it returns.
 
-use crate::inputs::encoded;
 use crate::oracle;
+use crate::scaled::{decoded, encoded};
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::memory::{Pinned, SharedMemory};
@@ -189,13 +189,13 @@ fn execute(cmd: &Cmd) -> Result<()> {
     let kinds = cmd.sig().operands();
     let mut operands = Vec::with_capacity(kinds.len());
     for (operand, arg) in kinds.iter().zip(cmd.args()) {
-        operands.push(operand.dtype.decode(&load(arg)?));
+        operands.push(decoded(cmd.sig(), operand, &load(arg)?));
     }
     oracle::run(cmd.sig(), &mut operands)
         .map_err(|cause| Error::invalid(format!("{}: {cause}", cmd.sig().name())))?;
     for ((operand, arg), values) in kinds.iter().zip(cmd.args()).zip(&operands) {
         if operand.access != OperandAccess::Read {
-            store(arg, &encoded(operand.dtype, values))?;
+            store(arg, &encoded(cmd.sig(), operand, values))?;
         }
     }
     Ok(())

@@ -150,7 +150,7 @@ pub(crate) fn check_sig(sig: &OpSig) -> Result<()> {
         return Err(Error::unsupported(message));
     }
     for operand in sig.operands() {
-        let stored = matches!(operand.dtype, DType::F32 | DType::Bf16 | DType::F16);
+        let stored = DType::FLOATS.contains(&operand.dtype) || sig.has_scales(&operand);
         let packed = matches!(operand.name, "codes" | "high" | "scales" | "zeros");
         if !packed && !counted && !is_index(operand.name) && !stored {
             let message = format!("{}: operand '{}' cannot be {}", sig.name(), operand.name, operand.dtype);

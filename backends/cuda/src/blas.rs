@@ -62,7 +62,7 @@ fn data_type(dtype: DType) -> Result<DataType> {
         DType::Bf16 => Ok(DataType::CUDA_R_16BF),
         DType::F16 => Ok(DataType::CUDA_R_16F),
         DType::F8E4m3 => Ok(DataType::CUDA_R_8F_E4M3),
-        DType::U32 => Err(Error::unsupported("cuda: cuBLASLt has no product of u32")),
+        DType::I8 | DType::U32 => Err(Error::unsupported(format!("cuda: no product of {dtype}"))),
     }
 }
 

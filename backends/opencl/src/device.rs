@@ -7,8 +7,8 @@ use mixfleet_hal::cast::{to_u32, to_usize};
 use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::units::Bytes;
 use mixfleet_hal::{
-    Absent, BufferUsage, DType, Device, DeviceInfo, DeviceKind, DeviceLimits, Error, ErrorKind, Health,
-    HostMemory, KvShape, MatrixKind, OpSig, Queue, Result, Slice, Support,
+    Absent, BufferUsage, Device, DeviceInfo, DeviceKind, DeviceLimits, Error, ErrorKind, Health, HostMemory,
+    KvShape, MatrixKind, OpSig, Queue, Result, Slice, Support,
 };
 use ocl::core::{
     self, CommandQueue, CommandQueueProperties, Context, ContextProperties, DeviceId, DeviceInfo as Ask,
@@ -320,7 +320,13 @@ impl Device for OpenClDevice {
             OpSig::GroupedGemm { n, weight: MatrixKind::Quantised(kind), .. } => {
                 if n.is_multiple_of(kind.group_rows) { Support::Native } else { Support::No }
             }
-            _ if sig.operands().iter().any(|operand| operand.dtype == DType::F8E4m3) => Support::No,
+            _ if sig
+                .operands()
+                .iter()
+                .any(|operand| operand.dtype.is_scaled() && !sig.has_scales(operand)) =>
+            {
+                Support::No
+            }
             _ => Support::Native,
         }
     }

@@ -44,6 +44,7 @@ impl ProgramKey {
         let body: &[&str] = match self.file {
             "elements.c" => &[portable!("rotate.h"), portable!("elements.c")],
             "kv.c" => &[portable!("kv.c")],
+            KV_SCALED => &[portable!("scaled.h"), portable!("kv_scaled.c")],
             "merge.c" => &[portable!("merge.c")],
             "rows.c" => &[portable!("rows.c")],
             "sample.c" => &[portable!("sample.c")],
@@ -57,8 +58,8 @@ impl ProgramKey {
             "grouped.cl" => &[WIDE, portable!("grouped.h"), include_str!("kernels/grouped.cl")],
             "gemm.c" => &[portable!("gemm.h"), portable!("tiles.h"), portable!("gemm.c")],
             "gemm.cl" => &[WIDE, portable!("gemm.h"), include_str!("kernels/gemm.cl")],
-            "attention.c" => &[portable!("keys.h"), portable!("attention.c")],
-            _ => &[WIDE, portable!("keys.h"), include_str!("kernels/attention.cl")],
+            "attention.c" => &[portable!("scaled.h"), portable!("keys.h"), portable!("attention.c")],
+            _ => &[WIDE, portable!("scaled.h"), portable!("keys.h"), include_str!("kernels/attention.cl")],
         };
         [&[portable!("opencl.h"), portable!("common.h")], body].concat().join("\n")
     }
@@ -66,6 +67,9 @@ impl ProgramKey {
 
 /// The name of grouped.c with quantised weights.
 const GROUPED_CODES: &str = "grouped.c, codes.h";
+
+/// The file that moves KV of which one side has eight bits.
+const KV_SCALED: &str = "kv_scaled.c";
 
 const WIDE: &str = include_str!("kernels/wide.cl");
 
@@ -220,11 +224,15 @@ fn single(cmd: &Cmd, tuning: KernelTuning) -> Work {
             wire: other,
             kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
         } => {
+            let heads = u64::from(tokens) * u64::from(kv_heads);
             let vec = vector(head_dim.into(), tuning);
-            let count = u64::from(tokens) * u64::from(kv_heads) * u64::from(head_dim) / vec;
+            let (file, count) = match kv.is_scaled() || other.is_scaled() {
+                true => (KV_SCALED, heads),
+                false => ("kv.c", heads * u64::from(head_dim) / vec),
+            };
             args.extend([Arg::U32(page_tokens), Arg::U32(kv_heads), Arg::U32(head_dim), Arg::U64(count)]);
             let macros = options(&[("X", &other), ("KV", &kv), ("VEC", &vec)]);
-            launch("kv.c", cmd.sig().name(), macros, args, each(count))
+            launch(file, cmd.sig().name(), macros, args, each(count))
         }
         OpSig::AttnMerge { parts, rows, head_dim, sinks, out } => {
             if sinks == 0 {

@@ -7,6 +7,9 @@ use mixfleet_hal::{DType, OpSig};
 
 /// An operation without its operands; none for one that this version of the interface does not have.
 pub(crate) fn of(sig: &OpSig) -> Option<MixfleetOp> {
+    if sig.operands().iter().any(|operand| operand.dtype == DType::I8 || sig.has_scales(operand)) {
+        return None;
+    }
     let (kind, shape) = shape(sig)?;
     let struct_bytes = to_u32(size_of::<MixfleetOp>());
     Some(MixfleetOp { struct_bytes, kind, shape, args: std::ptr::null(), arg_count: 0, reserved: 0 })
@@ -19,6 +22,7 @@ fn dtype(of: DType) -> u32 {
         DType::F16 => MIXFLEET_F16,
         DType::F8E4m3 => MIXFLEET_F8E4M3,
         DType::U32 => MIXFLEET_U32,
+        DType::I8 => u32::MAX, // which no operation that a library gets has
     }
 }
 

@@ -63,7 +63,7 @@ pub(crate) fn usage_code(usage: BufferUsage) -> u64 {
 
 const ZEROS: [ZeroKind; 3] = [ZeroKind::Middle, ZeroKind::Points, ZeroKind::Minima];
 
-const DTYPES: [DType; 5] = [DType::F32, DType::Bf16, DType::F16, DType::F8E4m3, DType::U32];
+const DTYPES: [DType; 6] = [DType::F32, DType::Bf16, DType::F16, DType::F8E4m3, DType::U32, DType::I8];
 
 /// The detail of an error that came without one.
 const UNSAID: &str = "the other process does not say why";

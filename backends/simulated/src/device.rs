@@ -11,7 +11,7 @@ use mixfleet_hal::profile::{CopyCost, DeviceProfile};
 use mixfleet_hal::units::{Bytes, FlopPerSecond, GB};
 use mixfleet_hal::{
     BufferUsage, DType, Device, DeviceInfo, DeviceKind, DeviceLimits, Error, Health, HostMemory, KvShape,
-    MatrixKind, OpSig, Queue, Result, Slice, Support,
+    MatrixKind, OpSig, Operand, Queue, Result, Slice, Support,
 };
 use std::sync::Arc;
 
@@ -101,7 +101,8 @@ impl SimulatedPart {
             };
             (operand.dtype == DType::U32) == integers
         });
-        if sig.check().is_err() || !floats {
+        let codes = |operand: &Operand| operand.dtype != DType::I8 || sig.has_scales(operand);
+        if sig.check().is_err() || !floats || !operands.iter().all(codes) {
             return Support::No;
         }
         let rates = &self.costs.profile().compute;

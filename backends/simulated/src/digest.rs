@@ -41,6 +41,7 @@ pub(crate) fn of_values(seed: u64, dtype: DType, row: &[u8]) -> u64 {
         DType::Bf16 => folded(seed, row.as_chunks::<2>().0, |b| u32::from(u16::from_le_bytes(b)) << 16),
         DType::F16 => folded(seed, row.as_chunks::<2>().0, |b| f16::from_le_bytes(b).to_f32().to_bits()),
         DType::F8E4m3 => folded(seed, row.as_chunks::<1>().0, |[b]| EIGHT_BITS[usize::from(b)]),
+        DType::I8 => folded(seed, row.as_chunks::<1>().0, |[b]| f32::from(b.cast_signed()).to_bits()),
     }
 }
 
@@ -50,6 +51,7 @@ pub(crate) fn value_bits(dtype: DType, element: &[u8]) -> u32 {
         (DType::Bf16, &[a, b]) => u32::from(u16::from_le_bytes([a, b])) << 16,
         (DType::F16, &[a, b]) => f16::from_le_bytes([a, b]).to_f32().to_bits(),
         (DType::F8E4m3, &[code]) => EIGHT_BITS[usize::from(code)],
+        (DType::I8, &[code]) => f32::from(code.cast_signed()).to_bits(),
         (_, &[a, b, c, d]) => u32::from_le_bytes([a, b, c, d]),
         _ => 0,
     }
@@ -89,7 +91,7 @@ fn folded<const N: usize>(seed: u64, elements: &[[u8; N]], value: impl Fn([u8; N
 /// Returns how many elements of a row hold its digest, and how many bits each.
 pub(crate) const fn lanes(dtype: DType) -> (usize, u32) {
     match dtype {
-        DType::F8E4m3 => (16, 4),
+        DType::F8E4m3 | DType::I8 => (16, 4),
         _ => (8, 8),
     }
 }
@@ -116,7 +118,7 @@ pub(crate) fn write(dtype: DType, row: &mut [u8], digest: u64) {
     }
 }
 
-/// Encodes a small integer, which the dtype holds exactly (f8e4m3: up to 16).
+/// Encodes a small integer, which the dtype holds exactly (f8e4m3: up to 16, i8: up to 127).
 #[inline]
 pub(crate) fn put_small(dtype: DType, element: &mut [u8], value: u8) {
     match dtype {
@@ -125,6 +127,7 @@ pub(crate) fn put_small(dtype: DType, element: &mut [u8], value: u8) {
         DType::F16 => element.copy_from_slice(&f16::from_f32(f32::from(value)).to_le_bytes()),
         DType::U32 => element.copy_from_slice(&u32::from(value).to_le_bytes()),
         DType::F8E4m3 => element[0] = SMALL_CODES[usize::from(value.min(16))],
+        DType::I8 => element[0] = value.min(127),
     }
 }
 

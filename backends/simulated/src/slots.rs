@@ -1,8 +1,9 @@
 //! Hashes of KV slots, which cover every byte that attention reads but are computed once per write.
 
 use crate::digest::{mix, of_values};
+use crate::kernels::decoded;
 use mixfleet_hal::cast::to_usize;
-use mixfleet_hal::{DType, Slice};
+use mixfleet_hal::{DType, KvShape, Slice};
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -15,16 +16,18 @@ pub(crate) struct Division {
     row_bytes: u64,
     page_tokens: u64,
     dtype: DType,
+    head_dim: u32,
 }
 
 impl Division {
-    pub(crate) fn new(pool: &Slice, elements: u64, page_tokens: u32, dtype: DType) -> Self {
+    pub(crate) fn new(pool: &Slice, kv: KvShape) -> Self {
         Division {
             offset: pool.offset,
             bytes: pool.bytes,
-            row_bytes: elements * dtype.size_bytes(),
-            page_tokens: u64::from(page_tokens),
-            dtype,
+            row_bytes: kv.row() * kv.dtype.size_bytes(),
+            page_tokens: u64::from(kv.page_tokens),
+            dtype: kv.dtype,
+            head_dim: kv.head_dim,
         }
     }
 
@@ -91,9 +94,14 @@ impl Slots {
         if known != 0 {
             return known;
         }
-        let Division { offset, row_bytes, dtype, .. } = self.division;
+        let Division { offset, row_bytes, dtype, head_dim, .. } = self.division;
         let at = to_usize(offset + slot * row_bytes);
-        let hash = of_values(0, dtype, &buffer[at..at + to_usize(row_bytes)]).max(1);
+        let row = &buffer[at..at + to_usize(row_bytes)];
+        let hash = match dtype.is_scaled() {
+            true => of_values(0, DType::F32, &decoded(dtype, head_dim, row)),
+            false => of_values(0, dtype, row),
+        };
+        let hash = hash.max(1);
         self.hashes[to_usize(slot)] = hash;
         hash
     }

@@ -266,7 +266,9 @@ impl Device for WgpuDevice {
         };
         let known = sig.operands().iter().all(|operand| {
             // scales of quantised weights are read byte by byte
-            operand.dtype != DType::F8E4m3 || matches!(operand.name, "scales" | "zeros")
+            !operand.dtype.is_scaled()
+                || sig.has_scales(operand)
+                || matches!(operand.name, "scales" | "zeros")
         });
         if supported && known && Planner::supports(self.shared.demands, sig) {
             Support::Native

@@ -21,6 +21,7 @@ pub(crate) enum File {
     Gemm,
     Quantised,
     Kv,
+    KvScaled,
     Attention,
     Merge,
     Route,
@@ -29,13 +30,14 @@ pub(crate) enum File {
 }
 
 impl File {
-    const ALL: [File; 11] = [
+    const ALL: [File; 12] = [
         File::Elements,
         File::Rows,
         File::Sample,
         File::Gemm,
         File::Quantised,
         File::Kv,
+        File::KvScaled,
         File::Attention,
         File::Merge,
         File::Route,
@@ -52,6 +54,7 @@ impl File {
             File::Gemm => &[WEIGHTS, TILES, include_str!("kernels/gemm.wgsl")],
             File::Quantised => &[CODES, include_str!("kernels/quantised.wgsl")],
             File::Kv => &[include_str!("kernels/kv.wgsl")],
+            File::KvScaled => &[include_str!("kernels/kv_scaled.wgsl")],
             File::Attention => &[include_str!("kernels/attention.wgsl")],
             File::Merge => &[include_str!("kernels/merge.wgsl")],
             File::Route => &[include_str!("kernels/route.wgsl")],
@@ -86,6 +89,8 @@ impl Display for Value {
             Value::Flag(flag) => write!(f, "{flag}"),
             Value::Type(DType::Bf16) => f.write_str("BF16"),
             Value::Type(DType::F16) => f.write_str("F16"),
+            Value::Type(DType::F8E4m3) => f.write_str("F8E4M3"),
+            Value::Type(DType::I8) => f.write_str("I8"),
             Value::Type(_) => f.write_str("F32"),
         }
     }

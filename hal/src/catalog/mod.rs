@@ -139,7 +139,7 @@ impl Rates {
             DType::Bf16 => self.bf16,
             DType::F16 => self.f16,
             DType::F8E4m3 => self.fp8,
-            DType::U32 => None,
+            DType::I8 | DType::U32 => None,
         };
         tera.map(|rate| FlopPerSecond(rate * 1e12))
     }

@@ -51,7 +51,7 @@ pub(crate) struct ModelArgs {
     /// Dtype of activations: f32, bf16, f16 [default: as weights]
     #[arg(long, value_name = "DTYPE")]
     pub(crate) activations: Option<DType>,
-    /// Dtype of KV: f32, bf16, f16 [default: as activations]
+    /// Dtype of KV: f32, bf16, f16, fp8, int8 [default: as activations]
     #[arg(long, value_name = "DTYPE")]
     pub(crate) kv_dtype: Option<DType>,
     /// Memory for KV on each device [default: what is free]

@@ -41,7 +41,7 @@ pub(crate) struct CompareArgs {
     /// bf16, or what the checkpoint has]
     #[arg(long, value_name = "DTYPE")]
     dtype: Option<StoredAs>,
-    /// Dtype of the KV: f32, bf16, f16 or fp8 [default: DTYPE, else bf16]
+    /// Dtype of the KV: f32, bf16, f16, fp8 or int8 [default: DTYPE, else bf16]
     #[arg(long, value_name = "DTYPE")]
     kv_dtype: Option<DType>,
     /// Offers in place of all built-in prices (docs/comparing-parts.md)
@@ -297,7 +297,7 @@ fn model_demand(args: &CompareArgs) -> Result<Demand> {
     };
     let kv = args.kv_dtype.unwrap_or(shape.kv);
     if kv == DType::U32 {
-        return Err(Usage("--kv-dtype: KV is in f32, bf16, f16 or fp8".into()).into());
+        return Err(Usage("--kv-dtype: KV is in f32, bf16, f16, fp8 or int8".into()).into());
     }
     let shape = shape.with_kv(kv);
     let weights = shape.weight_bytes(tied_embeddings);

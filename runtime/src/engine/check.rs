@@ -76,7 +76,7 @@ impl Worker {
         require!(to.to != self.id, "KV is to be sent to where it is");
         let regions = landing.regions.len();
         require!((1..=REGIONS_MAX).contains(&regions), "{} names no memory to write to", to.to);
-        require!(DType::FLOATS.contains(&to.wire), "KV does not travel as {}", to.wire);
+        require!(DType::KV.contains(&to.wire), "KV does not travel as {}", to.wire);
         let (slots, slot_bytes) = (landing.slots, landing.slot_bytes);
         let all_bytes = slot_bytes.checked_mul(slots.into()).filter(|&all| all <= LANDING_BYTES_MAX);
         let token_bytes = self.kv.layer_bytes(1, to.wire);

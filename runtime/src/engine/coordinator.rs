@@ -40,6 +40,8 @@ pub(super) struct InstanceHandle {
     pub(super) device: String,
     /// Dtype of its KV.
     pub(super) kv: DType,
+    /// Whether it sends and takes KV of eight bits.
+    pub(super) codes: bool,
     /// Tokens per KV block.
     pub(super) block_tokens: u32,
     /// Maximum interval between its reports while it has work.
@@ -381,7 +383,9 @@ impl Coordinator {
             handle.heard_at = now;
         }
         match message {
-            FromWorker::Up { instance, kv, silence_max } => self.up(*instance, kv, silence_max),
+            FromWorker::Up { instance, kv, codes, silence_max } => {
+                self.up(*instance, (kv, codes), silence_max);
+            }
             FromWorker::Inspect(answer) => {
                 let _ = answer.try_send(self.fleet.machine().held());
             }

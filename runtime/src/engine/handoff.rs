@@ -34,10 +34,15 @@ pub(super) const LAYERS_IN_FLIGHT: usize = 4;
 pub(super) const SEND_POLL_INTERVAL: Duration = Duration::from_micros(500);
 
 /// The dtype of KV between two instances: no wider than either needs, and lossless unless the receiver rounds
-/// anyway.
-pub fn wire_dtype(sender: DType, receiver: DType) -> DType {
+/// anyway. `codes`: whether both can convert KV of eight bits, which holds what the receiver keeps, or what
+/// the sender has.
+pub fn wire_dtype(sender: DType, receiver: DType, codes: bool) -> DType {
     match (sender, receiver) {
         (a, b) if a == b => a,
+        (_, b) if b.is_scaled() && codes => b,
+        (a, _) if a.is_scaled() && codes => a,
+        (a, b) if a.is_scaled() => b,
+        (a, b) if b.is_scaled() => a,
         (DType::F32, b) => b,
         (a, DType::F32) => a,
         _ => DType::F32,

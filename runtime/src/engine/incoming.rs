@@ -146,7 +146,7 @@ impl Intake<'_> {
         let awaited = self.incoming.get(&request).is_some_and(|incoming| {
             incoming.attempt == attempt
                 && incoming.awaits(sender, &piece)
-                && DType::FLOATS.contains(&wire)
+                && DType::KV.contains(&wire)
                 && bytes == self.kv.layer_bytes(piece.tokens, wire)
                 && bytes <= self.sender.courier.slot_bytes()
         });

@@ -24,7 +24,7 @@ use crate::model::graph::{Forward, StepShape};
 use crate::model::{ModelConfig, Weights};
 use crate::pool::{MakeRegion, Pool};
 use mixfleet_hal::units::{Seconds, UsdPerHour};
-use mixfleet_hal::{BufferUsage, DType, Device, Error, OpSig, Result};
+use mixfleet_hal::{BufferUsage, DType, Device, Error, OpSig, Result, Support};
 use mixfleet_scheduler::batch::{BatchLimits, Instance as BatchMachine, PageDevices};
 use mixfleet_scheduler::cost::{AttnSplit, Coefficients, CostModel, KvCopyCost, Partition};
 use mixfleet_scheduler::fleet::{Instance, InstanceId, Role};
@@ -399,6 +399,18 @@ impl Loaded {
         self.forward.shape().kv
     }
 
+    /// Whether all of its devices send and take KV of eight bits.
+    fn converts_codes(&self) -> bool {
+        let kv = self.forward.shape().kv_shape(&self.config);
+        let wires = || DType::KV.into_iter().filter(|wire| wire.is_scaled());
+        let converts = |device: &Arc<dyn Device>| {
+            let moves =
+                |wire| [OpSig::KvGather { tokens: 1, wire, kv }, OpSig::KvScatter { tokens: 1, wire, kv }];
+            wires().flat_map(moves).all(|sig| device.support(&sig) != Support::No)
+        };
+        self.devices().all(converts)
+    }
+
     /// Bytes of a KV block, over all devices.
     fn block_bytes(&self) -> u64 {
         let shape = self.forward.shape();
@@ -455,7 +467,8 @@ impl Loaded {
         let silence_max = Seconds(2.0 * step_timeout.as_secs_f64()) + SILENCE_SPARE;
         let instance = self.describe(id, cost);
         let cost = instance.cost.clone();
-        let up = FromWorker::Up { instance: Box::new(instance), kv: self.kv_dtype(), silence_max };
+        let codes = self.converts_codes();
+        let up = FromWorker::Up { instance: Box::new(instance), kv: self.kv_dtype(), codes, silence_max };
         let own_name = self.id();
         let name = format!("worker {own_name}");
         let block_bytes = self.block_bytes();

@@ -33,7 +33,7 @@ impl Coordinator {
         self.down(instance, error, true);
     }
 
-    pub(super) fn up(&mut self, instance: Instance, kv: DType, silence_max: Seconds) {
+    pub(super) fn up(&mut self, instance: Instance, (kv, codes): (DType, bool), silence_max: Seconds) {
         let (device, block_tokens) = (instance.device.to_string(), instance.kv_block_tokens);
         if let Err(reason) = check_instance(&instance, silence_max) {
             tracing::error!(instance = %instance.id, device, reason, "an instance is not used");
@@ -45,7 +45,7 @@ impl Coordinator {
             tracked.losses.retain(|(lost, certain)| *certain || *lost != id);
         }
         tracing::debug!(instance = %instance.id, %device, "instance up");
-        let handle = InstanceHandle { device, kv, block_tokens, silence_max, heard_at };
+        let handle = InstanceHandle { device, kv, codes, block_tokens, silence_max, heard_at };
         self.instances.insert(instance.id, handle);
         self.metrics.loaded(&instance);
         self.fleet_step(Event::InstanceUp(instance));

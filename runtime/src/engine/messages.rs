@@ -188,9 +188,15 @@ pub(crate) enum ToWorker {
 /// A report of an instance's worker.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) enum FromWorker {
-    /// The instance accepts requests from now on, with KV of this dtype, and reports at least every
-    /// `silence_max` while it has work.
-    Up { instance: Box<Instance>, kv: DType, silence_max: Seconds },
+    /// The instance accepts requests from now on, with KV of this dtype, sends and takes KV as `codes` of
+    /// eight bits if it can, and reports at least every `silence_max` while it has work.
+    Up {
+        instance: Box<Instance>,
+        kv: DType,
+        #[serde(default)]
+        codes: bool,
+        silence_max: Seconds,
+    },
     /// KV can be sent from here to another instance.
     Link { to: InstanceId, cost: LinkCost },
     /// KV can no longer be sent from here to another instance.

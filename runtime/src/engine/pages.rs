@@ -213,9 +213,10 @@ impl InstanceKv {
         devices: Vec<DeviceKv>,
         bytes_max: u64,
     ) -> Result<Self> {
-        let widest = shape.wire_token_bytes(DType::F32);
-        let span_bytes_max = bytes_max.max(widest);
-        let span_tokens_max = (span_bytes_max / (widest / 2)).max(u64::from(shape.page_tokens));
+        let span_bytes_max = bytes_max.max(shape.wire_token_bytes(DType::F32));
+        let narrowest = DType::KV.into_iter().map(|wire| shape.wire_token_bytes(wire)).min();
+        let span_tokens_max =
+            (span_bytes_max / narrowest.unwrap_or(1).max(1)).max(u64::from(shape.page_tokens));
         let mut keepers = Vec::new();
         for (member, (device, part, pools)) in devices.into_iter().enumerate() {
             let Some(part) = part else { continue };
@@ -427,7 +428,7 @@ struct Runs<'a> {
 
 impl<'a> Runs<'a> {
     fn of(whole: &KvShape, part: &KvPart, span: &KvSpan<'_>, own: &'a OwnSpan) -> Self {
-        let head = whole.head_dim as usize * to_usize(span.wire.size_bytes());
+        let head = to_usize(whole.head_elements(span.wire) * span.wire.size_bytes());
         Runs {
             own,
             before: (own.layers.start - span.layers.start) as usize,

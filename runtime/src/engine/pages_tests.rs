@@ -125,9 +125,18 @@ fn partition(shape: &ModelShape, seed: u64) -> Partition {
     chosen.unwrap_or_else(|_| Partition::even(shape, 1).unwrap())
 }
 
-/// Numbers that every wire dtype has.
+/// Numbers that every wire dtype has; of eight bits in heads of four with a scale.
 fn values(count: u64, rng: &mut Stream, wire: DType) -> Vec<u8> {
     let mut bytes = Vec::new();
+    if wire.is_scaled() {
+        for _ in 0..count / 8 {
+            let mut coded = [0; 8];
+            let head = [(); 4].map(|()| rng.below(31) as f32 - 15.0);
+            mixfleet_hal::scaled::encode(wire, &head, &mut coded);
+            bytes.extend(coded);
+        }
+        return bytes;
+    }
     (0..count).for_each(|_| wire.encode(f64::from(rng.below(509) as u32) - 254.0, &mut bytes));
     bytes
 }
@@ -143,12 +152,14 @@ proptest! {
     #[test]
     fn kv_of_any_devices_travels_to_any_others_as_from_an_only_one_to_an_only_one(
         kv_heads in 1u32..6, group in 1u32..4, layers in 2usize..5, page_tokens in 2u32..6,
-        wide in any::<bool>(), seeds in [any::<u64>(), any::<u64>(), any::<u64>()],
+        kept in 0usize..5, seeds in [any::<u64>(), any::<u64>(), any::<u64>()],
     ) {
-        let dtype = if wide { DType::F32 } else { DType::Bf16 };
+        let dtype = [DType::F32, DType::Bf16, DType::F32, DType::F8E4m3, DType::I8][kept];
         let shape = shape(kv_heads * group, kv_heads, layers, (page_tokens, dtype));
         let mut rng = Stream::new(seeds[0]);
-        let wire = DType::FLOATS[rng.below(DType::FLOATS.len() as u64) as usize];
+        // codes of eight bits hold their own numbers alone
+        let wires = if dtype.is_scaled() { &[dtype][..] } else { &DType::KV[..] };
+        let wire = wires[rng.below(wires.len() as u64) as usize];
         let mut only = Rig::of(&shape, &Partition::even(&shape, 1).unwrap());
         let length = page_tokens * 4 - 1;
         let token_bytes = only.kv.layer_bytes(1, wire);

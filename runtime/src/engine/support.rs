@@ -101,6 +101,13 @@ pub(super) fn check_attention(device: &dyn Device, c: &ModelConfig, shape: &Step
 pub(super) fn check_support(device: &dyn Device, needed: &[OpSig]) -> Result<()> {
     match needed.iter().find(|sig| device.support(sig) == Support::No) {
         None => Ok(()),
+        Some(sig) if sig.kv().is_some_and(|kv| kv.dtype.is_scaled()) => {
+            let (id, dtype) = (&device.info().id, sig.kv().map(|kv| kv.dtype.name()).unwrap_or_default());
+            Err(Error::unsupported(format!(
+                "{id} does not keep KV in {dtype} (no {} of it); choose another --kv-dtype or device",
+                sig.name()
+            )))
+        }
         Some(sig) => Err(Error::unsupported(format!(
             "{} cannot run {sig:?}, which this model needs; choose another device or other dtypes",
             device.info().id

@@ -40,8 +40,8 @@ impl Coordinator {
 
     /// The dtype of KV from one instance to another; none if one of them is lost.
     pub(super) fn wire(&self, from: InstanceId, to: InstanceId) -> Option<DType> {
-        let kv = |id| self.instances.get(&id).map(|instance| instance.kv);
-        Some(wire_dtype(kv(from)?, kv(to)?))
+        let (from, to) = (self.instances.get(&from)?, self.instances.get(&to)?);
+        Some(wire_dtype(from.kv, to.kv, from.codes && to.codes))
     }
 
     /// Handles a closed link: requests whose KV was to be sent over it are placed again.

@@ -154,7 +154,12 @@ mod tests {
             step_tokens_max: 16,
             kv_copies: KvCopyCost::default(),
         };
-        FromWorker::Up { instance: Box::new(instance), kv: DType::F32, silence_max: Seconds(60.0) }
+        FromWorker::Up {
+            instance: Box::new(instance),
+            kv: DType::F32,
+            codes: true,
+            silence_max: Seconds(60.0),
+        }
     }
 
     fn request(max_tokens: u32) -> GenerateRequest {

@@ -5,8 +5,8 @@ use super::config::ModelConfig;
 use super::experts::{BIAS, DOWN, GATE_UP, Mixture, SHARED, SHARED_GATE};
 use super::load::Checkpoint;
 use super::names;
-use mixfleet_hal::Scalar;
-use mixfleet_hal::cast::to_u32;
+use mixfleet_hal::cast::{to_i32, to_u32};
+use mixfleet_hal::{DType, Scalar};
 use std::collections::HashMap;
 
 /// A model's parameters as `f64`.
@@ -14,6 +14,8 @@ use std::collections::HashMap;
 pub struct Oracle {
     config: ModelConfig,
     weights: HashMap<String, Vec<f64>>,
+    /// What KV is rounded to.
+    kv: Option<DType>,
 }
 
 impl Oracle {
@@ -24,7 +26,13 @@ impl Oracle {
             let values = checkpoint.values(&name).unwrap_or_default();
             (name, values)
         });
-        Oracle { config: checkpoint.config.clone(), weights: weights.collect() }
+        Oracle { config: checkpoint.config.clone(), weights: weights.collect(), kv: None }
+    }
+
+    /// Keeps KV in `dtype`, and computes with what that holds of it.
+    #[must_use]
+    pub fn with_kv(self, dtype: DType) -> Self {
+        Oracle { kv: Some(dtype), ..self }
     }
 
     /// Logits after each token: `[tokens, vocab]`.
@@ -171,13 +179,16 @@ impl Oracle {
         let x = self.norm(x, &names::in_layer(layer, "input_layernorm.weight"));
         let mut q = self.linear(layer, "self_attn.q_proj", &x, hidden); // [tokens, heads, head_dim]
         let mut k = self.linear(layer, "self_attn.k_proj", &x, hidden); // [tokens, kv_heads, head_dim]
-        let v = self.linear(layer, "self_attn.v_proj", &x, hidden);
+        let mut v = self.linear(layer, "self_attn.v_proj", &x, hidden);
         if c.qk_norm {
             q = self.norm(&q, &names::in_layer(layer, "self_attn.q_norm.weight"));
             k = self.norm(&k, &names::in_layer(layer, "self_attn.k_norm.weight"));
         }
         self.rotate(&mut q, heads);
         self.rotate(&mut k, kv_heads);
+        if let Some(dtype) = self.kv {
+            k.chunks_mut(head_dim).chain(v.chunks_mut(head_dim)).for_each(|head| keep(dtype, head));
+        }
 
         let mut out = vec![0.0; tokens * heads * head_dim]; // [tokens, heads, head_dim]
         for token in 0..tokens {
@@ -214,6 +225,20 @@ impl Oracle {
             }
         }
     }
+}
+
+/// Rounds a head to what `dtype` holds of it: of eight bits, to codes times the least power of two by which
+/// the largest magnitude is no more than the largest code.
+fn keep(dtype: DType, head: &mut [f64]) {
+    let largest = head.iter().fold(0.0f64, |largest, v| largest.max(v.abs()));
+    let code = if dtype == DType::I8 { 127.0 } else { 448.0 };
+    let scale = match dtype.is_scaled() && largest > 0.0 {
+        true => f64::powi(2.0, to_i32((largest / code).log2().ceil())),
+        false => 1.0,
+    };
+    let mut bytes = Vec::new();
+    head.iter().for_each(|v| dtype.encode(v / scale, &mut bytes));
+    head.iter_mut().zip(dtype.decode(&bytes)).for_each(|(v, kept)| *v = kept * scale);
 }
 
 /// The vector of one head in `m [tokens, heads, head_dim]`.

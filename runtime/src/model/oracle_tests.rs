@@ -28,3 +28,29 @@ fn golden_logits_of_the_fixtures() {
         }
     }
 }
+
+/// The error of KV of fewer bits, as a share of how widely logits spread (docs/results/kv-dtypes.md).
+#[test]
+fn kv_of_eight_bits_moves_logits_within_what_is_stated() {
+    for fixture in fixtures() {
+        let checkpoint = Checkpoint::open(&fixture, &ReadFiles).expect("a good checkpoint");
+        let golden = golden(&fixture);
+        let case = &golden["cases"][0];
+        let sequence = [ids(&case["prompt_ids"]), ids(&case["greedy_ids"])].concat();
+        let exact = Oracle::new(&checkpoint).logits(&sequence);
+        let root_mean_square = |values: &mut dyn Iterator<Item = f64>| {
+            (values.map(|v| v * v).sum::<f64>() / exact.len() as f64).sqrt()
+        };
+        let mean = exact.iter().sum::<f64>() / exact.len() as f64;
+        let spread = root_mean_square(&mut exact.iter().map(|logit| logit - mean));
+        let error = |dtype| {
+            let logits = Oracle::new(&checkpoint).with_kv(dtype).logits(&sequence);
+            root_mean_square(&mut logits.iter().zip(&exact).map(|(a, b)| a - b)) / spread
+        };
+        let errors = DType::KV.map(error);
+        let [f32, bf16, _, fp8, int8] = errors;
+        let shown = format!("{}: {errors:?}", fixture.display());
+        assert!(f32 < 1e-5 && bf16 < 0.02 && fp8 < 0.25 && int8 < 0.06, "{shown}");
+        assert!(f32 < bf16 && bf16 < int8 && int8 < fp8, "{shown}");
+    }
+}

@@ -202,6 +202,7 @@ fn serialize(tensors: &[HostTensor]) -> std::result::Result<Vec<u8>, safetensors
             DType::Bf16 => Dtype::BF16,
             DType::F16 => Dtype::F16,
             DType::F8E4m3 => Dtype::F8_E4M3,
+            DType::I8 => Dtype::I8,
             DType::U32 => Dtype::U32,
         };
         let shape = tensor.shape.iter().map(|dim| to_usize(*dim)).collect();

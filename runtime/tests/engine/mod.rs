@@ -11,6 +11,7 @@ mod copies;
 mod cost_shape;
 mod divided;
 mod drawn;
+mod eight_bits;
 mod events;
 mod exposed;
 mod kv_nodes;

@@ -1,11 +1,12 @@
 //! A reference device with hooks for tests.
 
-use mixfleet_hal::{Device, DeviceLimits, Queue, Result, Slice};
+use mixfleet_hal::{Device, DeviceLimits, OpSig, Queue, Result, Slice, Support};
 use mixfleet_hwtests::reference::ReferenceDevice;
 use std::sync::Arc;
 
 type Write = dyn Fn(&Slice, &[u8]) -> Result<()> + Send + Sync;
 type Read = dyn Fn(&Slice, &mut [u8]) -> Result<()> + Send + Sync;
+type Lacks = dyn Fn(&OpSig) -> bool + Send + Sync;
 type Around = dyn Fn(Box<dyn Queue>) -> Box<dyn Queue> + Send + Sync;
 
 /// Hooks on the bytes between host and device: a hook's error becomes the device's. Hooks run before bytes
@@ -16,6 +17,7 @@ pub(crate) struct Wayward {
     write: Box<Write>,
     read: Box<Read>,
     queue: Box<Around>,
+    lacks: Box<Lacks>,
 }
 
 impl Wayward {
@@ -28,7 +30,7 @@ impl Wayward {
         let limits = inner.limits();
         let (write, read) =
             (Box::new(|_: &Slice, _: &[u8]| Ok(())), Box::new(|_: &Slice, _: &mut [u8]| Ok(())));
-        Wayward { inner, limits, write, read, queue: Box::new(|queue| queue) }
+        Wayward { inner, limits, write, read, queue: Box::new(|queue| queue), lacks: Box::new(|_| false) }
     }
 
     pub(crate) fn writing(
@@ -56,6 +58,12 @@ impl Wayward {
         self
     }
 
+    /// Lets it lack some operations.
+    pub(crate) fn refusing(mut self, lacks: impl Fn(&OpSig) -> bool + Send + Sync + 'static) -> Self {
+        self.lacks = Box::new(lacks);
+        self
+    }
+
     /// Sets whether recordings pay off.
     pub(crate) fn replay_pays(mut self, pays: bool) -> Self {
         self.limits.replay_pays = pays;
@@ -64,10 +72,13 @@ impl Wayward {
 }
 
 impl Device for Wayward {
-    mixfleet_hal::forward_device!(self => self.inner; info, support, alloc, import, reaches, pin, memory_free, health);
+    mixfleet_hal::forward_device!(self => self.inner; info, alloc, import, reaches, pin, memory_free, health);
 
     fn limits(&self) -> DeviceLimits {
         self.limits
+    }
+    fn support(&self, sig: &OpSig) -> Support {
+        if (self.lacks)(sig) { Support::No } else { self.inner.support(sig) }
     }
     fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
         (self.write)(to, data)?;

@@ -102,11 +102,10 @@ impl ModelShape {
 
     /// KV bytes of one token in one layer that keeps KV.
     fn kv_bytes_per_layer(&self) -> u64 {
-        let elements = match &self.latent {
-            Some(latent) => u64::from(latent.stored()),
-            None => 2 * u64::from(self.kv_heads) * u64::from(self.head_dim),
-        };
-        elements * self.kv.size_bytes()
+        match &self.latent {
+            Some(latent) => u64::from(latent.stored()) * self.kv.size_bytes(),
+            None => self.kv_shape().wire_token_bytes(self.kv),
+        }
     }
 
     /// KV bytes of one token over all layers that keep KV.

@@ -15,7 +15,7 @@ pub(crate) unsafe fn load<S: Simd>(dtype: DType, from: *const u8) -> S::V {
         match dtype {
             DType::Bf16 => S::load_bf16(from.cast()),
             DType::F16 => S::load_f16(from.cast()),
-            DType::F32 | DType::U32 | DType::F8E4m3 => S::load(from.cast()),
+            DType::F32 | DType::U32 | DType::F8E4m3 | DType::I8 => S::load(from.cast()),
         }
     }
 }
@@ -31,7 +31,7 @@ pub(crate) unsafe fn store<S: Simd>(dtype: DType, to: *mut u8, v: S::V) {
         match dtype {
             DType::Bf16 => S::store_bf16(to.cast(), v),
             DType::F16 => S::store_f16(to.cast(), v),
-            DType::F32 | DType::U32 | DType::F8E4m3 => S::store(to.cast(), v),
+            DType::F32 | DType::U32 | DType::F8E4m3 | DType::I8 => S::store(to.cast(), v),
         }
     }
 }

@@ -2,10 +2,11 @@
 //! every combination of dtypes.
 
 use super::convert::{load, load_part, narrow, store, store_part, widen};
+use super::kv::head_bytes;
 use super::simd::{Simd, Task, exp};
 use super::{Span, Worker, round_up};
 use mixfleet_hal::cast::to_usize;
-use mixfleet_hal::{DType, Error, Result};
+use mixfleet_hal::{DType, Error, Result, scaled};
 use std::ops::Range;
 
 /// Elements in the widest vector of any level, to which scratch rows are padded.
@@ -33,7 +34,7 @@ pub(crate) fn embed(
     Ok(())
 }
 
-/// Copies `count` elements with conversion.
+/// Copies `count` elements with conversion; of eight bits they are a head, with its scale.
 pub(crate) fn convert_row(
     worker: &mut Worker<'_>,
     from: *const u8,
@@ -46,7 +47,7 @@ pub(crate) fn convert_row(
     // has checked not to overlap.
     unsafe {
         if from_dtype == to_dtype {
-            std::ptr::copy_nonoverlapping(from, to, count * to_usize(to_dtype.size_bytes()));
+            std::ptr::copy_nonoverlapping(from, to, head_bytes(to_dtype, count));
             return;
         }
         let row = worker.scratch.words(round_up(count, PAD));
@@ -67,10 +68,21 @@ impl Task for ConvertRow {
     type Out = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        // SAFETY: `convert_row` made the pointers.
+        let ConvertRow { from, from_dtype, row, to, to_dtype, count } = self;
+        // SAFETY: `convert_row` made the pointers; of eight bits are heads.
         unsafe {
-            widen::<S>(self.from_dtype, self.from, self.row, self.count);
-            narrow::<S>(self.to_dtype, self.row, self.to, self.count);
+            if from_dtype.is_scaled() {
+                let head = std::slice::from_raw_parts(from, head_bytes(from_dtype, count));
+                scaled::decode(from_dtype, head, std::slice::from_raw_parts_mut(row, count));
+            } else {
+                widen::<S>(from_dtype, from, row, count);
+            }
+            if to_dtype.is_scaled() {
+                let head = std::slice::from_raw_parts_mut(to, head_bytes(to_dtype, count));
+                scaled::encode(to_dtype, std::slice::from_raw_parts(row, count), head);
+            } else {
+                narrow::<S>(to_dtype, row, to, count);
+            }
         }
     }
 }

@@ -7,11 +7,13 @@
 //! - keys: word row = pair of dimensions, column = token;
 //! - values: word row = pair of tokens, column = dimension.
 //!
-//! Where the contraction is odd, or the dtype is f32, a word row is one dimension or one token.
+//! Where the contraction is odd, or the dtype is f32, a word row is one dimension or one token. So it is with
+//! codes of eight bits, behind which a block has the scale of each token.
 
 use super::elementwise::convert_row;
 use super::{Span, Worker};
 use mixfleet_hal::cast::to_usize;
+use mixfleet_hal::scaled::SCALE_BYTES;
 use mixfleet_hal::{DType, Error, Result};
 
 /// Shape and memory of a layer's keys and values.
@@ -32,7 +34,12 @@ impl PagedKv {
 
     /// Returns the bytes of one head's part of a page.
     pub(crate) fn block_bytes(&self) -> usize {
-        self.page_tokens * self.head_dim * self.size()
+        self.page_tokens * head_bytes(self.dtype, self.head_dim)
+    }
+
+    /// Returns where in a block the scale of a token is.
+    pub(crate) fn scale_at(&self, token: usize) -> usize {
+        self.page_tokens * self.head_dim + token * SCALE_BYTES
     }
 
     /// Returns the number of pages that both keys and values have.
@@ -80,6 +87,12 @@ impl PagedKv {
     }
 }
 
+/// Bytes of a head of one token, with its scale if it has one.
+pub(crate) fn head_bytes(dtype: DType, head_dim: usize) -> usize {
+    let scale = if dtype.is_scaled() { SCALE_BYTES } else { 0 };
+    head_dim * to_usize(dtype.size_bytes()) + scale
+}
+
 /// Copies element `from[i * from_stride]` to `to[i * to_stride]`, strides in elements of `T`.
 ///
 /// # Safety
@@ -104,8 +117,8 @@ impl PagedKv {
     /// Copies one head's key or value of one token between its page and a dense row of the same dtype.
     ///
     /// # Safety
-    /// The pages are locked as `way` needs; `page`, `offset` and `head` are in range; `row` holds `head_dim`
-    /// elements.
+    /// The pages are locked as `way` needs; `page`, `offset` and `head` are in range; `row` holds
+    /// [`head_bytes`].
     unsafe fn move_row(
         &self,
         keys: bool,
@@ -132,7 +145,14 @@ impl PagedKv {
         };
         // SAFETY: the caller's promise; the indices above stay inside the block.
         unsafe {
-            if wide {
+            if self.dtype.is_scaled() {
+                strided::<u8>(from, from_stride, to, to_stride, count);
+                let (scale, stored) = (row.add(count), block.add(self.scale_at(offset)));
+                match way {
+                    CopyDirection::IntoPool => scale.copy_to_nonoverlapping(stored, SCALE_BYTES),
+                    CopyDirection::OutOfPool => stored.copy_to_nonoverlapping(scale, SCALE_BYTES),
+                }
+            } else if wide {
                 strided::<u32>(from, from_stride, to, to_stride, count);
             } else {
                 strided::<u16>(from, from_stride, to, to_stride, count);
@@ -141,8 +161,8 @@ impl PagedKv {
     }
 }
 
-/// Dense rows outside the pool: of token `t` and head `h`, keys start at element
-/// `(t * per_token + h) * head_dim` and values `values` elements behind them.
+/// Dense rows outside the pool: of token `t` and head `h`, keys start at head `t * per_token + h` of `k` and
+/// values `v_first` heads behind that of `v`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Dense {
     pub(crate) k: Span,
@@ -157,7 +177,8 @@ pub(crate) struct Dense {
 impl Dense {
     fn row(&self, keys: bool, token: usize, head: usize, head_dim: usize) -> *mut u8 {
         let (span, first) = if keys { (self.k, 0) } else { (self.v, self.v_first) };
-        span.at(self.dtype, (token * self.per_token + first + head) * head_dim)
+        let at = (token * self.per_token + first + head) * head_bytes(self.dtype, head_dim);
+        span.at(DType::I8, at) // a byte
     }
 }
 
@@ -172,7 +193,7 @@ pub(crate) fn store(
 ) -> Result<()> {
     let head_dim = pools.head_dim;
     // a row in the KV dtype, behind the words that `convert_row` may use
-    let mut row = vec![0u8; head_dim * pools.size()];
+    let mut row = vec![0u8; head_bytes(pools.dtype, head_dim)];
     for unit in worker.share(2 * pools.kv_heads) {
         let (keys, head) = (unit % 2 == 0, unit / 2);
         for token in 0..tokens {
@@ -196,7 +217,7 @@ pub(crate) fn gather(
     tokens: usize,
 ) -> Result<()> {
     let head_dim = pools.head_dim;
-    let mut row = vec![0u8; head_dim * pools.size()];
+    let mut row = vec![0u8; head_bytes(pools.dtype, head_dim)];
     for token in worker.share(tokens) {
         // SAFETY: `slots` holds `tokens` elements.
         let place = pools.place(unsafe { slots.u32(token) }).map_err(|e| e.context("kv slots"))?;

@@ -53,7 +53,7 @@ KERNEL(32 * WARPS) attn_decode(DECODE_OPERANDS, DECODE_EXTRA) {
         float score[HEADS];
         for (uint h = 0; h < HEADS; ++h) score[h] = 0.0f;
         if (line != NOWHERE) {
-            const TYPE(KV)* key = k_pool + (ulong)line * HEAD_DIM;
+            const TYPE(KV)* key = k_pool + line_at(&keys, line);
 #pragma unroll 4
             for (uint d = 0; d < HEAD_DIM; d += KW) {
                 float v[KW], part[KW];
@@ -64,6 +64,14 @@ KERNEL(32 * WARPS) attn_decode(DECODE_OPERANDS, DECODE_EXTRA) {
                 }
             }
         }
+        float value_scale = 1.0f;
+#if KIND(KV)
+        if (line != NOWHERE) {
+            const float key_scale = scale_at(&keys, k_pool, line_at(&keys, line), line);
+            for (uint h = 0; h < HEADS; ++h) score[h] *= key_scale;
+            value_scale = scale_at(&keys, v_pool, line_at(&keys, line), line);
+        }
+#endif
         for (uint h = 0; h < HEADS; ++h) {
             float top = line != NOWHERE ? score[h] : -INFINITY;
             for (uint mask = 16; mask > 0; mask /= 2) top = FMAX(top, shuffle_xor(top, mask));
@@ -72,7 +80,7 @@ KERNEL(32 * WARPS) attn_decode(DECODE_OPERANDS, DECODE_EXTRA) {
             const float p = line != NOWHERE ? exp2_fast((score[h] - new_max) * LOG2E) : 0.0f;
             max[h] = new_max;
             sum[h] = sum[h] * keep + p;
-            weights[warp][lane][h] = p;
+            weights[warp][lane][h] = p * value_scale;
             for (uint i = 0; i < GROUPS * VD; ++i) acc[h][i / VD][i % VD] *= keep;
         }
         places[warp][lane] = line;
@@ -86,7 +94,7 @@ KERNEL(32 * WARPS) attn_decode(DECODE_OPERANDS, DECODE_EXTRA) {
                     const uint d = (i * 32 + lane) * VD;
                     // absent values count 0: a weight of 0 times what lies there may be NaN
                     const bool there = place != NOWHERE && d < HEAD_DIM;
-                    const TYPE(KV)* value = v_pool + (ulong)place * HEAD_DIM + d;
+                    const TYPE(KV)* value = v_pool + line_at(&keys, place) + d;
                     for (uint e = 0; e < VD; ++e) v[j][i][e] = 0.0f;
                     if (there) LOAD_VALUES(KV)(value, v[j][i]);
                 }

@@ -14,8 +14,8 @@ macro_rules! portable {
 pub const DEVICE: &str = include_str!("device.h");
 
 const FEW_ROWS: &str = include_str!("few_rows.h");
-const DECODE: &str = concat!(portable!("keys.h"), include_str!("decode.h"));
-const PREFILL: &str = concat!(portable!("keys.h"), include_str!("prefill.h"));
+const DECODE: &str = concat!(portable!("scaled.h"), portable!("keys.h"), include_str!("decode.h"));
+const PREFILL: &str = concat!(portable!("scaled.h"), portable!("keys.h"), include_str!("prefill.h"));
 
 /// A source file, without macros and prologue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -24,6 +24,8 @@ pub enum KernelSource {
     Elements,
     /// `kv_write`, `kv_gather`, `kv_scatter`.
     Kv,
+    /// `kv_write`, `kv_gather`, `kv_scatter` where one side has eight bits.
+    KvScaled,
     /// `rope_kv`: rope of queries and keys, and `kv_write` of those keys and their values.
     RopeKv,
     /// `attn_merge`.
@@ -68,6 +70,7 @@ impl KernelSource {
         match self {
             KernelSource::Elements => "elements.c",
             KernelSource::Kv => "kv.c",
+            KernelSource::KvScaled => "kv_scaled.c",
             KernelSource::RopeKv => "rope_kv.cu",
             KernelSource::Merge => "merge.c",
             KernelSource::Rows => "rows.c",
@@ -92,6 +95,7 @@ impl KernelSource {
         match self {
             KernelSource::Elements => &[portable!("rotate.h"), portable!("elements.c")],
             KernelSource::Kv => &[portable!("kv.c")],
+            KernelSource::KvScaled => &[portable!("scaled.h"), portable!("kv_scaled.c")],
             KernelSource::RopeKv => &[portable!("rotate.h"), portable!("kv.c"), include_str!("rope_kv.cu")],
             KernelSource::Merge => &[portable!("merge.c")],
             KernelSource::Rows => &[portable!("rows.c")],
@@ -108,7 +112,9 @@ impl KernelSource {
                 &[portable!("gemm.h"), FEW_ROWS, include_str!("few_rows_of_one_x.cu")]
             }
             KernelSource::FewRowsGated => &[portable!("gemm.h"), FEW_ROWS, include_str!("few_rows_gated.cu")],
-            KernelSource::Attention => &[portable!("keys.h"), portable!("attention.c")],
+            KernelSource::Attention => {
+                &[portable!("scaled.h"), portable!("keys.h"), portable!("attention.c")]
+            }
             KernelSource::PrefillMma => &[PREFILL, include_str!("prefill_mma.cu")],
             KernelSource::PrefillWgmma => &[PREFILL, include_str!("prefill_wgmma.cu")],
             KernelSource::Decode => &[DECODE, include_str!("decode.cu")],
@@ -243,6 +249,6 @@ mod tests {
                 kernels += 1;
             }
         }
-        assert!(kernels >= 31, "{kernels}");
+        assert!(kernels >= 34, "{kernels}");
     }
 }

@@ -278,7 +278,9 @@ pub(super) fn decode(
             KernelProgram::new(KernelSource::DecodeMma, &[&macros[..], &[("SPLIT", &split)]].concat());
         launch(program, "attn_decode_mma", grid, args)?
     } else {
-        let vectors = head_dim.is_multiple_of(8) && aligned(operands);
+        // codes and scales of an odd number of tokens end at half a vector of codes
+        let pages_aligned = !kv.is_scaled() || page_tokens.is_multiple_of(2);
+        let vectors = head_dim.is_multiple_of(8) && aligned(operands) && pages_aligned;
         let key_elements = if vectors { 8u32 } else { 1 };
         let value_elements = if aligned(operands) { lane_elements(head_dim) } else { 1 };
         let macros = [&macros[..], &[("KW", &key_elements), ("VD", &value_elements)]].concat();

@@ -82,7 +82,7 @@ fn blas_takes(sig: &OpSig, aligned: bool, target: &PlanTarget) -> Option<bool> {
         DType::Bf16 | DType::F16 => out == x || out == DType::F32,
         // n must be a multiple of 16 too
         DType::F8E4m3 => target.capability >= 89 && out != DType::F16 && n % 16 == 0,
-        DType::U32 => false,
+        DType::I8 | DType::U32 => false,
     };
     let bias_before = bias && (out != weight || weight == DType::F8E4m3);
     // it rounds a product to the output's dtype before it adds what is there, seen with bf16 on Hopper (CUDA

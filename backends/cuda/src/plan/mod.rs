@@ -244,7 +244,7 @@ fn rope_kv(queries: &PlannedOp, keys: &PlannedOp, write: &PlannedOp) -> Result<O
     let all = [q, k, v, cos_sin, slots, k_pool, v_pool];
     let written = [q, k, k_pool, v_pool];
     let alone = |one: &&DeviceRange| all.iter().all(|other| std::ptr::eq(*one, *other) || apart(one, other));
-    if !same || tokens == 0 || !written.iter().all(alone) {
+    if !same || tokens == 0 || kv.dtype.is_scaled() || !written.iter().all(alone) {
         return Ok(None);
     }
     let (half, places) = (head_dim / 2, all.map(|place| *place));
@@ -313,8 +313,12 @@ fn simple(sig: &OpSig, operands: &[DeviceRange], mut args: Vec<KernelArg>) -> Re
             wire: other,
             kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
         } => {
+            let heads = u64::from(tokens) * u64::from(kv_heads);
             let vec = vector(head_dim.into(), operands);
-            let count = u64::from(tokens) * u64::from(kv_heads) * u64::from(head_dim) / vec;
+            let (source, count) = match kv.is_scaled() || other.is_scaled() {
+                true => (KernelSource::KvScaled, heads),
+                false => (KernelSource::Kv, heads * u64::from(head_dim) / vec),
+            };
             args.extend([
                 KernelArg::U32(page_tokens),
                 KernelArg::U32(kv_heads),
@@ -323,7 +327,7 @@ fn simple(sig: &OpSig, operands: &[DeviceRange], mut args: Vec<KernelArg>) -> Re
             ]);
             let macros: [(&'static str, &dyn Macro); 4] =
                 [("X", &other), ("KV", &kv), ("VEC", &vec), ("GROUP", &THREADS)];
-            launch(KernelProgram::new(KernelSource::Kv, &macros), sig.name(), each(count), args)
+            launch(KernelProgram::new(source, &macros), sig.name(), each(count), args)
         }
         OpSig::AttnMerge { parts, rows, head_dim, sinks, out } => {
             if sinks == 0 {
@@ -398,13 +402,14 @@ pub fn support(sig: &OpSig, target: &PlanTarget) -> Support {
     // shared memory holds a head of q and one of sums for each warp of a block
     const HEAD_DIM_MAX: u32 = 512;
     const EXPERTS_MAX: u32 = 4096;
-    let eight_bits = |operand: &mixfleet_hal::Operand| operand.dtype == DType::F8E4m3;
+    let eight_bits = |operand: &mixfleet_hal::Operand| operand.dtype.is_scaled() && !sig.has_scales(operand);
     match *sig {
         _ if sig.check().is_err() => Support::No,
         // a token's list of experts is in shared memory
         OpSig::Route { routing, .. } if routing.experts > EXPERTS_MAX => Support::No,
         OpSig::Gemm { x, weight, out, .. } => {
-            if out == DType::F8E4m3 || [x, weight, out].contains(&DType::U32) {
+            let integers = [DType::U32, DType::I8];
+            if out == DType::F8E4m3 || [x, weight, out].iter().any(|dtype| integers.contains(dtype)) {
                 return Support::No;
             }
             gemm::support(sig, target)

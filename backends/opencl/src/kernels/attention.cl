@@ -21,7 +21,7 @@ void attend(const floatw* q, const Keys* keys, uint first, uint end, float* max,
 #pragma unroll
             for (uint d = 0; d < VECTORS; ++d)
                 dot = MAD(q[d], LOADW(KV, keys->k_pool, at + j * HEAD_DIM + d * W), dot);
-            scores[j] = SUMW(dot);
+            scores[j] = SUMW(dot) * scale_at(keys, keys->k_pool, at + j * HEAD_DIM, t - count + j);
         }
         const float16 s = vload16(0, scores);
         const float new_max = fmax(*max, max16(s));
@@ -34,9 +34,10 @@ void attend(const floatw* q, const Keys* keys, uint first, uint end, float* max,
 #pragma unroll
         for (uint d = 0; d < VECTORS; ++d) acc[d] *= keep;
         for (uint j = 0; j < count; ++j) {
+            const float weight = scores[j] * scale_at(keys, keys->v_pool, at + j * HEAD_DIM, t - count + j);
 #pragma unroll
             for (uint d = 0; d < VECTORS; ++d)
-                acc[d] = MAD((floatw)scores[j], LOADW(KV, keys->v_pool, at + j * HEAD_DIM + d * W), acc[d]);
+                acc[d] = MAD((floatw)weight, LOADW(KV, keys->v_pool, at + j * HEAD_DIM + d * W), acc[d]);
         }
     }
 }

@@ -78,24 +78,14 @@ fn covering(row: &[u32], end: u64, page_tokens: u32, pages: u64) -> Result<&[u32
 }
 
 pub(super) fn prefill(store: &mut Store, cmd: &Cmd) -> Result<()> {
-    let OpSig::AttnPrefill {
-        tokens,
-        heads,
-        pages_max,
-        window,
-        sinks,
-        x,
-        kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
-        ..
-    } = *cmd.sig()
-    else {
+    let OpSig::AttnPrefill { tokens, heads, pages_max, window, sinks, x, kv, .. } = *cmd.sig() else {
         unreachable!("dispatched by kind")
     };
+    let KvShape { head_dim, page_tokens, .. } = kv;
     let args = cmd.args();
     let queries = rows::digests(store, &args[0], tokens, x)?;
     let (starts, contexts, table) = (store.words(&args[1])?, store.words(&args[2])?, store.words(&args[3])?);
-    let divisions = [&args[4], &args[5]]
-        .map(|pool| Division::new(pool, u64::from(kv_heads) * u64::from(head_dim), page_tokens, kv));
+    let divisions = [&args[4], &args[5]].map(|pool| Division::new(pool, kv));
     let results = with_pools(store, [&args[4], &args[5]], divisions, |pools, pages| {
         let mut results = vec![0; queries.len()];
         for (sequence, (ends, &context)) in starts.windows(2).zip(&contexts).enumerate() {
@@ -142,22 +132,14 @@ fn put_heads(store: &mut Store, out: &Slice, dtype: DType, digests: &[u64], head
 }
 
 pub(super) fn decode(store: &mut Store, cmd: &Cmd) -> Result<()> {
-    let OpSig::AttnDecode {
-        sequences,
-        heads,
-        pages_max,
-        x,
-        kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
-        ..
-    } = *cmd.sig()
-    else {
+    let OpSig::AttnDecode { sequences, heads, pages_max, x, kv, .. } = *cmd.sig() else {
         unreachable!("dispatched by kind")
     };
+    let KvShape { head_dim, page_tokens, .. } = kv;
     let args = cmd.args();
     let queries = rows::digests(store, &args[0], sequences, x)?;
     let (ranges, table) = (store.words(&args[1])?, store.words(&args[2])?);
-    let divisions = [&args[3], &args[4]]
-        .map(|pool| Division::new(pool, u64::from(kv_heads) * u64::from(head_dim), page_tokens, kv));
+    let divisions = [&args[3], &args[4]].map(|pool| Division::new(pool, kv));
     let sums = with_pools(store, [&args[3], &args[4]], divisions, |pools, pages| {
         let sum = |(sequence, range): (usize, &[u32])| {
             let (first, end) = (u64::from(range[0]), u64::from(range[1]));

@@ -1,14 +1,14 @@
 //! Paged KV: rows of `[slots, kv_heads, head_dim]` with every element filled.
 //!
-//! The elements are integers from 0 to 15, which all dtypes represent exactly, so that conversion on the way
-//! to another device preserves them.
+//! The elements are integers from 0 to 15, which all dtypes represent exactly (those of eight bits with a
+//! scale), so that conversion on the way to another device preserves them.
 
 use super::{Tag, rows};
 use crate::digest::{self, mix};
 use crate::memory::{Edit, Store};
 use half::{bf16, f16};
-use mixfleet_hal::cast::{to_u8, to_usize};
-use mixfleet_hal::{Cmd, DType, Error, KvShape, OpSig, Result, Slice};
+use mixfleet_hal::cast::{to_f32, to_u8, to_usize};
+use mixfleet_hal::{Cmd, DType, Error, KvShape, OpSig, Result, Slice, scaled};
 
 /// Number of elements after which a row repeats: 256 bits of its digest.
 const PATTERN: usize = 64;
@@ -45,28 +45,25 @@ pub(super) fn write(store: &mut Store, cmd: &Cmd) -> Result<()> {
     let args = cmd.args();
     let slots = store.words(&args[2])?;
     let elements = (kv_heads * head_dim) as usize;
+    let wide = if kv.is_scaled() { DType::F32 } else { kv };
     for (tag, from, pool) in [(Tag::Key, &args[0], &args[3]), (Tag::Value, &args[1], &args[4])] {
         let mut digests = rows::digests(store, from, tokens, x)?;
         digests.iter_mut().for_each(|digest| *digest = mix(tag as u64, *digest));
-        let mut rows = Vec::with_capacity(slots.len() * elements * to_usize(kv.size_bytes()));
-        match kv.size_bytes() {
-            1 => filled::<1>(kv, elements, &digests, &mut rows),
-            2 => filled::<2>(kv, elements, &digests, &mut rows),
-            _ => filled::<4>(kv, elements, &digests, &mut rows),
+        let mut rows = Vec::with_capacity(slots.len() * elements * to_usize(wide.size_bytes()));
+        match wide.size_bytes() {
+            2 => filled::<2>(wide, elements, &digests, &mut rows),
+            _ => filled::<4>(wide, elements, &digests, &mut rows),
         }
-        store.write_slots(pool, &slots, &rows)?;
+        store.write_slots(pool, &slots, &converted(wide, kv, head_dim, rows))?;
     }
     Ok(())
 }
 
 pub(super) fn gather(store: &mut Store, cmd: &Cmd) -> Result<()> {
-    let OpSig::KvGather { tokens, wire, kv: KvShape { kv_heads, head_dim, dtype: kv, .. }, .. } = *cmd.sig()
-    else {
-        unreachable!("dispatched by kind")
-    };
+    let OpSig::KvGather { tokens, wire, kv } = *cmd.sig() else { unreachable!("dispatched by kind") };
     let args = cmd.args();
     let slots = store.words(&args[0])?;
-    let row_bytes = (kv_heads * head_dim) as usize * to_usize(kv.size_bytes());
+    let row_bytes = to_usize(kv.row() * kv.dtype.size_bytes());
     let mut rows = Vec::with_capacity(2 * row_bytes * tokens as usize); // [tokens, 2, kv_heads, head_dim]
     for &slot in &slots {
         for pool in &args[1..3] {
@@ -77,17 +74,17 @@ pub(super) fn gather(store: &mut Store, cmd: &Cmd) -> Result<()> {
         }
     }
     let out = store.edit(&args[3], Edit::Any)?;
-    out.copy_from_slice(&converted(kv, wire, rows));
+    out.copy_from_slice(&converted(kv.dtype, wire, kv.head_dim, rows));
     Ok(())
 }
 
 pub(super) fn scatter(store: &mut Store, cmd: &Cmd) -> Result<()> {
-    let OpSig::KvScatter { wire, kv: KvShape { dtype: kv, .. }, .. } = *cmd.sig() else {
+    let OpSig::KvScatter { wire, kv: KvShape { dtype: kv, head_dim, .. }, .. } = *cmd.sig() else {
         unreachable!("dispatched by kind")
     };
     let args: &[Slice] = cmd.args();
     let slots = store.words(&args[1])?;
-    let rows = converted(wire, kv, store.bytes(&args[0])?.to_vec());
+    let rows = converted(wire, kv, head_dim, store.bytes(&args[0])?.to_vec());
     let token_bytes = rows.len() / slots.len().max(1);
     let (mut keys, mut values) = (Vec::with_capacity(rows.len() / 2), Vec::with_capacity(rows.len() / 2));
     for token in rows.chunks_exact(token_bytes.max(1)) {
@@ -99,8 +96,32 @@ pub(super) fn scatter(store: &mut Store, cmd: &Cmd) -> Result<()> {
     store.write_slots(&args[3], &slots, &values)
 }
 
-/// Converts the values of `bytes` to another dtype.
-fn converted(from: DType, to: DType, bytes: Vec<u8>) -> Vec<u8> {
+/// Heads of eight bits as f32.
+pub(crate) fn decoded(dtype: DType, head_dim: u32, bytes: &[u8]) -> Vec<u8> {
+    let mut head = vec![0.0; head_dim as usize];
+    let mut out = Vec::with_capacity(bytes.len() * 4);
+    for coded in bytes.chunks_exact(head.len() + scaled::SCALE_BYTES) {
+        scaled::decode(dtype, coded, &mut head);
+        head.iter().for_each(|value| out.extend(value.to_le_bytes()));
+    }
+    out
+}
+
+/// Converts the values of heads to another dtype.
+fn converted(from: DType, to: DType, head_dim: u32, bytes: Vec<u8>) -> Vec<u8> {
+    if from != to && from.is_scaled() {
+        return converted(DType::F32, to, head_dim, decoded(from, head_dim, &bytes));
+    }
+    if from != to && to.is_scaled() {
+        let head_bytes = head_dim as usize * to_usize(from.size_bytes());
+        let mut coded = vec![0; head_dim as usize + scaled::SCALE_BYTES];
+        let of_head = |head: &[u8]| {
+            let values: Vec<f32> = from.decode(head).into_iter().map(to_f32).collect();
+            scaled::encode(to, &values, &mut coded);
+            coded.clone()
+        };
+        return bytes.chunks_exact(head_bytes).flat_map(of_head).collect();
+    }
     let words = || bytes.as_chunks::<2>().0.iter().map(|&pair| u16::from_le_bytes(pair));
     let singles = || bytes.as_chunks::<4>().0.iter().map(|&word| f32::from_le_bytes(word));
     match (from, to) {

@@ -7,6 +7,8 @@ mod kv;
 mod logits;
 mod rows;
 
+pub(crate) use kv::decoded;
+
 use crate::memory::{Edit, Store};
 use mixfleet_hal::{Cmd, OpSig, Result};
 

@@ -7,8 +7,8 @@
 // are used by one thread each and come straight from the pool.
 //
 // A page outside the pool, and a token past the page table, count as absent; pages outside first .. end are
-// in another part of the pool. Page layout as in kv.wgsl. WIDE: head_dim is a multiple of 8, and the pool begins
-// at a multiple of 16 bytes.
+// in another part of the pool. Page layout as in kv.wgsl or kv_scaled.wgsl. WIDE: head_dim is a multiple of 8,
+// and the pool begins at a multiple of 16 bytes and has no scales.
 
 struct Shape {
     sequences: u32, heads: u32, kv_heads: u32, page_tokens: u32, pages_max: u32, first: u32, end: u32,
@@ -30,6 +30,7 @@ const SLICES = GROUP / LANES;
 const UNITS = (PAIRS + LANES - 1u) / LANES;
 const SEGMENTS = GROUP / ROWS;
 const ABSENT = 0xFFFFFFFFu;
+const SCALED = D4 >= F8E4M3;
 const NONE = 0xFF800000u; // -inf: the maximum of an empty part
 // below all scores; infinities are no constants in WGSL, and a compiler may assume that there are none
 const LOWEST = -3.0e38;
@@ -38,6 +39,9 @@ var<workgroup> qs: array<vec4<f32>, ROWS * STRIDE>;
 var<workgroup> ks: array<vec4<f32>, select(1u, KEYS * STRIDE, PREFILL)>;
 var<workgroup> scores: array<f32, ROWS * KEYS>; // then weights
 var<workgroup> key_at: array<u32, KEYS>; // element of the pools, or ABSENT
+// of the keys, and of their values
+var<workgroup> key_scale: array<f32, select(1u, KEYS, SCALED)>;
+var<workgroup> value_scale: array<f32, select(1u, KEYS, SCALED)>;
 var<workgroup> segment_max: array<f32, GROUP>;
 var<workgroup> row_max: array<f32, ROWS>;
 var<workgroup> row_keep: array<f32, ROWS>;
@@ -136,7 +140,7 @@ fn key4(at: u32, d: u32) -> vec4<f32> {
 }
 
 fn value2(at: u32, d: u32) -> vec2<f32> {
-    if D5 != F32 { return halves(D5, b5[(p.at5 + at + d) >> 1u]); }
+    if D5 == BF16 || D5 == F16 { return halves(D5, b5[(p.at5 + at + d) >> 1u]); }
     let second = select(d, d + 1u, d + 1u < HEAD_DIM);
     return vec2(in5(at + d), in5(at + second));
 }
@@ -161,6 +165,14 @@ fn find_keys(thread: Thread, work: Work, base: u32) {
             if page >= p.s.first && page < p.s.end {
                 let line = ((page - p.s.first) * p.s.kv_heads + work.kv_head) * p.s.page_tokens;
                 at = (line + t % p.s.page_tokens) * HEAD_DIM;
+                if SCALED {
+                    // behind a part's codes are its scales
+                    let start = line * (HEAD_DIM + 4u);
+                    at = start + t % p.s.page_tokens * HEAD_DIM;
+                    let scale = start + p.s.page_tokens * HEAD_DIM + t % p.s.page_tokens * 4u;
+                    key_scale[j] = bitcast<f32>(b4[word_of(D4, p.at4 + scale)]);
+                    value_scale[j] = bitcast<f32>(b5[word_of(D5, p.at5 + scale)]);
+                }
             }
         }
         key_at[j] = at;
@@ -178,6 +190,9 @@ fn score_decode(thread: Thread) {
                 let k = key4(at, v * 4u);
                 for (var r = 0u; r < ROWS; r++) { sum[r] += dot(qs[r * STRIDE + v], k); }
             }
+            if SCALED {
+                for (var r = 0u; r < ROWS; r++) { sum[r] *= key_scale[j]; }
+            }
         }
         for (var r = 0u; r < ROWS; r++) { scores[r * KEYS + j] = sum[r]; }
     }
@@ -189,6 +204,7 @@ fn score_prefill(thread: Thread, work: Work, base: u32) {
         let at = key_at[i / VECS];
         var k = vec4<f32>();
         if at != ABSENT { k = key4(at, i % VECS * 4u); }
+        if SCALED && at != ABSENT { k *= key_scale[i / VECS]; }
         ks[i / VECS * STRIDE + i % VECS] = k;
     }
     workgroupBarrier();
@@ -252,7 +268,8 @@ fn add_values(thread: Thread, all: ptr<function, Sums>) {
         for (var u = 0u; u < UNITS; u++) {
             let pair = thread.id % LANES + u * LANES;
             if pair >= PAIRS { continue; }
-            let v = value2(at, 2u * pair);
+            var v = value2(at, 2u * pair);
+            if SCALED { v *= value_scale[j]; }
             for (var r = 0u; r < ROWS; r++) { (*all).acc[r][u] += scores[r * KEYS + j] * v; }
         }
         for (var r = 0u; r < ROWS; r++) { (*all).sum[r] += scores[r * KEYS + j]; }

@@ -11,6 +11,9 @@
 const F32 = 0u;
 const BF16 = 1u;
 const F16 = 2u;
+// of eight bits: codes, with a scale for each head
+const F8E4M3 = 3u;
+const I8 = 4u;
 
 // Where each operand begins in its binding, in elements; then the kernel's own numbers.
 struct Params {
@@ -38,10 +41,23 @@ var<immediate> p: Params;
 // Number of a group in a grid that is folded because a dimension has at most 65535.
 fn group_of(thread: Thread) -> u32 { return thread.group.x + thread.group.y * thread.groups.x; }
 
-fn word_of(dtype: u32, i: u32) -> u32 { return select(i >> 1u, i, dtype == F32); }
+fn is_scaled(dtype: u32) -> bool { return dtype >= F8E4M3; }
+
+fn word_of(dtype: u32, i: u32) -> u32 {
+    if is_scaled(dtype) { return i >> 2u; }
+    return select(i >> 1u, i, dtype == F32);
+}
+
+fn code_number(dtype: u32, code: u32) -> f32 {
+    if dtype == I8 { return f32(bitcast<i32>(code << 24u) >> 24u); }
+    let size = code & 0x7Fu;
+    let v = select(bitcast<f32>((size << 20u) + 0x3C000000u), f32(size) * 0.001953125, size < 8u);
+    return select(v, -v, (code & 0x80u) != 0u);
+}
 
 fn number(dtype: u32, word: u32, i: u32) -> f32 {
     if dtype == F32 { return bitcast<f32>(word); }
+    if is_scaled(dtype) { return code_number(dtype, (word >> ((i & 3u) * 8u)) & 0xFFu); }
     let half = (word >> ((i & 1u) * 16u)) & 0xFFFFu;
     if dtype == BF16 { return bitcast<f32>(half << 16u); }
     return unpack2x16float(half).x;

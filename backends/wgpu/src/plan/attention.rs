@@ -31,6 +31,8 @@ struct Heads {
     page_tokens: u32,
     pages_max: u32,
     window: u32,
+    /// Elements of a page.
+    page: u64,
 }
 
 /// A bound run of queries.
@@ -47,6 +49,19 @@ struct Queries<'a> {
 }
 
 impl Heads {
+    fn new(heads: u32, kv: KvShape, pages_max: u32, window: u32) -> Self {
+        let KvShape { kv_heads, head_dim, page_tokens, .. } = kv;
+        Heads {
+            heads,
+            kv_heads,
+            head_dim,
+            page_tokens,
+            pages_max,
+            window,
+            page: u64::from(page_tokens) * kv.row(),
+        }
+    }
+
     fn ratio(&self) -> u32 {
         self.heads / self.kv_heads
     }
@@ -56,18 +71,14 @@ impl Heads {
         self.head_dim.div_ceil(2).next_power_of_two().min(GROUP)
     }
 
-    /// Returns the number of elements in a page.
-    fn page(&self) -> u64 {
-        u64::from(self.page_tokens) * u64::from(self.kv_heads) * u64::from(self.head_dim)
-    }
-
     /// Returns the number of elements in a query's heads.
     fn row(&self) -> u64 {
         u64::from(self.heads) * u64::from(self.head_dim)
     }
 
     fn kernel(&self, prefill: bool, rows: u32, keys: u32, x: DType, pool: &Operand) -> Kernel {
-        let wide = self.head_dim.is_multiple_of(8) && pool.window.offset.is_multiple_of(16);
+        let is_aligned = self.head_dim.is_multiple_of(8) && pool.window.offset.is_multiple_of(16);
+        let wide = is_aligned && !pool.dtype.is_scaled();
         Kernel::new(File::Attention, "attention", GROUP)
             .flag("PREFILL", prefill)
             .flag("WIDE", wide)
@@ -108,17 +119,10 @@ impl Planner {
     pub(super) fn attention(&mut self, sig: &OpSig, operands: &[Operand]) -> Result<()> {
         match (*sig, operands) {
             (
-                OpSig::AttnPrefill {
-                    heads,
-                    pages_max,
-                    window,
-                    kv: KvShape { kv_heads, head_dim, page_tokens, .. },
-                    ..
-                },
+                OpSig::AttnPrefill { heads, pages_max, window, kv, .. },
                 [q, query_start, context, pages, k_pool, v_pool, sinks @ .., out],
             ) => {
-                let window = window.unwrap_or(u32::MAX);
-                let heads = Heads { heads, kv_heads, head_dim, page_tokens, pages_max, window };
+                let heads = Heads::new(heads, kv, pages_max, window.unwrap_or(u32::MAX));
                 self.prefill(
                     sig,
                     &heads,
@@ -128,15 +132,10 @@ impl Planner {
                 )
             }
             (
-                OpSig::AttnDecode {
-                    heads,
-                    pages_max,
-                    kv: KvShape { kv_heads, head_dim, page_tokens, .. },
-                    ..
-                },
+                OpSig::AttnDecode { heads, pages_max, kv, .. },
                 [q, range, pages, k_pool, v_pool, acc, stat],
             ) => {
-                let heads = Heads { heads, kv_heads, head_dim, page_tokens, pages_max, window: u32::MAX };
+                let heads = Heads::new(heads, kv, pages_max, u32::MAX);
                 self.decode(sig, &heads, [q, range, pages], [k_pool, v_pool], [acc, stat])
             }
             _ => Ok(()),
@@ -152,7 +151,7 @@ impl Planner {
         (sinks, out): (Option<&Operand>, &Operand),
     ) -> Result<()> {
         let OpSig::AttnPrefill { tokens, sequences, .. } = *sig else { return Ok(()) };
-        let (parts, _) = self.parts(sig, pools, heads.page())?;
+        let (parts, _) = self.parts(sig, pools, heads.page)?;
         let tile = power_below(TILE_ELEMENTS / heads.head_dim.max(1));
         let (rows, keys) = (tile.clamp(2, PREFILL_ROWS_MAX), tile.clamp(2, PREFILL_ROWS_MAX));
         // sinks join where parts are merged
@@ -201,7 +200,7 @@ impl Planner {
         [acc, stat]: [&Operand; 2],
     ) -> Result<()> {
         let OpSig::AttnDecode { sequences, .. } = *sig else { return Ok(()) };
-        let (parts, _) = self.parts(sig, pools, heads.page())?;
+        let (parts, _) = self.parts(sig, pools, heads.page)?;
         let keys_max = u64::from(heads.pages_max) * u64::from(heads.page_tokens);
         let cuts_of = |keys: u32| keys_max.div_ceil(keys.into()).max(1);
         let partials_of = |keys: u32| cuts_of(keys) * parts.len() as u64;

@@ -45,7 +45,8 @@ impl Planner {
         else {
             return Ok(());
         };
-        let width = u64::from(kv_heads) * u64::from(head_dim);
+        let shape = KvShape { kv_heads, head_dim, page_tokens, dtype: kv };
+        let width = u64::from(kv_heads) * shape.head_elements(other);
         // elements per token outside the pages, and the offset from its keys to its values
         let (row, v_at) = if let OpSig::KvWrite { .. } = sig { (width, 0) } else { (2 * width, width) };
         let (rows, slots, pools) = match (sig, operands) {
@@ -58,11 +59,13 @@ impl Planner {
         };
         let gather = matches!(sig, OpSig::KvGather { .. });
         let (inputs, output) = if gather { (kv, other) } else { (other, kv) };
-        let kernel = Kernel::new(File::Kv, if gather { "kv_gather" } else { "kv_write" }, GROUP)
-            .dtype("D0", inputs)
-            .dtype("D1", inputs)
-            .dtype("OUT", output);
-        let (parts, pages) = self.parts(sig, pools, u64::from(page_tokens) * width)?;
+        let scaled = kv.is_scaled() || other.is_scaled();
+        let kernel = match scaled {
+            true => Kernel::new(File::KvScaled, "kv_scaled", GROUP).flag("GATHER", gather),
+            false => Kernel::new(File::Kv, if gather { "kv_gather" } else { "kv_write" }, GROUP),
+        };
+        let kernel = kernel.dtype("D0", inputs).dtype("D1", inputs).dtype("OUT", output);
+        let (parts, pages) = self.parts(sig, pools, u64::from(page_tokens) * shape.row())?;
         for (token, count) in self.runs(sig, tokens.into(), row * other.size_bytes())? {
             let rows = rows.map(|operand| operand.part(token * row, count * row));
             let slots = slots.part(token, count);
@@ -71,11 +74,17 @@ impl Planner {
                     [to_u32(count), kv_heads, head_dim, page_tokens, part.first, part.end, pages, NAN];
                 let shape = [&shape[..], &[to_u32(row), to_u32(v_at)]].concat();
                 let [k_pool, v_pool] = &part.pools;
+                let heads = count * u64::from(kv_heads) * 2;
                 if gather {
-                    let groups = words(count * row, other).div_ceil(GROUP.into());
-                    self.dispatch(&kernel, &[k_pool, v_pool, &slots], &[&rows[0]], &shape, groups);
+                    let threads = if scaled { heads } else { words(count * row, other) };
+                    let groups = threads.div_ceil(GROUP.into());
+                    // the scaled kernel has a second output, which a gather must bind and never writes
+                    let outputs = [&rows[0], &rows[1]];
+                    let outputs = if scaled { &outputs[..] } else { &outputs[..1] };
+                    self.dispatch(&kernel, &[k_pool, v_pool, &slots], outputs, &shape, groups);
                 } else {
-                    let groups = words(count * width, kv).div_ceil(GROUP.into());
+                    let threads = if scaled { heads } else { words(count * width, kv) };
+                    let groups = threads.div_ceil(GROUP.into());
                     self.dispatch(&kernel, &[&rows[0], &rows[1], &slots], &[k_pool, v_pool], &shape, groups);
                 }
             }

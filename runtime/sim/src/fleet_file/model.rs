@@ -125,9 +125,8 @@ fn inline(raw: &raw::Model, stored: StoredAs, kv: DType) -> Result<ModelShape, F
 
 /// A dtype in which devices keep KV.
 fn kv_dtype(name: &str) -> Result<DType, FleetFileError> {
-    let known = [DType::F32, DType::Bf16, DType::F16, DType::F8E4m3];
     name.parse()
         .ok()
-        .filter(|dtype| known.contains(dtype))
-        .ok_or_else(|| wrong("kv_dtype", format!("is '{name}'; known are f32, bf16, f16 and fp8")))
+        .filter(|dtype| DType::KV.contains(dtype))
+        .ok_or_else(|| wrong("kv_dtype", format!("is '{name}'; known are f32, bf16, f16, fp8 and int8")))
 }

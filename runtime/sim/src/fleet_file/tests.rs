@@ -304,7 +304,8 @@ fn a_model_may_stand_inline() {
     assert_eq!(same.pools[0].cache_tokens, known.pools[0].cache_tokens);
     assert_eq!(same.pools[0].cost, known.pools[0].cost);
     let half = text(&format!("{shape}kv_dtype = \"f8e4m3\""), "device = \"L40S\"").unwrap();
-    assert_eq!(half.model.kv_bytes_per_token * 2.0, known.model.kv_bytes_per_token);
+    // a byte for each element, and four for the scale of each head
+    assert_eq!(half.model.kv_bytes_per_token * 256.0, known.model.kv_bytes_per_token * (128.0 + 4.0));
 
     let few = "layers = 61\nkv_bytes_per_token = 70272.0";
     let calibrated = "cache_tokens = 100000\ncalibration = { prefill_s = { overhead = 0.0, per_token = 1e-4, \

@@ -6,7 +6,7 @@
 //! prefill, with weights rounded to bf16: each errs by 2^-9 relative, as in matrix units. In decode the
 //! weights stay f32, so that parts recombine to 1e-5. Keys outside a row's range have probability zero, and
 //! values outside the tile's range are never multiplied, so unused slots of a page may hold anything, even
-//! NaN.
+//! NaN. Codes of eight bits become f32 in a copy, which loses nothing.
 
 pub(crate) mod decode;
 pub(crate) mod merge;
@@ -109,7 +109,8 @@ impl Task for Attend<'_> {
     unsafe fn run<S: Simd>(self) -> Result<SoftmaxStats> {
         let (task, room, pools) = (self.tile, self.room, self.tile.pools);
         // the panels of a page can be used in place if whole vectors fit its rows
-        let direct = pools.page_tokens.is_multiple_of(16) && pools.head_dim.is_multiple_of(16);
+        let fits = pools.page_tokens.is_multiple_of(16) && pools.head_dim.is_multiple_of(16);
+        let direct = fits && !pools.dtype.is_scaled();
         let dot = direct && S::DOT_BF16 && task.x == DType::Bf16 && pools.dtype == DType::Bf16;
         let rows = tile_rows::<S>(task.ranges.len());
         // a page that is copied is widened on the way
@@ -124,7 +125,7 @@ impl Task for Attend<'_> {
                 DType::Bf16 if dot => with_rows!(S, rows, run::<S, DotBf16, PairBf16>(task, room, direct)),
                 DType::Bf16 => with_rows!(S, rows, run::<S, PairBf16, PairBf16>(task, room, direct)),
                 DType::F16 => with_rows!(S, rows, run::<S, PairF16, PairF16>(task, room, direct)),
-                DType::F32 | DType::U32 | DType::F8E4m3 => {
+                DType::F32 | DType::U32 | DType::F8E4m3 | DType::I8 => {
                     with_rows!(S, rows, run::<S, WordF32, WordF32>(task, room, direct))
                 }
             }

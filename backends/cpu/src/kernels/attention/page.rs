@@ -4,7 +4,7 @@ use super::{SEGMENT, Tile};
 use crate::kernels::kv::PagedKv;
 use crate::kernels::round_up;
 use crate::kernels::simd::Simd;
-use mixfleet_hal::{DType, Error, Result};
+use mixfleet_hal::{DType, Error, Result, scaled};
 
 /// Some keys of one page, as panels.
 #[derive(Clone, Copy)]
@@ -128,14 +128,62 @@ unsafe fn widened<S: Simd>(
     unsafe {
         std::ptr::write_bytes(spare, 0, pools.head_dim * columns);
         std::ptr::write_bytes(values, 0, tokens * dims);
-        for t in used {
-            for d in 0..pools.head_dim {
-                *spare.add(d * columns + t) = element(pools.dtype, k, pools.k_index(offset + t, d));
-                *values.add(t * dims + d) = element(pools.dtype, v, pools.v_index(offset + t, d));
+        if pools.dtype.is_scaled() {
+            match pools.dtype {
+                DType::I8 => {
+                    decoded(pools, DType::I8, (k, v), (offset, used), (spare, columns), (values, dims))
+                }
+                other => decoded(pools, other, (k, v), (offset, used), (spare, columns), (values, dims)),
+            }
+        } else {
+            for t in used {
+                for d in 0..pools.head_dim {
+                    *spare.add(d * columns + t) = element(pools.dtype, k, pools.k_index(offset + t, d));
+                    *values.add(t * dims + d) = element(pools.dtype, v, pools.v_index(offset + t, d));
+                }
             }
         }
     }
     Segment { k: spare.cast(), k_stride: columns * 4, v: values.cast(), v_stride: dims * 4, tokens }
+}
+
+/// Codes of some tokens of a block times their scales, into rows of keys and of values of these widths.
+#[inline(always)]
+unsafe fn decoded(
+    pools: &PagedKv,
+    dtype: DType,
+    (k, v): (*const u8, *const u8),
+    (offset, used): (usize, std::ops::Range<usize>),
+    (keys, columns): (*mut f32, usize),
+    (values, dims): (*mut f32, usize),
+) {
+    let scale = |block: *const u8, t: usize| {
+        // SAFETY: the caller's tokens are inside the block.
+        unsafe { block.add(pools.scale_at(offset + t)).cast::<f32>().read_unaligned() }
+    };
+    let count = used.len();
+    let mut scales = [0f32; SEGMENT];
+    for (i, to) in scales[..count].iter_mut().enumerate() {
+        *to = scale(k, used.start + i);
+    }
+    // SAFETY: all indices are inside the block; keys and values hold the caller's rows.
+    unsafe {
+        for d in 0..pools.head_dim {
+            let codes = std::slice::from_raw_parts(k.add(pools.k_index(offset + used.start, d)), count);
+            let to = std::slice::from_raw_parts_mut(keys.add(d * columns + used.start), count);
+            for ((to, &code), scale) in to.iter_mut().zip(codes).zip(&scales) {
+                *to = scaled::number(dtype, code) * scale;
+            }
+        }
+        for t in used {
+            let codes = std::slice::from_raw_parts(v.add(pools.v_index(offset + t, 0)), pools.head_dim);
+            let to = std::slice::from_raw_parts_mut(values.add(t * dims), pools.head_dim);
+            let scale = scale(v, t);
+            for (to, &code) in to.iter_mut().zip(codes) {
+                *to = scaled::number(dtype, code) * scale;
+            }
+        }
+    }
 }
 
 /// One element, widened.
@@ -146,7 +194,9 @@ unsafe fn element(dtype: DType, block: *const u8, index: usize) -> f32 {
         match dtype {
             DType::Bf16 => half::bf16::from_bits(block.cast::<u16>().add(index).read_unaligned()).to_f32(),
             DType::F16 => half::f16::from_bits(block.cast::<u16>().add(index).read_unaligned()).to_f32(),
-            DType::F32 | DType::U32 | DType::F8E4m3 => block.cast::<f32>().add(index).read_unaligned(),
+            DType::F32 | DType::U32 | DType::F8E4m3 | DType::I8 => {
+                block.cast::<f32>().add(index).read_unaligned()
+            }
         }
     }
 }

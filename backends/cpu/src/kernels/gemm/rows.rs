@@ -156,7 +156,7 @@ impl Task for Rows {
                     match weight {
                         DType::Bf16 => stream::<S, FromBf16>(&self, x),
                         DType::F16 => stream::<S, FromF16>(&self, x),
-                        DType::F32 | DType::U32 | DType::F8E4m3 => stream::<S, FromF32>(&self, x),
+                        DType::F32 | DType::U32 | DType::F8E4m3 | DType::I8 => stream::<S, FromF32>(&self, x),
                     }
                 }
             }
