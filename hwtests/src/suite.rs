@@ -162,7 +162,7 @@ fn first_row(sig: &OpSig, operands: &[Vec<f64>]) -> Option<(OpSig, Vec<Vec<f64>>
             heads,
             pages_max,
             x,
-            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, .. },
             ..
         } if sequences > 1 => {
             let kv_tokens = to_u64(operands[1][1] - operands[1][0]);
@@ -172,7 +172,7 @@ fn first_row(sig: &OpSig, operands: &[Vec<f64>]) -> Option<(OpSig, Vec<Vec<f64>>
                 heads,
                 pages_max,
                 x,
-                kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+                kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, latent: None },
             }
         }
         _ => return None,

@@ -7,7 +7,9 @@
 
 use crate::numbers::size;
 use mixfleet_hal::profile::Traffic;
-use mixfleet_hal::{DType, ExpertRouting, GroupedRows, KvShape, MatrixKind, OpSig, Scalar};
+use mixfleet_hal::{
+    DType, ExpertRouting, GroupedRows, KvShape, LatentKv, MatrixKind, OpSig, RotaryPart, Scalar,
+};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -228,22 +230,22 @@ fn op_id(sig: &OpSig) -> String {
             sequences,
             kv_tokens,
             heads,
-            kv: KvShape { kv_heads, head_dim, dtype: kv, .. },
+            kv: KvShape { kv_heads, head_dim, dtype: kv, latent, .. },
             ..
         } => {
             let context = kv_tokens / u64::from(sequences.max(1));
-            let suffix = heads_suffix(kv_heads, head_dim);
+            let suffix = heads_suffix(kv_heads, head_dim) + &values_suffix(latent);
             format!("{name}.{kv}.b{sequences}.c{context}.gqa{}{suffix}", heads / kv_heads.max(1))
         }
         OpSig::AttnPrefill {
             tokens,
             kv_tokens,
             heads,
-            kv: KvShape { kv_heads, head_dim, dtype: kv, .. },
+            kv: KvShape { kv_heads, head_dim, dtype: kv, latent, .. },
             ..
         } => {
             let before = kv_tokens - u64::from(tokens);
-            let suffix = heads_suffix(kv_heads, head_dim);
+            let suffix = heads_suffix(kv_heads, head_dim) + &values_suffix(latent);
             format!("{name}.{kv}.t{tokens}.c{before}.gqa{}{suffix}", heads / kv_heads.max(1))
         }
         OpSig::Embed { tokens, vocab, hidden, table, .. } => {
@@ -254,13 +256,20 @@ fn op_id(sig: &OpSig) -> String {
         }
         OpSig::QuantisedGemm { m, n, k, x, weight, .. } => format!("{name}.{x}.{weight}.m{m}.n{n}.k{k}"),
         OpSig::RmsNorm { rows, cols, out, .. } => format!("{name}.{out}.t{rows}.h{cols}"),
-        OpSig::Rope { tokens, heads, head_dim, x } => {
-            format!("{name}.{x}.t{tokens}.heads{heads}.d{head_dim}")
+        OpSig::Rope { tokens, heads, head_dim, part, x } => {
+            let part = part.map_or(String::new(), |RotaryPart { first, length, interleaved }| {
+                let pairs = if interleaved { ".neighbours" } else { "" };
+                format!(".from{first}.rotated{length}{pairs}")
+            });
+            format!("{name}.{x}.t{tokens}.heads{heads}.d{head_dim}{part}")
         }
-        OpSig::KvWrite { tokens, kv: KvShape { kv_heads, head_dim, dtype: kv, .. }, .. }
-        | OpSig::KvGather { tokens, kv: KvShape { kv_heads, head_dim, dtype: kv, .. }, .. }
-        | OpSig::KvScatter { tokens, kv: KvShape { kv_heads, head_dim, dtype: kv, .. }, .. } => {
-            format!("{name}.{kv}.t{tokens}.kv{kv_heads}.d{head_dim}")
+        OpSig::CopyColumns { rows, cols, from, to, x } => {
+            format!("{name}.{x}.t{rows}.h{cols}.from{}of{}.to{}of{}", from.first, from.row, to.first, to.row)
+        }
+        OpSig::KvWrite { tokens, kv: KvShape { kv_heads, head_dim, dtype: kv, latent, .. }, .. }
+        | OpSig::KvGather { tokens, kv: KvShape { kv_heads, head_dim, dtype: kv, latent, .. }, .. }
+        | OpSig::KvScatter { tokens, kv: KvShape { kv_heads, head_dim, dtype: kv, latent, .. }, .. } => {
+            format!("{name}.{kv}.t{tokens}.kv{kv_heads}.d{head_dim}{}", values_suffix(latent))
         }
         OpSig::AttnMerge { parts, rows, head_dim, out, .. } => {
             format!("{name}.{out}.p{parts}.t{rows}.d{head_dim}")
@@ -280,6 +289,11 @@ fn op_id(sig: &OpSig) -> String {
         OpSig::Sample { rows, cols, .. } => format!("{name}.f32.t{rows}.v{cols}"),
         OpSig::Copy { bytes } | OpSig::Fill { bytes, .. } => format!("{name}.u32.e{}", bytes / 4),
     }
+}
+
+/// The length of values that keys contain.
+fn values_suffix(latent: Option<LatentKv>) -> String {
+    latent.map_or(String::new(), |latent| format!(".latent{}", latent.rank))
 }
 
 /// Returns the dtype of a product that stays an activation.
@@ -357,20 +371,36 @@ fn small_op(kind: &str, dtype: DType, f: &mut Fields, page_tokens: u32) -> Optio
             let (rows, cols) = (f.take("t")?, f.take("h")?);
             OpSig::RmsNorm { rows, cols, eps: EPS, x: DType::F32, weight: dtype, out: dtype }
         }
-        "rope" => {
-            OpSig::Rope { tokens: f.take("t")?, heads: f.take("heads")?, head_dim: f.take("d")?, x: dtype }
-        }
+        "rope" => OpSig::Rope {
+            tokens: f.take("t")?,
+            heads: f.take("heads")?,
+            head_dim: f.take("d")?,
+            part: None,
+            x: dtype,
+        },
         "kv_write" => {
             let (tokens, kv_heads, head_dim) = kv_op(f)?;
-            OpSig::KvWrite { tokens, x: dtype, kv: KvShape { kv_heads, head_dim, page_tokens, dtype } }
+            OpSig::KvWrite {
+                tokens,
+                x: dtype,
+                kv: KvShape { kv_heads, head_dim, page_tokens, dtype, latent: None },
+            }
         }
         "kv_gather" => {
             let (tokens, kv_heads, head_dim) = kv_op(f)?;
-            OpSig::KvGather { tokens, wire: dtype, kv: KvShape { kv_heads, head_dim, page_tokens, dtype } }
+            OpSig::KvGather {
+                tokens,
+                wire: dtype,
+                kv: KvShape { kv_heads, head_dim, page_tokens, dtype, latent: None },
+            }
         }
         "kv_scatter" => {
             let (tokens, kv_heads, head_dim) = kv_op(f)?;
-            OpSig::KvScatter { tokens, wire: dtype, kv: KvShape { kv_heads, head_dim, page_tokens, dtype } }
+            OpSig::KvScatter {
+                tokens,
+                wire: dtype,
+                kv: KvShape { kv_heads, head_dim, page_tokens, dtype, latent: None },
+            }
         }
         "attn_merge" => OpSig::AttnMerge {
             parts: f.take("p")?,
@@ -438,7 +468,7 @@ pub(crate) fn attn_decode(
         heads: heads.ratio.checked_mul(heads.kv)?,
         pages_max: context.div_ceil(page_tokens.max(1)),
         x: dtype,
-        kv: KvShape { kv_heads: heads.kv, head_dim: heads.dim, page_tokens, dtype },
+        kv: KvShape { kv_heads: heads.kv, head_dim: heads.dim, page_tokens, dtype, latent: None },
     })
 }
 
@@ -461,7 +491,7 @@ pub(crate) fn attn_prefill(
         window: None,
         sinks: false,
         x: dtype,
-        kv: KvShape { kv_heads: heads.kv, head_dim: heads.dim, page_tokens, dtype },
+        kv: KvShape { kv_heads: heads.kv, head_dim: heads.dim, page_tokens, dtype, latent: None },
     })
 }
 

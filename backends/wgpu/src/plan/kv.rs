@@ -31,16 +31,20 @@ impl Planner {
     }
 
     pub(super) fn kv(&mut self, sig: &OpSig, operands: &[Operand]) -> Result<()> {
-        let (OpSig::KvWrite { tokens, x: other, kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv } }
+        let (OpSig::KvWrite {
+            tokens,
+            x: other,
+            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, .. },
+        }
         | OpSig::KvGather {
             tokens,
             wire: other,
-            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, .. },
         }
         | OpSig::KvScatter {
             tokens,
             wire: other,
-            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, .. },
         }) = *sig
         else {
             return Ok(());
