@@ -186,6 +186,14 @@ plant "the first expert's scales serve all" backends/cpu/src/kernels/quantised.r
 plant "sinks join each part of a divided sequence" runtime/src/model/attention.rs \
     's/let bare = if sinks.is_some() { sizes.partial \* heads } else { rows };/let bare = if sinks.is_some() { 0 } else { rows };/' \
     apart every_family_gives
+plant "a latent's value is what lies behind it" backends/cpu/src/kernels/attention/page.rs \
+    's/true => \*spare.add(d \* columns + t),/true => *spare.add((pools.head_dim - 1 - d) * columns + t),/' \
+    conformance one_core_conforms mixfleet-cpu
+plant "latents' scores have the scale of their length" backends/cpu/src/kernels/mod.rs \
+    's/to_f32(shape.scale())/1.0 \/ (head_dim as f32).sqrt()/' conformance one_core_conforms mixfleet-cpu
+plant "neighbours turn the other way" backends/cpu/src/kernels/elementwise.rs \
+    's/(\*a \* cos - \*b \* sin, \*b \* cos + \*a \* sin)/(*a * cos + *b * sin, *b * cos - *a * sin)/' \
+    conformance one_core_conforms mixfleet-cpu
 if [ "$missed" != 0 ]; then
     [ "$applies" = --applies ] && what='do not apply' || what='not found'
     echo "planted: $missed of them $what" >&2

@@ -163,9 +163,10 @@ impl LatentArena {
         let LatentAttention { q_rank, kv_rank, nope, v, .. } = latent.lengths;
         let of = |columns: u64| alloc(tokens * columns * x);
         let heads = u64::from(c.heads);
+        let q_low = of(q_rank.into())?;
         Ok(LatentArena {
-            q_low: of(q_rank.into())?,
-            q_norm: of(q_rank.into())?,
+            q_norm: if q_rank > 0 { of(q_rank.into())? } else { q_low.clone() },
+            q_low,
             latent: of(kv_rank.into())?,
             parts: of(heads * u64::from(nope.max(v)))?,
             lifted: of(heads * u64::from(kv_rank))?,

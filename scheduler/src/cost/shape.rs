@@ -101,7 +101,6 @@ impl ModelShape {
         })
     }
 
-    /// KV bytes of one token in one layer that keeps KV.
     fn kv_bytes_per_layer(&self) -> u64 {
         self.kv_shape().wire_token_bytes(self.kv)
     }
