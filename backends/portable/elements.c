@@ -1,5 +1,6 @@
 // add, silu_mul, clamped_swiglu, combine, rope, embed: one thread per VEC elements (rope: per VEC pairs);
-// rope_part, copy_columns: one per pair or element; `count` threads in all. X, TABLE for embed, and VEC, which divides rows.
+// rope_part, copy_columns: one per pair or element; `count` threads in all. X, TABLE for embed, and VEC,
+// which divides rows.
 
 KERNEL(GROUP) add(READS(X, a), READS(X, b), WRITES(X, out), ulong count) {
     START(a);

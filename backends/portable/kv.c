@@ -4,7 +4,8 @@
 // Page layout: [pages, kv_heads, page_tokens, head_dim], so that one head's keys of a page lie together.
 // A slot outside the pool is skipped when written and reads as NaN.
 //
-// Where keys contain their values, KV_ROWS is 1: there is no pool of values, and what stands for it is not used.
+// Where keys contain their values, KV_ROWS is 1: there is no pool of values, and what stands for it is
+// not used.
 
 #ifndef KV_ROWS
 #define KV_ROWS 2

@@ -15,7 +15,8 @@
 //! have no pool of values and no place in the wire layout for them: operations lack `v` and `v_pool`, and the
 //! wire is `[tokens, head_dim]`.
 //!
-//! **Attention.** Scores are scaled by `1/sqrt(head_dim)`, or as [`LatentKv`] says. `value_dim` is `head_dim`,
+//! **Attention.** Scores are scaled by `1/sqrt(head_dim)`, or as [`LatentKv`] says. `value_dim` is
+//! `head_dim`,
 //! or the length of such values. With `window = Some(w)` a query at position p sees
 //! keys p-w+1 ..= p. `AttnDecode` covers any token range of a sequence and returns un-normalised output with
 //! its running maximum and sum, so that attention over any partition of the KV (by head, by request, by

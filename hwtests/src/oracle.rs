@@ -240,8 +240,8 @@ pub(crate) fn queries(sig: &OpSig, operands: &[Vec<f64>]) -> Result<Vec<Query>, 
     }
 }
 
-/// Returns the index of an attention operation's `k_pool` (`v_pool` follows, if there is one) and the number of
-/// elements per slot.
+/// Returns the index of an attention operation's `k_pool` (`v_pool` follows, if there is one) and the number
+/// of elements per slot.
 fn pool_and_width(sig: &OpSig) -> (usize, usize) {
     match *sig {
         OpSig::AttnPrefill { kv, .. } => (4, (kv.kv_heads * kv.head_dim) as usize),

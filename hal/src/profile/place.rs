@@ -107,8 +107,8 @@ pub(super) fn coordinates(sig: &OpSig) -> [f64; DIMENSIONS] {
     [log(sig.bytes()), shape[0], shape[1], shape[2], shape[3], shape[4]]
 }
 
-/// Query heads of a KV head, and the length of a head. Keys that contain their values are like keys and values
-/// of half of what is stored, with as many query heads as have that arithmetic.
+/// Query heads of a KV head, and the length of a head. Keys that contain their values are like keys and
+/// values of half of what is stored, with as many query heads as have that arithmetic.
 fn heads_of(heads: u32, kv: KvShape) -> (f64, f64) {
     let (ratio, head_dim) = (f64::from(heads) / f64::from(kv.kv_heads.max(1)), f64::from(kv.head_dim));
     if kv.latent.is_none() {

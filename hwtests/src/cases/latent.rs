@@ -1,5 +1,5 @@
-//! Latent attention: keys that contain their values, and what cuts rows apart, rotates parts of them and joins
-//! them again.
+//! Latent attention: keys that contain their values, and what cuts rows apart, rotates parts of them and
+//! joins them again.
 
 use super::{Builder, Heads, TokenSpread, two_dtypes};
 use mixfleet_hal::cast::to_u32;

@@ -1,8 +1,8 @@
 //! Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434): a token's keys and values are one latent
 //! vector of all heads, and a rotated part of the key.
 //!
-//! - Heads attend to the latents: the up-projections are absorbed into the query and the output, `2 (kv_rank +
-//!   rope) + 2 kv_rank` operations per head and key. The runtime does so for prompts, too.
+//! - Heads attend to the latents: the up-projections are absorbed into the query and the output,
+//!   `2 (kv_rank + rope) + 2 kv_rank` operations per head and key. The runtime does so for prompts, too.
 //! - Other engines expand latents of prompts to K and V of every head: attention of as many KV heads as query
 //!   heads, of the mean length of `nope + rope` and `v`. Latents of a prompt's earlier chunks are expanded
 //!   again.

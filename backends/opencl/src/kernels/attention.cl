@@ -1,4 +1,4 @@
-// Attention for CPUs: a thread per row and head, no barrier; keys.h, and W, which divides HEAD_DIM and VALUE_DIM.
+// Attention for CPUs: a thread per row and head, no barrier; keys.h, and W, which divides both lengths.
 
 #define VECTORS (HEAD_DIM / W)
 #define VALUES (VALUE_DIM / W)
