@@ -203,6 +203,14 @@ plant "heads of eight bits are counted without their scales" runtime/src/engine/
     's/let head = to_usize(whole.head_elements(span.wire)/let head = to_usize(u64::from(whole.head_dim)/' lib kv_of_any_devices
 plant "KV crosses in the sender's dtype where the receiver keeps codes" runtime/src/engine/handoff.rs \
     's/(_, b) if b.is_scaled() \&\& codes => b,/(a, b) if b.is_scaled() \&\& codes => a,/' engine eight_bits::kv_of_a_wider
+plant "a latent's value is what lies behind it" backends/cpu/src/kernels/attention/page.rs \
+    's/true => \*spare.add(d \* columns + t),/true => *spare.add((pools.head_dim - 1 - d) * columns + t),/' \
+    conformance one_core_conforms mixfleet-cpu
+plant "latents' scores have the scale of their length" backends/cpu/src/kernels/mod.rs \
+    's/to_f32(shape.scale())/1.0 \/ (head_dim as f32).sqrt()/' conformance one_core_conforms mixfleet-cpu
+plant "neighbours turn the other way" backends/cpu/src/kernels/elementwise.rs \
+    's/(\*a \* cos - \*b \* sin, \*b \* cos + \*a \* sin)/(*a * cos + *b * sin, *b * cos - *a * sin)/' \
+    conformance one_core_conforms mixfleet-cpu
 if [ "$missed" != 0 ]; then
     [ "$applies" = --applies ] && what='do not apply' || what='not found'
     echo "planted: $missed of them $what" >&2

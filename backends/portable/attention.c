@@ -1,7 +1,7 @@
 // Attention of one query's head in one group, for any GPU and dtypes: threads over tokens for the scores,
 // over dimensions for the values. The running softmax is Milakov & Gimelshein's (2018).
 
-#define DIMS ((HEAD_DIM + GROUP - 1) / GROUP)
+#define DIMS ((VALUE_DIM + GROUP - 1) / GROUP)
 
 DEVICE void attend(IN_LOCAL const float* q, const Keys* keys, uint first, uint end, float* max, float* sum, float* acc,
                    IN_LOCAL float* scratch, IN_LOCAL float* weights, IN_LOCAL ulong* rows) {
@@ -30,7 +30,7 @@ DEVICE void attend(IN_LOCAL const float* q, const Keys* keys, uint first, uint e
             const uint d = lid + i * GROUP;
             acc[i] *= keep;
             // a weight of 0 may stand for no key: what lies there may be NaN
-            for (uint j = 0; j < GROUP && d < HEAD_DIM; ++j)
+            for (uint j = 0; j < GROUP && d < VALUE_DIM; ++j)
                 if (weights[j] != 0.0f) acc[i] = MAD(weights[j], LOAD(KV, keys->v_pool, rows[j] + d), acc[i]);
         }
         BARRIER();
@@ -44,10 +44,10 @@ DEVICE void attend(IN_LOCAL const float* q, const Keys* keys, uint first, uint e
     LOCAL float weights[GROUP];                                                                                  \
     LOCAL ulong lines[GROUP];                                                                                    \
     const uint head = GROUP_X, row = GROUP_Y, lid = THREAD;                                                      \
-    const ulong line = ((ulong)row * heads + head) * HEAD_DIM
+    const ulong line = (ulong)row * heads + head
 
 #define LOAD_QUERY                                                                                               \
-    for (uint d = lid; d < HEAD_DIM; d += GROUP) query[d] = LOAD(X, q, line + d) * SCALE;                        \
+    for (uint d = lid; d < HEAD_DIM; d += GROUP) query[d] = LOAD(X, q, line * HEAD_DIM + d) * SCALE;             \
     BARRIER();                                                                                                   \
     float max, sum, acc[DIMS]
 
@@ -62,7 +62,7 @@ KERNEL(GROUP) attn_prefill(PREFILL_OPERANDS) {
     const float keep = join_sink(max, &sum, sinks, head, has_sinks);
     for (uint i = 0; i < DIMS; ++i) {
         const uint d = lid + i * GROUP;
-        if (d < HEAD_DIM) STORE(X, out, line + d, acc[i] * keep / sum);
+        if (d < VALUE_DIM) STORE(X, out, line * VALUE_DIM + d, acc[i] * keep / sum);
     }
 }
 
@@ -74,10 +74,10 @@ KERNEL(GROUP) attn_decode(DECODE_OPERANDS) {
     attend(query, &keys, range[2 * row], RANGE_END(row), &max, &sum, acc, scratch, weights, lines);
     for (uint i = 0; i < DIMS; ++i) {
         const uint d = lid + i * GROUP;
-        if (d < HEAD_DIM) acc_out[line + d] = acc[i];
+        if (d < VALUE_DIM) acc_out[line * VALUE_DIM + d] = acc[i];
     }
     if (lid == 0) {
-        stat[2 * ((ulong)row * heads + head)] = max;
-        stat[2 * ((ulong)row * heads + head) + 1] = sum;
+        stat[2 * line] = max;
+        stat[2 * line + 1] = sum;
     }
 }

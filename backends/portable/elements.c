@@ -1,5 +1,6 @@
-// add, silu_mul, clamped_swiglu, combine, rope, embed: one thread per VEC elements (rope: per VEC pairs),
-// `count` threads in all. X, TABLE for embed, and VEC, which divides rows.
+// add, silu_mul, clamped_swiglu, combine, rope, embed: one thread per VEC elements (rope: per VEC pairs);
+// rope_part, copy_columns: one per pair or element; `count` threads in all. X, TABLE for embed, and VEC,
+// which divides rows.
 
 KERNEL(GROUP) add(READS(X, a), READS(X, b), WRITES(X, out), ulong count) {
     START(a);
@@ -79,6 +80,35 @@ KERNEL(GROUP) rope(WRITES(X, x), READS(f32, cos_sin), uint heads, uint half_dim,
     const ulong d = i % vectors * VEC;
     const ulong at = head * 2 * half_dim + d, table = head / heads * 2 * half_dim + d;
     rotate(x, at, cos_sin, table, half_dim);
+}
+
+// As rope, of half_dim pairs from `first` on in heads of head_dim.
+KERNEL(GROUP) rope_part(
+    WRITES(X, x), READS(f32, cos_sin), uint heads, uint head_dim, uint first, uint half_dim, uint interleaved,
+    ulong count
+) {
+    START(x);
+    START(cos_sin);
+    const ulong i = EACH;
+    if (i >= count) return;
+    const ulong head = i / half_dim, d = i % half_dim;
+    const ulong at = head * head_dim + first + (interleaved ? 2 * d : d), other = at + (interleaved ? 1 : half_dim);
+    const ulong table = head / heads * 2 * half_dim + d;
+    const float a = LOAD(X, x, at), b = LOAD(X, x, other), c = cos_sin[table], s = cos_sin[table + half_dim];
+    STORE(X, x, at, a * c - b * s);
+    STORE(X, x, other, b * c + a * s);
+}
+
+// from [rows, from_row], to [rows, to_row]
+KERNEL(GROUP) copy_columns(
+    READS(X, from), WRITES(X, to), uint cols, uint from_row, uint from_first, uint to_row, uint to_first, ulong count
+) {
+    START(from);
+    START(to);
+    const ulong i = EACH;
+    if (i >= count) return;
+    const ulong row = i / cols, col = i % cols;
+    STORE(X, to, row * to_row + to_first + col, LOAD(X, from, row * from_row + from_first + col));
 }
 
 // out [tokens, hidden]; a row whose id is not in the table becomes NaN, which no later step can hide

@@ -1,5 +1,12 @@
 // What every attention kernel shares: X, KV and HEAD_DIM; where keys lie (pages as in kv.c or kv_scaled.c),
-// and who sees them. A page outside the pool, and a token past the page table, count as absent.
+// and who sees them. A page outside the pool, and a token past the page table, count as absent. Where keys
+// contain their values, VALUE_DIM is the length of these and SCALE what scores are multiplied by, and v_pool
+// is k_pool.
+
+#ifndef VALUE_DIM
+#define VALUE_DIM HEAD_DIM
+#define SCALE (1.0f / SQRT((float)HEAD_DIM))
+#endif
 
 #define POOLS READS(KV, k_pool), uint page_count, READS(KV, v_pool)
 #define SHAPE uint sequences, uint heads, uint kv_heads, uint page_tokens, uint pages_max
@@ -31,7 +38,6 @@
     START(stat)
 
 #define KEYS_MAX ((ulong)pages_max * page_tokens)
-#define SCALE (1.0f / SQRT((float)HEAD_DIM))
 
 // What a head's keys are found by.
 typedef struct {

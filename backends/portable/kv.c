@@ -3,6 +3,13 @@
 //
 // Page layout: [pages, kv_heads, page_tokens, head_dim], so that one head's keys of a page lie together.
 // A slot outside the pool is skipped when written and reads as NaN.
+//
+// Where keys contain their values, KV_ROWS is 1: there is no pool of values, and what stands for it is
+// not used.
+
+#ifndef KV_ROWS
+#define KV_ROWS 2
+#endif
 
 // Element of the pool for element `i` of [kv_heads, head_dim] at `slot`.
 DEVICE ulong pool_at(uint slot, uint i, uint page_tokens, uint kv_heads, uint head_dim) {
@@ -33,10 +40,10 @@ KERNEL(GROUP) kv_write(READS(X, k), READS(X, v), READS(u32, slots), POOLS(WRITES
     if (slot / page_tokens >= pages) return;
     const ulong to = pool_at(slot, (uint)(i % width), page_tokens, kv_heads, head_dim);
     move_in(k_pool, to, k, i);
-    move_in(v_pool, to, v, i);
+    if (KV_ROWS == 2) move_in(v_pool, to, v, i);
 }
 
-// wire [tokens, 2, kv_heads, head_dim]
+// wire [tokens, KV_ROWS, kv_heads, head_dim]
 KERNEL(GROUP) kv_scatter(READS(X, wire), READS(u32, slots), POOLS(WRITES), SHAPE) {
     START(wire);
     START(slots);
@@ -47,10 +54,10 @@ KERNEL(GROUP) kv_scatter(READS(X, wire), READS(u32, slots), POOLS(WRITES), SHAPE
     const uint width = kv_heads * head_dim;
     const uint slot = slots[i / width];
     if (slot / page_tokens >= pages) return;
-    const ulong from = i / width * 2 * width + i % width;
+    const ulong from = i / width * KV_ROWS * width + i % width;
     const ulong to = pool_at(slot, (uint)(i % width), page_tokens, kv_heads, head_dim);
     move_in(k_pool, to, wire, from);
-    move_in(v_pool, to, wire, from + width);
+    if (KV_ROWS == 2) move_in(v_pool, to, wire, from + width);
 }
 
 KERNEL(GROUP) kv_gather(READS(u32, slots), POOLS(READS), WRITES(X, out), SHAPE) {
@@ -67,9 +74,9 @@ KERNEL(GROUP) kv_gather(READS(u32, slots), POOLS(READS), WRITES(X, out), SHAPE) 
     if (slot / page_tokens < pages) {
         const ulong from = pool_at(slot, (uint)(i % width), page_tokens, kv_heads, head_dim);
         LOAD_VEC(KV, k_pool, from, k);
-        LOAD_VEC(KV, v_pool, from, v);
+        if (KV_ROWS == 2) LOAD_VEC(KV, v_pool, from, v);
     }
-    const ulong to = i / width * 2 * width + i % width;
+    const ulong to = i / width * KV_ROWS * width + i % width;
     STORE_VEC(X, out, to, k);
-    STORE_VEC(X, out, to + width, v);
+    if (KV_ROWS == 2) STORE_VEC(X, out, to + width, v);
 }

@@ -24,7 +24,7 @@ fn decode(stream: &mut Stream) -> OpSig {
         heads: 8 * kv_heads,
         pages_max: context.div_ceil(16) as u32,
         x: DType::Bf16,
-        kv: KvShape { kv_heads, head_dim: 128, page_tokens: 16, dtype: DType::Bf16 },
+        kv: KvShape { kv_heads, head_dim: 128, page_tokens: 16, dtype: DType::Bf16, latent: None },
     }
 }
 

@@ -27,6 +27,7 @@ pub mod meeting;
 pub mod memory;
 mod mixture;
 pub mod op;
+mod op_check;
 mod op_counts;
 mod operand;
 pub mod outside;
@@ -47,5 +48,8 @@ pub use error::{Error, ErrorKind, Result};
 pub use format::{StoredAs, WeightFormat};
 pub use meeting::{BatchMemory, Meeting, MeetingSeat};
 pub use memory::{Buffer, BufferUsage, FileMapper, HostMemory, Slice};
-pub use op::{ExpertRouting, GroupedRows, KvShape, OpSig, Operand, OperandAccess, Scalar, Scoring};
+pub use op::{
+    ColumnsOf, ExpertRouting, GroupedRows, KvShape, LatentKv, OpSig, Operand, OperandAccess, RotaryPart,
+    Scalar, Scoring,
+};
 pub use quantised::{CodeKind, MatrixKind, Quantised, ScaleKind, ZeroKind};

@@ -172,7 +172,7 @@ impl OpSig {
     /// An operation of about the same arithmetic and traffic that engines have always had, whose time stands
     /// for this one's where nothing of its kind was measured: for `GroupedGemm` a plain product with as many
     /// rows as an expert has and the columns of all experts that have some, for `Route` a draw, for `Combine`
-    /// the selection of rows.
+    /// and `CopyColumns` the selection of rows.
     pub fn equivalent(&self) -> Option<OpSig> {
         Some(match *self {
             OpSig::GroupedGemm { grouped, n, k, x, weight, out, bias } => {
@@ -192,6 +192,9 @@ impl OpSig {
             OpSig::Combine { tokens, active, cols, x, .. } => {
                 let choices = tokens.saturating_mul(active);
                 OpSig::Embed { tokens: choices, vocab: choices, hidden: cols, table: x, out: x }
+            }
+            OpSig::CopyColumns { rows, cols, x, .. } => {
+                OpSig::Embed { tokens: rows, vocab: rows, hidden: cols, table: x, out: x }
             }
             OpSig::ClampedSwiglu { elements, x, .. } => OpSig::SiluMul { elements, x },
             _ => return None,

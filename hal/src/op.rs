@@ -12,9 +12,12 @@
 //! the backend, because only operations touch it. What crosses a link is the *wire layout* of
 //! `KvGather`/`KvScatter`, `[tokens, 2 (K, V), kv_heads, head_dim]`, which is the same everywhere, so that
 //! devices with different page sizes or dtypes can exchange KV. KV of eight bits has a scale behind each head's
-//! codes ([`scaled`](crate::scaled)).
+//! codes ([`scaled`](crate::scaled)). Keys that contain their values ([`LatentKv`]) have no pool of values and no
+//! place in the wire layout for them: operations lack `v` and `v_pool`, and the wire is `[tokens, head_dim]`.
 //!
-//! **Attention.** Scores are scaled by `1/sqrt(head_dim)`. With `window = Some(w)` a query at position p sees
+//! **Attention.** Scores are scaled by `1/sqrt(head_dim)`, or as [`LatentKv`] says. `value_dim` is
+//! `head_dim`,
+//! or the length of such values. With `window = Some(w)` a query at position p sees
 //! keys p-w+1 ..= p. `AttnDecode` covers any token range of a sequence and returns un-normalised output with
 //! its running maximum and sum, so that attention over any partition of the KV (by head, by request, by
 //! token range) recombines exactly in `AttnMerge`: flash-decoding and attention offload are the same
@@ -24,7 +27,7 @@
 
 pub use crate::mixture::{ExpertRouting, GroupedRows, Scoring};
 use crate::operand::product;
-pub use crate::operand::{Extent, KvShape, Operand, OperandAccess};
+pub use crate::operand::{ColumnsOf, Extent, KvShape, LatentKv, Operand, OperandAccess, RotaryPart};
 use crate::quantised::{MatrixKind, QuantisedPart};
 use crate::sample::{DRAWN_WORDS, PARAMETER_WORDS};
 pub use crate::scalar::Scalar;
@@ -123,15 +126,33 @@ pub enum OpSig {
     },
     /// Rotates pairs (i, i + head_dim/2) of every head in place: `(a cos - b sin, b cos + a sin)`. `x
     /// [tokens, heads, head_dim]`, `cos_sin [tokens, head_dim]` f32: head_dim/2 cosines, then head_dim/2
-    /// sines, already scaled, so that every RoPE variant is just another table.
+    /// sines, already scaled, so that every RoPE variant is just another table. With `part` only these
+    /// numbers of a head are rotated, and a row of the table is as long as they are.
     Rope {
         /// New tokens.
         tokens: u32,
         /// Heads of `x`.
         heads: u32,
-        /// Length of a head; even.
+        /// Length of a head; even if all of it is rotated.
         head_dim: u32,
+        /// What is rotated, if that is not all of a head.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        part: Option<RotaryPart>,
         /// Dtype of `x`.
+        x: DType,
+    },
+    /// Copies columns of each row into columns of another matrix, whose others stay: `from [rows, from.row]`,
+    /// `to [rows, to.row]`. It cuts rows apart and joins them.
+    CopyColumns {
+        /// Rows of both.
+        rows: u32,
+        /// Columns to copy.
+        cols: u32,
+        /// Which ones they are in `from`.
+        from: ColumnsOf,
+        /// Which ones they become in `to`.
+        to: ColumnsOf,
+        /// Dtype of both.
         x: DType,
     },
     /// Stores new keys and values at their slots.
@@ -149,7 +170,7 @@ pub enum OpSig {
     /// head_dim]`, `query_start [sequences + 1]` (row of each sequence's first query; the last entry is
     /// `tokens`), `context [sequences]` (keys visible to the *last* query, itself included; the KV of the new
     /// tokens is already written), `pages [sequences, pages_max]`, `k_pool`, `v_pool`, with `sinks`: `sinks
-    /// [heads]` f32, `out [tokens, heads, head_dim]`.
+    /// [heads]` f32, `out [tokens, heads, value_dim]`.
     AttnPrefill {
         /// New tokens over all sequences.
         tokens: u32,
@@ -177,7 +198,7 @@ pub enum OpSig {
     /// Attention of one query per sequence over a token range of its pages, un-normalised. `q [sequences,
     /// heads, head_dim]`, `range [sequences, 2]` (first and one-past-last key; may be empty), `pages
     /// [sequences, pages_max]` (of the whole sequence, from its token 0), `k_pool`, `v_pool`, `acc
-    /// [sequences, heads, head_dim]` f32 = sum of exp(score - max) * v, `stat [sequences, heads, 2]` f32 =
+    /// [sequences, heads, value_dim]` f32 = sum of exp(score - max) * v, `stat [sequences, heads, 2]` f32 =
     /// (max, sum); an empty range gives acc 0, max -inf, sum 0. A sliding window is expressed by the range.
     AttnDecode {
         /// Sequences.
@@ -359,6 +380,7 @@ impl OpSig {
             OpSig::QuantisedEmbed { .. } => "quantised_embed",
             OpSig::QuantisedGemm { .. } => "quantised_gemm",
             OpSig::Rope { .. } => "rope",
+            OpSig::CopyColumns { .. } => "copy_columns",
             OpSig::KvWrite { .. } => "kv_write",
             OpSig::AttnPrefill { .. } => "attn_prefill",
             OpSig::AttnDecode { .. } => "attn_decode",
@@ -388,11 +410,10 @@ impl OpSig {
             dtype,
             extent: Extent::Exactly(elements),
         };
-        let pool = |name, access, kv: KvShape| Operand {
-            name,
-            access,
-            dtype: kv.dtype,
-            extent: Extent::PagesOf(kv.row().saturating_mul(kv.page_tokens.into())),
+        let pools = |access, kv: KvShape| {
+            let extent = Extent::PagesOf(kv.row().saturating_mul(kv.page_tokens.into()));
+            let names = ["k_pool", "v_pool"].into_iter().take(kv.pools() as usize);
+            names.map(move |name| Operand { name, access, dtype: kv.dtype, extent })
         };
         let part = |part: &QuantisedPart| exactly(part.name, Read, part.dtype, part.elements());
         match *self {
@@ -434,41 +455,50 @@ impl OpSig {
                 operands.push(exactly("out", access, out, product(&[m, n])));
                 operands
             }
-            OpSig::Rope { tokens, heads, head_dim, x } => vec![
-                exactly("x", ReadWrite, x, product(&[tokens, heads, head_dim])),
-                exactly("cos_sin", Read, F32, product(&[tokens, head_dim])),
+            OpSig::Rope { tokens, heads, head_dim, part, x } => {
+                let rotated = part.map_or(head_dim, |part| part.length);
+                vec![
+                    exactly("x", ReadWrite, x, product(&[tokens, heads, head_dim])),
+                    exactly("cos_sin", Read, F32, product(&[tokens, rotated])),
+                ]
+            }
+            OpSig::CopyColumns { rows, from, to, x, .. } => vec![
+                exactly("from", Read, x, product(&[rows, from.row])),
+                exactly("to", ReadWrite, x, product(&[rows, to.row])),
             ],
-            OpSig::KvWrite { tokens, x, kv } => vec![
-                exactly("k", Read, x, product(&[tokens, kv.kv_heads, kv.head_dim])),
-                exactly("v", Read, x, product(&[tokens, kv.kv_heads, kv.head_dim])),
-                exactly("slots", Read, U32, u64::from(tokens)),
-                pool("k_pool", ReadWrite, kv),
-                pool("v_pool", ReadWrite, kv),
-            ],
+            OpSig::KvWrite { tokens, x, kv } => {
+                let rows = ["k", "v"].into_iter().take(kv.pools() as usize);
+                let row = product(&[tokens, kv.kv_heads, kv.head_dim]);
+                let mut operands: Vec<Operand> = rows.map(|name| exactly(name, Read, x, row)).collect();
+                operands.push(exactly("slots", Read, U32, u64::from(tokens)));
+                operands.extend(pools(ReadWrite, kv));
+                operands
+            }
             OpSig::AttnPrefill { tokens, sequences, heads, pages_max, sinks, x, kv, .. } => {
                 let mut operands = vec![
                     exactly("q", Read, x, product(&[tokens, heads, kv.head_dim])),
                     exactly("query_start", Read, U32, u64::from(sequences) + 1),
                     exactly("context", Read, U32, u64::from(sequences)),
                     exactly("pages", Read, U32, product(&[sequences, pages_max])),
-                    pool("k_pool", Read, kv),
-                    pool("v_pool", Read, kv),
                 ];
+                operands.extend(pools(Read, kv));
                 if sinks {
                     operands.push(exactly("sinks", Read, F32, u64::from(heads)));
                 }
-                operands.push(exactly("out", Write, x, product(&[tokens, heads, kv.head_dim])));
+                operands.push(exactly("out", Write, x, product(&[tokens, heads, kv.value_dim()])));
                 operands
             }
-            OpSig::AttnDecode { sequences, heads, pages_max, x, kv, .. } => vec![
-                exactly("q", Read, x, product(&[sequences, heads, kv.head_dim])),
-                exactly("range", Read, U32, product(&[sequences, 2])),
-                exactly("pages", Read, U32, product(&[sequences, pages_max])),
-                pool("k_pool", Read, kv),
-                pool("v_pool", Read, kv),
-                exactly("acc", Write, F32, product(&[sequences, heads, kv.head_dim])),
-                exactly("stat", Write, F32, product(&[sequences, heads, 2])),
-            ],
+            OpSig::AttnDecode { sequences, heads, pages_max, x, kv, .. } => {
+                let mut operands = vec![
+                    exactly("q", Read, x, product(&[sequences, heads, kv.head_dim])),
+                    exactly("range", Read, U32, product(&[sequences, 2])),
+                    exactly("pages", Read, U32, product(&[sequences, pages_max])),
+                ];
+                operands.extend(pools(Read, kv));
+                operands.push(exactly("acc", Write, F32, product(&[sequences, heads, kv.value_dim()])));
+                operands.push(exactly("stat", Write, F32, product(&[sequences, heads, 2])));
+                operands
+            }
             OpSig::AttnMerge { parts, rows, head_dim, sinks, out } => {
                 let mut operands = vec![
                     exactly("acc", Read, F32, product(&[parts, rows, head_dim])),
@@ -522,18 +552,18 @@ impl OpSig {
                 vec![exactly("from", Read, U32, bytes / 4), exactly("to", Write, U32, bytes / 4)]
             }
             OpSig::Fill { bytes, .. } => vec![exactly("to", Write, U32, bytes / 4)],
-            OpSig::KvGather { tokens, kv, wire } => vec![
-                exactly("slots", Read, U32, u64::from(tokens)),
-                pool("k_pool", Read, kv),
-                pool("v_pool", Read, kv),
-                exactly("out", Write, wire, kv.wire_elements(tokens, wire)),
-            ],
-            OpSig::KvScatter { tokens, kv, wire } => vec![
-                exactly("wire", Read, wire, kv.wire_elements(tokens, wire)),
-                exactly("slots", Read, U32, u64::from(tokens)),
-                pool("k_pool", ReadWrite, kv),
-                pool("v_pool", ReadWrite, kv),
-            ],
+            OpSig::KvGather { tokens, kv, wire } => {
+                let mut operands = vec![exactly("slots", Read, U32, u64::from(tokens))];
+                operands.extend(pools(Read, kv));
+                operands.push(exactly("out", Write, wire, kv.wire_elements(tokens, wire)));
+                operands
+            }
+            OpSig::KvScatter { tokens, kv, wire } => {
+                let wire = exactly("wire", Read, wire, kv.wire_elements(tokens, wire));
+                let mut operands = vec![wire, exactly("slots", Read, U32, u64::from(tokens))];
+                operands.extend(pools(ReadWrite, kv));
+                operands
+            }
         }
     }
 
@@ -546,41 +576,6 @@ impl OpSig {
             | OpSig::KvGather { kv, .. }
             | OpSig::KvScatter { kv, .. } => Some(kv),
             _ => None,
-        }
-    }
-
-    /// Checks what the type cannot express, such as divisibility.
-    ///
-    /// # Errors
-    /// A message that says what is wrong.
-    pub fn check(&self) -> Result<(), String> {
-        let heads_divide = |heads: u32, kv_heads: u32| {
-            if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
-                return Err(format!("{}: {heads} heads do not divide over {kv_heads} KV heads", self.name()));
-            }
-            Ok(())
-        };
-        self.check_kv().map_err(|problem| format!("{}: {problem}", self.name()))?;
-        match *self {
-            OpSig::Rope { head_dim, .. } if head_dim % 2 != 0 => {
-                Err(format!("rope: head_dim {head_dim} is odd"))
-            }
-            OpSig::AttnPrefill { heads, kv, .. } | OpSig::AttnDecode { heads, kv, .. } => {
-                heads_divide(heads, kv.kv_heads)
-            }
-            OpSig::Route { routing, .. } => routing.check(),
-            OpSig::AttnMerge { rows, sinks, .. } if sinks > 0 && !rows.is_multiple_of(sinks) => {
-                Err(format!("attn_merge: {rows} rows are no whole number of {sinks} heads"))
-            }
-            OpSig::GroupedGemm { grouped, k, weight, .. } => grouped.check(weight, k),
-            OpSig::QuantisedEmbed { hidden: columns, table: quantised, .. }
-            | OpSig::QuantisedGemm { k: columns, weight: quantised, .. } => {
-                quantised.check(columns).map_err(|problem| format!("{}: {problem}", self.name()))
-            }
-            OpSig::Copy { bytes } | OpSig::Fill { bytes, .. } if bytes % 4 != 0 => {
-                Err(format!("{}: {bytes} bytes are not a multiple of 4", self.name()))
-            }
-            _ => Ok(()),
         }
     }
 }

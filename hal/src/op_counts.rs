@@ -3,6 +3,11 @@
 use crate::op::{Extent, KvShape, OpSig, OperandAccess};
 use crate::operand::product;
 
+/// Arithmetic of a query and a key that it sees: `q.k`, `p.v`, and the exponential.
+fn per_pair(kv: KvShape) -> f64 {
+    2.0 * f64::from(kv.head_dim) + 2.0 * f64::from(kv.value_dim()) + 1.0
+}
+
 impl OpSig {
     /// Counts floating-point operations: two for a multiply-add, one for an exponential or a division.
     pub fn flops(&self) -> f64 {
@@ -10,18 +15,18 @@ impl OpSig {
             OpSig::Gemm { m, n, k, .. } | OpSig::QuantisedGemm { m, n, k, .. } => {
                 2.0 * f64::from(m) * f64::from(n) * f64::from(k)
             }
-            // q.k and p.v for each visible pair and head, and the exponential
-            OpSig::AttnPrefill { pairs, heads, kv, .. } => {
-                pairs as f64 * f64::from(heads) * (4.0 * f64::from(kv.head_dim) + 1.0)
-            }
+            OpSig::AttnPrefill { pairs, heads, kv, .. } => pairs as f64 * f64::from(heads) * per_pair(kv),
             OpSig::AttnDecode { kv_tokens, heads, kv, .. } => {
-                kv_tokens as f64 * f64::from(heads) * (4.0 * f64::from(kv.head_dim) + 1.0)
+                kv_tokens as f64 * f64::from(heads) * per_pair(kv)
             }
             OpSig::AttnMerge { parts, rows, head_dim, .. } => {
                 2.0 * f64::from(parts) * f64::from(rows) * f64::from(head_dim)
             }
             OpSig::RmsNorm { rows, cols, .. } => 4.0 * f64::from(rows) * f64::from(cols),
-            OpSig::Rope { tokens, heads, head_dim, .. } => 3.0 * product(&[tokens, heads, head_dim]) as f64,
+            OpSig::Rope { tokens, heads, head_dim, part, .. } => {
+                let rotated = part.map_or(head_dim, |part| part.length);
+                3.0 * product(&[tokens, heads, rotated]) as f64
+            }
             OpSig::SiluMul { elements, .. } => 4.0 * elements as f64,
             OpSig::ClampedSwiglu { elements, .. } => 6.0 * elements as f64,
             OpSig::Route { tokens, routing, .. } => routing.flops(tokens),
@@ -33,6 +38,7 @@ impl OpSig {
             OpSig::Embed { .. }
             | OpSig::QuantisedEmbed { .. }
             | OpSig::KvWrite { .. }
+            | OpSig::CopyColumns { .. }
             | OpSig::Sample { .. }
             | OpSig::Copy { .. }
             | OpSig::Fill { .. }
@@ -53,7 +59,7 @@ impl OpSig {
                 (Extent::PagesOf(_), _) => 0,
             })
             .sum();
-        let rows = |tokens: u64, kv: KvShape| 2 * tokens * kv.row() * kv.dtype.size_bytes();
+        let rows = |tokens: u64, kv: KvShape| tokens * kv.token() * kv.dtype.size_bytes();
         let total = match *self {
             OpSig::Embed { tokens, vocab, hidden, table, .. } => {
                 dense
@@ -66,6 +72,10 @@ impl OpSig {
             OpSig::QuantisedEmbed { tokens, vocab, hidden, table, .. } => {
                 dense - table.bytes(1, vocab, hidden) + table.bytes(1, tokens.min(vocab), hidden)
             }
+            OpSig::Rope { tokens, heads, head_dim, part: Some(part), x } => {
+                dense - 2 * product(&[tokens, heads, head_dim - part.length]) * x.size_bytes()
+            }
+            OpSig::CopyColumns { rows, cols, x, .. } => 2 * product(&[rows, cols]) * x.size_bytes(),
             // only penalties write
             OpSig::Sample { rows, cols, history, .. } => {
                 dense - product(&[rows, cols]) * 4 + u64::from(history) * 4

@@ -1,7 +1,7 @@
 //! What an operation reads and writes: operands, their sizes, and the shape of paged KV.
 
 use crate::scaled::SCALE_BYTES;
-use crate::{DType, OpSig};
+use crate::{DType, OpSig, Scalar};
 use serde::{Deserialize, Serialize};
 
 /// How a command uses an operand.
@@ -50,6 +50,20 @@ pub struct KvShape {
     /// Dtype of the paged KV.
     #[serde(rename = "kv")]
     pub dtype: DType,
+    /// Of latent attention: how values lie in keys; without it there are values of their own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub latent: Option<LatentKv>,
+}
+
+/// Keys that contain their values (multi-head latent attention: DeepSeek-AI 2024, arXiv 2405.04434), of one
+/// head. Nothing else is stored for a token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub struct LatentKv {
+    /// The value of a key is its first so many numbers.
+    pub rank: u32,
+    /// What scores are multiplied by, which the length of a key does not say here.
+    pub scale: Scalar,
 }
 
 impl KvShape {
@@ -59,9 +73,32 @@ impl KvShape {
         self.head_dim as u64 + if dtype.is_scaled() { SCALE_BYTES as u64 } else { 0 }
     }
 
-    /// Elements of a token's keys, or of its values, as they are stored.
+    /// Elements of a token's keys, or of its values where it has some apart, as they are stored.
     pub fn row(&self) -> u64 {
         u64::from(self.kv_heads).saturating_mul(self.head_elements(self.dtype))
+    }
+
+    /// Rows of a token: one for keys, and one for values that are apart. Operations have a pool for each.
+    pub const fn pools(&self) -> u32 {
+        if self.latent.is_some() { 1 } else { 2 }
+    }
+
+    /// Elements of everything that is kept of a token.
+    pub fn token(&self) -> u64 {
+        self.row().saturating_mul(u64::from(self.pools()))
+    }
+
+    /// Length of a head's value, and so of what a query attends to.
+    pub const fn value_dim(&self) -> u32 {
+        match self.latent {
+            Some(latent) => latent.rank,
+            None => self.head_dim,
+        }
+    }
+
+    /// What scores are multiplied by.
+    pub fn scale(&self) -> f64 {
+        self.latent.map_or_else(|| 1.0 / f64::from(self.head_dim).sqrt(), |latent| f64::from(latent.scale.0))
     }
 
     /// Bytes of a token's keys and values of one layer, in the wire layout of this dtype.
@@ -71,7 +108,20 @@ impl KvShape {
 
     /// Elements of so many tokens' keys and values of one layer, in the wire layout of this dtype.
     pub(crate) fn wire_elements(&self, tokens: u32, wire: DType) -> u64 {
-        product(&[tokens, 2, self.kv_heads]).saturating_mul(self.head_elements(wire))
+        product(&[tokens, self.pools(), self.kv_heads]).saturating_mul(self.head_elements(wire))
+    }
+
+    /// Checks what the type cannot express.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        let Some(LatentKv { rank, scale }) = self.latent else { return Ok(()) };
+        if self.kv_heads != 1 || rank == 0 || rank > self.head_dim {
+            let KvShape { kv_heads, head_dim, .. } = self;
+            return Err(format!("latent KV of {kv_heads} heads with values of {rank} in keys of {head_dim}"));
+        }
+        if !(scale.0.is_finite() && scale.0 > 0.0) {
+            return Err(format!("latent KV whose scores are multiplied by {}", scale.0));
+        }
+        Ok(())
     }
 }
 
@@ -85,20 +135,55 @@ impl OpSig {
     /// Checks that KV can be stored and sent as it says.
     pub(crate) fn check_kv(&self) -> Result<(), String> {
         let Some(kv) = self.kv() else { return Ok(()) };
+        kv.check()?;
         let wire = match *self {
             OpSig::KvGather { wire, .. } | OpSig::KvScatter { wire, .. } => wire,
             _ => kv.dtype,
         };
         match [kv.dtype, wire].into_iter().find(|dtype| !DType::KV.contains(dtype)) {
             Some(dtype) => return Err(format!("KV cannot be {dtype}")),
-            None if kv.head_dim.is_multiple_of(4) => return Ok(()),
+            None if !kv.dtype.is_scaled() && !wire.is_scaled() => return Ok(()),
             None => {}
         }
-        match kv.dtype.is_scaled() || wire.is_scaled() {
-            true => Err(format!("heads of {} elements, behind which no scale is at a word", kv.head_dim)),
-            false => Ok(()),
+        match kv.latent.is_some() {
+            true => Err("latent KV cannot be codes of eight bits".into()),
+            false if kv.head_dim.is_multiple_of(4) => Ok(()),
+            false => Err(format!("heads of {} elements, behind which no scale is at a word", kv.head_dim)),
         }
     }
+}
+
+/// The part of each head that [`OpSig::Rope`](crate::OpSig::Rope) rotates.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub struct RotaryPart {
+    /// The first number of it.
+    pub first: u32,
+    /// Numbers of it; even.
+    pub length: u32,
+    /// Whether a pair is two neighbours (2i, 2i + 1), as in DeepSeek, and not (i, i + length/2).
+    pub interleaved: bool,
+}
+
+impl RotaryPart {
+    /// The pairs' places in a head.
+    pub fn pairs(&self) -> impl Iterator<Item = [u32; 2]> + use<> {
+        let RotaryPart { first, length, interleaved } = *self;
+        let half = length / 2;
+        (0..half).map(move |i| {
+            if interleaved { [first + 2 * i, first + 2 * i + 1] } else { [first + i, first + i + half] }
+        })
+    }
+}
+
+/// Columns of a matrix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub struct ColumnsOf {
+    /// Length of its rows.
+    pub row: u32,
+    /// The first of the columns.
+    pub first: u32,
 }
 
 /// Dimensions come from other processes too: a product that does not fit is the largest number, of which no

@@ -6,6 +6,7 @@ use mixfleet_hal::op::Extent;
 use mixfleet_hal::{
     BufferUsage, Cmd, Device, Error, ErrorKind, OpSig, Operand, OperandAccess, Queue, Slice, Support,
 };
+use std::ops::Range;
 use std::time::Duration;
 
 /// Minimum size of the guards before and after every operand.
@@ -111,8 +112,8 @@ fn live_slots(pool: &[f64], width: usize) -> Vec<f64> {
 
 /// What is needed to access the contents of an operation's paged KV.
 struct Pools {
-    /// Index of the operand `k_pool`; `v_pool` follows it.
-    at: usize,
+    /// Indices of the operands `k_pool` and `v_pool`, if there is one.
+    at: Range<usize>,
     /// Number of values per slot.
     width: usize,
     live: Vec<f64>,
@@ -125,29 +126,36 @@ impl Pools {
         let at = sig.operands().iter().position(|operand| operand.name == "k_pool")?;
         let (kv, wire) = sig.kv().map(|kv| (kv, kv.dtype))?;
         let width = (kv.kv_heads * kv.head_dim) as usize;
-        let live = live_slots(&operands[at], width);
+        let at = at..at + kv.pools() as usize;
+        let live = live_slots(&operands[at.start], width);
         let tokens = to_u32(live.len());
         let (scatter, gather) = (OpSig::KvScatter { tokens, wire, kv }, OpSig::KvGather { tokens, wire, kv });
         Some(Pools { at, width, live, scatter, gather })
     }
 
-    /// Returns the live slots' contents in the wire layout, `[tokens, 2, width]`.
+    /// Returns the live slots' contents in the wire layout.
     fn wire(&self, operands: &[Vec<f64>]) -> Vec<f64> {
-        let mut wire = Vec::with_capacity(self.live.len() * 2 * self.width);
+        let mut wire = Vec::with_capacity(self.live.len() * self.at.len() * self.width);
         for &slot in &self.live {
-            for pool in [self.at, self.at + 1] {
+            for pool in self.at.clone() {
                 wire.extend_from_slice(&operands[pool][to_usize(slot) * self.width..][..self.width]);
             }
         }
         wire
     }
 
+    /// The operand that a gather writes.
+    fn gathered(&self) -> Operand {
+        self.gather.operands()[1 + self.at.len()]
+    }
+
     /// Writes gathered contents back into the logical KV.
     fn unwire(&self, wire: &[f64], operands: &mut [Vec<f64>]) {
-        for (token, &slot) in wire.chunks(2 * self.width).zip(&self.live) {
+        for (token, &slot) in wire.chunks(self.at.len() * self.width).zip(&self.live) {
             let at = to_usize(slot) * self.width;
-            operands[self.at][at..][..self.width].copy_from_slice(&token[..self.width]);
-            operands[self.at + 1][at..][..self.width].copy_from_slice(&token[self.width..]);
+            for (row, pool) in token.chunks(self.width).zip(self.at.clone()) {
+                operands[pool][at..][..self.width].copy_from_slice(row);
+            }
         }
     }
 }
@@ -186,7 +194,7 @@ impl Bench<'_> {
             }
         }
         if let (Some(pools), Some(gathered)) = (&pools, &gathered) {
-            let operand = pools.gather.operands()[3];
+            let operand = pools.gathered();
             let bytes = gathered.read(self.device, &operand)?;
             pools.unwire(&decoded(&pools.gather, &operand, &bytes), &mut after);
             written.push(bytes);
@@ -208,14 +216,13 @@ impl Bench<'_> {
                 return Err(Trouble::NotRun(format!("needs {}, which the device lacks", sig.name())));
             }
         }
-        let [wire, slots, ..] = &pools.scatter.operands()[..] else { unreachable!("scatter has 4 operands") };
-        let (k_pool, v_pool) = (&args[pools.at], &args[pools.at + 1]);
+        let [wire, slots, ..] = &pools.scatter.operands()[..] else { unreachable!("scatter has 3 operands") };
+        let own = &args[pools.at.clone()];
         let wire = self.place(wire, &encoded(&pools.scatter, wire, &pools.wire(operands)), 1)?;
         let slots = self.place(slots, &encoded(&pools.scatter, slots, &pools.live), 2)?;
-        let out = &pools.gather.operands()[3];
-        let gathered = self.place(out, &vec![0xFF; to_usize(wire.inner.bytes)], 0)?;
-        let scatter = [wire.inner, slots.inner.clone(), k_pool.clone(), v_pool.clone()];
-        let gather = [slots.inner, k_pool.clone(), v_pool.clone(), gathered.inner.clone()];
+        let gathered = self.place(&pools.gathered(), &vec![0xFF; to_usize(wire.inner.bytes)], 0)?;
+        let scatter = [&[wire.inner, slots.inner.clone()], own].concat();
+        let gather = [&[slots.inner], own, &[gathered.inner.clone()]].concat();
         cmds.insert(0, Cmd::new(pools.scatter, &scatter)?);
         cmds.push(Cmd::new(pools.gather, &gather)?);
         Ok(gathered)

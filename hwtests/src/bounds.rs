@@ -8,7 +8,7 @@
 
 use crate::{experts, oracle, quantised};
 use mixfleet_hal::cast::to_usize;
-use mixfleet_hal::{DType, KvShape, OpSig, OperandAccess, Scoring};
+use mixfleet_hal::{DType, KvShape, OpSig, OperandAccess, RotaryPart, Scoring};
 
 /// Unit round-off of the arithmetic.
 const U: f64 = DType::F32.unit_roundoff();
@@ -82,14 +82,22 @@ fn elementwise(sig: &OpSig, before: &[Vec<f64>], want: f64, i: usize) -> f64 {
             rounded(out, want, relative * want.abs() + FLUSH)
         }
         // two products and a sum
-        OpSig::Rope { heads, head_dim, x, .. } => {
-            let (dim, half) = (head_dim as usize, head_dim as usize / 2);
+        OpSig::Rope { heads, head_dim, part, x, .. } => {
+            let part = part.unwrap_or(RotaryPart { first: 0, length: head_dim, interleaved: false });
+            let (dim, width) = (head_dim as usize, part.length as usize);
             let (head, d) = (i / dim, i % dim);
-            let cos_sin = &before[1][head / heads as usize * dim..][..dim];
-            let (a, b) = (before[0][i], before[0][head * dim + (d + half) % dim]);
-            let terms = (a * cos_sin[d % half]).abs() + (b * cos_sin[half + d % half]).abs();
+            let Some((at, pair)) =
+                part.pairs().enumerate().find(|(_, pair)| pair.iter().any(|place| *place as usize == d))
+            else {
+                return 0.0; // not rotated
+            };
+            let cos_sin = &before[1][head / heads as usize * width..][..width];
+            let [a, b] = pair.map(|place| before[0][head * dim + place as usize]);
+            let (a, b) = if pair[0] as usize == d { (a, b) } else { (b, a) };
+            let terms = (a * cos_sin[at]).abs() + (b * cos_sin[width / 2 + at]).abs();
             rounded(x, want, gamma(2) * terms + 2.0 * FLUSH)
         }
+        OpSig::CopyColumns { .. } => 0.0,
         // exp(-g) may round its argument once or twice on the way to base 2: 2u |g| relative; then a
         // sum, a division and a product. Where exp overflows the result is 0, or is flushed
         OpSig::SiluMul { x, .. } => {
@@ -282,8 +290,8 @@ struct Attention {
     max_error: f64,
     sum: f64,
     sum_error: f64,
-    acc_error: Vec<f64>, // [head_dim]
-    acc_size: Vec<f64>,  // [head_dim] of sums of magnitudes
+    acc_error: Vec<f64>, // [value_dim]
+    acc_size: Vec<f64>,  // [value_dim] of sums of magnitudes
 }
 
 /// Score j errs by `delta_j = gamma(head_dim + 3) * scale * sum |q||k|` (products, sums, the scale and
@@ -294,8 +302,8 @@ struct Attention {
 /// sums by an exp and a product, whose argument errors telescope to another 4u (|s_j| + |max|).
 /// Devices that feed matrix units may round the weights to the activations' dtype: `u_x * p_j`, and
 /// below f16's range half of its least subnormal.
-fn attention((q, keys): oracle::HeadView<'_>, x: DType) -> Attention {
-    let scale = 1.0 / (q.len() as f64).sqrt();
+fn attention(sig: &OpSig, (q, keys): oracle::HeadView<'_>, x: DType) -> Attention {
+    let (scale, value_dim) = oracle::scale_and_values(sig);
     let n = keys.len();
     let mut scores = Vec::with_capacity(n); // (score, delta)
     for (k, _) in &keys {
@@ -314,7 +322,7 @@ fn attention((q, keys): oracle::HeadView<'_>, x: DType) -> Attention {
         _ => (x.unit_roundoff(), 0.0),
     };
     let summing = gamma(2 * n + 2) + n as f64 * EXP;
-    let [acc_error, acc_size] = [(); 2].map(|()| vec![0.0; q.len()]);
+    let [acc_error, acc_size] = [(); 2].map(|()| vec![0.0; value_dim]);
     let mut out = Attention { max, max_error: delta_max, sum: 0.0, sum_error: 0.0, acc_error, acc_size };
     for (&(score, delta), (_, v)) in scores.iter().zip(&keys) {
         let p = (score - max).exp();
@@ -335,7 +343,7 @@ fn decode(sig: &OpSig, before: &[Vec<f64>]) -> Vec<Vec<f64>> {
     let (mut acc, mut stat) = (Vec::new(), Vec::new());
     for query in oracle::queries(sig, before).expect("the oracle ran on these operands") {
         for head in 0..heads as usize {
-            let bound = attention(oracle::head_view(sig, before, &query, head), x);
+            let bound = attention(sig, oracle::head_view(sig, before, &query, head), x);
             acc.extend(bound.acc_error);
             stat.extend([bound.max_error, bound.sum_error]);
         }
@@ -347,14 +355,12 @@ fn decode(sig: &OpSig, before: &[Vec<f64>]) -> Vec<Vec<f64>> {
 /// of the division. A sink's weight errs as a key's does, whose score is exact, and what comes to the
 /// maximum of both is rescaled once more.
 fn prefill(sig: &OpSig, before: &[Vec<f64>], want: &[f64]) -> Vec<f64> {
-    let OpSig::AttnPrefill { heads, x, kv: KvShape { head_dim, .. }, .. } = *sig else {
-        unreachable!("called for attn_prefill")
-    };
-    let (heads, dim) = (heads as usize, head_dim as usize);
-    let mut bounds = vec![0.0; want.len()]; // [tokens, heads, head_dim]
+    let OpSig::AttnPrefill { heads, x, kv, .. } = *sig else { unreachable!("called for attn_prefill") };
+    let (heads, dim) = (heads as usize, kv.value_dim() as usize);
+    let mut bounds = vec![0.0; want.len()]; // [tokens, heads, value_dim]
     for query in oracle::queries(sig, before).expect("the oracle ran on these operands") {
         for head in 0..heads {
-            let part = attention(oracle::head_view(sig, before, &query, head), x);
+            let part = attention(sig, oracle::head_view(sig, before, &query, head), x);
             let at = (query.row * heads + head) * dim;
             let sink = oracle::sink(sig, before, head);
             let (max, sum) = oracle::with_sink((part.max, part.sum), sink);

@@ -6,6 +6,7 @@
 //! only repeat itself.
 
 mod experts;
+mod latent;
 mod scaled;
 
 use mixfleet_hal::cast::to_u32;
@@ -64,6 +65,7 @@ pub fn cases(level: SuiteLevel, limits: &DeviceLimits) -> Vec<Case> {
     b.gemm();
     b.quantised();
     b.elements();
+    b.latent();
     b.kv();
     b.prefill();
     b.decode();
@@ -271,10 +273,10 @@ impl Builder {
                 self.even(OpSig::Add { elements: u64::from(n), x });
             }
             for &head_dim in self.head_dims() {
-                self.even(OpSig::Rope { tokens: 3, heads: 5, head_dim, x });
+                self.even(OpSig::Rope { tokens: 3, heads: 5, head_dim, part: None, x });
             }
-            self.even(OpSig::Rope { tokens: 1, heads: 1, head_dim: 2, x });
-            self.even(OpSig::Rope { tokens: 17, heads: 3, head_dim: 6, x });
+            self.even(OpSig::Rope { tokens: 1, heads: 1, head_dim: 2, part: None, x });
+            self.even(OpSig::Rope { tokens: 17, heads: 3, head_dim: 6, part: None, x });
         }
         for &n in self.sweep() {
             self.even(OpSig::Copy { bytes: u64::from(n) * 4 });
@@ -323,17 +325,17 @@ impl Builder {
                     self.even(OpSig::KvWrite {
                         tokens,
                         x: other,
-                        kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+                        kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, latent: None },
                     });
                     self.even(OpSig::KvGather {
                         tokens,
                         wire: other,
-                        kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+                        kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, latent: None },
                     });
                     self.even(OpSig::KvScatter {
                         tokens,
                         wire: other,
-                        kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+                        kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, latent: None },
                     });
                 }
             }
@@ -344,12 +346,12 @@ impl Builder {
                 self.even(OpSig::KvWrite {
                     tokens,
                     x: F32,
-                    kv: KvShape { kv_heads, head_dim, page_tokens, dtype: Bf16 },
+                    kv: KvShape { kv_heads, head_dim, page_tokens, dtype: Bf16, latent: None },
                 });
                 self.even(OpSig::KvGather {
                     tokens,
                     wire: F32,
-                    kv: KvShape { kv_heads, head_dim, page_tokens, dtype: F16 },
+                    kv: KvShape { kv_heads, head_dim, page_tokens, dtype: F16, latent: None },
                 });
             }
         }
@@ -360,8 +362,21 @@ impl Builder {
         spread: &[(u32, u32)],
         shape: Heads,
         page_tokens: u32,
+        masks: (Option<u32>, bool),
+        (x, dtype): (DType, DType),
+    ) {
+        let Heads { kv_heads, head_dim, .. } = shape;
+        let kv = KvShape { kv_heads, head_dim, page_tokens, dtype, latent: None };
+        self.prefill_over(spread, shape, kv, masks, x);
+    }
+
+    fn prefill_over(
+        &mut self,
+        spread: &[(u32, u32)],
+        shape: Heads,
+        kv: KvShape,
         (window, sinks): (Option<u32>, bool),
-        (x, kv): (DType, DType),
+        x: DType,
     ) {
         let longest = spread.iter().map(|s| s.1).max().unwrap_or(0);
         let sig = OpSig::AttnPrefill {
@@ -370,11 +385,11 @@ impl Builder {
             pairs: pairs(spread, window),
             kv_tokens: spread.iter().map(|s| u64::from(s.1)).sum(),
             heads: shape.ratio * shape.kv_heads,
-            pages_max: longest.div_ceil(page_tokens) + 1,
+            pages_max: longest.div_ceil(kv.page_tokens) + 1,
             window,
             sinks,
             x,
-            kv: KvShape { kv_heads: shape.kv_heads, head_dim: shape.head_dim, page_tokens, dtype: kv },
+            kv,
         };
         self.push(sig, TokenSpread::Queries(spread.to_vec()));
     }
@@ -450,7 +465,13 @@ impl Builder {
             heads: shape.ratio * shape.kv_heads,
             pages_max: longest.div_ceil(page_tokens) + 1,
             x,
-            kv: KvShape { kv_heads: shape.kv_heads, head_dim: shape.head_dim, page_tokens, dtype: kv },
+            kv: KvShape {
+                kv_heads: shape.kv_heads,
+                head_dim: shape.head_dim,
+                page_tokens,
+                dtype: kv,
+                latent: None,
+            },
         };
         self.push(sig, TokenSpread::Ranges(ranges.to_vec()));
     }

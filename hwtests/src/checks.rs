@@ -184,7 +184,13 @@ fn partition(
             heads: to_u32(HEADS),
             pages_max: 70u32.div_ceil(page_tokens),
             x: DType::F32,
-            kv: KvShape { kv_heads: to_u32(KV_HEADS), head_dim: to_u32(HEAD_DIM), page_tokens, dtype: kv },
+            kv: KvShape {
+                kv_heads: to_u32(KV_HEADS),
+                head_dim: to_u32(HEAD_DIM),
+                page_tokens,
+                dtype: kv,
+                latent: None,
+            },
         };
         let case = Case { sig, spread: TokenSpread::Ranges(CONTEXTS.to_vec()), seed: 1000 + seed as u64 };
         let operands = case.operands();
@@ -256,7 +262,7 @@ fn resized(
         heads: to_u32(heads),
         pages_max,
         x,
-        kv: KvShape { kv_heads: to_u32(kv_heads), head_dim, page_tokens, dtype: kv },
+        kv: KvShape { kv_heads: to_u32(kv_heads), head_dim, page_tokens, dtype: kv, latent: None },
     };
     (sig, operands)
 }
@@ -326,7 +332,7 @@ fn index_out_of_range(bench: &Bench<'_>) -> Result<Option<f64>, Trouble> {
     let write = OpSig::KvWrite {
         tokens: 2,
         x: floats.0,
-        kv: KvShape { kv_heads, head_dim, page_tokens, dtype: floats.1 },
+        kv: KvShape { kv_heads, head_dim, page_tokens, dtype: floats.1, latent: None },
     };
     let written = Case { sig: write, spread: TokenSpread::Even, seed: 2 };
     for (case, operand) in [(&wrong, 0), (&written, 2)] {

@@ -2,7 +2,7 @@
 
 use crate::cases::{Case, TokenSpread};
 use crate::suite::Entry;
-use mixfleet_hal::{ExpertRouting, KvShape, OpSig, Scoring};
+use mixfleet_hal::{ExpertRouting, KvShape, OpSig, RotaryPart, Scoring};
 use std::collections::HashMap;
 
 /// Returns the entries with their ids, which begin with `l1.`. Cases that differ only in their seed are
@@ -19,6 +19,12 @@ pub(crate) fn with_ids(entries: Vec<Entry>) -> Vec<(String, Entry)> {
         if *count > 1 { (format!("{id}.again{count}"), entry) } else { (id, entry) }
     });
     named.collect()
+}
+
+/// Pages and what they hold.
+fn pages(KvShape { kv_heads, head_dim, page_tokens, latent, .. }: KvShape) -> String {
+    let values = latent.map_or(String::new(), |latent| format!(".latent{}", latent.rank));
+    format!("kv{kv_heads}.d{head_dim}.p{page_tokens}{values}")
 }
 
 /// Returns the operation, its dtypes in the order of the signature, then the shape.
@@ -44,39 +50,29 @@ pub(crate) fn of(case: &Case) -> String {
             let accumulate = if accumulate { ".accumulate" } else { "" };
             format!("{x}.{weight}.{out}.m{m}.n{n}.k{k}{bias}{accumulate}")
         }
-        OpSig::Rope { tokens, heads, head_dim, x } => format!("{x}.t{tokens}.h{heads}.d{head_dim}"),
-        OpSig::KvWrite { tokens, x: other, kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv } }
-        | OpSig::KvGather {
-            tokens,
-            wire: other,
-            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+        OpSig::Rope { tokens, heads, head_dim, part, x } => {
+            let part = part.map_or(String::new(), |RotaryPart { first, length, interleaved }| {
+                let pairs = if interleaved { ".neighbours" } else { "" };
+                format!(".from{first}.rotated{length}{pairs}")
+            });
+            format!("{x}.t{tokens}.h{heads}.d{head_dim}{part}")
         }
-        | OpSig::KvScatter {
-            tokens,
-            wire: other,
-            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
-        } => {
-            format!("{other}.{kv}.t{tokens}.kv{kv_heads}.d{head_dim}.p{page_tokens}")
+        OpSig::CopyColumns { rows, cols, from, to, x } => {
+            format!("{x}.r{rows}.c{cols}.from{}of{}.to{}of{}", from.first, from.row, to.first, to.row)
         }
-        OpSig::AttnPrefill {
-            heads,
-            window,
-            sinks,
-            x,
-            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
-            ..
-        } => {
+        OpSig::KvWrite { tokens, x: other, kv }
+        | OpSig::KvGather { tokens, wire: other, kv }
+        | OpSig::KvScatter { tokens, wire: other, kv } => {
+            format!("{other}.{}.t{tokens}.{}", kv.dtype, pages(kv))
+        }
+        OpSig::AttnPrefill { heads, window, sinks, x, kv, .. } => {
             let window = window.map(|w| format!(".w{w}")).unwrap_or_default();
             let sinks = if sinks { ".sinks" } else { "" };
-            format!(
-                "{x}.{kv}.h{heads}.kv{kv_heads}.d{head_dim}.p{page_tokens}{window}{sinks}.{}",
-                spread(&case.spread)
-            )
+            let (dtype, pages) = (kv.dtype, pages(kv));
+            format!("{x}.{dtype}.h{heads}.{pages}{window}{sinks}.{}", spread(&case.spread))
         }
-        OpSig::AttnDecode {
-            heads, x, kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv }, ..
-        } => {
-            format!("{x}.{kv}.h{heads}.kv{kv_heads}.d{head_dim}.p{page_tokens}.{}", spread(&case.spread))
+        OpSig::AttnDecode { heads, x, kv, .. } => {
+            format!("{x}.{}.h{heads}.{}.{}", kv.dtype, pages(kv), spread(&case.spread))
         }
         OpSig::AttnMerge { parts, rows, head_dim, sinks, out } => {
             let sinks = if sinks > 0 { format!(".sinks{sinks}") } else { String::new() };

@@ -85,8 +85,9 @@ fn floats(case: &Case, operand: &Operand, n: usize, stream: &mut Stream) -> Vec<
         (OpSig::Route { .. }, "logits") => return experts::logits(case, stream),
         (OpSig::Route { .. }, "bias") => return experts::correction(case),
         // angles of real tables, scaled as YaRN does
-        (OpSig::Rope { head_dim, .. }, "cos_sin") => {
-            let (dim, half) = (*head_dim as usize, *head_dim as usize / 2);
+        (OpSig::Rope { head_dim, part, .. }, "cos_sin") => {
+            let dim = part.map_or(*head_dim, |part| part.length) as usize;
+            let half = dim / 2;
             for row in values.chunks_mut(dim) {
                 for i in 0..half {
                     let angle = stream.next_unit() * 1000.0;

@@ -8,7 +8,7 @@
 use crate::scaled::stored;
 use crate::{draws, experts, quantised};
 use mixfleet_hal::cast::to_usize;
-use mixfleet_hal::{KvShape, OpSig};
+use mixfleet_hal::{KvShape, OpSig, RotaryPart};
 
 /// Replaces the written operands of `sig` by the correct results.
 ///
@@ -47,57 +47,61 @@ pub fn run(sig: &OpSig, operands: &mut [Vec<f64>]) -> Result<(), String> {
                 *out = sum + added;
             }
         }
-        (OpSig::Rope { head_dim, heads, .. }, [x, cos_sin]) => {
-            let (dim, half) = (head_dim as usize, head_dim as usize / 2);
-            for (h, head) in x.chunks_mut(dim).enumerate() {
-                let (cos, sin) = cos_sin[h / heads as usize * dim..][..dim].split_at(half);
-                for i in 0..half {
-                    let (a, b) = (head[i], head[i + half]);
-                    head[i] = a * cos[i] - b * sin[i];
-                    head[i + half] = b * cos[i] + a * sin[i];
+        (OpSig::Rope { head_dim, heads, part, .. }, [x, cos_sin]) => {
+            let part = part.unwrap_or(RotaryPart { first: 0, length: head_dim, interleaved: false });
+            let (width, half) = (part.length as usize, part.length as usize / 2);
+            for (h, head) in x.chunks_mut(head_dim as usize).enumerate() {
+                let (cos, sin) = cos_sin[h / heads as usize * width..][..width].split_at(half);
+                for (i, pair) in part.pairs().enumerate() {
+                    let [at, other] = pair.map(|place| place as usize);
+                    let (a, b) = (head[at], head[other]);
+                    head[at] = a * cos[i] - b * sin[i];
+                    head[other] = b * cos[i] + a * sin[i];
                 }
             }
         }
-        (
-            OpSig::KvWrite { kv: KvShape { kv_heads, head_dim, dtype, .. }, .. },
-            [k, v, slots, k_pool, v_pool],
-        ) => {
-            let width = (kv_heads * head_dim) as usize;
-            for (t, &slot) in slots.iter().enumerate() {
-                let [k, v] = [&k, &v].map(|x| stored(dtype, head_dim, &x[t * width..][..width]));
-                row_mut(k_pool, slot, width)?.copy_from_slice(&k);
-                row_mut(v_pool, slot, width)?.copy_from_slice(&v);
+        (OpSig::CopyColumns { cols, from: of, to: into, .. }, [from, to]) => {
+            let [cols, first, other] = [cols, of.first, into.first].map(|column| column as usize);
+            for (from, to) in from.chunks(of.row as usize).zip(to.chunks_mut(into.row as usize)) {
+                to[other..other + cols].copy_from_slice(&from[first..first + cols]);
             }
         }
-        (
-            OpSig::KvScatter { kv: KvShape { kv_heads, head_dim, dtype, .. }, .. },
-            [wire, slots, k_pool, v_pool],
-        ) => {
-            let width = (kv_heads * head_dim) as usize;
-            for (token, &slot) in wire.chunks(2 * width).zip(slots.iter()) {
-                let token = stored(dtype, head_dim, token);
-                row_mut(k_pool, slot, width)?.copy_from_slice(&token[..width]);
-                row_mut(v_pool, slot, width)?.copy_from_slice(&token[width..]);
+        (OpSig::KvWrite { kv, .. }, operands) => {
+            let (rows, rest) = operands.split_at_mut(kv.pools() as usize);
+            let (slots, pools) = rest.split_first_mut().ok_or("kv_write: no slots")?;
+            let width = (kv.kv_heads * kv.head_dim) as usize;
+            for (rows, pool) in rows.iter().zip(pools) {
+                for (row, &slot) in rows.chunks(width).zip(slots.iter()) {
+                    row_mut(pool, slot, width)?.copy_from_slice(&stored(kv.dtype, kv.head_dim, row));
+                }
             }
         }
-        (
-            OpSig::KvGather { kv: KvShape { kv_heads, head_dim, .. }, wire, .. },
-            [slots, k_pool, v_pool, out],
-        ) => {
-            let width = (kv_heads * head_dim) as usize;
-            for (token, &slot) in out.chunks_mut(2 * width).zip(slots.iter()) {
-                token[..width].copy_from_slice(&stored(wire, head_dim, row(k_pool, slot, width)?));
-                token[width..].copy_from_slice(&stored(wire, head_dim, row(v_pool, slot, width)?));
+        (OpSig::KvScatter { kv, .. }, [wire, slots, pools @ ..]) => {
+            let width = (kv.kv_heads * kv.head_dim) as usize;
+            let token = kv.pools() as usize * width;
+            for (token, &slot) in wire.chunks(token).zip(slots.iter()) {
+                for (row, pool) in token.chunks(width).zip(pools.iter_mut()) {
+                    row_mut(pool, slot, width)?.copy_from_slice(&stored(kv.dtype, kv.head_dim, row));
+                }
             }
         }
-        (OpSig::AttnPrefill { heads, kv: KvShape { head_dim, .. }, .. }, operands) => {
+        (OpSig::KvGather { kv, wire, .. }, [slots, pools @ .., out]) => {
+            let width = (kv.kv_heads * kv.head_dim) as usize;
+            let token = kv.pools() as usize * width;
+            for (token, &slot) in out.chunks_mut(token).zip(slots.iter()) {
+                for (to, pool) in token.chunks_mut(width).zip(pools.iter()) {
+                    to.copy_from_slice(&stored(wire, kv.head_dim, row(pool, slot, width)?));
+                }
+            }
+        }
+        (OpSig::AttnPrefill { heads, kv, .. }, operands) => {
             let last = operands.len() - 1;
-            let mut out = vec![0.0; operands[last].len()]; // [tokens, heads, head_dim]
+            let mut out = vec![0.0; operands[last].len()]; // [tokens, heads, value_dim]
             for query in queries(sig, operands)? {
                 for head in 0..heads as usize {
                     let part = attend(sig, operands, &query, head);
                     let (max, sum) = with_sink((part.max, part.sum), sink(sig, operands, head));
-                    let at = (query.row * heads as usize + head) * head_dim as usize;
+                    let at = (query.row * heads as usize + head) * kv.value_dim() as usize;
                     for (out, acc) in out[at..].iter_mut().zip(&part.acc) {
                         *out = acc * share(part.max, max) / sum;
                     }
@@ -114,8 +118,9 @@ pub fn run(sig: &OpSig, operands: &mut [Vec<f64>]) -> Result<(), String> {
                     stat.extend([part.max, part.sum]);
                 }
             }
-            operands[5] = acc; // [sequences, heads, head_dim]
-            operands[6] = stat; // [sequences, heads, 2]
+            let last = operands.len() - 1;
+            operands[last - 1] = acc; // [sequences, heads, value_dim]
+            operands[last] = stat; // [sequences, heads, 2]
         }
         (OpSig::AttnMerge { parts, rows, head_dim, .. }, operands) => {
             let (parts, rows, dim) = (parts as usize, rows as usize, head_dim as usize);
@@ -236,16 +241,12 @@ pub(crate) fn queries(sig: &OpSig, operands: &[Vec<f64>]) -> Result<Vec<Query>, 
     }
 }
 
-/// Returns the index of an attention operation's `k_pool` (`v_pool` follows) and the number of elements per
-/// slot.
+/// Returns the index of an attention operation's `k_pool` (`v_pool` follows, if there is one) and the number
+/// of elements per slot.
 fn pool_and_width(sig: &OpSig) -> (usize, usize) {
     match *sig {
-        OpSig::AttnPrefill { kv: KvShape { kv_heads, head_dim, .. }, .. } => {
-            (4, (kv_heads * head_dim) as usize)
-        }
-        OpSig::AttnDecode { kv: KvShape { kv_heads, head_dim, .. }, .. } => {
-            (3, (kv_heads * head_dim) as usize)
-        }
+        OpSig::AttnPrefill { kv, .. } => (4, (kv.kv_heads * kv.head_dim) as usize),
+        OpSig::AttnDecode { kv, .. } => (3, (kv.kv_heads * kv.head_dim) as usize),
         _ => unreachable!("only attention has queries over a pool"),
     }
 }
@@ -275,7 +276,7 @@ pub(crate) struct Part {
     /// Sum of exp(score - max).
     pub(crate) sum: f64,
     /// Sum of exp(score - max) * v.
-    pub(crate) acc: Vec<f64>, // [head_dim]
+    pub(crate) acc: Vec<f64>, // [value_dim]
 }
 
 /// The operands of one head of one query: `q`, and `(k, v)` of each key that it sees.
@@ -288,26 +289,31 @@ pub(crate) fn head_view<'a>(
     query: &Query,
     head: usize,
 ) -> HeadView<'a> {
-    let (heads, kv_heads, dim) = match *sig {
-        OpSig::AttnPrefill { heads, kv: KvShape { kv_heads, head_dim, .. }, .. }
-        | OpSig::AttnDecode { heads, kv: KvShape { kv_heads, head_dim, .. }, .. } => {
-            (heads, kv_heads, head_dim as usize)
-        }
+    let (heads, kv) = match *sig {
+        OpSig::AttnPrefill { heads, kv, .. } | OpSig::AttnDecode { heads, kv, .. } => (heads, kv),
         _ => unreachable!("only attention has heads over a pool"),
     };
+    let (dim, value_dim) = (kv.head_dim as usize, kv.value_dim() as usize);
     let (pool, width) = pool_and_width(sig);
-    let kv_head = head / (heads / kv_heads) as usize;
+    // keys may contain their values
+    let values = pool + kv.pools() as usize - 1;
+    let kv_head = head / (heads / kv.kv_heads) as usize;
     let q = &operands[0][(query.row * heads as usize + head) * dim..][..dim];
     let keys = query.slots.iter().map(|slot| slot * width + kv_head * dim);
-    (q, keys.map(|at| (&operands[pool][at..][..dim], &operands[pool + 1][at..][..dim])).collect())
+    (q, keys.map(|at| (&operands[pool][at..][..dim], &operands[values][at..][..value_dim])).collect())
+}
+
+/// What an attention operation multiplies scores by, and the length of its values.
+pub(crate) fn scale_and_values(sig: &OpSig) -> (f64, usize) {
+    sig.kv().map_or((1.0, 0), |kv| (kv.scale(), kv.value_dim() as usize))
 }
 
 fn attend(sig: &OpSig, operands: &[Vec<f64>], query: &Query, head: usize) -> Part {
     let (q, keys) = head_view(sig, operands, query, head);
-    let scale = 1.0 / (q.len() as f64).sqrt();
+    let (scale, value_dim) = scale_and_values(sig);
     let scores: Vec<f64> = keys.iter().map(|(k, _)| dot(q, k) * scale).collect();
     let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-    let mut part = Part { max, sum: 0.0, acc: vec![0.0; q.len()] };
+    let mut part = Part { max, sum: 0.0, acc: vec![0.0; value_dim] };
     for (score, (_, v)) in scores.iter().zip(&keys) {
         let p = (score - max).exp();
         part.sum += p;
@@ -326,7 +332,7 @@ pub(crate) fn share(part_max: f64, max: f64) -> f64 {
 /// The sink of a head of `AttnPrefill`, or of a row of `AttnMerge`; -inf without sinks.
 pub(crate) fn sink(sig: &OpSig, operands: &[Vec<f64>], row: usize) -> f64 {
     match *sig {
-        OpSig::AttnPrefill { sinks: true, .. } => operands[6][row],
+        OpSig::AttnPrefill { sinks: true, .. } => operands[operands.len() - 2][row],
         OpSig::AttnMerge { sinks, .. } if sinks > 0 => operands[2][row % sinks as usize],
         _ => f64::NEG_INFINITY,
     }

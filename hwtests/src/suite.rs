@@ -7,7 +7,7 @@ use crate::checks;
 use crate::report::{CaseReport, CheckOutcome, Report};
 use mixfleet_hal::cast::{to_u64, to_usize};
 use mixfleet_hal::op::Extent;
-use mixfleet_hal::{Device, DeviceLimits, KvShape, OpSig};
+use mixfleet_hal::{Device, DeviceLimits, OpSig};
 use std::time::Duration;
 
 /// What to run, and how.
@@ -157,23 +157,9 @@ fn first_row(sig: &OpSig, operands: &[Vec<f64>]) -> Option<(OpSig, Vec<Vec<f64>>
         OpSig::RmsNorm { rows, cols, eps, x, weight, out } if rows > 1 => {
             OpSig::RmsNorm { rows: 1, cols, eps, x, weight, out }
         }
-        OpSig::AttnDecode {
-            sequences,
-            heads,
-            pages_max,
-            x,
-            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
-            ..
-        } if sequences > 1 => {
+        OpSig::AttnDecode { sequences, heads, pages_max, x, kv, .. } if sequences > 1 => {
             let kv_tokens = to_u64(operands[1][1] - operands[1][0]);
-            OpSig::AttnDecode {
-                sequences: 1,
-                kv_tokens,
-                heads,
-                pages_max,
-                x,
-                kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
-            }
+            OpSig::AttnDecode { sequences: 1, kv_tokens, heads, pages_max, x, kv }
         }
         _ => return None,
     };

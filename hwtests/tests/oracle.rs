@@ -28,7 +28,7 @@ fn small_results_by_hand() {
     assert_eq!(out[3], [127.0, 249.0]);
     let norm = OpSig::RmsNorm { rows: 1, cols: 2, eps: Scalar(1.5), x: F32, weight: F32, out: F32 };
     assert_eq!(run(norm, &[&[1.0, 2.0], &[3.0, 5.0], &[0.0; 2]])[2], [1.5, 5.0]);
-    let rope = OpSig::Rope { tokens: 1, heads: 1, head_dim: 4, x: F32 };
+    let rope = OpSig::Rope { tokens: 1, heads: 1, head_dim: 4, x: F32, part: None };
     let quarter_turn = [0.0, 1.0, 1.0, 0.0]; // cos, cos, sin, sin
     assert_eq!(run(rope, &[&[1.0, 2.0, 3.0, 4.0], &quarter_turn])[0], [-3.0, 2.0, 1.0, 4.0]);
     let silu = OpSig::SiluMul { elements: 2, x: F32 };
@@ -125,7 +125,7 @@ fn prefill_sees_pages_window_and_groups() {
         window: Some(2),
         sinks: false,
         x: F32,
-        kv: KvShape { kv_heads: 1, head_dim: 1, page_tokens: 2, dtype: F32 },
+        kv: KvShape { kv_heads: 1, head_dim: 1, page_tokens: 2, dtype: F32, latent: None },
     };
     // all keys 0: each output is the mean of the two values seen; token t is at slot [2, 3, 0][t]
     let v_pool = [4.0, f64::NAN, 1.0, 2.0];
@@ -157,7 +157,7 @@ fn decode_over_any_cut_merges_to_prefill() {
             window: None,
             sinks: false,
             x: F32,
-            kv: KvShape { kv_heads, head_dim: dim, page_tokens, dtype: F32 },
+            kv: KvShape { kv_heads, head_dim: dim, page_tokens, dtype: F32, latent: None },
         };
         let out = vec![0.0; q.len()];
         let whole = run(prefill, &[&q, &[0.0, 1.0], &[f64::from(context)], &pages, &k, &v, &out]);
@@ -168,7 +168,7 @@ fn decode_over_any_cut_merges_to_prefill() {
                 heads,
                 pages_max,
                 x: F32,
-                kv: KvShape { kv_heads, head_dim: dim, page_tokens, dtype: F32 },
+                kv: KvShape { kv_heads, head_dim: dim, page_tokens, dtype: F32, latent: None },
             };
             run(sig, &[&q, &[f64::from(first), f64::from(end)], &pages, &k, &v, &out, &[0.0; 8]])
         };

@@ -169,8 +169,8 @@ impl Bench {
             return Err("a piece changed on its way".into());
         }
         let slots = self.pages.slots(&*self.device, table, tokens)?;
-        let (k, v) = &self.forward.kv_pools()[layer];
-        let command = self.pages.scatter((k, v), slots, (landed, WIRE))?;
+        let pools = &self.forward.kv_pools()[layer];
+        let command = self.pages.scatter(pools, slots, (landed, WIRE))?;
         let ticket = self.queue.submit(&[command])?;
         self.queue.wait(ticket, TIMEOUT)?;
         Ok(())

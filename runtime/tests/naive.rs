@@ -268,6 +268,9 @@ fn the_oracle_agrees_with_a_naive_forward_pass_on_every_family() {
         if name.contains("yarn") {
             continue; // its table has tests of its own, by numbers of transformers
         }
+        if name.starts_with("deepseek") {
+            continue; // the tests of fixtures compare it with transformers
+        }
         let checkpoint = random.load().unwrap();
         let mut naive = Naive::new(&random.config, &checkpoint);
         let tokens: Vec<u32> = (0..23).map(|i| (i * 11 + 5) % 256).collect();

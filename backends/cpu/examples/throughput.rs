@@ -214,7 +214,7 @@ impl Bench {
                 heads,
                 pages_max,
                 x,
-                kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+                kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, latent: None },
             };
             bytes += kv_tokens as f64 * 1024.0;
             batch.push(Cmd::new(sig, &[q.clone(), range.clone(), pages, k, v, acc.clone(), stat.clone()])?);
@@ -247,7 +247,7 @@ impl Bench {
             window,
             sinks: false,
             x,
-            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, latent: None },
         };
         let cmd = Cmd::new(sig, &[q, start, context, pages, k, v, out])?;
         let seconds = self.best(&[vec![cmd]])?;
@@ -299,7 +299,7 @@ impl Bench {
             Ok(())
         };
         let norm = |rows| OpSig::RmsNorm { rows, cols: 2048, eps: Scalar(1e-5), x, weight, out: x };
-        let rope = |heads| OpSig::Rope { tokens, heads, head_dim, x };
+        let rope = |heads| OpSig::Rope { tokens, heads, head_dim, x, part: None };
         let project = |(_, n, k): &(Slice, u32, u32), m, accumulate| OpSig::Gemm {
             m,
             n: *n,
@@ -320,8 +320,11 @@ impl Bench {
             }
             add(rope(heads), &[&q, &table])?;
             add(rope(kv_heads), &[&k, &table])?;
-            let write =
-                OpSig::KvWrite { tokens, x, kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv } };
+            let write = OpSig::KvWrite {
+                tokens,
+                x,
+                kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, latent: None },
+            };
             add(write, &[&k, &v, &slots, &k_pool, &v_pool])?;
             if decode {
                 let sig = OpSig::AttnDecode {
@@ -330,7 +333,7 @@ impl Bench {
                     heads,
                     pages_max,
                     x,
-                    kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+                    kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, latent: None },
                 };
                 add(sig, &[&q, &range, &pages, &k_pool, &v_pool, &acc, &stat])?;
                 let merge = OpSig::AttnMerge { parts: 1, rows: tokens * heads, head_dim, sinks: 0, out: x };
@@ -347,7 +350,7 @@ impl Bench {
                     window: None,
                     sinks: false,
                     x,
-                    kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+                    kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, latent: None },
                 };
                 add(sig, &[&q, &start, &contexts, &pages, &k_pool, &v_pool, &attended])?;
             }

@@ -111,7 +111,7 @@ fn norm(rig: &Rig, rows: u32, cols: u32, [x, weight, out]: [DType; 3]) {
 }
 
 fn rope(rig: &Rig, tokens: u32, heads: u32, head_dim: u32, x: DType) {
-    let sig = OpSig::Rope { tokens, heads, head_dim, x };
+    let sig = OpSig::Rope { tokens, heads, head_dim, x, part: None };
     let inputs = [rig.random(x, tokens * heads * head_dim), rig.random(DType::F32, tokens * head_dim)];
     let got = f64s(x, &rig.run(&sig, &inputs).unwrap()[0]);
     let (xs, table) = (f64s(x, &inputs[0]), f64s(DType::F32, &inputs[1]));
@@ -177,8 +177,11 @@ fn kv_rows_come_back_as_they_went_in() {
                 let last = pages * page_tokens - 1;
                 let slots = rig.u32s(&[last, 0, last / 2, 1.min(last), last / 3]);
                 let pool = vec![0u8; (pages * page_tokens * row) as usize * kv.size_bytes() as usize];
-                let write =
-                    OpSig::KvWrite { tokens, x, kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv } };
+                let write = OpSig::KvWrite {
+                    tokens,
+                    x,
+                    kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, latent: None },
+                };
                 let inputs = [
                     rig.random(x, tokens * row),
                     rig.random(x, tokens * row),
@@ -190,7 +193,7 @@ fn kv_rows_come_back_as_they_went_in() {
                 let gather = OpSig::KvGather {
                     tokens,
                     wire: DType::F32,
-                    kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+                    kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, latent: None },
                 };
                 let wire = vec![0u8; (tokens * 2 * row * 4) as usize];
                 let got =
@@ -212,7 +215,7 @@ fn kv_rows_come_back_as_they_went_in() {
                 let scatter = OpSig::KvScatter {
                     tokens,
                     wire: DType::F32,
-                    kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+                    kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, latent: None },
                 };
                 let again = rig.run(&scatter, &[got[3].clone(), slots, pool.clone(), pool]).unwrap();
                 assert_eq!((&again[2], &again[3]), (&pools[3], &pools[4]), "{}: {scatter:?}", rig.isa);

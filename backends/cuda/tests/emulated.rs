@@ -44,7 +44,7 @@ fn decode(ranges: &[(u32, u32)], (ratio, kv_heads, head_dim): (u32, u32, u32), x
         heads: ratio * kv_heads,
         pages_max: longest.div_ceil(16) + 1,
         x,
-        kv: KvShape { kv_heads, head_dim, page_tokens: 16, dtype: kv },
+        kv: KvShape { kv_heads, head_dim, page_tokens: 16, dtype: kv, latent: None },
     }
 }
 
@@ -88,7 +88,7 @@ fn prefill(
         // with windows, as where they come from
         sinks: window.is_some(),
         x: dtype,
-        kv: KvShape { kv_heads, head_dim, page_tokens: 16, dtype },
+        kv: KvShape { kv_heads, head_dim, page_tokens: 16, dtype, latent: None },
     }
 }
 

@@ -161,7 +161,7 @@ fn rope_and_kv_write_are_one_launch() {
     {
         let Some(mut scene) = Scene::new(4) else { return };
         let (tokens, heads, kv_heads, pages) = (5, 6, 2, 3);
-        let shape = KvShape { kv_heads, head_dim, page_tokens: KV_PAGE_TOKENS, dtype: kv };
+        let shape = KvShape { kv_heads, head_dim, page_tokens: KV_PAGE_TOKENS, dtype: kv, latent: None };
         let q = scene.numbers(x, tokens * heads * head_dim);
         let [k, v] = [tokens * kv_heads * head_dim; 2].map(|count| scene.numbers(x, count));
         let cos_sin = scene.numbers(DType::F32, tokens * head_dim);
@@ -170,7 +170,7 @@ fn rope_and_kv_write_are_one_launch() {
         let [k_pool, v_pool] =
             [pages * KV_PAGE_TOKENS * kv_heads * head_dim; 2].map(|count| scene.numbers(kv, count));
         let rope = |heads, what: &Slice| {
-            let sig = OpSig::Rope { tokens, heads, head_dim, x };
+            let sig = OpSig::Rope { tokens, heads, head_dim, x, part: None };
             Cmd::new(sig, &[what.clone(), cos_sin.clone()]).unwrap()
         };
         let write = |k: &Slice, v: &Slice| {
@@ -191,7 +191,8 @@ fn decode_attention_in_parts_and_its_merge_are_two_launches() {
         let Some(mut scene) = Scene::new(8) else { return };
         let (heads, kv_heads, head_dim, pages_max) = (8, 2, 64, 64);
         let sequences = contexts.len() as u32;
-        let shape = KvShape { kv_heads, head_dim, page_tokens: KV_PAGE_TOKENS, dtype: DType::Bf16 };
+        let shape =
+            KvShape { kv_heads, head_dim, page_tokens: KV_PAGE_TOKENS, dtype: DType::Bf16, latent: None };
         let q = scene.numbers(out, sequences * heads * head_dim);
         let ranges: Vec<u32> = contexts.iter().flat_map(|&end| [0, end]).collect();
         let ranges = scene.words(&ranges);

@@ -74,8 +74,9 @@ fn joined() -> Vec<Vec<PlannedOp>> {
             places[..2].copy_from_slice(&[products[0].1[2], products[1].1[2]]);
             lists.push(vec![products[0].clone(), products[1].clone(), (sig, places)]);
         }
-        let kv = KvShape { kv_heads: 8, head_dim: 128, page_tokens: KV_PAGE_TOKENS, dtype: weight };
-        let rope = |heads| OpSig::Rope { tokens: 4, heads, head_dim: 128, x };
+        let kv =
+            KvShape { kv_heads: 8, head_dim: 128, page_tokens: KV_PAGE_TOKENS, dtype: weight, latent: None };
+        let rope = |heads| OpSig::Rope { tokens: 4, heads, head_dim: 128, x, part: None };
         let (queries, mut keys) = (apart(&rope(32), at(0)), apart(&rope(8), at(1)));
         keys[1] = queries[1];
         let write = OpSig::KvWrite { tokens: 4, x, kv };
@@ -133,7 +134,7 @@ fn attention(x: DType, kv: DType) -> Vec<OpSig> {
     let (sequences, page_tokens, pages_max, kv_tokens) = (4, KV_PAGE_TOKENS, 256, 16_000);
     let shapes = SHAPES.iter().chain(MORE.iter().filter(|_| x == kv));
     let both = |&(heads, kv_heads, head_dim)| {
-        let kv = KvShape { kv_heads, head_dim, page_tokens, dtype: kv };
+        let kv = KvShape { kv_heads, head_dim, page_tokens, dtype: kv, latent: None };
         let (tokens, pairs, window) = (1000, 0, None);
         [
             OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, x, kv },
@@ -165,13 +166,13 @@ pub(crate) fn others() -> Vec<OpSig> {
     for x in DType::FLOATS {
         sigs.extend([
             OpSig::Embed { tokens, vocab: 128_256, hidden, table: x, out: F32 },
-            OpSig::Rope { tokens, heads: 32, head_dim, x },
+            OpSig::Rope { tokens, heads: 32, head_dim, x, part: None },
             OpSig::SiluMul { elements: 64 * 14_336, x },
             OpSig::Add { elements: 64 * 4096, x },
             OpSig::AttnMerge { parts: 1, rows: 64, head_dim, sinks: 0, out: x },
         ]);
         for other in DType::FLOATS {
-            let kv = KvShape { kv_heads, head_dim, page_tokens, dtype: other };
+            let kv = KvShape { kv_heads, head_dim, page_tokens, dtype: other, latent: None };
             sigs.extend([
                 OpSig::RmsNorm { rows: tokens, cols: hidden, eps, x: F32, weight: other, out: x },
                 OpSig::RmsNorm { rows: tokens, cols: head_dim, eps, x, weight: other, out: x },
@@ -373,7 +374,7 @@ fn products_of_warpgroups_are_not_serialized() {
     }
     let sigs =
         [(DType::Bf16, 64), (DType::Bf16, 128), (DType::F16, 64), (DType::F16, 128)].map(|(x, head_dim)| {
-            let kv = KvShape { kv_heads: 8, head_dim, page_tokens: KV_PAGE_TOKENS, dtype: x };
+            let kv = KvShape { kv_heads: 8, head_dim, page_tokens: KV_PAGE_TOKENS, dtype: x, latent: None };
             let (tokens, sequences, pairs, kv_tokens, heads, pages_max) = (4096, 1, 0, 4096, 32, 256);
             OpSig::AttnPrefill {
                 tokens,

@@ -89,7 +89,7 @@ fn main() -> Result<()> {
             window: None,
             sinks: false,
             x: F32,
-            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: Bf16 },
+            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: Bf16, latent: None },
         };
         measure(device, &format!("attn_prefill of {tokens}"), sig)?;
         let sig = OpSig::AttnDecode {
@@ -98,7 +98,7 @@ fn main() -> Result<()> {
             heads,
             pages_max,
             x: F32,
-            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: Bf16 },
+            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: Bf16, latent: None },
         };
         measure(device, &format!("attn_decode of 8 x {tokens}"), sig)?;
     }

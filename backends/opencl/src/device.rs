@@ -304,7 +304,7 @@ impl Device for OpenClDevice {
 
     fn support(&self, sig: &OpSig) -> Support {
         // a head is kept in private memory
-        const HEAD_DIM_MAX: u32 = 512;
+        const HEAD_DIM_MAX: u32 = 640;
         match *sig {
             OpSig::AttnPrefill { kv: KvShape { head_dim, .. }, .. }
             | OpSig::AttnDecode { kv: KvShape { head_dim, .. }, .. }

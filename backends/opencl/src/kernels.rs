@@ -1,9 +1,9 @@
 //! Plans a command as a kernel: which program with which macros, arguments and threads.
 
 use crate::device::KernelTuning;
-use mixfleet_hal::cast::to_usize;
+use mixfleet_hal::cast::{to_f32, to_usize};
 use mixfleet_hal::op::Extent;
-use mixfleet_hal::{Cmd, CodeKind, DType, KvShape, OpSig, Quantised, Scoring, Slice, ZeroKind};
+use mixfleet_hal::{Cmd, CodeKind, DType, KvShape, OpSig, Quantised, RotaryPart, Scoring, Slice, ZeroKind};
 
 /// Threads per group, in kernels with and without barriers; `common.h` repeats the former.
 const GROUP: usize = 64;
@@ -127,6 +127,10 @@ fn operands(cmd: &Cmd) -> Vec<Arg> {
             let bytes = v_pool.map_or(slice.bytes, |i| cmd.args()[i].bytes.min(slice.bytes));
             let pages = bytes / (page * element).max(1);
             args.push(Arg::U32(u32::try_from(pages).unwrap_or(u32::MAX)));
+            // kernels have a pool of values, which may be that of keys
+            if v_pool.is_none() {
+                args.push(Arg::Elements(slice.clone(), slice.offset / element));
+            }
         }
     }
     args
@@ -197,7 +201,19 @@ fn single(cmd: &Cmd, tuning: KernelTuning) -> Work {
             args.push(Arg::U64(count));
             launch("elements.c", "combine", element_options(x, x, vec), args, each(count))
         }
-        OpSig::Rope { tokens, heads, head_dim, x } => {
+        OpSig::Rope { tokens, heads, head_dim, part: Some(RotaryPart { first, length, interleaved }), x } => {
+            let count = u64::from(tokens) * u64::from(heads) * u64::from(length / 2);
+            args.extend([heads, head_dim, first, length / 2, interleaved.into()].map(Arg::U32));
+            args.push(Arg::U64(count));
+            launch("elements.c", "rope_part", element_options(x, x, 1), args, each(count))
+        }
+        OpSig::CopyColumns { rows, cols, from, to, x } => {
+            let count = u64::from(rows) * u64::from(cols);
+            args.extend([cols, from.row, from.first, to.row, to.first].map(Arg::U32));
+            args.push(Arg::U64(count));
+            launch("elements.c", "copy_columns", element_options(x, x, 1), args, each(count))
+        }
+        OpSig::Rope { tokens, heads, head_dim, part: None, x } => {
             let vec = vector(u64::from(head_dim / 2), tuning);
             let count = u64::from(tokens) * u64::from(heads) * u64::from(head_dim / 2) / vec;
             args.extend([Arg::U32(heads), Arg::U32(head_dim / 2), Arg::U64(count)]);
@@ -213,17 +229,13 @@ fn single(cmd: &Cmd, tuning: KernelTuning) -> Work {
             args.extend([Arg::U32(rows), Arg::U32(cols), Arg::F32(eps.0)]);
             rows_launch("rms_norm", (x, weight, out), (rows, cols), args, tuning)
         }
-        OpSig::KvWrite { tokens, x: other, kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv } }
-        | OpSig::KvGather {
-            tokens,
-            wire: other,
-            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
-        }
-        | OpSig::KvScatter {
-            tokens,
-            wire: other,
-            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
-        } => {
+        OpSig::KvWrite { tokens, x: other, kv: shape }
+        | OpSig::KvGather { tokens, wire: other, kv: shape }
+        | OpSig::KvScatter { tokens, wire: other, kv: shape } => {
+            let KvShape { kv_heads, head_dim, page_tokens, dtype: kv, latent } = shape;
+            if latent.is_some() && matches!(cmd.sig(), OpSig::KvWrite { .. }) {
+                args.insert(1, args[0].clone()); // never read
+            }
             let heads = u64::from(tokens) * u64::from(kv_heads);
             let vec = vector(head_dim.into(), tuning);
             let (file, count) = match kv.is_scaled() || other.is_scaled() {
@@ -231,7 +243,7 @@ fn single(cmd: &Cmd, tuning: KernelTuning) -> Work {
                 false => ("kv.c", heads * u64::from(head_dim) / vec),
             };
             args.extend([Arg::U32(page_tokens), Arg::U32(kv_heads), Arg::U32(head_dim), Arg::U64(count)]);
-            let macros = options(&[("X", &other), ("KV", &kv), ("VEC", &vec)]);
+            let macros = options(&[("X", &other), ("KV", &kv), ("VEC", &vec), ("KV_ROWS", &shape.pools())]);
             launch(file, cmd.sig().name(), macros, args, each(count))
         }
         OpSig::AttnMerge { parts, rows, head_dim, sinks, out } => {
@@ -441,39 +453,28 @@ fn quantised(sig: &OpSig, mut args: Vec<Arg>) -> Work {
 }
 
 fn attention(sig: &OpSig, mut args: Vec<Arg>, tuning: KernelTuning) -> Work {
-    let (kernel, rows, heads, head_dim, x, kv) = match *sig {
-        OpSig::AttnPrefill {
-            tokens,
-            sequences,
-            heads,
-            pages_max,
-            window,
-            sinks,
-            x,
-            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
-            ..
-        } => {
+    let (kernel, rows, heads, x, kv) = match *sig {
+        OpSig::AttnPrefill { tokens, sequences, heads, pages_max, window, sinks, x, kv, .. } => {
             if !sinks {
                 args.insert(SINKS_AT, args[0].clone()); // never read
             }
-            args.extend([sequences, heads, kv_heads, page_tokens, pages_max].map(Arg::U32));
+            args.extend([sequences, heads, kv.kv_heads, kv.page_tokens, pages_max].map(Arg::U32));
             args.extend([tokens, window.unwrap_or(u32::MAX), sinks.into()].map(Arg::U32));
-            ("attn_prefill", tokens, heads, head_dim, x, kv)
+            ("attn_prefill", tokens, heads, x, kv)
         }
-        OpSig::AttnDecode {
-            sequences,
-            heads,
-            pages_max,
-            x,
-            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
-            ..
-        } => {
-            args.extend([sequences, heads, kv_heads, page_tokens, pages_max].map(Arg::U32));
-            ("attn_decode", sequences, heads, head_dim, x, kv)
+        OpSig::AttnDecode { sequences, heads, pages_max, x, kv, .. } => {
+            args.extend([sequences, heads, kv.kv_heads, kv.page_tokens, pages_max].map(Arg::U32));
+            ("attn_decode", sequences, heads, x, kv)
         }
         _ => unreachable!("called for attention"),
     };
-    let macros = options(&[("X", &x), ("KV", &kv), ("HEAD_DIM", &head_dim), ("W", &width(head_dim))]);
+    let (head_dim, value_dim) = (kv.head_dim, kv.value_dim());
+    let vectors = width(head_dim).min(width(value_dim));
+    let mut macros = options(&[("X", &x), ("KV", &kv.dtype), ("HEAD_DIM", &head_dim), ("W", &vectors)]);
+    if kv.latent.is_some() {
+        let scale = format!("{:?}f", to_f32(kv.scale()));
+        macros += &options(&[("VALUE_DIM", &value_dim), ("SCALE", &scale)]);
+    }
     let (heads, rows) = (heads as usize, rows as usize);
     match tuning {
         KernelTuning::Cpu => launch("attention.cl", kernel, macros, args, ([heads, rows, 1], [1, 1, 1])),

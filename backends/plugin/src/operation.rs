@@ -27,7 +27,7 @@ fn dtype(of: DType) -> u32 {
 }
 
 fn pages(kv: KvShape) -> MixfleetKv {
-    let KvShape { kv_heads, head_dim, page_tokens, dtype: of } = kv;
+    let KvShape { kv_heads, head_dim, page_tokens, dtype: of, .. } = kv;
     MixfleetKv { kv_heads, head_dim, page_tokens, dtype: dtype(of) }
 }
 
@@ -41,8 +41,13 @@ macro_rules! shape {
 }
 
 fn shape(sig: &OpSig) -> Option<(u32, MixfleetShape)> {
+    if sig.kv().is_some_and(|kv| kv.latent.is_some()) {
+        return None;
+    }
     Some(match *sig {
         OpSig::ClampedSwiglu { .. }
+        | OpSig::CopyColumns { .. }
+        | OpSig::Rope { part: Some(_), .. }
         | OpSig::Route { .. }
         | OpSig::GroupedGemm { .. }
         | OpSig::Combine { .. }
@@ -63,7 +68,7 @@ fn shape(sig: &OpSig) -> Option<(u32, MixfleetShape)> {
             let (bias, accumulate) = (bias.into(), accumulate.into());
             (MIXFLEET_GEMM, shape!(gemm: MixfleetGemm { m, n, k, x, weight, out, bias, accumulate }))
         }
-        OpSig::Rope { tokens, heads, head_dim, x } => {
+        OpSig::Rope { tokens, heads, head_dim, part: None, x } => {
             (MIXFLEET_ROPE, shape!(rope: MixfleetRope { tokens, heads, head_dim, x: dtype(x) }))
         }
         OpSig::KvWrite { tokens, x, kv } => {

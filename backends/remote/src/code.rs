@@ -6,8 +6,8 @@
 use mixfleet_hal::cast::{low_u8, to_u8, to_usize};
 use mixfleet_hal::op::Extent;
 use mixfleet_hal::{
-    BufferUsage, Cmd, CodeKind, DType, Error, ErrorKind, ExpertRouting, GroupedRows, KvShape, MatrixKind,
-    OpSig, Quantised, Result, Scalar, ScaleKind, Scoring, Slice, ZeroKind,
+    BufferUsage, Cmd, CodeKind, ColumnsOf, DType, Error, ErrorKind, ExpertRouting, GroupedRows, KvShape,
+    LatentKv, MatrixKind, OpSig, Quantised, Result, RotaryPart, Scalar, ScaleKind, Scoring, Slice, ZeroKind,
 };
 
 /// The longest text of an error.
@@ -211,11 +211,37 @@ trait Fields {
     }
 
     fn kv(&mut self, value: &mut KvShape) -> Result<()> {
-        let KvShape { kv_heads, head_dim, page_tokens, dtype } = value;
+        let KvShape { kv_heads, head_dim, page_tokens, dtype, latent } = value;
         self.dim(kv_heads)?;
         self.dim(head_dim)?;
         self.dim(page_tokens)?;
-        self.dtype(dtype)
+        self.dtype(dtype)?;
+        // values apart have no rank
+        let LatentKv { mut rank, mut scale } = latent.unwrap_or(LatentKv { rank: 0, scale: Scalar(0.0) });
+        self.number(&mut rank)?;
+        if rank > 0 {
+            self.scalar(&mut scale)?;
+        }
+        *latent = (rank > 0).then_some(LatentKv { rank, scale });
+        Ok(())
+    }
+
+    fn part(&mut self, value: &mut Option<RotaryPart>) -> Result<()> {
+        // all of a head has no length here
+        let none = RotaryPart { first: 0, length: 0, interleaved: false };
+        let RotaryPart { mut first, mut length, mut interleaved } = value.unwrap_or(none);
+        self.number(&mut length)?;
+        if length > 0 {
+            self.number(&mut first)?;
+            self.flag(&mut interleaved)?;
+        }
+        *value = (length > 0).then_some(RotaryPart { first, length, interleaved });
+        Ok(())
+    }
+
+    fn columns(&mut self, value: &mut ColumnsOf) -> Result<()> {
+        self.dim(&mut value.row)?;
+        self.number(&mut value.first)
     }
 }
 
@@ -275,16 +301,17 @@ impl Fields for Taker<'_> {
 
 const F32: DType = DType::F32;
 const PLAIN: MatrixKind = MatrixKind::Plain(F32);
-const KV: KvShape = KvShape { kv_heads: 0, head_dim: 0, page_tokens: 0, dtype: F32 };
+const KV: KvShape = KvShape { kv_heads: 0, head_dim: 0, page_tokens: 0, dtype: F32, latent: None };
+const COLUMNS: ColumnsOf = ColumnsOf { row: 0, first: 0 };
 
 const GROUPED: GroupedRows = GroupedRows { choices: 0, fan: 0, experts: 0, touched: 0 };
 
 /// An operation of each kind, in the order of their numbers.
-const BLANK: [OpSig; 21] = [
+const BLANK: [OpSig; 22] = [
     OpSig::Embed { tokens: 0, vocab: 0, hidden: 0, table: F32, out: F32 },
     OpSig::RmsNorm { rows: 0, cols: 0, eps: Scalar(0.0), x: F32, weight: F32, out: F32 },
     OpSig::Gemm { m: 0, n: 0, k: 0, x: F32, weight: F32, out: F32, bias: false, accumulate: false },
-    OpSig::Rope { tokens: 0, heads: 0, head_dim: 0, x: F32 },
+    OpSig::Rope { tokens: 0, heads: 0, head_dim: 0, part: None, x: F32 },
     OpSig::KvWrite { tokens: 0, x: F32, kv: KV },
     OpSig::AttnPrefill {
         tokens: 0,
@@ -322,6 +349,7 @@ const BLANK: [OpSig; 21] = [
         bias: false,
         accumulate: false,
     },
+    OpSig::CopyColumns { rows: 0, cols: 0, from: COLUMNS, to: COLUMNS, x: F32 },
 ];
 
 /// The fields of an operation in their order.
@@ -354,8 +382,15 @@ fn fields(sig: &mut OpSig, by: &mut impl Fields) -> Result<()> {
             by.flag(bias)?;
             by.flag(accumulate)
         }
-        OpSig::Rope { tokens, heads, head_dim, x } => {
+        OpSig::Rope { tokens, heads, head_dim, part, x } => {
             [tokens, heads, head_dim].into_iter().try_for_each(|dim| by.dim(dim))?;
+            by.part(part)?;
+            by.dtype(x)
+        }
+        OpSig::CopyColumns { rows, cols, from, to, x } => {
+            [rows, cols].into_iter().try_for_each(|dim| by.dim(dim))?;
+            by.columns(from)?;
+            by.columns(to)?;
             by.dtype(x)
         }
         OpSig::KvWrite { tokens, x, kv } => {

@@ -1,7 +1,7 @@
 use super::*;
 use proptest::prelude::*;
 
-const KV: KvShape = KvShape { kv_heads: 2, head_dim: 64, page_tokens: 32, dtype: DType::Bf16 };
+const KV: KvShape = KvShape { kv_heads: 2, head_dim: 64, page_tokens: 32, dtype: DType::Bf16, latent: None };
 
 fn sigs() -> Vec<OpSig> {
     use DType::{Bf16, F8E4m3, F16};
@@ -10,8 +10,27 @@ fn sigs() -> Vec<OpSig> {
         OpSig::RmsNorm { rows: 1, cols: 2, eps: Scalar(1e-5), x: F32, weight: Bf16, out: F16 },
         OpSig::Gemm { m: 1, n: 2, k: 3, x: F16, weight: F8E4m3, out: F32, bias: true, accumulate: false },
         OpSig::Gemm { m: 1, n: 2, k: 3, x: F16, weight: F32, out: F32, bias: false, accumulate: true },
-        OpSig::Rope { tokens: 1, heads: 2, head_dim: 64, x: Bf16 },
+        OpSig::Rope { tokens: 1, heads: 2, head_dim: 64, x: Bf16, part: None },
+        OpSig::Rope {
+            tokens: 1,
+            heads: 2,
+            head_dim: 192,
+            part: Some(RotaryPart { first: 128, length: 64, interleaved: true }),
+            x: Bf16,
+        },
+        OpSig::CopyColumns {
+            rows: 3,
+            cols: 64,
+            from: ColumnsOf { row: 192, first: 128 },
+            to: ColumnsOf { row: 576, first: 512 },
+            x: Bf16,
+        },
         OpSig::KvWrite { tokens: 9, x: F32, kv: KV },
+        OpSig::KvGather {
+            tokens: 9,
+            wire: F32,
+            kv: KvShape { kv_heads: 1, latent: Some(LatentKv { rank: 32, scale: Scalar(0.13) }), ..KV },
+        },
         OpSig::AttnPrefill {
             tokens: 1,
             sequences: 2,

@@ -73,9 +73,10 @@ fn command(sig: &OpSig, operands: &[u64]) -> Vec<u8> {
 
 #[test]
 fn what_nobody_sends_who_follows_the_protocol_ends_the_connection() {
-    const KV: KvShape = KvShape { kv_heads: 1, head_dim: 4, page_tokens: 4, dtype: DType::F32 };
+    const KV: KvShape = KvShape { kv_heads: 1, head_dim: 4, page_tokens: 4, dtype: DType::F32, latent: None };
     let add = OpSig::Add { elements: 4, x: DType::F32 };
-    let huge = |head_dim| OpSig::Rope { tokens: u32::MAX, heads: u32::MAX, head_dim, x: DType::F32 };
+    let huge =
+        |head_dim| OpSig::Rope { tokens: u32::MAX, heads: u32::MAX, head_dim, x: DType::F32, part: None };
     let cases: [(&str, Vec<u8>); 25] = [
         ("an unknown kind", numbers(99, &[1])),
         ("no kind", vec![0, 0, 0, 0]),

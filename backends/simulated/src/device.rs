@@ -10,8 +10,8 @@ use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::profile::{CopyCost, DeviceProfile};
 use mixfleet_hal::units::{Bytes, FlopPerSecond, GB};
 use mixfleet_hal::{
-    BufferUsage, DType, Device, DeviceInfo, DeviceKind, DeviceLimits, Error, Health, HostMemory, KvShape,
-    MatrixKind, OpSig, Operand, Queue, Result, Slice, Support,
+    BufferUsage, DType, Device, DeviceInfo, DeviceKind, DeviceLimits, Error, Health, HostMemory, MatrixKind,
+    OpSig, Operand, Queue, Result, Slice, Support,
 };
 use std::sync::Arc;
 
@@ -177,12 +177,7 @@ impl Device for TimeOnlyDevice {
     fn support(&self, sig: &OpSig) -> Support {
         match *sig {
             // a sum and a query need an element each
-            OpSig::AttnPrefill { kv: KvShape { head_dim, .. }, .. }
-            | OpSig::AttnDecode { kv: KvShape { head_dim, .. }, .. }
-                if head_dim < 2 =>
-            {
-                Support::No
-            }
+            OpSig::AttnPrefill { kv, .. } | OpSig::AttnDecode { kv, .. } if kv.value_dim() < 2 => Support::No,
             _ => self.part.support(sig),
         }
     }

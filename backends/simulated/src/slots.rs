@@ -110,26 +110,31 @@ impl Slots {
 /// The slots of keys and of values, with their bytes.
 pub(crate) struct SlotPools<'a> {
     pub(crate) keys: (&'a mut Slots, &'a [u8]),
-    pub(crate) values: (&'a mut Slots, &'a [u8]),
+    /// None where keys contain them.
+    pub(crate) values: Option<(&'a mut Slots, &'a [u8])>,
 }
 
 impl SlotPools<'_> {
     /// Returns the joint hash of the key and the value in `slot`.
     pub(crate) fn slot(&mut self, slot: u64) -> u64 {
         let key = self.keys.0.hash(self.keys.1, slot);
-        let value = self.values.0.hash(self.values.1, slot);
+        let value = self.values.as_mut().map_or(key, |(slots, bytes)| slots.hash(bytes, slot));
         mix(key, value.rotate_left(32))
     }
 
     /// Returns the sum over the slots of `page`.
     fn page(&mut self, page: u64) -> u64 {
         let at = to_usize(page);
-        let (keys, values) = (&mut *self.keys.0, &*self.values.0);
-        if keys.partner != values.stamp {
-            keys.partner = values.stamp;
+        let keys = &mut *self.keys.0;
+        let (stamp, written) = match &self.values {
+            Some((values, _)) => (values.stamp, values.writes[at]),
+            None => (keys.stamp, keys.writes[at]),
+        };
+        if keys.partner != stamp {
+            keys.partner = stamp;
             keys.valid.fill([0; 2]);
         }
-        let writes = [keys.writes[at] + 1, values.writes[at] + 1];
+        let writes = [keys.writes[at] + 1, written + 1];
         if keys.valid[at] != writes {
             let tokens = keys.division.page_tokens;
             let sum = (page * tokens..(page + 1) * tokens)

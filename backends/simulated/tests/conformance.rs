@@ -29,7 +29,7 @@ fn support_follows_the_profile_and_the_shape() {
             heads,
             pages_max,
             x,
-            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, latent: None },
         }
     };
     let device = common::device("sim:test");

@@ -82,7 +82,7 @@ impl Bench {
                 heads: HEADS,
                 pages_max: PAGES,
                 x: DType::F32,
-                kv: KvShape { kv_heads: KV_HEADS, head_dim, page_tokens: PAGE, dtype: self.kv },
+                kv: KvShape { kv_heads: KV_HEADS, head_dim, page_tokens: PAGE, dtype: self.kv, latent: None },
             };
             let (acc_bytes, stat_bytes) = (u64::from(HEADS * head_dim * 4), u64::from(HEADS * 8));
             let [k, v] = self.pools.clone();
@@ -110,7 +110,7 @@ impl Bench {
             window: Some(end - first),
             sinks: false,
             x: DType::F32,
-            kv: KvShape { kv_heads: KV_HEADS, head_dim, page_tokens: PAGE, dtype: self.kv },
+            kv: KvShape { kv_heads: KV_HEADS, head_dim, page_tokens: PAGE, dtype: self.kv, latent: None },
         };
         let out = self.alloc(HEADS * head_dim);
         let [k, v] = self.pools.clone();

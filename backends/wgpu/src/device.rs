@@ -252,6 +252,8 @@ impl Device for WgpuDevice {
         }
         let narrow = |dtype: DType| dtype.size_bytes() < 4;
         let supported = match *sig {
+            OpSig::Rope { part: Some(_), .. } | OpSig::CopyColumns { .. } => false,
+            _ if sig.kv().is_some_and(|kv| kv.latent.is_some()) => false,
             // rows of 16-bit heads begin at a word
             OpSig::AttnPrefill { x, kv: KvShape { head_dim, dtype: kv, .. }, .. }
             | OpSig::AttnDecode { x, kv: KvShape { head_dim, dtype: kv, .. }, .. } => {

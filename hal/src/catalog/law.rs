@@ -42,7 +42,13 @@ impl LawKind {
     /// each, heads, KV heads]`, or `[sequences, new tokens of each, keys of each before them, heads, KV
     /// heads]`. `None` if the shape has another length or is too large.
     pub fn sig(self, dtype: DType, shape: &[u32]) -> Option<OpSig> {
-        let kv = |kv_heads| KvShape { kv_heads, head_dim: HEAD_DIM, page_tokens: PAGE_TOKENS, dtype };
+        let kv = |kv_heads| KvShape {
+            kv_heads,
+            head_dim: HEAD_DIM,
+            page_tokens: PAGE_TOKENS,
+            dtype,
+            latent: None,
+        };
         let x = DType::Bf16;
         match (self, shape) {
             (LawKind::Gemm, &[m, n, k]) => {

@@ -238,7 +238,7 @@ impl MeasuredEfficiency {
             heads: 64,
             pages_max: 4096 / 16,
             x,
-            kv: KvShape { kv_heads: 8, head_dim: 128, page_tokens: 16, dtype: x },
+            kv: KvShape { kv_heads: 8, head_dim: 128, page_tokens: 16, dtype: x, latent: None },
         };
         gemms.chain([(attention, self.attention_decode)]).collect()
     }

@@ -63,27 +63,20 @@ pub(super) fn coordinates(sig: &OpSig) -> [f64; DIMENSIONS] {
         OpSig::Gemm { m, n: columns, k, .. } | OpSig::QuantisedGemm { m, n: columns, k, .. } => {
             [n(m), n(columns), n(k), 0.0, 0.0]
         }
-        OpSig::AttnPrefill {
-            tokens,
-            sequences,
-            pairs,
-            heads,
-            kv: KvShape { kv_heads, head_dim, .. },
-            ..
-        } => [
-            per(u64::from(tokens), sequences),
-            per(pairs, tokens),
-            n(sequences),
-            per(u64::from(heads), kv_heads),
-            n(kv_heads) + n(head_dim),
-        ],
-        OpSig::AttnDecode { sequences, kv_tokens, heads, kv: KvShape { kv_heads, head_dim, .. }, .. } => [
-            n(sequences),
-            per(kv_tokens, sequences),
-            per(u64::from(heads), kv_heads),
-            n(kv_heads),
-            n(head_dim),
-        ],
+        OpSig::AttnPrefill { tokens, sequences, pairs, heads, kv, .. } => {
+            let (ratio, head_dim) = heads_of(heads, kv);
+            [
+                per(u64::from(tokens), sequences),
+                per(pairs, tokens),
+                n(sequences),
+                log(ratio),
+                n(kv.kv_heads) + log(head_dim),
+            ]
+        }
+        OpSig::AttnDecode { sequences, kv_tokens, heads, kv, .. } => {
+            let (ratio, head_dim) = heads_of(heads, kv);
+            [n(sequences), per(kv_tokens, sequences), log(ratio), n(kv.kv_heads), log(head_dim)]
+        }
         OpSig::Embed { tokens, hidden, .. } | OpSig::QuantisedEmbed { tokens, hidden, .. } => {
             [n(tokens), n(hidden), 0.0, 0.0, 0.0]
         }
@@ -107,10 +100,23 @@ pub(super) fn coordinates(sig: &OpSig) -> [f64; DIMENSIONS] {
         OpSig::SiluMul { .. }
         | OpSig::ClampedSwiglu { .. }
         | OpSig::Add { .. }
+        | OpSig::CopyColumns { .. }
         | OpSig::Copy { .. }
         | OpSig::Fill { .. } => [0.0; 5],
     };
     [log(sig.bytes()), shape[0], shape[1], shape[2], shape[3], shape[4]]
+}
+
+/// Query heads of a KV head, and the length of a head. Keys that contain their values are like keys and
+/// values of half of what is stored, with as many query heads as have that arithmetic.
+fn heads_of(heads: u32, kv: KvShape) -> (f64, f64) {
+    let (ratio, head_dim) = (f64::from(heads) / f64::from(kv.kv_heads.max(1)), f64::from(kv.head_dim));
+    if kv.latent.is_none() {
+        return (ratio, head_dim);
+    }
+    let arithmetic = |key: f64, value: f64| 2.0 * key + 2.0 * value + 1.0;
+    let half = head_dim / 2.0;
+    (ratio * arithmetic(head_dim, f64::from(kv.value_dim())) / arithmetic(half, half), half)
 }
 
 /// Returns how much two operations of one class differ beyond their shapes.
@@ -155,6 +161,7 @@ fn narrowest(sig: &OpSig) -> DType {
             if a.size_bytes() <= b.size_bytes() { a } else { b }
         }
         OpSig::Rope { x, .. }
+        | OpSig::CopyColumns { x, .. }
         | OpSig::SiluMul { x, .. }
         | OpSig::ClampedSwiglu { x, .. }
         | OpSig::Combine { x, .. }

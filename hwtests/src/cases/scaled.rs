@@ -7,7 +7,13 @@ impl Builder {
     pub(super) fn scaled(&mut self) {
         let p = self.page_tokens;
         for dtype in [DType::F8E4m3, DType::I8] {
-            let of = |kv_heads, head_dim, page_tokens| KvShape { kv_heads, head_dim, page_tokens, dtype };
+            let of = |kv_heads, head_dim, page_tokens| KvShape {
+                kv_heads,
+                head_dim,
+                page_tokens,
+                dtype,
+                latent: None,
+            };
             for page_tokens in self.page_sizes() {
                 let kv = of(2, 16, page_tokens);
                 for other in DType::KV {

@@ -99,8 +99,11 @@ fn shrunk(sig: &OpSig) -> OpSig {
         OpSig::RmsNorm { rows, cols, eps, x, weight, out } => {
             OpSig::RmsNorm { rows: rows.min(3), cols: cols.min(67), eps, x, weight, out }
         }
-        OpSig::Rope { tokens, heads, head_dim, x } => {
-            OpSig::Rope { tokens: tokens.min(3), heads: heads.min(5), head_dim, x }
+        OpSig::Rope { tokens, heads, head_dim, part, x } => {
+            OpSig::Rope { tokens: tokens.min(3), heads: heads.min(5), head_dim, part, x }
+        }
+        OpSig::CopyColumns { rows, cols, from, to, x } => {
+            OpSig::CopyColumns { rows: rows.min(17), cols, from, to, x }
         }
         OpSig::SiluMul { elements, x } => OpSig::SiluMul { elements: elements.min(1009), x },
         OpSig::Add { elements, x } => OpSig::Add { elements: elements.min(1009), x },

@@ -298,7 +298,8 @@ fn contents(sig: &OpSig, operand: &Operand) -> Option<Vec<u8>> {
             Some(words((0..=u64::from(grouped.experts)).map(|expert| to_u32(start(expert)))))
         }
         // rotations preserve length, however often they are repeated
-        (OpSig::Rope { tokens, head_dim, .. }, "cos_sin") => {
+        (OpSig::Rope { tokens, head_dim, part, .. }, "cos_sin") => {
+            let head_dim = part.map_or(head_dim, |part| part.length);
             let mut bytes = Vec::new();
             for _ in 0..tokens {
                 let angles: Vec<f64> = (0..head_dim / 2).map(|_| stream.next_unit() * 100.0).collect();

@@ -200,13 +200,17 @@ impl Plan {
                 weight: x,
                 out: x,
             });
-            self.op(OpSig::Rope { tokens, heads, head_dim: of.dim, x });
-            self.op(OpSig::Rope { tokens, heads: of.kv, head_dim: of.dim, x });
+            self.op(OpSig::Rope { tokens, heads, head_dim: of.dim, x, part: None });
+            self.op(OpSig::Rope { tokens, heads: of.kv, head_dim: of.dim, x, part: None });
             self.op(OpSig::SiluMul { elements: u64::from(tokens) * u64::from(inner), x });
             self.op(OpSig::Add { elements: u64::from(tokens) * u64::from(hidden), x });
             self.op(OpSig::Embed { tokens, vocab, hidden, table: x, out: DType::F32 });
             let (kv_heads, head_dim, page_tokens) = (of.kv, of.dim, self.page_tokens);
-            self.op(OpSig::KvWrite { tokens, x, kv: KvShape { kv_heads, head_dim, page_tokens, dtype: x } });
+            self.op(OpSig::KvWrite {
+                tokens,
+                x,
+                kv: KvShape { kv_heads, head_dim, page_tokens, dtype: x, latent: None },
+            });
             // a step has as many rows of logits and of merges as sequences
             if tokens <= 64 {
                 self.op(OpSig::Sample { rows: tokens, cols: vocab, history: 0, tops: 0 });
@@ -224,12 +228,12 @@ impl Plan {
                 self.op(OpSig::KvGather {
                     tokens,
                     wire: kv,
-                    kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+                    kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, latent: None },
                 });
                 self.op(OpSig::KvScatter {
                     tokens,
                     wire: kv,
-                    kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+                    kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, latent: None },
                 });
             }
         }

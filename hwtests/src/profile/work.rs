@@ -7,7 +7,9 @@
 
 use crate::numbers::size;
 use mixfleet_hal::profile::Traffic;
-use mixfleet_hal::{DType, ExpertRouting, GroupedRows, KvShape, MatrixKind, OpSig, Scalar};
+use mixfleet_hal::{
+    DType, ExpertRouting, GroupedRows, KvShape, LatentKv, MatrixKind, OpSig, RotaryPart, Scalar,
+};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -228,22 +230,22 @@ fn op_id(sig: &OpSig) -> String {
             sequences,
             kv_tokens,
             heads,
-            kv: KvShape { kv_heads, head_dim, dtype: kv, .. },
+            kv: KvShape { kv_heads, head_dim, dtype: kv, latent, .. },
             ..
         } => {
             let context = kv_tokens / u64::from(sequences.max(1));
-            let suffix = heads_suffix(kv_heads, head_dim);
+            let suffix = heads_suffix(kv_heads, head_dim) + &values_suffix(latent);
             format!("{name}.{kv}.b{sequences}.c{context}.gqa{}{suffix}", heads / kv_heads.max(1))
         }
         OpSig::AttnPrefill {
             tokens,
             kv_tokens,
             heads,
-            kv: KvShape { kv_heads, head_dim, dtype: kv, .. },
+            kv: KvShape { kv_heads, head_dim, dtype: kv, latent, .. },
             ..
         } => {
             let before = kv_tokens - u64::from(tokens);
-            let suffix = heads_suffix(kv_heads, head_dim);
+            let suffix = heads_suffix(kv_heads, head_dim) + &values_suffix(latent);
             format!("{name}.{kv}.t{tokens}.c{before}.gqa{}{suffix}", heads / kv_heads.max(1))
         }
         OpSig::Embed { tokens, vocab, hidden, table, .. } => {
@@ -254,13 +256,20 @@ fn op_id(sig: &OpSig) -> String {
         }
         OpSig::QuantisedGemm { m, n, k, x, weight, .. } => format!("{name}.{x}.{weight}.m{m}.n{n}.k{k}"),
         OpSig::RmsNorm { rows, cols, out, .. } => format!("{name}.{out}.t{rows}.h{cols}"),
-        OpSig::Rope { tokens, heads, head_dim, x } => {
-            format!("{name}.{x}.t{tokens}.heads{heads}.d{head_dim}")
+        OpSig::Rope { tokens, heads, head_dim, part, x } => {
+            let part = part.map_or(String::new(), |RotaryPart { first, length, interleaved }| {
+                let pairs = if interleaved { ".neighbours" } else { "" };
+                format!(".from{first}.rotated{length}{pairs}")
+            });
+            format!("{name}.{x}.t{tokens}.heads{heads}.d{head_dim}{part}")
         }
-        OpSig::KvWrite { tokens, kv: KvShape { kv_heads, head_dim, dtype: kv, .. }, .. }
-        | OpSig::KvGather { tokens, kv: KvShape { kv_heads, head_dim, dtype: kv, .. }, .. }
-        | OpSig::KvScatter { tokens, kv: KvShape { kv_heads, head_dim, dtype: kv, .. }, .. } => {
-            format!("{name}.{kv}.t{tokens}.kv{kv_heads}.d{head_dim}")
+        OpSig::CopyColumns { rows, cols, from, to, x } => {
+            format!("{name}.{x}.t{rows}.h{cols}.from{}of{}.to{}of{}", from.first, from.row, to.first, to.row)
+        }
+        OpSig::KvWrite { tokens, kv: KvShape { kv_heads, head_dim, dtype: kv, latent, .. }, .. }
+        | OpSig::KvGather { tokens, kv: KvShape { kv_heads, head_dim, dtype: kv, latent, .. }, .. }
+        | OpSig::KvScatter { tokens, kv: KvShape { kv_heads, head_dim, dtype: kv, latent, .. }, .. } => {
+            format!("{name}.{kv}.t{tokens}.kv{kv_heads}.d{head_dim}{}", values_suffix(latent))
         }
         OpSig::AttnMerge { parts, rows, head_dim, out, .. } => {
             format!("{name}.{out}.p{parts}.t{rows}.d{head_dim}")
@@ -280,6 +289,11 @@ fn op_id(sig: &OpSig) -> String {
         OpSig::Sample { rows, cols, .. } => format!("{name}.f32.t{rows}.v{cols}"),
         OpSig::Copy { bytes } | OpSig::Fill { bytes, .. } => format!("{name}.u32.e{}", bytes / 4),
     }
+}
+
+/// The length of values that keys contain.
+fn values_suffix(latent: Option<LatentKv>) -> String {
+    latent.map_or(String::new(), |latent| format!(".latent{}", latent.rank))
 }
 
 /// Returns the dtype of a product that stays an activation.
@@ -357,20 +371,36 @@ fn small_op(kind: &str, dtype: DType, f: &mut Fields, page_tokens: u32) -> Optio
             let (rows, cols) = (f.take("t")?, f.take("h")?);
             OpSig::RmsNorm { rows, cols, eps: EPS, x: DType::F32, weight: dtype, out: dtype }
         }
-        "rope" => {
-            OpSig::Rope { tokens: f.take("t")?, heads: f.take("heads")?, head_dim: f.take("d")?, x: dtype }
-        }
+        "rope" => OpSig::Rope {
+            tokens: f.take("t")?,
+            heads: f.take("heads")?,
+            head_dim: f.take("d")?,
+            part: None,
+            x: dtype,
+        },
         "kv_write" => {
             let (tokens, kv_heads, head_dim) = kv_op(f)?;
-            OpSig::KvWrite { tokens, x: dtype, kv: KvShape { kv_heads, head_dim, page_tokens, dtype } }
+            OpSig::KvWrite {
+                tokens,
+                x: dtype,
+                kv: KvShape { kv_heads, head_dim, page_tokens, dtype, latent: None },
+            }
         }
         "kv_gather" => {
             let (tokens, kv_heads, head_dim) = kv_op(f)?;
-            OpSig::KvGather { tokens, wire: dtype, kv: KvShape { kv_heads, head_dim, page_tokens, dtype } }
+            OpSig::KvGather {
+                tokens,
+                wire: dtype,
+                kv: KvShape { kv_heads, head_dim, page_tokens, dtype, latent: None },
+            }
         }
         "kv_scatter" => {
             let (tokens, kv_heads, head_dim) = kv_op(f)?;
-            OpSig::KvScatter { tokens, wire: dtype, kv: KvShape { kv_heads, head_dim, page_tokens, dtype } }
+            OpSig::KvScatter {
+                tokens,
+                wire: dtype,
+                kv: KvShape { kv_heads, head_dim, page_tokens, dtype, latent: None },
+            }
         }
         "attn_merge" => OpSig::AttnMerge {
             parts: f.take("p")?,
@@ -438,7 +468,7 @@ pub(crate) fn attn_decode(
         heads: heads.ratio.checked_mul(heads.kv)?,
         pages_max: context.div_ceil(page_tokens.max(1)),
         x: dtype,
-        kv: KvShape { kv_heads: heads.kv, head_dim: heads.dim, page_tokens, dtype },
+        kv: KvShape { kv_heads: heads.kv, head_dim: heads.dim, page_tokens, dtype, latent: None },
     })
 }
 
@@ -461,7 +491,7 @@ pub(crate) fn attn_prefill(
         window: None,
         sinks: false,
         x: dtype,
-        kv: KvShape { kv_heads: heads.kv, head_dim: heads.dim, page_tokens, dtype },
+        kv: KvShape { kv_heads: heads.kv, head_dim: heads.dim, page_tokens, dtype, latent: None },
     })
 }
 
@@ -486,96 +516,5 @@ fn glob(pattern: &str, text: &str) -> bool {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-
-    const NAMES: [&str; 24] = [
-        "gemm.bf16.m512.n4096.k4096",
-        "gemm.f32.m1.n2048.k5632.acc",
-        "gemm.bf16.m1.n32000.k2048.logits",
-        "gemm.f8e4m3.m64.n4096.k4096",
-        "attn_decode.bf16.b16.c16384.gqa4",
-        "attn_decode.f16.b1.c512.gqa8.kv4.d64",
-        "attn_prefill.bf16.t512.c0.gqa4",
-        "rms_norm.bf16.t8.h4096",
-        "rope.bf16.t8.heads32.d64",
-        "embed.bf16.t8.v32000.h2048",
-        "kv_gather.bf16.t16.kv8.d128",
-        "silu_mul.bf16.e4096",
-        "clamped_swiglu.bf16.e4096",
-        "route.f32.t8.e128.a8",
-        "grouped_gemm.bf16.r64.fan8.e16.touched2.n768.k2048",
-        "combine.bf16.t8.a8.h2048",
-        "sample.f32.t8.v128256",
-        "attn_merge.bf16.p1.t32.d64",
-        "memory_read.512MiB",
-        "copy_h2d.4KiB",
-        "copy_d2d.100B",
-        "launch.empty",
-        "launch.replay100",
-        "sustained.gemm",
-    ];
-
-    #[test]
-    fn names_are_stable() {
-        for name in NAMES {
-            let work = Work::parse(name, 32).unwrap_or_else(|| panic!("{name}"));
-            assert_eq!(work.id(), name);
-            if let Work::Op(sig) = work {
-                assert_eq!(sig.check(), Ok(()), "{name}");
-            }
-        }
-    }
-
-    #[test]
-    fn what_is_no_name_is_none() {
-        for wrong in [
-            "gemm",
-            "gemm.bf16",
-            "gemm.bf16.m0.n1.k1",
-            "gemm.bf16.m1.n1.k1.z3",
-            "gemm.bf16.k1.n1.m1",
-            "gemm.int4.m1.n1.k1",
-            "gemm.bfloat16.m1.n1.k1",
-            "gemm.bf16.m99999999999.n1.k1",
-            "attn_decode.bf16.b1.c1.gqa4294967295",
-            "rope.bf16.t1.heads1.d3",
-            "memory_read.0MiB",
-            "memory_read.1024KiB",
-            "memory_read.99999999999999GiB",
-            "launch.commands",
-            "sustained.",
-            "",
-            "..",
-        ] {
-            assert_eq!(Work::parse(wrong, 32), None, "{wrong}");
-        }
-    }
-
-    #[test]
-    fn patterns_name_groups_and_globs() {
-        let work = Work::parse("gemm.bf16.m512.n4096.k4096", 32).unwrap();
-        for yes in ["gemm", "gemm.*", "*", "gemm.bf16.m512.n4096.k4096", "*.m512.*", "g*m.*k4096"] {
-            assert!(matches(yes, &work), "{yes}");
-        }
-        for no in ["gem", "gemm.f32*", "*k409", "decode", "attention", "", "*m512*m512*"] {
-            assert!(!matches(no, &work), "{no}");
-        }
-        assert!(matches("attention", &Work::parse("attn_prefill.bf16.t512.c0.gqa4", 32).unwrap()));
-    }
-
-    proptest! {
-        #[test]
-        fn any_text_is_a_name_or_none(text in "[a-z_]{1,12}(\\.[a-z]{1,6}[0-9]{0,11}){0,5}") {
-            if let Some(work) = Work::parse(&text, 16) {
-                prop_assert_eq!(work.id(), text);
-            }
-        }
-
-        #[test]
-        fn sizes_are_read_back(bytes in 1u64..1 << 50) {
-            prop_assert_eq!(parse_size(&size(bytes)), Some(bytes));
-        }
-    }
-}
+#[path = "work_tests.rs"]
+mod tests;

@@ -12,7 +12,6 @@ use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressStyle};
 use mixfleet_hal::cast::{to_u32, to_u64, to_usize};
 use mixfleet_hal::memory::SharedMemory;
-use mixfleet_hal::op::KvShape;
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::transport::Transport;
 use mixfleet_hal::units::{Bytes, GIB, UsdPerHour};
@@ -160,16 +159,14 @@ fn exchange(
     with_pools.sort_by_key(|(role, _)| !role.prefills());
     let pools: Vec<Pool> = with_pools.into_iter().map(|(_, pool)| pool.clone()).collect();
     let config = &model.checkpoint.config;
+    if config.latent.is_some() {
+        return Err(Usage("--kv-exchange: other engines' layout of latents is not known".to_owned()).into());
+    }
     let parts = KvExchangeParts {
         url,
         identity: identity.clone(),
         layers: config.layers,
-        kv: KvShape {
-            kv_heads: config.kv_heads,
-            head_dim: config.head_dim,
-            page_tokens: pools.first().map_or(0, |pool| to_u32(pool.block_size().1)),
-            dtype: model.kv,
-        },
+        kv: config.kv_shape(pools.first().map_or(0, |pool| to_u32(pool.block_size().1)), model.kv),
         pools,
         metrics: metrics.clone(),
     };

@@ -138,10 +138,10 @@ impl InstanceKv {
             let at = memory.slot_ids.range(first.slot * 4, slots.len() as u64 * 4);
             keeper.device.write(&at, bytemuck::cast_slice(&slots))?;
         }
-        let (k, v) = &keeper.pools[layer];
+        let pools = &keeper.pools[layer];
         let gather = |(wire, Place { own, slot, offset }): (DType, &Place)| {
             let slots = memory.slot_ids.range(slot * 4, own.slots.len() as u64 * 4);
-            keeper.pages.gather((k, v), slots, (memory.layer(layer).range(*offset, own.bytes), wire))
+            keeper.pages.gather(pools, slots, (memory.layer(layer).range(*offset, own.bytes), wire))
         };
         its.map(gather).collect()
     }

@@ -8,6 +8,7 @@
 use super::leaving::StepMemory;
 use super::messages::{HandOff, PieceId};
 use super::worker::COPY_TIMEOUT;
+use crate::model::attention::pools;
 use mixfleet_hal::cast::{to_u32, to_usize};
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::{BufferUsage, Cmd, DType, Device, Error, KvShape, OpSig, Queue, Result, Slice, Ticket};
@@ -55,28 +56,28 @@ impl Pages {
     /// Copies from `slots` of a layer, with these pools of keys and values, to the wire layout.
     pub(super) fn gather(
         &self,
-        (k, v): (&Slice, &Slice),
+        layer: &(Slice, Slice),
         slots: Slice,
         (to, wire): (Slice, DType),
     ) -> Result<Cmd> {
         let tokens = to_u32(slots.bytes / 4);
         let sig = OpSig::KvGather { tokens, wire, kv: self.shape };
-        Cmd::new(sig, &[slots, k.clone(), v.clone(), to])
+        let mut args = vec![slots];
+        args.extend(pools(&self.shape, layer));
+        args.push(to);
+        Cmd::new(sig, &args)
     }
 
     /// Copies from the wire layout to `slots` of a layer, with these pools of keys and values.
     ///
     /// # Errors
     /// `Invalid` if the operands do not fit.
-    pub fn scatter(
-        &self,
-        (k, v): (&Slice, &Slice),
-        slots: Slice,
-        (from, wire): (Slice, DType),
-    ) -> Result<Cmd> {
+    pub fn scatter(&self, layer: &(Slice, Slice), slots: Slice, (from, wire): (Slice, DType)) -> Result<Cmd> {
         let tokens = to_u32(slots.bytes / 4);
         let sig = OpSig::KvScatter { tokens, wire, kv: self.shape };
-        Cmd::new(sig, &[from, slots, k.clone(), v.clone()])
+        let mut args = vec![from, slots];
+        args.extend(pools(&self.shape, layer));
+        Cmd::new(sig, &args)
     }
 }
 
@@ -396,14 +397,14 @@ impl Keeper {
         &self,
         own: &OwnSpan,
         wire: DType,
-        copy: impl Fn(&Pages, (&Slice, &Slice), Slice, (Slice, DType)) -> Result<Cmd>,
+        copy: impl Fn(&Pages, &(Slice, Slice), Slice, (Slice, DType)) -> Result<Cmd>,
     ) -> Result<Vec<Cmd>> {
         let slots = self.pages.upload(&*self.device, &own.slots)?;
         let layer_bytes = own.bytes / own.layers.len() as u64;
         let of_layer = |(at, layer): (u64, u32)| {
-            let (k, v) = &self.pools[(layer - self.part.layers.start) as usize];
+            let pools = &self.pools[(layer - self.part.layers.start) as usize];
             let staged = (self.staged.range(at * layer_bytes, layer_bytes), wire);
-            copy(&self.pages, (k, v), slots.clone(), staged)
+            copy(&self.pages, pools, slots.clone(), staged)
         };
         (0..).zip(own.layers.clone()).map(of_layer).collect()
     }
@@ -424,6 +425,8 @@ struct Runs<'a> {
     row: usize,
     width: usize,
     offset: usize,
+    /// Rows of a token: keys, and values where they are apart.
+    of_token: usize,
 }
 
 impl<'a> Runs<'a> {
@@ -436,12 +439,13 @@ impl<'a> Runs<'a> {
             row: whole.kv_heads as usize * head,
             width: part.kv_heads.len() * head,
             offset: part.kv_heads.start as usize * head,
+            of_token: whole.pools() as usize,
         }
     }
 
     /// All of them in the span, if they are one.
     fn only(&self) -> Option<Range<usize>> {
-        let start = self.before * self.tokens * 2 * self.row;
+        let start = self.before * self.tokens * self.of_token * self.row;
         let is_one = self.width == self.row && self.own.rows.len() == self.tokens;
         is_one.then(|| start..start + to_usize(self.own.bytes))
     }
@@ -452,8 +456,8 @@ impl<'a> Runs<'a> {
         for layer in 0..self.own.layers.len() {
             for &token in &self.own.rows {
                 // keys, then values
-                for row in 0..2 {
-                    let place = ((self.before + layer) * self.tokens + token as usize) * 2 + row;
+                for row in 0..self.of_token {
+                    let place = ((self.before + layer) * self.tokens + token as usize) * self.of_token + row;
                     let start = place * self.row + self.offset;
                     copy(start..start + self.width, at..at + self.width);
                     at += self.width;

@@ -24,7 +24,7 @@ impl Rig {
     fn new(shape: &ModelShape, parts: Vec<Option<KvPart>>) -> Result<Self> {
         let kv_heads = shape.kv_heads;
         let (head_dim, page_tokens, dtype) = (shape.head_dim, shape.page_tokens, shape.kv);
-        let whole = KvShape { kv_heads, head_dim, page_tokens, dtype };
+        let whole = KvShape { kv_heads, head_dim, page_tokens, dtype, latent: None };
         let last = parts.len() - 1;
         let devices = parts.into_iter().enumerate().map(|(at, part)| {
             // the layout of pages is a backend's own

@@ -3,7 +3,7 @@
 use crate::model::experts::Mixture;
 use crate::model::graph::StepShape;
 use crate::model::product::{embedding, product};
-use crate::model::{ExpertWeights, MlpWeights, ModelConfig, Tensor, Weights};
+use crate::model::{ExpertWeights, KvWeights, MlpWeights, ModelConfig, Tensor, Weights};
 use mixfleet_hal::{DType, Device, Error, MatrixKind, OpSig, Result, Scalar, Support};
 
 /// Checks that the device supports the operations with weights that differ between models.
@@ -21,10 +21,6 @@ pub(super) fn check_products(
     let mut needed = vec![
         // that of the embedding, or of rows of the rope table
         embedding(1, c.vocab, c.hidden, weights.embed.as_ref().map_or(plain, Tensor::kind)),
-        gemm(&layer.q, (q_cols, c.hidden), x),
-        gemm(&layer.k, (c.kv_heads * head_dim, c.hidden), x),
-        gemm(&layer.v, (c.kv_heads * head_dim, c.hidden), x),
-        gemm(&layer.o, (c.hidden, q_cols), DType::F32),
         OpSig::RmsNorm {
             rows: 1,
             cols: c.hidden,
@@ -33,9 +29,23 @@ pub(super) fn check_products(
             weight: layer.attn_norm.dtype,
             out: x,
         },
-        OpSig::Rope { tokens: 1, heads, head_dim, x },
         OpSig::SiluMul { elements: 1, x },
     ];
+    match (&layer.kv, &c.latent) {
+        (KvWeights::Apart([k, v]), _) => {
+            let kv_cols = c.kv_heads * head_dim;
+            needed.push(gemm(&layer.q, (q_cols, c.hidden), x));
+            needed.extend([k, v].map(|weight| gemm(weight, (kv_cols, c.hidden), x)));
+            needed.push(gemm(&layer.o, (c.hidden, q_cols), DType::F32));
+            needed.push(OpSig::Rope { tokens: 1, heads, head_dim, part: None, x });
+        }
+        (KvWeights::Latent(weights), Some(latent)) => {
+            needed.extend(latent.operations((&layer.q, weights), (c.hidden, heads), x));
+            let columns = heads * latent.lengths.v;
+            needed.push(gemm(&layer.o, (c.hidden, columns), DType::F32));
+        }
+        (KvWeights::Latent(_), None) => return Err(Error::invalid("latents without latent attention")),
+    }
     if let Some(MlpWeights { gate, up, down, .. }) = &layer.mlp {
         let inner = c.experts_of(0).map_or(c.intermediate, |experts| experts.shared);
         needed.extend([gate, up].map(|weight| gemm(weight, (inner, c.hidden), x)));
@@ -66,7 +76,7 @@ fn of_experts(c: &ModelConfig, experts: &Mixture, weights: &ExpertWeights, x: DT
     };
     vec![
         function,
-        OpSig::Route { tokens: 1, bias: false, routing },
+        OpSig::Route { tokens: 1, bias: weights.correction.is_some(), routing },
         product(true, rows, c.hidden, (&weights.gate, gate_bias)),
         product(false, c.hidden, inner, (&weights.down, down_bias)),
         OpSig::Combine { tokens: 1, active: routing.active, cols: c.hidden, x, accumulate: true },
@@ -89,7 +99,7 @@ pub(super) fn check_attention(device: &dyn Device, c: &ModelConfig, shape: &Step
         OpSig::AttnMerge {
             parts: 1,
             rows: heads,
-            head_dim: c.head_dim,
+            head_dim: kv.value_dim(),
             sinks: if sinks { heads } else { 0 },
             out: x,
         },

@@ -240,7 +240,7 @@ impl<'a> ApartBatch<'a> {
         let mut list = match layer.checked_sub(1) {
             None => forward.embed(pass)?,
             Some(before) => {
-                let mut list = vec![forward.attention_output(before, pass)?];
+                let mut list = forward.attention_output(before, pass)?;
                 list.extend(forward.mlp_block(before, pass)?);
                 list
             }

@@ -4,6 +4,7 @@ use super::ModelConfig;
 use super::attention::{AttentionArena, distinct_windows};
 use super::experts::Mixture;
 use super::graph::StepShape;
+use super::latent::LatentArena;
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::sample::PARAMETER_WORDS;
 use mixfleet_hal::{BufferUsage, DType, Device, Result, Slice};
@@ -21,9 +22,10 @@ pub(super) struct Arena {
     pub(super) up: Slice,   // likewise, or nothing
     pub(super) inner: Slice, // likewise
     pub(super) experts: Option<ExpertArena>,
+    pub(super) latent: Option<LatentArena>,
     pub(super) picked: Slice,  // [sequences, hidden] f32
     pub(super) logits: Slice,  // [sequences, vocab] f32
-    pub(super) cos_sin: Slice, // [tokens, head_dim] f32
+    pub(super) cos_sin: Slice, // [tokens, rotated] f32
 }
 
 /// What a step needs to go through experts.
@@ -90,9 +92,14 @@ impl Arena {
                 .as_ref()
                 .map(|experts| ExpertArena::new(experts, (tokens, hidden * x), &alloc))
                 .transpose()?,
+            latent: c
+                .latent
+                .as_ref()
+                .map(|latent| LatentArena::new(c, latent, (tokens, x), &alloc))
+                .transpose()?,
             picked: alloc(sequences * hidden * 4)?,
             logits: alloc(sequences * vocab * 4)?,
-            cos_sin: alloc(tokens * u64::from(c.head_dim) * 4)?,
+            cos_sin: alloc(tokens * u64::from(c.rotated()) * 4)?,
         })
     }
 }

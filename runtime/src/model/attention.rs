@@ -3,6 +3,7 @@
 use super::ModelConfig;
 use super::arena::{Packer, rows_of};
 use super::graph::{StepInput, StepShape};
+use super::latent::LatentHeads;
 use super::reach::{KvSizes, visible};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{BufferUsage, Cmd, DType, Device, Error, KvShape, OpSig, Result, Slice};
@@ -29,9 +30,9 @@ pub(super) struct Attention {
 pub(super) struct AttentionArena {
     pub(super) q: Slice,        // [tokens, heads, head_dim]
     pub(super) k: Slice,        // [tokens, kv_heads, head_dim]
-    pub(super) v: Slice,        // [tokens, kv_heads, head_dim]
-    pub(super) attended: Slice, // [tokens, heads, head_dim]; before that, q before its norm
-    pub(super) acc: Slice,      // [decodes, heads, head_dim] f32
+    pub(super) v: Slice,        // [tokens, kv_heads, head_dim]; with latents, these
+    pub(super) attended: Slice, // [tokens, heads, value_dim]; before that, q before its norm
+    pub(super) acc: Slice,      // [decodes, heads, value_dim] f32
     pub(super) stat: Slice,     // [decodes, heads, 2] f32
 }
 
@@ -80,12 +81,21 @@ impl AttentionArena {
         let c = config;
         let (q_cols, kv_cols) = (u64::from(c.heads * c.head_dim), u64::from(c.kv_heads * c.head_dim));
         let x = x.size_bytes();
+        // with latents: these before they are joined to keys, and whole queries
+        let (v_cols, out_cols, attended) = match &c.latent {
+            Some(LatentHeads { lengths, .. }) => {
+                let whole = lengths.kv_rank.max(lengths.nope + lengths.rope);
+                let of = |length: u32| u64::from(c.heads) * u64::from(length);
+                (lengths.kv_rank.into(), of(lengths.kv_rank), of(whole))
+            }
+            None => (kv_cols, q_cols, q_cols),
+        };
         Ok(AttentionArena {
             q: alloc(tokens * q_cols * x)?,
             k: alloc(tokens * kv_cols * x)?,
-            v: alloc(tokens * kv_cols * x)?,
-            attended: alloc(tokens * q_cols * x)?,
-            acc: alloc(decodes * q_cols * 4)?,
+            v: alloc(tokens * v_cols * x)?,
+            attended: alloc(tokens * attended * x)?,
+            acc: alloc(decodes * out_cols * 4)?,
             stat: alloc(decodes * u64::from(c.heads) * 8)?,
         })
     }
@@ -199,7 +209,14 @@ impl Attention {
         let windows = distinct_windows(config);
         let place = |window| windows.iter().position(|w| w == window).expect("every window is listed");
         Ok(Attention {
-            pools: (0..config.layers).map(|_| Ok((pool()?, pool()?))).collect::<Result<_>>()?,
+            pools: (0..config.layers)
+                .map(|_| {
+                    let keys = pool()?;
+                    // where keys contain values, they stand for these
+                    let values = if kv.latent.is_some() { keys.clone() } else { pool()? };
+                    Ok((keys, values))
+                })
+                .collect::<Result<_>>()?,
             kv,
             heads: config.heads,
             x: shape.activations,
@@ -230,34 +247,39 @@ impl Attention {
         list: &mut Vec<Cmd>,
     ) -> Result<()> {
         let (x, kv, heads, tokens) = (self.x, self.kv, self.heads, sizes.tokens);
-        let head_dim = kv.head_dim;
+        let (head_dim, value_dim) = (kv.head_dim, kv.value_dim());
         let sinks = self.sinks.as_ref().map(|sinks| &sinks[at]);
         if self.has_sinks && sinks.is_none() {
             return Err(Error::unsupported("the sinks of this model's attention were not loaded here"));
         }
-        let (k_pool, v_pool) = self.pools[at].clone();
+        let pools = pools(&kv, &self.pools[at]);
         if sizes.written > 0 {
             let k = rows_of(&arena.k, sizes.written, kv.kv_heads * head_dim, x);
-            let v = rows_of(&arena.v, sizes.written, kv.kv_heads * head_dim, x);
+            let v = rows_of(&arena.v, sizes.written, kv.kv_heads * value_dim, x);
             let sig = OpSig::KvWrite { tokens: sizes.written, x, kv };
-            list.push(Cmd::new(sig, &[k, v, inputs.slots.clone(), k_pool.clone(), v_pool.clone()])?);
+            let mut args: Vec<Slice> = [k, v].into_iter().take(pools.len()).collect();
+            args.push(inputs.slots.clone());
+            args.extend(pools.iter().cloned());
+            list.push(Cmd::new(sig, &args)?);
         }
 
         let which = self.window_of[at];
         let (window, kv_sizes) = (self.windows[which], sizes.kv[which]);
-        let row_bytes = u64::from(heads * head_dim) * x.size_bytes();
-        let split = u64::from(sizes.decodes) * row_bytes;
-        let rest = u64::from(tokens - sizes.decodes) * row_bytes;
+        let rows_from = |slice: &Slice, from: u32, rows: u32, columns: u32| {
+            let row_bytes = u64::from(columns) * x.size_bytes();
+            slice.range(u64::from(from) * row_bytes, u64::from(rows) * row_bytes)
+        };
         if sizes.decodes > 0 {
             let (sequences, rows) = (sizes.decodes, sizes.decodes * heads);
-            let acc = rows_of(&arena.acc, rows, head_dim, DType::F32);
+            let acc = rows_of(&arena.acc, rows, value_dim, DType::F32);
             let stat = rows_of(&arena.stat, rows, 2, DType::F32);
             let (kv_tokens, pages_max) = (kv_sizes.decode_tokens, sizes.decode_pages_max);
             let sig = OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, x, kv };
             let (range, pages) = (inputs.ranges[which].clone(), inputs.decode_pages.clone());
-            let q = arena.q.range(0, split);
-            let (k_pool, v_pool) = (k_pool.clone(), v_pool.clone());
-            list.push(Cmd::new(sig, &[q, range, pages, k_pool, v_pool, acc.clone(), stat.clone()])?);
+            let mut args = vec![rows_from(&arena.q, 0, sequences, heads * head_dim), range, pages];
+            args.extend(pools.iter().cloned());
+            args.extend([acc.clone(), stat.clone()]);
+            list.push(Cmd::new(sig, &args)?);
             // sinks of rows that others attend to as well join where all parts are
             let bare = if sinks.is_some() { sizes.partial * heads } else { rows };
             let mut merge = |from: u32, rows: u32, sinks: Option<&Slice>| -> Result<()> {
@@ -265,9 +287,10 @@ impl Attention {
                     let row = u64::from(columns) * dtype.size_bytes();
                     slice.range(u64::from(from) * row, u64::from(rows) * row)
                 };
-                let mut args = vec![part(&acc, head_dim, DType::F32), part(&stat, 2, DType::F32)];
+                let mut args = vec![part(&acc, value_dim, DType::F32), part(&stat, 2, DType::F32)];
                 args.extend(sinks.cloned());
-                args.push(part(&arena.attended, head_dim, x));
+                args.push(part(&arena.attended, value_dim, x));
+                let head_dim = value_dim;
                 let sinks = if sinks.is_some() { heads } else { 0 };
                 list.push(Cmd::new(OpSig::AttnMerge { parts: 1, rows, head_dim, sinks, out: x }, &args)?);
                 Ok(())
@@ -280,8 +303,9 @@ impl Attention {
             }
         }
         if sizes.prefills > 0 {
+            let (first, rows) = (sizes.decodes, tokens - sizes.decodes);
             let sig = OpSig::AttnPrefill {
-                tokens: tokens - sizes.decodes,
+                tokens: rows,
                 sequences: sizes.prefills,
                 pairs: kv_sizes.prefill_pairs,
                 kv_tokens: kv_sizes.prefill_tokens,
@@ -293,15 +317,22 @@ impl Attention {
                 kv,
             };
             let (query_start, context) = (inputs.query_start.clone(), inputs.context.clone());
-            let (q, out) = (arena.q.range(split, rest), arena.attended.range(split, rest));
+            let q = rows_from(&arena.q, first, rows, heads * head_dim);
+            let out = rows_from(&arena.attended, first, rows, heads * value_dim);
             let pages = inputs.prefill_pages.clone();
-            let mut args = vec![q, query_start, context, pages, k_pool, v_pool];
+            let mut args = vec![q, query_start, context, pages];
+            args.extend(pools);
             args.extend(sinks.cloned());
             args.push(out);
             list.push(Cmd::new(sig, &args)?);
         }
         Ok(())
     }
+}
+
+/// The pools of a layer that operations take.
+pub(crate) fn pools(kv: &KvShape, (keys, values): &(Slice, Slice)) -> Vec<Slice> {
+    [keys, values].into_iter().take(kv.pools() as usize).cloned().collect()
 }
 
 /// Puts the sinks of each layer on a device, if they are known.

@@ -1,8 +1,9 @@
 //! The shape of a decoder-only transformer, whatever family it comes from.
 
 use super::experts::Mixture;
+use super::latent::LatentHeads;
 use mixfleet_hal::cast::to_u32;
-use mixfleet_hal::{DType, KvShape, WeightFormat};
+use mixfleet_hal::{DType, KvShape, LatentKv, WeightFormat};
 use mixfleet_scheduler::cost::{AttnSplit, MemberShare, ModelShape, Partition};
 use std::sync::Arc;
 
@@ -20,10 +21,13 @@ pub struct ModelConfig {
     pub layers: u32,
     /// Query heads.
     pub heads: u32,
-    /// KV heads; divides `heads`.
+    /// KV heads; divides `heads`. One with latent attention.
     pub kv_heads: u32,
-    /// Length of a head; need not be hidden / heads.
+    /// Length of a head; need not be hidden / heads. With latent attention that of a latent and the rotated
+    /// part of a key.
     pub head_dim: u32,
+    /// Latent attention, if layers have it (DeepSeek).
+    pub latent: Option<LatentHeads>,
     /// Rows of the embedding and of the LM head.
     pub vocab: u32,
     /// Longest sequence, prompt and output together.
@@ -62,7 +66,14 @@ pub struct ModelConfig {
 impl ModelConfig {
     /// Its KV in pages of so many tokens.
     pub fn kv_shape(&self, page_tokens: u32, dtype: DType) -> KvShape {
-        KvShape { kv_heads: self.kv_heads, head_dim: self.head_dim, page_tokens, dtype }
+        let latent =
+            self.latent.as_ref().map(|latent| LatentKv { rank: latent.lengths.kv_rank, scale: latent.scale });
+        KvShape { kv_heads: self.kv_heads, head_dim: self.head_dim, page_tokens, dtype, latent }
+    }
+
+    /// Length of a row of cosines and sines.
+    pub fn rotated(&self) -> u32 {
+        to_u32(2 * self.rope.inv_freq.len())
     }
 
     /// KV bytes of one token over all layers.
@@ -151,7 +162,7 @@ impl ModelConfig {
             sinks: self.sinks.is_some(),
             format: self.format,
             experts: self.experts.as_ref().map(Mixture::cost),
-            latent: None,
+            latent: self.latent.as_ref().map(|latent| latent.lengths),
             linear: None,
         }
     }
@@ -160,14 +171,14 @@ impl ModelConfig {
 /// Rotary position embedding, resolved to what the tables need.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rope {
-    /// Inverse frequencies, head_dim / 2 of them, after the family's scaling.
+    /// Inverse frequencies, one for each pair, after the family's scaling.
     pub inv_freq: Vec<f32>,
     /// Multiplies cosines and sines (yarn's attention factor); 1 otherwise.
     pub scale: f32,
 }
 
 impl Rope {
-    /// The `cos_sin [positions, head_dim]` table of the `Rope` operation.
+    /// The `cos_sin [positions, rotated]` table of the `Rope` operation.
     pub fn table(&self, positions: &[u32]) -> Vec<f32> {
         let mut table = Vec::with_capacity(positions.len() * self.inv_freq.len() * 2);
         for &position in positions {

@@ -3,8 +3,9 @@
 use super::error::Result;
 use super::fields::Fields;
 use mixfleet_hal::cast::{to_f32, to_u32};
-use mixfleet_hal::{ExpertRouting, Scalar};
+use mixfleet_hal::{ExpertRouting, OpSig, Scalar, Scoring};
 use mixfleet_scheduler::cost::Experts;
+use serde_json::Value;
 
 /// Bounds well above any real model.
 const EXPERTS_MAX: u32 = 1 << 12;
@@ -19,6 +20,8 @@ pub struct Mixture {
     pub intermediate: u32,
     /// Length of the shared expert's inner layer, which every token goes through; 0 without one.
     pub shared: u32,
+    /// Whether a bias corrects the choice (DeepSeek-V3).
+    pub correction: bool,
     /// Whether a gate of its own scales what the shared expert makes of a token (Qwen2-MoE).
     pub shared_gate: bool,
     /// Whether each layer has experts; the others have an MLP.
@@ -36,6 +39,8 @@ pub enum ExpertNames {
     Projections,
     /// `block_sparse_moe.experts.0.w1` and so on, and a router `block_sparse_moe.gate` (Mixtral).
     Numbered,
+    /// As `Projections`, and shared experts `mlp.shared_experts` (DeepSeek).
+    DeepSeek,
     /// `mlp.experts.gate_up_proj` and `mlp.experts.down_proj` of all experts, and a router `mlp.router`
     /// (gpt-oss).
     Fused,
@@ -45,7 +50,7 @@ impl ExpertNames {
     /// The router, within a layer.
     pub(super) const fn router(self) -> &'static str {
         match self {
-            ExpertNames::Projections => "mlp.gate",
+            ExpertNames::Projections | ExpertNames::DeepSeek => "mlp.gate",
             ExpertNames::Numbered => "block_sparse_moe.gate",
             ExpertNames::Fused => "mlp.router",
         }
@@ -54,15 +59,23 @@ impl ExpertNames {
     /// Where the experts of a layer are.
     pub(super) const fn experts(self) -> &'static str {
         match self {
-            ExpertNames::Projections | ExpertNames::Fused => "mlp.experts",
+            ExpertNames::Projections | ExpertNames::DeepSeek | ExpertNames::Fused => "mlp.experts",
             ExpertNames::Numbered => "block_sparse_moe.experts",
+        }
+    }
+
+    /// The shared expert of a layer.
+    pub(super) const fn shared(self) -> &'static str {
+        match self {
+            ExpertNames::DeepSeek => "mlp.shared_experts",
+            _ => SHARED,
         }
     }
 
     /// Gate, up and down of an expert.
     pub(super) const fn matrices(self) -> [&'static str; 3] {
         match self {
-            ExpertNames::Projections => ["gate_proj", "up_proj", "down_proj"],
+            ExpertNames::Projections | ExpertNames::DeepSeek => ["gate_proj", "up_proj", "down_proj"],
             ExpertNames::Numbered => ["w1", "w3", "w2"],
             ExpertNames::Fused => [GATE_UP, GATE_UP, DOWN],
         }
@@ -80,7 +93,10 @@ pub(super) fn is_fused(name: &str) -> bool {
     [GATE_UP, DOWN].iter().any(|matrix| name.ends_with(&format!(".experts.{matrix}")))
 }
 
-/// The shared expert and its gate, within a layer.
+/// What corrects the choice, within a layer.
+pub(super) const CORRECTION: &str = "mlp.gate.e_score_correction_bias";
+
+/// The shared expert and its gate, within a layer; the first is a part of its other name.
 pub(super) const SHARED: &str = "mlp.shared_expert";
 pub(super) const SHARED_GATE: &str = "mlp.shared_expert_gate";
 
@@ -104,6 +120,9 @@ impl Mixture {
         layers: u32,
         intermediate: u32,
     ) -> Result<Option<Self>> {
+        if family.starts_with("deepseek") || family == "kimi_k2" {
+            return deepseek(fields, family, layers).map(Some);
+        }
         let names = match family {
             "mixtral" => ExpertNames::Numbered,
             "gpt_oss" => ExpertNames::Fused,
@@ -142,6 +161,7 @@ impl Mixture {
             routing: ExpertRouting::softmax(count, active, normalise),
             intermediate,
             shared,
+            correction: false,
             shared_gate: qwen2,
             layers: if uniform { vec![true; layers as usize] } else { sparse_layers(fields, layers)? },
             clamped: if gpt_oss { Some(clamp(fields)?) } else { None },
@@ -175,6 +195,7 @@ impl Mixture {
             shared_gate: self.shared_gate,
             clamped: self.clamped.is_some(),
             routing: Some(self.routing),
+            correction: self.correction,
             ..Experts::new(self.routing.experts, self.routing.active, self.intermediate)
         }
     }
@@ -185,6 +206,81 @@ impl Mixture {
         let all = u64::from(self.routing.active) * u64::from(self.intermediate);
         all.max(u64::from(self.shared)).max(u64::from(plain))
     }
+}
+
+/// The experts of DeepSeek-V2 and V3 and of what has their form: the first layers have none, all experts that
+/// every token goes through are one, and groups limit the choice.
+fn deepseek(fields: &Fields, family: &str, layers: u32) -> Result<Mixture> {
+    let v2 = family == "deepseek_v2";
+    let count = fields.count_required("n_routed_experts", EXPERTS_MAX)?;
+    let active = fields.count_required("num_experts_per_tok", EXPERTS_MAX)?;
+    let intermediate = fields.count_required("moe_intermediate_size", INNER_MAX)?;
+    let shared = fields.count("n_shared_experts", EXPERTS_MAX)?.unwrap_or(0);
+    let shared = intermediate.checked_mul(shared).filter(|inner| *inner <= INNER_MAX);
+    let shared = shared.ok_or_else(|| fields.error("n_shared_experts", "the shared experts are too long"))?;
+    let scoring = match fields.text("scoring_func")?.unwrap_or(if v2 { "softmax" } else { "sigmoid" }) {
+        "softmax" => Scoring::Softmax,
+        "sigmoid" => Scoring::Sigmoid,
+        other => {
+            let problem = format!("'{other}' is not supported; supported: softmax, sigmoid");
+            return Err(fields.error("scoring_func", problem));
+        }
+    };
+    // best experts of a group that say how good it is; none without groups
+    let method = fields.text("topk_method")?.unwrap_or(if v2 { "greedy" } else { "noaux_tc" });
+    let group_best = match method {
+        "greedy" => 0,
+        "group_limited_greedy" => 1,
+        "noaux_tc" => 2,
+        other => {
+            let problem =
+                format!("'{other}' is not supported; supported: greedy, group_limited_greedy, noaux_tc");
+            return Err(fields.error("topk_method", problem));
+        }
+    };
+    let (groups, groups_active) = match group_best {
+        0 => (1, 1),
+        _ => {
+            let groups = fields.count("n_group", EXPERTS_MAX)?.unwrap_or(1);
+            (groups, fields.count("topk_group", EXPERTS_MAX)?.unwrap_or(groups))
+        }
+    };
+    let normalise = fields.flag("norm_topk_prob", !v2)?;
+    let scale = to_f32(fields.positive("routed_scaling_factor")?.unwrap_or(1.0));
+    if v2 && normalise && scale != 1.0 {
+        let problem = format!("{scale} with norm_topk_prob is not supported; supported: 1");
+        return Err(fields.error("routed_scaling_factor", problem));
+    }
+    let routing = ExpertRouting {
+        experts: count,
+        active,
+        scoring,
+        groups,
+        groups_active,
+        // one group is not compared with others
+        group_best: if groups == 1 { 1 } else { group_best },
+        normalise,
+        scale: Scalar(scale),
+    };
+    let sig = OpSig::Route { tokens: 1, bias: false, routing };
+    sig.check().map_err(|problem| fields.error("n_group", problem))?;
+    let first = match fields.get("first_k_dense_replace").map(Value::as_u64) {
+        None => 0,
+        Some(Some(first)) => first,
+        Some(None) => return Err(fields.error("first_k_dense_replace", "expected a whole number")),
+    };
+    let step = fields.count("moe_layer_freq", 1 << 12)?.unwrap_or(1);
+    let has_experts = |layer: u32| u64::from(layer) >= first && layer.is_multiple_of(step);
+    Ok(Mixture {
+        routing,
+        intermediate,
+        shared,
+        correction: method == "noaux_tc",
+        shared_gate: false,
+        layers: (0..layers).map(has_experts).collect(),
+        clamped: None,
+        names: ExpertNames::DeepSeek,
+    })
 }
 
 /// Alpha and limit of gpt-oss.

@@ -7,11 +7,12 @@
 use super::arena::{Arena, Packer, rows_of, table_row};
 use super::attention::{Attention, AttentionArena, AttentionInputs, AttentionSizes, AttentionTables, zeros};
 use super::draws::{DrawArena, DrawInput, DrawOutputs, DrawSizes};
+use super::latent::LatentStep;
 use super::mixture::MlpStep;
 use super::product::{Out, embedding, gemm};
 use super::reach::visible;
 use super::rope_table::RopeTable;
-use super::{HeadWeights, ModelConfig, Tensor, Weights};
+use super::{HeadWeights, KvWeights, ModelConfig, Tensor, Weights};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{Cmd, DType, Device, Error, KvShape, OpSig, Result, Scalar, Slice};
 use mixfleet_scheduler::cost::MemberShare;
@@ -369,6 +370,9 @@ impl Forward {
             draws,
         };
         device.write(&self.arena.inputs.range(0, packer.bytes.len() as u64), &packer.bytes)?;
+        if let Some(latent) = &self.arena.latent {
+            latent.order(device, self.config.heads, sizes.rows.tokens)?;
+        }
         self.rope.extend_to(device, &self.config.rope, positions.iter().copied().max().unwrap_or(0))?;
         Ok(inputs)
     }
@@ -398,7 +402,7 @@ impl Forward {
     }
 
     fn cos_sin(&self, tokens: u32) -> Slice {
-        rows_of(&self.arena.cos_sin, tokens, self.config.head_dim, DType::F32)
+        rows_of(&self.arena.cos_sin, tokens, self.config.rotated(), DType::F32)
     }
 
     fn residual(&self, rows: u32) -> Slice {
@@ -418,18 +422,39 @@ impl Forward {
         if let (Some(attention), Some(inputs)) = (&self.attention, &pass.inputs.attention) {
             attention.commands(at, &pass.sizes.rows, inputs, &self.arena.attention, &mut list)?;
         }
-        list.push(self.attention_output(at, pass)?);
+        list.extend(self.attention_output(at, pass)?);
         Ok(list)
     }
 
-    /// The command of layer `at` from what was attended to, to the residual stream.
-    pub(super) fn attention_output(&self, at: usize, Pass { sizes, .. }: &Pass) -> Result<Cmd> {
+    /// The commands of layer `at` from what was attended to, to the residual stream.
+    pub(super) fn attention_output(&self, at: usize, Pass { sizes, .. }: &Pass) -> Result<Vec<Cmd>> {
         let (w, c, x) = (&self.weights()?.layers[at], &self.config, self.shape.activations);
-        let (tokens, q_cols) = (sizes.rows.tokens, c.heads * c.head_dim);
+        let (tokens, mut list) = (sizes.rows.tokens, Vec::with_capacity(2));
         let residual = self.residual(tokens);
-        let attended = rows_of(&self.arena.attention.attended, tokens, q_cols, x);
+        let (attended, columns) = match (self.latent_step(tokens), &w.kv) {
+            (Some(step), KvWeights::Latent(weights)) => {
+                (step.values(weights, &mut list)?, c.heads * step.latent.lengths.v)
+            }
+            _ => {
+                let columns = c.heads * c.head_dim;
+                (rows_of(&self.arena.attention.attended, tokens, columns, x), columns)
+            }
+        };
         let (o_bias, out) = (w.o_bias.as_ref(), self.back(&residual));
-        gemm(tokens, &attended, x, &w.o, o_bias, c.hidden, q_cols, out)
+        list.push(gemm(tokens, &attended, x, &w.o, o_bias, c.hidden, columns, out)?);
+        Ok(list)
+    }
+
+    /// What latent attention needs of a step; none for other attention.
+    fn latent_step(&self, tokens: u32) -> Option<LatentStep<'_>> {
+        Some(LatentStep {
+            config: &self.config,
+            latent: self.config.latent.as_ref()?,
+            attention: &self.arena.attention,
+            arena: self.arena.latent.as_ref()?,
+            tokens,
+            x: self.shape.activations,
+        })
     }
 
     /// Queries, keys, values and what was attended to of a step's rows.
@@ -476,6 +501,15 @@ impl Forward {
             &w.attn_norm,
             &normed,
         )?);
+        let [k_weight, v_weight] = match &w.kv {
+            KvWeights::Apart(weights) => weights,
+            KvWeights::Latent(weights) => {
+                let none = || Error::invalid("latents without latent attention");
+                let step = self.latent_step(tokens).ok_or_else(none)?;
+                step.inputs((weights, &w.q), &normed, &self.cos_sin(tokens), &mut list)?;
+                return Ok(list);
+            }
+        };
         let q = rows_of(&arena.attention.q, tokens, q_cols, x);
         let k = rows_of(&arena.attention.k, tokens, kv_cols, x);
         let v = rows_of(&arena.attention.v, tokens, kv_cols, x);
@@ -489,14 +523,14 @@ impl Forward {
             Ok(())
         };
         project(&w.q, w.q_bias.as_ref(), q_cols, &q_raw)?;
-        project(&w.k, w.k_bias.as_ref(), kv_cols, &k_raw)?;
-        project(&w.v, w.v_bias.as_ref(), kv_cols, &v)?;
+        project(k_weight, w.k_bias.as_ref(), kv_cols, &k_raw)?;
+        project(v_weight, w.v_bias.as_ref(), kv_cols, &v)?;
         if let (Some(q_norm), Some(k_norm)) = (&w.q_norm, &w.k_norm) {
             list.push(self.norm(tokens * c.heads, c.head_dim, (&q_raw, x), q_norm, &q)?);
             list.push(self.norm(tokens * c.kv_heads, c.head_dim, (&k_raw, x), k_norm, &k)?);
         }
         for (slice, heads) in [(&q, c.heads), (&k, c.kv_heads)] {
-            let sig = OpSig::Rope { tokens, heads, head_dim: c.head_dim, x };
+            let sig = OpSig::Rope { tokens, heads, head_dim: c.head_dim, part: None, x };
             list.push(Cmd::new(sig, &[slice.clone(), self.cos_sin(tokens)])?);
         }
         Ok(list)

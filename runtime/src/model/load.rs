@@ -176,11 +176,6 @@ impl Checkpoint {
                 found.get(name.as_str()).is_some_and(|(_, entry)| float_dtype(&entry.dtype).is_some());
             let module = name.strip_suffix(".weight").filter(|_| !plain && shape.len() == 2);
             if let Some((module, scheme)) = module.and_then(|m| Some((m, quantisation.scheme(m)?))) {
-                if experts::packed(&name).is_some() {
-                    let problem =
-                        "experts with quantised weights are not supported; supported: f32, bf16, f16";
-                    return Err(Error::tensor(directory, &name, problem));
-                }
                 let matrix = scheme.matrix(module, (side(shape[0]), side(shape[1])), &find);
                 let matrix =
                     matrix.map_err(|(tensor, problem)| Error::tensor(directory, &tensor, problem))?;

@@ -1,6 +1,6 @@
 use super::super::random::{RandomCheckpoint, tiny_variants};
 use super::super::testing::{MemoryDevice, ReadFiles, fixtures, scratch};
-use super::super::weights::{HeadWeights, MlpWeights, Tensor, Weights};
+use super::super::weights::{HeadWeights, KvWeights, MlpWeights, Tensor, Weights};
 use super::*;
 use mixfleet_hal::Device;
 use mixfleet_hal::random::Stream;
@@ -201,9 +201,19 @@ fn assert_placed(checkpoint: &Checkpoint, device: &dyn Device) -> Weights {
         };
         let c = &checkpoint.config;
         part(&layer.attn_norm, "input_layernorm.weight");
-        part(&layer.q, "self_attn.q_proj.weight");
-        part(&layer.k, "self_attn.k_proj.weight");
-        part(&layer.v, "self_attn.v_proj.weight");
+        match &layer.kv {
+            KvWeights::Apart([k, v]) => {
+                part(&layer.q, "self_attn.q_proj.weight");
+                part(k, "self_attn.k_proj.weight");
+                part(v, "self_attn.v_proj.weight");
+            }
+            KvWeights::Latent(latent) => {
+                let q = if latent.q_down.is_some() { "q_b_proj" } else { "q_proj" };
+                part(&layer.q, &format!("self_attn.{q}.weight"));
+                part(&latent.kv_down, "self_attn.kv_a_proj_with_mqa.weight");
+                part(&latent.kv_norm, "self_attn.kv_a_layernorm.weight");
+            }
+        }
         part(&layer.o, "self_attn.o_proj.weight");
         optional(&layer.q_bias, c.qkv_bias, "self_attn.q_proj.bias");
         optional(&layer.k_bias, c.qkv_bias, "self_attn.k_proj.bias");
@@ -458,8 +468,9 @@ fn a_member_gets_its_share_of_the_weights_and_no_more() {
                         );
                     };
                     same(&layer.q, "self_attn.q_proj.weight", q.clone(), None);
-                    same(&layer.k, "self_attn.k_proj.weight", kv.clone(), None);
-                    same(&layer.v, "self_attn.v_proj.weight", kv.clone(), None);
+                    let KvWeights::Apart([k, v]) = &layer.kv else { panic!("latents are not divided") };
+                    same(k, "self_attn.k_proj.weight", kv.clone(), None);
+                    same(v, "self_attn.v_proj.weight", kv.clone(), None);
                     same(&layer.o, "self_attn.o_proj.weight", 0..hidden, Some(q.clone()));
                     let mlp = layer.mlp.as_ref().filter(|_| c.experts_of(1).is_none());
                     if let Some(mlp) = mlp {

@@ -72,7 +72,7 @@ impl MlpStep<'_> {
     ) -> Result<()> {
         let routing = ExpertRouting { scoring: Scoring::Sigmoid, ..ExpertRouting::softmax(1, 1, false) };
         let made = rows_of(&memory.made, self.tokens, self.config.hidden, self.x);
-        self.choose(&routing, (gate, None), memory, list)?;
+        self.choose(&routing, (gate, None), None, memory, list)?;
         self.mlp(shared, inner, Out::Set(&made, self.x), list)?;
         list.push(self.combine(1, memory, (residual, adds))?);
         Ok(())
@@ -89,7 +89,7 @@ impl MlpStep<'_> {
         let MlpStep { arena, tokens, x, .. } = *self;
         let (hidden, inner, active) = (self.config.hidden, experts.intermediate, experts.routing.active);
         let [router_bias, gate_bias, down_bias] = w.biases.each_ref().map(Option::as_ref);
-        self.choose(&experts.routing, (&w.router, router_bias), memory, list)?;
+        self.choose(&experts.routing, (&w.router, router_bias), w.correction.as_ref(), memory, list)?;
         let choices = tokens * active;
         let cost = experts.cost();
         let product = |of_tokens, (from, to): (&Slice, &Slice), (weight, bias): Biased<'_>, n, k| {
@@ -132,6 +132,7 @@ impl MlpStep<'_> {
         &self,
         routing: &ExpertRouting,
         (router, bias): Biased<'_>,
+        correction: Option<&Tensor>,
         memory: &ExpertArena,
         list: &mut Vec<Cmd>,
     ) -> Result<()> {
@@ -140,14 +141,16 @@ impl MlpStep<'_> {
         let out = Out::Set(&logits, DType::F32);
         list.push(gemm(tokens, self.normed, self.x, router, bias, count, self.config.hidden, out)?);
         let choices = |slice: &Slice, dtype| rows_of(slice, tokens, routing.active, dtype);
-        let args = [
-            logits.clone(),
+        let mut args = vec![logits.clone()];
+        args.extend(correction.map(|bias| bias.slice.clone()));
+        args.extend([
             choices(&memory.chosen, DType::U32),
             choices(&memory.weights, DType::F32),
             choices(&memory.order, DType::U32),
             rows_of(&memory.starts, count + 1, 1, DType::U32),
-        ];
-        list.push(Cmd::new(OpSig::Route { tokens, bias: false, routing: *routing }, &args)?);
+        ]);
+        let bias = correction.is_some();
+        list.push(Cmd::new(OpSig::Route { tokens, bias, routing: *routing }, &args)?);
         Ok(())
     }
 

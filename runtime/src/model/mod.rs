@@ -2,7 +2,7 @@
 
 pub mod apart;
 mod arena;
-mod attention;
+pub(crate) mod attention;
 pub mod builtin;
 pub mod chat;
 pub mod config;
@@ -18,6 +18,7 @@ mod gguf;
 pub mod graph;
 mod header;
 mod held;
+pub mod latent;
 pub mod leaving;
 pub mod load;
 mod made;
@@ -49,7 +50,9 @@ pub use load::{Checkpoint, HostTensor};
 pub use oracle::Oracle;
 pub use random::RandomCheckpoint;
 pub use tokenizer::{TokenStream, Tokenizer};
-pub use weights::{ExpertWeights, HeadWeights, LayerWeights, MlpWeights, Tensor, Weights};
+pub use weights::{
+    ExpertWeights, HeadWeights, KvWeights, LatentWeights, LayerWeights, MlpWeights, Tensor, Weights,
+};
 
 #[cfg(test)]
 mod testing;

@@ -2,7 +2,7 @@
 //! has of them.
 
 use super::config::ModelConfig;
-use super::experts::{BIAS, DOWN, ExpertNames, GATE_UP, Mixture, SHARED, SHARED_GATE, packed};
+use super::experts::{BIAS, CORRECTION, DOWN, ExpertNames, GATE_UP, Mixture, SHARED, SHARED_GATE, packed};
 use mixfleet_scheduler::cost::{Experts, MemberShare};
 use std::ops::Range;
 
@@ -28,10 +28,15 @@ pub(super) fn shapes(config: &ModelConfig) -> Vec<(String, Vec<u64>)> {
     for layer in 0..config.layers as usize {
         let mut add = |part: &str, shape: &[u64]| all.push((in_layer(layer, part), shape.to_vec()));
         add("input_layernorm.weight", &[hidden]);
-        add("self_attn.q_proj.weight", &[q, hidden]);
-        add("self_attn.k_proj.weight", &[kv, hidden]);
-        add("self_attn.v_proj.weight", &[kv, hidden]);
-        add("self_attn.o_proj.weight", &[hidden, q]);
+        if let Some(latent) = &config.latent {
+            latent.shapes((hidden, wide(config.heads)), &mut add);
+            add("self_attn.o_proj.weight", &[hidden, wide(config.heads) * wide(latent.lengths.v)]);
+        } else {
+            add("self_attn.q_proj.weight", &[q, hidden]);
+            add("self_attn.k_proj.weight", &[kv, hidden]);
+            add("self_attn.v_proj.weight", &[kv, hidden]);
+            add("self_attn.o_proj.weight", &[hidden, q]);
+        }
         if config.qkv_bias {
             add("self_attn.q_proj.bias", &[q]);
             add("self_attn.k_proj.bias", &[kv]);
@@ -82,6 +87,9 @@ fn add_experts(experts: &Mixture, hidden: u64, add: &mut dyn FnMut(&str, &[u64])
         }
         return;
     }
+    if experts.correction {
+        add(CORRECTION, &[u64::from(count)]);
+    }
     let [gate, up, down] = experts.names.matrices();
     for (matrix, shape) in [(gate, [inner, hidden]), (up, [inner, hidden]), (down, [hidden, inner])] {
         for expert in 0..count {
@@ -89,9 +97,10 @@ fn add_experts(experts: &Mixture, hidden: u64, add: &mut dyn FnMut(&str, &[u64])
         }
     }
     if shared > 0 {
-        add(&format!("{SHARED}.gate_proj.weight"), &[shared, hidden]);
-        add(&format!("{SHARED}.up_proj.weight"), &[shared, hidden]);
-        add(&format!("{SHARED}.down_proj.weight"), &[hidden, shared]);
+        let stem = experts.names.shared();
+        add(&format!("{stem}.gate_proj.weight"), &[shared, hidden]);
+        add(&format!("{stem}.up_proj.weight"), &[shared, hidden]);
+        add(&format!("{stem}.down_proj.weight"), &[hidden, shared]);
     }
     if experts.shared_gate {
         add(&format!("{SHARED_GATE}.weight"), &[1, hidden]);

@@ -2,11 +2,13 @@
 //! no code in common with the engine but the loader and the rope table.
 
 use super::config::ModelConfig;
-use super::experts::{BIAS, DOWN, GATE_UP, Mixture, SHARED, SHARED_GATE};
+use super::experts::{BIAS, CORRECTION, DOWN, GATE_UP, Mixture, SHARED_GATE};
+use super::latent::LatentHeads;
 use super::load::Checkpoint;
 use super::names;
 use mixfleet_hal::cast::{to_i32, to_u32};
-use mixfleet_hal::{DType, Scalar};
+use mixfleet_hal::{DType, Scalar, Scoring};
+use mixfleet_scheduler::cost::LatentAttention;
 use std::collections::HashMap;
 
 /// A model's parameters as `f64`.
@@ -118,14 +120,16 @@ impl Oracle {
         let mut out = Vec::with_capacity(x.len());
         for token in x.chunks(hidden) {
             let logits = self.linear(layer, experts.names.router(), token, hidden);
-            let scores = softmax(logits);
-            let mut order: Vec<usize> = (0..scores.len()).collect();
-            order.sort_by(|&a, &b| scores[b].total_cmp(&scores[a]));
-            order.truncate(experts.routing.active as usize);
+            let scores = match experts.routing.scoring {
+                Scoring::Softmax => softmax(logits),
+                Scoring::Sigmoid => logits.iter().map(|logit| 1.0 / (1.0 + (-logit).exp())).collect(),
+            };
+            let order = self.chosen(layer, experts, &scores);
             let sum: f64 = order.iter().map(|&expert| scores[expert]).sum();
             let mut row = vec![0.0; hidden];
             for expert in order {
                 let weight = scores[expert] / if experts.routing.normalise { sum } else { 1.0 };
+                let weight = weight * f64::from(experts.routing.scale.0);
                 let made = match experts.clamped {
                     Some(clamp) => self.clamped(layer, (expert, experts.intermediate as usize), clamp, token),
                     None => {
@@ -136,14 +140,39 @@ impl Oracle {
                 row.iter_mut().zip(made).for_each(|(to, made)| *to += weight * made);
             }
             if experts.shared > 0 {
-                let made = self.swiglu(layer, SHARED, ["gate_proj", "up_proj", "down_proj"], token);
-                let gate = self.linear(layer, SHARED_GATE, token, hidden);
-                let weight = if experts.shared_gate { 1.0 / (1.0 + (-gate[0]).exp()) } else { 1.0 };
+                let stem = experts.names.shared();
+                let made = self.swiglu(layer, stem, ["gate_proj", "up_proj", "down_proj"], token);
+                let weight = match experts.shared_gate {
+                    true => 1.0 / (1.0 + (-self.linear(layer, SHARED_GATE, token, hidden)[0]).exp()),
+                    false => 1.0,
+                };
                 row.iter_mut().zip(made).for_each(|(to, made)| *to += weight * made);
             }
             out.extend(row);
         }
         out
+    }
+
+    /// The experts of the best scores, or of the best corrected ones in the best groups.
+    fn chosen(&self, layer: usize, experts: &Mixture, scores: &[f64]) -> Vec<usize> {
+        let routing = &experts.routing;
+        let mut keys = scores.to_vec();
+        if experts.correction {
+            add(&mut keys, &self.weights[&names::in_layer(layer, CORRECTION)]);
+        }
+        let best = |mut order: Vec<usize>, of: &dyn Fn(usize) -> f64, count: u32| {
+            order.sort_by(|&a, &b| of(b).total_cmp(&of(a)));
+            order.truncate(count as usize);
+            order
+        };
+        let size = keys.len() / routing.groups as usize;
+        let goodness = |group: usize| {
+            let own: Vec<usize> = (group * size..(group + 1) * size).collect();
+            best(own, &|expert| keys[expert], routing.group_best).iter().map(|&expert| keys[expert]).sum()
+        };
+        let groups = best((0..routing.groups as usize).collect(), &goodness, routing.groups_active);
+        let open = groups.iter().flat_map(|group| group * size..(group + 1) * size).collect();
+        best(open, &|expert| keys[expert], routing.active)
     }
 
     /// What an expert with a clamped function makes of a token.
@@ -173,6 +202,9 @@ impl Oracle {
 
     fn attention(&self, layer: usize, x: &[f64]) -> Vec<f64> {
         let c = &self.config;
+        if let Some(latent) = &c.latent {
+            return self.latent_attention(layer, latent, x);
+        }
         let (hidden, head_dim) = (c.hidden as usize, c.head_dim as usize);
         let (heads, kv_heads) = (c.heads as usize, c.kv_heads as usize);
         let tokens = x.len() / hidden;
@@ -209,6 +241,68 @@ impl Oracle {
             }
         }
         self.linear(layer, "self_attn.o_proj", &out, heads * head_dim)
+    }
+
+    /// Latent attention as it is defined: every head's keys and values are made of each token's latent.
+    fn latent_attention(&self, layer: usize, latent: &LatentHeads, x: &[f64]) -> Vec<f64> {
+        let c = &self.config;
+        let (hidden, heads) = (c.hidden as usize, c.heads as usize);
+        let LatentAttention { q_rank, kv_rank, nope, rope, v } = latent.lengths;
+        let [q_rank, kv_rank, nope, rope, v] = [q_rank, kv_rank, nope, rope, v].map(|n| n as usize);
+        let of = |part: &str| format!("self_attn.{part}");
+        let x = self.norm(x, &names::in_layer(layer, "input_layernorm.weight"));
+        let mut q = match q_rank {
+            0 => self.linear(layer, &of("q_proj"), &x, hidden),
+            _ => {
+                let low = self.linear(layer, &of("q_a_proj"), &x, hidden);
+                let low = self.norm(&low, &names::in_layer(layer, &of("q_a_layernorm.weight")));
+                self.linear(layer, &of("q_b_proj"), &low, q_rank)
+            }
+        }; // [tokens, heads, nope + rope]
+        let down = self.linear(layer, &of("kv_a_proj_with_mqa"), &x, hidden);
+        let (mut latents, mut turned) = (Vec::new(), Vec::new());
+        for row in down.chunks(kv_rank + rope) {
+            latents.extend_from_slice(&row[..kv_rank]);
+            turned.extend_from_slice(&row[kv_rank..]);
+        }
+        let latents = self.norm(&latents, &names::in_layer(layer, &of("kv_a_layernorm.weight")));
+        let up = self.linear(layer, &of("kv_b_proj"), &latents, kv_rank); // [tokens, heads, nope + v]
+        for (position, token) in q.chunks_mut(heads * (nope + rope)).enumerate() {
+            token.chunks_mut(nope + rope).for_each(|head| self.turn_neighbours(&mut head[nope..], position));
+        }
+        for (position, token) in turned.chunks_mut(rope).enumerate() {
+            self.turn_neighbours(token, position);
+        }
+        let tokens = x.len() / hidden;
+        let mut out = vec![0.0; tokens * heads * v]; // [tokens, heads, v]
+        for token in 0..tokens {
+            for head in 0..heads {
+                let query = head_of(&q, nope + rope, heads, token, head);
+                let score = |t: usize| {
+                    let key = &head_of(&up, nope + v, heads, t, head)[..nope];
+                    let turned = &turned[t * rope..][..rope];
+                    (dot(&query[..nope], key) + dot(&query[nope..], turned)) * f64::from(latent.scale.0)
+                };
+                let weights = softmax((0..=token).map(score).collect());
+                let place = (token * heads + head) * v;
+                for (t, weight) in weights.into_iter().enumerate() {
+                    let value = &head_of(&up, nope + v, heads, t, head)[nope..];
+                    out[place..place + v].iter_mut().zip(value).for_each(|(o, v)| *o += weight * v);
+                }
+            }
+        }
+        self.linear(layer, &of("o_proj"), &out, heads * v)
+    }
+
+    /// Rotary embedding of pairs of neighbours at a position.
+    fn turn_neighbours(&self, x: &mut [f64], position: usize) {
+        let table = self.config.rope.table(&[to_u32(position)]);
+        let half = x.len() / 2;
+        for (i, pair) in x.chunks_exact_mut(2).enumerate() {
+            let (cos, sin) = (f64::from(table[i]), f64::from(table[half + i]));
+            let (a, b) = (pair[0], pair[1]);
+            (pair[0], pair[1]) = (a * cos - b * sin, b * cos + a * sin);
+        }
     }
 
     /// Rotary embedding of `x [tokens, heads, head_dim]`, with token t at position t.

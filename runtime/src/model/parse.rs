@@ -8,6 +8,7 @@ use super::error::{Error, Result};
 use super::experts::Mixture;
 use super::fields::{Fields, read_object, read_object_if_present};
 use super::gguf::{self, GgufFile, is_gguf};
+use super::latent::LatentHeads;
 use super::quantisation::Quantisation;
 use super::rope;
 use super::schemes::Scheme;
@@ -38,7 +39,7 @@ struct Family {
     head_dim: Option<u32>,
 }
 
-const FAMILIES: [Family; 8] = [
+const FAMILIES: [Family; 11] = [
     Family {
         model_type: "llama",
         architecture: "LlamaForCausalLM",
@@ -95,6 +96,27 @@ const FAMILIES: [Family; 8] = [
         kv_heads: Some(8),
         head_dim: Some(64),
     },
+    Family {
+        model_type: "deepseek_v2",
+        architecture: "DeepseekV2ForCausalLM",
+        context_max: 2048,
+        kv_heads: None,
+        head_dim: None,
+    },
+    Family {
+        model_type: "deepseek_v3",
+        architecture: "DeepseekV3ForCausalLM",
+        context_max: 4096,
+        kv_heads: None,
+        head_dim: None,
+    },
+    Family {
+        model_type: "kimi_k2",
+        architecture: "DeepseekV3ForCausalLM",
+        context_max: 4096,
+        kv_heads: None,
+        head_dim: None,
+    },
 ];
 
 impl ModelConfig {
@@ -132,11 +154,24 @@ impl ModelConfig {
 
         let hidden = fields.count_required("hidden_size", HIDDEN_MAX)?;
         let layers = fields.count_required("num_hidden_layers", LAYERS_MAX)?;
-        let (heads, kv_heads) = heads(&fields, family)?;
-        let head_dim = head_dim(&fields, family, hidden, heads)?;
+        let is = |model_types: &[&str]| model_types.contains(&family.model_type);
+        let latent = match is(&["deepseek_v2", "deepseek_v3", "kimi_k2"]) {
+            true => Some(LatentHeads::parse(&fields)?),
+            false => None,
+        };
+        let (heads, kv_heads, head_dim, rotated) = match &latent {
+            Some(LatentHeads { lengths, .. }) => {
+                let heads = fields.count_required("num_attention_heads", HEADS_MAX)?;
+                (heads, 1, lengths.stored(), lengths.rope)
+            }
+            None => {
+                let (heads, kv_heads) = heads(&fields, family)?;
+                let head_dim = head_dim(&fields, family, hidden, heads)?;
+                (heads, kv_heads, head_dim, head_dim)
+            }
+        };
         let context_max = fields.count("max_position_embeddings", CONTEXT_MAX)?;
         let context_max = context_max.unwrap_or(family.context_max);
-        let is = |model_types: &[&str]| model_types.contains(&family.model_type);
         let gpt_oss = is(&["gpt_oss"]);
         let biased = fields.flag("attention_bias", gpt_oss)?;
         let (llama, qwen3) = (is(&["llama"]), is(&["qwen3", "qwen3_moe"]));
@@ -150,6 +185,7 @@ impl ModelConfig {
             heads,
             kv_heads,
             head_dim,
+            latent,
             vocab: fields.count_required("vocab_size", VOCAB_MAX)?,
             context_max,
             norm_eps: norm_eps(&fields)?,
@@ -161,7 +197,7 @@ impl ModelConfig {
             experts: Mixture::parse(&fields, family.model_type, layers, intermediate)?,
             tied_embeddings: fields.flag("tie_word_embeddings", false)?,
             windows: windows(&fields, family, layers)?,
-            rope: rope::parse(&fields, head_dim, context_max)?,
+            rope: rope::parse(&fields, rotated, context_max)?,
             dtype: dtype(&fields)?,
             format: Quantisation::parse(&fields)?.first().map(Scheme::format),
             eos_ids: fields.token_ids("eos_token_id")?.unwrap_or_default(),
@@ -257,8 +293,8 @@ fn windows(fields: &Fields, family: &Family, layers: u32) -> Result<Vec<Option<u
     let window = fields.count("sliding_window", CONTEXT_MAX)?;
     let window = if fields.has("sliding_window") { window } else { Some(4096) };
     match family.model_type {
-        // Llama has no window, whatever the fields say; Mistral has one in every layer.
-        "llama" => Ok(vec![None; layers as usize]),
+        // Llama and DeepSeek have no window, whatever the fields say; Mistral has one in every layer.
+        "llama" | "deepseek_v2" | "deepseek_v3" | "kimi_k2" => Ok(vec![None; layers as usize]),
         // by default in every second layer from the first on
         "gpt_oss" => {
             let window = if fields.has("sliding_window") { window } else { Some(128) };

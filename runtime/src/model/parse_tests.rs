@@ -1,6 +1,8 @@
 use super::super::random::tiny_variants;
 use super::super::testing::scratch;
 use super::*;
+use mixfleet_hal::{ExpertRouting, Scoring};
+use mixfleet_scheduler::cost::LatentAttention;
 use serde_json::json;
 
 fn llama() -> Value {
@@ -265,6 +267,67 @@ fn what_is_not_supported_of_gpt_oss_is_named() {
         ),
     ] {
         let error = parse(gpt_oss(more)).expect_err(expected).to_string();
+        assert!(error.contains(expected), "{error}\nlacks: {expected}");
+    }
+}
+
+fn deepseek(more: Value) -> Value {
+    let own = json!({"model_type": "deepseek_v3", "kv_lora_rank": 24, "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8, "v_head_dim": 14, "n_routed_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2});
+    with(with(llama(), own), more)
+}
+
+#[test]
+fn deepseek_has_latents_and_groups_of_experts() {
+    let yarn = json!({"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 64});
+    let v3 = json!({"q_lora_rank": 20, "n_shared_experts": 2, "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5, "rope_scaling": yarn});
+    let config = good(deepseek(v3));
+    let latent = config.latent.as_ref().unwrap();
+    let LatentAttention { q_rank, kv_rank, nope, rope, v } = latent.lengths;
+    assert_eq!([q_rank, kv_rank, nope, rope, v], [20, 24, 12, 8, 14]);
+    assert_eq!((config.kv_heads, config.head_dim, config.rotated(), config.rope.scale), (1, 32, 8, 1.0));
+    // transformers: mscale = 0.1 ln(40) + 1 = 1.36889, squared over the root of nope + rope
+    assert!((f64::from(latent.scale.0) - 1.368_888 * 1.368_888 / 20f64.sqrt()).abs() < 1e-6);
+    assert_eq!(config.kv_shape(4, DType::Bf16).wire_token_bytes(DType::Bf16), 2 * 32);
+    let experts = config.experts.unwrap();
+    assert_eq!((experts.layers, experts.shared), (vec![false, true, true, true], 48));
+    let routing = experts.routing;
+    assert!(experts.correction && routing.normalise && routing.scoring == Scoring::Sigmoid);
+    assert_eq!((routing.groups, routing.groups_active, routing.group_best, routing.scale.0), (4, 2, 2, 2.5));
+
+    let v2 = json!({"model_type": "deepseek_v2", "topk_method": "group_limited_greedy"});
+    let routing = good(deepseek(v2)).experts.unwrap().routing;
+    assert!(!routing.normalise && routing.scoring == Scoring::Softmax);
+    assert_eq!((routing.groups, routing.groups_active, routing.group_best), (4, 2, 1));
+    let lite = good(deepseek(json!({"model_type": "deepseek_v2", "topk_method": "greedy"})));
+    assert_eq!(lite.experts.unwrap().routing, ExpertRouting::softmax(8, 2, false));
+    let latent = lite.latent.unwrap();
+    assert_eq!((latent.lengths.q_rank, latent.scale.0), (0, (1.0 / 20f64.sqrt()) as f32));
+    let kimi = json!({"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]});
+    assert!(good(deepseek(kimi)).latent.is_some());
+}
+
+#[test]
+fn what_is_not_supported_of_deepseek_is_named() {
+    for (more, expected) in [
+        (json!({"kv_lora_rank": null}), "field 'kv_lora_rank'"),
+        (json!({"qk_rope_head_dim": 7}), "field 'qk_rope_head_dim': 7, expected an even number"),
+        (json!({"attention_bias": true}), "field 'attention_bias': true is not supported"),
+        (json!({"rope_interleave": false}), "field 'rope_interleave': false is not supported"),
+        (json!({"scoring_func": "tanh"}), "field 'scoring_func': 'tanh' is not supported"),
+        (json!({"topk_method": "best"}), "field 'topk_method': 'best' is not supported"),
+        (json!({"n_group": 3}), "field 'n_group': route: 8 experts do not divide into 3 groups"),
+        (json!({"topk_group": 5}), "field 'n_group': route: 5 of 4 groups"),
+        (json!({"n_shared_experts": 4096, "moe_intermediate_size": 4096}), "field 'n_shared_experts'"),
+        (
+            json!({"model_type": "deepseek_v2", "topk_method": "greedy", "norm_topk_prob": true, "routed_scaling_factor": 2}),
+            "field 'routed_scaling_factor': 2 with norm_topk_prob",
+        ),
+    ] {
+        let error = parse(deepseek(more)).expect_err(expected).to_string();
         assert!(error.contains(expected), "{error}\nlacks: {expected}");
     }
 }

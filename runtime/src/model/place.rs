@@ -2,17 +2,22 @@
 
 use super::config::ModelConfig;
 use super::error::{Error, Result};
-use super::experts::{self, BIAS, ExpertNames, Mixture, SHARED, SHARED_GATE, is_fused};
+use super::experts::{self, BIAS, ExpertNames, Mixture, SHARED_GATE, is_fused};
+use super::latent::{self, LatentHeads};
 use super::load::{Checkpoint, Location};
 use super::made::{MadeMatrix, MadePart};
 use super::names::{self, Cut};
 use super::random::RandomCheckpoint;
-use super::weights::{ExpertWeights, HeadWeights, LayerWeights, MlpWeights, Tensor, Weights};
-use mixfleet_hal::cast::to_usize;
-use mixfleet_hal::{
-    BufferUsage, Cmd, DType, Device, DeviceLimits, ErrorKind, HostMemory, MatrixKind, OpSig, Queue, Slice,
+use super::weights::{
+    ExpertWeights, HeadWeights, KvWeights, LatentWeights, LayerWeights, MlpWeights, Tensor, Weights,
 };
-use mixfleet_scheduler::cost::{MemberShare, MemberWork};
+use mixfleet_hal::cast::to_usize;
+use mixfleet_hal::quantised::QuantisedPart;
+use mixfleet_hal::{
+    BufferUsage, Cmd, DType, Device, DeviceLimits, ErrorKind, HostMemory, MatrixKind, OpSig, Quantised,
+    Queue, Slice,
+};
+use mixfleet_scheduler::cost::{LatentAttention, MemberShare, MemberWork};
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::ops::Range;
@@ -81,6 +86,10 @@ impl Checkpoint {
         let imports = self.import(device, &limits)?;
         let mut total = 0;
         for (name, cut) in &cuts {
+            if let Some((_, elements, dtype)) = self.up_of(name) {
+                total += elements * dtype.size_bytes();
+                continue;
+            }
             total += match self.made_for(name) {
                 Some((_, made)) => made.cut(cut).map_err(|problem| self.trouble(name, problem))?.size_bytes(),
                 None => self.stored(name).1.bytes_of(cut),
@@ -90,6 +99,26 @@ impl Checkpoint {
         let mut placed = HashMap::with_capacity(cuts.len());
         let mut queue = None;
         for (name, cut) in cuts {
+            if let Some((latent, elements, dtype)) = self.up_of(&name) {
+                let values = self.values(&name).ok_or_else(|| self.trouble(&name, "damaged".to_owned()))?;
+                let stem = name.strip_suffix(latent::UP).unwrap_or_default();
+                for (matrix, values) in [latent::LIFT, latent::LOWER].into_iter().zip(latent.apart(&values)) {
+                    let failed = |error: mixfleet_hal::Error| error.context(format!("tensor '{name}'"));
+                    let tensor = latent::upload(device, &values, dtype).map_err(failed)?;
+                    placed.insert(format!("{stem}{matrix}"), tensor);
+                }
+                done += elements * dtype.size_bytes();
+                progress(done, total);
+                continue;
+            }
+            if let (Some((stored, made)), Some((all, number))) =
+                (self.made_for(&name), experts::packed(&name))
+            {
+                let mut part = |part| progress(done + part, total);
+                let known = placed.entry(all);
+                done += self.place_expert(device, (stored, made, &cut), (known, number), &mut part)?;
+                continue;
+            }
             if let Some((stored, made)) = self.made_for(&name) {
                 let mut part = |part| progress(done + part, total);
                 let (tensor, bytes) = self.place_made(device, (stored, made, &cut), &imports, &mut part)?;
@@ -141,6 +170,68 @@ impl Checkpoint {
         assemble(&self.config, &stage, &mut placed)
     }
 
+    /// Of the up-projections of latent attention, which are taken apart: how, their elements, and the dtype
+    /// of both parts. It is that of what is stored; numbers that were decoded are kept as they are.
+    fn up_of(&self, name: &str) -> Option<(&LatentHeads, u64, DType)> {
+        let latent = self.config.latent.as_ref().filter(|_| name.ends_with(latent::UP))?;
+        let LatentAttention { kv_rank, nope, v, .. } = latent.lengths;
+        let elements = u64::from(self.config.heads) * u64::from(nope + v) * u64::from(kv_rank);
+        Some((latent, elements, self.tensors.get(name).map_or(DType::F32, |stored| stored.dtype)))
+    }
+
+    /// Places a matrix of one of several experts, which are stored apart and are one operand: array by array
+    /// behind those of the experts before. Returns its bytes.
+    fn place_expert(
+        &self,
+        device: &dyn Device,
+        (name, made, cut): (&str, &MadeMatrix, &Cut),
+        (known, number): (Entry<'_, String, Tensor>, u32),
+        progress: &mut dyn FnMut(u64),
+    ) -> Result<u64> {
+        let part = made.cut(cut).map_err(|problem| self.trouble(name, problem))?;
+        let kind = match part.kind {
+            // a group of more rows than there are is one of all
+            MatrixKind::Quantised(kind) => {
+                MatrixKind::Quantised(Quantised { group_rows: kind.group_rows.min(part.rows), ..kind })
+            }
+            plain @ MatrixKind::Plain(_) => plain,
+        };
+        let arrays = kind.parts(1, part.rows, part.columns);
+        let tensor = match known {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(free) => {
+                let count = self.config.experts.as_ref().map_or(0, |experts| experts.routing.experts);
+                let alloc = |array: &QuantisedPart| {
+                    let bytes = array.elements() * array.dtype.size_bytes() * u64::from(count);
+                    device.alloc(bytes, BufferUsage::Weights)
+                };
+                let slices: mixfleet_hal::Result<Vec<Slice>> = arrays.iter().map(alloc).collect();
+                let mut slices = slices.map_err(|error| error.context(format!("tensor '{name}'")))?;
+                let others = slices.split_off(1);
+                let slice = slices.swap_remove(0);
+                free.insert(match kind {
+                    MatrixKind::Plain(dtype) => Tensor::plain(slice, dtype),
+                    MatrixKind::Quantised(kind) => {
+                        Tensor { slice, dtype: DType::U32, quantised: Some((kind, others)) }
+                    }
+                })
+            }
+        };
+        if tensor.kind() != kind {
+            return Err(self.trouble(name, format!("{kind}, and other experts have {}", tensor.kind())));
+        }
+        let mut done = 0;
+        let described = made.kind.parts(1, made.rows, made.columns);
+        for (at, (to, cut)) in tensor.arrays().zip(&part.cuts).enumerate() {
+            let array = made.array(at, &self.shards).map_err(|problem| self.trouble(name, problem))?;
+            let bytes = cut.of(&array, to_usize(described[at].rows));
+            let to = to.range(u64::from(number) * bytes.len() as u64, bytes.len() as u64);
+            write_to(device, name, &to, &bytes, &mut |part| progress(done + part))?;
+            done += bytes.len() as u64;
+        }
+        Ok(done)
+    }
+
     /// The tensor that is stored for `name`: a tied LM head is the embedding.
     fn stored<'a>(&'a self, name: &'a str) -> (&'a str, &'a Location) {
         let stored = if self.tensors.contains_key(name) { name } else { names::EMBED };
@@ -180,6 +271,9 @@ impl Checkpoint {
 
     /// The dtype of a tensor on the device: a bias takes its matrix's, everything else keeps its own.
     fn dtype_on_device(&self, name: &str, location: &Location) -> DType {
+        if name.ends_with(experts::CORRECTION) {
+            return DType::F32;
+        }
         let of_experts = name.strip_suffix(BIAS).filter(|matrix| is_fused(matrix)).map(str::to_owned);
         let matrix = of_experts.or_else(|| Some(format!("{}.weight", name.strip_suffix(".bias")?)));
         let Some(matrix) = matrix else { return location.dtype };
@@ -364,8 +458,20 @@ impl RandomCheckpoint {
                 (Some((all, 0)), Some(experts)) => (all, u64::from(experts.routing.experts)),
                 _ => (name, 1),
             };
-            let bytes = copies * shape.iter().product::<u64>() * dtype.size_bytes();
-            placed.insert(name, Tensor::plain(device.alloc(bytes, BufferUsage::Weights)?, dtype));
+            let dtype = if name.ends_with(experts::CORRECTION) { DType::F32 } else { dtype };
+            let mut alloc = |name: String, elements: u64| -> Result<()> {
+                let bytes = copies * elements * dtype.size_bytes();
+                placed.insert(name, Tensor::plain(device.alloc(bytes, BufferUsage::Weights)?, dtype));
+                Ok(())
+            };
+            match (name.strip_suffix(latent::UP), &config.latent) {
+                (Some(stem), Some(LatentHeads { lengths, .. })) => {
+                    let of = |length: u32| u64::from(config.heads * length) * u64::from(lengths.kv_rank);
+                    alloc(format!("{stem}{}", latent::LIFT), of(lengths.nope))?;
+                    alloc(format!("{stem}{}", latent::LOWER), of(lengths.v))?;
+                }
+                _ => alloc(name, shape.iter().product())?,
+            }
         }
         assemble(&config, &Stage::whole(&config), &mut placed)
     }
@@ -404,6 +510,7 @@ fn expert_weights(
         router: part(format!("{router}.weight"))?,
         gate: part(matrix(gate))?,
         up: if fused { None } else { Some(part(matrix(up))?) },
+        correction: experts.correction.then(|| part(experts::CORRECTION.to_owned())).transpose()?,
         down: part(matrix(down))?,
         biases,
         shared_gate: experts.shared_gate.then(|| part(format!("{SHARED_GATE}.weight"))).transpose()?,
@@ -437,7 +544,7 @@ fn assemble(config: &ModelConfig, stage: &Stage, placed: &mut HashMap<String, Te
         let experts = config.experts_of(layer);
         let mlp = match experts {
             None => Some(mlp("mlp", &mut optional)?),
-            Some(experts) if experts.shared > 0 => Some(mlp(SHARED, &mut optional)?),
+            Some(experts) if experts.shared > 0 => Some(mlp(experts.names.shared(), &mut optional)?),
             Some(_) => None,
         };
         let unplaced = |name: &str| missing(&names::in_layer(layer, name));
@@ -445,9 +552,28 @@ fn assemble(config: &ModelConfig, stage: &Stage, placed: &mut HashMap<String, Te
         let mut part = |name: &str| optional(name).ok_or_else(|| unplaced(name));
         layers.push(LayerWeights {
             attn_norm: part("input_layernorm.weight")?,
-            q: part("self_attn.q_proj.weight")?,
-            k: part("self_attn.k_proj.weight")?,
-            v: part("self_attn.v_proj.weight")?,
+            q: match &config.latent {
+                Some(latent) if latent.lengths.q_rank > 0 => part("self_attn.q_b_proj.weight")?,
+                _ => part("self_attn.q_proj.weight")?,
+            },
+            kv: match &config.latent {
+                Some(latent) => KvWeights::Latent(LatentWeights {
+                    q_down: match latent.lengths.q_rank {
+                        0 => None,
+                        _ => Some((
+                            part("self_attn.q_a_proj.weight")?,
+                            part("self_attn.q_a_layernorm.weight")?,
+                        )),
+                    },
+                    kv_down: part("self_attn.kv_a_proj_with_mqa.weight")?,
+                    kv_norm: part("self_attn.kv_a_layernorm.weight")?,
+                    lift: part(latent::LIFT)?,
+                    lower: part(latent::LOWER)?,
+                }),
+                None => {
+                    KvWeights::Apart([part("self_attn.k_proj.weight")?, part("self_attn.v_proj.weight")?])
+                }
+            },
             o: part("self_attn.o_proj.weight")?,
             mlp_norm: part("post_attention_layernorm.weight")?,
             q_bias,

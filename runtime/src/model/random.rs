@@ -2,6 +2,7 @@
 
 use super::config::ModelConfig;
 use super::error::{Error, Result};
+use super::experts::CORRECTION;
 use super::load::{Checkpoint, HostTensor, Location};
 use super::{builtin, names};
 use mixfleet_hal::cast::to_usize;
@@ -179,6 +180,7 @@ impl Spread {
             [_, inputs] => (0.0, (1.0 / *inputs as f64).sqrt()),
             _ if name.ends_with(".bias") => (0.0, 0.2),
             _ if name.ends_with(names::SINKS) => (0.0, 1.0),
+            _ if name.ends_with(CORRECTION) => (0.0, 0.1),
             _ => (1.0, 0.1),
         };
         Spread { middle, deviation }
@@ -238,6 +240,7 @@ pub fn tiny_variants() -> Vec<(&'static str, RandomCheckpoint)> {
     let qwen2 = || common("qwen2", "Qwen2ForCausalLM");
     let qwen3 = || common("qwen3", "Qwen3ForCausalLM");
     let mixture = json!({"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40});
+    let latent = json!({"kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 14});
     let llama3 = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
         "high_freq_factor": 4.0, "original_max_position_embeddings": 64});
     let mut nested = llama3.clone();
@@ -302,6 +305,24 @@ pub fn tiny_variants() -> Vec<(&'static str, RandomCheckpoint)> {
             json!({"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 40, "head_dim": 16,
             "sliding_window": 6, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}),
             DType::Bf16,
+        ),
+        (
+            "deepseek-v3",
+            with(common("deepseek_v3", "DeepseekV3ForCausalLM"), latent.clone()),
+            json!({"q_lora_rank": 20, "n_group": 3, "topk_group": 2, "n_routed_experts": 6,
+            "num_experts_per_tok": 2, "n_shared_experts": 2, "moe_intermediate_size": 24,
+            "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "rope_theta": 10_000.0,
+            "rope_scaling": {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64,
+            "mscale": 1.0, "mscale_all_dim": 1.0}}),
+            DType::Bf16,
+        ),
+        (
+            "deepseek-v2",
+            with(common("deepseek_v2", "DeepseekV2ForCausalLM"), latent),
+            json!({"q_lora_rank": null, "topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1,
+            "n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 1,
+            "moe_intermediate_size": 40, "first_k_dense_replace": 0, "routed_scaling_factor": 1.5}),
+            DType::F32,
         ),
         (
             "mixtral",

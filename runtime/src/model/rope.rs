@@ -59,6 +59,29 @@ pub(super) fn parse(config: &Fields, head_dim: u32, context_max: u32) -> Result<
     Ok(resolved)
 }
 
+/// What scores are multiplied by beside `1/sqrt(length)`, where YaRN stretches all of it (`mscale_all_dim` of
+/// DeepSeek); 1 otherwise.
+pub(super) fn score_scale(config: &Fields) -> Result<f64> {
+    let field = if config.get("rope_scaling").is_some() { "rope_scaling" } else { "rope_parameters" };
+    let empty = Map::new();
+    let object = flatten(config, field, config.object(field)?.unwrap_or(&empty))?;
+    let prefix = format!("{field}.");
+    let rope = Fields { file: config.file, object, prefix: &prefix };
+    let kind = match rope.text("rope_type")? {
+        Some(kind) => kind,
+        None => rope.text("type")?.unwrap_or("default"),
+    };
+    let all_dim = mscale(&rope, "mscale_all_dim")?.filter(|_| kind == "yarn");
+    let factor = rope.positive("factor")?.unwrap_or(1.0);
+    let magnitude = all_dim.map_or(1.0, |mscale| magnitude(factor, mscale));
+    Ok(magnitude * magnitude)
+}
+
+/// What YaRN multiplies scores or angles by.
+fn magnitude(factor: f64, mscale: f64) -> f64 {
+    if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 }
+}
+
 /// Resolves parameters nested by layer type: one table serves all layers, so all types must agree.
 fn flatten<'a>(
     config: &Fields,
@@ -120,7 +143,7 @@ fn yarn(rope: &Fields, theta: f64, original: f64, context_max: u32, powers: &[f3
         return Err(rope.error("rope_theta", format!("{theta}, expected more than 1 with yarn")));
     }
     let factor = rope.positive("factor")?.unwrap_or(f64::from(context_max) / original);
-    let magnitude = |mscale: f64| if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 };
+    let magnitude = |mscale: f64| magnitude(factor, mscale);
     let mscales = (mscale(rope, "mscale")?, mscale(rope, "mscale_all_dim")?);
     let scale = match (rope.positive("attention_factor")?, mscales) {
         (Some(given), _) => given,

@@ -13,18 +13,19 @@ const ROWS_MIN: u32 = 1024;
 /// are reached, since a context may be long and requests short.
 #[derive(Debug)]
 pub(super) struct RopeTable {
-    table: Slice, // [rows, head_dim] f32
+    table: Slice, // [rows, width] f32
     rows: u32,
-    head_dim: u32,
+    width: u32,
     filled: AtomicU32,
 }
 
 impl RopeTable {
     pub(super) fn new(device: &dyn Device, config: &ModelConfig, shape: &StepShape) -> Result<Self> {
         let rows = config.context_max.min(shape.blocks.saturating_mul(shape.block_tokens)).max(1);
-        let bytes = u64::from(rows) * u64::from(config.head_dim) * 4;
+        let width = config.rotated();
+        let bytes = u64::from(rows) * u64::from(width) * 4;
         let table = device.alloc(bytes, BufferUsage::Weights)?;
-        Ok(RopeTable { table, rows, head_dim: config.head_dim, filled: AtomicU32::new(0) })
+        Ok(RopeTable { table, rows, width, filled: AtomicU32::new(0) })
     }
 
     /// Makes sure that all rows up to `position` are computed. No step that reads later rows may still run.
@@ -35,16 +36,16 @@ impl RopeTable {
         }
         let end = position.saturating_add(1).next_power_of_two().max(ROWS_MIN).min(self.rows);
         let positions: Vec<u32> = (filled..end).collect();
-        let row_bytes = u64::from(self.head_dim) * 4;
+        let row_bytes = u64::from(self.width) * 4;
         let to = self.table.range(u64::from(filled) * row_bytes, positions.len() as u64 * row_bytes);
         device.write(&to, bytemuck::cast_slice(&rope.table(&positions)))?;
         self.filled.store(end, Ordering::Relaxed);
         Ok(())
     }
 
-    /// A command that copies the rows of `positions [tokens]` to `out [tokens, head_dim]`.
+    /// A command that copies the rows of `positions [tokens]` to `out [tokens, width]`.
     pub(super) fn rows(&self, positions: &Slice, tokens: u32, out: &Slice) -> Result<Cmd> {
-        let (vocab, hidden) = (self.rows, self.head_dim);
+        let (vocab, hidden) = (self.rows, self.width);
         let sig = OpSig::Embed { tokens, vocab, hidden, table: DType::F32, out: DType::F32 };
         Cmd::new(sig, &[positions.clone(), self.table.clone(), out.clone()])
     }

@@ -38,12 +38,10 @@ impl Tensor {
 pub struct LayerWeights {
     /// RMS norm before attention, `[hidden]`.
     pub attn_norm: Tensor,
-    /// Query projection, `[heads * head_dim, hidden]`.
+    /// Query projection, `[heads * head_dim, hidden]`; of latent attention from `q_rank` where it has one.
     pub q: Tensor,
-    /// Key projection, `[kv_heads * head_dim, hidden]`.
-    pub k: Tensor,
-    /// Value projection, `[kv_heads * head_dim, hidden]`.
-    pub v: Tensor,
+    /// What makes keys and values.
+    pub kv: KvWeights,
     /// Output projection of attention, `[hidden, heads * head_dim]`.
     pub o: Tensor,
     /// Query bias, `[heads * head_dim]`, with `qkv_bias`.
@@ -64,6 +62,30 @@ pub struct LayerWeights {
     pub mlp: Option<MlpWeights>,
     /// Experts, where the layer has some.
     pub experts: Option<ExpertWeights>,
+}
+
+/// What makes a layer's keys and values.
+#[derive(Clone, Debug)]
+pub enum KvWeights {
+    /// The projections of keys and of values, `[kv_heads * head_dim, hidden]` both.
+    Apart([Tensor; 2]),
+    /// Latent attention.
+    Latent(LatentWeights),
+}
+
+/// The matrices of latent attention.
+#[derive(Clone, Debug)]
+pub struct LatentWeights {
+    /// Projection of queries to `q_rank` numbers, `[q_rank, hidden]`, and the norm of these, if there is one.
+    pub q_down: Option<(Tensor, Tensor)>,
+    /// Projection to latents and the rotated part of keys, `[kv_rank + rope, hidden]`.
+    pub kv_down: Tensor,
+    /// RMS norm of latents, `[kv_rank]`.
+    pub kv_norm: Tensor,
+    /// What lifts queries to latents, `[heads, kv_rank, nope]`.
+    pub lift: Tensor,
+    /// What makes values of the latents that were attended to, `[heads, v, kv_rank]`.
+    pub lower: Tensor,
 }
 
 /// The matrices of an MLP.
@@ -95,6 +117,8 @@ pub struct ExpertWeights {
     pub up: Option<Tensor>,
     /// Down projections, `[experts, hidden, intermediate]`.
     pub down: Tensor,
+    /// What corrects the choice, `[experts]` f32, if the model has it.
+    pub correction: Option<Tensor>,
     /// Biases of router, gate with up, and down; the first member of several has the last.
     pub biases: [Option<Tensor>; 3],
     /// The gate of the shared expert, `[1, hidden]`, with `shared_gate`.

@@ -1,6 +1,6 @@
 //! The cost model counts exactly the operations that the forward pass submits.
 
-use mixfleet_hal::{DType, OpSig, Scalar};
+use mixfleet_hal::{DType, KvShape, LatentKv, OpSig, Scalar};
 use mixfleet_hwtests::reference::ReferenceDevice;
 use mixfleet_runtime::model::draws::DrawInput;
 use mixfleet_runtime::model::graph::{Forward, StepInput, StepShape};
@@ -20,14 +20,35 @@ fn key(sig: OpSig) -> OpSig {
         }
         OpSig::AttnDecode { sequences, heads, x, kv, .. } => {
             let (kv_tokens, pages_max) = (0, 0);
-            OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, x, kv }
+            OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, x, kv: unscaled(kv) }
         }
+        // latents' scale is the model's
+        OpSig::AttnPrefill {
+            tokens,
+            sequences,
+            pairs,
+            kv_tokens,
+            heads,
+            pages_max,
+            window,
+            sinks,
+            x,
+            kv,
+        } => {
+            let kv = unscaled(kv);
+            OpSig::AttnPrefill { tokens, sequences, pairs, kv_tokens, heads, pages_max, window, sinks, x, kv }
+        }
+        OpSig::KvWrite { tokens, x, kv } => OpSig::KvWrite { tokens, x, kv: unscaled(kv) },
         // the rope table's length depends on the KV memory
         OpSig::Embed { tokens, hidden, table, out, .. } => {
             OpSig::Embed { tokens, vocab: 0, hidden, table, out }
         }
         sig => sig,
     }
+}
+
+fn unscaled(kv: KvShape) -> KvShape {
+    KvShape { latent: kv.latent.map(|latent| LatentKv { scale: Scalar(1.0), ..latent }), ..kv }
 }
 
 pub(super) fn counted(sigs: impl Iterator<Item = (OpSig, u64)>) -> HashMap<OpSig, u64> {

@@ -10,7 +10,7 @@ use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::pool::{Kept, Pool, PoolConfig};
 use proptest::prelude::*;
 
-const KV: KvShape = KvShape { kv_heads: 2, head_dim: 3, page_tokens: 4, dtype: DType::F32 };
+const KV: KvShape = KvShape { kv_heads: 2, head_dim: 3, page_tokens: 4, dtype: DType::F32, latent: None };
 const LAYERS: u32 = 2;
 /// Bytes of a block and of its frame.
 const BLOCK_BYTES: usize = 2 * 4 * 2 * 2 * 3 * 4;

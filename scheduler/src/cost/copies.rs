@@ -19,7 +19,7 @@ pub const PIECE_BYTES: u64 = 1 << 20;
 const TOKENS: [u32; 2] = [16, 512];
 
 /// A layer's KV in the shape of most models; copies differ by its bytes alone.
-const KV: KvShape = KvShape { kv_heads: 8, head_dim: 128, page_tokens: 32, dtype: DType::Bf16 };
+const KV: KvShape = KvShape { kv_heads: 8, head_dim: 128, page_tokens: 32, dtype: DType::Bf16, latent: None };
 
 /// Bytes of the staging slots of a peer.
 const SLOTS_BYTES: f64 = 32.0 * PIECE_BYTES as f64;

@@ -320,7 +320,8 @@ mod tests {
             }
             _ => 0.0,
         };
-        shape.dense_ops(rows, false).stored.iter().map(bytes).sum()
+        // with the up-projections of latents as they are stored: here they are decoded and taken apart
+        shape.dense_ops(rows, true).stored.iter().map(bytes).sum()
     }
 
     /// A step of one row reads what is active, a large one everything that is resident.

@@ -53,7 +53,8 @@ mod tests {
     use crate::cost::{Coefficients, DecodeCoefficients, PrefillCoefficients};
     use mixfleet_hal::{DType, KvShape};
 
-    const KV: KvShape = KvShape { kv_heads: 1, head_dim: 8, page_tokens: 16, dtype: DType::Bf16 };
+    const KV: KvShape =
+        KvShape { kv_heads: 1, head_dim: 8, page_tokens: 16, dtype: DType::Bf16, latent: None };
 
     fn cost() -> CostModel {
         CostModel::Coefficients(Coefficients {

@@ -123,7 +123,9 @@ impl Partition {
     /// # Errors
     /// As of [`Partition::in_proportion`].
     pub fn in_stages(shape: &ModelShape, stages: &[Vec<f64>]) -> Result<Self, String> {
-        if shape.latent.is_some() || shape.linear.is_some() {
+        // stages of one device have all of a layer
+        let whole_layers = stages.iter().all(|stage| stage.len() == 1);
+        if shape.linear.is_some() || (shape.latent.is_some() && !whole_layers) {
             return Err("latent or linear attention is not divided over devices yet".into());
         }
         let whole = |experts: &Experts| experts.spread > 1 || (experts.every > 1 && stages.len() > 1);

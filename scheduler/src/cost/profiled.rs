@@ -96,9 +96,11 @@ impl ProfileCost {
         each: &impl Fn(&OpSig) -> Seconds,
     ) -> Seconds {
         let spread = shape.spread();
-        let prompts = self.work_s(&shape.attention_ops(parts, 0, 0), each) / f64::from(spread);
+        let prompts =
+            self.work_s(&shape.attention_ops(parts, 0, 0, self.engine.fused), each) / f64::from(spread);
         let keys = share_keys(kv_tokens, batch, spread);
-        prompts + self.work_s(&shape.attention_ops(&[], share(batch, spread), keys), each)
+        let decodes = shape.attention_ops(&[], share(batch, spread), keys, self.engine.fused);
+        prompts + self.work_s(&decodes, each)
     }
 
     fn work_s(&self, work: &LayerWork, each: &impl Fn(&OpSig) -> Seconds) -> Seconds {

@@ -96,16 +96,13 @@ impl ModelShape {
     /// Its KV.
     pub fn kv_shape(&self) -> KvShape {
         let ModelShape { kv_heads, head_dim, page_tokens, kv: dtype, .. } = *self;
-        self.latent
-            .map_or(KvShape { kv_heads, head_dim, page_tokens, dtype }, |latent| self.latent_kv(&latent))
+        self.latent.map_or(KvShape { kv_heads, head_dim, page_tokens, dtype, latent: None }, |latent| {
+            self.latent_kv(&latent)
+        })
     }
 
-    /// KV bytes of one token in one layer that keeps KV.
     fn kv_bytes_per_layer(&self) -> u64 {
-        match &self.latent {
-            Some(latent) => u64::from(latent.stored()) * self.kv.size_bytes(),
-            None => self.kv_shape().wire_token_bytes(self.kv),
-        }
+        self.kv_shape().wire_token_bytes(self.kv)
     }
 
     /// KV bytes of one token over all layers that keep KV.
@@ -166,12 +163,25 @@ impl ModelShape {
         let (q_cols, kv_cols) = (n(self.heads) * n(self.head_dim), n(self.kv_heads) * n(self.head_dim));
         let x = self.activation.size_bytes();
         let k_raw = if self.qk_norm { kv_cols } else { 0 };
-        let of_token = x * (n(self.hidden) + 2 * q_cols + 2 * kv_cols + k_raw + 3 * self.inner_length())
-            + 4 * (n(self.hidden) + n(self.head_dim));
+        // columns of a row on its way through attention, and of what it attended to; numbers in f32
+        let (columns, q_cols, in_f32, order) = match &self.latent {
+            Some(latent) => {
+                let rank = n(self.heads) * n(latent.kv_rank);
+                (
+                    latent.activations(self.heads),
+                    rank,
+                    n(latent.rope) + n(self.heads),
+                    4 * (n(self.heads) + 1),
+                )
+            }
+            None => (2 * q_cols + 2 * kv_cols + k_raw, q_cols, n(self.head_dim), 0),
+        };
+        let of_token =
+            x * (n(self.hidden) + columns + 3 * self.inner_length()) + 4 * (n(self.hidden) + in_f32);
         let of_token = of_token + self.experts.map_or(0, |experts| self.expert_activation_bytes(&experts));
         let of_sequence = 4 * (q_cols + 2 * n(self.heads) + n(self.hidden) + n(self.vocab));
         let starts = self.experts.map_or(0, |experts| 4 * (n(experts.count) + 1));
-        n(tokens) * of_token + n(sequences) * of_sequence + starts
+        n(tokens) * of_token + n(sequences) * of_sequence + starts + order
     }
 
     /// Operations of one chunk of a prompt: `new_tokens` of one sequence after `context_before`. With `head`,
@@ -205,7 +215,7 @@ impl ModelShape {
         if !embeds {
             ops.remove(0);
         }
-        let attention = self.attention_ops(parts, batch, kv_tokens).merged();
+        let attention = self.attention_ops(parts, batch, kv_tokens, false).merged();
         let head = if has_head { self.head_ops(drawn, rows) } else { OpCounts::new() };
         for (sig, count) in head.into_iter().chain(attention) {
             push(&mut ops, sig, count);
@@ -213,9 +223,15 @@ impl ModelShape {
         ops
     }
 
-    /// The attention operations of a mixed step.
-    pub(super) fn attention_ops(&self, parts: &[Prefill], batch: u32, kv_tokens: u64) -> LayerWork {
-        let mut work = LayerWork::default();
+    /// The attention operations of a mixed step; `fused` as of [`ModelShape::dense_ops`].
+    pub(super) fn attention_ops(
+        &self,
+        parts: &[Prefill],
+        batch: u32,
+        kv_tokens: u64,
+        fused: bool,
+    ) -> LayerWork {
+        let mut work = LayerWork { fused, ..LayerWork::default() };
         if !parts.is_empty() {
             match &self.latent {
                 Some(latent) => self.latent_prefill(&mut work, latent, parts),
@@ -372,7 +388,7 @@ impl ModelShape {
             self.product(work, [tokens, q, self.hidden], self.qkv_bias, u64::from(1 + gates) * layers);
             self.product(work, [tokens, kv, self.hidden], self.qkv_bias, 2 * layers);
         }
-        let rope = |heads| OpSig::Rope { tokens, heads, head_dim: self.head_dim, x };
+        let rope = |heads| OpSig::Rope { tokens, heads, head_dim: self.head_dim, part: None, x };
         for heads in [self.heads, self.kv_heads] {
             if self.qk_norm {
                 push(&mut work.plain, self.inner_norm(tokens * heads, self.head_dim), layers);

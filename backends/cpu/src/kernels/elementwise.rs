@@ -6,7 +6,7 @@ use super::kv::head_bytes;
 use super::simd::{Simd, Task, exp};
 use super::{Span, Worker, round_up};
 use mixfleet_hal::cast::to_usize;
-use mixfleet_hal::{DType, Error, Result, scaled};
+use mixfleet_hal::{DType, Error, Result, RotaryPart, scaled};
 use std::ops::Range;
 
 /// Elements in the widest vector of any level, to which scratch rows are padded.
@@ -139,6 +139,7 @@ pub(crate) struct Rope {
     pub(crate) tokens: Range<usize>,
     pub(crate) heads: usize,
     pub(crate) head_dim: usize,
+    pub(crate) part: RotaryPart,
     pub(crate) dtype: DType,
 }
 
@@ -146,13 +147,18 @@ impl Task for Rope {
     type Out = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        let Rope { x, cos_sin, heads, head_dim, dtype, .. } = self;
-        let (half, size) = (head_dim / 2, to_usize(dtype.size_bytes()));
+        let Rope { x, cos_sin, heads, head_dim, part, dtype, .. } = self;
+        let (half, size) = (part.length as usize / 2, to_usize(dtype.size_bytes()));
         for token in self.tokens {
-            let cos = cos_sin.at(DType::F32, token * head_dim);
+            let cos = cos_sin.at(DType::F32, token * 2 * half);
             for head in 0..heads {
-                let low = x.at(dtype, (token * heads + head) * head_dim);
+                let low = x.at(dtype, (token * heads + head) * head_dim + part.first as usize);
                 let mut i = 0;
+                if part.interleaved {
+                    // SAFETY: as below.
+                    unsafe { turn_neighbours::<S>(low, dtype, cos, half) };
+                    continue;
+                }
                 // SAFETY: a head has two halves of `half` elements, the table row likewise.
                 unsafe {
                     while i < half {
@@ -167,6 +173,31 @@ impl Task for Rope {
                     }
                 }
             }
+        }
+    }
+}
+
+/// Rotates `half` pairs of neighbours by the cosines, and the sines behind them, at `cos`.
+///
+/// # Safety
+/// There are so many.
+#[inline(always)]
+unsafe fn turn_neighbours<S: Simd>(x: *mut u8, dtype: DType, cos: *const u8, half: usize) {
+    let size = to_usize(dtype.size_bytes());
+    for i in (0..half).step_by(PAD) {
+        let n = (half - i).min(PAD);
+        let (mut pairs, mut angles) = ([0f32; 2 * PAD], [[0f32; PAD]; 2]);
+        // SAFETY: the caller's promise; vectors are at most `PAD` long.
+        unsafe {
+            let at = x.add(2 * i * size);
+            widen::<S>(dtype, at, pairs.as_mut_ptr(), 2 * n);
+            widen::<S>(DType::F32, cos.add(i * 4), angles[0].as_mut_ptr(), n);
+            widen::<S>(DType::F32, cos.add((half + i) * 4), angles[1].as_mut_ptr(), n);
+            for (j, [a, b]) in pairs.as_chunks_mut::<2>().0.iter_mut().enumerate() {
+                let (cos, sin) = (angles[0][j], angles[1][j]);
+                (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
+            }
+            narrow::<S>(dtype, pairs.as_ptr(), at, 2 * n);
         }
     }
 }

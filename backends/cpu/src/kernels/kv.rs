@@ -9,6 +9,8 @@
 //!
 //! Where the contraction is odd, or the dtype is f32, a word row is one dimension or one token. So it is with
 //! codes of eight bits, behind which a block has the scale of each token.
+//!
+//! Keys that contain their values are stored as keys alone; attention copies their values out of them.
 
 use super::elementwise::convert_row;
 use super::{Span, Worker};
@@ -25,9 +27,25 @@ pub(crate) struct PagedKv {
     pub(crate) page_tokens: usize,
     pub(crate) kv_heads: usize,
     pub(crate) head_dim: usize,
+    /// Length of a value.
+    pub(crate) value_dim: usize,
+    /// Whether values are the first numbers of keys; `v` is then `k`.
+    pub(crate) latent: bool,
+    /// What scores are multiplied by.
+    pub(crate) scale: f32,
 }
 
 impl PagedKv {
+    /// Rows of a token.
+    fn units(&self) -> usize {
+        if self.latent { self.kv_heads } else { 2 * self.kv_heads }
+    }
+
+    /// Whether a row of a token is a key, and its head.
+    fn unit(&self, unit: usize) -> (bool, usize) {
+        if self.latent { (true, unit) } else { (unit % 2 == 0, unit / 2) }
+    }
+
     fn size(&self) -> usize {
         to_usize(self.dtype.size_bytes())
     }
@@ -194,8 +212,8 @@ pub(crate) fn store(
     let head_dim = pools.head_dim;
     // a row in the KV dtype, behind the words that `convert_row` may use
     let mut row = vec![0u8; head_bytes(pools.dtype, head_dim)];
-    for unit in worker.share(2 * pools.kv_heads) {
-        let (keys, head) = (unit % 2 == 0, unit / 2);
+    for unit in worker.share(pools.units()) {
+        let (keys, head) = pools.unit(unit);
         for token in 0..tokens {
             // SAFETY: `slots` holds `tokens` elements.
             let place = pools.place(unsafe { slots.u32(token) }).map_err(|e| e.context("kv slots"))?;
@@ -221,8 +239,8 @@ pub(crate) fn gather(
     for token in worker.share(tokens) {
         // SAFETY: `slots` holds `tokens` elements.
         let place = pools.place(unsafe { slots.u32(token) }).map_err(|e| e.context("kv slots"))?;
-        for unit in 0..2 * pools.kv_heads {
-            let (keys, head) = (unit % 2 == 0, unit / 2);
+        for unit in 0..pools.units() {
+            let (keys, head) = pools.unit(unit);
             // SAFETY: `place` checked the slot.
             unsafe { pools.move_row(keys, place, head, row.as_mut_ptr(), CopyDirection::OutOfPool) };
             let to = dense.row(keys, token, head, head_dim);

@@ -27,8 +27,8 @@ use gemm::rows::Rows;
 use gemm::tiles::{self, TilePanel, TileX};
 use gemm::{Operands, PackedForm, Shape};
 use kv::{Dense, PagedKv};
-use mixfleet_hal::cast::to_usize;
-use mixfleet_hal::{DType, KvShape, OpSig, Result};
+use mixfleet_hal::cast::{to_f32, to_usize};
+use mixfleet_hal::{ColumnsOf, DType, KvShape, OpSig, Result, RotaryPart};
 use quantised::QuantisedRows;
 use sample::Sample;
 use std::ops::Range;
@@ -131,11 +131,21 @@ pub(crate) unsafe fn run(sig: &OpSig, args: &[Span], phase: Phase, worker: &mut 
             // SAFETY: the caller's promise.
             unsafe { run_gemm(shape, operands, weights, phase, worker) };
         }
-        OpSig::Rope { tokens, heads, head_dim, x: dtype } => {
+        OpSig::Rope { tokens, heads, head_dim, part, x: dtype } => {
+            let part = part.unwrap_or(RotaryPart { first: 0, length: head_dim, interleaved: false });
             let (heads, head_dim, tokens) =
                 (heads as usize, head_dim as usize, worker.share(tokens as usize));
             // SAFETY: the caller's promise.
-            unsafe { isa.run(Rope { x: args[0], cos_sin: args[1], tokens, heads, head_dim, dtype }) };
+            unsafe { isa.run(Rope { x: args[0], cos_sin: args[1], tokens, heads, head_dim, part, dtype }) };
+        }
+        OpSig::CopyColumns { rows, cols, from, to, x } => {
+            let of =
+                |span: Span, of: ColumnsOf, row: usize| span.at(x, row * of.row as usize + of.first as usize);
+            let bytes = cols as usize * to_usize(x.size_bytes());
+            for row in worker.share(rows as usize) {
+                // SAFETY: the caller's promise; columns are inside rows, and `Cmd::new` refuses overlap.
+                unsafe { std::ptr::copy_nonoverlapping(of(args[0], from, row), of(args[1], to, row), bytes) };
+            }
         }
         OpSig::AttnPrefill { .. } => return prefill(sig, args).run(worker),
         OpSig::AttnDecode { .. } => {
@@ -318,24 +328,32 @@ unsafe fn run_gemm(
     }
 }
 
-fn pools(k: Span, v: Span, shape: KvShape) -> PagedKv {
-    let KvShape { kv_heads, head_dim, page_tokens, dtype } = shape;
+/// The pools of such KV, which are the first of `args`, and the operands behind them.
+fn pools(args: &[Span], shape: KvShape) -> (PagedKv, &[Span]) {
+    let KvShape { kv_heads, head_dim, page_tokens, dtype, latent } = shape;
     let (page_tokens, kv_heads, head_dim) = (page_tokens as usize, kv_heads as usize, head_dim as usize);
-    PagedKv { k, v, dtype, page_tokens, kv_heads, head_dim }
+    let (pools, rest) = args.split_at(shape.pools() as usize);
+    let (k, v) = (pools[0], pools[pools.len() - 1]);
+    let (value_dim, scale) = (shape.value_dim() as usize, to_f32(shape.scale()));
+    (
+        PagedKv { k, v, dtype, page_tokens, kv_heads, head_dim, value_dim, latent: latent.is_some(), scale },
+        rest,
+    )
 }
 
 fn prefill(sig: &OpSig, args: &[Span]) -> Prefill {
     let OpSig::AttnPrefill { tokens, sequences, heads, pages_max, window, sinks, x, kv, .. } = *sig else {
         unreachable!("only called for AttnPrefill");
     };
+    let (pools, rest) = pools(&args[4..], kv);
     Prefill {
         q: args[0],
         query_start: args[1],
         context: args[2],
         pages: args[3],
-        pools: pools(args[4], args[5], kv),
-        sinks: sinks.then(|| args[6]),
-        out: args[6 + usize::from(sinks)],
+        pools,
+        sinks: sinks.then(|| rest[0]),
+        out: rest[usize::from(sinks)],
         tokens: tokens as usize,
         sequences: sequences as usize,
         heads: heads as usize,
@@ -349,13 +367,14 @@ fn decode(sig: &OpSig, args: &[Span]) -> Decode {
     let OpSig::AttnDecode { sequences, heads, pages_max, x, kv, .. } = *sig else {
         unreachable!("only called for AttnDecode");
     };
+    let (pools, rest) = pools(&args[3..], kv);
     Decode {
         q: args[0],
         range: args[1],
         pages: args[2],
-        pools: pools(args[3], args[4], kv),
-        acc: args[5],
-        stat: args[6],
+        pools,
+        acc: rest[0],
+        stat: rest[1],
         sequences: sequences as usize,
         heads: heads as usize,
         pages_max: pages_max as usize,
@@ -422,27 +441,28 @@ fn grouped_gemm(sig: &OpSig, args: &[Span]) -> GroupedGemm {
 fn move_kv(sig: &OpSig, args: &[Span], worker: &mut Worker<'_>) -> Result<()> {
     match *sig {
         OpSig::KvWrite { tokens, x, kv } => {
-            let pools = pools(args[3], args[4], kv);
-            let dense =
-                Dense { k: args[0], v: args[1], dtype: x, per_token: kv.kv_heads as usize, v_first: 0 };
-            kv::store(worker, &pools, &dense, args[2], tokens as usize)
+            let at = kv.pools() as usize;
+            let (pools, _) = pools(&args[at + 1..], kv);
+            let (k, v, per_token) = (args[0], args[at - 1], kv.kv_heads as usize);
+            let dense = Dense { k, v, dtype: x, per_token, v_first: 0 };
+            kv::store(worker, &pools, &dense, args[at], tokens as usize)
         }
         OpSig::KvScatter { tokens, wire, kv } => {
-            let pools = pools(args[2], args[3], kv);
-            kv::store(worker, &pools, &wire_rows(args[0], wire, kv.kv_heads), args[1], tokens as usize)
+            let (pools, _) = pools(&args[2..], kv);
+            kv::store(worker, &pools, &wire_rows(args[0], wire, kv), args[1], tokens as usize)
         }
         OpSig::KvGather { tokens, wire, kv } => {
-            let pools = pools(args[1], args[2], kv);
-            kv::gather(worker, &pools, &wire_rows(args[3], wire, kv.kv_heads), args[0], tokens as usize)
+            let (pools, rest) = pools(&args[1..], kv);
+            kv::gather(worker, &pools, &wire_rows(rest[0], wire, kv), args[0], tokens as usize)
         }
         _ => unreachable!("only called for KV moves"),
     }
 }
 
 /// Describes the wire layout: per token all keys, then all values.
-fn wire_rows(wire: Span, dtype: DType, kv_heads: u32) -> Dense {
-    let kv_heads = kv_heads as usize;
-    Dense { k: wire, v: wire, dtype, per_token: 2 * kv_heads, v_first: kv_heads }
+fn wire_rows(wire: Span, dtype: DType, kv: KvShape) -> Dense {
+    let kv_heads = kv.kv_heads as usize;
+    Dense { k: wire, v: wire, dtype, per_token: kv.pools() as usize * kv_heads, v_first: kv_heads }
 }
 
 /// Returns the phases of an operation in order, and the words of shared scratch that they need.

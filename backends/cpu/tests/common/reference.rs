@@ -52,7 +52,7 @@ fn fill(rig: &Rig, case: &Case, lengths: &[u32]) -> Filled {
         let sig = OpSig::KvWrite {
             tokens: length,
             x: kv,
-            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, latent: None },
         };
         let [k_pool, v_pool] = pools;
         let mut after = rig.run(&sig, &[k, v, rig.u32s(&slots), k_pool, v_pool]).unwrap();
@@ -122,7 +122,7 @@ pub fn prefill(rig: &Rig, case: &Case, sequences: &[(u32, u32)], window: Option<
         window,
         sinks: false,
         x,
-        kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+        kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, latent: None },
     };
     let q = rig.random(x, tokens * heads * head_dim);
     let [k_pool, v_pool] = filled.pools.clone();
@@ -220,7 +220,7 @@ fn run_decode(rig: &Rig, case: &Case, filled: &Filled, q: &[u8], ranges: &[(u32,
         heads,
         pages_max: filled.pages_max,
         x,
-        kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+        kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, latent: None },
     };
     let flat: Vec<u32> = ranges.iter().flat_map(|r| [r.0, r.1]).collect();
     let rows = (sequences * heads) as usize;
@@ -278,7 +278,7 @@ pub fn bad_decode(rig: &Rig, range: [u32; 2], page: u32) -> Cmd {
         heads: 1,
         pages_max: 1,
         x: DType::F32,
-        kv: KvShape { kv_heads: 1, head_dim: 16, page_tokens: 16, dtype: DType::F32 },
+        kv: KvShape { kv_heads: 1, head_dim: 16, page_tokens: 16, dtype: DType::F32, latent: None },
     };
     let zeros = |o: &mixfleet_hal::Operand| match o.extent {
         mixfleet_hal::op::Extent::Exactly(n) | mixfleet_hal::op::Extent::PagesOf(n) => {

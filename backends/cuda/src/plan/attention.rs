@@ -118,7 +118,7 @@ pub(super) fn prefill(
         window,
         sinks,
         x,
-        kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+        kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, .. },
         ..
     } = *sig
     else {
@@ -243,7 +243,7 @@ pub(super) fn decode(
         heads,
         pages_max,
         x,
-        kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+        kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, .. },
         ..
     } = *sig
     else {
@@ -322,7 +322,7 @@ mod tests {
             heads: 32,
             pages_max: context.div_ceil(16),
             x: DType::Bf16,
-            kv: KvShape { kv_heads: 8, head_dim: 128, page_tokens: 16, dtype: DType::Bf16 },
+            kv: KvShape { kv_heads: 8, head_dim: 128, page_tokens: 16, dtype: DType::Bf16, latent: None },
         }
     }
 
@@ -367,7 +367,7 @@ mod tests {
                     let block = PrefillBlock::new(row_tiles, head_dim);
                     assert!(block.fits(&target) || row_tiles == 2, "{head_dim}: {}", block.shared_bytes);
                 }
-                let kv = KvShape { kv_heads: 8, head_dim, page_tokens: 16, dtype: DType::Bf16 };
+                let kv = KvShape { kv_heads: 8, head_dim, page_tokens: 16, dtype: DType::Bf16, latent: None };
                 let sig = prefill_sig(kv, DType::Bf16);
                 assert_eq!(prefill_support(&sig, &target), Support::Native);
                 let slow = |kv, x| slow_prefill(&prefill_sig(kv, x), ALIGNED, &target);

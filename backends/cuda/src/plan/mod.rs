@@ -12,7 +12,7 @@ mod quantised;
 use crate::kernels::{KernelProgram, KernelSource, Macro};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::op::Extent;
-use mixfleet_hal::{DType, Error, KvShape, MatrixKind, OpSig, Result, Support};
+use mixfleet_hal::{DType, Error, KvShape, MatrixKind, OpSig, Result, RotaryPart, Support};
 
 /// A range of device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -233,13 +233,14 @@ pub fn fused(ops: &[PlannedOp], target: &PlanTarget) -> Result<Option<(usize, Ve
 /// Plans rope of queries and of keys, and the write of those keys with their values, as one launch, if they
 /// are that.
 fn rope_kv(queries: &PlannedOp, keys: &PlannedOp, write: &PlannedOp) -> Result<Option<PlanStep>> {
-    let (OpSig::Rope { tokens, heads, head_dim, x }, [q, cos_sin]) = (queries.0, &queries.1[..]) else {
+    let (OpSig::Rope { tokens, heads, head_dim, part: None, x }, [q, cos_sin]) = (queries.0, &queries.1[..])
+    else {
         return Ok(None);
     };
     let (OpSig::KvWrite { kv, .. }, [k, v, slots, k_pool, v_pool]) = (write.0, &write.1[..]) else {
         return Ok(None);
     };
-    let of_keys = (OpSig::Rope { tokens, heads: kv.kv_heads, head_dim, x }, vec![*k, *cos_sin]);
+    let of_keys = (OpSig::Rope { tokens, heads: kv.kv_heads, head_dim, part: None, x }, vec![*k, *cos_sin]);
     let same = *keys == of_keys && write.0 == OpSig::KvWrite { tokens, x, kv } && kv.head_dim == head_dim;
     let all = [q, k, v, cos_sin, slots, k_pool, v_pool];
     let written = [q, k, k_pool, v_pool];
@@ -283,7 +284,20 @@ fn simple(sig: &OpSig, operands: &[DeviceRange], mut args: Vec<KernelArg>) -> Re
             args.push(KernelArg::U64(count));
             launch(elements_program(x, x, vec), "combine", each(count), args)
         }
-        OpSig::Rope { tokens, heads, head_dim, x } => {
+        OpSig::Rope { tokens, heads, head_dim, part: Some(part), x } => {
+            let RotaryPart { first, length, interleaved } = part;
+            let count = u64::from(tokens) * u64::from(heads) * u64::from(length / 2);
+            args.extend([heads, head_dim, first, length / 2, interleaved.into()].map(KernelArg::U32));
+            args.push(KernelArg::U64(count));
+            launch(elements_program(x, x, 1), "rope_part", each(count), args)
+        }
+        OpSig::CopyColumns { rows, cols, from, to, x } => {
+            let count = u64::from(rows) * u64::from(cols);
+            args.extend([cols, from.row, from.first, to.row, to.first].map(KernelArg::U32));
+            args.push(KernelArg::U64(count));
+            launch(elements_program(x, x, 1), "copy_columns", each(count), args)
+        }
+        OpSig::Rope { tokens, heads, head_dim, part: None, x } => {
             let half = u64::from(head_dim / 2);
             let vec = vector(half, operands);
             let count = u64::from(tokens) * u64::from(heads) * half / vec;
@@ -302,16 +316,20 @@ fn simple(sig: &OpSig, operands: &[DeviceRange], mut args: Vec<KernelArg>) -> Re
             rows_launch("rms_norm", (x, weight, out), (rows, cols), vec, 512, args)
         }
         OpSig::Sample { .. } => sample(sig, operands, args),
-        OpSig::KvWrite { tokens, x: other, kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv } }
+        OpSig::KvWrite {
+            tokens,
+            x: other,
+            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, .. },
+        }
         | OpSig::KvGather {
             tokens,
             wire: other,
-            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, .. },
         }
         | OpSig::KvScatter {
             tokens,
             wire: other,
-            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, .. },
         } => {
             let heads = u64::from(tokens) * u64::from(kv_heads);
             let vec = vector(head_dim.into(), operands);
@@ -405,6 +423,8 @@ pub fn support(sig: &OpSig, target: &PlanTarget) -> Support {
     let eight_bits = |operand: &mixfleet_hal::Operand| operand.dtype.is_scaled() && !sig.has_scales(operand);
     match *sig {
         _ if sig.check().is_err() => Support::No,
+        // no kernel takes values out of keys yet
+        _ if sig.kv().is_some_and(|kv| kv.latent.is_some()) => Support::No,
         // a token's list of experts is in shared memory
         OpSig::Route { routing, .. } if routing.experts > EXPERTS_MAX => Support::No,
         OpSig::Gemm { x, weight, out, .. } => {

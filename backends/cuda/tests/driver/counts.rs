@@ -45,7 +45,7 @@ const CALLS_OF_A_DECODE_STEP_MAX: u64 = 10;
 
 const LAYERS: usize = 4;
 const HIDDEN: u32 = 128;
-const KV: KvShape = KvShape { kv_heads: 2, head_dim: 64, page_tokens: 16, dtype: DType::Bf16 };
+const KV: KvShape = KvShape { kv_heads: 2, head_dim: 64, page_tokens: 16, dtype: DType::Bf16, latent: None };
 
 fn gemm(m: u32, n: u32, out: DType, accumulate: bool) -> OpSig {
     OpSig::Gemm { m, n, k: HIDDEN, x: DType::Bf16, weight: DType::Bf16, out, bias: false, accumulate }
@@ -58,7 +58,7 @@ fn layer(tokens: u32, decodes: u32) -> Vec<OpSig> {
         OpSig::RmsNorm { rows: tokens, cols: HIDDEN, eps: Scalar(1e-5), x: DType::F32, weight: x, out: x };
     let mut sigs = vec![norm];
     sigs.extend([gemm(tokens, HIDDEN, x, false); 3]);
-    sigs.extend([OpSig::Rope { tokens, heads, head_dim: KV.head_dim, x }; 2]);
+    sigs.extend([OpSig::Rope { tokens, heads, head_dim: KV.head_dim, x, part: None }; 2]);
     sigs.push(OpSig::KvWrite { tokens, x, kv: KV });
     if decodes > 0 {
         let kv_tokens = u64::from(decodes) * 100;

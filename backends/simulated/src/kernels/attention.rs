@@ -42,24 +42,27 @@ fn short(what: &str) -> Error {
 /// Runs `body` on keys and values, whose hashes it may complete.
 fn with_pools<T>(
     store: &mut Store,
-    pools: [&Slice; 2],
-    divisions: [Division; 2],
+    pools: &[Slice],
+    kv: KvShape,
     body: impl FnOnce(&mut SlotPools<'_>, u64) -> Result<T>,
 ) -> Result<T> {
     let mut taken = Vec::with_capacity(2);
-    for (pool, division) in pools.into_iter().zip(divisions) {
+    let mut pages = u64::MAX;
+    for pool in pools {
+        let division = Division::new(pool, kv);
+        pages = pages.min(division.pages());
         let (content, _) = store.content_mut(pool)?;
         let known = content.slots.iter().position(|slots| slots.division == division);
         taken.push(known.map_or_else(|| Slots::new(division), |at| content.slots.swap_remove(at)));
     }
-    let (mut values, mut keys) = (taken.pop().expect("two pools"), taken.pop().expect("two pools"));
-    let pages = divisions[0].pages().min(divisions[1].pages());
     let bytes = |pool: &Slice| store.content(pool).map(|(content, _)| content.as_bytes());
-    let result = body(
-        &mut SlotPools { keys: (&mut keys, bytes(pools[0])?), values: (&mut values, bytes(pools[1])?) },
-        pages,
-    );
-    for (pool, slots) in pools.into_iter().zip([keys, values]) {
+    let (keys, values) = taken.split_first_mut().ok_or_else(|| short("no pool of keys"))?;
+    let values = match (values.first_mut(), pools.get(1)) {
+        (Some(slots), Some(pool)) => Some((slots, bytes(pool)?)),
+        _ => None,
+    };
+    let result = body(&mut SlotPools { keys: (keys, bytes(&pools[0])?), values }, pages);
+    for (pool, slots) in pools.iter().zip(taken) {
         let known = &mut store.content_mut(pool)?.0.slots;
         known.truncate(DIVISIONS_MAX - 1);
         known.push(slots);
@@ -81,12 +84,12 @@ pub(super) fn prefill(store: &mut Store, cmd: &Cmd) -> Result<()> {
     let OpSig::AttnPrefill { tokens, heads, pages_max, window, sinks, x, kv, .. } = *cmd.sig() else {
         unreachable!("dispatched by kind")
     };
-    let KvShape { head_dim, page_tokens, .. } = kv;
     let args = cmd.args();
     let queries = rows::digests(store, &args[0], tokens, x)?;
     let (starts, contexts, table) = (store.words(&args[1])?, store.words(&args[2])?, store.words(&args[3])?);
-    let divisions = [&args[4], &args[5]].map(|pool| Division::new(pool, kv));
-    let results = with_pools(store, [&args[4], &args[5]], divisions, |pools, pages| {
+    let (pools, rest) = args[4..].split_at(kv.pools() as usize);
+    let (page_tokens, head_dim) = (kv.page_tokens, kv.value_dim());
+    let results = with_pools(store, pools, kv, |pools, pages| {
         let mut results = vec![0; queries.len()];
         for (sequence, (ends, &context)) in starts.windows(2).zip(&contexts).enumerate() {
             let (first, last) = (ends[0] as usize, ends[1] as usize);
@@ -112,10 +115,10 @@ pub(super) fn prefill(store: &mut Store, cmd: &Cmd) -> Result<()> {
     })?;
     let mut results = results;
     if sinks {
-        let sink = sink(store, &args[6])?;
+        let sink = sink(store, &rest[0])?;
         results.iter_mut().for_each(|result| *result = mix(sink, *result));
     }
-    put_heads(store, &args[6 + usize::from(sinks)], x, &results, heads)
+    put_heads(store, &rest[usize::from(sinks)], x, &results, heads)
 }
 
 /// The digest of sinks, which is that of the first head's, as a token's is.
@@ -135,12 +138,12 @@ pub(super) fn decode(store: &mut Store, cmd: &Cmd) -> Result<()> {
     let OpSig::AttnDecode { sequences, heads, pages_max, x, kv, .. } = *cmd.sig() else {
         unreachable!("dispatched by kind")
     };
-    let KvShape { head_dim, page_tokens, .. } = kv;
     let args = cmd.args();
     let queries = rows::digests(store, &args[0], sequences, x)?;
     let (ranges, table) = (store.words(&args[1])?, store.words(&args[2])?);
-    let divisions = [&args[3], &args[4]].map(|pool| Division::new(pool, kv));
-    let sums = with_pools(store, [&args[3], &args[4]], divisions, |pools, pages| {
+    let (pools, rest) = args[3..].split_at(kv.pools() as usize);
+    let (page_tokens, head_dim) = (kv.page_tokens, kv.value_dim());
+    let sums = with_pools(store, pools, kv, |pools, pages| {
         let sum = |(sequence, range): (usize, &[u32])| {
             let (first, end) = (u64::from(range[0]), u64::from(range[1]));
             if first >= end {
@@ -152,13 +155,13 @@ pub(super) fn decode(store: &mut Store, cmd: &Cmd) -> Result<()> {
         ranges.chunks_exact(2).enumerate().map(sum).collect::<Result<Vec<Option<u64>>>>()
     })?;
     let row_bytes = head_dim as usize * 4;
-    let acc = store.edit(&args[5], Edit::Rows(row_bytes as u64, DType::F32))?;
+    let acc = store.edit(&rest[0], Edit::Rows(row_bytes as u64, DType::F32))?;
     for (at, row) in acc.chunks_exact_mut(row_bytes.max(1)).enumerate() {
         let sequence = at / heads as usize;
         let part = sums[sequence].map(|sum| (queries[sequence], sum)).unwrap_or_default();
         put_part(row, head_dim, part);
     }
-    let stat = store.edit(&args[6], Edit::Any)?;
+    let stat = store.edit(&rest[1], Edit::Any)?;
     for (at, row) in stat.as_chunks_mut::<8>().0.iter_mut().enumerate() {
         let sequence = at / heads as usize;
         let keys = sums[sequence].map(|_| (ranges[2 * sequence + 1] - ranges[2 * sequence]) as f32);

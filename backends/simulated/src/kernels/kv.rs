@@ -8,7 +8,7 @@ use crate::digest::{self, mix};
 use crate::memory::{Edit, Store};
 use half::{bf16, f16};
 use mixfleet_hal::cast::{to_f32, to_u8, to_usize};
-use mixfleet_hal::{Cmd, DType, Error, KvShape, OpSig, Result, Slice, scaled};
+use mixfleet_hal::{Cmd, DType, Error, OpSig, Result, Slice, scaled};
 
 /// Number of elements after which a row repeats: 256 bits of its digest.
 const PATTERN: usize = 64;
@@ -38,15 +38,13 @@ fn filled<const N: usize>(dtype: DType, elements: usize, digests: &[u64], out: &
 }
 
 pub(super) fn write(store: &mut Store, cmd: &Cmd) -> Result<()> {
-    let OpSig::KvWrite { tokens, x, kv: KvShape { kv_heads, head_dim, dtype: kv, .. }, .. } = *cmd.sig()
-    else {
-        unreachable!("dispatched by kind")
-    };
+    let OpSig::KvWrite { tokens, x, kv: shape } = *cmd.sig() else { unreachable!("dispatched by kind") };
     let args = cmd.args();
-    let slots = store.words(&args[2])?;
-    let elements = (kv_heads * head_dim) as usize;
+    let (rows, rest) = args.split_at(shape.pools() as usize);
+    let slots = store.words(&rest[0])?;
+    let (elements, kv, head_dim) = ((shape.kv_heads * shape.head_dim) as usize, shape.dtype, shape.head_dim);
     let wide = if kv.is_scaled() { DType::F32 } else { kv };
-    for (tag, from, pool) in [(Tag::Key, &args[0], &args[3]), (Tag::Value, &args[1], &args[4])] {
+    for ((tag, from), pool) in [Tag::Key, Tag::Value].into_iter().zip(rows).zip(&rest[1..]) {
         let mut digests = rows::digests(store, from, tokens, x)?;
         digests.iter_mut().for_each(|digest| *digest = mix(tag as u64, *digest));
         let mut rows = Vec::with_capacity(slots.len() * elements * to_usize(wide.size_bytes()));
@@ -60,40 +58,39 @@ pub(super) fn write(store: &mut Store, cmd: &Cmd) -> Result<()> {
 }
 
 pub(super) fn gather(store: &mut Store, cmd: &Cmd) -> Result<()> {
-    let OpSig::KvGather { tokens, wire, kv } = *cmd.sig() else { unreachable!("dispatched by kind") };
+    let OpSig::KvGather { tokens, wire, kv: shape } = *cmd.sig() else { unreachable!("dispatched by kind") };
     let args = cmd.args();
     let slots = store.words(&args[0])?;
-    let row_bytes = to_usize(kv.row() * kv.dtype.size_bytes());
-    let mut rows = Vec::with_capacity(2 * row_bytes * tokens as usize); // [tokens, 2, kv_heads, head_dim]
+    let (pools, rest) = args[1..].split_at(shape.pools() as usize);
+    let kv = shape.dtype;
+    let row_bytes = to_usize(shape.row() * kv.size_bytes());
+    let mut rows = Vec::with_capacity(pools.len() * row_bytes * tokens as usize); // the wire layout
     for &slot in &slots {
-        for pool in &args[1..3] {
+        for pool in pools {
             let bytes = store.bytes(pool)?;
             let row = bytes.get(slot as usize * row_bytes..).and_then(|rest| rest.get(..row_bytes));
             let outside = || Error::invalid(format!("kv_gather: slot {slot} is outside the pool"));
             rows.extend_from_slice(row.ok_or_else(outside)?);
         }
     }
-    let out = store.edit(&args[3], Edit::Any)?;
-    out.copy_from_slice(&converted(kv.dtype, wire, kv.head_dim, rows));
+    let out = store.edit(&rest[0], Edit::Any)?;
+    out.copy_from_slice(&converted(kv, wire, shape.head_dim, rows));
     Ok(())
 }
 
 pub(super) fn scatter(store: &mut Store, cmd: &Cmd) -> Result<()> {
-    let OpSig::KvScatter { wire, kv: KvShape { dtype: kv, head_dim, .. }, .. } = *cmd.sig() else {
-        unreachable!("dispatched by kind")
-    };
+    let OpSig::KvScatter { wire, kv: shape, .. } = *cmd.sig() else { unreachable!("dispatched by kind") };
     let args: &[Slice] = cmd.args();
     let slots = store.words(&args[1])?;
-    let rows = converted(wire, kv, head_dim, store.bytes(&args[0])?.to_vec());
+    let rows = converted(wire, shape.dtype, shape.head_dim, store.bytes(&args[0])?.to_vec());
     let token_bytes = rows.len() / slots.len().max(1);
-    let (mut keys, mut values) = (Vec::with_capacity(rows.len() / 2), Vec::with_capacity(rows.len() / 2));
-    for token in rows.chunks_exact(token_bytes.max(1)) {
-        let (key, value) = token.split_at(token_bytes / 2);
-        keys.extend_from_slice(key);
-        values.extend_from_slice(value);
+    let (pools, row_bytes) = (&args[2..], token_bytes / shape.pools() as usize);
+    for (at, pool) in pools.iter().enumerate() {
+        let tokens = rows.chunks_exact(token_bytes.max(1));
+        let own: Vec<u8> = tokens.flat_map(|token| &token[at * row_bytes..][..row_bytes]).copied().collect();
+        store.write_slots(pool, &slots, &own)?;
     }
-    store.write_slots(&args[2], &slots, &keys)?;
-    store.write_slots(&args[3], &slots, &values)
+    Ok(())
 }
 
 /// Heads of eight bits as f32.

@@ -28,6 +28,7 @@ enum Tag {
     Swiglu,
     Route,
     Combine,
+    CopyColumns,
 }
 
 /// Runs one command.
@@ -42,6 +43,7 @@ pub(crate) fn run(store: &mut Store, cmd: &Cmd) -> Result<()> {
         OpSig::QuantisedEmbed { .. } => rows::quantised_embed(store, cmd),
         OpSig::Gemm { .. } | OpSig::QuantisedGemm { .. } => rows::gemm(store, cmd),
         OpSig::Rope { .. } => rows::rope(store, cmd),
+        OpSig::CopyColumns { .. } => rows::copy_columns(store, cmd),
         OpSig::SiluMul { x, .. } => rows::elementwise(store, Tag::SiluMul, args, x),
         OpSig::Add { x, .. } => rows::elementwise(store, Tag::Add, args, x),
         OpSig::ClampedSwiglu { .. } => experts::swiglu(store, cmd),

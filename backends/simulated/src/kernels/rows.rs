@@ -128,6 +128,23 @@ pub(super) fn rope(store: &mut Store, cmd: &Cmd) -> Result<()> {
     put(store, &args[0], x, &digests)
 }
 
+/// What becomes the first columns of a row says its digest, other columns change it.
+pub(super) fn copy_columns(store: &mut Store, cmd: &Cmd) -> Result<()> {
+    let OpSig::CopyColumns { rows, cols, from, to, x } = *cmd.sig() else {
+        unreachable!("dispatched by kind")
+    };
+    let args = cmd.args();
+    let seed = mix(Tag::CopyColumns as u64, u64::from(from.first) << 32 | u64::from(cols));
+    let mut results: Vec<u64> =
+        digests(store, &args[0], rows, x)?.into_iter().map(|digest| mix(seed, digest)).collect();
+    if to.first > 0 {
+        for (result, before) in results.iter_mut().zip(digests(store, &args[1], rows, x)?) {
+            *result = mix(before, *result);
+        }
+    }
+    put(store, &args[1], x, &results)
+}
+
 /// Works element by element, since the signature does not give the length of rows; two zeros give zero. If
 /// both inputs hold only the lanes of equal rows, only those are processed.
 pub(super) fn elementwise(store: &mut Store, tag: Tag, args: &[Slice], dtype: DType) -> Result<()> {

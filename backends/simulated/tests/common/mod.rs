@@ -161,7 +161,13 @@ impl Rig {
         let sig = OpSig::KvGather {
             tokens,
             wire,
-            kv: KvShape { kv_heads, head_dim, page_tokens: self.form.block_tokens, dtype: self.form.kv },
+            kv: KvShape {
+                kv_heads,
+                head_dim,
+                page_tokens: self.form.block_tokens,
+                dtype: self.form.kv,
+                latent: None,
+            },
         };
         let bytes = u64::from(2 * tokens * kv_heads * head_dim) * wire.size_bytes();
         let out = self.device.alloc(bytes, BufferUsage::Staging).unwrap();
@@ -177,7 +183,13 @@ impl Rig {
         let sig = OpSig::KvScatter {
             tokens,
             wire,
-            kv: KvShape { kv_heads, head_dim, page_tokens: self.form.block_tokens, dtype: self.form.kv },
+            kv: KvShape {
+                kv_heads,
+                head_dim,
+                page_tokens: self.form.block_tokens,
+                dtype: self.form.kv,
+                latent: None,
+            },
         };
         let from = self.device.alloc(data.len() as u64, BufferUsage::Staging).unwrap();
         self.device.write(&from, data).unwrap();

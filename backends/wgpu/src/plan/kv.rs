@@ -31,21 +31,25 @@ impl Planner {
     }
 
     pub(super) fn kv(&mut self, sig: &OpSig, operands: &[Operand]) -> Result<()> {
-        let (OpSig::KvWrite { tokens, x: other, kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv } }
+        let (OpSig::KvWrite {
+            tokens,
+            x: other,
+            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, .. },
+        }
         | OpSig::KvGather {
             tokens,
             wire: other,
-            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, .. },
         }
         | OpSig::KvScatter {
             tokens,
             wire: other,
-            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, .. },
         }) = *sig
         else {
             return Ok(());
         };
-        let shape = KvShape { kv_heads, head_dim, page_tokens, dtype: kv };
+        let shape = KvShape { kv_heads, head_dim, page_tokens, dtype: kv, latent: None };
         let width = u64::from(kv_heads) * shape.head_elements(other);
         // elements per token outside the pages, and the offset from its keys to its values
         let (row, v_at) = if let OpSig::KvWrite { .. } = sig { (width, 0) } else { (2 * width, width) };

@@ -32,7 +32,7 @@ fn kv_exchange() -> Arc<KvExchange> {
         url: "http://here:1".into(),
         identity: Identity::new("shape".into(), "tokenizer".into(), [1, 2]),
         layers: 1,
-        kv: KvShape { kv_heads: 1, head_dim: 1, page_tokens: 2, dtype: DType::F32 },
+        kv: KvShape { kv_heads: 1, head_dim: 1, page_tokens: 2, dtype: DType::F32, latent: None },
         pools: vec![Pool::new(config, &region).expect("a small pool")],
         metrics: Metrics::new(),
     };

@@ -28,7 +28,7 @@ pub(crate) struct Decode {
     pub(crate) x: DType,
 }
 
-/// Destination of the results of some query heads: `[heads, head_dim]` and `[heads, 2]`.
+/// Destination of the results of some query heads: `[heads, value_dim]` and `[heads, 2]`.
 #[derive(Clone, Copy)]
 struct Target {
     acc: *mut f32,
@@ -52,7 +52,7 @@ impl Decode {
 
     /// Returns the words of shared scratch for the chunks of a split run.
     pub(crate) fn shared_words(&self) -> usize {
-        self.chunks_max() * self.sequences * self.heads * (self.pools.head_dim + 2)
+        self.chunks_max() * self.sequences * self.heads * (self.pools.value_dim + 2)
     }
 
     /// Returns the range of a sequence after checking it.
@@ -74,7 +74,7 @@ impl Decode {
     fn target(&self, sequence: usize, kv_head: usize) -> Target {
         let head = sequence * self.heads + kv_head * (self.heads / self.pools.kv_heads);
         Target {
-            acc: self.acc.at(DType::F32, head * self.pools.head_dim).cast(),
+            acc: self.acc.at(DType::F32, head * self.pools.value_dim).cast(),
             stat: self.stat.at(DType::F32, head * 2).cast(),
         }
     }
@@ -82,17 +82,18 @@ impl Decode {
     /// Returns the place of one chunk in shared scratch.
     fn parked(&self, shared: *mut f32, unit: usize, chunk: usize) -> Target {
         let group = self.heads / self.pools.kv_heads;
-        let acc = shared.wrapping_add((unit * self.chunks_max() + chunk) * group * (self.pools.head_dim + 2));
-        Target { acc, stat: acc.wrapping_add(group * self.pools.head_dim) }
+        let acc =
+            shared.wrapping_add((unit * self.chunks_max() + chunk) * group * (self.pools.value_dim + 2));
+        Target { acc, stat: acc.wrapping_add(group * self.pools.value_dim) }
     }
 
     /// Processes whole units, which workers claim one by one.
     pub(crate) fn run(&self, worker: &mut Worker<'_>) -> Result<()> {
         let group = self.heads / self.pools.kv_heads;
         let words = Room::words(&self.pools);
-        let at = worker.scratch.words(words + group * (self.pools.head_dim + 2));
+        let at = worker.scratch.words(words + group * (self.pools.value_dim + 2));
         let spare = at.wrapping_add(words);
-        let spare = Target { acc: spare, stat: spare.wrapping_add(group * self.pools.head_dim) };
+        let spare = Target { acc: spare, stat: spare.wrapping_add(group * self.pools.value_dim) };
         loop {
             let unit = worker.claim();
             if unit >= self.units() {
@@ -148,7 +149,7 @@ impl Decode {
                     std::ptr::copy_nonoverlapping(
                         from.acc.cast::<u8>(),
                         target.acc.cast(),
-                        group * self.pools.head_dim * 4,
+                        group * self.pools.value_dim * 4,
                     );
                     std::ptr::copy_nonoverlapping(from.stat.cast::<u8>(), target.stat.cast(), group * 2 * 4);
                 }
@@ -166,7 +167,7 @@ impl Decode {
         range: (usize, usize),
         to: Target,
     ) -> Result<()> {
-        let (group, dim) = (self.heads / self.pools.kv_heads, self.pools.head_dim);
+        let (group, dim) = (self.heads / self.pools.kv_heads, self.pools.value_dim);
         let rows_max = if worker.isa.lanes() == 16 { 12 } else { 6 };
         let row_bytes = self.pages_max * 4;
         let table = Span { start: self.pages.start.wrapping_add(sequence * row_bytes), bytes: row_bytes };
@@ -176,7 +177,7 @@ impl Decode {
             let mut queries = [std::ptr::null(); ROWS_MAX];
             for (i, query) in queries[..rows].iter_mut().enumerate() {
                 let head = sequence * self.heads + kv_head * group + first + i;
-                *query = self.q.at(self.x, head * dim).cast_const();
+                *query = self.q.at(self.x, head * self.pools.head_dim).cast_const();
             }
             let tile = Tile {
                 pools: &self.pools,
@@ -208,7 +209,7 @@ impl Decode {
 
     /// Adds one partial result of a unit to another.
     fn add(&self, worker: &Worker<'_>, to: Target, from: Target) {
-        let (group, dim) = (self.heads / self.pools.kv_heads, self.pools.head_dim);
+        let (group, dim) = (self.heads / self.pools.kv_heads, self.pools.value_dim);
         // SAFETY: both hold the group's heads, and this worker alone has the unit.
         unsafe { worker.isa.run(AddPartial { group, dim, to, from }) };
     }

@@ -58,7 +58,7 @@ pub(crate) struct Room {
     q: *mut f32,
     /// Scores, then probabilities: `[rows, BLOCK]`.
     scores: *mut f32,
-    /// Un-normalised output: `[rows, head_dim padded]`.
+    /// Un-normalised output: `[rows, value_dim padded]`.
     pub(crate) out: *mut f32,
     /// Two segments of keys and of values.
     spare: *mut f32,
@@ -87,7 +87,7 @@ pub(crate) struct SoftmaxStats {
     pub(crate) sum: [f32; ROWS_MAX],
 }
 
-/// Runs a tile: `room.out[row]`, of `head_dim` words padded to whole vectors of `isa`, becomes the
+/// Runs a tile: `room.out[row]`, of `value_dim` words padded to whole vectors of `isa`, becomes the
 /// un-normalised output.
 ///
 /// # Safety
@@ -110,7 +110,8 @@ impl Task for Attend<'_> {
         let (task, room, pools) = (self.tile, self.room, self.tile.pools);
         // the panels of a page can be used in place if whole vectors fit its rows
         let fits = pools.page_tokens.is_multiple_of(16) && pools.head_dim.is_multiple_of(16);
-        let direct = fits && !pools.dtype.is_scaled();
+        // values in keys lie across them, and codes have scales
+        let direct = fits && !pools.latent && !pools.dtype.is_scaled();
         let dot = direct && S::DOT_BF16 && task.x == DType::Bf16 && pools.dtype == DType::Bf16;
         let rows = tile_rows::<S>(task.ranges.len());
         // a page that is copied is widened on the way
@@ -173,7 +174,7 @@ unsafe fn run<S: Simd, K: Panel<S>, V: Panel<S>, const M: usize>(
     direct: bool,
 ) -> Result<SoftmaxStats> {
     let pools = task.pools;
-    let dim = round_up(pools.head_dim, S::LANES);
+    let dim = round_up(pools.value_dim, S::LANES);
     let (low, high) = union(task.ranges);
     let mut stats = SoftmaxStats { max: [f32::NEG_INFINITY; ROWS_MAX], sum: [0.0; ROWS_MAX] };
     // SAFETY: room is laid out for these shapes.

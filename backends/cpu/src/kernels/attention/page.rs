@@ -122,7 +122,7 @@ unsafe fn widened<S: Simd>(
     used: std::ops::Range<usize>,
     spare: *mut f32,
 ) -> Segment {
-    let (columns, dims) = (round_up(tokens, S::LANES), round_up(pools.head_dim, S::LANES));
+    let (columns, dims) = (round_up(tokens, S::LANES), round_up(pools.value_dim, S::LANES));
     let values = spare.wrapping_add(pools.head_dim * SEGMENT);
     // SAFETY: all indices are inside the block; spare holds two padded panels.
     unsafe {
@@ -139,7 +139,12 @@ unsafe fn widened<S: Simd>(
             for t in used {
                 for d in 0..pools.head_dim {
                     *spare.add(d * columns + t) = element(pools.dtype, k, pools.k_index(offset + t, d));
-                    *values.add(t * dims + d) = element(pools.dtype, v, pools.v_index(offset + t, d));
+                }
+                for d in 0..pools.value_dim {
+                    *values.add(t * dims + d) = match pools.latent {
+                        true => *spare.add(d * columns + t),
+                        false => element(pools.dtype, v, pools.v_index(offset + t, d)),
+                    };
                 }
             }
         }

@@ -124,9 +124,9 @@ impl Prefill {
             let (query, head) = ((first + i) / group, kv_head * group + (first + i) % group);
             let end = sequence.context - sequence.queries + query + 1;
             ranges[i] = (self.window.map_or(0, |w| end.saturating_sub(w)), end);
-            let element = ((sequence.first_row + query) * self.heads + head) * self.pools.head_dim;
-            queries[i] = self.q.at(self.x, element).cast_const();
-            outputs[i] = self.out.at(self.x, element);
+            let row = (sequence.first_row + query) * self.heads + head;
+            queries[i] = self.q.at(self.x, row * self.pools.head_dim).cast_const();
+            outputs[i] = self.out.at(self.x, row * self.pools.value_dim);
             if let Some(all) = self.sinks {
                 // SAFETY: sinks hold an element for each head.
                 sinks[i] = unsafe { all.at(DType::F32, head).cast::<f32>().read_unaligned() };
@@ -148,7 +148,7 @@ impl Prefill {
         // SAFETY: rows and sequences are inside their operands, as `sequences` checked.
         unsafe {
             let stats = attend(isa, &tile, room)?;
-            let (dim, dtype) = (self.pools.head_dim, self.x);
+            let (dim, dtype) = (self.pools.value_dim, self.x);
             isa.run(Normalise { stats: &stats, sinks: &sinks, room, dim, dtype, outputs: &outputs[..rows] });
         }
         Ok(())

@@ -15,7 +15,7 @@ pub(super) unsafe fn softmax<S: Simd, V: Panel<S>, const M: usize>(
     count: usize,
     stats: &mut SoftmaxStats,
 ) -> [f32; M] {
-    let scale = 1.0 / (task.pools.head_dim as f32).sqrt();
+    let scale = task.pools.scale;
     let columns = round_up(count, S::LANES);
     let mut alpha = [1.0; M];
     for (row, alpha) in alpha.iter_mut().enumerate() {

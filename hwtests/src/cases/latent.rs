@@ -1,0 +1,80 @@
+//! Latent attention: keys that contain their values, and what cuts rows apart, rotates parts of them and
+//! joins them again.
+
+use super::{Builder, Heads, TokenSpread, two_dtypes};
+use mixfleet_hal::cast::to_u32;
+use mixfleet_hal::{ColumnsOf, DType, KvShape, LatentKv, OpSig, RotaryPart, Scalar};
+
+/// A key's length and its value's: such that whole vectors fit, and not; and those of DeepSeek.
+const LENGTHS: [(u32, u32); 4] = [(48, 32), (36, 24), (17, 9), (576, 512)];
+
+impl Builder {
+    pub(super) fn latent(&mut self) {
+        self.parts();
+        let p = self.page_tokens;
+        for (x, kv) in two_dtypes() {
+            self.latents(&[(5, 9), (1, 40), (17, 17)], (4, 48, 32), p, (x, kv));
+        }
+        let (x, kv) = (DType::F32, DType::Bf16);
+        for (head_dim, rank) in LENGTHS {
+            for heads in if self.full { &[1, 3, 13, 16][..] } else { &[13] } {
+                self.latents(&[(1, 70), (3, 33)], (*heads, head_dim, rank), p, (x, kv));
+            }
+        }
+        for page_tokens in self.page_sizes() {
+            for dtypes in [(x, kv), (DType::Bf16, DType::Bf16), (x, x)] {
+                self.latents(&[(2, page_tokens + 1), (1, 300)], (6, 48, 32), page_tokens, dtypes);
+            }
+        }
+    }
+
+    /// Everything that works on such pages.
+    fn latents(
+        &mut self,
+        spread: &[(u32, u32)],
+        (heads, head_dim, rank): (u32, u32, u32),
+        page_tokens: u32,
+        (x, dtype): (DType, DType),
+    ) {
+        // not that of the length
+        let latent = Some(LatentKv { rank, scale: Scalar(0.21) });
+        let kv = KvShape { kv_heads: 1, head_dim, page_tokens, dtype, latent };
+        let shape = Heads { ratio: heads, kv_heads: 1, head_dim };
+        self.prefill_over(spread, shape, kv, (None, false), x);
+        let longest = spread.iter().map(|s| s.1).max().unwrap_or(0);
+        let ranges: Vec<(u32, u32)> = spread.iter().map(|&(first, end)| (first - 1, end)).collect();
+        let sig = OpSig::AttnDecode {
+            sequences: to_u32(ranges.len()),
+            kv_tokens: ranges.iter().map(|(first, end)| u64::from(end - first)).sum(),
+            heads,
+            pages_max: longest.div_ceil(page_tokens) + 1,
+            x,
+            kv,
+        };
+        self.push(sig, TokenSpread::Ranges(ranges));
+        let (tokens, wire) = (page_tokens + 1, x);
+        self.even(OpSig::KvWrite { tokens, x, kv });
+        self.even(OpSig::KvGather { tokens, wire, kv });
+        self.even(OpSig::KvScatter { tokens, wire, kv });
+    }
+
+    /// Rotated parts of heads, and columns.
+    fn parts(&mut self) {
+        for x in DType::FLOATS {
+            for (head_dim, first, length) in [(48, 32, 16), (9, 1, 6), (16, 0, 8), (80, 12, 68), (3, 1, 2)] {
+                for interleaved in [false, true] {
+                    let part = Some(RotaryPart { first, length, interleaved });
+                    self.even(OpSig::Rope { tokens: 3, heads: 5, head_dim, part, x });
+                }
+            }
+            for (cols, from, to) in
+                [(16, (48, 32), (16, 0)), (32, (32, 0), (48, 0)), (3, (7, 2), (5, 1)), (1, (1, 0), (9, 8))]
+            {
+                let of = |(row, first)| ColumnsOf { row, first };
+                for rows in [1, 7, 33] {
+                    self.even(OpSig::CopyColumns { rows, cols, from: of(from), to: of(to), x });
+                }
+            }
+        }
+    }
+}
