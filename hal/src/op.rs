@@ -11,14 +11,14 @@
 //! `kv_heads`. A *slot* is `page * page_tokens + offset in the page`. The layout inside a page is private to
 //! the backend, because only operations touch it. What crosses a link is the *wire layout* of
 //! `KvGather`/`KvScatter`, `[tokens, 2 (K, V), kv_heads, head_dim]`, which is the same everywhere, so that
-//! devices with different page sizes or dtypes can exchange KV. KV of eight bits has a scale behind each head's
-//! codes ([`scaled`](crate::scaled)). Keys that contain their values ([`LatentKv`]) have no pool of values and no
-//! place in the wire layout for them: operations lack `v` and `v_pool`, and the wire is `[tokens, head_dim]`.
+//! devices with different page sizes or dtypes can exchange KV. KV of eight bits has a scale behind each
+//! head's codes ([`scaled`](crate::scaled)). Keys that contain their values ([`LatentKv`]) have no pool of
+//! values and no place in the wire layout for them: operations lack `v` and `v_pool`, and the wire is
+//! `[tokens, head_dim]`.
 //!
 //! **Attention.** Scores are scaled by `1/sqrt(head_dim)`, or as [`LatentKv`] says. `value_dim` is
-//! `head_dim`,
-//! or the length of such values. With `window = Some(w)` a query at position p sees
-//! keys p-w+1 ..= p. `AttnDecode` covers any token range of a sequence and returns un-normalised output with
+//! `head_dim`, or the length of such values. With `window = Some(w)` a query at position p sees keys p-w+1
+//! ..= p. `AttnDecode` covers any token range of a sequence and returns un-normalised output with
 //! its running maximum and sum, so that attention over any partition of the KV (by head, by request, by
 //! token range) recombines exactly in `AttnMerge`: flash-decoding and attention offload are the same
 //! operator. A *sink* (gpt-oss) is a logit that a head learned: a key of this score, with a value of zero,

@@ -68,9 +68,11 @@ pub struct LatentKv {
 
 impl KvShape {
     /// Elements that a head of one token takes as `dtype`: its own and, behind codes of eight bits, the four
-    /// bytes of their scale ([`scaled`](crate::scaled)).
+    /// bytes of their scale ([`scaled`](crate::scaled)). Latents of eight bits, which engines of others keep,
+    /// have none.
     pub const fn head_elements(&self, dtype: DType) -> u64 {
-        self.head_dim as u64 + if dtype.is_scaled() { SCALE_BYTES as u64 } else { 0 }
+        let has_scale = dtype.is_scaled() && self.latent.is_none();
+        self.head_dim as u64 + if has_scale { SCALE_BYTES as u64 } else { 0 }
     }
 
     /// Elements of a token's keys, or of its values where it has some apart, as they are stored.

@@ -76,9 +76,14 @@ fn a_decode_step_has_the_arithmetic_and_kv_that_step_3_lists() {
         assert!((ours / both - 1.0).abs() < 0.01, "{name}: matrices {ours:e} against {both:e}");
         // the KV that they count for Llama 4's windows follows from none of its published numbers
         if model.windows.is_none() {
+            // theirs have no scales, as latents have none here
+            let codes = match shape.latent.is_some() {
+                true => 1.0,
+                false => f64::from(shape.head_dim) / f64::from(shape.head_dim + 4),
+            };
             let eight = shape.with_kv(DType::F8E4m3);
-            near(eight.sequence_bytes(8192) as f64, "kv_bytes_8k");
-            near(eight.sequence_bytes(32_768) as f64, "kv_bytes_32k");
+            near(eight.sequence_bytes(8192) as f64 * codes, "kv_bytes_8k");
+            near(eight.sequence_bytes(32_768) as f64 * codes, "kv_bytes_32k");
         }
         compared += 1;
     }

@@ -6,12 +6,23 @@
 //! the *values* of these elements: any changed bit gives another digest, a conversion of dtype does not.
 
 use half::f16;
-use mixfleet_hal::DType;
 use mixfleet_hal::cast::{to_u8, to_usize};
+use mixfleet_hal::{DType, scaled};
 use std::sync::LazyLock;
 
 const KEY: [u64; 4] =
     [0xA076_1D64_78BD_642F, 0xE703_7ED1_A0B4_28DB, 0x8EBC_6AF0_9C88_C6E3, 0x5899_65CC_7537_4CC3];
+
+/// Heads of eight bits as f32.
+pub(crate) fn decoded(dtype: DType, head_dim: u32, bytes: &[u8]) -> Vec<u8> {
+    let mut head = vec![0.0; head_dim as usize];
+    let mut out = Vec::with_capacity(bytes.len() * 4);
+    for coded in bytes.chunks_exact(head.len() + scaled::SCALE_BYTES) {
+        scaled::decode(dtype, coded, &mut head);
+        head.iter().for_each(|value| out.extend(value.to_le_bytes()));
+    }
+    out
+}
 
 /// Mixes two words into one: the folded 128-bit product (as in wyhash).
 #[expect(clippy::cast_possible_truncation, reason = "the low half is meant")]

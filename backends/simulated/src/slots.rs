@@ -1,7 +1,6 @@
 //! Hashes of KV slots, which cover every byte that attention reads but are computed once per write.
 
-use crate::digest::{mix, of_values};
-use crate::kernels::decoded;
+use crate::digest::{decoded, mix, of_values};
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::{DType, KvShape, Slice};
 use std::ops::Range;

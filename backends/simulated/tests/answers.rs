@@ -6,14 +6,14 @@ use mixfleet_hal::DType;
 use mixfleet_hal::random::Stream;
 use mixfleet_runtime::model::Checkpoint;
 use mixfleet_runtime::model::graph::StepInput;
-use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::model::random::plain_variants;
 use proptest::collection::vec;
 use proptest::prelude::*;
 use std::sync::LazyLock;
 
 /// Every family: with windows, biases, head norms.
 static MODELS: LazyLock<Vec<(&'static str, Checkpoint)>> = LazyLock::new(|| {
-    tiny_variants().into_iter().map(|(name, random)| (name, random.load().unwrap())).collect()
+    plain_variants().into_iter().map(|(name, random)| (name, random.load().unwrap())).collect()
 });
 
 fn model(at: usize) -> &'static Checkpoint {
@@ -125,6 +125,8 @@ proptest! {
         which in 0..16usize, length in 2..50u32, seed in 0..1000u64, form in forms(),
         layer in 0..8usize, values in any::<bool>(), at in any::<u64>(), bit in 0..8u32,
     ) {
+        // not every code of eight bits that differs has another value
+        prop_assume!(!form.kv.is_scaled());
         let (checkpoint, prompt) = (model(which), prompt(length, seed));
         let config = &checkpoint.config;
         let layer = layer % config.layers as usize;

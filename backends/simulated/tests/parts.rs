@@ -26,7 +26,8 @@ impl Bench {
     fn new(head_dim: u32, kv: DType, seed: u8) -> Self {
         let device = common::device("sim:test");
         let alloc = |bytes: u32| device.alloc(u64::from(bytes), BufferUsage::Activations).unwrap();
-        let width = KV_HEADS * head_dim * kv.size_bytes() as u32;
+        let shape = KvShape { kv_heads: KV_HEADS, head_dim, page_tokens: PAGE, dtype: kv, latent: None };
+        let width = (shape.row() * kv.size_bytes()) as u32;
         let bench = Bench {
             q: alloc(HEADS * head_dim * 4),
             pages: alloc(PAGES * 4),
@@ -129,6 +130,7 @@ proptest! {
         kv in prop::sample::select(vec![DType::F32, DType::Bf16, DType::F16, DType::F8E4m3]),
         cuts in vec(0..=TOKENS, 2..8),
     ) {
+        prop_assume!(!kv.is_scaled() || head_dim.is_multiple_of(4));
         let bench = Bench::new(head_dim, kv, seed);
         let mut cuts = cuts;
         cuts.sort_unstable();

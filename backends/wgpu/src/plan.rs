@@ -206,7 +206,7 @@ impl Planner {
                     );
                 }
             }
-            (OpSig::Rope { .. }, [x, cos_sin]) => self.rope(sig, x, cos_sin)?,
+            (OpSig::Rope { part: None, .. }, [x, cos_sin]) => self.rope(sig, x, cos_sin)?,
             (OpSig::Embed { .. }, [ids, table, out]) => self.embed(sig, ids, table, out)?,
             (OpSig::RmsNorm { .. }, [x, weight, out]) => self.rms_norm(sig, x, weight, out)?,
             (OpSig::AttnMerge { parts, rows, head_dim, .. }, [acc, stat, out]) => {

@@ -4,7 +4,9 @@
 #![allow(clippy::print_stdout, reason = "a test says what it saw")]
 
 use crate::common;
-use crate::common::{Generate, devices, fixtures, generate, golden, ids, mixfleet, refused_fixtures};
+use crate::common::{
+    Generate, devices, fixtures, generate, golden, ids, mixfleet, refused_fixtures, unserved,
+};
 use mixfleet_hal::{Backend, DType, Device};
 use mixfleet_runtime::model::draws::DrawInput;
 use mixfleet_runtime::model::graph::{Forward, StepInput, StepShape};
@@ -326,7 +328,8 @@ impl Close {
 
 #[test]
 fn fixtures_of_families_that_are_not_served_are_refused_in_words() {
-    for (fixture, _) in refused_fixtures() {
+    let made = unserved(&common::scratch("unserved"));
+    for fixture in refused_fixtures().into_iter().map(|(path, _)| path).chain([made]) {
         let name = fixture.display();
         let output =
             mixfleet().args(["generate", "--prompt-ids", "1", "--model"]).arg(&fixture).output().unwrap();

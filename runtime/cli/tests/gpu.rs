@@ -7,7 +7,7 @@
 #[path = "../../../backends/cuda/tests/driver/libraries.rs"]
 pub(crate) mod libraries;
 
-use crate::common::{fixture, golden, mixfleet, refused_fixtures, scratch};
+use crate::common::{fixture, golden, mixfleet, scratch, unserved};
 use serde_json::{Value, json};
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::os::unix::process::ExitStatusExt;
@@ -82,7 +82,7 @@ impl Machine {
     fn pack(&self) {
         let fixtures = self.home.join("fixtures");
         let served = fixture("llama-gqa-f32");
-        let refused = refused_fixtures().into_iter().next().unwrap().0;
+        let refused = unserved(&self.home);
         for source in [&served, &refused] {
             let to = fixtures.join(source.file_name().unwrap());
             std::fs::create_dir_all(&to).unwrap();

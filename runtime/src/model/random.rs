@@ -218,6 +218,13 @@ fn serialize(tensors: &[HostTensor]) -> std::result::Result<Vec<u8>, safetensors
     safetensors::serialize(views, None)
 }
 
+/// [`tiny_variants`] without those of latent attention, which several devices cannot divide yet, and whose KV
+/// cannot be codes of eight bits.
+pub fn plain_variants() -> Vec<(&'static str, RandomCheckpoint)> {
+    let all = tiny_variants().into_iter();
+    all.filter(|(_, random)| !random.config.contains_key("kv_lora_rank")).collect()
+}
+
 /// Small checkpoints (10 to 40 thousand parameters) that together use every variant of every family that the
 /// loader supports, each with its name.
 pub fn tiny_variants() -> Vec<(&'static str, RandomCheckpoint)> {

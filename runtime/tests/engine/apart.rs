@@ -20,7 +20,7 @@ use mixfleet_runtime::model::draws::DrawInput;
 use mixfleet_runtime::model::exchange::ThroughHost;
 use mixfleet_runtime::model::graph::{Forward, StepInput, StepShape};
 use mixfleet_runtime::model::leaving::KvStays;
-use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::model::random::{plain_variants, tiny_variants};
 use mixfleet_runtime::model::{Checkpoint, Oracle};
 use mixfleet_scheduler::cost::{
     Attending, AttnBytes, AttnSplit, CostModel, LinkCost, MemberShare, ModelShape, Partition, Pieces, Prefill,
@@ -187,7 +187,7 @@ impl Apart {
 
 #[test]
 fn every_family_gives_the_oracles_logits_however_kv_is_divided_and_the_same_bits_twice() {
-    for (name, checkpoint) in tiny_variants() {
+    for (name, checkpoint) in plain_variants() {
         let checkpoint = checkpoint.load().unwrap();
         let (config, oracle) = (&checkpoint.config, Oracle::new(&checkpoint));
         let (long, short) = (prompt(19, 1, config), prompt(6, 2, config));
@@ -209,7 +209,7 @@ fn every_family_gives_the_oracles_logits_however_kv_is_divided_and_the_same_bits
 
 #[test]
 fn every_member_runs_what_the_cost_model_counts_for_it() {
-    for (name, checkpoint) in tiny_variants() {
+    for (name, checkpoint) in plain_variants() {
         let checkpoint = checkpoint.load().unwrap();
         for workers in [1, 2] {
             let seen: Vec<Seen> = (0..=workers).map(|_| Seen::default()).collect();
@@ -252,7 +252,7 @@ fn every_member_runs_what_the_cost_model_counts_for_it() {
 
 #[test]
 fn where_pages_are_divided_every_member_runs_what_the_cost_model_counts_for_its_own() {
-    for (name, checkpoint) in tiny_variants() {
+    for (name, checkpoint) in plain_variants() {
         let checkpoint = checkpoint.load().unwrap();
         let ids = [1u32; 12];
         let [even, odd, both] = [[0u32, 2, 4], [1, 3, 5], [0, 1, 2]];

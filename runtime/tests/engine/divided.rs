@@ -17,7 +17,7 @@ use mixfleet_runtime::model::exchange::ThroughHost;
 use mixfleet_runtime::model::graph::{Forward, Pass, StepInput, StepShape};
 use mixfleet_runtime::model::leaving::KvStays;
 use mixfleet_runtime::model::peers::{Carriers, PeerCopies};
-use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::model::random::{plain_variants, tiny_variants};
 use mixfleet_runtime::model::{Checkpoint, Oracle};
 use mixfleet_scheduler::cost::{MemberShare, Pieces, Prefill};
 use mixfleet_scheduler::fleet::Role;
@@ -163,7 +163,7 @@ pub(super) fn worst_error(oracle: &Oracle, ran: &[(Vec<u32>, Vec<Vec<f32>>); 2])
 
 #[test]
 fn every_family_gives_the_oracles_logits_however_it_is_divided_and_the_same_bits_twice() {
-    for (name, checkpoint) in tiny_variants() {
+    for (name, checkpoint) in plain_variants() {
         let checkpoint = checkpoint.load().unwrap();
         let (config, oracle) = (&checkpoint.config, Oracle::new(&checkpoint));
         let (long, short) = (prompt(19, 1, config), prompt(6, 2, config));
@@ -208,7 +208,7 @@ pub(super) fn seeing(seen: &Seen) -> Arc<dyn Device> {
 
 #[test]
 fn stages_give_the_oracles_logits_however_steps_are_cut_and_the_same_bits_twice() {
-    for (name, checkpoint) in tiny_variants() {
+    for (name, checkpoint) in plain_variants() {
         let checkpoint = checkpoint.load().unwrap();
         let (config, oracle) = (&checkpoint.config, Oracle::new(&checkpoint));
         let (long, short) = (prompt(19, 1, config), prompt(6, 2, config));
@@ -236,7 +236,7 @@ fn stages_give_the_oracles_logits_however_steps_are_cut_and_the_same_bits_twice(
 
 #[test]
 fn every_member_runs_what_the_cost_model_counts_for_its_share() {
-    for (name, checkpoint) in tiny_variants() {
+    for (name, checkpoint) in plain_variants() {
         let checkpoint = checkpoint.load().unwrap();
         let cost = checkpoint.config.cost_shape(DType::F32, DType::F32, BLOCK_TOKENS);
         // the layers with experts of a stage are counted as if all came after the plain ones

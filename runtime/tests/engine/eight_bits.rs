@@ -1,5 +1,6 @@
 //! KV of eight bits: answers are those of a float64 forward pass that keeps such KV, between instances over
-//! each transport, under faults, and from the tiers below a device; what is sent has the bytes of the formula.
+//! each transport, under faults, and from the tiers below a device; what is sent has the bytes of the
+//! formula.
 
 use crate::fleet::wayward::Wayward;
 use crate::fleet::{Case, ReceivedAnswer, TestFleet, ask, prompt};
@@ -7,7 +8,7 @@ use mixfleet_hal::fault::{Fault, FaultPlan, Rule};
 use mixfleet_hal::transport::Transport;
 use mixfleet_hal::{DType, Device, OpSig};
 use mixfleet_runtime::env::{Env, RealEnv, SeededEnv, SharedEnv};
-use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::model::random::{plain_variants, tiny_variants};
 use mixfleet_runtime::model::{Checkpoint, ModelConfig, Oracle};
 use mixfleet_runtime::pool::disk::SimDisk;
 use mixfleet_scheduler::fleet::Role;
@@ -57,7 +58,7 @@ fn token_bytes(config: &ModelConfig) -> u64 {
 
 #[test]
 fn every_family_answers_as_the_forward_pass_that_keeps_such_kv() {
-    for (at, (name, checkpoint)) in tiny_variants().into_iter().enumerate() {
+    for (at, (name, checkpoint)) in plain_variants().into_iter().enumerate() {
         let checkpoint = checkpoint.load().unwrap();
         let kv = DTYPES[at % 2];
         let fleet = TestFleet::new(checkpoint.clone()).with_kv(Role::Auto, 8, kv);

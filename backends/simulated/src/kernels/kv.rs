@@ -4,7 +4,7 @@
 //! scale), so that conversion on the way to another device preserves them.
 
 use super::{Tag, rows};
-use crate::digest::{self, mix};
+use crate::digest::{self, decoded, mix};
 use crate::memory::{Edit, Store};
 use half::{bf16, f16};
 use mixfleet_hal::cast::{to_f32, to_u8, to_usize};
@@ -91,17 +91,6 @@ pub(super) fn scatter(store: &mut Store, cmd: &Cmd) -> Result<()> {
         store.write_slots(pool, &slots, &own)?;
     }
     Ok(())
-}
-
-/// Heads of eight bits as f32.
-pub(crate) fn decoded(dtype: DType, head_dim: u32, bytes: &[u8]) -> Vec<u8> {
-    let mut head = vec![0.0; head_dim as usize];
-    let mut out = Vec::with_capacity(bytes.len() * 4);
-    for coded in bytes.chunks_exact(head.len() + scaled::SCALE_BYTES) {
-        scaled::decode(dtype, coded, &mut head);
-        head.iter().for_each(|value| out.extend(value.to_le_bytes()));
-    }
-    out
 }
 
 /// Converts the values of heads to another dtype.

@@ -7,8 +7,6 @@ mod kv;
 mod logits;
 mod rows;
 
-pub(crate) use kv::decoded;
-
 use crate::memory::{Edit, Store};
 use mixfleet_hal::{Cmd, OpSig, Result};
 

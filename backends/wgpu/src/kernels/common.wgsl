@@ -48,7 +48,7 @@ fn word_of(dtype: u32, i: u32) -> u32 {
     return select(i >> 1u, i, dtype == F32);
 }
 
-fn code_number(dtype: u32, code: u32) -> f32 {
+fn kv_code(dtype: u32, code: u32) -> f32 {
     if dtype == I8 { return f32(bitcast<i32>(code << 24u) >> 24u); }
     let size = code & 0x7Fu;
     let v = select(bitcast<f32>((size << 20u) + 0x3C000000u), f32(size) * 0.001953125, size < 8u);
@@ -57,7 +57,7 @@ fn code_number(dtype: u32, code: u32) -> f32 {
 
 fn number(dtype: u32, word: u32, i: u32) -> f32 {
     if dtype == F32 { return bitcast<f32>(word); }
-    if is_scaled(dtype) { return code_number(dtype, (word >> ((i & 3u) * 8u)) & 0xFFu); }
+    if is_scaled(dtype) { return kv_code(dtype, (word >> ((i & 3u) * 8u)) & 0xFFu); }
     let half = (word >> ((i & 1u) * 16u)) & 0xFFFFu;
     if dtype == BF16 { return bitcast<f32>(half << 16u); }
     return unpack2x16float(half).x;

@@ -38,6 +38,19 @@ pub(crate) fn refused_fixtures() -> Vec<(PathBuf, String)> {
     all_fixtures().into_iter().filter_map(refused).collect()
 }
 
+/// A checkpoint in `directory` of a family that is not served: its configuration, which is all that a refusal
+/// reads.
+pub(crate) fn unserved(directory: &Path) -> PathBuf {
+    let checkpoint = directory.join("of-no-family");
+    std::fs::create_dir_all(&checkpoint).unwrap();
+    let config = std::fs::read_to_string(fixture("llama-gqa-f32").join("config.json")).unwrap();
+    let mut config: Value = serde_json::from_str(&config).unwrap();
+    config["model_type"] = "of_no_family".into();
+    config["architectures"] = vec!["OfNoFamilyForCausalLM"].into();
+    std::fs::write(checkpoint.join("config.json"), config.to_string()).unwrap();
+    checkpoint
+}
+
 /// The fixtures beside this clone, or generated checkpoints where it has none. `MIXFLEET_FIXTURES` names
 /// another directory; one that is not there shows what a clone without fixtures tests.
 fn all_fixtures() -> Vec<PathBuf> {

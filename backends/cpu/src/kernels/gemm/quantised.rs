@@ -91,8 +91,8 @@ trait CodeWords<S: Simd> {
     const FACTOR: f32 = 1.0;
     /// Whether [`pair`](Self::pair) has two numbers at a time.
     const HAS_PAIRS: bool = false;
-    /// The number of code `j` of each word over [`FACTOR`](Self::FACTOR), whose high bits lie in the same lane
-    /// of `high`.
+    /// The number of code `j` of each word over [`FACTOR`](Self::FACTOR), whose high bits lie in the same
+    /// lane of `high`.
     unsafe fn number(words: S::V, high: S::V, j: usize) -> S::V;
     /// The numbers of codes `j` and `j + PER_WORD / 2` of each word, as two bf16.
     #[inline(always)]
@@ -362,8 +362,8 @@ unsafe fn stream<S: Simd, C: CodeWords<S>>(task: &QuantisedFewRows, group_log2: 
     }
 }
 
-/// Puts `x` in the order in which codes come, in f32 or in pairs of bf16 and padded with zeros, and sums it for
-/// zero points.
+/// Puts `x` in the order in which codes come, in f32 or in pairs of bf16 and padded with zeros, and sums it
+/// for zero points.
 #[inline(always)]
 unsafe fn order_x<S: Simd, C: CodeWords<S>>(task: &QuantisedFewRows, parts: &Parts, in_pairs: bool) {
     let Shape { m, k, x, .. } = task.shape;
