@@ -222,7 +222,7 @@ impl Bench<'_> {
         let slots = self.place(slots, &encoded(&pools.scatter, slots, &pools.live), 2)?;
         let gathered = self.place(&pools.gathered(), &vec![0xFF; to_usize(wire.inner.bytes)], 0)?;
         let scatter = [&[wire.inner, slots.inner.clone()], own].concat();
-        let gather = [&[slots.inner], own, &[gathered.inner.clone()]].concat();
+        let gather = [&[slots.inner], own, std::slice::from_ref(&gathered.inner)].concat();
         cmds.insert(0, Cmd::new(pools.scatter, &scatter)?);
         cmds.push(Cmd::new(pools.gather, &gather)?);
         Ok(gathered)

@@ -40,7 +40,7 @@ fn both_levels_hold_every_operation_and_dtype() {
                 _ => None,
             })
             .collect();
-        assert_eq!(attention.len(), 9);
+        assert_eq!(attention.len(), 15);
         let seeds: BTreeSet<_> = cases.iter().map(|case| case.seed).collect();
         assert_eq!(seeds.len(), cases.len(), "each case has a seed of its own");
     }

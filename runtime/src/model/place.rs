@@ -157,7 +157,8 @@ impl Checkpoint {
                 _ if location.repeats() && cut == Cut::Whole => self.repeat(device, &mut queue, stored)?,
                 Some((import, from)) => import.range(from as u64, bytes),
                 None => {
-                    let mut part = |part| progress(done + part, total);
+                    // what is widened on the way is counted as it is stored
+                    let mut part = |part: u64| progress(done + part.min(bytes), total);
                     self.upload(device, (stored, &cut), dtype, &mut part)?
                 }
             };

@@ -66,6 +66,7 @@ pub struct LayerWeights {
 
 /// What makes a layer's keys and values.
 #[derive(Clone, Debug)]
+#[expect(clippy::large_enum_variant, reason = "there is one per layer")]
 pub enum KvWeights {
     /// The projections of keys and of values, `[kv_heads * head_dim, hidden]` both.
     Apart([Tensor; 2]),

@@ -43,7 +43,7 @@ impl PagedKv {
 
     /// Whether a row of a token is a key, and its head.
     fn unit(&self, unit: usize) -> (bool, usize) {
-        if self.latent { (true, unit) } else { (unit % 2 == 0, unit / 2) }
+        if self.latent { (true, unit) } else { (unit.is_multiple_of(2), unit / 2) }
     }
 
     fn size(&self) -> usize {
