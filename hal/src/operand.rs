@@ -155,7 +155,7 @@ impl OpSig {
     }
 }
 
-/// The part of each head that [`OpSig::Rope`](crate::OpSig::Rope) rotates.
+/// The part of each head that [`OpSig::Rope`] rotates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct RotaryPart {
