@@ -239,7 +239,8 @@ fn assert_placed(checkpoint: &Checkpoint, device: &dyn Device) -> Weights {
             continue;
         };
         assert_eq!(layer.mlp.is_some(), experts.shared > 0);
-        layer.mlp.iter().for_each(|shared| mlp(shared, "mlp.shared_expert"));
+        layer.mlp.iter().for_each(|shared| mlp(shared, experts.names.shared()));
+        optional(&placed.correction, experts.correction, "mlp.gate.e_score_correction_bias");
         optional(&placed.shared_gate, experts.shared_gate, "mlp.shared_expert_gate.weight");
         part(&placed.router, &format!("{}.weight", experts.names.router()));
         optional(&placed.biases[0], experts.clamped.is_some(), "mlp.router.bias");
