@@ -43,7 +43,7 @@ pub(crate) fn tiles(m: usize, lanes: usize) -> usize {
 }
 
 /// Rows of words to transpose: f32 or pairs, direct or widened first.
-pub(super) struct Source {
+pub(super) struct PackSource {
     pub(super) start: *const u8,
     pub(super) row_bytes: usize,
     pub(super) dtype: DType,
@@ -59,7 +59,7 @@ pub(super) struct Source {
 /// `range`; missing rows and elements are zero. `width` is at most `2 * LANES`.
 #[inline(always)]
 pub(super) unsafe fn transpose<S: Simd>(
-    source: &Source,
+    source: &PackSource,
     rows: usize,
     width: usize,
     range: Range<usize>,
@@ -124,7 +124,7 @@ pub(super) unsafe fn transpose<S: Simd>(
 
 /// Stages `count` words of one row from element `element` on, zero-padded to whole vectors.
 #[inline(always)]
-unsafe fn stage<S: Simd>(source: &Source, from: *const u8, element: usize, to: *mut f32, count: usize) {
+unsafe fn stage<S: Simd>(source: &PackSource, from: *const u8, element: usize, to: *mut f32, count: usize) {
     // SAFETY: `to` holds CHUNK words, count <= CHUNK, and reads stop at the row's last element.
     unsafe {
         let pairs = source.word == DType::Bf16;
@@ -143,7 +143,7 @@ unsafe fn stage<S: Simd>(source: &Source, from: *const u8, element: usize, to: *
 
 /// As [`stage`], from row `row` of quantised weights, in f32.
 #[inline(always)]
-unsafe fn stage_quantised(source: &Source, row: usize, element: usize, to: *mut f32, count: usize) {
+unsafe fn stage_quantised(source: &PackSource, row: usize, element: usize, to: *mut f32, count: usize) {
     let Some((weights, first)) = source.quantised else { return };
     let elements = (source.elements - element).min(count);
     // SAFETY: as for `stage`.
@@ -182,7 +182,7 @@ impl Task for PackX {
         for t in self.tiles {
             let first = t * tile_rows_max::<S>();
             let rows = (m - first).min(tile_rows_max::<S>());
-            let source = Source {
+            let source = PackSource {
                 start: self.operands.x.at(x, first * k),
                 row_bytes: k * size,
                 dtype: x,
@@ -229,7 +229,7 @@ impl Task for PanelOut {
         let column = self.panel * width;
         let columns = (n - column).min(width);
         let depth = words(self.dtype, k);
-        let source = Source {
+        let source = PackSource {
             start: match self.quantised {
                 Some(_) => std::ptr::null(),
                 None => self.operands.weight.at(weight, column * k),

@@ -6,7 +6,7 @@
 //! weight rows, which stays in its L2 while all of `x` passes; a chunk of two tiles of `x` stays in the L1
 //! while all rows of the panel meet it.
 
-use super::packed::{Source, TRANSPOSE_WORDS, transpose};
+use super::packed::{PackSource, TRANSPOSE_WORDS, transpose};
 use super::rows::AHEAD_BYTES;
 use super::{Operands, Shape, finish};
 use crate::kernels::quantised::QuantisedRows;
@@ -79,7 +79,8 @@ impl Task for TileX {
         for tile in self.tiles {
             let first = tile * ROWS;
             let start = self.operands.x.at(x, first * k);
-            let source = Source { start, row_bytes: 2 * k, dtype: x, elements: k, word: x, quantised: None };
+            let source =
+                PackSource { start, row_bytes: 2 * k, dtype: x, elements: k, word: x, quantised: None };
             let words = 0..steps(k) * ROWS;
             // SAFETY: tiles of rows lie one behind the other; x has rows first..m.
             unsafe {
