@@ -1,4 +1,4 @@
-"""Writes a bf16 Llama checkpoint as GGUF, with a made-up vocabulary, for llama-bench and mixfleet.
+"""Writes a bf16 Llama or Mixtral checkpoint as GGUF, with a made-up vocabulary, for llama-bench and mixfleet.
 
     python to_gguf.py CHECKPOINT_DIR OUT.gguf
 
@@ -24,7 +24,9 @@ LAYER = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "block_sparse_moe.gate": "ffn_gate_inp",
 }
+EXPERT = {"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps"}
 WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -52,7 +54,7 @@ def interleaved(weight, heads):
 
 
 def add(writer, name, bits):
-    if bits.ndim == 1:
+    if bits.ndim == 1 or "ffn_gate_inp" in name:  # llama.cpp wants norms and routers in f32
         writer.add_tensor(name, (bits.astype(numpy.uint32) << 16).view(numpy.float32))
     else:
         raw = numpy.ascontiguousarray(bits).view(numpy.uint8)
@@ -65,6 +67,22 @@ def renamed(name):
         return WHOLE[stem] + ".weight"
     layer, part = stem.removeprefix("model.layers.").split(".", 1)
     return f"blk.{layer}.{LAYER[part]}.weight"
+
+
+class Experts:
+    """Collects the matrices of a layer's experts, which GGUF has as one tensor."""
+
+    def __init__(self, writer, count):
+        self.writer, self.count, self.known = writer, count, {}
+
+    def add(self, name, bits):
+        layer, _, _, expert, part = name.removeprefix("model.layers.").removesuffix(".weight").split(".")
+        together = self.known.setdefault((layer, part), {})
+        together[int(expert)] = bits
+        if len(together) == self.count:
+            stacked = numpy.stack([together[expert] for expert in range(self.count)])
+            add(self.writer, f"blk.{layer}.{EXPERT[part]}.weight", stacked)
+            del self.known[layer, part]
 
 
 def add_vocabulary(writer, size):
@@ -85,8 +103,9 @@ def main():
         sys.exit(__doc__)
     folder, out = pathlib.Path(sys.argv[1]), sys.argv[2]
     config = json.loads((folder / "config.json").read_text())
-    if config["architectures"] != ["LlamaForCausalLM"] or config.get("rope_scaling"):
-        sys.exit(f"{folder}: only LlamaForCausalLM without rope scaling is supported")
+    known = (["LlamaForCausalLM"], ["MixtralForCausalLM"])
+    if config["architectures"] not in known or config.get("rope_scaling"):
+        sys.exit(f"{folder}: only LlamaForCausalLM and MixtralForCausalLM without rope scaling are supported")
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     writer = gguf.GGUFWriter(out, "llama")
     writer.add_name(folder.name)
@@ -100,8 +119,15 @@ def main():
     writer.add_rope_dimension_count(config["hidden_size"] // heads)
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if "num_local_experts" in config:
+        writer.add_expert_count(config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
     add_vocabulary(writer, config["vocab_size"])
+    experts = Experts(writer, config.get("num_local_experts"))
     for name, bits in tensors(folder):
+        if ".experts." in name:
+            experts.add(name, bits)
+            continue
         if "q_proj" in name:
             bits = interleaved(bits, heads)
         elif "k_proj" in name:

@@ -2,8 +2,8 @@
 //! `cargo run --release -p mixfleet-cpu --example throughput [cpu@0
 //! [gemm|quantised|attention|model|launch]]`. Limits: a plain read of 2 GiB by one thread per core, and the
 //! bf16 dot product in registers. Shapes: the projections of a 1.1 B model (hidden 2048, intermediate 5632,
-//! 32 heads, 4 KV heads of 64). Every figure is the best of several runs; GEMM weights are cycled through 400
-//! MB so that no cache holds them.
+//! 32 heads, 4 KV heads of 64). Every figure is the best of several runs; GEMM weights are cycled through
+//! 1 GiB so that no cache holds them.
 
 #![allow(unsafe_code, clippy::print_stdout)]
 
@@ -15,7 +15,7 @@ use mixfleet_hal::{
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-const WEIGHTS_BYTES: u64 = 400 << 20;
+const WEIGHTS_BYTES: u64 = 1 << 30;
 
 struct Bench {
     device: Arc<dyn Device>,
@@ -51,7 +51,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             for (m, n, k) in
                 [(1, 2048, 2048), (1, 5632, 2048), (1, 2048, 5632), (8, 5632, 2048), (128, 5632, 2048)]
             {
-                bench.quantised(name, weight, (m, n, k), DType::F32)?;
+                for x in [DType::F32, DType::Bf16] {
+                    bench.quantised(name, weight, (m, n, k), x)?;
+                }
             }
             bench.quantised(name, weight, (512, 5632, 2048), DType::Bf16)?;
         }

@@ -13,7 +13,7 @@ pub enum Isa {
     /// AVX-512 F, BW, VL, DQ.
     #[cfg(target_arch = "x86_64")]
     Avx512,
-    /// AVX-512 with AVX512-BF16.
+    /// AVX-512 with AVX512-BF16 and AVX512-VNNI.
     #[cfg(target_arch = "x86_64")]
     Avx512Bf16,
     /// The same, and AMX with tiles of bf16.
@@ -34,7 +34,7 @@ impl Isa {
             use std::is_x86_feature_detected as has;
             let avx2 = has!("avx2") && has!("fma") && has!("f16c");
             let avx512 = avx2 && has!("avx512f") && has!("avx512bw") && has!("avx512vl") && has!("avx512dq");
-            let bf16 = avx512 && has!("avx512bf16");
+            let bf16 = avx512 && has!("avx512bf16") && has!("avx512vnni");
             let present = [
                 (avx2, Isa::Avx2),
                 (avx512, Isa::Avx512),

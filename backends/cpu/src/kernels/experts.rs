@@ -7,13 +7,12 @@ use super::gemm::rows::Rows;
 use super::gemm::{Operands, Shape};
 use super::quantised::QuantisedRows;
 use super::simd::{Simd, Task};
-use super::{Span, Worker, round_up};
+use super::{Span, Worker, round_up, rows_of_a_piece, weight_row_bytes};
 use mixfleet_hal::cast::{to_u32, to_usize};
 use mixfleet_hal::{DType, Error, ExpertRouting, Result, Scoring};
 use std::ops::Range;
 
-/// Columns of an expert's product that a worker computes at a time: of few rows, and of many.
-const STREAMED_COLUMNS: usize = 128;
+/// Columns of an expert's product that a worker computes at a time, of rows that are packed.
 const PACKED_COLUMNS: usize = 256;
 /// Rows that are packed at a time.
 const PACKED_ROWS: usize = 128;
@@ -222,6 +221,8 @@ impl GroupedGemm {
     pub(crate) unsafe fn run(&self, worker: &mut Worker<'_>) -> Result<()> {
         // pieces of earlier experts, and the expert of the piece before
         let (mut before, mut expert) = (0, 0);
+        let row_bytes = weight_row_bytes(&self.shape, self.quantised.as_ref());
+        let streamed_columns = rows_of_a_piece(self.shape.n, row_bytes, worker.count);
         loop {
             let wanted = worker.claim();
             let piece = loop {
@@ -234,7 +235,7 @@ impl GroupedGemm {
                 let (down, across) = if packed {
                     (PACKED_ROWS, PACKED_COLUMNS)
                 } else {
-                    (rows.len().max(1), STREAMED_COLUMNS)
+                    (rows.len().max(1), streamed_columns)
                 };
                 let columns = self.shape.n.div_ceil(across);
                 let pieces = rows.len().div_ceil(down) * columns;
@@ -343,7 +344,8 @@ impl GroupedGemm {
                     });
                 }
             } else if let Some(weights) = weights {
-                worker.isa.run(QuantisedFewRows { shape, operands, weights, columns: 0..columns, scratch });
+                let (columns, is_ordered) = (0..columns, false);
+                worker.isa.run(QuantisedFewRows { shape, operands, weights, columns, is_ordered, scratch });
             } else {
                 worker.isa.run(Rows { shape, operands, columns: 0..columns, next: columns, scratch });
             }

@@ -246,14 +246,18 @@ fn gemm_parts(sig: &OpSig, args: &[Span]) -> (Shape, Operands, Option<QuantisedR
     (shape, Operands::quantised(&shape, args[0], rest), Some(weights))
 }
 
-/// Weight rows that a worker claims at a time: so many that a new stream is nothing beside them, and so few
-/// that no worker waits long for another one that the system held up.
-fn rows_of_a_piece(shape: &Shape, quantised: Option<&QuantisedRows>, workers: usize) -> usize {
-    let row_bytes = match quantised {
+/// Weight rows of `n` that a worker claims at a time: so many that a new stream is nothing beside them, and so
+/// few that no worker waits long for another one that the system held up.
+fn rows_of_a_piece(n: usize, row_bytes: usize, workers: usize) -> usize {
+    round_up(PIECE_BYTES.div_ceil(row_bytes.max(1)).min(n.div_ceil(workers)).max(1), 8)
+}
+
+/// Bytes of the codes or elements of a weight row.
+fn weight_row_bytes(shape: &Shape, quantised: Option<&QuantisedRows>) -> usize {
+    match quantised {
         Some(weights) => 4 * weights.row_words(),
         None => shape.k * to_usize(shape.weight.size_bytes()),
-    };
-    round_up(PIECE_BYTES.div_ceil(row_bytes.max(1)).min(shape.n.div_ceil(workers)), 8)
+    }
 }
 
 /// # Safety
@@ -266,18 +270,17 @@ unsafe fn run_gemm(
     worker: &mut Worker<'_>,
 ) {
     let (isa, packed, dtype) = (worker.isa, worker.shared, shape.word_dtype(worker.isa));
-    let form = shape.packed_form(isa);
     // SAFETY: the caller's promise, and scratch is as large as each task says.
     unsafe {
         match phase {
             #[cfg(target_arch = "x86_64")]
-            Phase::PackX if form == Some(PackedForm::Tiles) => {
+            Phase::PackX if shape.packed_form(isa) == Some(PackedForm::Tiles) => {
                 let scratch = worker.scratch.words(TileX::SCRATCH_WORDS);
                 let tiles = worker.share(tiles::x_tiles(shape.m));
                 isa.run(TileX { shape, operands, tiles, packed, scratch });
             }
             #[cfg(target_arch = "x86_64")]
-            Phase::MultiplyPacked if form == Some(PackedForm::Tiles) => {
+            Phase::MultiplyPacked if shape.packed_form(isa) == Some(PackedForm::Tiles) => {
                 let rows = tiles::panel_rows(&shape, worker.count);
                 let scratch = worker.scratch.words(TilePanel::scratch_words(&shape, rows));
                 let mut column = worker.index * rows;
@@ -310,14 +313,23 @@ unsafe fn run_gemm(
                     None => Rows::scratch_words(&shape),
                 };
                 let scratch = worker.scratch.words(words);
-                let rows = rows_of_a_piece(&shape, quantised.as_ref(), worker.count);
+                let row_bytes = weight_row_bytes(&shape, quantised.as_ref());
+                let rows = rows_of_a_piece(shape.n, row_bytes, worker.count);
                 let mut first = worker.index * rows;
                 while first < shape.n {
                     let columns = first..(first + rows).min(shape.n);
                     let next = worker.claim_after_first() * rows;
                     match quantised {
                         Some(weights) => {
-                            isa.run(QuantisedFewRows { shape, operands, weights, columns, scratch });
+                            let is_ordered = columns.start != worker.index * rows;
+                            isa.run(QuantisedFewRows {
+                                shape,
+                                operands,
+                                weights,
+                                columns,
+                                is_ordered,
+                                scratch,
+                            });
                         }
                         None => isa.run(Rows { shape, operands, columns, next, scratch }),
                     }

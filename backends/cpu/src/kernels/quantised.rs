@@ -128,24 +128,19 @@ impl QuantisedRows {
                 }
             }
             if self.kind.outer {
-                let outer = read_f32(self.outer, 0);
-                let minima = self.kind.zero == ZeroKind::Minima;
-                for group in 0..groups {
-                    *scales.add(group) *= outer;
-                    *zeros.add(group) *= if minima { outer } else { 1.0 };
+                let outer = S::splat(read_f32(self.outer, 0));
+                each::<S>(groups, scales, |_, scale| S::mul(scale, outer));
+                if self.kind.zero == ZeroKind::Minima {
+                    each::<S>(groups, zeros, |_, zero| S::mul(zero, outer));
                 }
             }
             match self.kind.zero {
                 ZeroKind::Minima => {}
-                ZeroKind::Points => {
-                    for group in 0..groups {
-                        *zeros.add(group) *= *scales.add(group);
-                    }
-                }
+                ZeroKind::Points => each::<S>(groups, zeros, |i, zero| S::mul(zero, S::load(scales.add(i)))),
+                ZeroKind::Middle if self.middle() == 0.0 => {}
                 ZeroKind::Middle => {
-                    for group in 0..groups {
-                        *zeros.add(group) = *scales.add(group) * self.middle();
-                    }
+                    let middle = S::splat(self.middle());
+                    each::<S>(groups, zeros, |i, _| S::mul(S::load(scales.add(i)), middle));
                 }
             }
         }
@@ -165,9 +160,9 @@ impl QuantisedRows {
                 // eight at a time: a super-block has 8 or 16
                 for first in (0..blocks * per).step_by(8) {
                     let factor = *spare.add(first / per * supers + which);
-                    for group in first..first + 8 {
-                        *to.add(group) = f32::from(*from.add(group)) * factor;
-                    }
+                    // read before they are written, or the compiler takes one at a time
+                    let eight = from.add(first).cast::<[i8; 8]>().read();
+                    to.add(first).cast::<[f32; 8]>().write(eight.map(|number| f32::from(number) * factor));
                 }
             };
             numbers(self.scales, 0, scales);
@@ -353,6 +348,20 @@ unsafe fn read_scales<S: Simd>(dtype: DType, from: *const u8, to: *mut f32, coun
         } else {
             widen::<S>(dtype, from, to, count);
         }
+    }
+}
+
+/// Replaces `count` numbers, rounded up to a vector, a vector at a time: `change` has the index of its first.
+///
+/// # Safety
+/// There are as many numbers.
+#[inline(always)]
+unsafe fn each<S: Simd>(count: usize, numbers: *mut f32, change: impl Fn(usize, S::V) -> S::V) {
+    let mut i = 0;
+    while i < count {
+        // SAFETY: the caller's promise.
+        unsafe { S::store(numbers.add(i), change(i, S::load(numbers.add(i)))) };
+        i += S::LANES;
     }
 }
 

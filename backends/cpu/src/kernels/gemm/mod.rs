@@ -44,6 +44,8 @@ const STREAMED_ROWS_DOT: usize = 24;
 const STREAMED_ROWS_F32: usize = 48;
 /// The same for tiles, measured on Sapphire Rapids.
 const STREAMED_ROWS_TILES: usize = 4;
+/// The same for tiles of quantised weights, which are widened for them.
+const STREAMED_ROWS_TILES_QUANTISED: usize = 16;
 
 impl Shape {
     /// Whether the blocked kernel runs it.
@@ -55,7 +57,8 @@ impl Shape {
     /// read.
     fn is_tiled(&self, isa: Isa) -> bool {
         let is_bf16 = self.x == DType::Bf16 && (self.is_quantised || self.weight == DType::Bf16);
-        isa.has_tiles() && is_bf16 && self.m > STREAMED_ROWS_TILES && self.k > 0
+        let streamed = if self.is_quantised { STREAMED_ROWS_TILES_QUANTISED } else { STREAMED_ROWS_TILES };
+        isa.has_tiles() && is_bf16 && self.m > streamed && self.k > 0
     }
 
     /// Returns how `x` is packed for it, unless weights stream past it as it is.

@@ -4,11 +4,15 @@
 //! A vector of words holds a code of each bit position for neighbouring columns `codes per word` apart. So
 //! `x` is put in that order once, and code j of all words is one shift away. Scales multiply the sum of a
 //! vector's products, and zero points or minima the sum of its `x`.
+//!
+//! Where codes have four bits and `x` is bf16, products are of integers: the numbers of `x` that meet a word
+//! become integers of 16 bits times a power of two. That is exact for those of at least 2^-7 of the largest
+//! of the eight, and within 2^-15 of the largest for the others.
 
 use super::rows::AHEAD_BYTES;
 use super::{Operands, Shape, finish};
 use crate::kernels::convert::{load_part, widen};
-use crate::kernels::quantised::{E2M1, QuantisedRows};
+use crate::kernels::quantised::QuantisedRows;
 use crate::kernels::round_up;
 use crate::kernels::simd::{Simd, Task};
 use mixfleet_hal::{CodeKind, DType, Quantised, ZeroKind};
@@ -31,6 +35,8 @@ pub(crate) struct QuantisedFewRows {
     pub(crate) operands: Operands,
     pub(crate) weights: QuantisedRows,
     pub(crate) columns: Range<usize>,
+    /// Whether scratch holds `x` in order from other columns of the same product.
+    pub(crate) is_ordered: bool,
     /// Scratch memory of [`QuantisedFewRows::scratch_words`] words.
     pub(crate) scratch: *mut f32,
 }
@@ -49,6 +55,7 @@ fn group_words_log2(kind: &Quantised, columns: usize) -> Option<u32> {
 }
 
 /// Sizes of the parts of scratch, in words.
+#[derive(Clone, Copy)]
 struct Layout {
     x_row: usize,
     sums_row: usize,
@@ -89,12 +96,15 @@ trait CodeWords<S: Simd> {
     const HIGH_BITS: usize;
     /// What the sum of products is multiplied with beside its scale.
     const FACTOR: f32 = 1.0;
-    /// Whether [`pair`](Self::pair) has two numbers at a time.
+    /// Whether [`pair`](Self::pair) has two integers at a time.
     const HAS_PAIRS: bool = false;
+    /// A number over its integer in a pair.
+    const PAIR_FACTOR: f32 = 1.0;
     /// The number of code `j` of each word over [`FACTOR`](Self::FACTOR), whose high bits lie in the same
     /// lane of `high`.
     unsafe fn number(words: S::V, high: S::V, j: usize) -> S::V;
-    /// The numbers of codes `j` and `j + PER_WORD / 2` of each word, as two bf16.
+    /// The numbers of codes `j` and `j + PER_WORD / 2` of each word over [`PAIR_FACTOR`](Self::PAIR_FACTOR), as
+    /// two integers of 16 bits.
     #[inline(always)]
     unsafe fn pair(words: S::V, _j: usize) -> S::V {
         words
@@ -114,21 +124,22 @@ struct FloatNibbles;
 /// E4M3.
 struct FloatBytes;
 
-/// Numbers of codes of four bits as bf16, twice, so that a fifth bit does not matter.
-const fn pair_table(numbers: [f32; 16]) -> [u16; 32] {
+/// Integers of codes of four bits, twice, so that a fifth bit does not matter.
+const fn pair_table(numbers: [i16; 16]) -> [u16; 32] {
     let (mut table, mut i) = ([0; 32], 0);
     while i < 32 {
-        table[i] = (numbers[i % 16].to_bits() >> 16) as u16;
+        table[i] = numbers[i % 16].cast_unsigned();
         i += 1;
     }
     table
 }
 
-static E2M1_PAIRS: [u16; 32] = pair_table(E2M1);
+/// Twice the numbers of E2M1.
+static E2M1_PAIRS: [u16; 32] = pair_table([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]);
 /// Codes as they are, and less 8.
 static NIBBLE_PAIRS: [[u16; 32]; 2] = [
-    pair_table([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0]),
-    pair_table([-8.0, -7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]),
+    pair_table([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]),
+    pair_table([-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7]),
 ];
 
 #[inline(always)]
@@ -145,7 +156,7 @@ impl<S: Simd, const MIDDLE: u32> CodeWords<S> for Nibbles<MIDDLE> {
         // SAFETY: see above.
         unsafe { S::nibble::<MIDDLE>(S::shifted(words, bits(4 * j))) }
     }
-    const HAS_PAIRS: bool = S::DOT_BF16;
+    const HAS_PAIRS: bool = S::DOT_I16;
     #[inline(always)]
     unsafe fn pair(words: S::V, j: usize) -> S::V {
         // SAFETY: see above.
@@ -209,7 +220,8 @@ impl<S: Simd> CodeWords<S> for FloatNibbles {
         // SAFETY: see above.
         unsafe { S::e2m1(S::shifted(words, bits(4 * j))) }
     }
-    const HAS_PAIRS: bool = S::DOT_BF16;
+    const HAS_PAIRS: bool = S::DOT_I16;
+    const PAIR_FACTOR: f32 = 0.5;
     #[inline(always)]
     unsafe fn pair(words: S::V, j: usize) -> S::V {
         // SAFETY: see above.
@@ -260,6 +272,7 @@ impl Task for QuantisedFewRows {
 }
 
 /// The addresses of the parts of scratch.
+#[derive(Clone, Copy)]
 struct Parts {
     x: *mut f32,
     x_sums: *mut f32,
@@ -284,6 +297,14 @@ impl Parts {
             let sums = zeros.add(STREAMS * layout.scales);
             Parts { x, x_sums, scales, zeros, sums, row: sums.add(m * BLOCK), layout }
         }
+    }
+
+    /// Reads the scales and zeros of a weight row into those of row `at` of [`STREAMS`].
+    #[inline(always)]
+    unsafe fn read_scales<S: Simd>(&self, task: &QuantisedFewRows, row: usize, at: usize) {
+        let at = at * self.layout.scales;
+        // SAFETY: scratch is as large as `scratch_words` says.
+        unsafe { task.weights.scales_of::<S>(row, self.scales.add(at), self.zeros.add(at), self.row) };
     }
 }
 
@@ -326,33 +347,28 @@ unsafe fn stream<S: Simd, C: CodeWords<S>>(task: &QuantisedFewRows, group_log2: 
     unsafe {
         let parts = Parts::of(task);
         let in_pairs = C::HAS_PAIRS && task.shape.x == DType::Bf16;
-        order_x::<S, C>(task, &parts, in_pairs);
+        if !task.is_ordered {
+            order_x::<S, C>(task, &parts, in_pairs);
+            // behind the groups of a row, scales meet zeros: they must be numbers
+            std::ptr::write_bytes(parts.scales, 0, 2 * STREAMS * parts.layout.scales);
+        }
         let mut block = task.columns.start;
         while block < task.columns.end {
             let count = (task.columns.end - block).min(BLOCK);
-            let mut j = 0;
-            while j < count {
-                // a single row of `x` meets rows one behind the other, as they lie in memory
-                let rows = if m == 1 { 1 } else { (count - j).min(STREAMS) };
-                for r in 0..rows {
-                    let at = r * parts.layout.scales;
-                    let (scales, zeros) = (parts.scales.add(at), parts.zeros.add(at));
-                    task.weights.scales_of::<S>(block + j + r, scales, zeros, parts.row);
-                }
+            if m == 1 {
+                single::<S, C>(task, &parts, block..block + count, group_log2, in_pairs);
+            }
+            for j in (0..if m == 1 { 0 } else { count }).step_by(STREAMS) {
+                let rows = (count - j).min(STREAMS);
+                (0..rows).for_each(|r| parts.read_scales::<S>(task, block + j + r, r));
                 let at = (block + j, rows, group_log2);
-                if m == 1 && in_pairs {
-                    products::<S, C, 1, 1, true>(task, &parts, at, 0, parts.sums.add(j));
-                } else if m == 1 {
-                    products::<S, C, 1, 1, false>(task, &parts, at, 0, parts.sums.add(j));
-                }
-                for i in (0..if m == 1 { 0 } else { m }).step_by(X_ROWS) {
+                for i in (0..m).step_by(X_ROWS) {
                     let sums = parts.sums.add(i * BLOCK + j);
                     match in_pairs {
                         true => products::<S, C, STREAMS, X_ROWS, true>(task, &parts, at, i, sums),
                         false => products::<S, C, STREAMS, X_ROWS, false>(task, &parts, at, i, sums),
                     }
                 }
-                j += rows;
             }
             for i in 0..m {
                 finish::<S>(&task.shape, &task.operands, parts.sums.add(i * BLOCK), i, block, count);
@@ -362,8 +378,36 @@ unsafe fn stream<S: Simd, C: CodeWords<S>>(task: &QuantisedFewRows, group_log2: 
     }
 }
 
-/// Puts `x` in the order in which codes come, in f32 or in pairs of bf16 and padded with zeros, and sums it
-/// for zero points.
+/// The products of a block of weight rows, one behind the other as they lie in memory, and the only row of
+/// `x`. Scales are written a row before they are read: a load that spans two stores waits until they are done.
+#[inline(always)]
+unsafe fn single<S: Simd, C: CodeWords<S>>(
+    task: &QuantisedFewRows,
+    parts: &Parts,
+    rows: Range<usize>,
+    group_log2: u32,
+    in_pairs: bool,
+) {
+    // SAFETY: as in `stream`; there is room for the scales of two rows and more.
+    unsafe {
+        parts.read_scales::<S>(task, rows.start, 0);
+        for (j, row) in rows.clone().enumerate() {
+            if row + 1 < rows.end {
+                parts.read_scales::<S>(task, row + 1, (j + 1) % 2);
+            }
+            let at = j % 2 * parts.layout.scales;
+            let parts = Parts { scales: parts.scales.add(at), zeros: parts.zeros.add(at), ..*parts };
+            let (at, sums) = ((row, 1, group_log2), parts.sums.add(j));
+            match in_pairs {
+                true => products::<S, C, 1, 1, true>(task, &parts, at, 0, sums),
+                false => products::<S, C, 1, 1, false>(task, &parts, at, 0, sums),
+            }
+        }
+    }
+}
+
+/// Puts `x` in the order in which codes come, in f32 or in pairs of integers and padded with zeros, and sums
+/// it for zero points. The powers of two of integers are in the second half of a row.
 #[inline(always)]
 unsafe fn order_x<S: Simd, C: CodeWords<S>>(task: &QuantisedFewRows, parts: &Parts, in_pairs: bool) {
     let Shape { m, k, x, .. } = task.shape;
@@ -381,25 +425,41 @@ unsafe fn order_x<S: Simd, C: CodeWords<S>>(task: &QuantisedFewRows, parts: &Par
             let (to, sums) =
                 (parts.x.add(i * parts.layout.x_row), parts.x_sums.add(i * parts.layout.sums_row));
             for from in (0..padded).step_by(span) {
-                let row = parts.row.add(from);
                 for lane in 0..S::LANES {
-                    let mut sum = 0.0;
-                    for j in 0..C::PER_WORD {
-                        let value = *row.add(lane * C::PER_WORD + j);
-                        sum += value;
-                        if in_pairs {
+                    let word = from / C::PER_WORD + lane;
+                    let row = parts.row.add(word * C::PER_WORD).cast_const();
+                    let values = std::slice::from_raw_parts(row, C::PER_WORD);
+                    *sums.add(word) = values.iter().sum();
+                    if in_pairs {
+                        let scale = power_of_two(values);
+                        *to.add(parts.layout.x_row / 2 + word) = scale * C::PAIR_FACTOR;
+                        for (j, value) in values.iter().enumerate() {
                             let (pair, half) = (j % (C::PER_WORD / 2), j / (C::PER_WORD / 2));
                             let at = 2 * (pair * S::LANES + lane) + half;
-                            let upper = (value.to_bits() >> 16) as u16; // all of it: it was bf16
-                            *to.add(from / 2).cast::<u16>().add(at) = upper;
-                        } else {
-                            *to.add(from + j * S::LANES + lane) = value;
+                            *to.add(from / 2).cast::<i16>().add(at) =
+                                (value / scale).round_ties_even() as i16;
+                        }
+                    } else {
+                        for (j, value) in values.iter().enumerate() {
+                            *to.add(from + j * S::LANES + lane) = *value;
                         }
                     }
-                    *sums.add(from / C::PER_WORD + lane) = sum;
                 }
             }
         }
+    }
+}
+
+/// The power of two that makes integers of 16 bits of some numbers, the largest of which has 15; NaN if one
+/// is infinite or NaN.
+#[inline(always)]
+fn power_of_two(values: &[f32]) -> f32 {
+    /// Below it everything is taken for multiples of 2^-114.
+    const LEAST_EXPONENT: i32 = 27;
+    let largest = values.iter().map(|value| value.abs().to_bits()).max().unwrap_or(0); // NaN is above all
+    match (largest >> 23).cast_signed() {
+        255 => f32::NAN,
+        exponent => f32::from_bits((exponent.max(LEAST_EXPONENT) - 14).cast_unsigned() << 23),
     }
 }
 
@@ -418,7 +478,7 @@ unsafe fn products<S: Simd, C: CodeWords<S>, const R: usize, const X: usize, con
     let codes = weights.codes.start.cast::<f32>();
     // SAFETY: as in `stream`; a row of codes has `words` words.
     unsafe {
-        let x = parts.x.add(row * parts.layout.x_row);
+        let x_row = parts.x.add(row * parts.layout.x_row).cast_const();
         let x_sums = parts.x_sums.add(row * parts.layout.sums_row);
         let mut acc = [[S::splat(0.0); X]; R];
         let mut word = 0;
@@ -443,7 +503,7 @@ unsafe fn products<S: Simd, C: CodeWords<S>, const R: usize, const X: usize, con
             }
             let mut part = [[S::splat(0.0); X]; R];
             let steps = if PAIRS { C::PER_WORD / 2 } else { C::PER_WORD };
-            let x = x.add(word * steps);
+            let x = x_row.add(word * steps);
             for j in 0..steps {
                 let mut xs = [S::splat(0.0); X];
                 for (i, v) in xs.iter_mut().enumerate() {
@@ -456,7 +516,7 @@ unsafe fn products<S: Simd, C: CodeWords<S>, const R: usize, const X: usize, con
                     };
                     for i in 0..X {
                         part[r][i] = match PAIRS {
-                            true => S::dot_bf16(part[r][i], number, xs[i]),
+                            true => S::dot_i16(part[r][i], number, xs[i]),
                             false => S::fma(number, xs[i], part[r][i]),
                         };
                     }
@@ -466,9 +526,15 @@ unsafe fn products<S: Simd, C: CodeWords<S>, const R: usize, const X: usize, con
             for r in 0..R {
                 let at = r * parts.layout.scales + group;
                 let scale = spread::<S>(parts.scales.add(at), group_log2);
-                for (sum, part) in acc[r].iter_mut().zip(part[r]) {
-                    let is_whole = PAIRS || C::FACTOR == 1.0;
-                    let part = if is_whole { part } else { S::mul(part, S::splat(C::FACTOR)) };
+                for (i, (sum, part)) in acc[r].iter_mut().zip(part[r]).enumerate() {
+                    let part = if PAIRS {
+                        let powers = x_row.add(i * parts.layout.x_row + parts.layout.x_row / 2 + word);
+                        S::mul(S::number(part), S::load(powers))
+                    } else if C::FACTOR == 1.0 {
+                        part
+                    } else {
+                        S::mul(part, S::splat(C::FACTOR))
+                    };
                     *sum = S::fma(part, scale, *sum);
                 }
                 if has_zeros {

@@ -25,6 +25,7 @@ const LANE_NUMBERS: [u32; 8] = [0, 1, 2, 3, 4, 5, 6, 7];
 impl Simd for Avx2 {
     const LANES: usize = 8;
     const DOT_BF16: bool = false;
+    const DOT_I16: bool = false;
     type V = __m256;
 
     #[inline(always)]

@@ -1,9 +1,9 @@
-//! AVX-512 (F, BW, VL, DQ): sixteen lanes; with AVX512-BF16 also the bf16 dot product.
+//! AVX-512 (F, BW, VL, DQ): sixteen lanes; with AVX512-BF16 and VNNI also dot products of 16 bits.
 
 use super::{Simd, Task};
 use std::arch::x86_64::*;
 
-/// The level; `BF16` where `vdpbf16ps` is present.
+/// The level; `BF16` where `vdpbf16ps` and `vpdpwssd` are present.
 #[derive(Clone, Copy)]
 pub(super) struct Avx512<const BF16: bool>;
 
@@ -16,8 +16,8 @@ pub(super) unsafe fn run<T: Task>(task: T) -> T::Out {
 }
 
 /// # Safety
-/// The level with AVX512-BF16 is present, and the task's pointers are valid.
-#[target_feature(enable = "avx512bf16,avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")]
+/// The level with AVX512-BF16 and AVX512-VNNI is present, and the task's pointers are valid.
+#[target_feature(enable = "avx512bf16,avx512vnni,avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")]
 pub(super) unsafe fn run_bf16<T: Task>(task: T) -> T::Out {
     // SAFETY: the caller's promise.
     unsafe { task.run::<Avx512<true>>() }
@@ -47,6 +47,7 @@ const LANE_NUMBERS: [u32; 16] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 1
 impl<const BF16: bool> Simd for Avx512<BF16> {
     const LANES: usize = 16;
     const DOT_BF16: bool = BF16;
+    const DOT_I16: bool = true;
     type V = __m512;
 
     #[inline(always)]
@@ -209,6 +210,19 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
                 let low = Self::fma(Self::bf16_low(a), Self::bf16_low(b), acc);
                 Self::fma(Self::bf16_high(a), Self::bf16_high(b), low)
             }
+        }
+    }
+    #[inline(always)]
+    unsafe fn dot_i16(acc: __m512, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: see above; VNNI is present with BF16.
+        unsafe {
+            let [acc, a, b] = [acc, a, b].map(|v| _mm512_castps_si512(v));
+            let sum = if BF16 {
+                _mm512_dpwssd_epi32(acc, a, b)
+            } else {
+                _mm512_add_epi32(acc, _mm512_madd_epi16(a, b))
+            };
+            _mm512_castsi512_ps(sum)
         }
     }
     #[inline(always)]

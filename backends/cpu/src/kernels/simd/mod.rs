@@ -22,6 +22,8 @@ pub(crate) trait Simd: Copy + 'static {
     const LANES: usize;
     /// `dot_bf16` is one instruction: two products per lane at the price of one.
     const DOT_BF16: bool;
+    /// [`nibble_pair`](Simd::nibble_pair) and [`dot_i16`](Simd::dot_i16) are one or two instructions.
+    const DOT_I16: bool;
     /// The vector.
     type V: Copy;
 
@@ -75,6 +77,24 @@ pub(crate) trait Simd: Copy + 'static {
         unsafe {
             let low = Self::fma(Self::bf16_low(a), Self::bf16_low(b), acc);
             Self::fma(Self::bf16_high(a), Self::bf16_high(b), low)
+        }
+    }
+
+    /// `acc + a.low * b.low + a.high * b.high` over words of two signed 16-bit integers; `acc` is of 32 bits.
+    #[inline(always)]
+    unsafe fn dot_i16(acc: Self::V, a: Self::V, b: Self::V) -> Self::V {
+        let mut lanes = [[0i32; 16]; 3];
+        // SAFETY: as for the caller; no level has more than 16 lanes.
+        unsafe {
+            for (lanes, v) in lanes.iter_mut().zip([acc, a, b]) {
+                Self::store(lanes.as_mut_ptr().cast(), v);
+            }
+            let [mut sums, a, b] = lanes;
+            for (sum, (a, b)) in sums.iter_mut().zip(a.into_iter().zip(b)) {
+                let low = i32::from(a as i16) * i32::from(b as i16); // the lower halves
+                *sum = sum.wrapping_add(low).wrapping_add((a >> 16) * (b >> 16));
+            }
+            Self::load(sums.as_ptr().cast())
         }
     }
 
@@ -251,6 +271,37 @@ mod tests {
             // SAFETY: both slices hold 256 words, enough for the widest level.
             unsafe { S::transpose(self.0.as_ptr().cast(), stride, self.1.as_mut_ptr().cast(), stride) };
             S::LANES
+        }
+    }
+
+    struct DotI16<'a>([&'a [u32]; 3], &'a mut [u32]);
+    impl Task for DotI16<'_> {
+        type Out = ();
+        #[inline(always)]
+        unsafe fn run<S: Simd>(self) {
+            for i in (0..16).step_by(S::LANES) {
+                // SAFETY: all slices hold 16 words.
+                unsafe {
+                    let [acc, a, b] = self.0.map(|words| S::load(words.as_ptr().add(i).cast()));
+                    S::store(self.1.as_mut_ptr().add(i).cast(), S::dot_i16(acc, a, b));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn products_of_16_bits_are_exact_on_every_level() {
+        let words = |factor: u32| (0..16).map(|i: u32| i.wrapping_mul(factor)).collect::<Vec<u32>>();
+        let (acc, a, b) = (words(0x0001_2345), words(0x9E37_79B1), words(0x85EB_CA6B));
+        for isa in Isa::available() {
+            let mut sums = [0; 16];
+            // SAFETY: the slices are valid.
+            unsafe { isa.run(DotI16([&acc, &a, &b], &mut sums)) };
+            for (i, &sum) in sums.iter().enumerate() {
+                let half = |word: u32, shift: u32| i64::from((word >> shift) as u16 as i16);
+                let products = half(a[i], 0) * half(b[i], 0) + half(a[i], 16) * half(b[i], 16);
+                assert_eq!(i64::from(sum as i32), i64::from(acc[i] as i32) + products, "{isa} {i}");
+            }
         }
     }
 

@@ -29,6 +29,7 @@ fn power(n: i32) -> f32 {
 impl Simd for Portable {
     const LANES: usize = LANES;
     const DOT_BF16: bool = false;
+    const DOT_I16: bool = false;
     type V = V;
 
     #[inline(always)]
