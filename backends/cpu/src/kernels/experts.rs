@@ -222,7 +222,9 @@ impl GroupedGemm {
         // pieces of earlier experts, and the expert of the piece before
         let (mut before, mut expert) = (0, 0);
         let row_bytes = weight_row_bytes(&self.shape, self.quantised.as_ref());
-        let streamed_columns = rows_of_a_piece(self.shape.n, row_bytes, worker.count);
+        // a piece begins with a group of rows that share scales
+        let group_rows = self.quantised.map_or(1, |weights| weights.kind.group_rows as usize);
+        let streamed_columns = round_up(rows_of_a_piece(self.shape.n, row_bytes, worker.count), group_rows);
         loop {
             let wanted = worker.claim();
             let piece = loop {
