@@ -17,5 +17,8 @@ fi
 rustup target add "$target"
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="qemu-aarch64 -L /usr/aarch64-linux-gnu"
+# a process that this one starts is not emulated, unless the kernel knows how (binfmt_misc)
+echo "aarch64: SKIPPED: a_bus_error_of_anything_else_still_ends_the_process, which starts itself anew"
 # emulated arithmetic is too slow without optimisation
-exec cargo test --release -p mixfleet-cpu --target "$target" -- "$@"
+exec cargo test --release --no-fail-fast -p mixfleet-cpu --target "$target" -- \
+    --skip a_bus_error_of_anything_else "$@"

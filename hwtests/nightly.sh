@@ -35,6 +35,7 @@ part restarts hwtests/engines.sh soak --minutes 30
 # 3 is a skip with its reason, which the log has
 part package hwtests/package.sh deb
 part static bash -c 'hwtests/package.sh static || [ $? = 3 ]'
+part aarch64 bash -c 'hwtests/aarch64.sh || [ $? = 3 ]'
 part vllm bash -c 'hwtests/engines.sh vllm || [ $? = 3 ]'
 printf '%s' "$summary"
 exit "$status"
