@@ -1,5 +1,6 @@
 //! Enumerates and opens adapters.
 
+use crate::counts::WgpuCounts;
 use crate::kernels;
 use crate::memory::{DeviceQueue, Memory};
 use crate::pipelines::{IMMEDIATE_BYTES, Pipelines};
@@ -226,6 +227,11 @@ impl WgpuDevice {
             copies_beside: false,
         };
         Ok(WgpuDevice { info, limits, shared: Arc::new(shared) })
+    }
+
+    /// Returns what was asked of the device since it was opened.
+    pub fn counts(&self) -> WgpuCounts {
+        self.shared.link.counters.read()
     }
 
     /// Simulates a driver reset, for tests.

@@ -28,15 +28,18 @@
 // trusted shaders and Vulkan's memory heaps need unsafe calls; each block says why it is sound
 #![allow(unsafe_code)]
 
-mod clock;
+mod bindings;
+mod counts;
 mod device;
 mod faults;
 mod kernels;
+mod landing;
 mod memory;
 mod pipelines;
 mod plan;
 mod queue;
 
+pub use counts::WgpuCounts;
 pub use device::{AdapterOverrides, WgpuDevice};
 
 use mixfleet_hal::{Absent, Backend, Device, DeviceInfo, Result};
