@@ -211,6 +211,16 @@ plant "latents' scores have the scale of their length" backends/cpu/src/kernels/
 plant "neighbours turn the other way" backends/cpu/src/kernels/elementwise.rs \
     's/(\*a \* cos - \*b \* sin, \*b \* cos + \*a \* sin)/(*a * cos + *b * sin, *b * cos - *a * sin)/' \
     conformance one_core_conforms mixfleet-cpu
+wgsl=backends/wgpu/src/kernels
+plant "a latent's value on wgpu is what lies behind it" $wgsl/attention.wgsl \
+    's/halves(D5, b5\[(p.at5 + at + d) >> 1u\])/halves(D5, b5[(p.at5 + at + HEAD_DIM - VALUE_DIM + d) >> 1u])/' \
+    conformance kernels_with_subgroups mixfleet-wgpu
+plant "queries of long heads see what comes after them on wgpu" $wgsl/attention.wgsl \
+    's/ \&\& base + j < tokens\[r\].y;/;/' conformance kernels_with_subgroups mixfleet-wgpu
+plant "wgpu rotates the beginning of a head and not its part" $wgsl/elements.wgsl \
+    's/head \* p.s.end + p.s.first + select/head * p.s.end + select/' conformance kernels_with_subgroups mixfleet-wgpu
+plant "what came along with a batch is read after the host has written" backends/wgpu/src/memory.rs \
+    's/^        self.change();$//' queue results_that_come mixfleet-wgpu
 if [ "$missed" != 0 ]; then
     [ "$applies" = --applies ] && what='do not apply' || what='not found'
     echo "planted: $missed of them $what" >&2

@@ -122,7 +122,8 @@ pub trait Queue: Send {
     fn submit(&mut self, cmds: &[Cmd]) -> Result<Ticket>;
 
     /// Submits a batch of which `results` are read next, once it is done. A device that is reached over a
-    /// connection has them sent along with the end of the batch; for others this is [`submit`](Self::submit).
+    /// connection, or that maps memory to be read, has them come along with the end of the batch; for others
+    /// this is [`submit`](Self::submit).
     fn submit_for(&mut self, cmds: &[Cmd], results: &[Slice]) -> Result<Ticket> {
         let _ = results;
         self.submit(cmds)

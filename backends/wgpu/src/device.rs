@@ -1,5 +1,6 @@
 //! Enumerates and opens adapters.
 
+use crate::counts::WgpuCounts;
 use crate::kernels;
 use crate::memory::{DeviceQueue, Memory};
 use crate::pipelines::{IMMEDIATE_BYTES, Pipelines};
@@ -31,11 +32,11 @@ pub struct AdapterOverrides {
 const BINDINGS_MAX: u32 = 9;
 /// Threads of the largest workgroup.
 const GROUP_MAX: u32 = 256;
-/// Shared memory of the largest workgroup: prefill's tiles of 2 x 8.5 KiB, 4 KiB of scores and a little more;
-/// decode's 8 queries of 512, 8 KiB of scores and 1 KiB of addresses.
-const SHARED_BYTES_MAX: u32 = 26 << 10;
-/// Maximum head length, at which the queries fill shared memory.
-const HEAD_DIM_MAX: u32 = 512;
+/// Shared memory of the largest workgroup: attention's 8 queries of 576 (18.1 KiB), 8 KiB of scores, 1 KiB of
+/// addresses and a little more.
+const SHARED_BYTES_MAX: u32 = 28 << 10;
+/// Maximum head length, at which the queries fill shared memory: that of DeepSeek's latents.
+const HEAD_DIM_MAX: u32 = 576;
 /// Maximum bytes of a window: kernels count elements in 32 bits, and 2^31 bytes are at most 2^30 elements of
 /// 16 bits.
 const WINDOW_BYTES_MAX: u64 = 1 << 31;
@@ -228,6 +229,11 @@ impl WgpuDevice {
         Ok(WgpuDevice { info, limits, shared: Arc::new(shared) })
     }
 
+    /// Returns what was asked of the device since it was opened.
+    pub fn counts(&self) -> WgpuCounts {
+        self.shared.link.counters.read()
+    }
+
     /// Simulates a driver reset, for tests.
     #[doc(hidden)]
     pub fn lose(&self) {
@@ -252,12 +258,10 @@ impl Device for WgpuDevice {
         }
         let narrow = |dtype: DType| dtype.size_bytes() < 4;
         let supported = match *sig {
-            OpSig::Rope { part: Some(_), .. } | OpSig::CopyColumns { .. } => false,
-            _ if sig.kv().is_some_and(|kv| kv.latent.is_some()) => false,
             // rows of 16-bit heads begin at a word
-            OpSig::AttnPrefill { x, kv: KvShape { head_dim, dtype: kv, .. }, .. }
-            | OpSig::AttnDecode { x, kv: KvShape { head_dim, dtype: kv, .. }, .. } => {
-                head_dim <= HEAD_DIM_MAX && (head_dim % 2 == 0 || !(narrow(x) || narrow(kv)))
+            OpSig::AttnPrefill { x, kv, .. } | OpSig::AttnDecode { x, kv, .. } => {
+                let fits = |length: u32, dtype| length.is_multiple_of(2) || !narrow(dtype);
+                kv.head_dim <= HEAD_DIM_MAX && fits(kv.head_dim, kv.dtype) && fits(kv.value_dim(), x)
             }
             OpSig::KvWrite { kv: KvShape { head_dim, dtype: kv, .. }, .. }
             | OpSig::KvGather { kv: KvShape { head_dim, dtype: kv, .. }, .. }

@@ -66,7 +66,8 @@ impl File {
     /// Constants that a source needs even if the entry point in use does not.
     const fn defaults(self) -> &'static [(&'static str, &'static str)] {
         match self {
-            File::Elements => &[("UNIT", "1u")],
+            File::Elements => &[("UNIT", "1u"), ("OWN", "1u")],
+            File::Kv => &[("POOLS", "2u")],
             File::Grouped | File::GroupedCodes => &[("WIDE", "false")],
             File::Gemm => &[("WIDE", "false"), ("ROWS", "1u")],
             _ => &[],

@@ -11,7 +11,7 @@
 //!
 //! **Limits.** A buffer holds at most what the adapter allows (often 2 to 4 GiB), and a kernel sees at most
 //! `max_storage_buffer_binding_size` of it; `plan.rs` says how larger weights and pools are cut. Heads have
-//! at most 512 elements, and an even number of them where they are stored in 16 bits. Eight-bit floats are
+//! at most 576 elements, and an even number of them where they are stored in 16 bits. Eight-bit floats are
 //! not supported. A selector counts the adapters of one interface: Vulkan, else Metal, else DX12.
 //!
 //! Indices live on the device, so the host cannot check them. Kernels do: an id, slot or page outside its
@@ -28,15 +28,18 @@
 // trusted shaders and Vulkan's memory heaps need unsafe calls; each block says why it is sound
 #![allow(unsafe_code)]
 
-mod clock;
+mod bindings;
+mod counts;
 mod device;
 mod faults;
 mod kernels;
+mod landing;
 mod memory;
 mod pipelines;
 mod plan;
 mod queue;
 
+pub use counts::WgpuCounts;
 pub use device::{AdapterOverrides, WgpuDevice};
 
 use mixfleet_hal::{Absent, Backend, Device, DeviceInfo, Result};

@@ -1,10 +1,12 @@
 //! Device buffers, and transfers between them and the host.
 
+use crate::bindings::BindGroups;
+use crate::counts::{Counters, count};
 use crate::faults::Faults;
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::{Buffer, Error, ErrorKind, Result, Slice};
 use std::any::Any;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use wgpu::{BufferDescriptor, BufferUsages, CommandEncoderDescriptor, MapMode, PollType};
 
@@ -19,6 +21,8 @@ const STAGE_BYTES: u64 = 16 << 20;
 pub(crate) struct Memory {
     buffer: wgpu::Buffer,
     bytes: u64,
+    number: u64,
+    groups: Arc<BindGroups>,
 }
 
 impl Memory {
@@ -26,7 +30,9 @@ impl Memory {
     pub(crate) fn new(link: &DeviceQueue, bytes: u64) -> Result<Memory> {
         let size = bytes.next_multiple_of(PAD_BYTES) + PAD_BYTES;
         let usage = BufferUsages::STORAGE | BufferUsages::COPY_SRC | BufferUsages::COPY_DST;
-        Ok(Memory { buffer: link.buffer("an allocation", size, usage)?, bytes })
+        let buffer = link.buffer("an allocation", size, usage)?;
+        let number = link.allocations.fetch_add(1, Ordering::Relaxed);
+        Ok(Memory { buffer, bytes, number, groups: link.groups.clone() })
     }
 
     /// Returns the memory of a slice.
@@ -37,6 +43,17 @@ impl Memory {
 
     pub(crate) fn buffer(&self) -> &wgpu::Buffer {
         &self.buffer
+    }
+
+    /// Its number, which no other memory of the device has had.
+    pub(crate) fn number(&self) -> u64 {
+        self.number
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        self.groups.forget(self.number);
     }
 }
 
@@ -50,15 +67,40 @@ impl Buffer for Memory {
     }
 }
 
+/// What the host has of a range of memory.
+#[derive(Debug)]
+pub(crate) struct Landed {
+    /// Number of the memory.
+    pub(crate) memory: u64,
+    pub(crate) offset: u64,
+    pub(crate) data: Vec<u8>,
+}
+
 /// A wgpu device with its single queue, which orders everything: a transfer follows all earlier submissions
 /// and precedes all later ones.
 pub(crate) struct DeviceQueue {
     pub(crate) device: wgpu::Device,
     pub(crate) queue: wgpu::Queue,
     pub(crate) faults: Arc<Faults>,
+    pub(crate) counters: Counters,
+    pub(crate) groups: Arc<BindGroups>,
+    allocations: AtomicU64,
+    /// Number of batches and writes so far.
+    changes: AtomicU64,
+    /// The results of the last batch, unless something came after it.
+    landed: Mutex<Vec<Landed>>,
     /// Host-visible memory for `read`. The lock is held during a whole transfer, so that two transfers that
     /// share a word do not interleave.
-    stage: Mutex<Option<wgpu::Buffer>>,
+    stage: Mutex<Stage>,
+}
+
+/// The state of transfers.
+#[derive(Default)]
+struct Stage {
+    /// Memory that the host can read.
+    readable: Option<wgpu::Buffer>,
+    /// Bytes written since the last submission of a transfer; they go with the next submission of any kind.
+    waiting_bytes: u64,
 }
 
 /// Waits without a timeout for this or the last submission.
@@ -69,7 +111,17 @@ fn until(submission_index: Option<wgpu::SubmissionIndex>) -> PollType {
 impl DeviceQueue {
     pub(crate) fn new(device: wgpu::Device, queue: wgpu::Queue) -> DeviceQueue {
         let faults = Faults::listen(&device);
-        DeviceQueue { device, queue, faults, stage: Mutex::new(None) }
+        DeviceQueue {
+            device,
+            queue,
+            faults,
+            counters: Counters::default(),
+            groups: Arc::default(),
+            allocations: AtomicU64::new(0),
+            changes: AtomicU64::new(0),
+            landed: Mutex::default(),
+            stage: Mutex::default(),
+        }
     }
 
     /// Runs calls of wgpu; see [`Faults::guard`].
@@ -92,9 +144,34 @@ impl DeviceQueue {
         Ok(memory)
     }
 
+    /// Notes that memory changes, and returns the number of the change.
+    pub(crate) fn change(&self) -> u64 {
+        self.landed.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        self.changes.fetch_add(1, Ordering::AcqRel) + 1
+    }
+
+    /// Keeps what has landed of the batch that was the change of this number, if it was the last one.
+    pub(crate) fn keep(&self, change: u64, results: Vec<Landed>) {
+        let mut landed = self.landed.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.changes.load(Ordering::Acquire) == change {
+            *landed = results;
+        }
+    }
+
+    /// Copies a range into `data` if it has landed.
+    fn take_landed(&self, memory: &Memory, from: &Slice, data: &mut [u8]) -> bool {
+        let landed = self.landed.lock().unwrap_or_else(PoisonError::into_inner);
+        let found = landed.iter().filter(|one| one.memory == memory.number).find_map(|one| {
+            let first = to_usize(from.offset.checked_sub(one.offset)?);
+            one.data.get(first..first.checked_add(data.len())?)
+        });
+        found.map(|bytes| data.copy_from_slice(bytes)).is_some()
+    }
+
     /// Copies `data` to `to`. wgpu moves whole words, so partial words at the ends are read and patched.
     pub(crate) fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
         let memory = DeviceQueue::check(to, data.len())?;
+        self.change();
         let mut stage = self.stage.lock().unwrap_or_else(PoisonError::into_inner);
         let (mut at, mut rest) = (to.offset, data);
         while !rest.is_empty() {
@@ -104,11 +181,11 @@ impl DeviceQueue {
                 let mut word = [0; 4];
                 self.copy_out(&mut stage, memory, at - inside as u64, &mut word)?;
                 word[inside..inside + word_end].copy_from_slice(&rest[..word_end]);
-                self.copy_in(memory, at - inside as u64, &word)?;
+                self.copy_in(&mut stage, memory, at - inside as u64, &word)?;
                 rest.split_at(word_end)
             } else {
                 let whole = rest.split_at(rest.len().min(to_usize(STAGE_BYTES)) & !3);
-                self.copy_in(memory, at, whole.0)?;
+                self.copy_in(&mut stage, memory, at, whole.0)?;
                 whole
             };
             at += now.len() as u64;
@@ -117,15 +194,17 @@ impl DeviceQueue {
         Ok(())
     }
 
-    /// Starts to copy whole words to the device.
-    fn copy_in(&self, memory: &Memory, at: u64, data: &[u8]) -> Result<()> {
-        let before = self.guard("write", || {
-            self.queue.write_buffer(&memory.buffer, at, data);
-            self.queue.submit([])
-        })?;
-        // bound the staging memory of a large upload to its last piece
-        if data.len() as u64 == STAGE_BYTES {
-            self.settle(before)?;
+    /// Has whole words copied to the device before the next submission.
+    fn copy_in(&self, stage: &mut Stage, memory: &Memory, at: u64, data: &[u8]) -> Result<()> {
+        count(&self.counters.bytes_written, data.len() as u64);
+        self.guard("write", || self.queue.write_buffer(&memory.buffer, at, data))?;
+        stage.waiting_bytes += data.len() as u64;
+        // bound the staging memory of large uploads
+        if stage.waiting_bytes >= STAGE_BYTES {
+            count(&self.counters.submissions, 1);
+            let index = self.guard("write", || self.queue.submit([]))?;
+            stage.waiting_bytes = 0;
+            self.settle(index)?;
         }
         Ok(())
     }
@@ -139,6 +218,9 @@ impl DeviceQueue {
     /// Copies `from` into `data`.
     pub(crate) fn read(&self, from: &Slice, data: &mut [u8]) -> Result<()> {
         let memory = DeviceQueue::check(from, data.len())?;
+        if self.take_landed(memory, from, data) {
+            return self.faults.alive();
+        }
         let mut stage = self.stage.lock().unwrap_or_else(PoisonError::into_inner);
         let mut at = from.offset;
         let mut rest = data;
@@ -153,22 +235,19 @@ impl DeviceQueue {
     }
 
     /// Copies at most one stage, starting at any byte.
-    fn copy_out(
-        &self,
-        stage: &mut Option<wgpu::Buffer>,
-        memory: &Memory,
-        at: u64,
-        data: &mut [u8],
-    ) -> Result<()> {
+    fn copy_out(&self, stage: &mut Stage, memory: &Memory, at: u64, data: &mut [u8]) -> Result<()> {
         let first = at & !3;
         let bytes = (at + data.len() as u64).next_multiple_of(4) - first;
-        if stage.as_ref().is_none_or(|stage| stage.size() < bytes) {
-            let size = bytes.next_power_of_two().max(1 << 16);
-            *stage = None;
-            *stage =
-                Some(self.buffer("staging memory", size, BufferUsages::MAP_READ | BufferUsages::COPY_DST)?);
-        }
-        let staged = stage.as_ref().expect("just made").clone();
+        let staged = match stage.readable.take().filter(|kept| kept.size() >= bytes) {
+            Some(kept) => kept,
+            None => {
+                let size = bytes.next_power_of_two().max(1 << 16);
+                self.buffer("staging memory", size, BufferUsages::MAP_READ | BufferUsages::COPY_DST)?
+            }
+        };
+        count(&self.counters.submissions, 1);
+        count(&self.counters.maps, 1);
+        count(&self.counters.bytes_read, bytes);
         let mapped = Arc::new(AtomicBool::new(false));
         let done = mapped.clone();
         let index = self.guard("read", || {
@@ -191,10 +270,11 @@ impl DeviceQueue {
             })?
             .map_err(|error: String| Error::new(ErrorKind::Other, format!("wgpu: mapping: {error}")))
         });
-        if copied.is_err() {
-            // its state is unknown
-            *stage = None;
+        // after a failure its state is unknown
+        if copied.is_ok() {
+            stage.readable = Some(staged);
         }
+        stage.waiting_bytes = 0;
         copied
     }
 }

@@ -19,6 +19,8 @@ pub(crate) const IMMEDIATE_BYTES: u32 = 128;
 pub(crate) struct Pipeline {
     pub(crate) pipeline: ComputePipeline,
     pub(crate) layout: BindGroupLayout,
+    /// Its number among the pipelines of the device.
+    pub(crate) number: u64,
 }
 
 /// The pipeline cache of a device.
@@ -41,11 +43,18 @@ impl Pipelines {
         }
         let place = format!("compiling {kernel:?}");
         let built = link.guard(&place, || build(link, kernel, numbers, kernel.source(self.subgroups)))?;
+        let (pipeline, layout) = built;
+        let built = Pipeline { pipeline, layout, number: kept.len() as u64 };
         Ok(kept.entry(kernel.clone()).or_insert(Arc::new(built)).clone())
     }
 }
 
-fn build(link: &DeviceQueue, kernel: &Kernel, numbers: &[u32], source: String) -> Pipeline {
+fn build(
+    link: &DeviceQueue,
+    kernel: &Kernel,
+    numbers: &[u32],
+    source: String,
+) -> (ComputePipeline, BindGroupLayout) {
     let entries: Vec<_> = numbers
         .iter()
         .map(|&binding| BindGroupLayoutEntry {
@@ -85,5 +94,5 @@ fn build(link: &DeviceQueue, kernel: &Kernel, numbers: &[u32], source: String) -
         },
         cache: None,
     });
-    Pipeline { pipeline, layout }
+    (pipeline, layout)
 }

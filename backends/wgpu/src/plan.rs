@@ -29,7 +29,7 @@ mod tests;
 
 use crate::kernels::{File, Kernel};
 use mixfleet_hal::cast::to_u32;
-use mixfleet_hal::{DType, Error, OpSig, OperandAccess, Result, Slice};
+use mixfleet_hal::{DType, Error, OpSig, OperandAccess, Result, RotaryPart, Slice};
 use std::sync::Arc;
 
 /// Default number of threads per workgroup.
@@ -206,7 +206,8 @@ impl Planner {
                     );
                 }
             }
-            (OpSig::Rope { part: None, .. }, [x, cos_sin]) => self.rope(sig, x, cos_sin)?,
+            (OpSig::Rope { .. }, [x, cos_sin]) => self.rope(sig, x, cos_sin)?,
+            (OpSig::CopyColumns { .. }, [from, to]) => self.copy_columns(sig, from, to)?,
             (OpSig::Embed { .. }, [ids, table, out]) => self.embed(sig, ids, table, out)?,
             (OpSig::RmsNorm { .. }, [x, weight, out]) => self.rms_norm(sig, x, weight, out)?,
             (OpSig::AttnMerge { parts, rows, head_dim, .. }, [acc, stat, out]) => {
@@ -363,24 +364,44 @@ impl Planner {
     }
 
     fn rope(&mut self, sig: &OpSig, x: &Operand, cos_sin: &Operand) -> Result<()> {
-        let OpSig::Rope { tokens, heads, head_dim, .. } = *sig else { return Ok(()) };
-        let width = head_dim / 2;
-        let unit = match x.dtype {
-            DType::F32 => 1,
-            _ if width.is_multiple_of(2) => 2,
-            _ => width,
+        let OpSig::Rope { tokens, heads, head_dim, part, .. } = *sig else { return Ok(()) };
+        let whole = RotaryPart { first: 0, length: head_dim, interleaved: false };
+        let RotaryPart { first: begin, length, interleaved } = part.unwrap_or(whole);
+        let width = length / 2;
+        // heads and pairs of a thread, which no other one shares a word with
+        let (own, unit) = match x.dtype {
+            DType::F32 => (1, 1),
+            _ if !head_dim.is_multiple_of(2) => (2, width),
+            _ if !begin.is_multiple_of(2) => (1, width),
+            _ if interleaved => (1, 1),
+            _ if width.is_multiple_of(2) => (1, 2),
+            _ => (1, width),
         };
-        let kernel =
-            Kernel::new(File::Elements, "rope", GROUP).dtype("OUT", x.dtype).number("UNIT", unit.max(1));
+        let kernel = Kernel::new(File::Elements, "rope", GROUP).dtype("OUT", x.dtype);
+        let kernel = kernel.number("UNIT", unit.max(1)).number("OWN", own);
         let row = u64::from(heads) * u64::from(head_dim);
         let row_bytes = (row * x.dtype.size_bytes()).max(u64::from(head_dim) * 4);
         for (first, count) in self.runs(sig, tokens.into(), row_bytes)? {
             let x = x.part(first * row, count * row);
-            let cos_sin = cos_sin.part(first * u64::from(head_dim), count * u64::from(head_dim));
+            let cos_sin = cos_sin.part(first * u64::from(length), count * u64::from(length));
             let all_heads = count * u64::from(heads);
-            let shape = element_shape(all_heads, width, heads, (0, 0), 0);
-            let threads = all_heads * u64::from(width / unit.max(1));
+            let shape = element_shape(all_heads, width, heads, (begin, head_dim), interleaved.into());
+            let threads = all_heads.div_ceil(own.into()) * u64::from(width / unit.max(1));
             self.dispatch(&kernel, &[&cos_sin], &[&x], &shape, threads.div_ceil(GROUP.into()));
+        }
+        Ok(())
+    }
+
+    fn copy_columns(&mut self, sig: &OpSig, from: &Operand, to: &Operand) -> Result<()> {
+        let OpSig::CopyColumns { rows, cols, from: source, to: target, x } = *sig else { return Ok(()) };
+        let kernel = Kernel::new(File::Elements, "copy_columns", GROUP).dtype("D0", x).dtype("OUT", x);
+        let [from_row, to_row] = [source.row, target.row].map(u64::from);
+        for (first, count) in self.runs(sig, rows.into(), from_row.max(to_row) * x.size_bytes())? {
+            let from = from.part(first * from_row, count * from_row);
+            let to = to.part(first * to_row, count * to_row);
+            let elements = count * to_row;
+            let shape = element_shape(elements, cols, source.row, (source.first, target.row), target.first);
+            self.dispatch(&kernel, &[&from], &[&to], &shape, words(elements, x).div_ceil(GROUP.into()));
         }
         Ok(())
     }

@@ -3,30 +3,33 @@
 //! All queues of a device share wgpu's single queue, which keeps the order of submission and inserts barriers
 //! between dependent dispatches.
 
-use crate::clock::{Clock, Clocks};
+use crate::bindings::Bound;
+use crate::counts::count;
 use crate::device::Shared;
+use crate::landing::{Landing, Landings};
 use crate::memory::Memory;
 use crate::pipelines::Pipeline;
 use crate::plan::{OperandLocation, Planner, Window, Work};
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::units::Seconds;
-use mixfleet_hal::{Cmd, Elapsed, Error, ErrorKind, Graph, Queue, Result, Ticket};
+use mixfleet_hal::{Buffer as _, Cmd, Elapsed, Error, ErrorKind, Graph, Queue, Result, Slice, Ticket};
 use std::any::Any;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use wgpu::{
-    BindGroup, BindGroupDescriptor, BindGroupEntry, BindingResource, Buffer, BufferBinding, BufferSize,
-    BufferUsages, CommandEncoder, CommandEncoderDescriptor, ComputePassDescriptor, PollError, PollStatus,
-    PollType, SubmissionIndex,
+    BindGroup, Buffer, CommandEncoder, CommandEncoderDescriptor, ComputePassDescriptor, PollError,
+    PollStatus, PollType, SubmissionIndex,
 };
 
 /// Number of batches whose times are kept for a late `wait`.
 const BATCHES_KEPT: usize = 4096;
 /// Number of batches in flight beyond which `submit` checks for completed ones, to reuse their timestamps.
 const BATCHES_UNCHECKED: usize = 32;
+/// Number of batches whose timestamps stay on the device once they are over, for a wait for an earlier one.
+const BATCHES_TIMED: usize = 64;
 /// Maximum single wait, since wgpu counts nanoseconds in 64 bits.
 const WAIT_MAX: Duration = Duration::from_secs(1 << 24);
 
@@ -37,7 +40,9 @@ enum Batch {
         index: SubmissionIndex,
         since: Instant,
         over: Arc<AtomicBool>,
-        clock: Option<Clock>,
+        /// Number of the change of memory that it is.
+        change: u64,
+        landing: Option<Landing>,
     },
     /// An empty batch, which ends with the one before it.
     Empty(Option<SubmissionIndex>),
@@ -68,10 +73,10 @@ impl Graph for Recorded {
 /// A queue of one device.
 pub(crate) struct WgpuQueue {
     shared: Arc<Shared>,
-    clocks: Clocks,
+    landings: Landings,
     /// Copied inputs and intermediate results, which all commands share because they run in order.
-    aside: Option<Buffer>,
-    scratch: Option<Buffer>,
+    aside: Option<Memory>,
+    scratch: Option<Memory>,
     batches: VecDeque<Batch>,
     /// Ticket of the first batch in `batches`.
     first: u64,
@@ -83,7 +88,7 @@ pub(crate) struct WgpuQueue {
 impl WgpuQueue {
     pub(crate) fn new(shared: Arc<Shared>) -> WgpuQueue {
         WgpuQueue {
-            clocks: Clocks::new(shared.tick_ns),
+            landings: Landings::new(shared.tick_ns),
             shared,
             aside: None,
             scratch: None,
@@ -102,14 +107,13 @@ impl WgpuQueue {
         let mut planner = Planner::new(self.shared.demands);
         cmds.iter().try_for_each(|cmd| planner.add(cmd))?;
         let link = &self.shared.link;
+        count(&link.counters.planned, cmds.len() as u64);
         for (memory, bytes) in
             [(&mut self.aside, planner.aside_bytes), (&mut self.scratch, planner.scratch_bytes)]
         {
-            if bytes > 0 && memory.as_ref().is_none_or(|memory| memory.size() < bytes + 32) {
-                let usage = BufferUsages::STORAGE | BufferUsages::COPY_DST | BufferUsages::COPY_SRC;
-                let size = (bytes + 32).next_multiple_of(1 << 16);
+            if bytes > 0 && memory.as_ref().is_none_or(|memory| memory.size_bytes() < bytes + 32) {
                 *memory = None;
-                *memory = Some(link.buffer("scratch memory", size, usage)?);
+                *memory = Some(Memory::new(link, (bytes + 32).next_multiple_of(1 << 16))?);
             }
         }
         let mut pipelines = Vec::with_capacity(planner.works.len());
@@ -120,57 +124,60 @@ impl WgpuQueue {
             }
         }
         let mut pipelines = pipelines.into_iter();
-        link.guard("preparing commands", || {
+        let prepared = link.guard("preparing commands", || {
             planner.works.iter().map(|work| self.step(work, &mut pipelines)).collect::<Result<_>>()
-        })?
+        });
+        // one that could not be made is kept as well
+        prepared.inspect_err(|_| link.groups.clear())?
     }
 
     fn step(&self, work: &Work, pipelines: &mut impl Iterator<Item = Arc<Pipeline>>) -> Result<EncoderStep> {
         match work {
             Work::Copy { from, to } => Ok(EncoderStep::Copy {
-                from: (self.buffer(from)?.clone(), from.offset),
-                to: (self.buffer(to)?.clone(), to.offset),
+                from: (self.memory(from)?.buffer().clone(), from.offset),
+                to: (self.memory(to)?.buffer().clone(), to.offset),
                 bytes: to.bytes,
             }),
             Work::Dispatch { bindings, words, grid, .. } => {
                 let pipeline = pipelines.next().ok_or_else(|| bug("a dispatch without a pipeline"))?;
-                let mut entries = Vec::with_capacity(bindings.len());
-                for (binding, window) in bindings {
-                    let buffer = BufferBinding {
-                        buffer: self.buffer(window)?,
-                        offset: window.offset,
-                        size: BufferSize::new(window.bytes),
-                    };
-                    entries.push(BindGroupEntry {
-                        binding: *binding,
-                        resource: BindingResource::Buffer(buffer),
-                    });
-                }
-                let descriptor =
-                    BindGroupDescriptor { label: None, layout: &pipeline.layout, entries: &entries };
-                let group = self.shared.link.device.create_bind_group(&descriptor);
+                let bound = bindings.iter().map(|(number, window)| {
+                    let (memory, offset, bytes) = (self.memory(window)?, window.offset, window.bytes);
+                    let (memory, buffer) = (memory.number(), memory.buffer());
+                    Ok(Bound { number: *number, memory, buffer, offset, bytes })
+                });
+                let bound: Vec<Bound<'_>> = bound.collect::<Result<_>>()?;
+                let link = &self.shared.link;
+                let group = link.groups.get(
+                    &link.device,
+                    &link.counters,
+                    (pipeline.number, &pipeline.layout),
+                    &bound,
+                );
                 Ok(EncoderStep::Dispatch { pipeline, group, words: words.clone(), grid: *grid })
             }
         }
     }
 
-    fn buffer<'a>(&'a self, window: &'a Window) -> Result<&'a Buffer> {
+    fn memory<'a>(&'a self, window: &'a Window) -> Result<&'a Memory> {
         match &window.place {
-            OperandLocation::Buffer(slice) => Ok(Memory::of(slice)?.buffer()),
+            OperandLocation::Buffer(slice) => Memory::of(slice),
             OperandLocation::Aside => self.aside.as_ref().ok_or_else(|| bug("nothing to copy aside to")),
             OperandLocation::Scratch => self.scratch.as_ref().ok_or_else(|| bug("no scratch memory")),
         }
     }
 
-    /// Encodes and submits a batch; a failure here fails the queue.
-    fn run(&mut self, steps: &[EncoderStep]) -> Result<Ticket> {
+    /// Encodes and submits a batch, of which `results` are read next; a failure here fails the queue.
+    fn run(&mut self, steps: &[EncoderStep], results: &[Slice]) -> Result<Ticket> {
         if let Some((_, error)) = &self.failed {
             return Err(error.clone());
         }
         self.shared.link.faults.alive()?;
         let ticket = self.first + self.batches.len() as u64;
-        let batch =
-            if steps.is_empty() { Ok(Batch::Empty(self.last.clone())) } else { self.hand_over(steps) };
+        let batch = if steps.is_empty() {
+            Ok(Batch::Empty(self.last.clone()))
+        } else {
+            self.hand_over(steps, results)
+        };
         match batch {
             Ok(batch) => self.batches.push_back(batch),
             Err(error) => {
@@ -182,42 +189,46 @@ impl WgpuQueue {
         Ok(Ticket(ticket))
     }
 
-    fn hand_over(&mut self, steps: &[EncoderStep]) -> Result<Batch> {
+    fn hand_over(&mut self, steps: &[EncoderStep], results: &[Slice]) -> Result<Batch> {
         let shared = self.shared.clone();
         let link = &shared.link;
-        let clock = self.clocks.take(link)?;
+        let landing = self.landings.take(link, results)?;
+        let change = link.change();
         let over = Arc::new(AtomicBool::new(false));
         let flag = over.clone();
         let since = Instant::now();
+        let dispatches =
+            steps.iter().filter(|step| matches!(step, EncoderStep::Dispatch { .. })).count() as u64;
+        count(&link.counters.submissions, 1);
+        count(&link.counters.dispatches, dispatches);
+        count(&link.counters.copies, steps.len() as u64 - dispatches);
         let index = link.guard("submitting", || {
             let mut encoder = link.device.create_command_encoder(&CommandEncoderDescriptor::default());
-            if let Some(clock) = &clock {
-                clock.start(&mut encoder);
+            if let Some(landing) = &landing {
+                landing.start(&mut encoder);
             }
             encode(&mut encoder, steps);
-            if let Some(clock) = &clock {
-                clock.stop(&mut encoder);
+            if let Some(landing) = &landing {
+                landing.stop(&mut encoder);
             }
             let index = link.queue.submit([encoder.finish()]);
-            if let Some(clock) = &clock {
-                clock.fetch();
-            }
             link.queue.on_submitted_work_done(move || flag.store(true, Ordering::Release));
             index
         })?;
         self.last = Some(index.clone());
-        Ok(Batch::Running { index, since, over, clock })
+        Ok(Batch::Running { index, since, over, change, landing })
     }
 
     /// Notes completed batches, and forgets the oldest.
     fn tidy(&mut self) -> Result<()> {
-        let running = |batch: &&Batch| matches!(batch, Batch::Running { .. });
+        let running =
+            |batch: &&Batch| matches!(batch, Batch::Running { over, .. } if !over.load(Ordering::Acquire));
         if self.batches.iter().rev().take_while(running).count() >= BATCHES_UNCHECKED {
             let link = &self.shared.link;
             // an error of the poll shows up in the next wait
             let _ = link.guard("polling", || link.device.poll(PollType::Poll))?;
         }
-        for at in 0..self.batches.len() {
+        for at in 0..self.batches.len().saturating_sub(BATCHES_TIMED) {
             match &self.batches[at] {
                 Batch::Running { over, .. } if over.load(Ordering::Acquire) => self.settle(at)?,
                 Batch::Running { .. } => break,
@@ -231,13 +242,20 @@ impl WgpuQueue {
         Ok(())
     }
 
-    /// Collects the time of a completed batch.
+    /// Collects the time and results of a completed batch.
     fn settle(&mut self, at: usize) -> Result<()> {
         let Some(batch) = self.batches.get_mut(at) else { return Ok(()) };
-        let Batch::Running { since, clock, .. } = batch else { return Ok(()) };
+        let Batch::Running { since, landing, change, .. } = batch else { return Ok(()) };
         let host = Elapsed { time: Seconds(since.elapsed().as_secs_f64()), clock: ClockKind::Host };
-        let told =
-            clock.take().map(|clock| self.clocks.read(&self.shared.link, clock)).transpose()?.flatten();
+        let link = &self.shared.link;
+        let told = match landing.take() {
+            Some(landing) => {
+                let (time, results) = self.landings.read(link, landing)?;
+                link.keep(*change, results);
+                time
+            }
+            None => None,
+        };
         *batch = Batch::Done(told.map_or(host, |time| Elapsed { time, clock: ClockKind::Device }));
         Ok(())
     }
@@ -292,7 +310,12 @@ fn encode(encoder: &mut CommandEncoder, steps: &[EncoderStep]) {
 impl Queue for WgpuQueue {
     fn submit(&mut self, cmds: &[Cmd]) -> Result<Ticket> {
         let steps = self.resolve(cmds)?;
-        self.run(&steps)
+        self.run(&steps, &[])
+    }
+
+    fn submit_for(&mut self, cmds: &[Cmd], results: &[Slice]) -> Result<Ticket> {
+        let steps = self.resolve(cmds)?;
+        self.run(&steps, results)
     }
 
     fn wait(&mut self, ticket: Ticket, timeout: Duration) -> Result<Elapsed> {
@@ -303,7 +326,7 @@ impl Queue for WgpuQueue {
         }
         self.shared.link.faults.alive()?;
         let at = ticket.0.checked_sub(self.first).map(|at| to_usize(at));
-        let Some((at, batch)) = at.and_then(|at| Some((at, self.batches.get(at)?))) else {
+        let Some((at, batch)) = at.and_then(|at| Some((at, self.batches.get_mut(at)?))) else {
             let message = format!("wgpu: {ticket:?} is not one of this queue's last {BATCHES_KEPT}");
             return Err(Error::invalid(message));
         };
@@ -315,12 +338,13 @@ impl Queue for WgpuQueue {
                 }
                 return Ok(Elapsed { time: Seconds::ZERO, clock: ClockKind::Host });
             }
-            Batch::Running { index, .. } => {
-                let index = index.clone();
+            Batch::Running { index, landing, .. } => {
+                let (index, link) = (index.clone(), &self.shared.link);
+                landing.as_mut().map(|landing| link.guard("mapping", || landing.fetch(link))).transpose()?;
                 self.finish(ticket, &index, timeout)?;
             }
         }
-        (0..=at).try_for_each(|at| self.settle(at))?;
+        self.settle(at)?;
         match self.batches.get(at) {
             Some(Batch::Done(elapsed)) => Ok(*elapsed),
             _ => Err(bug("a batch that is over has no time")),
@@ -334,6 +358,6 @@ impl Queue for WgpuQueue {
     fn replay(&mut self, graph: &Arc<dyn Graph>) -> Result<Ticket> {
         let recorded = graph.as_any().downcast_ref::<Recorded>();
         let recorded = recorded.ok_or_else(|| Error::invalid("wgpu: the graph belongs to another device"))?;
-        self.run(&recorded.steps)
+        self.run(&recorded.steps, &[])
     }
 }

@@ -4,3 +4,4 @@ mod absence;
 mod conformance;
 mod conversions;
 mod queue;
+mod steps;

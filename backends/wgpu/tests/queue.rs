@@ -67,6 +67,33 @@ fn a_wait_that_is_over_can_be_repeated() {
 }
 
 #[test]
+fn results_that_come_along_with_a_batch_are_not_read_once_memory_has_changed() {
+    let Some(device) = device() else { return };
+    let slice = device.alloc(64, BufferUsage::Activations).unwrap();
+    let mut queue = device.queue().unwrap();
+    // the largest word, and how often memory was mapped for it
+    let read = |slice: &Slice| {
+        let before = device.counts().maps;
+        let mut bytes = vec![0; slice.bytes as usize];
+        device.read(slice, &mut bytes).unwrap();
+        let words = bytes.as_chunks::<4>().0.iter().map(|&word| u32::from_le_bytes(word));
+        (words.max(), device.counts().maps - before)
+    };
+    let results = std::slice::from_ref(&slice);
+    let ticket = queue.submit_for(&[fill(&slice, 7)], results).unwrap();
+    queue.wait(ticket, LONG).unwrap();
+    assert_eq!(read(&slice), (Some(7), 0));
+    assert_eq!(read(&slice.range(8, 4)), (Some(7), 0));
+    device.write(&slice.range(8, 4), &8u32.to_le_bytes()).unwrap();
+    assert_eq!(read(&slice), (Some(8), 1), "written by the host");
+    let first = queue.submit_for(&[fill(&slice, 9)], results).unwrap();
+    let second = queue.submit(&[fill(&slice, 10)]).unwrap();
+    queue.wait(first, LONG).unwrap();
+    queue.wait(second, LONG).unwrap();
+    assert_eq!(read(&slice), (Some(10), 1), "written by a later batch");
+}
+
+#[test]
 fn queues_on_several_threads_do_not_disturb_each_other() {
     let Some(device) = device() else { return };
     let work = |word: u32| {

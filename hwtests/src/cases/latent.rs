@@ -18,7 +18,7 @@ impl Builder {
         let (x, kv) = (DType::F32, DType::Bf16);
         for (head_dim, rank) in LENGTHS {
             for heads in if self.full { &[1, 3, 13, 16][..] } else { &[13] } {
-                self.latents(&[(1, 70), (3, 33)], (*heads, head_dim, rank), p, (x, kv));
+                self.latents(&[(1, 70), (3, 33), (9, 9)], (*heads, head_dim, rank), p, (x, kv));
             }
         }
         for page_tokens in self.page_sizes() {

@@ -97,9 +97,9 @@ fn fixtures_give_their_golden_tokens_on_every_placement() {
     println!("{undecided} cases with a margin below twice the logits' error: compared by logits");
 }
 
-/// Whether latent attention does not run there, which is said: heads are not divided, wgpu has no kernels.
+/// Whether latent attention does not run there, which is said: heads are not divided.
 fn is_refused(fixture: &Path, places: &[&str]) -> bool {
-    let cannot = |place: &&str| ["wgpu", "tp:", "attn:"].iter().any(|what| place.contains(what));
+    let cannot = |place: &&str| ["tp:", "attn:"].iter().any(|what| place.contains(what));
     let has_latents = || ModelConfig::open(fixture).is_ok_and(|config| config.latent.is_some());
     let refused = places.iter().any(cannot) && has_latents();
     if refused {

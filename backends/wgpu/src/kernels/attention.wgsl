@@ -3,8 +3,12 @@
 //
 // A group takes ROWS rows of one sequence and KV head, a row being a query of one of the heads that share it, and
 // goes through the keys in blocks of KEYS. Prefill keeps a block of keys in shared memory, as each is used by many
-// rows; decode has few rows, loads each key once, and has a group for each `part_keys` keys of a sequence. Values
-// are used by one thread each and come straight from the pool.
+// rows; decode has few rows, loads each key once, and has a group for each `part_keys` keys of a sequence. Without
+// TILED, where heads are so long that few rows fit, prefill loads keys as decode does. Values are used by one
+// thread each and come straight from the pool.
+//
+// A value has VALUE_DIM elements: HEAD_DIM, or fewer in latents, whose values are the first elements of their
+// keys; b5 is the pool of keys then.
 //
 // A page outside the pool, and a token past the page table, count as absent; pages outside first .. end are
 // in another part of the pool. Page layout as in kv.wgsl or kv_scaled.wgsl. WIDE: head_dim is a multiple of 8,
@@ -24,7 +28,7 @@ struct Shape {
 const VECS = (HEAD_DIM + 3u) / 4u;
 // odd, so that threads with neighbouring rows load from different banks
 const STRIDE = VECS | 1u;
-const PAIRS = (HEAD_DIM + 1u) / 2u;
+const PAIRS = (VALUE_DIM + 1u) / 2u;
 // a thread sums the pairs of dimensions lane, lane + LANES, .. of every SLICES-th key
 const SLICES = GROUP / LANES;
 const UNITS = (PAIRS + LANES - 1u) / LANES;
@@ -36,7 +40,7 @@ const NONE = 0xFF800000u; // -inf: the maximum of an empty part
 const LOWEST = -3.0e38;
 
 var<workgroup> qs: array<vec4<f32>, ROWS * STRIDE>;
-var<workgroup> ks: array<vec4<f32>, select(1u, KEYS * STRIDE, PREFILL)>;
+var<workgroup> ks: array<vec4<f32>, select(1u, KEYS * STRIDE, TILED)>;
 var<workgroup> scores: array<f32, ROWS * KEYS>; // then weights
 var<workgroup> key_at: array<u32, KEYS>; // element of the pools, or ABSENT
 // of the keys, and of their values
@@ -141,7 +145,7 @@ fn key4(at: u32, d: u32) -> vec4<f32> {
 
 fn value2(at: u32, d: u32) -> vec2<f32> {
     if D5 == BF16 || D5 == F16 { return halves(D5, b5[(p.at5 + at + d) >> 1u]); }
-    let second = select(d, d + 1u, d + 1u < HEAD_DIM);
+    let second = select(d, d + 1u, d + 1u < VALUE_DIM);
     return vec2(in5(at + d), in5(at + second));
 }
 
@@ -179,7 +183,22 @@ fn find_keys(thread: Thread, work: Work, base: u32) {
     }
 }
 
-fn score_decode(thread: Thread) {
+// The keys that each row of the group sees: in decode all that the group goes through.
+fn seen_by_rows(work: Work) -> array<vec2<u32>, ROWS> {
+    var all: array<vec2<u32>, ROWS>;
+    for (var r = 0u; r < ROWS; r++) {
+        all[r] = vec2(0u, ABSENT);
+        if PREFILL {
+            all[r] = vec2<u32>();
+            if work.row0 + r < work.rows { all[r] = seen(work, work.row0 + r); }
+        }
+    }
+    return all;
+}
+
+// A key per thread.
+fn score_keys(thread: Thread, work: Work, base: u32) {
+    var tokens = seen_by_rows(work);
     for (var j = thread.id; j < KEYS; j += GROUP) {
         let at = key_at[j];
         var sum: array<f32, ROWS>;
@@ -194,12 +213,15 @@ fn score_decode(thread: Thread) {
                 for (var r = 0u; r < ROWS; r++) { sum[r] *= key_scale[j]; }
             }
         }
-        for (var r = 0u; r < ROWS; r++) { scores[r * KEYS + j] = sum[r]; }
+        for (var r = 0u; r < ROWS; r++) {
+            let visible = base + j >= tokens[r].x && base + j < tokens[r].y;
+            scores[r * KEYS + j] = select(LOWEST, sum[r], visible);
+        }
     }
 }
 
 // Tiles of 2 x 2 scores per thread.
-fn score_prefill(thread: Thread, work: Work, base: u32) {
+fn score_tiles(thread: Thread, work: Work, base: u32) {
     for (var i = thread.id; i < KEYS * VECS; i += GROUP) {
         let at = key_at[i / VECS];
         var k = vec4<f32>();
@@ -307,8 +329,7 @@ fn add_slices(thread: Thread, all: ptr<function, Sums>) {
     workgroupBarrier();
 }
 
-// out0 [queries, heads, head_dim]; or [parts, queries, heads, head_dim] un-normalised, and out1 its maxima and
-// sums.
+// out0 [queries, heads, value]; or [parts, queries, heads, value] un-normalised, and out1 its maxima and sums.
 fn store(thread: Thread, work: Work) {
     for (var i = thread.id; i < ROWS * PAIRS; i += GROUP) {
         let r = i / PAIRS;
@@ -328,8 +349,8 @@ fn store(thread: Thread, work: Work) {
         }
         let four = qs[r * STRIDE + pair / 2u];
         let v = select(four.xy, four.zw, pair % 2u == 1u) * factor;
-        let at = line * HEAD_DIM + 2u * pair;
-        if 2u * pair + 1u < HEAD_DIM {
+        let at = line * VALUE_DIM + 2u * pair;
+        if 2u * pair + 1u < VALUE_DIM {
             put2(at, v.x, v.y);
         } else {
             put(at, v.x);
@@ -350,7 +371,7 @@ fn attention(thread: Thread) {
     for (var base = work.first; base < work.end; base += KEYS) {
         find_keys(thread, work, base);
         workgroupBarrier();
-        if PREFILL { score_prefill(thread, work, base); } else { score_decode(thread); }
+        if TILED { score_tiles(thread, work, base); } else { score_keys(thread, work, base); }
         workgroupBarrier();
         weigh(thread);
         workgroupBarrier();

@@ -1,5 +1,5 @@
-// add, silu_mul, clamped_swiglu, combine, narrow, fill, embed: a thread per word of the output; rope: per
-// UNIT pairs.
+// add, silu_mul, clamped_swiglu, combine, narrow, fill, embed, copy_columns: a thread per word of the output;
+// rope: per UNIT pairs of OWN heads.
 
 struct Shape { count: u32, width: u32, heads: u32, first: u32, end: u32, word: u32 }
 
@@ -101,23 +101,43 @@ fn embed(thread: Thread) {
     put_word(i, a, writes(id_a), b, more && writes(id_b));
 }
 
-// out0 = x [tokens, heads, 2 width], b0 = cos_sin [tokens, 2 width]. A thread rotates pairs d .. d + UNIT of a
-// head, which are whole words: UNIT is 1 for f32, else 2, or all of an odd `width`.
+// out0 = x [tokens, heads, end], b0 = cos_sin [tokens, 2 width], of each head the elements from `first` on; `word`:
+// pairs are neighbours. A thread rotates pairs d .. d + UNIT of OWN heads, which are whole words.
 @compute @workgroup_size(GROUP)
 fn rope(thread: Thread) {
     let t = thread_of(thread);
     let units = p.s.width / UNIT;
-    let head = t / units;
-    if head >= p.s.count { return; }
-    let first = t % units * UNIT;
-    for (var d = first; d < first + UNIT; d++) {
-        let at = head * 2u * p.s.width + d;
-        let table = head / p.s.heads * 2u * p.s.width + d;
-        let c = in0(table);
-        let s = in0(table + p.s.width);
-        let a = old(at);
-        let b = old(at + p.s.width);
-        put(at, a * c - b * s);
-        put(at + p.s.width, b * c + a * s);
+    let head0 = t / units * OWN;
+    let pair0 = t % units * UNIT;
+    let neighbours = p.s.word != 0u;
+    for (var head = head0; head < min(head0 + OWN, p.s.count); head++) {
+        for (var d = pair0; d < pair0 + UNIT; d++) {
+            let at = head * p.s.end + p.s.first + select(d, 2u * d, neighbours);
+            let other = at + select(p.s.width, 1u, neighbours);
+            let table = head / p.s.heads * 2u * p.s.width + d;
+            let c = in0(table);
+            let s = in0(table + p.s.width);
+            let a = old(at);
+            let b = old(other);
+            put(at, a * c - b * s);
+            put(other, b * c + a * s);
+        }
     }
+}
+
+// out0 [rows, end] from its column `word` = b0 [rows, heads] from its column `first`, `width` columns.
+fn is_copied(i: u32) -> bool { return i % p.s.end >= p.s.word && i % p.s.end < p.s.word + p.s.width; }
+
+fn copied(i: u32) -> f32 {
+    if !is_copied(i) { return 0.0; }
+    return in0(i / p.s.end * p.s.heads + p.s.first + i % p.s.end - p.s.word);
+}
+
+@compute @workgroup_size(GROUP)
+fn copy_columns(thread: Thread) {
+    let i = thread_of(thread) * PER_WORD;
+    if i >= p.s.count { return; }
+    let more = i + 1u < p.s.count && PER_WORD == 2u;
+    let j = select(i, i + 1u, more);
+    put_word(i, copied(i), is_copied(i), copied(j), more && is_copied(j));
 }

@@ -28,24 +28,20 @@ fn finish(row: u32, col: u32, a: f32, b: f32) {
     }
 }
 
-// For few rows: the weights are read once per ROWS rows, which is all that counts. A group computes COLS
-// columns, its threads along k.
+// For up to ROWS rows: the weights are read once, which is all that counts. A group computes COLS columns, its
+// threads along k.
 const COLS = 4u;
 
 @compute @workgroup_size(GROUP)
 fn few_rows(thread: Thread) {
-    let across = (p.s.n + COLS - 1u) / COLS;
-    let down = (p.s.m + ROWS - 1u) / ROWS;
-    let group = group_of(thread);
-    if group >= across * down { return; }
-    let col0 = group % across * COLS;
-    let row0 = group / across * ROWS;
+    let col0 = group_of(thread) * COLS;
+    if col0 >= p.s.n { return; }
     var acc: array<f32, SUMS>; // [ROWS, COLS]
     for (var i = thread.id * 8u; i < p.s.k; i += GROUP * 8u) {
         var w: array<Octet, COLS>;
         for (var c = 0u; c < COLS; c++) { w[c] = w8(min(col0 + c, p.s.n - 1u), i); }
         for (var r = 0u; r < ROWS; r++) {
-            let x = x8(min(row0 + r, p.s.m - 1u), i);
+            let x = x8(min(r, p.s.m - 1u), i);
             for (var c = 0u; c < COLS; c++) { acc[r * COLS + c] += dot8(x, w[c]); }
         }
     }
@@ -53,7 +49,7 @@ fn few_rows(thread: Thread) {
     for (var i = thread.id; i < ROWS * COLS / 2u; i += GROUP) {
         let r = i / (COLS / 2u);
         let c = i % (COLS / 2u) * 2u;
-        finish(row0 + r, col0 + c, acc[r * COLS + c], acc[r * COLS + c + 1u]);
+        finish(r, col0 + c, acc[r * COLS + c], acc[r * COLS + c + 1u]);
     }
 }
 

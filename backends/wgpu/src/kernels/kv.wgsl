@@ -4,7 +4,7 @@
 // pools are bound from page `first` on, up to page `end`: other slots are left to the other parts. A slot that
 // is in no part is skipped when written, and the first part gathers NaN for it.
 //
-// head_dim is even where the pool has 16 bits.
+// head_dim is even where the pool has 16 bits. POOLS: 1 where keys contain their values; b1 is b0 then.
 
 struct Shape {
     tokens: u32, kv_heads: u32, head_dim: u32, page_tokens: u32, first: u32, end: u32, pages: u32, nan: u32,
@@ -47,21 +47,21 @@ fn kv_write(thread: Thread) {
     let next = source + PER_WORD - 1u;
     let to = pool_at(slot, i % width);
     put_word(to, in0(source), true, in0(next), true);
-    put_v(to, in1(source + p.s.v_at), in1(next + p.s.v_at));
+    if POOLS == 2u { put_v(to, in1(source + p.s.v_at), in1(next + p.s.v_at)); }
 }
 
-// Element i of the wire layout [tokens, 2, kv_heads, head_dim].
+// Element i of the wire layout [tokens, POOLS, kv_heads, head_dim].
 fn gathered(i: u32) -> f32 {
     let width = p.s.kv_heads * p.s.head_dim;
-    let slot = slot_of(i / (2u * width));
+    let slot = slot_of(i / (POOLS * width));
     if !mine(slot) { return bitcast<f32>(p.s.nan); }
     let at = pool_at(slot, i % width);
-    if i / width % 2u == 0u { return in0(at); }
+    if i / width % POOLS == 0u { return in0(at); }
     return in1(at);
 }
 
 fn gathers(i: u32) -> bool {
-    let slot = slot_of(i / (2u * p.s.kv_heads * p.s.head_dim));
+    let slot = slot_of(i / (POOLS * p.s.kv_heads * p.s.head_dim));
     return mine(slot) || (slot / p.s.page_tokens >= p.s.pages && p.s.first == 0u);
 }
 
@@ -69,7 +69,7 @@ fn gathers(i: u32) -> bool {
 @compute @workgroup_size(GROUP)
 fn kv_gather(thread: Thread) {
     let i = (group_of(thread) * GROUP + thread.id) * PER_WORD;
-    let count = p.s.tokens * 2u * p.s.kv_heads * p.s.head_dim;
+    let count = p.s.tokens * POOLS * p.s.kv_heads * p.s.head_dim;
     if i >= count { return; }
     let more = i + 1u < count && PER_WORD == 2u;
     let j = select(i, i + 1u, more);

@@ -1,9 +1,9 @@
 //! Plans attention: the shape of a workgroup's work, and the recombination of parts.
 
-use super::kv::Part;
+use super::kv::{Part, both};
 use super::{Merged, Operand, Planner};
 use crate::kernels::{File, Kernel};
-use mixfleet_hal::cast::to_u32;
+use mixfleet_hal::cast::{to_f32, to_u32};
 use mixfleet_hal::{DType, KvShape, OpSig, Result};
 
 /// Threads per workgroup.
@@ -12,11 +12,13 @@ const GROUP: u32 = 128;
 /// makes more parts than scratch memory can bind. It is fixed so that a sequence's result does not depend on
 /// the rest of the batch.
 const DECODE_KEYS: u32 = 256;
-/// Query rows of a decode workgroup; more heads per KV head take several workgroups.
+/// Query rows of a workgroup without tiles; more heads per KV head take several workgroups.
 const DECODE_ROWS_MAX: u32 = 8;
 /// Elements of the queries, and of the keys, that a prefill workgroup keeps in shared memory: 8 KiB each.
 const TILE_ELEMENTS: u32 = 2048;
 const PREFILL_ROWS_MAX: u32 = 16;
+/// Rows below which a tile keeps too few threads busy: prefill loads keys as decode does then.
+const TILE_ROWS_MIN: u32 = 8;
 
 /// Returns the largest power of two up to `n`.
 fn power_below(n: u32) -> u32 {
@@ -28,9 +30,13 @@ struct Heads {
     heads: u32,
     kv_heads: u32,
     head_dim: u32,
+    /// Elements of a value.
+    value_dim: u32,
     page_tokens: u32,
     pages_max: u32,
     window: u32,
+    /// What scores are multiplied by.
+    scale: f32,
     /// Elements of a page.
     page: u64,
 }
@@ -55,9 +61,11 @@ impl Heads {
             heads,
             kv_heads,
             head_dim,
+            value_dim: kv.value_dim(),
             page_tokens,
             pages_max,
             window,
+            scale: to_f32(kv.scale()),
             page: u64::from(page_tokens) * kv.row(),
         }
     }
@@ -68,7 +76,7 @@ impl Heads {
 
     /// Returns the number of threads that share a key's value: one for each pair of dimensions.
     fn lanes(&self) -> u32 {
-        self.head_dim.div_ceil(2).next_power_of_two().min(GROUP)
+        self.value_dim.div_ceil(2).next_power_of_two().min(GROUP)
     }
 
     /// Returns the number of elements in a query's heads.
@@ -76,13 +84,26 @@ impl Heads {
         u64::from(self.heads) * u64::from(self.head_dim)
     }
 
-    fn kernel(&self, prefill: bool, rows: u32, keys: u32, x: DType, pool: &Operand) -> Kernel {
+    /// Returns the number of elements in what a query's heads attended to.
+    fn value_row(&self) -> u64 {
+        u64::from(self.heads) * u64::from(self.value_dim)
+    }
+
+    /// Returns rows and keys of prefill's tiles, or none where heads are too long for them.
+    fn tile(&self) -> Option<(u32, u32)> {
+        let side = power_below(TILE_ELEMENTS / self.head_dim.max(1)).min(PREFILL_ROWS_MAX);
+        (side >= TILE_ROWS_MIN).then_some((side, side))
+    }
+
+    fn kernel(&self, prefill: bool, (rows, keys): (u32, u32), x: DType, pool: &Operand) -> Kernel {
         let is_aligned = self.head_dim.is_multiple_of(8) && pool.window.offset.is_multiple_of(16);
         let wide = is_aligned && !pool.dtype.is_scaled();
         Kernel::new(File::Attention, "attention", GROUP)
             .flag("PREFILL", prefill)
+            .flag("TILED", prefill && self.tile().is_some())
             .flag("WIDE", wide)
             .number("HEAD_DIM", self.head_dim)
+            .number("VALUE_DIM", self.value_dim)
             .number("ROWS", rows)
             .number("KEYS", keys)
             .number("LANES", self.lanes())
@@ -93,7 +114,6 @@ impl Heads {
 
     /// Returns `Shape` of attention.wgsl.
     fn shape(&self, queries: &Queries<'_>, part: &Part, number: u32) -> [u32; 16] {
-        let scale = 1.0 / (self.head_dim as f32).sqrt();
         [
             queries.sequences,
             self.heads,
@@ -108,7 +128,7 @@ impl Heads {
             queries.range.1,
             queries.parts,
             number * queries.parts,
-            scale.to_bits(),
+            self.scale.to_bits(),
             queries.part_keys,
             GROUP / self.lanes(),
         ]
@@ -120,23 +140,21 @@ impl Planner {
         match (*sig, operands) {
             (
                 OpSig::AttnPrefill { heads, pages_max, window, kv, .. },
-                [q, query_start, context, pages, k_pool, v_pool, sinks @ .., out],
+                [q, query_start, context, pages, rest @ .., out],
             ) => {
+                let (pools, sinks) = rest.split_at_checked(kv.pools() as usize).unwrap_or((rest, &[]));
                 let heads = Heads::new(heads, kv, pages_max, window.unwrap_or(u32::MAX));
                 self.prefill(
                     sig,
                     &heads,
                     [q, query_start, context, pages],
-                    [k_pool, v_pool],
+                    both(sig, pools)?,
                     (sinks.first(), out),
                 )
             }
-            (
-                OpSig::AttnDecode { heads, pages_max, kv, .. },
-                [q, range, pages, k_pool, v_pool, acc, stat],
-            ) => {
+            (OpSig::AttnDecode { heads, pages_max, kv, .. }, [q, range, pages, pools @ .., acc, stat]) => {
                 let heads = Heads::new(heads, kv, pages_max, u32::MAX);
-                self.decode(sig, &heads, [q, range, pages], [k_pool, v_pool], [acc, stat])
+                self.decode(sig, &heads, [q, range, pages], both(sig, pools)?, [acc, stat])
             }
             _ => Ok(()),
         }
@@ -152,8 +170,7 @@ impl Planner {
     ) -> Result<()> {
         let OpSig::AttnPrefill { tokens, sequences, .. } = *sig else { return Ok(()) };
         let (parts, _) = self.parts(sig, pools, heads.page)?;
-        let tile = power_below(TILE_ELEMENTS / heads.head_dim.max(1));
-        let (rows, keys) = (tile.clamp(2, PREFILL_ROWS_MAX), tile.clamp(2, PREFILL_ROWS_MAX));
+        let (rows, keys) = heads.tile().unwrap_or((DECODE_ROWS_MAX, DECODE_KEYS));
         // sinks join where parts are merged
         let whole = parts.len() == 1 && sinks.is_none();
         // each of several parts leaves f32 results for all queries
@@ -161,7 +178,8 @@ impl Planner {
             if whole { heads.row() * q.dtype.size_bytes() } else { heads.row() * 4 * parts.len() as u64 };
         for (first, count) in self.runs(sig, tokens.into(), row_bytes)? {
             self.scratch_used = 0;
-            let [q, out] = [q, out].map(|operand| operand.part(first * heads.row(), count * heads.row()));
+            let q = q.part(first * heads.row(), count * heads.row());
+            let out = out.part(first * heads.value_row(), count * heads.value_row());
             let lines = count * u64::from(heads.heads);
             let blocks = (count * u64::from(heads.ratio())).div_ceil(rows.into()) + u64::from(sequences);
             let queries = Queries {
@@ -174,16 +192,16 @@ impl Planner {
             };
             let partials = parts.len() as u64 * lines;
             let partial = (!whole)
-                .then(|| [partials * u64::from(heads.head_dim), partials * 2].map(|n| self.scratch(n)));
+                .then(|| [partials * u64::from(heads.value_dim), partials * 2].map(|n| self.scratch(n)));
             // a normalising kernel never writes its second output, which must be bound anyway
             let target = partial.as_ref().map_or([&out, &out], |[acc, stat]| [acc, stat]);
             for (number, part) in parts.iter().enumerate() {
-                let kernel = heads.kernel(true, rows, keys, q.dtype, &part.pools[0]);
+                let kernel = heads.kernel(true, (rows, keys), q.dtype, &part.pools[0]);
                 let kernel = kernel.flag("NORMALISED", whole).dtype("OUT", target[0].dtype);
                 self.attend(heads, &kernel, &queries, part, to_u32(number), target);
             }
             if let Some([acc, stat]) = &partial {
-                let shape = (to_u32(parts.len()), to_u32(lines), heads.head_dim);
+                let shape = (to_u32(parts.len()), to_u32(lines), heads.value_dim);
                 let how = sinks.map_or(Merged::Normalised, |sinks| Merged::Joined(sinks, heads.heads));
                 self.merge(sig, shape, [acc, stat], &out, how)?;
             }
@@ -214,7 +232,7 @@ impl Planner {
         for (first, count) in self.runs(sig, sequences.into(), row_bytes)? {
             self.scratch_used = 0;
             let of_row = |operand: &Operand, row: u64| operand.part(first * row, count * row);
-            let (q, acc) = (of_row(q, heads.row()), of_row(acc, heads.row()));
+            let (q, acc) = (of_row(q, heads.row()), of_row(acc, heads.value_row()));
             let (range, stat) = (of_row(range, 2), of_row(stat, 2 * u64::from(heads.heads)));
             let pages = of_row(pages, heads.pages_max.into());
             let lines = count * u64::from(heads.heads);
@@ -228,16 +246,16 @@ impl Planner {
             };
             let whole = partials == 1;
             let partial = (!whole).then(|| {
-                [partials * lines * u64::from(heads.head_dim), partials * lines * 2].map(|n| self.scratch(n))
+                [partials * lines * u64::from(heads.value_dim), partials * lines * 2].map(|n| self.scratch(n))
             });
             let target = partial.as_ref().map_or([&acc, &stat], |[acc, stat]| [acc, stat]);
             for (number, part) in parts.iter().enumerate() {
-                let kernel = heads.kernel(false, rows, DECODE_KEYS, q.dtype, &part.pools[0]);
+                let kernel = heads.kernel(false, (rows, DECODE_KEYS), q.dtype, &part.pools[0]);
                 let kernel = kernel.flag("NORMALISED", false).dtype("OUT", DType::F32);
                 self.attend(heads, &kernel, &queries, part, to_u32(number), target);
             }
             if let Some([acc_parts, stat_parts]) = &partial {
-                let shape = (to_u32(partials), to_u32(lines), heads.head_dim);
+                let shape = (to_u32(partials), to_u32(lines), heads.value_dim);
                 self.merge(sig, shape, [acc_parts, stat_parts], &acc, Merged::Part(&stat))?;
             }
         }

@@ -5,7 +5,7 @@ use crate::kernels::{File, Kernel};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{DType, OpSig, Result};
 
-/// Rows up to which reading the weights once per four rows is faster than a mostly empty tile.
+/// Rows up to which a group has all of them, and so reads its columns of the weights once.
 const FEW_ROWS_MAX: u64 = 16;
 /// Columns per workgroup in `few_rows`, and its threads.
 const COLS: u32 = 4;
@@ -68,10 +68,11 @@ fn kernel(x: &Operand, weight: &Operand, out: &Operand, rows: u64, cols: u64, k:
     let aligned = |operand: &Operand| operand.window.offset.is_multiple_of(16);
     let wide = k.is_multiple_of(8) && aligned(x) && aligned(weight);
     let (kernel, groups) = if rows <= FEW_ROWS_MAX {
-        let per_group = if rows == 1 { 1 } else { 4 };
+        // as few kernels as leave no more than half of the rows, or four, empty
+        let per_group = if rows == 1 { 1 } else { to_u32(rows).next_power_of_two().max(4) };
         let kernel = Kernel::new(File::Gemm, "few_rows", FEW_GROUP);
         let kernel = kernel.summing(per_group * COLS).number("ROWS", per_group);
-        (kernel, cols.div_ceil(COLS.into()) * rows.div_ceil(per_group.into()))
+        (kernel, cols.div_ceil(COLS.into()))
     } else {
         let kernel = Kernel::new(File::Gemm, "many_rows", TILE_GROUP);
         (kernel, cols.div_ceil(TILE) * rows.div_ceil(TILE))

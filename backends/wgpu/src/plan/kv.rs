@@ -12,6 +12,15 @@ pub(super) struct Part {
     pub(super) end: u32,
 }
 
+/// Returns the pools of keys and of values; keys that contain their values are both.
+pub(super) fn both<'a>(sig: &OpSig, pools: &'a [Operand]) -> Result<[&'a Operand; 2]> {
+    match pools {
+        [keys, .., values] => Ok([keys, values]),
+        [keys] => Ok([keys, keys]),
+        [] => Err(Error::invalid(format!("wgpu: {}: there are no pools", sig.name()))),
+    }
+}
+
 impl Planner {
     /// Splits keys and values with pages of `page` elements into parts that fit, and counts their pages.
     pub(super) fn parts(&self, sig: &OpSig, pools: [&Operand; 2], page: u64) -> Result<(Vec<Part>, u32)> {
@@ -31,34 +40,24 @@ impl Planner {
     }
 
     pub(super) fn kv(&mut self, sig: &OpSig, operands: &[Operand]) -> Result<()> {
-        let (OpSig::KvWrite {
-            tokens,
-            x: other,
-            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, .. },
-        }
-        | OpSig::KvGather {
-            tokens,
-            wire: other,
-            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, .. },
-        }
-        | OpSig::KvScatter {
-            tokens,
-            wire: other,
-            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, .. },
-        }) = *sig
+        let (OpSig::KvWrite { tokens, x: other, kv: shape }
+        | OpSig::KvGather { tokens, wire: other, kv: shape }
+        | OpSig::KvScatter { tokens, wire: other, kv: shape }) = *sig
         else {
             return Ok(());
         };
-        let shape = KvShape { kv_heads, head_dim, page_tokens, dtype: kv, latent: None };
+        let KvShape { kv_heads, head_dim, page_tokens, dtype: kv, .. } = shape;
         let width = u64::from(kv_heads) * shape.head_elements(other);
         // elements per token outside the pages, and the offset from its keys to its values
-        let (row, v_at) = if let OpSig::KvWrite { .. } = sig { (width, 0) } else { (2 * width, width) };
+        let (row, v_at) = match sig {
+            OpSig::KvWrite { .. } => (width, 0),
+            _ => (u64::from(shape.pools()) * width, width),
+        };
         let (rows, slots, pools) = match (sig, operands) {
             (OpSig::KvWrite { .. }, [k, v, slots, k_pool, v_pool]) => ([k, v], slots, [k_pool, v_pool]),
-            (OpSig::KvScatter { .. }, [wire, slots, k_pool, v_pool]) => {
-                ([wire, wire], slots, [k_pool, v_pool])
-            }
-            (OpSig::KvGather { .. }, [slots, k_pool, v_pool, out]) => ([out, out], slots, [k_pool, v_pool]),
+            (OpSig::KvWrite { .. }, [k, slots, pools @ ..]) => ([k, k], slots, both(sig, pools)?),
+            (OpSig::KvScatter { .. }, [wire, slots, pools @ ..]) => ([wire, wire], slots, both(sig, pools)?),
+            (OpSig::KvGather { .. }, [slots, pools @ .., out]) => ([out, out], slots, both(sig, pools)?),
             _ => return Ok(()),
         };
         let gather = matches!(sig, OpSig::KvGather { .. });
@@ -66,7 +65,8 @@ impl Planner {
         let scaled = kv.is_scaled() || other.is_scaled();
         let kernel = match scaled {
             true => Kernel::new(File::KvScaled, "kv_scaled", GROUP).flag("GATHER", gather),
-            false => Kernel::new(File::Kv, if gather { "kv_gather" } else { "kv_write" }, GROUP),
+            false => Kernel::new(File::Kv, if gather { "kv_gather" } else { "kv_write" }, GROUP)
+                .number("POOLS", shape.pools()),
         };
         let kernel = kernel.dtype("D0", inputs).dtype("D1", inputs).dtype("OUT", output);
         let (parts, pages) = self.parts(sig, pools, u64::from(page_tokens) * shape.row())?;

@@ -89,3 +89,19 @@ fn what_cannot_be_cut_is_unsupported() {
     let merge = |parts| OpSig::AttnMerge { parts, rows: 4, head_dim: 16, sinks: 0, out: DType::F32 };
     assert!(Planner::supports(demands, &merge(10)) && !Planner::supports(demands, &merge(20)));
 }
+
+#[test]
+fn weights_are_read_once_for_up_to_sixteen_rows() {
+    let demands = Demands { binding_bytes_max: 1 << 27, binding_align: 32 };
+    let (n, k, x) = (64, 32, DType::F32);
+    for (m, groups) in [(1, n / 4), (2, n / 4), (5, n / 4), (16, n / 4), (17, 1)] {
+        let sig = OpSig::Gemm { m, n, k, x, weight: x, out: x, bias: false, accumulate: false };
+        let mut planner = Planner::new(demands);
+        planner.add(&Cmd::new(sig, &slices(&sig, false)).unwrap()).unwrap();
+        let grids = planner.works.iter().map(|work| match work {
+            Work::Dispatch { grid, .. } => *grid,
+            Work::Copy { .. } => (0, 0),
+        });
+        assert_eq!(grids.collect::<Vec<_>>(), [(groups, 1)], "{m} rows");
+    }
+}
