@@ -157,7 +157,8 @@ impl Checkpoint {
         let find = |name: &str| {
             let (shard, entry) = found.get(name)?;
             let source = SourceTensor { shard: *shard, range: entry.range.clone() };
-            Some(FoundTensor { source, dtype: entry.dtype.clone(), shape: entry.shape.clone() })
+            let bytes = shards[*shard].memory.as_bytes().get(entry.range.clone()).unwrap_or_default();
+            Some(FoundTensor { source, dtype: entry.dtype.clone(), shape: entry.shape.clone(), bytes })
         };
         let (mut tensors, mut made) = (HashMap::new(), BTreeMap::new());
         for (name, shape) in names::shapes(&config) {
