@@ -166,6 +166,8 @@ impl KnownModel {
             o_bias: false,
             mlp_bias: false,
             qk_norm: self.qk_norm,
+            // a part of a head costs what all of it does, within the precision of any profile
+            rotary: None,
             sinks: false,
             format,
             experts: self.experts,

@@ -150,7 +150,7 @@ fn open(directory: &Path) -> Result<Loading> {
         }
     };
     let tokenizer = Tokenizer::open(directory)
-        .context("mixfleet needs the checkpoint's fast tokenizer, the file tokenizer.json")?;
+        .context("mixfleet needs the checkpoint's tokenizer, the file tokenizer.json or tiktoken.model")?;
     let template = ChatTemplate::open(directory)?;
     let absolute = directory.canonicalize().unwrap_or_else(|_| directory.to_path_buf());
     let named = if directory.is_file() { absolute.file_stem() } else { absolute.file_name() };

@@ -37,7 +37,7 @@ pub(super) fn check_products(
             needed.push(gemm(&layer.q, (q_cols, c.hidden), x));
             needed.extend([k, v].map(|weight| gemm(weight, (kv_cols, c.hidden), x)));
             needed.push(gemm(&layer.o, (c.hidden, q_cols), DType::F32));
-            needed.push(OpSig::Rope { tokens: 1, heads, head_dim, part: None, x });
+            needed.push(OpSig::Rope { tokens: 1, heads, head_dim, part: c.rotary(), x });
         }
         (KvWeights::Latent(weights), Some(latent)) => {
             needed.extend(latent.operations((&layer.q, weights), (c.hidden, heads), x));

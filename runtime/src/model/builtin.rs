@@ -1,12 +1,13 @@
 //! The built-in model, used when there is no checkpoint at hand: a small Llama with random weights and one
 //! token per byte. It demonstrates that everything runs; its text means nothing.
 
+use super::byte_level::byte_symbol;
 use super::chat::ChatTemplate;
 use super::error::{Error, Result};
 use super::load::Checkpoint;
 use super::names;
 use super::random::RandomCheckpoint;
-use super::tokenizer::{Tokenizer, byte_symbol};
+use super::tokenizer::Tokenizer;
 use mixfleet_hal::DType;
 use serde_json::{Map, Value, json};
 

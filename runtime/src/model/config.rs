@@ -3,7 +3,7 @@
 use super::experts::Mixture;
 use super::latent::LatentHeads;
 use mixfleet_hal::cast::to_u32;
-use mixfleet_hal::{DType, KvShape, LatentKv, WeightFormat};
+use mixfleet_hal::{DType, KvShape, LatentKv, RotaryPart, WeightFormat};
 use mixfleet_scheduler::cost::{AttnSplit, MemberShare, ModelShape, Partition};
 use std::sync::Arc;
 
@@ -34,13 +34,13 @@ pub struct ModelConfig {
     pub context_max: u32,
     /// Epsilon of every RMS norm.
     pub norm_eps: f32,
-    /// Whether q, k, v have biases (Qwen2).
+    /// Whether q, k, v have biases (Qwen2, GLM-4-MoE).
     pub qkv_bias: bool,
     /// Whether the attention output has a bias (Llama with `attention_bias`).
     pub o_bias: bool,
     /// Whether gate, up, down have biases (Llama with `mlp_bias`).
     pub mlp_bias: bool,
-    /// Whether q and k are normalised per head before rope (Qwen3).
+    /// Whether q and k are normalised per head before rope (Qwen3, the larger GLM-4-MoE).
     pub qk_norm: bool,
     /// The sink of each head of each layer, if heads have some (gpt-oss): `[layers, heads]`, and none of them
     /// before tensors were read.
@@ -51,7 +51,7 @@ pub struct ModelConfig {
     pub tied_embeddings: bool,
     /// Sliding window of each layer; `layers` entries.
     pub windows: Vec<Option<u32>>,
-    /// Rotary position embedding.
+    /// Rotary position embedding of all of a head, or of its first part.
     pub rope: Rope,
     /// The dtype that most weights are stored in that are not quantised.
     pub dtype: DType,
@@ -74,6 +74,13 @@ impl ModelConfig {
     /// Length of a row of cosines and sines.
     pub fn rotated(&self) -> u32 {
         to_u32(2 * self.rope.inv_freq.len())
+    }
+
+    /// The part of each head that is rotated, unless it is all of it.
+    pub fn rotary(&self) -> Option<RotaryPart> {
+        let length = self.rotated();
+        let is_part = self.latent.is_none() && length < self.head_dim;
+        is_part.then_some(RotaryPart { first: 0, length, interleaved: false })
     }
 
     /// KV bytes of one token over all layers.
@@ -159,6 +166,7 @@ impl ModelConfig {
             o_bias: self.o_bias,
             mlp_bias: self.mlp_bias,
             qk_norm: self.qk_norm,
+            rotary: self.rotary(),
             sinks: self.sinks.is_some(),
             format: self.format,
             experts: self.experts.as_ref().map(Mixture::cost),

@@ -39,7 +39,7 @@ pub enum ExpertNames {
     Projections,
     /// `block_sparse_moe.experts.0.w1` and so on, and a router `block_sparse_moe.gate` (Mixtral).
     Numbered,
-    /// As `Projections`, and shared experts `mlp.shared_experts` (DeepSeek).
+    /// As `Projections`, and shared experts `mlp.shared_experts` (DeepSeek, GLM-4-MoE).
     DeepSeek,
     /// `mlp.experts.gate_up_proj` and `mlp.experts.down_proj` of all experts, and a router `mlp.router`
     /// (gpt-oss).
@@ -120,7 +120,7 @@ impl Mixture {
         layers: u32,
         intermediate: u32,
     ) -> Result<Option<Self>> {
-        if family.starts_with("deepseek") || family == "kimi_k2" {
+        if family.starts_with("deepseek") || family == "kimi_k2" || family == "glm4_moe" {
             return deepseek(fields, family, layers).map(Some);
         }
         let names = match family {
@@ -208,14 +208,18 @@ impl Mixture {
     }
 }
 
-/// The experts of DeepSeek-V2 and V3 and of what has their form: the first layers have none, all experts that
-/// every token goes through are one, and groups limit the choice.
+/// The experts of DeepSeek-V2 and V3, of Kimi K2 and of GLM-4-MoE: the first layers have none, all experts
+/// that every token goes through are one, and groups limit the choice.
 fn deepseek(fields: &Fields, family: &str, layers: u32) -> Result<Mixture> {
-    let v2 = family == "deepseek_v2";
-    let count = fields.count_required("n_routed_experts", EXPERTS_MAX)?;
-    let active = fields.count_required("num_experts_per_tok", EXPERTS_MAX)?;
-    let intermediate = fields.count_required("moe_intermediate_size", INNER_MAX)?;
-    let shared = fields.count("n_shared_experts", EXPERTS_MAX)?.unwrap_or(0);
+    let (v2, glm) = (family == "deepseek_v2", family == "glm4_moe");
+    let count = |field: &str, max: u32, of_glm: u32| match glm {
+        true => Ok(fields.count(field, max)?.unwrap_or(of_glm)),
+        false => fields.count_required(field, max),
+    };
+    let active = count("num_experts_per_tok", EXPERTS_MAX, 8)?;
+    let intermediate = count("moe_intermediate_size", INNER_MAX, 1408)?;
+    let count = count("n_routed_experts", EXPERTS_MAX, 128)?;
+    let shared = fields.count("n_shared_experts", EXPERTS_MAX)?.unwrap_or(u32::from(glm));
     let shared = intermediate.checked_mul(shared).filter(|inner| *inner <= INNER_MAX);
     let shared = shared.ok_or_else(|| fields.error("n_shared_experts", "the shared experts are too long"))?;
     let scoring = match fields.text("scoring_func")?.unwrap_or(if v2 { "softmax" } else { "sigmoid" }) {
@@ -265,7 +269,7 @@ fn deepseek(fields: &Fields, family: &str, layers: u32) -> Result<Mixture> {
     let sig = OpSig::Route { tokens: 1, bias: false, routing };
     sig.check().map_err(|problem| fields.error("n_group", problem))?;
     let first = match fields.get("first_k_dense_replace").map(Value::as_u64) {
-        None => 0,
+        None => u64::from(glm),
         Some(Some(first)) => first,
         Some(None) => return Err(fields.error("first_k_dense_replace", "expected a whole number")),
     };

@@ -530,7 +530,7 @@ impl Forward {
             list.push(self.norm(tokens * c.kv_heads, c.head_dim, (&k_raw, x), k_norm, &k)?);
         }
         for (slice, heads) in [(&q, c.heads), (&k, c.kv_heads)] {
-            let sig = OpSig::Rope { tokens, heads, head_dim: c.head_dim, part: None, x };
+            let sig = OpSig::Rope { tokens, heads, head_dim: c.head_dim, part: c.rotary(), x };
             list.push(Cmd::new(sig, &[slice.clone(), self.cos_sin(tokens)])?);
         }
         Ok(list)

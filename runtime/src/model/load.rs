@@ -19,7 +19,8 @@ use std::sync::Arc;
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 /// Files of a checkpoint that other modules read.
-const OTHER_FILES: [&str; 3] = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"];
+const OTHER_FILES: [&str; 4] =
+    ["tokenizer.json", "tiktoken.model", "tokenizer_config.json", "chat_template.jinja"];
 
 /// A loaded checkpoint. Its files are mapped once; [`place`](Self::place) gives them to any number of
 /// devices, which use the mapping itself where they can.
@@ -156,7 +157,8 @@ impl Checkpoint {
         let find = |name: &str| {
             let (shard, entry) = found.get(name)?;
             let source = SourceTensor { shard: *shard, range: entry.range.clone() };
-            Some(FoundTensor { source, dtype: entry.dtype.clone(), shape: entry.shape.clone() })
+            let bytes = shards[*shard].memory.as_bytes().get(entry.range.clone()).unwrap_or_default();
+            Some(FoundTensor { source, dtype: entry.dtype.clone(), shape: entry.shape.clone(), bytes })
         };
         let (mut tensors, mut made) = (HashMap::new(), BTreeMap::new());
         for (name, shape) in names::shapes(&config) {

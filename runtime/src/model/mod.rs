@@ -4,6 +4,7 @@ pub mod apart;
 mod arena;
 pub(crate) mod attention;
 pub mod builtin;
+mod byte_level;
 pub mod chat;
 pub mod config;
 pub mod digest;
@@ -39,6 +40,7 @@ mod rope_table;
 mod schemes;
 mod specials;
 mod strftime;
+mod tiktoken;
 pub mod tokenizer;
 pub mod weights;
 

@@ -305,12 +305,14 @@ impl Oracle {
         }
     }
 
-    /// Rotary embedding of `x [tokens, heads, head_dim]`, with token t at position t.
+    /// Rotary embedding of `x [tokens, heads, head_dim]`, or of the first part of each head, with token t at
+    /// position t.
     fn rotate(&self, x: &mut [f64], heads: usize) {
-        let half = self.config.head_dim as usize / 2;
-        for (position, token) in x.chunks_mut(heads * 2 * half).enumerate() {
-            let table = self.config.rope.table(&[to_u32(position)]); // [head_dim]
-            for head in token.chunks_mut(2 * half) {
+        let head_dim = self.config.head_dim as usize;
+        for (position, token) in x.chunks_mut(heads * head_dim).enumerate() {
+            let table = self.config.rope.table(&[to_u32(position)]); // [2 * half]
+            let half = table.len() / 2;
+            for head in token.chunks_mut(head_dim) {
                 for i in 0..half {
                     let (cos, sin) = (f64::from(table[i]), f64::from(table[half + i]));
                     let (a, b) = (head[i], head[half + i]);

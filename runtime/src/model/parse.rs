@@ -10,7 +10,7 @@ use super::fields::{Fields, read_object, read_object_if_present};
 use super::gguf::{self, GgufFile, is_gguf};
 use super::latent::LatentHeads;
 use super::quantisation::Quantisation;
-use super::rope;
+use super::rope::{self, RopeDefaults};
 use super::schemes::Scheme;
 use mixfleet_hal::DType;
 use mixfleet_hal::cast::to_f32;
@@ -28,7 +28,7 @@ const VOCAB_MAX: u32 = 1 << 24;
 const CONTEXT_MAX: u32 = 1 << 30;
 
 /// A supported `model_type` and the defaults of its configuration class.
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 struct Family {
     model_type: &'static str,
     architecture: &'static str,
@@ -37,87 +37,63 @@ struct Family {
     kv_heads: Option<u32>,
     /// `None` means hidden / heads.
     head_dim: Option<u32>,
+    norm_eps: f64,
+    rope: RopeDefaults,
 }
 
-const FAMILIES: [Family; 11] = [
+const LLAMA: Family = Family {
+    model_type: "llama",
+    architecture: "LlamaForCausalLM",
+    context_max: 2048,
+    kv_heads: None,
+    head_dim: None,
+    norm_eps: 1e-6,
+    rope: RopeDefaults { theta: 1e4, partial: None },
+};
+
+const FAMILIES: [Family; 12] = [
+    LLAMA,
+    Family { context_max: 131_072, kv_heads: Some(8), ..of("mistral", "MistralForCausalLM") },
+    Family { context_max: 32_768, kv_heads: Some(32), ..of("qwen2", "Qwen2ForCausalLM") },
     Family {
-        model_type: "llama",
-        architecture: "LlamaForCausalLM",
-        context_max: 2048,
-        kv_heads: None,
-        head_dim: None,
-    },
-    Family {
-        model_type: "mistral",
-        architecture: "MistralForCausalLM",
-        context_max: 131_072,
-        kv_heads: Some(8),
-        head_dim: None,
-    },
-    Family {
-        model_type: "qwen2",
-        architecture: "Qwen2ForCausalLM",
-        context_max: 32_768,
-        kv_heads: Some(32),
-        head_dim: None,
-    },
-    Family {
-        model_type: "qwen3",
-        architecture: "Qwen3ForCausalLM",
         context_max: 32_768,
         kv_heads: Some(32),
         head_dim: Some(128),
+        ..of("qwen3", "Qwen3ForCausalLM")
     },
+    Family { context_max: 32_768, kv_heads: Some(16), ..of("qwen2_moe", "Qwen2MoeForCausalLM") },
+    Family { context_max: 32_768, kv_heads: Some(4), ..of("qwen3_moe", "Qwen3MoeForCausalLM") },
     Family {
-        model_type: "qwen2_moe",
-        architecture: "Qwen2MoeForCausalLM",
-        context_max: 32_768,
-        kv_heads: Some(16),
-        head_dim: None,
-    },
-    Family {
-        model_type: "qwen3_moe",
-        architecture: "Qwen3MoeForCausalLM",
-        context_max: 32_768,
-        kv_heads: Some(4),
-        head_dim: None,
-    },
-    Family {
-        model_type: "mixtral",
-        architecture: "MixtralForCausalLM",
         context_max: 131_072,
         kv_heads: Some(8),
-        head_dim: None,
+        norm_eps: 1e-5,
+        rope: RopeDefaults { theta: 1e6, partial: None },
+        ..of("mixtral", "MixtralForCausalLM")
     },
     Family {
-        model_type: "gpt_oss",
-        architecture: "GptOssForCausalLM",
         context_max: 131_072,
         kv_heads: Some(8),
         head_dim: Some(64),
+        norm_eps: 1e-5,
+        rope: RopeDefaults { theta: 1.5e5, partial: None },
+        ..of("gpt_oss", "GptOssForCausalLM")
     },
     Family {
-        model_type: "deepseek_v2",
-        architecture: "DeepseekV2ForCausalLM",
-        context_max: 2048,
-        kv_heads: None,
-        head_dim: None,
+        context_max: 131_072,
+        kv_heads: Some(8),
+        norm_eps: 1e-5,
+        rope: RopeDefaults { theta: 1e4, partial: Some(0.5) },
+        ..of("glm4_moe", "Glm4MoeForCausalLM")
     },
-    Family {
-        model_type: "deepseek_v3",
-        architecture: "DeepseekV3ForCausalLM",
-        context_max: 4096,
-        kv_heads: None,
-        head_dim: None,
-    },
-    Family {
-        model_type: "kimi_k2",
-        architecture: "DeepseekV3ForCausalLM",
-        context_max: 4096,
-        kv_heads: None,
-        head_dim: None,
-    },
+    of("deepseek_v2", "DeepseekV2ForCausalLM"),
+    Family { context_max: 4096, ..of("deepseek_v3", "DeepseekV3ForCausalLM") },
+    Family { context_max: 4096, ..of("kimi_k2", "DeepseekV3ForCausalLM") },
 ];
+
+/// A family whose other defaults are those of Llama.
+const fn of(model_type: &'static str, architecture: &'static str) -> Family {
+    Family { model_type, architecture, ..LLAMA }
+}
 
 impl ModelConfig {
     /// Reads `config.json` and, if present, `generation_config.json` of a checkpoint directory, or the header
@@ -162,12 +138,12 @@ impl ModelConfig {
         let (heads, kv_heads, head_dim, rotated) = match &latent {
             Some(LatentHeads { lengths, .. }) => {
                 let heads = fields.count_required("num_attention_heads", HEADS_MAX)?;
-                (heads, 1, lengths.stored(), lengths.rope)
+                (heads, 1, lengths.stored(), rope::rotated(&fields, lengths.rope, family.rope)?)
             }
             None => {
                 let (heads, kv_heads) = heads(&fields, family)?;
                 let head_dim = head_dim(&fields, family, hidden, heads)?;
-                (heads, kv_heads, head_dim, head_dim)
+                (heads, kv_heads, head_dim, rope::rotated(&fields, head_dim, family.rope)?)
             }
         };
         let context_max = fields.count("max_position_embeddings", CONTEXT_MAX)?;
@@ -176,6 +152,7 @@ impl ModelConfig {
         let biased = fields.flag("attention_bias", gpt_oss)?;
         let (llama, qwen3) = (is(&["llama"]), is(&["qwen3", "qwen3_moe"]));
         let qwen2 = is(&["qwen2"]) || (is(&["qwen2_moe"]) && fields.flag("qkv_bias", true)?);
+        let glm = is(&["glm4_moe"]);
         let intermediate = fields.count_required("intermediate_size", HIDDEN_MAX)?;
         Ok(ModelConfig {
             family: family.model_type.into(),
@@ -188,16 +165,16 @@ impl ModelConfig {
             latent,
             vocab: fields.count_required("vocab_size", VOCAB_MAX)?,
             context_max,
-            norm_eps: norm_eps(&fields)?,
-            qkv_bias: qwen2 || ((llama || qwen3 || gpt_oss) && biased),
+            norm_eps: norm_eps(&fields, family)?,
+            qkv_bias: qwen2 || ((llama || qwen3 || gpt_oss || glm) && biased),
             o_bias: (llama || qwen3 || gpt_oss) && biased,
             mlp_bias: llama && fields.flag("mlp_bias", false)?,
-            qk_norm: qwen3,
+            qk_norm: qwen3 || (glm && fields.flag("use_qk_norm", false)?),
             sinks: gpt_oss.then(|| Arc::new([]) as Arc<[f32]>),
             experts: Mixture::parse(&fields, family.model_type, layers, intermediate)?,
             tied_embeddings: fields.flag("tie_word_embeddings", false)?,
             windows: windows(&fields, family, layers)?,
-            rope: rope::parse(&fields, rotated, context_max)?,
+            rope: rope::parse(&fields, rotated, context_max, family.rope)?,
             dtype: dtype(&fields)?,
             format: Quantisation::parse(&fields)?.first().map(Scheme::format),
             eos_ids: fields.token_ids("eos_token_id")?.unwrap_or_default(),
@@ -243,8 +220,8 @@ fn reject_unsupported(fields: &Fields) -> Result<()> {
     Ok(())
 }
 
-fn norm_eps(fields: &Fields) -> Result<f32> {
-    let eps = fields.positive("rms_norm_eps")?.unwrap_or(1e-6);
+fn norm_eps(fields: &Fields, family: &Family) -> Result<f32> {
+    let eps = fields.positive("rms_norm_eps")?.unwrap_or(family.norm_eps);
     // It must remain above zero in f32, in which norms are computed.
     if to_f32(eps) > 0.0 && eps <= 1.0 {
         return Ok(to_f32(eps));
@@ -290,14 +267,17 @@ fn head_dim(fields: &Fields, family: &Family, hidden: u32, heads: u32) -> Result
 /// The sliding window of each layer.
 fn windows(fields: &Fields, family: &Family, layers: u32) -> Result<Vec<Option<u32>>> {
     let types = fields.texts("layer_types")?;
-    let window = fields.count("sliding_window", CONTEXT_MAX)?;
-    let window = if fields.has("sliding_window") { window } else { Some(4096) };
+    // read only where it counts: a field that nothing uses may have any value
+    let window = |absent| match fields.has("sliding_window") {
+        true => fields.count("sliding_window", CONTEXT_MAX),
+        false => Ok(absent),
+    };
     match family.model_type {
-        // Llama and DeepSeek have no window, whatever the fields say; Mistral has one in every layer.
-        "llama" | "deepseek_v2" | "deepseek_v3" | "kimi_k2" => Ok(vec![None; layers as usize]),
+        // These have no window, whatever the fields say; Mistral has one in every layer.
+        "llama" | "glm4_moe" | "deepseek_v2" | "deepseek_v3" | "kimi_k2" => Ok(vec![None; layers as usize]),
         // by default in every second layer from the first on
         "gpt_oss" => {
-            let window = if fields.has("sliding_window") { window } else { Some(128) };
+            let window = window(Some(128))?;
             match types {
                 Some(types) => layer_windows(fields, &types, window, layers),
                 None => Ok((0..layers).map(|layer| window.filter(|_| layer % 2 == 0)).collect()),
@@ -305,7 +285,7 @@ fn windows(fields: &Fields, family: &Family, layers: u32) -> Result<Vec<Option<u
         }
         // one in every layer if at all
         "mixtral" => {
-            let window = if fields.has("sliding_window") { window } else { None };
+            let window = window(None)?;
             Ok(vec![window; layers as usize])
         }
         "qwen2_moe" | "qwen3_moe" => {
@@ -319,6 +299,7 @@ fn windows(fields: &Fields, family: &Family, layers: u32) -> Result<Vec<Option<u
             }
         }
         "mistral" => {
+            let window = window(Some(4096))?;
             let uniform = if window.is_some() { "sliding_attention" } else { "full_attention" };
             if types.is_some_and(|types| types.iter().any(|kind| *kind != uniform)) {
                 let problem = format!("a mistral with this sliding_window has only '{uniform}' layers");
@@ -327,7 +308,7 @@ fn windows(fields: &Fields, family: &Family, layers: u32) -> Result<Vec<Option<u
             Ok(vec![window; layers as usize])
         }
         _ => {
-            let window = if fields.flag("use_sliding_window", false)? { window } else { None };
+            let window = if fields.flag("use_sliding_window", false)? { window(Some(4096))? } else { None };
             match types {
                 Some(types) => layer_windows(fields, &types, window, layers),
                 None => {

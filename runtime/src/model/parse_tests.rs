@@ -1,7 +1,7 @@
 use super::super::random::tiny_variants;
 use super::super::testing::scratch;
 use super::*;
-use mixfleet_hal::{ExpertRouting, Scoring};
+use mixfleet_hal::{ExpertRouting, RotaryPart, Scoring};
 use mixfleet_scheduler::cost::LatentAttention;
 use serde_json::json;
 
@@ -45,6 +45,13 @@ fn absent_fields_are_as_in_transformers() {
     let config = good(qwen3);
     assert_eq!((config.head_dim, config.qk_norm, config.qkv_bias), (128, true, false));
     assert!(good(qwen2(json!({}))).qkv_bias);
+    // the second frequency of a head of 24 is theta^(-2/24)
+    for (family, theta) in [("mixtral", 1e6f64), ("gpt_oss", 1.5e5)] {
+        let own = json!({"model_type": family, "num_key_value_heads": 2, "head_dim": 24});
+        let config = good(with(llama(), own));
+        let second = f64::from(config.rope.inv_freq[1]) / theta.powf(-1.0 / 12.0);
+        assert!(config.norm_eps == 1e-5 && (second - 1.0).abs() < 1e-6, "{family}: {second}");
+    }
 }
 
 #[test]
@@ -328,6 +335,59 @@ fn what_is_not_supported_of_deepseek_is_named() {
         ),
     ] {
         let error = parse(deepseek(more)).expect_err(expected).to_string();
+        assert!(error.contains(expected), "{error}\nlacks: {expected}");
+    }
+}
+
+fn glm(more: Value) -> Value {
+    with(with(llama(), json!({"model_type": "glm4_moe", "num_key_value_heads": 2, "head_dim": 24})), more)
+}
+
+/// Fields as the configurations of GLM-4.5 have them.
+#[test]
+fn glm_has_experts_of_deepseek_and_rotates_a_part_of_a_head() {
+    let published = json!({"attention_bias": true, "use_qk_norm": true, "partial_rotary_factor": 0.5,
+        "rope_theta": 1_000_000, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1,
+        "moe_intermediate_size": 40, "n_group": 1, "topk_group": 1, "norm_topk_prob": true,
+        "first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 1});
+    let config = good(glm(published));
+    assert!(config.qkv_bias && !config.o_bias && !config.mlp_bias && config.qk_norm);
+    assert_eq!((config.windows.clone(), config.rotated()), (vec![None; 4], 12));
+    assert_eq!(config.rotary(), Some(RotaryPart { first: 0, length: 12, interleaved: false }));
+    // transformers: 1 / theta^(2i / dim), of the 12 numbers that are rotated
+    for (i, frequency) in config.rope.inv_freq.iter().enumerate() {
+        let expected = 1e6f64.powf(-(2.0 * i as f64) / 12.0);
+        assert!((f64::from(*frequency) / expected - 1.0).abs() < 1e-6, "{i}: {frequency}");
+    }
+    let experts = config.experts.unwrap();
+    assert_eq!((experts.layers, experts.shared), (vec![false, false, false, true], 40));
+    assert!(experts.correction && experts.routing.normalise && experts.routing.scoring == Scoring::Sigmoid);
+    assert_eq!((experts.routing.groups, experts.routing.scale.0), (1, 2.5));
+
+    let absent = good(glm(json!({"rms_norm_eps": null})));
+    assert!(!absent.qkv_bias && !absent.qk_norm && (absent.norm_eps, absent.rotated()) == (1e-5, 12));
+    let experts = absent.experts.unwrap();
+    assert_eq!((experts.routing.experts, experts.routing.active, experts.intermediate), (128, 8, 1408));
+    assert_eq!((experts.layers, experts.shared), (vec![false, true, true, true], 1408));
+    let newer = json!({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}});
+    assert_eq!(good(glm(newer)).rotated(), 6);
+    let whole = good(glm(json!({"partial_rotary_factor": 1.0})));
+    assert_eq!((whole.rotated(), whole.rotary()), (24, None));
+
+    for (more, expected) in [
+        (json!({"partial_rotary_factor": 0.3}), "field 'partial_rotary_factor': 0.3 of a head of 24"),
+        (json!({"partial_rotary_factor": 1.5}), "field 'partial_rotary_factor': 1.5 of a head"),
+        (json!({"partial_rotary_factor": 0.01}), "field 'partial_rotary_factor': 0.01 of a head"),
+        (
+            json!({"rope_parameters": {"partial_rotary_factor": 0.3}}),
+            "field 'rope_parameters.partial_rotary_factor': 0.3",
+        ),
+        (json!({"use_qk_norm": 1}), "field 'use_qk_norm'"),
+        (json!({"n_group": 3}), "field 'n_group'"),
+        (json!({"num_experts_per_tok": 200}), "field 'n_group': route"),
+        (json!({"model_type": "glm4"}), "'glm4' is not supported"),
+    ] {
+        let error = parse(glm(more)).expect_err(expected).to_string();
         assert!(error.contains(expected), "{error}\nlacks: {expected}");
     }
 }

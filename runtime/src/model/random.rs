@@ -332,6 +332,14 @@ pub fn tiny_variants() -> Vec<(&'static str, RandomCheckpoint)> {
             DType::F32,
         ),
         (
+            "glm4-experts",
+            common("glm4_moe", "Glm4MoeForCausalLM"),
+            json!({"head_dim": 16, "attention_bias": true, "use_qk_norm": true, "n_routed_experts": 6,
+            "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 40,
+            "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "partial_rotary_factor": 0.5}),
+            DType::Bf16,
+        ),
+        (
             "mixtral",
             common("mixtral", "MixtralForCausalLM"),
             json!({"num_local_experts": 4, "num_experts_per_tok": 3}),

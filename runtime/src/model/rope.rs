@@ -12,29 +12,60 @@ use serde_json::{Map, Value};
 const SUPPORTED: &str = "supported: default, linear, llama3, yarn";
 const CONTEXT_MAX: u32 = 1 << 30;
 
-/// Reads the rope of a configuration: flat `rope_parameters` (transformers 5), the same nested by layer type
-/// if all types agree, or `rope_scaling` and `rope_theta` (transformers 4).
-pub(super) fn parse(config: &Fields, head_dim: u32, context_max: u32) -> Result<Rope> {
-    let field = if config.get("rope_scaling").is_some() { "rope_scaling" } else { "rope_parameters" };
-    let empty = Map::new();
-    let object = config.object(field)?.unwrap_or(&empty);
-    let object = flatten(config, field, object)?;
-    let prefix = format!("{field}.");
-    let rope = Fields { file: config.file, object, prefix: &prefix };
+/// How a family's rope is where its configuration does not say.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct RopeDefaults {
+    pub(super) theta: f64,
+    /// The share of a head that is rotated; none in families that always rotate all of it.
+    pub(super) partial: Option<f64>,
+}
 
-    for place in [config, &rope] {
-        if place.positive("partial_rotary_factor")?.is_some_and(|factor| factor != 1.0) {
-            return Err(place.error("partial_rotary_factor", "unsupported; supported: 1"));
+/// How many numbers of each head are rotated, from its first on.
+///
+/// # Errors
+/// The error names the field.
+pub(super) fn rotated(config: &Fields, head_dim: u32, usual: RopeDefaults) -> Result<u32> {
+    const FIELD: &str = "partial_rotary_factor";
+    let (field, object) = parameters(config)?;
+    let prefix = format!("{field}.");
+    let rope = Fields { file: config.file, object: &object, prefix: &prefix };
+    let (outer, inner) = (config.positive(FIELD)?, rope.positive(FIELD)?);
+    let place = if inner.is_some() { &rope } else { config };
+    let Some(usual) = usual.partial else {
+        return match [outer, inner].into_iter().flatten().all(|factor| factor == 1.0) {
+            true => Ok(head_dim),
+            false => Err(place.error(FIELD, "unsupported in this family; supported: 1")),
+        };
+    };
+    let factor = inner.or(outer).unwrap_or(usual);
+    let length = (f64::from(head_dim) * factor).floor();
+    match (0..=head_dim / 2).map(|pairs| 2 * pairs).find(|even| f64::from(*even) == length) {
+        Some(length) if length > 0 => Ok(length),
+        _ => {
+            let problem = format!("{factor} of a head of {head_dim}, expected an even part of it");
+            Err(place.error(FIELD, problem))
         }
     }
+}
+
+/// Reads the rope of a configuration for a part of a head: flat `rope_parameters` (transformers 5), the same
+/// nested by layer type if all types agree, or `rope_scaling` and `rope_theta` (transformers 4).
+///
+/// # Errors
+/// The error names the field.
+pub(super) fn parse(config: &Fields, rotated: u32, context_max: u32, usual: RopeDefaults) -> Result<Rope> {
+    let (field, object) = parameters(config)?;
+    let prefix = format!("{field}.");
+    let rope = Fields { file: config.file, object: &object, prefix: &prefix };
+
     // Both are checked: if one is invalid, it is unclear which of them was meant.
     let (outer, inner) = (config.positive("rope_theta")?, rope.positive("rope_theta")?);
-    let theta = inner.or(outer).unwrap_or(10_000.0);
+    let theta = inner.or(outer).unwrap_or(usual.theta);
     let kind = match rope.text("rope_type")? {
         Some(kind) => kind,
         None => rope.text("type")?.unwrap_or("default"),
     };
-    let powers = powers(theta, head_dim);
+    let powers = powers(theta, rotated);
     let base: Vec<f32> = powers.iter().map(|power| 1.0 / power).collect();
     let plain = |inv_freq| Ok(Rope { inv_freq, scale: 1.0 });
     let resolved = match kind {
@@ -62,11 +93,9 @@ pub(super) fn parse(config: &Fields, head_dim: u32, context_max: u32) -> Result<
 /// What scores are multiplied by beside `1/sqrt(length)`, where YaRN stretches all of it (`mscale_all_dim` of
 /// DeepSeek); 1 otherwise.
 pub(super) fn score_scale(config: &Fields) -> Result<f64> {
-    let field = if config.get("rope_scaling").is_some() { "rope_scaling" } else { "rope_parameters" };
-    let empty = Map::new();
-    let object = flatten(config, field, config.object(field)?.unwrap_or(&empty))?;
+    let (field, object) = parameters(config)?;
     let prefix = format!("{field}.");
-    let rope = Fields { file: config.file, object, prefix: &prefix };
+    let rope = Fields { file: config.file, object: &object, prefix: &prefix };
     let kind = match rope.text("rope_type")? {
         Some(kind) => kind,
         None => rope.text("type")?.unwrap_or("default"),
@@ -82,26 +111,25 @@ fn magnitude(factor: f64, mscale: f64) -> f64 {
     if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 }
 }
 
-/// Resolves parameters nested by layer type: one table serves all layers, so all types must agree.
-fn flatten<'a>(
-    config: &Fields,
-    field: &str,
-    object: &'a Map<String, Value>,
-) -> Result<&'a Map<String, Value>> {
+/// The parameters of a configuration's rope, and the field that has them. Of those nested by layer type, one
+/// table serves all layers, so all types must agree.
+fn parameters(config: &Fields) -> Result<(&'static str, Map<String, Value>)> {
+    let field = if config.get("rope_scaling").is_some() { "rope_scaling" } else { "rope_parameters" };
+    let Some(object) = config.object(field)? else { return Ok((field, Map::new())) };
     let nested: Vec<_> = ["full_attention", "sliding_attention"]
         .iter()
         .filter_map(|kind| object.get(*kind).and_then(Value::as_object))
         .collect();
     match nested.as_slice() {
-        [] => Ok(object),
-        [first, rest @ ..] if rest.iter().all(|other| other == first) => Ok(first),
+        [] => Ok((field, object.clone())),
+        [first, rest @ ..] if rest.iter().all(|other| other == first) => Ok((field, (*first).clone())),
         _ => Err(config.error(field, "differs between layer types; supported: one rope for all layers")),
     }
 }
 
-/// The frequencies `theta ^ (2i / head_dim)`.
-fn powers(theta: f64, head_dim: u32) -> Vec<f32> {
-    (0..head_dim / 2).map(|i| to_f32(theta).powf((2 * i) as f32 / head_dim as f32)).collect()
+/// The frequencies `theta ^ (2i / rotated)`.
+fn powers(theta: f64, rotated: u32) -> Vec<f32> {
+    (0..rotated / 2).map(|i| to_f32(theta).powf((2 * i) as f32 / rotated as f32)).collect()
 }
 
 /// The context that the model was trained on before its rope was stretched.
@@ -153,14 +181,14 @@ fn yarn(rope: &Fields, theta: f64, original: f64, context_max: u32, powers: &[f3
     let beta_fast = rope.positive("beta_fast")?.unwrap_or(32.0);
     let beta_slow = rope.positive("beta_slow")?.unwrap_or(1.0);
 
-    let head_dim = 2.0 * powers.len() as f64;
+    let rotated = 2.0 * powers.len() as f64;
     let turning =
-        |turns: f64| head_dim * (original / (turns * std::f64::consts::TAU)).ln() / (2.0 * theta.ln());
+        |turns: f64| rotated * (original / (turns * std::f64::consts::TAU)).ln() / (2.0 * theta.ln());
     let (mut low, mut high) = (turning(beta_fast), turning(beta_slow));
     if rope.flag("truncate", true)? {
         (low, high) = (low.floor(), high.ceil());
     }
-    (low, high) = (low.max(0.0), high.min(head_dim - 1.0));
+    (low, high) = (low.max(0.0), high.min(rotated - 1.0));
     if low == high {
         high += 0.001; // transformers does the same, to avoid 0/0
     }

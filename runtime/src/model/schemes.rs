@@ -40,17 +40,18 @@ pub(super) type Trouble = (String, String);
 
 /// A tensor in a file.
 #[derive(Clone, Debug)]
-pub(super) struct FoundTensor {
+pub(super) struct FoundTensor<'a> {
     pub(super) source: SourceTensor,
     /// The name of its element type in safetensors.
     pub(super) dtype: String,
     pub(super) shape: Vec<u64>,
+    pub(super) bytes: &'a [u8],
 }
 
 /// Finds the tensors of a module.
-struct Module<'a> {
+struct Module<'a, 'b> {
     name: &'a str,
-    find: &'a dyn Fn(&str) -> Option<FoundTensor>,
+    find: &'a dyn Fn(&str) -> Option<FoundTensor<'b>>,
 }
 
 /// A stored array of a known dtype.
@@ -59,13 +60,13 @@ struct Typed {
     dtype: DType,
 }
 
-impl Module<'_> {
-    fn find(&self, tensor: &str) -> Option<FoundTensor> {
+impl<'b> Module<'_, 'b> {
+    fn find(&self, tensor: &str) -> Option<FoundTensor<'b>> {
         (self.find)(&format!("{}.{tensor}", self.name))
     }
 
     /// A tensor of one of some dtypes and shapes.
-    fn take(&self, tensor: &str, dtypes: &[&str], shapes: &[&[u64]]) -> Result<FoundTensor, Trouble> {
+    fn take(&self, tensor: &str, dtypes: &[&str], shapes: &[&[u64]]) -> Result<FoundTensor<'b>, Trouble> {
         let name = format!("{}.{tensor}", self.name);
         let Some(found) = self.find(tensor) else {
             return Err((name, format!("missing, expected {} {:?}", dtypes.join(" or "), shapes[0])));
@@ -120,11 +121,11 @@ impl Scheme {
     ///
     /// # Errors
     /// The tensor that is missing or unlike what the format says, and why.
-    pub(super) fn matrix(
+    pub(super) fn matrix<'b>(
         &self,
         module: &str,
         (rows, columns): (u32, u32),
-        find: &dyn Fn(&str) -> Option<FoundTensor>,
+        find: &dyn Fn(&str) -> Option<FoundTensor<'b>>,
     ) -> Result<MadeMatrix, Trouble> {
         let module = Module { name: module, find };
         let (kind, parts) = match *self {
@@ -150,11 +151,11 @@ impl Scheme {
 ///
 /// # Errors
 /// The tensor that is missing or unlike what the format says, and why.
-pub(super) fn fused_experts(
+pub(super) fn fused_experts<'b>(
     scheme: Option<&Scheme>,
     name: &str,
     (experts, rows, columns): (u32, u32, u32),
-    find: &dyn Fn(&str) -> Option<FoundTensor>,
+    find: &dyn Fn(&str) -> Option<FoundTensor<'b>>,
 ) -> Result<MadeMatrix, Trouble> {
     let (at, matrix) = name.rsplit_once('.').unwrap_or(("", name));
     let module = Module { name: at, find };
@@ -225,7 +226,7 @@ fn float8(
 ) -> Result<Made, Trouble> {
     let codes = module.take("weight", &["F8_E4M3"], &[&[u64::from(rows), u64::from(columns)]])?;
     // scales of a row each may be a single one
-    let is_one = |found: FoundTensor| found.shape.iter().product::<u64>() == 1;
+    let is_one = |found: FoundTensor<'_>| found.shape.iter().product::<u64>() == 1;
     let single = granularity == Granularity::Channel && module.find(scale).is_some_and(is_one);
     let granularity = if single { Granularity::Tensor } else { granularity };
     let group = granularity.group(rows, columns);
@@ -321,7 +322,15 @@ fn transposed(
     let zeros = module.take("qzeros", &["I32"], &[&[groups, outputs.div_ceil(8)]])?;
     let scales = module.floats("scales", &[&[groups, outputs]])?;
     if !is_awq && module.find("g_idx").is_some() {
-        module.take("g_idx", &["I32"], &[&[inputs]])?;
+        let groups = module.take("g_idx", &["I32"], &[&[inputs]])?;
+        let is_next = |(input, group_of): (u32, &[u8])| group_of == (input / group).to_le_bytes();
+        if !(0..).zip(groups.bytes.chunks(4)).all(is_next) {
+            let problem = format!(
+                "inputs are not in the order of their groups of {group} (desc_act: true), expected the first \
+                 {group} in group 0, and so on (desc_act: false)"
+            );
+            return Err((format!("{}.g_idx", module.name), problem));
+        }
     }
     if is_awq && (!outputs.is_multiple_of(8) || !inputs.is_multiple_of(8)) {
         let problem = format!("{outputs} x {inputs} weights of AWQ, expected multiples of 8");

@@ -91,6 +91,30 @@ fn what_is_missing_or_of_another_shape_is_named() {
     }
 }
 
+/// GPTQ with `desc_act` assigns inputs to groups in another order, whatever the configuration says.
+#[test]
+fn inputs_in_another_order_than_their_groups_are_refused_by_the_tensor() {
+    for fixture in fixtures_named(&["llama-gptq"]) {
+        let directory = scratch("schemes-order");
+        std::fs::copy(fixture.join("config.json"), directory.join("config.json")).unwrap();
+        let good = std::fs::read(fixture.join("model.safetensors")).unwrap();
+        let header = 8 + u64::from_le_bytes(good[..8].try_into().unwrap()) as usize;
+        let entries: serde_json::Value = serde_json::from_slice(&good[8..header]).unwrap();
+        for module in ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"] {
+            let tensor = format!("{module}.g_idx");
+            let start = header + entries[&tensor]["data_offsets"][0].as_u64().unwrap() as usize;
+            let mut bytes = good.clone();
+            // the last input of the first group and the first one of the second, with 64 in a group
+            (0..4).for_each(|byte| bytes.swap(start + 4 * 63 + byte, start + 4 * 64 + byte));
+            std::fs::write(directory.join("model.safetensors"), bytes).unwrap();
+            let error = Checkpoint::open(&directory, &ReadFiles).unwrap_err().to_string();
+            assert!(error.contains(&format!("'{tensor}'")) && error.contains("desc_act"), "{error}");
+        }
+        std::fs::write(directory.join("model.safetensors"), &good).unwrap();
+        open(&directory);
+    }
+}
+
 /// Codes of experts stay where they are; scales and biases are the only ones that become something else.
 #[test]
 fn experts_in_mxfp4_take_little_beside_the_file_and_their_shares_are_disjoint() {
@@ -156,6 +180,7 @@ fn plain_experts_are_transposed() {
         source: SourceTensor { shard: 0, range },
         dtype: "F32".to_owned(),
         shape: vec![2, 4, 6],
+        bytes: shards[0].as_bytes(),
     };
     let find = |name: &str| (name == "m.experts.down_proj").then(|| stored.clone());
     let made = fused_experts(None, "m.experts.down_proj", (experts, experts * rows, columns), &find).unwrap();

@@ -1,9 +1,10 @@
-//! Converts text to token ids and back, by the checkpoint's `tokenizer.json`.
+//! Converts text to token ids and back, by the checkpoint's `tokenizer.json` or `tiktoken.model`.
 
+use super::byte_level::{byte_symbol, symbol_bytes};
 use super::error::{Error, Result};
 use super::gguf::{self, GgufFile, is_gguf};
 use super::specials::Specials;
-use mixfleet_hal::cast::to_u32;
+use super::tiktoken;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 use tokenizers::{Model, NormalizedString, OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer};
@@ -26,7 +27,8 @@ pub struct Tokenizer {
 }
 
 impl Tokenizer {
-    /// Reads `tokenizer.json` of a checkpoint directory, or what a GGUF file says of its tokens.
+    /// Reads `tokenizer.json` of a checkpoint directory, or else `tiktoken.model`, or what a GGUF file says of
+    /// its tokens.
     ///
     /// # Errors
     /// When the file is missing or not a tokenizer.
@@ -35,6 +37,9 @@ impl Tokenizer {
             return gguf::tokenizer(&GgufFile::open(directory)?);
         }
         let file = directory.join("tokenizer.json");
+        if !file.exists() && directory.join(tiktoken::FILE).exists() {
+            return Self::new(tiktoken::open(directory)?);
+        }
         let bytes = std::fs::read(&file).map_err(|e| Error::read(&file, e))?;
         let inner = parse(&bytes).map_err(|e| Error::file(&file, format!("not a tokenizer: {e}")))?;
         Self::new(inner)
@@ -338,25 +343,6 @@ fn parse(bytes: &[u8]) -> std::result::Result<tokenizers::Tokenizer, String> {
     match std::panic::catch_unwind(parse_and_try) {
         Ok(parsed) => parsed.map_err(|e: tokenizers::Error| e.to_string()),
         Err(_) => Err("the tokenizers library cannot read it".into()),
-    }
-}
-
-/// The printable character that stands for a byte in byte-level vocabularies: GPT-2 keeps printable Latin-1
-/// as it is and maps the other 68 bytes to U+0100 and up, in order.
-pub(super) fn byte_symbol(byte: u8) -> char {
-    let stays = |b: u8| matches!(b, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
-    if stays(byte) {
-        return char::from(byte);
-    }
-    let moved_before = to_u32((0..byte).filter(|b| !stays(*b)).count());
-    char::from_u32(0x100 + moved_before).unwrap_or(REPLACEMENT)
-}
-
-/// The byte of a [`byte_symbol`]; any other character stands for itself.
-fn symbol_bytes(symbol: char) -> Vec<u8> {
-    match (0..=255).find(|byte| byte_symbol(*byte) == symbol) {
-        Some(byte) => vec![byte],
-        None => symbol.to_string().into_bytes(),
     }
 }
 

@@ -115,6 +115,7 @@ fn inline(raw: &raw::Model, stored: StoredAs, kv: DType) -> Result<ModelShape, F
         o_bias: false,
         mlp_bias: false,
         qk_norm: false,
+        rotary: None,
         sinks: false,
         format: stored.format(),
         experts: None,

@@ -1,0 +1,124 @@
+#!/usr/bin/env python3
+"""Makes tiny random checkpoints of every family that is served, with transformers' greedy tokens of them.
+
+    python3 -m venv v && v/bin/pip install torch==2.15.0 transformers==5.23.0
+    v/bin/python hwtests/families.py target/families [NAME ...]
+    hwtests/golden.py --fixtures target/families --mixfleet target/debug/mixfleet cpu
+
+Each folder has what ../shared/fixtures has: a checkpoint in f32 and `golden.json`, with 48 greedy tokens for each
+prompt of ids and the least margin between the two best logits. The last line compares them with what a device
+generates. A family that mixfleet does not serve is skipped there.
+"""
+
+import json
+import pathlib
+import sys
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+VOCAB, TOKENS, SEED = 512, 48, 20261126
+PROMPT_LENGTHS = [1, 7, 33, 90]
+COMMON = dict(
+    vocab_size=VOCAB, hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=4096, bos_token_id=0, eos_token_id=1, initializer_range=0.15,
+)
+LATENT = dict(num_key_value_heads=4, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24)
+MIXTURE = dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, n_shared_experts=1, first_k_dense_replace=1)
+
+
+def yarn(**more):
+    return dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=64, rope_theta=10000.0, **more)
+
+
+FAMILIES = {
+    "llama": dict(model_type="llama", attention_bias=True, mlp_bias=True),
+    "mistral": dict(model_type="mistral", sliding_window=9),
+    "qwen2": dict(model_type="qwen2"),
+    "qwen3": dict(model_type="qwen3", head_dim=32),
+    "qwen2-moe": dict(model_type="qwen2_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48,
+                      shared_expert_intermediate_size=96, decoder_sparse_step=2, num_hidden_layers=4),
+    "qwen2-moe-normalised": dict(model_type="qwen2_moe", num_experts=8, num_experts_per_tok=3, moe_intermediate_size=48,
+                                 shared_expert_intermediate_size=96, norm_topk_prob=True, mlp_only_layers=[1]),
+    "qwen3-moe": dict(model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, head_dim=32),
+    "mixtral": dict(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2),
+    "mixtral-window": dict(model_type="mixtral", num_local_experts=8, num_experts_per_tok=3, sliding_window=9, head_dim=32),
+    "gpt-oss": dict(model_type="gpt_oss", num_local_experts=8, num_experts_per_tok=2, intermediate_size=48, head_dim=16,
+                    sliding_window=9, num_hidden_layers=4),
+    "glm4-moe": dict(model_type="glm4_moe", head_dim=32, attention_bias=True, use_qk_norm=True, routed_scaling_factor=2.5, **MIXTURE),
+    "glm4-moe-air": dict(model_type="glm4_moe", attention_bias=True, **MIXTURE),
+    "glm4-moe-groups": dict(model_type="glm4_moe", head_dim=32, partial_rotary_factor=0.25, n_group=4, topk_group=2,
+                            norm_topk_prob=False, tie_word_embeddings=True, **MIXTURE),
+    "glm4-moe-yarn": dict(model_type="glm4_moe", head_dim=32, rope_parameters=yarn(partial_rotary_factor=0.5), **MIXTURE),
+    "deepseek-v2-lite": dict(model_type="deepseek_v2", q_lora_rank=None, topk_method="greedy",
+                             rope_parameters=yarn(mscale=0.707, mscale_all_dim=0.707), **LATENT, **MIXTURE),
+    "deepseek-v2": dict(model_type="deepseek_v2", q_lora_rank=40, topk_method="group_limited_greedy", n_group=4, topk_group=2,
+                        routed_scaling_factor=16.0, **LATENT, **MIXTURE),
+    "deepseek-v3": dict(model_type="deepseek_v3", q_lora_rank=40, n_group=4, topk_group=2, routed_scaling_factor=2.5,
+                        rope_parameters=yarn(mscale=1.0, mscale_all_dim=1.0), **LATENT, **MIXTURE),
+    "glm4": dict(model_type="glm4", head_dim=32, pad_token_id=None),
+}
+
+
+def tokenizer():
+    """One token per byte, which nothing here is encoded with."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    t = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(["<|bos|>", "<|end|>", *alphabet])}, merges=[]))
+    t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    t.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=t, bos_token="<|bos|>", eos_token="<|end|>")
+
+
+@torch.no_grad()
+def make(name, folder):
+    torch.manual_seed(SEED)
+    config = AutoConfig.for_model(**{**COMMON, **FAMILIES[name]})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    for part, p in [*model.named_parameters(), *model.named_buffers()]:
+        # noise in what transformers fills with 0 or 1, and routers whose scores are well apart
+        if "norm" in part and part.endswith("weight"):
+            p.normal_(1, 0.2)
+        elif "sinks" in part:
+            p.normal_(0, 1)
+        elif "bias" in part:
+            p.normal_(0, 0.1)
+        elif part.endswith(("mlp.gate.weight", "mlp.router.weight")):
+            p.normal_(0, 0.3)
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+
+
+@torch.no_grad()
+def golden(folder):
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True)
+    assert not any(info.values()), info
+    model.eval()
+    random, cases = torch.Generator().manual_seed(SEED), []
+    for length in PROMPT_LENGTHS:
+        prompt = torch.randint(2, VOCAB, (length,), generator=random).tolist()
+        ids, margin = list(prompt), float("inf")
+        for _ in range(TOKENS):
+            logits = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
+            best = logits.topk(2).values
+            margin = min(margin, float(best[0] - best[1]))
+            ids.append(int(logits.argmax()))
+        cases.append(dict(prompt_ids=prompt, greedy_ids=ids[length:], min_margin=margin))
+    return dict(cases=cases)
+
+
+def main():
+    if len(sys.argv) < 2 or any(name not in FAMILIES for name in sys.argv[2:]):
+        sys.exit(f"{__doc__}\nnames: {', '.join(FAMILIES)}")
+    for name in sys.argv[2:] or FAMILIES:
+        folder = pathlib.Path(sys.argv[1]) / name
+        folder.mkdir(parents=True, exist_ok=True)
+        make(name, folder)
+        made = golden(folder)
+        (folder / "golden.json").write_text(json.dumps(made))
+        distinct = [len(set(case["greedy_ids"])) for case in made["cases"]]
+        print(f"{name}: least margin {min(case['min_margin'] for case in made['cases']):.1e}, distinct tokens {distinct}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
