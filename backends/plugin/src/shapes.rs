@@ -499,3 +499,6 @@ pub union MixfleetShape {
     /// Room for shapes of later versions.
     pub reserved: [u64; 16],
 }
+
+// what libraries were compiled with
+const _: () = assert!(size_of::<MixfleetShape>() == 128);
