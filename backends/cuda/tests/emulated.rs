@@ -68,8 +68,8 @@ fn decode_attention_conforms_on_all_ways() {
     }
 }
 
-/// Heads over latents, below, at and above whole blocks, on tensor cores: sequences of several parts, ranges that
-/// begin and end inside tiles, prompts and windows. The suite has those of other dtypes.
+/// Heads over latents, below, at and above whole blocks, on tensor cores: sequences of several parts, ranges
+/// that begin and end inside tiles, prompts and windows. The suite has those of other dtypes.
 #[test]
 fn latent_attention_conforms_on_tensor_cores() {
     let ranges = [(0, 1), (0, 0), (3, 18), (16, 17), (0, 333), (15, 130), (7, 71)];

@@ -104,27 +104,27 @@
 // joins the sum that the weights of a head are divided by.
 #define MIXFLEET_SINK_PREFILL 22
 
-// `shape.sink_merge`. As `MIXFLEET_ATTN_MERGE` with sinks `[sinks]` f32 before out, of which row r has number
-// r % sinks.
+// `shape.sink_merge`. As `MIXFLEET_ATTN_MERGE` with sinks `[sinks]` f32 before out, of which row r has
+// number r % sinks.
 #define MIXFLEET_SINK_MERGE 23
 
 // `shape.clamped_swiglu`. Operands: gate_up `[elements, 2]`, out `[elements]` = (min(max(up, -limit), limit)
 // + 1) g / (1 + exp(-alpha g)) with g = min(gate, limit).
 #define MIXFLEET_CLAMPED_SWIGLU 24
 
-// `shape.route`. Operands: logits `[tokens, experts]` f32, with `bias` bias `[experts]` f32, chosen `[tokens,
-// active]` u32 (best first), weights `[tokens, active]` f32, order `[tokens * active]` u32 (choices, as token *
-// active + its place, by expert and then by number), starts `[experts + 1]` u32 (of each expert's choices in
-// order). hal/src/mixture.rs says how experts are chosen.
+// `shape.route`. Operands: logits `[tokens, experts]` f32, with `bias` bias `[experts]` f32, chosen
+// `[tokens, active]` u32 (best first), weights `[tokens, active]` f32, order `[tokens * active]` u32
+// (choices, as token * active + its place, by expert and then by number), starts `[experts + 1]` u32 (of
+// each expert's choices in order). hal/src/mixture.rs says how experts are chosen.
 #define MIXFLEET_ROUTE 25
 
-// `shape.grouped_gemm`. Operands: x `[choices / fan, k]`, weight `[experts, n, k]`, with `bias` bias `[experts,
-// n]`, order `[choices]` u32, starts `[experts + 1]` u32, out `[choices, n]`: out[c] = x[c / fan] weight[e]^T (+
-// bias[e]) for each choice c of expert e.
+// `shape.grouped_gemm`. Operands: x `[choices / fan, k]`, weight `[experts, n, k]`, with `bias` bias
+// `[experts, n]`, order `[choices]` u32, starts `[experts + 1]` u32, out `[choices, n]`: out[c] = x[c / fan]
+// weight[e]^T (+ bias[e]) for each choice c of expert e.
 #define MIXFLEET_GROUPED_GEMM 26
 
-// `shape.combine`. Operands: x `[tokens, active, cols]`, weights `[tokens, active]` f32, out `[tokens, cols]` f32
-// = sum of a token's weights times its rows (+ out with `accumulate`).
+// `shape.combine`. Operands: x `[tokens, active, cols]`, weights `[tokens, active]` f32, out `[tokens,
+// cols]` f32 = sum of a token's weights times its rows (+ out with `accumulate`).
 #define MIXFLEET_COMBINE 27
 
 // The version of the interface; libraries of another one are refused.

@@ -77,23 +77,23 @@ pub const MIXFLEET_LATENT_DECODE: u32 = 21;
 /// `shape.attn_prefill`. As `MIXFLEET_ATTN_PREFILL` with sinks `[heads]` f32 before out: exp(sink - max)
 /// joins the sum that the weights of a head are divided by.
 pub const MIXFLEET_SINK_PREFILL: u32 = 22;
-/// `shape.sink_merge`. As `MIXFLEET_ATTN_MERGE` with sinks `[sinks]` f32 before out, of which row r has number
-/// r % sinks.
+/// `shape.sink_merge`. As `MIXFLEET_ATTN_MERGE` with sinks `[sinks]` f32 before out, of which row r has
+/// number r % sinks.
 pub const MIXFLEET_SINK_MERGE: u32 = 23;
 /// `shape.clamped_swiglu`. Operands: gate_up `[elements, 2]`, out `[elements]` = (min(max(up, -limit), limit)
 /// + 1) g / (1 + exp(-alpha g)) with g = min(gate, limit).
 pub const MIXFLEET_CLAMPED_SWIGLU: u32 = 24;
-/// `shape.route`. Operands: logits `[tokens, experts]` f32, with `bias` bias `[experts]` f32, chosen `[tokens,
-/// active]` u32 (best first), weights `[tokens, active]` f32, order `[tokens * active]` u32 (choices, as token *
-/// active + its place, by expert and then by number), starts `[experts + 1]` u32 (of each expert's choices in
-/// order). hal/src/mixture.rs says how experts are chosen.
+/// `shape.route`. Operands: logits `[tokens, experts]` f32, with `bias` bias `[experts]` f32, chosen
+/// `[tokens, active]` u32 (best first), weights `[tokens, active]` f32, order `[tokens * active]` u32
+/// (choices, as token * active + its place, by expert and then by number), starts `[experts + 1]` u32 (of
+/// each expert's choices in order). hal/src/mixture.rs says how experts are chosen.
 pub const MIXFLEET_ROUTE: u32 = 25;
-/// `shape.grouped_gemm`. Operands: x `[choices / fan, k]`, weight `[experts, n, k]`, with `bias` bias `[experts,
-/// n]`, order `[choices]` u32, starts `[experts + 1]` u32, out `[choices, n]`: out[c] = x[c / fan] weight[e]^T (+
-/// bias[e]) for each choice c of expert e.
+/// `shape.grouped_gemm`. Operands: x `[choices / fan, k]`, weight `[experts, n, k]`, with `bias` bias
+/// `[experts, n]`, order `[choices]` u32, starts `[experts + 1]` u32, out `[choices, n]`: out[c] = x[c / fan]
+/// weight[e]^T (+ bias[e]) for each choice c of expert e.
 pub const MIXFLEET_GROUPED_GEMM: u32 = 26;
-/// `shape.combine`. Operands: x `[tokens, active, cols]`, weights `[tokens, active]` f32, out `[tokens, cols]` f32
-/// = sum of a token's weights times its rows (+ out with `accumulate`).
+/// `shape.combine`. Operands: x `[tokens, active, cols]`, weights `[tokens, active]` f32, out `[tokens,
+/// cols]` f32 = sum of a token's weights times its rows (+ out with `accumulate`).
 pub const MIXFLEET_COMBINE: u32 = 27;
 
 /// Paged KV.

@@ -46,7 +46,8 @@ DEVICE uint line_of(const Keys* keys, uint t, uint end) {
 // The factor that takes sums from one maximum to another.
 DEVICE float share(float from, float to) { return from > -INFINITY ? exp2_fast((from - to) * LOG2E) : 0.0f; }
 
-// Joins what the warps of a block found: sums [WARPS][HEADS][VALUE_DIM], stats [WARPS][HEADS][2], both shared.
+// Joins what the warps of a block found: sums [WARPS][HEADS][VALUE_DIM], stats [WARPS][HEADS][2], both
+// shared.
 DEVICE void join(const Cut* all, float (*sums)[HEADS][VALUE_DIM], float (*stats)[HEADS][2], uint row, uint present,
                  uint part, uint parts, float* acc_out, float* stat, float* part_acc, float* part_stat) {
     BARRIER();

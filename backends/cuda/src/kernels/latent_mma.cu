@@ -1,9 +1,10 @@
-// Attention to latents on tensor cores: X is KV, bf16 or f16; HEAD_DIM a multiple of 8, VALUE_DIM of 32. All heads
-// have the same keys, whose first VALUE_DIM numbers are their values.
+// Attention to latents on tensor cores: X is KV, bf16 or f16; HEAD_DIM a multiple of 8, VALUE_DIM of 32. All
+// heads have the same keys, whose first VALUE_DIM numbers are their values.
 //
-// A block is HEADS = 16 * ROW_TILES heads of one query: keys come TILE at a time into two buffers, each once for all
-// of these heads and for both products, the next by copies that run beside the arithmetic. A warp computes the scores
-// of 8 of the keys for all heads; behind a barrier it has those of all keys, and sums its quarter of the values.
+// A block is HEADS = 16 * ROW_TILES heads of one query: keys come TILE at a time into two buffers, each once
+// for all of these heads and for both products, the next by copies that run beside the arithmetic. A warp
+// computes the scores of 8 of the keys for all heads; behind a barrier it has those of all keys, and sums its
+// quarter of the values.
 //
 // Shared rows are chunks of 16 bytes, as in prefill_mma.cu.
 
@@ -29,8 +30,8 @@ DEVICE uint fetch(const Keys* keys, ushort* tile, uint base, uint end) {
     return own;
 }
 
-// What `present` heads with queries at `q` attend to in [first, end): in each row tile this lane's heads g and g + 8,
-// of which `sum` has a quarter.
+// What `present` heads with queries at `q` attend to in [first, end): in each row tile this lane's heads g
+// and g + 8, of which `sum` has a quarter.
 DEVICE void attend(const Keys* keys, const TYPE(X)* q, uint present, uint first, uint end, uchar* memory,
                    float (*acc)[COLUMNS][4], float (*max)[2], float (*sum)[2]) {
     ushort* const queries = (ushort*)memory;                // [HEADS, ROW]
@@ -174,7 +175,8 @@ KERNEL(32 * WARPS) attn_decode_latent(DECODE_OPERANDS, DECODE_EXTRA) {
         }
 }
 
-// Grid (head groups, tokens): a prompt's tokens go through the keys one by one, each with all heads of a block.
+// Grid (head groups, tokens): a prompt's tokens go through the keys one by one, each with all heads of a
+// block.
 KERNEL(32 * WARPS) attn_prefill_latent(PREFILL_OPERANDS) {
     START_PREFILL;
     SHARED_BYTES(memory);

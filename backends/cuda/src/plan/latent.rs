@@ -21,8 +21,8 @@ impl LatentBlock {
         LatentBlock { row_tiles, shared_bytes: (heads + 2 * TILE) * row * 2 + heads * (TILE + 8) * 4 }
     }
 
-    /// The block for so many heads over latents, none if the kernels do not take them: 32 heads where there are
-    /// more than 16 and shared memory allows it.
+    /// The block for so many heads over latents, none if the kernels do not take them: 32 heads where there
+    /// are more than 16 and shared memory allows it.
     pub(super) fn of(
         (heads, x, kv): (u32, DType, &KvShape),
         operands: &[DeviceRange],
@@ -52,8 +52,8 @@ mod tests {
     use super::*;
     use mixfleet_hal::{LatentKv, Scalar};
 
-    /// Two blocks of 32 heads fill the shared memory of a multiprocessor of Hopper, and one of 16 that of parts
-    /// with 99 KiB for a block.
+    /// Two blocks of 32 heads fill the shared memory of a multiprocessor of Hopper, and one of 16 that of
+    /// parts with 99 KiB for a block.
     #[test]
     fn blocks_of_deepseek_fit_parts_with_little_and_much_shared_memory() {
         let latent = Some(LatentKv { rank: 512, scale: Scalar(0.1) });
