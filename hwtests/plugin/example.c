@@ -1,5 +1,5 @@
-/* first.c with what it leaves out: floats of 16 bits, matrix products whose operands are made floats once, and
- * batches to run again. With MIXFLEET_BLAS matrix products go to somebody's BLAS, which is what most parts bring. */
+/* first.c with what it leaves out: floats of 16 bits, matrix products whose operands are made floats once, batches to
+ * run again, and operations of more families of models, where the header has them. With MIXFLEET_BLAS matrix products go to somebody's BLAS, which is what most parts bring. */
 #define MIXFLEET_DTYPES
 
 #include <math.h>
@@ -71,6 +71,12 @@ static void store(unsigned char *at, size_t i, uint32_t dtype, float value) {
 }
 
 #include "first.c"
+#ifdef MIXFLEET_ROPE_PART
+#include "families.c"
+#else
+#define run_more run_one
+#define support_more support
+#endif
 
 static void floats(float *to, const unsigned char *from, size_t count, uint32_t dtype) {
     for (size_t i = 0; i < count; i++) to[i] = load(from, i, dtype);
@@ -112,7 +118,7 @@ static int32_t quick_run(struct MixfleetDevice *device, const struct MixfleetOp 
                          struct MixfleetError *error) {
     int status = MIXFLEET_OK;
     for (uint32_t i = 0; i < count && !status; i++)
-        status = ops[i].kind == MIXFLEET_GEMM ? quick_gemm(&ops[i], error) : run_one(&ops[i], error);
+        status = ops[i].kind == MIXFLEET_GEMM ? quick_gemm(&ops[i], error) : run_more(&ops[i], error);
     return status;
 }
 
@@ -167,6 +173,7 @@ const struct MixfleetBackend *mixfleet_backend(uint32_t abi) {
     table.name = "loops";
 #endif
     table.run = quick_run;
+    table.support = support_more;
     table.record = record;
     table.replay = replay;
     table.forget = forget;

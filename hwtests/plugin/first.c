@@ -161,16 +161,16 @@ static size_t slots_of(const struct MixfleetOp *op, int pool, struct MixfleetKv 
     return op->args[pool].bytes / ((size_t)kv.kv_heads * kv.head_dim * element(kv.dtype));
 }
 
-/* K and V of tokens between slots and a matrix each, or one in which a token has its V behind its K. */
-static int kv_move(const struct MixfleetOp *op, struct MixfleetError *error) {
-    int writes = op->kind == MIXFLEET_KV_WRITE, gathers = op->kind == MIXFLEET_KV_GATHER;
+/* What is kept of tokens, K and V or `count` = 1 of them, between slots and a matrix each, or one in which a token has
+ * its V behind its K. */
+static int kv_move(const struct MixfleetOp *op, int writes, int gathers, int count, struct MixfleetError *error) {
     struct MixfleetKvMove s = op->shape.kv_move; /* that of writing is the same */
-    int slots = writes ? 2 : !gathers, pools = slots + 1;
+    int slots = writes ? count : !gathers, pools = slots + 1;
     size_t row = (size_t)s.kv.kv_heads * s.kv.head_dim;
-    for (size_t i = 0; i < s.tokens * 2 * row; i++) {
-        size_t token = i / row / 2, v = i / row % 2, slot = word(op, slots, token);
+    for (size_t i = 0; i < s.tokens * count * row; i++) {
+        size_t token = i / row / count, v = i / row % count, slot = word(op, slots, token);
         if (slot >= slots_of(op, pools, s.kv)) return fail(error, MIXFLEET_INVALID, "a slot is beyond the pool");
-        unsigned char *rows = arg(op, gathers ? 3 : writes * (int)v), *pool = arg(op, pools + (int)v);
+        unsigned char *rows = arg(op, gathers ? pools + count : writes * (int)v), *pool = arg(op, pools + (int)v);
         size_t out = writes ? token * row + i % row : i, in = slot * row + i % row;
         if (gathers) store(rows, out, s.wire, load(pool, in, s.kv.dtype));
         else store(pool, in, s.kv.dtype, load(rows, out, s.wire));
@@ -180,14 +180,25 @@ static int kv_move(const struct MixfleetOp *op, struct MixfleetError *error) {
 
 #define HEAD_MAX 4096
 
+/* Decode attention as attention of one query of each sequence. */
+static struct MixfleetAttnPrefill single(struct MixfleetAttnDecode d) {
+    return (struct MixfleetAttnPrefill){0, 0, d.sequences, d.sequences, d.heads, d.pages_max, 0, d.x, d.kv};
+}
+
+/* Values of this length, in a pool of their own or in keys; what scores are multiplied by; whether there are sinks. */
+struct Values { size_t length; float scale; int pools, sinks; };
+
+static struct Values apart(struct MixfleetKv kv) {
+    return (struct Values){kv.head_dim, 1 / sqrtf((float)kv.head_dim), 2, 0};
+}
+
 /* A query over keys first..end of its sequence: acc = sum of exp(score - max) v, and stat = max, sum. attn_decode
  * gives these for one query of each sequence, attn_prefill acc / sum for all. The pools follow the pages. */
-static int attention(const struct MixfleetOp *op, int decodes, struct MixfleetError *error) {
-    struct MixfleetAttnPrefill s = op->shape.attn_prefill;
-    struct MixfleetAttnDecode d = op->shape.attn_decode;
-    if (decodes) s = (struct MixfleetAttnPrefill){0, 0, d.sequences, d.sequences, d.heads, d.pages_max, 0, d.x, d.kv};
+static int attention(const struct MixfleetOp *op, int decodes, struct MixfleetAttnPrefill s, struct Values v,
+                     struct MixfleetError *error) {
     size_t dim = s.kv.head_dim, pages = decodes ? 2 : 3, slots = slots_of(op, (int)pages + 1, s.kv);
-    const unsigned char *keys = arg(op, (int)pages + 1), *values = arg(op, (int)pages + 2);
+    int out = (int)pages + 1 + v.pools + v.sinks;
+    const unsigned char *keys = arg(op, (int)pages + 1), *values = arg(op, (int)pages + v.pools);
     for (size_t q = 0; q < s.sequences; q++) {
         size_t begin = decodes ? q : word(op, 1, q), stop = decodes ? q + 1 : word(op, 1, q + 1);
         size_t context = decodes ? 1 : word(op, 2, q);
@@ -206,23 +217,24 @@ static int attention(const struct MixfleetOp *op, int decodes, struct MixfleetEr
                 size_t slot = page * s.kv.page_tokens + key % s.kv.page_tokens;
                 if (slot >= slots) return fail(error, MIXFLEET_INVALID, "attention: a page is beyond the pool");
                 size_t at = (slot * s.kv.kv_heads + kv_head) * dim;
-                float score = dot(arg(op, 0), row * dim, s.x, keys, at, s.kv.dtype, dim) / sqrtf((float)dim);
+                float score = dot(arg(op, 0), row * dim, s.x, keys, at, s.kv.dtype, dim) * v.scale;
                 float old = score > stat[0] ? expf(stat[0] - score) : 1; /* rescales what is summed */
                 if (score > stat[0]) stat[0] = score;
                 float weight = expf(score - stat[0]);
-                for (size_t i = 0; i < dim; i++) acc[i] = acc[i] * old + weight * load(values, at + i, s.kv.dtype);
+                for (size_t i = 0; i < v.length; i++) acc[i] = acc[i] * old + weight * load(values, at + i, s.kv.dtype);
                 stat[1] = stat[1] * old + weight;
             }
-            for (size_t i = 0; i < dim; i++)
-                store(arg(op, decodes ? 5 : 6), row * dim + i, decodes ? MIXFLEET_F32 : s.x,
-                      decodes ? acc[i] : acc[i] / stat[1]);
-            if (decodes) memcpy(arg(op, 6) + row * sizeof stat, stat, sizeof stat);
+            if (v.sinks) stat[1] += expf(load(arg(op, out - 1), row % s.heads, MIXFLEET_F32) - stat[0]);
+            for (size_t i = 0; i < v.length; i++)
+                store(arg(op, out), row * v.length + i, decodes ? MIXFLEET_F32 : s.x, decodes ? acc[i] : acc[i] / stat[1]);
+            if (decodes) memcpy(arg(op, out + 1) + row * sizeof stat, stat, sizeof stat);
         }
     }
     return MIXFLEET_OK;
 }
 
-static void attn_merge(const struct MixfleetOp *op) {
+/* With `sinks`, these are the operand before the result. */
+static void attn_merge(const struct MixfleetOp *op, size_t sinks) {
     struct MixfleetAttnMerge s = op->shape.attn_merge;
     for (size_t r = 0; r < s.rows; r++) {
         float max = -INFINITY;
@@ -235,7 +247,8 @@ static void attn_merge(const struct MixfleetOp *op) {
                 all += weight * load(arg(op, 0), row * s.head_dim + i, MIXFLEET_F32);
                 sum += weight * part;
             }
-            store(arg(op, 2), r * s.head_dim + i, s.out, sum > 0 ? (float)(all / sum) : 0);
+            if (sinks && sum > 0) sum += exp((double)load(arg(op, 2), r % sinks, MIXFLEET_F32) - max);
+            store(arg(op, sinks ? 3 : 2), r * s.head_dim + i, s.out, sum > 0 ? (float)(all / sum) : 0);
         }
     }
 }
@@ -246,15 +259,18 @@ static int run_one(const struct MixfleetOp *op, struct MixfleetError *error) {
     case MIXFLEET_RMS_NORM: return rms_norm(op), MIXFLEET_OK;
     case MIXFLEET_GEMM: return gemm(op), MIXFLEET_OK;
     case MIXFLEET_ROPE: return rope(op), MIXFLEET_OK;
-    case MIXFLEET_ATTN_PREFILL: return attention(op, 0, error);
-    case MIXFLEET_ATTN_DECODE: return attention(op, 1, error);
-    case MIXFLEET_ATTN_MERGE: return attn_merge(op), MIXFLEET_OK;
+    case MIXFLEET_ATTN_PREFILL:
+        return attention(op, 0, op->shape.attn_prefill, apart(op->shape.attn_prefill.kv), error);
+    case MIXFLEET_ATTN_DECODE:
+        return attention(op, 1, single(op->shape.attn_decode), apart(op->shape.attn_decode.kv), error);
+    case MIXFLEET_ATTN_MERGE: return attn_merge(op, 0), MIXFLEET_OK;
     case MIXFLEET_SILU_MUL: case MIXFLEET_ADD: return elements(op), MIXFLEET_OK;
     case MIXFLEET_COPY: return memcpy(arg(op, 1), arg(op, 0), op->shape.bytes.bytes), MIXFLEET_OK;
     case MIXFLEET_FILL:
         for (size_t i = 0; i < op->shape.bytes.bytes; i += 4) memcpy(arg(op, 0) + i, &op->shape.bytes.word, 4);
         return MIXFLEET_OK;
-    case MIXFLEET_KV_WRITE: case MIXFLEET_KV_GATHER: case MIXFLEET_KV_SCATTER: return kv_move(op, error);
+    case MIXFLEET_KV_WRITE: case MIXFLEET_KV_GATHER: case MIXFLEET_KV_SCATTER:
+        return kv_move(op, op->kind == MIXFLEET_KV_WRITE, op->kind == MIXFLEET_KV_GATHER, 2, error);
     default: return fail(error, MIXFLEET_UNSUPPORTED, "not an operation of this library");
     }
 }

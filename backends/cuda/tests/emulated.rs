@@ -2,7 +2,7 @@
 
 use crate::emulator::EmulatedDevice;
 use crate::fused::Scene;
-use mixfleet_hal::{Cmd, DType, KvShape, OpSig, Support};
+use mixfleet_hal::{Cmd, DType, KvShape, LatentKv, OpSig, Scalar, Support};
 use mixfleet_hwtests::cases::{Case, TokenSpread};
 use mixfleet_hwtests::{CheckOutcome, Entry, SuiteLevel, SuiteOptions, SuiteVerdict, attempt, run};
 use std::collections::BTreeSet;
@@ -65,6 +65,63 @@ fn decode_attention_conforms_on_all_ways() {
         for &((x, kv), shape) in all {
             try_case(&device, decode(&ranges, shape, x, kv), TokenSpread::Ranges(ranges.to_vec()));
         }
+    }
+}
+
+/// Heads over latents, below, at and above whole blocks, on tensor cores: sequences of several parts, ranges
+/// that begin and end inside tiles, prompts and windows. The suite has those of other dtypes.
+#[test]
+fn latent_attention_conforms_on_tensor_cores() {
+    let ranges = [(0, 1), (0, 0), (3, 18), (16, 17), (0, 333), (15, 130), (7, 71)];
+    let spread = [(1, 1), (5, 64), (0, 9), (33, 70), (2, 130)];
+    let shapes = [
+        (1, 48, 32, DType::Bf16),
+        (17, 144, 128, DType::F16),
+        (40, 96, 64, DType::Bf16),
+        (20, 576, 512, DType::Bf16),
+    ];
+    for (heads, head_dim, rank, x) in shapes {
+        let latent = Some(LatentKv { rank, scale: Scalar(0.17) });
+        for multiprocessors in [1, 8] {
+            let Some(device) = device(multiprocessors) else { return };
+            let sig = over(latent, decode(&ranges, (heads, 1, head_dim), x, x));
+            try_case(&device, sig, TokenSpread::Ranges(ranges.to_vec()));
+        }
+        let Some(device) = device(1) else { return };
+        let window = (heads == 17).then_some(40);
+        let sig = over(latent, prefill(&spread, (heads, 1, head_dim), window, x));
+        try_case(&device, sig, TokenSpread::Queries(spread.to_vec()));
+    }
+}
+
+/// The same attention over such KV.
+fn over(latent: Option<LatentKv>, mut sig: OpSig) -> OpSig {
+    if let OpSig::AttnDecode { kv, .. } | OpSig::AttnPrefill { kv, .. } = &mut sig {
+        kv.latent = latent;
+    }
+    sig
+}
+
+/// Up to 32 heads share one read of each latent, and 40 need two. Beside keys, queries are read once.
+#[test]
+fn heads_of_a_block_share_one_read_of_the_latents() {
+    for (heads, reads) in [(1, 1), (16, 1), (32, 1), (40, 2)] {
+        let Some(mut scene) = Scene::on(device(1)) else { return };
+        let latent = Some(LatentKv { rank: 512, scale: Scalar(0.1) });
+        let sig = over(latent, decode(&[(0, 60), (3, 40)], (heads, 1, 576), DType::Bf16, DType::Bf16));
+        let OpSig::AttnDecode { sequences, kv_tokens, pages_max, x, .. } = sig else {
+            unreachable!("as made")
+        };
+        let q = scene.numbers(x, sequences * heads * 576);
+        let range = scene.words(&[0, 60, 3, 40]);
+        let pages = scene.words(&(0..sequences * pages_max).collect::<Vec<_>>());
+        let k_pool = scene.numbers(x, sequences * pages_max * 16 * 576);
+        let acc = scene.numbers(DType::F32, sequences * heads * 512);
+        let stat = scene.numbers(DType::F32, sequences * heads * 2);
+        let cmd = Cmd::new(sig, &[q, range, pages, k_pool, acc, stat]).unwrap();
+        scene.run(&[&[cmd]]);
+        let of_queries = u64::from(sequences * heads) * 1152;
+        assert_eq!(scene.device.copied_bytes(), kv_tokens * reads * 1152 + of_queries, "{heads} heads");
     }
 }
 

@@ -2,13 +2,13 @@
 
 use crate::emulator::EmulatedDevice;
 use mixfleet_cuda::plan::KV_PAGE_TOKENS;
-use mixfleet_hal::{BufferUsage, Cmd, DType, Device, KvShape, OpSig, Slice};
+use mixfleet_hal::{BufferUsage, Cmd, DType, Device, KvShape, LatentKv, OpSig, Scalar, Slice};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 /// Memory that commands share, with contents that are reset before each run.
 pub(crate) struct Scene {
-    device: EmulatedDevice,
+    pub(crate) device: EmulatedDevice,
     memory: Vec<(Slice, Vec<u8>)>,
     state: u64,
 }
@@ -187,25 +187,32 @@ fn rope_and_kv_write_are_one_launch() {
 #[test]
 fn decode_attention_in_parts_and_its_merge_are_two_launches() {
     let contexts = [1000, 1, 0, 130];
-    for out in [DType::Bf16, DType::F32] {
+    let latent = Some(LatentKv { rank: 128, scale: Scalar(0.2) });
+    let shapes = [(8, 2, 64, None), (20, 1, 144, latent)];
+    for (out, (heads, kv_heads, head_dim, latent)) in
+        [DType::Bf16, DType::F32].into_iter().flat_map(|out| shapes.map(|shape| (out, shape)))
+    {
         let Some(mut scene) = Scene::new(8) else { return };
-        let (heads, kv_heads, head_dim, pages_max) = (8, 2, 64, 64);
-        let sequences = contexts.len() as u32;
-        let shape =
-            KvShape { kv_heads, head_dim, page_tokens: KV_PAGE_TOKENS, dtype: DType::Bf16, latent: None };
+        let (sequences, pages_max) = (contexts.len() as u32, 64);
+        let page_tokens = KV_PAGE_TOKENS;
+        let shape = KvShape { kv_heads, head_dim, page_tokens, dtype: DType::Bf16, latent };
+        let value_dim = shape.value_dim();
         let q = scene.numbers(out, sequences * heads * head_dim);
         let ranges: Vec<u32> = contexts.iter().flat_map(|&end| [0, end]).collect();
         let ranges = scene.words(&ranges);
         let pages = scene.words(&(0..sequences * pages_max).collect::<Vec<_>>());
-        let [k_pool, v_pool] = [sequences * pages_max * KV_PAGE_TOKENS * kv_heads * head_dim; 2]
-            .map(|count| scene.numbers(DType::Bf16, count));
-        let acc = scene.numbers(DType::F32, sequences * heads * head_dim);
+        let pool_elements = sequences * pages_max * KV_PAGE_TOKENS * kv_heads * head_dim;
+        let pools: Vec<Slice> =
+            (0..shape.pools()).map(|_| scene.numbers(DType::Bf16, pool_elements)).collect();
+        let acc = scene.numbers(DType::F32, sequences * heads * value_dim);
         let stat = scene.numbers(DType::F32, sequences * heads * 2);
-        let merged = scene.numbers(out, sequences * heads * head_dim);
+        let merged = scene.numbers(out, sequences * heads * value_dim);
         let kv_tokens = contexts.iter().map(|&context| u64::from(context)).sum();
         let sig = OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, x: out, kv: shape };
-        let decode = Cmd::new(sig, &[q, ranges, pages, k_pool, v_pool, acc.clone(), stat.clone()]).unwrap();
-        let sig = OpSig::AttnMerge { parts: 1, rows: sequences * heads, head_dim, sinks: 0, out };
+        let args = [vec![q, ranges, pages], pools, vec![acc.clone(), stat.clone()]].concat();
+        let decode = Cmd::new(sig, &args).unwrap();
+        let rows = sequences * heads;
+        let sig = OpSig::AttnMerge { parts: 1, rows, head_dim: value_dim, sinks: 0, out };
         let merge = Cmd::new(sig, &[acc, stat, merged]).unwrap();
         assert_eq!(scene.compare(&[decode, merge]), (3, 2));
     }

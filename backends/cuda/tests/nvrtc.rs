@@ -8,7 +8,7 @@ use mixfleet_cuda::plan::{
     self, ALIGNMENT_BYTES, DeviceRange, KV_PAGE_TOKENS, KernelLaunch, PlanStep, PlanTarget, PlannedOp,
 };
 use mixfleet_hal::op::Extent;
-use mixfleet_hal::{DType, DeviceLimits, KvShape, OpSig, Scalar, Support};
+use mixfleet_hal::{ColumnsOf, DType, DeviceLimits, KvShape, LatentKv, OpSig, RotaryPart, Scalar, Support};
 use mixfleet_hwtests::{SuiteLevel, entries};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Mutex;
@@ -139,8 +139,12 @@ fn attention(x: DType, kv: DType) -> Vec<OpSig> {
     ];
     let (sequences, page_tokens, pages_max, kv_tokens) = (4, KV_PAGE_TOKENS, 256, 16_000);
     let shapes = SHAPES.iter().chain(MORE.iter().filter(|_| x == kv));
-    let both = |&(heads, kv_heads, head_dim)| {
-        let kv = KvShape { kv_heads, head_dim, page_tokens, dtype: kv, latent: None };
+    let plain = shapes.map(|&(heads, kv_heads, head_dim)| {
+        (heads, KvShape { kv_heads, head_dim, page_tokens, dtype: kv, latent: None })
+    });
+    // of DeepSeek-V3, and of a member of eight
+    let of_latents = [128, 16].map(|heads| (heads, latents(kv)));
+    let both = |(heads, kv)| {
         let (tokens, pairs, window) = (1000, 0, None);
         [
             OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, x, kv },
@@ -158,7 +162,13 @@ fn attention(x: DType, kv: DType) -> Vec<OpSig> {
             },
         ]
     };
-    shapes.flat_map(both).collect()
+    plain.chain(of_latents).flat_map(both).collect()
+}
+
+/// The KV of DeepSeek.
+fn latents(dtype: DType) -> KvShape {
+    let latent = Some(LatentKv { rank: 512, scale: Scalar(0.1352) });
+    KvShape { kv_heads: 1, head_dim: 576, page_tokens: KV_PAGE_TOKENS, dtype, latent }
 }
 
 /// What models are served by, beside [`models`].
@@ -176,16 +186,27 @@ pub(crate) fn others() -> Vec<OpSig> {
             OpSig::SiluMul { elements: 64 * 14_336, x },
             OpSig::Add { elements: 64 * 4096, x },
             OpSig::AttnMerge { parts: 1, rows: 64, head_dim, sinks: 0, out: x },
+            OpSig::AttnMerge { parts: 1, rows: 64, head_dim: 512, sinks: 0, out: x },
+        ]);
+        let part = Some(RotaryPart { first: 128, length: 64, interleaved: true });
+        let of = |row, first| ColumnsOf { row, first };
+        sigs.extend([
+            OpSig::Rope { tokens, heads: 128, head_dim: 192, x, part },
+            OpSig::CopyColumns { rows: tokens, cols: 512, from: of(576, 0), to: of(512, 0), x },
         ]);
         for other in DType::FLOATS {
-            let kv = KvShape { kv_heads, head_dim, page_tokens, dtype: other, latent: None };
             sigs.extend([
                 OpSig::RmsNorm { rows: tokens, cols: hidden, eps, x: F32, weight: other, out: x },
                 OpSig::RmsNorm { rows: tokens, cols: head_dim, eps, x, weight: other, out: x },
-                OpSig::KvWrite { tokens, x, kv },
-                OpSig::KvGather { tokens, kv, wire: x },
-                OpSig::KvScatter { tokens, kv, wire: x },
             ]);
+            let plain = KvShape { kv_heads, head_dim, page_tokens, dtype: other, latent: None };
+            for kv in [plain, latents(other)] {
+                sigs.extend([
+                    OpSig::KvWrite { tokens, x, kv },
+                    OpSig::KvGather { tokens, kv, wire: x },
+                    OpSig::KvScatter { tokens, kv, wire: x },
+                ]);
+            }
         }
     }
     sigs

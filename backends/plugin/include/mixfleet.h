@@ -3,27 +3,6 @@
 
 #include <stdint.h>
 
-// The version of the interface; libraries of another one are refused.
-#define MIXFLEET_ABI 1
-
-// It is done.
-#define MIXFLEET_OK 0
-
-// There is not enough memory.
-#define MIXFLEET_OUT_OF_MEMORY 1
-
-// The device cannot do this at all.
-#define MIXFLEET_UNSUPPORTED 2
-
-// The device is gone, and every later call fails too.
-#define MIXFLEET_DEVICE_LOST 3
-
-// The caller broke the contract: an index beyond its table, for example.
-#define MIXFLEET_INVALID 4
-
-// Anything else.
-#define MIXFLEET_FAILED 5
-
 // 32-bit floats.
 #define MIXFLEET_F32 0
 
@@ -94,6 +73,80 @@
 
 // `shape.kv_move`. Operands: in `[tokens, 2, kv_heads, head_dim]`, slots `[tokens]` u32, k_pool, v_pool.
 #define MIXFLEET_KV_SCATTER 14
+
+// `shape.rope_part`. As `MIXFLEET_ROPE` of the numbers first to first + length of each head, with cos_sin
+// `[tokens, length]`. Pairs are neighbours (first + 2i, first + 2i + 1) if they are interleaved, else
+// (first + i, first + i + length/2).
+#define MIXFLEET_ROPE_PART 15
+
+// `shape.columns`. Operands: from `[rows, from_row]`, to `[rows, to_row]`, whose columns from to_first on
+// become those of `from` from from_first on; the others stay.
+#define MIXFLEET_COPY_COLUMNS 16
+
+// `shape.kv_write`. Operands: k `[tokens, head_dim]`, slots `[tokens]` u32, k_pool. Keys contain their
+// values: there is one head, and no pool of values.
+#define MIXFLEET_LATENT_WRITE 17
+
+// `shape.kv_move`. Operands: slots `[tokens]` u32, k_pool, out `[tokens, head_dim]`.
+#define MIXFLEET_LATENT_GATHER 18
+
+// `shape.kv_move`. Operands: in `[tokens, head_dim]`, slots `[tokens]` u32, k_pool.
+#define MIXFLEET_LATENT_SCATTER 19
+
+// `shape.latent_prefill`. As `MIXFLEET_ATTN_PREFILL` without v_pool: the value of a key is its first `rank`
+// numbers, scores are multiplied by `scale`, and out is `[tokens, heads, rank]`.
+#define MIXFLEET_LATENT_PREFILL 20
+
+// `shape.latent_decode`. As `MIXFLEET_ATTN_DECODE`, likewise: acc is `[sequences, heads, rank]`.
+#define MIXFLEET_LATENT_DECODE 21
+
+// `shape.attn_prefill`. As `MIXFLEET_ATTN_PREFILL` with sinks `[heads]` f32 before out: exp(sink - max)
+// joins the sum that the weights of a head are divided by.
+#define MIXFLEET_SINK_PREFILL 22
+
+// `shape.sink_merge`. As `MIXFLEET_ATTN_MERGE` with sinks `[sinks]` f32 before out, of which row r has
+// number r % sinks.
+#define MIXFLEET_SINK_MERGE 23
+
+// `shape.clamped_swiglu`. Operands: gate_up `[elements, 2]`, out `[elements]` = (min(max(up, -limit), limit)
+// + 1) g / (1 + exp(-alpha g)) with g = min(gate, limit).
+#define MIXFLEET_CLAMPED_SWIGLU 24
+
+// `shape.route`. Operands: logits `[tokens, experts]` f32, with `bias` bias `[experts]` f32, chosen
+// `[tokens, active]` u32 (best first), weights `[tokens, active]` f32, order `[tokens * active]` u32
+// (choices, as token * active + its place, by expert and then by number), starts `[experts + 1]` u32 (of
+// each expert's choices in order). hal/src/mixture.rs says how experts are chosen.
+#define MIXFLEET_ROUTE 25
+
+// `shape.grouped_gemm`. Operands: x `[choices / fan, k]`, weight `[experts, n, k]`, with `bias` bias
+// `[experts, n]`, order `[choices]` u32, starts `[experts + 1]` u32, out `[choices, n]`: out[c] = x[c / fan]
+// weight[e]^T (+ bias[e]) for each choice c of expert e.
+#define MIXFLEET_GROUPED_GEMM 26
+
+// `shape.combine`. Operands: x `[tokens, active, cols]`, weights `[tokens, active]` f32, out `[tokens,
+// cols]` f32 = sum of a token's weights times its rows (+ out with `accumulate`).
+#define MIXFLEET_COMBINE 27
+
+// The version of the interface; libraries of another one are refused.
+#define MIXFLEET_ABI 1
+
+// It is done.
+#define MIXFLEET_OK 0
+
+// There is not enough memory.
+#define MIXFLEET_OUT_OF_MEMORY 1
+
+// The device cannot do this at all.
+#define MIXFLEET_UNSUPPORTED 2
+
+// The device is gone, and every later call fails too.
+#define MIXFLEET_DEVICE_LOST 3
+
+// The caller broke the contract: an index beyond its table, for example.
+#define MIXFLEET_INVALID 4
+
+// Anything else.
+#define MIXFLEET_FAILED 5
 
 // Memory of a device, of which only the library knows what it is.
 struct MixfleetBuffer;
@@ -306,6 +359,144 @@ struct MixfleetKvMove {
   struct MixfleetKv kv;
 };
 
+// Shape of `MIXFLEET_ROPE_PART`.
+struct MixfleetRopePart {
+  // Tokens.
+  uint32_t tokens;
+  // Heads.
+  uint32_t heads;
+  // Length of a head.
+  uint32_t head_dim;
+  // Dtype of x.
+  uint32_t x;
+  // The first number that is rotated.
+  uint32_t first;
+  // Numbers that are rotated, an even number.
+  uint32_t length;
+  // 1 if pairs are neighbours.
+  uint32_t interleaved;
+};
+
+// Shape of `MIXFLEET_COPY_COLUMNS`.
+struct MixfleetColumns {
+  // Rows of both.
+  uint32_t rows;
+  // Columns to copy.
+  uint32_t cols;
+  // Length of a row of from.
+  uint32_t from_row;
+  // The first column there.
+  uint32_t from_first;
+  // Length of a row of to.
+  uint32_t to_row;
+  // The first column there.
+  uint32_t to_first;
+  // Dtype of both.
+  uint32_t x;
+};
+
+// Shape of `MIXFLEET_LATENT_PREFILL`.
+struct MixfleetLatentPrefill {
+  // As of other attention; `kv.head_dim` is the length of a key.
+  struct MixfleetAttnPrefill attention;
+  // Length of a value.
+  uint32_t rank;
+  // Factor of scores.
+  float scale;
+};
+
+// Shape of `MIXFLEET_LATENT_DECODE`.
+struct MixfleetLatentDecode {
+  // As of other attention; `kv.head_dim` is the length of a key.
+  struct MixfleetAttnDecode attention;
+  // Length of a value.
+  uint32_t rank;
+  // Factor of scores.
+  float scale;
+};
+
+// Shape of `MIXFLEET_SINK_MERGE`.
+struct MixfleetSinkMerge {
+  // As without sinks.
+  struct MixfleetAttnMerge merge;
+  // Sinks: heads.
+  uint32_t sinks;
+};
+
+// Shape of `MIXFLEET_CLAMPED_SWIGLU`.
+struct MixfleetClampedSwiglu {
+  // Elements of out.
+  uint64_t elements;
+  // Factor of the gate in the sigmoid.
+  float alpha;
+  // Largest gate, and largest magnitude of up.
+  float limit;
+  // Dtype of both.
+  uint32_t x;
+};
+
+// Shape of `MIXFLEET_ROUTE`.
+struct MixfleetRoute {
+  // Tokens.
+  uint32_t tokens;
+  // Experts.
+  uint32_t experts;
+  // Experts that a token chooses.
+  uint32_t active;
+  // 1 if a bias follows the logits, which joins scores for the choice alone.
+  uint32_t bias;
+  // What logits become: 0 softmax, 1 sigmoid. Other values are not supported.
+  uint32_t scoring;
+  // Groups of experts; 1 without groups.
+  uint32_t groups;
+  // Groups that a token can choose from.
+  uint32_t groups_active;
+  // Experts of a group whose sum says how good it is.
+  uint32_t group_best;
+  // 1 if a token's weights are divided by their sum.
+  uint32_t normalise;
+  // Factor of all weights.
+  float scale;
+};
+
+// Shape of `MIXFLEET_GROUPED_GEMM`.
+struct MixfleetGroupedGemm {
+  // Rows of the result.
+  uint32_t choices;
+  // Consecutive choices that share a row of x.
+  uint32_t fan;
+  // Experts.
+  uint32_t experts;
+  // Experts that are expected to have rows, which changes no result.
+  uint32_t touched;
+  // Rows of an expert's matrix.
+  uint32_t n;
+  // Inner dimension.
+  uint32_t k;
+  // Dtype of x.
+  uint32_t x;
+  // Dtype of weight and bias.
+  uint32_t weight;
+  // Dtype of the result.
+  uint32_t out;
+  // 1 if a bias follows the weight.
+  uint32_t bias;
+};
+
+// Shape of `MIXFLEET_COMBINE`.
+struct MixfleetCombine {
+  // Tokens.
+  uint32_t tokens;
+  // Choices of a token.
+  uint32_t active;
+  // Length of a row.
+  uint32_t cols;
+  // Dtype of x.
+  uint32_t x;
+  // 1 if the result is added to what is in out.
+  uint32_t accumulate;
+};
+
 // The shape of an operation; its kind says which.
 union MixfleetShape {
   // Of `MIXFLEET_EMBED`.
@@ -316,9 +507,9 @@ union MixfleetShape {
   struct MixfleetGemm gemm;
   // Of `MIXFLEET_ROPE`.
   struct MixfleetRope rope;
-  // Of `MIXFLEET_KV_WRITE`.
+  // Of `MIXFLEET_KV_WRITE` and `MIXFLEET_LATENT_WRITE`.
   struct MixfleetKvWrite kv_write;
-  // Of `MIXFLEET_ATTN_PREFILL`.
+  // Of `MIXFLEET_ATTN_PREFILL` and `MIXFLEET_SINK_PREFILL`.
   struct MixfleetAttnPrefill attn_prefill;
   // Of `MIXFLEET_ATTN_DECODE`.
   struct MixfleetAttnDecode attn_decode;
@@ -330,8 +521,26 @@ union MixfleetShape {
   struct MixfleetSample sample;
   // Of `MIXFLEET_COPY` and `MIXFLEET_FILL`.
   struct MixfleetBytes bytes;
-  // Of `MIXFLEET_KV_GATHER` and `MIXFLEET_KV_SCATTER`.
+  // Of `MIXFLEET_KV_GATHER`, `MIXFLEET_KV_SCATTER` and those of latents.
   struct MixfleetKvMove kv_move;
+  // Of `MIXFLEET_ROPE_PART`.
+  struct MixfleetRopePart rope_part;
+  // Of `MIXFLEET_COPY_COLUMNS`.
+  struct MixfleetColumns columns;
+  // Of `MIXFLEET_LATENT_PREFILL`.
+  struct MixfleetLatentPrefill latent_prefill;
+  // Of `MIXFLEET_LATENT_DECODE`.
+  struct MixfleetLatentDecode latent_decode;
+  // Of `MIXFLEET_SINK_MERGE`.
+  struct MixfleetSinkMerge sink_merge;
+  // Of `MIXFLEET_CLAMPED_SWIGLU`.
+  struct MixfleetClampedSwiglu clamped_swiglu;
+  // Of `MIXFLEET_ROUTE`.
+  struct MixfleetRoute route;
+  // Of `MIXFLEET_GROUPED_GEMM`.
+  struct MixfleetGroupedGemm grouped_gemm;
+  // Of `MIXFLEET_COMBINE`.
+  struct MixfleetCombine combine;
   // Room for shapes of later versions.
   uint64_t reserved[16];
 };

@@ -1,4 +1,5 @@
-//! Backends of others, in shared libraries, through the C interface of [`abi`] (`include/mixfleet.h`).
+//! Backends of others, in shared libraries, through the C interface of [`abi`] and [`shapes`]
+//! (`include/mixfleet.h`).
 //!
 //! A library is code of this process: what it breaks here is broken. What it says is checked all the same, so
 //! that one that is only wrong gives an error.
@@ -16,5 +17,6 @@ mod library;
 mod opened;
 mod operation;
 mod queue;
+pub mod shapes;
 
 pub use backend::PluginBackend;

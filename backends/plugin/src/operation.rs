@@ -1,9 +1,10 @@
 //! Operations as the library gets them.
 
-use crate::abi::*;
+use crate::abi::MixfleetOp;
+use crate::shapes::*;
 use mixfleet_hal::cast::to_u32;
-use mixfleet_hal::op::KvShape;
-use mixfleet_hal::{DType, OpSig};
+use mixfleet_hal::op::{KvShape, LatentKv};
+use mixfleet_hal::{DType, ExpertRouting, GroupedRows, MatrixKind, OpSig, RotaryPart, Scoring};
 
 /// An operation without its operands; none for one that this version of the interface does not have.
 pub(crate) fn of(sig: &OpSig) -> Option<MixfleetOp> {
@@ -41,18 +42,10 @@ macro_rules! shape {
 }
 
 fn shape(sig: &OpSig) -> Option<(u32, MixfleetShape)> {
-    if sig.kv().is_some_and(|kv| kv.latent.is_some()) {
-        return None;
-    }
+    let latent = sig.kv().and_then(|kv| kv.latent);
+    let of_kv = |plain, of_latents| if latent.is_some() { of_latents } else { plain };
     Some(match *sig {
-        OpSig::ClampedSwiglu { .. }
-        | OpSig::CopyColumns { .. }
-        | OpSig::Rope { part: Some(_), .. }
-        | OpSig::Route { .. }
-        | OpSig::GroupedGemm { .. }
-        | OpSig::Combine { .. }
-        | OpSig::AttnPrefill { sinks: true, .. }
-        | OpSig::AttnMerge { sinks: 1.., .. }
+        OpSig::GroupedGemm { weight: MatrixKind::Quantised(_), .. }
         | OpSig::QuantisedEmbed { .. }
         | OpSig::QuantisedGemm { .. } => return None,
         OpSig::Embed { tokens, vocab, hidden, table, out } => {
@@ -71,8 +64,21 @@ fn shape(sig: &OpSig) -> Option<(u32, MixfleetShape)> {
         OpSig::Rope { tokens, heads, head_dim, part: None, x } => {
             (MIXFLEET_ROPE, shape!(rope: MixfleetRope { tokens, heads, head_dim, x: dtype(x) }))
         }
+        OpSig::Rope { tokens, heads, head_dim, part: Some(part), x } => {
+            let (RotaryPart { first, length, interleaved }, x) = (part, dtype(x));
+            let interleaved = interleaved.into();
+            let rope = MixfleetRopePart { tokens, heads, head_dim, x, first, length, interleaved };
+            (MIXFLEET_ROPE_PART, shape!(rope_part: rope))
+        }
+        OpSig::CopyColumns { rows, cols, from, to, x } => {
+            let [(from_row, from_first), (to_row, to_first)] = [from, to].map(|of| (of.row, of.first));
+            let x = dtype(x);
+            let columns = MixfleetColumns { rows, cols, from_row, from_first, to_row, to_first, x };
+            (MIXFLEET_COPY_COLUMNS, shape!(columns: columns))
+        }
         OpSig::KvWrite { tokens, x, kv } => {
-            (MIXFLEET_KV_WRITE, shape!(kv_write: MixfleetKvWrite { tokens, x: dtype(x), kv: pages(kv) }))
+            let kind = of_kv(MIXFLEET_KV_WRITE, MIXFLEET_LATENT_WRITE);
+            (kind, shape!(kv_write: MixfleetKvWrite { tokens, x: dtype(x), kv: pages(kv) }))
         }
         OpSig::AttnPrefill {
             tokens,
@@ -82,24 +88,60 @@ fn shape(sig: &OpSig) -> Option<(u32, MixfleetShape)> {
             heads,
             pages_max,
             window,
-            sinks: false,
+            sinks,
             x,
             kv,
         } => {
             let (window, x, kv) = (window.unwrap_or(0), dtype(x), pages(kv));
             let attention =
                 MixfleetAttnPrefill { pairs, kv_tokens, tokens, sequences, heads, pages_max, window, x, kv };
-            (MIXFLEET_ATTN_PREFILL, shape!(attn_prefill: attention))
+            match (latent, sinks) {
+                (None, false) => (MIXFLEET_ATTN_PREFILL, shape!(attn_prefill: attention)),
+                (None, true) => (MIXFLEET_SINK_PREFILL, shape!(attn_prefill: attention)),
+                (Some(LatentKv { rank, scale }), false) => {
+                    let prefill = MixfleetLatentPrefill { attention, rank, scale: scale.0 };
+                    (MIXFLEET_LATENT_PREFILL, shape!(latent_prefill: prefill))
+                }
+                // no model has both
+                (Some(_), true) => return None,
+            }
         }
         OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, x, kv } => {
             let (x, kv) = (dtype(x), pages(kv));
             let attention = MixfleetAttnDecode { kv_tokens, sequences, heads, pages_max, x, kv };
-            (MIXFLEET_ATTN_DECODE, shape!(attn_decode: attention))
+            match latent {
+                None => (MIXFLEET_ATTN_DECODE, shape!(attn_decode: attention)),
+                Some(LatentKv { rank, scale }) => {
+                    let decode = MixfleetLatentDecode { attention, rank, scale: scale.0 };
+                    (MIXFLEET_LATENT_DECODE, shape!(latent_decode: decode))
+                }
+            }
         }
-        OpSig::AttnMerge { parts, rows, head_dim, sinks: 0, out } => (
-            MIXFLEET_ATTN_MERGE,
-            shape!(attn_merge: MixfleetAttnMerge { parts, rows, head_dim, out: dtype(out) }),
-        ),
+        OpSig::AttnMerge { parts, rows, head_dim, sinks, out } => {
+            let merge = MixfleetAttnMerge { parts, rows, head_dim, out: dtype(out) };
+            match sinks {
+                0 => (MIXFLEET_ATTN_MERGE, shape!(attn_merge: merge)),
+                _ => (MIXFLEET_SINK_MERGE, shape!(sink_merge: MixfleetSinkMerge { merge, sinks })),
+            }
+        }
+        OpSig::ClampedSwiglu { elements, alpha, limit, x } => {
+            let (alpha, limit, x) = (alpha.0, limit.0, dtype(x));
+            let swiglu = MixfleetClampedSwiglu { elements, alpha, limit, x };
+            (MIXFLEET_CLAMPED_SWIGLU, shape!(clamped_swiglu: swiglu))
+        }
+        OpSig::Route { tokens, bias, routing } => {
+            (MIXFLEET_ROUTE, shape!(route: route(tokens, bias, routing)))
+        }
+        OpSig::GroupedGemm { grouped, n, k, x, weight: MatrixKind::Plain(weight), out, bias } => {
+            let GroupedRows { choices, fan, experts, touched } = grouped;
+            let (x, weight, out, bias) = (dtype(x), dtype(weight), dtype(out), bias.into());
+            let product = MixfleetGroupedGemm { choices, fan, experts, touched, n, k, x, weight, out, bias };
+            (MIXFLEET_GROUPED_GEMM, shape!(grouped_gemm: product))
+        }
+        OpSig::Combine { tokens, active, cols, x, accumulate } => {
+            let (x, accumulate) = (dtype(x), accumulate.into());
+            (MIXFLEET_COMBINE, shape!(combine: MixfleetCombine { tokens, active, cols, x, accumulate }))
+        }
         OpSig::SiluMul { elements, x } => {
             (MIXFLEET_SILU_MUL, shape!(elements: MixfleetElements { elements, x: dtype(x) }))
         }
@@ -113,11 +155,31 @@ fn shape(sig: &OpSig) -> Option<(u32, MixfleetShape)> {
         OpSig::Fill { bytes, word } => (MIXFLEET_FILL, shape!(bytes: MixfleetBytes { bytes, word })),
         OpSig::KvGather { tokens, kv, wire } => {
             let kv_move = MixfleetKvMove { tokens, wire: dtype(wire), kv: pages(kv) };
-            (MIXFLEET_KV_GATHER, shape!(kv_move: kv_move))
+            (of_kv(MIXFLEET_KV_GATHER, MIXFLEET_LATENT_GATHER), shape!(kv_move: kv_move))
         }
         OpSig::KvScatter { tokens, kv, wire } => {
             let kv_move = MixfleetKvMove { tokens, wire: dtype(wire), kv: pages(kv) };
-            (MIXFLEET_KV_SCATTER, shape!(kv_move: kv_move))
+            (of_kv(MIXFLEET_KV_SCATTER, MIXFLEET_LATENT_SCATTER), shape!(kv_move: kv_move))
         }
     })
+}
+
+fn route(tokens: u32, bias: bool, routing: ExpertRouting) -> MixfleetRoute {
+    let ExpertRouting { experts, active, scoring, groups, groups_active, group_best, normalise, scale } =
+        routing;
+    MixfleetRoute {
+        tokens,
+        experts,
+        active,
+        bias: bias.into(),
+        scoring: match scoring {
+            Scoring::Softmax => 0,
+            Scoring::Sigmoid => 1,
+        },
+        groups,
+        groups_active,
+        group_best,
+        normalise: normalise.into(),
+        scale: scale.0,
+    }
 }

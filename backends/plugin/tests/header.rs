@@ -25,8 +25,9 @@ fn generated() -> String {
         line_length: 110,
         ..Config::default()
     };
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/abi.rs");
-    let bindings = Builder::new().with_config(config).with_src(source).generate().unwrap();
+    let source = |file: &str| Path::new(env!("CARGO_MANIFEST_DIR")).join("src").join(file);
+    let sources = Builder::new().with_src(source("shapes.rs")).with_src(source("abi.rs"));
+    let bindings = sources.with_config(config).generate().unwrap();
     let mut header = Vec::new();
     bindings.write(&mut header);
     String::from_utf8(header).unwrap()

@@ -6,14 +6,14 @@ use mixfleet_hal::DType;
 use mixfleet_hal::random::Stream;
 use mixfleet_runtime::model::Checkpoint;
 use mixfleet_runtime::model::graph::StepInput;
-use mixfleet_runtime::model::random::plain_variants;
+use mixfleet_runtime::model::random::tiny_variants;
 use proptest::collection::vec;
 use proptest::prelude::*;
 use std::sync::LazyLock;
 
 /// Every family: with windows, biases, head norms.
 static MODELS: LazyLock<Vec<(&'static str, Checkpoint)>> = LazyLock::new(|| {
-    plain_variants().into_iter().map(|(name, random)| (name, random.load().unwrap())).collect()
+    tiny_variants().into_iter().map(|(name, random)| (name, random.load().unwrap())).collect()
 });
 
 fn model(at: usize) -> &'static Checkpoint {

@@ -42,8 +42,10 @@ const FAMILIES: [Family; 4] = [
 ];
 
 /// Heads of Llama 3 8B and TinyLlama.
-const WIDE: Heads = Heads { ratio: 4, kv: 8, dim: 128 };
-const NARROW: Heads = Heads { ratio: 8, kv: 4, dim: 64 };
+const WIDE: Heads = Heads { ratio: 4, kv: 8, dim: 128, rank: None };
+const NARROW: Heads = Heads { ratio: 8, kv: 4, dim: 64, rank: None };
+/// Heads over the latents of DeepSeek-V3, as one of eight devices has them.
+const LATENT: Heads = Heads { ratio: 16, kv: 1, dim: 576, rank: Some(512) };
 
 /// A model's shapes, measured in addition to the standard ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -339,6 +341,10 @@ impl Plan {
         for ratio in [1, 8] {
             self.decode(x, Heads { ratio, ..WIDE }, &[1, 16], &[2048]);
         }
+        let contexts = self.by_level(&[2048], &[512, 2048, 8192], &[512, 2048, 8192, 32_768]);
+        self.decode(x, LATENT, self.by_level(&[16], &[1, 16], &[1, 4, 16, 64]), contexts);
+        self.decode(x, Heads { ratio: 128, ..LATENT }, &[16], &[2048]);
+        self.prefill(x, LATENT, self.by_level(&[], &[512], &[128, 512, 2048]), &[0, 2048]);
         self.decode(DType::F16, WIDE, &[16], &[2048]);
         self.decode(DType::F32, WIDE, &[16], &[2048]);
     }
@@ -361,7 +367,8 @@ impl Plan {
                 self.op(gemm(m.dtype, (rows, m.hidden, q), true, false));
             }
         }
-        let heads = Heads { ratio: m.heads / m.kv_heads.max(1), kv: m.kv_heads, dim: m.head_dim };
+        let ratio = m.heads / m.kv_heads.max(1);
+        let heads = Heads { ratio, kv: m.kv_heads, dim: m.head_dim, rank: None };
         self.decode(m.dtype, heads, &[1, 4, 16, 64], &[32, 128, 512, 2048, 8192]);
         self.prefill(m.dtype, heads, &[32, 128, 512], &[0, 512, 2048]);
         self.small(m.hidden, m.intermediate, m.heads, heads, m.vocab);

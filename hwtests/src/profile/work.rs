@@ -340,14 +340,12 @@ fn parse_op(kind: &str, rest: &str, page_tokens: u32) -> Option<OpSig> {
         }
         "attn_decode" => {
             let (batch, context, ratio) = (f.take("b")?, f.take("c")?, f.take("gqa")?);
-            let heads =
-                Heads { ratio, kv: f.take("kv").unwrap_or(KV_HEADS), dim: f.take("d").unwrap_or(HEAD_DIM) };
+            let heads = Heads::parse(ratio, &mut f);
             attn_decode(dtype, (batch, context), heads, page_tokens)?
         }
         "attn_prefill" => {
             let (tokens, before, ratio) = (f.take("t")?, f.take("c")?, f.take("gqa")?);
-            let heads =
-                Heads { ratio, kv: f.take("kv").unwrap_or(KV_HEADS), dim: f.take("d").unwrap_or(HEAD_DIM) };
+            let heads = Heads::parse(ratio, &mut f);
             attn_prefill(dtype, (tokens, before), heads, page_tokens)?
         }
         "grouped_gemm" => {
@@ -453,6 +451,22 @@ pub(crate) struct Heads {
     pub(crate) kv: u32,
     /// Length of a head.
     pub(crate) dim: u32,
+    /// Length of the values that keys contain, if they do.
+    pub(crate) rank: Option<u32>,
+}
+
+impl Heads {
+    fn parse(ratio: u32, f: &mut Fields) -> Heads {
+        let (kv, dim) = (f.take("kv").unwrap_or(KV_HEADS), f.take("d").unwrap_or(HEAD_DIM));
+        Heads { ratio, kv, dim, rank: f.take("latent") }
+    }
+
+    /// Pages with their keys and values.
+    fn pages(self, page_tokens: u32, dtype: DType) -> KvShape {
+        // no time depends on what scores are multiplied by
+        let latent = self.rank.map(|rank| LatentKv { rank, scale: Scalar(0.1) });
+        KvShape { kv_heads: self.kv, head_dim: self.dim, page_tokens, dtype, latent }
+    }
 }
 
 /// Returns decode attention over `batch` sequences of `context` tokens; `None` on overflow.
@@ -468,7 +482,7 @@ pub(crate) fn attn_decode(
         heads: heads.ratio.checked_mul(heads.kv)?,
         pages_max: context.div_ceil(page_tokens.max(1)),
         x: dtype,
-        kv: KvShape { kv_heads: heads.kv, head_dim: heads.dim, page_tokens, dtype, latent: None },
+        kv: heads.pages(page_tokens, dtype),
     })
 }
 
@@ -491,7 +505,7 @@ pub(crate) fn attn_prefill(
         window: None,
         sinks: false,
         x: dtype,
-        kv: KvShape { kv_heads: heads.kv, head_dim: heads.dim, page_tokens, dtype, latent: None },
+        kv: heads.pages(page_tokens, dtype),
     })
 }
 

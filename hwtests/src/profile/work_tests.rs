@@ -1,7 +1,7 @@
 use super::*;
 use proptest::prelude::*;
 
-const NAMES: [&str; 24] = [
+const NAMES: [&str; 26] = [
     "gemm.bf16.m512.n4096.k4096",
     "gemm.f32.m1.n2048.k5632.acc",
     "gemm.bf16.m1.n32000.k2048.logits",
@@ -9,6 +9,8 @@ const NAMES: [&str; 24] = [
     "attn_decode.bf16.b16.c16384.gqa4",
     "attn_decode.f16.b1.c512.gqa8.kv4.d64",
     "attn_prefill.bf16.t512.c0.gqa4",
+    "attn_decode.bf16.b16.c2048.gqa128.kv1.d576.latent512",
+    "attn_prefill.bf16.t512.c2048.gqa16.kv1.d576.latent512",
     "rms_norm.bf16.t8.h4096",
     "rope.bf16.t8.heads32.d64",
     "embed.bf16.t8.v32000.h2048",
@@ -51,6 +53,8 @@ fn what_is_no_name_is_none() {
         "gemm.bfloat16.m1.n1.k1",
         "gemm.bf16.m99999999999.n1.k1",
         "attn_decode.bf16.b1.c1.gqa4294967295",
+        "attn_decode.bf16.b1.c1.gqa4.kv2.d64.latent32",
+        "attn_decode.bf16.b1.c1.gqa4.kv1.d64.latent65",
         "rope.bf16.t1.heads1.d3",
         "memory_read.0MiB",
         "memory_read.1024KiB",

@@ -97,9 +97,9 @@ fn fixtures_give_their_golden_tokens_on_every_placement() {
     println!("{undecided} cases with a margin below twice the logits' error: compared by logits");
 }
 
-/// Whether latent attention does not run there, which is said: heads are not divided.
+/// Whether latent attention does not run there, which is said: it has no devices of its own.
 fn is_refused(fixture: &Path, places: &[&str]) -> bool {
-    let cannot = |place: &&str| ["tp:", "attn:"].iter().any(|what| place.contains(what));
+    let cannot = |place: &&str| place.contains("attn:");
     let has_latents = || ModelConfig::open(fixture).is_ok_and(|config| config.latent.is_some());
     let refused = places.iter().any(cannot) && has_latents();
     if refused {
@@ -164,6 +164,24 @@ fn fixtures_give_their_golden_tokens_where_kv_moves_between_one_device_and_sever
     let fixtures = fixtures();
     for (turn, (prefill, decode, split)) in moves.into_iter().enumerate() {
         gives_golden_tokens(&fixtures[turn % fixtures.len()], (turn, 1), (prefill, decode), split);
+    }
+}
+
+/// Heads are divided, and every member keeps all latents: the first sends them, all get them.
+#[test]
+fn latents_give_their_golden_tokens_on_devices_that_divide_heads_and_where_they_move() {
+    let has_latents =
+        |fixture: &std::path::PathBuf| ModelConfig::open(fixture).is_ok_and(|c| c.latent.is_some());
+    let Some(fixture) = fixtures().into_iter().find(has_latents) else {
+        return println!("SKIPPED: no fixture with latents");
+    };
+    let [two, three] = ["tp:cpu@0,cpu@1", "tp:cpu,cpu@0,cpu@1"];
+    for (turn, places) in
+        [(two, two), (three, three), (two, "cpu"), ("cpu", two), (three, "pp:(tp:cpu@0,cpu@1),cpu")]
+            .into_iter()
+            .enumerate()
+    {
+        gives_golden_tokens(&fixture, (turn, 2), places, None);
     }
 }
 

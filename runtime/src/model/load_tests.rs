@@ -1,11 +1,11 @@
-use super::super::random::{RandomCheckpoint, plain_variants, tiny_variants};
+use super::super::random::{RandomCheckpoint, tiny_variants};
 use super::super::testing::{MemoryDevice, ReadFiles, fixtures, scratch};
 use super::super::weights::{HeadWeights, KvWeights, MlpWeights, Tensor, Weights};
 use super::*;
 use mixfleet_hal::Device;
 use mixfleet_hal::random::Stream;
 use mixfleet_hwtests::reference::ReferenceDevice;
-use mixfleet_scheduler::cost::Experts;
+use mixfleet_scheduler::cost::{Experts, LatentAttention};
 use serde_json::{Map, Value, json};
 use std::collections::HashSet;
 
@@ -448,7 +448,7 @@ fn part_of(checkpoint: &Checkpoint, name: &str, rows: Range<u32>, columns: Optio
 
 #[test]
 fn a_member_gets_its_share_of_the_weights_and_no_more() {
-    for (name, random) in plain_variants() {
+    for (name, random) in tiny_variants() {
         let checkpoint = random.load().expect(name);
         let c = &checkpoint.config;
         let (hidden, d) = (c.hidden, c.head_dim);
@@ -472,11 +472,28 @@ fn a_member_gets_its_share_of_the_weights_and_no_more() {
                             "{name} {part}"
                         );
                     };
-                    same(&layer.q, "self_attn.q_proj.weight", q.clone(), None);
-                    let KvWeights::Apart([k, v]) = &layer.kv else { panic!("latents are not divided") };
-                    same(k, "self_attn.k_proj.weight", kv.clone(), None);
-                    same(v, "self_attn.v_proj.weight", kv.clone(), None);
-                    same(&layer.o, "self_attn.o_proj.weight", 0..hidden, Some(q.clone()));
+                    match (&layer.kv, &c.latent) {
+                        (KvWeights::Apart([k, v]), _) => {
+                            same(&layer.q, "self_attn.q_proj.weight", q.clone(), None);
+                            same(k, "self_attn.k_proj.weight", kv.clone(), None);
+                            same(v, "self_attn.v_proj.weight", kv.clone(), None);
+                            same(&layer.o, "self_attn.o_proj.weight", 0..hidden, Some(q.clone()));
+                        }
+                        (KvWeights::Latent(placed), Some(latent)) => {
+                            let LatentAttention { q_rank, kv_rank, nope, rope, v } = latent.lengths;
+                            let of = |each: u32| share.heads.start * each..share.heads.end * each;
+                            let queries = if q_rank > 0 { "q_b_proj" } else { "q_proj" };
+                            same(&layer.q, &format!("self_attn.{queries}.weight"), of(nope + rope), None);
+                            same(&layer.o, "self_attn.o_proj.weight", 0..hidden, Some(of(v)));
+                            let down = "self_attn.kv_a_proj_with_mqa.weight";
+                            same(&placed.kv_down, down, 0..kv_rank + rope, None);
+                            let up = "model.layers.1.self_attn.kv_b_proj.weight";
+                            let [lift, lower] = latent.apart(&part_of(&checkpoint, up, of(nope + v), None));
+                            assert_eq!(read(device, &placed.lift), lift, "{name}");
+                            assert_eq!(read(device, &placed.lower), lower, "{name}");
+                        }
+                        (KvWeights::Latent(_), None) => panic!("{name}: latents of no such attention"),
+                    }
                     let mlp = layer.mlp.as_ref().filter(|_| c.experts_of(1).is_none());
                     if let Some(mlp) = mlp {
                         same(&mlp.gate, "mlp.gate_proj.weight", share.inner.clone(), None);

@@ -3,7 +3,7 @@
 
 use super::config::ModelConfig;
 use super::experts::{BIAS, CORRECTION, DOWN, ExpertNames, GATE_UP, Mixture, SHARED, SHARED_GATE, packed};
-use mixfleet_scheduler::cost::{Experts, MemberShare};
+use mixfleet_scheduler::cost::{Experts, LatentAttention, MemberShare};
 use std::ops::Range;
 
 pub(super) const EMBED: &str = "model.embed_tokens.weight";
@@ -136,6 +136,11 @@ pub(super) fn cut(config: &ModelConfig, share: &MemberShare, name: &str) -> Opti
         false => cut(range(of, each)),
     };
     let (heads, kv_heads, inner) = (config.heads, config.kv_heads, config.intermediate);
+    // rows of a head's query, of what makes its key and value of a latent, and of its value
+    let (of_query, of_latent, of_value) = match config.latent.as_ref().map(|latent| latent.lengths) {
+        Some(LatentAttention { nope, rope, v, .. }) => (nope + rope, nope + v, v),
+        None => (config.head_dim, 0, config.head_dim),
+    };
     // the inner layer of what it belongs to, and the share of it
     let of_expert = |length: u32| (Experts::share(length, &share.inner, inner), length);
     let (part_of_inner, inner) = match &config.experts {
@@ -160,12 +165,13 @@ pub(super) fn cut(config: &ModelConfig, share: &MemberShare, name: &str) -> Opti
     }
     Some(match (module, kind) {
         ("self_attn", "sinks") => return None,
-        ("q_proj", _) => part(Cut::Rows, &share.heads, heads, config.head_dim),
+        ("q_proj" | "q_b_proj", _) => part(Cut::Rows, &share.heads, heads, of_query),
+        ("kv_b_proj", _) => part(Cut::Rows, &share.heads, heads, of_latent),
         ("k_proj" | "v_proj", _) => part(Cut::Rows, &share.kv_heads, kv_heads, config.head_dim),
         ("gate_proj" | "up_proj" | "w1" | "w3", _) => part(Cut::Rows, &part_of_inner, inner, 1),
         // it is added once
         ("o_proj" | "down_proj", "bias") => return share.is_first().then_some(Cut::Whole),
-        ("o_proj", _) => part(Cut::Columns, &share.heads, heads, config.head_dim),
+        ("o_proj", _) => part(Cut::Columns, &share.heads, heads, of_value),
         ("down_proj" | "w2", _) => part(Cut::Columns, &part_of_inner, inner, 1),
         ("embed_tokens", _) if !share.embeds() => return None,
         ("norm" | "lm_head", _) if !share.has_head() => return None,

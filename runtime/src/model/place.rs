@@ -86,8 +86,8 @@ impl Checkpoint {
         let imports = self.import(device, &limits)?;
         let mut total = 0;
         for (name, cut) in &cuts {
-            if let Some((_, elements, dtype)) = self.up_of(name) {
-                total += elements * dtype.size_bytes();
+            if let Some((_, part, dtype)) = self.up_of(name, cut) {
+                total += part.len() as u64 * dtype.size_bytes();
                 continue;
             }
             total += match self.made_for(name) {
@@ -99,15 +99,16 @@ impl Checkpoint {
         let mut placed = HashMap::with_capacity(cuts.len());
         let mut queue = None;
         for (name, cut) in cuts {
-            if let Some((latent, elements, dtype)) = self.up_of(&name) {
-                let values = self.values(&name).ok_or_else(|| self.trouble(&name, "damaged".to_owned()))?;
-                let stem = name.strip_suffix(latent::UP).unwrap_or_default();
-                for (matrix, values) in [latent::LIFT, latent::LOWER].into_iter().zip(latent.apart(&values)) {
-                    let failed = |error: mixfleet_hal::Error| error.context(format!("tensor '{name}'"));
-                    let tensor = latent::upload(device, &values, dtype).map_err(failed)?;
-                    placed.insert(format!("{stem}{matrix}"), tensor);
+            if let Some((latent, part, dtype)) = self.up_of(&name, &cut) {
+                let all = self.values(&name).unwrap_or_default();
+                let damaged = || self.trouble(&name, "damaged".into());
+                let values = all.get(part.clone()).ok_or_else(damaged)?;
+                for (matrix, values) in [latent::LIFT, latent::LOWER].into_iter().zip(latent.apart(values)) {
+                    let tensor = latent::upload(device, &values, dtype)
+                        .map_err(|error| error.context(format!("tensor '{name}'")))?;
+                    placed.insert(name.replace(latent::UP, matrix), tensor);
                 }
-                done += elements * dtype.size_bytes();
+                done += part.len() as u64 * dtype.size_bytes();
                 progress(done, total);
                 continue;
             }
@@ -171,13 +172,15 @@ impl Checkpoint {
         assemble(&self.config, &stage, &mut placed)
     }
 
-    /// Of the up-projections of latent attention, which are taken apart: how, their elements, and the dtype
-    /// of both parts. It is that of what is stored; numbers that were decoded are kept as they are.
-    fn up_of(&self, name: &str) -> Option<(&LatentHeads, u64, DType)> {
+    /// Of the up-projections of latent attention, which are taken apart: how, their elements in the cut, and
+    /// the dtype of both parts. It is that of what is stored; numbers that were decoded are kept as they are.
+    fn up_of(&self, name: &str, cut: &Cut) -> Option<(&LatentHeads, Range<usize>, DType)> {
         let latent = self.config.latent.as_ref().filter(|_| name.ends_with(latent::UP))?;
         let LatentAttention { kv_rank, nope, v, .. } = latent.lengths;
-        let elements = u64::from(self.config.heads) * u64::from(nope + v) * u64::from(kv_rank);
-        Some((latent, elements, self.tensors.get(name).map_or(DType::F32, |stored| stored.dtype)))
+        let all = 0..u64::from(self.config.heads) * u64::from(nope + v);
+        let rows = if let Cut::Rows(rows) = cut { rows } else { &all };
+        let [start, end] = [rows.start, rows.end].map(|row| to_usize(row * u64::from(kv_rank)));
+        Some((latent, start..end, self.tensors.get(name).map_or(DType::F32, |stored| stored.dtype)))
     }
 
     /// Places a matrix of one of several experts, which are stored apart and are one operand: array by array

@@ -218,7 +218,7 @@ fn serialize(tensors: &[HostTensor]) -> std::result::Result<Vec<u8>, safetensors
     safetensors::serialize(views, None)
 }
 
-/// [`tiny_variants`] without those of latent attention, which several devices cannot divide yet, and whose KV
+/// [`tiny_variants`] without those of latent attention, which is given no devices of its own, and whose KV
 /// cannot be codes of eight bits.
 pub fn plain_variants() -> Vec<(&'static str, RandomCheckpoint)> {
     let all = tiny_variants().into_iter();

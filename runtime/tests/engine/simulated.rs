@@ -8,7 +8,7 @@ use mixfleet_hal::fault::{Fault, FaultPlan, Rule};
 use mixfleet_hal::random::Stream;
 use mixfleet_runtime::env::SeededEnv;
 use mixfleet_runtime::model::Checkpoint;
-use mixfleet_runtime::model::random::{plain_variants, tiny_variants};
+use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_scheduler::fleet::Role;
 use mixfleet_simulated::{FaultyDevice, TimeOnlyDevice, VirtualClock};
 use std::sync::Arc;
@@ -54,7 +54,7 @@ fn tiny() -> Checkpoint {
 
 #[test]
 fn prefill_on_one_part_and_decode_on_another_give_the_tokens_of_one() {
-    for (name, checkpoint) in plain_variants() {
+    for (name, checkpoint) in tiny_variants() {
         let checkpoint = checkpoint.load().unwrap();
         for length in [1, 8, 33] {
             let prompt = prompt(length, 70 + u64::from(length), &checkpoint.config);

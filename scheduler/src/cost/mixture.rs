@@ -105,9 +105,14 @@ impl Experts {
     }
 
     /// What a member that has `part` of `whole` columns of the MLP's inner layer has of an inner layer of
-    /// experts.
+    /// experts. Where there are many columns they are cut between words of codes, of four bits too.
     pub fn share(inner: u32, part: &Range<u32>, whole: u32) -> Range<u32> {
-        let at = |column: u32| to_u32(u64::from(inner) * u64::from(column) / u64::from(whole.max(1)));
+        const WORD: u64 = 8;
+        let word = if inner >= 64 && u64::from(inner).is_multiple_of(WORD) { WORD } else { 1 };
+        let at = |column: u32| {
+            let exact = u64::from(inner) * u64::from(column) / u64::from(whole.max(1));
+            to_u32(exact / word * word)
+        };
         at(part.start)..at(part.end)
     }
 
@@ -300,6 +305,15 @@ mod tests {
             let (drawn, formula) = (total as f64 / 400.0, experts.touched(f64::from(rows)));
             assert!((drawn / formula - 1.0).abs() < 0.02, "{rows} rows: {drawn} against {formula}");
         }
+    }
+
+    #[test]
+    fn columns_of_experts_are_cut_between_words_of_codes() {
+        let cut = |inner| [0..96, 96..160].map(|part| Experts::share(inner, &part, 160));
+        assert_eq!(cut(64), [0..32, 32..64]);
+        assert_eq!(cut(2048), [0..1224, 1224..2048]);
+        // few columns, or no words
+        assert_eq!((cut(40), cut(70)), ([0..24, 24..40], [0..42, 42..70]));
     }
 
     #[test]

@@ -30,7 +30,8 @@ pub struct MemberShare {
     pub work: MemberWork,
     /// Its query heads.
     pub heads: Range<u32>,
-    /// The KV heads that these read. Members share one where there are fewer KV heads than members.
+    /// The KV heads that these read. Members share one where there are fewer KV heads than members; latents
+    /// are one, which all members keep.
     pub kv_heads: Range<u32>,
     /// Its columns of the MLP's inner layer.
     pub inner: Range<u32>,
@@ -47,7 +48,7 @@ impl MemberShare {
             layers: 0..shape.layers(),
             work: MemberWork::All,
             heads: 0..shape.heads,
-            kv_heads: 0..shape.kv_heads,
+            kv_heads: 0..shape.kv_shape().kv_heads,
             inner: 0..shape.intermediate,
             vocab: 0..shape.vocab,
         }
@@ -123,10 +124,8 @@ impl Partition {
     /// # Errors
     /// As of [`Partition::in_proportion`].
     pub fn in_stages(shape: &ModelShape, stages: &[Vec<f64>]) -> Result<Self, String> {
-        // stages of one device have all of a layer
-        let whole_layers = stages.iter().all(|stage| stage.len() == 1);
-        if shape.linear.is_some() || (shape.latent.is_some() && !whole_layers) {
-            return Err("latent or linear attention is not divided over devices yet".into());
+        if shape.linear.is_some() {
+            return Err("linear attention is not divided over devices yet".into());
         }
         let whole = |experts: &Experts| experts.spread > 1 || (experts.every > 1 && stages.len() > 1);
         if shape.experts.as_ref().is_some_and(whole) {
@@ -161,7 +160,7 @@ impl Partition {
         first: u32,
     ) -> Result<Vec<MemberShare>, String> {
         let heads = heads(shape, weights)?;
-        let group = shape.heads / shape.kv_heads.max(1);
+        let group = shape.heads / shape.kv_shape().kv_heads.max(1);
         let inner = ranges(&in_runs(shape.intermediate, weights, "columns of the MLP")?);
         for (inner_layer, what) in shape
             .experts
@@ -209,7 +208,7 @@ fn count(range: &Range<u32>) -> u32 {
 
 /// The query heads of each member: those of whole KV heads, or a part of those of one.
 pub(super) fn heads(shape: &ModelShape, weights: &[f64]) -> Result<Vec<Range<u32>>, String> {
-    let (members, kv_heads) = (to_u32(weights.len()), shape.kv_heads);
+    let (members, kv_heads) = (to_u32(weights.len()), shape.kv_shape().kv_heads);
     if kv_heads == 0 || !shape.heads.is_multiple_of(kv_heads) {
         return Err(format!("{} heads do not divide over {kv_heads} KV heads", shape.heads));
     }
@@ -290,6 +289,21 @@ mod tests {
         let of_one = MemberShare::whole(&shape);
         assert_eq!(Partition::even(&shape, 1).unwrap().shares(), std::slice::from_ref(&of_one));
         assert_eq!(of_one.of(&shape), shape);
+    }
+
+    #[test]
+    fn heads_over_latents_are_divided_and_every_member_keeps_all_latents() {
+        let shape = models::find("deepseek-v3").unwrap().shape(DType::Bf16);
+        for members in [2, 8] {
+            assert_eq!(shape.check_split(members), Ok(()));
+            for share in Partition::even(&shape, members).unwrap().shares() {
+                assert_eq!((count(&share.heads), share.kv_heads.clone()), (128 / members, 0..1));
+                let (of, split) = (share.of(&shape), shape.split(members));
+                assert_eq!(of.kv_bytes_per_token(), shape.kv_bytes_per_token());
+                assert_eq!(ModelShape { vocab: split.vocab, kv_heads: split.kv_heads, ..of }, split);
+            }
+        }
+        assert!(Partition::even(&ModelShape { heads: 4, ..shape }, 5).unwrap_err().contains("4 heads"));
     }
 
     #[test]

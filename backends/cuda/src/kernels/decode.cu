@@ -3,7 +3,7 @@
 // A warp takes 32 keys at a time. For the scores a lane is a key and reads all of it, once for all HEADS
 // queries; for the values a lane is VD neighbouring dimensions (of DIMS such groups) and the keys pass by.
 
-#define GROUPS ((HEAD_DIM + 32 * VD - 1) / (32 * VD))
+#define GROUPS ((VALUE_DIM + 32 * VD - 1) / (32 * VD))
 // Keys whose values are under way together.
 #define AHEAD 8
 
@@ -27,7 +27,7 @@ KERNEL(32 * WARPS) attn_decode(DECODE_OPERANDS, DECODE_EXTRA) {
     LOCAL __align__(16) float query[HEADS][HEAD_DIM];
     LOCAL __align__(16) float weights[WARPS][32][HEADS];
     LOCAL uint places[WARPS][32];
-    LOCAL float sums[WARPS][HEADS][HEAD_DIM];
+    LOCAL float sums[WARPS][HEADS][VALUE_DIM];
     LOCAL float stats[WARPS][HEADS][2];
     const uint lane = THREAD % 32, warp = THREAD / 32, sequence = blockIdx.z;
     const uint ratio = heads / kv_heads, groups = (ratio + HEADS - 1) / HEADS;
@@ -93,7 +93,7 @@ KERNEL(32 * WARPS) attn_decode(DECODE_OPERANDS, DECODE_EXTRA) {
                 for (uint i = 0; i < GROUPS; ++i) {
                     const uint d = (i * 32 + lane) * VD;
                     // absent values count 0: a weight of 0 times what lies there may be NaN
-                    const bool there = place != NOWHERE && d < HEAD_DIM;
+                    const bool there = place != NOWHERE && d < VALUE_DIM;
                     const TYPE(KV)* value = v_pool + line_at(&keys, place) + d;
                     for (uint e = 0; e < VD; ++e) v[j][i][e] = 0.0f;
                     if (there) LOAD_VALUES(KV)(value, v[j][i]);
@@ -115,7 +115,7 @@ KERNEL(32 * WARPS) attn_decode(DECODE_OPERANDS, DECODE_EXTRA) {
         for (uint i = 0; i < GROUPS; ++i)
             for (uint e = 0; e < VD; ++e) {
                 const uint d = (i * 32 + lane) * VD + e;
-                if (d < HEAD_DIM) sums[warp][h][d] = acc[h][i][e];
+                if (d < VALUE_DIM) sums[warp][h][d] = acc[h][i][e];
             }
         if (lane == 0) {
             stats[warp][h][0] = max[h];

@@ -1,7 +1,7 @@
 // What both decode kernels and their combine share. A block works on one part of one sequence's keys for up
 // to HEADS query heads of one KV head: grid (parts, kv_heads * head groups, sequences). Parts beyond what a
 // sequence needs end at once; a sequence of one part writes its result, the others leave partial results in
-// scratch for `attn_combine`: part_acc [sequences, heads, parts, head_dim], part_stat [.., parts, 2].
+// scratch for `attn_combine`: part_acc [sequences, heads, parts, value_dim], part_stat [.., parts, 2].
 
 #define WARPS 4
 #define LOG2E 1.4426950408889634f
@@ -31,7 +31,7 @@ DEVICE Cut cut(uint first, uint end, uint parts, uint chunk) {
 DEVICE void place(const Cut* all, uint row, uint part, uint parts, float* acc_out, float* stat, float* part_acc,
                   float* part_stat, float** acc, float** head_stat) {
     const ulong line = all->used == 1 ? row : (ulong)row * parts + part;
-    *acc = (all->used == 1 ? acc_out : part_acc) + line * HEAD_DIM;
+    *acc = (all->used == 1 ? acc_out : part_acc) + line * VALUE_DIM;
     *head_stat = (all->used == 1 ? stat : part_stat) + line * 2;
 }
 
@@ -46,12 +46,13 @@ DEVICE uint line_of(const Keys* keys, uint t, uint end) {
 // The factor that takes sums from one maximum to another.
 DEVICE float share(float from, float to) { return from > -INFINITY ? exp2_fast((from - to) * LOG2E) : 0.0f; }
 
-// Joins what the warps of a block found: sums [WARPS][HEADS][HEAD_DIM], stats [WARPS][HEADS][2], both shared.
-DEVICE void join(const Cut* all, float (*sums)[HEADS][HEAD_DIM], float (*stats)[HEADS][2], uint row, uint present,
+// Joins what the warps of a block found: sums [WARPS][HEADS][VALUE_DIM], stats [WARPS][HEADS][2], both
+// shared.
+DEVICE void join(const Cut* all, float (*sums)[HEADS][VALUE_DIM], float (*stats)[HEADS][2], uint row, uint present,
                  uint part, uint parts, float* acc_out, float* stat, float* part_acc, float* part_stat) {
     BARRIER();
-    for (uint i = THREAD; i < present * HEAD_DIM; i += 32 * WARPS) {
-        const uint h = i / HEAD_DIM, d = i % HEAD_DIM;
+    for (uint i = THREAD; i < present * VALUE_DIM; i += 32 * WARPS) {
+        const uint h = i / VALUE_DIM, d = i % VALUE_DIM;
         float max = -INFINITY;
         for (uint w = 0; w < WARPS; ++w) max = FMAX(max, stats[w][h][0]);
         float sum = 0.0f, total = 0.0f;

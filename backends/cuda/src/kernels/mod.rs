@@ -1,7 +1,7 @@
 //! Kernel sources, and how a program is assembled from them.
 
-use mixfleet_hal::DType;
 use mixfleet_hal::cast::to_u32;
+use mixfleet_hal::{DType, Scalar};
 
 /// Includes a source that several kinds of GPU share.
 macro_rules! portable {
@@ -60,6 +60,8 @@ pub enum KernelSource {
     Decode,
     /// `attn_decode_mma` on tensor cores.
     DecodeMma,
+    /// `attn_decode_latent` and `attn_prefill_latent` on tensor cores.
+    LatentMma,
     /// `attn_combine`, after either decode kernel, or with `attn_merge` in it.
     Combine,
 }
@@ -87,6 +89,7 @@ impl KernelSource {
             KernelSource::PrefillWgmma => "prefill_wgmma.cu",
             KernelSource::Decode => "decode.cu",
             KernelSource::DecodeMma => "decode_mma.cu",
+            KernelSource::LatentMma => "latent_mma.cu",
             KernelSource::Combine => "combine.cu",
         }
     }
@@ -119,6 +122,7 @@ impl KernelSource {
             KernelSource::PrefillWgmma => &[PREFILL, include_str!("prefill_wgmma.cu")],
             KernelSource::Decode => &[DECODE, include_str!("decode.cu")],
             KernelSource::DecodeMma => &[DECODE, include_str!("decode_mma.cu")],
+            KernelSource::LatentMma => &[DECODE, include_str!("latent_mma.cu")],
             KernelSource::Combine => &[DECODE, include_str!("combine.cu")],
         }
     }
@@ -131,6 +135,8 @@ pub enum MacroValue {
     Type(DType),
     /// A number.
     Number(u32),
+    /// A float, by its bits.
+    Float(u32),
 }
 
 impl std::fmt::Display for MacroValue {
@@ -138,6 +144,7 @@ impl std::fmt::Display for MacroValue {
         match self {
             MacroValue::Type(dtype) => f.write_str(dtype.name()),
             MacroValue::Number(number) => number.fmt(f),
+            MacroValue::Float(bits) => write!(f, "{:?}f", f32::from_bits(*bits)),
         }
     }
 }
@@ -163,6 +170,12 @@ impl Macro for u32 {
 impl Macro for u64 {
     fn value(&self) -> MacroValue {
         MacroValue::Number(to_u32(*self))
+    }
+}
+
+impl Macro for Scalar {
+    fn value(&self) -> MacroValue {
+        MacroValue::Float(self.0.to_bits())
     }
 }
 
@@ -249,6 +262,6 @@ mod tests {
                 kernels += 1;
             }
         }
-        assert!(kernels >= 34, "{kernels}");
+        assert!(kernels >= 36, "{kernels}");
     }
 }

@@ -1,9 +1,10 @@
 //! Selects the attention kernel, and how decode attention is split into parts.
 
+use super::latent::LatentBlock;
 use super::{DeviceRange, KernelArg, PlanStep, PlanTarget, PlannedOp, VEC_BYTES, apart, arguments, launch};
 use crate::kernels::{KernelProgram, KernelSource, Macro};
 use mixfleet_hal::cast::to_u32;
-use mixfleet_hal::{DType, KvShape, OpSig, Result, Support};
+use mixfleet_hal::{DType, KvShape, LatentKv, OpSig, Result, Support};
 
 /// Threads per block: both decode kernels and `attn_prefill_mma` have 4 warps.
 const THREADS: u32 = 128;
@@ -30,9 +31,9 @@ fn on_tensor_cores(x: DType, kv: DType, target: &PlanTarget) -> bool {
     target.capability >= 80 && x == kv && matches!(kv, DType::Bf16 | DType::F16)
 }
 
-/// Whether `attn_decode_mma` takes heads of this length.
-fn decode_heads(head_dim: u32) -> bool {
-    matches!(head_dim, 64 | 128)
+/// Whether `attn_decode_mma` takes heads like these.
+fn decode_heads(kv: &KvShape) -> bool {
+    kv.latent.is_none() && matches!(kv.head_dim, 64 | 128)
 }
 
 /// Whether `attn_prefill_mma` takes heads of this length: whole steps of 16, whose sums fit the registers.
@@ -94,8 +95,15 @@ pub(super) fn slow_prefill(
     operands: &[DeviceRange],
     target: &PlanTarget,
 ) -> Option<&'static str> {
-    let OpSig::AttnPrefill { x, kv: KvShape { head_dim, dtype: kv, .. }, .. } = *sig else { return None };
+    let OpSig::AttnPrefill { heads, x, kv: shape, .. } = *sig else { return None };
+    let KvShape { head_dim, dtype: kv, latent, .. } = shape;
     match () {
+        () if latent.is_some() => match LatentBlock::of((heads, x, &shape), operands, target) {
+            Some(_) => None,
+            None => Some(
+                "tensor cores need latents of queries' 16-bit dtype, in vectors, and their shared memory",
+            ),
+        },
         () if !on_tensor_cores(x, kv, target) => Some("tensor cores need queries and KV of one 16-bit dtype"),
         () if !prefill_heads(head_dim) => Some("tensor cores need heads of 64, 80, .. 256 elements"),
         () if !PrefillBlock::new(1, head_dim).fits(target) => Some("a block has too little shared memory"),
@@ -104,32 +112,57 @@ pub(super) fn slow_prefill(
     }
 }
 
+/// A launch of a kernel over latents in blocks on tensor cores.
+fn latent_launch(
+    kernel: &'static str,
+    block: LatentBlock,
+    (kv, common): (&KvShape, &[(&'static str, &dyn Macro)]),
+    grid: [u64; 3],
+    args: Vec<KernelArg>,
+) -> Result<PlanStep> {
+    let (value_dim, heads) = (kv.value_dim(), block.heads());
+    let mut macros = common.to_vec();
+    macros.extend(latent_macros(kv, &value_dim));
+    let of_block: [(&'static str, &dyn Macro); 2] = [("HEADS", &heads), ("ROW_TILES", &block.row_tiles)];
+    macros.extend(of_block);
+    let mut step =
+        launch(KernelProgram::new(KernelSource::LatentMma, &macros), kernel, (grid, THREADS), args)?;
+    if let PlanStep::Launch(launch) = &mut step {
+        launch.shared_bytes = block.shared_bytes;
+    }
+    Ok(step)
+}
+
+/// What tells a kernel that keys contain their values, if they do.
+fn latent_macros<'a>(kv: &'a KvShape, value_dim: &'a u32) -> Vec<(&'static str, &'a dyn Macro)> {
+    let latent = kv.latent.as_ref();
+    let macros = |latent: &'a LatentKv| -> [(&'static str, &'a dyn Macro); 2] {
+        [("VALUE_DIM", value_dim), ("SCALE", &latent.scale)]
+    };
+    latent.map(macros).into_iter().flatten().collect()
+}
+
 pub(super) fn prefill(
     sig: &OpSig,
     operands: &[DeviceRange],
     mut args: Vec<KernelArg>,
     target: &PlanTarget,
 ) -> Result<PlanStep> {
-    let OpSig::AttnPrefill {
-        tokens,
-        sequences,
-        heads,
-        pages_max,
-        window,
-        sinks,
-        x,
-        kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, .. },
-        ..
-    } = *sig
+    let OpSig::AttnPrefill { tokens, sequences, heads, pages_max, window, sinks, x, kv: shape, .. } = *sig
     else {
         unreachable!("called for attn_prefill")
     };
+    let KvShape { kv_heads, head_dim, page_tokens, dtype: kv, .. } = shape;
     if !sinks {
         args.insert(SINKS_AT, args[0]); // never read
     }
     args.extend([sequences, heads, kv_heads, page_tokens, pages_max].map(KernelArg::U32));
     args.extend([tokens, window.unwrap_or(u32::MAX), sinks.into()].map(KernelArg::U32));
     let macros: [(&'static str, &dyn Macro); 3] = [("X", &x), ("KV", &kv), ("HEAD_DIM", &head_dim)];
+    if let Some(block) = LatentBlock::of((heads, x, &shape), operands, target) {
+        let grid = [heads.div_ceil(block.heads()).into(), tokens.into(), 1];
+        return latent_launch("attn_prefill_latent", block, (&shape, &macros), grid, args);
+    }
     let rows = u64::from(tokens) * u64::from(heads / kv_heads.max(1));
     // smaller blocks if larger ones would leave multiprocessors idle, or their sums the registers
     let large = PrefillBlock::new(2, head_dim);
@@ -164,8 +197,10 @@ pub(super) fn prefill(
         }
         return Ok(step);
     }
-    let program =
-        KernelProgram::new(KernelSource::Attention, &[&macros[..], &[("GROUP", &PORTABLE_THREADS)]].concat());
+    let value_dim = shape.value_dim();
+    let mut macros = [&macros[..], &[("GROUP", &PORTABLE_THREADS)]].concat();
+    macros.extend(latent_macros(&shape, &value_dim));
+    let program = KernelProgram::new(KernelSource::Attention, &macros);
     launch(program, "attn_prefill", ([heads.into(), tokens.into(), 1], PORTABLE_THREADS), args)
 }
 
@@ -175,25 +210,17 @@ pub(super) fn prefill(
 /// eight waves, so that the last one weighs little. The sizes are those that the host expects; a kernel makes
 /// parts longer where a sequence has more keys than `parts` of them hold.
 fn cut(sig: &OpSig, blocks_per_part: u64, target: &PlanTarget) -> (u64, u64) {
-    let OpSig::AttnDecode {
-        sequences,
-        kv_tokens,
-        heads,
-        pages_max,
-        kv: KvShape { head_dim, page_tokens, .. },
-        ..
-    } = *sig
-    else {
+    let OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, kv, .. } = *sig else {
         unreachable!("called for attn_decode")
     };
     let wave = u64::from(target.multiprocessors) * RESIDENT;
     let fill = (kv_tokens * blocks_per_part).div_ceil(wave.max(1));
     let wanted = if fill < CHUNK_FULL { fill } else { (fill / 8).max(CHUNK_FULL) };
     let chunk = wanted.max(1).next_multiple_of(CHUNK_STEP);
-    let longest = u64::from(pages_max) * u64::from(page_tokens);
+    let longest = u64::from(pages_max) * u64::from(kv.page_tokens);
     let average = kv_tokens.div_ceil(u64::from(sequences).max(1)).div_ceil(chunk);
     let rows = u64::from(sequences) * blocks_per_part;
-    let part_bytes = u64::from(sequences) * u64::from(heads) * (u64::from(head_dim) + 2) * 4;
+    let part_bytes = u64::from(sequences) * u64::from(heads) * (u64::from(kv.value_dim()) + 2) * 4;
     let parts = longest
         .div_ceil(chunk)
         .min((4 * average).max(IDLE_BLOCKS_MAX / rows.max(1)))
@@ -201,11 +228,11 @@ fn cut(sig: &OpSig, blocks_per_part: u64, target: &PlanTarget) -> (u64, u64) {
     (parts.max(1), chunk)
 }
 
-/// Returns the elements per lane in `attn_decode`: the fewest with which 32 lanes span a head, or else a
-/// divisor.
-fn lane_elements(head_dim: u32) -> u32 {
-    let divides = |width: &u32| head_dim.is_multiple_of(*width);
-    let spans = [1, 2, 4].into_iter().filter(divides).find(|width| head_dim / width <= 32);
+/// Returns the elements of a value per lane in `attn_decode`: the fewest with which 32 lanes span it, or else
+/// a divisor, also of the keys that it may be in.
+fn lane_elements(head_dim: u32, value_dim: u32) -> u32 {
+    let divides = |width: &u32| head_dim.is_multiple_of(*width) && value_dim.is_multiple_of(*width);
+    let spans = [1, 2, 4].into_iter().filter(divides).find(|width| value_dim / width <= 32);
     spans.or_else(|| [4, 2, 1].into_iter().find(divides)).unwrap_or(1)
 }
 
@@ -215,19 +242,26 @@ pub(super) fn decode_merged(
     (merge, merged): &PlannedOp,
     target: &PlanTarget,
 ) -> Result<Option<Vec<PlanStep>>> {
-    let OpSig::AttnDecode { sequences, heads, kv: KvShape { head_dim, .. }, .. } = *sig else {
-        return Ok(None);
-    };
+    let OpSig::AttnDecode { sequences, heads, kv, .. } = *sig else { return Ok(None) };
     let OpSig::AttnMerge { parts: 1, rows, head_dim: merged_dim, sinks: 0, out } = *merge else {
         return Ok(None);
     };
-    let whole = u64::from(rows) == u64::from(sequences) * u64::from(heads) && merged_dim == head_dim;
-    let of_it = operands[5..] == merged[..2];
+    let whole = u64::from(rows) == u64::from(sequences) * u64::from(heads) && merged_dim == kv.value_dim();
+    let of_it = operands.ends_with(&merged[..2]);
     if !whole || !of_it || !operands.iter().all(|place| apart(place, &merged[2])) {
         return Ok(None);
     }
     let steps = decode(sig, operands, arguments(sig, operands), Some((out, merged[2])), target)?;
     Ok((steps.len() == 2).then_some(steps))
+}
+
+/// Query heads per block of `attn_decode`, as bounded by the registers for their sums, and by what shared
+/// memory holds of each: the query, sums of each warp, weights of 32 keys, maxima and sums of weights.
+fn portable_heads_max(kv: &KvShape) -> u32 {
+    const WARPS: u32 = THREADS / 32;
+    const SHARED_BYTES: u32 = (48 << 10) - WARPS * 32 * 4;
+    let head_bytes = 4 * (kv.head_dim + WARPS * (kv.value_dim() + 32 + 2));
+    HEADS_MAX.min(2048 / kv.value_dim()).min(SHARED_BYTES / head_bytes).max(1)
 }
 
 /// Plans decode attention, with its merge into `merged` where there are several parts.
@@ -238,23 +272,22 @@ pub(super) fn decode(
     merged: Option<(DType, DeviceRange)>,
     target: &PlanTarget,
 ) -> Result<Vec<PlanStep>> {
-    let OpSig::AttnDecode {
-        sequences,
-        heads,
-        pages_max,
-        x,
-        kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, .. },
-        ..
-    } = *sig
-    else {
+    let OpSig::AttnDecode { sequences, heads, pages_max, x, kv: shape, .. } = *sig else {
         unreachable!("called for attn_decode")
     };
+    let KvShape { kv_heads, head_dim, page_tokens, dtype: kv, .. } = shape;
+    let value_dim = shape.value_dim();
     let ratio = heads / kv_heads.max(1);
     let exact = on_tensor_cores(x, kv, target);
     let split = on_tensor_cores(kv, kv, target) && x == DType::F32 && kv == DType::Bf16;
-    let tensor_cores = (exact || split) && decode_heads(head_dim) && aligned(operands);
+    let tensor_cores = (exact || split) && decode_heads(&shape) && aligned(operands);
+    let of_latents = LatentBlock::of((heads, x, &shape), operands, target);
     // equal shares of the heads that share a KV head
-    let heads_max = if tensor_cores { HEADS_MAX } else { HEADS_MAX.min(2048 / head_dim).max(1) };
+    let heads_max = match of_latents {
+        Some(block) => block.heads(),
+        None if tensor_cores => HEADS_MAX,
+        None => portable_heads_max(&shape),
+    };
     let groups = ratio.div_ceil(heads_max).max(1);
     let block_heads = ratio.div_ceil(groups).max(1);
     let blocks_per_part = u64::from(kv_heads) * u64::from(groups);
@@ -262,9 +295,10 @@ pub(super) fn decode(
     let (parts, chunk) = (to_u32(parts), u32::try_from(chunk).unwrap_or(u32::MAX / 2).next_multiple_of(64));
     let part_acc = target.scratch.address;
     let part_stat =
-        part_acc + u64::from(sequences) * u64::from(heads) * u64::from(parts) * u64::from(head_dim) * 4;
+        part_acc + u64::from(sequences) * u64::from(heads) * u64::from(parts) * u64::from(value_dim) * 4;
 
-    let [range, acc, stat] = [1, 5, 6].map(|i: usize| KernelArg::Address(operands[i].address));
+    let last = operands.len() - 1;
+    let [range, acc, stat] = [1, last - 1, last].map(|i| KernelArg::Address(operands[i].address));
     let scratch = [KernelArg::Address(part_acc), KernelArg::Address(part_stat)];
     args.extend([sequences, heads, kv_heads, page_tokens, pages_max].map(KernelArg::U32));
     args.extend(scratch);
@@ -272,7 +306,9 @@ pub(super) fn decode(
     let macros: [(&'static str, &dyn Macro); 4] =
         [("X", &x), ("KV", &kv), ("HEAD_DIM", &head_dim), ("HEADS", &block_heads)];
     let grid = ([parts.into(), blocks_per_part, sequences.into()], THREADS);
-    let first = if tensor_cores {
+    let first = if let Some(block) = of_latents {
+        latent_launch("attn_decode_latent", block, (&shape, &macros[..3]), grid.0, args)?
+    } else if tensor_cores {
         let split = if split { 3u32 } else { 1 };
         let program =
             KernelProgram::new(KernelSource::DecodeMma, &[&macros[..], &[("SPLIT", &split)]].concat());
@@ -282,8 +318,9 @@ pub(super) fn decode(
         let pages_aligned = !kv.is_scaled() || page_tokens.is_multiple_of(2);
         let vectors = head_dim.is_multiple_of(8) && aligned(operands) && pages_aligned;
         let key_elements = if vectors { 8u32 } else { 1 };
-        let value_elements = if aligned(operands) { lane_elements(head_dim) } else { 1 };
-        let macros = [&macros[..], &[("KW", &key_elements), ("VD", &value_elements)]].concat();
+        let value_elements = if aligned(operands) { lane_elements(head_dim, value_dim) } else { 1 };
+        let mut macros = [&macros[..], &[("KW", &key_elements), ("VD", &value_elements)]].concat();
+        macros.extend(latent_macros(&shape, &value_dim));
         launch(KernelProgram::new(KernelSource::Decode, &macros), "attn_decode", grid, args)?
     };
     let mut steps = vec![first];
@@ -293,7 +330,7 @@ pub(super) fn decode(
         args.extend(merged.map(|(_, place)| KernelArg::Address(place.address)));
         args.extend([heads, page_tokens, pages_max, parts, chunk].map(KernelArg::U32));
         let mut macros: Vec<(&'static str, &dyn Macro)> =
-            vec![("X", &DType::F32), ("KV", &DType::F32), ("HEAD_DIM", &head_dim), ("HEADS", &1u32)];
+            vec![("X", &DType::F32), ("KV", &DType::F32), ("HEAD_DIM", &value_dim), ("HEADS", &1u32)];
         macros.extend(merged.as_ref().map(|(out, _)| ("OUT", out as &dyn Macro)));
         let program = KernelProgram::new(KernelSource::Combine, &macros);
         let rows = u64::from(sequences) * u64::from(heads);
@@ -381,7 +418,9 @@ mod tests {
     #[test]
     fn lanes_span_heads() {
         for (head_dim, elements) in [(16, 1), (33, 1), (64, 2), (80, 4), (96, 4), (128, 4), (256, 4)] {
-            assert_eq!(lane_elements(head_dim), elements, "{head_dim}");
+            assert_eq!(lane_elements(head_dim, head_dim), elements, "{head_dim}");
         }
+        // values in keys that they do not divide
+        assert_eq!([(576, 512), (34, 32), (17, 9)].map(|(key, value)| lane_elements(key, value)), [4, 1, 1]);
     }
 }

@@ -7,6 +7,7 @@ mod attention;
 mod experts;
 mod few_rows;
 mod gemm;
+mod latent;
 mod quantised;
 
 use crate::kernels::{KernelProgram, KernelSource, Macro};
@@ -134,7 +135,8 @@ fn vector(n: u64, operands: &[DeviceRange]) -> u64 {
     if n.is_multiple_of(VEC) && aligned { VEC } else { 1 }
 }
 
-/// Returns the operands as arguments, in order; the number of pages follows a `k_pool`.
+/// Returns the operands as arguments, in order; the number of pages follows a `k_pool`, which stands for
+/// `v_pool` too where keys contain their values.
 fn arguments(sig: &OpSig, operands: &[DeviceRange]) -> Vec<KernelArg> {
     let kinds = sig.operands();
     let mut args = Vec::new();
@@ -146,6 +148,7 @@ fn arguments(sig: &OpSig, operands: &[DeviceRange]) -> Vec<KernelArg> {
             let bytes = v_pool.map_or(place.bytes, |i| operands[i].bytes.min(place.bytes));
             let pages = bytes / (page * kind.dtype.size_bytes()).max(1);
             args.push(KernelArg::U32(u32::try_from(pages).unwrap_or(u32::MAX)));
+            args.extend(v_pool.is_none().then_some(KernelArg::Address(place.address)));
         }
     }
     args
@@ -316,21 +319,13 @@ fn simple(sig: &OpSig, operands: &[DeviceRange], mut args: Vec<KernelArg>) -> Re
             rows_launch("rms_norm", (x, weight, out), (rows, cols), vec, 512, args)
         }
         OpSig::Sample { .. } => sample(sig, operands, args),
-        OpSig::KvWrite {
-            tokens,
-            x: other,
-            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, .. },
-        }
-        | OpSig::KvGather {
-            tokens,
-            wire: other,
-            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, .. },
-        }
-        | OpSig::KvScatter {
-            tokens,
-            wire: other,
-            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, .. },
-        } => {
+        OpSig::KvWrite { tokens, x: other, kv: shape }
+        | OpSig::KvGather { tokens, wire: other, kv: shape }
+        | OpSig::KvScatter { tokens, wire: other, kv: shape } => {
+            let KvShape { kv_heads, head_dim, page_tokens, dtype: kv, latent } = shape;
+            if latent.is_some() && matches!(sig, OpSig::KvWrite { .. }) {
+                args.insert(1, args[0]); // never read
+            }
             let heads = u64::from(tokens) * u64::from(kv_heads);
             let vec = vector(head_dim.into(), operands);
             let (source, count) = match kv.is_scaled() || other.is_scaled() {
@@ -343,8 +338,9 @@ fn simple(sig: &OpSig, operands: &[DeviceRange], mut args: Vec<KernelArg>) -> Re
                 KernelArg::U32(head_dim),
                 KernelArg::U64(count),
             ]);
-            let macros: [(&'static str, &dyn Macro); 4] =
-                [("X", &other), ("KV", &kv), ("VEC", &vec), ("GROUP", &THREADS)];
+            let rows = shape.pools();
+            let macros: [(&'static str, &dyn Macro); 5] =
+                [("X", &other), ("KV", &kv), ("VEC", &vec), ("GROUP", &THREADS), ("KV_ROWS", &rows)];
             launch(KernelProgram::new(source, &macros), sig.name(), each(count), args)
         }
         OpSig::AttnMerge { parts, rows, head_dim, sinks, out } => {
@@ -417,14 +413,13 @@ pub fn slow(sig: &OpSig, operands: &[DeviceRange], target: &PlanTarget) -> Optio
 
 /// Returns whether and how well `target` can run `sig`.
 pub fn support(sig: &OpSig, target: &PlanTarget) -> Support {
-    // shared memory holds a head of q and one of sums for each warp of a block
-    const HEAD_DIM_MAX: u32 = 512;
+    // shared memory holds a head of q and a value of sums for each warp of a block
+    const HEAD_DIM_MAX: u32 = 1024;
+    const VALUE_DIM_MAX: u32 = 512;
     const EXPERTS_MAX: u32 = 4096;
     let eight_bits = |operand: &mixfleet_hal::Operand| operand.dtype.is_scaled() && !sig.has_scales(operand);
     match *sig {
         _ if sig.check().is_err() => Support::No,
-        // no kernel takes values out of keys yet
-        _ if sig.kv().is_some_and(|kv| kv.latent.is_some()) => Support::No,
         // a token's list of experts is in shared memory
         OpSig::Route { routing, .. } if routing.experts > EXPERTS_MAX => Support::No,
         OpSig::Gemm { x, weight, out, .. } => {
@@ -442,9 +437,8 @@ pub fn support(sig: &OpSig, target: &PlanTarget) -> Support {
             if n.is_multiple_of(kind.group_rows) { Support::Emulated } else { Support::No }
         }
         _ if sig.operands().iter().any(eight_bits) => Support::No,
-        OpSig::AttnPrefill { kv: KvShape { head_dim, .. }, .. }
-        | OpSig::AttnDecode { kv: KvShape { head_dim, .. }, .. }
-            if head_dim > HEAD_DIM_MAX || head_dim == 0 =>
+        OpSig::AttnPrefill { kv, .. } | OpSig::AttnDecode { kv, .. }
+            if kv.head_dim > HEAD_DIM_MAX || kv.value_dim() > VALUE_DIM_MAX || kv.head_dim == 0 =>
         {
             Support::No
         }

@@ -38,6 +38,7 @@ struct RawLaunch {
 }
 
 type Emulate = unsafe extern "C" fn(*const RawLaunch) -> *const c_char;
+type Copied = unsafe extern "C" fn() -> u64;
 
 /// Host memory that stands for the device's.
 #[derive(Debug)]
@@ -81,6 +82,8 @@ impl Buffer for Memory {
 struct Programs {
     directory: PathBuf,
     loaded: HashMap<(KernelProgram, &'static str), Library>,
+    /// Bytes that threads copied to shared memory behind their back.
+    copied_bytes: u64,
 }
 
 impl Programs {
@@ -120,13 +123,17 @@ impl Programs {
         let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: `emulate` has this type (shim.h). The arguments are those of the kernel's plan, as on a
         // GPU; the operands they point to are alive, for the command holds them.
-        let error = unsafe {
-            let emulate = library
-                .get::<Emulate>(format!("emulate_{}", launch.kernel).as_bytes())
-                .map_err(|e| Error::new(ErrorKind::Other, e.to_string()))?;
+        let (error, copied_bytes) = unsafe {
+            let failed = |e: libloading::Error| Error::new(ErrorKind::Other, e.to_string());
+            let name = |what: &str| format!("{what}_{}", launch.kernel);
+            let emulate = library.get::<Emulate>(name("emulate").as_bytes()).map_err(failed)?;
+            let copied = library.get::<Copied>(name("copied").as_bytes()).map_err(failed)?;
+            let before = copied();
             let error = emulate(&raw);
-            (!error.is_null()).then(|| CStr::from_ptr(error).to_string_lossy().into_owned())
+            let error = (!error.is_null()).then(|| CStr::from_ptr(error).to_string_lossy().into_owned());
+            (error, copied() - before)
         };
+        self.copied_bytes += copied_bytes;
         match error {
             None => Ok(()),
             Some(error) => Err(Error::new(ErrorKind::Other, format!("{}: {error}", launch.kernel))),
@@ -214,9 +221,16 @@ impl EmulatedDevice {
             fingerprint: "emulated".to_owned(),
             notes: Vec::new(),
         };
-        let programs = Programs { directory, loaded: HashMap::new() };
+        let programs = Programs { directory, loaded: HashMap::new(), copied_bytes: 0 };
         let (programs, launched) = (Arc::new(Mutex::new(programs)), Arc::default());
         Some(EmulatedDevice { info, target, _scratch: scratch, programs, launched })
+    }
+}
+
+impl EmulatedDevice {
+    /// Bytes that its kernels copied to shared memory by cp.async so far.
+    pub(crate) fn copied_bytes(&self) -> u64 {
+        self.programs.lock().unwrap_or_else(PoisonError::into_inner).copied_bytes
     }
 }
 

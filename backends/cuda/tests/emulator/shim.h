@@ -91,6 +91,7 @@ static uint dynamic_bytes;
 static Written written[SHARED_MAX / 16];
 static uint named[NAMED_MAX], phases_begun;
 static char error[256];
+static ulong copied_bytes; // to shared memory, by all launches
 static void (*body)();
 
 extern "C" void emulator_switch(void** save, void* load);
@@ -167,6 +168,7 @@ static Written* written_at(const void* to) {
 }
 
 static void land(const Copy& copy) {
+    copied_bytes += copy.present ? 16 : 0;
     if (copy.present)
         memcpy(copy.to, copy.from, 16);
     else
@@ -303,6 +305,7 @@ template <class... A> static const char* run(void (*kernel)(A...), const Launch*
 #define EXPORT extern "C" __attribute__((visibility("default")))
 #define EMULATE(kernel)                                                                                      \
     EXPORT int count_##kernel() { return emulator::count_of(kernel); }                                       \
+    EXPORT ulong copied_##kernel() { return emulator::copied_bytes; }                                        \
     EXPORT const char* emulate_##kernel(const emulator::Launch* launch) { return emulator::run(kernel, launch); }
 
 #define SHARED_BYTES(name) uchar* const name = emulator::dynamic
