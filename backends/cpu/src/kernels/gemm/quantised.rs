@@ -436,8 +436,7 @@ unsafe fn order_x<S: Simd, C: CodeWords<S>>(task: &QuantisedFewRows, parts: &Par
                         for (j, value) in values.iter().enumerate() {
                             let (pair, half) = (j % (C::PER_WORD / 2), j / (C::PER_WORD / 2));
                             let at = 2 * (pair * S::LANES + lane) + half;
-                            *to.add(from / 2).cast::<i16>().add(at) =
-                                (value / scale).round_ties_even() as i16;
+                            *to.add(from / 2).cast::<i16>().add(at) = integer_of(value / scale);
                         }
                     } else {
                         for (j, value) in values.iter().enumerate() {
@@ -448,6 +447,13 @@ unsafe fn order_x<S: Simd, C: CodeWords<S>>(task: &QuantisedFewRows, parts: &Par
             }
         }
     }
+}
+
+/// To the nearest integer; a NaN to zero.
+#[inline(always)]
+#[expect(clippy::cast_possible_truncation, reason = "15 bits and a sign, by the power of two")]
+fn integer_of(value: f32) -> i16 {
+    value.round_ties_even() as i16
 }
 
 /// The power of two that makes integers of 16 bits of some numbers, the largest of which has 15; NaN if one

@@ -91,7 +91,7 @@ pub(crate) trait Simd: Copy + 'static {
             }
             let [mut sums, a, b] = lanes;
             for (sum, (a, b)) in sums.iter_mut().zip(a.into_iter().zip(b)) {
-                let low = i32::from(a as i16) * i32::from(b as i16); // the lower halves
+                let low = (a << 16 >> 16) * (b << 16 >> 16);
                 *sum = sum.wrapping_add(low).wrapping_add((a >> 16) * (b >> 16));
             }
             Self::load(sums.as_ptr().cast())
@@ -298,9 +298,9 @@ mod tests {
             // SAFETY: the slices are valid.
             unsafe { isa.run(DotI16([&acc, &a, &b], &mut sums)) };
             for (i, &sum) in sums.iter().enumerate() {
-                let half = |word: u32, shift: u32| i64::from((word >> shift) as u16 as i16);
-                let products = half(a[i], 0) * half(b[i], 0) + half(a[i], 16) * half(b[i], 16);
-                assert_eq!(i64::from(sum as i32), i64::from(acc[i] as i32) + products, "{isa} {i}");
+                let [acc, a, b, sum] = [acc[i], a[i], b[i], sum].map(|word| i64::from(word.cast_signed()));
+                let low = |word: i64| (word & 0xFFFF) - ((word & 0x8000) << 1);
+                assert_eq!(sum, acc + low(a) * low(b) + (a >> 16) * (b >> 16), "{isa} {i}");
             }
         }
     }
