@@ -93,6 +93,7 @@ impl SimulatedPart {
             let choices = ["chosen", "order", "starts"];
             let integers = match sig {
                 OpSig::Sample { .. } => operand.name != "logits",
+                OpSig::CopyColumns { .. } => false,
                 // codes, and scales that are integers, are packed in words
                 OpSig::QuantisedEmbed { .. }
                 | OpSig::QuantisedGemm { .. }

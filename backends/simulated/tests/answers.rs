@@ -51,7 +51,7 @@ proptest! {
 
     #[test]
     fn chunks_pages_and_dtypes_change_nothing(
-        which in 0..16usize, length in 1..60u32, seed in 0..1000u64, form in forms(),
+        which in 0..64usize, length in 1..60u32, seed in 0..1000u64, form in forms(),
         chunks in vec(1..20u32, 0..6), salt in 0..50u32,
     ) {
         let (checkpoint, prompt) = (model(which), prompt(length, seed));
@@ -63,7 +63,7 @@ proptest! {
     }
 
     #[test]
-    fn decoding_a_known_token_is_prefilling_it(which in 0..16usize, length in 2..50u32, seed in 0..1000u64) {
+    fn decoding_a_known_token_is_prefilling_it(which in 0..64usize, length in 2..50u32, seed in 0..1000u64) {
         let (checkpoint, prompt) = (model(which), prompt(length, seed));
         let (want, _) = plainly(checkpoint, &prompt, 1);
         let mut rig = Rig::new(checkpoint, PLAIN);
@@ -84,7 +84,7 @@ proptest! {
     }
 
     #[test]
-    fn what_else_is_in_the_batch_changes_nothing(which in 0..16usize, seed in 0..1000u64, length in 2..20u32) {
+    fn what_else_is_in_the_batch_changes_nothing(which in 0..64usize, seed in 0..1000u64, length in 2..20u32) {
         let checkpoint = model(which);
         let prompts = [prompt(length, seed), prompt(5, seed + 1), prompt(12, seed + 2)];
         let mut rig = Rig::new(checkpoint, PLAIN);
@@ -104,10 +104,13 @@ proptest! {
 
     #[test]
     fn kv_on_another_device_gives_the_same_tokens(
-        which in 0..16usize, length in 1..50u32, seed in 0..1000u64, here in forms(), there in forms(),
+        which in 0..64usize, length in 1..50u32, seed in 0..1000u64, here in forms(), there in forms(),
         wire in prop::sample::select(vec![DType::F32, DType::Bf16, DType::F16]),
     ) {
         let (checkpoint, prompt) = (model(which), prompt(length, seed));
+        // latents are not kept in eight bits
+        let is_scaled = [here, there].iter().any(|form| form.kv.is_scaled());
+        prop_assume!(checkpoint.config.latent.is_none() || !is_scaled);
         let (_, want) = plainly(checkpoint, &prompt, 5);
         let (mut from, mut to) = (Rig::new(checkpoint, here), Rig::new(checkpoint, there));
         let (pages, pages_there) = (from.pages(length, 1), to.pages(length + 5, 2));
@@ -122,7 +125,7 @@ proptest! {
 
     #[test]
     fn any_bit_of_a_visible_slot_counts_and_no_other(
-        which in 0..16usize, length in 2..50u32, seed in 0..1000u64, form in forms(),
+        which in 0..64usize, length in 2..50u32, seed in 0..1000u64, form in forms(),
         layer in 0..8usize, values in any::<bool>(), at in any::<u64>(), bit in 0..8u32,
     ) {
         // not every code of eight bits that differs has another value
@@ -155,7 +158,7 @@ proptest! {
 
     #[test]
     fn foreign_missing_and_doubled_kv_changes_the_answer(
-        which in 0..16usize, seed in 0..1000u64, page in 0..3usize, way in 0..3u32,
+        which in 0..64usize, seed in 0..1000u64, page in 0..3usize, way in 0..3u32,
     ) {
         let checkpoint = model(which);
         let (mine, theirs) = (prompt(33, seed), prompt(32, seed + 7000));

@@ -66,7 +66,6 @@ fn damage_is_blamed_on_the_file_and_the_tensor() {
         std::fs::write(single(dir), &bytes[..bytes.len() - 10]).expect("a file");
     });
     assert_says(&error, &["model.safetensors", "tensor '", "truncated?"]);
-
     let error = error_after("shard-truncated", 3, |dir| {
         std::fs::write(dir.join("model-00002-of-00003.safetensors"), [1, 2, 3]).expect("a file");
     });

@@ -367,7 +367,8 @@ impl ModelShape {
         let mut work = LayerWork { fused, ..LayerWork::default() };
         // the embedding comes first: see `stage_ops`
         push(&mut work.plain, self.pick(tokens, self.vocab, self.weight), 1);
-        let rotated = self.latent.map_or(self.head_dim, |latent| latent.rope);
+        let rotated = self.rotary.map_or(self.head_dim, |part| part.length);
+        let rotated = self.latent.map_or(rotated, |latent| latent.rope);
         let (vocab, hidden, table, out) = (tokens, rotated, DType::F32, DType::F32);
         push(&mut work.plain, OpSig::Embed { tokens, vocab, hidden, table, out }, 1); // rows of the rope table
         push(&mut work.plain, self.norm(tokens), 2 * u64::from(self.layers()));

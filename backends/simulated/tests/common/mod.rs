@@ -157,49 +157,35 @@ impl Rig {
 
     /// Takes a layer's KV of these slots out in the wire layout, as `wire`.
     pub(crate) fn gather(&mut self, layer: usize, slots: &[u32], wire: DType) -> Vec<u8> {
-        let (tokens, (kv_heads, head_dim)) = (slots.len() as u32, self.kv_shape());
-        let sig = OpSig::KvGather {
-            tokens,
-            wire,
-            kv: KvShape {
-                kv_heads,
-                head_dim,
-                page_tokens: self.form.block_tokens,
-                dtype: self.form.kv,
-                latent: None,
-            },
-        };
-        let bytes = u64::from(2 * tokens * kv_heads * head_dim) * wire.size_bytes();
+        let (tokens, kv) = (slots.len() as u32, self.kv_shape());
+        let sig = OpSig::KvGather { tokens, wire, kv };
+        let bytes = u64::from(kv.pools() * tokens * kv.kv_heads * kv.head_dim) * wire.size_bytes();
         let out = self.device.alloc(bytes, BufferUsage::Staging).unwrap();
-        let (k, v) = &self.forward.kv_pools()[layer];
-        let args = [self.upload(slots), k.clone(), v.clone(), out.clone()];
+        let mut args = vec![self.upload(slots)];
+        args.extend(self.pools(layer));
+        args.push(out.clone());
         self.run(&[Cmd::new(sig, &args).unwrap()]);
         self.read(&out)
     }
 
     /// Puts what another rig gathered into these slots.
     pub(crate) fn scatter(&mut self, layer: usize, slots: &[u32], wire: DType, data: &[u8]) {
-        let (tokens, (kv_heads, head_dim)) = (slots.len() as u32, self.kv_shape());
-        let sig = OpSig::KvScatter {
-            tokens,
-            wire,
-            kv: KvShape {
-                kv_heads,
-                head_dim,
-                page_tokens: self.form.block_tokens,
-                dtype: self.form.kv,
-                latent: None,
-            },
-        };
+        let sig = OpSig::KvScatter { tokens: slots.len() as u32, wire, kv: self.kv_shape() };
         let from = self.device.alloc(data.len() as u64, BufferUsage::Staging).unwrap();
         self.device.write(&from, data).unwrap();
-        let (k, v) = &self.forward.kv_pools()[layer];
-        let args = [from, self.upload(slots), k.clone(), v.clone()];
+        let mut args = vec![from, self.upload(slots)];
+        args.extend(self.pools(layer));
         self.run(&[Cmd::new(sig, &args).unwrap()]);
     }
 
-    fn kv_shape(&self) -> (u32, u32) {
-        (self.forward.config().kv_heads, self.forward.config().head_dim)
+    fn kv_shape(&self) -> KvShape {
+        self.forward.config().kv_shape(self.form.block_tokens, self.form.kv)
+    }
+
+    /// The pools of a layer, of which latents have one.
+    fn pools(&self, layer: usize) -> Vec<Slice> {
+        let (k, v) = self.forward.kv_pools()[layer].clone();
+        [k, v].into_iter().take(self.kv_shape().pools() as usize).collect()
     }
 
     fn upload(&self, words: &[u32]) -> Slice {
