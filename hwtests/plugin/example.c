@@ -1,5 +1,6 @@
 /* first.c with what it leaves out: floats of 16 bits, matrix products whose operands are made floats once, batches to
- * run again, and operations of more families of models, where the header has them. With MIXFLEET_BLAS matrix products go to somebody's BLAS, which is what most parts bring. */
+ * run again, and operations of more families of models, where the header has them. With MIXFLEET_BLAS matrix
+ * products go to somebody's BLAS, which is what most parts bring. */
 #define MIXFLEET_DTYPES
 
 #include <math.h>

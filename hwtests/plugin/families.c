@@ -1,5 +1,5 @@
-/* Operations of more families of models, which example.c includes: latent attention, sinks, mixtures of experts. They came
- * later than the others; a library without them says 0 for their kinds. */
+/* Operations of more families of models, which example.c includes: latent attention, sinks, mixtures of experts.
+ * They came later than the others; a library without them says 0 for their kinds. */
 
 static void rope_part(const struct MixfleetOp *op) {
     struct MixfleetRopePart s = op->shape.rope_part;
@@ -30,7 +30,8 @@ static void clamped_swiglu(const struct MixfleetOp *op) {
     }
 }
 
-/* Takes the place of the highest of `count` keys, of equal ones the first, which then is out; NaN is never above another. */
+/* Takes the place of the highest of `count` keys, of equal ones the first, which then is out; NaN is never above
+ * another. */
 static size_t take_best(float *keys, unsigned char *out, size_t count) {
     size_t best = count;
     for (size_t i = 0; i < count; i++)
@@ -132,20 +133,19 @@ static void combine(const struct MixfleetOp *op) {
 }
 
 static int run_more(const struct MixfleetOp *op, struct MixfleetError *error) {
-    struct MixfleetLatentPrefill prefill = op->shape.latent_prefill;
-    struct MixfleetLatentDecode decode = op->shape.latent_decode;
-    struct Values sinks = apart(op->shape.attn_prefill.kv);
-    sinks.sinks = 1;
+    const struct MixfleetLatentPrefill *prefill = &op->shape.latent_prefill;
+    const struct MixfleetLatentDecode *decode = &op->shape.latent_decode;
     switch (op->kind) {
     case MIXFLEET_ROPE_PART: return rope_part(op), MIXFLEET_OK;
     case MIXFLEET_COPY_COLUMNS: return copy_columns(op), MIXFLEET_OK;
     case MIXFLEET_LATENT_WRITE: case MIXFLEET_LATENT_GATHER: case MIXFLEET_LATENT_SCATTER:
         return kv_move(op, op->kind == MIXFLEET_LATENT_WRITE, op->kind == MIXFLEET_LATENT_GATHER, 1, error);
     case MIXFLEET_LATENT_PREFILL:
-        return attention(op, 0, prefill.attention, (struct Values){prefill.rank, prefill.scale, 1, 0}, error);
+        return attention(op, &prefill->attention, NULL, (struct Values){prefill->rank, prefill->scale, 1, 0}, error);
     case MIXFLEET_LATENT_DECODE:
-        return attention(op, 1, single(decode.attention), (struct Values){decode.rank, decode.scale, 1, 0}, error);
-    case MIXFLEET_SINK_PREFILL: return attention(op, 0, op->shape.attn_prefill, sinks, error);
+        return attention(op, NULL, &decode->attention, (struct Values){decode->rank, decode->scale, 1, 0}, error);
+    case MIXFLEET_SINK_PREFILL:
+        return attention(op, &op->shape.attn_prefill, NULL, (struct Values){.sinks = 1}, error);
     case MIXFLEET_SINK_MERGE: return attn_merge(op, op->shape.sink_merge.sinks), MIXFLEET_OK;
     case MIXFLEET_CLAMPED_SWIGLU: return clamped_swiglu(op), MIXFLEET_OK;
     case MIXFLEET_ROUTE: return route(op, error);

@@ -1,6 +1,5 @@
-/* A backend in plain C: loops over host memory, for every operation but drawing tokens, which the host then
- * does. It shows what a library has to have. Alone it knows 32-bit floats; example.c includes it and adds those of
- * 16 bits, quicker matrix products, and batches to run again. */
+/* A backend in plain C: loops over host memory, for all operations but drawing tokens, which the host then does.
+ * Alone it knows 32-bit floats; example.c adds those of 16 bits, quicker products, and batches to run again. */
 #include "mixfleet.h"
 
 #include <math.h>
@@ -21,11 +20,9 @@ static int fail(struct MixfleetError *error, int32_t status, const char *text) {
 static int32_t count(struct MixfleetError *error) { return 1; }
 
 static int32_t info(uint32_t index, struct MixfleetInfo *info, struct MixfleetError *error) {
-    info->memory_bytes = (uint64_t)4 << 30;
-    info->allocation_bytes_max = (uint64_t)2 << 30;
-    info->alignment_bytes = 1;
+    info->allocation_bytes_max = (info->memory_bytes = (uint64_t)4 << 30) / 2;
     info->kv_page_tokens = 16;
-    info->kind = 1;
+    info->alignment_bytes = info->kind = 1;
     snprintf(info->name, sizeof info->name, "loops in C");
     snprintf(info->fingerprint, sizeof info->fingerprint, "loops 1");
     return MIXFLEET_OK;
@@ -37,7 +34,6 @@ static int32_t open_device(uint32_t index, struct MixfleetDevice **device, struc
 }
 
 static void close_device(struct MixfleetDevice *device) {}
-
 static void free_buffer(struct MixfleetDevice *device, struct MixfleetBuffer *buffer) {
     free(buffer->bytes);
     free(buffer);
@@ -75,7 +71,6 @@ static size_t word(const struct MixfleetOp *op, int operand, size_t i) {
 
 #ifndef MIXFLEET_DTYPES /* which has these four for more dtypes */
 static int known(uint32_t dtype) { return dtype == MIXFLEET_F32; }
-
 static size_t element(uint32_t dtype) { return 4; }
 
 static float load(const unsigned char *at, size_t i, uint32_t dtype) {
@@ -161,8 +156,7 @@ static size_t slots_of(const struct MixfleetOp *op, int pool, struct MixfleetKv 
     return op->args[pool].bytes / ((size_t)kv.kv_heads * kv.head_dim * element(kv.dtype));
 }
 
-/* What is kept of tokens, K and V or `count` = 1 of them, between slots and a matrix each, or one in which a token has
- * its V behind its K. */
+/* K and V of tokens, or `count` = 1 of both, between slots and a matrix each, or one with V behind K. */
 static int kv_move(const struct MixfleetOp *op, int writes, int gathers, int count, struct MixfleetError *error) {
     struct MixfleetKvMove s = op->shape.kv_move; /* that of writing is the same */
     int slots = writes ? count : !gathers, pools = slots + 1;
@@ -179,23 +173,17 @@ static int kv_move(const struct MixfleetOp *op, int writes, int gathers, int cou
 }
 
 #define HEAD_MAX 4096
-
-/* Decode attention as attention of one query of each sequence. */
-static struct MixfleetAttnPrefill single(struct MixfleetAttnDecode d) {
-    return (struct MixfleetAttnPrefill){0, 0, d.sequences, d.sequences, d.heads, d.pages_max, 0, d.x, d.kv};
-}
-
-/* Values of this length, in a pool of their own or in keys; what scores are multiplied by; whether there are sinks. */
+/* Values: their length (0: keys'), what multiplies scores, if they have a pool of their own, if there are sinks. */
 struct Values { size_t length; float scale; int pools, sinks; };
-
-static struct Values apart(struct MixfleetKv kv) {
-    return (struct Values){kv.head_dim, 1 / sqrtf((float)kv.head_dim), 2, 0};
-}
 
 /* A query over keys first..end of its sequence: acc = sum of exp(score - max) v, and stat = max, sum. attn_decode
  * gives these for one query of each sequence, attn_prefill acc / sum for all. The pools follow the pages. */
-static int attention(const struct MixfleetOp *op, int decodes, struct MixfleetAttnPrefill s, struct Values v,
-                     struct MixfleetError *error) {
+static int attention(const struct MixfleetOp *op, const struct MixfleetAttnPrefill *p, const struct MixfleetAttnDecode *d,
+                     struct Values v, struct MixfleetError *error) {
+    struct MixfleetAttnPrefill s = p ? *p : (struct MixfleetAttnPrefill){
+        0, 0, d->sequences, d->sequences, d->heads, d->pages_max, 0, d->x, d->kv};
+    if (!v.length) v = (struct Values){s.kv.head_dim, 1 / sqrtf((float)s.kv.head_dim), 2, v.sinks};
+    int decodes = p == NULL; /* which is attention of one query of each sequence */
     size_t dim = s.kv.head_dim, pages = decodes ? 2 : 3, slots = slots_of(op, (int)pages + 1, s.kv);
     int out = (int)pages + 1 + v.pools + v.sinks;
     const unsigned char *keys = arg(op, (int)pages + 1), *values = arg(op, (int)pages + v.pools);
@@ -233,8 +221,7 @@ static int attention(const struct MixfleetOp *op, int decodes, struct MixfleetAt
     return MIXFLEET_OK;
 }
 
-/* With `sinks`, these are the operand before the result. */
-static void attn_merge(const struct MixfleetOp *op, size_t sinks) {
+static void attn_merge(const struct MixfleetOp *op, size_t sinks) { /* which are the operand before the result */
     struct MixfleetAttnMerge s = op->shape.attn_merge;
     for (size_t r = 0; r < s.rows; r++) {
         float max = -INFINITY;
@@ -259,10 +246,8 @@ static int run_one(const struct MixfleetOp *op, struct MixfleetError *error) {
     case MIXFLEET_RMS_NORM: return rms_norm(op), MIXFLEET_OK;
     case MIXFLEET_GEMM: return gemm(op), MIXFLEET_OK;
     case MIXFLEET_ROPE: return rope(op), MIXFLEET_OK;
-    case MIXFLEET_ATTN_PREFILL:
-        return attention(op, 0, op->shape.attn_prefill, apart(op->shape.attn_prefill.kv), error);
-    case MIXFLEET_ATTN_DECODE:
-        return attention(op, 1, single(op->shape.attn_decode), apart(op->shape.attn_decode.kv), error);
+    case MIXFLEET_ATTN_PREFILL: return attention(op, &op->shape.attn_prefill, NULL, (struct Values){0}, error);
+    case MIXFLEET_ATTN_DECODE: return attention(op, NULL, &op->shape.attn_decode, (struct Values){0}, error);
     case MIXFLEET_ATTN_MERGE: return attn_merge(op, 0), MIXFLEET_OK;
     case MIXFLEET_SILU_MUL: case MIXFLEET_ADD: return elements(op), MIXFLEET_OK;
     case MIXFLEET_COPY: return memcpy(arg(op, 1), arg(op, 0), op->shape.bytes.bytes), MIXFLEET_OK;

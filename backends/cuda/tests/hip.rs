@@ -14,8 +14,11 @@ const ARCHITECTURE: &str = "gfx1030";
 const VARIANTS: usize = 4;
 
 fn is_ported(source: KernelSource) -> bool {
-    use KernelSource::{DecodeMma, FewRows, FewRowsGated, FewRowsOfOneX, PrefillMma, PrefillWgmma};
-    !matches!(source, FewRows | FewRowsOfOneX | FewRowsGated | PrefillMma | PrefillWgmma | DecodeMma)
+    use KernelSource::{
+        DecodeMma, FewRows, FewRowsGated, FewRowsOfOneX, LatentMma, PrefillMma, PrefillWgmma,
+    };
+    let few_rows = matches!(source, FewRows | FewRowsOfOneX | FewRowsGated);
+    !few_rows && !matches!(source, PrefillMma | PrefillWgmma | DecodeMma | LatentMma)
 }
 
 /// What the compiler says of a program; nothing if it compiles.

@@ -119,8 +119,8 @@
 #define MIXFLEET_ROUTE 25
 
 // `shape.grouped_gemm`. Operands: x `[choices / fan, k]`, weight `[experts, n, k]`, with `bias` bias
-// `[experts, n]`, order `[choices]` u32, starts `[experts + 1]` u32, out `[choices, n]`: out[c] = x[c / fan]
-// weight[e]^T (+ bias[e]) for each choice c of expert e.
+// `[experts, n]`, order `[choices]` u32, starts `[experts + 1]` u32, out `[choices, n]`:
+// `out[c] = x[c / fan] weight[e]^T (+ bias[e])` for each choice c of expert e.
 #define MIXFLEET_GROUPED_GEMM 26
 
 // `shape.combine`. Operands: x `[tokens, active, cols]`, weights `[tokens, active]` f32, out `[tokens,

@@ -89,8 +89,8 @@ pub const MIXFLEET_CLAMPED_SWIGLU: u32 = 24;
 /// each expert's choices in order). hal/src/mixture.rs says how experts are chosen.
 pub const MIXFLEET_ROUTE: u32 = 25;
 /// `shape.grouped_gemm`. Operands: x `[choices / fan, k]`, weight `[experts, n, k]`, with `bias` bias
-/// `[experts, n]`, order `[choices]` u32, starts `[experts + 1]` u32, out `[choices, n]`: out[c] = x[c / fan]
-/// weight[e]^T (+ bias[e]) for each choice c of expert e.
+/// `[experts, n]`, order `[choices]` u32, starts `[experts + 1]` u32, out `[choices, n]`:
+/// `out[c] = x[c / fan] weight[e]^T (+ bias[e])` for each choice c of expert e.
 pub const MIXFLEET_GROUPED_GEMM: u32 = 26;
 /// `shape.combine`. Operands: x `[tokens, active, cols]`, weights `[tokens, active]` f32, out `[tokens,
 /// cols]` f32 = sum of a token's weights times its rows (+ out with `accumulate`).

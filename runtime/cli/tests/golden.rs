@@ -176,11 +176,9 @@ fn latents_give_their_golden_tokens_on_devices_that_divide_heads_and_where_they_
         return println!("SKIPPED: no fixture with latents");
     };
     let [two, three] = ["tp:cpu@0,cpu@1", "tp:cpu,cpu@0,cpu@1"];
-    for (turn, places) in
-        [(two, two), (three, three), (two, "cpu"), ("cpu", two), (three, "pp:(tp:cpu@0,cpu@1),cpu")]
-            .into_iter()
-            .enumerate()
-    {
+    let staged = "pp:(tp:cpu,cpu@1),cpu@0-1";
+    let moves = [(two, two), (three, three), (two, "cpu"), ("cpu", two), ("cpu@0", staged)];
+    for (turn, places) in moves.into_iter().enumerate() {
         gives_golden_tokens(&fixture, (turn, 2), places, None);
     }
 }

@@ -27,8 +27,8 @@ pub struct Tokenizer {
 }
 
 impl Tokenizer {
-    /// Reads `tokenizer.json` of a checkpoint directory, or else `tiktoken.model`, or what a GGUF file says of
-    /// its tokens.
+    /// Reads `tokenizer.json` of a checkpoint directory, or else `tiktoken.model`, or what a GGUF file says
+    /// of its tokens.
     ///
     /// # Errors
     /// When the file is missing or not a tokenizer.

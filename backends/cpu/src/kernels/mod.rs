@@ -246,8 +246,8 @@ fn gemm_parts(sig: &OpSig, args: &[Span]) -> (Shape, Operands, Option<QuantisedR
     (shape, Operands::quantised(&shape, args[0], rest), Some(weights))
 }
 
-/// Weight rows of `n` that a worker claims at a time: so many that a new stream is nothing beside them, and so
-/// few that no worker waits long for another one that the system held up.
+/// Weight rows of `n` that a worker claims at a time: so many that a new stream is nothing beside them, and
+/// so few that no worker waits long for another one that the system held up.
 fn rows_of_a_piece(n: usize, row_bytes: usize, workers: usize) -> usize {
     round_up(PIECE_BYTES.div_ceil(row_bytes.max(1)).min(n.div_ceil(workers)).max(1), 8)
 }

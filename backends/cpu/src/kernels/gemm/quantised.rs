@@ -103,8 +103,8 @@ trait CodeWords<S: Simd> {
     /// The number of code `j` of each word over [`FACTOR`](Self::FACTOR), whose high bits lie in the same
     /// lane of `high`.
     unsafe fn number(words: S::V, high: S::V, j: usize) -> S::V;
-    /// The numbers of codes `j` and `j + PER_WORD / 2` of each word over [`PAIR_FACTOR`](Self::PAIR_FACTOR), as
-    /// two integers of 16 bits.
+    /// The numbers of codes `j` and `j + PER_WORD / 2` of each word over
+    /// [`PAIR_FACTOR`](Self::PAIR_FACTOR), as two integers of 16 bits.
     #[inline(always)]
     unsafe fn pair(words: S::V, _j: usize) -> S::V {
         words
@@ -379,7 +379,8 @@ unsafe fn stream<S: Simd, C: CodeWords<S>>(task: &QuantisedFewRows, group_log2: 
 }
 
 /// The products of a block of weight rows, one behind the other as they lie in memory, and the only row of
-/// `x`. Scales are written a row before they are read: a load that spans two stores waits until they are done.
+/// `x`. Scales are written a row before they are read: a load that spans two stores waits until they are
+/// done.
 #[inline(always)]
 unsafe fn single<S: Simd, C: CodeWords<S>>(
     task: &QuantisedFewRows,
