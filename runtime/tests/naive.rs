@@ -51,6 +51,11 @@ impl<'a> Naive<'a> {
         self.number("head_dim").map_or(self.count("hidden_size") / self.heads(), |dim| dim as usize)
     }
 
+    /// Length of the part of a head that is rotated, its first.
+    fn rotated(&self) -> usize {
+        (self.head_dim() as f64 * self.number("partial_rotary_factor").unwrap_or(1.0)) as usize
+    }
+
     /// `weight x`, plus the bias if `biased`.
     fn linear(&self, name: &str, x: &[f64], biased: bool) -> Vec<f64> {
         let weight = self.checkpoint.values(&format!("{name}.weight")).unwrap();
@@ -85,7 +90,7 @@ impl<'a> Naive<'a> {
         let nested = self.config.get("rope_parameters").or(self.config.get("rope_scaling"));
         let rope = nested.and_then(Value::as_object).cloned().unwrap_or_default();
         let given = rope.get("rope_theta").and_then(Value::as_f64).or(self.number("rope_theta"));
-        let plain = given.unwrap_or(10_000.0).powf(-2.0 * i as f64 / self.head_dim() as f64);
+        let plain = given.unwrap_or(10_000.0).powf(-2.0 * i as f64 / self.rotated() as f64);
         let of = |field: &str| rope[field].as_f64().unwrap();
         match rope.get("rope_type").or(rope.get("type")).and_then(Value::as_str) {
             None | Some("default") => plain,
@@ -102,8 +107,8 @@ impl<'a> Naive<'a> {
     }
 
     fn rotate(&self, x: &mut [f64], position: usize) {
-        let half = self.head_dim() / 2;
-        for head in x.chunks_mut(2 * half) {
+        let half = self.rotated() / 2;
+        for head in x.chunks_mut(self.head_dim()) {
             for i in 0..half {
                 let (sin, cos) = (position as f64 * self.turn(i)).sin_cos();
                 let (a, b) = (head[i], head[half + i]);
@@ -131,7 +136,7 @@ impl<'a> Naive<'a> {
         let biased = all || self.is("qwen2") || self.is("qwen2_moe");
         let [mut query, mut key, value] =
             ["q_proj", "k_proj", "v_proj"].map(|part| self.linear(&format!("{at}.{part}"), x, biased));
-        if self.is("qwen3") || self.is("qwen3_moe") {
+        if self.is("qwen3") || self.is("qwen3_moe") || self.says("use_qk_norm") {
             query = self.norm(&format!("{at}.q_norm"), &query);
             key = self.norm(&format!("{at}.k_norm"), &key);
         }
@@ -157,7 +162,7 @@ impl<'a> Naive<'a> {
                 values.zip(&scores).map(|(value, score)| value[i] * score / sum).sum::<f64>()
             }));
         }
-        self.linear(&format!("{at}.o_proj"), &out, all && !self.is("qwen2"))
+        self.linear(&format!("{at}.o_proj"), &out, all && !self.is("qwen2") && !self.is("glm4_moe"))
     }
 
     fn mlp(&self, at: &str, [gate, up, down]: [&str; 3], x: &[f64]) -> Vec<f64> {
@@ -173,7 +178,8 @@ impl<'a> Naive<'a> {
         let plain = self.config.get("mlp_only_layers").is_some_and(is_plain);
         let step = self.number("decoder_sparse_step").map_or(1, |step| step as usize);
         let mixed = ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"].iter().any(|family| self.is(family));
-        mixed && !plain && (layer + 1).is_multiple_of(step)
+        let behind_plain = self.is("glm4_moe") && layer >= self.count("first_k_dense_replace");
+        behind_plain || mixed && !plain && (layer + 1).is_multiple_of(step)
     }
 
     /// Gate and up of an inner element are neighbouring rows.
@@ -199,8 +205,30 @@ impl<'a> Naive<'a> {
         product("down_proj", &(0..inner).map(of).collect::<Vec<f64>>(), x.len())
     }
 
+    /// Each expert's weight is a sigmoid of its own; a bias decides who is chosen, and no more.
+    fn glm_experts(&self, at: &str, x: &[f64]) -> Vec<f64> {
+        let at = format!("{at}.mlp");
+        let bias = self.checkpoint.values(&format!("{at}.gate.e_score_correction_bias")).unwrap();
+        let logits = self.linear(&format!("{at}.gate"), x, false);
+        let scores: Vec<f64> = logits.iter().map(|logit| 1.0 / (1.0 + (-logit).exp())).collect();
+        let mut best: Vec<usize> = (0..scores.len()).collect();
+        best.sort_by(|a, b| (scores[*b] + bias[*b]).total_cmp(&(scores[*a] + bias[*a])));
+        best.truncate(self.count("num_experts_per_tok"));
+        let sum: f64 = best.iter().map(|expert| scores[*expert]).sum();
+        let mut out = self.mlp(&format!("{at}.shared_experts"), MATRICES, x);
+        for expert in best {
+            let made = self.mlp(&format!("{at}.experts.{expert}"), MATRICES, x);
+            let share = scores[expert] / sum * self.number("routed_scaling_factor").unwrap();
+            out.iter_mut().zip(made).for_each(|(sum, value)| *sum += value * share);
+        }
+        out
+    }
+
     /// What the experts that a row chooses make of it, and the shared one.
     fn experts(&self, at: &str, x: &[f64]) -> Vec<f64> {
+        if self.is("glm4_moe") {
+            return self.glm_experts(at, x);
+        }
         let (mixtral, gpt_oss) = (self.is("mixtral"), self.is("gpt_oss"));
         let (at, matrices) = match mixtral {
             true => (format!("{at}.block_sparse_moe"), ["w1", "w3", "w2"]),
@@ -283,5 +311,5 @@ fn the_oracle_agrees_with_a_naive_forward_pass_on_every_family() {
         }
         compared += 1;
     }
-    assert_eq!(compared, 14);
+    assert_eq!(compared, 15);
 }

@@ -46,6 +46,11 @@ fn forms() -> impl Strategy<Value = Form> {
     })
 }
 
+/// Whether KV can be kept so: latents are not kept in eight bits.
+fn keeps(checkpoint: &Checkpoint, form: Form) -> bool {
+    checkpoint.config.latent.is_none() || !form.kv.is_scaled()
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 40, failure_persistence: None, ..ProptestConfig::default() })]
 
@@ -55,6 +60,7 @@ proptest! {
         chunks in vec(1..20u32, 0..6), salt in 0..50u32,
     ) {
         let (checkpoint, prompt) = (model(which), prompt(length, seed));
+        prop_assume!(keeps(checkpoint, form));
         let (_, want) = plainly(checkpoint, &prompt, 5);
         let mut rig = Rig::new(checkpoint, form);
         let pages = rig.pages(length + 5, salt);
@@ -108,9 +114,7 @@ proptest! {
         wire in prop::sample::select(vec![DType::F32, DType::Bf16, DType::F16]),
     ) {
         let (checkpoint, prompt) = (model(which), prompt(length, seed));
-        // latents are not kept in eight bits
-        let is_scaled = [here, there].iter().any(|form| form.kv.is_scaled());
-        prop_assume!(checkpoint.config.latent.is_none() || !is_scaled);
+        prop_assume!(keeps(checkpoint, here) && keeps(checkpoint, there));
         let (_, want) = plainly(checkpoint, &prompt, 5);
         let (mut from, mut to) = (Rig::new(checkpoint, here), Rig::new(checkpoint, there));
         let (pages, pages_there) = (from.pages(length, 1), to.pages(length + 5, 2));
