@@ -90,7 +90,8 @@ impl<'a> Naive<'a> {
         let nested = self.config.get("rope_parameters").or(self.config.get("rope_scaling"));
         let rope = nested.and_then(Value::as_object).cloned().unwrap_or_default();
         let given = rope.get("rope_theta").and_then(Value::as_f64).or(self.number("rope_theta"));
-        let plain = given.unwrap_or(10_000.0).powf(-2.0 * i as f64 / self.rotated() as f64);
+        let absent = if self.is("mixtral") { 1e6 } else { 1e4 };
+        let plain = given.unwrap_or(absent).powf(-2.0 * i as f64 / self.rotated() as f64);
         let of = |field: &str| rope[field].as_f64().unwrap();
         match rope.get("rope_type").or(rope.get("type")).and_then(Value::as_str) {
             None | Some("default") => plain,
