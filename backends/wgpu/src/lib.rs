@@ -33,11 +33,11 @@ mod counts;
 mod device;
 mod faults;
 mod kernels;
-mod landing;
 mod memory;
 mod pipelines;
 mod plan;
 mod queue;
+mod readback;
 
 pub use counts::WgpuCounts;
 pub use device::{AdapterOverrides, WgpuDevice};

@@ -6,10 +6,10 @@
 use crate::bindings::Bound;
 use crate::counts::count;
 use crate::device::Shared;
-use crate::landing::{Landing, Landings};
 use crate::memory::Memory;
 use crate::pipelines::Pipeline;
 use crate::plan::{OperandLocation, Planner, Window, Work};
+use crate::readback::{Readback, Readbacks};
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::units::Seconds;
@@ -42,7 +42,7 @@ enum Batch {
         over: Arc<AtomicBool>,
         /// Number of the change of memory that it is.
         change: u64,
-        landing: Option<Landing>,
+        readback: Option<Readback>,
     },
     /// An empty batch, which ends with the one before it.
     Empty(Option<SubmissionIndex>),
@@ -73,7 +73,7 @@ impl Graph for Recorded {
 /// A queue of one device.
 pub(crate) struct WgpuQueue {
     shared: Arc<Shared>,
-    landings: Landings,
+    readbacks: Readbacks,
     /// Copied inputs and intermediate results, which all commands share because they run in order.
     aside: Option<Memory>,
     scratch: Option<Memory>,
@@ -88,7 +88,7 @@ pub(crate) struct WgpuQueue {
 impl WgpuQueue {
     pub(crate) fn new(shared: Arc<Shared>) -> WgpuQueue {
         WgpuQueue {
-            landings: Landings::new(shared.tick_ns),
+            readbacks: Readbacks::new(shared.tick_ns),
             shared,
             aside: None,
             scratch: None,
@@ -192,7 +192,7 @@ impl WgpuQueue {
     fn hand_over(&mut self, steps: &[EncoderStep], results: &[Slice]) -> Result<Batch> {
         let shared = self.shared.clone();
         let link = &shared.link;
-        let landing = self.landings.take(link, results)?;
+        let readback = self.readbacks.take(link, results)?;
         let change = link.change();
         let over = Arc::new(AtomicBool::new(false));
         let flag = over.clone();
@@ -204,19 +204,19 @@ impl WgpuQueue {
         count(&link.counters.copies, steps.len() as u64 - dispatches);
         let index = link.guard("submitting", || {
             let mut encoder = link.device.create_command_encoder(&CommandEncoderDescriptor::default());
-            if let Some(landing) = &landing {
-                landing.start(&mut encoder);
+            if let Some(readback) = &readback {
+                readback.start(&mut encoder);
             }
             encode(&mut encoder, steps);
-            if let Some(landing) = &landing {
-                landing.stop(&mut encoder);
+            if let Some(readback) = &readback {
+                readback.stop(&mut encoder);
             }
             let index = link.queue.submit([encoder.finish()]);
             link.queue.on_submitted_work_done(move || flag.store(true, Ordering::Release));
             index
         })?;
         self.last = Some(index.clone());
-        Ok(Batch::Running { index, since, over, change, landing })
+        Ok(Batch::Running { index, since, over, change, readback })
     }
 
     /// Notes completed batches, and forgets the oldest.
@@ -245,12 +245,12 @@ impl WgpuQueue {
     /// Collects the time and results of a completed batch.
     fn settle(&mut self, at: usize) -> Result<()> {
         let Some(batch) = self.batches.get_mut(at) else { return Ok(()) };
-        let Batch::Running { since, landing, change, .. } = batch else { return Ok(()) };
+        let Batch::Running { since, readback, change, .. } = batch else { return Ok(()) };
         let host = Elapsed { time: Seconds(since.elapsed().as_secs_f64()), clock: ClockKind::Host };
         let link = &self.shared.link;
-        let told = match landing.take() {
-            Some(landing) => {
-                let (time, results) = self.landings.read(link, landing)?;
+        let told = match readback.take() {
+            Some(readback) => {
+                let (time, results) = self.readbacks.read(link, readback)?;
                 link.keep(*change, results);
                 time
             }
@@ -338,9 +338,12 @@ impl Queue for WgpuQueue {
                 }
                 return Ok(Elapsed { time: Seconds::ZERO, clock: ClockKind::Host });
             }
-            Batch::Running { index, landing, .. } => {
+            Batch::Running { index, readback, .. } => {
                 let (index, link) = (index.clone(), &self.shared.link);
-                landing.as_mut().map(|landing| link.guard("mapping", || landing.fetch(link))).transpose()?;
+                readback
+                    .as_mut()
+                    .map(|readback| link.guard("mapping", || readback.fetch(link)))
+                    .transpose()?;
                 self.finish(ticket, &index, timeout)?;
             }
         }

@@ -30,7 +30,7 @@ struct Carried {
 }
 
 /// Where what one batch leaves lands.
-pub(crate) struct Landing {
+pub(crate) struct Readback {
     times: Option<Times>,
     readable: Buffer,
     carried: Vec<Carried>,
@@ -39,8 +39,8 @@ pub(crate) struct Landing {
     mapped: Arc<AtomicBool>,
 }
 
-impl Landing {
-    fn new(link: &DeviceQueue, timed: bool) -> Result<Landing> {
+impl Readback {
+    fn new(link: &DeviceQueue, timed: bool) -> Result<Readback> {
         let times = || {
             let descriptor = QuerySetDescriptor { label: None, ty: QueryType::Timestamp, count: 2 };
             let set = link.guard("timestamps", || link.device.create_query_set(&descriptor))?;
@@ -50,7 +50,7 @@ impl Landing {
         let usage = BufferUsages::MAP_READ | BufferUsages::COPY_DST;
         let readable = link.buffer("memory for results", TIMES_BYTES + RESULTS_BYTES_MAX, usage)?;
         let times = timed.then(times).transpose()?;
-        Ok(Landing { times, readable, carried: Vec::new(), asked: false, mapped: Arc::default() })
+        Ok(Readback { times, readable, carried: Vec::new(), asked: false, mapped: Arc::default() })
     }
 
     fn bytes(&self) -> u64 {
@@ -91,20 +91,20 @@ impl Landing {
     }
 }
 
-/// A pool of unused landings.
-pub(crate) struct Landings {
+/// A pool of unused readbacks.
+pub(crate) struct Readbacks {
     tick_ns: Option<f64>,
-    free: Vec<Landing>,
+    free: Vec<Readback>,
 }
 
-impl Landings {
-    pub(crate) fn new(tick_ns: Option<f64>) -> Landings {
-        Landings { tick_ns, free: Vec::new() }
+impl Readbacks {
+    pub(crate) fn new(tick_ns: Option<f64>) -> Readbacks {
+        Readbacks { tick_ns, free: Vec::new() }
     }
 
-    /// Takes a landing, if the device has timestamps or there are results. Results that are not whole words
+    /// Takes a readback, if the device has timestamps or there are results. Results that are not whole words
     /// or too long are read when they are wanted.
-    pub(crate) fn take(&mut self, link: &DeviceQueue, results: &[Slice]) -> Result<Option<Landing>> {
+    pub(crate) fn take(&mut self, link: &DeviceQueue, results: &[Slice]) -> Result<Option<Readback>> {
         let whole = results.iter().all(|slice| slice.offset % 4 == 0 && slice.bytes % 4 == 0);
         let fit = results.iter().map(|slice| slice.bytes).sum::<u64>() <= RESULTS_BYTES_MAX;
         let results = if whole && fit { results } else { &[] };
@@ -117,41 +117,42 @@ impl Landings {
             Ok(Carried { source, memory: memory.number(), offset, bytes })
         });
         let carried = carried.collect::<Result<Vec<_>>>()?;
-        let landing = self.free.pop().map_or_else(|| Landing::new(link, self.tick_ns.is_some()), Ok)?;
-        Ok(Some(Landing { carried, ..landing }))
+        let readback = self.free.pop().map_or_else(|| Readback::new(link, self.tick_ns.is_some()), Ok)?;
+        Ok(Some(Readback { carried, ..readback }))
     }
 
     /// Returns the time of a completed batch and its results.
     pub(crate) fn read(
         &mut self,
         link: &DeviceQueue,
-        mut landing: Landing,
+        mut readback: Readback,
     ) -> Result<(Option<Seconds>, Vec<Landed>)> {
-        let asked = std::mem::replace(&mut landing.asked, false);
+        let asked = std::mem::replace(&mut readback.asked, false);
         if !asked {
-            self.free.push(landing);
+            self.free.push(readback);
             return Ok((None, Vec::new()));
         }
         // after a failure its state is unknown
-        if !landing.mapped.swap(false, Ordering::AcqRel) {
+        if !readback.mapped.swap(false, Ordering::AcqRel) {
             return Ok((None, Vec::new()));
         }
         let bytes = link.guard("reading results", || {
-            let bytes = landing.readable.get_mapped_range(..landing.bytes()).ok().map(|range| range.to_vec());
-            landing.readable.unmap();
+            let bytes =
+                readback.readable.get_mapped_range(..readback.bytes()).ok().map(|range| range.to_vec());
+            readback.readable.unmap();
             bytes
         })?;
         let Some(bytes) = bytes else { return Ok((None, Vec::new())) };
         let (times, mut rest) = bytes.split_at(to_usize(TIMES_BYTES));
         let [began, ended]: [u64; 2] = bytemuck::pod_read_unaligned(times);
         let ticks = self.tick_ns.and_then(|tick_ns| Some((ended.checked_sub(began)?, tick_ns)));
-        let results = landing.carried.drain(..).map(|Carried { memory, offset, bytes, .. }| {
+        let results = readback.carried.drain(..).map(|Carried { memory, offset, bytes, .. }| {
             let (data, behind) = rest.split_at(to_usize(bytes));
             rest = behind;
             Landed { memory, offset, data: data.to_vec() }
         });
         let results = results.collect();
-        self.free.push(landing);
+        self.free.push(readback);
         Ok((ticks.map(|(ticks, tick_ns)| Seconds(ticks as f64 * tick_ns * 1e-9)), results))
     }
 }
