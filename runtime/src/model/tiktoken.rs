@@ -10,6 +10,8 @@
 use super::byte_level::byte_symbol;
 use super::error::{Error, Result};
 use super::fields::{Fields, check_regular, read_object};
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
 use mixfleet_hal::cast::to_u32;
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -104,38 +106,12 @@ fn entry(line: &[u8]) -> std::result::Result<(Vec<u8>, u32), String> {
     let (Some(token), Some(rank), None) = (words.next(), words.next(), words.next()) else {
         return Err("expected a token in base64 and its rank".into());
     };
-    let token = from_base64(token).ok_or("its token is not valid base64")?;
+    let token = STANDARD.decode(token).map_err(|_| "its token is not valid base64")?;
     if token.is_empty() || token.len() > TOKEN_BYTES_MAX {
         return Err(format!("a token of {} bytes, expected 1 to {TOKEN_BYTES_MAX}", token.len()));
     }
     let rank = std::str::from_utf8(rank).ok().and_then(|rank| rank.parse().ok());
     Ok((token, rank.ok_or("its rank is not a whole number of 32 bits")?))
-}
-
-/// The bytes of padded base64 in the usual alphabet.
-fn from_base64(text: &[u8]) -> Option<Vec<u8>> {
-    let digits = text.strip_suffix(b"==").or_else(|| text.strip_suffix(b"=")).unwrap_or(text);
-    if !text.len().is_multiple_of(4) {
-        return None;
-    }
-    let (mut bytes, mut held, mut bits) = (Vec::with_capacity(text.len() / 4 * 3), 0u32, 0);
-    for digit in digits {
-        let value = match digit {
-            b'A'..=b'Z' => digit - b'A',
-            b'a'..=b'z' => digit - b'a' + 26,
-            b'0'..=b'9' => digit - b'0' + 52,
-            b'+' => 62,
-            b'/' => 63,
-            _ => return None,
-        };
-        (held, bits) = (held << 6 | u32::from(value), bits + 6);
-        if bits >= 8 {
-            bits -= 8;
-            bytes.extend(u8::try_from(held >> bits));
-            held &= (1 << bits) - 1;
-        }
-    }
-    (held == 0).then_some(bytes)
 }
 
 /// The special tokens, by id from that after the last rank on.
