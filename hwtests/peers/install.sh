@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs what cpu.py compares mixfleet with: torch and transformers in a virtual environment, llama.cpp
-# from the sources in llama-cpp-python, and CHECKPOINT_DIR as GGUF. All from PyPI.
+# Installs what mixfleet is compared with: torch and transformers in a virtual environment, llama.cpp's bench,
+# batched bench and quantiser from the sources in llama-cpp-python, and CHECKPOINT_DIR as GGUF. All from PyPI.
 #
 #   hwtests/peers/install.sh CHECKPOINT_DIR
 #
@@ -28,8 +28,9 @@ release=llama_cpp_python-0.3.36
 sources=$release/vendor/llama.cpp
 venv/bin/cmake -S "$sources" -B "$sources/build" -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_CURL=OFF \
     -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF >cmake.log
-venv/bin/cmake --build "$sources/build" -j "${JOBS:-$(nproc)}" --target llama-bench >>cmake.log
-ln -sf "$sources/build/bin/llama-bench" llama-bench
+venv/bin/cmake --build "$sources/build" -j "${JOBS:-$(nproc)}" --target llama-bench llama-batched-bench llama-quantize \
+    >>cmake.log
+for program in llama-bench llama-batched-bench llama-quantize; do ln -sf "$sources/build/bin/$program" "$program"; done
 
 venv/bin/python "$here/to_gguf.py" "$checkpoint" model.gguf
 echo "installed: hwtests/peers/cpu.py --model $1"

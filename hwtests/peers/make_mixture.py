@@ -1,14 +1,15 @@
 """Writes a bf16 Mixtral checkpoint with cheap random weights, for speed and memory tests.
 
-    python make_mixture.py OUT_DIR [--experts 8] [--active 2] [--layers 16] [--seed 1]
+    python make_mixture.py OUT_DIR --tokenizer CHECKPOINT_DIR [--experts 8] [--active 2] [--layers 16] [--seed 1]
 
 By default 8 experts in models of 0.2 B parameters each: 1.5 B in all, 3 GB. The text that comes out means
-nothing. Needs `numpy`.
+nothing; its tokenizer is that of any checkpoint with at most 32,000 tokens. Needs `numpy`.
 """
 
 import argparse
 import json
 import pathlib
+import shutil
 import struct
 
 import numpy
@@ -50,12 +51,14 @@ def bits(rng, shape):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=pathlib.Path)
+    parser.add_argument("--tokenizer", type=pathlib.Path, required=True, help="where tokenizer.json is")
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--active", type=int, default=2)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    shutil.copy(options.tokenizer / "tokenizer.json", options.out)
     header, at = {}, 0
     for name, shape in tensors(options.layers, options.experts):
         size = 2 * int(numpy.prod(shape))

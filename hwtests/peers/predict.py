@@ -65,10 +65,11 @@ def own_shapes(model):
     head_dim = config.get("head_dim") or hidden // heads
     q, kv = heads * head_dim, kv_heads * head_dim
     products = {(q, hidden), (hidden, q), (kv, hidden), (config["vocab_size"], hidden)}
-    feed_forward = {(inner, hidden), (hidden, inner)}
-    experts = config.get("num_local_experts")
-    mixture = ["experts"] if experts else []
-    products |= set() if experts else feed_forward  # a router's product is among the small ones
+    mixture = []
+    if config.get("num_local_experts"):
+        mixture = ["experts"]  # a router's product is among the small ones
+    else:
+        products |= {(inner, hidden), (hidden, inner)}
     return ["launch", "small", "memory_read.*", *(f"gemm.bf16.*.n{n}.k{k}*" for n, k in sorted(products)), *mixture,
             f"attn_*.gqa{heads // kv_heads}.kv{kv_heads}.d{head_dim}"]
 
