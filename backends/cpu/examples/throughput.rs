@@ -1,6 +1,6 @@
 //! What the kernels reach, as ratios to this machine's limits measured in the same run:
 //! `cargo run --release -p mixfleet-cpu --example throughput [cpu@0
-//! [gemm|quantised|attention|model|launch]]`. Limits: a plain read of 2 GiB by one thread per core, and the
+//! [gemm|quantised|experts|attention|model|launch]]`. Limits: a plain read of 2 GiB by one thread per core, and the
 //! bf16 dot product in registers. Shapes: the projections of a 1.1 B model (hidden 2048, intermediate 5632,
 //! 32 heads, 4 KV heads of 64). Every figure is the best of several runs; GEMM weights are cycled through
 //! 1 GiB so that no cache holds them.
@@ -9,8 +9,8 @@
 
 use mixfleet_cpu::CpuBackend;
 use mixfleet_hal::{
-    Backend, BufferUsage, Cmd, CodeKind, DType, Device, KvShape, OpSig, Quantised, Queue, Scalar, ScaleKind,
-    Slice, ZeroKind,
+    Backend, BufferUsage, Cmd, CodeKind, DType, Device, GroupedRows, KvShape, MatrixKind, OpSig, Quantised,
+    Queue, Scalar, ScaleKind, Slice, ZeroKind,
 };
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -56,6 +56,13 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                 }
             }
             bench.quantised(name, weight, (512, 5632, 2048), DType::Bf16)?;
+        }
+    }
+    if wanted("experts") {
+        for choices in [2, 16, 64, 256, 1024, 4096] {
+            for weight in [MatrixKind::Plain(DType::Bf16), MatrixKind::Quantised(Quantised::MXFP4)] {
+                bench.experts(choices, (3584, 1024), weight)?;
+            }
         }
     }
     if wanted("attention") {
@@ -126,6 +133,38 @@ impl Bench {
             rate / 1e9,
             100.0 * rate / self.read_rate,
             flops / 1e9,
+        );
+        Ok(())
+    }
+
+    /// Products of 8 experts, of rows that are spread evenly over them.
+    fn experts(&mut self, choices: u32, (n, k): (u32, u32), weight: MatrixKind) -> mixfleet_hal::Result<()> {
+        const EXPERTS: u32 = 8;
+        let x = DType::Bf16;
+        let grouped = GroupedRows { choices, fan: 2, experts: EXPERTS, touched: EXPERTS.min(choices) };
+        let sig = OpSig::GroupedGemm { grouped, n, k, x, weight, out: x, bias: false };
+        let starts: Vec<u32> = (0..=EXPERTS).map(|expert| expert * choices / EXPERTS).collect();
+        let indices = [self.words(&(0..choices).collect::<Vec<_>>())?, self.words(&starts)?];
+        let input = self.alloc(u64::from(choices / 2) * u64::from(k) * 2)?;
+        let output = self.alloc(u64::from(choices) * u64::from(n) * 2)?;
+        let (mut batches, bytes) = (Vec::new(), weight.bytes(EXPERTS, n, k));
+        for _ in 0..8 {
+            let mut args = vec![input.clone()];
+            for part in weight.parts(EXPERTS, n, k) {
+                args.push(self.alloc(part.elements() * part.dtype.size_bytes())?);
+            }
+            args.extend(indices.iter().chain([&output]).cloned());
+            batches.push(vec![Cmd::new(sig, &args)?]);
+        }
+        let seconds = self.best(&batches)?;
+        let touched = bytes as f64 * f64::from(grouped.touched) / f64::from(EXPERTS);
+        println!(
+            "experts {} choices {choices:4} n {n} k {k}: {:7.1} us {:6.1} GB/s ({:3.0} % of read) {:6.1} GFLOP/s",
+            if weight.quantised().is_some() { "MXFP4" } else { "bf16" },
+            seconds * 1e6,
+            touched / seconds / 1e9,
+            100.0 * touched / seconds / self.read_rate,
+            sig.flops() / seconds / 1e9,
         );
         Ok(())
     }

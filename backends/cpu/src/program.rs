@@ -175,6 +175,7 @@ impl Builder {
         let whole = phases == [Phase::Whole];
         // sorting comes after a barrier, whatever its size
         let is_route = matches!(sig, OpSig::Route { .. });
+        let is_grouped = matches!(sig, OpSig::GroupedGemm { .. });
         let solo = self.workers == 1
             || (whole && is_route)
             || (whole && sig.bytes() < SOLO_BYTES && sig.flops() < SOLO_FLOPS);
@@ -184,7 +185,7 @@ impl Builder {
             }
             let mut touches: Vec<Touch> = Vec::with_capacity(access.len() + 1);
             for (i, kind) in access.iter().enumerate() {
-                if touches_operand(phase, (i, access.len()), *kind) {
+                if touches_operand(phase, (i, access.len()), *kind, is_grouped) {
                     touches.push(Touch {
                         what: Place::Memory(args[i]),
                         write: *kind != OperandAccess::Read,
@@ -229,11 +230,19 @@ impl Builder {
 }
 
 /// Whether a phase accesses operand `index`.
-fn touches_operand(phase: Phase, (index, count): (usize, usize), access: OperandAccess) -> bool {
+fn touches_operand(
+    phase: Phase,
+    (index, count): (usize, usize),
+    access: OperandAccess,
+    is_grouped: bool,
+) -> bool {
     match phase {
         Phase::Whole => true,
         Phase::Choose => index + 2 < count,
         Phase::Sort => index + 2 >= count || index + 4 == count,
+        // the choices of experts say which rows; experts of few rows read `x` as it is
+        Phase::PackX if is_grouped => access == OperandAccess::Read,
+        Phase::MultiplyPacked if is_grouped => true,
         Phase::PackX => index == 0,
         Phase::MultiplyPacked => index != 0,
         Phase::Chunks => access == OperandAccess::Read,

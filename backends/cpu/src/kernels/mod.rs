@@ -5,6 +5,7 @@ pub(crate) mod convert;
 pub(crate) mod elementwise;
 pub(crate) mod experts;
 pub(crate) mod gemm;
+mod grouped;
 pub(crate) mod kv;
 pub(crate) mod panel;
 pub(crate) mod quantised;
@@ -19,13 +20,14 @@ use attention::decode::Decode;
 use attention::merge::Merge;
 use attention::prefill::Prefill;
 use elementwise::{Binary, ClampedSwiglu, Elements, RmsNorm, Rope};
-use experts::{Combine, ExpertChoice, GroupedGemm};
+use experts::{Combine, ExpertChoice};
 use gemm::packed::{PackX, PanelOut};
 use gemm::quantised::QuantisedFewRows;
 use gemm::rows::Rows;
 #[cfg(target_arch = "x86_64")]
 use gemm::tiles::{self, TilePanel, TileX};
 use gemm::{Operands, PackedForm, Shape};
+use grouped::GroupedGemm;
 use kv::{Dense, PagedKv};
 use mixfleet_hal::cast::{to_f32, to_usize};
 use mixfleet_hal::{ColumnsOf, DType, KvShape, OpSig, Result, RotaryPart};
@@ -185,7 +187,7 @@ pub(crate) unsafe fn run(sig: &OpSig, args: &[Span], phase: Phase, worker: &mut 
             }
         }
         // SAFETY: the caller's promise.
-        OpSig::GroupedGemm { .. } => return unsafe { grouped_gemm(sig, args).run(worker) },
+        OpSig::GroupedGemm { .. } => return unsafe { grouped_gemm(sig, args).run(phase, worker) },
         OpSig::Combine { tokens, active, cols, x: dtype, accumulate } => {
             let (tokens, active, cols) = (worker.share(tokens as usize), active as usize, cols as usize);
             let args = [args[0], args[1], args[2]];
@@ -247,9 +249,11 @@ fn gemm_parts(sig: &OpSig, args: &[Span]) -> (Shape, Operands, Option<QuantisedR
 }
 
 /// Weight rows of `n` that a worker claims at a time: so many that a new stream is nothing beside them, and
-/// so few that no worker waits long for another one that the system held up.
+/// so few that no worker waits long for another one that the system held up. All workers get as many pieces.
 fn rows_of_a_piece(n: usize, row_bytes: usize, workers: usize) -> usize {
-    round_up(PIECE_BYTES.div_ceil(row_bytes.max(1)).min(n.div_ceil(workers)).max(1), 8)
+    let share = n.div_ceil(workers);
+    let pieces = (share * row_bytes).div_ceil(PIECE_BYTES).max(1);
+    round_up(share.div_ceil(pieces).max(1), 8)
 }
 
 /// Bytes of the codes or elements of a weight row.
@@ -287,7 +291,17 @@ unsafe fn run_gemm(
                 while column < shape.n {
                     let columns = column..(column + rows).min(shape.n);
                     let next = worker.claim_after_first() * rows;
-                    isa.run(TilePanel { shape, operands, quantised, columns, next, packed, scratch });
+                    let out_rows = None;
+                    isa.run(TilePanel {
+                        shape,
+                        operands,
+                        quantised,
+                        columns,
+                        next,
+                        out_rows,
+                        packed,
+                        scratch,
+                    });
                     column = next;
                 }
             }
@@ -331,7 +345,7 @@ unsafe fn run_gemm(
                                 scratch,
                             });
                         }
-                        None => isa.run(Rows { shape, operands, columns, next, scratch }),
+                        None => isa.run(Rows { shape, operands, columns, scratch }),
                     }
                     first = next;
                 }
@@ -490,6 +504,14 @@ pub(crate) fn phases(sig: &OpSig, args: &[Span], isa: Isa, workers: usize) -> (&
                     #[cfg(not(target_arch = "x86_64"))]
                     PackedForm::Tiles => unreachable!("only a level with tiles"),
                 };
+                return (&[Phase::PackX, Phase::MultiplyPacked], words);
+            }
+        }
+        #[cfg(target_arch = "x86_64")]
+        OpSig::GroupedGemm { grouped, .. } => {
+            let GroupedGemm { shape, .. } = grouped_gemm(sig, args);
+            if shape.packed_form(isa) == Some(PackedForm::Tiles) {
+                let words = tiles::packed_words_of_experts(&shape, grouped.experts as usize);
                 return (&[Phase::PackX, Phase::MultiplyPacked], words);
             }
         }

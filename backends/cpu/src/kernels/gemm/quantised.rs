@@ -9,7 +9,7 @@
 //! become integers of 16 bits times a power of two. That is exact for those of at least 2^-7 of the largest
 //! of the eight, and within 2^-15 of the largest for the others.
 
-use super::rows::AHEAD_BYTES;
+use super::rows::{AHEAD_BYTES, PARTS};
 use super::{Operands, Shape, finish};
 use crate::kernels::convert::{load_part, widen};
 use crate::kernels::quantised::QuantisedRows;
@@ -21,7 +21,7 @@ use std::ops::Range;
 /// Weight rows whose sums are kept before they are written.
 const BLOCK: usize = 64;
 /// Weight rows read side by side.
-const STREAMS: usize = 4;
+const STREAMS: usize = PARTS;
 /// Rows of `x` that meet a number at a time, unless there is only one.
 const X_ROWS: usize = 4;
 /// Lanes of the widest vector, to which scratch is padded.
@@ -79,7 +79,8 @@ impl QuantisedFewRows {
     /// products, and a row in f32.
     pub(crate) fn scratch_words(shape: &Shape, weights: &QuantisedRows) -> usize {
         let Layout { x_row, sums_row, scales } = Layout::of(weights);
-        padded_rows(shape.m) * (x_row + sums_row + BLOCK) + 2 * STREAMS * scales + x_row
+        let m = padded_rows(shape.m);
+        m * (x_row + sums_row) + m.max(STREAMS) * BLOCK + 2 * STREAMS * scales + x_row
     }
 }
 
@@ -295,7 +296,7 @@ impl Parts {
             let scales = x_sums.add(m * layout.sums_row);
             let zeros = scales.add(STREAMS * layout.scales);
             let sums = zeros.add(STREAMS * layout.scales);
-            Parts { x, x_sums, scales, zeros, sums, row: sums.add(m * BLOCK), layout }
+            Parts { x, x_sums, scales, zeros, sums, row: sums.add(m.max(STREAMS) * BLOCK), layout }
         }
     }
 
@@ -352,56 +353,75 @@ unsafe fn stream<S: Simd, C: CodeWords<S>>(task: &QuantisedFewRows, group_log2: 
             // behind the groups of a row, scales meet zeros: they must be numbers
             std::ptr::write_bytes(parts.scales, 0, 2 * STREAMS * parts.layout.scales);
         }
-        let mut block = task.columns.start;
-        while block < task.columns.end {
-            let count = (task.columns.end - block).min(BLOCK);
-            if m == 1 {
-                single::<S, C>(task, &parts, block..block + count, group_log2, in_pairs);
-            }
-            for j in (0..if m == 1 { 0 } else { count }).step_by(STREAMS) {
-                let rows = (count - j).min(STREAMS);
-                (0..rows).for_each(|r| parts.read_scales::<S>(task, block + j + r, r));
-                let at = (block + j, rows, group_log2);
+        if m == 1 {
+            return match in_pairs {
+                true => single::<S, C, true>(task, &parts, group_log2),
+                false => single::<S, C, false>(task, &parts, group_log2),
+            };
+        }
+        let end = task.columns.end;
+        for block in task.columns.clone().step_by(BLOCK) {
+            let count = (end - block).min(BLOCK);
+            for j in (0..count).step_by(STREAMS) {
+                let lines = Lines { first: block + j, step: 1, end };
+                (0..STREAMS).for_each(|r| parts.read_scales::<S>(task, lines.row(r), r));
                 for i in (0..m).step_by(X_ROWS) {
-                    let sums = parts.sums.add(i * BLOCK + j);
+                    let sums = (parts.sums.add(i * BLOCK + j), 1);
                     match in_pairs {
-                        true => products::<S, C, STREAMS, X_ROWS, true>(task, &parts, at, i, sums),
-                        false => products::<S, C, STREAMS, X_ROWS, false>(task, &parts, at, i, sums),
+                        true => products::<S, C, X_ROWS, true>(task, &parts, lines, group_log2, i, sums),
+                        false => products::<S, C, X_ROWS, false>(task, &parts, lines, group_log2, i, sums),
                     }
                 }
             }
             for i in 0..m {
                 finish::<S>(&task.shape, &task.operands, parts.sums.add(i * BLOCK), i, block, count);
             }
-            block += count;
         }
     }
 }
 
-/// The products of a block of weight rows, one behind the other as they lie in memory, and the only row of
-/// `x`. Scales are written a row before they are read: a load that spans two stores waits until they are
-/// done.
+/// [`STREAMS`] weight rows, `step` apart; the last one stands for those that are not there.
+#[derive(Clone, Copy)]
+struct Lines {
+    first: usize,
+    step: usize,
+    /// The row behind the last one.
+    end: usize,
+}
+
+impl Lines {
+    #[inline(always)]
+    fn row(&self, r: usize) -> usize {
+        (self.first + r * self.step).min(self.end - 1)
+    }
+}
+
+/// The products of the weight rows and the only row of `x`, in as many streams, each of which reads its part
+/// of the rows one behind the other as they lie in memory: on Granite Rapids they come 1.1 times as fast as
+/// in one stream, and 1.2 times as fast as with neighbours side by side.
 #[inline(always)]
-unsafe fn single<S: Simd, C: CodeWords<S>>(
+unsafe fn single<S: Simd, C: CodeWords<S>, const PAIRS: bool>(
     task: &QuantisedFewRows,
     parts: &Parts,
-    rows: Range<usize>,
     group_log2: u32,
-    in_pairs: bool,
 ) {
-    // SAFETY: as in `stream`; there is room for the scales of two rows and more.
+    let Range { start, end } = task.columns;
+    let step = (end - start).div_ceil(STREAMS);
+    // SAFETY: as in `stream`.
     unsafe {
-        parts.read_scales::<S>(task, rows.start, 0);
-        for (j, row) in rows.clone().enumerate() {
-            if row + 1 < rows.end {
-                parts.read_scales::<S>(task, row + 1, (j + 1) % 2);
+        for block in (0..step).step_by(BLOCK) {
+            let count = (step - block).min(BLOCK);
+            for j in 0..count {
+                let lines = Lines { first: start + block + j, step, end };
+                (0..STREAMS).for_each(|r| parts.read_scales::<S>(task, lines.row(r), r));
+                let sums = (parts.sums.add(j), BLOCK);
+                products::<S, C, 1, PAIRS>(task, parts, lines, group_log2, 0, sums);
             }
-            let at = j % 2 * parts.layout.scales;
-            let parts = Parts { scales: parts.scales.add(at), zeros: parts.zeros.add(at), ..*parts };
-            let (at, sums) = ((row, 1, group_log2), parts.sums.add(j));
-            match in_pairs {
-                true => products::<S, C, 1, 1, true>(task, &parts, at, 0, sums),
-                false => products::<S, C, 1, 1, false>(task, &parts, at, 0, sums),
+            for (r, first) in (0..STREAMS).map(|r| (r, start + r * step + block)) {
+                if first < end {
+                    let (sums, count) = (parts.sums.add(r * BLOCK), count.min(end - first));
+                    finish::<S>(&task.shape, &task.operands, sums, 0, first, count);
+                }
             }
         }
     }
@@ -470,16 +490,17 @@ fn power_of_two(values: &[f32]) -> f32 {
     }
 }
 
-/// `sums[i * BLOCK + r]` = weight row `first + r` times row `row + i` of `x`, for `X` rows of `x` and
-/// `R` of the weights, of which the last stands for those that are not there.
+/// `sums[i * BLOCK + r * step]` = row `r` of `lines` times row `row + i` of `x`, for `X` rows of `x`.
 #[inline(always)]
-unsafe fn products<S: Simd, C: CodeWords<S>, const R: usize, const X: usize, const PAIRS: bool>(
+unsafe fn products<S: Simd, C: CodeWords<S>, const X: usize, const PAIRS: bool>(
     task: &QuantisedFewRows,
     parts: &Parts,
-    (first, rows, group_log2): (usize, usize, u32),
+    lines: Lines,
+    group_log2: u32,
     row: usize,
-    sums: *mut f32,
+    (sums, step): (*mut f32, usize),
 ) {
+    const R: usize = STREAMS;
     let weights = &task.weights;
     let (words, has_zeros) = (weights.row_words(), weights.has_zeros());
     let codes = weights.codes.start.cast::<f32>();
@@ -487,25 +508,27 @@ unsafe fn products<S: Simd, C: CodeWords<S>, const R: usize, const X: usize, con
     unsafe {
         let x_row = parts.x.add(row * parts.layout.x_row).cast_const();
         let x_sums = parts.x_sums.add(row * parts.layout.sums_row);
+        let rows: [usize; R] = std::array::from_fn(|r| lines.row(r));
         let mut acc = [[S::splat(0.0); X]; R];
         let mut word = 0;
         while word < words {
             let left = words - word;
-            // what is read after these rows lies behind them
-            let ahead = if R == 1 { AHEAD_BYTES } else { 4 * R * words };
-            let ahead = codes.wrapping_add(first * words + R * word).cast::<u8>().wrapping_add(ahead);
-            (0..R).for_each(|line| S::prefetch_near(ahead.wrapping_add(line * 64)));
             let (mut loaded, mut high) = ([S::splat(0.0); R], [S::splat(0.0); R]);
             for r in 0..R {
-                let weight_row = first + r.min(rows - 1);
-                let from = codes.add(weight_row * words + word);
+                let from = codes.add(rows[r] * words + word);
+                let ahead = match X {
+                    1 => from.cast::<u8>().wrapping_add(AHEAD_BYTES),
+                    // what is read after these rows lies behind them
+                    _ => codes.wrapping_add(lines.first * words + R * (word + words) + 16 * r).cast(),
+                };
+                S::prefetch_near(ahead);
                 loaded[r] = if left >= S::LANES {
                     S::load(from)
                 } else {
                     load_part::<S>(DType::F32, from.cast(), left)
                 };
                 if C::HIGH_BITS > 0 {
-                    high[r] = high_words::<S>(weights, weight_row, word, C::HIGH_BITS);
+                    high[r] = high_words::<S>(weights, rows[r], word, C::HIGH_BITS);
                 }
             }
             let mut part = [[S::splat(0.0); X]; R];
@@ -556,7 +579,7 @@ unsafe fn products<S: Simd, C: CodeWords<S>, const R: usize, const X: usize, con
         }
         for (r, row) in acc.into_iter().enumerate() {
             for (i, sum) in row.into_iter().enumerate() {
-                *sums.add(i * BLOCK + r) = S::sum(sum);
+                *sums.add(i * BLOCK + r * step) = S::sum(sum);
             }
         }
     }

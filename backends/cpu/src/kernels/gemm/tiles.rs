@@ -7,7 +7,6 @@
 //! while all rows of the panel meet it.
 
 use super::packed::{PackSource, TRANSPOSE_WORDS, transpose};
-use super::rows::AHEAD_BYTES;
 use super::{Operands, Shape, finish};
 use crate::kernels::quantised::QuantisedRows;
 use crate::kernels::round_up;
@@ -16,7 +15,7 @@ use std::arch::asm;
 use std::ops::Range;
 
 /// Rows of a tile.
-const ROWS: usize = 16;
+pub(crate) const ROWS: usize = 16;
 /// Elements of k in a row of a tile of bf16.
 const DEPTH: usize = 32;
 /// Bytes of a tile.
@@ -29,6 +28,8 @@ const CHUNK: usize = 16;
 const X_ROWS: usize = 512;
 /// Lines of a weight row that are fetched at once.
 const LINES: usize = 8;
+/// How far ahead weights are fetched into the L1 while a panel is packed.
+const AHEAD_BYTES: usize = 3072;
 /// Elements that are rounded at a time on the way into a panel.
 const STAGE: usize = 512;
 
@@ -44,7 +45,7 @@ pub(crate) fn x_tiles(m: usize) -> usize {
 
 /// Returns the words that packed `x` takes.
 pub(crate) fn packed_words(shape: &Shape) -> usize {
-    x_tiles(shape.m) * steps(shape.k) * WORDS
+    x_tiles(shape.m) * tile_words(shape.k)
 }
 
 /// Returns the weight rows of a panel, which give each worker several panels where there are enough rows.
@@ -54,6 +55,17 @@ pub(crate) fn panel_rows(shape: &Shape, workers: usize) -> usize {
     let few = shape.m <= ROWS;
     let fits = |rows: &usize| shape.n >= 4 * workers * rows && (!few || rows * 2 * shape.k <= FEW_ROWS_BYTES);
     [128, 64].into_iter().find(fits).unwrap_or(2 * ROWS)
+}
+
+/// Returns the words that packed rows take of `shape.m` choices, sorted by expert: an expert's last tile may
+/// have a single row.
+pub(crate) fn packed_words_of_experts(shape: &Shape, experts: usize) -> usize {
+    packed_words(shape) + experts.min(shape.m) * tile_words(shape.k)
+}
+
+/// Returns the words of 16 packed rows of `x`.
+pub(crate) fn tile_words(k: usize) -> usize {
+    steps(k) * WORDS
 }
 
 /// A task that packs tiles of `x`.
@@ -92,7 +104,7 @@ impl Task for TileX {
 }
 
 /// A task that computes a panel of output columns for all rows. Only for a level with tiles.
-pub(crate) struct TilePanel {
+pub(crate) struct TilePanel<'a> {
     pub(crate) shape: Shape,
     pub(crate) operands: Operands,
     /// The weights, if they are quantised.
@@ -101,21 +113,24 @@ pub(crate) struct TilePanel {
     pub(crate) columns: Range<usize>,
     /// First output column of the worker's next panel, whose weights are fetched meanwhile.
     pub(crate) next: usize,
+    /// The output's row of each row of `x`, unless they are the same.
+    pub(crate) out_rows: Option<&'a [usize]>,
     pub(crate) packed: *const f32,
     /// Scratch memory of [`TilePanel::scratch_words`] words.
     pub(crate) scratch: *mut f32,
 }
 
-impl TilePanel {
+impl TilePanel<'_> {
     /// Returns the scratch words required for panels of `rows`: the panel, sums, rows of the output, and a
     /// stage for weights that are not bf16.
     pub(crate) fn scratch_words(shape: &Shape, rows: usize) -> usize {
+        let rows = round_up(rows, 2 * ROWS);
         let sums = round_up(shape.m.min(X_ROWS), 2 * ROWS) * rows;
         rows * steps(shape.k) * ROWS + sums + 2 * ROWS * rows + STAGE
     }
 }
 
-impl Task for TilePanel {
+impl Task for TilePanel<'_> {
     type Out = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
@@ -154,7 +169,7 @@ struct Ahead {
     end: *const u8,
 }
 
-impl TilePanel {
+impl TilePanel<'_> {
     /// Copies weight rows into tiles `[rows / 16, steps]`, with zeros for rows and columns that are not
     /// there.
     #[inline(always)]
@@ -271,7 +286,8 @@ impl TilePanel {
             }
             for row in 0..count {
                 let (column, columns) = (self.columns.start, self.columns.len());
-                finish::<S>(&self.shape, &self.operands, out.add(row * rows), x + row, column, columns);
+                let to = self.out_rows.map_or(x + row, |rows| rows[x + row]);
+                finish::<S>(&self.shape, &self.operands, out.add(row * rows), to, column, columns);
             }
         }
     }
