@@ -177,7 +177,7 @@ impl QuantisedRows {
     /// # Safety
     /// As for [`scales_of`](Self::scales_of), and `to` has room for `count` numbers.
     #[inline(always)]
-    pub(crate) unsafe fn widen(&self, row: usize, (from, count): (usize, usize), to: *mut f32) {
+    pub(crate) unsafe fn widen<S: Simd>(&self, row: usize, (from, count): (usize, usize), to: *mut f32) {
         let group_columns = self.kind.group_columns as usize;
         let mut column = from;
         // SAFETY: the caller's promise.
@@ -186,7 +186,7 @@ impl QuantisedRows {
                 let group = column / group_columns;
                 let end = ((group + 1).saturating_mul(group_columns)).min(from + count);
                 let (scale, zero) = self.scale_of(row, group);
-                self.widen_group((row, column), end - column, (scale, zero), to.add(column - from));
+                self.widen_group::<S>((row, column), end - column, (scale, zero), to.add(column - from));
                 column = end;
             }
         }
@@ -194,7 +194,7 @@ impl QuantisedRows {
 
     /// Writes `count` weights of a row from a column on, which share a scale.
     #[inline(always)]
-    unsafe fn widen_group(
+    unsafe fn widen_group<S: Simd>(
         &self,
         (row, column): (usize, usize),
         count: usize,
@@ -215,23 +215,38 @@ impl QuantisedRows {
                     }
                     return;
                 }
-                CodeKind::U4 if column.is_multiple_of(8) => {
-                    let middle = if self.kind.zero == ZeroKind::Middle { 8.0 } else { 0.0 };
-                    let words = self.codes.start.cast::<u32>().add(row * self.row_words() + column / 8);
-                    while done + 8 <= count {
-                        let word = words.add(done / 8).read_unaligned();
-                        for j in 0..8 {
-                            *to.add(done + j) = (f32_of(word >> (4 * j) & 15) - middle) * scale - zero;
+                CodeKind::U4 | CodeKind::E2m1 if column.is_multiple_of(2) => {
+                    let bytes = self.codes.start.add(4 * row * self.row_words() + column / 2);
+                    let (scale, zero) = (S::splat(scale), S::splat(zero));
+                    while done + 2 * S::LANES <= count {
+                        let words = S::load_bytes(bytes.add(done / 2));
+                        let mut numbers = [words, S::shifted(words, 4)];
+                        for number in &mut numbers {
+                            *number = match (self.kind.code, self.kind.zero) {
+                                (CodeKind::E2m1, _) => S::e2m1(*number),
+                                (_, ZeroKind::Middle) => S::nibble::<8>(*number),
+                                _ => S::nibble::<0>(*number),
+                            };
+                            *number = S::sub(S::mul(*number, scale), zero);
                         }
-                        done += 8;
+                        S::store_interleaved(to.add(done), numbers);
+                        done += 2 * S::LANES;
                     }
                 }
-                CodeKind::E2m1 if column.is_multiple_of(8) => {
+                CodeKind::U5 | CodeKind::U6 if column.is_multiple_of(8) => {
+                    let bits = self.kind.code.high_bits() as usize;
                     let words = self.codes.start.cast::<u32>().add(row * self.row_words() + column / 8);
+                    let high = self.high.start.add(4 * row * self.high_row_words() + column / 8 * bits);
                     while done + 8 <= count {
                         let word = words.add(done / 8).read_unaligned();
+                        let high = high.add(done / 8 * bits);
+                        let high = match bits {
+                            1 => u32::from(high.read()),
+                            _ => u32::from(high.cast::<u16>().read_unaligned()),
+                        };
                         for j in 0..8 {
-                            *to.add(done + j) = E2M1[(word >> (4 * j) & 15) as usize] * scale - zero;
+                            let top = high >> (j * bits) & ((1 << bits) - 1);
+                            *to.add(done + j) = f32_of(word >> (4 * j) & 15 | top << 4) * scale - zero;
                         }
                         done += 8;
                     }
@@ -421,7 +436,7 @@ impl Task for EmbedRow {
         let columns = self.table.columns;
         // SAFETY: `embed` made the pointers.
         unsafe {
-            self.table.widen(self.row, (0, columns), self.scratch);
+            self.table.widen::<S>(self.row, (0, columns), self.scratch);
             narrow::<S>(self.to, self.scratch, self.target, columns);
         }
     }

@@ -88,7 +88,7 @@ pub(super) unsafe fn transpose<S: Simd>(
                     for r in 0..S::LANES {
                         let row = staged.add(r * CHUNK);
                         if r < present && source.quantised.is_some() {
-                            stage_quantised(source, group + r, element, row, count);
+                            stage_quantised::<S>(source, group + r, element, row, count);
                         } else if r < present {
                             stage::<S>(source, from.wrapping_add(r * source.row_bytes), element, row, count);
                         } else {
@@ -143,13 +143,19 @@ unsafe fn stage<S: Simd>(source: &PackSource, from: *const u8, element: usize, t
 
 /// As [`stage`], from row `row` of quantised weights, in f32.
 #[inline(always)]
-unsafe fn stage_quantised(source: &PackSource, row: usize, element: usize, to: *mut f32, count: usize) {
+unsafe fn stage_quantised<S: Simd>(
+    source: &PackSource,
+    row: usize,
+    element: usize,
+    to: *mut f32,
+    count: usize,
+) {
     let Some((weights, first)) = source.quantised else { return };
     let elements = (source.elements - element).min(count);
     // SAFETY: as for `stage`.
     unsafe {
         std::ptr::write_bytes(to.add(elements), 0, CHUNK - elements);
-        weights.widen(first + row, (element, elements), to);
+        weights.widen::<S>(first + row, (element, elements), to);
     }
 }
 

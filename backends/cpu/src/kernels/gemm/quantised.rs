@@ -5,7 +5,7 @@
 //! `x` is put in that order once, and code j of all words is one shift away. Scales multiply the sum of a
 //! vector's products, and zero points or minima the sum of its `x`.
 //!
-//! Where codes have four bits and `x` is bf16, products are of integers: the numbers of `x` that meet a word
+//! Where codes have four to six bits and `x` is bf16, products are of integers: the numbers of `x` that meet a word
 //! become integers of 16 bits times a power of two. That is exact for those of at least 2^-7 of the largest
 //! of the eight, and within 2^-15 of the largest for the others.
 
@@ -107,7 +107,7 @@ trait CodeWords<S: Simd> {
     /// The numbers of codes `j` and `j + PER_WORD / 2` of each word over
     /// [`PAIR_FACTOR`](Self::PAIR_FACTOR), as two integers of 16 bits.
     #[inline(always)]
-    unsafe fn pair(words: S::V, _j: usize) -> S::V {
+    unsafe fn pair(words: S::V, _high: S::V, _j: usize) -> S::V {
         words
     }
 }
@@ -159,7 +159,7 @@ impl<S: Simd, const MIDDLE: u32> CodeWords<S> for Nibbles<MIDDLE> {
     }
     const HAS_PAIRS: bool = S::DOT_I16;
     #[inline(always)]
-    unsafe fn pair(words: S::V, j: usize) -> S::V {
+    unsafe fn pair(words: S::V, _high: S::V, j: usize) -> S::V {
         // SAFETY: see above.
         unsafe { S::nibble_pair(S::shifted(words, bits(4 * j)), &NIBBLE_PAIRS[(MIDDLE / 8) as usize]) }
     }
@@ -170,6 +170,24 @@ impl<S: Simd, const MIDDLE: u32> CodeWords<S> for Nibbles<MIDDLE> {
 unsafe fn two_planes<S: Simd>(low: S::V, high: S::V) -> S::V {
     // SAFETY: see above.
     unsafe { S::number(S::or(S::masked(low, 15), S::shifted_left(high, 4))) }
+}
+
+/// Integers of codes `j` and `j + 4`, whose `bits` high bits lie in order in the same lane of `high`.
+#[inline(always)]
+unsafe fn pair_of_planes<S: Simd>(words: S::V, high: S::V, j: usize, bits: usize) -> S::V {
+    // SAFETY: see above.
+    unsafe {
+        let low = S::masked(S::shifted(words, self::bits(4 * j)), 0x000F_000F);
+        // those of codes 4 to 7 in the upper half
+        let upper = S::masked(S::shifted_left(high, self::bits(16 - 4 * bits)), 0xFFFF_0000);
+        let halves = S::or(upper, S::masked(high, 0xFFFF));
+        let moved = match bits * j {
+            right if right > 4 => S::shifted(halves, self::bits(right - 4)),
+            right => S::shifted_left(halves, self::bits(4 - right)),
+        };
+        let mask = ((1 << bits) - 1) << 4;
+        S::or(low, S::masked(moved, mask << 16 | mask))
+    }
 }
 
 // SAFETY (all blocks): register arithmetic only; the level is present by the callers' promise.
@@ -184,6 +202,12 @@ impl<S: Simd> CodeWords<S> for FiveBits {
             two_planes::<S>(S::shifted(words, bits(4 * j)), high)
         }
     }
+    const HAS_PAIRS: bool = S::DOT_I16;
+    #[inline(always)]
+    unsafe fn pair(words: S::V, high: S::V, j: usize) -> S::V {
+        // SAFETY: see above.
+        unsafe { pair_of_planes::<S>(words, high, j, 1) }
+    }
 }
 
 // SAFETY (all blocks): register arithmetic only; the level is present by the callers' promise.
@@ -197,6 +221,12 @@ impl<S: Simd> CodeWords<S> for SixBits {
             let high = S::masked(S::shifted(high, bits(2 * j)), 3);
             two_planes::<S>(S::shifted(words, bits(4 * j)), high)
         }
+    }
+    const HAS_PAIRS: bool = S::DOT_I16;
+    #[inline(always)]
+    unsafe fn pair(words: S::V, high: S::V, j: usize) -> S::V {
+        // SAFETY: see above.
+        unsafe { pair_of_planes::<S>(words, high, j, 2) }
     }
 }
 
@@ -224,7 +254,7 @@ impl<S: Simd> CodeWords<S> for FloatNibbles {
     const HAS_PAIRS: bool = S::DOT_I16;
     const PAIR_FACTOR: f32 = 0.5;
     #[inline(always)]
-    unsafe fn pair(words: S::V, j: usize) -> S::V {
+    unsafe fn pair(words: S::V, _high: S::V, j: usize) -> S::V {
         // SAFETY: see above.
         unsafe { S::nibble_pair(S::shifted(words, bits(4 * j)), &E2M1_PAIRS) }
     }
@@ -324,7 +354,7 @@ unsafe fn row_by_row<S: Simd>(task: &QuantisedFewRows) {
         }
         std::ptr::write_bytes(parts.row.add(k), 0, padded - k);
         for n in task.columns.clone() {
-            task.weights.widen(n, (0, k), parts.row);
+            task.weights.widen::<S>(n, (0, k), parts.row);
             for i in 0..m {
                 let x = parts.x.add(i * parts.layout.x_row);
                 let (mut acc, mut c) = (S::splat(0.0), 0);
@@ -541,7 +571,7 @@ unsafe fn products<S: Simd, C: CodeWords<S>, const X: usize, const PAIRS: bool>(
                 }
                 for r in 0..R {
                     let number = match PAIRS {
-                        true => C::pair(loaded[r], j),
+                        true => C::pair(loaded[r], high[r], j),
                         false => C::number(loaded[r], high[r], j),
                     };
                     for i in 0..X {
@@ -601,8 +631,13 @@ unsafe fn high_words<S: Simd>(weights: &QuantisedRows, row: usize, word: usize, 
     let count = (S::LANES >> log2).min(row_words - first);
     // SAFETY: the row has `row_words` words.
     unsafe {
-        let from = weights.high.start.cast::<u32>().add(row * row_words + first);
-        let words = load_part::<S>(DType::F32, from.cast(), count);
+        let at = row * row_words + first;
+        let from = weights.high.start.cast::<f32>().add(at);
+        // words of the row behind do not matter, those behind the last row are not there
+        let words = match weights.high.bytes >= 4 * (at + S::LANES) {
+            true => S::load(from),
+            false => load_part::<S>(DType::F32, from.cast(), count),
+        };
         S::spread_words(words, log2, bits(8 * high_bits))
     }
 }

@@ -189,7 +189,7 @@ impl TilePanel<'_> {
                 if let Some(weights) = &self.quantised {
                     for from in (0..k).step_by(STAGE) {
                         let count = (k - from).min(STAGE);
-                        weights.widen(row, (from, count), stage);
+                        weights.widen::<S>(row, (from, count), stage);
                         std::ptr::write_bytes(stage.add(count), 0, round_up(count, DEPTH) - count);
                         for part in (0..count).step_by(DEPTH) {
                             let to = to((from + part) / DEPTH).cast::<u16>();

@@ -226,6 +226,20 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
+    unsafe fn load_bytes(from: *const u8) -> __m256 {
+        // SAFETY: see above.
+        unsafe { _mm256_castsi256_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast()))) }
+    }
+    #[inline(always)]
+    unsafe fn store_interleaved(to: *mut f32, [a, b]: [__m256; 2]) {
+        // SAFETY: see above.
+        unsafe {
+            let (low, high) = (_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+            _mm256_storeu_ps(to, _mm256_permute2f128_ps::<0x20>(low, high));
+            _mm256_storeu_ps(to.add(8), _mm256_permute2f128_ps::<0x31>(low, high));
+        }
+    }
+    #[inline(always)]
     unsafe fn e2m1(words: __m256) -> __m256 {
         // SAFETY: see above; the lookup takes the lowest three bits.
         unsafe {

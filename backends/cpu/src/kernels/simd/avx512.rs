@@ -282,6 +282,24 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         }
     }
     #[inline(always)]
+    unsafe fn load_bytes(from: *const u8) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_castsi512_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast()))) }
+    }
+    #[inline(always)]
+    unsafe fn store_interleaved(to: *mut f32, [a, b]: [__m512; 2]) {
+        // SAFETY: see above; from 16 on, lanes are those of the second.
+        unsafe {
+            for half in 0..2 {
+                let lanes = _mm512_loadu_si512(LANE_NUMBERS.as_ptr().cast());
+                let of = _mm512_add_epi32(_mm512_srli_epi32::<1>(lanes), _mm512_set1_epi32(8 * half));
+                let odd = _mm512_slli_epi32::<4>(_mm512_and_si512(lanes, _mm512_set1_epi32(1)));
+                let turns = _mm512_permutex2var_ps(a, _mm512_or_si512(of, odd), b);
+                _mm512_storeu_ps(to.offset(16 * half as isize), turns);
+            }
+        }
+    }
+    #[inline(always)]
     unsafe fn e2m1(words: __m512) -> __m512 {
         // SAFETY: see above; the lookup takes the lowest four bits.
         unsafe { _mm512_permutexvar_ps(_mm512_castps_si512(words), _mm512_loadu_ps(E2M1.as_ptr())) }

@@ -119,6 +119,31 @@ pub(crate) trait Simd: Copy + 'static {
             if MIDDLE == 0 { number } else { Self::sub(number, Self::splat(MIDDLE as f32)) }
         }
     }
+    /// `LANES` bytes as words.
+    #[inline(always)]
+    unsafe fn load_bytes(from: *const u8) -> Self::V {
+        let mut lanes = [0u32; 16];
+        // SAFETY: as for the caller; no level has more than 16 lanes.
+        unsafe {
+            for (i, lane) in lanes.iter_mut().enumerate().take(Self::LANES) {
+                *lane = u32::from(from.add(i).read());
+            }
+            Self::load(lanes.as_ptr().cast())
+        }
+    }
+    /// Writes the lanes of both by turns.
+    #[inline(always)]
+    unsafe fn store_interleaved(to: *mut f32, v: [Self::V; 2]) {
+        let mut lanes = [[0f32; 16]; 2];
+        // SAFETY: as for the caller; no level has more than 16 lanes.
+        unsafe {
+            Self::store(lanes[0].as_mut_ptr(), v[0]);
+            Self::store(lanes[1].as_mut_ptr(), v[1]);
+            for i in 0..2 * Self::LANES {
+                *to.add(i) = lanes[i % 2][i / 2];
+            }
+        }
+    }
     /// The lowest four bits of every word, which are E2M1, as a float.
     unsafe fn e2m1(words: Self::V) -> Self::V;
     /// Entry `bits % 32` of `table` for either half of every word. Entries 16 on are as those before them.
