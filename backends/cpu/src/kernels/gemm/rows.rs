@@ -10,12 +10,13 @@ use std::ops::Range;
 
 /// Number of weight rows read side by side, enough streams to keep the memory busy.
 const STREAMS: usize = 8;
-/// Parts of the weight rows that are read at the same time for a single row of `x`, each one row behind the
-/// other as they lie in memory.
+/// Parts of the weight rows that are read at the same time for few rows of `x`, each one row behind the other
+/// as they lie in memory. Measured on Granite Rapids, where a plain read in four parts is faster by a tenth
+/// than in one.
 pub(super) const PARTS: usize = 4;
-/// Vectors of a weight row that are summed apart, and fetched at once, for a single row of `x`.
-const VECTORS: usize = 2;
-/// How far ahead a single row of `x` has the weights of each part fetched into the L1.
+/// Rows of `x` up to which weights are read in parts.
+const PARTS_ROWS: usize = 4;
+/// How far ahead the weights of each part are fetched into the L1.
 pub(super) const AHEAD_BYTES: usize = 1024;
 /// Number of weight rows per call of the epilogue.
 const BLOCK: usize = 64;
@@ -36,7 +37,7 @@ impl Rows {
     }
 
     fn sums(shape: &Shape) -> usize {
-        shape.m.max(PARTS) * BLOCK
+        shape.m * BLOCK * if shape.m <= PARTS_ROWS { PARTS } else { 1 }
     }
 }
 
@@ -190,9 +191,16 @@ impl Rows {
 unsafe fn stream<S: Simd, L: LoadVectors<S>>(task: &Rows, x: *const u8) {
     let Rows { shape, operands, columns, scratch: sums, .. } = task;
     let row_bytes = shape.k * L::W_BYTES;
-    if shape.m == 1 {
-        // SAFETY: the caller's promise.
-        return unsafe { single::<S, L>(task, x) };
+    // SAFETY: the caller's promise.
+    unsafe {
+        match shape.m {
+            1 => return in_parts::<S, L, 1>(task, x),
+            2 => return in_parts::<S, L, 2>(task, x),
+            // there are registers enough for the sums
+            3 if S::LANES == 16 => return in_parts::<S, L, 3>(task, x),
+            4 if S::LANES == 16 => return in_parts::<S, L, 4>(task, x),
+            _ => {}
+        }
     }
     let end = operands.weight.start.wrapping_add(columns.end * row_bytes).cast_const();
     let mut block = columns.start;
@@ -224,69 +232,69 @@ unsafe fn stream<S: Simd, L: LoadVectors<S>>(task: &Rows, x: *const u8) {
     }
 }
 
-/// The products of all weight rows and the only row of `x`, in [`PARTS`] streams.
+/// The products of all weight rows, in [`PARTS`] streams, and `X` rows of `x`.
 #[inline(always)]
-unsafe fn single<S: Simd, L: LoadVectors<S>>(task: &Rows, x: *const u8) {
+unsafe fn in_parts<S: Simd, L: LoadVectors<S>, const X: usize>(task: &Rows, x: *const u8) {
     let Rows { shape, operands, columns: Range { start, end }, scratch: sums } = task;
     let part = (end - start).div_ceil(PARTS);
     let row = |row: usize| operands.weight.start.wrapping_add(row.min(end - 1) * shape.k * L::W_BYTES);
     for block in (0..part).step_by(BLOCK) {
         let count = (part - block).min(BLOCK);
-        // SAFETY: weight rows below `end` exist; sums hold [PARTS, BLOCK].
+        // SAFETY: weight rows below `end` exist; sums hold [X, PARTS, BLOCK].
         unsafe {
             for j in 0..count {
                 let rows = std::array::from_fn(|p| row(start + p * part + block + j).cast_const());
-                let mut totals = [0f32; PARTS];
-                S::store_sums(totals.as_mut_ptr(), side_by_side::<S, L>(shape.k, x, rows));
-                totals.iter().enumerate().for_each(|(p, total)| *sums.add(p * BLOCK + j) = *total);
+                let lanes = side_by_side::<S, L, X>(shape.k, x, rows);
+                for (i, lanes) in lanes.into_iter().enumerate() {
+                    let mut totals = [0f32; PARTS];
+                    S::store_sums(totals.as_mut_ptr(), lanes);
+                    for (p, total) in totals.into_iter().enumerate() {
+                        *sums.add((i * PARTS + p) * BLOCK + j) = total;
+                    }
+                }
             }
             for (p, first) in (0..PARTS).map(|p| (p, start + p * part + block)) {
-                if first < *end {
-                    let count = count.min(end - first);
-                    finish::<S>(shape, operands, sums.add(p * BLOCK), 0, first, count);
+                for i in 0..if first < *end { X } else { 0 } {
+                    let (sums, count) = (sums.add((i * PARTS + p) * BLOCK), count.min(end - first));
+                    finish::<S>(shape, operands, sums, i, first, count);
                 }
             }
         }
     }
 }
 
-/// Sums by lane of the products of weight rows and `x` of `k` elements, and fetches what lies behind them.
+/// Sums by lane of the products of weight rows and rows of `x` of `k` elements, and fetches what lies behind.
 #[inline(always)]
-unsafe fn side_by_side<S: Simd, L: LoadVectors<S>>(
+unsafe fn side_by_side<S: Simd, L: LoadVectors<S>, const X: usize>(
     k: usize,
     x: *const u8,
     rows: [*const u8; PARTS],
-) -> [S::V; PARTS] {
-    let step = VECTORS * L::ELEMENTS;
-    let lines = step * L::W_BYTES / 64;
-    let (even, whole) = (k - k % step, k - k % L::ELEMENTS);
-    // SAFETY: the caller's promise: rows and x of k elements.
+) -> [[S::V; PARTS]; X] {
+    // SAFETY: the caller's promise: rows of k elements.
     unsafe {
-        let mut acc = [[S::splat(0.0); VECTORS]; PARTS];
+        let mut acc = [[S::splat(0.0); PARTS]; X];
+        let x = |i: usize, column: usize| x.add((i * k + column) * L::X_BYTES);
         let mut c = 0;
-        while c < even {
-            let x = x.add(c * L::X_BYTES);
-            let xs: [S::V; VECTORS] = std::array::from_fn(|i| L::x(x.add(i * L::ELEMENTS * L::X_BYTES)));
-            for (row, acc) in rows.iter().zip(&mut acc) {
-                let w = row.add(c * L::W_BYTES);
-                (0..lines).for_each(|line| S::prefetch_near(w.wrapping_add(AHEAD_BYTES + line * 64)));
-                for (i, (acc, x)) in acc.iter_mut().zip(xs).enumerate() {
-                    *acc = L::mac(*acc, x, L::w(w.add(i * L::ELEMENTS * L::W_BYTES)));
+        while c + L::ELEMENTS <= k {
+            for p in 0..PARTS {
+                let w = rows[p].add(c * L::W_BYTES);
+                S::prefetch_near(w.wrapping_add(AHEAD_BYTES));
+                let w = L::w(w);
+                for i in 0..X {
+                    acc[i][p] = L::mac(acc[i][p], L::x(x(i, c)), w);
                 }
             }
-            c += step;
+            c += L::ELEMENTS;
         }
-        while c < k {
-            let rest = (k - c).min(L::ELEMENTS);
-            let x = x.add(c * L::X_BYTES);
-            let x = if c < whole { L::x(x) } else { L::x_part(x, rest) };
-            for (row, acc) in rows.iter().zip(&mut acc) {
-                let w = row.add(c * L::W_BYTES);
-                acc[0] = L::mac(acc[0], x, if c < whole { L::w(w) } else { L::w_part(w, rest) });
+        if c < k {
+            for p in 0..PARTS {
+                let w = L::w_part(rows[p].add(c * L::W_BYTES), k - c);
+                for i in 0..X {
+                    acc[i][p] = L::mac(acc[i][p], L::x_part(x(i, c), k - c), w);
+                }
             }
-            c += rest;
         }
-        acc.map(|acc| S::add(acc[0], acc[1]))
+        acc
     }
 }
 

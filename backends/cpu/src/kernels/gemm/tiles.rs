@@ -7,6 +7,7 @@
 //! while all rows of the panel meet it.
 
 use super::packed::{PackSource, TRANSPOSE_WORDS, transpose};
+use super::rows::{AHEAD_BYTES, PARTS};
 use super::{Operands, Shape, finish};
 use crate::kernels::quantised::QuantisedRows;
 use crate::kernels::round_up;
@@ -26,10 +27,6 @@ const WORDS: usize = BYTES / 4;
 const CHUNK: usize = 16;
 /// Rows of `x` whose sums are kept at a time.
 const X_ROWS: usize = 512;
-/// Lines of a weight row that are fetched at once.
-const LINES: usize = 8;
-/// How far ahead weights are fetched into the L1 while a panel is packed.
-const AHEAD_BYTES: usize = 3072;
 /// Elements that are rounded at a time on the way into a panel.
 const STAGE: usize = 512;
 
@@ -176,46 +173,43 @@ impl TilePanel<'_> {
     unsafe fn pack<S: Simd>(&self, rows: usize, panel: *mut f32, stage: *mut f32) {
         let Shape { k, weight, .. } = self.shape;
         let steps = steps(k);
-        for r in 0..rows {
-            let (tile, lane) = (r / ROWS * steps, r % ROWS * ROWS);
-            // SAFETY: the caller's promise: the panel has room for `rows`, the stage for STAGE numbers.
-            unsafe {
-                let to = |step: usize| panel.add((tile + step) * WORDS + lane);
-                if r >= self.columns.len() {
-                    (0..steps).for_each(|step| std::ptr::write_bytes(to(step), 0, ROWS));
-                    continue;
-                }
-                let row = self.columns.start + r;
-                if let Some(weights) = &self.quantised {
+        // SAFETY: the caller's promise: the panel has room for `rows`, the stage for STAGE numbers.
+        unsafe {
+            let to = |r: usize, step: usize| panel.add((r / ROWS * steps + step) * WORDS + r % ROWS * ROWS);
+            for r in self.columns.len()..rows {
+                (0..steps).for_each(|step| std::ptr::write_bytes(to(r, step), 0, ROWS));
+            }
+            if let Some(weights) = &self.quantised {
+                for r in 0..self.columns.len() {
                     for from in (0..k).step_by(STAGE) {
                         let count = (k - from).min(STAGE);
-                        weights.widen::<S>(row, (from, count), stage);
+                        weights.widen::<S>(self.columns.start + r, (from, count), stage);
                         std::ptr::write_bytes(stage.add(count), 0, round_up(count, DEPTH) - count);
                         for part in (0..count).step_by(DEPTH) {
-                            let to = to((from + part) / DEPTH).cast::<u16>();
+                            let to = to(r, (from + part) / DEPTH).cast::<u16>();
                             for half in (0..DEPTH).step_by(S::LANES) {
                                 S::store_bf16(to.add(half), S::load(stage.add(part + half)));
                             }
                         }
                     }
-                    continue;
                 }
-                let from = self.operands.weight.at(weight, row * k).cast::<u16>();
-                let whole = k / DEPTH;
+                return;
+            }
+            let start =
+                |r: usize| self.operands.weight.at(weight, (self.columns.start + r) * k).cast::<u16>();
+            let (whole, quarter) = (k / DEPTH, rows / PARTS);
+            for first in 0..quarter {
                 for step in 0..whole {
-                    if step.is_multiple_of(LINES) {
-                        let ahead = from.cast::<u8>().wrapping_add(step * 64 + AHEAD_BYTES);
-                        (0..LINES).for_each(|line| S::prefetch_near(ahead.wrapping_add(line * 64)));
+                    for r in (first..self.columns.len()).step_by(quarter) {
+                        let from = start(r).add(step * DEPTH);
+                        S::prefetch_near(from.cast::<u8>().wrapping_add(AHEAD_BYTES));
+                        S::store(to(r, step), S::load(from.cast()));
                     }
-                    S::store(to(step), S::load(from.add(step * DEPTH).cast()));
                 }
-                if whole < steps {
-                    std::ptr::write_bytes(to(whole), 0, ROWS);
-                    std::ptr::copy_nonoverlapping(
-                        from.add(whole * DEPTH),
-                        to(whole).cast(),
-                        k - whole * DEPTH,
-                    );
+                for r in (first..self.columns.len()).step_by(quarter).filter(|_| whole < steps) {
+                    std::ptr::write_bytes(to(r, whole), 0, ROWS);
+                    let (from, to) = (start(r).add(whole * DEPTH), to(r, whole).cast());
+                    std::ptr::copy_nonoverlapping(from, to, k - whole * DEPTH);
                 }
             }
         }
