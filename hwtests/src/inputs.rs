@@ -166,7 +166,8 @@ fn indices(case: &Case, operand: &Operand, pages: &Pages, n: u64, stream: &mut S
 struct Pages {
     /// Number of pages.
     count: u32,
-    /// Page table, `[sequences, pages_max]`; entries beyond a sequence's context refer to a page of NaN.
+    /// Page table, `[sequences, pages_max]`; entries beyond a sequence's context refer to a page of NaN, and
+    /// those before all that its queries see to the first page that they see.
     table: Vec<f64>,
     /// Every slot that holds a token, in random order.
     slots: Vec<f64>,
@@ -174,35 +175,47 @@ struct Pages {
 
 impl Pages {
     fn new(case: &Case, stream: &mut Stream) -> Pages {
-        let (page_tokens, pages_max, contexts): (u32, u32, Vec<u32>) = match (&case.sig, &case.spread) {
+        // tokens of each sequence: the first one that is read, and the end
+        let (page_tokens, pages_max, contexts): (u32, u32, Vec<[u32; 2]>) = match (&case.sig, &case.spread) {
             (
-                OpSig::AttnPrefill { pages_max, kv: KvShape { page_tokens, .. }, .. },
+                OpSig::AttnPrefill { pages_max, window, kv: KvShape { page_tokens, .. }, .. },
                 TokenSpread::Queries(spread),
-            ) => (*page_tokens, *pages_max, spread.iter().map(|s| s.1).collect()),
+            ) => {
+                let first = |(queries, context): (u32, u32)| {
+                    window.map_or(0, |window| (context - queries + 1).saturating_sub(window))
+                };
+                (*page_tokens, *pages_max, spread.iter().map(|&s| [first(s), s.1]).collect())
+            }
             (
                 OpSig::AttnDecode { pages_max, kv: KvShape { page_tokens, .. }, .. },
                 TokenSpread::Ranges(ranges),
-            ) => (*page_tokens, *pages_max, ranges.iter().map(|r| r.1).collect()),
+            ) => (*page_tokens, *pages_max, ranges.iter().map(|r| [r.0, r.1]).collect()),
             (
                 OpSig::KvWrite { tokens, kv: KvShape { page_tokens, .. }, .. }
                 | OpSig::KvGather { tokens, kv: KvShape { page_tokens, .. }, .. }
                 | OpSig::KvScatter { tokens, kv: KvShape { page_tokens, .. }, .. },
                 _,
-            ) => (*page_tokens, 0, vec![tokens + page_tokens]),
+            ) => (*page_tokens, 0, vec![[0, tokens + page_tokens]]),
             _ => return Pages { count: 0, table: Vec::new(), slots: Vec::new() },
         };
-        let used: u32 = contexts.iter().map(|c| c.div_ceil(page_tokens)).sum();
+        let used: u32 = contexts.iter().map(|[_, end]| end.div_ceil(page_tokens)).sum();
         let count = used + SPARE_PAGES;
         let mut free = shuffled(count, stream);
         let spare = f64::from(free[0]);
         let (mut table, mut slots) = (Vec::new(), Vec::new());
-        for context in contexts {
+        for [first, context] in contexts {
             let own: Vec<u32> = free.split_off(free.len() - context.div_ceil(page_tokens) as usize);
             for token in 0..context {
                 let page = own[(token / page_tokens) as usize];
                 slots.push(f64::from(page * page_tokens + token % page_tokens));
             }
             let mut row: Vec<f64> = own.iter().map(|&p| f64::from(p)).collect();
+            // what no query sees any more is not there, as in layers that keep their window alone
+            let gone = ((first / page_tokens) as usize).min(row.len().saturating_sub(1));
+            if gone > 0 {
+                let seen = row[gone];
+                row[..gone].fill(seen);
+            }
             row.resize(pages_max.max(to_u32(row.len())) as usize, spare);
             table.extend(row);
         }

@@ -289,12 +289,18 @@ pub(crate) fn instances(
         };
         let price = choice.prices.get(selector).map(|&usd| UsdPerHour(usd));
         let spec = InstanceSpec { device, weights, role: *role, price, limits };
+        let below = tiers::of(&choice.tiers, selector, namespace(identity, model, digest))?;
+        // tiers keep blocks of all layers, so what is out of windows stays as well
+        let config = match below {
+            None => Arc::new(model.checkpoint.config.clone().in_window_pages()),
+            Some(_) => config.clone(),
+        };
         let loaded = match members.len() {
             1 => Loaded::new(&config, spec)?,
             _ => Loaded::divided(&config, &partition, spec, placed.collect())?,
         };
         let loaded = loaded.with_grammars(model.text.grammars.clone());
-        instances.push(match tiers::of(&choice.tiers, selector, namespace(identity, model, digest))? {
+        instances.push(match below {
             Some(tiers) => loaded.with_lower_tiers(tiers, &region)?,
             None => loaded,
         });

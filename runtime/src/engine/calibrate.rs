@@ -58,12 +58,18 @@ pub(super) fn measure_divided(
         let mut least = f64::INFINITY;
         for _ in 0..=REPEATS {
             let (began, first) = (env.now(), MemberRun { device, queue: &mut *queue, forward });
-            let batches = MicroBatch::cut(parts, Pieces::ONE, forward.shape().block_tokens);
+            let batches =
+                MicroBatch::cut(parts, Pieces::ONE, (forward.shape().block_tokens, block_pages(forward)));
             others.run(first, &batches, &mut KvStays, TIMEOUT)?;
             least = least.min((env.now() - began).0);
         }
         Ok(least)
     })
+}
+
+/// Pages of a block.
+fn block_pages(forward: &Forward) -> u32 {
+    forward.config().pages.parts.count()
 }
 
 /// Fits coefficients to the times that `seconds` measures of steps.
@@ -77,7 +83,7 @@ fn fit(
     let apart = if devices.together { devices.count } else { 1 };
     let mut step = |batch: u32, start: u32, tokens: u32| {
         let blocks = (start + tokens).div_ceil(shape.block_tokens);
-        let pages_on = |device: u32| (0..blocks).map(move |block| block * apart + device);
+        let pages_on = |device: u32| (0..blocks * block_pages(forward)).map(move |at| at * apart + device);
         let pages: Vec<Vec<u32>> = (0..apart).map(|device| pages_on(device).collect()).collect();
         let ids = vec![0; tokens as usize];
         // as most requests draw

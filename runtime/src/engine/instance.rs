@@ -135,7 +135,8 @@ fn blocks(
     block_tokens: u32,
 ) -> Result<u32> {
     let block_bytes = u64::from(block_tokens) * config.kv_bytes_per_token(kv);
-    let blocks = u32::try_from(kv_bytes / block_bytes.max(1)).unwrap_or(u32::MAX / block_tokens);
+    let slots_max = u32::MAX / block_tokens / config.pages.parts.count();
+    let blocks = u32::try_from(kv_bytes / block_bytes.max(1)).unwrap_or(slots_max);
     if blocks == 0 {
         let id = &device.info().id;
         return Err(Error::invalid(format!(
@@ -172,6 +173,8 @@ impl Loaded {
         price: Option<UsdPerHour>,
         limits: InstanceLimits,
     ) -> Result<Self> {
+        // what it keeps is sent, all of it
+        let config = &Arc::new(config.in_whole_pages());
         let block_tokens = limits.block_tokens.unwrap_or_else(|| device.limits().kv_page_tokens);
         let blocks = blocks(&*device, config, (limits.kv, limits.kv_bytes), block_tokens)?;
         let shape = limits.step_shape(blocks, block_tokens);
@@ -203,6 +206,8 @@ impl Loaded {
     ) -> Result<Self> {
         let InstanceSpec { device, weights, role, price, limits } = spec;
         let (shares, id) = (partition.shares(), device.info().id.clone());
+        let in_whole = partition.stages().len() > 1 || partition.page_holders() > 1;
+        let config = &if in_whole { Arc::new(config.in_whole_pages()) } else { config.clone() };
         let members = std::iter::once(&device).chain(others.iter().map(|other| &other.device));
         if let Some(idle) = members.map(|device| device.info()).find(|info| !info.computes()) {
             let id = &idle.id;
@@ -309,6 +314,7 @@ impl Loaded {
             lower_tiers: false,
             cache_policy: CachePolicy::Lru,
             page_devices,
+            page_parts: config.pages.parts.clone(),
         };
         let config = config.clone();
         Loaded {
@@ -329,8 +335,14 @@ impl Loaded {
     /// Adds lower tiers, for KV that the memory of its device or devices evicts: host memory, and a disk.
     ///
     /// # Errors
-    /// When they cannot be opened.
+    /// When they cannot be opened, and `Unsupported` if layers with a window have pages of their own, since
+    /// tiers keep whole blocks.
     pub fn with_lower_tiers(mut self, tiers: LowerTiers, make_region: &MakeRegion) -> Result<Self> {
+        if self.config.pages.parts.lets_go() {
+            let problem =
+                "tiers below keep KV of all layers, and this instance lets go of what is out of windows";
+            return Err(Error::unsupported(problem));
+        }
         self.batch.lower_tiers = true;
         let (pool, pending_disk) = tiers.open((&self.config, self.forward.shape()), make_region)?;
         (self.below, self.pending_disk) = (Some(pool), pending_disk);
@@ -419,7 +431,7 @@ impl Loaded {
 
     /// The KV by the devices that keep it, with memory for copies of so many bytes.
     fn kv(&self, bytes_max: u64) -> Result<InstanceKv> {
-        let whole = (self.forward.shape().kv_shape(&self.config), self.config.layers);
+        let whole = (self.forward.shape().kv_shape(&self.config), self.config.pages.clone());
         let others = self.others.iter().flat_map(OtherMembers::kv_pools);
         let pools = std::iter::once(self.forward.kv_pools()).chain(others);
         let parts = self.kv_parts.iter().cloned();

@@ -28,8 +28,11 @@ pub(super) struct LeavingTokens {
 
 struct Place {
     own: OwnSpan,
-    /// The first of its slot numbers.
+    /// The first of its slot numbers, and how far those of two parts of the layers are apart.
     slot: u64,
+    stride: u64,
+    /// Its slot numbers in all parts of the layers.
+    slots: Vec<u32>,
     /// Where its KV begins in the memory of a layer.
     offset: u64,
 }
@@ -64,12 +67,14 @@ impl InstanceKv {
     /// Those of the devices.
     pub(super) fn leaves_in_steps(&mut self, shape: &StepShape, layers: &[usize]) -> Result<()> {
         let StepShape { tokens_max: tokens, sequences_max: sequences, .. } = *shape;
+        let block_pages = u64::from(self.block_pages);
         for keeper in self.keepers.iter_mut().filter(|keeper| keeper.part.sends) {
             let (device, padding) = (&keeper.device, u64::from(sequences) * keeper.alignment());
             let bytes = u64::from(tokens) * keeper.pages.shape().wire_token_bytes(DType::F32);
             let layers = layers[keeper.member].min(keeper.part.layers.len());
             let gathered = (0..layers).map(|_| device.alloc(bytes + padding, BufferUsage::Kv));
-            let slot_ids = device.alloc(u64::from(tokens) * 4 + padding, BufferUsage::Staging)?;
+            let slot_bytes = (u64::from(tokens) * 4 + padding) * block_pages;
+            let slot_ids = device.alloc(slot_bytes, BufferUsage::Staging)?;
             keeper.leaving = Some(StepMemory { slot_ids, gathered: gathered.collect::<Result<_>>()? });
         }
         Ok(())
@@ -94,9 +99,15 @@ impl InstanceKv {
             let span = KvSpan { layers: first..first + 1, pages, tokens: tokens.clone(), wire };
             let own = keeper.own(&span).filter(|_| keeper.part.sends)?;
             let (slot, offset) = (*slots, *bytes);
-            *slots = (slot + own.slots.len() as u64).next_multiple_of(keeper.alignment().div_ceil(4));
+            let stride = (own.slots.len() as u64).next_multiple_of(keeper.alignment().div_ceil(4));
+            let mut all = Vec::with_capacity(to_usize(stride) * self.block_pages as usize);
+            for part in 0..self.block_pages {
+                all.resize(part as usize * to_usize(stride), 0);
+                all.extend(keeper.slots(&span, part).map(|(_, slot)| slot));
+            }
+            *slots = slot + stride * u64::from(self.block_pages);
             *bytes = (offset + own.bytes).next_multiple_of(keeper.alignment());
-            Some(Place { own, slot, offset })
+            Some(Place { own, slot, stride, slots: all, offset })
         });
         let places = places.collect();
         LeavingTokens { tokens, wire, places }
@@ -133,14 +144,16 @@ impl InstanceKv {
             let mut slots: Vec<u32> = Vec::new();
             for (_, place) in its.clone() {
                 slots.resize(to_usize(place.slot - first.slot), 0);
-                slots.extend(&place.own.slots);
+                slots.extend(&place.slots);
             }
             let at = memory.slot_ids.range(first.slot * 4, slots.len() as u64 * 4);
             keeper.device.write(&at, bytemuck::cast_slice(&slots))?;
         }
         let pools = &keeper.pools[layer];
-        let gather = |(wire, Place { own, slot, offset }): (DType, &Place)| {
-            let slots = memory.slot_ids.range(slot * 4, own.slots.len() as u64 * 4);
+        let (part, _) = keeper.layer_pages.layers[keeper.part.layers.start as usize + layer];
+        let gather = |(wire, Place { own, slot, stride, offset, .. }): (DType, &Place)| {
+            let first = slot + stride * u64::from(part);
+            let slots = memory.slot_ids.range(first * 4, own.slots.len() as u64 * 4);
             keeper.pages.gather(pools, slots, (memory.layer(layer).range(*offset, own.bytes), wire))
         };
         its.map(gather).collect()

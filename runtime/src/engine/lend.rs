@@ -72,7 +72,7 @@ impl Worker {
         self.machine_step(Event::Lend { request, text })?;
 
         let page_tokens = self.kv.shape.page_tokens;
-        let on_device = to_u32(self.sender.outgoing[&request].pages.len()) * page_tokens;
+        let on_device = self.kv.tokens_in(&self.sender.outgoing[&request].pages);
         // What the receiver has already is not loaded.
         let below_from = on_device.max(from / page_tokens * page_tokens);
         let mut below = None;
@@ -101,7 +101,7 @@ impl Worker {
     pub(super) fn place(&self, request: RequestId, piece: &PieceId) -> Result<PieceSource> {
         let (outgoing, page_tokens) = (&self.sender.outgoing[&request], self.kv.shape.page_tokens);
         let (first, tokens) = (piece.first, piece.first..piece.first + piece.tokens);
-        let lent = outgoing.below.as_ref().filter(|_| first >= to_u32(outgoing.pages.len()) * page_tokens);
+        let lent = outgoing.below.as_ref().filter(|_| first >= self.kv.tokens_in(&outgoing.pages));
         let Some(Lent { from, lease, digests }) = lent else {
             let pages = match outgoing.transfer {
                 Transfer::HandOff => self.machine.pages(request),

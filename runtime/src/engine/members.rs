@@ -188,11 +188,12 @@ impl OtherMembers {
     ) -> Result<LinkCost> {
         let shape = *first.1.shape();
         let rows = ROWS_TIMED.min(shape.tokens_max).min(shape.blocks.saturating_mul(shape.block_tokens));
-        let pages: Vec<u32> = (0..rows.div_ceil(shape.block_tokens)).collect();
+        let block_pages = first.1.config().pages.parts.count();
+        let pages: Vec<u32> = (0..rows.div_ceil(shape.block_tokens) * block_pages).collect();
         let ids = vec![0; rows as usize];
         let mut timed = [(0, 0.0); 2];
         for (timed, rows) in timed.iter_mut().zip([1, rows]) {
-            let pages = &pages[..rows.div_ceil(shape.block_tokens) as usize];
+            let pages = &pages[..(rows.div_ceil(shape.block_tokens) * block_pages) as usize];
             let part = StepInput { start: 0, tokens: &ids[..rows as usize], pages, draw: None };
             let Group::Attend(_, members, _) = &self.group else {
                 return Err(Error::unsupported("no members attend"));
@@ -212,12 +213,13 @@ impl OtherMembers {
         Ok(LinkCost { latency, seconds_per_byte, usd_per_byte: 0.0 })
     }
 
-    /// The batches of a step in which sequences decode in so many groups; blocks of KV have so many tokens.
+    /// The batches of a step in which sequences decode in so many groups; blocks of KV have so many tokens
+    /// and pages.
     pub(super) fn cut<'a>(
         &self,
         parts: &[StepInput<'a>],
         groups: u32,
-        block_tokens: u32,
+        block: (u32, u32),
     ) -> Vec<MicroBatch<'a>> {
         let (chunk_tokens, groups) = match &self.group {
             Group::Divide(Stages { members, chunk_tokens }, _) if members.len() > 1 => {
@@ -226,7 +228,7 @@ impl OtherMembers {
             Group::Divide(..) => (u32::MAX, groups),
             Group::Attend(_, _, second) => (u32::MAX, if second.is_some() { groups.min(2) } else { 1 }),
         };
-        MicroBatch::cut(parts, Pieces { chunk_tokens, groups }, block_tokens)
+        MicroBatch::cut(parts, Pieces { chunk_tokens, groups }, block)
     }
 
     /// The layers whose KV is on its way out of each member at a time: all of a member that is a stage of its

@@ -12,6 +12,7 @@ use crate::model::attention::pools;
 use mixfleet_hal::cast::{to_u32, to_usize};
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::{BufferUsage, Cmd, DType, Device, Error, KvShape, OpSig, Queue, Result, Slice, Ticket};
+use mixfleet_scheduler::batch::{LayerPages, NO_PAGE};
 use mixfleet_scheduler::cost::{MemberShare, Partition};
 use std::ops::Range;
 use std::sync::Arc;
@@ -151,6 +152,8 @@ pub(super) struct Keeper {
     /// Keys and values of its layers.
     pub(super) pools: Vec<(Slice, Slice)>,
     pub(super) pages: Pages,
+    /// The pages of each layer of the model.
+    pub(super) layer_pages: Arc<LayerPages>,
     /// KV on its way, in the wire layout.
     staged: Slice,
     /// For KV that leaves while a step runs; none if none does.
@@ -160,8 +163,9 @@ pub(super) struct Keeper {
 /// Tokens of a sequence in some layers: in the wire layout `[layers, tokens, 2, kv_heads, head_dim]`.
 #[derive(Clone, Debug)]
 pub(super) struct KvSpan<'a> {
+    /// One layer, where a block has pages for parts of the layers.
     pub(super) layers: Range<u32>,
-    /// The pages of the sequence.
+    /// The pages of the sequence, with those of all parts of a block next to each other.
     pub(super) pages: &'a [u32],
     pub(super) tokens: Range<u32>,
     pub(super) wire: DType,
@@ -191,6 +195,8 @@ pub(super) struct InstanceKv {
     pub(super) shape: KvShape,
     /// Layers of the whole model.
     pub(super) layers: u32,
+    /// Pages of a block.
+    pub(super) block_pages: u32,
     pub(super) keepers: Vec<Keeper>,
     /// The largest span, in bytes.
     span_bytes_max: u64,
@@ -210,7 +216,7 @@ impl InstanceKv {
     /// # Errors
     /// Those of the devices, and `Invalid` if they have not every layer of every head and page once.
     pub(super) fn new(
-        (shape, layers): (KvShape, u32),
+        (shape, layer_pages): (KvShape, LayerPages),
         devices: Vec<DeviceKv>,
         bytes_max: u64,
     ) -> Result<Self> {
@@ -218,6 +224,8 @@ impl InstanceKv {
         let narrowest = DType::KV.into_iter().map(|wire| shape.wire_token_bytes(wire)).min();
         let span_tokens_max =
             (span_bytes_max / narrowest.unwrap_or(1).max(1)).max(u64::from(shape.page_tokens));
+        let (layers, layer_pages) = (to_u32(layer_pages.layers.len()), Arc::new(layer_pages));
+        let block_pages = layer_pages.parts.count();
         let mut keepers = Vec::new();
         for (member, (device, part, pools)) in devices.into_iter().enumerate() {
             let Some(part) = part else { continue };
@@ -233,11 +241,13 @@ impl InstanceKv {
                 part,
                 pages: Pages::new(&*device, own, span_tokens_max)?,
                 staged: device.alloc(span_bytes_max, BufferUsage::Kv)?,
+                layer_pages: layer_pages.clone(),
                 leaving: None,
                 device,
             });
         }
-        let kv = InstanceKv { shape, layers, keepers, span_bytes_max, span_tokens_max, packed: Vec::new() };
+        let packed = Vec::new();
+        let kv = InstanceKv { shape, layers, block_pages, keepers, span_bytes_max, span_tokens_max, packed };
         if !kv.is_complete() {
             let parts: Vec<_> = kv.keepers.iter().map(|keeper| &keeper.part).collect();
             return Err(Error::invalid(format!("devices have no, or no single, part of some KV: {parts:?}")));
@@ -266,6 +276,11 @@ impl InstanceKv {
         let token_bytes = self.shape.wire_token_bytes(to.wire);
         let there = (to.landing.slot_bytes / token_bytes).max(1);
         to_u32(there.min(self.span_bytes_max / token_bytes).min(self.span_tokens_max))
+    }
+
+    /// Tokens in the blocks of a sequence that has these pages.
+    pub(super) fn tokens_in(&self, pages: &[u32]) -> u32 {
+        to_u32(pages.len()) / self.block_pages * self.shape.page_tokens
     }
 
     /// Bytes of so many tokens of a layer.
@@ -334,7 +349,8 @@ impl InstanceKv {
     /// # Errors
     /// Those of the devices.
     pub(super) fn warm(&self, queues: &mut [&mut dyn Queue]) -> Result<()> {
-        let span = KvSpan { layers: 0..1, pages: &[0], tokens: 0..1, wire: self.shape.dtype };
+        let pages = vec![0; self.block_pages as usize];
+        let span = KvSpan { layers: 0..1, pages: &pages, tokens: 0..1, wire: self.shape.dtype };
         for keeper in &self.keepers {
             let Some(own) = keeper.own(&span) else { continue };
             let mut list = keeper.copies(&own, span.wire, Pages::gather)?;
@@ -345,12 +361,24 @@ impl InstanceKv {
         Ok(())
     }
 
+    /// Whether all of a span is in pages that the sequence still has, and in the same ones for all layers.
+    fn is_there(&self, span: &KvSpan<'_>) -> bool {
+        let Some(keeper) = self.keepers.first().filter(|_| self.block_pages > 1) else {
+            return true;
+        };
+        let (part, _) = keeper.layer_pages.layers[span.layers.start as usize];
+        let blocks =
+            span.tokens.start / self.shape.page_tokens..span.tokens.end.div_ceil(self.shape.page_tokens);
+        let page = |block: u32| span.pages[(block * self.block_pages + part) as usize];
+        span.layers.len() == 1 && blocks.into_iter().all(|block| page(block) != NO_PAGE)
+    }
+
     fn check(&self, span: &KvSpan<'_>, bytes: usize) -> Result<()> {
         let tokens = to_u32(span.tokens.len());
         let expected = span.layers.len() as u64 * self.layer_bytes(tokens, span.wire);
-        let room = span.pages.len() as u64 * u64::from(self.shape.page_tokens);
         let fits = expected <= self.span_bytes_max && u64::from(tokens) <= self.span_tokens_max;
-        if bytes as u64 != expected || !fits || u64::from(span.tokens.end) > room {
+        let known = span.tokens.end <= self.tokens_in(span.pages) && self.is_there(span);
+        if bytes as u64 != expected || !fits || !known {
             return Err(Error::invalid(format!("{bytes} bytes are not the KV of {span:?}")));
         }
         Ok(())
@@ -360,18 +388,25 @@ impl InstanceKv {
 impl Keeper {
     /// What it has of a span.
     pub(super) fn own(&self, span: &KvSpan<'_>) -> Option<OwnSpan> {
-        let KvPart { layers, pages: (at, of), .. } = &self.part;
+        let layers = &self.part.layers;
         let layers = layers.start.max(span.layers.start)..layers.end.min(span.layers.end);
-        let page_tokens = self.pages.shape.page_tokens;
-        let held = span.tokens.clone().filter_map(|token| {
-            let page = span.pages[(token / page_tokens) as usize];
-            let slot = page / of * page_tokens + token % page_tokens;
-            (page % of == *at).then_some((token - span.tokens.start, slot))
-        });
-        let (rows, slots): (Vec<u32>, Vec<u32>) = held.unzip();
+        let (part, _) = self.layer_pages.layers[span.layers.start as usize];
+        let (rows, slots): (Vec<u32>, Vec<u32>) = self.slots(span, part).unzip();
         let token_bytes = self.pages.shape.wire_token_bytes(span.wire);
         let bytes = layers.len() as u64 * rows.len() as u64 * token_bytes;
         (bytes > 0).then_some(OwnSpan { layers, rows, slots, bytes })
+    }
+
+    /// The tokens of a span that it has, counted from the first one, and where they are in its pages of a
+    /// part of the layers.
+    pub(super) fn slots(&self, span: &KvSpan<'_>, part: u32) -> impl Iterator<Item = (u32, u32)> {
+        let KvPart { pages: (at, of), .. } = self.part;
+        let (page_tokens, parts) = (self.pages.shape.page_tokens, self.layer_pages.parts.count());
+        span.tokens.clone().filter_map(move |token| {
+            let page = span.pages[(token / page_tokens * parts + part) as usize];
+            let slot = page / of * page_tokens + token % page_tokens;
+            (page % of == at).then_some((token - span.tokens.start, slot))
+        })
     }
 
     /// Reads what it has of a span, whose wire layout is at `staged`, into its place in the whole.

@@ -43,7 +43,7 @@ impl Rig {
         });
         let devices: Vec<DeviceKv> = devices.collect();
         let queues = devices.iter().map(|(device, ..)| device.queue().unwrap()).collect();
-        Ok(Rig { kv: InstanceKv::new((whole, shape.layers()), devices, 1 << 16)?, queues })
+        Ok(Rig { kv: InstanceKv::new((whole, LayerPages::whole(shape.layers())), devices, 1 << 16)?, queues })
     }
 
     fn of(shape: &ModelShape, partition: &Partition) -> Self {

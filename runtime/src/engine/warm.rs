@@ -45,20 +45,22 @@ impl Worker {
 
     fn run_all(&mut self) -> Result<()> {
         let (shape, context) = (*self.forward.shape(), self.forward.config().context_max);
+        let block_pages = self.limits.page_parts.count();
+        let first = vec![0; block_pages as usize];
         let parameters = Sampling::default().parameters(0, false);
         let plain = DrawInput { parameters, ..DrawInput::GREEDY };
         let full = DrawInput { history: &[[0, 0]], tops: 1, ..plain };
         let sizes = |most: u32| FEW_ROWS.into_iter().chain([most]).map(move |n| n.min(most));
         for rows in sizes(shape.sequences_max).collect::<BTreeSet<u32>>() {
-            self.run_once(&vec![decode(plain, &[0]); rows as usize])?;
+            self.run_once(&vec![decode(plain, &first); rows as usize])?;
         }
-        self.run_once(&[decode(full, &[0])])?;
+        self.run_once(&[decode(full, &first)])?;
         // a long block table, whose attention is split into parts
         let pages_max = context.div_ceil(shape.block_tokens).min(shape.blocks);
-        self.run_once(&[decode(plain, &vec![0; pages_max as usize])])?;
+        self.run_once(&[decode(plain, &vec![0; (pages_max * block_pages) as usize])])?;
         let room = shape.tokens_max.min(context).min(shape.blocks.saturating_mul(shape.block_tokens));
         for tokens in sizes(room).map(|tokens| (tokens + 1).min(room)).collect::<BTreeSet<u32>>() {
-            let pages: Vec<u32> = (0..tokens.div_ceil(shape.block_tokens)).collect();
+            let pages: Vec<u32> = (0..tokens.div_ceil(shape.block_tokens) * block_pages).collect();
             let ids = vec![0; tokens as usize];
             self.run_once(&[StepInput { start: 0, tokens: &ids, pages: &pages, draw: Some(plain) }])?;
         }

@@ -325,13 +325,14 @@ impl Worker {
     /// Runs one forward pass and samples; the KV of handed-off prompts is sent layer by layer meanwhile.
     async fn run_step(&mut self, step: &Step) -> Result<Vec<Draw>> {
         self.follow_drawn(step);
-        let (machine, active, block_tokens) = (&self.machine, &self.active, self.limits.block_tokens);
-        let part = |part| input_of(machine, active, part, block_tokens);
+        let (machine, active) = (&self.machine, &self.active);
+        let block = (self.limits.block_tokens, self.limits.page_parts.count());
+        let part = |part| input_of(machine, active, part, block);
         let parts: Vec<StepInput<'_>> = step.sequences.iter().map(part).collect();
         if let Some(members) = &mut self.others {
             let MeasuredSteps { parts: prompts, sequences, kv_tokens, .. } = sizes_of(step);
             let groups = self.cost.decode_groups(&prompts, sequences, kv_tokens);
-            let batches = members.cut(&parts, groups, block_tokens);
+            let batches = members.cut(&parts, groups, block);
             // stages have one batch at a time; of devices that attend, each has all of them
             let (mut taken, at_once) = (Taken::default(), members.partition().is_some());
             // what comes would wait for the attention of one batch, and the products of the other for that
@@ -477,10 +478,10 @@ fn input_of<'a>(
     machine: &'a Instance<TokenIds>,
     active: &'a HashMap<RequestId, Active>,
     &StepSequence { request, start, tokens, sample }: &StepSequence,
-    block_tokens: u32,
+    (block_tokens, block_pages): (u32, u32),
 ) -> StepInput<'a> {
     let end = start + tokens;
-    let pages = &machine.pages(request)[..end.div_ceil(block_tokens) as usize];
+    let pages = &machine.pages(request)[..(end.div_ceil(block_tokens) * block_pages) as usize];
     let ids = machine.text(request).map_or(&[][..], TokenIds::ids);
     let draw = sample.then(|| draw_input(active.get(&request), ids));
     StepInput { start, tokens: &ids[start as usize..end as usize], pages, draw }

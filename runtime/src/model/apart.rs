@@ -121,18 +121,18 @@ impl AttentionMember {
 
     /// Uploads what it is told of a batch. Parts with one token come first.
     fn begin(&self, device: &dyn Device, parts: &[StepInput<'_>]) -> Result<AttentionPass> {
-        let (windows, block) = (self.attention.windows(), self.shape.block_tokens);
+        let (reaches, block) = (self.attention.reaches(), self.shape.block_tokens);
         let (sizes, tables, held) = match self.pages {
             None => {
                 let decodes = parts.iter().take_while(|part| part.tokens.len() == 1).count();
                 let (decode, prefill) = parts.split_at(decodes);
-                let sizes = AttentionSizes::of(decode, prefill, windows);
-                let tables = AttentionTables::of(decode, prefill, block, &sizes, windows);
+                let sizes = AttentionSizes::of(decode, prefill, reaches);
+                let tables = AttentionTables::of(decode, prefill, block, &sizes, reaches);
                 (sizes, tables, Held { rows: None, partial: 0, written: None })
             }
             Some(pages) => {
                 let HeldRows { rows, partial, written, sizes, tables } =
-                    HeldRows::of(parts, pages, block, windows);
+                    HeldRows::of(parts, pages, block, reaches.windows);
                 (sizes, tables, Held { rows: Some(rows), partial, written: Some(written) })
             }
         };

@@ -109,8 +109,9 @@ impl Arena {
 pub(super) fn attention_input_bytes(c: &ModelConfig, shape: &StepShape, decodes: u64, alignment: u64) -> u64 {
     let (tokens, sequences) = (u64::from(shape.tokens_max), u64::from(shape.sequences_max));
     let (windows, row) = (distinct_windows(c).len() as u64, u64::from(table_row(c, shape)));
-    let words = tokens + decodes * (2 * windows + row) + sequences * (2 + row) + 1;
-    words * 4 + (5 + windows) * alignment
+    let parts = u64::from(c.pages.parts.count());
+    let words = tokens * parts + decodes * (2 * windows + row * parts) + sequences * (2 + row * parts) + 1;
+    words * 4 + (2 + 3 * parts + windows) * alignment
 }
 
 /// Length of the longest row of a block table.

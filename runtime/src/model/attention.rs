@@ -7,6 +7,8 @@ use super::latent::LatentHeads;
 use super::reach::{KvSizes, visible};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{BufferUsage, Cmd, DType, Device, Error, KvShape, OpSig, Result, Slice};
+use mixfleet_scheduler::batch::{LayerPages, NO_PAGE};
+use std::borrow::Cow;
 
 /// The KV of a model, or of some of its heads, on a device. A clone is the same KV.
 #[derive(Clone)]
@@ -20,6 +22,10 @@ pub(super) struct Attention {
     window_of: Vec<usize>,
     /// The distinct windows of the layers.
     windows: Vec<Option<u32>>,
+    /// The pages of each layer.
+    pages: LayerPages,
+    /// Pages in each pool beside those where nothing is read.
+    page_count: u32,
     /// The sinks of each layer's heads; none where they are not known.
     sinks: Option<Vec<Slice>>, // [heads] f32
     has_sinks: bool,
@@ -51,15 +57,23 @@ pub(super) struct AttentionSizes {
     pub(super) kv: Vec<KvSizes>,
 }
 
-/// The device memory of what attention is told of a step.
+/// The device memory of what attention is told of a step; slots and pages per part of the layers.
 pub(super) struct AttentionInputs {
-    pub(super) slots: Slice,
+    slots: Vec<Slice>,
     /// Ranges per distinct window.
     ranges: Vec<Slice>,
-    decode_pages: Slice,
+    decode_pages: Vec<Slice>,
     query_start: Slice,
     context: Slice,
-    prefill_pages: Slice,
+    prefill_pages: Vec<Slice>,
+}
+
+/// How layers differ in what they read: their distinct windows, and in how many parts they are, which have
+/// pages of their own.
+#[derive(Clone, Copy)]
+pub(super) struct Reaches<'a> {
+    pub(super) windows: &'a [Option<u32>],
+    pub(super) parts: u32,
 }
 
 /// The windows of a model's layers, each once.
@@ -106,10 +120,11 @@ impl AttentionSizes {
     pub(super) fn of(
         decode: &[StepInput<'_>],
         prefill: &[StepInput<'_>],
-        windows: &[Option<u32>],
+        Reaches { windows, parts }: Reaches<'_>,
     ) -> AttentionSizes {
-        let pages_max =
-            |parts: &[StepInput<'_>]| parts.iter().map(|p| to_u32(p.pages.len())).max().unwrap_or(0);
+        let pages_max = |inputs: &[StepInput<'_>]| {
+            inputs.iter().map(|p| to_u32(p.pages.len()) / parts).max().unwrap_or(0)
+        };
         let tokens = prefill.iter().map(|part| part.tokens.len()).sum::<usize>() + decode.len();
         AttentionSizes {
             tokens: to_u32(tokens),
@@ -126,13 +141,26 @@ impl AttentionSizes {
 
 /// What attention is told of a step: see the operands of the operations.
 pub(super) struct AttentionTables {
-    pub(super) slots: Vec<u32>,
+    /// Slots per part of the layers.
+    pub(super) slots: Vec<Vec<u32>>,
     /// Ranges per distinct window.
     pub(super) ranges: Vec<Vec<u32>>,
-    pub(super) decode_pages: Vec<u32>,
+    /// Block tables per part of the layers.
+    pub(super) decode_pages: Vec<Vec<u32>>,
     query_start: Vec<u32>,
     context: Vec<u32>,
-    pub(super) prefill_pages: Vec<u32>,
+    pub(super) prefill_pages: Vec<Vec<u32>>,
+}
+
+/// The pages of a sequence in a part of the layers. Where it has none any longer, the first one that it has
+/// stands: nothing of it is used there, but a device may load what it masks.
+fn of_part(pages: &[u32], part: u32, parts: u32) -> Cow<'_, [u32]> {
+    if parts == 1 && pages.first() != Some(&NO_PAGE) {
+        return Cow::Borrowed(pages);
+    }
+    let its = pages.chunks_exact(parts as usize).map(|block| block[part as usize]);
+    let first = its.clone().find(|&page| page != NO_PAGE).unwrap_or(0);
+    Cow::Owned(its.map(|page| if page == NO_PAGE { first } else { page }).collect())
 }
 
 impl AttentionTables {
@@ -142,12 +170,16 @@ impl AttentionTables {
         prefill: &[StepInput<'_>],
         block_tokens: u32,
         sizes: &AttentionSizes,
-        windows: &[Option<u32>],
+        Reaches { windows, parts }: Reaches<'_>,
     ) -> Self {
-        let slots_of = |p: &StepInput<'_>| {
-            let slot = |i: u32| p.pages[(i / block_tokens) as usize] * block_tokens + i % block_tokens;
+        let slots_of = |part: u32, p: &StepInput<'_>| {
+            let slot = |i: u32| {
+                let page = p.pages[(i / block_tokens * parts + part) as usize];
+                page * block_tokens + i % block_tokens
+            };
             (p.start..p.start + to_u32(p.tokens.len())).map(slot).collect::<Vec<u32>>()
         };
+        let slots = |part| decode.iter().chain(prefill).flat_map(|p| slots_of(part, p)).collect();
         let ranges = windows.iter().map(|&window| {
             let ends = decode.iter().map(|p| p.start + 1);
             ends.flat_map(|end| [end - to_u32(visible(end - 1, window)), end]).collect()
@@ -156,9 +188,12 @@ impl AttentionTables {
         for part in prefill {
             query_start.push(query_start[query_start.len() - 1] + to_u32(part.tokens.len()));
         }
-        let table = |parts: &[StepInput<'_>], length| Self::padded(parts.iter().map(|p| p.pages), length);
+        let table = |inputs: &[StepInput<'_>], length| {
+            let of = |part| inputs.iter().map(move |p| of_part(p.pages, part, parts));
+            (0..parts).map(|part| Self::padded(of(part), length)).collect()
+        };
         AttentionTables {
-            slots: decode.iter().chain(prefill).flat_map(slots_of).collect(),
+            slots: (0..parts).map(slots).collect(),
             ranges: ranges.collect(),
             decode_pages: table(decode, sizes.decode_pages_max),
             query_start,
@@ -168,28 +203,33 @@ impl AttentionTables {
     }
 
     /// Lists of pages, each cut or filled up to a length.
-    pub(super) fn padded<'a>(lists: impl Iterator<Item = &'a [u32]>, length: u32) -> Vec<u32> {
-        let filled = lists.map(|pages| pages.iter().copied().chain(std::iter::repeat(0)));
-        filled.flat_map(|pages| pages.take(length as usize)).collect()
+    pub(super) fn padded<'a>(lists: impl Iterator<Item = Cow<'a, [u32]>>, length: u32) -> Vec<u32> {
+        let (length, mut all) = (length as usize, Vec::new());
+        for (before, pages) in (0..).step_by(length.max(1)).zip(lists) {
+            all.extend(pages.iter().take(length));
+            all.resize(before + length, 0);
+        }
+        all
     }
 
     /// Adds decodes after the last one, of a step that has nothing else, which read nothing and write from
     /// slot `first_spare` on.
     pub(super) fn pad(&mut self, rows: u32, first_spare: u32, pages_max: u32) {
-        self.slots.extend((0..rows).map(|i| first_spare + i));
+        self.slots.iter_mut().for_each(|slots| slots.extend((0..rows).map(|i| first_spare + i)));
         self.ranges.iter_mut().for_each(|ranges| ranges.extend(zeros(2 * rows as usize)));
-        self.decode_pages.extend(zeros((rows * pages_max) as usize));
+        self.decode_pages.iter_mut().for_each(|pages| pages.extend(zeros((rows * pages_max) as usize)));
     }
 
     /// Packs it for the device.
     pub(super) fn put(self, packer: &mut Packer<'_>) -> AttentionInputs {
+        let mut put = |all: Vec<Vec<u32>>| all.into_iter().map(|words| packer.put_words(words)).collect();
         AttentionInputs {
-            slots: packer.put_words(self.slots),
-            ranges: self.ranges.into_iter().map(|ranges| packer.put_words(ranges)).collect(),
-            decode_pages: packer.put_words(self.decode_pages),
+            slots: put(self.slots),
+            ranges: put(self.ranges),
+            decode_pages: put(self.decode_pages),
+            prefill_pages: put(self.prefill_pages),
             query_start: packer.put_words(self.query_start),
             context: packer.put_words(self.context),
-            prefill_pages: packer.put_words(self.prefill_pages),
         }
     }
 }
@@ -204,19 +244,24 @@ impl Attention {
     ) -> Result<Self> {
         let kv = shape.kv_shape(config);
         let page_bytes = u64::from(kv.page_tokens) * kv.row() * kv.dtype.size_bytes();
-        let pool_bytes = u64::from(shape.blocks + spare) * page_bytes;
+        let pages = config.pages.clone();
+        let page_count = shape.blocks * pages.parts.count();
+        let pool_bytes = u64::from(page_count + spare) * page_bytes;
         let pool = || device.alloc(pool_bytes, BufferUsage::Kv);
         let windows = distinct_windows(config);
         let place = |window| windows.iter().position(|w| w == window).expect("every window is listed");
+        let both = |_| {
+            let keys = pool()?;
+            // where keys contain values, they stand for these
+            let values = if kv.latent.is_some() { keys.clone() } else { pool()? };
+            Ok((keys, values))
+        };
+        // layers of different parts have different pages of the same pools
+        let of_part = (0..pages.part_layers()).map(both).collect::<Result<Vec<_>>>()?;
         Ok(Attention {
-            pools: (0..config.layers)
-                .map(|_| {
-                    let keys = pool()?;
-                    // where keys contain values, they stand for these
-                    let values = if kv.latent.is_some() { keys.clone() } else { pool()? };
-                    Ok((keys, values))
-                })
-                .collect::<Result<_>>()?,
+            pools: pages.layers.iter().map(|&(_, at)| of_part[at as usize].clone()).collect(),
+            pages,
+            page_count,
             kv,
             heads: config.heads,
             x: shape.activations,
@@ -227,9 +272,14 @@ impl Attention {
         })
     }
 
-    /// The distinct windows of the layers.
-    pub(super) fn windows(&self) -> &[Option<u32>] {
-        &self.windows
+    /// How its layers differ in what they read.
+    pub(super) fn reaches(&self) -> Reaches<'_> {
+        Reaches { windows: &self.windows, parts: self.pages.parts.count() }
+    }
+
+    /// The first slot that no sequence has.
+    pub(super) fn first_spare(&self) -> u32 {
+        self.page_count * self.kv.page_tokens
     }
 
     /// The pools of keys and values of each layer.
@@ -252,13 +302,13 @@ impl Attention {
         if self.has_sinks && sinks.is_none() {
             return Err(Error::unsupported("the sinks of this model's attention were not loaded here"));
         }
-        let pools = pools(&kv, &self.pools[at]);
+        let (pools, part) = (pools(&kv, &self.pools[at]), self.pages.layers[at].0 as usize);
         if sizes.written > 0 {
             let k = rows_of(&arena.k, sizes.written, kv.kv_heads * head_dim, x);
             let v = rows_of(&arena.v, sizes.written, kv.kv_heads * value_dim, x);
             let sig = OpSig::KvWrite { tokens: sizes.written, x, kv };
             let mut args: Vec<Slice> = [k, v].into_iter().take(pools.len()).collect();
-            args.push(inputs.slots.clone());
+            args.push(inputs.slots[part].clone());
             args.extend(pools.iter().cloned());
             list.push(Cmd::new(sig, &args)?);
         }
@@ -275,7 +325,7 @@ impl Attention {
             let stat = rows_of(&arena.stat, rows, 2, DType::F32);
             let (kv_tokens, pages_max) = (kv_sizes.decode_tokens, sizes.decode_pages_max);
             let sig = OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, x, kv };
-            let (range, pages) = (inputs.ranges[which].clone(), inputs.decode_pages.clone());
+            let (range, pages) = (inputs.ranges[which].clone(), inputs.decode_pages[part].clone());
             let mut args = vec![rows_from(&arena.q, 0, sequences, heads * head_dim), range, pages];
             args.extend(pools.iter().cloned());
             args.extend([acc.clone(), stat.clone()]);
@@ -319,7 +369,7 @@ impl Attention {
             let (query_start, context) = (inputs.query_start.clone(), inputs.context.clone());
             let q = rows_from(&arena.q, first, rows, heads * head_dim);
             let out = rows_from(&arena.attended, first, rows, heads * value_dim);
-            let pages = inputs.prefill_pages.clone();
+            let pages = inputs.prefill_pages[part].clone();
             let mut args = vec![q, query_start, context, pages];
             args.extend(pools);
             args.extend(sinks.cloned());

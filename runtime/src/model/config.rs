@@ -4,6 +4,7 @@ use super::experts::Mixture;
 use super::latent::LatentHeads;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{DType, KvShape, LatentKv, RotaryPart, WeightFormat};
+use mixfleet_scheduler::batch::LayerPages;
 use mixfleet_scheduler::cost::{AttnSplit, MemberShare, ModelShape, Partition};
 use std::sync::Arc;
 
@@ -51,6 +52,8 @@ pub struct ModelConfig {
     pub tied_embeddings: bool,
     /// Sliding window of each layer; `layers` entries.
     pub windows: Vec<Option<u32>>,
+    /// The pages that the KV of each layer is in.
+    pub pages: LayerPages,
     /// Rotary position embedding of all of a head, or of its first part.
     pub rope: Rope,
     /// The dtype that most weights are stored in that are not quantised.
@@ -81,6 +84,18 @@ impl ModelConfig {
         let length = self.rotated();
         let is_part = self.latent.is_none() && length < self.head_dim;
         is_part.then_some(RotaryPart { first: 0, length, interleaved: false })
+    }
+
+    /// The same with layers with a window in pages of their own, so that they keep no more than it.
+    #[must_use]
+    pub fn in_window_pages(self) -> Self {
+        ModelConfig { pages: LayerPages::of(&self.windows, self.context_max), ..self }
+    }
+
+    /// The same with all layers in the same pages.
+    #[must_use]
+    pub fn in_whole_pages(&self) -> Self {
+        ModelConfig { pages: LayerPages::whole(self.layers), ..self.clone() }
     }
 
     /// KV bytes of one token over all layers.
@@ -115,8 +130,10 @@ impl ModelConfig {
     /// What a member's layers are like. Rows of the vocabulary are not divided here: every member embeds all
     /// tokens.
     pub fn of_member(&self, share: &MemberShare) -> ModelConfig {
+        let layers = to_u32(share.layers.len());
         ModelConfig {
-            layers: to_u32(share.layers.len()),
+            layers,
+            pages: if layers == self.layers { self.pages.clone() } else { LayerPages::whole(layers) },
             windows: self.windows[share.layers.start as usize..share.layers.end as usize].to_vec(),
             heads: to_u32(share.heads.len()),
             kv_heads: to_u32(share.kv_heads.len()),

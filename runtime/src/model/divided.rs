@@ -49,8 +49,8 @@ pub struct MicroBatch<'a> {
 }
 
 impl<'a> MicroBatch<'a> {
-    /// Cuts a step whose `parts` with one token come first; blocks of KV have so many tokens.
-    pub fn cut(parts: &[StepInput<'a>], how: Pieces, block_tokens: u32) -> Vec<Self> {
+    /// Cuts a step whose `parts` with one token come first; blocks of KV have so many tokens and pages.
+    pub fn cut(parts: &[StepInput<'a>], how: Pieces, (block_tokens, block_pages): (u32, u32)) -> Vec<Self> {
         let lengths: Vec<u32> = parts.iter().map(|part| to_u32(part.tokens.len())).collect();
         let batches = how.of(&lengths).into_iter().map(|pieces| {
             let mut batch = MicroBatch { parts: Vec::new(), numbers: Vec::new() };
@@ -59,7 +59,8 @@ impl<'a> MicroBatch<'a> {
                 let (from, to) = (piece.start as usize, piece.end as usize);
                 let draw = whole.draw.filter(|_| to == whole.tokens.len());
                 let (start, tokens) = (whole.start + piece.start, &whole.tokens[from..to]);
-                let pages = &whole.pages[..(whole.start + piece.end).div_ceil(block_tokens) as usize];
+                let blocks = (whole.start + piece.end).div_ceil(block_tokens);
+                let pages = &whole.pages[..(blocks * block_pages) as usize];
                 batch.parts.push(StepInput { start, tokens, pages, draw });
                 batch.numbers.push(which);
             }

@@ -5,7 +5,10 @@
 //! rounding it would cost more accuracy than all other roundings together.
 
 use super::arena::{Arena, Packer, rows_of, table_row};
-use super::attention::{Attention, AttentionArena, AttentionInputs, AttentionSizes, AttentionTables, zeros};
+use super::attention::zeros;
+use super::attention::{
+    Attention, AttentionArena, AttentionInputs, AttentionSizes, AttentionTables, Reaches,
+};
 use super::draws::{DrawArena, DrawInput, DrawOutputs, DrawSizes};
 use super::latent::LatentStep;
 use super::mixture::MlpStep;
@@ -67,7 +70,7 @@ pub struct StepInput<'a> {
     pub start: u32,
     /// New tokens.
     pub tokens: &'a [u32],
-    /// Block table for `start` and `tokens` together.
+    /// Block table for `start` and `tokens` together, with a page for each part of the layers.
     pub pages: &'a [u32],
     /// How the token after the last new one is drawn; none if it is known or not needed.
     pub draw: Option<DrawInput<'a>>,
@@ -278,7 +281,7 @@ impl Forward {
     /// rows, block tables whose length is a power of two, all blocks full. That changes only what a device
     /// expects to read, not the result, since the ranges define what is read.
     fn evened(&self, sizes: &mut Sizes) -> Option<StepKey> {
-        let (decodes, windows) = (sizes.rows.decodes, self.windows());
+        let (decodes, windows) = (sizes.rows.decodes, self.reaches().windows);
         if decodes == 0 || sizes.rows.tokens != decodes || sizes.picks.len() != decodes as usize {
             return None;
         }
@@ -316,9 +319,9 @@ impl Forward {
         &self.arena.residual
     }
 
-    /// The distinct windows of the layers whose KV is here.
-    fn windows(&self) -> &[Option<u32>] {
-        self.attention.as_ref().map_or(&[], Attention::windows)
+    /// How the layers whose KV is here differ in what they read.
+    fn reaches(&self) -> Reaches<'_> {
+        self.attention.as_ref().map_or(Reaches { windows: &[], parts: 1 }, Attention::reaches)
     }
 
     /// The drawn tokens of a step; none if the device cannot draw.
@@ -339,7 +342,7 @@ impl Forward {
         }
         let draws = (self.draws.is_some() && !picks.is_empty())
             .then(|| DrawSizes::of(parts.iter().filter_map(|part| part.draw.as_ref())));
-        Sizes { rows: AttentionSizes::of(decode, prefill, self.windows()), padding: 0, picks, draws }
+        Sizes { rows: AttentionSizes::of(decode, prefill, self.reaches()), padding: 0, picks, draws }
     }
 
     fn upload(&self, device: &dyn Device, parts: &[StepInput<'_>], sizes: &Sizes) -> Result<Inputs> {
@@ -351,8 +354,8 @@ impl Forward {
         let positions: Vec<u32> = parts.iter().flat_map(at).chain(zeros(padding)).collect();
         let attention = self.attention.as_ref().map(|attention| {
             let (block, rows) = (self.shape.block_tokens, &sizes.rows);
-            let mut tables = AttentionTables::of(halves.0, halves.1, block, rows, attention.windows());
-            tables.pad(sizes.padding, self.shape.blocks * block, rows.decode_pages_max);
+            let mut tables = AttentionTables::of(halves.0, halves.1, block, rows, attention.reaches());
+            tables.pad(sizes.padding, attention.first_spare(), rows.decode_pages_max);
             tables.put(&mut packer)
         });
         let draws = match (&self.draws, sizes.draws) {

@@ -4,10 +4,11 @@
 //! some, each takes every row of it that sees a key there: as a decode over the keys of its own pages, one
 //! after another, since the order of keys does not matter to attention.
 
-use super::attention::{AttentionSizes, AttentionTables};
+use super::attention::{AttentionSizes, AttentionTables, Reaches};
 use super::graph::StepInput;
 use super::reach::{KvSizes, visible};
 use mixfleet_hal::cast::to_u32;
+use std::borrow::Cow;
 
 /// What a member does with a step.
 pub(super) struct HeldRows {
@@ -104,7 +105,9 @@ impl HeldRows {
         let of_prefills = prefills.iter().flat_map(|(row, part, _)| *row..row + to_u32(part.tokens.len()));
         let rows: Vec<u32> = ones.iter().map(|one| one.row).chain(of_prefills).collect();
 
-        let mut sizes = AttentionSizes::of(&[], &prefill, windows);
+        // pages that are divided among members are of all layers
+        let reaches = Reaches { windows, parts: 1 };
+        let mut sizes = AttentionSizes::of(&[], &prefill, reaches);
         sizes.tokens = to_u32(rows.len());
         sizes.written = to_u32(written.len());
         sizes.decodes = to_u32(ones.len());
@@ -114,10 +117,10 @@ impl HeldRows {
             let keys = ones.iter().map(|one| u64::from(one.ranges[which][1] - one.ranges[which][0])).sum();
             *kv = KvSizes { decode_tokens: keys, ..*kv };
         }
-        let mut tables = AttentionTables::of(&[], &prefill, block_tokens, &sizes, windows);
-        tables.slots = slots;
-        let lists = ones.iter().map(|one| &pages[one.pages][..]);
-        tables.decode_pages = AttentionTables::padded(lists, sizes.decode_pages_max);
+        let mut tables = AttentionTables::of(&[], &prefill, block_tokens, &sizes, reaches);
+        tables.slots = vec![slots];
+        let lists = ones.iter().map(|one| Cow::Borrowed(&pages[one.pages][..]));
+        tables.decode_pages = vec![AttentionTables::padded(lists, sizes.decode_pages_max)];
         for (which, ranges) in tables.ranges.iter_mut().enumerate() {
             *ranges = ones.iter().flat_map(|one| one.ranges[which]).collect();
         }
@@ -139,12 +142,15 @@ mod tests {
         let windows = [None];
         let even = HeldRows::of(&parts, (0, 2), 4, &windows);
         assert_eq!((&even.rows[..], even.partial, &even.written[..]), (&[0][..], 0, &[0][..]));
-        assert_eq!((&even.tables.slots[..], &even.tables.decode_pages[..]), (&[13][..], &[1, 2, 3][..]));
+        assert_eq!(
+            (&even.tables.slots[0][..], &even.tables.decode_pages[0][..]),
+            (&[13][..], &[1, 2, 3][..])
+        );
         assert_eq!(even.tables.ranges, [[0, 10]]);
         let odd = HeldRows::of(&parts, (1, 2), 4, &windows);
         assert_eq!((&odd.rows[..], odd.partial, odd.sizes.prefills), (&[1, 2, 3, 4, 5][..], 0, 1));
         assert_eq!(
-            (&odd.tables.slots[..], &odd.tables.prefill_pages[..]),
+            (&odd.tables.slots[0][..], &odd.tables.prefill_pages[0][..]),
             (&[4, 5, 6, 7, 8][..], &[1, 2][..])
         );
         let none = HeldRows::of(&parts[..1], (1, 2), 4, &windows);

@@ -14,6 +14,7 @@ use super::rope::{self, RopeDefaults};
 use super::schemes::Scheme;
 use mixfleet_hal::DType;
 use mixfleet_hal::cast::to_f32;
+use mixfleet_scheduler::batch::LayerPages;
 use serde_json::{Map, Value};
 use std::path::Path;
 use std::sync::Arc;
@@ -174,6 +175,7 @@ impl ModelConfig {
             experts: Mixture::parse(&fields, family.model_type, layers, intermediate)?,
             tied_embeddings: fields.flag("tie_word_embeddings", false)?,
             windows: windows(&fields, family, layers)?,
+            pages: LayerPages::whole(layers),
             rope: rope::parse(&fields, rotated, context_max, family.rope)?,
             dtype: dtype(&fields)?,
             format: Quantisation::parse(&fields)?.first().map(Scheme::format),

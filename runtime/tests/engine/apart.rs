@@ -152,7 +152,8 @@ impl Apart {
     /// Runs a step; its rows of logits, and the tokens drawn from them.
     fn run(&mut self, parts: &[StepInput<'_>]) -> Ran {
         let Apart { device, queue, forward, attending, exchange, groups, .. } = self;
-        let pieces = MicroBatch::cut(parts, Pieces { chunk_tokens: u32::MAX, groups: *groups }, BLOCK_TOKENS);
+        let pieces =
+            MicroBatch::cut(parts, Pieces { chunk_tokens: u32::MAX, groups: *groups }, (BLOCK_TOKENS, 1));
         let (mut members, mut queues) = (Vec::new(), Vec::<&mut dyn Queue>::new());
         for (device, queue, halves) in attending {
             members.push((&**device, &*halves));

@@ -83,7 +83,7 @@ impl Divided {
             });
             members.collect()
         }
-        let (vocab, batches) = (self.vocab, MicroBatch::cut(parts, self.how, BLOCK_TOKENS));
+        let (vocab, batches) = (self.vocab, MicroBatch::cut(parts, self.how, (BLOCK_TOKENS, 1)));
         let mut stages: Vec<_> = self.stages.iter_mut().map(|stage| ready(stage)).collect();
         let mut ran = Vec::new();
         let mut read = |last: &MemberRun<'_>, pass: &Pass, batch: &MicroBatch<'_>| {

@@ -30,3 +30,4 @@ mod simulated;
 mod tiers;
 mod unseen;
 mod watched;
+mod windows;

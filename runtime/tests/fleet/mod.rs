@@ -378,7 +378,11 @@ impl TestFleet {
     }
 
     pub(crate) fn start(&self, env: SharedEnv) -> EngineHandle {
-        let config = Arc::new(self.checkpoint.config.clone());
+        // tiers keep blocks of all layers
+        let config = Arc::new(match &self.lower {
+            None => self.checkpoint.config.clone().in_window_pages(),
+            Some(_) => self.checkpoint.config.clone(),
+        });
         let instances = self.members.iter().enumerate().map(|(at, member)| {
             let device = member.device.clone();
             let partition = &member.partition;

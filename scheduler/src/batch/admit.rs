@@ -1,12 +1,12 @@
 //! Assigning blocks to waiting sequences, and preempting flex requests for them.
 
 use super::rows::{Decodes, StepRoom};
-use super::{Action, Evicted, Instance, Phase, Place, RequestId, Sequence, Text, order};
+use super::{Action, After, Evicted, Instance, Phase, Place, RequestId, Sequence, Text, order};
 use mixfleet_hal::cast::to_u32;
 
 /// The blocks that a waiting sequence needs.
 struct Need {
-    /// Cached blocks of its prefix.
+    /// Cached pages of its prefix.
     hits: Vec<u32>,
     /// Number of other blocks.
     fresh: usize,
@@ -85,8 +85,13 @@ impl<T: Text> Instance<T> {
     fn need(&mut self, request: RequestId) -> Need {
         let sequence = self.sequences.get_mut(request).expect("a waiting sequence is known");
         let reusable = (sequence.length - 1) / self.limits.block_tokens;
-        let hits = self.blocks.longest_prefix(&mut sequence.text, reusable);
-        let fresh = self.blocks.blocks_for(sequence.length) - hits.len();
+        let hits = match sequence.after {
+            // all of it is sent
+            Some(After::HandOff) => self.blocks.whole_prefix(&mut sequence.text, reusable),
+            _ => self.blocks.longest_prefix(&mut sequence.text, reusable),
+        };
+        let parts = self.limits.page_parts.count() as usize;
+        let fresh = self.blocks.blocks_for(sequence.length) - hits.len() / parts;
         Need { hits, fresh, reusable }
     }
 
@@ -95,9 +100,10 @@ impl<T: Text> Instance<T> {
     fn who_gives_way(&self, place: Place, need: &Need) -> Option<Vec<RequestId>> {
         let mut holding = self.holding();
         let mut available = self.blocks.available();
-        let wanted = need.fresh + self.blocks.idle_among(&need.hits);
+        let parts = self.limits.page_parts.count() as usize;
+        let wanted = need.fresh * parts + self.blocks.idle_among(&need.hits);
         let fits = |holding: usize, available: usize| {
-            let spare = if holding == 0 { 0 } else { self.limits.spare_blocks };
+            let spare = if holding == 0 { 0 } else { self.limits.spare_blocks * parts };
             holding < self.limits.sequences_max && wanted + spare <= available
         };
         let mut losers = Vec::new();
@@ -126,10 +132,10 @@ impl<T: Text> Instance<T> {
     ) -> bool {
         let request = place.request;
         let Need { hits: mut pages, fresh, reusable } = need;
-        let cached = to_u32(pages.len());
+        let cached = to_u32(pages.len()) / self.limits.page_parts.count();
         pages.iter().for_each(|&page| self.blocks.acquire(page));
         for _ in 0..fresh {
-            pages.push(self.blocks.allocate(&pages, evicted).expect("counted before"));
+            assert!(self.blocks.extend(&mut pages, evicted), "counted before");
         }
         let sequence = self.sequences.get_mut(request).expect("a waiting sequence is known");
         sequence.computed = cached * self.limits.block_tokens;

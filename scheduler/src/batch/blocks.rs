@@ -1,9 +1,10 @@
 //! The KV blocks of one instance: their users, and the content of unused ones.
 //!
-//! A block is a page of the device's KV pools, in all layers at once. It is *free* (holds nothing of use),
-//! *cached* (unused, but it holds the KV of a known prefix) or *in use*. The three counts always add up to
-//! the total.
+//! A block is a page of the device's KV pools, in all layers at once, or one for each part of the layers
+//! (`parts.rs`). A page is *free* (holds nothing of use), *cached* (unused, but it holds the KV of a known
+//! prefix) or *in use*. The three counts always add up to the total.
 
+use super::parts::{NO_PAGE, PageParts, first_kept};
 use super::text::Text;
 use crate::kv::{BlockCache, BlockHash, CachePolicy};
 use mixfleet_hal::cast::to_u32;
@@ -66,26 +67,48 @@ impl PageDevices {
 #[derive(Debug)]
 pub struct BlockPool<B> {
     block_tokens: u32,
+    parts: PageParts,
     /// Whether the pages of a sequence should be in one cache.
     together: bool,
     /// A block cache per device. A block's page is its slot times their number, plus its cache's.
     caches: Vec<BlockCache>,
-    /// Tokens by page, which mean nothing for blocks without a key.
-    tokens: Vec<B>,
+    /// Tokens by page, and the part of the layers that they are in, which mean nothing for pages without a
+    /// key.
+    tokens: Vec<(u32, B)>,
+}
+
+/// The key of a block's page of one part of the layers; that of the first one is the block's.
+fn key_of(hash: BlockHash, part: u32) -> BlockHash {
+    const APART: u64 = 0x9e37_79b9_7f4a_7c15;
+    BlockHash(hash.0.wrapping_add(APART.wrapping_mul(u64::from(part))))
 }
 
 impl<B: Default> BlockPool<B> {
     /// Creates `total` free blocks of `block_tokens` tokens.
     pub fn new(total: u32, block_tokens: u32, policy: CachePolicy) -> Self {
-        BlockPool::divided(total, block_tokens, policy, &PageDevices::ONE)
+        BlockPool::divided((total, PageParts::ONE), block_tokens, policy, &PageDevices::ONE)
     }
 
-    /// The same, divided among devices.
-    pub fn divided(total: u32, block_tokens: u32, policy: CachePolicy, devices: &PageDevices) -> Self {
+    /// The same, with a page for each part of the layers, or divided among devices.
+    pub fn divided(
+        (total, parts): (u32, PageParts),
+        block_tokens: u32,
+        policy: CachePolicy,
+        devices: &PageDevices,
+    ) -> Self {
         assert!(block_tokens > 0, "a block holds at least one token");
-        let room = |device| devices.room(device, total) as usize;
-        let caches = (0..devices.count).map(|device| BlockCache::new(room(device), policy));
-        BlockPool { block_tokens, together: devices.together, caches: caches.collect(), tokens: Vec::new() }
+        assert!(
+            devices.count == 1 || parts == PageParts::ONE,
+            "a page of parts of the layers is not divided"
+        );
+        let room = |device| devices.room(device, total) as usize * parts.count() as usize;
+        let caches = (0..devices.count).map(|device| BlockCache::new(room(device), policy)).collect();
+        BlockPool { block_tokens, parts, together: devices.together, caches, tokens: Vec::new() }
+    }
+
+    /// The parts of the layers that a block has a page of.
+    pub fn parts(&self) -> &PageParts {
+        &self.parts
     }
 
     /// The cache and the slot of a page.
@@ -125,46 +148,110 @@ impl<B: Default> BlockPool<B> {
 
     /// The prefixes in the blocks, in order.
     pub fn hashes(&self) -> Vec<BlockHash> {
-        let mut hashes: Vec<BlockHash> = self.caches.iter().flat_map(BlockCache::iter).collect();
+        let keys = self.caches.iter().flat_map(BlockCache::iter);
+        let mut hashes: Vec<BlockHash> = match self.parts.count() {
+            1 => keys.collect(),
+            _ => keys.filter(|&key| self.page_of(key).is_some_and(|page| self.is_first(page))).collect(),
+        };
         hashes.sort_unstable();
         hashes
     }
 
-    /// Blocks by state.
-    pub fn counts(&self) -> BlockCounts {
-        let sum = |of: fn(&BlockCache) -> usize| self.caches.iter().map(of).sum::<usize>();
-        let (held, used) = (sum(BlockCache::len), sum(BlockCache::pinned));
-        BlockCounts { free: sum(BlockCache::capacity) - held, cached: held - used, used }
+    /// Whether a page with a key is that of the first part of the layers.
+    fn is_first(&self, page: u32) -> bool {
+        self.tokens[page as usize].0 == 0
     }
 
-    /// Number of blocks that `allocate` can still return.
+    /// Blocks by state; pages of parts of the layers count as so many parts of blocks.
+    pub fn counts(&self) -> BlockCounts {
+        let sum = |of: fn(&BlockCache) -> usize| self.caches.iter().map(of).sum::<usize>();
+        let (held, used, parts) =
+            (sum(BlockCache::len), sum(BlockCache::pinned), self.parts.count() as usize);
+        let (cached, used) = ((held - used) / parts, used.div_ceil(parts));
+        BlockCounts { free: sum(BlockCache::capacity) / parts - cached - used, cached, used }
+    }
+
+    /// Number of pages in use.
+    pub fn pages_used(&self) -> usize {
+        self.caches.iter().map(BlockCache::pinned).sum()
+    }
+
+    /// Number of pages that `allocate` can still return.
     pub fn available(&self) -> usize {
         self.caches.iter().map(available).sum()
     }
 
-    /// The pages that hold the longest known prefix of `text`, of at most `blocks` blocks.
-    pub fn longest_prefix(&self, text: &mut impl Text<Block = B>, blocks: u32) -> Vec<u32> {
-        let hits = (0..blocks).map_while(|block| {
-            let page = self.page_of(text.hash(block))?;
-            text.has(block, &self.tokens[page as usize]).then_some(page)
-        });
-        hits.collect()
+    /// The page that holds a block of `text` in a part of the layers.
+    fn find(&self, text: &mut impl Text<Block = B>, block: u32, part: u32) -> Option<u32> {
+        let page = self.page_of(key_of(text.hash(block), part))?;
+        let (its, tokens) = &self.tokens[page as usize];
+        (*its == part && text.has(block, tokens)).then_some(page)
     }
 
-    /// Number of `pages` that are cached now, so that acquiring them makes fewer blocks available.
+    /// The pages that hold the longest known prefix of `text`, of at most `blocks` blocks, with all of it in
+    /// all layers: those of each part of a block, block by block.
+    pub fn whole_prefix(&self, text: &mut impl Text<Block = B>, blocks: u32) -> Vec<u32> {
+        let mut hits = Vec::new();
+        for block in 0..blocks {
+            let before = hits.len();
+            hits.extend((0..self.parts.count()).map_while(|part| self.find(text, block, part)));
+            if hits.len() - before < self.parts.count() as usize {
+                hits.truncate(before);
+                break;
+            }
+        }
+        hits
+    }
+
+    /// The pages that hold the longest known prefix of `text`, of at most `blocks` blocks, as far as a token
+    /// behind it reads: layers with a window need no more than that, and have [`NO_PAGE`] before.
+    pub fn longest_prefix(&self, text: &mut impl Text<Block = B>, blocks: u32) -> Vec<u32> {
+        if !self.parts.lets_go() {
+            return self.whole_prefix(text, blocks);
+        }
+        let windows = || (0..).zip(self.parts.windows().iter().copied());
+        let full = |block: &u32| {
+            let mut parts = windows().filter(|(_, window)| window.is_none());
+            parts.all(|(part, _)| self.find(text, *block, part).is_some())
+        };
+        let mut length = to_u32((0..blocks).take_while(full).count());
+        let kept = |window, length: u32| first_kept(window, length * self.block_tokens, self.block_tokens);
+        // the last block that is missed is where the prefix ends at most
+        while let Some(missed) = windows()
+            .filter(|(_, window)| window.is_some())
+            .filter_map(|(part, window)| {
+                (kept(window, length)..length).rev().find(|&block| self.find(text, block, part).is_none())
+            })
+            .min()
+        {
+            length = missed;
+        }
+        let mut hits = Vec::new();
+        for block in 0..length {
+            for (part, window) in windows() {
+                let page = if block < kept(window, length) { None } else { self.find(text, block, part) };
+                hits.push(page.unwrap_or(NO_PAGE));
+            }
+        }
+        hits
+    }
+
+    /// Number of `pages` that are cached now, so that acquiring them makes fewer pages available.
     pub fn idle_among(&self, pages: &[u32]) -> usize {
-        pages.iter().filter(|&&page| self.users(page) == 0).count()
+        pages.iter().filter(|&&page| page != NO_PAGE && self.users(page) == 0).count()
     }
 
     /// Whether `page` would be available if its user released it.
     pub fn has_one_user(&self, page: u32) -> bool {
-        self.users(page) == 1
+        page != NO_PAGE && self.users(page) == 1
     }
 
-    /// Adds a user of a block that holds something.
+    /// Adds a user of a page that holds something.
     pub fn acquire(&mut self, page: u32) {
-        let (cache, slot) = self.slot(page);
-        self.caches[cache].pin_at(slot);
+        if page != NO_PAGE {
+            let (cache, slot) = self.slot(page);
+            self.caches[cache].pin_at(slot);
+        }
     }
 
     /// The device that the next page of a sequence with these pages should be on.
@@ -186,17 +273,52 @@ impl<B: Default> BlockPool<B> {
         let (slot, given_up) = self.caches[device].take()?;
         let page = self.page(device, slot);
         if self.tokens.len() <= page as usize {
-            self.tokens.resize_with(page as usize + 1, B::default);
+            self.tokens.resize_with(page as usize + 1, Default::default);
         }
-        let tokens = std::mem::take(&mut self.tokens[page as usize]);
-        evicted.extend(given_up.map(|hash| Evicted { hash, tokens, page }));
+        let (part, tokens) = std::mem::take(&mut self.tokens[page as usize]);
+        // a prefix is known by the pages of the first part of the layers
+        let known = given_up.filter(|_| part == 0);
+        evicted.extend(known.map(|hash| Evicted { hash, tokens, page }));
         Some(page)
     }
 
-    /// Declares that `page`, in use, now holds the KV of `tokens`, the block at `depth`, at the end of the
-    /// prefix `hash`. False if another block already holds it; this block then stays private.
-    pub fn publish(&mut self, page: u32, hash: BlockHash, depth: u32, tokens: impl FnOnce() -> B) -> bool {
+    /// Allocates a page of each part of the layers, for the next block of a sequence; false if there are too
+    /// few.
+    pub fn extend(&mut self, pages: &mut Vec<u32>, evicted: &mut Vec<Evicted<B>>) -> bool {
+        let enough = self.available() >= self.parts.count() as usize;
+        for _ in 0..if enough { self.parts.count() } else { 0 } {
+            pages.push(self.allocate(pages, evicted).expect("counted before"));
+        }
+        enough
+    }
+
+    /// Declares that the pages of a block, in use, now hold the KV of `tokens`, the block at `depth`, at the
+    /// end of the prefix `hash`. False if another block already holds it; this block then stays private.
+    pub fn publish_block(
+        &mut self,
+        pages: &[u32],
+        hash: BlockHash,
+        depth: u32,
+        tokens: impl Fn() -> B,
+    ) -> bool {
+        let mut new = false;
+        for (part, &page) in (0..).zip(pages) {
+            let known = page == NO_PAGE || !self.publish(page, (hash, part), depth, &tokens);
+            new |= part == 0 && !known;
+        }
+        new
+    }
+
+    /// The same of its page of one part of the layers.
+    fn publish(
+        &mut self,
+        page: u32,
+        (hash, part): (BlockHash, u32),
+        depth: u32,
+        tokens: impl FnOnce() -> B,
+    ) -> bool {
         assert!(self.users(page) > 0, "only a user publishes");
+        let hash = key_of(hash, part);
         let (cache, slot) = self.slot(page);
         let is_elsewhere =
             |(other, blocks): (usize, &BlockCache)| other != cache && blocks.place(hash).is_some();
@@ -205,15 +327,17 @@ impl<B: Default> BlockPool<B> {
         }
         let new = self.caches[cache].name(slot, hash, depth);
         if new {
-            self.tokens[page as usize] = tokens();
+            self.tokens[page as usize] = (part, tokens());
         }
         new
     }
 
-    /// Removes a user. Without users a block is cached, if it holds something, or free.
+    /// Removes a user. Without users a page is cached, if it holds something, or free.
     pub fn release(&mut self, page: u32) {
-        let (cache, slot) = self.slot(page);
-        self.caches[cache].unpin_at(slot);
+        if page != NO_PAGE {
+            let (cache, slot) = self.slot(page);
+            self.caches[cache].unpin_at(slot);
+        }
     }
 }
 
@@ -244,7 +368,7 @@ mod tests {
     /// Publishes the first block of `text`.
     fn publish(pool: &mut BlockPool<Box<[u32]>>, page: u32, text: &mut TokenIds) -> bool {
         let hash = text.hash(0);
-        pool.publish(page, hash, 0, || text.block(0))
+        pool.publish_block(&[page], hash, 0, || text.block(0))
     }
 
     #[test]
@@ -269,7 +393,7 @@ mod tests {
         let mut pool = BlockPool::new(2, 2, CachePolicy::Lru);
         let page = pool.allocate(&[], &mut Vec::new()).unwrap();
         let hash = text(&[5, 9]).hash(0);
-        pool.publish(page, hash, 0, || [5, 6].into());
+        pool.publish_block(&[page], hash, 0, || [5, 6].into());
         assert!(pool.longest_prefix(&mut text(&[5, 9, 7]), 1).is_empty());
         let page = pool.allocate(&[], &mut Vec::new()).unwrap();
         assert!(publish(&mut pool, page, &mut text(&[5, 6])));
@@ -280,7 +404,8 @@ mod tests {
     fn pages_of_a_sequence_stay_on_a_device_or_take_turns_and_go_elsewhere_once_it_is_full() {
         let of = |together| {
             let devices = PageDevices { count: 3, together, rooms: None };
-            let mut pool = BlockPool::<Box<[u32]>>::divided(9, 2, CachePolicy::Lru, &devices);
+            let mut pool =
+                BlockPool::<Box<[u32]>>::divided((9, PageParts::ONE), 2, CachePolicy::Lru, &devices);
             let mut sequences = [Vec::new(), Vec::new()];
             for at in 0..9 {
                 let pages = &mut sequences[usize::from(at >= 5)];
@@ -300,7 +425,7 @@ mod tests {
     #[test]
     fn sequences_go_to_devices_in_proportion_to_their_room() {
         let devices = PageDevices { count: 2, together: true, rooms: Some([6, 2].into()) };
-        let mut pool = BlockPool::<Box<[u32]>>::divided(8, 2, CachePolicy::Lru, &devices);
+        let mut pool = BlockPool::<Box<[u32]>>::divided((8, PageParts::ONE), 2, CachePolicy::Lru, &devices);
         let pages: Vec<u32> = (0..8).map(|_| pool.allocate(&[], &mut Vec::new()).unwrap()).collect();
         assert_eq!(pages, [0, 1, 2, 4, 6, 3, 8, 10]);
         assert_eq!((pool.allocate(&[], &mut Vec::new()), pool.counts().used), (None, 8));
@@ -309,7 +434,7 @@ mod tests {
     #[test]
     fn a_prefix_is_found_on_whichever_device_it_is_and_is_kept_once() {
         let devices = PageDevices { count: 2, together: true, rooms: None };
-        let mut pool = BlockPool::divided(4, 2, CachePolicy::Lru, &devices);
+        let mut pool = BlockPool::divided((4, PageParts::ONE), 2, CachePolicy::Lru, &devices);
         let one = pool.allocate(&[], &mut Vec::new()).unwrap();
         let other = pool.allocate(&[], &mut Vec::new()).unwrap();
         assert_ne!(one % 2, other % 2);
@@ -327,7 +452,7 @@ mod tests {
             let unlike: [&[u32]; 3] = [&[8], &[1, 7], &[4, 1, 3]];
             let rooms = (seed % 5 == 0).then(|| unlike[count as usize - 1].into());
             let devices = PageDevices { count, together: seed % 2 == 0, rooms };
-            let mut pool = BlockPool::divided(8, 2, policy, &devices);
+            let mut pool = BlockPool::divided((8, PageParts::ONE), 2, policy, &devices);
             let mut held: Vec<u32> = Vec::new();
             let mut evicted = Vec::new();
             for _ in 0..400 {

@@ -21,6 +21,7 @@ mod admit;
 mod blocks;
 mod event;
 mod order;
+mod parts;
 mod refusal;
 mod rows;
 mod steady;
@@ -30,6 +31,7 @@ mod travel;
 pub use blocks::{BlockCounts, BlockPool, Evicted, PageDevices};
 pub use event::{Action, After, Event, Sampled, Step, StepSequence};
 pub use order::Place;
+pub use parts::{LayerPages, NO_PAGE, PageParts};
 pub use refusal::Refusal;
 pub use rows::Urgency;
 pub(crate) use rows::rows_beside;
@@ -70,6 +72,9 @@ pub struct BatchLimits {
     pub cache_policy: CachePolicy,
     /// The devices that the blocks are divided among.
     pub page_devices: PageDevices,
+    /// The parts of the layers that a block has a page of. Only pages of all layers go to lower tiers or are
+    /// divided among devices.
+    pub page_parts: PageParts,
 }
 
 /// Defaults of `serve` and the simulator.
@@ -120,6 +125,7 @@ struct Sequence<T> {
     /// Length of prompt and answer so far.
     length: u32,
     computed: u32,
+    /// The pages of its blocks, those of all parts of a block next to each other.
     pages: Vec<u32>,
     /// Number of leading blocks that are in the prefix index or were found there.
     published: u32,
@@ -143,8 +149,9 @@ impl<T> Sequence<T> {
     }
 
     /// Whether it has blocks for all its tokens.
-    fn has_blocks(&self, block_tokens: u32) -> bool {
-        self.pages.len() as u64 * u64::from(block_tokens) >= u64::from(self.length)
+    fn has_blocks(&self, limits: &BatchLimits) -> bool {
+        let blocks = self.pages.len() as u64 / u64::from(limits.page_parts.count());
+        blocks * u64::from(limits.block_tokens) >= u64::from(self.length)
     }
 
     /// Its part of a step.
@@ -173,9 +180,11 @@ fn publish<T: Text>(
     }
     let full = sequence.computed / blocks.block_tokens();
     let mut stored = Vec::with_capacity((full - sequence.published) as usize);
+    let parts = blocks.parts().count() as usize;
     for block in sequence.published..full {
         let (hash, text) = (sequence.text.hash(block), &sequence.text);
-        if blocks.publish(sequence.pages[block as usize], hash, block, || text.block(block)) {
+        let pages = &sequence.pages[block as usize * parts..][..parts];
+        if blocks.publish_block(pages, hash, block, || text.block(block)) {
             stored.push(hash);
         }
     }
@@ -239,11 +248,13 @@ impl<T: Text> Instance<T> {
     /// Creates an empty instance.
     pub fn new(limits: BatchLimits) -> Self {
         assert!(limits.step_tokens_max > 0 && limits.sequences_max > 0, "an instance that can do nothing");
+        assert!(!limits.lower_tiers || limits.page_parts == PageParts::ONE, "tiers keep pages of all layers");
         let BatchLimits { blocks_total, block_tokens, cache_policy, .. } = limits;
+        let pages = (blocks_total, limits.page_parts.clone());
         Instance {
             cost: None,
             learner: Learner::default(),
-            blocks: BlockPool::divided(blocks_total, block_tokens, cache_policy, &limits.page_devices),
+            blocks: BlockPool::divided(pages, block_tokens, cache_policy, &limits.page_devices),
             limits,
             sequences: IdMap::default(),
             places: Places::default(),
@@ -305,7 +316,8 @@ impl<T: Text> Instance<T> {
         self.sequences.get_mut(request).map(|sequence| &mut sequence.text)
     }
 
-    /// The block table of a sequence; empty if it has none.
+    /// The block table of a sequence, with the pages of all parts of a block next to each other and
+    /// [`NO_PAGE`] for what is read no longer; empty if it has none.
     pub fn pages(&self, request: RequestId) -> &[u32] {
         self.sequences.get(request).map_or(&[], |sequence| &sequence.pages)
     }
@@ -369,6 +381,7 @@ impl<T: Text> Instance<T> {
             }
             publish(&mut self.blocks, sequence, actions);
             if sequence.pending() > 0 {
+                self.give_back(request);
                 continue;
             }
             let drawn = drawn.unwrap_or_else(|| panic!("request {request} drew no token"));
@@ -378,6 +391,7 @@ impl<T: Text> Instance<T> {
                 self.drop_request(request);
             } else {
                 sequence.length += 1;
+                self.give_back(request);
             }
         }
         self.in_step = in_step;
@@ -445,7 +459,7 @@ impl<T: Text> Instance<T> {
                 0 => {}
                 1 => {
                     step.sequences.push(sequence.part(1));
-                    if !sequence.has_blocks(self.limits.block_tokens) {
+                    if !sequence.has_blocks(&self.limits) {
                         short.push(place.request);
                     }
                 }
@@ -479,7 +493,8 @@ impl<T: Text> Instance<T> {
                 continue;
             }
             // A sequence that landed incomplete may have one token beyond its blocks, which it decodes next.
-            let covered = to_u32(sequence.pages.len()) * self.limits.block_tokens - sequence.computed;
+            let blocks = to_u32(sequence.pages.len()) / self.limits.page_parts.count();
+            let covered = blocks * self.limits.block_tokens - sequence.computed;
             let wanted = pending.min(covered);
             let new_tokens = rows.take(sequence.computed, wanted, wanted == pending);
             if new_tokens > 0 {
@@ -503,13 +518,12 @@ impl<T: Text> Instance<T> {
         evicted: &mut Vec<Evicted<T::Block>>,
         actions: &mut Vec<Action<T::Block>>,
     ) -> bool {
-        if self.sequence(request).has_blocks(self.limits.block_tokens) {
+        if self.sequence(request).has_blocks(&self.limits) {
             return true;
         }
         loop {
-            let pages = self.sequences.get(request).map_or(&[][..], |sequence| &sequence.pages);
-            if let Some(page) = self.blocks.allocate(pages, evicted) {
-                self.sequence_mut(request).pages.push(page);
+            let sequence = self.sequences.get_mut(request).expect("whoever has a place is known");
+            if self.blocks.extend(&mut sequence.pages, evicted) {
                 return true;
             }
             let mut last_first = self.places.of(Phase::Running).iter().rev().map(|place| place.request);

@@ -15,6 +15,7 @@ const LIMITS: BatchLimits = BatchLimits {
     lower_tiers: false,
     cache_policy: CachePolicy::Lru,
     page_devices: PageDevices::ONE,
+    page_parts: PageParts::ONE,
 };
 
 type Event = super::Event<TokenIds>;

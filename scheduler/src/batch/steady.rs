@@ -1,5 +1,6 @@
 //! Skipping runs of equal steps, for a simulator that has a clock instead of a device.
 
+use super::parts::let_go;
 use super::{Action, Instance, Phase, StepSequence, Text, publish};
 
 impl<T: Text> Instance<T> {
@@ -15,14 +16,21 @@ impl<T: Text> Instance<T> {
         if sequences().any(|s| s.cancelled || !s.preemptable()) {
             return 0;
         }
-        let available = self.blocks.available();
+        // who waits may find room in what layers with a window give back
+        let waits = !self.places.of(Phase::Queued).is_empty() || !self.places.of(Phase::Asking).is_empty();
+        let until_given = |part: &StepSequence| self.steps_until_given(part.start);
+        let first = self.in_step.iter().filter_map(until_given).min().filter(|_| waits);
+        let most = first.map_or(most, |first| most.min(first - 1));
+        let parts = self.limits.page_parts.count() as usize;
+        // what layers with a window give back meanwhile is not counted on
+        let available = self.blocks.available() / parts;
         // Each has blocks for the token of this step.
         if self.in_step.len() * self.blocks.blocks_for(most) <= available {
             return most;
         }
         let suffice = |steps: u32| {
             let wanted = |length: u32, pages: usize| self.blocks.blocks_for(length + steps) - pages;
-            sequences().map(|s| wanted(s.length, s.pages.len())).sum::<usize>() <= available
+            sequences().map(|s| wanted(s.length, s.pages.len() / parts)).sum::<usize>() <= available
         };
         if suffice(most) {
             return most;
@@ -33,6 +41,20 @@ impl<T: Text> Instance<T> {
             if suffice(middle) { enough = middle } else { too_many = middle }
         }
         enough
+    }
+
+    /// The number of steps of one token, of which the first one is at `start`, after which a block is given
+    /// back; none if none ever is.
+    fn steps_until_given(&self, start: u32) -> Option<u32> {
+        let block_tokens = self.limits.block_tokens;
+        let until = |&window: &u32| {
+            let first = block_tokens + window - 1;
+            match start.checked_sub(first) {
+                None => first - start,
+                Some(past) => block_tokens - past % block_tokens,
+            }
+        };
+        self.limits.page_parts.windows().iter().flatten().map(until).min()
     }
 
     /// Completes the running step and those that follow, up to the last of `steps` more, which then runs: the
@@ -47,8 +69,11 @@ impl<T: Text> Instance<T> {
         let mut evicted = Vec::new();
         let mut left = steps;
         while left > 0 {
-            // This advances up to the next step in which a sequence fills a block.
-            let to_edge = |part: &StepSequence| block_tokens - part.start % block_tokens;
+            // This advances up to the next step in which a sequence fills a block or gives one back.
+            let to_edge = |part: &StepSequence| {
+                let filled = block_tokens - part.start % block_tokens;
+                self.steps_until_given(part.start).map_or(filled, |given| given.min(filled))
+            };
             let now = in_step.iter().map(to_edge).min().unwrap_or(left).min(left);
             left -= now;
             let mut short = Vec::new();
@@ -58,7 +83,8 @@ impl<T: Text> Instance<T> {
                 sequence.length += now;
                 part.start += now;
                 publish(&mut self.blocks, sequence, actions);
-                if !sequence.has_blocks(block_tokens) {
+                let_go(&mut self.blocks, sequence);
+                if !sequence.has_blocks(&self.limits) {
                     short.push(part.request);
                 }
             }

@@ -69,7 +69,12 @@ fn steps_in_one_go_are_what_single_steps_are() {
     let (mut compared, mut evicted) = (0, 0);
     for seed in 0..100 {
         // of half of the seeds steps are sized by who decodes in them
-        let limits = BatchLimits { prefill_tokens_beside_decode_max: (seed % 2 == 0).then_some(6), ..LIMITS };
+        let prefill_tokens_beside_decode_max = (seed % 2 == 0).then_some(6);
+        let limits = BatchLimits {
+            prefill_tokens_beside_decode_max,
+            page_parts: tests::windows::windowed(seed),
+            ..LIMITS
+        };
         let machine = || Instance::new(limits.clone()).predicted_by(rows_tests::cost());
         let mut machines = [machine(), machine()];
         let mut left = [BTreeMap::new(), BTreeMap::new()];

@@ -7,6 +7,10 @@ use mixfleet_hal::random::Stream;
 use mixfleet_hal::units::Seconds;
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
+use windows::{slot, windowed};
+
+mod chunks;
+pub(super) mod windows;
 
 pub(super) const LIMITS: BatchLimits = BatchLimits {
     blocks_total: 16,
@@ -18,6 +22,7 @@ pub(super) const LIMITS: BatchLimits = BatchLimits {
     lower_tiers: false,
     cache_policy: CachePolicy::Lru,
     page_devices: PageDevices::ONE,
+    page_parts: PageParts::ONE,
 };
 
 /// Who is due then, or later, gives way.
@@ -39,10 +44,11 @@ fn text(ids: Vec<u32>) -> TokenIds {
 
 type Action = super::Action<Box<[u32]>>;
 
-/// Plays the worker. The "model" draws `sum of all tokens so far mod 997`, which it can only do if
-/// every token's KV is where the block table says.
+/// Plays the worker. The "model" draws `sum of all tokens so far mod 997`, once every token that it sees is
+/// where the block table says.
 struct Driver {
     machine: Instance<TokenIds>,
+    parts: PageParts,
     /// (page, offset) -> token whose KV lies there.
     memory: HashMap<(u32, u32), u32>,
     /// Prompt and output so far, and how long it may become.
@@ -65,6 +71,7 @@ struct Driver {
 impl Driver {
     fn new(limits: BatchLimits) -> Self {
         Driver {
+            parts: limits.page_parts.clone(),
             machine: Instance::new(limits),
             memory: HashMap::new(),
             requests: BTreeMap::new(),
@@ -88,10 +95,9 @@ impl Driver {
         let tokens = &self.requests[&request].0;
         let valid = valid.clamp(cached, tokens.len() as u32);
         for i in cached..valid {
-            self.memory.insert(
-                (pages[(i / LIMITS.block_tokens) as usize], i % LIMITS.block_tokens),
-                tokens[i as usize],
-            );
+            for part in 0..self.parts.count() {
+                self.memory.insert(slot(pages, &self.parts, i, part), tokens[i as usize]);
+            }
         }
         self.tokens_pulled += valid - cached;
         let event = Event::Landed { request, tokens_valid: valid, next: false };
@@ -110,7 +116,8 @@ impl Driver {
         let [Action::Lent { request: lent, pages }] = &actions[..] else { panic!("{actions:?}") };
         assert_eq!(*lent, request);
         let blocks = tokens.chunks_exact(LIMITS.block_tokens as usize);
-        pages.iter().copied().zip(blocks.map(<[u32]>::to_vec)).collect()
+        let of_parts = blocks.flat_map(|block| vec![block.to_vec(); self.parts.count() as usize]);
+        pages.iter().copied().zip(of_parts).collect()
     }
 
     /// With lower tiers that lose some blocks.
@@ -154,13 +161,20 @@ impl Driver {
 
     fn forward(&mut self, part: &StepSequence) -> Option<u32> {
         let pages = self.machine.pages(part.request);
-        let slot = |i: u32| (pages[(i / LIMITS.block_tokens) as usize], i % LIMITS.block_tokens);
         let length = part.start + part.tokens;
         let ids = self.machine.text(part.request).unwrap().ids();
-        for i in part.start..length {
-            self.memory.insert(slot(i), ids[i as usize]);
+        for (which, window) in (0..).zip(self.parts.windows()) {
+            for i in part.start..length {
+                self.memory.insert(slot(pages, &self.parts, i, which), ids[i as usize]);
+            }
+            // what the first new token sees is there in every part of the layers
+            let first = window.map_or(0, |window| (part.start + 1).saturating_sub(window));
+            for i in first..length {
+                let at = slot(pages, &self.parts, i, which);
+                assert_eq!(self.memory.get(&at), Some(&ids[i as usize]), "token {i} in part {which}");
+            }
         }
-        part.sample.then(|| (0..length).map(|i| self.memory[&slot(i)]).sum::<u32>() % 997)
+        part.sample.then(|| ids[..length as usize].iter().sum::<u32>() % 997)
     }
 
     /// One turn. False if there was nothing to run.
@@ -251,7 +265,11 @@ fn every_request_ends_with_the_right_tokens_under_random_load() {
         let mut rng = Stream::new(seed);
         // every other one with what is given up kept elsewhere
         let tiered = seed % 2 == 1;
-        let mut driver = if tiered { Driver::tiered(LIMITS, seed) } else { Driver::new(LIMITS) };
+        let page_parts = windowed(seed);
+        let mut driver = match tiered {
+            true => Driver::tiered(LIMITS, seed),
+            false => Driver::new(BatchLimits { page_parts, ..LIMITS }),
+        };
         let mut cancelled = Vec::new();
         let mut lent: Vec<(u32, Vec<u32>)> = Vec::new();
         let count = 12;
@@ -354,19 +372,6 @@ fn what_is_loaded_counts_as_cached_and_what_does_not_come_is_computed() {
         let Some(Action::Run(step)) = actions.last() else { panic!("{actions:?}") };
         assert_eq!(step.sequences[0].start, tokens);
     }
-}
-
-#[test]
-fn a_long_prompt_runs_in_chunks_beside_decodes() {
-    let mut driver = Driver::new(LIMITS);
-    driver.add(1, vec![1, 2, 3], 20, After::Decode);
-    driver.turn();
-    driver.add(2, (0..30).collect(), 1, After::Decode);
-    let mut actions = Vec::new();
-    driver.machine.step(Event::Idle, &mut actions);
-    let Some(Action::Run(step)) = actions.last() else { panic!("{actions:?}") };
-    let parts: Vec<_> = step.sequences.iter().map(|s| (s.request, s.tokens, s.sample)).collect();
-    assert_eq!(parts, [(1, 1, true), (2, 6, false)]);
 }
 
 #[test]

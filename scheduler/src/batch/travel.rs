@@ -18,7 +18,9 @@ impl<T: Text> Instance<T> {
         }
         sequence.length += u32::from(next);
         // Without a next token the last token is computed again, to draw the next one here.
-        sequence.computed = if next { valid } else { valid.min(length - 1) };
+        let computed = if next { valid } else { valid.min(length - 1) };
+        // what was cached here is here, and maybe no longer what it would be computed from
+        sequence.computed = computed.max(sequence.computed);
         sequence.pulls = 0;
         if sequence.after == Some(After::Keep) {
             sequence.computed = valid;
@@ -34,12 +36,13 @@ impl<T: Text> Instance<T> {
         }
         self.enter(request, Phase::Running);
         self.publish(request, actions);
+        self.give_back(request);
     }
 
     pub(super) fn lend(&mut self, request: RequestId, mut text: T, actions: &mut Vec<Action<T::Block>>) {
         self.unlend(request);
         let blocks = text.length() / self.limits.block_tokens;
-        let pages = self.blocks.longest_prefix(&mut text, blocks);
+        let pages = self.blocks.whole_prefix(&mut text, blocks);
         pages.iter().for_each(|&page| self.blocks.acquire(page));
         self.lent.insert(request, pages.clone());
         actions.push(Action::Lent { request, pages });

@@ -190,7 +190,7 @@ impl Group {
 
     /// The rows of logits of a step and the tokens drawn from them, by number of the sequence.
     fn step(&mut self, parts: &[StepInput<'_>], kv: &mut dyn LayerKv) -> Result<Rows> {
-        let (vocab, batches) = (self.vocab, MicroBatch::cut(parts, self.how, BLOCK_TOKENS));
+        let (vocab, batches) = (self.vocab, MicroBatch::cut(parts, self.how, (BLOCK_TOKENS, 1)));
         fn ready(stage: &mut Vec<OneMember>) -> Vec<MemberRun<'_>> {
             let members = stage.iter_mut().map(|(device, queue, forward)| MemberRun {
                 device: &**device,

@@ -4,7 +4,7 @@ use super::{InstanceSetup, KV, PoolBasis, Setup, TierSetup};
 use crate::fleet_file::{FleetFile, InstancePool, TierSize};
 use mixfleet_hal::cast::{to_u32, to_u64};
 use mixfleet_hal::units::{GB, Seconds, UsdPerHour};
-use mixfleet_scheduler::batch::{BatchLimits, PageDevices};
+use mixfleet_scheduler::batch::{BatchLimits, PageDevices, PageParts};
 use mixfleet_scheduler::cost::LinkCost;
 use mixfleet_scheduler::fleet::{Admission, FleetConfig, Instance, InstanceId, Policy, Replicate};
 use mixfleet_scheduler::kv::Tier;
@@ -42,6 +42,7 @@ fn limits(file: &FleetFile, pool: &InstancePool) -> BatchLimits {
         lower_tiers: !tiers(pool).is_empty(),
         cache_policy: file.kv.policy,
         page_devices: PageDevices::ONE,
+        page_parts: PageParts::ONE,
     }
 }
 

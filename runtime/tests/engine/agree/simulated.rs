@@ -2,7 +2,7 @@
 
 use super::{BLOCK_TOKENS, STEP_TOKENS_MAX, Scene, Seen, Step};
 use mixfleet_runtime::engine::EngineConfig;
-use mixfleet_scheduler::batch::{BatchLimits, PageDevices};
+use mixfleet_scheduler::batch::{BatchLimits, PageDevices, PageParts};
 use mixfleet_scheduler::fleet::{Event, FleetConfig, Instance};
 use mixfleet_scheduler::kv::CachePolicy;
 use mixfleet_sim::fleet_file::{Class, ClassMembers, Promise, Routing, Slo, TbtMetric};
@@ -30,6 +30,7 @@ pub(super) fn simulated(scene: &Scene, fleet: FleetConfig, steps: &[Step]) -> Se
                     lower_tiers: false,
                     cache_policy: CachePolicy::Lru,
                     page_devices: PageDevices::ONE,
+                    page_parts: PageParts::ONE,
                 },
                 tiers: Vec::new(),
                 lenders: Vec::new(),
