@@ -2,10 +2,10 @@
 //! adjacent.
 //!
 //! A lookup tries the positions next to the previous block, and uses the hash table only where the chain
-//! continues elsewhere: two cache misses for each such position, and one for five adjacent blocks. So that misses
-//! overlap, memory of adjacent blocks is read ahead, and of a long chain that continues elsewhere some later keys
-//! are looked up at once. To keep chains together, new blocks fill a chunk in order, a chunk is refilled only
-//! when an eighth of it is free, and long chains leave short holes to short ones.
+//! continues elsewhere: two cache misses for each such position, and one for five adjacent blocks. So that
+//! misses overlap, memory of adjacent blocks is read ahead, and of a long chain that continues elsewhere some
+//! later keys are looked up at once. To keep chains together, new blocks fill a chunk in order, a chunk is
+//! refilled only when an eighth of it is free, and long chains leave short holes to short ones.
 
 use super::BlockHash;
 use super::sets::EMPTY;
@@ -177,8 +177,8 @@ impl Blocks {
         self.table.get(spread(key), |place| self.has(place - 1, key)).map(|place| place - 1)
     }
 
-    /// Calls `visit` with the set of each of `keys` in turn, and how many in a row have it, until it returns false
-    /// or a key is absent. A set may come twice in a row.
+    /// Calls `visit` with the set of each of `keys` in turn, and how many in a row have it, until it returns
+    /// false or a key is absent. A set may come twice in a row.
     pub(super) fn walk(&self, keys: &[BlockHash], mut visit: impl FnMut(u32, u32) -> bool) {
         let (mut near, mut stray, mut touched, mut i) = (NONE, 0, 0, 0);
         let mut samples = Samples::default();
