@@ -1,11 +1,11 @@
 //! Enumerates and opens adapters.
 
 use crate::counts::WgpuCounts;
-use crate::kernels;
 use crate::memory::{DeviceQueue, Memory};
-use crate::pipelines::{IMMEDIATE_BYTES, Pipelines};
+use crate::pipelines::{DiskCache, IMMEDIATE_BYTES, Pipelines};
 use crate::plan::{Demands, Planner};
 use crate::queue::WgpuQueue;
+use crate::{kernel_cache, kernels};
 use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::units::Bytes;
 use mixfleet_hal::{
@@ -13,6 +13,7 @@ use mixfleet_hal::{
     HostMemory, KvShape, OpSig, Queue, Result, Slice, Support,
 };
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use wgpu::{
     Adapter, Backends, DeviceDescriptor, DeviceType, Features, Instance, InstanceDescriptor, InstanceFlags,
@@ -171,6 +172,19 @@ impl WgpuDevice {
     /// `Invalid` if there is no such adapter, `Unsupported` if it lacks what the kernels need, or the
     /// driver's error.
     pub fn open(index: usize, tuning: AdapterOverrides) -> Result<WgpuDevice> {
+        Self::open_keeping(index, tuning, kernel_cache::directory())
+    }
+
+    /// Opens an adapter whose compiled kernels are kept in this directory in place of the user's cache, or
+    /// nowhere.
+    ///
+    /// # Errors
+    /// Those of [`open`](Self::open).
+    pub fn open_keeping(
+        index: usize,
+        tuning: AdapterOverrides,
+        kernels: Option<PathBuf>,
+    ) -> Result<WgpuDevice> {
         let found = adapters().map_err(|absent| Error::invalid(format!("wgpu: {absent}")))?;
         let count = found.len();
         let adapter = found
@@ -187,7 +201,8 @@ impl WgpuDevice {
         lacks("storage buffers of a kernel", limits.max_storage_buffers_per_shader_stage, BINDINGS_MAX)?;
         lacks("threads of a group", limits.max_compute_invocations_per_workgroup, GROUP_MAX)?;
         lacks("shared bytes of a group", limits.max_compute_workgroup_storage_size, SHARED_BYTES_MAX)?;
-        let required_features = (adapter.features() & WANTED) | Features::IMMEDIATES;
+        let required_features =
+            (adapter.features() & WANTED.union(Features::PIPELINE_CACHE)) | Features::IMMEDIATES;
         let descriptor = DeviceDescriptor {
             label: None,
             required_features,
@@ -205,9 +220,13 @@ impl WgpuDevice {
         let tick_ns = timed.then(|| f64::from(queue.get_timestamp_period()));
         let subgroups = required_features.contains(Features::SUBGROUP) && !tuning.without_subgroups;
         let binding = limits.max_storage_buffer_binding_size.min(WINDOW_BYTES_MAX);
+        let link = DeviceQueue::new(device, queue);
+        let kernels = kernels.filter(|_| required_features.contains(Features::PIPELINE_CACHE));
+        let disk =
+            kernels.map(|directory| DiskCache::load(&link, directory, &info.fingerprint)).transpose()?;
         let shared = Shared {
-            link: DeviceQueue::new(device, queue),
-            pipelines: Pipelines::new(subgroups),
+            link,
+            pipelines: Pipelines::new(subgroups, disk),
             demands: Demands {
                 binding_bytes_max: tuning.binding_bytes_max.unwrap_or(binding).min(binding),
                 binding_align: limits.min_storage_buffer_offset_alignment.into(),

@@ -32,6 +32,8 @@ mod bindings;
 mod counts;
 mod device;
 mod faults;
+#[path = "../../portable/kernel_cache.rs"]
+mod kernel_cache;
 mod kernels;
 mod memory;
 mod pipelines;

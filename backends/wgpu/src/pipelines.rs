@@ -1,15 +1,17 @@
-//! Compiled kernels, cached after their first use.
+//! Compiled kernels, cached after their first use, and on disk where the driver gives them away.
 
+use crate::kernel_cache::{self, KernelKey};
 use crate::kernels::Kernel;
 use crate::memory::DeviceQueue;
 use crate::plan::OUTPUTS;
 use mixfleet_hal::Result;
 use std::collections::HashMap;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use wgpu::{
     BindGroupLayout, BindGroupLayoutDescriptor, BindGroupLayoutEntry, BindingType, BufferBindingType,
-    ComputePipeline, ComputePipelineDescriptor, PipelineLayoutDescriptor, ShaderModuleDescriptor,
-    ShaderRuntimeChecks, ShaderSource, ShaderStages,
+    ComputePipeline, ComputePipelineDescriptor, PipelineCache, PipelineCacheDescriptor,
+    PipelineLayoutDescriptor, ShaderModuleDescriptor, ShaderRuntimeChecks, ShaderSource, ShaderStages,
 };
 
 /// Bytes of immediates available to every kernel; Vulkan guarantees as many.
@@ -23,16 +25,54 @@ pub(crate) struct Pipeline {
     pub(crate) number: u64,
 }
 
+/// Number of new pipelines after which they are stored, so that a process that is killed loses fewer.
+const UNSTORED_MAX: usize = 16;
+
+/// What the driver compiled, kept between processes.
+pub(crate) struct DiskCache {
+    cache: PipelineCache,
+    directory: PathBuf,
+    key: KernelKey,
+    /// What was loaded or stored last.
+    stored: Mutex<Vec<u8>>,
+}
+
+impl DiskCache {
+    /// Loads what a process stored for `fingerprint`, which names the adapter, its driver and the sources.
+    /// What is damaged or another's is as if there were nothing.
+    pub(crate) fn load(link: &DeviceQueue, directory: PathBuf, fingerprint: &str) -> Result<DiskCache> {
+        let key = KernelKey::new(&["wgpu", fingerprint]);
+        let loaded = kernel_cache::load(&directory, &key);
+        let descriptor = PipelineCacheDescriptor { label: None, data: loaded.as_deref(), fallback: true };
+        // SAFETY: a file that only this user could write has what `get_data` gave for the same key: a hash
+        // over both tells any other.
+        let cache = link.guard("loading compiled kernels", || unsafe {
+            link.device.create_pipeline_cache(&descriptor)
+        })?;
+        Ok(DiskCache { cache, directory, key, stored: Mutex::new(loaded.unwrap_or_default()) })
+    }
+
+    /// Stores what there is, unless that is stored. Nothing depends on it, so failures are not told.
+    fn store(&self) {
+        let Some(data) = self.cache.get_data().filter(|data| !data.is_empty()) else { return };
+        let mut stored = self.stored.lock().unwrap_or_else(PoisonError::into_inner);
+        if *stored != data && kernel_cache::store(&self.directory, &self.key, &data).is_ok() {
+            *stored = data;
+        }
+    }
+}
+
 /// The pipeline cache of a device.
 pub(crate) struct Pipelines {
     subgroups: bool,
+    disk: Option<DiskCache>,
     kept: Mutex<HashMap<Kernel, Arc<Pipeline>>>,
 }
 
 impl Pipelines {
     /// Creates a cache of kernels with or without subgroups.
-    pub(crate) fn new(subgroups: bool) -> Pipelines {
-        Pipelines { subgroups, kept: Mutex::default() }
+    pub(crate) fn new(subgroups: bool, disk: Option<DiskCache>) -> Pipelines {
+        Pipelines { subgroups, disk, kept: Mutex::default() }
     }
 
     /// Returns the pipeline of `kernel` with these binding numbers, which follow from the kernel.
@@ -42,10 +82,24 @@ impl Pipelines {
             return Ok(pipeline.clone());
         }
         let place = format!("compiling {kernel:?}");
-        let built = link.guard(&place, || build(link, kernel, numbers, kernel.source(self.subgroups)))?;
+        let cache = self.disk.as_ref().map(|disk| &disk.cache);
+        let source = kernel.source(self.subgroups);
+        let built = link.guard(&place, || build(link, kernel, numbers, source, cache))?;
         let (pipeline, layout) = built;
         let built = Pipeline { pipeline, layout, number: kept.len() as u64 };
-        Ok(kept.entry(kernel.clone()).or_insert(Arc::new(built)).clone())
+        let built = kept.entry(kernel.clone()).or_insert(Arc::new(built)).clone();
+        if let (Some(disk), true) = (&self.disk, kept.len().is_multiple_of(UNSTORED_MAX)) {
+            disk.store();
+        }
+        Ok(built)
+    }
+}
+
+impl Drop for Pipelines {
+    fn drop(&mut self) {
+        if let Some(disk) = &self.disk {
+            disk.store();
+        }
     }
 }
 
@@ -54,6 +108,7 @@ fn build(
     kernel: &Kernel,
     numbers: &[u32],
     source: String,
+    cache: Option<&PipelineCache>,
 ) -> (ComputePipeline, BindGroupLayout) {
     let entries: Vec<_> = numbers
         .iter()
@@ -92,7 +147,7 @@ fn build(
             zero_initialize_workgroup_memory: false,
             ..Default::default()
         },
-        cache: None,
+        cache,
     });
     (pipeline, layout)
 }

@@ -3,5 +3,6 @@
 mod absence;
 mod conformance;
 mod conversions;
+mod kept;
 mod queue;
 mod steps;

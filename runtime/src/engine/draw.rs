@@ -30,22 +30,19 @@ pub(super) enum LogitsRow {
 /// # Errors
 /// Those of the device.
 pub(super) fn read_rows(device: &dyn Device, forward: &Forward, pass: &Pass) -> Result<Vec<LogitsRow>> {
-    let count = pass.rows() as usize;
+    let (count, vocab) = (pass.rows() as usize, forward.config().vocab as usize);
+    let results = forward.results(pass);
     let Some(outputs) = forward.drawn(pass) else {
-        let vocab = forward.config().vocab as usize;
         let mut values = vec![0f32; count * vocab];
-        device.read(&forward.logits(pass), bytemuck::cast_slice_mut(&mut values))?;
+        device.read(&results[0], bytemuck::cast_slice_mut(&mut values))?;
         return Ok(values.chunks_exact(vocab).map(|row| LogitsRow::Logits(row.to_vec())).collect());
     };
     let mut rows = vec![Drawn::zeroed(); count];
-    let bytes = size_of_val(&rows[..]) as u64;
-    device.read(&outputs.drawn().range(0, bytes), bytemuck::cast_slice_mut(&mut rows))?;
-    let (mut listed, mut tops) = (Vec::new(), 0);
-    if let Some((top, of_each)) = outputs.top() {
-        tops = of_each as usize;
-        listed = vec![[0u32; 2]; count * tops];
-        let bytes = size_of_val(&listed[..]) as u64;
-        device.read(&top.range(0, bytes), bytemuck::cast_slice_mut(&mut listed))?;
+    device.read(&results[0], bytemuck::cast_slice_mut(&mut rows))?;
+    let tops = outputs.top().map_or(0, |(_, tops)| tops as usize);
+    let mut listed = vec![[0u32; 2]; count * tops];
+    if let Some(top) = results.get(1) {
+        device.read(top, bytemuck::cast_slice_mut(&mut listed))?;
     }
     let tops_of = |row: usize| listed[row * tops..(row + 1) * tops].to_vec();
     Ok(rows.into_iter().enumerate().map(|(row, drawn)| LogitsRow::Drawn(drawn, tops_of(row))).collect())

@@ -34,7 +34,9 @@ impl Recordings {
         let list = forward.whole(pass)?;
         let graph = match queue.record(&list) {
             Ok(graph) => graph,
-            Err(error) if error.kind == ErrorKind::Unsupported => return queue.submit(&list),
+            Err(error) if error.kind == ErrorKind::Unsupported => {
+                return queue.submit_for(&list, &forward.results(pass));
+            }
             Err(error) => return Err(error),
         };
         if self.kept.len() >= RECORDINGS_MAX {

@@ -377,7 +377,11 @@ impl Worker {
             }
         }
         let list = self.forward.head(&pass)?;
-        let last = if list.is_empty() { tickets[layers - 1] } else { self.queue.submit(&list)? };
+        let last = if list.is_empty() {
+            tickets[layers - 1]
+        } else {
+            self.queue.submit_for(&list, &self.forward.results(&pass))?
+        };
         if !sends.is_empty() {
             let behind = (layers + 1).saturating_sub(depth);
             for (ready, &ticket) in tickets.iter().enumerate().skip(behind) {

@@ -366,7 +366,7 @@ impl<'s> Busy<'s, '_> {
                 self.tickets.push(Some(queue.submit_for(&std::mem::take(&mut list), result.as_slice())?));
             }
             if !head.is_empty() {
-                self.tickets.push(Some(queue.submit(&head)?));
+                self.tickets.push(Some(queue.submit_for(&head, &forward.results(pass))?));
             }
             return Ok(());
         }
@@ -384,19 +384,19 @@ impl<'s> Busy<'s, '_> {
             _ if phase == 2 * layers => forward.logits_block(pass),
             _ => Ok(Vec::from_iter(forward.draw_block(pass)?)),
         };
-        // what is exchanged after it
-        let result = |forward: &Forward, pass: &Pass| match phase.cmp(&(2 * layers)) {
-            Ordering::Less => Some(forward.step_residual(pass)),
-            Ordering::Equal => Some(forward.own_logits(pass)),
-            Ordering::Greater => None,
+        // what is exchanged after it, or drawn
+        let results = |forward: &Forward, pass: &Pass| match phase.cmp(&(2 * layers)) {
+            Ordering::Less => vec![forward.step_residual(pass)],
+            Ordering::Equal => vec![forward.own_logits(pass)],
+            Ordering::Greater => forward.results(pass),
         };
         for (at, (member, pass)) in self.members.iter_mut().zip(self.passes).enumerate() {
             let mut list: Vec<Cmd> = list(member.forward, pass)?;
             if phase < 2 * layers && phase.is_multiple_of(2) {
                 list.extend(kv.gather(self.first + at, self.batch, phase / 2)?);
             }
-            let result = result(member.forward, pass);
-            let ticket = (!list.is_empty()).then(|| member.queue.submit_for(&list, result.as_slice()));
+            let results = results(member.forward, pass);
+            let ticket = (!list.is_empty()).then(|| member.queue.submit_for(&list, &results));
             self.tickets.push(ticket.transpose()?);
         }
         Ok(())

@@ -128,6 +128,13 @@ impl DrawOutputs {
         self.top.as_ref().map(|top| (top, self.sizes.tops))
     }
 
+    /// The memory of the first `rows`, with their best tokens if any row wants those.
+    pub(super) fn results(&self, rows: u32) -> Vec<Slice> {
+        let drawn = rows_of(&self.drawn, rows, DRAWN_WORDS, DType::U32);
+        let top = self.top().map(|(top, tops)| rows_of(top, rows, tops * 2, DType::U32));
+        std::iter::once(drawn).chain(top).collect()
+    }
+
     /// The command that draws from `logits [rows, cols]`.
     pub(super) fn command(&self, rows: u32, cols: u32, logits: &Slice) -> Result<Cmd> {
         let DrawSizes { history, tops } = self.sizes;

@@ -324,6 +324,11 @@ impl Forward {
         self.attention.as_ref().map_or(Reaches { windows: &[], parts: 1 }, Attention::reaches)
     }
 
+    /// What of a step is read once it is done: what was drawn, or the logits if the device cannot draw.
+    pub fn results(&self, step: &Pass) -> Vec<Slice> {
+        self.drawn(step).map_or_else(|| vec![self.logits(step)], |drawn| drawn.results(step.rows()))
+    }
+
     /// The drawn tokens of a step; none if the device cannot draw.
     pub fn drawn<'a>(&self, step: &'a Pass) -> Option<&'a DrawOutputs> {
         step.inputs.draws.as_ref()
@@ -399,9 +404,8 @@ impl Forward {
             args.push(self.residual(tokens));
             Cmd::new(embedding(tokens, vocab, hidden, table.kind()), &args)
         });
-        let mut list = Vec::from_iter(lookup.transpose()?);
-        list.push(self.rope.rows(&inputs.positions, tokens, &self.cos_sin(tokens))?);
-        Ok(list)
+        let rope = self.rope.rows(&inputs.positions, tokens, &self.cos_sin(tokens))?;
+        Ok(lookup.transpose()?.into_iter().chain([rope]).collect())
     }
 
     fn cos_sin(&self, tokens: u32) -> Slice {

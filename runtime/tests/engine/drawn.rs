@@ -6,15 +6,17 @@ use futures_util::future::join_all;
 use mixfleet_cpu::CpuBackend;
 use mixfleet_hal::random::{Stream, bits, unit};
 use mixfleet_hal::sample::{Drawn, LOG2_E, Parameters, fraction};
-use mixfleet_hal::{Backend, BufferUsage, Cmd, Device, OpSig};
+use mixfleet_hal::{
+    Backend, BufferUsage, Cmd, Device, Elapsed, Error, Graph, OpSig, Queue, Result, Slice, Ticket,
+};
 use mixfleet_runtime::env::SeededEnv;
 use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_runtime::request::{Sampling, Update};
 use mixfleet_runtime::sampling::{History, sample};
 use mixfleet_scheduler::fleet::Role;
 use std::collections::BTreeMap;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 const VOCAB: usize = 1000;
@@ -223,9 +225,36 @@ fn a_device_draws_as_the_host_does_where_most_tokens_are_forbidden() {
     }
 }
 
-/// Requests with every filter and penalty, decoded together.
+/// A queue that notes what the last batch was submitted for.
+struct NotingQueue(Box<dyn Queue>, Arc<Mutex<Vec<Slice>>>);
+
+impl Queue for NotingQueue {
+    fn submit(&mut self, cmds: &[Cmd]) -> Result<Ticket> {
+        self.submit_for(cmds, &[])
+    }
+    fn submit_for(&mut self, cmds: &[Cmd], results: &[Slice]) -> Result<Ticket> {
+        *self.1.lock().unwrap() = results.to_vec();
+        self.0.submit_for(cmds, results)
+    }
+    fn wait(&mut self, ticket: Ticket, timeout: Duration) -> Result<Elapsed> {
+        self.0.wait(ticket, timeout)
+    }
+    fn record(&mut self, _: &[Cmd]) -> Result<Arc<dyn Graph>> {
+        Err(Error::unsupported("this test records nothing"))
+    }
+    fn replay(&mut self, _: &Arc<dyn Graph>) -> Result<Ticket> {
+        Err(Error::unsupported("this test records nothing"))
+    }
+}
+
 #[test]
 fn a_sampled_token_costs_16_bytes_from_the_device_and_no_logits() {
+    [false, true].map(costs_16_bytes_a_token);
+}
+
+/// Requests with every filter and penalty, decoded together. A step's last batch is submitted for what is
+/// read, so that a device can have it come along, also where steps would be recorded.
+fn costs_16_bytes_a_token(replay_pays: bool) {
     const REQUESTS: u32 = 8;
     const TOKENS: u32 = 6;
     let (_, checkpoint) = tiny_variants().remove(0);
@@ -233,10 +262,20 @@ fn a_sampled_token_costs_16_bytes_from_the_device_and_no_logits() {
     let config = checkpoint.config.clone();
     let read = Arc::new(AtomicUsize::new(0));
     let counter = read.clone();
-    let counting = Wayward::new("device0").reading(move |_, data| {
-        counter.fetch_add(data.len(), Relaxed);
-        Ok(())
-    });
+    let announced = Arc::new(Mutex::new(Vec::<Slice>::new()));
+    let (noted, expected) = (announced.clone(), announced);
+    let counting = Wayward::new("device0")
+        .reading(move |from, data| {
+            let is_it = |slice: &Slice| {
+                Arc::ptr_eq(&slice.buffer, &from.buffer)
+                    && (slice.offset, slice.bytes) == (from.offset, from.bytes)
+            };
+            assert!(expected.lock().unwrap().iter().any(is_it), "a read that no batch was submitted for");
+            counter.fetch_add(data.len(), Relaxed);
+            Ok(())
+        })
+        .queuing(move |queue| Box::new(NotingQueue(queue, noted.clone())))
+        .replay_pays(replay_pays);
     let fleet = TestFleet::new(checkpoint).with_device(Role::Auto, Arc::new(counting));
     let env = SeededEnv::new(5);
     let handle = fleet.start(Arc::new(env.clone()));

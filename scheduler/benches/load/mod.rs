@@ -16,7 +16,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 #[derive(Default)]
 pub(crate) struct Chain {
     pub(crate) contents: Vec<u64>,
-    pub(crate) keys: Vec<u64>,
+    pub(crate) keys: Vec<BlockHash>,
 }
 
 /// An index under test.
@@ -38,21 +38,17 @@ pub(crate) struct Ours {
 
 impl Subject for Ours {
     fn store(&mut self, instance: u32, chain: &Chain) {
-        self.hashes.clear();
-        self.hashes.extend(chain.keys.iter().map(|&key| BlockHash(key)));
-        self.index.store(InstanceId(instance), Tier::Device, &self.hashes);
+        self.index.store(InstanceId(instance), Tier::Device, &chain.keys);
     }
 
     fn evict(&mut self, instance: u32, chain: &Chain, from: usize) {
         self.hashes.clear();
-        self.hashes.extend(chain.keys.iter().skip(from).rev().map(|&key| BlockHash(key)));
+        self.hashes.extend(chain.keys.iter().skip(from).rev());
         self.index.evict(InstanceId(instance), Tier::Device, &self.hashes);
     }
 
     fn lookup(&mut self, chain: &Chain) -> usize {
-        self.hashes.clear();
-        self.hashes.extend(chain.keys.iter().map(|&key| BlockHash(key)));
-        self.index.lookup(&self.hashes, &mut self.answer);
+        self.index.lookup(&chain.keys, &mut self.answer);
         self.answer.as_slice().iter().map(|prefix| prefix.total() as usize).max().unwrap_or(0)
     }
 }
@@ -116,7 +112,7 @@ pub(crate) fn chain(conversation: u64, chain: &mut Chain) {
             xxh3_64_with_seed(&pair, 1337)
         });
         chain.contents.push(content);
-        chain.keys.push(key);
+        chain.keys.push(BlockHash(key));
         before = Some(key);
     }
 }

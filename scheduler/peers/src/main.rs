@@ -1,7 +1,7 @@
 //! The prefix index and two others under the same load, each in a process of its own: rates, lookup times and
-//! resident size, and the ratios of ours to theirs.
+//! resident size, and the ratios of ours to theirs. In each round all take turns; the medians are printed.
 //!
-//! `cargo run --release --manifest-path scheduler/peers/Cargo.toml -- [blocks] [replication] [rate]`
+//! `cargo run --release --manifest-path scheduler/peers/Cargo.toml -- [blocks] [replication] [rate] [rounds] [turns]`
 
 #![forbid(unsafe_code)]
 
@@ -9,7 +9,9 @@
 #[path = "../../benches/load/mod.rs"]
 mod load;
 
+#[cfg(feature = "dynamo")]
 use dynamo_kv_router::RadixTree;
+#[cfg(feature = "dynamo")]
 use dynamo_kv_router::protocols::{
     ExternalSequenceBlockHash, KvCacheEvent, KvCacheEventData, KvCacheRemoveData, KvCacheStoreData,
     KvCacheStoredBlockData, LocalBlockHash, RouterEvent,
@@ -42,7 +44,7 @@ impl Subject for KvIndex {
     fn store(&mut self, instance: u32, chain: &Chain) {
         self.blocks.clear();
         self.blocks.extend(chain.keys.iter().zip(&chain.contents).map(|(&key, &content)| StoredBlock {
-            seq_hash: SequenceHash(key),
+            seq_hash: SequenceHash(key.0),
             content_hash: ContentHash(content),
         }));
         let map = &mut self.maps[instance as usize];
@@ -50,7 +52,7 @@ impl Subject for KvIndex {
     }
     fn evict(&mut self, instance: u32, chain: &Chain, from: usize) {
         self.hashes.clear();
-        self.hashes.extend(chain.keys.iter().skip(from).rev().map(|&key| SequenceHash(key)));
+        self.hashes.extend(chain.keys.iter().skip(from).rev().map(|&key| SequenceHash(key.0)));
         self.index.apply_removed(instance, &self.hashes, &mut self.maps[instance as usize]);
     }
     fn lookup(&mut self, chain: &Chain) -> usize {
@@ -66,12 +68,14 @@ impl Subject for KvIndex {
 }
 
 /// `dynamo-kv-router`: its single-threaded tree.
+#[cfg(feature = "dynamo")]
 #[derive(Default)]
 struct Dynamo {
     tree: RadixTree,
     events: u64,
 }
 
+#[cfg(feature = "dynamo")]
 impl Dynamo {
     fn event(&mut self, instance: u32, data: KvCacheEventData) {
         self.events += 1;
@@ -80,10 +84,11 @@ impl Dynamo {
     }
 }
 
+#[cfg(feature = "dynamo")]
 impl Subject for Dynamo {
     fn store(&mut self, instance: u32, chain: &Chain) {
         let block = |(&key, &content): (&u64, &u64)| KvCacheStoredBlockData {
-            block_hash: ExternalSequenceBlockHash(key),
+            block_hash: ExternalSequenceBlockHash(key.0),
             tokens_hash: LocalBlockHash(content),
             mm_extra_info: None,
         };
@@ -93,7 +98,7 @@ impl Subject for Dynamo {
     }
     fn evict(&mut self, instance: u32, chain: &Chain, from: usize) {
         let block_hashes =
-            chain.keys.iter().skip(from).rev().map(|&key| ExternalSequenceBlockHash(key)).collect();
+            chain.keys.iter().skip(from).rev().map(|&key| ExternalSequenceBlockHash(key.0)).collect();
         self.event(instance, KvCacheEventData::Removed(KvCacheRemoveData { block_hashes }));
     }
     fn lookup(&mut self, chain: &Chain) -> usize {
@@ -104,14 +109,16 @@ impl Subject for Dynamo {
 }
 
 const INSTANCES: u32 = 64;
+const SUBJECTS: &[&str] =
+    if cfg!(feature = "dynamo") { &["mixfleet", "kv-index", "dynamo"] } else { &["mixfleet", "kv-index"] };
 
-fn run(subject: &str, blocks: usize, replication: u32, rate: f64) -> Figures {
-    let settings = Settings { blocks, instances: INSTANCES, replication, rate, turns: 200_000 };
+fn run(subject: &str, settings: &Settings) -> Figures {
     match subject {
-        "mixfleet" => load::measure(&mut Ours::default(), &settings),
-        "kv-index" => load::measure(&mut KvIndex::new(INSTANCES), &settings),
-        "dynamo" => load::measure(&mut Dynamo::default(), &settings),
-        other => panic!("{other} is none of mixfleet, kv-index, dynamo"),
+        "mixfleet" => load::measure(&mut Ours::default(), settings),
+        "kv-index" => load::measure(&mut KvIndex::new(INSTANCES), settings),
+        #[cfg(feature = "dynamo")]
+        "dynamo" => load::measure(&mut Dynamo::default(), settings),
+        other => panic!("{other} is none of {SUBJECTS:?}"),
     }
 }
 
@@ -132,42 +139,55 @@ fn columns(figures: &Figures) -> [f64; 7] {
     [fill_ops_per_s, filled, churned, closed_ops_per_s, figures.open_ops_per_s, p50, p99]
 }
 
+/// Measures one in a process of its own.
+fn measured(subject: &str, arguments: &[String]) -> Vec<f64> {
+    eprintln!("{subject} ...");
+    let program = std::env::current_exe().expect("this program's path");
+    let output = Command::new(program)
+        .args(arguments)
+        .env("INDEX_PEERS_SUBJECT", subject)
+        .stderr(std::process::Stdio::inherit())
+        .output()
+        .expect("the program starts again");
+    assert!(output.status.success(), "{subject} failed");
+    let text = String::from_utf8(output.stdout).expect("figures");
+    eprint!("{text}");
+    text.split_whitespace().map(|figure| figure.parse().expect("a figure")).collect()
+}
+
 fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let argument = |at: usize, default: &str| arguments.get(at).cloned().unwrap_or(default.into());
-    let subject = std::env::var("INDEX_PEERS_SUBJECT").ok();
-    let (blocks, replication, rate) = (argument(0, "10000000"), argument(1, "1"), argument(2, "1e6"));
-    if let Some(subject) = subject {
-        let number = |text: &str| text.parse::<f64>().expect("a number");
-        let figures = run(&subject, number(&blocks) as usize, number(&replication) as u32, number(&rate));
+    let number = |at: usize, default: f64| {
+        arguments.get(at).map_or(default, |text| text.parse().expect("an argument is a number"))
+    };
+    let (blocks, replication, rate) = (number(0, 1e7) as usize, number(1, 1.0) as u32, number(2, 1e6));
+    let (rounds, turns) = (number(3, 1.0) as usize, number(4, 2e5) as u64);
+    if let Ok(subject) = std::env::var("INDEX_PEERS_SUBJECT") {
+        let figures = run(&subject, &Settings { blocks, instances: INSTANCES, replication, rate, turns });
         println!("{}", columns(&figures).map(|figure| figure.to_string()).join(" "));
         return;
     }
-    let mut rows: Vec<(&str, Vec<f64>)> = Vec::new();
-    for subject in ["mixfleet", "kv-index", "dynamo"] {
-        eprintln!("{subject} ...");
-        let program = std::env::current_exe().expect("this program's path");
-        let output = Command::new(program)
-            .args([&blocks, &replication, &rate])
-            .env("INDEX_PEERS_SUBJECT", subject)
-            .stderr(std::process::Stdio::inherit())
-            .output()
-            .expect("the program starts again");
-        assert!(output.status.success(), "{subject} failed");
-        let text = String::from_utf8(output.stdout).expect("figures");
-        rows.push((
-            subject,
-            text.split_whitespace().map(|figure| figure.parse().expect("a figure")).collect(),
-        ));
+    let mut rows: Vec<Vec<Vec<f64>>> = vec![Vec::new(); SUBJECTS.len()];
+    for _ in 0..rounds {
+        for (row, subject) in rows.iter_mut().zip(SUBJECTS) {
+            row.push(measured(subject, &arguments));
+        }
     }
+    let median = |row: &[Vec<f64>], at: usize| {
+        let mut all: Vec<f64> = row.iter().map(|figures| figures[at]).collect();
+        all.sort_by(f64::total_cmp);
+        all[all.len() / 2]
+    };
     print!("{:20}", "");
-    rows.iter().for_each(|(subject, _)| print!("{subject:>12}"));
-    println!("{:>12}{:>12}   (times better)", "/ kv-index", "/ dynamo");
+    SUBJECTS.iter().for_each(|subject| print!("{subject:>12}"));
+    SUBJECTS[1..].iter().for_each(|subject| print!("{:>12}", format!("/ {subject}")));
+    println!("   (times better)");
     for (at, (what, more_is_better)) in COLUMNS.into_iter().enumerate() {
+        let figures: Vec<f64> = rows.iter().map(|row| median(row, at)).collect();
         print!("{what:20}");
-        rows.iter().for_each(|(_, figures)| print!("{:12.3e}", figures[at]));
-        for (_, theirs) in &rows[1..] {
-            let ratio = rows[0].1[at] / theirs[at];
+        figures.iter().for_each(|figure| print!("{figure:12.3e}"));
+        for theirs in &figures[1..] {
+            let ratio = figures[0] / theirs;
             print!("{:12.2}", if more_is_better { ratio } else { 1.0 / ratio });
         }
         println!();

@@ -2,9 +2,10 @@
 //! adjacent.
 //!
 //! A lookup tries the positions next to the previous block, and uses the hash table only where the chain
-//! continues elsewhere: two cache misses for each such position, and one for five adjacent blocks. To keep
-//! chains together, new blocks fill a chunk in order, a chunk is refilled only when an eighth of it is free,
-//! and long chains leave short holes to short ones.
+//! continues elsewhere: two cache misses for each such position, and one for five adjacent blocks. So that
+//! misses overlap, memory of adjacent blocks is read ahead, and of a long chain that continues elsewhere some
+//! later keys are looked up at once. To keep chains together, new blocks fill a chunk in order, a chunk is
+//! refilled only when an eighth of it is free, and long chains leave short holes to short ones.
 
 use super::BlockHash;
 use super::sets::EMPTY;
@@ -23,20 +24,27 @@ const PIECE: usize = 1 << 10;
 /// Free positions from which a chunk is refilled.
 const CHUNK_FREE: u32 = CHUNK_BLOCKS / 8;
 /// Free positions in a row that a chain of at least as many new blocks looks for.
-const FIT: usize = 32;
+const FIT: usize = 48;
 /// Blocks looked up in the table together, so that their cache misses overlap.
 const AHEAD: usize = 8;
 /// Positions after a block that are searched for the next block.
 const BESIDE: usize = 3;
 
+/// Blocks of a run whose memory is read at once, ahead of comparing them.
+const STRIP: usize = 64;
+/// Of a long chain that lies in pieces, each key of so many is looked up together with others: pieces are
+/// mostly longer, so that the next one is found beside its sample.
+const SAMPLE_STEP: usize = 32;
+const SAMPLES: usize = 8;
+
 /// Stands for no position.
 const NONE: u32 = u32::MAX;
 
-/// The key's high and low half (8-byte alignment would take 16 bytes) and the set; EMPTY marks a free
+/// The key's low and high half (8-byte alignment would take 16 bytes) and the set; EMPTY marks a free
 /// position.
 type Block = [u32; 3];
 
-fn key(&[high, low, _]: &Block) -> BlockHash {
+fn key(&[low, high, _]: &Block) -> BlockHash {
     BlockHash(u64::from(high) << 32 | u64::from(low))
 }
 
@@ -59,6 +67,53 @@ fn hole(blocks: &[Block], from: usize, want: usize) -> Option<usize> {
             return Some(at);
         }
         at += free;
+    }
+}
+
+/// Reads the memory of the first strip of `run`, one word in each cache line.
+fn touch_strip(run: &[Block]) {
+    let strip = &run[..run.len().min(STRIP)];
+    // Keeps the compiler from removing the reads, which only make cache misses overlap.
+    std::hint::black_box(
+        strip.iter().step_by(64 / size_of::<Block>()).fold(0, |sum, block| sum ^ set(block)),
+    );
+}
+
+/// Where some keys of a chain are: each of [`SAMPLE_STEP`] from `first` on.
+struct Samples {
+    first: usize,
+    places: [u32; SAMPLES],
+}
+
+impl Default for Samples {
+    fn default() -> Self {
+        Samples { first: 0, places: [NONE; SAMPLES] }
+    }
+}
+
+impl Samples {
+    /// The position of key `at` if it lies before the next sample as in the chain.
+    fn before(&self, blocks: &Blocks, keys: &[BlockHash], at: usize) -> Option<u32> {
+        let number = (at - self.first).div_ceil(SAMPLE_STEP);
+        let place = *self.places.get(number).filter(|place| **place != NONE)?;
+        let back = self.first + number * SAMPLE_STEP - at;
+        let start = (place as usize % CHUNK).checked_sub(back)?;
+        let is_it = is(&blocks.chunks[place as usize / CHUNK].blocks[start], keys[at]);
+        is_it.then(|| place - to_u32(back))
+    }
+
+    /// Samples the keys from `at` on, and returns the position of that one.
+    fn take(&mut self, blocks: &Blocks, keys: &[BlockHash], at: usize) -> Option<u32> {
+        let sampled = || keys[at..].iter().step_by(SAMPLE_STEP).take(SAMPLES);
+        let touched = sampled().fold(0, |sum, &key| sum ^ blocks.table.touch(spread(key)));
+        std::hint::black_box(touched);
+        *self = Samples { first: at, ..Samples::default() };
+        for (place, &key) in self.places.iter_mut().zip(sampled()) {
+            // a chain ends where a key is absent
+            let Some(found) = blocks.find(key) else { break };
+            *place = found;
+        }
+        Some(self.places[0]).filter(|place| *place != NONE)
     }
 }
 
@@ -122,13 +177,18 @@ impl Blocks {
         self.table.get(spread(key), |place| self.has(place - 1, key)).map(|place| place - 1)
     }
 
-    /// Calls `visit` with the set of each of `keys` in turn, until it returns false or a key is absent.
-    pub(super) fn walk(&self, keys: &[BlockHash], mut visit: impl FnMut(u32) -> bool) {
+    /// Calls `visit` with the set of each of `keys` in turn, and how many in a row have it, until it returns
+    /// false or a key is absent. A set may come twice in a row.
+    pub(super) fn walk(&self, keys: &[BlockHash], mut visit: impl FnMut(u32, u32) -> bool) {
         let (mut near, mut stray, mut touched, mut i) = (NONE, 0, 0, 0);
+        let mut samples = Samples::default();
         while let Some(&key) = keys.get(i) {
-            let place = self.beside(near, key).or_else(|| {
+            let place = self.beside(near, key).or_else(|| samples.before(self, keys, i)).or_else(|| {
+                if i > 0 && keys.len() - i > SAMPLE_STEP {
+                    return samples.take(self, keys, i);
+                }
                 // Where one block was not adjacent to the previous, the next ones rarely are.
-                if i > 0 && i <= stray + 2 && i >= touched {
+                if stray > 0 && i <= stray + 2 && i >= touched {
                     touched = keys.len().min(i + AHEAD);
                     self.touch(&keys[i..touched]);
                 }
@@ -136,18 +196,29 @@ impl Blocks {
                 self.find(key)
             });
             let Some(place) = place else { return };
+            let chunk = &self.chunks[place as usize / CHUNK].blocks[place as usize % CHUNK..];
+            let run = &chunk[..chunk.len().min(keys.len() - i)];
+            let first = i;
+            touch_strip(run);
             // The run that begins here. Where its next block is depends on nothing that was read, so that
             // cache misses overlap.
-            let run = &self.chunks[place as usize / CHUNK].blocks[place as usize % CHUNK..];
-            let first = i;
-            for (block, &key) in run.iter().zip(&keys[first..]) {
-                if !is(block, key) {
-                    break;
+            'run: for (at, strip) in run.chunks(STRIP).enumerate() {
+                touch_strip(&run[run.len().min((at + 1) * STRIP)..]);
+                let end = first + at * STRIP + strip.len();
+                let mut strip = strip;
+                while i < end {
+                    let of_all = set(&strip[0]);
+                    let alike = |pair: &(&Block, &BlockHash)| is(pair.0, *pair.1) && set(pair.0) == of_all;
+                    let count = strip.iter().zip(&keys[i..end]).take_while(alike).count();
+                    if count == 0 {
+                        break 'run;
+                    }
+                    if !visit(of_all, to_u32(count)) {
+                        return;
+                    }
+                    strip = &strip[count..];
+                    i += count;
                 }
-                if !visit(set(block)) {
-                    return;
-                }
-                i += 1;
             }
             near = place + to_u32(i - first) - 1;
         }
@@ -235,7 +306,7 @@ impl Blocks {
         let place = self.next_free(left.min(FIT));
         let chunk = &mut self.chunks[place as usize / CHUNK];
         chunk.free -= 1;
-        chunk.blocks[place as usize % CHUNK] = [(key.0 >> 32) as u32, low_u32(key.0), set];
+        chunk.blocks[place as usize % CHUNK] = [low_u32(key.0), (key.0 >> 32) as u32, set];
         self.table.insert(spread(key), place + 1);
         self.fill = place;
         place
@@ -322,7 +393,7 @@ mod tests {
             let walk = |blocks: &Blocks, from: u64| {
                 let keys: Vec<BlockHash> = (from..90_000).map(BlockHash).collect();
                 let mut sets = Vec::new();
-                blocks.walk(&keys, |set| { sets.push(set); true });
+                blocks.walk(&keys, |set, count| { sets.extend((0..count).map(|_| set)); true });
                 sets
             };
             for from in (0..90_000).step_by(2_797) {

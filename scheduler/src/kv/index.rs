@@ -257,7 +257,7 @@ impl PrefixIndex {
         alive.clear();
         // `first` is the set of the first block, until another one comes: most of its members end there
         let (mut first, mut set, mut blocks) = (EMPTY, EMPTY, 0);
-        self.blocks.walk(chain, |next| {
+        self.blocks.walk(chain, |next, count| {
             if set == EMPTY {
                 first = next;
             } else if next != set && first != EMPTY {
@@ -267,7 +267,7 @@ impl PrefixIndex {
                 intersect(alive, self.sets.members(next), found, blocks);
             }
             set = next;
-            blocks += 1;
+            blocks += count;
             first != EMPTY || !alive.is_empty()
         });
         if first != EMPTY {

@@ -1,4 +1,5 @@
 //! Compiled kernels in the user's cache directory, so that only the first start of a version compiles them.
+//! Backends that have such kernels share this source.
 //!
 //! An entry is named by the hash of what it was compiled from, and begins with a hash over that and its code:
 //! one that is damaged, cut off or another's is not used. Nothing depends on the cache: whatever fails is as
@@ -13,7 +14,7 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 /// First bytes of an entry: its format.
 const FORMAT: &[u8; 16] = b"mixfleet kernel1";
 const HEADER_BYTES: usize = FORMAT.len() + size_of::<u128>();
-/// Maximum number of entries, at about 50 KB each: those of some versions and devices.
+/// Maximum number of entries, most of about 50 KB: those of some versions and devices.
 const ENTRIES_MAX: usize = 1024;
 
 /// Where entries are: `mixfleet/kernels` in `XDG_CACHE_HOME` or else `~/.cache`.
