@@ -153,8 +153,8 @@ pub(crate) fn members(selector: &str) -> Result<Vec<String>> {
 }
 
 /// The selectors of an instance's devices by the stages of its layers, of which most instances have one: its
-/// only device, or those of `tp:A,B`, `ep:A,B`, `attn:A,B` or `pp:A,(tp:B,C)`. Simulated parts that share a model are
-/// opened as one device.
+/// only device, or those of `tp:A,B`, `ep:A,B`, `attn:A,B` or `pp:A,(tp:B,C)`. Simulated parts that share a
+/// model are opened as one device.
 ///
 /// # Errors
 /// When fewer than two devices are to be one instance, or one is named twice.

@@ -227,7 +227,7 @@ impl OtherMembers {
         block_tokens: u32,
     ) -> Vec<MicroBatch<'a>> {
         let (chunk_tokens, groups) = match &self.group {
-            Group::Divide(Stages { members, chunk_tokens }, _) if members.len() > 1 => {
+            Group::Divide(Stages { members, chunk_tokens, .. }, _) if members.len() > 1 => {
                 (*chunk_tokens, groups)
             }
             Group::Divide(..) => (u32::MAX, groups),
