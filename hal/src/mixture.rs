@@ -124,7 +124,7 @@ pub struct GroupedRows {
     /// Experts that are expected to have rows; the bytes of weights are proportional to it, the result does
     /// not depend on it.
     pub touched: u32,
-    /// Choices that are expected to be of none of these experts, which are then a member's share of a layer's:
+    /// Choices that are expected to be of none of these experts, which are then a share of a layer's:
     /// `starts` begin beyond 0 or end before `choices`, and the rows of choices outside of them stay as they
     /// are. 0 where every choice is of one of these experts; otherwise the result does not depend on it.
     #[serde(default, skip_serializing_if = "is_zero")]

@@ -36,7 +36,7 @@ pub(super) fn next_instance(
     let PlannedPool { layout, attends, .. } = pool;
     if layout.expert_parallel {
         return Err(
-            "mixfleet's own engine divides no sequences by experts; its ep: divides experts alone".into(),
+            "mixfleet's own engine divides no sequences by experts; its ep: divides experts alone".into()
         );
     }
     if pool.spare.is_some() {
