@@ -224,6 +224,12 @@ plant "wgpu rotates the beginning of a head and not its part" $wgsl/elements.wgs
     's/head \* p.s.end + p.s.first + select/head * p.s.end + select/' conformance kernels_with_subgroups mixfleet-wgpu
 plant "what came along with a batch is read after the host has written" backends/wgpu/src/memory.rs \
     's/^        self.change();$//' queue results_that_come mixfleet-wgpu
+plant "rows of other members' experts are added again from the layer before" runtime/src/model/mixture.rs \
+    's/if experts.is_share() {/if false {/' all mixtures_give_the_oracles
+plant "a member takes the rows of the first experts for those of its own" runtime/src/model/mixture.rs \
+    's/words(held.start as usize)/words(0)/' all mixtures_give_the_oracles
+plant "choices of the experts before a share are computed with its first one" backends/opencl/src/kernels/grouped.cl \
+    's/max(first, starts\[0\])/first/' all conformance mixfleet-opencl
 if [ "$missed" != 0 ]; then
     [ "$applies" = --applies ] && what='do not apply' || what='not found'
     echo "planted: $missed of them $what" >&2

@@ -6,13 +6,14 @@
 #endif
 
 // Few rows: one group per column and ROWS places, coalesced along k, for each run of places of one expert; VEC
-// divides k.
+// divides k. Places before and behind those of all experts are passed over.
 KERNEL(GROUP) grouped_few(OPERANDS) {
     LOCAL float scratch[GROUP];
     START_OPERANDS;
     const uint col = GROUP_X, first = GROUP_Y * ROWS;
-    const uint end = first + ROWS < choices ? first + ROWS : choices;
-    uint place = first;
+    const uint own_end = starts[experts] < choices ? starts[experts] : choices;
+    const uint end = first + ROWS < own_end ? first + ROWS : own_end;
+    uint place = first > starts[0] ? first : starts[0];
     while (place < end) {
         const uint expert = expert_of(starts, experts, place);
         uint last = place + 1;

@@ -124,9 +124,24 @@ pub struct GroupedRows {
     /// Experts that are expected to have rows; the bytes of weights are proportional to it, the result does
     /// not depend on it.
     pub touched: u32,
+    /// Choices that are expected to be of none of these experts, which are then a share of a layer's:
+    /// `starts` begin beyond 0 or end before `choices`, and the rows of choices outside of them stay as they
+    /// are. 0 where every choice is of one of these experts; otherwise the result does not depend on it.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub others: u32,
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+const fn is_zero(count: &u32) -> bool {
+    *count == 0
 }
 
 impl GroupedRows {
+    /// Choices that are expected to be of one of these experts.
+    pub const fn own(&self) -> u32 {
+        self.choices.saturating_sub(self.others)
+    }
+
     /// Experts that are expected to have no rows.
     pub const fn idle(&self) -> u32 {
         self.experts.saturating_sub(self.touched)
@@ -139,7 +154,7 @@ impl GroupedRows {
         (x, weight, out): (DType, MatrixKind, DType),
         bias: bool,
     ) -> Vec<Operand> {
-        let GroupedRows { choices, fan, experts, .. } = *self;
+        let GroupedRows { choices, fan, experts, others, .. } = *self;
         let mut operands = vec![of("x", OperandAccess::Read, x, product(&[choices / fan.max(1), k]))];
         let part = |part: &QuantisedPart| of(part.name, OperandAccess::Read, part.dtype, part.elements());
         operands.extend(weight.parts(experts, n, k).iter().map(part));
@@ -148,7 +163,8 @@ impl GroupedRows {
         }
         operands.push(of("order", OperandAccess::Read, DType::U32, u64::from(choices)));
         operands.push(of("starts", OperandAccess::Read, DType::U32, u64::from(experts) + 1));
-        operands.push(of("out", OperandAccess::Write, out, product(&[choices, n])));
+        let access = if others > 0 { OperandAccess::ReadWrite } else { OperandAccess::Write };
+        operands.push(of("out", access, out, product(&[choices, n])));
         operands
     }
 
@@ -157,12 +173,15 @@ impl GroupedRows {
         if let MatrixKind::Quantised(quantised) = weight {
             quantised.check(columns).map_err(|problem| format!("grouped_gemm: {problem}"))?;
         }
-        let GroupedRows { choices, fan, experts, touched } = *self;
+        let GroupedRows { choices, fan, experts, touched, others } = *self;
         if fan == 0 || !choices.is_multiple_of(fan) {
             return Err(format!("grouped_gemm: {choices} choices do not divide into rows of {fan}"));
         }
         if touched > experts {
             return Err(format!("grouped_gemm: {touched} of {experts} experts have rows"));
+        }
+        if others > choices {
+            return Err(format!("grouped_gemm: {others} of {choices} choices are of other experts"));
         }
         Ok(())
     }
@@ -177,7 +196,7 @@ impl OpSig {
         Some(match *self {
             OpSig::GroupedGemm { grouped, n, k, x, weight, out, bias } => {
                 let touched = grouped.touched.max(1);
-                let m = to_u32((f64::from(grouped.choices) / f64::from(touched)).max(1.0).round());
+                let m = to_u32((f64::from(grouped.own()) / f64::from(touched)).max(1.0).round());
                 let (n, accumulate) = (n.saturating_mul(touched), false);
                 match weight {
                     MatrixKind::Plain(weight) => OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate },
@@ -215,7 +234,7 @@ mod tests {
 
     #[test]
     fn a_product_by_experts_reads_the_weights_of_touched_ones_alone() {
-        let grouped = GroupedRows { choices: 6, fan: 2, experts: 8, touched: 3 };
+        let grouped = GroupedRows { choices: 6, fan: 2, experts: 8, touched: 3, others: 0 };
         let (x, weight, out) = (DType::F32, MatrixKind::Plain(DType::Bf16), DType::F32);
         let sig = OpSig::GroupedGemm { grouped, n: 5, k: 7, x, weight, out, bias: true };
         assert!(sig.operands().iter().map(|o| o.name).eq(["x", "weight", "bias", "order", "starts", "out"]));
@@ -229,6 +248,14 @@ mod tests {
         let of_expert = 5 * (32 / 2 + 2 + 4);
         assert_eq!(packed.bytes(), f64::from(3 * 32 * 4 + 3 * of_expert + 6 * 4 + 9 * 4 + 6 * 5 * 4));
         assert_eq!(serde_json::from_value::<OpSig>(serde_json::json!(packed)).unwrap(), packed);
+        // of the choices of other experts nothing is written, and their rows are not lost
+        let share = GroupedRows { others: 2, ..grouped };
+        let weight = MatrixKind::Plain(DType::Bf16);
+        let sig = OpSig::GroupedGemm { grouped: share, n: 5, k: 7, x, weight, out, bias: false };
+        assert_eq!(sig.operands().last().map(|out| out.access), Some(OperandAccess::ReadWrite));
+        assert_eq!(sig.bytes(), f64::from(3 * 7 * 4 + 3 * 5 * 7 * 2 + 6 * 4 + 9 * 4 + 4 * 5 * 4));
+        assert_eq!(sig.flops(), f64::from(2 * 4 * 5 * 7));
+        assert_eq!(serde_json::from_value::<OpSig>(serde_json::json!(sig)).unwrap(), sig);
         let odd = GroupedRows { fan: 4, ..grouped };
         assert!(OpSig::GroupedGemm { grouped: odd, n: 5, k: 7, x, weight, out, bias: true }.check().is_err());
     }

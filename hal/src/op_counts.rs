@@ -31,7 +31,7 @@ impl OpSig {
             OpSig::ClampedSwiglu { elements, .. } => 6.0 * elements as f64,
             OpSig::Route { tokens, routing, .. } => routing.flops(tokens),
             OpSig::GroupedGemm { grouped, n, k, .. } => {
-                2.0 * f64::from(grouped.choices) * f64::from(n) * f64::from(k)
+                2.0 * f64::from(grouped.own()) * f64::from(n) * f64::from(k)
             }
             OpSig::Combine { tokens, active, cols, .. } => 2.0 * product(&[tokens, active, cols]) as f64,
             OpSig::Add { elements, .. } => elements as f64,
@@ -65,9 +65,15 @@ impl OpSig {
                 dense
                     - (product(&[vocab, hidden]) - product(&[tokens.min(vocab), hidden])) * table.size_bytes()
             }
-            OpSig::GroupedGemm { grouped, n, k, weight, bias, .. } => {
+            OpSig::GroupedGemm { grouped, n, k, weight, out, bias, .. } => {
+                // a row of another expert's is neither read nor written, though `out` counts as both
+                let kept = match grouped.others {
+                    0 => 0,
+                    others => product(&[grouped.choices, n]) + product(&[others, n]),
+                };
                 let bias = if bias { u64::from(n) * weight.bias().size_bytes() } else { 0 };
-                dense - weight.bytes(grouped.idle(), n, k) - u64::from(grouped.idle()) * bias
+                let idle = weight.bytes(grouped.idle(), n, k) + u64::from(grouped.idle()) * bias;
+                dense - idle - kept * out.size_bytes()
             }
             OpSig::QuantisedEmbed { tokens, vocab, hidden, table, .. } => {
                 dense - table.bytes(1, vocab, hidden) + table.bytes(1, tokens.min(vocab), hidden)

@@ -170,7 +170,8 @@ fn grouped_gemm(sig: &OpSig, before: &[Vec<f64>], want: &[f64]) -> Vec<f64> {
         let weights = quantised::decoded(sig, before);
         let bound = |(i, &want): (usize, &f64)| {
             let (choice, feature) = (i / n, i % n);
-            let line = of_choice[choice] * n + feature;
+            let Some(expert) = of_choice[choice] else { return 0.0 };
+            let line = expert * n + feature;
             let x = &before[0][choice / grouped.fan as usize * k..][..k];
             let added = if bias { before[at][line] } else { 0.0 };
             rounded(out, want, quantised_error(dtype, (x, &weights[line * k..][..k]), added.abs()))
@@ -179,7 +180,9 @@ fn grouped_gemm(sig: &OpSig, before: &[Vec<f64>], want: &[f64]) -> Vec<f64> {
     }
     let bound = |(i, &want): (usize, &f64)| {
         let (choice, feature) = (i / n, i % n);
-        let line = of_choice[choice] * n + feature;
+        // what belongs to no expert here stays as it is
+        let Some(expert) = of_choice[choice] else { return 0.0 };
+        let line = expert * n + feature;
         let x = &before[0][choice / grouped.fan as usize * k..][..k];
         let mut terms: f64 = x.iter().zip(&before[1][line * k..][..k]).map(|(x, w)| (x * w).abs()).sum();
         if bias {

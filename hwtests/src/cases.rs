@@ -35,6 +35,9 @@ pub enum TokenSpread {
     Ranges(Vec<(u32, u32)>),
     /// For `GroupedGemm`: rows of each expert.
     Experts(Vec<u32>),
+    /// For `GroupedGemm` with a share of a layer's experts: choices of all experts before them, rows of each,
+    /// and choices of all behind them.
+    ExpertShare(Vec<u32>),
 }
 
 /// One test case, from whose fields the operands follow.
@@ -74,6 +77,7 @@ pub fn cases(level: SuiteLevel, limits: &DeviceLimits) -> Vec<Case> {
     b.grouped();
     b.combine();
     b.scaled();
+    b.shares();
     b.cases
 }
 

@@ -99,8 +99,8 @@ fn by_expert(chosen: &[f64], experts: usize) -> (Vec<f64>, Vec<f64>) {
     (order.iter().map(|&choice| choice as f64).collect(), starts.map(|start| start as f64).collect())
 }
 
-/// The expert of each choice of a `GroupedGemm`.
-pub(crate) fn of_choices(sig: &OpSig, operands: &[Vec<f64>]) -> Result<Vec<usize>, String> {
+/// The expert of each choice of a `GroupedGemm`; none of a choice whose expert is not among its own.
+pub(crate) fn of_choices(sig: &OpSig, operands: &[Vec<f64>]) -> Result<Vec<Option<usize>>, String> {
     let OpSig::GroupedGemm { grouped, weight, bias, .. } = *sig else {
         return Err(format!("{} has no experts", sig.name()));
     };
@@ -114,8 +114,10 @@ pub(crate) fn of_choices(sig: &OpSig, operands: &[Vec<f64>]) -> Result<Vec<usize
             *of.ok_or_else(|| format!("index {choice} is not below {}", grouped.choices))? = Some(expert);
         }
     }
-    let all = of_choice.into_iter().collect::<Option<Vec<usize>>>();
-    all.ok_or_else(|| "a choice has no expert".to_owned())
+    if grouped.others == 0 && of_choice.contains(&None) {
+        return Err("a choice has no expert".to_owned());
+    }
+    Ok(of_choice)
 }
 
 /// Runs `GroupedGemm`.
@@ -129,6 +131,10 @@ pub(crate) fn grouped_gemm(sig: &OpSig, operands: &mut [Vec<f64>]) -> Result<(),
     let weights = if weight.quantised().is_some() { &decoded } else { &operands[1] };
     let biases = &operands[1 + weight.part_count()];
     for (choice, expert) in of_choices(sig, operands)?.into_iter().enumerate() {
+        let Some(expert) = expert else {
+            out.extend_from_slice(&operands[operands.len() - 1][choice * n..][..n]);
+            continue;
+        };
         let x = &operands[0][choice / grouped.fan as usize * k..][..k];
         for line in expert * n..(expert + 1) * n {
             let added = if bias { biases[line] } else { 0.0 };
@@ -197,14 +203,20 @@ fn is_clear(routing: &ExpertRouting, logits: &[f64], bias: Option<&[f64]>) -> bo
     groups_clear && pairs.all(|pair| keys[pair[0]] - keys[pair[1]] >= GAP_MIN || same(pair[0], pair[1]))
 }
 
-/// `order` and `starts` of a `GroupedGemm`: which choices an expert has is random.
+/// `order` and `starts` of a `GroupedGemm`: which choices an expert has is random. The experts of a share have
+/// one before and one behind them, which stand for all others.
 pub(crate) fn grouping(case: &Case) -> (Vec<f64>, Vec<f64>) {
-    let TokenSpread::Experts(rows) = &case.spread else { return (Vec::new(), Vec::new()) };
+    let (rows, own) = match &case.spread {
+        TokenSpread::Experts(rows) => (rows, 0..=rows.len()),
+        TokenSpread::ExpertShare(rows) => (rows, 1..=rows.len() - 1),
+        _ => return (Vec::new(), Vec::new()),
+    };
     let mut of: Vec<f64> =
         rows.iter().enumerate().flat_map(|(expert, &rows)| vec![expert as f64; rows as usize]).collect();
     let mut stream = Stream::new(case.seed ^ 0x0DE5);
     for i in (1..of.len()).rev() {
         of.swap(i, to_usize(stream.below(i as u64 + 1)));
     }
-    by_expert(&of, rows.len())
+    let (order, starts) = by_expert(&of, rows.len());
+    (order, starts[own].to_vec())
 }

@@ -102,7 +102,8 @@ pub(crate) fn of(case: &Case) -> String {
         }
         OpSig::GroupedGemm { grouped, n, k, x, weight, out, bias } => {
             let bias = if bias { ".bias" } else { "" };
-            format!("{x}.{weight}.{out}.f{}.n{n}.k{k}{bias}.{}", grouped.fan, spread(&case.spread))
+            let share = if grouped.others > 0 { ".share" } else { "" };
+            format!("{x}.{weight}.{out}.f{}.n{n}.k{k}{bias}{share}.{}", grouped.fan, spread(&case.spread))
         }
         OpSig::Combine { tokens, active, cols, x, accumulate } => {
             let accumulate = if accumulate { ".accumulate" } else { "" };
@@ -121,7 +122,9 @@ fn spread(spread: &TokenSpread) -> String {
         TokenSpread::Queries(pairs) | TokenSpread::Ranges(pairs) => {
             pairs.iter().map(|(a, b)| format!("{a}-{b}")).collect()
         }
-        TokenSpread::Experts(rows) => rows.iter().map(u32::to_string).collect(),
+        TokenSpread::Experts(rows) | TokenSpread::ExpertShare(rows) => {
+            rows.iter().map(u32::to_string).collect()
+        }
     };
     let mut words: Vec<(String, u32)> = Vec::new();
     for word in each {

@@ -310,9 +310,9 @@ fn grouped(sig: &OpSig, mut args: Vec<Arg>, tuning: KernelTuning) -> Work {
     let choices = grouped.choices;
     args.extend([choices, grouped.fan, grouped.experts, n, k, u32::from(bias)].map(Arg::U32));
     args.extend(quantised.iter().flat_map(|q| [q.group_rows, q.group_columns]).map(Arg::U32));
-    let few = choices <= GEMV_ROWS_MAX.saturating_mul(grouped.touched);
+    let few = grouped.own() <= GEMV_ROWS_MAX.saturating_mul(grouped.touched);
     // while experts have a row each, a group has one too
-    let rows = if choices <= 2 * grouped.touched { 1 } else { ROWS };
+    let rows = if grouped.own() <= 2 * grouped.touched { 1 } else { ROWS };
     let (file, kernel, grid) = match tuning {
         KernelTuning::Cpu if quantised.is_none() => {
             let (across, down) = (n.div_ceil(COLS) as usize, choices.div_ceil(BAND) as usize);

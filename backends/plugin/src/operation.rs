@@ -133,7 +133,8 @@ fn shape(sig: &OpSig) -> Option<(u32, MixfleetShape)> {
             (MIXFLEET_ROUTE, shape!(route: route(tokens, bias, routing)))
         }
         OpSig::GroupedGemm { grouped, n, k, x, weight: MatrixKind::Plain(weight), out, bias } => {
-            let GroupedRows { choices, fan, experts, touched } = grouped;
+            // the interface has no share of a layer's experts
+            let GroupedRows { choices, fan, experts, touched, others: 0 } = grouped else { return None };
             let (x, weight, out, bias) = (dtype(x), dtype(weight), dtype(out), bias.into());
             let product = MixfleetGroupedGemm { choices, fan, experts, touched, n, k, x, weight, out, bias };
             (MIXFLEET_GROUPED_GEMM, shape!(grouped_gemm: product))

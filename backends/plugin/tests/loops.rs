@@ -11,7 +11,7 @@ fn later() -> [OpSig; 5] {
     let x = DType::F32;
     let latent = Some(LatentKv { rank: 24, scale: Scalar(0.2) });
     let kv = KvShape { kv_heads: 1, head_dim: 32, page_tokens: 16, dtype: x, latent };
-    let grouped = GroupedRows { choices: 4, fan: 2, experts: 3, touched: 2 };
+    let grouped = GroupedRows { choices: 4, fan: 2, experts: 3, touched: 2, others: 0 };
     [
         OpSig::KvWrite { tokens: 2, x, kv },
         OpSig::AttnDecode { sequences: 1, kv_tokens: 5, heads: 4, pages_max: 1, x, kv },

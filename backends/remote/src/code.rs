@@ -201,9 +201,10 @@ trait Fields {
     }
 
     fn grouped(&mut self, value: &mut GroupedRows) -> Result<()> {
-        let GroupedRows { choices, fan, experts, touched } = value;
+        let GroupedRows { choices, fan, experts, touched, others } = value;
         [choices, fan, experts].into_iter().try_for_each(|dim| self.dim(dim))?;
-        self.number(touched)
+        self.number(touched)?;
+        self.number(others)
     }
 
     fn dtype(&mut self, value: &mut DType) -> Result<()> {
@@ -304,7 +305,7 @@ const PLAIN: MatrixKind = MatrixKind::Plain(F32);
 const KV: KvShape = KvShape { kv_heads: 0, head_dim: 0, page_tokens: 0, dtype: F32, latent: None };
 const COLUMNS: ColumnsOf = ColumnsOf { row: 0, first: 0 };
 
-const GROUPED: GroupedRows = GroupedRows { choices: 0, fan: 0, experts: 0, touched: 0 };
+const GROUPED: GroupedRows = GroupedRows { choices: 0, fan: 0, experts: 0, touched: 0, others: 0 };
 
 /// An operation of each kind, in the order of their numbers.
 const BLANK: [OpSig; 22] = [

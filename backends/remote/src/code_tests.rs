@@ -68,7 +68,7 @@ fn sigs() -> Vec<OpSig> {
             },
         },
         OpSig::GroupedGemm {
-            grouped: GroupedRows { choices: 24, fan: 8, experts: 256, touched: 0 },
+            grouped: GroupedRows { choices: 24, fan: 8, experts: 256, touched: 0, others: 0 },
             n: 768,
             k: 2048,
             x: Bf16,
@@ -77,7 +77,7 @@ fn sigs() -> Vec<OpSig> {
             bias: true,
         },
         OpSig::GroupedGemm {
-            grouped: GroupedRows { choices: 4, fan: 4, experts: 32, touched: 4 },
+            grouped: GroupedRows { choices: 4, fan: 4, experts: 32, touched: 4, others: 3 },
             n: 5760,
             k: 2880,
             x: Bf16,

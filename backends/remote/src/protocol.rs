@@ -9,7 +9,7 @@
 use std::time::Duration;
 
 /// Changes with every change of a message or of the bytes of a command.
-pub(crate) const VERSION: u32 = 3;
+pub(crate) const VERSION: u32 = 4;
 
 /// What the first messages in both directions begin with.
 pub(crate) const MAGIC: [u8; 8] = *b"mixfleet";

@@ -94,7 +94,7 @@ pub(super) fn coordinates(sig: &OpSig) -> [f64; DIMENSIONS] {
         }
         // rows of a touched expert, as of a product
         OpSig::GroupedGemm { grouped, n: columns, k, .. } => {
-            [per(grouped.choices.into(), grouped.touched), n(columns), n(k), n(grouped.touched), 0.0]
+            [per(grouped.own().into(), grouped.touched), n(columns), n(k), n(grouped.touched), 0.0]
         }
         OpSig::Combine { tokens, active, cols, .. } => [n(tokens), n(active), n(cols), 0.0, 0.0],
         OpSig::SiluMul { .. }

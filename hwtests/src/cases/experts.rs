@@ -60,9 +60,49 @@ impl Builder {
         bias: bool,
     ) {
         let touched = to_u32(rows.iter().filter(|&&rows| rows > 0).count());
-        let grouped = GroupedRows { choices: rows.iter().sum(), fan, experts: to_u32(rows.len()), touched };
+        let grouped =
+            GroupedRows { choices: rows.iter().sum(), fan, experts: to_u32(rows.len()), touched, others: 0 };
         let sig = OpSig::GroupedGemm { grouped, n, k, x, weight, out, bias };
         self.push(sig, TokenSpread::Experts(rows.to_vec()));
+    }
+
+    /// A share of a layer's experts; the first and the last of `rows` are those of all others' choices.
+    fn share(
+        &mut self,
+        rows: &[u32],
+        fan: u32,
+        (n, k): (u32, u32),
+        (x, weight, out): (DType, MatrixKind, DType),
+        bias: bool,
+    ) {
+        let [before, own @ .., after] = rows else { return };
+        let touched = to_u32(own.iter().filter(|&&rows| rows > 0).count());
+        let (choices, others) = (rows.iter().sum(), before + after);
+        let grouped = GroupedRows { choices, fan, experts: to_u32(own.len()), touched, others };
+        let sig = OpSig::GroupedGemm { grouped, n, k, x, weight, out, bias };
+        self.push(sig, TokenSpread::ExpertShare(rows.to_vec()));
+    }
+
+    /// Shares of a layer's experts: first, middle and last ones, few rows and many, and none.
+    pub(super) fn shares(&mut self) {
+        let (plain, mxfp4) = (MatrixKind::Plain(Bf16), MatrixKind::Quantised(Quantised::MXFP4));
+        let spreads: [&[u32]; 8] = [
+            &[0, 2, 1, 3],
+            &[3, 2, 1, 0],
+            &[5, 1, 0, 4, 2],
+            &[12, 0, 0, 0],
+            &[0, 0, 0, 12],
+            &[33, 65, 3, 67],
+            &[70, 130, 2],
+            &[1, 30, 7, 40],
+        ];
+        for rows in spreads {
+            for (x, weight, out) in [(F32, plain, F32), (Bf16, plain, Bf16), (F32, mxfp4, F32)] {
+                self.share(rows, 1, (34, 64), (x, weight, out), false);
+                self.share(rows, 2, (38, 96), (x, weight, out), true);
+            }
+        }
+        self.share(&[3, 30, 0, 1, 2], 1, (19, 37), (F32, plain, F32), true);
     }
 
     pub(super) fn grouped(&mut self) {

@@ -294,7 +294,7 @@ fn contents(sig: &OpSig, operand: &Operand) -> Option<Vec<u8>> {
         (OpSig::GroupedGemm { grouped, .. }, "order") => Some(words(shuffled(grouped.choices.into()))),
         (OpSig::GroupedGemm { grouped, .. }, "starts") => {
             let touched = u64::from(grouped.touched.max(1));
-            let start = |expert: u64| u64::from(grouped.choices) * expert.min(touched) / touched;
+            let start = |expert: u64| u64::from(grouped.own()) * expert.min(touched) / touched;
             Some(words((0..=u64::from(grouped.experts)).map(|expert| to_u32(start(expert)))))
         }
         // rotations preserve length, however often they are repeated

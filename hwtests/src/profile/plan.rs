@@ -297,7 +297,7 @@ impl Plan {
             self.op(OpSig::Combine { tokens, active, cols: hidden, x, accumulate: true });
             let choices = tokens * active;
             for touched in [experts.min(choices), 4] {
-                let by = |fan| GroupedRows { choices, fan, experts, touched };
+                let by = |fan| GroupedRows { choices, fan, experts, touched, others: 0 };
                 self.op(grouped_gemm(x, by(active), (inner, hidden)));
                 self.op(grouped_gemm(x, by(1), (hidden, inner)));
             }

@@ -282,8 +282,15 @@ fn op_id(sig: &OpSig) -> String {
         OpSig::Route { tokens, routing, .. } => {
             format!("{name}.f32.t{tokens}.e{}.a{}", routing.experts, routing.active)
         }
-        OpSig::GroupedGemm { grouped: GroupedRows { choices, fan, experts, touched }, n, k, x, .. } => {
-            format!("{name}.{x}.r{choices}.fan{fan}.e{experts}.touched{touched}.n{n}.k{k}")
+        OpSig::GroupedGemm {
+            grouped: GroupedRows { choices, fan, experts, touched, others },
+            n,
+            k,
+            x,
+            ..
+        } => {
+            let others = if others > 0 { format!(".others{others}") } else { String::new() };
+            format!("{name}.{x}.r{choices}.fan{fan}.e{experts}.touched{touched}{others}.n{n}.k{k}")
         }
         OpSig::Combine { tokens, active, cols, x, .. } => format!("{name}.{x}.t{tokens}.a{active}.h{cols}"),
         OpSig::Sample { rows, cols, .. } => format!("{name}.f32.t{rows}.v{cols}"),
@@ -350,7 +357,9 @@ fn parse_op(kind: &str, rest: &str, page_tokens: u32) -> Option<OpSig> {
         }
         "grouped_gemm" => {
             let (choices, fan, experts) = (f.take("r")?, f.take("fan")?, f.take("e")?);
-            let grouped = GroupedRows { choices, fan, experts, touched: f.take("touched")? };
+            let touched = f.take("touched")?;
+            let others = f.take("others").unwrap_or(0);
+            let grouped = GroupedRows { choices, fan, experts, touched, others };
             grouped_gemm(dtype, grouped, (f.take("n")?, f.take("k")?))
         }
         _ => small_op(kind, dtype, &mut f, page_tokens)?,

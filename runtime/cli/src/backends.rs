@@ -11,6 +11,7 @@ use anyhow::{Context, Result, bail};
 use mixfleet_discover::{Topology, Tree, same_part};
 use mixfleet_hal::{Absent, Backend, Device, DeviceInfo, ErrorKind};
 use mixfleet_plugin::PluginBackend;
+use mixfleet_scheduler::cost::ExpertsBy;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
@@ -152,8 +153,8 @@ pub(crate) fn members(selector: &str) -> Result<Vec<String>> {
 }
 
 /// The selectors of an instance's devices by the stages of its layers, of which most instances have one: its
-/// only device, or those of `tp:A,B`, `attn:A,B` or `pp:A,(tp:B,C)`. Simulated parts that share a model are
-/// opened as one device.
+/// only device, or those of `tp:A,B`, `ep:A,B`, `attn:A,B` or `pp:A,(tp:B,C)`. Simulated parts that share a
+/// model are opened as one device.
 ///
 /// # Errors
 /// When fewer than two devices are to be one instance, or one is named twice.
@@ -177,13 +178,14 @@ pub(crate) fn stages(selector: &str) -> Result<Vec<Vec<String>>> {
                 let single =
                     stage.members.iter().all(|of| matches!(of, Written::Device(of) if !of.starts_with('(')));
                 let is_stage =
-                    group.sharing == Sharing::Stages && stage.sharing == Sharing::Divided && single;
+                    group.sharing == Sharing::Stages && stage.sharing.experts_by().is_some() && single;
                 (format!("({})", stage.text), is_stage.then_some(stage))
             }
         };
         let Some(stage) = divided else {
-            let message =
-                format!("{selector}: '{word}' is no stage; one of several devices is '(tp:DEV,DEV)'");
+            let message = format!(
+                "{selector}: '{word}' is no stage; one of several devices is '(tp:DEV,DEV)' or '(ep:DEV,DEV)'"
+            );
             bail!(Usage(message));
         };
         several(stage)?;
@@ -197,6 +199,20 @@ pub(crate) fn stages(selector: &str) -> Result<Vec<Vec<String>>> {
         bail!(Usage(format!("device '{member}' is named twice in '{selector}'")));
     }
     Ok(if group.sharing == Sharing::Stages { all } else { vec![names] })
+}
+
+/// What the devices of each of an instance's stages divide of experts.
+pub(crate) fn experts_by(selector: &str) -> Vec<ExpertsBy> {
+    let of_stage = |stage: &Written| match stage {
+        Written::Group(group) => group.sharing.experts_by().unwrap_or_default(),
+        Written::Device(_) => ExpertsBy::Columns,
+    };
+    match Written::read(selector) {
+        Written::Group(group) if group.sharing == Sharing::Stages => {
+            group.members.iter().map(of_stage).collect()
+        }
+        whole => vec![of_stage(&whole)],
+    }
 }
 
 /// Refuses a group of fewer than two members.

@@ -14,7 +14,7 @@ use mixfleet_hal::profile::Predictor;
 use mixfleet_hal::units::{Bytes, BytesPerSecond, GB, Seconds};
 use mixfleet_hal::{Cmd, Device};
 use mixfleet_scheduler::cost::{
-    AllReduce, Attending, AttnSplit, CostModel, EngineCost, LockstepCost, ModelShape, Partition,
+    AllReduce, Attending, AttnSplit, CostModel, EngineCost, ExpertsBy, LockstepCost, ModelShape, Partition,
     PipelineCost, ProfileCost,
 };
 use mixfleet_scheduler::sizing::{GivenSizes, MEMORY_SHARE};
@@ -37,6 +37,8 @@ pub(crate) struct SimGroup {
     /// Devices of a stage, which divide its layers.
     per_stage: u32,
     stages: u32,
+    /// What the devices of a stage divide of experts.
+    experts: ExpertsBy,
     /// The part and the number of devices that attend for the others.
     attending: Option<(&'static Part, u32)>,
     dilation: f64,
@@ -49,8 +51,9 @@ pub(crate) struct OpenGroup {
     pub(crate) given: GivenSizes,
 }
 
-/// Equal devices: their part, devices of a stage, stages, and the clock's dilation.
-type Alike = (&'static Part, u32, u32, f64);
+/// Equal devices: their part, devices of a stage and what they divide of experts, stages, and the clock's
+/// dilation.
+type Alike = (&'static Part, (u32, ExpertsBy), u32, f64);
 
 impl SimGroup {
     /// The group of a selector; `None` if it is another one.
@@ -69,11 +72,12 @@ impl SimGroup {
             return Ok(None);
         }
         let refused = |cause: String| Usage(format!("{selector}: {cause}"));
-        let own = |(part, per_stage, stages, dilation): Alike, attending| SimGroup {
+        let own = |(part, (per_stage, experts), stages, dilation): Alike, attending| SimGroup {
             selector: selector.to_owned(),
             part,
             per_stage,
             stages,
+            experts,
             attending,
             dilation,
         };
@@ -86,7 +90,7 @@ impl SimGroup {
         let Some(&(part, ..)) = others.first() else {
             bail!(refused("needs two devices or more, as in attn:sim:A,sim:B".into()));
         };
-        if first.2 > 1 || others.iter().any(|other| (other.0.id, other.1 * other.2) != (part.id, 1)) {
+        if first.2 > 1 || others.iter().any(|other| (other.0.id, other.1.0 * other.2) != (part.id, 1)) {
             bail!(refused("those that attend are single devices of one part, and none has stages".into()));
         }
         Ok(Some(own(first, Some((part, to_u32(others.len()))))))
@@ -105,6 +109,13 @@ impl SimGroup {
         let chunk_tokens = given.step_tokens_max.unwrap_or(CHUNK_TOKENS);
         let config = &model.checkpoint.config;
         let shape = config.cost_shape(model.activations, model.kv, 16);
+        let shape = match self.experts {
+            ExpertsBy::Columns => shape,
+            ExpertsBy::Member => {
+                let none = || refused("the model has no experts, which devices would divide".into());
+                shape.with_experts_by_member(0.0).ok_or_else(none)?
+            }
+        };
         let weights = shape.weight_bytes(config.tied_embeddings);
         if self.part.memory_bytes() * f64::from(self.devices()) * MEMORY_SHARE < weights {
             bail!(refused(does_not_fit(self.part, self.devices(), &shape, weights)));
@@ -198,7 +209,7 @@ fn alike(written: &Written) -> Result<Alike, String> {
         [] => format!("the catalog has no '{name}'; groups are of parts of the catalog ('mixfleet parts')"),
         near => format!("the catalog has no '{name}'; did you mean {}?", near.join(", ")),
     })?;
-    Ok((part, 1, 1, dilation))
+    Ok((part, (1, ExpertsBy::Columns), 1, dilation))
 }
 
 fn alike_members(group: &WrittenGroup) -> Result<Alike, String> {
@@ -210,11 +221,13 @@ fn alike_members(group: &WrittenGroup) -> Result<Alike, String> {
         return Err(format!("'{text}' must name two or more that are equal: one part, and as many of it"));
     }
     match (group.sharing, one) {
-        (Sharing::Divided, (part, 1, 1, dilation)) => Ok((part, count, 1, dilation)),
         (Sharing::Stages, (part, per_stage, 1, dilation)) => Ok((part, per_stage, count, dilation)),
-        _ => {
-            Err(format!("'{text}' cannot be divided so: tp: has single devices, and pp: these or tp: groups"))
+        (sharing, (part, (1, _), 1, dilation)) if let Some(experts) = sharing.experts_by() => {
+            Ok((part, (count, experts), 1, dilation))
         }
+        _ => Err(format!(
+            "'{text}' cannot be divided so: tp: and ep: have single devices, and pp: these or groups of those"
+        )),
     }
 }
 

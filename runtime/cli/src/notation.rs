@@ -1,12 +1,15 @@
-//! Several devices as one instance, as they are written: `tp:A,B`, `pp:A,(tp:B,C)`, `attn:A,B`.
+//! Several devices as one instance, as they are written: `tp:A,B`, `ep:A,B`, `pp:A,(tp:B,C)`, `attn:A,B`.
 
 use crate::{backends, remote};
+use mixfleet_scheduler::cost::ExpertsBy;
 
 /// How the devices of an instance share a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Sharing {
     /// Each has a share of every layer.
     Divided,
+    /// The same, with whole experts.
+    Experts,
     /// Each has layers of its own.
     Stages,
     /// The first has the weights, and the others attend.
@@ -14,14 +17,24 @@ pub(crate) enum Sharing {
 }
 
 impl Sharing {
-    const ALL: [Sharing; 3] = [Sharing::Divided, Sharing::Stages, Sharing::Apart];
+    const ALL: [Sharing; 4] = [Sharing::Divided, Sharing::Experts, Sharing::Stages, Sharing::Apart];
 
     /// What stands before the devices.
     pub(crate) const fn word(self) -> &'static str {
         match self {
             Sharing::Divided => "tp:",
+            Sharing::Experts => "ep:",
             Sharing::Stages => "pp:",
             Sharing::Apart => "attn:",
+        }
+    }
+
+    /// What devices that divide layers so divide of experts; none if they do not divide layers.
+    pub(crate) const fn experts_by(self) -> Option<ExpertsBy> {
+        match self {
+            Sharing::Divided => Some(ExpertsBy::Columns),
+            Sharing::Experts => Some(ExpertsBy::Member),
+            Sharing::Stages | Sharing::Apart => None,
         }
     }
 }
@@ -116,6 +129,7 @@ mod tests {
         let (sharing, stages) = members("pp:(tp:cpu@0,cpu@1),remote:h:1,opencl:0");
         assert_eq!((sharing, stages.len()), (Sharing::Stages, 3));
         assert_eq!(stages[0], Written::read("tp:cpu@0,cpu@1"));
+        assert_eq!(members("ep:cpu@0,remote:h:1").0, Sharing::Experts);
         assert_eq!(stages[1..], [device("remote:h:1"), device("opencl:0")]);
         let (sharing, apart) = members("attn:(pp:(tp:cpu@0,cpu@1),cpu),wgpu");
         assert_eq!((sharing, &apart[1]), (Sharing::Apart, &device("wgpu")));

@@ -241,7 +241,11 @@ pub(crate) fn instances(
                 let mut rest = &speeds[..];
                 let of_stage =
                     |stage: &Vec<String>| rest.split_off(..stage.len()).unwrap_or_default().to_vec();
-                config.in_stages(&stages.iter().map(of_stage).collect::<Vec<_>>())
+                let weights: Vec<_> = stages.iter().map(of_stage).collect();
+                match &group {
+                    Some(_) => config.in_stages(&weights),
+                    None => config.in_stages_by(&weights, &backends::experts_by(selector)),
+                }
             }
         };
         let partition = partition.map_err(|reason| Usage(format!("{selector}: {reason}")))?;

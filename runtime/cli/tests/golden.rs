@@ -167,6 +167,21 @@ fn fixtures_give_their_golden_tokens_where_kv_moves_between_one_device_and_sever
     }
 }
 
+/// Members have whole experts, of equal and unlike numbers, or another kind of device has some of them.
+#[test]
+fn mixtures_give_their_golden_tokens_on_devices_that_divide_their_experts() {
+    let others = devices().into_iter().skip(1).map(|device| format!("ep:cpu,{}", device.info().id));
+    let own = ["ep:cpu@0,cpu@1", "ep:cpu,cpu@0,cpu@1", "pp:(ep:cpu@0,cpu@1),cpu"].map(str::to_owned);
+    let placements: Vec<String> = own.into_iter().chain(others).collect();
+    let is_mixture =
+        |fixture: &std::path::PathBuf| ModelConfig::open(fixture).is_ok_and(|c| c.experts.is_some());
+    for fixture in fixtures().into_iter().filter(is_mixture) {
+        for (turn, devices) in placements.iter().enumerate() {
+            gives_golden_tokens(&fixture, (turn, 2), (devices, devices), None);
+        }
+    }
+}
+
 /// Heads are divided, and every member keeps all latents: the first sends them, all get them.
 #[test]
 fn latents_give_their_golden_tokens_on_devices_that_divide_heads_and_where_they_move() {

@@ -14,7 +14,7 @@ use crate::model::leaving::LayerKv;
 use crate::model::peers::{Carriers, PeerCopies};
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Collective, Device, Error, Queue, Result, Slice};
-use mixfleet_scheduler::cost::{AttnSplit, LinkCost, Partition, Pieces};
+use mixfleet_scheduler::cost::{AttnSplit, ExpertsBy, LinkCost, Partition, Pieces};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -55,6 +55,8 @@ struct SecondBatch {
 struct Stages {
     /// Members of each.
     members: Vec<usize>,
+    /// What they divide of experts.
+    by: Vec<ExpertsBy>,
     /// The most prompt tokens that pass them as one.
     chunk_tokens: u32,
 }
@@ -89,7 +91,8 @@ impl OtherMembers {
         }
         let group = match partition.split() {
             None if attending.is_empty() => {
-                Group::Divide(Stages { members: partition.stages(), chunk_tokens }, dividing)
+                let (members, by) = (partition.stages(), partition.experts_by());
+                Group::Divide(Stages { members, by, chunk_tokens }, dividing)
             }
             Some(_) if dividing.is_empty() => {
                 let second = SecondBatch::open(first, &attending, config)?;
@@ -132,17 +135,21 @@ impl OtherMembers {
 
     /// The instance's selector of the words of all its devices, with `how` behind what makes them one.
     pub(super) fn joined(&self, how: &str, words: &[&str]) -> String {
-        let Group::Divide(Stages { members, .. }, _) = &self.group else {
+        let divided = |by: &ExpertsBy| match by {
+            ExpertsBy::Columns => "tp",
+            ExpertsBy::Member => "ep",
+        };
+        let Group::Divide(Stages { members, by, .. }, _) = &self.group else {
             return format!("attn{how}:{}", words.join(","));
         };
         if members.len() == 1 {
-            return format!("tp{how}:{}", words.join(","));
+            return format!("{}{how}:{}", divided(&by[0]), words.join(","));
         }
         let mut rest = words;
-        let stages = members.iter().map(|&count| {
+        let stages = members.iter().zip(by).map(|(&count, by)| {
             let (own, others) = rest.split_at(count);
             rest = others;
-            if count == 1 { own.concat() } else { format!("(tp:{})", own.join(",")) }
+            if count == 1 { own.concat() } else { format!("({}:{})", divided(by), own.join(",")) }
         });
         format!("pp{how}:{}", stages.collect::<Vec<_>>().join(","))
     }
@@ -222,7 +229,7 @@ impl OtherMembers {
         block: (u32, u32),
     ) -> Vec<MicroBatch<'a>> {
         let (chunk_tokens, groups) = match &self.group {
-            Group::Divide(Stages { members, chunk_tokens }, _) if members.len() > 1 => {
+            Group::Divide(Stages { members, chunk_tokens, .. }, _) if members.len() > 1 => {
                 (*chunk_tokens, groups)
             }
             Group::Divide(..) => (u32::MAX, groups),

@@ -5,7 +5,7 @@ use super::latent::LatentHeads;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{DType, KvShape, LatentKv, RotaryPart, WeightFormat};
 use mixfleet_scheduler::batch::LayerPages;
-use mixfleet_scheduler::cost::{AttnSplit, MemberShare, ModelShape, Partition};
+use mixfleet_scheduler::cost::{AttnSplit, ExpertsBy, MemberShare, ModelShape, Partition};
 use std::sync::Arc;
 
 /// A decoder of the Llama family: pre-norm blocks of grouped-query attention and SwiGLU, with the
@@ -119,6 +119,14 @@ impl ModelConfig {
         Partition::in_stages(&self.cost_shape(self.dtype, self.dtype, 1), stages)
     }
 
+    /// The same, by what the members of each stage divide of experts.
+    ///
+    /// # Errors
+    /// When a member would have nothing.
+    pub fn in_stages_by(&self, stages: &[Vec<f64>], by: &[ExpertsBy]) -> Result<Partition, String> {
+        Partition::in_stages_by(&self.cost_shape(self.dtype, self.dtype, 1), stages, by)
+    }
+
     /// A member with the weights, and `workers` members that attend.
     ///
     /// # Errors
@@ -139,10 +147,7 @@ impl ModelConfig {
             kv_heads: to_u32(share.kv_heads.len()),
             intermediate: to_u32(share.inner.len()),
             sinks: self.sinks.as_ref().map(|all| self.sinks_of(all, share)),
-            experts: self
-                .experts
-                .as_ref()
-                .map(|experts| experts.of_member(&share.layers, &share.inner, self.intermediate)),
+            experts: self.experts.as_ref().map(|experts| experts.of_member(share, self.intermediate)),
             ..self.clone()
         }
     }

@@ -4,8 +4,9 @@ use super::error::Result;
 use super::fields::Fields;
 use mixfleet_hal::cast::{to_f32, to_u32};
 use mixfleet_hal::{ExpertRouting, OpSig, Scalar, Scoring};
-use mixfleet_scheduler::cost::Experts;
+use mixfleet_scheduler::cost::{Experts, MemberShare};
 use serde_json::Value;
+use std::ops::Range;
 
 /// Bounds well above any real model.
 const EXPERTS_MAX: u32 = 1 << 12;
@@ -16,6 +17,8 @@ const INNER_MAX: u32 = 1 << 20;
 pub struct Mixture {
     /// How tokens choose among them.
     pub routing: ExpertRouting,
+    /// Those whose matrices are there: all, except on one of several devices that divide whole ones.
+    pub held: Range<u32>,
     /// Length of an expert's inner layer.
     pub intermediate: u32,
     /// Length of the shared expert's inner layer, which every token goes through; 0 without one.
@@ -159,6 +162,7 @@ impl Mixture {
         };
         Ok(Some(Mixture {
             routing: ExpertRouting::softmax(count, active, normalise),
+            held: 0..count,
             intermediate,
             shared,
             correction: false,
@@ -169,20 +173,20 @@ impl Mixture {
         }))
     }
 
-    /// Its share on a member that has `part` of `whole` columns of inner layers, and these layers.
-    pub(super) fn of_member(
-        &self,
-        layers: &std::ops::Range<u32>,
-        part: &std::ops::Range<u32>,
-        whole: u32,
-    ) -> Self {
-        let count = |inner| to_u32(Experts::share(inner, part, whole).len());
+    /// Its share on a member of devices that divide a model with `whole` columns of inner layers.
+    pub(super) fn of_member(&self, share: &MemberShare, whole: u32) -> Self {
         Mixture {
-            intermediate: count(self.intermediate),
-            shared: count(self.shared),
-            layers: self.layers[layers.start as usize..layers.end as usize].to_vec(),
+            held: share.experts.clone(),
+            intermediate: to_u32(share.inner_of_experts(self.intermediate, whole).len()),
+            shared: to_u32(Experts::share(self.shared, &share.inner, whole).len()),
+            layers: self.layers[share.layers.start as usize..share.layers.end as usize].to_vec(),
             ..self.clone()
         }
+    }
+
+    /// Whether other devices have other experts.
+    pub(super) fn is_share(&self) -> bool {
+        self.held.len() < self.routing.experts as usize
     }
 
     /// Its shape for cost prediction.
@@ -195,6 +199,7 @@ impl Mixture {
             shared_gate: self.shared_gate,
             clamped: self.clamped.is_some(),
             routing: Some(self.routing),
+            held: self.is_share().then_some(to_u32(self.held.len())),
             correction: self.correction,
             ..Experts::new(self.routing.experts, self.routing.active, self.intermediate)
         }
@@ -277,6 +282,7 @@ fn deepseek(fields: &Fields, family: &str, layers: u32) -> Result<Mixture> {
     let has_experts = |layer: u32| u64::from(layer) >= first && layer.is_multiple_of(step);
     Ok(Mixture {
         routing,
+        held: 0..count,
         intermediate,
         shared,
         correction: method == "noaux_tc",

@@ -130,7 +130,7 @@ impl LatentHeads {
         let [from, to] = [(query, nope), (self.lengths.stored(), kv_rank)];
         let of = |(row, first): (u32, u32)| ColumnsOf { row, first };
         all.push(OpSig::CopyColumns { rows: 1, cols: rope, from: of(from), to: of(to), x });
-        let grouped = GroupedRows { choices: heads, fan: 1, experts: heads, touched: heads };
+        let grouped = GroupedRows { choices: heads, fan: 1, experts: heads, touched: heads, others: 0 };
         for (weight, [n, k]) in [(&w.lift, [kv_rank, nope]), (&w.lower, [v, kv_rank])] {
             all.push(OpSig::GroupedGemm { grouped, n, k, x, weight: weight.kind(), out: x, bias: false });
         }
@@ -229,7 +229,7 @@ impl LatentStep<'_> {
     fn by_head(&self, from: &Slice, weight: &Tensor, [n, k]: [u32; 2], to: &Slice) -> Result<Cmd> {
         let heads = self.config.heads;
         let choices = self.tokens * heads;
-        let grouped = GroupedRows { choices, fan: 1, experts: heads, touched: heads };
+        let grouped = GroupedRows { choices, fan: 1, experts: heads, touched: heads, others: 0 };
         let (x, weight_kind) = (self.x, weight.kind());
         let sig = OpSig::GroupedGemm { grouped, n, k, x, weight: weight_kind, out: x, bias: false };
         let order = rows_of(&self.arena.order, choices, 1, DType::U32);

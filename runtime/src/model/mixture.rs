@@ -91,7 +91,7 @@ impl MlpStep<'_> {
         let [router_bias, gate_bias, down_bias] = w.biases.each_ref().map(Option::as_ref);
         self.choose(&experts.routing, (&w.router, router_bias), w.correction.as_ref(), memory, list)?;
         let choices = tokens * active;
-        let cost = experts.cost();
+        let (cost, held) = (experts.cost(), &experts.held);
         let product = |of_tokens, (from, to): (&Slice, &Slice), (weight, bias): Biased<'_>, n, k| {
             let (grouped, has_bias): (GroupedRows, bool) = (cost.grouped(tokens, of_tokens), bias.is_some());
             let sig = OpSig::GroupedGemm { grouped, n, k, x, weight: weight.kind(), out: x, bias: has_bias };
@@ -99,7 +99,8 @@ impl MlpStep<'_> {
             args.extend(weight.arrays().cloned());
             args.extend(bias.map(|bias| bias.slice.clone()));
             args.push(rows_of(&memory.order, choices, 1, DType::U32));
-            args.push(rows_of(&memory.starts, experts.routing.experts + 1, 1, DType::U32));
+            let words = |count: usize| count as u64 * DType::U32.size_bytes();
+            args.push(memory.starts.range(words(held.start as usize), words(held.len() + 1)));
             args.push(to.clone());
             Cmd::new(sig, &args)
         };
@@ -121,6 +122,11 @@ impl MlpStep<'_> {
                 list.push(Cmd::new(OpSig::SiluMul { elements, x }, &[gate, up, result.clone()])?);
             }
             _ => return Err(Error::invalid("gate and up of experts are neither apart nor clamped")),
+        }
+        if experts.is_share() {
+            // what experts of other members make of a row is theirs to add
+            let (bytes, word) = (u64::from(choices) * u64::from(hidden) * x.size_bytes(), 0);
+            list.push(Cmd::new(OpSig::Fill { bytes, word }, std::slice::from_ref(&made))?);
         }
         list.push(product(false, (&result, &made), (&w.down, down_bias), hidden, inner)?);
         list.push(self.combine(active, memory, (residual, adds))?);

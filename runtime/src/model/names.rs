@@ -142,16 +142,30 @@ pub(super) fn cut(config: &ModelConfig, share: &MemberShare, name: &str) -> Opti
         None => (config.head_dim, 0, config.head_dim),
     };
     // the inner layer of what it belongs to, and the share of it
-    let of_expert = |length: u32| (Experts::share(length, &share.inner, inner), length);
+    if packed(name).is_some_and(|(_, expert)| !share.experts.contains(&expert)) {
+        return None;
+    }
+    let of_expert = |length: u32| (share.inner_of_experts(length, inner), length);
     let (part_of_inner, inner) = match &config.experts {
         Some(experts) if packed(name).is_some() || experts.names == ExpertNames::Fused => {
             of_expert(experts.intermediate)
         }
-        Some(experts) if name.contains(SHARED) => of_expert(experts.shared),
+        Some(experts) if name.contains(SHARED) => {
+            (Experts::share(experts.shared, &share.inner, inner), experts.shared)
+        }
         _ => (share.inner.clone(), inner),
     };
     let (stem, kind) = name.rsplit_once('.').unwrap_or((name, ""));
     let module = stem.rsplit('.').next().unwrap_or(stem);
+    if module == "experts" && share.has_whole_experts() {
+        // rows of an expert's matrix; its biases are a row
+        let rows = match kind {
+            GATE_UP => 2 * inner,
+            DOWN => config.hidden,
+            _ => 1,
+        };
+        return Some(Cut::Rows(range(&share.experts, rows)));
+    }
     if module == "experts" {
         let all = part_of_inner == (0..inner);
         let gates = range(&part_of_inner, 2);

@@ -43,8 +43,8 @@ impl Checkpoint {
     /// When the device has too little memory or fails.
     pub fn place(&self, device: &dyn Device, progress: &mut dyn FnMut(u64, u64)) -> Result<Weights> {
         let names = names::shapes(&self.config).into_iter().map(|(name, _)| name);
-        let cuts =
-            names.filter(|name| !name.ends_with(names::SINKS)).map(|name| (name, Cut::Whole)).collect();
+        let placed = names.filter(|name| !name.ends_with(names::SINKS));
+        let cuts = placed.map(|name| (name, Cut::Whole)).collect();
         self.place_cuts(device, cuts, Stage::whole(&self.config), progress)
     }
 
@@ -70,8 +70,8 @@ impl Checkpoint {
             all.push(names::LM_HEAD.to_owned());
         }
         let cut = |name: String| names::cut(&self.config, share, &name).map(|cut| (name, cut));
-        let stage =
-            Stage { layers: share.layers.clone(), embeds: share.embeds(), has_head: share.has_head() };
+        let MemberShare { layers, experts, .. } = share.clone();
+        let stage = Stage { layers, experts, embeds: share.embeds(), has_head: share.has_head() };
         self.place_cuts(device, all.into_iter().filter_map(cut).collect(), stage, progress).map(Some)
     }
 
@@ -116,8 +116,8 @@ impl Checkpoint {
                 (self.made_for(&name), experts::packed(&name))
             {
                 let mut part = |part| progress(done + part, total);
-                let known = placed.entry(all);
-                done += self.place_expert(device, (stored, made, &cut), (known, number), &mut part)?;
+                let (known, place) = (placed.entry(all), (number - stage.experts.start, stage.experts.len()));
+                done += self.place_expert(device, (stored, made, &cut), (known, place), &mut part)?;
                 continue;
             }
             if let Some((stored, made)) = self.made_for(&name) {
@@ -133,11 +133,10 @@ impl Checkpoint {
             let dtype = self.dtype_on_device(&name, location);
             if let Some((all, number)) = experts::packed(&name) {
                 // experts are stored apart and are one operand
-                let count = self.config.experts.as_ref().map_or(0, |experts| experts.routing.experts);
                 let tensor = match placed.entry(all) {
                     Entry::Occupied(known) => known.into_mut(),
                     Entry::Vacant(free) => {
-                        let slice = device.alloc(bytes * u64::from(count), BufferUsage::Weights);
+                        let slice = device.alloc(bytes * stage.experts.len() as u64, BufferUsage::Weights);
                         let failed = |error: mixfleet_hal::Error| error.context(format!("tensor '{name}'"));
                         free.insert(Tensor::plain(slice.map_err(failed)?, dtype))
                     }
@@ -146,7 +145,7 @@ impl Checkpoint {
                     let problem = format!("{dtype}, and other experts have {}", tensor.dtype);
                     return Err(Error::tensor(Path::new("(device)"), &name, problem));
                 }
-                let to = tensor.slice.range(u64::from(number) * bytes, bytes);
+                let to = tensor.slice.range(u64::from(number - stage.experts.start) * bytes, bytes);
                 self.write(device, (stored, &cut), (dtype, &to), &mut |part| progress(done + part, total))?;
                 done += bytes;
                 continue;
@@ -184,12 +183,12 @@ impl Checkpoint {
     }
 
     /// Places a matrix of one of several experts, which are stored apart and are one operand: array by array
-    /// behind those of the experts before. Returns its bytes.
+    /// behind those of the experts before, of so many. Returns its bytes.
     fn place_expert(
         &self,
         device: &dyn Device,
         (name, made, cut): (&str, &MadeMatrix, &Cut),
-        (known, number): (Entry<'_, String, Tensor>, u32),
+        (known, (number, count)): (Entry<'_, String, Tensor>, (u32, usize)),
         progress: &mut dyn FnMut(u64),
     ) -> Result<u64> {
         let part = made.cut(cut).map_err(|problem| self.trouble(name, problem))?;
@@ -204,9 +203,8 @@ impl Checkpoint {
         let tensor = match known {
             Entry::Occupied(known) => known.into_mut(),
             Entry::Vacant(free) => {
-                let count = self.config.experts.as_ref().map_or(0, |experts| experts.routing.experts);
                 let alloc = |array: &QuantisedPart| {
-                    let bytes = array.elements() * array.dtype.size_bytes() * u64::from(count);
+                    let bytes = array.elements() * array.dtype.size_bytes() * count as u64;
                     device.alloc(bytes, BufferUsage::Weights)
                 };
                 let slices: mixfleet_hal::Result<Vec<Slice>> = arrays.iter().map(alloc).collect();
@@ -481,16 +479,18 @@ impl RandomCheckpoint {
     }
 }
 
-/// The layers of a device, and whether it has what comes before and after all layers.
+/// The layers of a device and its experts of each, and whether it has what comes before and after all layers.
 struct Stage {
     layers: Range<u32>,
+    experts: Range<u32>,
     embeds: bool,
     has_head: bool,
 }
 
 impl Stage {
     fn whole(config: &ModelConfig) -> Self {
-        Stage { layers: 0..config.layers, embeds: true, has_head: true }
+        let experts = config.experts.as_ref().map_or(0..0, |experts| experts.held.clone());
+        Stage { layers: 0..config.layers, experts, embeds: true, has_head: true }
     }
 }
 

@@ -19,7 +19,7 @@ use mixfleet_runtime::model::leaving::KvStays;
 use mixfleet_runtime::model::peers::{Carriers, PeerCopies};
 use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_runtime::model::{Checkpoint, Oracle};
-use mixfleet_scheduler::cost::{MemberShare, Pieces, Prefill};
+use mixfleet_scheduler::cost::{ExpertsBy, MemberShare, Pieces, Prefill};
 use mixfleet_scheduler::fleet::Role;
 use std::collections::HashMap;
 use std::path::Path;
@@ -51,6 +51,17 @@ struct Divided {
 
 impl Divided {
     fn new(checkpoint: &Checkpoint, devices: Vec<Arc<dyn Device>>, stages: &[usize]) -> Self {
+        let weights: Vec<_> = stages.iter().map(|count| vec![1.0; *count]).collect();
+        Divided::by(checkpoint, devices, &weights, ExpertsBy::Columns)
+    }
+
+    /// Members of stages with these weights divide this of experts.
+    fn by(
+        checkpoint: &Checkpoint,
+        devices: Vec<Arc<dyn Device>>,
+        weights: &[Vec<f64>],
+        by: ExpertsBy,
+    ) -> Self {
         let config = &checkpoint.config;
         let shape = StepShape {
             tokens_max: 32,
@@ -60,8 +71,7 @@ impl Divided {
             activations: DType::F32,
             kv: DType::F32,
         };
-        let weights: Vec<_> = stages.iter().map(|count| vec![1.0; *count]).collect();
-        let shares = config.in_stages(&weights).unwrap().shares().to_vec();
+        let shares = config.in_stages_by(weights, &vec![by; weights.len()]).unwrap().shares().to_vec();
         let members = devices.into_iter().zip(&shares).map(|(device, share)| {
             let weights = checkpoint.place_share(&*device, share, &mut |_, _| {}).unwrap().unwrap();
             let forward = Forward::of_member(&*device, config, share, weights, shape).unwrap();
@@ -69,7 +79,7 @@ impl Divided {
             (device, queue, forward)
         });
         let mut members = members.collect::<Vec<_>>().into_iter();
-        let stages = stages.iter().map(|count| members.by_ref().take(*count).collect()).collect();
+        let stages = weights.iter().map(|stage| members.by_ref().take(stage.len()).collect()).collect();
         Divided { stages, shares: shares.clone(), vocab: config.vocab as usize, how: Pieces::ONE }
     }
 
@@ -180,6 +190,33 @@ fn every_family_gives_the_oracles_logits_however_it_is_divided_and_the_same_bits
     }
 }
 
+#[test]
+fn mixtures_give_the_oracles_logits_however_their_experts_are_divided_and_the_same_bits_twice() {
+    let mut tried = 0;
+    for (name, checkpoint) in tiny_variants() {
+        let checkpoint = checkpoint.load().unwrap();
+        if checkpoint.config.experts.is_none() {
+            continue;
+        }
+        tried += 1;
+        let (config, oracle) = (&checkpoint.config, Oracle::new(&checkpoint));
+        let (long, short) = (prompt(19, 1, config), prompt(6, 2, config));
+        let placements = [vec![vec![1.0; 2]], vec![vec![1.0, 1.0, 3.0]], vec![vec![2.0, 1.0], vec![1.0]]];
+        for weights in placements {
+            let run = || {
+                let devices = unlike(weights.iter().map(Vec::len).sum());
+                let mut divided = Divided::by(&checkpoint, devices, &weights, ExpertsBy::Member);
+                divided.two_sequences([&long, &short], 6)
+            };
+            let first = run();
+            let error = worst_error(&oracle, &first);
+            assert!(error < LOGIT_ERROR_MAX, "{name} over {weights:?}: a logit is off by {error:e}");
+            assert_eq!(first, run(), "{name} over {weights:?}");
+        }
+    }
+    assert!(tried >= 5, "{tried} mixtures");
+}
+
 /// Matrices in blocks of codes are cut by heads, whose rows are no multiples of blocks.
 #[test]
 fn a_checkpoint_in_fp8_with_latents_gives_its_golden_tokens_however_heads_are_divided() {
@@ -269,12 +306,18 @@ fn every_member_runs_what_the_cost_model_counts_for_its_share() {
         let cost = checkpoint.config.cost_shape(DType::F32, DType::F32, BLOCK_TOKENS);
         // the layers with experts of a stage are counted as if all came after the plain ones
         let is_mixed = checkpoint.config.experts.as_ref().is_some_and(|experts| !experts.layers.is_sorted());
-        for stages in [vec![2], vec![3], vec![1, 1], vec![2, 1], vec![2, 2]] {
+        let all = [vec![2], vec![3], vec![1, 1], vec![2, 1], vec![2, 2]];
+        let all = all.map(|stages| stages.into_iter().map(|count| vec![1.0; count]).collect::<Vec<_>>());
+        let by_columns = all.iter().map(|stages| (stages, ExpertsBy::Columns));
+        let uneven = vec![vec![1.0, 2.0, 1.0]];
+        let by_member = all.iter().chain([&uneven]).map(|stages| (stages, ExpertsBy::Member));
+        let has_experts = checkpoint.config.experts.is_some();
+        for (stages, by) in by_columns.chain(by_member.filter(|_| has_experts)) {
             if is_mixed && stages.len() > 1 {
                 continue;
             }
-            let seen: Vec<Seen> = (0..stages.iter().sum()).map(|_| Seen::default()).collect();
-            let mut divided = Divided::new(&checkpoint, seen.iter().map(seeing).collect(), &stages);
+            let seen: Vec<Seen> = (0..stages.iter().map(Vec::len).sum()).map(|_| Seen::default()).collect();
+            let mut divided = Divided::by(&checkpoint, seen.iter().map(seeing).collect(), stages, by);
             let (pages, ids) = (Vec::from_iter(0..16u32), [1u32; 12]);
             let part =
                 |start, tokens, pages| StepInput { start, tokens, pages, draw: Some(DrawInput::GREEDY) };
@@ -300,7 +343,7 @@ fn every_member_runs_what_the_cost_model_counts_for_its_share() {
                     assert_eq!(
                         counted(ops),
                         counted(submitted.into_iter().map(|sig| (sig, 1))),
-                        "{name}: step {at} of member {} of {stages:?}",
+                        "{name}: step {at} of member {} of {stages:?} by {by:?}",
                         share.member
                     );
                 }

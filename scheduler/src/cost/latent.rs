@@ -124,7 +124,7 @@ impl ModelShape {
                 push(&mut work.plain, OpSig::CopyColumns { rows, cols, from, to, x }, layers);
             }
             let (experts, weight) = (self.heads, MatrixKind::Plain(self.weight));
-            let grouped = GroupedRows { choices: rows, fan: 1, experts, touched: experts };
+            let grouped = GroupedRows { choices: rows, fan: 1, experts, touched: experts, others: 0 };
             for [n, k] in [[kv_rank, nope], [v, kv_rank]] {
                 let sig = OpSig::GroupedGemm { grouped, n, k, x, weight, out: x, bias: false };
                 push(&mut work.plain, sig, layers);

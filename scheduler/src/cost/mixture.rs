@@ -5,9 +5,13 @@
 //! product by experts was measured, its time is that of a plain product of equal arithmetic, weights and
 //! results ([`OpSig::equivalent`]). Skewed choices touch fewer experts and make the busiest one slower;
 //! neither is counted.
+//!
+//! Members of an instance that divide whole experts ([`Experts::by_member`]) have unlike numbers of a step's
+//! choices, and all wait for the busiest: [`Experts::busiest`].
 
-use super::ModelShape;
+use super::partition::count;
 use super::shape::{LayerWork, push};
+use super::{MemberShare, ModelShape};
 use mixfleet_hal::cast::{to_u32, to_u64};
 use mixfleet_hal::{DType, ExpertRouting, GroupedRows, MatrixKind, OpSig, Scalar, Scoring};
 use serde::{Deserialize, Serialize};
@@ -49,10 +53,28 @@ pub struct Experts {
     /// rest of the model for its share of the sequences. 1 where devices share everything evenly.
     #[serde(default = "one")]
     pub spread: u32,
+    /// Whether members of an instance that divide everything else as in tensor parallelism divide whole
+    /// experts, instead of the columns of each.
+    #[serde(default)]
+    pub by_member: bool,
+    /// Of the experts those whose matrices a member has that divides whole ones with others; all if none.
+    #[serde(default)]
+    pub held: Option<u32>,
+    /// How unlike experts are in the number of tokens that choose them: the standard deviation of these
+    /// numbers over their mean, in the long run. 0 where each is chosen as often.
+    #[serde(default = "none")]
+    pub skew: Scalar,
 }
+
+/// The expected greatest of so many independent normal numbers of mean 0 and deviation 1, from one on.
+const GREATEST_OF: [f64; 8] = [0.0, 0.564, 0.846, 1.029, 1.163, 1.267, 1.352, 1.424];
 
 /// Alpha and limit of gpt-oss, which affect no cost.
 const CLAMP: (Scalar, Scalar) = (Scalar(1.702), Scalar(7.0));
+
+const fn none() -> Scalar {
+    Scalar(0.0)
+}
 
 const fn one() -> u32 {
     1
@@ -74,7 +96,25 @@ impl Experts {
             routing: None,
             correction: false,
             spread: 1,
+            by_member: false,
+            held: None,
+            skew: Scalar(0.0),
         }
+    }
+
+    /// Choices of the busiest of `members`, each with an equal share of the experts, of `choices` of all.
+    ///
+    /// A member with a share p of the experts has a mean of `c p` of c choices. Which it has deviates by
+    /// `c p (1 - p)` as c draws do, and by `(c p)^2 skew^2 (1 - p) / held` since its own `held` experts are
+    /// chosen more or less often than others in the long run; these are variances. The greatest of `members`
+    /// such numbers lies about as many deviations above the mean as that of normal ones.
+    pub fn busiest(&self, choices: f64, members: u32) -> f64 {
+        let part = 1.0 / f64::from(members.max(1));
+        let (mean, held) = (choices * part, (f64::from(self.count) * part).max(1.0));
+        let by_draw = mean * (1.0 - part);
+        let by_skew = (mean * f64::from(self.skew.0)).powi(2) * (1.0 - part) / held;
+        let at = (members.max(1) as usize).min(GREATEST_OF.len()) - 1;
+        (mean + GREATEST_OF[at] * (by_draw + by_skew).sqrt()).min(choices)
     }
 
     /// Layers with experts among `layers`.
@@ -93,14 +133,26 @@ impl Experts {
     /// their tokens', or their own. An expert is touched or not, and at least one is.
     pub fn grouped(&self, tokens: u32, of_tokens: bool) -> GroupedRows {
         let spread = self.spread.max(1);
-        let experts = (self.count / spread).max(1);
+        let experts = self.held.unwrap_or(self.count / spread).max(1);
         // the rows of all devices choose among the experts that this one holds
-        let touched = self.touched(f64::from(tokens) * f64::from(spread)) / f64::from(spread);
+        let part = f64::from(experts) / f64::from(self.count.max(1));
+        let touched = self.touched(f64::from(tokens) * f64::from(spread)) * part;
+        let choices = tokens.saturating_mul(self.active);
+        let own = match self.held {
+            Some(held) if held < self.count && self.by_member => {
+                self.busiest(choices.into(), self.count.div_ceil(held.max(1)))
+            }
+            Some(held) if held < self.count => f64::from(choices) * part,
+            _ => f64::from(choices),
+        };
+        // where there are other experts, any choice may be one of theirs
+        let others_min = u32::from(experts < self.count && spread == 1).min(choices);
         GroupedRows {
-            choices: tokens.saturating_mul(self.active),
+            choices,
             fan: if of_tokens { self.active } else { 1 },
             experts,
             touched: to_u32(touched.round()).clamp(1, experts),
+            others: (choices - to_u32(own.round()).min(choices)).max(others_min),
         }
     }
 
@@ -116,14 +168,25 @@ impl Experts {
         at(part.start)..at(part.end)
     }
 
-    /// The same of a run of layers and of a part of the inner layers.
-    pub(super) fn of_share(self, layers: &Range<u32>, part: &Range<u32>, whole: u32) -> Self {
-        let count = |range: Range<u32>| range.end - range.start;
+    /// What a member with this share of a model with `whole` columns of the MLP has of them.
+    pub(super) fn of_share(self, share: &MemberShare, whole: u32) -> Self {
+        let MemberShare { layers, experts, .. } = share;
         Experts {
             dense_layers: self.dense_layers.min(layers.end).saturating_sub(layers.start),
-            intermediate: count(Experts::share(self.intermediate, part, whole)),
-            shared: count(Experts::share(self.shared, part, whole)),
+            intermediate: count(&share.inner_of_experts(self.intermediate, whole)),
+            shared: count(&Experts::share(self.shared, &share.inner, whole)),
+            by_member: false,
+            held: share.has_whole_experts().then_some(count(experts)),
             ..self
+        }
+    }
+
+    /// The part of one of `devices` in tensor parallelism.
+    pub(super) fn split(self, devices: u32) -> Self {
+        let shared = self.shared / devices;
+        match self.by_member && devices > 1 {
+            true => Experts { shared, held: Some(self.count.div_ceil(devices)), ..self },
+            false => Experts { shared, intermediate: self.intermediate / devices, ..self },
         }
     }
 
@@ -166,6 +229,13 @@ impl ModelShape {
     /// The same model with whole experts on each of `devices` (expert parallelism); `None` without experts.
     pub fn with_whole_experts(&self, devices: u32) -> Option<ModelShape> {
         let experts = Some(Experts { spread: devices, ..self.experts? });
+        Some(ModelShape { experts, ..self.clone() })
+    }
+
+    /// The same model whose whole experts members of an instance divide, as unlike as this (see
+    /// [`Experts::skew`]); `None` without experts.
+    pub fn with_experts_by_member(&self, skew: f32) -> Option<ModelShape> {
+        let experts = Some(Experts { by_member: true, skew: Scalar(skew), ..self.experts? });
         Some(ModelShape { experts, ..self.clone() })
     }
 
@@ -238,6 +308,11 @@ impl ModelShape {
             false => OpSig::SiluMul { elements, x },
         };
         push(&mut work.plain, activation, layers);
+        if experts.held.is_some_and(|held| held < experts.count) {
+            // what other members' experts make of a row counts as nothing here
+            let bytes = u64::from(tokens) * u64::from(experts.active) * u64::from(hidden) * x.size_bytes();
+            push(&mut work.plain, OpSig::Fill { bytes, word: 0 }, layers);
+        }
         push(&mut work.stored, product(false, hidden, inner), layers);
         let sum = OpSig::Combine { tokens, active: experts.active, cols: hidden, x, accumulate: true };
         push(&mut work.plain, sum, layers);
@@ -258,7 +333,7 @@ impl ModelShape {
         let layers = u64::from(self.mlp_layers()[1]) * u64::from(self.hidden);
         let of = |count: u32| layers * 3 * u64::from(count) * u64::from(experts.intermediate);
         let around = 3 * u64::from(experts.shared) + u64::from(experts.count);
-        [of(experts.count), of(experts.active), layers * around]
+        [of(experts.held.unwrap_or(experts.count)), of(experts.active), layers * around]
     }
 }
 
@@ -304,6 +379,63 @@ mod tests {
             }
             let (drawn, formula) = (total as f64 / 400.0, experts.touched(f64::from(rows)));
             assert!((drawn / formula - 1.0).abs() < 0.02, "{rows} rows: {drawn} against {formula}");
+        }
+    }
+
+    #[test]
+    fn the_busiest_member_has_what_drawn_choices_give_it() {
+        let (experts, rows) = (Experts::new(64, 6, 1), 96);
+        for (members, skew) in [(2, 0.0), (4, 0.0), (8, 0.0), (4, 0.5)] {
+            let (held, mut most, mut total) = (experts.count / members, 0.0, 0.0);
+            let mut stream = Stream::new(u64::from(members) + 7);
+            for _ in 0..400 {
+                // how popular experts are differs from layer to layer
+                let of = |stream: &mut Stream| (1.0 + skew * stream.next_normal()).max(0.0);
+                let weights: Vec<f64> = (0..experts.count).map(|_| of(&mut stream)).collect();
+                let mut own = vec![0.0; members as usize];
+                for _ in 0..rows {
+                    let mut left = weights.clone();
+                    for _ in 0..experts.active {
+                        let mut at = stream.next_unit() * left.iter().sum::<f64>();
+                        let last = left.len() - 1;
+                        let chosen = left.iter().position(|weight| {
+                            at -= weight;
+                            at < 0.0
+                        });
+                        let chosen = chosen.unwrap_or(last);
+                        left[chosen] = 0.0;
+                        own[chosen / held as usize] += 1.0;
+                    }
+                }
+                most += own.iter().copied().fold(0.0, f64::max);
+                total += own.iter().sum::<f64>();
+            }
+            let (drawn, choices) = (most / 400.0, total / 400.0);
+            let with = Experts { skew: Scalar(skew as f32), ..experts };
+            let formula = with.busiest(choices, members);
+            // a row never chooses an expert twice, which evens out what is drawn a little
+            assert!((drawn / formula - 1.0).abs() < 0.03, "{members} {skew}: {drawn} {formula}");
+        }
+        assert_eq!(experts.busiest(60.0, 1), 60.0);
+    }
+
+    #[test]
+    fn experts_by_member_send_what_tensor_parallelism_sends_and_wait_for_the_busiest() {
+        let shape = find("qwen3-30b-a3b").unwrap().shape(DType::Bf16);
+        let whole = shape.with_experts_by_member(0.0).unwrap();
+        let among = AllReduce::of(part("H100-SXM-80GB").unwrap(), 4).unwrap();
+        assert_eq!(among.of_step(&whole, 100), among.of_step(&shape, 100));
+        assert_eq!((whole.check_split(8), whole.kv_copies(8)), (Ok(()), shape.kv_copies(8)));
+        assert!(whole.check_split(3).is_err());
+        let arithmetic = |shape: &ModelShape, rows: u32| {
+            let ops = shape.split(4).step_ops(&[], rows, 0);
+            let of_experts = ops.iter().filter(|(sig, _)| matches!(sig, OpSig::GroupedGemm { .. }));
+            of_experts.map(|(sig, count)| sig.flops() * *count as f64).sum::<f64>()
+        };
+        for rows in [16, 4096] {
+            let busiest = whole.experts.unwrap().busiest(f64::from(8 * rows), 4) / f64::from(2 * rows);
+            let ratio = arithmetic(&whole, rows) / arithmetic(&shape, rows);
+            assert!((ratio / busiest - 1.0).abs() < 0.02, "{rows}: {ratio} {busiest}");
         }
     }
 

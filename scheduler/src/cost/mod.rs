@@ -33,7 +33,7 @@ pub use lockstep::{Attending, LockstepCost};
 pub use mixture::Experts;
 pub use offload::{AttnBytes, AttnSplit, MemberWork};
 pub use parameters::ParameterCount;
-pub use partition::{MemberShare, Partition};
+pub use partition::{ExpertsBy, MemberShare, Partition};
 pub use pipeline::{Pieces, PipelineCost};
 pub use profiled::ProfileCost;
 pub use shape::{ModelShape, OpCounts};

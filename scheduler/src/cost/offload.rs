@@ -123,12 +123,12 @@ impl Partition {
         let attends = attends.map(|(heads, member)| MemberShare {
             member,
             rank: member,
-            layers: 0..shape.layers(),
             work: MemberWork::Attention,
             kv_heads: heads.start / group..heads.end.div_ceil(group),
             heads,
             inner: 0..0,
             vocab: 0..0,
+            ..MemberShare::whole(shape)
         });
         let first = MemberShare { work: MemberWork::Products, ..MemberShare::whole(shape) };
         Ok(Partition { shares: std::iter::once(first).chain(attends).collect(), split: Some(split) })
@@ -207,7 +207,9 @@ impl MemberShare {
                     let shared = shape.experts.filter(|experts| experts.shared > 0);
                     *accumulate = shared.is_some_and(|experts| !experts.shared_gate || *active > 1);
                 }
-                OpSig::GroupedGemm { grouped, bias, .. } if grouped.fan == 1 && !self.is_first() => {
+                OpSig::GroupedGemm { grouped, bias, .. }
+                    if grouped.fan == 1 && !self.is_first() && !self.has_whole_experts() =>
+                {
                     *bias = false
                 }
                 _ => {}

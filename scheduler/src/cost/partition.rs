@@ -3,13 +3,15 @@
 //! - Tensor parallelism (Megatron-LM, arXiv 1909.08053): every member has the whole residual stream. It
 //!   projects to its own heads and to its own columns of the MLP, and back to a partial sum of the residual;
 //!   the members' partial sums are added after attention and after the MLP of each layer. Each computes the
-//!   logits of its own rows of the vocabulary.
+//!   logits of its own rows of the vocabulary. Of a layer's experts each has columns of all, or whole ones
+//!   ([`ExpertsBy`]).
 //! - Stages of layers: each has consecutive layers, and may itself be several members that divide these. The
 //!   residual stream goes from each stage to the next; the first one embeds, the last one has the LM head.
 //! - Attention on devices of its own (Lamina, arXiv 2405.01814): see [`Partition::attention`].
 
 use super::{AttnSplit, Experts, MemberWork, ModelShape};
 use mixfleet_hal::cast::to_u32;
+use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
 /// Columns of the MLP and rows of the vocabulary are dealt in runs of this length where they divide into
@@ -33,8 +35,12 @@ pub struct MemberShare {
     /// The KV heads that these read. Members share one where there are fewer KV heads than members; latents
     /// are one, which all members keep.
     pub kv_heads: Range<u32>,
-    /// Its columns of the MLP's inner layer.
+    /// Its columns of the MLP's inner layer, in proportion to which it has columns of the shared experts.
     pub inner: Range<u32>,
+    /// Its experts of each layer: all where members divide the columns of each.
+    pub experts: Range<u32>,
+    /// Experts of a layer.
+    pub experts_in_all: u32,
     /// Its rows of the LM head; none if it has not the last layers.
     pub vocab: Range<u32>,
 }
@@ -50,8 +56,20 @@ impl MemberShare {
             heads: 0..shape.heads,
             kv_heads: 0..shape.kv_shape().kv_heads,
             inner: 0..shape.intermediate,
+            experts: 0..expert_count(shape),
+            experts_in_all: expert_count(shape),
             vocab: 0..shape.vocab,
         }
+    }
+
+    /// Whether others that divide its layers have other experts, so that it has all columns of its own.
+    pub fn has_whole_experts(&self) -> bool {
+        count(&self.experts) < self.experts_in_all
+    }
+
+    /// Its columns of each of its experts, whose inner layers are so long, if that of the MLP is `whole`.
+    pub fn inner_of_experts(&self, inner: u32, whole: u32) -> Range<u32> {
+        if self.has_whole_experts() { 0..inner } else { Experts::share(inner, &self.inner, whole) }
     }
 
     /// Whether it is the first of those that divide the same layers.
@@ -82,12 +100,21 @@ impl MemberShare {
             kv_heads: count(&self.kv_heads),
             intermediate: count(&self.inner),
             vocab: count(&self.vocab),
-            experts: shape
-                .experts
-                .map(|experts| experts.of_share(&self.layers, &self.inner, shape.intermediate)),
+            experts: shape.experts.map(|experts| experts.of_share(self, shape.intermediate)),
             ..shape.clone()
         }
     }
+}
+
+/// What members that divide layers divide of their experts. What crosses between them is the same.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ExpertsBy {
+    /// The columns of each.
+    #[default]
+    Columns,
+    /// Their number: each has whole ones.
+    Member,
 }
 
 /// The shares of an instance's members: every head, column and row belongs to exactly one of them, and KV
@@ -124,6 +151,15 @@ impl Partition {
     /// # Errors
     /// As of [`Partition::in_proportion`].
     pub fn in_stages(shape: &ModelShape, stages: &[Vec<f64>]) -> Result<Self, String> {
+        Partition::in_stages_by(shape, stages, &vec![ExpertsBy::Columns; stages.len()])
+    }
+
+    /// The same, by what the members of each stage divide of experts; with whole ones each has some in
+    /// proportion to its weight.
+    ///
+    /// # Errors
+    /// As of [`Partition::in_proportion`], and if there are fewer experts than members that divide them.
+    pub fn in_stages_by(shape: &ModelShape, stages: &[Vec<f64>], by: &[ExpertsBy]) -> Result<Self, String> {
         if shape.linear.is_some() {
             return Err("linear attention is not divided over devices yet".into());
         }
@@ -145,9 +181,10 @@ impl Partition {
         }
         let sums: Vec<f64> = stages.iter().map(|stage| stage.iter().sum()).collect();
         let mut shares = Vec::with_capacity(weights.len());
-        for (layers, weights) in ranges(&dealt(shape.layers(), &sums)).into_iter().zip(stages) {
+        let layers = ranges(&dealt(shape.layers(), &sums));
+        for ((layers, weights), by) in layers.into_iter().zip(stages).zip(by) {
             let member = to_u32(shares.len());
-            shares.extend(Partition::stage(shape, layers, weights, member)?);
+            shares.extend(Partition::stage(shape, layers, (weights, *by), member)?);
         }
         Ok(Partition { shares, split: None })
     }
@@ -156,17 +193,28 @@ impl Partition {
     fn stage(
         shape: &ModelShape,
         layers: Range<u32>,
-        weights: &[f64],
+        (weights, by): (&[f64], ExpertsBy),
         first: u32,
     ) -> Result<Vec<MemberShare>, String> {
         let heads = heads(shape, weights)?;
         let group = shape.heads / shape.kv_shape().kv_heads.max(1);
         let inner = ranges(&in_runs(shape.intermediate, weights, "columns of the MLP")?);
-        for (inner_layer, what) in shape
-            .experts
-            .iter()
-            .flat_map(|experts| [(experts.intermediate, "an expert"), (experts.shared, "the shared experts")])
-        {
+        let all = expert_count(shape);
+        let experts = match by {
+            ExpertsBy::Columns => vec![0..all; weights.len()],
+            ExpertsBy::Member if all == 0 => {
+                return Err("the model has no experts, which members would divide".into());
+            }
+            ExpertsBy::Member if (all as usize) < weights.len() => {
+                return Err(format!("{all} experts are fewer than {} members", weights.len()));
+            }
+            ExpertsBy::Member => ranges(&dealt(all, weights)),
+        };
+        let divided = |experts: &Experts| {
+            let columns = if by == ExpertsBy::Columns { experts.intermediate } else { 0 };
+            [(columns, "an expert"), (experts.shared, "the shared experts")]
+        };
+        for (inner_layer, what) in shape.experts.iter().flat_map(divided) {
             let empty = |part| Experts::share(inner_layer, part, shape.intermediate).is_empty();
             if inner_layer > 0 && inner.iter().any(empty) {
                 let members = weights.len();
@@ -177,8 +225,8 @@ impl Partition {
             true => ranges(&in_runs(shape.vocab, weights, "rows of the vocabulary")?),
             false => vec![0..0; weights.len()],
         };
-        let shares = (0..).zip(heads).zip(inner.into_iter().zip(vocab));
-        let share = |((rank, heads), (inner, vocab)): ((u32, Range<u32>), _)| MemberShare {
+        let shares = (0..).zip(heads).zip(inner.into_iter().zip(experts).zip(vocab));
+        let share = |((rank, heads), ((inner, experts), vocab)): ((u32, Range<u32>), _)| MemberShare {
             member: first + rank,
             rank,
             layers: layers.clone(),
@@ -186,6 +234,8 @@ impl Partition {
             kv_heads: heads.start / group..heads.end.div_ceil(group),
             heads,
             inner,
+            experts,
+            experts_in_all: all,
             vocab,
         };
         Ok(shares.map(share).collect())
@@ -196,13 +246,28 @@ impl Partition {
         self.shares.chunk_by(|one, next| one.layers == next.layers).map(<[_]>::len).collect()
     }
 
+    /// What the members of each stage divide of experts.
+    pub fn experts_by(&self) -> Vec<ExpertsBy> {
+        let stages = self.shares.chunk_by(|one, next| one.layers == next.layers);
+        let by = |stage: &[MemberShare]| match stage.iter().any(MemberShare::has_whole_experts) {
+            true => ExpertsBy::Member,
+            false => ExpertsBy::Columns,
+        };
+        stages.map(by).collect()
+    }
+
     /// The members' shares, in their order.
     pub fn shares(&self) -> &[MemberShare] {
         &self.shares
     }
 }
 
-fn count(range: &Range<u32>) -> u32 {
+/// Routed experts of a layer that has some.
+fn expert_count(shape: &ModelShape) -> u32 {
+    shape.experts.map_or(0, |experts| experts.count)
+}
+
+pub(super) fn count(range: &Range<u32>) -> u32 {
     range.end - range.start
 }
 
@@ -333,6 +398,28 @@ mod tests {
         let shares = Partition::in_stages(&mixture, &[vec![1.0; 2], vec![1.0]]).unwrap();
         let of: Vec<_> = shares.shares().iter().map(|share| share.of(&mixture).experts.unwrap()).collect();
         assert_eq!([0, 1, 2].map(|member: usize| of[member].intermediate), [384, 384, 768]);
+    }
+
+    #[test]
+    fn whole_experts_go_to_members_in_proportion_and_all_else_as_in_tensor_parallelism() {
+        let mixture = models::find("qwen3-30b-a3b").unwrap().shape(DType::Bf16);
+        let by = |weights: &[f64], by| Partition::in_stages_by(&mixture, &[weights.to_vec()], &[by]);
+        let (whole, columns) = (by(&[3.0, 1.0], ExpertsBy::Member), by(&[3.0, 1.0], ExpertsBy::Columns));
+        let (whole, columns) = (whole.unwrap(), columns.unwrap());
+        assert_eq!([whole.experts_by(), columns.experts_by()], [[ExpertsBy::Member], [ExpertsBy::Columns]]);
+        assert_eq!([0, 1].map(|member: usize| whole.shares()[member].experts.clone()), [0..96, 96..128]);
+        for (own, sliced) in whole.shares().iter().zip(columns.shares()) {
+            let (of, of_sliced) = (own.of(&mixture), sliced.of(&mixture));
+            let experts = of.experts.unwrap();
+            assert_eq!((experts.held, experts.intermediate), (Some(count(&own.experts)), 768));
+            // as many weights, and the same of all that is no expert
+            let parameters = [&of, &of_sliced].map(|shape| shape.parameters(false));
+            assert_eq!(parameters[0], parameters[1]);
+            assert_eq!(ModelShape { experts: of_sliced.experts, ..of }, of_sliced);
+        }
+        assert!(by(&vec![1.0; 129], ExpertsBy::Member).is_err());
+        let dense = Partition::in_stages_by(&shape(4, 2, 160, 512), &[vec![1.0; 2]], &[ExpertsBy::Member]);
+        assert!(dense.unwrap_err().contains("no experts"));
     }
 
     fn covers(parts: &[Range<u32>], total: u32) -> bool {

@@ -260,23 +260,18 @@ impl ModelShape {
     }
 
     /// The share of one of `devices` in tensor parallelism (Megatron-LM, arXiv 1909.08053): heads, MLP and
-    /// vocabulary are split, and each expert; a device has at least one KV head, so with more than `kv_heads`
+    /// vocabulary are split, and each expert or their number; a device has at least one KV head, so with more than `kv_heads`
     /// devices KV is stored several times. With whole experts on each device everything else is whole too.
     pub fn split(&self, devices: u32) -> ModelShape {
         if self.spread() > 1 {
             return self.clone();
         }
-        let experts = self.experts.map(|experts| Experts {
-            intermediate: experts.intermediate / devices,
-            shared: experts.shared / devices,
-            ..experts
-        });
         ModelShape {
             heads: self.heads / devices,
             kv_heads: (self.kv_heads / devices).max(1),
             intermediate: self.intermediate / devices,
             vocab: self.vocab.div_ceil(devices),
-            experts,
+            experts: self.experts.map(|experts| experts.split(devices)),
             linear: self.linear.map(|linear| linear.split(devices)),
             ..self.clone()
         }
@@ -296,7 +291,10 @@ impl ModelShape {
         even("heads", self.heads)?;
         even("rows of the MLP", self.intermediate)?;
         if let Some(experts) = self.experts {
-            even("rows of an expert", experts.intermediate)?;
+            match experts.by_member {
+                true => even("experts", experts.count)?,
+                false => even("rows of an expert", experts.intermediate)?,
+            }
             even("rows of the shared experts", experts.shared)?;
         }
         if let Some(linear) = self.linear {

@@ -64,9 +64,9 @@ pub(super) fn grouped(sig: &OpSig, operands: &[DeviceRange], mut args: Vec<Kerne
     let mut dtypes: Vec<(&'static str, &dyn Macro)> = vec![("X", &x), ("WEIGHT", &weight), ("OUT", &out)];
     dtypes.extend(format.iter().flat_map(CodeMacros::list));
     let source = if quantised.is_some() { KernelSource::GroupedCodes } else { KernelSource::Grouped };
-    if choices <= FEW_ROWS_MAX.saturating_mul(grouped.touched) {
+    if grouped.own() <= FEW_ROWS_MAX.saturating_mul(grouped.touched) {
         // while experts have a row each, a block has one too
-        let rows = if choices <= 2 * grouped.touched { 1 } else { ROWS };
+        let rows = if grouped.own() <= 2 * grouped.touched { 1 } else { ROWS };
         let vec = if format.is_some() {
             vector(k.into(), &operands[..1])
         } else {

@@ -4,15 +4,15 @@
 #define ROWS 4
 
 // A thread computes COLS columns of BAND places, ROWS at a time, for each run of places of one expert, as the
-// plain product does.
+// plain product does. Places before and behind those of all experts are passed over.
 #define COLS 4
 
 kernel void grouped(OPERANDS) {
     START_OPERANDS;
     const uint col = get_global_id(0) * COLS;
     const uint first = get_global_id(1) * BAND;
-    const uint end = min(choices, first + BAND);
-    uint place = first;
+    const uint end = min(min(choices, starts[experts]), first + BAND);
+    uint place = max(first, starts[0]);
     while (place < end) {
         const uint expert = expert_of(starts, experts, place);
         const uint last = max(place + 1, min(end, starts[expert + 1]));

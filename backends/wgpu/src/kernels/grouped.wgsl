@@ -45,6 +45,8 @@ fn grouped_few(thread: Thread) {
         let middle = (low + high) / 2u;
         if start_of(middle) <= place { low = middle; } else { high = middle; }
     }
+    // places before and behind those of all experts are of none
+    if place < start_of(0u) || place >= start_of(p.s.experts) { return; }
     let choice = choice_at(place);
     if low < p.s.first || low >= p.s.first + p.s.bound || choice >= p.s.choices { return; }
     let lines = (low - p.s.first) * p.s.n;

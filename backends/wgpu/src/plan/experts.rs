@@ -59,12 +59,17 @@ impl Planner {
         let format = kind.quantised().map(|format| scaled_codes(&format, n, k)).transpose()?;
         let (n64, choices) = (u64::from(n), u64::from(grouped.choices));
         let wide = out.dtype != DType::F32 && n % 2 == 1;
+        if wide && grouped.others > 0 {
+            // whole rows are narrowed, also those that should stay as they are
+            let message = format!("wgpu: grouped_gemm: {n} columns of {} for a share of experts", out.dtype);
+            return Err(Error::unsupported(message));
+        }
         let results = if wide { choices * n64 * 4 } else { out.window.bytes };
         let whole = [x.window.bytes, order.window.bytes, starts.window.bytes, results];
         self.runs_of(sig, 1, whole.into_iter().max().unwrap_or(0), 1)?;
         let target = if wide { self.scratch(choices * n64) } else { out.clone() };
         let aligned = |operand: &Operand| operand.window.offset.is_multiple_of(16);
-        let few = grouped.choices <= FEW_ROWS_MAX.saturating_mul(grouped.touched);
+        let few = grouped.own() <= FEW_ROWS_MAX.saturating_mul(grouped.touched);
         let of_expert = |which: usize| weights[which].elements() / u64::from(grouped.experts.max(1));
         // an expert's matrix and bias begin with a word
         let whole_words = |elements: u64, dtype: DType| (elements * dtype.size_bytes()).is_multiple_of(4);

@@ -19,6 +19,8 @@ fn of_devices(raw: &raw::RawPool) -> impl Iterator<Item = &'static str> {
         ("engine", raw.engine.is_some()),
         ("interconnect", raw.interconnect.is_some()),
         ("expert_parallel", raw.expert_parallel),
+        ("experts_by_member", raw.experts_by_member),
+        ("expert_skew", raw.expert_skew.is_some()),
         ("pipeline_stages", raw.pipeline_stages.is_some()),
         ("attn_pool", raw.attn_pool.is_some()),
         ("attn_pool_share", raw.attn_pool_share.is_some()),

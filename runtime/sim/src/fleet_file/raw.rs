@@ -124,6 +124,9 @@ pub(super) struct RawPool {
     pub(super) interconnect: Option<RawInterconnect>,
     #[serde(default)]
     pub(super) expert_parallel: bool,
+    #[serde(default)]
+    pub(super) experts_by_member: bool,
+    pub(super) expert_skew: Option<f32>,
     pub(super) pipeline_stages: Option<u32>,
     pub(super) pipeline_chunk_tokens: Option<u32>,
     pub(super) attn_devices: Option<u32>,

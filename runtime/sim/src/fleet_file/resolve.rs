@@ -108,7 +108,7 @@ fn pool(
         return Err(wrong(key("usd_per_gib_hour"), "is for a pool of role \"kv\"; give usd_per_hour"));
     }
     at_least_one(&key("devices_per_instance"), raw.devices_per_instance)?;
-    let model = &model::on_pool(model, raw).map_err(|cause| wrong(key("expert_parallel"), cause))?;
+    let model = &model::on_pool(model, raw).map_err(|(of, cause)| wrong(key(of), cause))?;
     let (key_of_name, name) = match &raw.engine {
         Some(name) => (key("engine"), Some(name)),
         None => ("[engine] name".into(), shared.name.as_ref()),

@@ -50,6 +50,7 @@ impl<'a> SpareHardware<'a> {
             ("calibration", pool.calibration.is_some()),
             ("pipeline_stages", pool.pipeline_stages.is_some()),
             ("expert_parallel", pool.expert_parallel),
+            ("experts_by_member", pool.experts_by_member),
         ];
         if let Some((key, _)) = beside.into_iter().find(|(_, given)| *given) {
             return Err(wrong(

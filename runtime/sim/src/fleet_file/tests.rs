@@ -343,6 +343,14 @@ fn a_mixture_of_experts_is_sliced_or_its_experts_are_divided() {
         read("llama-3.1-70b", "expert_parallel = true"),
         &["expert_parallel", "llama-3.1-70b has no experts"],
     );
+    // everything else is divided, so that memory is as it was; a step waits for the busiest device
+    let by_member = |more: &str| read("deepseek-v3", &format!("experts_by_member = true\n{more}")).unwrap();
+    let (even, skewed) = (by_member(""), by_member("expert_skew = 0.5"));
+    assert_eq!(even.pools[0].cache_tokens, sliced.pools[0].cache_tokens);
+    let step = |file: &FleetFile| file.pools[0].cost.step_s(&[], 256, 256 * 1000).0;
+    assert!(step(&skewed) > step(&even), "{} {}", step(&skewed), step(&even));
+    says(read("deepseek-v3", "expert_skew = 0.5"), &["expert_skew", "experts_by_member"]);
+    says(read("llama-3.1-70b", "experts_by_member = true"), &["experts_by_member", "has no experts"]);
     says(read("glm-5", ""), &["[model] name", "by an index"]);
     // a sequence's states take room for each sequence that may run
     let few = read("qwen3.5-397b-a17b", "max_sequences = 1").unwrap();

@@ -35,7 +35,9 @@ pub(super) fn next_instance(
 ) -> Result<WorkerDevice, String> {
     let PlannedPool { layout, attends, .. } = pool;
     if layout.expert_parallel {
-        return Err("mixfleet's own engine divides no model by experts".into());
+        return Err(
+            "mixfleet's own engine divides no sequences by experts; its ep: divides experts alone".into()
+        );
     }
     if pool.spare.is_some() {
         let why = "devices that compute prompts attend to a part of what others decode: docs/serving.md says \
