@@ -590,14 +590,8 @@ impl Forward {
         weight: &Tensor,
         out: &Slice,
     ) -> Result<Cmd> {
-        let sig = OpSig::RmsNorm {
-            rows,
-            cols,
-            eps: Scalar(self.config.norm_eps),
-            x: dtype,
-            weight: weight.dtype,
-            out: self.shape.activations,
-        };
+        let (eps, to) = (Scalar(self.config.norm_eps), self.shape.activations);
+        let sig = OpSig::RmsNorm { rows, cols, eps, x: dtype, weight: weight.dtype, out: to };
         Cmd::new(sig, &[x.clone(), weight.slice.clone(), out.clone()])
     }
 }

@@ -1,6 +1,7 @@
 //! `out = x . weight^T (+ bias) (+ out)`: few rows of `x` stream the weight once ([`rows`]), many rows
 //! run a blocked kernel over packed operands ([`packed`]), on tiles where there are some (`tiles`).
 
+mod codes;
 pub(crate) mod packed;
 pub(crate) mod quantised;
 pub(crate) mod rows;

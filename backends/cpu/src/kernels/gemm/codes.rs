@@ -1,0 +1,192 @@
+//! How codes of quantised weights become numbers in registers: one code of each word at a time, or two as
+//! integers of 16 bits.
+
+use crate::kernels::simd::Simd;
+
+/// How codes become numbers.
+pub(super) trait CodeWords<S: Simd> {
+    /// Codes in a word.
+    const PER_WORD: usize;
+    /// Bits of a code in the plane of high bits.
+    const HIGH_BITS: usize;
+    /// What the sum of products is multiplied with beside its scale.
+    const FACTOR: f32 = 1.0;
+    /// Whether [`pair`](Self::pair) has two integers at a time.
+    const HAS_PAIRS: bool = false;
+    /// A number over its integer in a pair.
+    const PAIR_FACTOR: f32 = 1.0;
+    /// The number of code `j` of each word over [`FACTOR`](Self::FACTOR), whose high bits lie in the same
+    /// lane of `high`.
+    unsafe fn number(words: S::V, high: S::V, j: usize) -> S::V;
+    /// The numbers of codes `j` and `j + PER_WORD / 2` of each word over
+    /// [`PAIR_FACTOR`](Self::PAIR_FACTOR), as two integers of 16 bits.
+    #[inline(always)]
+    unsafe fn pair(words: S::V, _high: S::V, _j: usize) -> S::V {
+        words
+    }
+}
+
+/// Codes of four bits less `MIDDLE`.
+pub(super) struct Nibbles<const MIDDLE: u32>;
+/// Codes of five bits.
+pub(super) struct FiveBits;
+/// Codes of six bits.
+pub(super) struct SixBits;
+/// Signed bytes.
+pub(super) struct Bytes;
+/// E2M1.
+pub(super) struct FloatNibbles;
+/// E4M3.
+pub(super) struct FloatBytes;
+
+/// Integers of codes of four bits, twice, so that a fifth bit does not matter.
+const fn pair_table(numbers: [i16; 16]) -> [u16; 32] {
+    let (mut table, mut i) = ([0; 32], 0);
+    while i < 32 {
+        table[i] = numbers[i % 16].cast_unsigned();
+        i += 1;
+    }
+    table
+}
+
+/// Twice the numbers of E2M1.
+static E2M1_PAIRS: [u16; 32] = pair_table([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]);
+/// Codes as they are, and less 8.
+static NIBBLE_PAIRS: [[u16; 32]; 2] = [
+    pair_table([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]),
+    pair_table([-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7]),
+];
+
+#[inline(always)]
+pub(super) fn bits(count: usize) -> u32 {
+    mixfleet_hal::cast::to_u32(count)
+}
+
+// SAFETY (all blocks): register arithmetic only; the level is present by the callers' promise.
+impl<S: Simd, const MIDDLE: u32> CodeWords<S> for Nibbles<MIDDLE> {
+    const PER_WORD: usize = 8;
+    const HIGH_BITS: usize = 0;
+    #[inline(always)]
+    unsafe fn number(words: S::V, _high: S::V, j: usize) -> S::V {
+        // SAFETY: see above.
+        unsafe { S::nibble::<MIDDLE>(S::shifted(words, bits(4 * j))) }
+    }
+    const HAS_PAIRS: bool = S::DOT_I16;
+    #[inline(always)]
+    unsafe fn pair(words: S::V, _high: S::V, j: usize) -> S::V {
+        // SAFETY: see above.
+        unsafe { S::nibble_pair(S::shifted(words, bits(4 * j)), &NIBBLE_PAIRS[(MIDDLE / 8) as usize]) }
+    }
+}
+
+/// `low | high << 4`.
+#[inline(always)]
+unsafe fn two_planes<S: Simd>(low: S::V, high: S::V) -> S::V {
+    // SAFETY: see above.
+    unsafe { S::number(S::or(S::masked(low, 15), S::shifted_left(high, 4))) }
+}
+
+/// Integers of codes `j` and `j + 4`, whose `bits` high bits lie in order in the same lane of `high`.
+#[inline(always)]
+unsafe fn pair_of_planes<S: Simd>(words: S::V, high: S::V, j: usize, bits: usize) -> S::V {
+    // SAFETY: see above.
+    unsafe {
+        let low = S::masked(S::shifted(words, self::bits(4 * j)), 0x000F_000F);
+        // those of codes 4 to 7 in the upper half
+        let upper = S::masked(S::shifted_left(high, self::bits(16 - 4 * bits)), 0xFFFF_0000);
+        let halves = S::or(upper, S::masked(high, 0xFFFF));
+        let moved = match bits * j {
+            right if right > 4 => S::shifted(halves, self::bits(right - 4)),
+            right => S::shifted_left(halves, self::bits(4 - right)),
+        };
+        let mask = ((1 << bits) - 1) << 4;
+        S::or(low, S::masked(moved, mask << 16 | mask))
+    }
+}
+
+// SAFETY (all blocks): register arithmetic only; the level is present by the callers' promise.
+impl<S: Simd> CodeWords<S> for FiveBits {
+    const PER_WORD: usize = 8;
+    const HIGH_BITS: usize = 1;
+    #[inline(always)]
+    unsafe fn number(words: S::V, high: S::V, j: usize) -> S::V {
+        // SAFETY: see above.
+        unsafe {
+            let high = S::masked(S::shifted(high, bits(j)), 1);
+            two_planes::<S>(S::shifted(words, bits(4 * j)), high)
+        }
+    }
+    const HAS_PAIRS: bool = S::DOT_I16;
+    #[inline(always)]
+    unsafe fn pair(words: S::V, high: S::V, j: usize) -> S::V {
+        // SAFETY: see above.
+        unsafe { pair_of_planes::<S>(words, high, j, 1) }
+    }
+}
+
+// SAFETY (all blocks): register arithmetic only; the level is present by the callers' promise.
+impl<S: Simd> CodeWords<S> for SixBits {
+    const PER_WORD: usize = 8;
+    const HIGH_BITS: usize = 2;
+    #[inline(always)]
+    unsafe fn number(words: S::V, high: S::V, j: usize) -> S::V {
+        // SAFETY: see above.
+        unsafe {
+            let high = S::masked(S::shifted(high, bits(2 * j)), 3);
+            two_planes::<S>(S::shifted(words, bits(4 * j)), high)
+        }
+    }
+    const HAS_PAIRS: bool = S::DOT_I16;
+    #[inline(always)]
+    unsafe fn pair(words: S::V, high: S::V, j: usize) -> S::V {
+        // SAFETY: see above.
+        unsafe { pair_of_planes::<S>(words, high, j, 2) }
+    }
+}
+
+// SAFETY (all blocks): register arithmetic only; the level is present by the callers' promise.
+impl<S: Simd> CodeWords<S> for Bytes {
+    const PER_WORD: usize = 4;
+    const HIGH_BITS: usize = 0;
+    const FACTOR: f32 = 1.0 / 16_777_216.0;
+    #[inline(always)]
+    unsafe fn number(words: S::V, _high: S::V, j: usize) -> S::V {
+        // SAFETY: see above.
+        unsafe { S::byte_on_top(words, bits(j)) }
+    }
+}
+
+// SAFETY (all blocks): register arithmetic only; the level is present by the callers' promise.
+impl<S: Simd> CodeWords<S> for FloatNibbles {
+    const PER_WORD: usize = 8;
+    const HIGH_BITS: usize = 0;
+    #[inline(always)]
+    unsafe fn number(words: S::V, _high: S::V, j: usize) -> S::V {
+        // SAFETY: see above.
+        unsafe { S::e2m1(S::shifted(words, bits(4 * j))) }
+    }
+    const HAS_PAIRS: bool = S::DOT_I16;
+    const PAIR_FACTOR: f32 = 0.5;
+    #[inline(always)]
+    unsafe fn pair(words: S::V, _high: S::V, j: usize) -> S::V {
+        // SAFETY: see above.
+        unsafe { S::nibble_pair(S::shifted(words, bits(4 * j)), &E2M1_PAIRS) }
+    }
+}
+
+// SAFETY (all blocks): register arithmetic only; the level is present by the callers' promise.
+impl<S: Simd> CodeWords<S> for FloatBytes {
+    const PER_WORD: usize = 4;
+    const HIGH_BITS: usize = 0;
+    #[inline(always)]
+    unsafe fn number(words: S::V, _high: S::V, j: usize) -> S::V {
+        const SHIFT: f32 = 1.329_228e36; // 2^120, by which the exponent of these bits is too small
+        // SAFETY: see above.
+        unsafe {
+            let code = S::shifted(words, bits(8 * j));
+            let sign = S::shifted_left(S::masked(code, 0x80), 24);
+            let magnitude = S::shifted_left(S::masked(code, 0x7F), 20);
+            S::mul(S::or(sign, magnitude), S::splat(SHIFT))
+        }
+    }
+}
