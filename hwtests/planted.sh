@@ -43,6 +43,7 @@ plant() {
     fi
     of=(--test all)
     [ "$test" = lib ] && of=(--lib)
+    [ "$crate" = mixfleet-opencl ] && of+=(--features opencl)
     if ! cargo test --quiet -p "$crate" "${of[@]}" --no-run; then
         echo "planted: '$1' does not compile"
         missed=$((missed + 1))

@@ -141,7 +141,8 @@ impl Bench {
     fn experts(&mut self, choices: u32, (n, k): (u32, u32), weight: MatrixKind) -> mixfleet_hal::Result<()> {
         const EXPERTS: u32 = 8;
         let x = DType::Bf16;
-        let grouped = GroupedRows { choices, fan: 2, experts: EXPERTS, touched: EXPERTS.min(choices) };
+        let grouped =
+            GroupedRows { choices, fan: 2, experts: EXPERTS, touched: EXPERTS.min(choices), others: 0 };
         let sig = OpSig::GroupedGemm { grouped, n, k, x, weight, out: x, bias: false };
         let starts: Vec<u32> = (0..=EXPERTS).map(|expert| expert * choices / EXPERTS).collect();
         let indices = [self.words(&(0..choices).collect::<Vec<_>>())?, self.words(&starts)?];

@@ -249,7 +249,9 @@ impl Queue for NotingQueue {
 
 #[test]
 fn a_sampled_token_costs_16_bytes_from_the_device_and_no_logits() {
-    [false, true].map(costs_16_bytes_a_token);
+    for replays in [false, true] {
+        costs_16_bytes_a_token(replays);
+    }
 }
 
 /// Requests with every filter and penalty, decoded together. A step's last batch is submitted for what is

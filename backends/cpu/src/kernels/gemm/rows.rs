@@ -280,8 +280,8 @@ unsafe fn side_by_side<S: Simd, L: LoadVectors<S>, const X: usize>(
                 let w = rows[p].add(c * L::W_BYTES);
                 S::prefetch_near(w.wrapping_add(AHEAD_BYTES));
                 let w = L::w(w);
-                for i in 0..X {
-                    acc[i][p] = L::mac(acc[i][p], L::x(x(i, c)), w);
+                for (i, acc) in acc.iter_mut().enumerate() {
+                    acc[p] = L::mac(acc[p], L::x(x(i, c)), w);
                 }
             }
             c += L::ELEMENTS;
@@ -289,8 +289,8 @@ unsafe fn side_by_side<S: Simd, L: LoadVectors<S>, const X: usize>(
         if c < k {
             for p in 0..PARTS {
                 let w = L::w_part(rows[p].add(c * L::W_BYTES), k - c);
-                for i in 0..X {
-                    acc[i][p] = L::mac(acc[i][p], L::x_part(x(i, c), k - c), w);
+                for (i, acc) in acc.iter_mut().enumerate() {
+                    acc[p] = L::mac(acc[p], L::x_part(x(i, c), k - c), w);
                 }
             }
         }
