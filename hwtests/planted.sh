@@ -173,8 +173,8 @@ experts=backends/cpu/src/kernels/experts.rs
 plant "of equal experts the higher number is chosen" $experts \
     's/best.iter().rposition(|other| other.0 >= key)/best.iter().rposition(|other| other.0 > key)/' \
     conformance one_core_conforms mixfleet-cpu
-plant "the last choice of an expert is left out" $experts \
-    's/let rows = rows.start + row..(rows.start + row + down).min(rows.end);/let rows = rows.start + row..(rows.start + row + down).min(rows.end - 1).max(rows.start + row + 1);/' \
+plant "the last choice of an expert is left out" backends/cpu/src/kernels/grouped.rs \
+    's/rows: rows.start + row..(rows.start + row + down).min(rows.end),/rows: rows.start + row..(rows.start + row + down).min(rows.end - 1).max(rows.start + row + 1),/' \
     conformance one_core_conforms mixfleet-cpu
 plant "the weight of another choice is taken" $experts \
     's/weights.at(DType::F32, choice)/weights.at(DType::F32, token * active)/' \
