@@ -266,11 +266,10 @@ pub enum OpSig {
         routing: ExpertRouting,
     },
     /// Each choice's product with the matrix of its expert, accumulated in f32: `out[c] = x[c / fan] .
-    /// weight[e]^T (+ bias[e])` for every choice c in `order[starts[e] .. starts[e + 1]]`, and nothing for other
-    /// choices ([`GroupedRows::others`]). `x [choices /
-    /// fan, k]`, `weight [experts, n, k]` or the arrays of [`Quantised::parts`], with `bias`: `bias
-    /// [experts, n]`, f32 if the weights are quantised, `order [choices]` u32, `starts [experts + 1]` u32,
-    /// `out [choices, n]`.
+    /// weight[e]^T (+ bias[e])` for every choice c in `order[starts[e] .. starts[e + 1]]`, and nothing for
+    /// other choices ([`GroupedRows::others`]). `x [choices / fan, k]`, `weight [experts, n, k]` or the
+    /// arrays of [`Quantised::parts`], with `bias`: `bias [experts, n]`, f32 if the weights are quantised,
+    /// `order [choices]` u32, `starts [experts + 1]` u32, `out [choices, n]`.
     GroupedGemm {
         /// Rows, and how experts share them.
         #[serde(flatten)]

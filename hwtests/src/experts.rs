@@ -203,8 +203,8 @@ fn is_clear(routing: &ExpertRouting, logits: &[f64], bias: Option<&[f64]>) -> bo
     groups_clear && pairs.all(|pair| keys[pair[0]] - keys[pair[1]] >= GAP_MIN || same(pair[0], pair[1]))
 }
 
-/// `order` and `starts` of a `GroupedGemm`: which choices an expert has is random. The experts of a share have
-/// one before and one behind them, which stand for all others.
+/// `order` and `starts` of a `GroupedGemm`: which choices an expert has is random. The experts of a share
+/// have one before and one behind them, which stand for all others.
 pub(crate) fn grouping(case: &Case) -> (Vec<f64>, Vec<f64>) {
     let (rows, own) = match &case.spread {
         TokenSpread::Experts(rows) => (rows, 0..=rows.len()),

@@ -1,9 +1,9 @@
 //! What the kernels reach, as ratios to this machine's limits measured in the same run:
 //! `cargo run --release -p mixfleet-cpu --example throughput [cpu@0
-//! [gemm|quantised|experts|attention|model|launch]]`. Limits: a plain read of 2 GiB by one thread per core, and the
-//! bf16 dot product in registers. Shapes: the projections of a 1.1 B model (hidden 2048, intermediate 5632,
-//! 32 heads, 4 KV heads of 64). Every figure is the best of several runs; GEMM weights are cycled through
-//! 1 GiB so that no cache holds them.
+//! [gemm|quantised|experts|attention|model|launch]]`. Limits: a plain read of 2 GiB by one thread per core,
+//! and the bf16 dot product in registers. Shapes: the projections of a 1.1 B model (hidden 2048, intermediate
+//! 5632, 32 heads, 4 KV heads of 64). Every figure is the best of several runs; GEMM weights are cycled
+//! through 1 GiB so that no cache holds them.
 
 #![allow(unsafe_code, clippy::print_stdout)]
 
@@ -435,8 +435,8 @@ impl Bench {
     }
 }
 
-/// Bytes per second of a plain read of huge pages by `threads` threads, each of one part or four side by side,
-/// with lines fetched ahead or without: the best of these.
+/// Bytes per second of a plain read of huge pages by `threads` threads, each of one part or four side by
+/// side, with lines fetched ahead or without: the best of these.
 fn read_rate(threads: usize) -> std::io::Result<f64> {
     let mut map = memmap2::MmapMut::map_anon(2 << 30)?;
     #[cfg(target_os = "linux")]

@@ -73,7 +73,7 @@ const ROOMS: &[Room] = &[
         name: "mixfleet-wgpu",
         directory: "backends/wgpu",
         rooms: &[HAL],
-        outside: Some(&["bytemuck", "half", "pollster", "tracing", "wgpu"]),
+        outside: Some(&["bytemuck", "half", "pollster", "tracing", "wgpu", "xxhash-rust"]),
     },
     Room {
         name: "mixfleet-wire",

@@ -1,7 +1,8 @@
 //! The prefix index and two others under the same load, each in a process of its own: rates, lookup times and
 //! resident size, and the ratios of ours to theirs. In each round all take turns; the medians are printed.
 //!
-//! `cargo run --release --manifest-path scheduler/peers/Cargo.toml -- [blocks] [replication] [rate] [rounds] [turns]`
+//! `cargo run --release --manifest-path scheduler/peers/Cargo.toml --
+//! [blocks] [replication] [rate] [rounds] [turns]`
 
 #![forbid(unsafe_code)]
 

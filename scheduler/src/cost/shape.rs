@@ -260,8 +260,9 @@ impl ModelShape {
     }
 
     /// The share of one of `devices` in tensor parallelism (Megatron-LM, arXiv 1909.08053): heads, MLP and
-    /// vocabulary are split, and each expert or their number; a device has at least one KV head, so with more than `kv_heads`
-    /// devices KV is stored several times. With whole experts on each device everything else is whole too.
+    /// vocabulary are split, and each expert or their number; a device has at least one KV head, so with more
+    /// than `kv_heads` devices KV is stored several times. With whole experts on each device everything else
+    /// is whole too.
     pub fn split(&self, devices: u32) -> ModelShape {
         if self.spread() > 1 {
             return self.clone();

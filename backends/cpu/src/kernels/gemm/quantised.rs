@@ -5,9 +5,9 @@
 //! `x` is put in that order once, and code j of all words is one shift away. Scales multiply the sum of a
 //! vector's products, and zero points or minima the sum of its `x`.
 //!
-//! Where codes have four to six bits and `x` is bf16, products are of integers: the numbers of `x` that meet a word
-//! become integers of 16 bits times a power of two. That is exact for those of at least 2^-7 of the largest
-//! of the eight, and within 2^-15 of the largest for the others.
+//! Where codes have four to six bits and `x` is bf16, products are of integers: the numbers of `x` that meet
+//! a word become integers of 16 bits times a power of two. That is exact for those of at least 2^-7 of the
+//! largest of the eight, and within 2^-15 of the largest for the others.
 
 use super::codes::{Bytes, CodeWords, FiveBits, FloatBytes, FloatNibbles, Nibbles, SixBits, bits};
 use super::rows::{AHEAD_BYTES, PARTS};
