@@ -218,7 +218,7 @@ fn who_answers_without_the_token_is_no_device() {
     let open =
         move || RemoteDevice::open("remote:x", address.into(), access("word")).err().unwrap().to_string();
     // version, and with the right one then an answer that anybody could give
-    const SPOKEN: u32 = 3;
+    const SPOKEN: u32 = 4;
     let answers: [(u32, &str); 2] = [(SPOKEN, "another token"), (7, "version 7")];
     for (version, expected) in answers {
         let caller = std::thread::spawn(open);

@@ -333,7 +333,10 @@ impl ModelShape {
         let layers = u64::from(self.mlp_layers()[1]) * u64::from(self.hidden);
         let of = |count: u32| layers * 3 * u64::from(count) * u64::from(experts.intermediate);
         let around = 3 * u64::from(experts.shared) + u64::from(experts.count);
-        [of(experts.held.unwrap_or(experts.count)), of(experts.active), layers * around]
+        let held = experts.held.unwrap_or(experts.count);
+        // a token goes through those that are held as often as they are many
+        let active = of(experts.active) * u64::from(held) / u64::from(experts.count.max(1));
+        [of(held), active, layers * around]
     }
 }
 
