@@ -35,6 +35,9 @@ def arguments():
     parser.add_argument("--at-least", type=float, default=1.0, help="median ratio that a round must have")
     args = parser.parse_args()
     args.gguf = args.gguf or args.model
+    for needed in (args.model, args.gguf, args.mixfleet, args.throughput, args.llama_bench):
+        if not pathlib.Path(needed).exists():
+            parser.error(f"there is no {needed}; README.md beside this script says how to get it")
     args.device = "cpu"
     return args
 

@@ -56,31 +56,30 @@ impl Builder {
         rows: &[u32],
         fan: u32,
         (n, k): (u32, u32),
-        (x, weight, out): (DType, MatrixKind, DType),
+        dtypes: (DType, MatrixKind, DType),
         bias: bool,
     ) {
-        let touched = to_u32(rows.iter().filter(|&&rows| rows > 0).count());
-        let grouped =
-            GroupedRows { choices: rows.iter().sum(), fan, experts: to_u32(rows.len()), touched, others: 0 };
-        let sig = OpSig::GroupedGemm { grouped, n, k, x, weight, out, bias };
-        self.push(sig, TokenSpread::Experts(rows.to_vec()));
+        self.products(TokenSpread::Experts(rows.to_vec()), fan, (n, k), dtypes, bias);
     }
 
-    /// A share of a layer's experts; the first and the last of `rows` are those of all others' choices.
-    fn share(
+    fn products(
         &mut self,
-        rows: &[u32],
+        spread: TokenSpread,
         fan: u32,
         (n, k): (u32, u32),
         (x, weight, out): (DType, MatrixKind, DType),
         bias: bool,
     ) {
-        let [before, own @ .., after] = rows else { return };
+        let (rows, own) = match &spread {
+            TokenSpread::Experts(rows) => (rows, &rows[..]),
+            TokenSpread::ExpertShare(rows) => (rows, &rows[1..rows.len() - 1]),
+            _ => return,
+        };
+        let choices = rows.iter().sum();
         let touched = to_u32(own.iter().filter(|&&rows| rows > 0).count());
-        let (choices, others) = (rows.iter().sum(), before + after);
+        let others = choices - own.iter().sum::<u32>();
         let grouped = GroupedRows { choices, fan, experts: to_u32(own.len()), touched, others };
-        let sig = OpSig::GroupedGemm { grouped, n, k, x, weight, out, bias };
-        self.push(sig, TokenSpread::ExpertShare(rows.to_vec()));
+        self.push(OpSig::GroupedGemm { grouped, n, k, x, weight, out, bias }, spread);
     }
 
     /// Shares of a layer's experts: first, middle and last ones, few rows and many, and none.
@@ -97,12 +96,13 @@ impl Builder {
             &[1, 30, 7, 40],
         ];
         for rows in spreads {
-            for (x, weight, out) in [(F32, plain, F32), (Bf16, plain, Bf16), (F32, mxfp4, F32)] {
-                self.share(rows, 1, (34, 64), (x, weight, out), false);
-                self.share(rows, 2, (38, 96), (x, weight, out), true);
+            for dtypes in [(F32, plain, F32), (Bf16, plain, Bf16), (F32, mxfp4, F32)] {
+                self.products(TokenSpread::ExpertShare(rows.to_vec()), 1, (34, 64), dtypes, false);
+                self.products(TokenSpread::ExpertShare(rows.to_vec()), 2, (38, 96), dtypes, true);
             }
         }
-        self.share(&[3, 30, 0, 1, 2], 1, (19, 37), (F32, plain, F32), true);
+        let odd = TokenSpread::ExpertShare(vec![3, 30, 0, 1, 2]);
+        self.products(odd, 1, (19, 37), (F32, plain, F32), true);
     }
 
     pub(super) fn grouped(&mut self) {

@@ -130,8 +130,10 @@ impl GroupedGemm {
     /// # Safety
     /// As for [`GroupedGemm::run`].
     unsafe fn multiply(&self, on_tiles: bool, worker: &mut Worker<'_>) -> Result<()> {
-        // pieces of earlier experts, their tiles, and the expert of the piece before
-        let (mut before, mut first_tile, mut expert) = (0, 0, 0);
+        // pieces of earlier experts, and the expert of the piece before
+        let (mut before, mut expert) = (0, 0);
+        #[cfg(target_arch = "x86_64")]
+        let mut first_tile = 0;
         let row_bytes = weight_row_bytes(&self.shape, self.quantised.as_ref());
         // a piece begins with a group of rows that share scales
         let group_rows = self.quantised.map_or(1, |weights| weights.kind.group_rows as usize);
@@ -172,8 +174,9 @@ impl GroupedGemm {
                     };
                 }
                 before += pieces;
+                #[cfg(target_arch = "x86_64")]
                 if form == Some(PackedForm::Tiles) {
-                    first_tile += rows.len().div_ceil(16);
+                    first_tile += tiles::x_tiles(rows.len());
                 }
                 expert += 1;
             };

@@ -28,10 +28,8 @@ pub(super) trait CodeWords<S: Simd> {
 
 /// Codes of four bits less `MIDDLE`.
 pub(super) struct Nibbles<const MIDDLE: u32>;
-/// Codes of five bits.
-pub(super) struct FiveBits;
-/// Codes of six bits.
-pub(super) struct SixBits;
+/// Codes of four bits and `BITS` more in a plane of their own.
+pub(super) struct TwoPlanes<const BITS: usize>;
 /// Signed bytes.
 pub(super) struct Bytes;
 /// E2M1.
@@ -79,68 +77,35 @@ impl<S: Simd, const MIDDLE: u32> CodeWords<S> for Nibbles<MIDDLE> {
     }
 }
 
-/// `low | high << 4`.
-#[inline(always)]
-unsafe fn two_planes<S: Simd>(low: S::V, high: S::V) -> S::V {
-    // SAFETY: see above.
-    unsafe { S::number(S::or(S::masked(low, 15), S::shifted_left(high, 4))) }
-}
-
-/// Integers of codes `j` and `j + 4`, whose `bits` high bits lie in order in the same lane of `high`.
-#[inline(always)]
-unsafe fn pair_of_planes<S: Simd>(words: S::V, high: S::V, j: usize, bits: usize) -> S::V {
-    // SAFETY: see above.
-    unsafe {
-        let low = S::masked(S::shifted(words, self::bits(4 * j)), 0x000F_000F);
-        // those of codes 4 to 7 in the upper half
-        let upper = S::masked(S::shifted_left(high, self::bits(16 - 4 * bits)), 0xFFFF_0000);
-        let halves = S::or(upper, S::masked(high, 0xFFFF));
-        let moved = match bits * j {
-            right if right > 4 => S::shifted(halves, self::bits(right - 4)),
-            right => S::shifted_left(halves, self::bits(4 - right)),
-        };
-        let mask = ((1 << bits) - 1) << 4;
-        S::or(low, S::masked(moved, mask << 16 | mask))
-    }
-}
-
 // SAFETY (all blocks): register arithmetic only; the level is present by the callers' promise.
-impl<S: Simd> CodeWords<S> for FiveBits {
+impl<S: Simd, const BITS: usize> CodeWords<S> for TwoPlanes<BITS> {
     const PER_WORD: usize = 8;
-    const HIGH_BITS: usize = 1;
+    const HIGH_BITS: usize = BITS;
     #[inline(always)]
     unsafe fn number(words: S::V, high: S::V, j: usize) -> S::V {
         // SAFETY: see above.
         unsafe {
-            let high = S::masked(S::shifted(high, bits(j)), 1);
-            two_planes::<S>(S::shifted(words, bits(4 * j)), high)
+            let low = S::masked(S::shifted(words, bits(4 * j)), 15);
+            let high = S::masked(S::shifted(high, bits(BITS * j)), (1 << BITS) - 1);
+            S::number(S::or(low, S::shifted_left(high, 4)))
         }
     }
     const HAS_PAIRS: bool = S::DOT_I16;
     #[inline(always)]
     unsafe fn pair(words: S::V, high: S::V, j: usize) -> S::V {
         // SAFETY: see above.
-        unsafe { pair_of_planes::<S>(words, high, j, 1) }
-    }
-}
-
-// SAFETY (all blocks): register arithmetic only; the level is present by the callers' promise.
-impl<S: Simd> CodeWords<S> for SixBits {
-    const PER_WORD: usize = 8;
-    const HIGH_BITS: usize = 2;
-    #[inline(always)]
-    unsafe fn number(words: S::V, high: S::V, j: usize) -> S::V {
-        // SAFETY: see above.
         unsafe {
-            let high = S::masked(S::shifted(high, bits(2 * j)), 3);
-            two_planes::<S>(S::shifted(words, bits(4 * j)), high)
+            let low = S::masked(S::shifted(words, bits(4 * j)), 0x000F_000F);
+            // those of codes 4 to 7 in the upper half
+            let upper = S::masked(S::shifted_left(high, bits(16 - 4 * BITS)), 0xFFFF_0000);
+            let halves = S::or(upper, S::masked(high, 0xFFFF));
+            let moved = match BITS * j {
+                right if right > 4 => S::shifted(halves, bits(right - 4)),
+                right => S::shifted_left(halves, bits(4 - right)),
+            };
+            let mask = ((1 << BITS) - 1) << 4;
+            S::or(low, S::masked(moved, mask << 16 | mask))
         }
-    }
-    const HAS_PAIRS: bool = S::DOT_I16;
-    #[inline(always)]
-    unsafe fn pair(words: S::V, high: S::V, j: usize) -> S::V {
-        // SAFETY: see above.
-        unsafe { pair_of_planes::<S>(words, high, j, 2) }
     }
 }
 

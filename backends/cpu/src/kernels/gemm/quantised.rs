@@ -9,7 +9,7 @@
 //! a word become integers of 16 bits times a power of two. That is exact for those of at least 2^-7 of the
 //! largest of the eight, and within 2^-15 of the largest for the others.
 
-use super::codes::{Bytes, CodeWords, FiveBits, FloatBytes, FloatNibbles, Nibbles, SixBits, bits};
+use super::codes::{Bytes, CodeWords, FloatBytes, FloatNibbles, Nibbles, TwoPlanes, bits};
 use super::rows::{AHEAD_BYTES, PARTS};
 use super::{Operands, Shape, finish};
 use crate::kernels::convert::{load_part, widen};
@@ -105,8 +105,8 @@ impl Task for QuantisedFewRows {
             match (kind.code, centred) {
                 (CodeKind::U4, true) => stream::<S, Nibbles<8>>(&self, group_log2),
                 (CodeKind::U4, false) => stream::<S, Nibbles<0>>(&self, group_log2),
-                (CodeKind::U5, _) => stream::<S, FiveBits>(&self, group_log2),
-                (CodeKind::U6, _) => stream::<S, SixBits>(&self, group_log2),
+                (CodeKind::U5, _) => stream::<S, TwoPlanes<1>>(&self, group_log2),
+                (CodeKind::U6, _) => stream::<S, TwoPlanes<2>>(&self, group_log2),
                 (CodeKind::I8, _) => stream::<S, Bytes>(&self, group_log2),
                 (CodeKind::E2m1, _) => stream::<S, FloatNibbles>(&self, group_log2),
                 (CodeKind::E4m3, _) => stream::<S, FloatBytes>(&self, group_log2),
