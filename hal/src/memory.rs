@@ -82,6 +82,11 @@ pub trait HostMemory: Send + Sync + std::fmt::Debug {
         Ok(())
     }
 
+    /// Says that these bytes are about to be used where they are, so that those of a file should be in memory.
+    fn needed(&self, range: Range<usize>) {
+        let _ = range;
+    }
+
     /// Says that these bytes were copied elsewhere and are not read again soon, so that those of a file need
     /// not stay in memory.
     fn unneeded(&self, range: Range<usize>) {

@@ -67,6 +67,17 @@ impl HostMemory for MappedFile {
         })
     }
 
+    #[cfg(target_os = "linux")]
+    fn needed(&self, range: std::ops::Range<usize>) {
+        let inside = |map: &&memmap2::Mmap| range.start < range.end && range.end <= map.len();
+        if let Some(map) = self.map.as_ref().filter(inside) {
+            // best effort: huge pages if the file system supports them, and all pages mapped now at memory
+            // speed, instead of one fault at a time during the first prompt
+            let _ = map.advise_range(memmap2::Advice::HugePage, range.start, range.len());
+            let _ = map.advise_range(memmap2::Advice::PopulateRead, range.start, range.len());
+        }
+    }
+
     #[cfg(unix)]
     fn unneeded(&self, range: std::ops::Range<usize>) {
         let inside = |map: &&memmap2::Mmap| range.start < range.end && range.end <= map.len();
@@ -129,10 +140,6 @@ impl FileMapper for Mapper {
         #[cfg(target_os = "linux")]
         {
             mapped.watch = Some(MappedFileWatch::over(&map));
-            // best effort: huge pages if the file system supports them, and all pages mapped now at memory
-            // speed, instead of one fault at a time during the first prompt
-            let _ = map.advise(memmap2::Advice::HugePage);
-            let _ = map.advise(memmap2::Advice::PopulateRead);
         }
         mapped.map = Some(map);
         Ok(Arc::new(mapped))

@@ -19,6 +19,7 @@ mod gguf;
 pub mod graph;
 mod header;
 mod held;
+mod in_place;
 pub mod latent;
 pub mod leaving;
 pub mod load;

@@ -13,16 +13,12 @@ use super::weights::{
 };
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::quantised::QuantisedPart;
-use mixfleet_hal::{
-    BufferUsage, Cmd, DType, Device, DeviceLimits, ErrorKind, HostMemory, MatrixKind, OpSig, Quantised,
-    Queue, Slice,
-};
+use mixfleet_hal::{BufferUsage, Cmd, DType, Device, MatrixKind, OpSig, Quantised, Queue, Slice};
 use mixfleet_scheduler::cost::{LatentAttention, MemberShare, MemberWork};
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::ops::Range;
 use std::path::Path;
-use std::sync::Arc;
 use std::time::Duration;
 
 /// Time in which a device that works has copied any tensor.
@@ -147,6 +143,7 @@ impl Checkpoint {
                 }
                 let to = tensor.slice.range(u64::from(number - stage.experts.start) * bytes, bytes);
                 self.write(device, (stored, &cut), (dtype, &to), &mut |part| progress(done + part, total))?;
+                self.shards[location.shard].unneeded(location.range.clone());
                 done += bytes;
                 continue;
             }
@@ -155,7 +152,7 @@ impl Checkpoint {
             let place = (location.shard, location.dtype.size_bytes());
             let slice = match import.filter(|(i, from)| self.is_addressable(i, place, *from, &limits)) {
                 _ if location.repeats() && cut == Cut::Whole => self.repeat(device, &mut queue, stored)?,
-                Some((import, from)) => import.range(from as u64, bytes),
+                Some((import, from)) => self.used(import, location.shard, from..from + to_usize(bytes)),
                 None => {
                     // what is widened on the way is counted as it is stored
                     let mut part = |part: u64| progress(done + part.min(bytes), total);
@@ -240,37 +237,6 @@ impl Checkpoint {
         (stored, &self.tensors[stored])
     }
 
-    /// Imports each shard, where the device can.
-    fn import(&self, device: &dyn Device, limits: &DeviceLimits) -> Result<Vec<Option<Slice>>> {
-        let import = |shard: &Arc<dyn HostMemory>| -> Result<Option<Slice>> {
-            let bytes = shard.as_bytes().len() as u64;
-            if !limits.imports_host_memory || bytes > limits.allocation_bytes_max {
-                return Ok(None);
-            }
-            match device.import(shard.clone()) {
-                Ok(slice) => Ok(Some(slice)),
-                Err(error) if error.kind == ErrorKind::Unsupported => Ok(None),
-                Err(error) => Err(error.context("cannot import a mapped file").into()),
-            }
-        };
-        self.shards.iter().map(import).collect()
-    }
-
-    /// Whether the device can use the tensor from that byte of the mapped file on. A header whose length is
-    /// not a multiple of eight misaligns every tensor of its file.
-    fn is_addressable(
-        &self,
-        import: &Slice,
-        (shard, element_bytes): (usize, u64),
-        from: usize,
-        limits: &DeviceLimits,
-    ) -> bool {
-        let offset = import.offset + from as u64;
-        let address = self.shards[shard].as_bytes().as_ptr().addr() + from;
-        offset.is_multiple_of(limits.alignment_bytes.max(element_bytes))
-            && (address as u64).is_multiple_of(element_bytes)
-    }
-
     /// The dtype of a tensor on the device: a bias takes its matrix's, everything else keeps its own.
     fn dtype_on_device(&self, name: &str, location: &Location) -> DType {
         if name.ends_with(experts::CORRECTION) {
@@ -324,7 +290,8 @@ impl Checkpoint {
             });
             let slice = match usable {
                 Some((import, piece)) => {
-                    import.range((source.range.start + piece.start) as u64, piece.len() as u64)
+                    let start = source.range.start;
+                    self.used(import, source.shard, start + piece.start..start + piece.end)
                 }
                 None => {
                     let array =

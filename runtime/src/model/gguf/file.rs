@@ -73,36 +73,39 @@ pub(super) fn block_of(kind: u32) -> Option<(u64, u64)> {
 pub(super) const KINDS: &str = "F32, F16, BF16, Q4_0, Q8_0, Q4_K, Q5_K, Q6_K";
 
 /// A header that is being read.
-struct Reader<'a> {
+struct Reader<'a, R> {
     file: &'a Path,
-    bytes: &'a [u8],
-    at: usize,
+    source: R,
+    at: u64,
+    end: u64,
 }
 
-impl<'a> Reader<'a> {
+impl<R: Read> Reader<'_, R> {
     fn error(&self, problem: impl Into<String>) -> Error {
         Error::file(self.file, problem)
     }
 
     fn left(&self) -> u64 {
-        (self.bytes.len() - self.at) as u64
+        self.end - self.at
     }
 
-    fn take(&mut self, bytes: u64) -> Result<&'a [u8]> {
+    fn fill(&mut self, into: &mut [u8]) -> Result<()> {
+        let bytes = into.len() as u64;
         if bytes > self.left() {
             let (at, left) = (self.at, self.left());
             return Err(self.error(format!(
                 "{bytes} bytes at byte {at} of the header, where {left} are left: truncated?"
             )));
         }
-        let taken = &self.bytes[self.at..self.at + to_usize(bytes)];
-        self.at += taken.len();
-        Ok(taken)
+        self.source.read_exact(into).map_err(|e| Error::read(self.file, e))?;
+        self.at += bytes;
+        Ok(())
     }
 
     fn array<const N: usize>(&mut self) -> Result<[u8; N]> {
-        let taken = self.take(N as u64)?;
-        Ok(taken.first_chunk().copied().unwrap_or([0; N]))
+        let mut taken = [0; N];
+        self.fill(&mut taken)?;
+        Ok(taken)
     }
 
     fn u32(&mut self) -> Result<u32> {
@@ -114,13 +117,12 @@ impl<'a> Reader<'a> {
     }
 
     fn text(&mut self) -> Result<String> {
-        let length = self.u64()?;
+        let length = self.count("bytes of text", 1)?;
         let at = self.at;
-        let bytes = self.take(length)?;
-        match std::str::from_utf8(bytes) {
-            Ok(text) => Ok(text.to_owned()),
-            Err(_) => Err(self.error(format!("text at byte {at} of the header is not UTF-8"))),
-        }
+        let mut bytes = vec![0; length];
+        self.fill(&mut bytes)?;
+        let wrong = |_| self.error(format!("text at byte {at} of the header is not UTF-8"));
+        String::from_utf8(bytes).map_err(wrong)
     }
 
     /// A number of entries, each of at least so many bytes.
@@ -189,9 +191,7 @@ impl GgufFile {
         let failed = |e| Error::read(file, e);
         let opened = std::fs::File::open(file).map_err(failed)?;
         let length = opened.metadata().map_err(failed)?.len();
-        let mut bytes = Vec::new();
-        opened.take(HEADER_BYTES_MAX).read_to_end(&mut bytes).map_err(failed)?;
-        Self::parse(file, &bytes, length)
+        Self::read(file, std::io::BufReader::new(opened), length, length)
     }
 
     /// Reads the header at the beginning of `bytes`, of a file of so many bytes.
@@ -200,9 +200,13 @@ impl GgufFile {
     /// When the header is damaged or lies, when a tensor exceeds the file or has a type that is not
     /// supported.
     pub(in super::super) fn parse(file: &Path, bytes: &[u8], length: u64) -> Result<Self> {
-        let bytes = &bytes[..bytes.len().min(to_usize(HEADER_BYTES_MAX))];
-        let mut reader = Reader { file, bytes, at: 0 };
-        if reader.take(4)? != MAGIC {
+        Self::read(file, bytes, bytes.len() as u64, length)
+    }
+
+    /// Reads the header of a file of `length` bytes from a source of so many.
+    fn read(file: &Path, source: impl Read, bytes: u64, length: u64) -> Result<Self> {
+        let mut reader = Reader { file, source, at: 0, end: bytes.min(HEADER_BYTES_MAX) };
+        if &reader.array()? != MAGIC {
             return Err(reader.error("not a GGUF file: it does not begin with 'GGUF'"));
         }
         let version = reader.u32()?;
@@ -229,7 +233,7 @@ impl GgufFile {
         if !alignment.is_power_of_two() || alignment > 1 << 20 {
             return Err(gguf.error("general.alignment", format!("{alignment}, expected a power of two")));
         }
-        let start = (reader.at as u64).next_multiple_of(alignment);
+        let start = reader.at.next_multiple_of(alignment);
         for (name, mut tensor, offset) in infos {
             let bytes = tensor.range.len() as u64;
             let from = start.checked_add(offset).filter(|_| offset.is_multiple_of(alignment));
@@ -318,7 +322,7 @@ impl GgufFile {
 }
 
 /// Reads a tensor's entry: its name, what it is with as many bytes as it needs, and its offset in the data.
-fn info(reader: &mut Reader) -> Result<(String, GgufTensor, u64)> {
+fn info(reader: &mut Reader<impl Read>) -> Result<(String, GgufTensor, u64)> {
     let name = reader.text()?;
     let dimensions = reader.u32()?;
     if !(1..=DIMENSIONS_MAX).contains(&dimensions) {

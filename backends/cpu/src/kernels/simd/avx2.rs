@@ -157,6 +157,11 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
+    unsafe fn zero_below(v: __m256, x: __m256, least: f32) -> __m256 {
+        // SAFETY: see above.
+        unsafe { _mm256_and_ps(v, _mm256_cmp_ps::<_CMP_NLT_UQ>(x, _mm256_set1_ps(least))) }
+    }
+    #[inline(always)]
     unsafe fn bf16_low(words: __m256) -> __m256 {
         // SAFETY: see above.
         unsafe { _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_castps_si256(words))) }

@@ -176,6 +176,14 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         unsafe { _mm512_scalef_ps(v, n) }
     }
     #[inline(always)]
+    unsafe fn zero_below(v: __m512, x: __m512, least: f32) -> __m512 {
+        // SAFETY: see above.
+        unsafe {
+            let kept = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, _mm512_set1_ps(least));
+            _mm512_maskz_mov_ps(kept, v)
+        }
+    }
+    #[inline(always)]
     unsafe fn bf16_low(words: __m512) -> __m512 {
         // SAFETY: see above.
         unsafe { _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_castps_si512(words))) }

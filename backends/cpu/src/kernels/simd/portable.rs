@@ -129,6 +129,10 @@ impl Simd for Portable {
         })
     }
     #[inline(always)]
+    unsafe fn zero_below(v: V, x: V, least: f32) -> V {
+        each(|i| if x[i] < least { 0.0 } else { v[i] })
+    }
+    #[inline(always)]
     unsafe fn bf16_low(words: V) -> V {
         each(|i| f32::from_bits(words[i].to_bits() << 16))
     }
