@@ -1,7 +1,9 @@
 // For any GPU, all dtypes.
 
 // Rows that a group works on together.
+#ifndef ROWS
 #define ROWS 4
+#endif
 
 // Few rows: one group per column, coalesced along k, ROWS rows at a time; VEC divides k.
 KERNEL(GROUP) gemv(OPERANDS) {

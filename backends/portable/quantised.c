@@ -1,7 +1,9 @@
 // quantised_gemm and quantised_embed: codes.h; X, OUT, and WEIGHT, the dtype of the bias, which is f32.
 
 // Rows that a group works on together.
+#ifndef ROWS
 #define ROWS 4
+#endif
 
 // One group per column, its threads along k, ROWS rows at a time.
 KERNEL(GROUP)

@@ -1,12 +1,15 @@
 //! Rates of the kernels that decide a model's speed, by the device's own clock; best of several runs.
 //!
-//! `cargo run --release -p mixfleet-opencl --features opencl --example rates [opencl:N]`
+//! `cargo run --release -p mixfleet-opencl --features opencl --example rates [cpu|gpu [few]]`: with the kernels for
+//! processors or for GPUs in place of those that the first device has, and only products of few rows.
 
 #![allow(clippy::print_stdout, reason = "its purpose")]
 
 use mixfleet_hal::random::Stream;
-use mixfleet_hal::{Backend, BufferUsage, Cmd, DType, Device, KvShape, OpSig, Result};
-use mixfleet_opencl::OpenClBackend;
+use mixfleet_hal::{
+    BufferUsage, Cmd, CodeKind, DType, Device, Error, KvShape, OpSig, Quantised, Result, ScaleKind, ZeroKind,
+};
+use mixfleet_opencl::{KernelTuning, OpenClDevice};
 use std::time::Duration;
 
 const RUNS: usize = 7;
@@ -63,11 +66,28 @@ fn measure(device: &dyn Device, name: &str, sig: OpSig) -> Result<()> {
 }
 
 fn main() -> Result<()> {
-    let selector = std::env::args().nth(1).unwrap_or_else(|| "opencl".to_owned());
-    let device = OpenClBackend.open(&selector)?;
-    let device = device.as_ref();
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    let tuning = match words.first().map(String::as_str) {
+        None => None,
+        Some("cpu") => Some(KernelTuning::Cpu),
+        Some("gpu") => Some(KernelTuning::Gpu),
+        Some(other) => return Err(Error::invalid(format!("'{other}': use cpu or gpu"))),
+    };
+    let device = OpenClDevice::open(0, tuning)?;
+    let device: &dyn Device = &device;
     println!("{}: {}", device.info().id, device.info().name);
     use DType::{Bf16, F32};
+    for m in [1, 4, 8, 16] {
+        let (n, k) = (8192, 2048);
+        let sig = OpSig::Gemm { m, n, k, x: F32, weight: Bf16, out: F32, bias: false, accumulate: false };
+        measure(device, &format!("gemm {m} x {n} x {k}, weight bf16"), sig)?;
+        let weight = Quantised::in_rows(CodeKind::U4, 32, ScaleKind::F16, ZeroKind::Middle);
+        let sig = OpSig::QuantisedGemm { m, n, k, x: F32, weight, out: F32, bias: false, accumulate: false };
+        measure(device, "the same of 4-bit codes in groups of 32", sig)?;
+    }
+    if words.get(1).is_some_and(|word| word == "few") {
+        return Ok(());
+    }
     for (x, weight) in [(F32, F32), (F32, Bf16), (Bf16, Bf16)] {
         for (m, n, k) in
             [(1, 8192, 2048), (8, 8192, 2048), (512, 2048, 2048), (512, 8192, 2048), (512, 2048, 8192)]

@@ -7,7 +7,7 @@ use mixfleet_hal::{Cmd, CodeKind, DType, KvShape, OpSig, Quantised, RotaryPart, 
 
 /// Threads per group, in kernels with and without barriers; `common.h` repeats the former.
 const GROUP: usize = 64;
-/// Columns per thread in the CPU's `gemm`, and rows per group in `gemv`, as in `gemm.cl` and `gemm.c`.
+/// Columns per thread in the CPU's `gemm`, and rows per group in `grouped_few`, as in `gemm.cl` and `grouped.c`.
 const COLS: u32 = 4;
 const ROWS: u32 = 4;
 /// Columns per thread in the CPU's `gemv`.
@@ -17,7 +17,7 @@ const BAND: u32 = 32;
 /// Edge length of a tile in the GPU's `gemm`, and its threads.
 const TILE: u32 = 64;
 const TILE_THREADS: usize = 256;
-/// Rows up to which reading the weights once per four rows is faster than a mostly empty tile.
+/// Rows up to which a group has all of them, and so reads its column of the weights once.
 const GEMV_ROWS_MAX: u32 = 16;
 /// Where the sinks are among the arguments of prefill: behind the pools and the number of their pages.
 const SINKS_AT: usize = 7;
@@ -376,9 +376,7 @@ fn gemm(sig: &OpSig, mut args: Vec<Arg>, tuning: KernelTuning) -> Work {
         KernelTuning::Cpu => {
             ("gemm.cl", "gemm", ([n.div_ceil(COLS) as usize, m.div_ceil(BAND) as usize, 1], [1, 1, 1]))
         }
-        KernelTuning::Gpu if m <= GEMV_ROWS_MAX => {
-            ("gemm.c", "gemv", ([n as usize * GROUP, m.div_ceil(ROWS) as usize, 1], [GROUP, 1, 1]))
-        }
+        KernelTuning::Gpu if m <= GEMV_ROWS_MAX => ("gemm.c", "gemv", few_rows_grid(m, n)),
         KernelTuning::Gpu => {
             let (across, down) = (n.div_ceil(TILE) as usize, m.div_ceil(TILE) as usize);
             ("gemm.c", "gemm", ([across * TILE_THREADS, down, 1], [TILE_THREADS, 1, 1]))
@@ -387,9 +385,19 @@ fn gemm(sig: &OpSig, mut args: Vec<Arg>, tuning: KernelTuning) -> Work {
     let dtypes = options(&[("X", &x), ("WEIGHT", &weight), ("OUT", &out)]);
     let shape = match tuning {
         KernelTuning::Cpu => options(&[("BAND", &BAND), ("STRIP", &STRIP)]),
-        KernelTuning::Gpu => options(&[("VEC", &vector(k.into(), tuning))]),
+        KernelTuning::Gpu => options(&[("VEC", &vector(k.into(), tuning)), ("ROWS", &rows_per_group(m))]),
     };
     launch(file, kernel, dtypes + &shape, args, grid)
+}
+
+/// Rows that a group of `gemv` and `quantised_gemm` works on: up to 16 in as few programs as leave no more than
+/// half of them, or three, empty.
+fn rows_per_group(m: u32) -> u32 {
+    if m == 1 { 1 } else { m.next_power_of_two().clamp(4, GEMV_ROWS_MAX) }
+}
+
+fn few_rows_grid(m: u32, n: u32) -> ([usize; 3], [usize; 3]) {
+    ([n as usize * GROUP, m.div_ceil(rows_per_group(m)) as usize, 1], [GROUP, 1, 1])
 }
 
 /// Arrays of weights in a kernel's arguments.
@@ -436,9 +444,9 @@ fn quantised(sig: &OpSig, mut args: Vec<Arg>) -> Work {
             }
             args.extend([m, n, k, u32::from(bias), u32::from(accumulate)].map(Arg::U32));
             args.extend([weight.group_rows, weight.group_columns].map(Arg::U32));
-            let macros = options(&[("X", &x), ("OUT", &out)]) + &quantised_options(&weight);
-            let grid = ([n as usize * GROUP, m.div_ceil(ROWS) as usize, 1], [GROUP, 1, 1]);
-            launch("quantised.c", "quantised_gemm", macros, args, grid)
+            let own = options(&[("X", &x), ("OUT", &out), ("ROWS", &rows_per_group(m))]);
+            let macros = own + &quantised_options(&weight);
+            launch("quantised.c", "quantised_gemm", macros, args, few_rows_grid(m, n))
         }
         OpSig::QuantisedEmbed { tokens, vocab, hidden, table, out } => {
             all_parts(&table, hidden, &mut args);
