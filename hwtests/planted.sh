@@ -64,8 +64,8 @@ plant "a failure of a link leaves undone what else a step does" runtime/src/engi
     's/self.contain(awaited)?;/if awaited.is_err() { self.contain(awaited)?; break; }/'
 plant "an instance that is opened again keeps the sessions of its earlier life" runtime/src/fleet/hub.rs \
     's/if std::mem::take(&mut known.failed) {/if std::mem::take(\&mut known.failed) \&\& false {/'
-plant "a block of a layer with a window is given back one block too early" scheduler/src/batch/parts.rs \
-    's/saturating_sub(window.max(1)) \/ block_tokens)/saturating_sub(window.max(1)) \/ block_tokens + u32::from(computed >= window))/' \
+plant "a block of a layer with a window is given back one block too early" scheduler/src/kv/parts.rs \
+    's/before(window) \/ u64::from(block_tokens.max(1)))/before(window) \/ u64::from(block_tokens.max(1)) + u64::from(computed >= u64::from(window)))/' \
     lib every_request_ends mixfleet-scheduler
 plant "a transport writes under epochs that have ended" backends/wire/src/memory.rs \
     's/grant.filter(|(epoch, _)| \*epoch == self.epoch)/grant.or(Some((0, RemoteAccess::ReadWrite)))/'

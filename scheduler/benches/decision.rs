@@ -76,6 +76,7 @@ impl World {
                 prefill_tokens_beside_decode_max: Some(2048),
                 step_tokens_max: 2048,
                 kv_copies: KvCopyCost::default(),
+                kv_parts: mixfleet_scheduler::batch::PageParts::ONE,
             };
             fleet.step(Seconds::ZERO, Event::InstanceUp(spec), &mut actions);
         }

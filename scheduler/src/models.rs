@@ -272,7 +272,7 @@ mod tests {
         let shape = find("qwen3.5-35b-a3b").unwrap().shape(DType::Bf16);
         assert_eq!(shape.kv_bytes_per_token(), 10 * 2 * 2 * 256 * 2);
         assert_eq!(shape.state_bytes(), 30 * 4 * (32 * 128 * 128 + 3 * 8192));
-        assert_eq!(shape.sequence_bytes(1000), 1000 * shape.kv_bytes_per_token() + shape.state_bytes());
+        assert_eq!(shape.sequence_bytes(1000), 1008 * shape.kv_bytes_per_token() + shape.state_bytes());
     }
 
     /// The files of gpt-oss-120b, whose experts are mxfp4 and whose rest is bf16, have 65.2 GB; those of

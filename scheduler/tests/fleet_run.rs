@@ -118,6 +118,7 @@ fn instance(id: u32, role: Role) -> Instance {
         prefill_tokens_beside_decode_max: Some(128),
         step_tokens_max: 0,
         kv_copies: KvCopyCost::default(),
+        kv_parts: mixfleet_scheduler::batch::PageParts::ONE,
     }
 }
 

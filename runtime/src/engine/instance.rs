@@ -464,6 +464,7 @@ impl Loaded {
             prefill_tokens_beside_decode_max: self.batch.prefill_tokens_beside_decode_max,
             step_tokens_max: self.batch.step_tokens_max,
             kv_copies,
+            kv_parts: self.batch.page_parts.clone(),
         }
     }
 

@@ -153,6 +153,7 @@ mod tests {
             prefill_tokens_beside_decode_max: Some(16),
             step_tokens_max: 16,
             kv_copies: KvCopyCost::default(),
+            kv_parts: mixfleet_scheduler::batch::PageParts::ONE,
         };
         FromWorker::Up {
             instance: Box::new(instance),

@@ -100,6 +100,7 @@ impl Gateway {
             prefill_tokens_beside_decode_max: None,
             step_tokens_max: STEP_TOKENS,
             kv_copies: mixfleet_scheduler::cost::KvCopyCost::default(),
+            kv_parts: mixfleet_scheduler::batch::PageParts::ONE,
         };
         self.metrics.loaded(&instance);
         let now = self.env.now();

@@ -275,6 +275,7 @@ mod tests {
             prefill_tokens_beside_decode_max: None,
             step_tokens_max: 512,
             kv_copies: mixfleet_scheduler::cost::KvCopyCost::default(),
+            kv_parts: mixfleet_scheduler::batch::PageParts::ONE,
         })
     }
 

@@ -4,8 +4,8 @@
 //! (`parts.rs`). A page is *free* (holds nothing of use), *cached* (unused, but it holds the KV of a known
 //! prefix) or *in use*. The three counts always add up to the total.
 
-use super::parts::{NO_PAGE, PageParts, first_kept};
 use super::text::Text;
+use crate::kv::parts::{NO_PAGE, PageParts, first_kept};
 use crate::kv::{BlockCache, BlockHash, CachePolicy};
 use mixfleet_hal::cast::to_u32;
 use serde::{Deserialize, Serialize};
@@ -215,7 +215,10 @@ impl<B: Default> BlockPool<B> {
             parts.all(|(part, _)| self.find(text, *block, part).is_some())
         };
         let mut length = to_u32((0..blocks).take_while(full).count());
-        let kept = |window, length: u32| first_kept(window, length * self.block_tokens, self.block_tokens);
+        let kept = |window, length: u32| {
+            let computed = u64::from(length) * u64::from(self.block_tokens);
+            to_u32(first_kept(window, computed, self.block_tokens))
+        };
         // the last block that is missed is where the prefix ends at most
         while let Some(missed) = windows()
             .filter(|(_, window)| window.is_some())

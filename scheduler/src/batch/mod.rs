@@ -20,18 +20,18 @@
 mod admit;
 mod blocks;
 mod event;
+mod give_back;
 mod order;
-mod parts;
 mod refusal;
 mod rows;
 mod steady;
 mod text;
 mod travel;
 
+pub use crate::kv::parts::{LayerPages, NO_PAGE, PageParts};
 pub use blocks::{BlockCounts, BlockPool, Evicted, PageDevices};
 pub use event::{Action, After, Event, Sampled, Step, StepSequence};
 pub use order::Place;
-pub use parts::{LayerPages, NO_PAGE, PageParts};
 pub use refusal::Refusal;
 pub use rows::Urgency;
 pub(crate) use rows::rows_beside;

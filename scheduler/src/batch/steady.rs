@@ -1,6 +1,6 @@
 //! Skipping runs of equal steps, for a simulator that has a clock instead of a device.
 
-use super::parts::let_go;
+use super::give_back::let_go;
 use super::{Action, Instance, Phase, StepSequence, Text, publish};
 
 impl<T: Text> Instance<T> {

@@ -1,6 +1,7 @@
 //! A model's shape, and the operations of a step.
 
 use super::{Experts, LatentAttention, LinearAttention, Prefill};
+use crate::kv::parts::LayerPages;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::{DType, KvShape, OpSig, RotaryPart, Scalar, StoredAs, WeightFormat};
@@ -126,13 +127,34 @@ impl ModelShape {
         }
     }
 
-    /// Bytes that a sequence of `tokens` tokens keeps; a layer with a sliding window keeps only the window.
+    /// The pages that its layers' KV is in where layers with a window give back what no token reads.
+    pub fn window_pages(&self) -> LayerPages {
+        let full = self.full_layers() as usize;
+        LayerPages::of(self.windows.get(..full).unwrap_or(&self.windows), u32::MAX)
+    }
+
+    /// Bytes that a sequence of `tokens` tokens holds, in whole pages, where layers with a window give back what
+    /// no token reads.
     pub fn sequence_bytes(&self, tokens: u32) -> u64 {
-        let kept = |(window, layers): (Option<u32>, u64)| {
-            layers * u64::from(window.map_or(tokens, |window| window.min(tokens)))
-        };
-        let tokens: u64 = self.window_groups().into_iter().map(kept).sum();
-        tokens * self.kv_bytes_per_layer() + self.state_bytes()
+        self.sequence_bytes_in(&self.window_pages(), tokens)
+    }
+
+    /// The same where no page is given back before the sequence ends.
+    pub fn whole_sequence_bytes(&self, tokens: u32) -> u64 {
+        self.sequence_bytes_in(&LayerPages::whole(self.full_layers()), tokens)
+    }
+
+    /// Bytes that are sent of a sequence of `tokens` tokens to an instance that goes on with it and whose layers
+    /// keep their window alone.
+    pub fn sent_bytes(&self, tokens: u32) -> u64 {
+        let held = self.window_pages().layer_tokens_held(tokens.into(), self.page_tokens);
+        held * self.kv_bytes_per_layer() + self.state_bytes()
+    }
+
+    /// The same as [`ModelShape::sequence_bytes`] with its layers' KV in these pages.
+    pub fn sequence_bytes_in(&self, pages: &LayerPages, tokens: u32) -> u64 {
+        let held = pages.parts.pages_held(tokens.into(), self.page_tokens);
+        held * pages.page_layer_tokens(self.page_tokens) * self.kv_bytes_per_layer() + self.state_bytes()
     }
 
     /// Copies of the KV among `devices` that share the model: a device has at least one KV head, all heads

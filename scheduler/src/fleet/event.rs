@@ -5,6 +5,7 @@ use super::others::OthersWork;
 use crate::batch::Urgency;
 use crate::cost::{CostModel, KvCopyCost, LinkCost, MeasuredSteps};
 use crate::ids::{InstanceId, RequestId};
+use crate::kv::parts::PageParts;
 use crate::kv::{BlockHash, Tier};
 use mixfleet_hal::DType;
 use mixfleet_hal::units::{Seconds, UsdPerHour};
@@ -84,9 +85,23 @@ pub struct Instance {
     /// What KV that lands on it, or leaves it, takes of its steps.
     #[serde(default)]
     pub kv_copies: KvCopyCost,
+    /// The pages of its blocks: layers with a window may keep no more than it.
+    #[serde(default)]
+    pub kv_parts: PageParts,
 }
 
 impl Instance {
+    /// The tokens of all layers that take as much memory as a sequence of `tokens` does here, of which a block
+    /// may be used in part.
+    pub fn tokens_held(&self, tokens: u64) -> u64 {
+        self.kv_parts.tokens_held(tokens, self.kv_block_tokens)
+    }
+
+    /// The same in whole blocks, as the sequence really holds them.
+    pub fn block_tokens_held(&self, tokens: u64) -> u64 {
+        self.kv_parts.block_tokens_held(tokens, self.kv_block_tokens)
+    }
+
     /// Its blocks have the keys of `chain`.
     pub fn has_blocks_of(&self, chain: &PromptChain) -> bool {
         (self.kv_block_tokens, self.kv_dtype) == (chain.block_tokens, chain.kv_dtype)

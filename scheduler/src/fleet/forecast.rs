@@ -93,15 +93,13 @@ impl Load {
     }
 
     /// The forecast of its decoding requests, all at the current step's pace.
-    pub(super) fn forecast<'a>(&self, lengths: &'a Lengths, now: Seconds) -> Forecast<'a> {
+    pub(super) fn forecast<'a>(&'a self, lengths: &'a Lengths, now: Seconds) -> Forecast<'a> {
         let batch = self.batch();
         let first = self.seats().first().map_or(0, |seat| u64::from(seat.prompt_tokens));
         // Nothing decodes yet, so the pace is that of the first sequence alone.
         let pace = self.step(if batch.sequences == 0 { Batch::default().with(first) } else { batch });
         let courses = self.seats().iter().map(|seat| seat.course(lengths, now)).collect();
-        let Instance { kv_capacity_tokens: capacity_tokens, kv_block_tokens, .. } = self.spec;
-        let block_tokens = u64::from(kv_block_tokens.max(1));
-        Forecast { now, pace, capacity_tokens, block_tokens, courses }
+        Forecast { now, pace, spec: &self.spec, courses }
     }
 }
 
@@ -184,8 +182,7 @@ pub(super) struct Forecast<'a> {
     now: Seconds,
     /// Time per token.
     pace: Seconds,
-    capacity_tokens: u64,
-    block_tokens: u64,
+    spec: &'a Instance,
     courses: Vec<Course<'a>>,
 }
 
@@ -222,11 +219,11 @@ impl Forecast<'_> {
         self.courses.iter().map(|course| course.lands_between(first, last)).collect()
     }
 
-    /// Time until enough requests will probably have ended that `tokens` of KV fit beside the rest. Each
+    /// Time until enough requests will probably have ended that a sequence of `tokens` fits beside the rest. Each
     /// request needs whole blocks: with blocks of 512 tokens and prompts of a thousand, the last, half-empty
     /// ones take a fifth of the memory.
     pub(super) fn kv_wait(&self, tokens: u64) -> Seconds {
-        let limit = self.capacity_tokens as f64 - tokens.next_multiple_of(self.block_tokens) as f64;
+        let limit = self.spec.kv_capacity_tokens as f64 - self.spec.block_tokens_held(tokens) as f64;
         if self.held(self.now) <= limit {
             return Seconds::ZERO;
         }
@@ -239,15 +236,16 @@ impl Forecast<'_> {
         ends.get(at).or(ends.last()).map_or(Seconds::ZERO, |&end| end - self.now)
     }
 
-    /// KV tokens that the requests present at `then` will finally hold, exceeded with a probability of one in
+    /// Tokens of memory that the requests present at `then` will finally hold, exceeded with a probability of one in
     /// 44.
     fn held(&self, then: Seconds) -> f64 {
         let (mut mean, mut variance) = (0.0, 0.0);
         for course in &self.courses {
             let chance = course.goes_on((then - course.from).0.max(0.0) / self.pace.0.max(f64::MIN_POSITIVE));
-            let rest = f64::from(course.remaining);
-            let held =
-                (course.context + u64::from(course.remaining)).next_multiple_of(self.block_tokens) as f64;
+            let whole = course.context + u64::from(course.remaining);
+            let held = self.spec.block_tokens_held(whole) as f64;
+            let rest =
+                self.spec.tokens_held(whole).saturating_sub(self.spec.tokens_held(course.context)) as f64;
             // The standard deviation of an answer's rest is about its mean.
             let spread = course.lengths.map_or(0.0, |_| rest * rest);
             mean += chance * held;

@@ -173,6 +173,8 @@ pub(super) struct Load {
     pub(super) committed: Batch,
     /// Sum of the squares of their assumed answers' lengths.
     answers_squared: f64,
+    /// Tokens of memory that they will then hold.
+    pub(super) promised: u64,
     /// The tightest of their TBT objectives.
     tightest: Tightest,
     /// Times until which the links out and in are reserved for decided transfers.
@@ -200,6 +202,7 @@ impl Load {
             waiting: Batch::default(),
             committed: Batch::default(),
             answers_squared: 0.0,
+            promised: 0,
             tightest: Tightest::default(),
             egress_until: Seconds::ZERO,
             ingress_until: Seconds::ZERO,
@@ -212,6 +215,8 @@ impl Load {
     pub(super) fn respec(&mut self, spec: Instance, works: &Works) {
         self.half_step = half_step(&spec);
         self.spec = spec;
+        self.promised = self.seats.iter().map(|seat| self.spec.tokens_held(seat.whole())).sum();
+        self.answers_squared = self.seats.iter().map(|seat| self.growth(seat).powi(2)).sum();
         let left = |id: &RequestId| match works.get(*id) {
             Some(Work { prompt_tokens, phase: Phase::Prefill { done, .. }, .. }) => prompt_tokens - done,
             _ => 0,
@@ -329,12 +334,19 @@ impl Load {
         self.seats.binary_search_by_key(&request, |seat| seat.request)
     }
 
+    /// Tokens of memory that its assumed answer takes.
+    fn growth(&self, seat: &Seat) -> f64 {
+        let prompt = self.spec.tokens_held(seat.prompt_tokens.into());
+        self.spec.tokens_held(seat.whole()).saturating_sub(prompt) as f64
+    }
+
     /// Adds a request that will decode here.
     pub(super) fn commit(&mut self, seat: Seat) {
         if let Err(place) = self.seat(seat.request) {
             self.seats.insert(place, seat);
             self.committed = self.committed.with(seat.whole());
-            self.answers_squared += f64::from(seat.output_tokens).powi(2);
+            self.promised += self.spec.tokens_held(seat.whole());
+            self.answers_squared += self.growth(&seat).powi(2);
             self.tightest.joined(seat.tbt_slo);
             self.waiting = self.waiting.with(u64::from(seat.prompt_tokens));
         }
@@ -384,7 +396,8 @@ impl Load {
         let place = self.seat(request).ok()?;
         let seat = self.seats.remove(place);
         self.committed = self.committed.without(seat.whole());
-        self.answers_squared -= f64::from(seat.output_tokens).powi(2);
+        self.promised -= self.spec.tokens_held(seat.whole());
+        self.answers_squared -= self.growth(&seat).powi(2);
         self.tightest.left(seat.tbt_slo, &self.seats);
         if seat.decodes() {
             self.batch = self.batch.without(seat.context());
@@ -479,14 +492,15 @@ impl Load {
         Some((still + sequences).min(sequences * u64::from(output_tokens)))
     }
 
-    /// How much its memory binds with `tokens` more, from 0 while at most half of it is promised to 1 when it
+    /// How much its memory binds with a sequence of `tokens` more, from 0 while at most half of it is promised to 1 when it
     /// is full.
     pub(super) fn memory_binds(&self, tokens: u64) -> f64 {
-        let promised = (self.committed.kv_tokens + tokens) as f64;
+        let promised = (self.promised + self.spec.tokens_held(tokens)) as f64;
         binds(promised, self.spec.kv_capacity_tokens)
     }
 
-    /// Whether `tokens` of one request fit if it is empty.
+    /// Whether `tokens` of one request fit if it is empty: all of them in all layers, since a preempted
+    /// sequence is admitted again as a whole.
     pub(super) fn fits(&self, tokens: u64) -> bool {
         let block = u64::from(self.spec.kv_block_tokens.max(1));
         tokens.div_ceil(block) * block <= self.spec.kv_capacity_tokens
@@ -496,10 +510,11 @@ impl Load {
     pub(super) fn has_room(&self, tokens: u64) -> bool {
         let everyone = self.everyone();
         let partial_blocks = u64::from(everyone.sequences + 1) * u64::from(self.spec.kv_block_tokens);
-        let held = self.committed.kv_tokens.max(everyone.kv_tokens);
+        // at most what answers are longer by than assumed
+        let held = self.promised + everyone.kv_tokens.saturating_sub(self.committed.kv_tokens);
         // As much as [`Forecast::kv_wait`] keeps free, even if no answer had begun.
         let spread = (held / 4).max(to_u64(DEVIATIONS * self.answers_squared.sqrt()));
-        held + spread + partial_blocks + tokens <= self.spec.kv_capacity_tokens
+        held + spread + partial_blocks + self.spec.tokens_held(tokens) <= self.spec.kv_capacity_tokens
     }
 
     /// The requests that decode here now.

@@ -6,6 +6,7 @@
 use super::load::{Load, PromptQueue, Works};
 use super::{Instance, RequestId, Role};
 use crate::cost::{Corrections, CostModel, LinkCost};
+use crate::kv::parts::PageParts;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::{Seconds, UsdPerHour};
 use std::ops::{Deref, Range};
@@ -39,15 +40,18 @@ pub(super) struct Kind {
     pub(super) cost: Arc<CostModel>,
     pub(super) price: Option<UsdPerHour>,
     pub(super) nic: Option<LinkCost>,
+    /// The pages of its blocks, and tokens in one.
+    kv: (PageParts, u32),
     pub(super) corrections: Corrections,
     rows: Range<usize>,
 }
 
 impl Kind {
     fn of(load: &Load) -> Self {
-        let Instance { role, pool, ref cost, price, nic, .. } = load.spec;
+        let Instance { role, pool, ref cost, price, nic, ref kv_parts, kv_block_tokens, .. } = load.spec;
+        let kv = (kv_parts.clone(), kv_block_tokens);
         let corrections = load.learner.corrections();
-        Kind { role, pool, cost: cost.clone(), price, nic, corrections, rows: 0..0 }
+        Kind { role, pool, cost: cost.clone(), price, nic, kv, corrections, rows: 0..0 }
     }
 
     /// Time of a step of `sequences` sequences.
@@ -55,11 +59,17 @@ impl Kind {
         self.cost.decode_step_s(sequences, kv_tokens) * self.corrections.step
     }
 
+    /// Tokens of memory that a sequence of `tokens` holds.
+    pub(super) fn tokens_held(&self, tokens: u64) -> u64 {
+        self.kv.0.tokens_held(tokens, self.kv.1)
+    }
+
     fn is_of(&self, load: &Load) -> bool {
         let spec = &load.spec;
         Arc::ptr_eq(&self.cost, &spec.cost)
             && (self.role, self.pool) == (spec.role, spec.pool)
             && (self.price, self.nic) == (spec.price, spec.nic)
+            && (&self.kv.0, self.kv.1) == (&spec.kv_parts, spec.kv_block_tokens)
             && self.corrections == load.learner.corrections()
     }
 }
@@ -84,6 +94,8 @@ pub(super) struct AnswerRow {
     pub(super) sequences: u32,
     /// Their total final tokens.
     pub(super) kv_tokens: u64,
+    /// Tokens of memory that they will then hold.
+    pub(super) promised: u64,
     /// Time of a step of them all.
     pub(super) step: Seconds,
     pub(super) capacity_tokens: u64,
@@ -134,6 +146,7 @@ impl Loads {
         let committed = load.committed;
         if (committed.sequences, committed.kv_tokens) != (answers.sequences, answers.kv_tokens) {
             (answers.sequences, answers.kv_tokens) = (committed.sequences, committed.kv_tokens);
+            answers.promised = load.promised;
             answers.step = load.step(committed);
         }
         answer
@@ -225,6 +238,7 @@ impl AnswerRow {
             at: to_u32(at),
             sequences: load.committed.sequences,
             kv_tokens: load.committed.kv_tokens,
+            promised: load.promised,
             step: load.step(load.committed),
             capacity_tokens: load.spec.kv_capacity_tokens,
         }

@@ -129,8 +129,10 @@ impl Fleet {
                 let Batch { sequences, kv_tokens } = load.batch();
                 let sequences = to_u32((f64::from(sequences) * growth).round());
                 let kv_tokens = to_u64((kv_tokens as f64 * growth).round());
+                let decoding = load.seats().iter().filter(|seat| seat.decodes());
+                let held: u64 = decoding.map(|seat| load.spec.tokens_held(seat.context())).sum();
                 let step = load.step(Batch { sequences, kv_tokens });
-                let fill = kv_tokens as f64 / load.spec.kv_capacity_tokens.max(1) as f64;
+                let fill = held as f64 * growth / load.spec.kv_capacity_tokens.max(1) as f64;
                 self.config.tbt_slo.map_or(0.0, |slo| step / slo).max(fill)
             };
             decoders().map(of).sum::<f64>() / count.max(1.0)

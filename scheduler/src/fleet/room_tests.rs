@@ -3,6 +3,7 @@
 use super::tests::{act, arrival, arrive, config, fleet, instance};
 use super::*;
 use crate::kv::Tier;
+use crate::kv::parts::LayerPages;
 use proptest::prelude::*;
 
 /// A prefill instance, a cheap decoder with room for 400 tokens, and one ten times as dear with room for all.
@@ -103,10 +104,12 @@ proptest! {
         newcomer in 1u64..4000,
         capacity in 10_000u64..400_000,
         output_tokens_expected in 1u32..2000,
+        windows in prop::collection::vec(prop::option::of(1u32..2000), 1..4),
         seed: u64,
     ) {
         let mut decoder = instance(1, Role::Auto, 1e-3, 1e-2);
         decoder.kv_capacity_tokens = capacity;
+        decoder.kv_parts = LayerPages::of(&windows, u32::MAX).parts;
         let mut fleet = fleet(FleetConfig { output_tokens_expected, ..config() }, vec![decoder]);
         let mut random = Stream::new(seed);
         for (request, prompt) in (0..).zip(prompts) {

@@ -1,5 +1,6 @@
 use super::*;
 use crate::cost::{Coefficients, CostModel, DecodeCoefficients, KvCopyCost, PrefillCoefficients};
+use crate::kv::parts::PageParts;
 use crate::kv::{BlockHash, Tier};
 use mixfleet_hal::DType;
 use mixfleet_hal::random::Stream;
@@ -26,6 +27,7 @@ pub(super) fn instance(id: u32, role: Role, per_token: f64, base: f64) -> Instan
         prefill_tokens_beside_decode_max: Some(100),
         step_tokens_max: 0,
         kv_copies: KvCopyCost::default(),
+        kv_parts: PageParts::ONE,
     }
 }
 

@@ -4,6 +4,7 @@ mod blocks;
 pub mod cache;
 pub mod hash;
 pub mod index;
+pub mod parts;
 mod sets;
 mod table;
 

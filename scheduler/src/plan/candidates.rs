@@ -96,6 +96,8 @@ pub struct AttendingKind {
     pub devices: u32,
     /// Bytes of memory that a byte of KV takes.
     copies: f64,
+    /// Whether each has a part of the pages, of all layers.
+    pages_divided: bool,
 }
 
 /// What devices with the weights are and do, whatever devices attend for them.
@@ -323,10 +325,36 @@ impl InstanceKind {
             Some(others) => (self.memory(&others.profile, others.devices), others.copies),
             None => (beside, self.shape.kv_copies(self.layout.per_stage())),
         };
-        let each = self.shape.sequence_bytes(tokens) as f64 * copies;
-        let borrowed = (self.borrowed.0 / self.shape.sequence_bytes(tokens) as f64).floor();
-        let all = (room / each).floor().max(0.0) + borrowed;
+        let each = self.sequence_bytes(tokens);
+        let borrowed = (self.borrowed.0 / each).floor();
+        let all = (room / (each * copies)).floor().max(0.0) + borrowed;
         to_u32(to_u64(all).min(self.sequences_max.into()))
+    }
+
+    /// Whether its pages are of all layers, as those of stages of layers and those that are divided among
+    /// devices are.
+    fn has_whole_pages(&self) -> bool {
+        self.layout.stages > 1
+            || self.borrowed.0 > 0.0
+            || self.attending.as_ref().is_some_and(|others| others.pages_divided)
+    }
+
+    /// Bytes that are sent to it of a prompt which another instance computed.
+    pub(super) fn sent_bytes(&self, tokens: u32) -> f64 {
+        let bytes = match self.has_whole_pages() {
+            true => u64::from(tokens) * self.shape.kv_bytes_per_token() + self.shape.state_bytes(),
+            false => self.shape.sent_bytes(tokens),
+        };
+        bytes as f64
+    }
+
+    /// Bytes that a sequence holds.
+    fn sequence_bytes(&self, tokens: u32) -> f64 {
+        let bytes = match self.has_whole_pages() {
+            true => self.shape.whole_sequence_bytes(tokens),
+            false => self.shape.sequence_bytes(tokens),
+        };
+        bytes as f64
     }
 
     fn memory(&self, profile: &DeviceProfile, devices: u32) -> f64 {
@@ -406,8 +434,9 @@ impl ProductsKind {
         let others = vec![kernels.predictor.clone(); devices as usize];
         let (first, link) = ((&self.cost, self.products.clone()), LockstepCost::network(network));
         let cost = LockstepCost::new(&partition, first, &others, link, Attending::STAGGERED)?;
-        let copies = partition.kv_copies(shape);
-        let attending = Some(AttendingKind { profile: kernels.profile.clone(), devices, copies });
+        let (copies, pages_divided) = (partition.kv_copies(shape), partition.page_holders() > 1);
+        let attending =
+            Some(AttendingKind { profile: kernels.profile.clone(), devices, copies, pages_divided });
         Ok(InstanceKind { cost: CostModel::Lockstep(Arc::new(cost)), attending, ..self.instance.clone() })
     }
 }

@@ -60,7 +60,7 @@ fn of_one_layout(ask: &MarketAsk, allowed: impl Fn(InstanceLayout) -> bool) -> f
                 InstanceKind::of((offer.part, &kernels), layout, ask.model, stored, ask.engine).unwrap();
             let kind = kind.in_stages(layout.stages, ask.nic);
             assert_eq!(kind.layout, layout);
-            let network_s = kind.shape.sequence_bytes(class.size.input_tokens) as f64 / ask.nic.0;
+            let network_s = kind.sent_bytes(class.size.input_tokens) / ask.nic.0;
             let usd = |duty: Duty, network_s: f64| {
                 let carried = kind.carries(duty, &class.size, &ask.level);
                 let instances = carried.map_or(f64::INFINITY, |of| of.instances.max(network_s));

@@ -112,7 +112,7 @@ impl Instances<'_> {
 
 /// Seconds that the KV of a prompt takes of a network.
 pub(super) fn kv_s(instance: &InstanceKind, class: &SizeClass, nic: BytesPerSecond) -> f64 {
-    instance.shape.sequence_bytes(class.size.input_tokens) as f64 / nic.0
+    instance.sent_bytes(class.size.input_tokens) / nic.0
 }
 
 impl MarketKind {

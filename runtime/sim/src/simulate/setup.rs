@@ -1,11 +1,11 @@
 //! Building a fleet from a fleet file.
 
 use super::{InstanceSetup, KV, PoolBasis, Setup, TierSetup};
-use crate::fleet_file::{FleetFile, InstancePool, TierSize};
+use crate::fleet_file::{AttentionDevices, FleetFile, InstancePool, TierSize};
 use mixfleet_hal::cast::{to_u32, to_u64};
 use mixfleet_hal::units::{GB, Seconds, UsdPerHour};
 use mixfleet_scheduler::batch::{BatchLimits, PageDevices, PageParts};
-use mixfleet_scheduler::cost::LinkCost;
+use mixfleet_scheduler::cost::{AttnSplit, LinkCost};
 use mixfleet_scheduler::fleet::{Admission, FleetConfig, Instance, InstanceId, Policy, Replicate};
 use mixfleet_scheduler::kv::Tier;
 use std::sync::Arc;
@@ -29,6 +29,21 @@ fn tiers(pool: &InstancePool) -> Vec<TierSetup> {
     [of(Tier::Dram, &pool.dram), of(Tier::Ssd, &pool.ssd)].into_iter().flatten().collect()
 }
 
+/// The pages of an instance's blocks, as `serve` has them: layers with a window give back what no token reads
+/// where there are no tiers below, no stages, and pages are not divided among devices.
+fn page_parts(file: &FleetFile, pool: &InstancePool) -> PageParts {
+    let divided = |others: &AttentionDevices| others.split != AttnSplit::Head;
+    let whole = pool.role.keeps()
+        || !tiers(pool).is_empty()
+        || pool.pipeline_stages > 1
+        || pool.spare.is_some()
+        || pool.attention.as_ref().is_some_and(divided);
+    match file.model.shape.as_ref().filter(|_| !whole) {
+        Some(shape) => shape.window_pages().parts,
+        None => PageParts::ONE,
+    }
+}
+
 fn limits(file: &FleetFile, pool: &InstancePool) -> BatchLimits {
     let (block_tokens, sequences_max) = (file.kv.block_tokens, pool.engine.max_sequences as usize);
     let blocks_total = u32::try_from(pool.cache_tokens / u64::from(block_tokens)).unwrap_or(u32::MAX);
@@ -42,7 +57,7 @@ fn limits(file: &FleetFile, pool: &InstancePool) -> BatchLimits {
         lower_tiers: !tiers(pool).is_empty(),
         cache_policy: file.kv.policy,
         page_devices: PageDevices::ONE,
-        page_parts: PageParts::ONE,
+        page_parts: page_parts(file, pool),
     }
 }
 
@@ -83,6 +98,7 @@ impl Setup {
                 prefill_tokens_beside_decode_max: limits.prefill_tokens_beside_decode_max,
                 step_tokens_max: limits.step_tokens_max,
                 kv_copies: pool.kv_copies,
+                kv_parts: limits.page_parts.clone(),
             };
             let instance = InstanceSetup { spec, limits, tiers: tiers(pool), lenders: Vec::new() };
             instances.extend(std::iter::repeat_n(instance, pool.count as usize));

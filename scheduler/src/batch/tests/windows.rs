@@ -1,6 +1,8 @@
 //! Layers with a window, which give pages back.
 
 use super::*;
+use crate::cost::ModelShape;
+use crate::models::find;
 
 /// Where a token lies in a part of the layers.
 pub(super) fn slot(pages: &[u32], parts: &PageParts, token: u32, part: u32) -> (u32, u32) {
@@ -36,12 +38,51 @@ fn a_sequence_holds_its_windows_and_up_to_a_block_more_and_in_the_end_nothing() 
             let Some(sequence) = driver.machine.sequences.get(1).filter(|s| s.pending() == 1) else {
                 continue;
             };
-            let expected = page_parts.pages_held(sequence.computed, LIMITS.block_tokens);
+            let expected = page_parts.pages_held(sequence.computed.into(), LIMITS.block_tokens);
             assert_eq!(held as u64, expected, "{page_parts:?} after {} tokens", sequence.computed);
             decoded += 1;
         }
         assert_eq!((decoded, driver.machine.blocks.pages_used()), (29, 0));
     }
+}
+
+/// What memory a sequence takes is said in one place; the machine, the shape of a model and the fleet's view of an
+/// instance agree with it.
+#[test]
+fn what_is_predicted_to_be_held_is_what_the_machine_holds() {
+    let mut random = Stream::new(14);
+    let mut let_go = 0;
+    for _ in 0..200 {
+        let groups: Vec<Option<u32>> = (0..1 + random.below(3))
+            .map(|_| (random.below(3) > 0).then(|| 1 + random.below(20) as u32))
+            .collect();
+        let each = 1 + random.below(3) as usize;
+        let windows: Vec<Option<u32>> = groups.iter().cycle().take(groups.len() * each).copied().collect();
+        let shape = ModelShape {
+            windows,
+            page_tokens: LIMITS.block_tokens,
+            ..find("llama-3.1-8b").unwrap().shape(DType::Bf16)
+        };
+        let pages = shape.window_pages();
+        let limits = BatchLimits { page_parts: pages.parts.clone(), ..LIMITS };
+        let mut driver = Driver::new(limits);
+        let (prompt, answer) = (1 + random.below(30) as u32, 2 + random.below(14) as usize);
+        driver.add(1, (0..prompt).collect(), answer, After::Decode);
+        while driver.turn() {
+            let Some(sequence) = driver.machine.sequences.get(1).filter(|s| s.computed >= prompt) else {
+                continue;
+            };
+            let (tokens, held) = (sequence.computed, driver.machine.blocks.pages_used() as u64);
+            let page_bytes = pages.page_layer_tokens(LIMITS.block_tokens) * shape.kv_bytes_per_token()
+                / u64::from(shape.layers());
+            assert_eq!(shape.sequence_bytes(tokens), held * page_bytes, "{:?} {tokens}", shape.windows);
+            let of_blocks = u64::from(pages.parts.count());
+            let in_tokens = pages.parts.block_tokens_held(tokens.into(), LIMITS.block_tokens);
+            assert_eq!(in_tokens, (held * u64::from(LIMITS.block_tokens)).div_ceil(of_blocks));
+            let_go += u32::from(shape.sequence_bytes(tokens) < shape.whole_sequence_bytes(tokens));
+        }
+    }
+    assert!(let_go > 500, "{let_go}");
 }
 
 #[test]

@@ -20,7 +20,7 @@ impl Fleet {
         let (prompt, output) = (u64::from(question.arrival.prompt_tokens), question.output_tokens);
         let cost = |at: usize, tokens: u64, held: Seconds| {
             let load = &self.loads[at];
-            let share = tokens as f64 / load.spec.kv_capacity_tokens.max(1) as f64;
+            let share = load.spec.tokens_held(tokens) as f64 / load.spec.kv_capacity_tokens.max(1) as f64;
             let time = held * (share * load.memory_binds(prompt + u64::from(output)));
             match (question.score_unit, load.spec.price) {
                 (ScoreUnit::Usd, Some(price)) => (price * time).0,

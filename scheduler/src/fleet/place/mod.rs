@@ -565,7 +565,7 @@ impl Fleet {
             return Some(prefill);
         }
         let busy = |load: &Load| {
-            let fill = load.committed.kv_tokens as f64 / load.spec.kv_capacity_tokens.max(1) as f64;
+            let fill = load.promised as f64 / load.spec.kv_capacity_tokens.max(1) as f64;
             (load.step(load.committed.with(0)).0, fill)
         };
         let mut best: Option<(usize, (f64, f64))> = None;

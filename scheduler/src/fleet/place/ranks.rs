@@ -26,9 +26,12 @@ pub(super) fn best_prefills(fleet: &Fleet, question: &Question<'_>, count: usize
 pub(super) fn best_decoders(fleet: &Fleet, question: &Question<'_>, count: usize) -> Vec<usize> {
     let mut best = Shortlist::new(count);
     for kind in fleet.loads.kinds().iter().filter(|kind| kind.role.decodes()) {
+        let prompt = u64::from(question.arrival.prompt_tokens);
+        let held = [question.output_tokens, question.output_tokens / 2]
+            .map(|output| kind.tokens_held(prompt + u64::from(output)));
         for row in fleet.loads.answer_rows(kind) {
             let (worst, kv_weight) = (best.worst.0, fleet.config.kv_weight);
-            if let Some(key) = decode_key(row, kind, question, worst, kv_weight) {
+            if let Some(key) = decode_key(row, (kind, held), question, worst, kv_weight) {
                 best.offer(row.at as usize, key);
             }
         }
@@ -198,11 +201,12 @@ fn later(a: Seconds, b: Seconds) -> Seconds {
     if a > b { a } else { b }
 }
 
-/// The key of an instance for decode; none if it is known to exceed `worst`.
+/// The key of an instance for decode, of a kind where the sequence holds so much in the end, and when half of its
+/// answer is there; none if it is known to exceed `worst`.
 #[inline]
 fn decode_key(
     row: &AnswerRow,
-    kind: &Kind,
+    (kind, [held_last, held_midway]): (&Kind, [u64; 2]),
     question: &Question<'_>,
     worst: f64,
     kv_weight: f64,
@@ -219,9 +223,10 @@ fn decode_key(
         return None;
     }
     // If it has accepted more than it can hold, the request waits for as large a share of all its answers.
-    let over = match kv_tokens.saturating_sub(row.capacity_tokens) {
+    let promised = row.promised + held_last;
+    let over = match promised.saturating_sub(row.capacity_tokens) {
         0 => 0.0,
-        over => over as f64 / kv_tokens as f64,
+        over => over as f64 / promised as f64,
     };
     let wait = step * (output * over);
     let share = step * (output / f64::from(sequences));
@@ -230,8 +235,8 @@ fn decode_key(
     let memory = if kv_weight == 0.0 {
         0.0
     } else {
-        let held = f64::from(question.arrival.prompt_tokens) + 0.5 * output;
-        let share = held / row.capacity_tokens.max(1) as f64 * binds(kv_tokens as f64, row.capacity_tokens);
+        let share = held_midway as f64 / row.capacity_tokens.max(1) as f64;
+        let share = share * binds(promised as f64, row.capacity_tokens);
         let time = step * (output * share * kv_weight);
         price.map_or(time.0, |price| (price * time).0)
     };

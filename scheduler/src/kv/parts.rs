@@ -4,9 +4,10 @@
 //! A block of a sequence is one page of each part. Pages of all parts have equal bytes and come from the same
 //! memory: what one part gives back, any other takes.
 
-use super::{BlockPool, Instance, RequestId, Sequence, Text};
 use mixfleet_hal::cast::to_u32;
+use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
+use std::ops::Range;
 
 /// Stands for a page that a sequence has no longer, or never had, since no later token reads it.
 pub const NO_PAGE: u32 = u32::MAX;
@@ -15,7 +16,8 @@ pub const NO_PAGE: u32 = u32::MAX;
 const PARTS_MAX: usize = 8;
 
 /// The pages of a block: the window of each part of the layers; parts without one come first.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "Vec<Option<u32>>", into = "Vec<Option<u32>>")]
 pub struct PageParts {
     windows: Cow<'static, [Option<u32>]>,
 }
@@ -48,11 +50,54 @@ impl PageParts {
         self.windows.iter().any(Option::is_some)
     }
 
+    /// The tokens whose keys each part still holds of a sequence of `tokens` tokens, once these are computed:
+    /// from the block in which the window of the next token begins.
+    pub fn kept(&self, tokens: u64, block_tokens: u32) -> impl Iterator<Item = Range<u64>> {
+        self.windows.iter().map(move |&window| {
+            first_kept(window, tokens, block_tokens) * u64::from(block_tokens.max(1))..tokens
+        })
+    }
+
     /// Pages that a sequence of `tokens` tokens holds once they are computed, in blocks of so many tokens.
-    pub fn pages_held(&self, tokens: u32, block_tokens: u32) -> u64 {
-        let blocks = tokens.div_ceil(block_tokens);
-        let held = |&window: &Option<u32>| u64::from(blocks - first_kept(window, tokens, block_tokens));
-        self.windows.iter().map(held).sum()
+    pub fn pages_held(&self, tokens: u64, block_tokens: u32) -> u64 {
+        let block = u64::from(block_tokens.max(1));
+        self.kept(tokens, block_tokens).map(|kept| kept.end.div_ceil(block) - kept.start / block).sum()
+    }
+
+    /// The same as tokens of whole blocks that would take as many pages.
+    pub fn block_tokens_held(&self, tokens: u64, block_tokens: u32) -> u64 {
+        let pages = self.pages_held(tokens, block_tokens);
+        (pages * u64::from(block_tokens.max(1))).div_ceil(u64::from(self.count()))
+    }
+
+    /// Tokens that would take as much memory in all layers as a sequence of `tokens` does, had it a part of its
+    /// last block.
+    pub fn tokens_held(&self, tokens: u64, block_tokens: u32) -> u64 {
+        let kept: u64 = self.kept(tokens, block_tokens).map(|kept| kept.end - kept.start).sum();
+        kept.div_ceil(u64::from(self.count()))
+    }
+}
+
+impl Default for PageParts {
+    fn default() -> Self {
+        PageParts::ONE
+    }
+}
+
+impl TryFrom<Vec<Option<u32>>> for PageParts {
+    type Error = String;
+
+    fn try_from(windows: Vec<Option<u32>>) -> Result<Self, String> {
+        match windows.len() {
+            1..=PARTS_MAX => Ok(PageParts { windows: windows.into() }),
+            parts => Err(format!("{parts} parts of the layers; there are 1 to {PARTS_MAX}")),
+        }
+    }
+}
+
+impl From<PageParts> for Vec<Option<u32>> {
+    fn from(parts: PageParts) -> Self {
+        parts.windows.into_owned()
     }
 }
 
@@ -88,9 +133,28 @@ impl LayerPages {
         LayerPages { parts: PageParts { windows: parts.into() }, layers }
     }
 
+    /// The first token whose keys a layer still holds of a sequence of `tokens` tokens.
+    pub fn first_kept(&self, layer: u32, tokens: u32, block_tokens: u32) -> u32 {
+        let part = self.layers.get(layer as usize).map_or(0, |(part, _)| *part);
+        let kept = self.parts.kept(tokens.into(), block_tokens).nth(part as usize);
+        kept.map_or(0, |kept| to_u32(kept.start))
+    }
+
+    /// Keys that the layers hold together of a sequence of `tokens` tokens, one for each token and layer: what
+    /// another instance is sent that goes on with it.
+    pub fn layer_tokens_held(&self, tokens: u64, block_tokens: u32) -> u64 {
+        let kept: u64 = self.parts.kept(tokens, block_tokens).map(|kept| kept.end - kept.start).sum();
+        kept * u64::from(self.part_layers())
+    }
+
     /// Layers of a part.
     pub fn part_layers(&self) -> u32 {
         to_u32(self.layers.len()) / self.parts.count()
+    }
+
+    /// Keys in a page of so many tokens, one for each of them in each of its layers.
+    pub fn page_layer_tokens(&self, block_tokens: u32) -> u64 {
+        u64::from(self.part_layers()) * u64::from(block_tokens)
     }
 }
 
@@ -99,38 +163,9 @@ fn greatest_divisor(a: usize, b: usize) -> usize {
 }
 
 /// The first block that a token at `computed`, or a later one, reads through a window.
-pub(super) fn first_kept(window: Option<u32>, computed: u32, block_tokens: u32) -> u32 {
-    window.map_or(0, |window| (computed + 1).saturating_sub(window.max(1)) / block_tokens)
-}
-
-/// Gives back the pages of a sequence that no later token of it reads, the first ones first.
-pub(super) fn let_go<T: Text>(blocks: &mut BlockPool<T::Block>, sequence: &mut Sequence<T>) {
-    if !blocks.parts().lets_go() {
-        return;
-    }
-    let (block_tokens, count) = (blocks.block_tokens(), blocks.parts().count() as usize);
-    for part in 0..count {
-        let window = blocks.parts().windows()[part];
-        let until = first_kept(window, sequence.computed, block_tokens) as usize;
-        let until = until.min(sequence.pages.len() / count);
-        let gone_before = |&block: &usize| sequence.pages[block * count + part] == NO_PAGE;
-        let from = (0..until).rev().find(gone_before).map_or(0, |block| block + 1);
-        for block in from..until {
-            let page = std::mem::replace(&mut sequence.pages[block * count + part], NO_PAGE);
-            blocks.release(page);
-        }
-    }
-}
-
-impl<T: Text> Instance<T> {
-    /// Gives back what a sequence that runs reads no longer. Who hands its KV off sends all of it.
-    pub(super) fn give_back(&mut self, request: RequestId) {
-        if let Some(sequence) = self.sequences.get_mut(request)
-            && sequence.preemptable()
-        {
-            let_go(&mut self.blocks, sequence);
-        }
-    }
+pub(crate) fn first_kept(window: Option<u32>, computed: u64, block_tokens: u32) -> u64 {
+    let before = |window: u32| (computed + 1).saturating_sub(u64::from(window.max(1)));
+    window.map_or(0, |window| before(window) / u64::from(block_tokens.max(1)))
 }
 
 #[cfg(test)]
@@ -160,12 +195,16 @@ mod tests {
         let pages = LayerPages::of(&[W, FULL], 1 << 20);
         assert_eq!(pages.parts.pages_held(16, 16), 2);
         assert_eq!(pages.parts.pages_held(8192, 16), 512 + 8);
-        for tokens in 1..1000 {
-            let held = pages.parts.pages_held(tokens, 16) - u64::from(tokens.div_ceil(16));
-            assert!(held * 16 <= u64::from((tokens + 15).min(128 + 2 * 16)), "{tokens}");
+        for tokens in 1..1000u64 {
+            let held = pages.parts.pages_held(tokens, 16) - tokens.div_ceil(16);
+            assert!(held * 16 <= (tokens + 15).min(128 + 2 * 16), "{tokens}");
             // the next token sees 127 before it
-            let seen = u64::from(tokens.min(127));
-            assert!(held * 16 >= seen, "{tokens}");
+            assert!(held * 16 >= tokens.min(127), "{tokens}");
+            let as_tokens = pages.parts.block_tokens_held(tokens, 16);
+            assert_eq!(as_tokens, (held + tokens.div_ceil(16)) * 8);
+            assert!((as_tokens - 16..=as_tokens).contains(&pages.parts.tokens_held(tokens, 16)), "{tokens}");
         }
+        assert_eq!(PageParts::ONE.tokens_held(17, 16), 17);
+        assert_eq!(PageParts::ONE.block_tokens_held(17, 16), 32);
     }
 }
