@@ -229,6 +229,16 @@ plant "rows of other members' experts are added again from the layer before" run
     's/if experts.is_share() {/if false {/' all mixtures_give_the_oracles
 plant "a member takes the rows of the first experts for those of its own" runtime/src/model/mixture.rs \
     's/words(held.start as usize)/words(0)/' all mixtures_give_the_oracles
+plant "keys made of latents lack the factor of scores" runtime/src/model/expanded.rs \
+    's/let factor = f64::from(latent.scale.0) \* f64::from(query).sqrt();/let factor = 1.0;/' all prompts_give_the_same
+plant "prompts of a step have the same pages for keys made of latents" runtime/src/model/expanded.rs \
+    's/first += own;/first += own * 0;/' all prompts_give_the_same
+plant "a rotated part of latents goes to keys as its first number" runtime/src/model/latent.rs \
+    's/if column == row { 1.0 } else { 0.0 }/if column == 0 { 1.0 } else { 0.0 }/' all prompts_give_the_same
+plant "queries of expanded prompts are taken from the first row on" runtime/src/model/expanded.rs \
+    's/slice.range(bytes(self.lifted, before)/slice.range(bytes(self.lifted * 0, before)/' all prompts_give_the_same
+plant "the cost model lifts queries of prompts that are expanded" scheduler/src/cost/shape.rs \
+    's/if latent.expands(parts, self.page_tokens) { 0 } else { prompts }/prompts/' all every_family_costs
 plant "choices of the experts before a share are computed with its first one" backends/opencl/src/kernels/grouped.cl \
     's/max(first, starts\[0\])/first/' all conformance mixfleet-opencl
 if [ "$missed" != 0 ]; then

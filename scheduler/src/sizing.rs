@@ -6,7 +6,7 @@
 //! - KV gets what is free once the weights are placed, less what steps need and a reserve.
 //! - As many sequences run as KV memory holds at a usual length.
 
-use crate::cost::ModelShape;
+use crate::cost::{EXPANDED_TOKENS, ModelShape};
 use mixfleet_hal::cast::{to_u32, to_u64};
 use mixfleet_hal::units::Bytes;
 
@@ -15,6 +15,8 @@ const CHUNK_RIDGES: f64 = 8.0;
 /// Bounds of a chunk, in tokens.
 const CHUNK_MIN: u32 = 512;
 const CHUNK_MAX: u32 = 8192;
+// the longest step of prompts without earlier chunks has room for their expanded keys
+const _: () = assert!(CHUNK_MAX <= EXPANDED_TOKENS);
 /// The share of a device's memory that is left free: for libraries, fragments and staging buffers.
 const RESERVE: f64 = 0.1;
 /// The share that weights and KV may fill, as in the defaults of serving engines.

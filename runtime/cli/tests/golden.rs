@@ -12,6 +12,7 @@ use mixfleet_runtime::model::draws::DrawInput;
 use mixfleet_runtime::model::graph::{Forward, StepInput, StepShape};
 use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_runtime::model::{ChatMessage, ChatTemplate, Checkpoint, ModelConfig, Oracle, Tokenizer};
+use mixfleet_scheduler::cost::Prefill;
 use serde_json::Value;
 use std::path::Path;
 use std::sync::Arc;
@@ -337,7 +338,7 @@ impl Close {
         let vocab = checkpoint.config.vocab as usize;
         let exact = oracle.logits(&sequence); // [tokens, vocab]
         let error = |device: &Arc<dyn Device>| {
-            let rows = logits(&**device, &checkpoint, &sequence, prompt.len() - 1, DType::F32).concat();
+            let rows = logits(&**device, &checkpoint, &sequence, &[prompt.len()], DType::F32).concat();
             let errors = rows.iter().zip(&exact[(prompt.len() - 1) * vocab..]);
             errors.map(|(a, b)| (f64::from(*a) - b).abs()).fold(0.0, f64::max)
         };
@@ -403,12 +404,13 @@ fn generated_checkpoints_give_the_oracles_tokens_on_every_placement() {
     }
 }
 
-/// Logits of every position from `first` on: `..=first` in one step, then token by token.
+/// Logits of every position from the end of a prompt on: the prompt in chunks of these ends, then token by
+/// token.
 fn logits(
     device: &dyn Device,
     checkpoint: &Checkpoint,
     sequence: &[u32],
-    first: usize,
+    chunks: &[usize],
     dtype: DType,
 ) -> Vec<Vec<f32>> {
     let config = Arc::new(checkpoint.config.clone());
@@ -435,9 +437,55 @@ fn logits(
         device.read(&forward.logits(&pass), bytemuck::cast_slice_mut(&mut row)).unwrap();
         row
     };
-    let mut rows = vec![run(0, first + 1)];
-    rows.extend((first + 1..sequence.len()).map(|at| run(at, at + 1)));
+    let mut end = 0;
+    let of_chunks = chunks.iter().map(|&next| run(std::mem::replace(&mut end, next), next));
+    let mut rows: Vec<_> = of_chunks.last().into_iter().collect();
+    rows.extend((end..sequence.len()).map(|at| run(at, at + 1)));
     rows
+}
+
+/// A prompt over latents, the same over keys that are made of them, and in chunks of which the second attends
+/// to latents, as it is short, and the third to keys made of those of all chunks.
+#[test]
+fn latents_give_their_golden_logits_and_tokens_absorbed_expanded_and_in_turn() {
+    let devices: Vec<_> = devices().into_iter().chain(wgpu()).collect();
+    for fixture in fixtures() {
+        let whole = open(&fixture);
+        let Some(latent) = whole.config.latent.as_ref().map(|latent| latent.lengths) else { continue };
+        let mut absorbing = open(&fixture);
+        absorbing.config.latent.as_mut().unwrap().lengths.expanded_tokens = 0;
+        let golden = golden(&fixture);
+        let case =
+            golden["cases"].as_array().unwrap().iter().max_by_key(|case| ids(&case["prompt_ids"]).len());
+        let case = case.expect("a case");
+        let (prompt, greedy) = (ids(&case["prompt_ids"]), ids(&case["greedy_ids"]));
+        let sequence = [prompt.clone(), greedy.clone()].concat();
+        let chunks = [60, 64, prompt.len()];
+        let ways = [0, 60, 64].iter().zip(chunks).map(|(&from, to)| {
+            latent.expands(&[Prefill { context: from, tokens: to as u32 - from, last: false }], 16)
+        });
+        assert_eq!(ways.collect::<Vec<_>>(), [true, false, true]);
+        for device in &devices {
+            for (way, checkpoint, chunks) in [
+                ("absorbed", &absorbing, &chunks[2..]),
+                ("expanded", &whole, &chunks[2..]),
+                ("in turn", &whole, &chunks[..]),
+            ] {
+                let rows = logits(&**device, checkpoint, &sequence, chunks, DType::F32);
+                let place = format!("{} on {}, {way}", fixture.display(), device.info().id);
+                for (name, row) in [("first_logits", &rows[0]), ("last_logits", &rows[48])] {
+                    let expected = case[name].as_array().unwrap().iter().map(|x| x.as_f64().unwrap());
+                    let errors = row.iter().zip(expected).map(|(a, b)| (f64::from(*a) - b).abs());
+                    let error = errors.fold(0.0, f64::max);
+                    assert!(error < LOGIT_ERROR_MAX, "{place}: {name} off by {error:e}");
+                }
+                let best =
+                    |row: &Vec<f32>| (0..row.len()).fold(0, |b, i| if row[i] > row[b] { i } else { b });
+                let chosen: Vec<u32> = rows[..48].iter().map(|row| best(row) as u32).collect();
+                assert_eq!(chosen, greedy, "{place}");
+            }
+        }
+    }
 }
 
 #[test]
@@ -452,7 +500,7 @@ fn f32_logits_of_the_fixtures_are_golden() {
             for case in golden(&fixture)["cases"].as_array().unwrap() {
                 let prompt = ids(&case["prompt_ids"]);
                 let sequence = [prompt.clone(), ids(&case["greedy_ids"])].concat();
-                let rows = logits(&**device, &checkpoint, &sequence, prompt.len() - 1, DType::F32);
+                let rows = logits(&**device, &checkpoint, &sequence, &[prompt.len()], DType::F32);
                 for (name, row) in [("first_logits", &rows[0]), ("last_logits", &rows[48])] {
                     let expected = case[name].as_array().unwrap().iter().map(|x| x.as_f64().unwrap());
                     let errors = row.iter().zip(expected).map(|(a, b)| (f64::from(*a) - b).abs());
@@ -507,7 +555,7 @@ fn bf16_logits_of_the_fixtures_stay_within_the_bound() {
             let sequence = [prompt.clone(), greedy.clone()].concat();
             let exact = oracle.logits(&sequence); // [tokens, vocab]
             for device in &devices {
-                let rows = logits(&**device, &checkpoint, &sequence, prompt.len() - 1, DType::Bf16);
+                let rows = logits(&**device, &checkpoint, &sequence, &[prompt.len()], DType::Bf16);
                 for (at, row) in rows.iter().enumerate() {
                     let exact = &exact[(prompt.len() - 1 + at) * vocab..][..vocab];
                     let place = || format!("{} on {}, step {at}", fixture.display(), device.info().id);

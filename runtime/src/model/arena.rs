@@ -2,9 +2,10 @@
 
 use super::ModelConfig;
 use super::attention::{AttentionArena, distinct_windows};
+use super::expanded::ExpandedTables;
 use super::experts::Mixture;
-use super::graph::StepShape;
 use super::latent::LatentArena;
+use super::step::StepShape;
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::sample::PARAMETER_WORDS;
 use mixfleet_hal::{BufferUsage, DType, Device, Result, Slice};
@@ -95,7 +96,7 @@ impl Arena {
             latent: c
                 .latent
                 .as_ref()
-                .map(|latent| LatentArena::new(c, latent, (tokens, x), &alloc))
+                .map(|latent| LatentArena::new(device, c, latent, shape, &alloc))
                 .transpose()?,
             picked: alloc(sequences * hidden * 4)?,
             logits: alloc(sequences * vocab * 4)?,
@@ -111,7 +112,10 @@ pub(super) fn attention_input_bytes(c: &ModelConfig, shape: &StepShape, decodes:
     let (windows, row) = (distinct_windows(c).len() as u64, u64::from(table_row(c, shape)));
     let parts = u64::from(c.pages.parts.count());
     let words = tokens * parts + decodes * (2 * windows + row * parts) + sequences * (2 + row * parts) + 1;
-    words * 4 + (2 + 3 * parts + windows) * alignment
+    let expanded = c.latent.as_ref().map_or(0, |latent| {
+        ExpandedTables::bytes(&latent.lengths, (shape.sequences_max, shape.block_tokens), alignment)
+    });
+    words * 4 + (2 + 3 * parts + windows) * alignment + expanded
 }
 
 /// Length of the longest row of a block table.

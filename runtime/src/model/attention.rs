@@ -2,9 +2,10 @@
 
 use super::ModelConfig;
 use super::arena::{Packer, rows_of};
-use super::graph::{StepInput, StepShape};
+use super::expanded::ExpandedInputs;
 use super::latent::LatentHeads;
 use super::reach::{KvSizes, visible};
+use super::step::{StepInput, StepShape};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{BufferUsage, Cmd, DType, Device, Error, KvShape, OpSig, Result, Slice};
 use mixfleet_scheduler::batch::{LayerPages, NO_PAGE};
@@ -53,6 +54,8 @@ pub(super) struct AttentionSizes {
     pub(super) prefills: u32,
     pub(super) decode_pages_max: u32,
     pub(super) prefill_pages_max: u32,
+    /// Whether prefills attend to keys that are made of latents.
+    pub(super) expanded: bool,
     /// Per distinct window: keys read by decodes, and pairs and keys of prefills.
     pub(super) kv: Vec<KvSizes>,
 }
@@ -63,9 +66,11 @@ pub(super) struct AttentionInputs {
     /// Ranges per distinct window.
     ranges: Vec<Slice>,
     decode_pages: Vec<Slice>,
-    query_start: Slice,
-    context: Slice,
+    pub(super) query_start: Slice,
+    pub(super) context: Slice,
     prefill_pages: Vec<Slice>,
+    /// Of prefills that attend to keys that are made of latents.
+    pub(super) expanded: Option<ExpandedInputs>,
 }
 
 /// How layers differ in what they read: their distinct windows, and in how many parts they are, which have
@@ -116,6 +121,11 @@ impl AttentionArena {
 }
 
 impl AttentionSizes {
+    /// The first so many rows attend to what is stored.
+    pub(super) fn lifted(&self) -> u32 {
+        if self.expanded { self.decodes } else { self.tokens }
+    }
+
     /// Of a step whose decodes and prefills these are.
     pub(super) fn of(
         decode: &[StepInput<'_>],
@@ -134,6 +144,7 @@ impl AttentionSizes {
             prefills: to_u32(prefill.len()),
             decode_pages_max: pages_max(decode),
             prefill_pages_max: pages_max(prefill),
+            expanded: false,
             kv: windows.iter().map(|&window| KvSizes::of(decode, prefill, window)).collect(),
         }
     }
@@ -230,6 +241,7 @@ impl AttentionTables {
             prefill_pages: put(self.prefill_pages),
             query_start: packer.put_words(self.query_start),
             context: packer.put_words(self.context),
+            expanded: None,
         }
     }
 }
@@ -287,7 +299,13 @@ impl Attention {
         &self.pools
     }
 
-    /// Appends KV write and attention of layer `at`: decodes first, then prefills.
+    /// The latents of layer `at`, and how they are kept.
+    pub(super) fn latents(&self, at: usize) -> (&Slice, KvShape) {
+        (&self.pools[at].0, self.kv)
+    }
+
+    /// Appends KV write and attention of layer `at`: decodes first, then prefills, unless they attend to keys
+    /// that are made of latents.
     pub(super) fn commands(
         &self,
         at: usize,
@@ -352,7 +370,7 @@ impl Attention {
                 merge(bare, rows - bare, sinks)?;
             }
         }
-        if sizes.prefills > 0 {
+        if sizes.prefills > 0 && !sizes.expanded {
             let (first, rows) = (sizes.decodes, tokens - sizes.decodes);
             let sig = OpSig::AttnPrefill {
                 tokens: rows,

@@ -9,15 +9,17 @@ use super::attention::zeros;
 use super::attention::{
     Attention, AttentionArena, AttentionInputs, AttentionSizes, AttentionTables, Reaches,
 };
-use super::draws::{DrawArena, DrawInput, DrawOutputs, DrawSizes};
+use super::draws::{DrawArena, DrawOutputs, DrawSizes};
+use super::expanded::{self, ExpandedTables};
 use super::latent::LatentStep;
 use super::mixture::MlpStep;
 use super::product::{Out, embedding, gemm};
 use super::reach::visible;
 use super::rope_table::RopeTable;
+pub use super::step::{StepInput, StepShape};
 use super::{HeadWeights, KvWeights, ModelConfig, Tensor, Weights};
 use mixfleet_hal::cast::to_u32;
-use mixfleet_hal::{Cmd, DType, Device, Error, KvShape, OpSig, Result, Scalar, Slice};
+use mixfleet_hal::{Cmd, DType, Device, Error, OpSig, Result, Scalar, Slice};
 use mixfleet_scheduler::cost::MemberShare;
 use std::sync::Arc;
 
@@ -30,50 +32,6 @@ const ROWS_STEP: u32 = 8;
 /// Number of rows of the recording that a step of `decodes` rows uses.
 fn bucket(decodes: u32) -> u32 {
     if decodes < ROWS_STEP { decodes.next_power_of_two() } else { decodes.next_multiple_of(ROWS_STEP) }
-}
-
-/// The maximum size of a step, and its dtypes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct StepShape {
-    /// Maximum number of new tokens in a step.
-    pub tokens_max: u32,
-    /// Maximum number of sequences in a step.
-    pub sequences_max: u32,
-    /// Number of KV blocks of the instance.
-    pub blocks: u32,
-    /// Tokens in a block.
-    pub block_tokens: u32,
-    /// Dtype of activations.
-    pub activations: DType,
-    /// Dtype of the KV pools.
-    pub kv: DType,
-}
-
-impl StepShape {
-    /// The largest step of the second of two batches, which has half of the sequences and no prompts; none if
-    /// there is nothing to halve.
-    pub fn of_second_batch(&self) -> Option<StepShape> {
-        let sequences = self.sequences_max / 2;
-        (sequences > 0).then_some(StepShape { tokens_max: sequences, sequences_max: sequences, ..*self })
-    }
-
-    /// The KV of a model in such pages.
-    pub fn kv_shape(&self, config: &ModelConfig) -> KvShape {
-        config.kv_shape(self.block_tokens, self.kv)
-    }
-}
-
-/// One sequence's part in a step.
-#[derive(Clone, Debug)]
-pub struct StepInput<'a> {
-    /// Number of tokens whose KV is computed already.
-    pub start: u32,
-    /// New tokens.
-    pub tokens: &'a [u32],
-    /// Block table for `start` and `tokens` together, with a page for each part of the layers.
-    pub pages: &'a [u32],
-    /// How the token after the last new one is drawn; none if it is known or not needed.
-    pub draw: Option<DrawInput<'a>>,
 }
 
 /// A step whose inputs are on the device; its commands are built list by list.
@@ -219,6 +177,7 @@ impl Forward {
         let replay_pays = device.limits().replay_pays;
         // where the padding of recorded steps writes
         let spare = if replay_pays { (ROWS_STEP - 1).div_ceil(shape.block_tokens) } else { 0 };
+        let config = expanded::on_device(device, config, weights.as_ref().filter(|_| keeps_kv), &shape);
         let attention = keeps_kv.then(|| Attention::new(device, &config, &shape, spare)).transpose()?;
         let alignment = device.limits().alignment_bytes.max(4);
         let arena = Arena::new(device, &config, &shape, alignment, keeps_kv)?;
@@ -347,7 +306,10 @@ impl Forward {
         }
         let draws = (self.draws.is_some() && !picks.is_empty())
             .then(|| DrawSizes::of(parts.iter().filter_map(|part| part.draw.as_ref())));
-        Sizes { rows: AttentionSizes::of(decode, prefill, self.reaches()), padding: 0, picks, draws }
+        let mut rows = AttentionSizes::of(decode, prefill, self.reaches());
+        let latent = self.config.latent.as_ref();
+        rows.expanded = latent.is_some_and(|latent| latent.expands(prefill, self.shape.block_tokens));
+        Sizes { rows, padding: 0, picks, draws }
     }
 
     fn upload(&self, device: &dyn Device, parts: &[StepInput<'_>], sizes: &Sizes) -> Result<Inputs> {
@@ -361,7 +323,12 @@ impl Forward {
             let (block, rows) = (self.shape.block_tokens, &sizes.rows);
             let mut tables = AttentionTables::of(halves.0, halves.1, block, rows, attention.reaches());
             tables.pad(sizes.padding, attention.first_spare(), rows.decode_pages_max);
-            tables.put(&mut packer)
+            let mut inputs = tables.put(&mut packer);
+            let latent = self.config.latent.as_ref().filter(|_| rows.expanded);
+            inputs.expanded = latent.map(|latent| {
+                ExpandedTables::of(halves.1, block).put(latent.lengths.piece_tokens(), &mut packer)
+            });
+            inputs
         });
         let draws = match (&self.draws, sizes.draws) {
             (Some(arena), Some(draws)) => {
@@ -379,7 +346,7 @@ impl Forward {
         };
         device.write(&self.arena.inputs.range(0, packer.bytes.len() as u64), &packer.bytes)?;
         if let Some(latent) = &self.arena.latent {
-            latent.order(device, self.config.heads, sizes.rows.tokens)?;
+            latent.order(device, self.config.heads, sizes.rows.lifted())?;
         }
         self.rope.extend_to(device, &self.config.rope, positions.iter().copied().max().unwrap_or(0))?;
         Ok(inputs)
@@ -427,7 +394,13 @@ impl Forward {
     pub(super) fn attention_block(&self, at: usize, pass: &Pass) -> Result<Vec<Cmd>> {
         let mut list = self.attention_inputs(at, pass)?;
         if let (Some(attention), Some(inputs)) = (&self.attention, &pass.inputs.attention) {
-            attention.commands(at, &pass.sizes.rows, inputs, &self.arena.attention, &mut list)?;
+            let rows = &pass.sizes.rows;
+            attention.commands(at, rows, inputs, &self.arena.attention, &mut list)?;
+            if let (Some(step), KvWeights::Latent(weights)) =
+                (self.latent_step(rows).filter(|_| rows.expanded), &self.weights()?.layers[at].kv)
+            {
+                step.attend(weights, attention.latents(at), (rows, inputs), &mut list)?;
+            }
         }
         list.extend(self.attention_output(at, pass)?);
         Ok(list)
@@ -438,7 +411,7 @@ impl Forward {
         let (w, c, x) = (&self.weights()?.layers[at], &self.config, self.shape.activations);
         let (tokens, mut list) = (sizes.rows.tokens, Vec::with_capacity(2));
         let residual = self.residual(tokens);
-        let (attended, columns) = match (self.latent_step(tokens), &w.kv) {
+        let (attended, columns) = match (self.latent_step(&sizes.rows), &w.kv) {
             (Some(step), KvWeights::Latent(weights)) => {
                 (step.values(weights, &mut list)?, c.heads * step.latent.lengths.v)
             }
@@ -453,13 +426,14 @@ impl Forward {
     }
 
     /// What latent attention needs of a step; none for other attention.
-    fn latent_step(&self, tokens: u32) -> Option<LatentStep<'_>> {
+    fn latent_step(&self, rows: &AttentionSizes) -> Option<LatentStep<'_>> {
         Some(LatentStep {
             config: &self.config,
             latent: self.config.latent.as_ref()?,
             attention: &self.arena.attention,
             arena: self.arena.latent.as_ref()?,
-            tokens,
+            tokens: rows.tokens,
+            lifted: rows.lifted(),
             x: self.shape.activations,
         })
     }
@@ -512,7 +486,7 @@ impl Forward {
             KvWeights::Apart(weights) => weights,
             KvWeights::Latent(weights) => {
                 let none = || Error::invalid("latents without latent attention");
-                let step = self.latent_step(tokens).ok_or_else(none)?;
+                let step = self.latent_step(&sizes.rows).ok_or_else(none)?;
                 step.inputs((weights, &w.q), &normed, &self.cos_sin(tokens), &mut list)?;
                 return Ok(list);
             }

@@ -1,20 +1,23 @@
 //! Multi-head latent attention (MLA; DeepSeek-AI 2024, arXiv 2405.04434): a token's keys and values are one
 //! latent vector that all heads share, and a rotated part of the key.
 //!
-//! Heads attend to the latents themselves: the matrix that would make a head's key of a latent is multiplied
-//! with the query instead (it *lifts* the query to the latent's length), and the one that would make a value
-//! with what was attended to. So KV is the latent and the rotated part, and nothing of a prompt is computed
-//! twice. Both matrices are the rows of `kv_b_proj` of a head, which are taken apart when they are placed.
+//! KV is the latent and the rotated part. Decodes attend to these themselves: the matrix that would make a
+//! head's key of a latent is multiplied with the query instead (it *lifts* the query to the latent's length),
+//! and the one that would make a value with what was attended to (it *lowers* that). Both are the rows of
+//! `kv_b_proj` of a head, which are taken apart when they are placed. So do prompts of few tokens; of longer
+//! ones keys and values are made as they are defined, which is less arithmetic (`expanded.rs`).
 
 use super::arena::rows_of;
 use super::attention::AttentionArena;
 use super::config::ModelConfig;
 use super::error::Result as ModelResult;
+use super::expanded::ExpandedArena;
 use super::fields::Fields;
 use super::product::{Out, gemm, product};
 use super::rope;
+use super::step::StepShape;
 use super::{LatentWeights, Tensor};
-use mixfleet_hal::cast::to_f32;
+use mixfleet_hal::cast::{to_f32, to_u32};
 use mixfleet_hal::{
     BufferUsage, Cmd, ColumnsOf, DType, Device, GroupedRows, OpSig, Result, RotaryPart, Scalar, Slice,
 };
@@ -37,13 +40,14 @@ pub struct LatentHeads {
 pub(super) const UP: &str = "self_attn.kv_b_proj.weight";
 pub(super) const LIFT: &str = "self_attn.kv_b_proj.lift";
 pub(super) const LOWER: &str = "self_attn.kv_b_proj.lower";
+pub(super) const KEYS: &str = "self_attn.kv_b_proj.keys";
 
 impl LatentHeads {
     /// Reads it from the configuration of a family that has it.
     ///
     /// # Errors
     /// The error names the field.
-    pub(super) fn parse(fields: &Fields) -> ModelResult<Self> {
+    pub(super) fn parse(fields: &Fields, context_max: u32) -> ModelResult<Self> {
         let q_rank = fields.count("q_lora_rank", LENGTH_MAX)?.unwrap_or(0);
         let lengths = LatentAttention {
             q_rank,
@@ -51,7 +55,9 @@ impl LatentHeads {
             nope: fields.count_required("qk_nope_head_dim", LENGTH_MAX)?,
             rope: fields.count_required("qk_rope_head_dim", LENGTH_MAX)?,
             v: fields.count_required("v_head_dim", LENGTH_MAX)?,
+            expanded_tokens: 0,
         };
+        let lengths = lengths.expanding(context_max);
         if !lengths.rope.is_multiple_of(2) {
             let problem = format!("{}, expected an even number: rope turns pairs", lengths.rope);
             return Err(fields.error("qk_rope_head_dim", problem));
@@ -70,7 +76,7 @@ impl LatentHeads {
 
     /// Name and shape of the tensors of a layer's attention but its output.
     pub(super) fn shapes(&self, (hidden, heads): (u64, u64), add: &mut dyn FnMut(&str, &[u64])) {
-        let LatentAttention { q_rank, kv_rank, nope, rope, v } = self.lengths;
+        let LatentAttention { q_rank, kv_rank, nope, rope, v, .. } = self.lengths;
         let [q_rank, kv_rank, nope, rope, v] = [q_rank, kv_rank, nope, rope, v].map(u64::from);
         if q_rank > 0 {
             add("self_attn.q_a_proj.weight", &[q_rank, hidden]);
@@ -98,6 +104,48 @@ impl LatentHeads {
         [lift, lower]
     }
 
+    /// The matrix `[heads, nope + rope, kv_rank + rope]` of up-projections that makes keys of what is stored:
+    /// its rotated part goes to every head's key as it is.
+    pub(super) fn keys(&self, up: &[f64]) -> Vec<f64> {
+        let LatentAttention { kv_rank, nope, rope, v, .. } = self.lengths;
+        let [rank, nope, rope, v] = [kv_rank, nope, rope, v].map(|length| length as usize);
+        let mut all = Vec::new();
+        for head in up.chunks_exact((nope + v) * rank) {
+            for row in head[..nope * rank].chunks_exact(rank) {
+                all.extend_from_slice(row);
+                all.resize(all.len() + rope, 0.0);
+            }
+            for row in 0..rope {
+                all.resize(all.len() + rank, 0.0);
+                all.extend((0..rope).map(|column| if column == row { 1.0 } else { 0.0 }));
+            }
+        }
+        all
+    }
+
+    /// The matrices of up-projections, by the names that they are placed under.
+    pub(super) fn made(&self, up: &[f64]) -> Vec<(&'static str, Vec<f64>)> {
+        let [lift, lower] = self.apart(up);
+        let keys = (self.lengths.expanded_tokens > 0).then(|| (KEYS, self.keys(up)));
+        [(LIFT, lift), (LOWER, lower)].into_iter().chain(keys).collect()
+    }
+
+    /// The elements of these for so many heads.
+    pub(super) fn made_lengths(&self, heads: u32) -> Vec<(&'static str, u64)> {
+        let LatentAttention { kv_rank, nope, v, .. } = self.lengths;
+        let of = |length: u32| u64::from(heads) * u64::from(length) * u64::from(kv_rank);
+        let keys = (self.lengths.expanded_tokens > 0).then(|| (KEYS, self.lengths.key_elements(heads)));
+        [(LIFT, of(nope)), (LOWER, of(v))].into_iter().chain(keys).collect()
+    }
+
+    /// The elements of all of them, of up-projections of so many.
+    pub(super) fn made_elements(&self, up: usize) -> u64 {
+        let LatentAttention { kv_rank, nope, v, .. } = self.lengths;
+        let of_head = (u64::from(nope) + u64::from(v)) * u64::from(kv_rank);
+        let heads = to_u32(up as u64 / of_head.max(1));
+        self.made_lengths(heads).iter().map(|(_, elements)| elements).sum()
+    }
+
     /// The rotated part of a query's head, and of a key.
     fn rotated(&self) -> [RotaryPart; 2] {
         let LatentAttention { kv_rank, nope, rope: length, .. } = self.lengths;
@@ -113,7 +161,7 @@ impl LatentHeads {
         (hidden, heads): (u32, u32),
         x: DType,
     ) -> Vec<OpSig> {
-        let LatentAttention { q_rank, kv_rank, nope, rope, v } = self.lengths;
+        let LatentAttention { q_rank, kv_rank, nope, rope, v, .. } = self.lengths;
         let gemm = |weight: &Tensor, shape| product(1, shape, (x, weight.kind(), x), false, false);
         let query = nope + rope;
         let mut all = match &w.q_down {
@@ -150,17 +198,21 @@ pub(super) struct LatentArena {
     starts: Slice, // [heads + 1] u32
     /// Tokens of the step that `order` and `starts` are of.
     ordered: AtomicU32,
+    /// None where prompts attend to latents.
+    pub(super) expanded: Option<ExpandedArena>,
 }
 
 impl LatentArena {
     /// For steps of up to so many tokens.
     pub(super) fn new(
+        device: &dyn Device,
         c: &ModelConfig,
         latent: &LatentHeads,
-        (tokens, x): (u64, u64),
+        shape: &StepShape,
         alloc: &dyn Fn(u64) -> Result<Slice>,
     ) -> Result<Self> {
         let LatentAttention { q_rank, kv_rank, nope, v, .. } = latent.lengths;
+        let (tokens, x) = (u64::from(shape.tokens_max), shape.activations.size_bytes());
         let of = |columns: u64| alloc(tokens * columns * x);
         let heads = u64::from(c.heads);
         let q_low = of(q_rank.into())?;
@@ -173,6 +225,7 @@ impl LatentArena {
             order: alloc(tokens * heads * 4)?,
             starts: alloc((heads + 1) * 4)?,
             ordered: AtomicU32::new(0),
+            expanded: ExpandedArena::new(device, (c.heads, latent), shape, alloc)?,
         })
     }
 
@@ -199,6 +252,8 @@ pub(super) struct LatentStep<'a> {
     pub(super) attention: &'a AttentionArena,
     pub(super) arena: &'a LatentArena,
     pub(super) tokens: u32,
+    /// The first so many of them attend to latents, the others to keys that are made of these.
+    pub(super) lifted: u32,
     /// Dtype of activations.
     pub(super) x: DType,
 }
@@ -208,13 +263,18 @@ impl LatentStep<'_> {
         rows_of(slice, self.tokens, columns, self.x)
     }
 
+    /// The rows of those that attend to latents.
+    fn lifted_rows(&self, slice: &Slice, columns: u32) -> Slice {
+        rows_of(slice, self.lifted, columns, self.x)
+    }
+
     fn norm(&self, cols: u32, from: &Slice, weight: &Tensor, to: &Slice) -> Result<Cmd> {
         let (rows, x, eps) = (self.tokens, self.x, Scalar(self.config.norm_eps));
         let sig = OpSig::RmsNorm { rows, cols, eps, x, weight: weight.dtype, out: x };
         Cmd::new(sig, &[from.clone(), weight.slice.clone(), to.clone()])
     }
 
-    fn copy(
+    pub(super) fn copy(
         &self,
         (rows, cols): (u32, u32),
         (from, from_columns): (&Slice, [u32; 2]),
@@ -228,7 +288,7 @@ impl LatentStep<'_> {
     /// The product of each head's rows with its matrix `[n, k]`.
     fn by_head(&self, from: &Slice, weight: &Tensor, [n, k]: [u32; 2], to: &Slice) -> Result<Cmd> {
         let heads = self.config.heads;
-        let choices = self.tokens * heads;
+        let choices = self.lifted * heads;
         let grouped = GroupedRows { choices, fan: 1, experts: heads, touched: heads, others: 0 };
         let (x, weight_kind) = (self.x, weight.kind());
         let sig = OpSig::GroupedGemm { grouped, n, k, x, weight: weight_kind, out: x, bias: false };
@@ -245,9 +305,9 @@ impl LatentStep<'_> {
         cos_sin: &Slice,
         list: &mut Vec<Cmd>,
     ) -> Result<()> {
-        let LatentStep { config: c, latent, attention, arena, tokens, x } = *self;
+        let LatentStep { config: c, latent, attention, arena, tokens, x, .. } = *self;
         let LatentAttention { q_rank, kv_rank, nope, rope, .. } = latent.lengths;
-        let (query, stored, rows) = (nope + rope, kv_rank + rope, tokens * c.heads);
+        let (query, stored, rows) = (nope + rope, kv_rank + rope, self.lifted * c.heads);
         // queries are whole where what they attend to comes later
         let q = self.rows(&attention.attended, c.heads * query);
         if let Some((down, norm)) = &w.q_down {
@@ -271,9 +331,16 @@ impl LatentStep<'_> {
         list.push(self.norm(kv_rank, &raw, &w.kv_norm, &latents)?);
         list.push(self.copy((tokens, kv_rank), (&latents, [kv_rank, 0]), (&key, [stored, 0]))?);
 
-        let parts = self.rows(&arena.parts, c.heads * nope);
-        let lifted = self.rows(&arena.lifted, c.heads * kv_rank);
-        let queries = self.rows(&attention.q, c.heads * stored);
+        if self.lifted < tokens {
+            self.move_queries(list)?;
+        }
+        if self.lifted == 0 {
+            return Ok(());
+        }
+        let q = self.lifted_rows(&attention.attended, c.heads * query);
+        let parts = self.lifted_rows(&arena.parts, c.heads * nope);
+        let lifted = self.lifted_rows(&arena.lifted, c.heads * kv_rank);
+        let queries = self.lifted_rows(&attention.q, c.heads * stored);
         list.push(self.copy((rows, nope), (&q, [query, 0]), (&parts, [nope, 0]))?);
         list.push(self.by_head(&parts, &w.lift, [kv_rank, nope], &lifted)?);
         list.push(self.copy((rows, kv_rank), (&lifted, [kv_rank, 0]), (&queries, [stored, 0]))?);
@@ -281,13 +348,19 @@ impl LatentStep<'_> {
         Ok(())
     }
 
-    /// Appends the command from what was attended to, to values `[tokens, heads, v]`, which it returns.
+    /// Appends the commands from what was attended to, to values `[tokens, heads, v]`, which it returns.
     pub(super) fn values(&self, w: &LatentWeights, list: &mut Vec<Cmd>) -> Result<Slice> {
         let LatentAttention { kv_rank, v, .. } = self.latent.lengths;
-        let attended = self.rows(&self.attention.attended, self.config.heads * kv_rank);
-        let values = self.rows(&self.arena.parts, self.config.heads * v);
-        list.push(self.by_head(&attended, &w.lower, [v, kv_rank], &values)?);
-        Ok(values)
+        let heads = self.config.heads;
+        if self.lifted > 0 {
+            let attended = self.lifted_rows(&self.attention.attended, heads * kv_rank);
+            let values = self.lifted_rows(&self.arena.parts, heads * v);
+            list.push(self.by_head(&attended, &w.lower, [v, kv_rank], &values)?);
+        }
+        if self.lifted < self.tokens {
+            self.cut_values(&self.arena.parts, list)?;
+        }
+        Ok(self.rows(&self.arena.parts, heads * v))
     }
 }
 

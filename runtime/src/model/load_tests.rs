@@ -479,7 +479,7 @@ fn a_member_gets_its_share_of_the_weights_and_no_more() {
                             same(&layer.o, "self_attn.o_proj.weight", 0..hidden, Some(q.clone()));
                         }
                         (KvWeights::Latent(placed), Some(latent)) => {
-                            let LatentAttention { q_rank, kv_rank, nope, rope, v } = latent.lengths;
+                            let LatentAttention { q_rank, kv_rank, nope, rope, v, .. } = latent.lengths;
                             let of = |each: u32| share.heads.start * each..share.heads.end * each;
                             let queries = if q_rank > 0 { "q_b_proj" } else { "q_proj" };
                             same(&layer.q, &format!("self_attn.{queries}.weight"), of(nope + rope), None);

@@ -247,7 +247,7 @@ impl Oracle {
     fn latent_attention(&self, layer: usize, latent: &LatentHeads, x: &[f64]) -> Vec<f64> {
         let c = &self.config;
         let (hidden, heads) = (c.hidden as usize, c.heads as usize);
-        let LatentAttention { q_rank, kv_rank, nope, rope, v } = latent.lengths;
+        let LatentAttention { q_rank, kv_rank, nope, rope, v, .. } = latent.lengths;
         let [q_rank, kv_rank, nope, rope, v] = [q_rank, kv_rank, nope, rope, v].map(|n| n as usize);
         let of = |part: &str| format!("self_attn.{part}");
         let x = self.norm(x, &names::in_layer(layer, "input_layernorm.weight"));

@@ -132,8 +132,10 @@ impl ModelConfig {
         let hidden = fields.count_required("hidden_size", HIDDEN_MAX)?;
         let layers = fields.count_required("num_hidden_layers", LAYERS_MAX)?;
         let is = |model_types: &[&str]| model_types.contains(&family.model_type);
+        let context_max = fields.count("max_position_embeddings", CONTEXT_MAX)?;
+        let context_max = context_max.unwrap_or(family.context_max);
         let latent = match is(&["deepseek_v2", "deepseek_v3", "kimi_k2"]) {
-            true => Some(LatentHeads::parse(&fields)?),
+            true => Some(LatentHeads::parse(&fields, context_max)?),
             false => None,
         };
         let (heads, kv_heads, head_dim, rotated) = match &latent {
@@ -147,8 +149,6 @@ impl ModelConfig {
                 (heads, kv_heads, head_dim, rope::rotated(&fields, head_dim, family.rope)?)
             }
         };
-        let context_max = fields.count("max_position_embeddings", CONTEXT_MAX)?;
-        let context_max = context_max.unwrap_or(family.context_max);
         let gpt_oss = is(&["gpt_oss"]);
         let biased = fields.flag("attention_bias", gpt_oss)?;
         let (llama, qwen3) = (is(&["llama"]), is(&["qwen3", "qwen3_moe"]));

@@ -293,7 +293,7 @@ fn deepseek_has_latents_and_groups_of_experts() {
         "routed_scaling_factor": 2.5, "rope_scaling": yarn});
     let config = good(deepseek(v3));
     let latent = config.latent.as_ref().unwrap();
-    let LatentAttention { q_rank, kv_rank, nope, rope, v } = latent.lengths;
+    let LatentAttention { q_rank, kv_rank, nope, rope, v, .. } = latent.lengths;
     assert_eq!([q_rank, kv_rank, nope, rope, v], [20, 24, 12, 8, 14]);
     assert_eq!((config.kv_heads, config.head_dim, config.rotated(), config.rope.scale), (1, 32, 8, 1.0));
     // transformers: mscale = 0.1 ln(40) + 1 = 1.36889, squared over the root of nope + rope

@@ -82,8 +82,8 @@ impl Checkpoint {
         let imports = self.import(device, &limits)?;
         let mut total = 0;
         for (name, cut) in &cuts {
-            if let Some((_, part, dtype)) = self.up_of(name, cut) {
-                total += part.len() as u64 * dtype.size_bytes();
+            if let Some((latent, part, dtype)) = self.up_of(name, cut) {
+                total += latent.made_elements(part.len()) * dtype.size_bytes();
                 continue;
             }
             total += match self.made_for(name) {
@@ -97,14 +97,13 @@ impl Checkpoint {
         for (name, cut) in cuts {
             if let Some((latent, part, dtype)) = self.up_of(&name, &cut) {
                 let all = self.values(&name).unwrap_or_default();
-                let damaged = || self.trouble(&name, "damaged".into());
-                let values = all.get(part.clone()).ok_or_else(damaged)?;
-                for (matrix, values) in [latent::LIFT, latent::LOWER].into_iter().zip(latent.apart(values)) {
+                let values = all.get(part.clone()).ok_or_else(|| self.trouble(&name, "damaged".into()))?;
+                for (matrix, values) in latent.made(values) {
                     let tensor = latent::upload(device, &values, dtype)
                         .map_err(|error| error.context(format!("tensor '{name}'")))?;
                     placed.insert(name.replace(latent::UP, matrix), tensor);
                 }
-                done += part.len() as u64 * dtype.size_bytes();
+                done += latent.made_elements(part.len()) * dtype.size_bytes();
                 progress(done, total);
                 continue;
             }
@@ -434,10 +433,10 @@ impl RandomCheckpoint {
                 Ok(())
             };
             match (name.strip_suffix(latent::UP), &config.latent) {
-                (Some(stem), Some(LatentHeads { lengths, .. })) => {
-                    let of = |length: u32| u64::from(config.heads * length) * u64::from(lengths.kv_rank);
-                    alloc(format!("{stem}{}", latent::LIFT), of(lengths.nope))?;
-                    alloc(format!("{stem}{}", latent::LOWER), of(lengths.v))?;
+                (Some(stem), Some(latent)) => {
+                    for (matrix, elements) in latent.made_lengths(config.heads) {
+                        alloc(format!("{stem}{matrix}"), elements)?;
+                    }
                 }
                 _ => alloc(name, shape.iter().product())?,
             }
@@ -540,6 +539,7 @@ fn assemble(config: &ModelConfig, stage: &Stage, placed: &mut HashMap<String, Te
                     kv_norm: part("self_attn.kv_a_layernorm.weight")?,
                     lift: part(latent::LIFT)?,
                     lower: part(latent::LOWER)?,
+                    keys: (latent.lengths.expanded_tokens > 0).then(|| part(latent::KEYS)).transpose()?,
                 }),
                 None => {
                     KvWeights::Apart([part("self_attn.k_proj.weight")?, part("self_attn.v_proj.weight")?])

@@ -87,6 +87,9 @@ pub struct LatentWeights {
     pub lift: Tensor,
     /// What makes values of the latents that were attended to, `[heads, v, kv_rank]`.
     pub lower: Tensor,
+    /// What makes keys of what is stored, `[heads, nope + rope, kv_rank + rope]`; none where prompts attend
+    /// to latents.
+    pub keys: Option<Tensor>,
 }
 
 /// The matrices of an MLP.

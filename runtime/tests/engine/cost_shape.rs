@@ -5,7 +5,7 @@ use mixfleet_hwtests::reference::ReferenceDevice;
 use mixfleet_runtime::model::draws::DrawInput;
 use mixfleet_runtime::model::graph::{Forward, StepInput, StepShape};
 use mixfleet_runtime::model::random::tiny_variants;
-use mixfleet_scheduler::cost::OpCounts;
+use mixfleet_scheduler::cost::{OpCounts, Prefill};
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -74,7 +74,7 @@ fn every_family_costs_what_it_runs() {
         let device = ReferenceDevice::default();
         let weights = checkpoint.place(&device, &mut |_, _| {}).unwrap();
         let shape = StepShape {
-            tokens_max: 24,
+            tokens_max: 96,
             sequences_max: 4,
             blocks: 16,
             block_tokens: BLOCK_TOKENS,
@@ -86,12 +86,35 @@ fn every_family_costs_what_it_runs() {
         let same = |ops: OpCounts, parts: &[StepInput<'_>], what: &str| {
             assert_eq!(counted(ops.into_iter()), submitted(&device, &forward, parts), "{name}: {what}");
         };
-        let (pages, ids) = (Vec::from_iter(0..16u32), [1u32; 12]);
-        let prompt = StepInput { start: 9, tokens: &ids, pages: &pages[..3], draw: Some(DrawInput::GREEDY) };
-        same(cost.prefill_ops(9, 12, true), &[prompt], "prefill");
+        let (pages, ids) = (Vec::from_iter(0..16u32), [1u32; 70]);
+        let prompt = |start: u32, tokens: u32| StepInput {
+            start,
+            tokens: &ids[..tokens as usize],
+            pages: &pages[..(start + tokens).div_ceil(BLOCK_TOKENS) as usize],
+            draw: Some(DrawInput::GREEDY),
+        };
+        same(cost.prefill_ops(9, 12, true), &[prompt(9, 12)], "prefill");
         let decode =
             StepInput { start: 20, tokens: &ids[..1], pages: &pages[..3], draw: Some(DrawInput::GREEDY) };
         // as many as a recorded step has rows
-        same(cost.decode_ops(4, 4 * 21), &vec![decode; 4], "decode");
+        same(cost.decode_ops(4, 4 * 21), &vec![decode.clone(); 4], "decode");
+        // with latents, prompts that are expanded: alone, after others, and beside decodes and each other
+        let part = |context, tokens| Prefill { context, tokens, last: true };
+        let is_expanded = |ops: &OpCounts| {
+            ops.iter().any(|(sig, _)| matches!(sig, OpSig::AttnPrefill { kv, .. } if kv.latent.is_none()))
+        };
+        for (parts, decodes) in [
+            (vec![part(0, 70)], 0),
+            (vec![part(40, 70)], 0),
+            (vec![part(0, 70)], 2),
+            (vec![part(0, 24), part(10, 60)], 1),
+        ] {
+            let ops = cost.step_ops(&parts, decodes, u64::from(decodes) * 21);
+            assert!(is_expanded(&ops), "{name}");
+            let of = |part: &Prefill| prompt(part.context, part.tokens);
+            let inputs: Vec<_> =
+                vec![decode.clone(); decodes as usize].into_iter().chain(parts.iter().map(of)).collect();
+            same(ops, &inputs, &format!("{decodes} decodes and {parts:?}"));
+        }
     }
 }

@@ -13,6 +13,7 @@ mod divided;
 mod drawn;
 mod eight_bits;
 mod events;
+mod expanded;
 mod exposed;
 mod kv_nodes;
 mod learns;

@@ -24,7 +24,7 @@ mod tables;
 pub use collective::{AllReduce, DEVICES_MAX, Fabric, Interconnect};
 pub use copies::{KvCopy, KvCopyCost, PIECE_BYTES, PieceCost};
 pub use engine::EngineCost;
-pub use latent::LatentAttention;
+pub use latent::{EXPANDED_TOKENS, LatentAttention};
 pub use learn::{Corrections, MeasuredSteps};
 pub(crate) use learn::{FADES_AFTER, Learner};
 pub use linear::LinearAttention;

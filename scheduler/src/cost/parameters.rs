@@ -58,6 +58,11 @@ impl ModelShape {
         self.format.map_or(8.0 * self.weight.size_bytes() as f64, |format| format.bits())
     }
 
+    /// Elements of matrices that are made of a checkpoint's and stand beside them.
+    fn key_elements(&self) -> u64 {
+        self.latent.map_or(0, |latent| u64::from(self.layers()) * latent.key_elements(self.heads))
+    }
+
     /// Memory of an instance for its weights. Where whole experts are divided over devices, each of these has
     /// everything else.
     pub fn weight_bytes(&self, tied_embeddings: bool) -> Bytes {
@@ -65,7 +70,7 @@ impl ModelShape {
         let plain = 8.0 * self.weight.size_bytes() as f64;
         let apart = self.experts.is_some_and(|experts| experts.quantised_alone);
         let beside = if apart { plain } else { self.weight_bits() };
-        let each_device = tables as f64 * plain + shared as f64 * beside;
+        let each_device = tables as f64 * plain + (shared + self.key_elements()) as f64 * beside;
         Bytes((each_device * f64::from(self.spread()) + routed as f64 * self.weight_bits()) / 8.0)
     }
 }

@@ -100,7 +100,16 @@ impl ProfileCost {
             self.work_s(&shape.attention_ops(parts, 0, 0, self.engine.fused), each) / f64::from(spread);
         let keys = share_keys(kv_tokens, batch, spread);
         let decodes = shape.attention_ops(&[], share(batch, spread), keys, self.engine.fused);
-        prompts + self.work_s(&decodes, each)
+        let lifts = match self.engine.fused {
+            true => Seconds::ZERO,
+            false if spread == 1 => sum(&shape.lift_ops(parts, batch), each),
+            // each device has its part of the rows
+            false => {
+                let prompts = sum(&shape.lift_ops(parts, 0), each) / f64::from(spread);
+                prompts + sum(&shape.lift_ops(&[], share(batch, spread)), each)
+            }
+        };
+        prompts + self.work_s(&decodes, each) + lifts
     }
 
     fn work_s(&self, work: &LayerWork, each: &impl Fn(&OpSig) -> Seconds) -> Seconds {

@@ -209,7 +209,13 @@ impl ModelShape {
         let of_token = of_token + self.experts.map_or(0, |experts| self.expert_activation_bytes(&experts));
         let of_sequence = 4 * (q_cols + 2 * n(self.heads) + n(self.hidden) + n(self.vocab));
         let starts = self.experts.map_or(0, |experts| 4 * (n(experts.count) + 1));
-        n(tokens) * of_token + n(sequences) * of_sequence + starts + order
+        let expanded = |latent: LatentAttention| {
+            if latent.expanded_tokens == 0 {
+                return 0;
+            }
+            latent.expanded_bytes(self.heads, self.page_tokens, self.activation)
+        };
+        n(tokens) * of_token + n(sequences) * of_sequence + starts + order + self.latent.map_or(0, expanded)
     }
 
     /// Operations of one chunk of a prompt: `new_tokens` of one sequence after `context_before`. With `head`,
@@ -243,7 +249,8 @@ impl ModelShape {
         if !embeds {
             ops.remove(0);
         }
-        let attention = self.attention_ops(parts, batch, kv_tokens, false).merged();
+        let mut attention = self.attention_ops(parts, batch, kv_tokens, false).merged();
+        attention.extend(self.lift_ops(parts, batch));
         let head = if has_head { self.head_ops(drawn, rows) } else { OpCounts::new() };
         for (sig, count) in head.into_iter().chain(attention) {
             push(&mut ops, sig, count);
@@ -251,7 +258,16 @@ impl ModelShape {
         ops
     }
 
-    /// The attention operations of a mixed step; `fused` as of [`ModelShape::dense_ops`].
+    /// What latent attention does to the queries that attend to latents; nothing in other attention.
+    pub(super) fn lift_ops(&self, parts: &[Prefill], batch: u32) -> OpCounts {
+        let Some(latent) = &self.latent else { return OpCounts::new() };
+        let prompts = parts.iter().map(|part| part.tokens).sum::<u32>();
+        let lifted = if latent.expands(parts, self.page_tokens) { 0 } else { prompts };
+        self.latent_lifts(latent, lifted + batch)
+    }
+
+    /// The attention operations of a mixed step but [`ModelShape::lift_ops`]; `fused` as of
+    /// [`ModelShape::dense_ops`].
     pub(super) fn attention_ops(
         &self,
         parts: &[Prefill],
@@ -381,9 +397,10 @@ impl ModelShape {
         }
     }
 
-    /// All operations but attention and head: `tokens` rows through the layers. The residual stream is f32,
-    /// as in the runtime's forward pass, with whose commands a test there compares these. With `fused`,
-    /// projections of the same rows are one product, as in other engines: q, k and v, and gate and up.
+    /// All operations but attention, its lifts and head: `tokens` rows through the layers. The residual
+    /// stream is f32, as in the runtime's forward pass, with whose commands a test there compares these. With
+    /// `fused`, projections of the same rows are one product, as in other engines: q, k and v, and gate and
+    /// up.
     pub(super) fn dense_ops(&self, tokens: u32, fused: bool) -> LayerWork {
         let mut work = LayerWork { fused, ..LayerWork::default() };
         // the embedding comes first: see `stage_ops`

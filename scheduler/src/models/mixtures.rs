@@ -4,10 +4,17 @@
 //! nothing depends on them.
 
 use super::{KnownModel, dense};
-use crate::cost::{Experts, LatentAttention, LinearAttention};
+use crate::cost::{EXPANDED_TOKENS, Experts, LatentAttention, LinearAttention};
 
 /// Attention of DeepSeek-V3 (arXiv 2412.19437).
-const LATENT: LatentAttention = LatentAttention { q_rank: 1536, kv_rank: 512, nope: 128, rope: 64, v: 128 };
+const LATENT: LatentAttention = LatentAttention {
+    q_rank: 1536,
+    kv_rank: 512,
+    nope: 128,
+    rope: 64,
+    v: 128,
+    expanded_tokens: EXPANDED_TOKENS,
+};
 
 /// The layers of DeepSeek-V3 and of models made of it.
 const DEEPSEEK_V3: KnownModel = dense("deepseek-v3", 671.03, [61, 7168, 18432, 128, 128, 192, 129_280])

@@ -49,6 +49,9 @@ fn document(part: &str, found: &Result<String, String>) -> Value {
     }
 }
 
+/// Tokens in a page, by which memory for expanded keys is rounded up.
+const PAGE_TOKENS: u32 = 16;
+
 fn findings(path: &Path) -> (Vec<Finding>, Value) {
     let words = |error: mixfleet_runtime::model::Error| with_causes(&anyhow::Error::from(error));
     let mut findings = Vec::new();
@@ -80,6 +83,18 @@ fn findings(path: &Path) -> (Vec<Finding>, Value) {
                 context as f64 / GB
             );
             findings.push(("KV", Ok(text)));
+            if let Some(latent) = config.latent.as_ref().filter(|latent| latent.lengths.expanded_tokens > 0) {
+                let (tokens, matrix) =
+                    (latent.lengths.expanded_tokens, latent.lengths.key_elements(config.heads));
+                let layers = u64::from(config.layers) * matrix * config.dtype.size_bytes();
+                let room = latent.lengths.expanded_bytes(config.heads, PAGE_TOKENS, config.dtype);
+                let text = format!(
+                    "keys of up to {tokens} tokens are made of latents, in {:.3} GB, by matrices of {:.3} GB",
+                    room as f64 / GB,
+                    layers as f64 / GB
+                );
+                findings.push(("prompts", Ok(text)));
+            }
             memory = json!({"weight_bytes": bytes, "kv_bytes_per_token": kv, "context": config.context_max,
                 "stored": stored, "activations": config.dtype});
         }
