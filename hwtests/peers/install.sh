@@ -26,6 +26,10 @@ release=llama_cpp_python-0.3.36
     "${pip[@]}" download --no-binary :all: --no-deps --no-build-isolation "llama-cpp-python==${release##*-}"
 [[ -d $release ]] || tar xzf "$release.tar.gz"
 sources=$release/vendor/llama.cpp
+# GCC before 13 leaves out most of the bytes that _tile_loadconfig reads, and the program ends with SIGSEGV where there is AMX
+tiles=$sources/ggml/src/ggml-cpu/amx/mmq.cpp
+grep -q 'r"(&tc)' "$tiles" ||
+    sed -i 's/^    _tile_loadconfig(&tc);/    __asm__ volatile("" : : "r"(\&tc) : "memory");\n&/' "$tiles"
 venv/bin/cmake -S "$sources" -B "$sources/build" -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_CURL=OFF \
     -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF >cmake.log
 venv/bin/cmake --build "$sources/build" -j "${JOBS:-$(nproc)}" --target llama-bench llama-batched-bench llama-quantize \

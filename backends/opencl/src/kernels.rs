@@ -7,7 +7,8 @@ use mixfleet_hal::{Cmd, CodeKind, DType, KvShape, OpSig, Quantised, RotaryPart, 
 
 /// Threads per group, in kernels with and without barriers; `common.h` repeats the former.
 const GROUP: usize = 64;
-/// Columns per thread in the CPU's `gemm`, and rows per group in `grouped_few`, as in `gemm.cl` and `grouped.c`.
+/// Columns per thread in the CPU's `gemm`, and rows per group in `grouped_few`, as in `gemm.cl` and
+/// `grouped.c`.
 const COLS: u32 = 4;
 const ROWS: u32 = 4;
 /// Columns per thread in the CPU's `gemv`.
@@ -390,8 +391,8 @@ fn gemm(sig: &OpSig, mut args: Vec<Arg>, tuning: KernelTuning) -> Work {
     launch(file, kernel, dtypes + &shape, args, grid)
 }
 
-/// Rows that a group of `gemv` and `quantised_gemm` works on: up to 16 in as few programs as leave no more than
-/// half of them, or three, empty.
+/// Rows that a group of `gemv` and `quantised_gemm` works on: up to 16 in as few programs as leave no more
+/// than half of them, or three, empty.
 fn rows_per_group(m: u32) -> u32 {
     if m == 1 { 1 } else { m.next_power_of_two().clamp(4, GEMV_ROWS_MAX) }
 }

@@ -248,7 +248,10 @@ fn a_checkpoint_directory_gives_the_shape() {
             .filter(|entry| entry.path().extension().is_some_and(|kind| kind == "safetensors"))
             .map(|entry| entry.metadata().expect("metadata").len())
             .sum();
-        assert!(weights <= stored as f64 && weights > 0.7 * stored as f64, "{path}: {weights} of {stored}");
+        // the up-projections of latents are kept decoded, and keys are made by a matrix of their own
+        let config = std::fs::read_to_string(fixture.join("config.json")).expect("a configuration");
+        let most = stored as f64 * if config.contains("kv_lora_rank") { 1.1 } else { 1.0 };
+        assert!(weights <= most && weights > 0.7 * stored as f64, "{path}: {weights} of {stored}");
     }
 }
 

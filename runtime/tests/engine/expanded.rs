@@ -2,10 +2,10 @@
 
 use mixfleet_hal::{Cmd, DType, Device, OpSig, Queue};
 use mixfleet_hwtests::reference::ReferenceDevice;
+use mixfleet_runtime::model::Checkpoint;
 use mixfleet_runtime::model::draws::DrawInput;
 use mixfleet_runtime::model::graph::{Forward, StepInput, StepShape};
 use mixfleet_runtime::model::random::tiny_variants;
-use mixfleet_runtime::model::{Checkpoint, ModelConfig};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -65,11 +65,9 @@ fn is_expanded(list: &[Cmd]) -> bool {
 }
 
 /// The same model, whose prompts attend to latents.
-fn absorbing(checkpoint: Checkpoint) -> Checkpoint {
-    let mut config: ModelConfig = checkpoint.config.clone();
-    let latent = config.latent.as_mut().unwrap();
-    latent.lengths.expanded_tokens = 0;
-    Checkpoint { config, ..checkpoint }
+fn absorbing(mut checkpoint: Checkpoint) -> Checkpoint {
+    checkpoint.config.latent.as_mut().unwrap().lengths.expanded_tokens = 0;
+    checkpoint
 }
 
 /// A first-order, norm-wise bound on the difference of a logit between two ways to compute it in f32, as that

@@ -231,8 +231,8 @@ impl Isa {
     }
 }
 
-/// Below it `e^x` is no normal number (-126 ln 2 = -87.3365), and processors take a hundred cycles and more for
-/// an operation with such a result.
+/// Below it `e^x` is no normal number (-126 ln 2 = -87.3365), and processors take a hundred cycles and more
+/// for an operation with such a result.
 const EXP_ARG_MIN: f32 = -87.33;
 
 /// `e^x`, relative error below 2.5e-7 (checked against f64 in the tests); 0 below [`EXP_ARG_MIN`].
