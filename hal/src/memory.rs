@@ -82,7 +82,8 @@ pub trait HostMemory: Send + Sync + std::fmt::Debug {
         Ok(())
     }
 
-    /// Says that these bytes are about to be used where they are, so that those of a file should be in memory.
+    /// Says that these bytes are about to be used where they are, so that those of a file should be in
+    /// memory.
     fn needed(&self, range: Range<usize>) {
         let _ = range;
     }

@@ -265,14 +265,17 @@ impl Oracle {
             latents.extend_from_slice(&row[..kv_rank]);
             turned.extend_from_slice(&row[kv_rank..]);
         }
-        let latents = self.norm(&latents, &names::in_layer(layer, &of("kv_a_layernorm.weight")));
-        let up = self.linear(layer, &of("kv_b_proj"), &latents, kv_rank); // [tokens, heads, nope + v]
+        let mut latents = self.norm(&latents, &names::in_layer(layer, &of("kv_a_layernorm.weight")));
         for (position, token) in q.chunks_mut(heads * (nope + rope)).enumerate() {
             token.chunks_mut(nope + rope).for_each(|head| self.turn_neighbours(&mut head[nope..], position));
         }
         for (position, token) in turned.chunks_mut(rope).enumerate() {
             self.turn_neighbours(token, position);
         }
+        if let Some(dtype) = self.kv {
+            latents.chunks_mut(kv_rank).chain(turned.chunks_mut(rope)).for_each(|part| keep(dtype, part));
+        }
+        let up = self.linear(layer, &of("kv_b_proj"), &latents, kv_rank); // [tokens, heads, nope + v]
         let tokens = x.len() / hidden;
         let mut out = vec![0.0; tokens * heads * v]; // [tokens, heads, v]
         for token in 0..tokens {

@@ -39,6 +39,7 @@ fn key(sig: OpSig) -> OpSig {
             OpSig::AttnPrefill { tokens, sequences, pairs, kv_tokens, heads, pages_max, window, sinks, x, kv }
         }
         OpSig::KvWrite { tokens, x, kv } => OpSig::KvWrite { tokens, x, kv: unscaled(kv) },
+        OpSig::KvGather { tokens, kv, wire } => OpSig::KvGather { tokens, kv: unscaled(kv), wire },
         // the rope table's length depends on the KV memory
         OpSig::Embed { tokens, hidden, table, out, .. } => {
             OpSig::Embed { tokens, vocab: 0, hidden, table, out }

@@ -133,8 +133,8 @@ impl ModelShape {
         LayerPages::of(self.windows.get(..full).unwrap_or(&self.windows), u32::MAX)
     }
 
-    /// Bytes that a sequence of `tokens` tokens holds, in whole pages, where layers with a window give back what
-    /// no token reads.
+    /// Bytes that a sequence of `tokens` tokens holds, in whole pages, where layers with a window give back
+    /// what no token reads.
     pub fn sequence_bytes(&self, tokens: u32) -> u64 {
         self.sequence_bytes_in(&self.window_pages(), tokens)
     }
@@ -144,8 +144,8 @@ impl ModelShape {
         self.sequence_bytes_in(&LayerPages::whole(self.full_layers()), tokens)
     }
 
-    /// Bytes that are sent of a sequence of `tokens` tokens to an instance that goes on with it and whose layers
-    /// keep their window alone.
+    /// Bytes that are sent of a sequence of `tokens` tokens to an instance that goes on with it and whose
+    /// layers keep their window alone.
     pub fn sent_bytes(&self, tokens: u32) -> u64 {
         let held = self.window_pages().layer_tokens_held(tokens.into(), self.page_tokens);
         held * self.kv_bytes_per_layer() + self.state_bytes()

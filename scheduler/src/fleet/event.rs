@@ -91,8 +91,8 @@ pub struct Instance {
 }
 
 impl Instance {
-    /// The tokens of all layers that take as much memory as a sequence of `tokens` does here, of which a block
-    /// may be used in part.
+    /// The tokens of all layers that take as much memory as a sequence of `tokens` does here, of which a
+    /// block may be used in part.
     pub fn tokens_held(&self, tokens: u64) -> u64 {
         self.kv_parts.tokens_held(tokens, self.kv_block_tokens)
     }

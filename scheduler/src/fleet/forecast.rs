@@ -219,9 +219,9 @@ impl Forecast<'_> {
         self.courses.iter().map(|course| course.lands_between(first, last)).collect()
     }
 
-    /// Time until enough requests will probably have ended that a sequence of `tokens` fits beside the rest. Each
-    /// request needs whole blocks: with blocks of 512 tokens and prompts of a thousand, the last, half-empty
-    /// ones take a fifth of the memory.
+    /// Time until enough requests will probably have ended that a sequence of `tokens` fits beside the rest.
+    /// Each request needs whole blocks: with blocks of 512 tokens and prompts of a thousand, the last,
+    /// half-empty ones take a fifth of the memory.
     pub(super) fn kv_wait(&self, tokens: u64) -> Seconds {
         let limit = self.spec.kv_capacity_tokens as f64 - self.spec.block_tokens_held(tokens) as f64;
         if self.held(self.now) <= limit {
@@ -236,8 +236,8 @@ impl Forecast<'_> {
         ends.get(at).or(ends.last()).map_or(Seconds::ZERO, |&end| end - self.now)
     }
 
-    /// Tokens of memory that the requests present at `then` will finally hold, exceeded with a probability of one in
-    /// 44.
+    /// Tokens of memory that the requests present at `then` will finally hold, exceeded with a probability of
+    /// one in 44.
     fn held(&self, then: Seconds) -> f64 {
         let (mut mean, mut variance) = (0.0, 0.0);
         for course in &self.courses {

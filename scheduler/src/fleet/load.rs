@@ -492,8 +492,8 @@ impl Load {
         Some((still + sequences).min(sequences * u64::from(output_tokens)))
     }
 
-    /// How much its memory binds with a sequence of `tokens` more, from 0 while at most half of it is promised to 1 when it
-    /// is full.
+    /// How much its memory binds with a sequence of `tokens` more, from 0 while at most half of it is
+    /// promised to 1 when it is full.
     pub(super) fn memory_binds(&self, tokens: u64) -> f64 {
         let promised = (self.promised + self.spec.tokens_held(tokens)) as f64;
         binds(promised, self.spec.kv_capacity_tokens)

@@ -70,8 +70,8 @@ impl PageParts {
         (pages * u64::from(block_tokens.max(1))).div_ceil(u64::from(self.count()))
     }
 
-    /// Tokens that would take as much memory in all layers as a sequence of `tokens` does, had it a part of its
-    /// last block.
+    /// Tokens that would take as much memory in all layers as a sequence of `tokens` does, had it a part of
+    /// its last block.
     pub fn tokens_held(&self, tokens: u64, block_tokens: u32) -> u64 {
         let kept: u64 = self.kept(tokens, block_tokens).map(|kept| kept.end - kept.start).sum();
         kept.div_ceil(u64::from(self.count()))
@@ -140,8 +140,8 @@ impl LayerPages {
         kept.map_or(0, |kept| to_u32(kept.start))
     }
 
-    /// Keys that the layers hold together of a sequence of `tokens` tokens, one for each token and layer: what
-    /// another instance is sent that goes on with it.
+    /// Keys that the layers hold together of a sequence of `tokens` tokens, one for each token and layer:
+    /// what another instance is sent that goes on with it.
     pub fn layer_tokens_held(&self, tokens: u64, block_tokens: u32) -> u64 {
         let kept: u64 = self.parts.kept(tokens, block_tokens).map(|kept| kept.end - kept.start).sum();
         kept * u64::from(self.part_layers())

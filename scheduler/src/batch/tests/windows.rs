@@ -46,8 +46,8 @@ fn a_sequence_holds_its_windows_and_up_to_a_block_more_and_in_the_end_nothing() 
     }
 }
 
-/// What memory a sequence takes is said in one place; the machine, the shape of a model and the fleet's view of an
-/// instance agree with it.
+/// What memory a sequence takes is said in one place; the machine, the shape of a model and the fleet's view
+/// of an instance agree with it.
 #[test]
 fn what_is_predicted_to_be_held_is_what_the_machine_holds() {
     let mut random = Stream::new(14);
