@@ -46,6 +46,10 @@ def main():
     parser.add_argument("--ignore", nargs="*", default=[], help="modules that stay in bf16")
     options = parser.parse_args()
     file = options.checkpoint / "model.safetensors"
+    if not file.is_file():
+        parser.error(f"there is no {file}; give the directory of a bf16 checkpoint of one file")
+    if options.group < 8 or options.group % 8:
+        parser.error(f"--group {options.group}: give a multiple of 8")
     with open(file, "rb") as opened:
         (length,) = struct.unpack("<Q", opened.read(8))
         header = json.loads(opened.read(length))
@@ -64,6 +68,10 @@ def main():
 
     for name, place in header.items():
         start, end = place["data_offsets"]
+        if place["dtype"] != "BF16":
+            parser.error(f"{name} is {place['dtype']}; give a checkpoint in BF16")
+        if len(place["shape"]) > 1 and place["shape"][-1] % options.group:
+            parser.error(f"{name} has {place['shape'][-1]} columns; give a --group that divides them")
         bits = data[start:end].view(numpy.uint16).reshape(place["shape"])
         module = name.removesuffix(".weight")
         if bits.ndim == 1 or "embed_tokens" in name or module in options.ignore:

@@ -37,6 +37,12 @@ impl MappedFile {
         self.written.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// The mapping, if these bytes are some and inside it.
+    #[cfg(unix)]
+    fn map_of(&self, range: &std::ops::Range<usize>) -> Option<&memmap2::Mmap> {
+        self.map.as_ref().filter(|map| range.start < range.end && range.end <= map.len())
+    }
+
     fn damage(&self) -> Option<String> {
         #[cfg(target_os = "linux")]
         if self.watch.as_ref().is_some_and(MappedFileWatch::has_lost) {
@@ -69,8 +75,7 @@ impl HostMemory for MappedFile {
 
     #[cfg(target_os = "linux")]
     fn needed(&self, range: std::ops::Range<usize>) {
-        let inside = |map: &&memmap2::Mmap| range.start < range.end && range.end <= map.len();
-        if let Some(map) = self.map.as_ref().filter(inside) {
+        if let Some(map) = self.map_of(&range) {
             // best effort: huge pages if the file system supports them, and all pages mapped now at memory
             // speed, instead of one fault at a time during the first prompt
             let _ = map.advise_range(memmap2::Advice::HugePage, range.start, range.len());
@@ -80,8 +85,7 @@ impl HostMemory for MappedFile {
 
     #[cfg(unix)]
     fn unneeded(&self, range: std::ops::Range<usize>) {
-        let inside = |map: &&memmap2::Mmap| range.start < range.end && range.end <= map.len();
-        if let Some(map) = self.map.as_ref().filter(inside) {
+        if let Some(map) = self.map_of(&range) {
             // SAFETY: the mapping is of a file and never written to, so that the same bytes are read again.
             let told = unsafe {
                 map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, range.start, range.len())
