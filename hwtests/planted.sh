@@ -3,6 +3,7 @@
 # named, as for those of instances over several devices.
 #   hwtests/planted.sh [DIRECTORY for the copy and its build; default target/planted]
 #   hwtests/planted.sh --applies    only says which of them no longer apply to the source
+# ONLY=REGEX plants those whose name matches it.
 set -euo pipefail
 root=$(git rev-parse --show-toplevel)
 applies=${1:-}
@@ -21,6 +22,7 @@ else
 fi
 
 missed=0
+tried=0
 
 # plant NAME FILE SED-EXPRESSION [MODULE FILTER [CRATE]]: the tests whose name holds FILTER, of the unit tests where MODULE is
 # lib, of the runtime unless another crate is named
@@ -28,6 +30,8 @@ plant() {
     test=${4:-chaos}
     filter=${5:-every_request}
     crate=${6:-mixfleet-runtime}
+    [[ $1 =~ ${ONLY:-} ]] || return 0
+    tried=$((tried + 1))
     if [ "$applies" = --applies ]; then
         if [ ! -f "$2" ] || sed "$3" "$2" | cmp --quiet - "$2"; then
             echo "planted: '$1' no longer applies to $2" >&2
@@ -241,8 +245,14 @@ plant "the cost model lifts queries of prompts that are expanded" scheduler/src/
     's/if latent.expands(parts, self.page_tokens) { 0 } else { prompts }/prompts/' all every_family_costs
 plant "choices of the experts before a share are computed with its first one" backends/opencl/src/kernels/grouped.cl \
     's/max(first, starts\[0\])/first/' all conformance mixfleet-opencl
+if [ "$tried" = 0 ]; then
+    echo "planted: no name matches '$ONLY'" >&2
+    exit 2
+fi
 if [ "$missed" != 0 ]; then
     [ "$applies" = --applies ] && what='do not apply' || what='not found'
     echo "planted: $missed of them $what" >&2
     exit 1
 fi
+[ "$applies" = --applies ] && what='apply' || what='were found'
+echo "planted: all $tried of them $what"
