@@ -14,27 +14,34 @@ import time
 
 KV_GIB = 0.03125
 PAUSE_S = 0.1
+KEYS = ("RssAnon", "RssFile", "VmHWM")
+
+
+def told(pid):
+    """What the kernel says of a process, in bytes; nothing once it is ending."""
+    try:
+        with open(f"/proc/{pid}/status") as lines:
+            fields = dict(line.split(":", 1) for line in lines)
+    except OSError:
+        return {}
+    return {key: int(fields[key].split()[0]) * 1024 for key in KEYS if key in fields}
 
 
 def measure(program, file):
     arguments = ["generate", "--model", file, "--device", "cpu", "--kv-memory", str(KV_GIB), "--prompt-ids", "1,2,3"]
     arguments += ["--max-tokens", "40", "--ignore-eos"]
-    child = subprocess.Popen([program, *arguments], stdout=subprocess.DEVNULL)
-    most, peak = (0, 0), 0
+    child = subprocess.Popen([program, *arguments], stdout=subprocess.PIPE)
+    # all weights are placed once there is a token; a sample before has what loading needs beside them
+    child.stdout.read(1)
+    samples = []
     while child.poll() is None:
-        try:
-            with open(f"/proc/{child.pid}/status") as lines:
-                told = dict(line.split(":", 1) for line in lines)
-        except OSError:
-            break
-        if "RssAnon" in told:
-            anonymous, pages, peak = (int(told[key].split()[0]) * 1024 for key in ("RssAnon", "RssFile", "VmHWM"))
-            # once all weights are there, as much is anonymous as ever
-            most = max(most, (anonymous, pages))
+        sample = told(child.pid)
+        if len(sample) == len(KEYS):
+            samples.append([sample[key] for key in KEYS])
         time.sleep(PAUSE_S)
-    if child.wait() != 0:
+    if child.wait() != 0 or not samples:
         sys.exit(f"{program} failed with {file}")
-    return *most, peak
+    return max(samples, key=lambda sample: sample[0] + sample[1])
 
 
 def main():
