@@ -12,7 +12,7 @@ use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::profile::{CopyCost, DeviceProfile};
 use mixfleet_hal::units::Bytes;
 use mixfleet_hal::{Backend, BufferUsage, DType, Device, Queue, Slice};
-use mixfleet_hwtests::profile::{ModelShapes, ProfileLevel, ProfileOptions, run};
+use mixfleet_hwtests::profile::{ProfileLevel, ProfileOptions, run};
 use mixfleet_runtime::engine::{Pages, check_piece};
 use mixfleet_runtime::model::draws::DrawInput;
 use mixfleet_runtime::model::graph::{Forward, StepInput, StepShape};
@@ -179,16 +179,10 @@ impl Bench {
 
 /// The device's own profile, with this model's shapes among the standard ones.
 fn profile(device: &dyn Device) -> Result<DeviceProfile, Box<dyn Error>> {
-    let model = ModelShapes {
-        hidden: 1024,
-        intermediate: 2816,
-        heads: 16,
-        kv_heads: 8,
-        head_dim: 64,
-        vocab: 8192,
-        dtype: DType::Bf16,
-    };
-    let options = ProfileOptions { model: Some(model), ..ProfileOptions::new(ProfileLevel::Quick) };
+    let config = checkpoint().load()?.config;
+    let shape = config.cost_shape(DType::Bf16, DType::Bf16, device.limits().kv_page_tokens);
+    let model = shape.distinct_ops(ProfileLevel::Quick.rows());
+    let options = ProfileOptions { model, ..ProfileOptions::new(ProfileLevel::Quick) };
     let document = run(device, &options, &mut |_| {});
     document.device_profile().ok_or_else(|| "the device has no measured product or bandwidth".into())
 }

@@ -70,7 +70,7 @@ mod tests {
 
     #[test]
     fn a_budget_limits_products_and_attention_and_leaves_the_rest() {
-        let works = plan(ProfileLevel::Default, 16, None, &[]);
+        let works = plan(ProfileLevel::Default, 16, &[], &[]);
         let (all, none) = chosen(works.clone(), DType::Bf16, None);
         assert_eq!((all.len(), none.len()), (works.len(), 0));
         let (measured, left) = chosen(works.clone(), DType::Bf16, Some(32));

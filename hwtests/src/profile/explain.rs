@@ -195,7 +195,7 @@ mod tests {
         let mut names: Vec<String> = Group::ALL.iter().map(|group| group.name().to_owned()).collect();
         names.extend(Flag::ALL.iter().map(|flag| flag.name().to_owned()));
         names.extend(["attention", "drifted", "dependence_s", "capacity", "compute"].map(str::to_owned));
-        names.extend(plan(ProfileLevel::Full, 32, None, &[]).iter().map(|work| work.id()));
+        names.extend(plan(ProfileLevel::Full, 32, &[], &[]).iter().map(|work| work.id()));
         for name in &names {
             assert!(explain(name).is_some(), "{name}");
         }

@@ -41,7 +41,7 @@ pub use conform::{Conformance, conform, device_profile_schema};
 pub use document::{Fact, Flag, PointResult, PointStatus, ProfileDocument, Tool};
 pub use measured::measured;
 pub use page::page;
-pub use plan::{ModelShapes, ProfileLevel, plan};
+pub use plan::{ProfileLevel, plan};
 pub use run::{ProfileOptions, ProfileProgress, measure, run};
 pub use sampler::{HostClock, TimeSource};
 pub use stats::SampleStats;

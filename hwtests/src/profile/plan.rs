@@ -26,6 +26,20 @@ pub enum ProfileLevel {
     Full,
 }
 
+impl ProfileLevel {
+    /// The numbers of rows with which a model's own products are measured, in ascending order.
+    pub fn rows(self) -> &'static [u32] {
+        match self {
+            ProfileLevel::Quick => &[1, 8, 9, 64, 512],
+            ProfileLevel::Default => &[1, 2, 4, 8, 9, 16, 17, 24, 25, 32, 64, 128, 256, 512],
+            ProfileLevel::Full => &[
+                1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 20, 24, 25, 28, 32, 33, 48, 64, 65, 96, 128, 129, 192,
+                256, 384, 512, 1024, 2048,
+            ],
+        }
+    }
+}
+
 /// Product shapes of one model family.
 struct Family {
     hidden: u32,
@@ -47,33 +61,10 @@ const NARROW: Heads = Heads { ratio: 8, kv: 4, dim: 64, rank: None };
 /// Heads over the latents of DeepSeek-V3, as one of eight devices has them.
 const LATENT: Heads = Heads { ratio: 16, kv: 1, dim: 576, rank: Some(512) };
 
-/// A model's shapes, measured in addition to the standard ones.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ModelShapes {
-    /// Width of the residual stream.
-    pub hidden: u32,
-    /// Width of the MLP's inner layer.
-    pub intermediate: u32,
-    /// Number of query heads.
-    pub heads: u32,
-    /// Number of KV heads.
-    pub kv_heads: u32,
-    /// Length of a head.
-    pub head_dim: u32,
-    /// Number of rows of the LM head.
-    pub vocab: u32,
-    /// Dtype of weights and activations.
-    pub dtype: DType,
-}
-
 /// Returns what `level` measures on a device with pages of `page_tokens`, without duplicates; with `only`,
-/// just what one of its patterns selects. A pattern that is itself the name of a work item adds it.
-pub fn plan(
-    level: ProfileLevel,
-    page_tokens: u32,
-    model: Option<&ModelShapes>,
-    only: &[String],
-) -> Vec<Work> {
+/// just what one of its patterns selects. A pattern that is itself the name of a work item adds it, and
+/// `model` has the operations of a model of which to measure each.
+pub fn plan(level: ProfileLevel, page_tokens: u32, model: &[OpSig], only: &[String]) -> Vec<Work> {
     let mut p = Plan { level, page_tokens: page_tokens.max(1), works: Vec::new() };
     p.launches();
     p.memory();
@@ -86,9 +77,7 @@ pub fn plan(
     if level != ProfileLevel::Quick {
         p.small(4096, 14_336, 32, WIDE, 128_256);
     }
-    if let Some(model) = model {
-        p.model(model);
-    }
+    p.works.extend(model.iter().copied().map(Work::Op));
     p.works.push(Work::Sustained(SustainedLoad::Gemm));
     p.works.push(Work::Sustained(SustainedLoad::Stream));
     let named = only.iter().filter_map(|id| Work::parse(id, p.page_tokens));
@@ -348,31 +337,6 @@ impl Plan {
         self.decode(DType::F16, WIDE, &[16], &[2048]);
         self.decode(DType::F32, WIDE, &[16], &[2048]);
     }
-
-    fn model(&mut self, m: &ModelShapes) {
-        let rows: &[u32] = self.by_level(
-            &[1, 8, 9, 64, 512],
-            &[1, 2, 4, 8, 9, 16, 17, 24, 25, 32, 64, 128, 256, 512],
-            &[
-                1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 20, 24, 25, 28, 32, 33, 48, 64, 65, 96, 128, 129, 192,
-                256, 384, 512, 1024, 2048,
-            ],
-        );
-        let (q, kv) = (m.heads * m.head_dim, m.kv_heads * m.head_dim);
-        let family = Family { hidden: m.hidden, inner: m.intermediate, kv, vocab: m.vocab };
-        self.layer(m.dtype, rows, &family);
-        if q != m.hidden {
-            for &rows in rows {
-                self.op(gemm(m.dtype, (rows, q, m.hidden), false, false));
-                self.op(gemm(m.dtype, (rows, m.hidden, q), true, false));
-            }
-        }
-        let ratio = m.heads / m.kv_heads.max(1);
-        let heads = Heads { ratio, kv: m.kv_heads, dim: m.head_dim, rank: None };
-        self.decode(m.dtype, heads, &[1, 4, 16, 64], &[32, 128, 512, 2048, 8192]);
-        self.prefill(m.dtype, heads, &[32, 128, 512], &[0, 512, 2048]);
-        self.small(m.hidden, m.intermediate, m.heads, heads, m.vocab);
-    }
 }
 
 #[cfg(test)]
@@ -382,7 +346,7 @@ mod tests {
     #[test]
     fn every_planned_work_has_a_name_that_leads_back_to_it() {
         for level in [ProfileLevel::Quick, ProfileLevel::Default, ProfileLevel::Full] {
-            let works = plan(level, 32, None, &[]);
+            let works = plan(level, 32, &[], &[]);
             assert!(works.len() > 60, "{level:?}: {}", works.len());
             for work in &works {
                 assert_eq!(Work::parse(&work.id(), 32).as_ref(), Some(work), "{}", work.id());
@@ -394,7 +358,7 @@ mod tests {
     fn patterns_choose_and_a_name_is_measured_even_if_no_level_has_it() {
         let only = |words: &[&str]| {
             let words: Vec<String> = words.iter().map(|w| (*w).to_owned()).collect();
-            plan(ProfileLevel::Quick, 32, None, &words).iter().map(Work::id).collect::<Vec<_>>()
+            plan(ProfileLevel::Quick, 32, &[], &words).iter().map(Work::id).collect::<Vec<_>>()
         };
         assert!(only(&["links"]).iter().all(|id| id.starts_with("copy_")));
         assert_eq!(only(&["gemm.bf16.m777.n11.k13"]), ["gemm.bf16.m777.n11.k13"]);
@@ -402,24 +366,13 @@ mod tests {
     }
 
     #[test]
-    fn a_model_adds_its_own_shapes() {
-        let model = ModelShapes {
-            hidden: 768,
-            intermediate: 2000,
-            heads: 12,
-            kv_heads: 4,
-            head_dim: 64,
-            vocab: 5000,
-            dtype: DType::Bf16,
-        };
+    fn a_model_adds_its_own_operations() {
+        let own = gemm(DType::Bf16, (512, 768, 2000), true, false);
+        let standard = gemm(DType::Bf16, (512, 2048, 2048), false, false);
         let ids: Vec<String> =
-            plan(ProfileLevel::Default, 32, Some(&model), &[]).iter().map(Work::id).collect();
-        for id in [
-            "gemm.bf16.m512.n768.k2000.acc",
-            "gemm.bf16.m1.n5000.k768.logits",
-            "attn_decode.bf16.b4.c512.gqa3.kv4.d64",
-        ] {
-            assert!(ids.iter().any(|known| known == id), "{id}");
+            plan(ProfileLevel::Default, 32, &[own, standard], &[]).iter().map(Work::id).collect();
+        for id in ["gemm.bf16.m512.n768.k2000.acc", "gemm.bf16.m512.n2048.k2048"] {
+            assert_eq!(ids.iter().filter(|known| *known == id).count(), 1, "{id}");
         }
     }
 }

@@ -7,7 +7,7 @@ use super::document::{
 };
 use super::ground::{Ground, cold_bytes};
 use super::measure::{Bench, LaunchCost, empty, loads};
-use super::plan::{ModelShapes, ProfileLevel, plan};
+use super::plan::{ProfileLevel, plan};
 use super::sampler::{HostClock, SampleBudget, TimeSource};
 use super::work::{Group, LaunchCase, SustainedLoad, Work};
 use super::{Problem, budget, check::Checks, fit};
@@ -28,8 +28,8 @@ pub struct ProfileOptions {
     pub level: ProfileLevel,
     /// Patterns of groups or points, where `*` matches any characters; empty means all of the level.
     pub only: Vec<String>,
-    /// A model whose own shapes are measured too.
-    pub model: Option<ModelShapes>,
+    /// Operations of a model, which are measured too.
+    pub model: Vec<OpSig>,
     /// Size of the memory over which streamed buffers rotate, larger than the last-level cache.
     pub cold_bytes: u64,
     /// Maximum memory to use; `None` means a share of the device's.
@@ -61,7 +61,7 @@ impl ProfileOptions {
         ProfileOptions {
             level,
             only: Vec::new(),
-            model: None,
+            model: Vec::new(),
             cold_bytes: 512 * MIB,
             memory_bytes_max: None,
             budget_s: None,
@@ -140,6 +140,14 @@ pub enum ProfileProgress<'a> {
     Done(&'a PointResult),
 }
 
+/// The dtype of the activations of a product.
+fn product_dtype(sig: &OpSig) -> Option<DType> {
+    match *sig {
+        OpSig::Gemm { x, .. } | OpSig::QuantisedGemm { x, .. } => Some(x),
+        _ => None,
+    }
+}
+
 /// Measures `device`. No device error ends it early except a hang, after which the remaining points are
 /// reported as errors. An interruption leaves a document that says so.
 pub fn run(
@@ -147,8 +155,8 @@ pub fn run(
     options: &ProfileOptions,
     observe: &mut dyn FnMut(ProfileProgress<'_>),
 ) -> ProfileDocument {
-    let works = plan(options.level, device.limits().kv_page_tokens, options.model.as_ref(), &options.only);
-    let dtype = options.model.map_or(DType::Bf16, |model| model.dtype);
+    let works = plan(options.level, device.limits().kv_page_tokens, &options.model, &options.only);
+    let dtype = options.model.iter().find_map(product_dtype).unwrap_or(DType::Bf16);
     let (works, left) = budget::chosen(works, dtype, options.points_max);
     let start = options.clock.seconds();
     let before = State::from(device.health());

@@ -287,10 +287,12 @@ fn op_id(sig: &OpSig) -> String {
             n,
             k,
             x,
+            weight,
             ..
         } => {
             let others = if others > 0 { format!(".others{others}") } else { String::new() };
-            format!("{name}.{x}.r{choices}.fan{fan}.e{experts}.touched{touched}{others}.n{n}.k{k}")
+            let weight = if weight == MatrixKind::Plain(x) { String::new() } else { format!(".{weight}") };
+            format!("{name}.{x}{weight}.r{choices}.fan{fan}.e{experts}.touched{touched}{others}.n{n}.k{k}")
         }
         OpSig::Combine { tokens, active, cols, x, .. } => format!("{name}.{x}.t{tokens}.a{active}.h{cols}"),
         OpSig::Sample { rows, cols, .. } => format!("{name}.f32.t{rows}.v{cols}"),

@@ -34,7 +34,7 @@ pub(crate) fn planned(
         ValidationEffort::Quick => profile::ProfileLevel::Quick,
         ValidationEffort::Full => profile::ProfileLevel::Default,
     };
-    let all = profile::plan(level, page_tokens, None, &[]).into_iter().map(|work| work.id());
+    let all = profile::plan(level, page_tokens, &[], &[]).into_iter().map(|work| work.id());
     let claimed = |id: &String| settings.points.contains(id);
     let open: Vec<String> = all.filter(|id| !claimed(id) && wanted(&format!("l3.{id}"))).collect();
     let points = settings.points.iter().filter(|id| wanted(&format!("l3.{id}"))).cloned().collect();

@@ -14,15 +14,19 @@ use anyhow::{Context, Result, bail};
 use clap::{Args, Subcommand};
 use indicatif::{ProgressBar, ProgressStyle};
 use mixfleet_hal::catalog::closest_names;
-use mixfleet_hal::{DType, Device, DeviceKind, cast};
+use mixfleet_hal::{Device, DeviceKind, OpSig, cast};
 use mixfleet_hwtests::files::write_whole;
 use mixfleet_hwtests::profile::compare::Comparison;
 use mixfleet_hwtests::profile::{
-    Group, ModelShapes, PointResult, PointStatus, ProfileDocument, ProfileLevel, ProfileOptions,
-    ProfileProgress, page, run as measure,
+    Group, PointResult, PointStatus, ProfileDocument, ProfileLevel, ProfileOptions, ProfileProgress, page,
+    run as measure,
 };
+use mixfleet_runtime::model::ModelConfig;
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
+
+/// The page size with which names of points are looked up; no name depends on it.
+const PAGE_TOKENS: u32 = 16;
 
 #[derive(Debug, Args)]
 #[command(args_conflicts_with_subcommands = true)]
@@ -63,7 +67,7 @@ struct MeasureArgs {
     /// matches any text)
     #[arg(long, value_name = "NAMES", value_delimiter = ',')]
     only: Vec<String>,
-    /// Measure this checkpoint's own shapes too
+    /// Measure what this model submits, too: a checkpoint directory or GGUF file
     #[arg(long, value_name = "DIR")]
     model: Option<PathBuf>,
     /// Rent of the device, to show what a dollar buys
@@ -131,6 +135,7 @@ fn profile(args: &MeasureArgs) -> Result<()> {
     };
     let device = backends::open(&selector)?;
     backends::must_compute(device.info())?;
+    options.model = operations(args, options.level, device.limits().kv_page_tokens)?;
     if device.info().kind == DeviceKind::Cpu {
         options.cold_bytes = machine::cold_bytes(options.cold_bytes);
         options.other_load = machine::busy();
@@ -192,6 +197,14 @@ fn verdict(document: &ProfileDocument) -> Result<()> {
     Ok(())
 }
 
+/// What the model of `--model` submits to a device with such pages; nothing without one.
+fn operations(args: &MeasureArgs, level: ProfileLevel, page_tokens: u32) -> Result<Vec<OpSig>> {
+    let Some(path) = &args.model else { return Ok(Vec::new()) };
+    let config = ModelConfig::open(path)
+        .with_context(|| format!("cannot read the model's shape in {}", path.display()))?;
+    Ok(config.cost_shape(config.dtype, config.dtype, page_tokens).distinct_ops(level.rows()))
+}
+
 fn options(args: &MeasureArgs) -> Result<ProfileOptions> {
     let level = match (args.quick, args.full) {
         (true, _) => ProfileLevel::Quick,
@@ -203,10 +216,9 @@ fn options(args: &MeasureArgs) -> Result<ProfileOptions> {
     {
         bail!(Usage(format!("--usd-per-hour {usd} is not a price; write $/h as in 0.35")));
     }
-    let model = args.model.as_deref().map(shapes).transpose()?;
     let options = ProfileOptions {
         only: args.only.clone(),
-        model,
+        model: operations(args, level, PAGE_TOKENS)?,
         points_max: args.budget.map(cast::to_usize),
         measured_at: machine::now(),
         command: std::env::args().collect::<Vec<_>>().join(" "),
@@ -214,10 +226,9 @@ fn options(args: &MeasureArgs) -> Result<ProfileOptions> {
         price: args.usd_per_hour.map(|usd| (usd, "--usd-per-hour".to_owned())),
         ..ProfileOptions::new(level)
     };
-    // The page size does not affect whether a name is known.
     for name in &options.only {
         let one = std::slice::from_ref(name);
-        if mixfleet_hwtests::profile::plan(ProfileLevel::Full, 16, options.model.as_ref(), one).is_empty() {
+        if mixfleet_hwtests::profile::plan(ProfileLevel::Full, PAGE_TOKENS, &options.model, one).is_empty() {
             let parts: Vec<&str> = Group::ALL.iter().map(|group| group.name()).collect();
             let near = closest_names(name, parts.iter().copied());
             let near =
@@ -229,33 +240,6 @@ fn options(args: &MeasureArgs) -> Result<ProfileOptions> {
         }
     }
     Ok(options)
-}
-
-/// The shapes in a checkpoint's `config.json`.
-fn shapes(directory: &Path) -> Result<ModelShapes> {
-    let file = directory.join("config.json");
-    let text = std::fs::read_to_string(&file).with_context(|| format!("cannot read {}", file.display()))?;
-    let config: serde_json::Value =
-        serde_json::from_str(&text).with_context(|| format!("{} is not JSON", file.display()))?;
-    let maybe = |name: &str| config.get(name).and_then(|v| v.as_u64()).and_then(|v| u32::try_from(v).ok());
-    let number = |name: &str| {
-        maybe(name).filter(|v| *v > 0).with_context(|| format!("{}: no number '{name}'", file.display()))
-    };
-    let (hidden, heads) = (number("hidden_size")?, number("num_attention_heads")?);
-    let kv_heads = maybe("num_key_value_heads").unwrap_or(heads);
-    if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
-        bail!("{}: {heads} heads do not divide over {kv_heads} KV heads", file.display());
-    }
-    let dtype = config.get("dtype").or(config.get("torch_dtype")).and_then(|v| v.as_str());
-    Ok(ModelShapes {
-        hidden,
-        intermediate: number("intermediate_size")?,
-        heads,
-        kv_heads,
-        head_dim: maybe("head_dim").unwrap_or(hidden / heads),
-        vocab: number("vocab_size")?,
-        dtype: dtype.and_then(|name| name.parse().ok()).unwrap_or(DType::Bf16),
-    })
 }
 
 /// Measures with a progress bar on a terminal, or a line per part elsewhere. The first Ctrl-C ends the run

@@ -2,6 +2,7 @@
 
 mod collective;
 mod copies;
+mod distinct;
 mod engine;
 mod knots;
 mod latent;
