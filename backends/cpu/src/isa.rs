@@ -19,9 +19,19 @@ pub enum Isa {
     /// The same, and AMX with tiles of bf16.
     #[cfg(target_arch = "x86_64")]
     Amx,
+    /// NEON.
+    #[cfg(target_arch = "aarch64")]
+    Neon,
+    /// NEON with dot products of bytes (FEAT_DotProd).
+    #[cfg(target_arch = "aarch64")]
+    NeonDot,
+    /// The same, and dot products of bf16 (FEAT_BF16).
+    #[cfg(target_arch = "aarch64")]
+    NeonBf16,
 }
 
-/// Environment variable that lowers the level: `portable`, `avx2`, `avx512`, `avx512bf16` or `amx`.
+/// Environment variable that lowers the level: `portable`, `avx2`, `avx512`, `avx512bf16` or `amx`, and on
+/// aarch64 `portable`, `neon`, `neondot` or `neonbf16`.
 pub const ISA_VARIABLE: &str = "MIXFLEET_CPU_ISA";
 
 impl Isa {
@@ -41,6 +51,14 @@ impl Isa {
                 (bf16, Isa::Avx512Bf16),
                 (bf16 && has_amx_bf16(), Isa::Amx),
             ];
+            levels.extend(present.into_iter().filter(|(has, _)| *has).map(|(_, isa)| isa));
+        }
+        #[cfg(target_arch = "aarch64")]
+        {
+            use std::arch::is_aarch64_feature_detected as has;
+            let neon = has!("neon");
+            let dot = neon && has!("dotprod");
+            let present = [(neon, Isa::Neon), (dot, Isa::NeonDot), (dot && has!("bf16"), Isa::NeonBf16)];
             levels.extend(present.into_iter().filter(|(has, _)| *has).map(|(_, isa)| isa));
         }
         levels
@@ -73,7 +91,7 @@ impl Isa {
 
     /// Whether the bf16 dot product is a single instruction.
     pub(crate) fn has_dot_bf16(self) -> bool {
-        matches!(self.name(), "avx512bf16" | "amx")
+        matches!(self.name(), "avx512bf16" | "amx" | "neonbf16")
     }
 
     /// Whether there are tiles of bf16.
@@ -93,6 +111,12 @@ impl Isa {
             Isa::Avx512Bf16 => "avx512bf16",
             #[cfg(target_arch = "x86_64")]
             Isa::Amx => "amx",
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon => "neon",
+            #[cfg(target_arch = "aarch64")]
+            Isa::NeonDot => "neondot",
+            #[cfg(target_arch = "aarch64")]
+            Isa::NeonBf16 => "neonbf16",
         }
     }
 }
@@ -128,4 +152,19 @@ fn may_use_tiles() -> bool {
 #[cfg(all(target_arch = "x86_64", not(target_os = "linux")))]
 fn may_use_tiles() -> bool {
     false
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn levels_rise_from_portable_and_have_a_name_each() {
+        let levels = Isa::available();
+        let names: Vec<_> = levels.iter().map(|isa| isa.name()).collect();
+        eprintln!("instruction levels: {}", names.join(", "));
+        assert_eq!(levels[0], Isa::Portable);
+        assert!(levels.is_sorted());
+        assert_eq!(names.iter().collect::<std::collections::HashSet<_>>().len(), names.len());
+    }
 }

@@ -30,7 +30,7 @@ pub(crate) enum File {
 }
 
 impl File {
-    const ALL: [File; 12] = [
+    pub(crate) const ALL: [File; 12] = [
         File::Elements,
         File::Rows,
         File::Sample,

@@ -25,6 +25,8 @@ mod kv;
 mod quantised;
 mod sample;
 #[cfg(test)]
+mod shaders;
+#[cfg(test)]
 mod tests;
 
 use crate::kernels::{File, Kernel};

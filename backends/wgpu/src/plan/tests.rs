@@ -5,7 +5,7 @@ use crate::memory::testing::slices;
 use mixfleet_hal::Cmd;
 use mixfleet_hwtests::{SuiteLevel, cases};
 
-const LIMITS: mixfleet_hal::DeviceLimits = mixfleet_hal::DeviceLimits {
+pub(super) const LIMITS: mixfleet_hal::DeviceLimits = mixfleet_hal::DeviceLimits {
     allocation_bytes_max: u64::MAX,
     alignment_bytes: 4,
     imports_host_memory: false,

@@ -1,5 +1,5 @@
-//! How codes of quantised weights become numbers in registers: one code of each word at a time, or two as
-//! integers of 16 bits.
+//! How codes of quantised weights become numbers in registers: one code of each word at a time, two as
+//! integers of 16 bits, or four as bytes.
 
 use crate::kernels::simd::Simd;
 
@@ -11,17 +11,22 @@ pub(super) trait CodeWords<S: Simd> {
     const HIGH_BITS: usize;
     /// What the sum of products is multiplied with beside its scale.
     const FACTOR: f32 = 1.0;
-    /// Whether [`pair`](Self::pair) has two integers at a time.
-    const HAS_PAIRS: bool = false;
-    /// A number over its integer in a pair.
-    const PAIR_FACTOR: f32 = 1.0;
+    /// Whether numbers are integers times [`INTEGER_FACTOR`](Self::INTEGER_FACTOR), as in
+    /// [`pair`](Self::pair) and [`quad`](Self::quad).
+    const HAS_INTEGERS: bool = false;
+    /// A number over its integer.
+    const INTEGER_FACTOR: f32 = 1.0;
     /// The number of code `j` of each word over [`FACTOR`](Self::FACTOR), whose high bits lie in the same
     /// lane of `high`.
     unsafe fn number(words: S::V, high: S::V, j: usize) -> S::V;
-    /// The numbers of codes `j` and `j + PER_WORD / 2` of each word over
-    /// [`PAIR_FACTOR`](Self::PAIR_FACTOR), as two integers of 16 bits.
+    /// The integers of codes `j` and `j + PER_WORD / 2` of each word, of 16 bits each.
     #[inline(always)]
     unsafe fn pair(words: S::V, _high: S::V, _j: usize) -> S::V {
+        words
+    }
+    /// The integers of every code `PER_WORD / 4` codes from the next, `j` and on, of 8 bits each.
+    #[inline(always)]
+    unsafe fn quad(words: S::V, _high: S::V, _j: usize) -> S::V {
         words
     }
 }
@@ -38,22 +43,36 @@ pub(super) struct FloatNibbles;
 pub(super) struct FloatBytes;
 
 /// Integers of codes of four bits, twice, so that a fifth bit does not matter.
-const fn pair_table(numbers: [i16; 16]) -> [u16; 32] {
+const fn pair_table(numbers: [i8; 16]) -> [u16; 32] {
     let (mut table, mut i) = ([0; 32], 0);
     while i < 32 {
-        table[i] = numbers[i % 16].cast_unsigned();
+        table[i] = (numbers[i % 16] as i16).cast_unsigned();
         i += 1;
     }
     table
 }
 
 /// Twice the numbers of E2M1.
-static E2M1_PAIRS: [u16; 32] = pair_table([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]);
+static E2M1_BYTES: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
+static E2M1_PAIRS: [u16; 32] = pair_table(E2M1_BYTES);
 /// Codes as they are, and less 8.
-static NIBBLE_PAIRS: [[u16; 32]; 2] = [
-    pair_table([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]),
-    pair_table([-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7]),
+static NIBBLE_BYTES: [[i8; 16]; 2] = [
+    [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15],
+    [-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7],
 ];
+static NIBBLE_PAIRS: [[u16; 32]; 2] = [pair_table(NIBBLE_BYTES[0]), pair_table(NIBBLE_BYTES[1])];
+
+/// The entries of `table` for the lower four bits of every byte, or for the upper ones.
+///
+/// # Safety
+/// As for [`Simd`].
+#[inline(always)]
+unsafe fn nibbles_of_bytes<S: Simd>(words: S::V, upper: bool, table: &[i8; 16]) -> S::V {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if upper { S::nibble_bytes::<true>(words, table) } else { S::nibble_bytes::<false>(words, table) }
+    }
+}
 
 #[inline(always)]
 pub(super) fn bits(count: usize) -> u32 {
@@ -69,11 +88,16 @@ impl<S: Simd, const MIDDLE: u32> CodeWords<S> for Nibbles<MIDDLE> {
         // SAFETY: see above.
         unsafe { S::nibble::<MIDDLE>(S::shifted(words, bits(4 * j))) }
     }
-    const HAS_PAIRS: bool = S::DOT_I16;
+    const HAS_INTEGERS: bool = true;
     #[inline(always)]
     unsafe fn pair(words: S::V, _high: S::V, j: usize) -> S::V {
         // SAFETY: see above.
         unsafe { S::nibble_pair(S::shifted(words, bits(4 * j)), &NIBBLE_PAIRS[(MIDDLE / 8) as usize]) }
+    }
+    #[inline(always)]
+    unsafe fn quad(words: S::V, _high: S::V, j: usize) -> S::V {
+        // SAFETY: see above.
+        unsafe { nibbles_of_bytes::<S>(words, j == 1, &NIBBLE_BYTES[(MIDDLE / 8) as usize]) }
     }
 }
 
@@ -90,7 +114,7 @@ impl<S: Simd, const BITS: usize> CodeWords<S> for TwoPlanes<BITS> {
             S::number(S::or(low, S::shifted_left(high, 4)))
         }
     }
-    const HAS_PAIRS: bool = S::DOT_I16;
+    const HAS_INTEGERS: bool = true;
     #[inline(always)]
     unsafe fn pair(words: S::V, high: S::V, j: usize) -> S::V {
         // SAFETY: see above.
@@ -107,6 +131,22 @@ impl<S: Simd, const BITS: usize> CodeWords<S> for TwoPlanes<BITS> {
             S::or(low, S::masked(moved, mask << 16 | mask))
         }
     }
+    #[inline(always)]
+    unsafe fn quad(words: S::V, high: S::V, j: usize) -> S::V {
+        // SAFETY: see above.
+        unsafe {
+            let low = S::masked(S::shifted(words, bits(4 * j)), 0x0F0F_0F0F);
+            // those of two neighbouring codes in the low bits of every byte
+            let apart = |v, by, mask| S::masked(S::or(v, S::shifted_left(v, by)), mask);
+            let spread = match BITS {
+                1 => apart(apart(S::masked(high, 0xFF), 12, 0x000F_000F), 6, 0x0303_0303),
+                _ => apart(apart(S::masked(high, 0xFFFF), 8, 0x00FF_00FF), 4, 0x0F0F_0F0F),
+            };
+            let mask = ((1 << BITS) - 1) * 0x0101_0101;
+            let of = S::masked(S::shifted(spread, bits(BITS * j)), mask);
+            S::or(low, S::shifted_left(of, 4))
+        }
+    }
 }
 
 // SAFETY (all blocks): register arithmetic only; the level is present by the callers' promise.
@@ -119,6 +159,8 @@ impl<S: Simd> CodeWords<S> for Bytes {
         // SAFETY: see above.
         unsafe { S::byte_on_top(words, bits(j)) }
     }
+    /// A code is its own byte; as pairs they are no cheaper than numbers.
+    const HAS_INTEGERS: bool = S::DOT_I8;
 }
 
 // SAFETY (all blocks): register arithmetic only; the level is present by the callers' promise.
@@ -130,12 +172,17 @@ impl<S: Simd> CodeWords<S> for FloatNibbles {
         // SAFETY: see above.
         unsafe { S::e2m1(S::shifted(words, bits(4 * j))) }
     }
-    const HAS_PAIRS: bool = S::DOT_I16;
-    const PAIR_FACTOR: f32 = 0.5;
+    const HAS_INTEGERS: bool = true;
+    const INTEGER_FACTOR: f32 = 0.5;
     #[inline(always)]
     unsafe fn pair(words: S::V, _high: S::V, j: usize) -> S::V {
         // SAFETY: see above.
         unsafe { S::nibble_pair(S::shifted(words, bits(4 * j)), &E2M1_PAIRS) }
+    }
+    #[inline(always)]
+    unsafe fn quad(words: S::V, _high: S::V, j: usize) -> S::V {
+        // SAFETY: see above.
+        unsafe { nibbles_of_bytes::<S>(words, j == 1, &E2M1_BYTES) }
     }
 }
 

@@ -5,9 +5,10 @@
 //! `x` is put in that order once, and code j of all words is one shift away. Scales multiply the sum of a
 //! vector's products, and zero points or minima the sum of its `x`.
 //!
-//! Where codes have four to six bits and `x` is bf16, products are of integers: the numbers of `x` that meet
-//! a word become integers of 16 bits times a power of two. That is exact for those of at least 2^-7 of the
-//! largest of the eight, and within 2^-15 of the largest for the others.
+//! Where codes are integers and `x` is bf16, products are of integers: the numbers of `x` that meet a word
+//! become integers of 16 bits times a power of two. That is exact for those of at least 2^-7 of the largest
+//! of the word, and within 2^-15 of the largest for the others. Where bytes are multiplied, each integer has
+//! 15 bits in two bytes, so that this is 2^-6 and 2^-14.
 
 use super::codes::{Bytes, CodeWords, FloatBytes, FloatNibbles, Nibbles, TwoPlanes, bits};
 use super::rows::{AHEAD_BYTES, PARTS};
@@ -190,16 +191,21 @@ unsafe fn stream<S: Simd, C: CodeWords<S>>(task: &QuantisedFewRows, group_log2: 
     // SAFETY: scratch is laid out as `Parts` says; operands are as the shape says.
     unsafe {
         let parts = Parts::of(task);
-        let in_pairs = C::HAS_PAIRS && task.shape.x == DType::Bf16;
+        let at_once = match C::HAS_INTEGERS && task.shape.x == DType::Bf16 {
+            true if S::DOT_I8 => 4,
+            true if S::DOT_I16 => 2,
+            _ => 1,
+        };
         if !task.is_ordered {
-            order_x::<S, C>(task, &parts, in_pairs);
+            order_x::<S, C>(task, &parts, at_once);
             // behind the groups of a row, scales meet zeros: they must be numbers
             std::ptr::write_bytes(parts.scales, 0, 2 * STREAMS * parts.layout.scales);
         }
         if m == 1 {
-            return match in_pairs {
-                true => single::<S, C, true>(task, &parts, group_log2),
-                false => single::<S, C, false>(task, &parts, group_log2),
+            return match at_once {
+                4 if S::DOT_I8 => single::<S, C, 4>(task, &parts, group_log2),
+                2 if S::DOT_I16 => single::<S, C, 2>(task, &parts, group_log2),
+                _ => single::<S, C, 1>(task, &parts, group_log2),
             };
         }
         let end = task.columns.end;
@@ -210,9 +216,14 @@ unsafe fn stream<S: Simd, C: CodeWords<S>>(task: &QuantisedFewRows, group_log2: 
                 (0..STREAMS).for_each(|r| parts.read_scales::<S>(task, lines.row(r), r));
                 for i in (0..m).step_by(X_ROWS) {
                     let sums = (parts.sums.add(i * BLOCK + j), 1);
-                    match in_pairs {
-                        true => products::<S, C, X_ROWS, true>(task, &parts, lines, group_log2, i, sums),
-                        false => products::<S, C, X_ROWS, false>(task, &parts, lines, group_log2, i, sums),
+                    match at_once {
+                        4 if S::DOT_I8 => {
+                            products::<S, C, X_ROWS, 4>(task, &parts, lines, group_log2, i, sums);
+                        }
+                        2 if S::DOT_I16 => {
+                            products::<S, C, X_ROWS, 2>(task, &parts, lines, group_log2, i, sums);
+                        }
+                        _ => products::<S, C, X_ROWS, 1>(task, &parts, lines, group_log2, i, sums),
                     }
                 }
             }
@@ -243,7 +254,7 @@ impl Lines {
 /// of the rows one behind the other as they lie in memory: on a Xeon with AMX they come 1.1 times as fast as
 /// in one stream, and 1.2 times as fast as with neighbours side by side.
 #[inline(always)]
-unsafe fn single<S: Simd, C: CodeWords<S>, const PAIRS: bool>(
+unsafe fn single<S: Simd, C: CodeWords<S>, const AT_ONCE: usize>(
     task: &QuantisedFewRows,
     parts: &Parts,
     group_log2: u32,
@@ -258,7 +269,7 @@ unsafe fn single<S: Simd, C: CodeWords<S>, const PAIRS: bool>(
                 let lines = Lines { first: start + block + j, step, end };
                 (0..STREAMS).for_each(|r| parts.read_scales::<S>(task, lines.row(r), r));
                 let sums = (parts.sums.add(j), BLOCK);
-                products::<S, C, 1, PAIRS>(task, parts, lines, group_log2, 0, sums);
+                products::<S, C, 1, AT_ONCE>(task, parts, lines, group_log2, 0, sums);
             }
             for (r, first) in (0..STREAMS).map(|r| (r, start + r * step + block)) {
                 if first < end {
@@ -270,10 +281,11 @@ unsafe fn single<S: Simd, C: CodeWords<S>, const PAIRS: bool>(
     }
 }
 
-/// Puts `x` in the order in which codes come, in f32 or in pairs of integers and padded with zeros, and sums
-/// it for zero points. The powers of two of integers are in the second half of a row.
+/// Puts `x` in the order in which codes come, in f32 or in integers and padded with zeros, and sums it for
+/// zero points. The powers of two of integers are in the second half of a row. Integers that meet four codes
+/// at once are vectors of their upper bytes and of their lower ones by turns.
 #[inline(always)]
-unsafe fn order_x<S: Simd, C: CodeWords<S>>(task: &QuantisedFewRows, parts: &Parts, in_pairs: bool) {
+unsafe fn order_x<S: Simd, C: CodeWords<S>>(task: &QuantisedFewRows, parts: &Parts, at_once: usize) {
     let Shape { m, k, x, .. } = task.shape;
     let span = S::LANES * C::PER_WORD;
     let padded = round_up(k, span);
@@ -294,13 +306,23 @@ unsafe fn order_x<S: Simd, C: CodeWords<S>>(task: &QuantisedFewRows, parts: &Par
                     let row = parts.row.add(word * C::PER_WORD).cast_const();
                     let values = std::slice::from_raw_parts(row, C::PER_WORD);
                     *sums.add(word) = values.iter().sum();
-                    if in_pairs {
-                        let scale = power_of_two(values);
-                        *to.add(parts.layout.x_row / 2 + word) = scale * C::PAIR_FACTOR;
+                    if at_once > 1 {
+                        let scale = power_of_two(values, if at_once == 4 { 14 } else { 15 });
+                        *to.add(parts.layout.x_row / 2 + word) = scale * C::INTEGER_FACTOR;
+                        let apart = C::PER_WORD / at_once;
                         for (j, value) in values.iter().enumerate() {
-                            let (pair, half) = (j % (C::PER_WORD / 2), j / (C::PER_WORD / 2));
-                            let at = 2 * (pair * S::LANES + lane) + half;
-                            *to.add(from / 2).cast::<i16>().add(at) = integer_of(value / scale);
+                            let (step, part) = (j % apart, j / apart);
+                            let integer = integer_of(value / scale);
+                            if at_once == 2 {
+                                let at = 2 * (step * S::LANES + lane) + part;
+                                *to.add(from / 2).cast::<i16>().add(at) = integer;
+                            } else {
+                                let [low, _] = integer.to_le_bytes();
+                                let [_, top] = (integer + 128).to_le_bytes();
+                                let at = 4 * (2 * step * S::LANES + lane) + part;
+                                let to = to.add(from / 2).cast::<u8>().add(at);
+                                (*to, *to.add(4 * S::LANES)) = (top, low);
+                            }
                         }
                     } else {
                         for (j, value) in values.iter().enumerate() {
@@ -320,22 +342,22 @@ fn integer_of(value: f32) -> i16 {
     value.round_ties_even() as i16
 }
 
-/// The power of two that makes integers of 16 bits of some numbers, the largest of which has 15; NaN if one
-/// is infinite or NaN.
+/// The power of two that makes integers of some numbers, the largest of which has `width` bits and a sign;
+/// NaN if one is infinite or NaN.
 #[inline(always)]
-fn power_of_two(values: &[f32]) -> f32 {
-    /// Below it everything is taken for multiples of 2^-114.
+fn power_of_two(values: &[f32], width: i32) -> f32 {
+    /// Below it everything is taken for multiples of 2^-114, or of a bit less.
     const LEAST_EXPONENT: i32 = 27;
     let largest = values.iter().map(|value| value.abs().to_bits()).max().unwrap_or(0); // NaN is above all
     match (largest >> 23).cast_signed() {
         255 => f32::NAN,
-        exponent => f32::from_bits((exponent.max(LEAST_EXPONENT) - 14).cast_unsigned() << 23),
+        exponent => f32::from_bits((exponent.max(LEAST_EXPONENT) + 1 - width).cast_unsigned() << 23),
     }
 }
 
 /// `sums[i * BLOCK + r * step]` = row `r` of `lines` times row `row + i` of `x`, for `X` rows of `x`.
 #[inline(always)]
-unsafe fn products<S: Simd, C: CodeWords<S>, const X: usize, const PAIRS: bool>(
+unsafe fn products<S: Simd, C: CodeWords<S>, const X: usize, const AT_ONCE: usize>(
     task: &QuantisedFewRows,
     parts: &Parts,
     lines: Lines,
@@ -374,35 +396,24 @@ unsafe fn products<S: Simd, C: CodeWords<S>, const X: usize, const PAIRS: bool>(
                     high[r] = high_words::<S>(weights, rows[r], word, C::HIGH_BITS);
                 }
             }
-            let mut part = [[S::splat(0.0); X]; R];
-            let steps = if PAIRS { C::PER_WORD / 2 } else { C::PER_WORD };
+            // words of `x` per word: numbers of 32, 16 or two times 8 bits
+            let steps = if AT_ONCE == 1 { C::PER_WORD } else { C::PER_WORD / 2 };
             let x = x_row.add(word * steps);
-            for j in 0..steps {
-                let mut xs = [S::splat(0.0); X];
-                for (i, v) in xs.iter_mut().enumerate() {
-                    *v = S::load(x.add(i * parts.layout.x_row + j * S::LANES));
-                }
-                for r in 0..R {
-                    let number = match PAIRS {
-                        true => C::pair(loaded[r], high[r], j),
-                        false => C::number(loaded[r], high[r], j),
-                    };
-                    for i in 0..X {
-                        part[r][i] = match PAIRS {
-                            true => S::dot_i16(part[r][i], number, xs[i]),
-                            false => S::fma(number, xs[i], part[r][i]),
-                        };
-                    }
-                }
-            }
+            let part: [[S::V; X]; R] = match AT_ONCE {
+                4 => std::array::from_fn(|r| {
+                    bytes_at_once::<S, C, X>(loaded[r], high[r], (x, parts.layout.x_row))
+                }),
+                _ => in_steps::<S, C, X, AT_ONCE>(loaded, high, (x, parts.layout.x_row)),
+            };
             let group = word >> group_log2;
             for r in 0..R {
                 let at = r * parts.layout.scales + group;
                 let scale = spread::<S>(parts.scales.add(at), group_log2);
                 for (i, (sum, part)) in acc[r].iter_mut().zip(part[r]).enumerate() {
-                    let part = if PAIRS {
+                    let part = if AT_ONCE > 1 {
                         let powers = x_row.add(i * parts.layout.x_row + parts.layout.x_row / 2 + word);
-                        S::mul(S::number(part), S::load(powers))
+                        let number = if AT_ONCE == 2 { S::number(part) } else { part };
+                        S::mul(number, S::load(powers))
                     } else if C::FACTOR == 1.0 {
                         part
                     } else {
@@ -425,6 +436,64 @@ unsafe fn products<S: Simd, C: CodeWords<S>, const X: usize, const PAIRS: bool>(
                 *sums.add(i * BLOCK + r * step) = S::sum(sum);
             }
         }
+    }
+}
+
+/// The products of a vector of words of each weight row with `X` rows of `x`, a code of each word at a time
+/// or two, in floats or in integers of 32 bits.
+#[inline(always)]
+unsafe fn in_steps<S: Simd, C: CodeWords<S>, const X: usize, const AT_ONCE: usize>(
+    words: [S::V; STREAMS],
+    high: [S::V; STREAMS],
+    (x, x_row): (*const f32, usize),
+) -> [[S::V; X]; STREAMS] {
+    // SAFETY: the caller's promise: rows of `x` hold what meets the words.
+    unsafe {
+        let mut part = [[S::splat(0.0); X]; STREAMS];
+        for j in 0..C::PER_WORD / AT_ONCE {
+            let mut xs = [S::splat(0.0); X];
+            for (i, v) in xs.iter_mut().enumerate() {
+                *v = S::load(x.add(i * x_row + j * S::LANES));
+            }
+            for r in 0..STREAMS {
+                let number = match AT_ONCE {
+                    2 => C::pair(words[r], high[r], j),
+                    _ => C::number(words[r], high[r], j),
+                };
+                for i in 0..X {
+                    part[r][i] = match AT_ONCE {
+                        2 => S::dot_i16(part[r][i], number, xs[i]),
+                        _ => S::fma(number, xs[i], part[r][i]),
+                    };
+                }
+            }
+        }
+        part
+    }
+}
+
+/// The products of a vector of words of a weight row with `X` rows of `x`, four codes of each word at a time,
+/// in floats: at most 8 products of bytes make no more than 24 bits.
+#[inline(always)]
+unsafe fn bytes_at_once<S: Simd, C: CodeWords<S>, const X: usize>(
+    words: S::V,
+    high: S::V,
+    (x, x_row): (*const f32, usize),
+) -> [S::V; X] {
+    // SAFETY: the caller's promise: rows of `x` hold what meets the words.
+    unsafe {
+        let mut sums = [[S::splat(0.0); 2]; X];
+        for j in 0..C::PER_WORD / 4 {
+            let quad = C::quad(words, high, j);
+            for (i, sums) in sums.iter_mut().enumerate() {
+                for (which, sum) in sums.iter_mut().enumerate() {
+                    let bytes = S::load(x.add(i * x_row + (2 * j + which) * S::LANES));
+                    *sum = S::dot_i8(*sum, quad, bytes);
+                }
+            }
+        }
+        let upper = S::splat(256.0);
+        std::array::from_fn(|i| S::fma(S::number(sums[i][0]), upper, S::number(sums[i][1])))
     }
 }
 

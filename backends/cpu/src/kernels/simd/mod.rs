@@ -7,6 +7,8 @@
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 mod portable;
 
 use crate::isa::Isa;
@@ -24,6 +26,8 @@ pub(crate) trait Simd: Copy + 'static {
     const DOT_BF16: bool;
     /// [`nibble_pair`](Simd::nibble_pair) and [`dot_i16`](Simd::dot_i16) are one or two instructions.
     const DOT_I16: bool;
+    /// [`nibble_bytes`](Simd::nibble_bytes) and [`dot_i8`](Simd::dot_i8) are one or two instructions.
+    const DOT_I8: bool = false;
     /// The vector.
     type V: Copy;
 
@@ -100,6 +104,26 @@ pub(crate) trait Simd: Copy + 'static {
         }
     }
 
+    /// `acc` and the products of four signed bytes of either word; `acc` is of 32 bits.
+    #[inline(always)]
+    unsafe fn dot_i8(acc: Self::V, a: Self::V, b: Self::V) -> Self::V {
+        let mut lanes = [[0u32; 16]; 3];
+        // SAFETY: as for the caller; no level has more than 16 lanes.
+        unsafe {
+            for (lanes, v) in lanes.iter_mut().zip([acc, a, b]) {
+                Self::store(lanes.as_mut_ptr().cast(), v);
+            }
+            let [mut sums, a, b] = lanes;
+            for (sum, (a, b)) in sums.iter_mut().zip(a.into_iter().zip(b)) {
+                for (a, b) in a.to_le_bytes().into_iter().zip(b.to_le_bytes()) {
+                    let product = i32::from(a.cast_signed()) * i32::from(b.cast_signed());
+                    *sum = sum.wrapping_add_signed(product);
+                }
+            }
+            Self::load(sums.as_ptr().cast())
+        }
+    }
+
     /// Every word shifted right by `bits`, with zeros from the left.
     unsafe fn shifted(words: Self::V, bits: u32) -> Self::V;
     /// Every word shifted left by `bits`.
@@ -158,6 +182,20 @@ pub(crate) trait Simd: Copy + 'static {
             for lane in &mut lanes {
                 let (low, high) = (table[(*lane % 32) as usize], table[(*lane >> 16) as usize % 32]);
                 *lane = u32::from(high) << 16 | u32::from(low);
+            }
+            Self::load(lanes.as_ptr().cast())
+        }
+    }
+    /// The entry of `table` for the upper or the lower four bits of every byte.
+    #[inline(always)]
+    unsafe fn nibble_bytes<const UPPER: bool>(words: Self::V, table: &[i8; 16]) -> Self::V {
+        let mut lanes = [0u32; 16];
+        // SAFETY: as for the caller; no level has more than 16 lanes.
+        unsafe {
+            Self::store(lanes.as_mut_ptr().cast(), words);
+            for lane in &mut lanes {
+                let codes = lane.to_le_bytes().map(|byte| if UPPER { byte >> 4 } else { byte & 15 });
+                *lane = u32::from_le_bytes(codes.map(|code| table[usize::from(code)].cast_unsigned()));
             }
             Self::load(lanes.as_ptr().cast())
         }
@@ -226,6 +264,12 @@ impl Isa {
                 Isa::Avx512 => avx512::run(task),
                 #[cfg(target_arch = "x86_64")]
                 Isa::Avx512Bf16 | Isa::Amx => avx512::run_bf16(task),
+                #[cfg(target_arch = "aarch64")]
+                Isa::Neon => neon::run(task),
+                #[cfg(target_arch = "aarch64")]
+                Isa::NeonDot => neon::run_dot(task),
+                #[cfg(target_arch = "aarch64")]
+                Isa::NeonBf16 => neon::run_bf16(task),
             }
         }
     }
@@ -333,6 +377,50 @@ mod tests {
                 let [acc, a, b, sum] = [acc[i], a[i], b[i], sum].map(|word| i64::from(word.cast_signed()));
                 let low = |word: i64| (word & 0xFFFF) - ((word & 0x8000) << 1);
                 assert_eq!(sum, acc + low(a) * low(b) + (a >> 16) * (b >> 16), "{isa} {i}");
+            }
+        }
+    }
+
+    struct Bytes<'a>([&'a [u32; 16]; 3], &'a [i8; 16], &'a mut [[u32; 16]; 3]);
+    impl Task for Bytes<'_> {
+        type Out = ();
+        #[inline(always)]
+        unsafe fn run<S: Simd>(self) {
+            for i in (0..16).step_by(S::LANES) {
+                // SAFETY: all arrays hold 16 words.
+                unsafe {
+                    let [acc, a, b] = self.0.map(|words| S::load(words.as_ptr().add(i).cast()));
+                    let of = [
+                        S::dot_i8(acc, a, b),
+                        S::nibble_bytes::<false>(a, self.1),
+                        S::nibble_bytes::<true>(a, self.1),
+                    ];
+                    for (to, v) in self.2.iter_mut().zip(of) {
+                        S::store(to.as_mut_ptr().add(i).cast(), v);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn products_of_bytes_and_tables_of_nibbles_are_exact_on_every_level() {
+        let words = |factor: u32| std::array::from_fn(|i| (i as u32).wrapping_mul(factor) ^ 0x8000_807F);
+        let (acc, a, b): ([u32; 16], [u32; 16], [u32; 16]) =
+            (words(0x0001_2345), words(0x9E37_79B1), words(0x85EB_CA6B));
+        let table = std::array::from_fn(|i| (17 * i as i32 - 128) as i8);
+        for isa in Isa::available() {
+            let mut got = [[0; 16]; 3];
+            // SAFETY: the arrays are valid.
+            unsafe { isa.run(Bytes([&acc, &a, &b], &table, &mut got)) };
+            for i in 0..16 {
+                let bytes = |word: u32| word.to_le_bytes().map(|byte| i32::from(byte.cast_signed()));
+                let products = bytes(a[i]).into_iter().zip(bytes(b[i])).map(|(a, b)| a * b);
+                assert_eq!(got[0][i], acc[i].wrapping_add_signed(products.sum()), "{isa} {i}");
+                for (upper, got) in [(0, got[1][i]), (4, got[2][i])] {
+                    let of = a[i].to_le_bytes().map(|byte| table[usize::from(byte >> upper & 15)]);
+                    assert_eq!(got.to_le_bytes(), of.map(i8::cast_unsigned), "{isa} {i} {upper}");
+                }
             }
         }
     }
