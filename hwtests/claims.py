@@ -70,6 +70,7 @@ def shares(pool):
     """How the devices of an instance share the model, where it is not by tensors alone."""
     text = f' in {pool["pipeline_stages"]} stages' if pool["pipeline_stages"] > 1 else ""
     text += " by experts" if pool["expert_parallel"] else ""
+    text += " as ep:" if pool["experts_by_member"] else ""
     others = pool["attention"]
     return text + (f' with {others["devices"]} {others["part"]} for attention' if others else "")
 

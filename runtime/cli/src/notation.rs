@@ -29,6 +29,14 @@ impl Sharing {
         }
     }
 
+    /// How devices that divide every layer are written, by what they divide of experts.
+    pub(crate) const fn of_layers(by: ExpertsBy) -> Self {
+        match by {
+            ExpertsBy::Columns => Sharing::Divided,
+            ExpertsBy::Member => Sharing::Experts,
+        }
+    }
+
     /// What devices that divide layers so divide of experts; none if they do not divide layers.
     pub(crate) const fn experts_by(self) -> Option<ExpertsBy> {
         match self {

@@ -96,6 +96,9 @@ pub(crate) struct PlanArgs {
     /// Serving engine: mixfleet (default), vllm, sglang, tensorrt-llm
     #[arg(long, value_name = "NAME", default_value = "mixfleet", hide_default_value = true, value_parser = crate::compare::engine)]
     engine: &'static KnownEngine,
+    /// How unlike experts are in how often they are chosen [default: 0]
+    #[arg(long, value_name = "SKEW", default_value_t = 0.0, hide_default_value = true, value_parser = skew)]
+    expert_skew: f32,
     /// Plan for a load higher by this share
     #[arg(long, value_name = "SHARE", default_value_t = 0.0, hide_default_value = true, value_parser = headroom)]
     headroom: f64,
@@ -142,6 +145,11 @@ pub(crate) struct PlanArgs {
 fn headroom(text: &str) -> Result<f64, String> {
     let value = text.parse().ok().filter(|value: &f64| (0.0..=100.0).contains(value));
     value.ok_or_else(|| "expected a share of the load, 0 or more, as in 0.2".into())
+}
+
+fn skew(text: &str) -> Result<f32, String> {
+    let value = text.parse().ok().filter(|value: &f32| (0.0..=100.0).contains(value));
+    value.ok_or_else(|| "expected a deviation over the mean, 0 or more, as in 0.5".into())
 }
 
 fn usd(text: &str) -> Result<f64, String> {
@@ -281,6 +289,7 @@ fn market(args: &PlanArgs, model: &'static KnownModel, load: &PlanLoad, offers: 
     let ask = MarketAsk {
         model,
         stored: dtypes(args),
+        expert_skew: args.expert_skew,
         engine: args.engine,
         parts: offers.parts.clone(),
         classes,

@@ -148,6 +148,7 @@ fn planned(counts: [u32; 2], share: f64) -> (Market, Vec<PlannedPool>) {
     let market = Market::new(MarketAsk {
         model: find("llama-3.1-8b").unwrap(),
         stored: vec![StoredAs::Plain(DType::Bf16)],
+        expert_skew: 0.0,
         engine: engines::find("vllm").unwrap(),
         parts: vec![OfferedPart::new(part(H100).unwrap(), UsdPerHour(2.69))],
         classes: vec![SizeClass { size, slowest: size, rate: 1.0 }],

@@ -143,7 +143,7 @@ impl Case {
         let (own, layout) = (part("H100-SXM-80GB").unwrap(), InstanceLayout::of(4));
         let (h100, stored) = (PartKernels::of(own), StoredAs::Plain(DType::Bf16));
         let Some((id, count)) = self.attending else {
-            return InstanceKind::of((own, &h100), layout, model, stored, engine).unwrap();
+            return InstanceKind::of((own, &h100), layout, (model, 0.0), stored, engine).unwrap();
         };
         let products = ProductsKind::of((own, &h100), layout, model, stored, engine).unwrap();
         let others = PartKernels::of(part(id).unwrap());

@@ -107,6 +107,7 @@ impl Scene {
         let market = Market::new(MarketAsk {
             model: self.model,
             stored: vec![StoredAs::Plain(DType::Bf16)],
+            expert_skew: 0.0,
             engine: engines::find("mixfleet").unwrap(),
             parts: known.iter().zip(&prices).map(offered).collect(),
             classes,

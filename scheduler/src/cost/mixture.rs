@@ -563,10 +563,19 @@ mod tests {
 
     #[test]
     fn tables_of_a_mixture_answer_like_its_operations() {
-        for (name, devices, whole) in
-            [("deepseek-v3", 8, true), ("deepseek-v3", 8, false), ("qwen3-next-80b-a3b", 2, false)]
-        {
-            let slow = on_h200s(name, devices, whole);
+        let by_member = |cost: CostModel| match cost {
+            CostModel::Profile(mut cost) => {
+                cost.shape = cost.shape.with_experts_by_member(0.5).unwrap();
+                CostModel::Profile(cost)
+            }
+            other => other,
+        };
+        for (name, slow) in [
+            ("deepseek-v3", on_h200s("deepseek-v3", 8, true)),
+            ("deepseek-v3", on_h200s("deepseek-v3", 8, false)),
+            ("qwen3-next-80b-a3b", on_h200s("qwen3-next-80b-a3b", 2, false)),
+            ("deepseek-v3 by member", by_member(on_h200s("deepseek-v3", 8, false))),
+        ] {
             let fast = slow.compiled();
             for (batch, context) in [(1, 300), (17, 5000), (200, 2000), (900, 900)] {
                 let keys = u64::from(batch) * context;

@@ -107,7 +107,7 @@ impl MemberShare {
 }
 
 /// What members that divide layers divide of their experts. What crosses between them is the same.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ExpertsBy {
     /// The columns of each.

@@ -14,10 +14,10 @@
 //! instance that is always busy has a queue without end, so these loads make a lower bound, and a plan
 //! divides them by the utilisation that it allows.
 
-use super::layouts::InstanceLayout;
+use super::layouts::{InstanceLayout, LayoutExperts};
 use super::program::Duty;
 use crate::cost::{
-    AllReduce, Attending, AttnSplit, Coefficients, CostModel, LockstepCost, ModelShape, Partition,
+    AllReduce, Attending, AttnSplit, Coefficients, CostModel, ExpertsBy, LockstepCost, ModelShape, Partition,
     PipelineCost, Prefill, ProfileCost, SpareCost, SpareDevices, StepTables,
 };
 use crate::engines::KnownEngine;
@@ -143,18 +143,19 @@ pub struct Carried {
 }
 
 impl InstanceKind {
-    /// Devices of a part that share all layers: one stage of `layout`.
+    /// Devices of a part that share all layers: one stage of `layout`. Where they divide whole experts,
+    /// `expert_skew` is how unlike these are ([`Experts::skew`](crate::cost::Experts::skew)).
     ///
     /// # Errors
     /// Why the model cannot be divided so.
     pub fn of(
         (part, kernels): (&Part, &PartKernels),
         layout: InstanceLayout,
-        model: &KnownModel,
+        (model, expert_skew): (&KnownModel, f32),
         stored: StoredAs,
         engine: &KnownEngine,
     ) -> Result<Self, String> {
-        let (cost, layout) = stage((part, kernels), layout, model, stored, engine)?;
+        let (cost, layout) = stage((part, kernels), layout, (model, expert_skew), stored, engine)?;
         let instance = InstanceKind::with(&cost, layout, model, engine);
         let tables = Arc::new(Arc::new(cost).tables(&kernels.predictor));
         Ok(InstanceKind { cost: CostModel::Tables(tables), ..instance })
@@ -187,7 +188,7 @@ impl InstanceKind {
         engine: &KnownEngine,
         network: BytesPerSecond,
     ) -> Result<Self, String> {
-        let (cost, layout) = stage((part, kernels), layout, model, stored, engine)?;
+        let (cost, layout) = stage((part, kernels), layout, (model, 0.0), stored, engine)?;
         let instance = InstanceKind::with(&cost, layout, model, engine);
         let link = LockstepCost::network(network);
         let by = (&cost, &kernels.predictor);
@@ -377,17 +378,19 @@ impl InstanceKind {
 fn stage(
     (part, kernels): (&Part, &PartKernels),
     layout: InstanceLayout,
-    model: &KnownModel,
+    (model, expert_skew): (&KnownModel, f32),
     stored: StoredAs,
     engine: &KnownEngine,
 ) -> Result<(ProfileCost, InstanceLayout), String> {
     let (profile, layout) = (kernels.profile.clone(), layout.stage());
     let devices = layout.devices;
     let plain = model.shape_as(stored).on(&profile);
-    let shape = match layout.expert_parallel {
-        true => plain.with_whole_experts(devices).ok_or("the model has no experts")?,
-        false => plain,
+    let shape = match layout.experts {
+        LayoutExperts::Divided(ExpertsBy::Columns) => Some(plain),
+        LayoutExperts::Divided(ExpertsBy::Member) => plain.with_experts_by_member(expert_skew),
+        LayoutExperts::WithSequences => plain.with_whole_experts(devices),
     };
+    let shape = shape.ok_or("the model has no experts")?;
     let all_reduce = match devices {
         1 => None,
         _ => {
@@ -412,7 +415,7 @@ impl ProductsKind {
         stored: StoredAs,
         engine: &KnownEngine,
     ) -> Result<Self, String> {
-        let (cost, layout) = stage((part, kernels), layout, model, stored, engine)?;
+        let (cost, layout) = stage((part, kernels), layout, (model, 0.0), stored, engine)?;
         let instance = InstanceKind::with(&cost, layout, model, engine);
         let products = LockstepCost::products(&cost, &kernels.predictor, Attending::STAGGERED);
         Ok(ProductsKind { instance, cost, products })

@@ -16,7 +16,7 @@ fn kind(id: &str, devices: u32, model: &str) -> Result<InstanceKind, String> {
     InstanceKind::of(
         (part(id).unwrap(), &kernels),
         InstanceLayout::of(devices),
-        model,
+        (model, 0.0),
         StoredAs::Plain(DType::Bf16),
         engine,
     )

@@ -6,8 +6,10 @@ use super::layouts::{IN_SERVER, InstanceLayout, OVER_SERVERS};
 use super::load::SizeClass;
 use super::market::{BUSY_MAX, FormedFleet, Market, MarketAsk};
 use super::offer::OfferedPart;
+use super::offered::PartOnOffer;
 use super::program::Duty;
 use super::shortfall::Shortfall;
+use crate::models::KnownModel;
 use crate::{engines, models};
 use mixfleet_hal::catalog::part;
 use mixfleet_hal::units::{BytesPerSecond, Seconds, UsdPerHour};
@@ -26,6 +28,7 @@ fn ask(model: &str, id: &str, stored: &[StoredAs], classes: &[SizeClass]) -> Mar
     MarketAsk {
         model: models::find(model).unwrap(),
         stored: stored.to_vec(),
+        expert_skew: 0.0,
         engine: engines::find("vllm").unwrap(),
         parts: vec![OfferedPart::new(part(id).unwrap(), UsdPerHour(2.0))],
         classes: classes.to_vec(),
@@ -52,12 +55,11 @@ fn ranked(ask: MarketAsk) -> Vec<FormedFleet> {
 fn of_one_layout(ask: &MarketAsk, allowed: impl Fn(InstanceLayout) -> bool) -> f64 {
     let (offer, class, stored) = (&ask.parts[0], &ask.classes[0], ask.stored[0]);
     let kernels = PartKernels::of(offer.part);
-    let shape = ask.model.shape_as(stored);
+    let (shape, model) = (ask.model.shape_as(stored), (ask.model, ask.expert_skew));
     let [mut whole, mut prefill, mut decode] = [f64::INFINITY; 3];
     for devices in IN_SERVER.into_iter().chain(OVER_SERVERS) {
         for layout in InstanceLayout::all(devices, offer.part, &shape).into_iter().filter(|of| allowed(*of)) {
-            let kind =
-                InstanceKind::of((offer.part, &kernels), layout, ask.model, stored, ask.engine).unwrap();
+            let kind = InstanceKind::of((offer.part, &kernels), layout, model, stored, ask.engine).unwrap();
             let kind = kind.in_stages(layout.stages, ask.nic);
             assert_eq!(kind.layout, layout);
             let network_s = kind.sent_bytes(class.size.input_tokens) / ask.nic.0;
@@ -77,7 +79,7 @@ fn of_one_layout(ask: &MarketAsk, allowed: impl Fn(InstanceLayout) -> bool) -> f
 /// Experts and stages are each what makes a fleet cheaper somewhere, and the market finds it.
 #[test]
 fn no_fleet_of_one_layout_for_each_duty_costs_less_than_the_cheapest() {
-    let plain = |layout: InstanceLayout| layout.stages == 1 && !layout.expert_parallel;
+    let plain = |layout: InstanceLayout| layout.stages == 1 && layout.is_by_columns();
     for (model, id, stored, class, gains) in [
         ("deepseek-v3", "H200-SXM-141GB", FP8, class(4000, 400, 20.0), true),
         ("llama-3.1-70b", "L40S", BF16, class(4000, 200, 10.0), true),
@@ -145,4 +147,62 @@ fn a_dtype_that_fits_is_found_where_another_does_not() {
     assert!(with(&[BF16]).is_empty());
     let fleets = with(&[BF16, FP8]);
     assert!(!fleets.is_empty() && fleets.iter().all(|fleet| fleet.stored == FP8), "{fleets:?}");
+}
+
+/// Devices that a prompt each second keeps busy.
+fn busy(model: &KnownModel, stored: StoredAs, layout: InstanceLayout, skew: f32) -> f64 {
+    let (part, engine) = (part("H100-SXM-80GB").unwrap(), engines::find("vllm").unwrap());
+    let own = (part, &PartKernels::of(part));
+    let kind = InstanceKind::of(own, layout, (model, skew), stored, engine).unwrap();
+    let level = ServiceLevel { ttft: Seconds(5.0), tbt: Seconds(0.15) };
+    let carried = kind.carries(Duty::Prefill, &class(4000, 1, 1.0).size, &level).unwrap();
+    carried.instances * f64::from(layout.devices)
+}
+
+/// One expert on each of eight devices is the busiest of eight; columns of all are as long on each.
+#[test]
+fn columns_cost_less_than_few_whole_experts_and_skew_makes_these_dearer() {
+    let (model, eight) = (models::find("mixtral-8x7b").unwrap(), InstanceLayout::of(8));
+    let columns = [0.0, 1.0].map(|skew| busy(model, BF16, eight, skew));
+    let whole = [0.0, 0.5, 1.0].map(|skew| busy(model, BF16, eight.by_member(), skew));
+    eprintln!("{columns:?} {whole:?}");
+    assert_eq!(columns[0], columns[1]);
+    assert!(columns[0] < whole[0] && whole[0] < whole[1] && whole[1] < whole[2], "{columns:?} {whole:?}");
+}
+
+/// 128 experts of 700 columns divide over eight devices as whole ones alone.
+fn narrow() -> &'static KnownModel {
+    let of = *models::find("qwen3-30b-a3b").unwrap();
+    let experts = of.experts.map(|experts| crate::cost::Experts { intermediate: 700, ..experts });
+    Box::leak(Box::new(KnownModel { experts, ..of }))
+}
+
+#[test]
+fn whole_experts_stand_beside_stages_where_their_columns_do_not_divide() {
+    let words = |layout: InstanceLayout| format!("{}{}", layout.per_stage(), layout.words());
+    let all = InstanceLayout::all(8, part("H100-SXM-80GB").unwrap(), &narrow().shape_as(BF16));
+    let all: Vec<String> = all.into_iter().map(words).collect();
+    assert_eq!(all, ["4 in 2 stages", "8 by experts", "8 as ep:"]);
+}
+
+/// With whole experts among the candidates neither the bound nor the cheapest fleet costs more, beyond what
+/// programs are solved to.
+#[test]
+fn no_plan_costs_more_for_having_whole_experts_to_choose_from() {
+    let narrow = narrow();
+    let mixtral = models::find("mixtral-8x7b").unwrap();
+    for (model, id, class, skew) in [
+        (narrow, "H100-SXM-80GB", class(4000, 400, 40.0), 0.0),
+        (narrow, "L40S", class(1000, 200, 40.0), 0.5),
+        (mixtral, "H100-SXM-80GB", class(2000, 300, 20.0), 0.5),
+    ] {
+        let ask = MarketAsk { model, expert_skew: skew, ..ask("qwen3-30b-a3b", id, &[BF16], &[class]) };
+        let mut without = PartOnOffer::new(&ask, 0);
+        without.0.retain(|kind| kind.instance.layout != kind.instance.layout.by_member());
+        let (with, without) = (Market::new(ask.clone()), Market::of(ask, vec![without]));
+        let bounds = [&with, &without].map(|market| market.lower_bound(&Microlp).unwrap().0);
+        let rents = [&with, &without].map(|market| market.rank(&Microlp, 3)[0].usd_per_hour.0);
+        eprintln!("{} on {id}: bounds {bounds:?}, rents {rents:?}", model.name);
+        assert!(bounds[0] <= 1.002 * bounds[1] && rents[0] <= 1.002 * rents[1], "{bounds:?} {rents:?}");
+    }
 }

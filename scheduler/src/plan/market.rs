@@ -51,6 +51,8 @@ pub struct MarketAsk {
     pub model: &'static KnownModel,
     /// How its weights may be stored: a fleet has one of them. The first of equal fleets' is taken.
     pub stored: Vec<StoredAs>,
+    /// How unlike experts are in how often they are chosen: the standard deviation over the mean.
+    pub expert_skew: f32,
     /// The engine on all instances.
     pub engine: &'static KnownEngine,
     /// The parts on offer.

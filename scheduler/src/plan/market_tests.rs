@@ -26,6 +26,7 @@ fn ask(classes: Vec<SizeClass>) -> MarketAsk {
     MarketAsk {
         model: models::find("llama-3.1-70b").unwrap(),
         stored: vec![StoredAs::Plain(DType::Bf16)],
+        expert_skew: 0.0,
         engine: engines::find("vllm").unwrap(),
         parts: vec![offer("H100-SXM-80GB", 2.69), offer("H20-96GB", 0.80)],
         classes,
@@ -285,9 +286,14 @@ fn the_bound_is_above_no_divided_fleet_of_any_kinds() {
         let kinds: Vec<(f64, InstanceKind)> = kinds
             .filter_map(|(offer, devices)| {
                 let part = (offer.part, &PartKernels::of(offer.part));
-                let kind =
-                    InstanceKind::of(part, InstanceLayout::of(devices), ask.model, ask.stored[0], ask.engine)
-                        .ok()?;
+                let kind = InstanceKind::of(
+                    part,
+                    InstanceLayout::of(devices),
+                    (ask.model, 0.0),
+                    ask.stored[0],
+                    ask.engine,
+                )
+                .ok()?;
                 Some((offer.usd_per_hour.0 * f64::from(devices), kind))
             })
             .collect();

@@ -104,7 +104,8 @@ impl Instances<'_> {
         if offer.most.is_some_and(|most| most < layout.devices) || memory < ask.model.weight_bytes(stored) {
             return None;
         }
-        let of = || InstanceKind::of((offer.part, self.kernels), layout, ask.model, stored, ask.engine).ok();
+        let (own, model) = ((offer.part, self.kernels), (ask.model, ask.expert_skew));
+        let of = || InstanceKind::of(own, layout, model, stored, ask.engine).ok();
         let stage = self.stages.entry(layout.stage()).or_insert_with(of).clone()?;
         MarketKind::new(ask, (self.part, None, self.stored), stage.in_stages(layout.stages, ask.nic))
     }

@@ -85,7 +85,7 @@ impl Market {
         };
         let (prefill, decode) = (kind(Duty::Prefill)?, kind(Duty::Decode)?);
         let layout = decode.instance.layout;
-        if layout.stages > 1 || layout.expert_parallel {
+        if layout.stages > 1 || !layout.is_by_columns() {
             return Err("stages of layers and experts keep all of their KV".into());
         }
         let kernels = [decode.part, prefill.part].map(|part| PartKernels::of(ask.parts[part].part));

@@ -17,6 +17,7 @@ fn ask(model: &str, [input_tokens, output_tokens]: [u32; 2], rate: f64, [ttft, t
     MarketAsk {
         model: models::find(model).unwrap(),
         stored: vec![StoredAs::Plain(DType::Bf16)],
+        expert_skew: 0.0,
         engine: engines::find("vllm").unwrap(),
         parts: vec![OfferedPart::new(part("H100-SXM-80GB").unwrap(), UsdPerHour(2.69))],
         classes: vec![SizeClass { size, slowest: size, rate }],

@@ -6,7 +6,9 @@ use super::hours::{self, HourPlan};
 use super::stress::FACTORS;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::GIB;
+use mixfleet_scheduler::cost::ExpertsBy;
 use mixfleet_scheduler::plan::break_even::BreakEven;
+use mixfleet_scheduler::plan::layouts::LayoutExperts;
 use mixfleet_scheduler::plan::market::PlannedPool;
 use mixfleet_scheduler::plan::offer::OfferedPart;
 use mixfleet_sim::bottleneck::Bottleneck;
@@ -52,6 +54,7 @@ pub(super) fn of(planned: &Planned<'_>) -> Value {
         },
         "objectives": { "ttft_s": args.ttft, "tbt_s": args.tbt, "attain": args.attain },
         "confidence": args.confidence,
+        "expert_skew": args.expert_skew,
         "spares": args.spares,
         "fleets": fleets,
         "homogeneous": homogeneous.map(|at| fleets[at].clone()),
@@ -127,7 +130,8 @@ fn pool(planned: &Planned<'_>, pool: &PlannedPool, less: &Option<FleetTrial>) ->
         "count": pool.count,
         "devices_per_instance": pool.layout.devices,
         "pipeline_stages": pool.layout.stages,
-        "expert_parallel": pool.layout.expert_parallel,
+        "expert_parallel": pool.layout.experts == LayoutExperts::WithSequences,
+        "experts_by_member": pool.layout.experts == LayoutExperts::Divided(ExpertsBy::Member),
         "attention": attention(planned, pool),
         "attention_spare": pool.spare.map(|spare| {
             json!({
@@ -176,7 +180,8 @@ fn hour(planned: &Planned<'_>, hour: &HourPlan) -> Value {
             "count": pool.count,
             "devices_per_instance": pool.layout.devices,
             "pipeline_stages": pool.layout.stages,
-            "expert_parallel": pool.layout.expert_parallel,
+            "expert_parallel": pool.layout.experts == LayoutExperts::WithSequences,
+            "experts_by_member": pool.layout.experts == LayoutExperts::Divided(ExpertsBy::Member),
         })
     };
     json!({

@@ -4,7 +4,9 @@ use super::{VERSION, attending};
 use mixfleet_hal::StoredAs;
 use mixfleet_hal::economics::Price;
 use mixfleet_hal::units::GB;
+use mixfleet_scheduler::cost::ExpertsBy;
 use mixfleet_scheduler::fleet::Policy;
+use mixfleet_scheduler::plan::layouts::LayoutExperts;
 use mixfleet_scheduler::plan::market::{Market, PlannedPool, PlannedSpare};
 use mixfleet_scheduler::plan::program::Duty;
 use mixfleet_scheduler::plan::tiers::PlannedTiers;
@@ -92,8 +94,15 @@ impl PlannedText<'_> {
             if layout.stages > 1 {
                 let _ = writeln!(text, "pipeline_stages = {}", layout.stages);
             }
-            if layout.expert_parallel {
-                text.push_str("expert_parallel = true\n");
+            match layout.experts {
+                LayoutExperts::Divided(ExpertsBy::Columns) => {}
+                LayoutExperts::Divided(ExpertsBy::Member) => {
+                    text.push_str("experts_by_member = true\n");
+                    if ask.expert_skew > 0.0 {
+                        let _ = writeln!(text, "expert_skew = {:?}", ask.expert_skew);
+                    }
+                }
+                LayoutExperts::WithSequences => text.push_str("expert_parallel = true\n"),
             }
         }
         if tiers.nodes > 0 {
@@ -111,7 +120,7 @@ impl PlannedText<'_> {
     /// The name of a pool whose attention has no part of its own.
     fn name(&self, pool: &PlannedPool) -> String {
         let (layout, offer) = (pool.layout, &self.market.parts()[pool.part]);
-        let as_one = layout.words().replace(' ', "-");
+        let as_one = layout.words().replace(' ', "-").replace(':', "");
         format!("{}-x{}{as_one}-{}", role_of(pool.duty), layout.devices, offer.word())
     }
 

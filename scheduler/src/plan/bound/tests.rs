@@ -21,6 +21,7 @@ fn market(classes: Vec<SizeClass>) -> Market {
     Market::new(MarketAsk {
         model: models::find("llama-3.1-8b").unwrap(),
         stored: vec![StoredAs::Plain(DType::Bf16)],
+        expert_skew: 0.0,
         engine: engines::find("vllm").unwrap(),
         parts: vec![offer("H100-SXM-80GB", 2.69), offer("L40S", 0.86), offer("RTX-4090", 0.34)],
         classes,

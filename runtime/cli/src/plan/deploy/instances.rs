@@ -1,6 +1,7 @@
 //! An instance of a planned pool as a worker is told of it.
 
 use crate::notation::Sharing;
+use mixfleet_scheduler::plan::layouts::LayoutExperts;
 use mixfleet_scheduler::plan::market::PlannedPool;
 use mixfleet_scheduler::plan::offer::OfferedPart;
 use mixfleet_sim::fleet_file::role_of;
@@ -34,11 +35,11 @@ pub(super) fn next_instance(
     taken: &mut BTreeMap<&'static str, u32>,
 ) -> Result<WorkerDevice, String> {
     let PlannedPool { layout, attends, .. } = pool;
-    if layout.expert_parallel {
+    let LayoutExperts::Divided(experts) = layout.experts else {
         return Err(
             "mixfleet's own engine divides no sequences by experts; its ep: divides experts alone".into()
         );
-    }
+    };
     if pool.spare.is_some() {
         let why = "devices that compute prompts attend to a part of what others decode: docs/serving.md says \
                    how one --device names both";
@@ -66,7 +67,7 @@ pub(super) fn next_instance(
     };
     let mut stages = Vec::new();
     for _ in 0..layout.stages {
-        stages.push(joined(Sharing::Divided, take(pool.part, layout.per_stage())?));
+        stages.push(joined(Sharing::of_layers(experts), take(pool.part, layout.per_stage())?));
     }
     let parenthesised = |stage: String| if layout.per_stage() > 1 { format!("({stage})") } else { stage };
     let mut selector = match layout.stages {
@@ -95,7 +96,8 @@ pub(super) fn pool_name(parts: &[OfferedPart], pool: &PlannedPool) -> String {
     sharing_word(parts, pool).map_or_else(|| name.clone(), |word| format!("{name}-{word}"))
 }
 
-/// How devices of an instance share the model, in a word: `tp2`, `pp4`, `tp2-pp4`, `attn3-l4`.
+/// How devices of an instance share the model, in a word: `tp2`, `ep2`, `pp4`, `tp2-pp4`, `attn3-l4`, or
+/// `experts8` where they divide sequences too.
 pub(super) fn sharing_word(parts: &[OfferedPart], pool: &PlannedPool) -> Option<String> {
     let several = |sharing: Sharing, count: u32| {
         (count > 1).then(|| format!("{}{count}", sharing.word().trim_end_matches(':')))
@@ -109,8 +111,12 @@ pub(super) fn sharing_word(parts: &[OfferedPart], pool: &PlannedPool) -> Option<
             parts[others.part].word()
         )
     });
-    let words =
-        [several(Sharing::Divided, layout.per_stage()), several(Sharing::Stages, layout.stages), attends];
+    let per_stage = layout.per_stage();
+    let divided = match layout.experts {
+        LayoutExperts::Divided(experts) => several(Sharing::of_layers(experts), per_stage),
+        LayoutExperts::WithSequences => Some(format!("experts{per_stage}")),
+    };
+    let words = [divided, several(Sharing::Stages, layout.stages), attends];
     let words: Vec<String> = words.into_iter().flatten().collect();
     (!words.is_empty()).then(|| words.join("-"))
 }
@@ -155,6 +161,18 @@ mod tests {
                 "decode-l4-tp2-pp2",
             ),
             (
+                pool(0, two_of.by_member(), None),
+                ["ep:cuda:0,cuda:1", "ep:cuda:2,cuda:3"],
+                3.0,
+                "decode-l40s-ep2",
+            ),
+            (
+                pool(1, stages(4, 2).by_member(), None),
+                ["pp:(ep:cuda:0,cuda:1),(ep:cuda:2,cuda:3)", "pp:(ep:cuda:4,cuda:5),(ep:cuda:6,cuda:7)"],
+                2.0,
+                "decode-l4-ep2-pp2",
+            ),
+            (
                 pool(0, one, Some((1, 2))),
                 ["attn:cuda:0,cuda:1,cuda:2", "attn:cuda:3,cuda:4,cuda:5"],
                 2.5,
@@ -193,7 +211,7 @@ mod tests {
         };
         says(pool(0, stages(16, 2), None), "16 devices, in several hosts");
         says(pool(0, InstanceLayout::of(2), Some((1, 1))), "one device of an instance");
-        says(pool(0, InstanceLayout { expert_parallel: true, ..InstanceLayout::of(8) }, None), "by experts");
+        says(pool(0, InstanceLayout::of(8).with_sequences(), None), "by experts");
         says(pool(3, InstanceLayout::of(1), None), "no backend for TPU-v5e");
     }
 }

@@ -5,6 +5,8 @@ mod kubernetes;
 use super::instances::{HOST_DEVICES_MAX, backend, pool_name};
 use crate::worker_engines::WorkerEngine;
 use mixfleet_hal::{StoredAs, WeightFormat};
+use mixfleet_scheduler::cost::ExpertsBy;
+use mixfleet_scheduler::plan::layouts::LayoutExperts;
 use mixfleet_scheduler::plan::market::PlannedPool;
 use mixfleet_scheduler::plan::offer::OfferedPart;
 use mixfleet_scheduler::plan::program::Duty;
@@ -108,11 +110,16 @@ impl VllmFleet<'_> {
         }
         let layout = pool.layout;
         let devices = layout.per_stage().to_string();
-        match (layout.per_stage(), layout.expert_parallel) {
+        match (layout.per_stage(), layout.experts) {
             (1, _) => {}
-            (_, false) => add(&["--tensor-parallel-size", &devices]),
-            // sequences are divided too
-            (_, true) => add(&["--data-parallel-size", &devices, "--enable-expert-parallel"]),
+            (_, LayoutExperts::Divided(ExpertsBy::Columns)) => add(&["--tensor-parallel-size", &devices]),
+            // whole experts over the devices of tensor parallelism
+            (_, LayoutExperts::Divided(ExpertsBy::Member)) => {
+                add(&["--tensor-parallel-size", &devices, "--enable-expert-parallel"]);
+            }
+            (_, LayoutExperts::WithSequences) => {
+                add(&["--data-parallel-size", &devices, "--enable-expert-parallel"]);
+            }
         }
         if layout.stages > 1 {
             add(&["--pipeline-parallel-size", &layout.stages.to_string()]);
@@ -171,7 +178,7 @@ impl VllmFleet<'_> {
         let sharing = if tp > 1 { format!(",tp={tp}") } else { String::new() };
         let known = format!(",part={id},shape={},stored={}{sharing}", self.model, self.stored.name());
         let engine = format!("vllm:http://127.0.0.1{known}").parse::<WorkerEngine>();
-        let is_whole = pool.layout.stages == 1 && !pool.layout.expert_parallel;
+        let is_whole = pool.layout.stages == 1 && pool.layout.is_by_columns();
         if is_whole && engine.is_ok_and(|engine| engine.open().is_ok()) { known } else { String::new() }
     }
 
