@@ -123,8 +123,8 @@ impl InstanceKv {
         })
     }
 
-    /// The commands of a member that gather what it has of its layer with this number, of tokens of which that
-    /// layer is sent. Those of its first layer also upload where all tokens are, for all layers.
+    /// The commands of a member that gather what it has of its layer with this number, of tokens of which
+    /// that layer is sent. Those of its first layer also upload where all tokens are, for all layers.
     ///
     /// # Errors
     /// Those of the device.

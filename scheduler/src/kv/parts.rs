@@ -58,8 +58,8 @@ impl PageParts {
         })
     }
 
-    /// What is sent of the `computed` tokens of a prompt of `prompt` tokens to an instance with such pages that
-    /// decodes it: as many tokens of all layers.
+    /// What is sent of the `computed` tokens of a prompt of `prompt` tokens to an instance with such pages
+    /// that decodes it: as many tokens of all layers.
     pub fn tokens_sent(&self, computed: &Range<u64>, prompt: u64, block_tokens: u32) -> f64 {
         let sent =
             |kept: Range<u64>| kept.end.min(computed.end).saturating_sub(kept.start.max(computed.start));
