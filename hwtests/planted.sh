@@ -71,6 +71,9 @@ plant "an instance that is opened again keeps the sessions of its earlier life" 
 plant "a block of a layer with a window is given back one block too early" scheduler/src/kv/parts.rs \
     's/before(window) \/ u64::from(block_tokens.max(1)))/before(window) \/ u64::from(block_tokens.max(1)) + u64::from(computed >= u64::from(window)))/' \
     lib every_request_ends mixfleet-scheduler
+plant "of a layer with a window one block too few is sent" runtime/src/engine/pages.rs \
+    's/first_kept(layer, tokens, self.shape.page_tokens)/first_kept(layer, tokens + self.shape.page_tokens, self.shape.page_tokens)/' \
+    engine windows::a_hand_off_sends
 plant "a transport writes under epochs that have ended" backends/wire/src/memory.rs \
     's/grant.filter(|(epoch, _)| \*epoch == self.epoch)/grant.or(Some((0, RemoteAccess::ReadWrite)))/'
 plant "the pool serves a block from disk without comparing its checksum" runtime/src/pool/check.rs \

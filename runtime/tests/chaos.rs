@@ -5,7 +5,9 @@
 //! `MIXFLEET_CHAOS_SEEDS=from..until` runs other seeds than those of CI; a failure names its seed.
 
 use crate::troubled;
-use crate::troubled::{Census, EFFECTS, FAULTS, GROUP_EFFECTS, Kind, MEMBER_FAULTS, Totals, Workload};
+use crate::troubled::{
+    Census, EFFECTS, FAULTS, GROUP_EFFECTS, Kind, MEMBER_FAULTS, ModelLayers, Totals, Workload,
+};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -25,9 +27,19 @@ fn seeds(usual: impl Iterator<Item = u64>) -> Vec<u64> {
     bounds.unwrap_or_else(|| panic!("MIXFLEET_CHAOS_SEEDS={wanted}: expected FROM..UNTIL")).collect()
 }
 
-/// Runs a seed's history. A failure prints how to reproduce it, and ends the others.
-fn run(seed: u64, workloads: &[Workload], kinds: &[Kind], next: &AtomicUsize) -> Census {
-    let workload = &workloads[(seed % workloads.len() as u64) as usize];
+/// The kinds of processes by the model that they serve.
+type KindsOfModels = [Vec<Kind>; 2];
+
+/// Those of a model whose layers are alike, and of one with windows.
+fn of_models(kinds: fn(ModelLayers) -> Vec<Kind>) -> KindsOfModels {
+    [ModelLayers::Alike, ModelLayers::Windowed].map(kinds)
+}
+
+/// Runs a seed's history: in one round of three through the workloads, layers of the model have windows. A
+/// failure prints how to reproduce it, and ends the others.
+fn run(seed: u64, workloads: &[Workload], kinds: &KindsOfModels, next: &AtomicUsize) -> Census {
+    let count = workloads.len() as u64;
+    let (workload, kinds) = (&workloads[(seed % count) as usize], &kinds[usize::from(seed / count % 3 == 1)]);
     catch_unwind(AssertUnwindSafe(|| troubled::run(workload, kinds, seed))).unwrap_or_else(|panic| {
         next.store(usize::MAX / 2, Ordering::Relaxed);
         let (name, end) = (&workload.name, seed + 1);
@@ -37,7 +49,7 @@ fn run(seed: u64, workloads: &[Workload], kinds: &[Kind], next: &AtomicUsize) ->
 }
 
 /// Runs the histories of these seeds, and prints what happened in them.
-fn run_all(workloads: &[Workload], kinds: &[Kind], seeds: &[u64]) -> Totals {
+fn run_all(workloads: &[Workload], kinds: &KindsOfModels, seeds: &[u64]) -> Totals {
     let (next, totals) = (AtomicUsize::new(0), Mutex::new(Totals::default()));
     // Each thread runs one history at a time: one for each core.
     std::thread::scope(|scope| {
@@ -58,7 +70,7 @@ fn run_all(workloads: &[Workload], kinds: &[Kind], seeds: &[u64]) -> Totals {
 #[test]
 fn every_request_ends_once_and_right_whatever_breaks() {
     let seeds = seeds(SEEDS.chain(ONCE_FAILED));
-    let totals = run_all(&Workload::all(), &troubled::kinds(), &seeds);
+    let totals = run_all(&Workload::all(), &of_models(troubled::kinds), &seeds);
     // A share of few histories is less certain.
     let histories_per_fault = match seeds.len() {
         1000.. => 20,
@@ -72,7 +84,7 @@ fn every_request_ends_once_and_right_whatever_breaks() {
 #[test]
 fn members_that_die_or_hang_or_are_cut_off_change_no_answer() {
     let seeds = seeds(SEEDS_WITH_GROUPS.chain(ONCE_FAILED_WITH_GROUPS));
-    let totals = run_all(&Workload::with_groups(), &troubled::kinds_that_compute(), &seeds);
+    let totals = run_all(&Workload::with_groups(), &of_models(troubled::kinds_that_compute), &seeds);
     if seeds.len() >= 24 {
         let rare = totals.rare(&MEMBER_FAULTS, &GROUP_EFFECTS, 12);
         assert!(rare.is_empty(), "too seldom to show anything: {rare:?}");
@@ -81,12 +93,13 @@ fn members_that_die_or_hang_or_are_cut_off_change_no_answer() {
 
 #[test]
 fn one_seed_gives_one_history() {
-    let kinds = troubled::kinds();
+    let kinds = of_models(troubled::kinds);
     // the last one has all faults of the others
-    let (with_groups, all_faults) = (troubled::kinds_that_compute(), Workload::with_groups().pop());
+    let (with_groups, all_faults) = (of_models(troubled::kinds_that_compute), Workload::with_groups().pop());
     let all = Workload::all().into_iter().map(|workload| (workload, &kinds));
     let all = all.chain(all_faults.map(|workload| (workload, &with_groups)));
     for ((workload, kinds), seed) in all.zip(11..) {
+        let kinds = &kinds[(seed % 2) as usize];
         let [first, second] = [(); 2].map(|()| troubled::run(&workload, kinds, seed));
         assert_eq!(first, second, "{} with seed {seed}", workload.name);
     }
@@ -94,7 +107,7 @@ fn one_seed_gives_one_history() {
 
 #[test]
 fn routers_whose_clocks_are_hours_apart_take_turns_at_an_instance() {
-    let kinds = troubled::kinds();
+    let kinds = troubled::kinds(ModelLayers::Alike);
     let workload = Workload::of_two_clocks();
     for seed in 0..10 {
         let turns = troubled::turns(&workload, &kinds, seed);

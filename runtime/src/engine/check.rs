@@ -2,7 +2,7 @@
 //!
 //! Routers and peers are other processes, one of which may be broken or hostile: an invalid order is refused.
 
-use super::messages::{HandOff, Job, Source};
+use super::messages::{HandOff, Job, Lacking, Source};
 use super::worker::Worker;
 use crate::grammar::GRAMMAR_BYTES_MAX;
 use mixfleet_hal::{DType, Error, Result};
@@ -82,7 +82,9 @@ impl Worker {
         let token_bytes = self.kv.layer_bytes(1, to.wire);
         let is_of_use = (1..=SLOTS_MAX).contains(&slots) && slot_bytes >= token_bytes && all_bytes.is_some();
         require!(is_of_use, "{slots} staging slots of {slot_bytes} bytes are of no use");
-        let is_of_job = to.from as usize <= job.length() && to.attempt == job.attempt;
+        let Lacking { from, read_from } = &to.lacking;
+        let of_layers = [0, self.kv.layers as usize].contains(&read_from.len());
+        let is_of_job = *from as usize <= job.length() && of_layers && to.attempt == job.attempt;
         require!(is_of_job, "the hand-off belongs to another sequence");
         Ok(())
     }

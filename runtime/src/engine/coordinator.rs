@@ -397,8 +397,8 @@ impl Coordinator {
                     self.admitted(request, tokens_cached);
                 }
             }
-            FromWorker::Reserved { request, attempt, tokens_cached, landing } => {
-                self.reserved(instance, request, attempt, tokens_cached, landing);
+            FromWorker::Reserved { request, attempt, lacking, landing } => {
+                self.reserved(instance, request, attempt, lacking, landing);
             }
             FromWorker::Kept { request } => {
                 self.end_copy(request, true);

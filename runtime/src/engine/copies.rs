@@ -7,7 +7,7 @@
 //! that does not arrive.
 
 use super::coordinator::{Coordinator, Tracked};
-use super::messages::{HandOff, Job, Landing, Order};
+use super::messages::{HandOff, Job, Lacking, Landing, Order};
 use crate::request::{GenerateRequest, Hints, ServiceTier};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_scheduler::batch::{RequestId, Urgency};
@@ -73,12 +73,12 @@ impl Coordinator {
         Job { request, urgency, ready: now, attempt: 0, wanted, generated, hasher }
     }
 
-    /// Asks the holder for a copy once the receiver has room; the receiver's own KV ends at `from_token`.
-    pub(super) fn ask_for_copy(&self, request: RequestId, from_token: u32, landing: Landing) {
+    /// Asks the holder for a copy once the receiver has room for what it lacks.
+    pub(super) fn ask_for_copy(&self, request: RequestId, lacking: Lacking, landing: Landing) {
         let Some(CopyInProgress { from, to, wanted }) = self.copies.get(&request) else { return };
         if let Some(wire) = self.wire(*from, *to) {
             let until = to_u32(wanted.prompt_ids.len());
-            let to = HandOff { attempt: 0, from: from_token, to: *to, landing, wire };
+            let to = HandOff { attempt: 0, lacking, to: *to, landing, wire };
             self.send(*from, Order::Lend { job: self.copy_job(request, wanted, *from), until, to });
         }
     }

@@ -1,6 +1,9 @@
 //! The sender's side of KV transfers: prompts that are computed here and decoded elsewhere, and prefixes that
 //! are lent.
 //!
+//! Layers with a window send what a token behind the prompt reads, if their receiver keeps no more; of
+//! prefixes all layers are sent.
+//!
 //! A layer's KV of the tokens just computed is gathered on the device into the wire layout, read to the host,
 //! written to a staging slot of the receiver over a transport, checked there (XXH3-64 of the payload), and
 //! scattered into the receiver's own pages. The wire layout is neutral, so unlike page sizes, dtypes and
@@ -135,8 +138,9 @@ impl Worker {
     /// Sends the KV of `layer` that the only device gathered.
     pub(super) async fn deliver(&mut self, layer: usize, sends: &[StepSend]) -> Result<()> {
         for send in sends {
-            let StepSend { request, to, leaving } = send;
-            for piece in pieces(to_u32(layer), leaving.tokens.clone(), self.kv.piece_tokens_in(to)) {
+            let StepSend { request, to, .. } = send;
+            let layer = to_u32(layer);
+            for piece in pieces(layer, send.tokens(layer), self.kv.piece_tokens_in(to)) {
                 let began = self.env.now();
                 let slot = self.credit(to).await?;
                 self.waited += self.env.now() - began;
@@ -161,7 +165,8 @@ impl Worker {
     pub(super) fn queue_cached(&mut self, request: RequestId, tokens_cached: u32) {
         let Some(outgoing) = self.sender.hand_off(request) else { return };
         let (layers, most) = (self.kv.layers, self.kv.piece_tokens_in(&outgoing.to));
-        let cached = (0..layers).flat_map(|layer| pieces(layer, outgoing.to.from..tokens_cached, most));
+        let lacking = &outgoing.to.lacking;
+        let cached = (0..layers).flat_map(|layer| pieces(layer, lacking.first(layer)..tokens_cached, most));
         outgoing.waiting.extend(cached);
     }
 
@@ -388,11 +393,12 @@ impl Worker {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::messages::Landing;
+    use crate::engine::messages::{Lacking, Landing};
 
     fn outgoing(transfer: Transfer) -> Outgoing {
         let landing = Landing { regions: Vec::new(), slots: 1, slot_bytes: 64 };
-        Outgoing::new(transfer, HandOff { attempt: 0, from: 0, to: InstanceId(1), landing, wire: DType::F32 })
+        let (lacking, to, wire) = (Lacking::all(0), InstanceId(1), DType::F32);
+        Outgoing::new(transfer, HandOff { attempt: 0, lacking, to, landing, wire })
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use super::coverage::Coverage;
 use super::fault::{Fault, Outcome};
-use super::messages::{FromWorker, KvMessage, Parcel, PieceId, Source, Transfer};
+use super::messages::{FromWorker, KvMessage, Lacking, Parcel, PieceId, Source, Transfer};
 use super::pages::{InstanceKv, check_piece};
 use super::sender::Sender;
 use super::worker::{Event, Worker, queues};
@@ -16,7 +16,7 @@ pub(super) struct Incoming {
     attempt: u32,
     sender: InstanceId,
     transfer: Transfer,
-    from: u32,
+    lacking: Lacking,
     length: u32,
     layers: u32,
     /// Token-layers that landed or were given up.
@@ -27,10 +27,10 @@ pub(super) struct Incoming {
 }
 
 impl Incoming {
-    fn new(attempt: u32, (transfer, source): (Transfer, Source), from: u32, layers: u32) -> Self {
+    fn new(attempt: u32, (transfer, source): (Transfer, Source), lacking: Lacking, layers: u32) -> Self {
         let Source { holder: sender, until: length } = source;
         let (settled, valid) = (Coverage::new(layers), length);
-        Incoming { attempt, sender, transfer, from, length, layers, settled, valid, next: None }
+        Incoming { attempt, sender, transfer, lacking, length, layers, settled, valid, next: None }
     }
 
     /// Limits the prefix to the `until` tokens that `sender` lends. It tells this before it sends; pieces
@@ -38,7 +38,7 @@ impl Incoming {
     pub(super) fn shorten(&mut self, sender: InstanceId, until: u32) {
         if self.is_lent_by(sender) {
             let until = if self.settled.token_layers() == 0 { until } else { 0 };
-            self.length = self.length.min(until).max(self.from);
+            self.length = self.length.min(until).max(self.lacking.from);
             self.valid = self.valid.min(self.length);
         }
     }
@@ -46,7 +46,7 @@ impl Incoming {
     /// Stops waiting for a prefix, of which nothing is used.
     pub(super) fn abandon(&mut self) {
         if self.transfer == Transfer::Prefix {
-            (self.length, self.valid) = (self.from, self.from);
+            (self.length, self.valid) = (self.lacking.from, self.lacking.from);
         }
     }
 
@@ -60,7 +60,7 @@ impl Incoming {
         let PieceId { layer, first, tokens, .. } = *piece;
         sender == self.sender
             && layer < self.layers
-            && first >= self.from
+            && first >= self.lacking.first(layer)
             && tokens > 0
             && first.checked_add(tokens).is_some_and(|end| end <= self.length)
             && !self.settled.has(layer, &(first..first + tokens))
@@ -78,7 +78,8 @@ impl Incoming {
 
     /// Token-layers that are promised.
     fn expected(&self) -> u64 {
-        u64::from(self.length - self.from) * u64::from(self.layers)
+        let of_layer = |layer| u64::from(self.length.saturating_sub(self.lacking.first(layer)));
+        (0..self.layers).map(of_layer).sum()
     }
 
     /// Records that `sender` computed the prompt. False if it is not the expected sender.
@@ -93,7 +94,9 @@ impl Incoming {
     pub(super) fn lose(&mut self, sender: InstanceId, piece: PieceId) {
         if self.awaits(sender, &piece) {
             self.settle(&piece);
-            self.valid = self.valid.min(piece.first);
+            // before what layers with a window were sent, a token could not be computed again
+            let is_whole = self.lacking.read_from.is_empty();
+            self.valid = if is_whole { self.valid.min(piece.first) } else { self.lacking.from };
         }
     }
 
@@ -198,18 +201,22 @@ impl Worker {
         let Some(active) = self.active.get(&request) else { return Ok(()) };
         let Some((transfer, source)) = active.sender else { return Ok(()) };
         let (attempt, holder) = (active.attempt, source.holder);
+        let lacking = match transfer {
+            Transfer::HandOff => self.kv.lacking(tokens_cached, source.until),
+            Transfer::Prefix => Lacking::all(tokens_cached),
+        };
         match (self.sender.courier.landing(holder), transfer) {
             (Ok(landing), _) => {
                 let landing = landing.clone();
-                let incoming = Incoming::new(attempt, (transfer, source), tokens_cached, layers);
+                let incoming = Incoming::new(attempt, (transfer, source), lacking.clone(), layers);
                 self.incoming.insert(request, incoming);
-                self.report(FromWorker::Reserved { request, attempt, tokens_cached, landing });
+                self.report(FromWorker::Reserved { request, attempt, lacking, landing });
                 Ok(())
             }
             (Err(error), Transfer::HandOff) => Err(Fault::of_link(request, holder, error)),
             (Err(error), Transfer::Prefix) => {
                 tracing::warn!(request, %holder, %error, "a prefix is computed: it has nowhere to land");
-                let mut incoming = Incoming::new(attempt, (transfer, source), tokens_cached, layers);
+                let mut incoming = Incoming::new(attempt, (transfer, source), lacking, layers);
                 incoming.abandon();
                 self.incoming.insert(request, incoming);
                 Ok(self.settle_incoming(request)?)
@@ -228,7 +235,8 @@ impl Worker {
             self.metrics.kv_transfer_recomputes.inc();
         }
         if incoming.transfer == Transfer::Prefix {
-            self.metrics.kv_pulled_tokens.inc_by(u64::from(tokens_valid.saturating_sub(incoming.from)));
+            let pulled = tokens_valid.saturating_sub(incoming.lacking.from);
+            self.metrics.kv_pulled_tokens.inc_by(u64::from(pulled));
         }
         let (sender, attempt) = (incoming.sender, incoming.attempt);
         self.incoming.remove(&request);
@@ -278,7 +286,7 @@ mod tests {
 
     fn handed_off() -> Incoming {
         let source = Source { holder: SENDER, until: 16 };
-        let mut incoming = Incoming::new(0, (Transfer::HandOff, source), 0, 1);
+        let mut incoming = Incoming::new(0, (Transfer::HandOff, source), Lacking::all(0), 1);
         assert!(incoming.hand_over(SENDER, 7));
         incoming
     }
@@ -295,6 +303,25 @@ mod tests {
         assert!(!incoming.awaits(SENDER, &piece(0, 2, 8)));
         incoming.settle(&piece(0, 10, 6));
         assert_eq!(incoming.complete(), Some((16, Some(7))));
+    }
+
+    #[test]
+    fn of_layers_with_a_window_only_what_is_read_behind_the_prompt_is_awaited() {
+        let source = Source { holder: SENDER, until: 16 };
+        let lacking = Lacking { from: 4, read_from: vec![0, 8] };
+        let mut incoming = Incoming::new(0, (Transfer::HandOff, source), lacking.clone(), 2);
+        assert!(incoming.hand_over(SENDER, 7));
+        assert!(!incoming.awaits(SENDER, &piece(0, 3, 4)) && !incoming.awaits(SENDER, &piece(1, 4, 4)));
+        incoming.settle(&piece(0, 4, 12));
+        assert_eq!(incoming.complete(), None);
+        incoming.settle(&piece(1, 8, 8));
+        assert_eq!(incoming.complete(), Some((16, Some(7))));
+        // a token before what was sent of the second layer could not be computed again
+        let mut incoming = Incoming::new(0, (Transfer::HandOff, source), lacking, 2);
+        incoming.hand_over(SENDER, 7);
+        incoming.settle(&piece(0, 4, 12));
+        incoming.lose(SENDER, piece(1, 8, 8));
+        assert_eq!(incoming.complete(), Some((4, Some(7))));
     }
 
     #[test]

@@ -123,26 +123,27 @@ impl InstanceKv {
         })
     }
 
-    /// The commands of a member that gather what it has of its layer with this number. Those of its first
-    /// layer also upload where the tokens are, for all layers.
+    /// The commands of a member that gather what it has of its layer with this number, of tokens of which
+    /// that layer is sent. Those of its first layer also upload where all tokens are, for all layers.
     ///
     /// # Errors
     /// Those of the device.
     pub(super) fn gather<'a>(
         &self,
         (member, layer): (usize, usize),
-        leaving: impl Iterator<Item = &'a LeavingTokens> + Clone,
+        leaving: impl Iterator<Item = (&'a LeavingTokens, bool)> + Clone,
     ) -> Result<Vec<Cmd>> {
         let Some(at) = self.keepers.iter().position(|keeper| keeper.member == member) else {
             return Ok(Vec::new());
         };
         let keeper = &self.keepers[at];
-        let its = leaving.filter_map(|leaving| Some((leaving.wire, leaving.places[at].as_ref()?)));
-        let Some((_, first)) = its.clone().next() else { return Ok(Vec::new()) };
+        let its =
+            leaving.filter_map(|(leaving, sent)| Some((leaving.wire, sent, leaving.places[at].as_ref()?)));
+        let Some((_, _, first)) = its.clone().next() else { return Ok(Vec::new()) };
         let memory = keeper.leaving()?;
         if layer == 0 {
             let mut slots: Vec<u32> = Vec::new();
-            for (_, place) in its.clone() {
+            for (_, _, place) in its.clone() {
                 slots.resize(to_usize(place.slot - first.slot), 0);
                 slots.extend(&place.slots);
             }
@@ -151,12 +152,12 @@ impl InstanceKv {
         }
         let pools = &keeper.pools[layer];
         let (part, _) = keeper.layer_pages.layers[keeper.part.layers.start as usize + layer];
-        let gather = |(wire, Place { own, slot, stride, offset, .. }): (DType, &Place)| {
+        let gather = |(wire, _, Place { own, slot, stride, offset, .. }): (DType, bool, &Place)| {
             let first = slot + stride * u64::from(part);
             let slots = memory.slot_ids.range(first * 4, own.slots.len() as u64 * 4);
             keeper.pages.gather(pools, slots, (memory.layer(layer).range(*offset, own.bytes), wire))
         };
-        its.map(gather).collect()
+        its.filter(|(_, sent, _)| *sent).map(gather).collect()
     }
 
     /// Reads the KV of a layer of the whole model, which all devices that have it gathered, of some of the

@@ -64,7 +64,7 @@ impl Worker {
         let request = job.request;
         let mut tokens = job.tokens();
         tokens.truncate(until as usize);
-        let (from, wire, most) = (to.from, to.wire, self.kv.piece_tokens_in(&to));
+        let (from, wire, most) = (to.lacking.from, to.wire, self.kv.piece_tokens_in(&to));
         self.begin_outgoing(request, Outgoing::new(Transfer::Prefix, to))?;
         let mut text = TokenIds::new(tokens.clone(), job.hasher, self.limits.block_tokens);
         let blocks = to_u32(tokens.len()) / self.limits.block_tokens;

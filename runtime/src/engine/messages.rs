@@ -65,12 +65,37 @@ pub(crate) struct Landing {
     pub(crate) slot_bytes: u64,
 }
 
+/// Which KV of a prompt a receiver lacks and will keep.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Lacking {
+    /// The first token whose KV it has in no layer.
+    pub(crate) from: u32,
+    /// By layer, the first token that a token behind the prompt reads; nothing if all are kept.
+    pub(crate) read_from: Vec<u32>,
+}
+
+impl Lacking {
+    /// All layers of the tokens from this one on.
+    pub(crate) fn all(from: u32) -> Self {
+        Lacking { from, read_from: Vec::new() }
+    }
+
+    /// The first token of a layer that is sent.
+    pub(crate) fn first(&self, layer: u32) -> u32 {
+        self.read_from.get(layer as usize).map_or(self.from, |&read_from| read_from.max(self.from))
+    }
+
+    /// The first token of which any layer is sent.
+    pub(crate) fn first_of_all(&self) -> u32 {
+        self.read_from.iter().copied().min().unwrap_or(0).max(self.from)
+    }
+}
+
 /// The receiver of a prompt's KV.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct HandOff {
     pub(crate) attempt: u32,
-    /// The first token whose KV the receiver lacks.
-    pub(crate) from: u32,
+    pub(crate) lacking: Lacking,
     pub(crate) to: InstanceId,
     /// The receiver's slots for this sender.
     pub(crate) landing: Landing,
@@ -203,8 +228,8 @@ pub(crate) enum FromWorker {
     LinkDown { to: InstanceId },
     /// A prompt got its blocks, with the KV of `tokens_cached` tokens from the cache and from others.
     Admitted { request: RequestId, attempt: u32, tokens_cached: u32 },
-    /// Room was made; KV is needed from `tokens_cached` on.
-    Reserved { request: RequestId, attempt: u32, tokens_cached: u32, landing: Landing },
+    /// Room was made for what is lacking.
+    Reserved { request: RequestId, attempt: u32, lacking: Lacking, landing: Landing },
     /// A reservation was revoked: place the request again.
     Revoked { request: RequestId, attempt: u32 },
     /// Room was made, but no KV can come from `sender` now: place the request again.

@@ -6,7 +6,7 @@
 //! head that several keep is sent by the first of them and written to all. Nothing else knows who keeps what.
 
 use super::leaving::StepMemory;
-use super::messages::{HandOff, PieceId};
+use super::messages::{HandOff, Lacking, PieceId};
 use super::worker::COPY_TIMEOUT;
 use crate::model::attention::pools;
 use mixfleet_hal::cast::{to_u32, to_usize};
@@ -276,6 +276,15 @@ impl InstanceKv {
         let token_bytes = self.shape.wire_token_bytes(to.wire);
         let there = (to.landing.slot_bytes / token_bytes).max(1);
         to_u32(there.min(self.span_bytes_max / token_bytes).min(self.span_tokens_max))
+    }
+
+    /// What is lacking of the KV of a prompt of `tokens` tokens, of which the first `from` are here.
+    pub(super) fn lacking(&self, from: u32, tokens: u32) -> Lacking {
+        let Some(keeper) = self.keepers.first().filter(|keeper| keeper.layer_pages.parts.lets_go()) else {
+            return Lacking::all(from);
+        };
+        let first = |layer| keeper.layer_pages.first_kept(layer, tokens, self.shape.page_tokens);
+        Lacking { from, read_from: (0..self.layers).map(first).collect() }
     }
 
     /// Tokens in the blocks of a sequence that has these pages.

@@ -87,7 +87,8 @@ impl Rig {
                     continue;
                 };
                 assert_eq!(self.kv.layer_of(member, own as usize), layer);
-                let list = self.kv.gather((member, own as usize), parts.iter()).unwrap();
+                let list =
+                    self.kv.gather((member, own as usize), parts.iter().map(|part| (part, true))).unwrap();
                 let ticket = self.queues[member].submit(&list).unwrap();
                 self.queues[member].wait(ticket, COPY_TIMEOUT).unwrap();
             }

@@ -19,6 +19,7 @@ use mixfleet_hal::{Cmd, Result};
 use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::fleet::InstanceId;
 use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -42,6 +43,19 @@ pub(super) struct StepSend {
     pub(super) leaving: LeavingTokens,
 }
 
+impl StepSend {
+    /// The tokens that are sent of a layer.
+    pub(super) fn tokens(&self, layer: u32) -> Range<u32> {
+        let Range { start, end } = self.leaving.tokens;
+        self.to.lacking.first(layer).clamp(start, end)..end
+    }
+
+    /// The tokens that leave, and whether this layer of any of them is sent.
+    pub(super) fn leaving_of(&self, layer: u32) -> (&LeavingTokens, bool) {
+        (&self.leaving, !self.tokens(layer).is_empty())
+    }
+}
+
 impl Sender {
     pub(super) fn new(id: InstanceId, courier: Courier, surroundings: &Surroundings) -> Self {
         let Surroundings { env, directory, metrics, .. } = surroundings;
@@ -61,7 +75,7 @@ impl Sender {
             let outgoing = self.outgoing.get(&request)?;
             let to = (outgoing.transfer == Transfer::HandOff).then(|| outgoing.to.clone())?;
             let (start, end) = (part.start, part.start + to_u32(part.tokens.len()));
-            let first = to.from.clamp(start, end);
+            let first = to.lacking.first_of_all().clamp(start, end);
             let leaving = || kv.leaving((part.pages, first..end), to.wire, taken);
             (first < end).then(leaving).map(|leaving| StepSend { request, to, leaving })
         };
@@ -239,15 +253,16 @@ impl LayerKv for LayersLeaving<'_> {
 
     fn gather(&mut self, member: usize, batch: usize, layer: usize) -> Result<Vec<Cmd>> {
         self.leave_to_queue(|kv, piece| kv.shares_memory((member, layer), piece.layer));
-        let sends = self.sends.get(batch).into_iter().flatten();
-        self.intake.kv.gather((member, layer), sends.map(|send| &send.leaving))
+        let (sends, number) =
+            (self.sends.get(batch).into_iter().flatten(), self.intake.kv.layer_of(member, layer));
+        self.intake.kv.gather((member, layer), sends.map(|send| send.leaving_of(number)))
     }
 
     fn leave(&mut self, member: usize, batch: usize, layer: usize) -> Result<()> {
         let kv = &self.intake.kv;
         let layer = kv.layer_of(member, layer);
         for send in self.sends.get(batch).into_iter().flatten() {
-            let all = pieces(layer, send.leaving.tokens.clone(), kv.piece_tokens_in(&send.to));
+            let all = pieces(layer, send.tokens(layer), kv.piece_tokens_in(&send.to));
             self.unsent.extend(all.map(|piece| (send, piece)));
         }
         self.go_on(Duration::ZERO).map(drop)

@@ -6,7 +6,7 @@
 
 use super::coordinator::{Coordinator, Stage, Tracked};
 use super::handoff::wire_dtype;
-use super::messages::{HandOff, Landing, Order, Source};
+use super::messages::{HandOff, Lacking, Landing, Order, Source};
 use mixfleet_hal::DType;
 use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::fleet::{Event, Explanation, InstanceId, Pull};
@@ -17,23 +17,23 @@ pub(super) fn source(pull: Option<Pull>, explanation: &Explanation) -> Option<So
 }
 
 impl Coordinator {
-    /// Continues once `instance` has room for a request; its own KV ends at `tokens_cached`.
+    /// Continues once `instance` has room for what it lacks of a request.
     pub(super) fn reserved(
         &mut self,
         instance: InstanceId,
         request: RequestId,
         attempt: u32,
-        tokens_cached: u32,
+        lacking: Lacking,
         landing: Landing,
     ) {
         let Some(tracked) = self.requests.get(&request).filter(|t| t.attempt == attempt) else {
-            return self.ask_for_copy(request, tokens_cached, landing);
+            return self.ask_for_copy(request, lacking, landing);
         };
         if instance == tracked.prefill {
-            return self.ask_holder(request, tokens_cached, landing);
+            return self.ask_holder(request, lacking, landing);
         }
         let Some(wire) = self.wire(tracked.prefill, tracked.decode) else { return };
-        let hand_off = HandOff { attempt, from: tokens_cached, to: tracked.decode, landing, wire };
+        let hand_off = HandOff { attempt, lacking, to: tracked.decode, landing, wire };
         let (job, pull) = (self.job(request, tracked.prefill), tracked.pull);
         self.send(tracked.prefill, Order::Add { job, hand_off: Some(hand_off), pull });
     }
@@ -60,12 +60,12 @@ impl Coordinator {
         }
     }
 
-    /// Asks the holder once the prefill instance has room; its own KV ends at `from`.
-    fn ask_holder(&self, request: RequestId, from: u32, landing: Landing) {
+    /// Asks the holder once the prefill instance has room for what it lacks.
+    fn ask_holder(&self, request: RequestId, lacking: Lacking, landing: Landing) {
         let Tracked { pull, prefill, attempt, .. } = self.requests[&request];
         let Some(Source { holder, until }) = pull else { return self.end_pull(request) };
         let Some(wire) = self.wire(holder, prefill) else { return self.end_pull(request) };
-        let to = HandOff { attempt, from, to: prefill, landing, wire };
+        let to = HandOff { attempt, lacking, to: prefill, landing, wire };
         self.send(holder, Order::Lend { job: self.job(request, holder), until, to });
     }
 

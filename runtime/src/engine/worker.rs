@@ -368,7 +368,7 @@ impl Worker {
         for layer in 0..layers {
             let mut list = if layer == 0 { self.forward.embed(&pass)? } else { Vec::new() };
             list.extend(self.forward.layer(layer, &pass)?);
-            list.extend(self.kv.gather((0, layer), sends.iter().map(|send| &send.leaving))?);
+            list.extend(self.kv.gather((0, layer), sends.iter().map(|send| send.leaving_of(to_u32(layer))))?);
             tickets.push(self.queue.submit(&list)?);
             if !sends.is_empty() && layer + 1 >= depth {
                 let ready = layer + 1 - depth;

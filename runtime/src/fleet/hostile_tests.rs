@@ -1,7 +1,7 @@
 //! A worker process and a malicious router: each of its messages affects at most the request it concerns.
 
 use super::{Caller, Command, Hello, Hub, InstanceReport, ModelIdentity, RouterId, Session, WorkerProcess};
-use crate::engine::messages::{FromWorker, HandOff, Job, Landing, Order, Source};
+use crate::engine::messages::{FromWorker, HandOff, Job, Lacking, Landing, Order, Source};
 use crate::engine::{HandOffLimits, InstanceLimits, InstanceSpec, Links, Loaded};
 use crate::env::{Env, SeededEnv};
 use crate::metrics::Metrics;
@@ -105,7 +105,7 @@ impl Rogue {
 
     fn hand_off(&self, to: InstanceId) -> HandOff {
         let landing = Landing { regions: Vec::new(), slots: 3, slot_bytes: 2048 };
-        HandOff { attempt: 1, from: 0, to, landing, wire: DType::F32 }
+        HandOff { attempt: 1, lacking: Lacking::all(0), to, landing, wire: DType::F32 }
     }
 
     fn say(&self, order: Order) {

@@ -39,8 +39,13 @@ pub(crate) const FAULTS: [&str; 32] = [
 ];
 
 /// What must have happened too where as many seeds ran as in CI.
-pub(crate) const EFFECTS: [&str; 4] =
-    ["right", "blocks from host memory", "blocks from disks", "tokens pulled"];
+pub(crate) const EFFECTS: [&str; 5] = [
+    "right",
+    "right in parts of the layers",
+    "blocks from host memory",
+    "blocks from disks",
+    "tokens pulled",
+];
 
 /// What befalls the members of instances over several devices.
 pub(crate) const MEMBER_FAULTS: [&str; 6] = [
@@ -53,8 +58,9 @@ pub(crate) const MEMBER_FAULTS: [&str; 6] = [
 ];
 
 /// What must have happened too where they are struck.
-pub(crate) const GROUP_EFFECTS: [&str; 10] = [
+pub(crate) const GROUP_EFFECTS: [&str; 11] = [
     "right",
+    "right in parts of the layers",
     "KV between groups",
     "KV of groups to single devices",
     "KV of single devices to groups",

@@ -146,6 +146,9 @@ impl World {
                         if let Some(expected) = expected {
                             assert_eq!(tokens, expected, "{:?}: {id}", self.env);
                             self.count("right", 1);
+                            if self.kinds[kind].config(&self.workload).pages.parts.lets_go() {
+                                self.count("right in parts of the layers", 1);
+                            }
                             by.into_iter()
                                 .for_each(|division: GroupDivision| self.count(division.answers(), 1));
                             self.count("ns until all answers", (self.env.now().0 * 1e9) as u64);

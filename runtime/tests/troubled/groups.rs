@@ -92,7 +92,7 @@ impl World {
         (role, limits): (Role, InstanceLimits),
     ) -> NewInstance {
         let division = GroupDivision::any(self.env.random());
-        let config = Arc::new(kind.checkpoint.config.clone());
+        let config = kind.config(&self.workload);
         let partition = division.partition(&config);
         let block_bytes = |config: &ModelConfig| {
             u64::from(limits.block_tokens.unwrap_or(1)) * config.kv_bytes_per_token(DType::F32)

@@ -29,8 +29,8 @@ use mixfleet_runtime::fleet::registry::Membership;
 use mixfleet_runtime::fleet::registry::sim::{SimClient, SimRegistry};
 use mixfleet_runtime::fleet::{Hub, ModelIdentity, PROTOCOL, Router};
 use mixfleet_runtime::metrics::{DeviceLabels, Metrics};
-use mixfleet_runtime::model::random::tiny_variants;
-use mixfleet_runtime::model::{Checkpoint, Oracle};
+use mixfleet_runtime::model::random::{RandomCheckpoint, tiny_variants};
+use mixfleet_runtime::model::{Checkpoint, ModelConfig, Oracle};
 use mixfleet_runtime::pool::disk::SimDisk;
 use mixfleet_runtime::request::EngineHandle;
 use mixfleet_scheduler::fleet::Role;
@@ -60,10 +60,33 @@ pub(crate) struct Kind {
     talks: Arc<[Talk]>,
 }
 
+/// Which model a fleet serves.
+#[derive(Clone, Copy)]
+pub(crate) enum ModelLayers {
+    /// All layers attend to all tokens, so that a block is one page.
+    Alike,
+    /// Two layers of three attend to a window of two and a half blocks, so that a block is three pages.
+    Windowed,
+}
+
+impl ModelLayers {
+    fn checkpoint(self) -> RandomCheckpoint {
+        let mut variants = tiny_variants().into_iter();
+        match self {
+            ModelLayers::Alike => variants.next().unwrap().1,
+            ModelLayers::Windowed => {
+                let mut found = variants.find(|(name, _)| *name == "qwen3-layer-types").unwrap().1;
+                found.config.insert("sliding_window".into(), (5 * BLOCK_TOKENS / 2).into());
+                found
+            }
+        }
+    }
+}
+
 /// The fleet's own kind, one with other weights, and one of an earlier release.
-pub(crate) fn kinds() -> Vec<Kind> {
+pub(crate) fn kinds(layers: ModelLayers) -> Vec<Kind> {
     let kind = |seed: u64, protocol| {
-        let mut checkpoint = tiny_variants().remove(0).1;
+        let mut checkpoint = layers.checkpoint();
         checkpoint.seed += seed;
         let checkpoint = checkpoint.load().unwrap();
         let digest = format!("weights {seed}");
@@ -78,12 +101,20 @@ pub(crate) fn kinds() -> Vec<Kind> {
 }
 
 /// A fleet whose parts compute.
-pub(crate) fn kinds_that_compute() -> Vec<Kind> {
-    let checkpoint = Arc::new(tiny_variants().remove(0).1.load().unwrap());
+pub(crate) fn kinds_that_compute(layers: ModelLayers) -> Vec<Kind> {
+    let checkpoint = Arc::new(layers.checkpoint().load().unwrap());
     let model = ModelIdentity { digest: "weights".into(), tokenizer_digest: "tokenizer".into() };
     let oracle = Oracle::new(&checkpoint);
     let talks = talks(&checkpoint, 16, &|prompt, tokens| computed(&oracle, prompt, tokens)).into();
     vec![Kind { checkpoint, model, protocol: PROTOCOL, namespace: 7, computes: true, talks }]
+}
+
+impl Kind {
+    /// The model's shape, with layers with a window in pages of their own where no tier is below a device.
+    fn config(&self, workload: &Workload) -> Arc<ModelConfig> {
+        let config = self.checkpoint.config.clone();
+        Arc::new(if workload.dram_blocks == 0 { config.in_window_pages() } else { config })
+    }
 }
 
 /// A request with its expected answer.
@@ -97,10 +128,10 @@ pub(crate) struct TalkTurn {
 /// The requests of one client: each prompt continues the previous one and its answer.
 pub(crate) type Talk = Arc<[TalkTurn]>;
 
-/// What one simulated part answers.
+/// What one simulated part answers that keeps all layers of a block in one page, as for a tier below it.
 fn digests(checkpoint: &Checkpoint, prompt: &[u32], tokens: u32) -> TalkTurn {
     let device = TimeOnlyDevice::new("device0", profile(1e12), Arc::new(VirtualClock::default())).unwrap();
-    let alone = TestFleet::new(checkpoint.clone()).with_device(Role::Auto, Arc::new(device));
+    let alone = TestFleet::new(checkpoint.clone()).with_device(Role::Auto, Arc::new(device)).lower(1, None);
     let expected = alone.run_one(&SeededEnv::new(1), prompt.to_vec(), tokens).tokens;
     TalkTurn { prompt: prompt.to_vec(), expected, logprobs: None }
 }

@@ -53,7 +53,7 @@ impl World {
         host: &Host,
         (role, limits): (Role, InstanceLimits),
     ) -> NewInstance {
-        let config = Arc::new(kind.checkpoint.config.clone());
+        let config = kind.config(&self.workload);
         let Part { device, struck, said_flops } = self.part(name, host, kind);
         let (loaded, cost) = if role.keeps() {
             (Loaded::keeping(&config, device, None, limits).unwrap(), Loaded::predicted_idle())
@@ -113,7 +113,7 @@ impl World {
         let id = registry.instance_ids(1).await.unwrap()[0];
 
         let name = format!("part{number}");
-        let config = Arc::new(its.checkpoint.config.clone());
+        let config = its.config(&self.workload);
         let block_bytes = u64::from(BLOCK_TOKENS) * config.kv_bytes_per_token(DType::F32);
         let limits = InstanceLimits {
             activations: DType::F32,

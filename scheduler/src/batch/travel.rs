@@ -28,13 +28,18 @@ impl<T: Text> Instance<T> {
             self.drop_request(request);
             return actions.push(Action::Kept { request });
         }
-        if sequence.after.is_some() {
+        let is_handed_off = sequence.after.is_none();
+        if !is_handed_off {
             let tokens_cached = sequence.computed;
             actions.push(Action::Admitted { request, tokens_cached });
         } else {
             sequence.after = Some(After::Decode);
         }
         self.enter(request, Phase::Running);
+        if is_handed_off {
+            // what layers with a window read no longer was not sent: nobody may find it
+            self.give_back(request);
+        }
         self.publish(request, actions);
         self.give_back(request);
     }

@@ -10,6 +10,7 @@ use crate::kv::{BlockHash, Tier};
 use mixfleet_hal::DType;
 use mixfleet_hal::units::{Seconds, UsdPerHour};
 use serde::{Deserialize, Serialize};
+use std::ops::Range;
 use std::sync::Arc;
 
 /// The role of an instance.
@@ -100,6 +101,13 @@ impl Instance {
     /// The same in whole blocks, as the sequence really holds them.
     pub fn block_tokens_held(&self, tokens: u64) -> u64 {
         self.kv_parts.block_tokens_held(tokens, self.kv_block_tokens)
+    }
+
+    /// What is sent to it of the `computed` tokens of a prompt of `prompt` tokens that it decodes: as many
+    /// tokens of all layers.
+    pub fn tokens_sent(&self, computed: &Range<u32>, prompt: u32) -> f64 {
+        let computed = u64::from(computed.start)..u64::from(computed.end);
+        self.kv_parts.tokens_sent(&computed, prompt.into(), self.kv_block_tokens)
     }
 
     /// Its blocks have the keys of `chain`.

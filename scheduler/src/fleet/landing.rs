@@ -2,7 +2,7 @@
 
 use super::Fleet;
 use crate::cost::KvCopy;
-use mixfleet_hal::units::Seconds;
+use mixfleet_hal::units::{Bytes, Seconds};
 
 /// What KV takes of steps that lands while a request decodes.
 #[derive(Clone, Copy, Debug, Default)]
@@ -33,11 +33,10 @@ impl KvLandings {
 }
 
 impl Fleet {
-    /// KV of `tokens` tokens that lands where a request decodes, while a prefill of `prefill` elsewhere
+    /// KV of so many bytes that lands where a request decodes, while a prefill of `prefill` elsewhere
     /// computes it; nothing where both are one instance.
-    pub(super) fn lands(&self, (from, to): (usize, usize), tokens: u32, prefill: Seconds) -> KvCopy {
+    pub(super) fn lands(&self, (from, to): (usize, usize), bytes: Bytes, prefill: Seconds) -> KvCopy {
         let (from, to) = (&self.loads[from], &self.loads[to]);
-        let bytes = self.kv_bytes(tokens);
         self.link(from, to).map_or(KvCopy::default(), |link| KvCopy {
             takes: to.spec.kv_copies.lands(bytes, self.config.layers),
             over: link.time(bytes).max(prefill),

@@ -4,7 +4,7 @@
 use super::load::{Load, Works};
 use super::{Fleet, InstanceId};
 use crate::cost::{Corrections, FADES_AFTER, LinkCost, MeasuredSteps};
-use mixfleet_hal::units::Seconds;
+use mixfleet_hal::units::{Bytes, Seconds};
 
 /// A KV transfer from the prefill instance over idle links.
 #[derive(Clone, Copy, Debug)]
@@ -37,12 +37,11 @@ impl Fleet {
         &self,
         now: Seconds,
         (from, to): (usize, usize),
-        tokens: u32,
+        bytes: Bytes,
         prefill: Seconds,
     ) -> Option<OnItsWay> {
         let (from, to) = (&self.loads[from], &self.loads[to]);
         let link = self.uncorrected_link(from, to)?;
-        let bytes = self.kv_bytes(tokens);
         let whole = link.time(bytes);
         let free = from.egress_until <= now && to.ingress_until <= now && whole.0 > 0.0;
         let shows = link.exposed(bytes, self.config.layers, prefill);

@@ -40,7 +40,7 @@ use lengths::Lengths;
 use load::{Load, Phase, Work, Works};
 use loads::Loads;
 use mixfleet_hal::random::Stream;
-use mixfleet_hal::units::{Seconds, UsdPerHour};
+use mixfleet_hal::units::{Bytes, Seconds, UsdPerHour};
 use serde::{Deserialize, Serialize};
 use stalls::Stalls;
 use std::collections::BTreeMap;
@@ -336,6 +336,7 @@ impl Fleet {
             is_others: false,
             phase: Phase::Prefill { done, remaining },
         };
+        let bytes = self.hand_off_bytes(&self.loads[d], arrival.prompt_tokens, terms.transfer_tokens);
         let seat = Seat {
             request: arrival.request,
             ready_at: now + Seconds(terms.ttft_s + terms.transfer_s),
@@ -347,7 +348,7 @@ impl Fleet {
             tbt_slo: objectives.tbt_slo,
             generated: 0,
             stalls: Stalls::default(),
-            lands: self.lands((p, d), terms.transfer_tokens, Seconds(terms.prefill_s)),
+            lands: self.lands((p, d), bytes, Seconds(terms.prefill_s)),
         };
         self.pace += (Seconds(terms.tbt_s) - self.pace) * PACE_FOLLOWS;
         self.loads.change(p, |load| load.queue(arrival.request, &work, &self.works, now));
@@ -356,14 +357,14 @@ impl Fleet {
         if let Some(pull) = pull
             && let Some(source) = self.position(pull.from)
         {
-            self.occupy(now, source, p, pull.tokens);
+            self.occupy(now, source, p, self.kv_bytes(pull.tokens));
         }
     }
 
-    /// Reserves the links out of one instance and into another for `tokens` of KV.
-    fn occupy(&mut self, now: Seconds, from: usize, to: usize, tokens: u32) {
+    /// Reserves the links out of one instance and into another for so many bytes of KV.
+    fn occupy(&mut self, now: Seconds, from: usize, to: usize, bytes: Bytes) {
         let Some(link) = self.link(&self.loads[from], &self.loads[to]) else { return };
-        let time = link.time(self.kv_bytes(tokens));
+        let time = link.time(bytes);
         let taken = |until: Seconds| until.max(now) + time;
         self.loads.change(from, |load| load.egress_until = taken(load.egress_until));
         self.loads.change(to, |load| load.ingress_until = taken(load.ingress_until));
@@ -404,7 +405,10 @@ impl Fleet {
         let together = work.prefill == work.decode;
         let ends = self.position(instance).zip(self.position(work.decode));
         let way = ends.filter(|_| !together);
-        let leaves = way.and_then(|way| self.leaves(now, way, work.transfer_tokens, work.prefill_time));
+        let bytes = |to: usize, lacking| self.hand_off_bytes(&self.loads[to], work.prompt_tokens, lacking);
+        let leaves =
+            way.and_then(|way| self.leaves(now, way, bytes(way.1, work.transfer_tokens), work.prefill_time));
+        let occupies = way.map_or(Bytes(0.0), |(_, to)| bytes(to, work.prompt_tokens));
         let phase = if together { Phase::Decode } else { Phase::Transfer(leaves) };
         if let Some(work) = self.works.get_mut(request) {
             work.phase = phase;
@@ -412,7 +416,7 @@ impl Fleet {
         if !together {
             // Its layers are already being sent.
             if let Some((from, to)) = way {
-                self.occupy(now, from, to, work.prompt_tokens);
+                self.occupy(now, from, to, occupies);
             }
         } else {
             self.change(work.decode, |load| load.join(request));

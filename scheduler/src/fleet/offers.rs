@@ -66,7 +66,7 @@ impl Fleet {
         }
         let until = now + self.pull_time(now, from, to, tokens) * LATE + Seconds(1.0);
         self.offers.0.push((node, first, until));
-        self.occupy(now, from, to, tokens);
+        self.occupy(now, from, to, self.kv_bytes(tokens));
         let hashes = chain.hashes.clone();
         actions.push(Action::Replicate { from: instance, to: node, hashes, tokens });
     }

@@ -145,7 +145,8 @@ impl Fleet {
         let Some(at) = self.position(work.prefill) else { return };
         self.loads.change(at, |load| load.leave_queue(request, &work, &self.works, now));
         if let Some(to) = self.position(work.decode).filter(|&to| done && to != at) {
-            self.occupy(now, at, to, work.prompt_tokens);
+            let bytes = self.hand_off_bytes(&self.loads[to], work.prompt_tokens, work.prompt_tokens);
+            self.occupy(now, at, to, bytes);
         }
     }
 

@@ -160,7 +160,7 @@ impl Fleet {
         if let Action::Replicate { from, to, tokens, .. } = action
             && let (Some(from), Some(to)) = (self.position(from), self.position(to))
         {
-            self.occupy(now, from, to, tokens);
+            self.occupy(now, from, to, self.kv_bytes(tokens));
             actions.push(action);
         }
     }

@@ -58,6 +58,14 @@ impl PageParts {
         })
     }
 
+    /// What is sent of the `computed` tokens of a prompt of `prompt` tokens to an instance with such pages
+    /// that decodes it: as many tokens of all layers.
+    pub fn tokens_sent(&self, computed: &Range<u64>, prompt: u64, block_tokens: u32) -> f64 {
+        let sent =
+            |kept: Range<u64>| kept.end.min(computed.end).saturating_sub(kept.start.max(computed.start));
+        self.kept(prompt, block_tokens).map(sent).sum::<u64>() as f64 / f64::from(self.count())
+    }
+
     /// Pages that a sequence of `tokens` tokens holds once they are computed, in blocks of so many tokens.
     pub fn pages_held(&self, tokens: u64, block_tokens: u32) -> u64 {
         let block = u64::from(block_tokens.max(1));

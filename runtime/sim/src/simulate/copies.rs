@@ -116,7 +116,7 @@ impl World<'_> {
         if sent > 0 {
             let bytes = f64::from(sent) * self.setup.fleet.kv_bytes_per_token as f64;
             arrives_s = self.network.send(self.now_s, ready_s, from, to, bytes);
-            self.leaves(from, to, sent, on_device.saturating_sub(held_tokens));
+            self.leaves(from, to, sent.into(), on_device.saturating_sub(held_tokens).into());
             if copy.is_some() {
                 self.copies.sent.copies += 1;
                 self.copies.sent.bytes += bytes;
@@ -128,10 +128,10 @@ impl World<'_> {
         self.schedule(arrives_s, Next::Pulled { request, attempt, from, tokens });
     }
 
-    /// Lets KV of `tokens` tokens go from one instance to another, of which `gathered` are on the devices
-    /// there.
-    pub(super) fn leaves(&mut self, from: u32, to: u32, tokens: u32, gathered: u32) {
-        let bytes = |tokens: u32| Bytes(f64::from(tokens) * self.setup.fleet.kv_bytes_per_token as f64);
+    /// Lets KV of as much as `tokens` tokens go from one instance to another, of which `gathered` are on the
+    /// devices there.
+    pub(super) fn leaves(&mut self, from: u32, to: u32, tokens: f64, gathered: f64) {
+        let bytes = |tokens: f64| Bytes(tokens * self.setup.fleet.kv_bytes_per_token as f64);
         let takes = self.setup.instances[from as usize].spec.kv_copies;
         let takes = takes.leaves(bytes(gathered), self.setup.fleet.layers);
         let over = Seconds(bytes(tokens).0 * self.network.link(from, to).seconds_per_byte);
@@ -139,9 +139,9 @@ impl World<'_> {
         self.comes(from, to, tokens, 0.0);
     }
 
-    /// Lets KV of `tokens` tokens come from another instance, in no less than `least_s`.
-    pub(super) fn comes(&mut self, from: u32, to: u32, tokens: u32, least_s: f64) {
-        let bytes = Bytes(f64::from(tokens) * self.setup.fleet.kv_bytes_per_token as f64);
+    /// Lets KV of as much as `tokens` tokens come from another instance, in no less than `least_s`.
+    pub(super) fn comes(&mut self, from: u32, to: u32, tokens: f64, least_s: f64) {
+        let bytes = Bytes(tokens * self.setup.fleet.kv_bytes_per_token as f64);
         let takes = self.setup.instances[to as usize].spec.kv_copies.lands(bytes, self.setup.fleet.layers);
         let over = Seconds((bytes.0 * self.network.link(from, to).seconds_per_byte).max(least_s));
         self.copy(to, KvCopy { takes, over });
@@ -206,7 +206,7 @@ impl World<'_> {
         };
         let to = copy.to;
         self.copies.under_way.insert(request, copy);
-        self.send(to, Message::Add { job, pulls: tokens, after: After::Keep, sends_from: 0 });
+        self.send(to, Message::Add { job, pulls: tokens, after: After::Keep, decoder: None });
     }
 
     /// Places a request again that has lost its place.

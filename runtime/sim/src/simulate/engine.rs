@@ -8,6 +8,7 @@ mod copying;
 mod keys;
 mod run;
 
+use super::flight::HandOffTarget;
 use super::results::Reused;
 use super::tiers::{ByTier, Tiers};
 use super::timeline::Occupation;
@@ -46,8 +47,8 @@ pub(super) struct Gaps {
 /// A message to an instance, which handles it between two steps.
 pub(super) enum Message {
     /// Compute a prompt here; of its first `pulls` tokens, the missing ones come from elsewhere. KV that is
-    /// handed off is sent from token `sends_from` on.
-    Add { job: Job, pulls: u32, after: After, sends_from: u32 },
+    /// handed off is sent to `decoder`.
+    Add { job: Job, pulls: u32, after: After, decoder: Option<HandOffTarget> },
     /// KV comes or goes from now on.
     Copy(KvCopy),
     /// Make room for the KV of a prompt that is computed elsewhere.
@@ -79,8 +80,8 @@ pub(super) enum Outcome {
     Revoked { request: u64 },
     /// A request that was running gave its memory to others and recomputes later.
     Preempted,
-    /// A step begins that computes `tokens` tokens of a prompt whose KV is sent meanwhile.
-    Sends { request: u64, tokens: u32, step_s: f64 },
+    /// A step begins while which KV of a prompt is sent, as much as of `tokens` tokens in all layers.
+    Sends { request: u64, tokens: f64, step_s: f64 },
     /// The first `tokens` tokens of a prompt can be sent from `ready_s` on; `on_device` of them are on the
     /// devices.
     Lent { request: u64, tokens: u32, on_device: u32, ready_s: f64 },
@@ -124,8 +125,8 @@ struct Active {
     loaded: ByTier,
     /// Tokens that were here when it began to wait for more.
     held_tokens: Option<u32>,
-    /// The first token of which KV is sent, if any is.
-    sends_from: Option<u32>,
+    /// Whom its KV is sent to, if it is.
+    decoder: Option<HandOffTarget>,
 }
 
 /// KV of the model on an instance.
@@ -137,8 +138,8 @@ struct InstanceKv {
 }
 
 impl InstanceKv {
-    fn leaves_s(&self, tokens: u32) -> Seconds {
-        self.cost.leaves(Bytes(f64::from(tokens) * self.token_bytes), self.layers)
+    fn leaves_s(&self, tokens: f64) -> Seconds {
+        self.cost.leaves(Bytes(tokens * self.token_bytes), self.layers)
     }
 }
 
@@ -251,9 +252,9 @@ impl Engine {
 
     fn handle(&mut self, now_s: f64, message: Message, outcomes: &mut Vec<Outcome>) {
         match message {
-            Message::Add { job, pulls, after, sends_from } => {
+            Message::Add { job, pulls, after, decoder } => {
                 let (request, urgency, mut text) = (job.request, job.urgency, self.text(job));
-                text.active.sends_from = (after == After::HandOff).then_some(sends_from);
+                text.active.decoder = decoder;
                 self.tell(Event::Add { request, urgency, text, pulls, after });
             }
             Message::Reserve { job } => {
@@ -475,7 +476,7 @@ impl Engine {
                     let mut hashes: Vec<BlockHash> =
                         evicted.into_iter().map(|evicted| evicted.hash).collect();
                     let kept = self.lower.take_in(&hashes, outcomes);
-                    let takes = self.kv.leaves_s(to_u32(kept) * self.block_tokens);
+                    let takes = self.kv.leaves_s(f64::from(to_u32(kept) * self.block_tokens));
                     self.copying.add(now_s, KvCopy { takes, over: Seconds::ZERO });
                     hashes.retain(keys::is_public);
                     if !hashes.is_empty() {
@@ -525,12 +526,13 @@ impl Engine {
         self.at = Some(Plan::Step { parts, began_s, time_s, decode_s, slower });
     }
 
-    /// The prompts of a step whose KV is sent while it runs, with the number of tokens that are.
-    fn sends(&self, parts: &[StepSequence]) -> Vec<(u64, u32)> {
+    /// The prompts of a step whose KV is sent while it runs, with the tokens of all layers that it is as much
+    /// as.
+    fn sends(&self, parts: &[StepSequence]) -> Vec<(u64, f64)> {
         let sent = |part: &StepSequence| {
-            let from = self.machine.text(part.request)?.active.sends_from?;
-            let end = part.start + part.tokens;
-            (from < end).then(|| (part.request, end - from.max(part.start)))
+            let to = self.machine.text(part.request)?.active.decoder.as_ref()?;
+            let tokens = to.tokens_sent(&(part.start..part.start + part.tokens));
+            (tokens > 0.0).then_some((part.request, tokens))
         };
         parts.iter().filter_map(sent).collect()
     }

@@ -4,9 +4,10 @@ use super::classes::Promised;
 use super::engine::{Gaps, Job};
 use crate::trace::ConversationTurn;
 use mixfleet_hal::units::Seconds;
-use mixfleet_scheduler::batch::Urgency;
-use mixfleet_scheduler::fleet::Objective;
+use mixfleet_scheduler::batch::{PageParts, Urgency};
+use mixfleet_scheduler::fleet::{Instance, Objective};
 use mixfleet_scheduler::kv::BlockHash;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// A request in the fleet.
@@ -53,5 +54,33 @@ impl Flight {
             chain: self.chain.clone(),
             urgency: self.urgency,
         }
+    }
+}
+
+/// The receiver of a prompt's KV.
+#[derive(Clone, Debug)]
+pub(super) struct HandOffTarget {
+    prompt_tokens: u32,
+    /// The first token that it lacks.
+    lacks_from: u32,
+    /// Its pages, in blocks of so many tokens.
+    parts: PageParts,
+    block_tokens: u32,
+}
+
+impl HandOffTarget {
+    pub(super) fn new(flight: &Flight, decoder: &Instance) -> Self {
+        HandOffTarget {
+            prompt_tokens: flight.prompt_tokens + flight.drawn,
+            lacks_from: flight.held_tokens,
+            parts: decoder.kv_parts.clone(),
+            block_tokens: decoder.kv_block_tokens,
+        }
+    }
+
+    /// What is sent of the `computed` tokens: as many tokens of all layers.
+    pub(super) fn tokens_sent(&self, computed: &Range<u32>) -> f64 {
+        let computed = u64::from(computed.start.max(self.lacks_from))..u64::from(computed.end);
+        self.parts.tokens_sent(&computed, self.prompt_tokens.into(), self.block_tokens)
     }
 }

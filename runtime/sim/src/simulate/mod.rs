@@ -36,7 +36,7 @@ use agenda::{Agenda, Next};
 use classes::Classes;
 use copies::{Copies, Copy};
 use engine::{Engine, Gaps, Message, Outcome};
-use flight::Flight;
+use flight::{Flight, HandOffTarget};
 use mixfleet_hal::DType;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::{Ordered, Seconds};
@@ -401,8 +401,9 @@ impl<'a> World<'a> {
         let (prefill, decode, job) = (flight.prefill, flight.decode, flight.job(request));
         let after = if prefill == decode { After::Decode } else { After::HandOff };
         let pulls = flight.pull.map_or(0, |(_, until)| self.pulled_tokens(until, flight.prompt_tokens));
-        let sends_from = flight.held_tokens;
-        self.send(prefill, Message::Add { job, pulls, after, sends_from });
+        let target = || HandOffTarget::new(flight, &self.setup.instances[decode as usize].spec);
+        let decoder = (after == After::HandOff).then(target);
+        self.send(prefill, Message::Add { job, pulls, after, decoder });
     }
 
     /// Number of prompt tokens in whole blocks that can be pulled: at least one token is computed.
@@ -460,8 +461,10 @@ impl<'a> World<'a> {
                         flight.known_tokens = reused.tokens(self.setup.block_tokens);
                         let (known, held, to) = (flight.known_tokens, flight.held_tokens, flight.decode);
                         self.routers.began(self.now_s, request, known);
+                        let target = HandOffTarget::new(flight, &self.setup.instances[to as usize].spec);
                         if to != instance && known > held {
-                            self.leaves(instance, to, known - held, known - held);
+                            let sent = target.tokens_sent(&(0..known));
+                            self.leaves(instance, to, sent, sent);
                         }
                     }
                 }
@@ -520,7 +523,7 @@ impl<'a> World<'a> {
         flight.drawn += 1;
         let Flight { prompt_tokens, known_tokens, held_tokens, decode, attempt, .. } = *flight;
         let began_s = flight.prefill_began_s;
-        let sent_tokens = prompt_tokens + flight.drawn - 1 - held_tokens;
+        let length = prompt_tokens + flight.drawn - 1;
         let complete = flight.drawn == flight.output_tokens;
         if self.setup.fleet.drop_at_decode && decode != instance {
             self.catch_up(decode);
@@ -538,7 +541,9 @@ impl<'a> World<'a> {
             self.give_up(request, [instance, decode]);
             self.end(request, Vec::new());
         } else if decode != instance {
-            let bytes = f64::from(sent_tokens) * self.setup.fleet.kv_bytes_per_token as f64;
+            let spec = &self.setup.instances[decode as usize].spec;
+            let sent_tokens = spec.tokens_sent(&(held_tokens..length), length);
+            let bytes = sent_tokens * self.setup.fleet.kv_bytes_per_token as f64;
             let layers = self.setup.fleet.layers;
             let landed_s = self.network.hand_off(began_s, now_s, (instance, decode), bytes, layers);
             if landed_s > now_s {

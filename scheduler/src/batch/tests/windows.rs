@@ -79,10 +79,31 @@ fn what_is_predicted_to_be_held_is_what_the_machine_holds() {
             let of_blocks = u64::from(pages.parts.count());
             let in_tokens = pages.parts.block_tokens_held(tokens.into(), LIMITS.block_tokens);
             assert_eq!(in_tokens, (held * u64::from(LIMITS.block_tokens)).div_ceil(of_blocks));
+            let sent = pages.parts.tokens_sent(&(0..tokens.into()), tokens.into(), LIMITS.block_tokens);
+            let bytes = sent * shape.kv_bytes_per_token() as f64;
+            assert!((bytes - shape.sent_bytes(tokens) as f64).abs() < 0.5, "{:?} {tokens}", shape.windows);
             let_go += u32::from(shape.sequence_bytes(tokens) < shape.whole_sequence_bytes(tokens));
         }
     }
     assert!(let_go > 500, "{let_go}");
+}
+
+#[test]
+fn what_was_not_sent_of_a_prompt_is_found_by_nobody() {
+    for seed in 0..12 {
+        let page_parts = windowed(seed);
+        let mut machine = Instance::new(BatchLimits { page_parts: page_parts.clone(), ..LIMITS });
+        let prompt: Vec<u32> = (0..29).collect();
+        let urgency = Urgency::due_at(Seconds::ZERO);
+        let mut actions = Vec::new();
+        machine.step(Event::Reserve { request: 1, urgency, text: text(prompt.clone()) }, &mut actions);
+        machine.step(Event::Idle, &mut actions);
+        assert!(matches!(actions[..], [Action::Reserved { tokens_cached: 0, .. }]), "{actions:?}");
+        machine.step(Event::Landed { request: 1, tokens_valid: 29, next: true }, &mut actions);
+        let found = machine.blocks.whole_prefix(&mut text(prompt), 7).len();
+        let expected = if page_parts.lets_go() { 0 } else { 7 };
+        assert_eq!(found, expected, "{page_parts:?}");
+    }
 }
 
 #[test]

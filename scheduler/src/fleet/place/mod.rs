@@ -412,6 +412,12 @@ impl Fleet {
         Bytes(f64::from(tokens) * self.config.kv_bytes_per_token as f64)
     }
 
+    /// Bytes that are sent to `decoder` of a prompt, of which it lacks the last `lacking` tokens.
+    pub(super) fn hand_off_bytes(&self, decoder: &Load, prompt_tokens: u32, lacking: u32) -> Bytes {
+        let sent = decoder.spec.tokens_sent(&(prompt_tokens - lacking..prompt_tokens), prompt_tokens);
+        Bytes(sent * self.config.kv_bytes_per_token as f64)
+    }
+
     /// Time from `now` until `tokens` tokens of KV have been pulled: after earlier transfers of the two ends,
     /// and the source's step. Infinite without a link.
     pub(super) fn pull_time(&self, now: Seconds, from: usize, to: usize, tokens: u32) -> Seconds {
@@ -465,7 +471,7 @@ impl Fleet {
         let link = self.link(p, d);
         let kv_wait = (room - side.queue).max(Seconds::ZERO);
         let transfer_tokens = link.map_or(0, |_| arrival.prompt_tokens - question.cached_on(decoder.at));
-        let bytes = self.kv_bytes(transfer_tokens);
+        let bytes = self.hand_off_bytes(d, arrival.prompt_tokens, transfer_tokens);
         let shows = |prefill| link.map_or(Seconds::ZERO, |l| l.exposed(bytes, self.config.layers, prefill));
         let transfer = shows(side.prefill);
         let ttft = side.queue + side.pull + kv_wait + side.interleave + side.prefill;
@@ -486,7 +492,7 @@ impl Fleet {
         let traffic = side.pull_price + link.map_or(Usd::ZERO, |l| l.price(bytes));
 
         // Its KV takes of the steps of all others there while it lands.
-        let lands = self.lands((side.at, decoder.at), transfer_tokens, side.prefill).takes;
+        let lands = self.lands((side.at, decoder.at), bytes, side.prefill).takes;
         let delay = (side.prefill + question.loading_on(side.at)) * f64::from(side.delayed) + decoder.delay;
         let delay = delay + lands * f64::from(d.everyone().sequences);
 
