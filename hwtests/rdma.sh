@@ -11,7 +11,8 @@
 #   hwtests/rdma.sh --here      the checks of --wire on this machine's own RDMA devices
 #
 # MIXFLEET_RDMA_CACHE names the cache (default target/rdma, 700 MB), MIXFLEET_RDMA_FEATURES what cargo builds with,
-# MIXFLEET_RDMA_KV_DTYPE the KV of the model that is served (default f32).
+# MIXFLEET_RDMA_KV_DTYPE the KV of the model that is served (default f32), MIXFLEET_RDMA_MODEL that model (a directory of
+# ../shared/fixtures; default llama-gqa-f32).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -22,7 +23,7 @@ case ${1:-} in
 --wire) serve="" ;;
 --serve) wire="" ;;
 --here) here=1 serve="" ;;
-*) sed -n '2,15s/^# \{0,1\}//p' "$0"; [ "$1" = --help ] && exit 0; exit 2 ;;
+*) sed -n '2,16s/^# \{0,1\}//p' "$0"; [ "$1" = --help ] && exit 0; exit 2 ;;
 esac
 
 # by default with the features of test-all.sh, so that what that has built is not built anew
@@ -178,7 +179,7 @@ pair() {
 # What a fleet of two guests needs beside the rest: the binary, etcd, a model, certificates, and what one process gives
 # for the same request.
 pack_fleet() {
-    local extra="$cache/extra" fixture=../shared/fixtures/llama-gqa-f32 prompt=0,498,357,350,372,486,88
+    local extra="$cache/extra" fixture=../shared/fixtures/${MIXFLEET_RDMA_MODEL:-llama-gqa-f32} prompt=0,498,357,350,372,486,88
     local kv=${MIXFLEET_RDMA_KV_DTYPE:-f32} here=() answer ids
     local model=(--activations f32 --kv-dtype "$kv" --kv-memory 0.02)
     rm -rf "$extra"

@@ -67,7 +67,7 @@ struct MeasureArgs {
     /// matches any text)
     #[arg(long, value_name = "NAMES", value_delimiter = ',')]
     only: Vec<String>,
-    /// Measure this model's own operations too, of a checkpoint's directory or GGUF file
+    /// Measure this checkpoint's own operations too
     #[arg(long, value_name = "DIR")]
     model: Option<PathBuf>,
     /// Rent of the device, to show what a dollar buys

@@ -11,8 +11,8 @@ use naga::{Module, ResourceBinding, ShaderStage};
 use std::collections::{BTreeMap, HashSet};
 use std::result::Result;
 
-/// The kernels of all commands of the suite, each with its binding numbers, whole and cut, by what they say of
-/// themselves.
+/// The kernels of all commands of the suite, each with its binding numbers, whole and cut, by what they
+/// say of themselves.
 fn kernels() -> BTreeMap<String, (Kernel, Vec<u32>)> {
     let mut kernels = BTreeMap::new();
     for binding_bytes_max in [1 << 27, 32 << 10, 9 << 10] {
