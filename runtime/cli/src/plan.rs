@@ -96,7 +96,7 @@ pub(crate) struct PlanArgs {
     /// Serving engine: mixfleet (default), vllm, sglang, tensorrt-llm
     #[arg(long, value_name = "NAME", default_value = "mixfleet", hide_default_value = true, value_parser = crate::compare::engine)]
     engine: &'static KnownEngine,
-    /// How unlike experts are in how often they are chosen [default: 0]
+    /// How unlike experts are in popularity [default: 0]
     #[arg(long, value_name = "SKEW", default_value_t = 0.0, hide_default_value = true, value_parser = skew)]
     expert_skew: f32,
     /// Plan for a load higher by this share

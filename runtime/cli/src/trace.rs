@@ -41,7 +41,7 @@ pub(crate) struct ReplayArgs {
     /// Speed up arrivals by this factor, leaving think times
     #[arg(long, value_name = "F", default_value_t = 1.0, hide_default_value = true, value_parser = positive)]
     speedup: f64,
-    /// Spread requests of equal arrival over this time [default without a value: 3]
+    /// Spread equal arrivals over this time [alone: 3]
     #[arg(long, value_name = "SECONDS", num_args = 0..=1, require_equals = true, default_missing_value = "3", value_parser = positive)]
     jitter: Option<f64>,
     /// Stop after this many requests
