@@ -70,6 +70,7 @@ fn main() {
         let ask = MarketAsk {
             model: models::find(model).expect("a known model"),
             stored: vec![StoredAs::Plain(DType::Bf16)],
+            expert_skew: 0.0,
             engine: engines::find("mixfleet").expect("a known engine"),
             parts: offers.clone(),
             classes: classes(),
