@@ -47,6 +47,9 @@ def measure(program, file):
 def main():
     if len(sys.argv) < 3:
         sys.exit(__doc__)
+    for needed in sys.argv[1:]:
+        if not os.path.isfile(needed):
+            sys.exit(f"there is no file {needed}; build the program with: cargo build --release -p mixfleet")
     for file in sys.argv[2:]:
         anonymous, pages, peak = measure(sys.argv[1], file)
         size = os.path.getsize(file)
