@@ -1,6 +1,8 @@
 //! Host memory for everyone: mapped files.
 
 #[cfg(target_os = "linux")]
+use crate::copied::Copies;
+#[cfg(target_os = "linux")]
 use crate::lost::MappedFileWatch;
 use mixfleet_hal::memory::FileStamp;
 use mixfleet_hal::{Error, ErrorKind, FileMapper, HostMemory, Result};
@@ -29,6 +31,9 @@ struct MappedFile {
     /// Dropped before the mapping.
     #[cfg(target_os = "linux")]
     watch: Option<MappedFileWatch>,
+    /// Dropped before the mapping.
+    #[cfg(target_os = "linux")]
+    copies: Option<Copies>,
     map: Option<memmap2::Mmap>,
 }
 
@@ -41,6 +46,16 @@ impl MappedFile {
     #[cfg(unix)]
     fn map_of(&self, range: &std::ops::Range<usize>) -> Option<&memmap2::Mmap> {
         self.map.as_ref().filter(|map| range.start < range.end && range.end <= map.len())
+    }
+
+    /// Calls `each` with the parts of a range that are the file's own pages.
+    #[cfg(unix)]
+    fn still_mapped(&self, range: &std::ops::Range<usize>, mut each: impl FnMut(std::ops::Range<usize>)) {
+        #[cfg(target_os = "linux")]
+        if let Some(copies) = &self.copies {
+            return copies.mapped(range, each);
+        }
+        each(range.clone());
     }
 
     fn damage(&self) -> Option<String> {
@@ -78,20 +93,28 @@ impl HostMemory for MappedFile {
         if let Some(map) = self.map_of(&range) {
             // best effort: huge pages if the file system supports them, and all pages mapped now at memory
             // speed, instead of one fault at a time during the first prompt
-            let _ = map.advise_range(memmap2::Advice::HugePage, range.start, range.len());
-            let _ = map.advise_range(memmap2::Advice::PopulateRead, range.start, range.len());
+            self.still_mapped(&range, |range| {
+                let _ = map.advise_range(memmap2::Advice::HugePage, range.start, range.len());
+                let _ = map.advise_range(memmap2::Advice::PopulateRead, range.start, range.len());
+            });
+            if let Some(copies) = &self.copies {
+                copies.copy_soon(&range);
+            }
         }
     }
 
     #[cfg(unix)]
     fn unneeded(&self, range: std::ops::Range<usize>) {
         if let Some(map) = self.map_of(&range) {
-            // SAFETY: the mapping is of a file and never written to, so that the same bytes are read again.
-            let told = unsafe {
-                map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, range.start, range.len())
-            };
-            // else they stay until memory is short
-            let _ = told;
+            self.still_mapped(&range, |range| {
+                // SAFETY: these bytes are mapped from a file and never written to, so that the same are read
+                // again.
+                let told = unsafe {
+                    map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, range.start, range.len())
+                };
+                // else they stay until memory is short
+                let _ = told;
+            });
         }
     }
 
@@ -131,6 +154,8 @@ impl FileMapper for Mapper {
             first,
             #[cfg(target_os = "linux")]
             watch: None,
+            #[cfg(target_os = "linux")]
+            copies: None,
             map: None,
         };
         let bytes = mapped.first.len();
@@ -144,6 +169,7 @@ impl FileMapper for Mapper {
         #[cfg(target_os = "linux")]
         {
             mapped.watch = Some(MappedFileWatch::over(&map));
+            mapped.copies = Some(Copies::of(&map, mapped.file.try_clone()?));
         }
         mapped.map = Some(map);
         Ok(Arc::new(mapped))

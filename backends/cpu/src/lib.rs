@@ -3,11 +3,12 @@
 //! A device is a set of cores (`cpu`, `cpu@0`, `cpu@1-3`), each with a pinned worker thread. A batch of
 //! commands becomes a list of steps ([`program`]); every worker walks the list and does its share, with
 //! a barrier only between steps that depend on each other ([`pool`]). Weights are used where they lie,
-//! in their stored dtype, so a mapped checkpoint is shared by all devices; sums are in f32. Each kernel
-//! is written once over vectors of f32 and compiled for every instruction level ([`isa`]).
+//! in their stored dtype, so a mapped checkpoint is shared by all devices ([`copied`] puts it into huge pages
+//! where it is); sums are in f32. Each kernel is written once over vectors of f32 and compiled for every
+//! instruction level ([`isa`]).
 //!
 //! What is absent: any decision about what to run, any clock but the one around a batch and the one
-//! between two readings of energy, any copy of a weight.
+//! between two readings of energy, any other layout of a weight.
 
 #![cfg_attr(
     not(test),
@@ -15,6 +16,8 @@
 )]
 #![allow(unsafe_code)]
 
+#[cfg(target_os = "linux")]
+mod copied;
 mod device;
 mod health;
 pub mod host;
