@@ -114,8 +114,8 @@ const WANTED: Features =
 /// Features of products of matrices by subgroups. wgpu calls them experimental.
 const MATRICES: Features = Features::EXPERIMENTAL_COOPERATIVE_MATRIX.union(Features::SHADER_F16);
 
-/// What the adapter multiplies matrices of f16 with and adds them in f32, if it does: the larger ones of those that
-/// WGSL has. DX12 lists none.
+/// What the adapter multiplies matrices of f16 with and adds them in f32, if it does: the larger ones of
+/// those that WGSL has. DX12 lists none.
 fn matrices(adapter: &Adapter, tuning: AdapterOverrides) -> Option<MatrixUnit> {
     let unwanted = tuning.without_matrices || tuning.without_subgroups;
     if unwanted || !adapter.features().contains(MATRICES | Features::SUBGROUP) {
@@ -232,11 +232,12 @@ impl WgpuDevice {
         lacks("shared bytes of a group", limits.max_compute_workgroup_storage_size, SHARED_BYTES_MAX)?;
         let matrices = matrices(adapter, tuning);
         let (experimental_features, for_matrices) = match matrices {
-            // SAFETY: the promise is to know that what wgpu makes of these features may have undefined behaviour. One
-            // text alone uses them, `matrix_tiles.wgsl`: its indices are computed as those of every kernel are
-            // (`pipelines::build`), its sizes are among those that the adapter lists, whole subgroups reach each of its
-            // products, and conformance compares it with the oracle. naga does not mark its accesses of shared memory as
-            // those of other threads, which Vulkan's memory model asks for and drivers take from barriers.
+            // SAFETY: the promise is to know that what wgpu makes of these features may have undefined
+            // behaviour. One text alone uses them, `matrix_tiles.wgsl`: its indices are computed as those of
+            // every kernel are (`pipelines::build`), its sizes are among those that the adapter lists, whole
+            // subgroups reach each of its products, and conformance compares it with the oracle. naga does
+            // not mark its accesses of shared memory as those of other threads, which Vulkan's memory model
+            // asks for and drivers take from barriers.
             Some(_) => (unsafe { ExperimentalFeatures::enabled() }, MATRICES),
             None => (ExperimentalFeatures::disabled(), Features::empty()),
         };

@@ -47,8 +47,8 @@ impl File {
         File::GroupedCodes,
     ];
 
-    /// Its text, and what it has in common with others before that. Kernels by matrices have `MATRIX_TILES` in place
-    /// of `TILES`.
+    /// Its text, and what it has in common with others before that. Kernels by matrices have `MATRIX_TILES`
+    /// in place of `TILES`.
     const fn texts(self) -> &'static [&'static str] {
         match self {
             File::Elements => &[include_str!("kernels/elements.wgsl")],
@@ -114,8 +114,8 @@ pub(crate) struct MatrixUnit {
 }
 
 impl MatrixUnit {
-    /// Divides a tile among subgroups of up to `subgroup` threads, whose matrices are all in one row of the tile; `None`
-    /// if that would be too few subgroups.
+    /// Divides a tile among subgroups of up to `subgroup` threads, whose matrices are all in one row of the
+    /// tile; `None` if that would be too few subgroups.
     pub(crate) fn new(edge: u32, subgroup: u32) -> Option<MatrixUnit> {
         let across = TILE / edge;
         let parts = (across * across).div_ceil(TILE_GROUP / subgroup.clamp(1, TILE_GROUP));

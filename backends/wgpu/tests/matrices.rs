@@ -1,5 +1,5 @@
-//! Products by the matrices that an adapter's subgroups multiply. Mesa's lavapipe has them from version 26 on:
-//! `hwtests/matrices.sh` runs these tests on one.
+//! Products by the matrices that an adapter's subgroups multiply. Mesa's lavapipe has them from version 26
+//! on: `hwtests/matrices.sh` runs these tests on one.
 
 use mixfleet_hal::{Backend, BufferUsage, Cmd, DType, Device, GroupedRows, MatrixKind, OpSig};
 use mixfleet_hwtests::cases::{Case, TokenSpread};
@@ -44,8 +44,8 @@ fn product((m, n, k): (u32, u32, u32), out: DType, bias: bool, accumulate: bool)
     OpSig::Gemm { m, n, k, x: DType::F16, weight: DType::F16, out, bias, accumulate }
 }
 
-/// Products whose rows, columns and lengths lie around the edges of matrices (8, 16) and of tiles (64 rows and
-/// columns, 16 along k), and longer ones.
+/// Products whose rows, columns and lengths lie around the edges of matrices (8, 16) and of tiles (64 rows
+/// and columns, 16 along k), and longer ones.
 fn products() -> impl Iterator<Item = (OpSig, TokenSpread)> {
     let rows = [17, 24, 63, 64, 65, 130].map(|m| (m, 40, 48));
     let columns = [1, 2, 7, 8, 9, 15, 16, 17, 63, 64, 65, 129].map(|n| (33, n, 40));

@@ -87,8 +87,8 @@ impl Planner {
         (kernel, groups)
     }
 
-    /// Has the kernel multiply matrices where the adapter does so with what the operands are: f16, whose products are
-    /// exact in f32. bf16 is not among the types, and half of f32 would be lost.
+    /// Has the kernel multiply matrices where the adapter does so with what the operands are: f16, whose
+    /// products are exact in f32. bf16 is not among the types, and half of f32 would be lost.
     pub(super) fn in_tiles(&self, kernel: Kernel, x: &Operand, weight: &Operand) -> Kernel {
         match self.demands.matrices {
             Some(unit) if x.dtype == DType::F16 && weight.dtype == DType::F16 => kernel.by_matrices(unit),

@@ -1,5 +1,5 @@
-//! Checks, without a device, that every kernel can be written for Metal and for DX12, but those by matrices, which HLSL
-//! lacks: these for Vulkan and Metal.
+//! Checks, without a device, that every kernel can be written for Metal and for DX12, but those by matrices,
+//! which HLSL lacks: these for Vulkan and Metal.
 
 use super::*;
 use crate::memory::testing::slices;
@@ -23,8 +23,8 @@ const MANY_ROWS_OF_EXPERTS: OpSig = OpSig::GroupedGemm {
     bias: false,
 };
 
-/// The kernels of all commands of the suite, each with its binding numbers, whole and cut, without matrices and by those
-/// of both sizes, by what they say of themselves.
+/// The kernels of all commands of the suite, each with its binding numbers, whole and cut, without matrices
+/// and by those of both sizes, by what they say of themselves.
 fn kernels() -> BTreeMap<String, (Kernel, Vec<u32>)> {
     let mut kernels = BTreeMap::new();
     let whole = 1 << 27;
