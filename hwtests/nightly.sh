@@ -36,6 +36,7 @@ part restarts hwtests/engines.sh soak --minutes 30
 part package hwtests/package.sh deb
 part static bash -c 'hwtests/package.sh static || [ $? = 3 ]'
 part aarch64 bash -c 'hwtests/aarch64.sh || [ $? = 3 ]'
+part matrices bash -c 'hwtests/matrices.sh || [ $? = 3 ]'
 part vllm bash -c 'hwtests/engines.sh vllm || [ $? = 3 ]'
 printf '%s' "$summary"
 exit "$status"

@@ -1,6 +1,7 @@
 //! Enumerates and opens adapters.
 
 use crate::counts::WgpuCounts;
+use crate::kernels::MatrixUnit;
 use crate::memory::{DeviceQueue, Memory};
 use crate::pipelines::{DiskCache, IMMEDIATE_BYTES, Pipelines};
 use crate::plan::{Demands, Planner};
@@ -16,8 +17,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use wgpu::{
-    Adapter, Backends, DeviceDescriptor, DeviceType, Features, Instance, InstanceDescriptor, InstanceFlags,
-    MemoryHints,
+    Adapter, Backends, CooperativeScalarType, DeviceDescriptor, DeviceType, ExperimentalFeatures, Features,
+    Instance, InstanceDescriptor, InstanceFlags, MemoryHints,
 };
 
 /// Limits imposed on a device in addition to its adapter's own, mostly for tests.
@@ -25,6 +26,8 @@ use wgpu::{
 pub struct AdapterOverrides {
     /// Whether to avoid subgroups even if the adapter has them.
     pub without_subgroups: bool,
+    /// Whether to avoid products of matrices by subgroups even if the adapter has them.
+    pub without_matrices: bool,
     /// Maximum bytes per binding, if lower than the adapter's limit.
     pub binding_bytes_max: Option<u64>,
 }
@@ -108,6 +111,27 @@ fn kind(adapter: DeviceType) -> DeviceKind {
 const WANTED: Features =
     Features::SUBGROUP.union(Features::TIMESTAMP_QUERY).union(Features::TIMESTAMP_QUERY_INSIDE_ENCODERS);
 
+/// Features of products of matrices by subgroups. wgpu calls them experimental.
+const MATRICES: Features = Features::EXPERIMENTAL_COOPERATIVE_MATRIX.union(Features::SHADER_F16);
+
+/// What the adapter multiplies matrices of f16 with and adds them in f32, if it does: the larger ones of
+/// those that WGSL has. DX12 lists none.
+fn matrices(adapter: &Adapter, tuning: AdapterOverrides) -> Option<MatrixUnit> {
+    let unwanted = tuning.without_matrices || tuning.without_subgroups;
+    if unwanted || !adapter.features().contains(MATRICES | Features::SUBGROUP) {
+        return None;
+    }
+    let listed = adapter.cooperative_matrix_properties();
+    let edge = [16, 8].into_iter().find(|&edge| {
+        listed.iter().any(|one| {
+            [one.m_size, one.n_size, one.k_size] == [edge; 3]
+                && (one.ab_type, one.cr_type) == (CooperativeScalarType::F16, CooperativeScalarType::F32)
+                && !one.saturating_accumulation
+        })
+    })?;
+    MatrixUnit::new(edge, adapter.get_info().subgroup_max_size)
+}
+
 /// Describes adapter number `index`.
 pub(crate) fn info(index: usize, adapter: &Adapter, tuning: AdapterOverrides) -> DeviceInfo {
     let told = adapter.get_info();
@@ -124,17 +148,22 @@ pub(crate) fn info(index: usize, adapter: &Adapter, tuning: AdapterOverrides) ->
     if !told.device_pci_bus_id.is_empty() {
         notes.push(("pci".to_owned(), told.device_pci_bus_id.clone()));
     }
+    let matrices = matrices(adapter, tuning);
+    if let Some(MatrixUnit { edge, .. }) = matrices {
+        notes.push(("matrices".to_owned(), format!("{edge} x {edge} of f16, summed in f32")));
+    }
     if memory.is_none() {
         notes.push(("memory".to_owned(), "not told; the largest allocation stands for it".to_owned()));
     }
     let bound = tuning.binding_bytes_max.unwrap_or(limits.max_storage_buffer_binding_size);
     let subgroups = features.contains(Features::SUBGROUP) && !tuning.without_subgroups;
     let fingerprint = format!(
-        "wgpu/{}/{}/{driver}/kernels-{:016x}/bind-{bound}{}",
+        "wgpu/{}/{}/{driver}/kernels-{:016x}/bind-{bound}{}{}",
         told.backend,
         told.name,
         kernels::digest(),
-        if subgroups { "/subgroups" } else { "" }
+        if subgroups { "/subgroups" } else { "" },
+        matrices.map_or_else(String::new, |unit| format!("/matrices-{}", unit.edge)),
     );
     DeviceInfo {
         id: format!("wgpu:{index}"),
@@ -201,12 +230,25 @@ impl WgpuDevice {
         lacks("storage buffers of a kernel", limits.max_storage_buffers_per_shader_stage, BINDINGS_MAX)?;
         lacks("threads of a group", limits.max_compute_invocations_per_workgroup, GROUP_MAX)?;
         lacks("shared bytes of a group", limits.max_compute_workgroup_storage_size, SHARED_BYTES_MAX)?;
-        let required_features =
-            (adapter.features() & WANTED.union(Features::PIPELINE_CACHE)) | Features::IMMEDIATES;
+        let matrices = matrices(adapter, tuning);
+        let (experimental_features, for_matrices) = match matrices {
+            // SAFETY: the promise is to know that what wgpu makes of these features may have undefined
+            // behaviour. One text alone uses them, `matrix_tiles.wgsl`: its indices are computed as those of
+            // every kernel are (`pipelines::build`), its sizes are among those that the adapter lists, whole
+            // subgroups reach each of its products, and conformance compares it with the oracle. naga does
+            // not mark its accesses of shared memory as those of other threads, which Vulkan's memory model
+            // asks for and drivers take from barriers.
+            Some(_) => (unsafe { ExperimentalFeatures::enabled() }, MATRICES),
+            None => (ExperimentalFeatures::disabled(), Features::empty()),
+        };
+        let required_features = (adapter.features() & WANTED.union(Features::PIPELINE_CACHE))
+            | Features::IMMEDIATES
+            | for_matrices;
         let descriptor = DeviceDescriptor {
             label: None,
             required_features,
             required_limits: limits.clone(),
+            experimental_features,
             memory_hints: MemoryHints::Performance,
             ..Default::default()
         };
@@ -230,6 +272,7 @@ impl WgpuDevice {
             demands: Demands {
                 binding_bytes_max: tuning.binding_bytes_max.unwrap_or(binding).min(binding),
                 binding_align: limits.min_storage_buffer_offset_alignment.into(),
+                matrices,
             },
             tick_ns,
         };

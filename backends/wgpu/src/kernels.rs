@@ -10,7 +10,9 @@ const CODES: &str = include_str!("kernels/codes.wgsl");
 const CODE_WEIGHTS: &str = include_str!("kernels/code_weights.wgsl");
 const GROUPED: &str = include_str!("kernels/grouped.wgsl");
 const WEIGHTS: &str = include_str!("kernels/weights.wgsl");
+const INPUTS: &str = include_str!("kernels/inputs.wgsl");
 const TILES: &str = include_str!("kernels/tiles.wgsl");
+const MATRIX_TILES: &str = include_str!("kernels/matrix_tiles.wgsl");
 
 /// A source file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -45,21 +47,22 @@ impl File {
         File::GroupedCodes,
     ];
 
-    /// Its text, and what it has in common with others before that.
+    /// Its text, and what it has in common with others before that. Kernels by matrices have `MATRIX_TILES`
+    /// in place of `TILES`.
     const fn texts(self) -> &'static [&'static str] {
         match self {
             File::Elements => &[include_str!("kernels/elements.wgsl")],
             File::Rows => &[include_str!("kernels/rows.wgsl")],
             File::Sample => &[include_str!("kernels/sample.wgsl")],
-            File::Gemm => &[WEIGHTS, TILES, include_str!("kernels/gemm.wgsl")],
+            File::Gemm => &[INPUTS, WEIGHTS, TILES, include_str!("kernels/gemm.wgsl")],
             File::Quantised => &[CODES, include_str!("kernels/quantised.wgsl")],
             File::Kv => &[include_str!("kernels/kv.wgsl")],
             File::KvScaled => &[include_str!("kernels/kv_scaled.wgsl")],
             File::Attention => &[include_str!("kernels/attention.wgsl")],
             File::Merge => &[include_str!("kernels/merge.wgsl")],
             File::Route => &[include_str!("kernels/route.wgsl")],
-            File::Grouped => &[WEIGHTS, TILES, GROUPED],
-            File::GroupedCodes => &[CODES, CODE_WEIGHTS, TILES, GROUPED],
+            File::Grouped => &[INPUTS, WEIGHTS, TILES, GROUPED],
+            File::GroupedCodes => &[INPUTS, CODES, CODE_WEIGHTS, TILES, GROUPED],
         }
     }
 
@@ -97,6 +100,29 @@ impl Display for Value {
     }
 }
 
+/// Edge length of a tile of a product of many rows, and the threads that share it.
+pub(crate) const TILE: u32 = 64;
+pub(crate) const TILE_GROUP: u32 = 256;
+
+/// Matrices of f16, with sums of f32, that the subgroups of an adapter multiply.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct MatrixUnit {
+    /// Rows and columns of each, 8 or 16.
+    pub(crate) edge: u32,
+    /// Matrices of sums that a subgroup has of a tile.
+    pub(crate) parts: u32,
+}
+
+impl MatrixUnit {
+    /// Divides a tile among subgroups of up to `subgroup` threads, whose matrices are all in one row of the
+    /// tile; `None` if that would be too few subgroups.
+    pub(crate) fn new(edge: u32, subgroup: u32) -> Option<MatrixUnit> {
+        let across = TILE / edge;
+        let parts = (across * across).div_ceil(TILE_GROUP / subgroup.clamp(1, TILE_GROUP));
+        across.is_multiple_of(parts).then_some(MatrixUnit { edge, parts })
+    }
+}
+
 /// A specialised kernel, which is the key of the pipeline cache.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Kernel {
@@ -106,12 +132,14 @@ pub(crate) struct Kernel {
     pub(crate) group: u32,
     /// Values that are summed over a workgroup at once; 0 for none.
     pub(crate) sums: u32,
+    /// What the adapter multiplies the matrices of a tile with, if the kernel does.
+    pub(crate) matrices: Option<MatrixUnit>,
     consts: Vec<(&'static str, Value)>,
 }
 
 impl Kernel {
     pub(crate) fn new(file: File, entry: &'static str, group: u32) -> Kernel {
-        Kernel { file, entry, group, sums: 0, consts: Vec::new() }
+        Kernel { file, entry, group, sums: 0, matrices: None, consts: Vec::new() }
     }
 
     fn with(mut self, name: &'static str, value: Value) -> Kernel {
@@ -139,9 +167,22 @@ impl Kernel {
         self
     }
 
+    pub(crate) fn by_matrices(mut self, unit: MatrixUnit) -> Kernel {
+        self.matrices = Some(unit);
+        self
+    }
+
     /// Returns the whole source text.
     pub(crate) fn source(&self, subgroups: bool) -> String {
-        let mut text = String::new();
+        let mut text = self.matrices.map_or_else(String::new, |MatrixUnit { edge, parts }| {
+            format!(
+                "enable f16;\nenable wgpu_cooperative_matrix;\n\
+                 alias Across = coop_mat{edge}x{edge}<f16, A>;\n\
+                 alias Down = coop_mat{edge}x{edge}<f16, B>;\n\
+                 alias Part = coop_mat{edge}x{edge}<f32, C>;\n\
+                 const EDGE = {edge}u;\nconst PARTS = {parts}u;\n"
+            )
+        });
         let mut constant = |name: &str, value: &dyn Display| {
             // writing to a string does not fail
             let _ = writeln!(text, "const {name} = {value};");
@@ -157,9 +198,13 @@ impl Kernel {
                 constant(name, value);
             }
         }
-        let reduce = if subgroups && self.sums > 0 { REDUCE_SUBGROUPS } else { REDUCE_GROUPS };
+        let by_matrices = self.matrices.is_some();
+        let reduce = if by_matrices || subgroups && self.sums > 0 { REDUCE_SUBGROUPS } else { REDUCE_GROUPS };
         let mut all = vec![text.as_str(), COMMON, reduce];
-        all.extend(self.file.texts());
+        all.extend(self.file.texts().iter().map(|&text| match text == TILES && by_matrices {
+            true => MATRIX_TILES,
+            false => text,
+        }));
         all.join("\n")
     }
 }
@@ -167,7 +212,7 @@ impl Kernel {
 /// Returns a digest of all sources (FNV-1a).
 pub(crate) fn digest() -> u64 {
     let own = File::ALL.into_iter().flat_map(|file| file.texts()).copied();
-    let texts = [COMMON, REDUCE_GROUPS, REDUCE_SUBGROUPS].into_iter().chain(own);
+    let texts = [COMMON, REDUCE_GROUPS, REDUCE_SUBGROUPS, MATRIX_TILES].into_iter().chain(own);
     let bytes = texts.flat_map(str::bytes);
     bytes.fold(0xCBF2_9CE4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3))
 }

@@ -3,11 +3,11 @@
 //!
 //! Nothing is linked: drivers are loaded at run time, and without any the backend says what to install.
 //!
-//! **What wgpu cannot do.** It has no tensor cores (cooperative matrices are experimental), no copies between
-//! devices, no pinned or imported host memory, and no counters of health: weights are
-//! copied in, KV crosses a link through the host, arithmetic runs on the vector units. It serves GPUs that
-//! have nothing better, and shows on one machine what a mixed fleet does. One queue carries all of a device's
-//! commands and transfers, in the order of submission.
+//! **What wgpu cannot do.** It has no tensor cores but for f16 (cooperative matrices, where the adapter has
+//! them), no copies between devices, no pinned or imported host memory, and no counters of health: weights
+//! are copied in, KV crosses a link through the host, other arithmetic runs on the vector units. It serves
+//! GPUs that have nothing better, and shows on one machine what a mixed fleet does. One queue carries all of
+//! a device's commands and transfers, in the order of submission.
 //!
 //! **Limits.** A buffer holds at most what the adapter allows (often 2 to 4 GiB), and a kernel sees at most
 //! `max_storage_buffer_binding_size` of it; `plan.rs` says how larger weights and pools are cut. Heads have

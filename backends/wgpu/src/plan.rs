@@ -29,7 +29,7 @@ mod shaders;
 #[cfg(test)]
 mod tests;
 
-use crate::kernels::{File, Kernel};
+use crate::kernels::{File, Kernel, MatrixUnit};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{DType, Error, OpSig, OperandAccess, Result, RotaryPart, Slice};
 use std::sync::Arc;
@@ -124,6 +124,8 @@ pub(crate) struct Demands {
     pub(crate) binding_bytes_max: u64,
     /// Alignment of a binding's start.
     pub(crate) binding_align: u64,
+    /// What the adapter multiplies matrices with, if it does.
+    pub(crate) matrices: Option<MatrixUnit>,
 }
 
 /// Plans commands as work, and tracks how much scratch memory that takes.

@@ -4,5 +4,6 @@ mod absence;
 mod conformance;
 mod conversions;
 mod kept;
+mod matrices;
 mod queue;
 mod steps;

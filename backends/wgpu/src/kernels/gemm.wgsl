@@ -67,22 +67,23 @@ fn many_rows(thread: Thread) {
     // half of the threads load x, half the weight: 64 lines of two octets
     let line = thread.id / 2u % TILE;
     let side = thread.id % 2u;
-    var acc: array<array<f32, 4>, 4>;
+    var acc: Sums;
     for (var k0 = 0u; k0 < p.s.k; k0 += DEPTH4 * 4u) {
         let i = k0 + side * 8u;
-        var v: Octet;
+        var v: Piece;
         if i < p.s.k {
             if thread.id < 2u * TILE {
-                v = x8(min(row0 + line, p.s.m - 1u), i);
+                v = x_piece(min(row0 + line, p.s.m - 1u), i);
             } else {
-                v = w8(min(col0 + line, p.s.n - 1u), i);
+                v = w_piece(min(col0 + line, p.s.n - 1u), i);
             }
         }
         add_tiles(thread, v, &acc);
     }
+    let totals = tile_sums(thread, &acc);
     for (var r = 0u; r < 4u; r++) {
         for (var c = 0u; c < 4u; c += 2u) {
-            finish(row0 + ty + SIDE * r, col0 + 2u * tx + 16u * c, acc[r][c], acc[r][c + 1u]);
+            finish(row0 + ty + SIDE * r, col0 + 2u * tx + 16u * c, totals[r][c], totals[r][c + 1u]);
         }
     }
 }

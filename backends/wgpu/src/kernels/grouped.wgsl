@@ -89,25 +89,26 @@ fn grouped_many(thread: Thread) {
     let line = thread.id / 2u % TILE;
     let side = thread.id % 2u;
     let own = min(choice_at(min(row0 + line, end - 1u)), p.s.choices - 1u) / p.s.fan;
-    var acc: array<array<f32, 4>, 4>;
+    var acc: Sums;
     for (var k0 = 0u; k0 < p.s.k; k0 += DEPTH4 * 4u) {
         let i = k0 + side * 8u;
-        var v: Octet;
+        var v: Piece;
         if i < p.s.k {
             if thread.id < 2u * TILE {
-                v = x8(own, i);
+                v = x_piece(own, i);
             } else {
-                v = w8(lines + min(col0 + line, p.s.n - 1u), i);
+                v = w_piece(lines + min(col0 + line, p.s.n - 1u), i);
             }
         }
         add_tiles(thread, v, &acc);
     }
+    let totals = tile_sums(thread, &acc);
     for (var r = 0u; r < 4u; r++) {
         let place = row0 + ty + SIDE * r;
         if place >= end { continue; }
         let choice = choice_at(place);
         for (var c = 0u; c < 4u; c += 2u) {
-            finish(choice, lines, col0 + 2u * tx + 16u * c, acc[r][c], acc[r][c + 1u]);
+            finish(choice, lines, col0 + 2u * tx + 16u * c, totals[r][c], totals[r][c + 1u]);
         }
     }
 }

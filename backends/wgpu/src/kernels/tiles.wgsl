@@ -1,17 +1,12 @@
-// What the products of gemm.wgsl and grouped.wgsl have in common: rows of x and lines of the weight, eight
-// elements at a time, and tiles of 64 x 64 through shared memory, 4 x 4 sums for each of 256 threads.
+// Tiles of 64 x 64 through shared memory, 4 x 4 sums for each of 256 threads: products of many rows in gemm.wgsl and
+// grouped.wgsl. matrix_tiles.wgsl has the same functions for adapters that multiply matrices.
 
-// Elements i .. i + 8 of row `row`; past the row's end, 0.
-fn x8(row: u32, i: u32) -> Octet {
-    let at = p.at0 + row * p.s.k + i;
-    if WIDE {
-        if D0 == F32 { return Octet(bitcast<vec4<f32>>(v0[at / 4u]), bitcast<vec4<f32>>(v0[at / 4u + 1u])); }
-        return octet(D0, v0[at / 8u]);
-    }
-    var v: array<f32, 8>;
-    for (var j = 0u; j < min(8u, p.s.k - i); j++) { v[j] = in0(at - p.at0 + j); }
-    return Octet(vec4(v[0], v[1], v[2], v[3]), vec4(v[4], v[5], v[6], v[7]));
-}
+// What a thread loads of a line, and its sums of a tile.
+alias Piece = Octet;
+alias Sums = array<array<f32, 4>, 4>;
+
+fn x_piece(row: u32, i: u32) -> Piece { return x8(row, i); }
+fn w_piece(line: u32, i: u32) -> Piece { return w8(line, i); }
 
 const TILE = 64u;
 const DEPTH4 = 4u; // of a tile, in vectors of 4 along k
@@ -28,7 +23,7 @@ fn place_of(col: u32) -> u32 { return (col % 32u) / 2u + SIDE * (col % 2u + col 
 
 // Every thread of the group calls it, with its eight elements of a tile: half of them load x, half the weight,
 // of line id / 2 % TILE the first or the second octet. Adds the tile to the thread's sums.
-fn add_tiles(thread: Thread, v: Octet, acc: ptr<function, array<array<f32, 4>, 4>>) {
+fn add_tiles(thread: Thread, v: Piece, acc: ptr<function, Sums>) {
     let tx = thread.id % SIDE;
     let ty = thread.id / SIDE;
     let line = thread.id / 2u % TILE;
@@ -51,3 +46,6 @@ fn add_tiles(thread: Thread, v: Octet, acc: ptr<function, array<array<f32, 4>, 4
         }
     }
 }
+
+// Every thread of the group calls it. Its sums, [4, 4]: of rows ty + SIDE * r and columns 2 * tx + c % 2 + c / 2 * 32.
+fn tile_sums(thread: Thread, acc: ptr<function, Sums>) -> array<array<f32, 4>, 4> { return *acc; }

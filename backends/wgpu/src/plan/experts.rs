@@ -2,7 +2,7 @@
 
 use super::quantised::numbers_of;
 use super::{GROUP, Operand, Planner, element_shape, words};
-use crate::kernels::{File, Kernel};
+use crate::kernels::{File, Kernel, TILE, TILE_GROUP};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{CodeKind, DType, Error, OpSig, Quantised, Result, Scoring, ZeroKind};
 
@@ -10,9 +10,6 @@ use mixfleet_hal::{CodeKind, DType, Error, OpSig, Quantised, Result, Scoring, Ze
 const FEW_ROWS_MAX: u32 = 8;
 /// Columns per workgroup in `grouped_few`.
 const COLS: u32 = 4;
-/// Edge length of a tile in `grouped_many`, and its threads.
-const TILE: u64 = 64;
-const TILE_GROUP: u32 = 256;
 
 /// The numbers of code and scale of weights that `code_weights.wgsl` reads: codes of whole bytes or nibbles
 /// with a scale, whose groups end with matrices and octets of columns.
@@ -86,7 +83,7 @@ impl Planner {
             let kernel = if few {
                 Kernel::new(file, "grouped_few", GROUP).summing(COLS)
             } else {
-                Kernel::new(file, "grouped_many", TILE_GROUP)
+                self.in_tiles(Kernel::new(file, "grouped_many", TILE_GROUP), x, &weight)
             };
             let kernel = match format {
                 Some([code, scale]) => kernel.number("CODE", code).number("SCALE", scale),
@@ -100,7 +97,7 @@ impl Planner {
                 .dtype("OUT", target.dtype);
             let groups = match few {
                 true => n64.div_ceil(COLS.into()) * choices,
-                false => n64.div_ceil(TILE) * (choices / TILE + count.min(choices)),
+                false => n64.div_ceil(TILE.into()) * (choices / u64::from(TILE) + count.min(choices)),
             };
             let (first, count) = (to_u32(first), to_u32(count));
             let groups_of =

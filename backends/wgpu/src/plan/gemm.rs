@@ -1,7 +1,7 @@
 //! Matrix products.
 
 use super::{Operand, Planner};
-use crate::kernels::{File, Kernel};
+use crate::kernels::{File, Kernel, TILE, TILE_GROUP};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{DType, OpSig, Result};
 
@@ -10,10 +10,6 @@ const FEW_ROWS_MAX: u64 = 16;
 /// Columns per workgroup in `few_rows`, and its threads.
 const COLS: u32 = 4;
 const FEW_GROUP: u32 = 64;
-/// Edge length of a tile in `many_rows`, and its threads.
-const TILE: u64 = 64;
-const TILE_GROUP: u32 = 256;
-
 impl Planner {
     pub(super) fn gemm(&mut self, sig: &OpSig, operands: &[Operand]) -> Result<()> {
         let OpSig::Gemm { m, n, k, accumulate, .. } = *sig else { return Ok(()) };
@@ -55,33 +51,48 @@ impl Planner {
     ) {
         // a kernel without a bias never reads what is bound in its place
         let bias_part = bias.map_or_else(|| x.clone(), |bias| bias.part(col, cols));
-        let (kernel, groups) = kernel(x, weight, out, rows, cols, k);
+        let (kernel, groups) = self.product(x, weight, out, (rows, cols, k));
         let flags = [u32::from(bias.is_some()), u32::from(accumulate)];
         let shape = [to_u32(rows), to_u32(cols), k, n, to_u32(col), flags[0], flags[1]];
         self.dispatch(&kernel, &[x, weight, &bias_part], &[out], &shape, groups);
     }
-}
 
-/// Returns the kernel for `rows` rows and `cols` columns, and its workgroups.
-fn kernel(x: &Operand, weight: &Operand, out: &Operand, rows: u64, cols: u64, k: u32) -> (Kernel, u64) {
-    // rows of eight elements begin at multiples of 16 bytes if the operand does
-    let aligned = |operand: &Operand| operand.window.offset.is_multiple_of(16);
-    let wide = k.is_multiple_of(8) && aligned(x) && aligned(weight);
-    let (kernel, groups) = if rows <= FEW_ROWS_MAX {
-        // as few kernels as leave no more than half of the rows, or four, empty
-        let per_group = if rows == 1 { 1 } else { to_u32(rows).next_power_of_two().max(4) };
-        let kernel = Kernel::new(File::Gemm, "few_rows", FEW_GROUP);
-        let kernel = kernel.summing(per_group * COLS).number("ROWS", per_group);
-        (kernel, cols.div_ceil(COLS.into()))
-    } else {
-        let kernel = Kernel::new(File::Gemm, "many_rows", TILE_GROUP);
-        (kernel, cols.div_ceil(TILE) * rows.div_ceil(TILE))
-    };
-    let kernel = kernel
-        .flag("WIDE", wide)
-        .dtype("D0", x.dtype)
-        .dtype("D1", weight.dtype)
-        .dtype("D2", weight.dtype)
-        .dtype("OUT", out.dtype);
-    (kernel, groups)
+    /// Returns the kernel for `rows` rows and `cols` columns, and its workgroups.
+    fn product(
+        &self,
+        x: &Operand,
+        weight: &Operand,
+        out: &Operand,
+        (rows, cols, k): (u64, u64, u32),
+    ) -> (Kernel, u64) {
+        // rows of eight elements begin at multiples of 16 bytes if the operand does
+        let aligned = |operand: &Operand| operand.window.offset.is_multiple_of(16);
+        let wide = k.is_multiple_of(8) && aligned(x) && aligned(weight);
+        let (kernel, groups) = if rows <= FEW_ROWS_MAX {
+            // as few kernels as leave no more than half of the rows, or four, empty
+            let per_group = if rows == 1 { 1 } else { to_u32(rows).next_power_of_two().max(4) };
+            let kernel = Kernel::new(File::Gemm, "few_rows", FEW_GROUP);
+            let kernel = kernel.summing(per_group * COLS).number("ROWS", per_group);
+            (kernel, cols.div_ceil(COLS.into()))
+        } else {
+            let kernel = self.in_tiles(Kernel::new(File::Gemm, "many_rows", TILE_GROUP), x, weight);
+            (kernel, cols.div_ceil(TILE.into()) * rows.div_ceil(TILE.into()))
+        };
+        let kernel = kernel
+            .flag("WIDE", wide)
+            .dtype("D0", x.dtype)
+            .dtype("D1", weight.dtype)
+            .dtype("D2", weight.dtype)
+            .dtype("OUT", out.dtype);
+        (kernel, groups)
+    }
+
+    /// Has the kernel multiply matrices where the adapter does so with what the operands are: f16, whose
+    /// products are exact in f32. bf16 is not among the types, and half of f32 would be lost.
+    pub(super) fn in_tiles(&self, kernel: Kernel, x: &Operand, weight: &Operand) -> Kernel {
+        match self.demands.matrices {
+            Some(unit) if x.dtype == DType::F16 && weight.dtype == DType::F16 => kernel.by_matrices(unit),
+            _ => kernel,
+        }
+    }
 }

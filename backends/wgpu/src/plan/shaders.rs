@@ -1,29 +1,45 @@
-//! Checks, without a device, that every kernel can be written for Metal and for DX12.
+//! Checks, without a device, that every kernel can be written for Metal and for DX12, but those by matrices,
+//! which HLSL lacks: these for Vulkan and Metal.
 
 use super::*;
 use crate::memory::testing::slices;
-use mixfleet_hal::Cmd;
+use mixfleet_hal::{Cmd, GroupedRows, MatrixKind};
 use mixfleet_hwtests::{SuiteLevel, cases};
-use naga::back::{hlsl, msl};
+use naga::back::{hlsl, msl, spv};
 use naga::proc::{BoundsCheckPolicies, BoundsCheckPolicy};
 use naga::valid::{Capabilities, ModuleInfo, ValidationFlags, Validator};
 use naga::{Module, ResourceBinding, ShaderStage};
 use std::collections::{BTreeMap, HashSet};
 use std::result::Result;
 
-/// The kernels of all commands of the suite, each with its binding numbers, whole and cut, by what they
-/// say of themselves.
+/// A product that the suite lacks: of many rows of f16 for each expert.
+const MANY_ROWS_OF_EXPERTS: OpSig = OpSig::GroupedGemm {
+    grouped: GroupedRows { choices: 64, fan: 1, experts: 2, touched: 2, others: 0 },
+    n: 32,
+    k: 32,
+    x: DType::F16,
+    weight: MatrixKind::Plain(DType::F16),
+    out: DType::F32,
+    bias: false,
+};
+
+/// The kernels of all commands of the suite, each with its binding numbers, whole and cut, without matrices
+/// and by those of both sizes, by what they say of themselves.
 fn kernels() -> BTreeMap<String, (Kernel, Vec<u32>)> {
     let mut kernels = BTreeMap::new();
-    for binding_bytes_max in [1 << 27, 32 << 10, 9 << 10] {
-        let demands = Demands { binding_bytes_max, binding_align: 64 };
-        for case in cases::cases(SuiteLevel::Full, &tests::LIMITS) {
-            if !Planner::supports(demands, &case.sig) {
+    let whole = 1 << 27;
+    let units = [MatrixUnit::new(8, 8), MatrixUnit::new(16, 32)];
+    let plain = [whole, 32 << 10, 9 << 10].map(|bytes| (bytes, None));
+    for (binding_bytes_max, matrices) in plain.into_iter().chain(units.map(|unit| (whole, unit))) {
+        let demands = Demands { binding_bytes_max, binding_align: 64, matrices };
+        let sigs = cases::cases(SuiteLevel::Full, &tests::LIMITS).into_iter().map(|case| case.sig);
+        for sig in sigs.chain([MANY_ROWS_OF_EXPERTS]) {
+            if !Planner::supports(demands, &sig) {
                 continue;
             }
             let mut planner = Planner::new(demands);
             // what cannot be cut so small is no kernel
-            if planner.add(&Cmd::new(case.sig, &slices(&case.sig, false)).unwrap()).is_err() {
+            if planner.add(&Cmd::new(sig, &slices(&sig, false)).unwrap()).is_err() {
                 continue;
             }
             for work in planner.works {
@@ -44,7 +60,11 @@ fn parsed(kernel: &Kernel, subgroups: bool) -> Result<(Module, ModuleInfo), Stri
     let subgroup = Capabilities::SUBGROUP | Capabilities::SUBGROUP_BARRIER;
     let optional = if subgroups { subgroup } else { Capabilities::empty() };
     let always = Capabilities::IMMEDIATES | Capabilities::SHADER_FLOAT16_IN_FLOAT32;
-    let info = Validator::new(ValidationFlags::all(), always | optional)
+    let matrices = match kernel.matrices {
+        Some(_) => Capabilities::SHADER_FLOAT16 | Capabilities::COOPERATIVE_MATRIX,
+        None => Capabilities::empty(),
+    };
+    let info = Validator::new(ValidationFlags::all(), always | optional | matrices)
         .subgroup_stages(naga::valid::ShaderStages::COMPUTE)
         .subgroup_operations(naga::valid::SubgroupOperationSet::all())
         .validate(&module)
@@ -126,14 +146,44 @@ fn in_hlsl(
     }
 }
 
+/// The kernel in SPIR-V as Vulkan 1.3 takes it.
+fn in_spirv(
+    (module, info): &(Module, ModuleInfo),
+    kernel: &Kernel,
+    numbers: &[u32],
+) -> Result<String, String> {
+    let binding = |&binding: &u32| {
+        let at = spv::BindingInfo { descriptor_set: 0, binding, binding_array_size: None };
+        (ResourceBinding { group: 0, binding }, at)
+    };
+    let options = spv::Options {
+        lang_version: (1, 6),
+        binding_map: numbers.iter().map(binding).collect(),
+        force_loop_bounding: false,
+        ..Default::default()
+    };
+    let pipeline =
+        spv::PipelineOptions { shader_stage: ShaderStage::Compute, entry_point: kernel.entry.to_owned() };
+    let words = spv::write_vec(module, info, &options, Some(&pipeline)).map_err(|e| e.to_string())?;
+    Ok(format!("{} words", words.len()))
+}
+
 #[test]
 fn every_kernel_can_be_written_for_metal_and_for_dx12() {
     let kernels = kernels();
     let files: HashSet<_> = kernels.values().map(|(kernel, _)| kernel.file).collect();
     assert_eq!(files.len(), File::ALL.len(), "the suite does not use every file: {files:?}");
+    let by_matrices = kernels.values().filter(|(kernel, _)| kernel.matrices.is_some());
+    let by_matrices: HashSet<_> =
+        by_matrices.map(|(kernel, _)| (kernel.file, kernel.matrices.map(|unit| unit.edge))).collect();
+    assert_eq!(by_matrices.len(), 4, "products and those of experts, of both sizes: {by_matrices:?}");
+    assert!(!hlsl::supported_capabilities().contains(Capabilities::COOPERATIVE_MATRIX));
     let (mut refused, mut texts) = (Vec::new(), 0);
     for (name, (kernel, numbers)) in &kernels {
         for subgroups in [false, true] {
+            if kernel.matrices.is_some() && !subgroups {
+                continue;
+            }
             let parsed = match parsed(kernel, subgroups) {
                 Ok(parsed) => parsed,
                 Err(error) => {
@@ -142,13 +192,17 @@ fn every_kernel_can_be_written_for_metal_and_for_dx12() {
                 }
             };
             // FXC has shader model 5.1, which lacks subgroups
-            let models = match subgroups {
-                false => vec![hlsl::ShaderModel::V5_1, hlsl::ShaderModel::V6_0],
-                true => vec![hlsl::ShaderModel::V6_0],
+            let models = match (kernel.matrices, subgroups) {
+                (Some(_), _) => vec![],
+                (None, false) => vec![hlsl::ShaderModel::V5_1, hlsl::ShaderModel::V6_0],
+                (None, true) => vec![hlsl::ShaderModel::V6_0],
             };
-            let msl = [(2, 1), (3, 0)].map(|version| in_msl(&parsed, kernel, numbers, version));
+            // matrices come with MSL 2.3
+            let oldest = if kernel.matrices.is_some() { (2, 3) } else { (2, 1) };
+            let msl = [oldest, (3, 0)].map(|version| in_msl(&parsed, kernel, numbers, version));
             let hlsl = models.into_iter().map(|model| in_hlsl(&parsed, kernel, numbers, model));
-            for written in msl.into_iter().chain(hlsl) {
+            let spirv = kernel.matrices.map(|_| in_spirv(&parsed, kernel, numbers));
+            for written in msl.into_iter().chain(hlsl).chain(spirv) {
                 match written {
                     Ok(_) => texts += 1,
                     Err(error) => refused.push(format!("{name}, subgroups: {subgroups}: {error}")),

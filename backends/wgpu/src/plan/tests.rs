@@ -49,7 +49,7 @@ fn fault(work: &Work, demands: Demands, planner: &Planner) -> Option<String> {
 fn whatever_is_cut_every_dispatch_is_within_the_limits() {
     let mut counts = Vec::new();
     for (binding_bytes_max, binding_align) in [(1 << 27, 32), (32 << 10, 256), (9 << 10, 64)] {
-        let demands = Demands { binding_bytes_max, binding_align };
+        let demands = Demands { binding_bytes_max, binding_align, matrices: None };
         let mut dispatches = 0;
         for case in cases::cases(SuiteLevel::Full, &LIMITS) {
             if !Planner::supports(demands, &case.sig) {
@@ -82,7 +82,7 @@ fn whatever_is_cut_every_dispatch_is_within_the_limits() {
 
 #[test]
 fn what_cannot_be_cut_is_unsupported() {
-    let demands = Demands { binding_bytes_max: 4096, binding_align: 64 };
+    let demands = Demands { binding_bytes_max: 4096, binding_align: 64, matrices: None };
     let sample = |cols| OpSig::Sample { rows: 100, cols, history: 0, tops: 0 };
     assert!(Planner::supports(demands, &sample(500)));
     assert!(!Planner::supports(demands, &sample(1000)));
@@ -91,8 +91,30 @@ fn what_cannot_be_cut_is_unsupported() {
 }
 
 #[test]
+fn products_of_f16_and_many_rows_are_by_matrices_where_the_adapter_has_them() {
+    use crate::kernels::MatrixUnit;
+    use DType::{Bf16, F16, F32};
+    let unit = MatrixUnit::new(16, 32);
+    assert_eq!(unit, Some(MatrixUnit { edge: 16, parts: 2 }));
+    // 2 subgroups for 4 rows of matrices
+    assert_eq!(MatrixUnit::new(16, 128), None);
+    let by_matrices = |matrices, m, x, weight| {
+        let sig = OpSig::Gemm { m, n: 64, k: 32, x, weight, out: F32, bias: false, accumulate: false };
+        let mut planner = Planner::new(Demands { binding_bytes_max: 1 << 27, binding_align: 32, matrices });
+        planner.add(&Cmd::new(sig, &slices(&sig, false)).unwrap()).unwrap();
+        let [Work::Dispatch { kernel, .. }] = &planner.works[..] else { panic!("{:?}", planner.works) };
+        kernel.matrices
+    };
+    assert_eq!(by_matrices(unit, 17, F16, F16), unit);
+    let others = [(None, 17, F16, F16), (unit, 16, F16, F16), (unit, 17, F32, F16), (unit, 17, Bf16, Bf16)];
+    for (unit, m, x, weight) in others {
+        assert_eq!(by_matrices(unit, m, x, weight), None, "{m} rows of {x} by {weight}");
+    }
+}
+
+#[test]
 fn weights_are_read_once_for_up_to_sixteen_rows() {
-    let demands = Demands { binding_bytes_max: 1 << 27, binding_align: 32 };
+    let demands = Demands { binding_bytes_max: 1 << 27, binding_align: 32, matrices: None };
     let (n, k, x) = (64, 32, DType::F32);
     for (m, groups) in [(1, n / 4), (2, n / 4), (5, n / 4), (16, n / 4), (17, 1)] {
         let sig = OpSig::Gemm { m, n, k, x, weight: x, out: x, bias: false, accumulate: false };
