@@ -23,6 +23,9 @@ part chaos env MIXFLEET_CHAOS_SEEDS=0..20000 cargo test -p mixfleet-runtime --te
 part members env MIXFLEET_CHAOS_SEEDS=0..5000 cargo test -p mixfleet-runtime --test all members_that -- --nocapture
 part agree env MIXFLEET_AGREE_SEEDS=3 cargo test -p mixfleet-runtime --test all -- --nocapture agree::
 part seeds env MIXFLEET_SIM_SEEDS=3 cargo test -p mixfleet-sim --test all -- --nocapture with_equal_prices prediction_answers
+# other cases of properties each night, drawn again by the number in the log's name
+night=$(date +%Y%m%d)
+part "properties-$night" env PROPTEST_RNG_SEED="$night" cargo test --workspace --features mixfleet/full --no-fail-fast --lib --test all
 part golden env MIXFLEET_GOLDEN=full MIXFLEET_WGPU_LEVEL=full cargo test -p mixfleet --features full --test all -- --nocapture golden::
 # what a clone has that lies beside no shared data
 part alone env MIXFLEET_FIXTURES=nowhere cargo test -p mixfleet --features full --test all -- --nocapture golden:: fleet:: tiers:: compare::

@@ -6,7 +6,7 @@ use mixfleet_hal::sample::{LOG2_E, NO_TOKEN, Parameters, fraction, weight};
 use mixfleet_hal::{DType, KvShape, OpSig, Scalar};
 use mixfleet_hwtests::{bounds::bounds, oracle};
 use proptest::prelude::*;
-use proptest::test_runner::{RngAlgorithm, TestRng, TestRunner};
+use proptest::test_runner::TestRunner;
 
 use DType::{Bf16, F32};
 
@@ -16,9 +16,8 @@ fn run(sig: OpSig, operands: &[&[f64]]) -> Vec<Vec<f64>> {
     operands
 }
 
-/// Property tests with a fixed seed.
 fn runner() -> TestRunner {
-    TestRunner::new_with_rng(ProptestConfig::with_cases(64), TestRng::deterministic_rng(RngAlgorithm::ChaCha))
+    TestRunner::new(ProptestConfig::with_cases(64))
 }
 
 #[test]

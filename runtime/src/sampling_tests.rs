@@ -3,11 +3,6 @@ use mixfleet_hal::random::Stream;
 use proptest::prelude::*;
 use std::sync::Arc;
 
-fn property(cases: u32) -> ProptestConfig {
-    let rng_seed = proptest::test_runner::RngSeed::Fixed(20_261_120);
-    ProptestConfig { cases, failure_persistence: None, rng_seed, ..ProptestConfig::default() }
-}
-
 fn greedy() -> Sampling {
     Sampling { temperature: 0.0, ..Sampling::default() }
 }
@@ -91,7 +86,7 @@ fn some_sampling() -> impl Strategy<Value = Sampling> {
 }
 
 proptest! {
-    #![proptest_config(property(2000))]
+    #![proptest_config(ProptestConfig::with_cases(2000))]
 
     #[test]
     fn draws_follow_the_rules(

@@ -24,6 +24,8 @@ pub struct KnownEngine {
     pub sequences: u32,
     /// Whether prompts fill a step up beside decodes, instead of as far as the TBT objective allows.
     pub fills_steps: bool,
+    /// Whether devices of an instance can divide sequences and whole experts, with all other weights on each.
+    pub divides_sequences: bool,
     /// What it adds to the time of its kernels.
     pub cost: EngineCost,
     /// How far four in five published runs lie from what it is predicted to give, where kernels are known
@@ -56,6 +58,7 @@ const ENGINES: [KnownEngine; 4] = [
         step_tokens: BatchLimits::STEP_TOKENS_MAX,
         sequences: BatchLimits::SEQUENCES_MAX,
         fills_steps: false,
+        divides_sequences: false,
         cost: EngineCost::OURS,
         error: 0.0,
     },
@@ -66,6 +69,7 @@ const ENGINES: [KnownEngine; 4] = [
         step_tokens: 8192,
         sequences: 1024,
         fills_steps: true,
+        divides_sequences: true,
         cost: EngineCost::VLLM,
         error: 0.11,
     },
@@ -76,6 +80,7 @@ const ENGINES: [KnownEngine; 4] = [
         step_tokens: 8192,
         sequences: 1024,
         fills_steps: true,
+        divides_sequences: true,
         cost: EngineCost::SGLANG,
         error: 0.15,
     },
@@ -86,6 +91,7 @@ const ENGINES: [KnownEngine; 4] = [
         step_tokens: 8192,
         sequences: 2048,
         fills_steps: true,
+        divides_sequences: true,
         cost: EngineCost::TENSORRT_LLM,
         error: 0.19,
     },

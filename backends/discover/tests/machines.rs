@@ -279,7 +279,7 @@ fn damaged(mut recording: Recording, damage: Vec<(u16, String, u8)>) -> Recordin
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig::with_cases(64))]
 
     /// Whatever a tree holds, reading and showing it ends well, and distances are symmetric.
     #[test]

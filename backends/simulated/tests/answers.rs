@@ -58,7 +58,7 @@ fn divides(checkpoint: &Checkpoint) -> bool {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 40, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig::with_cases(40))]
 
     #[test]
     fn chunks_pages_and_dtypes_change_nothing(

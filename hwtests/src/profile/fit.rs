@@ -250,7 +250,7 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig { rng_seed: proptest::test_runner::RngSeed::Fixed(1), ..ProptestConfig::with_cases(200) })]
+        #![proptest_config(ProptestConfig::with_cases(200))]
         #[test]
         fn lines_hold_at_every_measured_size_and_nowhere_below_zero(
             seconds in proptest::collection::vec(1e-7f64..1e-2, 2..8), step in 1.5f64..32.0,

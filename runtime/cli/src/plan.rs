@@ -97,7 +97,7 @@ pub(crate) struct PlanArgs {
     #[arg(long, value_name = "NAME", default_value = "mixfleet", hide_default_value = true, value_parser = crate::compare::engine)]
     engine: &'static KnownEngine,
     /// How unlike experts are in popularity [default: 0]
-    #[arg(long, value_name = "SKEW", default_value_t = 0.0, hide_default_value = true, value_parser = skew)]
+    #[arg(long, value_name = "SKEW", default_value_t = 0.0, hide_default_value = true, allow_negative_numbers = true, value_parser = skew)]
     expert_skew: f32,
     /// Plan for a load higher by this share
     #[arg(long, value_name = "SHARE", default_value_t = 0.0, hide_default_value = true, value_parser = headroom)]

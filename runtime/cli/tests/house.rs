@@ -202,6 +202,7 @@ const BANNED: &[&str] = &[
     concat!("db", "g!("),
     concat!("FIX", "ME"),
     concat!("XX", "X:"),
+    concat!("Rng", "Seed"),
 ];
 
 /// What the scheduler, which decides from numbers alone, may not name.
@@ -388,6 +389,16 @@ fn banned_words_are_seen() {
     let text = format!("fine\n  {}x)\nfine", BANNED[0]);
     assert_eq!(find_words(&text, BANNED), [format!("2: {}x)", BANNED[0])]);
     assert_eq!(find_words("let t = std::time::Instant::now();", BANNED_IN_SCHEDULER).len(), 1);
+}
+
+#[test]
+fn properties_draw_the_same_cases_in_every_run() {
+    for name in ["PROPTEST_RNG_SEED", "PROPTEST_DISABLE_FAILURE_PERSISTENCE"] {
+        assert!(
+            std::env::var_os(name).is_some(),
+            "{name} is not set: .cargo/config.toml does, cargo reads it"
+        );
+    }
 }
 
 #[test]

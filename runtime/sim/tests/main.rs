@@ -5,6 +5,7 @@ mod bottleneck;
 mod capacity;
 mod classes;
 mod common;
+mod experts;
 mod extremes;
 mod fleet_file;
 mod generated;

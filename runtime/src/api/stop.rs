@@ -57,7 +57,6 @@ pub(super) fn overlap(text: &str, stop: &str) -> usize {
 mod tests {
     use super::*;
     use proptest::prelude::*;
-    use proptest::test_runner::RngSeed;
 
     fn run<'a>(stops: &[String], pieces: impl Iterator<Item = &'a str>) -> (String, bool) {
         let mut filter = StopFilter::new(stops.to_vec());
@@ -93,8 +92,6 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig { rng_seed: RngSeed::Fixed(1), ..ProptestConfig::default() })]
-
         #[test]
         fn output_is_independent_of_the_cuts(
             text in "[abé]{0,40}",

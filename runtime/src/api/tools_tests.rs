@@ -1,6 +1,5 @@
 use super::*;
 use proptest::prelude::*;
-use proptest::test_runner::RngSeed;
 
 const BARE: ToolStyle = ToolStyle::Bare { parameters: true };
 
@@ -83,12 +82,7 @@ fn one_call_ends_an_answer_that_may_have_no_other() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig {
-        cases: 2000,
-        failure_persistence: None,
-        rng_seed: RngSeed::Fixed(20_261_126),
-        ..ProptestConfig::default()
-    })]
+    #![proptest_config(ProptestConfig::with_cases(2000))]
 
     #[test]
     fn what_is_found_does_not_depend_on_the_pieces(

@@ -143,12 +143,7 @@ fn values(count: u64, rng: &mut Stream, wire: DType) -> Vec<u8> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig {
-        cases: 96,
-        failure_persistence: None,
-        rng_seed: proptest::test_runner::RngSeed::Fixed(20_261_124),
-        ..ProptestConfig::default()
-    })]
+    #![proptest_config(ProptestConfig::with_cases(96))]
 
     #[test]
     fn kv_of_any_devices_travels_to_any_others_as_from_an_only_one_to_an_only_one(

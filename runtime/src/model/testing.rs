@@ -6,7 +6,6 @@ use mixfleet_hal::{
     Buffer, BufferUsage, Device, DeviceInfo, DeviceKind, DeviceLimits, FileMapper, Health, HostMemory, OpSig,
     Queue, Slice, Support,
 };
-use proptest::prelude::ProptestConfig;
 use serde_json::Value;
 use std::any::Any;
 use std::path::{Path, PathBuf};
@@ -78,16 +77,6 @@ impl std::ops::Deref for Scratch {
 impl Drop for Scratch {
     fn drop(&mut self) {
         let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
-
-/// A configuration with a fixed seed and `cases` cases, so that a failure is the same everywhere.
-pub(super) fn property(cases: u32) -> ProptestConfig {
-    ProptestConfig {
-        cases,
-        failure_persistence: None,
-        rng_seed: proptest::test_runner::RngSeed::Fixed(20_261_120),
-        ..ProptestConfig::default()
     }
 }
 

@@ -1,6 +1,6 @@
 use super::super::Tokenizer;
 use super::super::byte_level::symbol_bytes;
-use super::super::testing::{Scratch, fixtures, property, scratch};
+use super::super::testing::{Scratch, fixtures, scratch};
 use super::*;
 use mixfleet_hal::random::Stream;
 use proptest::prelude::*;
@@ -152,7 +152,7 @@ fn a_fixtures_tokens_give_what_their_ranks_say() {
 }
 
 proptest! {
-    #![proptest_config(property(200))]
+    #![proptest_config(ProptestConfig::with_cases(200))]
 
     #[test]
     fn any_text_encodes_by_rank_and_comes_back(seed in 0u64..4, text in "[abcn éè角\u{4e00}-\u{4e20}0-9A-C'\n\t.]{0,60}|\\PC{0,40}") {

@@ -1,4 +1,4 @@
-use super::super::testing::{fixtures, golden, ids, property};
+use super::super::testing::{fixtures, golden, ids};
 use super::*;
 use proptest::prelude::*;
 use std::collections::HashMap;
@@ -131,7 +131,7 @@ fn with_short_byte_runs(ids: Vec<u32>) -> Vec<u32> {
 }
 
 proptest! {
-    #![proptest_config(property(300))]
+    #![proptest_config(ProptestConfig::with_cases(300))]
 
     #[test]
     fn increments_are_the_whole_text_with_bytes(ids in prop::collection::vec(0u32..270, 0..80)) {

@@ -28,6 +28,16 @@ fn cases(checkpoint: &Checkpoint, lengths: &[(u32, usize)]) -> Vec<Case> {
     lengths.iter().map(case).collect()
 }
 
+/// A question of 45 tokens, and one of 82 that goes on behind most of its answer.
+fn two_turns(checkpoint: &Checkpoint) -> [Case; 2] {
+    let question = prompt(45, 11, &checkpoint.config);
+    let question = Case { expected: greedy(checkpoint, &question, 40), prompt: question };
+    let more = prompt(7, 12, &checkpoint.config);
+    let prompt = [&question.prompt[..], &question.expected[..30], &more].concat();
+    let expected = greedy(checkpoint, &prompt, 8);
+    [question, Case { prompt, expected }]
+}
+
 #[test]
 fn parts_of_layers_are_as_many_as_windows_need() {
     let parts = windowed().map(|(name, checkpoint)| {
@@ -62,17 +72,14 @@ fn the_end_of_a_prompt_and_of_an_answer_can_be_reused() {
         let fleet = TestFleet::new(checkpoint.clone()).with(Role::Auto).blocks(64);
         let env = SeededEnv::new(3);
         let handle = fleet.start(Arc::new(env.clone()));
-        let question = prompt(45, 11, &checkpoint.config);
-        let answer = greedy(&checkpoint, &question, 40);
-        let more = [&question[..], &answer[..30], &prompt(7, 12, &checkpoint.config)].concat();
-        let expected = [answer, greedy(&checkpoint, &more, 8)];
+        let turns = two_turns(&checkpoint);
         env.run(async move {
             // again, what was computed before it was left by all windows; then with most of the answer
-            for (prompt, at, cached) in [(&question, 0, 0), (&question, 0, 40), (&more, 1, 72)] {
-                let count = expected[at].len() as u32;
-                let id = format!("{}-{cached}", prompt.len());
-                let answer = ask(&handle, id, prompt.clone(), count, None).await;
-                assert_eq!(answer.tokens, expected[at], "{name}");
+            for (at, cached) in [(0, 0), (0, 40), (1, 72)] {
+                let Case { prompt, expected } = turns[at].clone();
+                let (id, count) = (format!("{at}-{cached}"), expected.len() as u32);
+                let answer = ask(&handle, id, prompt, count, None).await;
+                assert_eq!(answer.tokens, expected, "{name}");
                 assert_eq!(answer.cached_tokens, cached, "{name}");
             }
         });
@@ -167,12 +174,9 @@ fn a_receiver_that_has_a_prefix_is_sent_what_it_lacks_of_its_windows() {
         let fleet = TestFleet::new(checkpoint.clone()).with(Role::Prefill).with(Role::Decode);
         let env = SeededEnv::new(3);
         let handle = fleet.start(Arc::new(env.clone()));
-        let question = prompt(45, 11, &checkpoint.config);
-        let answer = greedy(&checkpoint, &question, 40);
-        let more = [&question[..], &answer[..30], &prompt(7, 12, &checkpoint.config)].concat();
-        let expected = [answer, greedy(&checkpoint, &more, 8)];
+        let turns = two_turns(&checkpoint);
         env.run(async move {
-            for (prompt, expected) in [question, more].into_iter().zip(expected) {
+            for Case { prompt, expected } in turns {
                 let (id, count) = (format!("{}", prompt.len()), expected.len() as u32);
                 assert_eq!(ask(&handle, id, prompt, count, None).await.tokens, expected, "{name}");
             }

@@ -6,7 +6,6 @@ use mixfleet_runtime::pool::disk::SimDisk;
 use mixfleet_runtime::pool::{Kept, Lease, Pool, Snapshot};
 use mixfleet_scheduler::kv::BlockHash;
 use proptest::prelude::*;
-use proptest::test_runner::RngSeed;
 
 /// Prompts in a tree of fan-out 3: key = path, so that equal keys have equal prefixes.
 fn chain() -> impl Strategy<Value = Vec<u64>> {
@@ -114,9 +113,7 @@ fn run(dram: usize, on_disk: usize, steps: Vec<Operation>) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig {
-        failure_persistence: None, rng_seed: RngSeed::Fixed(1), cases: 1000, ..ProptestConfig::default()
-    })]
+    #![proptest_config(ProptestConfig::with_cases(1000))]
 
     #[test]
     fn it_agrees_with_two_lists(

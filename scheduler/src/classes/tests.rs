@@ -115,7 +115,7 @@ fn pool() -> impl Strategy<Value = Vec<PricedDevice>> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig::with_cases(24))]
 
     #[test]
     fn classes_do_not_change_when_all_prices_are_scaled(pool in pool(), factor in 0.01f64..100.0) {

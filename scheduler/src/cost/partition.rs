@@ -429,12 +429,6 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig {
-            failure_persistence: None,
-            rng_seed: proptest::test_runner::RngSeed::Fixed(20_261_123),
-            ..ProptestConfig::default()
-        })]
-
         #[test]
         fn everything_is_computed_exactly_once(
             kv_heads in 1u32..10,

@@ -359,13 +359,10 @@ impl Blocks {
 mod tests {
     use super::*;
     use proptest::prelude::*;
-    use proptest::test_runner::RngSeed;
     use std::collections::BTreeMap;
 
     proptest! {
-        #![proptest_config(ProptestConfig {
-            cases: 8, failure_persistence: None, rng_seed: RngSeed::Fixed(1), ..ProptestConfig::default()
-        })]
+        #![proptest_config(ProptestConfig::with_cases(8))]
 
         #[test]
         fn they_agree_with_a_map(

@@ -175,14 +175,9 @@ impl Segment {
 mod tests {
     use super::*;
     use proptest::prelude::*;
-    use proptest::test_runner::RngSeed;
     use std::collections::BTreeSet;
 
     proptest! {
-        #![proptest_config(ProptestConfig {
-            failure_persistence: None, rng_seed: RngSeed::Fixed(1), ..ProptestConfig::default()
-        })]
-
         #[test]
         fn it_agrees_with_a_set_of_pairs(
             // Raw keys all hash to the first position of the first segment, so both kinds of crowding occur.

@@ -1,6 +1,7 @@
 //! How the devices of an instance may share a model.
 
 use crate::cost::{DEVICES_MAX, ExpertsBy, Interconnect, ModelShape};
+use crate::engines::KnownEngine;
 use mixfleet_hal::catalog::Part;
 use serde::Serialize;
 
@@ -73,10 +74,11 @@ impl InstanceLayout {
         format!("{stages}{experts}")
     }
 
-    /// The layouts of so many devices of a part that are worth a try. Stages stand in for tensor parallelism
+    /// The layouts of so many devices of a part that `engine` runs and that are worth a try. Stages stand in
+    /// for tensor parallelism
     /// where a model does not divide so, and beside it where devices have no links of their own, since sums
     /// over a host's bus take longer than stages idle, and beyond a server.
-    pub(super) fn all(devices: u32, part: &Part, shape: &ModelShape) -> Vec<Self> {
+    pub(super) fn all(devices: u32, part: &Part, shape: &ModelShape, engine: &KnownEngine) -> Vec<Self> {
         let is_bus = devices > 1 && Interconnect::of(part, DEVICES_MAX).is_bus();
         let in_stages =
             |width: u32| InstanceLayout { stages: devices / width, ..InstanceLayout::of(devices) };
@@ -90,8 +92,8 @@ impl InstanceLayout {
         };
         let mut all = divided(shape);
         let width = devices.min(DEVICES_MAX);
-        if width > 1 && shape.with_whole_experts(width).is_some_and(|shape| shape.check_split(width).is_ok())
-        {
+        let splits = |shape: ModelShape| shape.check_split(width).is_ok();
+        if engine.divides_sequences && width > 1 && shape.with_whole_experts(width).is_some_and(splits) {
             all.push(in_stages(width).with_sequences());
         }
         // how unlike experts are does not say what divides
@@ -107,13 +109,15 @@ impl InstanceLayout {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::engines;
     use crate::models::find;
     use mixfleet_hal::DType;
     use mixfleet_hal::catalog::part;
 
     fn of(id: &str, model: &str, devices: u32) -> Vec<String> {
         let shape = find(model).unwrap().shape(DType::Bf16);
-        let all = InstanceLayout::all(devices, part(id).unwrap(), &shape);
+        let vllm = engines::find("vllm").unwrap();
+        let all = InstanceLayout::all(devices, part(id).unwrap(), &shape, vllm);
         assert!(all.iter().all(|layout| layout.devices == devices));
         all.into_iter().map(|layout| format!("{}{}", layout.per_stage(), layout.words())).collect()
     }
@@ -124,7 +128,12 @@ mod tests {
         for model in crate::models::models() {
             let shape = model.shape(DType::Bf16);
             for (devices, part) in [1, 2, 4, 8, 16].into_iter().flat_map(|n| [(n, h100), (n, l40s)]) {
-                let all = InstanceLayout::all(devices, part, &shape);
+                let [all, ours] = ["vllm", "mixfleet"]
+                    .map(|engine| InstanceLayout::all(devices, part, &shape, engines::find(engine).unwrap()));
+                // all but what this project's engine does not run
+                let mut run = all.clone();
+                run.retain(|layout| layout.experts != LayoutExperts::WithSequences);
+                assert_eq!(ours, run, "{} on {devices} {}", model.name, part.id);
                 let own =
                     all.iter().filter(|layout| layout.experts == InstanceLayout::of(1).by_member().experts);
                 let mut shapes = own.map(|layout| (layout.per_stage(), shape.with_experts_by_member(0.0)));

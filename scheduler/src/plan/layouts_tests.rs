@@ -58,7 +58,8 @@ fn of_one_layout(ask: &MarketAsk, allowed: impl Fn(InstanceLayout) -> bool) -> f
     let (shape, model) = (ask.model.shape_as(stored), (ask.model, ask.expert_skew));
     let [mut whole, mut prefill, mut decode] = [f64::INFINITY; 3];
     for devices in IN_SERVER.into_iter().chain(OVER_SERVERS) {
-        for layout in InstanceLayout::all(devices, offer.part, &shape).into_iter().filter(|of| allowed(*of)) {
+        let all = InstanceLayout::all(devices, offer.part, &shape, ask.engine);
+        for layout in all.into_iter().filter(|of| allowed(*of)) {
             let kind = InstanceKind::of((offer.part, &kernels), layout, model, stored, ask.engine).unwrap();
             let kind = kind.in_stages(layout.stages, ask.nic);
             assert_eq!(kind.layout, layout);
@@ -180,9 +181,13 @@ fn narrow() -> &'static KnownModel {
 #[test]
 fn whole_experts_stand_beside_stages_where_their_columns_do_not_divide() {
     let words = |layout: InstanceLayout| format!("{}{}", layout.per_stage(), layout.words());
-    let all = InstanceLayout::all(8, part("H100-SXM-80GB").unwrap(), &narrow().shape_as(BF16));
-    let all: Vec<String> = all.into_iter().map(words).collect();
-    assert_eq!(all, ["4 in 2 stages", "8 by experts", "8 as ep:"]);
+    let of = |engine: &str| -> Vec<String> {
+        let (part, shape) = (part("H100-SXM-80GB").unwrap(), narrow().shape_as(BF16));
+        let all = InstanceLayout::all(8, part, &shape, engines::find(engine).unwrap());
+        all.into_iter().map(words).collect()
+    };
+    assert_eq!(of("vllm"), ["4 in 2 stages", "8 by experts", "8 as ep:"]);
+    assert_eq!(of("mixfleet"), ["4 in 2 stages", "8 as ep:"]);
 }
 
 /// With whole experts among the candidates neither the bound nor the cheapest fleet costs more, beyond what

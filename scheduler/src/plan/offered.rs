@@ -78,7 +78,9 @@ impl Instances<'_> {
         let (fewer, mut more_may) = (self.found.len(), false);
         let part = self.ask.parts[self.part].part;
         let shape = self.ask.model.shape_as(self.ask.stored[self.stored]);
-        for (at, layout) in InstanceLayout::all(devices, part, &shape).into_iter().enumerate() {
+        for (at, layout) in
+            InstanceLayout::all(devices, part, &shape, self.ask.engine).into_iter().enumerate()
+        {
             let Some(kind) = self.kind(layout) else { continue };
             more_may |= kind.may_better(&self.found[..fewer]);
             if at == 0 || kind.betters(&self.found) {

@@ -48,6 +48,7 @@ fn mistakes_are_usage_errors_that_say_what_to_do() {
     fails(&run(&but(10, "-1"), &[]), 2, &["--ttft"]);
     fails(&run(&STEADY, &["--attain", "1.5"]), 2, &["--attain"]);
     fails(&run(&STEADY, &["--confidence", "0.3"]), 2, &["--confidence", "0.5 to 0.999"]);
+    fails(&run(&STEADY, &["--expert-skew", "-1"]), 2, &["--expert-skew", "0 or more"]);
     fails(&run(&STEADY, &["--have", "none.toml"]), 3, &["--have none.toml"]);
     let hours = write(&directory, "hours.csv", "requests_per_s,input_tokens,output_tokens\n1,0,9\n");
     let of_hours = ["plan", "--model", "llama-3.1-8b", "--ttft", "1", "--tbt", "0.1", "--workload", &hours];

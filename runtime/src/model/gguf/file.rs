@@ -78,6 +78,8 @@ struct Reader<'a, R> {
     source: R,
     at: u64,
     end: u64,
+    /// What is being read, in words.
+    part: String,
 }
 
 impl<R: Read> Reader<'_, R> {
@@ -89,13 +91,23 @@ impl<R: Read> Reader<'_, R> {
         self.end - self.at
     }
 
+    /// The header ends before something that it announces.
+    fn too_short(&self, needed: &str) -> Error {
+        let Reader { at, end, part, .. } = self;
+        self.error(match *end {
+            HEADER_BYTES_MAX => {
+                format!("{part}: {needed} at byte {at} are more than the {end} bytes that a header may have")
+            }
+            _ => format!(
+                "{part}: {needed} are expected at byte {at}, and the file has {end} bytes: truncated or damaged"
+            ),
+        })
+    }
+
     fn fill(&mut self, into: &mut [u8]) -> Result<()> {
         let bytes = into.len() as u64;
         if bytes > self.left() {
-            let (at, left) = (self.at, self.left());
-            return Err(self.error(format!(
-                "{bytes} bytes at byte {at} of the header, where {left} are left: truncated?"
-            )));
+            return Err(self.too_short(&format!("{bytes} bytes")));
         }
         self.source.read_exact(into).map_err(|e| Error::read(self.file, e))?;
         self.at += bytes;
@@ -129,9 +141,7 @@ impl<R: Read> Reader<'_, R> {
     fn count(&mut self, what: &str, least: u64) -> Result<usize> {
         let count = self.u64()?;
         if count > self.left() / least {
-            return Err(
-                self.error(format!("{count} {what} in a header of which {} bytes are left", self.left()))
-            );
+            return Err(self.too_short(&format!("{count} {what}")));
         }
         Ok(to_usize(count))
     }
@@ -205,7 +215,8 @@ impl GgufFile {
 
     /// Reads the header of a file of `length` bytes from a source of so many.
     fn read(file: &Path, source: impl Read, bytes: u64, length: u64) -> Result<Self> {
-        let mut reader = Reader { file, source, at: 0, end: bytes.min(HEADER_BYTES_MAX) };
+        let mut reader =
+            Reader { file, source, at: 0, end: bytes.min(HEADER_BYTES_MAX), part: "the beginning".into() };
         if &reader.array()? != MAGIC {
             return Err(reader.error("not a GGUF file: it does not begin with 'GGUF'"));
         }
@@ -216,8 +227,10 @@ impl GgufFile {
         let tensor_count = reader.count("tensors", ENTRY_BYTES_MIN)?;
         let value_count = reader.count("keys", ENTRY_BYTES_MIN)?;
         let mut values = HashMap::new();
-        for _ in 0..value_count {
+        for at in 1..=value_count {
+            reader.part = format!("key {at} of {value_count}");
             let key = reader.text()?;
+            reader.part = format!("the value of key '{key}'");
             let kind = reader.u32()?;
             let value = reader.value(&key, kind)?;
             if values.insert(key.clone(), value).is_some() {
@@ -225,7 +238,8 @@ impl GgufFile {
             }
         }
         let mut infos = Vec::new();
-        for _ in 0..tensor_count {
+        for at in 1..=tensor_count {
+            reader.part = format!("tensor {at} of {tensor_count}");
             infos.push(info(&mut reader)?);
         }
         let mut gguf = GgufFile { file: file.to_owned(), values, tensors: HashMap::new() };

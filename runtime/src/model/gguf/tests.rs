@@ -84,3 +84,50 @@ fn damaged_headers_are_refused_or_read_and_nothing_panics() {
         assert!(error.contains("truncated"), "{error}");
     }
 }
+
+/// A header with two keys and a tensor, up to its end.
+fn small_header() -> Vec<u8> {
+    let text = |text: &str| [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat();
+    let words = |words: &[u32]| words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<u8>>();
+    let tokens = [words(&[9, 8, 3, 0]), text("a"), text("b"), text("c")].concat();
+    let tensor = [words(&[2, 32, 0, 2, 0]), words(&[0, 0, 0])].concat();
+    [
+        b"GGUF".to_vec(),
+        words(&[3, 1, 0, 2, 0]),
+        [text("general.architecture"), words(&[8]), text("llama")].concat(),
+        [text("tokenizer.ggml.tokens"), tokens].concat(),
+        [text("output.weight"), tensor].concat(),
+    ]
+    .concat()
+}
+
+#[test]
+fn a_file_that_is_cut_is_said_to_be_truncated_with_its_bytes_and_what_was_being_read() {
+    let mut whole = small_header();
+    let header = whole.len();
+    whole.resize(header.next_multiple_of(32) + 2 * 32 * 4, 0);
+    let file = Path::new("models/cut.gguf");
+    let parse = |bytes: &[u8]| GgufFile::parse(file, bytes, bytes.len() as u64);
+    assert_eq!(parse(&whole).unwrap().tensors["output.weight"].range.len(), 256);
+    let mut parts = Vec::new();
+    for length in 0..whole.len() {
+        let error = parse(&whole[..length]).unwrap_err().to_string();
+        let rest = error.strip_prefix("models/cut.gguf: ").unwrap_or_else(|| panic!("{error}"));
+        assert!(rest.contains("truncated"), "{error}");
+        let bytes =
+            if length < header { format!("the file has {length} bytes") } else { format!("of {length}:") };
+        assert!(rest.contains(&bytes), "{error}");
+        parts.push(rest.split(':').next().unwrap_or_default().to_owned());
+    }
+    parts.dedup();
+    let expected = [
+        "the beginning",
+        "key 1 of 2",
+        "the value of key 'general.architecture'",
+        "key 2 of 2",
+        "the value of key 'tokenizer.ggml.tokens'",
+        "tensor 1 of 1",
+        "tensor 'output.weight'",
+    ];
+    assert_eq!(parts, expected);
+}

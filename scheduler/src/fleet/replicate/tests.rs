@@ -212,7 +212,7 @@ fn policies() -> impl Strategy<Value = Policy> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 24, rng_seed: prop::test_runner::RngSeed::Fixed(1), ..Default::default() })]
+    #![proptest_config(ProptestConfig::with_cases(24))]
 
     #[test]
     fn no_window_of_time_has_more_bytes_than_the_budget_allows(

@@ -1,6 +1,5 @@
 use super::*;
 use proptest::prelude::*;
-use proptest::test_runner::RngSeed;
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
 
@@ -86,10 +85,6 @@ fn keys(chain: &[u64]) -> Vec<BlockHash> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig {
-        failure_persistence: None, rng_seed: RngSeed::Fixed(1), ..ProptestConfig::default()
-    })]
-
     #[test]
     fn it_agrees_with_a_list_and_keeps_prefixes(
         policy in policy(),

@@ -1,6 +1,5 @@
 use super::*;
 use proptest::prelude::*;
-use proptest::test_runner::RngSeed;
 use std::collections::BTreeSet;
 
 /// A report of an instance, and how it arrives.
@@ -188,10 +187,6 @@ fn report_to_both(index: &mut PrefixIndex, naive: &mut [Naive], from: u32, repor
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig {
-        cases: 256, failure_persistence: None, rng_seed: RngSeed::Fixed(1), ..ProptestConfig::default()
-    })]
-
     #[test]
     fn it_agrees_with_sets_of_pairs(
         // Nine instances: more than a set stores inline.

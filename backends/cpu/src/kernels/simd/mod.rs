@@ -89,24 +89,35 @@ pub(crate) trait Simd: Copy + 'static {
     /// `acc + a.low * b.low + a.high * b.high` over words of two signed 16-bit integers; `acc` is of 32 bits.
     #[inline(always)]
     unsafe fn dot_i16(acc: Self::V, a: Self::V, b: Self::V) -> Self::V {
-        let mut lanes = [[0i32; 16]; 3];
-        // SAFETY: as for the caller; no level has more than 16 lanes.
-        unsafe {
-            for (lanes, v) in lanes.iter_mut().zip([acc, a, b]) {
-                Self::store(lanes.as_mut_ptr().cast(), v);
-            }
-            let [mut sums, a, b] = lanes;
-            for (sum, (a, b)) in sums.iter_mut().zip(a.into_iter().zip(b)) {
-                let low = (a << 16 >> 16) * (b << 16 >> 16);
-                *sum = sum.wrapping_add(low).wrapping_add((a >> 16) * (b >> 16));
-            }
-            Self::load(sums.as_ptr().cast())
-        }
+        let add = |sum: u32, a: u32, b: u32| {
+            let (a, b) = (a.cast_signed(), b.cast_signed());
+            let low = (a << 16 >> 16) * (b << 16 >> 16);
+            sum.wrapping_add_signed(low).wrapping_add_signed((a >> 16) * (b >> 16))
+        };
+        // SAFETY: as for the caller.
+        unsafe { Self::lane_by_lane(acc, a, b, add) }
     }
 
     /// `acc` and the products of four signed bytes of either word; `acc` is of 32 bits.
     #[inline(always)]
     unsafe fn dot_i8(acc: Self::V, a: Self::V, b: Self::V) -> Self::V {
+        let add = |sum: u32, a: u32, b: u32| {
+            let bytes = a.to_le_bytes().into_iter().zip(b.to_le_bytes());
+            let products = bytes.map(|(a, b)| i32::from(a.cast_signed()) * i32::from(b.cast_signed()));
+            products.fold(sum, u32::wrapping_add_signed)
+        };
+        // SAFETY: as for the caller.
+        unsafe { Self::lane_by_lane(acc, a, b, add) }
+    }
+
+    /// What `add` makes of the three words in each lane.
+    #[inline(always)]
+    unsafe fn lane_by_lane(
+        acc: Self::V,
+        a: Self::V,
+        b: Self::V,
+        add: impl Fn(u32, u32, u32) -> u32,
+    ) -> Self::V {
         let mut lanes = [[0u32; 16]; 3];
         // SAFETY: as for the caller; no level has more than 16 lanes.
         unsafe {
@@ -115,10 +126,7 @@ pub(crate) trait Simd: Copy + 'static {
             }
             let [mut sums, a, b] = lanes;
             for (sum, (a, b)) in sums.iter_mut().zip(a.into_iter().zip(b)) {
-                for (a, b) in a.to_le_bytes().into_iter().zip(b.to_le_bytes()) {
-                    let product = i32::from(a.cast_signed()) * i32::from(b.cast_signed());
-                    *sum = sum.wrapping_add_signed(product);
-                }
+                *sum = add(*sum, a, b);
             }
             Self::load(sums.as_ptr().cast())
         }
