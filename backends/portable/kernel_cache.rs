@@ -9,7 +9,7 @@ use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use xxhash_rust::xxh3::{Xxh3, xxh3_128};
+use twox_hash::XxHash3_128;
 
 /// First bytes of an entry: its format.
 const FORMAT: &[u8; 16] = b"mixfleet kernel1";
@@ -41,14 +41,14 @@ impl KernelKey {
     }
 
     fn file(&self) -> String {
-        format!("{:032x}", xxh3_128(&self.bytes))
+        format!("{:032x}", XxHash3_128::oneshot(&self.bytes))
     }
 
     fn seal(&self, code: &[u8]) -> [u8; size_of::<u128>()] {
-        let mut hasher = Xxh3::new();
-        hasher.update(&self.bytes);
-        hasher.update(code);
-        hasher.digest128().to_le_bytes()
+        let mut hasher = XxHash3_128::new();
+        hasher.write(&self.bytes);
+        hasher.write(code);
+        hasher.finish_128().to_le_bytes()
     }
 }
 

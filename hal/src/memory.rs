@@ -3,9 +3,15 @@
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::any::Any;
+use std::hash::Hasher;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
+use twox_hash::XxHash3_64;
+
+/// Bytes that [`SharedMemory::store_hashed`] copies before it hashes them: they and their copy fit a core's
+/// first cache.
+const HASHED_BYTES: usize = 8 << 10;
 
 /// The purpose of a buffer. A backend may choose its placement by it, but results never depend on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -174,6 +180,22 @@ pub trait SharedMemory: Send + Sync {
     /// As `update`.
     fn store(&self, offset: u64, data: &[u8]) -> Result<()> {
         self.update(offset, data.len() as u64, &mut |place| place.copy_from_slice(data))
+    }
+
+    /// Copies `data` to `offset` and returns the XXH3-64 of the copy, each part of which is hashed while it is
+    /// in the cache. It says what the memory has, whoever changes `data` meanwhile.
+    ///
+    /// # Errors
+    /// As `update`.
+    fn store_hashed(&self, offset: u64, data: &[u8]) -> Result<u64> {
+        let mut hash = XxHash3_64::new();
+        self.update(offset, data.len() as u64, &mut |place| {
+            for (place, data) in place.chunks_mut(HASHED_BYTES).zip(data.chunks(HASHED_BYTES)) {
+                place.copy_from_slice(data);
+                hash.write(place);
+            }
+        })?;
+        Ok(hash.finish())
     }
 
     /// Copies from `offset` into `data`.

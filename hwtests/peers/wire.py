@@ -10,7 +10,8 @@ target/peers/results/wire.json. A contestant that is not installed is reported a
 over, which stays in the cache, as do the 4 MiB of `tcp, warm`; `tcp` goes through 256 MiB at each end, and so do the bare
 sockets of wire_sockets.py. `tcp` chooses the congestion control reno between processes of one host, whose own may pace;
 `iperf3` has the host's own, `iperf3, reno` that one. GB/CPU s is what was moved for each second of processor time of the busier
-process: it says the same on a machine that others use too.
+process: it says the same on a machine that others use too. `tcp, verified` is how instances move KV (into a staging slot, hashed, out
+of the other end's slot, compared), `tcp, copied` the same without hashes.
 """
 
 import argparse
@@ -154,6 +155,7 @@ class Contest:
                 self.take(row, "tcp, warm", lambda: self.ours("tcp", warm, "--streams", streams, "--memory", 4 << 20))
                 self.take(row, "iperf3, reno", lambda: self.iperf3(streams, shape[1], more=("-C", "reno")))
                 self.take(row, "iperf3", lambda: self.iperf3(streams, shape[1]))
+                self.take(row, "tcp, copied", lambda: self.ours("tcp", shape, "--streams", streams, "--copy"))
                 self.take(row, "tcp, verified", lambda: self.ours("tcp", shape, "--streams", streams, "--verify"))
                 self.take(row, "tcp under TLS", lambda: self.ours("tcp", shape, "--streams", 2, "--tls"))
             self.take(row, "shm", lambda: self.ours("shm", shape))

@@ -13,7 +13,7 @@ use mixfleet_hal::profile::{CopyCost, DeviceProfile};
 use mixfleet_hal::units::Bytes;
 use mixfleet_hal::{Backend, BufferUsage, DType, Device, Queue, Slice};
 use mixfleet_hwtests::profile::{ProfileLevel, ProfileOptions, run};
-use mixfleet_runtime::engine::{Pages, check_piece};
+use mixfleet_runtime::engine::Pages;
 use mixfleet_runtime::model::draws::DrawInput;
 use mixfleet_runtime::model::graph::{Forward, StepInput, StepShape};
 use mixfleet_runtime::model::random::RandomCheckpoint;
@@ -25,7 +25,7 @@ use std::error::Error;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use xxhash_rust::xxh3::xxh3_64;
+use twox_hash::XxHash3_64;
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 const BLOCK_TOKENS: u32 = 32;
@@ -83,7 +83,9 @@ impl Bench {
         for slot in 0..SLOTS {
             slots.update(slot * PIECE_BYTES, PIECE_BYTES, &mut |place| {
                 place.fill(slot as u8);
-                hashes.extend(sizes.map(|bytes| ((slot, bytes), xxh3_64(&place[..bytes as usize]))));
+                hashes.extend(
+                    sizes.map(|bytes| ((slot, bytes), XxHash3_64::oneshot(&place[..bytes as usize]))),
+                );
             })?;
         }
         Ok(Bench {
@@ -158,16 +160,16 @@ impl Bench {
     ) -> Result<(), Box<dyn Error>> {
         let (slot, bytes) = (self.used % SLOTS, tokens.len() as u64 * token_bytes);
         self.used += 1;
-        let mut copied = Ok(());
+        let mut copied = Ok(0);
         self.slots.view(slot * PIECE_BYTES, bytes, &mut |payload| {
-            copied = self.private.store(0, payload);
+            copied = self.private.store_hashed(0, payload);
         })?;
-        copied?;
-        let (hash, landed) = (self.hashes[&(slot, bytes)], self.landing.range(0, bytes));
-        let mut write = |payload: &[u8]| self.device.write(&landed, payload);
-        if !check_piece(&self.private, (bytes, hash), &mut write)? {
+        if copied? != self.hashes[&(slot, bytes)] {
             return Err("a piece changed on its way".into());
         }
+        let (landed, mut written) = (self.landing.range(0, bytes), Ok(()));
+        self.private.view(0, bytes, &mut |payload| written = self.device.write(&landed, payload))?;
+        written?;
         let slots = self.pages.slots(&*self.device, table, tokens)?;
         let pools = &self.forward.kv_pools()[layer];
         let command = self.pages.scatter(pools, slots, (landed, WIRE))?;

@@ -86,7 +86,7 @@ fn host_memory(block_bytes: u64) -> std::result::Result<(), PoolError> {
     let hash = best(|| {
         arena
             .chunks_exact(source.len())
-            .map(|block| xxhash_rust::xxh3::xxh3_64(block) | 1)
+            .map(|block| twox_hash::XxHash3_64::oneshot(block) | 1)
             .map(|_| block_bytes)
             .sum()
     });

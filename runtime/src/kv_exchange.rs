@@ -17,7 +17,7 @@ use mixfleet_scheduler::kv::BlockHash;
 use mixfleet_scheduler::kv::hash::PrefixHasher;
 use serde_json::{Value, json};
 use std::sync::OnceLock;
-use xxhash_rust::xxh3::xxh3_64;
+use twox_hash::XxHash3_64;
 
 /// What a [`KvExchange`] consists of.
 pub struct KvExchangeParts {
@@ -67,7 +67,7 @@ impl ExchangePrompt {
         let hash = *self.open.get(block).filter(|_| kv.len() == self.layout.block_bytes)?;
         let mut frame = Vec::with_capacity(self.layout.frame_bytes());
         frame.extend_from_slice(kv);
-        self.layout.add_trailer(&mut frame, hash, self.block(block), xxh3_64(kv));
+        self.layout.add_trailer(&mut frame, hash, self.block(block), XxHash3_64::oneshot(kv));
         Some(frame)
     }
 

@@ -9,8 +9,12 @@
 //!
 //! Each `run` and `memcpy` prints one line of JSON. Options: `--op write|read`, `--batch N` pieces of
 //! `--bytes` each, `--depth N` batches in flight, `--seconds S`, `--streams N`, `--frame BYTES`, `--window
-//! BYTES`, `--memory BYTES` at each end (256 MiB), `--verify` (xxh3 of each piece before and after the
-//! transfer), `--tls` (with certificates made for this run), `--warm BYTES` moved beforehand (all).
+//! BYTES`, `--memory BYTES` at each end (256 MiB), `--tls` (with certificates made for this run), `--warm
+//! BYTES` moved beforehand (all).
+//!
+//! `--verify` moves KV as instances do: each MiB is copied from 256 MiB into a staging slot, hashed there and
+//! written to the other end's slot, which copies it out and compares the copy's hash in the same pass.
+//! `--copy` does all of that but the hashing. Slots are then twice what is under way, at each end.
 
 #[cfg(feature = "tls")]
 #[path = "../tests/authority/mod.rs"]
@@ -26,10 +30,12 @@ use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use xxhash_rust::xxh3::xxh3_64;
+use twox_hash::XxHash3_64;
 
 /// Of each end's memory: far more than any cache.
 const MEMORY_BYTES: u64 = 256 << 20;
+/// What is copied and hashed at once, as an instance's piece of KV.
+const PARCEL_BYTES: u64 = 1 << 20;
 const LONG: Duration = Duration::from_secs(60);
 
 type Outcome<T> = Result<T, Box<dyn Error>>;
@@ -153,20 +159,28 @@ fn say(line: &serde_json::Value) -> Outcome<()> {
     Ok(out.flush()?)
 }
 
-/// Lets others reach its memory until its stdin ends. A line `offset bytes hash` there is answered with
-/// whether these bytes have that hash.
+/// Lets others reach its memory until its stdin ends. A line `offset bytes hash` there is answered once these
+/// bytes were copied, with whether the copy has that hash; without a hash it is not hashed.
 fn target(options: &Options) -> Outcome<()> {
     let transport = transport(options)?;
     let memory = memory(options, 1)?;
+    let private = HostRegion::new(PARCEL_BYTES as usize)?;
     let descriptor = transport.register(memory.clone(), RemoteAccess::ReadWrite)?;
     say(&json!({"pid": std::process::id(), "descriptor": descriptor}))?;
     for line in std::io::stdin().lines() {
         let line = line?;
         let numbers: Vec<u64> = line.split_whitespace().map(str::parse).collect::<Result<_, _>>()?;
-        let [offset, bytes, hash] = numbers[..] else { return Err(format!("'{line}' is no check").into()) };
-        let mut intact = false;
-        memory.view(offset, bytes, &mut |block| intact = xxh3_64(block) == hash)?;
-        say(&json!(intact))?;
+        let [offset, bytes, ref hash @ ..] = numbers[..] else {
+            return Err(format!("'{line}' is no parcel").into());
+        };
+        let mut intact = Ok(false);
+        memory.view(offset, bytes, &mut |parcel| {
+            intact = match hash.first() {
+                Some(&hash) => private.store_hashed(0, parcel).map(|copy_hash| copy_hash == hash),
+                None => private.store(0, parcel).map(|()| true),
+            };
+        })?;
+        say(&json!(intact?))?;
     }
     transport.deregister(&descriptor)?;
     Ok(())
@@ -202,11 +216,13 @@ impl Target {
         Ok(Target { pid: told["pid"].as_u64().ok_or("no pid")?, descriptor, child })
     }
 
-    /// Asks whether a piece has arrived whole.
-    fn ask(&mut self, piece: &Piece, hash: u64) -> Outcome<()> {
-        let (child, _) = self.child.as_mut().ok_or("--verify needs a target that was started here")?;
+    /// Asks it to take a parcel that has arrived.
+    fn ask(&mut self, Parcel { offset, bytes, hash }: &Parcel) -> Outcome<()> {
+        let (child, _) =
+            self.child.as_mut().ok_or("--copy and --verify need a target that was started here")?;
         let stdin = child.stdin.as_mut().ok_or("no stdin")?;
-        Ok(writeln!(stdin, "{} {} {hash}", piece.remote, piece.bytes)?)
+        let hash = hash.map(|hash| hash.to_string()).unwrap_or_default();
+        Ok(writeln!(stdin, "{offset} {bytes} {hash}")?)
     }
 
     fn answer(&mut self) -> Outcome<()> {
@@ -235,12 +251,21 @@ fn cpu_seconds(pid: u64) -> f64 {
     ticks.sum::<f64>() / TICKS_PER_SECOND
 }
 
+/// Bytes in a slot.
+struct Parcel {
+    offset: u64,
+    bytes: u64,
+    hash: Option<u64>,
+}
+
 /// What is moved over and over.
 struct Work {
     memory_bytes: u64,
     reads: bool,
     piece_bytes: u64,
     batch: u64,
+    /// Where pieces are copied from; empty if they are not copied.
+    source: Vec<u8>,
     verify: bool,
     at: u64,
 }
@@ -257,28 +282,39 @@ impl Work {
         pieces
     }
 
-    fn begin(
-        &mut self,
-        way: &mut dyn Endpoint,
-        local: &HostRegion,
-    ) -> Outcome<(TransferId, Vec<(Piece, u64)>)> {
-        let pieces = self.next();
-        let mut hashed = Vec::new();
-        if self.verify {
-            for piece in &pieces {
-                let mut hash = 0;
-                local.view(piece.local, piece.bytes, &mut |block| hash = xxh3_64(block))?;
-                hashed.push((*piece, hash));
+    fn begin(&mut self, way: &mut dyn Endpoint, local: &HostRegion) -> Outcome<(TransferId, Vec<Parcel>)> {
+        let (first, pieces) = (self.at, self.next());
+        let mut parcels = Vec::new();
+        if !self.source.is_empty() {
+            for (at, piece) in (first..).zip(&pieces) {
+                self.fill(at, piece, local, &mut parcels)?;
             }
         }
-        Ok((if self.reads { way.read(&pieces) } else { way.write(&pieces) }?, hashed))
+        Ok((if self.reads { way.read(&pieces) } else { way.write(&pieces) }?, parcels))
+    }
+
+    /// Copies a piece into its slot.
+    fn fill(&self, at: u64, piece: &Piece, local: &HostRegion, parcels: &mut Vec<Parcel>) -> Outcome<()> {
+        let from = at % (self.source.len() as u64 / self.piece_bytes) * self.piece_bytes;
+        let whole = &self.source[from as usize..(from + piece.bytes) as usize];
+        for (from, offset) in
+            whole.chunks(PARCEL_BYTES as usize).zip((piece.local..).step_by(PARCEL_BYTES as usize))
+        {
+            let (bytes, mut hash) = (from.len() as u64, None);
+            local.update(offset, bytes, &mut |place| {
+                place.copy_from_slice(from);
+                hash = self.verify.then(|| XxHash3_64::oneshot(place));
+            })?;
+            parcels.push(Parcel { offset, bytes, hash });
+        }
+        Ok(())
     }
 }
 
 struct Under {
     since: Instant,
     transfer: TransferId,
-    hashed: Vec<(Piece, u64)>,
+    parcels: Vec<Parcel>,
 }
 
 fn run(options: &mut Options) -> Outcome<()> {
@@ -286,20 +322,32 @@ fn run(options: &mut Options) -> Outcome<()> {
     if let Some(Certificates(folder)) = &certificates {
         options.0.insert("tls".into(), folder.to_string_lossy().into_owned());
     }
+    let (piece_bytes, batch) = (options.number("bytes", 1 << 20)?, options.number("batch", 1)?);
+    let depth = options.number("depth", 1)?;
+    let reads = options.text("op", "write") == "read";
+    let verify = options.has("verify");
+    let copies = verify || options.has("copy");
+    if copies {
+        if reads {
+            return Err("--copy and --verify are for --op write".into());
+        }
+        let slots = 2 * depth * batch * piece_bytes;
+        options.0.insert("memory".into(), slots.next_multiple_of(4 << 20).to_string());
+    }
     let transport = transport(options)?;
     let local = memory(options, 2)?;
     let mut target = Target::find(options)?;
     let mut way = transport.connect(local.clone(), &target.descriptor)?;
-    let reads = options.text("op", "write") == "read";
     let mut work = Work {
         memory_bytes: local.size_bytes(),
         reads,
-        piece_bytes: options.number("bytes", 1 << 20)?,
-        batch: options.number("batch", 1)?,
-        verify: options.has("verify"),
+        piece_bytes,
+        batch,
+        source: if copies { vec![3; MEMORY_BYTES as usize] } else { Vec::new() },
+        verify,
         at: 0,
     };
-    let depth = options.number("depth", 1)? as usize;
+    let depth = depth as usize;
     let time = Duration::from_secs_f64(options.text("seconds", "1").parse()?);
     // Once over all of both memories: the first touch of a page costs more than a copy.
     for place in (0..options.number("warm", local.size_bytes())?).step_by(4 << 20) {
@@ -313,21 +361,21 @@ fn run(options: &mut Options) -> Outcome<()> {
     while start.elapsed() < time || !under.is_empty() {
         if start.elapsed() < time && under.len() < depth {
             let since = Instant::now();
-            let (transfer, hashed) = work.begin(&mut *way, &local)?;
-            under.push_back(Under { since, transfer, hashed });
+            let (transfer, parcels) = work.begin(&mut *way, &local)?;
+            under.push_back(Under { since, transfer, parcels });
             if under.len() < depth {
                 continue;
             }
         }
-        if let Some(Under { since, transfer, hashed }) = under.pop_front() {
+        if let Some(Under { since, transfer, parcels }) = under.pop_front() {
             way.wait(transfer, LONG)?;
             latencies_us.push(since.elapsed().as_secs_f64() * 1e6);
-            for (piece, hash) in &hashed {
-                target.ask(piece, *hash)?;
+            for parcel in &parcels {
+                target.ask(parcel)?;
                 asked += 1;
             }
-            // one answer behind, so that both ends hash at the same time
-            while asked > (depth as u64) * work.batch {
+            // as many as are under way may be in the other end's slots, so that both ends work at the same time
+            while asked > depth as u64 * work.batch * work.piece_bytes.div_ceil(PARCEL_BYTES) {
                 target.answer()?;
                 asked -= 1;
             }
@@ -342,7 +390,7 @@ fn run(options: &mut Options) -> Outcome<()> {
     say(&json!({
         "schema": "mixfleet.wire_bench.v1", "transport": transport.name(), "op": options.text("op", "write"),
         "bytes": work.piece_bytes, "batch": work.batch, "depth": depth, "streams": options.number("streams", 0)?,
-        "verify": work.verify, "tls": options.has("tls"), "gb_per_s": bytes / seconds / 1e9,
+        "copy": copies, "verify": verify, "tls": options.has("tls"), "gb_per_s": bytes / seconds / 1e9,
         "latency_us_p50": quantile(0.5), "latency_us_p99": quantile(0.99), "batches": latencies_us.len(),
         "seconds": seconds, "initiator_cpu_s": after.0 - before.0, "target_cpu_s": after.1 - before.1,
     }))

@@ -176,6 +176,7 @@ fn replace_pages(file: &File, map: &memmap2::MmapRaw) -> std::io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use twox_hash::XxHash3_64;
 
     #[test]
     fn what_was_stored_is_loaded_up_to_the_very_end() {
@@ -185,6 +186,29 @@ mod tests {
         region.load(0, &mut data).unwrap();
         assert_eq!(data, [0, 0, 0, 0, 0, 1, 2, 3]);
         region.store(8, &[]).unwrap();
+    }
+
+    #[test]
+    fn a_hashed_copy_is_a_copy_and_its_hash_that_of_all_of_it() {
+        const BYTES: usize = 100_000;
+        let data: Vec<u8> = (0..BYTES).map(|at| (at * 31 / 7 % 251) as u8).collect();
+        let region = HostRegion::new(BYTES + 1).unwrap();
+        for length in [0, 1, 240, 241, 8191, 8192, 8193, 65_536, BYTES] {
+            let part = &data[..length];
+            assert_eq!(region.store_hashed(1, part), Ok(XxHash3_64::oneshot(part)), "{length} bytes");
+            let mut copy = vec![0; length];
+            region.load(1, &mut copy).unwrap();
+            assert!(copy == part, "{length} bytes");
+        }
+        // of the xxHash library: what peers and frames on disks have must not change
+        assert_eq!(region.store_hashed(0, &[]), Ok(0x2d06_8005_38d3_94c2));
+        assert_eq!(region.store_hashed(0, &data), Ok(0xaaef_5be9_02f7_e473));
+        for at in [0, 8191, 8192, BYTES - 1] {
+            let mut damaged = data.clone();
+            damaged[at] ^= 1;
+            assert_ne!(region.store_hashed(0, &damaged), Ok(0xaaef_5be9_02f7_e473), "byte {at}");
+        }
+        assert_eq!(region.store_hashed(2, &data).unwrap_err().kind, ErrorKind::Invalid);
     }
 
     #[test]

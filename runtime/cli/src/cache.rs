@@ -6,14 +6,14 @@ use serde::Serialize;
 use std::fs::{self, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use xxhash_rust::xxh3::xxh3_128;
+use twox_hash::XxHash3_128;
 
 /// The file for `key`; none if this user has no cache directory.
 pub(crate) fn file(kind: &str, key: &impl Serialize) -> Option<PathBuf> {
     let base = std::env::var_os("XDG_CACHE_HOME")
         .map(PathBuf::from)
         .or_else(|| std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".cache")))?;
-    let name = xxh3_128(serde_json::to_string(key).ok()?.as_bytes());
+    let name = XxHash3_128::oneshot(serde_json::to_string(key).ok()?.as_bytes());
     Some(base.join("mixfleet").join(format!("{kind}-{name:032x}.json")))
 }
 

@@ -12,7 +12,7 @@ use mixfleet_runtime::request::Sampling;
 use mixfleet_runtime::text::LoadedText;
 use std::path::Path;
 use std::sync::Arc;
-use xxhash_rust::xxh3::xxh3_128;
+use twox_hash::XxHash3_128;
 
 /// What stands before the shape's name if the weights are to be random.
 const RANDOM: &str = "random:";
@@ -55,7 +55,7 @@ impl Model {
         };
         let activations = args.activations.unwrap_or(checkpoint.config.dtype);
         let tokenizer_digest =
-            format!("{:032x}", xxh3_128(tokenizer.to_json().unwrap_or_default().as_bytes()));
+            format!("{:032x}", XxHash3_128::oneshot(tokenizer.to_json().unwrap_or_default().as_bytes()));
         let vocab = checkpoint.config.vocab;
         Ok(Model {
             name,

@@ -25,7 +25,7 @@ const ROOMS: &[Room] = &[
         name: HAL,
         directory: "hal",
         rooms: &[],
-        outside: Some(&["bytemuck", "half", "schemars", "serde", "thiserror"]),
+        outside: Some(&["bytemuck", "half", "schemars", "serde", "thiserror", "twox-hash"]),
     },
     Room {
         name: "mixfleet-cpu",
@@ -43,7 +43,7 @@ const ROOMS: &[Room] = &[
         name: "mixfleet-cuda",
         directory: "backends/cuda",
         rooms: &[HAL],
-        outside: Some(&["cudarc", "libloading", "tracing", "xxhash-rust"]),
+        outside: Some(&["cudarc", "libloading", "tracing", "twox-hash"]),
     },
     Room {
         name: "mixfleet-discover",
@@ -73,7 +73,7 @@ const ROOMS: &[Room] = &[
         name: "mixfleet-wgpu",
         directory: "backends/wgpu",
         rooms: &[HAL],
-        outside: Some(&["bytemuck", "half", "pollster", "tracing", "wgpu", "xxhash-rust"]),
+        outside: Some(&["bytemuck", "half", "pollster", "tracing", "twox-hash", "wgpu"]),
     },
     Room {
         name: "mixfleet-wire",
@@ -86,7 +86,7 @@ const ROOMS: &[Room] = &[
         directory: "scheduler",
         rooms: &[HAL],
         // microlp only with the feature of its name, which is off unless the binary asks for it
-        outside: Some(&["hashbrown", "microlp", "serde", "thiserror", "xxhash-rust"]),
+        outside: Some(&["hashbrown", "microlp", "serde", "thiserror", "twox-hash"]),
     },
     Room {
         name: "mixfleet-sim",

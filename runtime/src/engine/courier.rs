@@ -17,7 +17,7 @@ use mixfleet_scheduler::fleet::InstanceId;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
-use xxhash_rust::xxh3::xxh3_64;
+use twox_hash::XxHash3_64;
 
 /// Maximum sends of one piece, over all kinds of failure, before it is recomputed.
 pub(super) const SENDS_MAX: u32 = 3;
@@ -223,7 +223,7 @@ impl Courier {
         let route = self.routes.get(&peer).ok_or_else(|| Error::invalid("a slot was taken before"))?;
         let mut outcome = Ok(0);
         route.outbox.update(u64::from(slot) * route.landing.slot_bytes, bytes, &mut |place| {
-            outcome = read(place).map(|()| xxh3_64(place));
+            outcome = read(place).map(|()| XxHash3_64::oneshot(place));
         })?;
         outcome
     }

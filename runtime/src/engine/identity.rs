@@ -2,7 +2,7 @@
 
 use mixfleet_hal::{DType, random};
 use mixfleet_scheduler::kv::hash::{Namespace, PrefixHasher};
-use xxhash_rust::xxh3::xxh3_64;
+use twox_hash::XxHash3_64;
 
 /// The part of the identity that does not depend on the device.
 #[derive(Clone, Debug)]
@@ -38,7 +38,9 @@ impl Identity {
         let kv = kv.to_string();
         let fields = [self.model_digest.as_bytes(), self.tokenizer_digest.as_bytes(), kv.as_bytes(), secret];
         let length = |field: &&[u8]| (field.len() as u64).to_le_bytes();
-        xxh3_64(&fields.iter().flat_map(|field| [&length(field), *field].concat()).collect::<Vec<u8>>())
+        XxHash3_64::oneshot(
+            &fields.iter().flat_map(|field| [&length(field), *field].concat()).collect::<Vec<u8>>(),
+        )
     }
 
     /// Hashes the blocks of KV of dtype `kv` for those who name the same salt.

@@ -3,7 +3,7 @@
 use super::coverage::Coverage;
 use super::fault::{Fault, Outcome};
 use super::messages::{FromWorker, KvMessage, Lacking, Parcel, PieceId, Source, Transfer};
-use super::pages::{InstanceKv, check_piece};
+use super::pages::InstanceKv;
 use super::sender::Sender;
 use super::worker::{Event, Worker, queues};
 use mixfleet_hal::{DType, Error, ErrorKind, Queue, Result};
@@ -142,8 +142,8 @@ impl Intake<'_> {
         }))
     }
 
-    /// Verifies a piece in its slot and writes it to the sequence's pages. A copy is verified and written,
-    /// since the sender may write to its slot at any time.
+    /// Copies a piece out of its slot, verifies the copy in the same pass, and writes it to the sequence's
+    /// pages. The slot itself may be written by the sender at any time.
     fn receive(&mut self, sender: InstanceId, parcel: Parcel) -> Result<Option<RequestId>> {
         let Parcel { request, attempt, piece, slot, bytes, hash, wire } = parcel;
         let awaited = self.incoming.get(&request).is_some_and(|incoming| {
@@ -154,40 +154,36 @@ impl Intake<'_> {
                 && bytes <= self.sender.courier.slot_bytes()
         });
         let private = self.sender.courier.private();
-        let mut copied = match &private {
-            Some(_) => Ok(()),
-            None => Err(Error::new(ErrorKind::OutOfMemory, "there is no memory to check a piece in")),
-        };
+        let mut copied = Err(Error::new(ErrorKind::OutOfMemory, "there is no memory to check a piece in"));
         let looked = self.sender.courier.look(sender, slot, bytes, &mut |payload| {
             if let Some(private) = &private {
-                copied = private.store(0, payload);
+                copied = private.store_hashed(0, payload);
             }
         });
         self.sender.directory.tell(sender, self.sender.id, KvMessage::Credit { slot });
-        let looked = looked.and(copied);
-        let intact = match (&private, &looked) {
-            (Some(private), Ok(())) => {
-                let Intake { machine, kv, queues, .. } = self;
-                check_piece(&**private, (bytes, hash), &mut |payload| match awaited {
-                    true => kv.write(queues, &piece.span(machine.pages(request), wire), payload),
-                    false => Ok(()),
-                })?
+        let intact = match looked.and(copied) {
+            Ok(copy_hash) => copy_hash == hash,
+            Err(error) => {
+                tracing::warn!(request, %sender, %error, "a piece cannot be taken out of its slot");
+                false
             }
-            _ => false,
         };
-        if let Err(error) = looked {
-            tracing::warn!(request, %sender, %error, "a piece cannot be taken out of its slot");
-        }
         if !intact {
             tracing::warn!(request, layer = piece.layer, first = piece.first, "KV arrived corrupt");
         }
-        if awaited && intact {
+        let taken = private.filter(|_| awaited && intact);
+        if let Some(private) = &taken {
+            let Intake { machine, kv, queues, .. } = self;
+            let span = piece.span(machine.pages(request), wire);
+            let mut written = Ok(());
+            private.view(0, bytes, &mut |payload| written = kv.write(queues, &span, payload))?;
+            written?;
             self.incoming.get_mut(&request).expect("still there").settle(&piece);
             self.sender.metrics.kv_transfer_bytes.inc_by(bytes);
         }
         let verdict = KvMessage::Verdict { request, attempt, piece, intact };
         self.sender.directory.tell(sender, self.sender.id, verdict);
-        Ok((awaited && intact).then_some(request))
+        Ok(taken.map(|_| request))
     }
 }
 

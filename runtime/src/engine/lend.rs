@@ -12,7 +12,7 @@ use mixfleet_hal::Result;
 use mixfleet_hal::cast::{to_u32, to_usize};
 use mixfleet_scheduler::batch::{RequestId, Text, TokenIds};
 use mixfleet_scheduler::kv::BlockHash;
-use xxhash_rust::xxh3::xxh3_64;
+use twox_hash::XxHash3_64;
 
 /// Blocks of the lower tiers that are lent.
 pub(super) struct Lent {
@@ -38,7 +38,7 @@ fn digests(lease: &Lease, layers: usize) -> Vec<Vec<u64>> {
     let of_block = |block: usize| {
         let mut digests = Vec::new();
         let intact = lease.view(block, &mut |bytes| {
-            digests = bytes.chunks_exact(bytes.len() / layers).map(xxh3_64).collect();
+            digests = bytes.chunks_exact(bytes.len() / layers).map(XxHash3_64::oneshot).collect();
         });
         intact.is_ok_and(|intact| intact).then_some(digests)
     };
@@ -119,7 +119,7 @@ impl Worker {
             lease.view_unchecked(block, &mut |bytes| {
                 copy.extend_from_slice(&bytes[layer * layer_bytes..(layer + 1) * layer_bytes]);
             })?;
-            if xxh3_64(&copy) != digests[block][layer] {
+            if XxHash3_64::oneshot(&copy) != digests[block][layer] {
                 lease.drop_corrupt(block)?;
                 return Ok(PieceSource::Corrupt);
             }

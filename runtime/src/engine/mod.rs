@@ -52,7 +52,7 @@ pub use handoff::wire_dtype;
 pub use identity::Identity;
 pub use instance::{InstanceLimits, InstanceSpec, Loaded, MemberSpec};
 pub use messages::Held;
-pub use pages::{Pages, check_piece};
+pub use pages::Pages;
 pub use tiers::LowerTiers;
 
 use crate::env::SharedEnv;

@@ -10,13 +10,11 @@ use super::messages::{HandOff, Lacking, PieceId};
 use super::worker::COPY_TIMEOUT;
 use crate::model::attention::pools;
 use mixfleet_hal::cast::{to_u32, to_usize};
-use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::{BufferUsage, Cmd, DType, Device, Error, KvShape, OpSig, Queue, Result, Slice, Ticket};
 use mixfleet_scheduler::batch::{LayerPages, NO_PAGE};
 use mixfleet_scheduler::cost::{MemberShare, Partition};
 use std::ops::Range;
 use std::sync::Arc;
-use xxhash_rust::xxh3::xxh3_64;
 
 /// A device's page geometry; the pools themselves belong to the model on it.
 pub struct Pages {
@@ -80,26 +78,6 @@ impl Pages {
         args.extend(pools(&self.shape, layer));
         Cmd::new(sig, &args)
     }
-}
-
-/// Hashes the first `bytes` bytes of `private`, a copy that nobody else writes to, and calls `use_it` with
-/// them if the hash is right; returns whether it is.
-///
-/// # Errors
-/// Those of the memory and of `use_it`.
-pub fn check_piece(
-    private: &dyn SharedMemory,
-    (bytes, hash): (u64, u64),
-    use_it: &mut dyn FnMut(&[u8]) -> Result<()>,
-) -> Result<bool> {
-    let (mut intact, mut used) = (false, Ok(()));
-    private.view(0, bytes, &mut |copy| {
-        intact = xxh3_64(copy) == hash;
-        if intact {
-            used = use_it(copy);
-        }
-    })?;
-    used.map(|()| intact)
 }
 
 /// What a device has of an instance's KV.

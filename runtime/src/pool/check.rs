@@ -8,7 +8,7 @@
 
 use mixfleet_hal::cast::to_u32;
 use mixfleet_scheduler::kv::BlockHash;
-use xxhash_rust::xxh3::xxh3_64;
+use twox_hash::XxHash3_64;
 
 /// Version of frame, journal and directory: one number, since they are read together.
 pub(super) const VERSION: u32 = 1;
@@ -58,7 +58,7 @@ impl Layout {
         frame.extend_from_slice(&hash.0.to_le_bytes());
         frame.extend_from_slice(&digest.to_le_bytes());
         frame.extend(tokens.iter().flat_map(|token| token.to_le_bytes()));
-        let trailer = xxh3_64(&frame[start..]);
+        let trailer = XxHash3_64::oneshot(&frame[start..]);
         frame.extend_from_slice(&trailer.to_le_bytes());
     }
 
@@ -74,7 +74,7 @@ impl Layout {
         }
         let (payload, trailer) = frame.split_at(self.block_bytes);
         let (trailer, own) = trailer.split_at(trailer.len() - DIGEST_BYTES);
-        if own != xxh3_64(trailer).to_le_bytes() {
+        if own != XxHash3_64::oneshot(trailer).to_le_bytes() {
             return Err(FrameRefusal::Damaged("its trailer does not match its checksum"));
         }
         let mut rest = trailer;
@@ -88,7 +88,7 @@ impl Layout {
             rest = rest.strip_prefix(expected).ok_or(FrameRefusal::Damaged(why))?;
         }
         let (digest, ids) = rest.split_at(DIGEST_BYTES);
-        let actual = xxh3_64(payload);
+        let actual = XxHash3_64::oneshot(payload);
         if digest != actual.to_le_bytes() {
             return Err(FrameRefusal::Damaged("its payload does not match its checksum"));
         }
@@ -107,7 +107,7 @@ mod tests {
 
     fn frame(payload: &[u8], hash: BlockHash, tokens: &[u32]) -> Vec<u8> {
         let mut frame = payload.to_vec();
-        LAYOUT.add_trailer(&mut frame, hash, tokens, xxh3_64(payload));
+        LAYOUT.add_trailer(&mut frame, hash, tokens, XxHash3_64::oneshot(payload));
         frame
     }
 
@@ -116,7 +116,7 @@ mod tests {
         let payload = [5; 24];
         let whole = frame(&payload, BlockHash(9), &[1, 2, 3]);
         assert_eq!(whole.len(), LAYOUT.frame_bytes());
-        assert_eq!(LAYOUT.check(&whole, BlockHash(9), &[1, 2, 3]), Ok(xxh3_64(&payload)));
+        assert_eq!(LAYOUT.check(&whole, BlockHash(9), &[1, 2, 3]), Ok(XxHash3_64::oneshot(&payload)));
         assert_eq!(LAYOUT.check(&whole, BlockHash(9), &[1, 2, 4]), Err(FrameRefusal::OtherTokens));
         assert!(matches!(LAYOUT.check(&whole, BlockHash(8), &[1, 2, 3]), Err(FrameRefusal::Damaged(_))));
         let other = Layout { namespace: 8, ..LAYOUT };

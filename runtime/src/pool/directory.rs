@@ -5,7 +5,7 @@ use super::disk::Disk;
 use super::{PoolError, journal, ssd};
 use mixfleet_hal::cast::{to_u32, to_usize};
 use std::io;
-use xxhash_rust::xxh3::xxh3_64;
+use twox_hash::XxHash3_64;
 
 const FILE: &str = "meta";
 const NEW_FILE: &str = "meta.new";
@@ -22,7 +22,7 @@ fn encode(layout: &Layout) -> Vec<u8> {
     meta.extend_from_slice(&to_u32(layout.block_tokens).to_le_bytes());
     meta.extend_from_slice(&(layout.block_bytes as u64).to_le_bytes());
     meta.extend_from_slice(&layout.namespace.to_le_bytes());
-    let digest = xxh3_64(&meta);
+    let digest = XxHash3_64::oneshot(&meta);
     meta.extend_from_slice(&digest.to_le_bytes());
     meta
 }
@@ -41,7 +41,7 @@ fn difference(meta: &[u8], layout: &Layout) -> Option<String> {
         let version = meta.get(16..20).map_or("unknown".into(), |bytes| number(bytes).to_string());
         return Some(format!("its format has version {version}, this program reads {VERSION}"));
     }
-    if meta.len() != ours.len() || meta[40..] != xxh3_64(&meta[..40]).to_le_bytes() {
+    if meta.len() != ours.len() || meta[40..] != XxHash3_64::oneshot(&meta[..40]).to_le_bytes() {
         return Some(format!("its file `{FILE}` is damaged"));
     }
     let mut found = Vec::new();
@@ -59,7 +59,7 @@ fn difference(meta: &[u8], layout: &Layout) -> Option<String> {
 
 /// Whether this is the file of a pool. Its digest identifies one whose first bytes are damaged.
 fn is_ours(meta: &[u8]) -> bool {
-    let digest = |rest: &[u8]| xxh3_64(&[MAGIC, &rest[..24]].concat()).to_le_bytes();
+    let digest = |rest: &[u8]| XxHash3_64::oneshot(&[MAGIC, &rest[..24]].concat()).to_le_bytes();
     meta.starts_with(MAGIC)
         || meta.get(MAGIC.len()..).is_some_and(|rest| rest.len() == 32 && rest[24..] == digest(rest))
 }

@@ -10,7 +10,7 @@ use super::lane::DiskAccess;
 use mixfleet_scheduler::kv::BlockHash;
 use std::collections::HashMap;
 use std::io::{ErrorKind, Result};
-use xxhash_rust::xxh3::xxh3_64_with_seed;
+use twox_hash::XxHash3_64;
 
 pub(super) const FILE: &str = "journal";
 pub(super) const NEW_FILE: &str = "journal.new";
@@ -160,7 +160,7 @@ impl Replay {
 }
 
 fn checksum(fields: &[u8], place: u64, namespace: u64) -> u64 {
-    xxh3_64_with_seed(fields, namespace ^ place)
+    XxHash3_64::oneshot_with_seed(namespace ^ place, fields)
 }
 
 fn encode(kind: u32, block: Stored, place: u64, namespace: u64) -> [u8; RECORD_LENGTH] {

@@ -6,7 +6,7 @@ use mixfleet_hal::{Error, Result};
 use mixfleet_scheduler::kv::BlockHash;
 use std::collections::BTreeSet;
 use std::sync::Arc;
-use xxhash_rust::xxh3::xxh3_64;
+use twox_hash::XxHash3_64;
 
 /// The leading blocks of a prompt, pinned in host memory until this is dropped. A lease counts as one use of
 /// each.
@@ -59,7 +59,7 @@ impl Lease {
         let (slot, digest) = self.pinned(block)?;
         let mut intact = false;
         self.shared.slab.view(slot, &mut |payload| {
-            intact = xxh3_64(payload) == digest;
+            intact = XxHash3_64::oneshot(payload) == digest;
             if intact {
                 look(payload);
             }

@@ -8,7 +8,7 @@ use mixfleet_hal::Result;
 use mixfleet_scheduler::kv::{BlockHash, Tier};
 use std::io;
 use std::sync::Arc;
-use xxhash_rust::xxh3::xxh3_64;
+use twox_hash::XxHash3_64;
 
 /// A block of a prompt.
 #[derive(Clone, Copy)]
@@ -114,7 +114,7 @@ impl Shared {
     pub(super) fn keep(&self, wanted: Wanted, fill: &mut dyn FnMut(&mut [u8]) -> Result<()>) -> Result<Kept> {
         let arrival = self.store(wanted, &mut |place| {
             fill(place)?;
-            Ok(xxh3_64(place))
+            Ok(XxHash3_64::oneshot(place))
         })?;
         if matches!(arrival, Arrival::Stored | Arrival::Held) {
             self.state().dram.unpin(&[wanted.hash]);

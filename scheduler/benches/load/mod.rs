@@ -10,7 +10,7 @@ use mixfleet_hal::random::{Stream, bits};
 use mixfleet_scheduler::fleet::InstanceId;
 use mixfleet_scheduler::kv::{BlockHash, PrefixIndex, Prefixes, Tier};
 use std::time::{Duration, Instant};
-use xxhash_rust::xxh3::xxh3_64_with_seed;
+use twox_hash::XxHash3_64;
 
 /// A prompt's blocks: hashes of their content, and hashes of each block with all before it.
 #[derive(Default)]
@@ -109,7 +109,7 @@ pub(crate) fn chain(conversation: u64, chain: &mut Chain) {
             let mut pair = [0; 16];
             pair[..8].copy_from_slice(&before.to_le_bytes());
             pair[8..].copy_from_slice(&content.to_le_bytes());
-            xxh3_64_with_seed(&pair, 1337)
+            XxHash3_64::oneshot_with_seed(1337, &pair)
         });
         chain.contents.push(content);
         chain.keys.push(BlockHash(key));

@@ -9,7 +9,7 @@
 
 use mixfleet_hal::DType;
 use serde::{Deserialize, Serialize};
-use xxhash_rust::xxh3::xxh3_64_with_seed;
+use twox_hash::XxHash3_64;
 
 /// Key of one KV block *and everything before it* in its sequence and namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -55,7 +55,7 @@ impl PrefixHasher {
                 frame(salt.as_bytes());
             }
         }
-        PrefixHasher { seed: xxh3_64_with_seed(&framed, 0) }
+        PrefixHasher { seed: XxHash3_64::oneshot(&framed) }
     }
 
     /// The hasher of an open namespace: whoever is told its number computes the same keys.
@@ -85,14 +85,14 @@ impl PrefixHasher {
     /// The key of a full block that follows the block with key `before` (none for the first block).
     pub fn next(&self, before: Option<BlockHash>, block: &[u32]) -> BlockHash {
         let bytes: Vec<u8> = block.iter().flat_map(|token| token.to_le_bytes()).collect();
-        let local = xxh3_64_with_seed(&bytes, self.seed);
+        let local = XxHash3_64::oneshot_with_seed(self.seed, &bytes);
         let Some(BlockHash(before)) = before else {
             return BlockHash(local);
         };
         let mut pair = [0; 16];
         pair[..8].copy_from_slice(&before.to_le_bytes());
         pair[8..].copy_from_slice(&local.to_le_bytes());
-        BlockHash(xxh3_64_with_seed(&pair, self.seed))
+        BlockHash(XxHash3_64::oneshot_with_seed(self.seed, &pair))
     }
 }
 
@@ -180,11 +180,15 @@ mod tests {
         let hasher = PrefixHasher::new(b"", &namespace());
         let chain = hasher.chain(&[1, 2, 3, 4, 5], 2);
         let local = |a: u32, b: u32| {
-            xxh3_64_with_seed(&[a.to_le_bytes(), b.to_le_bytes()].concat(), hasher.seed).to_le_bytes()
+            XxHash3_64::oneshot_with_seed(hasher.seed, &[a.to_le_bytes(), b.to_le_bytes()].concat())
+                .to_le_bytes()
         };
         assert_eq!(chain.len(), 2);
         assert_eq!(chain[0].0.to_le_bytes(), local(1, 2));
-        assert_eq!(chain[1].0, xxh3_64_with_seed(&[local(1, 2), local(3, 4)].concat(), hasher.seed));
+        assert_eq!(
+            chain[1].0,
+            XxHash3_64::oneshot_with_seed(hasher.seed, &[local(1, 2), local(3, 4)].concat())
+        );
     }
 
     proptest! {
