@@ -23,6 +23,9 @@ const BLOCKS_AT_ONCE: usize = 8;
 #[derive(Debug)]
 pub(crate) struct Copies(Arc<Mapping>);
 
+/// What the copying thread is asked for.
+type Wanted = (Arc<Mapping>, Range<usize>);
+
 #[derive(Debug)]
 struct Mapping {
     file: File,
@@ -43,9 +46,9 @@ impl Copies {
 
     /// Has a range copied soon.
     pub(crate) fn copy_soon(&self, range: &Range<usize>) {
-        static COPIER: OnceLock<Option<Mutex<Sender<(Arc<Mapping>, Range<usize>)>>>> = OnceLock::new();
+        static COPIER: OnceLock<Option<Mutex<Sender<Wanted>>>> = OnceLock::new();
         let copier = COPIER.get_or_init(|| {
-            let (sender, wanted) = mpsc::channel::<(Arc<Mapping>, Range<usize>)>();
+            let (sender, wanted) = mpsc::channel::<Wanted>();
             let run = move || wanted.iter().for_each(|(mapping, range)| mapping.copy(&range));
             let started = std::thread::Builder::new().name("weights".into()).spawn(run);
             started.is_ok().then_some(Mutex::new(sender))
@@ -239,7 +242,7 @@ mod tests {
         copies.0.copy(&(0..BYTES));
         let count = copies.0.copied().iter().filter(|copied| **copied).count();
         if !has_room(BYTES) {
-            println!("SKIPPED: half of the memory is in use, or the kernel has no huge pages");
+            eprintln!("SKIPPED: half of the memory is in use, or the kernel has no huge pages");
             assert_eq!(count, 0);
             return;
         }
@@ -315,7 +318,7 @@ mod tests {
         });
         assert!(!small);
         if !huge {
-            println!("SKIPPED: the kernel has no huge page to give, or does not say where it has");
+            eprintln!("SKIPPED: the kernel has no huge page to give, or does not say where it has");
         }
     }
 
@@ -323,6 +326,6 @@ mod tests {
     fn runs_are_of_what_is_wanted() {
         assert_eq!(runs(&[], true), []);
         assert_eq!(runs(&[true, true, false, true], true), [0..2, 3..4]);
-        assert_eq!(runs(&[true, true, false, true], false), [2..3]);
+        assert_eq!(runs(&[false, true, false, true], false), [0..1, 2..3]);
     }
 }

@@ -28,6 +28,8 @@ pub struct AdapterOverrides {
     pub without_subgroups: bool,
     /// Whether to avoid products of matrices by subgroups even if the adapter has them.
     pub without_matrices: bool,
+    /// Whether to prefer matrices of 16 by 16, which no adapter has shown to be right yet, to those of 8 by 8.
+    pub matrices_of_16: bool,
     /// Maximum bytes per binding, if lower than the adapter's limit.
     pub binding_bytes_max: Option<u64>,
 }
@@ -114,15 +116,15 @@ const WANTED: Features =
 /// Features of products of matrices by subgroups. wgpu calls them experimental.
 const MATRICES: Features = Features::EXPERIMENTAL_COOPERATIVE_MATRIX.union(Features::SHADER_F16);
 
-/// What the adapter multiplies matrices of f16 with and adds them in f32, if it does: the larger ones of
-/// those that WGSL has. DX12 lists none.
+/// What the adapter multiplies matrices of f16 with and adds them in f32, if it does. DX12 lists none.
 fn matrices(adapter: &Adapter, tuning: AdapterOverrides) -> Option<MatrixUnit> {
     let unwanted = tuning.without_matrices || tuning.without_subgroups;
     if unwanted || !adapter.features().contains(MATRICES | Features::SUBGROUP) {
         return None;
     }
     let listed = adapter.cooperative_matrix_properties();
-    let edge = [16, 8].into_iter().find(|&edge| {
+    let edges: &[u32] = if tuning.matrices_of_16 { &[16, 8] } else { &[8] };
+    let edge = edges.iter().copied().find(|&edge| {
         listed.iter().any(|one| {
             [one.m_size, one.n_size, one.k_size] == [edge; 3]
                 && (one.ab_type, one.cr_type) == (CooperativeScalarType::F16, CooperativeScalarType::F32)
