@@ -182,8 +182,8 @@ pub trait SharedMemory: Send + Sync {
         self.update(offset, data.len() as u64, &mut |place| place.copy_from_slice(data))
     }
 
-    /// Copies `data` to `offset` and returns the XXH3-64 of the copy, each part of which is hashed while it is
-    /// in the cache. It says what the memory has, whoever changes `data` meanwhile.
+    /// Copies `data` to `offset` and returns the XXH3-64 of the copy, each part of which is hashed while it
+    /// is in the cache. It says what the memory has, whoever changes `data` meanwhile.
     ///
     /// # Errors
     /// As `update`.

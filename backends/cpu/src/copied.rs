@@ -1,10 +1,10 @@
 //! Copies of a mapped file's bytes in huge pages, where the file was mapped.
 //!
-//! How fast the pages of a file are read depends on how the page cache has them: small ones cost a walk of the
-//! page table for every few lines, which in a virtual machine is two. One thread of the process copies what is
-//! needed and not in huge pages yet, beside everything else; a copy takes the place of its mapping at once and at
-//! the same address, so that others may read meanwhile. The file's own pages stay in the page cache until somebody
-//! needs the memory.
+//! How fast the pages of a file are read depends on how the page cache has them: small ones cost a walk of
+//! the page table for every few lines, which in a virtual machine is two. One thread of the process copies
+//! what is needed and not in huge pages yet, beside everything else; a copy takes the place of its mapping
+//! at once and at the same address, so that others may read meanwhile. The file's own pages stay in the
+//! page cache until somebody needs the memory.
 
 use crate::topology;
 use std::fs::File;
@@ -31,7 +31,8 @@ struct Mapping {
     file: File,
     /// Where the mapping starts in memory.
     start: usize,
-    /// Which multiples of the block that lie wholly inside the mapping are copies; none once the mapping is gone.
+    /// Which multiples of the block that lie wholly inside the mapping are copies; none once the mapping is
+    /// gone.
     copied: Mutex<Vec<bool>>,
 }
 
@@ -60,7 +61,8 @@ impl Copies {
         }
     }
 
-    /// Calls `each` with the parts of a range that are mapped from the file, and lets nothing be copied meanwhile.
+    /// Calls `each` with the parts of a range that are mapped from the file, and lets nothing be copied
+    /// meanwhile.
     pub(crate) fn mapped(&self, range: &Range<usize>, mut each: impl FnMut(Range<usize>)) {
         let copied = self.0.copied();
         let mut at = range.start;
@@ -102,7 +104,8 @@ impl Mapping {
         from.min(to)..to
     }
 
-    /// Copies the blocks of a range that are neither copies nor huge pages yet, while there is room and the mapping.
+    /// Copies the blocks of a range that are neither copies nor huge pages yet, while there is room and the
+    /// mapping.
     ///
     /// Whatever fails leaves the file mapped.
     fn copy(&self, range: &Range<usize>) {
@@ -124,8 +127,8 @@ impl Mapping {
     }
 }
 
-/// Whether the block at this address of this process is one huge page; false where the kernel (before 6.7) does not
-/// say.
+/// Whether the block at this address of this process is one huge page; false where the kernel (before 6.7)
+/// does not say.
 fn is_huge(address: usize) -> bool {
     const HUGE: u64 = 1 << 6;
     /// `PAGEMAP_SCAN` of the kernel's `linux/fs.h`.
@@ -135,8 +138,9 @@ fn is_huge(address: usize) -> bool {
     // the regions found: start, end and categories of each
     let mut found = [0_u64; 3];
     let (start, end) = (address as u64, (address + BLOCK_BYTES) as u64);
-    // `struct pm_scan_arg`: its size, flags, start, end, the end of the walk, regions and how many fit, the most
-    // pages, inverted categories, those that all are asked for, those of which one is, and those that are told
+    // `struct pm_scan_arg`: its size, flags, start, end, the end of the walk, regions and how many fit, the
+    // most pages, inverted categories, those that all are asked for, those of which one is, and those that
+    // are told
     let mut scan = [96, 0, start, end, 0, found.as_mut_ptr().addr() as u64, 1, 0, 0, HUGE, 0, HUGE];
     // SAFETY: the kernel reads and writes the argument, which is as long as it says, and one region.
     let regions = unsafe { libc::ioctl(pagemap.as_raw_fd(), SCAN as libc::Ioctl, scan.as_mut_ptr()) };
@@ -165,16 +169,16 @@ fn has_room(bytes: usize) -> bool {
     *huge && free.saturating_sub(bytes as u64) > topology::memory_bytes() / 2
 }
 
-/// Puts a copy of the bytes of the file in the place of their mapping at `address`; `None` if it could not, in
-/// which case the mapping is as it was.
+/// Puts a copy of the bytes of the file in the place of their mapping at `address`; `None` if it could not,
+/// in which case the mapping is as it was.
 fn replace(address: usize, file: &File, offset: usize, bytes: usize) -> Option<()> {
     let copy = aligned(bytes)?;
     // SAFETY: the memory is ours, whole, zeroed and as long as that.
     let to = unsafe { std::slice::from_raw_parts_mut(copy.cast(), bytes) };
     let read = file.read_exact_at(to, offset as u64);
-    // SAFETY: both ranges are whole pages, the first is ours alone, and the second lies inside a mapping that its
-    // owner has and unmaps as a whole. Whoever reads there meanwhile waits for the kernel, which has the pages of
-    // either, of equal bytes.
+    // SAFETY: both ranges are whole pages, the first is ours alone, and the second lies inside a mapping
+    // that its owner has and unmaps as a whole. Whoever reads there meanwhile waits for the kernel, which
+    // has the pages of either, of equal bytes.
     unsafe {
         if read.is_ok() && libc::mprotect(copy, bytes, libc::PROT_READ) == 0 {
             let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;

@@ -28,7 +28,7 @@ pub struct AdapterOverrides {
     pub without_subgroups: bool,
     /// Whether to avoid products of matrices by subgroups even if the adapter has them.
     pub without_matrices: bool,
-    /// Whether to prefer matrices of 16 by 16, which no adapter has shown to be right yet, to those of 8 by 8.
+    /// Whether to prefer matrices of 16 by 16, which no adapter has shown to be right yet.
     pub matrices_of_16: bool,
     /// Maximum bytes per binding, if lower than the adapter's limit.
     pub binding_bytes_max: Option<u64>,

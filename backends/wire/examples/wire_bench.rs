@@ -374,7 +374,7 @@ fn run(options: &mut Options) -> Outcome<()> {
                 target.ask(parcel)?;
                 asked += 1;
             }
-            // as many as are under way may be in the other end's slots, so that both ends work at the same time
+            // as many as are under way may be in the other end's slots, so that both ends work at once
             while asked > depth as u64 * work.batch * work.piece_bytes.div_ceil(PARCEL_BYTES) {
                 target.answer()?;
                 asked -= 1;
