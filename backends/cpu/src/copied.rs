@@ -21,7 +21,7 @@ const BLOCKS_AT_ONCE: usize = 8;
 
 /// The copies of a mapping, which no longer change it once this is dropped.
 #[derive(Debug)]
-pub(crate) struct Copies(Arc<Mapping>);
+pub(crate) struct HugeCopies(Arc<Mapping>);
 
 /// What the copying thread is asked for.
 type Wanted = (Arc<Mapping>, Range<usize>);
@@ -36,13 +36,13 @@ struct Mapping {
     copied: Mutex<Vec<bool>>,
 }
 
-impl Copies {
+impl HugeCopies {
     /// No copies yet of the mapping of a whole file.
-    pub(crate) fn of(map: &[u8], file: File) -> Copies {
+    pub(crate) fn of(map: &[u8], file: File) -> HugeCopies {
         let start = map.as_ptr().addr();
         let first = start.next_multiple_of(BLOCK_BYTES);
         let blocks = (start + map.len()).saturating_sub(first) / BLOCK_BYTES;
-        Copies(Arc::new(Mapping { file, start, copied: Mutex::new(vec![false; blocks]) }))
+        HugeCopies(Arc::new(Mapping { file, start, copied: Mutex::new(vec![false; blocks]) }))
     }
 
     /// Has a range copied soon.
@@ -80,7 +80,7 @@ impl Copies {
     }
 }
 
-impl Drop for Copies {
+impl Drop for HugeCopies {
     fn drop(&mut self) {
         self.0.copied().clear();
     }
@@ -219,7 +219,7 @@ mod tests {
     const BYTES: usize = 9 * BLOCK_BYTES + 777;
 
     /// A file that no block begins with, and its mapping.
-    fn mapped(name: &str) -> (File, memmap2::Mmap, Copies) {
+    fn mapped(name: &str) -> (File, memmap2::Mmap, HugeCopies) {
         let path = std::env::temp_dir().join(format!("mixfleet-cpu-copied-{name}-{}", std::process::id()));
         let bytes: Vec<u8> = (0..BYTES).map(byte).collect();
         std::fs::write(&path, bytes).unwrap();
@@ -227,7 +227,7 @@ mod tests {
         std::fs::remove_file(&path).unwrap();
         // SAFETY: only the tests of this module have the file.
         let map = unsafe { memmap2::Mmap::map(&file).unwrap() };
-        let copies = Copies::of(&map, file.try_clone().unwrap());
+        let copies = HugeCopies::of(&map, file.try_clone().unwrap());
         (file, map, copies)
     }
 

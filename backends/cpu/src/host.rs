@@ -1,7 +1,7 @@
 //! Host memory for everyone: mapped files.
 
 #[cfg(target_os = "linux")]
-use crate::copied::Copies;
+use crate::copied::HugeCopies;
 #[cfg(target_os = "linux")]
 use crate::lost::MappedFileWatch;
 use mixfleet_hal::memory::FileStamp;
@@ -33,7 +33,7 @@ struct MappedFile {
     watch: Option<MappedFileWatch>,
     /// Dropped before the mapping.
     #[cfg(target_os = "linux")]
-    copies: Option<Copies>,
+    copies: Option<HugeCopies>,
     map: Option<memmap2::Mmap>,
 }
 
@@ -169,7 +169,7 @@ impl FileMapper for Mapper {
         #[cfg(target_os = "linux")]
         {
             mapped.watch = Some(MappedFileWatch::over(&map));
-            mapped.copies = Some(Copies::of(&map, mapped.file.try_clone()?));
+            mapped.copies = Some(HugeCopies::of(&map, mapped.file.try_clone()?));
         }
         mapped.map = Some(map);
         Ok(Arc::new(mapped))

@@ -75,9 +75,8 @@ impl InstanceLayout {
     }
 
     /// The layouts of so many devices of a part that `engine` runs and that are worth a try. Stages stand in
-    /// for tensor parallelism
-    /// where a model does not divide so, and beside it where devices have no links of their own, since sums
-    /// over a host's bus take longer than stages idle, and beyond a server.
+    /// for tensor parallelism where a model does not divide so, and beside it where devices have no links of
+    /// their own, since sums over a host's bus take longer than stages idle, and beyond a server.
     pub(super) fn all(devices: u32, part: &Part, shape: &ModelShape, engine: &KnownEngine) -> Vec<Self> {
         let is_bus = devices > 1 && Interconnect::of(part, DEVICES_MAX).is_bus();
         let in_stages =
