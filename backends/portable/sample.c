@@ -169,8 +169,36 @@ DEVICE ulong worth_of(const Row* row, bool counting, Run run) {
     return group_total(sum, row->scratch);
 }
 
+// The shortest run that is worth `target` among tokens that are listed, a thread for each.
+DEVICE Run shortest_listed(const Row* row, bool counting, ulong target, Run within, IN_LOCAL uint* found) {
+    const uint lid = THREAD, count = row->listed;
+    IN_LOCAL ulong* parts = row->scratch;
+    ulong own = 0;
+    Run run = within;
+    BARRIER();
+    if (lid < count) {
+        run.key = row->keys[lid];
+        run.id = row->ids[lid];
+        own = worth(row, counting, within, run.key, run.id);
+    }
+    parts[lid] = own;
+    BARRIER();
+    if (own > 0) {
+        ulong sum = 0;
+        for (uint i = 0; i < count; ++i) {
+            if (holds(run, row->keys[i], row->ids[i])) sum += parts[i];
+        }
+        if (sum >= target && sum - own < target) *found = lid;
+    }
+    BARRIER();
+    run.key = row->keys[*found];
+    run.id = row->ids[*found];
+    return run;
+}
+
 // The shortest run that is worth `target`, where `within` is worth as much.
-DEVICE Run shortest(const Row* row, bool counting, ulong target, Run within, uint best) {
+DEVICE Run shortest(const Row* row, bool counting, ulong target, Run within, uint best, IN_LOCAL uint* found) {
+    if (row->listed <= GROUP) return shortest_listed(row, counting, target, within, found);
     Run run;
     uint low = within.key, high = best + 1;
     while (high - low > 1) {
@@ -239,6 +267,24 @@ DEVICE void list(Row* row, uint least, IN_LOCAL uint* count) {
     row->listed = *count <= LIST ? *count : ALL;
 }
 
+// Lists tokens among which a run that is worth `target` ends, if there are such that are few: those that weigh 2^-8 of
+// the best one and more, then lighter ones, down to 2^`lightest`. `run` becomes the run of what is listed.
+DEVICE void narrow(Row* row, Run* run, float lightest, ulong target, uint best, IN_LOCAL uint* count) {
+    for (float weight = -8.0f;; weight -= 8.0f) {
+        const bool last = !(weight > lightest);
+        const Run heavy = {key_of(row->best + (last ? lightest : weight) / row->scale), NO_TOKEN};
+        if (heavy.key > best || heavy.key <= KEY_NONE) return;
+        list(row, heavy.key, count);
+        if (row->listed == ALL) return;
+        if (worth_of(row, false, heavy) >= target) {
+            *run = heavy;
+            return;
+        }
+        row->listed = ALL;
+        if (last) return;
+    }
+}
+
 // Lists the best tokens, with their distance to the best one; nothing past the last token.
 DEVICE void list_tops(const Row* row, GLOBAL uint* top, uint tops) {
     ulong rank = ~(ulong)0;
@@ -252,8 +298,23 @@ DEVICE void list_tops(const Row* row, GLOBAL uint* top, uint tops) {
     }
 }
 
+// The sum of what the threads before this one have; `sums` has those up to each thread then.
+DEVICE ulong sum_before(ulong own, IN_LOCAL ulong* sums) {
+    const uint lid = THREAD;
+    BARRIER();
+    sums[lid] = own;
+    for (uint behind = 1; behind < GROUP; behind *= 2) {
+        BARRIER();
+        const ulong more = lid >= behind ? sums[lid - behind] : 0;
+        BARRIER();
+        sums[lid] += more;
+    }
+    BARRIER();
+    return sums[lid] - own;
+}
+
 // Draws from a run: the first token, by id, at which the cumulated weight passes a part of the sum. Each
-// thread has neighbouring tokens, and the one that has the token writes it to `found`.
+// thread has neighbouring tokens; the token is written to `found`.
 DEVICE void draw(const Row* row, Run run, ulong least, uint uniform, IN_LOCAL uint* found) {
     const uint lid = THREAD, share = (row->cols + GROUP * VEC - 1) / (GROUP * VEC) * VEC;
     const uint first = lid * share, end = first + share < row->cols ? first + share : row->cols;
@@ -267,23 +328,47 @@ DEVICE void draw(const Row* row, Run run, ulong least, uint uniform, IN_LOCAL ui
         }
     }
     IN_LOCAL ulong* sums = row->scratch;
+    const ulong before = sum_before(own, sums), target = part_of(sums[GROUP - 1], uniform);
+    // the thread that has the token hands its tokens to all, some to each
+    if (before <= target && target < sums[lid]) found[0] = lid;
     BARRIER();
-    sums[lid] = own;
-    for (uint behind = 1; behind < GROUP; behind *= 2) {
-        BARRIER();
-        const ulong before = lid >= behind ? sums[lid - behind] : 0;
-        BARRIER();
-        sums[lid] += before;
+    const uint owner = found[0], begin = owner * share, stop = begin + share < row->cols ? begin + share : row->cols;
+    const ulong rest = owner > 0 ? target - sums[owner - 1] : target;
+    const uint each = (share + GROUP - 1) / GROUP, at = begin + lid * each;
+    ulong weights = 0;
+    for (uint i = at; i < at + each && i < stop; ++i) {
+        const ulong w = worth(row, false, run, key_of(row->logits[i]), i);
+        if (w >= least) weights += w;
     }
-    BARRIER();
-    const ulong target = part_of(sums[GROUP - 1], uniform);
-    ulong sum = sums[lid] - own;
-    if (sum <= target && target < sums[lid]) {
-        for (uint i = first; i < end && sum <= target; ++i) {
+    ulong sum = sum_before(weights, sums);
+    if (sum <= rest && rest < sums[lid]) {
+        for (uint i = at; sum <= rest; ++i) {
             const ulong w = worth(row, false, run, key_of(row->logits[i]), i);
             if (w >= least) sum += w;
-            if (sum > target) *found = i;
+            if (sum > rest) found[0] = i;
         }
+    }
+    BARRIER();
+}
+
+// The same of a run whose tokens are listed, a thread for each.
+DEVICE void draw_listed(const Row* row, Run run, ulong least, uint uniform, IN_LOCAL uint* found) {
+    const uint lid = THREAD, count = row->listed;
+    IN_LOCAL ulong* weights = row->scratch;
+    ulong own = 0;
+    BARRIER();
+    if (lid < count) own = worth(row, false, run, row->keys[lid], row->ids[lid]);
+    if (own < least) own = 0;
+    weights[lid] = own;
+    BARRIER();
+    if (own > 0) {
+        ulong total = 0, before = 0;
+        for (uint i = 0; i < count; ++i) {
+            total += weights[i];
+            if (row->ids[i] < row->ids[lid]) before += weights[i];
+        }
+        const ulong target = part_of(total, uniform);
+        if (before <= target && target < before + own) *found = row->ids[lid];
     }
     BARRIER();
 }
@@ -358,7 +443,7 @@ KERNEL_OF(GROUP, 1) sample(WRITES(f32, logits), READS(u32, parameters), READS(u3
         if (top_k > 0 && top_k < cols) {
             run.key = reached_by(&row, top_k, (uint)(mine >> 32), best_key);
             list(&row, run.key, found);
-            run = shortest(&row, true, top_k, run, best_key);
+            run = shortest(&row, true, top_k, run, best_key, found);
         }
         if (top_p != 0xFFFFFFFFu) {
             const ulong total = worth_of(&row, false, run);
@@ -368,21 +453,17 @@ KERNEL_OF(GROUP, 1) sample(WRITES(f32, logits), READS(u32, parameters), READS(u3
                 // Tokens that weigh less than this weigh less than the rest together, so that the run ends
                 // before them. The sum decides, whatever rounding does to the logit.
                 const float lightest = (float)(total - target) / (float)cols * 4.5474735e-13f;
-                const Run heavy = {key_of(row.best + LOG2(lightest) / scale), NO_TOKEN};
-                if (heavy.key <= best_key && heavy.key > KEY_NONE) {
-                    list(&row, heavy.key, found);
-                    if (worth_of(&row, false, heavy) >= target) {
-                        run = heavy;
-                    } else {
-                        row.listed = ALL;
-                    }
-                }
+                narrow(&row, &run, LOG2(lightest), target, best_key, found);
             }
-            run = shortest(&row, false, target, run, best_key);
+            run = shortest(&row, false, target, run, best_key, found);
         }
         const uint min_bits = FLOAT_BITS(min_p);
         const ulong least = min_bits >> 31 ? 0 : min_bits >= 0x3F800000u ? ONE : fixed_of(min_p, 0);
-        draw(&row, run, least, uniform, found);
+        if (row.listed <= GROUP) {
+            draw_listed(&row, run, least, uniform, found);
+        } else {
+            draw(&row, run, least, uniform, found);
+        }
     }
     if (logprobs == false || best_key == KEY_WRONG || best_key <= KEY_NONE) {
         if (lid == 0) {

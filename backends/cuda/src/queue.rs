@@ -5,7 +5,7 @@ use crate::device::Shared;
 use crate::driver::{At, Context, DeviceMemory, Event, Function, GraphExec, Stream};
 use crate::libraries::guarded;
 use crate::memory::Memory;
-use crate::plan::{self, DeviceRange, KernelArg, KernelLaunch, Matmul, PlanStep, PlanTarget};
+use crate::plan::{self, DeviceRange, KernelArg, KernelLaunch, Matmul, PlanStep, PlanTarget, Written};
 use cudarc::driver::{result, sys};
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::command::ClockKind;
@@ -155,16 +155,20 @@ impl CudaQueue {
             buffers.extend(cmd.args().iter().cloned());
         }
         let mut works = Vec::with_capacity(cmds.len());
-        let mut at = 0;
+        let (mut at, mut written) = (0, Written::default());
         while let Some((sig, places)) = ops.get(at) {
-            if let Some((count, steps)) = plan::fused(&ops[at..], &self.target)? {
+            if let Some((count, mut steps)) = plan::fused(&ops[at..], &self.target)? {
+                written.settle(&mut steps);
                 for step in steps {
                     works.push(self.work(step)?);
                 }
+                written.add(&ops[at..at + count]);
                 at += count;
                 continue;
             }
-            for step in self.steps(sig, places)? {
+            let mut steps = self.steps(sig, places)?;
+            written.settle(&mut steps);
+            for step in steps {
                 works.push(match (step, peers[at]) {
                     // a device that was opened twice has one context
                     (PlanStep::Copy(from, to, bytes), Some(peer)) if !peer.is(&self.shared.context) => {
@@ -173,6 +177,7 @@ impl CudaQueue {
                     (step, _) => self.work(step)?,
                 });
             }
+            written.add(&ops[at..=at]);
             at += 1;
         }
         buffers.sort_by_key(|slice| Arc::as_ptr(&slice.buffer).cast::<u8>() as usize);
@@ -223,10 +228,16 @@ impl CudaQueue {
         })
     }
 
-    /// Enqueues one step on the stream.
-    fn enqueue(&self, work: &Work) -> Result<()> {
+    /// Enqueues the steps of a batch. The first one begins when all before the batch is done, so that what is
+    /// launched early behind it finds that done too.
+    fn enqueue_all(&self, works: &[Work]) -> Result<()> {
+        works.iter().enumerate().try_for_each(|(number, work)| self.enqueue(work, number > 0))
+    }
+
+    /// Enqueues one step on the stream; a kernel `early`, if it waits for what is before it by itself.
+    fn enqueue(&self, work: &Work, early: bool) -> Result<()> {
         match work {
-            Work::Kernel { function, launch } => self.launch(function, launch),
+            Work::Kernel { function, launch } => self.launch(function, launch, early),
             Work::Matmul(product) => match &self.shared.blas {
                 Some(blas) => blas.run(product, self.stream.raw, self.target.scratch.address),
                 None => Err(Error::new(ErrorKind::Other, "cuda: a product without cuBLASLt")),
@@ -249,7 +260,7 @@ impl CudaQueue {
         }
     }
 
-    fn launch(&self, function: &Function, launch: &KernelLaunch) -> Result<()> {
+    fn launch(&self, function: &Function, launch: &KernelLaunch, early: bool) -> Result<()> {
         let mut values: Vec<u64> = launch
             .args
             .iter()
@@ -257,6 +268,7 @@ impl CudaQueue {
                 KernelArg::Address(value) | KernelArg::U64(value) => value,
                 KernelArg::U32(value) => value.into(),
                 KernelArg::F32(value) => value.to_bits().into(),
+                KernelArg::Settled(_) => 0,
             })
             .collect();
         // little endian: a 32-bit argument is the first half of its word
@@ -265,9 +277,10 @@ impl CudaQueue {
         // SAFETY: the arguments match the kernel's signature (the plan and the kernels are written side by
         // side, and a test runs the same plans through the kernels' own types); `Cmd` checked that each
         // operand lies inside its buffer, kernels check every index that they load, and buffers outlive the
-        // batch. Kernels begin with START of every operand, which a test checks.
+        // batch. Kernels begin with START of every operand, which a test checks, but for weights that nothing
+        // of the batch writes before.
         unsafe {
-            if self.shared.architecture.follows() {
+            if early && self.shared.architecture.follows() {
                 self.stream.launch_early(function, (launch.grid, threads), shared_bytes, &mut args)
             } else {
                 let threads = (threads, 1, 1);
@@ -293,7 +306,7 @@ impl CudaQueue {
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: the stream is alive, and this thread captures nothing else.
         unsafe { result::stream::begin_capture(self.stream.raw, mode) }.at("cuStreamBeginCapture")?;
-        let launched = works.iter().try_for_each(|work| self.enqueue(work));
+        let launched = self.enqueue_all(works);
         // SAFETY: the capture was begun above; it is ended whatever happened in between.
         let graph = unsafe { result::stream::end_capture(self.stream.raw) }.at("cuStreamEndCapture");
         launched?;
@@ -354,7 +367,7 @@ impl CudaQueue {
             let launched = unsafe { result::graph::launch(graph.raw, self.stream.raw) };
             launched.at("cuGraphLaunch")?;
         } else {
-            recorded.works.iter().try_for_each(|work| self.enqueue(work))?;
+            self.enqueue_all(&recorded.works)?;
         }
         Ok(Some((Arc::new(start), Arc::new(self.shared.events.record(&self.stream)?))))
     }

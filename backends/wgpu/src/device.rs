@@ -28,8 +28,6 @@ pub struct AdapterOverrides {
     pub without_subgroups: bool,
     /// Whether to avoid products of matrices by subgroups even if the adapter has them.
     pub without_matrices: bool,
-    /// Whether to prefer matrices of 16 by 16, which no adapter has shown to be right yet.
-    pub matrices_of_16: bool,
     /// Maximum bytes per binding, if lower than the adapter's limit.
     pub binding_bytes_max: Option<u64>,
 }
@@ -123,8 +121,7 @@ fn matrices(adapter: &Adapter, tuning: AdapterOverrides) -> Option<MatrixUnit> {
         return None;
     }
     let listed = adapter.cooperative_matrix_properties();
-    let edges: &[u32] = if tuning.matrices_of_16 { &[16, 8] } else { &[8] };
-    let edge = edges.iter().copied().find(|&edge| {
+    let edge = [16, 8].into_iter().find(|&edge| {
         listed.iter().any(|one| {
             [one.m_size, one.n_size, one.k_size] == [edge; 3]
                 && (one.ab_type, one.cr_type) == (CooperativeScalarType::F16, CooperativeScalarType::F32)

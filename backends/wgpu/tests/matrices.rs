@@ -68,17 +68,6 @@ fn products_by_matrices_conform() {
 }
 
 #[test]
-fn products_by_larger_matrices_conform() {
-    let larger = AdapterOverrides { matrices_of_16: true, ..AdapterOverrides::default() };
-    let Some(device) = opened(larger) else { return };
-    if !device.info().notes.iter().any(|(name, note)| name == "matrices" && note.starts_with("16 ")) {
-        eprintln!("SKIPPED: {} has no matrices of 16 by 16", device.info().name);
-        return;
-    }
-    conform(&device, products());
-}
-
-#[test]
 fn products_by_matrices_of_cut_weights_conform() {
     let cut = AdapterOverrides { binding_bytes_max: Some(32 << 10), ..AdapterOverrides::default() };
     let Some(device) = opened(cut) else { return };

@@ -197,7 +197,7 @@ impl Card<'_> {
         }
         if let (Some(batch), Some(command)) = (f.launch_s, f.launch_per_command_s) {
             let (batch, command) = (scaled(batch, "s"), scaled(command, "s"));
-            let more = f.dependence_s.map(|s| format!(", {} more after an unlike one", scaled(s, "s")));
+            let more = f.dependence_s.map(|s| format!(", {} more in a layer", scaled(s, "s")));
             let more = more.unwrap_or_default();
             self.line("launch", &format!("{batch} a batch, {command} a command{more}"));
         }

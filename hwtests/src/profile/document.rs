@@ -328,7 +328,7 @@ pub struct Fits {
     /// The same time on the host's clock, which is larger if the host feeds the device too slowly.
     #[serde(default)]
     pub launch_per_command_host_s: Option<f64>,
-    /// Additional cost of a command that depends on the previous one and is of another kind.
+    /// Cost of a command of a layer beyond `launch_per_command_s`; negative where the device joins some.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dependence_s: Option<f64>,
     /// Cost of copies from host memory to the device.

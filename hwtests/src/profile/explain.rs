@@ -132,11 +132,12 @@ const MEASURED: &[Metric] = &[
     },
     Metric {
         name: "launch",
-        meaning: "What a batch costs on an idle queue beyond its work (`launch`), each command in it (`a command`), and one that \
-                  needs an unlike one before it (`more after an unlike one`).",
+        meaning: "What a batch costs on an idle queue beyond its work (`launch`), each command in it (`a command`), and one of a \
+                  model's layer (`more in a layer`).",
         method: "Host time of batches of 0, 1 and 100 commands that do next to nothing, submitted and recorded. The \
                  device's own time for them is subtracted; the rest of every other point is without these costs. \
-                 Dependence: a chain of norm, product, activation, product, against the same commands alone.",
+                 Dependence: a chain of norm, gate, up, activation, product, against the same commands alone; \
+                 negative where the device joins some.",
         decides: "The floor of a decode step of a small model; whether recording pays.",
         typical: "CPUs: 5 to 20 us a batch; GPUs: 5 to 15 us a batch, 2 to 5 us a command, 1 us or less when replayed.",
     },

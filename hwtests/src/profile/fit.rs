@@ -149,9 +149,10 @@ impl ProfileDocument {
             name: self.device.name.clone(),
             fingerprint: self.device.fingerprint.clone(),
             launch: Seconds(self.fits.launch_s.unwrap_or(0.0)),
-            // serving runs chains of unlike commands
+            // serving runs the commands of layers
             launch_per_command: Seconds(
-                self.fits.launch_per_command_s.unwrap_or(0.0) + self.fits.dependence_s.unwrap_or(0.0),
+                (self.fits.launch_per_command_s.unwrap_or(0.0) + self.fits.dependence_s.unwrap_or(0.0))
+                    .max(0.0),
             ),
             bandwidths: self.bandwidths(),
             host_to_device: copy_cost(&self.fits.host_to_device),

@@ -51,16 +51,25 @@ DEVICE void load_x(const uint4* from, uint parts[SPLIT][4]) {
 #endif
 }
 
-// Begins to copy a lane's part of the step at `at` along k: two rows of weights for each row tile, and TILES rows of x.
-DEVICE void fetch(uint4* slot, const TYPE(WEIGHT)* const* lines, const TYPE(X)* x, uint m, uint k, uint at) {
-    const uint g = THREAD % 32 / 4;
+// Where a lane is among the copies of its part: how many steps are begun, the next one's place along k and in the ring.
+typedef struct {
+    uint fetched, next, into;
+} Ahead;
+
+// Begins to copy a lane's part of the step at `at` along k: two rows of weights for each row tile.
+DEVICE void fetch_weights(uint4* slot, const TYPE(WEIGHT)* const* lines, uint k, uint at) {
     const bool inside = at < k;
 #pragma unroll
     for (uint r = 0; r < 2 * ROW_TILES; ++r) copy16_of_line(slot + 32 * r, lines[r] + (inside ? at : 0), inside);
+}
+
+// And of TILES rows of x.
+DEVICE void fetch_x(uint4* slot, const TYPE(X)* x, uint m, uint k, uint at) {
+    const uint g = THREAD % 32 / 4;
 #pragma unroll
     for (uint c = 0; c < TILES; ++c) {
         const uint row = 8 * c + g;
-        const bool present = inside && row < m;
+        const bool present = at < k && row < m;
         const TYPE(X)* from = x + (present ? (ulong)row * k + at : 0);
 #pragma unroll
         for (uint i = 0; i < X_VECTORS; ++i)
@@ -68,36 +77,72 @@ DEVICE void fetch(uint4* slot, const TYPE(WEIGHT)* const* lines, const TYPE(X)* 
     }
 }
 
+DEVICE uint4* ring_of(uchar* memory) {
+    return (uint4*)memory + THREAD / 32 * STAGES * PAIR * SLOT * 32 + THREAD % 32;
+}
+
+// Steps of a warp.
+DEVICE uint steps_of(uint k) {
+    const uint chunks = (k + 32 * STEPS - 1) / (32 * STEPS), warp = THREAD / 32;
+    return chunks > warp ? (chunks - warp + WARPS - 1) / WARPS * STEPS : 0;
+}
+
+DEVICE Ahead at_start(void) {
+    const Ahead start = {0, THREAD / 32 * 32 * STEPS + 8 * (THREAD % 4), 0};
+    return start;
+}
+
+DEVICE void go_on(Ahead* ahead) {
+    ahead->fetched += PAIR;
+    ahead->next += ahead->fetched % STEPS == 0 ? 32 * (STEPS * (WARPS - 1) + PAIR) : 32 * PAIR;
+    ahead->into = ahead->into + 1 == STAGES ? 0 : ahead->into + 1;
+}
+
+// Copies of a pair of steps; `call` begins those of one, given its slot and its place along k.
+#define FETCH_PAIR(ahead, call)                                                                                 \
+    do {                                                                                                        \
+        for (uint i = 0; i < PAIR; ++i) {                                                                       \
+            uint4* const slot = ring + ((ahead).into * PAIR + i) * SLOT * 32;                                   \
+            const uint at = (ahead).next + 32 * i;                                                              \
+            if ((ahead).fetched < count) call;                                                                  \
+        }                                                                                                       \
+        go_on(&(ahead));                                                                                        \
+    } while (0)
+
+// Begins to copy the weights of the first steps, which hides the launches before this one where those leave the
+// weights as they are. What is written before must be visible otherwise.
+DEVICE void fetch_first_weights(uchar* memory, const TYPE(WEIGHT)* const* lines, uint k) {
+    uint4* const ring = ring_of(memory);
+    const uint count = steps_of(k);
+    Ahead ahead = at_start();
+#pragma unroll
+    for (uint i = 0; i < STAGES - 1; ++i) FETCH_PAIR(ahead, fetch_weights(slot, lines, k, at));
+}
+
 // The sums of a block over k: [WARPS][COLS][ROWS] in `memory`, which the copies use before. lines: rows g and g + 8 of
-// each row tile of the weights.
+// each row tile of the weights, the first steps of which are under way.
 DEVICE float* multiply(uchar* memory, const TYPE(WEIGHT)* const* lines, const TYPE(X)* x, uint m, uint k) {
     const uint lane = THREAD % 32, warp = THREAD / 32, g = lane / 4, t = lane % 4;
     float acc[ROW_TILES][TILES][4]; // C fragments: rows g, g + 8 of the weights, columns 2t, 2t + 1 of x's rows
     for (uint r = 0; r < ROW_TILES; ++r)
         for (uint c = 0; c < TILES; ++c)
             for (uint i = 0; i < 4; ++i) acc[r][c][i] = 0.0f;
-    uint4* const ring = (uint4*)memory + warp * STAGES * PAIR * SLOT * 32 + lane;
-    const uint chunks = (k + 32 * STEPS - 1) / (32 * STEPS);
-    const uint count = chunks > warp ? (chunks - warp + WARPS - 1) / WARPS * STEPS : 0;
-    uint next = warp * 32 * STEPS + 8 * t, fetched = 0; // of the copies: where along k, and how many steps
-    uint into = 0, from = 0;                            // places in the ring
-#define FETCH_NEXT()                                                                                            \
-    do {                                                                                                        \
-        for (uint i = 0; i < PAIR; ++i)                                                                         \
-            if (fetched < count) fetch(ring + (into * PAIR + i) * SLOT * 32, lines, x, m, k, next + 32 * i);    \
-        copies_close();                                                                                         \
-        fetched += PAIR;                                                                                        \
-        next += fetched % STEPS == 0 ? 32 * (STEPS * (WARPS - 1) + PAIR) : 32 * PAIR;                           \
-        into = into + 1 == STAGES ? 0 : into + 1;                                                               \
-    } while (0)
+    uint4* const ring = ring_of(memory);
+    const uint count = steps_of(k);
+    Ahead ahead = at_start();
 #pragma unroll
-    for (uint i = 0; i < STAGES - 1; ++i) FETCH_NEXT();
+    for (uint i = 0; i < STAGES - 1; ++i) {
+        FETCH_PAIR(ahead, fetch_x(slot, x, m, k, at));
+        copies_close();
+    }
+    uint from = 0; // place in the ring
     for (uint step = 0; step < count; step += PAIR) {
         copies_wait<STAGES - 2>();
         const uint4* const stage = ring + from * PAIR * SLOT * 32;
         from = from + 1 == STAGES ? 0 : from + 1;
         // the place before this one, whose elements are in registers by now
-        FETCH_NEXT();
+        FETCH_PAIR(ahead, (fetch_weights(slot, lines, k, at), fetch_x(slot, x, m, k, at)));
+        copies_close();
 #pragma unroll
         for (uint i = 0; i < PAIR; ++i) {
             const uint4* const slot = stage + i * SLOT * 32;

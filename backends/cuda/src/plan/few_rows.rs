@@ -149,6 +149,7 @@ pub(super) fn together(ops: &[PlannedOp], target: &PlanTarget) -> Result<Option<
         args.extend([1, bias, one.places.len() - 1].map(|i| KernelArg::Address(one.places[i].address)));
         let n = if number < count { one.shape.1 } else { 0 };
         args.extend([n, u32::from(one.has_bias) + 2 * u32::from(one.accumulate)].map(KernelArg::U32));
+        args.push(KernelArg::Settled(one.places[1]));
     }
     let (x, weight, out) = products[0].dtypes;
     let dtypes: [(&'static str, &dyn Macro); 3] = [("X", &x), ("WEIGHT", &weight), ("OUT", &out)];
@@ -170,6 +171,7 @@ fn gated(gate: &Product<'_>, up: &Product<'_>, op: &PlannedOp) -> Result<Option<
     let addresses = [&gate.places[0], &gate.places[1], &up.places[1], gate.out(), up.out(), &places[2]];
     let mut args: Vec<KernelArg> = addresses.map(|place| KernelArg::Address(place.address)).to_vec();
     args.extend([m, n, k].map(KernelArg::U32));
+    args.extend([gate, up].map(|one| KernelArg::Settled(one.places[1])));
     let dtypes: [(&'static str, &dyn Macro); 3] = [("X", &x), ("WEIGHT", &weight), ("OUT", &out)];
     // a block has one row tile of each
     kernel.launch(GATED, &dtypes, (u64::from(n.div_ceil(16)), args)).map(Some)

@@ -156,6 +156,7 @@ pub(super) fn plan(
                 args[3] = to.further(u64::from(row) * u64::from(n) * out.size_bytes());
                 args.push(KernelArg::U32(rows));
                 args.extend(last);
+                args.push(KernelArg::Settled(operands[1]));
                 let kernel = FewRows::new(rows, u64::from(n), split, target);
                 kernel.launch(ALONE, &dtypes, (kernel.blocks(n), args))
             });

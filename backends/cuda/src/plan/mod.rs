@@ -13,7 +13,7 @@ mod quantised;
 use crate::kernels::{KernelProgram, KernelSource, Macro};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::op::Extent;
-use mixfleet_hal::{DType, Error, KvShape, MatrixKind, OpSig, Result, RotaryPart, Support};
+use mixfleet_hal::{DType, Error, KvShape, MatrixKind, OpSig, OperandAccess, Result, RotaryPart, Support};
 
 /// A range of device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,6 +52,8 @@ pub enum KernelArg {
     U64(u64),
     /// A 32-bit float.
     F32(f32),
+    /// Whether no command before this one in its batch writes this range, as 1 or 0 ([`Written::settle`]).
+    Settled(DeviceRange),
 }
 
 impl KernelArg {
@@ -209,6 +211,35 @@ pub type PlannedOp = (OpSig, Vec<DeviceRange>);
 /// Whether two ranges share no byte.
 fn apart(a: &DeviceRange, b: &DeviceRange) -> bool {
     a.address + a.bytes <= b.address || b.address + b.bytes <= a.address
+}
+
+/// What the commands of a batch write, up to one of them.
+#[derive(Debug, Default)]
+pub struct Written(Vec<DeviceRange>);
+
+impl Written {
+    /// Adds what `ops` write.
+    pub fn add(&mut self, ops: &[PlannedOp]) {
+        for (sig, places) in ops {
+            for (operand, place) in sig.operands().iter().zip(places) {
+                if operand.access != OperandAccess::Read && !self.0.contains(place) {
+                    self.0.push(*place);
+                }
+            }
+        }
+    }
+
+    /// Answers the [`KernelArg::Settled`] of `steps`, which come after what was added.
+    pub fn settle(&self, steps: &mut [PlanStep]) {
+        for step in steps {
+            let PlanStep::Launch(launch) = step else { continue };
+            for arg in &mut launch.args {
+                if let KernelArg::Settled(range) = arg {
+                    *arg = KernelArg::U32(self.0.iter().all(|written| apart(written, range)).into());
+                }
+            }
+        }
+    }
 }
 
 /// Plans what the front of a batch does in fewer launches than one by one, bit by bit the same, and returns
@@ -444,5 +475,43 @@ pub fn support(sig: &OpSig, target: &PlanTarget) -> Support {
         }
         OpSig::AttnPrefill { .. } => attention::prefill_support(sig, target),
         _ => Support::Native,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn weights_are_settled_unless_the_batch_writes_them_before() {
+        let target = PlanTarget {
+            capability: 90,
+            wgmma: true,
+            multiprocessors: 132,
+            shared_bytes_max: 232_448,
+            blas: true,
+            scratch: DeviceRange { address: 0, bytes: 0 },
+        };
+        let (m, n, k, x) = (4, 64, 64, DType::Bf16);
+        let sig = OpSig::Gemm { m, n, k, x, weight: x, out: x, bias: false, accumulate: false };
+        let range = |address: u64, bytes: u64| DeviceRange { address, bytes };
+        let product = (sig, vec![range(0, 512), range(0x1000, 0x2000), range(0x4000, 512)]);
+        let settled = |before: &[PlannedOp]| {
+            let mut written = Written::default();
+            written.add(before);
+            let mut steps = plan(&product.0, &product.1, &target).unwrap();
+            written.settle(&mut steps);
+            let PlanStep::Launch(launch) = &steps[0] else { panic!("{steps:?}") };
+            *launch.args.last().unwrap()
+        };
+        let copy_to = |address: u64| {
+            (OpSig::Copy { bytes: 0x100 }, vec![range(0x1800, 0x100), range(address, 0x100)])
+        };
+        assert_eq!(settled(&[]), KernelArg::U32(1));
+        // what is beside them, or read
+        assert_eq!(settled(&[copy_to(0xF00), copy_to(0x3000), product.clone()]), KernelArg::U32(1));
+        for address in [0xF01, 0x1000, 0x2FFF] {
+            assert_eq!(settled(&[copy_to(address), copy_to(0x8000)]), KernelArg::U32(0), "{address:#x}");
+        }
     }
 }

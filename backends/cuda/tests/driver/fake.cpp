@@ -52,6 +52,7 @@ struct Stream {
     std::deque<std::function<void()>> steps;
     Graph* capture = nullptr;
     unsigned long long issued = 0, done = 0;
+    bool begun = false; // whether it has work since the last event or the begin of a capture
 };
 struct Event { int device; Stream* stream = nullptr; unsigned long long at = 0; bool asked = false; };
 
@@ -96,6 +97,7 @@ static int reach(const Event& event) {
 }
 
 static int put(Stream* stream, std::function<void()> step) {
+    stream->begun = true;
     if (stream->capture) {
         stream->capture->steps.push_back(step);
     } else {
@@ -174,6 +176,7 @@ API int cuEventRecord(Event* event, Stream* stream) {
     ENTER;
     if (event->device != stream->device) return INVALID_HANDLE;
     *event = {event->device, stream, stream->issued, false};
+    stream->begun = false;
     return SUCCESS;
 }
 // These are asked of events of any device, whichever is the calling thread's.
@@ -445,6 +448,8 @@ struct LaunchConfig {
 API int cuLaunchKernelEx(const LaunchConfig* config, Function* function, void** params, void** extra) {
     const int programmatic_stream_serialization = 6;
     if (config->count != 1 || *(int*)config->attributes != programmatic_stream_serialization) return INVALID_VALUE;
+    // what begins a batch waits for all that was before
+    if (!config->stream->begun) return INVALID_VALUE;
     return cuLaunchKernel(function, config->gx, config->gy, config->gz, config->bx, config->by, config->bz,
                           config->shared_bytes, config->stream, params, extra);
 }
@@ -453,6 +458,7 @@ API int cuStreamBeginCapture_v2(Stream* stream, int) {
     ENTER;
     if (stream->capture) return INVALID_VALUE;
     stream->capture = new Graph;
+    stream->begun = false;
     return SUCCESS;
 }
 API int cuStreamEndCapture(Stream* stream, Graph** graph) {

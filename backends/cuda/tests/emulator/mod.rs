@@ -6,7 +6,9 @@
 
 use libloading::Library;
 use mixfleet_cuda::kernels::KernelProgram;
-use mixfleet_cuda::plan::{self, DeviceRange, KernelArg, KernelLaunch, PlanStep, PlanTarget, PlannedOp};
+use mixfleet_cuda::plan::{
+    self, DeviceRange, KernelArg, KernelLaunch, PlanStep, PlanTarget, PlannedOp, Written,
+};
 use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::units::{Bytes, Seconds};
@@ -109,6 +111,7 @@ impl Programs {
                 KernelArg::Address(v) | KernelArg::U64(v) => v.to_ne_bytes(),
                 KernelArg::U32(v) => u64::from(*v).to_ne_bytes(),
                 KernelArg::F32(v) => u64::from(v.to_bits()).to_ne_bytes(),
+                KernelArg::Settled(_) => panic!("{}: an argument that is not settled", launch.kernel),
             })
             .collect();
         let mut args: Vec<*mut c_void> = values.iter_mut().map(|value| value.as_mut_ptr().cast()).collect();
@@ -327,13 +330,15 @@ impl EmulatedQueue {
         let place =
             |cmd: &Cmd| Ok((*cmd.sig(), cmd.args().iter().map(Memory::place).collect::<Result<_>>()?));
         let ops = cmds.iter().map(place).collect::<Result<Vec<PlannedOp>>>()?;
-        let (mut steps, mut rest) = (Vec::new(), &ops[..]);
+        let (mut steps, mut rest, mut written) = (Vec::new(), &ops[..], Written::default());
         while let Some((sig, places)) = rest.first() {
-            let (count, more) = match plan::fused(rest, &self.target)? {
+            let (count, mut more) = match plan::fused(rest, &self.target)? {
                 Some(fused) => fused,
                 None => (1, plan::plan(sig, places, &self.target)?),
             };
+            written.settle(&mut more);
             steps.extend(more);
+            written.add(&rest[..count]);
             rest = &rest[count..];
         }
         self.launched.fetch_add(steps.len(), Ordering::Relaxed);
