@@ -2,15 +2,12 @@
 
 KERNEL_OF(32 * WARPS, 1) gemm_few_rows(OPERANDS, uint settled) {
     SHARED_BYTES(memory);
-    const uint g = THREAD % 32 / 4, tiles = (n + ROWS - 1) / ROWS;
-    const auto lines_of = [&](uint tile, const TYPE(WEIGHT)** lines) {
-        for (uint r = 0; r < 2 * ROW_TILES; ++r) lines[r] = row_of(weight, tile * ROWS + 8 * r + g, n, k);
-    };
-    if (settled) fetch_first_weights(memory, k, tiles, lines_of);
+    const uint g = THREAD % 32 / 4, row0 = GROUP_X * ROWS;
+    const TYPE(WEIGHT)* lines[2 * ROW_TILES];
+    for (uint r = 0; r < 2 * ROW_TILES; ++r) lines[r] = row_of(weight, row0 + 8 * r + g, n, k);
+    if (settled) fetch_first_weights(memory, lines, k);
     START_OPERANDS;
-    if (!settled) fetch_first_weights(memory, k, tiles, lines_of);
-    multiply(memory, x, m, k, tiles, lines_of, [&](uint tile, const float* sums) {
-        const uint row0 = tile * ROWS;
-        FINISH_ALL(sums);
-    });
+    if (!settled) fetch_first_weights(memory, lines, k);
+    const float* sums = multiply(memory, lines, x, m, k);
+    FINISH_ALL(sums);
 }

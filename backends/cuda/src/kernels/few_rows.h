@@ -2,14 +2,12 @@
 // bandwidth. X, WEIGHT (bf16 or f16), OUT; m <= 8 TILES. k is a multiple of 8 and rows are aligned to 16 bytes.
 //
 // The weights are the left operand, 16 rows of them to an instruction: the order of k is free as long as both operands
-// agree, so a lane takes 8 neighbours along k of its two rows for two instructions. A tile is ROW_TILES * 16 weight
-// rows; the warps of a block share k, and their sums meet in shared memory, in a fixed order. There are as many blocks
-// as the device holds, and each goes through tiles.
+// agree, so a lane takes 8 neighbours along k of its two rows for two instructions. A block is ROW_TILES * 16 weight
+// rows; its warps share k, and their sums meet in shared memory, in a fixed order.
 //
-// A lane copies what it will multiply to a place of its own in shared memory, STAGES pairs of steps ahead, beyond the
-// end of a tile too: so many bytes are under way without a register for each, at all times, and no thread waits for
-// another but where sums meet. On an H200 it was slower with rows brought to the second cache before, and with a warp
-// to each row of weights.
+// A lane copies what it will multiply to a place of its own in shared memory, STAGES pairs of steps ahead: so many bytes
+// are under way without a register for each, and no thread waits for another. On an H200 it was slower with rows brought
+// to the second cache before, and with a warp to each row of weights.
 //
 // An f32 x is the exact sum of three bf16 (8 + 8 + 8 bits of fraction), each multiplied exactly: SPLIT 3.
 
@@ -53,11 +51,9 @@ DEVICE void load_x(const uint4* from, uint parts[SPLIT][4]) {
 #endif
 }
 
-// Where a lane is among the copies of its part: the tile and its lines, rows g and g + 8 of each of its row tiles; how
-// many steps of it are begun, the next one's place along k, and its place in the ring.
+// Where a lane is among the copies of its part: how many steps are begun, the next one's place along k and in the ring.
 typedef struct {
-    const TYPE(WEIGHT)* lines[2 * ROW_TILES];
-    uint tile, fetched, next, into;
+    uint fetched, next, into;
 } Ahead;
 
 // Begins to copy a lane's part of the step at `at` along k: two rows of weights for each row tile.
@@ -91,28 +87,15 @@ DEVICE uint steps_of(uint k) {
     return chunks > warp ? (chunks - warp + WARPS - 1) / WARPS * STEPS : 0;
 }
 
-DEVICE uint start_of_k(void) { return THREAD / 32 * 32 * STEPS + 8 * (THREAD % 4); }
-
-// The first pair of steps of a block; `lines_of` gives the lines of a tile.
-template <class Lines> DEVICE Ahead at_start(uint tiles, Lines lines_of) {
-    Ahead ahead;
-    ahead.tile = GROUP_X;
-    ahead.fetched = ahead.into = 0;
-    ahead.next = start_of_k();
-    if (ahead.tile < tiles) lines_of(ahead.tile, ahead.lines);
-    return ahead;
+DEVICE Ahead at_start(void) {
+    const Ahead start = {0, THREAD / 32 * 32 * STEPS + 8 * (THREAD % 4), 0};
+    return start;
 }
 
-// The pair of steps after this one, which may be of the next tile.
-template <class Lines> DEVICE void go_on(Ahead* ahead, uint count, uint tiles, Lines lines_of) {
-    ahead->into = ahead->into + 1 == STAGES ? 0 : ahead->into + 1;
+DEVICE void go_on(Ahead* ahead) {
     ahead->fetched += PAIR;
     ahead->next += ahead->fetched % STEPS == 0 ? 32 * (STEPS * (WARPS - 1) + PAIR) : 32 * PAIR;
-    if (ahead->fetched < count) return;
-    ahead->tile += gridDim.x;
-    ahead->fetched = 0;
-    ahead->next = start_of_k();
-    if (ahead->tile < tiles) lines_of(ahead->tile, ahead->lines);
+    ahead->into = ahead->into + 1 == STAGES ? 0 : ahead->into + 1;
 }
 
 // Copies of a pair of steps; `call` begins those of one, given its slot and its place along k.
@@ -121,84 +104,81 @@ template <class Lines> DEVICE void go_on(Ahead* ahead, uint count, uint tiles, L
         for (uint i = 0; i < PAIR; ++i) {                                                                       \
             uint4* const slot = ring + ((ahead).into * PAIR + i) * SLOT * 32;                                   \
             const uint at = (ahead).next + 32 * i;                                                              \
-            if ((ahead).tile < tiles && (ahead).fetched < count) call;                                          \
+            if ((ahead).fetched < count) call;                                                                  \
         }                                                                                                       \
-        go_on(&(ahead), count, tiles, lines_of);                                                                \
+        go_on(&(ahead));                                                                                        \
     } while (0)
 
 // Begins to copy the weights of the first steps, which hides the launches before this one where those leave the
 // weights as they are. What is written before must be visible otherwise.
-template <class Lines> DEVICE void fetch_first_weights(uchar* memory, uint k, uint tiles, Lines lines_of) {
+DEVICE void fetch_first_weights(uchar* memory, const TYPE(WEIGHT)* const* lines, uint k) {
     uint4* const ring = ring_of(memory);
     const uint count = steps_of(k);
-    Ahead ahead = at_start(tiles, lines_of);
+    Ahead ahead = at_start();
 #pragma unroll
-    for (uint i = 0; i < STAGES - 1; ++i) FETCH_PAIR(ahead, fetch_weights(slot, ahead.lines, k, at));
+    for (uint i = 0; i < STAGES - 1; ++i) FETCH_PAIR(ahead, fetch_weights(slot, lines, k, at));
 }
 
-// Multiplies the tiles of a block, the first weights of which are under way. `finish` gets each with its sums over k,
-// [WARPS][COLS][ROWS] in `memory` behind the ring.
-template <class Lines, class Finish>
-DEVICE void multiply(uchar* memory, const TYPE(X)* x, uint m, uint k, uint tiles, Lines lines_of, Finish finish) {
+// The sums of a block over k: [WARPS][COLS][ROWS] in `memory`, which the copies use before. lines: rows g and g + 8 of
+// each row tile of the weights, the first steps of which are under way.
+DEVICE float* multiply(uchar* memory, const TYPE(WEIGHT)* const* lines, const TYPE(X)* x, uint m, uint k) {
     const uint lane = THREAD % 32, warp = THREAD / 32, g = lane / 4, t = lane % 4;
+    float acc[ROW_TILES][TILES][4]; // C fragments: rows g, g + 8 of the weights, columns 2t, 2t + 1 of x's rows
+    for (uint r = 0; r < ROW_TILES; ++r)
+        for (uint c = 0; c < TILES; ++c)
+            for (uint i = 0; i < 4; ++i) acc[r][c][i] = 0.0f;
     uint4* const ring = ring_of(memory);
-    float* const sums = (float*)(memory + WARPS * STAGES * PAIR * SLOT * 32 * sizeof(uint4));
     const uint count = steps_of(k);
-    Ahead ahead = at_start(tiles, lines_of);
+    Ahead ahead = at_start();
 #pragma unroll
     for (uint i = 0; i < STAGES - 1; ++i) {
         FETCH_PAIR(ahead, fetch_x(slot, x, m, k, at));
         copies_close();
     }
     uint from = 0; // place in the ring
-    for (uint tile = GROUP_X; tile < tiles; tile += gridDim.x) {
-        float acc[ROW_TILES][TILES][4]; // C fragments: rows g, g + 8 of the weights, columns 2t, 2t + 1 of x's rows
-        for (uint r = 0; r < ROW_TILES; ++r)
+    for (uint step = 0; step < count; step += PAIR) {
+        copies_wait<STAGES - 2>();
+        const uint4* const stage = ring + from * PAIR * SLOT * 32;
+        from = from + 1 == STAGES ? 0 : from + 1;
+        // the place before this one, whose elements are in registers by now
+        FETCH_PAIR(ahead, (fetch_weights(slot, lines, k, at), fetch_x(slot, x, m, k, at)));
+        copies_close();
+#pragma unroll
+        for (uint i = 0; i < PAIR; ++i) {
+            const uint4* const slot = stage + i * SLOT * 32;
+            uint4 w[2 * ROW_TILES];
+            uint parts[TILES][SPLIT][4];
+#pragma unroll
+            for (uint r = 0; r < 2 * ROW_TILES; ++r) w[r] = slot[32 * r];
+#pragma unroll
+            for (uint c = 0; c < TILES; ++c) load_x(slot + 32 * (2 * ROW_TILES + X_VECTORS * c), parts[c]);
+#pragma unroll
             for (uint c = 0; c < TILES; ++c)
-                for (uint i = 0; i < 4; ++i) acc[r][c][i] = 0.0f;
-        for (uint step = 0; step < count; step += PAIR) {
-            copies_wait<STAGES - 2>();
-            const uint4* const stage = ring + from * PAIR * SLOT * 32;
-            from = from + 1 == STAGES ? 0 : from + 1;
-            // the place before this one, whose elements are in registers by now
-            FETCH_PAIR(ahead, (fetch_weights(slot, ahead.lines, k, at), fetch_x(slot, x, m, k, at)));
-            copies_close();
 #pragma unroll
-            for (uint i = 0; i < PAIR; ++i) {
-                const uint4* const slot = stage + i * SLOT * 32;
-                uint4 w[2 * ROW_TILES];
-                uint parts[TILES][SPLIT][4];
+                for (uint r = 0; r < ROW_TILES; ++r) {
+                    const uint4 upper = w[2 * r], lower = w[2 * r + 1];
+                    const uint first[4] = {upper.x, lower.x, upper.y, lower.y};
+                    const uint second[4] = {upper.z, lower.z, upper.w, lower.w};
 #pragma unroll
-                for (uint r = 0; r < 2 * ROW_TILES; ++r) w[r] = slot[32 * r];
-#pragma unroll
-                for (uint c = 0; c < TILES; ++c) load_x(slot + 32 * (2 * ROW_TILES + X_VECTORS * c), parts[c]);
-#pragma unroll
-                for (uint c = 0; c < TILES; ++c)
-#pragma unroll
-                    for (uint r = 0; r < ROW_TILES; ++r) {
-                        const uint4 upper = w[2 * r], lower = w[2 * r + 1];
-                        const uint first[4] = {upper.x, lower.x, upper.y, lower.y};
-                        const uint second[4] = {upper.z, lower.z, upper.w, lower.w};
-#pragma unroll
-                        for (uint p = 0; p < SPLIT; ++p) {
-                            CAT(mma_, WEIGHT)(acc[r][c], first, parts[c][p]);
-                            CAT(mma_, WEIGHT)(acc[r][c], second, parts[c][p] + 2);
-                        }
+                    for (uint p = 0; p < SPLIT; ++p) {
+                        CAT(mma_, WEIGHT)(acc[r][c], first, parts[c][p]);
+                        CAT(mma_, WEIGHT)(acc[r][c], second, parts[c][p] + 2);
                     }
-            }
+                }
         }
-        BARRIER(); // the sums of the tile before were read
-        for (uint r = 0; r < ROW_TILES; ++r)
-            for (uint c = 0; c < TILES; ++c)
-                for (uint i = 0; i < 4; ++i)
-                    sums[(warp * COLS + 8 * c + 2 * t + i % 2) * ROWS + 16 * r + g + i / 2 * 8] = acc[r][c][i];
-        BARRIER();
-        finish(tile, sums);
     }
     copies_wait<0>();
+    BARRIER();
+    float* const sums = (float*)memory;
+    for (uint r = 0; r < ROW_TILES; ++r)
+        for (uint c = 0; c < TILES; ++c)
+            for (uint i = 0; i < 4; ++i)
+                sums[(warp * COLS + 8 * c + 2 * t + i % 2) * ROWS + 16 * r + g + i / 2 * 8] = acc[r][c][i];
+    BARRIER();
+    return sums;
 }
 
-// The product of a row of x and a row of a tile's weights.
+// The product of a row of x and a row of the block's weights.
 DEVICE float total_of(const float* sums, uint row, uint weight_row) {
     float sum = 0.0f;
     for (uint v = 0; v < WARPS; ++v) sum += sums[(v * COLS + row) * ROWS + weight_row];
@@ -209,7 +189,7 @@ DEVICE const TYPE(WEIGHT)* row_of(const TYPE(WEIGHT)* weight, uint row, uint n, 
     return weight + (ulong)(row < n ? row : n - 1) * k;
 }
 
-// Writes a tile's rows of a product, as FINISH does.
+// Writes a block's rows of a product, as FINISH does.
 #define FINISH_ALL(sums)                                                                                        \
     for (uint i = THREAD; i < ROWS * COLS; i += 32 * WARPS) {                                                   \
         const uint row = i / ROWS, col = row0 + i % ROWS;                                                       \

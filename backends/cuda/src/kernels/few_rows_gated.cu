@@ -5,29 +5,26 @@ KERNEL_OF(32 * WARPS, 1) gemm_few_rows_gated(READS(X, x), READS(WEIGHT, gate_wei
                                              WRITES(X, gate), WRITES(X, up), WRITES(X, out), uint m, uint n, uint k,
                                              uint gate_settled, uint up_settled) {
     SHARED_BYTES(memory);
-    const uint g = THREAD % 32 / 4, tiles = (n + 15) / 16;
-    const auto lines_of = [&](uint tile, const TYPE(WEIGHT)** lines) {
-        for (uint r = 0; r < 4; ++r)
-            lines[r] = row_of(r < 2 ? gate_weight : up_weight, tile * 16 + r % 2 * 8 + g, n, k);
-    };
+    const uint g = THREAD % 32 / 4, row0 = GROUP_X * 16;
+    const TYPE(WEIGHT)* lines[4];
+    for (uint r = 0; r < 4; ++r) lines[r] = row_of(r < 2 ? gate_weight : up_weight, row0 + r % 2 * 8 + g, n, k);
     const bool settled = gate_settled && up_settled;
-    if (settled) fetch_first_weights(memory, k, tiles, lines_of);
+    if (settled) fetch_first_weights(memory, lines, k);
     START(x);
     START(gate_weight);
     START(up_weight);
     START(gate);
     START(up);
     START(out);
-    if (!settled) fetch_first_weights(memory, k, tiles, lines_of);
-    multiply(memory, x, m, k, tiles, lines_of, [&](uint tile, const float* sums) {
-        for (uint i = THREAD; i < 16 * COLS; i += 32 * WARPS) {
-            const uint row = i / 16, col = tile * 16 + i % 16;
-            if (row >= m || col >= n) continue;
-            const ulong at = (ulong)row * n + col;
-            STORE(X, gate, at, total_of(sums, row, i % 16));
-            STORE(X, up, at, total_of(sums, row, 16 + i % 16));
-            const float v = LOAD(X, gate, at), u = LOAD(X, up, at); // as rounded
-            STORE(X, out, at, u * (v / (1.0f + EXP(-v))));
-        }
-    });
+    if (!settled) fetch_first_weights(memory, lines, k);
+    const float* sums = multiply(memory, lines, x, m, k);
+    for (uint i = THREAD; i < 16 * COLS; i += 32 * WARPS) {
+        const uint row = i / 16, col = row0 + i % 16;
+        if (row >= m || col >= n) continue;
+        const ulong at = (ulong)row * n + col;
+        STORE(X, gate, at, total_of(sums, row, i % 16));
+        STORE(X, up, at, total_of(sums, row, 16 + i % 16));
+        const float v = LOAD(X, gate, at), u = LOAD(X, up, at); // as rounded
+        STORE(X, out, at, u * (v / (1.0f + EXP(-v))));
+    }
 }

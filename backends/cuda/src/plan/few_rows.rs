@@ -6,12 +6,10 @@ use mixfleet_hal::{DType, OpSig, Result};
 
 /// Rows above which the weights' traffic no longer dominates and cuBLASLt's tiles win.
 pub(super) const FEW_ROWS_MAX: u32 = 16;
-const WARPS_MAX: u32 = 8;
-/// Maximum shared memory of a block, for copies that are under way and sums: two blocks fit a multiprocessor of
-/// Hopper.
-const BLOCK_BYTES: u32 = 112 << 10;
-/// What the driver takes of a multiprocessor's shared memory for each block.
-const RESERVED_BYTES: u32 = 1 << 10;
+const WARPS: u32 = 8;
+/// Shared memory of a block for copies that are under way: two blocks fit a multiprocessor of Hopper, and
+/// one those with 99 KiB for a block.
+const RING_BYTES: u32 = 96 << 10;
 /// Pairs of steps along k that it holds.
 const STAGES: std::ops::RangeInclusive<u32> = 2..=4;
 /// Maximum number of products of a launch.
@@ -25,69 +23,52 @@ const GATED: (KernelSource, &str) = (KernelSource::FewRowsGated, "gemm_few_rows_
 pub(super) struct FewRows {
     /// Tiles of 16 weight rows.
     row_tiles: u32,
-    warps: u32,
     /// Tiles of 8 rows of `x`.
     tiles: u32,
     split: u32,
     stages: u32,
     shared_bytes: u32,
-    /// Blocks that the device holds at a time.
-    resident: u64,
 }
 
 impl FewRows {
     /// For `m` rows of `x` in `split` parts, and `n` rows of weights.
     pub(super) fn new(m: u32, n: u64, split: u32, target: &PlanTarget) -> FewRows {
-        // tiles of twice the rows read `x` half as often, where there are enough of them
+        // blocks with two tiles read `x` half as often, where there are enough of them
         let enough = n.div_ceil(32) >= 3 * u64::from(target.multiprocessors);
-        let large = FewRows::of(m, (2, WARPS_MAX), split, target).filter(|_| enough);
-        large.or_else(|| FewRows::fitting(m, 1, split, target)).expect("one tile fits")
+        let large = FewRows::with_row_tiles(m, 2, split).filter(|_| enough);
+        large.or_else(|| FewRows::with_row_tiles(m, 1, split)).expect("one tile fits")
     }
 
-    /// With as many warps as have room for their copies.
-    fn fitting(m: u32, row_tiles: u32, split: u32, target: &PlanTarget) -> Option<FewRows> {
-        [WARPS_MAX, WARPS_MAX / 2]
-            .into_iter()
-            .find_map(|warps| FewRows::of(m, (row_tiles, warps), split, target))
-    }
-
-    /// None if the copies that have to be under way take more than a block's shared memory.
-    fn of(m: u32, (row_tiles, warps): (u32, u32), split: u32, target: &PlanTarget) -> Option<FewRows> {
+    /// None if the copies that have to be under way take more than their shared memory.
+    fn with_row_tiles(m: u32, row_tiles: u32, split: u32) -> Option<FewRows> {
         let tiles = m.div_ceil(8);
         let slot = 2 * row_tiles + tiles * if split == 3 { 2 } else { 1 };
-        let stage_bytes = 2 * slot * 16 * 32 * warps;
-        let sums_bytes = 4 * warps * 8 * tiles * 16 * row_tiles;
-        let ring_bytes = BLOCK_BYTES.min(target.shared_bytes_max).saturating_sub(sums_bytes);
-        let stages = (ring_bytes / stage_bytes).min(*STAGES.end());
-        let shared_bytes = stages * stage_bytes + sums_bytes;
-        let of_one = target.shared_bytes_max + RESERVED_BYTES;
-        let resident =
-            u64::from(target.multiprocessors) * u64::from(of_one / (shared_bytes + RESERVED_BYTES));
+        let stage_bytes = 2 * slot * 16 * 32 * WARPS;
+        let stages = (RING_BYTES / stage_bytes).min(*STAGES.end());
         let fits = stages >= *STAGES.start();
-        fits.then_some(FewRows { row_tiles, warps, tiles, split, stages, shared_bytes, resident })
+        fits.then_some(FewRows { row_tiles, tiles, split, stages, shared_bytes: stages * stage_bytes })
     }
 
-    /// Tiles of `n` rows of weights.
-    pub(super) fn tiles_of(&self, n: u32) -> u64 {
+    /// Blocks for `n` rows of weights.
+    pub(super) fn blocks(&self, n: u32) -> u64 {
         u64::from(n.div_ceil(16 * self.row_tiles))
     }
 
-    /// A launch over so many tiles.
     pub(super) fn launch(
         &self,
         (source, kernel): (KernelSource, &'static str),
         dtypes: &[(&'static str, &dyn Macro)],
-        (tiles, args): (u64, Vec<KernelArg>),
+        (blocks, args): (u64, Vec<KernelArg>),
     ) -> Result<PlanStep> {
         let shape: [(&'static str, &dyn Macro); 5] = [
             ("ROW_TILES", &self.row_tiles),
             ("TILES", &self.tiles),
             ("SPLIT", &self.split),
-            ("WARPS", &self.warps),
+            ("WARPS", &WARPS),
             ("STAGES", &self.stages),
         ];
         let program = KernelProgram::new(source, &[dtypes, &shape].concat());
-        let mut step = launch(program, kernel, ([tiles.min(self.resident), 1, 1], 32 * self.warps), args)?;
+        let mut step = launch(program, kernel, ([blocks, 1, 1], 32 * WARPS), args)?;
         if let PlanStep::Launch(launch) = &mut step {
             launch.shared_bytes = self.shared_bytes;
         }
@@ -147,7 +128,7 @@ pub(super) fn together(ops: &[PlannedOp], target: &PlanTarget) -> Result<Option<
         products.push(next);
     }
     if let ([gate, up], Some(op)) = (&products[..], ops.get(2))
-        && let Some(step) = gated(gate, up, op, target)?
+        && let Some(step) = gated(gate, up, op)?
     {
         return Ok(Some((3, step)));
     }
@@ -158,7 +139,7 @@ pub(super) fn together(ops: &[PlannedOp], target: &PlanTarget) -> Result<Option<
     let (m, _, k) = products[0].shape;
     let rows = products.iter().map(|one| u64::from(one.shape.1)).sum();
     let kernel = FewRows::new(m, rows, products[0].split, target);
-    let tiles = products.iter().map(|one| kernel.tiles_of(one.shape.1)).sum();
+    let blocks = products.iter().map(|one| kernel.blocks(one.shape.1)).sum();
     let mut args =
         vec![KernelArg::Address(products[0].places[0].address), KernelArg::U32(m), KernelArg::U32(k)];
     for number in 0..PRODUCTS_MAX {
@@ -172,16 +153,11 @@ pub(super) fn together(ops: &[PlannedOp], target: &PlanTarget) -> Result<Option<
     }
     let (x, weight, out) = products[0].dtypes;
     let dtypes: [(&'static str, &dyn Macro); 3] = [("X", &x), ("WEIGHT", &weight), ("OUT", &out)];
-    Ok(Some((count, kernel.launch(OF_ONE_X, &dtypes, (tiles, args))?)))
+    Ok(Some((count, kernel.launch(OF_ONE_X, &dtypes, (blocks, args))?)))
 }
 
 /// Plans a gate, its up and `silu_mul` of them, if `op` is that.
-fn gated(
-    gate: &Product<'_>,
-    up: &Product<'_>,
-    op: &PlannedOp,
-    target: &PlanTarget,
-) -> Result<Option<PlanStep>> {
+fn gated(gate: &Product<'_>, up: &Product<'_>, op: &PlannedOp) -> Result<Option<PlanStep>> {
     let (OpSig::SiluMul { elements, x: gated }, places) = op else { return Ok(None) };
     let ((m, n, k), (x, weight, out)) = (gate.shape, gate.dtypes);
     let plain = [gate, up].iter().all(|one| !one.has_bias && !one.accumulate && one.shape == gate.shape);
@@ -191,38 +167,12 @@ fn gated(
     if !fits || !others.all(|place| apart(place, &places[2])) {
         return Ok(None);
     }
-    let Some(kernel) = FewRows::fitting(m, 2, gate.split, target) else { return Ok(None) };
+    let Some(kernel) = FewRows::with_row_tiles(m, 2, gate.split) else { return Ok(None) };
     let addresses = [&gate.places[0], &gate.places[1], &up.places[1], gate.out(), up.out(), &places[2]];
     let mut args: Vec<KernelArg> = addresses.map(|place| KernelArg::Address(place.address)).to_vec();
     args.extend([m, n, k].map(KernelArg::U32));
     args.extend([gate, up].map(|one| KernelArg::Settled(one.places[1])));
     let dtypes: [(&'static str, &dyn Macro); 3] = [("X", &x), ("WEIGHT", &weight), ("OUT", &out)];
-    // a tile has one row tile of each
+    // a block has one row tile of each
     kernel.launch(GATED, &dtypes, (u64::from(n.div_ceil(16)), args)).map(Some)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn all_rows_fit_the_shared_memory_of_every_architecture() {
-        // of a block: 8.6, 8.9 and 12.0; 8.0; 9.0 and 10.0
-        for shared_bytes_max in [99 << 10, 163 << 10, 227 << 10] {
-            let scratch = DeviceRange { address: 0, bytes: 0 };
-            let (multiprocessors, blas) = (132, true);
-            let target =
-                PlanTarget { capability: 80, wgmma: false, multiprocessors, shared_bytes_max, blas, scratch };
-            for (m, n, split) in (1..=FEW_ROWS_MAX).flat_map(|m| {
-                [1, 4096, 128_256].into_iter().flat_map(move |n| [1, 3].map(|split| (m, n, split)))
-            }) {
-                let both = [Some(FewRows::new(m, n, split, &target)), FewRows::fitting(m, 2, split, &target)];
-                for kernel in both.into_iter().flatten() {
-                    assert!(kernel.shared_bytes <= shared_bytes_max, "{m} {n} {split}");
-                    let held = kernel.resident / u64::from(multiprocessors);
-                    assert!(held >= 1 && (held == 2) == (shared_bytes_max == 227 << 10), "{m} {n} {split}");
-                }
-            }
-        }
-    }
 }

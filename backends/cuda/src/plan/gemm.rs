@@ -158,7 +158,7 @@ pub(super) fn plan(
                 args.extend(last);
                 args.push(KernelArg::Settled(operands[1]));
                 let kernel = FewRows::new(rows, u64::from(n), split, target);
-                kernel.launch(ALONE, &dtypes, (kernel.tiles_of(n), args))
+                kernel.launch(ALONE, &dtypes, (kernel.blocks(n), args))
             });
             blocks.collect()
         }
