@@ -270,7 +270,9 @@ DEVICE void list(Row* row, uint least, IN_LOCAL uint* count) {
 // Lists tokens among which a run that is worth `target` ends, if there are such that are few: those that weigh 2^-8 of
 // the best one and more, then lighter ones, down to 2^`lightest`. `run` becomes the run of what is listed.
 DEVICE void narrow(Row* row, Run* run, float lightest, ulong target, uint best, IN_LOCAL uint* count) {
-    for (float weight = -8.0f;; weight -= 8.0f) {
+    // nothing weighs less than 2^-41
+    for (uint step = 1; step <= 6; ++step) {
+        const float weight = -8.0f * (float)step;
         const bool last = !(weight > lightest);
         const Run heavy = {key_of(row->best + (last ? lightest : weight) / row->scale), NO_TOKEN};
         if (heavy.key > best || heavy.key <= KEY_NONE) return;

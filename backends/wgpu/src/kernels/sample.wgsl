@@ -188,8 +188,37 @@ fn worth_of(counting: bool, run: Run) -> Wide {
     return group_total(sum);
 }
 
+// Hands what each thread has to all; every thread calls it.
+fn share_out(own: Wide) {
+    workgroupBarrier();
+    low_words[lid] = own.x;
+    high_words[lid] = own.y;
+    workgroupBarrier();
+}
+
+// The shortest run that is worth `aim` among tokens that are listed, a thread for each.
+fn shortest_listed(counting: bool, aim: Wide, within: Run) -> Run {
+    var run = within;
+    var own = ZERO;
+    if lid < listed {
+        run = Run(keys[lid], ids[lid]);
+        own = worth(counting, within, run.key, run.id);
+    }
+    share_out(own);
+    if own.x != 0u || own.y != 0u {
+        var sum = ZERO;
+        for (var i = 0u; i < listed; i++) {
+            if holds(run, keys[i], ids[i]) { sum = plus(sum, Wide(low_words[i], high_words[i])); }
+        }
+        if !less(sum, aim) && less(minus(sum, own), aim) { found[0] = lid; }
+    }
+    workgroupBarrier();
+    return Run(keys[found[0]], ids[found[0]]);
+}
+
 // The shortest run that is worth `aim`, where `within` is worth as much.
 fn shortest(counting: bool, aim: Wide, within: Run, best_key: u32) -> Run {
+    if listed <= GROUP { return shortest_listed(counting, aim, within); }
     var low = within.key;
     var high = best_key + 1u;
     while high - low > 1u {
@@ -261,6 +290,44 @@ fn list_tops(at: u32, raw_key: u32) {
             out3[at + 2u * i + 1u] = select(BITS_NONE, below(place.y, raw_key), any);
         }
     }
+}
+
+// Lists tokens among which a run that is worth `aim` ends, if there are such that are few: those that weigh 2^-8 of the
+// best one and more, then lighter ones, down to 2^`lightest`. Returns the run of what is listed, or `otherwise`.
+fn narrow(lightest: f32, aim: Wide, best_key: u32, otherwise: Run) -> Run {
+    // nothing weighs less than 2^-41
+    for (var step = 1u; step <= 6u; step++) {
+        let weight = -8.0 * f32(step);
+        let last = weight <= lightest;
+        let heavy = Run(key_of(bitcast<u32>(best + max(weight, lightest) / scale)), NO_TOKEN);
+        if heavy.key > best_key || heavy.key <= KEY_NONE { return otherwise; }
+        list(heavy.key);
+        if listed == ALL { return otherwise; }
+        if !less(worth_of(false, heavy), aim) { return heavy; }
+        listed = ALL;
+        if last { return otherwise; }
+    }
+    return otherwise;
+}
+
+// Draws from a run whose tokens are listed, a thread for each, as `draw` does.
+fn draw_listed(run: Run, least: Wide, uniform: u32) {
+    var own = ZERO;
+    if lid < listed { own = worth(false, run, keys[lid], ids[lid]); }
+    if less(own, least) { own = ZERO; }
+    share_out(own);
+    if own.x != 0u || own.y != 0u {
+        var total = ZERO;
+        var before = ZERO;
+        for (var i = 0u; i < listed; i++) {
+            let w = Wide(low_words[i], high_words[i]);
+            total = plus(total, w);
+            if ids[i] < ids[lid] { before = plus(before, w); }
+        }
+        let aim = part_of(total, uniform);
+        if !less(aim, before) && less(aim, plus(before, own)) { found[0] = ids[lid]; }
+    }
+    workgroupBarrier();
 }
 
 // Draws from a run: the first token, by id, at which the cumulated weight passes a part of the sum. Each thread
@@ -336,13 +403,7 @@ fn keep_top_p(within: Run, top_p: u32, best_key: u32) -> Run {
         // The sum decides, whatever rounding does to the logit.
         let rest = minus(total, aim);
         let lightest = (f32(rest.y) * 4294967296.0 + f32(rest.x)) / f32(p.s.cols) * 4.5474735e-13f;
-        if lightest > 1e-30 {
-            let heavy = Run(key_of(bitcast<u32>(best + log2(lightest) / scale)), NO_TOKEN);
-            if heavy.key <= best_key && heavy.key > KEY_NONE {
-                list(heavy.key);
-                if less(worth_of(false, heavy), aim) { listed = ALL; } else { run = heavy; }
-            }
-        }
+        run = narrow(select(-64.0, log2(lightest), lightest > 1e-30), aim, best_key, run);
     }
     return shortest(false, aim, run, best_key);
 }
@@ -423,7 +484,7 @@ fn sample(thread: Thread) {
         let min_p = b0[words + 3u];
         var least = fixed_of(min(min_p, 0x3F800000u), 0);
         if (min_p & 0x80000000u) != 0u { least = ZERO; }
-        draw(run, least, b0[words + 6u]);
+        if listed <= GROUP { draw_listed(run, least, b0[words + 6u]); } else { draw(run, least, b0[words + 6u]); }
     }
 
     workgroupBarrier();
