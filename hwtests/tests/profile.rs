@@ -93,15 +93,11 @@ fn every_time_is_that_of_the_law() {
     near(rate("memory_read.256KiB"), CACHE_SPEED * BANDWIDTH, 0.05, "inside the cache");
 }
 
-#[test]
-fn fits_and_summary_recover_the_law() {
-    let document = profile(Flaw::None, &POINTS);
-    let fits = &document.fits;
-    near(fits.launch_s.unwrap(), LAUNCH_S, 0.02, "launch");
-    near(fits.launch_per_command_s.unwrap(), COMMAND_S, 0.02, "a command");
-    // by this law a command is quick where the one before it was the same, which in a chain it never is
+/// What a command of the chain takes beyond the same one alone.
+fn dependence_s() -> f64 {
     let chain = [
         "rms_norm.bf16.t8.h256",
+        "gemm.bf16.m8.n512.k256",
         "gemm.bf16.m8.n512.k256",
         "silu_mul.bf16.e4096",
         "gemm.bf16.m8.n256.k512.acc",
@@ -113,7 +109,29 @@ fn fits_and_summary_recover_the_law() {
         }
         other => panic!("{id}: {other:?}"),
     };
-    near(fits.dependence_s.unwrap(), chain.iter().map(slower).sum(), 0.05, "dependence");
+    chain.iter().map(slower).sum()
+}
+
+#[test]
+fn launches_that_a_device_joins_are_not_counted_in_a_step() {
+    let document = profile(Flaw::Joins, &POINTS);
+    near(document.fits.launch_per_command_s.unwrap(), COMMAND_S, 0.02, "a command");
+    // but for up, which is like the gate before it
+    let wanted = dependence_s() - 0.8 * COMMAND_S;
+    assert!(wanted < 0.0 && wanted > -COMMAND_S, "{wanted}");
+    near(-document.fits.dependence_s.unwrap(), -wanted, 0.05, "dependence");
+    let profile = document.device_profile().unwrap();
+    near(profile.launch_per_command.0, COMMAND_S + wanted, 0.1, "a command of a step");
+}
+
+#[test]
+fn fits_and_summary_recover_the_law() {
+    let document = profile(Flaw::None, &POINTS);
+    let fits = &document.fits;
+    near(fits.launch_s.unwrap(), LAUNCH_S, 0.02, "launch");
+    near(fits.launch_per_command_s.unwrap(), COMMAND_S, 0.02, "a command");
+    // by this law a command is quick where the one before it was the same, which in a chain it never is
+    near(fits.dependence_s.unwrap(), dependence_s(), 0.05, "dependence");
     for line in &fits.host_to_device {
         near(line.fixed_s, COPY_S.0, 0.05, "copy, fixed");
         near(line.s_per_byte, COPY_S.1, 0.05, "copy, per byte");

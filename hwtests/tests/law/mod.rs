@@ -64,6 +64,8 @@ pub(crate) enum Flaw {
     Noisy,
     /// Slows down under long load.
     Tires,
+    /// None: launches a command with the one before it if that is of another kind.
+    Joins,
 }
 
 /// The device.
@@ -155,10 +157,12 @@ impl LawQueue {
         for cmd in cmds {
             let sig = *cmd.sig();
             let places: Vec<u64> = cmd.args().iter().map(|arg| arg.offset).collect();
+            let alike = state.last.as_ref().is_none_or(|(last, _)| *last == sig);
             let again = state.last.as_ref() == Some(&(sig, places.clone()));
             state.last = Some((sig, places));
             let hot = again && sig.bytes() <= CACHE_BYTES;
-            total += COMMAND_S + if hot { cached(&sig) } else { law(&sig) };
+            let joined = self.flaw == Flaw::Joins && !alike;
+            total += if joined { 0.0 } else { COMMAND_S } + if hot { cached(&sig) } else { law(&sig) };
         }
         let odd = state.times.len() % 2 == 1;
         let factor = match self.flaw {

@@ -504,9 +504,8 @@ mod tests {
             let PlanStep::Launch(launch) = &steps[0] else { panic!("{steps:?}") };
             *launch.args.last().unwrap()
         };
-        let copy_to = |address: u64| {
-            (OpSig::Copy { bytes: 0x100 }, vec![range(0x1800, 0x100), range(address, 0x100)])
-        };
+        let copy_to =
+            |address: u64| (OpSig::Copy { bytes: 0x100 }, vec![range(0x1800, 0x100), range(address, 0x100)]);
         assert_eq!(settled(&[]), KernelArg::U32(1));
         // what is beside them, or read
         assert_eq!(settled(&[copy_to(0xF00), copy_to(0x3000), product.clone()]), KernelArg::U32(1));
