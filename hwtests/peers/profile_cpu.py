@@ -6,7 +6,7 @@ crate `gemm` for f32 products, a plain read loop and the bf16 dot product in reg
     cargo build --release -p mixfleet-cpu --example throughput
     cargo build --release --manifest-path backends/cpu/peers/Cargo.toml
     python3 -m venv target/numpy && target/numpy/bin/pip install numpy
-    target/numpy/bin/python hwtests/peers/profile.py
+    target/numpy/bin/python hwtests/peers/profile_cpu.py
 
 Every round asks everyone once; the figures are medians over the rounds, the ratios those of the same round.
 """
