@@ -8,6 +8,7 @@ use mixfleet_hal::{Backend, Device};
 use mixfleet_hwtests::{CheckOutcome, SuiteLevel, SuiteOptions, SuiteVerdict, run};
 use mixfleet_wgpu::{AdapterOverrides, WgpuBackend, WgpuDevice};
 use std::collections::BTreeSet;
+use std::time::Duration;
 
 fn conforms(tuning: AdapterOverrides) {
     if let Err(absent) = WgpuBackend.probe() {
@@ -16,7 +17,9 @@ fn conforms(tuning: AdapterOverrides) {
     let full = std::env::var("MIXFLEET_WGPU_LEVEL").is_ok_and(|level| level == "full");
     let level = if full { SuiteLevel::Full } else { SuiteLevel::Quick };
     let device = WgpuDevice::open(0, tuning).unwrap();
-    let report = run(&device, &SuiteOptions::new(level), &mut |_| {});
+    // a driver may compile at first use, which takes long where others have the cores
+    let options = SuiteOptions { timeout: Duration::from_secs(600), ..SuiteOptions::new(level) };
+    let report = run(&device, &options, &mut |_| {});
     eprintln!("{tuning:?}, {level:?}\n{report}");
     assert_eq!(report.verdict(), SuiteVerdict::Pass, "{} with {tuning:?}:\n{report}", device.info().id);
     let names: BTreeSet<&str> = report.cases.iter().map(|case| case.name.as_str()).collect();

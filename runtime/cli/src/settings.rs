@@ -358,10 +358,13 @@ mod tests {
         ["mixfleet"].iter().chain(words).map(OsString::from).collect()
     }
 
-    fn file(name: &str, text: &str) -> PathBuf {
+    /// What comes of a command line with a fleet file of this text.
+    fn parsed(name: &str, text: &str, line: &[&str]) -> Result<(Cli, ServeSettings)> {
         let path = std::env::temp_dir().join(format!("mixfleet-settings-{}-{name}.toml", std::process::id()));
-        std::fs::write(&path, text).unwrap();
-        path
+        std::fs::write(&path, text)?;
+        let parsed = parse(words(&[line, &["--fleet", path.to_str().unwrap()]].concat()));
+        std::fs::remove_file(path)?;
+        parsed
     }
 
     fn of(settings: &ServeSettings, flag: &str) -> (Json, &'static str) {
@@ -399,9 +402,7 @@ mod tests {
         let text = "version = 1\n[slo]\nttft_s = 2.5\ntbt_metric = 'mean'\n[engine]\nmax_sequences = 7\n\
                     max_batched_tokens = 128\n[scheduling]\npolicy = 'random'\nseed = 3\n[routers]\ncount = 2\n\
                     [serve]\ndevice = ['cpu=prefill', 'cpu@1=decode']\nno_pull = true\nflexible = false\n";
-        let path = file("sets", text);
-        let (cli, settings) =
-            parse(words(&["serve", "--fleet", path.to_str().unwrap(), "--chunk", "64"])).unwrap();
+        let (cli, settings) = parsed("sets", text, &["serve", "--chunk", "64"]).unwrap();
         let crate::command_line::CliCommand::Serve(args) = cli.command else { panic!("not serve") };
         assert_eq!((args.model.chunk, args.instances.sequences), (Some(64), Some(7)));
         assert_eq!((args.front.ttft_slo, args.front.no_pull, args.front.flexible), (Some(2.5), true, false));
@@ -425,18 +426,16 @@ mod tests {
             ("version = 1\n[scheduling]\npolicy = 'fastest'", "[scheduling] policy: "),
         ];
         for (at, (text, expected)) in cases.iter().enumerate() {
-            let path = file(&format!("wrong{at}"), text);
-            let error = parse(words(&["serve", "--fleet", path.to_str().unwrap()])).unwrap_err();
+            let error = parsed(&format!("wrong{at}"), text, &["serve"]).unwrap_err();
             assert!(error.is::<Usage>() && error.to_string().contains(expected), "{text}: {error}");
         }
     }
 
     #[test]
     fn simulate_reads_the_scheduling_of_the_file_too() {
-        let path =
-            file("simulate", "version = 1\n[scheduling]\nseed = 11\nadmit = 'none'\n[serve]\nname = 'm'\n");
-        let simulate = ["simulate", "--trace", "t", "--fleet", path.to_str().unwrap(), "--admit", "early"];
-        let (cli, _) = parse(words(&simulate)).unwrap();
+        let text = "version = 1\n[scheduling]\nseed = 11\nadmit = 'none'\n[serve]\nname = 'm'\n";
+        let line = ["simulate", "--trace", "t", "--admit", "early"];
+        let (cli, _) = parsed("simulate", text, &line).unwrap();
         let crate::command_line::CliCommand::Simulate(args) = cli.command else { panic!("not simulate") };
         let choices = args.scheduling.choices().unwrap();
         assert_eq!(choices.seed, 11);

@@ -432,7 +432,7 @@ fn logits(
         };
         let pass = forward.begin(device, &[part]).unwrap();
         let ticket = queue.submit(&forward.whole(&pass).unwrap()).unwrap();
-        queue.wait(ticket, Duration::from_secs(60)).unwrap();
+        queue.wait(ticket, Duration::from_secs(600)).unwrap(); // some compile kernels at first use
         let mut row = vec![0f32; config.vocab as usize];
         device.read(&forward.logits(&pass), bytemuck::cast_slice_mut(&mut row)).unwrap();
         row

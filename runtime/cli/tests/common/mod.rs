@@ -13,6 +13,7 @@ use mixfleet_runtime::model::ModelConfig;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 
 /// The fixture checkpoints of families that are served.
@@ -105,19 +106,36 @@ pub(crate) fn devices() -> Vec<Arc<dyn Device>> {
     devices
 }
 
-/// An empty directory of its own for a test.
+/// What a test leaves on disk, removed when its thread ends.
+struct Home(PathBuf);
+
+impl Drop for Home {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+thread_local! {
+    static HOME: Home = {
+        static TESTS: AtomicU32 = AtomicU32::new(0);
+        let number = TESTS.fetch_add(1, Ordering::Relaxed);
+        Home(std::env::temp_dir().join(format!("mixfleet-cli-{}-{number}", std::process::id())))
+    };
+}
+
+/// An empty directory for the test that this thread runs, which goes with it.
 pub(crate) fn scratch(name: &str) -> PathBuf {
-    let directory = std::env::temp_dir().join(format!("mixfleet-cli-{}-{name}", std::process::id()));
+    let directory = HOME.with(|home| home.0.join(name));
     let _ = std::fs::remove_dir_all(&directory);
     std::fs::create_dir_all(&directory).unwrap();
     directory
 }
 
-/// The binary, with calibrations kept for this test run alone.
+/// The binary, with calibrations kept for this test alone.
 pub(crate) fn mixfleet() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_mixfleet"));
-    for (name, kind) in [("XDG_CACHE_HOME", "cache"), ("XDG_DATA_HOME", "data")] {
-        command.env(name, std::env::temp_dir().join(format!("mixfleet-{kind}-{}", std::process::id())));
+    for (name, kind) in [("XDG_CACHE_HOME", ".cache"), ("XDG_DATA_HOME", ".data")] {
+        command.env(name, HOME.with(|home| home.0.join(kind)));
     }
     command.env_remove("MIXFLEET_API_KEY");
     command
