@@ -131,7 +131,7 @@ impl KnownModel {
         self.shape_as(stored).weight_bytes(self.tied_embeddings)
     }
 
-    /// Whether every layer is attention of all heads and one MLP, which the runtime can run.
+    /// Whether every layer is attention with keys and values of its heads, and one MLP for all tokens.
     pub fn is_plain(&self) -> bool {
         self.experts.is_none() && self.latent.is_none() && self.linear.is_none()
     }

@@ -91,15 +91,14 @@ pub struct PlannedPool {
     pub count: u32,
 }
 
-/// Instances that compute prompts, whose devices attend to a part of what others decode.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+/// Instances that compute prompts, whose devices attend to a part of what others decode, with an even share of
+/// their room for KV.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct PlannedSpare {
     /// Index of their part among those on offer.
     pub part: usize,
     /// Their devices.
     pub layout: InstanceLayout,
-    /// Share of their room for KV that they lend.
-    pub share: f64,
 }
 
 /// Devices of an instance that keep its KV and attend, beside those with the weights.

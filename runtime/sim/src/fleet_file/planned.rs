@@ -85,10 +85,10 @@ impl PlannedText<'_> {
             let lends = |spare: &PlannedSpare| {
                 let is = |own: &&PlannedPool| (own.part, own.layout) == (spare.part, spare.layout);
                 let own = pools.iter().filter(|own| own.duty == Duty::Prefill && own.count > 0);
-                own.clone().find(is).map(|own| (self.name(own), spare.share))
+                own.clone().find(is).map(|own| self.name(own))
             };
-            if let Some((lender, share)) = pool.spare.as_ref().and_then(lends) {
-                let _ = write!(text, "attn_pool = \"{lender}\"\nattn_pool_share = {share:?}\n");
+            if let Some(lender) = pool.spare.as_ref().and_then(lends) {
+                let _ = writeln!(text, "attn_pool = \"{lender}\"");
             }
             memory(&mut text, &below);
             if layout.stages > 1 {
