@@ -11,6 +11,9 @@ const MIXTURE_ERROR: f64 = 0.25;
 /// Likely error of weights in other formats than those that laws are of.
 const FORMAT_ERROR: f64 = 0.25;
 
+/// The name of this project's engine.
+pub const OURS: &str = "mixfleet";
+
 /// A serving engine as it comes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct KnownEngine {
@@ -71,7 +74,7 @@ impl KnownEngine {
 /// The limits are those that the engines' documentation states for parts of at least 70 GB.
 const ENGINES: [KnownEngine; 4] = [
     KnownEngine {
-        name: "mixfleet",
+        name: OURS,
         aliases: &[],
         step_tokens: BatchLimits::STEP_TOKENS_MAX,
         sequences: BatchLimits::SEQUENCES_MAX,
