@@ -11,6 +11,9 @@ const MIXTURE_ERROR: f64 = 0.25;
 /// Likely error of weights in other formats than those that laws are of.
 const FORMAT_ERROR: f64 = 0.25;
 
+/// The name of this project's engine.
+pub const OURS: &str = "mixfleet";
+
 /// A serving engine as it comes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct KnownEngine {
@@ -26,6 +29,9 @@ pub struct KnownEngine {
     pub fills_steps: bool,
     /// Whether devices of an instance can divide sequences and whole experts, with all other weights on each.
     pub divides_sequences: bool,
+    /// Devices of an instance that can have the weights where others attend for them, in it or beside prompts
+    /// of their own; 0 if none can attend for others.
+    pub apart_devices_max: u32,
     /// What it adds to the time of its kernels.
     pub cost: EngineCost,
     /// How far four in five published runs lie from what it is predicted to give, where kernels are known
@@ -34,6 +40,21 @@ pub struct KnownEngine {
 }
 
 impl KnownEngine {
+    /// Whether so many devices can have the weights where others attend for them.
+    ///
+    /// # Errors
+    /// Why not.
+    pub(crate) fn check_apart(&self, devices: u32) -> Result<(), String> {
+        match self.apart_devices_max {
+            0 => Err(format!("{} has no devices that attend for others", self.name)),
+            most if devices > most => Err(format!(
+                "{} has the weights on at most {most} device where others attend, not on {devices}",
+                self.name
+            )),
+            _ => Ok(()),
+        }
+    }
+
     /// The likely relative error of the time of steps: the largest of the model's kernels' on `profile`, and
     /// what remains of the engine beyond kernels. `None` where nothing is known of the kernels' error, or
     /// they were measured as they are.
@@ -53,12 +74,13 @@ impl KnownEngine {
 /// The limits are those that the engines' documentation states for parts of at least 70 GB.
 const ENGINES: [KnownEngine; 4] = [
     KnownEngine {
-        name: "mixfleet",
+        name: OURS,
         aliases: &[],
         step_tokens: BatchLimits::STEP_TOKENS_MAX,
         sequences: BatchLimits::SEQUENCES_MAX,
         fills_steps: false,
         divides_sequences: false,
+        apart_devices_max: 1,
         cost: EngineCost::OURS,
         error: 0.0,
     },
@@ -70,6 +92,7 @@ const ENGINES: [KnownEngine; 4] = [
         sequences: 1024,
         fills_steps: true,
         divides_sequences: true,
+        apart_devices_max: 0,
         cost: EngineCost::VLLM,
         error: 0.11,
     },
@@ -81,6 +104,7 @@ const ENGINES: [KnownEngine; 4] = [
         sequences: 1024,
         fills_steps: true,
         divides_sequences: true,
+        apart_devices_max: 0,
         cost: EngineCost::SGLANG,
         error: 0.15,
     },
@@ -92,10 +116,15 @@ const ENGINES: [KnownEngine; 4] = [
         sequences: 2048,
         fills_steps: true,
         divides_sequences: true,
+        apart_devices_max: 0,
         cost: EngineCost::TENSORRT_LLM,
         error: 0.19,
     },
 ];
+
+/// vLLM as if its devices could attend for others.
+#[cfg(test)]
+pub(crate) static ATTENDING: KnownEngine = KnownEngine { apart_devices_max: 8, ..ENGINES[1] };
 
 /// All known engines; the first is this project's.
 pub fn engines() -> &'static [KnownEngine] {

@@ -117,6 +117,19 @@ impl KnownModel {
     }
 }
 
+/// Known models that this project's runtime does not serve, and why.
+const UNSERVED: &[(&str, &str)] = &[
+    ("gemma-3-12b", "its layers have further norms and another activation"),
+    ("gemma-3-27b", "its layers have further norms and another activation"),
+    ("llama-4-maverick", "its windows are chunks, and some layers have no positions"),
+    ("llama-4-scout", "its windows are chunks, and some layers have no positions"),
+    ("minimax-m2.5", "it normalises queries and keys over all heads"),
+    ("phi-4", "its checkpoint has projections in one matrix"),
+    ("qwen3-next-80b-a3b", "it has linear attention"),
+    ("qwen3.5-35b-a3b", "it has linear attention"),
+    ("qwen3.5-397b-a17b", "it has linear attention"),
+];
+
 /// Tokens per KV page of these shapes; it affects little but the cost of a page table.
 const PAGE_TOKENS: u32 = 16;
 
@@ -131,7 +144,12 @@ impl KnownModel {
         self.shape_as(stored).weight_bytes(self.tied_embeddings)
     }
 
-    /// Whether every layer is attention of all heads and one MLP, which the runtime can run.
+    /// Why this project's runtime does not serve it; `None` if it does.
+    pub fn unserved(&self) -> Option<&'static str> {
+        UNSERVED.iter().find(|(name, _)| *name == self.name).map(|(_, why)| *why)
+    }
+
+    /// Whether every layer is attention with keys and values of its heads, and one MLP for all tokens.
     pub fn is_plain(&self) -> bool {
         self.experts.is_none() && self.latent.is_none() && self.linear.is_none()
     }
@@ -247,6 +265,7 @@ mod tests {
     fn names_are_found_in_any_case_and_others_explained() {
         assert_eq!(find("LLaMA-3.1-8B").unwrap().layers, 32);
         assert_eq!(find("Mixtral-8x7B").unwrap().experts.unwrap().count, 8);
+        assert!(UNSERVED.iter().all(|(name, _)| find(name).is_ok()));
         assert!(find("GLM-5").unwrap_err().to_string().contains("by an index"));
         let error = find("llama3.1-8b").unwrap_err().to_string();
         assert!(error.contains("closest: llama-3.1-8b"), "{error}");

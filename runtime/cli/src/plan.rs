@@ -27,7 +27,7 @@ use load::{LoadSource, PlanLoad};
 use mixfleet_hal::units::{BytesPerSecond, GB, Seconds};
 use mixfleet_hal::{DType, StoredAs};
 use mixfleet_hwtests::files::write_whole;
-use mixfleet_scheduler::engines::KnownEngine;
+use mixfleet_scheduler::engines::{self, KnownEngine};
 use mixfleet_scheduler::models::{KnownModel, find};
 use mixfleet_scheduler::plan::break_even::BreakEven;
 use mixfleet_scheduler::plan::candidates::ServiceLevel;
@@ -241,6 +241,13 @@ impl ModelWanted {
         let mut wanted = Vec::new();
         for (name, source) in args.model.iter().zip(sources) {
             let model = find(name).map_err(|error| Usage(format!("--model: {error}")))?;
+            if let Some(why) = model.unserved().filter(|_| args.engine.name == engines::OURS) {
+                let message = format!(
+                    "--model: mixfleet's own engine does not serve {}, since {why}; --engine names another",
+                    model.name
+                );
+                return Err(Usage(message).into());
+            }
             wanted.push(ModelWanted { model, load: PlanLoad::read(args, source)?, out: args.out.clone() });
         }
         Ok(wanted)

@@ -1,5 +1,7 @@
 //! Instances whose attention has devices of its own: what a plan's rates say of them, and a simulation.
 
+use crate::common::fleet_from;
+use crate::common::steady::SteadyLoad;
 use mixfleet_hal::catalog::part;
 use mixfleet_hal::units::{BytesPerSecond, GB, Seconds};
 use mixfleet_hal::{DType, StoredAs};
@@ -10,10 +12,6 @@ use mixfleet_scheduler::plan::candidates::{
 };
 use mixfleet_scheduler::plan::layouts::InstanceLayout;
 use mixfleet_scheduler::plan::program::Duty;
-use mixfleet_sim::fleet_file::FleetFile;
-use mixfleet_sim::simulate::{Choices, Setup, run};
-use mixfleet_sim::trace::ClosedLoop;
-use std::path::Path;
 
 const ENGINE: &str = "vllm";
 /// Four cards of 400 Gbit/s each, at what such a card was measured to reach (arXiv 2405.01814).
@@ -52,16 +50,16 @@ impl Case {
         products.with(&kernels(id), count, BytesPerSecond(NETWORK_GB_PER_S * GB)).unwrap()
     }
 
-    /// Sequences in a step, and tokens per second of one instance that decodes, by the rates of a plan.
-    fn planned(&self) -> (u32, f64) {
+    /// Sequences in a step, and the time of a step of one instance that decodes, by the rates of a plan.
+    fn planned(&self) -> (u32, Seconds) {
         let level = ServiceLevel { ttft: Seconds(30.0), tbt: Seconds(self.tbt) };
         let carried = self.kind().carries(Duty::Decode, &self.size, &level).unwrap();
-        (carried.batch, f64::from(carried.batch) / carried.latency.0)
+        (carried.batch, carried.latency)
     }
 
-    /// Tokens per second of the time in which one instance decodes for so many clients, whose prompts others
-    /// compute; and the mean time between tokens.
-    fn simulated(&self, clients: u32) -> (f64, f64) {
+    /// Tokens per second of one instance that decodes for so many clients, whose prompts others compute,
+    /// while all of them decode.
+    fn simulated(&self, clients: u32, step: Seconds) -> f64 {
         let device = self.attending.map_or_else(
             || "device = \"H100-SXM-80GB\"".to_owned(),
             |(id, count)| format!("device = \"attn:H100-SXM-80GB,{id}\"\nattn_devices = {count}"),
@@ -74,24 +72,9 @@ impl Case {
              nic_gb_per_s = {NETWORK_GB_PER_S:?}\nmax_sequences = {clients}\n",
             self.tbt
         );
-        let none = |path: &Path| Err(format!("{} is not read", path.display()));
-        let file = FleetFile::parse(&text, Path::new(""), &none).unwrap();
-        let load = ClosedLoop {
-            clients,
-            requests: u64::from(clients) * 4,
-            prompt_tokens: [self.size.input_tokens; 2],
-            output_tokens: [self.size.output_tokens; 2],
-            think: Seconds::ZERO,
-            // answers that begin together end together, and leave the instance without work
-            ramp: Seconds(self.tbt * f64::from(self.size.output_tokens)),
-            seed: 7,
-        };
-        let admission = mixfleet_scheduler::fleet::Admission::None;
-        let setup = Setup::new(&file, Choices { admission, ..Choices::default() });
-        let results = run(&setup, load.requests(), &mut ()).unwrap();
-        assert_eq!(results.completed, u64::from(clients) * 4, "all are served");
-        let decoded = results.completed as f64 * f64::from(self.size.output_tokens - 1);
-        (decoded / results.pools[1].decode_device_s, results.tpot_s.mean)
+        let RequestSize { input_tokens, output_tokens, .. } = self.size;
+        let answer = step * f64::from(output_tokens);
+        SteadyLoad { clients, input_tokens, output_tokens, answer }.tokens_per_s(&fleet_from(&text))
     }
 }
 
@@ -106,22 +89,27 @@ fn plan_and_simulation_agree_on_what_attention_apart_gains_and_where_it_loses() 
     {
         let case = |attending| Case { attending, size: size(context), tbt: 0.05 };
         let of = |case: Case| {
-            let (batch, planned) = case.planned();
-            let (simulated, tpot) = case.simulated(batch);
+            let (batch, step) = case.planned();
+            let (planned, simulated) = (f64::from(batch) / step.0, case.simulated(batch, step));
             let usd = |tokens_per_s: f64| case.usd_per_hour() / (tokens_per_s * 3600.0) * 1e6;
             eprintln!(
                 "{:?} at {context}: {batch} sequences, {planned:.0} tokens/s and ${:.3}/Mtok planned, {simulated:.0} and \
-                 ${:.3} simulated, TPOT {tpot:.4} s",
+                 ${:.3} simulated",
                 case.attending,
                 usd(planned),
                 usd(simulated)
+            );
+            assert!(
+                (0.98..1.01).contains(&(simulated / planned)),
+                "{:?}: {planned} {simulated}",
+                case.attending
             );
             [usd(planned), usd(simulated)]
         };
         let (apart, alone) = (of(case(Some((id, count)))), of(case(None)));
         let [planned, simulated] = [0, 1].map(|at| alone[at] / apart[at]);
         eprintln!("{count} x {id} at {context}: gain {planned:.2} planned, {simulated:.2} simulated");
-        assert!((simulated / planned - 1.0).abs() < 0.1, "{planned} {simulated}");
+        assert!((simulated / planned - 1.0).abs() < 0.02, "{planned} {simulated}");
         if let Some(wins) = wins {
             assert_eq!([planned > 1.0, simulated > 1.0], [wins; 2], "{planned} {simulated}");
         }

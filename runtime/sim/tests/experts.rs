@@ -1,5 +1,8 @@
-//! Instances whose devices divide whole experts (`ep:`): what a plan counts of them, and what it writes.
+//! Instances whose devices divide whole experts (`ep:`): what a plan counts of them, what it writes, and what
+//! a simulation makes of that.
 
+use crate::common::fleet_from;
+use crate::common::steady::SteadyLoad;
 use mixfleet_hal::catalog::part;
 use mixfleet_hal::economics::Price;
 use mixfleet_hal::units::{BytesPerSecond, Seconds, UsdPerHour};
@@ -14,8 +17,7 @@ use mixfleet_scheduler::plan::market::{Market, MarketAsk, PlannedPool};
 use mixfleet_scheduler::plan::offer::OfferedPart;
 use mixfleet_scheduler::plan::program::Duty;
 use mixfleet_scheduler::plan::tiers::PlannedTiers;
-use mixfleet_sim::fleet_file::{FleetFile, PlannedText};
-use std::path::Path;
+use mixfleet_sim::fleet_file::PlannedText;
 
 const H100: &str = "H100-SXM-80GB";
 const BF16: StoredAs = StoredAs::Plain(DType::Bf16);
@@ -39,8 +41,7 @@ fn ask(model: &str, expert_skew: f32) -> MarketAsk {
 }
 
 #[test]
-fn a_written_plan_has_the_room_and_the_times_by_which_it_was_counted() {
-    let none = |path: &Path| Err(format!("{} is not read", path.display()));
+fn a_written_plan_has_the_room_the_times_and_the_rate_by_which_it_was_counted() {
     let in_two = InstanceLayout { stages: 2, ..InstanceLayout::of(8) };
     for (model, layout, skew) in [
         ("qwen3-30b-a3b", InstanceLayout::of(2), 0.0),
@@ -54,7 +55,7 @@ fn a_written_plan_has_the_room_and_the_times_by_which_it_was_counted() {
         let text = PlannedText { market: &market, prices: &prices };
         let pools = [pool(Duty::Prefill, 8), pool(Duty::Decode, 1)];
         let text = text.of(&pools, BF16, &PlannedTiers::default(), Policy::default());
-        let file = FleetFile::parse(&text, Path::new(""), &none).unwrap();
+        let file = fleet_from(&text);
 
         let ask = market.ask();
         let own = (part(H100).unwrap(), &PartKernels::of(part(H100).unwrap()));
@@ -72,5 +73,16 @@ fn a_written_plan_has_the_room_and_the_times_by_which_it_was_counted() {
                 layout.words()
             );
         }
+
+        let carried = kind.carries(Duty::Decode, &SIZE, &ask.level).unwrap();
+        let RequestSize { input_tokens, output_tokens, .. } = SIZE;
+        let answer = carried.latency * f64::from(output_tokens);
+        let load = SteadyLoad { clients: carried.batch, input_tokens, output_tokens, answer };
+        let planned = f64::from(carried.batch) / carried.latency.0;
+        let share = load.tokens_per_s(&file) / planned;
+        eprintln!("{model}{}, {} sequences: {share:.3} of the planned rate", layout.words(), carried.batch);
+        // after an answer its place is empty until the KV of the client's next prompt is there: some 3 of
+        // 256 steps
+        assert!((0.98..1.01).contains(&share), "{model}{}: {share} of the planned rate", layout.words());
     }
 }

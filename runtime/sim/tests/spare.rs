@@ -143,7 +143,7 @@ fn it_gains_where_whole_instances_divide_badly_and_loses_where_they_divide_well(
 }
 
 /// A plan of so many instances that compute prompts and attend, and so many that decode, of H100.
-fn planned(counts: [u32; 2], share: f64) -> (Market, Vec<PlannedPool>) {
+fn planned(counts: [u32; 2]) -> (Market, Vec<PlannedPool>) {
     let size = RequestSize { input_tokens: 4000, output_tokens: 400, cached_share: 0.0 };
     let market = Market::new(MarketAsk {
         model: find("llama-3.1-8b").unwrap(),
@@ -160,7 +160,7 @@ fn planned(counts: [u32; 2], share: f64) -> (Market, Vec<PlannedPool>) {
         links: Vec::new(),
     });
     let layout = InstanceLayout::of(1);
-    let lends = PlannedSpare { part: 0, layout, share };
+    let lends = PlannedSpare { part: 0, layout };
     let pool = |duty, count, spare| PlannedPool { part: 0, layout, attends: None, spare, duty, count };
     let pools = vec![pool(Duty::Prefill, counts[0], None), pool(Duty::Decode, counts[1], Some(lends))];
     (market, pools)
@@ -170,8 +170,8 @@ fn planned(counts: [u32; 2], share: f64) -> (Market, Vec<PlannedPool>) {
 fn what_a_plan_writes_lends_as_the_plan_has_it() {
     let none = |path: &Path| Err(format!("{} is not read", path.display()));
     let kernels = PartKernels::of(part(H100).unwrap());
-    for (counts, share) in [([1, 1], 0.5), ([3, 1], 0.25), ([1, 2], 0.75)] {
-        let (market, pools) = planned(counts, share);
+    for (counts, share) in [([1, 1], 0.5), ([3, 1], 0.5), ([1, 2], 2.0 / 3.0)] {
+        let (market, pools) = planned(counts);
         let prices = [Price { usd_per_hour: UsdPerHour(2.69), basis: "a list".into() }];
         let text = PlannedText { market: &market, prices: &prices };
         let write = |pools: &[PlannedPool]| {
@@ -180,7 +180,7 @@ fn what_a_plan_writes_lends_as_the_plan_has_it() {
         };
         let file = FleetFile::parse(&write(&pools), Path::new(""), &none).unwrap();
         let spare = file.pools[1].spare.as_ref().unwrap();
-        assert_eq!((spare.pool.as_str(), spare.share), (file.pools[0].name.as_str(), Some(share)));
+        assert_eq!((spare.pool.as_str(), spare.share), (file.pools[0].name.as_str(), None));
         assert!(!write(&pools[1..]).contains("attn_pool"), "who lends is not in the fleet");
 
         // room and times are those by which the plan counts

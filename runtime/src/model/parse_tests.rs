@@ -425,3 +425,24 @@ fn numbers_that_no_model_has_are_refused_by_name() {
         assert!(error.contains("field 'rope_parameters.rope_theta'"), "{field} {value}: {error}");
     }
 }
+
+/// The collection has the `model_type` of most known models; of others nothing is compared.
+#[test]
+fn known_models_are_served_if_their_family_is() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/data/models.json");
+    let Ok(text) = std::fs::read_to_string(&path) else {
+        eprintln!(
+            "SKIPPED: ../shared/data/models.json is absent; families of known models were not compared"
+        );
+        return;
+    };
+    let collection: Value = serde_json::from_str(&text).expect("JSON");
+    let mut compared = 0;
+    for model in mixfleet_scheduler::models::models() {
+        let Some(family) = collection[model.name]["model_type"].as_str() else { continue };
+        let known = FAMILIES.iter().any(|of| of.model_type == family);
+        assert_eq!(model.unserved().is_none(), known, "{}: {family}", model.name);
+        compared += 1;
+    }
+    assert!(compared > 20, "{compared}");
+}

@@ -34,6 +34,7 @@ pub(super) fn instances(ask: &MarketAsk) -> Result<Vec<MarketKind>, String> {
     if ask.parts.iter().any(|offer| offer.region != ask.parts[0].region) {
         return Err("attention is not planned apart over several regions".into());
     }
+    ask.engine.check_apart(1)?;
     for stored in &ask.stored {
         Partition::attention(&ask.model.shape_as(*stored), 1, AttnSplit::default())?;
     }
@@ -49,7 +50,7 @@ pub(super) fn instances(ask: &MarketAsk) -> Result<Vec<MarketKind>, String> {
     for &first in &firsts {
         let kernels = PartKernels::of(ask.parts[first].part);
         for (stored, &dtype) in ask.stored.iter().enumerate() {
-            for devices in IN_SERVER {
+            for devices in IN_SERVER.into_iter().filter(|devices| ask.engine.check_apart(*devices).is_ok()) {
                 let (part, layout) = (ask.parts[first].part, InstanceLayout::of(devices));
                 let weights = ask.model.weight_bytes(dtype);
                 if part.memory_bytes() * f64::from(devices) < weights {

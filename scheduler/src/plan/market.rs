@@ -91,15 +91,23 @@ pub struct PlannedPool {
     pub count: u32,
 }
 
-/// Instances that compute prompts, whose devices attend to a part of what others decode.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+/// Instances that compute prompts, whose devices attend to a part of what others decode, with an even share
+/// of their room for KV.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct PlannedSpare {
     /// Index of their part among those on offer.
     pub part: usize,
     /// Their devices.
     pub layout: InstanceLayout,
-    /// Share of their room for KV that they lend.
-    pub share: f64,
+}
+
+impl PlannedSpare {
+    /// Which of some pools these are, if they have instances.
+    pub fn lender(&self, pools: &[PlannedPool]) -> Option<usize> {
+        pools.iter().position(|own| {
+            own.duty == Duty::Prefill && own.count > 0 && (own.part, own.layout) == (self.part, self.layout)
+        })
+    }
 }
 
 /// Devices of an instance that keep its KV and attend, beside those with the weights.

@@ -315,7 +315,8 @@ fn the_bound_is_above_no_divided_fleet_of_any_kinds() {
 /// Products with weights on H100 and attention on H20, each where it is cheaper; latent attention stays.
 #[test]
 fn attention_apart_is_ranked_with_all_others_and_counts_in_the_bound() {
-    let asked = |classes| MarketAsk { nic: BytesPerSecond(183e9), ..ask(classes) };
+    let asked =
+        |classes| MarketAsk { nic: BytesPerSecond(183e9), engine: &engines::ATTENDING, ..ask(classes) };
     let of = |ask: MarketAsk| Ok::<_, String>(Market::new(ask).attention_apart(&Microlp)?.swap_remove(0));
     let long = || asked(vec![class(6000, 400, 30.0)]);
     let market = Market::new(long());

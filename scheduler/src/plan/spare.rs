@@ -1,8 +1,8 @@
 //! The cheapest fleets in which devices that compute prompts attend to a part of what others decode.
 //!
 //! Such a fleet has the instances of one that divides prompts and decoding, as `serve` and the simulator have
-//! them: those that decode have a share of the others' room for KV, and these attend to what is there, with
-//! the times of [`SpareCost`](crate::cost::SpareCost). What attention takes of a device is missing for
+//! them: those that decode have an even share of the others' room for KV, and these attend to what is there,
+//! with the times of [`SpareCost`](crate::cost::SpareCost). What attention takes of a device is missing for
 //! prompts: with p(i) and d(i) instances that prompts and answers of class i keep busy, and u(i) the share of
 //! its time that each of k lenders spends on the answers,
 //!
@@ -26,8 +26,6 @@ use mixfleet_hal::units::{Bytes, Ordered};
 
 /// Fleets of each sort that divide prompts and decoding whose instances are tried.
 const EACH: usize = 3;
-/// Shares of the room for KV that are tried.
-const SHARES: [f64; 4] = [0.25, 0.5, 0.75, 0.9];
 /// Numbers of instances that decode which are tried at most.
 const COUNTS: u32 = 16;
 /// How often the number of instances that compute prompts is raised by what is short.
@@ -55,6 +53,7 @@ impl Market {
         if self.regions().len() > 1 {
             return Err("attention on devices of other instances is not planned over several regions".into());
         }
+        self.ask.engine.check_apart(1)?;
         for stored in &self.ask.stored {
             Partition::attention(&self.ask.model.shape_as(*stored), 1, AttnSplit::Request)?;
         }
@@ -85,6 +84,7 @@ impl Market {
         };
         let (prefill, decode) = (kind(Duty::Prefill)?, kind(Duty::Decode)?);
         let layout = decode.instance.layout;
+        ask.engine.check_apart(layout.devices)?;
         if layout.stages > 1 || !layout.is_by_columns() {
             return Err("stages of layers and experts keep all of their KV".into());
         }
@@ -118,41 +118,34 @@ impl Market {
         counts.dedup();
         let mut best: Option<FormedFleet> = None;
         let mut why = "devices that compute prompts have no room or no time for it".to_owned();
-        for share in SHARES {
-            for &decode in counts.iter().filter(|count| **count > 0) {
-                let pools = match self.with_prompts(of, decode, share) {
-                    Ok(prefill) => self.spare_pools(of, [prefill, decode], share),
-                    Err(cause) => {
-                        why = cause;
-                        continue;
-                    }
-                };
-                let usd_per_hour = self.usd_per_hour(&pools, fleet.stored);
-                let fits = |(part, most): (usize, u32)| {
-                    pools.iter().map(|pool| pool.devices_of(part)).sum::<u64>() <= most.into()
-                };
-                let offers = self.ask.parts.iter().enumerate();
-                let in_stock = offers.filter_map(|(part, offer)| Some((part, offer.most?))).all(fits);
-                if in_stock && best.as_ref().is_none_or(|known| usd_per_hour < known.usd_per_hour) {
-                    best = Some(FormedFleet {
-                        form: FleetForm::Free,
-                        stored: fleet.stored,
-                        pools,
-                        usd_per_hour,
-                    });
+        for &decode in counts.iter().filter(|count| **count > 0) {
+            let pools = match self.with_prompts(of, decode) {
+                Ok(prefill) => self.spare_pools(of, [prefill, decode]),
+                Err(cause) => {
+                    why = cause;
+                    continue;
                 }
+            };
+            let usd_per_hour = self.usd_per_hour(&pools, fleet.stored);
+            let fits = |(part, most): (usize, u32)| {
+                pools.iter().map(|pool| pool.devices_of(part)).sum::<u64>() <= most.into()
+            };
+            let offers = self.ask.parts.iter().enumerate();
+            let in_stock = offers.filter_map(|(part, offer)| Some((part, offer.most?))).all(fits);
+            if in_stock && best.as_ref().is_none_or(|known| usd_per_hour < known.usd_per_hour) {
+                best = Some(FormedFleet { form: FleetForm::Free, stored: fleet.stored, pools, usd_per_hour });
             }
         }
         best.ok_or(why)
     }
 
     /// The fewest instances for prompts beside so many that decode.
-    fn with_prompts(&self, of: &Divided<'_>, decode: u32, share: f64) -> Result<u32, String> {
+    fn with_prompts(&self, of: &Divided<'_>, decode: u32) -> Result<u32, String> {
         let prompts: f64 =
             self.busy(of, |class| of.prefill.loads[1][class].map(|own| own.max(of.prefill.links[class])));
         let mut prefill = to_u32(to_u64((prompts / BUSY_MAX).ceil())).max(1);
         for _ in 0..RAISES {
-            let lent = self.attended(of, Lending::of(prefill, decode), decode, share)?;
+            let lent = self.attended(of, Lending::of(prefill, decode), decode)?;
             let wanted = (prompts + lent) / BUSY_MAX;
             if wanted <= f64::from(prefill) {
                 return Ok(prefill);
@@ -168,9 +161,9 @@ impl Market {
     }
 
     /// The instances that attention to others' sequences keeps busy of those that compute prompts.
-    fn attended(&self, of: &Divided<'_>, lending: Lending, decode: u32, share: f64) -> Result<f64, String> {
+    fn attended(&self, of: &Divided<'_>, lending: Lending, decode: u32) -> Result<f64, String> {
         let (ask, lender) = (&self.ask, &of.prefill.instance);
-        let room = lender.room().0;
+        let (room, share) = (lender.room().0, lending.even_share());
         let borrowed = share * room * f64::from(lending.lenders) / f64::from(lending.borrowers);
         let devices = lender.layout.devices * lending.lenders;
         let borrower = of.borrower.borrowing(devices, lending.borrowers + 1, Bytes(borrowed));
@@ -202,13 +195,13 @@ impl Market {
         }
     }
 
-    fn spare_pools(&self, of: &Divided<'_>, [prefill, decode]: [u32; 2], share: f64) -> Vec<PlannedPool> {
+    fn spare_pools(&self, of: &Divided<'_>, [prefill, decode]: [u32; 2]) -> Vec<PlannedPool> {
         let pool = |of: &MarketKind, duty: Duty, count: u32, spare: Option<PlannedSpare>| {
             let (part, layout) = (of.part, of.instance.layout);
             let count = count + self.ask.parts[part].spares;
             PlannedPool { part, layout, attends: None, spare, duty, count }
         };
-        let spare = PlannedSpare { part: of.prefill.part, layout: of.prefill.instance.layout, share };
+        let spare = PlannedSpare { part: of.prefill.part, layout: of.prefill.instance.layout };
         vec![
             pool(of.prefill, Duty::Prefill, prefill, None),
             pool(of.decode, Duty::Decode, decode, Some(spare)),

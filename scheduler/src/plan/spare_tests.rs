@@ -18,7 +18,7 @@ fn ask(model: &str, [input_tokens, output_tokens]: [u32; 2], rate: f64, [ttft, t
         model: models::find(model).unwrap(),
         stored: vec![StoredAs::Plain(DType::Bf16)],
         expert_skew: 0.0,
-        engine: engines::find("vllm").unwrap(),
+        engine: &engines::ATTENDING,
         parts: vec![OfferedPart::new(part("H100-SXM-80GB").unwrap(), UsdPerHour(2.69))],
         classes: vec![SizeClass { size, slowest: size, rate }],
         answer_tokens_max: 0,
@@ -47,18 +47,17 @@ fn rents(of: MarketAsk, rates: impl Iterator<Item = u32>) -> Vec<(f64, f64)> {
         let lends = decode.spare.unwrap();
         assert_eq!((lends.part, lends.layout), (prefill.part, prefill.layout));
         assert_eq!([prefill.duty, decode.duty], [Duty::Prefill, Duty::Decode]);
-        assert!(prefill.spare.is_none() && prefill.count > 0 && decode.count > 0 && lends.share < 1.0);
+        assert!(prefill.spare.is_none() && prefill.count > 0 && decode.count > 0);
         let is_divided = |fleet: &&FormedFleet| {
             fleet.pools.iter().all(|pool| pool.duty != Duty::Whole && pool.spare.is_none())
         };
         let divided = ranked.iter().find(is_divided).unwrap();
         let counts = |fleet: &FormedFleet| fleet.pools.iter().map(|pool| pool.count).collect::<Vec<_>>();
         println!(
-            "{rate}/s: {:?} ${:.2} divided, {:?} ${sum:.2} with {} lent",
+            "{rate}/s: {:?} ${:.2} divided, {:?} ${sum:.2} where prompts' devices attend",
             counts(divided),
             divided.usd_per_hour.0,
-            counts(&spare),
-            lends.share
+            counts(&spare)
         );
         found.push((divided.usd_per_hour.0, sum));
     }
@@ -94,6 +93,11 @@ fn what_cannot_lend_is_refused_with_the_reason() {
     let mut regions = plain();
     regions.parts.push(OfferedPart { region: "elsewhere".into(), ..regions.parts[0].clone() });
     assert!(of(regions).contains("several regions"));
+    let of_engine = |name: &str| MarketAsk { engine: engines::find(name).unwrap(), ..plain() };
+    assert!(of(of_engine("vllm")).contains("vllm has no devices that attend"));
+    let wide = MarketAsk { model: models::find("llama-3.1-70b").unwrap(), ..of_engine("mixfleet") };
+    let wide = of(wide);
+    assert!(wide.contains("at most 1 device"), "{wide}");
     let mut late = plain();
     late.level.ttft = Seconds(1e-4);
     let late = of(late);

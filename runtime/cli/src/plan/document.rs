@@ -137,7 +137,6 @@ fn pool(planned: &Planned<'_>, pool: &PlannedPool, less: &Option<FleetTrial>) ->
             json!({
                 "part": planned.offers.parts[spare.part].part.id,
                 "devices_per_instance": spare.layout.devices,
-                "share": spare.share,
             })
         }),
         "usd_per_hour_of_device": offer.usd_per_hour,

@@ -7,7 +7,7 @@ use mixfleet_hal::units::GB;
 use mixfleet_scheduler::cost::ExpertsBy;
 use mixfleet_scheduler::fleet::Policy;
 use mixfleet_scheduler::plan::layouts::LayoutExperts;
-use mixfleet_scheduler::plan::market::{Market, PlannedPool, PlannedSpare};
+use mixfleet_scheduler::plan::market::{Market, PlannedPool};
 use mixfleet_scheduler::plan::program::Duty;
 use mixfleet_scheduler::plan::tiers::PlannedTiers;
 use std::fmt::Write as _;
@@ -82,13 +82,8 @@ impl PlannedText<'_> {
             if let Some(others) = pool.attends {
                 let _ = writeln!(text, "attn_devices = {}", others.devices);
             }
-            let lends = |spare: &PlannedSpare| {
-                let is = |own: &&PlannedPool| (own.part, own.layout) == (spare.part, spare.layout);
-                let own = pools.iter().filter(|own| own.duty == Duty::Prefill && own.count > 0);
-                own.clone().find(is).map(|own| (self.name(own), spare.share))
-            };
-            if let Some((lender, share)) = pool.spare.as_ref().and_then(lends) {
-                let _ = write!(text, "attn_pool = \"{lender}\"\nattn_pool_share = {share:?}\n");
+            if let Some(lender) = pool.spare.and_then(|spare| spare.lender(pools)) {
+                let _ = writeln!(text, "attn_pool = \"{}\"", self.name(&pools[lender]));
             }
             memory(&mut text, &below);
             if layout.stages > 1 {

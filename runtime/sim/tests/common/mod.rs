@@ -3,6 +3,8 @@
 #![allow(dead_code, reason = "each test file uses a part of it")]
 #![allow(clippy::print_stdout, reason = "a skip is said aloud")]
 
+pub(crate) mod steady;
+
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::units::Seconds;
 use mixfleet_sim::fleet_file::FleetFile;

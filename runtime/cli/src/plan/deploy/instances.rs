@@ -1,6 +1,7 @@
 //! An instance of a planned pool as a worker is told of it.
 
 use crate::notation::Sharing;
+use mixfleet_scheduler::cost::Lending;
 use mixfleet_scheduler::plan::layouts::LayoutExperts;
 use mixfleet_scheduler::plan::market::PlannedPool;
 use mixfleet_scheduler::plan::offer::OfferedPart;
@@ -21,18 +22,79 @@ pub(super) fn backend(vendor: &str) -> Option<(&'static str, &'static str)> {
 pub(super) const HOST_DEVICES_MAX: u32 = 8;
 
 /// An instance as a worker is told of it.
-#[derive(Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub(super) struct WorkerDevice {
     /// As `--device` takes it.
     pub(super) selector: String,
     pub(super) usd_per_hour: f64,
+    /// Those of its devices that are its own, in their order.
+    own: Vec<String>,
 }
 
-/// The devices of the next instance of a pool, numbered on from those that were taken of each backend.
-pub(super) fn next_instance(
+/// The next devices of a part, by its index and their number, as `--device` takes each.
+pub(super) type TakeDevices<'a> = dyn FnMut(usize, u32) -> Result<Vec<String>, String> + 'a;
+
+/// The devices of a part on a machine, numbered on from those that were `taken` of each backend.
+///
+/// # Errors
+/// When no backend drives the part.
+pub(super) fn on_machine(
+    part: &OfferedPart,
+    count: u32,
+    taken: &mut BTreeMap<&'static str, u32>,
+) -> Result<Vec<String>, String> {
+    let (backend, _) = own_backend(part)?;
+    let first = taken.entry(backend).or_default();
+    *first += count;
+    Ok((*first - count..*first).map(|number| format!("{backend}:{number}")).collect())
+}
+
+/// The backend and the resource of Kubernetes for a part.
+///
+/// # Errors
+/// When there is none.
+pub(super) fn own_backend(part: &OfferedPart) -> Result<(&'static str, &'static str), String> {
+    let known = backend(part.part.vendor);
+    known.ok_or_else(|| format!("mixfleet's own engine has no backend for {}", part.part.id))
+}
+
+/// The instances of some pools, by pool, each with the devices that `take` gives.
+///
+/// # Errors
+/// Those of `take`, and what the engine does not run.
+pub(super) fn instances(
+    parts: &[OfferedPart],
+    pools: &[PlannedPool],
+    take: &mut TakeDevices<'_>,
+) -> Result<Vec<Vec<WorkerDevice>>, String> {
+    let mut all: Vec<Vec<WorkerDevice>> = Vec::new();
+    for pool in pools {
+        let lender = pool.spare.and_then(|spare| spare.lender(pools));
+        let mut of_pool = Vec::new();
+        for number in 0..pool.count {
+            let lent: Vec<String> = match lender {
+                None => Vec::new(),
+                Some(at) => {
+                    let lending = Lending::of(pools[at].count, pool.count);
+                    let lenders = lending.lenders_of(number);
+                    // those that compute prompts stand before those that decode
+                    let known = all.get(at).ok_or("who lends stands after who borrows")?;
+                    lenders.flat_map(|lender| known[lender as usize].own.clone()).collect()
+                }
+            };
+            of_pool.push(instance(parts, pool, lent, take)?);
+        }
+        all.push(of_pool);
+    }
+    Ok(all)
+}
+
+/// An instance of a pool, for which the devices `lent` attend beside its own.
+fn instance(
     parts: &[OfferedPart],
     pool: &PlannedPool,
-    taken: &mut BTreeMap<&'static str, u32>,
+    lent: Vec<String>,
+    take: &mut TakeDevices<'_>,
 ) -> Result<WorkerDevice, String> {
     let PlannedPool { layout, attends, .. } = pool;
     let LayoutExperts::Divided(experts) = layout.experts else {
@@ -40,46 +102,31 @@ pub(super) fn next_instance(
             "mixfleet's own engine divides no sequences by experts; its ep: divides experts alone".into()
         );
     };
-    if pool.spare.is_some() {
-        let why = "devices that compute prompts attend to a part of what others decode: docs/serving.md says \
-                   how one --device names both";
-        return Err(why.into());
-    }
-    let devices: u32 = pool.takes().map(|(_, devices)| devices).sum();
-    if devices > HOST_DEVICES_MAX {
-        return Err(format!(
-            "an instance has {devices} devices, in several hosts: \
-             docs/serving.md says how mixfleet member lends those of others"
-        ));
-    }
-    if attends.is_some() && layout.devices > 1 {
+    if (attends.is_some() || !lent.is_empty()) && layout.devices > 1 {
         return Err(
             "the products with weights are on one device of an instance whose attention has its own".into()
         );
     }
-    let mut take = |part: usize, count: u32| -> Result<Vec<String>, String> {
-        let part = parts[part].part;
-        let (backend, _) = backend(part.vendor)
-            .ok_or_else(|| format!("mixfleet's own engine has no backend for {}", part.id))?;
-        let first = taken.entry(backend).or_default();
-        *first += count;
-        Ok((*first - count..*first).map(|number| format!("{backend}:{number}")).collect())
-    };
     let mut stages = Vec::new();
     for _ in 0..layout.stages {
-        stages.push(joined(Sharing::of_layers(experts), take(pool.part, layout.per_stage())?));
+        stages.push(take(pool.part, layout.per_stage())?);
     }
+    let own = stages.concat();
+    let joined_stages = stages.into_iter().map(|devices| joined(Sharing::of_layers(experts), devices));
     let parenthesised = |stage: String| if layout.per_stage() > 1 { format!("({stage})") } else { stage };
     let mut selector = match layout.stages {
-        1 => stages.concat(),
-        _ => joined(Sharing::Stages, stages.into_iter().map(parenthesised).collect()),
+        1 => joined_stages.collect(),
+        _ => joined(Sharing::Stages, joined_stages.map(parenthesised).collect()),
     };
     if let Some(others) = attends {
         let all = [vec![selector], take(others.part, others.devices)?].concat();
         selector = joined(Sharing::Apart, all);
+    } else if !lent.is_empty() {
+        // the first has the weights and attends too
+        selector = joined(Sharing::Apart, [vec![selector.clone(), selector], lent].concat());
     }
     let usd = |(part, devices): (usize, u32)| parts[part].usd_per_hour.0 * f64::from(devices);
-    Ok(WorkerDevice { selector, usd_per_hour: pool.takes().map(usd).sum() })
+    Ok(WorkerDevice { selector, usd_per_hour: pool.takes().map(usd).sum(), own })
 }
 
 /// Devices as one; one alone as it is.
@@ -88,6 +135,12 @@ fn joined(sharing: Sharing, devices: Vec<String>) -> String {
         1 => devices.concat(),
         _ => format!("{}{}", sharing.word(), devices.join(",")),
     }
+}
+
+/// A word of a line of shell.
+pub(super) fn quoted(word: &str) -> String {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=,".contains(c);
+    if word.chars().all(is_plain) { word.to_owned() } else { format!("'{word}'") }
 }
 
 /// A name for a pool, which tells it from others of its role and part by how their devices share the model.
@@ -129,7 +182,7 @@ mod tests {
     use mixfleet_hal::catalog;
     use mixfleet_hal::units::UsdPerHour;
     use mixfleet_scheduler::plan::layouts::InstanceLayout;
-    use mixfleet_scheduler::plan::market::PlannedAttention;
+    use mixfleet_scheduler::plan::market::{PlannedAttention, PlannedSpare};
     use mixfleet_scheduler::plan::program::Duty;
 
     fn parts() -> Vec<OfferedPart> {
@@ -140,6 +193,11 @@ mod tests {
     fn pool(part: usize, layout: InstanceLayout, attends: Option<(usize, u32)>) -> PlannedPool {
         let attends = attends.map(|(part, devices)| PlannedAttention { part, devices });
         PlannedPool { part, layout, attends, spare: None, duty: Duty::Decode, count: 2 }
+    }
+
+    fn on_one_machine(pools: &[PlannedPool]) -> Result<Vec<Vec<WorkerDevice>>, String> {
+        let (parts, mut taken) = (parts(), BTreeMap::new());
+        instances(&parts, pools, &mut |part, count| on_machine(&parts[part], count, &mut taken))
     }
 
     fn stages(devices: u32, stages: u32) -> InstanceLayout {
@@ -185,10 +243,9 @@ mod tests {
                 "decode-l40s-attn1-mi300x",
             ),
         ] {
-            let mut taken = BTreeMap::new();
-            for selector in selectors {
-                let of = next_instance(&parts(), &pool, &mut taken).unwrap();
-                assert_eq!(of, WorkerDevice { selector: selector.into(), usd_per_hour: usd });
+            let found = on_one_machine(std::slice::from_ref(&pool)).unwrap().remove(0);
+            for (of, selector) in found.into_iter().zip(selectors) {
+                assert_eq!((of.selector.as_str(), of.usd_per_hour), (selector, usd));
                 let devices: u32 = pool.takes().map(|(_, devices)| devices).sum();
                 let stages = backends::stages(selector).unwrap();
                 assert_eq!(
@@ -203,13 +260,27 @@ mod tests {
         }
     }
 
+    /// Two that decode have a third each of the only one that computes prompts; one alone has two of these.
     #[test]
-    fn what_no_worker_of_one_host_is_told_is_refused_with_the_reason() {
+    fn devices_that_compute_prompts_are_named_by_those_for_which_they_attend() {
+        let one = InstanceLayout::of(1);
+        let of = |counts: [u32; 2]| {
+            let prompts = PlannedPool { duty: Duty::Prefill, count: counts[0], ..pool(0, one, None) };
+            let spare = Some(PlannedSpare { part: 0, layout: one });
+            let answers = PlannedPool { spare, count: counts[1], ..pool(1, one, None) };
+            let found = on_one_machine(&[prompts, answers]).unwrap();
+            found.concat().into_iter().map(|of| of.selector).collect::<Vec<_>>()
+        };
+        assert_eq!(of([1, 2]), ["cuda:0", "attn:cuda:1,cuda:1,cuda:0", "attn:cuda:2,cuda:2,cuda:0"]);
+        assert_eq!(of([2, 1]), ["cuda:0", "cuda:1", "attn:cuda:2,cuda:2,cuda:0,cuda:1"]);
+    }
+
+    #[test]
+    fn what_the_engine_does_not_run_is_refused_with_the_reason() {
         let says = |pool: PlannedPool, word: &str| {
-            let why = next_instance(&parts(), &pool, &mut BTreeMap::new()).unwrap_err();
+            let why = on_one_machine(&[pool]).unwrap_err();
             assert!(why.contains(word), "{why}");
         };
-        says(pool(0, stages(16, 2), None), "16 devices, in several hosts");
         says(pool(0, InstanceLayout::of(2), Some((1, 1))), "one device of an instance");
         says(pool(0, InstanceLayout::of(8).with_sequences(), None), "by experts");
         says(pool(3, InstanceLayout::of(1), None), "no backend for TPU-v5e");

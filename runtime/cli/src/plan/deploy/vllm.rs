@@ -2,7 +2,8 @@
 
 mod kubernetes;
 
-use super::instances::{HOST_DEVICES_MAX, backend, pool_name};
+use super::Written;
+use super::instances::{HOST_DEVICES_MAX, backend, pool_name, quoted};
 use crate::worker_engines::WorkerEngine;
 use mixfleet_hal::{StoredAs, WeightFormat};
 use mixfleet_scheduler::cost::ExpertsBy;
@@ -51,6 +52,11 @@ impl EngineAt {
 }
 
 impl VllmFleet<'_> {
+    /// What starts it.
+    pub(super) fn files(&self) -> [Written; 3] {
+        [("vllm.sh", Ok(self.lines())), ("compose.yaml", self.compose()), ("engines.yaml", self.kubernetes())]
+    }
+
     /// The lines that start vLLM with the same split, one for each instance of a pool, and what stands
     /// before them.
     pub(super) fn lines(&self) -> String {
@@ -310,10 +316,4 @@ fn list(key: &str, words: &[String]) -> String {
         let _ = writeln!(text, "      - {}", json!(word));
     });
     text
-}
-
-/// A word of a line of shell.
-fn quoted(word: &str) -> String {
-    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=,".contains(c);
-    if word.chars().all(is_plain) { word.to_owned() } else { format!("'{word}'") }
 }
