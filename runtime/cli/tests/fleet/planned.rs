@@ -34,8 +34,8 @@ fn a_planned_instance_of_several_devices_serves_as_its_compose_file_starts_it() 
     let mut selectors = Vec::new();
     let mut workers = Vec::new();
     for words in of("worker") {
-        let devices = words.windows(2).filter(|pair| pair[0] == "--device").map(|pair| pair[1].clone());
-        selectors.extend(devices);
+        let devices = words.windows(2).filter(|pair| pair[0] == "--device");
+        selectors.extend(devices.map(|pair| pair[1].strip_suffix("=auto").unwrap().to_owned()));
         let mut worker = Process::start(mixfleet().args(words).args(further).args(["--kv-memory", "0.02"]));
         worker.says("joined");
         workers.push(worker);
