@@ -30,7 +30,7 @@ fn converted(device: &dyn Device, elements: &[u8], from: DType, to: DType) -> Ve
     let cmd = Cmd::new(sig, &[ids, table, out.clone()]).unwrap();
     let mut queue = device.queue().unwrap();
     let ticket = queue.submit(&[cmd]).unwrap();
-    queue.wait(ticket, Duration::from_secs(60)).unwrap();
+    queue.wait(ticket, Duration::from_secs(600)).unwrap();
     let mut bytes = vec![0; out.bytes as usize];
     device.read(&out, &mut bytes).unwrap();
     bytes

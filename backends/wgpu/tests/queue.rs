@@ -6,7 +6,7 @@ use mixfleet_hwtests::reference::ReferenceDevice;
 use mixfleet_wgpu::{AdapterOverrides, WgpuBackend, WgpuDevice};
 use std::time::Duration;
 
-const LONG: Duration = Duration::from_secs(60);
+const LONG: Duration = Duration::from_secs(600);
 
 fn device() -> Option<WgpuDevice> {
     match WgpuBackend.probe() {

@@ -120,7 +120,7 @@ fn step(of: &mut Memories<'_>, queue: &mut dyn Queue, rows: u32) -> Vec<u8> {
         queue.submit(list).unwrap();
     }
     let ticket = queue.submit_for(last, std::slice::from_ref(&drawn)).unwrap();
-    queue.wait(ticket, Duration::from_secs(60)).unwrap();
+    queue.wait(ticket, Duration::from_secs(600)).unwrap();
     let mut bytes = vec![0; drawn.bytes as usize];
     of.device.read(&drawn, &mut bytes).unwrap();
     bytes
