@@ -248,6 +248,15 @@ plant "the cost model lifts queries of prompts that are expanded" scheduler/src/
     's/if latent.expands(parts, self.page_tokens) { 0 } else { prompts }/prompts/' all every_family_costs
 plant "choices of the experts before a share are computed with its first one" backends/opencl/src/kernels/grouped.cl \
     's/max(first, starts\[0\])/first/' all conformance mixfleet-opencl
+cuda=backends/cuda/src
+plant "weights that the batch writes before are copied early" $cuda/plan/mod.rs \
+    's/self.0.iter().all(|written| apart(written, range)).into()/(range.bytes > 0).into()/' \
+    lib weights_are_settled mixfleet-cuda
+plant "the first launch of a batch does not wait for what is before the batch" $cuda/queue.rs \
+    's/self.enqueue(work, number > 0)/self.enqueue(work, number < works.len())/' driver driver:: mixfleet-cuda
+plant "a drawn token counts itself among those before it" backends/portable/sample.c \
+    's/if (row->ids\[i\] < row->ids\[lid\]) before/if (row->ids[i] <= row->ids[lid]) before/' \
+    emulated every_operation_conforms mixfleet-cuda
 if [ "$tried" = 0 ]; then
     echo "planted: no name matches '$ONLY'" >&2
     exit 2
