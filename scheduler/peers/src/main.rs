@@ -88,7 +88,7 @@ impl Dynamo {
 #[cfg(feature = "dynamo")]
 impl Subject for Dynamo {
     fn store(&mut self, instance: u32, chain: &Chain) {
-        let block = |(&key, &content): (&u64, &u64)| KvCacheStoredBlockData {
+        let block = |(&key, &content): (&mixfleet_scheduler::kv::BlockHash, &u64)| KvCacheStoredBlockData {
             block_hash: ExternalSequenceBlockHash(key.0),
             tokens_hash: LocalBlockHash(content),
             mm_extra_info: None,
