@@ -344,7 +344,7 @@ DEVICE void draw(const Row* row, Run run, ulong least, uint uniform, IN_LOCAL ui
     }
     ulong sum = sum_before(weights, sums);
     if (sum <= rest && rest < sums[lid]) {
-        for (uint i = at; sum <= rest; ++i) {
+        for (uint i = at; i < stop && sum <= rest; ++i) {
             const ulong w = worth(row, false, run, key_of(row->logits[i]), i);
             if (w >= least) sum += w;
             if (sum > rest) found[0] = i;

@@ -5,7 +5,7 @@ use crate::device::Shared;
 use crate::driver::{At, Context, DeviceMemory, Event, Function, GraphExec, Stream};
 use crate::libraries::guarded;
 use crate::memory::Memory;
-use crate::plan::{self, DeviceRange, KernelArg, KernelLaunch, Matmul, PlanStep, PlanTarget, Written};
+use crate::plan::{self, BatchWrites, DeviceRange, KernelArg, KernelLaunch, Matmul, PlanStep, PlanTarget};
 use cudarc::driver::{result, sys};
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::command::ClockKind;
@@ -155,7 +155,7 @@ impl CudaQueue {
             buffers.extend(cmd.args().iter().cloned());
         }
         let mut works = Vec::with_capacity(cmds.len());
-        let (mut at, mut written) = (0, Written::default());
+        let (mut at, mut written) = (0, BatchWrites::default());
         while let Some((sig, places)) = ops.get(at) {
             if let Some((count, mut steps)) = plan::fused(&ops[at..], &self.target)? {
                 written.settle(&mut steps);
@@ -234,7 +234,7 @@ impl CudaQueue {
         works.iter().enumerate().try_for_each(|(number, work)| self.enqueue(work, number > 0))
     }
 
-    /// Enqueues one step on the stream; a kernel `early`, if it waits for what is before it by itself.
+    /// Enqueues one step on the stream; a kernel while the one before it ends, if `early`.
     fn enqueue(&self, work: &Work, early: bool) -> Result<()> {
         match work {
             Work::Kernel { function, launch } => self.launch(function, launch, early),
@@ -268,6 +268,7 @@ impl CudaQueue {
                 KernelArg::Address(value) | KernelArg::U64(value) => value,
                 KernelArg::U32(value) => value.into(),
                 KernelArg::F32(value) => value.to_bits().into(),
+                // not known, so that the kernel waits
                 KernelArg::Settled(_) => 0,
             })
             .collect();

@@ -64,7 +64,7 @@ pub(crate) enum Flaw {
     Noisy,
     /// Slows down under long load.
     Tires,
-    /// None: launches a command with the one before it if that is of another kind.
+    /// No flaw: launches a command together with the one before it if that is of another kind.
     Joins,
 }
 

@@ -1,7 +1,7 @@
 //! Instances whose attention has devices of its own: what a plan's rates say of them, and a simulation.
 
 use crate::common::fleet_from;
-use crate::common::steady::SteadyLoad;
+use crate::common::full_loop::FullLoop;
 use mixfleet_hal::catalog::part;
 use mixfleet_hal::units::{BytesPerSecond, GB, Seconds};
 use mixfleet_hal::{DType, StoredAs};
@@ -74,7 +74,7 @@ impl Case {
         );
         let RequestSize { input_tokens, output_tokens, .. } = self.size;
         let answer = step * f64::from(output_tokens);
-        SteadyLoad { clients, input_tokens, output_tokens, answer }.tokens_per_s(&fleet_from(&text))
+        FullLoop { clients, input_tokens, output_tokens, answer }.tokens_per_s(&fleet_from(&text))
     }
 }
 

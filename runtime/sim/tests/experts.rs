@@ -2,7 +2,7 @@
 //! a simulation makes of that.
 
 use crate::common::fleet_from;
-use crate::common::steady::SteadyLoad;
+use crate::common::full_loop::FullLoop;
 use mixfleet_hal::catalog::part;
 use mixfleet_hal::economics::Price;
 use mixfleet_hal::units::{BytesPerSecond, Seconds, UsdPerHour};
@@ -77,7 +77,7 @@ fn a_written_plan_has_the_room_the_times_and_the_rate_by_which_it_was_counted() 
         let carried = kind.carries(Duty::Decode, &SIZE, &ask.level).unwrap();
         let RequestSize { input_tokens, output_tokens, .. } = SIZE;
         let answer = carried.latency * f64::from(output_tokens);
-        let load = SteadyLoad { clients: carried.batch, input_tokens, output_tokens, answer };
+        let load = FullLoop { clients: carried.batch, input_tokens, output_tokens, answer };
         let planned = f64::from(carried.batch) / carried.latency.0;
         let share = load.tokens_per_s(&file) / planned;
         eprintln!("{model}{}, {} sequences: {share:.3} of the planned rate", layout.words(), carried.batch);

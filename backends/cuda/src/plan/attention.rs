@@ -341,16 +341,10 @@ pub(super) fn decode(
 
 #[cfg(test)]
 mod tests {
+    use super::super::tests::HOPPER;
     use super::*;
 
-    const TARGET: PlanTarget = PlanTarget {
-        capability: 90,
-        wgmma: true,
-        multiprocessors: 132,
-        shared_bytes_max: 232_448,
-        blas: true,
-        scratch: DeviceRange { address: 0, bytes: 64 << 20 },
-    };
+    const TARGET: PlanTarget = PlanTarget { scratch: DeviceRange { address: 0, bytes: 64 << 20 }, ..HOPPER };
 
     fn sig(sequences: u32, context: u32) -> OpSig {
         OpSig::AttnDecode {

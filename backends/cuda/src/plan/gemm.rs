@@ -193,20 +193,13 @@ fn tiles(
 
 #[cfg(test)]
 mod tests {
+    use super::super::tests::HOPPER;
     use super::*;
     use DType::{Bf16, F8E4m3, F16, F32};
 
     fn way_of((m, n, k): (u32, u32, u32), (x, weight, out): (DType, DType, DType), bias: bool) -> GemmPath {
-        let target = PlanTarget {
-            capability: 90,
-            wgmma: true,
-            multiprocessors: 132,
-            shared_bytes_max: 232_448,
-            blas: true,
-            scratch: DeviceRange { address: 0, bytes: 0 },
-        };
         let sig = OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate: false };
-        way(&sig, true, &target)
+        way(&sig, true, &HOPPER)
     }
 
     #[test]

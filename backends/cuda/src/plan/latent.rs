@@ -49,6 +49,7 @@ impl LatentBlock {
 
 #[cfg(test)]
 mod tests {
+    use super::super::tests::HOPPER;
     use super::*;
     use mixfleet_hal::{LatentKv, Scalar};
 
@@ -58,14 +59,7 @@ mod tests {
     fn blocks_of_deepseek_fit_parts_with_little_and_much_shared_memory() {
         let latent = Some(LatentKv { rank: 512, scale: Scalar(0.1) });
         let kv = KvShape { kv_heads: 1, head_dim: 576, page_tokens: 16, dtype: DType::Bf16, latent };
-        let target = |shared_bytes_max| PlanTarget {
-            capability: 90,
-            wgmma: false,
-            multiprocessors: 132,
-            shared_bytes_max,
-            blas: false,
-            scratch: DeviceRange { address: 0, bytes: 64 << 20 },
-        };
+        let target = |shared_bytes_max| PlanTarget { shared_bytes_max, ..HOPPER };
         let of = |heads, kv: &KvShape, bytes| LatentBlock::of((heads, DType::Bf16, kv), &[], &target(bytes));
         let large = of(128, &kv, 232_448).unwrap();
         assert_eq!((large.heads(), 2 * (large.shared_bytes + 1024)), (32, 228 << 10));

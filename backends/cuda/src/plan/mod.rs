@@ -52,7 +52,8 @@ pub enum KernelArg {
     U64(u64),
     /// A 32-bit float.
     F32(f32),
-    /// Whether no command before this one in its batch writes this range, as 1 or 0 ([`Written::settle`]).
+    /// Whether no command before this one in its batch writes this range, as 1 or 0, which
+    /// [`BatchWrites::settle`] answers.
     Settled(DeviceRange),
 }
 
@@ -215,9 +216,9 @@ fn apart(a: &DeviceRange, b: &DeviceRange) -> bool {
 
 /// What the commands of a batch write, up to one of them.
 #[derive(Debug, Default)]
-pub struct Written(Vec<DeviceRange>);
+pub struct BatchWrites(Vec<DeviceRange>);
 
-impl Written {
+impl BatchWrites {
     /// Adds what `ops` write.
     pub fn add(&mut self, ops: &[PlannedOp]) {
         for (sig, places) in ops {
@@ -482,24 +483,26 @@ pub fn support(sig: &OpSig, target: &PlanTarget) -> Support {
 mod tests {
     use super::*;
 
+    /// An H100 or H200 without scratch.
+    pub(super) const HOPPER: PlanTarget = PlanTarget {
+        capability: 90,
+        wgmma: true,
+        multiprocessors: 132,
+        shared_bytes_max: 232_448,
+        blas: true,
+        scratch: DeviceRange { address: 0, bytes: 0 },
+    };
+
     #[test]
     fn weights_are_settled_unless_the_batch_writes_them_before() {
-        let target = PlanTarget {
-            capability: 90,
-            wgmma: true,
-            multiprocessors: 132,
-            shared_bytes_max: 232_448,
-            blas: true,
-            scratch: DeviceRange { address: 0, bytes: 0 },
-        };
         let (m, n, k, x) = (4, 64, 64, DType::Bf16);
         let sig = OpSig::Gemm { m, n, k, x, weight: x, out: x, bias: false, accumulate: false };
         let range = |address: u64, bytes: u64| DeviceRange { address, bytes };
         let product = (sig, vec![range(0, 512), range(0x1000, 0x2000), range(0x4000, 512)]);
         let settled = |before: &[PlannedOp]| {
-            let mut written = Written::default();
+            let mut written = BatchWrites::default();
             written.add(before);
-            let mut steps = plan(&product.0, &product.1, &target).unwrap();
+            let mut steps = plan(&product.0, &product.1, &HOPPER).unwrap();
             written.settle(&mut steps);
             let PlanStep::Launch(launch) = &steps[0] else { panic!("{steps:?}") };
             *launch.args.last().unwrap()

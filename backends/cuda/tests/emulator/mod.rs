@@ -7,7 +7,7 @@
 use libloading::Library;
 use mixfleet_cuda::kernels::KernelProgram;
 use mixfleet_cuda::plan::{
-    self, DeviceRange, KernelArg, KernelLaunch, PlanStep, PlanTarget, PlannedOp, Written,
+    self, BatchWrites, DeviceRange, KernelArg, KernelLaunch, PlanStep, PlanTarget, PlannedOp,
 };
 use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::memory::{Pinned, SharedMemory};
@@ -330,7 +330,7 @@ impl EmulatedQueue {
         let place =
             |cmd: &Cmd| Ok((*cmd.sig(), cmd.args().iter().map(Memory::place).collect::<Result<_>>()?));
         let ops = cmds.iter().map(place).collect::<Result<Vec<PlannedOp>>>()?;
-        let (mut steps, mut rest, mut written) = (Vec::new(), &ops[..], Written::default());
+        let (mut steps, mut rest, mut written) = (Vec::new(), &ops[..], BatchWrites::default());
         while let Some((sig, places)) = rest.first() {
             let (count, mut more) = match plan::fused(rest, &self.target)? {
                 Some(fused) => fused,

@@ -341,9 +341,7 @@ fn draw(run: Run, least: Wide, uniform: u32) {
         let w = worth(false, run, key_at(i), i);
         if !less(w, least) { own = plus(own, w); }
     }
-    workgroupBarrier();
-    low_words[lid] = own.x;
-    high_words[lid] = own.y;
+    share_out(own);
     for (var behind = 1u; behind < GROUP; behind *= 2u) {
         workgroupBarrier();
         var before = ZERO;

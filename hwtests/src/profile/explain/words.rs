@@ -231,9 +231,9 @@ pub(super) const OTHERS: &[Metric] = &[
     word(
         "dependence_s",
         "What a command of a model's layer costs beyond `a command`, negative where the device joins some; `more in a layer` on the card.",
-        "A chain of norm, product, activation, product, against the same commands alone.",
+        "A chain of norm, gate, up, activation, product, against the same commands alone.",
         "Predictions of a step add it to each command: serving is chains.",
-        "CPUs: 1 to 5 us, for data that another core has written; GPUs: 1 to 3 us.",
+        "CPUs: 1 to 5 us, for data that another core has written; GPUs: -1 to 3 us.",
     ),
     word(
         "ratio",

@@ -17,12 +17,12 @@ use std::path::Path;
 use vllm::VllmFleet;
 
 /// A file's name, and what stands in it or why it is not written.
-type Written = (&'static str, Result<String, String>);
+type StartFile = (&'static str, Result<String, String>);
 
 /// Writes what starts `fleet` into `directory`, and says in words what it wrote, or why nothing.
 pub(super) fn write(planned: &Planned<'_>, fleet: &ProvenFleet, directory: &Path) -> std::io::Result<String> {
     let (header, router) = (header(planned, fleet), router_flags(planned, fleet));
-    let files: [Written; 3] = match planned.args.engine.name {
+    let files: [StartFile; 3] = match planned.args.engine.name {
         "vllm" => VllmFleet {
             parts: &planned.offers.parts,
             pools: &fleet.pools,

@@ -3,7 +3,7 @@
 #![allow(dead_code, reason = "each test file uses a part of it")]
 #![allow(clippy::print_stdout, reason = "a skip is said aloud")]
 
-pub(crate) mod steady;
+pub(crate) mod full_loop;
 
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::units::Seconds;

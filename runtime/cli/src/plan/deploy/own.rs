@@ -1,6 +1,6 @@
 //! A planned fleet of mixfleet's own engine: commands, Compose, Kubernetes.
 
-use super::Written;
+use super::StartFile;
 use super::instances::{
     HOST_DEVICES_MAX, TakeDevices, WorkerDevice, instances, on_machine, own_backend, pool_name, quoted,
     sharing_word,
@@ -76,7 +76,7 @@ impl Hosts {
 
 impl OwnFleet<'_> {
     /// What starts it.
-    pub(super) fn files(&self) -> [Written; 3] {
+    pub(super) fn files(&self) -> [StartFile; 3] {
         [("mixfleet.sh", self.lines()), ("compose.yaml", self.compose()), ("workers.yaml", self.kubernetes())]
     }
 

@@ -2,7 +2,7 @@
 
 mod kubernetes;
 
-use super::Written;
+use super::StartFile;
 use super::instances::{HOST_DEVICES_MAX, backend, pool_name, quoted};
 use crate::worker_engines::WorkerEngine;
 use mixfleet_hal::{StoredAs, WeightFormat};
@@ -53,7 +53,7 @@ impl EngineAt {
 
 impl VllmFleet<'_> {
     /// What starts it.
-    pub(super) fn files(&self) -> [Written; 3] {
+    pub(super) fn files(&self) -> [StartFile; 3] {
         [("vllm.sh", Ok(self.lines())), ("compose.yaml", self.compose()), ("engines.yaml", self.kubernetes())]
     }
 

@@ -14,7 +14,7 @@ const ROUNDS: u64 = 6;
 
 /// Clients that ask for the same again and again.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct SteadyLoad {
+pub(crate) struct FullLoop {
     pub(crate) clients: u32,
     /// Tokens of a prompt, and of an answer.
     pub(crate) input_tokens: u32,
@@ -35,7 +35,7 @@ impl Observer for Answers {
     }
 }
 
-impl SteadyLoad {
+impl FullLoop {
     /// Tokens of decode steps per second of the time in which all clients decode.
     pub(crate) fn tokens_per_s(self, file: &FleetFile) -> f64 {
         let load = ClosedLoop {
