@@ -19,6 +19,9 @@ part() {
 }
 
 part soak hwtests/soak.sh --minutes 30 --clients 200 --out "$logs/soak.json"
+part soak-fleet hwtests/soak.sh --fleet --minutes 30 --clients 60 --out "$logs/soak-fleet.json"
+part attack hwtests/attack.sh --full
+part trials env MIXFLEET_GRAMMAR_SEEDS=2000 cargo test -p mixfleet --features full --test all -- --nocapture every_trial_of
 part chaos env MIXFLEET_CHAOS_SEEDS=0..20000 cargo test -p mixfleet-runtime --test all every_request -- --nocapture
 part members env MIXFLEET_CHAOS_SEEDS=0..5000 cargo test -p mixfleet-runtime --test all members_that -- --nocapture
 part agree env MIXFLEET_AGREE_SEEDS=3 cargo test -p mixfleet-runtime --test all -- --nocapture agree::

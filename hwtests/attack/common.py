@@ -3,6 +3,8 @@
 import http.client
 import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -104,6 +106,49 @@ def rss_kib(pid):
             return next((int(line.split()[1]) for line in file if line.startswith("VmRSS:")), 0)
     except OSError:
         return 0
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Fleet:
+    """etcd, workers and a router on loopback; `router` is asked like a server. None without etcd."""
+
+    def __init__(self, program, *devices):
+        self.directory = tempfile.TemporaryDirectory(prefix="mixfleet-attack-")
+        client, peer = free_port(), free_port()
+        url = f"http://127.0.0.1:{client}"
+        words = ["etcd", "--data-dir", self.directory.name, "--listen-client-urls", url, "--advertise-client-urls", url]
+        words += ["--listen-peer-urls", f"http://127.0.0.1:{peer}", "--initial-advertise-peer-urls", f"http://127.0.0.1:{peer}"]
+        words += ["--initial-cluster", f"default=http://127.0.0.1:{peer}", "--log-level", "error"]
+        self.processes = [subprocess.Popen(words, stderr=subprocess.DEVNULL)]
+        # the token by which processes of a user know each other is there
+        cache = {"XDG_CACHE_HOME": self.directory.name}
+        environment = {**os.environ, **cache}
+        for device in devices:
+            worker = [program, "worker", "--etcd", url, "--device", device, "--role", "auto", "--kv-memory", "0.05"]
+            self.processes.append(subprocess.Popen(worker, stderr=subprocess.DEVNULL, env=environment))
+        self.router = Server(program, "--etcd", url, command="router", environment=cache)
+        until = time.monotonic() + WAIT_S
+        while self.router.ask("GET", "/health")[0] != 200 and time.monotonic() < until:
+            time.sleep(0.1)
+
+    @staticmethod
+    def is_possible(program):
+        has_router = subprocess.run([program, "router", "--help"], capture_output=True, check=False).returncode == 0
+        return has_router and shutil.which("etcd") is not None
+
+    def alive(self):
+        return self.router.alive() and all(process.poll() is None for process in self.processes)
+
+    def stop(self):
+        self.router.stop()
+        for process in self.processes:
+            process.kill()
+            process.wait()
 
 
 class Pauses(threading.Thread):

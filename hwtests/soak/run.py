@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 
+import fleet
 import good
 import hostile
 import watch
@@ -35,24 +36,28 @@ def arguments():
     parser.add_argument("--clients", type=int, default=200)
     parser.add_argument("--binary", required=True)
     parser.add_argument("--out")
+    parser.add_argument("--fleet", action="store_true")
     return parser.parse_args()
+
+
+def keys_file(directory):
+    keys = directory / "keys.toml"
+    keys.write_text("".join(f'[[tenant]]\nname = "{name}"\nkey = "{name}-key"\nrequests = {requests}\n' for name, requests in (("good", 400), ("hostile", 32))))
+    keys.chmod(0o600)
+    return keys
 
 
 class Server:
     """`mixfleet serve` and where it answers."""
 
-    def __init__(self, binary, directory):
-        keys = directory / "keys.toml"
-        keys.write_text("".join(f'[[tenant]]\nname = "{name}"\nkey = "{name}-key"\nrequests = {requests}\n' for name, requests in (("good", 400), ("hostile", 32))))
-        keys.chmod(0o600)
+    def __init__(self, binary, directory, keys):
         self.log = directory / "serve.log"
         command = [binary, "serve", "--listen", "127.0.0.1:0", "--health-listen", "127.0.0.1:0", "--api-keys", str(keys)]
         command += ["--device", "cpu@0=prefill", "--device", "cpu@1=decode", "--kv-memory", "0.05", "--kv-dram", "0.05"]
         command += ["--drain-s", str(DRAIN_S), "--json"]
         limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, OPEN_FILES))
-        environment = {**os.environ, "XDG_CACHE_HOME": str(directory)}
         with open(self.log, "wb") as log:
-            self.process = subprocess.Popen(command, stderr=log, preexec_fn=limit, env=environment)
+            self.process = subprocess.Popen(command, stderr=log, preexec_fn=limit, env=fleet.environment(directory))
         self.shared = self.own = None
         deadline = time.monotonic() + START_S_MAX
         while self.shared is None or self.own is None:
@@ -65,6 +70,12 @@ class Server:
             self.own = address(own and (own[1] or own[2]))
             self.shared = address(ready and ready[1])
             time.sleep(0.1)
+
+    def pids(self):
+        return [self.process.pid]
+
+    def panics(self):
+        return self.log.read_text(errors="replace").count("panicked at")
 
     def end(self):
         """Tells it to end; the exit code, or None if it had to be killed."""
@@ -87,14 +98,14 @@ async def soak(server, options, report):
     # all that is made once is made now: the ways between the devices, the pool's threads
     await asyncio.gather(*(good.once(server.shared, case, report) for case in cases * 4))
     await asyncio.sleep(2)
-    report.start = watch.sample(server.process.pid)
+    report.start = watch.sample(server.pids())
     stop = asyncio.Event()
     well_meant = max(1, options.clients * 3 // 5)
     clients = [good.client(server.shared, cases, number, report, stop) for number in range(well_meant)]
     clients += [hostile.client(server.shared, number, report, stop) for number in range(options.clients - well_meant)]
     clients += [hostile.holder(server.shared, kind, stop, report) for kind in hostile.HOLDERS]
     tasks = [asyncio.create_task(client) for client in clients]
-    sampling = asyncio.create_task(watch.samples(server.process.pid, report, stop))
+    sampling = asyncio.create_task(watch.samples(server.pids(), report, stop))
     began = time.monotonic()
     while time.monotonic() - began < options.minutes * 60 and server.process.poll() is None:
         await asyncio.sleep(1)
@@ -109,14 +120,14 @@ async def soak(server, options, report):
     # whoever let go is noticed soon
     deadline = time.monotonic() + SETTLE_S_MAX
     while server.process.poll() is None:
-        report.end = watch.sample(server.process.pid)
+        report.end = watch.sample(server.pids())
         if report.end["descriptors"] <= report.start["descriptors"] or time.monotonic() > deadline:
             break
         await asyncio.sleep(1)
     if server.process.poll() is None:
         report.health = await good.status(server.own, "/health")
         await asyncio.gather(*(good.once(server.shared, case, report) for case in cases))
-        report.left_open = watch.descriptors(server.process.pid)
+        report.left_open = watch.descriptors(server.pids())
 
 
 class Report:
@@ -182,8 +193,9 @@ def main():
     with tempfile.TemporaryDirectory(prefix="mixfleet-soak-") as directory:
         directory = pathlib.Path(directory)
         try:
-            server = Server(options.binary, directory)
-        except (OSError, RuntimeError) as error:
+            keys = keys_file(directory)
+            server = fleet.Fleet(options.binary, directory, keys, DRAIN_S) if options.fleet else Server(options.binary, directory, keys)
+        except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
             print(f"soak: {error}", file=sys.stderr)
             return 3
         end, live = multiprocessing.Event(), multiprocessing.Queue()
@@ -198,7 +210,7 @@ def main():
             for watcher in watchers:
                 watcher.join()
             exit_code = server.end()
-        report.panics = server.log.read_text(errors="replace").count("panicked at")
+        report.panics = server.panics()
         document = judge(report, measured, options, exit_code)
         if not document["passed"]:
             print("\n".join(server.log.read_text(errors="replace").splitlines()[-30:]), file=sys.stderr)

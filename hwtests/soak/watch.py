@@ -11,33 +11,36 @@ LIVE = b"GET /live HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
 LIVE_PATIENCE_S = 10
 
 
-def descriptors(pid):
-    """What its descriptors are, by kind, the most numerous first."""
+def descriptors(pids):
+    """What the descriptors of processes are, by kind, the most numerous first."""
     kinds = {}
-    for name in os.listdir(f"/proc/{pid}/fd"):
-        try:
-            kind = os.readlink(f"/proc/{pid}/fd/{name}").split(":[")[0]
-        except OSError:
-            continue
-        kinds[kind] = kinds.get(kind, 0) + 1
+    for pid in pids:
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            try:
+                kind = os.readlink(f"/proc/{pid}/fd/{name}").split(":[")[0]
+            except OSError:
+                continue
+            kinds[kind] = kinds.get(kind, 0) + 1
     return sorted(kinds.items(), key=lambda item: -item[1])
 
 
-def sample(pid):
-    with open(f"/proc/{pid}/status") as file:
-        status = dict(line.split(":", 1) for line in file if ":" in line)
-    return {
-        "rss_mb": round(int(status["VmRSS"].split()[0]) * 1024 / 1e6, 1),
-        "threads": int(status["Threads"]),
-        "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
-    }
+def sample(pids):
+    """What processes hold together."""
+    total = {"rss_mb": 0.0, "threads": 0, "descriptors": 0}
+    for pid in pids:
+        with open(f"/proc/{pid}/status") as file:
+            status = dict(line.split(":", 1) for line in file if ":" in line)
+        total["rss_mb"] = round(total["rss_mb"] + int(status["VmRSS"].split()[0]) * 1024 / 1e6, 1)
+        total["threads"] += int(status["Threads"])
+        total["descriptors"] += len(os.listdir(f"/proc/{pid}/fd"))
+    return total
 
 
-async def samples(pid, report, stop):
+async def samples(pids, report, stop):
     began = time.monotonic()
     while not stop.is_set():
         try:
-            report.series.append({"minute": round((time.monotonic() - began) / 60, 3), **sample(pid)})
+            report.series.append({"minute": round((time.monotonic() - began) / 60, 3), **sample(pids)})
         except (OSError, KeyError):
             return
         try:

@@ -19,6 +19,10 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite};
 
+/// Stack of the threads of workers, of which the system commits only what is used. Grammars are compiled on
+/// them, whose rules may nest deeply.
+pub const WORKER_STACK_BYTES: usize = 64 << 20;
+
 /// A future that the environment runs.
 pub type Task = BoxFuture<'static, ()>;
 

@@ -1,31 +1,36 @@
 //! Answers that follow a grammar: the tokens that may come next, by llguidance.
+//!
+//! A grammar is text from a client, and the library has no bound on the time, memory and stack that compiling
+//! takes. So a grammar passes three gates before it is compiled in a process that serves: cheap bounds on its
+//! text (`grammar/bounds.rs`), a trial in a child process (`grammar/trial.rs`), and a budget of memory that
+//! parties share. Instances never compile: they take what is compiled, or wait for it without blocking.
 
+mod bounds;
+mod library;
+mod trial;
+
+pub use bounds::GRAMMAR_BYTES_MAX;
+pub use trial::{GrammarError, TrialEnd, Trials, run_trial};
+
+use crate::budget::{BudgetError, ByteBudget, HeldBytes, Party};
+use crate::env::SharedEnv;
 use crate::model::Tokenizer;
-use llguidance::api::{ParserLimits, TopLevelGrammar};
-use llguidance::toktrie::{ApproximateTokEnv, TokEnv, TokRxInfo, TokTrie};
-use llguidance::{Matcher, ParserFactory};
+use futures_util::future::BoxFuture;
+use library::{Compiled, Library, special};
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use tokio::sync::{Semaphore, oneshot};
+use trial::TrialQuestion;
 
-/// Maximum length of a grammar's text.
-pub const GRAMMAR_BYTES_MAX: usize = 256 << 10;
-
-/// Number of grammars that stay compiled.
-const COMPILED_MAX: usize = 64;
-
-/// What a grammar may cost: some 20 ms to compile, 15 ms a token, and 50 MB of states. Errors leave out the
-/// parser's state, which would tell the client nothing.
-const LIMITS: ParserLimits = ParserLimits {
-    max_items_in_row: 2000,
-    initial_lexer_fuel: 1_000_000,
-    step_lexer_fuel: 200_000,
-    step_max_items: 50_000,
-    max_lexer_states: 25_000,
-    max_grammar_size: 100_000,
-    precompute_large_lexemes: false,
-    verbose_errors: false,
-};
+/// Memory of all compiled grammars, half of it for one party.
+const COMPILED_BYTES_MAX: usize = 64 << 20;
+/// Number of grammars that stay compiled, and of refusals that are remembered.
+const KNOWN_MAX: usize = 256;
+/// Tokens after which the growth of a grammar's lexer is looked at again.
+const GROWTH_TOKENS: usize = 16;
+/// Grammars that are compiled at a time for clients, and as many for instances.
+pub(crate) const COMPILING_MAX: usize = 2;
 
 /// What an answer must be.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -51,16 +56,6 @@ impl Grammar {
         let (Grammar::JsonSchema(text) | Grammar::Regex(text) | Grammar::Lark(text)) = self;
         text
     }
-
-    fn parsed(&self) -> Result<TopLevelGrammar, String> {
-        Ok(match self {
-            Grammar::JsonSchema(text) => TopLevelGrammar::from_json_schema(
-                serde_json::from_str(text).map_err(|error| format!("the schema is not JSON: {error}"))?,
-            ),
-            Grammar::Regex(text) => TopLevelGrammar::from_regex(text),
-            Grammar::Lark(text) => TopLevelGrammar::from_lark(text.to_string()),
-        })
-    }
 }
 
 /// A text as a regular expression that matches nothing else.
@@ -75,97 +70,215 @@ fn escape(text: &str) -> String {
     escaped
 }
 
+/// The party that is charged with the grammars of requests with this salt, which every tenant has its own of.
+pub(crate) fn owner(cache_salt: Option<&str>) -> Party {
+    Party::Tenant(cache_salt.unwrap_or_default().to_owned())
+}
+
+/// Whose memory a grammar takes, and who waits for it.
+#[derive(Clone, Copy)]
+pub struct GrammarClient<'a> {
+    /// Compiled grammars are shared within a party only, so that none can spoil another's.
+    pub party: &'a Party,
+    /// Whether nobody waits for the result any more.
+    pub stopped: &'a dyn Fn() -> bool,
+}
+
+/// A compiled grammar, and the memory that it is charged with while anything uses it.
+#[derive(Clone)]
+struct Charged {
+    compiled: Compiled,
+    held: Arc<Mutex<HeldBytes>>,
+}
+
+/// A grammar whose end is known.
+struct Known {
+    party: Party,
+    grammar: Grammar,
+    outcome: Result<Charged, String>,
+}
+
 /// Compiles grammars for the tokens of a model.
 pub struct Grammars {
     tokenizer: Tokenizer,
     vocab: u32,
+    trials: Option<Box<dyn Trials>>,
     /// What all grammars share, made when the first one comes.
-    factory: OnceLock<Result<ParserFactory, String>>,
-    /// Those that were compiled last, the latest first.
-    compiled: Mutex<VecDeque<(Grammar, Matcher)>>,
+    library: OnceLock<Result<Library, String>>,
+    memory: ByteBudget,
+    /// The latest use first.
+    known: Mutex<VecDeque<Known>>,
+    /// Permits to compile for instances.
+    turns: Arc<Semaphore>,
 }
 
 impl Grammars {
-    /// Grammars over the first `vocab` tokens of a tokenizer.
-    pub fn new(tokenizer: Tokenizer, vocab: u32) -> Self {
-        Grammars { tokenizer, vocab, factory: OnceLock::new(), compiled: Mutex::default() }
+    /// Grammars over the first `vocab` tokens of a tokenizer. Without `trials` they are compiled untried, which
+    /// is for tests.
+    pub fn new(tokenizer: Tokenizer, vocab: u32, trials: Option<Box<dyn Trials>>) -> Self {
+        Grammars {
+            tokenizer,
+            vocab,
+            trials,
+            library: OnceLock::new(),
+            memory: ByteBudget::new(COMPILED_BYTES_MAX),
+            known: Mutex::default(),
+            turns: Arc::new(Semaphore::new(COMPILING_MAX)),
+        }
     }
 
-    /// The beginning of an answer that follows a grammar and ends with one of `end_ids`.
+    /// The beginning of an answer that follows a grammar and ends with one of `end_ids`. It blocks while the
+    /// grammar is compiled: it is for threads that neither serve connections nor drive a device.
     ///
     /// # Errors
-    /// What is wrong with the grammar, for the client.
-    pub fn begin(&self, grammar: &Grammar, end_ids: Arc<[u32]>) -> Result<GrammarRun, String> {
-        if grammar.text().len() > GRAMMAR_BYTES_MAX {
-            return Err(format!(
-                "it has {} bytes; at most {GRAMMAR_BYTES_MAX} are taken",
-                grammar.text().len()
-            ));
+    /// What is wrong with the grammar, or why it is not compiled now.
+    pub fn begin(
+        &self,
+        grammar: &Grammar,
+        end_ids: &Arc<[u32]>,
+        client: GrammarClient<'_>,
+    ) -> Result<GrammarRun, GrammarError> {
+        if let Some(known) = self.begin_known(grammar, end_ids, client.party) {
+            return known.map_err(GrammarError::Refused);
         }
-        let matcher = match self.known(grammar) {
-            Some(matcher) => matcher,
-            None => self.compile(grammar)?,
+        let compiled = self.compile(grammar, client);
+        match &compiled {
+            Ok(charged) => self.remember(grammar, client.party, Ok(charged.clone())),
+            Err(GrammarError::Refused(cause)) => self.remember(grammar, client.party, Err(cause.clone())),
+            Err(GrammarError::Busy(_)) => {}
+        }
+        compiled.map(|charged| self.run(charged, end_ids))
+    }
+
+    /// Like [`begin`](Self::begin), but only if the end of it is known already: it never blocks for long.
+    pub fn begin_known(
+        &self,
+        grammar: &Grammar,
+        end_ids: &Arc<[u32]>,
+        party: &Party,
+    ) -> Option<Result<GrammarRun, String>> {
+        let mut known = self.lock();
+        let at = known.iter().position(|known| known.grammar == *grammar && known.party == *party)?;
+        let entry = known.remove(at)?;
+        let outcome = entry.outcome.clone();
+        known.push_front(entry);
+        Some(outcome.map(|charged| self.run(charged, end_ids)))
+    }
+
+    /// Like [`begin`](Self::begin), for an instance: on a thread of its own, of which there are few.
+    pub fn begin_beside(
+        self: Arc<Self>,
+        grammar: Grammar,
+        end_ids: Arc<[u32]>,
+        party: Party,
+        env: SharedEnv,
+    ) -> BoxFuture<'static, Result<GrammarRun, String>> {
+        Box::pin(async move {
+            let turn = self.turns.clone().acquire_owned().await;
+            let (sender, receiver) = oneshot::channel();
+            let compile = async move {
+                let client = GrammarClient { party: &party, stopped: &|| sender.is_closed() };
+                let run = self.begin(&grammar, &end_ids, client).map_err(|error| error.to_string());
+                drop(turn);
+                let _ = sender.send(run);
+            };
+            let no_thread = |error: std::io::Error| format!("no thread is left to compile it: {error}");
+            env.spawn_worker("grammar", Box::pin(compile)).map_err(no_thread)?;
+            receiver.await.unwrap_or_else(|_| Err("it could not be compiled".into()))
+        })
+    }
+
+    fn run(&self, Charged { compiled, held }: Charged, end_ids: &Arc<[u32]>) -> GrammarRun {
+        GrammarRun { compiled, held, vocab: self.vocab, end_ids: end_ids.clone(), followed: 0, looked_at: 0 }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, VecDeque<Known>> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn remember(&self, grammar: &Grammar, party: &Party, outcome: Result<Charged, String>) {
+        let mut known = self.lock();
+        known.push_front(Known { party: party.clone(), grammar: grammar.clone(), outcome });
+        known.truncate(KNOWN_MAX);
+    }
+
+    fn compile(&self, grammar: &Grammar, client: GrammarClient<'_>) -> Result<Charged, GrammarError> {
+        bounds::check(grammar).map_err(GrammarError::Refused)?;
+        let bytes = match &self.trials {
+            Some(trials) => {
+                let question = serde_json::to_vec(&self.question(grammar));
+                let question = question.map_err(|error| GrammarError::Busy(error.to_string()))?;
+                trial::judge(trials.run(&question, client.stopped))?
+            }
+            None => 0,
         };
-        Ok(GrammarRun { matcher, vocab: self.vocab, end_ids, followed: 0 })
-    }
-
-    fn known(&self, grammar: &Grammar) -> Option<Matcher> {
-        let mut compiled = self.compiled.lock().unwrap_or_else(PoisonError::into_inner);
-        let at = compiled.iter().position(|(known, _)| known == grammar)?;
-        let entry = compiled.remove(at)?;
-        // a clone that shares what it learns would be locked by one request while another one computes
-        let matcher = entry.1.deep_clone();
-        compiled.push_front(entry);
-        Some(matcher)
-    }
-
-    fn compile(&self, grammar: &Grammar) -> Result<Matcher, String> {
-        let factory = self.factory.get_or_init(|| self.factory()).as_ref().map_err(Clone::clone)?;
-        let mut matcher = Matcher::new(factory.create_parser(grammar.parsed()?));
-        if let Some(error) = matcher.get_error() {
-            return Err(first_line(&error));
-        }
+        let held = self.hold(bytes, client.party)?;
+        let library = self.library.get_or_init(|| Library::new(self.words())).as_ref();
+        let library = library.map_err(|error| GrammarError::Refused(error.clone()))?;
+        let (compiled, mask) = library.compile(grammar).map_err(GrammarError::Refused)?;
         // an answer that no token can begin is told now, and not after the prompt was computed
-        let mask = matcher.compute_mask_or_eos().map_err(|error| first_line(&error.to_string()))?;
         if mask.is_zero() {
-            return Err("no answer can follow it".into());
+            return Err(GrammarError::Refused("no answer can follow it".into()));
         }
-        let mut compiled = self.compiled.lock().unwrap_or_else(PoisonError::into_inner);
-        compiled.push_front((grammar.clone(), matcher.deep_clone()));
-        compiled.truncate(COMPILED_MAX);
-        Ok(matcher)
+        Ok(Charged { compiled, held: Arc::new(Mutex::new(held)) })
     }
 
-    fn factory(&self) -> Result<ParserFactory, String> {
+    /// Charges a party with memory. What it has compiled and does not use makes room, the oldest first.
+    fn hold(&self, bytes: usize, party: &Party) -> Result<HeldBytes, GrammarError> {
+        let mut held = self.memory.holder(party.clone());
+        loop {
+            let spent = match held.grow(bytes) {
+                Ok(()) => return Ok(held),
+                Err(spent) => spent,
+            };
+            let mut known = self.lock();
+            let makes_room = |known: &Known| {
+                let is_idle =
+                    known.outcome.as_ref().is_ok_and(|charged| Arc::strong_count(&charged.held) == 1);
+                is_idle && (spent == BudgetError::Budget || known.party == *party)
+            };
+            match known.iter().rposition(makes_room) {
+                Some(at) => drop(known.remove(at)),
+                None => {
+                    let whose = match spent {
+                        BudgetError::Budget => "the answers in work",
+                        BudgetError::Share => "the answers in work of this key or address",
+                    };
+                    let cause = format!("{whose} follow grammars that take all memory there is for them");
+                    return Err(GrammarError::Busy(cause));
+                }
+            }
+        }
+    }
+
+    fn question(&self, grammar: &Grammar) -> TrialQuestion {
+        let specials = (0..self.vocab).filter(|id| self.tokenizer.is_special(*id));
+        TrialQuestion {
+            grammar: grammar.clone(),
+            vocab: self.vocab,
+            specials: specials.map(|id| (id, self.tokenizer.token_bytes(id))).collect(),
+        }
+    }
+
+    fn words(&self) -> Vec<Vec<u8>> {
         let word = |id: u32| match self.tokenizer.is_special(id) {
-            true => [&[TokTrie::SPECIAL_TOKEN_MARKER], &*self.tokenizer.token_bytes(id)].concat(),
+            true => special(&self.tokenizer.token_bytes(id)),
             false => self.tokenizer.token_bytes(id),
         };
-        let mut words: Vec<Vec<u8>> = (0..self.vocab).map(word).collect();
-        // The end of an answer is a token of its own here: which ones end it, a request says.
-        words.push([&[TokTrie::SPECIAL_TOKEN_MARKER], &b"<end of the answer>"[..]].concat());
-        let trie = TokTrie::from(&TokRxInfo::new(self.vocab + 1, self.vocab), &words);
-        let tokens: TokEnv = Arc::new(ApproximateTokEnv::new(trie));
-        let mut factory =
-            ParserFactory::new_simple(&tokens).map_err(|error| first_line(&error.to_string()))?;
-        factory.quiet();
-        *factory.limits_mut() = LIMITS;
-        Ok(factory)
+        (0..self.vocab).map(word).collect()
     }
-}
-
-/// Messages of the library end with traces.
-fn first_line(error: &str) -> String {
-    error.lines().next().unwrap_or_default().chars().take(500).collect()
 }
 
 /// Where an answer is in its grammar.
 pub struct GrammarRun {
-    matcher: Matcher,
+    compiled: Compiled,
+    held: Arc<Mutex<HeldBytes>>,
     vocab: u32,
     end_ids: Arc<[u32]>,
     /// Number of tokens of the answer that were followed.
     followed: usize,
+    /// Number of tokens at which the lexer's memory was looked at.
+    looked_at: usize,
 }
 
 impl GrammarRun {
@@ -174,10 +287,20 @@ impl GrammarRun {
     /// # Errors
     /// When a token is not of the grammar, or the parser gives up.
     pub fn follow(&mut self, output: &[u32]) -> Result<(), String> {
-        let new = output.get(self.followed..).unwrap_or_default();
-        self.matcher.consume_tokens(new).map_err(|error| first_line(&error.to_string()))?;
+        self.compiled.follow(output.get(self.followed..).unwrap_or_default())?;
         self.followed = output.len();
+        if self.followed >= self.looked_at + GROWTH_TOKENS {
+            self.looked_at = self.followed;
+            self.charge_growth()?;
+        }
         Ok(())
+    }
+
+    /// Charges the party with what the lexer has grown by.
+    fn charge_growth(&self) -> Result<(), String> {
+        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        let grown = self.compiled.lexer_bytes().saturating_sub(held.bytes());
+        held.grow(grown).map_err(|_| "its states take all memory that there is for grammars".to_owned())
     }
 
     /// The tokens that must not come next, in order.
@@ -185,7 +308,7 @@ impl GrammarRun {
     /// # Errors
     /// When the parser gives up.
     pub fn forbidden(&mut self) -> Result<Vec<u32>, String> {
-        let mut mask = self.matcher.compute_mask_or_eos().map_err(|error| first_line(&error.to_string()))?;
+        let mut mask = self.compiled.mask()?;
         if mask.is_allowed(self.vocab) {
             let known = self.end_ids.iter().filter(|id| **id < self.vocab);
             known.for_each(|id| mask.allow_token(*id));

@@ -7,10 +7,15 @@ use serde_json::{Value, json};
 fn grammars() -> (Grammars, Tokenizer) {
     let tokenizer = builtin::tokenizer().unwrap();
     let vocab = to_u32(tokenizer.vocab());
-    (Grammars::new(tokenizer.clone(), vocab), tokenizer)
+    (Grammars::new(tokenizer.clone(), vocab, None), tokenizer)
 }
 
 const END: u32 = 1;
+
+fn begin(grammars: &Grammars, grammar: &Grammar) -> Result<GrammarRun, GrammarError> {
+    let client = GrammarClient { party: &Party::Tenant("a".into()), stopped: &|| false };
+    grammars.begin(grammar, &[END].into(), client)
+}
 
 /// A text of at most `tokens_max` tokens, each of which is drawn from those that are allowed, and whether
 /// it ended.
@@ -50,7 +55,7 @@ fn whatever_is_drawn_from_the_allowed_tokens_is_of_the_grammar() {
         "additionalProperties": false});
     let mut ended = 0;
     for seed in 0..50 {
-        let mut run = grammars.begin(&schema(&kinds), [END].into()).unwrap();
+        let mut run = begin(&grammars, &schema(&kinds)).unwrap();
         let (text, whole) = drawn(&mut run, &tokenizer, seed, 400);
         if !whole {
             continue; // white space between parts has no bound
@@ -65,12 +70,12 @@ fn whatever_is_drawn_from_the_allowed_tokens_is_of_the_grammar() {
     assert!(ended > 10, "{ended} of 50 answers ended");
     let texts = ["a.b", "a|b (c)", "naïve\n\"x\"\\", ""];
     for seed in 0..50 {
-        let mut run = grammars.begin(&Grammar::one_of(texts), [END].into()).unwrap();
+        let mut run = begin(&grammars, &Grammar::one_of(texts)).unwrap();
         let (text, whole) = drawn(&mut run, &tokenizer, seed, 100);
         assert!(whole && texts.contains(&text.as_str()), "seed {seed}: {text:?}");
     }
     for seed in 0..50 {
-        let mut run = grammars.begin(&Grammar::Regex("[0-9]{3}-[a-c]+x".into()), [END].into()).unwrap();
+        let mut run = begin(&grammars, &Grammar::Regex("[0-9]{3}-[a-c]+x".into())).unwrap();
         let (text, whole) = drawn(&mut run, &tokenizer, seed, 200);
         assert!(
             whole && text.len() >= 6 && text.as_bytes()[3] == b'-' && text.ends_with('x'),
@@ -79,7 +84,7 @@ fn whatever_is_drawn_from_the_allowed_tokens_is_of_the_grammar() {
     }
     let lark = Grammar::Lark("start: \"(\" start \")\" | \"()\"".into());
     for seed in 0..20 {
-        let mut run = grammars.begin(&lark, [END].into()).unwrap();
+        let mut run = begin(&grammars, &lark).unwrap();
         let (text, whole) = drawn(&mut run, &tokenizer, seed, 500);
         let open = text.matches('(').count();
         assert!(whole && text == "(".repeat(open) + &")".repeat(open), "seed {seed}: {text:?}");
@@ -90,11 +95,11 @@ fn whatever_is_drawn_from_the_allowed_tokens_is_of_the_grammar() {
 fn an_answer_goes_on_from_its_tokens_and_grammars_do_not_mix() {
     let (grammars, tokenizer) = grammars();
     let grammar = Grammar::one_of(["abcabc", "abd"]);
-    let mut first = grammars.begin(&grammar, [END].into()).unwrap();
+    let mut first = begin(&grammars, &grammar).unwrap();
     let begun: Vec<u32> = tokenizer.encode_chat("ab").unwrap();
     first.follow(&begun).unwrap();
     // another request with the same grammar is at its own place
-    let mut second = grammars.begin(&grammar, [END].into()).unwrap();
+    let mut second = begin(&grammars, &grammar).unwrap();
     assert_ne!(second.forbidden().unwrap(), first.forbidden().unwrap());
     second.follow(&begun).unwrap();
     assert_eq!(second.forbidden().unwrap(), first.forbidden().unwrap());
@@ -112,7 +117,7 @@ fn an_answer_goes_on_from_its_tokens_and_grammars_do_not_mix() {
 #[test]
 fn special_tokens_are_never_text() {
     let (grammars, tokenizer) = grammars();
-    let mut run = grammars.begin(&Grammar::Regex("(.|\n)*".into()), [END].into()).unwrap();
+    let mut run = begin(&grammars, &Grammar::Regex("(.|\n)*".into())).unwrap();
     let forbidden = run.forbidden().unwrap();
     for id in 0..to_u32(tokenizer.vocab()) {
         let is_text = !tokenizer.is_special(id) && std::str::from_utf8(&tokenizer.token_bytes(id)).is_ok();
@@ -140,8 +145,8 @@ fn what_is_no_grammar_is_told_in_a_line() {
         Grammar::Lark("".into()),
         Grammar::JsonSchema(long.into()),
     ] {
-        let said = grammars.begin(&grammar, [END].into()).map(drop).err();
-        let said = said.unwrap_or_else(|| panic!("a grammar: {grammar:.100?}"));
+        let said = begin(&grammars, &grammar).map(drop).err();
+        let said = said.unwrap_or_else(|| panic!("a grammar: {grammar:.100?}")).to_string();
         assert!(!said.is_empty() && said.len() <= 600 && !said.contains('\n'), "{said}");
         assert!(!said.contains("panic"), "{said}");
     }
@@ -180,9 +185,75 @@ fn random_schemas_and_texts_end_in_an_answer_or_an_error() {
             Grammar::Regex(text.as_str().into()),
             Grammar::Lark(text.as_str().into()),
         ] {
-            if let Ok(mut run) = grammars.begin(&grammar, [END].into()) {
+            if let Ok(mut run) = begin(&grammars, &grammar) {
                 run.forbidden().unwrap_or_else(|e| panic!("seed {seed}: {grammar:?}: {e}"));
             }
         }
     }
+}
+
+/// Trials that answer what they are told, and count.
+struct Told {
+    end: TrialEnd,
+    count: Arc<std::sync::atomic::AtomicUsize>,
+}
+
+impl Trials for Told {
+    fn run(&self, _: &[u8], _: &dyn Fn() -> bool) -> TrialEnd {
+        self.count.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        self.end.clone()
+    }
+}
+
+fn told(end: TrialEnd) -> (Grammars, Arc<std::sync::atomic::AtomicUsize>) {
+    let tokenizer = builtin::tokenizer().unwrap();
+    let vocab = to_u32(tokenizer.vocab());
+    let count = Arc::default();
+    let trials = Told { end, count: Arc::clone(&count) };
+    (Grammars::new(tokenizer, vocab, Some(Box::new(trials))), count)
+}
+
+fn takes(bytes: usize) -> TrialEnd {
+    let verdict = trial::Verdict::Compiles { bytes: bytes as u64 };
+    TrialEnd::Exited(0, serde_json::to_vec(&verdict).unwrap())
+}
+
+fn of_party(grammars: &Grammars, party: &str, at: usize) -> Result<GrammarRun, GrammarError> {
+    let client = GrammarClient { party: &Party::Tenant(party.into()), stopped: &|| false };
+    grammars.begin(&Grammar::Regex(format!("a{at}").into()), &[END].into(), client)
+}
+
+#[test]
+fn a_grammar_is_tried_once_and_its_refusal_is_remembered() {
+    let (grammars, count) = told(takes(1000));
+    (0..3).for_each(|_| drop(of_party(&grammars, "a", 0).unwrap()));
+    assert_eq!(count.load(std::sync::atomic::Ordering::Relaxed), 1);
+    let (grammars, count) = told(TrialEnd::Killed);
+    for _ in 0..3 {
+        assert!(matches!(of_party(&grammars, "a", 0), Err(GrammarError::Refused(_))));
+    }
+    assert_eq!(count.load(std::sync::atomic::Ordering::Relaxed), 1);
+    let (grammars, count) = told(TrialEnd::Deadline);
+    for _ in 0..3 {
+        assert!(matches!(of_party(&grammars, "a", 0), Err(GrammarError::Busy(_))));
+    }
+    assert_eq!(count.load(std::sync::atomic::Ordering::Relaxed), 3, "it may do better next time");
+}
+
+#[test]
+fn a_party_has_half_of_the_memory_of_grammars() {
+    let (grammars, _) = told(takes(COMPILED_BYTES_MAX / 8));
+    let held: Vec<_> = (0..4).map(|at| of_party(&grammars, "a", at).unwrap()).collect();
+    let said = of_party(&grammars, "a", 4).map(drop).unwrap_err();
+    assert!(matches!(&said, GrammarError::Busy(cause) if cause.contains("this key")), "{said}");
+    // another party has the other half, and its own copy
+    let others: Vec<_> = (0..4).map(|at| of_party(&grammars, "b", at).unwrap()).collect();
+    let said = of_party(&grammars, "c", 0).map(drop).unwrap_err();
+    assert!(matches!(&said, GrammarError::Busy(cause) if !cause.contains("this key")), "{said}");
+    drop(others);
+    // what nobody uses makes room
+    drop(of_party(&grammars, "c", 0).unwrap());
+    drop(held);
+    drop(of_party(&grammars, "a", 5).unwrap());
+    assert!(grammars.memory.left() < COMPILED_BYTES_MAX, "what is compiled stays charged");
 }

@@ -2,7 +2,7 @@
 
 use crate::api::{Marked, TextDecoder, TextModel};
 use crate::env::SharedEnv;
-use crate::grammar::{Grammar, Grammars};
+use crate::grammar::{Grammar, GrammarClient, GrammarError, Grammars, Trials};
 use crate::model::{ChatMessage, ChatTemplate, TokenStream, Tokenizer, ToolStyle};
 use mixfleet_hal::cast::to_u64;
 use serde_json::{Map, Value};
@@ -24,9 +24,16 @@ pub struct LoadedText {
 
 impl LoadedText {
     /// The tokenizer and chat template of a model whose vocabulary has `vocab` tokens.
+    /// Grammars are compiled untried.
     pub fn new(tokenizer: Tokenizer, template: Option<ChatTemplate>, env: SharedEnv, vocab: u32) -> Self {
-        let grammars = Arc::new(Grammars::new(tokenizer.clone(), vocab));
+        let grammars = Arc::new(Grammars::new(tokenizer.clone(), vocab, None));
         LoadedText { tokenizer, template, env, vocab, grammars }
+    }
+
+    /// Tries grammars by `trials` before they are compiled here.
+    pub fn with_trials(mut self, trials: Box<dyn Trials>) -> Self {
+        self.grammars = Arc::new(Grammars::new(self.tokenizer.clone(), self.vocab, Some(trials)));
+        self
     }
 }
 
@@ -72,8 +79,8 @@ impl TextModel for LoadedText {
         Box::new(Decoder(Some(self.tokenizer.stream())))
     }
 
-    fn check_grammar(&self, grammar: &Grammar) -> Result<(), String> {
-        self.grammars.begin(grammar, Arc::default()).map(drop)
+    fn check_grammar(&self, grammar: &Grammar, client: GrammarClient<'_>) -> Result<(), GrammarError> {
+        self.grammars.begin(grammar, &Arc::default(), client).map(drop)
     }
 
     fn token_bytes(&self, id: u32) -> Vec<u8> {

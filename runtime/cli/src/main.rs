@@ -54,6 +54,7 @@ mod tls;
 mod token;
 mod topo;
 mod trace;
+mod trials;
 mod validate;
 mod worker_engines;
 
@@ -177,6 +178,9 @@ fn run(cli: Cli, settings: &settings::ServeSettings) -> anyhow::Result<()> {
 }
 
 fn main() -> ExitCode {
+    if let Some(ended) = trials::asked() {
+        return ended;
+    }
     keep_mesa_quiet();
     let parsed = settings::parse(std::env::args_os().collect());
     let result = parsed.and_then(|(cli, settings)| run(cli, &settings));

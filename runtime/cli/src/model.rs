@@ -2,6 +2,7 @@
 
 use crate::Usage;
 use crate::args::ModelArgs;
+use crate::trials::ChildTrials;
 use anyhow::{Context, Result};
 use mixfleet_hal::DType;
 use mixfleet_runtime::env::SharedEnv;
@@ -57,10 +58,11 @@ impl Model {
         let tokenizer_digest =
             format!("{:032x}", XxHash3_128::oneshot(tokenizer.to_json().unwrap_or_default().as_bytes()));
         let vocab = checkpoint.config.vocab;
+        let text = LoadedText::new(tokenizer, template, env.clone(), vocab);
         Ok(Model {
             name,
             shape_digest: checkpoint.shape_digest(),
-            text: Arc::new(LoadedText::new(tokenizer, template, env.clone(), vocab)),
+            text: Arc::new(text.with_trials(Box::new(ChildTrials))),
             defaults,
             activations,
             kv: args.kv_dtype.unwrap_or(activations),

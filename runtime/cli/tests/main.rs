@@ -18,6 +18,7 @@ mod generate;
 mod golden;
 #[cfg(target_os = "linux")]
 mod gpu;
+mod grammars;
 #[cfg(target_os = "linux")]
 mod hollow;
 mod house;

@@ -46,7 +46,7 @@ pub(crate) fn plan(
     let keeps_kv = hand_over::parse(&mut fields, model)?;
     refused::check(&fields)?;
     let warning = interface::unknown_fields(&fields);
-    parameters.check_format(model)?;
+    parameters.check_format_ends(model)?;
     if let Some((tools, _)) = &tools {
         arguments.insert("tools".into(), tools.given.clone());
     }

@@ -39,7 +39,7 @@ pub(crate) fn plan(
     let keeps_kv = hand_over::parse(&mut fields, model)?;
     refused::check(&fields)?;
     let warning = interface::unknown_fields(&fields);
-    parameters.check_format(model)?;
+    parameters.check_format_ends(model)?;
     let add_special = parameters.add_special_tokens.unwrap_or(true);
     let split = parameters.split_special_tokens.unwrap_or(false);
     let encode = |prompt| match prompt {

@@ -144,8 +144,12 @@ mod tests {
             unreachable!("no answers here")
         }
 
-        fn check_grammar(&self, _: &crate::grammar::Grammar) -> Result<(), String> {
-            Err("there is no grammar of bytes".into())
+        fn check_grammar(
+            &self,
+            _: &crate::grammar::Grammar,
+            _: crate::grammar::GrammarClient<'_>,
+        ) -> Result<(), crate::grammar::GrammarError> {
+            Err(crate::grammar::GrammarError::Refused("there is no grammar of bytes".into()))
         }
 
         fn token_bytes(&self, id: u32) -> Vec<u8> {

@@ -7,7 +7,7 @@ use super::errors::ApiError;
 use super::fields::{Fields, each, text, wrong_type};
 use super::refused::asks_for_nothing;
 use super::{ServedModel, fields};
-use crate::grammar::Grammar;
+use crate::grammar::{Grammar, GrammarClient, GrammarError};
 
 /// Maximum number of texts to choose from.
 const CHOICES_MAX: usize = 4096;
@@ -65,14 +65,26 @@ impl AnswerForm {
         Ok(found.pop())
     }
 
-    /// Refuses what no answer of this model can follow; `ends` says whether a token ends it.
-    pub(crate) fn check(&self, model: &ServedModel, ends: bool) -> Result<(), ApiError> {
-        if !ends {
-            let message = format!("'{}' needs an end token: send it without 'ignore_eos'", self.field);
-            return Err(ApiError::value(self.field.clone(), message));
+    /// Refuses a form of answers that never end; `ends` says whether a token ends them.
+    pub(crate) fn check_end(&self, ends: bool) -> Result<(), ApiError> {
+        if ends {
+            return Ok(());
         }
-        let wrong = |cause: String| ApiError::value(self.field.clone(), format!("'{}': {cause}", self.field));
-        model.text.check_grammar(&self.grammar).map_err(wrong)
+        let message = format!("'{}' needs an end token: send it without 'ignore_eos'", self.field);
+        Err(ApiError::value(self.field.clone(), message))
+    }
+
+    /// Refuses what no answer of this model can follow. It blocks while the grammar is compiled.
+    pub(crate) fn check_grammar(
+        &self,
+        model: &ServedModel,
+        client: GrammarClient<'_>,
+    ) -> Result<(), ApiError> {
+        let field = &self.field;
+        model.text.check_grammar(&self.grammar, client).map_err(|error| match error {
+            GrammarError::Refused(cause) => ApiError::value(field.clone(), format!("'{field}': {cause}")),
+            GrammarError::Busy(cause) => ApiError::overloaded(format!("'{field}': {cause}"), 1),
+        })
     }
 }
 

@@ -126,10 +126,10 @@ fn requests(
 }
 
 impl Parameters {
-    /// Refuses a form that no answer of the model can have.
-    pub(crate) fn check_format(&self, model: &ServedModel) -> Result<(), ApiError> {
+    /// Refuses a form if no token ends answers.
+    pub(crate) fn check_format_ends(&self, model: &ServedModel) -> Result<(), ApiError> {
         let ends = !end_ids(model, self).is_empty();
-        self.format.as_ref().map_or(Ok(()), |format| format.check(model, ends))
+        self.format.as_ref().map_or(Ok(()), |format| format.check_end(ends))
     }
 }
 

@@ -64,6 +64,7 @@ pub use crate::placements::Placements;
 use crate::budget::{self, ByteBudget, Connections};
 use crate::env::SharedEnv;
 use crate::gateway::Gateway;
+use crate::grammar::COMPILING_MAX;
 use crate::kv_exchange::KvExchange;
 use crate::metrics::Metrics;
 use crate::request::{EngineHandle, Sampling};
@@ -206,6 +207,8 @@ pub struct Api {
     requests: Arc<Semaphore>,
     bodies: ByteBudget,
     readers: WorkPool,
+    /// Compiles grammars of answers.
+    compilers: WorkPool,
 }
 
 /// A request's place among those in work, its tenant's and in all.
@@ -240,7 +243,8 @@ impl Api {
         Arc::new(Api {
             requests: Arc::new(Semaphore::new(limits.requests_max)),
             bodies: ByteBudget::new(limits.bodies_bytes_max),
-            readers: WorkPool::new(env.clone(), limits.readers_max, limits.readers_waiting_max),
+            readers: WorkPool::new(env.clone(), "reader", limits.readers_max, limits.readers_waiting_max),
+            compilers: WorkPool::new(env.clone(), "compiler", COMPILING_MAX, limits.readers_waiting_max),
             access: access.into(),
             phase: Mutex::new(Phase::Loading),
             env,

@@ -19,11 +19,13 @@ use super::fields::Fields;
 use super::generate::Plan;
 use super::observe::{document, exposition, is_open, live};
 use super::shapes::Endpoint;
+use super::work::NEVER_IN_PLACE;
 use super::{
     Api, Phase, Seat, ServedModel, Serving, body, chat, completions, generate, interface, kv, page, pass,
     relay,
 };
 use crate::budget::Party;
+use crate::grammar::{GrammarClient, owner};
 use crate::metrics::HttpLabels;
 use mixfleet_hal::outside::PassedPath;
 
@@ -293,9 +295,28 @@ async fn planned(
         plan(&body, endpoint, &served, prompts_max, stopped)
     };
     let bytes = held.bytes();
-    let (plan, (seat, held)) = api.readers.run(bytes, party, (seat, held), read).await?;
+    let (plan, (seat, held)) = api.readers.run(bytes, party.clone(), (seat, held), read).await?;
     drop(held);
-    Ok((plan?, seat))
+    let plan = plan?;
+    let seat = check_grammar(api, model, &plan, party, seat).await?;
+    Ok((plan, seat))
+}
+
+/// Has the grammar of a plan's answers compiled, on a thread that serves nobody else.
+async fn check_grammar(
+    api: &Api,
+    model: &Arc<ServedModel>,
+    plan: &Plan,
+    party: Party,
+    seat: Seat,
+) -> Result<Seat, ApiError> {
+    let Some(format) = plan.parameters.format.clone() else { return Ok(seat) };
+    let salt = seat.tenant().salted(plan.parameters.cache_salt.as_deref());
+    let (model, owner) = (model.clone(), owner(salt.as_deref()));
+    let check =
+        move |stopped: Stopped<'_>| format.check_grammar(&model, GrammarClient { party: &owner, stopped });
+    let (checked, seat) = api.compilers.run(NEVER_IN_PLACE, party, seat, check).await?;
+    checked.map(|()| seat)
 }
 
 /// Reads a body and tokenises it.

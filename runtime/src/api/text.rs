@@ -1,6 +1,6 @@
 //! The interface to a tokenizer and chat template.
 
-use crate::grammar::Grammar;
+use crate::grammar::{Grammar, GrammarClient, GrammarError};
 use crate::model::{ChatMessage, ToolStyle};
 use serde_json::{Map, Value};
 use std::borrow::Cow;
@@ -92,11 +92,11 @@ pub trait TextModel: Send + Sync {
     /// A decoder for one answer. It skips special tokens.
     fn decoder(&self) -> Box<dyn TextDecoder>;
 
-    /// Whether an answer can follow a grammar.
+    /// Compiles a grammar, unless it is compiled already. It blocks meanwhile.
     ///
     /// # Errors
-    /// What is wrong with the grammar.
-    fn check_grammar(&self, grammar: &Grammar) -> Result<(), String>;
+    /// What is wrong with the grammar, or why it is not compiled now.
+    fn check_grammar(&self, grammar: &Grammar, client: GrammarClient<'_>) -> Result<(), GrammarError>;
 
     /// The bytes that one token stands for, for `logprobs` (a special token's name); empty for an unknown id.
     fn token_bytes(&self, id: u32) -> Vec<u8>;

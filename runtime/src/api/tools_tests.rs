@@ -168,12 +168,14 @@ fn calls_of_earlier_messages_are_read_for_the_template() {
 
 #[test]
 fn whatever_a_grammar_of_calls_lets_through_is_calls() {
-    use crate::grammar::Grammars;
+    use crate::budget::Party;
+    use crate::grammar::{GrammarClient, Grammars};
     use mixfleet_hal::random::Stream;
     const END: u32 = 1;
     let tokenizer = crate::model::builtin::tokenizer().unwrap();
     let vocab = u32::try_from(tokenizer.vocab()).unwrap();
-    let grammars = Grammars::new(tokenizer.clone(), vocab);
+    let grammars = Grammars::new(tokenizer.clone(), vocab, None);
+    let client = GrammarClient { party: &Party::Tenant("a".into()), stopped: &|| false };
     for style in [ToolStyle::Tagged, BARE, ToolStyle::Bare { parameters: false }] {
         for further in [
             json!({"tool_choice": "required"}),
@@ -183,7 +185,7 @@ fn whatever_a_grammar_of_calls_lets_through_is_calls() {
             let grammar = tools.grammar(style).unwrap();
             let mut ended = 0;
             for seed in 0..10 {
-                let mut run = grammars.begin(&grammar, [END].into()).unwrap();
+                let mut run = grammars.begin(&grammar, &[END].into(), client).unwrap();
                 let mut stream = Stream::new(seed);
                 let mut output = Vec::new();
                 while output.len() < 2000 && output.last() != Some(&END) {

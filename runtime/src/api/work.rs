@@ -16,11 +16,16 @@ use crate::env::SharedEnv;
 /// millisecond.
 const IN_PLACE_BYTES_MAX: usize = 4 << 10;
 
+/// The length to state of work that may take long whatever its size.
+pub(super) const NEVER_IN_PLACE: usize = usize::MAX;
+
 type Job = Box<dyn FnOnce() + Send>;
 
 /// Threads that parse requests, started when they are first needed, and the jobs that wait for them.
 pub(crate) struct WorkPool {
     env: SharedEnv,
+    /// Names its threads.
+    name: &'static str,
     waiting: Arc<Waiting>,
     threads: AtomicUsize,
     threads_max: usize,
@@ -46,7 +51,7 @@ struct Queues {
 impl Waiting {
     fn push(&self, party: Party, job: Job) -> Result<(), ApiError> {
         let full = |whose: &str, most: usize| {
-            ApiError::overloaded(format!("{most} large requests{whose} wait to be read already"), 1)
+            ApiError::overloaded(format!("{most} requests{whose} wait to be read already"), 1)
         };
         let mut queues = self.lock();
         let own = queues.of.get(&party).map_or(0, VecDeque::len);
@@ -93,11 +98,12 @@ impl Drop for WorkPool {
 }
 
 impl WorkPool {
-    pub(crate) fn new(env: SharedEnv, threads_max: usize, waiting_max: usize) -> Self {
+    pub(crate) fn new(env: SharedEnv, name: &'static str, threads_max: usize, waiting_max: usize) -> Self {
         let waiting =
             Waiting { jobs_max: waiting_max.max(1), queues: Mutex::default(), jobs: Semaphore::new(0) };
         WorkPool {
             env,
+            name,
             waiting: Arc::new(waiting),
             threads: AtomicUsize::new(0),
             threads_max: threads_max.max(1),
@@ -147,7 +153,7 @@ impl WorkPool {
                 job();
             }
         };
-        if let Err(error) = self.env.spawn_worker(&format!("reader-{threads}"), Box::pin(work)) {
+        if let Err(error) = self.env.spawn_worker(&format!("{}-{threads}", self.name), Box::pin(work)) {
             tracing::warn!(%error, "no thread could be started to read a request");
             // Another thread will do the work, if there is one.
             if self.threads.fetch_sub(1, Ordering::AcqRel) == 1 {
@@ -179,14 +185,14 @@ mod tests {
         test: impl FnOnce(SeededEnv, Arc<WorkPool>) -> F + Send + 'static,
     ) -> T {
         let env = SeededEnv::new(1);
-        let pool = Arc::new(WorkPool::new(Arc::new(env.clone()), threads, waiting));
+        let pool = Arc::new(WorkPool::new(Arc::new(env.clone()), "reader", threads, waiting));
         env.clone().run(async move { test(env, pool).await })
     }
 
     fn on_threads<T>(threads: usize, test: impl AsyncFnOnce(Arc<WorkPool>) -> T) -> T {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let env = Arc::new(RealEnv::new(runtime.handle().clone()));
-        runtime.block_on(test(Arc::new(WorkPool::new(env, threads, 128))))
+        runtime.block_on(test(Arc::new(WorkPool::new(env, "reader", threads, 128))))
     }
 
     #[test]

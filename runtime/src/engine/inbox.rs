@@ -1,5 +1,6 @@
 //! Handling of messages from routers and peers, and of failures while doing so.
 
+use super::compiled::{BegunGrammar, CompiledFor};
 use super::fault::{self, Fault, Outcome, Scope};
 use super::handoff::Outgoing;
 use super::messages::{FromWorker, HandOff, Job, KvMessage, Order, Source, ToWorker, Transfer};
@@ -51,26 +52,56 @@ impl Worker {
     /// Handles a message of a coordinator or of its own process.
     pub(super) fn handle_message(&mut self, message: ToWorker) -> Result<()> {
         match message {
-            ToWorker::Order(Order::Add { job, hand_off, pull }) => {
+            ToWorker::Order(order) => match self.grammars.admit(order, &self.env) {
+                Some((order, begun)) => self.carry_out_order(order, begun),
+                None => Ok(()),
+            },
+            ToWorker::Inspect(answer) => {
+                let device = self.machine.stored().into_iter().map(|hash| (Tier::Device, hash));
+                let below = self.below.iter().flat_map(InstanceTiers::held);
+                let _ = answer.try_send([(self.id, device.chain(below).collect())].into());
+                Ok(())
+            }
+            ToWorker::Abandon { router } => {
+                self.grammars.abandon(router);
+                let all = self.active.keys().chain(self.sender.outgoing.keys()).copied();
+                let its: BTreeSet<RequestId> = all.filter(|&id| RouterId::of(id) == router).collect();
+                its.into_iter().try_for_each(|request| self.cancel(request))
+            }
+        }
+    }
+
+    /// Carries out an order whose grammar has been compiled since, unless it is no longer wanted.
+    pub(super) fn handle_compiled(&mut self, compiled: CompiledFor) -> Result<()> {
+        match self.grammars.unpark(compiled) {
+            Some((order, begun)) => self.carry_out_order(order, Some(begun)),
+            None => Ok(()),
+        }
+    }
+
+    /// Carries out an order of a coordinator; `begun` is the grammar of its answer.
+    fn carry_out_order(&mut self, order: Order, begun: Option<BegunGrammar>) -> Result<()> {
+        match order {
+            Order::Add { job, hand_off, pull } => {
                 let checked = self.check_add(&job, hand_off.as_ref(), pull);
                 if self.takes(&job, checked)? {
-                    self.add(job, hand_off, pull)?;
+                    self.add(job, hand_off, pull, begun)?;
                 }
             }
-            ToWorker::Order(Order::Reserve { job, sender }) => {
+            Order::Reserve { job, sender } => {
                 let checked = self.check_job(&job, job.length_max()).and(self.check_source(sender));
                 let checked = checked.and(self.check_computes());
                 if self.takes(&job, checked)? {
-                    self.reserve(job, sender)?;
+                    self.reserve(job, sender, begun)?;
                 }
             }
-            ToWorker::Order(Order::Copy { job, holder }) => {
+            Order::Copy { job, holder } => {
                 let checked = self.check_job(&job, job.length() as u64).and(self.check_source(holder));
                 if self.takes(&job, checked)? {
                     self.copy(job, holder)?;
                 }
             }
-            ToWorker::Order(Order::Lend { job, until, to }) => {
+            Order::Lend { job, until, to } => {
                 match self.check_job(&job, 0).and_then(|()| self.check_hand_off(&job, &to)) {
                     Ok(()) => self.lend(&job, until, to)?,
                     Err(error) => {
@@ -84,24 +115,14 @@ impl Worker {
                     }
                 }
             }
-            ToWorker::Order(Order::NotLent { request, attempt }) => {
+            Order::NotLent { request, attempt } => {
                 if let Some(incoming) = self.incoming(request, attempt) {
                     incoming.abandon();
                     self.settle_incoming(request)?;
                 }
             }
-            ToWorker::Order(Order::SetRole { role }) => self.set_role(role),
-            ToWorker::Order(Order::Cancel { request }) => self.cancel(request)?,
-            ToWorker::Inspect(answer) => {
-                let device = self.machine.stored().into_iter().map(|hash| (Tier::Device, hash));
-                let below = self.below.iter().flat_map(InstanceTiers::held);
-                let _ = answer.try_send([(self.id, device.chain(below).collect())].into());
-            }
-            ToWorker::Abandon { router } => {
-                let all = self.active.keys().chain(self.sender.outgoing.keys()).copied();
-                let its: BTreeSet<RequestId> = all.filter(|&id| RouterId::of(id) == router).collect();
-                its.into_iter().try_for_each(|request| self.cancel(request))?;
-            }
+            Order::SetRole { role } => self.set_role(role),
+            Order::Cancel { request } => self.cancel(request)?,
         }
         Ok(())
     }
@@ -176,12 +197,19 @@ impl Worker {
     }
 
     pub(super) fn cancel(&mut self, request: RequestId) -> Result<()> {
+        self.grammars.cancel(request);
         self.remove(request);
         self.sender.outgoing.remove(&request);
         self.machine_step(Event::Cancel { request })
     }
 
-    fn add(&mut self, job: Job, hand_off: Option<HandOff>, pull: Option<Source>) -> Result<()> {
+    fn add(
+        &mut self,
+        job: Job,
+        hand_off: Option<HandOff>,
+        pull: Option<Source>,
+        begun: Option<BegunGrammar>,
+    ) -> Result<()> {
         let request = job.request;
         let after = if hand_off.is_some() { After::HandOff } else { After::Decode };
         if let Some(to) = hand_off {
@@ -189,29 +217,34 @@ impl Worker {
         }
         let source = pull.map(|source| source.capped(job.length(), self.kv.shape.page_tokens));
         let pulls = source.map_or(0, |source| source.until);
-        let (urgency, text) = self.begin(job, source.map(|source| (Transfer::Prefix, source)));
+        let (urgency, text) = self.begin(job, source.map(|source| (Transfer::Prefix, source)), begun);
         self.machine_step(Event::Add { request, urgency, text, pulls, after })
     }
 
     fn copy(&mut self, job: Job, holder: InstanceId) -> Result<()> {
         let (request, until) = (job.request, to_u32(job.length()));
-        let (urgency, text) = self.begin(job, Some((Transfer::Prefix, Source { holder, until })));
+        let (urgency, text) = self.begin(job, Some((Transfer::Prefix, Source { holder, until })), None);
         self.machine_step(Event::Add { request, urgency, text, pulls: until, after: After::Keep })
     }
 
-    fn reserve(&mut self, job: Job, holder: InstanceId) -> Result<()> {
+    fn reserve(&mut self, job: Job, holder: InstanceId, begun: Option<BegunGrammar>) -> Result<()> {
         let request = job.request;
         let source = Source { holder, until: to_u32(job.length()) };
-        let (urgency, text) = self.begin(job, Some((Transfer::HandOff, source)));
+        let (urgency, text) = self.begin(job, Some((Transfer::HandOff, source)), begun);
         self.machine_step(Event::Reserve { request, urgency, text })
     }
 
     /// Starts tracking a request; its tokens go to the instance machine.
-    fn begin(&mut self, job: Job, sender: Option<(Transfer, Source)>) -> (Urgency, TokenIds) {
+    fn begin(
+        &mut self,
+        job: Job,
+        sender: Option<(Transfer, Source)>,
+        begun: Option<BegunGrammar>,
+    ) -> (Urgency, TokenIds) {
         let urgency = job.urgency;
         let text = TokenIds::new(job.tokens(), job.hasher, self.limits.block_tokens);
         let Job { request, attempt, wanted, .. } = job;
-        let shaping = Shaping::new(&wanted, self.grammars.as_deref());
+        let shaping = Shaping::new(&wanted, begun);
         let phase = WorkPhase::Prompt(self.env.now());
         self.active.insert(request, Active { attempt, wanted, shaping, sender, phase });
         (urgency, text)

@@ -1,6 +1,7 @@
 //! A device with the model loaded, which becomes an instance of the fleet.
 
 use super::beside::Postponed;
+use super::compiled::GrammarWait;
 use super::courier::{Courier, HandOffLimits, Links};
 use super::directory::{Directory, Inboxes};
 use super::handoff::LAYERS_IN_FLIGHT;
@@ -518,7 +519,7 @@ impl Loaded {
             incoming: HashMap::new(),
             sender: Sender::new(id, Courier::new(links.clone(), *hand_off, pinner), surroundings),
             kv,
-            grammars,
+            grammars: GrammarWait::new(grammars),
             below,
             orders,
             words,

@@ -12,6 +12,7 @@ mod answers;
 mod beside;
 pub mod calibrate;
 mod check;
+mod compiled;
 mod coordinator;
 mod copies;
 mod courier;

@@ -1,7 +1,8 @@
 //! What a request changes of its logits before a token is drawn: penalties, and tokens that its grammar
 //! forbids.
 
-use crate::grammar::{GrammarRun, Grammars};
+use super::compiled::BegunGrammar;
+use crate::grammar::GrammarRun;
 use crate::request::GenerateRequest;
 use crate::sampling::Penalties;
 
@@ -22,23 +23,18 @@ pub(super) struct Shaping {
 }
 
 impl Shaping {
-    /// What changes the logits of a request whose output is empty; none if nothing does.
-    pub(super) fn new(wanted: &GenerateRequest, grammars: Option<&Grammars>) -> Option<Self> {
+    /// What changes the logits of a request whose output is empty; none if nothing does. `begun` is the
+    /// beginning of its grammar, if it has one.
+    pub(super) fn new(wanted: &GenerateRequest, begun: Option<BegunGrammar>) -> Option<Self> {
         let penalties = Penalties::new(&wanted.sampling, &wanted.prompt_ids);
-        let (mut grammar, mut failed) = (None, None);
-        if let Some(asked) = &wanted.grammar {
-            let run = match grammars {
-                Some(grammars) => grammars.begin(asked, wanted.eos_ids.clone()),
-                None => Err("this instance has no tokenizer, so that its answers follow no grammar".into()),
-            };
-            match run {
-                Ok(run) => grammar = Some(run),
-                Err(cause) => failed = Some(cause),
-            }
-        }
-        if penalties.is_none() && wanted.grammar.is_none() {
+        if penalties.is_none() && begun.is_none() {
             return None;
         }
+        let (grammar, failed) = match begun {
+            Some(Ok(run)) => (Some(run), None),
+            Some(Err(cause)) => (None, Some(cause)),
+            None => (None, None),
+        };
         Some(Shaping { penalties, grammar, forbidden: Vec::new(), entries: Vec::new(), failed })
     }
 
@@ -85,7 +81,8 @@ impl Shaping {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::grammar::Grammar;
+    use crate::budget::Party;
+    use crate::grammar::{Grammar, GrammarClient, Grammars};
     use crate::model::builtin;
     use crate::request::{Hints, Sampling};
     use std::collections::BTreeMap;
@@ -94,7 +91,7 @@ mod tests {
     fn what_is_forbidden_weighs_nothing_and_other_penalties_stay() {
         let tokenizer = builtin::tokenizer().unwrap();
         let vocab = u32::try_from(tokenizer.vocab()).unwrap();
-        let grammars = Grammars::new(tokenizer.clone(), vocab);
+        let grammars = Grammars::new(tokenizer.clone(), vocab, None);
         let first = |text: &str| tokenizer.encode_chat(text).unwrap()[0];
         let (yes, no, other) = (first("y"), first("n"), first("z"));
         let wanted = GenerateRequest {
@@ -108,7 +105,10 @@ mod tests {
             cache_salt: None,
             hints: Hints::default(),
         };
-        let mut shaping = Shaping::new(&wanted, Some(&grammars)).unwrap();
+        let client = GrammarClient { party: &Party::Tenant("a".into()), stopped: &|| false };
+        let begun = grammars.begin(wanted.grammar.as_ref().unwrap(), &wanted.eos_ids, client);
+        let begun = begun.map_err(|error| error.to_string());
+        let mut shaping = Shaping::new(&wanted, Some(begun)).unwrap();
         shaping.follow(&[]);
         let losses: BTreeMap<u32, f32> =
             shaping.entries().iter().map(|[id, loss]| (*id, f32::from_bits(*loss))).collect();
@@ -125,8 +125,8 @@ mod tests {
         );
         shaping.follow(&[yes, other]);
         assert!(shaping.failed().is_some_and(|cause| cause.contains("grammar")));
-        let alone = Shaping::new(&wanted, None).unwrap();
-        assert!(alone.failed().is_some_and(|cause| cause.contains("tokenizer")));
+        let without = Shaping::new(&wanted, Some(Err("no tokenizer".into()))).unwrap();
+        assert_eq!(without.failed(), Some("no tokenizer"));
         let plain = GenerateRequest { grammar: None, sampling: Sampling::default(), ..wanted };
         assert!(Shaping::new(&plain, None).is_none());
     }

@@ -5,6 +5,7 @@
 //! are carried out between steps, peers' messages about KV also during them (`beside.rs`).
 
 use super::beside::Postponed;
+use super::compiled::GrammarWait;
 use super::draw::{Draw, draw_input, read_rows};
 use super::fault;
 use super::handoff::{LAYERS_IN_FLIGHT, Outgoing, SEND_POLL_INTERVAL};
@@ -20,7 +21,6 @@ use super::shaping::Shaping;
 use super::spans::WorkPhase;
 use super::tiers::InstanceTiers;
 use crate::env::{SharedEnv, yield_now};
-use crate::grammar::Grammars;
 use crate::mailbox::{MessageReceiver, MessageSender};
 use crate::metrics::{DeviceLabels, Metrics};
 use crate::model::divided::{MemberRun, MicroBatch};
@@ -95,8 +95,8 @@ pub(super) struct Worker {
     pub(super) kv: InstanceKv,
     /// Memory on the device for what it is probed with.
     pub(super) probed: Slice,
-    /// What compiles the grammars of answers, if it knows the tokens' texts.
-    pub(super) grammars: Option<Arc<Grammars>>,
+    /// The grammars of answers, and the orders that wait for one.
+    pub(super) grammars: GrammarWait,
     /// The tiers that store evicted KV.
     pub(super) below: Option<InstanceTiers>,
     pub(super) orders: MessageReceiver<ToWorker>,
@@ -149,6 +149,9 @@ impl Worker {
                 let Ok(message) = self.orders.try_recv() else { break };
                 self.handle_message(message)?;
             }
+            while let Some(compiled) = self.grammars.try_compiled() {
+                self.handle_compiled(compiled)?;
+            }
             self.settle_sends(Duration::ZERO)?;
             if self.turn().await? {
                 yield_now().await;
@@ -163,6 +166,7 @@ impl Worker {
                     Some(message) => self.handle_message(message)?,
                     None => return Ok(()),
                 },
+                Some(compiled) = self.grammars.compiled() => self.handle_compiled(compiled)?,
                 () = self.reports.closed() => return Ok(()),
                 () = due => self.settle_sends(SEND_POLL_INTERVAL)?,
                 () = tiers_changed => self.report_tiers(),

@@ -5,7 +5,7 @@
 //! passes between it and the event loop that owns the time; whichever lacks the baton sleeps. Runs with equal
 //! seeds stay equal.
 
-use super::Task;
+use super::{Task, WORKER_STACK_BYTES};
 use mixfleet_hal::units::Seconds;
 use std::any::Any;
 use std::cell::RefCell;
@@ -79,7 +79,8 @@ impl WorkerThread {
                 }
             }
         };
-        std::thread::Builder::new().name(name.to_string()).spawn(body)?;
+        let thread = std::thread::Builder::new().name(name.to_string()).stack_size(WORKER_STACK_BYTES);
+        thread.spawn(body)?;
         Ok(own)
     }
 

@@ -1,6 +1,6 @@
 //! The environment of tokio and the operating system.
 
-use super::{Connection, Env, Listener, Task};
+use super::{Connection, Env, Listener, Task, WORKER_STACK_BYTES};
 use futures_util::future::BoxFuture;
 use mixfleet_hal::units::Seconds;
 use std::hash::{BuildHasher, RandomState};
@@ -80,7 +80,7 @@ impl Env for RealEnv {
 
     fn spawn_worker(&self, name: &str, task: Task) -> io::Result<()> {
         let (handle, alive) = (self.handle.clone(), self.workers.clone());
-        let thread = std::thread::Builder::new().name(name.to_string());
+        let thread = std::thread::Builder::new().name(name.to_string()).stack_size(WORKER_STACK_BYTES);
         let body = move || {
             handle.block_on(task);
             drop(alive);

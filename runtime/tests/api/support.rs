@@ -85,8 +85,12 @@ impl TextModel for ByteModel {
         Box::new(ByteDecoder(Vec::new()))
     }
 
-    fn check_grammar(&self, _: &mixfleet_runtime::grammar::Grammar) -> Result<(), String> {
-        Err("there is no grammar of bytes".into())
+    fn check_grammar(
+        &self,
+        _: &mixfleet_runtime::grammar::Grammar,
+        _: mixfleet_runtime::grammar::GrammarClient<'_>,
+    ) -> Result<(), mixfleet_runtime::grammar::GrammarError> {
+        Err(mixfleet_runtime::grammar::GrammarError::Refused("there is no grammar of bytes".into()))
     }
 
     fn token_bytes(&self, id: u32) -> Vec<u8> {

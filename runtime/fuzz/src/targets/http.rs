@@ -71,8 +71,12 @@ impl TextModel for Text {
         Box::new(Decoder(Some(self.tokenizer.stream())))
     }
 
-    fn check_grammar(&self, _: &mixfleet_runtime::grammar::Grammar) -> Result<(), String> {
-        Err("there is no grammar of bytes".into())
+    fn check_grammar(
+        &self,
+        _: &mixfleet_runtime::grammar::Grammar,
+        _: mixfleet_runtime::grammar::GrammarClient<'_>,
+    ) -> Result<(), mixfleet_runtime::grammar::GrammarError> {
+        Err(mixfleet_runtime::grammar::GrammarError::Refused("there is no grammar of bytes".into()))
     }
 
     fn token_bytes(&self, id: u32) -> Vec<u8> {

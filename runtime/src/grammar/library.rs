@@ -1,0 +1,128 @@
+//! The only place that calls llguidance: its limits, its view of a vocabulary, and compiled grammars.
+
+use super::Grammar;
+use llguidance::api::{ParserLimits, StopReason, TopLevelGrammar};
+use llguidance::panic_utils::catch_unwind;
+use llguidance::toktrie::{ApproximateTokEnv, SimpleVob, TokEnv, TokRxInfo, TokTrie};
+use llguidance::{ParserFactory, TokenParser};
+use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
+
+/// Limits on the work of a compiled grammar: at most 7 ms a token. Errors leave out the parser's state, which
+/// would tell the client nothing.
+const LIMITS: ParserLimits = ParserLimits {
+    max_items_in_row: 1000,
+    initial_lexer_fuel: 1_000_000,
+    step_lexer_fuel: 100_000,
+    step_max_items: 50_000,
+    max_lexer_states: 10_000,
+    max_grammar_size: 100_000,
+    precompute_large_lexemes: false,
+    verbose_errors: false,
+};
+
+/// Compiles grammars over a vocabulary.
+pub(super) struct Library {
+    factory: ParserFactory,
+}
+
+impl Library {
+    /// A library over tokens with these bytes, in the order of their ids.
+    pub(super) fn new(mut words: Vec<Vec<u8>>) -> Result<Self, String> {
+        let vocab = u32::try_from(words.len()).map_err(|error| error.to_string())?;
+        // The end of an answer is a token of its own here: which ones end it, a request says.
+        words.push(special(b"<end of the answer>"));
+        let trie = TokTrie::from(&TokRxInfo::new(vocab + 1, vocab), &words);
+        let tokens: TokEnv = Arc::new(ApproximateTokEnv::new(trie));
+        let mut factory = ParserFactory::new_simple(&tokens).map_err(|error| message(&error))?;
+        factory.quiet();
+        *factory.limits_mut() = LIMITS;
+        Ok(Library { factory })
+    }
+
+    /// Compiles a grammar, and computes its first mask, which is where much of its work is done.
+    ///
+    /// # Errors
+    /// What is wrong with the grammar.
+    pub(super) fn compile(&self, grammar: &Grammar) -> Result<(Compiled, SimpleVob), String> {
+        let parser = self.factory.create_parser(parsed(grammar)?).map_err(|error| message(&error))?;
+        let mut compiled = Compiled { parser, failed: None };
+        compiled.calling(|parser| {
+            parser.start_without_prompt();
+            Ok(())
+        })?;
+        let mask = compiled.mask()?;
+        Ok((compiled, mask))
+    }
+}
+
+/// The bytes of a special token, so that no text is taken for it.
+pub(super) fn special(bytes: &[u8]) -> Vec<u8> {
+    [&[TokTrie::SPECIAL_TOKEN_MARKER], bytes].concat()
+}
+
+fn parsed(grammar: &Grammar) -> Result<TopLevelGrammar, String> {
+    Ok(match grammar {
+        Grammar::JsonSchema(text) => TopLevelGrammar::from_json_schema(
+            serde_json::from_str(text).map_err(|error| format!("the schema is not JSON: {error}"))?,
+        ),
+        Grammar::Regex(text) => TopLevelGrammar::from_regex(text),
+        Grammar::Lark(text) => TopLevelGrammar::from_lark(text.to_string()),
+    })
+}
+
+/// Messages of the library end with traces.
+fn message(error: &impl std::fmt::Display) -> String {
+    error.to_string().lines().next().unwrap_or_default().chars().take(500).collect()
+}
+
+/// A compiled grammar and the place of an answer in it. Clones are at places of their own and share the
+/// lexer, which is most of the memory.
+#[derive(Clone)]
+pub(super) struct Compiled {
+    parser: TokenParser,
+    /// Why it cannot go on; it stays so.
+    failed: Option<String>,
+}
+
+impl Compiled {
+    fn calling<T>(
+        &mut self,
+        call: impl FnOnce(&mut TokenParser) -> Result<T, Box<dyn std::error::Error + Send + Sync>>,
+    ) -> Result<T, String> {
+        if let Some(cause) = &self.failed {
+            return Err(cause.clone());
+        }
+        let parser = &mut self.parser;
+        let called = catch_unwind(AssertUnwindSafe(|| Ok(call(parser).map_err(|error| message(&error)))));
+        let result = called.unwrap_or_else(|error| Err(message(&error)));
+        self.failed = result.as_ref().err().cloned();
+        result
+    }
+
+    /// Goes on by tokens of the answer.
+    pub(super) fn follow(&mut self, ids: &[u32]) -> Result<(), String> {
+        self.calling(|parser| {
+            for id in ids {
+                if parser.consume_token(*id)? != 0 {
+                    return Err("the grammar goes back over tokens".into());
+                }
+            }
+            parser.check_stop()?;
+            Ok(())
+        })
+    }
+
+    /// The tokens that may come next; only the end where the answer is complete.
+    pub(super) fn mask(&mut self) -> Result<SimpleVob, String> {
+        self.calling(|parser| match parser.stop_reason() {
+            StopReason::NotStopped => Ok(parser.compute_mask()?),
+            _ => Ok(parser.token_env.tok_trie().eos_token_set()),
+        })
+    }
+
+    /// Bytes of the lexer's tables, as the library counts them.
+    pub(super) fn lexer_bytes(&self) -> usize {
+        self.parser.parser.lexer_stats().num_bytes
+    }
+}
