@@ -192,3 +192,18 @@ fn a_whole_answer_that_is_too_long_to_keep_is_a_429() {
         assert_eq!(server.post("/v1/completions", &short).await.status, 200, "what was held is free again");
     });
 }
+
+#[test]
+fn a_body_with_hundreds_of_optional_fields_is_a_400() {
+    run(Setup::play(Play::say("")), |server| async move {
+        let with = |count: usize| {
+            let mut body = json!({"model": MODEL, "prompt": "a", "metadata": {}});
+            (0..count).for_each(|number| body[format!("x_{number}")] = number.into());
+            body
+        };
+        assert_eq!(server.post("/v1/completions", &with(400)).await.status, 200);
+        let refused = server.post("/v1/completions", &with(600)).await;
+        assert_eq!(refused.error().0, 400);
+        assert!(refused.body.contains("more than 512 fields"), "{}", refused.body);
+    });
+}
