@@ -41,6 +41,7 @@ deb() {
     fi
     command -v dpkg-shlibdeps >/dev/null || skip "no dpkg-shlibdeps (Debian: dpkg-dev)"
     mkdir -p "$to/man" "$to/bash" "$to/zsh" "$to/fish"
+    python3 -B hwtests/notices.py "$to/THIRD-PARTY-NOTICES" || wrong "there are no notices of third parties"
     "$to/mixfleet" man "$to/man"
     "$to/mixfleet" completions bash >"$to/bash/mixfleet"
     "$to/mixfleet" completions zsh >"$to/zsh/_mixfleet"
@@ -53,7 +54,7 @@ deb() {
     dpkg-deb -f "$to"/*.deb Package Version Depends Installed-Size
     "$to/unpacked/usr/bin/mixfleet" parts h100 >/dev/null
     for file in include/mixfleet.h share/man/man1/mixfleet.1.gz share/bash-completion/completions/mixfleet \
-        share/doc/mixfleet/docs/serving.md; do
+        share/doc/mixfleet/docs/serving.md share/doc/mixfleet/THIRD-PARTY-NOTICES; do
         [ -s "$to/unpacked/usr/$file" ] || wrong "the package has no $file"
     done
     installed

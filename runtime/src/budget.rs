@@ -8,6 +8,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Bytes of request bodies in work over all requests: about eight bodies of the largest size.
 pub const BODY_BYTES_MAX: usize = 64 << 20;
+/// Bytes of answers that wait for their clients to read them, over all requests.
+pub const ANSWER_BYTES_MAX: usize = 128 << 20;
 /// Minimum number of threads that parse, render and tokenise.
 pub const WORK_THREADS_MIN: usize = 2;
 /// Requests that may wait for one of those threads. It equals the number of requests that may be in work,
@@ -56,6 +58,18 @@ struct Held {
     bytes: usize,
     /// Bytes held by each party; parties that hold nothing have no entry.
     of: HashMap<Party, usize>,
+}
+
+impl Held {
+    fn give_back(&mut self, party: &Party, bytes: usize) {
+        self.bytes -= bytes;
+        if let Some(own) = self.of.get_mut(party) {
+            *own -= bytes;
+            if *own == 0 {
+                self.of.remove(party);
+            }
+        }
+    }
 }
 
 /// Why a budget gives no more bytes.
@@ -111,10 +125,21 @@ impl HeldBytes {
         if bytes > share(bytes_max).saturating_sub(own) {
             return Err(BudgetError::Share);
         }
+        if bytes == 0 {
+            return Ok(());
+        }
         held.bytes += bytes;
         held.of.insert(self.party.clone(), own + bytes);
         self.bytes += bytes;
         Ok(())
+    }
+
+    /// Gives `bytes` of the held bytes back.
+    pub fn shrink(&mut self, bytes: usize) {
+        assert!(bytes <= self.bytes, "{bytes} bytes cannot be given back of {} that are held", self.bytes);
+        let mut held = self.budget.lock();
+        held.give_back(&self.party, bytes);
+        self.bytes -= bytes;
     }
 
     /// Bytes held.
@@ -125,14 +150,7 @@ impl HeldBytes {
 
 impl Drop for HeldBytes {
     fn drop(&mut self) {
-        let mut held = self.budget.lock();
-        held.bytes -= self.bytes;
-        if let Some(own) = held.of.get_mut(&self.party) {
-            *own -= self.bytes;
-            if *own == 0 {
-                held.of.remove(&self.party);
-            }
-        }
+        self.budget.lock().give_back(&self.party, self.bytes);
     }
 }
 

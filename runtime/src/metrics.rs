@@ -151,6 +151,8 @@ pub struct Metrics {
     pub http_refused: Family<RefusedLabels, Counter>,
     /// `mixfleet_connections_evicted_total`: connections closed to make room for others, by the server.
     pub connections_evicted: Counter,
+    /// `mixfleet_log_lines_dropped_total`: log lines that standard error did not take, by the binary.
+    pub log_lines_dropped: Counter,
     /// `mixfleet_requests_total{endpoint,outcome}`: generation requests ended, by the API.
     pub requests: Family<RequestLabels, Counter>,
     /// `mixfleet_time_to_first_token_seconds`: request received to first token out of the engine, per
@@ -321,6 +323,7 @@ impl Metrics {
             http_responses: plain(to, "http_responses", "Responses begun"),
             http_refused: plain(to, "http_refused", "Requests refused for who asks"),
             connections_evicted: plain(to, "connections_evicted", "Connections closed to make room"),
+            log_lines_dropped: plain(to, "log_lines_dropped", "Log lines that standard error did not take"),
             requests: plain(to, "requests", "Generation requests ended"),
             time_to_first_token_s: seconds(to, "time_to_first_token", "Received to first token", &LATENCY_S),
             inter_token_latency_s: seconds(to, "inter_token_latency", "Between two tokens", &TOKEN_S),

@@ -10,6 +10,11 @@ use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use tokio::sync::mpsc;
 
+mod backlog;
+
+pub use backlog::{AnswerBacklog, UpdateReceiver, UpdateSender, update_channel};
+pub(crate) use backlog::{FREE_BYTES, logprobs_bytes};
+
 /// Bits of a request's id that count the requests of its router.
 const COUNT_BITS: u32 = 48;
 
@@ -317,7 +322,7 @@ pub struct Submission {
     /// The request.
     pub request: GenerateRequest,
     /// Channel for updates. The engine cancels the request when the receiver is gone.
-    pub updates: mpsc::Sender<Update>,
+    pub updates: UpdateSender,
     /// Receives one message: accepted, or why not.
     pub admitted: tokio::sync::oneshot::Sender<Result<(), Rejection>>,
 }
@@ -340,8 +345,21 @@ impl EngineHandle {
     ///
     /// # Errors
     /// A [`Rejection`], before any work was done.
-    pub async fn submit(&self, request: GenerateRequest) -> Result<mpsc::Receiver<Update>, Rejection> {
-        let (updates, receiver) = mpsc::channel(request.max_tokens as usize + UPDATES_BESIDE_TOKENS);
+    pub async fn submit(&self, request: GenerateRequest) -> Result<UpdateReceiver, Rejection> {
+        self.submit_within(request, AnswerBacklog::unlimited()).await
+    }
+
+    /// Submits a request whose client may let updates wait, which count in `backlog`.
+    ///
+    /// # Errors
+    /// A [`Rejection`], before any work was done.
+    pub async fn submit_within(
+        &self,
+        request: GenerateRequest,
+        backlog: Arc<AnswerBacklog>,
+    ) -> Result<UpdateReceiver, Rejection> {
+        let (updates, receiver) =
+            update_channel(request.max_tokens as usize + UPDATES_BESIDE_TOKENS, backlog);
         let (admitted, verdict) = tokio::sync::oneshot::channel();
         let gone = || Rejection::Unavailable("the engine has stopped".into());
         let submission = Submission { request, updates, admitted };

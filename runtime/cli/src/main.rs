@@ -27,6 +27,7 @@ mod generate;
 mod groups;
 mod interrupt;
 mod links;
+mod logs;
 mod model;
 mod models;
 mod notation;
@@ -184,6 +185,13 @@ fn main() -> ExitCode {
     keep_mesa_quiet();
     let parsed = settings::parse(std::env::args_os().collect());
     let result = parsed.and_then(|(cli, settings)| run(cli, &settings));
+    let code = exit_code(result);
+    logs::flush();
+    code
+}
+
+/// Tells the error, if there is one, and returns the exit code.
+fn exit_code(result: anyhow::Result<()>) -> ExitCode {
     let Err(error) = result else { return ExitCode::SUCCESS };
     let broken_pipe =
         error.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe);
@@ -191,7 +199,7 @@ fn main() -> ExitCode {
         // The reader of the output has closed it.
         return ExitCode::SUCCESS;
     }
-    eprintln!("mixfleet: {}", with_causes(&error));
+    logs::say(&format!("mixfleet: {}", with_causes(&error)));
     ExitCode::from(match () {
         () if error.is::<Failed>() => 1,
         () if error.is::<Usage>() => 2,

@@ -8,7 +8,7 @@ use crate::settings::ServeSettings;
 use crate::start::{self, Choice, Instances};
 use crate::tiers::Pools;
 use crate::worker_engines::{WorkerEngine, check_roles};
-use crate::{Usage, backends, otlp};
+use crate::{Usage, backends, logs, otlp};
 use anyhow::{Context, Result};
 use mixfleet_hal::cast::to_u64;
 use mixfleet_hal::units::Seconds;
@@ -24,7 +24,7 @@ use mixfleet_runtime::request::EngineHandle;
 use mixfleet_scheduler::fleet::{FleetConfig, Rebalance, Replicate, Role};
 use mixfleet_sim::simulate::Choices;
 use std::fs::File;
-use std::io::{BufWriter, IsTerminal};
+use std::io::BufWriter;
 use std::sync::Arc;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
@@ -38,7 +38,7 @@ pub(crate) fn run(args: ServeArgs, settings: &ServeSettings) -> Result<()> {
         check(&args.front)?;
         return settings.print(args.front.json);
     }
-    log(args.front.json);
+    log(args.front.json)?;
     check(&args.front)?;
     settings.say_unused();
     let ServeArgs { model, instances, kv_exchange, worker_engine, front: options, remote, .. } = args;
@@ -113,15 +113,10 @@ pub(crate) struct Around {
     pub(crate) events: Option<EventLog>,
 }
 
-pub(crate) fn log(json: bool) {
-    let filter = tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "info".into());
-    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
-    if json {
-        builder.json().init();
-    } else {
-        builder.with_target(false).with_ansi(std::io::stderr().is_terminal()).init();
-    }
+pub(crate) fn log(json: bool) -> Result<()> {
+    logs::start(json)?;
     backends::say_loaded();
+    Ok(())
 }
 
 pub(crate) fn check(args: &FrontArgs) -> Result<()> {
@@ -147,6 +142,7 @@ pub(crate) async fn front<M: Into<Serving> + Send + 'static, K: Send + 'static>(
     let real = RealEnv::new(tokio::runtime::Handle::current());
     let env: SharedEnv = Arc::new(real);
     let metrics = Metrics::new();
+    logs::count_dropped_in(&metrics.log_lines_dropped);
     let traces = otlp::begin(&metrics)?;
     let placements = Arc::new(Placements::new(PLACEMENTS_KEPT));
     let limits = Limits {
@@ -196,7 +192,7 @@ pub(crate) async fn front<M: Into<Serving> + Send + 'static, K: Send + 'static>(
         }
         if !loaded && *shutdown.borrow() != Shutdown::No {
             // Nothing runs yet, and loading cannot be interrupted.
-            std::process::exit(0);
+            logs::exit(0);
         }
     }
 }

@@ -4,6 +4,7 @@
 
 pub(crate) mod authority;
 mod kv_node;
+mod lost_log;
 mod planned;
 mod process;
 #[cfg(feature = "otlp")]

@@ -1,6 +1,8 @@
 //! The rules of the house: who may import whom, and what no source file may hold.
 
 mod names;
+mod prints;
+mod unsafe_code;
 
 use cargo_metadata::camino::Utf8Path;
 use cargo_metadata::{DependencyKind, Metadata, MetadataCommand, Package};

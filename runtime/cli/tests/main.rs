@@ -24,6 +24,8 @@ mod hollow;
 mod house;
 mod import;
 mod kv_exchange;
+#[cfg(unix)]
+mod lost_log;
 #[path = "../../../backends/plugin/tests/made.rs"]
 mod made;
 #[cfg(unix)]

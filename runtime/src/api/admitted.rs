@@ -6,6 +6,7 @@
 //! closed. An address over its share loses one of its own connections. If none can be closed, a new
 //! connection is set aside, where only monitoring routes are answered.
 
+use axum::http::Version;
 use prometheus_client::metrics::counter::Counter;
 use std::collections::{BTreeSet, HashMap};
 use std::net::{IpAddr, Ipv6Addr};
@@ -66,6 +67,12 @@ pub(super) struct AdmittedConnection {
     aside: bool,
     /// Whether the response is complete, except for what the connection still buffers.
     answered: AtomicBool,
+    /// Whether a request was read whose response is not complete.
+    due: AtomicBool,
+    /// Whether an interim response may be sent: nothing of the response to an HTTP/1.1 request has been.
+    interim: AtomicBool,
+    /// Whether the client has closed its sending side while a response was due.
+    half_closed: AtomicBool,
 }
 
 /// Completes when the connection must close to make room.
@@ -106,6 +113,9 @@ impl AdmittedConnections {
                 holder,
                 aside,
                 answered: AtomicBool::new(false),
+                due: AtomicBool::new(false),
+                interim: AtomicBool::new(false),
+                half_closed: AtomicBool::new(false),
             },
             evicted,
         )
@@ -199,9 +209,41 @@ impl AdmittedConnection {
         self.admitted.lock().change(self.number, rank);
     }
 
+    /// Records that a request was read, which has an interim response if it is of HTTP/1.1.
+    pub(super) fn asked(&self, version: Version) {
+        self.due.store(true, Ordering::Relaxed);
+        self.interim.store(version >= Version::HTTP_11, Ordering::Relaxed);
+    }
+
+    /// Records that the response begins.
+    pub(super) fn begun(&self) {
+        self.interim.store(false, Ordering::Relaxed);
+    }
+
     /// Records that the response is complete.
     pub(super) fn answered(&self) {
+        self.due.store(false, Ordering::Relaxed);
         self.answered.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether a response is due.
+    pub(super) fn is_due(&self) -> bool {
+        self.due.load(Ordering::Relaxed)
+    }
+
+    /// Whether an interim response may be sent now; it is only once.
+    pub(super) fn take_interim(&self) -> bool {
+        self.interim.swap(false, Ordering::Relaxed)
+    }
+
+    /// Records that the client has closed its sending side.
+    pub(super) fn half_closed(&self) {
+        self.half_closed.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether the client has closed its sending side while a response was due.
+    pub(super) fn is_half_closed(&self) -> bool {
+        self.half_closed.load(Ordering::Relaxed)
     }
 
     /// Records that all buffered bytes were sent to the client.

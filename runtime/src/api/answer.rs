@@ -3,14 +3,13 @@
 use std::future::poll_fn;
 use std::sync::Arc;
 use std::task::{Context, Poll};
-use tokio::sync::mpsc::Receiver;
 
 use super::Seat;
 use super::stop::StopFilter;
 use super::tally::Tally;
 use super::text::TextDecoder;
 use super::tools::{ToolCall, ToolPieces, ToolReader};
-use crate::request::{FinishReason, Logprobs, Update};
+use crate::request::{FinishReason, Logprobs, Update, UpdateReceiver, logprobs_bytes};
 
 /// A generated token with the values that `logprobs` asks for.
 #[derive(Clone, Debug, PartialEq)]
@@ -19,6 +18,13 @@ pub(crate) struct TokenLogprobs {
     /// Characters of the answer before this token.
     pub(crate) text_offset: usize,
     pub(crate) logprobs: Logprobs,
+}
+
+impl TokenLogprobs {
+    /// Bytes that it takes.
+    pub(crate) fn bytes(&self) -> usize {
+        size_of::<Self>() + logprobs_bytes(&self.logprobs)
+    }
 }
 
 /// How one update changes a choice.
@@ -138,7 +144,7 @@ pub(crate) struct Usage {
 
 /// All choices of a response while they are generated. Dropping it cancels them in the engine.
 pub(crate) struct Answer {
-    running: Vec<(Choice, Option<Receiver<Update>>)>,
+    running: Vec<(Choice, Option<UpdateReceiver>)>,
     /// Index of the choice that is polled first next time, so that no choice starves the others.
     next: usize,
     prompt_tokens: u32,
@@ -151,7 +157,7 @@ impl Answer {
     /// Creates an answer from `running`, which holds `choices_per_prompt` choices of the first prompt, then
     /// of the second, and so on.
     pub(crate) fn new(
-        running: Vec<(Choice, Receiver<Update>)>,
+        running: Vec<(Choice, UpdateReceiver)>,
         prompt_tokens: u32,
         choices_per_prompt: usize,
         tally: Tally,

@@ -12,7 +12,7 @@ use super::errors::ApiError;
 use super::json::{self, is_null, kind};
 
 /// Maximum number of fields of an object; fewer than a hundred are known.
-const FIELDS_MAX: usize = 1024;
+const FIELDS_MAX: usize = 512;
 /// Maximum length of a field that is parsed as a whole: parsed, it takes up to 30 times as much memory.
 const VALUE_BYTES_MAX: usize = 256 << 10;
 

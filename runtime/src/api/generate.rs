@@ -1,11 +1,12 @@
 //! Submits a validated request to the engine and builds the response.
 
+use axum::body::Bytes;
 use axum::http::{HeaderValue, header};
 use axum::response::{IntoResponse, Response};
 use futures_util::future::try_join_all;
 use std::sync::Arc;
 
-use super::answer::{Answer, Choice};
+use super::answer::{Answer, Choice, TokenLogprobs};
 use super::auth::Tenant;
 use super::errors::ApiError;
 use super::parameters::Parameters;
@@ -14,8 +15,9 @@ use super::sse::{self, Stream};
 use super::tally::Tally;
 use super::tools::Tools;
 use super::{Api, Seat, ServedModel};
+use crate::budget::{BudgetError, HeldBytes};
 use crate::model::ToolStyle;
-use crate::request::{GenerateRequest, Hints};
+use crate::request::{AnswerBacklog, FREE_BYTES, GenerateRequest, Hints};
 use crate::trace::RequestTrace;
 use mixfleet_hal::cast::{to_u32, to_u64};
 use mixfleet_hal::units::Seconds;
@@ -39,13 +41,13 @@ pub(crate) struct Plan {
 }
 
 /// Runs a plan. The response's headers, and a stream's first byte, are sent after the engine has accepted
-/// every choice. `arrived_s` is the time of arrival by the environment's clock, `trace` the request's own
-/// span.
+/// every choice. `held` counts what of the answer waits for the client. `arrived_s` is the time of arrival by
+/// the environment's clock, `trace` the request's own span.
 pub(crate) async fn respond(
     api: &Api,
     model: Arc<ServedModel>,
     plan: Plan,
-    seat: Seat,
+    (seat, held): (Seat, HeldBytes),
     (arrived_s, trace): (f64, Option<RequestTrace>),
 ) -> Result<Response, ApiError> {
     let id = format!("{}{}", plan.endpoint.id_prefix(), api.random_id());
@@ -67,10 +69,16 @@ pub(crate) async fn respond(
         arrived_s,
         trace,
     );
-    let answer = submit(&model, &plan, requests, tally, seat).await?;
     let mut response = match stream {
-        Some(options) => sse::response(Stream::new(answer, head, options, model.text.clone())),
-        None => collect(answer, &head, with_logprobs, &model).await?,
+        Some(options) => {
+            let backlog = AnswerBacklog::within(held);
+            let answer = submit((&model, backlog), &plan, requests, tally, seat).await?;
+            sse::response(Stream::new(answer, head, options, model.text.clone()))
+        }
+        None => {
+            let answer = submit((&model, AnswerBacklog::unlimited()), &plan, requests, tally, seat).await?;
+            collect(answer, &head, with_logprobs, &model, held).await?
+        }
     };
     let value = HeaderValue::from_str(&id).expect("ids are hexadecimal");
     response.headers_mut().insert("x-request-id", value);
@@ -168,7 +176,7 @@ fn max_tokens(
 }
 
 async fn submit(
-    model: &ServedModel,
+    (model, backlog): (&ServedModel, Arc<AnswerBacklog>),
     plan: &Plan,
     requests: Vec<GenerateRequest>,
     mut tally: Tally,
@@ -177,8 +185,8 @@ async fn submit(
     let parameters = &plan.parameters;
     let end_ids = end_ids(model, parameters);
     // If one choice is rejected, the receivers of the others are dropped, which cancels them.
-    let receivers = match try_join_all(requests.into_iter().map(|request| model.engine.submit(request))).await
-    {
+    let submitted = requests.into_iter().map(|request| model.engine.submit_within(request, backlog.clone()));
+    let receivers = match try_join_all(submitted).await {
         Ok(receivers) => receivers,
         Err(rejection) => {
             tally.rejected();
@@ -202,17 +210,51 @@ async fn collect(
     head: &Head,
     with_logprobs: bool,
     model: &ServedModel,
+    mut held: HeldBytes,
 ) -> Result<Response, ApiError> {
+    let mut free = FREE_BYTES;
+    let mut grow = |held: &mut HeldBytes, bytes: usize| {
+        let counted = bytes.saturating_sub(free);
+        free -= bytes - counted;
+        held.grow(counted).map_err(too_long_an_answer)
+    };
     let mut choices: Vec<Collected> = (0..answer.len()).map(|_| Collected::default()).collect();
     while let Some(step) = answer.next().await {
         let (index, delta) = step.map_err(ApiError::server)?;
+        let logprobs_bytes = delta.logprobs.as_ref().map_or(0, TokenLogprobs::bytes);
+        grow(&mut held, delta.text.len() + logprobs_bytes)?;
         let choice = &mut choices[index];
         choice.text.push_str(&delta.text);
         choice.calls.extend(delta.calls);
         choice.logprobs.extend(delta.logprobs);
         choice.finish = delta.finish;
     }
-    let document = head.whole(&choices, with_logprobs, answer.usage(), model.text.as_ref());
+    let mut document = head.whole(&choices, with_logprobs, answer.usage(), model.text.as_ref());
+    drop(choices);
+    held.shrink(held.bytes());
+    document.shrink_to_fit();
+    held.grow(document.len().saturating_sub(FREE_BYTES)).map_err(too_long_an_answer)?;
     let json = HeaderValue::from_static("application/json");
-    Ok(([(header::CONTENT_TYPE, json)], document).into_response())
+    let body = Bytes::from_owner(HeldDocument { document, _held: held });
+    Ok(([(header::CONTENT_TYPE, json)], body).into_response())
+}
+
+/// A document that waits for its client, and what it holds of the budget of answers until it is sent.
+struct HeldDocument {
+    document: String,
+    _held: HeldBytes,
+}
+
+impl AsRef<[u8]> for HeldDocument {
+    fn as_ref(&self) -> &[u8] {
+        self.document.as_bytes()
+    }
+}
+
+fn too_long_an_answer(spent: BudgetError) -> ApiError {
+    let whose = match spent {
+        BudgetError::Budget => "the answers",
+        BudgetError::Share => "the answers to this key or address",
+    };
+    ApiError::overloaded(format!("{whose} that wait are too long together; use 'stream'"), 1)
 }

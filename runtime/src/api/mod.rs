@@ -84,6 +84,9 @@ pub struct Limits {
     /// Bytes of bodies in work over all requests, from arrival until they are tokenised; beyond that 429.
     /// Half of them is the limit of one tenant, or of one address where tenants have no keys of their own.
     pub bodies_bytes_max: usize,
+    /// Bytes of answers that wait for their clients, over all requests; half of them is the limit of one tenant
+    /// or address, as above. Streams beyond that end, whole answers get 429.
+    pub answers_bytes_max: usize,
     /// Number of threads that parse, render and tokenise.
     pub readers_max: usize,
     /// Requests that may wait for one of these threads, half of them of one party; parties take turns.
@@ -116,6 +119,7 @@ impl Default for Limits {
         Limits {
             body_bytes_max: 8 << 20,
             bodies_bytes_max: budget::BODY_BYTES_MAX,
+            answers_bytes_max: budget::ANSWER_BYTES_MAX,
             readers_max: budget::WORK_THREADS_MIN,
             readers_waiting_max: budget::WORK_WAITING_MAX,
             body_read_timeout: Duration::from_secs(60),
@@ -206,6 +210,7 @@ pub struct Api {
     phase: Mutex<Phase>,
     requests: Arc<Semaphore>,
     bodies: ByteBudget,
+    answers: ByteBudget,
     readers: WorkPool,
     /// Compiles grammars of answers.
     compilers: WorkPool,
@@ -245,6 +250,7 @@ impl Api {
             bodies: ByteBudget::new(limits.bodies_bytes_max),
             readers: WorkPool::new(env.clone(), "reader", limits.readers_max, limits.readers_waiting_max),
             compilers: WorkPool::new(env.clone(), "compiler", COMPILING_MAX, limits.readers_waiting_max),
+            answers: ByteBudget::new(limits.answers_bytes_max),
             access: access.into(),
             phase: Mutex::new(Phase::Loading),
             env,

@@ -252,9 +252,10 @@ async fn answer(
             return relay::answer(api, gateway, caller, endpoint, headers, body).await;
         }
     };
+    let held = api.answers.holder(caller.party.clone());
     let (plan, seat) =
         planned(api, caller, (&model, Some(endpoint), api.limits.choices_max), headers, body).await?;
-    generate::respond(api, model, plan, seat, (arrived_s, api.trace(headers))).await
+    generate::respond(api, model, plan, (seat, held), (arrived_s, api.trace(headers))).await
 }
 
 /// The ids of one prompt, or of the messages of a chat, whose body is checked as if it generated.

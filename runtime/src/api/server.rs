@@ -137,6 +137,8 @@ fn builder(limits: &Limits, env: &SharedEnv) -> http1::Builder {
     let mut builder = http1::Builder::new();
     builder
         .timer(EnvTimer { env: env.clone(), origin: Instant::now(), began_s: env.now().0 })
+        // a client that sends nothing more may still wait for its answer: `StallGuard` tells whether it does
+        .half_close(true)
         .header_read_timeout(limits.header_read_timeout)
         .max_headers(limits.headers_max)
         .max_header_size(limits.header_bytes_max);
@@ -209,6 +211,7 @@ impl hyper::service::Service<Request<Incoming>> for ConnectionRoutes {
         let open = is_open(request.uri().path());
         let admitted = self.admitted.clone();
         admitted.set(if open { ConnectionRank::Open } else { ConnectionRank::Working });
+        admitted.asked(request.version());
         let (routes, origins, refused) = (self.routes.clone(), self.origins.clone(), self.refused.clone());
         request.extensions_mut().insert(Holder(admitted.holder()));
         Box::pin(async move {
@@ -230,7 +233,9 @@ impl hyper::service::Service<Request<Incoming>> for ConnectionRoutes {
             if response.status().is_client_error() {
                 admitted.set(ConnectionRank::Open);
             }
-            Ok(response.map(|body| Body::new(Answer { body, admitted })))
+            admitted.begun();
+            let probes = is_event_stream(&response);
+            Ok(response.map(|body| Body::new(Answer { body, admitted, probes })))
         })
     }
 }
@@ -240,10 +245,21 @@ fn too_many_connections() -> ApiError {
     ApiError::unavailable("connections_exhausted", message, FULL_RETRY_AFTER_S)
 }
 
+fn is_event_stream(response: &Response) -> bool {
+    let kind = response.headers().get(header::CONTENT_TYPE);
+    kind.is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"))
+}
+
+/// A comment in a stream of events, which clients ignore.
+const EVENT_COMMENT: Bytes = Bytes::from_static(b":\n\n");
+
 /// A response's body, which reports its end.
 struct Answer {
     body: Body,
     admitted: Arc<AdmittedConnection>,
+    /// Whether a comment may be sent once to find out whether a half-closed client has left: before the first
+    /// event of a stream, which may take long.
+    probes: bool,
 }
 
 impl hyper::body::Body for Answer {
@@ -254,7 +270,13 @@ impl hyper::body::Body for Answer {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
-        Pin::new(&mut self.body).poll_frame(context)
+        let frame = Pin::new(&mut self.body).poll_frame(context);
+        if frame.is_pending() && self.probes && self.admitted.is_half_closed() {
+            self.probes = false;
+            return Poll::Ready(Some(Ok(Frame::data(EVENT_COMMENT))));
+        }
+        self.probes &= frame.is_pending();
+        frame
     }
 
     fn is_end_stream(&self) -> bool {

@@ -15,7 +15,7 @@ use crate::metrics::Metrics;
 use crate::placements::Placements;
 use crate::request::{
     Deadline, Failure, GenerateRequest, Hints, Rejection, ServiceTier, Submission, UPDATES_BESIDE_TOKENS,
-    Update,
+    Update, UpdateSender,
 };
 use mixfleet_hal::DType;
 use mixfleet_hal::cast::to_u32;
@@ -71,7 +71,7 @@ pub(super) enum Stage {
 /// A request in progress.
 pub(super) struct Tracked {
     pub(super) wanted: Arc<GenerateRequest>,
-    updates: mpsc::Sender<Update>,
+    updates: UpdateSender,
     /// Tokens that the client has.
     pub(super) generated: Vec<u32>,
     /// Tokens of the decode instance that came before the first one, which another instance draws, by index.
@@ -304,7 +304,7 @@ impl Coordinator {
 
     /// Reports when the client leaves. The task, which holds the channel, ends when the returned sender is
     /// dropped: when the request is done.
-    fn watch(&self, request: RequestId, updates: mpsc::Sender<Update>) -> oneshot::Sender<()> {
+    fn watch(&self, request: RequestId, updates: UpdateSender) -> oneshot::Sender<()> {
         let leave = self.leave.clone();
         let (watched, done) = oneshot::channel();
         self.env.spawn(Box::pin(async move {

@@ -147,3 +147,63 @@ fn one_address_holds_half_of_what_all_bodies_may_take() {
         assert_eq!(small_body(&server, 1).await.status, 200, "the bytes came back");
     });
 }
+
+/// A server whose clients may let so much wait that one of them lets too much wait soon.
+fn with_small_backlogs(play: Play) -> Setup {
+    let setup = Setup::play(play).with_limits(|limits| limits.answers_bytes_max = 256 << 10);
+    Setup { context: 1 << 20, ..setup }
+}
+
+#[test]
+fn an_answer_whose_client_does_not_read_is_bounded() {
+    run(with_small_backlogs(Play::Endless(97)), |server| async move {
+        let body = json!({"model": MODEL, "prompt": "a", "stream": true, "logprobs": 2});
+        let mut stalled = server.open_stream("/v1/completions", &body).await;
+        // the limit on stalls is a minute
+        server.env.sleep(Duration::from_secs(30)).await;
+        assert_eq!(server.cancellations(), 1);
+        let mut rest = Vec::new();
+        stalled.read_to_end(&mut rest).await.unwrap();
+        let rest = String::from_utf8(rest).unwrap();
+        assert!(rest.contains("its client reads too slowly") && !rest.contains("[DONE]"), "{rest}");
+    });
+}
+
+#[test]
+fn an_answer_whose_client_reads_is_not_bounded() {
+    let play = Play::Reply(vec![97; 20_000], mixfleet_runtime::request::FinishReason::Length);
+    run(with_small_backlogs(play), |server| async move {
+        let body = json!({"model": MODEL, "prompt": "a", "stream": true, "logprobs": 2});
+        let response = server.post("/v1/completions", &body).await;
+        assert_eq!(response.events().last(), Some(&"[DONE]"));
+        assert_eq!(response.events().len(), 20_002);
+    });
+}
+
+#[test]
+fn a_whole_answer_that_is_too_long_to_keep_is_a_429() {
+    let play = Play::Reply(vec![97; 20_000], mixfleet_runtime::request::FinishReason::Length);
+    run(with_small_backlogs(play), |server| async move {
+        let body = json!({"model": MODEL, "prompt": "a", "logprobs": 2});
+        let response = server.post("/v1/completions", &body).await;
+        assert_eq!(response.error().0, 429, "{}", response.body);
+        assert!(response.body.contains("use 'stream'"), "{}", response.body);
+        let short = json!({"model": MODEL, "prompt": "a", "max_tokens": 4});
+        assert_eq!(server.post("/v1/completions", &short).await.status, 200, "what was held is free again");
+    });
+}
+
+#[test]
+fn a_body_with_hundreds_of_optional_fields_is_a_400() {
+    run(Setup::play(Play::say("")), |server| async move {
+        let with = |count: usize| {
+            let mut body = json!({"model": MODEL, "prompt": "a", "metadata": {}});
+            (0..count).for_each(|number| body[format!("x_{number}")] = number.into());
+            body
+        };
+        assert_eq!(server.post("/v1/completions", &with(400)).await.status, 200);
+        let refused = server.post("/v1/completions", &with(600)).await;
+        assert_eq!(refused.error().0, 400);
+        assert!(refused.body.contains("more than 512 fields"), "{}", refused.body);
+    });
+}

@@ -9,6 +9,7 @@ use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::model::ChatMessage;
 use mixfleet_runtime::request::{
     EngineHandle, Failure, FinishReason, GenerateRequest, Logprobs, Rejection, Sampling, Submission, Update,
+    UpdateSender,
 };
 use serde_json::{Map, Value};
 use std::collections::HashMap;
@@ -273,7 +274,7 @@ async fn generate(
     server: &Server,
     request: &GenerateRequest,
     play: Play,
-    updates: &mpsc::Sender<Update>,
+    updates: &UpdateSender,
 ) -> Option<()> {
     updates.send(Update::Started { cached_tokens: 3 }).await.ok()?;
     let (tokens, end) = match play {
@@ -305,7 +306,7 @@ async fn generate(
 async fn send(
     server: &Server,
     request: &GenerateRequest,
-    updates: &mpsc::Sender<Update>,
+    updates: &UpdateSender,
     tokens: &[u32],
 ) -> Option<()> {
     for &id in tokens {

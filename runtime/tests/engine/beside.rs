@@ -10,14 +10,13 @@ use mixfleet_hal::{Cmd, DType, Device, Elapsed, Graph, OpSig, Queue, Result, Sli
 use mixfleet_runtime::env::{Env, SeededEnv};
 use mixfleet_runtime::model::Checkpoint;
 use mixfleet_runtime::model::random::tiny_variants;
-use mixfleet_runtime::request::Update;
+use mixfleet_runtime::request::{Update, UpdateReceiver};
 use mixfleet_scheduler::fleet::Role;
 use mixfleet_simulated::{TimeOnlyDevice, VirtualClock};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
-use tokio::sync::mpsc;
 
 fn part(env: &SeededEnv, at: usize, flops: f64) -> Arc<dyn Device> {
     let rates = [DType::F32, DType::Bf16].map(|dtype| (dtype, FlopPerSecond(flops)));
@@ -27,7 +26,7 @@ fn part(env: &SeededEnv, at: usize, flops: f64) -> Arc<dyn Device> {
 }
 
 /// The times of a request's tokens since it was submitted, in seconds.
-pub(super) async fn times(env: &SeededEnv, updates: &mut mpsc::Receiver<Update>, count: usize) -> Vec<f64> {
+pub(super) async fn times(env: &SeededEnv, updates: &mut UpdateReceiver, count: usize) -> Vec<f64> {
     let begun = env.now();
     let mut times = Vec::new();
     while times.len() < count {

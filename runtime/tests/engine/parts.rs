@@ -11,13 +11,13 @@ use mixfleet_runtime::engine::{
 use mixfleet_runtime::env::{Env, SeededEnv};
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::model::{Checkpoint, ModelConfig};
-use mixfleet_runtime::request::Update;
+use mixfleet_runtime::request::{Update, UpdateReceiver};
 use mixfleet_scheduler::fleet::{FleetConfig, Role};
 use mixfleet_sim::fleet_file::FleetFile;
 use mixfleet_simulated::TimeOnlyDevice;
 use mixfleet_wire::{HostRegion, InProcessTransport};
 use std::sync::Arc;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::oneshot;
 
 /// The device `part<at>`, which takes the time that `profile` says, with the model loaded.
 pub(super) fn loaded(
@@ -77,7 +77,7 @@ pub(super) fn of_file(
 }
 
 /// Ends with the answer, which nobody reads, and says how many tokens of the prompt were reused.
-pub(super) fn end_of(world: &SeededEnv, mut updates: mpsc::Receiver<Update>) -> oneshot::Receiver<u32> {
+pub(super) fn end_of(world: &SeededEnv, mut updates: UpdateReceiver) -> oneshot::Receiver<u32> {
     let (sender, end) = oneshot::channel();
     world.spawn(Box::pin(async move {
         let mut reused = 0;

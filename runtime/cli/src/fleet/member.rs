@@ -24,7 +24,7 @@ pub(crate) struct MemberArgs {
 }
 
 pub(crate) fn member(args: &MemberArgs) -> Result<()> {
-    serve::log(args.json);
+    serve::log(args.json)?;
     let address = remote::address(&format!("--listen {}", args.listen), &args.listen)?;
     if address.port().is_some_and(|port| port.ip().is_unspecified()) {
         let message = "is every address of this host: give the one by which others reach it";

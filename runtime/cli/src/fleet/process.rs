@@ -6,6 +6,7 @@ use super::{RouterArgs, WorkerArgs, node};
 use crate::Usage;
 use crate::connections::{is_loopback, raise_descriptors, watch};
 use crate::digest::Digest;
+use crate::logs;
 use crate::remote::RemoteArgs;
 use crate::serve::{self, Around, Signals};
 use crate::start;
@@ -31,7 +32,7 @@ const LEAVE: Duration = Duration::from_secs(5);
 
 /// Runs `mixfleet router`.
 pub(crate) fn router(args: RouterArgs) -> Result<()> {
-    serve::log(args.front.json);
+    serve::log(args.front.json)?;
     serve::check(&args.front)?;
     let RouterArgs { join, model, front } = args;
     serve::run_server(async {
@@ -99,7 +100,7 @@ fn end_if_taken(membership: &mut Membership, env: &SharedEnv) {
     env.spawn(Box::pin(async move {
         let error = taken.await;
         tracing::error!(%error, "this process must leave the fleet");
-        std::process::exit(3);
+        logs::exit(3);
     }));
 }
 
@@ -132,7 +133,7 @@ async fn charter(
 
 /// Runs `mixfleet worker`.
 pub(crate) fn worker(args: WorkerArgs) -> Result<()> {
-    serve::log(args.json);
+    serve::log(args.json)?;
     if let Some((_, name)) =
         args.transports.iter().enumerate().find(|(at, name)| args.transports[..*at].contains(name))
     {
@@ -153,6 +154,7 @@ async fn work(args: WorkerArgs, control: SocketAddr, data: SocketAddr) -> Result
     let mut signals = Signals::new()?;
     raise_descriptors();
     let metrics = Metrics::new();
+    logs::count_dropped_in(&metrics.log_lines_dropped);
     let traces = crate::otlp::begin(&metrics)?;
     let (ready, is_ready) = tokio::sync::watch::channel(false);
     if let Some(address) = &args.listen_http {

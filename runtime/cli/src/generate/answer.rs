@@ -4,11 +4,10 @@ use super::SCHEMA;
 use anyhow::{Result, bail};
 use mixfleet_runtime::env::Env;
 use mixfleet_runtime::model::TokenStream;
-use mixfleet_runtime::request::Update;
+use mixfleet_runtime::request::{Update, UpdateReceiver};
 use serde_json::{Value, json};
 use std::io::Write;
 use std::sync::Arc;
-use tokio::sync::mpsc;
 
 /// One copy's answer.
 pub(crate) struct CollectedAnswer {
@@ -29,11 +28,7 @@ impl CollectedAnswer {
     }
 
     /// Collects the answer to its end.
-    pub(crate) async fn collect(
-        mut self,
-        mut updates: mpsc::Receiver<Update>,
-        env: Arc<impl Env>,
-    ) -> Result<Self> {
+    pub(crate) async fn collect(mut self, mut updates: UpdateReceiver, env: Arc<impl Env>) -> Result<Self> {
         while let Some(update) = updates.recv().await {
             match update {
                 Update::Placed { prefill, decode } => {

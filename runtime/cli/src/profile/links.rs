@@ -3,7 +3,7 @@
 use super::machine;
 use crate::screen;
 use crate::tls::TlsArgs;
-use crate::{Failed, Usage, backends, links};
+use crate::{Failed, Usage, backends, links, logs};
 use anyhow::{Context, Result};
 use clap::Args;
 use mixfleet_hal::transport::{Descriptor, RemoteAccess, Transport};
@@ -196,7 +196,7 @@ fn between_hosts(args: &LinksArgs, security: &Security, here: SocketAddr) -> Res
     if args.trusted_fabric {
         match links::verbs_at(here, security.clone()) {
             Ok(verbs) => transports.push(verbs),
-            Err(reason) => eprintln!("links: verbs: {reason}"),
+            Err(reason) => logs::say(&format!("links: verbs: {reason}")),
         }
     }
     transports.push(Arc::new(Tcp::new(config)?));
@@ -208,6 +208,7 @@ fn lend(args: &LinksArgs, address: SocketAddr) -> Result<()> {
         let why = "is every address of this host: give the one by which the other host reaches it";
         return Err(Usage(format!("--listen {address} {why}")).into());
     }
+    logs::open()?;
     let security = args.tls.security()?;
     let lobby = DescriptorListener::open(address, security.clone()).map_err(needs_tls)?;
     let transports = between_hosts(args, &security, SocketAddr::new(address.ip(), 0))?;
@@ -216,15 +217,16 @@ fn lend(args: &LinksArgs, address: SocketAddr) -> Result<()> {
     for transport in &transports {
         match transport.register(memory.clone(), RemoteAccess::ReadWrite) {
             Ok(region) => regions.push(region),
-            Err(error) => eprintln!("links: {}: {error}", transport.name()),
+            Err(error) => logs::say(&format!("links: {}: {error}", transport.name())),
         }
     }
     let line = serde_json::to_string(&regions)?;
-    eprintln!("links: listening on {}; measure with --links --to, end with Ctrl-C", lobby.address()?);
+    let address = lobby.address()?;
+    logs::say(&format!("links: listening on {address}; measure with --links --to, end with Ctrl-C"));
     loop {
         match lobby.send_once(&line) {
-            Ok(peer) => eprintln!("links: {peer} has measured"),
-            Err(error) if error.kind == ErrorKind::Closed => eprintln!("links: {error}"),
+            Ok(peer) => logs::say(&format!("links: {peer} has measured")),
+            Err(error) if error.kind == ErrorKind::Closed => logs::say(&format!("links: {error}")),
             Err(error) => return Err(error.into()),
         }
     }
