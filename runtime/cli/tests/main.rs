@@ -20,6 +20,8 @@ mod golden;
 mod gpu;
 #[cfg(target_os = "linux")]
 mod hollow;
+#[cfg(target_os = "linux")]
+mod hostile_files;
 mod house;
 mod import;
 mod kv_exchange;
