@@ -3,10 +3,12 @@
 use crate::api::{Marked, TextDecoder, TextModel};
 use crate::env::SharedEnv;
 use crate::grammar::{Grammar, GrammarClient, GrammarError, Grammars, Trials};
-use crate::model::{ChatMessage, ChatTemplate, TokenStream, Tokenizer, ToolStyle};
+use crate::model::{
+    ChatMessage, ChatTemplate, ControlText, Conversation, RenderedChat, TokenStream, Tokenizer, ToolStyle,
+};
 use mixfleet_hal::cast::to_u64;
 use serde_json::{Map, Value};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// The tokenizer and chat template of a loaded model.
 pub struct LoadedText {
@@ -20,6 +22,8 @@ pub struct LoadedText {
     pub vocab: u32,
     /// What compiles the grammars of answers.
     pub grammars: Arc<Grammars>,
+    /// What tells apart what the template and the client wrote, made for the first chat.
+    control: OnceLock<Result<ControlText, String>>,
 }
 
 impl LoadedText {
@@ -27,7 +31,7 @@ impl LoadedText {
     /// Grammars are compiled untried.
     pub fn new(tokenizer: Tokenizer, template: Option<ChatTemplate>, env: SharedEnv, vocab: u32) -> Self {
         let grammars = Arc::new(Grammars::new(tokenizer.clone(), vocab, None));
-        LoadedText { tokenizer, template, env, vocab, grammars }
+        LoadedText { tokenizer, template, env, vocab, grammars, control: OnceLock::new() }
     }
 
     /// Tries grammars by `trials` before they are compiled here.
@@ -39,13 +43,18 @@ impl LoadedText {
 
 impl TextModel for LoadedText {
     fn encode(&self, prompt: &Marked, add_special: bool) -> Result<Vec<u32>, String> {
-        let Marked { text, mark } = prompt;
+        let Marked { text, mark, is_strict } = prompt;
         let encoded = match (mark, add_special) {
             (Some(mark), _) => self.tokenizer.encode_marked(text, *mark, add_special),
             (None, true) => self.tokenizer.encode(text),
             (None, false) => self.tokenizer.encode_chat(text),
         };
-        encoded.map_err(|error| error.to_string())
+        let ids = encoded.map_err(|error| error.to_string())?;
+        if *is_strict {
+            let checked = self.tokenizer.check_specials(&ids, text, add_special);
+            checked.map_err(|error| error.to_string())?;
+        }
+        Ok(ids)
     }
 
     fn special_places(&self, text: &str) -> Vec<usize> {
@@ -61,14 +70,21 @@ impl TextModel for LoadedText {
         messages: &[ChatMessage],
         add_generation_prompt: bool,
         arguments: &Map<String, Value>,
+        keeps_text: bool,
         stopped: &dyn Fn() -> bool,
-    ) -> Result<String, String> {
+    ) -> Result<RenderedChat, String> {
         let Some(template) = &self.template else {
             return Err("this model has no chat template; use /v1/completions".into());
         };
         let now_s = to_u64(self.env.unix_time().0);
-        let rendered = template.render_until(messages, add_generation_prompt, arguments, now_s, stopped);
-        rendered.map_err(|error| error.to_string())
+        if !keeps_text {
+            let text = template.render_until(messages, add_generation_prompt, arguments, now_s, stopped);
+            return Ok(RenderedChat { text: text.map_err(|error| error.to_string())?, places: Vec::new() });
+        }
+        let chat = Conversation { messages, add_generation_prompt, arguments, now_s };
+        let new = || ControlText::new(template, &self.tokenizer).map_err(|error| error.to_string());
+        let control = self.control.get_or_init(new).as_ref().map_err(Clone::clone)?;
+        control.render(template, &chat, stopped).map_err(|error| error.to_string())
     }
 
     fn tool_style(&self) -> Option<ToolStyle> {

@@ -6,7 +6,7 @@ use crate::copied::HugeCopies;
 use crate::lost::MappedFileWatch;
 use mixfleet_hal::memory::FileStamp;
 use mixfleet_hal::{Error, ErrorKind, FileMapper, HostMemory, Result};
-use std::fs::{self, File, FileType, Metadata};
+use std::fs::{File, Metadata};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -142,11 +142,8 @@ impl HostMemory for MappedFile {
 
 impl FileMapper for Mapper {
     fn map(&self, path: &Path) -> io::Result<Arc<dyn HostMemory>> {
-        // opening a FIFO would block until there is a writer
-        regular(fs::metadata(path)?.file_type())?;
-        let file = File::open(path)?;
+        let file = mixfleet_hal::files::open(path)?;
         let first = file.metadata()?;
-        regular(first.file_type())?;
         let mut mapped = MappedFile {
             path: path.to_owned(),
             file,
@@ -176,14 +173,6 @@ impl FileMapper for Mapper {
     }
 }
 
-fn regular(kind: FileType) -> io::Result<()> {
-    if kind.is_file() {
-        return Ok(());
-    }
-    let what = if kind.is_dir() { "a directory" } else { "a pipe, socket or device" };
-    Err(io::Error::new(io::ErrorKind::InvalidInput, format!("it is {what}, expected a regular file")))
-}
-
 /// Gives the calling thread idle priority.
 pub fn yield_to_others() {
     #[cfg(target_os = "linux")]
@@ -200,6 +189,7 @@ pub fn yield_to_others() {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
 
     #[test]
     fn maps_a_file_an_empty_one_and_reports_a_missing_one() {

@@ -91,8 +91,8 @@ impl ReadReport {
 }
 
 fn read<T: serde::de::DeserializeOwned>(file: &Path) -> Result<T, String> {
-    let text =
-        std::fs::read_to_string(file).map_err(|error| format!("cannot read {}: {error}", file.display()))?;
+    let text = mixfleet_hal::files::read_text(file)
+        .map_err(|error| format!("cannot read {}: {error}", file.display()))?;
     serde_json::from_str(&text).map_err(|error| format!("{} is no report: {error}", file.display()))
 }
 

@@ -147,7 +147,7 @@ async fn targets(args: &BenchArgs) -> Result<Vec<Arc<BenchTarget>>> {
     }
     if let Some(address) = &args.against {
         let read = |file: &PathBuf| {
-            std::fs::read_to_string(file)
+            mixfleet_hal::files::read_text(file)
                 .with_context(|| format!("cannot read the key in {}", file.display()))
         };
         let key = args.key_file.as_ref().map(read).transpose()?;

@@ -8,7 +8,7 @@ use crate::remote::RemoteArgs;
 use anyhow::{Result, bail};
 use clap::Args;
 use mixfleet_hal::cast::to_u32;
-use mixfleet_runtime::api::TextModel;
+use mixfleet_runtime::api::{Marked, TextModel};
 use mixfleet_runtime::env::Env;
 use mixfleet_runtime::model::ChatMessage;
 use mixfleet_runtime::request::{GenerateRequest, Sampling};
@@ -102,9 +102,9 @@ async fn answer(args: &ChatArgs, ready: &Ready, messages: &[ChatMessage], turn: 
     if said.into_iter().any(|text| !model.text.special_places(text).is_empty()) {
         bail!("the conversation holds the text of a special token, which is not passed on");
     }
-    let rendered = model.text.render_chat(messages, true, &serde_json::Map::new(), &|| false);
-    let rendered = rendered.map_err(anyhow::Error::msg)?;
-    let prompt = model.text.tokenizer.encode_chat(&rendered)?;
+    let rendered = model.text.render_chat(messages, true, &serde_json::Map::new(), true, &|| false);
+    let marked = rendered.and_then(|rendered| Marked::chat(rendered, None));
+    let prompt = marked.and_then(|marked| model.text.encode(&marked, false)).map_err(anyhow::Error::msg)?;
     let left = config.context_max.saturating_sub(to_u32(prompt.len()));
     if left == 0 {
         bail!("the conversation fills the model's context of {} tokens: {HELP}", config.context_max);

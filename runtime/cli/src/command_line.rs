@@ -127,6 +127,9 @@ pub(crate) enum CliCommand {
     /// Talk with a model in the terminal
     #[command(after_help = guide("serving.md"))]
     Chat(crate::chat::ChatArgs),
+    /// Use each file of a checkpoint once, under limits: other commands run it before they load a checkpoint
+    #[command(hide = true)]
+    CheckFiles(crate::check_files::CheckFilesArgs),
     /// Print what completes commands and options in a shell
     Completions(crate::shells::CompletionsArgs),
     /// Write manual pages
@@ -176,7 +179,7 @@ mod tests {
     #[test]
     fn each_command_names_a_guide_that_is_there() {
         let docs = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs");
-        let of_none = ["completions", "man"];
+        let of_none = ["check-files", "completions", "man"];
         for mut command in <Cli as clap::CommandFactory>::command().get_subcommands().cloned() {
             let help = command.render_long_help().to_string();
             let page = help.rsplit("docs/").next().filter(|rest| *rest != help).unwrap_or_default();

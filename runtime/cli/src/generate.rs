@@ -60,7 +60,7 @@ struct Line {
 /// The runs of a file, one JSON array of arguments a line. All are checked before the first begins.
 fn runs(file: &Path) -> Result<Vec<GenerateArgs>> {
     let name = file.display();
-    let text = std::fs::read_to_string(file).with_context(|| format!("cannot read {name}"))?;
+    let text = mixfleet_hal::files::read_text(file).with_context(|| format!("cannot read {name}"))?;
     let parse = |(at, line): (usize, &str)| {
         let wrong = |problem: String| Usage(format!("{name}, line {}: {problem}", at + 1));
         let words: Vec<String> = serde_json::from_str(line)

@@ -15,6 +15,7 @@ mod built;
 mod cache;
 mod calibration;
 mod chat;
+mod check_files;
 mod command_line;
 mod compare;
 mod connections;
@@ -62,6 +63,7 @@ mod worker_engines;
 use anyhow::Context;
 use clap::CommandFactory;
 use command_line::{Cli, CliCommand};
+use mixfleet_hal::printable::printable_lines;
 use std::process::ExitCode;
 
 /// A mistake on the command line that clap cannot detect.
@@ -173,6 +175,7 @@ fn run(cli: Cli, settings: &settings::ServeSettings) -> anyhow::Result<()> {
         CliCommand::Generate(args) => generate::run(args),
         CliCommand::Bench(args) => bench::run(&args),
         CliCommand::Chat(args) => chat::run(args),
+        CliCommand::CheckFiles(args) => check_files::run(&args, &models::check),
         CliCommand::Completions(args) => shells::completions(&args, Cli::command()),
         CliCommand::Man(args) => shells::man(&args, Cli::command()),
     }
@@ -199,7 +202,7 @@ fn exit_code(result: anyhow::Result<()>) -> ExitCode {
         // The reader of the output has closed it.
         return ExitCode::SUCCESS;
     }
-    logs::say(&format!("mixfleet: {}", with_causes(&error)));
+    logs::say(&format!("mixfleet: {}", printable_lines(&with_causes(&error))));
     ExitCode::from(match () {
         () if error.is::<Failed>() => 1,
         () if error.is::<Usage>() => 2,

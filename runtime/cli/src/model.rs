@@ -1,10 +1,11 @@
 //! The model to serve: a checkpoint directory, or a model with random weights.
 
-use crate::Usage;
 use crate::args::ModelArgs;
 use crate::trials::ChildTrials;
+use crate::{Usage, check_files};
 use anyhow::{Context, Result};
 use mixfleet_hal::DType;
+use mixfleet_hal::files::{self, TEXT_BYTES_MAX};
 use mixfleet_runtime::env::SharedEnv;
 use mixfleet_runtime::model::{
     ChatTemplate, Checkpoint, GenerationDefaults, RandomCheckpoint, Tokenizer, builtin,
@@ -132,6 +133,7 @@ fn open(directory: &Path) -> Result<Loading> {
         return Err(Usage(why).into());
     }
     let failed = || format!("cannot load the checkpoint in {}", directory.display());
+    check_files::in_child(directory).with_context(failed)?;
     let (checkpoint, random) = match has_no_weights(directory) {
         false => (Checkpoint::open(directory, &mixfleet_cpu::host::Mapper).with_context(failed)?, None),
         true => {
@@ -139,7 +141,7 @@ fn open(directory: &Path) -> Result<Loading> {
                 directory = %directory.display(),
                 "there are no weights; devices that compute get random ones, whose answers mean nothing"
             );
-            let text = std::fs::read(directory.join("config.json")).with_context(failed)?;
+            let text = files::read(&directory.join("config.json"), TEXT_BYTES_MAX).with_context(failed)?;
             let config: serde_json::Map<_, _> = serde_json::from_slice(&text).with_context(failed)?;
             let named = ["dtype", "torch_dtype"].into_iter().find_map(|key| config.get(key)?.as_str());
             let dtype = match named {

@@ -11,7 +11,7 @@ use mixfleet_hal::{DType, StoredAs, WeightFormat};
 use mixfleet_scheduler::models::{KnownModel, find, models};
 use serde_json::{Map, Value, json};
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 #[derive(Debug, Args)]
 pub(crate) struct ModelsArgs {
@@ -44,6 +44,11 @@ pub(crate) fn run(args: &ModelsArgs) -> Result<()> {
         Some(model) => describe(&mut out, model),
         None => list(&mut out),
     }
+}
+
+/// Prints what is supported of a checkpoint, in the child that looks at it.
+pub(crate) fn check(path: &Path, as_json: bool) -> Result<()> {
+    check::print(path, as_json)
 }
 
 fn list(out: &mut impl Write) -> Result<()> {

@@ -5,6 +5,7 @@ use csv::StringRecord;
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::catalog;
 use mixfleet_hal::economics::Offer;
+use mixfleet_hal::files::{self, TEXT_BYTES_MAX};
 use mixfleet_hal::units::UsdPerHour;
 use std::path::Path;
 
@@ -56,7 +57,8 @@ impl PriceList {
 /// Reads a file. Rows without a device id (machines without accelerators) are skipped.
 pub(crate) fn read(path: &Path) -> Result<PriceList> {
     let file = path.display().to_string();
-    let bytes = std::fs::read(path).with_context(|| format!("cannot read the prices in {file}"))?;
+    let bytes =
+        files::read(path, TEXT_BYTES_MAX).with_context(|| format!("cannot read the prices in {file}"))?;
     parse(&file, &bytes)
 }
 

@@ -273,7 +273,8 @@ fn with_progress(device: &dyn Device, options: &ProfileOptions) -> ProfileDocume
 }
 
 fn read(file: &Path) -> Result<ProfileDocument> {
-    let text = std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
+    let text =
+        mixfleet_hal::files::read_text(file).with_context(|| format!("cannot read {}", file.display()))?;
     ProfileDocument::from_json(&text).map_err(|why| anyhow::anyhow!("{}: {why}", file.display()))
 }
 

@@ -8,6 +8,7 @@ use std::path::Path;
 /// The measured profile in a file: the output of `mixfleet profile --json`, or a device profile alone.
 pub(crate) fn read(path: &Path) -> Result<DeviceProfile> {
     let file = path.display();
-    let text = std::fs::read_to_string(path).with_context(|| format!("cannot read the profile {file}"))?;
+    let text =
+        mixfleet_hal::files::read_text(path).with_context(|| format!("cannot read the profile {file}"))?;
     measured(&text).map_err(anyhow::Error::msg).with_context(|| format!("{file} is no profile of a device"))
 }

@@ -7,7 +7,6 @@ use clap::Args;
 use mixfleet_runtime::engine::events::Replay;
 use mixfleet_scheduler::batch::RequestId;
 use serde_json::json;
-use std::fs::File;
 use std::io::{BufReader, Write};
 use std::path::PathBuf;
 
@@ -26,7 +25,7 @@ pub(crate) struct ReplayLogArgs {
 
 pub(crate) fn run(args: &ReplayLogArgs) -> Result<()> {
     let path = args.log.display();
-    let log = File::open(&args.log).with_context(|| format!("cannot open {path}"))?;
+    let log = mixfleet_hal::files::open(&args.log).with_context(|| format!("cannot open {path}"))?;
     let replay = Replay::of(BufReader::new(log), args.request).with_context(|| path.to_string())?;
     let mut out = screen::output(args.json);
     if args.json {

@@ -1,9 +1,11 @@
 //! Text for people, folded to the width of their screen.
 
+use mixfleet_hal::printable::printable_lines;
 use std::io::{self, IsTerminal, StdoutLock, Write};
 
-/// Standard output. Lines of text fold at the terminal's width, or at `COLUMNS` where that is set, and are
-/// left alone in a pipe; those of documents for programs are never folded.
+/// Standard output, without characters that control a terminal but for ends of lines and tabs. Lines of text
+/// fold at the terminal's width, or at `COLUMNS` where that is set, and are left alone in a pipe; those of
+/// documents for programs are never folded.
 pub(crate) fn output(is_document: bool) -> Folding<StdoutLock<'static>> {
     let columns = if is_document { None } else { columns() };
     Folding::new(io::stdout().lock(), columns)
@@ -35,17 +37,30 @@ impl<W: Write> Folding<W> {
     pub(crate) fn new(to: W, columns: Option<usize>) -> Self {
         Folding { to, columns, line: Vec::new() }
     }
+
+    /// Writes what controls the terminal, which other text cannot.
+    pub(crate) fn control(&mut self, sequence: &str) -> io::Result<()> {
+        self.flush()?;
+        self.to.write_all(sequence.as_bytes())
+    }
 }
 
 impl<W: Write> Write for Folding<W> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let Some(columns) = self.columns else { return self.to.write(bytes) };
+        let Some(columns) = self.columns else {
+            // What belongs together may come in pieces; characters are never divided between them.
+            match std::str::from_utf8(bytes) {
+                Ok(text) => self.to.write_all(printable_lines(text).as_bytes())?,
+                Err(_) => self.to.write_all(bytes)?,
+            }
+            return Ok(bytes.len());
+        };
         for part in bytes.split_inclusive(|&byte| byte == b'\n') {
             self.line.extend_from_slice(part);
             if part.ends_with(b"\n") {
                 let line = std::mem::take(&mut self.line);
                 match std::str::from_utf8(&line) {
-                    Ok(text) => self.to.write_all(folded(text, columns).as_bytes())?,
+                    Ok(text) => self.to.write_all(folded(&printable_lines(text), columns).as_bytes())?,
                     Err(_) => self.to.write_all(&line)?,
                 }
             }

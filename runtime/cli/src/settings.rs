@@ -175,7 +175,8 @@ fn filled(
     given: &ArgMatches,
     path: &Path,
 ) -> Result<(ArgMatches, FromFile)> {
-    let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let text =
+        mixfleet_hal::files::read_text(path).with_context(|| format!("cannot read {}", path.display()))?;
     let file = from_file(&text, path, command, given)?;
     words.extend(file.words.iter().map(OsString::from));
     let matches = Cli::command().try_get_matches_from(words).map_err(|error| {

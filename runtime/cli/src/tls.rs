@@ -50,7 +50,7 @@ impl TlsArgs {
             return Ok(None);
         };
         let read = |flag: &str, file: &Path| {
-            std::fs::read_to_string(file).with_context(|| format!("{flag} {}", file.display()))
+            mixfleet_hal::files::read_text(file).with_context(|| format!("{flag} {}", file.display()))
         };
         let (authority, certificates) = (read("--tls-ca", ca)?, read("--tls-cert", cert)?);
         let (key, name) = (read("--tls-key", key)?, self.tls_name.clone());

@@ -48,7 +48,8 @@ fn open(path: &Path) -> Result<Tree> {
     if path.is_dir() {
         return Ok(Tree::at(path));
     }
-    let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let text =
+        mixfleet_hal::files::read_text(path).with_context(|| format!("cannot read {}", path.display()))?;
     let what = || format!("{} is no recording of 'mixfleet topo --record'", path.display());
     let recording: Recording = serde_json::from_str(&text).with_context(what)?;
     Tree::recorded(recording).with_context(what)

@@ -207,7 +207,8 @@ fn validate(args: &RunArgs, named: Option<&str>) -> Result<()> {
 }
 
 fn read_part(file: &Path) -> Result<PartFile> {
-    let text = std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
+    let text =
+        mixfleet_hal::files::read_text(file).with_context(|| format!("cannot read {}", file.display()))?;
     PartFile::parse(&text).map_err(|error| Usage(format!("{}: {error}", file.display())).into())
 }
 

@@ -184,7 +184,7 @@ impl WorkerEngine {
         let key = self.key_file.as_deref().map(read_key).transpose()?;
         let mut address = self.address.clone();
         if let Some(file) = &self.ca {
-            let pem = std::fs::read_to_string(file);
+            let pem = mixfleet_hal::files::read_text(file);
             let pem = pem.with_context(|| format!("cannot read ca={}", file.display()))?;
             address = address.believed_from(pem).map_err(Usage)?;
         }
@@ -266,7 +266,7 @@ impl WorkerEngine {
 }
 
 fn read_key(file: &Path) -> Result<String> {
-    let text = std::fs::read_to_string(file);
+    let text = mixfleet_hal::files::read_text(file);
     let text = text.with_context(|| format!("cannot read the key of an engine in {}", file.display()))?;
     Ok(text.trim().to_owned())
 }

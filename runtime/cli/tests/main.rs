@@ -21,6 +21,8 @@ mod gpu;
 mod grammars;
 #[cfg(target_os = "linux")]
 mod hollow;
+#[cfg(target_os = "linux")]
+mod hostile_files;
 mod house;
 mod import;
 mod kv_exchange;

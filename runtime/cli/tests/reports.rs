@@ -201,6 +201,13 @@ fn a_signed_report_is_told_from_a_changed_one() {
     assert_eq!(verified(&other).0, Some(1));
     assert_eq!(verified("no such key").0, Some(2));
 
+    // a file beside those that were signed
+    let extra = report.join("notes.html");
+    fs::write(&extra, "looks signed").unwrap();
+    let (code, _, said) = verified(text(&public));
+    assert!(code == Some(1) && said.contains("notes.html is in the folder of a signed report"), "{said}");
+    fs::remove_file(extra).unwrap();
+
     // a file that changed, then one whose checksum was changed with it
     let results = report.join("results.json");
     let changed = fs::read_to_string(&results).unwrap().replace("partial", "pass");

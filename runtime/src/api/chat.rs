@@ -51,29 +51,28 @@ pub(crate) fn plan(
         arguments.insert("tools".into(), tools.given.clone());
     }
     let failed = |error: String| encoder.failed(&error);
-    let mark = match parameters.split_special_tokens.unwrap_or(true) {
-        true => {
-            let mut said = ClientText::of(&mut messages, &mut arguments);
-            if said.keys.iter().any(|key| !model.text.special_places(key).is_empty()) {
-                let message = "a key in 'messages', 'tools' or 'chat_template_kwargs' holds the text of a special token";
-                return Err(ApiError::value("chat_template_kwargs", message));
-            }
-            mark(&mut said.strings, model.text.as_ref()).map_err(failed)?
-        }
+    let keeps_text = parameters.split_special_tokens.unwrap_or(true);
+    let mark = match keeps_text {
+        true => mark_client_text(&mut messages, &mut arguments, &encoder)?,
         false => None,
     };
     encoder.check_stopped()?;
     if let Some(last) = messages.last_mut().filter(|_| goes_on) {
         last.content.push(END);
     }
-    let rendered = model.text.render_chat(&messages, add_generation_prompt, &arguments, stopped);
-    let mut text = rendered.map_err(failed)?;
+    let rendered = model.text.render_chat(&messages, add_generation_prompt, &arguments, keeps_text, stopped);
+    let mut rendered = rendered.map_err(failed)?;
     if goes_on {
         let message = "the template of this model leaves the last message out";
-        let end = text.rfind(END).ok_or_else(|| ApiError::value("continue_final_message", message))?;
-        text.truncate(end);
+        let end =
+            rendered.text.rfind(END).ok_or_else(|| ApiError::value("continue_final_message", message))?;
+        rendered.text.truncate(end);
+        rendered.places.retain(|place| *place < end);
     }
-    let prompt = Marked { text, mark };
+    let prompt = match keeps_text {
+        true => Marked::chat(rendered, mark).map_err(failed)?,
+        false => Marked::plain(rendered.text),
+    };
     drop((messages, arguments));
     let add_special = parameters.add_special_tokens.unwrap_or(false);
     Ok(Plan {
@@ -87,6 +86,22 @@ pub(crate) fn plan(
         warning,
         keeps_kv,
     })
+}
+
+/// Interrupts special tokens in what the client wrote; the mark used, if any.
+fn mark_client_text(
+    messages: &mut [ChatMessage],
+    arguments: &mut Map<String, Value>,
+    encoder: &Encoder<'_>,
+) -> Result<Option<char>, ApiError> {
+    let text = encoder.model.text.as_ref();
+    let mut said = ClientText::of(messages, arguments);
+    if said.keys.iter().any(|key| !text.special_places(key).is_empty()) {
+        let message =
+            "a key in 'messages', 'tools' or 'chat_template_kwargs' holds the text of a special token";
+        return Err(ApiError::value("chat_template_kwargs", message));
+    }
+    mark(&mut said.strings, text).map_err(|error| encoder.failed(&error))
 }
 
 /// Whether the answer goes on with the last message.

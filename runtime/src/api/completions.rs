@@ -45,13 +45,14 @@ pub(crate) fn plan(
     let encode = |prompt| match prompt {
         Prompt::Ids(ids) => Ok(ids),
         Prompt::Text(mut text) => {
-            let mark = match split {
+            let prompt = match split {
                 true => {
-                    mark(&mut [&mut text], model.text.as_ref()).map_err(|error| encoder.failed(&error))?
+                    let mark = mark(&mut [&mut text], model.text.as_ref());
+                    Marked::strict(text, mark.map_err(|error| encoder.failed(&error))?)
                 }
-                false => None,
+                false => Marked::plain(text),
             };
-            encoder.encode(&Marked { text, mark }, add_special)
+            encoder.encode(&prompt, add_special)
         }
     };
     Ok(Plan {

@@ -131,8 +131,9 @@ mod tests {
             _: &[ChatMessage],
             _: bool,
             _: &Map<String, Value>,
+            _: bool,
             _: &dyn Fn() -> bool,
-        ) -> Result<String, String> {
+        ) -> Result<crate::model::RenderedChat, String> {
             unreachable!("no chats here")
         }
 

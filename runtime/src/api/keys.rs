@@ -86,7 +86,7 @@ fn read(path: &Path) -> Result<(Stamp, String), String> {
         tracing::warn!(file, mode, "other users of this machine may read the keys; chmod 600 keeps them out");
     }
     let mut text = String::new();
-    let file = fs::File::open(path).map_err(|error| error.to_string())?;
+    let file = mixfleet_hal::files::open(path).map_err(|error| error.to_string())?;
     file.take(BYTES_MAX).read_to_string(&mut text).map_err(|error| error.to_string())?;
     Ok((stamp(&metadata), text))
 }

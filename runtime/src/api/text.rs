@@ -1,7 +1,7 @@
 //! The interface to a tokenizer and chat template.
 
 use crate::grammar::{Grammar, GrammarClient, GrammarError};
-use crate::model::{ChatMessage, ToolStyle};
+use crate::model::{ChatMessage, RenderedChat, ToolStyle};
 use serde_json::{Map, Value};
 use std::borrow::Cow;
 
@@ -16,12 +16,36 @@ pub struct Marked {
     /// A character that is not part of the text: it interrupts text that would become a special token and
     /// must stay text.
     pub mark: Option<char>,
+    /// Whether only names that stand whole in `text` may become special tokens, whatever a tokenizer makes of
+    /// other text.
+    pub is_strict: bool,
 }
 
 impl Marked {
     /// Text in which the names of special tokens become special tokens.
     pub fn plain(text: String) -> Self {
-        Marked { text, mark: None }
+        Marked { text, mark: None, is_strict: false }
+    }
+
+    /// Text in which the names of special tokens become special tokens unless a mark interrupts them.
+    pub fn strict(text: String, mark: Option<char>) -> Self {
+        Marked { text, mark, is_strict: true }
+    }
+
+    /// A rendered chat, in which `mark` interrupts what the client wrote already.
+    ///
+    /// # Errors
+    /// When no character is left to interrupt more.
+    pub fn chat(rendered: RenderedChat, mark: Option<char>) -> Result<Self, String> {
+        let RenderedChat { text, places } = rendered;
+        if places.is_empty() {
+            return Ok(Self::strict(text, mark));
+        }
+        let mark = match mark {
+            Some(mark) => mark,
+            None => unused(&[&text])?,
+        };
+        Ok(Self::strict(with_marks(&text, places, mark), Some(mark)))
     }
 
     /// The text without marks.
@@ -40,21 +64,30 @@ pub(super) fn mark(strings: &mut [&mut String], model: &dyn TextModel) -> Result
     if places.iter().all(Vec::is_empty) {
         return Ok(None);
     }
-    let unused = |mark: &char| strings.iter().all(|text| !text.contains(*mark));
-    let mark = MARKS.into_iter().find(unused);
-    let mark = mark.ok_or("it uses all of U+FDD0 to U+FDEF, which are no characters")?;
+    let mark = unused(strings)?;
     for (text, places) in strings.iter_mut().zip(places) {
-        let mut marked = String::with_capacity(text.len() + places.len() * mark.len_utf8());
-        let mut done = 0;
-        for place in places {
-            marked.push_str(&text[done..place]);
-            marked.push(mark);
-            done = place;
-        }
-        marked.push_str(&text[done..]);
-        **text = marked;
+        **text = with_marks(text, places, mark);
     }
     Ok(Some(mark))
+}
+
+/// A mark that is in none of `strings`.
+fn unused(strings: &[impl AsRef<str>]) -> Result<char, String> {
+    let is_unused = |mark: &char| strings.iter().all(|text| !text.as_ref().contains(*mark));
+    let mark = MARKS.into_iter().find(is_unused);
+    mark.ok_or_else(|| "it uses all of U+FDD0 to U+FDEF, which are no characters".into())
+}
+
+fn with_marks(text: &str, places: Vec<usize>, mark: char) -> String {
+    let mut marked = String::with_capacity(text.len() + places.len() * mark.len_utf8());
+    let mut done = 0;
+    for place in places {
+        marked.push_str(&text[done..place]);
+        marked.push(mark);
+        done = place;
+    }
+    marked.push_str(&text[done..]);
+    marked
 }
 
 /// Converts text to tokens and back. Errors are messages for the client.
@@ -73,8 +106,9 @@ pub trait TextModel: Send + Sync {
     fn token_bytes_max(&self) -> Option<usize>;
 
     /// The prompt text of a conversation. `arguments` are extra variables of the template. The text contains
-    /// its own special tokens, so it is encoded without `add_special`. Ends early, with any error, once
-    /// `stopped`.
+    /// its own special tokens, so it is encoded without `add_special`. If `keeps_text`, only what the template
+    /// wrote may become special tokens, and the text of `messages` and `arguments` was marked for that. Ends
+    /// early, with any error, once `stopped`.
     ///
     /// # Errors
     /// The model has no template, or the template rejects the conversation.
@@ -83,8 +117,9 @@ pub trait TextModel: Send + Sync {
         messages: &[ChatMessage],
         add_generation_prompt: bool,
         arguments: &Map<String, Value>,
+        keeps_text: bool,
         stopped: &dyn Fn() -> bool,
-    ) -> Result<String, String>;
+    ) -> Result<RenderedChat, String>;
 
     /// How the model calls tools; none if its template knows none.
     fn tool_style(&self) -> Option<ToolStyle>;

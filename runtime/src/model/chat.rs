@@ -5,8 +5,10 @@ use super::error::{Error, Result};
 use super::fields::{Fields, read_object_if_present};
 use super::gguf::{self, GgufFile, is_gguf};
 use super::strftime::strftime;
+use super::template_limits;
 use minijinja::value::{Kwargs, Serde, StringInput, ValueKind};
 use minijinja::{Environment, ErrorKind, State, Value, context};
+use mixfleet_hal::files;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value as Json};
 use std::io::Write;
@@ -90,6 +92,19 @@ fn content_text(content: Json) -> std::result::Result<String, String> {
     }
 }
 
+/// A conversation to be rendered.
+#[derive(Clone, Copy, Debug)]
+pub struct Conversation<'a> {
+    /// The messages.
+    pub messages: &'a [ChatMessage],
+    /// Whether the text ends where the assistant's answer begins.
+    pub add_generation_prompt: bool,
+    /// Further variables of the template (`chat_template_kwargs`: `enable_thinking`, ...).
+    pub arguments: &'a Map<String, Json>,
+    /// Time for `strftime_now`: seconds since 1970, shown in UTC.
+    pub now_s: u64,
+}
+
 /// How a model writes calls of tools, as its template shows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ToolStyle {
@@ -133,6 +148,7 @@ impl ToolStyle {
 #[derive(Clone, Debug)]
 pub struct ChatTemplate {
     environment: Arc<Environment<'static>>,
+    source: Arc<str>,
     bos_token: Option<String>,
     eos_token: Option<String>,
     tool_style: Option<ToolStyle>,
@@ -153,7 +169,7 @@ impl ChatTemplate {
         let object = read_object_if_present(&config_file)?.unwrap_or_default();
         let fields = Fields::new(&config_file, &object);
         let template_file = directory.join(TEMPLATE_FILE);
-        let source = match std::fs::read_to_string(&template_file) {
+        let source = match files::read_text(&template_file) {
             Ok(source) => Some(source),
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => named_default(&fields)?,
             Err(error) => return Err(Error::read(&template_file, error)),
@@ -170,17 +186,34 @@ impl ChatTemplate {
         let mut environment = Environment::new();
         let syntax = minijinja::syntax::SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
         environment.set_syntax(syntax.map_err(template_error)?);
-        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.set_unknown_method_callback(template_limits::method);
         environment.add_function("raise_exception", raise_exception);
         environment.add_filter("tojson", to_json);
         environment.add_filter("indent", indent);
         environment.add_filter("join", join);
         environment.add_filter("replace", replace);
+        environment.add_filter("format", template_limits::format);
         check_depth(source)?;
+        template_limits::check_namespaces(source)?;
         let tool_style = ToolStyle::of(source);
-        let source = without_generation_tags(source);
-        environment.add_template_owned("chat_template", source).map_err(template_error)?;
-        Ok(ChatTemplate { environment: Arc::new(environment), bos_token, eos_token, tool_style })
+        let compiled = without_generation_tags(source);
+        environment.add_template_owned("chat_template", compiled).map_err(template_error)?;
+        let (environment, source) = (Arc::new(environment), source.into());
+        Ok(ChatTemplate { environment, source, bos_token, eos_token, tool_style })
+    }
+
+    /// The template's source text.
+    pub(super) fn source(&self) -> &str {
+        &self.source
+    }
+
+    /// The template with its source and its special tokens changed by `change`.
+    ///
+    /// # Errors
+    /// When that is not valid Jinja.
+    pub(super) fn changed(&self, change: &dyn Fn(&str) -> String) -> Result<Self> {
+        let token = |token: &Option<String>| token.as_deref().map(change);
+        Self::new(&change(&self.source), token(&self.bos_token), token(&self.eos_token))
     }
 
     /// How the model calls tools; none if its template knows none.
@@ -217,18 +250,41 @@ impl ChatTemplate {
         now_s: u64,
         stopped: &dyn Fn() -> bool,
     ) -> Result<String> {
+        let chat = Conversation { messages, add_generation_prompt, arguments, now_s };
+        self.render_chat(&chat, stopped)
+    }
+
+    /// Renders a conversation, as [`render_until`](Self::render_until) does.
+    ///
+    /// # Errors
+    /// As there.
+    pub(super) fn render_chat(&self, chat: &Conversation<'_>, stopped: &dyn Fn() -> bool) -> Result<String> {
+        self.render_values(chat, ChatValues::of(chat), stopped)
+    }
+
+    /// Renders a conversation with other values in place of its messages and arguments.
+    ///
+    /// # Errors
+    /// As [`render_until`](Self::render_until).
+    pub(super) fn render_values(
+        &self,
+        chat: &Conversation<'_>,
+        values: ChatValues,
+        stopped: &dyn Fn() -> bool,
+    ) -> Result<String> {
+        let now_s = chat.now_s;
         let strftime_now = Value::from_function(move |format: String| -> String { strftime(&format, now_s) });
         let token = |token: &Option<String>| token.as_ref().map_or(Value::UNDEFINED, Value::from);
         let context = context! {
-            messages => Serde(messages),
-            add_generation_prompt,
+            messages => values.messages,
+            add_generation_prompt => chat.add_generation_prompt,
             bos_token => token(&self.bos_token),
             eos_token => token(&self.eos_token),
             strftime_now,
-            ..Serde(arguments)
+            ..values.arguments
         };
         let mut environment = (*self.environment).clone();
-        let fuel = FUEL.saturating_add(FUEL_PER_MESSAGE.saturating_mul(messages.len() as u64));
+        let fuel = FUEL.saturating_add(FUEL_PER_MESSAGE.saturating_mul(chat.messages.len() as u64));
         environment.set_fuel(Some(fuel.min(FUEL_MAX)));
         let template = environment.get_template("chat_template").map_err(template_error)?;
         let mut page = Page { text: Vec::new(), left: OUTPUT_BYTES_MAX, stopped };
@@ -244,6 +300,23 @@ impl ChatTemplate {
             _ => template_error(error),
         })?;
         String::from_utf8(page.text).map_err(|error| Error::Template(error.to_string()))
+    }
+}
+
+/// What a template sees of a conversation.
+pub(super) struct ChatValues {
+    /// A list of maps.
+    pub(super) messages: Value,
+    /// A map.
+    pub(super) arguments: Value,
+}
+
+impl ChatValues {
+    pub(super) fn of(chat: &Conversation<'_>) -> Self {
+        ChatValues {
+            messages: Value::from(Serde(chat.messages)),
+            arguments: Value::from(Serde(chat.arguments)),
+        }
     }
 }
 

@@ -1,6 +1,7 @@
 //! Typed access to a JSON object of a checkpoint, with errors that name the file and the field.
 
 use super::error::{Error, Result};
+use mixfleet_hal::files;
 use serde_json::{Map, Value};
 use std::path::Path;
 
@@ -19,21 +20,14 @@ pub(super) struct Fields<'a> {
 /// Refuses a path that exists and is not a regular file: opening a FIFO would wait for a writer.
 pub(super) fn check_regular(file: &Path) -> Result<()> {
     match std::fs::metadata(file) {
-        Ok(found) if !found.is_file() => {
-            Err(Error::file(file, "it is a directory, pipe, socket or device, expected a regular file"))
-        }
-        _ => Ok(()),
+        Ok(found) => files::check_regular(found.file_type()).map_err(|cause| Error::read(file, cause)),
+        Err(_) => Ok(()),
     }
 }
 
 /// Reads the JSON object in `file`.
 pub(super) fn read_object(file: &Path) -> Result<Map<String, Value>> {
-    check_regular(file)?;
-    let size_bytes = std::fs::metadata(file).map_err(|e| Error::read(file, e))?.len();
-    if size_bytes > JSON_BYTES_MAX {
-        return Err(Error::file(file, format!("{size_bytes} bytes, expected at most {JSON_BYTES_MAX}")));
-    }
-    let text = std::fs::read(file).map_err(|e| Error::read(file, e))?;
+    let text = files::read(file, JSON_BYTES_MAX).map_err(|e| Error::read(file, e))?;
     serde_json::from_slice(&text).map_err(|e| Error::file(file, format!("not a JSON object: {e}")))
 }
 

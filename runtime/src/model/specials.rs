@@ -1,12 +1,15 @@
-//! Finds the names of special tokens in text that must stay text.
+//! Finds the names of special tokens in text.
 
 use super::error::{Error, Result};
 use aho_corasick::AhoCorasick;
 use std::collections::HashSet;
+use std::ops::Range;
 
 /// The names of a tokenizer's special tokens, without regard to case, since templates may change it.
 #[derive(Debug)]
 pub(super) struct Specials {
+    /// The names as the tokenizer spells them; the patterns of `whole`, in this order.
+    names: Vec<String>,
     whole: AhoCorasick,
     /// Beginnings of names, in lower case: text that ends with one may be completed by what a template
     /// appends.
@@ -19,8 +22,9 @@ pub(super) struct Specials {
 impl Specials {
     pub(super) fn new<'a>(tokens: impl Iterator<Item = &'a str>) -> Result<Self> {
         // A single character cannot be interrupted.
-        let tokens: Vec<String> =
-            tokens.filter(|token| token.chars().count() > 1).map(str::to_ascii_lowercase).collect();
+        let names: Vec<String> =
+            tokens.filter(|token| token.chars().count() > 1).map(str::to_owned).collect();
+        let tokens: Vec<String> = names.iter().map(|name| name.to_ascii_lowercase()).collect();
         let whole = AhoCorasick::builder().ascii_case_insensitive(true).build(&tokens);
         let whole = whole.map_err(|error| Error::Tokenizer(error.to_string()))?;
         let (mut beginnings, mut ends) = (HashSet::new(), HashSet::new());
@@ -32,7 +36,24 @@ impl Specials {
             }
         }
         let bytes_max = tokens.iter().map(String::len).max().unwrap_or(0);
-        Ok(Specials { whole, beginnings, ends, bytes_max })
+        Ok(Specials { names, whole, beginnings, ends, bytes_max })
+    }
+
+    /// The names of more than one character, as the tokenizer spells them.
+    pub(super) fn names(&self) -> &[String] {
+        &self.names
+    }
+
+    /// Byte ranges of all names in `text`, in any case, including those that overlap.
+    pub(super) fn find(&self, text: &str) -> Vec<Range<usize>> {
+        self.whole.find_overlapping_iter(text).map(|found| found.range()).collect()
+    }
+
+    /// How often each of [`names`](Self::names) is in `text`, in any case.
+    pub(super) fn counts(&self, text: &str) -> Vec<usize> {
+        let mut counts = vec![0; self.names.len()];
+        self.whole.find_overlapping_iter(text).for_each(|found| counts[found.pattern().as_usize()] += 1);
+        counts
     }
 
     /// Positions in `text` at which a mark keeps it and its neighbours from becoming special tokens: inside

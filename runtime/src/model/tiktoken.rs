@@ -9,7 +9,7 @@
 
 use super::byte_level::byte_symbol;
 use super::error::{Error, Result};
-use super::fields::{Fields, check_regular, read_object};
+use super::fields::{Fields, read_object};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use mixfleet_hal::cast::to_u32;
@@ -58,12 +58,7 @@ const PATTERN: &str = concat!(
 /// The error names the file, and the line or field.
 pub(super) fn open(directory: &Path) -> Result<tokenizers::Tokenizer> {
     let file = directory.join(FILE);
-    check_regular(&file)?;
-    let size_bytes = std::fs::metadata(&file).map_err(|e| Error::read(&file, e))?.len();
-    if size_bytes > BYTES_MAX {
-        return Err(Error::file(&file, format!("{size_bytes} bytes, expected at most {BYTES_MAX}")));
-    }
-    let bytes = std::fs::read(&file).map_err(|e| Error::read(&file, e))?;
+    let bytes = mixfleet_hal::files::read(&file, BYTES_MAX).map_err(|e| Error::read(&file, e))?;
     let tokens = tokens(&bytes).map_err(|problem| Error::file(&file, problem))?;
     let config_file = directory.join(CONFIG_FILE);
     let config = read_object(&config_file)?;

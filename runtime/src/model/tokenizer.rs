@@ -5,12 +5,23 @@ use super::error::{Error, Result};
 use super::gguf::{self, GgufFile, is_gguf};
 use super::specials::Specials;
 use super::tiktoken;
+use mixfleet_hal::files;
+use std::collections::HashMap;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 use tokenizers::{Model, NormalizedString, OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer};
 
 /// Replaces bytes that are not UTF-8, including those of an incomplete character.
 const REPLACEMENT: char = '\u{FFFD}';
+
+/// Maximum size of a `tokenizer.json` in bytes: published ones stay below 40 MB.
+const FILE_BYTES_MAX: u64 = 512 << 20;
+
+/// Maximum factor by which a tokenizer may make text longer before it divides it, and after it joins it
+/// again: that of published ones is below 100.
+const GROWTH_MAX: usize = 256;
+/// Maximum number of bytes that it may add.
+const ADDED_BYTES_MAX: usize = 1024;
 
 /// Maximum number of tokens that a stream holds back while their text may still change. A character takes
 /// four byte tokens; longer runs come from models that emit meaningless bytes.
@@ -40,7 +51,7 @@ impl Tokenizer {
         if !file.exists() && directory.join(tiktoken::FILE).exists() {
             return Self::new(tiktoken::open(directory)?);
         }
-        let bytes = std::fs::read(&file).map_err(|e| Error::read(&file, e))?;
+        let bytes = files::read(&file, FILE_BYTES_MAX).map_err(|e| Error::read(&file, e))?;
         let inner = parse(&bytes).map_err(|e| Error::file(&file, format!("not a tokenizer: {e}")))?;
         Self::new(inner)
     }
@@ -52,7 +63,11 @@ impl Tokenizer {
     pub fn new(mut inner: tokenizers::Tokenizer) -> Result<Self> {
         inner.with_truncation(None).map_err(|e| Error::Tokenizer(e.to_string()))?;
         inner.with_padding(None);
-        let decoder = serde_json::to_string(&inner.get_decoder()).unwrap_or_default();
+        let decoder = serde_json::to_value(inner.get_decoder()).unwrap_or_default();
+        let normalizer = serde_json::to_value(inner.get_normalizer()).unwrap_or_default();
+        check_growth("normalizer", &normalizer)?;
+        check_growth("decoder", &decoder)?;
+        let decoder = decoder.to_string();
         let byte_level = decoder.contains("\"ByteLevel\"");
         let added = inner.get_added_vocabulary().get_added_tokens_decoder();
         let special = added.values().filter(|token| token.special).map(|token| token.content.as_str());
@@ -79,6 +94,35 @@ impl Tokenizer {
     fn encode_with(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>> {
         let encoding = self.inner.encode_fast(text, add_special_tokens);
         Ok(encoding.map_err(|e| Error::Tokenizer(e.to_string()))?.get_ids().to_vec())
+    }
+
+    /// The names of the special tokens.
+    pub(super) fn specials(&self) -> Arc<Specials> {
+        self.specials.clone()
+    }
+
+    /// Checks that `ids`, made of `text`, hold no special token more often than its name is in `text`: a
+    /// normaliser, or a vocabulary that lists special tokens as words, may make more of them.
+    ///
+    /// # Errors
+    /// When they do.
+    pub fn check_specials(&self, ids: &[u32], text: &str, add_special_tokens: bool) -> Result<()> {
+        let mut allowed: HashMap<u32, usize> = HashMap::new();
+        for (name, count) in self.specials.names().iter().zip(self.specials.counts(text)) {
+            *allowed.entry(self.token_to_id(name).unwrap_or(u32::MAX)).or_default() += count;
+        }
+        let added = if add_special_tokens { self.encode("")? } else { Vec::new() };
+        added.iter().for_each(|id| *allowed.entry(*id).or_default() += 1);
+        // Text without a token of its own becomes this one.
+        let unknown = self.inner.get_model().tokenize("\u{10FFFF}").unwrap_or_default();
+        for id in ids.iter().filter(|id| unknown.iter().all(|token| token.id != **id)) {
+            let Some(left) = allowed.get_mut(id) else { continue };
+            *left = left.checked_sub(1).ok_or_else(|| {
+                let name = self.id_to_token(*id).unwrap_or_default();
+                Error::Tokenizer(format!("this tokenizer makes the special token {name:?} of plain text"))
+            })?;
+        }
+        Ok(())
     }
 
     /// Positions in `text` where [`encode_marked`](Self::encode_marked) needs a mark to make no special token
@@ -295,6 +339,61 @@ impl serde::Serialize for PartsOf<'_> {
         map.serialize_entry("byte_fallback", &byte_fallback)?;
         map.end()
     }
+}
+
+/// Refuses a step that can make text too many times as long, and so take memory without a bound.
+fn check_growth(step: &str, parts: &serde_json::Value) -> Result<()> {
+    let growth = grows_by(parts);
+    if growth.factor <= GROWTH_MAX && growth.added_bytes <= ADDED_BYTES_MAX {
+        return Ok(());
+    }
+    Err(Error::Tokenizer(format!(
+        "its {step} may make text {} times and {} bytes longer, expected at most {GROWTH_MAX} times and \
+         {ADDED_BYTES_MAX} bytes",
+        growth.factor, growth.added_bytes
+    )))
+}
+
+/// How much longer a step can make text, in bytes.
+struct Growth {
+    factor: usize,
+    added_bytes: usize,
+}
+
+fn grows_by(parts: &serde_json::Value) -> Growth {
+    let length = |field: &str| parts[field].as_str().map_or(0, str::len);
+    let by = |factor: usize| Growth { factor: factor.max(1), added_bytes: 0 };
+    match parts["type"].as_str() {
+        // U+FDFA of 3 bytes becomes 33 bytes; no other character grows by more.
+        Some("NFKC" | "NFKD") => by(11),
+        Some("NFC" | "NFD" | "BertNormalizer") => by(3),
+        Some("Lowercase" | "ByteLevel") => by(2),
+        Some("Prepend") => Growth { factor: 1, added_bytes: length("prepend") },
+        // A pattern of a regular expression may match single bytes, and between all of them.
+        Some("Replace") => match parts["pattern"]["String"].as_str().map(str::len) {
+            Some(from) if from > 0 => by(length("content").div_ceil(from)),
+            _ => by(length("content").saturating_add(1)),
+        },
+        Some("Precompiled") => by(longest_of_charsmap(parts["precompiled_charsmap"].as_str().unwrap_or(""))),
+        Some("Sequence") => {
+            let steps = parts["normalizers"].as_array().or(parts["decoders"].as_array());
+            steps.into_iter().flatten().map(grows_by).fold(by(1), |all, step| Growth {
+                factor: all.factor.saturating_mul(step.factor),
+                added_bytes: all.added_bytes.saturating_mul(step.factor).saturating_add(step.added_bytes),
+            })
+        }
+        _ => by(1),
+    }
+}
+
+/// The longest replacement of sentencepiece's table: after the length of its index and the index, texts that
+/// end with a zero byte.
+fn longest_of_charsmap(charsmap: &str) -> usize {
+    use base64::Engine;
+    let Ok(table) = base64::engine::general_purpose::STANDARD.decode(charsmap) else { return usize::MAX };
+    let Some((length, rest)) = table.split_first_chunk::<4>() else { return 1 };
+    let texts = rest.get(u32::from_le_bytes(*length) as usize..).unwrap_or(rest);
+    texts.split(|byte| *byte == 0).map(<[u8]>::len).max().unwrap_or(1)
 }
 
 /// The factor by which a normaliser can shorten text at most, in bytes; none if no bound is known.

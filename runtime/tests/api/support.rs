@@ -6,7 +6,7 @@ use mixfleet_runtime::api::{
 };
 use mixfleet_runtime::env::{Connection, Env, SeededEnv};
 use mixfleet_runtime::metrics::Metrics;
-use mixfleet_runtime::model::ChatMessage;
+use mixfleet_runtime::model::{ChatMessage, RenderedChat};
 use mixfleet_runtime::request::{
     EngineHandle, Failure, FinishReason, GenerateRequest, Logprobs, Rejection, Sampling, Submission, Update,
     UpdateSender,
@@ -34,7 +34,7 @@ struct ByteModel;
 
 impl TextModel for ByteModel {
     fn encode(&self, prompt: &Marked, add_special: bool) -> Result<Vec<u32>, String> {
-        let Marked { text, mark } = prompt;
+        let Marked { text, mark, .. } = prompt;
         let mut ids: Vec<u32> = add_special.then_some(BOS).into_iter().collect();
         let mut rest = text.as_str();
         while !rest.is_empty() {
@@ -65,8 +65,9 @@ impl TextModel for ByteModel {
         messages: &[ChatMessage],
         add_generation_prompt: bool,
         arguments: &Map<String, Value>,
+        _: bool,
         _: &dyn Fn() -> bool,
-    ) -> Result<String, String> {
+    ) -> Result<RenderedChat, String> {
         if arguments.contains_key("refuse") {
             return Err("the template refuses".into());
         }
@@ -75,7 +76,7 @@ impl TextModel for ByteModel {
         if add_generation_prompt {
             text.push_str("a:");
         }
-        Ok(text)
+        Ok(RenderedChat { text, places: Vec::new() })
     }
 
     fn tool_style(&self) -> Option<mixfleet_runtime::model::ToolStyle> {

@@ -143,7 +143,7 @@ impl TlsFiles {
 
     fn read(&self) -> Result<Configs> {
         let text = |path: &Path| {
-            std::fs::read_to_string(path)
+            mixfleet_hal::files::read_text(path)
                 .map_err(|error| Error::invalid(format!("{}: {error}", path.display())))
         };
         let revoked = self.revoked.as_deref().map(text).transpose()?.unwrap_or_default();

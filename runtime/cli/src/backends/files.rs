@@ -17,8 +17,8 @@ impl mixfleet_simulated::SelectorFiles for FromDisk {
 
     fn faults(&self, path: &str) -> Result<FaultPlan> {
         let read = || -> anyhow::Result<FaultPlan> {
-            let text =
-                std::fs::read_to_string(path).with_context(|| format!("cannot read the faults {path}"))?;
+            let text = mixfleet_hal::files::read_text(std::path::Path::new(path))
+                .with_context(|| format!("cannot read the faults {path}"))?;
             serde_json::from_str(&text).with_context(|| {
                 format!(
                     "{path} is no plan of faults; expected {{\"seed\": 1, \"rules\": [{{\"fault\": \"drop\", \

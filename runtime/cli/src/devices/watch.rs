@@ -50,7 +50,7 @@ pub(super) fn run(args: &DevicesArgs) -> Result<()> {
             if shown > 0 {
                 match in_place {
                     // up to the first line, and from there on nothing
-                    true => write!(out, "\x1b[{}A\x1b[J", lines.len())?,
+                    true => out.control(&format!("\x1b[{}A\x1b[J", lines.len()))?,
                     false => writeln!(out)?,
                 }
             }

@@ -4,6 +4,7 @@
 
 use super::{FleetArgs, FleetCommand, JoinArgs, StatusArgs};
 use anyhow::{Context, Result};
+use mixfleet_hal::printable::{printable, printable_lines};
 use mixfleet_runtime::env::{RealEnv, SharedEnv};
 use mixfleet_runtime::fleet::registry::{LinkState, Member, Members, Seat};
 use serde_json::json;
@@ -18,9 +19,9 @@ pub(crate) fn look(args: FleetArgs) -> Result<()> {
     if json {
         let members: Vec<&Member> = members.values().collect();
         let document = json!({"schema": "mixfleet.fleet/1", "fleet": join.fleet, "members": members});
-        println!("{document:#}");
+        println!("{}", printable_lines(&format!("{document:#}")));
     } else {
-        print!("{}", table(&members));
+        print!("{}", printable_lines(&table(&members)));
     }
     Ok(())
 }
@@ -37,18 +38,21 @@ fn table(members: &Members) -> String {
         return "nobody is in this fleet\n".into();
     }
     for (name, member) in members.iter() {
-        let _ = writeln!(text, "{name:<12} {:<21} mixfleet {}", member.address, member.version);
+        let (name, address, version) =
+            (printable(name), printable(&member.address), printable(&member.version));
+        let _ = writeln!(text, "{name:<12} {address:<21} mixfleet {version}");
         if let Seat::Worker { instances, transports, not_offered } = &member.seat {
             for instance in instances {
                 let role = serde_json::to_value(instance.role).unwrap_or_default();
                 let price = instance.usd_per_hour.map_or("no price".into(), |usd| format!("{usd} $/h"));
-                let (id, device, tokens) = (instance.id, &instance.device, instance.kv_capacity_tokens);
+                let (id, device, tokens) =
+                    (instance.id, printable(&instance.device), instance.kv_capacity_tokens);
                 let role = role.as_str().unwrap_or_default();
                 let _ = writeln!(text, "  {id:<10} {device:<21} {role:<8} {tokens} KV tokens, {price}");
             }
-            let _ = writeln!(text, "  KV by {}", transports.join(", "));
+            let _ = writeln!(text, "  KV by {}", printable(&transports.join(", ")));
             for reason in not_offered {
-                let _ = writeln!(text, "  not by {reason}");
+                let _ = writeln!(text, "  not by {}", printable(reason));
             }
         }
     }
@@ -65,7 +69,7 @@ fn table(members: &Members) -> String {
             }
             LinkState::Down { reason } => format!("DOWN: {reason}"),
         };
-        let _ = writeln!(text, "{from} <-> {to}: {state}");
+        let _ = writeln!(text, "{} <-> {}: {}", printable(from), printable(to), printable(&state));
     }
     text
 }

@@ -1,7 +1,7 @@
 //! `mixfleet models --check PATH`: whether a checkpoint would be served, and what memory it takes, before it
 //! is loaded.
 
-use crate::{Failed, Usage, model, screen, with_causes};
+use crate::{Failed, Usage, check_files, model, screen, with_causes};
 use anyhow::{Result, bail};
 use mixfleet_hal::units::GB;
 use mixfleet_runtime::model::{ChatTemplate, Checkpoint, GenerationDefaults, Tokenizer};
@@ -23,9 +23,24 @@ pub(super) fn run(path: &Path, as_json: bool) -> Result<()> {
     if let Err(error) = path.metadata() {
         bail!(Usage(format!("cannot read {}: {error}", path.display())));
     }
+    let (text, served) = check_files::report_of(path, as_json)?;
+    screen::output(as_json).write_all(text.as_bytes())?;
+    if served { Ok(()) } else { Err(not_served(path)) }
+}
+
+fn not_served(path: &Path) -> anyhow::Error {
+    Failed(format!("{} would not be served", path.display())).into()
+}
+
+/// Prints what was found, in the child.
+///
+/// # Errors
+/// As [`run`].
+pub(super) fn print(path: &Path, as_json: bool) -> Result<()> {
     let (findings, memory) = findings(path);
     let served = findings.iter().all(|(_, found)| found.is_ok());
-    let mut out = screen::output(as_json);
+    // The parent folds lines at its terminal's width.
+    let mut out = screen::output(true);
     if as_json {
         let parts: Vec<Value> = findings.iter().map(|(part, found)| document(part, found)).collect();
         let document = json!({"schema": "mixfleet.model_check/1", "path": path, "served": served,
@@ -39,7 +54,7 @@ pub(super) fn run(path: &Path, as_json: bool) -> Result<()> {
             }
         }
     }
-    if served { Ok(()) } else { Err(Failed(format!("{} would not be served", path.display())).into()) }
+    if served { Ok(()) } else { Err(not_served(path)) }
 }
 
 fn document(part: &str, found: &Result<String, String>) -> Value {
@@ -56,6 +71,7 @@ fn findings(path: &Path) -> (Vec<Finding>, Value) {
     let words = |error: mixfleet_runtime::model::Error| with_causes(&anyhow::Error::from(error));
     let mut findings = Vec::new();
     let mut memory = Value::Null;
+    check_files::begin(path, "config.json");
     match Checkpoint::open(path, &mixfleet_cpu::host::Mapper) {
         Ok(checkpoint) => {
             let (config, bytes) = (&checkpoint.config, checkpoint.size_bytes());
@@ -100,12 +116,15 @@ fn findings(path: &Path) -> (Vec<Finding>, Value) {
         }
         Err(error) => findings.push(("weights", Err(words(error)))),
     }
+    check_files::begin(path, "tokenizer.json");
     let tokenizer = Tokenizer::open(path);
     findings.push(("tokenizer", tokenizer.map(|t| format!("{} tokens", t.vocab())).map_err(words)));
+    check_files::try_template(path);
     let template = ChatTemplate::open(path);
     let template =
         template.map(|t| t.map_or("none: it completes text but does not chat", |_| "there is one"));
     findings.push(("chat template", template.map(str::to_owned).map_err(words)));
+    check_files::begin(path, "generation_config.json");
     let sampling = GenerationDefaults::open(path);
     findings.push(("sampling", sampling.map(|_| "understood".to_owned()).map_err(words)));
     (findings, memory)

@@ -4,6 +4,7 @@ use super::PlanArgs;
 use crate::Usage;
 use anyhow::{Context, Result, anyhow};
 use mixfleet_hal::cast::{to_u64, to_usize};
+use mixfleet_hal::files::{self, TEXT_BYTES_MAX};
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::kv::BlockHash;
 use mixfleet_scheduler::plan::bound::LoadSlots;
@@ -242,7 +243,8 @@ fn steady(args: &PlanArgs, rate: f64, [prompt_tokens, output_tokens]: [u32; 2]) 
 
 fn read_workload(path: &Path) -> Result<Vec<WorkloadHour>> {
     let file = path.display();
-    let bytes = std::fs::read(path).with_context(|| format!("cannot read the workload in {file}"))?;
+    let bytes =
+        files::read(path, TEXT_BYTES_MAX).with_context(|| format!("cannot read the workload in {file}"))?;
     let mut reader =
         csv::ReaderBuilder::new().trim(csv::Trim::All).comment(Some(b'#')).from_reader(&bytes[..]);
     let mut hours = Vec::new();

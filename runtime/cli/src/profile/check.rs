@@ -35,7 +35,7 @@ struct Verdict {
 
 pub(super) fn run(args: &CheckArgs) -> Result<()> {
     let file = args.file.display();
-    let text = std::fs::read_to_string(&args.file).with_context(|| format!("cannot read {file}"))?;
+    let text = mixfleet_hal::files::read_text(&args.file).with_context(|| format!("cannot read {file}"))?;
     let Verdict { schema, errors, warnings, holds } = judge(&text);
     let mut out = screen::output(args.json);
     if args.json {

@@ -2,6 +2,7 @@
 
 use super::SimulateArgs;
 use anyhow::{Context, Result};
+use mixfleet_hal::files::{self, TEXT_BYTES_MAX};
 use mixfleet_hwtests::validate::sha256;
 use mixfleet_scheduler::fleet::Role;
 use mixfleet_sim::fleet_file::{AttentionDevices, FleetFile, InstancePool};
@@ -87,7 +88,8 @@ impl Simulated {
     /// # Errors
     /// When the fleet file can no longer be read.
     pub(super) fn new(args: &SimulateArgs, path: &Path, fleet: &FleetFile, setup: &Setup) -> Result<Self> {
-        let bytes = std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+        let bytes =
+            files::read(path, TEXT_BYTES_MAX).with_context(|| format!("cannot read {}", path.display()))?;
         let mut digest = sha256(&bytes);
         digest.truncate(DIGITS);
         let load =

@@ -35,6 +35,7 @@ pub(super) fn run(file: &Path, device: Option<&str>, profile: Option<&Path>) -> 
 }
 
 fn read(file: &Path) -> Result<ProfileDocument> {
-    let text = std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
+    let text =
+        mixfleet_hal::files::read_text(file).with_context(|| format!("cannot read {}", file.display()))?;
     ProfileDocument::from_json(&text).map_err(|why| Usage(format!("{}: {why}", file.display())).into())
 }

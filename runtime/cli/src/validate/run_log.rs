@@ -23,7 +23,8 @@ pub(super) fn earlier(args: &RunArgs, plan: &Plan) -> Result<Vec<Record>> {
         }
         return Ok(Vec::new());
     }
-    let text = std::fs::read_to_string(&file).with_context(|| format!("cannot read {}", file.display()))?;
+    let text =
+        mixfleet_hal::files::read_text(&file).with_context(|| format!("cannot read {}", file.display()))?;
     let mut records = Vec::new();
     for line in text.lines() {
         match serde_json::from_str(line) {

@@ -13,6 +13,8 @@ use std::path::{Path, PathBuf};
 
 const SUMS: &str = "SHA256SUMS";
 const SIGNATURE: &str = "SHA256SUMS.minisig";
+/// Maximum size of a file of a report: a log of a long run has some tens of megabytes.
+const FILE_BYTES_MAX: u64 = 4 << 30;
 /// Where the password of a key comes from if nobody can be asked for it.
 const PASSWORD: &str = "MIXFLEET_SIGN_PASSWORD";
 /// Characters of the last line of a signature: 64 bytes in base64.
@@ -36,7 +38,7 @@ pub(super) struct Signer(SecretKey);
 impl Signer {
     /// Reads a secret key of minisign, and asks for its password if it has one.
     pub(super) fn open(file: &Path) -> Result<Signer> {
-        let text = std::fs::read_to_string(file);
+        let text = mixfleet_hal::files::read_text(file);
         let text = text.map_err(|error| Usage(format!("cannot read the key {}: {error}", file.display())))?;
         let key = || SecretKeyBox::from_string(&text);
         let wrong = |error: minisign::PError| Usage(format!("{}: {error}", file.display()));
@@ -70,13 +72,13 @@ impl Signer {
 }
 
 fn read(file: &Path) -> Result<Vec<u8>> {
-    std::fs::read(file).with_context(|| format!("cannot read {}", file.display()))
+    mixfleet_hal::files::read(file, FILE_BYTES_MAX).with_context(|| format!("cannot read {}", file.display()))
 }
 
 fn public(key: &str) -> Result<PublicKey> {
     let of_file = |text: String| PublicKeyBox::from_string(&text).and_then(PublicKeyBox::into_public_key);
     let wrong = |error: minisign::PError| Usage(format!("--key {key}: {error}"));
-    match std::fs::read_to_string(key) {
+    match mixfleet_hal::files::read_text(Path::new(key)) {
         Ok(text) => Ok(of_file(text).map_err(wrong)?),
         Err(_) if key.starts_with("RW") => Ok(PublicKey::from_base64(key).map_err(wrong)?),
         Err(error) => bail!(Usage(format!("--key {key} is neither a file ({error}) nor a public key"))),
@@ -94,12 +96,14 @@ pub(super) fn verify(args: &VerifyArgs) -> Result<()> {
     let files = listed(&sums).map_err(Failed)?;
     for (sum, name) in &files {
         let file = folder.join(name);
-        let bytes = std::fs::read(&file).map_err(|error| Failed(format!("{}: {error}", file.display())))?;
+        let bytes = mixfleet_hal::files::read(&file, FILE_BYTES_MAX)
+            .map_err(|error| Failed(format!("{}: {error}", file.display())))?;
         if sha256(&bytes) != *sum {
             bail!(Failed(format!("{} is not as it was signed", file.display())));
         }
     }
     let names: Vec<&str> = files.iter().map(|(_, name)| name.as_str()).collect();
+    check_unlisted(folder, &names)?;
     let mut out = screen::output(args.json);
     if args.json {
         let document =
@@ -107,6 +111,22 @@ pub(super) fn verify(args: &VerifyArgs) -> Result<()> {
         writeln!(out, "{document:#}")?;
     } else {
         writeln!(out, "signed: {comment}\nas they were signed: {}", names.join(", "))?;
+    }
+    Ok(())
+}
+
+/// Refuses a folder with files that were not signed: whoever looks at the folder takes them for signed.
+fn check_unlisted(folder: &Path, listed: &[&str]) -> Result<()> {
+    let failed = || format!("cannot read {}", folder.display());
+    for entry in std::fs::read_dir(folder).with_context(failed)? {
+        let name = entry.with_context(failed)?.file_name();
+        let is_listed =
+            name.to_str().is_some_and(|name| listed.contains(&name) || [SUMS, SIGNATURE].contains(&name));
+        if !is_listed {
+            let file = folder.join(&name);
+            let what = "is in the folder of a signed report and was not signed with it; remove it";
+            bail!(Failed(format!("{} {what}", file.display())));
+        }
     }
     Ok(())
 }

@@ -8,7 +8,9 @@ use mixfleet_runtime::api::{
 use mixfleet_runtime::env::{Env, SeededEnv};
 use mixfleet_runtime::kv_exchange::KvExchange;
 use mixfleet_runtime::metrics::Metrics;
-use mixfleet_runtime::model::{ChatMessage, ChatTemplate, TokenStream, Tokenizer, builtin};
+use mixfleet_runtime::model::{
+    ChatMessage, ChatTemplate, ControlText, Conversation, RenderedChat, TokenStream, Tokenizer, builtin,
+};
 use mixfleet_runtime::request::{
     EngineHandle, FinishReason, GenerateRequest, Logprobs, Sampling, Submission, Update,
 };
@@ -35,7 +37,7 @@ static TEXT: LazyLock<Arc<Text>> = LazyLock::new(|| {
 
 impl TextModel for Text {
     fn encode(&self, prompt: &Marked, add_special: bool) -> Result<Vec<u32>, String> {
-        let Marked { text, mark } = prompt;
+        let Marked { text, mark, .. } = prompt;
         let ids = match mark {
             Some(mark) => self.tokenizer.encode_marked(text, *mark, add_special),
             None if add_special => self.tokenizer.encode(text),
@@ -57,10 +59,12 @@ impl TextModel for Text {
         messages: &[ChatMessage],
         add_generation_prompt: bool,
         arguments: &Map<String, Value>,
+        _: bool,
         stopped: &dyn Fn() -> bool,
-    ) -> Result<String, String> {
-        let rendered = self.template.render_until(messages, add_generation_prompt, arguments, 0, stopped);
-        rendered.map_err(|error| error.to_string())
+    ) -> Result<RenderedChat, String> {
+        let chat = Conversation { messages, add_generation_prompt, arguments, now_s: 0 };
+        let control = ControlText::new(&self.template, &self.tokenizer).map_err(|error| error.to_string())?;
+        control.render(&self.template, &chat, stopped).map_err(|error| error.to_string())
     }
 
     fn tool_style(&self) -> Option<mixfleet_runtime::model::ToolStyle> {

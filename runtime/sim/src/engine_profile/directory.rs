@@ -223,7 +223,7 @@ fn meta(whole: &Path, tables: &Path) -> Result<EngineProfile, String> {
 
 /// The text of a file, if it exists.
 fn text(path: &Path) -> Result<Option<String>, String> {
-    match std::fs::read_to_string(path) {
+    match mixfleet_hal::files::read_text(path) {
         Ok(text) => Ok(Some(text)),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(format!("{}: {error}", path.display())),

@@ -275,7 +275,7 @@ fn engine_profile(path: &Path, devices: u32) -> Result<Option<EngineProfile>, St
         return EngineProfile::read_directory(&TableDirectory::find(path, devices)).map(Some);
     }
     // What cannot be read is explained by who reads it next.
-    std::fs::read_to_string(path).map_or(Ok(None), |text| EngineProfile::from_json(&text))
+    mixfleet_hal::files::read_text(path).map_or(Ok(None), |text| EngineProfile::from_json(&text))
 }
 
 fn datasheet(part: &'static Part) -> Source {

@@ -250,7 +250,7 @@ impl FleetFile {
         engine: Option<&KnownEngine>,
     ) -> Result<Self, FleetFileError> {
         let failed = |source| FleetFileError::Read { path: path.to_owned(), source };
-        let text = std::fs::read_to_string(path).map_err(failed)?;
+        let text = mixfleet_hal::files::read_text(path).map_err(failed)?;
         let mut file = parse(&text)?;
         file.engine.name = engine.map(|engine| engine.name.to_owned()).or(file.engine.name);
         resolve::file(file, path.parent().unwrap_or(Path::new("")), read_profile)

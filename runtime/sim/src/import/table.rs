@@ -35,7 +35,7 @@ impl Table {
     pub(super) fn read(path: &Path) -> Result<Self, String> {
         let name = path.display().to_string();
         let failed = |cause: &dyn std::fmt::Display| format!("{name}: {cause}");
-        let mut file = File::open(path).map_err(|cause| failed(&cause))?;
+        let mut file = mixfleet_hal::files::open(path).map_err(|cause| failed(&cause))?;
         let mut start = Vec::new();
         file.by_ref()
             .take(LFS_POINTER.len() as u64)

@@ -111,7 +111,7 @@ impl Trace {
     pub fn open(path: &Path, options: ReadOptions) -> Result<Self, TraceError> {
         let name = path.display().to_string();
         let error = |cause| TraceError::Read { name: name.clone(), line: 0, cause };
-        let file = std::fs::File::open(path).map_err(error)?;
+        let file = mixfleet_hal::files::open(path).map_err(error)?;
         let metadata = file.metadata().map_err(error)?;
         let total = metadata.is_file().then_some(metadata.len());
         Trace::with_total(name, file, total, options)

@@ -46,7 +46,7 @@ impl RecordedRun {
     /// Those of a trace, and a line without times.
     pub fn read(path: &Path) -> Result<Self, TraceError> {
         let name = path.display().to_string();
-        let file = std::fs::File::open(path);
+        let file = mixfleet_hal::files::open(path);
         let file = file.map_err(|cause| TraceError::Read { name: name.clone(), line: 0, cause })?;
         let mut lines = Lines::new(name.clone(), file, None)?;
         let mut requests = Vec::new();

@@ -2,7 +2,6 @@
 //! before it is used.
 
 use super::super::error::{Error, Result};
-use super::super::fields::check_regular;
 use mixfleet_hal::cast::to_usize;
 use std::collections::HashMap;
 use std::io::Read;
@@ -197,9 +196,8 @@ impl GgufFile {
     /// # Errors
     /// As [`parse`](Self::parse), and when the file cannot be read.
     pub(in super::super) fn open(file: &Path) -> Result<Self> {
-        check_regular(file)?;
         let failed = |e| Error::read(file, e);
-        let opened = std::fs::File::open(file).map_err(failed)?;
+        let opened = mixfleet_hal::files::open(file).map_err(failed)?;
         let length = opened.metadata().map_err(failed)?.len();
         Self::read(file, std::io::BufReader::new(opened), length, length)
     }

@@ -2,6 +2,7 @@
 
 use super::part;
 use anyhow::{Context, Result, anyhow};
+use mixfleet_hal::files::{self, TEXT_BYTES_MAX};
 use mixfleet_hal::units::{BytesPerSecond, GB, Seconds};
 use mixfleet_scheduler::plan::regions::RegionLink;
 use serde::Deserialize;
@@ -43,7 +44,8 @@ struct LinkRow {
 /// The rows of a file with the line of each.
 fn rows<T: DeserializeOwned>(path: &Path, what: &str, columns: &str) -> Result<Vec<(u64, T)>> {
     let file = path.display();
-    let bytes = std::fs::read(path).with_context(|| format!("cannot read the {what} in {file}"))?;
+    let bytes =
+        files::read(path, TEXT_BYTES_MAX).with_context(|| format!("cannot read the {what} in {file}"))?;
     let mut reader =
         csv::ReaderBuilder::new().trim(csv::Trim::All).comment(Some(b'#')).from_reader(&bytes[..]);
     let headers = reader.headers().cloned().map_err(|error| anyhow!("{file}: not CSV: {error}"))?;

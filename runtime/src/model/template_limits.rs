@@ -1,0 +1,234 @@
+//! Refuses templates that recurse or allocate without end in ways that steps do not count.
+
+use super::error::{Error, Result};
+use minijinja::value::Rest;
+use minijinja::{ErrorKind, State, Value};
+use std::collections::HashSet;
+
+/// Maximum digits of a width or precision in a format.
+const WIDTH_DIGITS_MAX: usize = 4;
+/// Maximum number of bytes that a text may have after a replacement or a join.
+const TEXT_BYTES_MAX: usize = 32 << 20;
+
+/// A word, string or symbol in a tag.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Token<'a> {
+    Word(&'a str),
+    Text,
+    Symbol(char),
+}
+
+/// Refuses a namespace that is used other than by its attributes. Stored in an attribute, it would contain
+/// itself, and printing or comparing it would overflow the stack.
+pub(super) fn check_namespaces(source: &str) -> Result<()> {
+    let tags: Vec<Vec<Token<'_>>> = tags(source);
+    let mut names = HashSet::new();
+    for tag in &tags {
+        if let [
+            Token::Word("set"),
+            Token::Word(name),
+            Token::Symbol('='),
+            Token::Word("namespace"),
+            Token::Symbol('('),
+            ..,
+        ] = tag[..]
+        {
+            names.insert(name);
+        }
+    }
+    for tag in &tags {
+        for (at, token) in tag.iter().enumerate() {
+            let Token::Word(word) = *token else { continue };
+            let before = at.checked_sub(1).map(|before| tag[before]);
+            let (after, behind) = (tag.get(at + 1).copied(), tag.get(at + 2).copied());
+            let is_attribute = before == Some(Token::Symbol('.'));
+            let is_named = after == Some(Token::Symbol('=')) && behind != Some(Token::Symbol('='));
+            let is_looked_into = matches!(after, Some(Token::Symbol('.' | '[') | Token::Word("is")));
+            let begins = word == "namespace" && at == 3 && tag[0] == Token::Word("set") && is_call(after);
+            let is_function = word == "namespace" && !begins && !is_attribute && !is_named;
+            let is_whole = names.contains(word) && !is_attribute && !is_named && !is_looked_into;
+            if is_function || is_whole {
+                let message =
+                    format!("'{word}' is used as a value; a namespace may be used by its attributes only");
+                return Err(Error::Template(message));
+            }
+        }
+    }
+    Ok(())
+}
+
+fn is_call(after: Option<Token<'_>>) -> bool {
+    after == Some(Token::Symbol('('))
+}
+
+/// The tokens of each tag.
+fn tags(source: &str) -> Vec<Vec<Token<'_>>> {
+    let (mut found, mut rest) = (Vec::new(), source);
+    while let Some(start) = ["{{", "{%", "{#"].iter().filter_map(|open| rest.find(open)).min() {
+        let tag = &rest[start + 2..];
+        if rest[start..].starts_with("{#") {
+            rest = tag.find("#}").map_or("", |end| &tag[end + 2..]);
+            continue;
+        }
+        let (tokens, length) = tokens(tag);
+        found.push(tokens);
+        rest = &tag[length..];
+    }
+    found
+}
+
+/// The tokens up to the end of a tag, and the number of bytes before it.
+fn tokens(tag: &str) -> (Vec<Token<'_>>, usize) {
+    let (mut found, mut at) = (Vec::new(), 0);
+    while let Some(letter) = tag[at..].chars().next() {
+        let rest = &tag[at..];
+        if rest.starts_with("}}") || rest.starts_with("%}") {
+            return (found, at);
+        }
+        let is_word = |letter: char| letter.is_alphanumeric() || letter == '_';
+        let length = match letter {
+            '\'' | '"' => {
+                found.push(Token::Text);
+                text_length(rest, letter)
+            }
+            _ if is_word(letter) => {
+                let length = rest.find(|letter| !is_word(letter)).unwrap_or(rest.len());
+                found.push(Token::Word(&rest[..length]));
+                length
+            }
+            // The sign that trims white space belongs to the tag.
+            '-' | '+' if at == 0 => 1,
+            _ => {
+                found.extend((!letter.is_whitespace()).then_some(Token::Symbol(letter)));
+                letter.len_utf8()
+            }
+        };
+        at += length;
+    }
+    (found, tag.len())
+}
+
+fn text_length(text: &str, quote: char) -> usize {
+    let mut escaped = false;
+    for (at, letter) in text.char_indices().skip(1) {
+        if letter == quote && !escaped {
+            return at + 1;
+        }
+        escaped = letter == '\\' && !escaped;
+    }
+    text.len()
+}
+
+/// The library's filter, with widths limited to what fits into memory.
+pub(super) fn format(
+    state: &mut State,
+    format: &Value,
+    values: Rest<minijinja::value::ValueOrKwargs>,
+) -> std::result::Result<Value, minijinja::Error> {
+    check_widths(format)?;
+    minijinja::filters::format(state, format, values)
+}
+
+/// The methods of Python's types, with the lengths of their results limited.
+pub(super) fn method(
+    state: &mut State,
+    value: &Value,
+    method: &str,
+    arguments: &[Value],
+) -> std::result::Result<Value, minijinja::Error> {
+    let length = |at: usize| arguments.get(at).and_then(Value::as_str).map_or(0, str::len);
+    if let Some(text) = value.as_str() {
+        match method {
+            "format" => check_widths(value)?,
+            "replace" => {
+                let found = text.len() / length(0).max(1) + 1;
+                check_length("replace", text.len().saturating_add(found.saturating_mul(length(1))))?;
+            }
+            "join" => {
+                let items = arguments.first().and_then(Value::len).unwrap_or(0);
+                check_length("join", items.saturating_mul(text.len()))?;
+            }
+            _ => {}
+        }
+    }
+    minijinja_contrib::pycompat::unknown_method_callback(state, value, method, arguments)
+}
+
+/// Refuses a format with a width or precision that takes much memory, or that comes from a value.
+fn check_widths(format: &Value) -> std::result::Result<(), minijinja::Error> {
+    let text = format.as_str().unwrap_or_default();
+    let digits = text.split(|letter: char| !letter.is_ascii_digit()).map(str::len).max().unwrap_or(0);
+    let is_taken = text.contains('*') && text.contains('%') || text.contains(":{");
+    match digits > WIDTH_DIGITS_MAX || is_taken {
+        true => {
+            let message = "format: widths have at most 4 digits and are part of the format";
+            Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
+        }
+        false => Ok(()),
+    }
+}
+
+fn check_length(method: &str, bytes: usize) -> std::result::Result<(), minijinja::Error> {
+    match bytes <= TEXT_BYTES_MAX {
+        true => Ok(()),
+        false => {
+            let message = format!("{method}: its result could exceed {TEXT_BYTES_MAX} bytes");
+            Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{ChatMessage, ChatTemplate};
+    use super::*;
+
+    #[test]
+    fn a_namespace_that_could_contain_itself_is_refused() {
+        for source in [
+            "{% set ns = namespace() %}{% set ns.a = ns %}{{ ns }}",
+            "{%- set ns = namespace(a=1) -%}{% set x = [ns] %}",
+            "{% set a = namespace() %}{% set b = namespace() %}{% set a.x = b %}",
+            "{% set ns = namespace() %}{{ f(ns) }}",
+            "{% set ns = namespace() %}{{ f(x=ns) }}",
+            "{% set ns = namespace() %}{{ ns == ns }}",
+            "{% set a = [namespace()] %}{% set a[0].x = a %}",
+            "{% set a = namespace(b=namespace()) %}",
+            "{% set a.b = namespace() %}",
+            "{% set make = namespace %}{% set a = make() %}{% set b = make() %}{% set a.x = b %}",
+        ] {
+            let error = check_namespaces(source).expect_err(source).to_string();
+            assert!(error.contains("by its attributes only"), "{error}");
+        }
+        for source in [
+            "{%- set ns = namespace(last=messages|length - 1, ns=1) -%}{% set ns.last = ns.last + 1 %}{{ ns['last'] }}",
+            "{% set ns = namespace() %}{% if ns is defined and x.ns == 'ns' %}{{ f(ns=1) }}{# ns #} ns {% endif %}",
+            "{{ tool.namespace }}{{ 'namespace(' }}",
+        ] {
+            check_namespaces(source).expect(source);
+        }
+    }
+
+    #[test]
+    fn formats_and_methods_take_no_memory_without_bound() {
+        let render = |source: &str| {
+            let template = ChatTemplate::new(source, None, None).expect(source);
+            let messages = [ChatMessage::new("user", "x")];
+            template.render(&messages, true, &serde_json::Map::new(), 0)
+        };
+        for (source, told) in [
+            ("{{ '%9999999999s' | format('x') }}", "format: widths"),
+            ("{{ '%*d' | format(99999999, 1) }}", "format: widths"),
+            ("{{ '{:99999999}'.format('x') }}", "format: widths"),
+            ("{{ ('x' * 8000000).replace('x', 'long' * 9) }}", "replace: its result"),
+            ("{{ ('x' * 30000000).join([1, 2, 3]) }}", "join: its result"),
+        ] {
+            let error = render(source).expect_err(source).to_string();
+            assert!(error.contains(told), "{source}: {error}");
+        }
+        assert_eq!(
+            render("{{ '%5s|%s' | format('x', 1) }}{{ 'a-b'.replace('-', '+') }}").unwrap(),
+            "    x|1a+b"
+        );
+    }
+}
