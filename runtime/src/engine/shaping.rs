@@ -88,6 +88,7 @@ mod tests {
     use crate::grammar::Grammar;
     use crate::model::builtin;
     use crate::request::{Hints, Sampling};
+    use mixfleet_scheduler::fleet::PartyId;
     use std::collections::BTreeMap;
 
     #[test]
@@ -106,6 +107,7 @@ mod tests {
             logprobs: None,
             grammar: Some(Grammar::one_of(["y", "n"])),
             cache_salt: None,
+            party: PartyId::NONE,
             hints: Hints::default(),
         };
         let mut shaping = Shaping::new(&wanted, Some(&grammars)).unwrap();
