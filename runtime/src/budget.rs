@@ -2,6 +2,8 @@
 //! connections.
 
 use mixfleet_hal::cast::to_usize;
+use mixfleet_scheduler::fleet::PartyId;
+use sha2::{Digest, Sha256};
 use std::collections::HashMap;
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -38,6 +40,19 @@ pub enum Party {
     Tenant(String),
     /// A client's address, where API keys do not tell clients apart.
     Address(IpAddr),
+}
+
+impl Party {
+    /// Its number for the scheduler, the same in every process of a fleet.
+    pub fn id(&self) -> PartyId {
+        let name = match self {
+            Party::Tenant(name) => format!("tenant {name}"),
+            Party::Address(address) => format!("address {address}"),
+        };
+        let digest: [u8; 32] = Sha256::digest(name.as_bytes()).into();
+        let first: [u8; 8] = std::array::from_fn(|at| digest[at]);
+        PartyId(u64::from_le_bytes(first).max(1))
+    }
 }
 
 /// The share of `of` that one party may hold at a time: half, so that another party always finds some left.

@@ -5,7 +5,7 @@ use crate::trace::TraceParent;
 use mixfleet_hal::cast::to_u64;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::RequestId;
-use mixfleet_scheduler::fleet::RejectReason;
+use mixfleet_scheduler::fleet::{PartyId, RejectReason};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use tokio::sync::mpsc;
@@ -55,6 +55,8 @@ pub struct GenerateRequest {
     pub grammar: Option<Grammar>,
     /// Separates tenants in the prefix cache.
     pub cache_salt: Option<String>,
+    /// The party whose share of the instances it uses.
+    pub party: PartyId,
     /// What it says of itself.
     pub hints: Hints,
 }
@@ -71,6 +73,7 @@ impl GenerateRequest {
             logprobs: None,
             grammar: None,
             cache_salt: None,
+            party: PartyId::NONE,
             hints: Hints::default(),
         }
     }
@@ -303,9 +306,10 @@ impl Rejection {
         };
         match reason {
             RejectReason::TooLarge { .. } => Rejection::TooLarge(reason.to_string()),
-            RejectReason::QueueFull { .. } | RejectReason::TtftSlo { .. } | RejectReason::TbtSlo { .. } => {
-                overloaded(retry_after.map_or(1.0, |after| after.0))
-            }
+            RejectReason::QueueFull { .. }
+            | RejectReason::Share { .. }
+            | RejectReason::TtftSlo { .. }
+            | RejectReason::TbtSlo { .. } => overloaded(retry_after.map_or(1.0, |after| after.0)),
             // A retry gets as much time again, and by then some of the work ahead is done.
             RejectReason::Deadline { ends_s, deadline_s } => overloaded(ends_s - deadline_s),
             _ => Rejection::Unavailable(reason.to_string()),

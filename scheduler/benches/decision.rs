@@ -12,7 +12,7 @@ use mixfleet_scheduler::cost::{
     Coefficients, CostModel, DecodeCoefficients, KvCopyCost, LinkCost, PrefillCoefficients,
 };
 use mixfleet_scheduler::fleet::{
-    Action, Arrival, Event, Fleet, FleetConfig, Instance, InstanceId, Objective, PromptChain, Role,
+    Action, Arrival, Event, Fleet, FleetConfig, Instance, InstanceId, Objective, PartyId, PromptChain, Role,
 };
 use mixfleet_scheduler::kv::{BlockHash, Tier};
 use std::collections::VecDeque;
@@ -117,6 +117,7 @@ impl World {
             class: 0,
             objective: Objective::Fleet,
             head_start: Seconds::ZERO,
+            party: PartyId::NONE,
         })
     }
 

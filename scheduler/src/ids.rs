@@ -15,3 +15,14 @@ impl std::fmt::Display for InstanceId {
         write!(f, "{}", self.0)
     }
 }
+
+/// Identifies a party, among all of which instances are shared equally: a tenant, or a client's address where
+/// keys do not tell clients apart. The number is a hash of its name, the same in every process.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct PartyId(pub u64);
+
+impl PartyId {
+    /// Whoever is not known: work without a party has no share, and takes nothing from one.
+    pub const NONE: PartyId = PartyId(0);
+}

@@ -20,6 +20,7 @@ pub mod fleet;
 mod ids;
 pub mod kv;
 pub mod models;
+pub mod places;
 pub mod plan;
 pub mod sizing;
 pub mod table;

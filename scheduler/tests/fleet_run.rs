@@ -9,7 +9,8 @@ use mixfleet_scheduler::cost::{
     Coefficients, CostModel, DecodeCoefficients, KvCopyCost, LinkCost, PrefillCoefficients,
 };
 use mixfleet_scheduler::fleet::{
-    Action, Arrival, Event, Fleet, FleetConfig, Instance, InstanceId, Link, Objective, PromptChain, Role,
+    Action, Arrival, Event, Fleet, FleetConfig, Instance, InstanceId, Link, Objective, PartyId, PromptChain,
+    Role,
 };
 use mixfleet_scheduler::kv::{BlockHash, Tier};
 use std::collections::{BTreeMap, VecDeque};
@@ -313,6 +314,7 @@ impl World {
             class: 0,
             objective: Objective::Fleet,
             head_start: Seconds::ZERO,
+            party: PartyId::NONE,
         }));
     }
 

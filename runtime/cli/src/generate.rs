@@ -15,7 +15,7 @@ use mixfleet_runtime::engine::EngineConfig;
 use mixfleet_runtime::env::{Env, RealEnv, SharedEnv};
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::request::{GenerateRequest, Sampling};
-use mixfleet_scheduler::fleet::Role;
+use mixfleet_scheduler::fleet::{PartyId, Role};
 use serde_json::{Value, json};
 use std::io::Write;
 use std::path::Path;
@@ -202,6 +202,7 @@ impl Ready {
             },
             // copies would share their prompt's KV, which other prompts do not
             cache_salt: (copy > 0).then(|| copy.to_string()),
+            party: PartyId::NONE,
             ..GenerateRequest::greedy(format!("generate-{copy}"), prompt_ids.clone(), args.max_tokens)
         };
         let energy_before_j = self.engine.energy_j();

@@ -142,7 +142,8 @@ pub(crate) struct Usage {
     pub(crate) cached_tokens: Option<u32>,
 }
 
-/// All choices of a response while they are generated. Dropping it cancels them in the engine.
+/// All choices of a response while they are generated. Dropping it cancels them in the engine; whoever left
+/// pays for what was generated until then.
 pub(crate) struct Answer {
     running: Vec<(Choice, Option<UpdateReceiver>)>,
     /// Index of the choice that is polled first next time, so that no choice starves the others.
@@ -151,6 +152,23 @@ pub(crate) struct Answer {
     choices_per_prompt: usize,
     tally: Tally,
     seat: Seat,
+}
+
+impl Drop for Answer {
+    fn drop(&mut self) {
+        for (choice, updates) in &mut self.running {
+            let Some(updates) = updates else { continue };
+            let mut unread = 0;
+            while let Ok(update) = updates.try_recv() {
+                match update {
+                    Update::Token { .. } => unread += 1,
+                    Update::Started { cached_tokens } => choice.cached = Some(cached_tokens),
+                    _ => {}
+                }
+            }
+            self.tally.left(unread, choice.cached);
+        }
+    }
 }
 
 impl Answer {

@@ -7,7 +7,6 @@ use futures_util::future::try_join_all;
 use std::sync::Arc;
 
 use super::answer::{Answer, Choice, TokenLogprobs};
-use super::auth::Tenant;
 use super::errors::ApiError;
 use super::parameters::Parameters;
 use super::shapes::{Collected, Endpoint, Head};
@@ -61,7 +60,7 @@ pub(crate) async fn respond(
     };
     let (stream, warning) = (plan.parameters.stream, plan.warning.clone());
     let with_logprobs = plan.logprobs.is_some();
-    let requests = requests(api, &model, &plan, &id, (seat.tenant(), Seconds(arrived_s), trace))?;
+    let requests = requests(api, &model, &plan, &id, (&seat, Seconds(arrived_s), trace))?;
     let tally = Tally::new(
         api.counted(),
         (plan.endpoint, plan.parameters.asked.tier.unwrap_or_default(), seat.tenant()),
@@ -94,8 +93,9 @@ fn requests(
     model: &ServedModel,
     plan: &Plan,
     id: &str,
-    (tenant, arrived, trace): (&Tenant, Seconds, Option<RequestTrace>),
+    (seat, arrived, trace): (&Seat, Seconds, Option<RequestTrace>),
 ) -> Result<Vec<GenerateRequest>, ApiError> {
+    let (tenant, party) = (seat.tenant(), seat.party());
     let parameters = &plan.parameters;
     let count = plan.prompts.len() * parameters.choices as usize;
     if count > api.limits.choices_max {
@@ -123,6 +123,7 @@ fn requests(
                 logprobs: plan.logprobs,
                 grammar: parameters.format.as_ref().map(|format| format.grammar.clone()),
                 cache_salt: cache_salt.clone(),
+                party,
                 hints,
             });
         }

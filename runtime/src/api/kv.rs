@@ -100,7 +100,7 @@ pub(super) async fn read(
     if tenant.hide_cached_tokens {
         return Err(ApiError::not_found("this key may not see what is cached"));
     }
-    let seat = api.seat(tenant.clone())?;
+    let seat = api.seat(tenant.clone(), &party)?;
     let (text, held) = body::read_json(&api, party.clone(), &headers, body).await?;
     let with = exchange.clone();
     let parse = move |_: Stopped<'_>| KvRange::parse(&text, (&model, &with), &tenant);
@@ -138,7 +138,7 @@ pub(super) async fn write(
     if !essence || headers.contains_key(header::CONTENT_ENCODING) {
         return Err(ApiError::media_type("send frames as 'Content-Type: application/octet-stream'"));
     }
-    let _seat = api.seat(tenant.clone())?;
+    let _seat = api.seat(tenant.clone(), &party)?;
     let held = api.bodies.holder(party.clone());
     let mut writing = Writing { api: &api, party, held, stream: body.into_data_stream(), bytes: Vec::new() };
     let taken = writing.take((model, exchange), &tenant).await;

@@ -48,9 +48,10 @@ mod usage;
 mod work;
 
 use axum::http::HeaderMap;
+use mixfleet_scheduler::fleet::PartyId;
+use mixfleet_scheduler::places::PartyCounts;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 pub use auth::Access;
 pub use keys::KeysFile;
@@ -61,7 +62,7 @@ pub use text::{Marked, TextDecoder, TextModel};
 
 pub use crate::placements::Placements;
 
-use crate::budget::{self, ByteBudget, Connections};
+use crate::budget::{self, ByteBudget, Connections, Party};
 use crate::env::SharedEnv;
 use crate::gateway::Gateway;
 use crate::grammar::COMPILING_MAX;
@@ -208,7 +209,7 @@ pub struct Api {
     limits: Limits,
     access: Access,
     phase: Mutex<Phase>,
-    requests: Arc<Semaphore>,
+    requests: Arc<Mutex<RequestsInWork>>,
     bodies: ByteBudget,
     answers: ByteBudget,
     readers: WorkPool,
@@ -219,13 +220,59 @@ pub struct Api {
 /// A request's place among those in work, its tenant's and in all.
 struct Seat {
     tenant: Arc<Tenant>,
+    party: PartyId,
     _tenants: auth::Seat,
-    _permit: OwnedSemaphorePermit,
+    _place: RequestPlace,
+}
+
+/// The requests in work.
+#[derive(Default)]
+struct RequestsInWork {
+    count: usize,
+    of: PartyCounts,
+}
+
+/// A place of a party among the requests in work, free again when this is dropped.
+struct RequestPlace {
+    requests: Arc<Mutex<RequestsInWork>>,
+    party: PartyId,
+}
+
+impl RequestPlace {
+    /// A place of `most`, or why there is none.
+    fn take(requests: &Arc<Mutex<RequestsInWork>>, party: PartyId, most: usize) -> Result<Self, String> {
+        let mut state = requests.lock().unwrap_or_else(PoisonError::into_inner);
+        if state.count >= most {
+            return Err(format!("{most} requests are being answered already"));
+        }
+        if state.of.leaves_the_rest(party, state.count, most) {
+            let own = state.of.requests(party);
+            return Err(format!(
+                "{own} of {most} requests being answered are this client's; the places that are left are for others"
+            ));
+        }
+        state.count += 1;
+        state.of.enter(party);
+        Ok(RequestPlace { requests: requests.clone(), party })
+    }
+}
+
+impl Drop for RequestPlace {
+    fn drop(&mut self) {
+        let mut state = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
+        state.count -= 1;
+        state.of.leave(self.party);
+    }
 }
 
 impl Seat {
     fn tenant(&self) -> &Tenant {
         &self.tenant
+    }
+
+    /// Whose share its work uses.
+    fn party(&self) -> PartyId {
+        self.party
     }
 }
 
@@ -246,7 +293,7 @@ impl Api {
         access: impl Into<Access>,
     ) -> Arc<Self> {
         Arc::new(Api {
-            requests: Arc::new(Semaphore::new(limits.requests_max)),
+            requests: Arc::default(),
             bodies: ByteBudget::new(limits.bodies_bytes_max),
             readers: WorkPool::new(env.clone(), "reader", limits.readers_max, limits.readers_waiting_max),
             compilers: WorkPool::new(env.clone(), "compiler", COMPILING_MAX, limits.readers_waiting_max),
@@ -292,14 +339,12 @@ impl Api {
         }
     }
 
-    /// Takes a place for a request of `tenant`.
-    fn seat(&self, tenant: Arc<Tenant>) -> Result<Seat, ApiError> {
-        let full = |_| {
-            let message = format!("{} requests are being answered already", self.limits.requests_max);
-            ApiError::overloaded(message, 1)
-        };
-        let permit = self.requests.clone().try_acquire_owned().map_err(full)?;
-        Ok(Seat { _tenants: tenant.seat()?, tenant, _permit: permit })
+    /// Takes a place for a request of `tenant`, which is accounted to `party`.
+    fn seat(&self, tenant: Arc<Tenant>, party: &Party) -> Result<Seat, ApiError> {
+        let (party, most) = (party.id(), self.limits.requests_max);
+        let full = |message| ApiError::overloaded(message, 1);
+        let place = RequestPlace::take(&self.requests, party, most).map_err(full)?;
+        Ok(Seat { _tenants: tenant.seat()?, tenant, party, _place: place })
     }
 
     /// Where a request is counted.

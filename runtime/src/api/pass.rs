@@ -32,7 +32,7 @@ pub(super) async fn answer(
             return Err(ApiError::not_found(message));
         }
     };
-    let seat = api.seat(tenant)?;
+    let seat = api.seat(tenant, &party)?;
     relay::check_shown(seat.tenant())?;
     if matches!(path, PassedPath::Responses) && seat.tenant().max_tokens.is_some() {
         let message = "this key's answers have a longest length, which is not kept at /v1/responses: \
@@ -60,6 +60,7 @@ pub(super) async fn answer(
         choices: 1,
         max_tokens: Some(1),
         granted_tokens: None,
+        party: seat.party(),
         hints: hints.hints(Seconds(arrived_s), api.env.unix_time())?,
     };
     let passed = pass(&gateway, path, &wanted).await;

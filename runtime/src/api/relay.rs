@@ -55,7 +55,7 @@ pub(super) async fn answer(
     body: Body,
 ) -> Result<Response, ApiError> {
     let arrived_s = api.env.now().0;
-    let seat = api.seat(tenant)?;
+    let seat = api.seat(tenant, &party)?;
     check_shown(seat.tenant())?;
     let (text, held) = body::read_json(api, party.clone(), headers, body).await?;
     let (read, name) = (text.clone(), gateway.name().to_owned());
@@ -83,11 +83,13 @@ pub(super) async fn answer(
         choices: outline.choices,
         max_tokens: outline.max_tokens,
         granted_tokens: tenant.max_tokens,
+        party: seat.party(),
         hints: Hints { trace: trace.map(|trace| trace.own), ..hints },
     };
     let mut tally =
         Tally::new(api.counted(), (endpoint, wanted.hints.tier, tenant), id.clone(), arrived_s, trace);
     tally.accepted(std::iter::empty(), 1);
+    tally.prompt_begins(gateway.assumed_prompt_tokens(&wanted));
     let mut response = match relay(&gateway, wanted).await {
         Ok(RelayOpening::Whole(answer)) => {
             tally.told(answer.usage.unwrap_or_default());

@@ -284,7 +284,7 @@ async fn planned(
     body: Body,
 ) -> Result<(Plan, Seat), ApiError> {
     let TenantCaller { tenant, party } = caller;
-    let seat = api.seat(tenant)?;
+    let seat = api.seat(tenant, &party)?;
     let (body, held) = body::read_json(api, party.clone(), headers, body).await?;
     let served = model.clone();
     let read = move |stopped: Stopped<'_>| {

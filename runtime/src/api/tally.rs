@@ -27,6 +27,8 @@ pub(crate) struct Tally {
     last_token_s: Vec<Option<f64>>,
     first_token_s: Option<f64>,
     prompt_tokens: u64,
+    /// Assumed length of a prompt that an engine computes and tells with its answer.
+    assumed_prompt_tokens: Option<u32>,
     cached_tokens: u64,
     tokens: u64,
     outcome: RequestOutcome,
@@ -57,6 +59,7 @@ impl Tally {
             last_token_s: Vec::new(),
             first_token_s: None,
             prompt_tokens: 0,
+            assumed_prompt_tokens: None,
             cached_tokens: 0,
             tokens: 0,
             outcome,
@@ -71,7 +74,22 @@ impl Tally {
         prompt_tokens.for_each(|tokens| self.prompt(tokens));
     }
 
+    /// Records that an engine computes a prompt of about so many tokens, whose length it tells with its
+    /// answer. Who leaves before that pays for so many.
+    pub(crate) fn prompt_begins(&mut self, tokens: u32) {
+        self.assumed_prompt_tokens = Some(tokens);
+    }
+
+    /// Records tokens of a choice that were generated and not read, and cached tokens of its prompt, of an
+    /// answer that its client left.
+    pub(crate) fn left(&mut self, unread: u32, cached: Option<u32>) {
+        self.tokens += u64::from(unread);
+        self.cached_tokens += u64::from(cached.unwrap_or(0));
+        self.metrics.generation_tokens.get_or_create(&self.class).inc_by(unread.into());
+    }
+
     fn prompt(&mut self, tokens: u32) {
+        self.assumed_prompt_tokens = None;
         self.prompt_tokens += u64::from(tokens);
         self.metrics.prompt_tokens.get_or_create(&self.class).inc_by(tokens.into());
         self.metrics.request_prompt_tokens.observe(tokens.into());
@@ -132,6 +150,10 @@ impl Tally {
 impl Drop for Tally {
     fn drop(&mut self) {
         let took_s = self.env.now().0 - self.arrived_s;
+        let left = self.outcome == RequestOutcome::Cancelled;
+        if let Some(tokens) = self.assumed_prompt_tokens.filter(|_| left) {
+            self.prompt(tokens);
+        }
         if self.outcome == RequestOutcome::Success {
             self.metrics.e2e_request_latency_s.observe(took_s);
         }

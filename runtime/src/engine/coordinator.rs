@@ -245,6 +245,7 @@ impl Coordinator {
             class: wanted.hints.tier as u32,
             objective,
             head_start: wanted.hints.whole_head_start(),
+            party: wanted.party,
         }
     }
 

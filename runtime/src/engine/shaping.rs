@@ -85,6 +85,7 @@ mod tests {
     use crate::grammar::{Grammar, GrammarClient, Grammars};
     use crate::model::builtin;
     use crate::request::{Hints, Sampling};
+    use mixfleet_scheduler::fleet::PartyId;
     use std::collections::BTreeMap;
 
     #[test]
@@ -103,6 +104,7 @@ mod tests {
             logprobs: None,
             grammar: Some(Grammar::one_of(["y", "n"])),
             cache_salt: None,
+            party: PartyId::NONE,
             hints: Hints::default(),
         };
         let client = GrammarClient { party: &Party::Tenant("a".into()), stopped: &|| false };

@@ -14,7 +14,7 @@ use mixfleet_hal::{DType, Device};
 use mixfleet_hwtests::reference::ReferenceDevice;
 use mixfleet_scheduler::batch::Urgency;
 use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, LinkCost, PrefillCoefficients};
-use mixfleet_scheduler::fleet::{InstanceId, Role};
+use mixfleet_scheduler::fleet::{InstanceId, PartyId, Role};
 use mixfleet_scheduler::kv::hash::{Namespace, PrefixHasher};
 use mixfleet_wire::{HostRegion, InProcessTransport};
 use std::sync::Arc;
@@ -84,6 +84,7 @@ impl Rogue {
             logprobs: None,
             grammar: None,
             cache_salt: None,
+            party: PartyId::NONE,
             hints: Hints::default(),
         };
         Job {

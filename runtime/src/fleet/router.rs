@@ -102,7 +102,7 @@ mod tests {
     use mixfleet_scheduler::cost::{
         Coefficients, CostModel, DecodeCoefficients, KvCopyCost, LinkCost, PrefillCoefficients,
     };
-    use mixfleet_scheduler::fleet::{Instance, InstanceId, Role};
+    use mixfleet_scheduler::fleet::{Instance, InstanceId, PartyId, Role};
     use std::sync::Arc;
     use std::time::Duration;
 
@@ -173,6 +173,7 @@ mod tests {
             logprobs: None,
             grammar: None,
             cache_salt: None,
+            party: PartyId::NONE,
             hints: Hints::default(),
         }
     }

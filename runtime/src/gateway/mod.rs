@@ -40,7 +40,7 @@ use mixfleet_hal::units::{Seconds, UsdPerHour};
 use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::cost::{CostModel, LinkCost};
 use mixfleet_scheduler::fleet::{
-    Action, Arrival, Event, FleetConfig, Instance, InstanceId, Objective, OthersWork, PromptChain,
+    Action, Arrival, Event, FleetConfig, Instance, InstanceId, Objective, OthersWork, PartyId, PromptChain,
     RejectReason, Role, Terms,
 };
 use mixfleet_scheduler::kv::hash::PrefixHasher;
@@ -124,6 +124,8 @@ pub(crate) struct RelayRequest {
     pub(crate) max_tokens: Option<u32>,
     /// What the client is granted at most.
     pub(crate) granted_tokens: Option<u32>,
+    /// Whose share of the engines it uses.
+    pub(crate) party: PartyId,
     pub(crate) hints: Hints,
 }
 
@@ -341,6 +343,11 @@ impl Gateway {
         }
     }
 
+    /// Assumed length of a request's prompt, until an engine tells it.
+    pub(crate) fn assumed_prompt_tokens(&self, wanted: &RelayRequest) -> u32 {
+        self.lock().lengths(wanted).0
+    }
+
     /// The next request's id.
     fn next_request(&self) -> RequestId {
         let mut state = self.lock();
@@ -364,6 +371,7 @@ impl Gateway {
             class: wanted.hints.tier as u32,
             objective,
             head_start: wanted.hints.whole_head_start(),
+            party: wanted.party,
         };
         // The machine knows no engine to avoid: those that compute nothing are no candidates.
         avoided.iter().for_each(|&at| state.set_stand(now, at, Stand::Out));

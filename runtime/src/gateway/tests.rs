@@ -261,6 +261,7 @@ pub(super) fn wanted(id: &str, stream: bool) -> RelayRequest {
         choices: 1,
         max_tokens: Some(100),
         granted_tokens: None,
+        party: PartyId::NONE,
         hints: Hints::default(),
     }
 }

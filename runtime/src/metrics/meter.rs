@@ -253,7 +253,7 @@ mod tests {
     use mixfleet_hal::DType;
     use mixfleet_hal::units::UsdPerHour;
     use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, PrefillCoefficients};
-    use mixfleet_scheduler::fleet::{Arrival, Fleet, FleetConfig, Instance, Role};
+    use mixfleet_scheduler::fleet::{Arrival, Fleet, FleetConfig, Instance, PartyId, Role};
 
     const SEVEN_TWO: UsdPerHour = UsdPerHour(7.2);
 
@@ -290,6 +290,7 @@ mod tests {
             class,
             objective: mixfleet_scheduler::fleet::Objective::Fleet,
             head_start: Seconds::ZERO,
+            party: PartyId::NONE,
         })
     }
 

@@ -91,6 +91,33 @@ fn more_requests_are_a_429_and_slots_come_back() {
     });
 }
 
+/// Asks for a stream from an address, whose connection is returned unread.
+async fn stream_from(server: &Server, party: u8) -> Box<dyn Connection> {
+    let mut connection = server.env.connect_from([10, 0, 0, party].into(), ADDRESS).unwrap();
+    let body = json!({"model": MODEL, "prompt": "a", "stream": true}).to_string();
+    let request = request("POST", "/v1/completions", "", body.as_bytes());
+    connection.write_all(&request).await.unwrap();
+    connection
+}
+
+#[test]
+fn the_last_places_are_kept_from_an_address_that_has_most() {
+    let setup = Setup::play(Play::Hang(vec![97])).with_limits(|limits| limits.requests_max = 16);
+    run(setup, |server| async move {
+        let mut running = Vec::new();
+        for count in 1..=14 {
+            running.push(stream_from(&server, 1).await);
+            server.until("submitted", || server.submissions().len() == count).await;
+        }
+        let refused = Response::read(&mut stream_from(&server, 1).await).await;
+        assert_eq!((refused.status, &*refused.headers["retry-after"]), (429, "1"));
+        for count in 15..=16 {
+            running.push(stream_from(&server, 2).await);
+            server.until("submitted", || server.submissions().len() == count).await;
+        }
+    });
+}
+
 #[test]
 fn choices_are_bounded_over_all_prompts() {
     let setup = Setup::play(Play::say("")).with_limits(|limits| limits.choices_max = 5);

@@ -86,6 +86,24 @@ fn each_tenant_has_an_account_and_sees_its_own() {
 }
 
 #[test]
+fn who_leaves_pays_for_tokens_that_were_not_read() {
+    const TOKENS: usize = 3000;
+    run(setup(Play::Hang(vec![97; TOKENS])), |server| async move {
+        let headers = "authorization: Bearer b-key\r\n";
+        let body = json!({"model": MODEL, "prompt": "a", "stream": true, "max_tokens": TOKENS}).to_string();
+        let mut running = server.env.connect(super::support::ADDRESS).unwrap();
+        let first = request("POST", "/v1/completions", headers, body.as_bytes());
+        tokio::io::AsyncWriteExt::write_all(&mut running, &first).await.unwrap();
+        server.until("submitted", || server.submissions().len() == 1).await;
+        server.env.sleep(Duration::from_secs(1)).await;
+        drop(running);
+        server.until("cancelled", || server.cancellations() == 1).await;
+        let account = ask(&server, "b-key", "GET", "/usage", Value::Null).await.json()["data"][0].clone();
+        assert_eq!(account["completion_tokens"], TOKENS, "{account}");
+    });
+}
+
+#[test]
 fn a_tenant_has_so_many_requests_in_work_and_then_a_429() {
     run(setup(Play::Hang(vec![97])), |server| async move {
         let headers = "authorization: Bearer a-key\r\n";

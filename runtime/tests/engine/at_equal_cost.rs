@@ -22,7 +22,7 @@ use mixfleet_runtime::model::RandomCheckpoint;
 use mixfleet_runtime::request::{EngineHandle, GenerateRequest, Hints, Sampling, Update};
 use mixfleet_scheduler::cost::CostModel;
 use mixfleet_scheduler::engines;
-use mixfleet_scheduler::fleet::{Admission, FleetConfig};
+use mixfleet_scheduler::fleet::{Admission, FleetConfig, PartyId};
 use mixfleet_scheduler::kv::BlockHash;
 use mixfleet_scheduler::models::find;
 use mixfleet_scheduler::plan::candidates::{
@@ -328,6 +328,7 @@ async fn answers_of(
             logprobs: None,
             grammar: None,
             cache_salt: None,
+            party: PartyId::NONE,
             hints: Hints::default(),
         };
         let mut updates = handle.submit(request).await.unwrap();

@@ -17,7 +17,7 @@ use mixfleet_runtime::model::Checkpoint;
 use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_runtime::request::{EngineHandle, GenerateRequest, Hints, Sampling, Update};
 use mixfleet_scheduler::cost::CostModel;
-use mixfleet_scheduler::fleet::{InstanceId, Role};
+use mixfleet_scheduler::fleet::{InstanceId, PartyId, Role};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -109,6 +109,7 @@ fn play(routers: u16, slo: bool, seed: u64, per_s: f64) -> Fared {
                 logprobs: None,
                 grammar: None,
                 cache_salt: None,
+                party: PartyId::NONE,
                 hints: Hints::default(),
             };
             let (handle, env) = (handles[at % handles.len()].clone(), world.clone());

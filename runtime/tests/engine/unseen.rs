@@ -15,7 +15,7 @@ use mixfleet_runtime::env::{Env, SeededEnv};
 use mixfleet_runtime::model::RandomCheckpoint;
 use mixfleet_runtime::request::{GenerateRequest, Hints, Sampling, Update};
 use mixfleet_scheduler::cost::CostModel;
-use mixfleet_scheduler::fleet::{FleetConfig, Policy};
+use mixfleet_scheduler::fleet::{FleetConfig, PartyId, Policy};
 use mixfleet_scheduler::models::find;
 use mixfleet_scheduler::plan::branching::Microlp;
 use mixfleet_scheduler::plan::candidates::ServiceLevel;
@@ -207,6 +207,7 @@ impl Scene {
                     logprobs: None,
                     grammar: None,
                     cache_salt: None,
+                    party: PartyId::NONE,
                     hints: Hints::default(),
                 });
                 let came = world.now();

@@ -32,7 +32,7 @@ use mixfleet_runtime::request::{
 use mixfleet_scheduler::cost::{
     AttnSplit, Coefficients, DecodeCoefficients, MemberShare, Partition, PrefillCoefficients,
 };
-use mixfleet_scheduler::fleet::{FleetConfig, Policy, Replicate, Role};
+use mixfleet_scheduler::fleet::{FleetConfig, PartyId, Policy, Replicate, Role};
 use mixfleet_simulated::FaultyDevice;
 use mixfleet_wire::{FaultyTransport, HostRegion, InProcessTransport};
 use std::future::ready;
@@ -547,6 +547,7 @@ pub(crate) fn request(
         logprobs: None,
         grammar: None,
         cache_salt,
+        party: PartyId::NONE,
         hints: Hints { tier, ..Hints::default() },
     }
 }

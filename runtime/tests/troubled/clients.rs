@@ -5,6 +5,7 @@ use super::parts::poison;
 use super::{Talk, World};
 use mixfleet_runtime::env::Env;
 use mixfleet_runtime::request::{Failure, FailureKind, GenerateRequest, Hints, Rejection, Sampling, Update};
+use mixfleet_scheduler::fleet::PartyId;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -181,8 +182,16 @@ fn failing<'a>(id: String, prompt: &'a [u32], counts_as: &'static str) -> Asked<
     Asked { id, kind: 0, prompt, tokens_max: TOKENS_MAX, logprobs: None, expected: None, counts_as }
 }
 
+/// The party of a client: three of four are one that floods the fleet, and each fourth is another one.
+fn party(id: &str) -> PartyId {
+    let client = id.rsplit_once('-').map_or(id, |(client, _)| client);
+    let number = client.bytes().fold(0_u64, |sum, byte| sum + u64::from(byte));
+    PartyId(if number % 4 == 0 { 2 } else { 1 })
+}
+
 fn request(id: String, prompt: &[u32], tokens_max: u32, logprobs: Option<u32>) -> GenerateRequest {
     GenerateRequest {
+        party: party(&id),
         id,
         prompt_ids: prompt.into(),
         max_tokens: tokens_max,

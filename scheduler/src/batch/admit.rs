@@ -5,11 +5,11 @@ use super::{Action, After, Evicted, Instance, Phase, Place, RequestId, Sequence,
 use mixfleet_hal::cast::to_u32;
 
 /// The blocks that a waiting sequence needs.
-struct Need {
+pub(super) struct Need {
     /// Cached pages of its prefix.
-    hits: Vec<u32>,
+    pub(super) hits: Vec<u32>,
     /// Number of other blocks.
-    fresh: usize,
+    pub(super) fresh: usize,
     /// Number of leading blocks that could be cached: at least one token is computed, to draw the next one.
     reusable: u32,
 }
@@ -25,7 +25,7 @@ impl<T: Text> Instance<T> {
                 pending => prompts.push((place, (sequence.computed, pending))),
             }
         }
-        StepRoom::new(self.prompt_rows(decodes), prompts)
+        StepRoom::new(self.prompt_rows(decodes, None), prompts)
     }
 
     /// Gives blocks to waiting sequences, in their order, until one does not fit even if later flex requests
@@ -38,6 +38,9 @@ impl<T: Text> Instance<T> {
     ) -> bool {
         if self.places.of(Phase::Queued).is_empty() && self.places.of(Phase::Asking).is_empty() {
             return false;
+        }
+        if self.parties.contend() {
+            return self.admit_in_turn(evicted, actions);
         }
         let mut room = self.room();
         let mut seen = None;
@@ -82,7 +85,7 @@ impl<T: Text> Instance<T> {
         self.holding() < self.limits.sequences_max || self.later(place).next().is_some()
     }
 
-    fn need(&mut self, request: RequestId) -> Need {
+    pub(super) fn need(&mut self, request: RequestId) -> Need {
         let sequence = self.sequences.get_mut(request).expect("a waiting sequence is known");
         let reusable = (sequence.length - 1) / self.limits.block_tokens;
         let hits = match sequence.after {
@@ -123,7 +126,7 @@ impl<T: Text> Instance<T> {
     }
 
     /// Gives a sequence its blocks. True if some must be loaded first.
-    fn take_blocks(
+    pub(super) fn take_blocks(
         &mut self,
         place: Place,
         need: Need,

@@ -16,6 +16,9 @@
 //! or within that time after, so every request becomes the first. Pulls from this instance do not change
 //! this: lent blocks are in use until they are read, which waits for nothing here, and no sequence that could
 //! run waits for them. A sequence that waits for a pull is a reservation that may be revoked.
+//!
+//! Where requests of several parties meet, `shares.rs` decides between the parties, and says why that keeps
+//! this true.
 
 mod admit;
 mod blocks;
@@ -24,6 +27,7 @@ mod give_back;
 mod order;
 mod refusal;
 mod rows;
+mod shares;
 mod steady;
 mod text;
 mod travel;
@@ -37,16 +41,18 @@ pub use rows::Urgency;
 pub(crate) use rows::rows_beside;
 pub use text::{Text, TokenIds};
 
-pub use crate::ids::RequestId;
+pub use crate::ids::{PartyId, RequestId};
 
 use crate::cost::{CostModel, Learner, MeasuredSteps};
 use crate::kv::{BlockHash, CachePolicy};
 use crate::table::IdMap;
+use admit::Need;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::Seconds;
 use order::Places;
-use rows::{Decodes, PromptRows};
+use rows::{Decodes, PromptRows, StepShare, TILE};
 use serde::{Deserialize, Serialize};
+use shares::Parties;
 use std::sync::Arc;
 
 /// Limits of one instance.
@@ -236,6 +242,8 @@ pub struct Instance<T: Text> {
     sequences: IdMap<Sequence<T>>,
     /// All sequences in order, by phase.
     places: Places,
+    /// The parties of these sequences.
+    parties: Parties,
     /// Blocks that other instances read, by request.
     lent: IdMap<Vec<u32>>,
     /// The step that the device runs.
@@ -258,6 +266,7 @@ impl<T: Text> Instance<T> {
             limits,
             sequences: IdMap::default(),
             places: Places::default(),
+            parties: Parties::default(),
             lent: IdMap::default(),
             in_step: Vec::new(),
             news: false,
@@ -349,8 +358,9 @@ impl<T: Text> Instance<T> {
     }
 
     /// Prompt rows that `decodes` leave in a step.
-    fn prompt_rows(&self, decodes: Decodes) -> PromptRows {
-        PromptRows::new(&self.limits, self.cost.as_ref(), self.learner.corrections(), decodes)
+    fn prompt_rows(&self, decodes: Decodes, share: Option<StepShare>) -> PromptRows {
+        let cost = self.cost.as_ref();
+        PromptRows::new(&self.limits, cost, self.learner.corrections(), decodes, share)
     }
 
     fn sequence(&self, request: RequestId) -> &Sequence<T> {
@@ -371,10 +381,12 @@ impl<T: Text> Instance<T> {
     fn step_done(&mut self, sampled: &[Sampled], actions: &mut Vec<Action<T::Block>>) {
         let mut sampled = sampled.iter().peekable();
         let mut in_step = std::mem::take(&mut self.in_step);
-        for StepSequence { request, tokens, .. } in in_step.drain(..) {
+        for StepSequence { request, tokens, start, .. } in in_step.drain(..) {
             let drawn = sampled.next_if(|s| s.request == request);
             let sequence = self.sequences.get_mut(request).expect("what runs is known");
             sequence.computed += tokens;
+            let decodes = tokens == 1 && start + 1 == sequence.length;
+            self.parties.count(sequence.urgency.party, tokens, decodes);
             if sequence.cancelled {
                 self.drop_request(request);
                 continue;
@@ -409,8 +421,9 @@ impl<T: Text> Instance<T> {
             return;
         }
         self.release_pages(request);
-        if let Some(Sequence { phase, place, .. }) = self.sequences.remove(request) {
+        if let Some(Sequence { phase, place, urgency, .. }) = self.sequences.remove(request) {
             self.places.of_mut(phase).remove(&place);
+            self.parties.leave(urgency.party);
         }
     }
 
@@ -466,6 +479,12 @@ impl<T: Text> Instance<T> {
                 _ => prompts.push(place.request),
             }
         }
+        let contend = self.parties.contend();
+        let share = if contend { self.share_step(&mut step.sequences, &mut prompts) } else { None };
+        if contend {
+            let is_short = |part: &&StepSequence| !self.sequence(part.request).has_blocks(&self.limits);
+            short = step.sequences.iter().filter(is_short).map(|part| part.request).collect();
+        }
         let mut budget = self.limits.step_tokens_max;
         if !short.is_empty() || step.sequences.len() > budget as usize {
             // Earlier requests may preempt later ones.
@@ -478,13 +497,17 @@ impl<T: Text> Instance<T> {
                 budget -= u32::from(runs);
                 runs
             });
+            if contend {
+                // those beyond their share are preempted for others, though they are earlier
+                step.sequences.retain(|part| self.decodes(part.request));
+            }
         }
         if prompts.is_empty() {
             return step;
         }
         let mut decodes = Decodes::default();
         step.sequences.iter().for_each(|part| decodes.add(self.sequence(part.request)));
-        let mut rows = self.prompt_rows(decodes);
+        let mut rows = self.prompt_rows(decodes, share);
         for request in prompts {
             let sequence = self.sequence(request);
             let pending = sequence.pending();
@@ -526,9 +549,7 @@ impl<T: Text> Instance<T> {
             if self.blocks.extend(&mut sequence.pages, evicted) {
                 return true;
             }
-            let mut last_first = self.places.of(Phase::Running).iter().rev().map(|place| place.request);
-            let last = last_first.find(|&request| self.sequence(request).preemptable());
-            let last = last.expect("the sequence itself is preemptable");
+            let last = self.last_to_run();
             if last == request && self.others_will_release(request) {
                 return false;
             }
@@ -537,6 +558,18 @@ impl<T: Text> Instance<T> {
                 return false;
             }
         }
+    }
+
+    /// The sequence that is preempted first for one that runs.
+    fn last_to_run(&self) -> RequestId {
+        if self.parties.contend()
+            && let Some(last) = self.last_beyond_share()
+        {
+            return last;
+        }
+        let mut last_first = self.places.of(Phase::Running).iter().rev().map(|place| place.request);
+        let last = last_first.find(|&request| self.sequence(request).preemptable());
+        last.expect("the sequence itself is preemptable")
     }
 
     /// Whether other sequences will release blocks by themselves.
@@ -578,6 +611,8 @@ impl<T: Text> Instance<T> {
 mod refusal_tests;
 #[cfg(test)]
 mod rows_tests;
+#[cfg(test)]
+mod shares_tests;
 #[cfg(test)]
 mod steady_tests;
 #[cfg(test)]

@@ -61,6 +61,7 @@ impl<T: Text> Instance<T> {
             cancelled: false,
         };
         sequence.phase = sequence.in_queue();
+        self.parties.enter(urgency.party);
         self.places.of_mut(sequence.phase).insert(place);
         self.sequences.insert(request, sequence);
     }

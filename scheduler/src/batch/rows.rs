@@ -2,7 +2,7 @@
 //! objectives allow. Without an objective, a step with prompts may take twice as long as one without: decodes
 //! read the weights anyway, and up to there computing takes no longer than that.
 
-use super::{BatchLimits, Place, Sequence};
+use super::{BatchLimits, PartyId, Place, Sequence};
 use crate::cost::{Corrections, CostModel, Prefill};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::Seconds;
@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 /// Rows are added in tiles of this size, which matrix units compute at once. Beside decodes at least one tile
 /// runs, so that prompts progress even if the objective cannot be met.
-const TILE: u32 = 16;
+pub(super) const TILE: u32 = 16;
 
 /// The share of the objective up to which a step is filled; the rest allows for prediction errors.
 const FILLED: f64 = 0.9;
@@ -29,20 +29,23 @@ pub struct Urgency {
     pub gives_way: bool,
     /// TBT objective, which steps in which it decodes must keep.
     pub tbt_slo: Option<Seconds>,
+    /// The party whose share of the instance it uses.
+    #[serde(default)]
+    pub party: PartyId,
 }
 
 impl Urgency {
     /// The urgency of a request without objectives that may not be preempted.
     pub fn due_at(due: Seconds) -> Self {
-        Urgency { due, gives_way: false, tbt_slo: None }
+        Urgency { due, gives_way: false, tbt_slo: None, party: PartyId::NONE }
     }
 }
 
 /// The decoding sequences of a step, as far as they limit it.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Decodes {
-    sequences: u32,
-    kv_tokens: u64,
+    pub(super) sequences: u32,
+    pub(super) kv_tokens: u64,
     /// The tightest TBT objective of all.
     tbt_slo: Option<Seconds>,
 }
@@ -54,6 +57,15 @@ impl Decodes {
         let tighter = |slo: Seconds| self.tbt_slo.map_or(slo, |tightest| tightest.min(slo));
         self.tbt_slo = sequence.urgency.tbt_slo.map(tighter).or(self.tbt_slo);
     }
+}
+
+/// What the shares of several parties leave of a step.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct StepShare {
+    /// The time that it may take.
+    pub(super) within: Seconds,
+    /// Prompt rows that it has in any case.
+    pub(super) rows_min: u32,
 }
 
 /// The remaining prompt rows of a step, while prompts are added in their order.
@@ -83,24 +95,27 @@ impl PromptRows {
         cost: Option<&Arc<CostModel>>,
         corrections: Corrections,
         decodes: Decodes,
+        share: Option<StepShare>,
     ) -> Self {
-        let left = limits.step_tokens_max.saturating_sub(decodes.sequences);
-        if decodes.sequences == 0 {
-            return PromptRows { left, pace: None };
-        }
-        match (limits.prefill_tokens_beside_decode_max, cost) {
+        let mut left = limits.step_tokens_max.saturating_sub(decodes.sequences);
+        let shared = share.map(|share| (share.within, share.rows_min));
+        let limited = match (limits.prefill_tokens_beside_decode_max, cost) {
+            _ if decodes.sequences == 0 => shared,
             (None, Some(cost)) => {
                 let alone = cost.decode_step_s(decodes.sequences, decodes.kv_tokens) * corrections.step;
-                let (within, rows_min) = limit(decodes.tbt_slo, alone);
-                let (cost, pieces) = (cost.clone(), Vec::new());
-                let pace = Pace { cost, corrections, within, rows_min, decodes, pieces };
-                PromptRows { left, pace: Some(pace) }
+                let own = limit(decodes.tbt_slo, alone);
+                Some(shared.map_or(own, |share| (share.0.min(own.0), share.1.min(own.1))))
             }
             (fixed, _) => {
-                let beside = fixed.unwrap_or(BatchLimits::PREFILL_TOKENS_BESIDE_DECODE_MAX);
-                PromptRows { left: left.min(beside), pace: None }
+                left = left.min(fixed.unwrap_or(BatchLimits::PREFILL_TOKENS_BESIDE_DECODE_MAX));
+                shared
             }
-        }
+        };
+        let pace = limited.zip(cost).map(|((within, rows_min), cost)| {
+            let (cost, pieces) = (cost.clone(), Vec::new());
+            Pace { cost, corrections, within, rows_min, decodes, pieces }
+        });
+        PromptRows { left, pace }
     }
 
     /// Whether the step has room for more prompt rows.

@@ -9,7 +9,11 @@ impl<T: Text> Instance<T> {
     /// long as no waiting request has a prefix that is only now being generated.
     pub fn steady_steps(&self, most: u32) -> u32 {
         let all_decode = self.in_step.iter().all(|part| part.sample && part.tokens == 1);
-        if self.news || !all_decode || self.in_step.len() != self.places.of(Phase::Running).len() {
+        if self.news
+            || self.parties.contend()
+            || !all_decode
+            || self.in_step.len() != self.places.of(Phase::Running).len()
+        {
             return 0;
         }
         let sequences = || self.in_step.iter().map(|part| self.sequence(part.request));

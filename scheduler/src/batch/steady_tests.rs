@@ -82,8 +82,12 @@ fn steps_in_one_go_are_what_single_steps_are() {
         for request in 0..20 {
             let (length, output) = (1 + rng.below(20) as u32, 1 + rng.below(30) as u32);
             let tbt_slo = (rng.below(2) == 0).then_some(Seconds(0.01));
-            let urgency =
-                Urgency { due: Seconds(rng.below(5) as f64), gives_way: rng.below(2) == 0, tbt_slo };
+            let urgency = Urgency {
+                due: Seconds(rng.below(5) as f64),
+                gives_way: rng.below(2) == 0,
+                tbt_slo,
+                party: PartyId::NONE,
+            };
             let mut done = Vec::new();
             for (at, machine) in machines.iter_mut().enumerate() {
                 left[at].insert(request, output);

@@ -66,6 +66,8 @@ struct Driver {
     pulling: BTreeMap<RequestId, u32>,
     tokens_pulled: u32,
     revoked: Vec<RequestId>,
+    /// The party of what is added next.
+    party: PartyId,
 }
 
 impl Driver {
@@ -85,6 +87,7 @@ impl Driver {
             pulling: BTreeMap::new(),
             tokens_pulled: 0,
             revoked: Vec::new(),
+            party: PartyId::NONE,
         }
     }
 
@@ -153,7 +156,8 @@ impl Driver {
 
     fn add_due(&mut self, request: RequestId, due: Seconds, prompt: Vec<u32>, output: usize, after: After) {
         self.requests.insert(request, (prompt.clone(), prompt.len() + output));
-        let urgency = Urgency { gives_way: due >= FLEXIBLE, ..Urgency::due_at(due) };
+        let (gives_way, party) = (due >= FLEXIBLE, self.party);
+        let urgency = Urgency { gives_way, party, ..Urgency::due_at(due) };
         let pulls = self.pulls;
         let event = Event::Add { request, urgency, text: text(prompt), pulls, after };
         self.machine.step(event, &mut Vec::new());
@@ -263,6 +267,8 @@ fn every_request_ends_with_the_right_tokens_under_random_load() {
     let (mut tokens_pulled, mut revoked, mut blocks_lent) = (0, 0, 0);
     for seed in 0..200 {
         let mut rng = Stream::new(seed);
+        // in every third one there are parties, and work without any
+        let mut parties = (seed % 3 == 0).then(|| Stream::new(1000 + seed));
         // every other one with what is given up kept elsewhere
         let tiered = seed % 2 == 1;
         let page_parts = windowed(seed);
@@ -278,6 +284,7 @@ fn every_request_ends_with_the_right_tokens_under_random_load() {
             let output = 1 + rng.below(30) as usize;
             let after = if rng.below(4) == 0 { After::HandOff } else { After::Decode };
             let due = Seconds(rng.below(6) as f64);
+            driver.party = PartyId(parties.as_mut().map_or(0, |parties| parties.below(4)));
             driver.pulls = rng.below(2) as u32 * rng.below(prompt.len() as u64) as u32;
             driver.add_due(request, due, prompt, output, after);
             for _ in 0..rng.below(4) {

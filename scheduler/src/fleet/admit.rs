@@ -2,7 +2,7 @@
 
 use super::explain::{Candidate, Outcome, Terms};
 use super::place::Question;
-use super::{Arrival, Fleet, HEAD_START_MAX, Objective, RejectReason};
+use super::{Arrival, Fleet, HEAD_START_MAX, Objective, PartyId, RejectReason};
 use crate::batch::Urgency;
 use mixfleet_hal::units::Seconds;
 use serde::{Deserialize, Serialize};
@@ -35,6 +35,8 @@ pub(super) struct Objectives {
     pub(super) ends: Option<Ends>,
     /// The prompt's due time on the fleet's clock.
     pub(super) due: Seconds,
+    /// Whose share it uses.
+    pub(super) party: PartyId,
     admission: Admission,
     /// Whether the first token waits for the KV's transfer.
     waits_for_transfer: bool,
@@ -65,7 +67,8 @@ impl Objectives {
 
     /// The urgency, for the instances.
     pub(super) fn urgency(&self) -> Urgency {
-        Urgency { due: self.due, gives_way: self.ends.is_some(), tbt_slo: self.tbt_slo }
+        let (due, gives_way) = (self.due, self.ends.is_some());
+        Urgency { due, gives_way, tbt_slo: self.tbt_slo, party: self.party }
     }
 
     /// The first objective that is missed.
@@ -99,6 +102,7 @@ impl Fleet {
             tbt_slo,
             ends: None,
             due: due(now + ttft_slo.unwrap_or(Seconds::ZERO)),
+            party: arrival.party,
             admission: self.config.admission,
             waits_for_transfer: self.config.first_token_at_decode,
         };
@@ -178,7 +182,7 @@ impl Fleet {
             RejectReason::TtftSlo { ttft_s, slo_s } => Some(Seconds(ttft_s - slo_s)),
             // A retry would be later still.
             RejectReason::Deadline { .. } => None,
-            RejectReason::QueueFull { .. } | RejectReason::TbtSlo { .. } => {
+            RejectReason::QueueFull { .. } | RejectReason::Share { .. } | RejectReason::TbtSlo { .. } => {
                 let ends = self.loads.iter().filter_map(|load| load.forecast(&self.lengths, now).first_end());
                 ends.reduce(Seconds::min)
             }

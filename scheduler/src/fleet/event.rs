@@ -4,7 +4,7 @@ use super::explain::Explanation;
 use super::others::OthersWork;
 use crate::batch::Urgency;
 use crate::cost::{CostModel, KvCopyCost, LinkCost, MeasuredSteps};
-use crate::ids::{InstanceId, RequestId};
+use crate::ids::{InstanceId, PartyId, RequestId};
 use crate::kv::parts::PageParts;
 use crate::kv::{BlockHash, Tier};
 use mixfleet_hal::DType;
@@ -180,6 +180,9 @@ pub struct Arrival {
     /// to [`HEAD_START_MAX`].
     #[serde(default)]
     pub head_start: Seconds,
+    /// The party whose share of the fleet it uses.
+    #[serde(default)]
+    pub party: PartyId,
 }
 
 /// Nobody goes further ahead of his place in the order, or behind it: a request is overtaken only by those
@@ -433,6 +436,16 @@ pub enum RejectReason {
         /// Number of requests in the fleet now.
         requests: usize,
         /// The limit.
+        requests_max: usize,
+    },
+    /// The last places are kept for parties that hold less than their share.
+    #[error(
+        "{requests} of {requests_max} requests in work are this client's; the places that are left are for others"
+    )]
+    Share {
+        /// Number of requests of this party.
+        requests: usize,
+        /// The limit of all parties together.
         requests_max: usize,
     },
     /// No placement is predicted to meet the TTFT objective.

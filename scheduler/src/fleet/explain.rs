@@ -35,6 +35,10 @@ pub struct Explanation {
     pub output_tokens: u32,
     /// Number of instances that were up.
     pub instances: u32,
+    /// Number of parties with requests in work, with this request's: it has one of so many shares, which
+    /// its wait in queues allows for. 0 if its party is not known.
+    #[serde(default)]
+    pub parties: u32,
     /// The placements that the policy finally compared: all pairs in a small fleet, the best few in a large
     /// one. Empty if none was considered.
     pub candidates: Vec<Candidate>,

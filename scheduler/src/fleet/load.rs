@@ -6,7 +6,7 @@
 
 use super::forecast::{DEVIATIONS, Seat};
 use super::learn::OnItsWay;
-use super::{Instance, InstanceId, RequestId};
+use super::{Instance, InstanceId, PartyId, RequestId};
 use crate::batch::rows_beside;
 use crate::cost::{Learner, LinkCost};
 use crate::table::IdMap;
@@ -28,6 +28,8 @@ pub(super) struct Work {
     pub(super) decode: InstanceId,
     /// Due time of its prompt.
     pub(super) due: Seconds,
+    /// Whose share it uses; that of another router's is not known.
+    pub(super) party: PartyId,
     /// Its TBT objective.
     pub(super) tbt_slo: Option<Seconds>,
     /// Prompt tokens whose KV its decode instance was predicted to lack, and the uncorrected predicted time
@@ -254,7 +256,7 @@ impl Load {
         let Phase::Prefill { done, remaining } = work.phase else { return };
         let place = self.prefilling.len() - self.behind(work.due).count();
         if place == 0 {
-            (self.moved_at, self.first_remaining) = (now + self.step_rest(now, works), remaining);
+            (self.moved_at, self.first_remaining) = (now + self.running_step(now, works), remaining);
         }
         if let Some(stalls) = self.stalls_of(work.prompt_tokens - done, remaining) {
             self.stall(stalls);
@@ -270,7 +272,7 @@ impl Load {
     }
 
     /// Time until the current step ends, when a request that precedes the first prompt starts.
-    fn step_rest(&self, now: Seconds, works: &Works) -> Seconds {
+    pub(super) fn running_step(&self, now: Seconds, works: &Works) -> Seconds {
         let first = self.prefilling.front().and_then(|(_, id)| works.get(*id));
         let Some(Work { prompt_tokens, phase: Phase::Prefill { done, .. }, .. }) = first else {
             return Seconds::ZERO;
@@ -423,7 +425,7 @@ impl Load {
             }
         }
         if self.prefilling.front().is_some_and(|(first, _)| *first > due) {
-            return (Backlog { time: self.step_rest(now, works), chunks: 1 }, behind);
+            return (Backlog { time: self.running_step(now, works), chunks: 1 }, behind);
         }
         ahead.time = ahead.time.max(Seconds::ZERO);
         (ahead, behind)

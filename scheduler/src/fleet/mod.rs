@@ -19,9 +19,10 @@ mod others;
 mod place;
 mod replicate;
 mod roles;
+mod shares;
 mod stalls;
 
-pub use crate::ids::{InstanceId, RequestId};
+pub use crate::ids::{InstanceId, PartyId, RequestId};
 pub use admit::Admission;
 pub use event::{
     Action, Arrival, Event, HEAD_START_MAX, Instance, Link, Objective, PromptChain, Pull, RejectReason, Role,
@@ -34,6 +35,7 @@ pub use roles::Rebalance;
 
 use crate::cost::LinkCost;
 use crate::kv::{BlockHash, PrefixIndex, Prefixes, Tier};
+use crate::places::PartyCounts;
 use admit::Objectives;
 use forecast::Seat;
 use lengths::Lengths;
@@ -149,6 +151,8 @@ pub struct Fleet {
     works: Works,
     /// Number of `works` that belong to other routers.
     others_prompts: usize,
+    /// The parties with requests of this router's.
+    parties: PartyCounts,
     lengths: Lengths,
     window: roles::Window,
     /// Mean TBT predicted for the last few requests.
@@ -187,6 +191,7 @@ impl Fleet {
             pool_links: BTreeMap::new(),
             works: Works::default(),
             others_prompts: 0,
+            parties: PartyCounts::default(),
             window: roles::Window::default(),
             index: PrefixIndex::default(),
             prefixes: Prefixes::default(),
@@ -327,6 +332,7 @@ impl Fleet {
         let remaining = Seconds(terms.pull_s + terms.prefill_s);
         let work = Work {
             due: objectives.due,
+            party: objectives.party,
             tbt_slo: objectives.tbt_slo,
             prompt_tokens: arrival.prompt_tokens,
             prefill,
@@ -354,6 +360,7 @@ impl Fleet {
         self.loads.change(p, |load| load.queue(arrival.request, &work, &self.works, now));
         self.loads.change(d, |load| load.commit(seat));
         self.works.insert(arrival.request, work);
+        self.parties.enter(arrival.party);
         if let Some(pull) = pull
             && let Some(source) = self.position(pull.from)
         {
@@ -446,6 +453,7 @@ impl Fleet {
 
     fn forget(&mut self, now: Seconds, request: RequestId) -> Option<(Work, Option<Seat>)> {
         let work = self.works.remove(request)?;
+        self.parties.leave(work.party);
         if let Some(at) = self.position(work.prefill) {
             self.loads.change(at, |load| load.leave_queue(request, &work, &self.works, now));
         }

@@ -8,7 +8,7 @@
 use super::forecast::Seat;
 use super::load::{Phase, Work};
 use super::stalls::Stalls;
-use super::{Fleet, InstanceId, RequestId};
+use super::{Fleet, InstanceId, PartyId, RequestId};
 use crate::cost::KvCopy;
 use mixfleet_hal::units::Seconds;
 use serde::{Deserialize, Serialize};
@@ -84,6 +84,7 @@ impl Fleet {
                         let remaining = self.loads[at].prefill_s(done, prompt_tokens - done);
                         let work = Work {
                             due: now + due_in,
+                            party: PartyId::NONE,
                             tbt_slo: None,
                             prompt_tokens,
                             prefill,

@@ -76,6 +76,7 @@ pub(super) fn arrival(request: RequestId, prompt_tokens: u32, document: u64) -> 
         class: 0,
         objective: Objective::Fleet,
         head_start: Seconds::ZERO,
+        party: PartyId::NONE,
     }
 }
 

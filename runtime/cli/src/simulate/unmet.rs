@@ -71,7 +71,10 @@ impl Unmet {
                 self.memory.add(prompt, tokens as f64, f64::max);
                 self.capacity_tokens = self.capacity_tokens.max(capacity_tokens);
             }
-            RejectReason::QueueFull { .. } | RejectReason::NoInstance | RejectReason::Duplicate { .. } => {}
+            RejectReason::QueueFull { .. }
+            | RejectReason::Share { .. }
+            | RejectReason::NoInstance
+            | RejectReason::Duplicate { .. } => {}
         }
     }
 

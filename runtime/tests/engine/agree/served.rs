@@ -23,7 +23,7 @@ use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_runtime::model::{Checkpoint, ModelConfig};
 use mixfleet_runtime::request::{EngineHandle, GenerateRequest, Hints, Sampling, ServiceTier};
 use mixfleet_scheduler::cost::CostModel;
-use mixfleet_scheduler::fleet::{Action, Event, FleetConfig, InstanceId};
+use mixfleet_scheduler::fleet::{Action, Event, FleetConfig, InstanceId, PartyId};
 use mixfleet_simulated::TimeOnlyDevice;
 use mixfleet_wire::InProcessTransport;
 use std::sync::Arc;
@@ -242,6 +242,7 @@ pub(super) fn served(scene: &Scene) -> (FleetConfig, Vec<Step>, SceneCounts) {
                 logprobs: None,
                 grammar: None,
                 cache_salt: None,
+                party: PartyId::NONE,
                 hints: Hints { tier: wanted.tier, ..Hints::default() },
             };
             let Ok(updates) = handles[at % handles.len()].submit(request).await else { continue };

@@ -73,6 +73,8 @@ pub(super) struct Question<'a> {
     pub(super) longest_tokens: u32,
     /// Instances that hold as many, in order; empty if no instance holds any.
     pub(super) longest_holders: Vec<usize>,
+    /// Whether other parties have requests in work.
+    pub(super) contended: bool,
     /// Time to load cached tokens from lower tiers, by position; empty if nothing must be loaded.
     pub(super) loading: Vec<Seconds>,
 }
@@ -153,6 +155,7 @@ impl Fleet {
             busy_share,
             output_tokens,
             instances: to_u32(self.loads.len()),
+            parties: to_u32(self.parties.with(arrival.party)),
             candidates: Vec::new(),
         };
         let (requests, requests_max) = (self.requests(), self.config.requests_max);
@@ -161,6 +164,11 @@ impl Fleet {
         }
         if requests >= requests_max && arrival.replay.is_none() {
             return (explanation, Err(RejectReason::QueueFull { requests, requests_max }));
+        }
+        let party = arrival.party;
+        if self.parties.leaves_the_rest(party, requests, requests_max) && arrival.replay.is_none() {
+            let own = self.parties.requests(party);
+            return (explanation, Err(RejectReason::Share { requests: own, requests_max }));
         }
         let (cached, loading) = self.reusable(arrival);
         let longest_tokens = cached.iter().copied().max().unwrap_or(0);
@@ -179,6 +187,7 @@ impl Fleet {
             cached,
             longest_tokens,
             longest_holders,
+            contended: self.parties.with(arrival.party) > 1,
             loading,
         };
         let picks = match self.config.policy {
@@ -269,7 +278,7 @@ impl Fleet {
 
     /// Prefill work on `load` ahead of the request, and the number of prompts that it precedes.
     pub(super) fn ahead(&self, load: &Load, question: &Question<'_>) -> (Backlog, u32) {
-        load.backlog(question.now, question.objectives.due, &self.works)
+        self.backlog_in_turn(load, question)
     }
 
     fn candidates(&self, question: &Question<'_>, picks: &[Pick]) -> Vec<Candidate> {

@@ -142,7 +142,7 @@ impl<'a> Prefills<'a> {
         let question = self.question;
         let own = question.cached_on(row.at as usize);
         let pulls_part = own > 0 && self.longest.is_some_and(|(_, tokens)| own < tokens);
-        if !self.plain || row.queue.last_due > question.objectives.due || pulls_part {
+        if !self.plain || question.contended || row.queue.last_due > question.objectives.due || pulls_part {
             return self.key_by_load(row);
         }
         let begins = later(row.queue.left(question.now), Seconds::ZERO);
