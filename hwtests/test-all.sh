@@ -77,6 +77,8 @@ step "default features build without any system library"
 cargo clippy --locked -p mixfleet -- -D warnings
 step "docs"
 RUSTDOCFLAGS="-D warnings -A rustdoc::private_intra_doc_links" cargo doc --locked "${features[@]}" --no-deps --document-private-items
+step "supply chain"
+hwtests/supply.sh 2>&1 | tee -a "$log" || [ "${PIPESTATUS[0]}" = 3 ]
 step "deployment files"
 # 3 is a skip with its reason, which the log counts; anything else but 0 fails
 hwtests/deploy.sh 2>&1 | tee -a "$log" || [ "${PIPESTATUS[0]}" = 3 ]

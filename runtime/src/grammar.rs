@@ -17,6 +17,7 @@ use crate::env::SharedEnv;
 use crate::model::Tokenizer;
 use futures_util::future::BoxFuture;
 use library::{Compiled, Library, special};
+use mixfleet_scheduler::fleet::PartyId;
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -70,9 +71,9 @@ fn escape(text: &str) -> String {
     escaped
 }
 
-/// The party that is charged with the grammars of requests with this salt, which every tenant has its own of.
-pub(crate) fn owner(cache_salt: Option<&str>) -> Party {
-    Party::Tenant(cache_salt.unwrap_or_default().to_owned())
+/// The holder of a party's grammars, by its number, which instances know as well.
+pub(crate) fn owner(party: PartyId) -> Party {
+    Party::Tenant(format!("{:016x}", party.0))
 }
 
 /// Whose memory a grammar takes, and who waits for it.

@@ -312,8 +312,7 @@ async fn check_grammar(
     seat: Seat,
 ) -> Result<Seat, ApiError> {
     let Some(format) = plan.parameters.format.clone() else { return Ok(seat) };
-    let salt = seat.tenant().salted(plan.parameters.cache_salt.as_deref());
-    let (model, owner) = (model.clone(), owner(salt.as_deref()));
+    let (model, owner) = (model.clone(), owner(seat.party()));
     let check =
         move |stopped: Stopped<'_>| format.check_grammar(&model, GrammarClient { party: &owner, stopped });
     let (checked, seat) = api.compilers.run(NEVER_IN_PLACE, party, seat, check).await?;

@@ -45,7 +45,7 @@ impl GrammarWait {
             let cause = "this instance has no tokenizer, so that its answers follow no grammar";
             return Some((order, Some(Err(cause.into()))));
         };
-        let (end_ids, party) = (&job.wanted.eos_ids, owner(job.wanted.cache_salt.as_deref()));
+        let (end_ids, party) = (&job.wanted.eos_ids, owner(job.wanted.party));
         if let Some(begun) = grammars.begin_known(grammar, end_ids, &party) {
             return Some((order, Some(begun)));
         }
@@ -114,6 +114,7 @@ mod tests {
     use mixfleet_hal::DType;
     use mixfleet_hal::units::Seconds;
     use mixfleet_scheduler::batch::Urgency;
+    use mixfleet_scheduler::fleet::PartyId;
     use mixfleet_scheduler::kv::{Namespace, PrefixHasher};
 
     const REGEX: &str = "[ab]+";
@@ -134,6 +135,7 @@ mod tests {
             logprobs: None,
             grammar: grammar.map(|text| Grammar::Regex(text.into())),
             cache_salt: None,
+            party: PartyId::NONE,
             hints: Hints::default(),
         };
         let job = Job {
