@@ -21,5 +21,6 @@ mod ids;
 pub mod kv;
 pub mod models;
 pub mod plan;
+pub mod quarantine;
 pub mod sizing;
 pub mod table;

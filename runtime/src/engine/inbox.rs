@@ -91,6 +91,8 @@ impl Worker {
                 }
             }
             ToWorker::Order(Order::SetRole { role }) => self.set_role(role),
+            // its process passes that on
+            ToWorker::Order(Order::Ended(_)) => {}
             ToWorker::Order(Order::Cancel { request }) => self.cancel(request)?,
             ToWorker::Inspect(answer) => {
                 let device = self.machine.stored().into_iter().map(|hash| (Tier::Device, hash));
