@@ -98,9 +98,9 @@ plant "the end of a peer's old session ends its new one" runtime/src/fleet/hub.r
     lib old_session
 plant "requests are due by the clocks of their routers" runtime/src/fleet/rights.rs \
     's/job.urgency.due += span;/let _ = (\&job, span);/' chaos take_turns
-plant "a request with which instances are lost goes on for ever" runtime/src/engine/losses.rs \
-    's/const LOSSES_MAX: usize = 2;/const LOSSES_MAX: usize = 1000;/'
-plant "an instance out of reach counts as one that a request took with it" runtime/src/engine/losses.rs \
+plant "a request with which instances are lost goes on for ever" scheduler/src/quarantine.rs \
+    's/const UNANSWERED_ENDS_MAX: usize = 2;/const UNANSWERED_ENDS_MAX: usize = 1000;/; s/const ENDS_MAX: usize = 3;/const ENDS_MAX: usize = 1000;/'
+plant "an instance out of reach counts as one that a request took with it" runtime/src/engine/suspects.rs \
     's/filter(|(_, certain)| \*certain)/filter(|(_, certain)| *certain || true)/'
 plant "what a device draws is not compared with the vocabulary" runtime/src/engine/draw.rs \
     's/id if id >= vocabulary => {/id if id > vocabulary \&\& id != u32::MAX => {/'

@@ -11,6 +11,21 @@ use std::time::Duration;
 /// What an engine will say, awaited by any executor.
 pub type EngineFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 
+/// Names under which engines take the maximum length of an answer: OpenAI's two, llama.cpp's, and what other
+/// servers call it. Which one counts where a body has several depends on the engine and its version.
+pub const LENGTH_FIELDS: [&str; 7] = [
+    "max_completion_tokens",
+    "max_tokens",
+    "n_predict",
+    "max_output_tokens",
+    "max_new_tokens",
+    "max_length",
+    "num_predict",
+];
+
+/// Names under which engines take the number of answers that a request is computed for.
+pub const CHOICES_FIELDS: [&str; 3] = ["n", "best_of", "n_cmpl"];
+
 /// The two addresses of OpenAI's interface that generate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum EngineEndpoint {
@@ -89,7 +104,7 @@ pub struct EngineCall {
     pub stream: bool,
     /// The part of the answer that the client has already, if another engine began it.
     pub begun: Option<BegunAnswer>,
-    /// Maximum number of tokens to generate, if the body gives none.
+    /// Maximum number of tokens to generate, whatever the body says ([`LENGTH_FIELDS`]).
     pub tokens_max: Option<u32>,
     /// The span that the answer is part of, as W3C's `traceparent` has it.
     pub trace: Option<String>,

@@ -213,6 +213,9 @@ pub struct Metrics {
     /// `mixfleet_engine_faults_total{device,kind}`: requests that an engine of others did not answer, by kind
     /// of fault, by the gateway.
     pub engine_faults: Family<EngineFaultLabels, Counter>,
+    /// `mixfleet_requests_quarantined_total`: requests that were refused because engines or instances had
+    /// ended with them.
+    pub requests_quarantined: Counter,
     /// `mixfleet_engine_resting{device}`: 1 while an engine of others gets no requests because it failed
     /// several in a row, by the gateway.
     pub engine_resting: Family<DeviceLabels, Gauge>,
@@ -364,6 +367,11 @@ impl Metrics {
             instances_silent: plain(to, "instances_silent", "Instances lost because they said nothing"),
             worker_panics: plain(to, "worker_panics", "Instances lost to a mistake in this program"),
             engine_faults: plain(to, "engine_faults", "Requests that an engine did not answer"),
+            requests_quarantined: plain(
+                to,
+                "requests_quarantined",
+                "Requests refused: engines ended with them",
+            ),
             engine_resting: plain(to, "engine_resting", "Whether an engine rests because it fails"),
             engine_rests: plain(to, "engine_rests", "Rests of an engine because it failed"),
             hand_offs: plain(to, "hand_offs", "Answers that began with another engine's KV"),

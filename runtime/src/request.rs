@@ -295,6 +295,9 @@ pub enum Rejection {
     /// The engine is draining or not ready: status 503.
     #[error("{0}")]
     Unavailable(String),
+    /// Instances were lost with it: status 500.
+    #[error("{0}")]
+    Quarantined(String),
 }
 
 impl Rejection {

@@ -22,5 +22,6 @@ pub mod kv;
 pub mod models;
 pub mod places;
 pub mod plan;
+pub mod quarantine;
 pub mod sizing;
 pub mod table;

@@ -4,4 +4,5 @@ mod collective_data;
 mod fleet_run;
 mod models_data;
 mod plan_published;
+mod quarantine;
 mod step3_data;

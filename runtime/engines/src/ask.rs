@@ -1,6 +1,7 @@
 //! Has a request answered by an engine.
 
 use crate::body::{self, PreparedBody};
+use crate::bound;
 use crate::chunk::{self, Beginning, ModelNames};
 use crate::continued;
 use crate::hand_off;
@@ -130,9 +131,7 @@ impl HttpEngine {
     }
 
     async fn answer(&self, call: &EngineCall) -> Result<EngineAnswer, EngineFault> {
-        if self.kind.hands_off()
-            && let Some(message) = RawObject::parse(&call.body).ok().and_then(|body| hand_off::refusal(&body))
-        {
+        if let Some(message) = self.client_fault(call) {
             return Ok(EngineAnswer::Refused { status: 400, body: refusal(&message) });
         }
         let (prepared, begun) = self.prepare(call).await?;
@@ -178,6 +177,16 @@ impl HttpEngine {
         }
     }
 
+    /// What a client must not ask for, if its body does.
+    fn client_fault(&self, call: &EngineCall) -> Option<String> {
+        if !self.kind.hands_off() && call.tokens_max.is_none() {
+            return None;
+        }
+        let mut object = RawObject::parse(&call.body).ok()?;
+        let named = self.kind.hands_off().then(|| hand_off::refusal(&object)).flatten();
+        named.or_else(|| bound::hold(&mut object, call.tokens_max?).err())
+    }
+
     /// The body for this engine, and the beginning of the answer with its tokens.
     async fn prepare(
         &self,
@@ -187,6 +196,9 @@ impl HttpEngine {
             EngineFault::new(EngineFaultKind::Failed, format!("the body cannot be sent: {cause}"))
         };
         let mut object = RawObject::parse(&call.body).map_err(|error| wrong(error.to_string()))?;
+        if let Some(most) = call.tokens_max {
+            bound::hold(&mut object, most).map_err(wrong)?;
+        }
         if call.share != EngineShare::Whole {
             let not = |cause: String| EngineFault::new(EngineFaultKind::NotTaken, cause);
             if !self.kind.hands_off() {
@@ -214,10 +226,9 @@ impl HttpEngine {
             EngineShare::Answer(hand_off) => hand_off::of_answer(&mut object, hand_off).map_err(wrong)?,
         }
         let is_continued = begun.as_ref().is_some_and(|(begun, _)| !begun.text.is_empty());
-        let is_as_it_was = !is_continued && call.share == EngineShare::Whole;
+        let is_as_it_was = !is_continued && call.share == EngineShare::Whole && call.tokens_max.is_none();
         let original = is_as_it_was.then_some(call.body.as_slice());
-        let prepared =
-            body::prepare(object, original, (stream, call.tokens_max), own_model).map_err(wrong)?;
+        let prepared = body::prepare(object, original, stream, own_model).map_err(wrong)?;
         Ok((prepared, begun))
     }
 
@@ -263,6 +274,10 @@ async fn refused(response: Response<Incoming>, is_continued: bool) -> Result<Eng
         400..=499 if is_continued => Err(fault(EngineFaultKind::NotContinued)),
         400..=499 if RawObject::parse(&body).is_ok() => Ok(EngineAnswer::Refused { status, body }),
         400..=499 => Ok(EngineAnswer::Refused { status, body: refusal(&words) }),
+        // another mixfleet knows that the request ends engines: no other engine is asked
+        500..=599 if chunk::error_code(&body).as_deref() == Some("request_quarantined") => {
+            Ok(EngineAnswer::Refused { status, body })
+        }
         500..=599 => Err(fault(EngineFaultKind::Failed)),
         _ => Err(fault(EngineFaultKind::Malformed)),
     }

@@ -15,16 +15,15 @@ pub(crate) struct PreparedBody {
     pub(crate) usage_asked: bool,
 }
 
-/// Rewrites what must differ in `object`: the model's name, `max_tokens` where the client gives none and
-/// `tokens_max` is a bound, and what a stream tells. `original` is the body if nothing in it was replaced
-/// yet.
+/// Rewrites what must differ in `object`: the model's name, and what a stream tells. `original` is the body
+/// if nothing in it was replaced yet.
 ///
 /// # Errors
 /// What is wrong with the body.
 pub(crate) fn prepare(
     mut object: RawObject<'_>,
     original: Option<&[u8]>,
-    (stream, tokens_max): (bool, Option<u32>),
+    stream: bool,
     own_model: Option<&str>,
 ) -> Result<PreparedBody, String> {
     let client_model: String = object.read("model").ok_or("'model' is not a string")?;
@@ -32,11 +31,6 @@ pub(crate) fn prepare(
     let mut changed = original.is_none();
     if engine_model != client_model {
         object.set("model", &engine_model);
-        changed = true;
-    }
-    let bounds = ["max_tokens", "max_completion_tokens"];
-    if let Some(most) = tokens_max.filter(|_| bounds.iter().all(|name| object.given(name).is_none())) {
-        object.set("max_tokens", &most);
         changed = true;
     }
     let mut usage_asked = false;
@@ -70,7 +64,7 @@ mod tests {
 
     fn prepared(body: &str, stream: bool, own: Option<&str>) -> (String, bool) {
         let object = RawObject::parse(body.as_bytes()).unwrap();
-        let prepared = prepare(object, Some(body.as_bytes()), (stream, None), own).unwrap();
+        let prepared = prepare(object, Some(body.as_bytes()), stream, own).unwrap();
         (String::from_utf8(prepared.body).unwrap(), prepared.usage_asked)
     }
 
@@ -91,7 +85,7 @@ mod tests {
         let expected = r#"{"model":"m","stream":true,"stream_options":{"include_usage":true,"more":7}}"#;
         assert_eq!(prepared(body, true, None), (expected.into(), false));
         let object = RawObject::parse(br#"{"model":"m","stream_options":7}"#).unwrap();
-        assert!(prepare(object, None, (true, None), None).unwrap_err().contains("stream_options"));
-        assert!(prepare(RawObject::parse(b"{}").unwrap(), None, (false, None), None).is_err());
+        assert!(prepare(object, None, true, None).unwrap_err().contains("stream_options"));
+        assert!(prepare(RawObject::parse(b"{}").unwrap(), None, false, None).is_err());
     }
 }

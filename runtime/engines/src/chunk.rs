@@ -116,6 +116,19 @@ pub(crate) fn error_text(document: &[u8]) -> String {
     if message.is_empty() { "it gives no reason".into() } else { message }
 }
 
+/// The code of an engine's error, if it has one.
+pub(crate) fn error_code(document: &[u8]) -> Option<String> {
+    #[derive(Deserialize)]
+    struct Coded {
+        code: String,
+    }
+    #[derive(Deserialize)]
+    struct CodedError {
+        error: Coded,
+    }
+    serde_json::from_slice(document).ok().map(|CodedError { error }| error.code)
+}
+
 fn usage(raw: Option<&RawValue>) -> Option<EngineUsage> {
     let Usage { prompt_tokens, completion_tokens, prompt_tokens_details } =
         serde_json::from_str(raw?.get()).ok()?;

@@ -2,9 +2,13 @@
 
 use serde::Deserialize;
 use std::collections::BTreeMap;
+use std::net::IpAddr;
 
-/// Maximum data-parallel ranks of an engine.
+/// Maximum data-parallel ranks of an engine, by its operator's word.
 const RANKS_MAX: u32 = 1024;
+/// Maximum ranks by the engine's own word: each is a connection that this process opens. An operator who
+/// has more of them behind one address says so (`kv-ranks`).
+const TOLD_RANKS_MAX: usize = 32;
 
 /// What is known of where an engine's KV events come from.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -70,7 +74,8 @@ impl KvEventsAt {
     }
 }
 
-/// Reads the answer of an engine at `host` to `/kv_event_sources`.
+/// Reads the answer of an engine at `host` to `/kv_event_sources`. An engine may only name ports of its own
+/// host, and this process connects to them: it opens no port because an engine says so.
 ///
 /// # Errors
 /// Why no events come from there.
@@ -80,19 +85,40 @@ pub(crate) fn told(host: &str, document: &[u8]) -> Result<Vec<KvSource>, String>
     let tells = |source: &Source| {
         source.enable_kv_cache_events && source.publisher.as_deref().is_none_or(|kind| kind == "zmq")
     };
-    let read = |(rank, source): (u32, Source)| {
-        KvSource::new(host, rank, &source.endpoint, source.replay_endpoint.as_deref(), 0)
-    };
-    let sources: Vec<KvSource> = sources
-        .into_iter()
-        .filter(|(_, source)| tells(source))
-        .take(RANKS_MAX as usize)
-        .map(read)
-        .collect::<Result<_, _>>()?;
-    if sources.is_empty() {
+    let telling: Vec<(u32, Source)> = sources.into_iter().filter(|(_, source)| tells(source)).collect();
+    if telling.len() > TOLD_RANKS_MAX {
+        let count = telling.len();
+        return Err(format!("it tells {count} sources of KV events; at most {TOLD_RANKS_MAX} are believed"));
+    }
+    let mut read: Vec<KvSource> = Vec::new();
+    for (rank, source) in telling {
+        let events = own_endpoint(host, &source.endpoint)?;
+        let replay =
+            source.replay_endpoint.as_deref().map(|replay| own_endpoint(host, replay)).transpose()?;
+        let events = EventsFrom::Engine(events);
+        if read.iter().any(|other| other.events == events) {
+            return Err("it tells one source of KV events for several ranks".into());
+        }
+        read.push(KvSource { rank, events, replay });
+    }
+    if read.is_empty() {
         return Err("it tells no KV events".into());
     }
-    Ok(sources)
+    Ok(read)
+}
+
+/// An endpoint that an engine at `host` names, as this process connects to it.
+fn own_endpoint(host: &str, text: &str) -> Result<String, String> {
+    let (name, port) = endpoint(text, 0)?;
+    let bare = name.trim_start_matches('[').trim_end_matches(']');
+    let is_any_or_loopback = bare == "*"
+        || bare == "localhost"
+        || bare.parse::<IpAddr>().is_ok_and(|address| address.is_unspecified() || address.is_loopback());
+    match is_any_or_loopback || name == host {
+        // its loopback is reached from here only if it is this host's too
+        true => Ok(format!("{host}:{port}")),
+        false => Err(format!("it tells KV events at another host than its own, {name}")),
+    }
 }
 
 impl KvSource {
@@ -134,16 +160,44 @@ mod tests {
     }
 
     #[test]
-    fn the_engine_says_who_connects() {
-        use EventsFrom::{Engine, HereOrEngine};
+    fn an_engine_names_ports_of_its_own_host() {
+        use EventsFrom::Engine;
         let document = br#"{"0":{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:5557",
             "replay_endpoint":"tcp://127.0.0.1:5558","buffer_steps":10000,"hwm":100000,"topic":"kv"},
-            "1":{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://10.0.0.9:5558","replay_endpoint":null}}"#;
+            "1":{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://h:5559","replay_endpoint":null}}"#;
         let expected = vec![
-            source(0, Engine("h:5557".into()), Some("127.0.0.1:5558")),
-            source(1, HereOrEngine("10.0.0.9:5558".into()), None),
+            source(0, Engine("h:5557".into()), Some("h:5558")),
+            source(1, Engine("h:5559".into()), None),
         ];
         assert_eq!(told("h", document), Ok(expected));
+        for (name, at) in [("[::]", "h:1"), ("0.0.0.0", "h:1"), ("[::1]", "h:1"), ("localhost", "h:1")] {
+            assert_eq!(own_endpoint("h", &format!("tcp://{name}:1")), Ok(at.to_owned()));
+        }
+        for other in ["10.0.0.9", "169.254.169.254", "db.internal", "h.evil", "[fe80::1]"] {
+            assert!(own_endpoint("h", &format!("tcp://{other}:80")).is_err(), "{other}");
+        }
+    }
+
+    #[test]
+    fn an_engine_has_no_more_sources_than_are_believed() {
+        let document = |count: usize, port: fn(usize) -> usize| {
+            let source = |rank| {
+                format!(
+                    "\"{rank}\":{{\"enable_kv_cache_events\":true,\"endpoint\":\"tcp://*:{}\"}}",
+                    port(rank)
+                )
+            };
+            format!("{{{}}}", (0..count).map(source).collect::<Vec<_>>().join(","))
+        };
+        let apart = |rank| 5000 + rank;
+        assert_eq!(told("h", document(TOLD_RANKS_MAX, apart).as_bytes()).unwrap().len(), TOLD_RANKS_MAX);
+        for refused in [document(200, apart), document(TOLD_RANKS_MAX + 1, apart), document(2, |_| 5000)] {
+            assert!(told("h", refused.as_bytes()).is_err());
+        }
+    }
+
+    #[test]
+    fn what_tells_no_source_is_an_error() {
         for nothing in [
             &b"{}"[..],
             br#"{"0":{"enable_kv_cache_events":false,"publisher":"null","endpoint":"tcp://*:5557"}}"#,

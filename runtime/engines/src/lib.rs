@@ -18,6 +18,7 @@
 
 mod ask;
 mod body;
+mod bound;
 mod chunk;
 mod continued;
 mod hand_off;

@@ -55,6 +55,11 @@ impl<'a> RawObject<'a> {
         self.0.retain(|(known, _)| names.contains(&&**known));
     }
 
+    /// Removes all fields but those whose names `stays` says yes to.
+    pub(crate) fn retain(&mut self, mut stays: impl FnMut(&str) -> bool) {
+        self.0.retain(|(known, _)| stays(known));
+    }
+
     /// The object as JSON.
     pub(crate) fn write(&self) -> Vec<u8> {
         let bytes = self.0.iter().map(|(name, value)| name.len() + value.get().len() + 4).sum::<usize>();

@@ -352,17 +352,29 @@ fn dropping_an_answer_cancels_it() {
 }
 
 #[test]
-fn a_bound_is_set_where_the_client_gives_none() {
-    let fake = FakeEngine::start("vllm", "m");
-    let engine = engine(EngineKind::Vllm, &fake, None);
-    for (given, expected) in [(None, json!(3)), (Some("max_completion_tokens"), Value::Null)] {
-        let mut body = json!({"model": "m", "messages": [{"role": "user", "content": "a"}]});
-        if let Some(name) = given {
-            body[name] = json!(2);
+fn a_bound_is_the_only_length_that_an_engine_of_any_kind_gets() {
+    for (kind, name) in [(EngineKind::Vllm, "vllm"), (EngineKind::LlamaCpp, "llamacpp")] {
+        let fake = FakeEngine::start(name, "m");
+        let engine = engine(kind, &fake, None);
+        for (given, expected) in [
+            (json!({}), 3),
+            (json!({"max_completion_tokens": 2}), 2),
+            (json!({"max_tokens": 2, "max_completion_tokens": 99}), 2),
+            (json!({"max_tokens": 2, "n_predict": -1}), 2),
+            (json!({"n_predict": 99, "extra_body": {"max_tokens": 99}, "best_of": 9}), 3),
+        ] {
+            let mut body = json!({"model": "m", "messages": [{"role": "user", "content": "a"}]});
+            body.as_object_mut().unwrap().extend(given.as_object().unwrap().clone());
+            let mut call = call(&body, EngineEndpoint::Chat);
+            call.tokens_max = Some(3);
+            assert!(run(engine.ask(&call)).is_ok());
+            let asked = fake.asked().last().unwrap().body.clone();
+            let names: Vec<&str> = asked.as_object().unwrap().keys().map(String::as_str).collect();
+            assert_eq!(
+                (asked["max_tokens"].as_u64(), names.len()),
+                (Some(expected), 3),
+                "{given}: {names:?}"
+            );
         }
-        let mut call = call(&body, EngineEndpoint::Chat);
-        call.tokens_max = Some(3);
-        assert!(run(engine.ask(&call)).is_ok());
-        assert_eq!(fake.asked().last().unwrap().body["max_tokens"], expected);
     }
 }

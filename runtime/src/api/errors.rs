@@ -6,6 +6,9 @@ use serde::Serialize;
 
 use crate::request::Rejection;
 
+/// Code of the error of a request that ended engines. Gateways know it (`runtime/engines/src/ask.rs`).
+const QUARANTINED_CODE: &str = "request_quarantined";
+
 /// An error for the client: `{"error":{"message","type","param","code"}}` with a status.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct ApiError {
@@ -146,6 +149,12 @@ impl ApiError {
         Self::new(StatusCode::BAD_GATEWAY, "server_error", "engine_failed", message)
     }
 
+    /// Status 500: engines ended with this request, and it is not tried again.
+    pub(crate) fn quarantined(message: impl Into<String>) -> Self {
+        let status = StatusCode::INTERNAL_SERVER_ERROR;
+        Self::new(status, "server_error", QUARANTINED_CODE, message)
+    }
+
     /// Status 503: the service is unavailable for now.
     pub(crate) fn unavailable(code: &'static str, message: impl Into<String>, retry_after_s: u64) -> Self {
         let error = Self::new(StatusCode::SERVICE_UNAVAILABLE, "service_unavailable", code, message);
@@ -179,6 +188,7 @@ impl From<Rejection> for ApiError {
                 Self::new(StatusCode::BAD_REQUEST, "invalid_request_error", "request_too_large", message)
             }
             Rejection::Unavailable(message) => Self::unavailable("unavailable", message, 1),
+            Rejection::Quarantined(message) => Self::quarantined(message),
         }
     }
 }
@@ -190,6 +200,10 @@ impl IntoResponse for ApiError {
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
         if let Some(seconds) = self.retry_after_s {
             headers.insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        if self.code == QUARANTINED_CODE {
+            // OpenAI's clients retry every status from 500 on, unless they are told not to
+            headers.insert("x-should-retry", HeaderValue::from_static("false"));
         }
         if self.status == StatusCode::UNAUTHORIZED {
             headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));

@@ -3,7 +3,7 @@
 use axum::body::{Body, Bytes};
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use super::encode::Stopped;
 use super::errors::ApiError;
@@ -62,12 +62,13 @@ pub(super) async fn answer(
         granted_tokens: None,
         party: seat.party(),
         hints: hints.hints(Seconds(arrived_s), api.env.unix_time())?,
+        digest: OnceLock::new(),
     };
     let passed = pass(&gateway, path, &wanted).await;
     let outcome = match &passed {
         Ok(passed) if passed.answer.status < 400 => RequestOutcome::Success,
         Ok(_) | Err(RelayError::Rejected(_)) => RequestOutcome::Rejected,
-        Err(RelayError::Failed(_)) => RequestOutcome::Failed,
+        Err(RelayError::Failed(_) | RelayError::Quarantined(_)) => RequestOutcome::Failed,
     };
     let labels = RequestLabels { endpoint: path.name(), outcome };
     api.metrics.requests.get_or_create(&labels).inc();
@@ -80,6 +81,7 @@ pub(super) async fn answer(
             return Err(ApiError::not_found(fault.detail));
         }
         Err(RelayError::Failed(fault)) => return Err(relay::failed(&fault)),
+        Err(RelayError::Quarantined(why)) => return Err(ApiError::quarantined(why.to_string())),
     };
     let status = StatusCode::from_u16(passed.answer.status).unwrap_or(StatusCode::BAD_GATEWAY);
     let kind = passed.answer.content_type.as_deref().and_then(|kind| HeaderValue::from_str(kind).ok());

@@ -6,7 +6,7 @@ use axum::response::{IntoResponse, Response};
 use serde_json::value::RawValue;
 use std::convert::Infallible;
 use std::ops::ControlFlow;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use super::auth::Tenant;
 use super::encode::Stopped;
@@ -23,14 +23,21 @@ use crate::budget::HeldBytes;
 use crate::gateway::{Gateway, Passage, RelayError, RelayOpening, RelayRequest, relay};
 use crate::request::{FinishReason, Hints};
 use mixfleet_hal::cast::{to_i64, to_u32};
-use mixfleet_hal::outside::{EngineChunk, EngineEndpoint, EngineFault, EngineFaultKind};
+use mixfleet_hal::outside::{
+    CHOICES_FIELDS, EngineChunk, EngineEndpoint, EngineFault, EngineFaultKind, LENGTH_FIELDS,
+};
 use mixfleet_hal::units::Seconds;
+
+/// The two of [`LENGTH_FIELDS`] that OpenAI has.
+const OPENAI_LENGTHS: [&str; 2] = ["max_completion_tokens", "max_tokens"];
 
 /// What is read of a body.
 struct Outline {
     stream: bool,
     choices: u32,
     max_tokens: Option<u32>,
+    /// The longest answer that the body asks for under any name, with that name.
+    longest: Option<(&'static str, i64)>,
     prompt_bytes: usize,
     prompt_ids: Option<u32>,
     hints: ParsedHints,
@@ -85,7 +92,9 @@ pub(super) async fn answer(
         granted_tokens: tenant.max_tokens,
         party: seat.party(),
         hints: Hints { trace: trace.map(|trace| trace.own), ..hints },
+        digest: OnceLock::new(),
     };
+    gateway.note_digest(&wanted);
     let mut tally =
         Tally::new(api.counted(), (endpoint, wanted.hints.tier, tenant), id.clone(), arrived_s, trace);
     tally.accepted(std::iter::empty(), 1);
@@ -114,6 +123,10 @@ pub(super) async fn answer(
         Err(RelayError::Failed(fault)) => {
             tally.failed(&fault.detail);
             return Err(failed(&fault));
+        }
+        Err(RelayError::Quarantined(why)) => {
+            tally.failed(&why.to_string());
+            return Err(ApiError::quarantined(why.to_string()));
         }
     };
     let value = HeaderValue::from_str(&id).expect("ids are hexadecimal");
@@ -147,15 +160,12 @@ fn outline(body: &[u8], endpoint: Endpoint, name: &str) -> Result<Outline, ApiEr
     };
     let missing = || ApiError::field(field, "missing_parameter", format!("'{field}' is missing"));
     let prompt = fields.take(field).ok_or_else(missing)?;
-    let most = |fields: &mut Fields<'_>, name| fields.integer(name, 1..=to_i64(u32::MAX));
-    let max_tokens = match most(&mut fields, "max_completion_tokens")? {
-        Some(most) => Some(most),
-        None => most(&mut fields, "max_tokens")?,
-    };
+    let (max_tokens, longest) = lengths(&mut fields)?;
     Ok(Outline {
         stream: fields.boolean("stream")?.unwrap_or(false),
-        choices: to_u32(fields.integer("n", 1..=128)?.unwrap_or(1)),
-        max_tokens: max_tokens.map(to_u32),
+        choices: choices(&mut fields)?,
+        max_tokens,
+        longest,
         prompt_bytes: prompt.get().len(),
         prompt_ids: match endpoint {
             Endpoint::Chat => None,
@@ -163,6 +173,31 @@ fn outline(body: &[u8], endpoint: Endpoint, name: &str) -> Result<Outline, ApiEr
         },
         hints: ParsedHints::parse(&mut fields)?,
     })
+}
+
+/// The length that placement counts with, and the longest one that the body asks for under any name.
+fn lengths(fields: &mut Fields<'_>) -> Result<(Option<u32>, Option<(&'static str, i64)>), ApiError> {
+    let (mut first, mut longest) = (None, None);
+    for name in LENGTH_FIELDS {
+        // llama.cpp's has words for no bound: -1 and -2
+        let least = if OPENAI_LENGTHS.contains(&name) { 1 } else { -2 };
+        let Some(wanted) = fields.integer(name, least..=to_i64(u32::MAX))? else { continue };
+        let wanted = if wanted < 0 { to_i64(u32::MAX) } else { wanted };
+        first = first.or(Some(to_u32(wanted)));
+        if longest.is_none_or(|(_, most)| wanted > most) {
+            longest = Some((name, wanted));
+        }
+    }
+    Ok((first, longest))
+}
+
+/// The number of answers that are computed.
+fn choices(fields: &mut Fields<'_>) -> Result<u32, ApiError> {
+    let mut most = 1;
+    for name in CHOICES_FIELDS {
+        most = most.max(to_u32(fields.integer(name, 1..=128)?.unwrap_or(1)));
+    }
+    Ok(most)
 }
 
 /// Number of ids of a prompt that is an array of them.
@@ -185,10 +220,10 @@ fn check_limits(api: &Api, outline: &Outline, tenant: &Tenant) -> Result<(), Api
         return Err(ApiError::value("n", format!("'n' is {}; at most {most} are taken", outline.choices)));
     }
     let granted = tenant.max_tokens.unwrap_or(u32::MAX);
-    match outline.max_tokens.filter(|wanted| *wanted > granted) {
-        Some(wanted) => {
-            let message = format!("'max_tokens' is {wanted}; this key is given {granted} at most");
-            Err(ApiError::value("max_tokens", message))
+    match outline.longest.filter(|(_, wanted)| *wanted > to_i64(granted)) {
+        Some((name, wanted)) => {
+            let message = format!("'{name}' is {wanted}; this key is given {granted} at most");
+            Err(ApiError::value(name, message))
         }
         None => Ok(()),
     }
@@ -286,6 +321,20 @@ mod tests {
         ] {
             assert!(outlined(wrong).is_err(), "{wrong}");
         }
+    }
+
+    #[test]
+    fn the_longest_answer_counts_whatever_it_is_called() {
+        for (body, longest) in [
+            (r#"{"model":"m","prompt":"a","max_tokens":9,"max_completion_tokens":4}"#, ("max_tokens", 9)),
+            (r#"{"model":"m","prompt":"a","max_tokens":4,"n_predict":9}"#, ("n_predict", 9)),
+            (r#"{"model":"m","prompt":"a","n_predict":-1}"#, ("n_predict", to_i64(u32::MAX))),
+            (r#"{"model":"m","prompt":"a","max\u005ftokens":9.0,"max_new_tokens":null}"#, ("max_tokens", 9)),
+        ] {
+            assert_eq!(outlined(body).unwrap().longest, Some(longest), "{body}");
+        }
+        assert_eq!(outlined(r#"{"model":"m","prompt":"a","n":2,"best_of":7}"#).unwrap().choices, 7);
+        assert!(outlined(r#"{"model":"m","prompt":"a","max_tokens":"9"}"#).is_err());
     }
 
     #[test]

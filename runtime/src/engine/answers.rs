@@ -64,7 +64,8 @@ impl Coordinator {
             _ => tracked.stage = Stage::Computed { at: self.env.now() },
         }
         tracked.tell(Update::Token { id: token, logprobs });
-        let event = if first || instance != tracked.decode {
+        self.note_token(request);
+        let event = if first || instance != self.requests[&request].decode {
             Event::PrefillDone { request, instance }
         } else {
             Event::DecodeStep { instance, requests: vec![request], tokens: 1 }
@@ -89,6 +90,7 @@ impl Coordinator {
         if let Some(usd) = self.metrics.usd(request, self.env.now()) {
             self.placements.cost(&tracked.wanted.id, usd);
         }
+        self.note_over(request, &tracked.wanted, true);
         tracked.tell(Update::Finished { reason });
         self.offer(request, &tracked);
         self.fleet_step(Event::Finished { request });

@@ -6,7 +6,7 @@ use super::copies::CopyInProgress;
 use super::directory::Directory;
 use super::events::LoggedFleet;
 use super::identity::Identity;
-use super::messages::{FromWorker, Job, Order, Report, Source};
+use super::messages::{EndNotice, FromWorker, Job, Order, Report, Source};
 use super::transfers;
 use super::watch::KvLinks;
 use crate::env::SharedEnv;
@@ -25,7 +25,8 @@ use mixfleet_scheduler::fleet::{
     Action, Arrival, Event, Explanation, InstanceId, Objective, PromptChain, RejectReason,
 };
 use mixfleet_scheduler::kv::hash::PrefixHasher;
-use std::collections::{BTreeMap, BTreeSet};
+use mixfleet_scheduler::quarantine::Quarantine;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{mpsc, oneshot};
@@ -96,6 +97,10 @@ pub(super) struct Tracked {
     /// Instances that were lost while working on it, and whether each loss is certain: an instance that is
     /// only unreachable may return.
     pub(super) losses: Vec<(InstanceId, bool)>,
+    /// Whether it waits while another suspect is tried.
+    pub(super) waits_apart: bool,
+    /// Tokens that the client had when it was last placed.
+    pub(super) generated_before: usize,
     /// Number of times that there was no memory for its KV.
     pub(super) refusals: u32,
     _watched: oneshot::Sender<()>,
@@ -151,6 +156,12 @@ pub(super) struct Coordinator {
     pub(super) copies: BTreeMap<RequestId, CopyInProgress>,
     /// Requests that lost their place and have no other yet, with the times at which they fail.
     pub(super) unplaced: BTreeMap<RequestId, Seconds>,
+    /// Requests that may have ended instances.
+    pub(super) quarantine: Quarantine,
+    /// What other routers told of instances that are up here.
+    pub(super) rumours: VecDeque<EndNotice>,
+    /// Those that clients sent again while others are tried.
+    pub(super) held: VecDeque<Submission>,
     pub(super) links: KvLinks,
     /// The next request's id.
     pub(super) next: RequestId,
@@ -183,7 +194,10 @@ impl Coordinator {
                     None => open = false,
                 },
                 Some(()) = self.ticks.recv() => self.check_watch(),
-                () = retry_due => self.place_again(),
+                () = retry_due => {
+                    self.place_again();
+                    self.submit_held();
+                }
             }
         }
     }
@@ -249,7 +263,9 @@ impl Coordinator {
         }
     }
 
-    fn submit(&mut self, Submission { request: wanted, updates, admitted }: Submission) {
+    pub(super) fn submit(&mut self, submission: Submission) {
+        let Some(submission) = self.admit_suspect(submission) else { return };
+        let Submission { request: wanted, updates, admitted } = submission;
         if wanted.prompt_ids.is_empty() || wanted.max_tokens == 0 {
             let message = "a request needs at least one prompt token and one token to generate";
             let _ = admitted.send(Err(Rejection::TooLarge(message.into())));
@@ -288,6 +304,8 @@ impl Coordinator {
                     asked_at: self.env.now(),
                     early: BTreeMap::new(),
                     losses: Vec::new(),
+                    waits_apart: false,
+                    generated_before: 0,
                     refusals: 0,
                     _watched,
                 };
@@ -347,6 +365,8 @@ impl Coordinator {
         let now = self.env.now();
         let tracked = self.requests.get_mut(&request).expect("placed by the caller");
         tracked.asked_at = now;
+        tracked.generated_before = tracked.generated.len();
+        self.note_try(request);
         self.begin_watch();
         let tracked = &self.requests[&request];
         let devices = [tracked.prefill, tracked.decode].map(|id| self.instances[&id].device.clone());
@@ -450,6 +470,7 @@ impl Coordinator {
             FromWorker::Load(load) => self.gauge(instance, &load),
             FromWorker::Ran(steps) => self.ran(instance, steps),
             FromWorker::Others(works) => self.others(instance, works),
+            FromWorker::Ended(notice) => self.hear_end(notice),
             FromWorker::Down(error) => self.failed(instance, &error),
             FromWorker::Unreachable(error) => self.down(instance, &error, false),
         }
@@ -480,6 +501,7 @@ impl Coordinator {
     /// Cancels the request of a client that left.
     fn client_left(&mut self, request: RequestId) {
         if let Some(tracked) = self.requests.remove(&request) {
+            self.note_over(request, &tracked.wanted, false);
             self.cancel_everywhere(request, &tracked);
             self.fleet_step(Event::Cancelled { request });
         }
@@ -489,6 +511,7 @@ impl Coordinator {
         self.unplaced.remove(&request);
         if let Some(tracked) = self.requests.remove(&request) {
             tracked.tell(Update::Failed(failure));
+            self.note_over(request, &tracked.wanted, false);
             self.cancel_everywhere(request, &tracked);
             self.fleet_step(Event::Cancelled { request });
         }

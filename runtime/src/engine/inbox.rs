@@ -122,6 +122,8 @@ impl Worker {
                 }
             }
             Order::SetRole { role } => self.set_role(role),
+            // its process passes that on
+            Order::Ended(_) => {}
             Order::Cancel { request } => self.cancel(request)?,
         }
         Ok(())

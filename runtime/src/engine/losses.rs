@@ -3,6 +3,7 @@
 
 use super::coordinator::{Coordinator, InstanceHandle, Stage};
 use super::messages::KvMessage;
+use super::suspects::ALONE_MAX;
 use super::transfers;
 use super::watch::check_instance;
 use crate::env::Task;
@@ -13,9 +14,6 @@ use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::fleet::{Action, Event, Instance, InstanceId};
 use std::time::Duration;
-
-/// Lost instances after which a request is not retried, since it may have caused the losses.
-const LOSSES_MAX: usize = 2;
 
 /// Interval between checks of instances with work.
 const WATCH_EVERY: Duration = Duration::from_secs(10);
@@ -44,6 +42,7 @@ impl Coordinator {
         for tracked in self.requests.values_mut() {
             tracked.losses.retain(|(lost, certain)| *certain || *lost != id);
         }
+        self.quarantine.returned(id);
         tracing::debug!(instance = %instance.id, %device, "instance up");
         let handle = InstanceHandle { device, kv, codes, block_tokens, silence_max, heard_at };
         self.instances.insert(instance.id, handle);
@@ -68,30 +67,44 @@ impl Coordinator {
         self.links.forget(instance);
         let lost = self.fleet_step(Event::InstanceDown { instance });
         self.count_instances();
-        for action in lost {
-            let Action::Replay { request, .. } = action else { continue };
-            if let Some(tracked) = self.requests.get_mut(&request) {
-                tracked.losses.push((instance, certain));
-            }
-            self.replay(request);
-        }
+        let lost: Vec<RequestId> = lost
+            .iter()
+            .filter_map(|action| match action {
+                Action::Replay { request, .. } => Some(*request),
+                _ => None,
+            })
+            .collect();
+        self.believe_rumours(instance);
+        self.note_ends(instance, &lost, certain);
+        lost.into_iter().for_each(|request| self.replay(request));
     }
 
     /// Places a request again, from its prompt and the tokens that the client already has.
     pub(super) fn replay(&mut self, request: RequestId) {
         self.end_pauses();
-        let Some(tracked) = self.requests.get(&request) else { return };
-        self.cancel_everywhere(request, tracked);
         let now = self.env.now();
+        if self.unplaced.get(&request).is_some_and(|until| now.0 < until.0) && self.waits_for_trial(request) {
+            return;
+        }
+        let Some(tracked) = self.requests.get(&request) else { return };
+        self.quarantine.left(request);
+        self.cancel_everywhere(request, tracked);
         let tracked = self.requests.get_mut(&request).expect("just found");
         tracked.attempt += 1;
         tracked.early.clear();
         (tracked.stage, tracked.pull) = (Stage::Placed, None);
-        if tracked.losses.len() >= LOSSES_MAX {
-            let certain = tracked.losses.iter().filter(|(_, certain)| *certain).count() >= LOSSES_MAX;
-            let failure = Failure::engine("two instances were lost while they worked on this request");
-            // Instances that are only unreachable may return.
+        if let Some((failure, certain)) = self.quarantined(request) {
             return if certain { self.fail(request, failure) } else { self.wait_for_place(request, failure) };
+        }
+        if self.waits_for_trial(request) && self.unplaced.get(&request).is_none_or(|until| now.0 < until.0) {
+            self.unplaced.entry(request).or_insert(now + ALONE_MAX);
+            self.requests.get_mut(&request).expect("just found").waits_apart = true;
+            return;
+        }
+        let tracked = self.requests.get_mut(&request).expect("just found");
+        if std::mem::take(&mut tracked.waits_apart) {
+            // its time to find a place begins now
+            self.unplaced.remove(&request);
         }
         let (wanted, objective, due) = (tracked.wanted.clone(), tracked.objective, tracked.urgency.due);
         let tokens = [&wanted.prompt_ids[..], &tracked.generated].concat();
@@ -129,7 +142,8 @@ impl Coordinator {
 
     /// Completes when requests without a place are tried again; never if there are none.
     pub(super) fn retry_due(&self) -> Task {
-        if self.unplaced.is_empty() { Box::pin(std::future::pending()) } else { self.env.sleep(RETRY_WAIT) }
+        let is_idle = self.unplaced.is_empty() && self.held.is_empty();
+        if is_idle { Box::pin(std::future::pending()) } else { self.env.sleep(RETRY_WAIT) }
     }
 
     /// Starts the watch, which runs while there is work.

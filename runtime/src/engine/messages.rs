@@ -11,6 +11,7 @@ use mixfleet_scheduler::cost::{LinkCost, MeasuredSteps};
 use mixfleet_scheduler::fleet::{Instance, InstanceId, OthersWork, Role};
 use mixfleet_scheduler::kv::hash::PrefixHasher;
 use mixfleet_scheduler::kv::{BlockHash, Tier};
+use mixfleet_scheduler::quarantine::{AnswerMoment, RequestDigest};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -173,6 +174,19 @@ pub(crate) enum Order {
     SetRole { role: Role },
     /// Drop the request in any state.
     Cancel { request: RequestId },
+    /// (To its process.) Tell the other routers.
+    Ended(EndNotice),
+}
+
+/// An instance was lost that had a request.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct EndNotice {
+    /// The instance that was lost.
+    pub(crate) engine: InstanceId,
+    /// What the request asked for.
+    pub(crate) digest: RequestDigest,
+    /// What there was of the answer.
+    pub(crate) moment: AnswerMoment,
 }
 
 /// A message about KV between the two instances of a transfer.
@@ -265,6 +279,8 @@ pub(crate) enum FromWorker {
     Ran(MeasuredSteps),
     /// (From its process.) Changes of the work that the instance does for other routers.
     Others(Vec<OthersWork>),
+    /// (From its process.) Another router lost an instance.
+    Ended(EndNotice),
     /// (From the coordinator's own process.) Report the blocks that the fleet machine attributes to tiers.
     #[serde(skip)]
     Inspect(mpsc::Sender<Held>),
@@ -300,6 +316,7 @@ impl FromWorker {
             | FromWorker::Load(_)
             | FromWorker::Ran(_)
             | FromWorker::Others(_)
+            | FromWorker::Ended(_)
             | FromWorker::Inspect(_)
             | FromWorker::Down(_)
             | FromWorker::Unreachable(_) => None,

@@ -42,6 +42,7 @@ mod shaping;
 mod spans;
 pub mod speed;
 mod support;
+mod suspects;
 mod tiers;
 mod transfers;
 mod warm;
@@ -73,7 +74,8 @@ use mixfleet_hal::{DType, Result};
 use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::cost::CostModel;
 use mixfleet_scheduler::fleet::{FleetConfig, InstanceId};
-use std::collections::BTreeMap;
+use mixfleet_scheduler::quarantine::Quarantine;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use tokio::sync::mpsc;
 use watch::KvLinks;
@@ -176,6 +178,9 @@ impl EngineParts {
             requests: BTreeMap::new(),
             copies: BTreeMap::new(),
             unplaced: BTreeMap::new(),
+            quarantine: Quarantine::default(),
+            rumours: VecDeque::new(),
+            held: VecDeque::new(),
             links: KvLinks::default(),
             next: first_request,
             // It is read once, so that setting the wall clock later does not reorder requests.

@@ -8,7 +8,7 @@ use super::session::{
 };
 use crate::engine::directory::{Directory, Inboxes};
 use crate::engine::instance::Surroundings;
-use crate::engine::messages::{FromWorker, KvMessage, Report, ToWorker};
+use crate::engine::messages::{EndNotice, FromWorker, KvMessage, Report, ToWorker};
 use crate::engine::{HandOffLimits, Held, Links, Loaded};
 use crate::env::SharedEnv;
 use crate::mailbox::{INBOX_MAX, MessageReceiver, MessageSender, REPORTS_MAX, mailbox};
@@ -20,7 +20,8 @@ use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::cost::{CostModel, LinkCost};
 use mixfleet_scheduler::fleet::InstanceId;
 use mixfleet_scheduler::kv::{BlockHash, Tier};
-use std::collections::{BTreeMap, BTreeSet};
+use mixfleet_scheduler::quarantine::QUARANTINE;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{mpsc, oneshot};
@@ -30,6 +31,9 @@ const EVENTS_MAX: usize = 1024;
 
 /// Commands of routers that may wait for the ledger; sessions wait while there are more.
 const GIVEN_MAX: usize = 1024;
+
+/// Ends of instances that routers are told of when they come later.
+const ENDS_MAX: usize = 1024;
 
 /// The configuration of a process with devices.
 pub struct WorkerProcess {
@@ -117,6 +121,7 @@ impl WorkerProcess {
             known: ids.iter().map(|&id| (id, Known::default())).collect(),
             routers: BTreeMap::new(),
             ledger: WorkLedger::default(),
+            ends: VecDeque::new(),
             beating: false,
             peers: BTreeMap::new(),
             sessions: 0,
@@ -250,6 +255,8 @@ struct HubTask {
     routers: BTreeMap<RouterId, (u64, MessageSender<InstanceReport>)>,
     /// Work that routers gave to the instances.
     ledger: WorkLedger,
+    /// Instances that routers lost with a request, and when they said so.
+    ends: VecDeque<(Seconds, EndNotice)>,
     /// Whether the next beat is scheduled.
     beating: bool,
     /// Sessions to peers, by each of their instances.
@@ -280,6 +287,10 @@ impl HubTask {
                 },
                 // The ledger learns of a command before the instance can report on it.
                 Some((instance, given)) = commands.recv() => {
+                    if let OrderedWork::Ended { of, notice } = given {
+                        self.ended(of, instance, notice);
+                        continue;
+                    }
                     let news = self.ledger.commanded(instance, &given, self.env.unix_time());
                     self.spread(news);
                 }
@@ -348,6 +359,25 @@ impl HubTask {
         if let Some((_, out)) = self.routers.get(&router) {
             // The session's task notices that a router is gone.
             let _ = out.send(InstanceReport { instance, message });
+        }
+    }
+
+    /// Tells the other routers, and those that come later, that one of them lost an instance.
+    fn ended(&mut self, of: RouterId, instance: InstanceId, notice: EndNotice) {
+        let is_same = |known: &EndNotice| (known.engine, known.digest) == (notice.engine, notice.digest);
+        let now = self.env.now();
+        while self.ends.front().is_some_and(|(at, _)| (now - *at).0 > QUARANTINE.0) {
+            self.ends.pop_front();
+        }
+        if self.ends.iter().any(|(_, known)| is_same(known)) {
+            return;
+        }
+        if self.ends.len() == ENDS_MAX {
+            self.ends.pop_front();
+        }
+        self.ends.push_back((now, notice));
+        for &router in self.routers.keys().filter(|&&router| router != of) {
+            self.tell(router, instance, FromWorker::Ended(notice));
         }
     }
 
@@ -448,6 +478,10 @@ impl HubTask {
             let stored = stored
                 .map(|(&tier, blocks)| FromWorker::Stored { tier, hashes: blocks.iter().copied().collect() });
             links.chain(tiers).chain(stored).for_each(|message| self.tell(router, instance, message));
+        }
+        let up = self.known.iter().find(|(_, known)| known.up.is_some()).map(|(instance, _)| *instance);
+        for (instance, (_, notice)) in up.into_iter().cycle().zip(&self.ends) {
+            self.tell(router, instance, FromWorker::Ended(*notice));
         }
         for WorkUpdate { instance, work, .. } in self.ledger.all(now) {
             self.tell(router, instance, FromWorker::Others(vec![work]));

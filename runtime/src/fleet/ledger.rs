@@ -3,7 +3,7 @@
 //! Commands announce work, and reports its progress. New and completed work is told at once, and prompts that
 //! progress once per step; the lengths of answers are told on a beat.
 
-use crate::engine::messages::{FromWorker, Job, Order};
+use crate::engine::messages::{EndNotice, FromWorker, Job, Order};
 use crate::request::RouterId;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::Seconds;
@@ -77,6 +77,7 @@ impl WorkLedger {
                 self.news((instance, request), now)
             }
             OrderedWork::Cancel { request } => self.gone((instance, request), None),
+            OrderedWork::Ended { .. } => Vec::new(),
         }
     }
 
@@ -207,6 +208,8 @@ pub(super) enum OrderedWork {
     Work { request: RequestId, prompt: Option<PromptWork>, answer: Option<AnswerWork> },
     /// Work is cancelled.
     Cancel { request: RequestId },
+    /// A router lost an instance, which the others are told.
+    Ended { of: RouterId, notice: EndNotice },
 }
 
 impl OrderedWork {

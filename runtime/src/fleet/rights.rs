@@ -48,6 +48,10 @@ impl Listening {
             else {
                 if self.refuses(instance, &mut refused) { continue } else { return }
             };
+            if let Order::Ended(notice) = order {
+                let _ = from.given.send((instance, OrderedWork::Ended { of: from.router, notice })).await;
+                continue;
+            }
             orders.room().await;
             if let Some(given) = OrderedWork::of(instance, &order) {
                 let _ = from.given.send((instance, given)).await;
@@ -115,7 +119,7 @@ impl Order {
             | Order::Lend { job, .. }
             | Order::Copy { job, .. } => Some(job.request),
             Order::NotLent { request, .. } | Order::Cancel { request } => Some(*request),
-            Order::SetRole { .. } => None,
+            Order::SetRole { .. } | Order::Ended(_) => None,
         }
     }
 

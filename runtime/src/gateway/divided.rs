@@ -77,6 +77,7 @@ impl Passage {
         self.is_divided = true;
         self.ttft = self.transfer;
         (self.times.asked, self.times.alone) = (now, false);
+        self.tried_next(to, now);
         let answer = match self.wanted.stream {
             true => Seconds::ZERO,
             false => self.tbt * f64::from(gateway.longest_answer(&self.wanted)),

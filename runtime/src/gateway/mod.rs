@@ -4,7 +4,8 @@
 //! placed and to report its first token, its growth and its end, and never while it waits. One task per
 //! engine (`keep`) probes it, measures it once, and tells the machine when it comes and goes; another one
 //! (`cached`) follows what it has cached. Where the machine divides a request, one engine computes the
-//! prompt and another one takes its KV over and answers (`divided`).
+//! prompt and another one takes its KV over and answers (`divided`). A request that may have ended engines is
+//! tried apart, or not at all (`suspects`).
 //!
 //! Absent: the text of tokens, tokenizers, templates, vendors' fields, HTTP.
 
@@ -17,8 +18,12 @@ mod divided;
 #[cfg(test)]
 mod divided_tests;
 mod keep;
+mod meaning;
 mod pass;
 mod relay;
+mod suspects;
+#[cfg(test)]
+mod suspects_tests;
 #[cfg(test)]
 mod tests;
 
@@ -44,7 +49,8 @@ use mixfleet_scheduler::fleet::{
     RejectReason, Role, Terms,
 };
 use mixfleet_scheduler::kv::hash::PrefixHasher;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use mixfleet_scheduler::quarantine::{Quarantine, RequestDigest};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 use tokio::sync::{Notify, watch};
 
@@ -127,6 +133,8 @@ pub(crate) struct RelayRequest {
     /// Whose share of the engines it uses.
     pub(crate) party: PartyId,
     pub(crate) hints: Hints,
+    /// What it asks for, once that is known.
+    pub(crate) digest: OnceLock<RequestDigest>,
 }
 
 /// Engines of others behind one fleet machine.
@@ -139,6 +147,8 @@ pub struct Gateway {
     flex_deadline: Seconds,
     hasher: PrefixHasher,
     members: Vec<Member>,
+    /// Locked before `state`, where both are.
+    quarantine: Mutex<Quarantine>,
     state: Mutex<Fleetwide>,
 }
 
@@ -269,6 +279,7 @@ impl GatewayParts {
             name,
             flex_deadline: limits.flex_deadline,
             members: specs.into_iter().map(member).collect(),
+            quarantine: Mutex::default(),
             state: Mutex::new(state),
         });
         // Those that answer now are up when clients are told that this serves.

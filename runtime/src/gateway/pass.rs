@@ -1,11 +1,12 @@
 //! Requests that one engine answers and nobody here reads: embeddings, responses.
 
+use super::suspects::NoPlace;
 use super::{Asked, Gateway, RelayError, RelayRequest};
-use crate::request::Rejection;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::outside::{EngineFault, EngineFaultKind, PassedAnswer, PassedPath};
 use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::fleet::Event;
+use mixfleet_scheduler::quarantine::AnswerMoment;
 use std::sync::Arc;
 
 /// An answer on its way, with the place that its request has at its engine. Dropping it ends both.
@@ -52,15 +53,15 @@ pub(crate) async fn pass(
         let request = gateway.next_request();
         let undivided = Some("it passes unread");
         let asked = Asked { request, wanted, generated: 0, due: None, avoided: &avoided, undivided };
-        let placed = gateway.place_patiently(&asked).await;
+        let placed = gateway.place_apart(&asked).await;
         let place = match (placed, last) {
             (Ok(place), _) => place,
+            (Err(NoPlace::Quarantined(why)), _) => return Err(RelayError::Quarantined(why)),
             (Err(_), Some(Ok(passed))) => return Ok(passed),
             (Err(_), Some(Err(fault))) => return Err(RelayError::Failed(fault)),
-            (Err((reason, after)), None) => {
-                return Err(RelayError::Rejected(Rejection::new(&reason, after)));
-            }
+            (Err(why), None) => return Err(why.error()),
         };
+        let began = gateway.env.now();
         let stay = Stay { gateway: gateway.clone(), request, at: place.at };
         let engine = gateway.engine(place.at).clone();
         let answered = tokio::select! {
@@ -70,7 +71,15 @@ pub(crate) async fn pass(
                 Err(EngineFault::new(EngineFaultKind::Cut, "it does not answer any more"))
             }
         };
+        gateway.quarantine().left(request);
         avoided.push(place.at);
+        let answered = match answered {
+            Ok(answer) => Ok(answer),
+            Err(fault) => Err(gateway.judged(place.at, fault).await),
+        };
+        if answered.as_ref().is_err_and(|fault| fault.kind == EngineFaultKind::Cut) {
+            gateway.note_end(wanted, (request, place.at, began), AnswerMoment::Unanswered);
+        }
         last = Some(match answered {
             Ok(answer) if !is_for_another(answer.status) => return Ok(PassedOn { answer, _stay: stay }),
             Ok(PassedAnswer { status: 404 | 405 | 501, .. }) => {

@@ -1,6 +1,7 @@
 //! One client's request on its way: placed, asked, relayed, and placed again where an engine fails.
 
 use super::divided::TakenKv;
+use super::suspects::NoPlace;
 use super::{Asked, EnginePlace, Gateway, RelayRequest};
 use crate::request::Rejection;
 use crate::trace::{SpanFact, SpanFacts};
@@ -12,13 +13,11 @@ use mixfleet_hal::outside::{
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::cost::{MeasuredSteps, Prefill};
-use mixfleet_scheduler::fleet::{Event, InstanceId, RejectReason};
+use mixfleet_scheduler::fleet::{Event, InstanceId};
+use mixfleet_scheduler::quarantine::Quarantined;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Engines that may break off one request: what breaks so many may be the request's doing. Those that refuse
-/// or say that they failed are tried each once.
-const BREAKS_MAX: usize = 3;
 /// Time in which nothing comes of a stream that has begun, after which it is given up.
 const SILENCE_MAX: Duration = Duration::from_secs(60);
 /// The same before its first token; an engine that is down is noticed by its probe.
@@ -43,6 +42,8 @@ pub(crate) enum RelayError {
     Rejected(Rejection),
     /// No engine gave an answer; what the last one said.
     Failed(EngineFault),
+    /// Engines ended with it.
+    Quarantined(Quarantined),
 }
 
 /// A request in work. Dropping it cancels it, here and at its engine.
@@ -66,8 +67,6 @@ pub(crate) struct Passage {
     pub(super) doubted: Vec<usize>,
     /// Of them, those that are at fault if another one answers it, and how they failed.
     suspects: Vec<(usize, EngineFault)>,
-    /// How many of them broke it off.
-    breaks: usize,
     due: Seconds,
     /// Predicted times: until the prompt is computed, or, once it is elsewhere, until its KV has landed; of
     /// that way of its KV; of a further token.
@@ -99,7 +98,7 @@ pub(super) struct Times {
     first: Option<Seconds>,
     last: Seconds,
     /// Whether something of the answer came.
-    came: bool,
+    pub(super) came: bool,
     /// Whether nothing else was at the engine until its first token.
     pub(super) alone: bool,
     /// Sum over chunks of the answers that were in progress there.
@@ -116,9 +115,7 @@ pub(crate) async fn relay(gateway: &Arc<Gateway>, wanted: RelayRequest) -> Resul
     let wanted = gateway.read_prompt(wanted).await;
     let request = gateway.next_request();
     let asked = Asked { request, wanted: &wanted, generated: 0, due: None, avoided: &[], undivided: None };
-    let placed = gateway.place_patiently(&asked).await;
-    let place =
-        placed.map_err(|(reason, retry_after)| RelayError::Rejected(Rejection::new(&reason, retry_after)))?;
+    let place = gateway.place_apart(&asked).await.map_err(NoPlace::error)?;
     let mut passage = Box::new(Passage {
         gateway: gateway.clone(),
         request,
@@ -131,7 +128,6 @@ pub(crate) async fn relay(gateway: &Arc<Gateway>, wanted: RelayRequest) -> Resul
         avoided: Vec::new(),
         doubted: Vec::new(),
         suspects: Vec::new(),
-        breaks: 0,
         due: place.due,
         ttft: Seconds::ZERO,
         transfer: Seconds::ZERO,
@@ -156,7 +152,10 @@ pub(crate) async fn relay(gateway: &Arc<Gateway>, wanted: RelayRequest) -> Resul
                 passage.finish();
                 return Ok(RelayOpening::Whole(answer));
             }
-            Ok(EngineAnswer::Refused { status, body }) => return Ok(RelayOpening::Refused(status, body)),
+            Ok(EngineAnswer::Refused { status, body }) => {
+                passage.note_refusal(status);
+                return Ok(RelayOpening::Refused(status, body));
+            }
             Ok(EngineAnswer::Stream(stream)) => {
                 passage.stream = Some(stream);
                 match passage.next().await {
@@ -244,6 +243,9 @@ impl Passage {
                 Err(RelayError::Rejected(rejection)) => {
                     return Err(EngineFault::new(EngineFaultKind::Busy, rejection.to_string()));
                 }
+                Err(RelayError::Quarantined(why)) => {
+                    return Err(EngineFault::new(EngineFaultKind::Cut, why.to_string()));
+                }
             }
             fault = match self.ask().await {
                 Ok(EngineAnswer::Stream(stream)) => {
@@ -308,7 +310,8 @@ impl Passage {
         // Of a whole answer nothing tells when the prompt is done: it is taken to be when that was predicted.
         let mut prompt_done =
             gateway.env.sleep(Duration::try_from_secs_f64(self.ttft.0).unwrap_or(QUEUE_MAX));
-        let mut is_waiting = !self.wanted.stream;
+        let mut early = gateway.env.sleep(Duration::try_from_secs_f64(self.early().0).unwrap_or(QUEUE_MAX));
+        let (mut is_waiting, mut is_early) = (!self.wanted.stream, !self.wanted.stream);
         let mut too_late = gateway.env.sleep(QUEUE_MAX);
         loop {
             tokio::select! {
@@ -322,20 +325,28 @@ impl Passage {
                     gateway.metrics.guess_first_token(self.request);
                     self.first_token(at);
                 }
+                () = &mut early, if is_early => {
+                    is_early = false;
+                    self.survives();
+                }
             }
         }
     }
 
     /// Places the request again, on an engine that has not failed it.
     async fn place_again(&mut self, fault: EngineFault) -> Result<(), RelayError> {
+        let fault = match self.prompt_at.or(self.at) {
+            Some(at) => self.gateway.clone().judged(at, fault).await,
+            None => fault,
+        };
         if !self.is_hand_off(&fault) {
             self.failed(&fault);
         }
-        if fault.kind == EngineFaultKind::NotContinued || self.breaks >= BREAKS_MAX {
+        if fault.kind == EngineFaultKind::NotContinued {
             return Err(RelayError::Failed(fault));
         }
         let mut again = self.placed_again().await;
-        if again.is_err() && !self.doubted.is_empty() {
+        if matches!(again, Err(NoPlace::Rejected(..))) && !self.doubted.is_empty() {
             let doubted = std::mem::take(&mut self.doubted);
             self.avoided.retain(|at| !doubted.contains(at));
             again = self.placed_again().await;
@@ -345,6 +356,7 @@ impl Passage {
                 self.take_place(&place);
                 Ok(())
             }
+            Err(NoPlace::Quarantined(why)) => Err(RelayError::Quarantined(why)),
             Err(_) if fault.kind == EngineFaultKind::Busy => {
                 let after = fault.retry_after.map_or(1, |after| after.as_secs()).max(1);
                 let reason = format!("every engine that could take it is busy: {fault}");
@@ -354,11 +366,11 @@ impl Passage {
         }
     }
 
-    async fn placed_again(&mut self) -> Result<EnginePlace, (RejectReason, Option<Seconds>)> {
+    async fn placed_again(&mut self) -> Result<EnginePlace, NoPlace> {
         let Passage { request, wanted, undivided, .. } = self;
         let (request, undivided, due) = (*request, *undivided, Some(self.due));
         let asked = Asked { request, wanted, generated: self.chunks, due, avoided: &self.avoided, undivided };
-        self.gateway.place_patiently(&asked).await
+        self.gateway.place_apart(&asked).await
     }
 
     /// Takes it from the engine that failed it.
@@ -367,7 +379,9 @@ impl Passage {
         if let Some(at) = self.prompt_at.or(self.at) {
             self.gateway.fault(at, &self.wanted.id, fault);
             self.avoided.push(at);
-            self.breaks += usize::from(fault.kind == EngineFaultKind::Cut);
+            if fault.kind == EngineFaultKind::Cut {
+                self.note_own_end(at);
+            }
             self.suspect(at, fault);
             self.count_cost();
         }
@@ -388,9 +402,19 @@ impl Passage {
         }
     }
 
+    /// Another mixfleet that has the request in quarantine says so with a status of 500 or more.
+    fn note_refusal(&self, status: u16) {
+        if let Some(at) = self.at.filter(|_| status >= 500) {
+            self.note_own_end(at);
+        }
+    }
+
     /// An engine answers: it is in order, and those that failed before it are not.
     fn clear(&mut self) {
         self.took_over();
+        if !self.times.came {
+            self.survives();
+        }
         for (at, fault) in std::mem::take(&mut self.suspects) {
             self.gateway.note_failed(at, &fault);
         }
@@ -474,6 +498,7 @@ impl Passage {
             }
         }
         self.gateway.note_answered(at);
+        self.is_cleared();
         self.count_cost();
         if let Some(usd) = self.usd {
             self.gateway.placements.cost(&self.wanted.id, usd);
@@ -518,6 +543,7 @@ impl Passage {
         self.leave_prompt();
         self.taken = None;
         let Some(at) = self.at.take() else { return };
+        self.gateway.quarantine().left(self.request);
         self.stream = None;
         let now = self.gateway.env.now();
         self.idle_since = now;

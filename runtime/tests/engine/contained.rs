@@ -8,6 +8,7 @@ use mixfleet_hal::{Device, Error, ErrorKind, Result};
 use mixfleet_runtime::env::{Env, SeededEnv};
 use mixfleet_runtime::model::Checkpoint;
 use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::request::{GenerateRequest, Rejection};
 use mixfleet_scheduler::fleet::Role;
 use mixfleet_wire::HostRegion;
 use std::ops::Range;
@@ -125,7 +126,37 @@ fn a_request_with_which_two_instances_were_lost_ends() {
     // Two other instances are left for the requests of the lost ones.
     let answer = one_among_others(&fleet, &checkpoint, vec![1, 2, token], Duration::ZERO);
     let failure = answer.failure.unwrap();
-    assert!(failure.contains("two instances"), "{failure}");
+    assert!(failure.contains("2 instances were lost"), "{failure}");
+    assert_eq!(deaths.iter().map(|count| count.load(Ordering::Relaxed)).sum::<u32>(), 2);
+}
+
+#[test]
+fn who_sends_a_deadly_request_again_and_again_loses_two_instances() {
+    let checkpoint = checkpoint();
+    let token = poison(&checkpoint);
+    let mut fleet = TestFleet::new(checkpoint.clone());
+    let mut deaths = Vec::new();
+    for member in 0..4 {
+        let (device, count) = dies_of(&format!("device{member}"), token, ErrorKind::DeviceLost);
+        fleet = fleet.with_device(Role::Auto, device);
+        deaths.push(count);
+    }
+    let env = SeededEnv::new(12);
+    let handle = fleet.start(Arc::new(env.clone()));
+    let (prompt, expected) = sound(&checkpoint, 3);
+    env.run(async move {
+        let first = ask(&handle, "poisoned".into(), vec![1, 2, token], TOKENS, None).await;
+        assert!(first.failure.unwrap().contains("2 instances were lost"));
+        for retry in 0..20 {
+            let mut again = GenerateRequest::greedy(format!("again {retry}"), vec![1, 2, token], TOKENS);
+            again.sampling.seed = retry;
+            let refused = handle.submit(again).await.unwrap_err();
+            let Rejection::Quarantined(why) = refused else { panic!("{refused}") };
+            assert!(why.contains("2 instances were lost"), "{why}");
+        }
+        let other = ask(&handle, "other".into(), prompt, TOKENS, None).await;
+        assert_eq!((other.tokens, other.failure), (expected, None), "other requests are answered");
+    });
     assert_eq!(deaths.iter().map(|count| count.load(Ordering::Relaxed)).sum::<u32>(), 2);
 }
 

@@ -2,23 +2,27 @@
 //! that the others gave to the devices.
 
 use super::parts;
-use crate::fleet::Log;
-use mixfleet_hal::DType;
+use crate::fleet::wayward::Wayward;
+use crate::fleet::{Log, ask};
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond, Seconds};
+use mixfleet_hal::{DType, Device, Error, ErrorKind};
 use mixfleet_runtime::api::Placements;
 use mixfleet_runtime::engine::events::EventLog;
-use mixfleet_runtime::engine::{EngineConfig, EngineParts, HandOffLimits, Identity, Loaded};
+use mixfleet_runtime::engine::{
+    EngineConfig, EngineParts, HandOffLimits, Identity, InstanceLimits, InstanceSpec, Loaded,
+};
 use mixfleet_runtime::env::{Env, SeededEnv, SharedEnv};
 use mixfleet_runtime::fleet::{Hub, ModelIdentity, RouterId, WorkerProcess};
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::model::Checkpoint;
 use mixfleet_runtime::model::random::tiny_variants;
-use mixfleet_runtime::request::{EngineHandle, GenerateRequest, Hints, Sampling, Update};
-use mixfleet_scheduler::cost::CostModel;
+use mixfleet_runtime::request::{EngineHandle, GenerateRequest, Hints, Rejection, Sampling, Update};
+use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, PrefillCoefficients};
 use mixfleet_scheduler::fleet::{InstanceId, PartyId, Role};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 const TTFT_S: f64 = 0.6;
@@ -170,4 +174,74 @@ fn with_objectives_no_router_admits_what_the_workers_cannot_do() {
         // One router's own predictions are off by as much.
         assert!(latest_s <= 1.1 * TTFT_S, "{routers} routers: {late} late, the latest {latest_s} s");
     }
+}
+
+/// A device that is lost whenever it gets `token`, and counts that.
+fn deadly(
+    at: u32,
+    token: u32,
+    checkpoint: &Checkpoint,
+    deaths: &Arc<AtomicU32>,
+) -> (InstanceId, Loaded, CostModel) {
+    let deaths = deaths.clone();
+    let device = Wayward::new(&format!("device{at}")).writing(move |_, data| {
+        if !data.chunks_exact(4).any(|word| word == token.to_le_bytes()) {
+            return Ok(());
+        }
+        deaths.fetch_add(1, Ordering::Relaxed);
+        Err(Error::new(ErrorKind::DeviceLost, "poisoned"))
+    });
+    let device: Arc<dyn Device> = Arc::new(device);
+    let weights = checkpoint.place(&*device, &mut |_, _| {}).unwrap();
+    let config = Arc::new(checkpoint.config.clone());
+    let limits = InstanceLimits {
+        activations: DType::F32,
+        kv: DType::F32,
+        kv_bytes: 512 * config.kv_bytes_per_token(DType::F32),
+        step_tokens_max: 24,
+        prefill_tokens_beside_decode_max: Some(12),
+        sequences_max: 8,
+        block_tokens: Some(8),
+    };
+    let spec = InstanceSpec { device, weights, role: Role::Auto, price: None, limits };
+    let cost = CostModel::Coefficients(Coefficients {
+        prefill_s: PrefillCoefficients { overhead: 1e-3, per_token: 1e-4, per_token_squared: 0.0 },
+        decode_s: DecodeCoefficients { base: 1e-3, per_sequence: 1e-5, per_kv_token: 0.0 },
+    });
+    (InstanceId(at), Loaded::new(&config, spec).unwrap(), cost)
+}
+
+#[test]
+fn what_took_two_instances_from_one_router_is_refused_by_all() {
+    let checkpoint = tiny_variants().remove(0).1.load().unwrap();
+    let token = checkpoint.config.vocab - 1;
+    let (env, deaths) = (SeededEnv::new(4), Arc::new(AtomicU32::new(0)));
+    let process = WorkerProcess {
+        env: Arc::new(env.clone()),
+        model: ModelIdentity { digest: "model".into(), tokenizer_digest: "tokenizer".into() },
+        instances: (0..4).map(|at| deadly(at, token, &checkpoint, &deaths)).collect(),
+        links: parts::links(),
+        hand_off: HandOffLimits::default(),
+        metrics: Metrics::new(),
+    };
+    let hub = process.start().unwrap();
+    let routers = [1, 2].map(|id| router(id, &checkpoint, &env, &hub, EngineConfig::default(), None));
+    let world = env.clone();
+    env.run(async move {
+        world.sleep(Duration::from_secs(1)).await;
+        let [one, other] = &routers;
+        let first = ask(one, "poisoned".into(), vec![1, 2, token], 4, None).await;
+        assert!(first.failure.unwrap().contains("instances were lost"));
+        world.sleep(Duration::from_millis(200)).await;
+        let late = router(3, &checkpoint, &world, &hub, EngineConfig::default(), None);
+        world.sleep(Duration::from_secs(1)).await;
+        for router in [one, other, &late] {
+            let again = GenerateRequest::greedy("again", vec![1, 2, token], 4);
+            let refused = router.submit(again).await.unwrap_err();
+            assert!(matches!(refused, Rejection::Quarantined(_)), "{refused}");
+            let sound = ask(router, "sound".into(), vec![1, 2, 3], 4, None).await;
+            assert_eq!((sound.tokens.len(), sound.failure), (4, None));
+        }
+    });
+    assert_eq!(deaths.load(Ordering::Relaxed), 2);
 }

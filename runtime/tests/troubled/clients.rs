@@ -119,6 +119,15 @@ impl World {
                     self.count("refused", 1);
                     continue;
                 }
+                // Instances were lost with an earlier request for the same.
+                Err(Rejection::Quarantined(_)) => {
+                    let is_good = expected.is_some();
+                    self.count(
+                        if is_good { "errors: two instances lost" } else { "errors as they should be" },
+                        1,
+                    );
+                    return false;
+                }
             };
             last = "its router ended".into();
             self.count(counts_as, 1);
