@@ -89,7 +89,7 @@ def main():
             replace(directory, name, '{"a": ' + DEEP + "}")
             ends_well(f"deep JSON in {name}", *run(program, "models", "--check", directory))
         for name in ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
-                     "generation_config.json", "model.safetensors", "model.safetensors.index.json"]:
+                     "generation_config.json", "model.safetensors"]:
             for kind in ["fifo", "device", "directory", "loop"]:
                 directory = copied(home, f"{kind}-{name}")
                 lay(os.path.join(directory, name), kind)
@@ -98,9 +98,9 @@ def main():
         fifo = os.path.join(home, "fifo")
         os.mkfifo(fifo)
         for words in [
-            ["serve", "--api-keys", fifo, "--listen", "127.0.0.1:0"], ["compare", "--prices", fifo],
-            ["simulate", "--fleet", fifo], ["trace", "stats", fifo], ["profile", "check", fifo],
-            ["replay", fifo], ["validate", "diff", fifo, fifo], ["serve", "--config", fifo],
+            ["serve", "--api-keys", fifo, "--listen", "127.0.0.1:0"], ["compare", "--model", "llama-3.1-8b", "--prices", fifo],
+            ["simulate", "--trace", fifo, "--fleet", fifo], ["trace", "stats", fifo], ["profile", "check", fifo],
+            ["replay", fifo], ["validate", "diff", fifo, fifo],
             ["generate", "--model", fifo, "--prompt", "a"],
         ]:
             code, said, seconds = run(program, *words, timeout=20)

@@ -121,8 +121,7 @@ fn no_command_waits_for_a_pipe_that_nobody_writes_to() {
     let fifo = fifo.to_str().unwrap();
     for words in [
         vec!["serve", "--api-keys", fifo, "--listen", "127.0.0.1:0"],
-        vec!["serve", "--config", fifo],
-        vec!["compare", "--prices", fifo],
+        vec!["compare", "--model", "llama-3.1-8b", "--prices", fifo],
         vec!["simulate", "--fleet", fifo, "--closed-loop", "1"],
         vec!["profile", "check", fifo],
         vec!["replay", fifo],

@@ -159,7 +159,7 @@ impl Drop for Answer {
         for (choice, updates) in &mut self.running {
             let Some(updates) = updates else { continue };
             let mut unread = 0;
-            while let Ok(update) = updates.try_recv() {
+            while let Some(update) = updates.try_recv() {
                 match update {
                     Update::Token { .. } => unread += 1,
                     Update::Started { cached_tokens } => choice.cached = Some(cached_tokens),

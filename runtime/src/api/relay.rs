@@ -37,7 +37,7 @@ struct Outline {
     choices: u32,
     max_tokens: Option<u32>,
     /// The longest answer that the body asks for under any name, with that name.
-    longest: Option<(&'static str, i64)>,
+    longest: Option<NamedLength>,
     prompt_bytes: usize,
     prompt_ids: Option<u32>,
     hints: ParsedHints,
@@ -160,7 +160,7 @@ fn outline(body: &[u8], endpoint: Endpoint, name: &str) -> Result<Outline, ApiEr
     };
     let missing = || ApiError::field(field, "missing_parameter", format!("'{field}' is missing"));
     let prompt = fields.take(field).ok_or_else(missing)?;
-    let (max_tokens, longest) = lengths(&mut fields)?;
+    let Lengths { first: max_tokens, longest } = Lengths::parse(&mut fields)?;
     Ok(Outline {
         stream: fields.boolean("stream")?.unwrap_or(false),
         choices: choices(&mut fields)?,
@@ -175,20 +175,35 @@ fn outline(body: &[u8], endpoint: Endpoint, name: &str) -> Result<Outline, ApiEr
     })
 }
 
-/// The length that placement counts with, and the longest one that the body asks for under any name.
-fn lengths(fields: &mut Fields<'_>) -> Result<(Option<u32>, Option<(&'static str, i64)>), ApiError> {
-    let (mut first, mut longest) = (None, None);
-    for name in LENGTH_FIELDS {
-        // llama.cpp's has words for no bound: -1 and -2
-        let least = if OPENAI_LENGTHS.contains(&name) { 1 } else { -2 };
-        let Some(wanted) = fields.integer(name, least..=to_i64(u32::MAX))? else { continue };
-        let wanted = if wanted < 0 { to_i64(u32::MAX) } else { wanted };
-        first = first.or(Some(to_u32(wanted)));
-        if longest.is_none_or(|(_, most)| wanted > most) {
-            longest = Some((name, wanted));
+/// The lengths that a body asks for under any name.
+struct Lengths {
+    /// The one that placement counts with.
+    first: Option<u32>,
+    longest: Option<NamedLength>,
+}
+
+/// A length and the field that asks for it.
+#[derive(Clone, Copy)]
+struct NamedLength {
+    field: &'static str,
+    tokens: i64,
+}
+
+impl Lengths {
+    fn parse(fields: &mut Fields<'_>) -> Result<Self, ApiError> {
+        let (mut first, mut longest) = (None, None::<NamedLength>);
+        for field in LENGTH_FIELDS {
+            // llama.cpp's has words for no bound: -1 and -2
+            let least = if OPENAI_LENGTHS.contains(&field) { 1 } else { -2 };
+            let Some(wanted) = fields.integer(field, least..=to_i64(u32::MAX))? else { continue };
+            let tokens = if wanted < 0 { to_i64(u32::MAX) } else { wanted };
+            first = first.or(Some(to_u32(tokens)));
+            if longest.is_none_or(|longest| tokens > longest.tokens) {
+                longest = Some(NamedLength { field, tokens });
+            }
         }
+        Ok(Lengths { first, longest })
     }
-    Ok((first, longest))
 }
 
 /// The number of answers that are computed.
@@ -220,10 +235,10 @@ fn check_limits(api: &Api, outline: &Outline, tenant: &Tenant) -> Result<(), Api
         return Err(ApiError::value("n", format!("'n' is {}; at most {most} are taken", outline.choices)));
     }
     let granted = tenant.max_tokens.unwrap_or(u32::MAX);
-    match outline.longest.filter(|(_, wanted)| *wanted > to_i64(granted)) {
-        Some((name, wanted)) => {
-            let message = format!("'{name}' is {wanted}; this key is given {granted} at most");
-            Err(ApiError::value(name, message))
+    match outline.longest.filter(|longest| longest.tokens > to_i64(granted)) {
+        Some(NamedLength { field, tokens }) => {
+            let message = format!("'{field}' is {tokens}; this key is given {granted} at most");
+            Err(ApiError::value(field, message))
         }
         None => Ok(()),
     }
@@ -331,7 +346,8 @@ mod tests {
             (r#"{"model":"m","prompt":"a","n_predict":-1}"#, ("n_predict", to_i64(u32::MAX))),
             (r#"{"model":"m","prompt":"a","max\u005ftokens":9.0,"max_new_tokens":null}"#, ("max_tokens", 9)),
         ] {
-            assert_eq!(outlined(body).unwrap().longest, Some(longest), "{body}");
+            let found = outlined(body).unwrap().longest.unwrap();
+            assert_eq!((found.field, found.tokens), longest, "{body}");
         }
         assert_eq!(outlined(r#"{"model":"m","prompt":"a","n":2,"best_of":7}"#).unwrap().choices, 7);
         assert!(outlined(r#"{"model":"m","prompt":"a","max_tokens":"9"}"#).is_err());

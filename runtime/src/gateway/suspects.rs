@@ -19,7 +19,7 @@ use std::time::Duration;
 const APART_MAX: Seconds = Seconds(60.0);
 /// Time within which the end of an engine counts as one before any token, where the answer comes whole, and
 /// the multiple of the predicted time to the first token that is added.
-const EARLY: Seconds = Seconds(0.5);
+const EARLY: Seconds = Seconds(3.0);
 const EARLY_TIMES: f64 = 4.0;
 /// Time for an engine that says that it failed to answer a probe.
 const PROBE_MAX: Duration = Duration::from_secs(2);
@@ -33,12 +33,6 @@ pub(super) enum NoPlace {
     Quarantined(Quarantined),
 }
 
-impl From<(RejectReason, Option<Seconds>)> for NoPlace {
-    fn from((reason, retry_after): (RejectReason, Option<Seconds>)) -> Self {
-        NoPlace::Rejected(reason, retry_after)
-    }
-}
-
 impl NoPlace {
     /// The error of a request that was never placed.
     pub(super) fn error(self) -> super::RelayError {
@@ -47,6 +41,11 @@ impl NoPlace {
             NoPlace::Quarantined(why) => super::RelayError::Quarantined(why),
         }
     }
+}
+
+/// What the machine's answer means for a request.
+fn rejected(answer: (RejectReason, Option<Seconds>)) -> NoPlace {
+    NoPlace::Rejected(answer.0, answer.1)
 }
 
 impl RelayRequest {
@@ -73,7 +72,7 @@ impl Gateway {
     /// quarantined one nowhere.
     pub(super) async fn place_apart(&self, asked: &Asked<'_>) -> Result<EnginePlace, NoPlace> {
         if self.quarantine().is_empty() {
-            return Ok(self.place_patiently(asked).await?);
+            return self.place_patiently(asked).await.map_err(rejected);
         }
         let began = self.env.now();
         loop {
@@ -120,7 +119,7 @@ impl Gateway {
             }
             placed = self.place(asked);
         }
-        let place = placed?;
+        let place = placed.map_err(rejected)?;
         let engine = InstanceId(to_u32(place.prompt_at.unwrap_or(place.at)));
         quarantine.tried(&EngineTry { request: asked.request, digest, engine, began: now });
         Ok(Some(place))

@@ -18,47 +18,64 @@ enum Token<'a> {
     Symbol(char),
 }
 
-/// Refuses a namespace that is used other than by its attributes. Stored in an attribute, it would contain
-/// itself, and printing or comparing it would overflow the stack.
+/// Refuses a template that stores a namespace in a variable or an attribute. Stored in an attribute, it could
+/// contain itself, and printing or comparing it would overflow the stack. Passing one to a macro is common.
 pub(super) fn check_namespaces(source: &str) -> Result<()> {
     let tags: Vec<Vec<Token<'_>>> = tags(source);
-    let mut names = HashSet::new();
-    for tag in &tags {
-        if let [
-            Token::Word("set"),
-            Token::Word(name),
-            Token::Symbol('='),
-            Token::Word("namespace"),
-            Token::Symbol('('),
-            ..,
-        ] = tag[..]
-        {
-            names.insert(name);
+    let sets: Vec<SetTag<'_>> = tags.iter().filter_map(|tag| SetTag::of(tag)).collect();
+    let names: HashSet<&str> = sets.iter().filter_map(SetTag::new_namespace).collect();
+    match sets.iter().find_map(|set| set.stored(&names)) {
+        None => Ok(()),
+        Some(word) => {
+            let message =
+                format!("'{word}' is stored as a value; a namespace may be used by its attributes only");
+            Err(Error::Template(message))
         }
     }
-    for tag in &tags {
-        for (at, token) in tag.iter().enumerate() {
-            let Token::Word(word) = *token else { continue };
-            let before = at.checked_sub(1).map(|before| tag[before]);
-            let (after, behind) = (tag.get(at + 1).copied(), tag.get(at + 2).copied());
+}
+
+/// A tag that sets a variable or an attribute.
+struct SetTag<'a> {
+    /// What comes before the equals sign.
+    target: &'a [Token<'a>],
+    value: &'a [Token<'a>],
+}
+
+impl<'a> SetTag<'a> {
+    fn of(tag: &'a [Token<'a>]) -> Option<Self> {
+        let (Token::Word("set"), rest) = tag.split_first()? else { return None };
+        let at = rest.iter().position(|token| *token == Token::Symbol('='))?;
+        Some(SetTag { target: &rest[..at], value: &rest[at + 1..] })
+    }
+
+    /// The variable that becomes a new namespace.
+    fn new_namespace(&self) -> Option<&'a str> {
+        match (self.target, self.value) {
+            ([Token::Word(name)], [Token::Word("namespace"), Token::Symbol('('), ..]) => Some(name),
+            _ => None,
+        }
+    }
+
+    /// A namespace that is stored: one of `names`, the one whose attribute is set, or a new one that does not
+    /// become a variable.
+    fn stored(&self, names: &HashSet<&str>) -> Option<&'a str> {
+        let own = match self.target {
+            [Token::Word(name), Token::Symbol('.' | '['), ..] => Some(*name),
+            _ => None,
+        };
+        let skipped = usize::from(self.new_namespace().is_some());
+        self.value.iter().enumerate().skip(skipped).find_map(|(at, token)| {
+            let Token::Word(word) = *token else { return None };
+            let before = at.checked_sub(1).map(|before| self.value[before]);
+            let (after, behind) = (self.value.get(at + 1).copied(), self.value.get(at + 2).copied());
             let is_attribute = before == Some(Token::Symbol('.'));
             let is_named = after == Some(Token::Symbol('=')) && behind != Some(Token::Symbol('='));
             let is_looked_into = matches!(after, Some(Token::Symbol('.' | '[') | Token::Word("is")));
-            let begins = word == "namespace" && at == 3 && tag[0] == Token::Word("set") && is_call(after);
-            let is_function = word == "namespace" && !begins && !is_attribute && !is_named;
-            let is_whole = names.contains(word) && !is_attribute && !is_named && !is_looked_into;
-            if is_function || is_whole {
-                let message =
-                    format!("'{word}' is used as a value; a namespace may be used by its attributes only");
-                return Err(Error::Template(message));
-            }
-        }
+            let is_whole = (names.contains(word) || own == Some(word)) && !is_looked_into;
+            let is_stored = (word == "namespace" || is_whole) && !is_attribute && !is_named;
+            is_stored.then_some(word)
+        })
     }
-    Ok(())
-}
-
-fn is_call(after: Option<Token<'_>>) -> bool {
-    after == Some(Token::Symbol('('))
 }
 
 /// The tokens of each tag.
@@ -189,9 +206,7 @@ mod tests {
             "{% set ns = namespace() %}{% set ns.a = ns %}{{ ns }}",
             "{%- set ns = namespace(a=1) -%}{% set x = [ns] %}",
             "{% set a = namespace() %}{% set b = namespace() %}{% set a.x = b %}",
-            "{% set ns = namespace() %}{{ f(ns) }}",
-            "{% set ns = namespace() %}{{ f(x=ns) }}",
-            "{% set ns = namespace() %}{{ ns == ns }}",
+            "{% macro m(s) %}{% set s.a = [s] %}{% endmacro %}",
             "{% set a = [namespace()] %}{% set a[0].x = a %}",
             "{% set a = namespace(b=namespace()) %}",
             "{% set a.b = namespace() %}",
@@ -204,6 +219,9 @@ mod tests {
             "{%- set ns = namespace(last=messages|length - 1, ns=1) -%}{% set ns.last = ns.last + 1 %}{{ ns['last'] }}",
             "{% set ns = namespace() %}{% if ns is defined and x.ns == 'ns' %}{{ f(ns=1) }}{# ns #} ns {% endif %}",
             "{{ tool.namespace }}{{ 'namespace(' }}",
+            // as published templates have it
+            "{% set ns = namespace(n=0) %}{% macro m(s) %}{% set s.n = s.n + 1 %}{% endmacro %}{{ m(ns) }}{{ m(s=ns) }}",
+            "{% macro m(functions, namespace='f') %}{{ 'namespace ' + namespace }}{% endmacro %}",
         ] {
             check_namespaces(source).expect(source);
         }

@@ -183,6 +183,13 @@ impl UpdateReceiver {
         poll_fn(|context| self.poll_recv(context)).await
     }
 
+    /// The next update, if one waits.
+    pub fn try_recv(&mut self) -> Option<Update> {
+        let update = self.updates.try_recv().ok()?;
+        self.backlog.lock().shrink(update_bytes(&update));
+        Some(update)
+    }
+
     /// Polls for the next update, which is a failure where too much had to wait.
     pub fn poll_recv(&mut self, context: &mut Context<'_>) -> Poll<Option<Update>> {
         let update = ready!(self.updates.poll_recv(context));
