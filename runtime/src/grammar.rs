@@ -114,8 +114,8 @@ pub struct Grammars {
 }
 
 impl Grammars {
-    /// Grammars over the first `vocab` tokens of a tokenizer. Without `trials` they are compiled untried, which
-    /// is for tests.
+    /// Grammars over the first `vocab` tokens of a tokenizer. Without `trials` they are compiled untried,
+    /// which is for tests.
     pub fn new(tokenizer: Tokenizer, vocab: u32, trials: Option<Box<dyn Trials>>) -> Self {
         Grammars {
             tokenizer,

@@ -140,7 +140,8 @@ fn ask(path: &Path, words: &[&str]) -> Result<Told> {
     let program = std::env::current_exe().context("cannot find this program, to check files in a child")?;
     let mut command = Command::new(program);
     command.arg("check-files").args(words).arg("--").arg(path);
-    // One thread keeps the memory of each allocation arena small; Mesa says nothing of a directory that is set.
+    // One thread keeps the memory of each allocation arena small; Mesa says nothing of a directory that is
+    // set.
     command.env("RAYON_NUM_THREADS", "1").env("MALLOC_ARENA_MAX", "2").env("XDG_RUNTIME_DIR", "/nonexistent");
     command.env_remove("MIXFLEET_BACKENDS");
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());

@@ -6,8 +6,8 @@ use serde_json::{Value, json};
 use std::io::Write;
 use std::process::{ExitStatus, Stdio};
 
-/// Has the program try a grammar, and returns how that ended and what was said. A trial that hangs is ended by the
-/// time limit of the tests.
+/// Has the program try a grammar, and returns how that ended and what was said. A trial that hangs is ended
+/// by the time limit of the tests.
 fn tried(grammar: &Value) -> (ExitStatus, Vec<u8>) {
     let question = json!({"grammar": grammar, "vocab": 1000, "specials": [[0, [60, 124, 62]]]}).to_string();
     let mut command = mixfleet();

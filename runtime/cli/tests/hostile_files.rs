@@ -91,7 +91,9 @@ fn a_tokenizer_that_multiplies_text_is_refused() {
         tokenizer["normalizer"] = normalizer;
         replace(&directory, "tokenizer.json", &tokenizer.to_string());
         let (code, said) = checked(&directory);
-        assert!(code == Some(1) && said.contains("may make text"), "{code:?}: {said}");
+        // the last one takes all memory that the child may have before its growth is seen
+        let is_refused = said.contains("may make text") || said.contains("takes more than");
+        assert!(code == Some(1) && is_refused, "{code:?}: {said}");
     }
 }
 

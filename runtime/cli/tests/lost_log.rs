@@ -60,7 +60,7 @@ fn a_server_outlives_the_reader_of_its_log() {
 
 #[test]
 fn a_server_answers_though_nobody_reads_its_log() {
-    let mut server = Server::under(TALKATIVE, &["--kv-memory", "0.02", "--json"]);
+    let mut server = Server::under(TALKATIVE, &["--kv-memory", "0.02"]);
     answers_and_ends(&mut server);
 }
 

@@ -85,8 +85,8 @@ pub struct Limits {
     /// Bytes of bodies in work over all requests, from arrival until they are tokenised; beyond that 429.
     /// Half of them is the limit of one tenant, or of one address where tenants have no keys of their own.
     pub bodies_bytes_max: usize,
-    /// Bytes of answers that wait for their clients, over all requests; half of them is the limit of one tenant
-    /// or address, as above. Streams beyond that end, whole answers get 429.
+    /// Bytes of answers that wait for their clients, over all requests; half of them is the limit of one
+    /// tenant or address, as above. Streams beyond that end, whole answers get 429.
     pub answers_bytes_max: usize,
     /// Number of threads that parse, render and tokenise.
     pub readers_max: usize,

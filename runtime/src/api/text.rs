@@ -106,9 +106,9 @@ pub trait TextModel: Send + Sync {
     fn token_bytes_max(&self) -> Option<usize>;
 
     /// The prompt text of a conversation. `arguments` are extra variables of the template. The text contains
-    /// its own special tokens, so it is encoded without `add_special`. If `keeps_text`, only what the template
-    /// wrote may become special tokens, and the text of `messages` and `arguments` was marked for that. Ends
-    /// early, with any error, once `stopped`.
+    /// its own special tokens, so it is encoded without `add_special`. If `keeps_text`, only what the
+    /// template wrote may become special tokens, and the text of `messages` and `arguments` was marked for
+    /// that. Ends early, with any error, once `stopped`.
     ///
     /// # Errors
     /// The model has no template, or the template rejects the conversation.

@@ -1,7 +1,8 @@
 //! Orders whose answers follow a grammar that is still to be compiled.
 //!
-//! An instance never compiles: it would keep all of its other answers waiting. An order that needs a grammar is
-//! parked until a thread beside the instance has compiled it, and is carried out then as if it had just come.
+//! An instance never compiles: it would keep all of its other answers waiting. An order that needs a grammar
+//! is parked until a thread beside the instance has compiled it, and is carried out then as if it had just
+//! come.
 
 use super::messages::{Job, Order};
 use crate::env::SharedEnv;

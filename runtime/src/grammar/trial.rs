@@ -1,9 +1,9 @@
 //! Trials: a grammar is compiled in a process that may be killed, before it is compiled in one that serves.
 //!
-//! A grammar can end a process (deep recursion) or take any time and memory while the library compiles it, and
-//! nothing can stop that from outside of the process. So a child compiles it first, over the special tokens
-//! and single bytes of the vocabulary, under limits that it watches itself; whoever started it also has a
-//! deadline. What passes is compiled again by the same code on a thread with at least as much stack.
+//! A grammar can end a process (deep recursion) or take any time and memory while the library compiles it,
+//! and nothing can stop that from outside of the process. So a child compiles it first, over the special
+//! tokens and single bytes of the vocabulary, under limits that it watches itself; whoever started it also
+//! has a deadline. What passes is compiled again by the same code on a thread with at least as much stack.
 
 use super::library::{Library, special};
 use super::{Grammar, bounds};
@@ -100,16 +100,23 @@ impl TrialQuestion {
 /// code with what is to be printed. A trial that takes too much ends the process.
 pub fn run_trial(mut input: impl Read) -> (u8, Vec<u8>) {
     let mut text = Vec::new();
-    let read = input.read_to_end(&mut text).map_err(|error| error.to_string());
-    let question = read.and_then(|_| serde_json::from_slice(&text).map_err(|error| error.to_string()));
-    let question: TrialQuestion = match question {
+    if let Err(error) = input.read_to_end(&mut text) {
+        return (2, error.to_string().into_bytes());
+    }
+    match std::thread::Builder::new().name("watch".into()).spawn(watch) {
+        Ok(_) => answer(&text),
+        Err(error) => (3, format!("no thread to watch the trial: {error}").into_bytes()),
+    }
+}
+
+/// The exit code and output of the trial of a question.
+fn answer(text: &[u8]) -> (u8, Vec<u8>) {
+    let question: TrialQuestion = match serde_json::from_slice(text) {
         Ok(question) => question,
-        Err(error) => return (2, error.into_bytes()),
+        Err(error) => return (2, error.to_string().into_bytes()),
     };
-    let watch = std::thread::Builder::new().name("watch".into()).spawn(watch);
     let trial = std::thread::Builder::new().name("trial".into()).stack_size(STACK_BYTES);
-    let verdict = watch.and_then(|_| trial.spawn(move || question.verdict()));
-    match verdict.map(std::thread::JoinHandle::join) {
+    match trial.spawn(move || question.verdict()).map(std::thread::JoinHandle::join) {
         Ok(Ok(verdict)) => (0, serde_json::to_vec(&verdict).unwrap_or_default()),
         Ok(Err(_)) => (3, b"the trial panicked".to_vec()),
         Err(error) => (3, format!("no thread for the trial: {error}").into_bytes()),
@@ -203,7 +210,7 @@ mod tests {
     use super::*;
 
     fn trial(question: &TrialQuestion) -> (u8, Vec<u8>) {
-        run_trial(&serde_json::to_vec(question).unwrap()[..])
+        answer(&serde_json::to_vec(question).unwrap())
     }
 
     #[test]
@@ -222,7 +229,7 @@ mod tests {
         let (code, output) = trial(&question("start: nowhere"));
         let said = judge(TrialEnd::Exited(code, output)).unwrap_err();
         assert!(matches!(&said, GrammarError::Refused(cause) if cause.contains("nowhere")), "{said:?}");
-        assert_eq!(run_trial(&b"{"[..]).0, 2);
+        assert_eq!(answer(b"{").0, 2);
     }
 
     #[test]

@@ -222,7 +222,8 @@ impl Letters {
         others.next().is_none().then_some(written)
     }
 
-    /// Refuses a chat that uses stand-ins itself, and special tokens that have more characters than stand-ins.
+    /// Refuses a chat that uses stand-ins itself, and special tokens that have more characters than
+    /// stand-ins.
     fn check_unused(&self, chat: &Conversation<'_>) -> Result<()> {
         if self.characters.len() > STAND_INS as usize {
             let message = format!("its special tokens consist of more than {STAND_INS} characters");

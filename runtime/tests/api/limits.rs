@@ -184,7 +184,8 @@ fn with_small_backlogs(play: Play) -> Setup {
 #[test]
 fn an_answer_whose_client_does_not_read_is_bounded() {
     run(with_small_backlogs(Play::Endless(97)), |server| async move {
-        let body = json!({"model": MODEL, "prompt": "a", "stream": true, "logprobs": 2});
+        let body =
+            json!({"model": MODEL, "prompt": "a", "stream": true, "logprobs": 2, "max_tokens": 500_000});
         let mut stalled = server.open_stream("/v1/completions", &body).await;
         // the limit on stalls is a minute
         server.env.sleep(Duration::from_secs(30)).await;

@@ -88,7 +88,8 @@ fn each_tenant_has_an_account_and_sees_its_own() {
 #[test]
 fn who_leaves_pays_for_tokens_that_were_not_read() {
     const TOKENS: usize = 3000;
-    run(setup(Play::Hang(vec![97; TOKENS])), |server| async move {
+    let setup = Setup { context: 1 << 20, ..setup(Play::Hang(vec![97; TOKENS])) };
+    run(setup, |server| async move {
         let headers = "authorization: Bearer b-key\r\n";
         let body = json!({"model": MODEL, "prompt": "a", "stream": true, "max_tokens": TOKENS}).to_string();
         let mut running = server.env.connect(super::support::ADDRESS).unwrap();

@@ -25,7 +25,8 @@ fn a_router_and_a_worker_outlive_the_readers_of_their_logs() {
     loop {
         let mut answer = String::new();
         stream(&of_router, &case, 4).read_to_string(&mut answer).unwrap();
-        assert!(answer.contains("data: [DONE]"), "{answer}");
+        // a router is ready before it has heard of its worker
+        assert!(answer.contains("data: [DONE]") || answer.contains("no pair of instances"), "{answer}");
         let dropped = [&of_worker, &of_router].map(|address| dropped_lines(&get(address, "/metrics")));
         if dropped.iter().all(|lines| *lines > 0) {
             break;

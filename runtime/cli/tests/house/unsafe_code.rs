@@ -3,8 +3,8 @@
 use super::{assert_none, sources};
 use std::collections::BTreeMap;
 
-/// The unsafe blocks, functions, traits, implementations and foreign interfaces of each crate that has any, its
-/// tests included. All other crates have none.
+/// The unsafe blocks, functions, traits, implementations and foreign interfaces of each crate that has any,
+/// its tests included. All other crates have none.
 const UNSAFE: &[(&str, usize)] = &[
     ("backends/cpu", 754),
     ("backends/cuda", 110),
