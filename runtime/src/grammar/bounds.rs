@@ -4,10 +4,8 @@
 //! trial in a process of its own finds out (`trial.rs`).
 
 use super::Grammar;
-use regex_lite::Regex;
 use serde_json::Value;
 use std::collections::{HashMap, HashSet};
-use std::sync::LazyLock;
 
 /// Maximum length of a grammar's text in bytes.
 pub const GRAMMAR_BYTES_MAX: usize = 256 << 10;
@@ -22,6 +20,9 @@ const RULES_MAX: usize = 2000;
 /// Maximum number of items in a terminal of a Lark grammar, or in a regular expression, once references and
 /// repetitions are written out.
 const EXPANDED_ITEMS_MAX: u64 = 100_000;
+
+/// Maximum length of a repetition, such as `{10,20}`; what is longer is read as characters.
+const REPEAT_BYTES_MAX: usize = 48;
 
 /// Checks the bounds.
 ///
@@ -95,27 +96,55 @@ fn check_schema(text: &str) -> Result<(), String> {
     within("enum values", counts.enum_values, ENUM_VALUES_MAX)
 }
 
-/// The beginning of a rule or terminal: its name and a colon, perhaps with a priority.
-static RULE: LazyLock<Regex> =
-    LazyLock::new(|| Regex::new(r"(?m)^[ \t]*[?!]?([_A-Za-z][_A-Za-z0-9]*)[^:\n]*:").expect("a regex"));
-/// A name in the body of a rule.
-static NAME: LazyLock<Regex> = LazyLock::new(|| Regex::new(r"^[_A-Za-z][_A-Za-z0-9]*").expect("a regex"));
-
 fn check_lark(text: &str) -> Result<(), String> {
     let mut bodies: HashMap<&str, &str> = HashMap::new();
     let mut rules = 0;
-    let mut starts = RULE.captures_iter(text).peekable();
-    while let Some(start) = starts.next() {
-        let (Some(whole), Some(name)) = (start.get(0), start.get(1)) else { continue };
-        let end = starts.peek().and_then(|next| next.get(0)).map_or(text.len(), |next| next.start());
+    let mut starts = text.split_inclusive('\n').scan(0, rule_start).flatten().peekable();
+    while let Some(RuleStart { name, body_at, .. }) = starts.next() {
+        let end = starts.peek().map_or(text.len(), |next| next.line_at);
         rules += 1;
-        bodies.insert(name.as_str(), &text[whole.end()..end]);
+        bodies.insert(name, &text[body_at..end]);
     }
     within("rules and terminals", rules, RULES_MAX)?;
     let mut sizes = TerminalSizes { bodies: &bodies, opened: HashSet::new(), known: HashMap::new() };
     let mut names: Vec<&str> = bodies.keys().copied().filter(|name| is_terminal(name)).collect();
     names.sort_unstable();
     names.into_iter().try_for_each(|name| check_expanded(&format!("the terminal {name}"), sizes.of(name)))
+}
+
+/// Where a rule or terminal begins in a text.
+struct RuleStart<'a> {
+    name: &'a str,
+    /// The beginning of its line.
+    line_at: usize,
+    /// What comes behind the colon.
+    body_at: usize,
+}
+
+/// The rule or terminal that begins in a line, if one does; `at` is the line's place, and then the next one's.
+#[allow(clippy::unnecessary_wraps, reason = "a scan goes on with Some")]
+fn rule_start<'a>(at: &mut usize, line: &'a str) -> Option<Option<RuleStart<'a>>> {
+    let line_at = *at;
+    *at += line.len();
+    let begins = line.trim_start_matches([' ', '\t']);
+    let begins = begins.strip_prefix(['?', '!']).unwrap_or(begins);
+    let name = &begins[..name_bytes(begins)];
+    let colon = begins[name.len()..].find(':').filter(|_| !name.is_empty());
+    Some(colon.map(|colon| {
+        let body = &begins[name.len() + colon + 1..];
+        RuleStart { name, line_at, body_at: *at - body.len() }
+    }))
+}
+
+/// The length of the name that a text begins with; 0 if it begins with none.
+fn name_bytes(text: &str) -> usize {
+    let is_name = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'_';
+    match text.bytes().next() {
+        Some(first) if is_name(first) && !first.is_ascii_digit() => {
+            text.bytes().position(|byte| !is_name(byte)).unwrap_or(text.len())
+        }
+        _ => 0,
+    }
 }
 
 /// Terminals have names in capitals. Only they are written out; rules refer to each other.
@@ -201,8 +230,9 @@ impl<'a> Iterator for Items<'a> {
 
     fn next(&mut self) -> Option<Item<'a>> {
         let first = self.rest.chars().next()?;
-        if let Some(name) = NAME.find(self.rest) {
-            return Some(Item::Name(self.take(name.end())));
+        let name = name_bytes(self.rest);
+        if name > 0 {
+            return Some(Item::Name(self.take(name)));
         }
         Some(match first {
             '(' | '[' => {
@@ -218,7 +248,7 @@ impl<'a> Iterator for Items<'a> {
                 let escaped = self.rest.chars().nth(1).map_or(0, char::len_utf8);
                 Item::Text(self.take(1 + escaped))
             }
-            '{' => match self.rest.find('}') {
+            '{' => match self.rest.bytes().take(REPEAT_BYTES_MAX).position(|byte| byte == b'}') {
                 Some(end) => {
                     let numbers = self.take(end + 1);
                     let numbers = numbers[1..end].split([',', '.']).filter_map(|n| n.trim().parse().ok());
@@ -316,6 +346,8 @@ mod tests {
         assert_eq!(check(&Grammar::Lark(format!("{chain}T1500: \"b\"\n").into())), Ok(()));
         // a cycle, which the library refuses, ends here too
         assert_eq!(check(&Grammar::Lark("start: A\nA: B \"x\"\nB: A \"y\"\n".into())), Ok(()));
+        let braces = "{".repeat(GRAMMAR_BYTES_MAX);
+        assert!(check(&Grammar::Regex(braces.into())).is_err(), "as many characters");
         for text in ["T: {", "T: \"", "T: /", "T: ((((", "T: ]]]]", "T: \\", "é: \"ü\"", "T: x{,}{9}{}"] {
             assert_eq!(check(&Grammar::Lark(text.into())), Ok(()), "{text}");
         }
