@@ -99,7 +99,12 @@ fn check_schema(text: &str) -> Result<(), String> {
 fn check_lark(text: &str) -> Result<(), String> {
     let mut bodies: HashMap<&str, &str> = HashMap::new();
     let mut rules = 0;
-    let mut starts = text.split_inclusive('\n').scan(0, rule_start).flatten().peekable();
+    let mut line_at = 0;
+    let lines = text.split_inclusive('\n').filter_map(|line| {
+        line_at += line.len();
+        RuleStart::of(line, line_at - line.len())
+    });
+    let mut starts = lines.peekable();
     while let Some(RuleStart { name, body_at, .. }) = starts.next() {
         let end = starts.peek().map_or(text.len(), |next| next.line_at);
         rules += 1;
@@ -121,19 +126,16 @@ struct RuleStart<'a> {
     body_at: usize,
 }
 
-/// The rule or terminal that begins in a line, if one does; `at` is the line's place, and then the next one's.
-#[allow(clippy::unnecessary_wraps, reason = "a scan goes on with Some")]
-fn rule_start<'a>(at: &mut usize, line: &'a str) -> Option<Option<RuleStart<'a>>> {
-    let line_at = *at;
-    *at += line.len();
-    let begins = line.trim_start_matches([' ', '\t']);
-    let begins = begins.strip_prefix(['?', '!']).unwrap_or(begins);
-    let name = &begins[..name_bytes(begins)];
-    let colon = begins[name.len()..].find(':').filter(|_| !name.is_empty());
-    Some(colon.map(|colon| {
+impl<'a> RuleStart<'a> {
+    /// The rule or terminal that begins in the line at `line_at`, if one does.
+    fn of(line: &'a str, line_at: usize) -> Option<Self> {
+        let begins = line.trim_start_matches([' ', '\t']);
+        let begins = begins.strip_prefix(['?', '!']).unwrap_or(begins);
+        let name = &begins[..name_bytes(begins)];
+        let colon = begins[name.len()..].find(':').filter(|_| !name.is_empty())?;
         let body = &begins[name.len() + colon + 1..];
-        RuleStart { name, line_at, body_at: *at - body.len() }
-    }))
+        Some(RuleStart { name, line_at, body_at: line_at + line.len() - body.len() })
+    }
 }
 
 /// The length of the name that a text begins with; 0 if it begins with none.
