@@ -234,8 +234,8 @@ impl hyper::service::Service<Request<Incoming>> for ConnectionRoutes {
                 admitted.set(ConnectionRank::Open);
             }
             admitted.begun();
-            let probes = is_event_stream(&response);
-            Ok(response.map(|body| Body::new(Answer { body, admitted, probes })))
+            let probe = if is_event_stream(&response) { StreamProbe::Possible } else { StreamProbe::Sent };
+            Ok(response.map(|body| Body::new(Answer { body, admitted, probe })))
         })
     }
 }
@@ -253,13 +253,22 @@ fn is_event_stream(response: &Response) -> bool {
 /// A comment in a stream of events, which clients ignore.
 const EVENT_COMMENT: Bytes = Bytes::from_static(b":\n\n");
 
+/// Whether a comment may be sent in a stream of events to find out whether a half-closed client has left.
+#[derive(Clone, Copy, PartialEq)]
+enum StreamProbe {
+    /// It may be: nothing has been sent, or whole events.
+    Possible,
+    /// Not within an event.
+    WithinEvent,
+    /// It has been sent, or this is no stream of events.
+    Sent,
+}
+
 /// A response's body, which reports its end.
 struct Answer {
     body: Body,
     admitted: Arc<AdmittedConnection>,
-    /// Whether a comment may be sent once to find out whether a half-closed client has left: before the first
-    /// event of a stream, which may take long.
-    probes: bool,
+    probe: StreamProbe,
 }
 
 impl hyper::body::Body for Answer {
@@ -271,11 +280,17 @@ impl hyper::body::Body for Answer {
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
         let frame = Pin::new(&mut self.body).poll_frame(context);
-        if frame.is_pending() && self.probes && self.admitted.is_half_closed() {
-            self.probes = false;
+        if frame.is_pending() && self.probe == StreamProbe::Possible && self.admitted.is_half_closed() {
+            self.probe = StreamProbe::Sent;
             return Poll::Ready(Some(Ok(Frame::data(EVENT_COMMENT))));
         }
-        self.probes &= frame.is_pending();
+        if let Poll::Ready(Some(Ok(frame))) = &frame
+            && let Some(data) = frame.data_ref()
+            && self.probe != StreamProbe::Sent
+        {
+            let is_whole = data.ends_with(b"\n\n");
+            self.probe = if is_whole { StreamProbe::Possible } else { StreamProbe::WithinEvent };
+        }
         frame
     }
 

@@ -2,7 +2,7 @@
 //!
 //! A client that closes its sending side may still wait for its answer, or may have left: both send the same
 //! segment. Only a client that has left answers a further segment with a reset, so such a client is sent what
-//! HTTP lets clients ignore: an interim response here, or a comment before the first event of a stream
+//! HTTP lets clients ignore: an interim response here, or a comment between the events of a stream
 //! (`server.rs`).
 
 use std::io;

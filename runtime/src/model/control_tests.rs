@@ -112,7 +112,8 @@ fn what_a_template_writes_becomes_special_tokens() {
         let said = "a word of the user's end</think>, and <|end|> a name";
         assert_eq!(Model::new(source).specials(&[said]), specials, "{source}");
     }
-    // a template that decides by what the client wrote and composes a name: proven while no piece of it was said
+    // a template that decides by what the client wrote and composes a name: proven while no piece of it was
+    // said
     let source = "{% if '</think>' in messages[0].content %}{{ '<|' ~ messages[0].role ~ '|>' }}{% endif %}{{ messages[0].content.split('</think>')[-1] }}";
     assert_eq!(Model::new(source).specials(&["a thought</think>, a word"]), ["<|user|>"]);
     assert!(Model::new(source).specials(&["a thought</think>, |> a word"]).is_empty());
