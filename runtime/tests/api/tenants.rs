@@ -96,7 +96,8 @@ fn who_leaves_pays_for_tokens_that_were_not_read() {
         let first = request("POST", "/v1/completions", headers, body.as_bytes());
         tokio::io::AsyncWriteExt::write_all(&mut running, &first).await.unwrap();
         server.until("submitted", || server.submissions().len() == 1).await;
-        server.env.sleep(Duration::from_secs(1)).await;
+        // one token is made each millisecond
+        server.env.sleep(Duration::from_secs(4)).await;
         drop(running);
         server.until("cancelled", || server.cancellations() == 1).await;
         let account = ask(&server, "b-key", "GET", "/usage", Value::Null).await.json()["data"][0].clone();
