@@ -1,4 +1,4 @@
-//! Text of others, as it may be shown on a terminal or written to a log.
+//! Text from outside, as it may be shown on a terminal or written to a log.
 
 use std::borrow::Cow;
 use std::fmt::Write;

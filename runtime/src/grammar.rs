@@ -16,7 +16,7 @@ use crate::budget::{BudgetError, ByteBudget, HeldBytes, Party};
 use crate::env::SharedEnv;
 use crate::model::Tokenizer;
 use futures_util::future::BoxFuture;
-use library::{Compiled, Library, special};
+use library::{Compiled, GrammarCompiler, special};
 use mixfleet_scheduler::fleet::PartyId;
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
@@ -105,7 +105,7 @@ pub struct Grammars {
     vocab: u32,
     trials: Option<Box<dyn Trials>>,
     /// What all grammars share, made when the first one comes.
-    library: OnceLock<Result<Library, String>>,
+    library: OnceLock<Result<GrammarCompiler, String>>,
     memory: ByteBudget,
     /// The latest use first.
     known: Mutex<VecDeque<Known>>,
@@ -214,7 +214,7 @@ impl Grammars {
             None => 0,
         };
         let held = self.hold(bytes, client.party)?;
-        let library = self.library.get_or_init(|| Library::new(self.words())).as_ref();
+        let library = self.library.get_or_init(|| GrammarCompiler::new(self.words())).as_ref();
         let library = library.map_err(|error| GrammarError::Refused(error.clone()))?;
         let (compiled, mask) = library.compile(grammar).map_err(GrammarError::Refused)?;
         // an answer that no token can begin is told now, and not after the prompt was computed

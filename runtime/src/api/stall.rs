@@ -32,7 +32,7 @@ pub(super) struct StallGuard<C> {
     alarm: Option<Task>,
     /// A byte of the next request, read while an answer was due.
     ahead: Option<u8>,
-    /// What is left to send of an interim response.
+    /// Bytes of an interim response that are still to be sent.
     interim: &'static [u8],
     /// Set while the connection is half-closed: when it is polled again, and after how long.
     next_poll: Option<(Task, Duration)>,
@@ -108,7 +108,7 @@ impl<C: AsyncRead + AsyncWrite + Unpin> StallGuard<C> {
         }
     }
 
-    /// Sends what is left of an interim response.
+    /// Sends the rest of an interim response.
     fn send_interim(&mut self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         while !self.interim.is_empty() {
             let written = ready!(Pin::new(&mut self.connection).poll_write(context, self.interim))?;

@@ -22,11 +22,11 @@ const LIMITS: ParserLimits = ParserLimits {
 };
 
 /// Compiles grammars over a vocabulary.
-pub(super) struct Library {
+pub(super) struct GrammarCompiler {
     factory: ParserFactory,
 }
 
-impl Library {
+impl GrammarCompiler {
     /// A library over tokens with these bytes, in the order of their ids.
     pub(super) fn new(mut words: Vec<Vec<u8>>) -> Result<Self, String> {
         let vocab = u32::try_from(words.len()).map_err(|error| error.to_string())?;
@@ -37,7 +37,7 @@ impl Library {
         let mut factory = ParserFactory::new_simple(&tokens).map_err(|error| message(&error))?;
         factory.quiet();
         *factory.limits_mut() = LIMITS;
-        Ok(Library { factory })
+        Ok(GrammarCompiler { factory })
     }
 
     /// Compiles a grammar, and computes its first mask, which is where much of its work is done.

@@ -5,7 +5,7 @@
 //! tokens and single bytes of the vocabulary, under limits that it watches itself; whoever started it also
 //! has a deadline. What passes is compiled again by the same code on a thread with at least as much stack.
 
-use super::library::{Library, special};
+use super::library::{GrammarCompiler, special};
 use super::{Grammar, bounds};
 use mixfleet_hal::cast::to_usize;
 use serde::{Deserialize, Serialize};
@@ -82,7 +82,7 @@ impl TrialQuestion {
     fn verdict(&self) -> Verdict {
         let compiles = || {
             bounds::check(&self.grammar)?;
-            let library = Library::new(self.words())?;
+            let library = GrammarCompiler::new(self.words())?;
             let before = memory_bytes();
             let (compiled, _) = library.compile(&self.grammar)?;
             // where the system does not tell, the library's own count is all there is

@@ -6,8 +6,8 @@ use super::load::{Backlog, Load, Phase};
 use super::place::Question;
 
 impl Fleet {
-    /// Prefill work on `load` ahead of the request, and the number of prompts that it precedes. Where other
-    /// parties have prompts too, those ahead are its own and as much of others' as turns give them meanwhile.
+    /// Returns the prefill work on `load` ahead of the request, and the number of prompts that it precedes.
+    /// Prompts of other parties count as far as their turns come before the request's.
     pub(super) fn backlog_in_turn(&self, load: &Load, question: &Question<'_>) -> (Backlog, u32) {
         let (now, due, party) = (question.now, question.objectives.due, question.objectives.party);
         let (whole, behind) = load.backlog(now, due, &self.works);
