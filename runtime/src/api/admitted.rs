@@ -67,7 +67,7 @@ pub(super) struct AdmittedConnection {
     aside: bool,
     /// Whether the response is complete, except for what the connection still buffers.
     answered: AtomicBool,
-    /// Whether a request was read whose response is not complete.
+    /// Whether a request was read with all of its body, and its response is not complete.
     due: AtomicBool,
     /// Whether an interim response may be sent: nothing of the response to an HTTP/1.1 request has been.
     interim: AtomicBool,
@@ -209,10 +209,14 @@ impl AdmittedConnection {
         self.admitted.lock().change(self.number, rank);
     }
 
-    /// Records that a request was read, which has an interim response if it is of HTTP/1.1.
+    /// Records that a request begins, which has an interim response if it is of HTTP/1.1.
     pub(super) fn asked(&self, version: Version) {
-        self.due.store(true, Ordering::Relaxed);
         self.interim.store(version >= Version::HTTP_11, Ordering::Relaxed);
+    }
+
+    /// Records that the request's body was read to its end.
+    pub(super) fn body_read(&self) {
+        self.due.store(true, Ordering::Relaxed);
     }
 
     /// Records that the response begins.
@@ -226,7 +230,7 @@ impl AdmittedConnection {
         self.answered.store(true, Ordering::Relaxed);
     }
 
-    /// Whether a response is due.
+    /// Whether a response is due: what the client sends now is no part of its request.
     pub(super) fn is_due(&self) -> bool {
         self.due.load(Ordering::Relaxed)
     }

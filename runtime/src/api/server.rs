@@ -4,7 +4,7 @@ use axum::body::{Body, Bytes};
 use axum::http::{HeaderValue, Request, header};
 use axum::response::{IntoResponse, Response};
 use futures_util::future::BoxFuture;
-use hyper::body::{Frame, Incoming, SizeHint};
+use hyper::body::{Body as _, Frame, Incoming, SizeHint};
 use hyper::rt::{Sleep, Timer};
 use hyper::server::conn::http1;
 use hyper_util::rt::TokioIo;
@@ -207,11 +207,12 @@ impl hyper::service::Service<Request<Incoming>> for ConnectionRoutes {
     type Error = Infallible;
     type Future = BoxFuture<'static, Result<Response, Infallible>>;
 
-    fn call(&self, mut request: Request<Incoming>) -> Self::Future {
+    fn call(&self, request: Request<Incoming>) -> Self::Future {
         let open = is_open(request.uri().path());
         let admitted = self.admitted.clone();
         admitted.set(if open { ConnectionRank::Open } else { ConnectionRank::Working });
         admitted.asked(request.version());
+        let mut request = request.map(|body| RequestBody::new(body, admitted.clone()));
         let (routes, origins, refused) = (self.routes.clone(), self.origins.clone(), self.refused.clone());
         request.extensions_mut().insert(Holder(admitted.holder()));
         Box::pin(async move {
@@ -262,6 +263,46 @@ enum StreamProbe {
     WithinEvent,
     /// It has been sent, or this is no stream of events.
     Sent,
+}
+
+/// A request's body, which reports that it was read to its end.
+struct RequestBody {
+    body: Incoming,
+    admitted: Arc<AdmittedConnection>,
+}
+
+impl RequestBody {
+    fn new(body: Incoming, admitted: Arc<AdmittedConnection>) -> Self {
+        if body.is_end_stream() {
+            admitted.body_read();
+        }
+        RequestBody { body, admitted }
+    }
+}
+
+impl hyper::body::Body for RequestBody {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<hyper::Result<Frame<Bytes>>>> {
+        let frame = Pin::new(&mut self.body).poll_frame(context);
+        // a body of a known length ends with its last frame, one of chunks with none
+        if matches!(frame, Poll::Ready(None)) || self.body.is_end_stream() {
+            self.admitted.body_read();
+        }
+        frame
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
 }
 
 /// A response's body, which reports its end.
