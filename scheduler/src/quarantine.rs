@@ -242,13 +242,22 @@ impl Quarantine {
 
     /// Another router tells that an engine ended that had a request with this digest. It may be told more
     /// than once, and late.
-    pub fn heard(&mut self, digest: RequestDigest, engine: InstanceId, moment: AnswerMoment, now: Seconds) {
-        if self.suspects.get(&digest).is_some_and(|ends| ends.iter().any(|end| end.engine == engine)) {
+    pub fn heard(
+        &mut self,
+        digest: RequestDigest,
+        engine: InstanceId,
+        moment: AnswerMoment,
+        is_certain: bool,
+        now: Seconds,
+    ) {
+        let ends = self.suspects.get_mut(&digest);
+        if let Some(known) = ends.and_then(|ends| ends.iter_mut().find(|end| end.engine == engine)) {
+            known.is_certain |= is_certain;
             return;
         }
         // of no request of this router
         let tried = EngineTry { request: RequestId::MAX, digest, engine, began: now - HEARD_LATE };
-        self.ended(&tried, moment, false, now);
+        self.ended(&tried, moment, is_certain, now);
     }
 
     /// An engine that was lost is back as it was: only the way to it had been lost.
@@ -408,10 +417,20 @@ mod tests {
     fn what_other_routers_tell_counts_and_is_not_counted_twice() {
         let (mut quarantine, digest) = (Quarantine::default(), RequestDigest(7));
         quarantine.ended(&tried(1, 7, 0, 0.0), Unanswered, true, Seconds(1.0));
-        quarantine.heard(digest, InstanceId(0), Unanswered, Seconds(1.1));
+        quarantine.heard(digest, InstanceId(0), Unanswered, true, Seconds(1.1));
         assert_eq!(quarantine.permit(digest, Seconds(2.0)), TryPermit::Alone);
-        quarantine.heard(digest, InstanceId(1), Unanswered, Seconds(2.0));
+        quarantine.heard(digest, InstanceId(1), Unanswered, false, Seconds(2.0));
         assert!(matches!(quarantine.permit(digest, Seconds(2.0)), TryPermit::Refused(_)));
+        quarantine.returned(InstanceId(1));
+        assert_eq!(quarantine.permit(digest, Seconds(2.0)), TryPermit::Alone, "only the way was lost");
+        for is_certain in [false, true] {
+            quarantine.heard(digest, InstanceId(1), Unanswered, is_certain, Seconds(3.0));
+        }
+        quarantine.returned(InstanceId(1));
+        assert!(
+            matches!(quarantine.permit(digest, Seconds(4.0)), TryPermit::Refused(_)),
+            "it said so itself"
+        );
     }
 
     #[test]

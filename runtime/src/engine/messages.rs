@@ -187,6 +187,8 @@ pub(crate) struct EndNotice {
     pub(crate) digest: RequestDigest,
     /// What there was of the answer.
     pub(crate) moment: AnswerMoment,
+    /// Whether the instance said that it ended; else perhaps only the way to it was lost.
+    pub(crate) is_certain: bool,
 }
 
 /// A message about KV between the two instances of a transfer.

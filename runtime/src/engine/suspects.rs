@@ -114,7 +114,7 @@ impl Coordinator {
             tracked.losses.push((instance, is_certain));
             let moment = tracked.moment();
             self.quarantine.ended(&tried, moment, is_certain, self.env.now());
-            self.announce_end(EndNotice { engine: instance, digest: tried.digest, moment });
+            self.announce_end(EndNotice { engine: instance, digest: tried.digest, moment, is_certain });
         }
     }
 
@@ -126,9 +126,9 @@ impl Coordinator {
     }
 
     /// Another router lost an instance. While this one has it, perhaps only the other's way to it is
-    /// lost: that counts once this one loses it too.
+    /// lost: unless the instance said that it ended, that counts once this one loses it too.
     pub(super) fn hear_end(&mut self, notice: EndNotice) {
-        if self.instances.contains_key(&notice.engine) {
+        if !notice.is_certain && self.instances.contains_key(&notice.engine) {
             if self.rumours.len() == RUMOURS_MAX {
                 self.rumours.pop_front();
             }
@@ -146,8 +146,8 @@ impl Coordinator {
         of_it.into_iter().for_each(|notice| self.believe(notice));
     }
 
-    fn believe(&mut self, EndNotice { engine, digest, moment }: EndNotice) {
-        self.quarantine.heard(digest, engine, moment, self.env.now());
+    fn believe(&mut self, EndNotice { engine, digest, moment, is_certain }: EndNotice) {
+        self.quarantine.heard(digest, engine, moment, is_certain, self.env.now());
     }
 
     /// Why a request that lost its place is not tried again, if so: that, and whether the losses are certain.

@@ -369,9 +369,10 @@ impl HubTask {
         while self.ends.front().is_some_and(|(at, _)| (now - *at).0 > QUARANTINE.0) {
             self.ends.pop_front();
         }
-        if self.ends.iter().any(|(_, known)| is_same(known)) {
+        if self.ends.iter().any(|(_, known)| is_same(known) && (known.is_certain || !notice.is_certain)) {
             return;
         }
+        self.ends.retain(|(_, known)| !is_same(known));
         if self.ends.len() == ENDS_MAX {
             self.ends.pop_front();
         }

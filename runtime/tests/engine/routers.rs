@@ -57,7 +57,7 @@ pub(super) fn workers(checkpoint: &Checkpoint, env: &SeededEnv, parts: &[(Role, 
     process.start().unwrap()
 }
 
-/// A router that uses the workers from now on.
+/// A router that uses the workers from now on, and calls again when a session ends.
 pub(super) fn router(
     id: u16,
     checkpoint: &Checkpoint,
@@ -77,8 +77,16 @@ pub(super) fn router(
         metrics: Metrics::new(),
     };
     let (handle, router) = parts.start_router(RouterId(id), DType::Bf16);
-    let session = hub.accept_router(&router.hello(), router.id()).unwrap();
-    env.spawn(Box::pin(async move { router.add_worker(session).await }));
+    let mut session = hub.accept_router(&router.hello(), router.id()).unwrap();
+    let (hub, world) = (hub.clone(), env.clone());
+    env.spawn(Box::pin(async move {
+        loop {
+            router.add_worker(session).await;
+            world.sleep(Duration::from_millis(100)).await;
+            let Ok(next) = hub.accept_router(&router.hello(), router.id()) else { return };
+            session = next;
+        }
+    }));
     handle
 }
 
@@ -230,15 +238,23 @@ fn what_took_two_instances_from_one_router_is_refused_by_all() {
     env.run(async move {
         world.sleep(Duration::from_secs(1)).await;
         let [one, other] = &routers;
-        let first = ask(one, "poisoned".into(), vec![1, 2, token], 4, None).await;
-        assert!(first.failure.unwrap().contains("instances were lost"));
-        world.sleep(Duration::from_millis(200)).await;
-        for router in [one, other] {
+        let expect_refused = async |router: &EngineHandle| {
             let again = GenerateRequest::greedy("again", vec![1, 2, token], 4);
             let refused = router.submit(again).await.unwrap_err();
             assert!(matches!(refused, Rejection::Quarantined(_)), "{refused}");
             let sound = ask(router, "sound".into(), vec![1, 2, 3], 4, None).await;
             assert_eq!((sound.tokens.len(), sound.failure), (4, None));
+        };
+        let first = ask(one, "poisoned".into(), vec![1, 2, token], 4, None).await;
+        assert!(first.failure.unwrap().contains("instances were lost"));
+        world.sleep(Duration::from_millis(200)).await;
+        expect_refused(one).await;
+        expect_refused(other).await;
+        let late = router(3, &checkpoint, &world, &hub, EngineConfig::default(), None);
+        world.sleep(Duration::from_secs(1)).await;
+        // the instances were opened again meanwhile
+        for router in [one, other, &late] {
+            expect_refused(router).await;
         }
     });
     assert_eq!(deaths.load(Ordering::Relaxed), 2);
