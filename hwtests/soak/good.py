@@ -80,14 +80,23 @@ def make(number):
     body = {"model": "mixfleet-random", "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": stream}
     body |= {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
     path = "/v1/chat/completions" if chat else "/v1/completions"
-    return {"number": number, "chat": chat, "stream": stream, "sent": request(path, body), "text": None}
+    return {"number": number, "chat": chat, "stream": stream, "path": path, "body": body, "by_grammar": number % 5 == 4, "text": None}
+
+
+def sent(case):
+    """The bytes of a case. Its grammar, if it has one, is another one each time, so that it is compiled, and allows the same answer."""
+    body = case["body"]
+    if case["by_grammar"]:
+        body = {name: value for name, value in body.items() if name != "ignore_eos"}
+        body |= {"structured_outputs": {"regex": f"[a-z ]{{100}}{random.getrandbits(32)}"}}
+    return request(case["path"], body)
 
 
 async def cases(address):
     """Requests, and what each is answered alone."""
     made = [make(number) for number in range(16)]
     for case in made:
-        got, _, body = await exchange(address, case["sent"])
+        got, _, body = await exchange(address, sent(case))
         if got != 200:
             raise RuntimeError(f"a request alone was answered {got}: {body[:300]!r}")
         case["text"] = text_of(case, body)
@@ -98,7 +107,7 @@ async def once(address, case, report):
     """One answer: those who are told to come back do, for a while."""
     for _ in range(TRIES):
         try:
-            got, headers, body = await exchange(address, case["sent"])
+            got, headers, body = await exchange(address, sent(case))
             if got in (429, 503):
                 report.count("good", got)
                 if "retry-after" not in headers:

@@ -211,6 +211,8 @@ def main():
                 watcher.join()
             exit_code = server.end()
         report.panics = server.panics()
+        if options.fleet:
+            report.statuses["children that try grammars"] = {"killed": server.trials_killed}
         document = judge(report, measured, options, exit_code)
         if not document["passed"]:
             print("\n".join(server.log.read_text(errors="replace").splitlines()[-30:]), file=sys.stderr)

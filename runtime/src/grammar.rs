@@ -21,6 +21,7 @@ use mixfleet_scheduler::fleet::PartyId;
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
 use tokio::sync::{Semaphore, oneshot};
 use trial::TrialQuestion;
 
@@ -30,6 +31,11 @@ const COMPILED_BYTES_MAX: usize = 64 << 20;
 const KNOWN_MAX: usize = 256;
 /// Tokens after which the growth of a grammar's lexer is looked at again.
 const GROWTH_TOKENS: usize = 16;
+/// Trials of a grammar whose child is killed from elsewhere.
+const TRIES: u32 = 3;
+/// Pauses of an instance before it compiles a grammar again that it could not compile for now: its request
+/// was accepted.
+const AGAIN_AFTER_MS: [u64; 8] = [100, 200, 400, 800, 1600, 1600, 1600, 1600];
 /// Grammars that are compiled at a time for clients, and as many for instances.
 pub(crate) const COMPILING_MAX: usize = 2;
 
@@ -166,7 +172,8 @@ impl Grammars {
         Some(outcome.map(|charged| self.run(charged, end_ids)))
     }
 
-    /// Like [`begin`](Self::begin), for an instance: on a thread of its own, of which there are few.
+    /// Like [`begin`](Self::begin), for an instance: on a thread of its own, of which there are few. What
+    /// cannot be compiled for now is tried again.
     pub fn begin_beside(
         self: Arc<Self>,
         grammar: Grammar,
@@ -175,18 +182,37 @@ impl Grammars {
         env: SharedEnv,
     ) -> BoxFuture<'static, Result<GrammarRun, String>> {
         Box::pin(async move {
-            let turn = self.turns.clone().acquire_owned().await;
-            let (sender, receiver) = oneshot::channel();
-            let compile = async move {
-                let client = GrammarClient { party: &party, stopped: &|| sender.is_closed() };
-                let run = self.begin(&grammar, &end_ids, client).map_err(|error| error.to_string());
-                drop(turn);
-                let _ = sender.send(run);
-            };
-            let no_thread = |error: std::io::Error| format!("no thread is left to compile it: {error}");
-            env.spawn_worker("grammar", Box::pin(compile)).map_err(no_thread)?;
-            receiver.await.unwrap_or_else(|_| Err("it could not be compiled".into()))
+            let mut pauses = AGAIN_AFTER_MS.into_iter().map(Duration::from_millis);
+            loop {
+                let begun = self.clone().begin_on_thread(&grammar, &end_ids, &party, &env).await;
+                match (begun, pauses.next()) {
+                    (Err(GrammarError::Busy(_)), Some(pause)) => env.sleep(pause).await,
+                    (begun, _) => return begun.map_err(|error| error.to_string()),
+                }
+            }
         })
+    }
+
+    /// Like [`begin`](Self::begin), on a thread of its own, of which there are few.
+    async fn begin_on_thread(
+        self: Arc<Self>,
+        grammar: &Grammar,
+        end_ids: &Arc<[u32]>,
+        party: &Party,
+        env: &SharedEnv,
+    ) -> Result<GrammarRun, GrammarError> {
+        let (grammar, end_ids, party) = (grammar.clone(), end_ids.clone(), party.clone());
+        let turn = self.turns.clone().acquire_owned().await;
+        let (sender, receiver) = oneshot::channel();
+        let compile = async move {
+            let client = GrammarClient { party: &party, stopped: &|| sender.is_closed() };
+            let run = self.begin(&grammar, &end_ids, client);
+            drop(turn);
+            let _ = sender.send(run);
+        };
+        env.spawn_worker("grammar", Box::pin(compile))
+            .map_err(|error| GrammarError::Busy(format!("no thread is left to compile it: {error}")))?;
+        receiver.await.unwrap_or_else(|_| Err(GrammarError::Busy("it could not be compiled".into())))
     }
 
     fn run(&self, Charged { compiled, held }: Charged, end_ids: &Arc<[u32]>) -> GrammarRun {
@@ -209,7 +235,8 @@ impl Grammars {
             Some(trials) => {
                 let question = serde_json::to_vec(&self.question(grammar));
                 let question = question.map_err(|error| GrammarError::Busy(error.to_string()))?;
-                trial::judge(trials.run(&question, client.stopped))?
+                let ends = (0..TRIES).map(|_| trials.run(&question, client.stopped));
+                trial::judge(last_try(ends))?
             }
             None => 0,
         };
@@ -268,6 +295,12 @@ impl Grammars {
         };
         (0..self.vocab).map(word).collect()
     }
+}
+
+/// The first of these ends that is not due to someone who killed the child, or the last one.
+fn last_try(mut ends: impl Iterator<Item = TrialEnd>) -> TrialEnd {
+    let killed = |end: &TrialEnd| *end == TrialEnd::Killed;
+    ends.find(|end| !killed(end)).unwrap_or(TrialEnd::Killed)
 }
 
 /// Where an answer is in its grammar.

@@ -213,11 +213,6 @@ fn told(end: TrialEnd) -> (Grammars, Arc<std::sync::atomic::AtomicUsize>) {
     (Grammars::new(tokenizer, vocab, Some(Box::new(trials))), count)
 }
 
-fn takes(bytes: usize) -> TrialEnd {
-    let verdict = trial::Verdict::Compiles { bytes: bytes as u64 };
-    TrialEnd::Exited(0, serde_json::to_vec(&verdict).unwrap())
-}
-
 fn of_party(grammars: &Grammars, party: &str, at: usize) -> Result<GrammarRun, GrammarError> {
     let client = GrammarClient { party: &Party::Tenant(party.into()), stopped: &|| false };
     grammars.begin(&Grammar::Regex(format!("a{at}").into()), &[END].into(), client)
@@ -225,14 +220,17 @@ fn of_party(grammars: &Grammars, party: &str, at: usize) -> Result<GrammarRun, G
 
 #[test]
 fn a_grammar_is_tried_once_and_its_refusal_is_remembered() {
-    let (grammars, count) = told(takes(1000));
+    let (grammars, count) = told(TrialEnd::passed(1000));
     (0..3).for_each(|_| drop(of_party(&grammars, "a", 0).unwrap()));
     assert_eq!(count.load(std::sync::atomic::Ordering::Relaxed), 1);
-    let (grammars, count) = told(TrialEnd::Killed);
+    let (grammars, count) = told(TrialEnd::Crashed);
     for _ in 0..3 {
         assert!(matches!(of_party(&grammars, "a", 0), Err(GrammarError::Refused(_))));
     }
     assert_eq!(count.load(std::sync::atomic::Ordering::Relaxed), 1);
+    let (grammars, count) = told(TrialEnd::Killed);
+    assert!(matches!(of_party(&grammars, "a", 0), Err(GrammarError::Busy(_))));
+    assert_eq!(count.load(std::sync::atomic::Ordering::Relaxed), TRIES as usize, "someone killed it");
     let (grammars, count) = told(TrialEnd::Deadline);
     for _ in 0..3 {
         assert!(matches!(of_party(&grammars, "a", 0), Err(GrammarError::Busy(_))));
@@ -242,7 +240,7 @@ fn a_grammar_is_tried_once_and_its_refusal_is_remembered() {
 
 #[test]
 fn a_party_has_half_of_the_memory_of_grammars() {
-    let (grammars, _) = told(takes(COMPILED_BYTES_MAX / 8));
+    let (grammars, _) = told(TrialEnd::passed(COMPILED_BYTES_MAX as u64 / 8));
     let held: Vec<_> = (0..4).map(|at| of_party(&grammars, "a", at).unwrap()).collect();
     let said = of_party(&grammars, "a", 4).map(drop).unwrap_err();
     assert!(matches!(&said, GrammarError::Busy(cause) if cause.contains("this key")), "{said}");

@@ -2,6 +2,7 @@
 
 use mixfleet_runtime::grammar::{TrialEnd, Trials, run_trial};
 use std::io::{Read, Write};
+use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -83,8 +84,16 @@ fn ended(mut child: Child, said: Vec<u8>) -> TrialEnd {
 fn end_of(status: ExitStatus, said: Vec<u8>) -> TrialEnd {
     match status.code() {
         Some(code) => TrialEnd::Exited(u8::try_from(code).unwrap_or(u8::MAX), said),
+        None if has_crashed(&status) => TrialEnd::Crashed,
         None => TrialEnd::Killed,
     }
+}
+
+/// Whether a signal ended a process that says what the process itself did.
+fn has_crashed(status: &ExitStatus) -> bool {
+    use rustix::process::Signal;
+    let own = [Signal::SEGV, Signal::BUS, Signal::ABORT, Signal::ILL, Signal::FPE, Signal::TRAP, Signal::SYS];
+    status.signal().is_some_and(|number| own.iter().any(|signal| signal.as_raw() == number))
 }
 
 fn killed(mut child: Child, end: TrialEnd) -> TrialEnd {

@@ -30,7 +30,9 @@ const EXIT_MEMORY: u8 = 41;
 pub enum TrialEnd {
     /// It ended by itself, with this exit code and output.
     Exited(u8, Vec<u8>),
-    /// A signal of the operating system ended it.
+    /// It crashed: a signal of its own doing ended it.
+    Crashed,
+    /// A signal from elsewhere ended it.
     Killed,
     /// Its deadline passed.
     Deadline,
@@ -38,6 +40,14 @@ pub enum TrialEnd {
     Cancelled,
     /// It could not be run, for this reason.
     NotRun(String),
+}
+
+impl TrialEnd {
+    /// The end of a trial of a grammar that takes `bytes`, for tests of those who ask.
+    pub fn passed(bytes: u64) -> Self {
+        let verdict = serde_json::to_vec(&Verdict::Compiles { bytes }).expect("it is plain data");
+        TrialEnd::Exited(0, verdict)
+    }
 }
 
 /// Runs trials, each in a process of its own that answers by [`run_trial`].
@@ -194,7 +204,8 @@ pub(super) fn judge(end: TrialEnd) -> Result<usize, GrammarError> {
         TrialEnd::Exited(EXIT_MEMORY, _) => {
             refused(&format!("it takes more than {} MiB to compile: make it smaller", BYTES_MAX >> 20))
         }
-        TrialEnd::Killed => refused("it nests too deeply to be compiled, or takes too much memory"),
+        TrialEnd::Crashed => refused("it nests too deeply to be compiled, or takes too much memory"),
+        TrialEnd::Killed => busy("the trial of the grammar was ended by someone".into()),
         TrialEnd::Exited(code, output) => {
             let said = String::from_utf8_lossy(&output).chars().take(200).collect::<String>();
             busy(format!("the trial of the grammar failed (exit code {code}): {said}"))
@@ -235,7 +246,7 @@ mod tests {
     #[test]
     fn only_what_is_wrong_with_the_grammar_is_a_refusal() {
         let refused = [
-            TrialEnd::Killed,
+            TrialEnd::Crashed,
             TrialEnd::Exited(EXIT_TIME, Vec::new()),
             TrialEnd::Exited(EXIT_MEMORY, Vec::new()),
         ];
@@ -243,6 +254,7 @@ mod tests {
             assert!(matches!(judge(end.clone()), Err(GrammarError::Refused(_))), "{end:?}");
         }
         let busy = [
+            TrialEnd::Killed,
             TrialEnd::Deadline,
             TrialEnd::Cancelled,
             TrialEnd::NotRun("x".into()),

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 /// What strikes a fleet in these worlds: each does in at least one seed of twenty, over a thousand seeds.
-pub(crate) const FAULTS: [&str; 32] = [
+pub(crate) const FAULTS: [&str; 33] = [
     "KV nodes killed",
     "clocks off",
     "connections cut",
@@ -14,6 +14,7 @@ pub(crate) const FAULTS: [&str; 32] = [
     "disks hung",
     "disks out",
     "disks slow",
+    "grammar trials killed",
     "ids unknown",
     "messages after the end",
     "parts that boast",
@@ -39,9 +40,10 @@ pub(crate) const FAULTS: [&str; 32] = [
 ];
 
 /// What must have happened too where as many seeds ran as in CI.
-pub(crate) const EFFECTS: [&str; 5] = [
+pub(crate) const EFFECTS: [&str; 6] = [
     "right",
     "right in parts of the layers",
+    "right by a grammar",
     "blocks from host memory",
     "blocks from disks",
     "tokens pulled",

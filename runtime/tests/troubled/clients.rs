@@ -4,6 +4,7 @@ use super::groups::GroupDivision;
 use super::parts::poison;
 use super::{Talk, World};
 use mixfleet_runtime::env::Env;
+use mixfleet_runtime::grammar::Grammar;
 use mixfleet_runtime::request::{Failure, FailureKind, GenerateRequest, Hints, Rejection, Sampling, Update};
 use mixfleet_scheduler::fleet::PartyId;
 use std::sync::Arc;
@@ -82,6 +83,16 @@ impl World {
         }
     }
 
+    /// The grammar of one request in five: it allows any token, since parts that answer with hashes follow
+    /// none, and must be compiled all the same.
+    fn grammar(&self, id: &str, kind: usize) -> Option<Grammar> {
+        let number = digits(id);
+        let last = self.kinds[kind].checkpoint.config.vocab - 1;
+        let first = number % last;
+        let all = format!("start: (<[0-{first}]> | <[{}-{last}]>)*", first + 1);
+        number.is_multiple_of(5).then(|| Grammar::Lark(all.into()))
+    }
+
     /// How the devices of this instance have the model, if they are several.
     fn division_of(&self, device: &str) -> Option<GroupDivision> {
         let state = self.state();
@@ -105,7 +116,12 @@ impl World {
                 its().nth(nth % its().count().max(1)).map(|router| router.handle.clone())
             };
             let Some(handle) = handle else { continue };
-            let request = request(format!("{id}-{turn}"), prompt, tokens_max, logprobs.map(|_| 1));
+            let grammar = expected.and_then(|_| self.grammar(&id, kind));
+            let by_grammar = grammar.is_some();
+            let request = GenerateRequest {
+                grammar,
+                ..request(format!("{id}-{turn}"), prompt, tokens_max, logprobs.map(|_| 1))
+            };
             let mut updates = match handle.submit(request).await {
                 Ok(updates) => updates,
                 Err(Rejection::TooLarge(why)) => panic!("{:?}: {why}", self.env),
@@ -156,6 +172,7 @@ impl World {
                         if let Some(expected) = expected {
                             assert_eq!(tokens, expected, "{:?}: {id}", self.env);
                             self.count("right", 1);
+                            self.count("right by a grammar", by_grammar.into());
                             if self.kinds[kind].config(&self.workload).pages.parts.lets_go() {
                                 self.count("right in parts of the layers", 1);
                             }
@@ -194,8 +211,12 @@ fn failing<'a>(id: String, prompt: &'a [u32], counts_as: &'static str) -> Asked<
 /// The party of a client: three of four are one that floods the fleet, and each fourth is another one.
 fn party(id: &str) -> PartyId {
     let client = id.rsplit_once('-').map_or(id, |(client, _)| client);
-    let number = client.bytes().fold(0_u64, |sum, byte| sum + u64::from(byte));
-    PartyId(if number % 4 == 0 { 2 } else { 1 })
+    PartyId(if digits(client).is_multiple_of(4) { 2 } else { 1 })
+}
+
+/// A number of a name.
+fn digits(name: &str) -> u32 {
+    name.bytes().fold(0, |sum, byte| sum + u32::from(byte))
 }
 
 fn request(id: String, prompt: &[u32], tokens_max: u32, logprobs: Option<u32>) -> GenerateRequest {

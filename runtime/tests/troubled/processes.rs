@@ -19,7 +19,9 @@ use mixfleet_runtime::engine::{
 use mixfleet_runtime::env::{Env, SharedEnv};
 use mixfleet_runtime::fleet::registry::{Charter, InstanceRecord, Member, Registry, RegistryError, Seat};
 use mixfleet_runtime::fleet::{Hello, PROTOCOL, SessionRefusal, WorkerProcess, call_members};
+use mixfleet_runtime::grammar::{Grammars, TrialEnd, Trials};
 use mixfleet_runtime::metrics::Metrics;
+use mixfleet_runtime::model::builtin;
 use mixfleet_scheduler::cost::{CostModel, LinkCost};
 use mixfleet_scheduler::fleet::{InstanceId, Role};
 use mixfleet_simulated::FaultyDevice;
@@ -65,6 +67,23 @@ impl World {
             (loaded, cost)
         };
         NewInstance { loaded, cost, struck: Some(struck), members: Vec::new(), division: None }
+    }
+
+    /// Compiles grammars after trials in children that may be killed.
+    fn grammars(&self, kind: &Kind) -> Arc<Grammars> {
+        struct Struck(World);
+        impl Trials for Struck {
+            fn run(&self, _: &[u8], _: &dyn Fn() -> bool) -> TrialEnd {
+                let Struck(world) = self;
+                if !world.strikes(world.workload.trials_killed) {
+                    return TrialEnd::passed(1000);
+                }
+                world.count("grammar trials killed", 1);
+                TrialEnd::Killed
+            }
+        }
+        let trials = Box::new(Struck(self.clone()));
+        Arc::new(Grammars::new(builtin::tokenizer().unwrap(), kind.checkpoint.config.vocab, Some(trials)))
     }
 
     fn links(&self, host: String) -> Links {
@@ -141,6 +160,7 @@ impl World {
                 loaded.with_lower_tiers(tiers, &move |bytes| world.host_memory(bytes)).unwrap()
             }
         };
+        let loaded = loaded.with_grammars(self.grammars(its));
         let (device, kv_capacity_tokens) = (loaded.id(), loaded.kv_capacity_tokens());
         let process = WorkerProcess {
             env: env.clone(),

@@ -73,6 +73,9 @@ pub(crate) struct Workload {
     /// Threads that cannot be started.
     #[serde(default)]
     pub(super) threads_refused: f64,
+    /// Trials of grammars whose child is killed.
+    #[serde(default)]
+    pub(super) trials_killed: f64,
     /// Whether hosts' clocks differ.
     #[serde(default)]
     pub(super) odd_clocks: bool,
