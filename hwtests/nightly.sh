@@ -44,5 +44,6 @@ part static bash -c 'hwtests/package.sh static || [ $? = 3 ]'
 part aarch64 bash -c 'hwtests/aarch64.sh || [ $? = 3 ]'
 part matrices bash -c 'hwtests/matrices.sh || [ $? = 3 ]'
 part vllm bash -c 'hwtests/engines.sh vllm || [ $? = 3 ]'
+part kvcanary bash -c 'KVCANARY_CLEAN=10000 hwtests/engines.sh kvcanary || [ $? = 3 ]'
 printf '%s' "$summary"
 exit "$status"

@@ -222,6 +222,37 @@ pub struct EngineUsage {
     pub cached_tokens: Option<u32>,
 }
 
+/// How a request is asked as a canary: a short copy of it, drawn greedily, that shares no cached KV.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CanaryTerms {
+    /// Salt of its prefix cache.
+    pub salt: String,
+    /// Tokens of its answer.
+    pub tokens: u32,
+    /// Most likely tokens that are listed for each of them.
+    pub ranked: u32,
+    /// Whether the engine is asked to have others go first.
+    pub is_low_priority: bool,
+}
+
+/// A token of an answer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DrawnToken {
+    /// Its text, or its id where the engine tells ids.
+    pub token: String,
+    /// The most likely tokens at its place.
+    pub ranked: Vec<RankedToken>,
+}
+
+/// A token that might have been drawn.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RankedToken {
+    /// Its text, or its id where the engine tells ids.
+    pub token: String,
+    /// The logarithm of its probability.
+    pub logprob: f64,
+}
+
 /// What is wrong when an engine gives no answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EngineFaultKind {
@@ -292,6 +323,8 @@ pub struct EngineState {
     pub kv_tokens: Option<u64>,
     /// Tokens of a KV block.
     pub block_tokens: Option<u32>,
+    /// The dtype of its KV, in its own words.
+    pub kv_dtype: Option<String>,
     /// Sequences that it runs at a time.
     pub sequences_max: Option<u32>,
     /// Requests that it runs now.
@@ -402,6 +435,38 @@ pub trait OutsideEngine: Send + Sync {
     /// # Errors
     /// Why there is no answer; nothing of it has been passed on then.
     fn ask<'a>(&'a self, call: &'a EngineCall) -> EngineFuture<'a, Result<EngineAnswer, EngineFault>>;
+
+    /// Whether all KV that it sends or takes is checked by digest, so that none is used damaged.
+    fn checks_kv(&self) -> bool {
+        false
+    }
+
+    /// The body that asks a request as a canary.
+    ///
+    /// # Errors
+    /// Why it cannot be asked so; by default it cannot.
+    fn canary_body(
+        &self,
+        endpoint: EngineEndpoint,
+        body: &[u8],
+        terms: &CanaryTerms,
+    ) -> Result<Vec<u8>, EngineFault> {
+        let _ = (endpoint, body, terms);
+        Err(EngineFault::new(EngineFaultKind::NotTaken, "it tells no log-probabilities"))
+    }
+
+    /// The tokens of a canary's answer, a whole one.
+    ///
+    /// # Errors
+    /// Why they are not known.
+    fn drawn_tokens(
+        &self,
+        endpoint: EngineEndpoint,
+        document: &[u8],
+    ) -> Result<Vec<DrawnToken>, EngineFault> {
+        let _ = (endpoint, document);
+        Err(EngineFault::new(EngineFaultKind::NotTaken, "it tells no log-probabilities"))
+    }
 
     /// Passes a body on, in which at most the model's name is replaced, and the answer back as it is.
     /// Dropping the future, or the answer's body, cancels the request.

@@ -32,14 +32,15 @@ ENVIRONMENT = {
 
 
 class Engine:
-    def __init__(self, model, log, events=None, blocks=512, context=4096, hands_off=False, connector=None):
+    def __init__(self, model, log, events=None, blocks=512, context=4096, hands_off=False, connector=None,
+                 dtype="float32", environment=None):
         self.address = f"127.0.0.1:{free_port()}"
         self.events, self.replay = events or f"tcp://*:{free_port()}", f"tcp://127.0.0.1:{free_port()}"
         publish = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self.events,
                    "replay_endpoint": self.replay, "topic": "kv-events"}
         host, port = self.address.split(":")
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--host", host, "--port", port]
-        command += ["--served-model-name", "m", "--enforce-eager", "--dtype", "float32", "--max-model-len", str(context)]
+        command += ["--served-model-name", "m", "--enforce-eager", "--dtype", dtype, "--max-model-len", str(context)]
         command += ["--max-num-seqs", "8", "--block-size", str(BLOCK), "--num-gpu-blocks-override", str(blocks)]
         command += ["--enable-prompt-tokens-details", "--kv-events-config", json.dumps(publish)]
         self.command, self.log, self.environment = command, log, os.environ | ENVIRONMENT
@@ -51,6 +52,7 @@ class Engine:
         if connector:
             command += ["--kv-transfer-config", json.dumps(connector)]
             self.environment["PYTHONPATH"] = str(pathlib.Path(__file__).parents[2] / "runtime/engines/vllm")
+        self.environment |= environment or {}
         self.start()
 
     def start(self):
@@ -470,7 +472,7 @@ def run_divided(program, engines, gateways):
 
     way = Relay(int(second.address.rsplit(":", 1)[1]), before=before)
     names = [f"vllm:http://{first.address}=prefill", f"vllm:http://127.0.0.1:{way.own_port}=decode"]
-    gateways.append(Gateway(program, names))
+    gateways.append(Gateway(program, names, "--kv-canary=off"))
     gateway = gateways[0]
     check(gateway.wait_for("mixfleet_instances ", 2), "an engine for prompts and one for answers serve")
     source = random.Random(20)

@@ -10,7 +10,9 @@ mod exchange;
 mod meter;
 mod vllm;
 
-pub use engines::{EngineFaultLabels, HandOffFailureLabels, HandOffLabels};
+pub use engines::{
+    CanaryLabels, CanaryQuarantineLabels, EngineFaultLabels, HandOffFailureLabels, HandOffLabels,
+};
 pub use exchange::ExchangeLabels;
 pub(crate) use meter::Noted;
 
@@ -135,6 +137,9 @@ pub type FractionGauge = Gauge<f64, AtomicU64>;
 /// A counter of dollars.
 pub type UsdCounter = Counter<f64, AtomicU64>;
 
+/// A counter of seconds.
+pub type TimeCounter = Counter<f64, AtomicU64>;
+
 /// Handles on all metrics of this process; clones share the numbers.
 #[derive(Clone, Debug)]
 pub struct Metrics {
@@ -216,6 +221,11 @@ pub struct Metrics {
     /// `mixfleet_requests_quarantined_total`: requests that were refused because engines or instances had
     /// ended with them.
     pub requests_quarantined: Counter,
+    /// `mixfleet_requests_dropped_total`: requests that were given up once their prompt was computed, because
+    /// their decode instance was too busy by then (`--drop-late`).
+    pub requests_dropped: Counter,
+    /// `mixfleet_prefill_dropped_seconds_total`: time from the start of their prompts to its end.
+    pub prefill_dropped_s: TimeCounter,
     /// `mixfleet_engine_resting{device}`: 1 while an engine of others gets no requests because it failed
     /// several in a row, by the gateway.
     pub engine_resting: Family<DeviceLabels, Gauge>,
@@ -227,6 +237,22 @@ pub struct Metrics {
     /// `mixfleet_hand_off_failures_total{cause}`: prompts' KV that was not handed over, or not taken over, so
     /// that the prompt was computed again, by the gateway.
     pub hand_off_failures: Family<HandOffFailureLabels, Counter>,
+    /// `mixfleet_canaries_total{from,to,result}`: copies of requests that were compared, divided and by one
+    /// engine alone, by the gateway.
+    pub canaries: Family<CanaryLabels, Counter>,
+    /// `mixfleet_canary_shares{from,to}`: 1 while these two engines may share requests, else 0, by the
+    /// gateway.
+    pub canary_shares: Family<HandOffLabels, Gauge>,
+    /// `mixfleet_canary_drift_nats{from,to}`: median distance of their answers without a transfer, by the
+    /// gateway.
+    pub canary_drift: Family<HandOffLabels, FractionGauge>,
+    /// `mixfleet_canary_quarantines_total{from,to,cause}`: how often two engines were quarantined, by the
+    /// gateway.
+    pub canary_quarantines: Family<CanaryQuarantineLabels, Counter>,
+    /// `mixfleet_canary_tokens_total{device}`: tokens of canaries' prompts and answers, by the gateway.
+    pub canary_tokens: Family<DeviceLabels, Counter>,
+    /// `mixfleet_canary_time_seconds_total{device}`: time that canaries were in work there, by the gateway.
+    pub canary_time_s: Family<DeviceLabels, TimeCounter>,
     /// `mixfleet_requests_running{device}`: sequences in the running batch, by the engine.
     pub requests_running: Family<DeviceLabels, Gauge>,
     /// `mixfleet_requests_waiting{device}`: sequences accepted but not running, by the engine.
@@ -367,6 +393,12 @@ impl Metrics {
             instances_silent: plain(to, "instances_silent", "Instances lost because they said nothing"),
             worker_panics: plain(to, "worker_panics", "Instances lost to a mistake in this program"),
             engine_faults: plain(to, "engine_faults", "Requests that an engine did not answer"),
+            requests_dropped: plain(to, "requests_dropped", "Requests given up after their prompt"),
+            prefill_dropped_s: plain(
+                to,
+                "prefill_dropped_seconds",
+                "Time that prompts took whose requests were given up then",
+            ),
             requests_quarantined: plain(
                 to,
                 "requests_quarantined",
@@ -376,6 +408,12 @@ impl Metrics {
             engine_rests: plain(to, "engine_rests", "Rests of an engine because it failed"),
             hand_offs: plain(to, "hand_offs", "Answers that began with another engine's KV"),
             hand_off_failures: plain(to, "hand_off_failures", "KV of prompts that did not go over"),
+            canaries: plain(to, "canaries", "Copies of requests that were compared"),
+            canary_shares: plain(to, "canary_shares", "Whether two engines may share requests"),
+            canary_drift: plain(to, "canary_drift_nats", "Median distance of answers without a transfer"),
+            canary_quarantines: plain(to, "canary_quarantines", "Quarantines of two engines"),
+            canary_tokens: plain(to, "canary_tokens", "Tokens of prompts and answers of canaries"),
+            canary_time_s: with_unit(to, "canary_time", Unit::Seconds, "Time that canaries were in work"),
             requests_running: plain(to, "requests_running", "Sequences in the running batch"),
             requests_waiting: plain(to, "requests_waiting", "Sequences accepted and not running"),
             kv_cache_usage: with_unit(to, "kv_cache_usage", Unit::Ratios, "KV pages referenced over all"),

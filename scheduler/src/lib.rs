@@ -13,6 +13,7 @@
 #![forbid(unsafe_code)]
 
 pub mod batch;
+pub mod canary;
 pub mod classes;
 pub mod cost;
 pub mod engines;

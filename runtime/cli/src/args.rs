@@ -4,7 +4,7 @@ use crate::connections::ConnectionArgs;
 use crate::numbers::{CHUNK_MAX, SEQUENCES_MAX, USD_PER_HOUR_MIN, gib, requests, seconds};
 use crate::remote::RemoteArgs;
 use crate::scheduling::SchedulingArgs;
-use crate::worker_engines::WorkerEngine;
+use crate::worker_engines::{KvCanary, WorkerEngine};
 use clap::Args;
 use mixfleet_hal::DType;
 use mixfleet_scheduler::cost::AttnSplit;
@@ -150,6 +150,9 @@ pub(crate) struct ServeArgs {
     /// vLLM or llama.cpp for devices: docs/serving.md
     #[arg(long, value_name = "KIND:URL", conflicts_with_all = OF_DEVICES)]
     pub(crate) worker_engine: Vec<WorkerEngine>,
+    /// Share of divided requests that prove KV between engines, or off
+    #[arg(long, value_name = "SHARE", default_value = "0.01", requires = "worker_engine", hide = true)]
+    pub(crate) kv_canary: KvCanary,
     #[command(flatten)]
     pub(crate) front: FrontArgs,
     #[command(flatten)]

@@ -7,7 +7,7 @@ use crate::remote::RemoteArgs;
 use crate::settings::ServeSettings;
 use crate::start::{self, Choice, Instances};
 use crate::tiers::Pools;
-use crate::worker_engines::{WorkerEngine, check_roles};
+use crate::worker_engines::{KvCanary, WorkerEngine, check_roles};
 use crate::{Usage, backends, logs, otlp};
 use anyhow::{Context, Result};
 use mixfleet_hal::cast::to_u64;
@@ -41,11 +41,13 @@ pub(crate) fn run(args: ServeArgs, settings: &ServeSettings) -> Result<()> {
     log(args.front.json)?;
     check(&args.front)?;
     settings.say_unused();
-    let ServeArgs { model, instances, kv_exchange, worker_engine, front: options, remote, .. } = args;
+    let ServeArgs { model, instances, kv_exchange, worker_engine, kv_canary, front: options, remote, .. } =
+        args;
     if !worker_engine.is_empty() {
         return run_server(async {
-            let load =
-                move |around: Around, options: &FrontArgs| load_engines(&worker_engine, options, around);
+            let load = move |around: Around, options: &FrontArgs| {
+                load_engines((&worker_engine, kv_canary), options, around)
+            };
             front(options, &mut Signals::new()?, load).await.map(drop)
         });
     }
@@ -245,12 +247,17 @@ fn load(
 }
 
 /// Waits for the first engine that answers.
-fn load_engines(engines: &[WorkerEngine], args: &FrontArgs, around: Around) -> Result<(Arc<Gateway>, ())> {
+fn load_engines(
+    (engines, kv_canary): (&[WorkerEngine], KvCanary),
+    args: &FrontArgs,
+    around: Around,
+) -> Result<(Arc<Gateway>, ())> {
     let specs = engines.iter().map(WorkerEngine::open).collect::<Result<Vec<_>>>()?;
     let specs = specs.into_iter().flatten().collect();
     let Around { env, metrics, placements, events } = around;
     let limits = engine_config(args)?;
-    let parts = GatewayParts { env, name: args.name.clone(), limits, events, placements, metrics };
+    let (name, canaries) = (args.name.clone(), kv_canary.config());
+    let parts = GatewayParts { env, name, limits, events, placements, metrics, canaries };
     Ok((tokio::runtime::Handle::current().block_on(parts.start(specs)), ()))
 }
 

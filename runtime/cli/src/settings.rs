@@ -34,7 +34,7 @@ const SCHEDULING: [&str; 7] =
     ["policy", "threshold", "admit", "drop-late", "wait-usd-per-s", "kv-weight", "seed"];
 
 /// Flags of `serve` alone, which are keys of `[serve]`.
-const SERVE: [&str; 33] = [
+const SERVE: [&str; 34] = [
     "model",
     "activations",
     "kv-dtype",
@@ -47,6 +47,7 @@ const SERVE: [&str; 33] = [
     "kv-ssd",
     "kv-ssd-gib",
     "kv-exchange",
+    "kv-canary",
     "profile",
     "token-file",
     "tls-ca",

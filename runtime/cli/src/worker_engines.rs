@@ -9,6 +9,7 @@ use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::{Seconds, UsdPerHour};
 use mixfleet_hal::{DType, StoredAs};
 use mixfleet_runtime::gateway::EngineSpec;
+use mixfleet_scheduler::canary::CanaryConfig;
 use mixfleet_scheduler::cost::{AllReduce, CostModel, LinkCost, ModelShape, ProfileCost};
 use mixfleet_scheduler::fleet::Role;
 use mixfleet_scheduler::{engines, models};
@@ -23,6 +24,31 @@ const NIC_GB_PER_S: f64 = 12.5;
 const INSTANCES_MAX: u32 = 256;
 /// What a hand-off of KV takes besides its bytes: two requests, and the pull's own messages.
 const HAND_OFF_LATENCY: Seconds = Seconds(0.01);
+
+/// Whether canaries prove KV between engines, and the share of divided requests that become some.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct KvCanary(Option<f64>);
+
+impl KvCanary {
+    /// When canaries run; none: never.
+    pub(crate) fn config(self) -> Option<CanaryConfig> {
+        self.0.map(|share| CanaryConfig { share, ..CanaryConfig::default() })
+    }
+}
+
+impl std::str::FromStr for KvCanary {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text == "off" {
+            return Ok(KvCanary(None));
+        }
+        let share = text.parse().ok().filter(|share| *share > 0.0 && *share <= 1.0);
+        share
+            .map(|share| KvCanary(Some(share)))
+            .ok_or_else(|| format!("'{text}' is neither off nor a share of requests above 0 and up to 1"))
+    }
+}
 
 /// An engine as it is written: `KIND:URL[,WORD=VALUE...]`.
 #[derive(Clone, Debug, PartialEq)]
@@ -297,6 +323,16 @@ mod tests {
         let expected = KvEventsAt::given("h", "tcp://*:5557", Some("tcp://*:5558"), 1);
         assert_eq!(told.kv_events_at(), expected);
         assert_eq!(read("vllm:http://h,kv-events=off").unwrap().kv_events_at(), Ok(KvEventsAt::Off));
+    }
+
+    #[test]
+    fn a_share_of_canaries_is_off_or_more_than_nothing() {
+        let read = |text: &str| text.parse::<KvCanary>();
+        assert_eq!(read("off").unwrap().config(), None);
+        assert_eq!(read("0.25").unwrap().config().unwrap().share, 0.25);
+        for wrong in ["0", "-1", "1.1", "NaN", "inf", "", "on"] {
+            assert!(read(wrong).unwrap_err().contains("share of requests"), "{wrong}");
+        }
     }
 
     #[test]

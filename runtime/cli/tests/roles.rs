@@ -22,7 +22,8 @@ fn pair(more: &str) -> (FakeEngine, FakeEngine, Server) {
         *engine.shared.hands_over.lock().unwrap() = parameters();
     }
     let [prefill, decode] = ["prefill", "decode"].map(|role| format!("={role}{WORDS}{more}"));
-    let server = gateway(&[(&first, "vllm", &prefill), (&second, "vllm", &decode)], &[]);
+    // these tell no log-probabilities, and share requests unproven
+    let server = gateway(&[(&first, "vllm", &prefill), (&second, "vllm", &decode)], &["--kv-canary=off"]);
     (first, second, server)
 }
 

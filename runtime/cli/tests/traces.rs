@@ -179,7 +179,8 @@ fn a_request_that_two_engines_share_has_its_hand_off_in_its_trace() {
         *fake.shared.hands_over.lock().unwrap() = crate::roles::parameters();
         format!("--worker-engine=vllm:{}={role},part=H100-SXM-80GB,shape=llama-3.1-8b", fake.url())
     };
-    let server = collector.serve(&[&engine(&first, "prefill"), &engine(&second, "decode")]);
+    let engines = [engine(&first, "prefill"), engine(&second, "decode")];
+    let server = collector.serve(&[&engines[0], &engines[1], "--kv-canary=off"]);
     let body = json!({"model": "m", "messages": [{"role": "user", "content": "count"}], "max_tokens": 4, "stream": true});
     let header = format!("traceparent: {CLIENT}\r\n");
     assert_eq!(server.call("POST", "/v1/chat/completions", &header, &body.to_string()).0, 200);

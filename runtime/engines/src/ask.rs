@@ -2,6 +2,7 @@
 
 use crate::body::{self, PreparedBody};
 use crate::bound;
+use crate::canary;
 use crate::chunk::{self, Beginning, ModelNames};
 use crate::continued;
 use crate::hand_off;
@@ -15,9 +16,9 @@ use hyper::header::CONTENT_TYPE;
 use hyper::{Method, Response, StatusCode};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::outside::{
-    BegunAnswer, EngineAnswer, EngineCall, EngineChunk, EngineFault, EngineFaultKind, EngineFuture,
-    EngineKvFeed, EngineShare, EngineState, EngineStream, OutsideEngine, PassedAnswer, PassedBody,
-    PassedPath,
+    BegunAnswer, CanaryTerms, DrawnToken, EngineAnswer, EngineCall, EngineChunk, EngineEndpoint, EngineFault,
+    EngineFaultKind, EngineFuture, EngineKvFeed, EngineShare, EngineState, EngineStream, OutsideEngine,
+    PassedAnswer, PassedBody, PassedPath,
 };
 use serde::Deserialize;
 use std::collections::VecDeque;
@@ -49,6 +50,27 @@ impl OutsideEngine for HttpEngine {
 
     fn ask<'a>(&'a self, call: &'a EngineCall) -> EngineFuture<'a, Result<EngineAnswer, EngineFault>> {
         Box::pin(self.answer(call))
+    }
+
+    fn checks_kv(&self) -> bool {
+        self.kind == EngineKind::Mixfleet
+    }
+
+    fn canary_body(
+        &self,
+        endpoint: EngineEndpoint,
+        body: &[u8],
+        terms: &CanaryTerms,
+    ) -> Result<Vec<u8>, EngineFault> {
+        canary::body(self.kind, endpoint, body, terms)
+    }
+
+    fn drawn_tokens(
+        &self,
+        endpoint: EngineEndpoint,
+        document: &[u8],
+    ) -> Result<Vec<DrawnToken>, EngineFault> {
+        canary::drawn(endpoint, document)
     }
 
     fn pass<'a>(

@@ -66,7 +66,7 @@ const OF_THE_END: [&str; 4] = ["min_tokens", "stop", "stop_token_ids", "stream_o
 
 /// Fields that decide what tokens a prompt has and whose they are: all others are for the engine that
 /// answers, and may not be known where the prompt is computed.
-const OF_THE_PROMPT: [&str; 12] = [
+pub(crate) const OF_THE_PROMPT: [&str; 12] = [
     "add_generation_prompt",
     "add_special_tokens",
     "cache_salt",
@@ -97,6 +97,14 @@ pub(crate) fn check(object: &RawObject<'_>) -> Result<(), String> {
             return Err(format!("two engines cannot share it: '{name}' is in the request"));
         }
     }
+    one_prompt(object)
+}
+
+/// Whether it has one prompt at most.
+///
+/// # Errors
+/// When it has several.
+pub(crate) fn one_prompt(object: &RawObject<'_>) -> Result<(), String> {
     let prompts = object.given("prompt").unwrap_or("\"\"");
     if prompts.starts_with('[') && object.read::<Vec<u32>>("prompt").is_none() {
         return Err("two engines cannot share it: it has several prompts".into());

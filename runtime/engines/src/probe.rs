@@ -167,6 +167,7 @@ impl HttpEngine {
             state.kv_tokens = tokens.filter(|tokens| *tokens >= 1.0).map(to_u64);
             let block = exposition.label(FACTS, "block_size").and_then(|tokens| tokens.parse().ok());
             state.block_tokens = block.filter(|tokens| *tokens > 0);
+            state.kv_dtype = exposition.label(FACTS, "cache_dtype").map(str::to_owned);
             state.hands_off = exposition.sum("vllm:nixl_xfer_time_seconds_count").is_some();
         }
         if self.kind.is_like_vllm() && state.kv_tokens.is_none() {

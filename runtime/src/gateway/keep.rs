@@ -35,6 +35,14 @@ pub(super) async fn keep(gateway: Weak<Gateway>, at: usize) {
     }
 }
 
+/// Layout and dtype of an engine's KV, as far as it tells what they depend on.
+fn kv_form(told: &EngineState) -> String {
+    let version = told.version.as_deref().unwrap_or("?");
+    let dtype = told.kv_dtype.as_deref().unwrap_or("?");
+    let block_tokens = told.block_tokens.map_or("?".into(), |tokens| tokens.to_string());
+    format!("{version} {block_tokens} {dtype}")
+}
+
 impl Gateway {
     /// Probes an engine once.
     pub(super) async fn look_at(&self, at: usize) {
@@ -111,6 +119,10 @@ impl Gateway {
         seat.breaker.restarted(now);
         seat.hand_offs = Breaker::default();
         seat.cache.set_block_tokens(block_tokens);
+        seat.kv_form = kv_form(told);
+        if let Some(canaries) = state.canaries.as_mut() {
+            canaries.restarted(InstanceId(to_u32(at)));
+        }
         state.stand(now, at);
         state.tell_cache(now, at);
         self.count_instances(&state);

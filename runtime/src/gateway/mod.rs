@@ -4,8 +4,9 @@
 //! placed and to report its first token, its growth and its end, and never while it waits. One task per
 //! engine (`keep`) probes it, measures it once, and tells the machine when it comes and goes; another one
 //! (`cached`) follows what it has cached. Where the machine divides a request, one engine computes the
-//! prompt and another one takes its KV over and answers (`divided`). A request that may have ended engines is
-//! tried apart, or not at all (`suspects`).
+//! prompt and another one takes its KV over and answers (`divided`); whether KV arrives undamaged, copies
+//! of requests show (`canary`). A request that may have ended engines is tried apart, or not at all
+//! (`suspects`).
 //!
 //! Absent: the text of tokens, tokenizers, templates, vendors' fields, HTTP.
 
@@ -14,6 +15,9 @@ mod breaker;
 mod breaker_tests;
 mod cached;
 mod calibrate;
+mod canary;
+#[cfg(test)]
+mod canary_tests;
 mod divided;
 #[cfg(test)]
 mod divided_tests;
@@ -37,12 +41,14 @@ use crate::metrics::Metrics;
 use crate::placements::Placements;
 use crate::request::{Deadline, Hints, ServiceTier};
 use breaker::Breaker;
+use canary::CanarySubject;
 use mixfleet_hal::cast::{to_i64, to_u32, to_u64};
 use mixfleet_hal::outside::{
     EngineEndpoint, EngineFault, EngineFaultKind, EngineState, EngineUsage, OutsideEngine,
 };
 use mixfleet_hal::units::{Seconds, UsdPerHour};
 use mixfleet_scheduler::batch::RequestId;
+use mixfleet_scheduler::canary::{CanaryConfig, CanaryPair, CanaryWatch};
 use mixfleet_scheduler::cost::{CostModel, LinkCost};
 use mixfleet_scheduler::fleet::{
     Action, Arrival, Event, FleetConfig, Instance, InstanceId, Objective, OthersWork, PartyId, PromptChain,
@@ -50,6 +56,7 @@ use mixfleet_scheduler::fleet::{
 };
 use mixfleet_scheduler::kv::hash::PrefixHasher;
 use mixfleet_scheduler::quarantine::{Quarantine, RequestDigest};
+use serde_json::Value;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 use tokio::sync::{Notify, watch};
@@ -110,6 +117,8 @@ pub struct GatewayParts {
     pub placements: Arc<Placements>,
     /// The process's metrics.
     pub metrics: Metrics,
+    /// When KV between engines is proven by canaries; none: never, and engines share requests unproven.
+    pub canaries: Option<CanaryConfig>,
 }
 
 /// A client's request.
@@ -175,6 +184,10 @@ struct Fleetwide {
     reads: usize,
     read_from: Seconds,
     seats: Vec<EngineSeat>,
+    /// What is known of KV between engines, if canaries run.
+    canaries: Option<CanaryWatch>,
+    /// The latest request that could have become a canary.
+    canary_subject: Option<CanarySubject>,
 }
 
 /// What is known of an engine now.
@@ -200,6 +213,14 @@ struct EngineSeat {
     /// Why it did not serve when it was last probed in vain.
     said: String,
     cache: cached::EngineCache,
+    /// Layout and dtype of its KV, as far as it tells them.
+    kv_form: String,
+    /// Whether it checks all KV that it sends or takes.
+    checks_kv: bool,
+    /// Whether it refuses requests that have a priority.
+    has_no_priorities: bool,
+    /// Whether it shares nothing in the decision that is being made.
+    shares_nothing: bool,
 }
 
 /// What an engine is in the eyes of the machine.
@@ -241,12 +262,14 @@ struct EnginePlace {
     tbt: Seconds,
     /// Prompt tokens that were taken to be cached where it is computed.
     cached: u32,
+    /// The two engines that share it, and those that would if their KV were proven.
+    pairs: Vec<CanaryPair>,
 }
 
 impl GatewayParts {
     /// Waits for the first engine that answers, and starts.
     pub async fn start(self, specs: Vec<EngineSpec>) -> Arc<Gateway> {
-        let GatewayParts { env, name, limits, events, placements, metrics } = self;
+        let GatewayParts { env, name, limits, events, placements, metrics, canaries } = self;
         let name = first_name(&env, name, &specs).await;
         let kv_bytes_per_token = specs.iter().filter_map(|spec| spec.kv_bytes_per_token).max();
         let fleet = FleetConfig {
@@ -260,7 +283,9 @@ impl GatewayParts {
             first_token_at_decode: true,
             ..limits.fleet
         };
-        let seats = specs.iter().map(|_| EngineSeat::default()).collect();
+        let seat =
+            |spec: &EngineSpec| EngineSeat { checks_kv: spec.engine.checks_kv(), ..Default::default() };
+        let seats = specs.iter().map(seat).collect();
         let member = |spec| Member { spec, up: watch::Sender::new(false), look: Arc::default() };
         let state = Fleetwide {
             fleet: LoggedFleet::new(fleet, events, metrics.clone()),
@@ -269,6 +294,8 @@ impl GatewayParts {
             reads: 0,
             read_from: Seconds::ZERO,
             seats,
+            canaries: canaries.map(CanaryWatch::new),
+            canary_subject: None,
         };
         let gateway = Arc::new(Gateway {
             created: to_u64(env.unix_time().0),
@@ -386,20 +413,8 @@ impl Gateway {
         };
         // The machine knows no engine to avoid: those that compute nothing are no candidates.
         avoided.iter().for_each(|&at| state.set_stand(now, at, Stand::Out));
-        let divides = state.divides();
-        let is_whole = divides && undivided.is_some();
-        let due_again = state.resting(now, avoided, false);
-        let mut decided = state.decide(now, &arrival, (avoided, &due_again), is_whole);
-        // No request is turned away for an engine's failures: without another one it gets what that one says.
-        let resting = state.resting(now, avoided, true);
-        if is_for_lack_of_engines(&decided) && !resting.is_empty() {
-            decided = state.decide(now, &arrival, (avoided, &resting), is_whole);
-        }
-        // Nor for a role: any engine can compute prompts and answer.
-        if is_for_lack_of_engines(&decided) && divides && !is_whole {
-            undivided = Some("no two engines with these roles can take it");
-            decided = state.decide(now, &arrival, (avoided, &resting), true);
-        }
+        let (decided, pairs) = state.decide_any(now, &arrival, avoided, &mut undivided);
+        let told_pairs: Vec<Value> = pairs.iter().map(|pair| self.explain_pair(&state, *pair)).collect();
         avoided.iter().for_each(|&at| state.stand(now, at));
         let placed = match decided {
             Some(Action::Place { prefill, decode, urgency, explanation, .. }) => {
@@ -419,6 +434,7 @@ impl Gateway {
                     transfer: time(|terms| terms.transfer_s),
                     tbt: time(|terms| terms.tbt_s),
                     cached: terms.map_or(0, |terms| terms.cached_tokens),
+                    pairs,
                 };
                 (Ok(place), explanation)
             }
@@ -433,6 +449,7 @@ impl Gateway {
         value["resting"] = self.resting_engines().into();
         value["failed"] = avoided.iter().map(|&at| self.engine(at).name()).collect();
         value["undivided"] = undivided.into();
+        value["canary"] = told_pairs.into();
         self.placements.record(&wanted.id, value);
         if let (Ok(place), Some(terms)) =
             (&placed, explanation.chosen().and_then(|chosen| chosen.terms.as_ref()))
@@ -532,6 +549,40 @@ impl Fleetwide {
         self.seats.iter().enumerate().any(|(at, seat)| resting(seat) && !avoided.contains(&at))
     }
 
+    /// Has the machine place a request on engines that are not avoided, in the best way that is left. Returns
+    /// also the pair that shares it, and those that would if their KV were proven; `undivided` says why one
+    /// engine does all of it.
+    fn decide_any(
+        &mut self,
+        now: Seconds,
+        arrival: &Arrival,
+        avoided: &[usize],
+        undivided: &mut Option<&'static str>,
+    ) -> (Option<Action>, Vec<CanaryPair>) {
+        let divides = self.divides();
+        let is_whole = divides && undivided.is_some();
+        let due_again = self.resting(now, avoided, false);
+        let (mut decided, mut pairs) = self.decide_proven(now, arrival, (avoided, &due_again), is_whole);
+        // No request is turned away for an engine's failures: without another one it gets what that one says.
+        let resting = self.resting(now, avoided, true);
+        if is_for_lack_of_engines(&decided) && !resting.is_empty() {
+            let (again, more) = self.decide_proven(now, arrival, (avoided, &resting), is_whole);
+            decided = again;
+            pairs.extend(more);
+        }
+        let unproven = pairs.first().and_then(|pair| self.barred(*pair));
+        // Nor for a role: any engine can compute prompts and answer.
+        if is_for_lack_of_engines(&decided) && divides && !is_whole {
+            *undivided = unproven.or(Some("no two engines with these roles can take it"));
+            decided = self.decide(now, arrival, (avoided, &resting), true);
+        }
+        match canary::placed_pair(&decided) {
+            Some(pair) => pairs.push(pair),
+            None => *undivided = undivided.or(unproven),
+        }
+        (decided, pairs)
+    }
+
     /// Has the machine place a request, for which engines that rest are candidates too. If it is `whole`,
     /// each engine that is not avoided counts as able to do all of it, and none as able to share it.
     fn decide(
@@ -567,7 +618,8 @@ impl Fleetwide {
             Stand::Out => Role::Kv,
             Stand::Alone => Role::Auto,
         };
-        let nic = own.nic.filter(|_| stand == Stand::Own && !seat.hand_offs.is_open());
+        let shares = stand == Stand::Own && !seat.hand_offs.is_open() && !seat.shares_nothing;
+        let nic = own.nic.filter(|_| shares);
         let instance = Instance { role, nic, ..own.clone() };
         self.fleet.step(now, Event::InstanceUp(instance));
     }

@@ -12,6 +12,7 @@ use mixfleet_hal::outside::{
 };
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::RequestId;
+use mixfleet_scheduler::canary::CanaryPair;
 use mixfleet_scheduler::cost::{MeasuredSteps, Prefill};
 use mixfleet_scheduler::fleet::{Event, InstanceId};
 use mixfleet_scheduler::quarantine::Quarantined;
@@ -89,6 +90,8 @@ pub(crate) struct Passage {
     usd: Option<f64>,
     /// Since when it waits for an engine, if it has none.
     idle_since: Seconds,
+    /// The two engines that share it, and those that would if their KV were proven.
+    pub(super) canary_pairs: Vec<CanaryPair>,
 }
 
 /// What is measured of an attempt.
@@ -142,6 +145,7 @@ pub(crate) async fn relay(gateway: &Arc<Gateway>, wanted: RelayRequest) -> Resul
         times: Times::default(),
         usd: None,
         idle_since: came,
+        canary_pairs: Vec::new(),
     });
     passage.take_place(&place);
     loop {
@@ -428,6 +432,7 @@ impl Passage {
         (self.at, self.prompt_at, self.is_divided) = (Some(place.at), place.prompt_at, false);
         (self.ttft, self.transfer, self.tbt) = (place.ttft, place.transfer, place.tbt);
         self.cached = place.cached;
+        self.canary_pairs.clone_from(&place.pairs);
         let seat_is_alone = {
             let state = self.gateway.lock();
             let seat = &state.seats[place.prompt_at.unwrap_or(place.at)];
@@ -505,6 +510,7 @@ impl Passage {
         }
         self.gateway.tell(Event::Finished { request: self.request });
         self.leave();
+        self.send_canary();
     }
 
     /// What an answer in one piece tells of the engine's steps.

@@ -244,6 +244,7 @@ pub(super) async fn gateway_with(
         events: None,
         placements: Arc::new(Placements::new(8)),
         metrics: Metrics::new(),
+        canaries: None,
     };
     let gateway = parts.start(engines.iter().map(spec).collect()).await;
     (gateway, engines)

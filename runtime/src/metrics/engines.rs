@@ -2,6 +2,7 @@
 
 use super::{DeviceLabels, Metrics};
 use mixfleet_hal::outside::EngineFaultKind;
+use mixfleet_hal::units::Seconds;
 use prometheus_client::encoding::EncodeLabelSet;
 
 /// Labels of [`Metrics::engine_faults`].
@@ -29,7 +30,56 @@ pub struct HandOffFailureLabels {
     pub cause: &'static str,
 }
 
+/// Labels of [`Metrics::canaries`].
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct CanaryLabels {
+    /// The engine that computes prompts.
+    pub from: String,
+    /// The one that answers.
+    pub to: String,
+    /// `agrees`, `differs` or `inconclusive`.
+    pub result: &'static str,
+}
+
+/// Labels of [`Metrics::canary_quarantines`].
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct CanaryQuarantineLabels {
+    /// The engine that computes prompts.
+    pub from: String,
+    /// The one that answers.
+    pub to: String,
+    /// `corrupt` or `disagree`.
+    pub cause: &'static str,
+}
+
 impl Metrics {
+    /// Counts a canary of these two engines.
+    pub(crate) fn canary_ended(&self, ends: [&str; 2], result: &'static str) {
+        let [from, to] = ends.map(str::to_owned);
+        self.canaries.get_or_create(&CanaryLabels { from, to, result }).inc();
+    }
+
+    /// Records whether two engines share requests, and their learned drift in nats.
+    pub(crate) fn canary_state(&self, ends: [&str; 2], shares: bool, drift_nats: f64) {
+        let [from, to] = ends.map(str::to_owned);
+        let labels = HandOffLabels { from, to };
+        self.canary_shares.get_or_create(&labels).set(shares.into());
+        self.canary_drift.get_or_create(&labels).set(drift_nats);
+    }
+
+    /// Counts a quarantine of two engines.
+    pub(crate) fn canary_quarantined(&self, ends: [&str; 2], cause: &'static str) {
+        let [from, to] = ends.map(str::to_owned);
+        self.canary_quarantines.get_or_create(&CanaryQuarantineLabels { from, to, cause }).inc();
+    }
+
+    /// Counts what a part of a canary took of an engine.
+    pub(crate) fn canary_cost(&self, engine: &str, tokens: u64, time: Seconds) {
+        let labels = DeviceLabels { device: engine.into() };
+        self.canary_tokens.get_or_create(&labels).inc_by(tokens);
+        self.canary_time_s.get_or_create(&labels).inc_by(time.0);
+    }
+
     /// Counts a request that an engine did not answer.
     pub(crate) fn engine_failed(&self, engine: &str, kind: EngineFaultKind) {
         let labels = EngineFaultLabels { device: engine.into(), kind: kind.name() };
