@@ -338,13 +338,25 @@ pub struct Submission {
 #[derive(Clone, Debug)]
 pub struct EngineHandle {
     submissions: mpsc::Sender<Submission>,
+    drops_late: bool,
 }
 
 impl EngineHandle {
     /// Creates a handle and the engine's end of its queue, in which `bound` submissions may wait.
     pub fn channel(bound: usize) -> (Self, mpsc::Receiver<Submission>) {
         let (submissions, receiver) = mpsc::channel(bound);
-        (EngineHandle { submissions }, receiver)
+        (EngineHandle { submissions, drops_late: false }, receiver)
+    }
+
+    /// The same, of an engine that may give a request up once its prompt is computed.
+    pub fn that_drops_late(self, drops_late: bool) -> Self {
+        EngineHandle { drops_late, ..self }
+    }
+
+    /// Whether an accepted request may be given up once its prompt is computed, because its decode instance
+    /// is too busy by then.
+    pub fn drops_late(&self) -> bool {
+        self.drops_late
     }
 
     /// Submits a request. Dropping the returned receiver cancels it. The channel of updates has room for all

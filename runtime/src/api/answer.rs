@@ -1,5 +1,6 @@
 //! Turns the engine's updates into the text of each choice.
 
+use std::collections::VecDeque;
 use std::future::poll_fn;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -9,7 +10,7 @@ use super::stop::StopFilter;
 use super::tally::Tally;
 use super::text::TextDecoder;
 use super::tools::{ToolCall, ToolPieces, ToolReader};
-use crate::request::{FinishReason, Logprobs, Update, UpdateReceiver, logprobs_bytes};
+use crate::request::{Failure, FinishReason, Logprobs, Update, UpdateReceiver, logprobs_bytes};
 
 /// A generated token with the values that `logprobs` asks for.
 #[derive(Clone, Debug, PartialEq)]
@@ -92,17 +93,17 @@ impl Choice {
         Delta { text, calls, calls_before, logprobs, finish }
     }
 
-    /// Applies the next update. The error is a message for the client, and ends the answer.
-    fn take(&mut self, update: Update) -> Result<Delta, String> {
+    /// Applies the next update. A failure ends the answer.
+    fn take(&mut self, update: Update) -> Result<Delta, Failure> {
         match update {
             Update::Placed { .. } => Ok(Delta::default()),
-            Update::Token { id, logprobs } => self.take_token(id, logprobs),
+            Update::Token { id, logprobs } => self.take_token(id, logprobs).map_err(Failure::engine),
             Update::Started { cached_tokens } => {
                 self.cached = Some(cached_tokens);
                 Ok(Delta::default())
             }
             Update::Finished { reason } => {
-                let tail = self.decoder.finish()?;
+                let tail = self.decoder.finish().map_err(Failure::engine)?;
                 let mut passed = self.filter.push(&tail);
                 if passed.stopped {
                     return Ok(self.delta(passed.text, None, Some(FinishReason::Stop)));
@@ -110,7 +111,7 @@ impl Choice {
                 passed.text.push_str(&self.filter.finish());
                 Ok(self.delta(passed.text, None, Some(reason)))
             }
-            Update::Failed(failure) => Err(failure.message),
+            Update::Failed(failure) => Err(failure),
         }
     }
 
@@ -148,6 +149,8 @@ pub(crate) struct Answer {
     running: Vec<(Choice, Option<UpdateReceiver>)>,
     /// Index of the choice that is polled first next time, so that no choice starves the others.
     next: usize,
+    /// Updates that were received and not applied yet, with the indices of their choices.
+    ahead: VecDeque<(usize, Option<Update>)>,
     prompt_tokens: u32,
     choices_per_prompt: usize,
     tally: Tally,
@@ -182,7 +185,7 @@ impl Answer {
         seat: Seat,
     ) -> Self {
         let running = running.into_iter().map(|(choice, updates)| (choice, Some(updates))).collect();
-        Answer { running, next: 0, prompt_tokens, choices_per_prompt, tally, seat }
+        Answer { running, next: 0, ahead: VecDeque::new(), prompt_tokens, choices_per_prompt, tally, seat }
     }
 
     /// Number of choices in the response.
@@ -197,18 +200,21 @@ impl Answer {
 
     /// The next change of any choice, with the choice's index, or `None` when all have finished. After an
     /// error everything is cancelled.
-    pub(crate) async fn next(&mut self) -> Option<Result<(usize, Delta), String>> {
+    pub(crate) async fn next(&mut self) -> Option<Result<(usize, Delta), Failure>> {
         if self.running.iter().all(|(_, updates)| updates.is_none()) {
             return None;
         }
-        let (index, update) = poll_fn(|context| self.poll_any(context)).await;
+        let (index, update) = match self.ahead.pop_front() {
+            Some(ahead) => ahead,
+            None => poll_fn(|context| self.poll_any(context)).await,
+        };
         if matches!(update, Some(Update::Token { .. })) {
             self.tally.token(index);
         }
         let (choice, updates) = &mut self.running[index];
         let delta = match update {
             Some(update) => choice.take(update),
-            None => Err("the engine stopped before the answer was complete".into()),
+            None => Err(Failure::engine("the engine stopped before the answer was complete")),
         };
         match &delta {
             Ok(Delta { finish: None, .. }) => {}
@@ -220,12 +226,36 @@ impl Answer {
                     self.tally.succeeded();
                 }
             }
-            Err(message) => {
+            Err(failure) => {
                 self.running.iter_mut().for_each(|(_, updates)| *updates = None);
-                self.tally.failed(message);
+                self.tally.failed(failure);
             }
         }
         Some(delta.map(|delta| (index, delta)))
+    }
+
+    /// Waits until a choice has a token, or ends.
+    ///
+    /// # Errors
+    /// When it fails before that; everything is cancelled then.
+    pub(crate) async fn begun(&mut self) -> Result<(), Failure> {
+        loop {
+            let (index, update) = poll_fn(|context| self.poll_any(context)).await;
+            match update {
+                Some(Update::Failed(failure)) => {
+                    self.running.iter_mut().for_each(|(_, updates)| *updates = None);
+                    self.tally.failed(&failure);
+                    return Err(failure);
+                }
+                Some(Update::Placed { .. } | Update::Started { .. }) => {
+                    self.ahead.push_back((index, update));
+                }
+                update => {
+                    self.ahead.push_back((index, update));
+                    return Ok(());
+                }
+            }
+        }
     }
 
     /// An update of some choice; its inner `None` means that the engine has closed the channel.

@@ -4,7 +4,7 @@ use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde::Serialize;
 
-use crate::request::Rejection;
+use crate::request::{Failure, FailureKind, Rejection};
 
 /// Code of the error of a request that ended engines. Gateways know it (`runtime/engines/src/ask.rs`).
 const QUARANTINED_CODE: &str = "request_quarantined";
@@ -142,6 +142,14 @@ impl ApiError {
     /// Status 500: the server failed.
     pub(crate) fn server(message: impl Into<String>) -> Self {
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, "server_error", "internal_error", message)
+    }
+
+    /// Status 429 if something is used up for now, else 500.
+    pub(crate) fn failure(failure: Failure) -> Self {
+        match failure.kind {
+            FailureKind::Exhausted => ApiError::overloaded(failure.message, 1),
+            FailureKind::Request | FailureKind::Engine => ApiError::server(failure.message),
+        }
     }
 
     /// Status 502: the engines that were asked gave no answer.

@@ -71,7 +71,11 @@ pub(crate) async fn respond(
     let mut response = match stream {
         Some(options) => {
             let backlog = AnswerBacklog::within(held);
-            let answer = submit((&model, backlog), &plan, requests, tally, seat).await?;
+            let mut answer = submit((&model, backlog), &plan, requests, tally, seat).await?;
+            if model.engine.drops_late() {
+                // the status says so then
+                answer.begun().await.map_err(ApiError::failure)?;
+            }
             sse::response(Stream::new(answer, head, options, model.text.clone()))
         }
         None => {
@@ -221,7 +225,7 @@ async fn collect(
     };
     let mut choices: Vec<Collected> = (0..answer.len()).map(|_| Collected::default()).collect();
     while let Some(step) = answer.next().await {
-        let (index, delta) = step.map_err(ApiError::server)?;
+        let (index, delta) = step.map_err(ApiError::failure)?;
         let logprobs_bytes = delta.logprobs.as_ref().map_or(0, TokenLogprobs::bytes);
         grow(&mut held, delta.text.len() + logprobs_bytes)?;
         let choice = &mut choices[index];

@@ -121,11 +121,11 @@ pub(super) async fn answer(
             return Err(rejection.into());
         }
         Err(RelayError::Failed(fault)) => {
-            tally.failed(&fault.detail);
+            tally.failed_because(&fault.detail);
             return Err(failed(&fault));
         }
         Err(RelayError::Quarantined(why)) => {
-            tally.failed(&why.to_string());
+            tally.failed_because(&why.to_string());
             return Err(ApiError::quarantined(why.to_string()));
         }
     };
@@ -285,7 +285,7 @@ impl RelayedStream {
             }
             Some(Err(fault)) => {
                 self.ended = true;
-                self.tally.failed(&fault.detail);
+                self.tally.failed_because(&fault.detail);
                 Some(event(ApiError::engine(fault.detail).to_json().as_bytes()))
             }
             None => {

@@ -38,9 +38,9 @@ impl Stream {
             }
             match self.answer.next().await {
                 Some(Ok((index, delta))) => self.add_delta(index, &delta, &mut events),
-                Some(Err(message)) => {
+                Some(Err(failure)) => {
                     self.ended = true;
-                    add(&ApiError::server(message).to_json(), &mut events);
+                    add(&ApiError::failure(failure).to_json(), &mut events);
                 }
                 None => {
                     self.ended = true;

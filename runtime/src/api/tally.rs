@@ -6,7 +6,7 @@ use super::usage::{Account, Spent};
 use crate::env::SharedEnv;
 use crate::metrics::{ClassLabels, Metrics, RequestLabels, RequestOutcome};
 use crate::placements::Placements;
-use crate::request::{FinishReason, ServiceTier};
+use crate::request::{Failure, FailureKind, FinishReason, ServiceTier};
 use crate::trace::{RequestTrace, SpanFact};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::outside::EngineUsage;
@@ -139,8 +139,17 @@ impl Tally {
         self.outcome = RequestOutcome::Success;
     }
 
-    /// Records that the engine could not complete the request.
-    pub(crate) fn failed(&mut self, reason: &str) {
+    /// Records that the engine did not complete the request. Without a token it was turned away if something
+    /// is used up for now.
+    pub(crate) fn failed(&mut self, failure: &Failure) {
+        if failure.kind == FailureKind::Exhausted && self.tokens == 0 {
+            return self.rejected();
+        }
+        self.failed_because(&failure.message);
+    }
+
+    /// Records why the engine could not complete the request.
+    pub(crate) fn failed_because(&mut self, reason: &str) {
         self.outcome = RequestOutcome::Failed;
         self.failed = self.trace.map(|_| reason.to_owned());
         tracing::warn!(id = %self.id, reason, "request failed");

@@ -9,7 +9,7 @@ use crate::request::{Failure, FinishReason, Logprobs, Update};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{Error, ErrorKind};
 use mixfleet_scheduler::batch::RequestId;
-use mixfleet_scheduler::fleet::{Action, Event, InstanceId};
+use mixfleet_scheduler::fleet::{Action, Event, InstanceId, RejectReason};
 
 /// A token that an instance drew.
 pub(super) struct Drawn {
@@ -63,7 +63,6 @@ impl Coordinator {
             Stage::Joined => self.metrics.kv_exposed_s.observe(0.0),
             _ => tracked.stage = Stage::Computed { at: self.env.now() },
         }
-        tracked.tell(Update::Token { id: token, logprobs });
         self.note_token(request);
         let event = if first || instance != self.requests[&request].decode {
             Event::PrefillDone { request, instance }
@@ -76,15 +75,13 @@ impl Coordinator {
         });
         let tracked = &self.requests[&request];
         let is_whole = tracked.generated.len() >= tracked.wanted.max_tokens as usize;
+        let finish_of_all = finish.or(is_whole.then_some(FinishReason::Length));
+        if let (Some(reason), None) = (dropped, finish_of_all) {
+            return self.drop_late(request, &reason);
+        }
+        tracked.tell(Update::Token { id: token, logprobs });
         // A worker that would continue is stopped.
-        let Some(reason) = finish.or(is_whole.then_some(FinishReason::Length)) else {
-            if let Some(reason) = dropped {
-                let message =
-                    format!("its prompt is done, and its decode instance is too busy by now: {reason}");
-                self.fail(request, Failure::exhausted(message));
-            }
-            return;
-        };
+        let Some(reason) = finish_of_all else { return };
         let tracked = self.requests.remove(&request).expect("still there");
         // before the client can ask for it
         if let Some(usd) = self.metrics.usd(request, self.env.now()) {
@@ -97,5 +94,15 @@ impl Coordinator {
         if instance != tracked.decode || finish.is_none() {
             self.send(tracked.decode, Order::Cancel { request });
         }
+    }
+
+    /// Gives up a request whose prompt is computed. Its client gets no token, so that it gets the status of
+    /// a request that was turned away.
+    fn drop_late(&mut self, request: RequestId, reason: &RejectReason) {
+        let prefilled_s = self.requests[&request].started_at.map_or(0.0, |at| (self.env.now() - at).0);
+        self.metrics.requests_dropped.inc();
+        self.metrics.prefill_dropped_s.inc_by(prefilled_s);
+        let message = format!("its prompt is done, and its decode instance is too busy by now: {reason}");
+        self.fail(request, Failure::exhausted(message));
     }
 }

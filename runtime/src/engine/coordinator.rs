@@ -88,8 +88,8 @@ pub(super) struct Tracked {
     pub(super) decode: InstanceId,
     /// The instance that lends a part of the prefix; none once it has been sent.
     pub(super) pull: Option<Source>,
-    /// Whether the client was told that work on it began.
-    started: bool,
+    /// When the client was told that work on it began.
+    pub(super) started_at: Option<Seconds>,
     pub(super) stage: Stage,
     placed_at: Seconds,
     /// Time at which its instances were last given an order.
@@ -298,7 +298,7 @@ impl Coordinator {
                     prefill,
                     decode,
                     pull: transfers::source(pull, &explanation),
-                    started: false,
+                    started_at: None,
                     stage: Stage::Placed,
                     placed_at: self.env.now(),
                     asked_at: self.env.now(),
@@ -488,8 +488,8 @@ impl Coordinator {
         let now = self.env.now();
         let tracked = self.requests.get_mut(&request).expect("checked by the caller");
         tracked.pull = None;
-        if !tracked.started {
-            tracked.started = true;
+        if tracked.started_at.is_none() {
+            tracked.started_at = Some(now);
             tracked.tell(Update::Started { cached_tokens: tokens_cached });
             self.metrics.request_queue_time_s.observe((now - tracked.placed_at).0);
             self.metrics.request_began(request, now);

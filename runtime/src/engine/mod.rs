@@ -159,6 +159,7 @@ impl EngineParts {
     ) -> EngineHandle {
         let EngineParts { env, config, identity, limits, events, placements, metrics } = self;
         let (handle, submissions) = EngineHandle::channel(limits.fleet.requests_max.max(1));
+        let handle = handle.that_drops_late(limits.fleet.drop_at_decode);
         let (kv_bytes_per_token, layers) = (config.kv_bytes_per_token(kv), config.layers);
         let fleet = FleetConfig { kv_bytes_per_token, layers, ..limits.fleet };
         let (leave, left) = mpsc::channel(CLIENTS_LEAVING_MAX);

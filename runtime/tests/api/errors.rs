@@ -255,6 +255,30 @@ fn one_rejected_choice_cancels_the_others() {
 }
 
 #[test]
+fn what_is_given_up_before_its_first_token_is_turned_away() {
+    for stream in [false, true] {
+        let setup =
+            Setup { drops_late: true, ..Setup::play(Play::GiveUp("its decode instance is too busy")) };
+        let body = json!({"model": MODEL, "prompt": "a", "stream": stream, "n": 2});
+        let response = run(setup, |server| async move {
+            let response = server.post("/v1/completions", &body).await;
+            let rejected = "mixfleet_requests_total{endpoint=\"completions\",outcome=\"rejected\"} 1";
+            assert!(server.metrics.encode().contains(rejected));
+            response
+        });
+        assert_eq!((response.error().0, &*response.headers["retry-after"]), (429, "1"));
+        assert!(response.body.contains("too busy"), "{}", response.body);
+    }
+    // an answer that begins is streamed as ever
+    for drops_late in [false, true] {
+        let setup = Setup { drops_late, ..Setup::play(Play::say("hello")) };
+        let body = json!({"model": MODEL, "prompt": "a", "stream": true});
+        let streamed = run(setup, |server| async move { server.post("/v1/completions", &body).await });
+        assert!(streamed.body.contains("\"o\"") && streamed.body.ends_with("data: [DONE]\n\n"));
+    }
+}
+
+#[test]
 fn a_failure_in_the_engine_is_a_500() {
     for play in [Play::Fail(vec![97], "the device is gone"), Play::HangUp(vec![97])] {
         let body = json!({"model": MODEL, "prompt": "a", "n": 2});

@@ -132,6 +132,8 @@ pub(crate) enum Play {
     Reply(Vec<u32>, FinishReason),
     /// It sends these tokens, then this error.
     Fail(Vec<u32>, &'static str),
+    /// It gives the request up for this reason, with its prompt computed and before a token.
+    GiveUp(&'static str),
     /// It sends these tokens, then closes the channel.
     HangUp(Vec<u32>),
     /// It sends these tokens, then nothing until the client disconnects.
@@ -164,6 +166,8 @@ pub(crate) struct Setup {
     pub(crate) text: Arc<dyn TextModel>,
     pub(crate) context: u32,
     pub(crate) loading: bool,
+    /// Whether the engine says that it may give up accepted requests.
+    pub(crate) drops_late: bool,
     pub(crate) origins: Origins,
 }
 
@@ -177,6 +181,7 @@ impl Setup {
             text: Arc::new(ByteModel),
             context: CONTEXT,
             loading: false,
+            drops_late: false,
             origins: Origins::default(),
         }
     }
@@ -218,6 +223,7 @@ where
 {
     let env = SeededEnv::new(1);
     let (engine, submissions) = EngineHandle::channel(1024);
+    let engine = engine.that_drops_late(setup.drops_late);
     let metrics = Metrics::new();
     metrics.serves.set(1);
     let placements = Arc::new(Placements::new(4));
@@ -281,6 +287,7 @@ async fn generate(
     let (tokens, end) = match play {
         Play::Reply(tokens, reason) => (tokens, Some(Update::Finished { reason })),
         Play::Fail(tokens, message) => (tokens, Some(Update::Failed(Failure::engine(message)))),
+        Play::GiveUp(message) => (Vec::new(), Some(Update::Failed(Failure::exhausted(message)))),
         Play::HangUp(tokens) => (tokens, None),
         Play::Gate(tokens, gate) => {
             send(server, request, updates, &tokens).await?;

@@ -95,18 +95,21 @@ fn a_request_whose_decode_device_is_too_busy_once_its_prompt_is_done_is_given_up
         let failure = env.run(async move {
             world.sleep(Duration::from_secs(1)).await;
             let mut updates = handle.submit(request("one".into(), vec![1, 2, 3, 4], 5, None)).await.unwrap();
-            let mut failure = None;
+            let (mut failure, mut tokens) = (None, 0);
             while let Some(update) = updates.recv().await {
-                if let Update::Failed(why) = update {
-                    failure = Some(why);
+                match update {
+                    Update::Failed(why) => failure = Some(why),
+                    Update::Token { .. } => tokens += 1,
+                    _ => {}
                 }
             }
             drop(hub);
-            failure
+            (failure, tokens)
         });
+        let (failure, tokens) = failure;
         match failure {
             Some(failure) if drop_at_decode => {
-                assert_eq!(failure.kind, FailureKind::Exhausted);
+                assert_eq!((failure.kind, tokens), (FailureKind::Exhausted, 0));
                 assert!(failure.message.contains("too busy"), "{failure}");
             }
             other => assert!(other.is_none() && !drop_at_decode, "{other:?}"),
