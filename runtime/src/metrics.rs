@@ -23,7 +23,7 @@ use mixfleet_hal::cast::to_i64;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::{BatchLoad, RequestId};
 use mixfleet_scheduler::cost::Corrections;
-use mixfleet_scheduler::fleet::{Action, Instance};
+use mixfleet_scheduler::fleet::{Action, Instance, Role};
 use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue, LabelValueEncoder};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -97,6 +97,15 @@ impl EncodeLabelValue for RequestOutcome {
 pub struct DeviceLabels {
     /// The device's id, as in `mixfleet devices`.
     pub device: String,
+}
+
+/// Labels of an instance's role.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct RoleLabels {
+    /// The device's id.
+    pub device: String,
+    /// `prefill`, `decode`, `auto` or `kv`.
+    pub role: &'static str,
 }
 
 /// Labels of per-tier metrics of a device.
@@ -259,6 +268,15 @@ pub struct Metrics {
     pub requests_waiting: Family<DeviceLabels, Gauge>,
     /// `mixfleet_kv_cache_usage_ratios{device}`: KV pages referenced / all pages, by the engine.
     pub kv_cache_usage: Family<DeviceLabels, FractionGauge>,
+    /// `mixfleet_instance_role{device,role}`: 1 for the role of a device that is up, 0 for its others.
+    pub instance_role: Family<RoleLabels, Gauge>,
+    /// `mixfleet_role_changes_total{device,role}`: changes to this role that this process decided
+    /// (`--flexible`).
+    pub role_changes: Family<RoleLabels, Counter>,
+    /// `mixfleet_prefix_copies_total`: copies of prefixes that were begun ahead of demand.
+    pub prefix_copies: Counter,
+    /// `mixfleet_prefix_copy_tokens_total`: tokens of these prefixes.
+    pub prefix_copy_tokens: Counter,
     /// `mixfleet_kv_capacity_tokens{device}`: tokens that fit into the KV memory of a device that is up, by
     /// the engine.
     pub kv_capacity_tokens: Family<DeviceLabels, Gauge>,
@@ -417,6 +435,10 @@ impl Metrics {
             requests_running: plain(to, "requests_running", "Sequences in the running batch"),
             requests_waiting: plain(to, "requests_waiting", "Sequences accepted and not running"),
             kv_cache_usage: with_unit(to, "kv_cache_usage", Unit::Ratios, "KV pages referenced over all"),
+            instance_role: plain(to, "instance_role", "Whether a device has this role"),
+            role_changes: plain(to, "role_changes", "Changes of a device to this role"),
+            prefix_copies: plain(to, "prefix_copies", "Copies of prefixes ahead of demand"),
+            prefix_copy_tokens: plain(to, "prefix_copy_tokens", "Tokens of copied prefixes"),
             kv_capacity_tokens: plain(to, "kv_capacity_tokens", "Tokens that fit into KV memory"),
             kv_block_tokens: plain(to, "kv_block_tokens", "Tokens of a KV block"),
             preemptions: plain(to, "preemptions", "Sequences that lost their KV pages"),
@@ -563,6 +585,21 @@ impl Metrics {
         let labels = DeviceLabels { device: instance.device.to_string() };
         self.kv_capacity_tokens.get_or_create(&labels).set(to_i64(instance.kv_capacity_tokens));
         self.kv_block_tokens.get_or_create(&labels).set(to_i64(instance.kv_block_tokens));
+        self.has_role(&labels.device, Some(instance.role));
+    }
+
+    /// Records a device's role; none if it is not up.
+    fn has_role(&self, device: &str, role: Option<Role>) {
+        for other in Role::ALL {
+            let labels = RoleLabels { device: device.into(), role: other.name() };
+            self.instance_role.get_or_create(&labels).set((role == Some(other)).into());
+        }
+    }
+
+    /// Records a change of role that this process decided.
+    pub(crate) fn role_changed(&self, device: &str, role: Role) {
+        let labels = RoleLabels { device: device.into(), role: role.name() };
+        self.role_changes.get_or_create(&labels).inc();
     }
 
     /// Records that nothing runs on a device, because it cannot be reached.
@@ -572,6 +609,7 @@ impl Metrics {
         self.requests_waiting.get_or_create(&labels).set(0);
         self.kv_cache_usage.get_or_create(&labels).set(0.0);
         self.kv_capacity_tokens.get_or_create(&labels).set(0);
+        self.has_role(device, None);
     }
 }
 

@@ -207,6 +207,9 @@ impl Coordinator {
         for action in &actions {
             if let Action::SetRole { instance, role } = *action {
                 tracing::info!(%instance, ?role, "role changed");
+                if let Some(handle) = self.instances.get(&instance) {
+                    self.metrics.role_changed(&handle.device, role);
+                }
                 self.send(instance, Order::SetRole { role });
             }
         }

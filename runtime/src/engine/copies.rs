@@ -9,7 +9,7 @@
 use super::coordinator::{Coordinator, Tracked};
 use super::messages::{HandOff, Job, Lacking, Landing, Order};
 use crate::request::{GenerateRequest, Hints, ServiceTier};
-use mixfleet_hal::cast::to_u32;
+use mixfleet_hal::cast::{to_u32, to_u64};
 use mixfleet_scheduler::batch::{RequestId, Urgency};
 use mixfleet_scheduler::fleet::{Action, Event, InstanceId};
 use std::sync::Arc;
@@ -60,6 +60,8 @@ impl Coordinator {
             });
             let job = self.copy_job(request, &wanted, to);
             tracing::info!(%from, %to, tokens, "a prefix is copied");
+            self.metrics.prefix_copies.inc();
+            self.metrics.prefix_copy_tokens.inc_by(to_u64(tokens));
             self.copies.insert(request, CopyInProgress { from, to, wanted });
             self.send(to, Order::Copy { job, holder: from });
         }

@@ -18,13 +18,13 @@ use mixfleet_hal::Result;
 use mixfleet_hal::cast::to_i64;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::cost::{CostModel, LinkCost};
-use mixfleet_scheduler::fleet::InstanceId;
+use mixfleet_scheduler::fleet::{InstanceId, Role};
 use mixfleet_scheduler::kv::{BlockHash, Tier};
 use mixfleet_scheduler::quarantine::QUARANTINE;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 use tokio::sync::mpsc::error::TrySendError;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot, watch};
 
 /// Maximum number of sessions that wait to begin or end; further ones are refused.
 const EVENTS_MAX: usize = 1024;
@@ -60,6 +60,7 @@ pub struct Hub {
     events: mpsc::Sender<Event>,
     router_seats: Seats<RouterId>,
     peer_seats: Seats<InstanceId>,
+    roles: watch::Receiver<BTreeMap<InstanceId, Role>>,
 }
 
 enum Event {
@@ -115,6 +116,7 @@ impl WorkerProcess {
         drop(surroundings);
         let (events, told) = mpsc::channel(EVENTS_MAX);
         let (given, commands) = mpsc::channel(GIVEN_MAX);
+        let (told_roles, roles) = watch::channel(BTreeMap::new());
         let running = HubTask {
             env: env.clone(),
             directory,
@@ -129,10 +131,12 @@ impl WorkerProcess {
             metrics: metrics.clone(),
             events: events.downgrade(),
             given,
+            roles: told_roles,
         };
         env.spawn(Box::pin(running.serve(incoming, told, commands)));
         let (router_seats, peer_seats) = (Seats::default(), Seats::default());
-        Ok(Hub { model, caller: Caller::new(&*env), instances: ids, events, router_seats, peer_seats })
+        let caller = Caller::new(&*env);
+        Ok(Hub { model, caller, instances: ids, events, router_seats, peer_seats, roles })
     }
 }
 
@@ -140,6 +144,11 @@ impl Hub {
     /// The ids of its instances.
     pub fn instances(&self) -> &[InstanceId] {
         &self.instances
+    }
+
+    /// The roles that its instances have now, which routers change.
+    pub fn roles(&self) -> watch::Receiver<BTreeMap<InstanceId, Role>> {
+        self.roles.clone()
     }
 
     /// The greeting with which this process calls a peer.
@@ -269,6 +278,7 @@ struct HubTask {
     events: mpsc::WeakSender<Event>,
     /// Receives routers' commands for the ledger.
     given: mpsc::Sender<(InstanceId, OrderedWork)>,
+    roles: watch::Sender<BTreeMap<InstanceId, Role>>,
 }
 
 impl HubTask {
@@ -331,7 +341,9 @@ impl HubTask {
                     self.metrics.load(&instance.device, load);
                 }
             }
-            FromWorker::Up { .. } => {
+            FromWorker::Up { instance: told, .. } => {
+                let role = told.role;
+                self.roles.send_if_modified(|roles| roles.insert(instance, role) != Some(role));
                 known.up = Some(message.clone());
                 if std::mem::take(&mut known.failed) {
                     self.part();

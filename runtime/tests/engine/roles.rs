@@ -36,7 +36,7 @@ fn a_role_that_one_router_changes_is_known_to_all_and_what_was_begun_is_finished
         .map(|(id, log)| router(id, &checkpoint, &env, &hub, limits.clone(), Some(log.clone())))
         .collect();
     let (world, vocabulary) = (env.clone(), u64::from(checkpoint.config.vocab));
-    let finished = env.run(async move {
+    let (finished, roles) = env.run(async move {
         world.sleep(Duration::from_secs(1)).await;
         let mut random = Stream::new(5);
         let mut ends = Vec::new();
@@ -59,8 +59,8 @@ fn a_role_that_one_router_changes_is_known_to_all_and_what_was_begun_is_finished
         for end in ends {
             finished += u32::from(end.await.unwrap());
         }
-        drop(hub);
-        finished
+        let roles = hub.roles().borrow().clone();
+        (finished, roles)
     });
     let [first, second] = logs.map(|log| steps(&log));
     let changed = first.iter().flat_map(|(_, actions)| actions).find_map(|action| match action {
@@ -68,7 +68,7 @@ fn a_role_that_one_router_changes_is_known_to_all_and_what_was_begun_is_finished
         _ => None,
     });
     let (instance, role) = changed.expect("prompts for more than one device change a role");
-    assert_eq!(role, Role::Prefill);
+    assert_eq!((role, roles.get(&instance)), (Role::Prefill, Some(&Role::Prefill)));
     let heard = second.iter().any(|(event, _)| match event {
         Event::InstanceUp(spec) => (spec.id, spec.role) == (instance, role),
         _ => false,

@@ -29,6 +29,19 @@ pub enum Role {
 }
 
 impl Role {
+    /// All of them.
+    pub const ALL: [Role; 4] = [Role::Prefill, Role::Decode, Role::Auto, Role::Kv];
+
+    /// Its name, as on a command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Role::Prefill => "prefill",
+            Role::Decode => "decode",
+            Role::Auto => "auto",
+            Role::Kv => "kv",
+        }
+    }
+
     /// Whether it may compute prompts.
     pub fn prefills(self) -> bool {
         matches!(self, Role::Prefill | Role::Auto)

@@ -23,9 +23,11 @@ use mixfleet_runtime::fleet::{Hub, ModelIdentity, WorkerProcess, connect_peers, 
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_scheduler::cost::CostModel;
 use mixfleet_scheduler::fleet::{InstanceId, Role};
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
+use tokio::sync::watch::{Receiver, Sender};
 
 /// Timeout for telling etcd that a process leaves.
 const LEAVE: Duration = Duration::from_secs(5);
@@ -235,10 +237,24 @@ async fn join_as_worker(
     let mut membership = join.registry.join(charter, member);
     end_if_taken(&mut membership, env);
     let (members, record) = (membership.members(), membership.record());
+    env.spawn(Box::pin(record_roles(hub.roles(), record.clone())));
     env.spawn(Box::pin(connect_peers(env.clone(), hub.clone(), probe_links, members, record, join.rpc)));
     membership.joined().await;
     tracing::info!(member = name, %address, fleet = args.join.fleet, "joined");
     Ok(Joined { membership, serving, hub, pools })
+}
+
+/// Keeps the roles in this process's record those that its instances have.
+async fn record_roles(mut roles: Receiver<BTreeMap<InstanceId, Role>>, record: Sender<Member>) {
+    loop {
+        {
+            let roles = roles.borrow_and_update();
+            record.send_if_modified(|member| member.set_roles(&roles));
+        }
+        if roles.changed().await.is_err() {
+            return;
+        }
+    }
 }
 
 /// Loads the model on the devices, and returns them with their rents. Blocks its thread.

@@ -43,11 +43,10 @@ fn table(members: &Members) -> String {
         let _ = writeln!(text, "{name:<12} {address:<21} mixfleet {version}");
         if let Seat::Worker { instances, transports, not_offered } = &member.seat {
             for instance in instances {
-                let role = serde_json::to_value(instance.role).unwrap_or_default();
                 let price = instance.usd_per_hour.map_or("no price".into(), |usd| format!("{usd} $/h"));
                 let (id, device, tokens) =
                     (instance.id, printable(&instance.device), instance.kv_capacity_tokens);
-                let role = role.as_str().unwrap_or_default();
+                let role = instance.role.name();
                 let _ = writeln!(text, "  {id:<10} {device:<21} {role:<8} {tokens} KV tokens, {price}");
             }
             let _ = writeln!(text, "  KV by {}", printable(&transports.join(", ")));

@@ -164,6 +164,18 @@ impl Member {
         }
     }
 
+    /// Sets the roles of those of its instances that are named. False if it changes nothing.
+    pub fn set_roles(&mut self, roles: &BTreeMap<InstanceId, Role>) -> bool {
+        let Seat::Worker { instances, .. } = &mut self.seat else { return false };
+        let mut is_changed = false;
+        for instance in instances {
+            if let Some(&role) = roles.get(&instance.id) {
+                is_changed |= std::mem::replace(&mut instance.role, role) != role;
+            }
+        }
+        is_changed
+    }
+
     /// Whether the members have an id in common.
     fn shares_an_id_with(&self, other: &Member) -> bool {
         other.instances().any(|theirs| self.instances().any(|instance| instance.id == theirs.id))
@@ -230,6 +242,10 @@ mod tests {
             not_offered: vec!["verbs: why".into()],
         };
         let mut worker = Member::new(model.clone(), "127.0.0.1:1".into(), seat);
+        let roles = [(InstanceId(5), Role::Decode), (InstanceId(6), Role::Prefill)].into();
+        assert!(worker.set_roles(&roles) && !worker.set_roles(&roles));
+        let roles: Vec<Role> = worker.instances().map(|instance| instance.role).collect();
+        assert_eq!(roles, [Role::Auto, Role::Decode]);
         let up = LinkState::Up {
             transport: "tcp".into(),
             latency_s: 1e-4,
