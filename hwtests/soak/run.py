@@ -146,6 +146,7 @@ class Report:
 def judge(report, live, options, exit_code):
     """What is asked for, and whether it held; None where the run is too short to say."""
     slope = watch.slope(report.series, "rss_mb", RSS_AFTER_MINUTES)
+    each = [watch.slope(report.series, "rss_mb_of_each", RSS_AFTER_MINUTES, of) for of in range(len(report.start["rss_mb_of_each"]))]
     answered = report.statuses.get("good", {}).get("whole", 0)
     own, shared = live["own"], live["shared"]
     checks = {
@@ -162,7 +163,7 @@ def judge(report, live, options, exit_code):
     return {
         "schema": "mixfleet.soak/1", "minutes": options.minutes, "clients": options.clients, "cores": os.cpu_count(),
         "checks": checks, "passed": all(held is not False for held in checks.values()), "exit_code": exit_code,
-        "rss_slope_mb_per_minute": slope, "rss_slope_of_all_mb_per_minute": watch.slope(report.series, "rss_mb", 0),
+        "rss_slope_mb_per_minute": slope, "rss_slope_of_each_mb_per_minute": each, "rss_slope_of_all_mb_per_minute": watch.slope(report.series, "rss_mb", 0),
         "start": report.start, "end": report.end, "live": live, "outcomes": report.statuses,
         "wrong": report.wrong[:20], "broken": report.broken[:20], "broken_clients": report.broken_clients[:20],
         "left_open": report.left_open, "series": report.series,
@@ -176,7 +177,7 @@ def say(document):
     for key in ("start", "end"):
         print(f"  at the {key}: {document[key]}")
     highest = {name: max((s[name] for s in document["series"]), default=None) for name in ("rss_mb", "descriptors", "threads")}
-    print(f"  highest: {highest}; RSS slope {document['rss_slope_mb_per_minute']} MB a minute (of all: {document['rss_slope_of_all_mb_per_minute']})")
+    print(f"  highest: {highest}; RSS slope {document['rss_slope_mb_per_minute']} MB a minute (of all: {document['rss_slope_of_all_mb_per_minute']}; of each process: {document['rss_slope_of_each_mb_per_minute']})")
     for name, live in document["live"].items():
         print(f"  /live {name}: {live}")
     for text in document["wrong"] + document["broken"] + document["broken_clients"]:

@@ -25,12 +25,14 @@ def descriptors(pids):
 
 
 def sample(pids):
-    """What processes hold together."""
-    total = {"rss_mb": 0.0, "threads": 0, "descriptors": 0}
+    """What processes hold together, and the memory of each."""
+    total = {"rss_mb": 0.0, "threads": 0, "descriptors": 0, "rss_mb_of_each": []}
     for pid in pids:
         with open(f"/proc/{pid}/status") as file:
             status = dict(line.split(":", 1) for line in file if ":" in line)
-        total["rss_mb"] = round(total["rss_mb"] + int(status["VmRSS"].split()[0]) * 1024 / 1e6, 1)
+        rss_mb = int(status["VmRSS"].split()[0]) * 1024 / 1e6
+        total["rss_mb_of_each"].append(round(rss_mb, 1))
+        total["rss_mb"] = round(total["rss_mb"] + rss_mb, 1)
         total["threads"] += int(status["Threads"])
         total["descriptors"] += len(os.listdir(f"/proc/{pid}/fd"))
     return total
@@ -49,9 +51,9 @@ async def samples(pids, report, stop):
             pass
 
 
-def slope(series, name, after_minutes):
-    """Growth a minute by least squares, of what lies after a time; None of less than a minute."""
-    points = [(s["minute"], s[name]) for s in series if s["minute"] >= after_minutes]
+def slope(series, name, after_minutes, of=None):
+    """Growth a minute by least squares, of what lies after a time; None of less than a minute. `of` is a place in a list."""
+    points = [(s["minute"], s[name] if of is None else s[name][of]) for s in series if s["minute"] >= after_minutes]
     if len(points) < 3 or points[-1][0] - points[0][0] < 1:
         return None
     mean_x, mean_y = (sum(p[axis] for p in points) / len(points) for axis in (0, 1))
