@@ -3,10 +3,10 @@
 //! [`HttpEngine`] is an [`OutsideEngine`](mixfleet_hal::outside::OutsideEngine). A client's body goes to the
 //! engine as it is, but for the few fields that must differ there (`body`, `continued`). What comes back is
 //! checked to be an answer, cut into events (`sse`), and passed on; of an event only the envelope is read
-//! (`chunk`). `canary` asks for the log-probabilities of a request's first tokens. Two engines share a request
-//! by what `hand_off` writes and reads. What an engine has cached is followed by its KV events (`kv_follow`),
-//! over a connection of our own (`zmtp`), and `prompt` has it say the token ids of a request. Engines behind
-//! one name have seats (`replicas`). [`EngineKind`] has what the kinds do not have in common.
+//! (`chunk`). `canary` asks for the log-probabilities of a request's first tokens. Two engines share a
+//! request by what `hand_off` writes and reads. What an engine has cached is followed by its KV events
+//! (`kv_follow`), over a connection of our own (`zmtp`), and `prompt` has it say the token ids of a request.
+//! Engines behind one name have seats (`replicas`). [`EngineKind`] has what the kinds do not have in common.
 //!
 //! Absent: placement, retries, knowledge of clients, clocks other than limits on waiting for an engine.
 
