@@ -27,8 +27,11 @@ struct AnsweredChoice {
 struct ChoiceLogprobs {
     content: Option<Vec<ChatToken>>,
     tokens: Option<Vec<String>>,
-    top_logprobs: Option<Vec<Option<BTreeMap<String, Option<f64>>>>>,
+    top_logprobs: Option<Vec<Option<CompletionTop>>>,
 }
+
+/// Log-probabilities by token; none where JSON cannot say it.
+type CompletionTop = BTreeMap<String, Option<f64>>;
 
 #[derive(Deserialize)]
 struct ChatToken {
@@ -102,11 +105,9 @@ fn chat(token: ChatToken) -> DrawnToken {
     DrawnToken { token: token.token, ranked: ranked.collect() }
 }
 
-type Columns = (Vec<String>, Vec<Option<BTreeMap<String, Option<f64>>>>);
-
-fn completion(columns: Columns) -> Vec<DrawnToken> {
+fn completion(columns: (Vec<String>, Vec<Option<CompletionTop>>)) -> Vec<DrawnToken> {
     let (tokens, tops) = columns;
-    let drawn = |token: String, top: Option<BTreeMap<String, Option<f64>>>| {
+    let drawn = |token: String, top: Option<CompletionTop>| {
         let likely = top.unwrap_or_default().into_iter();
         DrawnToken { token, ranked: likely.map(|other| ranked(other.0, other.1)).collect() }
     };
