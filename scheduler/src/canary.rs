@@ -1,8 +1,8 @@
 //! Tells corrupted KV from numeric drift, for pairs of engines of which one computes prompts for the other.
 //!
 //! A canary is a copy of a request that is answered twice: divided between the two engines of a pair, and by
-//! one engine alone, which computes the prompt itself. The distance between the two ([`distance`]) is a
-//! difference of log-probabilities in nats. How large it is without corruption is learned from controls:
+//! one engine alone, which computes the prompt itself. The distance between the two ([`distance()`]) is
+//! a difference of log-probabilities in nats. How large it is without corruption is learned from controls:
 //! both engines alone, so that no corrupted KV can ever pass for drift ([`Drift`]). [`CanaryWatch`] sums up
 //! the evidence of each pair and says which pairs may share requests and which requests become canaries.
 //!
