@@ -262,6 +262,9 @@ pub enum FailureKind {
     Request,
     /// A shared resource is used up: the request may be sent again later.
     Exhausted,
+    /// It was given up before its first token, because too much work is ahead of it: it may be sent again
+    /// later.
+    TurnedAway,
     /// The engine.
     Engine,
 }
@@ -270,6 +273,11 @@ impl Failure {
     /// A failure of the engine.
     pub fn engine(message: impl Into<String>) -> Self {
         Failure { kind: FailureKind::Engine, message: message.into() }
+    }
+
+    /// A request that is given up before its first token, because too much work is ahead of it.
+    pub fn turned_away(message: impl Into<String>) -> Self {
+        Failure { kind: FailureKind::TurnedAway, message: message.into() }
     }
 
     /// A failure because a shared resource is used up for now.

@@ -144,11 +144,13 @@ impl ApiError {
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, "server_error", "internal_error", message)
     }
 
-    /// Status 429 if something is used up for now, else 500.
+    /// Status 429 for what was turned away, else 500.
     pub(crate) fn failure(failure: Failure) -> Self {
         match failure.kind {
-            FailureKind::Exhausted => ApiError::overloaded(failure.message, 1),
-            FailureKind::Request | FailureKind::Engine => ApiError::server(failure.message),
+            FailureKind::TurnedAway => ApiError::overloaded(failure.message, 1),
+            FailureKind::Request | FailureKind::Exhausted | FailureKind::Engine => {
+                ApiError::server(failure.message)
+            }
         }
     }
 

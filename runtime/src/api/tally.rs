@@ -139,10 +139,9 @@ impl Tally {
         self.outcome = RequestOutcome::Success;
     }
 
-    /// Records that the engine did not complete the request. Without a token it was turned away if something
-    /// is used up for now.
+    /// Records that the engine did not complete the request.
     pub(crate) fn failed(&mut self, failure: &Failure) {
-        if failure.kind == FailureKind::Exhausted && self.tokens == 0 {
+        if failure.kind == FailureKind::TurnedAway {
             return self.rejected();
         }
         self.failed_because(&failure.message);

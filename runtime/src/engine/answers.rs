@@ -103,6 +103,6 @@ impl Coordinator {
         self.metrics.requests_dropped.inc();
         self.metrics.prefill_dropped_s.inc_by(prefilled_s);
         let message = format!("its prompt is done, and its decode instance is too busy by now: {reason}");
-        self.fail(request, Failure::exhausted(message));
+        self.fail(request, Failure::turned_away(message));
     }
 }

@@ -287,7 +287,7 @@ async fn generate(
     let (tokens, end) = match play {
         Play::Reply(tokens, reason) => (tokens, Some(Update::Finished { reason })),
         Play::Fail(tokens, message) => (tokens, Some(Update::Failed(Failure::engine(message)))),
-        Play::GiveUp(message) => (Vec::new(), Some(Update::Failed(Failure::exhausted(message)))),
+        Play::GiveUp(message) => (Vec::new(), Some(Update::Failed(Failure::turned_away(message)))),
         Play::HangUp(tokens) => (tokens, None),
         Play::Gate(tokens, gate) => {
             send(server, request, updates, &tokens).await?;

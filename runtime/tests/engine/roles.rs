@@ -109,7 +109,7 @@ fn a_request_whose_decode_device_is_too_busy_once_its_prompt_is_done_is_given_up
         let (failure, tokens) = failure;
         match failure {
             Some(failure) if drop_at_decode => {
-                assert_eq!((failure.kind, tokens), (FailureKind::Exhausted, 0));
+                assert_eq!((failure.kind, tokens), (FailureKind::TurnedAway, 0));
                 assert!(failure.message.contains("too busy"), "{failure}");
             }
             other => assert!(other.is_none() && !drop_at_decode, "{other:?}"),

@@ -240,6 +240,7 @@ fn named(failure: &Failure) -> &'static str {
         _ if failure.message.contains("instances were lost") => "errors: two instances lost",
         FailureKind::Request => "errors: the request's own",
         FailureKind::Exhausted => "errors: something used up",
+        FailureKind::TurnedAway => "errors: turned away after the prompt",
         FailureKind::Engine => "errors: the engine's",
     }
 }
