@@ -31,7 +31,7 @@ const COMPILED_BYTES_MAX: usize = 64 << 20;
 const KNOWN_MAX: usize = 256;
 /// Tokens after which the growth of a grammar's lexer is looked at again.
 const GROWTH_TOKENS: usize = 16;
-/// Trials of a grammar whose child is killed from elsewhere.
+/// Attempts at a trial, while some other process kills its child.
 const TRIES: u32 = 3;
 /// Pauses of an instance before it compiles a grammar again that it could not compile for now: its request
 /// was accepted.
@@ -297,7 +297,7 @@ impl Grammars {
     }
 }
 
-/// The first of these ends that is not due to someone who killed the child, or the last one.
+/// The first of these ends at which no other process killed the child, or else the last one.
 fn last_try(mut ends: impl Iterator<Item = TrialEnd>) -> TrialEnd {
     let killed = |end: &TrialEnd| *end == TrialEnd::Killed;
     ends.find(|end| !killed(end)).unwrap_or(TrialEnd::Killed)

@@ -412,10 +412,11 @@ impl Metrics {
             worker_panics: plain(to, "worker_panics", "Instances lost to a mistake in this program"),
             engine_faults: plain(to, "engine_faults", "Requests that an engine did not answer"),
             requests_dropped: plain(to, "requests_dropped", "Requests given up after their prompt"),
-            prefill_dropped_s: plain(
+            prefill_dropped_s: with_unit(
                 to,
-                "prefill_dropped_seconds",
-                "Time that prompts took whose requests were given up then",
+                "prefill_dropped",
+                Unit::Seconds,
+                "Time that the prompts of these requests took",
             ),
             requests_quarantined: plain(
                 to,

@@ -82,7 +82,7 @@ pub struct CanaryPair {
     pub to: InstanceId,
 }
 
-/// What is known of a pair.
+/// Whether a pair shares requests, and why.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum CanaryPhase {
     /// Too few canaries were compared: no client's request is shared.

@@ -89,7 +89,7 @@ fn end_of(status: ExitStatus, said: Vec<u8>) -> TrialEnd {
     }
 }
 
-/// Whether a signal ended a process that says what the process itself did.
+/// Whether the process crashed: the signal that ended it says what it did itself.
 fn has_crashed(status: &ExitStatus) -> bool {
     use rustix::process::Signal;
     let own = [Signal::SEGV, Signal::BUS, Signal::ABORT, Signal::ILL, Signal::FPE, Signal::TRAP, Signal::SYS];

@@ -22,7 +22,7 @@ struct AnsweredChoice {
     logprobs: Option<ChoiceLogprobs>,
 }
 
-/// Of a chat the first field, of a completion the other two.
+/// Chats have the first field, completions the other two.
 #[derive(Deserialize)]
 struct ChoiceLogprobs {
     content: Option<Vec<ChatToken>>,

@@ -159,6 +159,13 @@ pub(crate) struct Answer {
 
 impl Drop for Answer {
     fn drop(&mut self) {
+        for (index, update) in std::mem::take(&mut self.ahead) {
+            match update {
+                Some(Update::Token { .. }) => self.tally.left(1, None),
+                Some(Update::Started { cached_tokens }) => self.running[index].0.cached = Some(cached_tokens),
+                _ => {}
+            }
+        }
         for (choice, updates) in &mut self.running {
             let Some(updates) = updates else { continue };
             let mut unread = 0;

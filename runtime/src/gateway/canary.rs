@@ -12,6 +12,7 @@ use mixfleet_hal::outside::{
     CanaryTerms, DrawnToken, EngineAnswer, EngineCall, EngineEndpoint, EngineFault, EngineFaultKind,
     EngineShare, EngineUsage,
 };
+use mixfleet_hal::random::unit;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::canary::{CanaryChange, CanaryFinding, CanaryPair, CanaryPlan, distance};
 use mixfleet_scheduler::fleet::{Action, Arrival, Event, InstanceId};
@@ -54,7 +55,7 @@ impl Passage {
             return;
         }
         let gateway = self.gateway.clone();
-        let roll = (gateway.env.random() >> 11) as f64 / (1_u64 << 53) as f64;
+        let roll = unit(gateway.env.random(), 0);
         let RelayRequest { endpoint, body, id, .. } = &self.wanted;
         let answered = CanarySubject { endpoint: *endpoint, body: body.clone(), id: id.clone() };
         let canary = {

@@ -1,6 +1,6 @@
-//! Canaries of engines whose KV is a hash of the tokens before each block, and is damaged on its way.
+//! Canaries of engines whose KV is a hash of the prompt, and is damaged in transfer.
 
-use super::tests::{seeded, told, wanted};
+use super::tests::{parts, seeded, spec, told, wanted};
 use super::*;
 use crate::env::{Env, SeededEnv};
 use mixfleet_hal::outside::{
@@ -9,7 +9,6 @@ use mixfleet_hal::outside::{
 };
 use mixfleet_hal::random::{Stream, mix};
 use mixfleet_scheduler::canary::CanaryPhase;
-use mixfleet_scheduler::cost::{Coefficients, DecodeCoefficients, PrefillCoefficients};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -17,7 +16,7 @@ const BLOCKS: u64 = 8;
 const LAYERS: u64 = 4;
 const VOCABULARY: u64 = 32;
 
-/// What happens to KV on its way.
+/// What happens to KV in transfer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum KvFault {
     Clean,
@@ -272,29 +271,8 @@ async fn kv_gateway(
         })
     };
     let engines: Vec<Arc<KvEngine>> = roles.iter().enumerate().map(engine).collect();
-    let cost = CostModel::Coefficients(Coefficients {
-        prefill_s: PrefillCoefficients { overhead: 0.01, per_token: 0.001, per_token_squared: 0.0 },
-        decode_s: DecodeCoefficients { base: 0.01, per_sequence: 0.001, per_kv_token: 0.0 },
-    });
-    let spec = |engine: &Arc<KvEngine>| EngineSpec {
-        engine: engine.clone(),
-        model: None,
-        price: None,
-        cost: Some(cost.clone()),
-        role: engine.role,
-        nic: LinkCost { seconds_per_byte: 1e-9, ..LinkCost::default() },
-        kv_bytes_per_token: Some(1000),
-    };
-    let parts = GatewayParts {
-        env: env.clone(),
-        name: None,
-        limits: EngineConfig::default(),
-        events: None,
-        placements: Arc::new(Placements::new(8)),
-        metrics: Metrics::new(),
-        canaries: Some(config),
-    };
-    (parts.start(engines.iter().map(spec).collect()).await, engines)
+    let specs = engines.iter().map(|engine| spec(engine.clone(), engine.role));
+    (parts(env, Some(config)).start(specs.collect()).await, engines)
 }
 
 /// Asks once, and waits until no canary is in flight. True if the answer is that of undamaged KV.

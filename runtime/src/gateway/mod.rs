@@ -4,8 +4,8 @@
 //! placed and to report its first token, its growth and its end, and never while it waits. One task per
 //! engine (`keep`) probes it, measures it once, and tells the machine when it comes and goes; another one
 //! (`cached`) follows what it has cached. Where the machine divides a request, one engine computes the
-//! prompt and another one takes its KV over and answers (`divided`); whether KV arrives undamaged, copies
-//! of requests show (`canary`). A request that may have ended engines is tried apart, or not at all
+//! prompt and another one takes its KV over and answers (`divided`); copies of requests show whether KV
+//! arrives undamaged (`canary`). A request that may have ended engines is tried apart, or not at all
 //! (`suspects`).
 //!
 //! Absent: the text of tokens, tokenizers, templates, vendors' fields, HTTP.
@@ -184,7 +184,7 @@ struct Fleetwide {
     reads: usize,
     read_from: Seconds,
     seats: Vec<EngineSeat>,
-    /// What is known of KV between engines, if canaries run.
+    /// Which engines may share requests, if canaries run.
     canaries: Option<CanaryWatch>,
     /// The latest request that could have become a canary.
     canary_subject: Option<CanarySubject>,

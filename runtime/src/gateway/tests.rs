@@ -224,30 +224,38 @@ pub(super) async fn gateway_with(
     };
     let engines: Vec<Arc<Scripted>> = habits.iter().enumerate().map(engine).collect();
     engines.iter().enumerate().for_each(|(at, engine)| change(at, engine));
+    let specs = engines.iter().map(|engine| spec(engine.clone(), *engine.role.lock().unwrap()));
+    (parts(env, None).start(specs.collect()).await, engines)
+}
+
+/// An engine of which all is known.
+pub(super) fn spec(engine: Arc<dyn OutsideEngine>, role: Role) -> EngineSpec {
     let cost = CostModel::Coefficients(Coefficients {
         prefill_s: PrefillCoefficients { overhead: 0.01, per_token: 0.001, per_token_squared: 0.0 },
         decode_s: DecodeCoefficients { base: 0.01, per_sequence: 0.001, per_kv_token: 0.0 },
     });
-    let spec = |engine: &Arc<Scripted>| EngineSpec {
-        engine: engine.clone(),
+    EngineSpec {
+        engine,
         model: None,
         price: None,
-        cost: Some(cost.clone()),
-        role: *engine.role.lock().unwrap(),
+        cost: Some(cost),
+        role,
         nic: LinkCost { seconds_per_byte: 1e-9, ..LinkCost::default() },
         kv_bytes_per_token: Some(1000),
-    };
-    let parts = GatewayParts {
+    }
+}
+
+/// What a gateway needs besides its engines.
+pub(super) fn parts(env: &Arc<SeededEnv>, canaries: Option<CanaryConfig>) -> GatewayParts {
+    GatewayParts {
         env: env.clone(),
         name: None,
         limits: EngineConfig::default(),
         events: None,
         placements: Arc::new(Placements::new(8)),
         metrics: Metrics::new(),
-        canaries: None,
-    };
-    let gateway = parts.start(engines.iter().map(spec).collect()).await;
-    (gateway, engines)
+        canaries,
+    }
 }
 
 pub(super) fn wanted(id: &str, stream: bool) -> RelayRequest {

@@ -30,9 +30,9 @@ const EXIT_MEMORY: u8 = 41;
 pub enum TrialEnd {
     /// It ended by itself, with this exit code and output.
     Exited(u8, Vec<u8>),
-    /// It crashed: a signal of its own doing ended it.
+    /// It crashed: a signal ended it that says what it did itself, such as SIGSEGV or SIGABRT.
     Crashed,
-    /// A signal from elsewhere ended it.
+    /// Another signal ended it, which some other process sent.
     Killed,
     /// Its deadline passed.
     Deadline,
@@ -205,7 +205,7 @@ pub(super) fn judge(end: TrialEnd) -> Result<usize, GrammarError> {
             refused(&format!("it takes more than {} MiB to compile: make it smaller", BYTES_MAX >> 20))
         }
         TrialEnd::Crashed => refused("it nests too deeply to be compiled, or takes too much memory"),
-        TrialEnd::Killed => busy("the trial of the grammar was ended by someone".into()),
+        TrialEnd::Killed => busy("another process killed the trial of the grammar each time".into()),
         TrialEnd::Exited(code, output) => {
             let said = String::from_utf8_lossy(&output).chars().take(200).collect::<String>();
             busy(format!("the trial of the grammar failed (exit code {code}): {said}"))

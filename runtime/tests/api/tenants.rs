@@ -88,8 +88,8 @@ fn each_tenant_has_an_account_and_sees_its_own() {
 #[test]
 fn who_leaves_pays_for_tokens_that_were_not_read() {
     const TOKENS: usize = 3000;
-    let setup = Setup { context: 1 << 20, ..setup(Play::Hang(vec![97; TOKENS])) };
-    run(setup, |server| async move {
+    let setup = |drops_late| Setup { context: 1 << 20, drops_late, ..setup(Play::Hang(vec![97; TOKENS])) };
+    let leave = |server: Server| async move {
         let headers = "authorization: Bearer b-key\r\n";
         let body = json!({"model": MODEL, "prompt": "a", "stream": true, "max_tokens": TOKENS}).to_string();
         let mut running = server.env.connect(super::support::ADDRESS).unwrap();
@@ -102,7 +102,10 @@ fn who_leaves_pays_for_tokens_that_were_not_read() {
         server.until("cancelled", || server.cancellations() == 1).await;
         let account = ask(&server, "b-key", "GET", "/usage", Value::Null).await.json()["data"][0].clone();
         assert_eq!(account["completion_tokens"], TOKENS, "{account}");
-    });
+    };
+    for drops_late in [false, true] {
+        run(setup(drops_late), leave);
+    }
 }
 
 #[test]
