@@ -25,6 +25,7 @@ part trials env MIXFLEET_GRAMMAR_SEEDS=2000 cargo test -p mixfleet --features fu
 part chaos env MIXFLEET_CHAOS_SEEDS=0..20000 cargo test -p mixfleet-runtime --test all every_request -- --nocapture
 part members env MIXFLEET_CHAOS_SEEDS=0..5000 cargo test -p mixfleet-runtime --test all members_that -- --nocapture
 part agree env MIXFLEET_AGREE_SEEDS=3 cargo test -p mixfleet-runtime --test all -- --nocapture agree::
+part predictions env MIXFLEET_PREDICTIONS=full cargo test -p mixfleet-runtime --test all predictions:: -- --nocapture
 part seeds env MIXFLEET_SIM_SEEDS=3 cargo test -p mixfleet-sim --test all -- --nocapture with_equal_prices prediction_answers
 # other cases of properties each night, drawn again by the number in the log's name
 night=$(date +%Y%m%d)

@@ -4,7 +4,7 @@ use mixfleet_hal::catalog::{Part, part, part_of_driver};
 
 /// Returns the part of the catalog that a driver calls `name`, or that a simulated device stands for.
 pub(crate) fn catalog_part(name: &str) -> Option<&'static Part> {
-    part_of_driver(name).or_else(|| part_of_driver(name.strip_prefix("simulated ")?)).or_else(|| part(name))
+    part_of_driver(name).or_else(|| part(name))
 }
 
 #[cfg(test)]

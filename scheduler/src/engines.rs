@@ -2,7 +2,9 @@
 
 use crate::batch::BatchLimits;
 use crate::cost::{EngineCost, ModelShape};
+use crate::sizing::{ridge, step_tokens};
 use mixfleet_hal::WeightFormat;
+use mixfleet_hal::catalog::Part;
 use mixfleet_hal::profile::{DeviceProfile, Evidence};
 
 /// Likely error of layers with experts, whose kernels no law is of: four in five published runs lie within it
@@ -52,6 +54,15 @@ impl KnownEngine {
                 self.name
             )),
             _ => Ok(()),
+        }
+    }
+
+    /// Maximum rows of a step on a part, if that is known: this project's engine sizes steps by the part's
+    /// ridge.
+    pub fn step_tokens_on(&self, part: Option<&Part>, shape: &ModelShape) -> u32 {
+        match part {
+            Some(part) if self.name == OURS => step_tokens(shape, ridge(part, shape.weight)),
+            _ => self.step_tokens,
         }
     }
 

@@ -7,7 +7,9 @@
 //! - As many sequences run as KV memory holds at a usual length.
 
 use crate::cost::{EXPANDED_TOKENS, ModelShape};
+use mixfleet_hal::DType;
 use mixfleet_hal::cast::{to_u32, to_u64};
+use mixfleet_hal::catalog::Part;
 use mixfleet_hal::units::Bytes;
 
 /// The rows of a chunk as a multiple of those at which arithmetic and bandwidth are even.
@@ -69,18 +71,22 @@ pub struct InstanceSize {
     pub activations: Bytes,
 }
 
-/// Rows of tokens at which reading the weights takes as long as computing with them; none if unknown.
-fn even_rows(model: &ModelShape, room: &DeviceRoom) -> Option<f64> {
-    room.ridge.map(|ridge| ridge * model.weight_bits() / 8.0 / 2.0)
+/// The ridge of a part's roofline in FLOP per byte, for products in `dtype`; none without units for it.
+pub fn ridge(part: &Part, dtype: DType) -> Option<f64> {
+    Some(part.rates.of(dtype)?.0 / part.bandwidth().0)
+}
+
+/// Prompt tokens of a step on a device with this ridge: several times as many rows as those at which reading
+/// the weights takes as long as computing with them.
+pub fn step_tokens(model: &ModelShape, ridge: Option<f64>) -> u32 {
+    let even_rows = ridge.map_or(0.0, |ridge| ridge * model.weight_bits() / 8.0 / 2.0);
+    let chunk = 2f64.powf((even_rows * CHUNK_RIDGES).max(1.0).log2().round());
+    to_u32(chunk).clamp(CHUNK_MIN, CHUNK_MAX)
 }
 
 /// Chooses the size of an instance of `model`, whose sequences have up to `context` tokens.
 pub fn size(model: &ModelShape, context: u32, room: &DeviceRoom, given: GivenSizes) -> InstanceSize {
-    let even = even_rows(model, room);
-    let step_tokens_max = given.step_tokens_max.unwrap_or_else(|| {
-        let chunk = even.map_or(0.0, |rows| 2f64.powf((rows * CHUNK_RIDGES).max(1.0).log2().round()));
-        to_u32(chunk).clamp(CHUNK_MIN, CHUNK_MAX)
-    });
+    let step_tokens_max = given.step_tokens_max.unwrap_or_else(|| step_tokens(model, room.ridge));
     let most = if room.is_host { HOST_SEQUENCES_MAX } else { SEQUENCES_MAX };
     let sequences = given.sequences_max.unwrap_or(most);
     let activations = model.activation_bytes(step_tokens_max.max(sequences), sequences) as f64;

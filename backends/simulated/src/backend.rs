@@ -27,10 +27,11 @@ pub trait SelectorFiles: Send + Sync {
 
 /// Opens simulated devices: `sim:PART[#NAME][,compute][,dilation:FACTOR][,faults:FILE]`.
 ///
-/// PART is a part of the catalog in any case, by its datasheet, or the path of a profile. `#NAME` tells
-/// several of one part apart. The device takes time only, unless `compute` asks for real results.
-/// `dilation` is the number of real seconds in a simulated one: 1 by default, measured for `compute`;
-/// give all devices of a fleet the same. `faults` names a plan, which strikes the device's commands.
+/// PART is a part of the catalog in any case, by its published kernel times or else its datasheet, or the
+/// path of a profile. `#NAME` tells several of one part apart. The device takes time only, unless `compute`
+/// asks for real results. `dilation` is the number of real seconds in a simulated one: 1 by default, measured
+/// for `compute`; give all devices of a fleet the same. `faults` names a plan, which strikes the device's
+/// commands.
 pub struct SimBackend {
     files: Box<dyn SelectorFiles>,
 }
@@ -45,7 +46,7 @@ impl SimBackend {
         if selector.is_file() {
             return self.files.profile(&selector.part);
         }
-        let part = catalog::part(&selector.part).map(catalog::Part::profile);
+        let part = catalog::part(&selector.part).map(catalog::Part::best_profile);
         part.ok_or_else(|| {
             let known = match catalog::closest(&selector.part) {
                 near if near.is_empty() => "the catalog has nothing like it ('mixfleet parts').".to_owned(),

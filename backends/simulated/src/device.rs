@@ -6,6 +6,7 @@ use crate::memory::{Budget, Edit, SharedStore, Store, lock};
 use crate::queue::{Digests, SimQueue};
 use crate::timeline::Schedule;
 use mixfleet_hal::cast::to_u64;
+use mixfleet_hal::catalog::SIMULATED;
 use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::profile::{CopyCost, DeviceProfile};
 use mixfleet_hal::units::{Bytes, FlopPerSecond, GB};
@@ -46,7 +47,7 @@ impl SimulatedPart {
             id: id.to_owned(),
             backend: "sim".to_owned(),
             name: format!(
-                "simulated {}",
+                "{SIMULATED}{}",
                 if profile.name.is_empty() { &profile.fingerprint } else { &profile.name }
             ),
             kind: DeviceKind::Simulated,

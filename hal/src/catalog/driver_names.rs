@@ -26,8 +26,13 @@ const NAMES: [(&str, &str); 19] = [
     ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000-SE"),
 ];
 
-/// Returns the part that a driver calls `name`, of which it may be a MIG slice (`... MIG 1g.10gb`).
+/// Precedes the name of a part that is simulated.
+pub const SIMULATED: &str = "simulated ";
+
+/// Returns the part that a driver calls `name`, of which it may be a MIG slice (`... MIG 1g.10gb`), or that a
+/// simulated device of this name stands for.
 pub fn part_of_driver(name: &str) -> Option<&'static Part> {
+    let name = name.strip_prefix(SIMULATED).unwrap_or(name);
     let name = name.split_once(" MIG ").map_or(name, |(whole, _)| whole);
     let plain = |name: &str| -> String { name.chars().filter(|c| c.is_alphanumeric()).collect() };
     let same = |known: &str| plain(known).eq_ignore_ascii_case(&plain(name));
@@ -46,6 +51,7 @@ mod tests {
         }
         let id = |name| part_of_driver(name).map(|part| part.id);
         assert_eq!(id("NVIDIA GeForce RTX 4090"), Some("RTX-4090"));
+        assert_eq!(id("simulated NVIDIA GeForce RTX 4090"), Some("RTX-4090"));
         assert_eq!(id("NVIDIA A100-SXM4-80GB"), Some("A100-SXM-80GB"));
         assert_eq!(id("NVIDIA H100 80GB HBM3 MIG 1g.10gb"), Some("H100-SXM-80GB"));
         assert_eq!((id("llvmpipe"), id("")), (None, None));

@@ -13,7 +13,7 @@ mod nvidia;
 mod others;
 mod reached;
 
-pub use driver_names::part_of_driver;
+pub use driver_names::{SIMULATED, part_of_driver};
 pub use law::{LAW_FILES, LawKind, MeasuredLaw};
 pub use names::closest_names;
 pub use reached::{MeasuredEfficiency, lenders};
@@ -254,6 +254,11 @@ impl Part {
     pub fn reached_profile(&self) -> Option<DeviceProfile> {
         let fingerprint = format!("{REACHED}{}", self.id);
         Some(DeviceProfile { fingerprint, ..reached::profile(self)? })
+    }
+
+    /// Returns what predicts its kernels best: what published kernels reach, or else the datasheet in full.
+    pub fn best_profile(&self) -> DeviceProfile {
+        self.reached_profile().unwrap_or_else(|| self.profile())
     }
 }
 

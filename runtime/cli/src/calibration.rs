@@ -6,7 +6,7 @@ use mixfleet_hal::{DType, Device};
 use mixfleet_runtime::engine::{Loaded, calibrate, speed};
 use mixfleet_runtime::env::Env;
 use mixfleet_runtime::model::ModelConfig;
-use mixfleet_scheduler::cost::Coefficients;
+use mixfleet_scheduler::cost::Calibration;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 use std::sync::Arc;
@@ -26,7 +26,7 @@ pub(crate) struct Key {
 struct Document {
     schema: String,
     key: Key,
-    coefficients: Coefficients,
+    calibration: Calibration,
 }
 
 /// The cached calibration, or a new one, which is cached. True if it was measured now.
@@ -35,18 +35,18 @@ pub(crate) fn get(
     loaded: &mut Loaded,
     recalibrate: bool,
     env: &dyn Env,
-) -> Result<(Coefficients, bool)> {
+) -> Result<(Calibration, bool)> {
     let file = cache::file("calibration", &key);
     if !recalibrate && let Some(kept) = file.as_ref().and_then(|file| read(file, &key)) {
         return Ok((kept, false));
     }
-    let coefficients = loaded.calibrate(env).with_context(|| format!("calibrating {}", loaded.id()))?;
+    let measured = loaded.calibrate(env).with_context(|| format!("calibrating {}", loaded.id()))?;
     if let Some(file) = file
-        && let Err(error) = write(&file, key, coefficients)
+        && let Err(error) = write(&file, key, &measured)
     {
         tracing::warn!(%error, "the calibration cannot be kept; the next start measures again");
     }
-    Ok((coefficients, true))
+    Ok((measured, true))
 }
 
 /// The speeds of devices that divide a model, cached or measured now; those of equal devices are equal.
@@ -87,12 +87,12 @@ pub(crate) fn speeds(
     devices.iter().map(of).collect()
 }
 
-fn read(file: &Path, key: &Key) -> Option<Coefficients> {
+fn read(file: &Path, key: &Key) -> Option<Calibration> {
     let document: Document = serde_json::from_slice(&cache::read(file)?).ok()?;
-    (document.schema == calibrate::SCHEMA && document.key == *key).then_some(document.coefficients)
+    (document.schema == calibrate::SCHEMA && document.key == *key).then_some(document.calibration)
 }
 
-fn write(file: &Path, key: Key, coefficients: Coefficients) -> Result<()> {
-    let document = Document { schema: calibrate::SCHEMA.into(), key, coefficients };
+fn write(file: &Path, key: Key, measured: &Calibration) -> Result<()> {
+    let document = Document { schema: calibrate::SCHEMA.into(), key, calibration: measured.clone() };
     cache::write(file, &serde_json::to_vec_pretty(&document)?)
 }

@@ -17,13 +17,11 @@ use mixfleet_scheduler::cost::{
     AllReduce, Attending, AttnSplit, CostModel, EngineCost, ExpertsBy, LockstepCost, ModelShape, Partition,
     PipelineCost, ProfileCost,
 };
-use mixfleet_scheduler::sizing::{GivenSizes, MEMORY_SHARE};
+use mixfleet_scheduler::sizing::{GivenSizes, MEMORY_SHARE, ridge, step_tokens};
 use mixfleet_sim::fleet_file::InstancePool;
 use mixfleet_simulated::{GroupTimes, RealClock, TimeOnlyDevice};
 use std::sync::Arc;
 
-/// Prompt tokens of a step where none are given.
-const CHUNK_TOKENS: u32 = 512;
 /// The word of a selector before the factor on its clock.
 const DILATION: &str = "dilation:";
 /// Devices of a stage, and stages, that are tried for a model that does not fit.
@@ -106,7 +104,6 @@ impl SimGroup {
     /// Why the model cannot be divided so, or does not fit; then with parts that hold it.
     pub(crate) fn open(&self, model: &Model, given: GivenSizes) -> Result<OpenGroup> {
         let refused = |cause: String| Usage(format!("{}: {cause}", self.selector));
-        let chunk_tokens = given.step_tokens_max.unwrap_or(CHUNK_TOKENS);
         let config = &model.checkpoint.config;
         let shape = config.cost_shape(model.activations, model.kv, 16);
         let shape = match self.experts {
@@ -116,6 +113,8 @@ impl SimGroup {
                 shape.with_experts_by_member(0.0).ok_or_else(none)?
             }
         };
+        let chunk_tokens =
+            given.step_tokens_max.unwrap_or_else(|| step_tokens(&shape, ridge(self.part, shape.weight)));
         let weights = shape.weight_bytes(config.tied_embeddings);
         if self.part.memory_bytes() * f64::from(self.devices()) * MEMORY_SHARE < weights {
             bail!(refused(does_not_fit(self.part, self.devices(), &shape, weights)));
@@ -139,7 +138,7 @@ impl SimGroup {
             4.0 * f64::from(sequences) * f64::from(config.context_max) * shape.kv_bytes_per_token() as f64;
         let kv = given.kv.unwrap_or(Bytes((room / copies).min(most)));
         let memory = weights + kv + Bytes(2.0 * activations) + Bytes(GB);
-        let profile = self.part.reached_profile().unwrap_or_else(|| self.part.profile());
+        let profile = self.part.best_profile();
         let profile = mixfleet_hal::profile::DeviceProfile { memory, ..profile };
         let times = Arc::new(GroupSteps { cost: cost.clone(), layers: config.layers, vocab: config.vocab });
         let clock = Arc::new(RealClock::new(self.dilation)?);
@@ -156,7 +155,6 @@ impl SimGroup {
     }
 
     fn cost(&self, shape: &ModelShape, chunk_tokens: u32) -> Result<CostModel, String> {
-        let profile = |part: &Part| part.reached_profile().unwrap_or_else(|| part.profile());
         shape.check_split(self.per_stage)?;
         if self.stages > shape.layers() {
             return Err(format!("{} stages are more than {} layers", self.stages, shape.layers()));
@@ -168,15 +166,14 @@ impl SimGroup {
                     .ok_or_else(|| format!("what {several} devices exchange takes is not known"))?,
             ),
         };
-        let (profile_of, engine) = (profile(self.part), EngineCost::OURS);
-        let first =
-            ProfileCost { profile: profile_of, shape: shape.clone(), chunk_tokens, all_reduce, engine };
+        let (profile, engine) = (self.part.best_profile(), EngineCost::OURS);
+        let first = ProfileCost { profile, shape: shape.clone(), chunk_tokens, all_reduce, engine };
         let network = BytesPerSecond(InstancePool::NIC_GB_PER_S * GB);
         if let Some((part, count)) = self.attending {
             let partition = Partition::attention(shape, count, AttnSplit::even(shape, count))?;
             let (by, how) = (Arc::new(Predictor::new(&first.profile)), Attending::STAGGERED);
             let products = LockstepCost::products(&first, &by, how);
-            let attends = Arc::new(Predictor::new(&profile(part)));
+            let attends = Arc::new(Predictor::new(&part.best_profile()));
             let others = vec![attends; count as usize];
             let link = LockstepCost::network(network);
             let cost = LockstepCost::new(&partition, (&first, products), &others, link, how)?;

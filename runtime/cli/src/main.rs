@@ -37,6 +37,7 @@ mod numbers;
 mod otlp;
 mod parts;
 mod plan;
+mod predictions;
 mod prices;
 mod profile;
 mod profiles;

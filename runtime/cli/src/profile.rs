@@ -134,7 +134,6 @@ fn profile(args: &MeasureArgs) -> Result<()> {
         None => backends::default_selectors().into_iter().next().context("no device was found")?,
     };
     let device = backends::open(&selector)?;
-    backends::must_compute(device.info())?;
     options.model = operations(args, options.level, device.limits().kv_page_tokens)?;
     if device.info().kind == DeviceKind::Cpu {
         options.cold_bytes = machine::cold_bytes(options.cold_bytes);

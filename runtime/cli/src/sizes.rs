@@ -4,9 +4,9 @@ use crate::model::Model;
 use anyhow::{Result, bail};
 use mixfleet_hal::catalog::part_of_driver;
 use mixfleet_hal::units::{Bytes, GB, GIB};
-use mixfleet_hal::{DType, Device, DeviceInfo, DeviceKind, Health};
+use mixfleet_hal::{Device, DeviceInfo, DeviceKind, Health};
 use mixfleet_scheduler::cost::MemberShare;
-use mixfleet_scheduler::sizing::{DeviceRoom, GivenSizes, InstanceSize, size};
+use mixfleet_scheduler::sizing::{DeviceRoom, GivenSizes, InstanceSize, ridge, size};
 
 /// KV memory where a device cannot tell what is free.
 const KV_UNKNOWN: Bytes = Bytes(GIB as f64);
@@ -37,7 +37,7 @@ pub(crate) fn of(
         free: free.unwrap_or(Bytes::ZERO),
         total: info.memory,
         is_host,
-        ridge: ridge(info, shape.weight),
+        ridge: part_of_driver(&info.name).and_then(|part| ridge(part, shape.weight)),
     };
     let unknown = free.is_none().then_some(KV_UNKNOWN);
     let keeps_kv = share.keeps_kv();
@@ -72,12 +72,6 @@ pub(crate) fn of(
         warn_of_clock(info, &device.health());
     }
     Ok(size)
-}
-
-/// The FLOP per byte at which arithmetic in `dtype` and bandwidth are even, by the catalog.
-fn ridge(info: &DeviceInfo, dtype: DType) -> Option<f64> {
-    let part = part_of_driver(&info.name)?;
-    Some(part.rates.of(dtype)?.0 / part.bandwidth().0)
 }
 
 fn gib(bytes: Bytes) -> f64 {

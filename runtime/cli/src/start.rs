@@ -7,12 +7,11 @@ use crate::groups::SimGroup;
 use crate::model::Model;
 use crate::remote::{OpenDevice, RemoteArgs};
 use crate::tiers::{self, Pools};
-use crate::{backends, calibration, profiles, sizes};
+use crate::{backends, calibration, predictions, profiles, sizes};
 use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressStyle};
 use mixfleet_hal::cast::{to_u32, to_u64, to_usize};
 use mixfleet_hal::memory::SharedMemory;
-use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::transport::Transport;
 use mixfleet_hal::units::{Bytes, GIB, UsdPerHour};
 use mixfleet_hal::{Device, DeviceKind};
@@ -26,7 +25,7 @@ use mixfleet_runtime::kv_exchange::{KvExchange, KvExchangeParts};
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::pool::Pool;
 use mixfleet_runtime::request::EngineHandle;
-use mixfleet_scheduler::cost::{AttnSplit, Coefficients, CostModel, MemberShare};
+use mixfleet_scheduler::cost::{AttnSplit, CostModel, MemberShare};
 use mixfleet_scheduler::fleet::Role;
 use mixfleet_scheduler::sizing::{GivenSizes, InstanceSize};
 use mixfleet_wire::{HostRegion, InProcessTransport};
@@ -310,7 +309,7 @@ pub(crate) fn instances(
         });
         costs.push(group.map(|group| group.cost));
     }
-    predicted(model, instances.into_iter().zip(costs).collect(), &known, choice.recalibrate, env)
+    predictions::of(model, instances.into_iter().zip(costs).collect(), &known, choice.recalibrate, env)
 }
 
 /// The namespace of the model's KV on a disk, once the weights' digest is known.
@@ -400,62 +399,4 @@ fn place(
         weights
     });
     placed.with_context(|| format!("cannot place the model on {selector}"))
-}
-
-/// The cost model of each instance: that of its simulated group, or from its device's profile if one was
-/// given, otherwise by calibration.
-/// With one device there is nothing to choose, but early rejection still needs predictions.
-fn predicted(
-    model: &Model,
-    instances: Vec<(Loaded, Option<CostModel>)>,
-    known: &[(PathBuf, DeviceProfile)],
-    again: bool,
-    env: &SharedEnv,
-) -> Result<Vec<(Loaded, CostModel)>> {
-    for (file, profile) in known {
-        let mut devices = instances.iter().flat_map(|(loaded, _)| loaded.devices());
-        if !devices.any(|device| device.info().fingerprint == profile.fingerprint) {
-            let (file, of) = (file.display(), &profile.fingerprint);
-            let message =
-                format!("--profile {file}: it is of '{of}', and no device that serves here is that");
-            return Err(Usage(message).into());
-        }
-    }
-    let mut predicted = Vec::new();
-    for (mut loaded, cost) in instances {
-        let of = |device: &Arc<dyn Device>| {
-            let mut profiles = known.iter().map(|(_, profile)| profile);
-            profiles.find(|profile| profile.fingerprint == device.info().fingerprint).cloned()
-        };
-        let profiles: Option<Vec<DeviceProfile>> = loaded.devices().map(of).collect();
-        let cost = match profiles.as_deref() {
-            _ if cost.is_some() => cost.context("it was just there")?,
-            Some([profile]) => loaded.predicted_by(profile.clone()),
-            Some(profiles) if loaded.attends_apart() => loaded.predicted_by_members(profiles, &**env)?,
-            _ => {
-                let measured = calibrated(model, &mut loaded, again, env)?;
-                loaded.predicted_by_steps(measured)
-            }
-        };
-        let (id, kv_tokens) = (loaded.id(), loaded.kv_capacity_tokens());
-        let chunk = loaded.step_tokens_max();
-        let (prompt, step) = (cost.prefill_s(0, chunk).0, cost.decode_step_s(1, 1).0);
-        let prefill_tokens_per_s = f64::from(chunk) / prompt.max(1e-12);
-        tracing::info!(device = %id, prefill_tokens_per_s, decode_step_s = step, kv_tokens, "predicted");
-        predicted.push((loaded, cost));
-    }
-    Ok(predicted)
-}
-
-/// The time of the model's own first layer on the device, measured now or cached from before.
-fn calibrated(model: &Model, loaded: &mut Loaded, again: bool, env: &SharedEnv) -> Result<Coefficients> {
-    let key = calibration::Key {
-        fingerprint: loaded.fingerprint(),
-        model: model.shape_digest.clone(),
-        dtypes: format!("{} {}", model.activations, model.kv),
-        chunk: loaded.step_tokens_max(),
-    };
-    let (cost, measured) = calibration::get(key, loaded, again, &**env)?;
-    tracing::debug!(device = %loaded.id(), measured, "calibrated");
-    Ok(cost)
 }

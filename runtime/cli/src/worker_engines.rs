@@ -274,7 +274,7 @@ impl WorkerEngine {
                     Usage(format!("part={name}: the catalog has no such part; near it: {near}"))
                 })?;
                 let several = AllReduce::of(part, self.tp);
-                (part.reached_profile().unwrap_or_else(|| part.profile()), several)
+                (part.best_profile(), several)
             }
             (None, Some(file)) => (profiles::read(file)?, None),
             (None, None) => return Ok(None),

@@ -381,7 +381,7 @@ fn host_memory_for_kv_is_rented_where_it_saves_more_than_it_costs() {
     let output = run(&generated, &["--seed", "5", "--out", trace]);
     assert!(output.status.success(), "{output:?}");
     let mut of_trace = vec!["plan", "--model", "llama-3.1-8b", "--trace", trace, "--jitter", "--ttft", "20"];
-    of_trace.extend("--tbt 0.1 --attain 0.9 --parts L40S --budget-s 600 --dram 512".split(' '));
+    of_trace.extend("--tbt 0.1 --attain 0.9 --parts A10G --budget-s 600 --dram 512".split(' '));
     let document = planned(&of_trace, &["--dram-usd", "0.0005", "--out", out]);
     let fleets = document["fleets"].as_array().unwrap();
     let (first, tiers) = (&fleets[0], |fleet: &Value| number(&fleet["kv_tiers"]["dram_gib"]));
@@ -391,7 +391,7 @@ fn host_memory_for_kv_is_rented_where_it_saves_more_than_it_costs() {
     let with_memory = pools(first).iter().filter(|pool| pool["role"] != "decode");
     let rent: f64 = with_memory.map(|pool| 512.0 * 0.0005 * number(&pool["count"])).sum();
     assert!((number(&first["kv_tiers"]["usd_per_hour"]) - rent).abs() < 1e-9, "{first:#}");
-    let devices = 0.913 * devices(first, "L40S") as f64;
+    let devices = 1.006 * devices(first, "A10G") as f64;
     assert!((number(&first["usd_per_hour"]) - devices - rent).abs() < 1e-6, "{first:#}");
     let fleet = Path::new(out).join("FLEET.toml");
     assert!(simulated(&fleet, Path::new(trace), &["--jitter"]) >= 0.9);
@@ -400,10 +400,10 @@ fn host_memory_for_kv_is_rented_where_it_saves_more_than_it_costs() {
     fails(&run(&of_trace, &[]), 2, &["--dram-usd"]);
 
     // a node of as much for all costs less than a part of it for each
-    let document = planned(&of_trace, &["--dram-usd", "0.0005", "--kv-nodes", "1", "--out", out]);
+    let document = planned(&of_trace, &["--dram-usd", "0.0012", "--kv-nodes", "1", "--out", out]);
     let first = &document["fleets"][0];
     assert_eq!((number(&first["kv_tiers"]["kv_nodes"]), tiers(first)), (1.0, 512.0), "{document:#}");
-    assert!((number(&first["kv_tiers"]["usd_per_hour"]) - 512.0 * 0.0005).abs() < 1e-9, "{first:#}");
+    assert!((number(&first["kv_tiers"]["usd_per_hour"]) - 512.0 * 0.0012).abs() < 1e-9, "{first:#}");
     assert!(simulated(&Path::new(out).join("FLEET.toml"), Path::new(trace), &["--jitter"]) >= 0.9);
     let kept = std::fs::read_to_string(Path::new(out).join("FLEET.toml")).unwrap();
     assert!(kept.contains("role = \"kv\"\ncount = 1\n"), "{kept}");

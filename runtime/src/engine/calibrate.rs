@@ -1,8 +1,10 @@
-//! Measuring the time of prefill and decode on a device, with the model's own first layer.
+//! Measuring the time of prefill and decode on a device, with the model's own layers.
 //!
-//! One layer is timed at a few sizes and multiplied by the number of layers; embedding and LM head are timed
-//! with it. Three prefill and three decode points determine the three coefficients of each. This takes a
-//! second or two; the result is stored per device and model, so that the next start needs none.
+//! Steps are timed at a grid of sizes: prompts up to a whole chunk, beyond the ridge of the device's
+//! roofline, after contexts of several lengths, and decodes of several batches and contexts. Of equal layers
+//! one is timed and counts as often as there are; embedding and LM head are timed apart. Short contexts come
+//! first, and what [`BUDGET`] has no time for is left out. The result is stored per device and model, so that
+//! the next start needs none.
 
 use super::members::OtherMembers;
 use crate::env::Env;
@@ -12,33 +14,38 @@ use crate::model::graph::{Forward, StepInput};
 use crate::model::leaving::KvStays;
 use crate::request::Sampling;
 use mixfleet_hal::units::Seconds;
-use mixfleet_hal::{Cmd, Device, ErrorKind, Queue, Result};
+use mixfleet_hal::{Cmd, Device, ErrorKind, OpSig, Queue, Result};
 use mixfleet_scheduler::batch::PageDevices;
-use mixfleet_scheduler::cost::{Coefficients, DecodeCoefficients, Pieces, PrefillCoefficients};
+use mixfleet_scheduler::cost::{Calibration, Pieces, StepPoint};
+use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
 /// Name and version of the stored document.
-pub const SCHEMA: &str = "mixfleet.calibration/1";
+pub const SCHEMA: &str = "mixfleet.calibration/2";
 
-/// Measurements of each point; the shortest counts, since other work of the machine only adds time.
-const REPEATS: usize = 3;
-/// Prompt tokens of the small point.
-const TOKENS_SMALL: u32 = 16;
-/// Prompt tokens of the large points.
-const TOKENS_LARGE: u32 = 128;
-/// Context tokens of the points that measure attention.
-const CONTEXT: u32 = 2048;
-/// Sequences of the large decode point.
-const BATCH: u32 = 8;
+/// Runs of a list by the time that one takes at most; a longer one runs once. The shortest counts, since
+/// other work of the machine only adds time.
+const RUNS: [(Seconds, u32); 2] = [(Seconds(0.01), 4), (Seconds(0.1), 2)];
+/// Time after which no more prompts are measured, and then as long for decodes.
+const BUDGET: Seconds = Seconds(1.5);
+/// Prompt tokens of the points, of which those up to a whole chunk are measured, and the chunk itself.
+const TOKENS: [u32; 17] =
+    [16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192];
+/// Context tokens before the prompts.
+const CONTEXTS: [u32; 3] = [0, 1024, 8192];
+/// Sequences of the decode points, and the most that run here. Where a tile of 64 rows is full, times jump.
+const BATCHES: [u32; 19] = [1, 2, 4, 8, 16, 32, 48, 64, 65, 80, 96, 112, 128, 129, 160, 192, 193, 224, 256];
+/// Context tokens of each of these.
+const DECODE_CONTEXTS: [u32; 9] = [1, 64, 128, 256, 512, 1024, 4096, 16_384, 65_536];
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Measures `forward` on `device`. It overwrites the KV pages, so it must run before serving.
 ///
 /// # Errors
 /// Errors of the device.
-pub fn measure(device: &dyn Device, forward: &Forward) -> Result<Coefficients> {
-    let mut bench = Bench { device, forward, queue: device.queue()? };
-    fit(forward, &PageDevices::ONE, |parts| bench.seconds(parts))
+pub fn measure(device: &dyn Device, forward: &Forward, env: &dyn Env) -> Result<Calibration> {
+    let mut bench = Bench { device, forward, queue: device.queue()?, ends: HashMap::new() };
+    Points { forward, devices: &PageDevices::ONE, env }.measured(|parts| bench.step(parts))
 }
 
 /// Measures whole steps, exchanges included, of devices that divide a model: of `device`, the first one, with
@@ -52,18 +59,17 @@ pub(super) fn measure_divided(
     forward: &Forward,
     (others, pages): (&mut OtherMembers, &PageDevices),
     env: &dyn Env,
-) -> Result<Coefficients> {
+) -> Result<Calibration> {
     let mut queue = device.queue()?;
-    fit(forward, pages, |parts| {
-        let mut least = f64::INFINITY;
-        for _ in 0..=REPEATS {
+    Points { forward, devices: pages, env }.measured(|parts| {
+        let layers = least(|| {
             let (began, first) = (env.now(), MemberRun { device, queue: &mut *queue, forward });
             let batches =
                 MicroBatch::cut(parts, Pieces::ONE, (forward.shape().block_tokens, block_pages(forward)));
             others.run(first, &batches, &mut KvStays, TIMEOUT)?;
-            least = least.min((env.now() - began).0);
-        }
-        Ok(least)
+            Ok(env.now() - began)
+        })?;
+        Ok(StepTime { layers, head: Seconds::ZERO })
     })
 }
 
@@ -72,110 +78,185 @@ fn block_pages(forward: &Forward) -> u32 {
     forward.config().pages.parts.count()
 }
 
-/// Fits coefficients to the times that `seconds` measures of steps.
-fn fit(
-    forward: &Forward,
-    devices: &PageDevices,
-    mut seconds: impl FnMut(&[StepInput<'_>]) -> Result<f64>,
-) -> Result<Coefficients> {
-    let shape = forward.shape();
-    // sequences are on a device each, in turn, or on all
-    let apart = if devices.together { devices.count } else { 1 };
-    let mut step = |batch: u32, start: u32, tokens: u32| {
+/// The shortest time of several runs.
+fn least(mut run: impl FnMut() -> Result<Seconds>) -> Result<Seconds> {
+    // the first run warms caches, but may still be the shortest
+    let mut least = run()?;
+    let runs = RUNS.iter().find(|(longest, _)| least.0 <= longest.0).map_or(1, |(_, runs)| *runs);
+    for _ in 1..runs {
+        least = least.min(run()?);
+    }
+    Ok(least)
+}
+
+/// The time of a step.
+#[derive(Clone, Copy)]
+struct StepTime {
+    layers: Seconds,
+    /// Embedding, LM head and sampling.
+    head: Seconds,
+}
+
+/// The sizes at which steps are measured.
+struct Points<'a> {
+    forward: &'a Forward,
+    devices: &'a PageDevices,
+    env: &'a dyn Env,
+}
+
+impl Points<'_> {
+    /// The times that `time` measures of steps.
+    fn measured(&self, mut time: impl FnMut(&[StepInput<'_>]) -> Result<StepTime>) -> Result<Calibration> {
+        let shape = self.forward.shape();
+        // a sequence fits onto each device, or onto all together
+        let rooms = (0..self.devices.count).map(|device| self.devices.room(device, shape.blocks));
+        let each = rooms.min().unwrap_or(0);
+        let all = each * self.devices.count;
+        let blocks = if self.devices.together { each } else { all };
+        let room = blocks.saturating_mul(shape.block_tokens).min(self.forward.config().context_max);
+        let chunk = shape.tokens_max.min(room / 2).max(2);
+
+        let tokens = knots(&TOKENS, 1, chunk);
+        let contexts = knots(&CONTEXTS, 0, room.saturating_sub(chunk).min(CONTEXTS[2]));
+        let prefill = self.points([&tokens, &contexts], |tokens, context| {
+            let step = self.step(&mut time, 1, context, tokens)?;
+            Ok(Some((step.layers + step.head).0))
+        })?;
+
+        let batches = knots(&BATCHES, 1, shape.sequences_max.max(1));
+        let contexts = knots(&DECODE_CONTEXTS, 1, room.min(DECODE_CONTEXTS[8]));
+        let room_of_all = u64::from(all) * u64::from(shape.block_tokens);
+        let mut heads = BTreeMap::new();
+        let decode = self.points([&batches, &contexts], |batch, context| {
+            if u64::from(batch) * u64::from(context) > room_of_all && batch > 1 {
+                return Ok(None);
+            }
+            let step = self.step(&mut time, batch, context - 1, 1)?;
+            heads.entry(batch).or_insert(step.head.0);
+            Ok(Some((step.layers + step.head).0))
+        })?;
+        let head = heads.into_iter().collect();
+        Ok(Calibration { prefill, decode, head, chunk_tokens: shape.tokens_max })
+    }
+
+    /// Times a step of `batch` sequences with `tokens` new tokens each after `start` others, in pages of
+    /// their own as far as there are as many.
+    fn step(
+        &self,
+        time: &mut impl FnMut(&[StepInput<'_>]) -> Result<StepTime>,
+        batch: u32,
+        start: u32,
+        tokens: u32,
+    ) -> Result<StepTime> {
+        let (shape, devices) = (self.forward.shape(), self.devices);
         let blocks = (start + tokens).div_ceil(shape.block_tokens);
-        let pages_on = |device: u32| (0..blocks * block_pages(forward)).map(move |at| at * apart + device);
-        let pages: Vec<Vec<u32>> = (0..apart).map(|device| pages_on(device).collect()).collect();
+        // sequences are on a device each, in turn, or on all
+        let apart = if devices.together { devices.count } else { 1 };
+        let pages_of = |sequence: u32| -> Vec<u32> {
+            let (device, place) = (sequence % apart, sequence / apart);
+            let room =
+                if devices.together { devices.room(device, shape.blocks) } else { devices.all(shape.blocks) };
+            let first = place.wrapping_mul(blocks) % (room.saturating_sub(blocks) + 1);
+            let parts = block_pages(self.forward);
+            (first * parts..(first + blocks) * parts).map(|at| at * apart + device).collect()
+        };
+        let pages: Vec<Vec<u32>> = (0..batch).map(pages_of).collect();
         let ids = vec![0; tokens as usize];
         // as most requests draw
         let parameters = Sampling::default().parameters(0, false);
         let draw = Some(DrawInput { parameters, ..DrawInput::GREEDY });
-        let pages = pages.iter().cycle().take(batch as usize);
-        let parts: Vec<_> = pages.map(|pages| StepInput { start, tokens: &ids, pages, draw }).collect();
-        seconds(&parts)
-    };
-    // a sequence fits onto each device, or onto all together
-    let least = (0..devices.count).map(|device| devices.room(device, shape.blocks)).min().unwrap_or(0);
-    let blocks = if devices.together { least } else { least * devices.count };
-    let room = (blocks * shape.block_tokens).min(forward.config().context_max);
-    let large = TOKENS_LARGE.min(shape.tokens_max).min(room / 2).max(2);
-    let small = TOKENS_SMALL.min(large / 2).max(1);
-    let context = CONTEXT.min(room - large);
-    let batch = BATCH.min(shape.sequences_max);
-    let prefill = [(0, small), (0, large), (context, large)];
-    let decode = [(1, 1), (batch, 1), (1, context + 1)];
-    let mut prefill_s = [0.0; 3];
-    for (seconds, (start, tokens)) in prefill_s.iter_mut().zip(prefill) {
-        *seconds = step(1, start, tokens)?;
+        let parts: Vec<_> =
+            pages.iter().map(|pages| StepInput { start, tokens: &ids, pages, draw }).collect();
+        time(&parts)
     }
-    let mut decode_s = [0.0; 3];
-    for (seconds, (batch, context)) in decode_s.iter_mut().zip(decode) {
-        *seconds = step(batch, context - 1, 1)?;
+
+    /// The times of pairs of two axes, those of the first knots of the second axis first, until the budget is
+    /// spent.
+    fn points(
+        &self,
+        [first, second]: [&[u32]; 2],
+        mut seconds: impl FnMut(u32, u32) -> Result<Option<f64>>,
+    ) -> Result<Vec<StepPoint>> {
+        let until = self.env.now() + BUDGET;
+        let mut points = Vec::new();
+        for &context in second {
+            for &size in first {
+                if points.is_empty() || self.env.now().0 < until.0 {
+                    points.extend(seconds(size, context)?.map(|seconds| StepPoint {
+                        size,
+                        context,
+                        seconds,
+                    }));
+                }
+            }
+        }
+        Ok(points)
     }
-    Ok(Coefficients { prefill_s: fit_prefill(prefill, prefill_s), decode_s: fit_decode(decode, decode_s) })
+}
+
+/// Those of `all` from `least` to `most`, and `most`.
+fn knots(all: &[u32], least: u32, most: u32) -> Vec<u32> {
+    let mut knots: Vec<u32> = all.iter().copied().filter(|knot| (least..most).contains(knot)).collect();
+    knots.push(most.max(least));
+    knots
+}
+
+fn operations(list: &[Cmd]) -> Vec<OpSig> {
+    list.iter().map(|cmd| *cmd.sig()).collect()
 }
 
 struct Bench<'a> {
     device: &'a dyn Device,
     forward: &'a Forward,
     queue: Box<dyn Queue>,
+    /// Times of embedding and LM head by their operations, which depend on the rows alone.
+    ends: HashMap<Vec<OpSig>, Seconds>,
 }
 
 impl Bench<'_> {
-    /// Time of a whole step.
-    fn seconds(&mut self, parts: &[StepInput<'_>]) -> Result<f64> {
+    /// Time of a step, of whose equal layers one is run.
+    fn step(&mut self, parts: &[StepInput<'_>]) -> Result<StepTime> {
         let pass = self.forward.begin(self.device, parts)?;
         let mut ends = self.forward.embed(&pass)?;
         ends.extend(self.forward.head(&pass)?);
-        let layer = self.forward.layer(0, &pass)?;
-        let layers = f64::from(self.forward.config().layers);
+        let mut kinds: Vec<(Vec<OpSig>, Vec<Cmd>, f64)> = Vec::new();
+        for at in 0..self.forward.config().layers as usize {
+            let layer = self.forward.layer(at, &pass)?;
+            let sigs = operations(&layer);
+            match kinds.iter_mut().find(|(known, ..)| *known == sigs) {
+                Some((.., count)) => *count += 1.0,
+                None => kinds.push((sigs, layer, 1.0)),
+            }
+        }
         let recorded = pass.key().is_some();
-        Ok(self.least(&ends, recorded)? + layers * self.least(&layer, recorded)?)
+        let mut layers = Seconds::ZERO;
+        for (_, layer, count) in &kinds {
+            layers += self.least(layer, recorded)? * *count;
+        }
+        let operations = operations(&ends);
+        let head = match self.ends.get(&operations) {
+            Some(&known) => known,
+            None => self.least(&ends, recorded)?,
+        };
+        self.ends.insert(operations, head);
+        Ok(StepTime { layers, head })
     }
 
     /// The shortest time of a list, recorded if serving replays it.
-    fn least(&mut self, list: &[Cmd], recorded: bool) -> Result<f64> {
+    fn least(&mut self, list: &[Cmd], recorded: bool) -> Result<Seconds> {
         let graph = match recorded.then(|| self.queue.record(list)) {
             Some(Err(error)) if error.kind != ErrorKind::Unsupported => return Err(error),
             Some(Ok(graph)) => Some(graph),
             _ => None,
         };
-        let mut least = Seconds(f64::INFINITY);
-        for _ in 0..=REPEATS {
-            // The first run warms caches, but may still be the shortest.
+        least(|| {
             let ticket = match &graph {
                 Some(graph) => self.queue.replay(graph)?,
                 None => self.queue.submit(list)?,
             };
-            least = least.min(self.queue.wait(ticket, TIMEOUT)?.time);
-        }
-        Ok(least.0)
+            Ok(self.queue.wait(ticket, TIMEOUT)?.time)
+        })
     }
-}
-
-/// Fits overhead + per_token n + per_token_squared ((p + n)² - p²) to the points (p, n).
-fn fit_prefill(points: [(u32, u32); 3], seconds: [f64; 3]) -> PrefillCoefficients {
-    let [small, large, deep] = points.map(|(p, n)| (f64::from(p), f64::from(n)));
-    let squares = |(p, n): (f64, f64)| n * (2.0 * p + n);
-    let more = squares(deep) - squares(large);
-    let per_token_squared = if more > 0.0 { ((seconds[2] - seconds[1]) / more).max(0.0) } else { 0.0 };
-    let linear = |at: usize, point| seconds[at] - per_token_squared * squares(point);
-    let tokens = large.1 - small.1;
-    let per_token =
-        if tokens > 0.0 { ((linear(1, large) - linear(0, small)) / tokens).max(0.0) } else { 0.0 };
-    let overhead = (linear(0, small) - per_token * small.1).max(0.0);
-    PrefillCoefficients { overhead, per_token, per_token_squared }
-}
-
-/// Fits base + per_sequence b + per_kv_token k to the points (batch, context of each).
-fn fit_decode(points: [(u32, u32); 3], seconds: [f64; 3]) -> DecodeCoefficients {
-    let [one, many, deep] = points.map(|(b, c)| (f64::from(b), f64::from(b) * f64::from(c)));
-    let keys = deep.1 - one.1;
-    let per_kv_token = if keys > 0.0 { ((seconds[2] - seconds[0]) / keys).max(0.0) } else { 0.0 };
-    let sequences = many.0 - one.0;
-    let grown = seconds[1] - seconds[0] - per_kv_token * (many.1 - one.1);
-    let per_sequence = if sequences > 0.0 { (grown / sequences).max(0.0) } else { 0.0 };
-    let base = (seconds[0] - per_sequence * one.0 - per_kv_token * one.1).max(0.0);
-    DecodeCoefficients { base, per_sequence, per_kv_token }
 }
 
 #[cfg(test)]
@@ -183,27 +264,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_fit_goes_through_its_points() {
-        let (a, b, c) = (0.01, 2e-4, 3e-8);
-        let points = [(0, 16), (0, 128), (2048, 128)];
-        let seconds = points.map(|(p, n): (u32, u32)| {
-            let (p, n) = (f64::from(p), f64::from(n));
-            a + b * n + c * ((p + n) * (p + n) - p * p)
-        });
-        let fit = fit_prefill(points, seconds);
-        assert!((fit.overhead / a - 1.0).abs() < 1e-9 && (fit.per_token / b - 1.0).abs() < 1e-9);
-        assert!((fit.per_token_squared / c - 1.0).abs() < 1e-9);
-
-        let points = [(1, 1), (8, 1), (1, 2049)];
-        let seconds = points.map(|(n, k): (u32, u32)| 0.02 + 1e-3 * f64::from(n) + 5e-8 * f64::from(n * k));
-        let fit = fit_decode(points, seconds);
-        assert!((fit.base / 0.02 - 1.0).abs() < 1e-9 && (fit.per_sequence / 1e-3 - 1.0).abs() < 1e-9);
-        assert!((fit.per_kv_token / 5e-8 - 1.0).abs() < 1e-9);
-    }
-
-    #[test]
-    fn noise_never_gives_a_negative_coefficient() {
-        let fit = fit_prefill([(0, 16), (0, 128), (2048, 128)], [0.5, 0.2, 0.1]);
-        assert!(fit.overhead >= 0.0 && fit.per_token >= 0.0 && fit.per_token_squared >= 0.0);
+    fn knots_end_with_the_most() {
+        assert_eq!(knots(&TOKENS, 1, 100), [16, 32, 64, 96, 100]);
+        assert_eq!(knots(&TOKENS, 1, 2), [2]);
+        assert_eq!(knots(&CONTEXTS, 0, 0), [0]);
+        assert_eq!(knots(&CONTEXTS, 0, 8192), [0, 1024, 8192]);
+        assert_eq!(knots(&BATCHES, 1, 1), [1]);
     }
 }

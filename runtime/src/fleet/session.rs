@@ -9,7 +9,7 @@ use mixfleet_scheduler::fleet::InstanceId;
 use serde::{Deserialize, Serialize};
 
 /// Protocol version of everything below. Processes of different versions do not work together.
-pub const PROTOCOL: u32 = 10;
+pub const PROTOCOL: u32 = 11;
 
 /// Random bits that identify a process, known only to the processes it calls: an id belongs to the process
 /// that used it first.

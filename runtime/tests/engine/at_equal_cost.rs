@@ -257,7 +257,7 @@ fn engine(file: &FleetFile, env: &SeededEnv) -> EngineHandle {
     let (pool, checkpoint) = (&file.pools[0], small_model().load().unwrap());
     let config = Arc::new(checkpoint.config.clone());
     let own = part("H100-SXM-80GB").unwrap();
-    let profile = own.reached_profile().unwrap_or_else(|| own.profile());
+    let profile = own.best_profile();
     let times = Arc::new(StandIn { cost: pool.cost.clone(), model: (config.layers, config.vocab) });
     let clock = Arc::new(WorldClock(env.clone()));
     let device: Arc<dyn Device> =

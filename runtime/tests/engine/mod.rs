@@ -22,6 +22,7 @@ mod moved;
 mod overlap;
 mod parts;
 mod pinned;
+mod predictions;
 mod pulls;
 mod recorded;
 mod requests;

@@ -265,7 +265,7 @@ fn instance(
 ) -> (Loaded, CostModel) {
     assert_eq!(pool.devices_per_instance, 1, "an instance of the engine is one device");
     let part = part(pool.device.as_deref().unwrap()).unwrap();
-    let profile = part.reached_profile().unwrap_or_else(|| part.profile());
+    let profile = part.best_profile();
     let clock = Arc::new(WorldClock(env.clone()));
     let device: Arc<dyn Device> =
         Arc::new(TimeOnlyDevice::new(&format!("{}-{at}", pool.name), profile, clock).unwrap());

@@ -457,7 +457,7 @@ impl TestFleet {
                     loaded.with_lower_tiers(tiers, &region).unwrap()
                 }
             };
-            let cost = loaded.predicted_by_steps(cost);
+            let cost = loaded.predicted_by_coefficients(cost);
             (loaded, cost)
         });
         let instances: Vec<_> = instances.collect();

@@ -116,7 +116,7 @@ impl World {
         let limits = InstanceLimits { kv_bytes: first.kv_bytes, ..limits };
         let spec = InstanceSpec { device, weights, role, price: None, limits };
         let loaded = Loaded::divided(&config, &partition, spec, specs.collect()).unwrap();
-        let cost = loaded.predicted_by_steps(Coefficients {
+        let cost = loaded.predicted_by_coefficients(Coefficients {
             prefill_s: PrefillCoefficients { overhead: 1e-3, per_token: 2e-4, per_token_squared: 0.0 },
             decode_s: DecodeCoefficients { base: 1e-3, per_sequence: 2e-4, per_kv_token: 0.0 },
         });

@@ -1,5 +1,6 @@
 //! Predicts the time of steps and transfers, from numbers alone.
 
+mod calibrated;
 mod collective;
 mod copies;
 mod distinct;
@@ -22,6 +23,7 @@ mod spare;
 mod stored;
 mod tables;
 
+pub use calibrated::{CalibratedCost, Calibration, CalibrationRatios, StepPoint};
 pub use collective::{AllReduce, DEVICES_MAX, Fabric, Interconnect};
 pub use copies::{KvCopy, KvCopyCost, PIECE_BYTES, PieceCost};
 pub use engine::EngineCost;
@@ -65,6 +67,8 @@ pub enum CostModel {
     Lockstep(Arc<LockstepCost>),
     /// Attention of some sequences on devices of other instances.
     Spare(Arc<SpareCost>),
+    /// Adjusts another model's times to measured steps.
+    Calibrated(Arc<CalibratedCost>),
 }
 
 /// A piece of a prompt in a step.
@@ -137,6 +141,7 @@ impl CostModel {
             CostModel::Scaled(times, cost) => cost.prefill_s(context_before, new_tokens) * *times,
             CostModel::Lockstep(cost) => cost.prefill_s(context_before, new_tokens),
             CostModel::Spare(cost) => cost.prefill_s(context_before, new_tokens),
+            CostModel::Calibrated(cost) => cost.prefill_s(context_before, new_tokens),
         }
     }
 
@@ -167,6 +172,7 @@ impl CostModel {
             CostModel::Scaled(times, cost) => cost.step_s(parts, batch, kv_tokens) * *times,
             CostModel::Lockstep(cost) => cost.step_s(parts, batch, kv_tokens),
             CostModel::Spare(cost) => cost.step_s(parts, batch, kv_tokens),
+            CostModel::Calibrated(cost) => cost.step_s(parts, batch, kv_tokens),
         }
     }
 
@@ -196,6 +202,7 @@ impl CostModel {
             CostModel::Scaled(times, cost) => CostModel::Scaled(*times, Arc::new(cost.compiled())),
             CostModel::Lockstep(cost) => CostModel::Lockstep(Arc::new(LockstepCost::clone(cost).computed())),
             CostModel::Spare(cost) => CostModel::Spare(Arc::new(SpareCost::clone(cost).computed())),
+            CostModel::Calibrated(cost) => CostModel::Calibrated(Arc::new(cost.compiled())),
             other => other.clone(),
         }
     }

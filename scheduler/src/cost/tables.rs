@@ -136,6 +136,32 @@ impl Grid {
         Grid { values: Values::Known(self.values.into()), ..self }
     }
 
+    /// The knots of an axis, ascending.
+    pub fn knots(&self, axis: usize) -> &[f64] {
+        &self.axes[axis].knots
+    }
+
+    /// The value at `point`, of which coordinates beyond the last knots count as these.
+    pub(super) fn at_most<const D: usize>(&self, point: [f64; D]) -> f64 {
+        let last = |axis: usize| self.axes[axis].knots.last().copied().unwrap_or(0.0);
+        let inside: [f64; D] = std::array::from_fn(|axis| point[axis].min(last(axis)));
+        self.at(inside)
+    }
+
+    /// The grid of what `value` makes of each knot of two axes and its value.
+    pub(super) fn map(&self, value: impl Fn([f64; 2], f64) -> f64) -> Grid {
+        let [first, second] = [0, 1].map(|axis| self.knots(axis));
+        let knots = first.iter().flat_map(|&a| second.iter().map(move |&b| [a, b]));
+        let values = knots.enumerate().map(|(index, knot)| value(knot, self.values.at(index))).collect();
+        Grid::checked(vec![first.to_vec(), second.to_vec()], values)
+    }
+
+    /// The geometric mean of the values, which are above 0.
+    pub(super) fn geometric_mean(&self) -> f64 {
+        let logs: f64 = (0..self.len()).map(|index| self.values.at(index).ln()).sum();
+        (logs / self.len() as f64).exp()
+    }
+
     /// Number of knots.
     pub fn len(&self) -> usize {
         self.values.len()

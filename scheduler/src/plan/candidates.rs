@@ -82,7 +82,7 @@ pub struct PartKernels {
 impl PartKernels {
     /// As published kernels or else the datasheet say.
     pub fn of(part: &Part) -> Self {
-        let profile = part.reached_profile().unwrap_or_else(|| part.profile());
+        let profile = part.best_profile();
         PartKernels { predictor: Arc::new(Predictor::new(&profile)), profile }
     }
 }
@@ -171,7 +171,7 @@ impl InstanceKind {
             weights: cost.shape.weight_bytes(model.tied_embeddings),
             shape: cost.shape.clone(),
             sequences_max: engine.sequences,
-            step_tokens_max: engine.step_tokens,
+            step_tokens_max: cost.chunk_tokens,
         }
     }
 
@@ -399,7 +399,7 @@ fn stage(
             Some(known.ok_or_else(|| format!("what {devices} devices exchange takes is not known"))?)
         }
     };
-    let chunk_tokens = engine.step_tokens;
+    let chunk_tokens = engine.step_tokens_on(Some(part), &shape);
     Ok((ProfileCost { profile, shape, chunk_tokens, all_reduce, engine: engine.cost }, layout))
 }
 

@@ -61,7 +61,7 @@ impl Costs {
 /// The cost of a run's steps with an engine that adds `engine`.
 pub(crate) fn cost(run: &Run, engine: EngineCost) -> CostModel {
     let part = part(run);
-    let profile = part.reached_profile().unwrap_or_else(|| part.profile());
+    let profile = part.best_profile();
     on(run, profile, engine)
 }
 

@@ -50,7 +50,7 @@ const POINTS: [Point; 8] = [
 
 fn cost(point: &Point) -> Result<CostModel, String> {
     let part = catalog::part(point.part).ok_or_else(|| format!("the catalog has no {}", point.part))?;
-    let profile = part.reached_profile().unwrap_or_else(|| part.profile());
+    let profile = part.best_profile();
     let engine = engines::find("vllm")?;
     let shape = models::find(point.model).map_err(|error| error.to_string())?.shape(point.dtype);
     let all_reduce = AllReduce::of(part, point.devices);

@@ -117,7 +117,7 @@ fn pool(
         Some(name) => engines::find(name).map_err(|cause| wrong(key_of_name, cause))?,
         None => &engines::engines()[0],
     };
-    let engine = engine(raw, shared, hardware, known);
+    let engine = engine(raw, shared, (hardware, model), known);
     at_least_one(&key("max_batched_tokens"), engine.max_batched_tokens)?;
     let beside = engine.max_prefill_tokens_beside_decode.unwrap_or(1);
     at_least_one(&key("max_prefill_tokens_beside_decode"), beside)?;
@@ -179,13 +179,22 @@ fn pool(
 }
 
 /// The engine's limits: the pool's, or else the file's, or else those of the measured engine.
-fn engine(raw: &raw::RawPool, shared: &raw::Engine, hardware: &Hardware, known: &KnownEngine) -> Engine {
+fn engine(
+    raw: &raw::RawPool,
+    shared: &raw::Engine,
+    (hardware, model): (&Hardware, &Model),
+    known: &KnownEngine,
+) -> Engine {
     let measured = hardware.engine().map(|engine| &engine.limits);
     let tokens = raw.max_batched_tokens.or(shared.max_batched_tokens);
     let beside = raw.max_prefill_tokens_beside_decode.or(shared.max_prefill_tokens_beside_decode);
     let sequences = raw.max_sequences.or(shared.max_sequences);
+    let usual = || match &model.shape {
+        Some(shape) => known.step_tokens_on(hardware.part, shape),
+        None => known.step_tokens,
+    };
     let max_batched_tokens =
-        tokens.or(measured.and_then(|engine| engine.max_batched_tokens)).unwrap_or(known.step_tokens);
+        tokens.or(measured.and_then(|engine| engine.max_batched_tokens)).unwrap_or_else(usual);
     // Other engines fill a step up with prompts even beside decodes.
     let beside = beside.or((measured.is_some() || known.fills_steps).then_some(max_batched_tokens));
     Engine {

@@ -391,8 +391,11 @@ fn flexible_pools_have_a_role_and_thresholds_apart() {
 
 #[test]
 fn stages_take_their_devices_memory_and_rent_and_share_a_prompt() {
-    let of =
-        |keys: &str| pool(&format!("device = \"L40S\"\nrole = \"prefill\"\nnic_gb_per_s = 25.0\n{keys}"));
+    let of = |keys: &str| {
+        pool(&format!(
+            "device = \"L40S\"\nrole = \"prefill\"\nnic_gb_per_s = 25.0\nmax_batched_tokens = 512\n{keys}"
+        ))
+    };
     let (one, four) = (of("").unwrap(), of("pipeline_stages = 4").unwrap());
     let [one, four] = [one, four].map(|fleet| fleet.pools[0].clone());
     assert_eq!(four.usd_per_hour.unwrap(), 4.0 * one.usd_per_hour.unwrap());

@@ -9,8 +9,8 @@ use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Error, Result};
 use mixfleet_scheduler::cost::{
-    Attending, Coefficients, CostModel, EngineCost, LinkCost, LockstepCost, PipelineCost, Prefill,
-    ProfileCost,
+    Attending, Calibration, CalibrationRatios, Coefficients, CostModel, EngineCost, LinkCost, LockstepCost,
+    PipelineCost, Prefill, ProfileCost,
 };
 use std::sync::Arc;
 use std::time::Duration;
@@ -29,16 +29,34 @@ impl Loaded {
         step_timeout(cost.step_s(&[largest], sequences, self.kv_capacity_tokens()))
     }
 
-    /// The cost model of steps here by what was measured ([`Loaded::calibrate`]): stages take a share each of
-    /// what all take one after the other, hops included, and of two batches one is attended to beside the
-    /// products of the other.
-    pub fn predicted_by_steps(&self, measured: Coefficients) -> CostModel {
+    /// The cost model of steps here by the catalog's profile of the only device, adjusted to what was
+    /// measured ([`Loaded::calibrate`]), and how that compares with the catalog.
+    pub fn predicted_by_part(
+        &self,
+        profile: DeviceProfile,
+        measured: &Calibration,
+    ) -> (CostModel, CalibrationRatios) {
+        measured.adjusting(self.predicted_by(profile).compiled())
+    }
+
+    /// The cost model of steps here by what was measured alone.
+    pub fn predicted_by_steps(&self, measured: &Calibration) -> CostModel {
+        self.predicted_by_whole(measured.alone(), measured.coefficients())
+    }
+
+    /// The cost model of steps here by coefficients of whole steps.
+    pub fn predicted_by_coefficients(&self, whole: Coefficients) -> CostModel {
+        self.predicted_by_whole(CostModel::Coefficients(whole), whole)
+    }
+
+    /// Stages take a share each of what all take one after the other, hops included, and of two batches one
+    /// is attended to beside the products of the other.
+    fn predicted_by_whole(&self, whole: CostModel, coefficients: Coefficients) -> CostModel {
         let device = &*self.spec_device;
         let staggers = |others: &OtherMembers| others.partition().is_some() && others.may_stagger(device);
         if self.others.as_ref().is_some_and(staggers) {
-            return CostModel::Lockstep(Arc::new(LockstepCost::measured(measured)));
+            return CostModel::Lockstep(Arc::new(LockstepCost::measured(coefficients)));
         }
-        let whole = CostModel::Coefficients(measured);
         let Some((stages, chunk_tokens)) = self.others.as_ref().and_then(OtherMembers::stages) else {
             return whole;
         };
@@ -56,9 +74,9 @@ impl Loaded {
     ///
     /// # Errors
     /// Errors of the device.
-    pub fn calibrate(&mut self, env: &dyn Env) -> Result<Coefficients> {
+    pub fn calibrate(&mut self, env: &dyn Env) -> Result<Calibration> {
         match &mut self.others {
-            None => calibrate::measure(&*self.spec_device, &self.forward),
+            None => calibrate::measure(&*self.spec_device, &self.forward, env),
             Some(others) => {
                 let others = (others, &self.batch.page_devices);
                 calibrate::measure_divided(&*self.spec_device, &self.forward, others, env)

@@ -1,0 +1,128 @@
+//! What the steps of instances are predicted from. The order of sources, of which the first one counts:
+//!
+//! 1. a simulated group's own times;
+//! 2. a measured profile of the device's fingerprint (`--profile`);
+//! 3. the catalog's kernel times for a known part, adjusted by a calibration;
+//! 4. the calibration alone.
+
+use crate::Usage;
+use crate::calibration;
+use crate::model::Model;
+use anyhow::Result;
+use mixfleet_hal::Device;
+use mixfleet_hal::catalog::{Part, part_of_driver};
+use mixfleet_hal::profile::DeviceProfile;
+use mixfleet_runtime::engine::Loaded;
+use mixfleet_runtime::env::SharedEnv;
+use mixfleet_scheduler::cost::{Calibration, CalibrationRatios, CostModel};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// A measured step below this share of what the catalog predicts, or above its inverse, is worth a warning.
+const SHARE_MIN: f64 = 0.5;
+
+/// Where a cost model comes from.
+enum Source {
+    Group,
+    Profile,
+    Part(&'static Part, CalibrationRatios),
+    Calibration,
+}
+
+/// The cost model of each instance, whose group may have its own.
+///
+/// # Errors
+/// A profile of no device here; errors of the devices.
+pub(crate) fn of(
+    model: &Model,
+    instances: Vec<(Loaded, Option<CostModel>)>,
+    known: &[(PathBuf, DeviceProfile)],
+    again: bool,
+    env: &SharedEnv,
+) -> Result<Vec<(Loaded, CostModel)>> {
+    for (file, profile) in known {
+        let mut devices = instances.iter().flat_map(|(loaded, _)| loaded.devices());
+        if !devices.any(|device| device.info().fingerprint == profile.fingerprint) {
+            let (file, of) = (file.display(), &profile.fingerprint);
+            let message =
+                format!("--profile {file}: it is of '{of}', and no device that serves here is that");
+            return Err(Usage(message).into());
+        }
+    }
+    let mut predicted = Vec::new();
+    for (mut loaded, of_group) in instances {
+        let of = |device: &Arc<dyn Device>| {
+            let mut profiles = known.iter().map(|(_, profile)| profile);
+            profiles.find(|profile| profile.fingerprint == device.info().fingerprint).cloned()
+        };
+        let profiles: Option<Vec<DeviceProfile>> = loaded.devices().map(of).collect();
+        let (cost, source) = match (of_group, profiles.as_deref()) {
+            (Some(cost), _) => (cost, Source::Group),
+            (None, Some([profile])) => (loaded.predicted_by(profile.clone()), Source::Profile),
+            (None, Some(profiles)) if loaded.attends_apart() => {
+                (loaded.predicted_by_members(profiles, &**env)?, Source::Profile)
+            }
+            _ => {
+                let measured = calibrated(model, &mut loaded, again, env)?;
+                let part = part_of(&loaded);
+                let by_part = |part: &'static Part| {
+                    let (cost, ratios) = loaded.predicted_by_part(part.best_profile(), &measured);
+                    (cost, Source::Part(part, ratios))
+                };
+                let alone = || (loaded.predicted_by_steps(&measured), Source::Calibration);
+                part.map_or_else(alone, by_part)
+            }
+        };
+        say(&loaded, &cost, &source);
+        predicted.push((loaded, cost));
+    }
+    Ok(predicted)
+}
+
+/// The part of the catalog that an instance of one device is.
+fn part_of(loaded: &Loaded) -> Option<&'static Part> {
+    let mut devices = loaded.devices();
+    let first = devices.next().filter(|_| devices.next().is_none())?;
+    part_of_driver(&first.info().name)
+}
+
+/// Logs what was predicted from what, in one line.
+fn say(loaded: &Loaded, cost: &CostModel, source: &Source) {
+    let (device, kv_tokens, chunk) = (loaded.id(), loaded.kv_capacity_tokens(), loaded.step_tokens_max());
+    let decode_step_s = cost.decode_step_s(1, 1).0;
+    let prefill_tokens_per_s = f64::from(chunk) / cost.prefill_s(0, chunk).0.max(1e-12);
+    let predicted_from = match source {
+        Source::Group => "the catalog's kernel times of its parts".to_owned(),
+        Source::Profile => "a measured profile".to_owned(),
+        Source::Calibration => "a calibration".to_owned(),
+        Source::Part(part, ratios) => {
+            let [prefill, decode] = [ratios.prefill, ratios.decode].map(|times| 1.0 / times);
+            if [prefill, decode].iter().any(|share| !(SHARE_MIN..=1.0 / SHARE_MIN).contains(share)) {
+                tracing::warn!(
+                    device = %device,
+                    "its calibration is far from the catalog's {}: prefill at {prefill:.2} and decode at {decode:.2} \
+                     of it; is the device shared, slowed down, or another part?",
+                    part.id
+                );
+            }
+            format!(
+                "the catalog's {}, calibrated: prefill at {prefill:.2} and decode at {decode:.2} of its speed",
+                part.id
+            )
+        }
+    };
+    tracing::info!(device = %device, prefill_tokens_per_s, decode_step_s, kv_tokens, predicted_from, "predicted");
+}
+
+/// The times of the model's own layers on the device, measured now or cached from before.
+fn calibrated(model: &Model, loaded: &mut Loaded, again: bool, env: &SharedEnv) -> Result<Calibration> {
+    let key = calibration::Key {
+        fingerprint: loaded.fingerprint(),
+        model: model.shape_digest.clone(),
+        dtypes: format!("{} {}", model.activations, model.kv),
+        chunk: loaded.step_tokens_max(),
+    };
+    let (cost, measured) = calibration::get(key, loaded, again, &**env)?;
+    tracing::debug!(device = %loaded.id(), measured, "calibrated");
+    Ok(cost)
+}
