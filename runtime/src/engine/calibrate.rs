@@ -171,7 +171,7 @@ impl Points<'_> {
     }
 
     /// The times of pairs of two axes, those of the first knots of the second axis first, until the budget is
-    /// spent.
+    /// spent; the smallest size of each context is always among them, and says how it grows with contexts.
     fn points(
         &self,
         [first, second]: [&[u32]; 2],
@@ -181,7 +181,7 @@ impl Points<'_> {
         let mut points = Vec::new();
         for &context in second {
             for &size in first {
-                if points.is_empty() || self.env.now().0 < until.0 {
+                if size == first[0] || self.env.now().0 < until.0 {
                     points.extend(seconds(size, context)?.map(|seconds| StepPoint {
                         size,
                         context,
