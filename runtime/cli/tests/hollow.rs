@@ -74,7 +74,9 @@ fn an_8b_model_is_served_on_parts_from_24_gb_with_sizes_of_their_own() {
         // the smallest has room for a long conversation
         let tokens = number(logged(&server.seen, " predicted "), "kv_tokens");
         assert!(tokens > 40_000.0 && tokens * 131_072.0 <= kv_gib * GIB * 1.01, "{name}: {tokens} tokens");
-        assert!(!server.seen.contains(" WARN "), "{name}: {}", server.seen);
+        // the driver's times are none of the part
+        let mut warned = server.seen.lines().filter(|line| line.contains(" WARN "));
+        assert!(warned.all(|line| line.contains("calibration is far from")), "{name}: {}", server.seen);
     }
 }
 
