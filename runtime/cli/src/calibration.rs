@@ -6,7 +6,7 @@ use mixfleet_hal::{DType, Device};
 use mixfleet_runtime::engine::{Loaded, calibrate, speed};
 use mixfleet_runtime::env::Env;
 use mixfleet_runtime::model::ModelConfig;
-use mixfleet_scheduler::cost::Calibration;
+use mixfleet_scheduler::cost::StepCalibration;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 use std::sync::Arc;
@@ -26,7 +26,7 @@ pub(crate) struct Key {
 struct Document {
     schema: String,
     key: Key,
-    calibration: Calibration,
+    calibration: StepCalibration,
 }
 
 /// The cached calibration, or a new one, which is cached. True if it was measured now.
@@ -35,7 +35,7 @@ pub(crate) fn get(
     loaded: &mut Loaded,
     recalibrate: bool,
     env: &dyn Env,
-) -> Result<(Calibration, bool)> {
+) -> Result<(StepCalibration, bool)> {
     let file = cache::file("calibration", &key);
     if !recalibrate && let Some(kept) = file.as_ref().and_then(|file| read(file, &key)) {
         return Ok((kept, false));
@@ -87,12 +87,13 @@ pub(crate) fn speeds(
     devices.iter().map(of).collect()
 }
 
-fn read(file: &Path, key: &Key) -> Option<Calibration> {
+fn read(file: &Path, key: &Key) -> Option<StepCalibration> {
     let document: Document = serde_json::from_slice(&cache::read(file)?).ok()?;
-    (document.schema == calibrate::SCHEMA && document.key == *key).then_some(document.calibration)
+    let holds = document.schema == calibrate::SCHEMA && document.key == *key;
+    (holds && document.calibration.is_complete()).then_some(document.calibration)
 }
 
-fn write(file: &Path, key: Key, measured: &Calibration) -> Result<()> {
+fn write(file: &Path, key: Key, measured: &StepCalibration) -> Result<()> {
     let document = Document { schema: calibrate::SCHEMA.into(), key, calibration: measured.clone() };
     cache::write(file, &serde_json::to_vec_pretty(&document)?)
 }

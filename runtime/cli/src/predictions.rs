@@ -14,7 +14,7 @@ use mixfleet_hal::catalog::{Part, part_of_driver};
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_runtime::engine::Loaded;
 use mixfleet_runtime::env::SharedEnv;
-use mixfleet_scheduler::cost::{Calibration, CalibrationRatios, CostModel};
+use mixfleet_scheduler::cost::{CalibrationRatios, CostModel, StepCalibration};
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -115,7 +115,7 @@ fn say(loaded: &Loaded, cost: &CostModel, source: &Source) {
 }
 
 /// The times of the model's own layers on the device, measured now or cached from before.
-fn calibrated(model: &Model, loaded: &mut Loaded, again: bool, env: &SharedEnv) -> Result<Calibration> {
+fn calibrated(model: &Model, loaded: &mut Loaded, again: bool, env: &SharedEnv) -> Result<StepCalibration> {
     let key = calibration::Key {
         fingerprint: loaded.fingerprint(),
         model: model.shape_digest.clone(),

@@ -16,7 +16,7 @@ use crate::request::Sampling;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Cmd, Device, ErrorKind, OpSig, Queue, Result};
 use mixfleet_scheduler::batch::PageDevices;
-use mixfleet_scheduler::cost::{Calibration, Pieces, StepPoint};
+use mixfleet_scheduler::cost::{Pieces, StepCalibration, StepPoint};
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
@@ -43,7 +43,7 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 ///
 /// # Errors
 /// Errors of the device.
-pub fn measure(device: &dyn Device, forward: &Forward, env: &dyn Env) -> Result<Calibration> {
+pub fn measure(device: &dyn Device, forward: &Forward, env: &dyn Env) -> Result<StepCalibration> {
     let mut bench = Bench { device, forward, queue: device.queue()?, ends: HashMap::new() };
     Points { forward, devices: &PageDevices::ONE, env }.measured(|parts| bench.step(parts))
 }
@@ -59,7 +59,7 @@ pub(super) fn measure_divided(
     forward: &Forward,
     (others, pages): (&mut OtherMembers, &PageDevices),
     env: &dyn Env,
-) -> Result<Calibration> {
+) -> Result<StepCalibration> {
     let mut queue = device.queue()?;
     Points { forward, devices: pages, env }.measured(|parts| {
         let layers = least(|| {
@@ -106,7 +106,10 @@ struct Points<'a> {
 
 impl Points<'_> {
     /// The times that `time` measures of steps.
-    fn measured(&self, mut time: impl FnMut(&[StepInput<'_>]) -> Result<StepTime>) -> Result<Calibration> {
+    fn measured(
+        &self,
+        mut time: impl FnMut(&[StepInput<'_>]) -> Result<StepTime>,
+    ) -> Result<StepCalibration> {
         let shape = self.forward.shape();
         // a sequence fits onto each device, or onto all together
         let rooms = (0..self.devices.count).map(|device| self.devices.room(device, shape.blocks));
@@ -136,7 +139,7 @@ impl Points<'_> {
             Ok(Some((step.layers + step.head).0))
         })?;
         let head = heads.into_iter().collect();
-        Ok(Calibration { prefill, decode, head, chunk_tokens: shape.tokens_max })
+        Ok(StepCalibration { prefill, decode, head, chunk_tokens: shape.tokens_max })
     }
 
     /// Times a step of `batch` sequences with `tokens` new tokens each after `start` others, in pages of

@@ -19,10 +19,10 @@ use mixfleet_hal::{Cmd, DType, Device, StoredAs};
 use mixfleet_runtime::engine::{EngineConfig, InstanceLimits, InstanceSpec, Loaded};
 use mixfleet_runtime::env::{Env, SeededEnv};
 use mixfleet_runtime::model::RandomCheckpoint;
-use mixfleet_runtime::request::{EngineHandle, GenerateRequest, Hints, Sampling, Update};
+use mixfleet_runtime::request::{EngineHandle, Update};
 use mixfleet_scheduler::cost::CostModel;
 use mixfleet_scheduler::engines;
-use mixfleet_scheduler::fleet::{Admission, FleetConfig, PartyId};
+use mixfleet_scheduler::fleet::{Admission, FleetConfig};
 use mixfleet_scheduler::kv::BlockHash;
 use mixfleet_scheduler::models::find;
 use mixfleet_scheduler::plan::candidates::{
@@ -319,18 +319,7 @@ async fn answers_of(
     for round in 0..=ROUNDS {
         let wait = load.at(client, round).0 - env.now().0;
         env.sleep(Duration::from_secs_f64(wait.max(0.0))).await;
-        let request = GenerateRequest {
-            id: format!("{client}-{round}"),
-            prompt_ids: prompt.clone(),
-            max_tokens: load.output_tokens(round),
-            eos_ids: Arc::new([]),
-            sampling: Sampling { temperature: 0.0, ..Sampling::default() },
-            logprobs: None,
-            grammar: None,
-            cache_salt: None,
-            party: PartyId::NONE,
-            hints: Hints::default(),
-        };
+        let request = parts::greedy(format!("{client}-{round}"), prompt.clone(), load.output_tokens(round));
         let mut updates = handle.submit(request).await.unwrap();
         let (mut first_s, mut tokens) = (None, 0);
         while let Some(update) = updates.recv().await {

@@ -11,8 +11,8 @@ use mixfleet_runtime::engine::{
 use mixfleet_runtime::env::{Env, SeededEnv};
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::model::{Checkpoint, ModelConfig};
-use mixfleet_runtime::request::{Update, UpdateReceiver};
-use mixfleet_scheduler::fleet::{FleetConfig, Role};
+use mixfleet_runtime::request::{GenerateRequest, Hints, Sampling, Update, UpdateReceiver};
+use mixfleet_scheduler::fleet::{FleetConfig, PartyId, Role};
 use mixfleet_sim::fleet_file::FleetFile;
 use mixfleet_simulated::TimeOnlyDevice;
 use mixfleet_wire::{HostRegion, InProcessTransport};
@@ -89,4 +89,20 @@ pub(super) fn end_of(world: &SeededEnv, mut updates: UpdateReceiver) -> oneshot:
         let _ = sender.send(reused);
     }));
     end
+}
+
+/// A request for `tokens` tokens, each the likeliest one.
+pub(super) fn greedy(id: String, prompt_ids: Arc<[u32]>, tokens: u32) -> GenerateRequest {
+    GenerateRequest {
+        id,
+        prompt_ids,
+        max_tokens: tokens,
+        eos_ids: Arc::new([]),
+        sampling: Sampling { temperature: 0.0, ..Sampling::default() },
+        logprobs: None,
+        grammar: None,
+        cache_salt: None,
+        party: PartyId::NONE,
+        hints: Hints::default(),
+    }
 }

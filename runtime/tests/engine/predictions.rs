@@ -1,10 +1,9 @@
 //! What `serve` predicts of parts against the time that they take.
 //!
-//! The time of a device comes from published tables of single kernels (`../shared/data/measured`); the
-//! prediction comes from the catalog, whose points are some 3 % of these tables,
-//! and from the calibration with which `serve` starts. Parts without a table have that of a relative in
-//! proportion to their datasheets, times a factor of their own for each kind of kernel, which the catalog
-//! does not know.
+//! A device's time comes from published tables of single kernels (`../shared/data/measured`). The prediction
+//! comes from the catalog, which has some 3 % of the points of these tables, and from the calibration with which
+//! `serve` starts. A part without a table gets a relative's, scaled by the ratio of their datasheets and by a
+//! factor for each kind of kernel that the catalog does not know.
 //!
 //! `MIXFLEET_PREDICTIONS=full` tries each model on each part; otherwise each part has one model.
 
@@ -18,9 +17,9 @@ use mixfleet_hal::{DType, Device};
 use mixfleet_runtime::engine::{EngineConfig, InstanceLimits, InstanceSpec, Loaded};
 use mixfleet_runtime::env::{Env, SeededEnv};
 use mixfleet_runtime::model::{ModelConfig, RandomCheckpoint};
-use mixfleet_runtime::request::{GenerateRequest, Hints, Sampling, Update};
-use mixfleet_scheduler::cost::{Calibration, CostModel, Prefill};
-use mixfleet_scheduler::fleet::{Admission, FleetConfig, PartyId, Role};
+use mixfleet_runtime::request::Update;
+use mixfleet_scheduler::cost::{CostModel, Prefill};
+use mixfleet_scheduler::fleet::{Admission, FleetConfig, Role};
 use mixfleet_scheduler::models::find;
 use mixfleet_scheduler::sizing::{MEMORY_SHARE, ridge, step_tokens};
 use mixfleet_sim::fleet_file::FleetFile;
@@ -113,11 +112,12 @@ fn read() -> Option<Tables> {
     Some(tables)
 }
 
-/// The profile of a part by the tables of a device, which is the part itself or a relative.
-fn truth(part: &Part, (at, table): (usize, &str), tables: &Tables) -> DeviceProfile {
-    let own = part.profile();
+/// The measured profile of the part at this index of [`PARTS`].
+fn truth(at: usize, tables: &Tables) -> DeviceProfile {
+    let (id, table) = PARTS[at];
+    let own = part(id).unwrap().profile();
     let of_table = PARTS.iter().find(|(_, known)| *known == table).unwrap().0;
-    let lender = mixfleet_hal::catalog::part(of_table).unwrap().profile();
+    let lender = part(of_table).unwrap().profile();
     let mut random = Stream::new(at as u64);
     let factors: BTreeMap<&str, f64> = LawKind::ALL
         .map(|kind| (kind.name(), if at < WITH_TABLES { 1.0 } else { 0.85 + 0.3 * random.next_unit() }))
@@ -133,7 +133,8 @@ fn truth(part: &Part, (at, table): (usize, &str), tables: &Tables) -> DeviceProf
     DeviceProfile { points, memory: MEMORY, ..own }
 }
 
-/// KV memory of an instance in tokens: what is left beside the weights, or a little where these do not fit.
+/// KV capacity of an instance in tokens: the memory that the weights leave free, or [`KV_TOKENS_MIN`] where
+/// these do not fit.
 fn kv_tokens(part: &Part, config: &ModelConfig) -> u64 {
     let weights = config.cost_shape(DType::Bf16, DType::Bf16, 16).weight_bytes(config.tied_embeddings);
     let left = MEMORY_SHARE * part.memory_bytes().0 - weights.0 - ACTIVATIONS.0;
@@ -223,23 +224,19 @@ fn pairs() -> impl Iterator<Item = (usize, &'static str)> {
     all.filter(|(at, of, _)| is_full() || at % MODELS.len() == *of).map(|(at, _, model)| (at, model))
 }
 
-fn calibrated(loaded: &mut Loaded, env: &SeededEnv) -> Calibration {
-    loaded.calibrate(env).unwrap()
-}
-
 #[test]
 fn predictions_agree_with_measured_kernels() {
     let Some(tables) = tables() else { return };
     let (mut adjusted, mut alone) = (Errors::default(), Errors::default());
     let mut truths: HashMap<usize, DeviceProfile> = HashMap::new();
     for (at, model) in pairs() {
-        let (id, table) = PARTS[at];
+        let id = PARTS[at].0;
         let own = part(id).unwrap();
-        let profile = truths.entry(at).or_insert_with(|| truth(own, (at, table), tables)).clone();
+        let profile = truths.entry(at).or_insert_with(|| truth(at, tables)).clone();
         let random = RandomCheckpoint::of_shape(find(model).unwrap()).unwrap();
         let env = SeededEnv::with_blocking_workers(1);
         let mut loaded = loaded(own, profile.clone(), &random, &env);
-        let calibration = calibrated(&mut loaded, &env);
+        let calibration = loaded.calibrate(&env).unwrap();
         let (predicted, ratios) = loaded.predicted_by_part(own.best_profile(), &calibration);
         let took = loaded.predicted_by(profile).compiled();
         let of = format!("{model} on {id}");
@@ -292,7 +289,7 @@ fn served(file: &FleetFile, own: &Part, model: &RandomCheckpoint, prompt_tokens:
     let env = SeededEnv::with_blocking_workers(1);
     let profile = DeviceProfile { memory: MEMORY, ..own.best_profile() };
     let mut loaded = loaded(own, profile, model, &env);
-    let calibration = calibrated(&mut loaded, &env);
+    let calibration = loaded.calibrate(&env).unwrap();
     let (cost, _) = loaded.predicted_by_part(own.best_profile(), &calibration);
     let config: Arc<ModelConfig> = Arc::new(model.model_config().unwrap());
     let fleet = FleetConfig { admission: Admission::None, ..EngineConfig::default().fleet };
@@ -300,18 +297,8 @@ fn served(file: &FleetFile, own: &Part, model: &RandomCheckpoint, prompt_tokens:
     let handle = parts.start(vec![(loaded, cost)], parts::links()).unwrap();
     let world = env.clone();
     let answered = env.run(async move {
-        let request = GenerateRequest {
-            id: "one".into(),
-            prompt_ids: (0..prompt_tokens).map(|at| at % 1000).collect(),
-            max_tokens: TOKENS,
-            eos_ids: Arc::new([]),
-            sampling: Sampling { temperature: 0.0, ..Sampling::default() },
-            logprobs: None,
-            grammar: None,
-            cache_salt: None,
-            party: PartyId::NONE,
-            hints: Hints::default(),
-        };
+        let prompt = (0..prompt_tokens).map(|at| at % 1000).collect();
+        let request = parts::greedy("one".into(), prompt, TOKENS);
         let began_s = world.now().0;
         let mut updates = handle.submit(request).await.unwrap();
         let mut tokens_s = Vec::new();

@@ -18,9 +18,9 @@ use mixfleet_runtime::fleet::{Hub, ModelIdentity, RouterId, WorkerProcess};
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::model::Checkpoint;
 use mixfleet_runtime::model::random::tiny_variants;
-use mixfleet_runtime::request::{EngineHandle, GenerateRequest, Hints, Rejection, Sampling, Update};
+use mixfleet_runtime::request::{EngineHandle, GenerateRequest, Rejection, Update};
 use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, PrefillCoefficients};
-use mixfleet_scheduler::fleet::{InstanceId, PartyId, Role};
+use mixfleet_scheduler::fleet::{InstanceId, Role};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
@@ -112,18 +112,7 @@ fn play(routers: u16, slo: bool, seed: u64, per_s: f64) -> Fared {
             world.sleep(Duration::from_secs_f64(gap_s)).await;
             let prompt: Vec<u32> =
                 (0..20 + random.below(300)).map(|_| random.below(vocabulary) as u32).collect();
-            let request = GenerateRequest {
-                id: at.to_string(),
-                prompt_ids: prompt.into(),
-                max_tokens: 4 + random.below(60) as u32,
-                eos_ids: Arc::new([]),
-                sampling: Sampling { temperature: 0.0, ..Sampling::default() },
-                logprobs: None,
-                grammar: None,
-                cache_salt: None,
-                party: PartyId::NONE,
-                hints: Hints::default(),
-            };
+            let request = parts::greedy(at.to_string(), prompt.into(), 4 + random.below(60) as u32);
             let (handle, env) = (handles[at % handles.len()].clone(), world.clone());
             let (sender, end) = tokio::sync::oneshot::channel();
             world.spawn(Box::pin(async move {

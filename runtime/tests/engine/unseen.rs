@@ -13,9 +13,9 @@ use mixfleet_hal::{DType, Device, StoredAs};
 use mixfleet_runtime::engine::{EngineConfig, InstanceLimits, InstanceSpec, Loaded};
 use mixfleet_runtime::env::{Env, SeededEnv};
 use mixfleet_runtime::model::RandomCheckpoint;
-use mixfleet_runtime::request::{GenerateRequest, Hints, Sampling, Update};
+use mixfleet_runtime::request::Update;
 use mixfleet_scheduler::cost::CostModel;
-use mixfleet_scheduler::fleet::{FleetConfig, PartyId, Policy};
+use mixfleet_scheduler::fleet::{FleetConfig, Policy};
 use mixfleet_scheduler::models::find;
 use mixfleet_scheduler::plan::branching::Microlp;
 use mixfleet_scheduler::plan::candidates::ServiceLevel;
@@ -198,18 +198,11 @@ impl Scene {
                 let vocab = u64::from(config.vocab);
                 let prompt: Vec<u32> =
                     (0..request.prompt_tokens).map(|_| random.below(vocab) as u32).collect();
-                let submitted = handle.submit(GenerateRequest {
-                    id: request.id.to_string(),
-                    prompt_ids: prompt.into(),
-                    max_tokens: request.output_tokens,
-                    eos_ids: Arc::new([]),
-                    sampling: Sampling { temperature: 0.0, ..Sampling::default() },
-                    logprobs: None,
-                    grammar: None,
-                    cache_salt: None,
-                    party: PartyId::NONE,
-                    hints: Hints::default(),
-                });
+                let submitted = handle.submit(parts::greedy(
+                    request.id.to_string(),
+                    prompt.into(),
+                    request.output_tokens,
+                ));
                 let came = world.now();
                 let Ok(mut updates) = submitted.await else { continue };
                 let (clock, (sender, answer)) = (world.clone(), tokio::sync::oneshot::channel());

@@ -27,7 +27,7 @@ use std::sync::Arc;
 /// Measured times of steps.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Calibration {
+pub struct StepCalibration {
     /// Steps of one chunk, of so many tokens after so many others, which ends its prompt. Not empty.
     pub prefill: Vec<StepPoint>,
     /// Steps of so many sequences that decode one token each, with it of so much context. Not empty.
@@ -53,7 +53,7 @@ pub struct StepPoint {
 
 /// A cost model whose times are adjusted to those measured.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(try_from = "UncheckedCalibrated")]
 pub struct CalibratedCost {
     base: CostModel,
     /// `[tokens, context before]`: measured over predicted time of a chunk.
@@ -61,6 +61,28 @@ pub struct CalibratedCost {
     /// `[sequences, mean context]`: the same of a decode step.
     decode: Grid,
     chunk_tokens: u32,
+}
+
+/// The fields of a [`CalibratedCost`] as another process sent them.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct UncheckedCalibrated {
+    base: CostModel,
+    prefill: Grid,
+    decode: Grid,
+    chunk_tokens: u32,
+}
+
+impl TryFrom<UncheckedCalibrated> for CalibratedCost {
+    type Error = String;
+
+    fn try_from(sent: UncheckedCalibrated) -> Result<Self, String> {
+        let UncheckedCalibrated { base, prefill, decode, chunk_tokens } = sent;
+        if [&prefill, &decode].iter().any(|ratios| ratios.dimensions() != 2) || chunk_tokens == 0 {
+            return Err("a calibrated cost has two axes of ratios, and chunks of at least one token".into());
+        }
+        Ok(CalibratedCost { base, prefill, decode, chunk_tokens })
+    }
 }
 
 /// How measured times compare with predicted ones: geometric means of their ratios.
@@ -72,7 +94,17 @@ pub struct CalibrationRatios {
     pub decode: f64,
 }
 
-impl Calibration {
+impl StepCalibration {
+    /// Whether there is a point of each kind, and no time that none can take.
+    pub fn is_complete(&self) -> bool {
+        let is_time = |seconds: f64| seconds.is_finite() && seconds >= 0.0;
+        let are_times =
+            |points: &[StepPoint]| !points.is_empty() && points.iter().all(|point| is_time(point.seconds));
+        let rises = self.head.windows(2).all(|pair| pair[0].0 < pair[1].0);
+        let heads = !self.head.is_empty() && self.head.iter().all(|&(_, seconds)| is_time(seconds));
+        are_times(&self.prefill) && are_times(&self.decode) && heads && rises
+    }
+
     /// The cost model of a device of which nothing else is known.
     pub fn alone(&self) -> CostModel {
         let measured = |point: &StepPoint| point.seconds;
@@ -149,8 +181,8 @@ impl Calibration {
     }
 }
 
-/// The values of points, in the grid of their sizes and contexts. Those without a point are made of the
-/// rows so far, the last of which ends before them.
+/// Returns the grid of the points' sizes and contexts with `value` of each point. Where there is no point,
+/// `missing` gets the axes and the rows before it, the last of which is incomplete.
 fn grid(
     points: &[StepPoint],
     value: impl Fn(&StepPoint) -> f64,
@@ -177,7 +209,7 @@ fn grid(
     Grid::checked(vec![first, second], rows.concat())
 }
 
-/// The value with the next shorter context, or of the next smaller size.
+/// Repeats the value of the next shorter context, or else of the next smaller size.
 fn nearest(_: [&[f64]; 2], rows: &[Vec<f64>]) -> f64 {
     let (row, column) = (rows.len() - 1, rows[rows.len() - 1].len());
     match column.checked_sub(1) {
@@ -186,8 +218,8 @@ fn nearest(_: [&[f64]; 2], rows: &[Vec<f64>]) -> f64 {
     }
 }
 
-/// The value that goes on along its row as the row before it grows, times as much as it has more rows of
-/// tokens, and at its beginning as the values before it.
+/// Extrapolates linearly: along a row with the growth of the row before it, in proportion to their sizes, and in
+/// the first column with the growth of the two values before it.
 fn extended([first, second]: [&[f64]; 2], rows: &[Vec<f64>]) -> f64 {
     let (row, column) = (rows.len() - 1, rows[rows.len() - 1].len());
     let Some(before) = row.checked_sub(1).map(|at| &rows[at]) else {
@@ -287,7 +319,7 @@ mod tests {
     const CHUNK: u32 = 2048;
 
     /// What `cost` takes, as if it had been measured.
-    fn measured(cost: &CostModel) -> Calibration {
+    fn measured(cost: &CostModel) -> StepCalibration {
         let points = |sizes: &[u32], contexts: &[u32], seconds: &dyn Fn(u32, u32) -> Seconds| {
             let pairs = sizes.iter().flat_map(|&size| contexts.iter().map(move |&context| (size, context)));
             pairs
@@ -296,7 +328,7 @@ mod tests {
         };
         let chunk = |tokens, context| cost.step_s(&[Prefill { context, tokens, last: true }], 0, 0);
         let step = |n: u32, context: u32| cost.step_s(&[], n, u64::from(n) * u64::from(context));
-        Calibration {
+        StepCalibration {
             prefill: points(&[16, 64, 128, 256, 512, 1024, 2048], &[0, 2048, 16384], &chunk),
             decode: points(&[1, 4, 16, 64, 256], &[1, 256, 4096, 16384], &step),
             head: vec![(1, 0.0)],
@@ -370,6 +402,33 @@ mod tests {
         }
         let sizes = grid(&points, |point| f64::from(point.size), nearest);
         assert_eq!((sizes.at([4.0, 1.0]), sizes.at([4.0, 16.0])), (2.0, 4.0));
+    }
+
+    #[test]
+    fn a_cost_that_is_sent_is_read_again_or_refused() {
+        let (cost, _) =
+            measured(&on("L40S", 1.25)).adjusting(CostModel::Coefficients(Coefficients::default()));
+        let text = serde_json::to_value(&cost).unwrap();
+        assert_eq!(serde_json::from_value::<CostModel>(text.clone()).unwrap(), cost);
+        let wrong = |field: &str, value: serde_json::Value| {
+            let mut text = text.clone();
+            text["calibrated"][field] = value;
+            serde_json::from_value::<CostModel>(text).unwrap_err().to_string()
+        };
+        let one_axis = serde_json::json!({"axes": [[1.0, 2.0]], "values": [1.0, 1.0]});
+        assert!(wrong("prefill", one_axis.clone()).contains("two axes"));
+        assert!(wrong("decode", one_axis).contains("two axes"));
+        assert!(wrong("chunk_tokens", 0.into()).contains("at least one token"));
+    }
+
+    #[test]
+    fn a_calibration_without_points_is_not_complete() {
+        let whole = measured(&on("L40S", 1.0));
+        assert!(whole.is_complete());
+        assert!(!StepCalibration { prefill: Vec::new(), ..whole.clone() }.is_complete());
+        assert!(!StepCalibration { head: vec![(2, 0.0), (1, 0.0)], ..whole.clone() }.is_complete());
+        let point = StepPoint { seconds: -1.0, ..whole.decode[0] };
+        assert!(!StepCalibration { decode: vec![point], ..whole }.is_complete());
     }
 
     #[test]

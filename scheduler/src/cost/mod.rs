@@ -23,7 +23,7 @@ mod spare;
 mod stored;
 mod tables;
 
-pub use calibrated::{CalibratedCost, Calibration, CalibrationRatios, StepPoint};
+pub use calibrated::{CalibratedCost, CalibrationRatios, StepCalibration, StepPoint};
 pub use collective::{AllReduce, DEVICES_MAX, Fabric, Interconnect};
 pub use copies::{KvCopy, KvCopyCost, PIECE_BYTES, PieceCost};
 pub use engine::EngineCost;

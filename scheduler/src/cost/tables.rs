@@ -136,6 +136,11 @@ impl Grid {
         Grid { values: Values::Known(self.values.into()), ..self }
     }
 
+    /// Number of axes.
+    pub(super) fn dimensions(&self) -> usize {
+        self.axes.len()
+    }
+
     /// The knots of an axis, ascending.
     pub fn knots(&self, axis: usize) -> &[f64] {
         &self.axes[axis].knots

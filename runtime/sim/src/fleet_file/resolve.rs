@@ -117,7 +117,7 @@ fn pool(
         Some(name) => engines::find(name).map_err(|cause| wrong(key_of_name, cause))?,
         None => &engines::engines()[0],
     };
-    let engine = engine(raw, shared, (hardware, model), known);
+    let engine = engine(raw, shared, hardware, model, known);
     at_least_one(&key("max_batched_tokens"), engine.max_batched_tokens)?;
     let beside = engine.max_prefill_tokens_beside_decode.unwrap_or(1);
     at_least_one(&key("max_prefill_tokens_beside_decode"), beside)?;
@@ -182,7 +182,8 @@ fn pool(
 fn engine(
     raw: &raw::RawPool,
     shared: &raw::Engine,
-    (hardware, model): (&Hardware, &Model),
+    hardware: &Hardware,
+    model: &Model,
     known: &KnownEngine,
 ) -> Engine {
     let measured = hardware.engine().map(|engine| &engine.limits);

@@ -9,8 +9,8 @@ use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Error, Result};
 use mixfleet_scheduler::cost::{
-    Attending, Calibration, CalibrationRatios, Coefficients, CostModel, EngineCost, LinkCost, LockstepCost,
-    PipelineCost, Prefill, ProfileCost,
+    Attending, CalibrationRatios, Coefficients, CostModel, EngineCost, LinkCost, LockstepCost, PipelineCost,
+    Prefill, ProfileCost, StepCalibration,
 };
 use std::sync::Arc;
 use std::time::Duration;
@@ -34,13 +34,13 @@ impl Loaded {
     pub fn predicted_by_part(
         &self,
         profile: DeviceProfile,
-        measured: &Calibration,
+        measured: &StepCalibration,
     ) -> (CostModel, CalibrationRatios) {
         measured.adjusting(self.predicted_by(profile).compiled())
     }
 
     /// The cost model of steps here by what was measured alone.
-    pub fn predicted_by_steps(&self, measured: &Calibration) -> CostModel {
+    pub fn predicted_by_steps(&self, measured: &StepCalibration) -> CostModel {
         self.predicted_by_whole(measured.alone(), measured.coefficients())
     }
 
@@ -74,7 +74,7 @@ impl Loaded {
     ///
     /// # Errors
     /// Errors of the device.
-    pub fn calibrate(&mut self, env: &dyn Env) -> Result<Calibration> {
+    pub fn calibrate(&mut self, env: &dyn Env) -> Result<StepCalibration> {
         match &mut self.others {
             None => calibrate::measure(&*self.spec_device, &self.forward, env),
             Some(others) => {
