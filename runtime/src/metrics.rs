@@ -22,8 +22,7 @@ use meter::Meter;
 use mixfleet_hal::cast::to_i64;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::{BatchLoad, RequestId};
-use mixfleet_scheduler::cost::Corrections;
-use mixfleet_scheduler::fleet::{Action, Instance, Role};
+use mixfleet_scheduler::fleet::{Action, Fleet, Instance, InstanceId, Role};
 use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue, LabelValueEncoder};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -124,6 +123,20 @@ pub struct PredictionLabels {
     pub device: String,
     /// `prefill`, `step` or `transfer`.
     pub kind: &'static str,
+    /// `small`, `medium` or `large`: up to 128 and 1,024 prompt tokens of a step, 4 and 32 sequences, or
+    /// more; `any` of transfers.
+    pub size: &'static str,
+}
+
+/// Labels of [`Metrics::prediction_error`].
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct PredictionErrorLabels {
+    /// The device's id.
+    pub device: String,
+    /// `ttft` or `tbt`.
+    pub kind: &'static str,
+    /// `before` or `after` correction.
+    pub correction: &'static str,
 }
 
 /// Label of metrics by class of requests.
@@ -289,12 +302,15 @@ pub struct Metrics {
     pub device_tokens: Family<DeviceLabels, Counter>,
     /// `mixfleet_device_steps_total{device}`: forward passes on the device, by the engine.
     pub device_steps: Family<DeviceLabels, Counter>,
-    /// `mixfleet_prediction_correction_ratios{device,kind}`: factor applied to predictions, learned from
+    /// `mixfleet_prediction_correction_ratios{device,kind,size}`: factor applied to predictions, learned from
     /// measured times, by the engine; 1 while predictions are within 5 %.
     pub prediction_correction: Family<PredictionLabels, FractionGauge>,
-    /// `mixfleet_prediction_error_ratios{device,kind}`: moving mean of |predicted - measured| / measured
-    /// after that correction, by the engine.
-    pub prediction_error: Family<PredictionLabels, FractionGauge>,
+    /// `mixfleet_prediction_error_ratios{device,kind,correction}`: what a request took over what was
+    /// predicted at its placement, by the engine; 1 is right.
+    pub prediction_error: Family<PredictionErrorLabels, Histogram, fn() -> Histogram>,
+    /// `mixfleet_device_degraded{device}`: 1 while its steps take more than four times what the declared part
+    /// takes, or less than a quarter.
+    pub device_degraded: Family<DeviceLabels, Gauge>,
     /// `mixfleet_device_energy_joules{device}`: energy counter, where the device has one, read by the engine
     /// at most once a second. Its growth divided by that of `device_tokens` is the energy per token.
     pub device_energy_j: Family<DeviceLabels, FractionGauge>,
@@ -356,6 +372,10 @@ const LENGTH_TOKENS: [f64; 18] = [
     1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0,
     32768.0, 65536.0, 131072.0,
 ];
+
+/// Histogram bounds for measured over predicted time.
+const PREDICTION_RATIOS: [f64; 15] =
+    [0.06, 0.125, 0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0, 8.0, 16.0, 64.0];
 
 /// Histogram bounds for the dollars of a request.
 const REQUEST_USD: [f64; 16] =
@@ -451,12 +471,8 @@ impl Metrics {
                 Unit::Ratios,
                 "What predictions of a device are multiplied by",
             ),
-            prediction_error: with_unit(
-                to,
-                "prediction_error",
-                Unit::Ratios,
-                "Error of predictions that is left, over what was measured",
-            ),
+            prediction_error: ratios(to, "prediction_error", "What requests took over what was predicted"),
+            device_degraded: plain(to, "device_degraded", "Whether a device is not the declared part"),
             device_energy_j: with_unit(to, "device_energy", Unit::Joules, "Energy counter of the device"),
             device_power_w: with_unit(to, "device_power", Unit::Other("watts".into()), "Power draw"),
             device_temperature_c: with_unit(to, "device_temperature", Unit::Celsius, "Temperature"),
@@ -565,17 +581,41 @@ impl Metrics {
 }
 
 impl Metrics {
-    /// Records the corrections and errors of the predictions for a device.
-    pub(crate) fn learned(&self, device: &str, corrections: Corrections, errors: Corrections) {
-        let kinds = [
-            ("prefill", corrections.prefill, errors.prefill),
-            ("step", corrections.step, errors.step),
-            ("transfer", corrections.transfer, errors.transfer),
-        ];
-        for (kind, correction, error) in kinds {
-            let labels = PredictionLabels { device: device.into(), kind };
-            self.prediction_correction.get_or_create(&labels).set(correction);
-            self.prediction_error.get_or_create(&labels).set(error);
+    /// Records the corrections of the predictions for an instance of `fleet`, and logs whether it has become
+    /// another part than the declared one, or is as declared again.
+    pub(crate) fn learned(&self, device: &str, fleet: &Fleet, instance: InstanceId) {
+        let (Some(corrections), Some(is_as_declared)) =
+            (fleet.learned(instance), fleet.is_as_declared(instance))
+        else {
+            return;
+        };
+        let sizes = ["small", "medium", "large"].into_iter();
+        let prefill = sizes.clone().zip(corrections.prefill).map(|(size, factor)| ("prefill", size, factor));
+        let step = sizes.zip(corrections.step).map(|(size, factor)| ("step", size, factor));
+        for (kind, size, factor) in prefill.chain(step).chain([("transfer", "any", corrections.transfer)]) {
+            let labels = PredictionLabels { device: device.into(), kind, size };
+            self.prediction_correction.get_or_create(&labels).set(factor);
+        }
+        let labels = DeviceLabels { device: device.into() };
+        let was_degraded = self.device_degraded.get_or_create(&labels).set(i64::from(!is_as_declared)) > 0;
+        let (prefill, step) = (corrections.prefill, corrections.step);
+        match (was_degraded, is_as_declared) {
+            (false, false) => {
+                let what = "degraded: not the declared part, whose times are multiplied by these factors";
+                tracing::warn!(device, ?prefill, ?step, "{what}");
+            }
+            (true, true) => tracing::info!(device, ?prefill, ?step, "it is as declared again"),
+            _ => {}
+        }
+    }
+
+    /// Records what a request took, and what was predicted of it before and after correction.
+    pub(crate) fn predicted(&self, device: &str, kind: &'static str, measured_s: f64, predicted_s: [f64; 2]) {
+        for (correction, predicted_s) in ["before", "after"].into_iter().zip(predicted_s) {
+            let labels = PredictionErrorLabels { device: device.into(), kind, correction };
+            if predicted_s > 0.0 {
+                self.prediction_error.get_or_create(&labels).observe(measured_s / predicted_s);
+            }
         }
     }
 }
@@ -610,6 +650,7 @@ impl Metrics {
         self.requests_waiting.get_or_create(&labels).set(0);
         self.kv_cache_usage.get_or_create(&labels).set(0.0);
         self.kv_capacity_tokens.get_or_create(&labels).set(0);
+        self.device_degraded.get_or_create(&labels).set(0);
         self.has_role(device, None);
     }
 }
@@ -646,6 +687,17 @@ fn dollars(
     let metric: Family<_, _, fn() -> Histogram> =
         Family::new_with_constructor(|| Histogram::new(REQUEST_USD));
     registry.register(name, help, metric.clone());
+    metric
+}
+
+fn ratios(
+    registry: &mut Registry,
+    name: &str,
+    help: &str,
+) -> Family<PredictionErrorLabels, Histogram, fn() -> Histogram> {
+    let metric: Family<_, _, fn() -> Histogram> =
+        Family::new_with_constructor(|| Histogram::new(PREDICTION_RATIOS));
+    registry.register_with_unit(name, help, Unit::Ratios, metric.clone());
     metric
 }
 

@@ -27,6 +27,9 @@ pub(crate) struct SchedulingArgs {
     #[arg(long, value_name = "X", default_value_t = 0.0, value_parser = weight, hide = true)]
     #[arg(allow_negative_numbers = true)]
     pub(crate) kv_weight: f64,
+    /// Share of time for trials of devices predicted slow [default: 0.01; simulate: 0]
+    #[arg(long, value_name = "SHARE", value_parser = share, hide = true)]
+    pub(crate) trial_share: Option<f64>,
     /// Seed of all random choices
     #[arg(long, default_value_t = 0, hide = true)]
     pub(crate) seed: u64,
@@ -35,6 +38,11 @@ pub(crate) struct SchedulingArgs {
 fn usd(text: &str) -> Result<f64, String> {
     let value = text.parse().ok().filter(|usd: &f64| usd.is_finite() && *usd >= 0.0);
     value.ok_or_else(|| "expected dollars, 0 or more".into())
+}
+
+fn share(text: &str) -> Result<f64, String> {
+    let value = text.parse().ok().filter(|share: &f64| (0.0..=1.0).contains(share));
+    value.ok_or_else(|| "expected a share from 0 to 1".into())
 }
 
 fn weight(text: &str) -> Result<f64, String> {

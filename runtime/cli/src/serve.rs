@@ -291,6 +291,9 @@ pub(crate) fn chosen(args: &InstanceArgs) -> Instances {
     }
 }
 
+/// What trials of devices that are predicted to be slow may cost of the time of requests.
+const TRIAL_SHARE: f64 = 0.01;
+
 /// The limits that the flags set.
 pub(crate) fn engine_config(args: &FrontArgs) -> Result<EngineConfig> {
     let Choices { policy, admission, seed } = args.scheduling.choices()?;
@@ -305,6 +308,7 @@ pub(crate) fn engine_config(args: &FrontArgs) -> Result<EngineConfig> {
         drop_at_decode: args.scheduling.drop_late,
         wait_usd_per_s: args.scheduling.wait_usd_per_s,
         kv_weight: args.scheduling.kv_weight,
+        trial_share: args.scheduling.trial_share.unwrap_or(TRIAL_SHARE),
         replicate: args.replicate_gb_per_s.map(|rate| Replicate::new(rate * 1e9)),
         rebalance: rebalance(args)?,
         seed,

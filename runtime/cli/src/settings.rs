@@ -30,8 +30,8 @@ const SHARED: [(&str, &str, &str); 8] = [
 ];
 
 /// Flags of both commands, which are keys of `[scheduling]`.
-const SCHEDULING: [&str; 7] =
-    ["policy", "threshold", "admit", "drop-late", "wait-usd-per-s", "kv-weight", "seed"];
+const SCHEDULING: [&str; 8] =
+    ["policy", "threshold", "admit", "drop-late", "wait-usd-per-s", "kv-weight", "trial-share", "seed"];
 
 /// Flags of `serve` alone, which are keys of `[serve]`.
 const SERVE: [&str; 34] = [

@@ -35,13 +35,19 @@ calibration = {{ prefill_s = {{ overhead = 0.0, per_token = {}, per_token_square
     Setup::new(&fleet_from(&text), Choices { policy: Policy::PerDollar, admission, seed: 1 })
 }
 
-/// Requests at times slightly beyond the capacity of the six.
-fn requests(seed: u64) -> Vec<Request> {
-    at_random(seed, 120.0, 18.0, |random| (200 + random.below(2400), 20 + random.below(300)))
+/// Slightly beyond the capacity of the six.
+const CAPACITY_RPS: f64 = 18.0;
+
+fn requests(seed: u64, rate_rps: f64) -> Vec<Request> {
+    at_random(seed, 120.0, rate_rps, |random| (200 + random.below(2400), 20 + random.below(300)))
 }
 
 fn play(routers: u32, delay_s: f64, admission: Admission, seed: u64) -> Results {
-    let requests = requests(seed);
+    play_at(CAPACITY_RPS, routers, delay_s, admission, seed)
+}
+
+fn play_at(rate_rps: f64, routers: u32, delay_s: f64, admission: Admission, seed: u64) -> Results {
+    let requests = requests(seed, rate_rps);
     run(&fleet(routers, delay_s, admission), requests.into_iter().map(Ok), &mut ())
         .unwrap_or_else(|error| panic!("{error}"))
 }
@@ -63,6 +69,26 @@ fn the_same_arrivals_through_one_router_two_and_four_keep_as_many_promises() {
         assert!(most - least <= 0.02, "{admission:?}: {kept:?}");
         assert!(blind < least - 0.05, "{admission:?}: {kept:?} {blind}");
     }
+}
+
+/// At twice the capacity each place that is left is worth a rejection: routers must not give it away twice.
+#[test]
+fn routers_that_know_of_each_other_admit_hardly_more_than_one() {
+    const WANTED: f64 = 1.05;
+    let admitted = |routers: u32, delay_s: f64| -> f64 {
+        let of = |seed| {
+            let results = play_at(2.0 * CAPACITY_RPS, routers, delay_s, Admission::Prediction, seed);
+            (results.requests - results.rejected.values().sum::<u64>()) as f64
+        };
+        (1..=3).map(of).sum()
+    };
+    let one = admitted(1, WORD_S);
+    for (routers, delay_s) in [(2, WORD_S), (2, 10.0 * WORD_S), (4, WORD_S)] {
+        let more = admitted(routers, delay_s) / one;
+        println!("{routers} routers that hear after {delay_s} s admit {more:.4} of what one does");
+        assert!(more < WANTED, "{routers} routers: {more}");
+    }
+    println!("two that hear nothing admit {:.4} of it", admitted(2, 1e6) / one);
 }
 
 #[test]

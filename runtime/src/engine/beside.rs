@@ -1,4 +1,4 @@
-//! KV that comes and goes while a step runs.
+//! KV that comes and goes while a step runs, from and to other instances, and from lower tiers.
 //!
 //! A device that copies beside a step has a second queue for it, and the worker handles peers' messages while
 //! it waits for a step that sends nothing itself. Slots thus return to senders during a long step, not once
@@ -7,16 +7,16 @@
 //!
 //! Steps and copies are not ordered against each other, which is right because they touch different pages:
 //!
-//! - Pages are given out only while the instance machine is idle (`Event::Idle`, and `Event::Loaded` in
-//!   response to what that asks for), which it asserts is never during a step. Pages released during a step
-//!   therefore have no new owner before the step ended, and those of the sequences in it are released after
-//!   it.
+//! - Pages are given out only while the instance machine is idle (`Event::Idle`), which it asserts is never
+//!   during a step. Pages released during a step therefore have no new owner before the step ended, and those
+//!   of the sequences in it are released after it.
+//! - A block from lower tiers is written only to pages of a sequence that waits for it (`Phase::Loading`),
+//!   which is in no step, from the end of its cached prefix on.
 //! - A piece is written only to pages of a sequence that waits for KV (`Phase::Receiving`), which is in no
 //!   step, and only from the end of its cached prefix on, where pages are its own: nobody finds them before
 //!   they are published, and it joins a step at the next idle event at the earliest.
 //! - A piece is read from tokens that are computed, of lent pages or of a prompt: a step writes others only.
-//! - What is evicted is copied to lower tiers before its page gets a new owner, and the worker waits for
-//!   that.
+//! - What is evicted is copied to lower tiers before its page is written, and the worker waits for that.
 //!
 //! The worker waits for each copy before it does anything else, so nothing is copied while a step is
 //! recorded, or while its results are read.
@@ -30,6 +30,7 @@ use super::handoff::SEND_POLL_INTERVAL;
 use super::messages::KvMessage;
 use super::worker::Worker;
 use crate::env::yield_now;
+use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Error, ErrorKind, Result, Ticket};
 use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::fleet::InstanceId;
@@ -105,22 +106,33 @@ impl Postponed {
 impl Worker {
     /// Waits for a step that sends nothing. KV of other sequences comes and goes meanwhile.
     pub(super) async fn await_step(&mut self, ticket: Ticket) -> Result<()> {
-        let mut waited = Duration::ZERO;
+        let (mut waited, mut last_load) = (Duration::ZERO, Seconds::ZERO);
         loop {
             let left = self.step_timeout.saturating_sub(waited);
-            let patience = match self.kv_moves() {
+            let loads = !self.copies.is_empty() && self.has_loads();
+            let patience = match self.kv_moves() || loads {
                 false => left,
-                true if !self.words.is_empty() => Duration::ZERO,
+                true if loads || !self.words.is_empty() => Duration::ZERO,
                 true => next_look(waited).min(left),
             };
             match self.queue.wait(ticket, patience) {
-                Ok(_) => return Ok(()),
+                Ok(_) => {
+                    // it ended during the last copy: after half of it, in the mean
+                    self.waited += last_load * 0.5;
+                    return Ok(());
+                }
                 Err(error) if error.kind == ErrorKind::Timeout && patience < left => waited += patience,
                 Err(error) => return Err(error),
             }
             // One message at a time, so that a step that ended waits for one at most.
             if let Ok((peer, word)) = self.words.try_recv() {
                 self.handle_beside(peer, word).map_err(of_instance)?;
+            }
+            if loads {
+                let began = self.env.now();
+                self.load_block().map_err(of_instance)?;
+                last_load = (self.env.now() - began).max(Seconds::ZERO);
+                waited += Duration::from_secs_f64(last_load.0);
             }
             self.settle_sends(Duration::ZERO).and_then(|()| self.send_waiting()).map_err(of_instance)?;
             yield_now().await;

@@ -23,11 +23,15 @@ use std::time::Duration;
 /// Name and version of the stored document.
 pub const SCHEMA: &str = "mixfleet.calibration/2";
 
-/// Runs of a list by the time that one takes at most; a longer one runs once. The shortest counts, since
-/// other work of the machine only adds time.
-const RUNS: [(Seconds, u32); 2] = [(Seconds(0.01), 4), (Seconds(0.1), 2)];
-/// Time after which no more prompts are measured, and then as long for decodes.
+/// Runs of a list by the time that one takes at most; a longer one runs twice. The shortest counts, since
+/// other work of the machine only adds time: the first may compile kernels for seconds.
+const RUNS: (Seconds, u32) = (Seconds(0.01), 4);
+/// A list of which the first run takes so long runs once.
+const LONG: Seconds = Seconds(30.0);
+/// Time of the measured steps after which no more prompts are measured, and then as long for decodes.
 const BUDGET: Seconds = Seconds(1.5);
+/// The same with what compiling and other work of the machine took.
+const BUDGET_ELAPSED: Seconds = Seconds(3.0);
 /// Prompt tokens of the points, of which those up to a whole chunk are measured, and the chunk itself.
 const TOKENS: [u32; 17] =
     [16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192];
@@ -62,14 +66,14 @@ pub(super) fn measure_divided(
 ) -> Result<StepCalibration> {
     let mut queue = device.queue()?;
     Points { forward, devices: pages, env }.measured(|parts| {
-        let layers = least(|| {
+        let (layers, runs) = least(|| {
             let (began, first) = (env.now(), MemberRun { device, queue: &mut *queue, forward });
             let batches =
                 MicroBatch::cut(parts, Pieces::ONE, (forward.shape().block_tokens, block_pages(forward)));
             others.run(first, &batches, &mut KvStays, TIMEOUT)?;
             Ok(env.now() - began)
         })?;
-        Ok(StepTime { layers, head: Seconds::ZERO })
+        Ok(StepTime { layers, head: Seconds::ZERO, measuring: layers * f64::from(runs) })
     })
 }
 
@@ -78,15 +82,20 @@ fn block_pages(forward: &Forward) -> u32 {
     forward.config().pages.parts.count()
 }
 
-/// The shortest time of several runs.
-fn least(mut run: impl FnMut() -> Result<Seconds>) -> Result<Seconds> {
+/// The shortest time of several runs, and how many they were.
+fn least(mut run: impl FnMut() -> Result<Seconds>) -> Result<(Seconds, u32)> {
     // the first run warms caches, but may still be the shortest
     let mut least = run()?;
-    let runs = RUNS.iter().find(|(longest, _)| least.0 <= longest.0).map_or(1, |(_, runs)| *runs);
-    for _ in 1..runs {
+    if least.0 >= LONG.0 {
+        return Ok((least, 1));
+    }
+    least = least.min(run()?);
+    let (longest, most) = RUNS;
+    let runs = if least.0 <= longest.0 { most } else { 2 };
+    for _ in 2..runs {
         least = least.min(run()?);
     }
-    Ok(least)
+    Ok((least, runs))
 }
 
 /// The time of a step.
@@ -95,6 +104,8 @@ struct StepTime {
     layers: Seconds,
     /// Embedding, LM head and sampling.
     head: Seconds,
+    /// What measuring it took, without what only the first runs take.
+    measuring: Seconds,
 }
 
 /// The sizes at which steps are measured.
@@ -122,8 +133,7 @@ impl Points<'_> {
         let tokens = knots(&TOKENS, 1, chunk);
         let contexts = knots(&CONTEXTS, 0, room.saturating_sub(chunk).min(CONTEXTS[2]));
         let prefill = self.points([&tokens, &contexts], |tokens, context| {
-            let step = self.step(&mut time, 1, context, tokens)?;
-            Ok(Some((step.layers + step.head).0))
+            Ok(Some(self.step(&mut time, 1, context, tokens)?))
         })?;
 
         let batches = knots(&BATCHES, 1, shape.sequences_max.max(1));
@@ -136,7 +146,7 @@ impl Points<'_> {
             }
             let step = self.step(&mut time, batch, context - 1, 1)?;
             heads.entry(batch).or_insert(step.head.0);
-            Ok(Some((step.layers + step.head).0))
+            Ok(Some(step))
         })?;
         let head = heads.into_iter().collect();
         Ok(StepCalibration { prefill, decode, head, chunk_tokens: shape.tokens_max })
@@ -178,18 +188,18 @@ impl Points<'_> {
     fn points(
         &self,
         [first, second]: [&[u32]; 2],
-        mut seconds: impl FnMut(u32, u32) -> Result<Option<f64>>,
+        mut step: impl FnMut(u32, u32) -> Result<Option<StepTime>>,
     ) -> Result<Vec<StepPoint>> {
-        let until = self.env.now() + BUDGET;
-        let mut points = Vec::new();
+        let until = self.env.now() + BUDGET_ELAPSED;
+        let (mut points, mut spent) = (Vec::new(), Seconds::ZERO);
         for &context in second {
             for &size in first {
-                if size == first[0] || self.env.now().0 < until.0 {
-                    points.extend(seconds(size, context)?.map(|seconds| StepPoint {
-                        size,
-                        context,
-                        seconds,
-                    }));
+                let has_time = spent.0 < BUDGET.0 && self.env.now().0 < until.0;
+                if (size == first[0] || has_time)
+                    && let Some(StepTime { layers, head, measuring }) = step(size, context)?
+                {
+                    spent += measuring;
+                    points.push(StepPoint { size, context, seconds: (layers + head).0 });
                 }
             }
         }
@@ -232,21 +242,27 @@ impl Bench<'_> {
             }
         }
         let recorded = pass.key().is_some();
-        let mut layers = Seconds::ZERO;
+        let (mut layers, mut measuring) = (Seconds::ZERO, Seconds::ZERO);
         for (_, layer, count) in &kinds {
-            layers += self.least(layer, recorded)? * *count;
+            let (least, runs) = self.least(layer, recorded)?;
+            layers += least * *count;
+            measuring += least * f64::from(runs);
         }
         let operations = operations(&ends);
         let head = match self.ends.get(&operations) {
             Some(&known) => known,
-            None => self.least(&ends, recorded)?,
+            None => {
+                let (least, runs) = self.least(&ends, recorded)?;
+                measuring += least * f64::from(runs);
+                least
+            }
         };
         self.ends.insert(operations, head);
-        Ok(StepTime { layers, head })
+        Ok(StepTime { layers, head, measuring })
     }
 
     /// The shortest time of a list, recorded if serving replays it.
-    fn least(&mut self, list: &[Cmd], recorded: bool) -> Result<Seconds> {
+    fn least(&mut self, list: &[Cmd], recorded: bool) -> Result<(Seconds, u32)> {
         let graph = match recorded.then(|| self.queue.record(list)) {
             Some(Err(error)) if error.kind != ErrorKind::Unsupported => return Err(error),
             Some(Ok(graph)) => Some(graph),

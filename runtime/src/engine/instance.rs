@@ -521,6 +521,7 @@ impl Loaded {
             kv,
             grammars: GrammarWait::new(grammars),
             below,
+            loads: std::collections::VecDeque::new(),
             orders,
             words,
             reports: reports.clone(),

@@ -29,6 +29,7 @@ mod incoming;
 pub(crate) mod instance;
 mod leaving;
 mod lend;
+mod loading;
 mod losses;
 pub(crate) mod measure;
 mod members;

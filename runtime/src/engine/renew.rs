@@ -134,6 +134,7 @@ impl Worker {
         self.sender.outgoing.clear();
         self.sender.given_up.clear();
         self.postponed.clear();
+        self.loads.clear();
         self.sender.courier.forget_all();
         self.machine = Instance::new(self.limits.clone()).predicted_by(self.cost.clone());
         Ok(())

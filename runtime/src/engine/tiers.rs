@@ -2,12 +2,11 @@
 //! from there.
 //!
 //! A block is copied when it is evicted, not when it is computed: its KV is still in its page then, because
-//! the worker copies it before it does anything else, and blocks that are reused while on the device cost no
+//! the worker copies it before it writes to the page, and blocks that are reused while on the device cost no
 //! traffic. Blocks that only a lost device held are lost with it, and are computed again.
 //!
-//! Blocks in lower tiers are always loaded, never weighed against computing them: a block of a 1b model in
-//! bf16 (16 tokens, 512 KiB) is read from a disk of 1 GB/s in 0.5 ms; to be as fast, a device would have to
-//! compute 30,000 tokens a second. The instance's step waits meanwhile; nothing runs beside a load.
+//! They are loaded beside the steps of others, block by block (`loading.rs`), unless computing them is
+//! predicted to take less.
 
 use super::pages::{InstanceKv, KvSpan};
 use super::pinning::Pinner;
@@ -24,12 +23,12 @@ use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use mixfleet_hal::cast::{to_i64, to_u32, to_usize};
 use mixfleet_hal::memory::Pinned;
-use mixfleet_hal::{Error, Result};
+use mixfleet_hal::{Error, Queue, Result};
 use mixfleet_scheduler::batch::{Evicted, RequestId, Text};
 use mixfleet_scheduler::cost::LinkCost;
 use mixfleet_scheduler::kv::{BlockHash, Tier};
+use std::collections::{BTreeSet, VecDeque};
 use std::future::{pending, ready};
-use std::ops::Range;
 
 /// Factor by which the measured cost of the disk may differ from the reported one.
 const COST_DRIFT: f64 = 1.25;
@@ -92,7 +91,7 @@ impl PendingDisk {
 pub(super) struct InstanceTiers {
     /// The instance, in metrics.
     device: String,
-    pool: Pool,
+    pub(super) pool: Pool,
     /// Pins the pool's host memory.
     _pinned: Vec<Pinned>,
     /// Bytes of a block: `[layers, page_tokens, 2, kv_heads, head_dim]`, as it is sent.
@@ -130,6 +129,23 @@ impl InstanceTiers {
         self.pool.begin_turn();
     }
 
+    /// Copies an evicted block, which is in its page still, to host memory.
+    pub(super) fn keep(
+        &self,
+        Evicted { hash, tokens, page }: &EvictedBlock,
+        kv: &mut InstanceKv,
+        queues: &mut [&mut dyn Queue],
+    ) -> Result<Kept> {
+        let span = block(kv, page);
+        self.pool.keep(*hash, tokens, &mut |place| kv.read(queues, &span, place))
+    }
+
+    /// Measured time to load so many blocks from host memory, and from the disk.
+    pub(super) fn load_s(&self, [in_memory, on_disk]: [usize; 2]) -> f64 {
+        let bytes = |blocks: usize| (blocks as u64 * self.block_bytes) as f64;
+        bytes(in_memory + on_disk) * self.upload_s + bytes(on_disk) * self.read_s
+    }
+
     /// Number of blocks that fit into host memory.
     pub(super) fn dram_blocks(&self) -> usize {
         self.dram_blocks
@@ -160,7 +176,7 @@ impl InstanceTiers {
 
     /// Learns from `blocks` that were read from the disk in `seconds`. True if the cost must be reported
     /// again.
-    fn learn(&mut self, blocks: u64, seconds: f64) -> bool {
+    pub(super) fn learn(&mut self, blocks: u64, seconds: f64) -> bool {
         let measured = seconds / (blocks * self.block_bytes).max(1) as f64;
         let (told, is) = (self.upload_s + self.read_s, self.upload_s + measured);
         let off = is > told * COST_DRIFT || told > is * COST_DRIFT;
@@ -190,8 +206,11 @@ impl InstanceTiers {
     }
 }
 
+/// A block that the device's memory gives up.
+pub(super) type EvictedBlock = Evicted<Box<[u32]>>;
+
 /// All layers of a page.
-fn block<'a>(kv: &InstanceKv, page: &'a u32) -> KvSpan<'a> {
+pub(super) fn block<'a>(kv: &InstanceKv, page: &'a u32) -> KvSpan<'a> {
     let (pages, tokens) = (std::slice::from_ref(page), 0..kv.shape.page_tokens);
     KvSpan { layers: 0..kv.layers, pages, tokens, wire: kv.shape.dtype }
 }
@@ -227,12 +246,12 @@ impl Worker {
         Ok(())
     }
 
-    /// Leases the blocks to be loaded that lower tiers hold, if there are any to load.
-    pub(super) fn lease_wanted(&mut self, actions: &[Action]) -> Option<Lease> {
+    /// Pins the blocks to be loaded that are in host memory, if there are any to load.
+    pub(super) fn lease_wanted(&self, actions: &[Action]) -> Option<Lease> {
         actions.iter().find_map(|action| match action {
             Action::Load { request, blocks, chain } => {
                 let tokens = self.machine.text(*request)?.of_blocks(blocks.clone()).to_vec();
-                self.lease(chain, &tokens)
+                Some(self.below.as_ref()?.pool.begin_lease(chain, &tokens))
             }
             _ => None,
         })
@@ -252,33 +271,45 @@ impl Worker {
     }
 
     /// Tells the fleet what it takes to load from the lower tiers.
-    fn tell_costs(&mut self) {
+    pub(super) fn tell_costs(&mut self) {
         for (tier, cost) in self.below.as_mut().map(InstanceTiers::costs).unwrap_or_default() {
             self.report(FromWorker::Tier { tier, cost });
         }
     }
 
-    /// Copies evicted blocks to lower tiers before they are overwritten. If `lease` leaves no room for them,
-    /// it is dropped: the disk keeps its blocks.
-    pub(super) fn keep_evicted(&mut self, actions: &[Action], lease: &mut Option<Lease>) -> Result<()> {
-        let Worker { below: Some(below), kv, queue, copies, .. } = self else { return Ok(()) };
-        let evicted = actions.iter().filter_map(|a| if let Action::Evicted(e) = a { Some(e) } else { None });
-        let mut evicted = evicted.flatten().peekable();
-        if evicted.peek().is_none() {
-            return Ok(());
-        }
-        let mut queues = queues(queue, copies);
-        let mut keep = |Evicted { hash, tokens, page }: &Evicted<Box<[u32]>>| {
-            let span = block(kv, page);
-            below.pool.keep(*hash, tokens, &mut |place| kv.read(&mut queues, &span, place))
+    /// Copies evicted blocks to lower tiers before they are overwritten. Those in pages of a sequence that
+    /// waits for blocks are returned, and copied beside steps. If `lease`, and those of the loads in
+    /// progress, leave no room, they are dropped: the disk keeps their blocks.
+    pub(super) fn keep_evicted(
+        &mut self,
+        actions: &[Action],
+        lease: &mut Option<Lease>,
+    ) -> Result<VecDeque<EvictedBlock>> {
+        let Worker { below: Some(below), kv, queue, copies, loads, machine, .. } = self else {
+            return Ok(VecDeque::new());
         };
-        for block in evicted {
-            if keep(block)? == Kept::Full && below.pool.has_disk() && lease.take().is_some() {
-                keep(block)?;
+        let waiting = actions.iter().find_map(|action| match action {
+            Action::Load { request, .. } => Some(machine.pages(*request)),
+            _ => None,
+        });
+        let waiting: BTreeSet<u32> = waiting.into_iter().flatten().copied().collect();
+        let evicted = actions.iter().filter_map(|a| if let Action::Evicted(e) = a { Some(e) } else { None });
+        let (later, now): (Vec<_>, Vec<_>) =
+            evicted.flatten().partition(|block| waiting.contains(&block.page));
+        let mut queues = queues(queue, copies);
+        for block in &now {
+            if below.keep(block, kv, &mut queues)? == Kept::Full && below.pool.has_disk() {
+                let leases = loads.iter_mut().map(|load| &mut load.lease).chain([&mut *lease]);
+                if leases.filter_map(Option::take).count() > 0 {
+                    below.keep(block, kv, &mut queues)?;
+                }
             }
         }
-        self.report_tiers();
-        Ok(())
+        let later = later.into_iter().cloned().collect();
+        if !now.is_empty() {
+            self.report_tiers();
+        }
+        Ok(later)
     }
 
     /// Copies the whole blocks of a request's prompt, whose KV is in its pages, to host memory for engines of
@@ -300,44 +331,6 @@ impl Worker {
         }
         self.report_tiers();
         Ok(())
-    }
-
-    /// Fills blocks of a sequence, whose keys are `chain`, from `lease` and from the tiers. Returns how many
-    /// were filled.
-    pub(super) fn load_blocks(
-        &mut self,
-        request: RequestId,
-        mut lease: Option<Lease>,
-        blocks: Range<u32>,
-        chain: &[BlockHash],
-    ) -> Result<u32> {
-        let Some(text) = self.machine.text(request) else { return Ok(0) };
-        let tokens = text.of_blocks(blocks.clone()).to_vec();
-        let pages = self.machine.pages(request)[blocks.start as usize..blocks.end as usize].to_vec();
-        lease = lease.or_else(|| self.lease(chain, &tokens));
-        let mut done = 0;
-        while let Some(held) = lease.take() {
-            let mut came = 0;
-            for (at, &page) in (0..held.len()).zip(&pages[done..]) {
-                let Worker { kv, queue, copies, .. } = self;
-                let (span, mut queues) = (block(kv, &page), queues(queue, copies));
-                let mut written = Ok(());
-                if !held.view(at, &mut |payload| written = kv.write(&mut queues, &span, payload))? {
-                    break;
-                }
-                written?;
-                came += 1;
-            }
-            let tokens_each = tokens.len() / chain.len();
-            done += came;
-            // A prefix may be longer than host memory: the disk has the rest.
-            drop(held);
-            if came > 0 && done < chain.len() {
-                lease = self.lease(&chain[done..], &tokens[done * tokens_each..]);
-            }
-        }
-        self.report_tiers();
-        Ok(to_u32(done))
     }
 
     /// Reports the pool's events in order, and counts them.

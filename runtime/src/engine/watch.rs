@@ -131,9 +131,7 @@ impl Coordinator {
         }
         let device = handle.device.clone();
         self.fleet_step(Event::Measured { instance, steps });
-        if let Some((corrections, errors)) = self.fleet.machine().learned(instance) {
-            self.metrics.learned(&device, corrections, errors);
-        }
+        self.metrics.learned(&device, self.fleet.machine(), instance);
     }
 
     /// Handles a change of an instance's work for other routers.

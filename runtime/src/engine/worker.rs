@@ -12,6 +12,7 @@ use super::handoff::{LAYERS_IN_FLIGHT, Outgoing, SEND_POLL_INTERVAL};
 use super::health::HealthWatch;
 use super::incoming::{Incoming, Intake};
 use super::leaving::Taken;
+use super::loading::BlockLoad;
 use super::members::OtherMembers;
 use super::messages::{FromPeer, FromWorker, KvMessage, Report, Source, ToWorker, Transfer};
 use super::pages::InstanceKv;
@@ -99,6 +100,8 @@ pub(super) struct Worker {
     pub(super) grammars: GrammarWait,
     /// The tiers that store evicted KV.
     pub(super) below: Option<InstanceTiers>,
+    /// The loads from lower tiers that sequences wait for, in the order of their beginnings.
+    pub(super) loads: VecDeque<BlockLoad>,
     pub(super) orders: MessageReceiver<ToWorker>,
     pub(super) words: MessageReceiver<FromPeer>,
     pub(super) reports: MessageSender<Report>,
@@ -182,14 +185,18 @@ impl Worker {
                 self.report_tiers();
             }
         }
+        self.settle_loads()?;
         let step = self.carry_out(Event::Idle)?;
         // Cached KV is sent before computed KV.
         self.send_waiting()?;
-        let has_work = step.is_some();
-        if let Some(step) = step.filter(|step| !step.sequences.is_empty()) {
-            let tokens = step.sequences.iter().map(|s| u64::from(s.tokens)).sum();
+        let has_work = step.is_some() || !self.loads.is_empty();
+        if let Some(step) = step.as_ref().filter(|step| !step.sequences.is_empty()) {
+            let (tokens, began) = (step.sequences.iter().map(|s| u64::from(s.tokens)).sum(), self.env.now());
             self.compute(step).await?;
             self.health.stepped(tokens, self.env.now(), || self.device.health());
+            self.load_after(self.env.now() - began)?;
+        } else if step.is_none() {
+            self.load_alone()?;
         }
         // While it waits for sends to end, it takes turns in which nothing changes.
         if self.load_reported.get() == Some(self.machine.load()) {
@@ -208,22 +215,19 @@ impl Worker {
     }
 
     /// Feeds the machine an event and carries out its actions except for the step to be run, which is
-    /// returned. The step is empty if blocks were loaded instead.
+    /// returned. The step is empty if a load began instead.
     fn carry_out(&mut self, event: Event) -> Result<Option<Step>> {
         let (mut actions, mut run) = (Vec::new(), None);
         self.machine.step(event, &mut actions);
         // Blocks to load are leased before room is made below for evicted blocks.
         let mut lease = self.lease_wanted(&actions);
-        self.keep_evicted(&actions, &mut lease)?;
-        let mut actions = VecDeque::from(actions);
-        while let Some(action) = actions.pop_front() {
+        let mut evicted = self.keep_evicted(&actions, &mut lease)?;
+        for action in actions {
             match action {
                 Action::Run(step) => run = Some(step),
                 Action::Load { request, blocks, chain } => {
-                    let blocks = self.load_blocks(request, lease.take(), blocks, &chain)?;
-                    let mut more = Vec::new();
-                    self.machine.step(Event::Loaded { request, blocks }, &mut more);
-                    actions.extend(more);
+                    let evicted = std::mem::take(&mut evicted);
+                    self.begin_load(request, lease.take(), (&blocks, chain), evicted)?;
                     run = Some(Step::default());
                 }
                 Action::Admitted { request, tokens_cached } => {
@@ -283,6 +287,7 @@ impl Worker {
     /// Stops tracking a request and waiting for its KV.
     pub(super) fn remove(&mut self, request: RequestId) -> Option<Active> {
         self.incoming.remove(&request);
+        self.stop_load(request);
         let active = self.active.remove(&request)?;
         self.tell_decoded(&active);
         Some(active)
@@ -290,13 +295,13 @@ impl Worker {
 
     /// Runs a step. If the device rejects it, each sequence is run alone, so that only those fail that the
     /// device cannot run.
-    async fn compute(&mut self, step: Step) -> Result<()> {
+    async fn compute(&mut self, step: &Step) -> Result<()> {
         self.waited = Seconds::ZERO;
         let began = self.env.now();
-        let error = match self.run_step(&step).await {
+        let error = match self.run_step(step).await {
             Ok(drawn) => {
-                self.report_time(&step, self.env.now() - began - self.waited);
-                return self.finish_step(&step, drawn);
+                self.report_time(step, self.env.now() - began - self.waited);
+                return self.finish_step(step, drawn);
             }
             Err(error) if fault::concerns_step_only(&error) => error,
             Err(error) => return Err(error),
@@ -316,7 +321,7 @@ impl Worker {
                 Err(error) => return Err(error),
             }
         }
-        self.finish_step(&step, drawn)
+        self.finish_step(step, drawn)
     }
 
     /// Reports a step's time, from which predictions learn.

@@ -497,10 +497,8 @@ impl Passage {
             for steps in self.measured(&usage) {
                 self.gateway.tell(Event::Measured { instance, steps });
             }
-            let learned = self.gateway.lock().fleet.machine().learned(instance);
-            if let Some((corrections, errors)) = learned {
-                self.gateway.metrics.learned(self.gateway.engine(at).name(), corrections, errors);
-            }
+            let name = self.gateway.engine(at).name();
+            self.gateway.metrics.learned(name, self.gateway.lock().fleet.machine(), instance);
         }
         self.gateway.note_answered(at);
         self.is_cleared();

@@ -406,8 +406,11 @@ fn lengths_are_learned_and_an_engine_slower_than_predicted_is_corrected() {
             (ratio - TOKENS_PER_BYTE).abs() < 1e-9,
             "10 tokens in 40 bytes are what was assumed: {ratio}"
         );
-        let (corrections, _) = gateway.lock().fleet.machine().learned(InstanceId(0)).unwrap();
-        assert!(corrections.step > 1.5, "a step takes 30 ms and was predicted to take 11: {corrections:?}");
+        let corrections = gateway.lock().fleet.machine().learned(InstanceId(0)).unwrap();
+        assert!(
+            corrections.step[0] > 1.5,
+            "a step takes 30 ms and was predicted to take 11: {corrections:?}"
+        );
     });
 }
 
@@ -475,10 +478,10 @@ fn a_request_goes_where_its_prefix_is_cached() {
         // a slow tokenizer holds no request up
         *engines[1].ids.lock().unwrap() = ((0..100).collect(), 100.0);
         let began = env.now();
-        assert_eq!(predicted(&gateway, "slow").await, (vec![0, 0], 0));
+        assert_eq!(predicted(&gateway, "slow").await.0, [0, 0]);
         assert!((env.now() - began).0 < 0.5, "{:?}", env.now() - began);
         let began = env.now();
-        assert_eq!(predicted(&gateway, "slow again").await, (vec![0, 0], 0));
+        assert_eq!(predicted(&gateway, "slow again").await.0, [0, 0]);
         assert!((env.now() - began).0 < 0.1, "it is not asked again so soon");
         *engines[1].ids.lock().unwrap() = ((0..100).collect(), 0.0);
         env.sleep(Duration::from_secs(2)).await;
@@ -490,7 +493,7 @@ fn a_request_goes_where_its_prefix_is_cached() {
         *engines[1].feed.lock().unwrap() = Some(told_by);
         *engines[1].state.lock().unwrap() = Ok(told());
         env.sleep(Duration::from_secs(5)).await;
-        assert_eq!(predicted(&gateway, "back").await, (vec![0, 0], 0));
+        assert_eq!(predicted(&gateway, "back").await.0, [0, 0]);
         has(&feed, &tokens);
         env.sleep(Duration::from_millis(1)).await;
         assert_eq!(predicted(&gateway, "back again").await, (vec![0, 80], 1));

@@ -8,27 +8,40 @@ use super::{ClassLabels, DeviceLabels, Metrics};
 use crate::request::ServiceTier;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::RequestId;
-use mixfleet_scheduler::fleet::{Action, Event, InstanceId};
+use mixfleet_scheduler::fleet::{Action, Event, Fleet, InstanceId, Terms};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 /// What of an event concerns money or time.
 pub(crate) enum Noted {
-    Arrived { request: RequestId, class: u32 },
+    Arrived {
+        request: RequestId,
+        class: u32,
+    },
     PromptDone(RequestId),
-    Ended { request: RequestId, in_full: bool },
-    Up { instance: InstanceId, device: Arc<str>, usd_per_s: Option<f64> },
+    /// Its answer was given in full, or not: none, or the number of its tokens.
+    Ended {
+        request: RequestId,
+        answered: Option<u32>,
+    },
+    Up {
+        instance: InstanceId,
+        device: Arc<str>,
+        usd_per_s: Option<f64>,
+    },
     Down(InstanceId),
 }
 
 impl Noted {
-    /// What of `event` is noted.
-    pub(crate) fn of(event: &Event) -> Option<Self> {
+    /// What of `event` is noted, which `fleet` has not handled yet.
+    pub(crate) fn of(event: &Event, fleet: &Fleet) -> Option<Self> {
         Some(match event {
             Event::Arrived(arrival) => Noted::Arrived { request: arrival.request, class: arrival.class },
             Event::PrefillDone { request, .. } => Noted::PromptDone(*request),
-            Event::Finished { request } => Noted::Ended { request: *request, in_full: true },
-            Event::Cancelled { request } => Noted::Ended { request: *request, in_full: false },
+            Event::Finished { request } => {
+                Noted::Ended { request: *request, answered: Some(fleet.generated(*request)) }
+            }
+            Event::Cancelled { request } => Noted::Ended { request: *request, answered: None },
             Event::InstanceUp(instance) => Noted::Up {
                 instance: instance.id,
                 device: instance.device.clone(),
@@ -72,8 +85,9 @@ struct RequestMeter {
     came_at: Option<f64>,
     prompt_usd: f64,
     generation_usd: f64,
-    /// Predicted time to the first token, and mean time of a further one.
-    predicted: Option<(f64, f64)>,
+    /// When and where it was placed, and what was predicted.
+    placed: (Seconds, InstanceId),
+    predicted: Option<Terms>,
     /// Whether the first token's time is only assumed.
     is_guessed: bool,
 }
@@ -115,7 +129,7 @@ impl Meter {
                     _ => None,
                 });
                 let Some((prefill, decode, explanation)) = placed else {
-                    return self.ended(request, false, now, metrics);
+                    return self.ended(request, None, now, metrics);
                 };
                 let terms = explanation.chosen().and_then(|chosen| chosen.terms);
                 // what it cost where it was before it had to be placed again
@@ -132,14 +146,15 @@ impl Meter {
                     came_at: None,
                     prompt_usd,
                     generation_usd,
-                    predicted: terms.map(|terms| (terms.ttft_s, terms.tbt_s)),
+                    placed: (now, *prefill),
+                    predicted: terms,
                     is_guessed: false,
                 };
                 self.requests.insert(request, met);
                 self.come(request, now, metrics);
             }
             Noted::PromptDone(request) => self.prompt_done(request, now, metrics),
-            Noted::Ended { request, in_full } => self.ended(request, in_full, now, metrics),
+            Noted::Ended { request, answered } => self.ended(request, answered, now, metrics),
             Noted::Up { instance, device, usd_per_s } => {
                 let labels = DeviceLabels { device: device.to_string() };
                 let fresh = DeviceMeter { labels, usd_per_s, at: now, requests: 0, owed: 0.0 };
@@ -209,28 +224,39 @@ impl Meter {
         (met.first, met.on) = (Some(now), met.decode);
         if !met.is_guessed {
             metrics.request_prefill_time_s.observe((now - met.began).0);
-            if let Some((ttft_s, tbt_s)) = met.predicted {
-                metrics.predicted_ttft_s.observe(ttft_s);
-                metrics.predicted_tbt_s.observe(tbt_s);
+            if let Some(terms) = &met.predicted {
+                metrics.predicted_ttft_s.observe(terms.ttft_s);
+                metrics.predicted_tbt_s.observe(terms.tbt_s);
+                let (placed_at, on) = met.placed;
+                if let Some(device) = self.devices.get(&on) {
+                    let predicted = [terms.uncorrected_s()[0], terms.ttft_s];
+                    metrics.predicted(&device.labels.device, "ttft", (now - placed_at).0, predicted);
+                }
             }
         }
         self.come(request, now, metrics);
     }
 
-    fn ended(&mut self, request: RequestId, in_full: bool, now: Seconds, metrics: &Metrics) {
+    fn ended(&mut self, request: RequestId, answered: Option<u32>, now: Seconds, metrics: &Metrics) {
         self.go(request, now, metrics);
         let Some(met) = self.requests.remove(&request) else { return };
         let is_priced = self.devices.get(&met.on).is_some_and(|device| device.usd_per_s.is_some());
         if is_priced || met.prompt_usd + met.generation_usd > 0.0 {
             metrics.prompt_usd.get_or_create(&met.class).inc_by(met.prompt_usd);
             metrics.generation_usd.get_or_create(&met.class).inc_by(met.generation_usd);
-            if in_full {
+            if answered.is_some() {
                 let usd = met.prompt_usd + met.generation_usd;
                 metrics.request_usd.get_or_create(&met.class).observe(usd);
             }
         }
-        if let Some(first) = met.first.filter(|_| in_full && !met.is_guessed) {
-            metrics.request_decode_time_s.observe((now - first).0);
+        let Some((first, tokens)) = met.first.zip(answered).filter(|_| !met.is_guessed) else { return };
+        metrics.request_decode_time_s.observe((now - first).0);
+        let (device, gaps) = (self.devices.get(&met.on), tokens.saturating_sub(1));
+        if let (Some(terms), Some(device)) = (&met.predicted, device.filter(|_| gaps > 0)) {
+            let predicted = [terms.uncorrected_s()[1], terms.tbt_s];
+            let predicted = predicted.map(|tbt_s| tbt_s + terms.transfer_s / f64::from(gaps));
+            let measured_s = (now - first).0 / f64::from(gaps);
+            metrics.predicted(&device.labels.device, "tbt", measured_s, predicted);
         }
     }
 }
@@ -296,7 +322,10 @@ mod tests {
 
     /// Tells a fleet machine, and the meter what it answers.
     fn step(fleet: &mut Fleet, metrics: &Metrics, seconds: f64, event: Event) {
-        let (noted, mut actions) = (Noted::of(&event), Vec::new());
+        if let Event::DecodeStep { .. } = event {
+            return fleet.step(Seconds(seconds), event, &mut Vec::new());
+        }
+        let (noted, mut actions) = (Noted::of(&event, fleet), Vec::new());
         fleet.step(Seconds(seconds), event, &mut actions);
         metrics.note(Seconds(seconds), noted.unwrap(), &actions);
     }
@@ -311,6 +340,8 @@ mod tests {
         at(12.0, Event::PrefillDone { request: 1, instance: InstanceId(0) });
         at(14.0, arrival(2, ServiceTier::Flex as u32));
         assert!((metrics.usd(2, Seconds(16.0)).unwrap() - 0.002).abs() < 1e-12, "half of two seconds");
+        let (instance, requests) = (InstanceId(0), vec![1]);
+        at(15.0, Event::DecodeStep { instance, requests, tokens: 100 });
         at(18.0, Event::Finished { request: 1 });
         at(20.0, Event::Cancelled { request: 2 });
         metrics.settle(Seconds(30.0));
@@ -329,6 +360,9 @@ mod tests {
             "mixfleet_request_prefill_time_seconds_sum 2.0",
             "mixfleet_request_decode_time_seconds_sum 6.0",
             "mixfleet_predicted_time_to_first_token_seconds_count 1",
+            // 2 s where 0.5 were predicted, and 60 ms where 10 were
+            "mixfleet_prediction_error_ratios_sum{device=\"d0\",kind=\"ttft\",correction=\"after\"} 4.0",
+            "mixfleet_prediction_error_ratios_sum{device=\"d0\",kind=\"tbt\",correction=\"before\"} 6.0",
         ] {
             assert!(text.lines().any(|other| other == line), "{line} is not in\n{text}");
         }

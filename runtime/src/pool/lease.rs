@@ -19,6 +19,8 @@ pub struct Lease {
     /// Later blocks that are in host memory already, pinned once so that they are not evicted for earlier
     /// ones.
     ahead: BTreeSet<usize>,
+    /// How the leading blocks were there, or none of those that may be on the disk.
+    arrivals: Vec<Option<Arrival>>,
 }
 
 impl std::fmt::Debug for Lease {
@@ -28,16 +30,23 @@ impl std::fmt::Debug for Lease {
 }
 
 impl Lease {
-    pub(super) fn open(shared: Arc<Shared>, chain: &[BlockHash], tokens: &[u32]) -> Self {
+    /// Pins the blocks that are in host memory, of which [`bring_next`](Self::bring_next) leases one after
+    /// the other.
+    pub(super) fn begin(shared: Arc<Shared>, chain: &[BlockHash], tokens: &[u32]) -> Self {
         // A block whose tokens are not known cannot be compared.
         let known = chain.len().min(tokens.len() / shared.layout.block_tokens);
         let tokens = tokens[..known * shared.layout.block_tokens].to_vec();
         let chain = chain[..known].to_vec();
-        let (held, ahead) = (Vec::new(), BTreeSet::new());
-        let mut lease = Lease { shared, chain, tokens, held, ahead };
-        let arrivals = lease.pin_present();
-        lease.bring(&arrivals);
+        let (held, ahead, arrivals) = (Vec::new(), BTreeSet::new(), Vec::new());
+        let mut lease = Lease { shared, chain, tokens, held, ahead, arrivals };
+        lease.arrivals = lease.pin_present();
         lease
+    }
+
+    /// Number of leading blocks that are in host memory, and that may be on the disk.
+    pub fn expected(&self) -> [usize; 2] {
+        let on_disk = self.arrivals.iter().filter(|arrival| arrival.is_none()).count();
+        [self.arrivals.len() - on_disk, on_disk]
     }
 
     /// Number of leading blocks that are pinned.
@@ -124,26 +133,29 @@ impl Lease {
         arrivals
     }
 
-    /// Loads blocks from the disk, up to the first that cannot be loaded.
-    fn bring(&mut self, arrivals: &[Option<Arrival>]) {
-        for (at, &arrival) in arrivals.iter().enumerate() {
-            let result = match arrival {
-                Some(arrival) => Ok(arrival),
-                None => self.shared.promote(self.wanted(at)),
-            };
-            let came = result.unwrap_or_else(|error| {
-                tracing::warn!(%error, "a KV block could not be brought to host memory");
-                Arrival::Missing
-            });
-            if !self.note(came) {
-                return;
-            }
-            let mut state = self.shared.state();
-            match arrival {
-                Some(_) => state.counts.hits_dram += 1,
-                None => state.counts.hits_ssd += 1,
-            }
+    /// Leases the next block, which it may load from the disk. False if it is not held, is bad, is another
+    /// prompt's, or finds no room.
+    pub fn bring_next(&mut self) -> bool {
+        let at = self.held.len();
+        let Some(&arrival) = self.arrivals.get(at) else { return false };
+        let result = match arrival {
+            Some(arrival) => Ok(arrival),
+            None => self.shared.promote(self.wanted(at)),
+        };
+        let came = result.unwrap_or_else(|error| {
+            tracing::warn!(%error, "a KV block could not be brought to host memory");
+            Arrival::Missing
+        });
+        if !self.note(came) {
+            self.arrivals.truncate(at);
+            return false;
         }
+        let mut state = self.shared.state();
+        match arrival {
+            Some(_) => state.counts.hits_dram += 1,
+            None => state.counts.hits_ssd += 1,
+        }
+        true
     }
 
     /// Adds the next block to the lease if it is pinned.

@@ -356,7 +356,15 @@ impl Pool {
     /// first on. The leading blocks that are held are loaded to host memory and pinned, up to the first that
     /// is not held, is bad, is another prompt's, or finds no room.
     pub fn lease(&self, chain: &[BlockHash], tokens: &[u32]) -> Lease {
-        Lease::open(self.0.clone(), chain, tokens)
+        let mut lease = self.begin_lease(chain, tokens);
+        while lease.bring_next() {}
+        lease
+    }
+
+    /// The same, of which only blocks in host memory are pinned: [`Lease::bring_next`] leases one after the
+    /// other.
+    pub fn begin_lease(&self, chain: &[BlockHash], tokens: &[u32]) -> Lease {
+        Lease::begin(self.0.clone(), chain, tokens)
     }
 
     /// Stores a block that is evicted from a device, which counts as one use of it. `fill` is called to put

@@ -1,11 +1,12 @@
 //! `serve` and `simulate` agree: the real engine on simulated devices in virtual time, and the simulator's
 //! driver of the same machine, place and reject the same requests.
 
+mod overload;
 mod served;
 mod simulated;
 
 use mixfleet_hal::units::Seconds;
-use mixfleet_scheduler::fleet::{Action, Event, Policy, Role};
+use mixfleet_scheduler::fleet::{Action, Admission, Event, Policy, Role};
 use mixfleet_sim::simulate::Observer;
 use serde::Deserialize;
 use served::{SceneCounts, served};
@@ -63,6 +64,9 @@ struct Scene {
     /// Number of routers, which get the requests in turn.
     routers: u16,
     policy: Policy,
+    admission: Admission,
+    /// Whether a request is dropped whose decode instance is too busy once its prompt is computed.
+    drops_late: bool,
     requests: usize,
     requests_per_s: f64,
     seed: u64,
@@ -204,6 +208,8 @@ fn scene(name: &'static str, parts: Vec<Part>, joined: bool, policy: Policy, loa
         talks: false,
         routers: 1,
         policy,
+        admission: Admission::Prediction,
+        drops_late: false,
         requests: if seeds().is_some() { 200 } else { 120 },
         requests_per_s,
         seed,

@@ -5,7 +5,7 @@ use crate::fleet::wayward::Wayward;
 use crate::fleet::{Case, TestFleet, prompt, request};
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::random::Stream;
-use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond};
+use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond, Seconds};
 use mixfleet_hal::{Cmd, DType, Device, Elapsed, Graph, OpSig, Queue, Result, Slice, Ticket};
 use mixfleet_runtime::env::{Env, SeededEnv};
 use mixfleet_runtime::model::Checkpoint;
@@ -19,8 +19,13 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 fn part(env: &SeededEnv, at: usize, flops: f64) -> Arc<dyn Device> {
+    part_of(env, at, (flops, 1e12))
+}
+
+/// A part with so many FLOP/s and bytes/s.
+fn part_of(env: &SeededEnv, at: usize, (flops, bandwidth): (f64, f64)) -> Arc<dyn Device> {
     let rates = [DType::F32, DType::Bf16].map(|dtype| (dtype, FlopPerSecond(flops)));
-    let profile = DeviceProfile::roof(rates.to_vec(), BytesPerSecond(1e12), Bytes(1e9));
+    let profile = DeviceProfile::roof(rates.to_vec(), BytesPerSecond(bandwidth), Bytes(1e9));
     let clock = Arc::new(WorldClock(env.clone()));
     Arc::new(TimeOnlyDevice::new(&format!("device{at}"), profile, clock).unwrap())
 }
@@ -221,4 +226,105 @@ fn no_page_that_a_running_step_uses_is_written_by_what_lands() {
         beside += [of_one, of_two].iter().map(|running| running.lock().unwrap().beside).sum::<usize>();
     }
     assert!(beside > 50, "{beside} pieces landed during steps");
+}
+
+/// Prompts that return, in memory for two of them, so that each is loaded from host memory while others
+/// decode.
+#[test]
+fn no_page_that_a_running_step_uses_is_written_by_what_is_loaded() {
+    let checkpoint = tiny_variants().remove(0).1.load().unwrap();
+    let mut loaded = 0;
+    for seed in 0..4 {
+        let env = SeededEnv::with_blocking_workers(seed);
+        let (device, running) = checked(part(&env, 0, 4e7));
+        let fleet =
+            TestFleet::new(checkpoint.clone()).with_device(Role::Auto, device).blocks(14).lower(64, None);
+        let once = cases(&checkpoint, seed, 12);
+        let twice = once
+            .iter()
+            .chain(&once)
+            .map(|case| Case { prompt: case.prompt.clone(), expected: case.expected.clone() });
+        let usage = fleet.run_many(&env, twice.collect());
+        assert_eq!(usage, 0.0, "seed {seed}: blocks are still in use");
+        env.end();
+        loaded += running.lock().unwrap().beside;
+    }
+    assert!(loaded > 20, "{loaded} pieces were loaded during steps");
+}
+
+/// The longest gap of a stream beside a request whose prefix is in host memory if `is_below`, and on the
+/// device otherwise; and that request's TTFT, alone and beside the stream. A block takes 0.5 ms to the device
+/// or from it.
+fn beside_a_request(copies_beside: bool, is_below: bool) -> (f64, [f64; 2]) {
+    const LINK: Seconds = Seconds(5e-4);
+    let (_, mut random) = tiny_variants().remove(1);
+    random.config.insert("num_hidden_layers".into(), json!(12));
+    let checkpoint = random.load().unwrap();
+    let env = SeededEnv::with_blocking_workers(5);
+    let block_bytes = 8 * checkpoint.config.kv_bytes_per_token(DType::F32);
+    let takes = |env: &SeededEnv| {
+        let world = env.clone();
+        move |bytes: usize| {
+            if bytes as u64 >= block_bytes / 2 {
+                world.block_until(world.now() + LINK);
+            }
+            Ok(())
+        }
+    };
+    let (writes, reads) = (takes(&env), takes(&env));
+    let device = Wayward::over(part_of(&env, 0, (4e8, 1e10)))
+        .copies_beside(copies_beside)
+        .writing(move |_, bytes| writes(bytes.len()))
+        .reading(move |_, place| reads(place.len()));
+    let fleet = TestFleet::new(checkpoint.clone())
+        .with_device(Role::Auto, Arc::new(device))
+        .blocks(64)
+        .lower(512, None);
+    let handle = fleet.start(Arc::new(env.clone()));
+    let config = checkpoint.config.clone();
+    let world = env.clone();
+    let answer = env.run(async move {
+        let ask = async |prompt: &Vec<u32>, tokens| {
+            handle.submit(request("one".into(), prompt.clone(), tokens, None)).await.expect("admitted")
+        };
+        let (long, other) = (prompt(400, 3, &config), prompt(400, 4, &config));
+        let mut alone_s = 0.0;
+        for prompt in [&long, &other, &long, &other].into_iter().take(if is_below { 4 } else { 3 }) {
+            let first_s = times(&world, &mut ask(prompt, 1).await, 1).await[0];
+            alone_s = if std::ptr::eq(prompt, &long) { first_s } else { alone_s };
+        }
+        let mut stream = ask(&prompt(8, 5, &config), 120).await;
+        times(&world, &mut stream, 40).await;
+        let mut beside = ask(&long, 1).await;
+        let first = async { times(&world, &mut beside, 1).await[0] };
+        let streamed = async {
+            let mut longest = 0.0f64;
+            for _ in 0..60 {
+                longest = longest.max(times(&world, &mut stream, 1).await[0]);
+            }
+            longest
+        };
+        let (beside_s, longest) = tokio::join!(first, streamed);
+        (longest, [alone_s, beside_s])
+    });
+    env.end();
+    let hits = fleet.tier_hits(0, "dram");
+    assert!(hits >= if is_below { 60 } else { 30 }, "{hits} blocks came from host memory");
+    answer
+}
+
+#[test]
+fn a_load_hardly_shows_in_the_stream_beside_it() {
+    for copies_beside in [true, false] {
+        let [(without, _), (with, [alone_s, beside_s])] =
+            [false, true].map(|is_below| beside_a_request(copies_beside, is_below));
+        println!(
+            "copies beside steps: {copies_beside}; longest gap {with:.4} s, {without:.4} s without a load; TTFT of the loader \
+             {beside_s:.4} s, {alone_s:.4} s alone"
+        );
+        assert!(with <= 1.2 * without, "{with} {without}");
+        // the step that runs as it comes, and the one in which it has its last tokens
+        let steps_s = if copies_beside { 2.0 * without } else { f64::INFINITY };
+        assert!(beside_s <= 1.1 * alone_s + steps_s, "{beside_s} {alone_s}");
+    }
 }

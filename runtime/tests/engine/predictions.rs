@@ -1,9 +1,9 @@
 //! What `serve` predicts of parts against the time that they take.
 //!
 //! A device's time comes from published tables of single kernels (`../shared/data/measured`). The prediction
-//! comes from the catalog, which has some 3 % of the points of these tables, and from the calibration with which
-//! `serve` starts. A part without a table gets a relative's, scaled by the ratio of their datasheets and by a
-//! factor for each kind of kernel that the catalog does not know.
+//! comes from the catalog, which has some 3 % of the points of these tables, and from the calibration that
+//! `serve` begins with. A part without a table gets a relative's, scaled by the ratio of their datasheets and
+//! by a factor for each kind of kernel that the catalog does not know.
 //!
 //! `MIXFLEET_PREDICTIONS=full` tries each model on each part; otherwise each part has one model.
 

@@ -134,7 +134,7 @@ fn an_engine_serves_without_its_disk_until_the_model_is_known_and_with_it_from_t
     let checkpoint = checkpoint();
     let (cached, hits, tokens) = ask_until_known(&checkpoint, 7);
     assert_eq!(cached, [0, 0, 32]);
-    assert!(hits >= 3, "{hits} of 4 blocks came from the disk");
+    assert!(hits >= 2, "{hits} of 4 blocks came from the disk, which host memory has no room for");
     let expected = [1, 2, 1].map(|seed| greedy(&checkpoint, &prompt(40, seed, &checkpoint.config), 4));
     assert_eq!(tokens, expected);
 }
@@ -170,7 +170,7 @@ fn a_disk_that_hangs_is_left_out_and_no_answer_waits_for_it() {
             world.block_until(world.now() + Seconds(span.as_secs_f64()));
         });
         let fleet = on_disk(&checkpoint, &disk);
-        disk.set_plan(FaultPlan::exactly(Fault::Hang, 12 + seed * 3, u64::MAX));
+        disk.set_plan(FaultPlan::exactly(Fault::Hang, 10 + seed * 2, u64::MAX));
         assert_right(&converse(&fleet, &env, &prompts), &expected);
         assert_eq!(fleet.outages(0), 1, "{env:?}: it is used again");
         // Five answers take this long, and the disk's second.
@@ -182,7 +182,7 @@ fn a_disk_that_hangs_is_left_out_and_no_answer_waits_for_it() {
 fn blocks_that_rot_are_computed_again() {
     let checkpoint = checkpoint();
     let (prompts, expected) = two_in_turn(&checkpoint);
-    for probability in [0.3, 1.0] {
+    for probability in [0.5, 1.0] {
         let rule = Rule { fault: Fault::BitFlip, probability, from: 0, until: None };
         let disk = SimDisk::new(FaultPlan { seed: 5, rules: vec![rule] });
         let fleet = on_disk(&checkpoint, &disk);

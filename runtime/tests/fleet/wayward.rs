@@ -64,6 +64,12 @@ impl Wayward {
         self
     }
 
+    /// Sets whether it copies beside steps.
+    pub(crate) fn copies_beside(mut self, copies: bool) -> Self {
+        self.limits.copies_beside = copies;
+        self
+    }
+
     /// Sets whether recordings pay off.
     pub(crate) fn replay_pays(mut self, pays: bool) -> Self {
         self.limits.replay_pays = pays;

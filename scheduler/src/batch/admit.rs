@@ -30,7 +30,8 @@ impl<T: Text> Instance<T> {
 
     /// Gives blocks to waiting sequences, in their order, until one does not fit even if later flex requests
     /// are preempted. A prompt without room in the next step keeps waiting: at its turn it can reuse prefixes
-    /// that were computed meanwhile. True if blocks must be loaded first.
+    /// that were computed meanwhile. One whose next block is being loaded for another waits for it, and is
+    /// passed by. True if a load began, after which more may be admitted.
     pub(super) fn admit(
         &mut self,
         evicted: &mut Vec<Evicted<T::Block>>,
@@ -52,6 +53,9 @@ impl<T: Text> Instance<T> {
             let Some(place) = next.filter(|&place| self.has_place_for(place)) else { return false };
             seen = Some(place);
             let need = self.need(place.request);
+            if self.is_being_loaded(place.request, &need) {
+                continue;
+            }
             let Some(losers) = self.who_gives_way(place, &need) else { return false };
             for &loser in &losers {
                 self.preempt(loser, actions);
@@ -125,7 +129,24 @@ impl<T: Text> Instance<T> {
         None
     }
 
-    /// Gives a sequence its blocks. True if some must be loaded first.
+    /// Whether another sequence loads the block that this one would load first.
+    fn is_being_loaded(&mut self, request: RequestId, need: &Need) -> bool {
+        let loading: Vec<RequestId> =
+            self.places.of(Phase::Loading).iter().map(|place| place.request).collect();
+        let block = to_u32(need.hits.len()) / self.limits.page_parts.count();
+        if loading.is_empty() || block >= need.reusable {
+            return false;
+        }
+        let wanted = self.sequence_mut(request).text.hash(block);
+        loading.into_iter().any(|other| {
+            let sequence = self.sequence_mut(other);
+            sequence.published == block && sequence.length / self.limits.block_tokens > block && {
+                self.sequence_mut(other).text.hash(block) == wanted
+            }
+        })
+    }
+
+    /// Gives a sequence its blocks. True if some are to be loaded first.
     pub(super) fn take_blocks(
         &mut self,
         place: Place,
@@ -170,7 +191,9 @@ impl<T: Text> Instance<T> {
 
     pub(super) fn loaded(&mut self, request: RequestId, blocks: u32, actions: &mut Vec<Action<T::Block>>) {
         let Some(sequence) = self.sequences.get_mut(request) else { return };
-        assert_eq!(sequence.phase, Phase::Loading, "request {request} was not loading");
+        if sequence.phase != Phase::Loading {
+            return;
+        }
         sequence.computed += blocks * self.limits.block_tokens;
         assert!(sequence.computed < sequence.length, "more blocks came than were asked for");
         self.begin(request, actions);

@@ -100,15 +100,16 @@ pub struct Sampled {
     pub finished: bool,
 }
 
-/// An output of the instance machine. Blocks named by `Evicted` can be read before anything else is done;
+/// An output of the instance machine. Blocks named by `Evicted` can be read before anything else is done, and
+/// those in pages of a sequence that loads until something is loaded there;
 /// [`Instance::pages`](super::Instance::pages) gives a sequence's pages.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Action<B> {
     /// Run this step; then `Event::StepDone`.
     Run(Step),
-    /// Load these blocks from the lower tiers, as far as they are there; then `Event::Loaded`. No step runs
-    /// meanwhile: new sequences join the next step, and the next one in the queue finds the blocks in the
-    /// cache.
+    /// Load these blocks from the lower tiers, as far as they are there; then `Event::Loaded`. The device is
+    /// idle still: steps of others may run meanwhile, and a sequence that needs the same blocks waits for
+    /// them.
     Load {
         /// The request's id.
         request: RequestId,

@@ -288,6 +288,14 @@ impl<T: Text> Instance<T> {
         }
     }
 
+    /// Whether `tokens` of a prompt behind `context` others had better be loaded in `load`, beside the steps
+    /// of others, than computed, which all sequences here would wait for.
+    pub fn loads_rather(&self, cost: &CostModel, (context, tokens): (u32, u32), load: Seconds) -> bool {
+        let piece = tokens.min(self.limits.step_tokens_max);
+        let computed = cost.prefill_s(context, tokens) * self.learner.prefill_factor(piece);
+        load <= computed * self.sequences.len().max(1) as f64
+    }
+
     /// The load, for the router and the metrics.
     pub fn load(&self) -> BatchLoad {
         let (waiting, running) = (self.sequences.len() - self.holding(), self.holding());
@@ -300,7 +308,7 @@ impl<T: Text> Instance<T> {
         let running = || self.places.of(Phase::Running).iter().map(|place| self.sequence(place.request));
         let decoding = || running().filter(|sequence| sequence.pending() == 1);
         Phases {
-            queued: count(Phase::Queued),
+            queued: count(Phase::Queued) + count(Phase::Loading),
             asking: count(Phase::Asking),
             receiving: count(Phase::Receiving),
             prefilling: count(Phase::Running) - decoding().count(),
@@ -577,7 +585,10 @@ impl<T: Text> Instance<T> {
         let holding = [Phase::Running, Phase::Loading, Phase::Receiving, Phase::HandedOff];
         let mut others = holding.into_iter().flat_map(|phase| self.places.of(phase));
         others.any(|place| {
-            place.request != request && self.sequence(place.request).after == Some(After::HandOff)
+            let other = self.sequence(place.request);
+            // what loads will run, and is preempted then
+            let releases = other.after == Some(After::HandOff) || other.phase == Phase::Loading;
+            place.request != request && releases
         })
     }
 
@@ -598,7 +609,10 @@ impl<T: Text> Instance<T> {
         let first = [Phase::Queued, Phase::Asking, Phase::Running].into_iter().filter_map(first_of).min();
         let last = self.places.of(Phase::Receiving).last().copied();
         let (Some(first), Some(last)) = (first, last) else { return false };
-        if last < first || !self.places.of(Phase::HandedOff).is_empty() {
+        // these end by themselves
+        let ends =
+            [Phase::HandedOff, Phase::Loading].into_iter().any(|phase| !self.places.of(phase).is_empty());
+        if last < first || ends {
             return false;
         }
         self.drop_request(last.request);

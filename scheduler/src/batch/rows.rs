@@ -3,7 +3,7 @@
 //! read the weights anyway, and up to there computing takes no longer than that.
 
 use super::{BatchLimits, PartyId, Place, Sequence};
-use crate::cost::{Corrections, CostModel, Prefill};
+use crate::cost::{CostModel, Prefill, SizedCorrections};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::Seconds;
 use serde::{Deserialize, Serialize};
@@ -79,7 +79,7 @@ pub(super) struct PromptRows {
 #[derive(Debug)]
 struct Pace {
     cost: Arc<CostModel>,
-    corrections: Corrections,
+    corrections: SizedCorrections,
     within: Seconds,
     /// Rows that a step has in any case.
     rows_min: u32,
@@ -93,7 +93,7 @@ impl PromptRows {
     pub(super) fn new(
         limits: &BatchLimits,
         cost: Option<&Arc<CostModel>>,
-        corrections: Corrections,
+        corrections: SizedCorrections,
         decodes: Decodes,
         share: Option<StepShare>,
     ) -> Self {
@@ -102,7 +102,8 @@ impl PromptRows {
         let limited = match (limits.prefill_tokens_beside_decode_max, cost) {
             _ if decodes.sequences == 0 => shared,
             (None, Some(cost)) => {
-                let alone = cost.decode_step_s(decodes.sequences, decodes.kv_tokens) * corrections.step;
+                let factor = corrections.step_of(decodes.sequences);
+                let alone = cost.decode_step_s(decodes.sequences, decodes.kv_tokens) * factor;
                 let own = limit(decodes.tbt_slo, alone);
                 Some(shared.map_or(own, |share| (share.0.min(own.0), share.1.min(own.1))))
             }
@@ -182,20 +183,20 @@ fn limit(tbt_slo: Option<Seconds>, alone: Seconds) -> (Seconds, u32) {
 /// by `tbt_slo`, if they have one: about what [`PromptRows`] gives, from two calls of the cost model. `row_s`
 /// is the time of a row in a full step.
 pub(crate) fn rows_beside(
-    (cost, corrections): (&CostModel, Corrections),
+    (cost, corrections): (&CostModel, SizedCorrections),
     (step_tokens_max, row_s): (u32, Seconds),
     (sequences, kv_tokens): (u32, u64),
     tbt_slo: Option<Seconds>,
 ) -> u32 {
     let most = step_tokens_max.saturating_sub(sequences).max(1);
-    let alone = cost.decode_step_s(sequences, kv_tokens) * corrections.step;
+    let alone = cost.decode_step_s(sequences, kv_tokens) * corrections.step_of(sequences);
     let (within, rows_min) = limit(tbt_slo, alone);
     if alone > within {
         return rows_min.min(most);
     }
     let full = Prefill { context: 0, tokens: most, last: false };
     let over_s = (corrections.step_s(cost, &[full], (sequences, kv_tokens)) - within).0;
-    let row_s = row_s * corrections.prefill;
+    let row_s = row_s * corrections.prefill_of(most);
     // a cast of what is below 0 or no number gives 0
     let too_many = to_u32((over_s.max(0.0) / row_s.0.max(f64::MIN_POSITIVE)).ceil());
     if too_many == 0 { most } else { (most.saturating_sub(too_many) / TILE * TILE).max(rows_min.min(most)) }

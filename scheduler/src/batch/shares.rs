@@ -23,7 +23,7 @@
 use super::rows::{Decodes, StepShare};
 use super::{Action, Evicted, Instance, Need, PartyId, Phase, Place, RequestId};
 use super::{Sequence, StepSequence, TILE, Text};
-use crate::cost::{Corrections, CostModel, Prefill};
+use crate::cost::{CostModel, Prefill, SizedCorrections};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::Seconds;
 use std::collections::BTreeMap;
@@ -307,8 +307,10 @@ impl<T: Text> Instance<T> {
                 kv_tokens
             })
             .collect();
-        let factor = self.learner.corrections().step;
-        let fits = |count: usize| cost.decode_step_s(to_u32(count), contexts[count - 1]) * factor <= within;
+        let fits = |count: usize| {
+            let step = cost.decode_step_s(to_u32(count), contexts[count - 1]);
+            step * self.learner.step_factor(to_u32(count)) <= within
+        };
         let counts: Vec<usize> = (parties + 1..=in_turns.len()).collect();
         let kept = parties + counts.partition_point(|&count| fits(count));
         decodes.extend(in_turns.into_iter().take(kept).map(|(.., part)| part));
@@ -331,11 +333,11 @@ impl PartyWork {
     }
 
     /// The time of a step with its decodes, or its prompt if it has none.
-    fn alone(&self, cost: &CostModel, corrections: Corrections) -> Seconds {
+    fn alone(&self, cost: &CostModel, corrections: SizedCorrections) -> Seconds {
         let Decodes { sequences, kv_tokens, .. } = self.decodes;
         match self.prompt {
             Some(prompt) if sequences == 0 => corrections.step_s(cost, &[prompt], (0, 0)),
-            _ => cost.decode_step_s(sequences, kv_tokens) * corrections.step,
+            _ => cost.decode_step_s(sequences, kv_tokens) * corrections.step_of(sequences),
         }
     }
 }

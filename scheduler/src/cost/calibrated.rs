@@ -112,7 +112,10 @@ impl StepCalibration {
             (grid(&self.prefill, measured, extended), grid(&self.decode, measured, extended));
         let [tokens, contexts] = [0, 1].map(|axis| whole.knots(axis));
         let [sequences, decode_contexts] = [0, 1].map(|axis| steps.knots(axis));
-        let (rows, seconds) = self.head.iter().map(|&(rows, seconds)| (f64::from(rows), seconds)).unzip();
+        let heads: Vec<StepPoint> =
+            self.head.iter().map(|&(size, seconds)| StepPoint { size, context: 0, seconds }).collect();
+        let heads = undisturbed(&heads);
+        let (rows, seconds) = heads.iter().map(|head| (f64::from(head.size), head.seconds)).unzip();
         let heads = Grid::checked(vec![rows], seconds);
         let head = |rows: f64| heads.at([rows]);
         // the products of a chunk, and of sequences with hardly any context
@@ -127,10 +130,11 @@ impl StepCalibration {
         let most = sequences.last().copied().unwrap_or(0.0);
         let mut dense: Vec<(f64, f64)> = sequences.iter().map(|&n| (n, of_decode(n))).collect();
         dense.extend(tokens.iter().filter(|&&n| n > most).map(|&n| (n, of_chunk(n))));
-        let (rows, seconds) = dense.into_iter().unzip();
+        let (rows, mut seconds): (Vec<f64>, Vec<f64>) = dense.into_iter().unzip();
+        rise(seconds.iter_mut());
         let dense = Grid::checked(vec![rows], seconds);
-        let prefill = whole.map(|[n, _], whole| (whole - dense.at([n]) - head(1.0)).max(0.0));
-        let decode = steps.map(|[n, _], step| (step - dense.at([n]) - head(n)).max(0.0));
+        let prefill = whole.map(|[n, _], whole| (whole - dense.at([n]) - head(1.0)).max(0.0)).rising();
+        let decode = steps.map(|[n, _], step| (step - dense.at([n]) - head(n)).max(0.0)).rising();
         CostModel::Tables(Arc::new(StepTables::of(StepParts {
             overhead_s: 0.0,
             dense,
@@ -181,6 +185,32 @@ impl StepCalibration {
     }
 }
 
+/// Makes no value less than one before it: a larger step takes no less, and what is beyond the last size
+/// would take less than nothing.
+pub(super) fn rise<'a>(values: impl Iterator<Item = &'a mut f64>) {
+    values.fold(0.0, |most: f64, value| {
+        *value = value.max(most);
+        *value
+    });
+}
+
+/// A step that took more than so many times what a larger one took was held up by something else.
+const HELD_UP: f64 = 2.0;
+
+/// `points` without what held them up: such a point takes what the larger one took.
+fn undisturbed(points: &[StepPoint]) -> Vec<StepPoint> {
+    let least = |point: &StepPoint| {
+        let larger = points.iter().filter(|other| other.size >= point.size && other.context >= point.context);
+        larger.map(|other| other.seconds).fold(point.seconds, f64::min)
+    };
+    let cleaned = |point: &StepPoint| {
+        let least = least(point);
+        let seconds = if point.seconds > HELD_UP * least { least } else { point.seconds };
+        StepPoint { seconds, ..*point }
+    };
+    points.iter().map(cleaned).collect()
+}
+
 /// Returns the grid of the points' sizes and contexts with `value` of each point. Where there is no point,
 /// `missing` gets the axes and the rows before it, the last of which is incomplete.
 fn grid(
@@ -188,6 +218,7 @@ fn grid(
     value: impl Fn(&StepPoint) -> f64,
     missing: impl Fn([&[f64]; 2], &[Vec<f64>]) -> f64,
 ) -> Grid {
+    let points = undisturbed(points);
     let known: BTreeMap<(u32, u32), f64> =
         points.iter().map(|point| ((point.size, point.context), value(point))).collect();
     let axis = |of: fn(&StepPoint) -> u32| {
@@ -218,8 +249,8 @@ fn nearest(_: [&[f64]; 2], rows: &[Vec<f64>]) -> f64 {
     }
 }
 
-/// Extrapolates linearly: along a row with the growth of the row before it, in proportion to their sizes, and in
-/// the first column with the growth of the two values before it.
+/// Extrapolates linearly: along a row with the growth of the row before it, in proportion to their sizes, and
+/// in the first column with the growth of the two values before it.
 fn extended([first, second]: [&[f64]; 2], rows: &[Vec<f64>]) -> f64 {
     let (row, column) = (rows.len() - 1, rows[rows.len() - 1].len());
     let Some(before) = row.checked_sub(1).map(|at| &rows[at]) else {
@@ -362,6 +393,37 @@ mod tests {
             let part = [Prefill { context: 100, tokens: 333, last: true }];
             near(cost.step_s(&part, batch, keys), truth.step_s(&part, batch, keys), 1e-9);
         }
+    }
+
+    #[test]
+    fn steps_that_something_held_up_take_what_larger_ones_took() {
+        let truth = on("L40S", 1.0);
+        let clean = measured(&truth);
+        let mut held_up = clean.clone();
+        held_up.decode[0].seconds += 0.6;
+        held_up.prefill[1].seconds += 0.6;
+        held_up.head.push((4, 0.0));
+        held_up.head[0].1 = 0.6;
+        for cost in [held_up.alone(), held_up.adjusting(on("L40S", 1.0)).0] {
+            near(cost.prefill_s(0, 512), truth.prefill_s(0, 512), 0.05);
+            near(cost.decode_step_s(1, 100), truth.decode_step_s(1, 100), 0.05);
+        }
+    }
+
+    #[test]
+    fn a_calibration_of_which_compiling_left_one_prompt_predicts_longer_ones_to_take_longer() {
+        let at = |size, context, seconds| StepPoint { size, context, seconds };
+        let calibration = StepCalibration {
+            prefill: vec![at(16, 0, 0.6), at(16, 1024, 0.017), at(16, 3584, 0.018)],
+            decode: vec![at(1, 1, 0.58), at(1, 64, 0.0026), at(1, 4096, 0.0025)],
+            head: vec![(1, 6e-5)],
+            chunk_tokens: 512,
+        };
+        let cost = calibration.alone();
+        let [short, long] = [16, 512].map(|tokens| cost.prefill_s(0, tokens));
+        assert!(short.0 > 0.01 && short.0 < 0.02 && long > short, "{short:?} {long:?}");
+        let step = cost.decode_step_s(1, 512);
+        assert!(step.0 > 0.002 && step.0 < 0.004, "{step:?}");
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! A step's time as tables, for frequent queries, and for engines whose tables were measured.
 
 use super::Prefill;
+use super::calibrated::rise;
 use mixfleet_hal::cast::{to_u32, to_usize};
 use mixfleet_hal::units::Seconds;
 use serde::{Deserialize, Serialize};
@@ -151,6 +152,21 @@ impl Grid {
         let last = |axis: usize| self.axes[axis].knots.last().copied().unwrap_or(0.0);
         let inside: [f64; D] = std::array::from_fn(|axis| point[axis].min(last(axis)));
         self.at(inside)
+    }
+
+    /// A copy of a grid of two axes in which no value is less than that of a smaller size or context.
+    #[must_use]
+    pub(super) fn rising(&self) -> Grid {
+        let [first, second] = [0, 1].map(|axis| self.knots(axis));
+        let mut values: Vec<f64> = first
+            .iter()
+            .flat_map(|&a| second.iter().map(move |&b| (a, b)))
+            .map(|(a, b)| self.at([a, b]))
+            .collect();
+        let columns = second.len();
+        values.chunks_mut(columns).for_each(|row| rise(row.iter_mut()));
+        (0..columns).for_each(|column| rise(values.iter_mut().skip(column).step_by(columns)));
+        Grid::checked(vec![first.to_vec(), second.to_vec()], values)
     }
 
     /// The grid of what `value` makes of each knot of two axes and its value.

@@ -123,6 +123,11 @@ impl Instance {
         self.kv_parts.tokens_sent(&computed, prompt.into(), self.kv_block_tokens)
     }
 
+    /// The size of the pieces in which `new_tokens` of a prompt are computed, as far as it is known.
+    pub(crate) fn piece(&self, new_tokens: u32) -> u32 {
+        piece(new_tokens, self.step_tokens_max)
+    }
+
     /// Its blocks have the keys of `chain`.
     pub fn has_blocks_of(&self, chain: &PromptChain) -> bool {
         (self.kv_block_tokens, self.kv_dtype) == (chain.block_tokens, chain.kv_dtype)
@@ -133,6 +138,12 @@ impl Instance {
     pub fn has_blocks_like(&self, other: &Instance) -> bool {
         (self.kv_block_tokens, self.kv_dtype) == (other.kv_block_tokens, other.kv_dtype)
     }
+}
+
+/// The size of the pieces in which `new_tokens` of a prompt are computed, in steps of at most so many; 0 if
+/// that is not known.
+pub(super) fn piece(new_tokens: u32, step_tokens_max: u32) -> u32 {
+    if step_tokens_max == 0 { new_tokens } else { new_tokens.min(step_tokens_max) }
 }
 
 /// A link for KV from one instance to another.

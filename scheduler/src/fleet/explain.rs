@@ -85,7 +85,7 @@ pub struct Candidate {
 }
 
 /// The predicted terms of a placement. `ttft_s` is the sum of `queue_s`, `pull_s`, `kv_wait_s`,
-/// `interleave_s` and `prefill_s`.
+/// `interleave_s`, `prefill_s` and `overhead_s`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Terms {
     /// Prompt tokens whose KV the prefill instance already has.
@@ -96,7 +96,7 @@ pub struct Terms {
     pub transfer_tokens: u32,
     /// Prefill work ahead of it.
     pub queue_s: f64,
-    /// Time of loading from lower tiers, which blocks the instance, and of the pull beyond the queue.
+    /// Time of loading from lower tiers, and of the pull beyond the queue.
     pub pull_s: f64,
     /// Time until the decode instance has room for its KV, beyond the queue.
     pub kv_wait_s: f64,
@@ -104,6 +104,9 @@ pub struct Terms {
     pub interleave_s: f64,
     /// Time of its own prefill.
     pub prefill_s: f64,
+    /// What first tokens there take beyond their prediction where nothing is in their way, as it was learned.
+    #[serde(default)]
+    pub overhead_s: f64,
     /// The exposed part of the KV transfer, including the wait behind earlier transfers.
     pub transfer_s: f64,
     /// The part of the hand-off that counts: the transfer that would be exposed if nothing of the prompt were
@@ -161,6 +164,12 @@ pub enum Outcome {
         /// The term that contributes most to the difference.
         mainly: Term,
     },
+    /// It is the best, but another instance is tried, which is predicted to be slower and has measured
+    /// nothing for long.
+    TrialElsewhere {
+        /// The instance.
+        instance: InstanceId,
+    },
     /// Its score is the same and its ids are higher.
     TieLostById,
     /// It would miss the TTFT objective.
@@ -213,6 +222,13 @@ pub enum Term {
 }
 
 impl Terms {
+    /// Predicted TTFT and mean time of a further token, as they would be without what was learned.
+    pub fn uncorrected_s(&self) -> [f64; 2] {
+        let Corrections { prefill, step, .. } = self.corrections;
+        let prompts = (self.queue_s + self.prefill_s) / prefill;
+        [prompts + self.interleave_s / step + self.pull_s + self.kv_wait_s, self.tbt_s / step]
+    }
+
     /// The term in which this exceeds `other` most, in units of the score.
     pub(super) fn mainly_above(&self, other: &Terms, own_weight: f64, wait_weight: f64) -> Term {
         let seconds = |f: fn(&Terms) -> f64| own_weight * (f(self) - f(other));
@@ -265,6 +281,9 @@ impl fmt::Display for Explanation {
             }
             match outcome {
                 Outcome::Chosen => write!(f, "chosen")?,
+                Outcome::TrialElsewhere { instance } => {
+                    write!(f, "best, but instance {instance} is tried")?;
+                }
                 Outcome::HigherScore { by, mainly } => write!(f, "{by:.3e} {unit} more, mainly {mainly:?}")?,
                 Outcome::TieLostById => write!(f, "same score, higher id")?,
                 Outcome::MissesTtftSlo { by_s } => write!(f, "first token {by_s:.4} s late")?,

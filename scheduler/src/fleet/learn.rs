@@ -1,9 +1,9 @@
 //! The fleet's view of corrections ([`crate::cost::Corrections`]): what steps and transfers of which instance
 //! are learnt from, and what follows for its queue.
 
-use super::load::{Load, Works};
+use super::load::{Load, Phase, Work, Works};
 use super::{Fleet, InstanceId};
-use crate::cost::{Corrections, FADES_AFTER, LinkCost, MeasuredSteps};
+use crate::cost::{FADES_AFTER, LinkCost, MeasuredSteps, SizedCorrections};
 use mixfleet_hal::units::{Bytes, Seconds};
 
 /// A KV transfer from the prefill instance over idle links.
@@ -17,15 +17,22 @@ pub(super) struct OnItsWay {
 }
 
 impl Fleet {
-    /// The corrections of `instance` and the mean remaining errors; none if it is not up.
-    pub fn learned(&self, instance: InstanceId) -> Option<(Corrections, Corrections)> {
-        let learner = &self.loads[self.position(instance)?].learner;
-        Some((learner.corrections(), learner.errors()))
+    /// The corrections of `instance`; none if it is not up.
+    pub fn learned(&self, instance: InstanceId) -> Option<SizedCorrections> {
+        Some(self.loads[self.position(instance)?].learner.corrections())
+    }
+
+    /// Whether the prompts and steps of `instance` take what its declared part would take, within
+    /// [`DECLARED_WITHIN`](crate::cost::DECLARED_WITHIN); none if it is not up.
+    pub fn is_as_declared(&self, instance: InstanceId) -> Option<bool> {
+        Some(self.loads[self.position(instance)?].learner.is_as_declared())
     }
 
     /// Learns from measured steps of an instance.
     pub(super) fn measured(&mut self, now: Seconds, instance: InstanceId, steps: &MeasuredSteps) {
+        let placed = self.trials.placed;
         self.learn(instance, |load| {
+            load.measured_after = placed;
             let cost = load.spec.cost.clone();
             load.learner.observe_steps(now, &cost, steps);
         });
@@ -59,16 +66,25 @@ impl Fleet {
         self.learn(from, |load| load.learner.observe_transfer(now, kv.whole, measured));
     }
 
-    /// Fades the corrections that were not measured for long.
+    /// Fades the corrections of transfers that were not measured for long.
     pub(super) fn fade_corrections(&mut self, now: Seconds) {
         if now.0 < self.fade_at.0 {
             return;
         }
         self.fade_at = now + FADES_AFTER * 0.25;
-        let wrong = self.loads.iter().filter(|load| load.learner.corrections() != Corrections::default());
+        let wrong = self.loads.iter().filter(|load| load.learner.transfer_factor() != 1.0);
         for id in wrong.map(|load| load.spec.id).collect::<Vec<InstanceId>>() {
-            self.learn(id, |load| load.learner.fade(now));
+            self.learn(id, |load| load.learner.fade_transfers(now));
         }
+    }
+
+    /// Learns what the first token of `work`, which is drawn at `now`, took beyond its prediction.
+    pub(super) fn first_token(&mut self, now: Seconds, at: usize, work: &Work) {
+        let Some((placed_at, cached)) = work.alone_since else { return };
+        self.loads.change(at, |load| {
+            let prefill = load.prefill_s(cached, work.prompt_tokens - cached);
+            load.overhead.observe(now - placed_at - prefill);
+        });
     }
 
     fn learn(&mut self, instance: InstanceId, learn: impl FnOnce(&mut Load)) {
@@ -80,7 +96,8 @@ impl Fleet {
 impl Load {
     /// Corrected time to compute `new_tokens` of a prompt after `context_before` tokens.
     pub(super) fn prefill_s(&self, context_before: u32, new_tokens: u32) -> Seconds {
-        self.spec.cost.prefill_s(context_before, new_tokens) * self.learner.prefill_factor()
+        let factor = self.learner.prefill_factor(self.spec.piece(new_tokens));
+        self.spec.cost.prefill_s(context_before, new_tokens) * factor
     }
 
     /// The corrected cost of a link out of the instance.
@@ -93,14 +110,19 @@ impl Load {
         }
     }
 
-    /// Multiplies the remaining time of queued prompts by `factor`.
-    pub(super) fn stretch(&mut self, factor: f64, works: &mut Works) {
+    /// Corrects the remaining time of queued prompts, which was predicted with the corrections `before`.
+    pub(super) fn correct_queue(&mut self, before: &SizedCorrections, works: &mut Works) {
+        let after = self.learner.corrections();
+        let mut queued = Vec::with_capacity(self.prompts());
         for request in self.queued() {
-            if let Some(work) = works.get_mut(request) {
-                work.stretch(factor);
-            }
+            let Some(work) = works.get_mut(request) else { continue };
+            let Phase::Prefill { done, remaining } = &mut work.phase else { continue };
+            let piece = self.spec.piece(work.prompt_tokens - *done);
+            let corrected = *remaining * (after.prefill_of(piece) / before.prefill_of(piece));
+            queued.push((*remaining, corrected));
+            *remaining = corrected;
         }
-        self.stretch_backlog(factor);
+        self.correct_backlog(&queued);
     }
 }
 

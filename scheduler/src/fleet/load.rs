@@ -8,7 +8,7 @@ use super::forecast::{DEVIATIONS, Seat};
 use super::learn::OnItsWay;
 use super::{Instance, InstanceId, PartyId, RequestId};
 use crate::batch::rows_beside;
-use crate::cost::{Learner, LinkCost};
+use crate::cost::{Learner, LinkCost, Overhead};
 use crate::table::IdMap;
 use mixfleet_hal::cast::to_u64;
 use mixfleet_hal::units::Seconds;
@@ -32,22 +32,15 @@ pub(super) struct Work {
     pub(super) party: PartyId,
     /// Its TBT objective.
     pub(super) tbt_slo: Option<Seconds>,
-    /// Prompt tokens whose KV its decode instance was predicted to lack, and the uncorrected predicted time
-    /// of its prefill.
+    /// Prompt tokens whose KV its decode instance was predicted to lack, and the predicted time of its
+    /// prefill.
     pub(super) transfer_tokens: u32,
     pub(super) prefill_time: Seconds,
+    /// When it was placed, and its tokens that were cached, if it is one step for which nothing waits.
+    pub(super) alone_since: Option<(Seconds, u32)>,
     /// Whether it belongs to another router, so that only its prompt matters here.
     pub(super) is_others: bool,
     pub(super) phase: Phase,
-}
-
-impl Work {
-    /// Multiplies the remaining time of its prompt by `factor`.
-    pub(super) fn stretch(&mut self, factor: f64) {
-        if let Phase::Prefill { remaining, .. } = &mut self.phase {
-            *remaining = *remaining * factor;
-        }
-    }
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -188,6 +181,10 @@ pub(super) struct Load {
     half_step: Seconds,
     /// The learned corrections of its predictions.
     pub(super) learner: Learner,
+    /// What its first tokens take beyond their prediction where nothing is in their way.
+    pub(super) overhead: Overhead,
+    /// Number of placements in the fleet when it was measured last.
+    pub(super) measured_after: u64,
 }
 
 impl Load {
@@ -210,6 +207,8 @@ impl Load {
             ingress_until: Seconds::ZERO,
             tiers: [LinkCost::default(); 3],
             learner: Learner::default(),
+            overhead: Overhead::default(),
+            measured_after: 0,
         }
     }
 
@@ -436,10 +435,12 @@ impl Load {
         self.prefilling.iter().map(|&(_, id)| id)
     }
 
-    /// Multiplies the time of its queue by `factor`.
-    pub(super) fn stretch_backlog(&mut self, factor: f64) {
-        self.backlog.time = self.backlog.time * factor;
-        self.first_remaining = self.first_remaining * factor;
+    /// Corrects the time of its queue, whose prompts have changed from the first to the second time each.
+    pub(super) fn correct_backlog(&mut self, queued: &[(Seconds, Seconds)]) {
+        self.backlog.time += queued.iter().map(|&(before, after)| after - before).sum();
+        if let Some(&(before, after)) = queued.first().filter(|(before, _)| before.0 > 0.0) {
+            self.first_remaining = self.first_remaining * (after / before);
+        }
     }
 
     /// Number of prompts that wait or run here.
@@ -465,8 +466,14 @@ impl Load {
     /// Expected time until a lent prefix can be sent: until the current step ends.
     pub(super) fn lends_after(&self, now: Seconds) -> Seconds {
         let left = self.prompt_queue().left(now);
-        let half_step = self.half_step * self.learner.prefill_factor();
+        let half_step = self.half_step * self.learner.prefill_factor(self.spec.step_tokens_max);
         if left < half_step { left.max(Seconds::ZERO) } else { half_step }
+    }
+
+    /// Number of tokens of a request that are generated here.
+    pub(super) fn generated(&self, request: RequestId) -> u32 {
+        let place = self.seats.binary_search_by_key(&request, |seat| seat.request);
+        place.map_or(0, |place| self.seats[place].generated)
     }
 
     /// Requests that decode here, or will.
@@ -525,6 +532,7 @@ impl Load {
     }
 
     pub(super) fn step(&self, batch: Batch) -> Seconds {
-        self.spec.cost.decode_step_s(batch.sequences, batch.kv_tokens) * self.learner.step_factor()
+        self.spec.cost.decode_step_s(batch.sequences, batch.kv_tokens)
+            * self.learner.step_factor(batch.sequences)
     }
 }

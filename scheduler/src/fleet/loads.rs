@@ -3,9 +3,10 @@
 //! A decision in a large fleet scans all instances. A [`Load`] spans half a dozen cache lines, most of which
 //! ranking would touch; a row fits in one.
 
+use super::event::piece;
 use super::load::{Load, PromptQueue, Works};
 use super::{Instance, RequestId, Role};
-use crate::cost::{Corrections, CostModel, LinkCost};
+use crate::cost::{CostModel, LinkCost, SizedCorrections};
 use crate::kv::parts::PageParts;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::{Seconds, UsdPerHour};
@@ -42,7 +43,8 @@ pub(super) struct Kind {
     pub(super) nic: Option<LinkCost>,
     /// The pages of its blocks, and tokens in one.
     kv: (PageParts, u32),
-    pub(super) corrections: Corrections,
+    pub(super) corrections: SizedCorrections,
+    step_tokens_max: u32,
     rows: Range<usize>,
 }
 
@@ -51,12 +53,19 @@ impl Kind {
         let Instance { role, pool, ref cost, price, nic, ref kv_parts, kv_block_tokens, .. } = load.spec;
         let kv = (kv_parts.clone(), kv_block_tokens);
         let corrections = load.learner.corrections();
-        Kind { role, pool, cost: cost.clone(), price, nic, kv, corrections, rows: 0..0 }
+        let (cost, step_tokens_max) = (cost.clone(), load.spec.step_tokens_max);
+        Kind { role, pool, cost, price, nic, kv, corrections, step_tokens_max, rows: 0..0 }
     }
 
     /// Time of a step of `sequences` sequences.
     pub(super) fn step(&self, sequences: u32, kv_tokens: u64) -> Seconds {
-        self.cost.decode_step_s(sequences, kv_tokens) * self.corrections.step
+        self.cost.decode_step_s(sequences, kv_tokens) * self.corrections.step_of(sequences)
+    }
+
+    /// Corrected time to compute `new_tokens` of a prompt after `context_before` tokens.
+    pub(super) fn prefill_s(&self, context_before: u32, new_tokens: u32) -> Seconds {
+        let factor = self.corrections.prefill_of(piece(new_tokens, self.step_tokens_max));
+        self.cost.prefill_s(context_before, new_tokens) * factor
     }
 
     /// Tokens of memory that a sequence of `tokens` holds.
@@ -70,7 +79,7 @@ impl Kind {
             && (self.role, self.pool) == (spec.role, spec.pool)
             && (self.price, self.nic) == (spec.price, spec.nic)
             && (&self.kv.0, self.kv.1) == (&spec.kv_parts, spec.kv_block_tokens)
-            && self.corrections == load.learner.corrections()
+            && (self.corrections, self.step_tokens_max) == (load.learner.corrections(), spec.step_tokens_max)
     }
 }
 
@@ -176,9 +185,14 @@ impl Loads {
             return;
         }
         if after.prefill != before.prefill {
-            load.stretch(after.prefill / before.prefill, works);
+            load.correct_queue(&before, works);
         }
         self.make_rows();
+    }
+
+    /// Notes that an instance is measured, or tried, after so many placements.
+    pub(super) fn measured_after(&mut self, at: usize, placed: u64) {
+        self.all[at].measured_after = placed;
     }
 
     /// Removes an instance.

@@ -21,6 +21,7 @@ mod replicate;
 mod roles;
 mod shares;
 mod stalls;
+mod trials;
 
 pub use crate::ids::{InstanceId, PartyId, RequestId};
 pub use admit::Admission;
@@ -102,7 +103,11 @@ pub struct FleetConfig {
     /// When hot prefixes are copied to further instances; by default never.
     #[serde(default)]
     pub replicate: Option<Replicate>,
-    /// Seed of policies that need one.
+    /// Share of all requests' predicted time that trials of instances may cost which get no work because
+    /// they are predicted to be slow; 0 for no trials.
+    #[serde(default)]
+    pub trial_share: f64,
+    /// Seed of policies and trials.
     #[serde(default)]
     pub seed: u64,
 }
@@ -129,6 +134,7 @@ impl FleetConfig {
             drop_at_decode: false,
             rebalance: None,
             replicate: None,
+            trial_share: 0.0,
             seed: 0,
         }
     }
@@ -167,6 +173,7 @@ pub struct Fleet {
     /// Copies to KV nodes that have not arrived.
     offers: offers::Offers,
     random: Stream,
+    trials: trials::Trials,
     /// Time at which corrections are checked next.
     fade_at: Seconds,
     /// Number of requests placed in turn.
@@ -182,6 +189,7 @@ impl Fleet {
             random: Stream::new(config.seed),
             lengths: Lengths::new(config.output_tokens_expected),
             pace: Seconds::ZERO,
+            trials: trials::Trials::new(config.seed),
             replicas: config.replicate.map(replicate::Replicas::new),
             offers: offers::Offers::default(),
             config,
@@ -205,6 +213,12 @@ impl Fleet {
     /// Number of requests in progress, without those of other routers.
     pub fn requests(&self) -> usize {
         self.works.len() - self.others_prompts
+    }
+
+    /// Number of tokens of a request's answer that are generated; 0 if it is not known.
+    pub fn generated(&self, request: RequestId) -> u32 {
+        let decodes_on = self.works.get(request).and_then(|work| self.position(work.decode));
+        decodes_on.map_or(0, |at| self.loads[at].generated(request))
     }
 
     /// Predicted time of the prompts placed on `instance` from `now` on; 0 if it is not up.
@@ -330,6 +344,10 @@ impl Fleet {
         let done = terms.cached_tokens + terms.pulled_tokens;
         // A pull that outlasts the queue also delays the prompts behind it.
         let remaining = Seconds(terms.pull_s + terms.prefill_s);
+        let is_one_step = arrival.prompt_tokens - done <= self.loads[p].spec.step_tokens_max;
+        let waits_s = terms.queue_s + terms.pull_s + terms.kv_wait_s + terms.interleave_s;
+        let is_alone = is_one_step && waits_s == 0.0 && !self.loads[p].is_busy() && arrival.replay.is_none();
+        let alone_since = is_alone.then_some((now, done));
         let work = Work {
             due: objectives.due,
             party: objectives.party,
@@ -339,6 +357,7 @@ impl Fleet {
             decode,
             transfer_tokens: terms.transfer_tokens,
             prefill_time: Seconds(terms.prefill_s),
+            alone_since,
             is_others: false,
             phase: Phase::Prefill { done, remaining },
         };
@@ -403,6 +422,7 @@ impl Fleet {
         let work = work.clone();
         if let Some(at) = self.position(instance) {
             self.loads.change(at, |load| load.leave_queue(request, &work, &self.works, now));
+            self.first_token(now, at, &work);
         }
         if let Some(reason) = self.too_busy(&work) {
             self.forget(now, request);

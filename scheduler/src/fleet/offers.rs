@@ -107,7 +107,7 @@ impl Fleet {
         };
         let bytes = self.kv_bytes(tokens);
         let kinds = self.loads.kinds().iter().filter(|kind| kind.role.prefills());
-        let computed = kinds.map(|kind| kind.cost.prefill_s(held, tokens) * kind.corrections.prefill);
+        let computed = kinds.map(|kind| kind.prefill_s(held, tokens));
         let Some(gain) = computed.reduce(Seconds::min).map(|computed| computed - back.time(bytes)) else {
             return false;
         };

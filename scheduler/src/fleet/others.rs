@@ -91,6 +91,7 @@ impl Fleet {
                             decode,
                             transfer_tokens: prompt_tokens,
                             prefill_time: remaining,
+                            alone_since: None,
                             is_others: true,
                             phase: Phase::Prefill { done, remaining },
                         };

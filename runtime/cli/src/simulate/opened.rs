@@ -101,6 +101,8 @@ fn setup(args: &SimulateArgs, scheduling: &SchedulingArgs, file: &FleetFile) -> 
     setup.fleet.drop_at_decode = scheduling.drop_late;
     setup.fleet.wait_usd_per_s = scheduling.wait_usd_per_s;
     setup.fleet.kv_weight = scheduling.kv_weight;
+    // what is simulated takes what is predicted, unless a slowdown says otherwise
+    setup.fleet.trial_share = scheduling.trial_share.unwrap_or(0.0);
     setup.routers.count = args.routers.unwrap_or(setup.routers.count);
     Ok(setup)
 }

@@ -23,6 +23,8 @@ pub(super) enum Next {
     Pull { request: u64, attempt: u32, held_tokens: u32 },
     /// An instance has handled a request to lend, and sends the prefix once it is on its devices.
     Lent { from: u32, request: u64, tokens: u32, on_device: u32, ready: Ordered },
+    /// Blocks of a sequence have come from lower tiers of its instance.
+    Loaded { instance: u32, request: u64, attempt: u32, blocks: u32 },
     /// A pulled prefix has arrived: of a prompt, or of a copy ahead of demand.
     Pulled { request: u64, attempt: u32, from: u32, tokens: u32 },
     /// Routers hear the lengths of the answers of others, for the `number`th time.

@@ -6,6 +6,7 @@
 
 mod copying;
 mod keys;
+mod loading;
 mod run;
 
 use super::flight::HandOffTarget;
@@ -60,6 +61,8 @@ pub(super) enum Message {
     Lend { request: u64, tokens: u32, chain: Arc<[BlockHash]> },
     /// A lent prefix has been read.
     Unlend { request: u64 },
+    /// So many blocks of a sequence came from lower tiers.
+    Loaded { request: u64, blocks: u32 },
     /// Steps have this cost from the next one on.
     Cost(Arc<CostModel>),
     /// A prompt's KV was taken over elsewhere, or the request is cancelled.
@@ -82,6 +85,8 @@ pub(super) enum Outcome {
     Preempted,
     /// A step begins while which KV of a prompt is sent, as much as of `tokens` tokens in all layers.
     Sends { request: u64, tokens: f64, step_s: f64 },
+    /// So many blocks of a sequence are on their way from lower tiers until `until_s`.
+    Loads { request: u64, blocks: u32, until_s: f64 },
     /// The first `tokens` tokens of a prompt can be sent from `ready_s` on; `on_device` of them are on the
     /// devices.
     Lent { request: u64, tokens: u32, on_device: u32, ready_s: f64 },
@@ -106,8 +111,6 @@ enum Plan {
     Step { parts: Vec<StepSequence>, began_s: f64, time_s: f64, decode_s: f64, slower: f64 },
     /// A run of decode steps.
     Run(Run),
-    /// A load of blocks from lower tiers.
-    Load { request: u64, blocks: u32, until_s: f64 },
 }
 
 /// The state of a request on the instance.
@@ -160,6 +163,10 @@ pub(super) struct Engine {
     /// The last plan whose end was scheduled.
     told: u64,
     actions: Vec<Action<()>>,
+    /// Whether a load began since the machine was asked last.
+    has_news: bool,
+    /// Sequences that wait for blocks of which none is loaded.
+    without_load: Vec<u64>,
 }
 
 impl Engine {
@@ -188,6 +195,8 @@ impl Engine {
             plans: 0,
             told: 0,
             actions: Vec::new(),
+            has_news: false,
+            without_load: Vec::new(),
         }
     }
 
@@ -215,7 +224,7 @@ impl Engine {
                 let share = (now_s - began_s) / time_s.max(f64::MIN_POSITIVE);
                 ((time_s - decode_s) * share, decode_s * share)
             }
-            Some(Plan::Load { .. }) | None => (0.0, 0.0),
+            None => (0.0, 0.0),
         };
         let tokens = |blocks: usize| blocks as u64 * u64::from(self.block_tokens);
         let (step_s, least_step_s) = match to_u32(phases.decoding) {
@@ -245,7 +254,7 @@ impl Engine {
                 self.plans += u64::from(begun < run.steps);
                 run.steps = begun;
             }
-            Some(Plan::Step { .. } | Plan::Load { .. }) => {}
+            Some(Plan::Step { .. }) => {}
         }
         self.inbox.push(message);
     }
@@ -271,6 +280,7 @@ impl Engine {
             Message::Lend { request, tokens, chain } => self.lend(now_s, request, tokens, &chain, outcomes),
             Message::Copy(copy) => self.copying.add(now_s, copy),
             Message::Unlend { request } => self.tell(Event::Unlend { request }),
+            Message::Loaded { request, blocks } => self.tell(Event::Loaded { request, blocks }),
             Message::Cost(cost) => self.cost = cost,
             Message::LetGo { request } => {
                 if self.machine.text(request).is_some() {
@@ -310,7 +320,6 @@ impl Engine {
         let ends_s = match self.at.as_ref()? {
             Plan::Step { began_s, time_s, .. } => began_s + time_s,
             Plan::Run(run) => run.ends_s(&self.cost),
-            Plan::Load { until_s, .. } => *until_s,
         };
         (std::mem::replace(&mut self.told, self.plans) != self.plans).then_some(ends_s)
     }
@@ -344,15 +353,21 @@ impl Engine {
                 let (_, sequences, kv_tokens) = self.shape(parts);
                 self.cost.spare_share(sequences, kv_tokens)
             }
-            Some(Plan::Load { .. }) | None => 0.0,
+            None => 0.0,
         }
     }
 
     /// Starts a plan if the instance is idle and has work.
     pub(super) fn turn(&mut self, now_s: f64, outcomes: &mut Vec<Outcome>) {
-        if self.is_idle() {
+        // a load that begins leaves the device to others
+        self.has_news = true;
+        while self.is_idle() && std::mem::take(&mut self.has_news) {
             self.tell(Event::Idle);
             self.carry_out(now_s, outcomes);
+            for request in std::mem::take(&mut self.without_load) {
+                self.tell(Event::Loaded { request, blocks: 0 });
+                self.carry_out(now_s, outcomes);
+            }
         }
     }
 
@@ -360,7 +375,6 @@ impl Engine {
     pub(super) fn steps_end(&mut self, now_s: f64, outcomes: &mut Vec<Outcome>) {
         match self.at.take() {
             None => {}
-            Some(Plan::Load { request, blocks, .. }) => self.tell(Event::Loaded { request, blocks }),
             Some(Plan::Run(run)) => {
                 let steps = run.steps;
                 self.at = Some(Plan::Run(run));
@@ -450,7 +464,9 @@ impl Engine {
         for action in actions.drain(..) {
             match action {
                 Action::Run(step) => self.begin(now_s, step.sequences, outcomes),
-                Action::Load { request, chain, .. } => self.load(now_s, request, &chain),
+                Action::Load { request, blocks, chain } => {
+                    self.load(now_s, request, (blocks.start, &chain), outcomes);
+                }
                 Action::Admitted { request, tokens_cached } => {
                     let block_tokens = self.block_tokens;
                     let Some(active) = self.active(request) else { continue };
@@ -491,19 +507,6 @@ impl Engine {
             }
         }
         self.actions = actions;
-    }
-
-    fn load(&mut self, now_s: f64, request: u64, chain: &[BlockHash]) {
-        let by_tier = self.lower.prefix(chain);
-        let blocks = by_tier.iter().sum::<usize>();
-        let bytes = Bytes(blocks as f64 * f64::from(self.block_tokens) * self.kv.token_bytes);
-        let copied_s = self.kv.cost.loads(bytes, self.kv.layers).0;
-        let until_s = self.lower.load(now_s, &chain[..blocks], by_tier) + copied_s;
-        if let Some(active) = self.active(request) {
-            active.loaded = [0, 1, 2].map(|tier| active.loaded[tier] + by_tier[tier]);
-        }
-        self.plans += 1;
-        self.at = Some(Plan::Load { request, blocks: to_u32(blocks), until_s });
     }
 
     /// Begins a step, with those that are certain to follow it.

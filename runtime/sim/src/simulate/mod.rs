@@ -235,6 +235,9 @@ impl<'a> World<'a> {
             Next::Lent { from, request, tokens, on_device, ready } => {
                 self.lent(from, request, (tokens, on_device), ready.0);
             }
+            Next::Loaded { instance, request, attempt, blocks } if self.is_current(request, attempt) => {
+                self.send(instance, Message::Loaded { request, blocks });
+            }
             Next::Pulled { request, attempt, from, tokens } => {
                 self.pulled(request, from, self.is_current(request, attempt).then_some(tokens));
             }
@@ -248,6 +251,7 @@ impl<'a> World<'a> {
             // It belongs to a place that the request has lost.
             Next::Landed { .. }
             | Next::Pull { .. }
+            | Next::Loaded { .. }
             | Next::Reserved { .. }
             | Next::Revoked { .. }
             | Next::TakenOver { .. } => {}
@@ -492,6 +496,10 @@ impl<'a> World<'a> {
                         self.now_s,
                         Next::Lent { from: instance, request, tokens, on_device, ready },
                     );
+                }
+                Outcome::Loads { request, blocks, until_s } => {
+                    let attempt = self.attempt(request);
+                    self.schedule(until_s, Next::Loaded { instance, request, attempt, blocks });
                 }
                 Outcome::Joined { request } => {
                     self.tell(Event::TransferDone { request, instance: id });

@@ -96,6 +96,15 @@ impl Tiers {
         blocks
     }
 
+    /// Time to load so many blocks of each tier, if nothing else is loaded.
+    pub(super) fn time_s(&self, blocks: ByTier) -> f64 {
+        let times = self.stores.iter().filter(|store| blocks[store.tier as usize] > 0).map(|store| {
+            let bytes = blocks[store.tier as usize] as f64 * self.block_bytes;
+            store.cost.time(Bytes(bytes)).0
+        });
+        times.fold(0.0, f64::max)
+    }
+
     /// Loads the leading `blocks` of `chain`; returns when all are there. Tiers load concurrently, each one
     /// load after the other.
     pub(super) fn load(&mut self, now_s: f64, chain: &[BlockHash], blocks: ByTier) -> f64 {

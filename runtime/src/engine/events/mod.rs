@@ -75,7 +75,7 @@ impl LoggedFleet {
     pub(crate) fn step(&mut self, now: Seconds, event: Event) -> Vec<Action> {
         let mut actions = Vec::new();
         let logged = self.log.as_mut().map(|log| (log, event.clone()));
-        let noted = Noted::of(&event);
+        let noted = Noted::of(&event, &self.machine);
         self.machine.step(now, event, &mut actions);
         if let Some(noted) = noted {
             self.metrics.note(now, noted, &actions);

@@ -178,6 +178,8 @@ fn start(scene: &Scene, checkpoint: &Checkpoint, env: &SeededEnv, metrics: &Metr
                 ttft_slo: Some(Seconds(1.5)),
                 tbt_slo: Some(Seconds(0.03)),
                 policy: scene.policy,
+                admission: scene.admission,
+                drop_at_decode: scene.drops_late,
                 pull: scene.pull,
                 seed: scene.seed,
                 ..EngineConfig::default().fleet

@@ -24,6 +24,7 @@ mod per_dollar;
 mod policy;
 mod random;
 mod ranks;
+mod reusable;
 mod round_robin;
 
 pub use policy::Policy;
@@ -107,7 +108,7 @@ pub(super) struct PrefillSide {
     cached_tokens: u32,
     pulled_tokens: u32,
     queue: Seconds,
-    /// Time of loading from lower tiers, and of the pull beyond the queue.
+    /// Time of loading from lower tiers, beside which others compute, and of the pull beyond the queue.
     pull: Seconds,
     pull_price: Usd,
     interleave: Seconds,
@@ -199,7 +200,12 @@ impl Fleet {
             Policy::PerDollar => per_dollar::picks(self, &question),
         };
         explanation.candidates = self.candidates(&question, &picks);
-        let verdict = self.admit(&mut explanation.candidates, &question);
+        let mut verdict = self.admit(&mut explanation.candidates, &question);
+        if let Ok(chosen) = verdict
+            && let Some(tried) = self.tried_instead(&question, &mut explanation.candidates, chosen)
+        {
+            verdict = Ok(tried);
+        }
         if self.replicas.is_some()
             && let Ok(chosen) = verdict
         {
@@ -244,44 +250,12 @@ impl Fleet {
         if self.ids.get(at) == Some(&id) { Some(at) } else { self.ids.binary_search(&id).ok() }
     }
 
-    /// Leading prompt tokens that instances hold and can reuse, and the time to load them from lower tiers,
-    /// if any; by position. The last token is always computed: its logits give the first token.
-    fn reusable(&mut self, arrival: &Arrival) -> (Vec<u32>, Vec<Seconds>) {
-        let mut cached = std::mem::take(&mut self.cached);
-        cached.clear();
-        cached.resize(self.loads.len(), 0);
-        let mut loading = Vec::new();
-        for chain in &arrival.chains {
-            let block = chain.block_tokens.max(1);
-            let most = arrival.prompt_tokens.saturating_sub(1) / block * block;
-            self.index.lookup(&chain.hashes, &mut self.prefixes);
-            for prefix in self.prefixes.as_slice() {
-                let Some(at) = self.position(prefix.instance) else { continue };
-                if self.loads.kv_block_tokens(at) == chain.block_tokens {
-                    cached[at] = prefix.total().saturating_mul(block).min(most);
-                    if prefix.blocks[0] < prefix.total() {
-                        loading.resize(self.loads.len(), Seconds::ZERO);
-                        loading[at] = self.load_time(at, prefix.blocks.map(|blocks| blocks * block));
-                    }
-                }
-            }
-        }
-        (cached, loading)
-    }
-
-    /// Time to load `tokens` of each tier onto the devices of instance `at`, from all tiers at once.
-    fn load_time(&self, at: usize, tokens: [u32; 3]) -> Seconds {
-        let times = tokens.iter().zip(&self.loads[at].tiers).skip(1).filter(|(tokens, _)| **tokens > 0);
-        let times = times.map(|(&tokens, tier)| tier.time(self.kv_bytes(tokens)));
-        times.fold(Seconds::ZERO, Seconds::max)
-    }
-
     /// Prefill work on `load` ahead of the request, and the number of prompts that it precedes.
     pub(super) fn ahead(&self, load: &Load, question: &Question<'_>) -> (Backlog, u32) {
         self.backlog_in_turn(load, question)
     }
 
-    fn candidates(&self, question: &Question<'_>, picks: &[Pick]) -> Vec<Candidate> {
+    pub(super) fn candidates(&self, question: &Question<'_>, picks: &[Pick]) -> Vec<Candidate> {
         // Picks are grouped by prefill; decoders repeat.
         let mut decoders: Vec<DecodeSide<'_>> = Vec::new();
         let mut side: Option<(Pick, PrefillSide)> = None;
@@ -483,7 +457,8 @@ impl Fleet {
         let bytes = self.hand_off_bytes(d, arrival.prompt_tokens, transfer_tokens);
         let shows = |prefill| link.map_or(Seconds::ZERO, |l| l.exposed(bytes, self.config.layers, prefill));
         let transfer = shows(side.prefill);
-        let ttft = side.queue + side.pull + kv_wait + side.interleave + side.prefill;
+        let overhead = p.overhead.time();
+        let ttft = side.queue + side.pull + kv_wait + side.interleave + side.prefill + overhead;
         // The transfer follows all earlier transfers over these links. This is not a part of the score: over
         // links that never keep up it would choose prefills by their links alone (mean TTFT seven times as
         // long on the conversation trace over 0.3 GB/s).
@@ -502,7 +477,7 @@ impl Fleet {
 
         // Its KV takes of the steps of all others there while it lands.
         let lands = self.lands((side.at, decoder.at), bytes, side.prefill).takes;
-        let delay = (side.prefill + question.loading_on(side.at)) * f64::from(side.delayed) + decoder.delay;
+        let delay = side.prefill * f64::from(side.delayed) + decoder.delay;
         let delay = delay + lands * f64::from(d.everyone().sequences);
 
         let overrun = side.overrun.get_or_init(|| {
@@ -518,6 +493,7 @@ impl Fleet {
             _ => Usd::ZERO,
         };
         let memory = self.memory_cost(question, side, decoder, (ttft, transfer));
+        let known = side.cached_tokens + side.pulled_tokens;
         Terms {
             cached_tokens: side.cached_tokens,
             pulled_tokens: side.pulled_tokens,
@@ -527,6 +503,7 @@ impl Fleet {
             kv_wait_s: kv_wait.0,
             interleave_s: side.interleave.0,
             prefill_s: side.prefill.0,
+            overhead_s: overhead.0,
             transfer_s: transfer.0,
             hand_off_s: hand_off.0,
             ttft_s: ttft.0,
@@ -539,9 +516,9 @@ impl Fleet {
             busy_usd: busy.0,
             memory,
             corrections: Corrections {
-                prefill: p.learner.corrections().prefill,
-                step: d.learner.corrections().step,
-                transfer: p.learner.corrections().transfer,
+                prefill: p.learner.prefill_factor(p.spec.piece(arrival.prompt_tokens - known)),
+                step: d.learner.step_factor(d.batch().sequences + 1),
+                transfer: p.learner.transfer_factor(),
             },
             score: busy.0
                 + question.own_weight() * (ttft + hand_off).0

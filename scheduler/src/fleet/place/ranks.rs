@@ -102,7 +102,7 @@ struct Costs {
 impl Costs {
     fn of(kind: &Kind, question: &Question<'_>, known: u32) -> Self {
         let tokens = question.arrival.prompt_tokens - known;
-        let time = kind.cost.prefill_s(known, tokens) * kind.corrections.prefill;
+        let time = kind.prefill_s(known, tokens);
         let price = kind.price.filter(|_| question.score_unit == ScoreUnit::Usd);
         Costs { time, paid: price.map_or(Usd::ZERO, |price| price * time * question.busy_share) }
     }

@@ -1,0 +1,217 @@
+//! Loads of KV from lower tiers, block by block beside the steps of others.
+//!
+//! A sequence that waits for its blocks is in no step, and its pages are its own, so that they may be written
+//! at any time ([`beside`](super::beside)). Where the device copies beside a step, a block follows the other
+//! while a step runs. Elsewhere loads get a share of the steps' time, and all of it while there is no step.
+//! The sequence joins a step once its last block is there.
+
+use super::tiers::{EvictedBlock, block};
+use super::worker::{Event, Worker, queues};
+use crate::pool::{Kept, Lease, Pool};
+use mixfleet_hal::Result;
+use mixfleet_hal::cast::to_u32;
+use mixfleet_hal::units::Seconds;
+use mixfleet_scheduler::batch::RequestId;
+use mixfleet_scheduler::kv::BlockHash;
+use std::collections::VecDeque;
+use std::ops::Range;
+
+/// Time for loads after a step that they cannot run beside, as a share of the step's.
+const SHARE: f64 = 0.1;
+
+/// Time for loads in a turn without a step, after which messages are looked at.
+const TURN: Seconds = Seconds(0.002);
+
+/// Most blocks in such a turn.
+const TURN_BLOCKS: u32 = 64;
+
+/// Blocks that a sequence waits for.
+pub(super) struct BlockLoad {
+    request: RequestId,
+    /// Their pages, keys and tokens.
+    pages: Vec<u32>,
+    chain: Vec<BlockHash>,
+    tokens: Vec<u32>,
+    /// What the sequence's pages held, and is not copied to lower tiers yet.
+    evicted: VecDeque<EvictedBlock>,
+    /// A lease of the blocks from `leased_from` on; none before its turn, or if other blocks needed the room.
+    pub(super) lease: Option<Lease>,
+    leased_from: usize,
+    /// Number of leading blocks that are in their pages.
+    done: usize,
+    /// Whether more blocks are to be loaded.
+    is_loading: bool,
+    /// Blocks that were read from the disk, and what that took.
+    read: (u64, f64),
+}
+
+impl BlockLoad {
+    /// Leases the next block; false if it is not there. A prefix may be longer than host memory: once a lease
+    /// has no more, the disk may have the rest.
+    fn bring_next(&mut self, pool: &Pool) -> bool {
+        let block_tokens = self.tokens.len() / self.chain.len();
+        for is_renewed in [false, true] {
+            let mut lease = self.lease.take().filter(|_| !is_renewed).unwrap_or_else(|| {
+                self.leased_from = self.done;
+                pool.begin_lease(&self.chain[self.done..], &self.tokens[self.done * block_tokens..])
+            });
+            let has_come = lease.bring_next();
+            self.lease = Some(lease);
+            if has_come || self.leased_from == self.done {
+                return has_come;
+            }
+            self.lease = None;
+        }
+        false
+    }
+
+    fn is_over(&self) -> bool {
+        !self.is_loading && self.evicted.is_empty()
+    }
+}
+
+impl Worker {
+    /// Begins to load blocks of a sequence, as far as `lease` or the tiers have them and that is better than
+    /// to compute them. What its pages held before, `evicted`, is copied to lower tiers before it is
+    /// overwritten.
+    pub(super) fn begin_load(
+        &mut self,
+        request: RequestId,
+        lease: Option<Lease>,
+        (blocks, chain): (&Range<u32>, Vec<BlockHash>),
+        evicted: VecDeque<EvictedBlock>,
+    ) -> Result<()> {
+        let Some(text) = self.machine.text(request) else { return Ok(()) };
+        let tokens = text.of_blocks(blocks.clone()).to_vec();
+        let pages = self.machine.pages(request)[blocks.start as usize..blocks.end as usize].to_vec();
+        let mut load = BlockLoad {
+            request,
+            pages,
+            chain,
+            tokens,
+            evicted,
+            lease,
+            leased_from: 0,
+            done: 0,
+            is_loading: true,
+            read: (0, 0.0),
+        };
+        load.is_loading = self.is_worth_loading(&mut load, blocks.start * self.limits.block_tokens);
+        // a load that waits for others must not keep host memory from them
+        let is_next = load.is_loading && !self.has_loads();
+        load.lease = load.lease.filter(|_| is_next);
+        if !load.is_loading && (self.copies.is_empty() || self.others.is_some()) {
+            // nothing is copied beside steps: it would hold up the prompt only
+            self.keep_all(&mut load)?;
+        }
+        self.loads.push_back(load);
+        Ok(())
+    }
+
+    /// Copies what the pages of a load held to lower tiers.
+    fn keep_all(&mut self, load: &mut BlockLoad) -> Result<()> {
+        let Worker { below: Some(below), kv, queue, copies, .. } = self else { return Ok(()) };
+        let mut queues = queues(queue, copies);
+        for evicted in load.evicted.drain(..) {
+            below.keep(&evicted, kv, &mut queues)?;
+        }
+        Ok(())
+    }
+
+    /// Whether lower tiers hold leading blocks of a load, and loading them is better than computing them
+    /// behind `context` tokens.
+    fn is_worth_loading(&self, load: &mut BlockLoad, context: u32) -> bool {
+        let Some(below) = &self.below else { return false };
+        let lease = load.lease.get_or_insert_with(|| below.pool.begin_lease(&load.chain, &load.tokens));
+        let expected = lease.expected();
+        let blocks = expected.iter().sum::<usize>();
+        let tokens = to_u32(blocks) * self.limits.block_tokens;
+        let time = Seconds(below.load_s(expected));
+        blocks > 0 && self.machine.loads_rather(&self.cost, (context, tokens), time)
+    }
+
+    /// Whether blocks are to be loaded.
+    pub(super) fn has_loads(&self) -> bool {
+        self.loads.iter().any(|load| !load.is_over())
+    }
+
+    /// Loads blocks after a step that took `step`, for a share of its time, but at least one.
+    pub(super) fn load_after(&mut self, step: Seconds) -> Result<()> {
+        self.load_for(step * SHARE, TURN_BLOCKS)
+    }
+
+    /// Loads blocks while there is no step.
+    pub(super) fn load_alone(&mut self) -> Result<()> {
+        self.load_for(TURN, TURN_BLOCKS)
+    }
+
+    fn load_for(&mut self, time: Seconds, blocks_max: u32) -> Result<()> {
+        let began = self.env.now();
+        for _ in 0..blocks_max {
+            if !self.load_block()? || (self.env.now() - began).0 >= time.0 {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies the next block that a sequence waits for to its page, or what a page held to lower tiers. False
+    /// if none waits.
+    pub(super) fn load_block(&mut self) -> Result<bool> {
+        let Worker { below: Some(below), loads, kv, queue, copies, env, .. } = self else { return Ok(false) };
+        // a sequence that is computed waits for what its pages held alone, and for no load of others
+        let next = loads.iter().position(|load| !load.is_loading && !load.is_over());
+        let next = next.or_else(|| loads.iter().position(|load| !load.is_over()));
+        let Some(load) = next.and_then(|at| loads.get_mut(at)) else { return Ok(false) };
+        let mut queues = queues(queue, copies);
+        let page = load.pages.get(load.done).copied().filter(|_| load.is_loading);
+        let held_before = match page {
+            Some(page) => load.evicted.iter().position(|evicted| evicted.page == page),
+            None => (!load.evicted.is_empty()).then_some(0),
+        };
+        if let Some(at) = held_before {
+            // in their order: the last ones are the last to leave host memory
+            let Some(evicted) = load.evicted.remove(at) else { return Ok(true) };
+            let kept = below.keep(&evicted, kv, &mut queues)?;
+            if kept == Kept::Full && below.pool.has_disk() && load.lease.take().is_some() {
+                below.keep(&evicted, kv, &mut queues)?;
+            }
+            return Ok(true);
+        }
+        let began = env.now();
+        let reads_before = below.pool.stats().hits_ssd;
+        load.is_loading = load.bring_next(&below.pool);
+        let Some(held) = load.lease.take().filter(|_| load.is_loading) else { return Ok(true) };
+        let read = below.pool.stats().hits_ssd - reads_before;
+        if read > 0 {
+            load.read = (load.read.0 + read, load.read.1 + (env.now() - began).0);
+        }
+        let span = block(kv, &load.pages[load.done]);
+        let mut written = Ok(());
+        let is_intact = held
+            .view(load.done - load.leased_from, &mut |bytes| written = kv.write(&mut queues, &span, bytes))?;
+        written?;
+        load.done += usize::from(is_intact);
+        load.is_loading = is_intact && load.done < load.chain.len();
+        load.lease = Some(held).filter(|_| load.is_loading);
+        Ok(true)
+    }
+
+    /// Tells the machine of the loads that are over.
+    pub(super) fn settle_loads(&mut self) -> Result<()> {
+        while let Some(at) = self.loads.iter().position(BlockLoad::is_over) {
+            let Some(BlockLoad { request, done, read, .. }) = self.loads.remove(at) else { break };
+            if read.0 > 0 && self.below.as_mut().is_some_and(|below| below.learn(read.0, read.1)) {
+                self.tell_costs();
+            }
+            self.report_tiers();
+            self.machine_step(Event::Loaded { request, blocks: to_u32(done) })?;
+        }
+        Ok(())
+    }
+
+    /// Forgets the load of a request that is gone.
+    pub(super) fn stop_load(&mut self, request: RequestId) {
+        self.loads.retain(|load| load.request != request);
+    }
+}
