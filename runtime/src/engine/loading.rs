@@ -81,6 +81,7 @@ impl Worker {
         (blocks, chain): (&Range<u32>, Vec<BlockHash>),
         evicted: VecDeque<EvictedBlock>,
     ) -> Result<()> {
+        self.stop_load(request);
         let Some(text) = self.machine.text(request) else { return Ok(()) };
         let tokens = text.of_blocks(blocks.clone()).to_vec();
         let pages = self.machine.pages(request)[blocks.start as usize..blocks.end as usize].to_vec();

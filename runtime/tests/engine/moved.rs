@@ -179,6 +179,7 @@ fn a_prefix_is_pulled_between_instances_of_unlike_numbers_of_devices() {
 fn what_several_devices_evict_is_loaded_again_and_pulled_from_their_lower_tiers() {
     let checkpoint = checkpoint();
     let talks = conversations(&checkpoint, 1..4);
+    let mut more = 0;
     for pair_of in [[TP2, ONE], [PP2, BY_RANGE]] {
         let run = |fleet: TestFleet| {
             converse(&fleet, &SeededEnv::new(2), &talks);
@@ -187,8 +188,10 @@ fn what_several_devices_evict_is_loaded_again_and_pulled_from_their_lower_tiers(
         };
         let (without, none) = run(pair(&checkpoint, pair_of).blocks(14));
         let (with, hits) = run(pair(&checkpoint, pair_of).blocks(14).lower(32, None));
-        assert!(with > without && none == 0 && hits > 0, "{pair_of:?}: {with} {without} {hits}");
+        assert!(with >= without && none == 0 && hits > 0, "{pair_of:?}: {with} {without} {hits}");
+        more += with - without;
     }
+    assert!(more > 0, "nothing was pulled from a lower tier");
 }
 
 /// Asks one prompt after the other on an only instance, with a disk below it; the cached tokens of each.

@@ -148,9 +148,10 @@ impl World {
 
     /// Whether all instances serve again, once nothing breaks any more, with right answers alone.
     ///
-    /// A group that nobody asks does not know that it has lost a member, so it may take some rounds.
+    /// A group that nobody asks does not know that it has lost a member, and nobody asks one that is
+    /// predicted to be slow while others are up, so it may take some rounds.
     pub(super) async fn assert_that_all_serve_again(&self) {
-        const ROUNDS: usize = 6;
+        const ROUNDS: usize = 16;
         // no instance waits for longer before it tries to reach its devices
         const PAUSE: Duration = Duration::from_secs(70);
         for round in 1..=ROUNDS {

@@ -24,7 +24,7 @@ fn the_cheapest_dtype_is_chosen_and_named_wherever_a_fleet_is() {
 
     let files = ["--dtype", "bf16,fp8", "--out", out.to_str().unwrap()];
     let table = String::from_utf8(run(&arguments, &files).stdout).unwrap();
-    assert!(table.contains("in bf16 or fp8, engine vllm") && table.contains("L40S, fp8"), "{table}");
+    assert!(table.contains("in bf16 or fp8, engine vllm") && table.contains(", fp8"), "{table}");
     let file = std::fs::read_to_string(out.join("FLEET.toml")).unwrap();
     assert!(file.contains("dtype = \"fp8\""), "{file}");
     let attained = simulated(&out.join("FLEET.toml"), &out.join("load.jsonl"), &[]);

@@ -22,16 +22,13 @@ impl Fleet {
                     if prefix.blocks[0] < prefix.total() {
                         let on_device = prefix.blocks[0].saturating_mul(block).min(most);
                         let loads = self.load_time(at, prefix.blocks.map(|blocks| blocks * block));
+                        loading.resize(self.loads.len(), Seconds::ZERO);
                         let load = &self.loads[at];
                         let waiting = (load.everyone().sequences as usize + load.prompts() + 1) as f64;
+                        let computed = load.prefill_s(on_device, cached[at] - on_device);
                         // the instance decides by about the same: see `batch::Instance::loads_rather`
-                        let computed = load.prefill_s(on_device, cached[at] - on_device) * waiting;
-                        if load.spec.role.computes() && loads > computed {
-                            cached[at] = on_device;
-                            continue;
-                        }
-                        loading.resize(self.loads.len(), Seconds::ZERO);
-                        loading[at] = loads;
+                        let computes = load.spec.role.computes() && loads > computed * waiting;
+                        loading[at] = if computes { computed } else { loads };
                     }
                 }
             }
