@@ -110,18 +110,18 @@ impl Worker {
         loop {
             let left = self.step_timeout.saturating_sub(waited);
             let loads = !self.copies.is_empty() && self.has_loads();
-            let patience = match self.kv_moves() || loads {
+            let timeout = match self.kv_moves() || loads {
                 false => left,
                 true if loads || !self.words.is_empty() => Duration::ZERO,
                 true => next_look(waited).min(left),
             };
-            match self.queue.wait(ticket, patience) {
+            match self.queue.wait(ticket, timeout) {
                 Ok(_) => {
-                    // it ended during the last copy: after half of it, in the mean
+                    // the step ended during the last copy, on average half-way through
                     self.waited += last_load * 0.5;
                     return Ok(());
                 }
-                Err(error) if error.kind == ErrorKind::Timeout && patience < left => waited += patience,
+                Err(error) if error.kind == ErrorKind::Timeout && timeout < left => waited += timeout,
                 Err(error) => return Err(error),
             }
             // One message at a time, so that a step that ended waits for one at most.

@@ -1,4 +1,4 @@
-//! Loads of KV from lower tiers, block by block beside the steps of others.
+//! Loads KV from lower tiers, block by block, while steps of other sequences run.
 //!
 //! A sequence that waits for its blocks is in no step, and its pages are its own, so that they may be written
 //! at any time ([`beside`](super::beside)). Where the device copies beside a step, a block follows the other
@@ -78,7 +78,8 @@ impl Worker {
         &mut self,
         request: RequestId,
         lease: Option<Lease>,
-        (blocks, chain): (&Range<u32>, Vec<BlockHash>),
+        blocks: &Range<u32>,
+        chain: Vec<BlockHash>,
         evicted: VecDeque<EvictedBlock>,
     ) -> Result<()> {
         self.stop_load(request);
@@ -128,7 +129,7 @@ impl Worker {
         let blocks = expected.iter().sum::<usize>();
         let tokens = to_u32(blocks) * self.limits.block_tokens;
         let time = Seconds(below.load_s(expected));
-        blocks > 0 && self.machine.loads_rather(&self.cost, (context, tokens), time)
+        blocks > 0 && self.machine.loads_rather(&self.cost, context, tokens, time)
     }
 
     /// Whether blocks are to be loaded.
@@ -160,7 +161,7 @@ impl Worker {
     /// if none waits.
     pub(super) fn load_block(&mut self) -> Result<bool> {
         let Worker { below: Some(below), loads, kv, queue, copies, env, .. } = self else { return Ok(false) };
-        // a sequence that is computed waits for what its pages held alone, and for no load of others
+        // a sequence without a load only waits for its own pages to be saved: it goes first
         let next = loads.iter().position(|load| !load.is_loading && !load.is_over());
         let next = next.or_else(|| loads.iter().position(|load| !load.is_over()));
         let Some(load) = next.and_then(|at| loads.get_mut(at)) else { return Ok(false) };

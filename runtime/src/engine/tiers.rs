@@ -5,8 +5,8 @@
 //! the worker copies it before it writes to the page, and blocks that are reused while on the device cost no
 //! traffic. Blocks that only a lost device held are lost with it, and are computed again.
 //!
-//! They are loaded beside the steps of others, block by block (`loading.rs`), unless computing them is
-//! predicted to take less.
+//! Blocks are loaded while steps of other sequences run (`loading.rs`), unless computing them is predicted to
+//! be better.
 
 use super::pages::{InstanceKv, KvSpan};
 use super::pinning::Pinner;

@@ -227,7 +227,7 @@ impl Worker {
                 Action::Run(step) => run = Some(step),
                 Action::Load { request, blocks, chain } => {
                     let evicted = std::mem::take(&mut evicted);
-                    self.begin_load(request, lease.take(), (&blocks, chain), evicted)?;
+                    self.begin_load(request, lease.take(), &blocks, chain, evicted)?;
                     run = Some(Step::default());
                 }
                 Action::Admitted { request, tokens_cached } => {

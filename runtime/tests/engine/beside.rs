@@ -19,11 +19,11 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 fn part(env: &SeededEnv, at: usize, flops: f64) -> Arc<dyn Device> {
-    part_of(env, at, (flops, 1e12))
+    part_of(env, at, flops, 1e12)
 }
 
 /// A part with so many FLOP/s and bytes/s.
-fn part_of(env: &SeededEnv, at: usize, (flops, bandwidth): (f64, f64)) -> Arc<dyn Device> {
+fn part_of(env: &SeededEnv, at: usize, flops: f64, bandwidth: f64) -> Arc<dyn Device> {
     let rates = [DType::F32, DType::Bf16].map(|dtype| (dtype, FlopPerSecond(flops)));
     let profile = DeviceProfile::roof(rates.to_vec(), BytesPerSecond(bandwidth), Bytes(1e9));
     let clock = Arc::new(WorldClock(env.clone()));
@@ -272,7 +272,7 @@ fn beside_a_request(copies_beside: bool, is_below: bool) -> (f64, [f64; 2]) {
         }
     };
     let (writes, reads) = (takes(&env), takes(&env));
-    let device = Wayward::over(part_of(&env, 0, (4e8, 1e10)))
+    let device = Wayward::over(part_of(&env, 0, 4e8, 1e10))
         .copies_beside(copies_beside)
         .writing(move |_, bytes| writes(bytes.len()))
         .reading(move |_, place| reads(place.len()));

@@ -107,9 +107,8 @@ pub struct Sampled {
 pub enum Action<B> {
     /// Run this step; then `Event::StepDone`.
     Run(Step),
-    /// Load these blocks from the lower tiers, as far as they are there; then `Event::Loaded`. The device is
-    /// idle still: steps of others may run meanwhile, and a sequence that needs the same blocks waits for
-    /// them.
+    /// Load these blocks from the lower tiers, as far as they are there; then `Event::Loaded`. Steps of other
+    /// sequences may run meanwhile; a queued sequence whose next block is among these waits for the load.
     Load {
         /// The request's id.
         request: RequestId,

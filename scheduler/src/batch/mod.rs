@@ -288,9 +288,9 @@ impl<T: Text> Instance<T> {
         }
     }
 
-    /// Whether `tokens` of a prompt behind `context` others had better be loaded in `load`, beside the steps
-    /// of others, than computed, which all sequences here would wait for.
-    pub fn loads_rather(&self, cost: &CostModel, (context, tokens): (u32, u32), load: Seconds) -> bool {
+    /// Whether to load the KV of `tokens` prompt tokens after `context` tokens, which takes `load` while
+    /// other sequences keep running, instead of computing it, which delays every sequence here.
+    pub fn loads_rather(&self, cost: &CostModel, context: u32, tokens: u32, load: Seconds) -> bool {
         let piece = tokens.min(self.limits.step_tokens_max);
         let computed = cost.prefill_s(context, tokens) * self.learner.prefill_factor(piece);
         load <= computed * self.sequences.len().max(1) as f64
@@ -586,7 +586,7 @@ impl<T: Text> Instance<T> {
         let mut others = holding.into_iter().flat_map(|phase| self.places.of(phase));
         others.any(|place| {
             let other = self.sequence(place.request);
-            // what loads will run, and is preempted then
+            // a loading sequence will run, and can then be preempted
             let releases = other.after == Some(After::HandOff) || other.phase == Phase::Loading;
             place.request != request && releases
         })
@@ -609,7 +609,7 @@ impl<T: Text> Instance<T> {
         let first = [Phase::Queued, Phase::Asking, Phase::Running].into_iter().filter_map(first_of).min();
         let last = self.places.of(Phase::Receiving).last().copied();
         let (Some(first), Some(last)) = (first, last) else { return false };
-        // these end by themselves
+        // hand-offs and loads complete on their own
         let ends =
             [Phase::HandedOff, Phase::Loading].into_iter().any(|phase| !self.places.of(phase).is_empty());
         if last < first || ends {

@@ -60,7 +60,7 @@ struct Driver {
     /// Contents of blocks that were given up; served as far as the generator says.
     below: Option<(HashMap<BlockHash, Vec<u32>>, Stream)>,
     blocks_loaded: u32,
-    /// Loads that take a while.
+    /// Pending loads.
     loading: Vec<(RequestId, Range<u32>, Vec<BlockHash>)>,
     /// Leading tokens that what is added next is to wait for.
     pulls: u32,
@@ -184,8 +184,8 @@ impl Driver {
         part.sample.then(|| ids[..length as usize].iter().sum::<u32>() % 997)
     }
 
-    /// Some of the loads are over, and steps of others have run beside the others.
-    fn some_have_come(&mut self, actions: &mut Vec<Action>) {
+    /// Completes a third of the pending loads; steps of other sequences ran meanwhile.
+    fn complete_some_loads(&mut self, actions: &mut Vec<Action>) {
         for (request, blocks, chain) in std::mem::take(&mut self.loading) {
             if self.machine.text(request).is_none() {
                 continue;
@@ -203,7 +203,7 @@ impl Driver {
     /// One turn. False if there was nothing to run.
     fn turn(&mut self) -> bool {
         let mut actions = Vec::new();
-        self.some_have_come(&mut actions);
+        self.complete_some_loads(&mut actions);
         self.machine.step(Event::Idle, &mut actions);
         let mut ran = !self.loading.is_empty();
         for evicted in actions.iter().filter_map(|a| if let Action::Evicted(e) = a { Some(e) } else { None })

@@ -185,8 +185,8 @@ impl StepCalibration {
     }
 }
 
-/// Makes no value less than one before it: a larger step takes no less, and what is beyond the last size
-/// would take less than nothing.
+/// Raises each value to the largest before it: a larger step takes no less time, and extrapolation beyond the
+/// last size must not fall below 0.
 pub(super) fn rise<'a>(values: impl Iterator<Item = &'a mut f64>) {
     values.fold(0.0, |most: f64, value| {
         *value = value.max(most);
@@ -194,10 +194,11 @@ pub(super) fn rise<'a>(values: impl Iterator<Item = &'a mut f64>) {
     });
 }
 
-/// A step that took more than so many times what a larger one took was held up by something else.
-const HELD_UP: f64 = 2.0;
+/// A step that took more than this many times the time of a larger one was disturbed, for example by
+/// compilation.
+const DISTURBED_ABOVE: f64 = 2.0;
 
-/// `points` without what held them up: such a point takes what the larger one took.
+/// `points`, with the time of each disturbed point replaced by that of the fastest larger step.
 fn undisturbed(points: &[StepPoint]) -> Vec<StepPoint> {
     let least = |point: &StepPoint| {
         let larger = points.iter().filter(|other| other.size >= point.size && other.context >= point.context);
@@ -205,7 +206,7 @@ fn undisturbed(points: &[StepPoint]) -> Vec<StepPoint> {
     };
     let cleaned = |point: &StepPoint| {
         let least = least(point);
-        let seconds = if point.seconds > HELD_UP * least { least } else { point.seconds };
+        let seconds = if point.seconds > DISTURBED_ABOVE * least { least } else { point.seconds };
         StepPoint { seconds, ..*point }
     };
     points.iter().map(cleaned).collect()
@@ -396,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn steps_that_something_held_up_take_what_larger_ones_took() {
+    fn disturbed_steps_get_the_time_of_larger_ones() {
         let truth = on("L40S", 1.0);
         let clean = measured(&truth);
         let mut held_up = clean.clone();
@@ -411,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn a_calibration_of_which_compiling_left_one_prompt_predicts_longer_ones_to_take_longer() {
+    fn a_calibration_with_a_single_prompt_size_extrapolates_upwards() {
         let at = |size, context, seconds| StepPoint { size, context, seconds };
         let calibration = StepCalibration {
             prefill: vec![at(16, 0, 0.6), at(16, 1024, 0.017), at(16, 3584, 0.018)],

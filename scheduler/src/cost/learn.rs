@@ -7,11 +7,11 @@
 //! own                = median of the latest ratios of that size, each over overall
 //! ```
 //!
-//! Small prompts and batches are off by other factors than large ones (launches, bandwidth, arithmetic), so
-//! each of three sizes has its own factor; a size without measurements has the overall one. Every measurement
-//! counts alike, however long it took, so that three of a kind correct an error of any size, and a hiccup
-//! counts nothing. No bound hides an error: a device beyond [`DECLARED_WITHIN`] times its prediction is
-//! reported as another part than the declared one, and predicted as it is measured.
+//! The error of a prediction depends on the size of a step (launches, bandwidth, arithmetic), so each of
+//! three sizes has its own factor; a size without measurements uses the overall one. Every measurement counts
+//! alike, however long it took, so that three of a kind correct an error of any size, and a hiccup counts
+//! nothing. No bound hides an error: a device beyond [`DECLARED_WITHIN`] times its prediction is reported as
+//! another part than the declared one, and predicted as it is measured.
 //!
 //! Factors are applied in whole steps of 5 %, once they are more than such a step from what is applied:
 //! instances whose predictions are right stay exactly at 1, and instances of a kind equal, which lets a large
@@ -30,7 +30,7 @@ pub const STEP_SIZES: [u32; 2] = [4, 32];
 /// Number of latest values whose median counts.
 const LATEST: usize = 9;
 
-/// So many measurements outvote what was assumed.
+/// Number of measurements that outvote the two assumed ones.
 const PROVEN_BY: u32 = 3;
 
 /// Corrections are powers of this.
@@ -40,10 +40,10 @@ const STEP: f64 = 1.05;
 /// declared part.
 pub const DECLARED_WITHIN: f64 = 4.0;
 
-/// A smaller difference is the host's, and says nothing of the part.
+/// Smaller differences are attributed to the host, and do not count against the part.
 const NOTABLE: Seconds = Seconds(0.002);
 
-/// Time after which what was measured before counts as little as an assumption.
+/// Time after which earlier measurements count as only two.
 const STALE_AFTER: Seconds = Seconds(10.0);
 
 /// Time after which the correction of transfers, if nothing is measured, loses half of its logarithm,
@@ -182,7 +182,7 @@ impl Latest {
 struct Learned {
     /// Logarithms of ratios of all sizes.
     overall: Latest,
-    /// What the sizes have beside that.
+    /// Logarithms of the ratios of each size beyond the overall one.
     own: [Latest; 3],
     /// The factors applied to predictions.
     applied: [f64; 3],

@@ -173,7 +173,7 @@ pub struct Fleet {
     /// Copies to KV nodes that have not arrived.
     offers: offers::Offers,
     random: Stream,
-    trials: trials::Trials,
+    trials: trials::TrialBudget,
     /// Time at which corrections are checked next.
     fade_at: Seconds,
     /// Number of requests placed in turn.
@@ -189,7 +189,7 @@ impl Fleet {
             random: Stream::new(config.seed),
             lengths: Lengths::new(config.output_tokens_expected),
             pace: Seconds::ZERO,
-            trials: trials::Trials::new(config.seed),
+            trials: trials::TrialBudget::new(config.seed),
             replicas: config.replicate.map(replicate::Replicas::new),
             offers: offers::Offers::default(),
             config,

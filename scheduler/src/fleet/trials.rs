@@ -26,7 +26,7 @@ const MEAN_FOLLOWS: f64 = 0.05;
 
 /// The budget of trials.
 #[derive(Debug)]
-pub(super) struct Trials {
+pub(super) struct TrialBudget {
     /// Predicted seconds that trials may lose by now.
     saved_s: f64,
     /// Mean predicted time of a request.
@@ -36,9 +36,9 @@ pub(super) struct Trials {
     random: Stream,
 }
 
-impl Trials {
+impl TrialBudget {
     pub(super) fn new(seed: u64) -> Self {
-        Trials { saved_s: 0.0, mean_s: 0.0, placed: 0, random: Stream::new(seed ^ 0x7472_6961_6c73) }
+        TrialBudget { saved_s: 0.0, mean_s: 0.0, placed: 0, random: Stream::new(seed ^ 0x7472_6961_6c73) }
     }
 
     fn earn(&mut self, share: f64, seconds: f64) {

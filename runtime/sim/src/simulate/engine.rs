@@ -61,7 +61,7 @@ pub(super) enum Message {
     Lend { request: u64, tokens: u32, chain: Arc<[BlockHash]> },
     /// A lent prefix has been read.
     Unlend { request: u64 },
-    /// So many blocks of a sequence came from lower tiers.
+    /// `blocks` blocks of a sequence arrived from lower tiers.
     Loaded { request: u64, blocks: u32 },
     /// Steps have this cost from the next one on.
     Cost(Arc<CostModel>),
@@ -85,7 +85,7 @@ pub(super) enum Outcome {
     Preempted,
     /// A step begins while which KV of a prompt is sent, as much as of `tokens` tokens in all layers.
     Sends { request: u64, tokens: f64, step_s: f64 },
-    /// So many blocks of a sequence are on their way from lower tiers until `until_s`.
+    /// `blocks` blocks of a sequence are in flight from lower tiers until `until_s`.
     Loads { request: u64, blocks: u32, until_s: f64 },
     /// The first `tokens` tokens of a prompt can be sent from `ready_s` on; `on_device` of them are on the
     /// devices.
@@ -165,7 +165,7 @@ pub(super) struct Engine {
     actions: Vec<Action<()>>,
     /// Whether a load began since the machine was asked last.
     has_news: bool,
-    /// Sequences that wait for blocks of which none is loaded.
+    /// Sequences whose load was skipped: the machine is told that no block was loaded.
     without_load: Vec<u64>,
 }
 
@@ -359,7 +359,7 @@ impl Engine {
 
     /// Starts a plan if the instance is idle and has work.
     pub(super) fn turn(&mut self, now_s: f64, outcomes: &mut Vec<Outcome>) {
-        // a load that begins leaves the device to others
+        // a load leaves the device free for other sequences
         self.has_news = true;
         while self.is_idle() && std::mem::take(&mut self.has_news) {
             self.tell(Event::Idle);
@@ -465,7 +465,7 @@ impl Engine {
             match action {
                 Action::Run(step) => self.begin(now_s, step.sequences, outcomes),
                 Action::Load { request, blocks, chain } => {
-                    self.load(now_s, request, (blocks.start, &chain), outcomes);
+                    self.load(now_s, request, blocks.start, &chain, outcomes);
                 }
                 Action::Admitted { request, tokens_cached } => {
                     let block_tokens = self.block_tokens;

@@ -64,10 +64,19 @@ fn fleet_of(specs: [Instance; 2], trial_share: f64, seed: u64) -> Fleet {
     fleet
 }
 
-/// Tells `fleet` what its instance measured of a request.
-fn run(fleet: &mut Fleet, now_s: &mut f64, (at, speed): (u32, Speed), request: u64, sizes: (u32, u32)) {
+/// A request on an instance of a speed.
+struct PlacedRequest {
+    request: u64,
+    at: u32,
+    speed: Speed,
+    prompt_tokens: u32,
+    output_tokens: u32,
+}
+
+/// Tells `fleet` what the instance measured of a request.
+fn run(fleet: &mut Fleet, now_s: &mut f64, placed: &PlacedRequest) {
+    let &PlacedRequest { request, at, speed, prompt_tokens, output_tokens } = placed;
     let id = InstanceId(at);
-    let (prompt_tokens, output_tokens) = sizes;
     let mut measured = |fleet: &mut Fleet, parts: Vec<Prefill>, sequences, steps, time_s: f64| {
         *now_s += time_s;
         let steps = MeasuredSteps { parts, sequences, kv_tokens: 0, steps, time: Seconds(time_s) };
@@ -120,7 +129,13 @@ fn play(seed: u64, trial_share: f64) -> [[f64; 2]; 3] {
             if let Some(window) = AFTER.iter().rposition(|after| *after <= n) {
                 (0..2).for_each(|who| sums[window][who] += took[who]);
             }
-            run(&mut ours, &mut now_s, (by_ours, truth[by_ours as usize]), request, sizes);
+            let (prompt_tokens, output_tokens) = sizes;
+            let speed = truth[by_ours as usize];
+            run(
+                &mut ours,
+                &mut now_s,
+                &PlacedRequest { request, at: by_ours, speed, prompt_tokens, output_tokens },
+            );
         }
     }
     sums

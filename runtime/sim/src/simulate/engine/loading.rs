@@ -1,4 +1,4 @@
-//! Loads of KV from lower tiers, beside the steps of others.
+//! Loads of KV from lower tiers, while steps of other sequences run.
 
 use super::{Engine, Outcome};
 use mixfleet_hal::cast::to_u32;
@@ -7,13 +7,14 @@ use mixfleet_scheduler::cost::KvCopy;
 use mixfleet_scheduler::kv::BlockHash;
 
 impl Engine {
-    /// Begins to load what lower tiers hold of the blocks of `chain`, the first of which is the `first` of
-    /// the sequence, beside the steps of others. What is computed in less time is not loaded.
+    /// Starts loading the leading blocks of `chain` that lower tiers hold, unless computing them is better.
+    /// `first` is the index of the first block in the sequence.
     pub(super) fn load(
         &mut self,
         now_s: f64,
         request: u64,
-        (first, chain): (u32, &[BlockHash]),
+        first: u32,
+        chain: &[BlockHash],
         outcomes: &mut Vec<Outcome>,
     ) {
         self.has_news = true;
@@ -22,7 +23,7 @@ impl Engine {
         let tokens = to_u32(blocks) * self.block_tokens;
         let bytes = Bytes(f64::from(tokens) * self.kv.token_bytes);
         let (context, time) = (first * self.block_tokens, Seconds(self.lower.time_s(by_tier)));
-        if blocks == 0 || !self.machine.loads_rather(&self.cost, (context, tokens), time) {
+        if blocks == 0 || !self.machine.loads_rather(&self.cost, context, tokens, time) {
             return self.without_load.push(request);
         }
         let takes = self.kv.cost.loads(bytes, self.kv.layers);
