@@ -166,6 +166,7 @@ fn worker(env: &SharedEnv, checkpoint: &Checkpoint, id: u32, role: Role, config:
         role,
         usd_per_hour: None,
         kv_capacity_tokens: loaded.kv_capacity_tokens(),
+        degraded: false,
     };
     let process = WorkerProcess {
         env: env.clone(),

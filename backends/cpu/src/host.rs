@@ -1,9 +1,10 @@
-//! Host memory for everyone: mapped files.
+//! The host for everyone: mapped files, and where and when threads run.
 
 #[cfg(target_os = "linux")]
 use crate::copied::HugeCopies;
 #[cfg(target_os = "linux")]
 use crate::lost::MappedFileWatch;
+use crate::topology;
 use mixfleet_hal::memory::FileStamp;
 use mixfleet_hal::{Error, ErrorKind, FileMapper, HostMemory, Result};
 use std::fs::{File, Metadata};
@@ -184,6 +185,20 @@ pub fn yield_to_others() {
             libc::sched_setscheduler(0, libc::SCHED_IDLE, &raw const parameters);
         }
     }
+}
+
+/// Returns the logical CPUs that the calling thread may run on, ascending: those that its affinity mask and
+/// control group leave.
+pub fn allowed_cpus() -> Vec<usize> {
+    topology::cores_allowed()
+}
+
+/// Binds the calling thread to `cpus`. Threads that it starts later are bound likewise.
+///
+/// # Errors
+/// When the system refuses, binds no threads, or knows none of the CPUs; the thread runs where it did.
+pub fn bind_to(cpus: &[usize]) -> io::Result<()> {
+    topology::bind_thread(cpus)
 }
 
 #[cfg(test)]

@@ -124,7 +124,8 @@ impl ThreadPool {
         for (index, &core) in cores.iter().enumerate().rev() {
             let shared = shared.clone();
             let body = move || {
-                topology::pin(core);
+                // a thread that is refused its core runs anywhere
+                let _ = topology::bind_thread(&[core]);
                 if index == 0 { lead(&shared) } else { follow(&shared, index) }
             };
             let thread = std::thread::Builder::new().name(format!("cpu@{core}")).spawn(body);

@@ -21,17 +21,28 @@ pub(crate) fn cores_allowed() -> Vec<usize> {
     (0..std::thread::available_parallelism().map_or(1, |n| n.get())).collect()
 }
 
-/// Binds the calling thread to `core`; if that is refused, the thread runs anywhere.
-pub(crate) fn pin(core: usize) {
+/// Binds the calling thread to `cores`, and with it the threads that it starts from then on.
+///
+/// # Errors
+/// When the system refuses, binds no threads, or knows none of the cores; the thread runs where it did.
+pub(crate) fn bind_thread(cores: &[usize]) -> std::io::Result<()> {
     #[cfg(target_os = "linux")]
-    // SAFETY: an all-zero cpu_set_t is valid; `core` comes from the set that the kernel gave us.
-    unsafe {
-        let mut set: libc::cpu_set_t = std::mem::zeroed();
-        libc::CPU_SET(core, &mut set);
-        libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &set);
+    {
+        let bits = 8 * size_of::<libc::cpu_set_t>();
+        // SAFETY: an all-zero cpu_set_t is valid, and each index is below the number of its bits; 0 is the
+        // calling thread.
+        let failed = unsafe {
+            let mut set: libc::cpu_set_t = std::mem::zeroed();
+            cores.iter().filter(|&&core| core < bits).for_each(|&core| libc::CPU_SET(core, &mut set));
+            libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &set) != 0
+        };
+        if failed { Err(std::io::Error::last_os_error()) } else { Ok(()) }
     }
     #[cfg(not(target_os = "linux"))]
-    let _ = core;
+    {
+        let _ = cores;
+        Err(std::io::ErrorKind::Unsupported.into())
+    }
 }
 
 /// Formats [0, 1, 2, 5] as `0-2,5`.

@@ -105,13 +105,18 @@ impl Topology {
 
     /// Returns the NICs nearest to `device`: all at the least distance, then with the fastest port.
     pub fn nearest_nics(&self, device: &PciDevice) -> Vec<&PciDevice> {
+        let nics: Vec<_> = self.of_kind(PciKind::Nic).filter(|nic| !nic.virtual_function).collect();
+        self.nearest_among(device, &nics)
+    }
+
+    /// Returns those of `nics` that are nearest to `device`, as [`nearest_nics`](Self::nearest_nics) does.
+    pub(crate) fn nearest_among<'a>(&self, device: &PciDevice, nics: &[&'a PciDevice]) -> Vec<&'a PciDevice> {
         let rank = |nic: &PciDevice| {
             let mbit = self.gbit_per_s(nic).map_or(0, |gbit| to_u64(gbit * 1e3));
             (self.distance(device, nic), self.node_distance(device, nic), u64::MAX - mbit)
         };
-        let nics: Vec<_> = self.of_kind(PciKind::Nic).filter(|nic| !nic.virtual_function).collect();
         let best = nics.iter().map(|nic| rank(nic)).min();
-        nics.into_iter().filter(|nic| Some(rank(nic)) == best).collect()
+        nics.iter().copied().filter(|nic| Some(rank(nic)) == best).collect()
     }
 
     /// Assigns a NIC to every GPU: a nearest one, shared as evenly as possible. By ascending address, so that

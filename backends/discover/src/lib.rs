@@ -1,9 +1,10 @@
 //! The hardware of a machine, and its current state.
 //!
 //! [`Topology`] has sockets, cores, caches, NUMA nodes, PCI devices with their links and paths, network and
-//! RDMA devices; [`Topology::distance`] says how far a GPU is from a NIC. [`same_part`] tells which devices
-//! of different backends are one part. [`HostConditions`] affect measurements. All are pure functions of a
-//! [`Tree`], live or recorded.
+//! RDMA devices; [`Topology::distance`] says how far a GPU is from a NIC. [`Topology::rdma_near`] and
+//! [`Topology::thread_home`] say which RDMA devices and CPUs are near the devices that a process serves.
+//! [`same_part`] tells which devices of different backends are one part. [`HostConditions`] affect
+//! measurements. All are pure functions of a [`Tree`], live or recorded.
 //!
 //! What is absent: any measurement, any device that is opened, any panic over what a file holds.
 
@@ -13,6 +14,7 @@
 )]
 #![forbid(unsafe_code)]
 
+mod affinity;
 mod conditions;
 mod cores;
 mod cpulist;
@@ -29,6 +31,7 @@ mod tree;
 #[cfg(feature = "verbs")]
 mod verbs;
 
+pub use affinity::{NearestRdma, RdmaChoice, ServedDevice, ThreadHome};
 pub use conditions::{HostConditions, conditions};
 pub use cores::{Cache, CacheKind, HugePages, NumaNode, Socket};
 pub use cpulist::CpuList;

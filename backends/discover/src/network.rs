@@ -35,6 +35,13 @@ pub struct RdmaDevice {
     pub ports: Vec<RdmaPort>,
 }
 
+impl RdmaDevice {
+    /// Whether one of its ports is active.
+    pub(crate) fn is_active(&self) -> bool {
+        self.ports.iter().any(|port| port.state.as_deref() == Some("ACTIVE"))
+    }
+}
+
 /// A port of an RDMA device.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RdmaPort {

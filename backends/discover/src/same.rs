@@ -1,6 +1,6 @@
 //! Identifies devices of different backends that are the same part.
 
-use crate::{PciAddress, Topology};
+use crate::{PciAddress, PciDevice, Topology};
 use mixfleet_hal::{DeviceInfo, DeviceKind};
 use std::collections::BTreeMap;
 
@@ -48,6 +48,21 @@ pub fn pci_of(device: &DeviceInfo) -> Option<PciAddress> {
     note(device, "pci")?.parse().ok()
 }
 
+impl Topology {
+    /// Returns the PCI address of `device`: the one that its backend reports, or that of the part with its
+    /// unique id; `None` for cores and simulated devices. What a device of another machine reports is an
+    /// address there.
+    pub fn address_of(&self, device: &DeviceInfo) -> Option<PciAddress> {
+        match device.kind {
+            DeviceKind::Cpu | DeviceKind::Simulated => return None,
+            DeviceKind::Gpu | DeviceKind::Accelerator => {}
+        }
+        let uuid = note(device, "uuid").and_then(plain_uuid);
+        let has_id = |part: &&PciDevice| uuid.is_some() && part.uuid.as_deref().and_then(plain_uuid) == uuid;
+        pci_of(device).or_else(|| self.pci.iter().find(has_id).map(|part| part.address))
+    }
+}
+
 fn identities(device: &DeviceInfo, topology: &Topology) -> Vec<Identity> {
     match device.kind {
         // whoever offers a CPU (PoCL, llvmpipe) offers the host's
@@ -56,9 +71,7 @@ fn identities(device: &DeviceInfo, topology: &Topology) -> Vec<Identity> {
         DeviceKind::Gpu | DeviceKind::Accelerator => {}
     }
     let uuid = note(device, "uuid").and_then(plain_uuid);
-    let known =
-        topology.pci.iter().find(|part| uuid.is_some() && part.uuid.as_deref().and_then(plain_uuid) == uuid);
-    let pci = pci_of(device).or(known.map(|part| part.address));
+    let pci = topology.address_of(device);
     pci.map(Identity::Pci).into_iter().chain(uuid.map(Identity::Uuid)).collect()
 }
 

@@ -1,5 +1,6 @@
 //! Machines as they are read: a server with eight GPUs, and odd ones.
 
+mod affinity;
 mod common;
 
 use common::{BRIDGE, GPU, Machine, NIC, NVME, Part, gpu_address, hgx, nic_address};
@@ -294,5 +295,6 @@ proptest! {
                 prop_assert_eq!(topology.distance(a, b), topology.distance(b, a));
             }
         }
+        affinity::is_within_the_machine(&topology)?;
     }
 }

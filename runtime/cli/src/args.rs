@@ -166,7 +166,7 @@ pub(crate) struct ServeArgs {
 }
 
 /// Options that mean nothing for engines of others.
-const OF_DEVICES: [&str; 16] = [
+const OF_DEVICES: [&str; 17] = [
     "model",
     "activations",
     "kv_dtype",
@@ -181,6 +181,7 @@ const OF_DEVICES: [&str; 16] = [
     "kv_exchange",
     "profile",
     "recalibrate",
+    "no_pin",
     "hide_cached_tokens",
     "flexible",
 ];
@@ -208,6 +209,9 @@ pub(crate) struct InstanceArgs {
     /// Repeat the calibration of devices
     #[arg(long)]
     pub(crate) recalibrate: bool,
+    /// Let threads leave the NUMA node of their device
+    #[arg(long, hide = true)]
+    pub(crate) no_pin: bool,
 }
 
 /// Options of the tiers below device memory.

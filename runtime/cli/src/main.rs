@@ -8,6 +8,7 @@
 )]
 #![forbid(unsafe_code)]
 
+mod affinity;
 mod args;
 mod backends;
 mod bench;

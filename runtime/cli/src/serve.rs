@@ -288,6 +288,7 @@ pub(crate) fn chosen(args: &InstanceArgs) -> Instances {
         tiers: args.tiers.clone(),
         profiles: args.profile.clone(),
         recalibrate: args.recalibrate,
+        pinned: !args.no_pin,
     }
 }
 

@@ -34,7 +34,7 @@ const SCHEDULING: [&str; 8] =
     ["policy", "threshold", "admit", "drop-late", "wait-usd-per-s", "kv-weight", "trial-share", "seed"];
 
 /// Flags of `serve` alone, which are keys of `[serve]`.
-const SERVE: [&str; 34] = [
+const SERVE: [&str; 35] = [
     "model",
     "activations",
     "kv-dtype",
@@ -49,6 +49,7 @@ const SERVE: [&str; 34] = [
     "kv-exchange",
     "kv-canary",
     "profile",
+    "no-pin",
     "token-file",
     "tls-ca",
     "tls-cert",

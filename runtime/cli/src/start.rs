@@ -1,6 +1,7 @@
 //! Starts an engine from arguments: opens devices, places weights, calibrates.
 
 use crate::Usage;
+use crate::affinity::LocatedDevices;
 use crate::args::{DeviceRole, ModelArgs, TierArgs};
 use crate::digest::Digest;
 use crate::groups::SimGroup;
@@ -50,6 +51,8 @@ pub(crate) struct Instances {
     pub(crate) tiers: TierArgs,
     pub(crate) profiles: Vec<PathBuf>,
     pub(crate) recalibrate: bool,
+    /// Whether threads stay on the NUMA nodes of the devices that they drive.
+    pub(crate) pinned: bool,
 }
 
 impl Instances {
@@ -65,6 +68,7 @@ impl Instances {
             tiers: TierArgs::default(),
             profiles: Vec::new(),
             recalibrate: false,
+            pinned: true,
         }
     }
 }
@@ -120,8 +124,12 @@ pub(crate) fn engine(
         Some(url) => Some(exchange(url, model, &identity, &instances, &metrics)?),
         None => None,
     };
+    let worker_env = match choice.instances.pinned {
+        true => LocatedDevices::of(&instances).bind_instances(env),
+        false => env.clone(),
+    };
     let parts = EngineParts {
-        env: env.clone(),
+        env: worker_env,
         identity,
         config: Arc::new(model.checkpoint.config.clone()),
         limits: choice.engine,

@@ -31,6 +31,19 @@ fn a_split_server_answers_as_one_device_does_and_explains_itself() {
     answers_split(&several, &request, &expected);
 }
 
+/// Threads are bound to NUMA nodes by this name (`runtime/cli/src/affinity.rs`).
+#[cfg(target_os = "linux")]
+#[test]
+fn the_thread_of_an_instance_bears_its_name() {
+    let server = Server::start(&["--device", "cpu"]);
+    let tasks = std::fs::read_dir(format!("/proc/{}/task", server.child.id())).unwrap();
+    let name = |task: std::io::Result<std::fs::DirEntry>| {
+        std::fs::read_to_string(task.ok()?.path().join("comm")).ok()
+    };
+    let names: Vec<String> = tasks.filter_map(name).collect();
+    assert!(names.iter().any(|name| name.trim_end() == "worker cpu"), "{names:?}");
+}
+
 /// Starts a server whose KV goes from device to device, and holds its answer to an expected one.
 fn answers_split(split: &[&str], request: &Value, expected: &Value) {
     let two = Server::start(split);

@@ -27,6 +27,7 @@
 
 use super::fault;
 use super::handoff::SEND_POLL_INTERVAL;
+use super::loading::LoadProgress;
 use super::messages::KvMessage;
 use super::worker::Worker;
 use crate::env::yield_now;
@@ -107,12 +108,15 @@ impl Worker {
     /// Waits for a step that sends nothing. KV of other sequences comes and goes meanwhile.
     pub(super) async fn await_step(&mut self, ticket: Ticket) -> Result<()> {
         let (mut waited, mut last_load) = (Duration::ZERO, Seconds::ZERO);
+        let mut progress = LoadProgress::Moved;
         loop {
             let left = self.step_timeout.saturating_sub(waited);
             let loads = !self.copies.is_empty() && self.has_loads();
             let timeout = match self.kv_moves() || loads {
                 false => left,
-                true if loads || !self.words.is_empty() => Duration::ZERO,
+                true if (loads && progress == LoadProgress::Moved) || !self.words.is_empty() => {
+                    Duration::ZERO
+                }
                 true => next_look(waited).min(left),
             };
             match self.queue.wait(ticket, timeout) {
@@ -130,7 +134,7 @@ impl Worker {
             }
             if loads {
                 let began = self.env.now();
-                self.load_block().map_err(of_instance)?;
+                progress = self.load_block(Duration::ZERO).map_err(of_instance)?;
                 last_load = (self.env.now() - began).max(Seconds::ZERO);
                 waited += Duration::from_secs_f64(last_load.0);
             }

@@ -3,11 +3,12 @@
 //! A sequence that waits for its blocks is in no step, and its pages are its own, so that they may be written
 //! at any time ([`beside`](super::beside)). Where the device copies beside a step, a block follows the other
 //! while a step runs. Elsewhere loads get a share of the steps' time, and all of it while there is no step.
-//! The sequence joins a step once its last block is there.
+//! While the disk reads a block, nothing but the sequence waits for it. The sequence joins a step once its last
+//! block is there.
 
 use super::tiers::{EvictedBlock, block};
 use super::worker::{Event, Worker, queues};
-use crate::pool::{Kept, Lease, Pool};
+use crate::pool::{Kept, Lease, NextBlock, Pool};
 use mixfleet_hal::Result;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::Seconds;
@@ -15,12 +16,13 @@ use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::kv::BlockHash;
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::time::Duration;
 
 /// Time for loads after a step that they cannot run beside, as a share of the step's.
 const SHARE: f64 = 0.1;
 
 /// Time for loads in a turn without a step, after which messages are looked at.
-const TURN: Seconds = Seconds(0.002);
+const TURN: Duration = Duration::from_millis(2);
 
 /// Most blocks in such a turn.
 const TURN_BLOCKS: u32 = 64;
@@ -41,28 +43,41 @@ pub(super) struct BlockLoad {
     done: usize,
     /// Whether more blocks are to be loaded.
     is_loading: bool,
-    /// Blocks that were read from the disk, and what that took.
-    read: (u64, f64),
+    /// Blocks that were read from the disk, and the time that it took.
+    read: (u64, Seconds),
+}
+
+/// What became of the next block that a sequence waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum LoadProgress {
+    /// Something was copied, or is known not to be there.
+    Moved,
+    /// The disk is reading it.
+    AwaitsDisk,
+    /// No sequence waits for any.
+    Done,
 }
 
 impl BlockLoad {
-    /// Leases the next block; false if it is not there. A prefix may be longer than host memory: once a lease
-    /// has no more, the disk may have the rest.
-    fn bring_next(&mut self, pool: &Pool) -> bool {
+    /// Leases the next block, for which this waits for the disk no longer than `wait`. A prefix may be longer
+    /// than host memory: once a lease has no more, the disk may have the rest.
+    fn poll_next(&mut self, pool: &Pool, wait: Duration) -> NextBlock {
         let block_tokens = self.tokens.len() / self.chain.len();
         for is_renewed in [false, true] {
             let mut lease = self.lease.take().filter(|_| !is_renewed).unwrap_or_else(|| {
                 self.leased_from = self.done;
                 pool.begin_lease(&self.chain[self.done..], &self.tokens[self.done * block_tokens..])
             });
-            let has_come = lease.bring_next();
+            let next = lease.poll_next(wait);
+            let (blocks, time) = lease.take_read();
+            self.read = (self.read.0 + blocks, self.read.1 + time);
             self.lease = Some(lease);
-            if has_come || self.leased_from == self.done {
-                return has_come;
+            if next != NextBlock::Missing || self.leased_from == self.done {
+                return next;
             }
             self.lease = None;
         }
-        false
+        NextBlock::Missing
     }
 
     fn is_over(&self) -> bool {
@@ -96,7 +111,7 @@ impl Worker {
             leased_from: 0,
             done: 0,
             is_loading: true,
-            read: (0, 0.0),
+            read: (0, Seconds::ZERO),
         };
         load.is_loading = self.is_worth_loading(&mut load, blocks.start * self.limits.block_tokens);
         // a load that waits for others must not keep host memory from them
@@ -139,32 +154,36 @@ impl Worker {
 
     /// Loads blocks after a step that took `step`, for a share of its time, but at least one.
     pub(super) fn load_after(&mut self, step: Seconds) -> Result<()> {
-        self.load_for(step * SHARE, TURN_BLOCKS)
+        let share = step * SHARE;
+        self.load_for(share, Duration::from_secs_f64(share.0.max(0.0)))
     }
 
     /// Loads blocks while there is no step.
     pub(super) fn load_alone(&mut self) -> Result<()> {
-        self.load_for(TURN, TURN_BLOCKS)
+        self.load_for(Seconds(TURN.as_secs_f64()), TURN)
     }
 
-    fn load_for(&mut self, time: Seconds, blocks_max: u32) -> Result<()> {
+    /// Loads blocks for `time`, of which the disk is waited for no longer than `wait` at a time.
+    fn load_for(&mut self, time: Seconds, wait: Duration) -> Result<()> {
         let began = self.env.now();
-        for _ in 0..blocks_max {
-            if !self.load_block()? || (self.env.now() - began).0 >= time.0 {
+        for _ in 0..TURN_BLOCKS {
+            if self.load_block(wait)? != LoadProgress::Moved || (self.env.now() - began).0 >= time.0 {
                 break;
             }
         }
         Ok(())
     }
 
-    /// Copies the next block that a sequence waits for to its page, or what a page held to lower tiers. False
-    /// if none waits.
-    pub(super) fn load_block(&mut self) -> Result<bool> {
-        let Worker { below: Some(below), loads, kv, queue, copies, env, .. } = self else { return Ok(false) };
+    /// Copies the next block that a sequence waits for to its page, or what a page held to lower tiers. Waits
+    /// for the disk no longer than `wait`.
+    pub(super) fn load_block(&mut self, wait: Duration) -> Result<LoadProgress> {
+        let Worker { below: Some(below), loads, kv, queue, copies, .. } = self else {
+            return Ok(LoadProgress::Done);
+        };
         // a sequence without a load only waits for its own pages to be saved: it goes first
         let next = loads.iter().position(|load| !load.is_loading && !load.is_over());
         let next = next.or_else(|| loads.iter().position(|load| !load.is_over()));
-        let Some(load) = next.and_then(|at| loads.get_mut(at)) else { return Ok(false) };
+        let Some(load) = next.and_then(|at| loads.get_mut(at)) else { return Ok(LoadProgress::Done) };
         let mut queues = queues(queue, copies);
         let page = load.pages.get(load.done).copied().filter(|_| load.is_loading);
         let held_before = match page {
@@ -173,21 +192,21 @@ impl Worker {
         };
         if let Some(at) = held_before {
             // in their order: the last ones are the last to leave host memory
-            let Some(evicted) = load.evicted.remove(at) else { return Ok(true) };
+            let Some(evicted) = load.evicted.remove(at) else { return Ok(LoadProgress::Moved) };
             let kept = below.keep(&evicted, kv, &mut queues)?;
             if kept == Kept::Full && below.pool.has_disk() && load.lease.take().is_some() {
                 below.keep(&evicted, kv, &mut queues)?;
             }
-            return Ok(true);
+            return Ok(LoadProgress::Moved);
         }
-        let began = env.now();
-        let reads_before = below.pool.stats().hits_ssd;
-        load.is_loading = load.bring_next(&below.pool);
-        let Some(held) = load.lease.take().filter(|_| load.is_loading) else { return Ok(true) };
-        let read = below.pool.stats().hits_ssd - reads_before;
-        if read > 0 {
-            load.read = (load.read.0 + read, load.read.1 + (env.now() - began).0);
+        let next = load.poll_next(&below.pool, wait);
+        if next == NextBlock::Awaited {
+            return Ok(LoadProgress::AwaitsDisk);
         }
+        load.is_loading = next == NextBlock::Leased;
+        let Some(held) = load.lease.take().filter(|_| load.is_loading) else {
+            return Ok(LoadProgress::Moved);
+        };
         let span = block(kv, &load.pages[load.done]);
         let mut written = Ok(());
         let is_intact = held
@@ -196,14 +215,14 @@ impl Worker {
         load.done += usize::from(is_intact);
         load.is_loading = is_intact && load.done < load.chain.len();
         load.lease = Some(held).filter(|_| load.is_loading);
-        Ok(true)
+        Ok(LoadProgress::Moved)
     }
 
     /// Tells the machine of the loads that are over.
     pub(super) fn settle_loads(&mut self) -> Result<()> {
         while let Some(at) = self.loads.iter().position(BlockLoad::is_over) {
             let Some(BlockLoad { request, done, read, .. }) = self.loads.remove(at) else { break };
-            if read.0 > 0 && self.below.as_mut().is_some_and(|below| below.learn(read.0, read.1)) {
+            if read.0 > 0 && self.below.as_mut().is_some_and(|below| below.learn(read.0, read.1.0)) {
                 self.tell_costs();
             }
             self.report_tiers();

@@ -1,6 +1,7 @@
 //! The hub of a worker process, which serves several routers and peers.
 
 use super::ledger::{BEAT, OrderedWork, WorkLedger, WorkUpdate};
+use super::registry::InstanceState;
 use super::rights::{Listening, RouterOrders, relay};
 use super::seats::{Seat, Seats};
 use super::session::{
@@ -18,7 +19,7 @@ use mixfleet_hal::Result;
 use mixfleet_hal::cast::to_i64;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::cost::{CostModel, LinkCost};
-use mixfleet_scheduler::fleet::{InstanceId, Role};
+use mixfleet_scheduler::fleet::InstanceId;
 use mixfleet_scheduler::kv::{BlockHash, Tier};
 use mixfleet_scheduler::quarantine::QUARANTINE;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -60,7 +61,7 @@ pub struct Hub {
     events: mpsc::Sender<Event>,
     router_seats: Seats<RouterId>,
     peer_seats: Seats<InstanceId>,
-    roles: watch::Receiver<BTreeMap<InstanceId, Role>>,
+    states: watch::Receiver<BTreeMap<InstanceId, InstanceState>>,
 }
 
 enum Event {
@@ -116,7 +117,7 @@ impl WorkerProcess {
         drop(surroundings);
         let (events, told) = mpsc::channel(EVENTS_MAX);
         let (given, commands) = mpsc::channel(GIVEN_MAX);
-        let (told_roles, roles) = watch::channel(BTreeMap::new());
+        let (told_states, states) = watch::channel(BTreeMap::new());
         let running = HubTask {
             env: env.clone(),
             directory,
@@ -131,12 +132,12 @@ impl WorkerProcess {
             metrics: metrics.clone(),
             events: events.downgrade(),
             given,
-            roles: told_roles,
+            states: told_states,
         };
         env.spawn(Box::pin(running.serve(incoming, told, commands)));
         let (router_seats, peer_seats) = (Seats::default(), Seats::default());
         let caller = Caller::new(&*env);
-        Ok(Hub { model, caller, instances: ids, events, router_seats, peer_seats, roles })
+        Ok(Hub { model, caller, instances: ids, events, router_seats, peer_seats, states })
     }
 }
 
@@ -146,9 +147,9 @@ impl Hub {
         &self.instances
     }
 
-    /// The roles that its instances have now, which routers change.
-    pub fn roles(&self) -> watch::Receiver<BTreeMap<InstanceId, Role>> {
-        self.roles.clone()
+    /// The states that its instances have now; routers change their roles.
+    pub fn states(&self) -> watch::Receiver<BTreeMap<InstanceId, InstanceState>> {
+        self.states.clone()
     }
 
     /// The greeting with which this process calls a peer.
@@ -278,7 +279,19 @@ struct HubTask {
     events: mpsc::WeakSender<Event>,
     /// Receives routers' commands for the ledger.
     given: mpsc::Sender<(InstanceId, OrderedWork)>,
-    roles: watch::Sender<BTreeMap<InstanceId, Role>>,
+    states: States,
+}
+
+/// The states of this process's instances, which its record in the registry follows.
+type States = watch::Sender<BTreeMap<InstanceId, InstanceState>>;
+
+/// Changes the state that the fleet knows of an instance.
+fn note(states: &States, instance: InstanceId, change: impl FnOnce(&mut InstanceState)) {
+    states.send_if_modified(|states| {
+        let before = states.get(&instance).copied();
+        change(states.entry(instance).or_default());
+        states.get(&instance).copied() != before
+    });
 }
 
 impl HubTask {
@@ -340,14 +353,16 @@ impl HubTask {
                 if let Some(FromWorker::Up { instance, .. }) = &known.up {
                     self.metrics.load(&instance.device, load);
                 }
+                let degraded = load.is_degraded;
+                note(&self.states, instance, |state| state.degraded = degraded);
             }
             FromWorker::Up { instance: told, .. } => {
                 let role = told.role;
-                self.roles.send_if_modified(|roles| roles.insert(instance, role) != Some(role));
                 known.up = Some(message.clone());
                 if std::mem::take(&mut known.failed) {
                     self.part();
                 }
+                note(&self.states, instance, |state| state.role = role);
             }
             FromWorker::Down(_) => {
                 *known = Known { failed: true, ..Known::default() };

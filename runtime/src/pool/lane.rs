@@ -3,14 +3,19 @@
 //! A disk that does not answer in time is *out*: the pool forgets its blocks and stops waiting for it. Its
 //! thread may hang in the operating system for good; there is one per disk, and it is not replaced. Once the
 //! disk answers, it is opened again, after a pause that doubles as long as the disk goes out again.
+//!
+//! A job may also be begun and looked at later, so that a slow disk holds up whoever wants its blocks, and
+//! nobody else.
 
 use super::disk::Disk;
 use super::{Pool, SsdConfig, WeakPool};
 use crate::env::SharedEnv;
 use futures_util::future::BoxFuture;
+use mixfleet_hal::units::Seconds;
 use std::io::{Error, ErrorKind, Result};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
+use tokio::sync::oneshot::error::TryRecvError;
 use tokio::sync::{mpsc, oneshot};
 
 /// Jobs that may wait for the thread: each user of a disk waits for one at a time, and there are few users.
@@ -22,7 +27,7 @@ const PAUSE_MIN: u32 = 4;
 /// Maximum of that number, for a disk that goes out again and again.
 const PAUSE_MAX: u32 = 256;
 
-/// A job for the disk's thread. It returns false if its caller has stopped waiting.
+/// A job for the disk's thread. It returns false if the disk was taken out meanwhile.
 type Work = Box<dyn FnOnce(&dyn Disk) -> bool + Send>;
 
 /// Access to a disk, through its thread if it has one.
@@ -36,19 +41,71 @@ struct Lane {
     env: SharedEnv,
     timeout: Duration,
     work: mpsc::Sender<Work>,
-    state: Mutex<State>,
+    state: Arc<Mutex<State>>,
 }
 
 #[derive(Default)]
 struct State {
     /// Time for which the disk was waited for in this turn.
     waited: Duration,
+    /// The end of the last job.
+    answered_at: Seconds,
     out: Option<String>,
 }
 
+impl State {
+    fn of(state: &Mutex<State>) -> MutexGuard<'_, State> {
+        state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes the disk out for not having answered within `limit`.
+    fn take_out(&mut self, limit: Duration) -> Error {
+        let why = format!("it did not answer within {} ms", limit.as_millis());
+        self.out.get_or_insert_with(|| why.clone());
+        Error::new(ErrorKind::TimedOut, why)
+    }
+}
+
+/// A job that was begun without waiting for it.
+pub(super) struct DiskJob<T> {
+    answer: oneshot::Receiver<DiskAnswer<T>>,
+    began: Seconds,
+}
+
+/// A result of the disk, and the time that it took for it.
+pub(super) type DiskAnswer<T> = (Result<T>, Seconds);
+
 impl Lane {
-    fn state(&self) -> std::sync::MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> MutexGuard<'_, State> {
+        State::of(&self.state)
+    }
+
+    /// Queues a job. None if the queue is full.
+    fn begin<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&dyn Disk) -> Result<T> + Send + 'static,
+    ) -> Option<DiskJob<T>> {
+        let (tell, answer) = oneshot::channel();
+        let (state, env) = (self.state.clone(), self.env.clone());
+        let work: Work = Box::new(move |disk| {
+            let start = env.now();
+            let result = work(disk);
+            let end = env.now();
+            let mut state = State::of(&state);
+            state.answered_at = end;
+            // whoever wanted it may have left
+            _ = tell.send((result, end - start));
+            state.out.is_none()
+        });
+        self.work.try_send(work).ok()?;
+        Some(DiskJob { answer, began: self.env.now() })
+    }
+
+    /// Waits until a job is done, but no longer than `limit`.
+    fn await_answer<T: Send>(&self, job: &mut DiskJob<T>, limit: Duration) -> Option<DiskAnswer<T>> {
+        let mut answered = None;
+        self.env.block_on(Box::pin(async { answered = (&mut job.answer).await.ok() }), limit);
+        answered
     }
 
     fn run<T: Send + 'static>(
@@ -59,21 +116,29 @@ impl Lane {
         if self.state().out.is_some() {
             return Err(ErrorKind::TimedOut.into());
         }
-        let (tell, answer) = oneshot::channel();
-        let work: Work = Box::new(move |disk| tell.send(work(disk)).is_ok());
         let start = self.env.now();
-        let mut result = None;
-        if self.work.try_send(work).is_ok() {
-            self.env.block_on(Box::pin(async { result = answer.await.ok() }), limit);
-        }
+        let mut job = self.begin(work);
+        let answered = job.as_mut().and_then(|job| self.await_answer(job, limit));
         let waited = self.env.now() - start;
         let mut state = self.state();
         state.waited += Duration::from_secs_f64(waited.0.max(0.0));
-        result.unwrap_or_else(|| {
-            let why = format!("it did not answer within {} ms", limit.as_millis());
-            state.out.get_or_insert(why.clone());
-            Err(Error::new(ErrorKind::TimedOut, why))
-        })
+        // it may have been done since
+        let answered = answered.or_else(|| job?.answer.try_recv().ok());
+        answered.map_or_else(|| Err(state.take_out(limit)), |(result, _)| result)
+    }
+
+    fn poll<T: Send>(&self, job: &mut DiskJob<T>, wait: Duration) -> Option<DiskAnswer<T>> {
+        let mut answered = job.answer.try_recv();
+        if matches!(answered, Err(TryRecvError::Empty)) && !wait.is_zero() {
+            answered = self.await_answer(job, wait).ok_or(TryRecvError::Empty);
+        }
+        let mut state = self.state();
+        let silent = self.env.now() - job.began.max(state.answered_at);
+        match answered {
+            Ok(answer) => Some(answer),
+            Err(TryRecvError::Empty) if state.out.is_none() && silent.0 < self.timeout.as_secs_f64() => None,
+            Err(_) => Some((Err(state.take_out(self.timeout)), Seconds::ZERO)),
+        }
     }
 }
 
@@ -109,6 +174,28 @@ impl DiskAccess {
         }
     }
 
+    /// Begins `work` on the disk, which is done at once if the disk has no thread. None if its queue is full.
+    pub(super) fn begin<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&dyn Disk) -> Result<T> + Send + 'static,
+    ) -> Option<DiskJob<T>> {
+        if let Some(lane) = self.lane.get() {
+            return lane.begin(work);
+        }
+        let (tell, answer) = oneshot::channel();
+        _ = tell.send((work(&*self.disk), Seconds::ZERO));
+        Some(DiskJob { answer, began: Seconds::ZERO })
+    }
+
+    /// The result of a job, for which this waits no longer than `wait`; none if it is not done yet. The disk
+    /// is out if it has done no job for its timeout.
+    pub(super) fn poll<T: Send>(&self, job: &mut DiskJob<T>, wait: Duration) -> Option<DiskAnswer<T>> {
+        match self.lane.get() {
+            Some(lane) => lane.poll(job, wait),
+            None => job.answer.try_recv().ok(),
+        }
+    }
+
     /// Whether this turn has time left for the disk.
     pub(super) fn has_time(&self) -> bool {
         self.lane.get().is_none_or(|lane| lane.state().waited < lane.timeout)
@@ -129,7 +216,7 @@ impl DiskAccess {
     /// Makes a thread do the work from now on, and returns the queue of its jobs.
     fn begin_lane(&self, env: &SharedEnv, timeout: Duration) -> mpsc::Receiver<Work> {
         let (work, todo) = mpsc::channel(QUEUE);
-        _ = self.lane.set(Lane { env: env.clone(), timeout, work, state: Mutex::default() });
+        _ = self.lane.set(Lane { env: env.clone(), timeout, work, state: Arc::default() });
         todo
     }
 }

@@ -1,12 +1,25 @@
 //! A prompt's pins on its blocks.
 
 use super::Shared;
-use super::traffic::{Arrival, Wanted};
+use super::traffic::{Arrival, Begun, Promotion, Wanted};
+use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Error, Result};
 use mixfleet_scheduler::kv::BlockHash;
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::time::Duration;
 use twox_hash::XxHash3_64;
+
+/// Whether the next block of a lease is there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NextBlock {
+    /// It is leased.
+    Leased,
+    /// It is being read from the disk.
+    Awaited,
+    /// It is not held, is bad, is another prompt's, or finds no room.
+    Missing,
+}
 
 /// The leading blocks of a prompt, pinned in host memory until this is dropped. A lease counts as one use of
 /// each.
@@ -21,6 +34,11 @@ pub struct Lease {
     ahead: BTreeSet<usize>,
     /// How the leading blocks were there, or none of those that may be on the disk.
     arrivals: Vec<Option<Arrival>>,
+    /// The position of a block that is being read from the disk. One at a time: whoever writes to the disk
+    /// waits for it.
+    reading: Option<(usize, Promotion)>,
+    /// Blocks that the disk read without being waited for, and the time that it took.
+    read: (u64, Seconds),
 }
 
 impl std::fmt::Debug for Lease {
@@ -38,7 +56,8 @@ impl Lease {
         let tokens = tokens[..known * shared.layout.block_tokens].to_vec();
         let chain = chain[..known].to_vec();
         let (held, ahead, arrivals) = (Vec::new(), BTreeSet::new(), Vec::new());
-        let mut lease = Lease { shared, chain, tokens, held, ahead, arrivals };
+        let (reading, read) = (None, (0, Seconds::ZERO));
+        let mut lease = Lease { shared, chain, tokens, held, ahead, arrivals, reading, read };
         lease.arrivals = lease.pin_present();
         lease
     }
@@ -142,6 +161,58 @@ impl Lease {
             Some(arrival) => Ok(arrival),
             None => self.shared.promote(self.wanted(at)),
         };
+        self.lease_next(arrival.is_none(), result)
+    }
+
+    /// Leases the next block as [`bring_next`](Self::bring_next) does, but waits for the disk no longer than
+    /// `wait`.
+    pub fn poll_next(&mut self, wait: Duration) -> NextBlock {
+        let at = self.held.len();
+        let Some(&arrival) = self.arrivals.get(at) else { return NextBlock::Missing };
+        let result = match arrival {
+            Some(arrival) => Some(Ok(arrival)),
+            None => self.poll_read(at, wait),
+        };
+        match result.map(|result| self.lease_next(arrival.is_none(), result)) {
+            None => NextBlock::Awaited,
+            Some(true) => NextBlock::Leased,
+            Some(false) => NextBlock::Missing,
+        }
+    }
+
+    /// How a block came from the disk; none if it is not there within `wait`.
+    fn poll_read(&mut self, at: usize, wait: Duration) -> Option<Result<Arrival>> {
+        let begun = self.reading.take().filter(|(position, _)| *position == at);
+        let begun =
+            begun.map_or_else(|| self.shared.begin_promotion(self.chain[at]), |(_, it)| Begun::Promotion(it));
+        match begun {
+            Begun::Missing => Some(Ok(Arrival::Missing)),
+            Begun::Later => None,
+            Begun::Promotion(mut promotion) => {
+                let ended = self.shared.end_promotion(self.wanted(at), &mut promotion, wait);
+                match ended {
+                    Some((arrival, time)) => {
+                        self.read = (self.read.0 + 1, self.read.1 + time);
+                        Some(arrival)
+                    }
+                    None => {
+                        self.reading = Some((at, promotion));
+                        None
+                    }
+                }
+            }
+        }
+    }
+
+    /// Blocks that the disk read for [`poll_next`](Self::poll_next) since the last call, and the time that it
+    /// took.
+    pub fn take_read(&mut self) -> (u64, Seconds) {
+        std::mem::take(&mut self.read)
+    }
+
+    /// Leases the next block, if that is how it came.
+    fn lease_next(&mut self, was_on_disk: bool, result: Result<Arrival>) -> bool {
+        let at = self.held.len();
         let came = result.unwrap_or_else(|error| {
             tracing::warn!(%error, "a KV block could not be brought to host memory");
             Arrival::Missing
@@ -151,9 +222,9 @@ impl Lease {
             return false;
         }
         let mut state = self.shared.state();
-        match arrival {
-            Some(_) => state.counts.hits_dram += 1,
-            None => state.counts.hits_ssd += 1,
+        match was_on_disk {
+            true => state.counts.hits_ssd += 1,
+            false => state.counts.hits_dram += 1,
         }
         true
     }

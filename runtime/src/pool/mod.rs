@@ -8,8 +8,8 @@
 //! scheduler's own [`BlockCache`](mixfleet_scheduler::kv::BlockCache), one per tier, decides that, so that a
 //! simulated pool and a real one make equal decisions.
 //!
-//! Calls block for as long as the disk takes, and may overlap: no lock is held while payloads are read,
-//! written or copied. A journal record (32 bytes) is written under the lock.
+//! Calls but [`Lease::poll_next`] block for as long as the disk takes, and may overlap: no lock is held while
+//! payloads are read, written or copied. A journal record (32 bytes) is written under the lock.
 
 mod check;
 mod directory;
@@ -24,7 +24,7 @@ mod traffic;
 
 pub(crate) use check::{FrameRefusal, Layout};
 pub use events::{PoolEvent, Snapshot};
-pub use lease::Lease;
+pub use lease::{Lease, NextBlock};
 pub use traffic::Kept;
 
 use crate::env::SharedEnv;
@@ -361,8 +361,8 @@ impl Pool {
         lease
     }
 
-    /// The same, of which only blocks in host memory are pinned: [`Lease::bring_next`] leases one after the
-    /// other.
+    /// The same, of which only blocks in host memory are pinned: [`Lease::bring_next`] and
+    /// [`Lease::poll_next`] lease one after the other.
     pub fn begin_lease(&self, chain: &[BlockHash], tokens: &[u32]) -> Lease {
         Lease::begin(self.0.clone(), chain, tokens)
     }

@@ -5,15 +5,18 @@
 
 use super::check::{FrameRefusal, Layout};
 use super::directory;
+use super::disk::Disk;
 use super::events::Events;
 use super::journal::{self, Journal, Stored};
-use super::lane::DiskAccess;
+use super::lane::{DiskAccess, DiskJob};
 use super::{PoolError, SsdConfig};
 use mixfleet_hal::cast::to_u32;
+use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::kv::{BlockCache, BlockHash, CachePolicy, Tier};
 use mixfleet_scheduler::table::IdMap;
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 pub(super) const FILE: &str = "blocks";
 
@@ -63,18 +66,44 @@ impl Frames {
 
     /// Reads the frame in `slot` and checks that it is this block of this prompt. Returns its buffer, to be
     /// returned after use, and the XXH3-64 of its payload.
-    pub(super) fn read(
+    pub(super) fn read(&self, slot: u32, hash: BlockHash, tokens: &[u32]) -> Result<CheckedFrame, ReadError> {
+        self.checked(self.access.run(self.reading(slot)), hash, tokens)
+    }
+
+    /// Begins to read the frame in `slot`. None if too many jobs wait for the disk.
+    pub(super) fn begin_read(&self, slot: u32) -> Option<FrameRead> {
+        self.access.begin(self.reading(slot)).map(FrameRead)
+    }
+
+    /// The result of a read, as of [`read`](Self::read), and the time that the disk took for it. None if it
+    /// is not done within `wait`.
+    pub(super) fn end_read(
         &self,
-        slot: u32,
+        FrameRead(job): &mut FrameRead,
         hash: BlockHash,
         tokens: &[u32],
-    ) -> Result<(Vec<u8>, u64), ReadError> {
+        wait: Duration,
+    ) -> Option<(Result<CheckedFrame, ReadError>, Seconds)> {
+        let (read, time) = self.access.poll(job, wait)?;
+        Some((self.checked(read, hash, tokens), time))
+    }
+
+    /// Reads the frame in `slot`, or the part of it that is in the file: its buffer, and the bytes read.
+    fn reading(&self, slot: u32) -> impl FnOnce(&dyn Disk) -> io::Result<(Vec<u8>, usize)> + Send + 'static {
         let (mut frame, offset) = (self.buffer(), u64::from(slot) * self.stride);
         frame.resize(self.layout.frame_bytes(), 0);
-        let read = self.access.run(move |disk| {
+        move |disk| {
             let read = disk.read_at(FILE, offset, &mut frame)?;
             Ok((frame, read))
-        });
+        }
+    }
+
+    fn checked(
+        &self,
+        read: io::Result<(Vec<u8>, usize)>,
+        hash: BlockHash,
+        tokens: &[u32],
+    ) -> Result<CheckedFrame, ReadError> {
         let (frame, read) = read.map_err(ReadError::Io)?;
         match self.layout.check(&frame[..read], hash, tokens) {
             Ok(digest) => Ok((frame, digest)),
@@ -100,6 +129,12 @@ impl Frames {
         written
     }
 }
+
+/// A frame's buffer, and the XXH3-64 of its payload.
+pub(super) type CheckedFrame = (Vec<u8>, u64);
+
+/// A frame that is being read.
+pub(super) struct FrameRead(DiskJob<(Vec<u8>, usize)>);
 
 struct Held {
     place: FramePlace,

@@ -2,12 +2,14 @@
 
 use super::check::{FrameRefusal, check_tokens};
 use super::dram::Held;
-use super::ssd::{FramePlace, Frames, ReadError, SlotDecision};
+use super::ssd::{CheckedFrame, FramePlace, FrameRead, Frames, ReadError, SlotDecision};
 use super::{Shared, State, WrittenBack};
 use mixfleet_hal::Result;
+use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::kv::{BlockHash, Tier};
 use std::io;
 use std::sync::Arc;
+use std::time::Duration;
 use twox_hash::XxHash3_64;
 
 /// A block of a prompt.
@@ -31,6 +33,22 @@ pub(super) enum Arrival {
     /// Another prompt's block has this hash.
     Collision,
     /// It is not on the disk, or cannot be read there.
+    Missing,
+}
+
+/// A block that is being read from the disk.
+pub(super) struct Promotion {
+    place: FramePlace,
+    frames: Arc<Frames>,
+    read: FrameRead,
+}
+
+/// The result of [`Shared::begin_promotion`].
+pub(super) enum Begun {
+    Promotion(Promotion),
+    /// Too much waits for the disk.
+    Later,
+    /// The disk does not have the block.
     Missing,
 }
 
@@ -144,7 +162,41 @@ impl Shared {
         let Some((place, frames)) = there.filter(|(_, frames)| frames.access.has_time()) else {
             return Ok(Arrival::Missing);
         };
-        match frames.read(place.slot, wanted.hash, wanted.tokens) {
+        let read = frames.read(place.slot, wanted.hash, wanted.tokens);
+        self.promoted(wanted, place, &frames, read)
+    }
+
+    /// Begins to load a block from the disk.
+    pub(super) fn begin_promotion(&self, hash: BlockHash) -> Begun {
+        let there = self.state().ssd.as_ref().and_then(|ssd| Some((ssd.place(hash)?, ssd.frames.clone())));
+        let Some((place, frames)) = there else { return Begun::Missing };
+        match frames.begin_read(place.slot) {
+            Some(read) => Begun::Promotion(Promotion { place, frames, read }),
+            None => Begun::Later,
+        }
+    }
+
+    /// The result of such a load, and the time that the disk took for it; none if it is not done within
+    /// `wait`.
+    pub(super) fn end_promotion(
+        &self,
+        wanted: Wanted,
+        Promotion { place, frames, read }: &mut Promotion,
+        wait: Duration,
+    ) -> Option<(Result<Arrival>, Seconds)> {
+        let (read, time) = frames.end_read(read, wanted.hash, wanted.tokens, wait)?;
+        Some((self.promoted(wanted, *place, frames, read), time))
+    }
+
+    /// Stores in host memory what was read from the disk.
+    fn promoted(
+        &self,
+        wanted: Wanted,
+        place: FramePlace,
+        frames: &Frames,
+        read: std::result::Result<CheckedFrame, ReadError>,
+    ) -> Result<Arrival> {
+        match read {
             Ok((frame, digest)) => {
                 let arrival = self.store(wanted, &mut |place| {
                     place.copy_from_slice(&frame[..self.layout.block_bytes]);

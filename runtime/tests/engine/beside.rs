@@ -10,6 +10,7 @@ use mixfleet_hal::{Cmd, DType, Device, Elapsed, Graph, OpSig, Queue, Result, Sli
 use mixfleet_runtime::env::{Env, SeededEnv};
 use mixfleet_runtime::model::Checkpoint;
 use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::pool::disk::SimDisk;
 use mixfleet_runtime::request::{Update, UpdateReceiver};
 use mixfleet_scheduler::fleet::Role;
 use mixfleet_simulated::{TimeOnlyDevice, VirtualClock};
@@ -252,11 +253,19 @@ fn no_page_that_a_running_step_uses_is_written_by_what_is_loaded() {
     assert!(loaded > 20, "{loaded} pieces were loaded during steps");
 }
 
-/// The longest gap of a stream beside a request whose prefix is in host memory if `is_below`, and on the
-/// device otherwise; and that request's TTFT, alone and beside the stream. A block takes 0.5 ms to the device
-/// or from it.
-fn beside_a_request(copies_beside: bool, is_below: bool) -> (f64, [f64; 2]) {
+/// What holds the prefix of a request.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Holder {
+    Device,
+    HostMemory,
+    Disk,
+}
+
+/// The longest gap of a stream beside a request whose prefix `holder` has; and that request's TTFT, alone and
+/// beside the stream. A block takes 0.5 ms to the device or from it, and 20 ms from the disk.
+fn beside_a_request(copies_beside: bool, holder: Holder) -> (f64, [f64; 2]) {
     const LINK: Seconds = Seconds(5e-4);
+    const READ: Duration = Duration::from_millis(20);
     let (_, mut random) = tiny_variants().remove(1);
     random.config.insert("num_hidden_layers".into(), json!(12));
     let checkpoint = random.load().unwrap();
@@ -276,10 +285,14 @@ fn beside_a_request(copies_beside: bool, is_below: bool) -> (f64, [f64; 2]) {
         .copies_beside(copies_beside)
         .writing(move |_, bytes| writes(bytes.len()))
         .reading(move |_, place| reads(place.len()));
+    let (disk, world) = (SimDisk::default(), env.clone());
+    disk.reads_take(READ, move |span| world.block_until(world.now() + Seconds(span.as_secs_f64())));
+    // host memory keeps a few blocks only where the disk is to have the prefix
+    let (dram_blocks, disk) = if holder == Holder::Disk { (8, Some((disk, 1 << 24))) } else { (512, None) };
     let fleet = TestFleet::new(checkpoint.clone())
         .with_device(Role::Auto, Arc::new(device))
         .blocks(64)
-        .lower(512, None);
+        .lower(dram_blocks, disk);
     let handle = fleet.start(Arc::new(env.clone()));
     let config = checkpoint.config.clone();
     let world = env.clone();
@@ -289,7 +302,13 @@ fn beside_a_request(copies_beside: bool, is_below: bool) -> (f64, [f64; 2]) {
         };
         let (long, other) = (prompt(400, 3, &config), prompt(400, 4, &config));
         let mut alone_s = 0.0;
-        for prompt in [&long, &other, &long, &other].into_iter().take(if is_below { 4 } else { 3 }) {
+        // in the end the disk has a copy of all that host memory gives up
+        let turns = match holder {
+            Holder::Device => 3,
+            Holder::HostMemory => 4,
+            Holder::Disk => 8,
+        };
+        for prompt in [&long, &other].into_iter().cycle().take(turns) {
             let first_s = times(&world, &mut ask(prompt, 1).await, 1).await[0];
             alone_s = if std::ptr::eq(prompt, &long) { first_s } else { alone_s };
         }
@@ -308,23 +327,27 @@ fn beside_a_request(copies_beside: bool, is_below: bool) -> (f64, [f64; 2]) {
         (longest, [alone_s, beside_s])
     });
     env.end();
-    let hits = fleet.tier_hits(0, "dram");
-    assert!(hits >= if is_below { 60 } else { 30 }, "{hits} blocks came from host memory");
+    let hits = fleet.tier_hits(0, if holder == Holder::Disk { "ssd" } else { "dram" });
+    let least = if holder == Holder::HostMemory { 60 } else { 30 };
+    assert!(hits >= least, "{hits} blocks were loaded, {holder:?}");
+    assert_eq!(fleet.outages(0), 0);
     answer
 }
 
 #[test]
 fn a_load_hardly_shows_in_the_stream_beside_it() {
     for copies_beside in [true, false] {
-        let [(without, _), (with, [alone_s, beside_s])] =
-            [false, true].map(|is_below| beside_a_request(copies_beside, is_below));
-        println!(
-            "copies beside steps: {copies_beside}; longest gap {with:.4} s, {without:.4} s without a load; TTFT of the loader \
-             {beside_s:.4} s, {alone_s:.4} s alone"
-        );
-        assert!(with <= 1.2 * without, "{with} {without}");
-        // the step that runs as it comes, and the one in which it has its last tokens
-        let steps_s = if copies_beside { 2.0 * without } else { f64::INFINITY };
-        assert!(beside_s <= 1.1 * alone_s + steps_s, "{beside_s} {alone_s}");
+        let (without, _) = beside_a_request(copies_beside, Holder::Device);
+        for holder in [Holder::HostMemory, Holder::Disk] {
+            let (with, [alone_s, beside_s]) = beside_a_request(copies_beside, holder);
+            println!(
+                "copies beside steps: {copies_beside}, from {holder:?}: longest gap {with:.4} s, {without:.4} s without a load; \
+                 TTFT of the loader {beside_s:.4} s, {alone_s:.4} s alone"
+            );
+            assert!(with <= 1.2 * without, "{with} {without}");
+            // the step that runs as it comes, and the one in which it has its last tokens
+            let steps_s = if copies_beside { 2.0 * without } else { f64::INFINITY };
+            assert!(beside_s <= 1.1 * alone_s + steps_s, "{beside_s} {alone_s}");
+        }
     }
 }

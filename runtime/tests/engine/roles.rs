@@ -8,7 +8,8 @@ use mixfleet_runtime::engine::EngineConfig;
 use mixfleet_runtime::env::{Env, SeededEnv};
 use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_runtime::request::{FailureKind, Update};
-use mixfleet_scheduler::fleet::{Action, Admission, Event, Rebalance, Role};
+use mixfleet_scheduler::fleet::{Action, Admission, Event, InstanceId, Rebalance, Role};
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// The events and actions of a log.
@@ -59,7 +60,8 @@ fn a_role_that_one_router_changes_is_known_to_all_and_what_was_begun_is_finished
         for end in ends {
             finished += u32::from(end.await.unwrap());
         }
-        let roles = hub.roles().borrow().clone();
+        let roles: BTreeMap<InstanceId, Role> =
+            hub.states().borrow().iter().map(|(&id, state)| (id, state.role)).collect();
         (finished, roles)
     });
     let [first, second] = logs.map(|log| steps(&log));

@@ -176,8 +176,14 @@ impl World {
             self.shelve(disk);
             return false;
         };
-        let record =
-            InstanceRecord { id, device: device.clone(), role, usd_per_hour: None, kv_capacity_tokens };
+        let record = InstanceRecord {
+            id,
+            device: device.clone(),
+            role,
+            usd_per_hour: None,
+            kv_capacity_tokens,
+            degraded: false,
+        };
         let seat = Seat::Worker { instances: vec![record], transports: Vec::new(), not_offered: Vec::new() };
         let mut membership = registry.join(charter, self.member(kind, number.to_string(), seat));
         let (fleet, taken) = (membership.members(), membership.taken());

@@ -209,6 +209,9 @@ pub struct BatchLoad {
     pub running: usize,
     /// Blocks by state.
     pub blocks: BlockCounts,
+    /// Whether its steps take much more or less than its declared part would take.
+    #[serde(default)]
+    pub is_degraded: bool,
 }
 
 /// Number of sequences by phase.
@@ -299,7 +302,8 @@ impl<T: Text> Instance<T> {
     /// The load, for the router and the metrics.
     pub fn load(&self) -> BatchLoad {
         let (waiting, running) = (self.sequences.len() - self.holding(), self.holding());
-        BatchLoad { waiting, running, blocks: self.blocks.counts() }
+        let is_degraded = !self.learner.is_as_declared();
+        BatchLoad { waiting, running, blocks: self.blocks.counts(), is_degraded }
     }
 
     /// Number of sequences by phase.
@@ -367,8 +371,9 @@ impl<T: Text> Instance<T> {
 
     /// Prompt rows that `decodes` leave in a step.
     fn prompt_rows(&self, decodes: Decodes, share: Option<StepShare>) -> PromptRows {
-        let cost = self.cost.as_ref();
-        PromptRows::new(&self.limits, cost, self.learner.corrections(), decodes, share)
+        let cost = self.cost.as_ref().map(|cost| (cost, self.learner.corrections()));
+        let prompts = self.places.of(Phase::Queued).len() + self.places.of(Phase::Running).len();
+        PromptRows::new(&self.limits, cost, decodes, to_u32(prompts) - decodes.sequences, share)
     }
 
     fn sequence(&self, request: RequestId) -> &Sequence<T> {

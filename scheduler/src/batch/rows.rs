@@ -1,6 +1,11 @@
 //! The number of prompt rows in a step: as many as its size allows, and beside decodes no more than their TBT
 //! objectives allow. Without an objective, a step with prompts may take twice as long as one without: decodes
 //! read the weights anyway, and up to there computing takes no longer than that.
+//!
+//! Where nothing decodes, a prompt joins those that end in a step only if that makes first tokens come sooner
+//! on the whole: it delays theirs by what it adds to the step, and saves the rest of a step of its own for
+//! itself and all that wait behind it. Beyond the ridge of the roofline it saves next to nothing. Engines with
+//! a fixed number of rows beside decodes fill their steps.
 
 use super::{BatchLimits, PartyId, Place, Sequence};
 use crate::cost::{CostModel, Prefill, SizedCorrections};
@@ -73,6 +78,39 @@ pub(super) struct StepShare {
 pub(super) struct PromptRows {
     left: u32,
     pace: Option<Pace>,
+    joint: Option<JointPrompts>,
+}
+
+/// The prompts of a step in which nothing decodes.
+#[derive(Debug)]
+struct JointPrompts {
+    cost: Arc<CostModel>,
+    corrections: SizedCorrections,
+    pieces: Vec<Prefill>,
+    /// How many of them end in the step.
+    ending: u32,
+    /// Number of all prompts that are here.
+    prompts: u32,
+}
+
+impl JointPrompts {
+    /// Adds `piece`, unless first tokens come later on the whole if it joins the others.
+    fn join(&mut self, piece: Prefill) -> bool {
+        let time = |pieces: &[Prefill]| self.corrections.step_s(&self.cost, pieces, (0, 0));
+        if self.ending > 0 {
+            let (alone, before) = (time(&[piece]), time(&self.pieces));
+            self.pieces.push(piece);
+            let adds = time(&self.pieces) - before;
+            self.pieces.pop();
+            let waiting = self.prompts.saturating_sub(to_u32(self.pieces.len()));
+            if (alone - adds) * f64::from(waiting) < adds * f64::from(self.ending) {
+                return false;
+            }
+        }
+        self.ending += u32::from(piece.last);
+        self.pieces.push(piece);
+        true
+    }
 }
 
 /// A time limit for a step.
@@ -89,19 +127,19 @@ struct Pace {
 }
 
 impl PromptRows {
-    /// The rows that `decodes` leave in a step.
+    /// The rows that `decodes` leave in a step to `prompts` prompts.
     pub(super) fn new(
         limits: &BatchLimits,
-        cost: Option<&Arc<CostModel>>,
-        corrections: SizedCorrections,
+        cost: Option<(&Arc<CostModel>, SizedCorrections)>,
         decodes: Decodes,
+        prompts: u32,
         share: Option<StepShare>,
     ) -> Self {
         let mut left = limits.step_tokens_max.saturating_sub(decodes.sequences);
         let shared = share.map(|share| (share.within, share.rows_min));
         let limited = match (limits.prefill_tokens_beside_decode_max, cost) {
             _ if decodes.sequences == 0 => shared,
-            (None, Some(cost)) => {
+            (None, Some((cost, corrections))) => {
                 let factor = corrections.step_of(decodes.sequences);
                 let alone = cost.decode_step_s(decodes.sequences, decodes.kv_tokens) * factor;
                 let own = limit(decodes.tbt_slo, alone);
@@ -112,11 +150,17 @@ impl PromptRows {
                 shared
             }
         };
-        let pace = limited.zip(cost).map(|((within, rows_min), cost)| {
+        let pace = limited.zip(cost).map(|((within, rows_min), (cost, corrections))| {
             let (cost, pieces) = (cost.clone(), Vec::new());
             Pace { cost, corrections, within, rows_min, decodes, pieces }
         });
-        PromptRows { left, pace }
+        let is_sized = limits.prefill_tokens_beside_decode_max.is_none();
+        let joint =
+            cost.filter(|_| is_sized && decodes.sequences == 0 && prompts > 1).map(|(cost, corrections)| {
+                let (cost, pieces) = (cost.clone(), Vec::new());
+                JointPrompts { cost, corrections, pieces, ending: 0, prompts }
+            });
+        PromptRows { left, pace, joint }
     }
 
     /// Whether the step has room for more prompt rows.
@@ -131,11 +175,18 @@ impl PromptRows {
         if most == 0 {
             return 0;
         }
+        let last = ends && most == wanted;
+        if let Some(joint) = &mut self.joint
+            && !joint.join(Prefill { context, tokens: most, last })
+        {
+            self.left = 0;
+            return 0;
+        }
         let Some(pace) = &mut self.pace else {
             self.left -= most;
             return most;
         };
-        let rows = pace.fit(context, most, ends && most == wanted);
+        let rows = pace.fit(context, most, last);
         self.left = if rows < most { 0 } else { self.left - rows };
         rows
     }

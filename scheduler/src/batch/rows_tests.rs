@@ -3,9 +3,14 @@
 use super::steady_tests::Counted;
 use super::tests::LIMITS;
 use super::*;
-use crate::cost::{Coefficients, DecodeCoefficients, MeasuredSteps, Prefill, PrefillCoefficients};
+use crate::cost::{
+    Coefficients, DecodeCoefficients, EngineCost, MeasuredSteps, Prefill, PrefillCoefficients, ProfileCost,
+};
+use crate::models::find;
+use mixfleet_hal::DType;
+use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::random::Stream;
-use mixfleet_hal::units::Seconds;
+use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond, Seconds};
 
 /// A row of a prompt takes 0.1 ms, a sequence that decodes 1 ms.
 pub(super) fn cost() -> Arc<CostModel> {
@@ -49,10 +54,57 @@ fn rows(limits: BatchLimits, tbt_s: &[Option<f64>]) -> u32 {
 }
 
 fn rows_of(mut machine: Instance<Counted>, tbt_s: &[Option<f64>]) -> u32 {
-    tbt_s.iter().zip(0..).for_each(|(&tbt_s, request)| add(&mut machine, request, 2, tbt_s));
-    step(&mut machine);
+    for (&tbt_s, request) in tbt_s.iter().zip(0..) {
+        add(&mut machine, request, 2, tbt_s);
+        step(&mut machine);
+    }
     add(&mut machine, 99, 4000, None);
     step(&mut machine).iter().filter(|part| part.request == 99).map(|part| part.tokens).sum()
+}
+
+/// Prompts of the steps in which they are computed, where reading the weights takes 1 s, and a row 0.01 s.
+fn steps_of(prompts: &[u32]) -> Vec<Vec<(RequestId, u32)>> {
+    let shape = find("llama-3.1-8b").expect("it is known").shape(DType::Bf16);
+    let weights = shape.weight_bytes(false).0;
+    let rates = vec![(DType::Bf16, FlopPerSecond(100.0 * weights))];
+    let profile = DeviceProfile::roof(rates, BytesPerSecond(weights), Bytes(80e9));
+    let cost = ProfileCost { profile, shape, chunk_tokens: 512, all_reduce: None, engine: EngineCost::OURS };
+    let cost = CostModel::Profile(Box::new(cost)).compiled();
+    let mut machine = Instance::new(SIZED).predicted_by(Arc::new(cost));
+    for (&length, request) in prompts.iter().zip(0..) {
+        let (text, urgency) = (Counted { request, length }, Urgency::due_at(Seconds::ZERO));
+        let add = Event::Add { request, urgency, text, pulls: 0, after: After::HandOff };
+        machine.step(add, &mut Vec::new());
+    }
+    let mut steps = Vec::new();
+    loop {
+        let ran = step(&mut machine);
+        if ran.is_empty() {
+            return steps;
+        }
+        for part in ran.iter().filter(|part| part.sample) {
+            machine.step(Event::Release { request: part.request }, &mut Vec::new());
+        }
+        steps.push(ran.iter().map(|part| (part.request, part.tokens)).collect());
+    }
+}
+
+#[test]
+fn a_prompt_joins_those_that_end_only_where_first_tokens_come_sooner_on_the_whole() {
+    // the weights are read once for both
+    assert_eq!(steps_of(&[40, 40]), [vec![(0, 40), (1, 40)]]);
+    // it would add 2 s to the first one's step, and save nothing
+    assert_eq!(steps_of(&[200, 200]), [vec![(0, 200)], vec![(1, 200)]]);
+    // it adds 0.3 s, and saves 0.7
+    assert_eq!(steps_of(&[600, 40]), [vec![(0, 512)], vec![(0, 88), (1, 40)]]);
+    // it adds 1.5 s and saves 0.5, which counts for all that wait
+    assert_eq!(steps_of(&[50, 200])[0], [(0, 50)]);
+    assert_eq!(steps_of(&[50, 200, 200, 200, 200, 200])[0], [(0, 50), (1, 200)]);
+    // an engine that fills its steps with prompts does so here too
+    let limits = BatchLimits { prefill_tokens_beside_decode_max: Some(512), ..SIZED };
+    let mut filled = Instance::new(limits).predicted_by(cost());
+    (0..2).for_each(|request| add(&mut filled, request, 200, None));
+    assert_eq!(step(&mut filled).len(), 2);
 }
 
 #[test]

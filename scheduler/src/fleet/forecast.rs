@@ -143,7 +143,9 @@ impl Course<'_> {
         }
     }
 
-    /// The probability that it still decodes after `tokens` more.
+    /// The probability that it still decodes after `tokens` more. The most tokens that its client allows do
+    /// not count: the lengths that were observed are as short as clients allowed, and to count it again would
+    /// make answers too short.
     fn goes_on(&self, tokens: f64) -> f64 {
         match self.lengths {
             Some((lengths, scale)) => lengths.beyond(f64::from(self.generated) + tokens) * scale,
@@ -164,15 +166,16 @@ pub(super) struct Likely {
     then: Seconds,
     sequences: f64,
     kv_tokens: f64,
-    /// Variance of their tokens.
-    variance: f64,
+    /// Variances of their number and of their tokens.
+    variance: [f64; 2],
 }
 
 impl Likely {
-    /// The mean, plus so many standard deviations.
+    /// The mean, plus so many standard deviations: where more requests go on, there are more of their tokens.
     pub(super) fn batch(&self, deviations: f64) -> Batch {
-        let kv_tokens = self.kv_tokens + deviations * self.variance.sqrt();
-        Batch { sequences: to_u32(self.sequences + 0.5), kv_tokens: to_u64(kv_tokens + 0.5) }
+        let [more_sequences, more_tokens] = self.variance.map(|variance| deviations * variance.sqrt());
+        let (sequences, kv_tokens) = (self.sequences + more_sequences, self.kv_tokens + more_tokens);
+        Batch { sequences: to_u32(sequences + 0.5), kv_tokens: to_u64(kv_tokens + 0.5) }
     }
 }
 
@@ -192,14 +195,16 @@ impl Forecast<'_> {
     /// outdated by the time a new prompt is computed, and admission by it oscillates (Mooncake, section 7).
     pub(super) fn likely(&self, then: Seconds) -> Likely {
         let per_second = 1.0 / self.pace.0.max(f64::MIN_POSITIVE);
-        let mut likely = Likely { then, sequences: 0.0, kv_tokens: 0.0, variance: 0.0 };
+        let mut likely = Likely { then, sequences: 0.0, kv_tokens: 0.0, variance: [0.0; 2] };
         for course in self.courses.iter().filter(|course| course.from <= then) {
             let tokens = (then - course.from).0 * per_second;
             let chance = course.goes_on(tokens);
             let context = course.context as f64 + tokens;
             likely.sequences += chance;
             likely.kv_tokens += chance * context;
-            likely.variance += chance * (1.0 - chance) * context * context;
+            let variance = chance * (1.0 - chance);
+            likely.variance[0] += variance;
+            likely.variance[1] += variance * context * context;
         }
         likely
     }

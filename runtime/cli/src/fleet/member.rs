@@ -1,5 +1,6 @@
 //! Implements `mixfleet member`: lends a device to an instance of another process.
 
+use crate::affinity::LocatedDevices;
 use crate::remote::{self, RemoteArgs};
 use crate::serve::Signals;
 use crate::{Usage, backends, serve};
@@ -18,6 +19,9 @@ pub(crate) struct MemberArgs {
     listen: String,
     #[command(flatten)]
     remote: RemoteArgs,
+    /// Let threads leave the NUMA node of the device
+    #[arg(long)]
+    no_pin: bool,
     /// Log as JSON lines
     #[arg(long)]
     json: bool,
@@ -32,9 +36,15 @@ pub(crate) fn member(args: &MemberArgs) -> Result<()> {
     }
     let access = args.remote.access()?;
     let device = backends::open(&args.device)?;
+    let located = LocatedDevices::of_device(&*device);
     let server = DeviceServer::bind(&address, device, access)?;
     tracing::info!(device = args.device, "ready: remote:{}", server.address());
-    std::thread::Builder::new().name("lend-accept".into()).spawn(move || server.run())?;
+    // the thread of each user is started by this one, and stays where it is
+    let accept = move || std::thread::Builder::new().name("lend-accept".into()).spawn(move || server.run());
+    match args.no_pin {
+        true => accept(),
+        false => located.start_near("the threads of users", accept)?,
+    }?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         Signals::new()?.next().await;

@@ -77,7 +77,7 @@ pub(crate) struct WorkerArgs {
     /// Allow unencrypted RDMA: nobody else can use its network
     #[arg(long)]
     trusted_fabric: bool,
-    /// NICs for RDMA, nearest first [default: all]
+    /// NICs for RDMA [default: the nearest to the devices]
     #[arg(long, value_name = "NAME,NAME", value_delimiter = ',', requires = "trusted_fabric")]
     rdma_devices: Vec<String>,
     /// Log as JSON lines

@@ -4,6 +4,7 @@ use super::join::Join;
 use super::transports::{self, Offered, PIECE_TIMEOUT};
 use super::{RouterArgs, WorkerArgs, node};
 use crate::Usage;
+use crate::affinity::LocatedDevices;
 use crate::connections::{is_loopback, raise_descriptors, watch};
 use crate::digest::Digest;
 use crate::logs;
@@ -17,7 +18,7 @@ use mixfleet_hal::units::Seconds;
 use mixfleet_runtime::api::{Origins, ServedModel, observe};
 use mixfleet_runtime::engine::{EngineConfig, EngineParts, HandOffLimits, Identity, Loaded};
 use mixfleet_runtime::env::{RealEnv, SharedEnv, Task};
-use mixfleet_runtime::fleet::registry::{Charter, InstanceRecord, Member, Membership, Seat};
+use mixfleet_runtime::fleet::registry::{Charter, InstanceRecord, InstanceState, Member, Membership, Seat};
 use mixfleet_runtime::fleet::rpc::{FleetListener, ProbeLinks};
 use mixfleet_runtime::fleet::{Hub, ModelIdentity, WorkerProcess, connect_peers, connect_workers};
 use mixfleet_runtime::metrics::Metrics;
@@ -214,14 +215,20 @@ async fn join_as_worker(
     let (loaded, prices) = load(args, model, identity(&charter, &own), digest, env.clone()).await?;
     let pools = Pools::of(&loaded);
     let hand_off = HandOffLimits { timeout: PIECE_TIMEOUT, ..HandOffLimits::default() };
-    let Offered { transports, not_offered } = transports::open(args, &join, data, &hand_off)?;
+    let located = LocatedDevices::of(&loaded);
+    let open = || transports::open(args, &join, data, &hand_off, &located);
+    let (worker_env, offered) = match args.instances.no_pin {
+        true => (env.clone(), open()),
+        false => (located.bind_instances(env), located.start_near("the threads of transports", open)?),
+    };
+    let Offered { transports, not_offered } = offered?;
     let names = transports.iter().map(|transport| transport.name().to_owned()).collect();
     let probe_links = ProbeLinks { links: start::links(transports), hand_off };
     let ids = join.registry.instance_ids(to_u32(loaded.len())).await?;
     let records = ids.iter().zip(&loaded).zip(prices);
     let instances = records.map(|((&id, (loaded, _)), price)| record(id, loaded, price)).collect();
     let process = WorkerProcess {
-        env: env.clone(),
+        env: worker_env,
         model: own.clone(),
         instances: ids.into_iter().zip(loaded).map(|(id, (loaded, cost))| (id, loaded, cost)).collect(),
         links: probe_links.links.clone(),
@@ -237,21 +244,21 @@ async fn join_as_worker(
     let mut membership = join.registry.join(charter, member);
     end_if_taken(&mut membership, env);
     let (members, record) = (membership.members(), membership.record());
-    env.spawn(Box::pin(record_roles(hub.roles(), record.clone())));
+    env.spawn(Box::pin(record_states(hub.states(), record.clone())));
     env.spawn(Box::pin(connect_peers(env.clone(), hub.clone(), probe_links, members, record, join.rpc)));
     membership.joined().await;
     tracing::info!(member = name, %address, fleet = args.join.fleet, "joined");
     Ok(Joined { membership, serving, hub, pools })
 }
 
-/// Keeps the roles in this process's record those that its instances have.
-async fn record_roles(mut roles: Receiver<BTreeMap<InstanceId, Role>>, record: Sender<Member>) {
+/// Keeps the states in this process's record those that its instances have.
+async fn record_states(mut states: Receiver<BTreeMap<InstanceId, InstanceState>>, record: Sender<Member>) {
     loop {
         {
-            let roles = roles.borrow_and_update();
-            record.send_if_modified(|member| member.set_roles(&roles));
+            let states = states.borrow_and_update();
+            record.send_if_modified(|member| member.set_states(&states));
         }
-        if roles.changed().await.is_err() {
+        if states.changed().await.is_err() {
             return;
         }
     }
@@ -292,5 +299,6 @@ fn record(id: InstanceId, loaded: &Loaded, usd_per_hour: Option<f64>) -> Instanc
         role: loaded.role(),
         usd_per_hour,
         kv_capacity_tokens: loaded.kv_capacity_tokens(),
+        degraded: false,
     }
 }

@@ -47,7 +47,9 @@ fn table(members: &Members) -> String {
                 let (id, device, tokens) =
                     (instance.id, printable(&instance.device), instance.kv_capacity_tokens);
                 let role = instance.role.name();
-                let _ = writeln!(text, "  {id:<10} {device:<21} {role:<8} {tokens} KV tokens, {price}");
+                let degraded = if instance.degraded { ", degraded: not the declared part" } else { "" };
+                let _ =
+                    writeln!(text, "  {id:<10} {device:<21} {role:<8} {tokens} KV tokens, {price}{degraded}");
             }
             let _ = writeln!(text, "  KV by {}", printable(&transports.join(", ")));
             for reason in not_offered {

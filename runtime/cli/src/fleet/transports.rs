@@ -2,6 +2,7 @@
 
 use super::join::Join;
 use super::{TransportName, WorkerArgs};
+use crate::affinity::LocatedDevices;
 use anyhow::{Result, bail};
 use mixfleet_hal::transport::Transport;
 use mixfleet_runtime::engine::HandOffLimits;
@@ -31,6 +32,7 @@ pub(super) fn open(
     join: &Join,
     data: SocketAddr,
     hand_off: &HandOffLimits,
+    located: &LocatedDevices,
 ) -> Result<Offered> {
     let security = join.security.clone();
     let (mut transports, mut not_offered) = (Vec::<Arc<dyn Transport>>::new(), Vec::new());
@@ -41,7 +43,7 @@ pub(super) fn open(
                 Ok(shm) => transports.push(Arc::new(shm)),
                 Err(error) => not_offered.push(format!("shm: {error}")),
             },
-            TransportName::Verbs => match rdma::open(security.clone(), data, args, hand_off) {
+            TransportName::Verbs => match rdma::open(security.clone(), data, args, hand_off, located) {
                 Ok(verbs) => transports.push(verbs),
                 Err(Some(reason)) => not_offered.push(format!("verbs: {reason}")),
                 Err(None) => {}
@@ -64,7 +66,8 @@ pub(super) fn open(
 
 #[cfg(all(feature = "verbs", target_os = "linux"))]
 mod rdma {
-    use super::{Arc, HandOffLimits, SocketAddr, Transport, WorkerArgs};
+    use super::{Arc, HandOffLimits, LocatedDevices, SocketAddr, Transport, WorkerArgs};
+    use mixfleet_discover::RdmaChoice;
     use mixfleet_hal::cast::to_usize;
     use mixfleet_hal::transport::RemoteAccess;
     use mixfleet_wire::verbs::{Verbs, VerbsOptions};
@@ -77,11 +80,19 @@ mod rdma {
         data: SocketAddr,
         args: &WorkerArgs,
         hand_off: &HandOffLimits,
+        located: &LocatedDevices,
     ) -> Result<Arc<dyn Transport>, Option<String>> {
-        let (trusted, devices) = (args.trusted_fabric, args.rdma_devices.clone());
+        let trusted = args.trusted_fabric;
+        let NicChoice { wanted, why } = NicChoice::of(&args.rdma_devices, || located.rdma());
         // The keys travel under the same certificates as KV over TCP would.
         let listen = trusted.then(|| SocketAddr::new(data.ip(), 0));
-        let verbs = Verbs::open(VerbsOptions { listen, security, devices, ..VerbsOptions::default() });
+        let options = VerbsOptions { listen, security, devices: wanted.clone(), ..VerbsOptions::default() };
+        let is_default = args.rdma_devices.is_empty() && !wanted.is_empty();
+        let verbs = match Verbs::open(options.clone()) {
+            // the kernel also shows NICs that this process must not open
+            Err(_) if is_default => Verbs::open(VerbsOptions { devices: Vec::new(), ..options }),
+            opened => opened,
+        };
         let verbs = verbs.map_err(|absent| trusted.then_some(absent.reason))?;
         let devices = verbs.devices();
         let names: Vec<&str> = devices.iter().map(|(name, _)| name.as_str()).collect();
@@ -94,8 +105,35 @@ mod rdma {
         can_register(&verbs, hand_off).map_err(|error| {
             Some(format!("{error}; each pair of instances needs {} MiB", staging_bytes(hand_off) >> 20))
         })?;
-        tracing::info!(devices = names.join(", "), "KV may go over RDMA, in the clear");
+        let unopened: Vec<&str> =
+            wanted.iter().map(String::as_str).filter(|name| !names.contains(name)).collect();
+        if !unopened.is_empty() {
+            let (unopened, used) = (unopened.join(", "), names.join(", "));
+            tracing::warn!(unopened, used, "RDMA NICs cannot be opened; others are used");
+        }
+        tracing::info!(devices = names.join(", "), why, "KV may go over RDMA, in the clear");
         Ok(Arc::new(verbs))
+    }
+
+    /// The NICs to open.
+    struct NicChoice {
+        /// Names of RDMA devices; all if there are none.
+        wanted: Vec<String>,
+        why: String,
+    }
+
+    impl NicChoice {
+        /// Those that are `named`, or else the nearest ones.
+        fn of(named: &[String], nearest: impl FnOnce() -> RdmaChoice) -> Self {
+            if !named.is_empty() {
+                return NicChoice { wanted: named.to_vec(), why: "named by --rdma-devices".into() };
+            }
+            let choice = nearest();
+            let wanted = choice.names();
+            let why =
+                if wanted.is_empty() { format!("all NICs, since {choice}") } else { choice.to_string() };
+            NicChoice { wanted, why }
+        }
     }
 
     /// Bytes that a pair of instances registers at each end.
@@ -108,11 +146,38 @@ mod rdma {
         let registered = verbs.register(Arc::new(region), RemoteAccess::Write)?;
         verbs.deregister(&registered)
     }
+
+    #[cfg(test)]
+    mod tests {
+        use super::*;
+        use mixfleet_discover::NearestRdma;
+
+        #[test]
+        fn a_named_nic_wins_over_the_nearest_one() {
+            let nearest = |names: &[&str], reason: &str| RdmaChoice {
+                devices: vec![NearestRdma {
+                    device: "cuda:0".into(),
+                    names: names.iter().map(|name| (*name).into()).collect(),
+                    reason: reason.into(),
+                }],
+            };
+            let switch = || nearest(&["mlx5_0"], "same PCIe switch");
+            let chosen = NicChoice::of(&["mlx5_3".into()], switch);
+            assert_eq!(
+                (&chosen.wanted[..], &*chosen.why),
+                (&["mlx5_3".to_owned()][..], "named by --rdma-devices")
+            );
+            let chosen = NicChoice::of(&[], switch);
+            assert_eq!((&*chosen.wanted[0], &*chosen.why), ("mlx5_0", "cuda:0: mlx5_0 (same PCIe switch)"));
+            let chosen = NicChoice::of(&[], || nearest(&[], "no PCI address"));
+            assert_eq!((chosen.wanted.len(), &*chosen.why), (0, "all NICs, since cuda:0: no PCI address"));
+        }
+    }
 }
 
 #[cfg(not(all(feature = "verbs", target_os = "linux")))]
 mod rdma {
-    use super::{Arc, HandOffLimits, SocketAddr, Transport, WorkerArgs};
+    use super::{Arc, HandOffLimits, LocatedDevices, SocketAddr, Transport, WorkerArgs};
     use mixfleet_wire::Security;
 
     /// The directory in which the kernel lists RDMA devices.
@@ -124,6 +189,7 @@ mod rdma {
         _: SocketAddr,
         args: &WorkerArgs,
         _: &HandOffLimits,
+        _: &LocatedDevices,
     ) -> Result<Arc<dyn Transport>, Option<String>> {
         let there = std::fs::read_dir(DEVICES).is_ok_and(|mut devices| devices.next().is_some());
         let why = "this build cannot use RDMA: build with the feature verbs, on Linux";

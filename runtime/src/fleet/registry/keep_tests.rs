@@ -33,6 +33,7 @@ fn worker(address: &str, ids: &[InstanceId]) -> Member {
         role: Role::Auto,
         usd_per_hour: None,
         kv_capacity_tokens: 1,
+        degraded: false,
     });
     let (transports, not_offered) = (Vec::new(), Vec::new());
     let seat = Seat::Worker { instances: instances.collect(), transports, not_offered };

@@ -114,6 +114,18 @@ pub struct InstanceRecord {
     pub usd_per_hour: Option<f64>,
     /// Tokens that its KV memory holds.
     pub kv_capacity_tokens: u64,
+    /// Whether its steps take much more or less than its declared part would take.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub degraded: bool,
+}
+
+/// What changes of an instance while it is up.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct InstanceState {
+    /// Its role.
+    pub role: Role,
+    /// Whether it is degraded ([`InstanceRecord::degraded`]).
+    pub degraded: bool,
 }
 
 /// A link as measured when two processes connected.
@@ -164,13 +176,14 @@ impl Member {
         }
     }
 
-    /// Sets the roles of those of its instances that are named. False if it changes nothing.
-    pub fn set_roles(&mut self, roles: &BTreeMap<InstanceId, Role>) -> bool {
+    /// Sets the states of those of its instances that are named. False if it changes nothing.
+    pub fn set_states(&mut self, states: &BTreeMap<InstanceId, InstanceState>) -> bool {
         let Seat::Worker { instances, .. } = &mut self.seat else { return false };
         let mut is_changed = false;
         for instance in instances {
-            if let Some(&role) = roles.get(&instance.id) {
+            if let Some(&InstanceState { role, degraded }) = states.get(&instance.id) {
                 is_changed |= std::mem::replace(&mut instance.role, role) != role;
+                is_changed |= std::mem::replace(&mut instance.degraded, degraded) != degraded;
             }
         }
         is_changed
@@ -235,6 +248,7 @@ mod tests {
             role: Role::Auto,
             usd_per_hour: None,
             kv_capacity_tokens: 64,
+            degraded: false,
         };
         let seat = Seat::Worker {
             instances: vec![instance(7), instance(5)],
@@ -242,10 +256,13 @@ mod tests {
             not_offered: vec!["verbs: why".into()],
         };
         let mut worker = Member::new(model.clone(), "127.0.0.1:1".into(), seat);
-        let roles = [(InstanceId(5), Role::Decode), (InstanceId(6), Role::Prefill)].into();
-        assert!(worker.set_roles(&roles) && !worker.set_roles(&roles));
-        let roles: Vec<Role> = worker.instances().map(|instance| instance.role).collect();
-        assert_eq!(roles, [Role::Auto, Role::Decode]);
+        let state = |role, degraded| InstanceState { role, degraded };
+        let states =
+            [(InstanceId(5), state(Role::Decode, true)), (InstanceId(6), state(Role::Prefill, false))].into();
+        assert!(worker.set_states(&states) && !worker.set_states(&states));
+        let states: Vec<_> =
+            worker.instances().map(|instance| state(instance.role, instance.degraded)).collect();
+        assert_eq!(states, [state(Role::Auto, false), state(Role::Decode, true)]);
         let up = LinkState::Up {
             transport: "tcp".into(),
             latency_s: 1e-4,

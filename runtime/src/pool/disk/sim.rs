@@ -38,7 +38,8 @@ type Names = BTreeMap<String, u64>;
 /// How long operations take, in an environment that has time.
 #[derive(Clone)]
 struct Time {
-    operation: Duration,
+    read: Duration,
+    write: Duration,
     hang: Duration,
     wait: Arc<dyn Fn(Duration) + Send + Sync>,
 }
@@ -192,7 +193,12 @@ impl SimDisk {
         hang: Duration,
         wait: impl Fn(Duration) + Send + Sync + 'static,
     ) {
-        self.state().time = Some(Time { operation, hang, wait: Arc::new(wait) });
+        self.state().time = Some(Time { read: operation, write: operation, hang, wait: Arc::new(wait) });
+    }
+
+    /// Makes each read take so long in the caller's `wait`; writes take no time.
+    pub fn reads_take(&self, read: Duration, wait: impl Fn(Duration) + Send + Sync + 'static) {
+        self.state().time = Some(Time { read, write: Duration::ZERO, hang: read, wait: Arc::new(wait) });
     }
 
     /// Number of operations that suffered a fault of this kind.
@@ -292,9 +298,11 @@ fn used(state: &State) -> u64 {
 fn pass<'a>(
     disk: &'a SimDisk,
     mut state: MutexGuard<'a, State>,
+    is_read: bool,
     fault: &mut Option<Fault>,
 ) -> Result<MutexGuard<'a, State>> {
-    let Some(Time { operation, hang, wait }) = state.time.clone() else { return Ok(state) };
+    let Some(Time { read, write, hang, wait }) = state.time.clone() else { return Ok(state) };
+    let operation = if is_read { read } else { write };
     drop(state);
     match *fault {
         Some(Fault::Hang) => {
@@ -338,7 +346,7 @@ impl Disk for SimDisk {
         state.living()?;
         let (operation, mut fault) = state.strike();
         let bit = state.plan.bit(operation, data.len() as u64);
-        state = pass(self, state, &mut fault)?;
+        state = pass(self, state, true, &mut fault)?;
         let file = state.file(file).ok_or(ErrorKind::NotFound)?;
         let start = to_usize(offset).min(file.now.len());
         let bytes = data.len().min(file.now.len() - start);
@@ -363,7 +371,7 @@ impl Disk for SimDisk {
             return Err(died());
         }
         let (operation, mut fault) = state.strike();
-        state = pass(self, state, &mut fault)?;
+        state = pass(self, state, false, &mut fault)?;
         match fault {
             Some(Fault::Fail | Fault::Hang) => return Err(Error::other("the medium cannot be written")),
             Some(Fault::Drop | Fault::Stale) => return Ok(()),
