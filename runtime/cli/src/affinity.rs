@@ -78,8 +78,10 @@ impl LocatedDevices {
                 bind(&cpus);
                 work()
             };
-            let thread =
-                std::thread::Builder::new().name("near devices".into()).spawn_scoped(scope, bound)?;
+            let thread = std::thread::Builder::new().name("near devices".into());
+            let thread = thread.spawn_scoped(scope, bound).map_err(|error| {
+                io::Error::new(error.kind(), format!("no thread is left ({error}); --no-pin needs none"))
+            })?;
             Ok(thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
         })
     }

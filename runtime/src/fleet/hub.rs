@@ -366,6 +366,7 @@ impl HubTask {
             }
             FromWorker::Down(_) => {
                 *known = Known { failed: true, ..Known::default() };
+                note(&self.states, instance, |state| state.degraded = false);
                 self.ledger.down(instance);
                 // This process continues, and so do the links of others to it.
                 let others = self.known.keys().chain(self.peers.keys()).filter(|&&other| other != instance);

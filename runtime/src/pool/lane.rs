@@ -89,12 +89,12 @@ impl Lane {
         let (state, env) = (self.state.clone(), self.env.clone());
         let work: Work = Box::new(move |disk| {
             let start = env.now();
-            let result = work(disk);
+            // whoever wanted it may have left
+            let result = (!tell.is_closed()).then(|| work(disk));
             let end = env.now();
             let mut state = State::of(&state);
             state.answered_at = end;
-            // whoever wanted it may have left
-            _ = tell.send((result, end - start));
+            result.map(|result| tell.send((result, end - start)));
             state.out.is_none()
         });
         self.work.try_send(work).ok()?;

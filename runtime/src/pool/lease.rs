@@ -1,7 +1,7 @@
 //! A prompt's pins on its blocks.
 
 use super::Shared;
-use super::traffic::{Arrival, Begun, Promotion, Wanted};
+use super::traffic::{Arrival, Promotion, Wanted};
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Error, Result};
 use mixfleet_scheduler::kv::BlockHash;
@@ -182,26 +182,19 @@ impl Lease {
 
     /// How a block came from the disk; none if it is not there within `wait`.
     fn poll_read(&mut self, at: usize, wait: Duration) -> Option<Result<Arrival>> {
-        let begun = self.reading.take().filter(|(position, _)| *position == at);
         let begun =
-            begun.map_or_else(|| self.shared.begin_promotion(self.chain[at]), |(_, it)| Begun::Promotion(it));
-        match begun {
-            Begun::Missing => Some(Ok(Arrival::Missing)),
-            Begun::Later => None,
-            Begun::Promotion(mut promotion) => {
-                let ended = self.shared.end_promotion(self.wanted(at), &mut promotion, wait);
-                match ended {
-                    Some((arrival, time)) => {
-                        self.read = (self.read.0 + 1, self.read.1 + time);
-                        Some(arrival)
-                    }
-                    None => {
-                        self.reading = Some((at, promotion));
-                        None
-                    }
-                }
-            }
+            self.reading.take().filter(|(position, _)| *position == at).map(|(_, promotion)| promotion);
+        let Some(mut promotion) = begun.or_else(|| self.shared.begin_promotion(self.chain[at])) else {
+            return Some(Ok(Arrival::Missing));
+        };
+        let Some((arrival, time)) = self.shared.end_promotion(self.wanted(at), &mut promotion, wait) else {
+            self.reading = Some((at, promotion));
+            return None;
+        };
+        if matches!(arrival, Ok(Arrival::Stored)) && time.0 > 0.0 {
+            self.read = (self.read.0 + 1, self.read.1 + time);
         }
+        Some(arrival)
     }
 
     /// Blocks that the disk read for [`poll_next`](Self::poll_next) since the last call, and the time that it

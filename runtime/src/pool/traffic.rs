@@ -43,15 +43,6 @@ pub(super) struct Promotion {
     read: FrameRead,
 }
 
-/// The result of [`Shared::begin_promotion`].
-pub(super) enum Begun {
-    Promotion(Promotion),
-    /// Too much waits for the disk.
-    Later,
-    /// The disk does not have the block.
-    Missing,
-}
-
 /// The result of [`Pool::keep`](super::Pool::keep).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kept {
@@ -167,13 +158,12 @@ impl Shared {
     }
 
     /// Begins to load a block from the disk.
-    pub(super) fn begin_promotion(&self, hash: BlockHash) -> Begun {
+    /// None if the disk does not have it, or too much waits for the disk.
+    pub(super) fn begin_promotion(&self, hash: BlockHash) -> Option<Promotion> {
         let there = self.state().ssd.as_ref().and_then(|ssd| Some((ssd.place(hash)?, ssd.frames.clone())));
-        let Some((place, frames)) = there else { return Begun::Missing };
-        match frames.begin_read(place.slot) {
-            Some(read) => Begun::Promotion(Promotion { place, frames, read }),
-            None => Begun::Later,
-        }
+        let (place, frames) = there?;
+        let read = frames.begin_read(place.slot)?;
+        Some(Promotion { place, frames, read })
     }
 
     /// The result of such a load, and the time that the disk took for it; none if it is not done within
@@ -209,6 +199,8 @@ impl Shared {
                 self.state().counts.collisions += 1;
                 Ok(Arrival::Collision)
             }
+            // it was not read: the disk is out, or was
+            Err(ReadError::Io(error)) if error.kind() == io::ErrorKind::TimedOut => Ok(Arrival::Missing),
             Err(error) => {
                 self.drop_bad(wanted.hash, place, &error);
                 Ok(Arrival::Missing)

@@ -56,6 +56,11 @@ impl<T: Text> Instance<T> {
             if self.is_being_loaded(place.request, &need) {
                 continue;
             }
+            let sequence = self.sequence(place.request);
+            let cached = to_u32(need.hits.len()) / self.limits.page_parts.count() * self.limits.block_tokens;
+            if sequence.phase == Phase::Queued && !room.admits(cached, sequence.length - cached) {
+                continue;
+            }
             let Some(losers) = self.who_gives_way(place, &need) else { return false };
             for &loser in &losers {
                 self.preempt(loser, actions);

@@ -372,8 +372,15 @@ impl<T: Text> Instance<T> {
     /// Prompt rows that `decodes` leave in a step.
     fn prompt_rows(&self, decodes: Decodes, share: Option<StepShare>) -> PromptRows {
         let cost = self.cost.as_ref().map(|cost| (cost, self.learner.corrections()));
-        let prompts = self.places.of(Phase::Queued).len() + self.places.of(Phase::Running).len();
-        PromptRows::new(&self.limits, cost, decodes, to_u32(prompts) - decodes.sequences, share)
+        let prompts = [Phase::Running, Phase::Queued].map(|phase| self.places.of(phase));
+        let mut prompts = prompts.into_iter().flatten().map(|place| self.sequence(place.request));
+        let handed_off =
+            if decodes.sequences == 0 && prompts.all(|prompt| prompt.after == Some(After::HandOff)) {
+                self.places.of(Phase::Running).len() + self.places.of(Phase::Queued).len()
+            } else {
+                0
+            };
+        PromptRows::new(&self.limits, cost, decodes, to_u32(handed_off), share)
     }
 
     fn sequence(&self, request: RequestId) -> &Sequence<T> {

@@ -2,10 +2,10 @@
 //! objectives allow. Without an objective, a step with prompts may take twice as long as one without: decodes
 //! read the weights anyway, and up to there computing takes no longer than that.
 //!
-//! Where nothing decodes, a prompt joins those that end in a step only if that makes first tokens come sooner
-//! on the whole: it delays theirs by what it adds to the step, and saves the rest of a step of its own for
-//! itself and all that wait behind it. Beyond the ridge of the roofline it saves next to nothing. Engines with
-//! a fixed number of rows beside decodes fill their steps.
+//! Where nothing decodes and all prompts are handed off, a prompt joins those that end in a step only if that
+//! makes first tokens come sooner on the whole: it delays theirs by what it adds to the step, and saves the
+//! rest of a step of its own for itself and all that wait behind it. Beyond the ridge of the roofline it saves
+//! next to nothing. Engines with a fixed number of rows beside decodes fill their steps.
 
 use super::{BatchLimits, PartyId, Place, Sequence};
 use crate::cost::{CostModel, Prefill, SizedCorrections};
@@ -81,6 +81,9 @@ pub(super) struct PromptRows {
     joint: Option<JointPrompts>,
 }
 
+/// Prompts of a step up to which the next one is compared: a step of so many short ones is filled.
+const COMPARED_MAX: usize = 32;
+
 /// The prompts of a step in which nothing decodes.
 #[derive(Debug)]
 struct JointPrompts {
@@ -94,22 +97,26 @@ struct JointPrompts {
 }
 
 impl JointPrompts {
-    /// Adds `piece`, unless first tokens come later on the whole if it joins the others.
-    fn join(&mut self, piece: Prefill) -> bool {
-        let time = |pieces: &[Prefill]| self.corrections.step_s(&self.cost, pieces, (0, 0));
-        if self.ending > 0 {
-            let (alone, before) = (time(&[piece]), time(&self.pieces));
-            self.pieces.push(piece);
-            let adds = time(&self.pieces) - before;
-            self.pieces.pop();
-            let waiting = self.prompts.saturating_sub(to_u32(self.pieces.len()));
-            if (alone - adds) * f64::from(waiting) < adds * f64::from(self.ending) {
-                return false;
-            }
+    /// Whether first tokens come sooner on the whole if `piece` joins the others.
+    fn pays(&mut self, piece: Prefill) -> bool {
+        if self.ending == 0 || self.pieces.len() >= COMPARED_MAX {
+            return true;
         }
+        let (alone, before) = (self.time(&[piece]), self.time(&self.pieces));
+        self.pieces.push(piece);
+        let adds = self.time(&self.pieces) - before;
+        self.pieces.pop();
+        let waiting = self.prompts.saturating_sub(to_u32(self.pieces.len()));
+        (alone - adds) * f64::from(waiting) >= adds * f64::from(self.ending)
+    }
+
+    fn time(&self, pieces: &[Prefill]) -> Seconds {
+        self.corrections.step_s(&self.cost, pieces, (0, 0))
+    }
+
+    fn add(&mut self, piece: Prefill) {
         self.ending += u32::from(piece.last);
         self.pieces.push(piece);
-        true
     }
 }
 
@@ -127,12 +134,13 @@ struct Pace {
 }
 
 impl PromptRows {
-    /// The rows that `decodes` leave in a step to `prompts` prompts.
+    /// The rows that `decodes` leave in a step to `handed_off` prompts, or to any if this is 0: where some
+    /// decode here afterwards, the next step is not one of prompts alone.
     pub(super) fn new(
         limits: &BatchLimits,
         cost: Option<(&Arc<CostModel>, SizedCorrections)>,
         decodes: Decodes,
-        prompts: u32,
+        handed_off: u32,
         share: Option<StepShare>,
     ) -> Self {
         let mut left = limits.step_tokens_max.saturating_sub(decodes.sequences);
@@ -155,11 +163,12 @@ impl PromptRows {
             Pace { cost, corrections, within, rows_min, decodes, pieces }
         });
         let is_sized = limits.prefill_tokens_beside_decode_max.is_none();
-        let joint =
-            cost.filter(|_| is_sized && decodes.sequences == 0 && prompts > 1).map(|(cost, corrections)| {
+        let joint = cost.filter(|_| is_sized && decodes.sequences == 0 && handed_off > 1).map(
+            |(cost, corrections)| {
                 let (cost, pieces) = (cost.clone(), Vec::new());
-                JointPrompts { cost, corrections, pieces, ending: 0, prompts }
-            });
+                JointPrompts { cost, corrections, pieces, ending: 0, prompts: handed_off }
+            },
+        );
         PromptRows { left, pace, joint }
     }
 
@@ -176,19 +185,23 @@ impl PromptRows {
             return 0;
         }
         let last = ends && most == wanted;
-        if let Some(joint) = &mut self.joint
-            && !joint.join(Prefill { context, tokens: most, last })
-        {
+        if !self.pays(context, wanted, ends) {
             self.left = 0;
             return 0;
         }
-        let Some(pace) = &mut self.pace else {
-            self.left -= most;
-            return most;
-        };
-        let rows = pace.fit(context, most, last);
+        let rows = self.pace.as_mut().map_or(most, |pace| pace.fit(context, most, last));
+        if let Some(joint) = self.joint.as_mut().filter(|_| rows > 0) {
+            joint.add(Prefill { context, tokens: rows, last: last && rows == most });
+        }
         self.left = if rows < most { 0 } else { self.left - rows };
         rows
+    }
+
+    /// Whether it pays that a prompt of which `context` tokens are computed joins those in the step.
+    fn pays(&mut self, context: u32, wanted: u32, ends: bool) -> bool {
+        let tokens = wanted.min(self.left);
+        let piece = Prefill { context, tokens, last: ends && tokens == wanted };
+        self.joint.as_mut().is_none_or(|joint| joint.pays(piece))
     }
 }
 
@@ -271,6 +284,14 @@ impl StepRoom {
             self.take(context, pending);
         }
         self.rows.are_left()
+    }
+
+    /// Whether a prompt joins those in the step, of which `context` tokens are computed. If not, there are no
+    /// rows for later ones either.
+    pub(super) fn admits(&mut self, context: u32, pending: u32) -> bool {
+        let pays = self.rows.pays(context, pending, true);
+        self.rows.left *= u32::from(pays);
+        pays
     }
 
     pub(super) fn take(&mut self, context: u32, pending: u32) {

@@ -100,6 +100,10 @@ fn a_prompt_joins_those_that_end_only_where_first_tokens_come_sooner_on_the_whol
     // it adds 1.5 s and saves 0.5, which counts for all that wait
     assert_eq!(steps_of(&[50, 200])[0], [(0, 50)]);
     assert_eq!(steps_of(&[50, 200, 200, 200, 200, 200])[0], [(0, 50), (1, 200)]);
+    // where they decode afterwards, the next step is not one of prompts alone
+    let mut decoding = Instance::new(SIZED).predicted_by(cost());
+    (0..2).for_each(|request| add(&mut decoding, request, 200, None));
+    assert_eq!(step(&mut decoding).len(), 2);
     // an engine that fills its steps with prompts does so here too
     let limits = BatchLimits { prefill_tokens_beside_decode_max: Some(512), ..SIZED };
     let mut filled = Instance::new(limits).predicted_by(cost());

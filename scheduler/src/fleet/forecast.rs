@@ -168,13 +168,16 @@ pub(super) struct Likely {
     kv_tokens: f64,
     /// Variances of their number and of their tokens.
     variance: [f64; 2],
+    /// Number and tokens of all that will have begun, however many of them will have ended.
+    most: [f64; 2],
 }
 
 impl Likely {
     /// The mean, plus so many standard deviations: where more requests go on, there are more of their tokens.
     pub(super) fn batch(&self, deviations: f64) -> Batch {
         let [more_sequences, more_tokens] = self.variance.map(|variance| deviations * variance.sqrt());
-        let (sequences, kv_tokens) = (self.sequences + more_sequences, self.kv_tokens + more_tokens);
+        let sequences = (self.sequences + more_sequences).min(self.most[0]);
+        let kv_tokens = (self.kv_tokens + more_tokens).min(self.most[1]);
         Batch { sequences: to_u32(sequences + 0.5), kv_tokens: to_u64(kv_tokens + 0.5) }
     }
 }
@@ -195,7 +198,7 @@ impl Forecast<'_> {
     /// outdated by the time a new prompt is computed, and admission by it oscillates (Mooncake, section 7).
     pub(super) fn likely(&self, then: Seconds) -> Likely {
         let per_second = 1.0 / self.pace.0.max(f64::MIN_POSITIVE);
-        let mut likely = Likely { then, sequences: 0.0, kv_tokens: 0.0, variance: [0.0; 2] };
+        let mut likely = Likely { then, sequences: 0.0, kv_tokens: 0.0, variance: [0.0; 2], most: [0.0; 2] };
         for course in self.courses.iter().filter(|course| course.from <= then) {
             let tokens = (then - course.from).0 * per_second;
             let chance = course.goes_on(tokens);
@@ -203,6 +206,8 @@ impl Forecast<'_> {
             likely.sequences += chance;
             likely.kv_tokens += chance * context;
             let variance = chance * (1.0 - chance);
+            likely.most[0] += 1.0;
+            likely.most[1] += context;
             likely.variance[0] += variance;
             likely.variance[1] += variance * context * context;
         }
@@ -215,7 +220,11 @@ impl Forecast<'_> {
         let third = self.pace * (f64::from(tokens) / 3.0);
         let later = (1..4).map(|part| self.likely(first.then + third * f64::from(part)));
         let all = std::iter::once(first).chain(later);
-        all.map(|likely| likely.batch(DEVIATIONS)).max_by_key(|batch| batch.kv_tokens).unwrap_or_default()
+        let larger = |a: Batch, b: Batch| Batch {
+            sequences: a.sequences.max(b.sequences),
+            kv_tokens: a.kv_tokens.max(b.kv_tokens),
+        };
+        all.map(|likely| likely.batch(DEVIATIONS)).reduce(larger).unwrap_or_default()
     }
 
     /// What the KV takes that lands from `first` on, for `time`, of requests that were accepted before.

@@ -251,6 +251,9 @@ async fn join_as_worker(
     Ok(Joined { membership, serving, hub, pools })
 }
 
+/// Time between two changes of a record, which every member is told.
+const RECORD_INTERVAL: Duration = Duration::from_secs(5);
+
 /// Keeps the states in this process's record those that its instances have.
 async fn record_states(mut states: Receiver<BTreeMap<InstanceId, InstanceState>>, record: Sender<Member>) {
     loop {
@@ -258,9 +261,11 @@ async fn record_states(mut states: Receiver<BTreeMap<InstanceId, InstanceState>>
             let states = states.borrow_and_update();
             record.send_if_modified(|member| member.set_states(&states));
         }
+        let earliest = tokio::time::Instant::now() + RECORD_INTERVAL;
         if states.changed().await.is_err() {
             return;
         }
+        tokio::time::sleep_until(earliest).await;
     }
 }
 
