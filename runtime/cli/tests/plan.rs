@@ -378,7 +378,7 @@ fn host_memory_for_kv_is_rented_where_it_saves_more_than_it_costs() {
     let (trace, out) = (directory.join("t.jsonl"), directory.join("out"));
     let (trace, out) = (trace.to_str().unwrap(), out.to_str().unwrap());
     let generated = ["trace", "generate", "--requests", "800", "--rate", "2", "--hit-target", "0.5"];
-    let output = run(&generated, &["--seed", "5", "--out", trace]);
+    let output = run(&generated, &["--seed", "6", "--out", trace]);
     assert!(output.status.success(), "{output:?}");
     let mut of_trace = vec!["plan", "--model", "llama-3.1-8b", "--trace", trace, "--jitter", "--ttft", "20"];
     of_trace.extend("--tbt 0.1 --attain 0.9 --parts A10G --budget-s 600 --dram 512".split(' '));

@@ -3,8 +3,8 @@
 //! A sequence that waits for its blocks is in no step, and its pages are its own, so that they may be written
 //! at any time ([`beside`](super::beside)). Where the device copies beside a step, a block follows the other
 //! while a step runs. Elsewhere loads get a share of the steps' time, and all of it while there is no step.
-//! While the disk reads a block, nothing but the sequence waits for it. The sequence joins a step once its last
-//! block is there.
+//! While the disk reads a block, nothing but the sequence waits for it. The sequence joins a step once its
+//! last block is there.
 
 use super::tiers::{EvictedBlock, block};
 use super::worker::{Event, Worker, queues};

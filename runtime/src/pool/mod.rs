@@ -8,9 +8,9 @@
 //! scheduler's own [`BlockCache`](mixfleet_scheduler::kv::BlockCache), one per tier, decides that, so that a
 //! simulated pool and a real one make equal decisions.
 //!
-//! Calls block for as long as the disk takes, and may overlap: no lock is held while payloads are read, written
-//! or copied. [`Lease::poll_next`] does not wait for reads. A journal record (32 bytes) is written under the
-//! lock.
+//! Calls block for as long as the disk takes, and may overlap: no lock is held while payloads are read,
+//! written or copied. [`Lease::poll_next`] does not wait for reads. A journal record (32 bytes) is written
+//! under the lock.
 
 mod check;
 mod directory;

@@ -4,8 +4,8 @@
 //!
 //! Where nothing decodes and all prompts are handed off, a prompt joins those that end in a step only if that
 //! makes first tokens come sooner on the whole: it delays theirs by what it adds to the step, and saves the
-//! rest of a step of its own for itself and all that wait behind it. Beyond the ridge of the roofline it saves
-//! next to nothing. Engines with a fixed number of rows beside decodes fill their steps.
+//! rest of a step of its own for itself and all that wait behind it. Beyond the ridge of the roofline it
+//! saves next to nothing. Engines with a fixed number of rows beside decodes fill their steps.
 
 use super::{BatchLimits, PartyId, Place, Sequence};
 use crate::cost::{CostModel, Prefill, SizedCorrections};
