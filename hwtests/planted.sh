@@ -86,8 +86,11 @@ plant "KV of another engine is taken in unchecked" runtime/src/kv_exchange.rs \
     's/prompt.check(block, frame).and_then/prompt.check(block, frame).or(Ok::<(), KvRefusal>(())).and_then/' \
     pool exchange::a_frame_that
 plant "a disk that hangs is waited for" runtime/src/pool/lane.rs \
-    's/Box::pin(async { result = answer.await.ok() }), limit/Box::pin(async { result = answer.await.ok() }), Duration::MAX.min(limit * 1_000_000)/' \
+    's/self.await_answer(job, limit)/self.await_answer(job, Duration::MAX.min(limit * 1_000_000))/' \
     pool hung::a_disk_that_hangs
+plant "a disk that hangs is looked at for ever" runtime/src/pool/lane.rs \
+    's/silent.0 < self.timeout.as_secs_f64()/silent.0 < 1e6 * self.timeout.as_secs_f64()/' \
+    pool hung::a_read_that_nobody_waits_for
 plant "a disk that is out keeps its blocks in the index" runtime/src/pool/mod.rs \
     's/blocks.into_iter().for_each(|hash| self.events.add(hash, Tier::Ssd, false));/drop(blocks);/'
 plant "the end of a router's old session ends its new one" runtime/src/fleet/hub.rs \

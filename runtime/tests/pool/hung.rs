@@ -1,12 +1,12 @@
 //! Disks that do not respond, or respond late.
 
-use super::support::{Follower, config, open, put, served, ssd};
+use super::support::{Follower, config, open, put, served, ssd, tokens};
 use futures_util::future::BoxFuture;
 use mixfleet_hal::fault::{Fault, FaultPlan};
 use mixfleet_hal::units::Seconds;
 use mixfleet_runtime::env::{Env, RealEnv, SeededEnv, SharedEnv};
 use mixfleet_runtime::pool::disk::{Disk, SimDisk};
-use mixfleet_runtime::pool::{Pool, SsdConfig};
+use mixfleet_runtime::pool::{Lease, NextBlock, Pool, SsdConfig};
 use mixfleet_scheduler::kv::BlockHash;
 use std::future::ready;
 use std::io;
@@ -64,6 +64,47 @@ async fn filled(env: &SeededEnv, disk: &SimDisk) -> (Pool, Follower) {
         put(&pool, key);
     }
     (pool, follower)
+}
+
+/// What `poll_next` says in the end, how often it said that the block is awaited, and the time until then.
+fn polled(env: &SeededEnv, lease: &mut Lease) -> (NextBlock, u32, f64) {
+    let (start, mut awaited) = (env.now(), 0);
+    loop {
+        match lease.poll_next(Duration::from_millis(2)) {
+            NextBlock::Awaited => awaited += 1,
+            next => return (next, awaited, (env.now() - start).0),
+        }
+    }
+}
+
+#[test]
+fn a_read_that_nobody_waits_for_ends_once_the_disk_is_silent_for_its_timeout() {
+    at_work(3, |env| {
+        Box::pin(async move {
+            let disk = timed(&env, Duration::from_secs(5));
+            let (pool, _) = filled(&env, &disk).await;
+            let lease = |key: u64| pool.begin_lease(&[BlockHash(key)], &tokens(key));
+            let (next, _, waited_s) = polled(&env, &mut lease(2));
+            assert!(next == NextBlock::Leased && waited_s <= 5.0 * OPERATION.as_secs_f64(), "{waited_s} s");
+            // whoever left does not take the disk out, and is not read for
+            let before = disk.operations();
+            for _ in 0..6 {
+                assert_eq!(lease(4).poll_next(Duration::ZERO), NextBlock::Awaited);
+            }
+            assert_eq!(polled(&env, &mut lease(5)).0, NextBlock::Leased);
+            // a read, and what host memory writes for it
+            assert!(disk.operations() - before <= 5, "{}", disk.operations() - before);
+
+            hang_once(&disk);
+            let (next, awaited, waited_s) = polled(&env, &mut lease(3));
+            assert_eq!(next, NextBlock::Missing);
+            assert!(awaited >= 40 && (0.1..0.11).contains(&waited_s), "{awaited} times, {waited_s} s");
+            assert!(!pool.has_disk());
+            env.sleep(Duration::from_secs(10)).await;
+            assert!(pool.has_disk() && (pool.stats().ssd_outages, pool.stats().bad) == (1, 0));
+            assert!(served(&pool, 3));
+        })
+    });
 }
 
 /// Makes the next operation hang.
