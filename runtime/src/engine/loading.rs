@@ -231,8 +231,12 @@ impl Worker {
         Ok(())
     }
 
-    /// Forgets the load of a request that is gone.
+    /// Forgets the load of a request that is gone, and reports what it moved between the tiers.
     pub(super) fn stop_load(&mut self, request: RequestId) {
+        let before = self.loads.len();
         self.loads.retain(|load| load.request != request);
+        if self.loads.len() < before {
+            self.report_tiers();
+        }
     }
 }
