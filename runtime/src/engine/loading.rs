@@ -163,7 +163,7 @@ impl Worker {
         self.load_for(Seconds(TURN.as_secs_f64()), TURN)
     }
 
-    /// Loads blocks for `time`, of which the disk is waited for no longer than `wait` at a time.
+    /// Loads blocks for `time`. Each read of the disk is waited for no longer than `wait`.
     fn load_for(&mut self, time: Seconds, wait: Duration) -> Result<()> {
         let began = self.env.now();
         for _ in 0..TURN_BLOCKS {

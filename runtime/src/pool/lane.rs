@@ -89,7 +89,7 @@ impl Lane {
         let (state, env) = (self.state.clone(), self.env.clone());
         let work: Work = Box::new(move |disk| {
             let start = env.now();
-            // whoever wanted it may have left
+            // a job whose caller has left is not done
             let result = (!tell.is_closed()).then(|| work(disk));
             let end = env.now();
             let mut state = State::of(&state);

@@ -157,8 +157,7 @@ impl Shared {
         self.promoted(wanted, place, &frames, read)
     }
 
-    /// Begins to load a block from the disk.
-    /// None if the disk does not have it, or too much waits for the disk.
+    /// Begins to load a block from the disk. None if the disk does not have it, or its queue is full.
     pub(super) fn begin_promotion(&self, hash: BlockHash) -> Option<Promotion> {
         let there = self.state().ssd.as_ref().and_then(|ssd| Some((ssd.place(hash)?, ssd.frames.clone())));
         let (place, frames) = there?;

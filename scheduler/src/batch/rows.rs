@@ -2,10 +2,10 @@
 //! objectives allow. Without an objective, a step with prompts may take twice as long as one without: decodes
 //! read the weights anyway, and up to there computing takes no longer than that.
 //!
-//! Where nothing decodes and all prompts are handed off, a prompt joins those that end in a step only if that
-//! makes first tokens come sooner on the whole: it delays theirs by what it adds to the step, and saves the
-//! rest of a step of its own for itself and all that wait behind it. Beyond the ridge of the roofline it
-//! saves next to nothing. Engines with a fixed number of rows beside decodes fill their steps.
+//! Where nothing decodes and all prompts are handed off, a prompt joins those that end in a step only if the
+//! sum of TTFTs becomes smaller: it delays theirs by what it adds to the step, and saves the rest of a
+//! separate step for itself and all that wait behind it. Beyond the ridge of the roofline it saves next to
+//! nothing. Engines with a fixed number of rows beside decodes fill their steps.
 
 use super::{BatchLimits, PartyId, Place, Sequence};
 use crate::cost::{CostModel, Prefill, SizedCorrections};
@@ -97,7 +97,7 @@ struct JointPrompts {
 }
 
 impl JointPrompts {
-    /// Whether first tokens come sooner on the whole if `piece` joins the others.
+    /// Whether the sum of TTFTs becomes smaller, or stays, if `piece` joins the others.
     fn pays(&mut self, piece: Prefill) -> bool {
         if self.ending == 0 || self.pieces.len() >= COMPARED_MAX {
             return true;
@@ -134,8 +134,8 @@ struct Pace {
 }
 
 impl PromptRows {
-    /// The rows that `decodes` leave in a step to `handed_off` prompts, or to any if this is 0: where some
-    /// decode here afterwards, the next step is not one of prompts alone.
+    /// The rows that `decodes` leave in a step. `handed_off` is the number of prompts here if all of them are
+    /// handed off, and else 0: where some decode here afterwards, the next step is not one of prompts alone.
     pub(super) fn new(
         limits: &BatchLimits,
         cost: Option<(&Arc<CostModel>, SizedCorrections)>,

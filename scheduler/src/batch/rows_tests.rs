@@ -90,7 +90,7 @@ fn steps_of(prompts: &[u32]) -> Vec<Vec<(RequestId, u32)>> {
 }
 
 #[test]
-fn a_prompt_joins_those_that_end_only_where_first_tokens_come_sooner_on_the_whole() {
+fn a_prompt_joins_those_that_end_only_if_the_sum_of_ttfts_becomes_smaller() {
     // the weights are read once for both
     assert_eq!(steps_of(&[40, 40]), [vec![(0, 40), (1, 40)]]);
     // it would add 2 s to the first one's step, and save nothing

@@ -143,9 +143,8 @@ impl Course<'_> {
         }
     }
 
-    /// The probability that it still decodes after `tokens` more. The most tokens that its client allows do
-    /// not count: the lengths that were observed are as short as clients allowed, and to count it again would
-    /// make answers too short.
+    /// The probability that it still decodes after `tokens` more. Its `max_tokens` does not count: observed
+    /// lengths are limited by theirs already, so that counting it again predicts answers that are too short.
     fn goes_on(&self, tokens: f64) -> f64 {
         match self.lengths {
             Some((lengths, scale)) => lengths.beyond(f64::from(self.generated) + tokens) * scale,

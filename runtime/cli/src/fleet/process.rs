@@ -251,7 +251,7 @@ async fn join_as_worker(
     Ok(Joined { membership, serving, hub, pools })
 }
 
-/// Time between two changes of a record, which every member is told.
+/// Minimum time between two changes of a record: etcd tells every member of each.
 const RECORD_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Keeps the states in this process's record those that its instances have.
