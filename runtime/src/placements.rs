@@ -1,5 +1,6 @@
 //! The most recent placement decisions with their explanations, for `/debug/placement`.
 
+use mixfleet_scheduler::fleet::Explanation;
 use serde_json::Value;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -47,6 +48,26 @@ impl Placements {
     /// Records (or, after a replay, replaces) the explanation of an engine request.
     pub fn record(&self, id: &str, explanation: Value) {
         self.put(Entry { id: id.to_string(), owner: None, explanation: Some(explanation) });
+    }
+
+    /// Records and logs a decision on the request that clients know by `id`, with further fields.
+    pub(crate) fn decided(&self, id: &str, explanation: &Explanation, fields: &[(&str, Value)]) {
+        let mut value = serde_json::to_value(explanation).expect("an explanation is plain data");
+        fields.iter().for_each(|(name, field)| value[*name] = field.clone());
+        self.record(id, value);
+        let Some(chosen) = explanation.chosen() else { return };
+        let terms = chosen.terms.as_ref();
+        tracing::info!(
+            id,
+            prefill = %chosen.prefill_device,
+            decode = %chosen.decode_device,
+            cached_tokens = terms.map(|terms| terms.cached_tokens),
+            ttft_s = terms.map(|terms| terms.ttft_s),
+            tbt_s = terms.map(|terms| terms.tbt_s),
+            score = terms.map(|terms| terms.score),
+            candidates = explanation.candidates.len(),
+            "placed"
+        );
     }
 
     /// Adds what a request cost, in dollars, to what is shown of it.

@@ -12,7 +12,7 @@ use mixfleet_scheduler::cost::{
     Coefficients, CostModel, DecodeCoefficients, KvCopyCost, LinkCost, PrefillCoefficients,
 };
 use mixfleet_scheduler::fleet::{
-    Action, Arrival, Event, Fleet, FleetConfig, Instance, InstanceId, Objective, PartyId, PromptChain, Role,
+    Action, Arrival, Event, Fleet, FleetConfig, Instance, InstanceId, PromptChain, Role,
 };
 use mixfleet_scheduler::kv::{BlockHash, Tier};
 use std::collections::VecDeque;
@@ -111,13 +111,8 @@ impl World {
             request,
             prompt_tokens: BLOCKS * BLOCK + 1,
             max_tokens: 4096,
-            output_tokens_hint: None,
             chains: vec![PromptChain { block_tokens: BLOCK, kv_dtype: DType::F32, hashes }],
-            replay: None,
-            class: 0,
-            objective: Objective::Fleet,
-            head_start: Seconds::ZERO,
-            party: PartyId::NONE,
+            ..Arrival::default()
         })
     }
 

@@ -9,8 +9,7 @@ use mixfleet_scheduler::cost::{
     Coefficients, CostModel, DecodeCoefficients, KvCopyCost, LinkCost, PrefillCoefficients,
 };
 use mixfleet_scheduler::fleet::{
-    Action, Arrival, Event, Fleet, FleetConfig, Instance, InstanceId, Link, Objective, PartyId, PromptChain,
-    Role,
+    Action, Arrival, Event, Fleet, FleetConfig, Instance, InstanceId, Link, PromptChain, Role,
 };
 use mixfleet_scheduler::kv::{BlockHash, Tier};
 use std::collections::{BTreeMap, VecDeque};
@@ -308,13 +307,9 @@ impl World {
             request,
             prompt_tokens,
             max_tokens: state.output - state.produced,
-            output_tokens_hint: None,
             chains: vec![PromptChain { block_tokens: BLOCK, kv_dtype: DType::F32, hashes }],
             replay: state.due,
-            class: 0,
-            objective: Objective::Fleet,
-            head_start: Seconds::ZERO,
-            party: PartyId::NONE,
+            ..Arrival::default()
         }));
     }
 

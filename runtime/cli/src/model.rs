@@ -97,7 +97,8 @@ fn random(shape: &str) -> Result<Loading> {
     let known = mixfleet_scheduler::models::find(shape).map_err(|error| Usage(error.to_string()))?;
     let random = RandomCheckpoint::of_shape(known)?;
     let (name, checkpoint) = (format!("{RANDOM}{}", known.name), random.repeating()?);
-    Ok((name, checkpoint, Some(random), builtin::tokenizer()?, Some(builtin::chat_template()?)))
+    let tokenizer = builtin::tokenizer_of(checkpoint.config.vocab)?;
+    Ok((name, checkpoint, Some(random), tokenizer, Some(builtin::chat_template()?)))
 }
 
 /// Whether a directory has a configuration, and no weights.

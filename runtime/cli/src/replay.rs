@@ -4,7 +4,7 @@ use crate::Failed;
 use crate::screen;
 use anyhow::{Context, Result};
 use clap::Args;
-use mixfleet_runtime::engine::events::Replay;
+use mixfleet_runtime::events::Replay;
 use mixfleet_scheduler::batch::RequestId;
 use serde_json::json;
 use std::io::{BufReader, Write};

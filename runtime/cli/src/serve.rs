@@ -16,8 +16,8 @@ use mixfleet_runtime::api::{
     Access, Api, KeysFile, Limits, Placements, ServedModel, Serving, Shutdown, observe_api,
 };
 use mixfleet_runtime::engine::EngineConfig;
-use mixfleet_runtime::engine::events::{EventLog, Writer};
 use mixfleet_runtime::env::{RealEnv, SharedEnv, Task};
+use mixfleet_runtime::events::{EventLog, Writer};
 use mixfleet_runtime::gateway::{Gateway, GatewayParts};
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::request::EngineHandle;

@@ -17,11 +17,11 @@ use mixfleet_hal::transport::Transport;
 use mixfleet_hal::units::{Bytes, GIB, UsdPerHour};
 use mixfleet_hal::{Device, DeviceKind};
 use mixfleet_runtime::api::Placements;
-use mixfleet_runtime::engine::events::EventLog;
 use mixfleet_runtime::engine::{
     EngineConfig, EngineParts, Identity, InstanceLimits, InstanceSpec, Links, Loaded, MemberSpec,
 };
 use mixfleet_runtime::env::SharedEnv;
+use mixfleet_runtime::events::EventLog;
 use mixfleet_runtime::kv_exchange::{KvExchange, KvExchangeParts};
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::pool::Pool;

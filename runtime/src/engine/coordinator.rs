@@ -4,26 +4,23 @@
 use super::answers::Drawn;
 use super::copies::CopyInProgress;
 use super::directory::Directory;
-use super::events::LoggedFleet;
 use super::identity::Identity;
 use super::messages::{EndNotice, FromWorker, Job, Order, Report, Source};
 use super::transfers;
 use super::watch::KvLinks;
 use crate::env::SharedEnv;
+use crate::front::{Decision, Front, Placed};
 use crate::mailbox::MessageReceiver;
 use crate::metrics::Metrics;
 use crate::placements::Placements;
 use crate::request::{
-    Deadline, Failure, GenerateRequest, Hints, Rejection, ServiceTier, Submission, UPDATES_BESIDE_TOKENS,
-    Update, UpdateSender,
+    Failure, GenerateRequest, Rejection, Submission, UPDATES_BESIDE_TOKENS, Update, UpdateSender,
 };
 use mixfleet_hal::DType;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::{BatchLoad, RequestId, Urgency};
-use mixfleet_scheduler::fleet::{
-    Action, Arrival, Event, Explanation, InstanceId, Objective, PromptChain, RejectReason,
-};
+use mixfleet_scheduler::fleet::{Action, Arrival, Event, InstanceId, Objective, PromptChain, RejectReason};
 use mixfleet_scheduler::kv::hash::PrefixHasher;
 use mixfleet_scheduler::quarantine::Quarantine;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -129,8 +126,7 @@ impl Tracked {
 /// The coordinator's state.
 pub(super) struct Coordinator {
     pub(super) env: SharedEnv,
-    /// The fleet machine, logged.
-    pub(super) fleet: LoggedFleet,
+    pub(super) front: Front,
     /// Instances that are up.
     pub(super) instances: BTreeMap<InstanceId, InstanceHandle>,
     /// Inboxes of the instances.
@@ -141,8 +137,6 @@ pub(super) struct Coordinator {
     pub(super) vocabulary: u32,
     /// Requests from the API.
     pub(super) submissions: mpsc::Receiver<Submission>,
-    /// Deadline of flex requests, from their arrival.
-    pub(super) flex_deadline: Seconds,
     /// Time that a request without a place waits for one.
     pub(super) patience: Seconds,
     /// Reports of the workers.
@@ -163,8 +157,6 @@ pub(super) struct Coordinator {
     /// Those that clients sent again while others are tried.
     pub(super) held: VecDeque<Submission>,
     pub(super) links: KvLinks,
-    /// The next request's id.
-    pub(super) next: RequestId,
     /// Start of the environment in seconds since 1970: instances order the requests of all routers by one
     /// clock.
     pub(super) began: Seconds,
@@ -203,8 +195,26 @@ impl Coordinator {
     }
 
     pub(super) fn fleet_step(&mut self, event: Event) -> Vec<Action> {
-        let actions = self.fleet.step(self.env.now(), event);
-        for action in &actions {
+        let actions = self.front.step(event);
+        self.change_roles(&actions);
+        actions
+    }
+
+    /// Has a request placed or rejected, and what goes with it done; `tokens` are all that it has by now.
+    pub(super) fn decide(
+        &mut self,
+        arrival: Arrival,
+        wanted: &Arc<GenerateRequest>,
+        tokens: &[u32],
+    ) -> Decision {
+        let decision = self.front.decide(arrival);
+        self.change_roles(&decision.before);
+        self.begin_copies(&decision.before, wanted, tokens);
+        decision
+    }
+
+    fn change_roles(&self, actions: &[Action]) {
+        for action in actions {
             if let Action::SetRole { instance, role } = *action {
                 tracing::info!(%instance, ?role, "role changed");
                 if let Some(handle) = self.instances.get(&instance) {
@@ -213,21 +223,10 @@ impl Coordinator {
                 self.send(instance, Order::SetRole { role });
             }
         }
-        actions
     }
 
     pub(super) fn hasher(&self, wanted: &GenerateRequest, kv: DType) -> PrefixHasher {
         self.identity.hasher(kv, wanted.cache_salt.clone())
-    }
-
-    /// The objective of a request that arrives now.
-    fn objective(&self, wanted: &GenerateRequest) -> Objective {
-        let flex = || Deadline { at: self.env.now() + self.flex_deadline, requests_left: 1 };
-        let Hints { tier, deadline, .. } = wanted.hints;
-        match deadline.or_else(|| (tier == ServiceTier::Flex).then(flex)) {
-            Some(Deadline { at, requests_left }) => Objective::Deadline { at, requests_left },
-            None => Objective::Fleet,
-        }
     }
 
     /// The keys of the full blocks of a request's `tokens`, for every kind of KV blocks.
@@ -243,26 +242,13 @@ impl Coordinator {
     }
 
     /// The arrival of a request for the fleet machine, with the block keys for every kind of KV blocks.
-    pub(super) fn arrival(
-        &self,
-        request: RequestId,
-        wanted: &GenerateRequest,
-        objective: Objective,
-        tokens: &[u32],
-        replay: Option<Seconds>,
-    ) -> Arrival {
+    pub(super) fn arrival(&self, request: RequestId, wanted: &GenerateRequest, tokens: &[u32]) -> Arrival {
         let generated = tokens.len() - wanted.prompt_ids.len();
         Arrival {
-            request,
             prompt_tokens: to_u32(tokens.len()),
             max_tokens: wanted.max_tokens - to_u32(generated),
-            output_tokens_hint: wanted.hints.output_tokens,
             chains: self.chains(wanted, tokens),
-            replay,
-            class: wanted.hints.tier as u32,
-            objective,
-            head_start: wanted.hints.whole_head_start(),
-            party: wanted.party,
+            ..self.front.arrival(request, &wanted.hints, wanted.party)
         }
     }
 
@@ -275,16 +261,13 @@ impl Coordinator {
             return;
         }
         self.end_pauses();
-        let request = self.next;
-        self.next += 1;
+        let request = self.front.next_request();
         let wanted = Arc::new(wanted);
-        let objective = self.objective(&wanted);
-        let arrival = self.arrival(request, &wanted, objective, &wanted.prompt_ids, None);
-        let mut actions = self.fleet_step(Event::Arrived(arrival));
-        let decided = actions.pop();
-        self.begin_copies(&actions, &wanted, &wanted.prompt_ids);
-        match decided {
-            Some(Action::Place { prefill, decode, pull, urgency, explanation, .. }) => {
+        let arrival = self.arrival(request, &wanted, &wanted.prompt_ids);
+        let objective = arrival.objective;
+        let Decision { verdict, explanation, .. } = self.decide(arrival, &wanted, &wanted.prompt_ids);
+        match verdict {
+            Ok(Placed { prefill, decode, pull, urgency }) => {
                 if admitted.send(Ok(())).is_err() {
                     self.fleet_step(Event::Cancelled { request });
                     return;
@@ -312,15 +295,14 @@ impl Coordinator {
                     refusals: 0,
                     _watched,
                 };
+                self.placements.decided(&tracked.wanted.id, &explanation, &[]);
                 self.requests.insert(request, tracked);
-                self.explain(request, &explanation);
                 self.start(request);
             }
-            Some(Action::Reject { reason, retry_after, explanation, .. }) => {
-                self.record(&wanted.id, &explanation);
+            Err((reason, retry_after)) => {
+                self.placements.decided(&wanted.id, &explanation, &[]);
                 refuse(admitted, &reason, retry_after);
             }
-            other => unreachable!("an arrival is placed or rejected, not {other:?}"),
         }
     }
 
@@ -339,28 +321,6 @@ impl Coordinator {
             }
         }));
         watched
-    }
-
-    pub(super) fn explain(&self, request: RequestId, explanation: &Explanation) {
-        let Some(tracked) = self.requests.get(&request) else { return };
-        self.record(&tracked.wanted.id, explanation);
-        if let Some(chosen) = explanation.chosen() {
-            tracing::info!(
-                id = %tracked.wanted.id,
-                prefill = %chosen.prefill_device,
-                decode = %chosen.decode_device,
-                ttft_s = chosen.terms.as_ref().map(|t| t.ttft_s),
-                tbt_s = chosen.terms.as_ref().map(|t| t.tbt_s),
-                score = chosen.terms.as_ref().map(|t| t.score),
-                candidates = explanation.candidates.len(),
-                "placed"
-            );
-        }
-    }
-
-    fn record(&self, id: &str, explanation: &Explanation) {
-        let value = serde_json::to_value(explanation).expect("an explanation is plain data");
-        self.placements.record(id, value);
     }
 
     /// Sends a placed request to its instances; for a split one, room is made at the receiver first.
@@ -411,7 +371,7 @@ impl Coordinator {
                 self.up(*instance, (kv, codes), silence_max);
             }
             FromWorker::Inspect(answer) => {
-                let _ = answer.try_send(self.fleet.machine().held());
+                let _ = answer.try_send(self.front.machine().held());
             }
             // Reports after `Down` belong to the instance's earlier life.
             _ if !self.instances.contains_key(&instance) => {}

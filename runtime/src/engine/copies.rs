@@ -26,7 +26,7 @@ impl Coordinator {
     /// Offers the KV of a complete answer to KV nodes, and starts the copy that one of them takes.
     pub(super) fn offer(&mut self, request: RequestId, tracked: &Tracked) {
         let instance = tracked.decode;
-        if !self.fleet.machine().has_kv_node() {
+        if !self.front.machine().has_kv_node() {
             return;
         }
         let wanted = &tracked.wanted;
@@ -48,8 +48,7 @@ impl Coordinator {
             // The whole prefix is named; what the receiver has of it is not sent.
             let tokens = hashes.len() * block_tokens as usize;
             let Some(prefix) = text.get(..tokens) else { continue };
-            let request = self.next;
-            self.next += 1;
+            let request = self.front.next_request();
             let wanted = Arc::new(GenerateRequest {
                 prompt_ids: prefix.into(),
                 max_tokens: 1,

@@ -7,12 +7,13 @@ use super::suspects::ALONE_MAX;
 use super::transfers;
 use super::watch::check_instance;
 use crate::env::Task;
+use crate::front::{Decision, Placed};
 use crate::request::Failure;
 use mixfleet_hal::DType;
 use mixfleet_hal::cast::to_i64;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::RequestId;
-use mixfleet_scheduler::fleet::{Action, Event, Instance, InstanceId};
+use mixfleet_scheduler::fleet::{Action, Arrival, Event, Instance, InstanceId};
 use std::time::Duration;
 
 /// Interval between checks of instances with work.
@@ -54,7 +55,7 @@ impl Coordinator {
     /// Updates the metrics of instances, and whether they can serve.
     pub(super) fn count_instances(&self) {
         self.metrics.instances.set(to_i64(self.instances.len()));
-        self.metrics.serves.set(self.fleet.machine().can_serve().into());
+        self.metrics.serves.set(self.front.machine().can_serve().into());
     }
 
     /// Handles a lost instance; `certain` if not merely the connection to it was lost.
@@ -106,27 +107,25 @@ impl Coordinator {
             // its time to find a place begins now
             self.unplaced.remove(&request);
         }
-        let (wanted, objective, due) = (tracked.wanted.clone(), tracked.objective, tracked.urgency.due);
+        let (wanted, objective) = (tracked.wanted.clone(), tracked.objective);
+        let replay = Some(tracked.urgency.due);
         let tokens = [&wanted.prompt_ids[..], &tracked.generated].concat();
-        let arrival = self.arrival(request, &wanted, objective, &tokens, Some(due));
-        let mut actions = self.fleet_step(Event::Arrived(arrival));
-        let decided = actions.pop();
-        self.begin_copies(&actions, &wanted, &tokens);
-        match decided {
-            Some(Action::Place { prefill, decode, pull, explanation, .. }) => {
+        let arrival = Arrival { objective, replay, ..self.arrival(request, &wanted, &tokens) };
+        let Decision { verdict, explanation, .. } = self.decide(arrival, &wanted, &tokens);
+        match verdict {
+            Ok(Placed { prefill, decode, pull, .. }) => {
                 let tracked = self.requests.get_mut(&request).expect("just found");
                 (tracked.prefill, tracked.decode) = (prefill, decode);
                 tracked.ready = now + explanation.ready_in();
                 tracked.pull = transfers::source(pull, &explanation);
                 self.unplaced.remove(&request);
-                self.explain(request, &explanation);
+                self.placements.decided(&wanted.id, &explanation, &[]);
                 self.start(request);
             }
-            Some(Action::Reject { reason, .. }) => {
+            Err((reason, _)) => {
                 let message = format!("its instance was lost, and it has no other place: {reason}");
                 self.wait_for_place(request, Failure::exhausted(message));
             }
-            other => unreachable!("an arrival is placed or rejected, not {other:?}"),
         }
     }
 

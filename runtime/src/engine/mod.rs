@@ -19,7 +19,6 @@ mod courier;
 mod coverage;
 pub(crate) mod directory;
 mod draw;
-pub mod events;
 mod fault;
 mod handoff;
 mod health;
@@ -59,6 +58,8 @@ pub use pages::Pages;
 pub use tiers::LowerTiers;
 
 use crate::env::SharedEnv;
+use crate::events::{EventLog, LoggedFleet};
+use crate::front::Front;
 use crate::mailbox::{MessageReceiver, REPORTS_MAX, mailbox};
 use crate::metrics::Metrics;
 use crate::model::ModelConfig;
@@ -66,7 +67,6 @@ use crate::placements::Placements;
 use crate::request::EngineHandle;
 use coordinator::{CLIENTS_LEAVING_MAX, Coordinator};
 use directory::Directory;
-use events::{EventLog, LoggedFleet};
 use instance::Surroundings;
 use measure::measure_link;
 use messages::{FromWorker, Report};
@@ -165,14 +165,15 @@ impl EngineParts {
         let fleet = FleetConfig { kv_bytes_per_token, layers, ..limits.fleet };
         let (leave, left) = mpsc::channel(CLIENTS_LEAVING_MAX);
         let (tick, ticks) = mpsc::channel(1);
+        let fleet = LoggedFleet::new(fleet, events, metrics.clone());
+        let front = Front::new(env.clone(), fleet, limits.flex_deadline, first_request);
         let mut coordinator = Coordinator {
-            fleet: LoggedFleet::new(fleet, events, metrics.clone()),
+            front,
             instances: BTreeMap::new(),
             directory,
             identity,
             vocabulary: config.vocab,
             submissions,
-            flex_deadline: limits.flex_deadline,
             patience: limits.patience,
             reports,
             placements,
@@ -184,7 +185,6 @@ impl EngineParts {
             rumours: VecDeque::new(),
             held: VecDeque::new(),
             links: KvLinks::default(),
-            next: first_request,
             // It is read once, so that setting the wall clock later does not reorder requests.
             began: env.unix_time() - env.now(),
             left,

@@ -131,7 +131,7 @@ impl Coordinator {
         }
         let device = handle.device.clone();
         self.fleet_step(Event::Measured { instance, steps });
-        self.metrics.learned(&device, self.fleet.machine(), instance);
+        self.metrics.learned(&device, self.front.machine(), instance);
     }
 
     /// Handles a change of an instance's work for other routers.

@@ -5,7 +5,7 @@
 //! counts against none of them, so that a bad request rests nobody and an engine alone never rests. Where
 //! only resting engines could take a request, it goes to one of them.
 
-use super::{Fleetwide, Gateway};
+use super::{ChoiceLimits, Fleetwide, Gateway};
 use mixfleet_hal::outside::EngineFault;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::RequestId;
@@ -156,10 +156,10 @@ impl Breaker {
 
 impl Fleetwide {
     /// Whether an engine that is not avoided gets requests, or is one of `resting`.
-    pub(super) fn may_take(&self, at: usize, avoided: &[usize], resting: &[usize]) -> bool {
+    pub(super) fn may_take(&self, at: usize, limits: ChoiceLimits<'_>) -> bool {
         let seat = &self.seats[at];
-        let is_there = seat.instance.is_some() && !seat.rests && !avoided.contains(&at);
-        is_there && (!seat.breaker.is_open() || resting.contains(&at))
+        let is_there = seat.instance.is_some() && !seat.rests && !limits.avoided.contains(&at);
+        is_there && (!seat.breaker.is_open() || limits.resting.contains(&at))
     }
 
     /// Engines that rest and may take this request now: those whose pause is over, or all.
@@ -183,10 +183,8 @@ impl Gateway {
 
     /// Reports that a request that was asked then has its first token, or the whole answer.
     pub(super) fn note_began(&self, at: usize, asked: Seconds) {
-        let now = self.env.now();
         let mut state = self.lock();
         if state.seats[at].breaker.began(asked) {
-            state.stand(now, at);
             self.count_instances(&state);
             tracing::info!(engine = self.engine(at).name(), "an engine that rested answers again");
         }
@@ -211,7 +209,6 @@ impl Gateway {
         let mut state = self.lock();
         let pause = state.seats[at].breaker.failed(now, fault);
         if pause.is_some() {
-            state.stand(now, at);
             self.count_instances(&state);
         }
         drop(state);

@@ -52,7 +52,7 @@ fn an_engine_that_fails_rests_and_one_request_tries_it_after_each_pause() {
         assert_eq!(metrics.engine_resting.get_or_create(&device("e0")).get(), 0);
         assert_eq!(metrics.engine_rests.get_or_create(&device("e0")).get(), 2);
         assert!(metrics.encode().contains("mixfleet_engine_faults_total{device=\"e0\",kind=\"failed\"} 4"));
-        assert_eq!(gateway.lock().fleet.machine().requests(), 0);
+        assert_eq!(gateway.lock().front.machine().requests(), 0);
     });
 }
 

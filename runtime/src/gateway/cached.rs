@@ -210,19 +210,17 @@ pub(super) async fn follow(gateway: Weak<Gateway>, at: usize) {
 
 impl Gateway {
     fn set_followed(&self, at: usize, is_followed: bool) {
-        let now = self.env.now();
         let mut state = self.lock();
         let instance = InstanceId(to_u32(at));
         let cache = &mut state.seats[at].cache;
         *cache = EngineCache { block_tokens: cache.block_tokens, is_followed, ..EngineCache::default() };
         if state.seats[at].instance.is_some() {
-            state.fleet.step(now, Event::KvCleared { instance });
+            state.front.step(Event::KvCleared { instance });
         }
     }
 
     fn cache_changed(&self, at: usize, changes: &[EngineKvChange]) {
         let engine = self.engine(at).name();
-        let now = self.env.now();
         let instance = InstanceId(to_u32(at));
         for change in changes {
             let mut state = self.lock();
@@ -242,7 +240,7 @@ impl Gateway {
                 None => continue,
             };
             if is_up {
-                state.fleet.step(now, event);
+                state.front.step(event);
             }
         }
         for change in changes {
@@ -314,7 +312,7 @@ impl Gateway {
     /// What is known of all engines' caches.
     pub(crate) fn caches(&self) -> Vec<CacheView> {
         let state = self.lock();
-        let held = state.fleet.machine().held();
+        let held = state.front.machine().held();
         let view = |(at, EngineSpec { engine, .. }): (usize, &EngineSpec)| {
             let cache = &state.seats[at].cache;
             CacheView {
@@ -331,11 +329,11 @@ impl Gateway {
 
 impl super::Fleetwide {
     /// Tells the machine, of an engine that came up, what is known of its cache.
-    pub(super) fn tell_cache(&mut self, now: Seconds, at: usize) {
+    pub(super) fn tell_cache(&mut self, at: usize) {
         let hashes = self.seats[at].cache.keys();
         if !hashes.is_empty() {
             let instance = InstanceId(to_u32(at));
-            self.fleet.step(now, Event::KvStored { instance, hashes, tier: Tier::Device });
+            self.front.step(Event::KvStored { instance, hashes, tier: Tier::Device });
         }
     }
 }

@@ -6,7 +6,8 @@
 //! part, so that the prompt is really transferred, and really computed. A pair of engines shares requests
 //! once it is proven, and no longer when it fails. Clients wait for no canary, and none changes an answer.
 
-use super::{Fleetwide, Gateway, Passage, RelayRequest};
+use super::{ChoiceLimits, Fleetwide, Gateway, Passage, RelayRequest};
+use crate::front::Decision;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::outside::{
     CanaryTerms, DrawnToken, EngineAnswer, EngineCall, EngineEndpoint, EngineFault, EngineFaultKind,
@@ -15,7 +16,7 @@ use mixfleet_hal::outside::{
 use mixfleet_hal::random::unit;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::canary::{CanaryChange, CanaryFinding, CanaryPair, CanaryPlan, distance};
-use mixfleet_scheduler::fleet::{Action, Arrival, Event, InstanceId};
+use mixfleet_scheduler::fleet::{Arrival, Division, Event, InstanceId};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::time::Duration;
@@ -312,32 +313,26 @@ impl Fleetwide {
     /// is not proven, and each round adds one, so that this ends.
     pub(super) fn decide_proven(
         &mut self,
-        now: Seconds,
         arrival: &Arrival,
-        sets: (&[usize], &[usize]),
+        limits: ChoiceLimits<'_>,
         whole: bool,
-    ) -> (Option<Action>, Vec<CanaryPair>) {
+    ) -> (Decision, Vec<CanaryPair>) {
         let mut unproven = Vec::new();
         let mut apart: Vec<usize> = Vec::new();
         let decided = loop {
-            let decided = self.decide(now, arrival, sets, whole);
+            let division = if whole { Division::Undivided } else { self.divided_but_for(&apart) };
+            let decided = self.decide(arrival, limits, division);
             let Some(pair) = placed_pair(&decided).filter(|pair| self.barred(*pair).is_some()) else {
                 break decided;
             };
             unproven.push(pair);
-            self.fleet.step(now, Event::Cancelled { request: arrival.request });
+            self.front.step(Event::Cancelled { request: arrival.request });
             let at = self.less_proven(pair);
             if apart.contains(&at) {
-                break self.decide(now, arrival, sets, true);
+                break self.decide(arrival, limits, Division::Undivided);
             }
             apart.push(at);
-            self.seats[at].shares_nothing = true;
-            self.stand(now, at);
         };
-        for at in apart {
-            self.seats[at].shares_nothing = false;
-            self.stand(now, at);
-        }
         (decided, unproven)
     }
 
@@ -356,13 +351,10 @@ impl Fleetwide {
 }
 
 /// The two engines of a placement that divides a request.
-pub(super) fn placed_pair(decided: &Option<Action>) -> Option<CanaryPair> {
-    match decided {
-        Some(Action::Place { prefill, decode, .. }) if prefill != decode => {
-            Some(CanaryPair { from: *prefill, to: *decode })
-        }
-        _ => None,
-    }
+pub(super) fn placed_pair(decided: &Decision) -> Option<CanaryPair> {
+    let placed = decided.verdict.as_ref().ok()?;
+    let pair = CanaryPair { from: placed.prefill, to: placed.decode };
+    (pair.from != pair.to).then_some(pair)
 }
 
 fn not_an_answer() -> EngineFault {

@@ -3,6 +3,7 @@
 use super::tests::{parts, seeded, spec, told, wanted};
 use super::*;
 use crate::env::{Env, SeededEnv};
+use crate::events::Replay;
 use mixfleet_hal::outside::{
     CanaryTerms, DrawnToken, EngineAnswer, EngineCall, EngineFuture, EngineHandOff, EngineKvFeed,
     EngineShare, RankedToken, WholeAnswer,
@@ -245,11 +246,12 @@ impl OutsideEngine for KvEngine {
 }
 
 /// A gateway of engines with these roles, and the drift of each one's logits.
-async fn kv_gateway(
+async fn logged_gateway(
     env: &Arc<SeededEnv>,
     roles: &[Role],
     drift: f64,
     config: CanaryConfig,
+    events: Option<EventLog>,
 ) -> (Arc<Gateway>, Vec<Arc<KvEngine>>) {
     let transfers = Arc::new(Mutex::new(Transfers::default()));
     let engine = |one: (usize, &Role)| {
@@ -272,7 +274,16 @@ async fn kv_gateway(
     };
     let engines: Vec<Arc<KvEngine>> = roles.iter().enumerate().map(engine).collect();
     let specs = engines.iter().map(|engine| spec(engine.clone(), engine.role));
-    (parts(env, Some(config)).start(specs.collect()).await, engines)
+    (GatewayParts { events, ..parts(env, Some(config)) }.start(specs.collect()).await, engines)
+}
+
+async fn kv_gateway(
+    env: &Arc<SeededEnv>,
+    roles: &[Role],
+    drift: f64,
+    config: CanaryConfig,
+) -> (Arc<Gateway>, Vec<Arc<KvEngine>>) {
+    logged_gateway(env, roles, drift, config, None).await
 }
 
 /// Asks once, and waits until no canary is in flight. True if the answer is that of undamaged KV.
@@ -330,7 +341,7 @@ fn a_new_pair_shares_requests_once_it_is_proven() {
         // one refused a priority, and is asked without since
         let asked = engines[1].canaries.load(Ordering::Relaxed);
         assert!((64..=70).contains(&asked), "{asked}");
-        assert_eq!(gateway.lock().fleet.machine().requests(), 0);
+        assert_eq!(gateway.lock().front.machine().requests(), 0);
     });
 }
 
@@ -408,8 +419,54 @@ fn a_bad_pair_is_left_out_and_good_ones_share_requests() {
         assert_eq!(phase(&gateway, 0, 2), CanaryPhase::Proven);
         assert!(metric(&gateway, "mixfleet_hand_offs_total{from=\"e0\",to=\"e2\"}") > 20.0);
         assert_eq!(metric(&gateway, "mixfleet_hand_offs_total{from=\"e0\",to=\"e1\"}"), 0.0);
-        assert_eq!(gateway.lock().fleet.machine().requests(), 0);
-        assert!(gateway.lock().seats.iter().all(|seat| seat.own == 0 && !seat.shares_nothing));
+        assert_eq!(gateway.lock().front.machine().requests(), 0);
+        assert!(gateway.lock().seats.iter().all(|seat| seat.own == 0));
+    });
+}
+
+/// A log in memory.
+#[derive(Clone, Default)]
+struct Kept(Arc<Mutex<Vec<u8>>>);
+
+impl std::io::Write for Kept {
+    fn write(&mut self, data: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap().write(data)
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn the_log_says_what_engines_are_and_replays_to_the_same_decisions() {
+    seeded(async |env| {
+        let kept = Kept::default();
+        let shared: SharedEnv = env.clone();
+        let (log, writer) = EventLog::start(&shared, Box::new(kept.clone()));
+        let roles = [Role::Prefill, Role::Decode, Role::Decode];
+        let (gateway, engines) = logged_gateway(&env, &roles, 0.01, every(), Some(log)).await;
+        *engines[1].fault.lock().unwrap() = (KvFault::OtherPrompt, 1.0);
+        for number in 0..60 {
+            // one that decodes is gone for a while, so that one engine does all of it
+            let is_up = !(20..40).contains(&number);
+            *engines[2].is_up.lock().unwrap() = is_up;
+            assert!(is_right(&gateway, number).await, "request {number}");
+        }
+        writer.close().await.unwrap();
+        let text = String::from_utf8(kept.0.lock().unwrap().clone()).unwrap();
+        let replay = Replay::of(text.as_bytes(), None).unwrap();
+        assert_eq!((replay.differing, replay.whole), (0, true), "{:?}", replay.first);
+        let lines = text.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+        let events: Vec<serde_json::Value> = lines.map(|line| line["event"].clone()).collect();
+        let ups: Vec<_> = events.iter().filter(|event| event["event"] == "instance_up").collect();
+        assert_eq!(ups.len(), 4, "one comes twice");
+        for up in ups {
+            let at = usize::try_from(up["id"].as_u64().unwrap()).unwrap();
+            assert_eq!(up["role"], roles[at].name());
+        }
+        let has_limits = |limit: &str| events.iter().any(|event| event.get(limit).is_some());
+        assert!(has_limits("division"), "some requests are not divided");
     });
 }
 

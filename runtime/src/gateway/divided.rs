@@ -194,7 +194,6 @@ impl Gateway {
         let mut state = self.lock();
         for &at in ends {
             if let Some(pause) = state.seats[at].hand_offs.failed(now, &fault) {
-                state.stand(now, at);
                 let engine = self.engine(at).name();
                 tracing::warn!(engine, cause, pause_s = pause.0, "hand-offs fail again and again and rest");
             }

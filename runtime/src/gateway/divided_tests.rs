@@ -28,7 +28,7 @@ fn shares(engines: &[Arc<Scripted>]) -> Vec<String> {
 fn assert_idle(gateway: &Gateway) {
     let state = gateway.lock();
     assert_eq!(state.seats.iter().map(|seat| seat.own + seat.decoding).sum::<u32>(), 0);
-    assert_eq!(state.fleet.machine().requests(), 0);
+    assert_eq!(state.front.machine().requests(), 0);
 }
 
 fn explained(gateway: &Gateway, id: &str) -> serde_json::Value {
@@ -226,7 +226,7 @@ fn engines_without_a_role_share_requests_only_if_they_show_that_they_can() {
                 *engine.state.lock().unwrap() = Ok(EngineState { hands_off: can, ..told() });
             })
             .await;
-            assert!(gateway.lock().fleet.machine().instances().all(|one| one.nic.is_some() == can));
+            assert!(gateway.lock().front.machine().instances().all(|one| one.nic.is_some() == can));
             assert_eq!(streamed(&gateway, "a").await.1, None);
             assert_eq!(asked(&engines).iter().sum::<usize>(), 1, "alone, one engine is better");
             assert_idle(&gateway);

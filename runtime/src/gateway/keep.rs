@@ -114,7 +114,7 @@ impl Gateway {
         let now = self.env.now();
         let mut state = self.lock();
         let seat = &mut state.seats[at];
-        (seat.instance, seat.context, seat.rests) = (Some(instance), context, false);
+        (seat.instance, seat.context, seat.rests) = (Some(instance.clone()), context, false);
         (seat.others, seat.others_seen) = (0, 0);
         seat.breaker.restarted(now);
         seat.hand_offs = Breaker::default();
@@ -123,8 +123,8 @@ impl Gateway {
         if let Some(canaries) = state.canaries.as_mut() {
             canaries.restarted(InstanceId(to_u32(at)));
         }
-        state.stand(now, at);
-        state.tell_cache(now, at);
+        state.front.step(Event::InstanceUp(instance));
+        state.tell_cache(at);
         self.count_instances(&state);
         drop(state);
         self.members[at].up.send_replace(true);
@@ -135,9 +135,8 @@ impl Gateway {
         let now = self.env.now();
         let mut state = self.lock();
         let seat = &mut state.seats[at];
-        let is_other = std::mem::replace(&mut seat.rests, told.leaving) != told.leaving;
-        if seat.hand_offs.try_again(now) || is_other {
-            state.stand(now, at);
+        seat.hand_offs.try_again(now);
+        if std::mem::replace(&mut seat.rests, told.leaving) != told.leaving {
             self.count_instances(&state);
         }
         let seat = &mut state.seats[at];
@@ -146,7 +145,7 @@ impl Gateway {
         // One probe alone may have met requests that ended, or came, meanwhile.
         let others = seen.min(std::mem::replace(&mut seat.others_seen, seen));
         let (own, decoding) = (seat.own, seat.decoding);
-        state.tell_others(now, at, others);
+        state.tell_others(at, others);
         drop(state);
         let labels = DeviceLabels { device: self.engine(at).name().to_owned() };
         let running = told.running.unwrap_or(decoding);
@@ -161,7 +160,6 @@ impl Gateway {
     /// Handles an engine that does not serve: its requests go on elsewhere.
     fn engine_down(&self, at: usize, fault: &EngineFault) {
         let engine = self.engine(at).name();
-        let now = self.env.now();
         let mut state = self.lock();
         let seat = &mut state.seats[at];
         let words = fault.to_string();
@@ -173,7 +171,7 @@ impl Gateway {
             }
             return;
         }
-        state.fleet.step(now, Event::InstanceDown { instance: InstanceId(to_u32(at)) });
+        state.front.step(Event::InstanceDown { instance: InstanceId(to_u32(at)) });
         self.count_instances(&state);
         drop(state);
         tracing::error!(engine, %fault, "engine lost; its requests go on elsewhere");

@@ -35,11 +35,12 @@ pub(crate) use pass::pass;
 pub(crate) use relay::{Passage, RelayError, RelayOpening, relay};
 
 use crate::engine::EngineConfig;
-use crate::engine::events::{EventLog, LoggedFleet};
 use crate::env::SharedEnv;
+use crate::events::{EventLog, LoggedFleet};
+use crate::front::{Decision, Front, Placed, Rejected};
 use crate::metrics::Metrics;
 use crate::placements::Placements;
-use crate::request::{Deadline, Hints, ServiceTier};
+use crate::request::Hints;
 use breaker::Breaker;
 use canary::CanarySubject;
 use mixfleet_hal::cast::{to_i64, to_u32, to_u64};
@@ -51,7 +52,7 @@ use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::canary::{CanaryConfig, CanaryPair, CanaryWatch};
 use mixfleet_scheduler::cost::{CostModel, LinkCost};
 use mixfleet_scheduler::fleet::{
-    Action, Arrival, Event, FleetConfig, Instance, InstanceId, Objective, OthersWork, PartyId, PromptChain,
+    Arrival, Division, Event, FleetConfig, Instance, InstanceId, OthersWork, PartyId, PromptChain,
     RejectReason, Role, Terms,
 };
 use mixfleet_scheduler::kv::hash::PrefixHasher;
@@ -153,7 +154,6 @@ pub struct Gateway {
     placements: Arc<Placements>,
     name: String,
     created: u64,
-    flex_deadline: Seconds,
     hasher: PrefixHasher,
     members: Vec<Member>,
     /// Locked before `state`, where both are.
@@ -177,8 +177,7 @@ struct Member {
 
 /// What the lock guards.
 struct Fleetwide {
-    fleet: LoggedFleet,
-    next: RequestId,
+    front: Front,
     tokens_per_byte: f64,
     /// How often token ids were asked for, and when they may be again.
     reads: usize,
@@ -219,19 +218,6 @@ struct EngineSeat {
     checks_kv: bool,
     /// Whether it refuses requests that have a priority.
     has_no_priorities: bool,
-    /// Whether it shares nothing in the decision that is being made.
-    shares_nothing: bool,
-}
-
-/// What an engine is in the eyes of the machine.
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Stand {
-    /// What the operator says.
-    Own,
-    /// It gets no requests.
-    Out,
-    /// It gets requests that no other engine has a share in.
-    Alone,
 }
 
 /// What is to be placed.
@@ -246,6 +232,15 @@ struct Asked<'a> {
     avoided: &'a [usize],
     /// Why no two engines share it, if so.
     undivided: Option<&'static str>,
+}
+
+/// Engines with which a request is placed otherwise than by their state.
+#[derive(Clone, Copy)]
+struct ChoiceLimits<'a> {
+    /// They do not get it.
+    avoided: &'a [usize],
+    /// They rest, and may get it nevertheless.
+    resting: &'a [usize],
 }
 
 /// Where a request is placed.
@@ -287,9 +282,9 @@ impl GatewayParts {
             |spec: &EngineSpec| EngineSeat { checks_kv: spec.engine.checks_kv(), ..Default::default() };
         let seats = specs.iter().map(seat).collect();
         let member = |spec| Member { spec, up: watch::Sender::new(false), look: Arc::default() };
+        let fleet = LoggedFleet::new(fleet, events, metrics.clone());
         let state = Fleetwide {
-            fleet: LoggedFleet::new(fleet, events, metrics.clone()),
-            next: 0,
+            front: Front::new(env.clone(), fleet, limits.flex_deadline, 1),
             tokens_per_byte: TOKENS_PER_BYTE,
             reads: 0,
             read_from: Seconds::ZERO,
@@ -304,7 +299,6 @@ impl GatewayParts {
             metrics,
             placements,
             name,
-            flex_deadline: limits.flex_deadline,
             members: specs.into_iter().map(member).collect(),
             quarantine: Mutex::default(),
             state: Mutex::new(state),
@@ -373,14 +367,6 @@ impl Gateway {
         &self.members[at].spec.engine
     }
 
-    fn objective(&self, hints: &Hints) -> Objective {
-        let flex = || Deadline { at: self.env.now() + self.flex_deadline, requests_left: 1 };
-        match hints.deadline.or_else(|| (hints.tier == ServiceTier::Flex).then(flex)) {
-            Some(Deadline { at, requests_left }) => Objective::Deadline { at, requests_left },
-            None => Objective::Fleet,
-        }
-    }
-
     /// Assumed length of a request's prompt, until an engine tells it.
     pub(crate) fn assumed_prompt_tokens(&self, wanted: &RelayRequest) -> u32 {
         self.lock().lengths(wanted).0
@@ -388,84 +374,59 @@ impl Gateway {
 
     /// The next request's id.
     fn next_request(&self) -> RequestId {
-        let mut state = self.lock();
-        state.next += 1;
-        state.next
+        self.lock().front.next_request()
     }
 
     /// Places a request on an engine, or on two, none of which is avoided.
-    fn place(&self, asked: &Asked<'_>) -> Result<EnginePlace, (RejectReason, Option<Seconds>)> {
+    fn place(&self, asked: &Asked<'_>) -> Result<EnginePlace, Rejected> {
         let &Asked { request, wanted, generated, due, avoided, mut undivided } = asked;
-        let (objective, now) = (self.objective(&wanted.hints), self.env.now());
+        let now = self.env.now();
         let mut state = self.lock();
         let (prompt_tokens, max_tokens) = state.lengths(wanted);
         let arrival = Arrival {
-            request,
             prompt_tokens: prompt_tokens + generated,
             max_tokens: max_tokens.saturating_sub(generated).max(1),
-            output_tokens_hint: wanted.hints.output_tokens,
             chains: wanted.chains.clone(),
             replay: due,
-            class: wanted.hints.tier as u32,
-            objective,
-            head_start: wanted.hints.whole_head_start(),
-            party: wanted.party,
+            ..state.front.arrival(request, &wanted.hints, wanted.party)
         };
-        // The machine knows no engine to avoid: those that compute nothing are no candidates.
-        avoided.iter().for_each(|&at| state.set_stand(now, at, Stand::Out));
         let (decided, pairs) = state.decide_any(now, &arrival, avoided, &mut undivided);
+        let Decision { verdict, explanation, .. } = decided;
         let told_pairs: Vec<Value> = pairs.iter().map(|pair| self.explain_pair(&state, *pair)).collect();
-        avoided.iter().for_each(|&at| state.stand(now, at));
-        let placed = match decided {
-            Some(Action::Place { prefill, decode, urgency, explanation, .. }) => {
-                let (at, prompt_at) = (decode.0 as usize, prefill.0 as usize);
-                let prompt_at = (prompt_at != at).then_some(prompt_at);
-                for at in prompt_at.into_iter().chain([at]) {
-                    state.seats[at].own += 1;
-                    self.note_placed(&mut state, at, now, request);
-                }
-                let terms = explanation.chosen().and_then(|chosen| chosen.terms);
-                let time = |of: fn(&Terms) -> f64| Seconds(terms.as_ref().map_or(0.0, of));
-                let place = EnginePlace {
-                    at,
-                    prompt_at,
-                    due: urgency.due,
-                    ttft: time(|terms| terms.ttft_s),
-                    transfer: time(|terms| terms.transfer_s),
-                    tbt: time(|terms| terms.tbt_s),
-                    cached: terms.map_or(0, |terms| terms.cached_tokens),
-                    pairs,
-                };
-                (Ok(place), explanation)
+        let placed = verdict.map(|Placed { prefill, decode, urgency, .. }| {
+            let (at, prompt_at) = (decode.0 as usize, prefill.0 as usize);
+            let prompt_at = (prompt_at != at).then_some(prompt_at);
+            for at in prompt_at.into_iter().chain([at]) {
+                state.seats[at].own += 1;
+                self.note_placed(&mut state, at, now, request);
             }
-            Some(Action::Reject { reason, retry_after, explanation, .. }) => {
-                (Err((reason, retry_after)), explanation)
+            let terms = explanation.chosen().and_then(|chosen| chosen.terms);
+            let time = |of: fn(&Terms) -> f64| Seconds(terms.as_ref().map_or(0.0, of));
+            EnginePlace {
+                at,
+                prompt_at,
+                due: urgency.due,
+                ttft: time(|terms| terms.ttft_s),
+                transfer: time(|terms| terms.transfer_s),
+                tbt: time(|terms| terms.tbt_s),
+                cached: terms.map_or(0, |terms| terms.cached_tokens),
+                pairs,
             }
-            other => unreachable!("an arrival is placed or rejected, not {other:?}"),
-        };
+        });
         drop(state);
-        let (placed, explanation) = placed;
-        let mut value = serde_json::to_value(&explanation).expect("an explanation is plain data");
-        value["resting"] = self.resting_engines().into();
-        value["failed"] = avoided.iter().map(|&at| self.engine(at).name()).collect();
-        value["undivided"] = undivided.into();
-        value["canary"] = told_pairs.into();
-        self.placements.record(&wanted.id, value);
-        if let (Ok(place), Some(terms)) =
-            (&placed, explanation.chosen().and_then(|chosen| chosen.terms.as_ref()))
-        {
-            let engine = self.engine(place.at).name();
-            let prompt_at = place.prompt_at.map(|at| self.engine(at).name());
-            tracing::info!(id = %wanted.id, engine, prompt_at, cached_tokens = terms.cached_tokens, ttft_s = terms.ttft_s, tbt_s = terms.tbt_s, score = terms.score, "placed");
-        }
+        let failed: Vec<&str> = avoided.iter().map(|&at| self.engine(at).name()).collect();
+        let fields = [
+            ("resting", self.resting_engines().into()),
+            ("failed", failed.into()),
+            ("undivided", undivided.into()),
+            ("canary", told_pairs.into()),
+        ];
+        self.placements.decided(&wanted.id, &explanation, &fields);
         placed
     }
 
     /// The same, but waits for a moment while an engine that could take it rests.
-    async fn place_patiently(
-        &self,
-        asked: &Asked<'_>,
-    ) -> Result<EnginePlace, (RejectReason, Option<Seconds>)> {
+    async fn place_patiently(&self, asked: &Asked<'_>) -> Result<EnginePlace, Rejected> {
         let until = self.env.now() + PATIENCE;
         loop {
             let placed = self.place(asked);
@@ -481,8 +442,7 @@ impl Gateway {
 
     /// Tells the machine something.
     fn tell(&self, event: Event) {
-        let now = self.env.now();
-        self.lock().fleet.step(now, event);
+        self.lock().front.step(event);
     }
 
     /// Handles a fault of an engine: one that cannot be reached rests until it answers a probe.
@@ -491,10 +451,8 @@ impl Gateway {
         tracing::warn!(id, engine, kind = ?fault.kind, %fault, "an engine gave no answer");
         self.metrics.engine_failed(engine, fault.kind);
         if matches!(fault.kind, EngineFaultKind::Unreachable | EngineFaultKind::Cut) {
-            let now = self.env.now();
             let mut state = self.lock();
             state.seats[at].rests = true;
-            state.stand(now, at);
             self.count_instances(&state);
             drop(state);
             self.members[at].look.notify_one();
@@ -558,15 +516,17 @@ impl Fleetwide {
         arrival: &Arrival,
         avoided: &[usize],
         undivided: &mut Option<&'static str>,
-    ) -> (Option<Action>, Vec<CanaryPair>) {
+    ) -> (Decision, Vec<CanaryPair>) {
         let divides = self.divides();
         let is_whole = divides && undivided.is_some();
         let due_again = self.resting(now, avoided, false);
-        let (mut decided, mut pairs) = self.decide_proven(now, arrival, (avoided, &due_again), is_whole);
+        let limits = ChoiceLimits { avoided, resting: &due_again };
+        let (mut decided, mut pairs) = self.decide_proven(arrival, limits, is_whole);
         // No request is turned away for an engine's failures: without another one it gets what that one says.
         let resting = self.resting(now, avoided, true);
+        let limits = ChoiceLimits { avoided, resting: &resting };
         if is_for_lack_of_engines(&decided) && !resting.is_empty() {
-            let (again, more) = self.decide_proven(now, arrival, (avoided, &resting), is_whole);
+            let (again, more) = self.decide_proven(arrival, limits, is_whole);
             decided = again;
             pairs.extend(more);
         }
@@ -574,7 +534,7 @@ impl Fleetwide {
         // Nor for a role: any engine can compute prompts and answer.
         if is_for_lack_of_engines(&decided) && divides && !is_whole {
             *undivided = unproven.or(Some("no two engines with these roles can take it"));
-            decided = self.decide(now, arrival, (avoided, &resting), true);
+            decided = self.decide(arrival, limits, Division::Undivided);
         }
         match canary::placed_pair(&decided) {
             Some(pair) => pairs.push(pair),
@@ -583,49 +543,26 @@ impl Fleetwide {
         (decided, pairs)
     }
 
-    /// Has the machine place a request, for which engines that rest are candidates too. If it is `whole`,
-    /// each engine that is not avoided counts as able to do all of it, and none as able to share it.
-    fn decide(
-        &mut self,
-        now: Seconds,
-        arrival: &Arrival,
-        (avoided, resting): (&[usize], &[usize]),
-        whole: bool,
-    ) -> Option<Action> {
-        let changed: Vec<usize> = match whole {
-            true => (0..self.seats.len()).filter(|at| self.may_take(*at, avoided, resting)).collect(),
-            false => resting.to_vec(),
-        };
-        let stand = if whole { Stand::Alone } else { Stand::Own };
-        changed.iter().for_each(|&at| self.set_stand(now, at, stand));
-        let decided = self.fleet.step(now, Event::Arrived(arrival.clone())).pop();
-        changed.iter().for_each(|&at| self.stand(now, at));
-        decided
+    /// Has the machine place a request on engines that [may take](Self::may_take) it.
+    fn decide(&mut self, arrival: &Arrival, limits: ChoiceLimits<'_>, division: Division) -> Decision {
+        let exclude = self.instances_where(|at| !self.may_take(at, limits));
+        self.front.decide(Arrival { exclude, division, ..arrival.clone() })
     }
 
-    /// Tells the machine what an engine is: nothing, while it rests.
-    fn stand(&mut self, now: Seconds, at: usize) {
-        let seat = &self.seats[at];
-        let stand = if seat.rests || seat.breaker.is_open() { Stand::Out } else { Stand::Own };
-        self.set_stand(now, at, stand);
+    /// Two engines may share a request, but for those of `apart` and those whose hand-offs fail.
+    fn divided_but_for(&self, apart: &[usize]) -> Division {
+        let shares_nothing = |at: usize| apart.contains(&at) || self.seats[at].hand_offs.is_open();
+        Division::NotAmong(self.instances_where(shares_nothing))
     }
 
-    fn set_stand(&mut self, now: Seconds, at: usize, stand: Stand) {
-        let seat = &self.seats[at];
-        let Some(own) = &seat.instance else { return };
-        let role = match stand {
-            Stand::Own => own.role,
-            Stand::Out => Role::Kv,
-            Stand::Alone => Role::Auto,
-        };
-        let shares = stand == Stand::Own && !seat.hand_offs.is_open() && !seat.shares_nothing;
-        let nic = own.nic.filter(|_| shares);
-        let instance = Instance { role, nic, ..own.clone() };
-        self.fleet.step(now, Event::InstanceUp(instance));
+    /// The engines that are up and meet a condition.
+    fn instances_where(&self, meets: impl Fn(usize) -> bool) -> Vec<InstanceId> {
+        let is_up = |at: &usize| self.seats[*at].instance.is_some();
+        (0..self.seats.len()).filter(is_up).filter(|at| meets(*at)).map(|at| InstanceId(to_u32(at))).collect()
     }
 
     /// Tells the machine how many requests of others an engine has.
-    fn tell_others(&mut self, now: Seconds, at: usize, others: u32) {
+    fn tell_others(&mut self, at: usize, others: u32) {
         let known = self.seats[at].others;
         let id = |k: u32| OTHERS_FROM + ((at as RequestId) << 32) + RequestId::from(k);
         let came = (known..others).map(|k| OthersWork::Answer {
@@ -641,16 +578,13 @@ impl Fleetwide {
         let works: Vec<OthersWork> = came.chain(gone).collect();
         self.seats[at].others = others;
         if !works.is_empty() {
-            self.fleet.step(now, Event::Others { instance: InstanceId(to_u32(at)), works });
+            self.front.step(Event::Others { instance: InstanceId(to_u32(at)), works });
         }
     }
 }
 
 /// Whether a request is turned away because no engine that gets requests could ever take it.
-fn is_for_lack_of_engines(decided: &Option<Action>) -> bool {
-    let reason = match decided {
-        Some(Action::Reject { reason, .. }) => reason,
-        _ => return false,
-    };
-    matches!(reason, RejectReason::NoInstance | RejectReason::TooLarge { .. })
+fn is_for_lack_of_engines(decided: &Decision) -> bool {
+    let reasons = decided.verdict.as_ref().err().map(|(reason, _)| reason);
+    matches!(reasons, Some(RejectReason::NoInstance | RejectReason::TooLarge { .. }))
 }

@@ -29,7 +29,7 @@ impl Drop for Stay {
         state.seats[self.at].own -= 1;
         Gateway::note_left(&mut state, self.at, now, self.request);
         // its lengths are not known, so that nothing is learned from its end
-        state.fleet.step(now, Event::Cancelled { request: self.request });
+        state.front.step(Event::Cancelled { request: self.request });
     }
 }
 

@@ -457,7 +457,7 @@ impl Passage {
             true => Event::TransferDone { request, instance },
             false => Event::PrefillDone { request, instance },
         };
-        state.fleet.step(now, event);
+        state.front.step(event);
     }
 
     fn account(&mut self, chunk: &EngineChunk) {
@@ -485,7 +485,7 @@ impl Passage {
             Event::DecodeStep { instance: InstanceId(to_u32(at)), requests: vec![self.request], tokens: 1 };
         let mut state = self.gateway.lock();
         self.times.batch_sum += u64::from(state.seats[at].decoding);
-        state.fleet.step(now, step);
+        state.front.step(step);
     }
 
     /// Reports that the answer is complete, and what it took.
@@ -498,7 +498,7 @@ impl Passage {
                 self.gateway.tell(Event::Measured { instance, steps });
             }
             let name = self.gateway.engine(at).name();
-            self.gateway.metrics.learned(name, self.gateway.lock().fleet.machine(), instance);
+            self.gateway.metrics.learned(name, self.gateway.lock().front.machine(), instance);
         }
         self.gateway.note_answered(at);
         self.is_cleared();
@@ -558,7 +558,7 @@ impl Passage {
         seat.decoding -= u32::from(self.times.first.is_some());
         Gateway::note_left(&mut state, at, now, self.request);
         // without effect if it is finished
-        state.fleet.step(now, Event::Cancelled { request: self.request });
+        state.front.step(Event::Cancelled { request: self.request });
     }
 }
 

@@ -316,7 +316,7 @@ fn an_engine_that_falls_silent_is_given_up_and_another_goes_on() {
         assert!((env.now() - began).0 > 59.0, "it was waited for");
         assert_eq!(*engines[1].begun.lock().unwrap(), [Some("xxx".to_owned())]);
         assert_eq!(gateway.lock().seats.iter().map(|seat| seat.own + seat.decoding).sum::<u32>(), 0);
-        assert_eq!(gateway.lock().fleet.machine().requests(), 0);
+        assert_eq!(gateway.lock().front.machine().requests(), 0);
     });
 }
 
@@ -349,7 +349,7 @@ fn what_fails_everywhere_is_tried_on_each_engine_and_what_breaks_them_on_two() {
             assert_eq!((asked.iter().sum::<usize>(), asked.iter().max()), (tries, Some(&1)), "{asked:?}");
             // They failed one request, and others may do better there.
             env.sleep(Duration::from_secs(3)).await;
-            assert!(gateway.lock().fleet.machine().instances().all(|instance| instance.role == Role::Auto));
+            assert!(gateway.lock().front.machine().instances().all(|instance| instance.role == Role::Auto));
         });
     }
 }
@@ -406,7 +406,7 @@ fn lengths_are_learned_and_an_engine_slower_than_predicted_is_corrected() {
             (ratio - TOKENS_PER_BYTE).abs() < 1e-9,
             "10 tokens in 40 bytes are what was assumed: {ratio}"
         );
-        let corrections = gateway.lock().fleet.machine().learned(InstanceId(0)).unwrap();
+        let corrections = gateway.lock().front.machine().learned(InstanceId(0)).unwrap();
         assert!(
             corrections.step[0] > 1.5,
             "a step takes 30 ms and was predicted to take 11: {corrections:?}"
@@ -427,7 +427,7 @@ fn a_whole_answer_is_given_and_a_client_that_leaves_frees_its_place() {
             _ = relay(&gateway, wanted("b", false)) => false,
             () = env.sleep(Duration::from_secs(2)) => true,
         };
-        assert!(left && gateway.lock().fleet.machine().requests() == 0);
+        assert!(left && gateway.lock().front.machine().requests() == 0);
         assert_eq!(gateway.lock().seats[0].own, 0);
     });
 }

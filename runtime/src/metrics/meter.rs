@@ -279,7 +279,7 @@ mod tests {
     use mixfleet_hal::DType;
     use mixfleet_hal::units::UsdPerHour;
     use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, PrefillCoefficients};
-    use mixfleet_scheduler::fleet::{Arrival, Fleet, FleetConfig, Instance, PartyId, Role};
+    use mixfleet_scheduler::fleet::{Arrival, Fleet, FleetConfig, Instance, Role};
 
     const SEVEN_TWO: UsdPerHour = UsdPerHour(7.2);
 
@@ -306,18 +306,7 @@ mod tests {
     }
 
     fn arrival(request: RequestId, class: u32) -> Event {
-        Event::Arrived(Arrival {
-            request,
-            prompt_tokens: 100,
-            max_tokens: 100,
-            output_tokens_hint: None,
-            chains: Vec::new(),
-            replay: None,
-            class,
-            objective: mixfleet_scheduler::fleet::Objective::Fleet,
-            head_start: Seconds::ZERO,
-            party: PartyId::NONE,
-        })
+        Event::Arrived(Arrival { request, prompt_tokens: 100, max_tokens: 100, class, ..Arrival::default() })
     }
 
     /// Tells a fleet machine, and the meter what it answers.

@@ -64,15 +64,26 @@ fn favour_readable_text(head: &mut [u8]) {
 /// # Errors
 /// None in practice: it is a constant that the tests load.
 pub fn tokenizer() -> Result<Tokenizer> {
+    tokenizer_of(VOCAB)
+}
+
+/// The tokenizer for random weights of a larger vocabulary. It encodes as [`tokenizer`] does; each further id
+/// up to `vocab` decodes to a word of its own, so that every token that such a model samples is text.
+///
+/// # Errors
+/// None in practice: the tests load vocabularies of published sizes.
+pub fn tokenizer_of(vocab: u32) -> Result<Tokenizer> {
     let special = |(id, content): (usize, &&str)| {
         json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
             "normalized": false, "special": true})
     };
-    let mut vocab: Map<String, Value> =
+    let mut ids: Map<String, Value> =
         SPECIALS.iter().enumerate().map(|(id, text)| (text.to_string(), json!(id))).collect();
-    vocab.extend(
+    ids.extend(
         (0..=255).map(|byte: u8| (byte_symbol(byte).to_string(), json!(SPECIALS.len() + usize::from(byte)))),
     );
+    let space = byte_symbol(b' ');
+    ids.extend((VOCAB..vocab).map(|id| (format!("{space}w{id}"), json!(id))));
     let json = json!({
         "version": "1.0",
         "added_tokens": SPECIALS.iter().enumerate().map(special).collect::<Vec<_>>(),
@@ -82,7 +93,7 @@ pub fn tokenizer() -> Result<Tokenizer> {
             "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
             "special_tokens": {SPECIALS[0]: {"id": SPECIALS[0], "ids": [BOS], "tokens": [SPECIALS[0]]}}},
         "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false},
-        "model": {"type": "BPE", "vocab": vocab, "merges": []},
+        "model": {"type": "BPE", "vocab": ids, "merges": []},
     });
     let inner = tokenizers::Tokenizer::from_bytes(json.to_string());
     Tokenizer::new(inner.map_err(|e| Error::Tokenizer(e.to_string()))?)
@@ -129,6 +140,18 @@ mod tests {
             "{text}"
         );
         assert!(ids[6..].iter().any(|id| *id != ids[6]), "{text}: always the same");
+    }
+
+    #[test]
+    fn ids_of_a_larger_vocabulary_decode_to_words_and_prompts_are_still_bytes() {
+        let (small, large) = (tokenizer().expect("a tokenizer"), tokenizer_of(128_256).expect("a tokenizer"));
+        assert_eq!(large.vocab(), 128_256);
+        for text in ["Hello", " w261 w128255", "Grüße\n"] {
+            assert_eq!(large.encode(text).expect("encodes"), small.encode(text).expect("encodes"));
+        }
+        assert_eq!(large.decode(&[77, 261, 128_255]).expect("decodes"), "H w261 w128255");
+        let words = |id: u32| large.decode(&[id]).expect("decodes");
+        assert!((VOCAB..128_256).all(|id| words(id) == format!(" w{id}")), "each id has a word of its own");
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! The log of the fleet machine, which gives the same answers when it is replayed.
 
 use crate::fleet::{TestFleet, pressure};
-use mixfleet_runtime::engine::events::{Replay, SCHEMA};
 use mixfleet_runtime::env::SeededEnv;
+use mixfleet_runtime::events::{Replay, SCHEMA};
 use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_scheduler::fleet::{Policy, Role};
 

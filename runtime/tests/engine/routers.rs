@@ -9,11 +9,11 @@ use mixfleet_hal::random::Stream;
 use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond, Seconds};
 use mixfleet_hal::{DType, Device, Error, ErrorKind};
 use mixfleet_runtime::api::Placements;
-use mixfleet_runtime::engine::events::EventLog;
 use mixfleet_runtime::engine::{
     EngineConfig, EngineParts, HandOffLimits, Identity, InstanceLimits, InstanceSpec, Loaded,
 };
 use mixfleet_runtime::env::{Env, SeededEnv, SharedEnv};
+use mixfleet_runtime::events::EventLog;
 use mixfleet_runtime::fleet::{Hub, ModelIdentity, RouterId, WorkerProcess};
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::model::Checkpoint;

@@ -16,12 +16,12 @@ use mixfleet_hal::{
 };
 use mixfleet_hwtests::reference::ReferenceDevice;
 use mixfleet_runtime::api::Placements;
-use mixfleet_runtime::engine::events::EventLog;
 use mixfleet_runtime::engine::{
     EngineConfig, EngineParts, HandOffLimits, Identity, InstanceLimits, InstanceSpec, Links, Loaded,
     LowerTiers, MemberSpec,
 };
 use mixfleet_runtime::env::{Env, SeededEnv, SharedEnv, yield_now};
+use mixfleet_runtime::events::EventLog;
 use mixfleet_runtime::metrics::{DeviceLabels, Metrics, TierLabels};
 use mixfleet_runtime::model::{Checkpoint, ModelConfig, Oracle};
 use mixfleet_runtime::pool::disk::SimDisk;

@@ -178,7 +178,7 @@ pub struct PromptChain {
 }
 
 /// A request to be placed.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Arrival {
     /// The request's id.
     pub request: RequestId,
@@ -207,6 +207,55 @@ pub struct Arrival {
     /// The party whose share of the fleet it uses.
     #[serde(default)]
     pub party: PartyId,
+    /// Instances that have no part in it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub exclude: Vec<InstanceId>,
+    /// Whether one instance may compute its prompt for another one.
+    #[serde(default, skip_serializing_if = "Division::is_by_role")]
+    pub division: Division,
+}
+
+impl Arrival {
+    /// Whether an instance may have the part of it for which a role `can`.
+    pub(super) fn may_use(&self, instance: &Instance, can: fn(Role) -> bool) -> bool {
+        self.may_use_role(instance.role, can) && !self.exclude.contains(&instance.id)
+    }
+
+    /// Whether instances of a role may have the part of it for which a role `can`.
+    pub(super) fn may_use_role(&self, role: Role, can: fn(Role) -> bool) -> bool {
+        match self.division {
+            Division::Undivided => role.computes(),
+            Division::ByRole | Division::NotAmong(_) => can(role),
+        }
+    }
+
+    /// Whether one instance may compute the prompt and another one the answer.
+    pub(super) fn may_divide(&self, prefill: InstanceId, decode: InstanceId) -> bool {
+        match &self.division {
+            Division::ByRole => true,
+            Division::NotAmong(instances) => [prefill, decode].iter().all(|end| !instances.contains(end)),
+            Division::Undivided => false,
+        }
+    }
+}
+
+/// Whether one instance may compute the prompt of a request, and another one its answer.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Division {
+    /// As roles and links allow.
+    #[default]
+    ByRole,
+    /// The same, but these share it with no other one.
+    NotAmong(Vec<InstanceId>),
+    /// One instance computes all of it, whatever its role is.
+    Undivided,
+}
+
+impl Division {
+    fn is_by_role(&self) -> bool {
+        *self == Division::ByRole
+    }
 }
 
 /// Nobody goes further ahead of his place in the order, or behind it: a request is overtaken only by those

@@ -26,7 +26,8 @@ mod trials;
 pub use crate::ids::{InstanceId, PartyId, RequestId};
 pub use admit::Admission;
 pub use event::{
-    Action, Arrival, Event, HEAD_START_MAX, Instance, Link, Objective, PromptChain, Pull, RejectReason, Role,
+    Action, Arrival, Division, Event, HEAD_START_MAX, Instance, Link, Objective, PromptChain, Pull,
+    RejectReason, Role,
 };
 pub use explain::{Candidate, Explanation, Outcome, ScoreUnit, Term, Terms};
 pub use others::OthersWork;
@@ -515,6 +516,8 @@ impl Fleet {
     }
 }
 
+#[cfg(test)]
+mod division_tests;
 #[cfg(test)]
 mod life_tests;
 #[cfg(test)]

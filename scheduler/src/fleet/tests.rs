@@ -66,18 +66,7 @@ pub(super) fn arrival(request: RequestId, prompt_tokens: u32, document: u64) -> 
     let chain =
         PromptChain { block_tokens: BLOCK, kv_dtype: DType::F32, hashes: hashes(document, prompt_tokens) };
     let (max_tokens, chains) = (100, vec![chain]);
-    Arrival {
-        request,
-        prompt_tokens,
-        max_tokens,
-        output_tokens_hint: None,
-        chains,
-        replay: None,
-        class: 0,
-        objective: Objective::Fleet,
-        head_start: Seconds::ZERO,
-        party: PartyId::NONE,
-    }
+    Arrival { request, prompt_tokens, max_tokens, chains, ..Arrival::default() }
 }
 
 pub(super) fn arrive(fleet: &mut Fleet, now: f64, arrival: Arrival) -> Action {

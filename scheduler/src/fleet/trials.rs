@@ -9,7 +9,7 @@
 use super::explain::{Candidate, Outcome};
 use super::load::Load;
 use super::place::{Pick, Question};
-use super::{Fleet, Role};
+use super::{Arrival, Fleet, Role};
 use mixfleet_hal::random::Stream;
 
 /// Placements elsewhere after which an instance without a measurement is tried.
@@ -70,8 +70,12 @@ impl Fleet {
         if self.trials.random.below(ONE_IN) > 0 || question.arrival.replay.is_some() {
             return None;
         }
-        let tried = self.idle_for_long()?;
-        let pick = self.pick_of_trial(tried, (self.position(best.prefill)?, self.position(best.decode)?))?;
+        let tried = self.idle_for_long(question.arrival)?;
+        let pick = self.pick_of_trial(
+            question.arrival,
+            tried,
+            (self.position(best.prefill)?, self.position(best.decode)?),
+        )?;
         let mut candidate = self.candidates(question, &[pick]).pop()?;
         let terms = candidate.terms.filter(|terms| question.objectives.missed(terms).is_none())?;
         let loses_s = (terms.ends_s - best_s).max(0.0);
@@ -96,20 +100,20 @@ impl Fleet {
     }
 
     /// One of the instances that computed nothing while many requests were placed, by chance.
-    fn idle_for_long(&mut self) -> Option<usize> {
+    fn idle_for_long(&mut self, arrival: &Arrival) -> Option<usize> {
         let until = self.trials.placed.checked_sub(TRIED_AFTER)?;
         let is_idle = |load: &Load| load.measured_after <= until && !load.is_busy();
-        let idle = self.able(Role::computes).filter(|(_, load)| is_idle(load));
+        let idle = self.able_for(arrival, Role::computes).filter(|(_, load)| is_idle(load));
         let idle: Vec<usize> = idle.map(|(at, _)| at).collect();
         let chance = self.trials.random.below(idle.len().max(1) as u64);
         idle.get(usize::try_from(chance).ok()?).copied()
     }
 
     /// A placement that uses the instance at `tried`, and what it has no role for of the best one.
-    fn pick_of_trial(&self, tried: usize, best: (usize, usize)) -> Option<Pick> {
-        let role = self.loads[tried].spec.role;
-        let prefill = if role.prefills() { tried } else { best.0 };
-        let decode = if role.decodes() { tried } else { best.1 };
+    fn pick_of_trial(&self, arrival: &Arrival, tried: usize, best: (usize, usize)) -> Option<Pick> {
+        let may = |can| arrival.may_use(&self.loads[tried].spec, can);
+        let prefill = if may(Role::prefills) { tried } else { best.0 };
+        let decode = if may(Role::decodes) { tried } else { best.1 };
         ((prefill, decode) != best).then_some(Pick { prefill, decode, pull: None })
     }
 }

@@ -1,7 +1,7 @@
 //! Parsers of the messages between processes of a fleet, and of the records that they write.
 
 use super::refused;
-use mixfleet_runtime::engine::events::Replay;
+use mixfleet_runtime::events::Replay;
 use mixfleet_runtime::fleet::registry::{Charter, Member};
 use mixfleet_runtime::fleet::{Command, Hello, InstanceReport, SessionRefusal};
 use serde::Serialize;

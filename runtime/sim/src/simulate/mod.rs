@@ -42,9 +42,7 @@ use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::{Ordered, Seconds};
 use mixfleet_scheduler::batch::{After, BatchLimits, Urgency};
 use mixfleet_scheduler::cost::LinkCost;
-use mixfleet_scheduler::fleet::{
-    Action, Arrival, Event, FleetConfig, Instance, InstanceId, PartyId, PromptChain,
-};
+use mixfleet_scheduler::fleet::{Action, Arrival, Event, FleetConfig, Instance, InstanceId, PromptChain};
 use mixfleet_scheduler::table::IdMap;
 use network::Network;
 use occupancy::Occupancy;
@@ -336,7 +334,6 @@ impl<'a> World<'a> {
             request,
             prompt_tokens: flight.prompt_tokens + flight.drawn,
             max_tokens: self.setup.max_tokens.max(flight.output_tokens) - flight.drawn,
-            output_tokens_hint: None,
             chains: vec![PromptChain {
                 block_tokens: self.setup.block_tokens,
                 kv_dtype: KV,
@@ -346,7 +343,7 @@ impl<'a> World<'a> {
             class: flight.class,
             objective: flight.objective,
             head_start: flight.head_start,
-            party: PartyId::NONE,
+            ..Arrival::default()
         };
         if self.engines.len() <= TOLD_OF_EACH_STEP_MAX {
             (0..to_u32(self.engines.len())).for_each(|instance| self.catch_up(instance));

@@ -12,11 +12,11 @@ use mixfleet_hal::transport::{Descriptor, Endpoint, RemoteAccess, Transport};
 use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond, Seconds, UsdPerHour};
 use mixfleet_hal::{DType, Device, Error, OpSig, Result};
 use mixfleet_runtime::api::Placements;
-use mixfleet_runtime::engine::events::EventLog;
 use mixfleet_runtime::engine::{
     EngineConfig, EngineParts, HandOffLimits, Identity, InstanceLimits, InstanceSpec, Links, Loaded,
 };
 use mixfleet_runtime::env::{Env, SeededEnv, SharedEnv};
+use mixfleet_runtime::events::EventLog;
 use mixfleet_runtime::fleet::{Hub, ModelIdentity, RouterId, WorkerProcess};
 use mixfleet_runtime::metrics::{DeviceLabels, Metrics};
 use mixfleet_runtime::model::random::tiny_variants;

@@ -6,7 +6,7 @@ use super::{Pick, Question};
 
 pub(super) fn picks(fleet: &Fleet, question: &Question<'_>) -> Vec<Pick> {
     let mut best: Option<(usize, f64)> = None;
-    for (at, load) in fleet.able(Role::prefills) {
+    for (at, load) in fleet.able_for(question.arrival, Role::prefills) {
         let cached = question.cached_on(at);
         let prefill = load.prefill_s(cached, question.arrival.prompt_tokens - cached);
         let begins = fleet.ahead(load, question).0.time.max(question.loading_on(at));
@@ -15,6 +15,6 @@ pub(super) fn picks(fleet: &Fleet, question: &Question<'_>) -> Vec<Pick> {
             best = Some((at, ttft_s));
         }
     }
-    let pair = best.and_then(|(prefill, _)| Some((prefill, fleet.decoder_for(prefill)?)));
+    let pair = best.and_then(|(prefill, _)| Some((prefill, fleet.decoder_for(question.arrival, prefill)?)));
     pair.map(|(prefill, decode)| Pick { prefill, decode, pull: None }).into_iter().collect()
 }

@@ -17,7 +17,7 @@ use mixfleet_hal::units::Seconds;
 pub(super) fn picks(fleet: &Fleet, question: &Question<'_>, threshold: f64) -> Vec<Pick> {
     let longest = question.longest().filter(|_| fleet.config.pull);
     let mut best: Option<(f64, usize, Option<Part>)> = None;
-    for (at, load) in fleet.able(Role::prefills) {
+    for (at, load) in fleet.able_for(question.arrival, Role::prefills) {
         let own = question.cached_on(at);
         let pull = longest.filter(|&(holder, tokens)| {
             holder != at && tokens > own && f64::from(tokens) > threshold * f64::from(own)
@@ -33,6 +33,7 @@ pub(super) fn picks(fleet: &Fleet, question: &Question<'_>, threshold: f64) -> V
             best = Some((ttft_s, at, pull));
         }
     }
-    let placed = best.and_then(|(_, prefill, pull)| Some((prefill, pull, fleet.decoder_for(prefill)?)));
+    let placed = best
+        .and_then(|(_, prefill, pull)| Some((prefill, pull, fleet.decoder_for(question.arrival, prefill)?)));
     placed.map(|(prefill, pull, decode)| Pick { prefill, decode, pull }).into_iter().collect()
 }

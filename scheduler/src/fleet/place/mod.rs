@@ -33,7 +33,7 @@ use super::admit::{Admission, Objectives};
 use super::explain::{Candidate, Explanation, Outcome, ScoreUnit, Terms};
 use super::forecast::Forecast;
 use super::load::{Backlog, Batch, Load};
-use super::{Arrival, Fleet, InstanceId, Pull, RejectReason};
+use super::{Arrival, Fleet, InstanceId, Pull, RejectReason, Role};
 use crate::cost::{Corrections, LinkCost};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::{Bytes, Ordered, Seconds, Usd, UsdPerHour};
@@ -192,8 +192,8 @@ impl Fleet {
             loading,
         };
         let picks = match self.config.policy {
-            Policy::Random => random::picks(self),
-            Policy::RoundRobin => round_robin::picks(self),
+            Policy::Random => random::picks(self, arrival),
+            Policy::RoundRobin => round_robin::picks(self, arrival),
             Policy::LeastLoaded => least_loaded::picks(self, &question),
             Policy::CacheAware => cache_aware::picks(self, &question),
             Policy::KvcacheCentric { threshold } => kvcache_centric::picks(self, &question, threshold),
@@ -236,7 +236,7 @@ impl Fleet {
     /// The average price of the instances that compute, if all have one.
     pub(super) fn average_price(&self) -> Option<UsdPerHour> {
         let prices: Option<Vec<UsdPerHour>> =
-            self.able(super::Role::computes).map(|(_, load)| load.spec.price).collect();
+            self.able(Role::computes).map(|(_, load)| load.spec.price).collect();
         prices.filter(|prices| !prices.is_empty()).map(|prices| {
             let count = prices.len() as f64;
             prices.into_iter().sum::<UsdPerHour>() / count
@@ -352,7 +352,8 @@ impl Fleet {
             let (instance, capacity_tokens) = (load.spec.id, load.spec.kv_capacity_tokens);
             (!load.fits(tokens)).then_some(Outcome::TooSmall { instance, tokens, capacity_tokens })
         };
-        let reachable = p.spec.id == d.spec.id || self.link(p, d).is_some();
+        let (from, to) = (p.spec.id, d.spec.id);
+        let reachable = from == to || arrival.may_divide(from, to) && self.link(p, d).is_some();
         too_small(d, prompt + u64::from(arrival.max_tokens))
             .or_else(|| too_small(p, prompt))
             .or((!reachable).then_some(Outcome::NoLink))
@@ -545,15 +546,24 @@ impl Fleet {
         })
     }
 
+    /// Positions of instances that may prefill, or decode, for a request.
+    pub(super) fn able_for<'a>(
+        &'a self,
+        arrival: &'a Arrival,
+        can: fn(Role) -> bool,
+    ) -> impl Iterator<Item = (usize, &'a Load)> {
+        self.loads.iter().enumerate().filter(move |(_, load)| arrival.may_use(&load.spec, can))
+    }
+
     /// Positions of instances that may prefill, or decode.
-    pub(super) fn able(&self, can: fn(super::Role) -> bool) -> impl Iterator<Item = (usize, &Load)> {
+    pub(super) fn able(&self, can: fn(Role) -> bool) -> impl Iterator<Item = (usize, &Load)> {
         self.loads.iter().enumerate().filter(move |(_, load)| can(load.spec.role))
     }
 
     /// The decode instance for a policy that only chooses the prefill instance: that one itself if it may
     /// decode, else the one with the least work.
-    pub(super) fn decoder_for(&self, prefill: usize) -> Option<usize> {
-        if self.loads[prefill].spec.role.decodes() {
+    pub(super) fn decoder_for(&self, arrival: &Arrival, prefill: usize) -> Option<usize> {
+        if arrival.may_use(&self.loads[prefill].spec, Role::decodes) {
             return Some(prefill);
         }
         let busy = |load: &Load| {
@@ -561,7 +571,7 @@ impl Fleet {
             (load.step(load.committed.with(0)).0, fill)
         };
         let mut best: Option<(usize, (f64, f64))> = None;
-        for (at, load) in self.able(super::Role::decodes) {
+        for (at, load) in self.able_for(arrival, Role::decodes) {
             let key = busy(load);
             if best.is_none_or(|(_, least)| key < least) {
                 best = Some((at, key));

@@ -28,7 +28,7 @@ const HAND_OFF_BELOW: f64 = 0.95;
 const HALVINGS: u32 = 6;
 
 pub(super) fn picks(fleet: &Fleet, question: &Question<'_>) -> Vec<Pick> {
-    let able = |can| fleet.able(can).map(|(at, _)| at);
+    let able = |can| fleet.able_for(question.arrival, can).map(|(at, _)| at);
     // More instances make more pairs, however they are divided.
     let few = fleet.loads.len() <= PAIRS_MAX + 1
         && able(Role::prefills).count() * able(Role::decodes).count() <= PAIRS_MAX;
@@ -39,9 +39,9 @@ pub(super) fn picks(fleet: &Fleet, question: &Question<'_>) -> Vec<Pick> {
         let mut best = best_prefills(fleet, question, SHORTLIST);
         let mut least = best_decoders(fleet, question, SHORTLIST);
         // Placements without a transfer must be able to win.
-        let role = |at: usize| fleet.loads[at].spec.role;
-        let as_decoders: Vec<usize> = best.iter().copied().filter(|&at| role(at).decodes()).collect();
-        let as_prefills: Vec<usize> = least.iter().copied().filter(|&at| role(at).prefills()).collect();
+        let may = |at: usize, can| question.arrival.may_use(&fleet.loads[at].spec, can);
+        let as_decoders: Vec<usize> = best.iter().copied().filter(|&at| may(at, Role::decodes)).collect();
+        let as_prefills: Vec<usize> = least.iter().copied().filter(|&at| may(at, Role::prefills)).collect();
         for (list, others) in [(&mut best, as_prefills), (&mut least, as_decoders)] {
             let new: Vec<usize> = others.into_iter().filter(|at| !list.contains(at)).collect();
             list.extend(new);
@@ -67,7 +67,8 @@ pub(super) fn picks(fleet: &Fleet, question: &Question<'_>) -> Vec<Pick> {
 fn may_hand_off(fleet: &Fleet, question: &Question<'_>, prefill: usize, decode: usize) -> bool {
     let (from, to) = (&fleet.loads[prefill], &fleet.loads[decode]);
     let prompt = u64::from(question.arrival.prompt_tokens);
-    if !from.spec.role.decodes() || !from.fits(prompt + u64::from(question.arrival.max_tokens)) {
+    let decodes = question.arrival.may_use(&from.spec, Role::decodes);
+    if !decodes || !from.fits(prompt + u64::from(question.arrival.max_tokens)) {
         return true;
     }
     let cost = |load: &Load| {

@@ -3,20 +3,25 @@
 //!
 //! Terms that instances of one kind share are computed once.
 
-use super::super::Fleet;
 use super::super::load::{Load, binds};
 use super::super::loads::{AnswerRow, Kind, PromptRow};
+use super::super::{Fleet, Role};
 use super::{Question, ScoreUnit};
 use crate::cost::LinkCost;
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::{Seconds, Usd};
 
 /// Positions of the `count` instances where prefill costs least, without the terms of the decoder.
 pub(super) fn best_prefills(fleet: &Fleet, question: &Question<'_>, count: usize) -> Vec<usize> {
     let mut best = Shortlist::new(count);
-    for kind in fleet.loads.kinds().iter().filter(|kind| kind.role.prefills()) {
+    let excluded = excluded(fleet, question);
+    let may_use = |kind: &&Kind| question.arrival.may_use_role(kind.role, Role::prefills);
+    for kind in fleet.loads.kinds().iter().filter(may_use) {
         let mut prefills = Prefills::new(fleet, question, kind);
         for row in fleet.loads.prompt_rows(kind) {
-            best.offer(row.at as usize, prefills.key(row));
+            if !excluded.contains(&row.at) {
+                best.offer(row.at as usize, prefills.key(row));
+            }
         }
     }
     best.positions()
@@ -25,11 +30,16 @@ pub(super) fn best_prefills(fleet: &Fleet, question: &Question<'_>, count: usize
 /// Positions of the `count` instances where decoding costs least, by their accepted work.
 pub(super) fn best_decoders(fleet: &Fleet, question: &Question<'_>, count: usize) -> Vec<usize> {
     let mut best = Shortlist::new(count);
-    for kind in fleet.loads.kinds().iter().filter(|kind| kind.role.decodes()) {
+    let excluded = excluded(fleet, question);
+    let may_use = |kind: &&Kind| question.arrival.may_use_role(kind.role, Role::decodes);
+    for kind in fleet.loads.kinds().iter().filter(may_use) {
         let prompt = u64::from(question.arrival.prompt_tokens);
         let held = [question.output_tokens, question.output_tokens / 2]
             .map(|output| kind.tokens_held(prompt + u64::from(output)));
         for row in fleet.loads.answer_rows(kind) {
+            if excluded.contains(&row.at) {
+                continue;
+            }
             let (worst, kv_weight) = (best.worst.0, fleet.config.kv_weight);
             if let Some(key) = decode_key(row, (kind, held), question, worst, kv_weight) {
                 best.offer(row.at as usize, key);
@@ -37,6 +47,11 @@ pub(super) fn best_decoders(fleet: &Fleet, question: &Question<'_>, count: usize
         }
     }
     best.positions()
+}
+
+/// Positions of the instances that have no part in the request.
+fn excluded(fleet: &Fleet, question: &Question<'_>) -> Vec<u32> {
+    question.arrival.exclude.iter().filter_map(|id| fleet.position(*id)).map(to_u32).collect()
 }
 
 /// The lowest keys with their positions, in order of both.

@@ -17,7 +17,8 @@ impl Fleet {
             self.index.lookup(&chain.hashes, &mut self.prefixes);
             for prefix in self.prefixes.as_slice() {
                 let Some(at) = self.position(prefix.instance) else { continue };
-                if self.loads.kv_block_tokens(at) == chain.block_tokens {
+                let is_excluded = arrival.exclude.contains(&prefix.instance);
+                if self.loads.kv_block_tokens(at) == chain.block_tokens && !is_excluded {
                     cached[at] = prefix.total().saturating_mul(block).min(most);
                     if prefix.blocks[0] < prefix.total() {
                         let on_device = prefix.blocks[0].saturating_mul(block).min(most);
