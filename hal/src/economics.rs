@@ -34,22 +34,6 @@ pub struct Offer {
     pub date: Option<String>,
 }
 
-impl Offer {
-    /// Creates an offer from a price that the user states.
-    pub fn stated(device: impl Into<String>, price: UsdPerHour) -> Self {
-        Offer {
-            device: device.into(),
-            price,
-            spot: false,
-            provider: "user".into(),
-            tier: "stated".into(),
-            region: String::new(),
-            source: "the command line".into(),
-            date: None,
-        }
-    }
-}
-
 /// Providers whose list prices include much besides the device and are three to five times those of others.
 pub const HYPERSCALERS: [&str; 3] = ["aws", "azure", "gcp"];
 
@@ -266,11 +250,6 @@ impl<P: Origin> PerDollar<P> {
     /// Returns the name of the origin.
     pub const fn origin(&self) -> &'static str {
         P::NAME
-    }
-
-    /// Returns FLOP/s per $/h for inputs of `dtype`.
-    pub fn flop_per_second(&self, dtype: DType) -> Option<f64> {
-        self.flop_per_second.iter().find(|(known, _)| *known == dtype).map(|(_, rate)| *rate)
     }
 }
 

@@ -8,7 +8,7 @@
 use mixfleet_hal::DType;
 use mixfleet_hal::memory::{FileMapper, HostMemory};
 use mixfleet_hal::random::Stream;
-use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::model::variants::tiny_variants;
 use mixfleet_runtime::model::{Checkpoint, Oracle};
 use std::path::Path;
 use std::sync::Arc;

@@ -1,14 +1,17 @@
 //! The outside world that the runtime depends on, injected: time, spawning, network and randomness.
 //!
-//! [`RealEnv`] is tokio and the operating system. [`SeededEnv`] is one thread, virtual time and one seed: the
-//! seed decides the order in which tasks run, and time jumps to the next timer when nothing can run. The
-//! engine's tests run in it, so that a failure is reproduced by its seed.
+//! [`RealEnv`] is tokio and the operating system. `SeededEnv` (the feature `testing`) is one thread, virtual
+//! time and one seed: the seed decides the order in which tasks run, and time jumps to the next timer when
+//! nothing can run. The engine's tests run in it, so that a failure is reproduced by its seed.
 
+#[cfg(any(test, feature = "testing"))]
 mod baton;
 mod real;
+#[cfg(any(test, feature = "testing"))]
 mod seeded;
 
 pub use real::RealEnv;
+#[cfg(any(test, feature = "testing"))]
 pub use seeded::SeededEnv;
 
 use futures_util::future::BoxFuture;

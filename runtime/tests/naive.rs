@@ -1,7 +1,7 @@
 //! A second float64 forward pass, with which the oracle of all devices is compared. It shares only the
 //! tensors with it: one token at a time, from `config.json` as it is written.
 
-use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::model::variants::tiny_variants;
 use mixfleet_runtime::model::{Checkpoint, Oracle};
 use serde_json::{Map, Value};
 use std::f64::consts::TAU;

@@ -23,7 +23,7 @@ use mixfleet_runtime::fleet::{
 };
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::model::Checkpoint;
-use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::model::variants::tiny_variants;
 use mixfleet_runtime::request::EngineHandle;
 use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, PrefillCoefficients};
 use mixfleet_scheduler::fleet::{InstanceId, Role};

@@ -332,7 +332,7 @@ pub fn classify(demand: &Demand, candidates: &[PricedDevice]) -> Vec<Classified>
             .filter_map(|other| Some((other, cost(other, at)?)))
             .min_by(|(_, a), (_, b)| a.0.total_cmp(&b.0));
         let own = &efforts[device][at];
-        let break_even = rival.zip(own.as_ref().ok()).map(|((_, least), own)| least.rent_for(own.time));
+        let break_even = rival.zip(own.as_ref().ok()).map(|((_, least), own)| rent_for(least, own.time));
         Standing {
             job: Job::ALL[at],
             effort: own.clone(),
@@ -354,15 +354,8 @@ pub fn classify(demand: &Demand, candidates: &[PricedDevice]) -> Vec<Classified>
 }
 
 /// Solves `cost = rent x time` for the rent.
-pub(crate) trait RentFor {
-    /// The rent at which `time` costs as much.
-    fn rent_for(self, time: Seconds) -> UsdPerHour;
-}
-
-impl RentFor for Usd {
-    fn rent_for(self, time: Seconds) -> UsdPerHour {
-        UsdPerHour(self.0 / time.0 * 3600.0)
-    }
+fn rent_for(cost: Usd, time: Seconds) -> UsdPerHour {
+    UsdPerHour(cost.0 / time.0 * 3600.0)
 }
 
 #[cfg(test)]

@@ -3,6 +3,7 @@
 mod collective_data;
 mod fleet_run;
 mod models_data;
-mod plan_published;
+mod prefill_service;
 mod quarantine;
 mod step3_data;
+mod two_clusters;

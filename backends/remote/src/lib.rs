@@ -21,6 +21,7 @@ mod code;
 mod device;
 mod fetched;
 mod frame;
+#[cfg(any(test, feature = "testing"))]
 #[doc(hidden)]
 pub mod fuzzed;
 mod hello;

@@ -6,7 +6,7 @@ use mixfleet_hal::DType;
 use mixfleet_hal::random::Stream;
 use mixfleet_runtime::model::Checkpoint;
 use mixfleet_runtime::model::graph::StepInput;
-use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::model::variants::tiny_variants;
 use proptest::collection::vec;
 use proptest::prelude::*;
 use std::sync::LazyLock;

@@ -11,7 +11,7 @@ use mixfleet_hal::{
 };
 use mixfleet_runtime::engine::calibrate;
 use mixfleet_runtime::env::SeededEnv;
-use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::model::variants::tiny_variants;
 use mixfleet_simulated::{Clock, ComputeDevice, SelectorFiles, SimBackend, TimeOnlyDevice, VirtualClock};
 use std::sync::Arc;
 use std::time::Duration;

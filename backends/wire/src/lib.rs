@@ -1,9 +1,9 @@
 //! Transports that move KV between memories.
 //!
 //! [`InProcessTransport`] connects two ends in one process, [`Shm`] two processes on one host, [`Tcp`] any
-//! two hosts on a network, and `verbs` (a feature) hosts with RDMA. [`FaultyTransport`] injects the faults of
-//! a [`FaultPlan`](mixfleet_hal::fault::FaultPlan) into any transport, so that its users can be tested
-//! against corruption, loss and silence. [`Duplex`] is a protected connection for other messages than KV.
+//! two hosts on a network, and `verbs` (a feature) hosts with RDMA. For tests,
+//! `FaultyTransport` injects the faults of a [`FaultPlan`](mixfleet_hal::fault::FaultPlan) into any transport:
+//! corruption, loss and silence. [`Duplex`] is a protected connection for other messages than KV.
 //!
 //! Bytes move while the active end writes, reads or waits. A transfer that has begun continues while the
 //! active end does something else over TCP, where each connection has a thread for that, and over RDMA, where
@@ -26,11 +26,14 @@ mod batches;
 pub mod bootstrap;
 #[cfg(unix)]
 mod duplex;
+#[cfg(any(test, feature = "testing"))]
 mod faulty;
+#[cfg(any(test, feature = "testing"))]
 #[doc(hidden)]
 pub mod fuzzed;
 mod key;
 mod memory;
+#[cfg(any(test, feature = "testing"))]
 mod padded;
 #[cfg(unix)]
 mod pending;
@@ -58,6 +61,7 @@ pub mod verbs;
 pub use address::LinkAddress;
 #[cfg(unix)]
 pub use duplex::{Duplex, DuplexCaller, DuplexListener};
+#[cfg(any(test, feature = "testing"))]
 pub use faulty::FaultyTransport;
 pub use memory::InProcessTransport;
 #[cfg(unix)]

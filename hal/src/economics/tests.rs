@@ -2,7 +2,21 @@ use super::*;
 use crate::catalog::{part, parts};
 
 fn offer(device: &str, provider: &str, price: f64) -> Offer {
-    Offer { provider: provider.into(), ..Offer::stated(device, UsdPerHour(price)) }
+    Offer {
+        device: device.into(),
+        price: UsdPerHour(price),
+        spot: false,
+        provider: provider.into(),
+        tier: "stated".into(),
+        region: String::new(),
+        source: "a test".into(),
+        date: None,
+    }
+}
+
+/// FLOP/s per $/h for inputs in bf16.
+fn flop_per_second<P>(per: &PerDollar<P>) -> Option<f64> {
+    per.flop_per_second.iter().find(|(dtype, _)| *dtype == DType::Bf16).map(|(_, rate)| *rate)
 }
 
 fn price(offers: &[Offer], selection: Selection) -> Option<f64> {
@@ -45,7 +59,7 @@ fn the_users_offers_replace_all_built_in_prices() {
     let of = |offers: &[Offer]| Selection::default().price_or_reference("rtx-4090", offers).unwrap();
     assert_eq!(of(&[]).usd_per_hour, UsdPerHour(0.38));
     assert!(of(&[]).basis.contains("2026-"), "{}", of(&[]).basis);
-    let stated = [Offer::stated("RTX-4090", UsdPerHour(0.5))];
+    let stated = [offer("RTX-4090", "user", 0.5)];
     assert_eq!(of(&stated).usd_per_hour, UsdPerHour(0.5));
     assert_eq!(Selection::default().price_or_reference("L40S", &stated), None);
 }
@@ -64,7 +78,7 @@ fn every_built_in_price_belongs_to_a_part_and_has_a_date() {
 fn a_dollar_buys_rates_divided_by_price_and_nothing_is_sold_for_nothing() {
     let ability = Ability::claimed(part("L40S").unwrap());
     let per = ability.per_dollar(UsdPerHour(2.0)).unwrap();
-    assert_eq!(per.flop_per_second(DType::Bf16), Some(181e12));
+    assert_eq!(flop_per_second(&per), Some(181e12));
     assert_eq!((per.bytes_per_second, per.bytes), (432e9, 24e9));
     assert_eq!(per.origin(), "datasheet");
     assert_eq!(ability.per_dollar(UsdPerHour(0.0)), None);
@@ -103,7 +117,7 @@ fn megascale_infers_ranking_comes_out() {
             })
             .into();
     let bandwidth = |per: &PerDollar<Datasheet>| per.bytes_per_second / 1e9;
-    let arithmetic = |per: &PerDollar<Datasheet>| per.flop_per_second(DType::Bf16).unwrap() / 1e12;
+    let arithmetic = |per: &PerDollar<Datasheet>| flop_per_second(per).unwrap() / 1e12;
     let first = |by: &dyn Fn(&PerDollar<Datasheet>) -> f64| {
         table.iter().max_by(|a, b| by(&a.1).total_cmp(&by(&b.1))).unwrap().0
     };
@@ -124,6 +138,6 @@ fn laminas_ratios_come_out() {
     let per = |id, price| Ability::claimed(part(id).unwrap()).per_dollar(UsdPerHour(price)).unwrap();
     let (h100, h20, tpu) = (per("H100-SXM-80GB", 11.06), per("H20-96GB", 4.63), per("TPU-v6e", 2.70));
     let bytes = h20.bytes_per_second / h100.bytes_per_second;
-    let flop = tpu.flop_per_second(DType::Bf16).unwrap() / h100.flop_per_second(DType::Bf16).unwrap();
+    let flop = flop_per_second(&tpu).unwrap() / flop_per_second(&h100).unwrap();
     assert!((bytes - 2.85).abs() < 0.03 && (flop - 3.8).abs() < 0.05, "{bytes} {flop}");
 }

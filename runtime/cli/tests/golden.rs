@@ -10,7 +10,7 @@ use crate::common::{
 use mixfleet_hal::{Backend, DType, Device};
 use mixfleet_runtime::model::draws::DrawInput;
 use mixfleet_runtime::model::graph::{Forward, StepInput, StepShape};
-use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::model::variants::tiny_variants;
 use mixfleet_runtime::model::{ChatMessage, ChatTemplate, Checkpoint, ModelConfig, Oracle, Tokenizer};
 use mixfleet_scheduler::cost::Prefill;
 use serde_json::Value;

@@ -6,7 +6,7 @@ use crate::engine::{HandOffLimits, InstanceLimits, InstanceSpec, Links, Loaded};
 use crate::env::{Env, SeededEnv};
 use crate::metrics::Metrics;
 use crate::model::Checkpoint;
-use crate::model::random::tiny_variants;
+use crate::model::variants::tiny_variants;
 use crate::request::{GenerateRequest, Hints, Sampling};
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::units::Seconds;

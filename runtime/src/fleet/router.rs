@@ -94,7 +94,7 @@ mod tests {
     use crate::engine::{EngineConfig, Identity};
     use crate::env::{Env, Listener, SeededEnv, Task};
     use crate::metrics::Metrics;
-    use crate::model::random::tiny_variants;
+    use crate::model::variants::tiny_variants;
     use crate::placements::Placements;
     use crate::request::{FinishReason, GenerateRequest, Hints, Sampling, Update};
     use futures_util::future::BoxFuture;

@@ -151,8 +151,8 @@ impl Packer<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::random::tiny_variants;
     use super::super::testing::MemoryDevice;
+    use super::super::variants::tiny_variants;
     use super::*;
 
     #[test]

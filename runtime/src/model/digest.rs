@@ -139,8 +139,8 @@ impl Digesting<'_> {
 #[cfg(test)]
 mod tests {
     use super::super::load::HostTensor;
-    use super::super::random::tiny_variants;
     use super::super::testing::{ReadFiles, scratch};
+    use super::super::variants::tiny_variants;
     use super::*;
     use mixfleet_hal::{Error, ErrorKind, FileMapper, HostMemory};
     use std::path::Path;

@@ -1,5 +1,6 @@
-use super::super::random::{RandomCheckpoint, tiny_variants};
+use super::super::random::RandomCheckpoint;
 use super::super::testing::{MemoryDevice, ReadFiles, fixtures, scratch};
+use super::super::variants::tiny_variants;
 use super::super::weights::{HeadWeights, KvWeights, MlpWeights, Tensor, Weights};
 use super::*;
 use mixfleet_hal::Device;

@@ -29,6 +29,7 @@ mod made;
 pub mod meeting;
 mod mixture;
 mod names;
+#[cfg(any(test, feature = "testing"))]
 pub mod oracle;
 mod parse;
 pub mod peers;
@@ -47,6 +48,8 @@ mod strftime;
 mod template_limits;
 mod tiktoken;
 pub mod tokenizer;
+#[cfg(any(test, feature = "testing"))]
+pub mod variants;
 pub mod weights;
 
 pub use chat::{ChatMessage, ChatTemplate, Conversation, ToolStyle};
@@ -55,6 +58,7 @@ pub use control::{ControlText, RenderedChat};
 pub use error::{Error, Result};
 pub use generation::GenerationDefaults;
 pub use load::{Checkpoint, HostTensor};
+#[cfg(any(test, feature = "testing"))]
 pub use oracle::Oracle;
 pub use random::RandomCheckpoint;
 pub use tokenizer::{TokenStream, Tokenizer};

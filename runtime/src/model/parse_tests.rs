@@ -1,5 +1,5 @@
-use super::super::random::tiny_variants;
 use super::super::testing::scratch;
+use super::super::variants::tiny_variants;
 use super::*;
 use mixfleet_hal::{ExpertRouting, RotaryPart, Scoring};
 use mixfleet_scheduler::cost::LatentAttention;

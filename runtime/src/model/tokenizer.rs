@@ -224,6 +224,7 @@ impl Tokenizer {
         added.get(&id).is_some_and(|token| token.special)
     }
 
+    #[cfg(any(test, feature = "testing"))]
     /// [`token_bytes`](Self::token_bytes) as text; parts of characters show as U+FFFD.
     pub fn token_text(&self, id: u32) -> String {
         String::from_utf8_lossy(&self.token_bytes(id)).into_owned()

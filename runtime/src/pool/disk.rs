@@ -4,12 +4,14 @@
 mod private;
 #[cfg(unix)]
 mod real;
+#[cfg(any(test, feature = "testing"))]
 mod sim;
 
 #[cfg(unix)]
 pub use private::{Opening, PrivateDirectory};
 #[cfg(unix)]
 pub use real::RealDisk;
+#[cfg(any(test, feature = "testing"))]
 pub use sim::{Crash, SimDisk};
 
 use std::io::Result;

@@ -20,7 +20,7 @@ use mixfleet_runtime::model::draws::DrawInput;
 use mixfleet_runtime::model::exchange::ThroughHost;
 use mixfleet_runtime::model::graph::{Forward, StepInput, StepShape};
 use mixfleet_runtime::model::leaving::KvStays;
-use mixfleet_runtime::model::random::{plain_variants, tiny_variants};
+use mixfleet_runtime::model::variants::{plain_variants, tiny_variants};
 use mixfleet_runtime::model::{Checkpoint, Oracle};
 use mixfleet_scheduler::cost::{
     Attending, AttnBytes, AttnSplit, CostModel, LinkCost, MemberShare, ModelShape, Partition, Pieces, Prefill,
@@ -251,6 +251,22 @@ fn every_member_runs_what_the_cost_model_counts_for_it() {
     }
 }
 
+/// The operations in which a member attends to four rows of sequences that are divided by pages, of whose
+/// keys it has `kv_tokens`, and of which it writes those of `written` tokens.
+fn partial_ops(share: &MemberShare, shape: &ModelShape, kv_tokens: u64, written: u32) -> Vec<(OpSig, u64)> {
+    let mut ops = share.step_ops(shape, &[], 4, kv_tokens);
+    for (sig, _) in &mut ops {
+        match sig {
+            OpSig::KvWrite { tokens, .. } => *tokens = written,
+            // they join where parts are put together
+            OpSig::AttnMerge { sinks, .. } => *sinks = 0,
+            _ => {}
+        }
+    }
+    ops.retain(|(sig, _)| written > 0 || !matches!(sig, OpSig::KvWrite { .. }));
+    ops
+}
+
 #[test]
 fn where_pages_are_divided_every_member_runs_what_the_cost_model_counts_for_its_own() {
     for (name, checkpoint) in plain_variants() {
@@ -284,7 +300,7 @@ fn where_pages_are_divided_every_member_runs_what_the_cost_model_counts_for_its_
         // sequences of which one member has 13 keys and the newest one, and the other 8
         let (cost, shares, of) = submitted(AttnSplit::Range, vec![decode(&both); 4]);
         for (at, keys, written) in [(1, 13, 4), (2, 8, 0)] {
-            let ops = shares[at].partial_ops(&cost, 4, 4 * keys, written);
+            let ops = partial_ops(&shares[at], &cost, 4 * keys, written);
             assert_eq!(of[at], counted(ops.into_iter()), "{name}: divided sequences on member {at}");
         }
     }

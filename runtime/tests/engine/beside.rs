@@ -9,7 +9,7 @@ use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond, Seconds};
 use mixfleet_hal::{Cmd, DType, Device, Elapsed, Graph, OpSig, Queue, Result, Slice, Ticket};
 use mixfleet_runtime::env::{Env, SeededEnv};
 use mixfleet_runtime::model::Checkpoint;
-use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::model::variants::tiny_variants;
 use mixfleet_runtime::pool::disk::SimDisk;
 use mixfleet_runtime::request::{Update, UpdateReceiver};
 use mixfleet_scheduler::fleet::Role;

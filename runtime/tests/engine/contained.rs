@@ -7,7 +7,7 @@ use mixfleet_hal::sample::{Drawn, NO_TOKEN};
 use mixfleet_hal::{Device, Error, ErrorKind, Result};
 use mixfleet_runtime::env::{Env, SeededEnv};
 use mixfleet_runtime::model::Checkpoint;
-use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::model::variants::tiny_variants;
 use mixfleet_runtime::request::{GenerateRequest, Rejection};
 use mixfleet_scheduler::fleet::Role;
 use mixfleet_wire::HostRegion;

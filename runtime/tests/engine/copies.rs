@@ -5,7 +5,7 @@ use crate::fleet::{Case, ReceivedAnswer, TestFleet, ask, greedy, prompt};
 use mixfleet_hal::fault::{Fault, FaultPlan, Rule};
 use mixfleet_runtime::env::{Env, SeededEnv};
 use mixfleet_runtime::model::Checkpoint;
-use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::model::variants::tiny_variants;
 use mixfleet_scheduler::fleet::Role;
 use std::sync::Arc;
 use std::time::Duration;

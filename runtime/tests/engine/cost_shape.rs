@@ -4,7 +4,7 @@ use mixfleet_hal::{DType, KvShape, LatentKv, OpSig, Scalar};
 use mixfleet_hwtests::reference::ReferenceDevice;
 use mixfleet_runtime::model::draws::DrawInput;
 use mixfleet_runtime::model::graph::{Forward, StepInput, StepShape};
-use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::model::variants::tiny_variants;
 use mixfleet_scheduler::cost::{OpCounts, Prefill};
 use std::collections::HashMap;
 use std::sync::Arc;

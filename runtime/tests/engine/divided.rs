@@ -17,7 +17,7 @@ use mixfleet_runtime::model::exchange::ThroughHost;
 use mixfleet_runtime::model::graph::{Forward, Pass, StepInput, StepShape};
 use mixfleet_runtime::model::leaving::KvStays;
 use mixfleet_runtime::model::peers::{Carriers, PeerCopies};
-use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::model::variants::tiny_variants;
 use mixfleet_runtime::model::{Checkpoint, Oracle};
 use mixfleet_scheduler::cost::{ExpertsBy, MemberShare, Pieces, Prefill};
 use mixfleet_scheduler::fleet::Role;

@@ -10,7 +10,7 @@ use mixfleet_hal::{
     Backend, BufferUsage, Cmd, Device, Elapsed, Error, Graph, OpSig, Queue, Result, Slice, Ticket,
 };
 use mixfleet_runtime::env::SeededEnv;
-use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::model::variants::tiny_variants;
 use mixfleet_runtime::request::{Sampling, Update};
 use mixfleet_runtime::sampling::{History, sample};
 use mixfleet_scheduler::fleet::Role;

@@ -8,7 +8,7 @@ use mixfleet_hal::fault::{Fault, FaultPlan, Rule};
 use mixfleet_hal::transport::Transport;
 use mixfleet_hal::{DType, Device, OpSig};
 use mixfleet_runtime::env::{Env, RealEnv, SeededEnv, SharedEnv};
-use mixfleet_runtime::model::random::{plain_variants, tiny_variants};
+use mixfleet_runtime::model::variants::{plain_variants, tiny_variants};
 use mixfleet_runtime::model::{Checkpoint, ModelConfig, Oracle};
 use mixfleet_runtime::pool::disk::SimDisk;
 use mixfleet_scheduler::fleet::Role;

@@ -3,7 +3,7 @@
 use crate::fleet::{TestFleet, pressure};
 use mixfleet_runtime::env::SeededEnv;
 use mixfleet_runtime::events::{Replay, SCHEMA};
-use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::model::variants::tiny_variants;
 use mixfleet_scheduler::fleet::{Policy, Role};
 
 const REQUESTS: usize = 10;

@@ -5,7 +5,7 @@ use mixfleet_hwtests::reference::ReferenceDevice;
 use mixfleet_runtime::model::Checkpoint;
 use mixfleet_runtime::model::draws::DrawInput;
 use mixfleet_runtime::model::graph::{Forward, StepInput, StepShape};
-use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::model::variants::tiny_variants;
 use std::sync::Arc;
 use std::time::Duration;
 

@@ -9,7 +9,7 @@ use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond, Seconds};
 use mixfleet_hal::{DType, Device, Error, ErrorKind, Result};
 use mixfleet_runtime::env::{Env, SeededEnv};
 use mixfleet_runtime::model::Checkpoint;
-use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::model::variants::tiny_variants;
 use mixfleet_runtime::request::Update;
 use mixfleet_scheduler::fleet::Role;
 use mixfleet_simulated::TimeOnlyDevice;

@@ -13,7 +13,7 @@ use mixfleet_runtime::env::{Env, SeededEnv, SharedEnv};
 use mixfleet_runtime::events::EventLog;
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::model::Checkpoint;
-use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::model::variants::tiny_variants;
 use mixfleet_runtime::request::EngineHandle;
 use mixfleet_scheduler::fleet::Role;
 use std::sync::Arc;

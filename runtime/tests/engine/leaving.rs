@@ -10,7 +10,7 @@ use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{DType, Device};
 use mixfleet_runtime::env::{Env, SeededEnv};
 use mixfleet_runtime::model::Checkpoint;
-use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::model::variants::tiny_variants;
 use mixfleet_scheduler::cost::{AttnSplit, Partition};
 use mixfleet_scheduler::fleet::Role;
 use mixfleet_simulated::ComputeDevice;

@@ -9,7 +9,7 @@ use mixfleet_hal::{DType, Device};
 use mixfleet_hwtests::reference::ReferenceDevice;
 use mixfleet_runtime::env::{Env, SeededEnv};
 use mixfleet_runtime::model::Checkpoint;
-use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::model::variants::tiny_variants;
 use mixfleet_runtime::pool::disk::SimDisk;
 use mixfleet_scheduler::cost::AttnSplit;
 use mixfleet_scheduler::fleet::Role;

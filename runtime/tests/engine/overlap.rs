@@ -5,7 +5,7 @@ use crate::fleet::wayward::Wayward;
 use crate::fleet::{TestFleet, greedy, prompt};
 use mixfleet_hal::{Cmd, Device, Elapsed, Error, ErrorKind, Graph, OpSig, Queue, Result, Ticket};
 use mixfleet_runtime::env::{RealEnv, SharedEnv};
-use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::model::variants::tiny_variants;
 use mixfleet_scheduler::fleet::Role as FleetRole;
 use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::time::Duration;

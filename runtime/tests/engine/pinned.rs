@@ -8,7 +8,7 @@ use mixfleet_hal::transport::{Descriptor, Endpoint, RemoteAccess, Transport};
 use mixfleet_hal::{BufferUsage, Device, Error, Result, Slice};
 use mixfleet_hwtests::reference::ReferenceDevice;
 use mixfleet_runtime::env::SeededEnv;
-use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::model::variants::tiny_variants;
 use mixfleet_scheduler::fleet::Role as FleetRole;
 use mixfleet_simulated::FaultyDevice;
 use mixfleet_wire::InProcessTransport;

@@ -6,7 +6,7 @@ use mixfleet_hal::DType;
 use mixfleet_hal::fault::{Fault, FaultPlan, Rule};
 use mixfleet_runtime::env::{Env, SeededEnv};
 use mixfleet_runtime::model::Checkpoint;
-use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::model::variants::tiny_variants;
 use mixfleet_scheduler::fleet::{Policy, Role};
 use std::sync::Arc;
 use std::time::Duration;

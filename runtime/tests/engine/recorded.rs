@@ -4,7 +4,7 @@ use crate::fleet::wayward::Wayward;
 use crate::fleet::{TestFleet, ask, greedy, prompt};
 use mixfleet_hal::{Cmd, Elapsed, Graph, Queue, Result, Ticket};
 use mixfleet_runtime::env::{SeededEnv, SharedEnv};
-use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::model::variants::tiny_variants;
 use mixfleet_scheduler::fleet::Role as FleetRole;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};

@@ -5,7 +5,7 @@ use crate::fleet::{TestFleet, ask, greedy, pressure, prompt, request};
 use mixfleet_hal::fault::{Fault, FaultPlan, Rule};
 use mixfleet_runtime::env::SeededEnv;
 use mixfleet_runtime::model::Checkpoint;
-use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::model::variants::tiny_variants;
 use mixfleet_runtime::request::{FinishReason, Update};
 use mixfleet_scheduler::fleet::Role;
 

@@ -6,7 +6,7 @@ use mixfleet_hal::random::Stream;
 use mixfleet_hal::units::Seconds;
 use mixfleet_runtime::engine::EngineConfig;
 use mixfleet_runtime::env::{Env, SeededEnv};
-use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::model::variants::tiny_variants;
 use mixfleet_runtime::request::{FailureKind, Update};
 use mixfleet_scheduler::fleet::{Action, Admission, Event, InstanceId, Rebalance, Role};
 use std::collections::BTreeMap;

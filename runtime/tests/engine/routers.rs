@@ -17,7 +17,7 @@ use mixfleet_runtime::events::EventLog;
 use mixfleet_runtime::fleet::{Hub, ModelIdentity, RouterId, WorkerProcess};
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::model::Checkpoint;
-use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::model::variants::tiny_variants;
 use mixfleet_runtime::request::{EngineHandle, GenerateRequest, Rejection, Update};
 use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, PrefillCoefficients};
 use mixfleet_scheduler::fleet::{InstanceId, Role};

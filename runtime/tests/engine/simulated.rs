@@ -8,7 +8,7 @@ use mixfleet_hal::fault::{Fault, FaultPlan, Rule};
 use mixfleet_hal::random::Stream;
 use mixfleet_runtime::env::SeededEnv;
 use mixfleet_runtime::model::Checkpoint;
-use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::model::variants::tiny_variants;
 use mixfleet_scheduler::fleet::Role;
 use mixfleet_simulated::{FaultyDevice, TimeOnlyDevice, VirtualClock};
 use std::sync::Arc;

@@ -6,7 +6,7 @@ use mixfleet_hal::fault::{Fault, FaultPlan, Rule};
 use mixfleet_hal::units::Seconds;
 use mixfleet_runtime::env::{Env, SeededEnv};
 use mixfleet_runtime::model::Checkpoint;
-use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::model::variants::tiny_variants;
 use mixfleet_runtime::pool::disk::SimDisk;
 use mixfleet_scheduler::fleet::Role;
 use std::sync::Arc;

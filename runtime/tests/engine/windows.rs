@@ -7,7 +7,7 @@ use mixfleet_hal::DType;
 use mixfleet_hal::fault::{Fault, FaultPlan};
 use mixfleet_runtime::env::SeededEnv;
 use mixfleet_runtime::model::Checkpoint;
-use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::model::variants::tiny_variants;
 use mixfleet_scheduler::fleet::Role;
 use mixfleet_wire::{Tcp, TcpConfig};
 use std::sync::Arc;

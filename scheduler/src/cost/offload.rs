@@ -218,23 +218,6 @@ impl MemberShare {
         ops
     }
 
-    /// The operations in which a member attends to `rows` rows of sequences that are divided by pages, of
-    /// whose keys it has `kv_tokens`, and of which it writes those of `written` tokens. No layer may have a
-    /// window.
-    pub fn partial_ops(&self, shape: &ModelShape, rows: u32, kv_tokens: u64, written: u32) -> OpCounts {
-        let mut ops = self.step_ops(shape, &[], rows, kv_tokens);
-        for (sig, _) in &mut ops {
-            match sig {
-                OpSig::KvWrite { tokens, .. } => *tokens = written,
-                // they join where parts are put together
-                OpSig::AttnMerge { sinks, .. } => *sinks = 0,
-                _ => {}
-            }
-        }
-        ops.retain(|(sig, _)| written > 0 || !matches!(sig, OpSig::KvWrite { .. }));
-        ops
-    }
-
     /// Bytes of KV of a token that it keeps if it keeps any, over all layers.
     pub fn kv_bytes_per_token(&self, shape: &ModelShape) -> u64 {
         if self.keeps_kv() { self.of(shape).kv_bytes_per_token() } else { 0 }

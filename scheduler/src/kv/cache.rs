@@ -286,15 +286,10 @@ impl BlockCache {
         self.entry(key).map_or(0, |id| self.entries[id as usize].pins())
     }
 
-    /// Number of blocks of `chain` that have exactly one pin.
-    pub fn pinned_once(&self, chain: &[BlockHash]) -> usize {
-        let once = |id: u32| self.entries[id as usize].pins() == 1;
-        chain.iter().filter(|&&key| self.entry(key).is_some_and(once)).count()
-    }
-
     /// Changes the capacity; evicted blocks are appended to `evicted`. Pinned blocks stay even if they exceed
     /// it.
-    pub fn set_capacity(&mut self, capacity_blocks: usize, evicted: &mut Vec<BlockHash>) {
+    #[cfg(test)]
+    pub(crate) fn set_capacity(&mut self, capacity_blocks: usize, evicted: &mut Vec<BlockHash>) {
         self.capacity = capacity_blocks;
         while self.len() > capacity_blocks && self.idle > 0 {
             evicted.extend(self.evict());

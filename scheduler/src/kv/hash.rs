@@ -125,11 +125,6 @@ impl Chain {
         &self.hashes
     }
 
-    /// Tokens after the last full block: fewer than `block_tokens`.
-    pub fn tail(&self) -> &[u32] {
-        &self.tail
-    }
-
     /// Tokens in a block.
     pub fn block_tokens(&self) -> u32 {
         self.block_tokens
@@ -227,7 +222,7 @@ mod tests {
             let all = pieces.concat();
             let whole = hasher.chain(&all, block_tokens);
             prop_assert_eq!(chain.hashes(), &whole[..]);
-            prop_assert_eq!(chain.tail(), &all[whole.len() * block_tokens as usize..]);
+            prop_assert_eq!(&chain.tail[..], &all[whole.len() * block_tokens as usize..]);
         }
     }
 }

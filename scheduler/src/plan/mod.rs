@@ -6,14 +6,12 @@
 //! [`offer`] is a part at a price, [`offered`] what its instances carry of a load, [`regions`] where parts
 //! stand, [`market`] puts these together, fleet by fleet of the [`forms`] that there are, [`bound`] says what
 //! no fleet costs less than, [`break_even`] at which price a part would be in the fleet, and [`shortfall`]
-//! why there is none. [`apart`] prices the attention of decode steps on devices of its own, [`attention`]
-//! finds the cheapest fleets that have such devices, [`spare`] the cheapest in which devices that compute
-//! prompts attend too, and [`remote`] divides prompts by length between two clusters.
+//! why there is none. [`attention`] finds the cheapest fleets in which devices of their own attend, and
+//! [`spare`] the cheapest in which devices that compute prompts attend too.
 //!
 //! What is absent: clocks, limits of time, a solver of its own, simulation. A plan is as good as the rates
 //! that it is given.
 
-pub mod apart;
 pub mod attention;
 pub mod bound;
 #[cfg(any(test, feature = "microlp"))]
@@ -30,7 +28,6 @@ pub mod offer;
 pub mod offered;
 pub mod program;
 pub mod regions;
-pub mod remote;
 pub mod shortfall;
 pub mod spare;
 pub mod tiers;

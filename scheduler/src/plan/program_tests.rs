@@ -1,10 +1,14 @@
+#[allow(dead_code, reason = "the published case study reads the rest")]
+#[path = "../../tests/two_clusters.rs"]
+mod two_clusters;
+
 use super::branching::Microlp;
 use super::linear::{Search, Unsolved};
 use super::program::*;
-use super::remote::{LengthShare, RemotePrefill};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::units::{Bytes, BytesPerSecond, Seconds, UsdPerHour};
+use two_clusters::{LengthShare, RemotePrefill};
 
 fn solve(program: &Program) -> Result<PlannedFleet, Unplanned> {
     program.solve(&Microlp, Search::default())

@@ -41,6 +41,7 @@ impl ShmHello {
 ///
 /// # Panics
 /// If the message differs after a round trip.
+#[cfg(any(test, feature = "testing"))]
 pub(crate) fn check_words(bytes: &[u8]) {
     if let Some(hello) = ShmHello::decode(&crate::padded::padded(bytes)) {
         assert_eq!(hello.encode(), crate::padded::padded(bytes));

@@ -14,6 +14,7 @@ mod mapping;
 mod pipe;
 mod server;
 
+#[cfg(any(test, feature = "testing"))]
 pub(crate) use hello::check_words;
 pub(crate) use pipe::SharedPipe;
 

@@ -20,6 +20,7 @@ mod serve;
 mod server;
 mod stream;
 
+#[cfg(any(test, feature = "testing"))]
 pub(crate) use protocol::check_words;
 
 use crate::key::RegionKey;
@@ -161,6 +162,7 @@ impl Address {
 }
 
 /// Returns the first message of a stream to `region`.
+#[cfg(any(test, feature = "testing"))]
 pub(crate) fn greeting(region: &Descriptor) -> Option<Vec<u8>> {
     Some(Address::decode(region).ok()?.hello(region, 0).encode().to_vec())
 }

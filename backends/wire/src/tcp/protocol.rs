@@ -5,6 +5,7 @@
 //! answers each with a [`Done`], followed by the bytes for a read.
 
 use crate::key::{KEY_BYTES, RegionKey};
+#[cfg(any(test, feature = "testing"))]
 use crate::padded::padded;
 
 /// Magic number; its last byte is the version, which changes with every change of this file.
@@ -146,6 +147,7 @@ impl Done {
 ///
 /// # Panics
 /// If a message differs after a round trip, or announces more than its reader accepts.
+#[cfg(any(test, feature = "testing"))]
 pub(crate) fn check_words(bytes: &[u8]) {
     if let Some(hello) = TcpHello::decode(&padded(bytes)) {
         assert!(TcpHello::decode(&hello.encode()) == Some(hello));

@@ -319,6 +319,7 @@ impl Transport for Verbs {
 /// # Panics
 /// If a message differs after a round trip, if a path exceeds what both ends support, or if an owner without
 /// regions accepts a request.
+#[cfg(any(test, feature = "testing"))]
 pub(crate) fn check_words(bytes: &[u8]) {
     if let Ok(offer) = serde_json::from_slice::<ConnectRequest>(bytes) {
         let text = serde_json::to_vec(&offer).unwrap_or_default();

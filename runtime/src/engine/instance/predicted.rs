@@ -45,6 +45,7 @@ impl Loaded {
     }
 
     /// The cost model of steps here by coefficients of whole steps.
+    #[cfg(any(test, feature = "testing"))]
     pub fn predicted_by_coefficients(&self, whole: Coefficients) -> CostModel {
         self.predicted_by_whole(CostModel::Coefficients(whole), whole)
     }

@@ -12,7 +12,7 @@
 //! join.
 //!
 //! [`Registry`] reads and writes the records, [`Membership`] maintains one; both use etcd through a few
-//! operations with deadlines. [`sim`] is a store with the same operations that injects faults, in a seeded
+//! operations with deadlines. `sim` is a store with the same operations that injects faults, in a seeded
 //! environment.
 
 #[cfg(feature = "fleet")]
@@ -21,6 +21,7 @@ mod keep;
 #[cfg(test)]
 mod keep_tests;
 mod records;
+#[cfg(any(test, feature = "testing"))]
 pub mod sim;
 mod store;
 

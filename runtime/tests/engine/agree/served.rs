@@ -19,7 +19,7 @@ use mixfleet_runtime::env::{Env, SeededEnv, SharedEnv};
 use mixfleet_runtime::events::EventLog;
 use mixfleet_runtime::fleet::{Hub, ModelIdentity, RouterId, WorkerProcess};
 use mixfleet_runtime::metrics::{DeviceLabels, Metrics};
-use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::model::variants::tiny_variants;
 use mixfleet_runtime::model::{Checkpoint, ModelConfig};
 use mixfleet_runtime::request::{EngineHandle, GenerateRequest, Hints, Sampling, ServiceTier};
 use mixfleet_scheduler::cost::CostModel;

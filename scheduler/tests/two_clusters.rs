@@ -1,4 +1,5 @@
-//! Divides prompts by length between two clusters (prefill as a service, arXiv 2604.15039).
+//! The closed form of prompts that are divided by length between two clusters (prefill as a service, arXiv
+//! 2604.15039), with which programs are compared.
 //!
 //! A local cluster has instances for prompts and for decoding. A remote one only computes prompts, those
 //! longer than a threshold t, and sends their KV over a link. With the distribution f of prompt lengths, the
@@ -15,58 +16,51 @@
 //! prefill is convex, so that the mean of its times is longer than the time of the mean.
 
 use mixfleet_hal::units::{Bytes, BytesPerSecond, Seconds};
-use serde::Serialize;
 
 /// The share of prompts that have a length.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct LengthShare {
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct LengthShare {
     /// The length, of what no cache holds.
-    pub tokens: u32,
+    pub(crate) tokens: u32,
     /// Their share of all prompts.
-    pub share: f64,
+    pub(crate) share: f64,
 }
 
 /// Two clusters, between which prompts are to be divided.
-pub struct RemotePrefill<'a> {
+pub(crate) struct RemotePrefill<'a> {
     /// Prompts by length, in increasing order.
-    pub lengths: &'a [LengthShare],
+    pub(crate) lengths: &'a [LengthShare],
     /// Instances of the remote cluster.
-    pub remote: u32,
+    pub(crate) remote: u32,
     /// Time of a prompt there.
-    pub remote_prefill_s: &'a dyn Fn(u32) -> Seconds,
+    pub(crate) remote_prefill_s: &'a dyn Fn(u32) -> Seconds,
     /// KV of a prompt.
-    pub kv_bytes: &'a dyn Fn(u32) -> Bytes,
+    pub(crate) kv_bytes: &'a dyn Fn(u32) -> Bytes,
     /// Bandwidth between the clusters.
-    pub link: BytesPerSecond,
+    pub(crate) link: BytesPerSecond,
     /// Instances of the local cluster.
-    pub local: u32,
+    pub(crate) local: u32,
     /// Time of a prompt there.
-    pub local_prefill_s: &'a dyn Fn(u32) -> Seconds,
+    pub(crate) local_prefill_s: &'a dyn Fn(u32) -> Seconds,
     /// Requests per second that one local instance decodes.
-    pub decode_rate: f64,
+    pub(crate) decode_rate: f64,
 }
 
 /// A division of prompts and instances, and what it carries.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct DividedPrompts {
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct DividedPrompts {
     /// Prompts with more tokens go to the remote cluster.
-    pub threshold: u32,
+    pub(crate) threshold: u32,
     /// Local instances for prompts.
-    pub prefill: u32,
+    pub(crate) prefill: u32,
     /// Local instances for decoding.
-    pub decode: u32,
+    pub(crate) decode: u32,
     /// Requests per second that all together carry.
-    pub rate: f64,
+    pub(crate) rate: f64,
     /// Share of requests that go to the remote cluster.
-    pub remote_share: f64,
-    /// Requests per second that the remote cluster computes, link included; without bound if it gets none.
-    pub remote_rate: f64,
-    /// Requests per second that local instances compute; without bound if they get none.
-    pub local_rate: f64,
-    /// Requests per second that local instances decode.
-    pub decode_rate: f64,
+    pub(crate) remote_share: f64,
     /// What crosses the link at the rate of all together.
-    pub link: BytesPerSecond,
+    pub(crate) link: BytesPerSecond,
 }
 
 /// What the prompts on one side of the threshold take, per request of either side.
@@ -80,7 +74,7 @@ struct Side {
 impl RemotePrefill<'_> {
     /// The division that carries most; of equal ones that with the fewest remote prompts, and then with the
     /// most instances for decoding. `None` without lengths.
-    pub fn best(&self) -> Option<DividedPrompts> {
+    pub(crate) fn best(&self) -> Option<DividedPrompts> {
         let sides = self.sides();
         let all = sides.iter().rev().filter(|_| !self.lengths.is_empty());
         let divided = all.flat_map(|&(threshold, local, remote)| {
@@ -90,7 +84,7 @@ impl RemotePrefill<'_> {
     }
 
     /// What a threshold carries with some number of local instances for prompts.
-    pub fn at(&self, threshold: u32, prefill: u32) -> DividedPrompts {
+    pub(crate) fn at(&self, threshold: u32, prefill: u32) -> DividedPrompts {
         let sides = self.sides();
         let at = sides.partition_point(|(length, ..)| *length <= threshold) - 1;
         self.divided(threshold, prefill.min(self.local), sides[at].1, sides[at].2)
@@ -130,9 +124,6 @@ impl RemotePrefill<'_> {
             decode,
             rate: least,
             remote_share: remote.share,
-            remote_rate,
-            local_rate,
-            decode_rate,
             link: BytesPerSecond(least * remote.bytes),
         }
     }

@@ -1,0 +1,148 @@
+//! Small checkpoints of every family, for tests.
+
+use super::builtin;
+use super::random::RandomCheckpoint;
+use mixfleet_hal::DType;
+use serde_json::{Value, json};
+
+/// [`tiny_variants`] without those of latent attention, which is given no devices of its own, and whose KV
+/// cannot be codes of eight bits.
+pub fn plain_variants() -> Vec<(&'static str, RandomCheckpoint)> {
+    let all = tiny_variants().into_iter();
+    all.filter(|(_, random)| !random.config.contains_key("kv_lora_rank")).collect()
+}
+
+/// Small checkpoints (10 to 40 thousand parameters) that together use every variant of every family that the
+/// loader supports, each with its name.
+pub fn tiny_variants() -> Vec<(&'static str, RandomCheckpoint)> {
+    let common = |model_type: &str, architecture: &str| {
+        json!({
+            "model_type": model_type, "architectures": [architecture], "hidden_act": "silu",
+            "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
+            "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": builtin::VOCAB,
+            "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
+            "bos_token_id": builtin::BOS, "eos_token_id": builtin::EOS,
+        })
+    };
+    let with = |mut config: Value, more: Value| {
+        if let (Value::Object(config), Value::Object(more)) = (&mut config, more) {
+            config.extend(more);
+        }
+        config
+    };
+    let llama = || common("llama", "LlamaForCausalLM");
+    let qwen2 = || common("qwen2", "Qwen2ForCausalLM");
+    let qwen3 = || common("qwen3", "Qwen3ForCausalLM");
+    let mixture = json!({"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40});
+    let latent = json!({"kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 14});
+    let llama3 = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 64});
+    let mut nested = llama3.clone();
+    nested["rope_theta"] = json!(500_000.0);
+    let yarn = json!({"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64});
+    let list = [
+        ("llama2", llama(), json!({"num_key_value_heads": null, "torch_dtype": "float32"}), DType::F32),
+        (
+            "llama3",
+            llama(),
+            json!({"rope_scaling": llama3, "rope_theta": 500_000.0, "torch_dtype": "bfloat16"}),
+            DType::Bf16,
+        ),
+        (
+            "llama3-new-spelling",
+            llama(),
+            json!({"rope_parameters": nested, "dtype": "bfloat16"}),
+            DType::Bf16,
+        ),
+        (
+            "llama-linear-f16",
+            llama(),
+            json!({"rope_scaling": {"type": "linear", "factor": 4.0}, "torch_dtype": "float16"}),
+            DType::F16,
+        ),
+        ("llama-yarn-head-dim", llama(), json!({"rope_scaling": yarn, "head_dim": 24}), DType::F32),
+        (
+            "llama-biases",
+            llama(),
+            json!({"attention_bias": true, "mlp_bias": true, "tie_word_embeddings": true}),
+            DType::Bf16,
+        ),
+        (
+            "mistral-window",
+            common("mistral", "MistralForCausalLM"),
+            json!({"sliding_window": 7}),
+            DType::Bf16,
+        ),
+        ("qwen2", qwen2(), json!({"tie_word_embeddings": true, "rope_theta": 1_000_000.0}), DType::Bf16),
+        (
+            "qwen2-window",
+            qwen2(),
+            json!({"use_sliding_window": true, "sliding_window": 5, "max_window_layers": 1}),
+            DType::F32,
+        ),
+        ("qwen3", qwen3(), json!({"head_dim": 32}), DType::Bf16),
+        (
+            "qwen3-experts",
+            with(common("qwen3_moe", "Qwen3MoeForCausalLM"), mixture.clone()),
+            json!({"norm_topk_prob": true, "mlp_only_layers": [0], "head_dim": 16}),
+            DType::Bf16,
+        ),
+        (
+            "qwen2-experts",
+            with(common("qwen2_moe", "Qwen2MoeForCausalLM"), mixture),
+            json!({"shared_expert_intermediate_size": 56, "decoder_sparse_step": 2}),
+            DType::F32,
+        ),
+        (
+            "gpt-oss",
+            common("gpt_oss", "GptOssForCausalLM"),
+            json!({"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 40, "head_dim": 16,
+            "sliding_window": 6, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}),
+            DType::Bf16,
+        ),
+        (
+            "deepseek-v3",
+            with(common("deepseek_v3", "DeepseekV3ForCausalLM"), latent.clone()),
+            json!({"q_lora_rank": 20, "n_group": 3, "topk_group": 2, "n_routed_experts": 6,
+            "num_experts_per_tok": 2, "n_shared_experts": 2, "moe_intermediate_size": 24,
+            "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "rope_theta": 10_000.0,
+            "rope_scaling": {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64,
+            "mscale": 1.0, "mscale_all_dim": 1.0}}),
+            DType::Bf16,
+        ),
+        (
+            "deepseek-v2",
+            with(common("deepseek_v2", "DeepseekV2ForCausalLM"), latent),
+            json!({"q_lora_rank": null, "topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1,
+            "n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 1,
+            "moe_intermediate_size": 40, "first_k_dense_replace": 0, "routed_scaling_factor": 1.5}),
+            DType::F32,
+        ),
+        (
+            "glm4-experts",
+            common("glm4_moe", "Glm4MoeForCausalLM"),
+            json!({"head_dim": 16, "attention_bias": true, "use_qk_norm": true, "n_routed_experts": 6,
+            "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 40,
+            "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "partial_rotary_factor": 0.5}),
+            DType::Bf16,
+        ),
+        (
+            "mixtral",
+            common("mixtral", "MixtralForCausalLM"),
+            json!({"num_local_experts": 4, "num_experts_per_tok": 3}),
+            DType::Bf16,
+        ),
+        (
+            "qwen3-layer-types",
+            qwen3(),
+            json!({"head_dim": 16, "attention_bias": true, "use_sliding_window": true, "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+            DType::F16,
+        ),
+    ];
+    let build = |(seed, (name, config, more, dtype)): (u64, (&'static str, Value, Value, DType))| {
+        let config = with(config, more).as_object().cloned().unwrap_or_default();
+        (name, RandomCheckpoint { config, dtype, seed })
+    };
+    (1..).zip(list).map(build).collect()
+}
