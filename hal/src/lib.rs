@@ -30,6 +30,7 @@ mod mixture;
 pub mod op;
 mod op_check;
 mod op_counts;
+mod op_fields;
 mod operand;
 pub mod outside;
 pub mod printable;
@@ -54,4 +55,5 @@ pub use op::{
     ColumnsOf, ExpertRouting, GroupedRows, KvShape, LatentKv, OpSig, Operand, OperandAccess, RotaryPart,
     Scalar, Scoring,
 };
+pub use op_fields::FieldCodec;
 pub use quantised::{CodeKind, MatrixKind, Quantised, ScaleKind, ZeroKind};

@@ -371,34 +371,6 @@ const fn is_zero(count: &u32) -> bool {
 }
 
 impl OpSig {
-    /// Returns the operation's name in snake case, without its shape.
-    pub const fn name(&self) -> &'static str {
-        match self {
-            OpSig::Embed { .. } => "embed",
-            OpSig::RmsNorm { .. } => "rms_norm",
-            OpSig::Gemm { .. } => "gemm",
-            OpSig::QuantisedEmbed { .. } => "quantised_embed",
-            OpSig::QuantisedGemm { .. } => "quantised_gemm",
-            OpSig::Rope { .. } => "rope",
-            OpSig::CopyColumns { .. } => "copy_columns",
-            OpSig::KvWrite { .. } => "kv_write",
-            OpSig::AttnPrefill { .. } => "attn_prefill",
-            OpSig::AttnDecode { .. } => "attn_decode",
-            OpSig::AttnMerge { .. } => "attn_merge",
-            OpSig::SiluMul { .. } => "silu_mul",
-            OpSig::ClampedSwiglu { .. } => "clamped_swiglu",
-            OpSig::Route { .. } => "route",
-            OpSig::GroupedGemm { .. } => "grouped_gemm",
-            OpSig::Combine { .. } => "combine",
-            OpSig::Add { .. } => "add",
-            OpSig::Sample { .. } => "sample",
-            OpSig::Copy { .. } => "copy",
-            OpSig::Fill { .. } => "fill",
-            OpSig::KvGather { .. } => "kv_gather",
-            OpSig::KvScatter { .. } => "kv_scatter",
-        }
-    }
-
     /// Returns the operands in the order in which a command carries them. This is the contract that every
     /// backend implements and [`crate::Cmd::new`] enforces.
     pub fn operands(&self) -> Vec<Operand> {

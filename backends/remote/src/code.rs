@@ -1,14 +1,11 @@
 //! How numbers, errors, operations and commands are written as bytes.
 //!
 //! Integers are little endian in groups of seven bits, so that small ones take a byte. An operation is
-//! written and read by one list of its fields, [`fields`].
+//! written and read by the list of its fields ([`OpSig::code`]).
 
 use mixfleet_hal::cast::{low_u8, to_u8, to_usize};
 use mixfleet_hal::op::Extent;
-use mixfleet_hal::{
-    BufferUsage, Cmd, CodeKind, ColumnsOf, DType, Error, ErrorKind, ExpertRouting, GroupedRows, KvShape,
-    LatentKv, MatrixKind, OpSig, Quantised, Result, RotaryPart, Scalar, ScaleKind, Scoring, Slice, ZeroKind,
-};
+use mixfleet_hal::{BufferUsage, Cmd, Error, ErrorKind, FieldCodec, OpSig, Result, Slice};
 
 /// The longest text of an error.
 const TEXT_BYTES_MAX: usize = 4096;
@@ -60,10 +57,6 @@ const USAGES: [BufferUsage; 4] =
 pub(crate) fn usage_code(usage: BufferUsage) -> u64 {
     USAGES.iter().position(|other| *other == usage).unwrap_or_default() as u64
 }
-
-const ZEROS: [ZeroKind; 3] = [ZeroKind::Middle, ZeroKind::Points, ZeroKind::Minima];
-
-const DTYPES: [DType; 6] = [DType::F32, DType::Bf16, DType::F16, DType::F8E4m3, DType::U32, DType::I8];
 
 /// The detail of an error that came without one.
 const UNSAID: &str = "the other process does not say why";
@@ -136,148 +129,41 @@ impl<'a> Taker<'a> {
     }
 }
 
-/// Writes or reads the fields of an operation.
-trait Fields {
-    /// A dimension, which is not zero.
-    fn dim(&mut self, value: &mut u32) -> Result<()>;
-    /// A number that may be zero.
-    fn number(&mut self, value: &mut u32) -> Result<()>;
-    fn long(&mut self, value: &mut u64) -> Result<()>;
-    fn bits(&mut self, value: &mut u32) -> Result<()>;
-    fn flag(&mut self, value: &mut bool) -> Result<()>;
+/// Writes the fields of an operation.
+struct FieldWriter<'a>(&'a mut Vec<u8>);
 
-    /// One of a few, as its number among them.
-    fn choice<T: Copy + PartialEq>(&mut self, value: &mut T, of: &[T]) -> Result<()>;
-
-    fn quantised(&mut self, value: &mut Quantised) -> Result<()> {
-        let Quantised { code, group_rows, group_columns, scale, zero, outer } = value;
-        self.choice(code, &CodeKind::ALL)?;
-        self.dim(group_rows)?;
-        self.dim(group_columns)?;
-        self.choice(scale, &ScaleKind::ALL)?;
-        self.choice(zero, &ZEROS)?;
-        self.flag(outer)
-    }
-
-    /// Weights that are quantised or not.
-    fn stored(&mut self, value: &mut MatrixKind) -> Result<()> {
-        let mut quantised = value.quantised().is_some();
-        self.flag(&mut quantised)?;
-        *value = match (quantised, *value) {
-            (true, MatrixKind::Plain(_)) => MatrixKind::Quantised(Quantised::MXFP4),
-            (false, MatrixKind::Quantised(_)) => PLAIN,
-            (_, same) => same,
-        };
-        match value {
-            MatrixKind::Plain(dtype) => self.dtype(dtype),
-            MatrixKind::Quantised(how) => self.quantised(how),
-        }
-    }
-
-    fn scalar(&mut self, value: &mut Scalar) -> Result<()> {
-        let mut bits = value.0.to_bits();
-        self.bits(&mut bits)?;
-        *value = Scalar(f32::from_bits(bits));
-        Ok(())
-    }
-
-    fn window(&mut self, value: &mut Option<u32>) -> Result<()> {
-        // no window has no tokens
-        let mut tokens = value.unwrap_or(0);
-        self.number(&mut tokens)?;
-        *value = (tokens > 0).then_some(tokens);
-        Ok(())
-    }
-
-    fn routing(&mut self, value: &mut ExpertRouting) -> Result<()> {
-        let ExpertRouting { experts, active, scoring, groups, groups_active, group_best, normalise, scale } =
-            value;
-        [experts, active, groups, groups_active, group_best].into_iter().try_for_each(|dim| self.dim(dim))?;
-        let mut by_sigmoid = *scoring == Scoring::Sigmoid;
-        self.flag(&mut by_sigmoid)?;
-        *scoring = if by_sigmoid { Scoring::Sigmoid } else { Scoring::Softmax };
-        self.flag(normalise)?;
-        self.scalar(scale)
-    }
-
-    fn grouped(&mut self, value: &mut GroupedRows) -> Result<()> {
-        let GroupedRows { choices, fan, experts, touched, others } = value;
-        [choices, fan, experts].into_iter().try_for_each(|dim| self.dim(dim))?;
-        self.number(touched)?;
-        self.number(others)
-    }
-
-    fn dtype(&mut self, value: &mut DType) -> Result<()> {
-        self.choice(value, &DTYPES)
-    }
-
-    fn kv(&mut self, value: &mut KvShape) -> Result<()> {
-        let KvShape { kv_heads, head_dim, page_tokens, dtype, latent } = value;
-        self.dim(kv_heads)?;
-        self.dim(head_dim)?;
-        self.dim(page_tokens)?;
-        self.dtype(dtype)?;
-        // values apart have no rank
-        let LatentKv { mut rank, mut scale } = latent.unwrap_or(LatentKv { rank: 0, scale: Scalar(0.0) });
-        self.number(&mut rank)?;
-        if rank > 0 {
-            self.scalar(&mut scale)?;
-        }
-        *latent = (rank > 0).then_some(LatentKv { rank, scale });
-        Ok(())
-    }
-
-    fn part(&mut self, value: &mut Option<RotaryPart>) -> Result<()> {
-        // all of a head has no length here
-        let none = RotaryPart { first: 0, length: 0, interleaved: false };
-        let RotaryPart { mut first, mut length, mut interleaved } = value.unwrap_or(none);
-        self.number(&mut length)?;
-        if length > 0 {
-            self.number(&mut first)?;
-            self.flag(&mut interleaved)?;
-        }
-        *value = (length > 0).then_some(RotaryPart { first, length, interleaved });
-        Ok(())
-    }
-
-    fn columns(&mut self, value: &mut ColumnsOf) -> Result<()> {
-        self.dim(&mut value.row)?;
-        self.number(&mut value.first)
-    }
-}
-
-impl Fields for Vec<u8> {
+impl FieldCodec for FieldWriter<'_> {
     fn dim(&mut self, value: &mut u32) -> Result<()> {
-        self.number(value)
+        self.count(value)
     }
-    fn number(&mut self, value: &mut u32) -> Result<()> {
-        put(self, u64::from(*value));
+    fn count(&mut self, value: &mut u32) -> Result<()> {
+        put(self.0, u64::from(*value));
         Ok(())
     }
     fn long(&mut self, value: &mut u64) -> Result<()> {
-        put(self, *value);
+        put(self.0, *value);
         Ok(())
     }
     fn bits(&mut self, value: &mut u32) -> Result<()> {
-        self.extend(value.to_le_bytes());
+        self.0.extend(value.to_le_bytes());
         Ok(())
     }
     fn flag(&mut self, value: &mut bool) -> Result<()> {
-        self.push(u8::from(*value));
+        self.0.push(u8::from(*value));
         Ok(())
     }
     fn choice<T: Copy + PartialEq>(&mut self, value: &mut T, of: &[T]) -> Result<()> {
-        self.push(to_u8(of.iter().position(|one| one == value).unwrap_or_default()));
+        self.0.push(to_u8(of.iter().position(|one| one == value).unwrap_or_default()));
         Ok(())
     }
 }
 
-impl Fields for Taker<'_> {
+impl FieldCodec for Taker<'_> {
     fn dim(&mut self, value: &mut u32) -> Result<()> {
-        Fields::number(self, value)?;
+        FieldCodec::count(self, value)?;
         if *value == 0 { Err(malformed("a dimension is zero")) } else { Ok(()) }
     }
-    fn number(&mut self, value: &mut u32) -> Result<()> {
+    fn count(&mut self, value: &mut u32) -> Result<()> {
         *value = u32::try_from(Taker::number(self)?).map_err(|_| malformed("a dimension is too large"))?;
         Ok(())
     }
@@ -300,194 +186,20 @@ impl Fields for Taker<'_> {
     }
 }
 
-const F32: DType = DType::F32;
-const PLAIN: MatrixKind = MatrixKind::Plain(F32);
-const KV: KvShape = KvShape { kv_heads: 0, head_dim: 0, page_tokens: 0, dtype: F32, latent: None };
-const COLUMNS: ColumnsOf = ColumnsOf { row: 0, first: 0 };
-
-const GROUPED: GroupedRows = GroupedRows { choices: 0, fan: 0, experts: 0, touched: 0, others: 0 };
-
-/// An operation of each kind, in the order of their numbers.
-const BLANK: [OpSig; 22] = [
-    OpSig::Embed { tokens: 0, vocab: 0, hidden: 0, table: F32, out: F32 },
-    OpSig::RmsNorm { rows: 0, cols: 0, eps: Scalar(0.0), x: F32, weight: F32, out: F32 },
-    OpSig::Gemm { m: 0, n: 0, k: 0, x: F32, weight: F32, out: F32, bias: false, accumulate: false },
-    OpSig::Rope { tokens: 0, heads: 0, head_dim: 0, part: None, x: F32 },
-    OpSig::KvWrite { tokens: 0, x: F32, kv: KV },
-    OpSig::AttnPrefill {
-        tokens: 0,
-        sequences: 0,
-        pairs: 0,
-        kv_tokens: 0,
-        heads: 0,
-        pages_max: 0,
-        window: None,
-        sinks: false,
-        x: F32,
-        kv: KV,
-    },
-    OpSig::AttnDecode { sequences: 0, kv_tokens: 0, heads: 0, pages_max: 0, x: F32, kv: KV },
-    OpSig::AttnMerge { parts: 0, rows: 0, head_dim: 0, sinks: 0, out: F32 },
-    OpSig::SiluMul { elements: 0, x: F32 },
-    OpSig::Add { elements: 0, x: F32 },
-    OpSig::Sample { rows: 0, cols: 0, history: 0, tops: 0 },
-    OpSig::Copy { bytes: 0 },
-    OpSig::Fill { bytes: 0, word: 0 },
-    OpSig::KvGather { tokens: 0, kv: KV, wire: F32 },
-    OpSig::KvScatter { tokens: 0, kv: KV, wire: F32 },
-    OpSig::ClampedSwiglu { elements: 0, alpha: Scalar(0.0), limit: Scalar(0.0), x: F32 },
-    OpSig::Route { tokens: 0, bias: false, routing: ExpertRouting::softmax(0, 0, false) },
-    OpSig::GroupedGemm { grouped: GROUPED, n: 0, k: 0, x: F32, weight: PLAIN, out: F32, bias: false },
-    OpSig::Combine { tokens: 0, active: 0, cols: 0, x: F32, accumulate: false },
-    OpSig::QuantisedEmbed { tokens: 0, vocab: 0, hidden: 0, table: Quantised::MXFP4, out: F32 },
-    OpSig::QuantisedGemm {
-        m: 0,
-        n: 0,
-        k: 0,
-        x: F32,
-        weight: Quantised::MXFP4,
-        out: F32,
-        bias: false,
-        accumulate: false,
-    },
-    OpSig::CopyColumns { rows: 0, cols: 0, from: COLUMNS, to: COLUMNS, x: F32 },
-];
-
-/// The fields of an operation in their order.
-fn fields(sig: &mut OpSig, by: &mut impl Fields) -> Result<()> {
-    match sig {
-        OpSig::Embed { tokens, vocab, hidden, table, out } => {
-            [tokens, vocab, hidden].into_iter().try_for_each(|dim| by.dim(dim))?;
-            [table, out].into_iter().try_for_each(|dtype| by.dtype(dtype))
-        }
-        OpSig::RmsNorm { rows, cols, eps, x, weight, out } => {
-            [rows, cols].into_iter().try_for_each(|dim| by.dim(dim))?;
-            by.scalar(eps)?;
-            [x, weight, out].into_iter().try_for_each(|dtype| by.dtype(dtype))
-        }
-        OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate } => {
-            [m, n, k].into_iter().try_for_each(|dim| by.dim(dim))?;
-            [x, weight, out].into_iter().try_for_each(|dtype| by.dtype(dtype))?;
-            by.flag(bias)?;
-            by.flag(accumulate)
-        }
-        OpSig::QuantisedEmbed { tokens, vocab, hidden, table, out } => {
-            [tokens, vocab, hidden].into_iter().try_for_each(|dim| by.dim(dim))?;
-            by.quantised(table)?;
-            by.dtype(out)
-        }
-        OpSig::QuantisedGemm { m, n, k, x, weight, out, bias, accumulate } => {
-            [m, n, k].into_iter().try_for_each(|dim| by.dim(dim))?;
-            by.quantised(weight)?;
-            [x, out].into_iter().try_for_each(|dtype| by.dtype(dtype))?;
-            by.flag(bias)?;
-            by.flag(accumulate)
-        }
-        OpSig::Rope { tokens, heads, head_dim, part, x } => {
-            [tokens, heads, head_dim].into_iter().try_for_each(|dim| by.dim(dim))?;
-            by.part(part)?;
-            by.dtype(x)
-        }
-        OpSig::CopyColumns { rows, cols, from, to, x } => {
-            [rows, cols].into_iter().try_for_each(|dim| by.dim(dim))?;
-            by.columns(from)?;
-            by.columns(to)?;
-            by.dtype(x)
-        }
-        OpSig::KvWrite { tokens, x, kv } => {
-            by.dim(tokens)?;
-            by.dtype(x)?;
-            by.kv(kv)
-        }
-        OpSig::AttnPrefill {
-            tokens,
-            sequences,
-            pairs,
-            kv_tokens,
-            heads,
-            pages_max,
-            window,
-            sinks,
-            x,
-            kv,
-        } => {
-            [tokens, sequences, heads].into_iter().try_for_each(|dim| by.dim(dim))?;
-            by.number(pages_max)?;
-            by.long(pairs)?;
-            by.long(kv_tokens)?;
-            by.window(window)?;
-            by.flag(sinks)?;
-            by.dtype(x)?;
-            by.kv(kv)
-        }
-        OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, x, kv } => {
-            [sequences, heads].into_iter().try_for_each(|dim| by.dim(dim))?;
-            by.number(pages_max)?;
-            by.long(kv_tokens)?;
-            by.dtype(x)?;
-            by.kv(kv)
-        }
-        OpSig::AttnMerge { parts, rows, head_dim, sinks, out } => {
-            [parts, rows, head_dim].into_iter().try_for_each(|dim| by.dim(dim))?;
-            by.number(sinks)?;
-            by.dtype(out)
-        }
-        OpSig::SiluMul { elements, x } | OpSig::Add { elements, x } => {
-            by.long(elements)?;
-            by.dtype(x)
-        }
-        OpSig::ClampedSwiglu { elements, alpha, limit, x } => {
-            by.long(elements)?;
-            [alpha, limit].into_iter().try_for_each(|scalar| by.scalar(scalar))?;
-            by.dtype(x)
-        }
-        OpSig::Route { tokens, bias, routing } => {
-            by.dim(tokens)?;
-            by.flag(bias)?;
-            by.routing(routing)
-        }
-        OpSig::GroupedGemm { grouped, n, k, x, weight, out, bias } => {
-            by.grouped(grouped)?;
-            [n, k].into_iter().try_for_each(|dim| by.dim(dim))?;
-            by.stored(weight)?;
-            [x, out].into_iter().try_for_each(|dtype| by.dtype(dtype))?;
-            by.flag(bias)
-        }
-        OpSig::Combine { tokens, active, cols, x, accumulate } => {
-            [tokens, active, cols].into_iter().try_for_each(|dim| by.dim(dim))?;
-            by.dtype(x)?;
-            by.flag(accumulate)
-        }
-        OpSig::Sample { rows, cols, history, tops } => {
-            [rows, cols].into_iter().try_for_each(|dim| by.dim(dim))?;
-            [history, tops].into_iter().try_for_each(|number| by.number(number))
-        }
-        OpSig::Copy { bytes } => by.long(bytes),
-        OpSig::Fill { bytes, word } => {
-            by.long(bytes)?;
-            by.bits(word)
-        }
-        OpSig::KvGather { tokens, kv, wire } | OpSig::KvScatter { tokens, kv, wire } => {
-            by.dim(tokens)?;
-            by.kv(kv)?;
-            by.dtype(wire)
-        }
-    }
-}
-
 /// Appends an operation.
 pub(crate) fn put_sig(bytes: &mut Vec<u8>, sig: &OpSig) -> Result<()> {
-    let kind = BLANK.iter().position(|blank| std::mem::discriminant(blank) == std::mem::discriminant(sig));
+    let kind =
+        OpSig::BLANK.iter().position(|blank| std::mem::discriminant(blank) == std::mem::discriminant(sig));
     let kind = kind.ok_or_else(|| Error::unsupported(format!("{} has no number", sig.name())))?;
     bytes.push(to_u8(kind));
-    fields(&mut sig.clone(), bytes)
+    sig.clone().code(&mut FieldWriter(bytes))
 }
 
 /// Reads an operation.
 pub(crate) fn take_sig(from: &mut Taker<'_>) -> Result<OpSig> {
-    let blank = BLANK.get(usize::from(from.byte()?));
+    let blank = OpSig::BLANK.get(usize::from(from.byte()?));
     let mut sig = *blank.ok_or_else(|| malformed("there is no such operation"))?;
-    fields(&mut sig, from)?;
+    sig.code(from)?;
     Ok(sig)
 }
 
